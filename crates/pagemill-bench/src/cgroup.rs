@@ -1,0 +1,177 @@
+//! A memory limit around a workload: one child cgroup, removed on drop with whatever still runs in it.
+//!
+//! Both generations of the memory controller are known. Which one holds is read from the process's own
+//! membership, not assumed; a hierarchy that cannot be written is an answer, not an error.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use crate::native;
+
+/// How our groups are called: this, the number of the process that made it, and a count.
+const PREFIX: &str = "pagemill-bench-";
+
+/// Which generation's file names hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Version {
+    V1,
+    V2,
+}
+
+/// Where new groups can be made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Parent {
+    version: Version,
+    folder: PathBuf,
+}
+
+/// A cgroup of our own with a memory limit.
+#[derive(Debug)]
+pub struct Cgroup {
+    folder: PathBuf,
+}
+
+impl Cgroup {
+    /// Makes a group below the one this process is in and limits its memory.
+    ///
+    /// # Errors
+    ///
+    /// A sentence for the list of gaps: no memory controller, or no right to use it.
+    pub fn with_limit(limit_bytes: u64) -> Result<Self, String> {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("{PREFIX}{}-{number}", std::process::id());
+        let own = fs::read_to_string("/proc/self/cgroup").map_err(|cause| cause.to_string())?;
+        let parent = find_parent(&own, Path::new("/sys/fs/cgroup"))
+            .ok_or("no memory controller of cgroups is mounted at /sys/fs/cgroup")?;
+        sweep(&parent.folder);
+        make(&parent, &name, limit_bytes)
+    }
+
+    /// The file to which a process writes 0 to enter.
+    pub fn entrance(&self) -> PathBuf {
+        self.folder.join("cgroup.procs")
+    }
+}
+
+impl Drop for Cgroup {
+    fn drop(&mut self) {
+        // Everything in here was started by us. The dead leave the group a moment after they are killed.
+        for _ in 0..200 {
+            let members = fs::read_to_string(self.folder.join("cgroup.procs")).unwrap_or_default();
+            for pid in members.lines().filter_map(|line| line.parse().ok()) {
+                native::kill_process(pid);
+            }
+            if fs::remove_dir(&self.folder).is_ok() {
+                return;
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        eprintln!("gap: {} could not be removed", self.folder.display());
+    }
+}
+
+/// Removes groups that a bench left behind when it was killed outright; they are empty, its workloads died with it.
+fn sweep(parent: &Path) {
+    let entries = fs::read_dir(parent).into_iter().flatten().flatten();
+    for entry in entries {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let maker = name.strip_prefix(PREFIX).and_then(|rest| rest.split('-').next());
+        if maker.is_some_and(|maker| !Path::new("/proc").join(maker).exists()) {
+            // A group that is not empty is not removed by this, and is left alone.
+            let _ = fs::remove_dir(entry.path());
+        }
+    }
+}
+
+fn make(parent: &Parent, name: &str, limit_bytes: u64) -> Result<Cgroup, String> {
+    if parent.version == Version::V2 {
+        // Fails where the group has processes of its own; then the child lacks memory.max, which is told below.
+        let _ = fs::write(parent.folder.join("cgroup.subtree_control"), "+memory");
+    }
+    let folder = parent.folder.join(name);
+    fs::create_dir(&folder).map_err(|cause| format!("no cgroup below {}: {cause}", parent.folder.display()))?;
+    let group = Cgroup { folder };
+    let limit_file = match parent.version {
+        Version::V1 => "memory.limit_in_bytes",
+        Version::V2 => "memory.max",
+    };
+    let write = |file: &str, value: &str| {
+        fs::write(group.folder.join(file), value)
+            .map_err(|cause| format!("{file} of a new cgroup cannot be written: {cause}"))
+    };
+    write(limit_file, &limit_bytes.to_string())?;
+    if parent.version == Version::V2 {
+        // Swap would hide what is asked here: whether free memory is given back in time.
+        let _ = write("memory.swap.max", "0");
+    }
+    Ok(group)
+}
+
+/// The folder of this process's own group in the hierarchy that controls memory.
+fn find_parent(own: &str, mount: &Path) -> Option<Parent> {
+    let (mut v1, mut v2) = (None, None);
+    for line in own.lines() {
+        let mut fields = line.splitn(3, ':');
+        let (_, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
+        match controllers {
+            "" => v2 = Some(path),
+            _ if controllers.split(',').any(|name| name == "memory") => v1 = Some(path),
+            _ => {}
+        }
+    }
+    let (version, hierarchy, path) = match (v1, v2) {
+        (Some(path), _) => (Version::V1, mount.join("memory"), path),
+        (None, Some(path)) => (Version::V2, mount.to_owned(), path),
+        (None, None) => return None,
+    };
+    // In a container the path may be of another view of the tree: then the mount's root is ours.
+    let own_folder = hierarchy.join(path.trim_start_matches('/'));
+    let folder = [own_folder, hierarchy].into_iter().find(|folder| folder.is_dir())?;
+    let has_memory = match version {
+        Version::V1 => folder.join("memory.limit_in_bytes").exists(),
+        Version::V2 => fs::read_to_string(folder.join("cgroup.controllers"))
+            .is_ok_and(|names| names.split_whitespace().any(|name| name == "memory")),
+    };
+    has_memory.then_some(Parent { version, folder })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A made-up tree of either generation; v1 wins where both are mounted, as its controller is bound there.
+    #[test]
+    fn both_generations_are_found() {
+        let tree = tempfile::tempdir().expect("a temporary folder");
+        let (v1, v2) = (tree.path().join("memory/a/b"), tree.path().join("c"));
+        fs::create_dir_all(&v1).expect("made");
+        fs::create_dir_all(&v2).expect("made");
+        fs::write(v1.join("memory.limit_in_bytes"), "1").expect("written");
+        fs::write(v2.join("cgroup.controllers"), "cpu memory").expect("written");
+
+        let old = find_parent("4:cpu,memory:/a/b\n0::/\n", tree.path()).expect("v1 is there");
+        let new = find_parent("0::/c\n", tree.path()).expect("v2 is there");
+
+        assert_eq!((old.version, old.folder), (Version::V1, v1));
+        assert_eq!((new.version, new.folder), (Version::V2, v2));
+        assert_eq!(find_parent("1:cpu:/\n", tree.path()), None);
+    }
+
+    /// Really made, limited and removed, where this user may.
+    #[test]
+    fn a_group_is_removed_on_drop() {
+        match Cgroup::with_limit(64 << 20) {
+            Ok(group) => {
+                let folder = group.folder.clone();
+                assert!(folder.is_dir() && group.entrance().exists());
+                drop(group);
+                assert!(!folder.exists());
+            }
+            Err(why) => println!("skipped: {why}"),
+        }
+    }
+}

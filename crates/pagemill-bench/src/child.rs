@@ -1,0 +1,252 @@
+//! Starting, ending and reading the workloads, each in a process group of its own.
+//!
+//! A group, so that a workload's own children end with it, and so that Ctrl-C reaches the bench alone: the
+//! bench then ends every group it started, and its open cgroups and folders are removed on the way out.
+
+use std::collections::BTreeSet;
+use std::io::{self, Read};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result, doing};
+use crate::native;
+use crate::subject::Ready;
+
+/// The exit status by which a workload says that its memory held a wrong answer.
+pub const WRONG_ANSWER: i32 = 70;
+
+static IS_INTERRUPTED: AtomicBool = AtomicBool::new(false);
+static GROUPS: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
+
+fn groups() -> MutexGuard<'static, BTreeSet<u32>> {
+    GROUPS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// From here on Ctrl-C, SIGTERM and SIGHUP end the workloads and let the bench clean up.
+pub fn handle_interrupts() -> Result<()> {
+    let handler = || {
+        IS_INTERRUPTED.store(true, Ordering::SeqCst);
+        for &leader in groups().iter() {
+            native::kill_group(leader);
+        }
+    };
+    ctrlc::set_handler(handler).map_err(|cause| Error::CannotRun(cause.to_string()))
+}
+
+/// Fails once the user asked to stop.
+pub fn check_interrupt() -> Result<()> {
+    match IS_INTERRUPTED.load(Ordering::SeqCst) {
+        true => Err(Error::Interrupted),
+        false => Ok(()),
+    }
+}
+
+/// Sleeps, but not past an interrupt.
+pub fn sleep(duration: Duration) -> Result<()> {
+    let until = Instant::now() + duration;
+    loop {
+        check_interrupt()?;
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Ok(());
+        }
+        thread::sleep(left.min(Duration::from_millis(20)));
+    }
+}
+
+/// This bench as a workload: one of its hidden subcommands.
+pub fn workload(arguments: &[&str]) -> Result<Command> {
+    let mut command = Command::new(own_executable()?);
+    command.args(arguments);
+    Ok(command)
+}
+
+/// The path of this executable.
+pub fn own_executable() -> Result<std::path::PathBuf> {
+    std::env::current_exe().map_err(doing("finding the own executable"))
+}
+
+/// A running process group; dropped, it is killed.
+pub struct Running {
+    child: Child,
+    stdout: Option<JoinHandle<Vec<u8>>>,
+    stderr: Option<JoinHandle<Vec<u8>>>,
+    is_ended: bool,
+}
+
+/// What a process left behind.
+#[derive(Debug)]
+pub struct Finished {
+    pub status: ExitStatus,
+    pub stdout: Vec<u8>,
+    pub stderr: Vec<u8>,
+    pub wall: Duration,
+}
+
+impl Running {
+    /// Starts the command with its output captured, in a process group of its own.
+    pub fn start(command: &mut Command) -> Result<Self> {
+        check_interrupt()?;
+        command.process_group(0).stdin(Stdio::null());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let name = command.get_program().to_string_lossy().into_owned();
+        // Under the lock, so that an interrupt finds either no child or a registered one.
+        let mut groups = groups();
+        let mut child = command.spawn().map_err(doing(format!("starting {name}")))?;
+        groups.insert(child.id());
+        drop(groups);
+        let stdout = child.stdout.take().map(drain);
+        let stderr = child.stderr.take().map(drain);
+        Ok(Self { child, stdout, stderr, is_ended: false })
+    }
+
+    /// The process that leads the group.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Whether it ended by itself. It stays unreaped, so that its number cannot come to mean somebody else.
+    pub fn has_ended(&self) -> bool {
+        native::has_ended(self.child.id())
+    }
+
+    /// Waits for the end, at most `limit`.
+    pub fn finish(mut self, limit: Duration) -> Result<Finished> {
+        let started = Instant::now();
+        while !self.has_ended() {
+            if started.elapsed() > limit {
+                let seconds = limit.as_secs();
+                return Err(Error::CannotRun(format!("a workload did not end within {seconds} s")));
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+        let wall = started.elapsed();
+        self.end_group();
+        check_interrupt()?;
+        let status = self.child.wait().map_err(doing("waiting for a workload"))?;
+        Ok(Finished { status, stdout: collect(self.stdout.take()), stderr: collect(self.stderr.take()), wall })
+    }
+
+    /// Kills what is left of the group and forgets it; the leader is yet to be reaped.
+    fn end_group(&mut self) {
+        if !self.is_ended {
+            native::kill_group(self.child.id());
+            groups().remove(&self.child.id());
+            self.is_ended = true;
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if !self.is_ended {
+            self.end_group();
+            // It was killed just now: this only reaps it.
+            let _ = self.child.wait();
+        }
+    }
+}
+
+fn drain(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
+    thread::spawn(move || {
+        let mut bytes = Vec::new();
+        // A pipe that breaks ends the output; what came before is kept.
+        let _: io::Result<usize> = pipe.read_to_end(&mut bytes);
+        bytes
+    })
+}
+
+fn collect(reader: Option<JoinHandle<Vec<u8>>>) -> Vec<u8> {
+    reader.and_then(|reader| reader.join().ok()).unwrap_or_default()
+}
+
+/// How a workload ended.
+#[derive(Debug)]
+pub enum Outcome {
+    /// It printed its line of JSON.
+    Measured(serde_json::Value),
+    /// It was killed from outside: out of memory.
+    Killed,
+    /// It failed, with this to say.
+    Failed(String),
+}
+
+/// Runs a hidden subcommand under a subject and reads the line it prints.
+///
+/// # Errors
+///
+/// [`Error::WrongAnswer`] where the workload found its memory wrong; [`Error::Interrupted`].
+pub fn measure(ready: &Ready, arguments: &[&str], limit: Duration) -> Result<Outcome> {
+    let mut command = workload(arguments)?;
+    ready.apply(&mut command);
+    let finished = Running::start(&mut command)?.finish(limit)?;
+    outcome(ready.name(), &finished)
+}
+
+/// Reads a finished workload: its JSON line, its death or its complaint.
+pub fn outcome(subject: &str, finished: &Finished) -> Result<Outcome> {
+    let complaint = String::from_utf8_lossy(&finished.stderr);
+    let complaint = complaint.trim();
+    match (finished.status.code(), finished.status.signal()) {
+        (Some(0), _) => match serde_json::from_slice(&finished.stdout) {
+            Ok(value) => Ok(Outcome::Measured(value)),
+            Err(cause) => Ok(Outcome::Failed(format!("unreadable result: {cause}"))),
+        },
+        (Some(WRONG_ANSWER), _) => Err(Error::WrongAnswer { subject: subject.to_owned(), what: complaint.to_owned() }),
+        // 137 is how a launcher reports a child that SIGKILL ended.
+        (Some(137), _) | (None, Some(libc::SIGKILL)) => Ok(Outcome::Killed),
+        (Some(code), _) => Ok(Outcome::Failed(format!("status {code}: {complaint}"))),
+        (None, signal) => Ok(Outcome::Failed(format!("signal {}: {complaint}", signal.unwrap_or_default()))),
+    }
+}
+
+/// Touches and frees as much memory as is about to be used, in a process that then ends.
+///
+/// The first touch of memory that the host has not backed yet is 5 to 30 times slower than later ones:
+/// without this the first subject pays for all.
+pub fn warm(mib: u64) -> Result<()> {
+    let mut command = workload(&["__touch", "--mib", &mib.to_string()])?;
+    crate::subject::clear_foreign_settings(&mut command);
+    let finished = Running::start(&mut command)?.finish(Duration::from_secs(300))?;
+    match finished.status.success() {
+        true => Ok(()),
+        false => Err(Error::CannotRun(format!("{mib} MiB could not be touched beforehand ({})", finished.status))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str) -> Finished {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        let running = Running::start(&mut command).expect("sh starts");
+        running.finish(Duration::from_secs(10)).expect("sh ends")
+    }
+
+    /// Result, kill, failure and wrong answer are told apart.
+    #[test]
+    fn outcomes_are_told_apart() {
+        let read = |script| outcome("glibc", &shell(script));
+
+        assert!(matches!(read("echo '{\"a\":1}'"), Ok(Outcome::Measured(value)) if value["a"] == 1));
+        assert!(matches!(read("kill -9 $$"), Ok(Outcome::Killed)));
+        assert!(matches!(read("echo no >&2; exit 3"), Ok(Outcome::Failed(why)) if why.contains("no")));
+        assert!(matches!(read("exit 70"), Err(Error::WrongAnswer { .. })));
+    }
+
+    /// A group member that outlives its leader is killed, and so keeps no pipe open.
+    #[test]
+    fn the_whole_group_ends() {
+        let started = Instant::now();
+
+        shell("sleep 60 &");
+
+        assert!(started.elapsed() < Duration::from_secs(30));
+    }
+}

@@ -1,0 +1,340 @@
+//! The experiment of idea B: the speed of never returning memory.
+//!
+//! Every allocator runs the [workload](crate::workload::ebizzy) with its defaults and returning at once.
+//! Pagemill is judged against the best of each kind *of the same run*, per number of threads.
+
+use std::time::Duration;
+
+use crate::child;
+use crate::error::Result;
+use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
+use crate::report::{Bound, Entry, Place, Report, Series, Verdict};
+use crate::stats::{self, Better};
+use crate::subject::{self, PAGEMILL, Ready, Role};
+
+/// Memory touched beforehand: more than any subject holds at 24 threads.
+const WARM_MIB: (u64, u64) = (384, 1024);
+
+/// The whole quick run shall end well within 30 seconds; this much of it is measured.
+const QUICK_BUDGET_MS: u64 = 22_000;
+
+/// What starting and ending a workload takes, beside its measured time.
+const OVERHEAD_MS: u64 = 25;
+
+/// Below this many page faults a record (of 64 pages and more) a subject does not return memory at once,
+/// whatever it was told: it is no peer of those that do.
+pub const RETURNING_FAULTS: f64 = 1.0;
+
+/// Copies of one size: what the targets are about.
+const FIXED: &str = "fixed";
+
+const RECORDS: &str = "records_per_second";
+pub const FAULTS: &str = "faults_per_record";
+const REFUSED: &str = "refused";
+
+/// Options of the experiment.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    #[command(flatten)]
+    pub common: Common,
+    /// Numbers of threads (default 1,2,4,8,12,24, with --quick 1,2,8,24)
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub threads: Vec<u16>,
+    /// Only the case with a memory hog in the same limit (the full run has it too)
+    #[arg(long)]
+    pub hog: bool,
+}
+
+/// Sizes of the copies and number of threads.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Case {
+    sizes: &'static str,
+    threads: u16,
+}
+
+/// Runs it and gives the report.
+pub fn run(options: &Options) -> Result<Report> {
+    let common = &options.common;
+    let (ready, gaps) = subject::select(&common.only, |_| true)?;
+    let mut report = Report::new("ebizzy", common.json);
+    gaps.into_iter().for_each(|gap| report.gap(gap));
+    child::warm(common.pick(WARM_MIB.0, WARM_MIB.1))?;
+    if !options.hog {
+        let cases = cases(options);
+        let book = measure(&cases, &ready, common)?;
+        rows(&mut report, &book, &cases, &ready);
+        verdicts(&mut report, &book, &cases, &ready);
+    }
+    if options.hog || !common.quick {
+        crate::hog::run(common, &ready, &mut report)?;
+    }
+    Ok(report)
+}
+
+fn cases(options: &Options) -> Vec<Case> {
+    let threads = match options.threads.as_slice() {
+        [] => options.common.pick(vec![1, 2, 8, 24], vec![1, 2, 4, 8, 12, 24]),
+        given => given.to_vec(),
+    };
+    let fixed = threads.iter().map(|&threads| Case { sizes: FIXED, threads });
+    let mixed = threads.iter().map(|&threads| Case { sizes: "mixed", threads });
+    match options.common.quick {
+        true => fixed.collect(),
+        false => fixed.chain(mixed.filter(|case| matches!(case.threads, 2 | 24))).collect(),
+    }
+}
+
+/// Warm-up and measured time of a sample. A quick run has a budget; the full one a second each.
+fn durations(common: &Common, runs: usize) -> (u64, u64) {
+    match common.quick {
+        true => {
+            let each = QUICK_BUDGET_MS / runs.max(1) as u64;
+            let measured = each.saturating_sub(OVERHEAD_MS).clamp(40, 400);
+            (measured / 4, measured * 3 / 4)
+        }
+        false => (250, 1000),
+    }
+}
+
+fn measure(cases: &[Case], ready: &[Ready], common: &Common) -> Result<Book<Case>> {
+    let runs = cases.len() * ready.len() * common.rounds();
+    let (warm_ms, measure_ms) = durations(common, runs);
+    let (warm_ms, measure_ms) = (warm_ms.to_string(), measure_ms.to_string());
+    let progress = Progress::new(runs);
+    let mut book = Book::new();
+    for case in cases {
+        let threads = case.threads.to_string();
+        let arguments = [
+            "__ebizzy",
+            "--threads",
+            &threads,
+            "--warm-ms",
+            &warm_ms,
+            "--measure-ms",
+            &measure_ms,
+            "--sizes",
+            case.sizes,
+        ];
+        for round in 0..common.rounds() {
+            // Each round begins with another subject, so that nobody always follows the same neighbour.
+            for index in 0..ready.len() {
+                let subject = &ready[(index + round) % ready.len()];
+                progress.step(&format!("{} threads, {}", case.threads, subject.name()));
+                let outcome = child::measure(subject, &arguments, Duration::from_secs(60))?;
+                book.enter(case, subject.name(), &[RECORDS, FAULTS, REFUSED], &outcome);
+            }
+        }
+    }
+    Ok(book)
+}
+
+fn sizes_name(case: &Case) -> &'static str {
+    match case.sizes {
+        FIXED => "256 KiB",
+        _ => "64 KiB - 1 MiB",
+    }
+}
+
+fn case_name(case: &Case) -> String {
+    format!("{}, {} threads", sizes_name(case), case.threads)
+}
+
+fn rows(report: &mut Report, book: &Book<Case>, cases: &[Case], ready: &[Ready]) {
+    for case in cases {
+        let name = case_name(case);
+        let sizes = sizes_name(case);
+        for subject in ready {
+            let place = Place {
+                table: format!("ebizzy, copies of {sizes}: records/s, half the spread, times glibc"),
+                column: format!("{} threads", case.threads),
+            };
+            let records = Metric { name: RECORDS, unit: "1/s", better: Better::Higher, baseline: Some("glibc") };
+            report_row(report, book, (case, &name), subject.name(), records, Some(place));
+            let faults = Metric { name: FAULTS, unit: "1", better: Better::Lower, baseline: None };
+            report_row(report, book, (case, &name), subject.name(), faults, None);
+            note_refusals(report, book, case, subject);
+            note_keepers(report, book, case, subject);
+        }
+        for role in [Role::Default, Role::ReturningAtOnce] {
+            against_best(report, book, case, ready, role);
+        }
+    }
+}
+
+fn note_refusals(report: &mut Report, book: &Book<Case>, case: &Case, subject: &Ready) {
+    let refused = book.get(case, subject.name(), REFUSED);
+    if refused.is_some_and(|series| series.values().iter().any(|&count| count > 0.0)) {
+        let name = case_name(case);
+        report.gap(format!("{}, {name}: malloc refused memory without a limit", subject.name()));
+    }
+}
+
+/// Says who was told to return memory at once and does not, and so is no baseline.
+fn note_keepers(report: &mut Report, book: &Book<Case>, case: &Case, ready: &Ready) {
+    let faults = book.get(case, ready.name(), FAULTS).and_then(Series::median);
+    let is_eager = ready.subject.role == Role::ReturningAtOnce;
+    if is_eager && faults.is_some_and(|faults| faults < RETURNING_FAULTS) {
+        let sizes = sizes_name(case);
+        report.gap(format!(
+            "{} keeps freed copies of {sizes}, without a fault at reuse: no baseline for returning at once",
+            ready.name()
+        ));
+    }
+}
+
+/// A row of Pagemill against the best of a kind, for machines; people read the verdict.
+fn against_best(report: &mut Report, book: &Book<Case>, case: &Case, ready: &[Ready], role: Role) {
+    let pagemill = book.get(case, PAGEMILL, RECORDS);
+    let (Some(series), Some((_, best))) = (pagemill, best(book, case, ready, role)) else {
+        return;
+    };
+    let entry = Entry {
+        case: &case_name(case),
+        subject: PAGEMILL,
+        metric: RECORDS,
+        unit: "1/s",
+        baseline: Some((baseline_name(role), best, Better::Higher)),
+        place: None,
+    };
+    report.series(entry, series);
+}
+
+fn baseline_name(role: Role) -> &'static str {
+    match role {
+        Role::Default => "best-default",
+        Role::ReturningAtOnce => "best-eager",
+        Role::Pagemill => PAGEMILL,
+    }
+}
+
+/// The best default allocator of the run: one for all numbers of threads, with the highest geometric mean.
+///
+/// Choosing anew for each number of threads would compare with the luckiest of
+/// several near-equal peers each time.
+fn champion(book: &Book<Case>, ready: &[Ready]) -> Option<&'static str> {
+    let mean = |ready: &&Ready| {
+        let cases = book.cases().into_iter().filter(|case| case.sizes == FIXED);
+        let medians = cases.filter_map(|case| book.get(case, ready.name(), RECORDS)?.median());
+        medians.map(f64::ln).sum::<f64>()
+    };
+    let defaults = ready.iter().filter(|ready| ready.subject.role == Role::Default);
+    defaults.max_by(|a, b| mean(a).total_cmp(&mean(b))).map(Ready::name)
+}
+
+/// The fastest of a kind that came through every round, and that does what its kind is about.
+fn best<'a>(book: &'a Book<Case>, case: &Case, ready: &[Ready], role: Role) -> Option<(&'static str, &'a Series)> {
+    let champion = if role == Role::Default { champion(book, ready) } else { None };
+    let of_role = ready.iter().filter(|ready| {
+        ready.subject.role == role && champion.is_none_or(|champion| case.sizes != FIXED || ready.name() == champion)
+    });
+    let candidates = of_role.filter_map(|ready| {
+        let faults = book.get(case, ready.name(), FAULTS)?.median()?;
+        let does_return = role != Role::ReturningAtOnce || faults >= RETURNING_FAULTS;
+        let series = book.get(case, ready.name(), RECORDS)?;
+        (does_return && series.survived()).then_some((ready.name(), series))
+    });
+    candidates.max_by(|(_, a), (_, b)| a.median().partial_cmp(&b.median()).unwrap_or(std::cmp::Ordering::Equal))
+}
+
+fn verdicts(report: &mut Report, book: &Book<Case>, cases: &[Case], ready: &[Ready]) {
+    let fixed: Vec<&Case> = cases.iter().filter(|case| case.sizes == FIXED).collect();
+    for (threads, bound) in [(2, 15.0), (24, 5.0)] {
+        let target = format!("ebizzy against the best returning at once, {threads} threads");
+        let case = fixed.iter().find(|case| case.threads == threads);
+        let verdict = case.map(|case| one_case(&target, bound, book, case, ready, Role::ReturningAtOnce));
+        let missing = || not_measured(target.clone(), Bound::AtLeast(bound), "x", "not in --threads");
+        report.verdict(verdict.unwrap_or_else(missing));
+    }
+    let mut ratios = Vec::new();
+    for case in &fixed {
+        let target = format!("ebizzy against the best default, {} threads", case.threads);
+        report.verdict(one_case(&target, 0.95, book, case, ready, Role::Default));
+        let pagemill = book.get(case, PAGEMILL, RECORDS);
+        if let (Some(series), Some((_, best))) = (pagemill, best(book, case, ready, Role::Default)) {
+            ratios.push(series.ratios(best, Better::Higher));
+        }
+    }
+    let is_whole = !fixed.is_empty() && ratios.len() == fixed.len();
+    let means = if is_whole { stats::geometric_means(&ratios) } else { Vec::new() };
+    report.verdict(Verdict {
+        estimate: stats::estimate(&means),
+        baseline: baseline_name(Role::Default).to_owned(),
+        ..not_measured(
+            "ebizzy against the best default, geometric mean over threads",
+            Bound::AtLeast(1.0),
+            "x",
+            if is_whole { "" } else { "a side is missing" },
+        )
+    });
+}
+
+fn one_case(target: &str, bound: f64, book: &Book<Case>, case: &Case, ready: &[Ready], role: Role) -> Verdict {
+    let bound = Bound::AtLeast(bound);
+    let Some(series) = book.get(case, PAGEMILL, RECORDS) else {
+        return not_measured(target, bound, "x", "pagemill was not run");
+    };
+    let Some((name, best)) = best(book, case, ready, role) else {
+        return Verdict {
+            is_lost: !series.survived(),
+            ..not_measured(target, bound, "x", "no peer of this kind came through")
+        };
+    };
+    Verdict {
+        estimate: stats::estimate(&series.ratios(best, Better::Higher)),
+        baseline: baseline_name(role).to_owned(),
+        is_lost: !series.survived(),
+        ..not_measured(target, bound, "x", &note(book, case, name))
+    }
+}
+
+/// Who was best, and how much of each copy it really had to fault in again.
+fn note(book: &Book<Case>, case: &Case, name: &'static str) -> String {
+    let faults = book.get(case, name, FAULTS).and_then(Series::median);
+    match faults.filter(|&faults| faults >= RETURNING_FAULTS) {
+        Some(faults) => format!("best: {name}, {faults:.0} faults a record"),
+        None => format!("best: {name}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::child::Outcome;
+
+    fn book() -> (Book<Case>, Case) {
+        let case = Case { sizes: FIXED, threads: 2 };
+        let mut book = Book::new();
+        let mut enter = |subject, records: f64, faults: f64| {
+            let line = serde_json::json!({ RECORDS: records, FAULTS: faults });
+            book.enter(&case, subject, &[RECORDS, FAULTS], &Outcome::Measured(line));
+        };
+        enter("glibc", 100.0, 0.0);
+        enter("glibc-eager", 5.0, 64.0);
+        enter("tcmalloc-eager", 90.0, 0.1);
+        enter(PAGEMILL, 110.0, 0.0);
+        (book, case)
+    }
+
+    /// An allocator that was told to return at once and does not is no baseline for those that do.
+    #[test]
+    fn the_best_eager_one_really_returns() {
+        let (book, case) = book();
+        let (ready, _) = subject::select(&[], |_| true).expect("glibc is always there");
+
+        let best = best(&book, &case, &ready, Role::ReturningAtOnce);
+
+        assert_eq!(best.map(|(name, _)| name), Some("glibc-eager"));
+    }
+
+    /// Against 5 records a second, 110 are 22 times as many.
+    #[test]
+    fn the_verdict_is_a_ratio_of_the_same_run() {
+        let (book, case) = book();
+        let (ready, _) = subject::select(&[], |_| true).expect("glibc is always there");
+
+        let verdict = one_case("t", 15.0, &book, &case, &ready, Role::ReturningAtOnce);
+
+        assert!(verdict.estimate.is_some_and(|estimate| (estimate.value - 22.0).abs() < 1e-9));
+        assert!(!verdict.is_lost);
+    }
+}

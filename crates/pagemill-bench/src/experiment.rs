@@ -1,0 +1,159 @@
+//! What the experiments share: options, the book of samples, progress.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::child::Outcome;
+use crate::report::{Entry, Place, Report, Series, Verdict};
+use crate::stats::Better;
+
+/// Options of every experiment.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Common {
+    /// Fewer and shorter samples: seconds instead of minutes, and wider intervals
+    #[arg(long)]
+    pub quick: bool,
+    /// One JSON object a line instead of tables
+    #[arg(long)]
+    pub json: bool,
+    /// Interleaved samples of each case (default 5, with --quick 3)
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
+    pub samples: Option<u16>,
+    /// Only these subjects, separated by commas
+    #[arg(long, value_delimiter = ',', value_name = "SUBJECT")]
+    pub only: Vec<String>,
+    /// End with status 1 where a target falls short
+    #[arg(long)]
+    pub strict: bool,
+}
+
+impl Common {
+    /// How many rounds to run.
+    pub fn rounds(&self) -> usize {
+        let usual = if self.quick { 3 } else { 5 };
+        self.samples.map_or(usual, usize::from)
+    }
+
+    /// The quick value or the full one.
+    pub fn pick<T>(&self, quick: T, full: T) -> T {
+        if self.quick { quick } else { full }
+    }
+}
+
+/// Every sample of a run: by case, subject and metric.
+#[derive(Debug)]
+pub struct Book<Case> {
+    series: BTreeMap<(Case, &'static str, &'static str), Series>,
+}
+
+impl<Case: Ord + Clone> Book<Case> {
+    /// An empty book.
+    pub fn new() -> Self {
+        Self { series: BTreeMap::new() }
+    }
+
+    /// Enters one round of one subject: a value for each metric that the workload's line names.
+    pub fn enter(&mut self, case: &Case, subject: &'static str, metrics: &[&'static str], outcome: &Outcome) {
+        for metric in metrics {
+            let series = self.series.entry((case.clone(), subject, metric)).or_default();
+            match outcome {
+                Outcome::Measured(line) => series.rounds.push(line[*metric].as_f64()),
+                Outcome::Killed => {
+                    series.rounds.push(None);
+                    series.killed += 1;
+                }
+                Outcome::Failed(why) => {
+                    series.rounds.push(None);
+                    series.failures.push(why.clone());
+                }
+            }
+        }
+    }
+
+    /// Enters one number.
+    pub fn enter_value(&mut self, case: &Case, subject: &'static str, metric: &'static str, value: f64) {
+        let series = self.series.entry((case.clone(), subject, metric)).or_default();
+        series.rounds.push(Some(value));
+    }
+
+    /// The cases that have samples, each once.
+    pub fn cases(&self) -> BTreeSet<&Case> {
+        self.series.keys().map(|(case, _, _)| case).collect()
+    }
+
+    /// The samples of one subject, if it was measured.
+    pub fn get(&self, case: &Case, subject: &'static str, metric: &'static str) -> Option<&Series> {
+        self.series.get(&(case.clone(), subject, metric))
+    }
+}
+
+/// How a metric is reported: its unit, and against whom.
+#[derive(Clone, Copy, Debug)]
+pub struct Metric {
+    pub name: &'static str,
+    pub unit: &'static str,
+    pub better: Better,
+    pub baseline: Option<&'static str>,
+}
+
+/// Adds the row of one subject, case and metric to the report, where it was measured.
+pub fn report_row<Case: Ord + Clone>(
+    report: &mut Report,
+    book: &Book<Case>,
+    (case, case_name): (&Case, &str),
+    subject: &'static str,
+    metric: Metric,
+    place: Option<Place>,
+) {
+    let Some(series) = book.get(case, subject, metric.name) else {
+        return;
+    };
+    let baseline = metric.baseline.filter(|&baseline| baseline != subject);
+    let baseline = baseline.and_then(|name| Some((name, book.get(case, name, metric.name)?, metric.better)));
+    let entry = Entry { case: case_name, subject, metric: metric.name, unit: metric.unit, baseline, place };
+    report.series(entry, series);
+}
+
+/// A verdict that could not be formed, and why.
+pub fn not_measured(target: impl Into<String>, bound: crate::report::Bound, unit: &'static str, why: &str) -> Verdict {
+    Verdict {
+        target: target.into(),
+        baseline: String::new(),
+        bound,
+        unit,
+        estimate: None,
+        is_lost: false,
+        note: why.to_owned(),
+    }
+}
+
+/// A bar on stderr; nothing where stderr is no terminal, or for what is over in two seconds.
+#[derive(Debug)]
+pub struct Progress(ProgressBar);
+
+impl Progress {
+    /// A bar of so many steps.
+    pub fn new(steps: usize) -> Self {
+        let bar = ProgressBar::new(steps as u64);
+        let style = ProgressStyle::with_template("{elapsed_precise} {wide_bar} {pos}/{len} {msg} {eta}");
+        if let Ok(style) = style {
+            bar.set_style(style);
+        }
+        bar.enable_steady_tick(Duration::from_secs(2));
+        Self(bar)
+    }
+
+    /// Says what is being done; a step begins.
+    pub fn step(&self, what: &str) {
+        self.0.set_message(what.to_owned());
+        self.0.inc(1);
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}

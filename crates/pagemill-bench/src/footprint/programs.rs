@@ -1,0 +1,195 @@
+//! The real programs: what they are given to do, and what they need.
+//!
+//! Each is one shell script in a folder of its own, without network, user settings or the time of day, so
+//! that its output is the same under every allocator. The outputs are compared.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use crate::error::{Result, doing};
+use crate::stats::Random;
+use crate::subject;
+
+/// One program's work.
+#[derive(Clone, Debug)]
+pub struct Program {
+    pub name: &'static str,
+    /// Commands that must be there.
+    pub needs: &'static [&'static str],
+    /// Run by `sh -e` in the prepared folder.
+    pub script: &'static str,
+    /// Whether the output is the same each time; if not, only the status is compared.
+    pub is_repeatable: bool,
+    /// Makes what the script works on.
+    prepare: fn(&Path) -> std::io::Result<()>,
+}
+
+/// All of them but Redis, which is a server and has a file of its own.
+pub const PROGRAMS: &[Program] = &[
+    Program {
+        name: "python",
+        needs: &["python3"],
+        script: "exec \"$(cat python)\" -E work.py",
+        is_repeatable: true,
+        prepare: prepare_python,
+    },
+    Program {
+        name: "python-tests",
+        needs: &["python3"],
+        script: "exec \"$(cat python)\" -m test test_json test_dict",
+        is_repeatable: false,
+        prepare: prepare_python,
+    },
+    Program {
+        name: "sqlite3",
+        needs: &["sqlite3"],
+        script: "exec sqlite3 -batch :memory: '.read work.sql'",
+        is_repeatable: true,
+        prepare: prepare_sqlite,
+    },
+    Program { name: "git", needs: &["git"], script: GIT, is_repeatable: true, prepare: prepare_git },
+    Program {
+        name: "cargo-build",
+        needs: &["cargo"],
+        script: "rm -rf target; cargo build -q --offline --manifest-path work/Cargo.toml --target-dir target; exec target/debug/work",
+        is_repeatable: true,
+        prepare: prepare_cargo,
+    },
+];
+
+const GIT: &str = "
+rm -rf repository; cp -r tree repository; cd repository
+git init -q; git add .; git commit -q -m one
+for file in *.txt; do echo more >> $file; done
+git commit -q -a -m two
+git gc -q; git fsck; git rev-parse HEAD
+";
+
+const PYTHON: &str = "
+import hashlib, json
+rows = [{'id': i, 'name': f'row {i}', 'tags': [str(j) for j in range(i % 7)], 'ratio': i / 7} for i in range(60000)]
+text = json.dumps(rows, sort_keys=True)
+again = json.loads(text)
+assert again == rows
+index = {row['name']: row for row in again}
+del rows
+blobs = [bytes([i % 256]) * (1000 + i * 37 % 200000) for i in range(1000)]
+blobs = blobs[::2]
+digest = hashlib.sha256(text.encode())
+for blob in blobs:
+    digest.update(blob)
+print(len(index), digest.hexdigest())
+";
+
+const SQL: &str = "
+create table item(id integer primary key, name text, amount real, note blob);
+with recursive n(i) as (select 1 union all select i + 1 from n where i < 200000)
+insert into item select i, 'item ' || (i * 7919 % 200003), i / 3.0, zeroblob(i % 300) from n;
+create index item_name on item(name);
+select count(*), sum(length(note)), round(sum(amount), 3) from item;
+select name from item where name between 'item 1000' and 'item 1001' order by name desc limit 5;
+delete from item where id % 2;
+update item set note = zeroblob(id % 900) where id % 3 = 0;
+select count(*), sum(length(note)) from item;
+pragma integrity_check;
+";
+
+impl Program {
+    /// Makes the folder ready; the inner error is a sentence for the list of gaps.
+    pub fn prepare(&self, folder: &Path) -> Result<std::result::Result<(), String>> {
+        if let Some(missing) = self.needs.iter().find(|name| !is_installed(name)) {
+            return Ok(Err(format!("{}: {missing} is not installed", self.name)));
+        }
+        (self.prepare)(folder).map_err(doing(format!("preparing {}", self.name)))?;
+        if self.name == "python-tests" && !has_python_tests(folder) {
+            return Ok(Err("python-tests: Python came without its test package".to_owned()));
+        }
+        Ok(Ok(()))
+    }
+
+    /// The command that does the work, under nobody's settings yet.
+    pub fn command(&self, folder: &Path) -> Command {
+        let mut command = Command::new("sh");
+        command.args(["-e", "-c", self.script]).current_dir(folder);
+        subject::clear_foreign_settings(&mut command);
+        command.env("GIT_CONFIG_GLOBAL", "/dev/null").env("GIT_CONFIG_NOSYSTEM", "1");
+        for who in ["AUTHOR", "COMMITTER"] {
+            command.env(format!("GIT_{who}_NAME"), "bench");
+            command.env(format!("GIT_{who}_EMAIL"), "bench@example.org");
+            command.env(format!("GIT_{who}_DATE"), "2000-01-01T00:00:00Z");
+        }
+        command.env("PYTHONHASHSEED", "0").env("LC_ALL", "C");
+        command
+    }
+}
+
+/// Whether a command is on the path.
+pub fn is_installed(name: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|folder| folder.join(name).is_file())
+}
+
+/// Writes the script, and where the interpreter really is: what is on the path may be a wrapper in shell.
+fn prepare_python(folder: &Path) -> std::io::Result<()> {
+    let mut command = Command::new("python3");
+    command.args(["-c", "import sys; print(sys.executable)"]).stdin(Stdio::null());
+    fs::write(folder.join("python"), command.output()?.stdout)?;
+    fs::write(folder.join("work.py"), PYTHON)
+}
+
+fn has_python_tests(folder: &Path) -> bool {
+    let Ok(python) = fs::read_to_string(folder.join("python")) else {
+        return false;
+    };
+    let mut command = Command::new(python.trim());
+    command.args(["-c", "import test.test_json, test.test_dict"]);
+    command.stdin(Stdio::null()).stderr(Stdio::null());
+    command.status().is_ok_and(|status| status.success())
+}
+
+fn prepare_sqlite(folder: &Path) -> std::io::Result<()> {
+    fs::write(folder.join("work.sql"), SQL)
+}
+
+/// Six hundred files of text that compresses like text.
+fn prepare_git(folder: &Path) -> std::io::Result<()> {
+    const WORDS: [&str; 8] = ["page", "folio", "range", "block", "limit", "slab", "node", "store"];
+    let tree = folder.join("tree");
+    fs::create_dir_all(&tree)?;
+    let mut random = Random::new(7);
+    for number in 0..600 {
+        let mut text = String::new();
+        for _ in 0..200 + random.below(800) {
+            let word = WORDS[random.below(WORDS.len())];
+            let end = if random.below(9) == 0 { '\n' } else { ' ' };
+            let _ = write!(text, "{word}{}{end}", random.below(100));
+        }
+        fs::write(tree.join(format!("{number:04}.txt")), text)?;
+    }
+    Ok(())
+}
+
+/// A crate without dependencies, in sixty modules.
+fn prepare_cargo(folder: &Path) -> std::io::Result<()> {
+    let source = folder.join("work/src");
+    fs::create_dir_all(&source)?;
+    // An empty [workspace] keeps cargo from looking for one in the folders above.
+    let manifest = "[package]\nname = \"work\"\nversion = \"0.0.0\"\nedition = \"2021\"\n[workspace]\n";
+    fs::write(folder.join("work/Cargo.toml"), manifest)?;
+    let mut main = String::new();
+    let mut sum = String::from("0u64");
+    for number in 0..60 {
+        let _ = writeln!(main, "mod part{number};");
+        let _ = write!(sum, ".wrapping_add(part{number}::run({number}))");
+        let mut part = String::from("use std::collections::BTreeMap;\n");
+        part += "#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]\npub struct Item { key: u64, name: String }\n";
+        part += "pub fn run(seed: u64) -> u64 {\n    let mut map = BTreeMap::new();\n";
+        part += "    for i in 0..100u64 { map.insert(Item { key: i * seed % 31, name: format!(\"{i:?}\") }, i); }\n";
+        part += "    map.iter().filter(|(item, _)| item.key % 2 == 0).map(|(item, i)| item.name.len() as u64 * i).sum()\n}\n";
+        fs::write(source.join(format!("part{number}.rs")), part)?;
+    }
+    let _ = writeln!(main, "fn main() {{ println!(\"{{}}\", {sum}); }}");
+    fs::write(source.join("main.rs"), main)
+}

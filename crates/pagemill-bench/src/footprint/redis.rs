@@ -1,0 +1,206 @@
+//! Redis: its own benchmark, 200,000 keys, half of them deleted, two seconds of rest.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use super::tree::{self, Watch};
+use super::{Sample, programs};
+use crate::child::{self, Running};
+use crate::error::{Error, Result, doing};
+use crate::subject::{self, Ready};
+
+const NAME: &str = "redis";
+const KEYS: u32 = 200_000;
+const VALUE_BYTES: usize = 500;
+const IDLE: Duration = Duration::from_secs(2);
+
+/// Commands sent before their answers are read.
+const PIPELINE: u32 = 1000;
+
+/// What is missing to run it.
+pub fn gap() -> Option<String> {
+    let missing = ["redis-server", "redis-benchmark"].into_iter();
+    let missing = missing.filter(|name| !programs::is_installed(name));
+    let missing: Vec<&str> = missing.collect();
+    (!missing.is_empty()).then(|| {
+        let missing = missing.join(", ");
+        format!("{NAME}: {missing} not installed: apt-get install redis-server redis-tools")
+    })
+}
+
+/// Runs the server under the subject and works it over.
+pub fn run(ready: &Ready, folder: &Path) -> Result<std::result::Result<Sample, String>> {
+    let socket = folder.join("socket");
+    // Of an earlier server; if it is not there, all the better.
+    let _ = std::fs::remove_file(&socket);
+    let mut command = Command::new("redis-server");
+    command.args(["--port", "0", "--save", "", "--appendonly", "no", "--daemonize", "no"]);
+    command.arg("--unixsocket").arg(&socket).arg("--dir").arg(folder);
+    command.current_dir(folder);
+    ready.apply(&mut command);
+    if ready.preload().is_none()
+        && let Some(libc) = subject::installed_file("libc.so.6")
+    {
+        // Distributions link Redis with jemalloc. The C library preloaded comes first again.
+        command.env("LD_PRELOAD", libc);
+    }
+    let begun = Instant::now();
+    let server = Running::start(&mut command)?;
+    let watch = Watch::start(server.id(), ready.preload());
+    let worked = work(&server, &socket);
+    let wall = begun.elapsed();
+    let idle = match &worked {
+        Ok(_) => {
+            child::sleep(IDLE)?;
+            Some(tree::moment(server.id()))
+        }
+        Err(_) => None,
+    };
+    let peaks = watch.stop();
+    let ended = worked.and_then(|mut client| client.send(&["SHUTDOWN", "NOSAVE"]));
+    match ended {
+        Ok(()) => {
+            let finished = server.finish(Duration::from_secs(30))?;
+            if !finished.status.success() {
+                return Ok(Err(format!("{NAME}: the server ended with {}", finished.status)));
+            }
+            Ok(Ok(Sample { peaks, idle, wall }))
+        }
+        Err(Trouble::Wrong(what)) => Err(Error::WrongAnswer { subject: ready.name().to_owned(), what }),
+        Err(Trouble::Lost(why)) => {
+            child::check_interrupt()?;
+            Ok(Err(format!("{NAME}: {why}")))
+        }
+    }
+}
+
+/// What can go wrong with a server.
+enum Trouble {
+    /// It answered something else than what was stored.
+    Wrong(String),
+    /// It did not answer.
+    Lost(String),
+}
+
+impl From<std::io::Error> for Trouble {
+    fn from(cause: std::io::Error) -> Self {
+        Self::Lost(format!("the server did not answer: {cause}"))
+    }
+}
+
+fn work(server: &Running, socket: &Path) -> std::result::Result<Client, Trouble> {
+    let mut client = Client::connect(server, socket)?;
+    own_benchmark(socket)?;
+    client.call(&["FLUSHALL"], "+OK")?;
+    for first in (0..KEYS).step_by(PIPELINE as usize) {
+        for key in first..first + PIPELINE {
+            client.send(&["SET", &name(key), &value(key)])?;
+        }
+        for _ in 0..PIPELINE {
+            client.expect("+OK")?;
+        }
+    }
+    for first in (0..KEYS).step_by(PIPELINE as usize) {
+        let odd = (first..first + PIPELINE).filter(|key| key % 2 == 1);
+        for key in odd.clone() {
+            client.send(&["DEL", &name(key)])?;
+        }
+        for _ in odd {
+            client.expect(":1")?;
+        }
+    }
+    client.call(&["DBSIZE"], &format!(":{}", KEYS / 2))?;
+    for key in (0..KEYS).step_by(2) {
+        client.call(&["GET", &name(key)], &value(key))?;
+    }
+    Ok(client)
+}
+
+fn own_benchmark(socket: &Path) -> std::result::Result<(), Trouble> {
+    let mut command = Command::new("redis-benchmark");
+    command.args(["-t", "set,get,lpush", "-n", "20000", "-r", "1000", "-P", "16", "-q", "-s"]);
+    command.arg(socket);
+    subject::clear_foreign_settings(&mut command);
+    let lost = |error: Error| Trouble::Lost(error.to_string());
+    let running = Running::start(&mut command).map_err(lost)?;
+    let finished = running.finish(Duration::from_secs(120)).map_err(lost)?;
+    match finished.status.success() {
+        true => Ok(()),
+        false => Err(Trouble::Lost(format!("redis-benchmark ended with {}", finished.status))),
+    }
+}
+
+fn name(key: u32) -> String {
+    format!("key:{key:07}")
+}
+
+fn value(key: u32) -> String {
+    format!("{key:09}.").repeat(VALUE_BYTES / 10)
+}
+
+/// A connection that speaks the few words of Redis needed here.
+struct Client {
+    reader: BufReader<UnixStream>,
+    writer: std::io::BufWriter<UnixStream>,
+}
+
+impl Client {
+    /// Connects as soon as the server listens.
+    fn connect(server: &Running, socket: &Path) -> std::result::Result<Self, Trouble> {
+        let begun = Instant::now();
+        let stream = loop {
+            match UnixStream::connect(socket) {
+                Ok(stream) => break stream,
+                Err(cause) if server.has_ended() || begun.elapsed() > Duration::from_secs(10) => {
+                    return Err(Trouble::Lost(format!("the server does not listen: {cause}")));
+                }
+                Err(_) => std::thread::sleep(Duration::from_millis(10)),
+            }
+        };
+        stream.set_read_timeout(Some(Duration::from_secs(60)))?;
+        let reader = BufReader::new(stream.try_clone()?);
+        Ok(Self { reader, writer: std::io::BufWriter::new(stream) })
+    }
+
+    fn send(&mut self, words: &[&str]) -> std::result::Result<(), Trouble> {
+        write!(self.writer, "*{}\r\n", words.len())?;
+        for word in words {
+            write!(self.writer, "${}\r\n{word}\r\n", word.len())?;
+        }
+        if words[0] == "SHUTDOWN" {
+            self.writer.flush()?;
+        }
+        Ok(())
+    }
+
+    fn expect(&mut self, wanted: &str) -> std::result::Result<(), Trouble> {
+        self.writer.flush()?;
+        let mut line = String::new();
+        self.reader.read_line(&mut line)?;
+        let mut answer = line.trim_end().to_owned();
+        if let Some(length) = line.strip_prefix('$').and_then(|text| text.trim().parse::<usize>().ok()) {
+            let mut bytes = vec![0; length + 2];
+            self.reader.read_exact(&mut bytes)?;
+            bytes.truncate(length);
+            answer = String::from_utf8_lossy(&bytes).into_owned();
+        }
+        match answer == wanted {
+            true => Ok(()),
+            false if answer.is_empty() => Err(Trouble::Lost("the server hung up".to_owned())),
+            false => Err(Trouble::Wrong(format!("Redis answered {answer:.60}, not {wanted:.60}"))),
+        }
+    }
+
+    fn call(&mut self, words: &[&str], wanted: &str) -> std::result::Result<(), Trouble> {
+        self.send(words)?;
+        self.expect(wanted)
+    }
+}
+
+/// A folder whose path is short enough for the name of a socket.
+pub fn folder() -> Result<tempfile::TempDir> {
+    tempfile::tempdir().map_err(doing("making a folder for Redis"))
+}

@@ -1,0 +1,133 @@
+//! Watching the memory of a process and all its descendants, every ten milliseconds.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use crate::figures;
+use crate::proc;
+
+const INTERVAL: Duration = Duration::from_millis(10);
+
+/// The most that a tree held at one moment, in bytes.
+#[derive(Clone, Debug, Default)]
+pub struct Peaks {
+    /// Sum over the tree; pages shared by several are counted for each, under every allocator alike.
+    pub resident: u64,
+    pub anonymous: u64,
+    /// The most of resident less giveable; none where nobody published what it could give.
+    pub net: Option<u64>,
+    /// The largest peak of a single process, as the kernel kept it: no sample can miss it.
+    pub largest_process: u64,
+    /// Whether the preloaded library was seen in the root.
+    pub saw_library: bool,
+}
+
+/// A tree's memory at one moment, in bytes.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Moment {
+    pub resident: u64,
+    pub anonymous: u64,
+    /// None where nobody published it.
+    pub giveable: Option<u64>,
+}
+
+/// A thread that looks at a tree until it is told to stop.
+#[derive(Debug)]
+pub struct Watch {
+    is_over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<Peaks>>,
+}
+
+impl Watch {
+    /// Begins to look at the tree below `root`.
+    pub fn start(root: u32, library: Option<&Path>) -> Self {
+        let is_over = Arc::new(AtomicBool::new(false));
+        let library = library.map(|library| library.display().to_string());
+        let thread = {
+            let is_over = Arc::clone(&is_over);
+            thread::spawn(move || watch(root, library.as_deref(), &is_over))
+        };
+        Self { is_over, thread: Some(thread) }
+    }
+
+    /// Ends the watching and tells the peaks.
+    pub fn stop(mut self) -> Peaks {
+        self.is_over.store(true, Ordering::Relaxed);
+        let peaks = self.thread.take().and_then(|thread| thread.join().ok());
+        peaks.unwrap_or_default()
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.is_over.store(true, Ordering::Relaxed);
+    }
+}
+
+/// What the tree below `root` holds now.
+pub fn moment(root: u32) -> Moment {
+    look(root, &mut BTreeMap::new())
+}
+
+fn watch(root: u32, library: Option<&str>, is_over: &AtomicBool) -> Peaks {
+    let mut peaks = Peaks { saw_library: library.is_none(), ..Peaks::default() };
+    let mut largest = BTreeMap::new();
+    while !is_over.load(Ordering::Relaxed) {
+        let now = look(root, &mut largest);
+        peaks.resident = peaks.resident.max(now.resident);
+        peaks.anonymous = peaks.anonymous.max(now.anonymous);
+        if let Some(giveable) = now.giveable {
+            let net = now.resident.saturating_sub(giveable);
+            peaks.net = Some(peaks.net.unwrap_or(0).max(net));
+        }
+        if !peaks.saw_library {
+            peaks.saw_library = library.is_some_and(|library| proc::has_mapped(root, library));
+        }
+        thread::sleep(INTERVAL);
+    }
+    peaks.largest_process = largest.into_values().max().unwrap_or(0);
+    peaks
+}
+
+fn look(root: u32, largest: &mut BTreeMap<(u32, u64), u64>) -> Moment {
+    let mut now = Moment::default();
+    for process in proc::tree(root) {
+        let Some(memory) = proc::resident(process.pid) else {
+            continue;
+        };
+        now.resident += memory.all;
+        now.anonymous += memory.anonymous;
+        if let Some(bytes) = figures::giveable_bytes(process.pid, process.start_time) {
+            now.giveable = Some(now.giveable.unwrap_or(0) + bytes);
+        }
+        let peak = largest.entry((process.pid, process.start_time)).or_default();
+        *peak = memory.peak.max(*peak);
+    }
+    now
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A tree is seen with its children: this process alone, then with one more.
+    #[test]
+    fn children_are_counted() {
+        let root = std::process::id();
+        let watch = Watch::start(root, None);
+        let child = std::process::Command::new("sleep").arg("0.2").spawn();
+        let mut child = child.expect("sleep starts");
+        thread::sleep(Duration::from_millis(50));
+        let both = proc::tree(root);
+        child.wait().expect("sleep ends");
+
+        assert!(both.iter().any(|process| process.pid == child.id()));
+        let peaks = watch.stop();
+        assert!(peaks.resident > 0 && peaks.largest_process > 0 && peaks.saw_library);
+        assert!(moment(root).resident > 0);
+    }
+}

@@ -1,0 +1,119 @@
+//! A gibibyte of free memory given back on request, and what others notice of it.
+
+use std::time::Duration;
+
+use crate::child;
+use crate::error::{Error, Result};
+use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
+use crate::proc;
+use crate::report::{Bound, Place, Report, Verdict};
+use crate::stats::{self, Better};
+use crate::subject::{self, PAGEMILL, Ready, Role};
+
+/// Sizes of the pieces that the memory is taken in.
+const PIECES: [usize; 2] = [256 << 10, 4 << 10];
+
+/// The targets are about this much.
+const FULL_MIB: u64 = 1024;
+
+const BASELINE: &str = "glibc";
+const MILLISECONDS: &str = "ms";
+const RETURNED: &str = "returned_mib";
+const HELD: &str = "held_mib";
+const LONGEST: &str = "longest_malloc_ms";
+const QUIET: &str = "longest_malloc_quiet_ms";
+
+/// Options of the experiment.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// Runs it and gives the report.
+pub fn run(options: &Options) -> Result<Report> {
+    let common = &options.common;
+    let is_wanted = |subject: &subject::Subject| !common.only.is_empty() || subject.role != Role::ReturningAtOnce;
+    let (ready, gaps) = subject::select(&common.only, is_wanted)?;
+    let mut report = Report::new("giveback", common.json);
+    gaps.into_iter().for_each(|gap| report.gap(gap));
+    let mib = common.pick(FULL_MIB / 4, FULL_MIB);
+    let needed = (mib + mib / 2) << 20;
+    if proc::available_bytes().is_some_and(|available| available < needed) {
+        return Err(Error::CannotRun(format!("{} MiB of memory are not available", needed >> 20)));
+    }
+    child::warm(mib + mib / 8)?;
+    let book = measure(&ready, common, mib)?;
+    for piece in PIECES {
+        rows(&mut report, &book, &ready, piece, mib);
+        verdicts(&mut report, &book, piece, mib);
+    }
+    Ok(report)
+}
+
+fn measure(ready: &[Ready], common: &Common, mib: u64) -> Result<Book<usize>> {
+    let progress = Progress::new(PIECES.len() * common.rounds() * ready.len());
+    let mut book = Book::new();
+    for piece in PIECES {
+        for round in 0..common.rounds() {
+            for index in 0..ready.len() {
+                let subject = &ready[(index + round) % ready.len()];
+                progress.step(&format!("pieces of {} KiB, {}", piece >> 10, subject.name()));
+                let how = clap::ValueEnum::to_possible_value(&subject.subject.give_back);
+                let how = how.map(|how| how.get_name().to_owned()).unwrap_or_default();
+                let (mib, bytes) = (mib.to_string(), piece.to_string());
+                let arguments = ["__giveback", "--mib", &mib, "--piece", &bytes, "--how", &how];
+                let outcome = child::measure(subject, &arguments, Duration::from_secs(120))?;
+                let metrics = [MILLISECONDS, RETURNED, HELD, LONGEST, QUIET];
+                book.enter(&piece, subject.name(), &metrics, &outcome);
+            }
+        }
+    }
+    Ok(book)
+}
+
+fn rows(report: &mut Report, book: &Book<usize>, ready: &[Ready], piece: usize, mib: u64) {
+    let metrics = [
+        (HELD, "MiB", Better::Lower, "MiB held when asked"),
+        (RETURNED, "MiB", Better::Higher, "MiB returned"),
+        (MILLISECONDS, "ms", Better::Lower, "ms"),
+        (LONGEST, "ms", Better::Lower, "longest malloc, ms"),
+        (QUIET, "ms", Better::Lower, "longest in 100 ms before"),
+    ];
+    let name = format!("{mib} MiB in pieces of {} KiB", piece >> 10);
+    for subject in ready {
+        for (metric, unit, better, column) in metrics {
+            let place = Place { table: format!("{name}, freed, then asked for"), column: column.to_owned() };
+            // Who has nothing to give is quick: only the pause of others can be compared as it is.
+            let baseline = (metric == LONGEST).then_some(BASELINE);
+            let metric = Metric { name: metric, unit, better, baseline };
+            report_row(report, book, (&piece, &name), subject.name(), metric, Some(place));
+        }
+    }
+}
+
+fn verdicts(report: &mut Report, book: &Book<usize>, piece: usize, mib: u64) {
+    let case = format!("giveback of 1 GiB in pieces of {} KiB", piece >> 10);
+    let targets = [(MILLISECONDS, 50.0, "ms to give back"), (LONGEST, 5.0, "longest unrelated malloc")];
+    for (metric, bound, what) in targets {
+        let target = format!("{case}, {what}");
+        let verdict = not_measured(target, Bound::AtMost(bound), "ms", "");
+        let returned = book.get(&piece, PAGEMILL, RETURNED);
+        let held = book.get(&piece, PAGEMILL, HELD);
+        let verdict = match (book.get(&piece, PAGEMILL, metric), returned, held) {
+            _ if mib < FULL_MIB => Verdict { note: "--quick asks for less than 1 GiB".to_owned(), ..verdict },
+            (Some(series), Some(returned), Some(held)) => {
+                let (returned, held) = (returned.median().unwrap_or(0.0), held.median().unwrap_or(0.0));
+                Verdict {
+                    estimate: stats::estimate(&series.values()),
+                    // Quickly returning nothing is no success; what was not held need not be returned.
+                    is_lost: !series.survived() || held - returned > 0.1 * mib as f64,
+                    note: format!("{returned:.0} of {held:.0} MiB returned"),
+                    ..verdict
+                }
+            }
+            _ => Verdict { note: "pagemill was not run".to_owned(), ..verdict },
+        };
+        report.verdict(verdict);
+    }
+}

@@ -1,0 +1,224 @@
+//! ebizzy with a memory hog in the same limit: free memory must move from one process to the other.
+//!
+//! Workload and hog need their memory by turns. What both hold at once always fits; what both hold *and keep
+//! free* does not. Whoever keeps it is killed, whoever returns it at once pays at every record, and what
+//! should happen lies between. Being killed is a result.
+
+use std::fs::File;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use crate::cgroup::Cgroup;
+use crate::child::{self, Outcome, Running};
+use crate::ebizzy::{FAULTS, RETURNING_FAULTS};
+use crate::error::{Result, doing};
+use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
+use crate::report::{Bound, Place, Report, Series, Verdict};
+use crate::stats::{self, Better};
+use crate::subject::{self, PAGEMILL, Ready, Role};
+use crate::workload::hog::LOCK;
+
+/// What of the limit Pagemill is not told of: stacks, page tables and programs count against a cgroup, too.
+const OWN_MIB: u64 = 32;
+
+/// The limit around both.
+const LIMIT_MIB: u64 = 512;
+/// What each takes when it is its turn: one fits, two do not.
+const TURN_MIB: u64 = 300;
+const THREADS: u16 = 2;
+const CASE: &str = "hog, 512 MiB, 2 threads";
+
+const RECORDS: &str = "records_per_second";
+const METRICS: &[&str] = &[FAULTS, RECORDS, "hog_rounds", "refused", "hog_refused", "bursts"];
+
+/// Times of a sample.
+struct Times {
+    warm_ms: u64,
+    measure_ms: u64,
+    burst_every_ms: u64,
+    pause_ms: u64,
+}
+
+/// Runs the case under every subject and adds rows and verdict to the report.
+pub fn run(common: &Common, ready: &[Ready], report: &mut Report) -> Result<()> {
+    let is_limited = match Cgroup::with_limit(LIMIT_MIB << 20) {
+        Ok(_probe) => true,
+        Err(why) => {
+            report.gap(format!("hog: without a limit around workload and hog, since {why}"));
+            false
+        }
+    };
+    let times = match common.quick {
+        true => Times { warm_ms: 50, measure_ms: 400, burst_every_ms: 300, pause_ms: 100 },
+        false => Times { warm_ms: 250, measure_ms: 3000, burst_every_ms: 500, pause_ms: 200 },
+    };
+    let progress = Progress::new(ready.len() * common.rounds());
+    let mut book = Book::new();
+    for round in 0..common.rounds() {
+        for index in 0..ready.len() {
+            let subject = &ready[(index + round) % ready.len()];
+            progress.step(&format!("with a hog, {}", subject.name()));
+            match sample(subject, &times, is_limited)? {
+                Ok(outcome) => book.enter(&CASE, subject.name(), METRICS, &outcome),
+                Err(gap) => report.gap(gap),
+            }
+        }
+    }
+    drop(progress);
+    rows(report, &book, ready);
+    report.verdict(verdict(&book, ready));
+    Ok(())
+}
+
+/// One sample in a fresh cgroup; the inner error is a sentence for the list of gaps.
+fn sample(ready: &Ready, times: &Times, is_limited: bool) -> Result<std::result::Result<Outcome, String>> {
+    let folder = tempfile::tempdir().map_err(doing("making a folder for the lock"))?;
+    File::create(folder.path().join(LOCK)).map_err(doing("making the lock"))?;
+    let group = match is_limited.then(|| Cgroup::with_limit(LIMIT_MIB << 20)) {
+        Some(Ok(group)) => Some(group),
+        Some(Err(why)) => return Ok(Err(format!("hog: {}: {why}", ready.name()))),
+        None => None,
+    };
+    let launcher = match launcher(ready, folder.path(), times)? {
+        Ok(launcher) => launcher,
+        Err(gap) => return Ok(Err(gap)),
+    };
+    let mut command = match &group {
+        Some(group) => {
+            let entrance = group.entrance().display().to_string();
+            let mut command = child::workload(&["__enter", "--entrance", &entrance, "--"])?;
+            command.args(&launcher);
+            command
+        }
+        None => {
+            let mut command = Command::new(&launcher[0]);
+            command.args(&launcher[1..]);
+            command
+        }
+    };
+    subject::clear_foreign_settings(&mut command);
+    let finished = Running::start(&mut command)?.finish(Duration::from_secs(90))?;
+    // The group outlives its members, and no error keeps it from being removed.
+    drop(group);
+    child::outcome(ready.name(), &finished).map(Ok)
+}
+
+/// The command line that starts both under the subject.
+///
+/// Pagemill's own command makes one tree of them, so that each can ask the other for memory. The others get
+/// their settings through env(1), so that launcher, workload and hog have them, and what starts these not.
+fn launcher(ready: &Ready, folder: &Path, times: &Times) -> Result<std::result::Result<Vec<String>, String>> {
+    let mut line = match ready.subject.role {
+        Role::Pagemill => {
+            let Some(command) = subject::built_file("pagemill") else {
+                let gap = "hog: pagemill: the command is not built: cargo build --release";
+                return Ok(Err(gap.to_owned()));
+            };
+            let limit = format!("{}M", LIMIT_MIB - OWN_MIB);
+            let words = [&command.display().to_string(), "run", "--limit", &limit, "--"];
+            words.map(str::to_owned).to_vec()
+        }
+        _ => {
+            let mut line = vec!["env".to_owned()];
+            let settings = ready.subject.settings.iter();
+            line.extend(settings.map(|(name, value)| format!("{name}={value}")));
+            if let Some(library) = ready.preload() {
+                line.push(format!("LD_PRELOAD={}", library.display()));
+                line.push(format!("{}={}", subject::EXPECTED_LIBRARY, library.display()));
+            }
+            line
+        }
+    };
+    line.push(child::own_executable()?.display().to_string());
+    let options = [
+        ("--threads", u64::from(THREADS)),
+        ("--warm-ms", times.warm_ms),
+        ("--measure-ms", times.measure_ms),
+        ("--burst-mib", TURN_MIB),
+        ("--burst-every-ms", times.burst_every_ms),
+        ("--mib", TURN_MIB),
+        ("--pause-ms", times.pause_ms),
+    ];
+    line.push("__pair".to_owned());
+    line.extend(options.into_iter().flat_map(|(name, value)| [name.to_owned(), value.to_string()]));
+    line.extend(["--folder".to_owned(), folder.display().to_string()]);
+    Ok(Ok(line))
+}
+
+fn rows(report: &mut Report, book: &Book<&'static str>, ready: &[Ready]) {
+    let metrics = [
+        (RECORDS, "1/s", Some("glibc-eager"), "records/s"),
+        ("hog_rounds", "rounds", None, "turns of the hog"),
+        ("refused", "calls", None, "refused"),
+        ("hog_refused", "calls", None, "refused to the hog"),
+    ];
+    for subject in ready {
+        for (name, unit, baseline, column) in metrics {
+            let place = Place {
+                table: format!(
+                    "ebizzy with a hog: {THREADS} threads, {LIMIT_MIB} MiB around both, {TURN_MIB} MiB by turns"
+                ),
+                column: column.to_owned(),
+            };
+            let metric = Metric { name, unit, better: Better::Higher, baseline };
+            report_row(report, book, (&CASE, CASE), subject.name(), metric, Some(place));
+        }
+    }
+}
+
+fn verdict(book: &Book<&'static str>, ready: &[Ready]) -> Verdict {
+    let bound = Bound::AtLeast(6.0);
+    let target = "ebizzy with a hog, against the best returning at once";
+    let Some(series) = book.get(&CASE, PAGEMILL, RECORDS) else {
+        return not_measured(target, bound, "x", "pagemill was not run");
+    };
+    let refusals: f64 = ["refused", "hog_refused"]
+        .iter()
+        .filter_map(|metric| book.get(&CASE, PAGEMILL, metric))
+        .flat_map(|series| series.values())
+        .sum();
+    let eager = ready.iter().filter(|ready| ready.subject.role == Role::ReturningAtOnce);
+    let eager = eager.filter(|ready| {
+        let faults = book.get(&CASE, ready.name(), FAULTS).and_then(Series::median);
+        faults.is_some_and(|faults| faults >= RETURNING_FAULTS)
+    });
+    let best = best_survivor(book, eager);
+    let is_lost = !series.survived() || refusals > 0.0;
+    let Some((name, best)) = best else {
+        let why = "nobody who returns at once came through";
+        return Verdict { is_lost, ..not_measured(target, bound, "x", why) };
+    };
+    let note = match is_lost {
+        true => format!("best: {name}; pagemill was killed or refused"),
+        false => format!("best: {name}"),
+    };
+    let peers = ready.iter().filter(|ready| ready.name() != PAGEMILL);
+    let note = match best_survivor(book, peers) {
+        Some((name, peer)) if !is_lost => {
+            let ratio = stats::median(&series.ratios(peer, Better::Higher)).unwrap_or_default();
+            format!("{note}; {ratio:.2} x the best of all that came through, {name}")
+        }
+        _ => note,
+    };
+    Verdict {
+        estimate: stats::estimate(&series.ratios(best, Better::Higher)),
+        baseline: "best-eager".to_owned(),
+        is_lost,
+        ..not_measured(target, bound, "x", &note)
+    }
+}
+
+fn best_survivor<'a>(
+    book: &'a Book<&'static str>,
+    ready: impl Iterator<Item = &'a Ready>,
+) -> Option<(&'static str, &'a Series)> {
+    let survivors = ready.filter_map(|ready| {
+        let series = book.get(&CASE, ready.name(), RECORDS)?;
+        series.survived().then_some((ready.name(), series))
+    });
+    survivors.max_by(|(_, a), (_, b)| {
+        let (a, b) = (a.median().unwrap_or_default(), b.median().unwrap_or_default());
+        a.total_cmp(&b)
+    })
+}

@@ -1,0 +1,107 @@
+//! Pagemill's experiments: every claim as a ratio against its peers, measured in one run.
+//!
+//! Workloads are hidden subcommands of this executable, started as processes of their own under the
+//! allocator to be measured. This process measures nothing in itself: it starts, waits and counts.
+
+mod cgroup;
+mod child;
+mod ebizzy;
+mod error;
+mod experiment;
+mod figures;
+mod footprint;
+mod giveback;
+mod hog;
+mod native;
+mod proc;
+mod report;
+mod small;
+mod startup;
+mod stats;
+mod subject;
+mod workload;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::error::Result;
+use crate::experiment::Common;
+use crate::report::Report;
+
+/// Measures Pagemill against glibc, jemalloc, mimalloc and tcmalloc, in one run on this machine.
+///
+/// Ends with 0 when done, 1 where a wrong answer was found (or, with --strict, a target fell short), 2 where
+/// nothing could be run.
+#[derive(Debug, Parser)]
+#[command(name = "pagemill-bench", version)]
+struct Arguments {
+    #[command(subcommand)]
+    experiment: Experiment,
+}
+
+#[derive(Debug, Subcommand)]
+enum Experiment {
+    /// Records a second of a search server's workload, 1 to 24 threads, with and without a memory hog
+    Ebizzy(ebizzy::Options),
+    /// Small allocations through the preload against the same allocator alone
+    Small(small::Options),
+    /// A gibibyte of free memory given back on request, and the longest malloc meanwhile
+    Giveback(giveback::Options),
+    /// What a preload costs a program that does nothing
+    Startup(startup::Options),
+    /// Memory of Redis, CPython, sqlite3, git and a cargo build under every allocator
+    Footprint(footprint::Options),
+    /// The settings by which each allocator returns memory at once, as a Markdown table
+    Settings,
+    #[command(name = "__touch", hide = true)]
+    Touch(workload::Touch),
+    #[command(name = "__enter", hide = true)]
+    Enter(workload::Enter),
+    #[command(name = "__ebizzy", hide = true)]
+    EbizzyWork(workload::ebizzy::Ebizzy),
+    #[command(name = "__hog", hide = true)]
+    HogWork(workload::hog::Hog),
+    #[command(name = "__pair", hide = true)]
+    PairWork(workload::pair::Pair),
+    #[command(name = "__small", hide = true)]
+    SmallWork(workload::small::Small),
+    #[command(name = "__giveback", hide = true)]
+    GivebackWork(workload::giveback::Giveback),
+}
+
+fn main() -> ExitCode {
+    match Arguments::parse().experiment {
+        Experiment::Ebizzy(options) => experiment(&options.common, || ebizzy::run(&options)),
+        Experiment::Small(options) => experiment(&options.common, || small::run(&options)),
+        Experiment::Giveback(options) => experiment(&options.common, || giveback::run(&options)),
+        Experiment::Startup(options) => experiment(&options.common, || startup::run(&options)),
+        Experiment::Footprint(options) => experiment(&options.common, || footprint::run(&options)),
+        Experiment::Settings => {
+            print!("{}", subject::settings_markdown());
+            ExitCode::SUCCESS
+        }
+        Experiment::Touch(arguments) => workload::run(|| workload::touch(&arguments)),
+        Experiment::Enter(arguments) => workload::enter(&arguments),
+        Experiment::EbizzyWork(arguments) => workload::run(|| workload::ebizzy::run(&arguments)),
+        Experiment::HogWork(arguments) => workload::run(|| workload::hog::run(&arguments)),
+        Experiment::PairWork(arguments) => workload::run(|| workload::pair::run(&arguments)),
+        Experiment::SmallWork(arguments) => workload::run(|| workload::small::run(&arguments)),
+        Experiment::GivebackWork(arguments) => workload::run(|| workload::giveback::run(&arguments)),
+    }
+}
+
+/// Runs an experiment to its report, or to a sentence and the status that says what happened.
+fn experiment(common: &Common, run: impl FnOnce() -> Result<Report>) -> ExitCode {
+    let outcome = child::handle_interrupts().and_then(|()| run());
+    match outcome {
+        Ok(report) => {
+            report.finish();
+            ExitCode::from(u8::from(common.strict && report.fell_short()))
+        }
+        Err(error) => {
+            eprintln!("pagemill-bench: {error}");
+            ExitCode::from(error.exit_code())
+        }
+    }
+}

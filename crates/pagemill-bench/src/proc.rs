@@ -1,0 +1,116 @@
+//! What `/proc` tells about a process: memory, parent, start, faults.
+
+use std::fs;
+
+/// Memory of one process, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Resident {
+    /// All pages in memory, files and shared ones too.
+    pub all: u64,
+    /// Anonymous ones.
+    pub anonymous: u64,
+    /// The most that `all` ever was, as the kernel kept it.
+    pub peak: u64,
+}
+
+/// Family and age of one process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kinship {
+    pub pid: u32,
+    pub parent: u32,
+    /// In clock ticks since boot: with the number it names a process for good.
+    pub start_time: u64,
+    /// Page faults that needed no input.
+    pub minor_faults: u64,
+}
+
+/// Memory of a process; none once it is gone or a zombie.
+pub fn resident(pid: u32) -> Option<Resident> {
+    parse_status(&fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
+}
+
+/// Family of a process; none once it is gone.
+pub fn kinship(pid: u32) -> Option<Kinship> {
+    parse_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+}
+
+/// Every process there is.
+pub fn all() -> Vec<Kinship> {
+    let Ok(entries) = fs::read_dir("/proc") else {
+        return Vec::new();
+    };
+    let numbers = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    numbers.filter_map(kinship).collect()
+}
+
+/// A process and everything that descends from it.
+pub fn tree(root: u32) -> Vec<Kinship> {
+    let everyone = all();
+    let mut family: Vec<Kinship> = everyone.iter().copied().filter(|process| process.pid == root).collect();
+    let mut next = 0;
+    while let Some(&parent) = family.get(next) {
+        let children = everyone.iter().filter(|process| process.parent == parent.pid);
+        family.extend(children);
+        next += 1;
+    }
+    family
+}
+
+/// Whether a file is mapped in a process: whether a preload took effect.
+pub fn has_mapped(pid: u32, path: &str) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|maps| maps.contains(path))
+}
+
+/// Memory that programs can have without anything being swapped out or killed.
+pub fn available_bytes() -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    field(&text, "MemAvailable:")
+}
+
+fn parse_status(text: &str) -> Option<Resident> {
+    Some(Resident { all: field(text, "VmRSS:")?, anonymous: field(text, "RssAnon:")?, peak: field(text, "VmHWM:")? })
+}
+
+fn field(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
+    Some(kib * 1024)
+}
+
+fn parse_stat(text: &str) -> Option<Kinship> {
+    // The name stands in parentheses and may itself hold spaces and parentheses.
+    let (head, tail) = text.rsplit_once(')')?;
+    let (pid, _) = head.split_once(' ')?;
+    let fields: Vec<&str> = tail.split_whitespace().collect();
+    Some(Kinship {
+        pid: pid.parse().ok()?,
+        parent: fields.get(1)?.parse().ok()?,
+        start_time: fields.get(19)?.parse().ok()?,
+        minor_faults: fields.get(7)?.parse().ok()?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A name that tries to look like the rest of the line.
+    #[test]
+    fn names_with_parentheses_are_skipped() {
+        let line = "7 (a) R (b) S 3 1 1 0 -1 0 55 0 0 0 1 2 0 0 20 0 1 0 999 8 9";
+
+        let expected = Kinship { pid: 7, parent: 3, start_time: 999, minor_faults: 55 };
+        assert_eq!(parse_stat(line), Some(expected));
+    }
+
+    /// This very process: in its own tree, with memory, and with its program mapped.
+    #[test]
+    fn the_own_process_is_seen() {
+        let own = std::process::id();
+        assert_eq!(tree(own)[0].pid, own);
+        let memory = resident(own).expect("a live process");
+        assert!(memory.peak >= memory.all && memory.all > memory.anonymous);
+        assert!(has_mapped(own, "libc"));
+        assert_eq!(resident(u32::MAX), None);
+    }
+}

@@ -1,0 +1,443 @@
+//! What a run prints: a JSON object a line, or aligned tables, and the verdict on the targets.
+//!
+//! A row is printed or kept the moment it is known. What could not be measured is a gap, on stderr beside
+//! JSON so that stdout holds rows alone.
+
+use std::fmt::Write as _;
+use std::fs;
+
+use comfy_table::{CellAlignment, Table, presets};
+use serde::Serialize;
+
+use crate::stats::{self, Better, Estimate};
+
+/// One result. `ratio` is how many times better than `baseline` in the same run; larger is better.
+#[derive(Clone, Debug, Serialize)]
+pub struct Row {
+    pub experiment: &'static str,
+    pub case: String,
+    pub subject: String,
+    pub metric: &'static str,
+    pub value: f64,
+    pub unit: &'static str,
+    pub baseline: Option<String>,
+    pub ratio: Option<f64>,
+    pub spread: f64,
+    pub samples: usize,
+    /// Where it goes in the readable tables; rows without a place are for machines alone.
+    #[serde(skip)]
+    pub place: Option<Place>,
+}
+
+/// A cell: the table's title and the column's; the row is the subject.
+#[derive(Clone, Debug)]
+pub struct Place {
+    pub table: String,
+    pub column: String,
+}
+
+/// The samples of one subject in one case; none for a round in which it did not come through.
+#[derive(Clone, Debug, Default)]
+pub struct Series {
+    pub rounds: Vec<Option<f64>>,
+    pub killed: usize,
+    pub failures: Vec<String>,
+}
+
+impl Series {
+    /// The rounds that were measured.
+    pub fn values(&self) -> Vec<f64> {
+        self.rounds.iter().copied().flatten().collect()
+    }
+
+    /// The middle of the rounds that were measured.
+    pub fn median(&self) -> Option<f64> {
+        stats::median(&self.values())
+    }
+
+    /// Whether every round came through.
+    pub fn survived(&self) -> bool {
+        !self.rounds.is_empty() && self.rounds.iter().all(Option::is_some)
+    }
+
+    /// How many times better than the baseline, round by round.
+    pub fn ratios(&self, baseline: &Self, better: Better) -> Vec<f64> {
+        stats::ratios(&self.rounds, &baseline.rounds, better)
+    }
+}
+
+/// The interval of fewer samples than this is no interval: it condemns nothing.
+const CONDEMNING_SAMPLES: usize = 3;
+
+/// What an estimate has to reach.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Bound {
+    AtLeast(f64),
+    AtMost(f64),
+}
+
+/// A target and what was measured against it.
+#[derive(Clone, Debug)]
+pub struct Verdict {
+    pub target: String,
+    pub baseline: String,
+    pub bound: Bound,
+    pub unit: &'static str,
+    /// None where it could not be measured; `note` says why.
+    pub estimate: Option<Estimate>,
+    /// Survival and intactness allow no doubt: set where a round was lost.
+    pub is_lost: bool,
+    pub note: String,
+}
+
+/// How a target ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    Reached,
+    /// The median misses, the 95 % interval does not lie wholly beyond: no claim either way.
+    WithinDoubt,
+    FallsShort,
+    NotMeasured,
+}
+
+impl Verdict {
+    /// Falls short only where the whole interval does, or where a round was lost.
+    pub fn state(&self) -> State {
+        if self.is_lost {
+            return State::FallsShort;
+        }
+        let Some(Estimate { value, low, high, samples }) = self.estimate else {
+            return State::NotMeasured;
+        };
+        let (is_reached, is_short) = match self.bound {
+            Bound::AtLeast(bound) => (value >= bound, high < bound),
+            Bound::AtMost(bound) => (value <= bound, low > bound),
+        };
+        let is_short = is_short && samples >= CONDEMNING_SAMPLES;
+        match (is_reached, is_short) {
+            (true, _) => State::Reached,
+            (false, true) => State::FallsShort,
+            (false, false) => State::WithinDoubt,
+        }
+    }
+
+    fn line(&self) -> String {
+        let state = match self.state() {
+            State::Reached => "reached      ",
+            State::WithinDoubt => "within doubt ",
+            State::FallsShort => "FALLS SHORT  ",
+            State::NotMeasured => "not measured ",
+        };
+        let bound = match self.bound {
+            Bound::AtLeast(bound) => format!(">= {bound}"),
+            Bound::AtMost(bound) => format!("<= {bound}"),
+        };
+        let unit = self.unit;
+        let measured = match self.estimate {
+            Some(Estimate { value, low, high, .. }) => {
+                format!("{value:.2} {unit} [{low:.2}, {high:.2}]")
+            }
+            None => "-".to_owned(),
+        };
+        let mut line = format!("{state} {} {bound} {unit}: {measured}", self.target);
+        if !self.note.is_empty() {
+            let _ = write!(line, " ({})", self.note);
+        }
+        line
+    }
+}
+
+/// Collects a run's rows, gaps and verdicts.
+#[derive(Debug)]
+pub struct Report {
+    experiment: &'static str,
+    is_json: bool,
+    rows: Vec<Row>,
+    gaps: Vec<String>,
+    verdicts: Vec<Verdict>,
+}
+
+impl Report {
+    /// A report on one experiment.
+    pub fn new(experiment: &'static str, is_json: bool) -> Self {
+        Self { experiment, is_json, rows: Vec::new(), gaps: Vec::new(), verdicts: Vec::new() }
+    }
+
+    /// Adds a row made of a series: its median, its spread, how often it was killed.
+    pub fn series(&mut self, entry: Entry<'_>, series: &Series) {
+        let baseline = entry.baseline;
+        let ratio = baseline.and_then(|(_, baseline, better)| stats::median(&series.ratios(baseline, better)));
+        if let Some(value) = series.median() {
+            let values = series.values();
+            self.row(Row {
+                experiment: self.experiment,
+                case: entry.case.to_owned(),
+                subject: entry.subject.to_owned(),
+                metric: entry.metric,
+                value,
+                unit: entry.unit,
+                baseline: baseline.map(|(name, ..)| name.to_owned()),
+                ratio,
+                spread: stats::spread(&values),
+                samples: values.len(),
+                place: entry.place.clone(),
+            });
+        }
+        self.losses(&entry, series);
+    }
+
+    fn losses(&mut self, entry: &Entry<'_>, series: &Series) {
+        let lost = [("killed", series.killed), ("failed", series.failures.len())];
+        for (metric, count) in lost.into_iter().filter(|&(_, count)| count > 0) {
+            // A lost round is lost for all its metrics: it is told once.
+            let is_it = |row: &Row| row.metric == metric && row.subject == entry.subject && row.case == entry.case;
+            if self.rows.iter().any(is_it) {
+                continue;
+            }
+            self.row(Row {
+                experiment: self.experiment,
+                case: entry.case.to_owned(),
+                subject: entry.subject.to_owned(),
+                metric,
+                value: count as f64,
+                unit: "samples",
+                baseline: None,
+                ratio: None,
+                spread: 0.0,
+                samples: series.rounds.len(),
+                place: entry.place.clone(),
+            });
+        }
+        if let Some(why) = series.failures.first() {
+            self.gap(format!("{} {}: {why}", entry.subject, entry.case));
+        }
+    }
+
+    /// Adds a row as it is.
+    pub fn row(&mut self, row: Row) {
+        if self.is_json {
+            // A row is strings and numbers: nothing in it can fail to serialize.
+            println!("{}", serde_json::to_string(&row).unwrap_or_default());
+        }
+        self.rows.push(row);
+    }
+
+    /// Notes what could not be measured; the same is said once.
+    pub fn gap(&mut self, what: impl Into<String>) {
+        let what = what.into();
+        if !self.gaps.contains(&what) {
+            self.gaps.push(what);
+        }
+    }
+
+    /// Notes how a target ended.
+    pub fn verdict(&mut self, verdict: Verdict) {
+        if self.is_json
+            && let Some(estimate) = verdict.estimate
+        {
+            let is_reached = verdict.state() != State::FallsShort;
+            self.row(Row {
+                experiment: self.experiment,
+                case: format!("target: {}", verdict.target),
+                subject: crate::subject::PAGEMILL.to_owned(),
+                metric: "target_kept",
+                value: f64::from(u8::from(is_reached)),
+                unit: "bool",
+                baseline: Some(verdict.baseline.clone()),
+                ratio: (verdict.unit == "x").then_some(estimate.value),
+                spread: 0.0,
+                samples: 1,
+                place: None,
+            });
+        }
+        self.verdicts.push(verdict);
+    }
+
+    /// Whether any target fell short.
+    pub fn fell_short(&self) -> bool {
+        self.verdicts.iter().any(|verdict| verdict.state() == State::FallsShort)
+    }
+
+    /// Prints tables, gaps and verdicts; beside JSON the last two go to stderr.
+    pub fn finish(&self) {
+        let mut text = String::new();
+        if !self.is_json {
+            let _ = writeln!(text, "{}\n", machine());
+            text += &self.tables();
+        }
+        for gap in &self.gaps {
+            let _ = writeln!(text, "gap: {gap}");
+        }
+        for verdict in &self.verdicts {
+            let _ = writeln!(text, "{}", verdict.line());
+        }
+        match self.is_json {
+            true => eprint!("{}\n{text}", machine()),
+            false => print!("{text}"),
+        }
+    }
+
+    fn tables(&self) -> String {
+        let mut text = String::new();
+        let placed = || self.rows.iter().filter_map(|row| Some((row, row.place.as_ref()?)));
+        for title in unique(placed().map(|(_, place)| place.table.as_str())) {
+            let rows: Vec<_> = placed().filter(|(_, place)| place.table == title).collect();
+            let columns = unique(rows.iter().map(|(_, place)| place.column.as_str()));
+            let mut table = Table::new();
+            table.load_style(presets::ASCII_MARKDOWN);
+            table.set_header([""].into_iter().chain(columns.iter().copied()));
+            for subject in unique(rows.iter().map(|(row, _)| row.subject.as_str())) {
+                let cells = columns.iter().map(|&column| {
+                    let of_cell = rows.iter().filter(|(row, place)| row.subject == subject && place.column == column);
+                    let texts: Vec<String> = of_cell.map(|(row, _)| cell(row)).collect();
+                    texts.join(", ")
+                });
+                table.add_row([subject.to_owned()].into_iter().chain(cells));
+            }
+            for column in table.column_iter_mut().skip(1) {
+                column.set_cell_alignment(CellAlignment::Right);
+            }
+            let _ = writeln!(text, "{title}\n{table}\n");
+        }
+        text
+    }
+}
+
+/// What a row made of a series says beside the numbers.
+#[derive(Clone, Debug)]
+pub struct Entry<'a> {
+    pub case: &'a str,
+    pub subject: &'a str,
+    pub metric: &'static str,
+    pub unit: &'static str,
+    pub baseline: Option<(&'a str, &'a Series, Better)>,
+    pub place: Option<Place>,
+}
+
+fn cell(row: &Row) -> String {
+    if matches!(row.metric, "killed" | "failed") {
+        return format!("{} {}/{}", row.metric, row.value, row.samples);
+    }
+    let mut text = number(row.value);
+    if row.samples > 1 {
+        let _ = write!(text, " ±{:.0}%", row.spread * 50.0);
+    }
+    if let Some(ratio) = row.ratio {
+        let _ = write!(text, " {ratio:.2}x");
+    }
+    text
+}
+
+/// Three or four digits that can be compared by eye.
+fn number(value: f64) -> String {
+    match value.abs() {
+        size if size >= 100_000.0 => format!("{:.0}k", value / 1000.0),
+        size if size >= 10_000.0 => format!("{:.1}k", value / 1000.0),
+        size if size >= 100.0 => format!("{value:.0}"),
+        size if size >= 10.0 => format!("{value:.1}"),
+        _ => format!("{value:.2}"),
+    }
+}
+
+fn unique<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
+    let mut seen = Vec::new();
+    for name in names {
+        if !seen.contains(&name) {
+            seen.push(name);
+        }
+    }
+    seen
+}
+
+/// The machine in a line: what a reader needs to know before comparing numbers.
+pub fn machine() -> String {
+    let read = |path: &str| fs::read_to_string(path).map(|text| text.trim().to_owned());
+    let unknown = || "unknown".to_owned();
+    let kernel = read("/proc/sys/kernel/osrelease").unwrap_or_else(|_| unknown());
+    let huge = read("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_else(|_| unknown());
+    let huge = huge.split(['[', ']']).nth(1).unwrap_or(&huge).to_owned();
+    let cpus = std::thread::available_parallelism().map_or(0, usize::from);
+    let model = read("/proc/cpuinfo").ok().and_then(|text| {
+        let line = text.lines().find(|line| line.starts_with("model name"))?;
+        Some(line.split_once(':')?.1.trim().to_owned())
+    });
+    let model = model.unwrap_or_else(unknown);
+    format!("machine: Linux {kernel}, {cpus} CPUs, {model}, huge pages: {huge}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn verdict(bound: Bound, value: f64, low: f64, high: f64) -> Verdict {
+        Verdict {
+            target: String::new(),
+            baseline: String::new(),
+            bound,
+            unit: "x",
+            estimate: Some(Estimate { value, low, high, samples: 5 }),
+            is_lost: false,
+            note: String::new(),
+        }
+    }
+
+    /// The ten keys that others parse, in their order, and nothing of the table's layout.
+    #[test]
+    fn rows_have_the_settled_shape() {
+        let row = Row {
+            experiment: "ebizzy",
+            case: "256 KiB, 2 threads".into(),
+            subject: "pagemill".into(),
+            metric: "records_per_second",
+            value: 1.5,
+            unit: "1/s",
+            baseline: None,
+            ratio: None,
+            spread: 0.25,
+            samples: 5,
+            place: Some(Place { table: "t".into(), column: "c".into() }),
+        };
+
+        let text = serde_json::to_string(&row).expect("a row serializes");
+
+        assert_eq!(
+            text,
+            r#"{"experiment":"ebizzy","case":"256 KiB, 2 threads","subject":"pagemill","metric":"records_per_second","value":1.5,"unit":"1/s","baseline":null,"ratio":null,"spread":0.25,"samples":5}"#
+        );
+    }
+
+    /// Only an interval wholly beyond the bound condemns; a lost round always does.
+    #[test]
+    fn targets_fall_short_only_beyond_doubt() {
+        let state = |value, low, high| verdict(Bound::AtLeast(15.0), value, low, high).state();
+        assert_eq!(state(16.0, 14.0, 18.0), State::Reached);
+        assert_eq!(state(14.0, 13.0, 15.5), State::WithinDoubt);
+        assert_eq!(state(14.0, 13.0, 14.9), State::FallsShort);
+
+        let mut hasty = verdict(Bound::AtLeast(15.0), 14.0, 14.0, 14.0);
+        hasty.estimate = hasty.estimate.map(|estimate| Estimate { samples: 1, ..estimate });
+        assert_eq!(hasty.state(), State::WithinDoubt);
+
+        let lost = Verdict { is_lost: true, ..verdict(Bound::AtMost(1.0), 0.5, 0.4, 0.6) };
+        assert_eq!(lost.state(), State::FallsShort);
+        let unknown = Verdict { estimate: None, ..verdict(Bound::AtMost(1.0), 0.0, 0.0, 0.0) };
+        assert_eq!(unknown.state(), State::NotMeasured);
+    }
+
+    /// A subject's cells share one line, and a kill is shown beside what was measured.
+    #[test]
+    fn tables_align_by_subject_and_column() {
+        let mut report = Report::new("ebizzy", false);
+        let series = Series { rounds: vec![Some(10.0), None], killed: 1, failures: Vec::new() };
+        let place = Some(Place { table: "with a hog".into(), column: "2 threads".into() });
+        report.series(
+            Entry { case: "hog", subject: "tcmalloc", metric: "r", unit: "1/s", baseline: None, place },
+            &series,
+        );
+
+        let text = report.tables();
+
+        assert!(text.contains("10.0, killed 1/2"), "{text}");
+        assert!(machine().contains("CPUs"));
+    }
+}

@@ -1,0 +1,234 @@
+//! Small allocations through the preload against the very allocator that serves them there.
+//!
+//! What Pagemill adds to a small malloc is a choice and a jump. Nanoseconds show what that costs here,
+//! instructions (`--callgrind`) what it costs anywhere.
+
+use std::process::Command;
+use std::time::Duration;
+
+use crate::child::{self, Outcome, Running};
+use crate::error::Result;
+use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
+use crate::report::{Bound, Place, Report, Row, Verdict};
+use crate::stats::{self, Better, Estimate};
+use crate::subject::{self, PAGEMILL, Ready};
+
+const SIZES: [usize; 7] = [16, 64, 256, 1 << 10, 4 << 10, 16 << 10, 32 << 10];
+const PATTERNS: [&str; 3] = ["pair", "batch", "churn"];
+const THREADS: [u16; 2] = [1, 2];
+
+/// The same allocator, preloaded alone.
+const BASELINE: &str = "jemalloc";
+const NANOSECONDS: &str = "ns_per_pair";
+
+/// Pairs under the instruction counter: a run of so many, and one of twice as many.
+const COUNTED_PAIRS: u64 = 100_000;
+
+/// How many more instructions a pair may take.
+const MORE_INSTRUCTIONS: f64 = 6.0;
+
+/// Options of the experiment.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    #[command(flatten)]
+    pub common: Common,
+    /// Also count instructions a pair, through valgrind
+    #[arg(long)]
+    pub callgrind: bool,
+}
+
+/// Pattern, number of threads, size: in the order of the tables.
+type Case = (&'static str, u16, usize);
+
+/// Runs it and gives the report.
+pub fn run(options: &Options) -> Result<Report> {
+    let common = &options.common;
+    let is_wanted = |subject: &subject::Subject| match common.only.is_empty() {
+        true => matches!(subject.name, BASELINE | PAGEMILL),
+        false => true,
+    };
+    let (ready, gaps) = subject::select(&common.only, is_wanted)?;
+    let mut report = Report::new("small", common.json);
+    gaps.into_iter().for_each(|gap| report.gap(gap));
+    child::warm(64)?;
+    let book = measure(&ready, common)?;
+    let metric = Metric { name: NANOSECONDS, unit: "ns", better: Better::Lower, baseline: Some(BASELINE) };
+    for case in cases() {
+        for subject in &ready {
+            let (pattern, threads, size) = case;
+            let place = Place {
+                table: format!("{pattern}, {threads} threads: ns a malloc and free, half the spread, times {BASELINE}"),
+                column: size_name(size),
+            };
+            let name = case_name(case);
+            report_row(&mut report, &book, (&case, &name), subject.name(), metric, Some(place));
+        }
+    }
+    verdicts(&mut report, &book);
+    if options.callgrind {
+        count_instructions(&mut report, &ready, common)?;
+    }
+    Ok(report)
+}
+
+fn cases() -> impl Iterator<Item = Case> {
+    PATTERNS.into_iter().flat_map(|pattern| {
+        THREADS.into_iter().flat_map(move |threads| SIZES.into_iter().map(move |size| (pattern, threads, size)))
+    })
+}
+
+fn size_name(size: usize) -> String {
+    match size {
+        size if size < 1024 => format!("{size} B"),
+        size => format!("{} KiB", size / 1024),
+    }
+}
+
+fn case_name((pattern, threads, size): Case) -> String {
+    format!("{pattern}, {threads} threads, {}", size_name(size))
+}
+
+fn measure(ready: &[Ready], common: &Common) -> Result<Book<Case>> {
+    let milliseconds = common.pick("15", "60");
+    let progress = Progress::new(cases().count() * common.rounds() * ready.len());
+    let mut book = Book::new();
+    for case in cases() {
+        let (pattern, threads, size) = case;
+        let (threads, size) = (threads.to_string(), size.to_string());
+        let arguments =
+            ["__small", "--pattern", pattern, "--threads", &threads, "--size", &size, "--measure-ms", milliseconds];
+        for round in 0..common.rounds() {
+            for index in 0..ready.len() {
+                let subject = &ready[(index + round) % ready.len()];
+                progress.step(&format!("{}, {}", case_name(case), subject.name()));
+                let outcome = child::measure(subject, &arguments, Duration::from_secs(30))?;
+                book.enter(&case, subject.name(), &[NANOSECONDS], &outcome);
+            }
+        }
+    }
+    Ok(book)
+}
+
+/// The target holds for every case, and for all of them together.
+fn verdicts(report: &mut Report, book: &Book<Case>) {
+    let mut all = Vec::new();
+    for case in cases() {
+        let pagemill = book.get(&case, PAGEMILL, NANOSECONDS);
+        let baseline = book.get(&case, BASELINE, NANOSECONDS);
+        if let (Some(pagemill), Some(baseline)) = (pagemill, baseline) {
+            let ratios = pagemill.ratios(baseline, Better::Lower);
+            let verdict = Verdict {
+                estimate: stats::estimate(&ratios),
+                baseline: BASELINE.to_owned(),
+                is_lost: !pagemill.survived(),
+                ..not_measured(format!("small, {}", case_name(case)), Bound::AtLeast(0.95), "x", "")
+            };
+            all.push(ratios);
+            report.verdict(verdict);
+        }
+    }
+    let is_whole = all.len() == cases().count();
+    let means = if is_whole { stats::geometric_means(&all) } else { Vec::new() };
+    let note = if is_whole { "" } else { "a side is missing" };
+    report.verdict(Verdict {
+        estimate: stats::estimate(&means),
+        baseline: BASELINE.to_owned(),
+        ..not_measured("small, geometric mean of all cases", Bound::AtLeast(0.95), "x", note)
+    });
+}
+
+fn count_instructions(report: &mut Report, ready: &[Ready], common: &Common) -> Result<()> {
+    let sizes = if common.quick { &SIZES[1..2] } else { &SIZES[..] };
+    let progress = Progress::new(PATTERNS.len() * sizes.len() * ready.len());
+    for pattern in PATTERNS {
+        for &size in sizes {
+            let mut counts = Vec::new();
+            for subject in ready {
+                progress.step(&format!("instructions, {pattern}, {size} B, {}", subject.name()));
+                match instructions_per_pair(subject, pattern, size)? {
+                    Ok(count) => counts.push((subject.name(), count)),
+                    Err(why) => report.gap(format!("instructions, {}: {why}", subject.name())),
+                }
+            }
+            instruction_rows(report, pattern, size, &counts);
+        }
+    }
+    Ok(())
+}
+
+fn instruction_rows(report: &mut Report, pattern: &str, size: usize, counts: &[(&'static str, f64)]) {
+    let of = |wanted| counts.iter().find(|(name, _)| *name == wanted).map(|&(_, count)| count);
+    for &(name, count) in counts {
+        let baseline = of(BASELINE).filter(|_| name != BASELINE);
+        report.row(Row {
+            experiment: "small",
+            case: format!("{pattern}, 1 threads, {}", size_name(size)),
+            subject: name.to_owned(),
+            metric: "instructions_per_pair",
+            value: count,
+            unit: "instructions",
+            baseline: baseline.map(|_| BASELINE.to_owned()),
+            ratio: baseline.map(|baseline| baseline / count),
+            spread: 0.0,
+            samples: 1,
+            place: Some(Place {
+                table: format!("{pattern}: instructions a malloc and free (callgrind)"),
+                column: size_name(size),
+            }),
+        });
+    }
+    if let (Some(pagemill), Some(baseline)) = (of(PAGEMILL), of(BASELINE)) {
+        let more = pagemill - baseline;
+        let target = format!("small, {pattern}, {}: instructions more", size_name(size));
+        report.verdict(Verdict {
+            // Counting is exact: the interval is a point.
+            estimate: Some(Estimate { value: more, low: more, high: more, samples: usize::MAX }),
+            baseline: BASELINE.to_owned(),
+            ..not_measured(target, Bound::AtMost(MORE_INSTRUCTIONS), "instructions", "")
+        });
+    }
+}
+
+/// Two runs, one with twice the pairs: their difference is free of start and end.
+fn instructions_per_pair(ready: &Ready, pattern: &str, size: usize) -> Result<std::result::Result<f64, String>> {
+    let mut counts = [0; 2];
+    for (count, pairs) in counts.iter_mut().zip([COUNTED_PAIRS, 2 * COUNTED_PAIRS]) {
+        let mut command = Command::new("valgrind");
+        command.args(["--tool=callgrind", "--callgrind-out-file=/dev/null"]);
+        command.arg(child::own_executable()?).args(["__small", "--pattern", pattern]);
+        command.args(["--size", &size.to_string(), "--pairs", &pairs.to_string()]);
+        ready.apply(&mut command);
+        let Ok(running) = Running::start(&mut command) else {
+            child::check_interrupt()?;
+            return Ok(Err("valgrind is missing: apt-get install valgrind".to_owned()));
+        };
+        let finished = running.finish(Duration::from_secs(120))?;
+        if let Outcome::Failed(why) = child::outcome(ready.name(), &finished)? {
+            return Ok(Err(why.lines().last().unwrap_or_default().to_owned()));
+        }
+        match collected(&String::from_utf8_lossy(&finished.stderr)) {
+            Some(collected) => *count = collected,
+            None => return Ok(Err("callgrind told no count".to_owned())),
+        }
+    }
+    let [once, twice] = counts;
+    Ok(Ok(twice.saturating_sub(once) as f64 / COUNTED_PAIRS as f64))
+}
+
+/// The count in callgrind's last lines: `==7== Collected : 123456`.
+fn collected(text: &str) -> Option<u64> {
+    let (_, count) = text.lines().find(|line| line.contains("Collected"))?.split_once(" : ")?;
+    count.split_whitespace().next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As callgrind 3.19 prints it.
+    #[test]
+    fn the_count_is_read() {
+        assert_eq!(collected("==7== Events    : Ir\n==7== Collected : 123456\n"), Some(123_456));
+        assert_eq!(collected("==7== nothing"), None);
+    }
+}

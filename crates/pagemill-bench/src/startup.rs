@@ -1,0 +1,114 @@
+//! What a preload costs a program that does nothing.
+
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use crate::child;
+use crate::error::{Error, Result, doing};
+use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
+use crate::report::{Bound, Place, Report, Verdict};
+use crate::stats::{self, Better};
+use crate::subject::{self, PAGEMILL, Ready, Role};
+
+/// Runs of each subject in a sample; their median is the sample, so that a sample is no single accident.
+const RUNS_PER_SAMPLE: (usize, usize) = (30, 50);
+
+/// glibc without a preload is what all are compared with.
+const BASELINE: &str = "none";
+const MILLISECONDS: &str = "ms";
+const MORE: &str = "ms_more";
+const CASE: &str = "true";
+
+/// Options of the experiment.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// Runs it and gives the report.
+pub fn run(options: &Options) -> Result<Report> {
+    let common = &options.common;
+    let is_wanted = |subject: &subject::Subject| subject.role != Role::ReturningAtOnce;
+    let (ready, gaps) = subject::select(&common.only, is_wanted)?;
+    let mut report = Report::new("startup", common.json);
+    gaps.into_iter().for_each(|gap| report.gap(gap));
+    let book = measure(&ready, common)?;
+    let table = "`true`: ms from start to end, half the spread, times none".to_owned();
+    for name in names(&ready) {
+        let place = |column: &str| Some(Place { table: table.clone(), column: column.to_owned() });
+        let whole = Metric { name: MILLISECONDS, unit: "ms", better: Better::Lower, baseline: Some(BASELINE) };
+        report_row(&mut report, &book, (&CASE, CASE), name, whole, place("ms"));
+        let more = Metric { name: MORE, unit: "ms", better: Better::Lower, baseline: None };
+        report_row(&mut report, &book, (&CASE, CASE), name, more, place("ms more than none"));
+    }
+    let verdict = not_measured("start of `true`, more than without", Bound::AtMost(1.0), "ms", "");
+    report.verdict(match book.get(&CASE, PAGEMILL, MORE) {
+        Some(series) => {
+            Verdict { estimate: stats::estimate(&series.values()), baseline: BASELINE.to_owned(), ..verdict }
+        }
+        None => Verdict { note: "pagemill was not run".to_owned(), ..verdict },
+    });
+    Ok(report)
+}
+
+/// The subjects by the names they have here: glibc is what is there without a preload.
+fn names(ready: &[Ready]) -> impl Iterator<Item = &'static str> {
+    let preloaded = ready.iter().filter(|ready| ready.preload().is_some());
+    [BASELINE].into_iter().chain(preloaded.map(Ready::name))
+}
+
+fn measure(ready: &[Ready], common: &Common) -> Result<Book<&'static str>> {
+    let program = program()?;
+    let preloaded: Vec<&Ready> = ready.iter().filter(|ready| ready.preload().is_some()).collect();
+    let runs = common.pick(RUNS_PER_SAMPLE.0, RUNS_PER_SAMPLE.1);
+    let progress = Progress::new(common.rounds() * runs);
+    let mut book = Book::new();
+    for round in 0..common.rounds() {
+        let mut times = vec![Vec::with_capacity(runs); preloaded.len() + 1];
+        for run in 0..runs {
+            progress.step(program);
+            child::check_interrupt()?;
+            for index in 0..times.len() {
+                let index = (index + run + round) % times.len();
+                let subject = index.checked_sub(1).map(|index| preloaded[index]);
+                times[index].push(start_and_end(program, subject)?);
+            }
+        }
+        let medians: Vec<f64> = times.iter().filter_map(|times| stats::median(times)).collect();
+        for (name, &median) in names(ready).zip(&medians) {
+            book.enter_value(&CASE, name, MILLISECONDS, median);
+            if name != BASELINE {
+                book.enter_value(&CASE, name, MORE, median - medians[0]);
+            }
+        }
+    }
+    Ok(book)
+}
+
+fn program() -> Result<&'static str> {
+    let known = ["/usr/bin/true", "/bin/true"];
+    let found = known.into_iter().find(|path| std::path::Path::new(path).exists());
+    found.ok_or_else(|| Error::CannotRun("there is no program `true`".to_owned()))
+}
+
+/// Milliseconds of one run. It ends by itself at once, so that it needs no group and no watching.
+fn start_and_end(program: &str, ready: Option<&Ready>) -> Result<f64> {
+    let mut command = Command::new(program);
+    match ready {
+        Some(ready) => ready.apply(&mut command),
+        None => subject::clear_foreign_settings(&mut command),
+    }
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let begun = Instant::now();
+    let mut running = command.spawn().map_err(doing(format!("starting {program}")))?;
+    let status = running.wait().map_err(doing(format!("waiting for {program}")))?;
+    let took = begun.elapsed();
+    match status.success() {
+        true => Ok(took.as_secs_f64() * 1e3),
+        false => {
+            let name = ready.map_or(BASELINE, Ready::name);
+            Err(Error::WrongAnswer { subject: name.to_owned(), what: format!("`true` ended with {status}") })
+        }
+    }
+}

@@ -1,0 +1,310 @@
+//! The workload of a search server: copy a chunk, search the copy, free it, as fast as it goes.
+//!
+//! The shape is ebizzy's (V. Henson, 2006), the code is our own, and its random generator works. Every record
+//! checks its answer: keys are unique and ascending, so a search that ends elsewhere found damaged memory.
+//!
+//! With a lock file it also makes *bursts*: results that are all held before they are searched. Bursts and
+//! the [`hog`](super::hog) take turns by the lock, so that live memory always fits into the limit, and
+//! whoever runs out of memory did so holding free memory.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::{Failure, Outcome};
+use crate::native::{self, Piece};
+use crate::proc;
+use crate::stats::Random;
+
+/// Words of 256 KiB, the size of ebizzy's chunks.
+const FIXED_WORDS: usize = 256 * 1024 / 8;
+
+/// Sizes of the mixed case, in words: 64 KiB to 1 MiB.
+const MIXED_WORDS: (usize, usize) = (64 * 1024 / 8, 1024 * 1024 / 8);
+
+/// How large the copies are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Sizes {
+    /// 256 KiB each
+    Fixed,
+    /// 64 KiB to 1 MiB, uniformly random
+    Mixed,
+}
+
+/// One run of the workload.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Ebizzy {
+    #[arg(long)]
+    pub threads: usize,
+    #[arg(long)]
+    pub warm_ms: u64,
+    #[arg(long)]
+    pub measure_ms: u64,
+    #[arg(long, default_value = "fixed")]
+    pub sizes: Sizes,
+    /// Chunks in the working set.
+    #[arg(long, default_value_t = 10)]
+    pub chunks: usize,
+    /// Memory that a burst holds at once; 0 for none.
+    #[arg(long, default_value_t = 0)]
+    pub burst_mib: usize,
+    /// Time from one burst to the next.
+    #[arg(long, default_value_t = 500)]
+    pub burst_every_ms: u64,
+    /// The lock by which bursts and the hog take turns.
+    #[arg(long)]
+    pub lock: Option<PathBuf>,
+}
+
+/// What the threads share.
+struct Shared {
+    chunks: Vec<Piece>,
+    sizes: Sizes,
+    is_over: AtomicBool,
+    tallies: Vec<Tally>,
+    bursts: AtomicU64,
+}
+
+/// One thread's counts, on cache lines of its own.
+#[derive(Default)]
+#[repr(align(128))]
+struct Tally {
+    records: AtomicU64,
+    mismatches: AtomicU64,
+    refused: AtomicU64,
+}
+
+/// Bursts of the first thread.
+struct Bursts {
+    lock: File,
+    bytes: usize,
+    every: Duration,
+    next: Instant,
+}
+
+/// Runs the workload; its line tells records a second, faults a record, and how often malloc refused.
+pub fn run(arguments: &Ebizzy) -> Outcome {
+    let words = match arguments.sizes {
+        Sizes::Fixed => FIXED_WORDS,
+        Sizes::Mixed => MIXED_WORDS.1,
+    };
+    let shared = Shared {
+        chunks: working_set(arguments.chunks, words)?,
+        sizes: arguments.sizes,
+        is_over: AtomicBool::new(false),
+        tallies: (0..arguments.threads).map(|_| Tally::default()).collect(),
+        bursts: AtomicU64::new(0),
+    };
+    let mut bursts = open_bursts(arguments)?;
+    let start = Barrier::new(arguments.threads + 1);
+    let measured = thread::scope(|scope| {
+        for index in 0..arguments.threads {
+            let (shared, start, bursts) = (&shared, &start, bursts.take());
+            scope.spawn(move || {
+                start.wait();
+                work(shared, index, bursts);
+            });
+        }
+        start.wait();
+        let measured = measure(&shared, arguments);
+        shared.is_over.store(true, Ordering::Relaxed);
+        measured
+    });
+    let mismatches = shared.sum(|tally| &tally.mismatches);
+    if mismatches > 0 {
+        return Err(Failure::WrongAnswer(format!("{mismatches} searches ended at a wrong key")));
+    }
+    measured
+}
+
+/// Chunks of ascending keys; a chunk's number is in the upper bits, so that no key is in two.
+fn working_set(chunks: usize, words: usize) -> Result<Vec<Piece>, Failure> {
+    let mut random = Random::new(0x6562_697a_7a79);
+    (0..chunks)
+        .map(|chunk| {
+            let mut key = (chunk as u64) << 40;
+            let keys: Vec<u64> = (0..words)
+                .map(|_| {
+                    key += 1 + random.below(7) as u64;
+                    key
+                })
+                .collect();
+            Piece::copy_of(&keys).ok_or(Failure::Other("no memory for the working set".to_owned()))
+        })
+        .collect()
+}
+
+fn open_bursts(arguments: &Ebizzy) -> Result<Option<Bursts>, Failure> {
+    let Some(path) = arguments.lock.as_ref().filter(|_| arguments.burst_mib > 0) else {
+        return Ok(None);
+    };
+    let lock = File::open(path).map_err(|cause| format!("{}: {cause}", path.display()))?;
+    Ok(Some(Bursts {
+        lock,
+        bytes: arguments.burst_mib << 20,
+        every: Duration::from_millis(arguments.burst_every_ms),
+        next: Instant::now(),
+    }))
+}
+
+/// Warms up (past the first burst, where there are any), then counts for the fixed time.
+fn measure(shared: &Shared, arguments: &Ebizzy) -> Outcome {
+    let begun = Instant::now();
+    thread::sleep(Duration::from_millis(arguments.warm_ms));
+    while arguments.burst_mib > 0 && shared.bursts.load(Ordering::Relaxed) == 0 {
+        if begun.elapsed() > Duration::from_secs(30) {
+            return Err(Failure::Other("no burst came through in 30 s".to_owned()));
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+    let snapshot = || {
+        let faults = proc::kinship(std::process::id()).map_or(0, |own| own.minor_faults);
+        (shared.sum(|tally| &tally.records), faults, Instant::now())
+    };
+    let before = snapshot();
+    thread::sleep(Duration::from_millis(arguments.measure_ms));
+    let after = snapshot();
+    let records = after.0 - before.0;
+    let seconds = (after.2 - before.2).as_secs_f64();
+    Ok(serde_json::json!({
+        "records_per_second": records as f64 / seconds,
+        "faults_per_record": (after.1 - before.1) as f64 / records.max(1) as f64,
+        "refused": shared.sum(|tally| &tally.refused),
+        "bursts": shared.bursts.load(Ordering::Relaxed),
+    }))
+}
+
+fn work(shared: &Shared, index: usize, mut bursts: Option<Bursts>) {
+    let mut random = Random::new(0x1000 + index as u64);
+    let tally = &shared.tallies[index];
+    while !shared.is_over.load(Ordering::Relaxed) {
+        match &mut bursts {
+            Some(bursts) if bursts.is_due() => burst(shared, bursts, tally, &mut random),
+            _ => match Query::make(shared, &mut random) {
+                Some(query) => tally.count(&query),
+                None => tally.refuse(),
+            },
+        }
+    }
+}
+
+/// Copies until the burst's bytes are held, then searches all of them, and frees.
+fn burst(shared: &Shared, bursts: &mut Bursts, tally: &Tally, random: &mut Random) {
+    let (mut held, mut held_bytes) = (Vec::new(), 0);
+    while held_bytes < bursts.bytes && !shared.is_over.load(Ordering::Relaxed) {
+        match Query::make(shared, random) {
+            Some(query) => {
+                held_bytes += size_of_val(query.copy.words());
+                held.push(query);
+            }
+            None => {
+                tally.refuse();
+                break;
+            }
+        }
+    }
+    for query in &held {
+        tally.count(query);
+    }
+    drop(held);
+    native::unlock(bursts.lock.as_fd());
+    bursts.next = Instant::now() + bursts.every;
+    shared.bursts.fetch_add(1, Ordering::Relaxed);
+}
+
+/// One record: a copy, the key to find in it and where it must be.
+struct Query {
+    copy: Piece,
+    key: u64,
+    place: usize,
+}
+
+impl Query {
+    fn make(shared: &Shared, random: &mut Random) -> Option<Self> {
+        let chunk = shared.chunks[random.below(shared.chunks.len())].words();
+        let words = match shared.sizes {
+            Sizes::Fixed => chunk.len(),
+            Sizes::Mixed => MIXED_WORDS.0 + random.below(MIXED_WORDS.1 - MIXED_WORDS.0 + 1),
+        };
+        let place = random.below(words);
+        let copy = Piece::copy_of(&chunk[..words])?;
+        Some(Self { copy, key: chunk[place], place })
+    }
+
+    fn is_right(&self) -> bool {
+        self.copy.words().binary_search(&self.key) == Ok(self.place)
+    }
+}
+
+impl Tally {
+    fn count(&self, query: &Query) {
+        // Only its own thread writes a tally: a load and a store are enough.
+        let count = |counter: &AtomicU64| {
+            counter.store(counter.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        };
+        count(&self.records);
+        if !query.is_right() {
+            count(&self.mismatches);
+        }
+    }
+
+    fn refuse(&self) {
+        self.refused.fetch_add(1, Ordering::Relaxed);
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+impl Bursts {
+    fn is_due(&self) -> bool {
+        Instant::now() >= self.next && native::try_lock(self.lock.as_fd())
+    }
+}
+
+impl Shared {
+    fn sum(&self, counter: impl Fn(&Tally) -> &AtomicU64) -> u64 {
+        let counters = self.tallies.iter().map(counter);
+        counters.map(|counter| counter.load(Ordering::Relaxed)).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shared() -> Shared {
+        Shared {
+            chunks: working_set(3, MIXED_WORDS.1).expect("3 MiB are there"),
+            sizes: Sizes::Mixed,
+            is_over: AtomicBool::new(false),
+            tallies: vec![Tally::default()],
+            bursts: AtomicU64::new(0),
+        }
+    }
+
+    /// Keys ascend within a chunk and across chunks: a search has one right answer.
+    #[test]
+    fn keys_are_unique() {
+        let shared = shared();
+        let keys: Vec<u64> = shared.chunks.iter().flat_map(|chunk| chunk.words()).copied().collect();
+
+        assert!(keys.is_sorted_by(|a, b| a < b));
+    }
+
+    /// A right record is right, and one whose copy differs is counted as a mismatch.
+    #[test]
+    fn damaged_copies_are_noticed() {
+        let shared = shared();
+        let mut query = Query::make(&shared, &mut Random::new(1)).expect("1 MiB is there");
+        assert!(query.is_right());
+
+        let damaged: Vec<u64> = query.copy.words().iter().map(|key| key ^ 1 << 63).collect();
+        query.copy = Piece::copy_of(&damaged).expect("1 MiB is there");
+        shared.tallies[0].count(&query);
+
+        assert_eq!(shared.sum(|tally| &tally.mismatches), 1);
+    }
+}

@@ -1,0 +1,92 @@
+//! A gibibyte freed and asked for back, while another thread keeps allocating.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::{Failure, Outcome};
+use crate::native::{self, GiveBack, Tagged};
+use crate::proc;
+
+/// What the unrelated thread takes, in turn: small ones and one that an allocator may map.
+const UNRELATED: [usize; 4] = [64, 1024, 16 << 10, 96 << 10];
+
+/// For how long the unrelated thread is watched alone, to know the machine's own pauses.
+const QUIET: Duration = Duration::from_millis(100);
+
+/// One run.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Giveback {
+    #[arg(long)]
+    pub mib: usize,
+    #[arg(long)]
+    pub piece: usize,
+    #[arg(long)]
+    pub how: GiveBack,
+}
+
+/// Takes, touches, frees, asks; its line tells how long that took and what became of the memory.
+pub fn run(arguments: &Giveback) -> Outcome {
+    // Taken last and kept: what lies below the end of a heap cannot simply be cut off with it.
+    let last = take_and_free(arguments)?;
+    let longest_ns = AtomicU64::new(0);
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let unrelated = scope.spawn(|| keep_allocating(&longest_ns, &is_over));
+        thread::sleep(QUIET);
+        let quiet_ns = longest_ns.swap(0, Ordering::Relaxed);
+        let held = resident()?;
+        let begun = Instant::now();
+        let asked = native::give_back(arguments.how);
+        let took = begun.elapsed();
+        let left = resident();
+        is_over.store(true, Ordering::Relaxed);
+        let is_right = unrelated.join().unwrap_or(false);
+        drop(last);
+        asked?;
+        if !is_right {
+            return Err(Failure::WrongAnswer("an unrelated block lost its tag".to_owned()));
+        }
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        Ok(serde_json::json!({
+            "ms": took.as_secs_f64() * 1e3,
+            "held_mib": mib(held),
+            "returned_mib": mib(held.saturating_sub(left?)),
+            "longest_malloc_ms": longest_ns.load(Ordering::Relaxed) as f64 / 1e6,
+            "longest_malloc_quiet_ms": quiet_ns as f64 / 1e6,
+        }))
+    })
+}
+
+/// Takes and touches all, then frees all but the last piece.
+fn take_and_free(arguments: &Giveback) -> Result<Option<Tagged>, Failure> {
+    let count = (arguments.mib << 20) / arguments.piece;
+    let mut held = Vec::with_capacity(count);
+    for tag in 0..count as u64 {
+        let piece = Tagged::touched(arguments.piece, tag);
+        held.push(piece.ok_or("no memory to give back later".to_owned())?);
+    }
+    match (0..).zip(&held).all(|(tag, piece)| piece.tag() == tag) {
+        true => Ok(held.pop()),
+        false => Err(Failure::WrongAnswer("a block lost its tag".to_owned())),
+    }
+}
+
+/// Takes and frees until told; keeps the longest it took. True if every tag was kept.
+fn keep_allocating(longest_ns: &AtomicU64, is_over: &AtomicBool) -> bool {
+    let mut is_right = true;
+    while !is_over.load(Ordering::Relaxed) {
+        for size in UNRELATED {
+            let begun = Instant::now();
+            let block = Tagged::new(size, size as u64);
+            is_right &= block.is_none_or(|block| block.tag() == size as u64);
+            longest_ns.fetch_max(begun.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        }
+    }
+    is_right
+}
+
+fn resident() -> Result<u64, Failure> {
+    let own = proc::resident(std::process::id());
+    Ok(own.ok_or("no /proc/self/status".to_owned())?.all)
+}

@@ -1,0 +1,59 @@
+//! A neighbour that needs memory now and then: takes, touches, checks, frees, pauses.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::thread;
+use std::time::Duration;
+
+use super::{Failure, Outcome};
+use crate::native::{self, Tagged};
+
+const PIECE: usize = 1 << 20;
+
+/// One neighbour.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Hog {
+    #[arg(long)]
+    pub mib: usize,
+    #[arg(long)]
+    pub pause_ms: u64,
+    /// Holds the lock by which it takes turns with the workload, and the sign to stop.
+    #[arg(long)]
+    pub folder: PathBuf,
+}
+
+/// The name of the lock in the folder that hog and workload share.
+pub const LOCK: &str = "turn";
+/// The name of the file whose appearance stops the hog.
+pub const STOP: &str = "stop";
+
+/// Goes round until told to stop; its line tells how often, and how often malloc refused.
+pub fn run(arguments: &Hog) -> Outcome {
+    let path = arguments.folder.join(LOCK);
+    let lock = File::open(&path).map_err(|cause| format!("{}: {cause}", path.display()))?;
+    let stop = arguments.folder.join(STOP);
+    let (mut rounds, mut refused) = (0_u64, 0_u64);
+    while !stop.exists() {
+        native::lock(lock.as_fd()).map_err(|cause| cause.to_string())?;
+        let mut held = Vec::with_capacity(arguments.mib);
+        for tag in 0..arguments.mib as u64 {
+            match Tagged::touched(PIECE, tag) {
+                Some(piece) => held.push(piece),
+                None => {
+                    refused += 1;
+                    break;
+                }
+            }
+        }
+        let is_right = (0..).zip(&held).all(|(tag, piece)| piece.tag() == tag);
+        drop(held);
+        native::unlock(lock.as_fd());
+        if !is_right {
+            return Err(Failure::WrongAnswer("the hog's memory lost a tag".to_owned()));
+        }
+        rounds += 1;
+        thread::sleep(Duration::from_millis(arguments.pause_ms));
+    }
+    Ok(serde_json::json!({ "rounds": rounds, "refused": refused }))
+}

@@ -1,0 +1,114 @@
+//! The workloads: hidden subcommands, each a process of its own under one preloaded allocator.
+//!
+//! A workload prints one line of JSON, checks its own answers, and ends with [`WRONG_ANSWER`] where one was
+//! wrong. It first looks whether the allocator it was promised really answers: a failed preload is only a
+//! warning of the loader, and would measure glibc under another name.
+
+pub mod ebizzy;
+pub mod giveback;
+pub mod hog;
+pub mod pair;
+pub mod small;
+
+use std::env;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+
+use crate::child::WRONG_ANSWER;
+use crate::native;
+use crate::subject::EXPECTED_LIBRARY;
+
+/// What a workload returns: its line, or why there is none.
+pub type Outcome = Result<serde_json::Value, Failure>;
+
+/// Why a workload has no result.
+#[derive(Debug)]
+pub enum Failure {
+    /// Memory did not hold what was put there.
+    WrongAnswer(String),
+    /// Anything else.
+    Other(String),
+    /// A child of a launcher was killed: out of memory.
+    Killed,
+}
+
+impl From<String> for Failure {
+    fn from(why: String) -> Self {
+        Self::Other(why)
+    }
+}
+
+/// Touches and frees memory, so that later runs find it backed by the host.
+#[derive(Debug, clap::Args)]
+pub struct Touch {
+    #[arg(long)]
+    mib: usize,
+}
+
+/// Enters a cgroup, then becomes the command.
+#[derive(Debug, clap::Args)]
+pub struct Enter {
+    #[arg(long)]
+    entrance: PathBuf,
+    #[arg(last = true, required = true)]
+    command: Vec<String>,
+}
+
+/// Runs a workload as this process and turns its result into output and exit status.
+pub fn run(work: impl FnOnce() -> Outcome) -> ExitCode {
+    native::die_with_parent();
+    let outcome = check_library().and_then(|()| work());
+    match outcome {
+        Ok(line) => {
+            println!("{line}");
+            ExitCode::SUCCESS
+        }
+        Err(Failure::WrongAnswer(what)) => {
+            eprintln!("{what}");
+            ExitCode::from(WRONG_ANSWER as u8)
+        }
+        Err(Failure::Other(why)) => {
+            eprintln!("{why}");
+            ExitCode::FAILURE
+        }
+        Err(Failure::Killed) => ExitCode::from(128 + libc::SIGKILL as u8),
+    }
+}
+
+/// The work of [`Touch`].
+pub fn touch(arguments: &Touch) -> Outcome {
+    const PIECE: usize = 64 << 20;
+    let mut held = Vec::new();
+    for _ in 0..(arguments.mib << 20).div_ceil(PIECE) {
+        held.push(native::Tagged::touched(PIECE, 1).ok_or("no memory".to_owned())?);
+    }
+    Ok(serde_json::json!({ "pieces": held.len() }))
+}
+
+/// The work of [`Enter`]; returns only when it failed.
+pub fn enter(arguments: &Enter) -> ExitCode {
+    native::die_with_parent();
+    if let Err(cause) = std::fs::write(&arguments.entrance, "0") {
+        eprintln!("{}: {cause}", arguments.entrance.display());
+        return ExitCode::FAILURE;
+    }
+    let (program, rest) = (&arguments.command[0], &arguments.command[1..]);
+    let cause = Command::new(program).args(rest).exec();
+    eprintln!("{program}: {cause}");
+    ExitCode::FAILURE
+}
+
+fn check_library() -> Result<(), Failure> {
+    let Some(expected) = env::var_os(EXPECTED_LIBRARY).map(PathBuf::from) else {
+        return Ok(());
+    };
+    match native::malloc_home() {
+        Some(home) if home == expected => Ok(()),
+        home => Err(Failure::Other(format!(
+            "malloc comes from {}, not from {}: the preload failed",
+            home.unwrap_or_default().display(),
+            expected.display()
+        ))),
+    }
+}

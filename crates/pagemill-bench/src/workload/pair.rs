@@ -1,0 +1,123 @@
+//! Workload and hog side by side: one launcher, so that both stand in one process tree and one cgroup.
+
+use std::fs;
+use std::io::Read;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::{Failure, Outcome, hog};
+use crate::child::WRONG_ANSWER;
+
+/// How long a hog may take to notice that it shall stop: it may be in the middle of a round.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Both sets of arguments; the lock is the one in the hog's folder.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Pair {
+    #[arg(long)]
+    pub threads: usize,
+    #[arg(long)]
+    pub warm_ms: u64,
+    #[arg(long)]
+    pub measure_ms: u64,
+    #[arg(long)]
+    pub burst_mib: usize,
+    #[arg(long)]
+    pub burst_every_ms: u64,
+    #[command(flatten)]
+    pub hog: hog::Hog,
+}
+
+/// A child that does not outlive its launcher.
+struct Member(Child);
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        // Both fail only where it is already over.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Starts both, waits for the workload, stops the hog. A kill of either is a kill of the pair.
+pub fn run(arguments: &Pair) -> Outcome {
+    let folder = &arguments.hog.folder;
+    let lock = folder.join(hog::LOCK).display().to_string();
+    let hog_arguments = [
+        ("--mib", arguments.hog.mib.to_string()),
+        ("--pause-ms", arguments.hog.pause_ms.to_string()),
+        ("--folder", folder.display().to_string()),
+    ];
+    let work_arguments = [
+        ("--threads", arguments.threads.to_string()),
+        ("--warm-ms", arguments.warm_ms.to_string()),
+        ("--measure-ms", arguments.measure_ms.to_string()),
+        ("--burst-mib", arguments.burst_mib.to_string()),
+        ("--burst-every-ms", arguments.burst_every_ms.to_string()),
+        ("--lock", lock),
+    ];
+    let mut work = start("__ebizzy", &work_arguments)?;
+    let mut hog = start("__hog", &hog_arguments)?;
+    let work_status = loop {
+        if let Some(status) = ended(&mut work)? {
+            break status;
+        }
+        if let Some(status) = ended(&mut hog)? {
+            check(status)?;
+            return Err(Failure::Other("the hog ended before it was told to".to_owned()));
+        }
+        thread::sleep(Duration::from_millis(5));
+    };
+    check(work_status)?;
+    fs::write(folder.join(hog::STOP), "").map_err(|cause| cause.to_string())?;
+    let told = Instant::now();
+    let hog_status = loop {
+        match ended(&mut hog)? {
+            Some(status) => break status,
+            None if told.elapsed() > PATIENCE => {
+                return Err(Failure::Other("the hog did not stop".to_owned()));
+            }
+            None => thread::sleep(Duration::from_millis(5)),
+        }
+    };
+    check(hog_status)?;
+    let (mut line, neighbour) = (line(&mut work)?, line(&mut hog)?);
+    line["hog_rounds"] = neighbour["rounds"].clone();
+    line["hog_refused"] = neighbour["refused"].clone();
+    Ok(line)
+}
+
+fn start(name: &str, arguments: &[(&str, String)]) -> Result<Member, Failure> {
+    let executable = std::env::current_exe().map_err(|cause| cause.to_string())?;
+    let mut command = Command::new(executable);
+    command.arg(name).stdout(Stdio::piped());
+    for (option, value) in arguments {
+        command.args([option, value.as_str()]);
+    }
+    let child = command.spawn().map_err(|cause| format!("starting {name}: {cause}"))?;
+    Ok(Member(child))
+}
+
+fn ended(member: &mut Member) -> Result<Option<ExitStatus>, Failure> {
+    member.0.try_wait().map_err(|cause| Failure::Other(cause.to_string()))
+}
+
+fn check(status: ExitStatus) -> Result<(), Failure> {
+    match (status.code(), status.signal()) {
+        (Some(0), _) => Ok(()),
+        (Some(WRONG_ANSWER), _) => Err(Failure::WrongAnswer("told above".to_owned())),
+        (None, Some(libc::SIGKILL)) => Err(Failure::Killed),
+        _ => Err(Failure::Other(format!("a member of the pair ended with {status}"))),
+    }
+}
+
+/// A member's line; it has ended, and a line fits into a pipe.
+fn line(member: &mut Member) -> Outcome {
+    let mut text = String::new();
+    let pipe: Option<&mut ChildStdout> = member.0.stdout.as_mut();
+    let pipe = pipe.ok_or("no output was captured".to_owned())?;
+    pipe.read_to_string(&mut text).map_err(|cause| cause.to_string())?;
+    serde_json::from_str(&text).map_err(|cause| Failure::Other(cause.to_string()))
+}

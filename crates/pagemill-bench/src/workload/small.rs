@@ -1,0 +1,183 @@
+//! Small allocations: nanoseconds, or a known number of pairs for an instruction counter.
+
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::{Failure, Outcome};
+use crate::native::Tagged;
+use crate::stats::Random;
+
+/// Pairs of malloc and free that one step makes, in every pattern; also the size of batch and table.
+pub const STEP_PAIRS: u64 = 1000;
+
+/// In which order blocks are taken and freed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
+pub enum Pattern {
+    /// Freed at once
+    Pair,
+    /// A thousand taken, then a thousand freed
+    Batch,
+    /// A random one of a thousand replaced
+    Churn,
+}
+
+/// One run.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Small {
+    #[arg(long)]
+    pub size: usize,
+    #[arg(long)]
+    pub pattern: Pattern,
+    #[arg(long, default_value_t = 1)]
+    pub threads: usize,
+    /// For how long; without it, for `--pairs`.
+    #[arg(long)]
+    pub measure_ms: Option<u64>,
+    /// For how many pairs on one thread.
+    #[arg(long, default_value_t = 100_000)]
+    pub pairs: u64,
+}
+
+/// One thread's blocks.
+struct Bench {
+    size: usize,
+    pattern: Pattern,
+    table: Vec<Option<Tagged>>,
+    random: Random,
+    wrong: u64,
+}
+
+/// Runs the pattern; its line tells nanoseconds a pair, or nothing but the number of pairs.
+pub fn run(arguments: &Small) -> Outcome {
+    match arguments.measure_ms {
+        Some(milliseconds) => timed(arguments, Duration::from_millis(milliseconds)),
+        None => counted(arguments),
+    }
+}
+
+fn counted(arguments: &Small) -> Outcome {
+    let mut bench = Bench::new(arguments, 0)?;
+    for _ in 0..arguments.pairs / STEP_PAIRS {
+        bench.step()?;
+    }
+    bench.verdict()?;
+    Ok(serde_json::json!({ "pairs": arguments.pairs }))
+}
+
+fn timed(arguments: &Small, duration: Duration) -> Outcome {
+    let (is_measured, is_over) = (AtomicBool::new(false), AtomicBool::new(false));
+    let pairs = AtomicU64::new(0);
+    let nanoseconds = AtomicU64::new(0);
+    let start = Barrier::new(arguments.threads + 1);
+    thread::scope(|scope| {
+        let workers: Vec<_> = (0..arguments.threads)
+            .map(|index| {
+                let (is_measured, is_over) = (&is_measured, &is_over);
+                let (pairs, nanoseconds, start) = (&pairs, &nanoseconds, &start);
+                scope.spawn(move || {
+                    let bench = Bench::new(arguments, index as u64);
+                    start.wait();
+                    let mut bench = bench?;
+                    while !is_measured.load(Ordering::Relaxed) {
+                        bench.step()?;
+                    }
+                    let (begun, mut steps) = (Instant::now(), 0);
+                    while !is_over.load(Ordering::Relaxed) {
+                        bench.step()?;
+                        steps += 1;
+                    }
+                    nanoseconds.fetch_add(begun.elapsed().as_nanos() as u64, Ordering::Relaxed);
+                    pairs.fetch_add(steps * STEP_PAIRS, Ordering::Relaxed);
+                    bench.verdict()
+                })
+            })
+            .collect();
+        start.wait();
+        thread::sleep(duration / 4);
+        is_measured.store(true, Ordering::Relaxed);
+        thread::sleep(duration);
+        is_over.store(true, Ordering::Relaxed);
+        workers.into_iter().try_for_each(|worker| match worker.join() {
+            Ok(outcome) => outcome,
+            Err(_) => Err(Failure::Other("a thread panicked".to_owned())),
+        })
+    })?;
+    let pairs = pairs.load(Ordering::Relaxed).max(1);
+    let ns_per_pair = nanoseconds.load(Ordering::Relaxed) as f64 / pairs as f64;
+    Ok(serde_json::json!({ "ns_per_pair": ns_per_pair, "pairs": pairs }))
+}
+
+impl Bench {
+    fn new(arguments: &Small, seed: u64) -> Result<Self, Failure> {
+        if arguments.size < 8 {
+            return Err(Failure::Other("a block holds a tag of eight bytes".to_owned()));
+        }
+        let mut table: Vec<Option<Tagged>> = Vec::new();
+        table.resize_with(STEP_PAIRS as usize, || None);
+        if arguments.pattern == Pattern::Churn {
+            for (tag, slot) in (0..).zip(&mut table) {
+                *slot = Some(Tagged::new(arguments.size, tag).ok_or_else(refused)?);
+            }
+        }
+        Ok(Self { size: arguments.size, pattern: arguments.pattern, table, random: Random::new(seed), wrong: 0 })
+    }
+
+    /// [`STEP_PAIRS`] pairs. Each block carries a tag, which is looked at before the block is freed.
+    fn step(&mut self) -> Result<(), Failure> {
+        match self.pattern {
+            Pattern::Pair => {
+                for tag in 0..STEP_PAIRS {
+                    let block = Tagged::new(self.size, tag).ok_or_else(refused)?;
+                    self.wrong += u64::from(block.tag() != tag);
+                }
+            }
+            Pattern::Batch => {
+                for (tag, slot) in (0..).zip(&mut self.table) {
+                    *slot = Some(Tagged::new(self.size, tag).ok_or_else(refused)?);
+                }
+                for (tag, slot) in (0..).zip(&mut self.table) {
+                    let block = slot.take();
+                    self.wrong += u64::from(block.is_some_and(|block| block.tag() != tag));
+                }
+            }
+            Pattern::Churn => {
+                for _ in 0..STEP_PAIRS {
+                    let tag = self.random.below(self.table.len());
+                    let slot = &mut self.table[tag];
+                    let block = slot.take();
+                    self.wrong += u64::from(block.is_some_and(|block| block.tag() != tag as u64));
+                    *slot = Some(Tagged::new(self.size, tag as u64).ok_or_else(refused)?);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn verdict(&self) -> Result<(), Failure> {
+        match self.wrong {
+            0 => Ok(()),
+            wrong => Err(Failure::WrongAnswer(format!("{wrong} blocks lost their tag"))),
+        }
+    }
+}
+
+fn refused() -> Failure {
+    Failure::Other("malloc refused a small block".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every pattern makes its pairs and finds every tag.
+    #[test]
+    fn all_patterns_keep_their_tags() {
+        for pattern in [Pattern::Pair, Pattern::Batch, Pattern::Churn] {
+            let arguments = Small { size: 64, pattern, threads: 2, measure_ms: None, pairs: 5000 };
+            assert!(counted(&arguments).is_ok());
+            assert!(timed(&arguments, Duration::from_millis(4)).is_ok());
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! Every experiment in its tiniest form, as a test: that the workloads run, check their answers and report.
+//!
+//! What needs a library that is not built or installed is skipped, and says so.
+
+use std::process::{Command, Output};
+
+fn bench(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_pagemill-bench"));
+    command.args(arguments).output().expect("the bench starts")
+}
+
+/// The JSON rows of a run that must succeed.
+fn rows(arguments: &[&str]) -> Vec<serde_json::Value> {
+    let output = bench(arguments);
+    let complaint = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?}: {complaint}");
+    let text = String::from_utf8(output.stdout).expect("rows are UTF-8");
+    text.lines().map(|line| serde_json::from_str(line).expect("a row is JSON")).collect()
+}
+
+fn value(rows: &[serde_json::Value], subject: &str, metric: &str) -> Option<f64> {
+    let row = rows.iter().find(|row| row["subject"] == subject && row["metric"] == metric);
+    row.and_then(|row| row["value"].as_f64())
+}
+
+/// Fifty milliseconds of the workload itself: records were made, and every search ended at its key.
+#[test]
+fn ebizzy_counts_right_answers() {
+    for sizes in ["fixed", "mixed"] {
+        let line = rows(&["__ebizzy", "--threads", "2", "--warm-ms", "5", "--measure-ms", "50", "--sizes", sizes]);
+
+        assert!(line[0]["records_per_second"].as_f64().is_some_and(|rate| rate > 0.0));
+        assert_eq!(line[0]["refused"], 0);
+    }
+}
+
+/// Parent, child and JSON together. Returning at once costs page faults: else the settings did nothing.
+#[test]
+fn ebizzy_tells_keeping_from_returning() {
+    let rows =
+        rows(&["ebizzy", "--quick", "--json", "--samples", "1", "--threads", "1", "--only", "glibc,glibc-eager"]);
+
+    let faults = |subject| value(&rows, subject, "faults_per_record").expect("both ran");
+    assert!(faults("glibc-eager") > 30.0, "{rows:?}");
+    assert!(faults("glibc") < 1.0, "{rows:?}");
+    let eager = rows.iter().find(|row| row["subject"] == "glibc-eager").expect("it ran");
+    assert_eq!(eager["baseline"], "glibc");
+}
+
+/// The peers really answer malloc, or the workload would say so and fail.
+#[test]
+fn peers_are_what_they_say() {
+    for subject in ["jemalloc", "mimalloc", "tcmalloc", "pagemill"] {
+        let output = bench(&["ebizzy", "--quick", "--json", "--samples", "1", "--threads", "1", "--only", subject]);
+        let complaint = String::from_utf8_lossy(&output.stderr);
+        match output.status.code() {
+            Some(2) if complaint.contains("not found") => println!("skipped: {complaint}"),
+            Some(0) => {
+                let text = String::from_utf8_lossy(&output.stdout);
+                assert!(text.contains("records_per_second"), "{text}{complaint}");
+            }
+            code => panic!("{subject}: {code:?} {complaint}"),
+        }
+    }
+}
+
+/// Two milliseconds of each pattern, and a few counted pairs.
+#[test]
+fn small_allocations_keep_their_tags() {
+    for pattern in ["pair", "batch", "churn"] {
+        let arguments = ["__small", "--pattern", pattern, "--size", "64", "--threads", "2"];
+        let line = rows(&[&arguments[..], &["--measure-ms", "2"]].concat());
+
+        assert!(line[0]["ns_per_pair"].as_f64().is_some_and(|time| time > 0.0));
+    }
+    let line = rows(&["__small", "--pattern", "pair", "--size", "64", "--pairs", "3000"]);
+    assert_eq!(line[0]["pairs"], 3000);
+}
+
+/// Sixteen MiB in small pieces below a kept one: glibc holds them, and gives them when asked.
+#[test]
+fn giveback_sees_memory_go() {
+    let line = rows(&["__giveback", "--mib", "16", "--piece", "4096", "--how", "malloc-trim"]);
+
+    assert!(line[0]["returned_mib"].as_f64().is_some_and(|mib| mib > 10.0), "{line:?}");
+}
+
+/// `true` under glibc alone: one row, in milliseconds.
+#[test]
+fn startup_measures_true() {
+    let rows = rows(&["startup", "--quick", "--json", "--samples", "1", "--only", "glibc"]);
+
+    assert!(value(&rows, "none", "ms").is_some_and(|time| time > 0.0));
+}
+
+/// The smallest real program; skipped where there is no sqlite3.
+#[test]
+fn footprint_watches_a_program() {
+    let rows = rows(&["footprint", "--quick", "--json", "--samples", "1", "--only", "glibc", "--programs", "sqlite3"]);
+
+    match value(&rows, "glibc", "peak_mib") {
+        Some(peak) => assert!(peak > 1.0),
+        None => println!("skipped: sqlite3 is not installed"),
+    }
+}
+
+/// A hog and a workload whose turns fit by returning: both live. Needs cgroups; without, they run unlimited.
+#[test]
+fn workload_and_hog_take_turns() {
+    let rows = rows(&["ebizzy", "--quick", "--hog", "--json", "--samples", "1", "--only", "glibc-eager"]);
+
+    assert!(value(&rows, "glibc-eager", "records_per_second").is_some(), "{rows:?}");
+    assert_eq!(value(&rows, "glibc-eager", "killed"), None);
+}
+
+/// Bad usage is status 2: of the parser's finding and of our own.
+#[test]
+fn bad_usage_is_told() {
+    for arguments in [
+        &["nonsense"][..],
+        &["ebizzy", "--samples", "0"],
+        &["ebizzy", "--only", "hoard"],
+        &["footprint", "--programs", "emacs"],
+    ] {
+        assert_eq!(bench(arguments).status.code(), Some(2), "{arguments:?}");
+    }
+}
+
+/// The table for the documentation names every setting.
+#[test]
+fn settings_are_rendered() {
+    let output = bench(&["settings"]);
+
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(text.contains("`MIMALLOC_PURGE_DELAY=0`") && text.contains("tcmalloc-eager"));
+}

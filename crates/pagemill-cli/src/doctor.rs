@@ -1,0 +1,304 @@
+//! `pagemill doctor`: what this kernel and these privileges offer, what is lost, the command that fixes it.
+//!
+//! Rendered from the table of [`pagemill_sys::probe`], for people or as one JSON object.
+
+use pagemill_sys::probe::{self, Report, Row, State};
+use serde::Serialize;
+use std::fmt::Write as _;
+use std::io::{self, IsTerminal, Write as _};
+use std::process::ExitCode;
+
+/// Columns where the terminal does not say.
+const DEFAULT_COLUMNS: usize = 100;
+/// Narrower is not worth wrapping for.
+const FEWEST_COLUMNS: usize = 60;
+/// Where names begin: behind the mark.
+const NAME_COLUMN: usize = 11;
+/// Where commands begin that are too long for the column of the texts.
+const COMMAND_COLUMN: usize = 4;
+
+/// What one can ask of Pagemill, and the row that answers.
+const QUESTIONS: &[(&str, &str)] = &[
+    ("huge pages", "huge_page"),
+    ("realloc moves pages", "uffd_move"),
+    ("free pages go back in batches", "process_madvise"),
+    ("container limits seen", "cgroup"),
+    ("pressure events", "psi"),
+    ("direct I/O through rings", "io_uring"),
+];
+
+/// Tries everything and prints what was found. 0 if Pagemill works here, 2 if not, 1 if nothing can be printed.
+pub fn doctor(json: bool) -> ExitCode {
+    let report = probe::probe();
+    let text = if json {
+        render_json(&report)
+    } else {
+        let is_terminal = io::stdout().is_terminal();
+        let no_colour = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+        let is_dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
+        let columns = terminal_size::terminal_size().map_or(DEFAULT_COLUMNS, |(width, _)| width.0.into());
+        let style = Style { columns: columns.max(FEWEST_COLUMNS), is_coloured: is_terminal && !no_colour && !is_dumb };
+        render_table(&report, style)
+    };
+    match io::stdout().write_all(text.as_bytes()).and_then(|()| io::stdout().flush()) {
+        // Whoever reads may have seen enough: a closed pipe is no failure.
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            eprintln!("pagemill doctor: cannot write: {error}");
+            return ExitCode::FAILURE;
+        }
+        _ => {}
+    }
+    if report.is_supported() { ExitCode::SUCCESS } else { ExitCode::from(2) }
+}
+
+/// How the table looks.
+#[derive(Clone, Copy)]
+struct Style {
+    columns: usize,
+    is_coloured: bool,
+}
+
+impl Style {
+    /// `text` in that colour (the parameter of SGR), if colours are wanted.
+    fn paint(self, colour: &str, text: &str) -> String {
+        if self.is_coloured { format!("\x1b[{colour}m{text}\x1b[0m") } else { text.to_string() }
+    }
+}
+
+fn mark(state: State) -> (&'static str, &'static str) {
+    match state {
+        State::Available => ("ok", "32"),
+        State::Limited => ("limited", "33"),
+        State::Missing => ("missing", "31"),
+        State::Unknown => ("unknown", "35"),
+    }
+}
+
+fn render_table(report: &Report, style: Style) -> String {
+    let name_columns = report.rows.iter().map(|row| row.feature.name.len()).max().unwrap_or(0);
+    let mut text = String::new();
+    let mut group = None;
+    for row in &report.rows {
+        if group.replace(row.feature.group) != Some(row.feature.group) {
+            let gap = if text.is_empty() { "" } else { "\n" };
+            let _ = writeln!(text, "{gap}{}", style.paint("1", row.feature.group.title()));
+        }
+        render_row(&mut text, row, name_columns, style);
+    }
+    let _ = write!(text, "\n{}", hang(&verdict(report), 0, style.columns));
+    text
+}
+
+fn render_row(text: &mut String, row: &Row, name_columns: usize, style: Style) {
+    let (word, colour) = mark(row.state);
+    let found = hang(&row.found, NAME_COLUMN + name_columns + 2, style.columns);
+    let mark = style.paint(colour, &format!("{word:<7}"));
+    let _ = write!(text, "  {mark}  {:<name_columns$}  {found}", row.feature.name);
+    if row.state == State::Available {
+        return;
+    }
+    // Where nothing could be tried, nothing is known to be lost.
+    let (label, text_below) = match row.state {
+        State::Unknown => ("    for", row.feature.needed_for),
+        _ => ("   lost", row.feature.lost),
+    };
+    let _ = write!(text, "  {}  {}", style.paint("2", label), hang(text_below, NAME_COLUMN, style.columns));
+    if let Some(fix) = &row.fix {
+        // A command is copied whole, so it is never broken.
+        let is_wide = NAME_COLUMN + fix.chars().count() > style.columns;
+        let gap = if is_wide { format!("\n{:COMMAND_COLUMN$}", "") } else { "  ".to_string() };
+        let _ = writeln!(text, "  {}{gap}{}", style.paint("2", "    fix"), style.paint("36", fix));
+    }
+}
+
+/// Wraps `text` to `columns`; lines after the first begin at `indent`. The first is expected to begin there.
+fn hang(text: &str, indent: usize, columns: usize) -> String {
+    let mut wrapped = String::new();
+    let mut at = indent;
+    for word in text.split(' ') {
+        let len = word.chars().count();
+        if at > indent && at + 1 + len > columns {
+            let _ = write!(wrapped, "\n{:indent$}", "");
+            at = indent;
+        }
+        if at > indent {
+            wrapped.push(' ');
+            at += 1;
+        }
+        wrapped.push_str(word);
+        at += len;
+    }
+    wrapped.push('\n');
+    wrapped
+}
+
+/// One sentence: whether Pagemill works, what works best, how much does not.
+fn verdict(report: &Report) -> String {
+    if !report.is_supported() {
+        let reasons: Vec<_> = report
+            .rows
+            .iter()
+            .filter(|row| row.state == State::Missing && probe::is_required(row.feature.key))
+            .map(|row| format!("{} ({})", row.feature.name, row.found))
+            .collect();
+        return format!("Pagemill does not work here: {}.", reasons.join(", "));
+    }
+    let answers: Vec<_> = QUESTIONS
+        .iter()
+        .filter_map(|(question, key)| {
+            let answer = match report.row(key)?.state {
+                State::Available => "yes",
+                State::Limited => "in part",
+                State::Missing => "no",
+                State::Unknown => "unknown",
+            };
+            Some(format!("{question}: {answer}"))
+        })
+        .collect();
+    let rest = match report.lacking_count() {
+        0 => format!("all {} rows are ok", report.rows.len()),
+        1 => format!("1 of {} rows is not ok", report.rows.len()),
+        count => format!("{count} of {} rows are not ok", report.rows.len()),
+    };
+    format!("Pagemill works here. {}; {rest}.", capitalised(&answers.join("; ")))
+}
+
+fn capitalised(text: &str) -> String {
+    let mut chars = text.chars();
+    chars.next().map_or_else(String::new, |first| first.to_uppercase().chain(chars).collect())
+}
+
+#[derive(Serialize)]
+struct Object<'report> {
+    kernel: &'report str,
+    supported: bool,
+    rows: Vec<Entry<'report>>,
+    verdict: String,
+}
+
+#[derive(Serialize)]
+struct Entry<'report> {
+    key: &'report str,
+    group: &'report str,
+    name: &'report str,
+    state: &'report str,
+    found: &'report str,
+    /// Null where every kernel has it.
+    since: Option<&'report str>,
+    needed_for: &'report str,
+    lost: &'report str,
+    /// Null where nothing is to be mended, or nothing can be.
+    fix: Option<&'report str>,
+}
+
+fn render_json(report: &Report) -> String {
+    let rows = report.rows.iter().map(|row| {
+        let feature = row.feature;
+        Entry {
+            key: feature.key,
+            group: feature.group.word(),
+            name: feature.name,
+            state: row.state.word(),
+            found: &row.found,
+            since: (!feature.since.is_empty()).then_some(feature.since),
+            needed_for: feature.needed_for,
+            lost: feature.lost,
+            fix: row.fix.as_deref(),
+        }
+    });
+    let object = Object {
+        kernel: &report.kernel,
+        supported: report.is_supported(),
+        rows: rows.collect(),
+        verdict: verdict(report),
+    };
+    // Text and booleans only: nothing that JSON cannot hold.
+    format!("{}\n", serde_json::to_string(&object).expect("plain data"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    const PLAIN: Style = Style { columns: 80, is_coloured: false };
+
+    /// A report with every state in turn.
+    fn mixed() -> Report {
+        let states = [State::Available, State::Limited, State::Missing, State::Unknown];
+        let rows = probe::table().zip(states.into_iter().cycle()).map(|(feature, state)| Row {
+            feature,
+            state,
+            found: "a fact that is long enough to need more than one line of a table".to_string(),
+            fix: (state != State::Available).then(|| "echo 1 | sudo tee /proc/sys/vm/something".to_string()),
+        });
+        Report { kernel: "6.18.0".to_string(), rows: rows.collect() }
+    }
+
+    /// JSON of this machine: one object on one line, every key once, the words that scripts rely on.
+    #[test]
+    fn json_is_one_object() {
+        let text = render_json(&probe::probe());
+        assert_eq!(text.lines().count(), 1);
+        let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+        assert!(value["kernel"].is_string() && value["verdict"].is_string());
+        let rows = value["rows"].as_array().unwrap();
+        let keys: BTreeSet<_> = rows.iter().map(|row| row["key"].as_str().unwrap()).collect();
+        assert_eq!(keys.len(), rows.len());
+        for row in rows {
+            assert!(["available", "limited", "missing", "unknown"].contains(&row["state"].as_str().unwrap()));
+            for key in ["group", "found", "needed_for", "lost"] {
+                assert!(!row[key].as_str().unwrap().is_empty(), "{key} of {row}");
+            }
+            assert!(row["fix"].is_null() || row["state"] != "available", "{row}");
+        }
+    }
+
+    /// Every line fits, at any width; without colour there is no escape.
+    #[test]
+    fn lines_fit_the_terminal() {
+        for columns in [FEWEST_COLUMNS, 80, 100, 120, 200] {
+            let text = render_table(&mixed(), Style { columns, ..PLAIN });
+            for line in text.lines() {
+                assert!(line.chars().count() <= columns, "{columns}: {line}");
+                assert_eq!(line, line.trim_end(), "{columns}");
+            }
+            assert!(!text.contains('\x1b'));
+        }
+    }
+
+    /// Colour changes nothing but colour.
+    #[test]
+    fn colour_adds_escapes_only() {
+        let report = mixed();
+        let coloured = render_table(&report, Style { is_coloured: true, ..PLAIN });
+        let mut plain = String::new();
+        let mut pieces = coloured.split('\x1b');
+        plain.push_str(pieces.next().unwrap());
+        pieces.for_each(|piece| plain.push_str(piece.split_once('m').unwrap().1));
+        assert_eq!(plain, render_table(&report, PLAIN));
+    }
+
+    /// What works needs no advice; what does not says what is lost and what mends it.
+    #[test]
+    fn advice_stands_under_what_is_not_ok() {
+        let mut report = mixed();
+        report.rows.truncate(4); // ok, limited, missing, unknown
+        let text = render_table(&report, PLAIN);
+        let count = |label: &str| text.lines().filter(|line| line.trim_start().starts_with(label)).count();
+        assert_eq!((count("lost "), count("for "), count("fix ")), (2, 1, 3), "{text}");
+    }
+
+    #[test]
+    fn the_verdict_says_why_not() {
+        let mut report = mixed();
+        for row in &mut report.rows {
+            row.state = State::Available;
+        }
+        assert!(verdict(&report).starts_with("Pagemill works here. Huge pages: yes; "));
+        assert!(verdict(&report).contains(" rows are ok."));
+        report.rows[0].state = State::Missing;
+        report.rows[0].found = "5.4.0".to_string();
+        assert_eq!(verdict(&report), "Pagemill does not work here: Linux release (5.4.0).");
+    }
+}

@@ -1,0 +1,61 @@
+//! The command `pagemill`: run programs on memory that gives itself back, and see what it does.
+//!
+//! One file per subcommand. Usage errors and what cannot be done here end with
+//! 2; `run` ends as its program does.
+
+mod bench;
+mod doctor;
+mod elf;
+mod preload;
+mod report;
+mod run;
+mod trace;
+
+use clap::{Parser, Subcommand};
+use std::io::Write;
+use std::process::ExitCode;
+
+/// Big, fast memory that gives itself back.
+#[derive(Parser)]
+#[command(name = "pagemill", version, max_term_width = 100, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run a program, and all that it starts, on Pagemill's allocator.
+    Run(run::Run),
+    /// Show what this kernel and these privileges offer, what is lost, and the command that fixes it.
+    Doctor {
+        /// One JSON object instead of a table.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Show the latest events of a running process: what its memory manager decided, and when.
+    Trace(trace::Trace),
+    /// Measure Pagemill beside its peers (`pagemill bench --help` lists the experiments).
+    #[command(disable_help_flag = true)]
+    Bench {
+        /// The experiment and its options.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<std::ffi::OsString>,
+    },
+}
+
+fn main() -> ExitCode {
+    pagemill::published::sweep();
+    match Cli::parse().command {
+        Command::Run(run) => run.main(),
+        Command::Doctor { json } => doctor::doctor(json),
+        Command::Trace(trace) => trace.main(),
+        Command::Bench { args } => bench::bench(&args),
+    }
+}
+
+/// Says on standard error what went wrong, and returns the status for it.
+fn fail(status: u8, message: &str) -> ExitCode {
+    let _ = writeln!(std::io::stderr(), "pagemill: {message}");
+    ExitCode::from(status)
+}

@@ -1,0 +1,163 @@
+//! `pagemill run`: a program and all that it starts, on Pagemill's allocator, under one budget.
+
+use crate::report::{Collected, Report};
+use crate::{elf, fail, preload};
+use pagemill::published::{self, TREE_FILE, TREE_VARIABLE};
+use pagemill::reclaim::tree::{TreePage, UNLIMITED};
+use pagemill::units::{PageSize, parse_bytes};
+use pagemill_sys::child;
+use std::ffi::{CString, OsString};
+use std::io::{ErrorKind, Write};
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+use std::time::Instant;
+
+/// Exit status ends as the program's: its own status, 128 + signal if it was killed, 127 if it is not found, 126 if it
+/// cannot be started, 2 for a usage error of `run` itself.
+#[derive(clap::Args)]
+pub struct Run {
+    /// Most memory that the allocator may hold resident, for the program and all its children together (512M, 2G).
+    /// Over it, free memory is given back first; then allocations fail with ENOMEM.
+    #[arg(long, value_name = "SIZE", env = "PAGEMILL_LIMIT", value_parser = parse_limit)]
+    limit: Option<u64>,
+
+    /// Unit in which memory is brought in where no huge page serves: 4K to 8M.
+    #[arg(long, value_name = "SIZE", env = "PAGEMILL_PAGE_SIZE", value_parser = parse_page_size)]
+    page_size: Option<PageSize>,
+
+    /// Print a report to standard error at the end, as time(1) does.
+    #[arg(long)]
+    report: bool,
+
+    /// Write the report to a file instead of standard error. Implies --report.
+    #[arg(long, value_name = "FILE")]
+    output: Option<PathBuf>,
+
+    /// The report as one JSON object. Implies --report.
+    #[arg(long)]
+    json: bool,
+
+    /// Check every free: a second one, or one of an address that was not handed out, ends the program. Slower.
+    #[arg(long)]
+    check: bool,
+
+    /// Use no huge pages.
+    #[arg(long)]
+    no_huge: bool,
+
+    /// Tell memory apart by this many nodes that do not really exist, to try node code.
+    #[arg(long, value_name = "COUNT", hide = true, value_parser = clap::value_parser!(u32).range(1..=64))]
+    nodes: Option<u32>,
+
+    /// The program and its arguments.
+    #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM")]
+    program: Vec<OsString>,
+}
+
+fn parse_limit(text: &str) -> Result<u64, String> {
+    match parse_bytes(text)? {
+        0 => Err("a limit of 0 leaves a program no memory at all".into()),
+        bytes => Ok(bytes),
+    }
+}
+
+fn parse_page_size(text: &str) -> Result<PageSize, String> {
+    text.parse()
+}
+
+/// A process tree's folder, removed when its processes are gone.
+struct Tree {
+    folder: String,
+    page: &'static TreePage,
+}
+
+impl Tree {
+    fn new(limit: u64) -> Result<Self, String> {
+        let folder = published::make_tree_folder()
+            .map_err(|error| format!("no folder for the process tree's figures can be made: {error}"))?;
+        let path = CString::new(format!("{folder}/{TREE_FILE}")).map_err(|error| error.to_string())?;
+        let _ = std::fs::remove_file(format!("{folder}/{TREE_FILE}"));
+        let page = TreePage::create(&path, limit).map_err(|error| error.to_string())?;
+        Ok(Self { folder, page })
+    }
+}
+
+impl Drop for Tree {
+    fn drop(&mut self) {
+        // Processes that outlive the command keep the folder; a later command sweeps it.
+        self.page.sweep();
+        if self.page.totals().members == 0 {
+            let _ = std::fs::remove_dir_all(&self.folder);
+        }
+    }
+}
+
+impl Run {
+    pub fn main(self) -> ExitCode {
+        match self.run() {
+            Ok(code) | Err(code) => code,
+        }
+    }
+
+    fn run(self) -> Result<ExitCode, ExitCode> {
+        let name = &self.program[0];
+        let Some(path) = elf::find(name) else {
+            return Err(fail(127, &format!("{}: no such program", name.display())));
+        };
+        if let Some(obstacle) = elf::obstacle(&path) {
+            let _ = writeln!(std::io::stderr(), "pagemill: {}", obstacle.explain(&path));
+        }
+        let library = preload::locate().map_err(|message| fail(126, &message))?;
+        let tree = Tree::new(self.limit.unwrap_or(UNLIMITED)).map_err(|message| fail(126, &message))?;
+
+        let start = Instant::now();
+        let child = child::spawn(self.command(&library, &tree)).map_err(|error| {
+            let status = if error.kind() == ErrorKind::NotFound { 127 } else { 126 };
+            fail(status, &format!("{}: {error}", name.display()))
+        })?;
+        let mut collected = Collected::default();
+        let end = child
+            .wait(|| collected.absorb_ended(&tree.folder))
+            .map_err(|error| fail(126, &format!("waiting for {}: {error}", name.display())))?;
+        let wall = start.elapsed();
+        collected.absorb_ended(&tree.folder);
+        if self.report || self.json || self.output.is_some() {
+            let report = Report::new(name, end, wall, tree.page, &tree.folder, collected);
+            report.write(self.json, self.output.as_deref()).map_err(|message| fail(2, &message))?;
+        }
+        Ok(ExitCode::from(end.code as u8))
+    }
+
+    /// The program with the environment that brings the allocator to it and to what it starts.
+    fn command(&self, library: &std::path::Path, tree: &Tree) -> Command {
+        let mut preloads = OsString::from(library);
+        if let Some(others) = std::env::var_os("LD_PRELOAD") {
+            // A run inside a run has it already, from the same or another place.
+            let is_ours = |path: &str| path.ends_with("libpagemill_malloc.so");
+            let others = others.to_string_lossy().into_owned();
+            for other in others.split([' ', ':']).filter(|path| !path.is_empty() && !is_ours(path)) {
+                preloads.push(":");
+                preloads.push(other);
+            }
+        }
+        let mut command = Command::new(&self.program[0]);
+        command.args(&self.program[1..]).env("LD_PRELOAD", preloads);
+        command.env(TREE_VARIABLE.to_str().unwrap_or_default(), &tree.folder);
+        if let Some(limit) = self.limit {
+            command.env("PAGEMILL_LIMIT", limit.to_string());
+        }
+        if let Some(page) = self.page_size {
+            command.env("PAGEMILL_PAGE_SIZE", page.bytes().to_string());
+        }
+        if self.check {
+            command.env("PAGEMILL_CHECK", "1");
+        }
+        if self.no_huge {
+            command.env("PAGEMILL_HUGE", "never");
+        }
+        if let Some(nodes) = self.nodes {
+            command.env("PAGEMILL_NODES", nodes.to_string());
+        }
+        command
+    }
+}

@@ -1,0 +1,53 @@
+//! `pagemill trace PID`: the latest events of a process.
+
+use crate::fail;
+use pagemill::published;
+use pagemill::trace::{self, Recorded};
+use std::io::Write;
+use std::process::ExitCode;
+
+#[derive(clap::Args)]
+pub struct Trace {
+    /// A running process that was started with `pagemill run`.
+    pid: u32,
+    /// One JSON object a line.
+    #[arg(long)]
+    json: bool,
+}
+
+impl Trace {
+    pub fn main(&self) -> ExitCode {
+        let Some((path, _)) = published::find(self.pid) else {
+            return fail(
+                2,
+                &format!(
+                    "process {} publishes no figures: it has ended, is another user's, or runs without Pagemill",
+                    self.pid
+                ),
+            );
+        };
+        match trace::read(path.as_c_str()) {
+            Ok(events) => {
+                let mut out = std::io::stdout().lock();
+                // A reader that stops reading (head, less) ends the listing.
+                let _ = events.iter().try_for_each(|event| writeln!(out, "{}", self.line(event, &events)));
+                ExitCode::SUCCESS
+            }
+            Err(error) => fail(2, &format!("cannot read the events of {}: {error}", self.pid)),
+        }
+    }
+
+    fn line(&self, event: &Recorded, all: &[Recorded]) -> String {
+        let [first, second] = event.numbers;
+        if self.json {
+            return serde_json::json!({
+                "sequence": event.sequence, "time_ns": event.time_ns, "event": event.event,
+                first.0: first.1, second.0: second.1,
+            })
+            .to_string();
+        }
+        let start = all.first().map_or(0, |first| first.time_ns);
+        let seconds = event.time_ns.saturating_sub(start) as f64 / 1e9;
+        format!("{seconds:>12.6} s  {:<14}  {} {}, {} {}", event.event, first.0, first.1, second.0, second.1)
+    }
+}

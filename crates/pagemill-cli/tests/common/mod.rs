@@ -1,0 +1,259 @@
+//! What the end-to-end tests share: a place of their own on disk, programs compiled there, processes that always end.
+#![allow(dead_code)] // no test file uses all of it
+
+use std::ffi::OsStr;
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// The command under test.
+pub const PAGEMILL: &str = env!("CARGO_BIN_EXE_pagemill");
+
+/// Far more than any test program takes, so that reaching it means: stuck.
+pub const STUCK_AFTER: Duration = Duration::from_secs(180);
+
+/// A folder for one test, with runtime and cache folders that no other test sees; removed at its end.
+pub struct Place {
+    folder: TempDir,
+}
+
+impl Place {
+    pub fn new() -> Self {
+        Self::below(&std::env::temp_dir())
+    }
+
+    /// Beside cargo's own files, for tests that hide `/tmp`.
+    pub fn beside_target() -> Self {
+        Self::below(Path::new(env!("CARGO_TARGET_TMPDIR")))
+    }
+
+    fn below(parent: &Path) -> Self {
+        let folder = tempfile::Builder::new().prefix("pagemill-test-").tempdir_in(parent).unwrap();
+        for name in ["runtime", "cache", "home"] {
+            fs::DirBuilder::new().mode(0o700).create(folder.path().join(name)).unwrap();
+        }
+        Self { folder }
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// A command that sees this place only, and no settings of whoever started the tests.
+    pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
+        let mut command = Command::new(program);
+        for (name, _) in std::env::vars_os() {
+            if name.to_string_lossy().starts_with("PAGEMILL_") {
+                command.env_remove(name);
+            }
+        }
+        command.env_remove("LD_PRELOAD");
+        command.env("XDG_RUNTIME_DIR", self.path("runtime")).env("XDG_CACHE_HOME", self.path("cache"));
+        command.stdin(Stdio::null()).current_dir(self.folder.path());
+        command
+    }
+
+    /// `pagemill run OPTIONS -- PROGRAM`.
+    pub fn pagemill_run(&self, options: &[&str], program: impl AsRef<OsStr>) -> Command {
+        let mut command = self.command(PAGEMILL);
+        command.arg("run").args(options).arg("--").arg(program);
+        command
+    }
+
+    /// `pagemill run OPTIONS -- sh -c SCRIPT`.
+    pub fn shell(&self, options: &[&str], script: &str) -> Command {
+        let mut command = self.pagemill_run(options, "sh");
+        command.args(["-c", script]);
+        command
+    }
+
+    /// Compiles a source file of `tests/c`; prints why not and returns `None` where there is no compiler.
+    pub fn compile(&self, source: &str, flags: &[&str]) -> Option<PathBuf> {
+        let compiler = if source.ends_with(".cpp") { "c++" } else { "cc" };
+        if !is_installed(compiler) {
+            println!("skipped: no {compiler} to compile {source}");
+            return None;
+        }
+        let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c").join(source);
+        let to = self.path(&format!("{source}.out"));
+        let mut command = self.command(compiler);
+        // Not optimised away: a compiler may drop a malloc whose result it sees freed.
+        command.args(["-O1", "-g", "-w", "-fno-builtin", "-pthread"]).arg(from).arg("-o").arg(&to).args(flags);
+        let end = finish(command, STUCK_AFTER);
+        assert!(end.status.success(), "{source} does not compile: {}", end.err);
+        Some(to)
+    }
+
+    /// Nothing of a run is left: no figures, no folders of trees.
+    pub fn assert_swept(&self) {
+        let left: Vec<_> = walk(&self.path("runtime")).into_iter().filter(|path| !path.is_dir()).collect();
+        assert!(left.is_empty(), "left behind: {left:?}");
+        let trees: Vec<_> = walk(&self.path("runtime/pagemill")).into_iter().filter(|path| path.is_dir()).collect();
+        assert!(trees.is_empty(), "left behind: {trees:?}");
+    }
+}
+
+/// Everything below a folder.
+pub fn walk(folder: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
+    let mut found = Vec::new();
+    for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
+        found.extend(walk(&path));
+        found.push(path);
+    }
+    found
+}
+
+pub fn is_installed(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|folder| folder.join(program).is_file())
+}
+
+/// Says why a test cannot be done here.
+pub fn lacks(program: &str) -> bool {
+    let is_missing = !is_installed(program);
+    if is_missing {
+        println!("skipped: {program} is not installed");
+    }
+    is_missing
+}
+
+/// Whether this process may do what only root may, mounting included; says why not.
+pub fn may_mount() -> bool {
+    let mut command = Command::new("unshare");
+    command.args(["-m", "true"]).stderr(Stdio::null());
+    let may = command.status().is_ok_and(|status| status.success());
+    if !may {
+        println!("skipped: mounting needs root");
+    }
+    may
+}
+
+pub fn is_root() -> bool {
+    Command::new("id").arg("-u").output().is_ok_and(|output| output.stdout == b"0\n")
+}
+
+/// How a process ended, and what it said.
+pub struct End {
+    pub status: ExitStatus,
+    pub out: String,
+    pub err: String,
+    pub wall: Duration,
+}
+
+impl End {
+    /// The exit status; of a process that a signal killed, a panic that says so.
+    pub fn code(&self) -> i32 {
+        self.status.code().unwrap_or_else(|| panic!("killed by signal {:?}\n{}", self.status.signal(), self.err))
+    }
+
+    #[track_caller]
+    pub fn assert_success(&self) {
+        assert!(self.status.success(), "{}\nstdout:\n{}\nstderr:\n{}", self.status, tail(&self.out), tail(&self.err));
+    }
+}
+
+/// The last lines of a long text.
+pub fn tail(text: &str) -> String {
+    let lines: Vec<_> = text.lines().collect();
+    lines[lines.len().saturating_sub(60)..].join("\n")
+}
+
+/// A process with a group of its own, which is killed whole when this is dropped before the process has ended.
+pub struct Guard {
+    child: Child,
+    is_ended: bool,
+}
+
+impl Guard {
+    pub fn new(mut command: Command) -> Self {
+        let child = command.process_group(0).spawn().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+        Self { child, is_ended: false }
+    }
+
+    pub fn child(&mut self) -> &mut Child {
+        &mut self.child
+    }
+
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub fn wait(&mut self, at_most: Duration) -> ExitStatus {
+        let start = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                self.is_ended = true;
+                return status;
+            }
+            assert!(start.elapsed() < at_most, "still running after {at_most:?}");
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    pub fn has_ended(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_some()
+    }
+
+    /// Sends a signal to the process alone, not to its group.
+    pub fn signal(&self, name: &str) {
+        assert!(shell(&format!("kill -s {name} {}", self.id())).success());
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        if !self.is_ended {
+            shell(&format!("kill -s KILL -- -{} 2>/dev/null", self.id()));
+            let _ = self.child.wait();
+        }
+    }
+}
+
+pub fn shell(script: &str) -> ExitStatus {
+    Command::new("sh").args(["-c", script]).status().unwrap()
+}
+
+/// Runs a command to its end; panics, and ends it with all that it started, after `at_most`.
+pub fn finish(command: Command, at_most: Duration) -> End {
+    finish_with_input(command, Vec::new(), at_most)
+}
+
+/// As [`finish`], with bytes on its standard input (none: as the command has it).
+pub fn finish_with_input(mut command: Command, input: Vec<u8>, at_most: Duration) -> End {
+    let (end, out) = finish_bytes(&mut command, input, at_most);
+    End { out: String::from_utf8_lossy(&out).into_owned(), ..end }
+}
+
+/// As [`finish_with_input`], with the output as bytes.
+pub fn finish_bytes(command: &mut Command, input: Vec<u8>, at_most: Duration) -> (End, Vec<u8>) {
+    let start = Instant::now();
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    if !input.is_empty() {
+        command.stdin(Stdio::piped());
+    }
+    let mut guard = Guard::new(std::mem::replace(command, Command::new("true")));
+    let mut stdin = guard.child().stdin.take();
+    let mut stdout = guard.child().stdout.take().unwrap();
+    let mut stderr = guard.child().stderr.take().unwrap();
+    let writer = thread::spawn(move || stdin.take().map(|mut pipe| pipe.write_all(&input)));
+    let out = thread::spawn(move || read_all(&mut stdout));
+    let err = thread::spawn(move || read_all(&mut stderr));
+    let status = guard.wait(at_most);
+    let wall = start.elapsed();
+    let _ = writer.join();
+    let (out, err) = (out.join().unwrap(), err.join().unwrap());
+    (End { status, out: String::new(), err: String::from_utf8_lossy(&err).into_owned(), wall }, out)
+}
+
+fn read_all(from: &mut impl Read) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    from.read_to_end(&mut bytes).unwrap();
+    bytes
+}

@@ -1,0 +1,383 @@
+//! The malloc family through the preload library, as C and C++ programs see it.
+//!
+//! Each program of `tests/c` checks itself and ends with 0; what goes wrong it
+//! says with file and line. What they do is told at their first lines.
+
+mod common;
+
+use common::{End, Place, STUCK_AFTER, finish, finish_with_input};
+use std::process::Command;
+
+/// Compiles a program, runs it under `pagemill run OPTIONS`; `None` where it cannot be compiled.
+fn run_with(options: &[&str], source: &str, flags: &[&str], arguments: &[&str]) -> Option<End> {
+    let place = Place::new();
+    let program = place.compile(source, flags)?;
+    let mut command = place.pagemill_run(options, program);
+    command.args(arguments);
+    Some(finish(command, STUCK_AFTER))
+}
+
+#[track_caller]
+fn succeeds(options: &[&str], source: &str, arguments: &[&str]) {
+    if let Some(end) = run_with(options, source, &[], arguments) {
+        end.assert_success();
+        println!("{}", end.err);
+    }
+}
+
+/// All option sets that change how memory is brought in or told apart.
+const WAYS: &[&[&str]] = &[
+    &[],
+    &["--no-huge"],
+    &["--check"],
+    &["--page-size", "64K"],
+    &["--page-size", "64K", "--no-huge"],
+    &["--page-size", "2M"],
+    &["--nodes", "3"],
+    &["--nodes", "3", "--page-size", "64K", "--check"],
+    &["--limit", "4G"],
+];
+
+mod family {
+    use super::*;
+
+    #[track_caller]
+    fn holds(case: &str) {
+        succeeds(&[], "family.c", &[case]);
+        succeeds(&["--check"], "family.c", &[case]);
+    }
+
+    #[test]
+    fn sizes_of_zero_give_pointers_of_their_own() {
+        holds("zero");
+    }
+
+    #[test]
+    fn sizes_beyond_all_memory_are_refused() {
+        holds("huge");
+    }
+
+    #[test]
+    fn products_that_overflow_are_refused() {
+        holds("overflow");
+    }
+
+    #[test]
+    fn realloc_keeps_contents_between_all_sizes() {
+        holds("resize");
+    }
+
+    #[test]
+    fn alignments_are_kept_or_refused() {
+        holds("alignment");
+    }
+
+    #[test]
+    fn valloc_and_pvalloc_give_pages() {
+        holds("pages");
+    }
+
+    #[test]
+    fn every_usable_byte_can_be_used() {
+        holds("usable");
+    }
+
+    #[test]
+    fn free_leaves_errno_alone() {
+        holds("errno");
+    }
+
+    /// Not under `--check`, nor in other ways: how much is resident is told by one way alone.
+    #[test]
+    fn trim_gives_back_and_tells() {
+        succeeds(&[], "family.c", &["trim"]);
+    }
+
+    #[test]
+    fn calloc_is_zero_whatever_was_there() {
+        holds("zeroed");
+        succeeds(&["--no-huge", "--page-size", "64K"], "family.c", &["zeroed"]);
+        succeeds(&["--limit", "300M"], "family.c", &["zeroed"]);
+    }
+
+    #[test]
+    fn the_c_library_allocates_here_too() {
+        holds("borrowed");
+    }
+
+    #[test]
+    fn the_programs_hold_without_pagemill() {
+        let place = Place::new();
+        let Some(program) = place.compile("family.c", &[]) else { return };
+        for case in ["zero", "overflow", "resize", "pages", "usable", "zeroed", "borrowed"] {
+            let mut command = place.command(&program);
+            command.arg(case);
+            finish(command, STUCK_AFTER).assert_success();
+        }
+    }
+}
+
+mod misuse {
+    use super::*;
+
+    /// The misuse is named on standard error, by function and kind, and ends the program as `abort` does.
+    #[track_caller]
+    fn is_named(options: &[&str], flags: &[&str], case: &str, words: &[&str]) {
+        let Some(end) = run_with(options, "misuse.c", flags, &[case]) else { return };
+        assert_eq!(end.code(), 128 + 6, "{case}: {}", end.err);
+        let line = end.err.lines().find(|line| line.starts_with("pagemill: ")).unwrap_or_default();
+        assert!(words.iter().all(|word| line.contains(word)), "{case}: {line}");
+    }
+
+    #[test]
+    fn foreign_memory_is_not_freed() {
+        for case in ["stack", "data", "mapping"] {
+            is_named(&[], &[], case, &["free()", "invalid pointer"]);
+            is_named(&["--check"], &[], case, &["free()", "invalid pointer"]);
+        }
+        is_named(&[], &[], "realloc-stack", &["realloc()", "invalid pointer"]);
+    }
+
+    /// Data of a program at fixed addresses lies below the arena: named when checking, else the program ends all the same.
+    #[test]
+    fn foreign_memory_of_a_fixed_program_is_not_freed() {
+        is_named(&["--check"], &["-no-pie"], "data", &["free()", "invalid pointer"]);
+        let Some(end) = run_with(&[], "misuse.c", &["-no-pie"], &["data"]) else { return };
+        assert!(end.code() > 128, "ended with {}: {}", end.code(), end.err);
+    }
+
+    #[test]
+    fn the_inside_of_large_memory_is_not_freed() {
+        for case in ["large-inside", "large-inside-near", "huge-inside", "never-handed-out"] {
+            is_named(&[], &[], case, &["free()", "invalid pointer"]);
+        }
+    }
+
+    #[test]
+    fn large_memory_is_not_freed_twice() {
+        for case in ["large-twice", "huge-twice", "large-twice-trimmed", "large-twice-threads"] {
+            is_named(&[], &[], case, &["free()", "double free"]);
+        }
+        is_named(&[], &[], "large-realloc-after-free", &["realloc()", "double free"]);
+    }
+
+    #[test]
+    fn small_memory_is_checked_on_request() {
+        for case in ["small-twice", "small-inside", "small-odd"] {
+            is_named(&["--check"], &[], case, &["free()", "double free or invalid pointer"]);
+        }
+        is_named(&["--check"], &[], "small-realloc-after-free", &["realloc()", "double free or invalid pointer"]);
+    }
+}
+
+mod threads {
+    use super::*;
+
+    #[test]
+    fn contents_stay_whole_in_every_way() {
+        let place = Place::new();
+        let Some(program) = place.compile("mixed.c", &[]) else { return };
+        for options in WAYS {
+            let mut command = place.pagemill_run(options, &program);
+            command.args(["4", "4000", "8192"]);
+            let end = finish(command, STUCK_AFTER);
+            assert!(end.status.success(), "{options:?}: {} {}", end.status, end.err);
+        }
+    }
+
+    /// Small sizes only, many steps: what goes through the linked allocator.
+    #[test]
+    fn small_contents_stay_whole() {
+        succeeds(&[], "mixed.c", &["6", "200000", "60"]);
+        succeeds(&["--check"], "mixed.c", &["6", "50000", "60"]);
+    }
+
+    /// Far more is wanted than allowed; calls fail, contents stay.
+    #[test]
+    fn contents_stay_whole_at_the_limit() {
+        succeeds(&["--limit", "64M"], "mixed.c", &["4", "1000", "16384", "may-fail"]);
+        succeeds(&["--limit", "200M", "--no-huge"], "mixed.c", &["4", "1000", "16384", "may-fail"]);
+        succeeds(&["--limit", "20M"], "mixed.c", &["2", "2000", "1024", "may-fail"]);
+    }
+
+    #[test]
+    fn a_refused_realloc_loses_nothing() {
+        succeeds(&["--limit", "64M"], "refused.c", &[]);
+        succeeds(&["--limit", "64M", "--no-huge"], "refused.c", &[]);
+    }
+
+    #[test]
+    fn thousands_of_short_threads_leave_nothing() {
+        succeeds(&[], "storm.c", &[]);
+        succeeds(&["--nodes", "3"], "storm.c", &[]);
+    }
+}
+
+mod processes {
+    use super::*;
+
+    #[test]
+    fn fork_beside_allocating_threads() {
+        succeeds(&[], "fork.c", &["160"]);
+    }
+
+    #[test]
+    fn fork_beside_allocating_threads_with_a_limit() {
+        succeeds(&["--limit", "1G", "--report"], "fork.c", &["80"]);
+        succeeds(&["--check", "--no-huge"], "fork.c", &["40"]);
+    }
+
+    #[test]
+    fn vfork_and_spawn_beside_allocating_threads() {
+        succeeds(&[], "vfork.c", &[]);
+        succeeds(&["--limit", "1G"], "vfork.c", &[]);
+    }
+
+    #[test]
+    fn memory_before_main_and_after_it() {
+        for options in [&[] as &[&str], &["--check"], &["--limit", "200M"]] {
+            let Some(end) = run_with(options, "edges.c", &[], &[]) else { return };
+            end.assert_success();
+            assert_eq!(end.out, "handler\ndestructor\n");
+        }
+    }
+
+    #[test]
+    fn libraries_come_and_go() {
+        let place = Place::new();
+        let Some(plugin) = place.compile("plugin.cpp", &["-shared", "-fPIC"]) else { return };
+        let Some(loader) = place.compile("loader.c", &["-ldl"]) else { return };
+        let mut command = place.pagemill_run(&[], loader);
+        command.arg(plugin);
+        finish(command, STUCK_AFTER).assert_success();
+    }
+}
+
+mod large {
+    use super::*;
+
+    #[test]
+    fn one_allocation_grows_and_shrinks() {
+        succeeds(&[], "chain.c", &[]);
+    }
+
+    #[test]
+    fn one_allocation_grows_and_shrinks_in_small_pages() {
+        succeeds(&["--no-huge", "--page-size", "64K"], "chain.c", &[]);
+    }
+
+    #[test]
+    fn ten_gigabytes_of_zeros_cost_what_is_touched() {
+        succeeds(&[], "sparse.c", &[]);
+        succeeds(&["--page-size", "64K"], "sparse.c", &[]);
+        succeeds(&["--limit", "600M"], "sparse.c", &[]);
+    }
+
+    #[test]
+    fn no_huge_pages_means_none() {
+        let Some(end) = run_with(&["--no-huge"], "held.c", &[], &["200", "1024"]) else { return };
+        end.assert_success();
+        assert_eq!(end.out, "huge 0 KiB\n");
+        let Some(end) = run_with(&["--no-huge"], "held.c", &[], &["100", "1"]) else { return };
+        assert_eq!(end.out, "huge 0 KiB\n");
+    }
+
+    #[test]
+    fn cpp_allocates_here() {
+        let Some(end) = run_with(&[], "new.cpp", &["-std=c++17"], &[]) else { return };
+        end.assert_success();
+    }
+}
+
+mod lacking {
+    use super::*;
+
+    /// The address space is limited: a smaller arena, or none, and large wishes are refused.
+    #[test]
+    fn little_address_space_is_enough() {
+        let place = Place::new();
+        let Some(program) = place.compile("mixed.c", &[]) else { return };
+        for kib in [300_000, 700_000, 2_000_000, 20_000_000] {
+            let script = format!("ulimit -v {kib}; exec {} 2 3000 1024 may-fail", program.display());
+            let end = finish(place.shell(&[], &script), STUCK_AFTER);
+            assert!(end.status.success(), "ulimit -v {kib}: {} {}", end.status, end.err);
+        }
+    }
+
+    /// With hardly any address space a shell still works as it does without.
+    #[test]
+    fn hardly_any_address_space_is_survived() {
+        let place = Place::new();
+        for kib in [60_000, 120_000, 200_000] {
+            let script = format!("ulimit -v {kib}; exec sh -c 'echo $((6 * 7)); exit 3'");
+            let mut without = place.command("sh");
+            without.args(["-c", &script]);
+            assert_eq!(finish(without, STUCK_AFTER).out, "42\n");
+            let end = finish(place.shell(&[], &script), STUCK_AFTER);
+            assert_eq!((end.out.as_str(), end.code()), ("42\n", 3), "ulimit -v {kib}: {}", end.err);
+        }
+    }
+
+    /// `malloc` never takes more than the address space has, and says so with a null.
+    #[test]
+    fn the_address_space_runs_out_in_order() {
+        let place = Place::new();
+        let Some(program) = place.compile("limit.c", &[]) else { return };
+        let script = format!("ulimit -v 1500000; exec {} 1024 300 1500 same", program.display());
+        let end = finish(place.shell(&[], &script), STUCK_AFTER);
+        end.assert_success();
+    }
+
+    fn without_proc(place: &Place, command: &str) -> Command {
+        let mut without = place.command("unshare");
+        without.args(["-m", "sh", "-c"]).arg(format!("mount -t tmpfs none /proc && {command}"));
+        without
+    }
+
+    /// No `/proc` for the command itself, and for the program alone.
+    #[test]
+    fn proc_is_not_needed() {
+        let place = Place::new();
+        if !common::may_mount() {
+            return;
+        }
+        let Some(program) = place.compile("mixed.c", &[]) else { return };
+        let program = format!("{} 2 3000 4096", program.display());
+        let command = without_proc(&place, &format!("{} run --limit 1G -- {program}", common::PAGEMILL));
+        finish(command, STUCK_AFTER).assert_success();
+        let script = format!("unshare -m sh -c 'mount -t tmpfs none /proc && exec {program}'");
+        finish(place.shell(&["--report"], &script), STUCK_AFTER).assert_success();
+    }
+
+    /// File descriptors are all taken before the first allocation of many a helper file.
+    #[test]
+    fn no_file_descriptor_is_needed_later() {
+        let place = Place::new();
+        let Some(program) = place.compile("mixed.c", &[]) else { return };
+        let script = format!("ulimit -n 3; exec {} 2 3000 4096", program.display());
+        let end = finish(place.shell(&["--limit", "1G"], &script), STUCK_AFTER);
+        // The loader itself needs one: where not even that is possible, the program cannot start.
+        if !end.err.contains("error while loading shared libraries") {
+            end.assert_success();
+        }
+    }
+
+    /// Threads are forbidden: there is no helper, and nothing else is missed.
+    #[test]
+    fn the_helper_thread_is_not_needed() {
+        let place = Place::new();
+        let Some(program) = place.compile("mixed.c", &[]) else { return };
+        let mut command = place.pagemill_run(&["--limit", "300M"], program);
+        command.args(["2", "5000", "8192", "may-fail"]).env("PAGEMILL_HELPER", "off");
+        finish(command, STUCK_AFTER).assert_success();
+    }
+
+    /// Standard streams closed: nothing of ours takes their place and nothing is written into the program's files.
+    #[test]
+    fn closed_standard_streams_stay_closed() {
+        let place = Place::new();
+        let script = "exec 0<&- 2>&-; ls -l /proc/self/fd 1>&1 | grep -c pagemill; true";
+        let end = finish_with_input(place.shell(&["--limit", "1G"], script), b"x".to_vec(), STUCK_AFTER);
+        assert_eq!(end.out, "0\n");
+    }
+}

@@ -1,0 +1,212 @@
+//! The rare ways through malloc: large sizes, start-up, what is due outside of jemalloc's locks, errors.
+#![allow(unsafe_code)] // the program's pointers
+
+use crate::start::{self, State};
+use crate::{SMALL_LIMIT, check, small};
+use pagemill::heap::MIN_BYTES;
+use pagemill::reclaim::Urgency;
+use pagemill::{Error, Pagemill};
+use std::ffi::{c_int, c_void};
+use std::ptr::{self, NonNull};
+use std::sync::atomic::Ordering::Relaxed;
+
+pub fn errno() -> c_int {
+    // SAFETY: the address of this thread's errno.
+    unsafe { *libc::__errno_location() }
+}
+
+pub fn set_errno(value: c_int) {
+    // SAFETY: as above.
+    unsafe { *libc::__errno_location() = value }
+}
+
+pub fn out_of_memory() -> *mut c_void {
+    set_errno(libc::ENOMEM);
+    ptr::null_mut()
+}
+
+fn fail(error: &Error) -> *mut c_void {
+    set_errno(error.errno());
+    ptr::null_mut()
+}
+
+/// Ends the process over a misused pointer, as the C library does, but with a name for it.
+fn misuse(function: &str, error: &Error) -> ! {
+    let kind = match error {
+        Error::FreedBefore { .. } => "double free",
+        _ => "invalid pointer",
+    };
+    pagemill_sys::fatal(format_args!("pagemill: {function}(): {kind}: {error}"))
+}
+
+/// What is due outside of every lock: a debt of the small allocator, a helper to be started.
+fn tick(pagemill: &'static Pagemill) {
+    if SMALL_LIMIT.load(Relaxed) == 0 && !check::is_on() {
+        SMALL_LIMIT.store(MIN_BYTES, Relaxed);
+    }
+    if pagemill.account.has_debt() {
+        pagemill.account.pay_debt();
+    }
+    if pagemill.helper.is_due(pagemill.account) {
+        start::helper(pagemill);
+    }
+}
+
+/// Which allocator serves a size.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Zeroing {
+    Any,
+    Zeroed,
+}
+
+fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
+    match start::state() {
+        State::Starting => start::early(size.max(1), align),
+        State::Unmanaged => small::allocate(size, align, zeroing == Zeroing::Zeroed),
+        State::Ready(pagemill) => {
+            tick(pagemill);
+            if size.max(align) < MIN_BYTES {
+                let pointer = small::allocate(size, align, zeroing == Zeroing::Zeroed);
+                check::note(pointer);
+                return pointer;
+            }
+            let result = match zeroing {
+                Zeroing::Any => pagemill.heap.allocate(size, align).map(|allocation| allocation.addr),
+                Zeroing::Zeroed => pagemill.heap.allocate_zeroed(size, align),
+            };
+            result.map_or_else(|error| fail(&error), |addr| addr.as_ptr().cast())
+        }
+    }
+}
+
+#[cold]
+pub extern "C" fn malloc(size: usize) -> *mut c_void {
+    allocate(size, 1, Zeroing::Any)
+}
+
+#[cold]
+pub fn calloc(size: usize) -> *mut c_void {
+    allocate(size, 1, Zeroing::Zeroed)
+}
+
+pub fn aligned(align: usize, size: usize) -> *mut c_void {
+    if !align.is_power_of_two() {
+        set_errno(libc::EINVAL);
+        return ptr::null_mut();
+    }
+    allocate(size, align, Zeroing::Any)
+}
+
+/// Whose allocation a pointer is.
+enum Owner {
+    /// Null, or memory handed out before the start was complete, which is never freed.
+    Nobody,
+    Small,
+    Heap(&'static Pagemill),
+}
+
+fn owner(function: &str, pointer: *mut c_void) -> Owner {
+    let addr = pointer as usize;
+    if pointer.is_null() || start::is_early(addr) {
+        return Owner::Nobody;
+    }
+    match start::state() {
+        State::Ready(pagemill) if pagemill.heap.contains(addr) => Owner::Heap(pagemill),
+        State::Ready(pagemill) if !pagemill.arena.contains(addr) => misuse(function, &Error::NotAllocated { addr }),
+        _ => Owner::Small,
+    }
+}
+
+/// # Safety
+///
+/// As [`crate::free`].
+#[cold]
+pub unsafe extern "C" fn free(pointer: *mut c_void) {
+    let errno = errno();
+    match owner("free", pointer) {
+        Owner::Nobody => {}
+        Owner::Small => {
+            check::forget("free", pointer);
+            // SAFETY: the caller's promise.
+            unsafe { small::free(pointer) };
+        }
+        Owner::Heap(pagemill) => {
+            // SAFETY: the caller's promise.
+            if let Err(error) = unsafe { pagemill.heap.free(pointer as usize) } {
+                misuse("free", &error);
+            }
+        }
+    }
+    set_errno(errno);
+}
+
+/// # Safety
+///
+/// As [`crate::malloc_usable_size`].
+pub unsafe fn usable(pointer: *mut c_void) -> usize {
+    match owner("malloc_usable_size", pointer) {
+        Owner::Nobody => start::early_size(pointer as usize),
+        // SAFETY: the caller's promise.
+        Owner::Small => unsafe { small::usable(pointer) },
+        Owner::Heap(pagemill) => match pagemill.heap.usable_bytes(pointer as usize) {
+            Ok(bytes) => bytes,
+            Err(error) => misuse("malloc_usable_size", &error),
+        },
+    }
+}
+
+/// # Safety
+///
+/// As [`crate::realloc`].
+#[cold]
+pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
+    if pointer.is_null() {
+        return malloc(size);
+    }
+    if size == 0 {
+        // SAFETY: the caller's promise.
+        unsafe { crate::free(pointer) };
+        return ptr::null_mut();
+    }
+    let owner = owner("realloc", pointer);
+    if let Owner::Small = owner {
+        check::verify("realloc", pointer);
+    }
+    if let Owner::Heap(pagemill) = owner
+        && size >= MIN_BYTES
+    {
+        tick(pagemill);
+        // SAFETY: the caller's promise.
+        let result: Result<NonNull<u8>, Error> = unsafe { pagemill.heap.resize(pointer as usize, size) };
+        return match result {
+            Ok(addr) => addr.as_ptr().cast(),
+            Err(error @ (Error::NotAllocated { .. } | Error::FreedBefore { .. })) => misuse("realloc", &error),
+            Err(error) => fail(&error),
+        };
+    }
+    // Between the two allocators, or from memory handed out early: by copying.
+    // SAFETY: the caller's promise.
+    let old_size = unsafe { usable(pointer) };
+    let new = crate::malloc(size);
+    if !new.is_null() {
+        // SAFETY: both are allocations of at least so many bytes, and do not overlap.
+        unsafe {
+            ptr::copy_nonoverlapping(pointer.cast::<u8>(), new.cast::<u8>(), old_size.min(size));
+            crate::free(pointer);
+        }
+    }
+    new
+}
+
+pub fn trim() -> c_int {
+    let State::Ready(pagemill) = start::state() else { return 0 };
+    let freed = pagemill.account.give_back(u64::MAX, pagemill::arena::Context::Outside, Urgency::Request);
+    c_int::from(freed > 0)
+}
+
+/// Lets the next call of malloc come here: something is due outside of jemalloc's locks. Neither allocates nor locks.
+pub fn call_soon() {
+    if start::pagemill().is_some() {
+        SMALL_LIMIT.store(0, Relaxed);
+    }
+}

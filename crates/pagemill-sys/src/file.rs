@@ -1,0 +1,300 @@
+//! Small files without allocating: read whole, map shared, paths in fixed buffers.
+//!
+//! By plain system calls: the C library's `open`, `read` and `close` are points
+//! where a thread can be cancelled, and locks may be held here.
+#![allow(unsafe_code)] // open, read, mmap
+
+use std::ffi::CStr;
+use std::fmt;
+use std::io;
+
+/// Text of at most `N - 1` bytes with a terminating zero; what does not fit is cut and marked.
+pub struct Text<const N: usize> {
+    bytes: [u8; N],
+    len: usize,
+    is_cut: bool,
+}
+
+impl<const N: usize> Text<N> {
+    pub const fn new() -> Self {
+        Self { bytes: [0; N], len: 0, is_cut: false }
+    }
+
+    /// Formats into a new text; `None` if it did not fit.
+    pub fn format(arguments: fmt::Arguments<'_>) -> Option<Self> {
+        let mut text = Self::new();
+        let _ = fmt::Write::write_fmt(&mut text, arguments);
+        (!text.is_cut).then_some(text)
+    }
+
+    pub fn push_byte(&mut self, byte: u8) {
+        if self.len + 1 < N {
+            self.bytes[self.len] = byte;
+            self.len += 1;
+        } else {
+            self.is_cut = true;
+        }
+    }
+
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    pub fn as_str(&self) -> &str {
+        std::str::from_utf8(self.as_bytes()).unwrap_or("")
+    }
+
+    /// As a C string, up to the first zero byte.
+    pub fn as_c_str(&self) -> &CStr {
+        CStr::from_bytes_until_nul(&self.bytes).unwrap_or(c"")
+    }
+}
+
+impl<const N: usize> Default for Text<N> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<const N: usize> fmt::Write for Text<N> {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        text.bytes().for_each(|byte| self.push_byte(byte));
+        Ok(())
+    }
+}
+
+/// A path, long enough for any that Pagemill makes.
+pub type Path = Text<512>;
+
+/// A descriptor that closes itself.
+pub struct Fd(libc::c_int);
+
+impl Drop for Fd {
+    fn drop(&mut self) {
+        // SAFETY: our own descriptor, not used again.
+        unsafe { libc::syscall(libc::SYS_close, self.0) };
+    }
+}
+
+fn open(path: &CStr, flags: libc::c_int, mode: libc::mode_t) -> io::Result<Fd> {
+    loop {
+        // SAFETY: `path` is a C string.
+        let fd = unsafe {
+            libc::syscall(
+                libc::SYS_openat,
+                libc::AT_FDCWD,
+                path.as_ptr(),
+                flags | libc::O_CLOEXEC,
+                mode as libc::c_uint,
+            )
+        } as libc::c_int;
+        if fd >= 0 {
+            return Ok(Fd(fd));
+        }
+        let error = io::Error::last_os_error();
+        if error.raw_os_error() != Some(libc::EINTR) {
+            return Err(error);
+        }
+    }
+}
+
+/// Reads a file from its start into `buffer`; the rest of a longer file is left out.
+///
+/// # Errors
+///
+/// What `open` or `read` say.
+pub fn read<'buffer>(path: &CStr, buffer: &'buffer mut [u8]) -> io::Result<&'buffer [u8]> {
+    let fd = open(path, libc::O_RDONLY, 0)?;
+    let mut len = 0;
+    while len < buffer.len() {
+        let rest = &mut buffer[len..];
+        // SAFETY: writes at most `rest.len()` bytes into `rest`.
+        let count = unsafe { libc::syscall(libc::SYS_read, fd.0, rest.as_mut_ptr(), rest.len()) };
+        match count {
+            0 => break,
+            count if count > 0 => len += count as usize,
+            _ => {
+                let error = io::Error::last_os_error();
+                if error.raw_os_error() != Some(libc::EINTR) {
+                    return Err(error);
+                }
+            }
+        }
+    }
+    Ok(&buffer[..len])
+}
+
+/// How a shared file is opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// It must not exist; made with mode 0600 and the given length.
+    Create,
+    /// It must exist with at least the given length and belong to this user.
+    Update,
+    /// As `Update`, but mapped read-only.
+    Inspect,
+}
+
+/// Maps a file shared with other processes; at `fixed` if that is not 0, replacing what is there.
+///
+/// # Errors
+///
+/// What the system says; `EINVAL` for a file that is too short, `EACCES` for
+/// one that is not a plain file of this user.
+///
+/// # Safety
+///
+/// If `fixed` is not 0 nobody depends on what is mapped there.
+pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: usize) -> io::Result<usize> {
+    let flags = match access {
+        Access::Create => libc::O_RDWR | libc::O_CREAT | libc::O_EXCL,
+        Access::Update => libc::O_RDWR,
+        Access::Inspect => libc::O_RDONLY,
+    };
+    let fd = open(path, flags | libc::O_NOFOLLOW, 0o600)?;
+    if access == Access::Create {
+        // With its memory: a sparse file on a full file system would end the process by SIGBUS at the first touch.
+        // SAFETY: our own descriptor.
+        let result = unsafe { libc::posix_fallocate(fd.0, 0, len_bytes as libc::off_t) };
+        if result != 0 {
+            remove(path);
+            return Err(io::Error::from_raw_os_error(result));
+        }
+    } else {
+        check_file(&fd, len_bytes)?;
+    }
+    let protection = if access == Access::Inspect { libc::PROT_READ } else { libc::PROT_READ | libc::PROT_WRITE };
+    let flags = libc::MAP_SHARED | if fixed == 0 { 0 } else { libc::MAP_FIXED };
+    // SAFETY: a new mapping, or one at `fixed` that the caller gives up.
+    let addr = unsafe { libc::mmap(fixed as *mut _, len_bytes, protection, flags, fd.0, 0) };
+    if addr == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(addr as usize) }
+}
+
+/// Refuses what somebody else could have laid in the way.
+fn check_file(fd: &Fd, len_bytes: usize) -> io::Result<()> {
+    // SAFETY: plain data, written by fstat.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: our own descriptor.
+    if unsafe { libc::fstat(fd.0, &raw mut stat) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: no arguments.
+    let user = unsafe { libc::geteuid() };
+    if stat.st_mode & libc::S_IFMT != libc::S_IFREG || (stat.st_uid != user && user != 0) {
+        return Err(io::Error::from_raw_os_error(libc::EACCES));
+    }
+    if (stat.st_size as u64) < len_bytes as u64 {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    }
+    Ok(())
+}
+
+/// Maps zeroed memory private to this process at `fixed`, replacing what is there.
+///
+/// # Errors
+///
+/// What `mmap` says.
+///
+/// # Safety
+///
+/// `fixed..fixed + len_bytes` is mapped and may lose its contents.
+pub unsafe fn map_private_over(fixed: usize, len_bytes: usize) -> io::Result<()> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+    // SAFETY: the caller's promise.
+    let addr = unsafe { libc::mmap(fixed as *mut _, len_bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
+    if addr == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Ends a mapping made by [`map_shared`].
+///
+/// # Safety
+///
+/// Nobody uses it any more.
+pub unsafe fn unmap(addr: usize, len_bytes: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { libc::munmap(addr as *mut _, len_bytes) };
+}
+
+/// Makes a folder with mode 0700; an existing one of this user is fine.
+///
+/// # Errors
+///
+/// What `mkdir` says; `EACCES` if what exists is not a folder of this user alone.
+pub fn make_private_dir(path: &CStr) -> io::Result<()> {
+    // SAFETY: `path` is a C string.
+    if unsafe { libc::mkdir(path.as_ptr(), 0o700) } == 0 {
+        return Ok(());
+    }
+    let error = io::Error::last_os_error();
+    if error.raw_os_error() != Some(libc::EEXIST) {
+        return Err(error);
+    }
+    // SAFETY: plain data, written by lstat.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: `path` is a C string.
+    let known = unsafe { libc::lstat(path.as_ptr(), &raw mut stat) } == 0;
+    // SAFETY: no arguments.
+    let user = unsafe { libc::geteuid() };
+    if known && stat.st_mode & libc::S_IFMT == libc::S_IFDIR && stat.st_uid == user && stat.st_mode & 0o077 == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::from_raw_os_error(libc::EACCES))
+    }
+}
+
+/// Removes a file; that it is gone already is fine.
+pub fn remove(path: &CStr) {
+    // SAFETY: `path` is a C string.
+    unsafe { libc::unlink(path.as_ptr()) };
+}
+
+/// Writes to standard error, ignoring failure.
+pub fn write_stderr(bytes: &[u8]) {
+    // SAFETY: reads `bytes`.
+    unsafe { libc::syscall(libc::SYS_write, 2, bytes.as_ptr(), bytes.len()) };
+}
+
+/// The value of an environment variable, without allocating.
+///
+/// The reference lasts as long as the program does not change that variable;
+/// callers read it at start and keep no reference.
+pub fn environment(name: &CStr) -> Option<&'static CStr> {
+    // SAFETY: `name` is a C string; the result points into the environment.
+    let value = unsafe { libc::getenv(name.as_ptr()) };
+    // SAFETY: getenv returns null or a C string.
+    (!value.is_null()).then(|| unsafe { CStr::from_ptr(value) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_is_cut_not_overrun() {
+        let mut text = Text::<8>::new();
+        let _ = fmt::Write::write_str(&mut text, "0123456789");
+        assert_eq!(text.as_str(), "0123456");
+        assert!(Text::<8>::format(format_args!("0123456789")).is_none());
+    }
+
+    #[test]
+    fn shared_files_are_checked() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = Path::format(format_args!("{}/page", folder.path().display())).unwrap();
+        // SAFETY: not mapped at a fixed address.
+        unsafe {
+            let made = map_shared(path.as_c_str(), 4096, Access::Create, 0).unwrap();
+            assert!(map_shared(path.as_c_str(), 4096, Access::Create, 0).is_err(), "made twice");
+            assert!(map_shared(path.as_c_str(), 8192, Access::Inspect, 0).is_err(), "too short");
+            let seen = map_shared(path.as_c_str(), 4096, Access::Inspect, 0).unwrap();
+            (made as *mut u64).write(7);
+            assert_eq!((seen as *const u64).read_volatile(), 7);
+            unmap(made, 4096);
+            unmap(seen, 4096);
+        }
+    }
+}

@@ -1,0 +1,39 @@
+//! Linux for Pagemill: every system call, every kernel file, and no policy.
+//!
+//! One file per thing the kernel offers; each call returns what really
+//! happened (how many bytes, huge or not), so that the layers above count
+//! facts. Nothing here allocates from the global allocator except [`probe`],
+//! which serves `pagemill doctor` only: the rest runs inside `malloc`.
+//!
+//! | file | what of Linux |
+//! |---|---|
+//! | [`mem`] | address space: reserve, open, populate, give back |
+//! | [`moves`] | moving pages between addresses (userfaultfd, mremap) |
+//! | [`numa`] | nodes and memory policy |
+//! | [`futex`], [`thread`], [`clock`] | waiting, threads, time |
+//! | [`file`](mod@file) | small kernel and shared files without allocating |
+//! | [`process`], [`child`] | who a process is, what it holds; a child stood in for |
+//! | [`probe`] | what this kernel can do, for people |
+
+pub mod child;
+pub mod clock;
+pub mod file;
+pub mod futex;
+pub mod mem;
+pub mod moves;
+pub mod numa;
+pub mod probe;
+pub mod process;
+pub mod thread;
+
+/// Prints one line to standard error and ends the process by `SIGABRT`.
+///
+/// For damage that must not go on (a double free, say). Neither allocates nor
+/// locks, so it may be called from anywhere in the allocator.
+pub fn fatal(message: core::fmt::Arguments<'_>) -> ! {
+    let mut line = file::Text::<512>::new();
+    let _ = core::fmt::Write::write_fmt(&mut line, message);
+    line.push_byte(b'\n');
+    file::write_stderr(line.as_bytes());
+    process::abort()
+}

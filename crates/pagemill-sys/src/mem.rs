@@ -1,0 +1,281 @@
+//! Address space and the pages behind it.
+//!
+//! A reservation starts without access and without pages. [`open`] makes a
+//! part of it readable and writable (still no pages), a touch or [`populate`]
+//! brings pages in, [`discard`] takes them out. Measured costs stand in
+//! docs/kernel.md.
+#![allow(unsafe_code)] // the mapping system calls
+
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+/// `MADV_POPULATE_WRITE`, since Linux 5.14.
+const POPULATE_WRITE: i32 = 23;
+/// `MADV_COLD`, since Linux 5.4.
+const COLD: i32 = 20;
+
+/// What the kernel put behind a block that was to be huge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backing {
+    /// One huge page.
+    Huge,
+    /// Single OS pages: no huge page was to be had.
+    Small,
+}
+
+fn check(result: i32) -> io::Result<()> {
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Bytes of an OS page: 4, 16 or 64 KiB.
+pub fn os_page_bytes() -> usize {
+    static BYTES: AtomicUsize = AtomicUsize::new(0);
+    let known = BYTES.load(Relaxed);
+    if known != 0 {
+        return known;
+    }
+    // SAFETY: reads a constant of the system.
+    let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
+    BYTES.store(bytes, Relaxed);
+    bytes
+}
+
+/// Reserves `len_bytes` of address space at a multiple of `align_bytes`, without access or pages.
+///
+/// Costs address space only: the reservation counts against `RLIMIT_AS` and
+/// against nothing else. `hint` is where it would best lie (0: anywhere); the
+/// kernel may choose otherwise.
+///
+/// # Errors
+///
+/// What `mmap` says, `ENOMEM` above all.
+pub fn reserve(len_bytes: usize, align_bytes: usize, hint: usize) -> io::Result<usize> {
+    assert!(align_bytes.is_power_of_two());
+    let padded = len_bytes.checked_add(align_bytes).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    // SAFETY: without MAP_FIXED a new mapping touches no existing memory.
+    let start = unsafe { libc::mmap(hint as *mut _, padded, libc::PROT_NONE, flags, -1, 0) };
+    if start == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    let start = start as usize;
+    let aligned = start.next_multiple_of(align_bytes);
+    let (head, tail) = (aligned - start, padded - (aligned - start) - len_bytes);
+    // SAFETY: both ends are parts of the mapping made above that nobody knows yet.
+    unsafe {
+        if head > 0 {
+            libc::munmap(start as *mut _, head);
+        }
+        if tail > 0 {
+            libc::munmap((aligned + len_bytes) as *mut _, tail);
+        }
+    }
+    Ok(aligned)
+}
+
+/// Ends a reservation.
+///
+/// # Safety
+///
+/// `addr..addr + len_bytes` is a reservation (or part of one) that nobody uses any more.
+pub unsafe fn unreserve(addr: usize, len_bytes: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { libc::munmap(addr as *mut _, len_bytes) };
+}
+
+/// Makes reserved addresses readable and writable; pages come with the first touch, zeroed.
+///
+/// Charged against the system's commit limit exactly as a fresh `mmap` of the
+/// same length would be.
+///
+/// # Errors
+///
+/// `ENOMEM` where `mmap` of that length would be refused too.
+///
+/// # Safety
+///
+/// The range lies inside one reservation of the caller.
+pub unsafe fn open(addr: usize, len_bytes: usize) -> io::Result<()> {
+    // SAFETY: the caller owns the range; more access invalidates nothing.
+    check(unsafe { libc::mprotect(addr as *mut _, len_bytes, libc::PROT_READ | libc::PROT_WRITE) })
+}
+
+/// Lets the kernel use huge pages for whole aligned blocks of the range. Returns whether it would.
+pub fn allow_huge(addr: usize, len_bytes: usize) -> bool {
+    // SAFETY: a hint about paging; contents do not change.
+    unsafe { libc::madvise(addr as *mut _, len_bytes, libc::MADV_HUGEPAGE) == 0 }
+}
+
+/// Keeps huge pages out of the range: what is untouched stays without a page.
+pub fn forbid_huge(addr: usize, len_bytes: usize) {
+    // SAFETY: a hint about paging; contents do not change.
+    unsafe { libc::madvise(addr as *mut _, len_bytes, libc::MADV_NOHUGEPAGE) };
+}
+
+/// Brings in pages for the whole range, as writes would, without changing a byte.
+///
+/// # Errors
+///
+/// `ENOMEM` for unmapped parts; `EFAULT`, `EHWPOISON`, `EINTR` as `madvise(2)`.
+/// What had come in until then stays.
+pub fn populate(addr: usize, len_bytes: usize) -> io::Result<()> {
+    loop {
+        // SAFETY: populating changes no contents.
+        match check(unsafe { libc::madvise(addr as *mut _, len_bytes, POPULATE_WRITE) }) {
+            Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
+            result => return result,
+        }
+    }
+}
+
+/// Brings in one block, huge if the kernel has a huge page, and says which it was.
+///
+/// The first touch decides: if it brought the last OS page of the block along,
+/// the page is huge. Otherwise nothing more is touched.
+///
+/// # Errors
+///
+/// As [`populate`].
+pub fn populate_huge(block: usize, block_bytes: usize) -> io::Result<Backing> {
+    allow_huge(block, block_bytes);
+    populate(block, os_page_bytes())?;
+    let mut last = [0u8; 1];
+    resident(block + block_bytes - os_page_bytes(), os_page_bytes(), &mut last)?;
+    Ok(if last[0] & 1 == 1 { Backing::Huge } else { Backing::Small })
+}
+
+/// Says for every OS page of the range whether it is resident (lowest bit of each byte of `pages`).
+///
+/// # Errors
+///
+/// `ENOMEM` for unmapped parts.
+///
+/// # Panics
+///
+/// If `pages` is shorter than the number of pages.
+pub fn resident(addr: usize, len_bytes: usize, pages: &mut [u8]) -> io::Result<()> {
+    assert!(pages.len() >= len_bytes.div_ceil(os_page_bytes()));
+    // SAFETY: writes one byte per page into `pages`, long enough as asserted.
+    check(unsafe { libc::mincore(addr as *mut _, len_bytes, pages.as_mut_ptr()) })
+}
+
+/// Takes the pages of the range out: its bytes are gone and read zero afterwards.
+///
+/// # Errors
+///
+/// `EINVAL` where the program has locked the memory (nothing was freed then).
+///
+/// # Safety
+///
+/// Nobody needs the contents any more, and no reference to them is alive.
+pub unsafe fn discard(addr: usize, len_bytes: usize) -> io::Result<()> {
+    // SAFETY: the caller gives the contents up.
+    check(unsafe { libc::madvise(addr as *mut _, len_bytes, libc::MADV_DONTNEED) })
+}
+
+/// Splits the huge page behind a block into OS pages, as far as the kernel does so on `MADV_COLD`.
+///
+/// `MADV_DONTNEED` of a part of a huge page frees nothing while the page is
+/// whole; after this it does. About 280 us a block.
+pub fn split_huge(block: usize, block_bytes: usize) {
+    // A cold hint for a part of a huge page makes the kernel split it first;
+    // for a whole one it would only deactivate it.
+    let half = block_bytes / 2;
+    // SAFETY: a hint about paging; contents do not change.
+    unsafe { libc::madvise(block as *mut _, half, COLD) };
+    // Or the kernel makes it whole again, zeros and all.
+    forbid_huge(block, block_bytes);
+}
+
+/// Maps `len_bytes` of fresh private memory for metadata: zeroed, readable, writable, no pages yet.
+///
+/// Not charged in advance (`MAP_NORESERVE`): metadata areas are mostly never touched.
+///
+/// # Errors
+///
+/// What `mmap` says.
+pub fn map_sparse(len_bytes: usize, align_bytes: usize) -> io::Result<usize> {
+    let addr = reserve(len_bytes, align_bytes, 0)?;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
+    // SAFETY: replaces the reservation made above, which nobody else knows.
+    let mapped = unsafe { libc::mmap(addr as *mut _, len_bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
+    if mapped == libc::MAP_FAILED {
+        let error = io::Error::last_os_error();
+        // SAFETY: as above.
+        unsafe { unreserve(addr, len_bytes) };
+        return Err(error);
+    }
+    Ok(addr)
+}
+
+/// Asks that the OS page at `addr` read zero in a child made by `fork` or a raw `clone`.
+pub fn wipe_on_fork(addr: usize) -> bool {
+    const WIPEONFORK: i32 = 18;
+    // SAFETY: concerns children only.
+    unsafe { libc::madvise(addr as *mut _, os_page_bytes(), WIPEONFORK) == 0 }
+}
+
+/// A number that differs between the threads alive and costs one instruction: the thread pointer.
+#[inline]
+pub fn thread_token() -> usize {
+    let token: usize;
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: the x86-64 ABI keeps the thread pointer's own address at fs:0.
+    unsafe {
+        core::arch::asm!("mov {}, fs:0", out(reg) token, options(nostack, preserves_flags, readonly))
+    };
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: reads the thread pointer register.
+    unsafe {
+        core::arch::asm!("mrs {}, tpidr_el0", out(reg) token, options(nostack, preserves_flags, nomem))
+    };
+    token
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BLOCK: usize = 2 << 20;
+
+    /// A reservation is aligned, opens in parts, reads zero after a discard.
+    #[test]
+    fn reserved_memory_opens_and_empties() {
+        let addr = reserve(4 * BLOCK, 4 * BLOCK, 0).unwrap();
+        assert_eq!(addr % (4 * BLOCK), 0);
+        // SAFETY: our own reservation.
+        unsafe { open(addr, BLOCK).unwrap() };
+        let byte = addr as *mut u8;
+        // SAFETY: opened above; ours alone.
+        unsafe {
+            byte.write(7);
+            discard(addr, os_page_bytes()).unwrap();
+            assert_eq!(byte.read(), 0);
+            unreserve(addr, 4 * BLOCK);
+        }
+    }
+
+    /// The answer of `populate_huge` agrees with how many pages are resident.
+    #[test]
+    fn backing_is_what_is_resident() {
+        let addr = map_sparse(BLOCK, BLOCK).unwrap();
+        let backing = populate_huge(addr, BLOCK).unwrap();
+        let mut pages = [0u8; BLOCK / 4096];
+        resident(addr, BLOCK, &mut pages).unwrap();
+        let count = pages[..BLOCK / os_page_bytes()].iter().filter(|page| **page & 1 == 1).count();
+        match backing {
+            Backing::Huge => assert_eq!(count, BLOCK / os_page_bytes()),
+            Backing::Small => assert!(count < BLOCK / os_page_bytes()),
+        }
+        // SAFETY: ours alone.
+        unsafe { unreserve(addr, BLOCK) };
+    }
+
+    /// Two threads have two tokens.
+    #[test]
+    fn tokens_differ() {
+        let here = thread_token();
+        let there = std::thread::spawn(thread_token).join().unwrap();
+        assert_ne!(here, there);
+    }
+}

@@ -1,0 +1,272 @@
+//! Rings, events and folders; who this process is and what it may do.
+
+use super::trial::{self, Folder, NoNamespace, Resource};
+use super::{Feature, Finding, Group, System, describe};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+pub(super) const ROWS: &[Feature] = &[
+    Feature {
+        key: "io_uring",
+        group: Group::Files,
+        name: "io_uring",
+        since: "5.1",
+        needed_for: "asynchronous direct reads and writes into huge pages",
+        lost: "threads that read and write: more CPU per I/O",
+        fix: "sudo sysctl kernel.io_uring_disabled=0",
+        check: |_| match trial::make_ring() {
+            Ok(()) => Finding::available("a ring was made"),
+            Err(error) => Finding::refused(&error),
+        },
+    },
+    Feature {
+        key: "fanotify",
+        group: Group::Files,
+        name: "file events (fanotify)",
+        since: "5.13",
+        needed_for: "mount: hearing of new files so that each gets the right page size",
+        lost: "the file system is walked now and then instead",
+        fix: "",
+        check: |_| match trial::watch_files(c"/") {
+            Ok(true) => Finding::available("works, for whole file systems too"),
+            Ok(false) => Finding::available("works; whole file systems only inside a user namespace"),
+            Err(error) => Finding::refused(&error),
+        },
+    },
+    Feature {
+        key: "fuse",
+        group: Group::Files,
+        name: "FUSE",
+        since: "2.6.14",
+        needed_for: "a mount served by Pagemill itself",
+        lost: "mount steers a tmpfs instead",
+        fix: "sudo modprobe fuse",
+        check: fuse,
+    },
+    Feature {
+        key: "figures_folder",
+        group: Group::Files,
+        name: "folder for figures",
+        since: "",
+        needed_for: "figures that top, vmstat and --report read",
+        lost: "programs run all the same, but nobody sees their figures",
+        fix: "export XDG_RUNTIME_DIR=$(mktemp -d)",
+        check: figures_folder,
+    },
+    Feature {
+        key: "cache_folder",
+        group: Group::Files,
+        name: "folder for the preload file",
+        since: "",
+        needed_for: "run: the library is put there once, unless it lies beside the command",
+        lost: "run works only where the library lies beside the command",
+        fix: "export XDG_CACHE_HOME=$(mktemp -d)",
+        check: cache_folder,
+    },
+    Feature {
+        key: "user",
+        group: Group::Privileges,
+        name: "user",
+        since: "",
+        needed_for: "nothing: commands run unprivileged as far as they can",
+        lost: "the capabilities are not known",
+        fix: "",
+        check: user,
+    },
+    Feature {
+        key: "sandbox",
+        group: Group::Privileges,
+        name: "system call filter",
+        since: "",
+        needed_for: "telling a sandbox's refusal from the kernel's",
+        lost: "whether a filter refuses calls is not known",
+        fix: "",
+        check: sandbox,
+    },
+    Feature {
+        key: "user_namespace",
+        group: Group::Privileges,
+        name: "user namespaces",
+        since: "3.8",
+        needed_for: "mount without root",
+        lost: "mount needs root",
+        fix: "sudo sysctl user.max_user_namespaces=15000",
+        check: user_namespace,
+    },
+    Feature {
+        key: "realtime",
+        group: Group::Privileges,
+        name: "real-time priority",
+        since: "",
+        needed_for: "mount: the thread that purges outruns those who write (32 MiB of room suffice)",
+        lost: "mount keeps some 200 MiB of room below a control group's limit",
+        fix: "sudo prlimit --pid $$ --rtprio=10",
+        check: |_| match trial::take_realtime() {
+            Ok(()) => Finding::available("SCHED_RR taken by a process that ended"),
+            Err(error) => match trial::resource_limit(Resource::RealTime) {
+                Ok((Some(limit), _)) => Finding::missing(format!("{}, RLIMIT_RTPRIO {limit}", describe(&error))),
+                _ => Finding::refused(&error).with_fix("give the CPU control group real-time: cpu.rt_runtime_us"),
+            },
+        },
+    },
+];
+
+fn fuse(system: &System) -> Finding {
+    const HELPERS: [&str; 2] = ["/usr/bin/fusermount3", "/bin/fusermount3"];
+    match File::options().read(true).write(true).open(system.path("/dev/fuse")) {
+        Ok(_) if HELPERS.iter().any(|path| system.has(path)) => {
+            Finding::available("/dev/fuse opens, fusermount3 is there")
+        }
+        Ok(_) => Finding::available("/dev/fuse opens; no fusermount3: mounting needs root or a user namespace"),
+        Err(error) => {
+            let finding = Finding::missing(format!("/dev/fuse: {}", describe(&error)));
+            let is_forbidden = error.kind() == std::io::ErrorKind::PermissionDenied;
+            if is_forbidden { finding.with_fix("sudo chmod a+rw /dev/fuse") } else { finding }
+        }
+    }
+}
+
+/// The folder itself, or the nearest one above it in which it would be made.
+fn existing(folder: &Path) -> &Path {
+    folder.ancestors().find(|path| path.is_dir()).unwrap_or(Path::new("/"))
+}
+
+fn figures_folder(system: &System) -> Finding {
+    let try_file = |folder: &Path| match trial::try_folder(existing(folder)) {
+        Ok(_) => Ok(()),
+        Err(error) => Err(format!("{}: {}", folder.display(), describe(&error))),
+    };
+    let shared = system.path("/dev/shm");
+    let own = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|folder| folder.is_absolute());
+    let Some(own) = own else {
+        return match try_file(&shared) {
+            Ok(()) => Finding::available("/dev/shm (XDG_RUNTIME_DIR is not set)"),
+            Err(reason) => Finding::missing(reason),
+        };
+    };
+    match (try_file(&own), try_file(&shared)) {
+        (Ok(()), _) => Finding::available(own.display().to_string()),
+        (Err(reason), Ok(())) => Finding::limited(format!("{reason}; /dev/shm works")),
+        (Err(reason), Err(second)) => Finding::missing(format!("{reason}; {second}")),
+    }
+}
+
+/// The user's cache folder, as the XDG rules have it.
+fn user_cache() -> Option<PathBuf> {
+    let folder = |name| std::env::var_os(name).map(PathBuf::from).filter(|folder| folder.is_absolute());
+    folder("XDG_CACHE_HOME").or_else(|| Some(folder("HOME")?.join(".cache")))
+}
+
+fn cache_folder(_: &System) -> Finding {
+    let Some(folder) = user_cache() else {
+        return Finding::missing("neither XDG_CACHE_HOME nor HOME is set");
+    };
+    judge_cache(&folder)
+}
+
+fn judge_cache(folder: &Path) -> Finding {
+    let name = folder.display();
+    match trial::try_folder(existing(folder)) {
+        Ok(Folder::Usable) => Finding::available(name.to_string()),
+        Ok(Folder::NotExecutable(error)) => Finding::missing(format!("{name} is mounted noexec: {}", describe(&error))),
+        Err(error) => Finding::missing(format!("{name}: {}", describe(&error))),
+    }
+}
+
+/// A line of `/proc/self/status`.
+fn status(system: &System, name: &str) -> Result<String, Finding> {
+    let text = system.read("/proc/self/status")?;
+    let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    line.map(|line| line.trim().to_string()).ok_or_else(|| Finding::unknown(format!("/proc/self/status has no {name}")))
+}
+
+/// Capabilities that change what Pagemill can do.
+const CAPABILITIES: [(u32, &str); 4] =
+    [(14, "CAP_IPC_LOCK"), (21, "CAP_SYS_ADMIN"), (23, "CAP_SYS_NICE"), (24, "CAP_SYS_RESOURCE")];
+
+fn user(system: &System) -> Finding {
+    let id = crate::process::user_id();
+    let name = if id == 0 { "root".to_string() } else { format!("user {id}") };
+    let mask = match status(system, "CapEff") {
+        Ok(text) => u64::from_str_radix(&text, 16).unwrap_or(0),
+        Err(finding) => return finding,
+    };
+    let held = |wanted: bool| -> Vec<&str> {
+        CAPABILITIES.iter().filter(|(bit, _)| (mask >> bit & 1 == 1) == wanted).map(|(_, name)| *name).collect()
+    };
+    let (with, without) = (held(true), held(false));
+    Finding::available(match (with.is_empty(), without.is_empty()) {
+        (true, _) => format!("{name}, no capability that matters here"),
+        (_, true) => format!("{name}, all capabilities that matter here"),
+        _ => format!("{name}, with {}, without {}", with.join(", "), without.join(", ")),
+    })
+}
+
+fn sandbox(system: &System) -> Finding {
+    match status(system, "Seccomp").as_deref() {
+        Ok("0") => Finding::available("none"),
+        Ok(mode) => {
+            Finding::available(format!("active (seccomp mode {mode}): what it refuses shows in the other rows"))
+        }
+        Err(_) => status(system, "Seccomp").err().unwrap_or_else(|| Finding::unknown("changed meanwhile")),
+    }
+}
+
+fn user_namespace(system: &System) -> Finding {
+    const SWITCHES: [(&str, &str); 2] = [
+        ("/proc/sys/kernel/unprivileged_userns_clone", "0"),
+        ("/proc/sys/kernel/apparmor_restrict_unprivileged_userns", "1"),
+    ];
+    let blocked = SWITCHES.iter().find(|(path, off)| system.read(path).is_ok_and(|text| text == *off));
+    let (state, error) = match trial::mount_in_namespace() {
+        Ok(()) => return Finding::available("a tmpfs was mounted in one that ended"),
+        Err(NoNamespace::Refused(error)) => (super::State::Missing, error),
+        Err(NoNamespace::Powerless(error)) => (super::State::Limited, error),
+    };
+    let found = match state {
+        super::State::Limited => format!("can be made, but nothing mounted in it: {}", describe(&error)),
+        _ => describe(&error),
+    };
+    let finding = Finding::new(state, found);
+    match blocked {
+        Some((path, off)) => {
+            let name = path.trim_start_matches("/proc/sys/").replace('/', ".");
+            finding.with_fix(format!("sudo sysctl {name}={}", 1 - off.parse::<u8>().unwrap_or(0)))
+        }
+        None if system.number("/proc/sys/user/max_user_namespaces").is_ok_and(|most| most > 0) => {
+            finding.with_fix("allow unshare(CLONE_NEWUSER) in the sandbox, or run as root")
+        }
+        None => finding,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::probe::State;
+
+    /// A folder that does not exist yet is judged by where it would be made; one that cannot be made is missing.
+    #[test]
+    fn the_cache_folder_is_judged_where_it_would_be_made() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(judge_cache(&folder.path().join("a/b")).state, State::Available);
+        assert_eq!(judge_cache(Path::new("/proc/none")).state, State::Missing);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn capabilities_are_named() {
+        let root = tempfile::tempdir().unwrap();
+        let system = System { root: root.path().to_path_buf() };
+        std::fs::create_dir_all(root.path().join("proc/self")).unwrap();
+        for (mask, text) in [
+            ("0000000000000000", "no capability that matters here"),
+            ("000001ffffffffff", "all capabilities that matter here"),
+            ("000001fffeffffff", "without CAP_SYS_RESOURCE"),
+        ] {
+            std::fs::write(root.path().join("proc/self/status"), format!("CapEff:\t{mask}\nSeccomp:\t2\n")).unwrap();
+            assert!(user(&system).found.ends_with(text), "{mask}");
+        }
+        assert!(sandbox(&system).found.starts_with("active (seccomp mode 2)"));
+    }
+}

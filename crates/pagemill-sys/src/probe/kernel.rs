@@ -1,0 +1,127 @@
+//! The kernel itself: release, processor, OS page, memory nodes.
+
+use super::{Feature, Finding, Group, System, describe, release, trial};
+use crate::{mem, numa};
+
+/// The oldest release that Pagemill supports.
+const MINIMUM: (u32, u32) = (5, 15);
+/// The first release that has all it uses.
+const BEST: (u32, u32) = (6, 13);
+
+pub(super) const ROWS: &[Feature] = &[
+    Feature {
+        key: "kernel",
+        group: Group::Kernel,
+        name: "Linux release",
+        since: "5.15",
+        needed_for: "everything; from 6.13 on all that Pagemill uses is there",
+        lost: "before 6.13: some fast ways, see the rows below; before 5.15: Pagemill does not run",
+        fix: "needs Linux 6.13",
+        check: |_| judge_release(&trial::kernel_names().0),
+    },
+    Feature {
+        key: "processor",
+        group: Group::Kernel,
+        name: "processor",
+        since: "",
+        needed_for: "atomic words of 64 bits, the thread pointer, 2 MiB blocks",
+        lost: "Pagemill is built and tested for x86-64 and aarch64 only",
+        fix: "needs an x86-64 or aarch64 machine",
+        check: |_| match trial::kernel_names().1.as_str() {
+            name @ ("x86_64" | "aarch64") => Finding::available(name),
+            other => Finding::missing(other),
+        },
+    },
+    Feature {
+        key: "os_page",
+        group: Group::Kernel,
+        name: "OS page",
+        since: "",
+        needed_for: "the unit in which the kernel counts memory",
+        lost: "Pagemill knows OS pages of 4, 16 and 64 KiB",
+        fix: "needs a kernel with pages of 4, 16 or 64 KiB",
+        check: |_| {
+            let bytes = mem::os_page_bytes();
+            let found = super::size(bytes as u64);
+            if [4, 16, 64].contains(&(bytes >> 10)) { Finding::available(found) } else { Finding::limited(found) }
+        },
+    },
+    Feature {
+        key: "futex_waitv",
+        group: Group::Kernel,
+        name: "waiting on several words",
+        since: "5.16",
+        needed_for: "one helper thread that waits for purge requests of the process and of its tree",
+        lost: "the helper wakes up now and then to look at the second word",
+        fix: "",
+        check: |_| match trial::wait_on_words() {
+            Ok(()) => Finding::available("futex_waitv works"),
+            Err(error) => Finding::refused(&error),
+        },
+    },
+    Feature {
+        key: "numa",
+        group: Group::Kernel,
+        name: "memory nodes",
+        since: "",
+        needed_for: "taking blocks from the node that uses them (mbind)",
+        lost: "blocks come from whatever node the kernel chooses",
+        fix: "docker run --cap-add SYS_NICE …",
+        check: nodes,
+    },
+];
+
+fn judge_release(text: &str) -> Finding {
+    match release(text) {
+        None => Finding::unknown(format!("not a release: {text:?}")),
+        Some(found) if found >= BEST => Finding::available(text),
+        Some(found) if found >= MINIMUM => Finding::limited(text),
+        Some(_) => Finding::missing(text).with_fix("needs Linux 5.15, better 6.13"),
+    }
+}
+
+fn nodes(system: &System) -> Finding {
+    let list = match system.read("/sys/devices/system/node/has_memory") {
+        Ok(list) => list,
+        // A kernel without nodes has no such folder.
+        Err(unread) if unread.is_absent => "0".to_string(),
+        Err(unread) => return unread.into(),
+    };
+    let nodes = match list.as_str() {
+        "0" => "1 node".to_string(),
+        list => format!("nodes {list}"),
+    };
+    let first = list.split(['-', ',']).next().and_then(|node| node.parse().ok()).unwrap_or(0);
+    let scratch = match trial::Scratch::new(1) {
+        Ok(scratch) => scratch,
+        Err(error) => return error.into(),
+    };
+    match numa::prefer(scratch.addr(), mem::os_page_bytes(), first) {
+        Ok(()) => Finding::available(format!("{nodes}, mbind works")),
+        Err(error) if list == "0" => Finding::available(format!("{nodes}; mbind not needed: {}", describe(&error))),
+        Err(error) => {
+            let found = format!("{nodes}, mbind: {}", describe(&error));
+            Finding { found, ..Finding::refused(&error) }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::probe::State;
+
+    #[test]
+    fn old_kernels_are_refused() {
+        for (text, state) in [
+            ("5.14.21", State::Missing),
+            ("5.15.0-91-generic", State::Limited),
+            ("6.12.9", State::Limited),
+            ("6.13.0", State::Available),
+            ("7.0.0-rc1", State::Available),
+            ("?", State::Unknown),
+        ] {
+            assert_eq!(judge_release(text).state, state, "{text}");
+        }
+    }
+}

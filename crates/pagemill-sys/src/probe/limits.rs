@@ -1,0 +1,255 @@
+//! What bounds this process and this machine: overcommit, resource limits, pressure, swap, memory.
+
+use super::trial::{self, Resource};
+use super::{Feature, Finding, Group, System, describe, size};
+use std::fs::File;
+use std::io::Write;
+
+/// Address space of an arena for a program.
+const ARENA_BYTES: usize = 16 << 40;
+/// Bytes that are registered for I/O at a time.
+const REGISTERED_BYTES: usize = 64 << 20;
+/// The kernel's own default.
+const MAP_COUNT: u64 = 65_530;
+
+pub(super) const ROWS: &[Feature] = &[
+    Feature {
+        key: "reserve",
+        group: Group::Limits,
+        name: "address space for the arena",
+        since: "",
+        needed_for: "an arena whose addresses outlast any limit on memory",
+        lost: "the arena is smaller, and with it the most that the program can have",
+        fix: "ulimit -v unlimited",
+        check: reserve,
+    },
+    Feature {
+        key: "rlimit_as",
+        group: Group::Limits,
+        name: "RLIMIT_AS",
+        since: "",
+        needed_for: "reserving address space without pages",
+        lost: "the arena gets a part of what the limit allows",
+        fix: "ulimit -v unlimited",
+        check: |_| judge_limit(Resource::AddressSpace, "as"),
+    },
+    Feature {
+        key: "rlimit_data",
+        group: Group::Limits,
+        name: "RLIMIT_DATA",
+        since: "4.7",
+        needed_for: "opening reserved memory (private writable memory counts as data)",
+        lost: "opened memory counts, used or not: malloc returns NULL earlier than elsewhere",
+        fix: "ulimit -d unlimited",
+        check: |_| judge_limit(Resource::Data, "data"),
+    },
+    Feature {
+        key: "memlock",
+        group: Group::Limits,
+        name: "memory that may be locked",
+        since: "",
+        needed_for: "registering blocks for direct I/O, 64 MiB at a time",
+        lost: "direct I/O takes a reference per I/O: up to twice the CPU per large read",
+        fix: "sudo prlimit --pid $$ --memlock=unlimited",
+        check: memlock,
+    },
+    Feature {
+        key: "overcommit",
+        group: Group::Limits,
+        name: "overcommit",
+        since: "",
+        needed_for: "granting memory that is charged only as it becomes resident",
+        lost: "all opened memory counts at once: large sparse allocations fail at the commit limit",
+        fix: "sudo sysctl vm.overcommit_memory=0",
+        check: overcommit,
+    },
+    Feature {
+        key: "max_map_count",
+        group: Group::Limits,
+        name: "mappings per process",
+        since: "",
+        needed_for: "protecting parts of the arena: each boundary is one more mapping",
+        lost: "splitting and protecting fail early in programs with many mappings of their own",
+        fix: "sudo sysctl vm.max_map_count=65530",
+        check: |system| match system.number("/proc/sys/vm/max_map_count") {
+            Ok(count) if count >= MAP_COUNT => Finding::available(count.to_string()),
+            Ok(count) => Finding::limited(count.to_string()),
+            Err(unread) => unread.into(),
+        },
+    },
+    Feature {
+        key: "memory",
+        group: Group::Limits,
+        name: "memory",
+        since: "3.14",
+        needed_for: "knowing how much room the machine has (MemAvailable)",
+        lost: "memory is short now: purging starts at once",
+        fix: "end what needs the memory: ps --sort=-rss -eo pid,rss,comm",
+        check: memory,
+    },
+    Feature {
+        key: "swap",
+        group: Group::Limits,
+        name: "swap",
+        since: "",
+        needed_for: "nothing by itself: volatile memory is purged without it",
+        lost: "anonymous memory hardly stalls before the kernel kills: pressure events come late",
+        fix: "sudo swapon FILE (made by mkswap), or zram",
+        check: |system| match meminfo(system, &["SwapTotal", "SwapFree"]) {
+            Ok(values) if values[0] == 0 => Finding::limited("none"),
+            Ok(values) => Finding::available(format!("{} of {} free", size(values[1]), size(values[0]))),
+            Err(finding) => finding,
+        },
+    },
+    Feature {
+        key: "psi",
+        group: Group::Limits,
+        name: "pressure events (PSI)",
+        since: "5.2",
+        needed_for: "giving memory back when other programs on the machine run short",
+        lost: "the machine's memory is looked at every few milliseconds instead",
+        fix: "boot with psi=1 on the kernel's command line",
+        check: pressure,
+    },
+];
+
+fn reserve(_: &System) -> Finding {
+    let mut len_bytes = ARENA_BYTES;
+    loop {
+        match trial::reserve(len_bytes) {
+            Ok(()) if len_bytes == ARENA_BYTES => {
+                return Finding::available(format!("{} reserved", size(ARENA_BYTES as u64)));
+            }
+            Ok(()) => {
+                let found = format!("{} of {}", size(len_bytes as u64), size(ARENA_BYTES as u64));
+                return Finding::limited(found);
+            }
+            Err(_) if len_bytes > REGISTERED_BYTES => len_bytes /= 2,
+            Err(error) => return Finding::refused(&error),
+        }
+    }
+}
+
+/// A limit that had better not be there. Above the hard limit only root raises it.
+fn judge_limit(resource: Resource, prlimit: &str) -> Finding {
+    match trial::resource_limit(resource) {
+        Ok((None, _)) => Finding::available("unlimited"),
+        Ok((Some(soft), None)) => Finding::limited(size(soft)),
+        Ok((Some(soft), Some(hard))) => Finding::limited(format!("{} (hard limit {})", size(soft), size(hard)))
+            .with_fix(format!("sudo prlimit --pid $$ --{prlimit}=unlimited")),
+        Err(error) => Finding::unknown(describe(&error)),
+    }
+}
+
+fn memlock(_: &System) -> Finding {
+    let limit = match trial::resource_limit(Resource::Locked) {
+        Ok((soft, _)) => soft.map_or_else(|| "none".to_string(), size),
+        Err(error) => describe(&error),
+    };
+    match trial::lock_memory(REGISTERED_BYTES) {
+        Ok(()) => Finding::available(format!("64 MiB locked (limit {limit})")),
+        Err(error) => Finding::limited(format!("limit {limit}; 64 MiB: {}", describe(&error))),
+    }
+}
+
+fn overcommit(system: &System) -> Finding {
+    let mode = match system.number("/proc/sys/vm/overcommit_memory") {
+        Ok(mode) => mode,
+        Err(unread) => return unread.into(),
+    };
+    match (mode, meminfo(system, &["CommitLimit", "Committed_AS"])) {
+        (0, _) => Finding::available("0, by estimate"),
+        (1, _) => Finding::available("1, always"),
+        (2, Ok(values)) => Finding::limited(format!("2, strict: {} of {} committed", size(values[1]), size(values[0]))),
+        (2, Err(_)) => Finding::limited("2, strict"),
+        (other, _) => Finding::unknown(format!("{other}, which is no mode known")),
+    }
+}
+
+fn memory(system: &System) -> Finding {
+    match meminfo(system, &["MemTotal", "MemAvailable"]) {
+        Ok(values) => {
+            let found = format!("{} of {} available", size(values[1]), size(values[0]));
+            // Below a sixteenth the kernel is about to reclaim by itself.
+            if values[1] >= values[0] / 16 { Finding::available(found) } else { Finding::limited(found) }
+        }
+        Err(finding) => finding,
+    }
+}
+
+/// Values of `/proc/meminfo`, in bytes.
+fn meminfo<const N: usize>(system: &System, names: &[&str; N]) -> Result<[u64; N], Finding> {
+    let text = system.read("/proc/meminfo")?;
+    let mut values = [0; N];
+    for (value, name) in values.iter_mut().zip(names) {
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        let number = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
+        *value = number.ok_or_else(|| Finding::unknown(format!("/proc/meminfo has no {name}")))? << 10;
+    }
+    Ok(values)
+}
+
+/// Asks to be told of stalls, and forgets it again. A trigger ends with its descriptor.
+fn pressure(system: &System) -> Finding {
+    const PATH: &str = "/proc/pressure/memory";
+    match system.read(PATH) {
+        Ok(_) => {}
+        Err(unread) if unread.is_absent => return Finding::missing("this kernel was started without it"),
+        Err(unread) => return unread.into(),
+    }
+    let trigger = |text: &[u8]| File::options().read(true).write(true).open(system.path(PATH))?.write_all(text);
+    if trigger(b"some 50000 1000000\0").is_ok() {
+        return Finding::available("triggers with windows from 500 ms");
+    }
+    match trigger(b"some 150000 2000000\0") {
+        Ok(()) => Finding::available("triggers with windows of 2 s (shorter ones need CAP_SYS_RESOURCE)"),
+        Err(error) => {
+            let found = format!("averages only; a trigger: {}", describe(&error));
+            Finding::limited(found).with_fix("run with CAP_SYS_RESOURCE, or on Linux 6.4 or later")
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::probe::State;
+
+    fn tree(files: &[(&str, &str)]) -> (tempfile::TempDir, System) {
+        let root = tempfile::tempdir().unwrap();
+        let system = System { root: root.path().to_path_buf() };
+        for (path, text) in files {
+            let path = system.path(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+        (root, system)
+    }
+
+    #[test]
+    fn strict_overcommit_is_a_limit() {
+        let meminfo = "MemTotal: 1024 kB\nCommitLimit:    2048 kB\nCommitted_AS:   1024 kB\n";
+        let files = [("/proc/sys/vm/overcommit_memory", "2\n"), ("/proc/meminfo", meminfo)];
+        let (_root, system) = tree(&files);
+        let finding = overcommit(&system);
+        assert_eq!((finding.state, finding.found.as_str()), (State::Limited, "2, strict: 1 MiB of 2 MiB committed"));
+    }
+
+    #[test]
+    fn memory_that_is_short_is_limited() {
+        for (available, state) in [("4096", State::Available), ("100", State::Limited), ("?", State::Unknown)] {
+            let text = format!("MemTotal:       16384 kB\nMemAvailable:   {available} kB\n");
+            let (_root, system) = tree(&[("/proc/meminfo", &text)]);
+            assert_eq!(memory(&system).state, state, "{available}");
+        }
+    }
+
+    /// A kernel without PSI has a /proc, but no pressure folder in it.
+    #[test]
+    fn pressure_off_is_told_from_no_proc() {
+        let (_root, system) = tree(&[("/proc/self/status", "")]);
+        assert_eq!(pressure(&system).state, State::Missing);
+        let (_root, system) = tree(&[]);
+        assert_eq!(pressure(&system).state, State::Unknown);
+    }
+}

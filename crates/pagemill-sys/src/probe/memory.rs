@@ -1,0 +1,487 @@
+//! Huge pages, giving memory back, moving it.
+
+use super::trial::{self, BLOCK_BYTES, Scratch, Userfault};
+use super::{Feature, Finding, Group, System, describe};
+use crate::clock;
+use crate::mem::{self, Backing};
+use std::io;
+
+const ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
+const DEFRAG: &str = "/sys/kernel/mm/transparent_hugepage/defrag";
+const SHMEM: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+const PMD_SIZE: &str = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size";
+const ENABLE: &str = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled";
+
+const MADV_COLD: i32 = 20;
+const MADV_COLLAPSE: i32 = 25;
+const MADV_GUARD_INSTALL: i32 = 102;
+const MADV_GUARD_REMOVE: i32 = 103;
+
+const UFFD_WRITE_PROTECT: u64 = 1 << 0;
+const UFFD_POISON: u64 = 1 << 14;
+const UFFD_NAMES: [(u64, &str); 4] =
+    [(UFFD_WRITE_PROTECT, "write-protect"), (UFFD_POISON, "poison"), (1 << 15, "async"), (1 << 16, "move")];
+
+pub(super) const ROWS: &[Feature] = &[
+    Feature {
+        key: "thp_enabled",
+        group: Group::HugePages,
+        name: "huge pages allowed",
+        since: "2.6.38",
+        needed_for: "taking each block of 2 MiB as one huge page",
+        lost: "every block comes in small pages: some 8 times dearer to bring in, more TLB misses",
+        fix: ENABLE,
+        check: |system| judge_setting(system, ENABLED, &["always", "madvise"], &[]),
+    },
+    Feature {
+        key: "thp_defrag",
+        group: Group::HugePages,
+        name: "huge pages made on demand",
+        since: "2.6.38",
+        needed_for: "a huge page at the first touch even where free memory is in pieces",
+        lost: "where free memory is in pieces, blocks start in small pages",
+        fix: "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/defrag",
+        check: |system| judge_setting(system, DEFRAG, &["always", "defer+madvise", "madvise"], &["defer", "never"]),
+    },
+    Feature {
+        key: "thp_process",
+        group: Group::HugePages,
+        name: "not forbidden to us",
+        since: "3.15",
+        needed_for: "huge pages: a parent may have forbidden them to all its children (prctl)",
+        lost: "no huge page for this process and those it starts, whatever the settings say",
+        fix: "start it from a parent without PR_SET_THP_DISABLE",
+        check: |_| match trial::is_huge_forbidden() {
+            Ok(false) => Finding::available("no PR_SET_THP_DISABLE"),
+            Ok(true) => Finding::missing("PR_SET_THP_DISABLE is set"),
+            Err(error) => Finding::unknown(describe(&error)),
+        },
+    },
+    Feature {
+        key: "huge_size",
+        group: Group::HugePages,
+        name: "size of a huge page",
+        since: "4.11",
+        needed_for: "one huge page per block",
+        lost: "a block is 2 MiB; where the kernel's huge page is larger, blocks stay in smaller pages",
+        fix: "needs a kernel with pages of 4 KiB",
+        check: huge_size,
+    },
+    Feature {
+        key: "huge_page",
+        group: Group::HugePages,
+        name: "a huge page taken",
+        since: "2.6.38",
+        needed_for: "fast fault, fast access, fast return of whole blocks",
+        lost: "blocks come in small pages: slower to bring in, to use and to give back",
+        fix: "echo 1 | sudo tee /proc/sys/vm/compact_memory",
+        check: huge_page,
+    },
+    Feature {
+        key: "shmem_huge",
+        group: Group::HugePages,
+        name: "huge pages in shared memory",
+        since: "4.8",
+        needed_for: "blocks that two mappings or processes share (memfd)",
+        lost: "shared blocks start small; collapsing them costs some 4.7 ms per 2 MiB",
+        fix: "echo advise | sudo tee /sys/kernel/mm/transparent_hugepage/shmem_enabled",
+        check: shmem_huge,
+    },
+    Feature {
+        key: "madv_collapse",
+        group: Group::HugePages,
+        name: "MADV_COLLAPSE",
+        since: "6.1",
+        needed_for: "making one huge page of small ones where a block filled up piece by piece",
+        lost: "small blocks stay small until they are given back, or are copied",
+        fix: "",
+        check: collapse,
+    },
+    Feature {
+        key: "madv_populate",
+        group: Group::GivingBack,
+        name: "MADV_POPULATE_WRITE",
+        since: "5.14",
+        needed_for: "bringing in a whole range at once, and knowing that it came",
+        lost: "Pagemill does not run: memory cannot be charged before it becomes resident",
+        fix: "",
+        check: populate,
+    },
+    Feature {
+        key: "madv_dontneed",
+        group: Group::GivingBack,
+        name: "MADV_DONTNEED, MADV_FREE",
+        since: "4.5",
+        needed_for: "giving free blocks back, at once or when the kernel needs them",
+        lost: "free memory cannot be given back",
+        fix: "",
+        check: dontneed,
+    },
+    Feature {
+        key: "process_madvise",
+        group: Group::GivingBack,
+        name: "process_madvise on oneself",
+        since: "6.13",
+        needed_for: "giving back many scattered pages in one call",
+        lost: "one call per page: up to 16 us instead of some 1.2 us while other threads run",
+        fix: "",
+        check: batch,
+    },
+    Feature {
+        key: "madv_cold",
+        group: Group::GivingBack,
+        name: "MADV_COLD",
+        since: "5.4",
+        needed_for: "splitting a huge page so that a part of it can be given back",
+        lost: "a block that is in use in part is given back only when the rest is free too",
+        fix: "",
+        check: |_| on_touched_page(|page| page.advise(mem::os_page_bytes(), MADV_COLD)),
+    },
+    Feature {
+        key: "madv_guard",
+        group: Group::GivingBack,
+        name: "MADV_GUARD_INSTALL",
+        since: "6.13",
+        needed_for: "a signal on purged pages, without a mapping per range",
+        lost: "userfaultfd poison serves, or mprotect, which makes one more mapping per range",
+        fix: "",
+        check: guard,
+    },
+    Feature {
+        key: "madv_wipeonfork",
+        group: Group::GivingBack,
+        name: "MADV_WIPEONFORK",
+        since: "4.14",
+        needed_for: "noticing a child made by a raw clone",
+        lost: "a child made by a raw clone believes its parent's accounts (fork is noticed)",
+        fix: "",
+        check: wipe,
+    },
+    Feature {
+        key: "userfaultfd",
+        group: Group::GivingBack,
+        name: "userfaultfd, user faults",
+        since: "5.11",
+        needed_for: "moving and write-protecting pages, SIGBUS on purged ones (three rows below)",
+        lost: "realloc copies; purged pages are marked by guard pages only",
+        fix: "echo 1 | sudo tee /proc/sys/vm/unprivileged_userfaultfd",
+        check: userfault,
+    },
+    Feature {
+        key: "uffd_move",
+        group: Group::GivingBack,
+        name: "UFFDIO_MOVE",
+        since: "6.8",
+        needed_for: "realloc and compaction that move pages: 1.8 us per 2 MiB instead of a copy",
+        lost: "realloc copies, and free slots keep their pages until a purge",
+        fix: "echo 1 | sudo tee /proc/sys/vm/unprivileged_userfaultfd",
+        check: |_| move_block(),
+    },
+    Feature {
+        key: "uffd_wp",
+        group: Group::GivingBack,
+        name: "userfaultfd write-protect",
+        since: "5.7",
+        needed_for: "seeing the first write to a page of a mapped view",
+        lost: "writable views are protected by mprotect, one more mapping each",
+        fix: "echo 1 | sudo tee /proc/sys/vm/unprivileged_userfaultfd",
+        check: |_| on_touched_page(|page| Userfault::open(UFFD_WRITE_PROTECT)?.protect(page)),
+    },
+    Feature {
+        key: "uffd_poison",
+        group: Group::GivingBack,
+        name: "userfaultfd poison",
+        since: "6.6",
+        needed_for: "a true SIGBUS on purged pages",
+        lost: "guard pages serve; their SIGSEGV is turned into SIGBUS by a handler",
+        fix: "echo 1 | sudo tee /proc/sys/vm/unprivileged_userfaultfd",
+        check: poison,
+    },
+];
+
+/// The word in brackets of a setting such as `always [madvise] never`.
+fn chosen(text: &str) -> Option<&str> {
+    text.split_once('[')?.1.split(']').next()
+}
+
+/// A setting in brackets: good, bearable, or neither.
+fn judge_setting(system: &System, path: &str, good: &[&str], bearable: &[&str]) -> Finding {
+    let text = match system.read(path) {
+        Ok(text) => text,
+        Err(unread) if unread.is_absent => {
+            return Finding::missing("this kernel has no transparent huge pages").with_fix("needs another kernel");
+        }
+        Err(unread) => return unread.into(),
+    };
+    match chosen(&text) {
+        Some(word) if good.contains(&word) => Finding::available(word),
+        Some(word) if bearable.contains(&word) => Finding::limited(word),
+        Some(word) => Finding::missing(word),
+        None => Finding::unknown(format!("{path} says {text:?}")),
+    }
+}
+
+fn huge_size(system: &System) -> Finding {
+    match system.number(PMD_SIZE) {
+        Ok(bytes) if bytes == BLOCK_BYTES as u64 => Finding::available(super::size(bytes)),
+        Ok(bytes) => Finding::limited(super::size(bytes)),
+        Err(unread) if unread.is_absent => Finding::missing("none").with_fix("needs another kernel"),
+        Err(unread) => unread.into(),
+    }
+}
+
+/// Brings a block in as the arena does. Twice: the first touch of memory that
+/// the host has not backed yet takes many times as long.
+fn huge_page(system: &System) -> Finding {
+    let mut fastest_ns = u64::MAX;
+    for _ in 0..2 {
+        let scratch = match Scratch::new(1) {
+            Ok(scratch) => scratch,
+            Err(error) => return error.into(),
+        };
+        let start_ns = clock::fine_ns();
+        match mem::populate_huge(scratch.addr(), BLOCK_BYTES) {
+            Ok(Backing::Huge) => fastest_ns = fastest_ns.min(clock::fine_ns() - start_ns),
+            Ok(Backing::Small) => {
+                let found = Finding::missing("small pages came instead");
+                let is_off = system.read(ENABLED).is_ok_and(|text| chosen(&text) == Some("never"));
+                return if is_off { found.with_fix(ENABLE) } else { found };
+            }
+            Err(error) => return Finding::refused(&error),
+        }
+    }
+    Finding::available(format!("2 MiB in {} us", fastest_ns / 1000))
+}
+
+fn shmem_huge(system: &System) -> Finding {
+    let setting = match system.read(SHMEM) {
+        Ok(text) => chosen(&text).unwrap_or("unreadable").to_string(),
+        Err(unread) => unread.reason,
+    };
+    let backing = Scratch::shared().and_then(|scratch| mem::populate_huge(scratch.addr(), BLOCK_BYTES));
+    match backing {
+        Ok(Backing::Huge) => Finding::available(format!("{setting}; a memfd got a huge page")),
+        Ok(Backing::Small) => Finding::limited(format!("{setting}; a memfd got small pages")),
+        Err(error) => Finding::refused(&error),
+    }
+}
+
+fn collapse(_: &System) -> Finding {
+    let collapsed = Scratch::new(1).and_then(|scratch| {
+        scratch.advise(BLOCK_BYTES, libc::MADV_NOHUGEPAGE)?;
+        for offset in (0..BLOCK_BYTES).step_by(mem::os_page_bytes()) {
+            scratch.write(offset, 7);
+        }
+        scratch.advise(BLOCK_BYTES, libc::MADV_HUGEPAGE)?;
+        let start_ns = clock::fine_ns();
+        scratch.advise(BLOCK_BYTES, MADV_COLLAPSE)?;
+        Ok((clock::fine_ns() - start_ns, scratch.read(BLOCK_BYTES - mem::os_page_bytes())))
+    });
+    match collapsed {
+        Ok((taken_ns, 7)) => Finding::available(format!("2 MiB made huge in {:.1} ms", taken_ns as f64 / 1e6)),
+        Ok(_) => Finding::missing("it lost the contents"),
+        Err(error) => Finding::refused(&error),
+    }
+}
+
+fn populate(_: &System) -> Finding {
+    const PAGES: usize = 64;
+    let page = mem::os_page_bytes();
+    let len_bytes = (PAGES * page).min(BLOCK_BYTES);
+    let populated = Scratch::new(1).and_then(|scratch| {
+        scratch.advise(BLOCK_BYTES, libc::MADV_NOHUGEPAGE).ok();
+        let start_ns = clock::fine_ns();
+        mem::populate(scratch.addr(), len_bytes)?;
+        let taken_ns = clock::fine_ns() - start_ns;
+        let mut resident = [0u8; PAGES];
+        mem::resident(scratch.addr(), len_bytes, &mut resident)?;
+        Ok((taken_ns, resident[..len_bytes / page].iter().all(|page| page & 1 == 1)))
+    });
+    match populated {
+        Ok((taken_ns, true)) => {
+            let each_us = taken_ns as f64 / 1000.0 / (len_bytes / page) as f64;
+            Finding::available(format!("{} pages brought in, {each_us:.1} us each", len_bytes / page))
+        }
+        Ok((_, false)) => Finding::limited("not every page came"),
+        Err(error) => Finding::refused(&error),
+    }
+}
+
+fn dontneed(_: &System) -> Finding {
+    let dropped = Scratch::new(1).and_then(|scratch| {
+        scratch.write(0, 7);
+        scratch.advise(mem::os_page_bytes(), libc::MADV_FREE)?;
+        scratch.write(0, 7);
+        scratch.advise(mem::os_page_bytes(), libc::MADV_DONTNEED)?;
+        Ok(scratch.read(0))
+    });
+    match dropped {
+        Ok(0) => Finding::available("both work"),
+        Ok(_) => Finding::missing("MADV_DONTNEED kept the contents"),
+        Err(error) => Finding::refused(&error),
+    }
+}
+
+fn batch(_: &System) -> Finding {
+    let page = mem::os_page_bytes();
+    let count = (BLOCK_BYTES / page / 2).min(64);
+    let scratch = match Scratch::new(1) {
+        Ok(scratch) => scratch,
+        Err(error) => return error.into(),
+    };
+    scratch.advise(BLOCK_BYTES, libc::MADV_NOHUGEPAGE).ok();
+    for index in 0..count {
+        scratch.write(2 * index * page, 7);
+    }
+    let start_ns = clock::fine_ns();
+    match scratch.advise_batch(count, libc::MADV_DONTNEED) {
+        Ok(()) => {
+            let each_us = (clock::fine_ns() - start_ns) as f64 / 1000.0 / count as f64;
+            if (0..count).all(|index| scratch.read(2 * index * page) == 0) {
+                Finding::available(format!("{count} pages given back in one call, {each_us:.1} us each"))
+            } else {
+                Finding::missing("it kept the contents")
+            }
+        }
+        Err(error) if scratch.advise_batch(count, MADV_COLD).is_ok() => {
+            let found = format!("MADV_COLD only; MADV_DONTNEED: {}", describe(&error));
+            Finding { errno: error.raw_os_error(), ..Finding::limited(found) }
+        }
+        Err(error) => Finding::refused(&error),
+    }
+}
+
+/// Tries something on a page that has contents, which must survive.
+fn on_touched_page(trial: impl FnOnce(&Scratch) -> io::Result<()>) -> Finding {
+    let kept = Scratch::new(1).and_then(|scratch| {
+        scratch.write(0, 7);
+        trial(&scratch)?;
+        Ok(scratch.read(0))
+    });
+    match kept {
+        Ok(7) => Finding::available("works"),
+        Ok(_) => Finding::missing("it lost the contents"),
+        Err(error) => Finding::refused(&error),
+    }
+}
+
+fn guard(_: &System) -> Finding {
+    let page = mem::os_page_bytes();
+    let fenced = Scratch::new(1).and_then(|scratch| {
+        scratch.advise(page, MADV_GUARD_INSTALL)?;
+        let is_fenced = !scratch.is_readable(0) && scratch.is_readable(page);
+        scratch.advise(page, MADV_GUARD_REMOVE)?;
+        Ok(is_fenced && scratch.is_readable(0))
+    });
+    judge_fence(fenced)
+}
+
+fn poison(_: &System) -> Finding {
+    let fenced = Scratch::new(1).and_then(|scratch| {
+        let userfault = Userfault::open(UFFD_POISON)?;
+        userfault.poison(&scratch)?;
+        let is_fenced = !scratch.is_readable(0);
+        scratch.advise(mem::os_page_bytes(), libc::MADV_DONTNEED)?;
+        Ok(is_fenced && scratch.is_readable(0))
+    });
+    judge_fence(fenced)
+}
+
+fn judge_fence(fenced: io::Result<bool>) -> Finding {
+    match fenced {
+        Ok(true) => Finding::available("a page was fenced off and opened again"),
+        Ok(false) => Finding::missing("accepted, but the page stayed as it was"),
+        Err(error) => Finding::refused(&error),
+    }
+}
+
+fn wipe(_: &System) -> Finding {
+    let seen = Scratch::new(1).and_then(|scratch| {
+        scratch.write(0, 7);
+        scratch.advise(mem::os_page_bytes(), libc::MADV_WIPEONFORK)?;
+        Ok((trial::read_in_child(&scratch)?, scratch.read(0)))
+    });
+    match seen {
+        Ok((0, 7)) => Finding::available("a child read zero"),
+        Ok(_) => Finding::missing("accepted, but a child read its parent's page"),
+        Err(error) => Finding::refused(&error),
+    }
+}
+
+fn userfault(system: &System) -> Finding {
+    let setting = system.read("/proc/sys/vm/unprivileged_userfaultfd");
+    let setting = setting.map_or_else(|unread| unread.reason, |text| format!("unprivileged_userfaultfd={text}"));
+    match Userfault::open(0) {
+        Ok(userfault) => {
+            let names: Vec<_> =
+                UFFD_NAMES.iter().filter(|(bit, _)| userfault.features & bit != 0).map(|(_, name)| *name).collect();
+            Finding::available(format!("{}; {setting}", names.join(", ")))
+        }
+        Err(error) => Finding::refused(&error),
+    }
+}
+
+/// Moves a block and checks that it arrived. Thrice: the first time is slow.
+fn move_block() -> Finding {
+    let (to, from) = (0, BLOCK_BYTES);
+    let mut fastest_ns = u64::MAX;
+    for _ in 0..3 {
+        let moved = Scratch::new(2).and_then(|scratch| {
+            mem::populate_huge(scratch.addr() + from, BLOCK_BYTES)?;
+            scratch.write(from, 7);
+            let start_ns = clock::fine_ns();
+            trial::move_second_block(&scratch)?;
+            fastest_ns = fastest_ns.min(clock::fine_ns() - start_ns);
+            Ok(scratch.read(to) == 7 && scratch.read(from) == 0)
+        });
+        match moved {
+            Ok(true) => {}
+            Ok(false) => return Finding::missing("accepted, but the page stayed where it was"),
+            Err(error) => return Finding::refused(&error),
+        }
+    }
+    Finding::available(format!("2 MiB moved in {:.1} us", fastest_ns as f64 / 1000.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::probe::State;
+
+    /// Settings in a tree of our own: each word is judged, a kernel without huge pages is told from a missing /sys.
+    #[test]
+    fn settings_are_judged() {
+        let root = tempfile::tempdir().unwrap();
+        let system = System { root: root.path().to_path_buf() };
+        let judge = || judge_setting(&system, DEFRAG, &["madvise"], &["defer"]).state;
+        assert_eq!(judge(), State::Unknown);
+
+        let path = system.path(DEFRAG);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        assert_eq!(judge(), State::Missing);
+
+        for (text, state) in [
+            ("always [madvise] never\n", State::Available),
+            ("always [defer] madvise never\n", State::Limited),
+            ("always madvise [never]\n", State::Missing),
+            ("?\n", State::Unknown),
+        ] {
+            std::fs::write(&path, text).unwrap();
+            assert_eq!(judge(), state, "{text}");
+        }
+    }
+
+    #[test]
+    fn the_size_of_a_huge_page_is_judged() {
+        let root = tempfile::tempdir().unwrap();
+        let system = System { root: root.path().to_path_buf() };
+        let path = system.path(PMD_SIZE);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        for (text, state) in
+            [("2097152\n", State::Available), ("536870912\n", State::Limited), ("many\n", State::Unknown)]
+        {
+            std::fs::write(&path, text).unwrap();
+            assert_eq!(huge_size(&system).state, state, "{text}");
+        }
+    }
+}

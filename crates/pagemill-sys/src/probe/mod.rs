@@ -1,0 +1,415 @@
+//! What this kernel and these privileges offer, found by trying it, for people (`pagemill doctor`).
+//!
+//! Every [`Feature`] is declared once, beside the function that tries it.
+//! Nothing is guessed from a version number, no setting is changed, and what a
+//! trial makes goes away with it. Where `/proc` or `/sys` does not answer, the
+//! state is [`State::Unknown`] and the row says why. Unlike its neighbours this
+//! module allocates.
+//!
+//! | file | what is declared and tried |
+//! |---|---|
+//! | `kernel` | release, processor, OS page, nodes |
+//! | `memory` | huge pages, giving memory back, moving it |
+//! | `limits` | overcommit, resource limits, pressure, swap |
+//! | `cgroup` | the control group and its memory limit |
+//! | `io` | rings, events, folders; privileges |
+//! | `trial` | the system calls that are tried |
+
+mod cgroup;
+mod io;
+mod kernel;
+mod limits;
+mod memory;
+mod trial;
+
+use std::path::{Path, PathBuf};
+
+/// How much of a feature is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// It was tried and works.
+    Available,
+    /// It works in part, or within a narrow limit.
+    Limited,
+    /// It was tried and refused.
+    Missing,
+    /// It could not be tried.
+    Unknown,
+}
+
+impl State {
+    /// A stable word.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Available => "available",
+            Self::Limited => "limited",
+            Self::Missing => "missing",
+            Self::Unknown => "unknown",
+        }
+    }
+}
+
+/// What a feature has to do with, in the order of the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Group {
+    Kernel,
+    HugePages,
+    GivingBack,
+    Limits,
+    Files,
+    Privileges,
+}
+
+impl Group {
+    /// A stable word.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Kernel => "kernel",
+            Self::HugePages => "huge_pages",
+            Self::GivingBack => "giving_back",
+            Self::Limits => "limits",
+            Self::Files => "files",
+            Self::Privileges => "privileges",
+        }
+    }
+
+    /// The heading.
+    pub fn title(self) -> &'static str {
+        match self {
+            Self::Kernel => "Kernel",
+            Self::HugePages => "Huge pages",
+            Self::GivingBack => "Giving memory back, and moving it",
+            Self::Limits => "Limits",
+            Self::Files => "I/O and files",
+            Self::Privileges => "Privileges",
+        }
+    }
+}
+
+/// A row of the table: what may be there, and what it matters.
+#[derive(Debug)]
+pub struct Feature {
+    /// A stable word.
+    pub key: &'static str,
+    pub group: Group,
+    pub name: &'static str,
+    /// The first Linux release that has it, such as `5.14`; empty for "always".
+    pub since: &'static str,
+    pub needed_for: &'static str,
+    /// What is lost without it.
+    pub lost: &'static str,
+    /// The command that provides it; empty where only another kernel does.
+    fix: &'static str,
+    check: fn(&System) -> Finding,
+}
+
+/// A feature and what was found here.
+#[derive(Debug)]
+pub struct Row {
+    pub feature: &'static Feature,
+    pub state: State,
+    /// The fact: a number, a setting, or the error.
+    pub found: String,
+    /// What mends it, unless the state is [`State::Available`].
+    pub fix: Option<String>,
+}
+
+/// All rows.
+#[derive(Debug)]
+pub struct Report {
+    /// The kernel's release as it names itself.
+    pub kernel: String,
+    pub rows: Vec<Row>,
+}
+
+impl Report {
+    /// The row of that key.
+    pub fn row(&self, key: &str) -> Option<&Row> {
+        self.rows.iter().find(|row| row.feature.key == key)
+    }
+
+    /// Whether Pagemill works here at all, fast or not.
+    pub fn is_supported(&self) -> bool {
+        !self.rows.iter().any(|row| row.state == State::Missing && is_required(row.feature.key))
+    }
+
+    /// Number of rows that are not [`State::Available`].
+    pub fn lacking_count(&self) -> usize {
+        self.rows.iter().filter(|row| row.state != State::Available).count()
+    }
+}
+
+/// Whether Pagemill does not work at all where that row is missing.
+pub fn is_required(key: &str) -> bool {
+    ["kernel", "processor", "reserve", "madv_populate", "madv_dontneed"].contains(&key)
+}
+
+/// Tries every feature. Takes 20 to 50 ms, a few child processes, and at most 4 MiB at a time.
+pub fn probe() -> Report {
+    probe_in(Path::new("/"))
+}
+
+/// As [`probe`], with `/proc`, `/sys` and `/dev` looked up below `root`; system calls are tried as they are.
+pub fn probe_in(root: &Path) -> Report {
+    let system = System { root: root.to_path_buf() };
+    let (kernel, _) = trial::kernel_names();
+    let running = release(&kernel);
+    let rows = table().map(|feature| feature.examine(&system, running)).collect();
+    Report { kernel, rows }
+}
+
+/// Every row, in the order of the groups.
+pub fn table() -> impl Iterator<Item = &'static Feature> {
+    [kernel::ROWS, memory::ROWS, limits::ROWS, cgroup::ROWS, io::ROWS].into_iter().flatten()
+}
+
+impl Feature {
+    fn examine(&'static self, system: &System, running: Option<(u32, u32)>) -> Row {
+        let Finding { state, found, fix, errno } = (self.check)(system);
+        let fix = match state {
+            State::Available => None,
+            State::Unknown => fix,
+            _ => Some(fix.unwrap_or_else(|| self.default_fix(errno, running))),
+        };
+        Row { feature: self, state, found, fix: fix.filter(|fix| !fix.is_empty()) }
+    }
+
+    /// Too old a kernel says ENOSYS or EINVAL; a younger one says so too if the feature was left out of it.
+    fn default_fix(&self, errno: Option<i32>, running: Option<(u32, u32)>) -> String {
+        match errno {
+            Some(libc::ENOSYS | libc::EINVAL | libc::ENOTTY) => {
+                if running < release(self.since) {
+                    format!("needs Linux {}", self.since)
+                } else {
+                    "needs a kernel built with it, or a sandbox that lets it through".to_string()
+                }
+            }
+            Some(libc::EPERM) if self.fix.is_empty() => "allow the call in the sandbox's filter (seccomp)".to_string(),
+            _ if self.fix.is_empty() && !self.since.is_empty() => format!("needs Linux {}", self.since),
+            _ => self.fix.to_string(),
+        }
+    }
+}
+
+/// Major and minor number of a release such as `6.18.44-generic`.
+fn release(text: &str) -> Option<(u32, u32)> {
+    let mut numbers = text.split(|c: char| !c.is_ascii_digit()).map(str::parse);
+    Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
+}
+
+/// What a trial found.
+struct Finding {
+    state: State,
+    found: String,
+    /// Instead of the feature's own fix.
+    fix: Option<String>,
+    errno: Option<i32>,
+}
+
+impl Finding {
+    fn new(state: State, found: impl Into<String>) -> Self {
+        Self { state, found: found.into(), fix: None, errno: None }
+    }
+
+    fn available(found: impl Into<String>) -> Self {
+        Self::new(State::Available, found)
+    }
+
+    fn limited(found: impl Into<String>) -> Self {
+        Self::new(State::Limited, found)
+    }
+
+    fn missing(found: impl Into<String>) -> Self {
+        Self::new(State::Missing, found)
+    }
+
+    fn unknown(found: impl Into<String>) -> Self {
+        Self::new(State::Unknown, found)
+    }
+
+    fn refused(error: &std::io::Error) -> Self {
+        Self { errno: error.raw_os_error(), ..Self::missing(describe(error)) }
+    }
+
+    fn with_fix(self, fix: impl Into<String>) -> Self {
+        Self { fix: Some(fix.into()), ..self }
+    }
+}
+
+/// A trial that could not even start.
+impl From<std::io::Error> for Finding {
+    fn from(error: std::io::Error) -> Self {
+        Self::unknown(format!("no memory for the trial: {}", describe(&error)))
+    }
+}
+
+/// A file that did not answer.
+struct Unread {
+    reason: String,
+    fix: Option<String>,
+    is_absent: bool,
+}
+
+impl From<Unread> for Finding {
+    fn from(unread: Unread) -> Self {
+        Self { fix: unread.fix, ..Self::unknown(unread.reason) }
+    }
+}
+
+/// Where the kernel's files are found.
+struct System {
+    root: PathBuf,
+}
+
+impl System {
+    fn path(&self, path: &str) -> PathBuf {
+        self.root.join(path.trim_start_matches('/'))
+    }
+
+    /// The whole text of a kernel file, trimmed.
+    fn read(&self, path: &str) -> Result<String, Unread> {
+        let error = match std::fs::read(self.path(path)) {
+            Ok(bytes) => return Ok(String::from_utf8_lossy(&bytes).trim().to_string()),
+            Err(error) => error,
+        };
+        let mount = if path.starts_with("/proc") { "proc" } else { "sys" };
+        let is_mounted = if mount == "proc" { self.has("/proc/self") } else { self.has("/sys/kernel") };
+        let fix = (!is_mounted).then(|| format!("sudo mount -t {} none /{mount}", mount.replace("sys", "sysfs")));
+        let is_absent = is_mounted && error.kind() == std::io::ErrorKind::NotFound;
+        Err(Unread { reason: format!("cannot read {path}: {}", describe(&error)), fix, is_absent })
+    }
+
+    /// As [`System::read`], for a file that holds one number.
+    fn number(&self, path: &str) -> Result<u64, Unread> {
+        let text = self.read(path)?;
+        text.parse().map_err(|_| Unread {
+            reason: format!("{path} holds no number but {text:?}"),
+            fix: None,
+            is_absent: false,
+        })
+    }
+
+    fn has(&self, path: &str) -> bool {
+        self.path(path).exists()
+    }
+}
+
+/// An error as people look it up: `EPERM (Operation not permitted)`.
+fn describe(error: &std::io::Error) -> String {
+    let text = error.to_string();
+    let Some(errno) = error.raw_os_error() else { return text };
+    let text = text.split(" (os error").next().unwrap_or_default();
+    let name = match errno {
+        libc::EPERM => "EPERM",
+        libc::ENOENT => "ENOENT",
+        libc::EIO => "EIO",
+        libc::ENXIO => "ENXIO",
+        libc::EBADF => "EBADF",
+        libc::EAGAIN => "EAGAIN",
+        libc::ENOMEM => "ENOMEM",
+        libc::EACCES => "EACCES",
+        libc::EFAULT => "EFAULT",
+        libc::EBUSY => "EBUSY",
+        libc::EEXIST => "EEXIST",
+        libc::ENODEV => "ENODEV",
+        libc::ENOTDIR => "ENOTDIR",
+        libc::EINVAL => "EINVAL",
+        libc::ENFILE => "ENFILE",
+        libc::EMFILE => "EMFILE",
+        libc::ENOTTY => "ENOTTY",
+        libc::ENOSPC => "ENOSPC",
+        libc::EROFS => "EROFS",
+        libc::ENOSYS => "ENOSYS",
+        libc::EUSERS => "EUSERS",
+        libc::EOPNOTSUPP => "EOPNOTSUPP",
+        libc::EDQUOT => "EDQUOT",
+        _ => return format!("error {errno} ({text})"),
+    };
+    format!("{name} ({text})")
+}
+
+/// Bytes with a unit, short: `512 MiB`, `23.5 GiB`.
+fn size(bytes: u64) -> String {
+    const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    let exponent = (bytes.max(1).ilog2() / 10) as usize;
+    let value = bytes as f64 / (1u64 << (10 * exponent)) as f64;
+    let number = format!("{value:.1}");
+    format!("{} {}", number.trim_end_matches(".0"), UNITS[exponent])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    /// The table: keys are words and unique, groups stand together, no text is missing or too long to show.
+    #[test]
+    fn rows_are_well_formed() {
+        let mut keys = BTreeSet::new();
+        for feature in table() {
+            let key = feature.key;
+            assert!(keys.insert(key), "{key} twice");
+            assert!(
+                key.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_'),
+                "{key}"
+            );
+            assert!(feature.name.len() <= 28, "{key}: the name is too long for its column");
+            assert!(feature.fix.len() <= 72, "{key}: the fix is too long for a line of 80");
+            assert!(!feature.needed_for.is_empty() && !feature.lost.is_empty(), "{key}");
+            assert!(feature.since.is_empty() || release(feature.since).is_some(), "{key}");
+        }
+        assert!(table().map(|feature| feature.group as u8).is_sorted());
+    }
+
+    /// Here: every row is found out, and rows that lack something say what mends it.
+    #[test]
+    fn this_machine_is_examined() {
+        let report = probe();
+        assert_eq!(report.rows.len(), table().count());
+        assert!(report.is_supported(), "{report:#?}");
+        for row in &report.rows {
+            assert!(!row.found.is_empty(), "{}", row.feature.key);
+            match row.state {
+                State::Available => assert!(row.fix.is_none(), "{row:?}"),
+                State::Limited | State::Missing => assert!(row.fix.is_some(), "{row:?}"),
+                State::Unknown => {}
+            }
+        }
+    }
+
+    /// An empty tree below the root: what can only be read is unknown, with the reason and the command that mounts it.
+    #[test]
+    fn without_kernel_files_rows_are_unknown() {
+        let root = tempfile::tempdir().unwrap();
+        let report = probe_in(root.path());
+        for key in ["thp_enabled", "thp_defrag", "overcommit", "max_map_count", "memory", "swap", "cgroup", "psi"] {
+            let row = report.row(key).unwrap();
+            assert_eq!(row.state, State::Unknown, "{key}");
+            assert!(row.found.contains("ENOENT"), "{key}: {}", row.found);
+            assert!(row.fix.as_ref().is_some_and(|fix| fix.contains("mount")), "{key}");
+        }
+        assert!(report.is_supported());
+    }
+
+    #[test]
+    fn releases_are_read() {
+        assert_eq!(release("6.18.44-generic"), Some((6, 18)));
+        assert_eq!(release("5.15"), Some((5, 15)));
+        assert_eq!(release("unknown"), None);
+    }
+
+    #[test]
+    fn sizes_are_short() {
+        assert_eq!(size(0), "0 B");
+        assert_eq!(size(512 << 20), "512 MiB");
+        assert_eq!(size(47 << 29), "23.5 GiB");
+        assert_eq!(size((100 << 20) - 1), "100 MiB");
+        assert_eq!(size(u64::MAX), "16 EiB");
+    }
+
+    #[test]
+    fn errors_are_named() {
+        assert!(describe(&std::io::Error::from_raw_os_error(libc::EPERM)).starts_with("EPERM ("));
+        assert!(describe(&std::io::Error::from_raw_os_error(libc::EXDEV)).starts_with("error 18 ("));
+    }
+}

@@ -1,0 +1,435 @@
+//! The system calls that are tried. Each undoes what it did before it returns.
+#![allow(unsafe_code)] // system calls
+
+use crate::{mem, moves};
+use std::ffi::{CStr, c_int, c_void};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::path::Path;
+
+pub(super) const BLOCK_BYTES: usize = 2 << 20;
+
+fn check(result: c_int) -> io::Result<()> {
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+fn own(fd: libc::c_long) -> io::Result<OwnedFd> {
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: a descriptor that a system call just made for us.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as c_int) })
+}
+
+/// Release and processor as the kernel names them.
+pub(super) fn kernel_names() -> (String, String) {
+    // SAFETY: plain data, written by uname.
+    let mut names: libc::utsname = unsafe { std::mem::zeroed() };
+    // SAFETY: writes `names`.
+    unsafe { libc::uname(&raw mut names) };
+    let text = |field: &[libc::c_char]| -> String {
+        field.iter().take_while(|c| **c != 0).map(|c| char::from(*c as u8)).collect()
+    };
+    (text(&names.release), text(&names.machine))
+}
+
+/// Blocks of memory to try things on.
+///
+/// # Invariants
+///
+/// `addr..addr + len_bytes` starts at a block, is readable and writable, and
+/// known to this value alone. Bytes are reached through volatile access: the
+/// kernel may take the pages away.
+pub(super) struct Scratch {
+    addr: usize,
+    len_bytes: usize,
+}
+
+impl Scratch {
+    /// Private memory without pages.
+    pub fn new(blocks: usize) -> io::Result<Self> {
+        let len_bytes = blocks * BLOCK_BYTES;
+        Ok(Self { addr: mem::map_sparse(len_bytes, BLOCK_BYTES)?, len_bytes })
+    }
+
+    /// A block of a file in memory without pages.
+    pub fn shared() -> io::Result<Self> {
+        let scratch = Self::new(1)?;
+        // SAFETY: the name is a C string.
+        let fd = own(unsafe { libc::memfd_create(c"pagemill-doctor".as_ptr(), libc::MFD_CLOEXEC) }.into())?;
+        // SAFETY: our own descriptor.
+        check(unsafe { libc::ftruncate(fd.as_raw_fd(), BLOCK_BYTES as libc::off_t) })?;
+        let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
+        let at = scratch.addr as *mut c_void;
+        // SAFETY: replaces memory of `scratch`, which nobody has looked at yet.
+        let mapped = unsafe { libc::mmap(at, BLOCK_BYTES, access, flags, fd.as_raw_fd(), 0) };
+        if mapped == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(scratch) }
+    }
+
+    pub fn addr(&self) -> usize {
+        self.addr
+    }
+
+    pub fn write(&self, offset: usize, byte: u8) {
+        assert!(offset < self.len_bytes);
+        // SAFETY: inside the range, which is ours alone (type invariant).
+        unsafe { ((self.addr + offset) as *mut u8).write_volatile(byte) };
+    }
+
+    pub fn read(&self, offset: usize) -> u8 {
+        assert!(offset < self.len_bytes);
+        // SAFETY: inside the range, which is readable (type invariant).
+        unsafe { ((self.addr + offset) as *const u8).read_volatile() }
+    }
+
+    /// `madvise` on `len_bytes` from the start.
+    pub fn advise(&self, len_bytes: usize, advice: c_int) -> io::Result<()> {
+        assert!(len_bytes <= self.len_bytes);
+        // SAFETY: at most takes pages of memory that is ours alone (type invariant).
+        check(unsafe { libc::madvise(self.addr as *mut c_void, len_bytes, advice) })
+    }
+
+    /// One `process_madvise` on this process for every second of the first `2 * count` OS pages.
+    pub fn advise_batch(&self, count: usize, advice: c_int) -> io::Result<()> {
+        let page = mem::os_page_bytes();
+        assert!(2 * count * page <= self.len_bytes);
+        // SAFETY: makes a descriptor for this process.
+        let fd = own(unsafe { libc::syscall(libc::SYS_pidfd_open, libc::getpid(), 0) })?;
+        let ranges: Vec<libc::iovec> = (0..count)
+            .map(|index| libc::iovec { iov_base: (self.addr + 2 * index * page) as *mut c_void, iov_len: page })
+            .collect();
+        // SAFETY: the ranges lie inside ours (type invariant) and are read only.
+        let advised = unsafe {
+            libc::syscall(libc::SYS_process_madvise, fd.as_raw_fd(), ranges.as_ptr(), ranges.len(), advice, 0)
+        };
+        match advised {
+            bytes if bytes == (count * page) as libc::c_long => Ok(()),
+            bytes if bytes < 0 => Err(io::Error::last_os_error()),
+            bytes => Err(io::Error::other(format!("only {bytes} bytes were taken"))),
+        }
+    }
+
+    /// Whether the kernel can read the byte; asks without raising a signal.
+    pub fn is_readable(&self, offset: usize) -> bool {
+        assert!(offset < self.len_bytes);
+        const NO_SUCH_CHANGE: c_int = -1;
+        let set = (self.addr + offset) as *const c_void;
+        // SAFETY: the set is read first (EFAULT if it cannot be), then the call
+        // is refused (EINVAL): nothing changes. 8 is the kernel's set in bytes.
+        unsafe { libc::syscall(libc::SYS_rt_sigprocmask, NO_SUCH_CHANGE, set, 0usize, 8usize) };
+        io::Error::last_os_error().raw_os_error() != Some(libc::EFAULT)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // SAFETY: ours alone, and not used again.
+        unsafe { mem::unreserve(self.addr, self.len_bytes) };
+    }
+}
+
+/// Moves the second block of `scratch` to the first, which has no page yet.
+pub(super) fn move_second_block(scratch: &Scratch) -> io::Result<()> {
+    let (to, from) = (scratch.addr, scratch.addr + BLOCK_BYTES);
+    assert!(scratch.len_bytes >= 2 * BLOCK_BYTES);
+    // SAFETY: both blocks are private memory of `scratch`, which nobody else knows.
+    match unsafe { moves::move_pages(to, from, BLOCK_BYTES) }? {
+        BLOCK_BYTES => Ok(()),
+        moved => Err(io::Error::other(format!("only {moved} bytes were moved"))),
+    }
+}
+
+/// Runs `trial` in a child process and returns its answer. At most five seconds.
+fn in_child(trial: impl FnOnce() -> u8) -> io::Result<u8> {
+    // SAFETY: the child makes system calls only (the callers' part), then ends without running destructors.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: no memory is touched.
+        unsafe { libc::alarm(5) };
+        let answer = trial();
+        // SAFETY: ends the child.
+        unsafe { libc::_exit(answer.into()) };
+    }
+    if child < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let mut status = 0;
+    // SAFETY: writes `status`.
+    while unsafe { libc::waitpid(child, &raw mut status, 0) } < 0 {
+        let error = io::Error::last_os_error();
+        if error.raw_os_error() != Some(libc::EINTR) {
+            return Err(error);
+        }
+    }
+    if libc::WIFEXITED(status) {
+        Ok(libc::WEXITSTATUS(status) as u8)
+    } else {
+        Err(io::Error::other(format!("the trial was killed by signal {}", libc::WTERMSIG(status))))
+    }
+}
+
+/// For use in a child: allocates nothing.
+fn last_errno() -> u8 {
+    io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO) as u8
+}
+
+fn answered(errno: u8) -> io::Result<()> {
+    if errno == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(errno.into())) }
+}
+
+/// What a child made by `fork` reads at the start of `scratch`.
+pub(super) fn read_in_child(scratch: &Scratch) -> io::Result<u8> {
+    in_child(|| scratch.read(0))
+}
+
+/// Takes real-time priority in a child process, which then ends.
+pub(super) fn take_realtime() -> io::Result<()> {
+    answered(in_child(|| {
+        let lowest = libc::sched_param { sched_priority: 1 };
+        // SAFETY: reads `lowest`.
+        if unsafe { libc::sched_setscheduler(0, libc::SCHED_RR, &raw const lowest) } == 0 { 0 } else { last_errno() }
+    })?)
+}
+
+/// Why a user namespace is of no use here.
+pub(super) enum NoNamespace {
+    /// It cannot be made.
+    Refused(io::Error),
+    /// It can be made, but nothing can be mounted in it.
+    Powerless(io::Error),
+}
+
+/// Mounts a tmpfs in a user and mount namespace of a child process, all of which then end.
+pub(super) fn mount_in_namespace() -> Result<(), NoNamespace> {
+    const IN_MOUNT: u8 = 0x80;
+    let mount = |kind: Option<&CStr>, flags| {
+        let kind = kind.map_or(std::ptr::null(), CStr::as_ptr);
+        // SAFETY: all texts are C strings or null; the mount namespace is the child's own.
+        unsafe { libc::mount(kind, c"/".as_ptr(), kind, flags, std::ptr::null()) }
+    };
+    let answer = in_child(|| {
+        // SAFETY: concerns the child alone, which has one thread.
+        if unsafe { libc::unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWNS) } != 0 {
+            return last_errno() & !IN_MOUNT;
+        }
+        if mount(None, libc::MS_REC | libc::MS_PRIVATE) != 0 || mount(Some(c"tmpfs"), 0) != 0 {
+            return last_errno() | IN_MOUNT;
+        }
+        0
+    });
+    match answer {
+        Ok(0) => Ok(()),
+        Ok(errno) if errno & IN_MOUNT == 0 => Err(NoNamespace::Refused(io::Error::from_raw_os_error(errno.into()))),
+        Ok(errno) => Err(NoNamespace::Powerless(io::Error::from_raw_os_error((errno & !IN_MOUNT).into()))),
+        Err(error) => Err(NoNamespace::Refused(error)),
+    }
+}
+
+/// A userfaultfd: opened for faults of user code alone, which needs no privilege.
+pub(super) struct Userfault {
+    fd: OwnedFd,
+    /// What the kernel offers.
+    pub features: u64,
+}
+
+impl Userfault {
+    const API: libc::c_ulong = 0xC018_AA3F;
+    const REGISTER: libc::c_ulong = 0xC020_AA00;
+    const WRITE_PROTECT: libc::c_ulong = 0xC018_AA06;
+    const POISON: libc::c_ulong = 0xC020_AA08;
+    const MODE_WRITE_PROTECT: u64 = 2;
+
+    /// # Errors
+    ///
+    /// `ENOSYS` or `EPERM` where there is none, `EINVAL` where it lacks `wanted`.
+    pub fn open(wanted: u64) -> io::Result<Self> {
+        const USER_MODE_ONLY: c_int = 1;
+        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | USER_MODE_ONLY;
+        // SAFETY: makes a descriptor, touches no memory.
+        let fd = own(unsafe { libc::syscall(libc::SYS_userfaultfd, flags) })?;
+        let mut handshake = [0xAA, wanted, 0];
+        let mut opened = Self { fd, features: 0 };
+        opened.call(Self::API, &mut handshake)?;
+        opened.features = handshake[1];
+        Ok(opened)
+    }
+
+    fn call<const N: usize>(&self, request: libc::c_ulong, words: &mut [u64; N]) -> io::Result<()> {
+        // The size of the argument is part of the request.
+        assert_eq!(size_of_val(words), (request >> 16 & 0x3FFF) as usize);
+        // SAFETY: reads and writes `words`, as long as the request says; the
+        // ranges in it lie in a `Scratch`, where nobody misses a page.
+        check(unsafe { libc::ioctl(self.fd.as_raw_fd(), request as _, words.as_mut_ptr()) })
+    }
+
+    /// Write-protects the first OS page of `scratch` (until this is dropped).
+    pub fn protect(&self, scratch: &Scratch) -> io::Result<()> {
+        let (start, len) = (scratch.addr as u64, mem::os_page_bytes() as u64);
+        self.call(Self::REGISTER, &mut [start, len, Self::MODE_WRITE_PROTECT, 0])?;
+        self.call(Self::WRITE_PROTECT, &mut [start, len, 1])
+    }
+
+    /// Makes the first OS page of `scratch`, which has no page, raise SIGBUS.
+    pub fn poison(&self, scratch: &Scratch) -> io::Result<()> {
+        let (start, len) = (scratch.addr as u64, mem::os_page_bytes() as u64);
+        self.call(Self::REGISTER, &mut [start, len, Self::MODE_WRITE_PROTECT, 0])?;
+        self.call(Self::POISON, &mut [start, len, 0, 0])
+    }
+}
+
+/// Waits on a word that has another value already.
+pub(super) fn wait_on_words() -> io::Result<()> {
+    #[repr(C)]
+    struct Waiter {
+        value: u64,
+        word: u64,
+        flags: u32,
+        reserved: u32,
+    }
+    const SIZE_U32: u32 = 2;
+    let word = 0u32;
+    let flags = SIZE_U32 | libc::FUTEX_PRIVATE_FLAG as u32;
+    let waiter = Waiter { value: 1, word: (&raw const word).addr() as u64, flags, reserved: 0 };
+    // SAFETY: reads `waiter` and `word`, both alive; returns at once, since the values differ.
+    let result = unsafe { libc::syscall(libc::SYS_futex_waitv, &raw const waiter, 1, 0, 0usize, 0) };
+    let error = io::Error::last_os_error();
+    if result >= 0 || error.raw_os_error() == Some(libc::EAGAIN) { Ok(()) } else { Err(error) }
+}
+
+/// Whether this process was forbidden huge pages (`PR_SET_THP_DISABLE`, inherited from a parent).
+pub(super) fn is_huge_forbidden() -> io::Result<bool> {
+    // SAFETY: only asks.
+    let answer = unsafe { libc::prctl(libc::PR_GET_THP_DISABLE, 0, 0, 0, 0) };
+    if answer < 0 { Err(io::Error::last_os_error()) } else { Ok(answer & 1 == 1) }
+}
+
+/// A limit on this process.
+#[derive(Clone, Copy)]
+pub(super) enum Resource {
+    AddressSpace,
+    Data,
+    Locked,
+    RealTime,
+}
+
+/// The soft limit, and the hard one up to which it may be raised; `None` for no limit.
+pub(super) fn resource_limit(which: Resource) -> io::Result<(Option<u64>, Option<u64>)> {
+    let resource = match which {
+        Resource::AddressSpace => libc::RLIMIT_AS,
+        Resource::Data => libc::RLIMIT_DATA,
+        Resource::Locked => libc::RLIMIT_MEMLOCK,
+        Resource::RealTime => libc::RLIMIT_RTPRIO,
+    };
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: writes `limit`.
+    check(unsafe { libc::getrlimit(resource, &raw mut limit) })?;
+    let known = |value| (value != libc::RLIM_INFINITY).then_some(value);
+    Ok((known(limit.rlim_cur), known(limit.rlim_max)))
+}
+
+/// Reserves address space and gives it back.
+pub(super) fn reserve(len_bytes: usize) -> io::Result<()> {
+    let addr = mem::reserve(len_bytes, BLOCK_BYTES, 0)?;
+    // SAFETY: made above, known to nobody.
+    unsafe { mem::unreserve(addr, len_bytes) };
+    Ok(())
+}
+
+/// Locks `len_bytes` that have no pages, which counts as if they had.
+pub(super) fn lock_memory(len_bytes: usize) -> io::Result<()> {
+    let scratch = Scratch::new(len_bytes.div_ceil(BLOCK_BYTES))?;
+    // SAFETY: locks memory of `scratch`; dropping that unlocks it.
+    check(unsafe { libc::mlock2(scratch.addr as *const c_void, len_bytes, libc::MLOCK_ONFAULT as _) })
+}
+
+/// Makes an io_uring of one entry.
+pub(super) fn make_ring() -> io::Result<()> {
+    let mut parameters = [0u32; 30];
+    // SAFETY: writes the 120 bytes of `parameters`.
+    own(unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) }).map(drop)
+}
+
+/// Makes a fanotify group without privileges; returns whether it may watch a whole file system too.
+pub(super) fn watch_files(folder: &CStr) -> io::Result<bool> {
+    let flags = libc::FAN_CLASS_NOTIF | libc::FAN_CLOEXEC | libc::FAN_NONBLOCK | libc::FAN_REPORT_FID;
+    // SAFETY: makes a descriptor.
+    let fd = own(unsafe { libc::fanotify_init(flags, libc::O_RDONLY as u32) }.into())?;
+    let flags = libc::FAN_MARK_ADD | libc::FAN_MARK_FILESYSTEM;
+    // SAFETY: `folder` is a C string; the mark goes with the descriptor.
+    let marked =
+        unsafe { libc::fanotify_mark(fd.as_raw_fd(), flags, libc::FAN_CREATE, libc::AT_FDCWD, folder.as_ptr()) };
+    Ok(marked == 0)
+}
+
+/// Whether a file there can be made, written and executed from memory.
+pub(super) enum Folder {
+    /// All of it.
+    Usable,
+    /// It can be made, not executed.
+    NotExecutable(io::Error),
+}
+
+/// Makes a file in `folder`, maps it as code, removes it.
+pub(super) fn try_folder(folder: &Path) -> io::Result<Folder> {
+    let path = folder.join(format!(".pagemill-doctor-{}-{:x}", std::process::id(), crate::clock::fine_ns()));
+    let file = File::options().read(true).write(true).create_new(true).open(&path)?;
+    let written = file.set_len(4096).and_then(|()| io::Write::write_all(&mut &file, b"pagemill"));
+    let mapped = map_as_code(&file);
+    std::fs::remove_file(&path)?;
+    written?;
+    Ok(mapped.map_or_else(Folder::NotExecutable, |()| Folder::Usable))
+}
+
+fn map_as_code(file: &File) -> io::Result<()> {
+    let access = libc::PROT_READ | libc::PROT_EXEC;
+    // SAFETY: a new mapping that nobody jumps into.
+    let addr = unsafe { libc::mmap(std::ptr::null_mut(), 4096, access, libc::MAP_PRIVATE, file.as_raw_fd(), 0) };
+    if addr == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: made above, known to nobody.
+    check(unsafe { libc::munmap(addr, 4096) })
+}
+
+/// Whether this process may write to the path (asked, not done).
+pub(super) fn may_write(path: &Path) -> io::Result<()> {
+    let path = std::ffi::CString::new(path.as_os_str().as_encoded_bytes())?;
+    // SAFETY: `path` is a C string.
+    check(unsafe { libc::faccessat(libc::AT_FDCWD, path.as_ptr(), libc::W_OK, libc::AT_EACCESS) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A page without access cannot be read; the question raises no signal.
+    #[test]
+    fn readability_is_asked_without_a_signal() {
+        let scratch = Scratch::new(1).unwrap();
+        assert!(scratch.is_readable(0));
+        // SAFETY: memory of `scratch`, which nobody looks at.
+        check(unsafe { libc::mprotect(scratch.addr as *mut c_void, BLOCK_BYTES, libc::PROT_NONE) }).unwrap();
+        assert!(!scratch.is_readable(0));
+    }
+
+    #[test]
+    fn children_answer_and_die() {
+        assert_eq!(in_child(|| 7).unwrap(), 7);
+        let killed = in_child(|| {
+            // SAFETY: ends the child.
+            unsafe { libc::raise(libc::SIGKILL) };
+            0
+        });
+        assert!(killed.unwrap_err().to_string().contains("signal 9"));
+    }
+
+    /// A folder is left as it was.
+    #[test]
+    fn folders_are_left_clean() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(try_folder(folder.path()).is_ok());
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        assert!(try_folder(&folder.path().join("none")).is_err());
+    }
+}

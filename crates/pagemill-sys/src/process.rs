@@ -1,0 +1,151 @@
+//! Who a process is and what it holds: numbers from `/proc`, without allocating.
+#![allow(unsafe_code)] // getpid, kill, abort
+
+use crate::file::{self, Path};
+use crate::mem;
+
+/// A process for all time: its id and the clock tick it started at (ids are used again, pairs are not).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct Identity {
+    pub pid: u32,
+    /// Clock ticks after boot; 0 where `/proc` does not tell.
+    pub start_ticks: u64,
+}
+
+/// This process's id.
+pub fn id() -> u32 {
+    // SAFETY: no arguments.
+    unsafe { libc::getpid() as u32 }
+}
+
+/// The effective user's id.
+pub fn user_id() -> u32 {
+    // SAFETY: no arguments.
+    unsafe { libc::geteuid() }
+}
+
+/// Ends this process by `SIGABRT`.
+pub fn abort() -> ! {
+    // SAFETY: no arguments.
+    unsafe { libc::abort() }
+}
+
+/// Fields of `/proc/PID/stat` from the state on (field 3 is index 0), and the name.
+fn stat_fields(pid: u32, buffer: &mut [u8; 1024]) -> Option<(&str, &str)> {
+    let path = if pid == id() {
+        // By name, not number: in a namespace of its own this process may have another number in this /proc.
+        Path::format(format_args!("/proc/self/stat"))?
+    } else {
+        Path::format(format_args!("/proc/{pid}/stat"))?
+    };
+    let text = std::str::from_utf8(file::read(path.as_c_str(), buffer).ok()?).ok()?;
+    // The name stands in parentheses and may itself hold any character.
+    let (open, close) = (text.find('(')?, text.rfind(')')?);
+    Some((text.get(open + 1..close)?, text.get(close + 2..)?))
+}
+
+/// The identity of a running process; `None` if there is none, or it is a zombie.
+pub fn identity(pid: u32) -> Option<Identity> {
+    let mut buffer = [0; 1024];
+    let (_, fields) = stat_fields(pid, &mut buffer)?;
+    let mut fields = fields.split(' ');
+    if matches!(fields.next()?, "Z" | "X") {
+        return None;
+    }
+    Some(Identity { pid, start_ticks: fields.nth(18)?.parse().ok()? })
+}
+
+/// The identity of this process.
+pub fn own_identity() -> Identity {
+    identity(id()).unwrap_or(Identity { pid: id(), start_ticks: 0 })
+}
+
+/// Whether the process is still that process. Where `/proc` is missing, whether the id is in use.
+pub fn is_alive(who: Identity) -> bool {
+    match identity(who.pid) {
+        Some(now) => who.start_ticks == 0 || now.start_ticks == who.start_ticks,
+        // SAFETY: signal 0 only asks.
+        None => !has_proc() && unsafe { libc::kill(who.pid as i32, 0) == 0 },
+    }
+}
+
+/// Whether `/proc` is mounted.
+pub fn has_proc() -> bool {
+    identity(id()).is_some()
+}
+
+/// The name of a process, at most 15 bytes, as the kernel keeps it.
+pub fn name(pid: u32) -> [u8; 16] {
+    let mut buffer = [0; 1024];
+    let mut name = [0; 16];
+    if let Some((text, _)) = stat_fields(pid, &mut buffer) {
+        for (to, from) in name.iter_mut().take(15).zip(text.bytes()) {
+            *to = from;
+        }
+    }
+    name
+}
+
+/// Bytes of a process that are resident now (files it maps included); `None` without `/proc`.
+pub fn resident_bytes(pid: u32) -> Option<u64> {
+    let mut buffer = [0; 256];
+    let path = Path::format(format_args!("/proc/{pid}/statm"))?;
+    let text = std::str::from_utf8(file::read(path.as_c_str(), &mut buffer).ok()?).ok()?;
+    let pages: u64 = text.split(' ').nth(1)?.parse().ok()?;
+    Some(pages * mem::os_page_bytes() as u64)
+}
+
+/// Number of CPUs this process may run on, at least 1.
+pub fn cpu_count() -> usize {
+    // SAFETY: plain data, written by the call.
+    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    // SAFETY: writes at most the size given.
+    let known = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &raw mut set) } == 0;
+    // SAFETY: counts bits of `set`.
+    if known { (unsafe { libc::CPU_COUNT(&set) } as usize).max(1) } else { 1 }
+}
+
+/// Most bytes of address space this process may have (`RLIMIT_AS`); `None` for no limit.
+pub fn address_space_limit() -> Option<usize> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: writes `limit`.
+    let known = unsafe { libc::getrlimit(libc::RLIMIT_AS, &raw mut limit) } == 0;
+    (known && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur as usize)
+}
+
+/// A random number, from the kernel if it has one ready.
+pub fn random_u64() -> u64 {
+    let mut bytes = [0u8; 8];
+    // SAFETY: writes at most 8 bytes into `bytes`.
+    let count = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), libc::GRND_NONBLOCK) };
+    if count == 8 { u64::from_ne_bytes(bytes) } else { crate::clock::fine_ns().wrapping_mul(0x9E37_79B9_7F4A_7C15) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_process_is_alive_and_named() {
+        let own = own_identity();
+        assert!(own.start_ticks > 0);
+        assert!(is_alive(own));
+        assert!(!is_alive(Identity { start_ticks: own.start_ticks + 1, ..own }));
+        assert_ne!(name(own.pid)[0], 0);
+        assert!(resident_bytes(own.pid).unwrap() > 0);
+    }
+
+    /// A process that has ended is not alive, not even before its parent took notice.
+    #[test]
+    fn a_zombie_is_not_alive() {
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let who = identity(child.id());
+        while identity(child.id()).is_some() {
+            std::thread::yield_now();
+        }
+        if let Some(who) = who {
+            assert!(!is_alive(who));
+        }
+        child.wait().unwrap();
+    }
+}

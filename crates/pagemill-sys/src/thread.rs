@@ -1,0 +1,68 @@
+//! A helper thread that the program does not notice: detached, all signals blocked, named.
+#![allow(unsafe_code)] // pthreads
+
+use std::ffi::{CStr, c_void};
+use std::io;
+use std::ptr;
+
+/// Starts `main` on a thread of its own with a 256 KiB stack. It is never joined.
+///
+/// Call it outside every lock: the C library allocates for a new thread.
+///
+/// # Errors
+///
+/// What `pthread_create` says, `EAGAIN` above all.
+pub fn spawn(name: &CStr, main: extern "C" fn(*mut c_void) -> *mut c_void) -> io::Result<()> {
+    const STACK_BYTES: usize = 256 << 10;
+    // SAFETY: attributes and signal sets are plain data initialised by the calls
+    // before they are read; the mask of this thread is restored before returning.
+    unsafe {
+        let mut attributes: libc::pthread_attr_t = std::mem::zeroed();
+        libc::pthread_attr_init(&raw mut attributes);
+        libc::pthread_attr_setdetachstate(&raw mut attributes, libc::PTHREAD_CREATE_DETACHED);
+        libc::pthread_attr_setstacksize(&raw mut attributes, STACK_BYTES);
+        let (mut all, mut before): (libc::sigset_t, libc::sigset_t) = (std::mem::zeroed(), std::mem::zeroed());
+        libc::sigfillset(&raw mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
+        let mut thread: libc::pthread_t = std::mem::zeroed();
+        let result = libc::pthread_create(&raw mut thread, &raw const attributes, main, ptr::null_mut());
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, ptr::null_mut());
+        libc::pthread_attr_destroy(&raw mut attributes);
+        if result != 0 {
+            return Err(io::Error::from_raw_os_error(result));
+        }
+        libc::pthread_setname_np(thread, name.as_ptr());
+    }
+    Ok(())
+}
+
+/// Registers what happens around `fork` in the forking thread.
+///
+/// # Errors
+///
+/// `ENOMEM`.
+pub fn at_fork(prepare: extern "C" fn(), parent: extern "C" fn(), child: extern "C" fn()) -> io::Result<()> {
+    // SAFETY: the functions live as long as the program (the library is linked `nodelete`).
+    let result = unsafe { libc::pthread_atfork(Some(wrap(prepare)), Some(wrap(parent)), Some(wrap(child))) };
+    if result == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(result)) }
+}
+
+fn wrap(function: extern "C" fn()) -> unsafe extern "C" fn() {
+    function
+}
+
+/// Lets another thread run.
+pub fn yield_now() {
+    // SAFETY: no arguments.
+    unsafe { libc::sched_yield() };
+}
+
+/// Waits a moment (50 us and what the timer adds) for a thread that may have a lower priority than this one.
+pub fn pause() {
+    // SAFETY: no arguments.
+    unsafe { libc::sched_yield() };
+    let moment = libc::timespec { tv_sec: 0, tv_nsec: 50_000 };
+    // A plain system call, not a point where a thread can be cancelled.
+    // SAFETY: reads `moment`.
+    unsafe { libc::syscall(libc::SYS_nanosleep, &raw const moment, std::ptr::null_mut::<libc::timespec>()) };
+}

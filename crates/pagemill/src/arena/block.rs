@@ -1,0 +1,147 @@
+//! The state word of a block: what is behind it, how much of that is charged, which node it came from.
+//!
+//! One word per block of reserved address space, found by arithmetic. A bit of
+//! it is the block's lock, held while pages come or go. A lock left behind by
+//! a thread that `fork` did not copy carries an older generation and is void;
+//! so are charges of the parent.
+
+use super::Generation;
+use crate::units::os_pages_per_block;
+use pagemill_sys::thread;
+use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+
+/// What is behind a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Backing {
+    /// No page: reads zero.
+    Empty = 0,
+    /// Open to the program; the kernel brings pages in on touch, we count them when measuring.
+    Lazy = 1,
+    /// Pages brought in unit by unit (extents of the small allocator).
+    Small = 2,
+    /// One huge page, or all OS pages of the block at once.
+    Huge = 3,
+}
+
+/// The unpacked word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct State {
+    pub backing: Backing,
+    /// OS pages charged to the account.
+    pub charged_pages: u32,
+    /// Brought in before `fork`: shared with the parent, charged and lent there, never measured here.
+    pub is_inherited: bool,
+}
+
+const LOCKED: u64 = 1 << 2;
+const INHERITED: u64 = 1 << 3;
+const GENERATION_SHIFT: u32 = 16;
+const CHARGED_SHIFT: u32 = 32;
+
+impl State {
+    pub const EMPTY: Self = Self { backing: Backing::Empty, charged_pages: 0, is_inherited: false };
+    /// Open to be touched, nothing known of it.
+    pub const LENT: Self = Self { backing: Backing::Lazy, charged_pages: 0, is_inherited: false };
+
+    pub fn huge() -> Self {
+        Self { backing: Backing::Huge, charged_pages: os_pages_per_block() as u32, is_inherited: false }
+    }
+
+    fn pack(self, generation: u16) -> u64 {
+        self.backing as u64
+            | (u64::from(self.is_inherited) * INHERITED)
+            | u64::from(generation) << GENERATION_SHIFT
+            | u64::from(self.charged_pages) << CHARGED_SHIFT
+    }
+
+    /// Of a word of another generation only the backing counts.
+    fn unpack(word: u64, generation: u16) -> Self {
+        let backing = match word & 3 {
+            0 => Backing::Empty,
+            1 => Backing::Lazy,
+            2 => Backing::Small,
+            _ => Backing::Huge,
+        };
+        let is_ours = (word >> GENERATION_SHIFT) as u16 == generation;
+        Self {
+            backing,
+            charged_pages: if is_ours { (word >> CHARGED_SHIFT) as u32 & 0xFFFF } else { 0 },
+            is_inherited: backing != Backing::Empty && (!is_ours || word & INHERITED != 0),
+        }
+    }
+}
+
+/// The word itself.
+#[repr(transparent)]
+pub(crate) struct Word(AtomicU64);
+
+impl Word {
+    #[cfg(test)]
+    pub const fn new() -> Self {
+        Self(AtomicU64::new(0))
+    }
+
+    /// The backing now; may have changed when it is looked at.
+    #[inline]
+    pub fn peek(&self, generation: &Generation) -> State {
+        State::unpack(self.0.load(Acquire), generation.get())
+    }
+
+    /// Takes the block's lock, or says that another thread has it.
+    pub fn try_lock<'word>(&'word self, generation: &Generation) -> Option<Locked<'word>> {
+        let generation = generation.get();
+        let word = self.0.load(Relaxed);
+        if word & LOCKED != 0 && (word >> GENERATION_SHIFT) as u16 == generation {
+            return None;
+        }
+        let state = State::unpack(word, generation);
+        self.0.compare_exchange(word, state.pack(generation) | LOCKED, Acquire, Relaxed).is_ok().then_some(Locked {
+            word: self,
+            generation,
+            state,
+        })
+    }
+
+    /// Takes the block's lock. Holders work for some hundred microseconds at most, so waiters yield.
+    pub fn lock<'word>(&'word self, generation: &Generation) -> Locked<'word> {
+        loop {
+            if let Some(locked) = self.try_lock(generation) {
+                return locked;
+            }
+            thread::pause();
+        }
+    }
+}
+
+/// A locked block: changes of `state` are stored when it is dropped.
+pub(crate) struct Locked<'word> {
+    word: &'word Word,
+    generation: u16,
+    pub state: State,
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        self.word.0.store(self.state.pack(self.generation), Release);
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_of_an_older_generation_is_void() {
+        let (word, generation) = (Word::new(), Generation::default());
+        let mut locked = word.lock(&generation);
+        locked.state = State::huge();
+        drop(locked);
+        let held = word.lock(&generation);
+        assert!(word.try_lock(&generation).is_none());
+        std::mem::forget(held); // the thread that held it was not copied by fork
+        generation.advance();
+        let locked = word.try_lock(&generation).expect("void lock");
+        assert_eq!(locked.state, State { backing: Backing::Huge, charged_pages: 0, is_inherited: true });
+    }
+}

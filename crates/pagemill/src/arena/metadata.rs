@@ -1,0 +1,116 @@
+//! Memory for metadata: out of line, sparse, found by index, never from the global allocator.
+#![allow(unsafe_code)] // tables in memory mapped by hand
+
+use crate::error::{Error, Result};
+use crate::units::{BLOCK_BYTES, os_page_bytes};
+use pagemill_sys::mem;
+use std::marker::PhantomData;
+
+/// A table of `T`, all zero bits at first, touched only where it is used.
+///
+/// It begins as reserved addresses and is opened as the blocks it describes are
+/// given out: gigabytes of it that nobody uses would else be brought in by a
+/// program's `mlockall`, and count against strict commit limits.
+///
+/// # Invariants
+///
+/// `base` starts `len * size_of::<T>()` reserved bytes that are never unmapped;
+/// entries are used only after [`Table::open`]. `T` is made of atomics only, so
+/// that zero bits are a value and `&T` suffices.
+pub(crate) struct Table<T> {
+    base: usize,
+    len: usize,
+    _entries: PhantomData<T>,
+}
+
+/// Types that a [`Table`] may hold.
+///
+/// # Safety
+///
+/// Zero bits are a valid value, the type needs no drop, and it is `Sync`.
+pub(crate) unsafe trait Zeroed: Sync {}
+
+// SAFETY: one atomic word.
+unsafe impl Zeroed for super::block::Word {}
+// SAFETY: atomic words.
+unsafe impl Zeroed for super::extents::Maps {}
+// SAFETY: an atomic integer.
+unsafe impl Zeroed for std::sync::atomic::AtomicU32 {}
+// SAFETY: an atomic integer.
+unsafe impl Zeroed for std::sync::atomic::AtomicU64 {}
+
+impl<T: Zeroed> Table<T> {
+    pub fn new(len: usize) -> Result<Self> {
+        let bytes = (len * size_of::<T>()).next_multiple_of(BLOCK_BYTES);
+        let base = mem::reserve(bytes, BLOCK_BYTES, 0).map_err(Error::system("reserving metadata"))?;
+        Ok(Self { base, len, _entries: PhantomData })
+    }
+
+    /// A table that is open as a whole.
+    pub fn new_open(len: usize) -> Result<Self> {
+        let table = Self::new(len)?;
+        table.open(0, 0, len)?;
+        Ok(table)
+    }
+
+    /// Opens the entries from `next` to `end`, of a run that begins at `first` and is open up to `next`.
+    ///
+    /// In steps of 1 MiB, so mostly it does nothing.
+    pub fn open(&self, first: usize, next: usize, end: usize) -> Result<()> {
+        const STEP_BYTES: usize = 1 << 20;
+        let (from, to) = (self.base + next * size_of::<T>(), self.base + end * size_of::<T>());
+        let from = if next == first { from & !(STEP_BYTES - 1) } else { from.next_multiple_of(STEP_BYTES) };
+        let to = to.next_multiple_of(STEP_BYTES);
+        if from < to {
+            // SAFETY: inside the reservation: its length is a multiple of the step.
+            unsafe { mem::open(from, to - from) }.map_err(Error::system("opening metadata"))?;
+        }
+        Ok(())
+    }
+
+    #[inline]
+    pub fn get(&self, index: usize) -> &T {
+        assert!(index < self.len);
+        // SAFETY: in range as asserted; the type invariant covers the rest.
+        unsafe { &*((self.base + index * size_of::<T>()) as *const T) }
+    }
+
+    /// From here on new parts of the table may come as huge pages.
+    pub fn allow_huge(&self) {
+        mem::allow_huge(self.base, (self.len * size_of::<T>()).next_multiple_of(BLOCK_BYTES));
+    }
+
+    /// Bytes resident behind `count` entries from `first` on.
+    pub fn resident_bytes(&self, first: usize, count: usize) -> u64 {
+        let page = os_page_bytes();
+        let start = (self.base + first * size_of::<T>()) & !(page - 1);
+        let end = (self.base + (first + count) * size_of::<T>()).next_multiple_of(page);
+        let (mut at, mut pages) = (start, 0);
+        let mut buffer = [0u8; 1024];
+        while at < end {
+            let len = (end - at).min(buffer.len() * page);
+            if mem::resident(at, len, &mut buffer).is_ok() {
+                pages += buffer[..len / page].iter().filter(|page| **page & 1 == 1).count();
+            }
+            at += len;
+        }
+        (pages * page) as u64
+    }
+}
+
+/// Puts a value where it stays for the life of the process, without the global allocator.
+///
+/// # Errors
+///
+/// [`Error::System`] if no page can be mapped.
+pub(crate) fn place<T: Sync>(value: T) -> Result<&'static T> {
+    let bytes = size_of::<T>().next_multiple_of(os_page_bytes());
+    let addr =
+        mem::map_sparse(bytes, align_of::<T>().max(os_page_bytes())).map_err(Error::system("mapping metadata"))?;
+    let at = addr as *mut T;
+    // SAFETY: fresh memory, large and aligned enough, ours alone; written once, then only shared.
+    unsafe {
+        at.write(value);
+        Ok(&*at)
+    }
+}

@@ -1,0 +1,43 @@
+//! Memory nodes: real ones with a memory policy, or logical ones to try node code on one real node.
+
+use pagemill_sys::numa;
+
+/// The nodes that blocks are told apart by.
+#[derive(Clone, Copy, Debug)]
+pub struct Nodes {
+    count: usize,
+    are_real: bool,
+}
+
+impl Nodes {
+    /// The nodes of this machine.
+    pub fn real() -> Self {
+        Self { count: numa::node_count(), are_real: true }
+    }
+
+    /// `count` nodes without a place of their own; a thread's node follows from its CPU.
+    pub fn logical(count: usize) -> Self {
+        Self { count: count.clamp(1, numa::MAX_NODES), are_real: false }
+    }
+
+    pub fn count(self) -> usize {
+        self.count
+    }
+
+    /// The node this thread's memory should come from.
+    #[inline]
+    pub fn current(self) -> usize {
+        if self.count == 1 {
+            return 0;
+        }
+        let (cpu, node) = numa::current();
+        if self.are_real { node.min(self.count - 1) } else { cpu % self.count }
+    }
+
+    /// Lets pages of the range come from `node` where nodes are real. A refusal leaves the kernel's choice.
+    pub(crate) fn bind(self, addr: usize, len_bytes: usize, node: usize) {
+        if self.count > 1 && self.are_real {
+            let _ = numa::prefer(addr, len_bytes, node);
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! What the world can do wrong, with the numbers.
+
+use crate::units::Bytes;
+use std::fmt;
+use std::io;
+
+/// Why an operation could not be done.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Error {
+    /// Not admitted, even after reclaim.
+    NoMemory { wanted_bytes: u64, used_bytes: u64, limit_bytes: u64 },
+    /// The addresses reserved for this use are all taken.
+    NoAddresses { wanted_bytes: u64 },
+    /// The alignment is no power of two, or too large.
+    BadAlignment { align_bytes: usize },
+    /// The kernel refused what it was asked for.
+    System { doing: &'static str, cause: io::Error },
+    /// The address was never handed out, or lies inside of what was.
+    NotAllocated { addr: usize },
+    /// The allocation at this address has been freed already.
+    FreedBefore { addr: usize, len_bytes: usize },
+}
+
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl Error {
+    /// The system's number for this error, as the C ABI reports it.
+    pub fn errno(&self) -> i32 {
+        const ENOMEM: i32 = 12;
+        const EINVAL: i32 = 22;
+        match self {
+            Self::NoMemory { .. } | Self::NoAddresses { .. } => ENOMEM,
+            Self::BadAlignment { .. } | Self::NotAllocated { .. } | Self::FreedBefore { .. } => EINVAL,
+            Self::System { cause, .. } => cause.raw_os_error().unwrap_or(ENOMEM),
+        }
+    }
+
+    /// For `map_err`: what was being done when the kernel refused.
+    pub(crate) fn system(doing: &'static str) -> impl FnOnce(io::Error) -> Self {
+        move |cause| Self::System { doing, cause }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoMemory { wanted_bytes, used_bytes, limit_bytes } => write!(
+                f,
+                "no room for {}: {} of {} in use, nothing left to reclaim",
+                Bytes(*wanted_bytes),
+                Bytes(*used_bytes),
+                Bytes(*limit_bytes)
+            ),
+            Self::NoAddresses { wanted_bytes } => {
+                write!(f, "no address space left for {}", Bytes(*wanted_bytes))
+            }
+            Self::BadAlignment { align_bytes } => write!(f, "{align_bytes} is no alignment that can be had"),
+            Self::System { doing, cause } => write!(f, "{doing}: {cause}"),
+            Self::NotAllocated { addr } => write!(f, "{addr:#x} was not handed out by this allocator"),
+            Self::FreedBefore { addr, len_bytes } => {
+                write!(f, "{addr:#x} ({}) is free already", Bytes(*len_bytes as u64))
+            }
+        }
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::System { cause, .. } => Some(cause),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_says_how_much() {
+        let error = Error::NoMemory { wanted_bytes: 2 << 20, used_bytes: 511 << 20, limit_bytes: 512 << 20 };
+        assert_eq!(error.to_string(), "no room for 2 MiB: 511 MiB of 512 MiB in use, nothing left to reclaim");
+        assert_eq!(error.errno(), 12);
+    }
+}

@@ -1,0 +1,498 @@
+//! The heap: slots of 64 KiB and up, handed to a program; free ones are volatile memory.
+//!
+//! A free slot keeps its memory, so the next allocation of its class costs two
+//! compare-and-swaps and no page fault. The memory goes back when somebody
+//! needs it ([`purge`]): the bytes of a free slot may vanish at any moment.
+//!
+//! Lists of free slots are split into shards by CPU, so that threads seldom
+//! meet, and what was freed last is in the cache of the CPU that takes it; there
+//! is no state of a thread, hence nothing to do when one ends. Shards belong to nodes; a slot returns to a
+//! shard of the node it came from.
+//!
+//! Below: `arena`. Above: the malloc front. Locks: carving, purging; neither on
+//! the way of an allocation that finds a free slot.
+#![allow(unsafe_code)] // zeroes and copies slots, gives their memory back
+
+pub(crate) mod class;
+mod purge;
+mod recycle;
+mod resize;
+pub(crate) mod slot;
+
+pub use class::MIN_BYTES;
+
+use crate::arena::block::Backing;
+use crate::arena::{Arena, Context, Table, WASTE_DIVISOR, Zeroed};
+use crate::error::{Error, Result};
+use crate::reclaim::Account;
+use crate::reclaim::helper::Helper;
+use crate::stats::{self, Counter};
+use crate::sync::{Lock, Padded};
+use crate::units::BLOCK_BYTES;
+use class::{Class, GRANULE_BYTES, STEP_BYTES};
+use pagemill_sys::{clock, numa, process, thread};
+use slot::{Bytes, Head, Info, Phase, Slot, Slots};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
+
+/// Largest number of shards per node.
+const MAX_SHARDS: usize = 16;
+
+/// Slots that an allocation puts aside because a purge has them, before it waits.
+const MAX_ASIDE: usize = 8;
+
+/// What is free is published about every so many bytes.
+const PUBLISH_STEP: i64 = 8 << 20;
+
+/// From here on calloc of a used slot takes fresh pages instead of zeroing: they come zeroed, and only where touched.
+const REFRESH_FROM_BYTES: usize = 32 << 20;
+
+/// An allocation from a slot.
+#[derive(Clone, Copy, Debug)]
+pub struct Allocation {
+    pub addr: NonNull<u8>,
+    /// All bytes are known to be zero.
+    pub is_zero: bool,
+}
+
+/// What an allocation is to hold.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Contents {
+    Any,
+    Zero,
+}
+
+/// A slot and where it lies.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    number: u32,
+    addr: usize,
+    class: Class,
+    node: usize,
+}
+
+/// # Invariants
+///
+/// The bytes of a slot belong to whoever brought its state word to *Live*
+/// (until it is freed) or to *Purging* (until it is restored), and to nobody
+/// else. A slot's bytes lie in the heap zone and overlap no other slot's.
+pub struct Heap {
+    arena: &'static Arena,
+    account: &'static Account,
+    helper: &'static Helper,
+    slots: Table<Slot>,
+    /// Free lists, by shard and class.
+    heads: Table<AtomicU64>,
+    /// Next address to carve and end of the span, by node and class. Guarded by `carving`.
+    cursors: Table<AtomicU64>,
+    /// By block of the zone: class plus one where a span starts.
+    spans: Table<AtomicU32>,
+    carving: Lock,
+    purging: Lock,
+    /// Resident bytes of free slots, by shard; only the sum has a meaning.
+    free_bytes: [Padded<AtomicI64>; MAX_SHARDS],
+    shards_per_node: usize,
+    /// Whether pages can be moved from slot to slot here; until the first failure.
+    can_refill: AtomicBool,
+}
+
+// SAFETY: atomic words, for which zero bits say: never handed out.
+unsafe impl Zeroed for Slot {}
+
+impl Slots for Heap {
+    #[inline]
+    fn slot(&self, number: u32) -> &Slot {
+        self.slots.get(number as usize)
+    }
+}
+
+/// Coarse time of freeing: ticks of 67 ms, wrapping after 73 minutes.
+fn stamp_now() -> u16 {
+    (clock::coarse_ns() >> 26) as u16
+}
+
+impl Heap {
+    /// # Errors
+    ///
+    /// [`Error::System`] if its metadata cannot be mapped.
+    pub(crate) fn new(arena: &'static Arena, account: &'static Account, helper: &'static Helper) -> Result<Self> {
+        let zone_bytes = arena.heap_len_bytes();
+        let shards_per_node = process::cpu_count().next_power_of_two().min(MAX_SHARDS);
+        let nodes = arena.nodes.count();
+        Ok(Self {
+            arena,
+            account,
+            helper,
+            slots: Table::new(zone_bytes / GRANULE_BYTES)?,
+            heads: Table::new_open(nodes * shards_per_node * class::COUNT)?,
+            cursors: Table::new_open(nodes * class::COUNT * 2)?,
+            spans: Table::new(zone_bytes / BLOCK_BYTES)?,
+            carving: Lock::new(),
+            purging: Lock::new(),
+            free_bytes: Default::default(),
+            shards_per_node,
+            can_refill: AtomicBool::new(true),
+        })
+    }
+
+    /// Whether the address lies where slots are.
+    #[inline]
+    pub fn contains(&self, addr: usize) -> bool {
+        self.arena.heap.contains(addr)
+    }
+
+    /// First address of the zone; everything below is not a slot.
+    pub fn base(&self) -> usize {
+        self.arena.heap.base()
+    }
+
+    #[inline]
+    fn shard_here(&self) -> usize {
+        numa::cpu() & (self.shards_per_node - 1)
+    }
+
+    #[inline]
+    fn head(&self, node: usize, shard: usize, class: Class) -> Head<'_> {
+        Head(self.heads.get((node * self.shards_per_node + shard) * class::COUNT + class.index()))
+    }
+
+    /// Allocates at least `size` bytes at a multiple of `align`, contents unknown unless said.
+    ///
+    /// Cost: two compare-and-swaps where a free slot with memory is found;
+    /// else a huge page fault per 2 MiB, or none at all for slots from 2 MiB up.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoMemory`] over the limit, [`Error::NoAddresses`], [`Error::BadAlignment`].
+    pub fn allocate(&self, size: usize, align: usize) -> Result<Allocation> {
+        self.allocate_with(size, align, Contents::Any)
+    }
+
+    fn allocate_with(&self, size: usize, align: usize, wanted: Contents) -> Result<Allocation> {
+        if !align.is_power_of_two() {
+            return Err(Error::BadAlignment { align_bytes: align });
+        }
+        let class = Class::aligned(size, align).ok_or(Error::NoAddresses { wanted_bytes: size as u64 })?;
+        let node = self.arena.nodes.current();
+        let (place, bytes) = match self.take_free(node, class) {
+            Some(found) => found,
+            None => match self.carve(node, class, size) {
+                Err(Error::NoAddresses { wanted_bytes }) => {
+                    self.take_larger(node, class, align).ok_or(Error::NoAddresses { wanted_bytes })?
+                }
+                carved => carved?,
+            },
+        };
+        self.make_usable(place, bytes)?;
+        let is_refilled = place.class.is_big() && wanted == Contents::Any && bytes.is_zero && self.refill(place, size);
+        let addr = NonNull::new(place.addr as *mut u8).ok_or(Error::NoAddresses { wanted_bytes: size as u64 })?;
+        Ok(Allocation { addr, is_zero: bytes.is_zero && !is_refilled })
+    }
+
+    /// As [`Heap::allocate`], all `size` bytes zero.
+    ///
+    /// # Errors
+    ///
+    /// As [`Heap::allocate`].
+    pub fn allocate_zeroed(&self, size: usize, align: usize) -> Result<NonNull<u8>> {
+        let allocation = self.allocate_with(size, align, Contents::Zero)?;
+        if allocation.is_zero {
+            stats::add(Counter::CallocSkipped, size as u64);
+            if size >= BLOCK_BYTES {
+                self.make_up_for(size as u64);
+            }
+            return Ok(allocation.addr);
+        }
+        if size >= REFRESH_FROM_BYTES {
+            let blocks = size.div_ceil(BLOCK_BYTES);
+            let first = self.arena.block_of(allocation.addr.as_ptr() as usize);
+            // SAFETY: a live slot of whole blocks, just allocated here.
+            unsafe { self.arena.discard(first, blocks) };
+            let is_fresh = (first..first + blocks).all(|block| self.arena.peek(block).backing == Backing::Empty);
+            self.arena.reopen(first, blocks);
+            if is_fresh {
+                stats::add(Counter::CallocSkipped, size as u64);
+                return Ok(allocation.addr);
+            }
+        }
+        // SAFETY: a live slot of at least `size` bytes, just allocated here.
+        unsafe { std::ptr::write_bytes(allocation.addr.as_ptr(), 0, size) };
+        Ok(allocation.addr)
+    }
+
+    /// A free slot of the class: of this CPU's shard, else of the others, this node's first.
+    fn take_free(&self, node: usize, class: Class) -> Option<(Place, Bytes)> {
+        let own = self.shard_here();
+        let shards = 0..self.shards_per_node;
+        for distance in shards.clone() {
+            let shard = (own + distance) & (self.shards_per_node - 1);
+            if let Some(found) = self.take_from(node, shard, own, class) {
+                return Some(found);
+            }
+        }
+        for other in (0..self.arena.nodes.count()).filter(|other| *other != node) {
+            for shard in shards.clone() {
+                if let Some(found) = self.take_from(other, shard, own, class) {
+                    return Some(found);
+                }
+            }
+        }
+        None
+    }
+
+    /// Where addresses have run out: a free slot of a larger class.
+    #[cold]
+    fn take_larger(&self, node: usize, class: Class, align: usize) -> Option<(Place, Bytes)> {
+        let larger = (class.index() + 1..class::COUNT).filter_map(Class::from_index);
+        larger.filter(|class| class.align() >= align).find_map(|class| self.take_free(node, class))
+    }
+
+    /// A free slot of one list that no purge has just now.
+    fn take_from(&self, node: usize, shard: usize, own: usize, class: Class) -> Option<(Place, Bytes)> {
+        let head = self.head(node, shard, class);
+        if head.is_empty() {
+            return None;
+        }
+        let mut aside = [0u32; MAX_ASIDE];
+        let mut aside_count = 0;
+        let mut found = None;
+        while found.is_none() {
+            let Some(number) = head.pop(self) else { break };
+            match self.slot(number).try_allocate() {
+                Some(bytes) => found = Some((number, bytes)),
+                None if aside_count < MAX_ASIDE => {
+                    aside[aside_count] = number;
+                    aside_count += 1;
+                }
+                None => {
+                    // A purge step lasts some hundred microseconds at most for shared blocks.
+                    thread::pause();
+                    head.push(self, number);
+                }
+            }
+        }
+        aside[..aside_count].iter().rev().for_each(|number| head.push(self, *number));
+        let (number, bytes) = found?;
+        let place = self.place(number)?;
+        self.count_free(own, -(self.free_slot_bytes(place, bytes) as i64));
+        Some((place, bytes))
+    }
+
+    /// Resident bytes that a free slot counts for.
+    fn free_slot_bytes(&self, place: Place, bytes: Bytes) -> u64 {
+        if !place.class.is_big() {
+            return if bytes.is_resident { place.class.bytes() as u64 } else { 0 };
+        }
+        let first = self.arena.block_of(place.addr);
+        let blocks = first..first + place.class.span_blocks();
+        blocks.map(|block| Arena::charged_bytes(self.arena.peek(block).charged_pages)).sum()
+    }
+
+    fn count_free(&self, shard: usize, bytes: i64) {
+        if bytes != 0 {
+            self.free_bytes[shard % MAX_SHARDS].0.fetch_add(bytes, Relaxed);
+        }
+    }
+
+    /// Resident bytes of free slots: what a request would give back at once.
+    pub fn free_bytes(&self) -> u64 {
+        self.free_bytes.iter().map(|shard| shard.0.load(Relaxed)).sum::<i64>().max(0) as u64
+    }
+
+    /// A slot that was never handed out.
+    fn carve(&self, node: usize, class: Class, size: usize) -> Result<(Place, Bytes)> {
+        let (addr, span_end) = self.next_carved(node, class)?;
+        let granule = (addr - self.base()) / GRANULE_BYTES;
+        let offset = ((addr - self.base()) % GRANULE_BYTES / STEP_BYTES) as u8;
+        let slot = self.slot(granule as u32);
+        slot.describe(Info { class: class.index() as u8, node: node as u8, offset });
+        while !slot.try_carve() {
+            thread::pause(); // a purge of the block has it for a moment
+        }
+        stats::add(Counter::SlotsFresh, 1);
+        let place = Place { number: granule as u32, addr, class, node };
+        if class.is_big() {
+            self.allow_huge(place, size);
+        } else {
+            self.want_next_block(place, span_end);
+        }
+        Ok((place, Bytes { is_resident: false, is_zero: true }))
+    }
+
+    /// The next address of the class's span, or of a new one, and the end of that span.
+    fn next_carved(&self, node: usize, class: Class) -> Result<(usize, usize)> {
+        let index = (node * class::COUNT + class.index()) * 2;
+        let (next, end) = (self.cursors.get(index), self.cursors.get(index + 1));
+        let _guard = self.carving.lock();
+        if next.load(Relaxed) >= end.load(Relaxed) {
+            let open_metadata = |used: usize, end: usize| {
+                self.slots.open(0, used / GRANULE_BYTES, end / GRANULE_BYTES)?;
+                self.spans.open(0, used / BLOCK_BYTES, end / BLOCK_BYTES)
+            };
+            let (blocks, align_blocks) = (class.span_blocks(), class.span_align_blocks());
+            let start = self.arena.carve(&self.arena.heap, blocks, align_blocks, node, open_metadata)?;
+            let span_block = (start - self.base()) / BLOCK_BYTES;
+            self.spans.get(span_block).store(class.index() as u32 + 1, Relaxed);
+            next.store(start as u64, Relaxed);
+            end.store((start + class.span_blocks() * BLOCK_BYTES) as u64, Relaxed);
+        }
+        Ok((next.fetch_add(class.stride() as u64, Relaxed) as usize, end.load(Relaxed) as usize))
+    }
+
+    /// Fresh big slots: the kernel may answer touches with huge pages, in the last block too if that wastes little.
+    fn allow_huge(&self, place: Place, size: usize) {
+        let whole = size & !(BLOCK_BYTES - 1);
+        let waste = (BLOCK_BYTES - size % BLOCK_BYTES) % BLOCK_BYTES;
+        let len_bytes = if waste * WASTE_DIVISOR as usize <= size { size.next_multiple_of(BLOCK_BYTES) } else { whole };
+        if self.arena.may_take_huge() || size >= 8 * BLOCK_BYTES {
+            self.arena.allow_huge(place.addr, len_bytes);
+        }
+    }
+
+    /// The first slot of a block: the block after it, of the same span, will be wanted soon.
+    fn want_next_block(&self, place: Place, span_end: usize) {
+        let next = (place.addr + BLOCK_BYTES) & !(BLOCK_BYTES - 1);
+        let is_first = place.addr % BLOCK_BYTES < place.class.bytes();
+        if is_first && next < span_end && self.helper.is_running() {
+            self.arena.want_soon(self.arena.block_of(next));
+            self.helper.wake(self.account);
+        }
+    }
+
+    /// Brings in what is not behind the slot yet. On error the slot is free again.
+    fn make_usable(&self, place: Place, bytes: Bytes) -> Result<()> {
+        if bytes.is_resident && !place.class.is_big() {
+            return Ok(());
+        }
+        let (first, last) =
+            (self.arena.block_of(place.addr), self.arena.block_of(place.addr + place.class.bytes() - 1));
+        let part = (place.class.bytes() / (last + 1 - first)) as u64;
+        let result = if place.class.is_big() {
+            self.arena.lend(first, place.class.span_blocks(), Context::Outside)
+        } else {
+            (first..=last).try_for_each(|block| {
+                if self.arena.peek(block).backing == Backing::Empty {
+                    self.make_up_for(BLOCK_BYTES as u64);
+                }
+                self.arena.bring_in(block)?;
+                // Open already, but emptied: its bytes are about to come in without a further question.
+                if self.arena.peek(block).backing == Backing::Lazy { self.arena.budget.expect(part) } else { Ok(()) }
+            })
+        };
+        if result.is_err() {
+            let _ = self.slot(place.number).free(bytes, stamp_now());
+            let shard = self.shard_here();
+            self.count_free(shard, self.free_slot_bytes(place, bytes) as i64);
+            self.head(place.node, shard, place.class).push(self, place.number);
+        } else if !place.class.is_big() {
+            self.arena.populate_pages(place.addr, place.class.bytes());
+        }
+        result
+    }
+
+    fn place(&self, number: u32) -> Option<Place> {
+        let info = self.slot(number).info()?;
+        let addr = self.base() + number as usize * GRANULE_BYTES + usize::from(info.offset) * STEP_BYTES;
+        let class = Class::from_index(usize::from(info.class))?;
+        Some(Place { number, addr, class, node: usize::from(info.node) })
+    }
+
+    /// The slot that starts at `addr`.
+    #[inline]
+    fn find(&self, addr: usize) -> Result<Place> {
+        if !self.contains(addr) || addr - self.base() >= self.arena.heap.used_bytes() {
+            return Err(Error::NotAllocated { addr });
+        }
+        let place = self.place(((addr - self.base()) / GRANULE_BYTES) as u32);
+        place.filter(|place| place.addr == addr).ok_or(Error::NotAllocated { addr })
+    }
+
+    /// The live slot that starts at `addr`.
+    fn find_live(&self, addr: usize) -> Result<Place> {
+        let place = self.find(addr)?;
+        match self.slot(place.number).phase() {
+            Phase::Live => Ok(place),
+            Phase::None => Err(Error::NotAllocated { addr }),
+            Phase::Free | Phase::Purging => Err(Error::FreedBefore { addr, len_bytes: place.class.bytes() }),
+        }
+    }
+
+    /// Bytes that the allocation at `addr` may use.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotAllocated`], [`Error::FreedBefore`].
+    pub fn usable_bytes(&self, addr: usize) -> Result<usize> {
+        Ok(self.find_live(addr)?.class.bytes())
+    }
+
+    /// Frees the allocation at `addr`: its memory stays until somebody needs it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotAllocated`] for an address that was not handed out (or lies
+    /// inside an allocation), [`Error::FreedBefore`] for the second free.
+    /// Nothing changed then.
+    ///
+    /// # Safety
+    ///
+    /// The program does not use the allocation any more.
+    pub unsafe fn free(&self, addr: usize) -> Result<()> {
+        let place = self.find(addr)?;
+        self.free_place(place, Bytes { is_resident: true, is_zero: false })
+    }
+
+    fn free_place(&self, place: Place, bytes: Bytes) -> Result<()> {
+        if place.class.is_big() && self.slot(place.number).phase() == Phase::Live {
+            self.arena.settle(self.arena.block_of(place.addr), place.class.span_blocks());
+        }
+        // Computed while it cannot be allocated again.
+        let shard = self.shard_here();
+        let free_bytes = self.free_slot_bytes(place, bytes) as i64;
+        match self.slot(place.number).free(bytes, stamp_now()) {
+            Ok(()) => {}
+            Err(Phase::None) => return Err(Error::NotAllocated { addr: place.addr }),
+            Err(_) => return Err(Error::FreedBefore { addr: place.addr, len_bytes: place.class.bytes() }),
+        }
+        self.head(place.node, shard, place.class).push(self, place.number);
+        let before = self.free_bytes[shard % MAX_SHARDS].0.fetch_add(free_bytes, Relaxed);
+        if before / PUBLISH_STEP != (before + free_bytes) / PUBLISH_STEP {
+            self.account.publish();
+        }
+        Ok(())
+    }
+
+    /// In a fork child: what is free and charged here, anew; inherited slots count for the parent.
+    pub(crate) fn recount_free(&self) {
+        let mut bytes = 0;
+        self.walk(|span| {
+            for place in (0..span.class.span_slots()).filter_map(|index| self.slot_at(span, index)) {
+                let slot = self.slot(place.number);
+                if slot.phase() == Phase::Free {
+                    bytes += self.free_slot_bytes(place, slot.bytes()) as i64;
+                }
+            }
+            true
+        });
+        self.free_bytes.iter().for_each(|shard| shard.0.store(0, Relaxed));
+        self.free_bytes[0].0.store(bytes, Relaxed);
+    }
+
+    pub(crate) fn acquire_for_fork(&self) {
+        self.purging.acquire();
+        self.carving.acquire();
+    }
+
+    pub(crate) fn release_after_fork(&self) {
+        self.carving.release();
+        self.purging.release();
+    }
+
+    /// Bytes of metadata that are resident.
+    pub fn metadata_bytes(&self) -> u64 {
+        let used = self.arena.heap.used_bytes();
+        self.slots.resident_bytes(0, used / GRANULE_BYTES)
+            + self.spans.resident_bytes(0, used / BLOCK_BYTES)
+            + self.heads.resident_bytes(0, self.arena.nodes.count() * self.shards_per_node * class::COUNT)
+    }
+}

@@ -1,0 +1,361 @@
+//! The state word of a slot, and the lists of free ones.
+//!
+//! ```text
+//!            carve                 free
+//!   None ------------> Live <==============> Free
+//!     ^ \                        allocate    ^  |
+//!     |  \ claim                       restore  | claim
+//!     |   `--------> Purging <------------------'
+//!     `------ restore -'
+//! ```
+//!
+//! Free slots are the first volatile memory: who allocates takes *Free* to
+//! *Live* with one compare-and-swap, and only a purge that has the slot in
+//! *Purging* may throw its bytes away. A slot stays in its list while it is
+//! purged. The lists are last in, first out, so the cold end is purged first
+//! by age. Checked under loom (`cargo test` with `--cfg loom`).
+
+use crate::sync::{Acquire, AtomicU32, AtomicU64, Relaxed, Release};
+
+/// What may be done with a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// Never handed out.
+    None = 0,
+    /// The program has it.
+    Live = 1,
+    /// Free; its bytes may be thrown away.
+    Free = 2,
+    /// A purge is throwing its bytes away.
+    Purging = 3,
+}
+
+/// What is known of a slot's bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub(crate) struct Bytes {
+    /// Memory is behind it (or the kernel puts it there on touch): no need to bring it in.
+    pub is_resident: bool,
+    /// All bytes read zero.
+    pub is_zero: bool,
+}
+
+const PHASE: u64 = 3;
+const RESIDENT: u64 = 1 << 2;
+const ZERO: u64 = 1 << 3;
+const AGE_SHIFT: u32 = 16;
+
+fn pack(phase: Phase, bytes: Bytes, stamp: u16) -> u64 {
+    phase as u64
+        | if bytes.is_resident { RESIDENT } else { 0 }
+        | if bytes.is_zero { ZERO } else { 0 }
+        | u64::from(stamp) << AGE_SHIFT
+}
+
+fn phase(word: u64) -> Phase {
+    match word & PHASE {
+        0 => Phase::None,
+        1 => Phase::Live,
+        2 => Phase::Free,
+        _ => Phase::Purging,
+    }
+}
+
+fn bytes(word: u64) -> Bytes {
+    Bytes { is_resident: word & RESIDENT != 0, is_zero: word & ZERO != 0 }
+}
+
+/// A claimed slot's phase and bytes, to be restored.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Claim(u64);
+
+impl Claim {
+    pub fn phase(self) -> Phase {
+        phase(self.0)
+    }
+
+    pub fn bytes(self) -> Bytes {
+        bytes(self.0)
+    }
+}
+
+/// Out-of-line metadata of one slot: 16 bytes, found by its granule's number.
+#[repr(C)]
+pub(crate) struct Slot {
+    state: AtomicU64,
+    /// Next in the free list: slot number plus one.
+    next: AtomicU32,
+    /// What [`Info`] packs.
+    info: AtomicU32,
+}
+
+/// Which class a slot belongs to, and where in its granule it starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Info {
+    pub class: u8,
+    pub node: u8,
+    /// In steps of 16 KiB.
+    pub offset: u8,
+}
+
+impl Slot {
+    #[cfg(all(test, loom))]
+    pub fn new() -> Self {
+        Self { state: AtomicU64::new(0), next: AtomicU32::new(0), info: AtomicU32::new(0) }
+    }
+
+    pub fn info(&self) -> Option<Info> {
+        let word = self.info.load(Acquire);
+        (word != 0).then_some(Info { class: word as u8, node: (word >> 8) as u8, offset: (word >> 16) as u8 })
+    }
+
+    /// Describes a slot before it is first handed out.
+    pub fn describe(&self, info: Info) {
+        let word = u32::from(info.class) | u32::from(info.node) << 8 | u32::from(info.offset) << 16 | 1 << 31;
+        self.info.store(word, Release);
+    }
+
+    pub fn phase(&self) -> Phase {
+        phase(self.state.load(Acquire))
+    }
+
+    pub fn bytes(&self) -> Bytes {
+        bytes(self.state.load(Acquire))
+    }
+
+    /// Takes a slot that was never handed out. Fails while a purge has it.
+    #[inline]
+    pub fn try_carve(&self) -> bool {
+        let live = pack(Phase::Live, Bytes { is_resident: false, is_zero: true }, 0);
+        self.state.compare_exchange(pack(Phase::None, Bytes::default(), 0), live, Acquire, Relaxed).is_ok()
+    }
+
+    /// Takes a free slot for the program. `None` while a purge has it.
+    #[inline]
+    pub fn try_allocate(&self) -> Option<Bytes> {
+        let mut word = self.state.load(Relaxed);
+        while phase(word) == Phase::Free {
+            let live = pack(Phase::Live, bytes(word), 0);
+            match self.state.compare_exchange(word, live, Acquire, Relaxed) {
+                Ok(_) => return Some(bytes(word)),
+                Err(now) => word = now,
+            }
+        }
+        None
+    }
+
+    /// Ends the program's use. What is known of the bytes is said by the caller. `Err` with the phase if it was not live.
+    #[inline]
+    pub fn free(&self, bytes: Bytes, stamp: u16) -> Result<(), Phase> {
+        let mut word = self.state.load(Relaxed);
+        while phase(word) == Phase::Live {
+            match self.state.compare_exchange(word, pack(Phase::Free, bytes, stamp), Release, Relaxed) {
+                Ok(_) => return Ok(()),
+                Err(now) => word = now,
+            }
+        }
+        Err(phase(word))
+    }
+
+    /// Claims a slot that is free or was never handed out, so that its bytes may be thrown away.
+    pub fn try_claim(&self) -> Option<Claim> {
+        let mut word = self.state.load(Relaxed);
+        while matches!(phase(word), Phase::Free | Phase::None) {
+            match self.state.compare_exchange(word, word | PHASE, Acquire, Relaxed) {
+                Ok(_) => return Some(Claim(word)),
+                Err(now) => word = now,
+            }
+        }
+        None
+    }
+
+    /// Ends a claim: the slot is what it was, with `bytes` known of it.
+    pub fn restore(&self, claim: Claim, bytes: Bytes) {
+        let word = match claim.phase() {
+            Phase::None => claim.0,
+            _ => pack(Phase::Free, bytes, (claim.0 >> AGE_SHIFT) as u16),
+        };
+        self.state.store(word, Release);
+    }
+
+    /// When a free slot was freed.
+    pub fn stamp(&self) -> u16 {
+        (self.state.load(Relaxed) >> AGE_SHIFT) as u16
+    }
+}
+
+/// Where slots are found by number.
+pub(crate) trait Slots {
+    fn slot(&self, number: u32) -> &Slot;
+}
+
+/// The head of a list of free slots: slot number plus one, and a tag against reuse between two looks.
+pub(crate) struct Head<'head>(pub &'head AtomicU64);
+
+impl Head<'_> {
+    /// Puts a slot on top. Only one who has taken it off (or just freed it) may.
+    #[inline]
+    pub fn push(&self, slots: &impl Slots, number: u32) {
+        let mut head = self.0.load(Relaxed);
+        loop {
+            slots.slot(number).next.store(head as u32, Relaxed);
+            let new = u64::from(number + 1) | tag(head);
+            match self.0.compare_exchange_weak(head, new, Release, Relaxed) {
+                Ok(_) => return,
+                Err(now) => head = now,
+            }
+        }
+    }
+
+    /// Takes the slot that was put there last.
+    #[inline]
+    pub fn pop(&self, slots: &impl Slots) -> Option<u32> {
+        let mut head = self.0.load(Acquire);
+        loop {
+            let number = (head as u32).checked_sub(1)?;
+            let next = slots.slot(number).next.load(Relaxed);
+            match self.0.compare_exchange_weak(head, u64::from(next) | tag(head), Acquire, Acquire) {
+                Ok(_) => return Some(number),
+                Err(now) => head = now,
+            }
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0.load(Relaxed) as u32 == 0
+    }
+}
+
+/// The next tag, in its place. It wraps after 2^32 changes between one thread's two looks.
+fn tag(head: u64) -> u64 {
+    ((head >> 32) + 1) << 32
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use super::*;
+    use loom::sync::Arc;
+    use loom::sync::atomic::AtomicUsize;
+    use loom::thread;
+
+    struct Fixture {
+        slots: Vec<Slot>,
+        head: AtomicU64,
+        /// Per slot: who uses its bytes (1 program, 2 purge).
+        users: Vec<AtomicUsize>,
+    }
+
+    impl Slots for Fixture {
+        fn slot(&self, number: u32) -> &Slot {
+            &self.slots[number as usize]
+        }
+    }
+
+    impl Fixture {
+        fn new(count: u32) -> Arc<Self> {
+            let fixture = Self {
+                slots: (0..count).map(|_| Slot::new()).collect(),
+                head: AtomicU64::new(0),
+                users: (0..count).map(|_| AtomicUsize::new(0)).collect(),
+            };
+            for number in 0..count {
+                assert!(fixture.slot(number).try_carve());
+                fixture.slot(number).free(Bytes { is_resident: true, is_zero: false }, 0).unwrap();
+                Head(&fixture.head).push(&fixture, number);
+            }
+            Arc::new(fixture)
+        }
+
+        fn use_bytes(&self, number: u32, user: usize) {
+            assert_eq!(self.users[number as usize].swap(user, Relaxed), 0, "two users of one slot's bytes");
+            assert_eq!(self.users[number as usize].swap(0, Relaxed), user, "two users of one slot's bytes");
+        }
+
+        fn allocate_and_free(&self) {
+            if let Some(number) = Head(&self.head).pop(self) {
+                if self.slot(number).try_allocate().is_some() {
+                    self.use_bytes(number, 1);
+                    self.slot(number).free(Bytes { is_resident: true, is_zero: false }, 1).unwrap();
+                }
+                Head(&self.head).push(self, number);
+            }
+        }
+
+        fn purge(&self, number: u32) {
+            if let Some(claim) = self.slot(number).try_claim() {
+                self.use_bytes(number, 2);
+                self.slot(number).restore(claim, Bytes { is_resident: false, is_zero: true });
+            }
+        }
+
+        fn numbers(&self) -> Vec<u32> {
+            let mut numbers: Vec<u32> = std::iter::from_fn(|| Head(&self.head).pop(self)).collect();
+            numbers.sort_unstable();
+            numbers
+        }
+    }
+
+    /// A purge and an allocation never have the same bytes, and no slot is lost.
+    #[test]
+    fn allocation_and_purge_exclude_each_other() {
+        loom::model(|| {
+            let fixture = Fixture::new(1);
+            let other = fixture.clone();
+            let purge = thread::spawn(move || other.purge(0));
+            fixture.allocate_and_free();
+            purge.join().unwrap();
+            assert_eq!(fixture.numbers(), [0]);
+            assert_eq!(fixture.slot(0).phase(), Phase::Free);
+        });
+    }
+
+    /// Two threads that take and put back: each slot has one user, and all are there afterwards.
+    #[test]
+    fn the_list_loses_and_doubles_nothing() {
+        loom::model(|| {
+            let fixture = Fixture::new(2);
+            let other = fixture.clone();
+            let thread = thread::spawn(move || {
+                other.allocate_and_free();
+                other.allocate_and_free();
+            });
+            fixture.allocate_and_free();
+            thread.join().unwrap();
+            assert_eq!(fixture.numbers(), [0, 1]);
+        });
+    }
+
+    /// Of two frees of one slot exactly one succeeds.
+    #[test]
+    fn a_double_free_is_noticed() {
+        loom::model(|| {
+            let slot = Arc::new(Slot::new());
+            assert!(slot.try_carve());
+            let other = slot.clone();
+            let thread = thread::spawn(move || other.free(Bytes::default(), 0).is_ok());
+            let here = slot.free(Bytes::default(), 0).is_ok();
+            assert!(here ^ thread.join().unwrap());
+        });
+    }
+
+    /// A slot that was never handed out: a purge of its block and its first use exclude each other.
+    #[test]
+    fn carving_and_purge_exclude_each_other() {
+        loom::model(|| {
+            let slot = Arc::new(Slot::new());
+            let user = Arc::new(AtomicUsize::new(0));
+            let (other, other_user) = (slot.clone(), user.clone());
+            let purge = thread::spawn(move || {
+                if let Some(claim) = other.try_claim() {
+                    assert_eq!(other_user.swap(2, Relaxed), 0);
+                    other_user.store(0, Relaxed);
+                    other.restore(claim, Bytes::default());
+                }
+            });
+            if slot.try_carve() {
+                assert_eq!(user.swap(1, Relaxed), 0);
+                user.store(0, Relaxed);
+            }
+            purge.join().unwrap();
+        });
+    }
+}

@@ -1,0 +1,41 @@
+//! Big, fast memory that gives itself back.
+//!
+//! A memory manager in user space for data-heavy Linux programs. Here so far:
+//! the words ([`units`], [`error`], [`stats`], [`trace`]), the [`arena`] of
+//! 2 MiB blocks, the accounting half of [`reclaim`], and the [`heap`], on which
+//! `pagemill run` puts whole programs.
+//!
+//! [`Pagemill`] builds and owns all of it. Layers, from bottom to top: `units`,
+//! `error`, `trace`, `stats`, `sync`; `arena`; `reclaim`; `heap`. A module uses
+//! lower ones only; what lower code needs from above it names as a trait
+//! ([`arena::Budget`], [`reclaim::Shrinker`]).
+
+// Loom's atomics cannot lie in memory mapped by hand: under `--cfg loom` only the slot protocol is built.
+#[cfg(not(loom))]
+pub mod arena;
+#[cfg(not(loom))]
+pub mod error;
+#[cfg(not(loom))]
+pub mod heap;
+#[cfg(not(loom))]
+mod pagemill;
+#[cfg(not(loom))]
+pub mod published;
+#[cfg(not(loom))]
+pub mod reclaim;
+#[cfg(all(loom, test))]
+#[path = "heap/slot.rs"]
+#[allow(dead_code)] // the parts that only the heap uses
+mod slot;
+#[cfg(not(loom))]
+pub mod stats;
+pub mod sync;
+#[cfg(not(loom))]
+pub mod trace;
+#[cfg(not(loom))]
+pub mod units;
+
+#[cfg(not(loom))]
+pub use error::{Error, Result};
+#[cfg(not(loom))]
+pub use pagemill::Pagemill;

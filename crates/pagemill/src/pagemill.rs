@@ -1,0 +1,79 @@
+//! The handle that builds and owns everything of one process.
+
+use crate::arena::{self, Arena, Layout};
+use crate::error::Result;
+use crate::heap::Heap;
+use crate::reclaim::helper::Helper;
+use crate::reclaim::{self, Account};
+use crate::stats::{self, Counter};
+use crate::trace::{self, Event};
+use pagemill_sys::process;
+
+/// Everything of one process, built once and never taken down.
+pub struct Pagemill {
+    pub account: &'static Account,
+    pub arena: &'static Arena,
+    pub heap: &'static Heap,
+    pub helper: &'static Helper,
+}
+
+impl Pagemill {
+    /// Reserves address space and makes the account; no memory becomes resident.
+    ///
+    /// Nothing is allocated from the global allocator, here or later.
+    ///
+    /// # Errors
+    ///
+    /// [`crate::Error::System`] if the address space cannot be had.
+    pub fn new(layout: Layout, limit_bytes: u64) -> Result<&'static Self> {
+        let account: &'static Account = arena::place(Account::new(limit_bytes))?;
+        let arena: &'static Arena = arena::place(Arena::new(layout, account)?)?;
+        let helper: &'static Helper = arena::place(Helper::default())?;
+        let heap: &'static Heap = arena::place(Heap::new(arena, account, helper)?)?;
+        account.register(heap);
+        arena::place(Self { account, arena, heap, helper })
+    }
+
+    /// A small one without a limit, for tests.
+    ///
+    /// # Panics
+    ///
+    /// If the address space cannot be had.
+    pub fn for_test() -> &'static Self {
+        Self::new(Layout::for_test(), reclaim::tree::UNLIMITED).expect("address space for a test")
+    }
+
+    /// Brings the figures that are only known by measuring up to date.
+    pub fn measure(&self) {
+        self.account.measure();
+        stats::set(Counter::Metadata, self.arena.metadata_bytes() + self.heap.metadata_bytes());
+    }
+
+    /// Before `fork`, in the forking thread: waits until no purge and no carving is under way.
+    pub fn before_fork(&self) {
+        self.heap.acquire_for_fork();
+        self.arena.acquire_for_fork();
+    }
+
+    /// After `fork`, in the parent.
+    pub fn after_fork(&self) {
+        self.arena.release_after_fork();
+        self.heap.release_after_fork();
+    }
+
+    /// After `fork`, in the child: releases what [`Pagemill::before_fork`] took; the rest as [`Pagemill::begin_child`].
+    pub fn in_fork_child(&self) {
+        self.after_fork();
+        self.begin_child();
+    }
+
+    /// In a child process: counts, charges and the helper start anew; what is shared with the parent is the parent's.
+    pub fn begin_child(&self) {
+        stats::detach_in_child();
+        let generation = self.arena.forked();
+        self.helper.unclaim();
+        self.heap.recount_free();
+        self.account.forked(process::own_identity());
+        trace::event(Event::Forked, u64::from(process::id()), u64::from(generation));
+    }
+}

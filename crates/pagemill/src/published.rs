@@ -1,0 +1,148 @@
+//! Where processes publish their figures, and how others find and sweep them.
+//!
+//! A process of a `pagemill run` tree publishes into the tree's folder, where
+//! the file stays after its end until `run` has counted it; any other into the
+//! user's folder, where it removes it at exit. Files of processes that were
+//! killed are removed by whoever lists the folder.
+
+use crate::stats::{self, Snapshot};
+use pagemill_sys::file::{self, Path};
+use pagemill_sys::process::{self, Identity};
+use std::ffi::CStr;
+use std::io;
+
+/// Environment variable that names the folder of a process tree.
+pub const TREE_VARIABLE: &CStr = c"PAGEMILL_TREE";
+
+/// Name of the shared page in a tree's folder.
+pub const TREE_FILE: &str = "tree";
+
+/// The user's folder for published figures, made if need be: below `XDG_RUNTIME_DIR`, else `/dev/shm`.
+///
+/// # Errors
+///
+/// What making the folder says; `InvalidInput` for a path that is too long.
+pub fn user_folder() -> io::Result<Path> {
+    let long = || io::Error::from(io::ErrorKind::InvalidInput);
+    if let Some(runtime) = file::environment(c"XDG_RUNTIME_DIR").and_then(|path| path.to_str().ok())
+        && runtime.starts_with('/')
+    {
+        let path = Path::format(format_args!("{runtime}/pagemill")).ok_or_else(long)?;
+        if file::make_private_dir(path.as_c_str()).is_ok() {
+            return Ok(path);
+        }
+    }
+    let path = Path::format(format_args!("/dev/shm/pagemill-{}", process::user_id())).ok_or_else(long)?;
+    file::make_private_dir(path.as_c_str())?;
+    Ok(path)
+}
+
+/// The file of one process in a folder.
+pub fn file_of(folder: &str, who: Identity) -> Option<Path> {
+    Path::format(format_args!("{folder}/{}-{}", who.pid, who.start_ticks))
+}
+
+/// The identity that a file's name tells, if it is one of ours.
+fn identity_of(name: &str) -> Option<Identity> {
+    let (pid, start_ticks) = name.split_once('-')?;
+    Some(Identity { pid: pid.parse().ok()?, start_ticks: start_ticks.parse().ok()? })
+}
+
+/// A published process.
+pub struct Published {
+    pub who: Identity,
+    pub is_alive: bool,
+    pub snapshot: Snapshot,
+}
+
+/// The figures in a folder. Those of ended processes are removed once read if `remove_ended`.
+///
+/// For commands, not for `malloc`: it allocates.
+///
+/// # Errors
+///
+/// What reading the folder says. Files that are no figures are passed over.
+pub fn list(folder: &str, remove_ended: bool) -> io::Result<Vec<Published>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder)? {
+        let Ok(name) = entry?.file_name().into_string() else { continue };
+        let Some(who) = identity_of(&name) else { continue };
+        let Some(path) = file_of(folder, who) else { continue };
+        // Asked before reading: a process found dead does not change its figures any more.
+        let is_alive = process::is_alive(who);
+        if let Ok(snapshot) = stats::read(path.as_c_str()) {
+            found.push(Published { who, is_alive, snapshot });
+        }
+        if !is_alive && remove_ended {
+            file::remove(path.as_c_str());
+        }
+    }
+    Ok(found)
+}
+
+/// The published figures of a running process, in the user's folder or a tree below it.
+pub fn find(pid: u32) -> Option<(Path, Snapshot)> {
+    let who = process::identity(pid)?;
+    let folder = user_folder().ok()?;
+    let mut folders = vec![folder.as_str().to_owned()];
+    folders.extend(tree_folders(folder.as_str()).into_iter().map(|(path, _)| path));
+    folders.iter().find_map(|folder| {
+        let path = file_of(folder, who)?;
+        Some((stats::read(path.as_c_str()).ok()?, path)).map(|(snapshot, path)| (path, snapshot))
+    })
+}
+
+/// Folders of process trees below the user's folder, and whose they are.
+fn tree_folders(folder: &str) -> Vec<(String, Identity)> {
+    let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
+    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    names.filter_map(|name| Some((format!("{folder}/{name}"), identity_of(name.strip_prefix("run-")?)?))).collect()
+}
+
+/// Removes what processes that were killed left behind: trees whose `run` is gone and that no process uses, and files.
+pub fn sweep() {
+    let Ok(folder) = user_folder() else { return };
+    for (path, who) in tree_folders(folder.as_str()) {
+        let is_used = list(&path, false).is_ok_and(|found| found.iter().any(|process| process.is_alive));
+        if !process::is_alive(who) && !is_used {
+            let _ = std::fs::remove_dir_all(path);
+        }
+    }
+    let _ = list(folder.as_str(), true);
+}
+
+/// Makes the folder of a new process tree, whose `run` is this process.
+///
+/// # Errors
+///
+/// What making it says.
+pub fn make_tree_folder() -> io::Result<String> {
+    let (user, who) = (user_folder()?, process::own_identity());
+    let path = Path::format(format_args!("{}/run-{}-{}", user.as_str(), who.pid, who.start_ticks))
+        .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
+    file::make_private_dir(path.as_c_str())?;
+    Ok(path.as_str().to_owned())
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    /// The figures of a process that has ended are listed once, foreign files stay.
+    #[test]
+    fn ended_processes_are_read_and_swept() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path().to_str().unwrap();
+        let gone = Identity { pid: 1 << 30, start_ticks: 1 };
+        let mut page = vec![0u8; stats::Figures::LEN];
+        page[..8].copy_from_slice(b"pagemill");
+        page[8..12].copy_from_slice(&stats::VERSION.to_le_bytes());
+        std::fs::write(file_of(folder, gone).unwrap().as_str(), page).unwrap();
+        std::fs::write(format!("{folder}/other"), b"x").unwrap();
+        let found = list(folder, true).unwrap();
+        assert_eq!(found.len(), 1);
+        assert!(!found[0].is_alive);
+        assert_eq!(list(folder, true).unwrap().len(), 0);
+        assert!(std::fs::exists(format!("{folder}/other")).unwrap());
+    }
+}

@@ -1,0 +1,376 @@
+//! Figures of this process: counters declared once, kept on one page that other processes may read.
+//!
+//! Until [`publish`] the page is private; then it is a file mapped shared, so
+//! that `pagemill` commands read it while the process runs, and after it was
+//! killed. Layout: [`Figures`], fixed by [`VERSION`]. Readers trust nothing in it.
+#![allow(unsafe_code)] // the shared page is reached through a pointer
+
+use crate::trace::{self, Ring};
+use pagemill_sys::file::{self, Access};
+use pagemill_sys::{clock, process};
+use std::ffi::CStr;
+use std::io;
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering::Relaxed};
+
+/// What a counter counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unit {
+    Bytes,
+    Count,
+}
+
+/// How a counter moves, and how the figures of several processes combine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Only grows; processes add up.
+    Sum,
+    /// The amount now; processes add up while they live.
+    Gauge,
+    /// The largest amount so far; of several processes the largest counts.
+    Peak,
+}
+
+/// One row of the table that all output is rendered from.
+#[derive(Clone, Copy, Debug)]
+pub struct Row {
+    pub counter: Counter,
+    pub name: &'static str,
+    pub kind: Kind,
+    pub unit: Unit,
+    pub meaning: &'static str,
+}
+
+macro_rules! counters {
+    ($(#[doc = $meaning:literal] $name:ident: $variant:ident, $kind:ident, $unit:ident;)*) => {
+        /// A counter's place on the page. New ones go to the end, or [`VERSION`] changes.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[repr(usize)]
+        pub enum Counter { $(#[doc = $meaning] $variant),* }
+
+        /// Every counter, in the order of the page.
+        pub const TABLE: &[Row] = &[$(Row {
+            counter: Counter::$variant,
+            name: stringify!($name),
+            kind: Kind::$kind,
+            unit: Unit::$unit,
+            meaning: $meaning.trim_ascii(),
+        }),*];
+    };
+}
+
+counters! {
+    /// Memory charged: small + heap.
+    resident: Resident, Gauge, Bytes;
+    /// Largest value of `resident` so far.
+    resident_peak: ResidentPeak, Peak, Bytes;
+    /// Largest amount of `resident` less what could have been given back at once.
+    net_peak: NetPeak, Peak, Bytes;
+    /// Charged to the small allocator's extents (sizes below 64 KiB).
+    small: Small, Gauge, Bytes;
+    /// Charged to slots (64 KiB and up), live or free.
+    heap: Heap, Gauge, Bytes;
+    /// Free slots with their memory still there: given back on request.
+    heap_free: HeapFree, Gauge, Bytes;
+    /// Freed by the program and kept by the small allocator: given back on request. As of the last measurement.
+    small_free: SmallFree, Gauge, Bytes;
+    /// Opened for the program, not known to be touched: counted when measured.
+    untouched: Untouched, Gauge, Bytes;
+    /// Blocks taken from the system as huge pages.
+    blocks_huge: BlocksHuge, Sum, Count;
+    /// Blocks for which no huge page was to be had; small pages serve.
+    blocks_fallback: BlocksFallback, Sum, Count;
+    /// Blocks left in small pages because a huge one would waste too large a share.
+    blocks_small: BlocksSmall, Sum, Count;
+    /// Blocks brought in by the helper before anybody asked.
+    blocks_prefaulted: BlocksPrefaulted, Sum, Count;
+    /// Blocks split so that a part could be given back.
+    blocks_split: BlocksSplit, Sum, Count;
+    /// Software pages larger than the OS page brought in as a whole.
+    pages_populated: PagesPopulated, Sum, Count;
+    /// Slots handed out that nobody had used before.
+    slots_fresh: SlotsFresh, Sum, Count;
+    /// Requests to give memory back: from the program, a sibling, or the limit.
+    purge_requests: PurgeRequests, Sum, Count;
+    /// Bytes looked at by purges.
+    purge_scanned: PurgeScanned, Sum, Bytes;
+    /// Bytes that the kernel took back.
+    purge_freed: PurgeFreed, Sum, Bytes;
+    /// Purges that the kernel refused (locked memory).
+    purge_failed: PurgeFailed, Sum, Count;
+    /// Requests that were over the limit and met room only after reclaim.
+    limit_reclaims: LimitReclaims, Sum, Count;
+    /// Requests refused: over the limit, and nothing left to reclaim.
+    limit_refused: LimitRefused, Sum, Count;
+    /// Bytes that realloc moved as pages instead of copying.
+    realloc_moved: ReallocMoved, Sum, Bytes;
+    /// Bytes that realloc of slots copied.
+    realloc_copied: ReallocCopied, Sum, Bytes;
+    /// Bytes of new large allocations served by moving the pages of free ones.
+    refilled: Refilled, Sum, Bytes;
+    /// Bytes that calloc did not have to zero.
+    calloc_skipped: CallocSkipped, Sum, Bytes;
+    /// Extents refused to the small allocator.
+    extents_refused: ExtentsRefused, Sum, Count;
+    /// Metadata of arena and heap that is resident.
+    metadata: Metadata, Gauge, Bytes;
+}
+
+/// Rows that a page has room for.
+const CAPACITY: usize = 64;
+const _: () = assert!(TABLE.len() <= CAPACITY);
+
+/// Layout version of [`Figures`].
+pub const VERSION: u32 = 1;
+
+const MAGIC: u64 = u64::from_le_bytes(*b"pagemill");
+
+/// The page: identity, counters, the latest events.
+///
+/// # Invariants
+///
+/// All bits are valid: it may be mapped from any file.
+#[repr(C)]
+pub struct Figures {
+    magic: AtomicU64,
+    /// Version in the low half, process id in the high half.
+    version_pid: AtomicU64,
+    start_ticks: AtomicU64,
+    /// Process name, 15 bytes and a zero.
+    name: [AtomicU64; 2],
+    reserved: [AtomicU64; 3],
+    counters: [AtomicU64; CAPACITY],
+    pub(crate) ring: Ring,
+}
+
+impl Figures {
+    /// Bytes of the file.
+    pub const LEN: usize = size_of::<Self>().next_multiple_of(64 << 10);
+
+    const fn new() -> Self {
+        Self {
+            magic: AtomicU64::new(0),
+            version_pid: AtomicU64::new(0),
+            start_ticks: AtomicU64::new(0),
+            name: [const { AtomicU64::new(0) }; 2],
+            reserved: [const { AtomicU64::new(0) }; 3],
+            counters: [const { AtomicU64::new(0) }; CAPACITY],
+            ring: Ring::new(),
+        }
+    }
+
+    fn sign(&self, who: process::Identity, name: [u8; 16]) {
+        self.version_pid.store(u64::from(VERSION) | u64::from(who.pid) << 32, Relaxed);
+        self.start_ticks.store(who.start_ticks, Relaxed);
+        let (low, high) = name.split_at(8);
+        for (word, half) in self.name.iter().zip([low, high]) {
+            word.store(u64::from_le_bytes(half.try_into().unwrap_or_default()), Relaxed);
+        }
+        self.magic.store(MAGIC, std::sync::atomic::Ordering::Release);
+    }
+
+    /// Copies the page's figures; `None` if it is not one of ours.
+    fn snapshot(&self) -> Option<Snapshot> {
+        let version_pid = self.version_pid.load(Relaxed);
+        if self.magic.load(Relaxed) != MAGIC || version_pid as u32 != VERSION {
+            return None;
+        }
+        let mut name = [0; 16];
+        for (bytes, word) in name.chunks_mut(8).zip(&self.name) {
+            bytes.copy_from_slice(&word.load(Relaxed).to_le_bytes());
+        }
+        name[15] = 0;
+        Some(Snapshot {
+            who: process::Identity { pid: (version_pid >> 32) as u32, start_ticks: self.start_ticks.load(Relaxed) },
+            name,
+            values: std::array::from_fn(|index| self.counters[index].load(Relaxed)),
+        })
+    }
+}
+
+/// The page before it is published.
+static PRIVATE: Figures = Figures::new();
+/// The page in use: [`PRIVATE`], or the shared file.
+static CURRENT: AtomicPtr<Figures> = AtomicPtr::new(std::ptr::null_mut());
+
+pub(crate) fn current() -> &'static Figures {
+    let page = CURRENT.load(Relaxed);
+    // SAFETY: not null means a page mapped by `publish`, which is never unmapped.
+    if page.is_null() { &PRIVATE } else { unsafe { &*page } }
+}
+
+/// Adds to a counter.
+#[inline]
+pub fn add(counter: Counter, amount: u64) {
+    current().counters[counter as usize].fetch_add(amount, Relaxed);
+}
+
+/// Takes from a gauge.
+#[inline]
+pub fn sub(counter: Counter, amount: u64) {
+    current().counters[counter as usize].fetch_sub(amount, Relaxed);
+}
+
+/// Sets a gauge.
+#[inline]
+pub fn set(counter: Counter, amount: u64) {
+    current().counters[counter as usize].store(amount, Relaxed);
+}
+
+/// Raises a peak; says whether it rose.
+#[inline]
+pub fn raise(counter: Counter, amount: u64) -> bool {
+    current().counters[counter as usize].fetch_max(amount, Relaxed) < amount
+}
+
+/// The counter's value now.
+#[inline]
+pub fn get(counter: Counter) -> u64 {
+    current().counters[counter as usize].load(Relaxed)
+}
+
+/// Figures of one process at one moment.
+#[derive(Clone, Copy, Debug)]
+pub struct Snapshot {
+    pub who: process::Identity,
+    name: [u8; 16],
+    values: [u64; CAPACITY],
+}
+
+impl Default for Snapshot {
+    fn default() -> Self {
+        Self { who: process::Identity::default(), name: [0; 16], values: [0; CAPACITY] }
+    }
+}
+
+impl Snapshot {
+    pub fn get(&self, counter: Counter) -> u64 {
+        self.values[counter as usize]
+    }
+
+    /// The process's name, printable characters only (it comes from a file that others can write).
+    pub fn name(&self) -> String {
+        let bytes = self.name.iter().take_while(|byte| **byte != 0);
+        bytes.map(|byte| if (b' '..=b'~').contains(byte) { char::from(*byte) } else { '?' }).collect()
+    }
+
+    /// Bytes that the process would give back at once if asked.
+    pub fn giveable_bytes(&self) -> u64 {
+        self.get(Counter::HeapFree).saturating_add(self.get(Counter::SmallFree)).min(self.get(Counter::Resident))
+    }
+
+    /// Adds the figures of a process that has ended: gauges, which are amounts now, stay out.
+    pub fn absorb_ended(&mut self, other: &Self) {
+        for row in TABLE {
+            let (mine, theirs) = (&mut self.values[row.counter as usize], other.get(row.counter));
+            match row.kind {
+                Kind::Sum => *mine = mine.saturating_add(theirs),
+                Kind::Peak => *mine = (*mine).max(theirs),
+                Kind::Gauge => {}
+            }
+        }
+    }
+}
+
+/// The figures of this process.
+pub fn snapshot() -> Snapshot {
+    let page = current();
+    if page.magic.load(Relaxed) != MAGIC {
+        page.sign(process::own_identity(), process::name(process::id()));
+    }
+    page.snapshot().unwrap_or_default()
+}
+
+/// Moves the figures to a new shared file at `path` and counts there from now on.
+///
+/// Counts made by other threads during the move may be lost; it happens once,
+/// at the first block, before there are many.
+///
+/// # Errors
+///
+/// What making the file says; the figures stay private then.
+pub fn publish(path: &CStr, who: process::Identity) -> io::Result<()> {
+    // SAFETY: a new mapping, at no fixed address.
+    let map = |access| unsafe { file::map_shared(path, Figures::LEN, access, 0) };
+    // A file of this process's life before an `exec` is taken over: others may be looking at it.
+    let addr = match map(Access::Create) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => map(Access::Update)?,
+        created => created?,
+    };
+    // SAFETY: the file is as long as the type, page aligned, and any bits are valid.
+    let page: &'static Figures = unsafe { &*(addr as *const Figures) };
+    for (to, from) in page.counters.iter().zip(&current().counters) {
+        to.store(from.load(Relaxed), Relaxed);
+    }
+    page.sign(who, process::name(who.pid));
+    CURRENT.store(addr as *mut Figures, Relaxed);
+    trace::event(trace::Event::Start, u64::from(who.pid), clock::fine_ns());
+    Ok(())
+}
+
+/// In a fork child: counts from zero, on a private page in the place of the parent's shared one.
+pub fn detach_in_child() {
+    let page = CURRENT.load(Relaxed);
+    if page.is_null() {
+        PRIVATE.counters.iter().for_each(|counter| counter.store(0, Relaxed));
+        return;
+    }
+    // SAFETY: this address range is the mapping made by `publish`; other threads do not exist.
+    if unsafe { file::map_private_over(page as usize, Figures::LEN) }.is_err() {
+        CURRENT.store(std::ptr::null_mut(), Relaxed);
+    }
+}
+
+/// Reads the figures that a process published at `path`.
+///
+/// # Errors
+///
+/// What opening the file says; `InvalidData` if it holds no figures of this version.
+pub fn read(path: &CStr) -> io::Result<Snapshot> {
+    with_page(path, Figures::snapshot)?.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
+}
+
+/// Maps the page at `path` read-only while `act` looks at it.
+pub(crate) fn with_page<T>(path: &CStr, act: impl FnOnce(&Figures) -> T) -> io::Result<T> {
+    // SAFETY: a new mapping, at no fixed address.
+    let addr = unsafe { file::map_shared(path, Figures::LEN, Access::Inspect, 0) }?;
+    // SAFETY: as in `publish`; reading only.
+    let result = act(unsafe { &*(addr as *const Figures) });
+    // SAFETY: nothing of it is used any more.
+    unsafe { file::unmap(addr, Figures::LEN) };
+    Ok(result)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_is_in_the_order_of_the_page() {
+        for (index, row) in TABLE.iter().enumerate() {
+            assert_eq!(row.counter as usize, index, "{}", row.name);
+            assert!(!row.meaning.is_empty(), "{}", row.name);
+        }
+    }
+
+    /// Absurd contents are refused or made harmless: a short file, no magic, a name of control characters.
+    #[test]
+    fn readers_trust_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("page");
+        let c_path = std::ffi::CString::new(path.to_str().unwrap()).unwrap();
+        std::fs::write(&path, b"short").unwrap();
+        assert!(read(&c_path).is_err());
+        std::fs::write(&path, vec![0u8; Figures::LEN]).unwrap();
+        assert!(read(&c_path).is_err());
+        let mut bytes = vec![0xFFu8; Figures::LEN];
+        bytes[..8].copy_from_slice(b"pagemill");
+        bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        std::fs::write(&path, &bytes).unwrap();
+        let snapshot = read(&c_path).unwrap();
+        assert_eq!(snapshot.name(), "?".repeat(15));
+        assert_eq!(snapshot.giveable_bytes(), u64::MAX);
+        let mut total = snapshot;
+        total.absorb_ended(&snapshot);
+        assert_eq!(total.get(Counter::PurgeFreed), u64::MAX);
+    }
+}

@@ -1,0 +1,97 @@
+//! Atomics (loom's under `--cfg loom`) and a lock that never allocates.
+#![cfg_attr(loom, allow(dead_code))] // only the atomics are used there
+
+#[cfg(loom)]
+pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64};
+#[cfg(not(loom))]
+pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64};
+
+pub(crate) use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+
+use pagemill_sys::futex::{self, Scope};
+use std::sync::atomic::AtomicU32 as Word;
+
+/// A mutual exclusion lock that may be taken inside `malloc`: one word, no allocation, no thread state.
+///
+/// It guards code, not data: what it protects says so at its field. Held
+/// across `fork` by the forking thread it is released on both sides.
+#[derive(Default)]
+pub struct Lock {
+    /// 0 free, 1 held, 2 held and somebody sleeps.
+    word: Word,
+}
+
+impl Lock {
+    pub const fn new() -> Self {
+        Self { word: Word::new(0) }
+    }
+
+    pub fn lock(&self) -> Guard<'_> {
+        self.acquire();
+        Guard(self)
+    }
+
+    /// Takes the lock without a guard; [`Lock::release`] ends it. For `fork` handlers.
+    pub fn acquire(&self) {
+        if self.word.compare_exchange(0, 1, Acquire, Relaxed).is_err() {
+            self.acquire_slow();
+        }
+    }
+
+    #[cold]
+    fn acquire_slow(&self) {
+        for _ in 0..100 {
+            if self.word.load(Relaxed) == 0 && self.word.compare_exchange(0, 1, Acquire, Relaxed).is_ok() {
+                return;
+            }
+            std::hint::spin_loop();
+        }
+        while self.word.swap(2, Acquire) != 0 {
+            futex::wait(&self.word, 2, None, Scope::Private);
+        }
+    }
+
+    /// Gives the lock up. Only the one who has it may.
+    pub fn release(&self) {
+        if self.word.swap(0, Release) == 2 {
+            futex::wake(&self.word, 1, Scope::Private);
+        }
+    }
+}
+
+pub struct Guard<'lock>(&'lock Lock);
+
+impl Drop for Guard<'_> {
+    fn drop(&mut self) {
+        self.0.release();
+    }
+}
+
+/// A value on cache lines of its own.
+#[repr(align(128))]
+#[derive(Default)]
+pub(crate) struct Padded<T>(pub T);
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicUsize;
+
+    /// Increments that are not atomic by themselves are all there: the lock excludes.
+    #[test]
+    fn the_lock_excludes() {
+        let (lock, count) = (Lock::new(), AtomicUsize::new(0));
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..10_000 {
+                        let _guard = lock.lock();
+                        count.store(count.load(Relaxed) + 1, Relaxed);
+                    }
+                });
+            }
+        });
+        assert_eq!(count.load(Relaxed), 40_000);
+        assert_eq!(lock.word.load(Relaxed), 0);
+    }
+}

@@ -1,0 +1,147 @@
+//! The latest events of this process, on the figures page: what the memory manager decided, and when.
+//!
+//! Recording costs some 30 ns and happens only where a system call happens
+//! anyway. Writers race for places; a reader skips an event that is being
+//! written.
+
+use crate::stats;
+use pagemill_sys::clock;
+use std::ffi::CStr;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+
+/// Events that a page remembers.
+const CAPACITY: usize = 1024;
+
+macro_rules! events {
+    ($(#[doc = $meaning:literal] $name:ident $text:literal ($first:literal, $second:literal);)*) => {
+        /// Something that happened, with two numbers.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[repr(u8)]
+        pub enum Event { $(#[doc = $meaning] $name),* }
+
+        /// Of every event: its word, and what its numbers are.
+        const EVENTS: &[(Event, &str, &str, &str)] = &[$((Event::$name, $text, $first, $second)),*];
+    };
+}
+
+events! {
+    /// The figures were published.
+    Start "start" ("pid", "time_ns");
+    /// A block was brought in as a huge page.
+    BlockHuge "block_huge" ("block", "resident_bytes");
+    /// A block was to be huge and is not.
+    BlockFallback "block_fallback" ("block", "resident_bytes");
+    /// A purge ended.
+    Purge "purge" ("wanted_bytes", "freed_bytes");
+    /// A block was split to give a part back.
+    Split "split" ("block", "freed_bytes");
+    /// A request met the limit.
+    OverLimit "over_limit" ("wanted_bytes", "used_bytes");
+    /// A request was refused.
+    Refused "refused" ("wanted_bytes", "used_bytes");
+    /// This process asked its siblings for memory.
+    AskSiblings "ask_siblings" ("wanted_bytes", "given_bytes");
+    /// A sibling asked this process.
+    Asked "asked" ("wanted_bytes", "given_bytes");
+    /// The process is a fork child from here on.
+    Forked "forked" ("pid", "generation");
+}
+
+#[repr(C)]
+struct Entry {
+    /// Sequence number shifted up by 8, event in the low byte; 0 while being written.
+    tag: AtomicU64,
+    time_ns: AtomicU64,
+    numbers: [AtomicU64; 2],
+}
+
+/// A ring of events.
+#[repr(C)]
+pub struct Ring {
+    next: AtomicU64,
+    entries: [Entry; CAPACITY],
+}
+
+impl Ring {
+    pub(crate) const fn new() -> Self {
+        Self { next: AtomicU64::new(1), entries: [const { Entry::new() }; CAPACITY] }
+    }
+
+    fn record(&self, event: Event, first: u64, second: u64) {
+        let sequence = self.next.fetch_add(1, Relaxed);
+        let entry = &self.entries[sequence as usize % CAPACITY];
+        entry.tag.store(0, Relaxed);
+        entry.time_ns.store(clock::fine_ns(), Release);
+        entry.numbers[0].store(first, Release);
+        entry.numbers[1].store(second, Release);
+        entry.tag.store(sequence << 8 | event as u64, Release);
+    }
+
+    fn read(&self) -> Vec<Recorded> {
+        let mut events: Vec<Recorded> = self.entries.iter().filter_map(Entry::read).collect();
+        events.sort_by_key(|event| event.sequence);
+        events
+    }
+}
+
+impl Entry {
+    const fn new() -> Self {
+        Self { tag: AtomicU64::new(0), time_ns: AtomicU64::new(0), numbers: [const { AtomicU64::new(0) }; 2] }
+    }
+
+    fn read(&self) -> Option<Recorded> {
+        let tag = self.tag.load(Acquire);
+        let (_, event, first, second) = *EVENTS.get((tag & 0xFF) as usize)?;
+        let numbers = [self.numbers[0].load(Acquire), self.numbers[1].load(Acquire)];
+        let time_ns = self.time_ns.load(Acquire);
+        (tag >> 8 != 0 && self.tag.load(Relaxed) == tag).then_some(Recorded {
+            sequence: tag >> 8,
+            time_ns,
+            event,
+            numbers: [(first, numbers[0]), (second, numbers[1])],
+        })
+    }
+}
+
+/// An event as read from a page.
+#[derive(Clone, Copy, Debug)]
+pub struct Recorded {
+    pub sequence: u64,
+    /// Monotonic time of the machine.
+    pub time_ns: u64,
+    pub event: &'static str,
+    pub numbers: [(&'static str, u64); 2],
+}
+
+/// Records an event of this process.
+pub fn event(event: Event, first: u64, second: u64) {
+    stats::current().ring.record(event, first, second);
+}
+
+/// The latest events of the process that published its figures at `path`, oldest first.
+///
+/// # Errors
+///
+/// What opening the file says.
+pub fn read(path: &CStr) -> io::Result<Vec<Recorded>> {
+    stats::with_page(path, |page| page.ring.read())
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    /// More events than places: the latest stay, in order.
+    #[test]
+    fn the_ring_keeps_the_latest() {
+        let ring = Ring::new();
+        for number in 0..CAPACITY as u64 + 10 {
+            ring.record(Event::Purge, number, 2 * number);
+        }
+        let events = ring.read();
+        assert_eq!(events.len(), CAPACITY);
+        assert_eq!(events[0].numbers[0], ("wanted_bytes", 10));
+        assert!(events.windows(2).all(|pair| pair[0].sequence + 1 == pair[1].sequence));
+    }
+}

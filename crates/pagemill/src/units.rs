@@ -1,0 +1,156 @@
+//! Sizes: the OS page, the software page, the block, and bytes for people.
+//!
+//! Nothing outside this file names 4096 or 2 MiB as a number.
+
+use pagemill_sys as sys;
+use std::fmt;
+use std::str::FromStr;
+
+/// Bytes of a block: the unit in which memory comes from and goes back to the system, one huge page.
+pub const BLOCK_BYTES: usize = 2 << 20;
+
+/// Most OS pages a block can have (they are 4 KiB at least).
+pub const MAX_OS_PAGES_PER_BLOCK: usize = BLOCK_BYTES / 4096;
+
+/// Bytes of the kernel's page: 4, 16 or 64 KiB.
+#[inline]
+pub fn os_page_bytes() -> usize {
+    sys::mem::os_page_bytes()
+}
+
+/// OS pages of a block.
+#[inline]
+pub fn os_pages_per_block() -> usize {
+    BLOCK_BYTES / os_page_bytes()
+}
+
+/// The unit in which memory is brought in and charged: a power of two, 4 KiB to 8 MiB, chosen at run time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct PageSize(u32);
+
+impl PageSize {
+    pub const MIN_BYTES: usize = 4 << 10;
+    pub const MAX_BYTES: usize = 8 << 20;
+
+    /// The kernel's own page size.
+    pub fn os() -> Self {
+        Self(os_page_bytes().trailing_zeros())
+    }
+
+    /// A page of `bytes`, if that is a power of two from the OS page to 8 MiB.
+    pub fn new(bytes: usize) -> Option<Self> {
+        let fits = bytes.is_power_of_two() && (os_page_bytes()..=Self::MAX_BYTES).contains(&bytes);
+        fits.then(|| Self(bytes.trailing_zeros()))
+    }
+
+    #[inline]
+    pub fn bytes(self) -> usize {
+        1 << self.0
+    }
+}
+
+impl FromStr for PageSize {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let bytes = parse_bytes(text)?;
+        Self::new(bytes as usize).ok_or_else(|| {
+            let (min, max) = (Bytes(os_page_bytes() as u64), Bytes(Self::MAX_BYTES as u64));
+            format!("{text} is no page size: a power of two from {min} to {max} is")
+        })
+    }
+}
+
+/// A number of bytes that prints for people: `512 B`, `1.5 MiB`, `64 KiB`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Bytes(pub u64);
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+        let mut unit = 0;
+        while unit + 1 < UNITS.len() && self.0 >> (10 * (unit + 1)) > 0 {
+            unit += 1;
+        }
+        let one = 1u64 << (10 * unit);
+        let (whole, tenths) = (self.0 / one, (self.0 % one) as u128 * 10 / one as u128);
+        if tenths == 0 { write!(f, "{whole} {}", UNITS[unit]) } else { write!(f, "{whole}.{tenths} {}", UNITS[unit]) }
+    }
+}
+
+/// Reads a size such as `512M`, `64K`, `2GiB`, `1000000`; suffixes are powers of 1024.
+///
+/// # Errors
+///
+/// A sentence that says what is wrong with the text.
+pub fn parse_bytes(text: &str) -> Result<u64, String> {
+    let trimmed = text.trim();
+    let digits = trimmed.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(trimmed.len());
+    let (number, suffix) = trimmed.split_at(digits);
+    let shift = match suffix.trim().to_ascii_uppercase().trim_end_matches('B').trim_end_matches('I') {
+        "" => 0,
+        "K" => 10,
+        "M" => 20,
+        "G" => 30,
+        "T" => 40,
+        _ => return Err(format!("'{text}' is no size: a number with K, M, G or T is, for example 512M")),
+    };
+    let overflow = || format!("'{text}' is more bytes than there are addresses");
+    if let Ok(whole) = number.parse::<u64>() {
+        return whole.checked_mul(1 << shift).ok_or_else(overflow);
+    }
+    let fraction: f64 =
+        number.parse().map_err(|_| format!("'{text}' is no size: a number with K, M, G or T is, for example 512M"))?;
+    let bytes = fraction * (1u64 << shift) as f64;
+    if bytes < u64::MAX as f64 { Ok(bytes as u64) } else { Err(overflow()) }
+}
+
+/// As [`parse_bytes`] for whole numbers, without allocating: for the environment of a starting program.
+pub fn parse_plain_bytes(text: &str) -> Option<u64> {
+    let digits = text.bytes().take_while(u8::is_ascii_digit).count();
+    let (number, suffix) = text.split_at(digits);
+    let shift = match suffix.trim_end_matches('B').trim_end_matches('i') {
+        "" => 0,
+        "K" | "k" => 10,
+        "M" | "m" => 20,
+        "G" | "g" => 30,
+        "T" | "t" => 40,
+        _ => return None,
+    };
+    number.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_as_people_write_them() {
+        for (text, bytes) in
+            [("0", 0), ("512", 512), ("64K", 64 << 10), ("64KiB", 64 << 10), ("512mb", 512 << 20), ("1.5G", 3 << 29)]
+        {
+            assert_eq!(parse_bytes(text), Ok(bytes), "{text}");
+        }
+        for text in ["", "K", "12Q", "-1", "1..2M", "99999999999999999999", "99999999999T"] {
+            assert!(parse_bytes(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn sizes_print_short() {
+        for (bytes, text) in
+            [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (64 << 20, "64 MiB"), (u64::MAX, "15.9 EiB")]
+        {
+            assert_eq!(Bytes(bytes).to_string(), text);
+        }
+    }
+
+    #[test]
+    fn page_sizes_are_powers_of_two_in_range() {
+        assert_eq!("64K".parse::<PageSize>().unwrap().bytes(), 64 << 10);
+        assert_eq!(PageSize::os().bytes(), os_page_bytes());
+        for text in ["2K", "48K", "16M", "x"] {
+            assert!(text.parse::<PageSize>().is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,771 @@
+//! Bad input and faults: each is named by its error and changes nothing, and what was refused works again later.
+//!
+//! The tests run one after the other, because some read the process's counters
+//! or fork.
+#![allow(unsafe_code)] // frees on purpose what must not be freed, forks, locks memory
+
+use pagemill::arena::nodes::Nodes;
+use pagemill::arena::{Context, Layout};
+use pagemill::reclaim::tree::UNLIMITED;
+use pagemill::reclaim::{Shrinker, Urgency};
+use pagemill::stats::{self, Counter};
+use pagemill::units::{BLOCK_BYTES, PageSize, os_page_bytes};
+use pagemill::{Error, Pagemill};
+use pagemill_sys::{file, mem};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, MutexGuard};
+
+const KIB: usize = 1 << 10;
+const MIB: usize = 1 << 20;
+
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+fn on_small_pages() -> &'static Pagemill {
+    Pagemill::new(Layout { use_huge: false, ..Layout::for_test() }, UNLIMITED).unwrap()
+}
+
+fn limited(limit: usize) -> &'static Pagemill {
+    Pagemill::new(Layout::for_test(), limit as u64).unwrap()
+}
+
+fn allocate(pagemill: &Pagemill, size: usize) -> usize {
+    pagemill.heap.allocate(size, 1).unwrap().addr.as_ptr() as usize
+}
+
+/// An allocation whose every byte is written.
+fn filled(pagemill: &Pagemill, size: usize, byte: u8) -> usize {
+    let addr = allocate(pagemill, size);
+    fill(addr, size, byte);
+    addr
+}
+
+fn fill(addr: usize, size: usize, byte: u8) {
+    // SAFETY: callers name live allocations of their own.
+    unsafe { std::ptr::write_bytes(addr as *mut u8, byte, size) };
+}
+
+/// Where the first byte that is not `byte` lies.
+fn first_other(addr: usize, size: usize, byte: u8) -> Option<usize> {
+    // SAFETY: callers name live allocations that nobody writes meanwhile.
+    let bytes = unsafe { std::slice::from_raw_parts(addr as *const u8, size) };
+    let expected = [byte; 4096];
+    let chunk = bytes.chunks(expected.len()).position(|chunk| *chunk != expected[..chunk.len()])?;
+    bytes[chunk * expected.len()..].iter().position(|found| *found != byte).map(|at| chunk * expected.len() + at)
+}
+
+fn free(pagemill: &Pagemill, addr: usize) {
+    // SAFETY: callers name live allocations that they do not use again.
+    unsafe { pagemill.heap.free(addr) }.unwrap();
+}
+
+fn resize(pagemill: &Pagemill, addr: usize, size: usize) -> usize {
+    // SAFETY: callers name live allocations and use only the address returned.
+    unsafe { pagemill.heap.resize(addr, size) }.unwrap().as_ptr() as usize
+}
+
+fn purge(pagemill: &Pagemill) -> u64 {
+    pagemill.heap.shrink(u64::MAX, Urgency::Limit)
+}
+
+fn settled(pagemill: &Pagemill) -> u64 {
+    pagemill.account.settle();
+    pagemill.account.resident()
+}
+
+/// Bytes behind a range, as the kernel tells.
+fn resident(addr: usize, len: usize) -> u64 {
+    let (page, mut pages) = (os_page_bytes(), vec![0u8; len / os_page_bytes()]);
+    mem::resident(addr, len, &mut pages).unwrap();
+    (pages.iter().filter(|page| **page & 1 == 1).count() * page) as u64
+}
+
+/// No power of two, or more than there are addresses: refused, nothing charged.
+#[test]
+fn bad_alignments_are_refused() {
+    let _alone = alone();
+    let pagemill = Pagemill::for_test();
+    for align in [0, 3, 48, 4097, usize::MAX, (1 << 62) + 1] {
+        let error = pagemill.heap.allocate(100 * KIB, align).unwrap_err();
+        assert!(matches!(error, Error::BadAlignment { align_bytes } if align_bytes == align), "{align}: {error}");
+        assert_eq!(error.errno(), libc::EINVAL);
+        assert!(pagemill.heap.allocate_zeroed(100 * KIB, align).is_err());
+    }
+    for align in [1 << 63, 1 << 62, 1 << 44] {
+        let error = pagemill.heap.allocate(1, align).unwrap_err();
+        assert!(matches!(error, Error::NoAddresses { .. } | Error::BadAlignment { .. }), "{align}: {error}");
+    }
+    assert_eq!((pagemill.account.resident(), pagemill.heap.free_bytes()), (0, 0));
+    let addr = pagemill.heap.allocate(1, 1 << 30).unwrap().addr.as_ptr() as usize;
+    assert_eq!(addr % (1 << 30), 0);
+}
+
+/// Size 0 is an allocation of its own; sizes beyond all addresses are refused, and an allocation to be grown stays.
+#[test]
+fn absurd_sizes_are_refused() {
+    let _alone = alone();
+    let pagemill = Pagemill::for_test();
+    let (first, second) = (allocate(pagemill, 0), allocate(pagemill, 0));
+    assert_ne!(first, second);
+    assert!(pagemill.heap.usable_bytes(first).unwrap() > 0);
+    let kept = filled(pagemill, 300 * KIB, 5);
+    let before = settled(pagemill);
+    for size in [usize::MAX, usize::MAX - 4095, isize::MAX as usize, 1 << 62, 1 << 45, (16 << 40) + 1] {
+        for error in [
+            pagemill.heap.allocate(size, 1).map(drop).unwrap_err(),
+            pagemill.heap.allocate(size, 1 << 20).map(drop).unwrap_err(),
+            pagemill.heap.allocate_zeroed(size, 1).map(drop).unwrap_err(),
+            // SAFETY: live; refused, so still valid.
+            unsafe { pagemill.heap.resize(kept, size) }.map(drop).unwrap_err(),
+        ] {
+            assert!(matches!(error, Error::NoAddresses { .. }), "{size}: {error}");
+            assert_eq!(error.errno(), libc::ENOMEM);
+        }
+    }
+    assert_eq!(first_other(kept, 300 * KIB, 5), None);
+    assert_eq!(settled(pagemill), before);
+}
+
+/// The second free of a slot is an error with its address and size, before and after a purge; others stay what they are.
+#[test]
+fn a_double_free_is_named() {
+    let _alone = alone();
+    for pagemill in [Pagemill::for_test(), on_small_pages()] {
+        for size in [64 * KIB, 400 * KIB, 3 * MIB] {
+            let (freed, kept) = (filled(pagemill, size, 1), filled(pagemill, size, 2));
+            let len = pagemill.heap.usable_bytes(freed).unwrap();
+            free(pagemill, freed);
+            for _ in 0..2 {
+                let before = (settled(pagemill), pagemill.heap.free_bytes());
+                let is_named = |error: Error| matches!(error, Error::FreedBefore { addr, len_bytes } if (addr, len_bytes) == (freed, len));
+                // SAFETY: wrong on purpose; the heap refuses.
+                unsafe {
+                    assert!(is_named(pagemill.heap.free(freed).unwrap_err()));
+                    assert!(is_named(pagemill.heap.resize(freed, 5 * MIB).unwrap_err()));
+                    assert!(is_named(pagemill.heap.resize(freed, 1).unwrap_err()));
+                }
+                assert!(is_named(pagemill.heap.usable_bytes(freed).unwrap_err()));
+                assert_eq!((settled(pagemill), pagemill.heap.free_bytes()), before);
+                purge(pagemill);
+            }
+            assert_eq!(first_other(kept, size, 2), None);
+            let again = allocate(pagemill, size);
+            assert_eq!(again, freed, "the slot is in its list once");
+            assert_ne!(allocate(pagemill, size), freed, "the slot is in its list once");
+        }
+    }
+}
+
+/// The inside of an allocation, an address between slots, and addresses of others are no allocations.
+#[test]
+fn foreign_and_interior_frees_are_named() {
+    let _alone = alone();
+    let pagemill = Pagemill::for_test();
+    let (small, big) = (filled(pagemill, 80 * KIB, 1), filled(pagemill, 5 * MIB, 2));
+    let extent = pagemill.arena.extent(BLOCK_BYTES, 1).unwrap();
+    pagemill.arena.commit(extent, BLOCK_BYTES).unwrap();
+    let on_stack = 0u64;
+    let other = Pagemill::for_test();
+    let others = filled(other, 80 * KIB, 3);
+    let before = (settled(pagemill), pagemill.heap.free_bytes());
+    for addr in [
+        0,
+        1,
+        usize::MAX,
+        &raw const on_stack as usize,
+        extent,
+        others,
+        small + 1,
+        small + 16 * KIB,
+        small + 64 * KIB,
+        small + 80 * KIB, // the next slot of the span: never handed out
+        big + 64 * KIB,
+        big + BLOCK_BYTES,
+        big + 6 * MIB,
+        pagemill.heap.base() + (63 << 30),
+    ] {
+        // SAFETY: wrong on purpose; the heap refuses.
+        let errors = unsafe { [pagemill.heap.free(addr).err(), pagemill.heap.resize(addr, 70 * KIB).err()] };
+        for error in errors.into_iter().chain([pagemill.heap.usable_bytes(addr).err()]) {
+            let error = error.unwrap_or_else(|| panic!("{addr:#x} was taken for an allocation"));
+            assert!(matches!(error, Error::NotAllocated { addr: named } if named == addr), "{error}");
+            assert_eq!(error.errno(), libc::EINVAL);
+        }
+    }
+    assert_eq!((settled(pagemill), pagemill.heap.free_bytes()), before);
+    assert_eq!((first_other(small, 80 * KIB, 1), first_other(big, 5 * MIB, 2)), (None, None));
+    free(pagemill, small);
+    free(pagemill, big);
+}
+
+/// A heap of 128 MiB of addresses: full is an error, and what is freed can be had again.
+#[test]
+fn exhausted_address_space_recovers() {
+    let _alone = alone();
+    let layout = Layout { small_bytes: 64 * MIB, heap_bytes: 128 * MIB, ..Layout::for_test() };
+    let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
+    let fill_up = || {
+        let mut all = Vec::new();
+        loop {
+            match pagemill.heap.allocate(3 * MIB, 1) {
+                Ok(allocation) => all.push(allocation.addr.as_ptr() as usize),
+                Err(error) => {
+                    assert!(matches!(error, Error::NoAddresses { wanted_bytes } if wanted_bytes >= 3 << 20), "{error}");
+                    return all;
+                }
+            }
+        }
+    };
+    let first = fill_up();
+    assert_eq!(first.len(), 32);
+    assert!(pagemill.heap.allocate(64 * KIB, 1).is_err());
+    first.iter().for_each(|addr| free(pagemill, *addr));
+    let mut second = fill_up();
+    second.sort_unstable();
+    assert_eq!(second, first);
+    let mut extents = 0;
+    while pagemill.arena.extent(2 * BLOCK_BYTES, 1).is_ok() {
+        extents += 1;
+    }
+    assert_eq!(extents, 16);
+    let error = pagemill.arena.extent(usize::MAX - BLOCK_BYTES, 1).unwrap_err();
+    assert!(matches!(error, Error::NoAddresses { .. }), "{error}");
+}
+
+/// Without huge pages small ones serve, are charged when measured, and are counted.
+#[test]
+fn small_pages_serve_and_are_counted() {
+    let _alone = alone();
+    let (huge, small) = (stats::get(Counter::BlocksHuge), stats::get(Counter::BlocksSmall));
+    let pagemill = on_small_pages();
+    let addr = filled(pagemill, 500 * KIB, 9);
+    assert_eq!(stats::get(Counter::BlocksHuge), huge);
+    assert!(stats::get(Counter::BlocksSmall) > small, "the block is not counted");
+    let charged = settled(pagemill);
+    assert_eq!(charged, resident(pagemill.heap.base(), BLOCK_BYTES));
+    assert!(charged >= 500 << 10);
+    free(pagemill, addr);
+    assert_eq!(purge(pagemill), charged);
+    assert_eq!(settled(pagemill), 0);
+}
+
+/// A slot that was never touched is purged like any other, and is brought in, charged, when it is used again.
+#[test]
+fn an_untouched_slot_is_charged_later() {
+    let _alone = alone();
+    for (name, pagemill) in [("huge", Pagemill::for_test()), ("small", on_small_pages())] {
+        let addr = allocate(pagemill, 256 * KIB);
+        free(pagemill, addr);
+        purge(pagemill);
+        assert_eq!((settled(pagemill), pagemill.heap.free_bytes()), (0, 0), "{name}: nothing is there");
+        let again = filled(pagemill, 256 * KIB, 1);
+        assert_eq!(again, addr);
+        assert!(settled(pagemill) >= 256 << 10, "{name}: written, but not charged");
+    }
+}
+
+/// The kernel refuses huge pages (for this process, here): small ones serve and are counted as a fallback.
+#[test]
+fn refused_huge_pages_fall_back_to_small_ones() {
+    let _alone = alone();
+    // SAFETY: a setting of this process, taken back below.
+    unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 1, 0, 0, 0) };
+    let fallbacks = stats::get(Counter::BlocksFallback);
+    let pagemill = Pagemill::for_test();
+    let addr = filled(pagemill, 500 * KIB, 9);
+    let extent = pagemill.arena.extent(BLOCK_BYTES, 1).unwrap();
+    pagemill.arena.commit(extent, 64 * KIB).unwrap();
+    fill(extent, 64 * KIB, 8);
+    // SAFETY: as above.
+    unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 0, 0, 0, 0) };
+    assert_eq!(stats::get(Counter::BlocksFallback), fallbacks + 2);
+    let charged = settled(pagemill);
+    assert!((564 << 10..=580 << 10).contains(&charged), "{charged} bytes are charged");
+    assert_eq!((first_other(addr, 500 * KIB, 9), first_other(extent, 64 * KIB, 8)), (None, None));
+    free(pagemill, addr);
+    purge(pagemill);
+    // SAFETY: committed, not used again.
+    unsafe { pagemill.arena.decommit(extent, 64 * KIB) };
+    assert_eq!(settled(pagemill), 0);
+}
+
+/// A software page comes in as a whole: slots are resident before they are touched, extents by whole pages.
+#[test]
+fn software_pages_come_in_whole() {
+    let _alone = alone();
+    for bytes in [64 * KIB, 2 * MIB] {
+        let populated = stats::get(Counter::PagesPopulated);
+        let layout = Layout { use_huge: false, page: PageSize::new(bytes).unwrap(), ..Layout::for_test() };
+        let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
+        let addr = allocate(pagemill, 200 * KIB);
+        let usable = pagemill.heap.usable_bytes(addr).unwrap();
+        assert!(settled(pagemill) >= usable as u64, "untouched, but there");
+        assert!(stats::get(Counter::PagesPopulated) > populated);
+        fill(addr, usable, 3);
+        free(pagemill, addr);
+        purge(pagemill);
+        assert_eq!(settled(pagemill), 0);
+        let extent = pagemill.arena.extent(2 * BLOCK_BYTES, 1).unwrap();
+        pagemill.arena.commit(extent + bytes / 2, os_page_bytes()).unwrap();
+        assert_eq!(pagemill.account.resident(), bytes as u64);
+        assert_eq!(resident(extent, 2 * BLOCK_BYTES), bytes as u64);
+        // SAFETY: committed, not used again.
+        let freed = unsafe { pagemill.arena.decommit(extent + bytes / 2, os_page_bytes()) };
+        assert_eq!((freed, pagemill.account.resident()), (bytes as u64, 0));
+    }
+}
+
+fn run_on(cpu: usize) -> bool {
+    // SAFETY: plain data; concerns this thread only.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        libc::CPU_SET(cpu, &mut set);
+        libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &raw const set) == 0
+    }
+}
+
+/// Three logical nodes: slots of two of them lie in spans of their own, return home, and serve others in need.
+#[test]
+fn slots_return_to_their_node() {
+    let _alone = alone();
+    std::thread::spawn(|| {
+        let layout = Layout { nodes: Nodes::logical(3), ..Layout::for_test() };
+        let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
+        if !(run_on(1) && run_on(0)) {
+            println!("skipped: one CPU only");
+            return;
+        }
+        let first = filled(pagemill, 256 * KIB, 1);
+        run_on(1);
+        let second = filled(pagemill, 256 * KIB, 2);
+        assert_ne!(first / BLOCK_BYTES, second / BLOCK_BYTES, "nodes share a block");
+        free(pagemill, first);
+        run_on(0);
+        free(pagemill, second);
+        assert_eq!(allocate(pagemill, 256 * KIB), first, "freed elsewhere, still of node 0");
+        let fresh = stats::get(Counter::SlotsFresh);
+        assert_eq!(allocate(pagemill, 256 * KIB), second, "node 0 has none, node 1 helps");
+        assert_eq!(stats::get(Counter::SlotsFresh), fresh);
+    })
+    .join()
+    .unwrap();
+}
+
+/// Over the limit: the numbers are told, nothing is charged, and freeing makes room for exactly that again.
+#[test]
+fn a_refusal_tells_the_numbers_and_ends_with_the_need() {
+    let _alone = alone();
+    let pagemill = limited(16 * MIB);
+    let mut all = Vec::new();
+    let error = loop {
+        match pagemill.heap.allocate(MIB, 1) {
+            Ok(allocation) => all.push(allocation.addr.as_ptr() as usize),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(all.len(), 16);
+    let Error::NoMemory { wanted_bytes, used_bytes, limit_bytes } = error else { panic!("{error}") };
+    assert_eq!((wanted_bytes, used_bytes, limit_bytes), (2 << 20, 16 << 20, 16 << 20));
+    assert_eq!(error.errno(), libc::ENOMEM);
+    assert_eq!(pagemill.account.resident(), 16 << 20);
+    assert!(pagemill.heap.allocate(8 * MIB, 1).is_err(), "not even lent");
+    all.drain(..).for_each(|addr| free(pagemill, addr));
+    let big = filled(pagemill, 8 * MIB, 1);
+    assert_eq!(first_other(big, 8 * MIB, 1), None);
+    assert!(settled(pagemill) <= 16 << 20);
+}
+
+/// A limit of nothing: every request is refused, none ends the process.
+#[test]
+fn a_limit_of_zero_refuses_everything() {
+    let _alone = alone();
+    let pagemill = limited(0);
+    for size in [1, MIB, 10 * MIB, 1 << 30] {
+        let error = pagemill.heap.allocate(size, 1).unwrap_err();
+        assert!(matches!(error, Error::NoMemory { limit_bytes: 0, .. }), "{error}");
+        assert!(pagemill.heap.allocate_zeroed(size, 1).is_err());
+    }
+    assert_eq!(pagemill.account.resident(), 0);
+}
+
+/// Calloc of a free slot with fresh pages, at the limit: refused or granted untouched, it loses no slot. 32 MiB slot,
+/// used once; a hog fills the limit; calloc of the slot; without the hog the same slot serves.
+#[test]
+fn a_calloc_at_the_limit_loses_no_slot() {
+    let _alone = alone();
+    let pagemill = limited(8 * MIB);
+    let slot = allocate(pagemill, 32 * MIB);
+    free(pagemill, slot);
+    let hog: Vec<usize> = (0..8).map(|_| filled(pagemill, MIB, 1)).collect();
+    match pagemill.heap.allocate_zeroed(32 * MIB, 1) {
+        Ok(addr) => {
+            assert_eq!(addr.as_ptr() as usize, slot);
+            free(pagemill, slot);
+        }
+        Err(error) => assert!(matches!(error, Error::NoMemory { .. }), "{error}"),
+    }
+    hog.into_iter().for_each(|addr| free(pagemill, addr));
+    assert_eq!(allocate(pagemill, 32 * MIB), slot, "the slot is lost");
+}
+
+/// Shrinking beyond the limit: it works, or every byte is still there. Two lent slots, touched after both were granted.
+#[test]
+fn a_refused_shrink_loses_no_byte() {
+    let _alone = alone();
+    let pagemill = limited(8 * MIB);
+    let addrs = [allocate(pagemill, 8 * MIB), allocate(pagemill, 8 * MIB)];
+    addrs.iter().for_each(|addr| fill(*addr, 8 * MIB, 1));
+    assert_eq!(settled(pagemill), 16 << 20, "over the limit");
+    // SAFETY: live; the old address is used again only if it stays.
+    let kept = match unsafe { pagemill.heap.resize(addrs[0], MIB) } {
+        Ok(_) => MIB,
+        Err(_) => 8 * MIB,
+    };
+    assert_eq!(first_other(addrs[0], kept, 1), None, "refused, but bytes are lost");
+}
+
+/// Memory that the program has locked cannot be given back, so it is not called zero afterwards.
+#[test]
+fn locked_memory_is_not_called_zero() {
+    let _alone = alone();
+    for (pagemill, size) in [(on_small_pages(), 256 * KIB), (on_small_pages(), 3 * MIB), (Pagemill::for_test(), MIB)] {
+        let addr = filled(pagemill, size, 7);
+        // SAFETY: a live allocation.
+        if unsafe { libc::mlock(addr as *const _, size) } != 0 {
+            println!("skipped: may not lock memory");
+            return;
+        }
+        free(pagemill, addr);
+        let failed = stats::get(Counter::PurgeFailed);
+        purge(pagemill);
+        assert!(stats::get(Counter::PurgeFailed) > failed, "the refusal is not counted");
+        let again = pagemill.heap.allocate_zeroed(size, 1).unwrap().as_ptr() as usize;
+        assert_eq!(again, addr);
+        let other = first_other(again, size, 0);
+        // SAFETY: as above.
+        unsafe { libc::munlock(addr as *const _, size) };
+        assert_eq!(other, None, "size {size}: calloc handed out old bytes");
+    }
+}
+
+/// Shrunk to one block and grown again by moving pages: what the program writes then is charged.
+#[test]
+fn a_moved_allocation_is_charged() {
+    let _alone = alone();
+    let pagemill = on_small_pages();
+    let addr = filled(pagemill, 16 * MIB, 1);
+    let addr = resize(pagemill, addr, MIB);
+    assert!(settled(pagemill) <= 2 << 20, "the rest was given back");
+    let addr = resize(pagemill, addr, 32 * MIB);
+    assert_eq!(first_other(addr, MIB, 1), None);
+    fill(addr, 32 * MIB, 2);
+    assert_eq!(settled(pagemill), 32 << 20);
+}
+
+/// The same with a slot that is purged in several steps: all of it is zero afterwards.
+#[test]
+fn a_moved_allocation_is_purged_whole() {
+    let _alone = alone();
+    let pagemill = on_small_pages();
+    let addr = allocate(pagemill, 256 * MIB);
+    let addr = resize(pagemill, addr, MIB);
+    let addr = resize(pagemill, addr, 512 * MIB);
+    for at in (0..512 * MIB).step_by(BLOCK_BYTES) {
+        fill(addr + at, 8, 6);
+    }
+    free(pagemill, addr);
+    purge(pagemill);
+    let again = pagemill.heap.allocate_zeroed(512 * MIB, 1).unwrap().as_ptr() as usize;
+    assert_eq!(again, addr);
+    for at in (0..512 * MIB).step_by(BLOCK_BYTES) {
+        assert_eq!(first_other(again + at, 8, 0), None, "calloc handed out old bytes at {:#x}", at);
+    }
+    assert_eq!(resident(addr, 512 * MIB) / os_page_bytes() as u64 % 256, 0);
+}
+
+/// Bytes of the usable size beyond what was asked for are the program's too: written, freed and purged, they are gone.
+#[test]
+fn the_tail_of_a_slot_is_purged_with_it() {
+    let _alone = alone();
+    let pagemill = on_small_pages();
+    let addr = allocate(pagemill, 1025 * MIB);
+    let usable = pagemill.heap.usable_bytes(addr).unwrap();
+    fill(addr + usable - 8, 8, 6);
+    free(pagemill, addr);
+    purge(pagemill);
+    let again = pagemill.heap.allocate_zeroed(usable, 1).unwrap().as_ptr() as usize;
+    assert_eq!(again, addr);
+    assert_eq!(first_other(again + usable - 8, 8, 0), None, "calloc handed out old bytes");
+}
+
+/// A huge page is split to give a part back; when the rest is freed, all of it goes, also what was never handed out.
+#[test]
+fn a_split_block_goes_back_whole() {
+    let _alone = alone();
+    let pagemill = Pagemill::for_test();
+    let (first, second) = (filled(pagemill, 512 * KIB, 1), filled(pagemill, 512 * KIB, 2));
+    free(pagemill, first);
+    assert!(purge(pagemill) >= 512 << 10, "split");
+    assert_eq!(first_other(second, 512 * KIB, 2), None);
+    assert_eq!(settled(pagemill), 512 << 10, "what was never handed out is given back, too");
+    free(pagemill, second);
+    purge(pagemill);
+    assert_eq!((settled(pagemill), pagemill.heap.free_bytes()), (0, 0));
+}
+
+/// A slot that reaches from a whole huge page into a split one is given back in both. Slots of 384 KiB; the sixth
+/// straddles the first two blocks.
+#[test]
+fn a_slot_across_blocks_goes_back_whole() {
+    let _alone = alone();
+    let pagemill = Pagemill::for_test();
+    let slots: Vec<usize> = (0..16).map(|_| filled(pagemill, 384 * KIB, 1)).collect();
+    // The second block is split: two slots of it are free, the others live.
+    slots[7..9].iter().for_each(|addr| free(pagemill, *addr));
+    assert!(purge(pagemill) > 0, "split");
+    slots[..7].iter().chain(&slots[10..]).for_each(|addr| free(pagemill, *addr));
+    purge(pagemill);
+    assert_eq!((settled(pagemill), pagemill.heap.free_bytes()), (384 << 10, 0), "one slot is live");
+    free(pagemill, slots[9]);
+    purge(pagemill);
+    assert_eq!((settled(pagemill), pagemill.heap.free_bytes()), (0, 0));
+}
+
+/// A block that was once a huge page and is lent later may come in whole with one touch: it also goes back whole.
+#[test]
+fn a_block_that_came_in_by_touch_goes_back_whole() {
+    let _alone = alone();
+    let layout = Layout { huge_from_bytes: 4 << 20, ..Layout::for_test() };
+    let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
+    let big = filled(pagemill, 8 * MIB, 1);
+    settled(pagemill);
+    let first = filled(pagemill, 112 * KIB, 1); // in a huge page, since much is resident
+    free(pagemill, first);
+    free(pagemill, big);
+    purge(pagemill);
+    assert_eq!(settled(pagemill), 0);
+    let again = filled(pagemill, 112 * KIB, 1); // lent, since little is resident
+    free(pagemill, again);
+    purge(pagemill);
+    assert_eq!((settled(pagemill), pagemill.heap.free_bytes()), (0, 0));
+}
+
+/// What the limit made a slot give back is admitted again before the slot is. Half of each block is given back, other
+/// blocks take the room: nothing is left for the halves.
+#[test]
+fn a_purged_part_is_admitted_again() {
+    let _alone = alone();
+    let pagemill = limited(8 * MIB);
+    let slots: Vec<usize> = (0..16).map(|_| filled(pagemill, 512 * KIB, 1)).collect();
+    slots.iter().step_by(2).for_each(|addr| free(pagemill, *addr));
+    purge(pagemill);
+    assert_eq!(settled(pagemill), 4 << 20);
+    for _ in 0..4 {
+        filled(pagemill, MIB, 2);
+    }
+    assert_eq!(settled(pagemill), 8 << 20, "at the limit");
+    let mut more = 0;
+    while more < 8
+        && pagemill.heap.allocate(512 * KIB, 1).is_ok_and(|found| {
+            fill(found.addr.as_ptr() as usize, 512 * KIB, 3);
+            true
+        })
+    {
+        more += 1;
+    }
+    let over = settled(pagemill).saturating_sub(8 << 20);
+    assert!(more == 0 && over == 0, "{more} more allocations, {over} bytes over the limit");
+}
+
+/// A block brought in ahead of need belongs to the span that needs it: a free big slot beside it is left alone.
+#[test]
+fn blocks_ahead_of_need_are_the_spans_own() {
+    let _alone = alone();
+    let pagemill = Pagemill::for_test();
+    let carve = |count| {
+        for _ in 0..count {
+            allocate(pagemill, 384 * KIB);
+        }
+    };
+    carve(1); // a span of three blocks
+    let big = filled(pagemill, 2 * MIB, 1);
+    free(pagemill, big);
+    pagemill.heap.shrink(u64::MAX, Urgency::Request);
+    assert_eq!(resident(big, BLOCK_BYTES), 0);
+    assert!(pagemill.helper.claim());
+    carve(15); // the last block of the span, too
+    while pagemill.arena.prefault() {}
+    assert_eq!((pagemill.heap.free_bytes(), resident(big, BLOCK_BYTES)), (0, 0), "free bytes, resident bytes");
+}
+
+/// Runs `act` in a fork child and returns whether it panicked there; its message goes to standard error.
+fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
+    pagemill.before_fork();
+    // SAFETY: the child runs `act` and ends without returning to the test.
+    let pid = unsafe { libc::fork() };
+    assert!(pid >= 0);
+    if pid == 0 {
+        pagemill.in_fork_child();
+        let result = catch_unwind(AssertUnwindSafe(act));
+        if let Err(panic) = &result {
+            let text = panic.downcast_ref::<String>().map(String::as_str);
+            let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("panic");
+            file::write_stderr(format!("in the child: {text}\n").as_bytes());
+        }
+        // SAFETY: ends the child at once.
+        unsafe { libc::_exit(i32::from(result.is_err())) };
+    }
+    pagemill.after_fork();
+    let mut status = 0;
+    // SAFETY: our own child; writes `status`.
+    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+    status != 0
+}
+
+const FORKED_SIZES: [usize; 6] = [64 * KIB, 300 * KIB, 384 * KIB, MIB, 3 * MIB, 40 * MIB];
+
+/// A fork child reads, writes, frees, purges and allocates what it inherited; the parent's bytes stay as they were.
+#[test]
+fn a_fork_child_leaves_the_parent_alone() {
+    let _alone = alone();
+    for pagemill in [Pagemill::for_test(), on_small_pages()] {
+        let live: Vec<(usize, usize)> = FORKED_SIZES.map(|size| (filled(pagemill, size, 11), size)).into();
+        let idle = filled(pagemill, 300 * KIB, 12);
+        free(pagemill, idle);
+        let before = settled(pagemill);
+        let has_failed = in_child(pagemill, || {
+            for (addr, size) in &live {
+                assert_eq!(first_other(*addr, *size, 11), None);
+                fill(*addr, size / 2, 13);
+            }
+            live.iter().skip(1).step_by(2).for_each(|(addr, _)| free(pagemill, *addr));
+            purge(pagemill);
+            for (addr, size) in live.iter().step_by(2) {
+                assert_eq!(first_other(*addr, size / 2, 13), None, "a live slot changed");
+                assert_eq!(first_other(*addr + size / 2, size - size / 2, 11), None, "a live slot changed");
+            }
+            for (_, size) in &live {
+                let addr = pagemill.heap.allocate_zeroed(*size, 1).unwrap().as_ptr() as usize;
+                assert_eq!(first_other(addr, *size, 0), None, "calloc handed out old bytes");
+                fill(addr, *size, 14);
+                let addr = resize(pagemill, addr, size * 2);
+                assert_eq!(first_other(addr, *size, 14), None, "lost by realloc");
+                free(pagemill, addr);
+            }
+        });
+        assert!(!has_failed);
+        for (addr, size) in &live {
+            assert_eq!(first_other(*addr, *size, 11), None, "the parent's bytes changed");
+        }
+        assert_eq!(settled(pagemill), before);
+        live.iter().for_each(|(addr, _)| free(pagemill, *addr));
+        purge(pagemill);
+        assert_eq!((settled(pagemill), pagemill.heap.free_bytes()), (0, 0));
+    }
+}
+
+/// A fork child's account starts at nothing and stays believable while it gives inherited memory back.
+#[test]
+fn a_fork_child_counts_for_itself() {
+    let _alone = alone();
+    for (name, pagemill) in [("huge", Pagemill::for_test()), ("small", on_small_pages())] {
+        let live = FORKED_SIZES.map(|size| filled(pagemill, size, 11));
+        let has_failed = in_child(pagemill, || {
+            assert_eq!(pagemill.account.resident(), 0, "{name}: nothing is charged at first");
+            live.iter().for_each(|addr| free(pagemill, *addr));
+            purge(pagemill);
+            let (charged, free_bytes) = (settled(pagemill), pagemill.heap.free_bytes());
+            let untouched = stats::get(Counter::Untouched);
+            assert!(untouched < 1 << 40, "{name}: {untouched:#x} bytes are said to be lent and untouched");
+            assert_eq!((charged, free_bytes), (0, 0), "{name}: charged and free bytes after giving all back");
+            let again = FORKED_SIZES.map(|size| filled(pagemill, size, 12));
+            let written: usize = FORKED_SIZES.iter().sum();
+            let charged = settled(pagemill);
+            assert!(charged >= written as u64, "{name}: {written} bytes written, {charged} charged");
+            again.iter().for_each(|addr| free(pagemill, *addr));
+        });
+        assert!(!has_failed, "{name}");
+    }
+}
+
+/// While a fork child lives the kernel moves only pages that are not shared with it: realloc keeps every byte.
+/// 16 MiB in small pages; the parent has written the first page again, so that one is not shared.
+#[test]
+fn realloc_beside_a_fork_child_keeps_every_byte() {
+    let _alone = alone();
+    for (name, pagemill) in [("huge", Pagemill::for_test()), ("small", on_small_pages())] {
+        let addr = filled(pagemill, 16 * MIB, 1);
+        pagemill.before_fork();
+        // SAFETY: the child only waits for its end.
+        let pid = unsafe { libc::fork() };
+        if pid == 0 {
+            loop {
+                // SAFETY: no arguments.
+                unsafe { libc::pause() };
+            }
+        }
+        pagemill.after_fork();
+        fill(addr, 3 * os_page_bytes(), 2);
+        let addr = resize(pagemill, addr, 64 * MIB);
+        let lost = (first_other(addr, 3 * os_page_bytes(), 2), first_other(addr + 3 * os_page_bytes(), MIB, 1));
+        // SAFETY: our own child.
+        unsafe {
+            libc::kill(pid, libc::SIGKILL);
+            libc::waitpid(pid, std::ptr::null_mut(), 0);
+        }
+        assert_eq!(lost, (None, None), "{name}: bytes were lost");
+        free(pagemill, addr);
+        purge(pagemill);
+        assert_eq!(settled(pagemill), 0);
+    }
+}
+
+/// Lent memory passes the limit only by touching: measured, it is charged, and the next request is refused.
+#[test]
+fn touched_loans_are_charged() {
+    let _alone = alone();
+    let pagemill = limited(16 * MIB);
+    let big = allocate(pagemill, 1 << 30);
+    assert_eq!(settled(pagemill), 0);
+    fill(big, 24 * MIB, 1);
+    assert!(settled(pagemill) >= 24 << 20);
+    assert!(matches!(pagemill.heap.allocate(MIB, 1), Err(Error::NoMemory { .. })));
+    let freed = pagemill.account.give_back(u64::MAX, Context::Outside, Urgency::Limit);
+    assert_eq!(freed, 0, "nothing is free");
+    free(pagemill, big);
+    filled(pagemill, MIB, 1);
+}
+
+/// A slot that got only the first pages of another's (the rest is shared with a fork child) is not called zero.
+#[test]
+fn pages_moved_in_part_are_not_called_zero() {
+    let _alone = alone();
+    let pagemill = on_small_pages();
+    let donor = filled(pagemill, 4 * MIB, 1);
+    pagemill.before_fork();
+    // SAFETY: the child only waits for its end.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        loop {
+            // SAFETY: no arguments.
+            unsafe { libc::pause() };
+        }
+    }
+    pagemill.after_fork();
+    fill(donor, 3 * os_page_bytes(), 2);
+    free(pagemill, donor);
+    let found = pagemill.heap.allocate(5 * MIB, 1).unwrap();
+    let addr = found.addr.as_ptr() as usize;
+    let other = first_other(addr, 5 * MIB, 0);
+    // SAFETY: our own child.
+    unsafe {
+        libc::kill(pid, libc::SIGKILL);
+        libc::waitpid(pid, std::ptr::null_mut(), 0);
+    }
+    assert!(!found.is_zero || other.is_none(), "called zero, with old bytes at {other:?}");
+    free(pagemill, addr);
+    purge(pagemill);
+    assert_eq!((settled(pagemill), pagemill.heap.free_bytes()), (0, 0));
+}

@@ -1,0 +1,694 @@
+//! Heap and extents against a model: random operations, everything checked after each step.
+//!
+//! Each run prints its seed; `PAGEMILL_TEST_SEED` repeats one. The kernel is
+//! asked what is resident, so that the account is compared with a fact.
+#![allow(unsafe_code)] // writes to, frees and resizes the allocations under test
+
+use pagemill::arena::Layout;
+use pagemill::arena::nodes::Nodes;
+use pagemill::heap::MIN_BYTES;
+use pagemill::reclaim::tree::UNLIMITED;
+use pagemill::reclaim::{Shrinker, Urgency};
+use pagemill::units::{BLOCK_BYTES, PageSize, os_page_bytes};
+use pagemill::{Error, Pagemill};
+use pagemill_sys::{clock, mem};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Mutex, OnceLock};
+
+/// Allocations up to this size are filled and compared as a whole, larger ones at some places.
+const FILLED_BYTES: usize = 1 << 20;
+
+/// Places of a larger allocation that are written and compared.
+const MARKS: u64 = 8;
+
+/// Most bytes live at a time, and most resident before the run purges.
+const MAX_LIVE_BYTES: usize = 256 << 20;
+const MAX_RESIDENT_BYTES: u64 = 320 << 20;
+
+fn mix(mut value: u64) -> u64 {
+    value = (value ^ value >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    value = (value ^ value >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+    value ^ value >> 31
+}
+
+struct Random(u64);
+
+impl Random {
+    /// A seed of its own for each run and salt, printed, or the one that is to be repeated.
+    fn seeded(what: &str, salt: u64) -> Self {
+        let named = std::env::var("PAGEMILL_TEST_SEED").ok().and_then(|text| text.parse().ok());
+        let seed = named.unwrap_or_else(|| mix(clock::fine_ns() ^ salt));
+        println!("{what}: PAGEMILL_TEST_SEED={seed}");
+        Self(seed)
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        mix(self.0)
+    }
+
+    fn below(&mut self, end: u64) -> u64 {
+        self.next() % end.max(1)
+    }
+
+    /// Small sizes as often as large ones: uniform in the logarithm.
+    fn size(&mut self, min: usize, max: usize) -> usize {
+        let octaves = u64::from((max / min).ilog2());
+        let low = min << self.below(octaves);
+        (low + self.below(low as u64) as usize).min(max)
+    }
+}
+
+/// What the program wrote, which must stay.
+#[derive(Clone, Copy, Debug)]
+struct Contents {
+    size: usize,
+    seed: u64,
+}
+
+impl Contents {
+    fn byte(self) -> u8 {
+        self.seed as u8 | 1
+    }
+
+    fn marks(self) -> impl Iterator<Item = (usize, u64)> {
+        let last = self.size - 8;
+        (0..MARKS).map(move |index| {
+            let offset = match index {
+                0 => 0,
+                1 => last & !7,
+                _ => (mix(self.seed ^ index) as usize % last) & !7,
+            };
+            (offset, mix(self.seed ^ offset as u64) | 1)
+        })
+    }
+
+    /// # Safety
+    ///
+    /// `addr` starts `size` bytes that are the caller's alone.
+    unsafe fn write(self, addr: usize) {
+        if self.size <= FILLED_BYTES {
+            // SAFETY: the caller's promise.
+            unsafe { std::ptr::write_bytes(addr as *mut u8, self.byte(), self.size) };
+            return;
+        }
+        for (offset, mark) in self.marks() {
+            // SAFETY: inside the allocation; slots are aligned.
+            unsafe { ((addr + offset) as *mut u64).write(mark) };
+        }
+    }
+
+    /// Compares the first `len` bytes.
+    ///
+    /// # Safety
+    ///
+    /// `addr` starts `len` bytes that nobody changes meanwhile.
+    unsafe fn check(self, addr: usize, len: usize, when: &str) {
+        let len = len.min(self.size);
+        if self.size <= FILLED_BYTES {
+            // SAFETY: the caller's promise.
+            let bytes = unsafe { std::slice::from_raw_parts(addr as *const u8, len) };
+            let expected = [self.byte(); 4096];
+            let is_intact = bytes.chunks(expected.len()).all(|chunk| *chunk == expected[..chunk.len()]);
+            assert!(is_intact, "{when}: contents of {addr:#x} changed ({self:?})");
+            return;
+        }
+        for (offset, mark) in self.marks().filter(|(offset, _)| offset + 8 <= len) {
+            // SAFETY: inside the allocation.
+            let found = unsafe { ((addr + offset) as *const u64).read() };
+            assert_eq!(found, mark, "{when}: {addr:#x} + {offset:#x} changed ({self:?})");
+        }
+    }
+
+    /// Bytes that must be resident for these contents to be there.
+    fn least_resident(self, addr: usize) -> usize {
+        let page = os_page_bytes();
+        if self.size <= FILLED_BYTES {
+            return (addr + self.size).next_multiple_of(page) - addr / page * page - page;
+        }
+        let mut pages: Vec<usize> = self.marks().map(|(offset, _)| offset / page).collect();
+        pages.sort_unstable();
+        pages.dedup();
+        pages.len() * page
+    }
+}
+
+/// Bytes behind a range as the kernel tells.
+fn resident(base: usize, len: usize) -> u64 {
+    const WINDOW_PAGES: usize = 1 << 16;
+    let (page, mut pages) = (os_page_bytes(), vec![0u8; WINDOW_PAGES]);
+    let windows = (base..base + len).step_by(WINDOW_PAGES * page);
+    let counts = windows.map(|at| {
+        let part = (base + len - at).min(WINDOW_PAGES * page);
+        mem::resident(at, part, &mut pages).unwrap();
+        pages[..part / page].iter().filter(|page| **page & 1 == 1).count()
+    });
+    (counts.sum::<usize>() * page) as u64
+}
+
+/// Bytes of memory behind a range. [`resident`] also counts the shared page of zeros, which costs nothing and which
+/// reading untouched memory brings in.
+fn resident_in_memory(start: usize, end: usize) -> u64 {
+    let text = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let (mut is_inside, mut kib) = (false, 0);
+    for line in text.lines() {
+        let first = line.split(' ').next().unwrap();
+        if let Some((from, to)) = first.split_once('-') {
+            let bound = |text| usize::from_str_radix(text, 16).unwrap();
+            is_inside = bound(from) < end && bound(to) > start;
+        } else if is_inside && first == "Rss:" {
+            kib += line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap();
+        }
+    }
+    kib << 10
+}
+
+/// # Safety
+///
+/// `addr` starts `size` bytes that nobody writes meanwhile.
+unsafe fn assert_zero(addr: usize, size: usize, what: &str) {
+    let zeros = [0u8; 4096];
+    // Whole up to 4 MiB; beyond, the start of every 64 KiB and the end.
+    let step = if size <= 4 << 20 { zeros.len() } else { 64 << 10 };
+    for offset in (0..size).step_by(step).chain([size - size.min(zeros.len())]) {
+        let len = zeros.len().min(size - offset);
+        // SAFETY: inside the allocation.
+        let bytes = unsafe { std::slice::from_raw_parts((addr + offset) as *const u8, len) };
+        assert!(*bytes == zeros[..len], "{what}: {addr:#x} + {offset:#x} is not zero");
+    }
+}
+
+struct Live {
+    contents: Contents,
+    align: usize,
+    usable: usize,
+}
+
+struct Model {
+    pagemill: &'static Pagemill,
+    random: Random,
+    live: BTreeMap<usize, Live>,
+    /// End of the highest allocation so far.
+    top: usize,
+    limit: u64,
+    refusals: usize,
+    max_bytes: usize,
+}
+
+impl Model {
+    fn new(what: &str, layout: Layout, limit: u64, max_bytes: usize) -> Self {
+        let pagemill = Pagemill::new(layout, limit).unwrap();
+        let random = Random::seeded(what, pagemill.heap.base() as u64);
+        let top = pagemill.heap.base();
+        Self { pagemill, random, live: BTreeMap::new(), top, limit, refusals: 0, max_bytes }
+    }
+
+    fn run(&mut self, steps: usize) {
+        for step in 0..steps {
+            let what = self.step();
+            self.check(&format!("step {step}, {what}"));
+            if step % 16 == 0 {
+                self.compare_with_kernel(step);
+            }
+        }
+        self.end();
+    }
+
+    fn step(&mut self) -> &'static str {
+        let live_bytes: usize = self.live.values().map(|live| live.contents.size).sum();
+        if live_bytes > MAX_LIVE_BYTES {
+            return self.free();
+        }
+        if self.pagemill.account.resident() > MAX_RESIDENT_BYTES {
+            return self.purge();
+        }
+        match self.random.below(100) {
+            0..30 => self.allocate(),
+            30..45 => self.allocate_zeroed(),
+            45..70 => self.free(),
+            70..85 => self.resize(),
+            85..95 => self.purge(),
+            _ => {
+                self.pagemill.account.settle();
+                "settle"
+            }
+        }
+    }
+
+    fn size_and_align(&mut self) -> (usize, usize) {
+        let size = self.random.size(MIN_BYTES, self.max_bytes);
+        let max_align = if self.max_bytes > 8 << 20 { 24 } else { 16 };
+        (size, if self.random.below(3) == 0 { 1 << self.random.below(max_align) } else { 1 })
+    }
+
+    fn allocate(&mut self) -> &'static str {
+        let (size, align) = self.size_and_align();
+        match self.pagemill.heap.allocate(size, align) {
+            Ok(allocation) => {
+                let addr = allocation.addr.as_ptr() as usize;
+                if allocation.is_zero {
+                    // SAFETY: allocated just now.
+                    unsafe { assert_zero(addr, size, "said to be zero") };
+                }
+                self.enter(addr, size, align);
+            }
+            Err(error) => self.check_refusal(&error),
+        }
+        "allocate"
+    }
+
+    fn allocate_zeroed(&mut self) -> &'static str {
+        let (size, align) = self.size_and_align();
+        match self.pagemill.heap.allocate_zeroed(size, align) {
+            Ok(addr) => {
+                let addr = addr.as_ptr() as usize;
+                // SAFETY: allocated just now.
+                unsafe { assert_zero(addr, size, "allocate_zeroed") };
+                self.enter(addr, size, align);
+            }
+            Err(error) => self.check_refusal(&error),
+        }
+        "allocate_zeroed"
+    }
+
+    fn enter(&mut self, addr: usize, size: usize, align: usize) {
+        let contents = Contents { size, seed: self.random.next() };
+        // SAFETY: allocated just now, ours alone.
+        unsafe { contents.write(addr) };
+        let usable = self.pagemill.heap.usable_bytes(addr).unwrap();
+        self.top = self.top.max(addr + usable);
+        let before = self.live.insert(addr, Live { contents, align, usable });
+        assert!(before.is_none(), "{addr:#x} was handed out twice");
+    }
+
+    fn pick(&mut self) -> Option<usize> {
+        let index = self.random.below(self.live.len() as u64) as usize;
+        self.live.keys().nth(index).copied()
+    }
+
+    fn free(&mut self) -> &'static str {
+        if let Some(addr) = self.pick() {
+            self.live.remove(&addr);
+            // SAFETY: live until now, not used again.
+            unsafe { self.pagemill.heap.free(addr) }.unwrap();
+        }
+        "free"
+    }
+
+    fn resize(&mut self) -> &'static str {
+        let Some(addr) = self.pick() else { return "nothing to resize" };
+        let (size, _) = self.size_and_align();
+        // SAFETY: live; the old address is used again only if it stays.
+        match unsafe { self.pagemill.heap.resize(addr, size) } {
+            Ok(new) => {
+                let old = self.live.remove(&addr).unwrap();
+                let new = new.as_ptr() as usize;
+                // SAFETY: the allocation as it is now.
+                unsafe { old.contents.check(new, size, "resize") };
+                self.enter(new, size, 1);
+            }
+            Err(error) => self.check_refusal(&error),
+        }
+        "resize"
+    }
+
+    fn purge(&mut self) -> &'static str {
+        let urgency = if self.random.below(2) == 0 { Urgency::Request } else { Urgency::Limit };
+        let want = if self.random.below(4) == 0 { u64::MAX } else { self.random.below(64 << 20) };
+        let before = self.pagemill.account.resident();
+        let freed = self.pagemill.heap.shrink(want, urgency);
+        let after = self.pagemill.account.resident();
+        // Settling on the way may find more than was known.
+        assert!(freed == 0 || after <= before.max(after.saturating_sub(freed) + freed), "{before} {freed} {after}");
+        "purge"
+    }
+
+    fn check_refusal(&mut self, error: &Error) {
+        let Error::NoMemory { wanted_bytes, used_bytes, limit_bytes } = *error else { panic!("{error}") };
+        assert_eq!(limit_bytes, self.limit, "{error}");
+        assert!(wanted_bytes > 0, "{error}");
+        assert!(used_bytes.saturating_add(wanted_bytes) > limit_bytes, "refused although there was room: {error}");
+        self.refusals += 1;
+    }
+
+    fn check(&self, when: &str) {
+        let mut end = 0;
+        for (&addr, live) in &self.live {
+            assert!(addr >= end, "{when}: {addr:#x} overlaps the allocation before it");
+            end = addr + live.usable;
+            assert!(addr.is_multiple_of(live.align), "{when}: {addr:#x} is no multiple of {}", live.align);
+            assert!(self.pagemill.heap.contains(addr) && self.pagemill.heap.contains(end - 1), "{when}: {addr:#x}");
+            assert_eq!(self.pagemill.heap.usable_bytes(addr).unwrap(), live.usable, "{when}: {addr:#x}");
+            assert!(live.usable >= live.contents.size, "{when}: {addr:#x}");
+            // SAFETY: live, and nobody writes.
+            unsafe { live.contents.check(addr, live.contents.size, when) };
+        }
+    }
+
+    /// The account holds what is written, and not more than the kernel says is there.
+    fn compare_with_kernel(&self, step: usize) {
+        self.pagemill.account.settle();
+        let charged = self.pagemill.account.resident();
+        let written: usize = self.live.iter().map(|(addr, live)| live.contents.least_resident(*addr)).sum();
+        assert!(charged >= written as u64, "step {step}: {written} bytes are written, {charged} are charged");
+        let there =
+            resident(self.pagemill.heap.base(), (self.top - self.pagemill.heap.base()).next_multiple_of(BLOCK_BYTES));
+        assert!(charged <= there, "step {step}: {charged} bytes are charged, {there} are resident");
+    }
+
+    /// Everything freed and purged: nothing is charged, nothing counts as free, nothing is there.
+    fn end(&mut self) {
+        while !self.live.is_empty() {
+            self.free();
+        }
+        self.pagemill.heap.shrink(u64::MAX, Urgency::Limit);
+        self.pagemill.account.settle();
+        let there = resident_in_memory(self.pagemill.heap.base(), self.top);
+        let (charged, free) = (self.pagemill.account.resident(), self.pagemill.heap.free_bytes());
+        assert_eq!((charged, free, there), (0, 0, 0), "charged, free, resident bytes at the end");
+    }
+}
+
+/// Blocks taken huge from the start.
+#[test]
+fn random_operations_keep_every_promise() {
+    Model::new("huge", Layout::for_test(), UNLIMITED, 64 << 20).run(350);
+}
+
+/// Small pages only, so that slots are purged page by page.
+#[test]
+fn random_operations_on_small_pages() {
+    let layout = Layout { use_huge: false, ..Layout::for_test() };
+    Model::new("small pages", layout, UNLIMITED, 64 << 20).run(350);
+}
+
+/// As a program has it: small pages at first, huge ones from 32 MiB on; three logical nodes.
+#[test]
+fn random_operations_on_both_kinds_of_pages() {
+    let layout = Layout {
+        huge_from_bytes: Layout::for_program().huge_from_bytes,
+        nodes: Nodes::logical(3),
+        ..Layout::for_test()
+    };
+    Model::new("mixed, three nodes", layout, UNLIMITED, 64 << 20).run(300);
+}
+
+/// Software pages of 64 KiB.
+#[test]
+fn random_operations_on_software_pages() {
+    let layout = Layout { use_huge: false, page: PageSize::new(64 << 10).unwrap(), ..Layout::for_test() };
+    Model::new("64 KiB pages", layout, UNLIMITED, 8 << 20).run(300);
+}
+
+/// What is brought in before it is handed out never passes the limit; what was refused works once there is room.
+#[test]
+fn the_limit_holds() {
+    const LIMIT: u64 = 48 << 20;
+    let mut model = Model::new("limit", Layout::for_test(), LIMIT, BLOCK_BYTES - 1);
+    // Blocks split under the limit are lent again: an allocation that met room may add two blocks to it.
+    const LENT: u64 = 2 * BLOCK_BYTES as u64;
+    for step in 0..1000 {
+        if model.random.below(3) == 0 {
+            model.allocate()
+        } else {
+            model.step()
+        };
+        model.pagemill.account.settle();
+        let resident = model.pagemill.account.resident();
+        assert!(resident <= LIMIT + LENT, "step {step}: {resident} bytes under a limit of {LIMIT}");
+        model.check(&format!("step {step}"));
+    }
+    assert!(model.refusals > 0, "the limit was never met");
+    model.end();
+    let all: Vec<_> = (0..20).map(|_| model.pagemill.heap.allocate(BLOCK_BYTES - 1, 1).unwrap()).collect();
+    assert_eq!(all.len(), 20);
+}
+
+/// Lent memory may pass the limit by what was lent; refusals tell the numbers, and room comes back.
+#[test]
+fn the_limit_holds_but_for_what_was_lent() {
+    const LIMIT: u64 = 64 << 20;
+    let mut model = Model::new("limit, lent", Layout::for_test(), LIMIT, 32 << 20);
+    for step in 0..500 {
+        if model.random.below(3) == 0 {
+            model.allocate()
+        } else {
+            model.step()
+        };
+        let big = model.live.values().filter(|live| live.usable >= BLOCK_BYTES);
+        let lent: usize = big.map(|live| live.usable.next_multiple_of(BLOCK_BYTES)).sum();
+        let resident = model.pagemill.account.resident();
+        assert!(resident <= LIMIT + lent as u64, "step {step}: {resident} bytes, {lent} lent");
+        model.check(&format!("step {step}"));
+    }
+    assert!(model.refusals > 0, "the limit was never met");
+    model.end();
+}
+
+/// Whether the kernel has lately made huge pages of small ones by itself, anywhere: it fills the gaps between them.
+fn has_collapsed() -> bool {
+    let count = || std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/khugepaged/pages_collapsed").ok();
+    static AT_FIRST: OnceLock<Option<String>> = OnceLock::new();
+    *AT_FIRST.get_or_init(count) != count()
+}
+
+/// A page of the extents' model.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Page {
+    Unused,
+    /// Committed, and what was written.
+    Committed(u64),
+}
+
+struct ExtentModel {
+    pagemill: &'static Pagemill,
+    random: Random,
+    addr: usize,
+    pages: Vec<Page>,
+}
+
+impl ExtentModel {
+    fn new(what: &str, layout: Layout) -> Self {
+        let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
+        let random = Random::seeded(what, pagemill.heap.base() as u64);
+        let len = 5 * BLOCK_BYTES;
+        let addr = pagemill.arena.extent(len, 2 * BLOCK_BYTES).unwrap();
+        has_collapsed();
+        assert_eq!(addr % (2 * BLOCK_BYTES), 0);
+        Self { pagemill, random, addr, pages: vec![Page::Unused; len / os_page_bytes()] }
+    }
+
+    fn addr_of(&self, page: usize) -> usize {
+        self.addr + page * os_page_bytes()
+    }
+
+    /// A run of equal pages from a random one on: its start and length.
+    fn run_of(&mut self, is_wanted: impl Fn(Page) -> bool) -> Option<(usize, usize)> {
+        let start = self.random.below(self.pages.len() as u64) as usize;
+        let longest = self.random.size(1, 1024);
+        let len = self.pages[start..].iter().take(longest).take_while(|page| is_wanted(**page)).count();
+        (len > 0).then_some((start, len))
+    }
+
+    fn commit(&mut self) {
+        let Some((start, len)) = self.run_of(|page| page == Page::Unused) else { return };
+        self.pagemill.arena.commit(self.addr_of(start), len * os_page_bytes()).unwrap();
+        for page in start..start + len {
+            let (addr, value) = (self.addr_of(page), self.random.next() | 1);
+            // SAFETY: committed just now.
+            unsafe {
+                if page % 16 == 0 || len < 64 {
+                    assert_zero(addr, os_page_bytes(), "commit");
+                }
+                assert_eq!((addr as *const u64).read(), 0, "commit of page {page}");
+                (addr as *mut u64).write(value);
+                ((addr + os_page_bytes() - 8) as *mut u64).write(value);
+            }
+            self.pages[page] = Page::Committed(value);
+        }
+    }
+
+    fn decommit(&mut self) {
+        let Some((start, len)) = self.run_of(|page| page != Page::Unused) else { return };
+        // SAFETY: committed, and not used again.
+        unsafe { self.pagemill.arena.decommit(self.addr_of(start), len * os_page_bytes()) };
+        self.pages[start..start + len].fill(Page::Unused);
+    }
+
+    fn check(&self, step: usize) {
+        let mut used = 0;
+        for (index, page) in self.pages.iter().enumerate() {
+            let Page::Committed(value) = *page else { continue };
+            used += 1;
+            let addr = self.addr_of(index);
+            // SAFETY: committed.
+            let found = unsafe { [(addr as *const u64).read(), ((addr + os_page_bytes() - 8) as *const u64).read()] };
+            assert_eq!(found, [value; 2], "step {step}: page {index} changed");
+        }
+        let charged = self.pagemill.account.resident();
+        let there = resident(self.addr, self.pages.len() * os_page_bytes());
+        assert!(charged >= (used * os_page_bytes()) as u64, "step {step}: {used} pages used, {charged} bytes charged");
+        // A huge page that was not to be had leaves its first small one behind, uncharged.
+        let spare = (self.pages.len() * 16) as u64;
+        assert!(there <= charged + spare || has_collapsed(), "step {step}: {there} resident, {charged} charged");
+    }
+
+    fn run(mut self, steps: usize) {
+        for step in 0..steps {
+            match self.random.below(9) {
+                0..4 => self.commit(),
+                4..8 => self.decommit(),
+                _ => {
+                    let want = self.random.below(4 << 20);
+                    self.pagemill.arena.split_sparse_extents(want);
+                }
+            }
+            self.check(step);
+        }
+        for page in 0..self.pages.len() {
+            if self.pages[page] != Page::Unused {
+                // SAFETY: committed, and not used again.
+                unsafe { self.pagemill.arena.decommit(self.addr_of(page), os_page_bytes()) };
+            }
+        }
+        assert_eq!(self.pagemill.account.resident(), 0, "everything is decommitted");
+        assert_eq!(resident(self.addr, self.pages.len() * os_page_bytes()), 0, "everything is decommitted");
+    }
+}
+
+/// Committed pages keep what was written, recommitted ones read zero, in huge pages.
+#[test]
+fn extents_in_huge_pages() {
+    ExtentModel::new("extents, huge", Layout::for_test()).run(400);
+}
+
+/// The same in small pages, and in software pages of three sizes.
+#[test]
+fn extents_in_small_and_software_pages() {
+    for bytes in [os_page_bytes(), 64 << 10, 2 << 20, 8 << 20] {
+        let layout = Layout { use_huge: false, page: PageSize::new(bytes).unwrap(), ..Layout::for_test() };
+        ExtentModel::new(&format!("extents, {bytes} byte pages"), layout).run(200);
+    }
+}
+
+/// An extent over the limit is refused as a whole; the pages can be had once there is room.
+#[test]
+fn extents_mind_the_limit() {
+    let pagemill = Pagemill::new(Layout::for_test(), 8 << 20).unwrap();
+    let addr = pagemill.arena.extent(32 << 20, 1).unwrap();
+    let mut committed = 0;
+    // A nested charge may pass the limit once; then it is a debt, which cannot be paid here.
+    while pagemill.arena.commit(addr + committed, BLOCK_BYTES).is_ok() {
+        committed += BLOCK_BYTES;
+        pagemill.account.pay_debt();
+        assert!(committed <= 12 << 20, "far over the limit");
+    }
+    let before = pagemill.account.resident();
+    assert!(before >= 8 << 20);
+    assert!(pagemill.arena.commit(addr + committed, 3 * BLOCK_BYTES).is_err());
+    assert_eq!(pagemill.account.resident(), before, "a refusal charges nothing");
+    // SAFETY: committed above, not used.
+    unsafe { pagemill.arena.decommit(addr, committed) };
+    assert_eq!(pagemill.account.resident(), 0);
+    pagemill.arena.commit(addr + committed, BLOCK_BYTES).unwrap();
+}
+
+/// Allocations that one thread leaves for another.
+struct Passed {
+    allocations: Mutex<Vec<(usize, Contents)>>,
+    stop: AtomicBool,
+}
+
+fn work(pagemill: &Pagemill, passed: &Passed, mut random: Random) {
+    let mut own: Vec<(usize, Contents)> = Vec::new();
+    while !passed.stop.load(Relaxed) {
+        match random.below(8) {
+            0..3 if own.len() < 12 => {
+                let contents = Contents { size: random.size(MIN_BYTES, 8 << 20), seed: random.next() };
+                let addr = if random.below(3) == 0 {
+                    let addr = pagemill.heap.allocate_zeroed(contents.size, 1).unwrap().as_ptr() as usize;
+                    // SAFETY: allocated just now.
+                    unsafe { assert_zero(addr, contents.size, "allocate_zeroed") };
+                    addr
+                } else {
+                    pagemill.heap.allocate(contents.size, 1).unwrap().addr.as_ptr() as usize
+                };
+                // SAFETY: allocated just now.
+                unsafe { contents.write(addr) };
+                own.push((addr, contents));
+            }
+            3 if !own.is_empty() => {
+                let (addr, old) = own.swap_remove(random.below(own.len() as u64) as usize);
+                let contents = Contents { size: random.size(MIN_BYTES, 8 << 20), seed: random.next() };
+                // SAFETY: live, and this thread's alone.
+                unsafe {
+                    let addr = pagemill.heap.resize(addr, contents.size).unwrap().as_ptr() as usize;
+                    old.check(addr, contents.size, "resize");
+                    contents.write(addr);
+                    own.push((addr, contents));
+                }
+            }
+            4 => own.extend(passed.allocations.lock().unwrap().pop()),
+            5 => passed.allocations.lock().unwrap().extend(own.pop()),
+            _ if !own.is_empty() => {
+                let (addr, contents) = own.swap_remove(random.below(own.len() as u64) as usize);
+                // SAFETY: live, and this thread's alone.
+                unsafe {
+                    contents.check(addr, contents.size, "free");
+                    pagemill.heap.free(addr).unwrap();
+                }
+            }
+            _ => {}
+        }
+    }
+    for (addr, contents) in own {
+        // SAFETY: live, and this thread's alone.
+        unsafe {
+            contents.check(addr, contents.size, "the end");
+            pagemill.heap.free(addr).unwrap();
+        }
+    }
+}
+
+fn stress(what: &str, layout: Layout, millis: u64) {
+    let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
+    let passed = Passed { allocations: Mutex::new(Vec::new()), stop: AtomicBool::new(false) };
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let (random, passed) = (Random::seeded(what, thread), &passed);
+            scope.spawn(move || work(pagemill, passed, random));
+        }
+        let (end, mut random) = (clock::fine_ns() + millis * 1_000_000, Random::seeded(what, 4));
+        while clock::fine_ns() < end {
+            let urgency = if random.below(2) == 0 { Urgency::Request } else { Urgency::Limit };
+            let want = random.below(96 << 20);
+            pagemill.heap.shrink(want, urgency);
+            pagemill.account.settle();
+            std::thread::yield_now();
+        }
+        passed.stop.store(true, Relaxed);
+    });
+    for (addr, contents) in passed.allocations.into_inner().unwrap() {
+        // SAFETY: live, and nobody else is left.
+        unsafe {
+            contents.check(addr, contents.size, "the end");
+            pagemill.heap.free(addr).unwrap();
+        }
+    }
+    pagemill.heap.shrink(u64::MAX, Urgency::Limit);
+    pagemill.account.settle();
+    let (charged, free) = (pagemill.account.resident(), pagemill.heap.free_bytes());
+    assert_eq!((charged, free), (0, 0), "{what}: charged and free bytes at the end");
+}
+
+/// Four threads that pass allocations to each other while purges run.
+#[test]
+fn threads_and_purges_do_not_meet_in_one_slot() {
+    stress("stress, huge", Layout::for_test(), 1500);
+}
+
+#[test]
+fn threads_and_purges_on_small_pages() {
+    stress("stress, small pages", Layout { use_huge: false, ..Layout::for_test() }, 1500);
+}

@@ -1,0 +1,291 @@
+//! Invariant 3: arena, heap, reclaim, stats and trace never use the global allocator.
+//!
+//! The global allocator of this program ends it when the thread that has
+//! declared a forbidden time allocates or frees. Other threads, the test
+//! harness's, may go on.
+#![allow(unsafe_code)] // a global allocator; frees and forks
+
+use pagemill::arena::nodes::Nodes;
+use pagemill::arena::{Context, Layout};
+use pagemill::reclaim::tree::{TreePage, UNLIMITED};
+use pagemill::reclaim::{Shrinker, Urgency};
+use pagemill::stats::{self, Counter};
+use pagemill::trace::{self, Event};
+use pagemill::units::{BLOCK_BYTES, PageSize, os_page_bytes, parse_plain_bytes};
+use pagemill::{Error, Pagemill, published};
+use pagemill_sys::{fatal, mem, process};
+use std::alloc::{GlobalAlloc, Layout as Request, System};
+use std::ffi::CString;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+const KIB: usize = 1 << 10;
+const MIB: usize = 1 << 20;
+
+/// The thread that must not allocate; 0 for none.
+static FORBIDDEN: AtomicUsize = AtomicUsize::new(0);
+
+struct Watched;
+
+fn check(what: &str, bytes: usize) {
+    if FORBIDDEN.load(Relaxed) == mem::thread_token() {
+        fatal(format_args!("invariant 3 is broken: {what} of {bytes} bytes through the global allocator"));
+    }
+}
+
+// SAFETY: the system's allocator, with a look at the thread before each call.
+unsafe impl GlobalAlloc for Watched {
+    unsafe fn alloc(&self, request: Request) -> *mut u8 {
+        check("allocation", request.size());
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(request) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, request: Request) {
+        check("free", request.size());
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(pointer, request) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, request: Request, size: usize) -> *mut u8 {
+        check("reallocation", size);
+        // SAFETY: the caller's promise.
+        unsafe { System.realloc(pointer, request, size) }
+    }
+}
+
+#[global_allocator]
+static WATCHED: Watched = Watched;
+
+/// Runs `act` while this thread must not allocate. One at a time.
+fn forbidden<T>(act: impl FnOnce() -> T) -> T {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    FORBIDDEN.store(mem::thread_token(), Relaxed);
+    let result = act();
+    FORBIDDEN.store(0, Relaxed);
+    result
+}
+
+/// Fails without allocating for the message.
+fn require(holds: bool, what: &str) {
+    if !holds {
+        fatal(format_args!("not so: {what}"));
+    }
+}
+
+fn layouts() -> [Layout; 4] {
+    let small = Layout { use_huge: false, ..Layout::for_test() };
+    [
+        Layout::for_test(),
+        small,
+        Layout {
+            nodes: Nodes::logical(3),
+            huge_from_bytes: Layout::for_program().huge_from_bytes,
+            ..Layout::for_test()
+        },
+        Layout { page: PageSize::new(64 * KIB).unwrap(), ..small },
+    ]
+}
+
+fn exercise_heap(pagemill: &Pagemill) {
+    let sizes = [1, 64 * KIB, 100 * KIB, 384 * KIB, MIB, 3 * MIB, 5 * MIB, 40 * MIB];
+    for round in 0..3u8 {
+        let mut addrs = [0; 16];
+        for (index, addr) in addrs.iter_mut().enumerate() {
+            let size = sizes[index % sizes.len()];
+            let found = if index % 3 == 0 {
+                pagemill.heap.allocate_zeroed(size, 1)
+            } else {
+                pagemill.heap.allocate(size, 1 << (index + 8)).map(|found| found.addr)
+            };
+            let Ok(found) = found else { continue };
+            *addr = found.as_ptr() as usize;
+            // SAFETY: allocated just now, at least a byte.
+            unsafe { found.as_ptr().write(round) };
+        }
+        pagemill.measure();
+        for (index, addr) in addrs.into_iter().enumerate().filter(|(_, addr)| *addr != 0) {
+            // SAFETY: live; the new address takes the place of the old.
+            let new = unsafe { pagemill.heap.resize(addr, sizes[(index + 3) % sizes.len()]) };
+            let addr = new.map_or(addr, |new| new.as_ptr() as usize);
+            require(pagemill.heap.usable_bytes(addr).is_ok(), "a live allocation has a size");
+            // SAFETY: live; the second free is wrong on purpose and refused.
+            unsafe {
+                require(pagemill.heap.free(addr).is_ok(), "it can be freed");
+                require(matches!(pagemill.heap.free(addr), Err(Error::FreedBefore { .. })), "and only once");
+            }
+        }
+        let urgency = if round == 0 { Urgency::Request } else { Urgency::Limit };
+        pagemill.heap.shrink(if round == 1 { 5 << 20 } else { u64::MAX }, urgency);
+    }
+    require(pagemill.heap.allocate(1, 3).is_err(), "bad alignment");
+    require(pagemill.heap.allocate(usize::MAX, 1).is_err(), "bad size");
+    // SAFETY: wrong on purpose; the heap refuses.
+    require(unsafe { pagemill.heap.free(7) }.is_err(), "foreign free");
+}
+
+/// Building everything, and every call of the heap, errors included.
+#[test]
+fn the_heap_allocates_nothing_elsewhere() {
+    let layouts = layouts();
+    forbidden(|| {
+        for layout in layouts {
+            let Ok(pagemill) = Pagemill::new(layout, UNLIMITED) else { fatal(format_args!("no address space")) };
+            exercise_heap(pagemill);
+        }
+    });
+}
+
+/// Over the limit: reclaim, refusals, debts of nested charges.
+#[test]
+fn reclaim_allocates_nothing_elsewhere() {
+    let layouts = layouts();
+    forbidden(|| {
+        for layout in layouts {
+            let Ok(pagemill) = Pagemill::new(layout, 12 << 20) else { fatal(format_args!("no address space")) };
+            pagemill.account.on_first_charge(|| stats::add(Counter::SlotsFresh, 0));
+            pagemill.account.on_debt(|| stats::add(Counter::SlotsFresh, 0));
+            let mut addrs = [0; 64];
+            for addr in &mut addrs {
+                let Ok(found) = pagemill.heap.allocate(MIB, 1) else { break };
+                *addr = found.addr.as_ptr() as usize;
+                // SAFETY: allocated just now.
+                unsafe { std::ptr::write_bytes(found.addr.as_ptr(), 1, MIB) };
+            }
+            pagemill.account.settle();
+            require(pagemill.heap.allocate(MIB, 1).is_err(), "the limit was met");
+            let Ok(extent) = pagemill.arena.extent(8 * BLOCK_BYTES, 1) else { fatal(format_args!("no extent")) };
+            for part in 0..8 {
+                let _ = pagemill.arena.commit(extent + part * BLOCK_BYTES, BLOCK_BYTES);
+                if pagemill.account.has_debt() {
+                    pagemill.account.pay_debt();
+                }
+            }
+            // SAFETY: live, each once.
+            addrs.iter().filter(|addr| **addr != 0).for_each(|addr| drop(unsafe { pagemill.heap.free(*addr) }));
+            pagemill.account.give_back(u64::MAX, Context::Outside, Urgency::Limit);
+            exercise_heap(pagemill);
+        }
+    });
+}
+
+/// Extents: committed, decommitted, lent, split, measured.
+#[test]
+fn extents_allocate_nothing_elsewhere() {
+    let layouts = layouts();
+    forbidden(|| {
+        for layout in layouts {
+            let Ok(pagemill) = Pagemill::new(layout, UNLIMITED) else { fatal(format_args!("no address space")) };
+            let (arena, page) = (pagemill.arena, os_page_bytes());
+            let Ok(addr) = arena.extent(4 * BLOCK_BYTES, BLOCK_BYTES) else { fatal(format_args!("no extent")) };
+            require(arena.commit(addr + page, 3 * BLOCK_BYTES).is_ok(), "commit");
+            // SAFETY: committed above, not used.
+            unsafe { arena.decommit(addr + 2 * page, BLOCK_BYTES) };
+            arena.split_sparse_extents(u64::MAX);
+            require(arena.commit(addr + 2 * page, page).is_ok(), "commit again");
+            let Ok(lent) = arena.extent(BLOCK_BYTES, 1) else { fatal(format_args!("no extent")) };
+            require(arena.lend_extent(lent, BLOCK_BYTES).is_ok(), "lend");
+            arena.settle_extents();
+            require(arena.extent(usize::MAX, 1).is_err(), "no addresses");
+            while arena.prefault() {}
+        }
+    });
+}
+
+/// Joining a tree, asking it, answering, sweeping, leaving.
+#[test]
+fn the_tree_allocates_nothing_elsewhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = CString::new(folder.path().join("tree").to_str().unwrap()).unwrap();
+    let missing = CString::new(folder.path().join("none").to_str().unwrap()).unwrap();
+    let pagemill = Pagemill::for_test();
+    forbidden(|| {
+        require(TreePage::join(&missing).is_err(), "no page there");
+        let (Ok(page), Ok(_)) = (TreePage::create(&path, 16 << 20), TreePage::join(&path)) else {
+            fatal(format_args!("no page"));
+        };
+        let dead = process::Identity { pid: 1 << 30, start_ticks: 1 };
+        if let Some(place) = page.enter(dead) {
+            place.publish(1 << 20, 0, 0);
+            place.listen(true);
+        }
+        pagemill.account.join(page, process::own_identity());
+        page.ask(1 << 20, pagemill.account.place(), || false);
+        page.ask(1 << 20, None, || true);
+        pagemill.account.answer();
+        exercise_heap(pagemill);
+        require(page.totals().members > 0, "members");
+        page.sweep();
+        pagemill.account.leave();
+    });
+}
+
+/// Figures, events, and the ways to files that the start of a program takes.
+#[test]
+fn figures_and_events_allocate_nothing_elsewhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = CString::new(folder.path().join("figures").to_str().unwrap()).unwrap();
+    forbidden(|| {
+        let _ = published::user_folder();
+        let _ = published::file_of("/somewhere", process::own_identity());
+        let _ = (parse_plain_bytes("64K"), parse_plain_bytes("x"), Layout::for_program());
+        require(stats::publish(&path, process::own_identity()).is_ok(), "publish");
+        require(stats::publish(&path, process::own_identity()).is_ok(), "publish again, as after exec");
+        for number in 0..3000 {
+            trace::event(Event::Purge, number, number);
+            stats::add(Counter::PurgeFreed, number);
+            stats::raise(Counter::ResidentPeak, number);
+        }
+        require(stats::get(Counter::PurgeFreed) > 0, "counted");
+        let _ = stats::snapshot();
+        require(stats::read(&path).is_ok(), "read");
+    });
+}
+
+/// The handlers around `fork`, on both sides, with the heap in use and in a tree.
+#[test]
+fn fork_handlers_allocate_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = CString::new(folder.path().join("tree").to_str().unwrap()).unwrap();
+    let pagemill = Pagemill::for_test();
+    pagemill.account.join(TreePage::create(&path, 64 << 20).unwrap(), process::own_identity());
+    exercise_heap(pagemill);
+    let status = forbidden(|| {
+        pagemill.before_fork();
+        // SAFETY: the child goes on with this thread only and ends without returning to the test.
+        let pid = unsafe { libc::fork() };
+        if pid == 0 {
+            pagemill.in_fork_child();
+            exercise_heap(pagemill);
+            pagemill.account.leave();
+            // SAFETY: ends the child at once.
+            unsafe { libc::_exit(0) };
+        }
+        pagemill.after_fork();
+        exercise_heap(pagemill);
+        let mut status = 0;
+        // SAFETY: our own child; writes `status`.
+        unsafe { libc::waitpid(pid, &raw mut status, 0) };
+        status
+    });
+    assert_eq!(status, 0);
+}
+
+/// The watch itself works: a child that allocates at a forbidden time is ended.
+#[test]
+fn the_watch_notices() {
+    // SAFETY: the child allocates once and ends, one way or the other.
+    let status = forbidden(|| unsafe {
+        let pid = libc::fork();
+        if pid == 0 {
+            libc::close(2);
+            std::hint::black_box(vec![1u8; 100]);
+            libc::_exit(0);
+        }
+        let mut status = 0;
+        libc::waitpid(pid, &raw mut status, 0);
+        status
+    });
+    assert!(libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGABRT, "status {status}");
+}

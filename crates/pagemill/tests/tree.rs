@@ -1,0 +1,344 @@
+//! Real processes that share a tree's page: one makes another give back, the killed and the stopped are survived,
+//! and nothing written into the page ends a member.
+//!
+//! A member is this test program again, run for the test [`member`] alone,
+//! obeying lines on its standard input.
+#![allow(unsafe_code)] // writes to and frees the allocations of a member; sends signals
+
+use pagemill::Pagemill;
+use pagemill::arena::Layout;
+use pagemill::reclaim::tree::{ANSWER_MS, TreePage, UNLIMITED};
+use pagemill_sys::process;
+use std::ffi::CString;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::FileExt;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+const MIB: usize = 1 << 20;
+
+/// Names the page's file for a member.
+const VARIABLE: &str = "PAGEMILL_TEST_TREE";
+
+/// What a loaded machine may add to a wait.
+const SLACK: Duration = Duration::from_millis(400);
+
+/// A member's part: see [`Member`] for what it is told.
+#[test]
+fn member() {
+    let Ok(path) = std::env::var(VARIABLE) else { return };
+    let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
+    pagemill.account.join(TreePage::join(&CString::new(path).unwrap()).unwrap(), process::own_identity());
+    assert!(pagemill.helper.claim());
+    std::thread::spawn(|| pagemill.helper.run(pagemill.account, pagemill.arena));
+    let mut held = Held { pagemill, addrs: Vec::new() };
+    for line in std::io::stdin().lines() {
+        let line = line.unwrap();
+        let (word, number) = line.split_once(' ').unwrap();
+        let number: usize = number.parse().unwrap();
+        let start = Instant::now();
+        let result = match word {
+            "allocate" => held.allocate(number),
+            "free" => held.free(number),
+            "churn" => held.churn(Duration::from_millis(number as u64)),
+            "resident" => {
+                pagemill.account.settle();
+                pagemill.account.resident() as usize
+            }
+            _ => break,
+        };
+        println!("\n> {result} {}", start.elapsed().as_millis());
+    }
+    held.check();
+    pagemill.account.leave();
+}
+
+/// Slots of 1 MiB, each filled with its number.
+struct Held {
+    pagemill: &'static Pagemill,
+    addrs: Vec<(usize, u8)>,
+}
+
+impl Held {
+    /// Returns how many more are held; stops at the first refusal.
+    fn allocate(&mut self, count: usize) -> usize {
+        for done in 0..count {
+            let Ok(found) = self.pagemill.heap.allocate(MIB, 1) else { return done };
+            let byte = self.addrs.len() as u8 | 1;
+            // SAFETY: allocated just now.
+            unsafe { std::ptr::write_bytes(found.addr.as_ptr(), byte, MIB) };
+            self.addrs.push((found.addr.as_ptr() as usize, byte));
+        }
+        count
+    }
+
+    fn free(&mut self, count: usize) -> usize {
+        self.check();
+        let count = count.min(self.addrs.len());
+        for (addr, _) in self.addrs.drain(..count) {
+            // SAFETY: live until now.
+            unsafe { self.pagemill.heap.free(addr) }.unwrap();
+        }
+        count
+    }
+
+    fn check(&self) {
+        for (addr, byte) in &self.addrs {
+            // SAFETY: live, and nobody writes.
+            let bytes = unsafe { std::slice::from_raw_parts(*addr as *const u8, MIB) };
+            assert!(*bytes == [*byte; MIB], "contents of {addr:#x} changed");
+        }
+    }
+
+    fn churn(&mut self, time: Duration) -> usize {
+        let (start, mut rounds) = (Instant::now(), 0);
+        while start.elapsed() < time {
+            self.allocate(1 + rounds % 7);
+            self.free(rounds % 9);
+            self.pagemill.account.settle();
+            rounds += 1;
+        }
+        self.free(usize::MAX);
+        rounds
+    }
+}
+
+/// A member process, seen from the test.
+struct Member {
+    child: Child,
+    input: ChildStdin,
+    replies: Receiver<(usize, Duration)>,
+}
+
+impl Member {
+    fn start(tree: &Tree) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "member", "--nocapture", "--test-threads=1"])
+            .env(VARIABLE, &tree.path)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (output, (sender, replies)) = (BufReader::new(child.stdout.take().unwrap()), channel());
+        std::thread::spawn(move || {
+            for line in output.lines().map_while(Result::ok) {
+                let Some((number, millis)) = line.strip_prefix("> ").and_then(|reply| reply.split_once(' ')) else {
+                    continue;
+                };
+                let _ = sender.send((number.parse().unwrap(), Duration::from_millis(millis.parse().unwrap())));
+            }
+        });
+        let mut member = Self { input: child.stdin.take().unwrap(), child, replies };
+        member.ask("resident", 0); // it has joined
+        member
+    }
+
+    fn tell(&mut self, word: &str, number: usize) {
+        writeln!(self.input, "{word} {number}").unwrap();
+    }
+
+    fn answer(&mut self) -> (usize, Duration) {
+        self.replies.recv_timeout(Duration::from_secs(30)).expect("the member answers")
+    }
+
+    fn ask(&mut self, word: &str, number: usize) -> usize {
+        self.tell(word, number);
+        self.answer().0
+    }
+
+    /// Allocates so many, again where a busy machine made a sibling miss its time.
+    fn must_allocate(&mut self, count: usize) {
+        let mut done = 0;
+        for _ in 0..20 {
+            done += self.ask("allocate", count - done);
+            if done == count {
+                return;
+            }
+        }
+        panic!("{done} of {count} allocations were granted");
+    }
+
+    fn signal(&self, signal: libc::c_int) {
+        // SAFETY: our own child, not waited for yet.
+        assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
+    }
+
+    fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    /// Lets it check what it holds and end; it must end well.
+    fn end(mut self) {
+        self.tell("end", 0);
+        let status = self.child.wait().unwrap();
+        assert!(status.success(), "the member ended with {status}");
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// A page in a file, under a limit.
+struct Tree {
+    _folder: tempfile::TempDir,
+    path: String,
+    page: &'static TreePage,
+}
+
+impl Tree {
+    fn new(limit: usize) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tree").to_str().unwrap().to_owned();
+        let page = TreePage::create(&CString::new(path.as_str()).unwrap(), limit as u64).unwrap();
+        Self { _folder: folder, path, page }
+    }
+}
+
+/// A holds 48 of 64 MiB, all free; B needs 48: A's helper gives back what is missing, and not everything.
+#[test]
+fn a_sibling_gives_its_free_memory() {
+    let tree = Tree::new(64 * MIB);
+    let (mut a, mut b) = (Member::start(&tree), Member::start(&tree));
+    a.must_allocate(48);
+    assert_eq!(a.ask("free", 48), 48);
+    assert_eq!(a.ask("resident", 0), 48 * MIB, "free, but still there");
+    b.must_allocate(48);
+    let (a_holds, b_holds) = (a.ask("resident", 0), b.ask("resident", 0));
+    assert_eq!(b_holds, 48 * MIB);
+    assert!(a_holds <= 16 * MIB, "{a_holds}");
+    let totals = tree.page.totals();
+    assert_eq!((totals.members, totals.resident), (2, (a_holds + b_holds) as u64));
+    assert!(tree.page.peak().0 <= (64 * MIB) as u64, "the limit was passed");
+    a.end();
+    b.end();
+    assert_eq!(tree.page.totals().resident, 0);
+}
+
+/// What is live is nobody else's: B is refused, keeps what it has, and gets the rest when A has freed.
+#[test]
+fn a_sibling_keeps_what_it_uses() {
+    let tree = Tree::new(64 * MIB);
+    let (mut a, mut b) = (Member::start(&tree), Member::start(&tree));
+    a.must_allocate(48);
+    assert_eq!(b.ask("allocate", 48), 16);
+    assert_eq!(b.ask("allocate", 1), 0);
+    a.ask("free", 20);
+    b.must_allocate(20);
+    assert_eq!(b.ask("allocate", 10), 0);
+    a.end();
+    b.end();
+}
+
+/// Three members; two hold free memory, and together they give what the third needs.
+#[test]
+fn siblings_give_together() {
+    let tree = Tree::new(96 * MIB);
+    let mut members = [Member::start(&tree), Member::start(&tree), Member::start(&tree)];
+    for member in &mut members[..2] {
+        member.must_allocate(44);
+        member.ask("free", 44);
+    }
+    members[2].must_allocate(80);
+    assert!(tree.page.totals().resident <= (96 * MIB) as u64);
+    members.into_iter().for_each(Member::end);
+}
+
+/// The charge of a member killed by SIGKILL ends with the next sweep, which a request over the limit makes by itself.
+#[test]
+fn the_charge_of_the_killed_ends() {
+    let tree = Tree::new(64 * MIB);
+    let (mut a, mut b) = (Member::start(&tree), Member::start(&tree));
+    a.must_allocate(48);
+    a.kill();
+    assert_eq!(tree.page.totals().resident, (48 * MIB) as u64, "nobody has looked yet");
+    b.must_allocate(60);
+    let totals = tree.page.totals();
+    assert_eq!((totals.members, totals.resident), (1, (60 * MIB) as u64));
+    b.end();
+    let (mut c, mut d) = (Member::start(&tree), Member::start(&tree));
+    c.must_allocate(10);
+    // Killed in the middle of its work, several times over.
+    d.tell("churn", 10_000);
+    std::thread::sleep(Duration::from_millis(50));
+    d.kill();
+    assert_eq!(tree.page.sweep(), 1);
+    assert_eq!(tree.page.totals().resident, (10 * MIB) as u64);
+    c.must_allocate(50);
+    c.end();
+}
+
+/// A stopped member cannot answer: who needs its memory waits a bounded time, once, and gets it when it goes on.
+#[test]
+fn a_stopped_member_costs_a_bounded_wait() {
+    let tree = Tree::new(64 * MIB);
+    let (mut a, mut b) = (Member::start(&tree), Member::start(&tree));
+    a.must_allocate(48);
+    a.ask("free", 48);
+    b.must_allocate(16);
+    a.signal(libc::SIGSTOP);
+    for attempt in 0..5 {
+        b.tell("allocate", 1);
+        let (done, time) = b.answer();
+        assert_eq!(done, 0, "attempt {attempt}: given by a stopped process?");
+        let bound = Duration::from_millis(2 * ANSWER_MS) + SLACK;
+        assert!(time < bound, "attempt {attempt} took {time:?}");
+    }
+    a.signal(libc::SIGCONT);
+    b.must_allocate(40);
+    a.end();
+    b.end();
+}
+
+fn mix(mut value: u64) -> u64 {
+    value = (value ^ value >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    value = (value ^ value >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+    value ^ value >> 31
+}
+
+/// Random words all over the page, then all ones, then zeros, while members work: none crashes, hangs or loses a byte.
+#[test]
+fn absurd_contents_of_the_page_are_survived() {
+    let tree = Tree::new(48 * MIB);
+    let mut members = [Member::start(&tree), Member::start(&tree), Member::start(&tree)];
+    let file = File::options().write(true).open(&tree.path).unwrap();
+    let mut random = process::random_u64();
+    println!("seed {random}");
+    members.iter_mut().for_each(|member| member.tell("churn", 1500));
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_millis(1400) {
+        for _ in 0..100 {
+            random = mix(random.wrapping_add(0x9E37_79B9_7F4A_7C15));
+            // The head and the first members' places are what is read most.
+            let end = if random & 1 == 0 { 1024 } else { TreePage::LEN as u64 };
+            let value = match random >> 1 & 3 {
+                0 => 0,
+                1 => u64::MAX,
+                2 => random >> 40,
+                _ => mix(random),
+            };
+            file.write_at(&value.to_le_bytes(), (random >> 8) % (end / 8) * 8).unwrap();
+        }
+        match random >> 60 {
+            0 => drop(file.write_at(&[0xFF; TreePage::LEN], 0).unwrap()),
+            1 => drop(file.write_at(&[0; TreePage::LEN], 0).unwrap()),
+            _ => {}
+        }
+        tree.page.totals();
+        tree.page.sweep();
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    for member in &mut members {
+        member.answer();
+        assert!(member.child.try_wait().unwrap().is_none(), "a member has ended");
+    }
+    // Nobody can join a page without its mark, and no harm is done by trying.
+    file.write_at(&[0xFF; 64], 0).unwrap();
+    assert!(TreePage::join(&CString::new(tree.path.as_str()).unwrap()).is_err());
+    members.into_iter().for_each(Member::end);
+}
