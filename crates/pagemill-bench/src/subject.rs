@@ -173,6 +173,11 @@ impl Ready {
         self.preload.as_deref()
     }
 
+    /// Whether it publishes what it could give back.
+    pub fn publishes(&self) -> bool {
+        self.subject.role == Role::Pagemill
+    }
+
     /// Puts the workload under this allocator, and under no other setting of the caller's.
     pub fn apply(&self, command: &mut Command) {
         clear_foreign_settings(command);

@@ -25,6 +25,11 @@ pub struct Run {
     #[arg(long, value_name = "SIZE", env = "PAGEMILL_PAGE_SIZE", value_parser = parse_page_size)]
     page_size: Option<PageSize>,
 
+    /// What a process holds before Pagemill serves it; until then the C library does. 0: from the first call on, as
+    /// always under a limit. [default: 4M]
+    #[arg(long, value_name = "SIZE", env = "PAGEMILL_AFTER", value_parser = parse_bytes)]
+    after: Option<u64>,
+
     /// Print a report to standard error at the end, as time(1) does.
     #[arg(long)]
     report: bool,
@@ -145,6 +150,9 @@ impl Run {
         command.env(TREE_VARIABLE.to_str().unwrap_or_default(), &tree.folder);
         if let Some(limit) = self.limit {
             command.env("PAGEMILL_LIMIT", limit.to_string());
+        }
+        if let Some(after) = self.after {
+            command.env("PAGEMILL_AFTER", after.to_string());
         }
         if let Some(page) = self.page_size {
             command.env("PAGEMILL_PAGE_SIZE", page.bytes().to_string());

@@ -117,6 +117,97 @@ mod family {
     }
 }
 
+/// As it comes: the C library serves until the program has grown.
+mod young {
+    use super::*;
+
+    fn run(options: &[&str], source: &str, arguments: &[&str]) -> Option<End> {
+        let place = Place::new();
+        let program = place.compile(source, &[])?;
+        let mut command = place.pagemill_run(options, program);
+        command.args(arguments).env_remove("PAGEMILL_AFTER");
+        let end = finish(command, STUCK_AFTER);
+        place.assert_swept();
+        Some(end)
+    }
+
+    #[test]
+    fn the_family_holds() {
+        for case in
+            ["zero", "huge", "overflow", "resize", "alignment", "pages", "usable", "errno", "zeroed", "borrowed"]
+        {
+            for options in [&[] as &[&str], &["--after", "1G"], &["--after", "100K"]] {
+                let Some(end) = run(options, "family.c", &[case]) else { return };
+                assert!(end.status.success(), "{case} {options:?}: {} {}", end.status, end.err);
+            }
+        }
+    }
+
+    /// Threads, forks and patterns in all memory, growing at different moments.
+    #[test]
+    fn contents_stay_whole_while_growing() {
+        for after in ["1", "64K", "1M", "4M", "32M"] {
+            for (source, arguments) in [
+                ("mixed.c", &["4", "4000", "8192"] as &[&str]),
+                ("fork.c", &["60"]),
+                ("storm.c", &[]),
+                ("chain.c", &[]),
+            ] {
+                let Some(end) = run(&["--after", after], source, arguments) else { return };
+                assert!(end.status.success(), "{source} --after {after}: {} {}", end.status, end.err);
+            }
+        }
+    }
+
+    /// A small program has no arena and no jemalloc; once grown it has both, and what it held before is still counted.
+    #[test]
+    fn programs_grow_once_they_hold_enough() {
+        let Some(small) = run(&[], "young.c", &["1000"]) else { return };
+        small.assert_success();
+        assert_eq!(small.out, "arena no\n");
+        let Some(grown) = run(&["--json"], "young.c", &["6000"]) else { return };
+        grown.assert_success();
+        assert_eq!(grown.out, "arena yes\n");
+        let report: serde_json::Value = serde_json::from_str(&grown.err).unwrap();
+        let peak_kib = report["peak_bytes"].as_u64().unwrap() >> 10;
+        assert!((6000..11000).contains(&peak_kib), "{peak_kib} KiB");
+    }
+
+    /// Many calls make a program grow, too, however little it holds.
+    #[test]
+    fn programs_grow_when_they_call_often() {
+        let Some(end) = run(&[], "young.c", &["0", "200000"]) else { return };
+        end.assert_success();
+        assert_eq!(end.out, "arena yes\n");
+    }
+
+    #[test]
+    fn a_program_that_stays_small_is_reported() {
+        let Some(end) = run(&["--json"], "young.c", &["1000"]) else { return };
+        let report: serde_json::Value = serde_json::from_str(&end.err).unwrap();
+        assert_eq!(report["processes"], 1);
+        let peak_kib = report["peak_bytes"].as_u64().unwrap() >> 10;
+        assert!((1000..1600).contains(&peak_kib), "{peak_kib} KiB");
+    }
+
+    /// Misuse ends the program, named by the C library.
+    #[test]
+    fn misuse_is_named_by_the_c_library() {
+        for case in ["stack", "small-twice"] {
+            let Some(end) = run(&[], "misuse.c", &[case]) else { return };
+            assert_eq!(end.code(), 128 + 6, "{case}: {}", end.err);
+            assert!(end.err.contains("free()"), "{case}: {}", end.err);
+        }
+    }
+
+    /// A limit is a limit from the first byte on.
+    #[test]
+    fn limits_leave_no_youth() {
+        let Some(end) = run(&["--limit", "1G"], "young.c", &["1000"]) else { return };
+        assert_eq!(end.out, "arena yes\n");
+    }
+}
+
 mod misuse {
     use super::*;
 

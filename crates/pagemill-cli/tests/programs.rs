@@ -12,8 +12,14 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Options that each program is tried with: as it comes, and under a limit with software pages.
-const WAYS: &[&[&str]] = &[&[], &["--limit", "2G", "--page-size", "64K"]];
+/// Options that each program is tried with: as it comes, on Pagemill from the first call on, and under a limit with software pages.
+const WAYS: &[&[&str]] = &[&[], &["--after", "0"], &["--limit", "2G", "--page-size", "64K"]];
+
+/// Served by the C library until it has grown, as for everybody.
+fn as_it_comes(mut command: Command) -> Command {
+    command.env_remove("PAGEMILL_AFTER");
+    command
+}
 
 /// Runs a program without Pagemill and on it in every way; all outputs are the same.
 #[track_caller]
@@ -26,7 +32,7 @@ fn is_the_same(place: &Place, program: &str, arguments: &[&str], prepare: impl F
     let without = run(place.command(program));
     without.assert_success();
     for options in WAYS {
-        let end = run(place.pagemill_run(options, program));
+        let end = run(as_it_comes(place.pagemill_run(options, program)));
         end.assert_success();
         assert_eq!(end.out, without.out, "{program} under {options:?}");
         assert_eq!(end.err, without.err, "{program} under {options:?}");
@@ -98,7 +104,7 @@ print(len(bytes(10**9)))
             command.env("TMPDIR", place.path(""));
             finish(command, Duration::from_secs(400))
         };
-        let end = run(place.pagemill_run(&[], "python3"));
+        let end = run(as_it_comes(place.pagemill_run(&[], "python3")));
         if !end.status.success() {
             let without = run(place.command("python3"));
             assert!(!without.status.success(), "only on Pagemill: {}\n{}", end.out, common::tail(&end.err));
@@ -294,13 +300,14 @@ mod redis {
         let place = Place::new();
         let socket = place.path("s");
         let socket = socket.to_str().unwrap();
-        let mut server = place.pagemill_run(options, "redis-server");
+        let mut server = as_it_comes(place.pagemill_run(options, "redis-server"));
         server.args(["--port", "0", "--unixsocket", socket, "--save", "", "--appendonly", "no", "--dir"]);
         server.arg(place.path("")).stdout(Stdio::null());
         let mut server = Guard::new(server);
         wait_for(Path::new(socket), &mut server);
         let client = |program: &str, on_pagemill: bool, arguments: &[&str]| {
-            let mut command = if on_pagemill { place.pagemill_run(options, program) } else { place.command(program) };
+            let mut command =
+                if on_pagemill { as_it_comes(place.pagemill_run(options, program)) } else { place.command(program) };
             command.args(["-s", socket]).args(arguments);
             let end = finish(command, STUCK_AFTER);
             end.assert_success();

@@ -10,7 +10,8 @@
 //! | `lib.rs` | the exported functions: which way a call goes |
 //! | `slow.rs` | large sizes, start-up, debts, errors |
 //! | `small.rs` | jemalloc: its settings, its extents, its shrinker |
-//! | `start.rs` | start, fork, exit; environment; the helper thread |
+//! | `young.rs` | a program while it is small: the C library's own malloc |
+//! | `start.rs` | start, growth, fork, exit; environment; the helper thread |
 //! | `check.rs` | `PAGEMILL_CHECK`: a bit for every small allocation |
 //!
 //! Nothing here allocates, except through itself, or prints, except before it
@@ -22,15 +23,16 @@ mod check;
 mod slow;
 mod small;
 mod start;
+mod young;
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use tikv_jemalloc_sys as je;
 
-/// Sizes below this go straight to jemalloc. 0 until started, while something is due outside its locks, and when checking.
+/// Sizes below this go straight to jemalloc. 0 until the program has grown, while something is due outside its locks, and when checking.
 static SMALL_LIMIT: AtomicUsize = AtomicUsize::new(0);
 
-/// Addresses below this go straight to jemalloc. 0 until started, and when checking.
+/// Addresses below this go straight to jemalloc. 0 until the program has grown, and when checking.
 static SMALL_END: AtomicUsize = AtomicUsize::new(0);
 
 /// Allocates `size` bytes; null and `ENOMEM` if they cannot be had.

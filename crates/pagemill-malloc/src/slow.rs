@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // the program's pointers
 
 use crate::start::{self, State};
-use crate::{SMALL_LIMIT, check, small};
+use crate::{SMALL_LIMIT, check, small, young};
 use pagemill::heap::MIN_BYTES;
 use pagemill::reclaim::Urgency;
 use pagemill::{Error, Pagemill};
@@ -60,9 +60,18 @@ enum Zeroing {
 }
 
 fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
+    let from_c_library = || young::allocate(size, align, zeroing == Zeroing::Zeroed);
     match start::state() {
-        State::Starting => start::early(size.max(1), align),
-        State::Unmanaged => small::allocate(size, align, zeroing == Zeroing::Zeroed),
+        State::Young if young::is_small_with(size) => {
+            let pointer = from_c_library();
+            charge_young();
+            pointer
+        }
+        State::Young => {
+            start::grow();
+            allocate(size, align, zeroing)
+        }
+        State::Starting | State::Unmanaged => from_c_library(),
         State::Ready(pagemill) => {
             tick(pagemill);
             if size.max(align) < MIN_BYTES {
@@ -76,6 +85,13 @@ fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
             };
             result.map_or_else(|error| fail(&error), |addr| addr.as_ptr().cast())
         }
+    }
+}
+
+/// Tells a process tree what a young program of it holds.
+fn charge_young() {
+    if let Some(account) = start::account() {
+        young::charge_roughly(account);
     }
 }
 
@@ -99,21 +115,24 @@ pub fn aligned(align: usize, size: usize) -> *mut c_void {
 
 /// Whose allocation a pointer is.
 enum Owner {
-    /// Null, or memory handed out before the start was complete, which is never freed.
+    /// Null.
     Nobody,
+    /// Handed out while the program was young, or while the library started.
+    CLibrary,
     Small,
     Heap(&'static Pagemill),
 }
 
 fn owner(function: &str, pointer: *mut c_void) -> Owner {
     let addr = pointer as usize;
-    if pointer.is_null() || start::is_early(addr) {
+    if pointer.is_null() {
         return Owner::Nobody;
     }
     match start::state() {
         State::Ready(pagemill) if pagemill.heap.contains(addr) => Owner::Heap(pagemill),
-        State::Ready(pagemill) if !pagemill.arena.contains(addr) => misuse(function, &Error::NotAllocated { addr }),
-        _ => Owner::Small,
+        State::Ready(pagemill) if pagemill.arena.contains(addr) => Owner::Small,
+        State::Ready(_) if young::live_bytes() == 0 => misuse(function, &Error::NotAllocated { addr }),
+        _ => Owner::CLibrary,
     }
 }
 
@@ -125,6 +144,15 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
     let errno = errno();
     match owner("free", pointer) {
         Owner::Nobody => {}
+        Owner::CLibrary => {
+            // SAFETY: the caller's promise.
+            unsafe { young::free(pointer) };
+            match (start::pagemill(), start::account()) {
+                (Some(pagemill), _) => young::charge_exactly(pagemill.account),
+                (None, Some(account)) => young::charge_roughly(account),
+                (None, None) => {}
+            }
+        }
         Owner::Small => {
             check::forget("free", pointer);
             // SAFETY: the caller's promise.
@@ -140,12 +168,23 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
     set_errno(errno);
 }
 
+/// Whether an allocation of this size would come from the C library now.
+fn is_served_by_c_library(size: usize) -> bool {
+    match start::state() {
+        State::Starting | State::Unmanaged => true,
+        State::Young => young::is_small_with(size),
+        State::Ready(_) => false,
+    }
+}
+
 /// # Safety
 ///
 /// As [`crate::malloc_usable_size`].
 pub unsafe fn usable(pointer: *mut c_void) -> usize {
     match owner("malloc_usable_size", pointer) {
-        Owner::Nobody => start::early_size(pointer as usize),
+        Owner::Nobody => 0,
+        // SAFETY: the caller's promise.
+        Owner::CLibrary => unsafe { young::usable(pointer) },
         // SAFETY: the caller's promise.
         Owner::Small => unsafe { small::usable(pointer) },
         Owner::Heap(pagemill) => match pagemill.heap.usable_bytes(pointer as usize) {
@@ -172,6 +211,14 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
     if let Owner::Small = owner {
         check::verify("realloc", pointer);
     }
+    if let Owner::CLibrary = owner
+        && is_served_by_c_library(size)
+    {
+        // SAFETY: the caller's promise.
+        let new = unsafe { young::resize(pointer, size) };
+        charge_young();
+        return new;
+    }
     if let Owner::Heap(pagemill) = owner
         && size >= MIN_BYTES
     {
@@ -184,7 +231,7 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
             Err(error) => fail(&error),
         };
     }
-    // Between the two allocators, or from memory handed out early: by copying.
+    // Between two allocators: by copying.
     // SAFETY: the caller's promise.
     let old_size = unsafe { usable(pointer) };
     let new = crate::malloc(size);
@@ -199,9 +246,10 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
 }
 
 pub fn trim() -> c_int {
-    let State::Ready(pagemill) = start::state() else { return 0 };
+    let has_trimmed = young::trim();
+    let State::Ready(pagemill) = start::state() else { return c_int::from(has_trimmed) };
     let freed = pagemill.account.give_back(u64::MAX, pagemill::arena::Context::Outside, Urgency::Request);
-    c_int::from(freed > 0)
+    c_int::from(has_trimmed || freed > 0)
 }
 
 /// Lets the next call of malloc come here: something is due outside of jemalloc's locks. Neither allocates nor locks.

@@ -216,24 +216,20 @@ fn write_slab_sizes(settings: &mut Settings) {
     }
 }
 
-/// Starts jemalloc, with extents from `pagemill` if there is one.
-pub fn start(pagemill: Option<&'static Pagemill>) {
+/// Starts jemalloc, with extents from `pagemill`. It has not run before: its constructor is left out (build.rs).
+pub fn start(pagemill: &'static Pagemill) {
     static TEXT: OnceLock<Settings> = OnceLock::new();
     let arenas = pagemill_sys::process::cpu_count().clamp(1, MAX_ARENAS);
     let mut settings = Settings::new();
-    let decay_ms = if pagemill.is_some() { -1 } else { 10_000 };
     let _ = write!(
         settings,
-        "narenas:{arenas},dirty_decay_ms:{decay_ms},muzzy_decay_ms:0,retain:true,zero_realloc:free,\
+        "narenas:{arenas},dirty_decay_ms:-1,muzzy_decay_ms:0,retain:true,zero_realloc:free,\
          oversize_threshold:0,tcache_max:65536,slab_sizes:"
     );
     write_slab_sizes(&mut settings);
     SETTINGS.store(TEXT.get_or_init(|| settings).as_c_str().as_ptr().cast_mut(), Relaxed);
     ARENA_COUNT.store(arenas, Relaxed);
-    if pagemill.is_none() {
-        return;
-    }
-    MAPPING_FROM.store(pagemill.map_or(ptr::null_mut(), |pagemill| ptr::from_ref(pagemill).cast_mut()), Relaxed);
+    MAPPING_FROM.store(ptr::from_ref(pagemill).cast_mut(), Relaxed);
     for arena in 0..arenas {
         let mut hooks = (&raw const HOOKS.0).cast_mut();
         let Some(name) = Text::<64>::format(format_args!("arena.{arena}.extent_hooks")) else { continue };

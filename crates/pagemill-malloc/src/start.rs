@@ -1,15 +1,18 @@
-//! Start, fork, exit: the library's life in a process.
+//! Start, growth, fork, exit: the library's life in a process.
 //!
-//! Its constructor starts it, or the first call of malloc where that comes
-//! before: from the loader, or from another library's constructor. What allocates while that goes on
-//! (on the same thread) gets memory from a small fixed buffer.
-#![allow(unsafe_code)] // statics made at start, the early buffer
+//! Its constructor begins it, or the first call of malloc where that comes
+//! before: from the loader, or from another library's constructor. Mostly the
+//! program is *young* then ([`crate::young`]), and the arena is made when it
+//! grows. What allocates while that goes on (on the same thread) gets memory
+//! from the C library.
+#![allow(unsafe_code)] // statics made at start
 
-use crate::{SMALL_END, SMALL_LIMIT, check, small};
+use crate::{SMALL_END, SMALL_LIMIT, check, small, young};
 use pagemill::arena::Layout;
 use pagemill::arena::nodes::Nodes;
 use pagemill::heap::MIN_BYTES;
 use pagemill::published::{self, TREE_VARIABLE};
+use pagemill::reclaim::Account;
 use pagemill::reclaim::tree::{TreePage, UNLIMITED};
 use pagemill::units::{PageSize, parse_plain_bytes};
 use pagemill::{Pagemill, stats};
@@ -24,12 +27,15 @@ use std::sync::atomic::{
 };
 
 const UNSTARTED: usize = 0;
-const READY: usize = 1;
-const UNMANAGED: usize = 2;
+const YOUNG: usize = 1;
+const READY: usize = 2;
+const UNMANAGED: usize = 3;
 
 /// One of the above, or the thread that starts.
 static PHASE: AtomicUsize = AtomicUsize::new(UNSTARTED);
 static PAGEMILL: AtomicPtr<Pagemill> = AtomicPtr::new(ptr::null_mut());
+/// Made with the arena, or before it where there is a process tree to be told.
+static ACCOUNT: AtomicPtr<Account> = AtomicPtr::new(ptr::null_mut());
 /// In a process tree the figures stay after exit, for `run` to count.
 static IS_IN_TREE: AtomicBool = AtomicBool::new(false);
 
@@ -38,8 +44,10 @@ static IS_IN_TREE: AtomicBool = AtomicBool::new(false);
 pub enum State {
     /// This very thread is starting it.
     Starting,
+    /// The C library serves as long as the program is small.
+    Young,
     Ready(&'static Pagemill),
-    /// No address space for an arena: jemalloc alone serves all sizes.
+    /// No address space for an arena: the C library serves for good.
     Unmanaged,
 }
 
@@ -50,25 +58,32 @@ pub fn pagemill() -> Option<&'static Pagemill> {
 
 /// As [`pagemill`], after a look whether this is a new process.
 pub fn pagemill_of_process() -> Option<&'static Pagemill> {
-    pagemill().inspect(|pagemill| notice_raw_clone(pagemill))
+    pagemill().inspect(|_| notice_raw_clone())
 }
 
-/// Starts the library if need be.
+/// The account, if anybody is to be told what this process holds.
+pub fn account() -> Option<&'static Account> {
+    // SAFETY: null, or what `Account::make` made, which stays.
+    unsafe { ACCOUNT.load(Acquire).as_ref() }
+}
+
+/// Begins the library's life if need be.
 pub fn state() -> State {
     let own = mem::thread_token();
     loop {
         match PHASE.load(Acquire) {
-            READY => match pagemill() {
-                Some(pagemill) => {
-                    notice_raw_clone(pagemill);
-                    return State::Ready(pagemill);
-                }
+            READY => match pagemill_of_process() {
+                Some(pagemill) => return State::Ready(pagemill),
                 None => return State::Unmanaged,
             },
+            YOUNG => {
+                notice_raw_clone();
+                return State::Young;
+            }
             UNMANAGED => return State::Unmanaged,
             UNSTARTED => {
                 if PHASE.compare_exchange(UNSTARTED, own, AcqRel, Relaxed).is_ok() {
-                    start();
+                    PHASE.store(begin_life(), Release);
                 }
             }
             starter if starter == own => return State::Starting,
@@ -77,42 +92,74 @@ pub fn state() -> State {
     }
 }
 
-fn start() {
-    let result = Pagemill::new(layout(), own_limit());
-    match result {
-        Ok(pagemill) => {
-            PAGEMILL.store(ptr::from_ref(pagemill).cast_mut(), Release);
-            // Before jemalloc's: its handlers then run first before a fork, and its locks are outside of ours.
-            mark_process();
-            let _ = thread::at_fork(before_fork, after_fork, in_fork_child);
-            pagemill.account.on_first_charge(publish);
-            pagemill.account.on_debt(crate::slow::call_soon);
-            join_tree(pagemill);
-            small::start(Some(pagemill));
-            // After jemalloc's, so that it runs before them.
-            let _ = thread::at_fork(small::before_fork, small::after_fork, small::after_fork);
-            register_extents(pagemill);
-            let is_checking = variable(c"PAGEMILL_CHECK").is_some_and(|value| value != "0") && check::start(pagemill);
-            if !is_checking {
-                open_free(pagemill.heap.base());
-                SMALL_LIMIT.store(MIN_BYTES, Relaxed);
-            }
-            PHASE.store(READY, Release);
-        }
-        Err(error) => {
-            warn(format_args!("pagemill: {error}; serving this program without an arena"));
-            small::start(None);
-            open_free(usize::MAX);
-            SMALL_LIMIT.store(isize::MAX as usize, Relaxed);
-            PHASE.store(UNMANAGED, Release);
-        }
+/// The program has grown: from now on Pagemill serves it.
+#[cold]
+pub fn grow() {
+    if PHASE.compare_exchange(YOUNG, mem::thread_token(), AcqRel, Relaxed).is_ok() {
+        PHASE.store(start_arena(), Release);
     }
 }
 
-/// Lets `free` go straight to jemalloc below `end`, unless memory handed out early lies there.
-fn open_free(end: usize) {
-    if EARLY.used.load(Relaxed) == 0 || EARLY.bytes.get() as usize >= end {
-        SMALL_END.store(end, Relaxed);
+/// Joins the tree if there is one, and decides who serves at first. Returns the phase that begins.
+fn begin_life() -> usize {
+    young::find_functions();
+    // Before jemalloc's: its handlers then run first before a fork, and its locks are outside of ours.
+    let _ = thread::at_fork(before_fork, after_fork, in_fork_child);
+    let tree = tree();
+    let limit = tree.map_or(UNLIMITED, TreePage::limit).min(own_limit());
+    let may_be_young = limit == UNLIMITED && !is_check_wanted();
+    let after_bytes = if may_be_young { size_variable(c"PAGEMILL_AFTER") } else { Some(0) };
+    if !young::begin(after_bytes.unwrap_or(young::DEFAULT_AFTER_BYTES)) {
+        return start_arena();
+    }
+    if tree.is_some() {
+        // A tree wants to know of the smallest process; without one nobody asks before it has grown.
+        let _ = make_account();
+    }
+    YOUNG
+}
+
+/// Makes the account, once.
+fn make_account() -> pagemill::Result<&'static Account> {
+    if let Some(account) = account() {
+        return Ok(account);
+    }
+    let account = Account::make(own_limit())?;
+    ACCOUNT.store(ptr::from_ref(account).cast_mut(), Release);
+    mark_process();
+    account.on_first_charge(publish);
+    account.on_debt(crate::slow::call_soon);
+    if let Some(page) = tree() {
+        account.join(page, process::own_identity());
+    }
+    Ok(account)
+}
+
+/// Makes the arena and starts jemalloc in it. Returns the phase that begins.
+fn start_arena() -> usize {
+    let result = make_account().and_then(|account| Pagemill::with_account(layout(), account));
+    match result {
+        Ok(pagemill) => {
+            PAGEMILL.store(ptr::from_ref(pagemill).cast_mut(), Release);
+            small::start(pagemill);
+            // After jemalloc's, so that it runs before them.
+            let _ = thread::at_fork(small::before_fork, small::after_fork, small::after_fork);
+            register_extents(pagemill);
+            young::charge_exactly(pagemill.account);
+            let is_checking = is_check_wanted() && check::start(pagemill);
+            if !is_checking {
+                // The fast way of `free` takes everything below for jemalloc's.
+                if young::lies_above(pagemill.heap.base()) {
+                    SMALL_END.store(pagemill.heap.base(), Relaxed);
+                }
+                SMALL_LIMIT.store(MIN_BYTES, Relaxed);
+            }
+            READY
+        }
+        Err(error) => {
+            warn(format_args!("pagemill: {error}; the C library serves this program"));
+            UNMANAGED
+        }
     }
 }
 
@@ -134,6 +181,10 @@ fn size_variable(name: &CStr) -> Option<usize> {
         warn(format_args!("pagemill: {}={value} is no size; ignored", name.to_str().unwrap_or("")));
     }
     bytes
+}
+
+fn is_check_wanted() -> bool {
+    variable(c"PAGEMILL_CHECK").is_some_and(|value| value != "0")
 }
 
 fn own_limit() -> u64 {
@@ -159,15 +210,26 @@ fn layout() -> Layout {
     layout
 }
 
-/// Joins the tree that `pagemill run` made; without one the limit of the environment is this process's own.
-fn join_tree(pagemill: &'static Pagemill) {
-    let Some(folder) = variable(TREE_VARIABLE) else { return };
-    let Some(path) = Path::format(format_args!("{folder}/{}", published::TREE_FILE)) else { return };
-    // A folder that is gone: `run` has ended, and this is a process it left behind.
-    if let Ok(page) = TreePage::join(path.as_c_str()) {
-        IS_IN_TREE.store(true, Relaxed);
-        pagemill.account.join(page, process::own_identity());
+/// The page of the tree that `pagemill run` made, if this process is in one. Joined at the first call.
+fn tree() -> Option<&'static TreePage> {
+    /// 0: not looked for yet; 1: there is none.
+    static PAGE: AtomicUsize = AtomicUsize::new(0);
+    const NONE: usize = 1;
+    if PAGE.load(Acquire) == 0 {
+        let page = join_tree().map_or(NONE, |page| ptr::from_ref(page) as usize);
+        IS_IN_TREE.store(page != NONE, Relaxed);
+        PAGE.store(page, Release);
     }
+    let page = PAGE.load(Acquire);
+    // SAFETY: otherwise the address of a page that `TreePage::join` mapped for good.
+    (page != NONE).then(|| unsafe { &*(page as *const TreePage) })
+}
+
+fn join_tree() -> Option<&'static TreePage> {
+    let folder = variable(TREE_VARIABLE)?;
+    let path = Path::format(format_args!("{folder}/{}", published::TREE_FILE))?;
+    // A folder that is gone: `run` has ended, and this is a process it left behind.
+    TreePage::join(path.as_c_str()).ok()
 }
 
 fn register_extents(pagemill: &'static Pagemill) {
@@ -212,13 +274,36 @@ fn mark_process() {
 }
 
 /// A child made by a bare `clone` ran no fork handlers: it starts its own account at its first slow call.
-fn notice_raw_clone(pagemill: &'static Pagemill) {
+fn notice_raw_clone() {
     // SAFETY: null, or a page that stays mapped.
     if let Some(mark) = unsafe { MARK.load(Acquire).as_ref() }
         && mark.load(Relaxed) == 0
         && mark.swap(1, Relaxed) == 0
     {
-        pagemill.begin_child();
+        begin_child();
+    }
+}
+
+/// In a child process: what is held is the parent's, and everything is counted anew.
+fn begin_child() {
+    young::forked();
+    match (pagemill(), account()) {
+        (Some(pagemill), _) => pagemill.begin_child(),
+        (None, Some(account)) => {
+            stats::detach_in_child();
+            account.forked(process::own_identity());
+        }
+        (None, None) => {}
+    }
+}
+
+/// In a fork child: another thread of the parent may have been making the arena, and does not exist here. Nothing of
+/// the half of it was handed out yet, so the C library can serve this process for good.
+fn give_up_start_of_parent() {
+    let phase = PHASE.load(Relaxed);
+    if ![UNSTARTED, YOUNG, READY, UNMANAGED].contains(&phase) {
+        let was_complete = SMALL_LIMIT.load(Relaxed) != 0 || check::is_on();
+        PHASE.store(if was_complete { READY } else { UNMANAGED }, Relaxed);
     }
 }
 
@@ -235,10 +320,14 @@ extern "C" fn after_fork() {
 }
 
 extern "C" fn in_fork_child() {
-    if let Some(pagemill) = pagemill() {
+    if !MARK.load(Relaxed).is_null() {
         mark_process();
-        pagemill.in_fork_child();
     }
+    give_up_start_of_parent();
+    if let Some(pagemill) = pagemill() {
+        pagemill.after_fork();
+    }
+    begin_child();
 }
 
 /// Starts the helper thread. Outside of every lock: the C library allocates for it.
@@ -259,9 +348,12 @@ pub fn helper(pagemill: &'static Pagemill) {
 
 /// At exit: the last figures, and the place in the tree is given up.
 extern "C" fn end() {
-    let Some(pagemill) = pagemill() else { return };
-    pagemill.measure();
-    pagemill.account.leave();
+    let Some(account) = account() else { return };
+    match pagemill() {
+        Some(pagemill) => pagemill.measure(),
+        None => young::charge_peak(account),
+    }
+    account.leave();
     if !IS_IN_TREE.load(Relaxed)
         && let Some(path) = figures_path()
     {
@@ -269,7 +361,7 @@ extern "C" fn end() {
     }
 }
 
-/// Starts before jemalloc's own constructor, which would map its first extents elsewhere: priorities run in order.
+/// Begins before other constructors of this library and most of others: priorities run in order.
 #[used]
 #[unsafe(link_section = ".init_array.00099")]
 static BEGIN: extern "C" fn() = begin;
@@ -281,45 +373,3 @@ extern "C" fn begin() {
 #[used]
 #[unsafe(link_section = ".fini_array")]
 static END: extern "C" fn() = end;
-
-/// Memory for what allocates while the library starts.
-struct Early {
-    bytes: UnsafeCell<[u8; EARLY_BYTES]>,
-    used: AtomicUsize,
-}
-
-const EARLY_BYTES: usize = 64 << 10;
-
-// SAFETY: parts of `bytes` are handed out once each, by `used`.
-unsafe impl Sync for Early {}
-
-static EARLY: Early = Early { bytes: UnsafeCell::new([0; EARLY_BYTES]), used: AtomicUsize::new(0) };
-
-/// Memory from the early buffer, zeroed, with its size before it; never freed.
-pub fn early(size: usize, align: usize) -> *mut c_void {
-    let base = EARLY.bytes.get() as usize;
-    let align = align.max(16);
-    loop {
-        let used = EARLY.used.load(Relaxed);
-        let start = (base + used + 16).next_multiple_of(align) - base;
-        let Some(end) = start.checked_add(size).filter(|end| *end <= EARLY_BYTES) else {
-            return crate::slow::out_of_memory();
-        };
-        if EARLY.used.compare_exchange(used, end, Relaxed, Relaxed).is_ok() {
-            // SAFETY: `start - 16..end` of the buffer is this caller's; aligned to 16.
-            unsafe { ((base + start - 16) as *mut usize).write(size) };
-            return (base + start) as *mut c_void;
-        }
-    }
-}
-
-/// Whether an address lies in the early buffer.
-pub fn is_early(addr: usize) -> bool {
-    addr.wrapping_sub(EARLY.bytes.get() as usize) < EARLY_BYTES
-}
-
-/// Bytes of an early allocation; 0 for any other address.
-pub fn early_size(addr: usize) -> usize {
-    // SAFETY: an address that `early` returned has its size before it.
-    if is_early(addr) { unsafe { ((addr - 16) as *const usize).read() } } else { 0 }
-}

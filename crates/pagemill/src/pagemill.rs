@@ -26,7 +26,15 @@ impl Pagemill {
     ///
     /// [`crate::Error::System`] if the address space cannot be had.
     pub fn new(layout: Layout, limit_bytes: u64) -> Result<&'static Self> {
-        let account: &'static Account = arena::place(Account::new(limit_bytes))?;
+        Self::with_account(layout, Account::make(limit_bytes)?)
+    }
+
+    /// As [`Pagemill::new`], for a process that has an account already.
+    ///
+    /// # Errors
+    ///
+    /// As [`Pagemill::new`].
+    pub fn with_account(layout: Layout, account: &'static Account) -> Result<&'static Self> {
         let arena: &'static Arena = arena::place(Arena::new(layout, account)?)?;
         let helper: &'static Helper = arena::place(Helper::default())?;
         let heap: &'static Heap = arena::place(Heap::new(arena, account, helper)?)?;
@@ -55,16 +63,10 @@ impl Pagemill {
         self.arena.acquire_for_fork();
     }
 
-    /// After `fork`, in the parent.
+    /// After `fork`, in the parent, and in the child before [`Pagemill::begin_child`].
     pub fn after_fork(&self) {
         self.arena.release_after_fork();
         self.heap.release_after_fork();
-    }
-
-    /// After `fork`, in the child: releases what [`Pagemill::before_fork`] took; the rest as [`Pagemill::begin_child`].
-    pub fn in_fork_child(&self) {
-        self.after_fork();
-        self.begin_child();
     }
 
     /// In a child process: counts, charges and the helper start anew; what is shared with the parent is the parent's.

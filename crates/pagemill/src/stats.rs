@@ -59,7 +59,7 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Memory charged: small + heap.
+    /// Memory charged: small + heap + c_library.
     resident: Resident, Gauge, Bytes;
     /// Largest value of `resident` so far.
     resident_peak: ResidentPeak, Peak, Bytes;
@@ -113,6 +113,8 @@ counters! {
     extents_refused: ExtentsRefused, Sum, Count;
     /// Metadata of arena and heap that is resident.
     metadata: Metadata, Gauge, Bytes;
+    /// Handed out by the C library's own malloc while the program was small, and still in use.
+    c_library: CLibrary, Gauge, Bytes;
 }
 
 /// Rows that a page has room for.

@@ -607,7 +607,8 @@ fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0);
     if pid == 0 {
-        pagemill.in_fork_child();
+        pagemill.after_fork();
+        pagemill.begin_child();
         let result = catch_unwind(AssertUnwindSafe(act));
         if let Err(panic) = &result {
             let text = panic.downcast_ref::<String>().map(String::as_str);

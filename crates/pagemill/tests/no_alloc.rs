@@ -256,7 +256,8 @@ fn fork_handlers_allocate_nothing() {
         // SAFETY: the child goes on with this thread only and ends without returning to the test.
         let pid = unsafe { libc::fork() };
         if pid == 0 {
-            pagemill.in_fork_child();
+            pagemill.after_fork();
+            pagemill.begin_child();
             exercise_heap(pagemill);
             pagemill.account.leave();
             // SAFETY: ends the child at once.

@@ -138,7 +138,7 @@ fn run_once(program: &Program, ready: Option<&Ready>, folder: &Path) -> Result<(
         ready.apply(&mut command);
     }
     let running = Running::start(&mut command)?;
-    let watch = Watch::start(running.id(), ready.and_then(Ready::preload));
+    let watch = Watch::start(running.id(), ready.and_then(Ready::preload), ready.is_some_and(Ready::publishes));
     let finished = running.finish(Duration::from_secs(300))?;
     let sample = Sample { peaks: watch.stop(), idle: None, wall: finished.wall };
     Ok((finished, sample))
@@ -220,7 +220,7 @@ fn verdicts(report: &mut Report, book: &Book<&'static str>, name: &'static str) 
         report.verdict(match pagemill {
             None => Verdict { note: "pagemill was not run".to_owned(), ..verdict },
             Some(series) if series.median().is_none() && series.killed + series.failures.len() == 0 => {
-                Verdict { note: "nobody published what could be given".to_owned(), ..verdict }
+                Verdict { note: "it was not seen what could be given".to_owned(), ..verdict }
             }
             Some(series) => Verdict {
                 // Held memory over held memory: here more is worse.

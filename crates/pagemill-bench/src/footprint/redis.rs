@@ -49,13 +49,13 @@ pub fn run(ready: &Ready, folder: &Path) -> Result<std::result::Result<Sample, S
     }
     let begun = Instant::now();
     let server = Running::start(&mut command)?;
-    let watch = Watch::start(server.id(), ready.preload());
+    let watch = Watch::start(server.id(), ready.preload(), ready.publishes());
     let worked = work(&server, &socket);
     let wall = begun.elapsed();
     let idle = match &worked {
         Ok(_) => {
             child::sleep(IDLE)?;
-            Some(tree::moment(server.id()))
+            Some(tree::moment(server.id(), ready.publishes()))
         }
         Err(_) => None,
     };

@@ -18,7 +18,7 @@ pub struct Peaks {
     /// Sum over the tree; pages shared by several are counted for each, under every allocator alike.
     pub resident: u64,
     pub anonymous: u64,
-    /// The most of resident less giveable; none where nobody published what it could give.
+    /// The most of resident less giveable; none where the allocator does not publish what it could give.
     pub net: Option<u64>,
     /// The largest peak of a single process, as the kernel kept it: no sample can miss it.
     pub largest_process: u64,
@@ -31,7 +31,7 @@ pub struct Peaks {
 pub struct Moment {
     pub resident: u64,
     pub anonymous: u64,
-    /// None where nobody published it.
+    /// None where the allocator does not publish it.
     pub giveable: Option<u64>,
 }
 
@@ -43,13 +43,13 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Begins to look at the tree below `root`.
-    pub fn start(root: u32, library: Option<&Path>) -> Self {
+    /// Begins to look at the tree below `root`. `publishes`: what a process of it has not published yet, it cannot give.
+    pub fn start(root: u32, library: Option<&Path>, publishes: bool) -> Self {
         let is_over = Arc::new(AtomicBool::new(false));
         let library = library.map(|library| library.display().to_string());
         let thread = {
             let is_over = Arc::clone(&is_over);
-            thread::spawn(move || watch(root, library.as_deref(), &is_over))
+            thread::spawn(move || watch(root, library.as_deref(), publishes, &is_over))
         };
         Self { is_over, thread: Some(thread) }
     }
@@ -69,15 +69,15 @@ impl Drop for Watch {
 }
 
 /// What the tree below `root` holds now.
-pub fn moment(root: u32) -> Moment {
-    look(root, &mut BTreeMap::new())
+pub fn moment(root: u32, publishes: bool) -> Moment {
+    look(root, publishes, &mut BTreeMap::new())
 }
 
-fn watch(root: u32, library: Option<&str>, is_over: &AtomicBool) -> Peaks {
+fn watch(root: u32, library: Option<&str>, publishes: bool, is_over: &AtomicBool) -> Peaks {
     let mut peaks = Peaks { saw_library: library.is_none(), ..Peaks::default() };
     let mut largest = BTreeMap::new();
     while !is_over.load(Ordering::Relaxed) {
-        let now = look(root, &mut largest);
+        let now = look(root, publishes, &mut largest);
         peaks.resident = peaks.resident.max(now.resident);
         peaks.anonymous = peaks.anonymous.max(now.anonymous);
         if let Some(giveable) = now.giveable {
@@ -93,16 +93,16 @@ fn watch(root: u32, library: Option<&str>, is_over: &AtomicBool) -> Peaks {
     peaks
 }
 
-fn look(root: u32, largest: &mut BTreeMap<(u32, u64), u64>) -> Moment {
-    let mut now = Moment::default();
+fn look(root: u32, publishes: bool, largest: &mut BTreeMap<(u32, u64), u64>) -> Moment {
+    let mut now = Moment { giveable: publishes.then_some(0), ..Moment::default() };
     for process in proc::tree(root) {
         let Some(memory) = proc::resident(process.pid) else {
             continue;
         };
         now.resident += memory.all;
         now.anonymous += memory.anonymous;
-        if let Some(bytes) = figures::giveable_bytes(process.pid, process.start_time) {
-            now.giveable = Some(now.giveable.unwrap_or(0) + bytes);
+        if let Some(sum) = &mut now.giveable {
+            *sum += figures::giveable_bytes(process.pid, process.start_time).unwrap_or(0);
         }
         let peak = largest.entry((process.pid, process.start_time)).or_default();
         *peak = memory.peak.max(*peak);
@@ -118,7 +118,7 @@ mod tests {
     #[test]
     fn children_are_counted() {
         let root = std::process::id();
-        let watch = Watch::start(root, None);
+        let watch = Watch::start(root, None, false);
         let child = std::process::Command::new("sleep").arg("0.2").spawn();
         let mut child = child.expect("sleep starts");
         thread::sleep(Duration::from_millis(50));
@@ -128,6 +128,6 @@ mod tests {
         assert!(both.iter().any(|process| process.pid == child.id()));
         let peaks = watch.stop();
         assert!(peaks.resident > 0 && peaks.largest_process > 0 && peaks.saw_library);
-        assert!(moment(root).resident > 0);
+        assert!(moment(root, false).resident > 0);
     }
 }

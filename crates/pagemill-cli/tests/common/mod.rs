@@ -45,8 +45,15 @@ impl Place {
         self.folder.path().join(name)
     }
 
-    /// A command that sees this place only, and no settings of whoever started the tests.
+    /// As [`Place::command_as_it_comes`], with Pagemill serving from the first call on: what is tested is mostly small.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
+        let mut command = self.command_as_it_comes(program);
+        command.env("PAGEMILL_AFTER", "0");
+        command
+    }
+
+    /// A command that sees this place only, and no settings of whoever started the tests.
+    pub fn command_as_it_comes(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = Command::new(program);
         for (name, _) in std::env::vars_os() {
             if name.to_string_lossy().starts_with("PAGEMILL_") {

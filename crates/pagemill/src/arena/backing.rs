@@ -5,7 +5,7 @@
 #![allow(unsafe_code)] // gives memory back to the kernel
 
 use super::block::{Backing, State};
-use super::{Arena, Context};
+use super::{Arena, Context, Filling};
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
 use crate::trace::{self, Event};
@@ -29,11 +29,11 @@ impl Arena {
     /// # Errors
     ///
     /// [`Error::NoMemory`].
-    pub(crate) fn bring_in(&self, block: usize) -> Result<()> {
+    pub(crate) fn bring_in(&self, block: usize, filling: Filling) -> Result<()> {
         if self.peek(block).backing != Backing::Empty {
             return Ok(());
         }
-        if !self.may_take_huge() {
+        if !self.may_take_huge(filling) {
             stats::add(Counter::BlocksSmall, 1);
             return self.lend(block, 1, Context::Outside);
         }
@@ -312,10 +312,11 @@ impl Arena {
     pub fn prefault(&self) -> bool {
         let wanted = self.prefault.swap(0, std::sync::atomic::Ordering::Relaxed);
         let has_room = self.budget.room().1 >= 2 * BLOCK_BYTES as u64;
-        if wanted == 0 || !has_room || self.peek(wanted - 1).backing != Backing::Empty || !self.may_take_huge() {
+        let is_huge = self.may_take_huge(Filling::Soon);
+        if wanted == 0 || !has_room || self.peek(wanted - 1).backing != Backing::Empty || !is_huge {
             return false;
         }
-        let is_in = self.bring_in(wanted - 1).is_ok() && self.peek(wanted - 1).backing == Backing::Huge;
+        let is_in = self.bring_in(wanted - 1, Filling::Soon).is_ok() && self.peek(wanted - 1).backing == Backing::Huge;
         if is_in {
             stats::add(Counter::BlocksPrefaulted, 1);
         }

@@ -9,7 +9,7 @@
 #![allow(unsafe_code)] // zeroes pages and gives memory back to the kernel
 
 use super::block::{Backing, Locked, State};
-use super::{Arena, Context};
+use super::{Arena, Context, Filling};
 use crate::error::Result;
 use crate::stats::{self, Counter};
 use crate::units::{BLOCK_BYTES, MAX_OS_PAGES_PER_BLOCK, os_page_bytes, os_pages_per_block};
@@ -128,7 +128,7 @@ impl Arena {
                 drop(locked);
                 break;
             }
-            let take_huge = use_huge && locked.state.backing == Backing::Empty && self.may_take_huge();
+            let take_huge = use_huge && locked.state.backing == Backing::Empty && self.may_take_huge(Filling::Unknown);
             let needed = if take_huge { os_pages_per_block() as u32 } else { self.missing_pages(&locked, part) };
             if needed > admitted {
                 // Admission may purge: never under the lock.

@@ -110,6 +110,18 @@ pub struct Layout {
 /// A huge page may waste at most this share (1/16) of what is resident.
 pub const WASTE_DIVISOR: u64 = 16;
 
+/// How much of a new block will be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Filling {
+    /// All of it, soon: its size class has filled a block before.
+    Soon,
+    /// Not known: the first block of a class, or an extent, of which each kind of small object fills its own.
+    Unknown,
+}
+
+/// A block that may stay half empty is taken huge from so many times more on: there is one for each class.
+const SPARSE_FACTOR: u64 = 4;
+
 impl Layout {
     /// The layout for a program: address space far beyond any limit, as far as `RLIMIT_AS` allows.
     pub fn for_program() -> Self {
@@ -276,7 +288,7 @@ impl Arena {
     }
 
     /// Whether a block may be taken huge before all of it is needed: it wastes no large share of what is resident.
-    pub(crate) fn may_take_huge(&self) -> bool {
+    pub(crate) fn may_take_huge(&self, filling: Filling) -> bool {
         if !self.use_huge {
             return false;
         }
@@ -287,7 +299,7 @@ impl Arena {
             self.words.allow_huge();
             self.maps.allow_huge();
         }
-        is_worth_it
+        is_worth_it && (filling == Filling::Soon || resident >= SPARSE_FACTOR * self.huge_from_bytes)
     }
 
     /// Bytes of metadata that are resident, as far as the kernel tells. Walks what is in use.

@@ -22,7 +22,7 @@ pub(crate) mod slot;
 pub use class::MIN_BYTES;
 
 use crate::arena::block::Backing;
-use crate::arena::{Arena, Context, Table, WASTE_DIVISOR, Zeroed};
+use crate::arena::{Arena, Context, Filling, Table, WASTE_DIVISOR, Zeroed};
 use crate::error::{Error, Result};
 use crate::reclaim::Account;
 use crate::reclaim::helper::Helper;
@@ -37,6 +37,9 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering::R
 
 /// Largest number of shards per node.
 const MAX_SHARDS: usize = 16;
+
+/// Words of a cursor.
+const CURSOR_WORDS: usize = 3;
 
 /// Slots that an allocation puts aside because a purge has them, before it waits.
 const MAX_ASIDE: usize = 8;
@@ -83,7 +86,7 @@ pub struct Heap {
     slots: Table<Slot>,
     /// Free lists, by shard and class.
     heads: Table<AtomicU64>,
-    /// Next address to carve and end of the span, by node and class. Guarded by `carving`.
+    /// Next address to carve, end of the span, slots carved so far, by node and class. Written under `carving`.
     cursors: Table<AtomicU64>,
     /// By block of the zone: class plus one where a span starts.
     spans: Table<AtomicU32>,
@@ -125,7 +128,7 @@ impl Heap {
             helper,
             slots: Table::new(zone_bytes / GRANULE_BYTES)?,
             heads: Table::new_open(nodes * shards_per_node * class::COUNT)?,
-            cursors: Table::new_open(nodes * class::COUNT * 2)?,
+            cursors: Table::new_open(nodes * class::COUNT * CURSOR_WORDS)?,
             spans: Table::new(zone_bytes / BLOCK_BYTES)?,
             carving: Lock::new(),
             purging: Lock::new(),
@@ -199,7 +202,7 @@ impl Heap {
         if allocation.is_zero {
             stats::add(Counter::CallocSkipped, size as u64);
             if size >= BLOCK_BYTES {
-                self.make_up_for(size as u64);
+                self.account.make_up_for(size as u64);
             }
             return Ok(allocation.addr);
         }
@@ -321,8 +324,7 @@ impl Heap {
 
     /// The next address of the class's span, or of a new one, and the end of that span.
     fn next_carved(&self, node: usize, class: Class) -> Result<(usize, usize)> {
-        let index = (node * class::COUNT + class.index()) * 2;
-        let (next, end) = (self.cursors.get(index), self.cursors.get(index + 1));
+        let [next, end, carved] = self.cursor(node, class);
         let _guard = self.carving.lock();
         if next.load(Relaxed) >= end.load(Relaxed) {
             let open_metadata = |used: usize, end: usize| {
@@ -336,7 +338,20 @@ impl Heap {
             next.store(start as u64, Relaxed);
             end.store((start + class.span_blocks() * BLOCK_BYTES) as u64, Relaxed);
         }
+        carved.fetch_add(1, Relaxed);
         Ok((next.fetch_add(class.stride() as u64, Relaxed) as usize, end.load(Relaxed) as usize))
+    }
+
+    fn cursor(&self, node: usize, class: Class) -> [&AtomicU64; CURSOR_WORDS] {
+        let first = (node * class::COUNT + class.index()) * CURSOR_WORDS;
+        std::array::from_fn(|word| self.cursors.get(first + word))
+    }
+
+    /// Whether blocks of a slot's class fill up: it has filled one.
+    fn filling(&self, place: Place) -> Filling {
+        let [_, _, carved] = self.cursor(place.node, place.class);
+        let is_full = carved.load(Relaxed) as usize * place.class.bytes() > BLOCK_BYTES;
+        if is_full { Filling::Soon } else { Filling::Unknown }
     }
 
     /// Fresh big slots: the kernel may answer touches with huge pages, in the last block too if that wastes little.
@@ -344,7 +359,7 @@ impl Heap {
         let whole = size & !(BLOCK_BYTES - 1);
         let waste = (BLOCK_BYTES - size % BLOCK_BYTES) % BLOCK_BYTES;
         let len_bytes = if waste * WASTE_DIVISOR as usize <= size { size.next_multiple_of(BLOCK_BYTES) } else { whole };
-        if self.arena.may_take_huge() || size >= 8 * BLOCK_BYTES {
+        if self.arena.may_take_huge(Filling::Soon) || size >= 8 * BLOCK_BYTES {
             self.arena.allow_huge(place.addr, len_bytes);
         }
     }
@@ -353,7 +368,8 @@ impl Heap {
     fn want_next_block(&self, place: Place, span_end: usize) {
         let next = (place.addr + BLOCK_BYTES) & !(BLOCK_BYTES - 1);
         let is_first = place.addr % BLOCK_BYTES < place.class.bytes();
-        if is_first && next < span_end && self.helper.is_running() {
+        let is_filling = self.filling(place) == Filling::Soon;
+        if is_first && is_filling && next < span_end && self.helper.is_running() {
             self.arena.want_soon(self.arena.block_of(next));
             self.helper.wake(self.account);
         }
@@ -367,14 +383,15 @@ impl Heap {
         let (first, last) =
             (self.arena.block_of(place.addr), self.arena.block_of(place.addr + place.class.bytes() - 1));
         let part = (place.class.bytes() / (last + 1 - first)) as u64;
+        let filling = self.filling(place);
         let result = if place.class.is_big() {
             self.arena.lend(first, place.class.span_blocks(), Context::Outside)
         } else {
             (first..=last).try_for_each(|block| {
                 if self.arena.peek(block).backing == Backing::Empty {
-                    self.make_up_for(BLOCK_BYTES as u64);
+                    self.account.make_up_for(BLOCK_BYTES as u64);
                 }
-                self.arena.bring_in(block)?;
+                self.arena.bring_in(block, filling)?;
                 // Open already, but emptied: its bytes are about to come in without a further question.
                 if self.arena.peek(block).backing == Backing::Lazy { self.arena.budget.expect(part) } else { Ok(()) }
             })

@@ -24,7 +24,10 @@ use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Ages are told apart by powers of two of the tick.
-pub(super) const AGES: usize = 17;
+const AGES: usize = 17;
+
+/// Age from which on free memory counts as cold: one tick at least. Bringing it in again costs a hundredth of that.
+const COLD_AGE: usize = 1;
 
 /// Most slots that reach into one block: 32 of 64 KiB, or one more that straddles.
 const MAX_SLOTS_PER_BLOCK: usize = BLOCK_BYTES / super::class::MIN_BYTES + 1;
@@ -79,6 +82,15 @@ impl Shrinker for Heap {
         left.freed
     }
 
+    fn shrink_cold(&self, want_bytes: u64) -> u64 {
+        let _guard = self.purging.lock();
+        let now = super::stamp_now();
+        let mut left = Wanted { bytes: want_bytes, freed: 0 };
+        self.walk(|span| self.purge_span(span, now, COLD_AGE..AGES, &mut left));
+        stats::add(Counter::PurgeFreed, left.freed);
+        left.freed
+    }
+
     fn settle(&self) {
         self.arena.settle(self.arena.block_of(self.base()), self.arena.heap.used_bytes() / BLOCK_BYTES);
         self.arena.settle_extents();
@@ -117,16 +129,6 @@ impl Heap {
     pub(super) fn slot_at(&self, span: Span, index: usize) -> Option<Place> {
         let addr = span.start + index * span.class.stride();
         self.place(((addr - self.base()) / super::class::GRANULE_BYTES) as u32).filter(|place| place.addr == addr)
-    }
-
-    /// Purges free slots of these ages until `want_bytes` went.
-    pub(super) fn shrink_aged(&self, want_bytes: u64, ages: Range<usize>) -> u64 {
-        let _guard = self.purging.lock();
-        let now = super::stamp_now();
-        let mut left = Wanted { bytes: want_bytes, freed: 0 };
-        self.walk(|span| self.purge_span(span, now, ages.clone(), &mut left));
-        stats::add(Counter::PurgeFreed, left.freed);
-        left.freed
     }
 
     /// Ages that are purged as a whole, and the one of which a part suffices.

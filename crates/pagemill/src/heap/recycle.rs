@@ -2,11 +2,11 @@
 //!
 //! A big slot with nothing behind it gets the huge pages of free slots: moved,
 //! not copied (1.8 us per 2 MiB, where a page fault costs 190). Where pages
-//! cannot be moved, or must be zero, free memory that has been cold for a while
-//! is given back instead, as much as comes in anew.
+//! cannot be moved, or must be zero, the account has free memory that has been cold
+//! for a while given back instead, as much as comes in anew.
 #![allow(unsafe_code)] // moves pages between slots
 
-use super::purge::{AGES, Span};
+use super::purge::Span;
 use super::slot::{Bytes, Phase, Slots};
 use super::{Heap, Place};
 use crate::arena::block::Backing;
@@ -14,14 +14,8 @@ use crate::stats::{self, Counter};
 use crate::units::BLOCK_BYTES;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Free memory up to this part of what is resident is left alone.
-const SPARE_DIVISOR: u64 = 16;
-
 const EPERM: i32 = 1;
 const ENOSYS: i32 = 38;
-
-/// Age (a power of two of 67 ms) from which on free memory is given back for new.
-const COLD_AGE: usize = 3;
 
 impl Heap {
     /// Moves huge pages of free slots behind a fresh big slot. Returns whether it did: the slot is not zero then.
@@ -91,12 +85,5 @@ impl Heap {
     /// Whether all OS pages of a block are there.
     fn is_whole(&self, block: usize) -> bool {
         self.arena.peek(block).charged_pages as usize == crate::units::os_pages_per_block()
-    }
-
-    /// Gives back what has been free for a while, up to `bytes`, if much is free: that much comes in anew.
-    pub(super) fn make_up_for(&self, bytes: u64) {
-        if self.free_bytes() > self.account.resident() / SPARE_DIVISOR + BLOCK_BYTES as u64 {
-            self.shrink_aged(bytes, COLD_AGE..AGES);
-        }
     }
 }

@@ -8,10 +8,11 @@
 
 use super::tree::{Membership, Place, Totals, TreePage, UNLIMITED};
 use super::{Shrinker, Urgency};
-use crate::arena::{Budget, Context};
+use crate::arena::{self, Budget, Context};
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
 use crate::trace::{self, Event};
+use crate::units::BLOCK_BYTES;
 use pagemill_sys::clock;
 use pagemill_sys::process::Identity;
 use std::sync::OnceLock;
@@ -35,6 +36,12 @@ const QUICK_AT_LIMIT_BYTES: u64 = 1 << 30;
 /// Measuring takes at most one part in so many of a thread's time.
 const SETTLE_SHARE: u64 = 50;
 
+/// Cold memory goes for new in steps of this.
+const MAKE_UP_STEP_BYTES: u64 = 1 << 20;
+
+/// Free memory up to this part of what is resident (and a block) is left alone.
+const SPARE_DIVISOR: u64 = 16;
+
 /// The account of one process.
 pub struct Account {
     resident: AtomicU64,
@@ -45,6 +52,8 @@ pub struct Account {
     shrinkers: [OnceLock<&'static dyn Shrinker>; MAX_SHRINKERS],
     /// When lent memory may be measured again.
     settle_after_ns: AtomicU64,
+    /// New memory for which none was given back yet.
+    to_make_up: AtomicU64,
     has_debt: AtomicBool,
     /// The last reclaim outside found too little: nested charges over the limit are refused.
     is_exhausted: AtomicBool,
@@ -65,12 +74,22 @@ impl Account {
             membership: Membership::default(),
             shrinkers: std::array::from_fn(|_| OnceLock::new()),
             settle_after_ns: AtomicU64::new(0),
+            to_make_up: AtomicU64::new(0),
             has_debt: AtomicBool::new(false),
             is_exhausted: AtomicBool::new(false),
             on_debt: OnceLock::new(),
             on_first_charge: OnceLock::new(),
             has_charged: AtomicBool::new(false),
         }
+    }
+
+    /// As [`Account::new`], in memory of its own that stays.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::System`] if there is not even an OS page for it.
+    pub fn make(limit: u64) -> Result<&'static Self> {
+        arena::place(Self::new(limit))
     }
 
     /// Adds an owner that can give memory back. Cheaper ones first.
@@ -235,6 +254,23 @@ impl Account {
         freed
     }
 
+    /// New memory comes in: as much of what is free and cold goes, if much is free. So sizes that a program has done
+    /// with do not add up beside those it uses now.
+    pub fn make_up_for(&self, bytes: u64) {
+        let due = self.to_make_up.fetch_add(bytes, Relaxed).saturating_add(bytes);
+        if due < MAKE_UP_STEP_BYTES {
+            return;
+        }
+        self.to_make_up.store(0, Relaxed);
+        if self.giveable() > self.resident() / SPARE_DIVISOR + BLOCK_BYTES as u64 {
+            let mut freed = 0;
+            for shrinker in self.shrinkers().filter(|shrinker| shrinker.may_nest()) {
+                freed += shrinker.shrink_cold(due - freed.min(due));
+            }
+            trace::event(Event::Purge, due, freed);
+        }
+    }
+
     /// Answers a sibling's open request, if there is one.
     pub fn answer(&self) {
         let Some(place) = self.membership.place() else { return };
@@ -336,6 +372,22 @@ impl Account {
     }
 }
 
+impl Account {
+    /// Counts what the C library hands out (or gets back) while it serves the program: nobody is asked.
+    pub fn count_c_library(&self, change_bytes: i64) {
+        self.note_first_charge();
+        let amount = change_bytes.unsigned_abs();
+        if change_bytes >= 0 {
+            stats::add(Counter::CLibrary, amount);
+            self.resident.fetch_add(amount, Relaxed);
+        } else {
+            stats::sub(Counter::CLibrary, amount);
+            self.resident.fetch_sub(amount, Relaxed);
+        }
+        self.publish();
+    }
+}
+
 impl Budget for Account {
     fn admit(&self, bytes: u64, context: Context) -> Result<()> {
         let limit = self.limit();
@@ -351,6 +403,9 @@ impl Budget for Account {
             if totals.resident.saturating_add(totals.untouched).saturating_add(bytes) > limit {
                 self.settle_sometimes(QUICK_AT_LIMIT_BYTES);
             }
+        }
+        if context == Context::Nested {
+            self.make_up_for(bytes);
         }
         self.charge(bytes);
         Ok(())

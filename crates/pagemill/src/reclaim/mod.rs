@@ -34,6 +34,11 @@ pub trait Shrinker: Sync {
     /// Gives up to about `want_bytes` and returns what the kernel really took back.
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64;
 
+    /// Gives up to about `want_bytes` of what has been free for some hundred milliseconds; may nest if the owner may.
+    fn shrink_cold(&self, _want_bytes: u64) -> u64 {
+        0
+    }
+
     /// Measures what of its lent memory is resident.
     fn settle(&self) {}
 

@@ -1,0 +1,203 @@
+//! A program while it is small: the C library's own malloc serves it.
+//!
+//! Most programs of a build, a test suite or a shell script hold a few hundred
+//! KiB and end after milliseconds. To them another allocator is nothing but
+//! its cost: a start, and pages of code and data that nobody else has. So
+//! nothing is reserved, mapped or started until the program has *grown*: it
+//! holds more than `PAGEMILL_AFTER` bytes, or has called for a while. From then
+//! on new memory is Pagemill's. What the C library handed out goes back to it
+//! when it is freed.
+//!
+//! Under a limit, with `PAGEMILL_CHECK`, and in a program at fixed addresses
+//! (its heap would lie below the arena, where one comparison in `free` tells
+//! jemalloc's memory), Pagemill serves from the first call on.
+#![allow(unsafe_code)] // the C library's allocator
+
+use pagemill::reclaim::Account;
+use std::ffi::{c_int, c_void};
+use std::sync::atomic::{AtomicIsize, AtomicUsize, Ordering::Relaxed};
+
+/// A program holds less than this while it is small, unless `PAGEMILL_AFTER` says otherwise.
+pub const DEFAULT_AFTER_BYTES: usize = 4 << 20;
+
+/// Calls after which a program is no longer young, however little it holds. Large sizes count for more:
+/// the C library may map and unmap them one by one.
+const MAX_EFFORT: usize = 1 << 17;
+const EFFORT_BYTES: usize = 64 << 10;
+
+/// The tree is told of what is held in steps of this.
+const CHARGE_STEP_BYTES: usize = 1 << 20;
+
+/// Position-independent programs have their heaps above this, and the arena lies below.
+const FIXED_ADDRESSES_END: usize = 1 << 44;
+
+unsafe extern "C" {
+    fn __libc_malloc(size: usize) -> *mut c_void;
+    fn __libc_calloc(count: usize, size: usize) -> *mut c_void;
+    fn __libc_realloc(pointer: *mut c_void, size: usize) -> *mut c_void;
+    fn __libc_memalign(align: usize, size: usize) -> *mut c_void;
+    fn __libc_free(pointer: *mut c_void);
+}
+
+/// Bytes from which on the program is grown; 0: it was never young.
+static AFTER: AtomicUsize = AtomicUsize::new(0);
+/// Usable bytes that the C library has handed out and not got back.
+static LIVE: AtomicIsize = AtomicIsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+static EFFORT: AtomicUsize = AtomicUsize::new(0);
+/// Lowest address that the C library handed out.
+static LOWEST: AtomicUsize = AtomicUsize::new(usize::MAX);
+/// What of `LIVE` a fork child has from its parent, which is charged with it.
+static INHERITED: AtomicIsize = AtomicIsize::new(0);
+/// What of `LIVE` the account knows.
+static CHARGED: AtomicUsize = AtomicUsize::new(0);
+
+/// The C library's `malloc_usable_size` and `malloc_trim`, found at the start: they have no other names.
+static USABLE: AtomicUsize = AtomicUsize::new(0);
+static TRIM: AtomicUsize = AtomicUsize::new(0);
+
+/// Finds what has no name of its own. Before anything else of the C library is used here.
+pub fn find_functions() {
+    for (place, name) in [(&USABLE, c"malloc_usable_size"), (&TRIM, c"malloc_trim")] {
+        // SAFETY: looks a name up; allocates at most through the C library, which is fine at any time.
+        place.store(unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) } as usize, Relaxed);
+    }
+}
+
+/// Begins the program's youth, if it may have one. `after_bytes` of 0 means: no.
+pub fn begin(after_bytes: usize) -> bool {
+    // SAFETY: reads a word of the process's auxiliary vector.
+    let entry = unsafe { libc::getauxval(libc::AT_ENTRY) } as usize;
+    let may_be = after_bytes > 0 && entry >= FIXED_ADDRESSES_END && USABLE.load(Relaxed) != 0;
+    AFTER.store(if may_be { after_bytes } else { 0 }, Relaxed);
+    may_be
+}
+
+/// Whether the program is still small if it allocates `size` bytes more.
+pub fn is_small_with(size: usize) -> bool {
+    let live = LIVE.load(Relaxed).max(0) as usize;
+    let effort = EFFORT.fetch_add(1 + size / EFFORT_BYTES, Relaxed);
+    effort < MAX_EFFORT && live.saturating_add(size) <= AFTER.load(Relaxed)
+}
+
+/// Bytes handed out and not yet back.
+pub fn live_bytes() -> usize {
+    LIVE.load(Relaxed).max(0) as usize
+}
+
+/// Whether everything that was handed out lies at `addr` or above.
+pub fn lies_above(addr: usize) -> bool {
+    LOWEST.load(Relaxed) >= addr
+}
+
+fn note(pointer: *mut c_void) -> *mut c_void {
+    if !pointer.is_null() {
+        LOWEST.fetch_min(pointer as usize, Relaxed);
+        // SAFETY: just handed out.
+        let bytes = unsafe { usable(pointer) } as isize;
+        let live = LIVE.fetch_add(bytes, Relaxed) + bytes;
+        PEAK.fetch_max(live.max(0) as usize, Relaxed);
+    }
+    pointer
+}
+
+/// Allocates from the C library. `align` is a power of two.
+pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
+    // SAFETY: plain calls. `errno` is set by the C library.
+    let pointer = unsafe {
+        match (align <= align_of::<libc::max_align_t>(), is_zeroed) {
+            (true, false) => __libc_malloc(size),
+            (true, true) => __libc_calloc(1, size),
+            (false, _) => __libc_memalign(align, size),
+        }
+    };
+    note(pointer)
+}
+
+/// Changes the size of an allocation of the C library's; null and unchanged if that cannot be.
+///
+/// # Safety
+///
+/// The pointer is live and from [`allocate`] or this; the old one is not used after success. `size` is not 0.
+pub unsafe fn resize(pointer: *mut c_void, size: usize) -> *mut c_void {
+    // SAFETY: the caller's promise.
+    let (before, new) = unsafe { (usable(pointer), __libc_realloc(pointer, size)) };
+    if !new.is_null() {
+        LIVE.fetch_sub(before as isize, Relaxed);
+    }
+    note(new)
+}
+
+/// Gives an allocation back to the C library, which names and aborts what it did not hand out.
+///
+/// # Safety
+///
+/// The pointer is not used any more.
+pub unsafe fn free(pointer: *mut c_void) {
+    // SAFETY: the caller's promise.
+    let bytes = unsafe { usable(pointer) };
+    LIVE.fetch_sub(bytes as isize, Relaxed);
+    // SAFETY: the caller's promise.
+    unsafe { __libc_free(pointer) };
+}
+
+/// Usable bytes of an allocation of the C library's.
+///
+/// # Safety
+///
+/// The pointer is live.
+pub unsafe fn usable(pointer: *mut c_void) -> usize {
+    let function = USABLE.load(Relaxed);
+    if function == 0 {
+        return 0;
+    }
+    // SAFETY: the address of this function, found under its name; the caller's promise.
+    unsafe {
+        let function: unsafe extern "C" fn(*mut c_void) -> usize = std::mem::transmute(function);
+        function(pointer)
+    }
+}
+
+/// Lets the C library give back what it keeps; says whether there was something.
+pub fn trim() -> bool {
+    let function = TRIM.load(Relaxed);
+    if function == 0 {
+        return false;
+    }
+    // SAFETY: the address of this function, found under its name.
+    unsafe {
+        let function: extern "C" fn(usize) -> c_int = std::mem::transmute(function);
+        function(0) == 1
+    }
+}
+
+/// Tells the account what is held, if that has changed by much.
+pub fn charge_roughly(account: &Account) {
+    charge(account, live_bytes(), CHARGE_STEP_BYTES);
+}
+
+/// Tells the account what is held.
+pub fn charge_exactly(account: &Account) {
+    charge(account, live_bytes(), 0);
+}
+
+/// At the end of a program that never grew: the most that it held, be it nothing.
+pub fn charge_peak(account: &Account) {
+    charge(account, PEAK.load(Relaxed).max(live_bytes()), 0);
+    account.count_c_library(0);
+}
+
+fn charge(account: &Account, held_bytes: usize, slack_bytes: usize) {
+    let held = held_bytes.saturating_sub(INHERITED.load(Relaxed).max(0) as usize);
+    let charged = CHARGED.load(Relaxed);
+    if held.abs_diff(charged) > slack_bytes && CHARGED.compare_exchange(charged, held, Relaxed, Relaxed).is_ok() {
+        account.count_c_library(held as i64 - charged as i64);
+    }
+}
+
+/// In a fork child: what is there was charged to the parent.
+pub fn forked() {
+    INHERITED.store(LIVE.load(Relaxed), Relaxed);
+    PEAK.store(live_bytes(), Relaxed);
+    CHARGED.store(0, Relaxed);
+}
