@@ -70,6 +70,13 @@ fn parse_page_size(text: &str) -> Result<PageSize, String> {
     text.parse()
 }
 
+/// Of a run inside a run: the outer tree's limit, which the inner one must not pass.
+fn outer_limit() -> u64 {
+    let folder = std::env::var(TREE_VARIABLE.to_str().unwrap_or_default()).unwrap_or_default();
+    let path = CString::new(format!("{folder}/{TREE_FILE}")).unwrap_or_default();
+    TreePage::join(&path).map_or(UNLIMITED, TreePage::limit)
+}
+
 /// A process tree's folder, removed when its processes are gone.
 struct Tree {
     folder: String,
@@ -113,7 +120,8 @@ impl Run {
             let _ = writeln!(std::io::stderr(), "pagemill: {}", obstacle.explain(&path));
         }
         let library = preload::locate().map_err(|message| fail(126, &message))?;
-        let tree = Tree::new(self.limit.unwrap_or(UNLIMITED)).map_err(|message| fail(126, &message))?;
+        let tree =
+            Tree::new(self.limit.unwrap_or(UNLIMITED).min(outer_limit())).map_err(|message| fail(126, &message))?;
 
         let start = Instant::now();
         let child = child::spawn(self.command(&library, &tree)).map_err(|error| {

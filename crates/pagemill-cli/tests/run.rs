@@ -376,6 +376,16 @@ mod reports {
         assert_eq!(bytes(&inner, "limit_bytes"), 400 * MIB, "the limit of the environment holds: {inner}");
         place.assert_swept();
     }
+
+    /// An inner run may ask for more than the outer limit, and does not get it.
+    #[test]
+    fn a_run_inside_a_run_keeps_the_outer_limit() {
+        let place = Place::new();
+        let script = format!("{PAGEMILL} run --limit 4G --json --output inner.json -- true");
+        finish(place.shell(&["--limit", "300M"], &script), STUCK_AFTER).assert_success();
+        let inner: Value = serde_json::from_str(&fs::read_to_string(place.path("inner.json")).unwrap()).unwrap();
+        assert_eq!(bytes(&inner, "limit_bytes"), 300 * MIB, "{inner}");
+    }
 }
 
 mod obstacles {

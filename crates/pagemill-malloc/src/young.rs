@@ -14,7 +14,8 @@
 #![allow(unsafe_code)] // the C library's allocator
 
 use pagemill::reclaim::Account;
-use std::ffi::{c_int, c_void};
+use std::ffi::{CStr, c_int, c_void};
+use std::mem::transmute;
 use std::sync::atomic::{AtomicIsize, AtomicUsize, Ordering::Relaxed};
 
 /// A program holds less than this while it is small, unless `PAGEMILL_AFTER` says otherwise.
@@ -31,12 +32,40 @@ const CHARGE_STEP_BYTES: usize = 1 << 20;
 /// Position-independent programs have their heaps above this, and the arena lies below.
 const FIXED_ADDRESSES_END: usize = 1 << 44;
 
-unsafe extern "C" {
-    fn __libc_malloc(size: usize) -> *mut c_void;
-    fn __libc_calloc(count: usize, size: usize) -> *mut c_void;
-    fn __libc_realloc(pointer: *mut c_void, size: usize) -> *mut c_void;
-    fn __libc_memalign(align: usize, size: usize) -> *mut c_void;
-    fn __libc_free(pointer: *mut c_void);
+/// The C library's functions by their number in [`FUNCTIONS`].
+#[derive(Clone, Copy)]
+enum Function {
+    Malloc,
+    Calloc,
+    Realloc,
+    Memalign,
+    Free,
+    UsableSize,
+    Trim,
+}
+
+/// Their addresses; 0: not found. Names alone do not do: another allocator that the program is linked to exports the
+/// same ones, `__libc_malloc` included.
+static FUNCTIONS: [AtomicUsize; 7] = [const { AtomicUsize::new(0) }; 7];
+
+fn address(function: Function) -> Option<usize> {
+    let address = FUNCTIONS[function as usize].load(Relaxed);
+    (address != 0).then_some(address)
+}
+
+/// Finds the C library's functions. Before anything else here is used.
+pub fn find_functions() {
+    const NAMES: [&CStr; 7] =
+        [c"malloc", c"calloc", c"realloc", c"memalign", c"free", c"malloc_usable_size", c"malloc_trim"];
+    // SAFETY: finds what is loaded already, and loads nothing.
+    let library = unsafe { libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
+    if library.is_null() {
+        return;
+    }
+    for (place, name) in FUNCTIONS.iter().zip(NAMES) {
+        // SAFETY: a valid handle and a C string.
+        place.store(unsafe { libc::dlsym(library, name.as_ptr()) } as usize, Relaxed);
+    }
 }
 
 /// Bytes from which on the program is grown; 0: it was never young.
@@ -52,23 +81,12 @@ static INHERITED: AtomicIsize = AtomicIsize::new(0);
 /// What of `LIVE` the account knows.
 static CHARGED: AtomicUsize = AtomicUsize::new(0);
 
-/// The C library's `malloc_usable_size` and `malloc_trim`, found at the start: they have no other names.
-static USABLE: AtomicUsize = AtomicUsize::new(0);
-static TRIM: AtomicUsize = AtomicUsize::new(0);
-
-/// Finds what has no name of its own. Before anything else of the C library is used here.
-pub fn find_functions() {
-    for (place, name) in [(&USABLE, c"malloc_usable_size"), (&TRIM, c"malloc_trim")] {
-        // SAFETY: looks a name up; allocates at most through the C library, which is fine at any time.
-        place.store(unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) } as usize, Relaxed);
-    }
-}
-
 /// Begins the program's youth, if it may have one. `after_bytes` of 0 means: no.
 pub fn begin(after_bytes: usize) -> bool {
     // SAFETY: reads a word of the process's auxiliary vector.
     let entry = unsafe { libc::getauxval(libc::AT_ENTRY) } as usize;
-    let may_be = after_bytes > 0 && entry >= FIXED_ADDRESSES_END && USABLE.load(Relaxed) != 0;
+    let has_all = FUNCTIONS.iter().all(|function| function.load(Relaxed) != 0);
+    let may_be = after_bytes > 0 && entry >= FIXED_ADDRESSES_END && has_all;
     AFTER.store(if may_be { after_bytes } else { 0 }, Relaxed);
     may_be
 }
@@ -101,14 +119,21 @@ fn note(pointer: *mut c_void) -> *mut c_void {
     pointer
 }
 
-/// Allocates from the C library. `align` is a power of two.
+/// Allocates from the C library; null and `ENOMEM` if it cannot. `align` is a power of two, 1 if `is_zeroed`.
 pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
-    // SAFETY: plain calls. `errno` is set by the C library.
+    let is_plain = align <= align_of::<libc::max_align_t>();
+    let function = match (is_plain, is_zeroed) {
+        (true, false) => Function::Malloc,
+        (true, true) => Function::Calloc,
+        (false, _) => Function::Memalign,
+    };
+    let Some(address) = address(function) else { return crate::slow::out_of_memory() };
+    // SAFETY: the addresses of functions of these types; plain calls, `errno` is set by the C library.
     let pointer = unsafe {
-        match (align <= align_of::<libc::max_align_t>(), is_zeroed) {
-            (true, false) => __libc_malloc(size),
-            (true, true) => __libc_calloc(1, size),
-            (false, _) => __libc_memalign(align, size),
+        match function {
+            Function::Malloc => transmute::<usize, extern "C" fn(usize) -> *mut c_void>(address)(size),
+            Function::Calloc => transmute::<usize, extern "C" fn(usize, usize) -> *mut c_void>(address)(1, size),
+            _ => transmute::<usize, extern "C" fn(usize, usize) -> *mut c_void>(address)(align, size),
         }
     };
     note(pointer)
@@ -120,8 +145,10 @@ pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
 ///
 /// The pointer is live and from [`allocate`] or this; the old one is not used after success. `size` is not 0.
 pub unsafe fn resize(pointer: *mut c_void, size: usize) -> *mut c_void {
-    // SAFETY: the caller's promise.
-    let (before, new) = unsafe { (usable(pointer), __libc_realloc(pointer, size)) };
+    type Realloc = unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void;
+    let Some(address) = address(Function::Realloc) else { return crate::slow::out_of_memory() };
+    // SAFETY: the address of a function of this type; the caller's promise.
+    let (before, new) = unsafe { (usable(pointer), transmute::<usize, Realloc>(address)(pointer, size)) };
     if !new.is_null() {
         LIVE.fetch_sub(before as isize, Relaxed);
     }
@@ -134,11 +161,12 @@ pub unsafe fn resize(pointer: *mut c_void, size: usize) -> *mut c_void {
 ///
 /// The pointer is not used any more.
 pub unsafe fn free(pointer: *mut c_void) {
+    let Some(address) = address(Function::Free) else { return };
     // SAFETY: the caller's promise.
     let bytes = unsafe { usable(pointer) };
     LIVE.fetch_sub(bytes as isize, Relaxed);
-    // SAFETY: the caller's promise.
-    unsafe { __libc_free(pointer) };
+    // SAFETY: the address of a function of this type; the caller's promise.
+    unsafe { transmute::<usize, unsafe extern "C" fn(*mut c_void)>(address)(pointer) };
 }
 
 /// Usable bytes of an allocation of the C library's.
@@ -147,28 +175,16 @@ pub unsafe fn free(pointer: *mut c_void) {
 ///
 /// The pointer is live.
 pub unsafe fn usable(pointer: *mut c_void) -> usize {
-    let function = USABLE.load(Relaxed);
-    if function == 0 {
-        return 0;
-    }
-    // SAFETY: the address of this function, found under its name; the caller's promise.
-    unsafe {
-        let function: unsafe extern "C" fn(*mut c_void) -> usize = std::mem::transmute(function);
-        function(pointer)
-    }
+    let Some(address) = address(Function::UsableSize) else { return 0 };
+    // SAFETY: the address of a function of this type; the caller's promise.
+    unsafe { transmute::<usize, unsafe extern "C" fn(*mut c_void) -> usize>(address)(pointer) }
 }
 
-/// Lets the C library give back what it keeps; says whether there was something.
+/// Lets the C library give back what it keeps, if it ever served; says whether there was something.
 pub fn trim() -> bool {
-    let function = TRIM.load(Relaxed);
-    if function == 0 {
-        return false;
-    }
-    // SAFETY: the address of this function, found under its name.
-    unsafe {
-        let function: extern "C" fn(usize) -> c_int = std::mem::transmute(function);
-        function(0) == 1
-    }
+    let Some(address) = address(Function::Trim).filter(|_| PEAK.load(Relaxed) > 0) else { return false };
+    // SAFETY: the address of a function of this type.
+    unsafe { transmute::<usize, extern "C" fn(usize) -> c_int>(address)(0) == 1 }
 }
 
 /// Tells the account what is held, if that has changed by much.

@@ -17,7 +17,7 @@ pub const TREE_VARIABLE: &CStr = c"PAGEMILL_TREE";
 /// Name of the shared page in a tree's folder.
 pub const TREE_FILE: &str = "tree";
 
-/// The user's folder for published figures, made if need be: below `XDG_RUNTIME_DIR`, else `/dev/shm`.
+/// The user's folder for published figures, made if need be: below `XDG_RUNTIME_DIR`, else `/dev/shm`, else `/tmp`.
 ///
 /// # Errors
 ///
@@ -32,9 +32,15 @@ pub fn user_folder() -> io::Result<Path> {
             return Ok(path);
         }
     }
-    let path = Path::format(format_args!("/dev/shm/pagemill-{}", process::user_id())).ok_or_else(long)?;
-    file::make_private_dir(path.as_c_str())?;
-    Ok(path)
+    let mut result = Err(long());
+    for folder in ["/dev/shm", "/tmp"] {
+        let path = Path::format(format_args!("{folder}/pagemill-{}", process::user_id())).ok_or_else(long)?;
+        result = file::make_private_dir(path.as_c_str()).map(|()| path);
+        if result.is_ok() {
+            break;
+        }
+    }
+    result
 }
 
 /// The file of one process in a folder.

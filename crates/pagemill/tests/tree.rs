@@ -165,6 +165,19 @@ impl Member {
         assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
     }
 
+    /// Stops it, every thread of it: the signal alone leaves the helper a moment in which it may still answer.
+    fn stop(&self) {
+        self.signal(libc::SIGSTOP);
+        let is_stopped = |task: std::fs::DirEntry| {
+            let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+            stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('T'))
+        };
+        let tasks = || std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
+        while !tasks().all(|task| is_stopped(task.unwrap())) {
+            std::thread::yield_now();
+        }
+    }
+
     fn kill(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -281,7 +294,7 @@ fn a_stopped_member_costs_a_bounded_wait() {
     a.must_allocate(48);
     a.ask("free", 48);
     b.must_allocate(16);
-    a.signal(libc::SIGSTOP);
+    a.stop();
     for attempt in 0..5 {
         b.tell("allocate", 1);
         let (done, time) = b.answer();

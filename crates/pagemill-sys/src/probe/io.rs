@@ -49,7 +49,7 @@ pub(super) const ROWS: &[Feature] = &[
         name: "folder for figures",
         since: "",
         needed_for: "figures that top, vmstat and --report read",
-        lost: "programs run all the same, but nobody sees their figures",
+        lost: "`pagemill run` has no place for a process tree and starts nothing; preloaded programs run, unseen",
         fix: "export XDG_RUNTIME_DIR=$(mktemp -d)",
         check: figures_folder,
     },
@@ -136,19 +136,17 @@ fn figures_folder(system: &System) -> Finding {
         Ok(_) => Ok(()),
         Err(error) => Err(format!("{}: {}", folder.display(), describe(&error))),
     };
-    let shared = system.path("/dev/shm");
     let own = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|folder| folder.is_absolute());
-    let Some(own) = own else {
-        return match try_file(&shared) {
-            Ok(()) => Finding::available("/dev/shm (XDG_RUNTIME_DIR is not set)"),
-            Err(reason) => Finding::missing(reason),
-        };
-    };
-    match (try_file(&own), try_file(&shared)) {
-        (Ok(()), _) => Finding::available(own.display().to_string()),
-        (Err(reason), Ok(())) => Finding::limited(format!("{reason}; /dev/shm works")),
-        (Err(reason), Err(second)) => Finding::missing(format!("{reason}; {second}")),
+    let note = if own.is_some() { "" } else { " (XDG_RUNTIME_DIR is not set)" };
+    let mut reasons = Vec::new();
+    for folder in own.into_iter().chain(["/dev/shm", "/tmp"].map(|folder| system.path(folder))) {
+        match try_file(&folder) {
+            Ok(()) if reasons.is_empty() => return Finding::available(format!("{}{note}", folder.display())),
+            Ok(()) => return Finding::limited(format!("{}; {} works", reasons.join("; "), folder.display())),
+            Err(reason) => reasons.push(reason),
+        }
     }
+    Finding::missing(reasons.join("; "))
 }
 
 /// The user's cache folder, as the XDG rules have it.
