@@ -10,6 +10,8 @@ fn main() {
     println!("cargo:rustc-cdylib-link-arg=-Wl,-z,now");
     // jemalloc maps its first extents itself, before it can be told of its hooks: see small.rs.
     println!("cargo:rustc-cdylib-link-arg=-Wl,--wrap=mmap");
+    // Its fork handlers are called by ours, in order: see fork.rs.
+    println!("cargo:rustc-cdylib-link-arg=-Wl,--wrap=pthread_atfork");
     // Nothing of jemalloc runs before it is needed.
     println!("cargo:rustc-cdylib-link-arg=-Wl,-T,{here}/no-constructor.ld");
     // The unwinder comes along: one library less for every process to load, at 0.2 ms and 100 KiB.

@@ -8,8 +8,8 @@ use pagemill_sys::child::End;
 use serde_json::{Map, Value, json};
 use std::ffi::OsStr;
 use std::fmt::Write as _;
-use std::io::Write as _;
-use std::path::Path;
+use std::fs::File;
+use std::io::{self, Write as _};
 use std::time::Duration;
 
 /// Processes that are listed by themselves.
@@ -51,6 +51,8 @@ pub struct Report {
     peak: u64,
     net_peak: u64,
     unlisted: u64,
+    /// All processes, those too that held so little that they published nothing.
+    processes: usize,
     running: Vec<Published>,
     collected: Collected,
 }
@@ -81,6 +83,7 @@ impl Report {
             peak,
             net_peak: net_peak.min(peak),
             unlisted: page.unlisted(),
+            processes: page.entered() as usize,
             running,
             collected,
         }
@@ -90,15 +93,13 @@ impl Report {
     ///
     /// # Errors
     ///
-    /// A sentence, if the file cannot be written.
-    pub fn write(&self, as_json: bool, path: Option<&Path>) -> Result<(), String> {
+    /// What writing to the file says. A reader of standard error that has gone is none.
+    pub fn write(&self, as_json: bool, file: Option<&mut File>) -> io::Result<()> {
         let text = if as_json { format!("{}\n", self.json()) } else { self.text() };
-        match path {
-            Some(path) => std::fs::write(path, text)
-                .map_err(|error| format!("the report cannot be written to {}: {error}", path.display())),
+        match file {
+            Some(file) => file.write_all(text.as_bytes()),
             None => {
-                // A reader that has gone must not cost the program its status.
-                let _ = std::io::stderr().write_all(text.as_bytes());
+                let _ = io::stderr().write_all(text.as_bytes());
                 Ok(())
             }
         }
@@ -123,8 +124,8 @@ impl Report {
             seconds(self.wall),
             seconds(self.end.user),
             seconds(self.end.system),
-            self.collected.count,
-            if self.collected.count == 1 { "" } else { "es" },
+            self.processes,
+            if self.processes == 1 { "" } else { "es" },
         );
         let limit = self.limit.map_or("no limit".to_owned(), |limit| format!("limit {}", Bytes(limit)));
         let mut row = |name: &str, value: String, meaning: &str| {
@@ -182,7 +183,7 @@ impl Report {
             "wall_s": self.wall.as_secs_f64(),
             "user_s": self.end.user.as_secs_f64(),
             "system_s": self.end.system.as_secs_f64(),
-            "processes": self.collected.count,
+            "processes": self.processes,
             "unlisted": self.unlisted,
             "limit_bytes": self.limit,
             "peak_bytes": self.peak,

@@ -21,7 +21,8 @@ impl Trace {
             return fail(
                 2,
                 &format!(
-                    "process {} publishes no figures: it has ended, is another user's, or runs without Pagemill",
+                    "process {} publishes no figures: it has ended, is another user's, runs without Pagemill, or is \
+                     so small that the C library serves it (see --after)",
                     self.pid
                 ),
             );
@@ -29,9 +30,14 @@ impl Trace {
         match trace::read(path.as_c_str()) {
             Ok(events) => {
                 let mut out = std::io::stdout().lock();
-                // A reader that stops reading (head, less) ends the listing.
-                let _ = events.iter().try_for_each(|event| writeln!(out, "{}", self.line(event, &events)));
-                ExitCode::SUCCESS
+                let written = events.iter().try_for_each(|event| writeln!(out, "{}", self.line(event, &events)));
+                match written.and_then(|()| out.flush()) {
+                    // A reader that stops reading (head, less) ends the listing.
+                    Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+                        fail(1, &format!("the events cannot be written: {error}"))
+                    }
+                    _ => ExitCode::SUCCESS,
+                }
             }
             Err(error) => fail(2, &format!("cannot read the events of {}: {error}", self.pid)),
         }

@@ -200,6 +200,46 @@ mod young {
         }
     }
 
+    /// The moments at which growing is hardest: see the program. Each ends, and what it held is reported.
+    #[test]
+    fn programs_grow_at_awkward_moments() {
+        for case in ["handlers", "forks", "clearenv", "stack", "keys"] {
+            let Some(end) = run(&["--json"], "grow.c", &[case]) else { return };
+            assert!(end.status.success(), "{case}: {} {}", end.status, end.err);
+            let report = end.err.lines().rfind(|line| line.starts_with('{')).unwrap_or_default();
+            let report: serde_json::Value = serde_json::from_str(report).unwrap();
+            assert!(report["peak_bytes"].as_u64().unwrap() > 5 << 20, "{case}: {report}");
+        }
+    }
+
+    /// No file may be written: a deadly signal for who tries. Figures are not published then.
+    #[test]
+    fn no_file_need_be_written() {
+        let place = Place::new();
+        let Some(program) = place.compile("young.c", &[]) else { return };
+        for kib in [100, 6000] {
+            let script = format!("ulimit -f 0; exec {} {kib}", program.display());
+            let mut command = place.shell(&[], &script);
+            command.env_remove("PAGEMILL_AFTER");
+            finish(command, STUCK_AFTER).assert_success();
+        }
+    }
+
+    /// Where addresses are limited a program has as many as without Pagemill: it never grows.
+    #[test]
+    fn few_addresses_are_left_to_the_program() {
+        let place = Place::new();
+        let Some(program) = place.compile("young.c", &[]) else { return };
+        for what in ["-v", "-d"] {
+            let script = format!("ulimit {what} 200000; exec {} 90000", program.display());
+            let mut command = place.shell(&[], &script);
+            command.env_remove("PAGEMILL_AFTER");
+            let end = finish(command, STUCK_AFTER);
+            end.assert_success();
+            assert_eq!(end.out, "arena no\n");
+        }
+    }
+
     /// A limit is a limit from the first byte on.
     #[test]
     fn limits_leave_no_youth() {
@@ -249,7 +289,7 @@ mod misuse {
         for case in ["large-twice", "huge-twice", "large-twice-trimmed", "large-twice-threads"] {
             is_named(&[], &[], case, &["free()", "double free"]);
         }
-        is_named(&[], &[], "large-realloc-after-free", &["realloc()", "double free"]);
+        is_named(&[], &[], "large-realloc-after-free", &["realloc()", "use after free"]);
     }
 
     #[test]

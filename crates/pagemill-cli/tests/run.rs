@@ -75,6 +75,26 @@ mod status {
         place.assert_swept();
     }
 
+    /// Variables that mirror flags: an empty one says nothing, a wrong one is named.
+    #[test]
+    fn variables_are_read_as_flags_are() {
+        let place = Place::new();
+        for (name, value, code) in
+            [("PAGEMILL_LIMIT", "", 4), ("PAGEMILL_LIMIT", "nonsense", 2), ("PAGEMILL_AFTER", "1.5M", 4)]
+        {
+            let mut command = place.shell(&[], "exit 4");
+            let end = finish(
+                {
+                    command.env(name, value);
+                    command
+                },
+                STUCK_AFTER,
+            );
+            assert_eq!(end.code(), code, "{name}={value}: {}", end.err);
+            assert!(code == 4 || end.err.contains(name), "{}", end.err);
+        }
+    }
+
     #[test]
     fn usage_errors_give_2_and_start_nothing() {
         let place = Place::new();
@@ -140,6 +160,16 @@ mod status {
 
 mod streams {
     use super::*;
+
+    /// What is closed stays closed: a program that would fail to write fails here, too.
+    #[test]
+    fn closed_streams_are_not_replaced() {
+        let place = Place::new();
+        let script = format!("{PAGEMILL} run -- echo hi >&-");
+        let mut command = place.command("sh");
+        command.args(["-c", &script]);
+        assert_ne!(finish(command, STUCK_AFTER).code(), 0);
+    }
 
     #[test]
     fn bytes_pass_untouched() {
@@ -385,6 +415,42 @@ mod reports {
         finish(place.shell(&["--limit", "300M"], &script), STUCK_AFTER).assert_success();
         let inner: Value = serde_json::from_str(&fs::read_to_string(place.path("inner.json")).unwrap()).unwrap();
         assert_eq!(bytes(&inner, "limit_bytes"), 300 * MIB, "{inner}");
+    }
+
+    /// An inner run that neither limits nor reports is a part of the outer tree: its memory counts there.
+    #[test]
+    fn a_plain_run_inside_a_run_is_a_part_of_it() {
+        let place = Place::new();
+        let Some(program) = place.compile("held.c", &[]) else { return };
+        let script = format!("{PAGEMILL} run -- {} 50 100", program.display());
+        let mut command = place.shell(&["--limit", "400M", "--json", "--output", "outer.json"], &script);
+        command.env_remove("PAGEMILL_AFTER");
+        finish(command, STUCK_AFTER).assert_success();
+        let outer: Value = serde_json::from_str(&fs::read_to_string(place.path("outer.json")).unwrap()).unwrap();
+        assert!(bytes(&outer, "peak_bytes") > 49 * MIB, "{outer}");
+        place.assert_swept();
+    }
+
+    /// A file that cannot be written is told before the program runs; one that fills up does not change its status.
+    #[test]
+    fn the_reports_file_is_opened_first() {
+        let place = Place::new();
+        let end = finish(place.shell(&["--output", "missing/report"], "touch ran; exit 3"), STUCK_AFTER);
+        assert_eq!((end.code(), place.path("ran").exists()), (2, false), "{}", end.err);
+        let end = finish(place.shell(&["--output", "/dev/full"], "exit 3"), STUCK_AFTER);
+        assert_eq!(end.code(), 3);
+        assert!(end.err.contains("cannot be written"), "{}", end.err);
+    }
+
+    /// Small processes are counted, though they publish nothing.
+    #[test]
+    fn small_processes_are_counted() {
+        let place = Place::new();
+        let mut command = place.shell(&["--json", "--output", "report.json"], "for i in 1 2 3 4 5; do /bin/true; done");
+        command.env_remove("PAGEMILL_AFTER");
+        finish(command, STUCK_AFTER).assert_success();
+        let report: Value = serde_json::from_str(&fs::read_to_string(place.path("report.json")).unwrap()).unwrap();
+        assert_eq!(report["processes"], 6, "{report}");
     }
 }
 

@@ -11,7 +11,9 @@
 //! | `slow.rs` | large sizes, start-up, debts, errors |
 //! | `small.rs` | jemalloc: its settings, its extents, its shrinker |
 //! | `young.rs` | a program while it is small: the C library's own malloc |
-//! | `start.rs` | start, growth, fork, exit; environment; the helper thread |
+//! | `start.rs` | start, growth, exit; the helper thread |
+//! | `settings.rs` | what the environment says |
+//! | `fork.rs` | what happens around a fork, in which order |
 //! | `check.rs` | `PAGEMILL_CHECK`: a bit for every small allocation |
 //!
 //! Nothing here allocates, except through itself, or prints, except before it
@@ -20,13 +22,15 @@
 #![allow(unsafe_code)] // the C ABI of malloc
 
 mod check;
+mod fork;
+mod settings;
 mod slow;
 mod small;
 mod start;
 mod young;
 
 use std::ffi::{c_int, c_void};
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicUsize, Ordering::Acquire, Ordering::Relaxed};
 use tikv_jemalloc_sys as je;
 
 /// Sizes below this go straight to jemalloc. 0 until the program has grown, while something is due outside its locks, and when checking.
@@ -79,7 +83,8 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
 #[cfg(not(target_arch = "x86_64"))]
 #[unsafe(no_mangle)]
 pub extern "C" fn malloc(size: usize) -> *mut c_void {
-    if size < SMALL_LIMIT.load(Relaxed) {
+    // Acquire: who sees the limit sees jemalloc started.
+    if size < SMALL_LIMIT.load(Acquire) {
         // SAFETY: jemalloc is initialised.
         return unsafe { je::malloc(size) };
     }
@@ -106,7 +111,7 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
 #[unsafe(no_mangle)]
 pub extern "C" fn calloc(count: usize, size: usize) -> *mut c_void {
     match count.checked_mul(size) {
-        Some(bytes) if bytes < SMALL_LIMIT.load(Relaxed) => {
+        Some(bytes) if bytes < SMALL_LIMIT.load(Acquire) => {
             // SAFETY: as in malloc.
             unsafe { je::calloc(1, bytes) }
         }
@@ -122,7 +127,7 @@ pub extern "C" fn calloc(count: usize, size: usize) -> *mut c_void {
 /// `pointer` is null or an allocation of this library; the old address is not used afterwards.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
-    let is_small = (pointer as usize) < SMALL_END.load(Relaxed) && size < SMALL_LIMIT.load(Relaxed);
+    let is_small = (pointer as usize) < SMALL_END.load(Relaxed) && size < SMALL_LIMIT.load(Acquire);
     if is_small && size != 0 {
         // SAFETY: the caller's promise.
         return unsafe { je::realloc(pointer, size) };

@@ -33,7 +33,8 @@ fn fail(error: &Error) -> *mut c_void {
 /// Ends the process over a misused pointer, as the C library does, but with a name for it.
 fn misuse(function: &str, error: &Error) -> ! {
     let kind = match error {
-        Error::FreedBefore { .. } => "double free",
+        Error::FreedBefore { .. } if function == "free" => "double free",
+        Error::FreedBefore { .. } => "use after free",
         _ => "invalid pointer",
     };
     pagemill_sys::fatal(format_args!("pagemill: {function}(): {kind}: {error}"))
@@ -62,14 +63,11 @@ enum Zeroing {
 fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
     let from_c_library = || young::allocate(size, align, zeroing == Zeroing::Zeroed);
     match start::state() {
-        State::Young if young::is_small_with(size) => {
+        State::Young if !young::is_small_with(size) && start::grow() => allocate(size, align, zeroing),
+        State::Young => {
             let pointer = from_c_library();
             charge_young();
             pointer
-        }
-        State::Young => {
-            start::grow();
-            allocate(size, align, zeroing)
         }
         State::Starting | State::Unmanaged => from_c_library(),
         State::Ready(pagemill) => {

@@ -216,8 +216,9 @@ fn write_slab_sizes(settings: &mut Settings) {
     }
 }
 
-/// Starts jemalloc, with extents from `pagemill`. It has not run before: its constructor is left out (build.rs).
-pub fn start(pagemill: &'static Pagemill) {
+/// Starts jemalloc, with extents from `pagemill`, and says whether it could. It has not run before: its constructor is
+/// left out (build.rs).
+pub fn start(pagemill: &'static Pagemill) -> bool {
     static TEXT: OnceLock<Settings> = OnceLock::new();
     let arenas = pagemill_sys::process::cpu_count().clamp(1, MAX_ARENAS);
     let mut settings = Settings::new();
@@ -234,15 +235,20 @@ pub fn start(pagemill: &'static Pagemill) {
         let mut hooks = (&raw const HOOKS.0).cast_mut();
         let Some(name) = Text::<64>::format(format_args!("arena.{arena}.extent_hooks")) else { continue };
         let hooks_ptr = (&raw mut hooks).cast();
-        control(name.as_c_str(), ptr::null_mut(), ptr::null_mut(), hooks_ptr, size_of::<*mut je::extent_hooks_t>());
+        let is_told =
+            control(name.as_c_str(), ptr::null_mut(), ptr::null_mut(), hooks_ptr, size_of::<*mut je::extent_hooks_t>());
         // The first call has started jemalloc and told arena 0; the others are made with the hooks.
         MAPPING_FROM.store(ptr::null_mut(), Relaxed);
+        if !is_told {
+            return false;
+        }
         let mut limit = BLOCK_BYTES;
         if let Some(name) = Text::<64>::format(format_args!("arena.{arena}.retain_grow_limit")) {
             let limit_ptr = (&raw mut limit).cast();
             control(name.as_c_str(), ptr::null_mut(), ptr::null_mut(), limit_ptr, size_of::<usize>());
         }
     }
+    true
 }
 
 pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
@@ -328,12 +334,12 @@ impl Shrinker for Extents {
 static PURGING: Lock = Lock::new();
 
 /// Before `fork`, outside of jemalloc's locks: waits until no purge is under way.
-pub extern "C" fn before_fork() {
+pub fn before_fork() {
     PURGING.acquire();
 }
 
 /// After `fork`, on both sides.
-pub extern "C" fn after_fork() {
+pub fn after_fork() {
     PURGING.release();
 }
 

@@ -7,23 +7,21 @@
 //! from the C library.
 #![allow(unsafe_code)] // statics made at start
 
-use crate::{SMALL_END, SMALL_LIMIT, check, small, young};
-use pagemill::arena::Layout;
-use pagemill::arena::nodes::Nodes;
+use crate::settings::{self, settings, warn};
+use crate::{SMALL_END, SMALL_LIMIT, check, fork, slow, small, young};
 use pagemill::heap::MIN_BYTES;
-use pagemill::published::{self, TREE_VARIABLE};
+use pagemill::published;
 use pagemill::reclaim::Account;
 use pagemill::reclaim::tree::{TreePage, UNLIMITED};
-use pagemill::units::{PageSize, parse_plain_bytes};
+use pagemill::sync::Lock;
 use pagemill::{Pagemill, stats};
 use pagemill_sys::file::{self, Path};
-use pagemill_sys::{mem, process, thread};
+use pagemill_sys::{mem, process, stack, thread};
 use std::cell::UnsafeCell;
-use std::ffi::{CStr, c_void};
+use std::ffi::c_void;
 use std::ptr;
 use std::sync::atomic::{
-    AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
-    Ordering::Release,
+    AtomicPtr, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst,
 };
 
 const UNSTARTED: usize = 0;
@@ -36,8 +34,11 @@ static PHASE: AtomicUsize = AtomicUsize::new(UNSTARTED);
 static PAGEMILL: AtomicPtr<Pagemill> = AtomicPtr::new(ptr::null_mut());
 /// Made with the arena, or before it where there is a process tree to be told.
 static ACCOUNT: AtomicPtr<Account> = AtomicPtr::new(ptr::null_mut());
-/// In a process tree the figures stay after exit, for `run` to count.
-static IS_IN_TREE: AtomicBool = AtomicBool::new(false);
+/// The page of the process tree, if this process is in one: there the figures stay after exit, for `run` to count.
+static TREE: AtomicPtr<TreePage> = AtomicPtr::new(ptr::null_mut());
+
+/// Held while the arena is made, and across forks. Never waited for by who would grow: it stays young meanwhile.
+pub static GROWTH: Lock = Lock::new();
 
 /// How far the library is.
 #[derive(Clone, Copy)]
@@ -58,7 +59,7 @@ pub fn pagemill() -> Option<&'static Pagemill> {
 
 /// As [`pagemill`], after a look whether this is a new process.
 pub fn pagemill_of_process() -> Option<&'static Pagemill> {
-    pagemill().inspect(|_| notice_raw_clone())
+    pagemill().inspect(|_| fork::notice_raw_clone())
 }
 
 /// The account, if anybody is to be told what this process holds.
@@ -77,42 +78,64 @@ pub fn state() -> State {
                 None => return State::Unmanaged,
             },
             YOUNG => {
-                notice_raw_clone();
+                fork::notice_raw_clone();
                 return State::Young;
             }
             UNMANAGED => return State::Unmanaged,
             UNSTARTED => {
                 if PHASE.compare_exchange(UNSTARTED, own, AcqRel, Relaxed).is_ok() {
-                    PHASE.store(begin_life(), Release);
+                    enter(begin_life());
                 }
             }
             starter if starter == own => return State::Starting,
-            _ => thread::yield_now(),
+            _ => thread::pause(),
         }
     }
 }
 
-/// The program has grown: from now on Pagemill serves it.
+/// The program has grown: from now on Pagemill serves it. Says whether somebody else than the C library serves now.
+///
+/// Not while a fork is under way, or while another thread does this: then the
+/// program stays young a little longer.
 #[cold]
-pub fn grow() {
-    if PHASE.compare_exchange(YOUNG, mem::thread_token(), AcqRel, Relaxed).is_ok() {
-        PHASE.store(start_arena(), Release);
+pub fn grow() -> bool {
+    if !GROWTH.try_acquire() {
+        return false;
     }
+    if PHASE.compare_exchange(YOUNG, mem::thread_token(), AcqRel, Relaxed).is_ok() {
+        enter(start_arena());
+    }
+    GROWTH.release();
+    PHASE.load(Relaxed) == READY
+}
+
+/// Begins a phase. The fast ways open last: who takes them must find the phase begun.
+fn enter(phase: usize) {
+    PHASE.store(phase, Release);
+    let Some(pagemill) = pagemill().filter(|_| phase == READY && !check::is_on()) else { return };
+    let heap_base = pagemill.heap.base();
+    // The fast way of `free` takes everything below for jemalloc's. Another thread may still be on its way out of the
+    // C library: it notes what it got and then looks here, as we look at what was noted after opening.
+    SMALL_END.store(heap_base, SeqCst);
+    if !young::lies_above(heap_base) {
+        SMALL_END.store(0, SeqCst);
+    }
+    SMALL_LIMIT.store(MIN_BYTES, Release);
 }
 
 /// Joins the tree if there is one, and decides who serves at first. Returns the phase that begins.
 fn begin_life() -> usize {
+    settings::read();
     young::find_functions();
-    // Before jemalloc's: its handlers then run first before a fork, and its locks are outside of ours.
-    let _ = thread::at_fork(before_fork, after_fork, in_fork_child);
-    let tree = tree();
-    let limit = tree.map_or(UNLIMITED, TreePage::limit).min(own_limit());
-    let may_be_young = limit == UNLIMITED && !is_check_wanted();
-    let after_bytes = if may_be_young { size_variable(c"PAGEMILL_AFTER") } else { Some(0) };
-    if !young::begin(after_bytes.unwrap_or(young::DEFAULT_AFTER_BYTES)) {
+    fork::register();
+    join_tree();
+    let limit = tree().map_or(UNLIMITED, TreePage::limit).min(settings().limit_bytes);
+    let may_be_young = limit == UNLIMITED && !settings().is_checking;
+    let after_bytes = settings().after_bytes.unwrap_or(young::DEFAULT_AFTER_BYTES);
+    if !young::begin(if may_be_young { after_bytes } else { 0 }) {
         return start_arena();
     }
-    if tree.is_some() {
+    if tree().is_some() {
         // A tree wants to know of the smallest process; without one nobody asks before it has grown.
         let _ = make_account();
     }
@@ -124,112 +147,73 @@ fn make_account() -> pagemill::Result<&'static Account> {
     if let Some(account) = account() {
         return Ok(account);
     }
-    let account = Account::make(own_limit())?;
-    ACCOUNT.store(ptr::from_ref(account).cast_mut(), Release);
-    mark_process();
+    let account = Account::make(settings().limit_bytes)?;
+    fork::mark_process();
     account.on_first_charge(publish);
-    account.on_debt(crate::slow::call_soon);
+    account.on_debt(slow::call_soon);
     if let Some(page) = tree() {
         account.join(page, process::own_identity());
     }
+    // Last: other threads charge what they hold as soon as they see it.
+    ACCOUNT.store(ptr::from_ref(account).cast_mut(), Release);
     Ok(account)
 }
 
-/// Makes the arena and starts jemalloc in it. Returns the phase that begins.
+/// Makes the arena and starts jemalloc in it, on a stack of its own: that of the caller may be a small thread's.
+/// Returns the phase that begins.
 fn start_arena() -> usize {
-    let result = make_account().and_then(|account| Pagemill::with_account(layout(), account));
-    match result {
-        Ok(pagemill) => {
-            PAGEMILL.store(ptr::from_ref(pagemill).cast_mut(), Release);
-            small::start(pagemill);
-            // After jemalloc's, so that it runs before them.
-            let _ = thread::at_fork(small::before_fork, small::after_fork, small::after_fork);
-            register_extents(pagemill);
-            young::charge_exactly(pagemill.account);
-            let is_checking = is_check_wanted() && check::start(pagemill);
-            if !is_checking {
-                // The fast way of `free` takes everything below for jemalloc's.
-                if young::lies_above(pagemill.heap.base()) {
-                    SMALL_END.store(pagemill.heap.base(), Relaxed);
-                }
-                SMALL_LIMIT.store(MIN_BYTES, Relaxed);
-            }
-            READY
-        }
-        Err(error) => {
+    extern "C" fn on_new_stack(phase: *mut c_void) {
+        let began = try_start_arena().unwrap_or_else(|error| {
             warn(format_args!("pagemill: {error}; the C library serves this program"));
             UNMANAGED
-        }
+        });
+        // SAFETY: the word that `start_arena` waits with.
+        unsafe { phase.cast::<usize>().write(began) };
     }
+    let mut phase = UNMANAGED;
+    // SAFETY: the function returns, and its argument outlives the call.
+    unsafe { stack::call_on_new(STACK_BYTES, on_new_stack, (&raw mut phase).cast()) };
+    phase
 }
 
-fn warn(message: std::fmt::Arguments<'_>) {
-    if let Some(line) = file::Text::<512>::format(format_args!("{message}\n")) {
-        file::write_stderr(line.as_bytes());
+/// jemalloc's start alone takes 11 KiB.
+const STACK_BYTES: usize = 128 << 10;
+
+fn try_start_arena() -> pagemill::Result<usize> {
+    let account = make_account()?;
+    let pagemill = Pagemill::with_account(settings().layout(), account)?;
+    // jemalloc's hooks look here.
+    PAGEMILL.store(ptr::from_ref(pagemill).cast_mut(), Release);
+    if !small::start(pagemill) {
+        PAGEMILL.store(ptr::null_mut(), Release);
+        let cause = std::io::ErrorKind::OutOfMemory.into();
+        return Err(pagemill::Error::System { doing: "starting jemalloc", cause });
     }
-}
-
-fn variable(name: &CStr) -> Option<&'static str> {
-    file::environment(name)?.to_str().ok().filter(|value| !value.is_empty())
-}
-
-/// A size from the environment; one that cannot be read is named and passed over.
-fn size_variable(name: &CStr) -> Option<usize> {
-    let value = variable(name)?;
-    let bytes = parse_plain_bytes(value).and_then(|bytes| usize::try_from(bytes).ok());
-    if bytes.is_none() {
-        warn(format_args!("pagemill: {}={value} is no size; ignored", name.to_str().unwrap_or("")));
+    register_extents(pagemill);
+    if settings().is_checking {
+        check::start(pagemill);
     }
-    bytes
+    young::charge_exactly(account);
+    Ok(READY)
 }
 
-fn is_check_wanted() -> bool {
-    variable(c"PAGEMILL_CHECK").is_some_and(|value| value != "0")
-}
-
-fn own_limit() -> u64 {
-    size_variable(c"PAGEMILL_LIMIT").map_or(UNLIMITED, |bytes| bytes as u64)
-}
-
-fn layout() -> Layout {
-    let mut layout = Layout::for_program();
-    if let Some(bytes) = size_variable(c"PAGEMILL_PAGE_SIZE") {
-        match PageSize::new(bytes) {
-            Some(page) => layout.page = page,
-            None => warn(format_args!("pagemill: PAGEMILL_PAGE_SIZE={bytes} is no page size; ignored")),
-        }
-    }
-    if let Some(count) = size_variable(c"PAGEMILL_NODES").filter(|count| *count > 0) {
-        layout.nodes = Nodes::logical(count);
-    }
-    match variable(c"PAGEMILL_HUGE") {
-        Some("never") => layout.use_huge = false,
-        Some("always") => layout.huge_from_bytes = 0,
-        _ => {}
-    }
-    layout
-}
-
-/// The page of the tree that `pagemill run` made, if this process is in one. Joined at the first call.
+/// The page of the tree that `pagemill run` made.
 fn tree() -> Option<&'static TreePage> {
-    /// 0: not looked for yet; 1: there is none.
-    static PAGE: AtomicUsize = AtomicUsize::new(0);
-    const NONE: usize = 1;
-    if PAGE.load(Acquire) == 0 {
-        let page = join_tree().map_or(NONE, |page| ptr::from_ref(page) as usize);
-        IS_IN_TREE.store(page != NONE, Relaxed);
-        PAGE.store(page, Release);
-    }
-    let page = PAGE.load(Acquire);
-    // SAFETY: otherwise the address of a page that `TreePage::join` mapped for good.
-    (page != NONE).then(|| unsafe { &*(page as *const TreePage) })
+    // SAFETY: null, or a page that `TreePage::join` mapped for good.
+    unsafe { TREE.load(Acquire).as_ref() }
 }
 
-fn join_tree() -> Option<&'static TreePage> {
-    let folder = variable(TREE_VARIABLE)?;
-    let path = Path::format(format_args!("{folder}/{}", published::TREE_FILE))?;
+fn join_tree() {
+    let folder = settings().tree.as_str();
+    if folder.is_empty() {
+        return;
+    }
     // A folder that is gone: `run` has ended, and this is a process it left behind.
-    TreePage::join(path.as_c_str()).ok()
+    if let Some(path) = Path::format(format_args!("{folder}/{}", published::TREE_FILE))
+        && let Ok(page) = TreePage::join(path.as_c_str())
+    {
+        TREE.store(ptr::from_ref(page).cast_mut(), Release);
+    }
 }
 
 fn register_extents(pagemill: &'static Pagemill) {
@@ -245,89 +229,21 @@ fn register_extents(pagemill: &'static Pagemill) {
 /// Folder and file of this process's figures.
 fn figures_path() -> Option<Path> {
     let who = process::own_identity();
-    match variable(TREE_VARIABLE).filter(|_| IS_IN_TREE.load(Relaxed)) {
-        Some(folder) => published::file_of(folder, who),
-        None => published::file_of(published::user_folder().ok()?.as_str(), who),
+    match tree() {
+        Some(_) => published::file_of(settings().tree.as_str(), who),
+        None => published::file_of(published::user_folder_below(settings().runtime.as_str()).ok()?.as_str(), who),
     }
 }
 
-/// Publishes the figures, at the first charge.
+/// Publishes the figures, at the first charge, which may come on a small stack.
 fn publish() {
-    let Some(path) = figures_path() else { return };
-    let _ = stats::publish(path.as_c_str(), process::own_identity());
-}
-
-/// A page that reads zero in a child: the kernel wipes it, however the child was made.
-static MARK: AtomicPtr<AtomicU32> = AtomicPtr::new(ptr::null_mut());
-
-fn mark_process() {
-    if MARK.load(Relaxed).is_null()
-        && let Ok(page) = mem::map_sparse(pagemill::units::os_page_bytes(), pagemill::units::os_page_bytes())
-        && mem::wipe_on_fork(page)
-    {
-        MARK.store(page as *mut AtomicU32, Release);
-    }
-    // SAFETY: null, or a page that stays mapped.
-    if let Some(mark) = unsafe { MARK.load(Acquire).as_ref() } {
-        mark.store(1, Relaxed);
-    }
-}
-
-/// A child made by a bare `clone` ran no fork handlers: it starts its own account at its first slow call.
-fn notice_raw_clone() {
-    // SAFETY: null, or a page that stays mapped.
-    if let Some(mark) = unsafe { MARK.load(Acquire).as_ref() }
-        && mark.load(Relaxed) == 0
-        && mark.swap(1, Relaxed) == 0
-    {
-        begin_child();
-    }
-}
-
-/// In a child process: what is held is the parent's, and everything is counted anew.
-fn begin_child() {
-    young::forked();
-    match (pagemill(), account()) {
-        (Some(pagemill), _) => pagemill.begin_child(),
-        (None, Some(account)) => {
-            stats::detach_in_child();
-            account.forked(process::own_identity());
+    extern "C" fn on_new_stack(_: *mut c_void) {
+        if let Some(path) = figures_path() {
+            let _ = stats::publish(path.as_c_str(), process::own_identity());
         }
-        (None, None) => {}
     }
-}
-
-/// In a fork child: another thread of the parent may have been making the arena, and does not exist here. Nothing of
-/// the half of it was handed out yet, so the C library can serve this process for good.
-fn give_up_start_of_parent() {
-    let phase = PHASE.load(Relaxed);
-    if ![UNSTARTED, YOUNG, READY, UNMANAGED].contains(&phase) {
-        let was_complete = SMALL_LIMIT.load(Relaxed) != 0 || check::is_on();
-        PHASE.store(if was_complete { READY } else { UNMANAGED }, Relaxed);
-    }
-}
-
-extern "C" fn before_fork() {
-    if let Some(pagemill) = pagemill() {
-        pagemill.before_fork();
-    }
-}
-
-extern "C" fn after_fork() {
-    if let Some(pagemill) = pagemill() {
-        pagemill.after_fork();
-    }
-}
-
-extern "C" fn in_fork_child() {
-    if !MARK.load(Relaxed).is_null() {
-        mark_process();
-    }
-    give_up_start_of_parent();
-    if let Some(pagemill) = pagemill() {
-        pagemill.after_fork();
-    }
-    begin_child();
+    // SAFETY: the function returns, and does not look at its argument.
+    unsafe { stack::call_on_new(STACK_BYTES, on_new_stack, ptr::null_mut()) };
 }
 
 /// Starts the helper thread. Outside of every lock: the C library allocates for it.
@@ -338,7 +254,7 @@ pub fn helper(pagemill: &'static Pagemill) {
             None => ptr::null_mut(),
         }
     }
-    if variable(c"PAGEMILL_HELPER") == Some("off") || !pagemill.helper.claim() {
+    if !settings().may_have_helper || !pagemill.helper.claim() {
         return;
     }
     if thread::spawn(c"pagemill", main).is_err() {
@@ -351,10 +267,10 @@ extern "C" fn end() {
     let Some(account) = account() else { return };
     match pagemill() {
         Some(pagemill) => pagemill.measure(),
-        None => young::charge_peak(account),
+        None => young::note_end(account),
     }
     account.leave();
-    if !IS_IN_TREE.load(Relaxed)
+    if tree().is_none()
         && let Some(path) = figures_path()
     {
         file::remove(path.as_c_str());

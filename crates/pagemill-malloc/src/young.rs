@@ -10,16 +10,25 @@
 //!
 //! Under a limit, with `PAGEMILL_CHECK`, and in a program at fixed addresses
 //! (its heap would lie below the arena, where one comparison in `free` tells
-//! jemalloc's memory), Pagemill serves from the first call on.
+//! jemalloc's memory), Pagemill serves from the first call on. Where addresses
+//! are limited (`ulimit -v`, `-d`) the program stays young for good: an arena
+//! keeps addresses for each size class, several times what it holds.
 #![allow(unsafe_code)] // the C library's allocator
 
+use crate::SMALL_END;
 use pagemill::reclaim::Account;
-use std::ffi::{CStr, c_int, c_void};
+use pagemill_sys::process;
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::transmute;
-use std::sync::atomic::{AtomicIsize, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{
+    AtomicBool, AtomicIsize, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst,
+};
 
 /// A program holds less than this while it is small, unless `PAGEMILL_AFTER` says otherwise.
 pub const DEFAULT_AFTER_BYTES: usize = 4 << 20;
+
+/// With fewer addresses than this a program never grows.
+const NARROW_BYTES: usize = 64 << 30;
 
 /// Calls after which a program is no longer young, however little it holds. Large sizes count for more:
 /// the C library may map and unmap them one by one.
@@ -31,6 +40,9 @@ const CHARGE_STEP_BYTES: usize = 1 << 20;
 
 /// Position-independent programs have their heaps above this, and the arena lies below.
 const FIXED_ADDRESSES_END: usize = 1 << 44;
+
+/// Somebody tells the account just now.
+static IS_CHARGING: AtomicBool = AtomicBool::new(false);
 
 /// The C library's functions by their number in [`FUNCTIONS`].
 #[derive(Clone, Copy)]
@@ -53,18 +65,22 @@ fn address(function: Function) -> Option<usize> {
     (address != 0).then_some(address)
 }
 
-/// Finds the C library's functions. Before anything else here is used.
+/// The version under which the C library has had these functions since its first release for this processor.
+const VERSION: &CStr = if cfg!(target_arch = "x86_64") { c"GLIBC_2.2.5" } else { c"GLIBC_2.17" };
+
+unsafe extern "C" {
+    fn dlvsym(handle: *mut c_void, name: *const c_char, version: *const c_char) -> *mut c_void;
+}
+
+/// Finds the C library's functions, by their version: nobody else has that. Before anything else here is used.
+///
+/// It allocates nothing where they are found (`dlopen`, to ask the C library alone, would).
 pub fn find_functions() {
     const NAMES: [&CStr; 7] =
         [c"malloc", c"calloc", c"realloc", c"memalign", c"free", c"malloc_usable_size", c"malloc_trim"];
-    // SAFETY: finds what is loaded already, and loads nothing.
-    let library = unsafe { libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
-    if library.is_null() {
-        return;
-    }
     for (place, name) in FUNCTIONS.iter().zip(NAMES) {
-        // SAFETY: a valid handle and a C string.
-        place.store(unsafe { libc::dlsym(library, name.as_ptr()) } as usize, Relaxed);
+        // SAFETY: two C strings; looks among what is loaded.
+        place.store(unsafe { dlvsym(libc::RTLD_NEXT, name.as_ptr(), VERSION.as_ptr()) } as usize, Relaxed);
     }
 }
 
@@ -86,6 +102,8 @@ pub fn begin(after_bytes: usize) -> bool {
     // SAFETY: reads a word of the process's auxiliary vector.
     let entry = unsafe { libc::getauxval(libc::AT_ENTRY) } as usize;
     let has_all = FUNCTIONS.iter().all(|function| function.load(Relaxed) != 0);
+    let is_narrow = process::address_space_limit().is_some_and(|limit| limit < NARROW_BYTES);
+    let after_bytes = if is_narrow && after_bytes > 0 { usize::MAX } else { after_bytes };
     let may_be = after_bytes > 0 && entry >= FIXED_ADDRESSES_END && has_all;
     AFTER.store(if may_be { after_bytes } else { 0 }, Relaxed);
     may_be
@@ -95,7 +113,8 @@ pub fn begin(after_bytes: usize) -> bool {
 pub fn is_small_with(size: usize) -> bool {
     let live = LIVE.load(Relaxed).max(0) as usize;
     let effort = EFFORT.fetch_add(1 + size / EFFORT_BYTES, Relaxed);
-    effort < MAX_EFFORT && live.saturating_add(size) <= AFTER.load(Relaxed)
+    let after = AFTER.load(Relaxed);
+    after == usize::MAX || effort < MAX_EFFORT && live.saturating_add(size) <= after
 }
 
 /// Bytes handed out and not yet back.
@@ -105,12 +124,16 @@ pub fn live_bytes() -> usize {
 
 /// Whether everything that was handed out lies at `addr` or above.
 pub fn lies_above(addr: usize) -> bool {
-    LOWEST.load(Relaxed) >= addr
+    LOWEST.load(SeqCst) >= addr
 }
 
 fn note(pointer: *mut c_void) -> *mut c_void {
     if !pointer.is_null() {
-        LOWEST.fetch_min(pointer as usize, Relaxed);
+        LOWEST.fetch_min(pointer as usize, SeqCst);
+        // Grown meanwhile: `free` must not take this for jemalloc's (start.rs, `enter`).
+        if (pointer as usize) < SMALL_END.load(SeqCst) {
+            SMALL_END.store(0, SeqCst);
+        }
         // SAFETY: just handed out.
         let bytes = unsafe { usable(pointer) } as isize;
         let live = LIVE.fetch_add(bytes, Relaxed) + bytes;
@@ -149,10 +172,11 @@ pub unsafe fn resize(pointer: *mut c_void, size: usize) -> *mut c_void {
     let Some(address) = address(Function::Realloc) else { return crate::slow::out_of_memory() };
     // SAFETY: the address of a function of this type; the caller's promise.
     let (before, new) = unsafe { (usable(pointer), transmute::<usize, Realloc>(address)(pointer, size)) };
+    let new = note(new);
     if !new.is_null() {
         LIVE.fetch_sub(before as isize, Relaxed);
     }
-    note(new)
+    new
 }
 
 /// Gives an allocation back to the C library, which names and aborts what it did not hand out.
@@ -197,18 +221,28 @@ pub fn charge_exactly(account: &Account) {
     charge(account, live_bytes(), 0);
 }
 
-/// At the end of a program that never grew: the most that it held, be it nothing.
-pub fn charge_peak(account: &Account) {
-    charge(account, PEAK.load(Relaxed).max(live_bytes()), 0);
-    account.count_c_library(0);
+/// At the end of a program that never grew: the most that it held. Of one that never held much no figures are
+/// published: it is only counted.
+pub fn note_end(account: &Account) {
+    let inherited = INHERITED.load(Relaxed).max(0) as usize;
+    account.note_small(PEAK.load(Relaxed).saturating_sub(inherited) as u64);
 }
 
 fn charge(account: &Account, held_bytes: usize, slack_bytes: usize) {
-    let held = held_bytes.saturating_sub(INHERITED.load(Relaxed).max(0) as usize);
+    // What is left of the parent's can only become less.
+    let inherited = INHERITED.fetch_min(LIVE.load(Relaxed), Relaxed).min(LIVE.load(Relaxed)).max(0) as usize;
+    let held = held_bytes.saturating_sub(inherited);
     let charged = CHARGED.load(Relaxed);
-    if held.abs_diff(charged) > slack_bytes && CHARGED.compare_exchange(charged, held, Relaxed, Relaxed).is_ok() {
-        account.count_c_library(held as i64 - charged as i64);
+    if held.abs_diff(charged) <= slack_bytes {
+        return;
     }
+    // One thread at a time, or the difference of one would come before that of another; the next call makes up for it.
+    if IS_CHARGING.swap(true, Acquire) {
+        return;
+    }
+    let charged = CHARGED.swap(held, Relaxed);
+    account.count_c_library(held as i64 - charged as i64);
+    IS_CHARGING.store(false, Release);
 }
 
 /// In a fork child: what is there was charged to the parent.
@@ -216,4 +250,5 @@ pub fn forked() {
     INHERITED.store(LIVE.load(Relaxed), Relaxed);
     PEAK.store(live_bytes(), Relaxed);
     CHARGED.store(0, Relaxed);
+    IS_CHARGING.store(false, Relaxed);
 }

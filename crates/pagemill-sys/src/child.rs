@@ -4,6 +4,7 @@
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
 /// Signals that are passed on. Stop and continue are left to the terminal, which sends them to both.
@@ -28,6 +29,23 @@ pub struct End {
     pub system: Duration,
     /// Largest resident set of a single process, as the kernel counts it.
     pub max_resident_bytes: u64,
+}
+
+/// Standard streams that this process was started without, a bit each. Rust's runtime puts /dev/null in their place.
+static WERE_CLOSED: AtomicU32 = AtomicU32::new(0);
+
+/// Looks before the runtime does.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static LOOK_AT_STREAMS: extern "C" fn() = look_at_streams;
+
+extern "C" fn look_at_streams() {
+    for stream in 0..3 {
+        // SAFETY: asks about a descriptor number.
+        if unsafe { libc::fcntl(stream, libc::F_GETFD) } < 0 {
+            WERE_CLOSED.fetch_or(1 << stream, Relaxed);
+        }
+    }
 }
 
 fn mask() -> libc::sigset_t {
@@ -67,10 +85,13 @@ pub fn spawn(mut command: Command) -> io::Result<StoodFor> {
     let held = mask();
     // SAFETY: sets this thread's mask; other threads are not started yet.
     unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const held, &raw mut before) };
-    // SAFETY: the closure only makes a system call; the child gets the mask this process was given.
+    // SAFETY: the closure only makes system calls; the child gets the mask and the streams this process was given.
     unsafe {
         command.pre_exec(move || {
             libc::sigprocmask(libc::SIG_SETMASK, &raw const before, std::ptr::null_mut());
+            for stream in (0..3).filter(|stream| WERE_CLOSED.load(Relaxed) >> stream & 1 == 1) {
+                libc::close(stream);
+            }
             Ok(())
         });
     }

@@ -155,6 +155,9 @@ pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: u
         Access::Update => libc::O_RDWR,
         Access::Inspect => libc::O_RDONLY,
     };
+    if access == Access::Create && crate::process::file_size_limit() < len_bytes as u64 {
+        return Err(io::Error::from_raw_os_error(libc::EFBIG));
+    }
     let fd = open(path, flags | libc::O_NOFOLLOW, 0o600)?;
     if access == Access::Create {
         // With its memory: a sparse file on a full file system would end the process by SIGBUS at the first touch.

@@ -10,7 +10,7 @@
 //! | [`mem`] | address space: reserve, open, populate, give back |
 //! | [`moves`] | moving pages between addresses (userfaultfd, mremap) |
 //! | [`numa`] | nodes and memory policy |
-//! | [`futex`], [`thread`], [`clock`] | waiting, threads, time |
+//! | [`futex`], [`thread`], [`stack`], [`clock`] | waiting, threads, a stack for one call, time |
 //! | [`file`](mod@file) | small kernel and shared files without allocating |
 //! | [`process`], [`child`] | who a process is, what it holds; a child stood in for |
 //! | [`probe`] | what this kernel can do, for people |
@@ -24,6 +24,7 @@ pub mod moves;
 pub mod numa;
 pub mod probe;
 pub mod process;
+pub mod stack;
 pub mod thread;
 
 /// Prints one line to standard error and ends the process by `SIGABRT`.

@@ -105,19 +105,30 @@ pub fn cpu_count() -> usize {
     if known { (unsafe { libc::CPU_COUNT(&set) } as usize).max(1) } else { 1 }
 }
 
-/// Most bytes of address space this process may have (`RLIMIT_AS`); `None` for no limit.
+/// Most bytes of memory this process may map or open (`RLIMIT_AS`, `RLIMIT_DATA`); `None` for no limit.
 pub fn address_space_limit() -> Option<usize> {
+    let limit = soft_limit(libc::RLIMIT_AS).min(soft_limit(libc::RLIMIT_DATA));
+    (limit != libc::RLIM_INFINITY).then_some(limit as usize)
+}
+
+fn soft_limit(of: libc::__rlimit_resource_t) -> u64 {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: writes `limit`.
-    let known = unsafe { libc::getrlimit(libc::RLIMIT_AS, &raw mut limit) } == 0;
-    (known && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur as usize)
+    let is_known = unsafe { libc::getrlimit(of, &raw mut limit) } == 0;
+    if is_known { limit.rlim_cur } else { libc::RLIM_INFINITY }
+}
+
+/// Most bytes that a file may have which this process writes (`RLIMIT_FSIZE`): going over it is a deadly signal.
+pub fn file_size_limit() -> u64 {
+    soft_limit(libc::RLIMIT_FSIZE)
 }
 
 /// A random number, from the kernel if it has one ready.
 pub fn random_u64() -> u64 {
     let mut bytes = [0u8; 8];
+    // A plain system call: the C library's is a point where a thread can be cancelled.
     // SAFETY: writes at most 8 bytes into `bytes`.
-    let count = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), libc::GRND_NONBLOCK) };
+    let count = unsafe { libc::syscall(libc::SYS_getrandom, bytes.as_mut_ptr(), bytes.len(), libc::GRND_NONBLOCK) };
     if count == 8 { u64::from_ne_bytes(bytes) } else { crate::clock::fine_ns().wrapping_mul(0x9E37_79B9_7F4A_7C15) }
 }
 

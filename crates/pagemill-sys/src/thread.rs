@@ -36,21 +36,6 @@ pub fn spawn(name: &CStr, main: extern "C" fn(*mut c_void) -> *mut c_void) -> io
     Ok(())
 }
 
-/// Registers what happens around `fork` in the forking thread.
-///
-/// # Errors
-///
-/// `ENOMEM`.
-pub fn at_fork(prepare: extern "C" fn(), parent: extern "C" fn(), child: extern "C" fn()) -> io::Result<()> {
-    // SAFETY: the functions live as long as the program (the library is linked `nodelete`).
-    let result = unsafe { libc::pthread_atfork(Some(wrap(prepare)), Some(wrap(parent)), Some(wrap(child))) };
-    if result == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(result)) }
-}
-
-fn wrap(function: extern "C" fn()) -> unsafe extern "C" fn() {
-    function
-}
-
 /// Lets another thread run.
 pub fn yield_now() {
     // SAFETY: no arguments.

@@ -23,10 +23,18 @@ pub const TREE_FILE: &str = "tree";
 ///
 /// What making the folder says; `InvalidInput` for a path that is too long.
 pub fn user_folder() -> io::Result<Path> {
+    let runtime = file::environment(c"XDG_RUNTIME_DIR").and_then(|path| path.to_str().ok());
+    user_folder_below(runtime.unwrap_or_default())
+}
+
+/// As [`user_folder`], for who has read `XDG_RUNTIME_DIR` before.
+///
+/// # Errors
+///
+/// As [`user_folder`].
+pub fn user_folder_below(runtime: &str) -> io::Result<Path> {
     let long = || io::Error::from(io::ErrorKind::InvalidInput);
-    if let Some(runtime) = file::environment(c"XDG_RUNTIME_DIR").and_then(|path| path.to_str().ok())
-        && runtime.starts_with('/')
-    {
+    if runtime.starts_with('/') {
         let path = Path::format(format_args!("{runtime}/pagemill")).ok_or_else(long)?;
         if file::make_private_dir(path.as_c_str()).is_ok() {
             return Ok(path);

@@ -284,8 +284,7 @@ pub fn snapshot() -> Snapshot {
 
 /// Moves the figures to a new shared file at `path` and counts there from now on.
 ///
-/// Counts made by other threads during the move may be lost; it happens once,
-/// at the first block, before there are many.
+/// What other threads count during the move is carried over, but for a few instructions at its end.
 ///
 /// # Errors
 ///
@@ -300,11 +299,17 @@ pub fn publish(path: &CStr, who: process::Identity) -> io::Result<()> {
     };
     // SAFETY: the file is as long as the type, page aligned, and any bits are valid.
     let page: &'static Figures = unsafe { &*(addr as *const Figures) };
-    for (to, from) in page.counters.iter().zip(&current().counters) {
-        to.store(from.load(Relaxed), Relaxed);
-    }
     page.sign(who, process::name(who.pid));
+    let copied: [u64; CAPACITY] = std::array::from_fn(|index| current().counters[index].load(Relaxed));
+    for (to, amount) in page.counters.iter().zip(copied) {
+        to.store(amount, Relaxed);
+    }
+    let before = current();
     CURRENT.store(addr as *mut Figures, Relaxed);
+    // What other threads counted meanwhile.
+    for ((to, from), amount) in page.counters.iter().zip(&before.counters).zip(copied) {
+        to.fetch_add(from.load(Relaxed).wrapping_sub(amount), Relaxed);
+    }
     trace::event(trace::Event::Start, u64::from(who.pid), clock::fine_ns());
     Ok(())
 }

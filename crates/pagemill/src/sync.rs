@@ -38,6 +38,11 @@ impl Lock {
         }
     }
 
+    /// Takes the lock if nobody has it; says whether it did.
+    pub fn try_acquire(&self) -> bool {
+        self.word.compare_exchange(0, 1, Acquire, Relaxed).is_ok()
+    }
+
     #[cold]
     fn acquire_slow(&self) {
         for _ in 0..100 {

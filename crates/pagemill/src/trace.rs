@@ -65,11 +65,12 @@ pub struct Ring {
 
 impl Ring {
     pub(crate) const fn new() -> Self {
-        Self { next: AtomicU64::new(1), entries: [const { Entry::new() }; CAPACITY] }
+        Self { next: AtomicU64::new(0), entries: [const { Entry::new() }; CAPACITY] }
     }
 
     fn record(&self, event: Event, first: u64, second: u64) {
-        let sequence = self.next.fetch_add(1, Relaxed);
+        // From 1 on, also in a file of zeros: 0 says that an entry is being written.
+        let sequence = self.next.fetch_add(1, Relaxed) + 1;
         let entry = &self.entries[sequence as usize % CAPACITY];
         entry.tag.store(0, Relaxed);
         entry.time_ns.store(clock::fine_ns(), Release);

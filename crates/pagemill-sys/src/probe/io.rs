@@ -59,7 +59,7 @@ pub(super) const ROWS: &[Feature] = &[
         name: "folder for the preload file",
         since: "",
         needed_for: "run: the library is put there once, unless it lies beside the command",
-        lost: "run works only where the library lies beside the command",
+        lost: "run puts it below /tmp or /dev/shm, anew after each boot",
         fix: "export XDG_CACHE_HOME=$(mktemp -d)",
         check: cache_folder,
     },

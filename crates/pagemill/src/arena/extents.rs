@@ -185,11 +185,13 @@ impl Arena {
             locked.state = self.populate(part.block);
             if locked.state.backing != Backing::Huge {
                 locked.state = State { backing: Backing::Small, ..State::EMPTY };
+                // Pages that come unasked would not be counted.
+                mem::forbid_huge(self.block_addr(part.block), BLOCK_BYTES);
             }
         }
         if locked.state.backing == Backing::Empty {
             locked.state.backing = Backing::Small;
-            // It may have been huge in an earlier life; pages that come unasked would not be counted.
+            // It may have been huge in an earlier life.
             mem::forbid_huge(self.block_addr(part.block), BLOCK_BYTES);
             stats::add(Counter::BlocksSmall, 1);
         }

@@ -117,6 +117,8 @@ pub(crate) enum Filling {
     Soon,
     /// Not known: the first block of a class, or an extent, of which each kind of small object fills its own.
     Unknown,
+    /// Not all: its slots are larger than what they hold.
+    Never,
 }
 
 /// A block that may stay half empty is taken huge from so many times more on: there is one for each class.
@@ -299,7 +301,12 @@ impl Arena {
             self.words.allow_huge();
             self.maps.allow_huge();
         }
-        is_worth_it && (filling == Filling::Soon || resident >= SPARSE_FACTOR * self.huge_from_bytes)
+        let is_filled = match filling {
+            Filling::Soon => true,
+            Filling::Unknown => resident >= SPARSE_FACTOR * self.huge_from_bytes,
+            Filling::Never => self.huge_from_bytes == 0,
+        };
+        is_worth_it && is_filled
     }
 
     /// Bytes of metadata that are resident, as far as the kernel tells. Walks what is in use.

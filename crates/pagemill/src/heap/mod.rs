@@ -38,6 +38,9 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering::R
 /// Largest number of shards per node.
 const MAX_SHARDS: usize = 16;
 
+/// A slot of which a larger part is not asked for is no reason for a huge page, which would make that part resident.
+const TAIL_DIVISOR: usize = 10;
+
 /// Words of a cursor.
 const CURSOR_WORDS: usize = 3;
 
@@ -186,7 +189,7 @@ impl Heap {
                 carved => carved?,
             },
         };
-        self.make_usable(place, bytes)?;
+        self.make_usable(place, bytes, size)?;
         let is_refilled = place.class.is_big() && wanted == Contents::Any && bytes.is_zero && self.refill(place, size);
         let addr = NonNull::new(place.addr as *mut u8).ok_or(Error::NoAddresses { wanted_bytes: size as u64 })?;
         Ok(Allocation { addr, is_zero: bytes.is_zero && !is_refilled })
@@ -317,7 +320,7 @@ impl Heap {
         if class.is_big() {
             self.allow_huge(place, size);
         } else {
-            self.want_next_block(place, span_end);
+            self.want_next_block(place, size, span_end);
         }
         Ok((place, Bytes { is_resident: false, is_zero: true }))
     }
@@ -347,8 +350,11 @@ impl Heap {
         std::array::from_fn(|word| self.cursors.get(first + word))
     }
 
-    /// Whether blocks of a slot's class fill up: it has filled one.
-    fn filling(&self, place: Place) -> Filling {
+    /// Whether blocks of a slot's class fill up: it has filled one, and its slots hold what they could.
+    fn filling(&self, place: Place, size: usize) -> Filling {
+        if (place.class.bytes() - size.min(place.class.bytes())) * TAIL_DIVISOR > place.class.bytes() {
+            return Filling::Never;
+        }
         let [_, _, carved] = self.cursor(place.node, place.class);
         let is_full = carved.load(Relaxed) as usize * place.class.bytes() > BLOCK_BYTES;
         if is_full { Filling::Soon } else { Filling::Unknown }
@@ -365,10 +371,10 @@ impl Heap {
     }
 
     /// The first slot of a block: the block after it, of the same span, will be wanted soon.
-    fn want_next_block(&self, place: Place, span_end: usize) {
+    fn want_next_block(&self, place: Place, size: usize, span_end: usize) {
         let next = (place.addr + BLOCK_BYTES) & !(BLOCK_BYTES - 1);
         let is_first = place.addr % BLOCK_BYTES < place.class.bytes();
-        let is_filling = self.filling(place) == Filling::Soon;
+        let is_filling = self.filling(place, size) == Filling::Soon;
         if is_first && is_filling && next < span_end && self.helper.is_running() {
             self.arena.want_soon(self.arena.block_of(next));
             self.helper.wake(self.account);
@@ -376,14 +382,14 @@ impl Heap {
     }
 
     /// Brings in what is not behind the slot yet. On error the slot is free again.
-    fn make_usable(&self, place: Place, bytes: Bytes) -> Result<()> {
+    fn make_usable(&self, place: Place, bytes: Bytes, size: usize) -> Result<()> {
         if bytes.is_resident && !place.class.is_big() {
             return Ok(());
         }
         let (first, last) =
             (self.arena.block_of(place.addr), self.arena.block_of(place.addr + place.class.bytes() - 1));
         let part = (place.class.bytes() / (last + 1 - first)) as u64;
-        let filling = self.filling(place);
+        let filling = self.filling(place, size);
         let result = if place.class.is_big() {
             self.arena.lend(first, place.class.span_blocks(), Context::Outside)
         } else {

@@ -39,6 +39,9 @@ const SETTLE_SHARE: u64 = 50;
 /// Cold memory goes for new in steps of this.
 const MAKE_UP_STEP_BYTES: u64 = 1 << 20;
 
+/// After too little was cold, it is looked for again so much later.
+const MAKE_UP_PAUSE_NS: u64 = 100_000_000;
+
 /// Free memory up to this part of what is resident (and a block) is left alone.
 const SPARE_DIVISOR: u64 = 16;
 
@@ -54,6 +57,8 @@ pub struct Account {
     settle_after_ns: AtomicU64,
     /// New memory for which none was given back yet.
     to_make_up: AtomicU64,
+    /// When cold memory is looked for again after too little was found.
+    make_up_after_ns: AtomicU64,
     has_debt: AtomicBool,
     /// The last reclaim outside found too little: nested charges over the limit are refused.
     is_exhausted: AtomicBool,
@@ -75,6 +80,7 @@ impl Account {
             shrinkers: std::array::from_fn(|_| OnceLock::new()),
             settle_after_ns: AtomicU64::new(0),
             to_make_up: AtomicU64::new(0),
+            make_up_after_ns: AtomicU64::new(0),
             has_debt: AtomicBool::new(false),
             is_exhausted: AtomicBool::new(false),
             on_debt: OnceLock::new(),
@@ -262,12 +268,17 @@ impl Account {
             return;
         }
         self.to_make_up.store(0, Relaxed);
-        if self.giveable() > self.resident() / SPARE_DIVISOR + BLOCK_BYTES as u64 {
-            let mut freed = 0;
-            for shrinker in self.shrinkers().filter(|shrinker| shrinker.may_nest()) {
-                freed += shrinker.shrink_cold(due - freed.min(due));
-            }
-            trace::event(Event::Purge, due, freed);
+        let owners = || self.shrinkers().filter(|shrinker| shrinker.may_nest());
+        let free: u64 = owners().map(|owner| owner.giveable_bytes()).sum();
+        let now = clock::coarse_ns();
+        if free <= self.resident() / SPARE_DIVISOR + BLOCK_BYTES as u64 || now < self.make_up_after_ns.load(Relaxed) {
+            return;
+        }
+        let freed = owners().fold(0, |freed, owner| freed + owner.shrink_cold(due - due.min(freed)));
+        trace::event(Event::Purge, due, freed);
+        if freed < due / 2 {
+            // Free memory in pieces, none of which can go: not looked for again at every step.
+            self.make_up_after_ns.store(now + MAKE_UP_PAUSE_NS, Relaxed);
         }
     }
 
@@ -385,6 +396,19 @@ impl Account {
             self.resident.fetch_sub(amount, Relaxed);
         }
         self.publish();
+    }
+}
+
+impl Account {
+    /// At the end of a process that the C library served: the most that it held. If its figures are not published yet
+    /// they will not be; the tree notes the peak.
+    pub fn note_small(&self, peak_bytes: u64) {
+        if self.has_charged.load(Relaxed) {
+            stats::raise(Counter::ResidentPeak, peak_bytes);
+            stats::raise(Counter::NetPeak, peak_bytes);
+        } else if let Some(page) = self.membership.page() {
+            page.note_small(peak_bytes);
+        }
     }
 }
 

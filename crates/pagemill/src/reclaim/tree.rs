@@ -72,7 +72,8 @@ pub struct TreePage {
     answers: AtomicU32,
     /// Places beyond this one were never used.
     high_water: AtomicU32,
-    reserved: AtomicU32,
+    /// Processes that ever entered, those too that published no figures.
+    entered: AtomicU32,
     members: [Member; CAPACITY],
 }
 
@@ -144,6 +145,7 @@ impl TreePage {
         if let Some(index) = self.used_places().iter().position(|member| member.id.load(Relaxed) == id) {
             return Some(self.take(index));
         }
+        self.entered.fetch_add(1, Relaxed);
         for round in 0..2 {
             for (index, member) in self.members.iter().enumerate() {
                 if member.id.load(Relaxed) == 0 && member.id.compare_exchange(0, id, AcqRel, Relaxed).is_ok() {
@@ -216,6 +218,17 @@ impl TreePage {
     /// The largest sum so far, and the largest less what could have been given back at once.
     pub fn peak(&self) -> (u64, u64) {
         (self.peak.load(Relaxed), self.net_peak.load(Relaxed))
+    }
+
+    /// Notes what a process held at most that ends and published nothing.
+    pub(super) fn note_small(&self, peak_bytes: u64) {
+        let totals = self.totals();
+        self.note_peak(Totals { resident: totals.resident.saturating_add(peak_bytes), ..totals });
+    }
+
+    /// Processes that ever entered.
+    pub fn entered(&self) -> u32 {
+        self.entered.load(Relaxed)
     }
 
     /// Processes that found no place.

@@ -1,0 +1,85 @@
+//! Calling a function on a stack of its own: that of the calling thread may be as small as 16 KiB.
+#![allow(unsafe_code)] // changes the stack pointer
+
+use crate::mem;
+use std::ffi::c_void;
+
+/// Calls `function` with `argument` on a fresh stack, or on the caller's where none is to be had.
+///
+/// # Safety
+///
+/// `function` returns (it neither unwinds nor jumps out), and may be called with `argument`.
+pub unsafe fn call_on_new(stack_bytes: usize, function: extern "C" fn(*mut c_void), argument: *mut c_void) {
+    let page = mem::os_page_bytes();
+    let len_bytes = stack_bytes.next_multiple_of(page);
+    // Its lowest page stays without access, as below any other stack.
+    let Ok(base) = mem::reserve(len_bytes + page, page, 0) else { return function(argument) };
+    // SAFETY: a part of the reservation made above.
+    if unsafe { mem::open(base + page, len_bytes) }.is_ok() {
+        // SAFETY: the top of open memory that nobody else knows, aligned to a page; the caller's promise.
+        unsafe { switch(base + page + len_bytes, function, argument) };
+    } else {
+        function(argument);
+    }
+    // SAFETY: our own reservation; the function has returned.
+    unsafe { mem::unreserve(base, len_bytes + page) };
+}
+
+/// # Safety
+///
+/// `top` is the upper end of enough memory, aligned to 16; as [`call_on_new`].
+unsafe fn switch(top: usize, function: extern "C" fn(*mut c_void), argument: *mut c_void) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: the callee keeps r12, in which the old stack pointer waits; all else that it may change is declared.
+    unsafe {
+        std::arch::asm!(
+            "mov r12, rsp",
+            "mov rsp, {top}",
+            "call {function}",
+            "mov rsp, r12",
+            top = in(reg) top,
+            function = in(reg) function,
+            in("rdi") argument,
+            out("r12") _,
+            clobber_abi("C"),
+        );
+    }
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: the callee keeps x20, in which the old stack pointer waits; all else that it may change is declared.
+    unsafe {
+        std::arch::asm!(
+            "mov x20, sp",
+            "mov sp, {top}",
+            "blr {function}",
+            "mov sp, x20",
+            top = in(reg) top,
+            function = in(reg) function,
+            in("x0") argument,
+            out("x20") _,
+            clobber_abi("C"),
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The function runs elsewhere, with room to work in, and comes back with its answer.
+    #[test]
+    fn functions_run_on_a_stack_of_their_own() {
+        extern "C" fn work(argument: *mut c_void) {
+            let mut array = [1u64; 4000];
+            std::hint::black_box(&mut array);
+            let sum = array.iter().sum::<u64>() as usize;
+            // SAFETY: the test's own pair of words.
+            unsafe { argument.cast::<[usize; 2]>().write([sum, (&raw const array) as usize]) };
+        }
+        let mut answer = [0usize; 2];
+        let here = (&raw const answer) as usize;
+        // SAFETY: `work` returns and takes this pointer.
+        unsafe { call_on_new(64 << 10, work, (&raw mut answer).cast()) };
+        assert_eq!(answer[0], 4000);
+        assert!(answer[1].abs_diff(here) > 64 << 10, "it ran on this stack");
+    }
+}
