@@ -6,10 +6,12 @@
 mod bench;
 mod doctor;
 mod elf;
+mod meminfo;
 mod preload;
 mod report;
 mod run;
 mod trace;
+mod vmstat;
 
 use clap::{Parser, Subcommand};
 use std::io::Write;
@@ -35,6 +37,10 @@ enum Command {
     },
     /// Show the latest events of a running process: what its memory manager decided, and when.
     Trace(trace::Trace),
+    /// Show what a running process holds, and what of it could be given back at once.
+    Meminfo(meminfo::Meminfo),
+    /// Show what the memory manager of a running process has done, or does from second to second.
+    Vmstat(vmstat::Vmstat),
     /// Measure Pagemill beside its peers (`pagemill bench --help` lists the experiments).
     #[command(disable_help_flag = true)]
     Bench {
@@ -50,6 +56,8 @@ fn main() -> ExitCode {
         Command::Run(run) => run.main(),
         Command::Doctor { json } => doctor::doctor(json),
         Command::Trace(trace) => trace.main(),
+        Command::Meminfo(meminfo) => meminfo.main(),
+        Command::Vmstat(vmstat) => vmstat.main(),
         Command::Bench { args } => bench::bench(&args),
     }
 }

@@ -18,14 +18,7 @@ pub struct Trace {
 impl Trace {
     pub fn main(&self) -> ExitCode {
         let Some((path, _)) = published::find(self.pid) else {
-            return fail(
-                2,
-                &format!(
-                    "process {} publishes no figures: it has ended, is another user's, runs without Pagemill, or is \
-                     so small that the C library serves it (see --after)",
-                    self.pid
-                ),
-            );
+            return fail(2, &published::missing(self.pid));
         };
         match trace::read(path.as_c_str()) {
             Ok(events) => {

@@ -7,11 +7,13 @@
 use pagemill::arena::Layout;
 use pagemill::arena::nodes::Nodes;
 use pagemill::published::TREE_VARIABLE;
+use pagemill::reclaim::governor::DEFAULT_IDLE;
 use pagemill::reclaim::tree::UNLIMITED;
 use pagemill::units::{PageSize, parse_plain_bytes};
 use pagemill_sys::file::{self, Path, Text};
 use std::cell::UnsafeCell;
 use std::ffi::CStr;
+use std::time::Duration;
 
 /// Settings of this process.
 pub struct Settings {
@@ -21,6 +23,10 @@ pub struct Settings {
     pub after_bytes: Option<usize>,
     pub is_checking: bool,
     pub may_have_helper: bool,
+    /// Whether control groups and the machine's memory are minded.
+    pub is_watching: bool,
+    /// Who does nothing for so long gives its free memory back.
+    pub idle: Option<Duration>,
     /// Folder of the process tree; empty for none.
     pub tree: Path,
     /// The user's folder for runtime files; empty for none.
@@ -58,6 +64,14 @@ pub fn read() {
     settings.after_bytes = size(c"PAGEMILL_AFTER");
     settings.is_checking = variable(c"PAGEMILL_CHECK").is_some_and(|value| value != "0");
     settings.may_have_helper = word(c"PAGEMILL_HELPER", &[("on", true), ("off", false)]).unwrap_or(true);
+    settings.is_watching = word(c"PAGEMILL_WATCH", &[("on", true), ("off", false)]).unwrap_or(true);
+    settings.idle = match variable(c"PAGEMILL_IDLE") {
+        None => Some(DEFAULT_IDLE),
+        Some("off" | "0") => None,
+        Some(_) => {
+            size(c"PAGEMILL_IDLE").map_or(Some(DEFAULT_IDLE), |seconds| Some(Duration::from_secs(seconds as u64)))
+        }
+    };
     settings.page_bytes = size(c"PAGEMILL_PAGE_SIZE");
     settings.nodes = size(c"PAGEMILL_NODES");
     settings.huge =
@@ -74,6 +88,8 @@ impl Settings {
             after_bytes: None,
             is_checking: false,
             may_have_helper: true,
+            is_watching: true,
+            idle: Some(DEFAULT_IDLE),
             tree: Path::new(),
             runtime: Path::new(),
             page_bytes: None,

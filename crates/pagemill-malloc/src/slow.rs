@@ -3,8 +3,9 @@
 
 use crate::start::{self, State};
 use crate::{SMALL_LIMIT, check, small, young};
+use pagemill::arena::Context;
 use pagemill::heap::MIN_BYTES;
-use pagemill::reclaim::Urgency;
+use pagemill::reclaim::{Reason, Urgency};
 use pagemill::{Error, Pagemill};
 use std::ffi::{c_int, c_void};
 use std::ptr::{self, NonNull};
@@ -246,7 +247,7 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
 pub fn trim() -> c_int {
     let has_trimmed = young::trim();
     let State::Ready(pagemill) = start::state() else { return c_int::from(has_trimmed) };
-    let freed = pagemill.account.give_back(u64::MAX, pagemill::arena::Context::Outside, Urgency::Request);
+    let freed = pagemill.account.give_back(u64::MAX, Context::Outside, Urgency::Request, Reason::Program);
     c_int::from(has_trimmed || freed > 0)
 }
 

@@ -12,6 +12,7 @@ use crate::{SMALL_END, SMALL_LIMIT, check, fork, slow, small, young};
 use pagemill::heap::MIN_BYTES;
 use pagemill::published;
 use pagemill::reclaim::Account;
+use pagemill::reclaim::limits::Kernel;
 use pagemill::reclaim::tree::{TreePage, UNLIMITED};
 use pagemill::sync::Lock;
 use pagemill::{Pagemill, stats};
@@ -182,6 +183,10 @@ const STACK_BYTES: usize = 128 << 10;
 fn try_start_arena() -> pagemill::Result<usize> {
     let account = make_account()?;
     let pagemill = Pagemill::with_account(settings().layout(), account)?;
+    if settings().is_watching {
+        static KERNEL: Kernel = Kernel::new("");
+        account.headroom.set_limits(&KERNEL);
+    }
     // jemalloc's hooks look here.
     PAGEMILL.store(ptr::from_ref(pagemill).cast_mut(), Release);
     if !small::start(pagemill) {
@@ -250,7 +255,7 @@ fn publish() {
 pub fn helper(pagemill: &'static Pagemill) {
     extern "C" fn main(_: *mut c_void) -> *mut c_void {
         match self::pagemill() {
-            Some(pagemill) => pagemill.helper.run(pagemill.account, pagemill.arena),
+            Some(pagemill) => pagemill.helper.run(pagemill.account, pagemill.arena, settings().idle),
             None => ptr::null_mut(),
         }
     }

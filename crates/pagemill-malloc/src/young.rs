@@ -16,6 +16,7 @@
 #![allow(unsafe_code)] // the C library's allocator
 
 use crate::SMALL_END;
+use pagemill::heap::MIN_BYTES;
 use pagemill::reclaim::Account;
 use pagemill_sys::process;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -34,6 +35,8 @@ const NARROW_BYTES: usize = 64 << 30;
 /// the C library may map and unmap them one by one.
 const MAX_EFFORT: usize = 1 << 17;
 const EFFORT_BYTES: usize = 64 << 10;
+
+const CACHE_LINE_BYTES: usize = 64;
 
 /// The tree is told of what is held in steps of this.
 const CHARGE_STEP_BYTES: usize = 1 << 20;
@@ -144,6 +147,8 @@ fn note(pointer: *mut c_void) -> *mut c_void {
 
 /// Allocates from the C library; null and `ENOMEM` if it cannot. `align` is a power of two, 1 if `is_zeroed`.
 pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
+    // Copies between large pieces are a tenth slower where one of them starts inside a cache line.
+    let align = if size >= MIN_BYTES && !is_zeroed { align.max(CACHE_LINE_BYTES) } else { align };
     let is_plain = align <= align_of::<libc::max_align_t>();
     let function = match (is_plain, is_zeroed) {
         (true, false) => Function::Malloc,

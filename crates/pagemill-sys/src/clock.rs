@@ -17,3 +17,8 @@ pub fn coarse_ns() -> u64 {
 pub fn fine_ns() -> u64 {
     read(libc::CLOCK_MONOTONIC)
 }
+
+/// Nanoseconds of CPU time that all threads of this process have used.
+pub fn process_cpu_ns() -> u64 {
+    read(libc::CLOCK_PROCESS_CPUTIME_ID)
+}

@@ -111,21 +111,76 @@ pub fn read<'buffer>(path: &CStr, buffer: &'buffer mut [u8]) -> io::Result<&'buf
     let fd = open(path, libc::O_RDONLY, 0)?;
     let mut len = 0;
     while len < buffer.len() {
-        let rest = &mut buffer[len..];
-        // SAFETY: writes at most `rest.len()` bytes into `rest`.
-        let count = unsafe { libc::syscall(libc::SYS_read, fd.0, rest.as_mut_ptr(), rest.len()) };
-        match count {
+        match read_some(&fd, &mut buffer[len..])? {
             0 => break,
-            count if count > 0 => len += count as usize,
-            _ => {
-                let error = io::Error::last_os_error();
-                if error.raw_os_error() != Some(libc::EINTR) {
-                    return Err(error);
-                }
-            }
+            count => len += count,
         }
     }
     Ok(&buffer[..len])
+}
+
+fn read_some(fd: &Fd, buffer: &mut [u8]) -> io::Result<usize> {
+    loop {
+        // SAFETY: writes at most `buffer.len()` bytes into `buffer`.
+        let count = unsafe { libc::syscall(libc::SYS_read, fd.0, buffer.as_mut_ptr(), buffer.len()) };
+        if count >= 0 {
+            return Ok(count as usize);
+        }
+        let error = io::Error::last_os_error();
+        if error.raw_os_error() != Some(libc::EINTR) {
+            return Err(error);
+        }
+    }
+}
+
+/// Reads a text file line by line until `act` returns something. What is longer than the buffer (1 KiB) is passed
+/// over, and so is what is no UTF-8.
+///
+/// # Errors
+///
+/// What `open` or `read` say.
+pub fn find_line<T>(path: &CStr, mut act: impl FnMut(&str) -> Option<T>) -> io::Result<Option<T>> {
+    let fd = open(path, libc::O_RDONLY, 0)?;
+    let mut buffer = [0u8; 1024];
+    let (mut len, mut is_tail) = (0, false);
+    loop {
+        let count = read_some(&fd, &mut buffer[len..])?;
+        len += count;
+        let mut start = 0;
+        while let Some(end) = buffer[start..len].iter().position(|byte| *byte == b'\n').map(|at| start + at) {
+            // The end of a line whose start did not fit is no line.
+            let line = std::str::from_utf8(&buffer[start..end]).unwrap_or("");
+            if !std::mem::take(&mut is_tail)
+                && let Some(found) = act(line)
+            {
+                return Ok(Some(found));
+            }
+            start = end + 1;
+        }
+        if count == 0 {
+            let line = std::str::from_utf8(&buffer[start..len]).unwrap_or("");
+            return Ok(if is_tail || line.is_empty() { None } else { act(line) });
+        }
+        buffer.copy_within(start..len, 0);
+        len -= start;
+        if len == buffer.len() {
+            (len, is_tail) = (0, true);
+        }
+    }
+}
+
+/// Reads a file that holds one number, or the word `max`.
+///
+/// # Errors
+///
+/// What `open` or `read` say; `InvalidData` for anything else.
+pub fn read_number(path: &CStr) -> io::Result<u64> {
+    let mut buffer = [0u8; 64];
+    let text = std::str::from_utf8(read(path, &mut buffer)?).unwrap_or("").trim();
+    match text {
+        "max" => Ok(u64::MAX),
+        text => text.parse().map_err(|_| io::ErrorKind::InvalidData.into()),
+    }
 }
 
 /// How a shared file is opened.

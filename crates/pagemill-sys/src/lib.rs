@@ -13,8 +13,10 @@
 //! | [`futex`], [`thread`], [`stack`], [`clock`] | waiting, threads, a stack for one call, time |
 //! | [`file`](mod@file) | small kernel and shared files without allocating |
 //! | [`process`], [`child`] | who a process is, what it holds; a child stood in for |
+//! | [`cgroup`] | memory control groups, the machine's memory |
 //! | [`probe`] | what this kernel can do, for people |
 
+pub mod cgroup;
 pub mod child;
 pub mod clock;
 pub mod file;

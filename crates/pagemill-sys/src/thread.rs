@@ -36,6 +36,16 @@ pub fn spawn(name: &CStr, main: extern "C" fn(*mut c_void) -> *mut c_void) -> io
     Ok(())
 }
 
+/// Lets this thread go before others, where it is allowed to (`SCHED_RR`, lowest level); says whether it is.
+pub fn prefer() -> bool {
+    // SAFETY: plain data; concerns the calling thread only.
+    unsafe {
+        let mut parameters: libc::sched_param = std::mem::zeroed();
+        parameters.sched_priority = libc::sched_get_priority_min(libc::SCHED_RR);
+        libc::sched_setscheduler(0, libc::SCHED_RR | libc::SCHED_RESET_ON_FORK, &raw const parameters) == 0
+    }
+}
+
 /// Lets another thread run.
 pub fn yield_now() {
     // SAFETY: no arguments.

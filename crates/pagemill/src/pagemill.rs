@@ -39,6 +39,7 @@ impl Pagemill {
         let helper: &'static Helper = arena::place(Helper::default())?;
         let heap: &'static Heap = arena::place(Heap::new(arena, account, helper)?)?;
         account.register(heap);
+        account.set_helper(helper);
         arena::place(Self { account, arena, heap, helper })
     }
 
@@ -61,10 +62,12 @@ impl Pagemill {
     pub fn before_fork(&self) {
         self.heap.acquire_for_fork();
         self.arena.acquire_for_fork();
+        self.account.headroom.acquire_for_fork();
     }
 
     /// After `fork`, in the parent, and in the child before [`Pagemill::begin_child`].
     pub fn after_fork(&self) {
+        self.account.headroom.release_after_fork();
         self.arena.release_after_fork();
         self.heap.release_after_fork();
     }

@@ -106,6 +106,14 @@ pub fn find(pid: u32) -> Option<(Path, Snapshot)> {
     })
 }
 
+/// Why [`find`] finds nothing, as far as can be said.
+pub fn missing(pid: u32) -> String {
+    format!(
+        "process {pid} publishes no figures: it has ended, is another user's, runs without Pagemill, or is so small \
+         that the C library serves it (see --after)"
+    )
+}
+
 /// Folders of process trees below the user's folder, and whose they are.
 fn tree_folders(folder: &str) -> Vec<(String, Identity)> {
     let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };

@@ -47,6 +47,13 @@ macro_rules! counters {
         #[repr(usize)]
         pub enum Counter { $(#[doc = $meaning] $variant),* }
 
+        impl Counter {
+            /// Its word in all output.
+            pub fn name(self) -> &'static str {
+                TABLE[self as usize].name
+            }
+        }
+
         /// Every counter, in the order of the page.
         pub const TABLE: &[Row] = &[$(Row {
             counter: Counter::$variant,
@@ -115,6 +122,24 @@ counters! {
     metadata: Metadata, Gauge, Bytes;
     /// Handed out by the C library's own malloc while the program was small, and still in use.
     c_library: CLibrary, Gauge, Bytes;
+    /// Looks at the limits of control groups and at the machine's memory.
+    room_sampled: RoomSampled, Sum, Count;
+    /// Given back because the limit of the process or of its tree was reached.
+    given_for_limit: GivenForLimit, Sum, Bytes;
+    /// Given back because a control group's limit was near.
+    given_for_group: GivenForGroup, Sum, Bytes;
+    /// Given back because the machine's memory was short.
+    given_for_machine: GivenForMachine, Sum, Bytes;
+    /// Given back because a sibling of the process tree asked.
+    given_for_sibling: GivenForSibling, Sum, Bytes;
+    /// Given back because the program asked (malloc_trim).
+    given_for_program: GivenForProgram, Sum, Bytes;
+    /// Given back because the process had been idle.
+    given_for_idleness: GivenForIdleness, Sum, Bytes;
+    /// Given back, cold, because new memory came in.
+    given_for_new: GivenForNew, Sum, Bytes;
+    /// Times that memory was short and there was nothing left to give.
+    nothing_to_give: NothingToGive, Sum, Count;
 }
 
 /// Rows that a page has room for.

@@ -32,8 +32,8 @@ events! {
     BlockHuge "block_huge" ("block", "resident_bytes");
     /// A block was to be huge and is not.
     BlockFallback "block_fallback" ("block", "resident_bytes");
-    /// A purge ended.
-    Purge "purge" ("wanted_bytes", "freed_bytes");
+    /// Memory went back because the program asked.
+    GivenForProgram "given_for_program" ("wanted_bytes", "freed_bytes");
     /// A block was split to give a part back.
     Split "split" ("block", "freed_bytes");
     /// A request met the limit.
@@ -46,6 +46,18 @@ events! {
     Asked "asked" ("wanted_bytes", "given_bytes");
     /// The process is a fork child from here on.
     Forked "forked" ("pid", "generation");
+    /// Memory went back because the limit of the process or of its tree was reached.
+    GivenForLimit "given_for_limit" ("wanted_bytes", "freed_bytes");
+    /// Memory went back because a control group's limit was near.
+    GivenForGroup "given_for_group" ("wanted_bytes", "freed_bytes");
+    /// Memory went back because the machine's memory was short.
+    GivenForMachine "given_for_machine" ("wanted_bytes", "freed_bytes");
+    /// Memory went back because a sibling asked.
+    GivenForSibling "given_for_sibling" ("wanted_bytes", "freed_bytes");
+    /// Memory went back because the process had been idle.
+    GivenForIdleness "given_for_idleness" ("wanted_bytes", "freed_bytes");
+    /// Cold memory went back because new memory came in.
+    GivenForNew "given_for_new" ("wanted_bytes", "freed_bytes");
 }
 
 #[repr(C)]
@@ -138,7 +150,7 @@ mod tests {
     fn the_ring_keeps_the_latest() {
         let ring = Ring::new();
         for number in 0..CAPACITY as u64 + 10 {
-            ring.record(Event::Purge, number, 2 * number);
+            ring.record(Event::GivenForProgram, number, 2 * number);
         }
         let events = ring.read();
         assert_eq!(events.len(), CAPACITY);

@@ -7,7 +7,7 @@
 use pagemill::arena::nodes::Nodes;
 use pagemill::arena::{Context, Layout};
 use pagemill::reclaim::tree::UNLIMITED;
-use pagemill::reclaim::{Shrinker, Urgency};
+use pagemill::reclaim::{Reason, Shrinker, Urgency};
 use pagemill::stats::{self, Counter};
 use pagemill::units::{BLOCK_BYTES, PageSize, os_page_bytes};
 use pagemill::{Error, Pagemill};
@@ -733,7 +733,7 @@ fn touched_loans_are_charged() {
     fill(big, 24 * MIB, 1);
     assert!(settled(pagemill) >= 24 << 20);
     assert!(matches!(pagemill.heap.allocate(MIB, 1), Err(Error::NoMemory { .. })));
-    let freed = pagemill.account.give_back(u64::MAX, Context::Outside, Urgency::Limit);
+    let freed = pagemill.account.give_back(u64::MAX, Context::Outside, Urgency::Limit, Reason::Program);
     assert_eq!(freed, 0, "nothing is free");
     free(pagemill, big);
     filled(pagemill, MIB, 1);

@@ -7,8 +7,9 @@
 
 use pagemill::arena::nodes::Nodes;
 use pagemill::arena::{Context, Layout};
+use pagemill::reclaim::limits::{Kernel, Limits, Room};
 use pagemill::reclaim::tree::{TreePage, UNLIMITED};
-use pagemill::reclaim::{Shrinker, Urgency};
+use pagemill::reclaim::{Reason, Shrinker, Urgency};
 use pagemill::stats::{self, Counter};
 use pagemill::trace::{self, Event};
 use pagemill::units::{BLOCK_BYTES, PageSize, os_page_bytes, parse_plain_bytes};
@@ -164,7 +165,7 @@ fn reclaim_allocates_nothing_elsewhere() {
             }
             // SAFETY: live, each once.
             addrs.iter().filter(|addr| **addr != 0).for_each(|addr| drop(unsafe { pagemill.heap.free(*addr) }));
-            pagemill.account.give_back(u64::MAX, Context::Outside, Urgency::Limit);
+            pagemill.account.give_back(u64::MAX, Context::Outside, Urgency::Limit, Reason::Program);
             exercise_heap(pagemill);
         }
     });
@@ -233,13 +234,23 @@ fn figures_and_events_allocate_nothing_elsewhere() {
         require(stats::publish(&path, process::own_identity()).is_ok(), "publish");
         require(stats::publish(&path, process::own_identity()).is_ok(), "publish again, as after exec");
         for number in 0..3000 {
-            trace::event(Event::Purge, number, number);
+            trace::event(Event::GivenForProgram, number, number);
             stats::add(Counter::PurgeFreed, number);
             stats::raise(Counter::ResidentPeak, number);
         }
         require(stats::get(Counter::PurgeFreed) > 0, "counted");
         let _ = stats::snapshot();
         require(stats::read(&path).is_ok(), "read");
+    });
+}
+
+/// The kernel's limits are asked inside malloc: no allocation there, found or not.
+#[test]
+fn limits_are_sampled_without_allocating() {
+    let (real, missing) = (Kernel::new(""), Kernel::new("/nowhere"));
+    forbidden(|| {
+        require(real.sample().limit_bytes < u64::MAX, "the machine at least binds");
+        require(missing.sample() == Room::ENDLESS, "nothing binds where nothing can be read");
     });
 }
 

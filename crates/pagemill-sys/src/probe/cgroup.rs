@@ -4,6 +4,7 @@
 //! are visible; the working set is what is used less inactive file pages.
 
 use super::{Feature, Finding, Group, System, Unread, describe, size, trial};
+use crate::cgroup::{Mount, Version, group_path};
 use std::path::{Path, PathBuf};
 
 pub(super) const ROWS: &[Feature] = &[
@@ -83,50 +84,15 @@ impl ControlGroup {
     }
 }
 
-/// A mount of a controller: the part of the hierarchy that is visible, and where.
-struct Mount<'text> {
-    version: u8,
-    root: &'text str,
-    at: &'text str,
-}
-
-/// Mounts of the memory controller (v1) or of the unified hierarchy (v2).
-fn mounts(mountinfo: &str) -> impl Iterator<Item = Mount<'_>> {
-    mountinfo.lines().filter_map(|line| {
-        let (place, kind) = line.split_once(" - ")?;
-        let mut place = place.split(' ').skip(3);
-        let (root, at) = (place.next()?, place.next()?);
-        let mut kind = kind.split(' ');
-        let (file_system, options) = (kind.next()?, kind.nth(1)?);
-        match file_system {
-            "cgroup" if options.split(',').any(|option| option == "memory") => Some(Mount { version: 1, root, at }),
-            "cgroup2" => Some(Mount { version: 2, root, at }),
-            _ => None,
-        }
-    })
-}
-
-/// The group's path in the hierarchy of that version.
-fn group_path(cgroups: &str, version: u8) -> Option<&str> {
-    cgroups.lines().find_map(|line| {
-        let mut fields = line.splitn(3, ':').skip(1);
-        let (controllers, path) = (fields.next()?, fields.next()?);
-        let is_ours = match version {
-            1 => controllers.split(',').any(|name| name == "memory"),
-            _ => controllers.is_empty(),
-        };
-        is_ours.then_some(path)
-    })
-}
-
 fn find(system: &System) -> Result<ControlGroup, Finding> {
     let absent = |unread: Unread| {
         if unread.is_absent { Finding::missing("this kernel has no control groups") } else { unread.into() }
     };
     let cgroups = system.read("/proc/self/cgroup").map_err(absent)?;
     let mountinfo = system.read("/proc/self/mountinfo").map_err(absent)?;
-    for Mount { version, root, at } in mounts(&mountinfo) {
-        let Some(path) = group_path(&cgroups, version) else { continue };
+    for Mount { version, root, at } in mountinfo.lines().filter_map(Mount::parse) {
+        let Some(path) = cgroups.lines().find_map(|line| group_path(line, version)) else { continue };
+        let version = if version == Version::V1 { 1 } else { 2 };
         // Inside a container the mount may show only the container's part.
         let below = Path::new(path).strip_prefix(root).unwrap_or(Path::new(""));
         let mount = system.path(at);

@@ -6,8 +6,12 @@
 //! charge may pass the limit once by what it wants: the next allocation outside
 //! reclaims first ([`Account::pay_debt`]).
 
+use super::governor;
+use super::helper::Helper;
+use super::limits::Headroom;
+use super::pressure::FUTILE_NS;
 use super::tree::{Membership, Place, Totals, TreePage, UNLIMITED};
-use super::{Shrinker, Urgency};
+use super::{Reason, Shrinker, Urgency};
 use crate::arena::{self, Budget, Context};
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
@@ -36,6 +40,9 @@ const QUICK_AT_LIMIT_BYTES: u64 = 1 << 30;
 /// Measuring takes at most one part in so many of a thread's time.
 const SETTLE_SHARE: u64 = 50;
 
+/// Of a loan at most so much is expected to be touched at once.
+const SYSTEM_LOAN_BYTES: u64 = 16 << 20;
+
 /// Cold memory goes for new in steps of this.
 const MAKE_UP_STEP_BYTES: u64 = 1 << 20;
 
@@ -55,6 +62,13 @@ pub struct Account {
     shrinkers: [OnceLock<&'static dyn Shrinker>; MAX_SHRINKERS],
     /// When lent memory may be measured again.
     settle_after_ns: AtomicU64,
+    /// What control groups and the machine allow.
+    pub headroom: Headroom,
+    /// Giving back for them found nothing: not tried again before, and how long that pause is.
+    pub(super) futile_until_ns: AtomicU64,
+    pub(super) futile_pause_ns: AtomicU64,
+    /// Woken when there is something to give again.
+    helper: OnceLock<&'static Helper>,
     /// New memory for which none was given back yet.
     to_make_up: AtomicU64,
     /// When cold memory is looked for again after too little was found.
@@ -79,6 +93,10 @@ impl Account {
             membership: Membership::default(),
             shrinkers: std::array::from_fn(|_| OnceLock::new()),
             settle_after_ns: AtomicU64::new(0),
+            headroom: Headroom::default(),
+            futile_until_ns: AtomicU64::new(0),
+            futile_pause_ns: AtomicU64::new(*FUTILE_NS.start()),
+            helper: OnceLock::new(),
             to_make_up: AtomicU64::new(0),
             make_up_after_ns: AtomicU64::new(0),
             has_debt: AtomicBool::new(false),
@@ -106,6 +124,11 @@ impl Account {
     pub fn register(&self, shrinker: &'static dyn Shrinker) {
         let is_in = self.shrinkers.iter().any(|place| place.set(shrinker).is_ok());
         assert!(is_in, "more than {MAX_SHRINKERS} shrinkers");
+    }
+
+    /// Sets who is woken when there is something to give after there was nothing.
+    pub fn set_helper(&self, helper: &'static Helper) {
+        let _ = self.helper.set(helper);
     }
 
     /// Sets what to do when a nested charge has passed the limit: arrange that [`Account::pay_debt`] runs soon.
@@ -204,6 +227,11 @@ impl Account {
         stats::set(Counter::Resident, resident);
         stats::set(Counter::Untouched, untouched);
         let giveable = self.giveable();
+        if giveable >= governor::WORTHWHILE_BYTES
+            && let Some(helper) = self.helper.get()
+        {
+            helper.unpark(self);
+        }
         stats::raise(Counter::ResidentPeak, resident);
         stats::raise(Counter::NetPeak, resident.saturating_sub(giveable));
         if let Some(place) = self.membership.place() {
@@ -248,7 +276,7 @@ impl Account {
     }
 
     /// Makes the owners here give back up to `want_bytes`; returns what the kernel took.
-    pub fn give_back(&self, want_bytes: u64, context: Context, urgency: Urgency) -> u64 {
+    pub fn give_back(&self, want_bytes: u64, context: Context, urgency: Urgency, reason: Reason) -> u64 {
         stats::add(Counter::PurgeRequests, 1);
         let mut freed = 0;
         for shrinker in self.shrinkers() {
@@ -256,7 +284,7 @@ impl Account {
                 freed += shrinker.shrink(want_bytes - freed, urgency);
             }
         }
-        trace::event(Event::Purge, want_bytes, freed);
+        reason.note(want_bytes, freed);
         freed
     }
 
@@ -275,7 +303,7 @@ impl Account {
             return;
         }
         let freed = owners().fold(0, |freed, owner| freed + owner.shrink_cold(due - due.min(freed)));
-        trace::event(Event::Purge, due, freed);
+        Reason::New.note(due, freed);
         if freed < due / 2 {
             // Free memory in pieces, none of which can go: not looked for again at every step.
             self.make_up_after_ns.store(now + MAKE_UP_PAUSE_NS, Relaxed);
@@ -289,7 +317,7 @@ impl Account {
         let mut asked = 0;
         let given = place.answer(self.giveable(), |part| {
             asked = part;
-            self.give_back(part, Context::Outside, Urgency::Limit)
+            self.give_back(part, Context::Outside, Urgency::Limit, Reason::Sibling)
         });
         if let Some(given) = given {
             trace::event(Event::Asked, asked, given);
@@ -311,7 +339,7 @@ impl Account {
             if excess == 0 {
                 break;
             }
-            self.give_back(excess, context, urgency);
+            self.give_back(excess, context, urgency, Reason::Limit);
         }
         // Twice: who took a part of the first request may not have had it.
         for _ in 0..2 {
@@ -329,9 +357,16 @@ impl Account {
         page.sweep();
         let excess = self.excess(bytes).min(most);
         if excess > 0 {
-            let given = page.ask(excess, self.membership.place(), || self.excess(bytes) == 0);
-            trace::event(Event::AskSiblings, excess, given);
+            self.ask_for(excess, || self.excess(bytes) == 0);
         }
+    }
+
+    /// Asks the siblings for `bytes`; returns by how much what they hold fell. Waits for answers, but not long.
+    pub(super) fn ask_for(&self, bytes: u64, is_enough: impl Fn() -> bool) -> u64 {
+        let Some(page) = self.membership.page() else { return 0 };
+        let given = page.ask(bytes, self.membership.place(), is_enough);
+        trace::event(Event::AskSiblings, bytes, given);
+        given
     }
 
     fn refuse(&self, bytes: u64) -> Error {
@@ -428,6 +463,7 @@ impl Budget for Account {
                 self.settle_sometimes(QUICK_AT_LIMIT_BYTES);
             }
         }
+        self.make_system_room(bytes, context)?;
         if context == Context::Nested {
             self.make_up_for(bytes);
         }
@@ -449,7 +485,7 @@ impl Budget for Account {
                 self.settle_sometimes(QUICK_AT_LIMIT_BYTES);
                 // It will be touched without asking again, so room is made now, as far as there is something to give.
                 if self.excess(bytes) > 0 {
-                    self.give_back(self.excess(bytes).min(bytes), context, Urgency::Request);
+                    self.give_back(self.excess(bytes).min(bytes), context, Urgency::Request, Reason::Limit);
                 }
                 self.ask_siblings(bytes, bytes);
             }
@@ -459,6 +495,8 @@ impl Budget for Account {
                 return Err(self.refuse(bytes));
             }
         }
+        // Large loans are touched bit by bit, if ever; room is made for as much as comes in before the next look.
+        let _ = self.make_system_room(bytes.min(SYSTEM_LOAN_BYTES), context);
         self.note_first_charge();
         self.untouched.fetch_add(bytes, Relaxed);
         self.publish();
@@ -466,6 +504,7 @@ impl Budget for Account {
     }
 
     fn expect(&self, bytes: u64) -> Result<()> {
+        self.make_system_room(bytes, Context::Outside)?;
         let limit = self.limit();
         if limit == UNLIMITED {
             return Ok(());

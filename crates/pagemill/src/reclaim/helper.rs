@@ -1,23 +1,32 @@
-//! The helper thread: answers the siblings' requests, brings in blocks ahead of need, sleeps otherwise.
+//! The helper thread: answers the siblings' requests, brings in blocks ahead of need, governs by the clock, sleeps
+//! otherwise.
 //!
 //! Started when the process first holds enough for that to matter, outside
 //! every lock; a fork child has none until it needs one again.
 
 use super::Account;
+use super::governor::{Governor, SystemClock, WORTHWHILE_BYTES};
+use super::limits::Bound;
 use crate::arena::Arena;
 use pagemill_sys::futex::{self, Scope};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed};
+use pagemill_sys::thread;
+use std::sync::atomic::{
+    AtomicBool, AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::SeqCst,
+};
+use std::time::Duration;
 
-/// Resident bytes from which on a process of a limited tree has a helper.
+/// Resident bytes from which on a process of a limited tree or control group has a helper.
 const HELPED_FROM_BYTES: u64 = 4 << 20;
 
-/// Resident bytes from which on blocks are brought in ahead of need.
-const PREFAULT_FROM_BYTES: u64 = 64 << 20;
+/// Resident bytes from which on any process has one: it may fall idle.
+const GOVERNED_FROM_BYTES: u64 = 16 << 20;
 
 /// Whether there is a helper, and what it sleeps on outside of a tree.
 #[derive(Default)]
 pub struct Helper {
     is_started: AtomicBool,
+    /// It sleeps until there is something to give.
+    is_parked: AtomicBool,
     own_word: AtomicU32,
 }
 
@@ -29,7 +38,8 @@ impl Helper {
             return false;
         }
         let resident = account.resident();
-        resident >= PREFAULT_FROM_BYTES || (resident >= HELPED_FROM_BYTES && account.is_limited())
+        let is_near_limit = || account.is_limited() || account.headroom.known().bound == Bound::Group;
+        resident >= GOVERNED_FROM_BYTES || (resident >= HELPED_FROM_BYTES && is_near_limit())
     }
 
     #[inline]
@@ -45,6 +55,14 @@ impl Helper {
     /// It could not be started, or was not copied by `fork`: another may be.
     pub fn unclaim(&self) {
         self.is_started.store(false, Relaxed);
+    }
+
+    /// Wakes the helper if it sleeps for lack of anything to give. Neither allocates nor locks.
+    #[inline]
+    pub(super) fn unpark(&self, account: &Account) {
+        if self.is_parked.load(Relaxed) && self.is_parked.swap(false, AcqRel) {
+            self.wake(account);
+        }
     }
 
     /// Wakes the helper, if there is one.
@@ -64,8 +82,11 @@ impl Helper {
         }
     }
 
-    /// The thread's work, for as long as the process lives.
-    pub fn run(&self, account: &Account, arena: &Arena) -> ! {
+    /// The thread's work, for as long as the process lives. A process that does nothing for `idle` gives back.
+    pub fn run(&self, account: &Account, arena: &Arena, idle: Option<Duration>) -> ! {
+        // Who needs memory most may leave this thread no time. Where it is not allowed it goes on as it is.
+        thread::prefer();
+        let mut governor = Governor::new(SystemClock, idle);
         let place = account.place();
         let (word, scope) = self.word(&place);
         if let Some(place) = &place {
@@ -75,7 +96,16 @@ impl Helper {
             let seen = word.load(Acquire);
             account.answer();
             while arena.prefault() {}
-            futex::wait(word, seen, None, scope);
+            let pause = governor.step(account);
+            if pause.is_none() {
+                self.is_parked.store(true, SeqCst);
+                // What was freed meanwhile wakes nobody.
+                if account.giveable() >= WORTHWHILE_BYTES && self.is_parked.swap(false, AcqRel) {
+                    continue;
+                }
+            }
+            futex::wait(word, seen, pause, scope);
+            self.is_parked.store(false, Relaxed);
         }
     }
 }

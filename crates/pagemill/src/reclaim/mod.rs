@@ -2,14 +2,22 @@
 //!
 //! [`Account`] stands before every charge; owners of memory register as
 //! [`Shrinker`]s, cheapest first; [`tree`] is the page that a process tree
-//! shares; [`helper`] is the one thread that answers siblings and brings in
-//! blocks ahead of need. No lock is held around a shrinker.
+//! shares; [`limits`] says what control groups and the machine allow, and
+//! [`pressure`] gives back before they are passed; [`helper`] is the one thread,
+//! which answers siblings and brings in blocks ahead of need, and [`governor`]
+//! what it does by the clock. No lock is held around a shrinker.
 
 pub mod account;
+pub mod governor;
 pub mod helper;
+pub mod limits;
+mod pressure;
 pub mod tree;
 
 pub use account::Account;
+
+use crate::stats::{self, Counter};
+use crate::trace::{self, Event};
 
 /// How hard to try.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -18,6 +26,46 @@ pub enum Urgency {
     Request,
     /// Also what costs more: blocks are split to give back their free parts.
     Limit,
+}
+
+/// Why memory is given back. Each reason has a counter and an event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reason {
+    /// The program asked.
+    Program,
+    /// The limit of the process or of its tree.
+    Limit,
+    /// A control group's limit.
+    Group,
+    /// The machine's memory.
+    Machine,
+    /// A sibling of the tree needs it.
+    Sibling,
+    /// Nothing happens here.
+    Idleness,
+    /// New memory comes in.
+    New,
+}
+
+impl Reason {
+    fn row(self) -> (Counter, Event) {
+        match self {
+            Self::Program => (Counter::GivenForProgram, Event::GivenForProgram),
+            Self::Limit => (Counter::GivenForLimit, Event::GivenForLimit),
+            Self::Group => (Counter::GivenForGroup, Event::GivenForGroup),
+            Self::Machine => (Counter::GivenForMachine, Event::GivenForMachine),
+            Self::Sibling => (Counter::GivenForSibling, Event::GivenForSibling),
+            Self::Idleness => (Counter::GivenForIdleness, Event::GivenForIdleness),
+            Self::New => (Counter::GivenForNew, Event::GivenForNew),
+        }
+    }
+
+    /// Notes that of `wanted` bytes `freed` went.
+    fn note(self, wanted: u64, freed: u64) {
+        let (counter, event) = self.row();
+        stats::add(counter, freed);
+        trace::event(event, wanted, freed);
+    }
 }
 
 /// An owner of memory that can give some back.

@@ -1,0 +1,128 @@
+//! `pagemill meminfo PID`: what a process holds on Pagemill, what of it could be given at once, on which nodes.
+
+use crate::fail;
+use pagemill::published;
+use pagemill::stats::{Counter, Snapshot};
+use pagemill::units::Bytes;
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::process::ExitCode;
+
+#[derive(clap::Args)]
+pub struct Meminfo {
+    /// A running process on Pagemill.
+    pid: u32,
+    /// One JSON object instead of a table.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Rows that add up to what is resident.
+const PARTS: &[(Counter, &str)] = &[
+    (Counter::Heap, "slots, 64 KiB and up, live or free"),
+    (Counter::Small, "the small allocator's extents"),
+    (Counter::CLibrary, "handed out by the C library while the program was small"),
+];
+
+/// Rows that are parts of those above, or lie beside them.
+const ASIDE: &[(Counter, &str)] = &[
+    (Counter::HeapFree, "of the heap: free slots, given back on request"),
+    (Counter::SmallFree, "of small: free, given back on request; as of the last measurement"),
+    (Counter::Untouched, "lent and not known to be touched; not resident"),
+    (Counter::Metadata, "bookkeeping, beside the above; as of the last measurement"),
+    (Counter::ResidentPeak, "the most that was resident"),
+];
+
+impl Meminfo {
+    pub fn main(&self) -> ExitCode {
+        let Some((_, snapshot)) = published::find(self.pid) else { return fail(2, &published::missing(self.pid)) };
+        let nodes = nodes(&std::fs::read_to_string(format!("/proc/{}/numa_maps", self.pid)).unwrap_or_default());
+        let text = if self.json { format!("{}\n", json_of(&snapshot, &nodes)) } else { text_of(&snapshot, &nodes) };
+        match std::io::stdout().write_all(text.as_bytes()) {
+            Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+                fail(1, &format!("the figures cannot be written: {error}"))
+            }
+            _ => ExitCode::SUCCESS,
+        }
+    }
+}
+
+/// The sum of the parts: the counter `resident` may be a moment older than they are.
+fn resident(snapshot: &Snapshot) -> u64 {
+    PARTS.iter().fold(0u64, |sum, (counter, _)| sum.saturating_add(snapshot.get(*counter)))
+}
+
+fn giveable(snapshot: &Snapshot) -> u64 {
+    snapshot.giveable_bytes().min(resident(snapshot))
+}
+
+/// Resident bytes of the whole process by node, from `numa_maps`; empty where the kernel does not tell.
+fn nodes(numa_maps: &str) -> BTreeMap<u32, u64> {
+    let mut nodes = BTreeMap::new();
+    for line in numa_maps.lines() {
+        let value = |name: &str| line.split(' ').find_map(|word| word.strip_prefix(name)?.parse::<u64>().ok());
+        let page_bytes = value("kernelpagesize_kB=").unwrap_or(4).saturating_mul(1024);
+        for word in line.split(' ') {
+            let Some((node, pages)) = word.strip_prefix('N').and_then(|rest| rest.split_once('=')) else { continue };
+            if let (Ok(node), Ok(pages)) = (node.parse::<u32>(), pages.parse::<u64>()) {
+                let bytes: &mut u64 = nodes.entry(node).or_default();
+                *bytes = bytes.saturating_add(pages.saturating_mul(page_bytes));
+            }
+        }
+    }
+    nodes
+}
+
+fn text_of(snapshot: &Snapshot, nodes: &BTreeMap<u32, u64>) -> String {
+    let mut text = format!("{} {}\n", snapshot.who.pid, snapshot.name());
+    let mut row = |name: &str, bytes: u64, meaning: &str| {
+        let _ = writeln!(text, "  {name:<14} {:>12}  {meaning}", Bytes(bytes).to_string());
+    };
+    row("resident", resident(snapshot), "on Pagemill: the sum of the next three");
+    PARTS.iter().for_each(|(counter, meaning)| row(counter.name(), snapshot.get(*counter), meaning));
+    row("giveable", giveable(snapshot), "of it could be given back at once");
+    row("net", resident(snapshot) - giveable(snapshot), "resident less giveable: what the program needs");
+    ASIDE.iter().for_each(|(counter, meaning)| row(counter.name(), snapshot.get(*counter), meaning));
+    for (node, bytes) in nodes {
+        row(&format!("node {node}"), *bytes, "the whole process on this node, as the kernel counts it");
+    }
+    text
+}
+
+fn json_of(snapshot: &Snapshot, nodes: &BTreeMap<u32, u64>) -> Value {
+    let mut rows = Map::new();
+    rows.insert("pid".into(), json!(snapshot.who.pid));
+    rows.insert("name".into(), json!(snapshot.name()));
+    rows.insert("resident".into(), json!(resident(snapshot)));
+    for (counter, _) in PARTS.iter().chain(ASIDE) {
+        rows.insert(counter.name().into(), json!(snapshot.get(*counter)));
+    }
+    rows.insert("giveable".into(), json!(giveable(snapshot)));
+    rows.insert("net".into(), json!(resident(snapshot) - giveable(snapshot)));
+    rows.insert("nodes".into(), nodes.iter().map(|(node, bytes)| (node.to_string(), json!(bytes))).collect());
+    Value::Object(rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Pages of all sizes count, and nonsense does not.
+    #[test]
+    fn nodes_are_summed_over_mappings() {
+        let text = "7f00 default anon=3 dirty=3 N0=2 N1=1 kernelpagesize_kB=4\n\
+                    7f01 bind:1 huge anon=1 N1=1 kernelpagesize_kB=2048\nNx=1 N=2 N3=x\n";
+        assert_eq!(nodes(text), BTreeMap::from([(0, 8192), (1, 4096 + (2 << 20))]));
+        assert!(nodes("").is_empty());
+    }
+
+    /// A page full of ones, which anybody could have written: no overflow, no underflow.
+    #[test]
+    fn absurd_figures_are_survived() {
+        let snapshot = Snapshot::default();
+        assert!(text_of(&snapshot, &BTreeMap::new()).contains("resident"));
+        assert_eq!(json_of(&snapshot, &BTreeMap::new())["net"], 0);
+    }
+}

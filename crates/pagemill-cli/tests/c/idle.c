@@ -1,0 +1,15 @@
+/* Holds 100 MiB in pieces of 1 MiB, frees them, and sleeps for a minute. */
+#include "check.h"
+
+int main(void) {
+    enum { COUNT = 100 };
+    static char *held[COUNT];
+    for (int i = 0; i < COUNT; i++) {
+        held[i] = malloc(MIB);
+        CHECK(held[i]);
+        memset(held[i], 1, MIB);
+    }
+    for (int i = 0; i < COUNT; i++) free(held[i]);
+    sleep(60);
+    return 0;
+}

@@ -1,0 +1,335 @@
+//! What the helper does by the clock: watches limits that others use up, and gives back what an idle process keeps.
+//!
+//! It sleeps for good as long as there is nothing to give. Otherwise it looks
+//! at the room that is left, as often as somebody could have used it up, and
+//! every ten seconds (or as told) whether the process did anything. An idle one
+//! gives its free memory back in small steps. No wake-up is left then.
+
+use super::limits::{Bound, FASTEST_BYTES_PER_NS, Room};
+use super::{Account, Reason, Urgency};
+use crate::arena::Context;
+use pagemill_sys::clock;
+use std::time::Duration;
+
+/// Less than this is not worth a wake-up.
+pub const WORTHWHILE_BYTES: u64 = 1 << 20;
+
+/// A process that is idle for so long gives back, unless told otherwise.
+pub const DEFAULT_IDLE: Duration = Duration::from_secs(10);
+
+/// Idle is who uses less than one part in so many of a CPU.
+const IDLE_SHARE: u64 = 200;
+
+/// An idle process gives so much at a time, and pauses so long: it may be just about to go on.
+const IDLE_STEP_BYTES: u64 = 16 << 20;
+const IDLE_PAUSE: Duration = Duration::from_millis(20);
+
+/// Looks at the room that is left are so far apart.
+const SHORTEST: Duration = Duration::from_millis(1);
+const NEAR: Duration = Duration::from_millis(5);
+const LONGEST: Duration = Duration::from_secs(5);
+
+/// A machine is not used up as fast as a group's limit can be reached: others have to touch the memory first.
+const MACHINE_SLOWER: u64 = 4;
+
+/// Time as the governor sees it; tests bring their own.
+pub trait Clock {
+    /// Nanoseconds that pass.
+    fn now_ns(&self) -> u64;
+    /// Nanoseconds of CPU that this process used.
+    fn cpu_ns(&self) -> u64;
+}
+
+/// The kernel's clocks.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SystemClock;
+
+impl Clock for SystemClock {
+    fn now_ns(&self) -> u64 {
+        clock::fine_ns()
+    }
+
+    fn cpu_ns(&self) -> u64 {
+        clock::process_cpu_ns()
+    }
+}
+
+/// What it remembers from look to look.
+#[derive(Debug)]
+pub struct Governor<C> {
+    clock: C,
+    /// `None`: an idle process keeps what it has.
+    idle: Option<Duration>,
+    /// When the process was last looked at, and what CPU it had used.
+    looked: Option<(u64, u64)>,
+    is_giving: bool,
+    /// The pause after a look that could give nothing, doubled each time.
+    futile: Duration,
+}
+
+impl<C: Clock> Governor<C> {
+    pub fn new(clock: C, idle: Option<Duration>) -> Self {
+        Self { clock, idle, looked: None, is_giving: false, futile: SHORTEST }
+    }
+
+    /// Looks once, gives back what is due. Returns when to look again; `None`: not before somebody wakes it.
+    pub fn step(&mut self, account: &Account) -> Option<Duration> {
+        if account.giveable() < WORTHWHILE_BYTES {
+            // What the small allocator keeps is only known by asking.
+            account.measure();
+            if account.giveable() < WORTHWHILE_BYTES {
+                self.looked = None;
+                self.is_giving = false;
+                return None;
+            }
+        }
+        let watch = self.watch(account);
+        let idle = self.give_if_idle(account);
+        match (watch, idle) {
+            (Some(watch), Some(idle)) => Some(watch.min(idle)),
+            (watch, idle) => watch.or(idle),
+        }
+    }
+
+    /// Gives back what a group or the machine is short of.
+    fn watch(&mut self, account: &Account) -> Option<Duration> {
+        let room = account.headroom.sample();
+        if room.shortage(0) == 0 {
+            self.futile = SHORTEST;
+            return pause(&room);
+        }
+        let before = account.giveable();
+        let room = account.give_for_system(0, Context::Outside);
+        if room.shortage(0) == 0 || account.giveable() < before {
+            self.futile = SHORTEST;
+            return Some(SHORTEST);
+        }
+        self.futile = (2 * self.futile).min(LONGEST);
+        Some(self.futile)
+    }
+
+    /// Gives a step back if the process did nothing since the last look, or goes on giving.
+    fn give_if_idle(&mut self, account: &Account) -> Option<Duration> {
+        let idle = self.idle?;
+        let (now, cpu) = (self.clock.now_ns(), self.clock.cpu_ns());
+        let period = if self.is_giving { IDLE_PAUSE } else { idle };
+        let Some((then, cpu_then)) = self.looked else {
+            self.looked = Some((now, cpu));
+            return Some(idle);
+        };
+        let passed = Duration::from_nanos(now.saturating_sub(then));
+        if passed < period {
+            return Some(period - passed);
+        }
+        self.looked = Some((now, cpu));
+        // While it gives, its own work counts as the process's.
+        let used = cpu.saturating_sub(cpu_then);
+        let share = if self.is_giving { 2 } else { IDLE_SHARE };
+        self.is_giving = used <= passed.as_nanos() as u64 / share;
+        if !self.is_giving {
+            return Some(idle);
+        }
+        account.give_back(IDLE_STEP_BYTES, Context::Outside, Urgency::Request, Reason::Idleness);
+        Some(IDLE_PAUSE)
+    }
+}
+
+/// How long somebody would need to use up the room that is left.
+fn pause(room: &Room) -> Option<Duration> {
+    let slower = match room.bound {
+        Bound::None => return None,
+        Bound::Group => 1,
+        Bound::Machine => MACHINE_SLOWER,
+    };
+    let time = Duration::from_nanos(room.bytes.max(0) as u64 / FASTEST_BYTES_PER_NS * slower);
+    let shortest = if room.bytes < room.limit_bytes as i64 / 16 { SHORTEST } else { NEAR };
+    Some(time.clamp(shortest, LONGEST))
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::arena::Budget;
+    use crate::error::Error;
+    use crate::reclaim::Shrinker;
+    use crate::reclaim::limits::Limits;
+    use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
+
+    const MIB: u64 = 1 << 20;
+
+    /// Gives from a hoard; a group with a limit of 256 MiB gets what it gives.
+    #[derive(Default)]
+    struct World {
+        hoard: AtomicU64,
+        room: AtomicI64,
+    }
+
+    impl Shrinker for World {
+        fn name(&self) -> &'static str {
+            "hoard"
+        }
+
+        fn may_nest(&self) -> bool {
+            true
+        }
+
+        fn giveable_bytes(&self) -> u64 {
+            self.hoard.load(Relaxed)
+        }
+
+        fn shrink(&self, want_bytes: u64, _urgency: Urgency) -> u64 {
+            let given = want_bytes.min(self.hoard.load(Relaxed));
+            self.hoard.fetch_sub(given, Relaxed);
+            self.room.fetch_add(given as i64, Relaxed);
+            given
+        }
+    }
+
+    impl Limits for World {
+        fn sample(&self) -> Room {
+            let bytes = self.room.load(Relaxed);
+            let hard_bytes = (bytes + 16 * MIB as i64).max(0) as u64;
+            Room { bound: Bound::Group, bytes, hard_bytes, limit_bytes: 256 * MIB }
+        }
+    }
+
+    #[derive(Default)]
+    struct FakeClock {
+        now_ns: AtomicU64,
+        cpu_ns: AtomicU64,
+    }
+
+    impl FakeClock {
+        fn pass(&self, time: Duration, cpu: Duration) {
+            self.now_ns.fetch_add(time.as_nanos() as u64, Relaxed);
+            self.cpu_ns.fetch_add(cpu.as_nanos() as u64, Relaxed);
+        }
+    }
+
+    impl Clock for &FakeClock {
+        fn now_ns(&self) -> u64 {
+            self.now_ns.load(Relaxed)
+        }
+
+        fn cpu_ns(&self) -> u64 {
+            self.cpu_ns.load(Relaxed)
+        }
+    }
+
+    fn world(hoard: u64, room: Option<i64>) -> (&'static World, Account) {
+        let world: &'static World = Box::leak(Box::default());
+        world.hoard.store(hoard, Relaxed);
+        let account = Account::new(u64::MAX);
+        account.register(world);
+        if let Some(room) = room {
+            world.room.store(room, Relaxed);
+            account.headroom.set_limits(world);
+        }
+        (world, account)
+    }
+
+    /// Without anything to give, or anybody to give it to, there is no wake-up.
+    #[test]
+    fn it_sleeps_for_good_without_a_reason() {
+        let clock = FakeClock::default();
+        let (_, poor) = world(MIB - 1, Some(-5));
+        assert_eq!(Governor::new(&clock, Some(DEFAULT_IDLE)).step(&poor), None);
+        let (_, alone) = world(100 * MIB, None);
+        assert_eq!(Governor::new(&clock, None).step(&alone), None);
+    }
+
+    /// Ten seconds without CPU: all goes, in steps with pauses between, and then it sleeps.
+    #[test]
+    fn an_idle_process_gives_in_small_steps() {
+        let (world, account) = world(100 * MIB, None);
+        let clock = FakeClock::default();
+        let mut governor = Governor::new(&clock, Some(DEFAULT_IDLE));
+        assert_eq!(governor.step(&account), Some(DEFAULT_IDLE));
+        clock.pass(DEFAULT_IDLE, Duration::from_millis(1));
+        let mut steps = 0;
+        while let Some(pause) = governor.step(&account) {
+            assert_eq!(pause, IDLE_PAUSE);
+            steps += 1;
+            assert_eq!(world.hoard.load(Relaxed), 100 * MIB - (steps * IDLE_STEP_BYTES).min(100 * MIB));
+            clock.pass(pause, Duration::from_millis(1));
+        }
+        assert_eq!((steps, world.hoard.load(Relaxed)), (7, 0));
+    }
+
+    /// A process that works keeps what it has, also one that goes on working in the middle of giving.
+    #[test]
+    fn a_busy_process_keeps_its_memory() {
+        let (world, account) = world(100 * MIB, None);
+        let clock = FakeClock::default();
+        let mut governor = Governor::new(&clock, Some(DEFAULT_IDLE));
+        for _ in 0..5 {
+            assert_eq!(governor.step(&account), Some(DEFAULT_IDLE));
+            clock.pass(DEFAULT_IDLE, Duration::from_secs(1));
+        }
+        assert_eq!(world.hoard.load(Relaxed), 100 * MIB);
+        governor.step(&account);
+        clock.pass(DEFAULT_IDLE, Duration::ZERO);
+        assert_eq!(governor.step(&account), Some(IDLE_PAUSE));
+        let kept = world.hoard.load(Relaxed);
+        clock.pass(IDLE_PAUSE, IDLE_PAUSE);
+        assert_eq!((governor.step(&account), world.hoard.load(Relaxed)), (Some(DEFAULT_IDLE), kept));
+    }
+
+    /// Others use a group's memory up: what is missing before the margin is given, and the looks come closer.
+    #[test]
+    fn a_group_that_runs_short_is_given_to() {
+        let (world, account) = world(100 * MIB, Some(200 * MIB as i64));
+        let clock = FakeClock::default();
+        let mut governor = Governor::new(&clock, None);
+        let far = governor.step(&account).unwrap();
+        world.room.store(20 * MIB as i64, Relaxed);
+        let near = governor.step(&account).unwrap();
+        assert!(near < far && near >= SHORTEST, "{near:?} {far:?}");
+        assert_eq!(world.hoard.load(Relaxed), 100 * MIB, "nothing is given without need");
+        world.room.store(-(30 * MIB as i64), Relaxed);
+        governor.step(&account);
+        assert_eq!((world.hoard.load(Relaxed), world.room.load(Relaxed)), (70 * MIB, 0));
+    }
+
+    /// Nothing left to give, and still short: it looks ever more seldom.
+    #[test]
+    fn futile_looks_become_rare() {
+        let (world, account) = world(2 * MIB, Some(-(500 * MIB as i64)));
+        let clock = FakeClock::default();
+        let mut governor = Governor::new(&clock, None);
+        governor.step(&account);
+        assert_eq!(world.hoard.load(Relaxed), 0);
+        assert_eq!(governor.step(&account), None, "nothing to give: asleep");
+        // An owner that says it could give, and gives nothing.
+        struct Liar;
+        impl Shrinker for Liar {
+            fn name(&self) -> &'static str {
+                "liar"
+            }
+            fn may_nest(&self) -> bool {
+                true
+            }
+            fn giveable_bytes(&self) -> u64 {
+                10 * MIB
+            }
+            fn shrink(&self, _want_bytes: u64, _urgency: Urgency) -> u64 {
+                0
+            }
+        }
+        account.register(&Liar);
+        let pauses: Vec<_> = (0..20).map(|_| governor.step(&account).unwrap()).collect();
+        assert!(pauses.windows(2).all(|pair| pair[0] <= pair[1]) && pauses[19] == LONGEST, "{pauses:?}");
+    }
+
+    /// A charge near a group's limit makes the owners give; one that would pass the limit itself is refused.
+    #[test]
+    fn charges_stay_below_a_groups_limit() {
+        let (world, account) = world(6 * MIB, Some(0));
+        account.admit(4 * MIB, Context::Outside).unwrap();
+        assert!(world.hoard.load(Relaxed) <= 2 * MIB);
+        world.room.store(-(10 * MIB as i64), Relaxed);
+        account.admit(2 * MIB, Context::Outside).unwrap();
+        let refused = account.admit(64 * MIB, Context::Outside);
+        assert!(matches!(refused, Err(Error::NoMemory { limit_bytes, .. }) if limit_bytes == 256 * MIB), "{refused:?}");
+    }
+}

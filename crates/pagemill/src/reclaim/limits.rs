@@ -1,0 +1,381 @@
+//! What the system allows: how much may still become resident before somebody is killed for it.
+//!
+//! [`Limits`] is asked for [`Room`]; [`Kernel`] samples the control groups that
+//! this process is charged to, and the machine's memory; tests bring a fake.
+//! [`Headroom`] asks it as seldom as is safe: a sample gives credit for a part
+//! of the room that it found, and for as long as nobody else could use it up.
+//!
+//! Below: `sync`. Locks: one, around a sample; nobody waits for it who has credit.
+
+use crate::stats::{self, Counter};
+use crate::sync::Lock;
+use pagemill_sys::cgroup::{self, Hierarchy, MAX_LEVELS};
+use pagemill_sys::clock;
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, OnceLock};
+
+/// Who sets the nearest limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bound {
+    /// Nobody, as far as can be seen.
+    None,
+    /// A control group: beyond its limit the kernel kills.
+    Group,
+    /// The machine's memory: a part of it is left to others.
+    Machine,
+}
+
+/// How much may still become resident.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    pub bound: Bound,
+    /// Before the margin, from which on free memory is given back; negative inside of it.
+    pub bytes: i64,
+    /// Before a group's limit itself, beyond which its processes are killed.
+    pub hard_bytes: u64,
+    /// The limit that binds; `u64::MAX` for none.
+    pub limit_bytes: u64,
+}
+
+impl Room {
+    pub const ENDLESS: Self = Self { bound: Bound::None, bytes: i64::MAX, hard_bytes: u64::MAX, limit_bytes: u64::MAX };
+
+    /// Below a group's limit. Of what it uses the kernel can take `idle_bytes` easily, and `file_bytes` with effort.
+    pub fn of_group(limit_bytes: u64, usage_bytes: u64, idle_bytes: u64, file_bytes: u64) -> Self {
+        let margin = (limit_bytes / GROUP_MARGIN_DIVISOR).clamp(GROUP_MARGIN_BYTES.start, GROUP_MARGIN_BYTES.end);
+        let working_set = usage_bytes.saturating_sub(idle_bytes);
+        let before_margin = limit_bytes.saturating_sub(margin.min(limit_bytes / 2));
+        Self {
+            bound: Bound::Group,
+            bytes: signed(before_margin).saturating_sub(signed(working_set)),
+            hard_bytes: limit_bytes.saturating_sub(working_set.saturating_sub(file_bytes)),
+            limit_bytes,
+        }
+    }
+
+    /// On a machine of which a twentieth stays free.
+    pub fn of_machine(total_bytes: u64, available_bytes: u64) -> Self {
+        let bytes = signed(available_bytes) - signed(total_bytes / MACHINE_MARGIN_DIVISOR);
+        Self { bound: Bound::Machine, bytes, hard_bytes: u64::MAX, limit_bytes: total_bytes }
+    }
+
+    /// Bytes that must be given back before `bytes` more come in.
+    pub fn shortage(&self, bytes: u64) -> u64 {
+        signed(bytes).saturating_sub(self.bytes).max(0) as u64
+    }
+}
+
+fn signed(bytes: u64) -> i64 {
+    i64::try_from(bytes).unwrap_or(i64::MAX)
+}
+
+/// A group's limit is kept away from by a sixteenth, within bounds: what several threads bring in at once between two
+/// samples, page tables and stacks.
+const GROUP_MARGIN_DIVISOR: u64 = 16;
+const GROUP_MARGIN_BYTES: std::ops::Range<u64> = 8 << 20..128 << 20;
+
+const MACHINE_MARGIN_DIVISOR: u64 = 20;
+
+/// Says how much the system allows. [`Kernel`] asks the kernel, tests pretend.
+pub trait Limits: Sync {
+    /// The nearest limit now. May take some 50 us; must not allocate or lock.
+    fn sample(&self) -> Room;
+}
+
+/// The kernel's answer: every visible control group above this process, and `MemAvailable`.
+///
+/// What cannot be read does not bind: a group that vanished, figures that
+/// are no numbers, no `/proc`.
+pub struct Kernel {
+    /// Stands before every path: empty, or a folder with a made-up tree.
+    root: &'static str,
+    /// Never waited for: [`Headroom`] asks once at a time.
+    found: Mutex<Found>,
+}
+
+struct Found {
+    groups: Option<Hierarchy>,
+    /// Limits by level, innermost first.
+    limits: [u64; MAX_LEVELS],
+    look_again_ns: u64,
+}
+
+/// Groups are looked for, and their limits read, so often: a move or a change is noticed within this.
+const LOOK_AGAIN_NS: u64 = 1_000_000_000;
+
+/// Pages of files are asked for only where they could matter: with less than a quarter of the limit left.
+const NEAR_DIVISOR: u64 = 4;
+
+impl Kernel {
+    pub const fn new(root: &'static str) -> Self {
+        let found = Found { groups: None, limits: [u64::MAX; MAX_LEVELS], look_again_ns: 0 };
+        Self { root, found: Mutex::new(found) }
+    }
+
+    fn machine(&self) -> Room {
+        cgroup::machine_bytes(self.root)
+            .map_or(Room::ENDLESS, |(available_bytes, total_bytes)| Room::of_machine(total_bytes, available_bytes))
+    }
+}
+
+impl Found {
+    fn look_again(&mut self, root: &str) {
+        let now = clock::fine_ns();
+        if now < self.look_again_ns {
+            return;
+        }
+        self.look_again_ns = now + LOOK_AGAIN_NS;
+        if !self.groups.as_ref().is_some_and(|groups| groups.is_current(root)) {
+            self.groups = Hierarchy::find(root).ok();
+        }
+        let folder = |level| self.groups.as_ref()?.folder(level);
+        self.limits = std::array::from_fn(|level| match (&self.groups, folder(level)) {
+            (Some(groups), Some(folder)) => groups.limit_bytes(&folder),
+            _ => u64::MAX,
+        });
+    }
+
+    /// The group with the least room.
+    fn nearest(&self) -> Option<Room> {
+        let groups = self.groups.as_ref()?;
+        let levels = self.limits.iter().enumerate().filter(|(_, limit)| **limit != u64::MAX);
+        let rooms = levels.filter_map(|(level, limit)| {
+            let folder = groups.folder(level)?;
+            let usage = groups.usage_bytes(&folder).ok()?;
+            let is_near = limit.saturating_sub(usage) < limit / NEAR_DIVISOR;
+            let (idle, active) = if is_near { groups.file_bytes(&folder) } else { (0, 0) };
+            Some(Room::of_group(*limit, usage, idle, active))
+        });
+        rooms.min_by_key(|room| room.bytes)
+    }
+}
+
+impl Limits for Kernel {
+    fn sample(&self) -> Room {
+        let group = self.found.try_lock().ok().and_then(|mut found| {
+            found.look_again(self.root);
+            found.nearest()
+        });
+        let machine = self.machine();
+        group.filter(|group| group.bytes <= machine.bytes).unwrap_or(machine)
+    }
+}
+
+/// The room that is left, sampled no more often than is safe.
+pub struct Headroom {
+    limits: OnceLock<&'static dyn Limits>,
+    /// Bytes that may come in before the next sample.
+    credit: AtomicI64,
+    /// Until when the credit holds.
+    valid_until_ns: AtomicU64,
+    /// The latest sample.
+    bytes: AtomicI64,
+    hard_bytes: AtomicU64,
+    limit_bytes: AtomicU64,
+    is_group: AtomicBool,
+    sampling: Lock,
+}
+
+/// A sample gives credit for so much of the room: a process is seldom alone.
+const CREDIT_DIVISOR: i64 = 4;
+
+/// Nobody uses memory up faster: bytes a nanosecond.
+pub(super) const FASTEST_BYTES_PER_NS: u64 = 16;
+
+/// A sample is believed no longer than this.
+const BELIEVED_NS: u64 = 100_000_000;
+
+impl Default for Headroom {
+    fn default() -> Self {
+        Self {
+            limits: OnceLock::new(),
+            credit: AtomicI64::new(0),
+            valid_until_ns: AtomicU64::new(0),
+            bytes: AtomicI64::new(i64::MAX),
+            hard_bytes: AtomicU64::new(u64::MAX),
+            limit_bytes: AtomicU64::new(u64::MAX),
+            is_group: AtomicBool::new(false),
+            sampling: Lock::new(),
+        }
+    }
+}
+
+impl Headroom {
+    /// Says whom to ask. Until then there is no end of room.
+    pub fn set_limits(&self, limits: &'static dyn Limits) {
+        let _ = self.limits.set(limits);
+    }
+
+    /// The latest sample, without asking again.
+    pub fn known(&self) -> Room {
+        let limit_bytes = self.limit_bytes.load(Relaxed);
+        let bound = match (limit_bytes, self.is_group.load(Relaxed)) {
+            (u64::MAX, _) => Bound::None,
+            (_, true) => Bound::Group,
+            (_, false) => Bound::Machine,
+        };
+        Room { bound, bytes: self.bytes.load(Relaxed), hard_bytes: self.hard_bytes.load(Relaxed), limit_bytes }
+    }
+
+    /// Asks now.
+    pub fn sample(&self) -> Room {
+        let Some(limits) = self.limits.get() else { return Room::ENDLESS };
+        let _guard = self.sampling.lock();
+        self.sample_locked(*limits)
+    }
+
+    fn sample_locked(&self, limits: &dyn Limits) -> Room {
+        let room = limits.sample();
+        stats::add(Counter::RoomSampled, 1);
+        self.bytes.store(room.bytes, Relaxed);
+        self.hard_bytes.store(room.hard_bytes, Relaxed);
+        self.limit_bytes.store(room.limit_bytes, Relaxed);
+        self.is_group.store(room.bound == Bound::Group, Relaxed);
+        let credit = room.bytes.max(0) / CREDIT_DIVISOR;
+        self.credit.store(credit, Relaxed);
+        let valid_ns = (credit as u64 / FASTEST_BYTES_PER_NS).min(BELIEVED_NS);
+        self.valid_until_ns.store(clock::fine_ns() + valid_ns, Relaxed);
+        room
+    }
+
+    /// Bytes that must be given back before `bytes` more come in; 0 mostly, which costs one atomic subtraction.
+    pub fn shortage(&self, bytes: u64) -> u64 {
+        let Some(limits) = self.limits.get() else { return 0 };
+        let amount = signed(bytes);
+        let has_credit =
+            || clock::fine_ns() < self.valid_until_ns.load(Relaxed) && self.credit.fetch_sub(amount, Relaxed) >= amount;
+        if has_credit() {
+            return 0;
+        }
+        let _guard = self.sampling.lock();
+        if has_credit() {
+            return 0;
+        }
+        let room = self.sample_locked(*limits);
+        // What this caller brings in is taken from what the next one finds.
+        self.credit.fetch_sub(amount, Relaxed);
+        room.shortage(bytes)
+    }
+
+    /// Before `fork`: waits until no sample is under way.
+    pub(crate) fn acquire_for_fork(&self) {
+        self.sampling.acquire();
+    }
+
+    /// After `fork`, on both sides.
+    pub(crate) fn release_after_fork(&self) {
+        self.sampling.release();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicUsize;
+
+    /// Says what it is told to, and counts how often it is asked.
+    struct Fake {
+        bytes: AtomicI64,
+        asked: AtomicUsize,
+    }
+
+    impl Limits for Fake {
+        fn sample(&self) -> Room {
+            self.asked.fetch_add(1, Relaxed);
+            let bytes = self.bytes.load(Relaxed);
+            Room { bound: Bound::Group, bytes, hard_bytes: 10, limit_bytes: 1 << 30 }
+        }
+    }
+
+    fn headroom(bytes: i64) -> (Headroom, &'static Fake) {
+        let fake = Box::leak(Box::new(Fake { bytes: AtomicI64::new(bytes), asked: AtomicUsize::new(0) }));
+        let headroom = Headroom::default();
+        headroom.set_limits(fake);
+        (headroom, fake)
+    }
+
+    /// With much room a sample lasts for many charges; each takes its part of the credit.
+    #[test]
+    fn credit_saves_samples() {
+        let (headroom, fake) = headroom(64 << 30);
+        for _ in 0..1000 {
+            assert_eq!(headroom.shortage(1 << 20), 0);
+        }
+        let asked = fake.asked.load(Relaxed);
+        assert!((1..200).contains(&asked), "asked {asked} times");
+        assert_eq!(headroom.shortage(1 << 40), (1 << 40) - (64 << 30));
+    }
+
+    /// With little room every charge is asked about, and the missing bytes are told.
+    #[test]
+    fn near_the_limit_every_charge_is_sampled() {
+        let (headroom, fake) = headroom(1000);
+        for _ in 0..10 {
+            assert_eq!(headroom.shortage(4096), 3096);
+        }
+        assert_eq!(fake.asked.load(Relaxed), 10);
+        fake.bytes.store(-50, Relaxed);
+        assert_eq!((headroom.shortage(1), headroom.shortage(0)), (51, 50));
+        assert_eq!(headroom.known().bound, Bound::Group);
+    }
+
+    /// Nobody to ask: nothing is short.
+    #[test]
+    fn without_limits_there_is_no_end_of_room() {
+        let headroom = Headroom::default();
+        assert_eq!((headroom.shortage(u64::MAX), headroom.sample()), (0, Room::ENDLESS));
+    }
+
+    #[test]
+    fn margins_leave_nine_tenths() {
+        for limit in [64u64 << 20, 256 << 20, 1 << 30, 64 << 30] {
+            let room = Room::of_group(limit, 0, 0, 0);
+            assert!(room.bytes < limit as i64 && (limit < 128 << 20 || room.bytes * 10 >= limit as i64 * 9), "{limit}");
+            let over = Room::of_group(limit, limit + 1, 0, 0);
+            assert!(over.bytes < 0 && over.hard_bytes == 0);
+        }
+        assert_eq!(
+            Room::of_group(100, 90, 30, 20),
+            Room { bound: Bound::Group, bytes: -10, hard_bytes: 60, limit_bytes: 100 }
+        );
+        assert_eq!(Room::of_group(0, 5, 0, 0).hard_bytes, 0);
+        assert_eq!(Room::of_group(u64::MAX - 1, u64::MAX, 0, 0).hard_bytes, 0);
+        assert_eq!(Room::of_machine(100, 60).bytes, 55);
+    }
+
+    fn write(root: &str, path: &str, text: &str) {
+        let path = std::path::PathBuf::from(format!("{root}{path}"));
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, text).unwrap();
+    }
+
+    /// The nearest of all ancestors binds; file pages that the kernel can take do not count; nonsense binds nobody.
+    #[test]
+    fn the_nearest_limit_of_a_tree_binds() {
+        let folder = tempfile::tempdir().unwrap();
+        let root: &'static str = Box::leak(folder.path().to_str().unwrap().to_owned().into_boxed_str());
+        write(root, "/proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n");
+        let system = Kernel::new(root);
+        assert_eq!(system.sample().bound, Bound::Machine);
+
+        write(root, "/proc/self/mountinfo", "30 23 0:26 / /cg rw - cgroup2 cgroup2 rw\n");
+        write(root, "/proc/self/cgroup", "0::/app/worker\n");
+        write(root, "/cg/app/worker/memory.current", "1000000\n");
+        write(root, "/cg/app/worker/memory.max", "2147483648\n");
+        write(root, "/cg/app/memory.current", "900000000\n");
+        write(root, "/cg/app/memory.max", "1073741824\n");
+        write(root, "/cg/app/memory.stat", "inactive_file 100000000\n");
+        system.found.lock().unwrap().look_again_ns = 0;
+        let room = system.sample();
+        assert_eq!((room.bound, room.limit_bytes), (Bound::Group, 1 << 30));
+        assert_eq!(room.hard_bytes, (1 << 30) - 800_000_000);
+
+        write(root, "/cg/app/memory.current", "-5\n");
+        assert_eq!(system.sample().limit_bytes, 2 << 30, "the next one binds");
+        write(root, "/cg/app/worker/memory.max", "max\n");
+        system.found.lock().unwrap().look_again_ns = 0;
+        assert_eq!(system.sample().bound, Bound::Machine, "a limit that changes is noticed");
+        write(root, "/proc/meminfo", "\n");
+        assert_eq!(system.sample(), Room::ENDLESS);
+    }
+}
