@@ -54,6 +54,16 @@ impl Clock for SystemClock {
     }
 }
 
+/// When to look again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Next {
+    After(Duration),
+    /// There is nothing to give: not before there is.
+    WhenGiveable,
+    /// There is, and nobody to give it to: not before somebody asks.
+    WhenAsked,
+}
+
 /// What it remembers from look to look.
 #[derive(Debug)]
 pub struct Governor<C> {
@@ -72,23 +82,20 @@ impl<C: Clock> Governor<C> {
         Self { clock, idle, looked: None, is_giving: false, futile: SHORTEST }
     }
 
-    /// Looks once, gives back what is due. Returns when to look again; `None`: not before somebody wakes it.
-    pub fn step(&mut self, account: &Account) -> Option<Duration> {
+    /// Looks once, gives back what is due.
+    pub fn step(&mut self, account: &Account) -> Next {
         if account.giveable() < WORTHWHILE_BYTES {
             // What the small allocator keeps is only known by asking.
             account.measure();
             if account.giveable() < WORTHWHILE_BYTES {
                 self.looked = None;
                 self.is_giving = false;
-                return None;
+                return Next::WhenGiveable;
             }
         }
         let watch = self.watch(account);
         let idle = self.give_if_idle(account);
-        match (watch, idle) {
-            (Some(watch), Some(idle)) => Some(watch.min(idle)),
-            (watch, idle) => watch.or(idle),
-        }
+        watch.into_iter().chain(idle).min().map_or(Next::WhenAsked, Next::After)
     }
 
     /// Gives back what a group or the machine is short of.
@@ -216,6 +223,14 @@ mod tests {
         }
     }
 
+    #[track_caller]
+    fn pause_of(next: Next) -> Duration {
+        match next {
+            Next::After(pause) => pause,
+            other => panic!("{other:?}"),
+        }
+    }
+
     fn world(hoard: u64, room: Option<i64>) -> (&'static World, Account) {
         let world: &'static World = Box::leak(Box::default());
         world.hoard.store(hoard, Relaxed);
@@ -233,9 +248,9 @@ mod tests {
     fn it_sleeps_for_good_without_a_reason() {
         let clock = FakeClock::default();
         let (_, poor) = world(MIB - 1, Some(-5));
-        assert_eq!(Governor::new(&clock, Some(DEFAULT_IDLE)).step(&poor), None);
+        assert_eq!(Governor::new(&clock, Some(DEFAULT_IDLE)).step(&poor), Next::WhenGiveable);
         let (_, alone) = world(100 * MIB, None);
-        assert_eq!(Governor::new(&clock, None).step(&alone), None);
+        assert_eq!(Governor::new(&clock, None).step(&alone), Next::WhenAsked);
     }
 
     /// Ten seconds without CPU: all goes, in steps with pauses between, and then it sleeps.
@@ -244,10 +259,10 @@ mod tests {
         let (world, account) = world(100 * MIB, None);
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock, Some(DEFAULT_IDLE));
-        assert_eq!(governor.step(&account), Some(DEFAULT_IDLE));
+        assert_eq!(governor.step(&account), Next::After(DEFAULT_IDLE));
         clock.pass(DEFAULT_IDLE, Duration::from_millis(1));
         let mut steps = 0;
-        while let Some(pause) = governor.step(&account) {
+        while let Next::After(pause) = governor.step(&account) {
             assert_eq!(pause, IDLE_PAUSE);
             steps += 1;
             assert_eq!(world.hoard.load(Relaxed), 100 * MIB - (steps * IDLE_STEP_BYTES).min(100 * MIB));
@@ -263,16 +278,16 @@ mod tests {
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock, Some(DEFAULT_IDLE));
         for _ in 0..5 {
-            assert_eq!(governor.step(&account), Some(DEFAULT_IDLE));
+            assert_eq!(governor.step(&account), Next::After(DEFAULT_IDLE));
             clock.pass(DEFAULT_IDLE, Duration::from_secs(1));
         }
         assert_eq!(world.hoard.load(Relaxed), 100 * MIB);
         governor.step(&account);
         clock.pass(DEFAULT_IDLE, Duration::ZERO);
-        assert_eq!(governor.step(&account), Some(IDLE_PAUSE));
+        assert_eq!(governor.step(&account), Next::After(IDLE_PAUSE));
         let kept = world.hoard.load(Relaxed);
         clock.pass(IDLE_PAUSE, IDLE_PAUSE);
-        assert_eq!((governor.step(&account), world.hoard.load(Relaxed)), (Some(DEFAULT_IDLE), kept));
+        assert_eq!((governor.step(&account), world.hoard.load(Relaxed)), (Next::After(DEFAULT_IDLE), kept));
     }
 
     /// Others use a group's memory up: what is missing before the margin is given, and the looks come closer.
@@ -281,9 +296,9 @@ mod tests {
         let (world, account) = world(100 * MIB, Some(200 * MIB as i64));
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock, None);
-        let far = governor.step(&account).unwrap();
+        let far = pause_of(governor.step(&account));
         world.room.store(20 * MIB as i64, Relaxed);
-        let near = governor.step(&account).unwrap();
+        let near = pause_of(governor.step(&account));
         assert!(near < far && near >= SHORTEST, "{near:?} {far:?}");
         assert_eq!(world.hoard.load(Relaxed), 100 * MIB, "nothing is given without need");
         world.room.store(-(30 * MIB as i64), Relaxed);
@@ -299,7 +314,7 @@ mod tests {
         let mut governor = Governor::new(&clock, None);
         governor.step(&account);
         assert_eq!(world.hoard.load(Relaxed), 0);
-        assert_eq!(governor.step(&account), None, "nothing to give: asleep");
+        assert_eq!(governor.step(&account), Next::WhenGiveable);
         // An owner that says it could give, and gives nothing.
         struct Liar;
         impl Shrinker for Liar {
@@ -317,7 +332,7 @@ mod tests {
             }
         }
         account.register(&Liar);
-        let pauses: Vec<_> = (0..20).map(|_| governor.step(&account).unwrap()).collect();
+        let pauses: Vec<_> = (0..20).map(|_| pause_of(governor.step(&account))).collect();
         assert!(pauses.windows(2).all(|pair| pair[0] <= pair[1]) && pauses[19] == LONGEST, "{pauses:?}");
     }
 

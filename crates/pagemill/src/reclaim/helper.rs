@@ -5,7 +5,7 @@
 //! every lock; a fork child has none until it needs one again.
 
 use super::Account;
-use super::governor::{Governor, SystemClock, WORTHWHILE_BYTES};
+use super::governor::{Governor, Next, SystemClock, WORTHWHILE_BYTES};
 use super::limits::Bound;
 use crate::arena::Arena;
 use pagemill_sys::futex::{self, Scope};
@@ -96,14 +96,19 @@ impl Helper {
             let seen = word.load(Acquire);
             account.answer();
             while arena.prefault() {}
-            let pause = governor.step(account);
-            if pause.is_none() {
+            let next = governor.step(account);
+            if next == Next::WhenGiveable {
                 self.is_parked.store(true, SeqCst);
-                // What was freed meanwhile wakes nobody.
-                if account.giveable() >= WORTHWHILE_BYTES && self.is_parked.swap(false, AcqRel) {
+                // What was freed since the look wakes nobody: look again.
+                if account.giveable() >= WORTHWHILE_BYTES {
+                    self.is_parked.store(false, Relaxed);
                     continue;
                 }
             }
+            let pause = match next {
+                Next::After(pause) => Some(pause),
+                Next::WhenGiveable | Next::WhenAsked => None,
+            };
             futex::wait(word, seen, pause, scope);
             self.is_parked.store(false, Relaxed);
         }
