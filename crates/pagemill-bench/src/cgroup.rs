@@ -51,6 +51,12 @@ impl Cgroup {
         make(&parent, &name, limit_bytes)
     }
 
+    /// The most that the group ever held, page cache and all; none where the kernel does not keep it (v2 before 5.19).
+    pub fn peak_bytes(&self) -> Option<u64> {
+        let read = |name| fs::read_to_string(self.folder.join(name)).ok()?.trim().parse().ok();
+        read("memory.max_usage_in_bytes").or_else(|| read("memory.peak"))
+    }
+
     /// The file to which a process writes 0 to enter.
     pub fn entrance(&self) -> PathBuf {
         self.folder.join("cgroup.procs")

@@ -19,9 +19,6 @@ use crate::stats::{self, Better};
 use crate::subject::{self, PAGEMILL, Ready, Role};
 use crate::workload::hog::LOCK;
 
-/// What of the limit Pagemill is not told of: stacks, page tables and programs count against a cgroup, too.
-const OWN_MIB: u64 = 32;
-
 /// The limit around both.
 const LIMIT_MIB: u64 = 512;
 /// What each takes when it is its turn: one fits, two do not.
@@ -80,7 +77,7 @@ fn sample(ready: &Ready, times: &Times, is_limited: bool) -> Result<std::result:
         Some(Err(why)) => return Ok(Err(format!("hog: {}: {why}", ready.name()))),
         None => None,
     };
-    let launcher = match launcher(ready, folder.path(), times)? {
+    let launcher = match launcher(ready, folder.path(), times, is_limited)? {
         Ok(launcher) => launcher,
         Err(gap) => return Ok(Err(gap)),
     };
@@ -104,31 +101,18 @@ fn sample(ready: &Ready, times: &Times, is_limited: bool) -> Result<std::result:
     child::outcome(ready.name(), &finished).map(Ok)
 }
 
-/// The command line that starts both under the subject.
-///
-/// Pagemill's own command makes one tree of them, so that each can ask the other for memory. The others get
-/// their settings through env(1), so that launcher, workload and hog have them, and what starts these not.
-fn launcher(ready: &Ready, folder: &Path, times: &Times) -> Result<std::result::Result<Vec<String>, String>> {
-    let mut line = match ready.subject.role {
-        Role::Pagemill => {
-            let Some(command) = subject::built_file("pagemill") else {
-                let gap = "hog: pagemill: the command is not built: cargo build --release";
-                return Ok(Err(gap.to_owned()));
-            };
-            let limit = format!("{}M", LIMIT_MIB - OWN_MIB);
-            let words = [&command.display().to_string(), "run", "--limit", &limit, "--"];
-            words.map(str::to_owned).to_vec()
-        }
-        _ => {
-            let mut line = vec!["env".to_owned()];
-            let settings = ready.subject.settings.iter();
-            line.extend(settings.map(|(name, value)| format!("{name}={value}")));
-            if let Some(library) = ready.preload() {
-                line.push(format!("LD_PRELOAD={}", library.display()));
-                line.push(format!("{}={}", subject::EXPECTED_LIBRARY, library.display()));
-            }
-            line
-        }
+/// The command line that starts both under the subject. In a group Pagemill is told nothing: it has to see the limit.
+fn launcher(
+    ready: &Ready,
+    folder: &Path,
+    times: &Times,
+    is_limited: bool,
+) -> Result<std::result::Result<Vec<String>, String>> {
+    let limit = format!("{LIMIT_MIB}M");
+    let told = ["--limit", &limit];
+    let mut line = match ready.launcher(if is_limited { &[] } else { &told }) {
+        Ok(line) => line,
+        Err(gap) => return Ok(Err(format!("hog: {gap}"))),
     };
     line.push(child::own_executable()?.display().to_string());
     let options = [

@@ -19,6 +19,7 @@ mod small;
 mod startup;
 mod stats;
 mod subject;
+mod survive;
 mod workload;
 
 use std::process::ExitCode;
@@ -34,7 +35,7 @@ use crate::report::Report;
 /// Ends with 0 when done, 1 where a wrong answer was found (or, with --strict, a target fell short), 2 where
 /// nothing could be run.
 #[derive(Debug, Parser)]
-#[command(name = "pagemill-bench", version)]
+#[command(name = "pagemill bench", bin_name = "pagemill bench", version)]
 struct Arguments {
     #[command(subcommand)]
     experiment: Experiment,
@@ -52,6 +53,8 @@ enum Experiment {
     Startup(startup::Options),
     /// Memory of Redis, CPython, sqlite3, git and a cargo build under every allocator
     Footprint(footprint::Options),
+    /// Writers in a control group that does not hold what they freed: who is killed, how much of the limit is used
+    Survive(survive::Options),
     /// The settings by which each allocator returns memory at once, as a Markdown table
     Settings,
     #[command(name = "__touch", hide = true)]
@@ -64,6 +67,8 @@ enum Experiment {
     HogWork(workload::hog::Hog),
     #[command(name = "__pair", hide = true)]
     PairWork(workload::pair::Pair),
+    #[command(name = "__phases", hide = true)]
+    PhasesWork(workload::phases::Phases),
     #[command(name = "__small", hide = true)]
     SmallWork(workload::small::Small),
     #[command(name = "__giveback", hide = true)]
@@ -77,6 +82,7 @@ fn main() -> ExitCode {
         Experiment::Giveback(options) => experiment(&options.common, || giveback::run(&options)),
         Experiment::Startup(options) => experiment(&options.common, || startup::run(&options)),
         Experiment::Footprint(options) => experiment(&options.common, || footprint::run(&options)),
+        Experiment::Survive(options) => experiment(&options.common, || survive::run(&options)),
         Experiment::Settings => {
             print!("{}", subject::settings_markdown());
             ExitCode::SUCCESS
@@ -86,6 +92,7 @@ fn main() -> ExitCode {
         Experiment::EbizzyWork(arguments) => workload::run(|| workload::ebizzy::run(&arguments)),
         Experiment::HogWork(arguments) => workload::run(|| workload::hog::run(&arguments)),
         Experiment::PairWork(arguments) => workload::run(|| workload::pair::run(&arguments)),
+        Experiment::PhasesWork(arguments) => workload::run(|| workload::phases::run(&arguments)),
         Experiment::SmallWork(arguments) => workload::run(|| workload::small::run(&arguments)),
         Experiment::GivebackWork(arguments) => workload::run(|| workload::giveback::run(&arguments)),
     }

@@ -92,6 +92,15 @@ impl Tagged {
         Some(tagged)
     }
 
+    /// The same with every byte written.
+    pub fn filled(size: usize, tag: u64) -> Option<Self> {
+        let tagged = Self::new(size, tag)?;
+        let rest = tagged.start.as_ptr().wrapping_add(1).cast::<u8>();
+        // SAFETY: the `size - 8` bytes after the tag are ours.
+        unsafe { rest.write_bytes(tag as u8, size - size_of::<u64>()) };
+        Some(tagged)
+    }
+
     /// The tag as memory has it now.
     #[inline]
     pub fn tag(&self) -> u64 {

@@ -178,6 +178,29 @@ impl Ready {
         self.subject.role == Role::Pagemill
     }
 
+    /// The start of a command line that runs a whole tree under this allocator: Pagemill's own command, which makes one
+    /// tree of it, or env(1) with the settings, so that what starts the tree has them not.
+    ///
+    /// # Errors
+    ///
+    /// A sentence for the list of gaps.
+    pub fn launcher(&self, run_options: &[&str]) -> std::result::Result<Vec<String>, String> {
+        if self.subject.role == Role::Pagemill {
+            let command = built_file("pagemill").ok_or("pagemill: the command is not built: cargo build --release")?;
+            let mut line = vec![command.display().to_string(), "run".to_owned()];
+            line.extend(run_options.iter().map(|word| (*word).to_owned()));
+            line.push("--".to_owned());
+            return Ok(line);
+        }
+        let mut line = vec!["env".to_owned()];
+        line.extend(self.subject.settings.iter().map(|(name, value)| format!("{name}={value}")));
+        if let Some(library) = &self.preload {
+            line.push(format!("LD_PRELOAD={}", library.display()));
+            line.push(format!("{EXPECTED_LIBRARY}={}", library.display()));
+        }
+        Ok(line)
+    }
+
     /// Puts the workload under this allocator, and under no other setting of the caller's.
     pub fn apply(&self, command: &mut Command) {
         clear_foreign_settings(command);

@@ -47,6 +47,17 @@ fn ebizzy_tells_keeping_from_returning() {
     assert_eq!(eager["baseline"], "glibc");
 }
 
+/// A tenth of a second of the writers, one process and two: they write, and nothing is refused or wrong.
+#[test]
+fn phases_are_written_and_checked() {
+    for processes in ["1", "2"] {
+        let line = rows(&["__phases", "--processes", processes, "--threads", "2", "--mib", "16", "--run-ms", "100"]);
+
+        assert!(line[0]["gib_per_second"].as_f64().is_some_and(|rate| rate > 0.0));
+        assert_eq!(line[0]["refused"], 0);
+    }
+}
+
 /// The peers really answer malloc, or the workload would say so and fail.
 #[test]
 fn peers_are_what_they_say() {

@@ -8,6 +8,7 @@ pub mod ebizzy;
 pub mod giveback;
 pub mod hog;
 pub mod pair;
+pub mod phases;
 pub mod small;
 
 use std::env;

@@ -1,0 +1,102 @@
+//! Writers at full speed that hold the same amount all the time, in pieces of another size in each phase: what one
+//! phase freed is of no use to the next, and has to go before it comes in.
+
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::{Failure, Outcome};
+use crate::child::{self, WRONG_ANSWER};
+use crate::native::Tagged;
+
+/// Piece sizes of the phases, in KiB.
+const PHASES: [usize; 8] = [100, 300, 8, 700, 1500, 40, 3072, 170];
+
+/// One run of the workload.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Phases {
+    /// Processes; all but the first are started by it.
+    #[arg(long, default_value_t = 1)]
+    pub processes: usize,
+    /// Writers of each process.
+    #[arg(long)]
+    pub threads: usize,
+    /// Held by each process.
+    #[arg(long)]
+    pub mib: usize,
+    #[arg(long)]
+    pub run_ms: u64,
+}
+
+/// Counts of all writers of a process.
+#[derive(Default)]
+struct Tally {
+    bytes: AtomicU64,
+    refused: AtomicU64,
+    wrong: AtomicU64,
+}
+
+/// Writes until the time is up; its line tells how much, and how often malloc refused.
+pub fn run(arguments: &Phases) -> Outcome {
+    let siblings = (1..arguments.processes).map(|_| start_sibling(arguments)).collect::<Result<Vec<_>, _>>()?;
+    let (start, tally) = (Instant::now(), Tally::default());
+    let end = start + Duration::from_millis(arguments.run_ms);
+    thread::scope(|scope| {
+        for index in 0..arguments.threads {
+            let tally = &tally;
+            scope.spawn(move || write(arguments, index, end, tally));
+        }
+    });
+    let seconds = start.elapsed().as_secs_f64();
+    for mut sibling in siblings {
+        let status = sibling.wait().map_err(|cause| cause.to_string())?;
+        match (status.code(), status.signal()) {
+            (Some(0), _) => {}
+            (_, Some(libc::SIGKILL)) => return Err(Failure::Killed),
+            (Some(WRONG_ANSWER), _) => return Err(Failure::WrongAnswer("a sibling's memory lost a tag".to_owned())),
+            _ => return Err(Failure::Other(format!("a sibling ended with {status}"))),
+        }
+    }
+    if tally.wrong.into_inner() > 0 {
+        return Err(Failure::WrongAnswer("memory lost a tag".to_owned()));
+    }
+    let gib = tally.bytes.into_inner() as f64 / f64::from(1 << 30);
+    Ok(serde_json::json!({ "gib_per_second": gib / seconds, "refused": tally.refused.into_inner() }))
+}
+
+fn start_sibling(arguments: &Phases) -> Result<Child, Failure> {
+    let executable = child::own_executable().map_err(|cause| cause.to_string())?;
+    let mut command = Command::new(executable);
+    command.arg("__phases").stdout(Stdio::null());
+    for (name, value) in
+        [("--threads", arguments.threads as u64), ("--mib", arguments.mib as u64), ("--run-ms", arguments.run_ms)]
+    {
+        command.arg(name).arg(value.to_string());
+    }
+    command.spawn().map_err(|cause| Failure::Other(cause.to_string()))
+}
+
+/// One writer: phase after phase, each filled, checked and freed whole.
+fn write(arguments: &Phases, index: usize, end: Instant, tally: &Tally) {
+    let share = (arguments.mib << 20) / arguments.threads;
+    for phase in index.. {
+        let size = PHASES[phase % PHASES.len()] << 10;
+        let mut held = Vec::with_capacity(share / size);
+        for tag in 0..(share / size) as u64 {
+            if Instant::now() >= end {
+                return;
+            }
+            match Tagged::filled(size, tag) {
+                Some(piece) => held.push((tag, piece)),
+                None => {
+                    tally.refused.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+        }
+        let wrong = held.iter().filter(|(tag, piece)| piece.tag() != *tag).count();
+        tally.wrong.fetch_add(wrong as u64, Ordering::Relaxed);
+        tally.bytes.fetch_add((held.len() * size) as u64, Ordering::Relaxed);
+    }
+}
