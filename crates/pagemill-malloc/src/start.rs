@@ -117,9 +117,11 @@ fn enter(phase: usize) {
     let heap_base = pagemill.heap.base();
     // The fast way of `free` takes everything below for jemalloc's. Another thread may still be on its way out of the
     // C library: it notes what it got and then looks here, as we look at what was noted after opening.
-    SMALL_END.store(heap_base, SeqCst);
-    if !young::lies_above(heap_base) {
-        SMALL_END.store(0, SeqCst);
+    if young::lies_above(heap_base) {
+        SMALL_END.store(heap_base, SeqCst);
+        if !young::lies_above(heap_base) {
+            SMALL_END.store(0, SeqCst);
+        }
     }
     SMALL_LIMIT.store(MIN_BYTES, Release);
 }

@@ -218,12 +218,12 @@ pub fn trim() -> bool {
 
 /// Tells the account what is held, if that has changed by much.
 pub fn charge_roughly(account: &Account) {
-    charge(account, live_bytes(), CHARGE_STEP_BYTES);
+    charge(account, CHARGE_STEP_BYTES);
 }
 
 /// Tells the account what is held.
 pub fn charge_exactly(account: &Account) {
-    charge(account, live_bytes(), 0);
+    charge(account, 0);
 }
 
 /// At the end of a program that never grew: the most that it held. Of one that never held much no figures are
@@ -233,18 +233,21 @@ pub fn note_end(account: &Account) {
     account.note_small(PEAK.load(Relaxed).saturating_sub(inherited) as u64);
 }
 
-fn charge(account: &Account, held_bytes: usize, slack_bytes: usize) {
-    // What is left of the parent's can only become less.
-    let inherited = INHERITED.fetch_min(LIVE.load(Relaxed), Relaxed).min(LIVE.load(Relaxed)).max(0) as usize;
-    let held = held_bytes.saturating_sub(inherited);
-    let charged = CHARGED.load(Relaxed);
-    if held.abs_diff(charged) <= slack_bytes {
+fn charge(account: &Account, slack_bytes: usize) {
+    let held = || {
+        // What is left of the parent's can only become less.
+        let live = LIVE.load(Relaxed);
+        let inherited = INHERITED.fetch_min(live, Relaxed).min(live);
+        (live - inherited).max(0) as usize
+    };
+    if held().abs_diff(CHARGED.load(Relaxed)) <= slack_bytes {
         return;
     }
     // One thread at a time, or the difference of one would come before that of another; the next call makes up for it.
     if IS_CHARGING.swap(true, Acquire) {
         return;
     }
+    let held = held();
     let charged = CHARGED.swap(held, Relaxed);
     account.count_c_library(held as i64 - charged as i64);
     IS_CHARGING.store(false, Release);

@@ -68,12 +68,17 @@ pub struct Hierarchy {
     path: Path,
 }
 
-/// One group's figures.
+/// A group's limits; `u64::MAX` for none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Level {
-    pub usage_bytes: u64,
-    /// The smaller of `memory.high` and `memory.max`, or the limit of version 1; `u64::MAX` for none.
-    pub limit_bytes: u64,
+pub struct Limit {
+    /// Where the kernel begins to slow the group down: the smaller of `memory.high` and `memory.max`.
+    pub soft_bytes: u64,
+    /// Where it kills: `memory.max`, or the limit of version 1.
+    pub hard_bytes: u64,
+}
+
+impl Limit {
+    pub const NONE: Self = Self { soft_bytes: u64::MAX, hard_bytes: u64::MAX };
 }
 
 impl Hierarchy {
@@ -146,21 +151,23 @@ impl Hierarchy {
         }
     }
 
-    fn limit_files(&self) -> &'static [&'static str] {
-        match self.version {
-            Version::V1 => &["memory.limit_in_bytes"],
-            Version::V2 => &["memory.max", "memory.high"],
-        }
-    }
-
     fn read(&self, folder: &Path, name: &str) -> io::Result<u64> {
         file::read_number(join(format_args!("{}/{name}", folder.as_str()))?.as_c_str())
     }
 
-    /// The limit of a group; `u64::MAX` if it has none, or none can be read.
-    pub fn limit_bytes(&self, folder: &Path) -> u64 {
-        let limits = self.limit_files().iter().filter_map(|name| self.read(folder, name).ok());
-        limits.filter(|limit| *limit < NO_LIMIT).min().unwrap_or(u64::MAX)
+    /// The limits of a group; none where none can be read.
+    pub fn limit(&self, folder: &Path) -> Limit {
+        let read = |name| self.read(folder, name).ok().filter(|limit| *limit < NO_LIMIT).unwrap_or(u64::MAX);
+        match self.version {
+            Version::V1 => {
+                let hard_bytes = read("memory.limit_in_bytes");
+                Limit { soft_bytes: hard_bytes, hard_bytes }
+            }
+            Version::V2 => {
+                let hard_bytes = read("memory.max");
+                Limit { soft_bytes: read("memory.high").min(hard_bytes), hard_bytes }
+            }
+        }
     }
 
     /// What the group uses, page cache and all. Some 4 us.
@@ -172,14 +179,14 @@ impl Hierarchy {
         self.read(folder, self.usage_file())
     }
 
-    /// File pages of the group that the kernel can take before it kills: those that nobody used lately, and the others.
-    /// Some 20 to 50 us.
-    pub fn file_bytes(&self, folder: &Path) -> (u64, u64) {
+    /// What the kernel can take of a group before it kills: file pages that nobody used lately, and, with more effort,
+    /// other file pages and caches of its own. Some 20 to 50 us.
+    pub fn reclaimable_bytes(&self, folder: &Path) -> (u64, u64) {
         let names = match self.version {
-            Version::V1 => ["total_inactive_file ", "total_active_file "],
-            Version::V2 => ["inactive_file ", "active_file "],
+            Version::V1 => ["total_inactive_file ", "total_active_file ", "total_slab_reclaimable "],
+            Version::V2 => ["inactive_file ", "active_file ", "slab_reclaimable "],
         };
-        let mut found = [None; 2];
+        let mut found = [None::<u64>; 3];
         let Ok(path) = join(format_args!("{}/memory.stat", folder.as_str())) else { return (0, 0) };
         let _ = file::find_line(path.as_c_str(), |line| {
             for (place, name) in found.iter_mut().zip(names) {
@@ -189,7 +196,8 @@ impl Hierarchy {
             }
             found.iter().all(Option::is_some).then_some(())
         });
-        (found[0].unwrap_or(0), found[1].unwrap_or(0))
+        let [idle, active, slab] = found.map(Option::unwrap_or_default);
+        (idle, active.saturating_add(slab))
     }
 }
 
@@ -202,25 +210,35 @@ fn join(arguments: std::fmt::Arguments<'_>) -> io::Result<Path> {
     Path::format(arguments).ok_or_else(|| io::ErrorKind::InvalidInput.into())
 }
 
-/// Memory of the machine: what programs can still have without swapping, and all of it. Some 20 us.
+/// Memory of the machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Machine {
+    pub total_bytes: u64,
+    /// What programs can still have without swapping.
+    pub available_bytes: u64,
+    pub swap_free_bytes: u64,
+}
+
+/// Reads the machine's memory. Some 20 us.
 ///
 /// # Errors
 ///
 /// What reading `/proc/meminfo` says; `InvalidData` if it does not tell.
-pub fn machine_bytes(root: &str) -> io::Result<(u64, u64)> {
+pub fn machine(root: &str) -> io::Result<Machine> {
     let file = join(format_args!("{root}/proc/meminfo"))?;
-    let mut total = None;
-    let found = file::find_line(file.as_c_str(), |line| {
+    let mut found = [None; 3];
+    let _: Option<()> = file::find_line(file.as_c_str(), |line| {
         let (name, rest) = line.split_once(':')?;
-        let bytes = rest.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)?;
-        match name {
-            "MemTotal" => total = Some(bytes),
-            "MemAvailable" => return Some((bytes, total?)),
-            _ => {}
-        }
-        None
+        let place = ["MemTotal", "MemAvailable", "SwapFree"].iter().position(|known| *known == name)?;
+        found[place] = rest.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()?.checked_mul(1024);
+        found.iter().all(Option::is_some).then_some(())
     })?;
-    found.ok_or_else(|| io::ErrorKind::InvalidData.into())
+    match found {
+        [Some(total_bytes), Some(available_bytes), swap] => {
+            Ok(Machine { total_bytes, available_bytes, swap_free_bytes: swap.unwrap_or(0) })
+        }
+        _ => Err(io::ErrorKind::InvalidData.into()),
+    }
 }
 
 #[cfg(test)]
@@ -252,16 +270,20 @@ mod tests {
             ("/sys/fs/cgroup/app/memory.current", "200\n"),
             ("/sys/fs/cgroup/app/worker/memory.max", "max\n"),
             ("/sys/fs/cgroup/app/worker/memory.current", "100\n"),
-            ("/sys/fs/cgroup/app/worker/memory.stat", "anon 1\ninactive_anon 3\ninactive_file 40\nactive_file 7\n"),
+            (
+                "/sys/fs/cgroup/app/worker/memory.stat",
+                "anon 1\ninactive_anon 3\ninactive_file 40\nactive_file 7\nslab_reclaimable 5\n",
+            ),
         ]);
         let groups = Hierarchy::find(&root).unwrap();
         assert_eq!(groups.version, Version::V2);
         let levels: Vec<_> = (0..MAX_LEVELS).map_while(|level| groups.folder(level)).collect();
         let ends: Vec<_> = levels.iter().map(|folder| folder.as_str().strip_prefix(root.as_str()).unwrap()).collect();
         assert_eq!(ends, ["/sys/fs/cgroup/app/worker", "/sys/fs/cgroup/app", "/sys/fs/cgroup"]);
-        assert_eq!((groups.limit_bytes(&levels[0]), groups.usage_bytes(&levels[0]).unwrap()), (u64::MAX, 100));
-        assert_eq!(groups.file_bytes(&levels[0]), (40, 7));
-        assert_eq!((groups.limit_bytes(&levels[1]), groups.file_bytes(&levels[1])), (512 << 20, (0, 0)));
+        assert_eq!((groups.limit(&levels[0]), groups.usage_bytes(&levels[0]).unwrap()), (Limit::NONE, 100));
+        assert_eq!(groups.reclaimable_bytes(&levels[0]), (40, 12));
+        let limit = Limit { soft_bytes: 512 << 20, hard_bytes: 1 << 30 };
+        assert_eq!((groups.limit(&levels[1]), groups.reclaimable_bytes(&levels[1])), (limit, (0, 0)));
         assert!(groups.usage_bytes(&levels[2]).is_err());
         assert!(groups.is_current(&root));
         std::fs::write(format!("{root}/proc/self/cgroup"), "0::/other\n").unwrap();
@@ -287,8 +309,8 @@ mod tests {
         let groups = Hierarchy::find(&root).unwrap();
         let (inner, outer) = (groups.folder(0).unwrap(), groups.folder(1).unwrap());
         assert!(inner.as_str().ends_with("/memory/task") && groups.folder(2).is_none());
-        assert_eq!((groups.limit_bytes(&inner), groups.limit_bytes(&outer)), (u64::MAX, 256 << 20));
-        assert_eq!(groups.file_bytes(&inner), (524_288, 0));
+        assert_eq!((groups.limit(&inner), groups.limit(&outer).hard_bytes), (Limit::NONE, 256 << 20));
+        assert_eq!(groups.reclaimable_bytes(&inner), (524_288, 0));
     }
 
     /// Nothing mounted, nonsense in the files, a path that leads outside, files that vanish: an error or no limit.
@@ -307,7 +329,7 @@ mod tests {
         ]);
         let groups = Hierarchy::find(&root).unwrap();
         let own = groups.folder(0).unwrap();
-        assert_eq!((groups.limit_bytes(&own), groups.file_bytes(&own)), (u64::MAX, (0, 0)));
+        assert_eq!((groups.limit(&own), groups.reclaimable_bytes(&own)), (Limit::NONE, (0, 0)));
         assert!(groups.folder(1).is_none());
         std::fs::write(format!("{root}/sys/fs/cgroup/memory.current"), "lots").unwrap();
         assert_eq!(groups.usage_bytes(&own).unwrap_err().kind(), io::ErrorKind::InvalidData);
@@ -318,11 +340,14 @@ mod tests {
     /// The machine's memory: both numbers, and an error where one is missing.
     #[test]
     fn the_machines_memory_is_read() {
-        let (_folder, root) = tree(&[("/proc/meminfo", "MemTotal:  100 kB\nMemFree: 1 kB\nMemAvailable:   40 kB\n")]);
-        assert_eq!(machine_bytes(&root).unwrap(), (40 << 10, 100 << 10));
+        let text = "MemTotal:  100 kB\nMemFree: 1 kB\nMemAvailable:   40 kB\nSwapFree: 8 kB\n";
+        let (_folder, root) = tree(&[("/proc/meminfo", text)]);
+        let machine_here = machine(&root).unwrap();
+        let expected = Machine { total_bytes: 100 << 10, available_bytes: 40 << 10, swap_free_bytes: 8 << 10 };
+        assert_eq!(machine_here, expected);
         std::fs::write(format!("{root}/proc/meminfo"), "MemTotal: many kB\n").unwrap();
-        assert!(machine_bytes(&root).is_err());
-        let (available, total) = machine_bytes("").unwrap();
-        assert!(available <= total && available > 0);
+        assert!(machine(&root).is_err());
+        let real = machine("").unwrap();
+        assert!(real.available_bytes <= real.total_bytes && real.available_bytes > 0);
     }
 }

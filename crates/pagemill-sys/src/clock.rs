@@ -18,7 +18,7 @@ pub fn fine_ns() -> u64 {
     read(libc::CLOCK_MONOTONIC)
 }
 
-/// Nanoseconds of CPU time that all threads of this process have used.
-pub fn process_cpu_ns() -> u64 {
-    read(libc::CLOCK_PROCESS_CPUTIME_ID)
+/// Nanoseconds of CPU time that all threads of this process but this one have used.
+pub fn others_cpu_ns() -> u64 {
+    read(libc::CLOCK_PROCESS_CPUTIME_ID).saturating_sub(read(libc::CLOCK_THREAD_CPUTIME_ID))
 }

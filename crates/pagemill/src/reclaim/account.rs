@@ -161,6 +161,8 @@ impl Account {
         self.resident.store(0, Relaxed);
         self.untouched.store(0, Relaxed);
         self.has_charged.store(false, Relaxed);
+        self.headroom.forget();
+        self.futile_until_ns.store(0, Relaxed);
         if let Some(page) = self.membership.page() {
             self.membership.set(page, page.enter(who));
         }
@@ -385,12 +387,13 @@ impl Account {
     pub fn pay_debt(&self) {
         if self.has_debt.swap(false, Relaxed) {
             let is_paid = self.excess(0) == 0 || self.make_room(0, Context::Outside);
-            self.is_exhausted.store(!is_paid, Relaxed);
+            let is_below_others = self.pay_system_debt();
+            self.is_exhausted.store(!(is_paid && is_below_others), Relaxed);
         }
     }
 
     /// Whether a charge that found no room may run a debt: a nested one may, once.
-    fn admit_on_debt(&self, context: Context) -> bool {
+    pub(super) fn admit_on_debt(&self, context: Context) -> bool {
         if context == Context::Outside {
             return false;
         }

@@ -8,6 +8,7 @@
 use super::limits::{Bound, FASTEST_BYTES_PER_NS, Room};
 use super::{Account, Reason, Urgency};
 use crate::arena::Context;
+use crate::stats::{self, Counter};
 use pagemill_sys::clock;
 use std::time::Duration;
 
@@ -29,6 +30,19 @@ const SHORTEST: Duration = Duration::from_millis(1);
 const NEAR: Duration = Duration::from_millis(5);
 const LONGEST: Duration = Duration::from_secs(5);
 
+/// Near a limit, while nobody uses it up, the looks become rarer up to this.
+const CALMEST: Duration = Duration::from_millis(64);
+const CALM_BYTES: i64 = 1 << 20;
+
+/// The small allocator is asked what it keeps from here on.
+const ASKED_FROM_BYTES: u64 = 8 << 20;
+
+/// A process that used less CPU than this has not moved.
+const MOVED_NS: u64 = 1_000_000;
+
+/// The longest that a process is left alone which does nothing.
+const QUIETEST: Duration = Duration::from_secs(640);
+
 /// A machine is not used up as fast as a group's limit can be reached: others have to touch the memory first.
 const MACHINE_SLOWER: u64 = 4;
 
@@ -36,7 +50,7 @@ const MACHINE_SLOWER: u64 = 4;
 pub trait Clock {
     /// Nanoseconds that pass.
     fn now_ns(&self) -> u64;
-    /// Nanoseconds of CPU that this process used.
+    /// Nanoseconds of CPU that the other threads of this process used.
     fn cpu_ns(&self) -> u64;
 }
 
@@ -50,7 +64,7 @@ impl Clock for SystemClock {
     }
 
     fn cpu_ns(&self) -> u64 {
-        clock::process_cpu_ns()
+        clock::others_cpu_ns()
     }
 }
 
@@ -73,13 +87,27 @@ pub struct Governor<C> {
     /// When the process was last looked at, and what CPU it had used.
     looked: Option<(u64, u64)>,
     is_giving: bool,
+    /// How long the process may be left alone, doubled while it does nothing and there is nothing to be had.
+    quiet: Duration,
+    /// The room at the last look, and the pause after it, doubled while nobody uses it up.
+    last_room: i64,
+    calm: Duration,
     /// The pause after a look that could give nothing, doubled each time.
     futile: Duration,
 }
 
 impl<C: Clock> Governor<C> {
     pub fn new(clock: C, idle: Option<Duration>) -> Self {
-        Self { clock, idle, looked: None, is_giving: false, futile: SHORTEST }
+        Self {
+            clock,
+            idle,
+            looked: None,
+            is_giving: false,
+            quiet: idle.unwrap_or(DEFAULT_IDLE),
+            last_room: i64::MAX,
+            calm: SHORTEST,
+            futile: SHORTEST,
+        }
     }
 
     /// Looks once, gives back what is due.
@@ -88,9 +116,8 @@ impl<C: Clock> Governor<C> {
             // What the small allocator keeps is only known by asking.
             account.measure();
             if account.giveable() < WORTHWHILE_BYTES {
-                self.looked = None;
                 self.is_giving = false;
-                return Next::WhenGiveable;
+                return self.wait_for_small();
             }
         }
         let watch = self.watch(account);
@@ -98,15 +125,40 @@ impl<C: Clock> Governor<C> {
         watch.into_iter().chain(idle).min().map_or(Next::WhenAsked, Next::After)
     }
 
+    /// What is freed to the small allocator wakes nobody. Where it holds much it is asked now and then, ever more seldom
+    /// while the process does nothing.
+    fn wait_for_small(&mut self) -> Next {
+        if self.idle.is_none() || stats::get(Counter::Small) < ASKED_FROM_BYTES {
+            self.looked = None;
+            return Next::WhenGiveable;
+        }
+        let cpu = self.clock.cpu_ns();
+        let has_moved = self.looked.is_none_or(|(_, cpu_then)| cpu.saturating_sub(cpu_then) > MOVED_NS);
+        self.looked = Some((self.clock.now_ns(), cpu));
+        self.leave_alone(has_moved);
+        Next::After(self.quiet)
+    }
+
+    /// The next look at an idle process: soon after it moved, ever later while it does not.
+    fn leave_alone(&mut self, has_moved: bool) {
+        let idle = self.idle.unwrap_or(DEFAULT_IDLE);
+        self.quiet = if has_moved { idle } else { (2 * self.quiet).min(QUIETEST.max(idle)) };
+    }
+
     /// Gives back what a group or the machine is short of.
     fn watch(&mut self, account: &Account) -> Option<Duration> {
         let room = account.headroom.sample();
         if room.shortage(0) == 0 {
             self.futile = SHORTEST;
-            return pause(&room);
+            let is_calm = room.bytes.saturating_add(CALM_BYTES) >= self.last_room;
+            self.last_room = room.bytes;
+            self.calm = if is_calm { (2 * self.calm).min(CALMEST) } else { SHORTEST };
+            return Some(pause(&room)?.max(self.calm));
         }
         let before = account.giveable();
-        let room = account.give_for_system(0, Context::Outside);
+        let room = account.give_for_system(room, 0, Context::Outside);
+        self.last_room = room.bytes;
+        self.calm = SHORTEST;
         if room.shortage(0) == 0 || account.giveable() < before {
             self.futile = SHORTEST;
             return Some(SHORTEST);
@@ -119,7 +171,7 @@ impl<C: Clock> Governor<C> {
     fn give_if_idle(&mut self, account: &Account) -> Option<Duration> {
         let idle = self.idle?;
         let (now, cpu) = (self.clock.now_ns(), self.clock.cpu_ns());
-        let period = if self.is_giving { IDLE_PAUSE } else { idle };
+        let period = if self.is_giving { IDLE_PAUSE } else { self.quiet };
         let Some((then, cpu_then)) = self.looked else {
             self.looked = Some((now, cpu));
             return Some(idle);
@@ -129,15 +181,23 @@ impl<C: Clock> Governor<C> {
             return Some(period - passed);
         }
         self.looked = Some((now, cpu));
-        // While it gives, its own work counts as the process's.
         let used = cpu.saturating_sub(cpu_then);
-        let share = if self.is_giving { 2 } else { IDLE_SHARE };
+        // Over twenty milliseconds a share says little.
+        let share = if self.is_giving { IDLE_SHARE / 10 } else { IDLE_SHARE };
         self.is_giving = used <= passed.as_nanos() as u64 / share;
         if !self.is_giving {
+            self.leave_alone(true);
             return Some(idle);
         }
-        account.give_back(IDLE_STEP_BYTES, Context::Outside, Urgency::Request, Reason::Idleness);
-        Some(IDLE_PAUSE)
+        let freed = account.give_back(IDLE_STEP_BYTES, Context::Outside, Urgency::Request, Reason::Idleness);
+        if freed > 0 {
+            self.leave_alone(true);
+            return Some(IDLE_PAUSE);
+        }
+        // In pieces, none of which can go.
+        self.is_giving = false;
+        self.leave_alone(used > MOVED_NS);
+        Some(self.quiet)
     }
 }
 

@@ -19,7 +19,7 @@ use std::time::Duration;
 const HELPED_FROM_BYTES: u64 = 4 << 20;
 
 /// Resident bytes from which on any process has one: it may fall idle.
-const GOVERNED_FROM_BYTES: u64 = 16 << 20;
+const GOVERNED_FROM_BYTES: u64 = 64 << 20;
 
 /// Whether there is a helper, and what it sleeps on outside of a tree.
 #[derive(Default)]
@@ -84,8 +84,10 @@ impl Helper {
 
     /// The thread's work, for as long as the process lives. A process that does nothing for `idle` gives back.
     pub fn run(&self, account: &Account, arena: &Arena, idle: Option<Duration>) -> ! {
-        // Who needs memory most may leave this thread no time. Where it is not allowed it goes on as it is.
+        // Who needs memory most may leave this thread no time; and a program may count on the number of its next file.
+        // Where either is not to be had it goes on as it is.
         thread::prefer();
+        thread::unshare_files();
         let mut governor = Governor::new(SystemClock, idle);
         let place = account.place();
         let (word, scope) = self.word(&place);

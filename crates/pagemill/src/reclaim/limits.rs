@@ -6,11 +6,13 @@
 //! of the room that it found, and for as long as nobody else could use it up.
 //!
 //! Below: `sync`. Locks: one, around a sample; nobody waits for it who has credit.
+#![allow(unsafe_code)] // a call on a stack of its own
 
 use crate::stats::{self, Counter};
 use crate::sync::Lock;
-use pagemill_sys::cgroup::{self, Hierarchy, MAX_LEVELS};
-use pagemill_sys::clock;
+use pagemill_sys::cgroup::{self, Hierarchy, Limit, MAX_LEVELS, Machine};
+use pagemill_sys::{clock, stack};
+use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, OnceLock};
 
@@ -31,7 +33,7 @@ pub struct Room {
     pub bound: Bound,
     /// Before the margin, from which on free memory is given back; negative inside of it.
     pub bytes: i64,
-    /// Before a group's limit itself, beyond which its processes are killed.
+    /// Before the limit of any group beyond which its processes are killed.
     pub hard_bytes: u64,
     /// The limit that binds; `u64::MAX` for none.
     pub limit_bytes: u64,
@@ -40,16 +42,21 @@ pub struct Room {
 impl Room {
     pub const ENDLESS: Self = Self { bound: Bound::None, bytes: i64::MAX, hard_bytes: u64::MAX, limit_bytes: u64::MAX };
 
-    /// Below a group's limit. Of what it uses the kernel can take `idle_bytes` easily, and `file_bytes` with effort.
-    pub fn of_group(limit_bytes: u64, usage_bytes: u64, idle_bytes: u64, file_bytes: u64) -> Self {
-        let margin = (limit_bytes / GROUP_MARGIN_DIVISOR).clamp(GROUP_MARGIN_BYTES.start, GROUP_MARGIN_BYTES.end);
+    /// Below a group's limits. Of what it uses the kernel can take `idle_bytes` easily, and `other_bytes` with effort.
+    pub fn of_group(limit: Limit, usage_bytes: u64, idle_bytes: u64, other_bytes: u64) -> Self {
+        let soft = limit.soft_bytes;
+        let margin = (soft / GROUP_MARGIN_DIVISOR).clamp(GROUP_MARGIN_BYTES.start, GROUP_MARGIN_BYTES.end);
         let working_set = usage_bytes.saturating_sub(idle_bytes);
-        let before_margin = limit_bytes.saturating_sub(margin.min(limit_bytes / 2));
+        let before_margin = soft.saturating_sub(margin.min(soft / 2));
+        let hard_bytes = match limit.hard_bytes {
+            u64::MAX => u64::MAX,
+            hard => hard.saturating_sub(working_set.saturating_sub(other_bytes)),
+        };
         Self {
             bound: Bound::Group,
             bytes: signed(before_margin).saturating_sub(signed(working_set)),
-            hard_bytes: limit_bytes.saturating_sub(working_set.saturating_sub(file_bytes)),
-            limit_bytes,
+            hard_bytes,
+            limit_bytes: limit.soft_bytes,
         }
     }
 
@@ -96,57 +103,76 @@ pub struct Kernel {
 struct Found {
     groups: Option<Hierarchy>,
     /// Limits by level, innermost first.
-    limits: [u64; MAX_LEVELS],
+    limits: [Limit; MAX_LEVELS],
     look_again_ns: u64,
 }
 
 /// Groups are looked for, and their limits read, so often: a move or a change is noticed within this.
 const LOOK_AGAIN_NS: u64 = 1_000_000_000;
 
-/// Pages of files are asked for only where they could matter: with less than a quarter of the limit left.
+/// Where there are none they are looked for less often.
+const LOOK_IN_VAIN_NS: u64 = 10_000_000_000;
+
+/// Looking for groups takes more stack than a small thread has to spare inside malloc.
+const LOOK_STACK_BYTES: usize = 64 << 10;
+
+/// What the kernel could take is asked for only where it could matter: with less than a quarter of the limit left.
 const NEAR_DIVISOR: u64 = 4;
 
 impl Kernel {
     pub const fn new(root: &'static str) -> Self {
-        let found = Found { groups: None, limits: [u64::MAX; MAX_LEVELS], look_again_ns: 0 };
+        let found = Found { groups: None, limits: [Limit::NONE; MAX_LEVELS], look_again_ns: 0 };
         Self { root, found: Mutex::new(found) }
-    }
-
-    fn machine(&self) -> Room {
-        cgroup::machine_bytes(self.root)
-            .map_or(Room::ENDLESS, |(available_bytes, total_bytes)| Room::of_machine(total_bytes, available_bytes))
     }
 }
 
 impl Found {
-    fn look_again(&mut self, root: &str) {
+    fn look_again(&mut self, root: &'static str) {
+        struct Look<'found> {
+            found: &'found mut Found,
+            root: &'static str,
+        }
+        extern "C" fn look(argument: *mut c_void) {
+            let look = argument.cast::<Look<'_>>();
+            // SAFETY: what is passed below, used by nobody else meanwhile.
+            let look = unsafe { &mut *look };
+            look.found.find(look.root);
+        }
         let now = clock::fine_ns();
         if now < self.look_again_ns {
             return;
         }
-        self.look_again_ns = now + LOOK_AGAIN_NS;
+        let mut argument = Look { found: self, root };
+        // SAFETY: `look` returns, and its argument outlives the call.
+        unsafe { stack::call_on_new(LOOK_STACK_BYTES, look, (&raw mut argument).cast()) };
+        self.look_again_ns = now + if self.groups.is_some() { LOOK_AGAIN_NS } else { LOOK_IN_VAIN_NS };
+    }
+
+    fn find(&mut self, root: &str) {
         if !self.groups.as_ref().is_some_and(|groups| groups.is_current(root)) {
             self.groups = Hierarchy::find(root).ok();
         }
-        let folder = |level| self.groups.as_ref()?.folder(level);
-        self.limits = std::array::from_fn(|level| match (&self.groups, folder(level)) {
-            (Some(groups), Some(folder)) => groups.limit_bytes(&folder),
-            _ => u64::MAX,
+        self.limits = std::array::from_fn(|level| {
+            let limit = self.groups.as_ref().and_then(|groups| Some(groups.limit(&groups.folder(level)?)));
+            limit.unwrap_or(Limit::NONE)
         });
     }
 
-    /// The group with the least room.
+    /// The group with the least room, with the least that is left before a kill in any of them.
     fn nearest(&self) -> Option<Room> {
         let groups = self.groups.as_ref()?;
-        let levels = self.limits.iter().enumerate().filter(|(_, limit)| **limit != u64::MAX);
+        let levels = self.limits.iter().enumerate().filter(|(_, limit)| **limit != Limit::NONE);
         let rooms = levels.filter_map(|(level, limit)| {
             let folder = groups.folder(level)?;
             let usage = groups.usage_bytes(&folder).ok()?;
-            let is_near = limit.saturating_sub(usage) < limit / NEAR_DIVISOR;
-            let (idle, active) = if is_near { groups.file_bytes(&folder) } else { (0, 0) };
-            Some(Room::of_group(*limit, usage, idle, active))
+            let is_near = limit.soft_bytes.saturating_sub(usage) < limit.soft_bytes / NEAR_DIVISOR;
+            let (idle, other) = if is_near { groups.reclaimable_bytes(&folder) } else { (0, 0) };
+            Some(Room::of_group(*limit, usage, idle, other))
         });
-        rooms.min_by_key(|room| room.bytes)
+        rooms.reduce(|nearest, room| {
+            let hard_bytes = nearest.hard_bytes.min(room.hard_bytes);
+            Room { hard_bytes, ..if room.bytes < nearest.bytes { room } else { nearest } }
+        })
     }
 }
 
@@ -156,8 +182,14 @@ impl Limits for Kernel {
             found.look_again(self.root);
             found.nearest()
         });
-        let machine = self.machine();
-        group.filter(|group| group.bytes <= machine.bytes).unwrap_or(machine)
+        let machine = cgroup::machine(self.root);
+        let of_machine = |machine: &Machine| Room::of_machine(machine.total_bytes, machine.available_bytes);
+        let room = machine.as_ref().map_or(Room::ENDLESS, of_machine);
+        let Some(group) = group else { return room };
+        // Where there is swap the kernel writes out before it kills: nothing is refused then.
+        let has_swap = machine.is_ok_and(|machine| machine.swap_free_bytes > 0);
+        let hard_bytes = if has_swap { u64::MAX } else { group.hard_bytes };
+        Room { hard_bytes, ..if group.bytes <= room.bytes { group } else { room } }
     }
 }
 
@@ -238,23 +270,36 @@ impl Headroom {
         room
     }
 
-    /// Bytes that must be given back before `bytes` more come in; 0 mostly, which costs one atomic subtraction.
-    pub fn shortage(&self, bytes: u64) -> u64 {
-        let Some(limits) = self.limits.get() else { return 0 };
+    /// The room there is if `bytes` more do not fit before the margin; `None` mostly, which costs one atomic subtraction
+    /// and a look at the clock.
+    pub fn is_short(&self, bytes: u64) -> Option<Room> {
+        let limits = self.limits.get()?;
         let amount = signed(bytes);
         let has_credit =
             || clock::fine_ns() < self.valid_until_ns.load(Relaxed) && self.credit.fetch_sub(amount, Relaxed) >= amount;
         if has_credit() {
-            return 0;
+            return None;
         }
         let _guard = self.sampling.lock();
         if has_credit() {
-            return 0;
+            return None;
         }
         let room = self.sample_locked(*limits);
         // What this caller brings in is taken from what the next one finds.
         self.credit.fetch_sub(amount, Relaxed);
-        room.shortage(bytes)
+        (room.shortage(bytes) > 0).then_some(room)
+    }
+
+    /// Gives credit although there is no room before the margin: nothing can be given for a moment, and asking again for
+    /// every charge would help nobody.
+    pub(super) fn grant(&self, bytes: u64, time_ns: u64) {
+        self.credit.store(signed(bytes), Relaxed);
+        self.valid_until_ns.store(clock::fine_ns() + time_ns, Relaxed);
+    }
+
+    /// In a fork child: the parent's credit is the parent's.
+    pub(super) fn forget(&self) {
+        self.valid_until_ns.store(0, Relaxed);
     }
 
     /// Before `fork`: waits until no sample is under way.
@@ -299,11 +344,11 @@ mod tests {
     fn credit_saves_samples() {
         let (headroom, fake) = headroom(64 << 30);
         for _ in 0..1000 {
-            assert_eq!(headroom.shortage(1 << 20), 0);
+            assert_eq!(headroom.is_short(1 << 20), None);
         }
         let asked = fake.asked.load(Relaxed);
         assert!((1..200).contains(&asked), "asked {asked} times");
-        assert_eq!(headroom.shortage(1 << 40), (1 << 40) - (64 << 30));
+        assert_eq!(headroom.is_short(1 << 40).unwrap().shortage(1 << 40), (1 << 40) - (64 << 30));
     }
 
     /// With little room every charge is asked about, and the missing bytes are told.
@@ -311,11 +356,14 @@ mod tests {
     fn near_the_limit_every_charge_is_sampled() {
         let (headroom, fake) = headroom(1000);
         for _ in 0..10 {
-            assert_eq!(headroom.shortage(4096), 3096);
+            assert_eq!(headroom.is_short(4096).unwrap().shortage(4096), 3096);
         }
         assert_eq!(fake.asked.load(Relaxed), 10);
         fake.bytes.store(-50, Relaxed);
-        assert_eq!((headroom.shortage(1), headroom.shortage(0)), (51, 50));
+        let short = |bytes| headroom.is_short(bytes).unwrap().shortage(bytes);
+        assert_eq!((short(1), short(0)), (51, 50));
+        headroom.grant(100, u64::MAX / 4);
+        assert_eq!((headroom.is_short(60), headroom.is_short(60).is_some()), (None, true));
         assert_eq!(headroom.known().bound, Bound::Group);
     }
 
@@ -323,23 +371,24 @@ mod tests {
     #[test]
     fn without_limits_there_is_no_end_of_room() {
         let headroom = Headroom::default();
-        assert_eq!((headroom.shortage(u64::MAX), headroom.sample()), (0, Room::ENDLESS));
+        assert_eq!((headroom.is_short(u64::MAX), headroom.sample()), (None, Room::ENDLESS));
     }
 
     #[test]
     fn margins_leave_nine_tenths() {
         for limit in [64u64 << 20, 256 << 20, 1 << 30, 64 << 30] {
-            let room = Room::of_group(limit, 0, 0, 0);
+            let both = Limit { soft_bytes: limit, hard_bytes: limit };
+            let room = Room::of_group(both, 0, 0, 0);
             assert!(room.bytes < limit as i64 && (limit < 128 << 20 || room.bytes * 10 >= limit as i64 * 9), "{limit}");
-            let over = Room::of_group(limit, limit + 1, 0, 0);
+            let over = Room::of_group(both, limit + 1, 0, 0);
             assert!(over.bytes < 0 && over.hard_bytes == 0);
         }
-        assert_eq!(
-            Room::of_group(100, 90, 30, 20),
-            Room { bound: Bound::Group, bytes: -10, hard_bytes: 60, limit_bytes: 100 }
-        );
-        assert_eq!(Room::of_group(0, 5, 0, 0).hard_bytes, 0);
-        assert_eq!(Room::of_group(u64::MAX - 1, u64::MAX, 0, 0).hard_bytes, 0);
+        let limit = Limit { soft_bytes: 100, hard_bytes: 140 };
+        let room = Room::of_group(limit, 90, 30, 20);
+        assert_eq!(room, Room { bound: Bound::Group, bytes: -10, hard_bytes: 100, limit_bytes: 100 });
+        assert_eq!(Room::of_group(Limit { soft_bytes: 0, hard_bytes: 0 }, 5, 0, 0).hard_bytes, 0);
+        let high = Limit { soft_bytes: 100, hard_bytes: u64::MAX };
+        assert_eq!(Room::of_group(high, 500, 0, 0).hard_bytes, u64::MAX, "memory.high kills nobody");
         assert_eq!(Room::of_machine(100, 60).bytes, 55);
     }
 
@@ -369,6 +418,13 @@ mod tests {
         let room = system.sample();
         assert_eq!((room.bound, room.limit_bytes), (Bound::Group, 1 << 30));
         assert_eq!(room.hard_bytes, (1 << 30) - 800_000_000);
+        write(root, "/cg/app/worker/memory.current", "1500000000\n");
+        write(root, "/cg/app/worker/memory.max", "1600000000\n");
+        system.found.lock().unwrap().look_again_ns = 0;
+        assert_eq!(system.sample().hard_bytes, 100_000_000, "the nearest kill counts, whoever binds");
+        write(root, "/cg/app/worker/memory.current", "1000000\n");
+        write(root, "/cg/app/worker/memory.max", "2147483648\n");
+        system.found.lock().unwrap().look_again_ns = 0;
 
         write(root, "/cg/app/memory.current", "-5\n");
         assert_eq!(system.sample().limit_bytes, 2 << 30, "the next one binds");

@@ -15,6 +15,9 @@ use std::sync::atomic::Ordering::Relaxed;
 /// Given back at once at the least, so that not every block that comes in waits for another to go.
 const STEP_BYTES: u64 = 4 << 20;
 
+/// Meanwhile so much of what is left before the kill may come in without a look.
+const GRANT_DIVISOR: u64 = 16;
+
 /// After nothing could be given, nobody tries for so long; doubled each time, up to the second.
 pub(super) const FUTILE_NS: std::ops::RangeInclusive<u64> = 1_000_000..=256_000_000;
 
@@ -26,24 +29,31 @@ impl Account {
     /// [`Error::NoMemory`] if a group's limit would be passed, counting all its file pages as free.
     #[inline]
     pub(super) fn make_system_room(&self, bytes: u64, context: Context) -> Result<()> {
-        if self.headroom.shortage(bytes) == 0 { Ok(()) } else { self.relieve(bytes, context) }
+        match self.headroom.is_short(bytes) {
+            None => Ok(()),
+            Some(room) => self.relieve(room, bytes, context),
+        }
     }
 
     #[cold]
-    fn relieve(&self, bytes: u64, context: Context) -> Result<()> {
-        let room = self.give_for_system(bytes, context);
+    fn relieve(&self, room: Room, bytes: u64, context: Context) -> Result<()> {
+        let room = self.give_for_system(room, bytes, context);
         if room.shortage(bytes) == 0 || bytes <= room.hard_bytes {
             return Ok(());
         }
+        // Inside the small allocator most of what it keeps is out of reach: the next call outside gives it.
+        if context == Context::Nested && self.admit_on_debt(context) {
+            return Ok(());
+        }
         stats::add(Counter::LimitRefused, 1);
-        let (limit_bytes, left_bytes) = (room.limit_bytes, room.hard_bytes);
-        Err(Error::NoMemory { wanted_bytes: bytes, used_bytes: limit_bytes.saturating_sub(left_bytes), limit_bytes })
+        let used_bytes = room.limit_bytes.saturating_sub(room.hard_bytes);
+        Err(Error::NoMemory { wanted_bytes: bytes, used_bytes, limit_bytes: room.limit_bytes })
     }
 
     /// Gives back until `bytes` more fit before the margin, here first, then at the siblings. Returns the room there is.
-    pub(super) fn give_for_system(&self, bytes: u64, context: Context) -> Room {
-        let mut room = self.headroom.sample();
-        if room.shortage(bytes) == 0 || clock::fine_ns() < self.futile_until_ns.load(Relaxed) {
+    pub(super) fn give_for_system(&self, mut room: Room, bytes: u64, context: Context) -> Room {
+        let is_pausing = clock::fine_ns() < self.futile_until_ns.load(Relaxed);
+        if room.shortage(bytes) == 0 || (is_pausing && bytes <= room.hard_bytes) {
             return room;
         }
         let reason = if room.bound == Bound::Group { Reason::Group } else { Reason::Machine };
@@ -60,12 +70,20 @@ impl Account {
             freed += 1;
             room = self.headroom.sample();
         }
-        self.note_effort(freed > 0 || room.shortage(bytes) == 0);
+        if context == Context::Outside {
+            self.note_effort(freed > 0 || room.shortage(bytes) == 0, &room);
+        }
         room
     }
 
+    /// What nested charges passed a group's limit by is given back outside of every lock. Returns whether it was enough.
+    pub(super) fn pay_system_debt(&self) -> bool {
+        let room = self.headroom.sample();
+        self.give_for_system(room, 0, Context::Outside).hard_bytes > 0
+    }
+
     /// Whether giving back had a use; if not, it is not tried again at once.
-    fn note_effort(&self, was_useful: bool) {
+    fn note_effort(&self, was_useful: bool, room: &Room) {
         let pause_ns = self.futile_pause_ns.load(Relaxed);
         if was_useful {
             self.futile_pause_ns.store(*FUTILE_NS.start(), Relaxed);
@@ -73,6 +91,7 @@ impl Account {
             stats::add(Counter::NothingToGive, 1);
             self.futile_until_ns.store(clock::fine_ns() + pause_ns, Relaxed);
             self.futile_pause_ns.store((2 * pause_ns).clamp(*FUTILE_NS.start(), *FUTILE_NS.end()), Relaxed);
+            self.headroom.grant((room.hard_bytes / GRANT_DIVISOR).min(STEP_BYTES), *FUTILE_NS.start());
         }
     }
 }
