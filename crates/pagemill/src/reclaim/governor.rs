@@ -72,8 +72,8 @@ impl Clock for SystemClock {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
     After(Duration),
-    /// There is nothing to give: not before there is.
-    WhenGiveable,
+    /// There is nothing to give: not before there is, or this time is over.
+    WhenGiveable(Option<Duration>),
     /// There is, and nobody to give it to: not before somebody asks.
     WhenAsked,
 }
@@ -130,13 +130,13 @@ impl<C: Clock> Governor<C> {
     fn wait_for_small(&mut self) -> Next {
         if self.idle.is_none() || stats::get(Counter::Small) < ASKED_FROM_BYTES {
             self.looked = None;
-            return Next::WhenGiveable;
+            return Next::WhenGiveable(None);
         }
         let cpu = self.clock.cpu_ns();
         let has_moved = self.looked.is_none_or(|(_, cpu_then)| cpu.saturating_sub(cpu_then) > MOVED_NS);
         self.looked = Some((self.clock.now_ns(), cpu));
         self.leave_alone(has_moved);
-        Next::After(self.quiet)
+        Next::WhenGiveable(Some(self.quiet))
     }
 
     /// The next look at an idle process: soon after it moved, ever later while it does not.
@@ -308,7 +308,7 @@ mod tests {
     fn it_sleeps_for_good_without_a_reason() {
         let clock = FakeClock::default();
         let (_, poor) = world(MIB - 1, Some(-5));
-        assert_eq!(Governor::new(&clock, Some(DEFAULT_IDLE)).step(&poor), Next::WhenGiveable);
+        assert_eq!(Governor::new(&clock, Some(DEFAULT_IDLE)).step(&poor), Next::WhenGiveable(None));
         let (_, alone) = world(100 * MIB, None);
         assert_eq!(Governor::new(&clock, None).step(&alone), Next::WhenAsked);
     }
@@ -374,7 +374,7 @@ mod tests {
         let mut governor = Governor::new(&clock, None);
         governor.step(&account);
         assert_eq!(world.hoard.load(Relaxed), 0);
-        assert_eq!(governor.step(&account), Next::WhenGiveable);
+        assert_eq!(governor.step(&account), Next::WhenGiveable(None));
         // An owner that says it could give, and gives nothing.
         struct Liar;
         impl Shrinker for Liar {

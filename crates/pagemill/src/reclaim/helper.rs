@@ -99,7 +99,7 @@ impl Helper {
             account.answer();
             while arena.prefault() {}
             let next = governor.step(account);
-            if next == Next::WhenGiveable {
+            if matches!(next, Next::WhenGiveable(_)) {
                 self.is_parked.store(true, SeqCst);
                 // What was freed since the look wakes nobody: look again.
                 if account.giveable() >= WORTHWHILE_BYTES {
@@ -109,7 +109,8 @@ impl Helper {
             }
             let pause = match next {
                 Next::After(pause) => Some(pause),
-                Next::WhenGiveable | Next::WhenAsked => None,
+                Next::WhenGiveable(pause) => pause,
+                Next::WhenAsked => None,
             };
             futex::wait(word, seen, pause, scope);
             self.is_parked.store(false, Relaxed);
