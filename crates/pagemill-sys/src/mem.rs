@@ -40,6 +40,18 @@ pub fn os_page_bytes() -> usize {
     bytes
 }
 
+/// Maps anonymous memory by the plain system call: in the preload library the C library's `mmap` is jemalloc's, and leads
+/// back into the arena.
+///
+/// # Safety
+///
+/// With `MAP_FIXED` nobody depends on what is mapped there.
+unsafe fn map(addr: usize, len_bytes: usize, protection: i32, flags: i32) -> io::Result<usize> {
+    // SAFETY: the caller's promise.
+    let result = unsafe { libc::syscall(libc::SYS_mmap, addr, len_bytes, protection, flags, -1, 0) };
+    if result == -1 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
+}
+
 /// Reserves `len_bytes` of address space at a multiple of `align_bytes`, without access or pages.
 ///
 /// Costs address space only: the reservation counts against `RLIMIT_AS` and
@@ -54,11 +66,7 @@ pub fn reserve(len_bytes: usize, align_bytes: usize, hint: usize) -> io::Result<
     let padded = len_bytes.checked_add(align_bytes).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     // SAFETY: without MAP_FIXED a new mapping touches no existing memory.
-    let start = unsafe { libc::mmap(hint as *mut _, padded, libc::PROT_NONE, flags, -1, 0) };
-    if start == libc::MAP_FAILED {
-        return Err(io::Error::last_os_error());
-    }
-    let start = start as usize;
+    let start = unsafe { map(hint, padded, libc::PROT_NONE, flags) }?;
     let aligned = start.next_multiple_of(align_bytes);
     let (head, tail) = (aligned - start, padded - (aligned - start) - len_bytes);
     // SAFETY: both ends are parts of the mapping made above that nobody knows yet.
@@ -198,14 +206,12 @@ pub fn map_sparse(len_bytes: usize, align_bytes: usize) -> io::Result<usize> {
     let addr = reserve(len_bytes, align_bytes, 0)?;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
     // SAFETY: replaces the reservation made above, which nobody else knows.
-    let mapped = unsafe { libc::mmap(addr as *mut _, len_bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
-    if mapped == libc::MAP_FAILED {
-        let error = io::Error::last_os_error();
+    let mapped = unsafe { map(addr, len_bytes, libc::PROT_READ | libc::PROT_WRITE, flags) };
+    if mapped.is_err() {
         // SAFETY: as above.
         unsafe { unreserve(addr, len_bytes) };
-        return Err(error);
     }
-    Ok(addr)
+    mapped
 }
 
 /// Asks that the OS page at `addr` read zero in a child made by `fork` or a raw `clone`.
