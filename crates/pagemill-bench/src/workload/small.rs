@@ -23,6 +23,10 @@ pub enum Pattern {
     Churn,
 }
 
+/// Pairs of each thread before anything is measured.
+const WARM_PAIRS: u64 = 150_000;
+const WARM_AT_MOST: Duration = Duration::from_millis(500);
+
 /// One run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Small {
@@ -77,7 +81,7 @@ fn timed(arguments: &Small, duration: Duration) -> Outcome {
                 let (is_measured, is_over) = (&is_measured, &is_over);
                 let (pairs, nanoseconds, start) = (&pairs, &nanoseconds, &start);
                 scope.spawn(move || {
-                    let bench = Bench::new(arguments, index as u64);
+                    let bench = Bench::new(arguments, index as u64).and_then(Bench::warmed);
                     start.wait();
                     let mut bench = bench?;
                     while !is_measured.load(Ordering::Relaxed) {
@@ -122,6 +126,19 @@ impl Bench {
             }
         }
         Ok(Self { size: arguments.size, pattern: arguments.pattern, table, random: Random::new(seed), wrong: 0 })
+    }
+
+    /// After so many pairs, or so much time, that every allocator serves as it will go on serving: Pagemill leaves the first
+    /// hundred thousand calls of a program to the C library.
+    fn warmed(mut self) -> Result<Self, Failure> {
+        let end = Instant::now() + WARM_AT_MOST;
+        for _ in 0..WARM_PAIRS / STEP_PAIRS {
+            self.step()?;
+            if Instant::now() >= end {
+                break;
+            }
+        }
+        Ok(self)
     }
 
     /// [`STEP_PAIRS`] pairs. Each block carries a tag, which is looked at before the block is freed.
