@@ -54,12 +54,6 @@ pub fn prefer() -> bool {
     }
 }
 
-/// Lets another thread run.
-pub fn yield_now() {
-    // SAFETY: no arguments.
-    unsafe { libc::sched_yield() };
-}
-
 /// Waits a moment (50 us and what the timer adds) for a thread that may have a lower priority than this one.
 pub fn pause() {
     // SAFETY: no arguments.
