@@ -36,7 +36,7 @@ impl Collected {
     fn absorb(&mut self, snapshot: &Snapshot) {
         self.sum.absorb_ended(snapshot);
         self.count += 1;
-        self.largest.push(*snapshot);
+        self.largest.push(snapshot.clone());
         self.largest.sort_by_key(|snapshot| std::cmp::Reverse(snapshot.get(Counter::ResidentPeak)));
         self.largest.truncate(LISTED);
     }

@@ -12,7 +12,7 @@ use crate::{SMALL_END, SMALL_LIMIT, check, fork, slow, small, young};
 use pagemill::heap::MIN_BYTES;
 use pagemill::published;
 use pagemill::reclaim::Account;
-use pagemill::reclaim::limits::Kernel;
+use pagemill::reclaim::kernel::Kernel;
 use pagemill::reclaim::tree::{TreePage, UNLIMITED};
 use pagemill::sync::Lock;
 use pagemill::{Pagemill, stats};
@@ -253,18 +253,23 @@ fn publish() {
     unsafe { stack::call_on_new(STACK_BYTES, on_new_stack, ptr::null_mut()) };
 }
 
-/// Starts the helper thread. Outside of every lock: the C library allocates for it.
-pub fn helper(pagemill: &'static Pagemill) {
-    extern "C" fn main(_: *mut c_void) -> *mut c_void {
-        match self::pagemill() {
-            Some(pagemill) => pagemill.helper.run(pagemill.account, pagemill.arena, settings().idle),
-            None => ptr::null_mut(),
+/// The helper thread's work.
+struct Help;
+
+impl thread::Work for Help {
+    fn work(&'static self) {
+        if let Some(pagemill) = pagemill() {
+            pagemill.helper.run(pagemill.account, pagemill.arena, settings().idle);
         }
     }
+}
+
+/// Starts the helper thread. Outside of every lock: the C library allocates for it.
+pub fn helper(pagemill: &'static Pagemill) {
     if !settings().may_have_helper || !pagemill.helper.claim() {
         return;
     }
-    if thread::spawn(c"pagemill", main).is_err() {
+    if thread::spawn(c"pagemill", &Help).is_err() {
         pagemill.helper.unclaim();
     }
 }

@@ -22,7 +22,7 @@ pub enum Version {
 }
 
 /// A mount of a controller: the part of the hierarchy that is visible, and where.
-pub(crate) struct Mount<'line> {
+struct Mount<'line> {
     pub version: Version,
     pub root: &'line str,
     pub at: &'line str,
@@ -30,7 +30,7 @@ pub(crate) struct Mount<'line> {
 
 impl<'line> Mount<'line> {
     /// From a line of `mountinfo`: the memory controller of version 1, or the unified hierarchy.
-    pub(crate) fn parse(line: &'line str) -> Option<Self> {
+    fn parse(line: &'line str) -> Option<Self> {
         let (place, kind) = line.split_once(" - ")?;
         let mut place = place.split(' ').skip(3);
         let (root, at) = (place.next()?, place.next()?);
@@ -47,7 +47,7 @@ impl<'line> Mount<'line> {
 }
 
 /// From a line of `/proc/PID/cgroup`: the process's path in the hierarchy of that version.
-pub(crate) fn group_path(line: &str, version: Version) -> Option<&str> {
+fn group_path(line: &str, version: Version) -> Option<&str> {
     let mut fields = line.splitn(3, ':').skip(1);
     let (controllers, path) = (fields.next()?, fields.next()?);
     let is_ours = match version {
@@ -144,6 +144,14 @@ impl Hierarchy {
         join(format_args!("{folder}")).ok()
     }
 
+    /// A group's name, as `/proc/self/cgroup` has it below the mount.
+    pub fn name<'folder>(&self, folder: &'folder Path) -> &'folder str {
+        match folder.as_str().get(self.mount_len..) {
+            None | Some("") => "/",
+            Some(name) => name,
+        }
+    }
+
     fn usage_file(&self) -> &'static str {
         match self.version {
             Version::V1 => "memory.usage_in_bytes",
@@ -181,12 +189,21 @@ impl Hierarchy {
 
     /// What the kernel can take of a group before it kills: file pages that nobody used lately, and, with more effort,
     /// other file pages and caches of its own. Some 20 to 50 us.
+    ///
+    /// `inactive_file` alone is no measure of the first: it also has what was offered by `MADV_FREE`, and keeps it when
+    /// its owner uses it again. So file pages are counted themselves, less those that are active or in memory only.
     pub fn reclaimable_bytes(&self, folder: &Path) -> (u64, u64) {
         let names = match self.version {
-            Version::V1 => ["total_inactive_file ", "total_active_file ", "total_slab_reclaimable "],
-            Version::V2 => ["inactive_file ", "active_file ", "slab_reclaimable "],
+            Version::V1 => [
+                "total_inactive_file ",
+                "total_active_file ",
+                "total_slab_reclaimable ",
+                "total_cache ",
+                "total_shmem ",
+            ],
+            Version::V2 => ["inactive_file ", "active_file ", "slab_reclaimable ", "file ", "shmem "],
         };
-        let mut found = [None::<u64>; 3];
+        let mut found = [None::<u64>; 5];
         let Ok(path) = join(format_args!("{}/memory.stat", folder.as_str())) else { return (0, 0) };
         let _ = file::find_line(path.as_c_str(), |line| {
             for (place, name) in found.iter_mut().zip(names) {
@@ -196,9 +213,16 @@ impl Hierarchy {
             }
             found.iter().all(Option::is_some).then_some(())
         });
-        let [idle, active, slab] = found.map(Option::unwrap_or_default);
-        (idle, active.saturating_add(slab))
+        let [idle, active, slab, files, shmem] = found.map(Option::unwrap_or_default);
+        let idle_files = files.saturating_sub(shmem).saturating_sub(active);
+        (idle.min(idle_files), active.saturating_add(slab))
     }
+}
+
+/// Where the unified hierarchy is mounted, from the text of `mountinfo`.
+pub(crate) fn unified_mount(mountinfo: &str) -> Option<&str> {
+    let mut mounts = mountinfo.lines().filter_map(Mount::parse);
+    mounts.find(|mount| mount.version == Version::V2).map(|mount| mount.at)
 }
 
 fn own_path(root: &str, version: Version) -> io::Result<Option<Path>> {
@@ -272,7 +296,7 @@ mod tests {
             ("/sys/fs/cgroup/app/worker/memory.current", "100\n"),
             (
                 "/sys/fs/cgroup/app/worker/memory.stat",
-                "anon 1\ninactive_anon 3\ninactive_file 40\nactive_file 7\nslab_reclaimable 5\n",
+                "anon 1\nfile 90\nshmem 9\ninactive_anon 3\ninactive_file 40\nactive_file 7\nslab_reclaimable 5\n",
             ),
         ]);
         let groups = Hierarchy::find(&root).unwrap();
@@ -282,6 +306,10 @@ mod tests {
         assert_eq!(ends, ["/sys/fs/cgroup/app/worker", "/sys/fs/cgroup/app", "/sys/fs/cgroup"]);
         assert_eq!((groups.limit(&levels[0]), groups.usage_bytes(&levels[0]).unwrap()), (Limit::NONE, 100));
         assert_eq!(groups.reclaimable_bytes(&levels[0]), (40, 12));
+        // What a process offered, and may use again, is no file page.
+        let stat = "file 30\nshmem 9\ninactive_file 40\nactive_file 7\nslab_reclaimable 5\n";
+        std::fs::write(format!("{root}/sys/fs/cgroup/app/worker/memory.stat"), stat).unwrap();
+        assert_eq!(groups.reclaimable_bytes(&levels[0]), (14, 12));
         let limit = Limit { soft_bytes: 512 << 20, hard_bytes: 1 << 30 };
         assert_eq!((groups.limit(&levels[1]), groups.reclaimable_bytes(&levels[1])), (limit, (0, 0)));
         assert!(groups.usage_bytes(&levels[2]).is_err());
@@ -304,7 +332,10 @@ mod tests {
             ("/sys/fs/cgroup/memory/memory.usage_in_bytes", "1048576\n"),
             ("/sys/fs/cgroup/memory/task/memory.limit_in_bytes", "9223372036854771712\n"),
             ("/sys/fs/cgroup/memory/task/memory.usage_in_bytes", "1048576\n"),
-            ("/sys/fs/cgroup/memory/task/memory.stat", "inactive_file 1\ntotal_inactive_file 524288\n"),
+            (
+                "/sys/fs/cgroup/memory/task/memory.stat",
+                "inactive_file 1\ntotal_cache 600000\ntotal_inactive_file 524288\n",
+            ),
         ]);
         let groups = Hierarchy::find(&root).unwrap();
         let (inner, outer) = (groups.folder(0).unwrap(), groups.folder(1).unwrap());

@@ -73,6 +73,17 @@ pub type Path = Text<512>;
 /// A descriptor that closes itself.
 pub struct Fd(libc::c_int);
 
+impl Fd {
+    /// Takes over a descriptor that is this crate's own.
+    pub(crate) fn own(number: libc::c_int) -> Self {
+        Self(number)
+    }
+
+    pub(crate) fn number(&self) -> libc::c_int {
+        self.0
+    }
+}
+
 impl Drop for Fd {
     fn drop(&mut self) {
         // SAFETY: our own descriptor, not used again.
@@ -80,7 +91,7 @@ impl Drop for Fd {
     }
 }
 
-fn open(path: &CStr, flags: libc::c_int, mode: libc::mode_t) -> io::Result<Fd> {
+pub(crate) fn open(path: &CStr, flags: libc::c_int, mode: libc::mode_t) -> io::Result<Fd> {
     loop {
         // SAFETY: `path` is a C string.
         let fd = unsafe {

@@ -14,11 +14,13 @@
 //! | [`file`](mod@file) | small kernel and shared files without allocating |
 //! | [`process`], [`child`] | who a process is, what it holds; a child stood in for |
 //! | [`cgroup`] | memory control groups, the machine's memory |
+//! | [`events`] | what the kernel says by itself when memory runs short |
 //! | [`probe`] | what this kernel can do, for people |
 
 pub mod cgroup;
 pub mod child;
 pub mod clock;
+pub mod events;
 pub mod file;
 pub mod futex;
 pub mod mem;

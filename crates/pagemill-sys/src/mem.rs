@@ -181,6 +181,29 @@ pub unsafe fn discard(addr: usize, len_bytes: usize) -> io::Result<()> {
     check(unsafe { libc::madvise(addr as *mut _, len_bytes, libc::MADV_DONTNEED) })
 }
 
+/// Offers the pages of the range to the kernel, which takes them when it runs short: until then, and from the next write
+/// on, a page keeps its bytes; once taken it reads zero.
+///
+/// # Errors
+///
+/// `EINVAL` where the program has locked the memory.
+///
+/// # Safety
+///
+/// As [`discard`].
+pub unsafe fn offer(addr: usize, len_bytes: usize) -> io::Result<()> {
+    // SAFETY: the caller gives the contents up.
+    check(unsafe { libc::madvise(addr as *mut _, len_bytes, libc::MADV_FREE) })
+}
+
+/// Asks the kernel to reclaim the range as it would under pressure: without swap it takes what was offered, and nothing
+/// else. For tests of what happens then.
+pub fn reclaim(addr: usize, len_bytes: usize) {
+    const PAGEOUT: i32 = 21;
+    // SAFETY: contents do not change, but for those given up.
+    unsafe { libc::madvise(addr as *mut _, len_bytes, PAGEOUT) };
+}
+
 /// Splits the huge page behind a block into OS pages, as far as the kernel does so on `MADV_COLD`.
 ///
 /// `MADV_DONTNEED` of a part of a huge page frees nothing while the page is

@@ -5,14 +5,25 @@ use std::ffi::{CStr, c_void};
 use std::io;
 use std::ptr;
 
-/// Starts `main` on a thread of its own with a 256 KiB stack. It is never joined.
+/// What a thread of its own does.
+pub trait Work: Sync + 'static {
+    fn work(&'static self);
+}
+
+extern "C" fn start<T: Work>(work: *mut c_void) -> *mut c_void {
+    // SAFETY: what `spawn` was given: a reference that stays.
+    unsafe { &*work.cast::<T>() }.work();
+    ptr::null_mut()
+}
+
+/// Starts `work` on a thread with a 256 KiB stack. It is never joined.
 ///
 /// Call it outside every lock: the C library allocates for a new thread.
 ///
 /// # Errors
 ///
 /// What `pthread_create` says, `EAGAIN` above all.
-pub fn spawn(name: &CStr, main: extern "C" fn(*mut c_void) -> *mut c_void) -> io::Result<()> {
+pub fn spawn<T: Work>(name: &CStr, work: &'static T) -> io::Result<()> {
     const STACK_BYTES: usize = 256 << 10;
     // SAFETY: attributes and signal sets are plain data initialised by the calls
     // before they are read; the mask of this thread is restored before returning.
@@ -25,7 +36,8 @@ pub fn spawn(name: &CStr, main: extern "C" fn(*mut c_void) -> *mut c_void) -> io
         libc::sigfillset(&raw mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
         let mut thread: libc::pthread_t = std::mem::zeroed();
-        let result = libc::pthread_create(&raw mut thread, &raw const attributes, main, ptr::null_mut());
+        let argument = ptr::from_ref(work).cast_mut().cast();
+        let result = libc::pthread_create(&raw mut thread, &raw const attributes, start::<T>, argument);
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, ptr::null_mut());
         libc::pthread_attr_destroy(&raw mut attributes);
         if result != 0 {

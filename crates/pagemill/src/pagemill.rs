@@ -38,6 +38,7 @@ impl Pagemill {
         let arena: &'static Arena = arena::place(Arena::new(layout, account)?)?;
         let helper: &'static Helper = arena::place(Helper::default())?;
         let heap: &'static Heap = arena::place(Heap::new(arena, account, helper)?)?;
+        stats::describe_arena(arena.addresses());
         account.register(heap);
         account.set_helper(helper);
         arena::place(Self { account, arena, heap, helper })
@@ -75,6 +76,7 @@ impl Pagemill {
     /// In a child process: counts, charges and the helper start anew; what is shared with the parent is the parent's.
     pub fn begin_child(&self) {
         stats::detach_in_child();
+        stats::describe_arena(self.arena.addresses());
         let generation = self.arena.forked();
         self.helper.unclaim();
         self.heap.recount_free();

@@ -106,6 +106,15 @@ pub fn find(pid: u32) -> Option<(Path, Snapshot)> {
     })
 }
 
+/// The published figures of all running processes of this user.
+pub fn running() -> Vec<Snapshot> {
+    let Ok(folder) = user_folder() else { return Vec::new() };
+    let mut folders = vec![folder.as_str().to_owned()];
+    folders.extend(tree_folders(folder.as_str()).into_iter().map(|(path, _)| path));
+    let found = folders.iter().filter_map(|folder| list(folder, false).ok()).flatten();
+    found.filter(|process| process.is_alive).map(|process| process.snapshot).collect()
+}
+
 /// Why [`find`] finds nothing, as far as can be said.
 pub fn missing(pid: u32) -> String {
     format!(

@@ -10,6 +10,7 @@ use pagemill_sys::file::{self, Access};
 use pagemill_sys::{clock, process};
 use std::ffi::CStr;
 use std::io;
+use std::ops::Range;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering::Relaxed};
 
 /// What a counter counts.
@@ -140,6 +141,34 @@ counters! {
     given_for_new: GivenForNew, Sum, Bytes;
     /// Times that memory was short and there was nothing left to give.
     nothing_to_give: NothingToGive, Sum, Count;
+    /// Given back because somebody waits for memory, here or elsewhere on the machine (PSI).
+    given_for_stall: GivenForStall, Sum, Bytes;
+    /// Free and cold: the kernel may take it by itself. In all so far, however often.
+    offered: Offered, Sum, Bytes;
+    /// Of what was offered, found to have been taken.
+    taken: Taken, Sum, Bytes;
+    /// Times that the kernel woke the helper because a limit came near or somebody waits.
+    signs: Signs, Sum, Count;
+    /// Helper threads that run.
+    helpers: Helpers, Gauge, Count;
+    /// Of them, those that may go before other threads (real-time priority).
+    helpers_preferred: HelpersPreferred, Gauge, Count;
+    /// Of them, those that the kernel warns before a control group's limit (threshold events; on version 2 its own events).
+    helpers_warned: HelpersWarned, Gauge, Count;
+    /// Of them, those that the kernel wakes when somebody waits for memory (PSI).
+    helpers_told_of_stalls: HelpersToldOfStalls, Gauge, Count;
+    /// Alarms that could not be set, whatever for.
+    alarms_refused: AlarmsRefused, Sum, Count;
+    /// Times that a helper woke over 20 ms later than it wanted to.
+    helper_late: HelperLate, Sum, Count;
+    /// Looks at a control group or at the machine's memory that told nothing.
+    limits_unread: LimitsUnread, Sum, Count;
+    /// Times that the process was found in another control group, or under other limits.
+    limits_changed: LimitsChanged, Sum, Count;
+    /// Owners of memory that failed (panicked) and are not asked any more.
+    owners_failed: OwnersFailed, Sum, Count;
+    /// Times that an owner of memory was passed over because it did not come back.
+    owners_blocked: OwnersBlocked, Sum, Count;
 }
 
 /// Rows that a page has room for.
@@ -164,7 +193,9 @@ pub struct Figures {
     start_ticks: AtomicU64,
     /// Process name, 15 bytes and a zero.
     name: [AtomicU64; 2],
-    reserved: [AtomicU64; 3],
+    /// Addresses of the arena: first, and one past the last; zeros while there is none.
+    arena: [AtomicU64; 2],
+    reserved: AtomicU64,
     counters: [AtomicU64; CAPACITY],
     pub(crate) ring: Ring,
 }
@@ -179,7 +210,8 @@ impl Figures {
             version_pid: AtomicU64::new(0),
             start_ticks: AtomicU64::new(0),
             name: [const { AtomicU64::new(0) }; 2],
-            reserved: [const { AtomicU64::new(0) }; 3],
+            arena: [const { AtomicU64::new(0) }; 2],
+            reserved: AtomicU64::new(0),
             counters: [const { AtomicU64::new(0) }; CAPACITY],
             ring: Ring::new(),
         }
@@ -209,6 +241,7 @@ impl Figures {
         Some(Snapshot {
             who: process::Identity { pid: (version_pid >> 32) as u32, start_ticks: self.start_ticks.load(Relaxed) },
             name,
+            arena: self.arena[0].load(Relaxed)..self.arena[1].load(Relaxed),
             values: std::array::from_fn(|index| self.counters[index].load(Relaxed)),
         })
     }
@@ -255,17 +288,26 @@ pub fn get(counter: Counter) -> u64 {
     current().counters[counter as usize].load(Relaxed)
 }
 
+/// Says where this process's arena lies, so that others can tell its mappings from the rest.
+pub(crate) fn describe_arena(addresses: Range<usize>) {
+    for (word, addr) in current().arena.iter().zip([addresses.start, addresses.end]) {
+        word.store(addr as u64, Relaxed);
+    }
+}
+
 /// Figures of one process at one moment.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Snapshot {
     pub who: process::Identity,
     name: [u8; 16],
+    /// Addresses of the process's arena; empty while it has none.
+    pub arena: Range<u64>,
     values: [u64; CAPACITY],
 }
 
 impl Default for Snapshot {
     fn default() -> Self {
-        Self { who: process::Identity::default(), name: [0; 16], values: [0; CAPACITY] }
+        Self { who: process::Identity::default(), name: [0; 16], arena: 0..0, values: [0; CAPACITY] }
     }
 }
 
@@ -330,6 +372,9 @@ pub fn publish(path: &CStr, who: process::Identity) -> io::Result<()> {
         to.store(amount, Relaxed);
     }
     let before = current();
+    for (to, from) in page.arena.iter().zip(&before.arena) {
+        to.store(from.load(Relaxed), Relaxed);
+    }
     CURRENT.store(addr as *mut Figures, Relaxed);
     // What other threads counted meanwhile.
     for ((to, from), amount) in page.counters.iter().zip(&before.counters).zip(copied) {
@@ -401,7 +446,7 @@ mod tests {
         let snapshot = read(&c_path).unwrap();
         assert_eq!(snapshot.name(), "?".repeat(15));
         assert_eq!(snapshot.giveable_bytes(), u64::MAX);
-        let mut total = snapshot;
+        let mut total = snapshot.clone();
         total.absorb_ended(&snapshot);
         assert_eq!(total.get(Counter::PurgeFreed), u64::MAX);
     }

@@ -58,6 +58,14 @@ events! {
     GivenForIdleness "given_for_idleness" ("wanted_bytes", "freed_bytes");
     /// Cold memory went back because new memory came in.
     GivenForNew "given_for_new" ("wanted_bytes", "freed_bytes");
+    /// Cold memory went back because somebody waits for memory.
+    GivenForStall "given_for_stall" ("wanted_bytes", "freed_bytes");
+    /// Cold memory may be taken by the kernel from here on.
+    Offered "offered" ("wanted_bytes", "offered_bytes");
+    /// The kernel took memory that was offered.
+    Taken "taken" ("block", "taken_bytes");
+    /// The kernel woke the helper: a limit came near (1), somebody waits (2).
+    Sign "sign" ("signs", "room_bytes");
 }
 
 #[repr(C)]

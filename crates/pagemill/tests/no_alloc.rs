@@ -7,7 +7,8 @@
 
 use pagemill::arena::nodes::Nodes;
 use pagemill::arena::{Context, Layout};
-use pagemill::reclaim::limits::{Kernel, Limits, Room};
+use pagemill::reclaim::kernel::Kernel;
+use pagemill::reclaim::limits::{Limits, Room};
 use pagemill::reclaim::tree::{TreePage, UNLIMITED};
 use pagemill::reclaim::{Reason, Shrinker, Urgency};
 use pagemill::stats::{self, Counter};

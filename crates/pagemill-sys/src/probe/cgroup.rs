@@ -4,8 +4,11 @@
 //! are visible; the working set is what is used less inactive file pages.
 
 use super::{Feature, Finding, Group, System, Unread, describe, size, trial};
-use crate::cgroup::{Mount, Version, group_path};
-use std::path::{Path, PathBuf};
+use crate::cgroup::{Hierarchy, Limit, MAX_LEVELS, Version};
+use crate::events::Events;
+use crate::file;
+use std::io::ErrorKind;
+use std::path::Path;
 
 pub(super) const ROWS: &[Feature] = &[
     Feature {
@@ -17,7 +20,7 @@ pub(super) const ROWS: &[Feature] = &[
         lost: "a container's limit is not seen: only --limit and the machine's memory count",
         fix: "boot with cgroup_enable=memory on the kernel's command line",
         check: |system| match find(system) {
-            Ok(group) => Finding::available(format!("v{}, {}", group.version, group.shown())),
+            Ok(group) => Finding::available(format!("{}, {}", group.version(), group.name())),
             Err(finding) => finding,
         },
     },
@@ -46,124 +49,135 @@ pub(super) const ROWS: &[Feature] = &[
         group: Group::Limits,
         name: "control groups of our own",
         since: "4.5",
-        needed_for: "bench: runs inside a limit; on v1 also an event just below the limit",
+        needed_for: "bench: runs inside a limit",
         lost: "bench leaves the runs inside a limit out and says so; nothing else",
         fix: "systemd-run --user --scope -p Delegate=yes bash",
         check: |system| match find(system) {
-            Ok(group) => match trial::may_write(&group.own) {
-                Ok(()) => Finding::available(format!("{} may be written", group.shown())),
+            Ok(group) => match trial::may_write(Path::new(group.own.as_str())) {
+                Ok(()) => Finding::available(format!("{} may be written", group.name())),
                 Err(error) => Finding::missing(describe(&error)),
             },
             Err(finding) => finding,
         },
     },
+    Feature {
+        key: "cgroup_events",
+        group: Group::Limits,
+        name: "warnings of a group's limit",
+        since: "4.5",
+        needed_for: "sleeping while a container's limit is far, being woken when it comes near",
+        lost: "the limit is looked at every 5 to 64 ms while there is something to give",
+        fix: "let the process write cgroup.event_control of its group (v1)",
+        check: warnings,
+    },
 ];
 
-/// Where the memory controller keeps this process's figures.
-struct ControlGroup {
-    version: u8,
-    /// The folder that the controller is mounted at.
-    mount: PathBuf,
-    /// This process's folder, the mount itself or below.
-    own: PathBuf,
+/// The groups of this process, as the governor finds them.
+struct Own {
+    /// `None` at the root of version 2, which has no figures.
+    groups: Option<Hierarchy>,
+    own: file::Path,
 }
 
-impl ControlGroup {
-    /// The group's name, as `/proc/self/cgroup` has it.
-    fn shown(&self) -> String {
-        format!("/{}", self.own.strip_prefix(&self.mount).unwrap_or(Path::new("")).display())
+impl Own {
+    fn version(&self) -> &'static str {
+        match self.groups.as_ref().map(|groups| groups.version) {
+            Some(Version::V1) => "v1",
+            _ => "v2",
+        }
     }
 
-    /// The group and its ancestors, innermost first.
-    fn levels(&self) -> impl Iterator<Item = &Path> {
-        self.own.ancestors().take_while(|level| level.starts_with(&self.mount))
+    fn name(&self) -> String {
+        self.groups.as_ref().map_or("/".to_string(), |groups| groups.name(&self.own).to_string())
     }
 
-    fn usage_file(&self) -> &'static str {
-        if self.version == 1 { "memory.usage_in_bytes" } else { "memory.current" }
+    /// Folders and limits, innermost first.
+    fn levels(&self) -> Vec<(file::Path, Limit)> {
+        let Some(groups) = &self.groups else { return Vec::new() };
+        let folders = (0..MAX_LEVELS).map_while(|level| groups.folder(level));
+        let with_limit = |folder| {
+            let limit = groups.limit(&folder);
+            (folder, limit)
+        };
+        folders.map(with_limit).collect()
     }
 }
 
-fn find(system: &System) -> Result<ControlGroup, Finding> {
+fn find(system: &System) -> Result<Own, Finding> {
     let absent = |unread: Unread| {
         if unread.is_absent { Finding::missing("this kernel has no control groups") } else { unread.into() }
     };
-    let cgroups = system.read("/proc/self/cgroup").map_err(absent)?;
-    let mountinfo = system.read("/proc/self/mountinfo").map_err(absent)?;
-    for Mount { version, root, at } in mountinfo.lines().filter_map(Mount::parse) {
-        let Some(path) = cgroups.lines().find_map(|line| group_path(line, version)) else { continue };
-        let version = if version == Version::V1 { 1 } else { 2 };
-        // Inside a container the mount may show only the container's part.
-        let below = Path::new(path).strip_prefix(root).unwrap_or(Path::new(""));
-        let mount = system.path(at);
-        let inner = if below.iter().any(|part| part == "..") { mount.clone() } else { mount.join(below) };
-        let has_memory =
-            |level: &&Path| level.join("memory.current").exists() || level.join("memory.usage_in_bytes").exists();
-        let is_root_of_all = std::fs::read_to_string(mount.join("cgroup.controllers"))
-            .is_ok_and(|names| names.split_whitespace().any(|name| name == "memory"));
-        let mut group = ControlGroup { version, own: inner, mount };
-        // The controller may be handed down to an ancestor only.
-        let found = group.levels().find(has_memory).map(Path::to_path_buf);
-        match found {
-            Some(own) => group.own = own,
-            None if is_root_of_all => group.own = group.mount.clone(),
-            None => continue,
+    system.read("/proc/self/cgroup").map_err(absent)?;
+    let mounts = system.read("/proc/self/mountinfo").map_err(absent)?;
+    let root = system.root.to_string_lossy().trim_end_matches('/').to_string();
+    match Hierarchy::find(&root) {
+        Ok(groups) => {
+            let own = groups.folder(0).ok_or_else(|| Finding::unknown("the group's path is too long"))?;
+            Ok(Own { groups: Some(groups), own })
         }
-        return Ok(group);
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            let at = crate::cgroup::unified_mount(&mounts).map(|at| system.path(at));
+            let controllers = at.and_then(|at| std::fs::read_to_string(at.join("cgroup.controllers")).ok());
+            match controllers {
+                Some(names) if names.split_whitespace().any(|name| name == "memory") => {
+                    Ok(Own { groups: None, own: file::Path::new() })
+                }
+                _ => Err(Finding::missing("no memory controller is mounted here")),
+            }
+        }
+        Err(error) => Err(Finding::unknown(describe(&error))),
     }
-    Err(Finding::missing("no memory controller is mounted here"))
-}
-
-/// The smallest limit and where it is set, over all levels.
-fn smallest_limit(group: &ControlGroup) -> Option<(u64, PathBuf)> {
-    /// Version 1 writes "no limit" as the largest number of whole pages.
-    const NO_LIMIT: u64 = i64::MAX as u64 - (1 << 16);
-    let files: &[&str] = if group.version == 1 { &["memory.limit_in_bytes"] } else { &["memory.max", "memory.high"] };
-    let limits = group.levels().flat_map(|level| {
-        files.iter().filter_map(move |file| {
-            let bytes = std::fs::read_to_string(level.join(file)).ok()?.trim().parse().ok()?;
-            (bytes < NO_LIMIT).then(|| (bytes, level.join(file)))
-        })
-    });
-    limits.min_by_key(|(bytes, _)| *bytes)
 }
 
 fn limit(system: &System) -> Finding {
-    let group = match find(system) {
-        Ok(group) => group,
+    let own = match find(system) {
+        Ok(own) => own,
         Err(finding) => return finding,
     };
-    match smallest_limit(&group) {
-        None => Finding::available(format!("none, {} levels looked at", group.levels().count())),
-        Some((bytes, file)) => {
-            let name = file.strip_prefix(&group.mount).unwrap_or(&file);
-            let found = format!("{} by /{}", size(bytes), name.display());
-            if bytes >= 64 << 20 { Finding::available(found) } else { Finding::limited(found) }
+    let levels = own.levels();
+    match levels.iter().filter(|(_, limit)| *limit != Limit::NONE).min_by_key(|(_, limit)| limit.soft_bytes) {
+        None => Finding::available(format!("none, {} levels looked at", levels.len().max(1))),
+        Some((folder, limit)) => {
+            let name = own.groups.as_ref().map_or("", |groups| groups.name(folder));
+            let slows = if limit.soft_bytes < limit.hard_bytes { " (memory.high)" } else { "" };
+            let found = format!("{} by {name}{slows}", size(limit.soft_bytes));
+            if limit.soft_bytes >= 64 << 20 { Finding::available(found) } else { Finding::limited(found) }
         }
     }
 }
 
 fn working_set(system: &System) -> Finding {
-    let group = match find(system) {
-        Ok(group) => group,
+    let own = match find(system) {
+        Ok(own) => own,
         Err(finding) => return finding,
     };
-    let usage = std::fs::read_to_string(group.own.join(group.usage_file()));
-    let stat = std::fs::read_to_string(group.own.join("memory.stat"));
-    let name = if group.version == 1 { "total_inactive_file" } else { "inactive_file" };
-    let inactive = stat.as_ref().ok().and_then(|text| {
-        text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse::<u64>().ok())
-    });
-    match (usage.map(|text| text.trim().parse::<u64>()), inactive) {
-        (Ok(Ok(usage)), Some(inactive)) => {
-            let set = size(usage.saturating_sub(inactive));
-            Finding::available(format!("{set} ({} used, {} of it inactive file pages)", size(usage), size(inactive)))
+    let Some(groups) = &own.groups else { return Finding::available("the whole machine's (root of v2)") };
+    match groups.usage_bytes(&own.own) {
+        Ok(usage) => {
+            let (idle, _) = groups.reclaimable_bytes(&own.own);
+            let set = size(usage.saturating_sub(idle));
+            Finding::available(format!("{set} ({} used, {} of it idle file pages)", size(usage), size(idle)))
         }
-        (Ok(Ok(usage)), None) => Finding::limited(format!("{} used; memory.stat says no {name}", size(usage))),
-        (Ok(Err(_)), _) => Finding::unknown(format!("{} holds no number", group.usage_file())),
-        // The root of version 2 has no figures of its own: the machine's count.
-        (Err(_), Some(_)) if group.own == group.mount => Finding::available("the whole machine's (root of v2)"),
-        (Err(error), _) => Finding::unknown(format!("cannot read {}: {}", group.usage_file(), describe(&error))),
+        Err(error) => Finding::unknown(format!("cannot read what the group uses: {}", describe(&error))),
+    }
+}
+
+/// Sets an alarm as the governor does, and takes it back.
+fn warnings(system: &System) -> Finding {
+    let own = match find(system) {
+        Ok(own) => own,
+        Err(finding) => return finding,
+    };
+    let Some(groups) = &own.groups else { return Finding::available("no limit to warn of (root of v2)") };
+    let folder = own.own.as_str();
+    let alarm = Events::new().and_then(|events| match groups.version {
+        Version::V1 => events.add_threshold(folder, 1 << 40).map(drop),
+        Version::V2 => events.add_group_events(folder).map(drop),
+    });
+    match (alarm, groups.version) {
+        (Ok(()), Version::V1) => Finding::available("thresholds can be set"),
+        (Ok(()), Version::V2) => Finding::available("memory.events says when a limit is met"),
+        (Err(error), _) => Finding::limited(describe(&error)),
     }
 }
 
@@ -189,14 +203,14 @@ mod tests {
         let (_root, system) = tree(&[
             ("/proc/self/cgroup", "0::/app/worker\n"),
             ("/proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"),
-            ("/sys/fs/cgroup/cgroup.controllers", "cpu memory\n"),
+            ("/sys/fs/cgroup/app/memory.current", "209715200\n"),
             ("/sys/fs/cgroup/app/memory.max", "1073741824\n"),
             ("/sys/fs/cgroup/app/memory.high", "536870912\n"),
             ("/sys/fs/cgroup/app/worker/memory.max", "max\n"),
             ("/sys/fs/cgroup/app/worker/memory.current", "104857600\n"),
-            ("/sys/fs/cgroup/app/worker/memory.stat", "anon 1\ninactive_file 10485760\n"),
+            ("/sys/fs/cgroup/app/worker/memory.stat", "anon 1\nfile 10485760\ninactive_file 10485760\n"),
         ]);
-        assert_eq!(limit(&system).found, "512 MiB by /app/memory.high");
+        assert_eq!(limit(&system).found, "512 MiB by /app (memory.high)");
         assert!(working_set(&system).found.starts_with("90 MiB "));
     }
 
@@ -215,11 +229,14 @@ mod tests {
             ("/sys/fs/cgroup/memory/memory.usage_in_bytes", "1048576\n"),
             ("/sys/fs/cgroup/memory/task/memory.limit_in_bytes", "9223372036854771712\n"),
             ("/sys/fs/cgroup/memory/task/memory.usage_in_bytes", "1048576\n"),
-            ("/sys/fs/cgroup/memory/task/memory.stat", "inactive_file 1\ntotal_inactive_file 524288\n"),
+            (
+                "/sys/fs/cgroup/memory/task/memory.stat",
+                "total_cache 524288\ninactive_file 1\ntotal_inactive_file 524288\n",
+            ),
         ]);
         let group = find(&system).ok().unwrap();
-        assert_eq!((group.version, group.shown().as_str()), (1, "/task"));
-        assert_eq!(limit(&system).found, "256 MiB by /memory.limit_in_bytes");
+        assert_eq!((group.version(), group.name().as_str()), ("v1", "/task"));
+        assert_eq!(limit(&system).found, "256 MiB by /");
         assert!(working_set(&system).found.starts_with("512 KiB "));
     }
 
@@ -234,7 +251,13 @@ mod tests {
             ("/proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"),
             ("/sys/fs/cgroup/memory.current", "many\n"),
         ]);
+        assert_eq!(limit(&system).state, State::Missing, "no level tells a number");
+        std::fs::write(system.path("/sys/fs/cgroup/memory.current"), "7\n").unwrap();
         assert_eq!(limit(&system).state, State::Available);
-        assert_eq!(working_set(&system).state, State::Unknown);
+        assert_eq!(warnings(&system).state, State::Limited, "a plain file warns of nothing");
+
+        std::fs::remove_file(system.path("/sys/fs/cgroup/memory.current")).unwrap();
+        std::fs::write(system.path("/sys/fs/cgroup/cgroup.controllers"), "cpu memory\n").unwrap();
+        assert_eq!(working_set(&system).found, "the whole machine's (root of v2)");
     }
 }

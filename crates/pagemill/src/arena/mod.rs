@@ -218,6 +218,11 @@ impl Arena {
         self.small.base
     }
 
+    /// First address, and one past the last.
+    pub fn addresses(&self) -> std::ops::Range<usize> {
+        self.small.base..self.heap.base + self.heap.len_bytes
+    }
+
     /// Whether the address lies in this arena.
     #[inline]
     pub fn contains(&self, addr: usize) -> bool {

@@ -14,6 +14,7 @@
 #![allow(unsafe_code)] // zeroes and copies slots, gives their memory back
 
 pub(crate) mod class;
+mod offer;
 mod purge;
 mod recycle;
 mod resize;
@@ -31,7 +32,7 @@ use crate::sync::{Lock, Padded};
 use crate::units::BLOCK_BYTES;
 use class::{Class, GRANULE_BYTES, STEP_BYTES};
 use pagemill_sys::{clock, numa, process, thread};
-use slot::{Bytes, Head, Info, Phase, Slot, Slots};
+use slot::{Bytes, Claim, Head, Info, Phase, Slot, Slots};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
 
@@ -100,6 +101,8 @@ pub struct Heap {
     shards_per_node: usize,
     /// Whether pages can be moved from slot to slot here; until the first failure.
     can_refill: AtomicBool,
+    /// When to look again what the kernel took of what was offered; 0 before anything was.
+    reap_after_ns: AtomicU64,
 }
 
 // SAFETY: atomic words, for which zero bits say: never handed out.
@@ -138,6 +141,7 @@ impl Heap {
             free_bytes: Default::default(),
             shards_per_node,
             can_refill: AtomicBool::new(true),
+            reap_after_ns: AtomicU64::new(0),
         })
     }
 
@@ -280,18 +284,27 @@ impl Heap {
         aside[..aside_count].iter().rev().for_each(|number| head.push(self, *number));
         let (number, bytes) = found?;
         let place = self.place(number)?;
-        self.count_free(own, -(self.free_slot_bytes(place, bytes) as i64));
+        self.count_free(own, -(bytes.counted_bytes() as i64));
         Some((place, bytes))
     }
 
-    /// Resident bytes that a free slot counts for.
-    fn free_slot_bytes(&self, place: Place, bytes: Bytes) -> u64 {
+    /// The same, counted with what is resident behind the slot now.
+    fn counted(&self, place: Place, bytes: Bytes) -> Bytes {
         if !place.class.is_big() {
-            return if bytes.is_resident { place.class.bytes() as u64 } else { 0 };
+            return bytes.with_count(if bytes.is_resident { place.class.bytes() as u64 } else { 0 });
         }
         let first = self.arena.block_of(place.addr);
         let blocks = first..first + place.class.span_blocks();
-        blocks.map(|block| Arena::charged_bytes(self.arena.peek(block).charged_pages)).sum()
+        bytes.with_count(blocks.map(|block| Arena::charged_bytes(self.arena.peek(block).charged_pages)).sum())
+    }
+
+    /// Ends a claim, with what is known of the slot now.
+    fn restore(&self, place: Place, claim: Claim, bytes: Bytes) {
+        let bytes = self.counted(place, bytes);
+        if claim.phase() == Phase::Free {
+            self.count_free(0, bytes.counted_bytes() as i64 - claim.bytes().counted_bytes() as i64);
+        }
+        self.slot(place.number).restore(claim, bytes);
     }
 
     fn count_free(&self, shard: usize, bytes: i64) {
@@ -322,7 +335,7 @@ impl Heap {
         } else {
             self.want_next_block(place, size, span_end);
         }
-        Ok((place, Bytes { is_resident: false, is_zero: true }))
+        Ok((place, Bytes::UNTOUCHED))
     }
 
     /// The next address of the class's span, or of a new one, and the end of that span.
@@ -403,9 +416,9 @@ impl Heap {
             })
         };
         if result.is_err() {
+            let (shard, bytes) = (self.shard_here(), self.counted(place, bytes));
             let _ = self.slot(place.number).free(bytes, stamp_now());
-            let shard = self.shard_here();
-            self.count_free(shard, self.free_slot_bytes(place, bytes) as i64);
+            self.count_free(shard, bytes.counted_bytes() as i64);
             self.head(place.node, shard, place.class).push(self, place.number);
         } else if !place.class.is_big() {
             self.arena.populate_pages(place.addr, place.class.bytes());
@@ -462,16 +475,17 @@ impl Heap {
     /// The program does not use the allocation any more.
     pub unsafe fn free(&self, addr: usize) -> Result<()> {
         let place = self.find(addr)?;
-        self.free_place(place, Bytes { is_resident: true, is_zero: false })
+        self.free_place(place, Bytes::USED)
     }
 
     fn free_place(&self, place: Place, bytes: Bytes) -> Result<()> {
         if place.class.is_big() && self.slot(place.number).phase() == Phase::Live {
-            self.arena.settle(self.arena.block_of(place.addr), place.class.span_blocks());
+            self.arena.settle_surely(self.arena.block_of(place.addr), place.class.span_blocks());
         }
         // Computed while it cannot be allocated again.
         let shard = self.shard_here();
-        let free_bytes = self.free_slot_bytes(place, bytes) as i64;
+        let bytes = self.counted(place, bytes);
+        let free_bytes = bytes.counted_bytes() as i64;
         match self.slot(place.number).free(bytes, stamp_now()) {
             Ok(()) => {}
             Err(Phase::None) => return Err(Error::NotAllocated { addr: place.addr }),
@@ -491,8 +505,12 @@ impl Heap {
         self.walk(|span| {
             for place in (0..span.class.span_slots()).filter_map(|index| self.slot_at(span, index)) {
                 let slot = self.slot(place.number);
-                if slot.phase() == Phase::Free {
-                    bytes += self.free_slot_bytes(place, slot.bytes()) as i64;
+                if let Some(claim) = slot.try_claim() {
+                    let counted = self.counted(place, claim.bytes());
+                    if claim.phase() == Phase::Free {
+                        bytes += counted.counted_bytes() as i64;
+                    }
+                    slot.restore(claim, counted);
                 }
             }
             true

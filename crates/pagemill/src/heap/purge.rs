@@ -13,7 +13,7 @@
 #![allow(unsafe_code)] // gives the memory of claimed slots back
 
 use super::class::Class;
-use super::slot::{Bytes, Claim, Phase, Slots};
+use super::slot::{Bytes, Claim, Phase, Slot, Slots};
 use super::{Heap, Place};
 use crate::arena::block::Backing;
 use crate::reclaim::{Shrinker, Urgency};
@@ -42,7 +42,7 @@ pub(super) struct Span {
     pub class: Class,
 }
 
-fn age(now: u16, stamp: u16) -> usize {
+pub(super) fn age(now: u16, stamp: u16) -> usize {
     (u16::BITS - now.wrapping_sub(stamp).leading_zeros()) as usize
 }
 
@@ -91,9 +91,35 @@ impl Shrinker for Heap {
         left.freed
     }
 
+    fn offer(&self, want_bytes: u64) -> u64 {
+        self.offer_cold(want_bytes)
+    }
+
+    fn measure(&self) {
+        self.reap();
+    }
+
     fn settle(&self) {
         self.arena.settle(self.arena.block_of(self.base()), self.arena.heap.used_bytes() / BLOCK_BYTES);
         self.arena.settle_extents();
+    }
+}
+
+/// The claims of all slots that reach into a block.
+pub(super) struct Claims {
+    first: usize,
+    count: usize,
+    claims: [Option<Claim>; MAX_SLOTS_PER_BLOCK],
+}
+
+impl Claims {
+    pub fn iter(&self) -> impl Iterator<Item = Claim> {
+        self.claims[..self.count].iter().flatten().copied()
+    }
+
+    /// With the slots' numbers within the span.
+    pub fn indices(&self) -> impl Iterator<Item = (usize, Claim)> {
+        (self.first..).zip(self.iter())
     }
 }
 
@@ -138,7 +164,7 @@ impl Heap {
             for place in (0..span.class.span_slots()).filter_map(|index| self.slot_at(span, index)) {
                 let slot = self.slot(place.number);
                 if slot.phase() == Phase::Free {
-                    by_age[age(now, slot.stamp())] += self.free_slot_bytes(place, slot.bytes());
+                    by_age[age(now, slot.stamp())] += slot.bytes().counted_bytes();
                 }
             }
             true
@@ -203,23 +229,23 @@ impl Heap {
             self.slot(place.number).restore(claim, claim.bytes());
             return 0;
         }
-        let before = self.free_slot_bytes(place, claim.bytes());
-        stats::add(Counter::PurgeScanned, before);
+        stats::add(Counter::PurgeScanned, claim.bytes().counted_bytes());
         let (freed, bytes) = if place.class.is_big() {
             let (first, blocks) = (self.arena.block_of(place.addr), place.class.span_blocks());
+            if claim.bytes().is_offered {
+                self.arena.note_taken(first, blocks);
+            }
             // SAFETY: the slot is claimed and its blocks are its own.
             let freed = unsafe { self.arena.discard(first, blocks) };
             let is_zero = (first..first + blocks).all(|block| self.arena.peek(block).backing == Backing::Empty);
-            (freed, Bytes { is_resident: !is_zero, is_zero })
+            (freed, Bytes { is_resident: !is_zero, is_zero, ..Bytes::default() })
         } else {
             match self.discard_parts(place) {
                 Some(freed) => (freed, self.known_of(place)),
-                None => (0, Bytes { is_resident: true, is_zero: false }),
+                None => (0, Bytes::USED),
             }
         };
-        let after = self.free_slot_bytes(place, bytes);
-        self.count_free(0, after as i64 - before as i64);
-        self.slot(place.number).restore(claim, bytes);
+        self.restore(place, claim, bytes);
         freed
     }
 
@@ -245,11 +271,11 @@ impl Heap {
         let mut blocks = self.arena.block_of(place.addr)..=self.arena.block_of(place.addr + place.class.bytes() - 1);
         let is_whole = [place.addr, place.class.bytes()].iter().all(|at| at.is_multiple_of(os_page_bytes()));
         let is_zero = is_whole && blocks.all(|block| self.arena.peek(block).backing != Backing::Huge);
-        Bytes { is_resident: false, is_zero }
+        Bytes { is_zero, ..Bytes::default() }
     }
 
     /// Numbers (within the span) of the slots that reach into a block.
-    fn slots_of_block(&self, span: Span, block: usize) -> Range<usize> {
+    pub(super) fn slots_of_block(&self, span: Span, block: usize) -> Range<usize> {
         let start = self.arena.block_addr(block) - span.start;
         let size = span.class.bytes();
         start / size..(start + BLOCK_BYTES).div_ceil(size)
@@ -257,52 +283,60 @@ impl Heap {
 
     /// Gives back a whole block if all slots that reach into it can be claimed and the free ones are of these ages.
     fn purge_block(&self, span: Span, block: usize, now: u16, ages: &Range<usize>) -> u64 {
-        let indices = self.slots_of_block(span, block);
-        let is_candidate = |index| {
-            let addr = span.start + index * span.class.bytes();
-            let slot = self.slot(((addr - self.base()) / super::class::GRANULE_BYTES) as u32);
-            match slot.phase() {
-                Phase::None => true,
-                Phase::Free => ages.contains(&age(now, slot.stamp())),
-                Phase::Live | Phase::Purging => false,
-            }
-        };
-        if !indices.clone().all(is_candidate) {
-            return 0;
-        }
+        let is_due = |slot: &Slot| slot.phase() != Phase::Free || ages.contains(&age(now, slot.stamp()));
+        let Some(claims) = self.claim_block(span, block, is_due) else { return 0 };
         stats::add(Counter::PurgeScanned, BLOCK_BYTES as u64);
-        let mut claims = [None::<Claim>; MAX_SLOTS_PER_BLOCK];
-        let claims = &mut claims[..indices.len()];
-        for (claim, index) in claims.iter_mut().zip(indices.clone()) {
-            *claim = self.slot(self.number_at(span, index)).try_claim();
+        if claims.iter().any(|claim| claim.bytes().is_offered) {
+            self.arena.note_taken(block, 1);
         }
-        let has_all = claims.iter().all(Option::is_some);
+        self.empty_block(span, block, &claims)
+    }
+
+    /// Gives a block back whose slots are claimed, and ends the claims.
+    pub(super) fn empty_block(&self, span: Span, block: usize, claims: &Claims) -> u64 {
         // SAFETY: every slot that reaches into the block is claimed.
-        let freed = if has_all { unsafe { self.arena.discard(block, 1) } } else { 0 };
+        let freed = unsafe { self.arena.discard(block, 1) };
         // Not judged by what was freed: a block that was lent and never touched is empty now, too.
-        let is_emptied = has_all && self.arena.peek(block).backing == Backing::Empty;
-        for (claim, index) in claims.iter().zip(indices) {
-            if let Some(claim) = claim {
-                self.restore_after(span, index, *claim, is_emptied);
-            }
+        let is_emptied = self.arena.peek(block).backing == Backing::Empty;
+        for (index, claim) in claims.indices() {
+            let addr = span.start + index * span.class.bytes();
+            let bytes = if is_emptied { self.known_after(addr, span.class, claim) } else { claim.bytes() };
+            self.restore(self.place_at(span, index), claim, bytes);
         }
         freed
     }
 
-    /// Number of a slot of a span, handed out before or not.
-    fn number_at(&self, span: Span, index: usize) -> u32 {
-        ((span.start + index * span.class.bytes() - self.base()) / super::class::GRANULE_BYTES) as u32
+    /// Claims all slots that reach into a block, if none is live and all meet the condition.
+    pub(super) fn claim_block(&self, span: Span, block: usize, is_due: impl Fn(&Slot) -> bool) -> Option<Claims> {
+        let indices = self.slots_of_block(span, block);
+        let slot = |index| self.slot(self.number_at(span, index));
+        let may_go = |slot: &Slot| matches!(slot.phase(), Phase::None | Phase::Free) && is_due(slot);
+        if !indices.clone().all(|index| may_go(slot(index))) {
+            return None;
+        }
+        let mut claims = Claims { first: indices.start, count: 0, claims: [None; MAX_SLOTS_PER_BLOCK] };
+        for index in indices {
+            let Some(claim) = slot(index).try_claim() else {
+                for (index, claim) in claims.indices() {
+                    slot(index).restore(claim, claim.bytes());
+                }
+                return None;
+            };
+            claims.claims[claims.count] = Some(claim);
+            claims.count += 1;
+        }
+        Some(claims)
     }
 
-    /// Ends the claim of a slot that reaches into a block, with what is known of it if that was emptied.
-    fn restore_after(&self, span: Span, index: usize, claim: Claim, is_emptied: bool) {
+    /// A slot of a span, handed out before or not; of which node does not matter here.
+    pub(super) fn place_at(&self, span: Span, index: usize) -> Place {
         let addr = span.start + index * span.class.bytes();
-        let bytes = if is_emptied { self.known_after(addr, span.class, claim) } else { claim.bytes() };
-        if claim.phase() == Phase::Free {
-            let size = |bytes: Bytes| if bytes.is_resident { span.class.bytes() as i64 } else { 0 };
-            self.count_free(0, size(bytes) - size(claim.bytes()));
-        }
-        self.slot(self.number_at(span, index)).restore(claim, bytes);
+        Place { number: self.number_at(span, index), addr, class: span.class, node: 0 }
+    }
+
+    /// Its number.
+    fn number_at(&self, span: Span, index: usize) -> u32 {
+        ((span.start + index * span.class.bytes() - self.base()) / super::class::GRANULE_BYTES) as u32
     }
 
     /// What is known of a slot that shares blocks after one of them was emptied.
@@ -310,7 +344,11 @@ impl Heap {
         let mut blocks = self.arena.block_of(addr)..=self.arena.block_of(addr + class.bytes() - 1);
         let is_empty = blocks.clone().all(|block| self.arena.peek(block).backing == Backing::Empty);
         let is_backed = blocks.all(|block| self.arena.peek(block).backing != Backing::Empty);
-        Bytes { is_resident: is_backed && claim.bytes().is_resident, is_zero: is_empty || claim.bytes().is_zero }
+        Bytes {
+            is_resident: is_backed && claim.bytes().is_resident,
+            is_zero: is_empty || claim.bytes().is_zero,
+            ..Bytes::default()
+        }
     }
 
     /// Splits huge pages of which a part is free and gives that part back.

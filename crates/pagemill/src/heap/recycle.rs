@@ -53,7 +53,6 @@ impl Heap {
         }
         let Some(claim) = slot.try_claim() else { return 0 };
         let (first, blocks) = (self.arena.block_of(donor.addr), donor.class.span_blocks());
-        let before = self.free_slot_bytes(donor, claim.bytes());
         let (mut done, mut bytes_done, mut at) = (0, 0, 0);
         // From run to run of blocks that are wholly there.
         while claim.phase() == Phase::Free && at < blocks && done < wanted {
@@ -74,11 +73,8 @@ impl Heap {
             at += run.max(1);
         }
         let is_zero = (first..first + blocks).all(|block| self.arena.peek(block).backing == Backing::Empty);
-        let bytes = Bytes { is_resident: !is_zero, is_zero };
-        if bytes_done > 0 {
-            self.count_free(0, self.free_slot_bytes(donor, bytes) as i64 - before as i64);
-        }
-        slot.restore(claim, if bytes_done > 0 { bytes } else { claim.bytes() });
+        let bytes = Bytes { is_resident: !is_zero, is_zero, ..Bytes::default() };
+        self.restore(donor, claim, if bytes_done > 0 { bytes } else { claim.bytes() });
         bytes_done
     }
 

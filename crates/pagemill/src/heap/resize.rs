@@ -54,7 +54,7 @@ impl Heap {
             };
             stats::add(Counter::ReallocCopied, (keep - moved) as u64);
         }
-        self.free_place(old, Bytes { is_resident: true, is_zero: false })?;
+        self.free_place(old, Bytes::USED)?;
         Ok(new.addr)
     }
 

@@ -37,18 +37,44 @@ pub(crate) struct Bytes {
     pub is_resident: bool,
     /// All bytes read zero.
     pub is_zero: bool,
+    /// Free, and offered to the kernel, which takes it when it runs short. Ends with the next use.
+    pub is_offered: bool,
+    /// Free: what it is counted with among the free bytes, in units of 4 KiB. Whoever takes it takes that off again.
+    pub counted: u32,
 }
+
+impl Bytes {
+    /// Nothing is behind it.
+    pub const UNTOUCHED: Self = Self { is_resident: false, is_zero: true, is_offered: false, counted: 0 };
+    /// The program had it.
+    pub const USED: Self = Self { is_resident: true, is_zero: false, is_offered: false, counted: 0 };
+
+    /// The same, counted with so much.
+    pub fn with_count(self, bytes: u64) -> Self {
+        Self { counted: u32::try_from(bytes / COUNT_UNIT_BYTES).unwrap_or(u32::MAX), ..self }
+    }
+
+    pub fn counted_bytes(self) -> u64 {
+        u64::from(self.counted) * COUNT_UNIT_BYTES
+    }
+}
+
+const COUNT_UNIT_BYTES: u64 = 4 << 10;
 
 const PHASE: u64 = 3;
 const RESIDENT: u64 = 1 << 2;
 const ZERO: u64 = 1 << 3;
+const OFFERED: u64 = 1 << 4;
 const AGE_SHIFT: u32 = 16;
+const COUNT_SHIFT: u32 = 32;
 
 fn pack(phase: Phase, bytes: Bytes, stamp: u16) -> u64 {
     phase as u64
         | if bytes.is_resident { RESIDENT } else { 0 }
         | if bytes.is_zero { ZERO } else { 0 }
+        | if bytes.is_offered { OFFERED } else { 0 }
         | u64::from(stamp) << AGE_SHIFT
+        | u64::from(bytes.counted) << COUNT_SHIFT
 }
 
 fn phase(word: u64) -> Phase {
@@ -61,7 +87,12 @@ fn phase(word: u64) -> Phase {
 }
 
 fn bytes(word: u64) -> Bytes {
-    Bytes { is_resident: word & RESIDENT != 0, is_zero: word & ZERO != 0 }
+    Bytes {
+        is_resident: word & RESIDENT != 0,
+        is_zero: word & ZERO != 0,
+        is_offered: word & OFFERED != 0,
+        counted: (word >> COUNT_SHIFT) as u32,
+    }
 }
 
 /// A claimed slot's phase and bytes, to be restored.
@@ -122,10 +153,16 @@ impl Slot {
         bytes(self.state.load(Acquire))
     }
 
+    /// Whether it is free, and the kernel may take its bytes.
+    pub fn is_offered(&self) -> bool {
+        let word = self.state.load(Acquire);
+        phase(word) == Phase::Free && bytes(word).is_offered
+    }
+
     /// Takes a slot that was never handed out. Fails while a purge has it.
     #[inline]
     pub fn try_carve(&self) -> bool {
-        let live = pack(Phase::Live, Bytes { is_resident: false, is_zero: true }, 0);
+        let live = pack(Phase::Live, Bytes::UNTOUCHED, 0);
         self.state.compare_exchange(pack(Phase::None, Bytes::default(), 0), live, Acquire, Relaxed).is_ok()
     }
 
@@ -134,7 +171,7 @@ impl Slot {
     pub fn try_allocate(&self) -> Option<Bytes> {
         let mut word = self.state.load(Relaxed);
         while phase(word) == Phase::Free {
-            let live = pack(Phase::Live, bytes(word), 0);
+            let live = pack(Phase::Live, Bytes { is_offered: false, counted: 0, ..bytes(word) }, 0);
             match self.state.compare_exchange(word, live, Acquire, Relaxed) {
                 Ok(_) => return Some(bytes(word)),
                 Err(now) => word = now,
@@ -259,7 +296,7 @@ mod loom_tests {
             };
             for number in 0..count {
                 assert!(fixture.slot(number).try_carve());
-                fixture.slot(number).free(Bytes { is_resident: true, is_zero: false }, 0).unwrap();
+                fixture.slot(number).free(Bytes::USED, 0).unwrap();
                 Head(&fixture.head).push(&fixture, number);
             }
             Arc::new(fixture)
@@ -274,7 +311,7 @@ mod loom_tests {
             if let Some(number) = Head(&self.head).pop(self) {
                 if self.slot(number).try_allocate().is_some() {
                     self.use_bytes(number, 1);
-                    self.slot(number).free(Bytes { is_resident: true, is_zero: false }, 1).unwrap();
+                    self.slot(number).free(Bytes::USED, 1).unwrap();
                 }
                 Head(&self.head).push(self, number);
             }
@@ -283,7 +320,7 @@ mod loom_tests {
         fn purge(&self, number: u32) {
             if let Some(claim) = self.slot(number).try_claim() {
                 self.use_bytes(number, 2);
-                self.slot(number).restore(claim, Bytes { is_resident: false, is_zero: true });
+                self.slot(number).restore(claim, Bytes::UNTOUCHED);
             }
         }
 

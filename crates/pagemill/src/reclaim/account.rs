@@ -9,6 +9,7 @@
 use super::governor;
 use super::helper::Helper;
 use super::limits::Headroom;
+use super::owners::Owners;
 use super::pressure::FUTILE_NS;
 use super::tree::{Membership, Place, Totals, TreePage, UNLIMITED};
 use super::{Reason, Shrinker, Urgency};
@@ -21,9 +22,6 @@ use pagemill_sys::clock;
 use pagemill_sys::process::Identity;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-
-/// Owners of memory that can register.
-const MAX_SHRINKERS: usize = 8;
 
 /// Shortest time between two measurements of lent memory.
 const SETTLE_NS: u64 = 2_000_000;
@@ -59,7 +57,7 @@ pub struct Account {
     untouched: AtomicU64,
     own_limit: AtomicU64,
     membership: Membership,
-    shrinkers: [OnceLock<&'static dyn Shrinker>; MAX_SHRINKERS],
+    pub(super) owners: Owners,
     /// When lent memory may be measured again.
     settle_after_ns: AtomicU64,
     /// What control groups and the machine allow.
@@ -91,7 +89,7 @@ impl Account {
             untouched: AtomicU64::new(0),
             own_limit: AtomicU64::new(limit),
             membership: Membership::default(),
-            shrinkers: std::array::from_fn(|_| OnceLock::new()),
+            owners: Owners::default(),
             settle_after_ns: AtomicU64::new(0),
             headroom: Headroom::default(),
             futile_until_ns: AtomicU64::new(0),
@@ -122,8 +120,7 @@ impl Account {
     ///
     /// If there are more than eight.
     pub fn register(&self, shrinker: &'static dyn Shrinker) {
-        let is_in = self.shrinkers.iter().any(|place| place.set(shrinker).is_ok());
-        assert!(is_in, "more than {MAX_SHRINKERS} shrinkers");
+        self.owners.register(shrinker);
     }
 
     /// Sets who is woken when there is something to give after there was nothing.
@@ -162,6 +159,7 @@ impl Account {
         self.untouched.store(0, Relaxed);
         self.has_charged.store(false, Relaxed);
         self.headroom.forget();
+        self.owners.forked();
         self.futile_until_ns.store(0, Relaxed);
         if let Some(page) = self.membership.page() {
             self.membership.set(page, page.enter(who));
@@ -244,17 +242,13 @@ impl Account {
 
     /// Bytes that the owners here could give at once.
     pub fn giveable(&self) -> u64 {
-        self.shrinkers().map(|shrinker| shrinker.giveable_bytes()).sum()
-    }
-
-    fn shrinkers(&self) -> impl Iterator<Item = &'static dyn Shrinker> {
-        self.shrinkers.iter().filter_map(|place| place.get().copied())
+        self.owners.giveable(Context::Outside)
     }
 
     /// Measures what of the lent memory is resident.
     pub fn settle(&self) {
         let start = clock::fine_ns();
-        self.shrinkers().for_each(|shrinker| shrinker.settle());
+        self.owners.settle();
         let end = clock::fine_ns();
         self.settle_after_ns.store(end + SETTLE_NS.max((end - start) * SETTLE_SHARE), Relaxed);
     }
@@ -262,7 +256,7 @@ impl Account {
     /// Measures all that can only be known by measuring. Outside of every lock.
     pub fn measure(&self) {
         self.settle();
-        self.shrinkers().for_each(|shrinker| shrinker.measure());
+        self.owners.measure();
         self.publish();
     }
 
@@ -280,14 +274,18 @@ impl Account {
     /// Makes the owners here give back up to `want_bytes`; returns what the kernel took.
     pub fn give_back(&self, want_bytes: u64, context: Context, urgency: Urgency, reason: Reason) -> u64 {
         stats::add(Counter::PurgeRequests, 1);
-        let mut freed = 0;
-        for shrinker in self.shrinkers() {
-            if freed < want_bytes && (context == Context::Outside || shrinker.may_nest()) {
-                freed += shrinker.shrink(want_bytes - freed, urgency);
-            }
-        }
+        let freed = self.owners.give(want_bytes, context, urgency);
         reason.note(want_bytes, freed);
         freed
+    }
+
+    /// Offers up to `want_bytes` of what is free and cold to the kernel, in case it runs short before we notice.
+    pub fn offer(&self, want_bytes: u64) {
+        let offered = self.owners.offer(want_bytes);
+        if offered > 0 {
+            stats::add(Counter::Offered, offered);
+            trace::event(Event::Offered, want_bytes, offered);
+        }
     }
 
     /// New memory comes in: as much of what is free and cold goes, if much is free. So sizes that a program has done
@@ -298,13 +296,12 @@ impl Account {
             return;
         }
         self.to_make_up.store(0, Relaxed);
-        let owners = || self.shrinkers().filter(|shrinker| shrinker.may_nest());
-        let free: u64 = owners().map(|owner| owner.giveable_bytes()).sum();
+        let free = self.owners.giveable(Context::Nested);
         let now = clock::coarse_ns();
         if free <= self.resident() / SPARE_DIVISOR + BLOCK_BYTES as u64 || now < self.make_up_after_ns.load(Relaxed) {
             return;
         }
-        let freed = owners().fold(0, |freed, owner| freed + owner.shrink_cold(due - due.min(freed)));
+        let freed = self.owners.give_cold(due);
         Reason::New.note(due, freed);
         if freed < due / 2 {
             // Free memory in pieces, none of which can go: not looked for again at every step.

@@ -5,7 +5,7 @@
 //! every ten seconds (or as told) whether the process did anything. An idle one
 //! gives its free memory back in small steps. No wake-up is left then.
 
-use super::limits::{Bound, FASTEST_BYTES_PER_NS, Room};
+use super::limits::{Bound, FASTEST_BYTES_PER_NS, NEAR_DIVISOR, Room};
 use super::{Account, Reason, Urgency};
 use crate::arena::Context;
 use crate::stats::{self, Counter};
@@ -30,6 +30,9 @@ const SHORTEST: Duration = Duration::from_millis(1);
 const NEAR: Duration = Duration::from_millis(5);
 const LONGEST: Duration = Duration::from_secs(5);
 
+/// Where the kernel would say that a group's limit gets near: limits may change.
+const WARNED: Duration = Duration::from_secs(1);
+
 /// Near a limit, while nobody uses it up, the looks become rarer up to this.
 const CALMEST: Duration = Duration::from_millis(64);
 const CALM_BYTES: i64 = 1 << 20;
@@ -45,6 +48,13 @@ const QUIETEST: Duration = Duration::from_secs(640);
 
 /// A machine is not used up as fast as a group's limit can be reached: others have to touch the memory first.
 const MACHINE_SLOWER: u64 = 4;
+
+/// When somebody waits for memory and a limit is near so much goes, the coldest first, or one part in so many of what could go.
+const STALL_BYTES: u64 = 64 << 20;
+const STALL_DIVISOR: u64 = 8;
+
+/// With less than [`NEAR_DIVISOR`] of a limit left what is cold is offered to the kernel, so much at a time.
+const OFFER_BYTES: u64 = 32 << 20;
 
 /// Time as the governor sees it; tests bring their own.
 pub trait Clock {
@@ -76,6 +86,15 @@ pub enum Next {
     WhenGiveable(Option<Duration>),
     /// There is, and nobody to give it to: not before somebody asks.
     WhenAsked,
+}
+
+/// What the kernel says by itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Signs {
+    /// Somebody waited for memory.
+    pub is_stalled: bool,
+    /// It would say if a group's limit got near.
+    pub has_thresholds: bool,
 }
 
 /// What it remembers from look to look.
@@ -111,7 +130,7 @@ impl<C: Clock> Governor<C> {
     }
 
     /// Looks once, gives back what is due.
-    pub fn step(&mut self, account: &Account) -> Next {
+    pub fn step(&mut self, account: &Account, signs: Signs) -> Next {
         if account.giveable() < WORTHWHILE_BYTES {
             // What the small allocator keeps is only known by asking.
             account.measure();
@@ -120,7 +139,7 @@ impl<C: Clock> Governor<C> {
                 return self.wait_for_small();
             }
         }
-        let watch = self.watch(account);
+        let watch = self.watch(account, signs);
         let idle = self.give_if_idle(account);
         watch.into_iter().chain(idle).min().map_or(Next::WhenAsked, Next::After)
     }
@@ -146,14 +165,23 @@ impl<C: Clock> Governor<C> {
     }
 
     /// Gives back what a group or the machine is short of.
-    fn watch(&mut self, account: &Account) -> Option<Duration> {
+    fn watch(&mut self, account: &Account, signs: Signs) -> Option<Duration> {
         let room = account.headroom.sample();
         if room.shortage(0) == 0 {
             self.futile = SHORTEST;
             let is_calm = room.bytes.saturating_add(CALM_BYTES) >= self.last_room;
             self.last_room = room.bytes;
             self.calm = if is_calm { (2 * self.calm).min(CALMEST) } else { SHORTEST };
-            return Some(pause(&room)?.max(self.calm));
+            if room.bytes < (room.limit_bytes / NEAR_DIVISOR) as i64 {
+                account.offer(OFFER_BYTES);
+                // Elsewhere somebody may wait for memory that a limit of his own keeps from him: not ours to mend.
+                if signs.is_stalled {
+                    let part = STALL_BYTES.max(account.giveable() / STALL_DIVISOR);
+                    account.give_back(part, Context::Outside, Urgency::Request, Reason::Stall);
+                }
+            }
+            let is_warned = signs.has_thresholds && room.is_far && room.bound == Bound::Group;
+            return Some(if is_warned { WARNED } else { pause(&room)?.max(self.calm) });
         }
         let before = account.giveable();
         let room = account.give_for_system(room, 0, Context::Outside);
@@ -220,7 +248,7 @@ mod tests {
     use crate::error::Error;
     use crate::reclaim::Shrinker;
     use crate::reclaim::limits::Limits;
-    use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
+    use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::Relaxed};
 
     const MIB: u64 = 1 << 20;
 
@@ -228,7 +256,9 @@ mod tests {
     #[derive(Default)]
     struct World {
         hoard: AtomicU64,
+        offered: AtomicU64,
         room: AtomicI64,
+        is_far: AtomicBool,
     }
 
     impl Shrinker for World {
@@ -250,13 +280,18 @@ mod tests {
             self.room.fetch_add(given as i64, Relaxed);
             given
         }
+
+        fn offer(&self, want_bytes: u64) -> u64 {
+            self.offered.fetch_add(want_bytes, Relaxed);
+            want_bytes
+        }
     }
 
     impl Limits for World {
         fn sample(&self) -> Room {
             let bytes = self.room.load(Relaxed);
             let hard_bytes = (bytes + 16 * MIB as i64).max(0) as u64;
-            Room { bound: Bound::Group, bytes, hard_bytes, limit_bytes: 256 * MIB }
+            Room { bound: Bound::Group, bytes, hard_bytes, limit_bytes: 256 * MIB, is_far: self.is_far.load(Relaxed) }
         }
     }
 
@@ -308,9 +343,9 @@ mod tests {
     fn it_sleeps_for_good_without_a_reason() {
         let clock = FakeClock::default();
         let (_, poor) = world(MIB - 1, Some(-5));
-        assert_eq!(Governor::new(&clock, Some(DEFAULT_IDLE)).step(&poor), Next::WhenGiveable(None));
+        assert_eq!(Governor::new(&clock, Some(DEFAULT_IDLE)).step(&poor, Signs::default()), Next::WhenGiveable(None));
         let (_, alone) = world(100 * MIB, None);
-        assert_eq!(Governor::new(&clock, None).step(&alone), Next::WhenAsked);
+        assert_eq!(Governor::new(&clock, None).step(&alone, Signs::default()), Next::WhenAsked);
     }
 
     /// Ten seconds without CPU: all goes, in steps with pauses between, and then it sleeps.
@@ -319,10 +354,10 @@ mod tests {
         let (world, account) = world(100 * MIB, None);
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock, Some(DEFAULT_IDLE));
-        assert_eq!(governor.step(&account), Next::After(DEFAULT_IDLE));
+        assert_eq!(governor.step(&account, Signs::default()), Next::After(DEFAULT_IDLE));
         clock.pass(DEFAULT_IDLE, Duration::from_millis(1));
         let mut steps = 0;
-        while let Next::After(pause) = governor.step(&account) {
+        while let Next::After(pause) = governor.step(&account, Signs::default()) {
             assert_eq!(pause, IDLE_PAUSE);
             steps += 1;
             assert_eq!(world.hoard.load(Relaxed), 100 * MIB - (steps * IDLE_STEP_BYTES).min(100 * MIB));
@@ -338,16 +373,19 @@ mod tests {
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock, Some(DEFAULT_IDLE));
         for _ in 0..5 {
-            assert_eq!(governor.step(&account), Next::After(DEFAULT_IDLE));
+            assert_eq!(governor.step(&account, Signs::default()), Next::After(DEFAULT_IDLE));
             clock.pass(DEFAULT_IDLE, Duration::from_secs(1));
         }
         assert_eq!(world.hoard.load(Relaxed), 100 * MIB);
-        governor.step(&account);
+        governor.step(&account, Signs::default());
         clock.pass(DEFAULT_IDLE, Duration::ZERO);
-        assert_eq!(governor.step(&account), Next::After(IDLE_PAUSE));
+        assert_eq!(governor.step(&account, Signs::default()), Next::After(IDLE_PAUSE));
         let kept = world.hoard.load(Relaxed);
         clock.pass(IDLE_PAUSE, IDLE_PAUSE);
-        assert_eq!((governor.step(&account), world.hoard.load(Relaxed)), (Next::After(DEFAULT_IDLE), kept));
+        assert_eq!(
+            (governor.step(&account, Signs::default()), world.hoard.load(Relaxed)),
+            (Next::After(DEFAULT_IDLE), kept)
+        );
     }
 
     /// Others use a group's memory up: what is missing before the margin is given, and the looks come closer.
@@ -356,14 +394,43 @@ mod tests {
         let (world, account) = world(100 * MIB, Some(200 * MIB as i64));
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock, None);
-        let far = pause_of(governor.step(&account));
+        let far = pause_of(governor.step(&account, Signs::default()));
         world.room.store(20 * MIB as i64, Relaxed);
-        let near = pause_of(governor.step(&account));
+        let near = pause_of(governor.step(&account, Signs::default()));
         assert!(near < far && near >= SHORTEST, "{near:?} {far:?}");
         assert_eq!(world.hoard.load(Relaxed), 100 * MIB, "nothing is given without need");
         world.room.store(-(30 * MIB as i64), Relaxed);
-        governor.step(&account);
+        governor.step(&account, Signs::default());
         assert_eq!((world.hoard.load(Relaxed), world.room.load(Relaxed)), (70 * MIB, 0));
+    }
+
+    /// Somebody waits for memory: some of the coldest goes if a limit is near, nothing if not. What is cold is offered.
+    #[test]
+    fn stalls_are_heard_near_a_limit() {
+        let (world, account) = world(1000 * MIB, Some(200 * MIB as i64));
+        let clock = FakeClock::default();
+        let mut governor = Governor::new(&clock, None);
+        let stalled = Signs { is_stalled: true, ..Signs::default() };
+        governor.step(&account, stalled);
+        assert_eq!((world.hoard.load(Relaxed), world.offered.load(Relaxed)), (1000 * MIB, 0));
+        world.room.store(30 * MIB as i64, Relaxed);
+        governor.step(&account, Signs::default());
+        assert_eq!((world.hoard.load(Relaxed), world.offered.load(Relaxed)), (1000 * MIB, OFFER_BYTES));
+        governor.step(&account, stalled);
+        assert_eq!(world.hoard.load(Relaxed), 875 * MIB);
+    }
+
+    /// Where the kernel warns in time nobody looks every few milliseconds.
+    #[test]
+    fn thresholds_save_looks() {
+        let (world, account) = world(100 * MIB, Some(100 * MIB as i64));
+        let clock = FakeClock::default();
+        let mut governor = Governor::new(&clock, None);
+        let warned = Signs { has_thresholds: true, ..Signs::default() };
+        assert!(pause_of(governor.step(&account, warned)) < WARNED, "near already");
+        world.is_far.store(true, Relaxed);
+        assert_eq!(pause_of(governor.step(&account, warned)), WARNED);
+        assert!(pause_of(governor.step(&account, Signs::default())) < WARNED);
     }
 
     /// Nothing left to give, and still short: it looks ever more seldom.
@@ -372,9 +439,9 @@ mod tests {
         let (world, account) = world(2 * MIB, Some(-(500 * MIB as i64)));
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock, None);
-        governor.step(&account);
+        governor.step(&account, Signs::default());
         assert_eq!(world.hoard.load(Relaxed), 0);
-        assert_eq!(governor.step(&account), Next::WhenGiveable(None));
+        assert_eq!(governor.step(&account, Signs::default()), Next::WhenGiveable(None));
         // An owner that says it could give, and gives nothing.
         struct Liar;
         impl Shrinker for Liar {
@@ -392,7 +459,7 @@ mod tests {
             }
         }
         account.register(&Liar);
-        let pauses: Vec<_> = (0..20).map(|_| pause_of(governor.step(&account))).collect();
+        let pauses: Vec<_> = (0..20).map(|_| pause_of(governor.step(&account, Signs::default()))).collect();
         assert!(pauses.windows(2).all(|pair| pair[0] <= pair[1]) && pauses[19] == LONGEST, "{pauses:?}");
     }
 

@@ -2,16 +2,24 @@
 //! otherwise.
 //!
 //! Started when the process first holds enough for that to matter, outside
-//! every lock; a fork child has none until it needs one again.
+//! every lock; a fork child has none until it needs one again. Where there is
+//! something to give and somebody to give it to, a second thread sleeps until
+//! the kernel gives a sign, and wakes the helper.
 
 use super::Account;
-use super::governor::{Governor, Next, SystemClock, WORTHWHILE_BYTES};
+use super::alarms::{Alarms, Covered};
+use super::governor::{Governor, Next, Signs, SystemClock, WORTHWHILE_BYTES};
 use super::limits::Bound;
 use crate::arena::Arena;
+use crate::stats::{self, Counter};
+use crate::trace::{self, Event};
+use pagemill_sys::events::{self, Sign};
 use pagemill_sys::futex::{self, Scope};
-use pagemill_sys::thread;
+use pagemill_sys::{clock, thread};
+use std::sync::OnceLock;
 use std::sync::atomic::{
-    AtomicBool, AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::SeqCst,
+    AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
+    Ordering::SeqCst,
 };
 use std::time::Duration;
 
@@ -21,6 +29,12 @@ const HELPED_FROM_BYTES: u64 = 4 << 20;
 /// Resident bytes from which on any process has one: it may fall idle.
 const GOVERNED_FROM_BYTES: u64 = 64 << 20;
 
+/// Signs come in swarms where a group's usage plays around a threshold: they are passed on at most so often.
+const SIGN_PAUSE: Duration = Duration::from_millis(5);
+
+/// A helper that wakes so much later than it wanted to is starved.
+const LATE: Duration = Duration::from_millis(20);
+
 /// Whether there is a helper, and what it sleeps on outside of a tree.
 #[derive(Default)]
 pub struct Helper {
@@ -28,6 +42,11 @@ pub struct Helper {
     /// It sleeps until there is something to give.
     is_parked: AtomicBool,
     own_word: AtomicU32,
+    /// Descriptor of the alarms, in the helper's own table.
+    alarms: AtomicI32,
+    /// Signs of the kernel that were not looked at yet.
+    signs: AtomicU64,
+    account: OnceLock<&'static Account>,
 }
 
 impl Helper {
@@ -83,12 +102,14 @@ impl Helper {
     }
 
     /// The thread's work, for as long as the process lives. A process that does nothing for `idle` gives back.
-    pub fn run(&self, account: &Account, arena: &Arena, idle: Option<Duration>) -> ! {
+    pub fn run(&'static self, account: &'static Account, arena: &Arena, idle: Option<Duration>) -> ! {
         // Who needs memory most may leave this thread no time; and a program may count on the number of its next file.
         // Where either is not to be had it goes on as it is.
-        thread::prefer();
-        thread::unshare_files();
+        stats::set(Counter::HelpersPreferred, u64::from(thread::prefer()));
+        let mut may_be_warned = thread::unshare_files();
+        stats::set(Counter::Helpers, 1);
         let mut governor = Governor::new(SystemClock, idle);
+        let mut alarms = None;
         let place = account.place();
         let (word, scope) = self.word(&place);
         if let Some(place) = &place {
@@ -98,7 +119,10 @@ impl Helper {
             let seen = word.load(Acquire);
             account.answer();
             while arena.prefault() {}
-            let next = governor.step(account);
+            let next = governor.step(account, self.take_signs(account, &alarms));
+            if matches!(next, Next::After(_)) && may_be_warned {
+                may_be_warned = self.keep_alarms(account, &mut alarms);
+            }
             if matches!(next, Next::WhenGiveable(_)) {
                 self.is_parked.store(true, SeqCst);
                 // What was freed since the look wakes nobody: look again.
@@ -112,8 +136,56 @@ impl Helper {
                 Next::WhenGiveable(pause) => pause,
                 Next::WhenAsked => None,
             };
+            let due_ns = pause.map(|pause| clock::fine_ns().saturating_add((pause + LATE).as_nanos() as u64));
             futex::wait(word, seen, pause, scope);
+            if due_ns.is_some_and(|due_ns| clock::fine_ns() > due_ns) {
+                stats::add(Counter::HelperLate, 1);
+            }
             self.is_parked.store(false, Relaxed);
+        }
+    }
+
+    /// What the kernel said since the last look.
+    fn take_signs(&self, account: &Account, alarms: &Option<Alarms>) -> Signs {
+        let signs = self.signs.swap(0, AcqRel);
+        if signs != 0 {
+            stats::add(Counter::Signs, 1);
+            trace::event(Event::Sign, signs, account.headroom.known().bytes.max(0) as u64);
+        }
+        let covered = alarms.as_ref().map_or(Covered::default(), |alarms| alarms.covered);
+        Signs { is_stalled: signs & Sign::Stall as u64 != 0, has_thresholds: covered.has_thresholds }
+    }
+
+    /// Keeps alarms set for the limits there are now; the first time a thread is started that waits for them. Returns
+    /// whether that can be done here.
+    fn keep_alarms(&'static self, account: &'static Account, alarms: &mut Option<Alarms>) -> bool {
+        if account.headroom.known().bound == Bound::None {
+            return true;
+        }
+        if alarms.is_none() {
+            let Ok(new) = Alarms::new() else { return false };
+            self.alarms.store(new.number(), Relaxed);
+            let _ = self.account.set(account);
+            if thread::spawn(c"pagemill-signs", self).is_err() {
+                return false;
+            }
+            *alarms = Some(new);
+        }
+        if let Some(alarms) = alarms {
+            account.headroom.arm(alarms);
+        }
+        true
+    }
+}
+
+/// The second thread's: sleeps, passes a sign on, sleeps.
+impl thread::Work for Helper {
+    fn work(&'static self) {
+        let Some(account) = self.account.get() else { return };
+        while let Ok(signs) = events::wait(self.alarms.load(Relaxed)) {
+            self.signs.fetch_or(signs, AcqRel);
+            self.wake(account);
+            std::thread::sleep(SIGN_PAUSE);
         }
     }
 }

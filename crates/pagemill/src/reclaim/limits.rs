@@ -1,20 +1,18 @@
 //! What the system allows: how much may still become resident before somebody is killed for it.
 //!
-//! [`Limits`] is asked for [`Room`]; [`Kernel`] samples the control groups that
-//! this process is charged to, and the machine's memory; tests bring a fake.
+//! [`Limits`] is asked for [`Room`]; [`super::kernel::Kernel`] asks the kernel, tests bring a fake.
 //! [`Headroom`] asks it as seldom as is safe: a sample gives credit for a part
 //! of the room that it found, and for as long as nobody else could use it up.
 //!
 //! Below: `sync`. Locks: one, around a sample; nobody waits for it who has credit.
-#![allow(unsafe_code)] // a call on a stack of its own
 
+use super::alarms::Alarms;
 use crate::stats::{self, Counter};
 use crate::sync::Lock;
-use pagemill_sys::cgroup::{self, Hierarchy, Limit, MAX_LEVELS, Machine};
-use pagemill_sys::{clock, stack};
-use std::ffi::c_void;
+use pagemill_sys::cgroup::Limit;
+use pagemill_sys::clock;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, OnceLock};
 
 /// Who sets the nearest limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,17 +35,19 @@ pub struct Room {
     pub hard_bytes: u64,
     /// The limit that binds; `u64::MAX` for none.
     pub limit_bytes: u64,
+    /// No group has used three quarters of its limit, file pages and all: alarms set there will be heard.
+    pub is_far: bool,
 }
 
 impl Room {
-    pub const ENDLESS: Self = Self { bound: Bound::None, bytes: i64::MAX, hard_bytes: u64::MAX, limit_bytes: u64::MAX };
+    pub const ENDLESS: Self =
+        Self { bound: Bound::None, bytes: i64::MAX, hard_bytes: u64::MAX, limit_bytes: u64::MAX, is_far: true };
 
     /// Below a group's limits. Of what it uses the kernel can take `idle_bytes` easily, and `other_bytes` with effort.
     pub fn of_group(limit: Limit, usage_bytes: u64, idle_bytes: u64, other_bytes: u64) -> Self {
         let soft = limit.soft_bytes;
-        let margin = (soft / GROUP_MARGIN_DIVISOR).clamp(GROUP_MARGIN_BYTES.start, GROUP_MARGIN_BYTES.end);
         let working_set = usage_bytes.saturating_sub(idle_bytes);
-        let before_margin = soft.saturating_sub(margin.min(soft / 2));
+        let before_margin = soft - margin_bytes(limit);
         let hard_bytes = match limit.hard_bytes {
             u64::MAX => u64::MAX,
             hard => hard.saturating_sub(working_set.saturating_sub(other_bytes)),
@@ -57,19 +57,31 @@ impl Room {
             bytes: signed(before_margin).saturating_sub(signed(working_set)),
             hard_bytes,
             limit_bytes: limit.soft_bytes,
+            is_far: usage_bytes < alarm_bytes(limit),
         }
     }
 
     /// On a machine of which a twentieth stays free.
     pub fn of_machine(total_bytes: u64, available_bytes: u64) -> Self {
         let bytes = signed(available_bytes) - signed(total_bytes / MACHINE_MARGIN_DIVISOR);
-        Self { bound: Bound::Machine, bytes, hard_bytes: u64::MAX, limit_bytes: total_bytes }
+        Self { bound: Bound::Machine, bytes, hard_bytes: u64::MAX, limit_bytes: total_bytes, is_far: true }
     }
 
     /// Bytes that must be given back before `bytes` more come in.
     pub fn shortage(&self, bytes: u64) -> u64 {
         signed(bytes).saturating_sub(self.bytes).max(0) as u64
     }
+}
+
+/// From this usage on a group's limit is near.
+pub(super) fn alarm_bytes(limit: Limit) -> u64 {
+    limit.soft_bytes - limit.soft_bytes / NEAR_DIVISOR
+}
+
+/// The margin before a group's limit.
+pub(super) fn margin_bytes(limit: Limit) -> u64 {
+    let margin = (limit.soft_bytes / GROUP_MARGIN_DIVISOR).clamp(GROUP_MARGIN_BYTES.start, GROUP_MARGIN_BYTES.end);
+    margin.min(limit.soft_bytes / 2)
 }
 
 fn signed(bytes: u64) -> i64 {
@@ -81,116 +93,18 @@ fn signed(bytes: u64) -> i64 {
 const GROUP_MARGIN_DIVISOR: u64 = 16;
 const GROUP_MARGIN_BYTES: std::ops::Range<u64> = 8 << 20..128 << 20;
 
+/// Near is a group's limit of which less than this part is left: what the kernel could take is asked for from here on.
+pub(super) const NEAR_DIVISOR: u64 = 4;
+
 const MACHINE_MARGIN_DIVISOR: u64 = 20;
 
-/// Says how much the system allows. [`Kernel`] asks the kernel, tests pretend.
+/// Says how much the system allows.
 pub trait Limits: Sync {
     /// The nearest limit now. May take some 50 us; must not allocate or lock.
     fn sample(&self) -> Room;
-}
 
-/// The kernel's answer: every visible control group above this process, and `MemAvailable`.
-///
-/// What cannot be read does not bind: a group that vanished, figures that
-/// are no numbers, no `/proc`.
-pub struct Kernel {
-    /// Stands before every path: empty, or a folder with a made-up tree.
-    root: &'static str,
-    /// Never waited for: [`Headroom`] asks once at a time.
-    found: Mutex<Found>,
-}
-
-struct Found {
-    groups: Option<Hierarchy>,
-    /// Limits by level, innermost first.
-    limits: [Limit; MAX_LEVELS],
-    look_again_ns: u64,
-}
-
-/// Groups are looked for, and their limits read, so often: a move or a change is noticed within this.
-const LOOK_AGAIN_NS: u64 = 1_000_000_000;
-
-/// Where there are none they are looked for less often.
-const LOOK_IN_VAIN_NS: u64 = 10_000_000_000;
-
-/// Looking for groups takes more stack than a small thread has to spare inside malloc.
-const LOOK_STACK_BYTES: usize = 64 << 10;
-
-/// What the kernel could take is asked for only where it could matter: with less than a quarter of the limit left.
-const NEAR_DIVISOR: u64 = 4;
-
-impl Kernel {
-    pub const fn new(root: &'static str) -> Self {
-        let found = Found { groups: None, limits: [Limit::NONE; MAX_LEVELS], look_again_ns: 0 };
-        Self { root, found: Mutex::new(found) }
-    }
-}
-
-impl Found {
-    fn look_again(&mut self, root: &'static str) {
-        struct Look<'found> {
-            found: &'found mut Found,
-            root: &'static str,
-        }
-        extern "C" fn look(argument: *mut c_void) {
-            let look = argument.cast::<Look<'_>>();
-            // SAFETY: what is passed below, used by nobody else meanwhile.
-            let look = unsafe { &mut *look };
-            look.found.find(look.root);
-        }
-        let now = clock::fine_ns();
-        if now < self.look_again_ns {
-            return;
-        }
-        let mut argument = Look { found: self, root };
-        // SAFETY: `look` returns, and its argument outlives the call.
-        unsafe { stack::call_on_new(LOOK_STACK_BYTES, look, (&raw mut argument).cast()) };
-        self.look_again_ns = now + if self.groups.is_some() { LOOK_AGAIN_NS } else { LOOK_IN_VAIN_NS };
-    }
-
-    fn find(&mut self, root: &str) {
-        if !self.groups.as_ref().is_some_and(|groups| groups.is_current(root)) {
-            self.groups = Hierarchy::find(root).ok();
-        }
-        self.limits = std::array::from_fn(|level| {
-            let limit = self.groups.as_ref().and_then(|groups| Some(groups.limit(&groups.folder(level)?)));
-            limit.unwrap_or(Limit::NONE)
-        });
-    }
-
-    /// The group with the least room, with the least that is left before a kill in any of them.
-    fn nearest(&self) -> Option<Room> {
-        let groups = self.groups.as_ref()?;
-        let levels = self.limits.iter().enumerate().filter(|(_, limit)| **limit != Limit::NONE);
-        let rooms = levels.filter_map(|(level, limit)| {
-            let folder = groups.folder(level)?;
-            let usage = groups.usage_bytes(&folder).ok()?;
-            let is_near = limit.soft_bytes.saturating_sub(usage) < limit.soft_bytes / NEAR_DIVISOR;
-            let (idle, other) = if is_near { groups.reclaimable_bytes(&folder) } else { (0, 0) };
-            Some(Room::of_group(*limit, usage, idle, other))
-        });
-        rooms.reduce(|nearest, room| {
-            let hard_bytes = nearest.hard_bytes.min(room.hard_bytes);
-            Room { hard_bytes, ..if room.bytes < nearest.bytes { room } else { nearest } }
-        })
-    }
-}
-
-impl Limits for Kernel {
-    fn sample(&self) -> Room {
-        let group = self.found.try_lock().ok().and_then(|mut found| {
-            found.look_again(self.root);
-            found.nearest()
-        });
-        let machine = cgroup::machine(self.root);
-        let of_machine = |machine: &Machine| Room::of_machine(machine.total_bytes, machine.available_bytes);
-        let room = machine.as_ref().map_or(Room::ENDLESS, of_machine);
-        let Some(group) = group else { return room };
-        // Where there is swap the kernel writes out before it kills: nothing is refused then.
-        let has_swap = machine.is_ok_and(|machine| machine.swap_free_bytes > 0);
-        let hard_bytes = if has_swap { u64::MAX } else { group.hard_bytes };
-        Room { hard_bytes, ..if group.bytes <= room.bytes { group } else { room } }
-    }
+    /// Sets the alarms that warn of these limits, unless they are set; called by the helper after samples.
+    fn arm(&self, _alarms: &mut Alarms) {}
 }
 
 /// The room that is left, sampled no more often than is safe.
@@ -205,6 +119,7 @@ pub struct Headroom {
     hard_bytes: AtomicU64,
     limit_bytes: AtomicU64,
     is_group: AtomicBool,
+    is_far: AtomicBool,
     sampling: Lock,
 }
 
@@ -227,6 +142,7 @@ impl Default for Headroom {
             hard_bytes: AtomicU64::new(u64::MAX),
             limit_bytes: AtomicU64::new(u64::MAX),
             is_group: AtomicBool::new(false),
+            is_far: AtomicBool::new(true),
             sampling: Lock::new(),
         }
     }
@@ -246,7 +162,22 @@ impl Headroom {
             (_, true) => Bound::Group,
             (_, false) => Bound::Machine,
         };
-        Room { bound, bytes: self.bytes.load(Relaxed), hard_bytes: self.hard_bytes.load(Relaxed), limit_bytes }
+        Room {
+            bound,
+            bytes: self.bytes.load(Relaxed),
+            hard_bytes: self.hard_bytes.load(Relaxed),
+            limit_bytes,
+            is_far: self.is_far.load(Relaxed),
+        }
+    }
+
+    /// Sets alarms for what is asked.
+    pub(super) fn arm(&self, alarms: &mut Alarms) {
+        if let Some(limits) = self.limits.get() {
+            // So that a fork finds it in order.
+            let _guard = self.sampling.lock();
+            limits.arm(alarms);
+        }
     }
 
     /// Asks now.
@@ -263,6 +194,7 @@ impl Headroom {
         self.hard_bytes.store(room.hard_bytes, Relaxed);
         self.limit_bytes.store(room.limit_bytes, Relaxed);
         self.is_group.store(room.bound == Bound::Group, Relaxed);
+        self.is_far.store(room.is_far, Relaxed);
         let credit = room.bytes.max(0) / CREDIT_DIVISOR;
         self.credit.store(credit, Relaxed);
         let valid_ns = (credit as u64 / FASTEST_BYTES_PER_NS).min(BELIEVED_NS);
@@ -328,7 +260,7 @@ mod tests {
         fn sample(&self) -> Room {
             self.asked.fetch_add(1, Relaxed);
             let bytes = self.bytes.load(Relaxed);
-            Room { bound: Bound::Group, bytes, hard_bytes: 10, limit_bytes: 1 << 30 }
+            Room { bound: Bound::Group, bytes, hard_bytes: 10, limit_bytes: 1 << 30, is_far: true }
         }
     }
 
@@ -385,53 +317,10 @@ mod tests {
         }
         let limit = Limit { soft_bytes: 100, hard_bytes: 140 };
         let room = Room::of_group(limit, 90, 30, 20);
-        assert_eq!(room, Room { bound: Bound::Group, bytes: -10, hard_bytes: 100, limit_bytes: 100 });
+        assert_eq!(room, Room { bound: Bound::Group, bytes: -10, hard_bytes: 100, limit_bytes: 100, is_far: false });
         assert_eq!(Room::of_group(Limit { soft_bytes: 0, hard_bytes: 0 }, 5, 0, 0).hard_bytes, 0);
         let high = Limit { soft_bytes: 100, hard_bytes: u64::MAX };
         assert_eq!(Room::of_group(high, 500, 0, 0).hard_bytes, u64::MAX, "memory.high kills nobody");
         assert_eq!(Room::of_machine(100, 60).bytes, 55);
-    }
-
-    fn write(root: &str, path: &str, text: &str) {
-        let path = std::path::PathBuf::from(format!("{root}{path}"));
-        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-        std::fs::write(path, text).unwrap();
-    }
-
-    /// The nearest of all ancestors binds; file pages that the kernel can take do not count; nonsense binds nobody.
-    #[test]
-    fn the_nearest_limit_of_a_tree_binds() {
-        let folder = tempfile::tempdir().unwrap();
-        let root: &'static str = Box::leak(folder.path().to_str().unwrap().to_owned().into_boxed_str());
-        write(root, "/proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n");
-        let system = Kernel::new(root);
-        assert_eq!(system.sample().bound, Bound::Machine);
-
-        write(root, "/proc/self/mountinfo", "30 23 0:26 / /cg rw - cgroup2 cgroup2 rw\n");
-        write(root, "/proc/self/cgroup", "0::/app/worker\n");
-        write(root, "/cg/app/worker/memory.current", "1000000\n");
-        write(root, "/cg/app/worker/memory.max", "2147483648\n");
-        write(root, "/cg/app/memory.current", "900000000\n");
-        write(root, "/cg/app/memory.max", "1073741824\n");
-        write(root, "/cg/app/memory.stat", "inactive_file 100000000\n");
-        system.found.lock().unwrap().look_again_ns = 0;
-        let room = system.sample();
-        assert_eq!((room.bound, room.limit_bytes), (Bound::Group, 1 << 30));
-        assert_eq!(room.hard_bytes, (1 << 30) - 800_000_000);
-        write(root, "/cg/app/worker/memory.current", "1500000000\n");
-        write(root, "/cg/app/worker/memory.max", "1600000000\n");
-        system.found.lock().unwrap().look_again_ns = 0;
-        assert_eq!(system.sample().hard_bytes, 100_000_000, "the nearest kill counts, whoever binds");
-        write(root, "/cg/app/worker/memory.current", "1000000\n");
-        write(root, "/cg/app/worker/memory.max", "2147483648\n");
-        system.found.lock().unwrap().look_again_ns = 0;
-
-        write(root, "/cg/app/memory.current", "-5\n");
-        assert_eq!(system.sample().limit_bytes, 2 << 30, "the next one binds");
-        write(root, "/cg/app/worker/memory.max", "max\n");
-        system.found.lock().unwrap().look_again_ns = 0;
-        assert_eq!(system.sample().bound, Bound::Machine, "a limit that changes is noticed");
-        write(root, "/proc/meminfo", "\n");
-        assert_eq!(system.sample(), Room::ENDLESS);
     }
 }

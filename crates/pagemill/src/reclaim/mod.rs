@@ -1,16 +1,20 @@
 //! Who gives memory back, in which order, and when it must.
 //!
-//! [`Account`] stands before every charge; owners of memory register as
+//! [`Account`] stands before every charge; [`owners`] of memory register as
 //! [`Shrinker`]s, cheapest first; [`tree`] is the page that a process tree
-//! shares; [`limits`] says what control groups and the machine allow, and
-//! [`pressure`] gives back before they are passed; [`helper`] is the one thread,
-//! which answers siblings and brings in blocks ahead of need, and [`governor`]
-//! what it does by the clock. No lock is held around a shrinker.
+//! shares; [`limits`] is the room that control groups and the machine leave, as
+//! [`kernel`] finds it, and [`pressure`] gives back before they are passed; [`helper`] is the one thread,
+//! which answers siblings and brings in blocks ahead of need, [`governor`] what
+//! it does by the clock, and [`alarms`] what the kernel wakes it for. No lock is
+//! held around a shrinker.
 
 pub mod account;
+pub mod alarms;
 pub mod governor;
 pub mod helper;
+pub mod kernel;
 pub mod limits;
+mod owners;
 mod pressure;
 pub mod tree;
 
@@ -41,6 +45,8 @@ pub enum Reason {
     Machine,
     /// A sibling of the tree needs it.
     Sibling,
+    /// Somebody waits for memory, here or elsewhere on the machine.
+    Stall,
     /// Nothing happens here.
     Idleness,
     /// New memory comes in.
@@ -55,6 +61,7 @@ impl Reason {
             Self::Group => (Counter::GivenForGroup, Event::GivenForGroup),
             Self::Machine => (Counter::GivenForMachine, Event::GivenForMachine),
             Self::Sibling => (Counter::GivenForSibling, Event::GivenForSibling),
+            Self::Stall => (Counter::GivenForStall, Event::GivenForStall),
             Self::Idleness => (Counter::GivenForIdleness, Event::GivenForIdleness),
             Self::New => (Counter::GivenForNew, Event::GivenForNew),
         }
@@ -84,6 +91,12 @@ pub trait Shrinker: Sync {
 
     /// Gives up to about `want_bytes` of what has been free for some hundred milliseconds; may nest if the owner may.
     fn shrink_cold(&self, _want_bytes: u64) -> u64 {
+        0
+    }
+
+    /// Lets the kernel take up to about `want_bytes` of what has been free for a second or more, should it run short, and
+    /// returns how much that is. What was offered before does not count again.
+    fn offer(&self, _want_bytes: u64) -> u64 {
         0
     }
 

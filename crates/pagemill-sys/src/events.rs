@@ -1,0 +1,179 @@
+//! What the kernel says by itself of memory that runs short: thresholds of control groups, stalls (PSI).
+//!
+//! An [`Events`] waits for any number of [`Source`]s. They are plain descriptors, so they belong into a thread whose
+//! table of descriptors is its own ([`crate::thread::unshare_files`]): a program must neither see nor close them.
+#![allow(unsafe_code)] // epoll, eventfd
+
+use crate::file::{self, Fd, Path};
+use std::ffi::CStr;
+use std::io;
+
+/// What a source says when it fires.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
+pub enum Sign {
+    /// A control group has passed a threshold, or its own limit was met.
+    Limit = 1,
+    /// Somebody waits for memory.
+    Stall = 2,
+    /// The source is gone for good: its group was removed.
+    Gone = 4,
+}
+
+/// One thing that can fire. Dropped, it fires no more.
+pub struct Source(#[expect(dead_code, reason = "kept open")] Fd);
+
+fn check(result: i64) -> io::Result<i32> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as i32) }
+}
+
+fn write(fd: &Fd, bytes: &[u8]) -> io::Result<()> {
+    // SAFETY: reads `bytes`.
+    check(unsafe { libc::syscall(libc::SYS_write, fd.number(), bytes.as_ptr(), bytes.len()) }).map(drop)
+}
+
+fn path(folder: &str, name: &str) -> io::Result<Path> {
+    Path::format(format_args!("{folder}/{name}")).ok_or_else(|| io::ErrorKind::InvalidInput.into())
+}
+
+/// A set of sources.
+pub struct Events(Fd);
+
+impl Events {
+    /// # Errors
+    ///
+    /// What `epoll_create1` says.
+    pub fn new() -> io::Result<Self> {
+        // SAFETY: a new descriptor.
+        check(unsafe { libc::syscall(libc::SYS_epoll_create1, libc::EPOLL_CLOEXEC) }).map(|fd| Self(Fd::own(fd)))
+    }
+
+    /// The descriptor, for [`wait`].
+    pub fn number(&self) -> i32 {
+        self.0.number()
+    }
+
+    /// Fires whenever the usage of a group of version 1 passes `bytes`, upwards or downwards.
+    ///
+    /// # Errors
+    ///
+    /// What opening or writing `cgroup.event_control` says: it needs the right to write there.
+    pub fn add_threshold(&self, folder: &str, bytes: u64) -> io::Result<Source> {
+        // SAFETY: a new descriptor.
+        let fired = check(unsafe { libc::syscall(libc::SYS_eventfd2, 0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) })?;
+        let fired = Fd::own(fired);
+        let usage = file::open(path(folder, "memory.usage_in_bytes")?.as_c_str(), libc::O_RDONLY, 0)?;
+        let control = file::open(path(folder, "cgroup.event_control")?.as_c_str(), libc::O_WRONLY, 0)?;
+        let order = file::Text::<64>::format(format_args!("{} {} {bytes}", fired.number(), usage.number()));
+        write(&control, order.unwrap_or_default().as_bytes())?;
+        self.add(fired, Sign::Limit)
+    }
+
+    /// Fires when a group of version 2 meets a limit of its own: `memory.events` has counted something.
+    ///
+    /// # Errors
+    ///
+    /// What opening says.
+    pub fn add_group_events(&self, folder: &str) -> io::Result<Source> {
+        let events = file::open(path(folder, "memory.events")?.as_c_str(), libc::O_RDONLY, 0)?;
+        self.add(events, Sign::Limit)
+    }
+
+    /// Fires when tasks were stalled for lack of memory for `stall_us` within two seconds, at most once in that time.
+    ///
+    /// Two seconds because without privileges the kernel allows multiples of that only.
+    ///
+    /// # Errors
+    ///
+    /// `EOPNOTSUPP` without PSI, `EPERM` and `EINVAL` where triggers are for the privileged (before Linux 6.6).
+    pub fn add_stalls(&self, file: &CStr, stall_us: u32) -> io::Result<Source> {
+        let pressure = file::open(file, libc::O_RDWR, 0)?;
+        let order = file::Text::<64>::format(format_args!("some {stall_us} 2000000")).unwrap_or_default();
+        write(&pressure, order.as_c_str().to_bytes_with_nul())?;
+        self.add(pressure, Sign::Stall)
+    }
+
+    /// Edge-triggered: nothing has to be read for a source to fire again.
+    fn add(&self, fd: Fd, sign: Sign) -> io::Result<Source> {
+        let mut event =
+            libc::epoll_event { events: (libc::EPOLLIN | libc::EPOLLPRI | libc::EPOLLET) as u32, u64: sign as u64 };
+        // SAFETY: reads `event`.
+        let result = unsafe {
+            libc::syscall(libc::SYS_epoll_ctl, self.number(), libc::EPOLL_CTL_ADD, fd.number(), &raw mut event)
+        };
+        check(result).map(|_| Source(fd))
+    }
+}
+
+/// Sleeps until a source of the set with this descriptor fires; returns the [`Sign`]s, as a sum of bits.
+///
+/// # Errors
+///
+/// What `epoll_wait` says: `EBADF` when the set is closed.
+pub fn wait(events: i32) -> io::Result<u64> {
+    let mut fired = [libc::epoll_event { events: 0, u64: 0 }; 8];
+    loop {
+        // SAFETY: writes at most `fired.len()` entries; no signal mask.
+        let count = unsafe {
+            libc::syscall(
+                libc::SYS_epoll_pwait,
+                events,
+                fired.as_mut_ptr(),
+                fired.len() as libc::c_int,
+                -1,
+                std::ptr::null::<libc::sigset_t>(),
+                0_usize,
+            )
+        };
+        match check(count) {
+            Ok(count) => return Ok(fired[..count as usize].iter().fold(0, |signs, event| signs | sign_of(event))),
+            Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// A group's own files say `EPOLLERR` with every change, beside `EPOLLPRI`; alone it means that the group is gone.
+fn sign_of(event: &libc::epoll_event) -> u64 {
+    let is_error_only = event.events & (libc::EPOLLIN | libc::EPOLLPRI) as u32 == 0;
+    if is_error_only { Sign::Gone as u64 } else { event.u64 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What cannot be watched says why; nothing is left open.
+    #[test]
+    fn refusals_are_told() {
+        let events = Events::new().unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path().to_str().unwrap();
+        let kind = |result: io::Result<Source>| result.err().unwrap().kind();
+        assert_eq!(kind(events.add_threshold(at, 1)), io::ErrorKind::NotFound);
+        assert_eq!(kind(events.add_group_events(at)), io::ErrorKind::NotFound);
+        assert_eq!(kind(events.add_stalls(c"/nowhere", 1)), io::ErrorKind::NotFound);
+        // A plain file: accepts any order, but cannot be waited for.
+        std::fs::write(folder.path().join("memory.pressure"), "").unwrap();
+        let file = Path::format(format_args!("{at}/memory.pressure")).unwrap();
+        assert_eq!(kind(events.add_stalls(file.as_c_str(), 1)), io::ErrorKind::PermissionDenied);
+        assert_eq!(std::fs::read_to_string(file.as_str()).unwrap(), "some 1 2000000\0");
+    }
+
+    /// A source that fires wakes the waiter with its sign; a closed set is an error.
+    #[test]
+    fn a_source_wakes_the_waiter() {
+        let events = Events::new().unwrap();
+        // SAFETY: a new descriptor.
+        let fd = Fd::own(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) });
+        let number = fd.number();
+        let source = events.add(fd, Sign::Stall).unwrap();
+        for _ in 0..2 {
+            // SAFETY: reads eight bytes.
+            unsafe { libc::write(number, [1u64].as_ptr().cast(), 8) };
+            assert_eq!(wait(events.number()).unwrap(), Sign::Stall as u64);
+        }
+        drop(source);
+        assert!(wait(-1).is_err());
+    }
+}

@@ -1,0 +1,222 @@
+//! What the kernel allows: the control groups that this process is charged to, and the machine's memory.
+//!
+//! Below: `sys`. Locks: one, around what was found; tried, never waited for.
+#![allow(unsafe_code)] // a call on a stack of its own
+
+use super::alarms::{Alarms, Covered};
+use super::limits::{self, Limits, Room};
+use crate::stats::{self, Counter};
+use pagemill_sys::cgroup::{self, Hierarchy, Limit, MAX_LEVELS, Machine, Version};
+use pagemill_sys::file::Path;
+use pagemill_sys::{clock, stack};
+use std::ffi::c_void;
+use std::sync::Mutex;
+
+/// The kernel's answer: every visible control group above this process, and `MemAvailable`.
+///
+/// What cannot be read does not bind: a group that vanished, figures that
+/// are no numbers, no `/proc`.
+pub struct Kernel {
+    /// Stands before every path: empty, or a folder with a made-up tree.
+    root: &'static str,
+    /// Never waited for: [`Headroom`] asks once at a time.
+    found: Mutex<Found>,
+}
+
+struct Found {
+    /// Counts up with every change of what is below.
+    state: u32,
+    groups: Option<Hierarchy>,
+    /// Limits by level, innermost first.
+    limits: [Limit; MAX_LEVELS],
+    look_again_ns: u64,
+}
+
+/// Groups are looked for, and their limits read, so often: a move or a change is noticed within this.
+const LOOK_AGAIN_NS: u64 = 1_000_000_000;
+
+/// Where there are none they are looked for less often.
+const LOOK_IN_VAIN_NS: u64 = 10_000_000_000;
+
+/// Alarms are set for so many limits, innermost first.
+const ARMED_LEVELS: usize = 4;
+
+/// Waiting for memory so long within two seconds counts as a stall.
+const STALL_US: u32 = 150_000;
+
+/// Looking for groups takes more stack than a small thread has to spare inside malloc.
+const LOOK_STACK_BYTES: usize = 64 << 10;
+
+impl Kernel {
+    pub const fn new(root: &'static str) -> Self {
+        let found = Found { state: 0, groups: None, limits: [Limit::NONE; MAX_LEVELS], look_again_ns: 0 };
+        Self { root, found: Mutex::new(found) }
+    }
+}
+
+impl Found {
+    fn look_again(&mut self, root: &'static str) {
+        struct Look<'found> {
+            found: &'found mut Found,
+            root: &'static str,
+        }
+        extern "C" fn look(argument: *mut c_void) {
+            let look = argument.cast::<Look<'_>>();
+            // SAFETY: what is passed below, used by nobody else meanwhile.
+            let look = unsafe { &mut *look };
+            look.found.find(look.root);
+        }
+        let now = clock::fine_ns();
+        if now < self.look_again_ns {
+            return;
+        }
+        let mut argument = Look { found: self, root };
+        // SAFETY: `look` returns, and its argument outlives the call.
+        unsafe { stack::call_on_new(LOOK_STACK_BYTES, look, (&raw mut argument).cast()) };
+        self.look_again_ns = now + if self.groups.is_some() { LOOK_AGAIN_NS } else { LOOK_IN_VAIN_NS };
+    }
+
+    fn find(&mut self, root: &str) {
+        let is_current = self.groups.as_ref().is_some_and(|groups| groups.is_current(root));
+        if !is_current {
+            self.groups = Hierarchy::find(root).ok();
+        }
+        let limits = std::array::from_fn(|level| {
+            let limit = self.groups.as_ref().and_then(|groups| Some(groups.limit(&groups.folder(level)?)));
+            limit.unwrap_or(Limit::NONE)
+        });
+        let has_moved = !is_current && self.groups.is_some();
+        if has_moved || limits != self.limits {
+            // What is found first is no change.
+            stats::add(Counter::LimitsChanged, u64::from(self.state > 0));
+            self.state += 1;
+        }
+        self.limits = limits;
+    }
+
+    /// The groups with a limit, innermost first.
+    fn limited(&self) -> impl Iterator<Item = (Path, Limit)> {
+        let levels = self.limits.iter().enumerate().filter(|(_, limit)| **limit != Limit::NONE);
+        levels.filter_map(|(level, limit)| Some((self.groups.as_ref()?.folder(level)?, *limit)))
+    }
+
+    /// Version 1 warns at thresholds, set where a limit gets near and where its margin begins; version 2 when a limit is
+    /// met, and when the group stalls. The machine's stalls come to both.
+    fn arm(&self, alarms: &mut Alarms, root: &str) {
+        let (mut has_limits, mut has_stalls) = (true, false);
+        let version = self.groups.as_ref().map(|groups| groups.version);
+        for (folder, limit) in self.limited().take(ARMED_LEVELS) {
+            let folder = folder.as_str();
+            has_limits &= match version {
+                Some(Version::V1) => {
+                    let margin = limit.soft_bytes - limits::margin_bytes(limit);
+                    alarms.set(|events| events.add_threshold(folder, limits::alarm_bytes(limit)))
+                        && alarms.set(|events| events.add_threshold(folder, margin))
+                }
+                _ => alarms.set(|events| events.add_group_events(folder)),
+            };
+        }
+        let own = self.groups.as_ref().and_then(|groups| groups.folder(0)).filter(|_| version == Some(Version::V2));
+        let machine = Path::format(format_args!("{root}/proc/pressure/memory"));
+        let group = own.and_then(|own| Path::format(format_args!("{}/memory.pressure", own.as_str())));
+        for path in [group, machine].into_iter().flatten() {
+            has_stalls |= alarms.set(|events| events.add_stalls(path.as_c_str(), STALL_US));
+        }
+        let has_any = self.limited().next().is_some();
+        let has_thresholds = has_limits && has_any && version == Some(Version::V1);
+        alarms.covered = Covered { has_thresholds, has_limits: has_limits && has_any, has_stalls };
+    }
+
+    /// The group with the least room, with the least that is left before a kill in any of them.
+    fn nearest(&self) -> Option<Room> {
+        let groups = self.groups.as_ref()?;
+        let rooms = self.limited().filter_map(|(folder, limit)| {
+            let usage = groups.usage_bytes(&folder);
+            stats::add(Counter::LimitsUnread, u64::from(usage.is_err()));
+            let usage = usage.ok()?;
+            let is_near = usage > limits::alarm_bytes(limit);
+            let (idle, other) = if is_near { groups.reclaimable_bytes(&folder) } else { (0, 0) };
+            Some(Room::of_group(limit, usage, idle, other))
+        });
+        rooms.reduce(|nearest, room| {
+            let (hard_bytes, is_far) = (nearest.hard_bytes.min(room.hard_bytes), nearest.is_far && room.is_far);
+            Room { hard_bytes, is_far, ..if room.bytes < nearest.bytes { room } else { nearest } }
+        })
+    }
+}
+
+impl Limits for Kernel {
+    fn sample(&self) -> Room {
+        let group = self.found.try_lock().ok().and_then(|mut found| {
+            found.look_again(self.root);
+            found.nearest()
+        });
+        let machine = cgroup::machine(self.root);
+        stats::add(Counter::LimitsUnread, u64::from(machine.is_err()));
+        let of_machine = |machine: &Machine| Room::of_machine(machine.total_bytes, machine.available_bytes);
+        let room = machine.as_ref().map_or(Room::ENDLESS, of_machine);
+        let Some(group) = group else { return room };
+        // Where there is swap the kernel writes out before it kills: nothing is refused then.
+        let has_swap = machine.is_ok_and(|machine| machine.swap_free_bytes > 0);
+        let hard_bytes = if has_swap { u64::MAX } else { group.hard_bytes };
+        Room { hard_bytes, is_far: group.is_far, ..if group.bytes <= room.bytes { group } else { room } }
+    }
+
+    fn arm(&self, alarms: &mut Alarms) {
+        if let Ok(found) = self.found.try_lock()
+            && alarms.begin(found.state)
+        {
+            found.arm(alarms, self.root);
+            alarms.publish();
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::reclaim::limits::Bound;
+
+    fn write(root: &str, path: &str, text: &str) {
+        let path = std::path::PathBuf::from(format!("{root}{path}"));
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, text).unwrap();
+    }
+
+    /// The nearest of all ancestors binds; file pages that the kernel can take do not count; nonsense binds nobody.
+    #[test]
+    fn the_nearest_limit_of_a_tree_binds() {
+        let folder = tempfile::tempdir().unwrap();
+        let root: &'static str = Box::leak(folder.path().to_str().unwrap().to_owned().into_boxed_str());
+        write(root, "/proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n");
+        let system = Kernel::new(root);
+        assert_eq!(system.sample().bound, Bound::Machine);
+
+        write(root, "/proc/self/mountinfo", "30 23 0:26 / /cg rw - cgroup2 cgroup2 rw\n");
+        write(root, "/proc/self/cgroup", "0::/app/worker\n");
+        write(root, "/cg/app/worker/memory.current", "1000000\n");
+        write(root, "/cg/app/worker/memory.max", "2147483648\n");
+        write(root, "/cg/app/memory.current", "900000000\n");
+        write(root, "/cg/app/memory.max", "1073741824\n");
+        write(root, "/cg/app/memory.stat", "file 100000000\ninactive_file 100000000\n");
+        system.found.lock().unwrap().look_again_ns = 0;
+        let room = system.sample();
+        assert_eq!((room.bound, room.limit_bytes), (Bound::Group, 1 << 30));
+        assert_eq!(room.hard_bytes, (1 << 30) - 800_000_000);
+        write(root, "/cg/app/worker/memory.current", "1500000000\n");
+        write(root, "/cg/app/worker/memory.max", "1600000000\n");
+        system.found.lock().unwrap().look_again_ns = 0;
+        assert_eq!(system.sample().hard_bytes, 100_000_000, "the nearest kill counts, whoever binds");
+        write(root, "/cg/app/worker/memory.current", "1000000\n");
+        write(root, "/cg/app/worker/memory.max", "2147483648\n");
+        system.found.lock().unwrap().look_again_ns = 0;
+
+        write(root, "/cg/app/memory.current", "-5\n");
+        assert_eq!(system.sample().limit_bytes, 2 << 30, "the next one binds");
+        write(root, "/cg/app/worker/memory.max", "max\n");
+        system.found.lock().unwrap().look_again_ns = 0;
+        assert_eq!(system.sample().bound, Bound::Machine, "a limit that changes is noticed");
+        write(root, "/proc/meminfo", "\n");
+        assert_eq!(system.sample(), Room::ENDLESS);
+    }
+}
