@@ -2,6 +2,7 @@
 //!
 //! Rendered from the table of [`pagemill_sys::probe`], for people or as one JSON object.
 
+use crate::running::{self, Layer};
 use pagemill_sys::probe::{self, Report, Row, State};
 use serde::Serialize;
 use std::fmt::Write as _;
@@ -30,15 +31,16 @@ const QUESTIONS: &[(&str, &str)] = &[
 /// Tries everything and prints what was found. 0 if Pagemill works here, 2 if not, 1 if nothing can be printed.
 pub fn doctor(json: bool) -> ExitCode {
     let report = probe::probe();
+    let layers = running::layers();
     let text = if json {
-        render_json(&report)
+        render_json(&report, &layers)
     } else {
         let is_terminal = io::stdout().is_terminal();
         let no_colour = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
         let is_dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
         let columns = terminal_size::terminal_size().map_or(DEFAULT_COLUMNS, |(width, _)| width.0.into());
         let style = Style { columns: columns.max(FEWEST_COLUMNS), is_coloured: is_terminal && !no_colour && !is_dumb };
-        render_table(&report, style)
+        render_table(&report, &layers, style)
     };
     match io::stdout().write_all(text.as_bytes()).and_then(|()| io::stdout().flush()) {
         // Whoever reads may have seen enough: a closed pipe is no failure.
@@ -74,7 +76,38 @@ fn mark(state: State) -> (&'static str, &'static str) {
     }
 }
 
-fn render_table(report: &Report, style: Style) -> String {
+/// One entry of the table.
+struct Line<'text> {
+    name: &'text str,
+    state: State,
+    found: &'text str,
+    needed_for: &'text str,
+    lost: &'text str,
+    fix: Option<&'text str>,
+}
+
+impl<'text> From<&'text Row> for Line<'text> {
+    fn from(row: &'text Row) -> Self {
+        let feature = row.feature;
+        Self {
+            name: feature.name,
+            state: row.state,
+            found: &row.found,
+            needed_for: feature.needed_for,
+            lost: feature.lost,
+            fix: row.fix.as_deref(),
+        }
+    }
+}
+
+impl<'text> From<&'text Layer> for Line<'text> {
+    fn from(layer: &'text Layer) -> Self {
+        let Layer { name, state, found, lost, .. } = layer;
+        Self { name, state: *state, found, needed_for: "", lost, fix: None }
+    }
+}
+
+fn render_table(report: &Report, layers: &[Layer], style: Style) -> String {
     let name_columns = report.rows.iter().map(|row| row.feature.name.len()).max().unwrap_or(0);
     let mut text = String::new();
     let mut group = None;
@@ -83,27 +116,33 @@ fn render_table(report: &Report, style: Style) -> String {
             let gap = if text.is_empty() { "" } else { "\n" };
             let _ = writeln!(text, "{gap}{}", style.paint("1", row.feature.group.title()));
         }
-        render_row(&mut text, row, name_columns, style);
+        render_line(&mut text, &row.into(), name_columns, style);
+    }
+    if !layers.is_empty() {
+        let _ = writeln!(text, "\n{}", style.paint("1", "Running now"));
+    }
+    for layer in layers {
+        render_line(&mut text, &layer.into(), name_columns, style);
     }
     let _ = write!(text, "\n{}", hang(&verdict(report), 0, style.columns));
     text
 }
 
-fn render_row(text: &mut String, row: &Row, name_columns: usize, style: Style) {
+fn render_line(text: &mut String, row: &Line<'_>, name_columns: usize, style: Style) {
     let (word, colour) = mark(row.state);
-    let found = hang(&row.found, NAME_COLUMN + name_columns + 2, style.columns);
+    let found = hang(row.found, NAME_COLUMN + name_columns + 2, style.columns);
     let mark = style.paint(colour, &format!("{word:<7}"));
-    let _ = write!(text, "  {mark}  {:<name_columns$}  {found}", row.feature.name);
+    let _ = write!(text, "  {mark}  {:<name_columns$}  {found}", row.name);
     if row.state == State::Available {
         return;
     }
     // Where nothing could be tried, nothing is known to be lost.
     let (label, text_below) = match row.state {
-        State::Unknown => ("    for", row.feature.needed_for),
-        _ => ("   lost", row.feature.lost),
+        State::Unknown => ("    for", row.needed_for),
+        _ => ("   lost", row.lost),
     };
     let _ = write!(text, "  {}  {}", style.paint("2", label), hang(text_below, NAME_COLUMN, style.columns));
-    if let Some(fix) = &row.fix {
+    if let Some(fix) = row.fix {
         // A command is copied whole, so it is never broken.
         let is_wide = NAME_COLUMN + fix.chars().count() > style.columns;
         let gap = if is_wide { format!("\n{:COMMAND_COLUMN$}", "") } else { "  ".to_string() };
@@ -173,7 +212,18 @@ struct Object<'report> {
     kernel: &'report str,
     supported: bool,
     rows: Vec<Entry<'report>>,
+    /// The governors of this user's running processes; empty where none publishes figures.
+    running: Vec<Running<'report>>,
     verdict: String,
+}
+
+#[derive(Serialize)]
+struct Running<'report> {
+    key: &'report str,
+    name: &'report str,
+    state: &'report str,
+    found: &'report str,
+    lost: &'report str,
 }
 
 #[derive(Serialize)]
@@ -191,7 +241,14 @@ struct Entry<'report> {
     fix: Option<&'report str>,
 }
 
-fn render_json(report: &Report) -> String {
+fn render_json(report: &Report, layers: &[Layer]) -> String {
+    let running = layers.iter().map(|layer| Running {
+        key: layer.key,
+        name: layer.name,
+        state: layer.state.word(),
+        found: &layer.found,
+        lost: layer.lost,
+    });
     let rows = report.rows.iter().map(|row| {
         let feature = row.feature;
         Entry {
@@ -210,6 +267,7 @@ fn render_json(report: &Report) -> String {
         kernel: &report.kernel,
         supported: report.is_supported(),
         rows: rows.collect(),
+        running: running.collect(),
         verdict: verdict(report),
     };
     // Text and booleans only: nothing that JSON cannot hold.
@@ -238,7 +296,7 @@ mod tests {
     /// JSON of this machine: one object on one line, every key once, the words that scripts rely on.
     #[test]
     fn json_is_one_object() {
-        let text = render_json(&probe::probe());
+        let text = render_json(&probe::probe(), &[]);
         assert_eq!(text.lines().count(), 1);
         let value: serde_json::Value = serde_json::from_str(&text).unwrap();
         assert!(value["kernel"].is_string() && value["verdict"].is_string());
@@ -258,7 +316,7 @@ mod tests {
     #[test]
     fn lines_fit_the_terminal() {
         for columns in [FEWEST_COLUMNS, 80, 100, 120, 200] {
-            let text = render_table(&mixed(), Style { columns, ..PLAIN });
+            let text = render_table(&mixed(), &[], Style { columns, ..PLAIN });
             for line in text.lines() {
                 assert!(line.chars().count() <= columns, "{columns}: {line}");
                 assert_eq!(line, line.trim_end(), "{columns}");
@@ -271,12 +329,12 @@ mod tests {
     #[test]
     fn colour_adds_escapes_only() {
         let report = mixed();
-        let coloured = render_table(&report, Style { is_coloured: true, ..PLAIN });
+        let coloured = render_table(&report, &[], Style { is_coloured: true, ..PLAIN });
         let mut plain = String::new();
         let mut pieces = coloured.split('\x1b');
         plain.push_str(pieces.next().unwrap());
         pieces.for_each(|piece| plain.push_str(piece.split_once('m').unwrap().1));
-        assert_eq!(plain, render_table(&report, PLAIN));
+        assert_eq!(plain, render_table(&report, &[], PLAIN));
     }
 
     /// What works needs no advice; what does not says what is lost and what mends it.
@@ -284,7 +342,7 @@ mod tests {
     fn advice_stands_under_what_is_not_ok() {
         let mut report = mixed();
         report.rows.truncate(4); // ok, limited, missing, unknown
-        let text = render_table(&report, PLAIN);
+        let text = render_table(&report, &[], PLAIN);
         let count = |label: &str| text.lines().filter(|line| line.trim_start().starts_with(label)).count();
         assert_eq!((count("lost "), count("for "), count("fix ")), (2, 1, 3), "{text}");
     }

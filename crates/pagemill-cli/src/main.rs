@@ -10,6 +10,7 @@ mod meminfo;
 mod preload;
 mod report;
 mod run;
+mod running;
 mod trace;
 mod vmstat;
 

@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::Write as _;
+use std::ops::Range;
 use std::process::ExitCode;
 
 #[derive(clap::Args)]
@@ -38,7 +39,8 @@ const ASIDE: &[(Counter, &str)] = &[
 impl Meminfo {
     pub fn main(&self) -> ExitCode {
         let Some((_, snapshot)) = published::find(self.pid) else { return fail(2, &published::missing(self.pid)) };
-        let nodes = nodes(&std::fs::read_to_string(format!("/proc/{}/numa_maps", self.pid)).unwrap_or_default());
+        let numa_maps = std::fs::read_to_string(format!("/proc/{}/numa_maps", self.pid)).unwrap_or_default();
+        let nodes = nodes(&numa_maps, &snapshot.arena);
         let text = if self.json { format!("{}\n", json_of(&snapshot, &nodes)) } else { text_of(&snapshot, &nodes) };
         match std::io::stdout().write_all(text.as_bytes()) {
             Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
@@ -58,24 +60,36 @@ fn giveable(snapshot: &Snapshot) -> u64 {
     snapshot.giveable_bytes().min(resident(snapshot))
 }
 
-/// Resident bytes of the whole process by node, from `numa_maps`; empty where the kernel does not tell.
-fn nodes(numa_maps: &str) -> BTreeMap<u32, u64> {
-    let mut nodes = BTreeMap::new();
+/// Resident bytes of one node.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Node {
+    /// In the arena: what Pagemill handed out or keeps.
+    arena: u64,
+    /// In the whole process.
+    process: u64,
+}
+
+/// Resident bytes by node, from `numa_maps`; empty where the kernel does not tell.
+fn nodes(numa_maps: &str, arena: &Range<u64>) -> BTreeMap<u32, Node> {
+    let mut nodes: BTreeMap<u32, Node> = BTreeMap::new();
     for line in numa_maps.lines() {
         let value = |name: &str| line.split(' ').find_map(|word| word.strip_prefix(name)?.parse::<u64>().ok());
         let page_bytes = value("kernelpagesize_kB=").unwrap_or(4).saturating_mul(1024);
+        let start = line.split(' ').next().and_then(|word| u64::from_str_radix(word, 16).ok());
+        let is_ours = start.is_some_and(|start| arena.contains(&start));
         for word in line.split(' ') {
             let Some((node, pages)) = word.strip_prefix('N').and_then(|rest| rest.split_once('=')) else { continue };
             if let (Ok(node), Ok(pages)) = (node.parse::<u32>(), pages.parse::<u64>()) {
-                let bytes: &mut u64 = nodes.entry(node).or_default();
-                *bytes = bytes.saturating_add(pages.saturating_mul(page_bytes));
+                let (bytes, node) = (pages.saturating_mul(page_bytes), nodes.entry(node).or_default());
+                node.process = node.process.saturating_add(bytes);
+                node.arena = node.arena.saturating_add(if is_ours { bytes } else { 0 });
             }
         }
     }
     nodes
 }
 
-fn text_of(snapshot: &Snapshot, nodes: &BTreeMap<u32, u64>) -> String {
+fn text_of(snapshot: &Snapshot, nodes: &BTreeMap<u32, Node>) -> String {
     let mut text = format!("{} {}\n", snapshot.who.pid, snapshot.name());
     let mut row = |name: &str, bytes: u64, meaning: &str| {
         let _ = writeln!(text, "  {name:<14} {:>12}  {meaning}", Bytes(bytes).to_string());
@@ -85,13 +99,16 @@ fn text_of(snapshot: &Snapshot, nodes: &BTreeMap<u32, u64>) -> String {
     row("giveable", giveable(snapshot), "of it could be given back at once");
     row("net", resident(snapshot) - giveable(snapshot), "resident less giveable: what the program needs");
     ASIDE.iter().for_each(|(counter, meaning)| row(counter.name(), snapshot.get(*counter), meaning));
-    for (node, bytes) in nodes {
-        row(&format!("node {node}"), *bytes, "the whole process on this node, as the kernel counts it");
+    for (number, node) in nodes {
+        row(&format!("node {number}"), node.arena, "of heap and small on this node, as the kernel counts it");
+    }
+    for (number, node) in nodes {
+        row(&format!("process {number}"), node.process, "the whole process on this node");
     }
     text
 }
 
-fn json_of(snapshot: &Snapshot, nodes: &BTreeMap<u32, u64>) -> Value {
+fn json_of(snapshot: &Snapshot, nodes: &BTreeMap<u32, Node>) -> Value {
     let mut rows = Map::new();
     rows.insert("pid".into(), json!(snapshot.who.pid));
     rows.insert("name".into(), json!(snapshot.name()));
@@ -101,7 +118,9 @@ fn json_of(snapshot: &Snapshot, nodes: &BTreeMap<u32, u64>) -> Value {
     }
     rows.insert("giveable".into(), json!(giveable(snapshot)));
     rows.insert("net".into(), json!(resident(snapshot) - giveable(snapshot)));
-    rows.insert("nodes".into(), nodes.iter().map(|(node, bytes)| (node.to_string(), json!(bytes))).collect());
+    rows.insert("nodes".into(), nodes.iter().map(|(number, node)| (number.to_string(), json!(node.arena))).collect());
+    let of_process = nodes.iter().map(|(number, node)| (number.to_string(), json!(node.process))).collect();
+    rows.insert("process_nodes".into(), of_process);
     Value::Object(rows)
 }
 
@@ -114,8 +133,10 @@ mod tests {
     fn nodes_are_summed_over_mappings() {
         let text = "7f00 default anon=3 dirty=3 N0=2 N1=1 kernelpagesize_kB=4\n\
                     7f01 bind:1 huge anon=1 N1=1 kernelpagesize_kB=2048\nNx=1 N=2 N3=x\n";
-        assert_eq!(nodes(text), BTreeMap::from([(0, 8192), (1, 4096 + (2 << 20))]));
-        assert!(nodes("").is_empty());
+        let node = |arena, process| Node { arena, process };
+        let expected = BTreeMap::from([(0, node(0, 8192)), (1, node(2 << 20, 4096 + (2 << 20)))]);
+        assert_eq!(nodes(text, &(0x7f01..0x7f02)), expected);
+        assert!(nodes("", &(0..u64::MAX)).is_empty());
     }
 
     /// A page full of ones, which anybody could have written: no overflow, no underflow.

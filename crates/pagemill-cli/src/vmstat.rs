@@ -44,9 +44,12 @@ impl Vmstat {
     fn write(&self, before: &Snapshot, now: &Snapshot) -> std::io::Result<()> {
         let mut out = std::io::stdout().lock();
         let sums = || TABLE.iter().filter(|row| row.kind == Kind::Sum);
+        // Of the gauges those that count; those in bytes are meminfo's.
+        let states = || TABLE.iter().filter(|row| row.kind == Kind::Gauge && row.unit == Unit::Count);
         let added = |row: &Row| now.get(row.counter).saturating_sub(before.get(row.counter));
         if self.json {
             let mut rows: Map<String, Value> = sums().map(|row| (row.name.to_owned(), json!(added(row)))).collect();
+            rows.extend(states().map(|row| (row.name.to_owned(), json!(now.get(row.counter)))));
             rows.insert("resident".into(), json!(now.get(Counter::Resident)));
             rows.insert("giveable".into(), json!(now.giveable_bytes()));
             writeln!(out, "{}", Value::Object(rows))?;
@@ -54,13 +57,16 @@ impl Vmstat {
         }
         let (resident, giveable) = (Bytes(now.get(Counter::Resident)), Bytes(now.giveable_bytes()));
         writeln!(out, "{} {}: {resident} resident, {giveable} of it could be given at once", now.who.pid, now.name())?;
+        for row in states().filter(|row| !self.watch || now.get(row.counter) != before.get(row.counter)) {
+            writeln!(out, "  {:<22} {:>12}  {}", row.name, now.get(row.counter), row.meaning)?;
+        }
         // Watching, only what moved is of interest.
         for row in sums().filter(|row| !self.watch || added(row) > 0) {
             let amount = match row.unit {
                 Unit::Bytes => Bytes(added(row)).to_string(),
                 Unit::Count => added(row).to_string(),
             };
-            writeln!(out, "  {:<20} {amount:>12}  {}", row.name, row.meaning)?;
+            writeln!(out, "  {:<22} {amount:>12}  {}", row.name, row.meaning)?;
         }
         out.flush()
     }

@@ -12,7 +12,10 @@ use std::time::{Duration, Instant};
 const MIB: u64 = 1 << 20;
 
 /// A control group with a memory limit, removed at the end. Its members are processes of one test.
-struct Group(PathBuf);
+struct Group {
+    folder: PathBuf,
+    limit_file: &'static str,
+}
 
 impl Group {
     /// Says why not, and returns `None`, where groups cannot be made.
@@ -34,18 +37,27 @@ impl Group {
             println!("skipped: no control group can be made: {error}");
             return None;
         }
-        let group = Self(folder);
-        if let Err(error) = fs::write(group.0.join(limit_file), limit_bytes.to_string()) {
+        let group = Self { folder, limit_file };
+        if let Err(error) = group.set_limit(limit_bytes) {
             println!("skipped: no limit can be set: {error}");
             return None;
         }
         Some(group)
     }
 
+    fn set_limit(&self, limit_bytes: u64) -> std::io::Result<()> {
+        fs::write(self.folder.join(self.limit_file), limit_bytes.to_string())
+    }
+
+    /// Moves a process here.
+    fn take(&self, pid: u32) {
+        fs::write(self.folder.join("cgroup.procs"), pid.to_string()).unwrap();
+    }
+
     /// The command, started inside.
     fn enter(&self, command: &Command) -> Command {
         let mut inside = Command::new("sh");
-        let script = format!("echo 0 > {}/cgroup.procs && exec \"$@\"", self.0.display());
+        let script = format!("echo 0 > {}/cgroup.procs && exec \"$@\"", self.folder.display());
         inside.args(["-c", &script, "sh"]).arg(command.get_program()).args(command.get_args());
         for (name, value) in command.get_envs() {
             match value {
@@ -62,7 +74,7 @@ impl Drop for Group {
     fn drop(&mut self) {
         // The dead leave a group a moment after they have ended.
         for _ in 0..200 {
-            if fs::remove_dir(&self.0).is_ok() {
+            if fs::remove_dir(&self.folder).is_ok() {
                 return;
             }
             std::thread::sleep(Duration::from_millis(10));
@@ -103,6 +115,124 @@ fn child_of(pid: u32) -> Option<u32> {
     fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?.split_whitespace().next()?.parse().ok()
 }
 
+/// A process that freed 100 MiB and sleeps, started by `command`, once that is to be seen; and its id.
+fn start_idle(place: &Place, command: Command) -> (Guard, u32) {
+    let mut command = command;
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    let guard = Guard::new(command);
+    let start = Instant::now();
+    loop {
+        if let Some(pid) = child_of(guard.id())
+            && figure(place, pid, "heap_free").is_some_and(|bytes| bytes > 90 * MIB)
+        {
+            return (guard, pid);
+        }
+        assert!(start.elapsed() < Duration::from_secs(60), "nothing was published");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Waits until a counter of a process has reached a value.
+fn wait_for(place: &Place, pid: u32, counter: &str, least: u64) {
+    let start = Instant::now();
+    loop {
+        let mut command = place.command(common::PAGEMILL);
+        command.args(["vmstat", "--json", &pid.to_string()]);
+        let out = finish(command, STUCK_AFTER).out;
+        let counters: Value = serde_json::from_str(&out).unwrap_or_default();
+        if counters[counter].as_u64().is_some_and(|value| value >= least) {
+            return;
+        }
+        assert!(start.elapsed() < Duration::from_secs(30), "{counter} never reached {least}: {out}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// Sends a signal to a process of the test.
+fn signal(pid: u32, name: &str) {
+    let status = Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).status().unwrap();
+    assert!(status.success());
+}
+
+/// The process gets no time at all while somebody else fills the group: the kernel takes what was offered, and kills
+/// nobody.
+#[test]
+fn a_stopped_process_is_no_danger() {
+    let place = Place::new();
+    let (Some(idle), Some(touch)) = (place.compile("idle.c", &[]), place.compile("touch.c", &[])) else { return };
+    let Some(group) = Group::new("stopped", 256 * MIB) else { return };
+    let mut command = place.pagemill_run(&[], idle);
+    command.env("PAGEMILL_IDLE", "off");
+    let (mut guard, pid) = start_idle(&place, group.enter(&command));
+    // With 100 MiB more the limit is near, and what is free gets cold.
+    let mut neighbour = Command::new(&touch);
+    neighbour.args(["100", "60000"]).stdout(Stdio::null());
+    let mut neighbour = Guard::new(group.enter(&neighbour));
+    wait_for(&place, pid, "offered", 80 * MIB);
+    signal(pid, "STOP");
+    let mut greedy = Command::new(&touch);
+    greedy.args(["100", "0"]);
+    let end = finish(group.enter(&greedy), STUCK_AFTER);
+    assert!(end.status.success(), "{} {}", end.status, end.err);
+    signal(pid, "CONT");
+    // A helper that was held up says so, and finds out what is gone.
+    wait_for(&place, pid, "taken", 20 * MIB);
+    wait_for(&place, pid, "helper_late", 1);
+    assert!(!guard.has_ended() && !neighbour.has_ended(), "somebody was killed");
+}
+
+/// Far from its group's limit a process is not woken to look at it: the kernel says when it gets near.
+#[test]
+fn thresholds_wake_the_helper() {
+    let place = Place::new();
+    let (Some(idle), Some(touch)) = (place.compile("idle.c", &[]), place.compile("touch.c", &[])) else { return };
+    let Some(group) = Group::new("thresholds", 256 * MIB) else { return };
+    if !group.folder.join("cgroup.event_control").exists() {
+        println!("skipped: version 2 has no thresholds");
+        return;
+    }
+    let mut command = place.pagemill_run(&[], idle);
+    command.env("PAGEMILL_IDLE", "off");
+    let (mut guard, pid) = start_idle(&place, group.enter(&command));
+    wait_for(&place, pid, "helpers_warned", 1);
+    let before = switches(pid);
+    std::thread::sleep(Duration::from_secs(3));
+    let woken = switches(pid) - before;
+    assert!(woken <= 8, "woken {woken} times in 3 s");
+    let mut greedy = Command::new(&touch);
+    greedy.args(["200", "0"]);
+    let end = finish(group.enter(&greedy), STUCK_AFTER);
+    assert!(end.status.success() && !guard.has_ended(), "{} {}", end.status, end.err);
+    wait_for(&place, pid, "signs", 1);
+    wait_for(&place, pid, "given_for_group", 30 * MIB);
+}
+
+/// Moved to another group, and that group's limit changed: both are noticed.
+#[test]
+fn another_group_is_noticed() {
+    let place = Place::new();
+    let Some(idle) = place.compile("idle.c", &[]) else { return };
+    let Some(group) = Group::new("moved", 512 * MIB) else { return };
+    let mut command = place.pagemill_run(&[], idle);
+    command.env("PAGEMILL_IDLE", "off");
+    let (_guard, pid) = start_idle(&place, command);
+    group.take(pid);
+    wait_for(&place, pid, "limits_changed", 1);
+    group.set_limit(256 * MIB).unwrap();
+    wait_for(&place, pid, "limits_changed", 2);
+}
+
+/// How often the threads of a process went to sleep by themselves.
+fn switches(pid: u32) -> u64 {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let status = tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("status")).ok());
+    let counts = |text: String| {
+        let count = |line: &str| line.strip_prefix("voluntary_ctxt_switches:")?.trim().parse::<u64>().ok();
+        text.lines().filter_map(count).sum::<u64>()
+    };
+    status.map(counts).sum()
+}
+
 /// A process that freed much and then sleeps gives it back after the time told, and is woken by nobody afterwards.
 #[test]
 fn an_idle_process_gives_back() {
@@ -127,21 +257,10 @@ fn an_idle_process_gives_back() {
     let pid = wait("it went back", &|pid| figure(&place, pid, "giveable").is_some_and(|bytes| bytes < 2 * MIB));
     let resident = figure(&place, pid, "resident").unwrap();
     assert!(resident < 20 * MIB, "{resident}");
-    let switches = || -> u64 {
-        let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
-        let status = tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("status")).ok());
-        status
-            .flat_map(|text| {
-                text.lines()
-                    .filter_map(|line| line.strip_prefix("voluntary_ctxt_switches:")?.trim().parse::<u64>().ok())
-                    .collect::<Vec<_>>()
-            })
-            .sum()
-    };
     std::thread::sleep(Duration::from_millis(1500));
-    let before = switches();
+    let before = switches(pid);
     std::thread::sleep(Duration::from_secs(3));
-    assert_eq!(switches() - before, 0, "somebody was woken");
+    assert_eq!(switches(pid) - before, 0, "somebody was woken");
 }
 
 /// Figures add up, and both commands speak JSON; who publishes nothing is told so.
@@ -150,18 +269,8 @@ fn figures_add_up() {
     let place = Place::new();
     let Some(program) = place.compile("idle.c", &[]) else { return };
     let mut command = place.pagemill_run(&[], program);
-    command.env("PAGEMILL_IDLE", "off").env("PAGEMILL_WATCH", "off").stdout(Stdio::null()).stderr(Stdio::null());
-    let guard = Guard::new(command);
-    let start = Instant::now();
-    let pid = loop {
-        if let Some(pid) = child_of(guard.id())
-            && figure(&place, pid, "heap_free").is_some_and(|bytes| bytes > 90 * MIB)
-        {
-            break pid;
-        }
-        assert!(start.elapsed() < Duration::from_secs(60), "nothing was published");
-        std::thread::sleep(Duration::from_millis(20));
-    };
+    command.env("PAGEMILL_IDLE", "off").env("PAGEMILL_WATCH", "off");
+    let (_guard, pid) = start_idle(&place, command);
     // Nobody wants what it could give, and it may keep it: its helper sleeps. A second of spinning would be 100 ticks.
     let ticks = || -> u64 {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
