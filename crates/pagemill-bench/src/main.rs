@@ -11,10 +11,12 @@ mod experiment;
 mod figures;
 mod footprint;
 mod giveback;
+mod histogram;
 mod hog;
 mod native;
 mod proc;
 mod report;
+mod signs;
 mod small;
 mod startup;
 mod stats;
@@ -53,7 +55,7 @@ enum Experiment {
     Startup(startup::Options),
     /// Memory of Redis, CPython, sqlite3, git and a cargo build under every allocator
     Footprint(footprint::Options),
-    /// Writers in a control group that does not hold what they freed: who is killed, how much of the limit is used
+    /// Who is killed where free memory could be given: writers, a handover, a sibling's request, a full machine
     Survive(survive::Options),
     /// The settings by which each allocator returns memory at once, as a Markdown table
     Settings,
@@ -67,8 +69,20 @@ enum Experiment {
     HogWork(workload::hog::Hog),
     #[command(name = "__pair", hide = true)]
     PairWork(workload::pair::Pair),
-    #[command(name = "__phases", hide = true)]
-    PhasesWork(workload::phases::Phases),
+    #[command(name = "__writers", hide = true)]
+    WritersWork(workload::writers::Writers),
+    #[command(name = "__keeper", hide = true)]
+    KeeperWork(workload::handover::Keeper),
+    #[command(name = "__newcomer", hide = true)]
+    NewcomerWork(workload::handover::Newcomer),
+    #[command(name = "__asker", hide = true)]
+    AskerWork(workload::reaction::Asker),
+    #[command(name = "__hoarder", hide = true)]
+    HoarderWork(workload::reaction::Hoarder),
+    #[command(name = "__server", hide = true)]
+    ServerWork(workload::host::Server),
+    #[command(name = "__filler", hide = true)]
+    FillerWork(workload::host::Filler),
     #[command(name = "__small", hide = true)]
     SmallWork(workload::small::Small),
     #[command(name = "__giveback", hide = true)]
@@ -92,7 +106,13 @@ fn main() -> ExitCode {
         Experiment::EbizzyWork(arguments) => workload::run(|| workload::ebizzy::run(&arguments)),
         Experiment::HogWork(arguments) => workload::run(|| workload::hog::run(&arguments)),
         Experiment::PairWork(arguments) => workload::run(|| workload::pair::run(&arguments)),
-        Experiment::PhasesWork(arguments) => workload::run(|| workload::phases::run(&arguments)),
+        Experiment::WritersWork(arguments) => workload::run(|| workload::writers::run(&arguments)),
+        Experiment::KeeperWork(arguments) => workload::run(|| workload::handover::keep(&arguments)),
+        Experiment::NewcomerWork(arguments) => workload::run(|| workload::handover::come(&arguments)),
+        Experiment::AskerWork(arguments) => workload::run(|| workload::reaction::ask(&arguments)),
+        Experiment::HoarderWork(arguments) => workload::run(|| workload::reaction::hoard(&arguments)),
+        Experiment::ServerWork(arguments) => workload::run(|| workload::host::serve(&arguments)),
+        Experiment::FillerWork(arguments) => workload::run(|| workload::host::fill(&arguments)),
         Experiment::SmallWork(arguments) => workload::run(|| workload::small::run(&arguments)),
         Experiment::GivebackWork(arguments) => workload::run(|| workload::giveback::run(&arguments)),
     }

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::ptr::{self, NonNull};
 use std::slice;
 
-/// A block from the C `malloc`, all of it initialized: copied from somewhere.
+/// A block from the C `malloc`, all of it initialized.
 ///
 /// # Invariants
 ///
@@ -45,7 +45,17 @@ impl Piece {
         })
     }
 
-    /// The words that were copied.
+    /// Writes `word` all over a fresh block; none where the allocator has no memory.
+    pub fn filled(len_words: usize, word: u64) -> Option<Self> {
+        let start = raw_malloc(len_words * size_of::<u64>())?.cast::<u64>();
+        for index in 0..len_words {
+            // SAFETY: `index` lies within the block just taken, which malloc aligned for any fundamental type.
+            unsafe { start.as_ptr().add(index).write(word) };
+        }
+        Some(Self { start: black_box(start), len_words })
+    }
+
+    /// The words that were written.
     pub fn words(&self) -> &[u64] {
         // SAFETY: `start` begins `len_words` initialized words that live as long as `self` (type invariant).
         unsafe { slice::from_raw_parts(self.start.as_ptr(), self.len_words) }
@@ -269,6 +279,7 @@ mod tests {
         let piece = Piece::copy_of(&words).expect("32 KiB are there");
 
         assert_eq!(piece.words(), words);
+        assert_eq!(Piece::filled(3, 7).expect("24 bytes are there").words(), [7; 3]);
         assert_eq!(Tagged::new(16, 42).expect("16 bytes are there").tag(), 42);
     }
 

@@ -67,14 +67,37 @@ pub fn available_bytes() -> Option<u64> {
     field(&text, "MemAvailable:")
 }
 
+/// All of the machine's memory.
+pub fn total_bytes() -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    field(&text, "MemTotal:")
+}
+
+/// Clock ticks of all CPUs since boot: those in which something ran, and all.
+pub fn cpu_ticks() -> Option<(u64, u64)> {
+    parse_ticks(&fs::read_to_string("/proc/stat").ok()?)
+}
+
+fn parse_ticks(text: &str) -> Option<(u64, u64)> {
+    let line = text.lines().find_map(|line| line.strip_prefix("cpu "))?;
+    // user, nice, system, idle, iowait, irq, softirq, steal; guests are in user already.
+    let fields: Vec<u64> = line.split_whitespace().take(8).filter_map(|field| field.parse().ok()).collect();
+    let idle = fields.get(3)? + fields.get(4)?;
+    let all: u64 = fields.iter().sum();
+    Some((all - idle, all))
+}
+
 fn parse_status(text: &str) -> Option<Resident> {
     Some(Resident { all: field(text, "VmRSS:")?, anonymous: field(text, "RssAnon:")?, peak: field(text, "VmHWM:")? })
 }
 
 fn field(text: &str, name: &str) -> Option<u64> {
+    Some(number(text, name)? * 1024)
+}
+
+fn number(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-    let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
-    Some(kib * 1024)
+    line.split_whitespace().next()?.parse().ok()
 }
 
 fn parse_stat(text: &str) -> Option<Kinship> {
@@ -103,6 +126,14 @@ mod tests {
         assert_eq!(parse_stat(line), Some(expected));
     }
 
+    /// As the kernel writes it; iowait is idle, guests are counted once.
+    #[test]
+    fn ticks_are_busy_or_idle() {
+        let text = "cpu  10 1 5 100 20 1 1 2 7 7\ncpu0 1 1 1 1 1 1 1 1 0 0\n";
+        assert_eq!(parse_ticks(text), Some((20, 140)));
+        assert!(cpu_ticks().is_some_and(|(busy, all)| busy <= all));
+    }
+
     /// This very process: in its own tree, with memory, and with its program mapped.
     #[test]
     fn the_own_process_is_seen() {
@@ -112,5 +143,6 @@ mod tests {
         assert!(memory.peak >= memory.all && memory.all > memory.anonymous);
         assert!(has_mapped(own, "libc"));
         assert_eq!(resident(u32::MAX), None);
+        assert!(total_bytes() > available_bytes());
     }
 }

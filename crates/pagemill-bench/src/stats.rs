@@ -64,6 +64,14 @@ pub fn median(values: &[f64]) -> Option<f64> {
     }
 }
 
+/// The value that `share` of all values do not exceed, one that occurred; none of none.
+pub fn percentile(values: &[f64], share: f64) -> Option<f64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let rank = (share * sorted.len() as f64).ceil() as usize;
+    sorted.get(rank.saturating_sub(1)).copied()
+}
+
 /// (max - min) / median; zero for fewer than two values or a median of zero.
 pub fn spread(values: &[f64]) -> f64 {
     let largest = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -124,6 +132,15 @@ mod tests {
         assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
         assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), Some(2.5));
         assert_eq!(median(&[]), None);
+    }
+
+    /// Of a hundred values the 99th; of few the largest; of none none.
+    #[test]
+    fn percentiles_are_values() {
+        let hundred: Vec<f64> = (1..=100).rev().map(f64::from).collect();
+        assert_eq!(percentile(&hundred, 0.99), Some(99.0));
+        assert_eq!(percentile(&[3.0, 1.0], 0.99), Some(3.0));
+        assert_eq!(percentile(&[], 0.99), None);
     }
 
     /// The definition, and the two cases where it would divide by zero.

@@ -49,12 +49,70 @@ fn ebizzy_tells_keeping_from_returning() {
 
 /// A tenth of a second of the writers, one process and two: they write, and nothing is refused or wrong.
 #[test]
-fn phases_are_written_and_checked() {
+fn writers_write_and_check() {
     for processes in ["1", "2"] {
-        let line = rows(&["__phases", "--processes", processes, "--threads", "2", "--mib", "16", "--run-ms", "100"]);
+        let line = rows(&["__writers", "--processes", processes, "--threads", "2", "--mib", "16", "--run-ms", "100"]);
 
         assert!(line[0]["gib_per_second"].as_f64().is_some_and(|rate| rate > 0.0));
         assert_eq!(line[0]["refused"], 0);
+    }
+}
+
+/// A handover in its smallest form. Needs cgroups; without, it says so and ends with 2.
+#[test]
+fn a_handover_lets_the_eager_live() {
+    let arguments = ["survive", "--handover", "--quick", "--json", "--samples", "1", "--only", "glibc-eager"];
+    let output = bench(&arguments);
+    if output.status.code() == Some(2) {
+        println!("skipped: {}", String::from_utf8_lossy(&output.stderr));
+        return;
+    }
+    let rows = rows(&arguments);
+
+    assert_eq!(value(&rows, "glibc-eager", "survived"), Some(1.0), "{rows:?}");
+    assert!(value(&rows, "glibc-eager", "gib_per_second").is_some_and(|speed| speed > 0.0));
+}
+
+/// Eight threads' worth of a newcomer's memory, checked word by word.
+#[test]
+fn newcomers_check_every_word() {
+    let line = rows(&["__newcomer", "--mib", "16", "--threads", "8"]);
+
+    assert!(line[0]["ms"].as_f64().is_some_and(|time| time > 0.0) && line[0]["refused"] == 0, "{line:?}");
+}
+
+/// A sibling's request is met and timed, where the command is built; who asks without a tree is told.
+#[test]
+fn requests_are_timed() {
+    let rows = rows(&["survive", "--reaction", "--quick", "--json", "--samples", "1", "--only", "pagemill,glibc"]);
+    match value(&rows, "pagemill", "median_us") {
+        Some(time) => assert!(time > 0.0 && value(&rows, "pagemill", "late") == Some(0.0), "{rows:?}"),
+        None => println!("skipped: the command or the library is not built"),
+    }
+
+    let alone = bench(&["__asker", "--hoard-mib", "2", "--ask-mib", "1", "--asks", "1"]);
+    assert!(String::from_utf8_lossy(&alone.stderr).contains("no tree to ask"));
+}
+
+/// The filler of a machine takes what it is told, or nothing where that would pass its floor.
+#[test]
+fn fillers_stop_at_their_floor() {
+    for (floor_mib, stopped) in [("16", 0), ("99999999", 1)] {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        std::fs::write(folder.path().join("stop"), "").expect("written");
+        let folder = folder.path().display().to_string();
+        let line = rows(&[
+            "__filler",
+            "--mib",
+            "8",
+            "--mib-per-second",
+            "1024",
+            "--floor-mib",
+            floor_mib,
+            "--folder",
+            &folder,
+        ]);
+        assert_eq!(line[0]["stopped"], stopped, "{line:?}");
     }
 }
 

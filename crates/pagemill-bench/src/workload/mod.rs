@@ -6,10 +6,13 @@
 
 pub mod ebizzy;
 pub mod giveback;
+pub mod handover;
 pub mod hog;
+pub mod host;
 pub mod pair;
-pub mod phases;
+pub mod reaction;
 pub mod small;
+pub mod writers;
 
 use std::env;
 use std::os::unix::process::CommandExt;

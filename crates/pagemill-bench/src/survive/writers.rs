@@ -1,37 +1,26 @@
-//! Nobody is killed while memory could be given back: writers in a control group that holds what they hold, but not
-//! what they hold and what they freed.
-//!
-//! Pagemill is told nothing of the limit; it has to see it. Being killed is a result, of every allocator.
+//! Writers in a control group that holds what they hold, but not what they hold and what they freed.
 
 use std::time::Duration;
 
 use crate::cgroup::Cgroup;
 use crate::child::{self, Outcome, Running};
-use crate::error::{Error, Result};
-use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
+use crate::error::Result;
+use crate::experiment::{Book, Metric, Progress, not_measured, report_row};
 use crate::report::{Bound, Place, Report, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, PAGEMILL, Ready, Role};
 
-/// The limit around all processes.
-const LIMIT_MIB: u64 = 256;
+use super::{LIMIT_MIB, Options};
+
 /// What all writers together hold at a time. What one phase freed does not fit beside it.
 const LIVE_MIB: u64 = 160;
+/// What a sample must free to count, in limits. All that is written is freed.
+const FREED_LIMITS: u64 = 2;
 
 const SPEED: &str = "gib_per_second";
 const REFUSED: &str = "refused";
 const USED: &str = "used_share";
 const METRICS: &[&str] = &[SPEED, REFUSED];
-
-/// Options of the experiment.
-#[derive(Clone, Debug, clap::Args)]
-pub struct Options {
-    #[command(flatten)]
-    pub common: Common,
-    /// How long each sample writes (default 60, with --quick 1)
-    #[arg(long)]
-    pub seconds: Option<u64>,
-}
 
 /// So many processes with so many writers each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -58,17 +47,10 @@ const CASES: [Case; 6] = [
     Case { processes: 2, writers: 4 },
 ];
 
-/// Runs it and gives the report.
-///
-/// # Errors
-///
-/// [`Error::CannotRun`] where no control group can be made.
-pub fn run(options: &Options) -> Result<Report> {
+/// Runs the cases under every allocator that keeps what is free, and adds rows and verdicts.
+pub fn run(options: &Options, ready: &[Ready], report: &mut Report) -> Result<()> {
     let common = &options.common;
-    Cgroup::with_limit(LIMIT_MIB << 20).map_err(|why| Error::CannotRun(format!("survive needs a limit: {why}")))?;
-    let (ready, gaps) = subject::select(&common.only, |subject| subject.role != Role::ReturningAtOnce)?;
-    let mut report = Report::new("survive", common.json);
-    gaps.into_iter().for_each(|gap| report.gap(gap));
+    let ready: Vec<&Ready> = ready.iter().filter(|ready| ready.subject.role != Role::ReturningAtOnce).collect();
     let seconds = options.seconds.unwrap_or(common.pick(1, 60));
     let rounds = common.samples.map_or(common.pick(2, 3), usize::from);
     let progress = Progress::new(CASES.len() * rounds * ready.len());
@@ -80,8 +62,10 @@ pub fn run(options: &Options) -> Result<Report> {
                 match sample(subject, case, seconds)? {
                     Ok((outcome, used_share)) => {
                         book.enter(&case, subject.name(), METRICS, &outcome);
-                        if matches!(outcome, Outcome::Measured(_)) {
+                        if let Outcome::Measured(line) = &outcome {
                             book.enter_value(&case, subject.name(), USED, used_share);
+                            let written_gib = line[SPEED].as_f64().unwrap_or(0.0) * (seconds * case.processes) as f64;
+                            note_idlers(report, case, subject, written_gib);
                         }
                     }
                     Err(gap) => report.gap(gap),
@@ -91,10 +75,21 @@ pub fn run(options: &Options) -> Result<Report> {
     }
     drop(progress);
     for case in CASES {
-        rows(&mut report, &book, case, &ready);
+        rows(report, &book, case, &ready);
     }
     CASES.into_iter().for_each(|case| report.verdict(verdict(&book, case)));
-    Ok(report)
+    Ok(())
+}
+
+/// Says where a sample freed too little to prove anything. The first process tells for all.
+fn note_idlers(report: &mut Report, case: Case, ready: &Ready, written_gib: f64) {
+    if written_gib * 1024.0 < (FREED_LIMITS * LIMIT_MIB) as f64 {
+        report.gap(format!(
+            "{} {}: a sample freed less than {FREED_LIMITS} times the limit; give it more --seconds",
+            ready.name(),
+            case.name()
+        ));
+    }
 }
 
 /// One sample in a fresh group: how it went, and the most that the group held as a share of its limit.
@@ -107,7 +102,7 @@ fn sample(ready: &Ready, case: Case, seconds: u64) -> Result<std::result::Result
         Ok(line) => line,
         Err(gap) => return Ok(Err(format!("survive: {gap}"))),
     };
-    line.extend([child::own_executable()?.display().to_string(), "__phases".to_owned()]);
+    line.extend([child::own_executable()?.display().to_string(), "__writers".to_owned()]);
     let options = [
         ("--processes", case.processes),
         ("--threads", case.writers),
@@ -124,7 +119,7 @@ fn sample(ready: &Ready, case: Case, seconds: u64) -> Result<std::result::Result
     child::outcome(ready.name(), &finished).map(|outcome| Ok((outcome, used_share)))
 }
 
-fn rows(report: &mut Report, book: &Book<Case>, case: Case, ready: &[Ready]) {
+fn rows(report: &mut Report, book: &Book<Case>, case: Case, ready: &[&Ready]) {
     let metrics =
         [(SPEED, "GiB/s", "written, GiB/s"), (USED, "share", "of the limit used"), (REFUSED, "calls", "refused")];
     for subject in ready {

@@ -16,7 +16,7 @@ const PHASES: [usize; 8] = [100, 300, 8, 700, 1500, 40, 3072, 170];
 
 /// One run of the workload.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Phases {
+pub struct Writers {
     /// Processes; all but the first are started by it.
     #[arg(long, default_value_t = 1)]
     pub processes: usize,
@@ -39,7 +39,7 @@ struct Tally {
 }
 
 /// Writes until the time is up; its line tells how much, and how often malloc refused.
-pub fn run(arguments: &Phases) -> Outcome {
+pub fn run(arguments: &Writers) -> Outcome {
     let siblings = (1..arguments.processes).map(|_| start_sibling(arguments)).collect::<Result<Vec<_>, _>>()?;
     let (start, tally) = (Instant::now(), Tally::default());
     let end = start + Duration::from_millis(arguments.run_ms);
@@ -66,10 +66,10 @@ pub fn run(arguments: &Phases) -> Outcome {
     Ok(serde_json::json!({ "gib_per_second": gib / seconds, "refused": tally.refused.into_inner() }))
 }
 
-fn start_sibling(arguments: &Phases) -> Result<Child, Failure> {
+fn start_sibling(arguments: &Writers) -> Result<Child, Failure> {
     let executable = child::own_executable().map_err(|cause| cause.to_string())?;
     let mut command = Command::new(executable);
-    command.arg("__phases").stdout(Stdio::null());
+    command.arg("__writers").stdout(Stdio::null());
     for (name, value) in
         [("--threads", arguments.threads as u64), ("--mib", arguments.mib as u64), ("--run-ms", arguments.run_ms)]
     {
@@ -79,7 +79,7 @@ fn start_sibling(arguments: &Phases) -> Result<Child, Failure> {
 }
 
 /// One writer: phase after phase, each filled, checked and freed whole.
-fn write(arguments: &Phases, index: usize, end: Instant, tally: &Tally) {
+fn write(arguments: &Writers, index: usize, end: Instant, tally: &Tally) {
     let share = (arguments.mib << 20) / arguments.threads;
     for phase in index.. {
         let size = PHASES[phase % PHASES.len()] << 10;

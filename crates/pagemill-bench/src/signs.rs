@@ -1,0 +1,84 @@
+//! Files by which the bench and its workloads tell each other how far they are.
+//!
+//! A sign is an empty file in a folder of the run: it works between processes under any allocator, on either side of a
+//! launcher, and vanishes with the folder.
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::child::{self, Running};
+use crate::error::{Error, Result};
+
+/// How often somebody looks for a sign.
+const INTERVAL: Duration = Duration::from_millis(1);
+
+/// A folder of signs.
+#[derive(Clone, Debug)]
+pub struct Signs {
+    folder: PathBuf,
+}
+
+impl Signs {
+    /// Signs in a folder that is there.
+    pub fn new(folder: &Path) -> Self {
+        Self { folder: folder.to_owned() }
+    }
+
+    /// Gives a sign.
+    ///
+    /// # Errors
+    ///
+    /// What making the file says.
+    pub fn give(&self, name: &str) -> io::Result<()> {
+        File::create(self.folder.join(name)).map(drop)
+    }
+
+    /// Whether the sign was given.
+    pub fn is_given(&self, name: &str) -> bool {
+        self.folder.join(name).exists()
+    }
+
+    /// Waits for a sign of a workload; false if it ended without.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Interrupted`]; [`Error::CannotRun`] where the sign does not come within `limit`.
+    pub fn wait_for(&self, name: &str, giver: &Running, limit: Duration) -> Result<bool> {
+        let begun = Instant::now();
+        while !self.is_given(name) {
+            if giver.has_ended() {
+                return Ok(self.is_given(name));
+            }
+            if begun.elapsed() > limit {
+                let seconds = limit.as_secs();
+                return Err(Error::CannotRun(format!("a workload did not come to `{name}` within {seconds} s")));
+            }
+            child::check_interrupt()?;
+            thread::sleep(INTERVAL);
+        }
+        Ok(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    /// A sign that is given is found; who ends without giving one is not waited for.
+    #[test]
+    fn signs_are_given_and_missed() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let signs = Signs::new(folder.path());
+        let path = folder.path().join("ready").display().to_string();
+        let start = |script: &str| Running::start(Command::new("sh").args(["-c", script])).expect("sh starts");
+
+        let giver = start(&format!("touch {path}; sleep 5"));
+        assert!(signs.wait_for("ready", &giver, Duration::from_secs(10)).expect("it comes"));
+        assert!(!signs.wait_for("over", &start("true"), Duration::from_secs(10)).expect("it ends"));
+        assert!(signs.wait_for("over", &giver, Duration::ZERO).is_err());
+    }
+}

@@ -1,0 +1,338 @@
+//! A machine that somebody else fills at 1 GiB/s: memory that is held free has to go as fast, and in time.
+//!
+//! The only experiment that uses most of the machine's memory. Whoever fills it stops at a floor, and is the one whom
+//! the kernel would kill.
+
+use std::time::{Duration, Instant};
+
+use pagemill::reclaim::limits::{Bound as Nearest, Kernel, Limits};
+
+use crate::child::{self, Outcome, Running};
+use crate::error::{Error, Result, doing};
+use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
+use crate::proc;
+use crate::report::{Bound, Place, Report, Verdict};
+use crate::signs::Signs;
+use crate::stats::{self, Better};
+use crate::subject::{self, PAGEMILL, Ready, Role};
+use crate::workload::host::{NEAR, READY, STOP, TAKEN};
+
+/// Without so much there is nothing to try.
+const LEAST_BYTES: u64 = 4 << 30;
+/// More of one CPU than this in use by others, and the machine is not idle.
+const BUSY_CPUS: f64 = 0.3;
+
+const RATE_MIB: u64 = 1024;
+const LIVE_MIB: u64 = 64;
+/// How often the machine and both processes are looked at.
+const INTERVAL: Duration = Duration::from_millis(5);
+/// The machine is watched for so long after the last byte was taken.
+const AFTER: Duration = Duration::from_millis(500);
+/// The server has begun to give when it holds so much less: its own work moves less than this.
+const GAVE_BYTES: u64 = 128 << 20;
+/// Longer than this no sample takes.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+const CASE: &str = "host";
+const AVAILABLE: &str = "least_available_percent";
+const GAVE: &str = "gave_gib_per_second";
+const TOOK: &str = "filler_gib_per_second";
+const KEPT_UP: &str = "gave_per_taken";
+const P999: &str = "p999_ms";
+const STOPPED: &str = "stopped";
+const METRICS: &[&str] = &[
+    AVAILABLE,
+    GAVE,
+    TOOK,
+    KEPT_UP,
+    "given_gib",
+    STOPPED,
+    "p50_ms",
+    "p99_ms",
+    P999,
+    "longest_ms",
+    "quiet_p999_ms",
+    "quiet_longest_ms",
+    "refused",
+];
+
+/// How much of this machine is used for what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Plan {
+    total: u64,
+    /// Pagemill shall leave so much to others.
+    margin: u64,
+    /// The filler leaves so much whatever happens.
+    floor: u64,
+    /// What the server holds free.
+    free: u64,
+}
+
+impl Plan {
+    fn new(total: u64, available: u64) -> Self {
+        Self { total, margin: total / 20, floor: total / 40, free: (total / 5 * 2).min(available / 2) }
+    }
+
+    /// What the filler takes: all that is available before the margin, and four fifths of what the server could give.
+    fn filler_mib(&self, available: u64) -> u64 {
+        (available + self.free / 5 * 4).saturating_sub(self.margin) >> 20
+    }
+}
+
+/// The machine and both processes at one moment, in bytes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Moment {
+    seconds: f64,
+    available: u64,
+    server: u64,
+    filler: u64,
+    is_filling: bool,
+}
+
+/// Says whether this machine may be filled now.
+///
+/// # Errors
+///
+/// [`Error::CannotRun`] with the reason.
+pub fn check_machine() -> Result<()> {
+    let available = proc::available_bytes().unwrap_or(0);
+    if available < LEAST_BYTES {
+        let (mib, least) = (available >> 20, LEAST_BYTES >> 20);
+        return Err(Error::CannotRun(format!("survive --host needs {least} MiB of available memory; {mib} are")));
+    }
+    if Kernel::new("").sample().bound == Nearest::Group {
+        let why = "survive --host fills the machine, but a control group limits this process";
+        return Err(Error::CannotRun(why.to_owned()));
+    }
+    let before = proc::cpu_ticks();
+    child::sleep(Duration::from_secs(1))?;
+    let busy = match (before, proc::cpu_ticks()) {
+        (Some(before), Some(after)) => {
+            busy_cpus(before, after, std::thread::available_parallelism().map_or(1, usize::from))
+        }
+        _ => 0.0,
+    };
+    match busy > BUSY_CPUS {
+        true => Err(Error::CannotRun(format!("survive --host needs an idle machine; others use {busy:.1} CPUs"))),
+        false => Ok(()),
+    }
+}
+
+fn busy_cpus((busy, all): (u64, u64), (busy_after, all_after): (u64, u64), cpus: usize) -> f64 {
+    let passed = all_after.saturating_sub(all).max(1);
+    busy_after.saturating_sub(busy) as f64 / passed as f64 * cpus as f64
+}
+
+/// Runs it and adds rows and verdicts: Pagemill in every round, its peers once.
+pub fn run(common: &Common, ready: &[Ready], report: &mut Report) -> Result<()> {
+    let total = proc::total_bytes().ok_or_else(|| Error::CannotRun("there is no /proc/meminfo".to_owned()))?;
+    let plan = Plan::new(total, proc::available_bytes().unwrap_or(0));
+    // All of it once, but what the machine needs for itself.
+    let warm = proc::available_bytes().unwrap_or(0).saturating_sub(2 * plan.margin);
+    child::warm(warm >> 20)?;
+    let rounds = common.samples.map_or(common.pick(1, 3), usize::from);
+    let is_wanted = |ready: &&Ready| !common.only.is_empty() || ready.subject.role != Role::ReturningAtOnce;
+    let progress = Progress::new(ready.len() - 1 + rounds);
+    let mut book = Book::new();
+    for round in 0..rounds {
+        for subject in ready.iter().filter(is_wanted).filter(|ready| round == 0 || ready.name() == PAGEMILL) {
+            progress.step(&format!("host, {}", subject.name()));
+            let outcome = sample(subject, &plan)?;
+            book.enter(&CASE, subject.name(), METRICS, &outcome);
+        }
+    }
+    drop(progress);
+    rows(report, &book, ready, &plan);
+    verdicts(&book).into_iter().for_each(|verdict| report.verdict(verdict));
+    Ok(())
+}
+
+fn sample(ready: &Ready, plan: &Plan) -> Result<Outcome> {
+    let folder = tempfile::tempdir().map_err(doing("making a folder for signs"))?;
+    let signs = Signs::new(folder.path());
+    let folder = folder.path().display().to_string();
+    let (free, live) = ((plan.free >> 20).to_string(), LIVE_MIB.to_string());
+    let mut command = child::workload(&["__server", "--free-mib", &free, "--live-mib", &live, "--folder", &folder])?;
+    ready.apply(&mut command);
+    let server = Running::start(&mut command)?;
+    if !signs.wait_for(READY, &server, PATIENCE)? {
+        return child::outcome(ready.name(), &server.finish(PATIENCE)?);
+    }
+    let available = proc::available_bytes().unwrap_or(0);
+    let (mib, rate) = (plan.filler_mib(available).to_string(), RATE_MIB.to_string());
+    let floor = (plan.floor >> 20).to_string();
+    let mut command = child::workload(&["__filler", "--mib", &mib, "--mib-per-second", &rate, "--folder", &folder])?;
+    command.args(["--floor-mib", &floor]);
+    subject::clear_foreign_settings(&mut command);
+    let filler = Running::start(&mut command)?;
+    let trace = watch(plan, &signs, &server, &filler)?;
+    signs.give(STOP).map_err(doing("giving a sign"))?;
+    let (filler, server) = (filler.finish(PATIENCE)?, server.finish(PATIENCE)?);
+    Ok(match (child::outcome(ready.name(), &server)?, child::outcome("the filler's glibc", &filler)?) {
+        (Outcome::Measured(server), Outcome::Measured(filler)) => {
+            Outcome::Measured(summary(plan, &trace, &server, &filler))
+        }
+        (Outcome::Measured(_), lost) | (lost, _) => lost,
+    })
+}
+
+/// Looks until all is taken and a moment longer, or until one of both ends.
+fn watch(plan: &Plan, signs: &Signs, server: &Running, filler: &Running) -> Result<Vec<Moment>> {
+    let (begun, mut taken, mut is_near) = (Instant::now(), None, false);
+    let mut trace = Vec::with_capacity(1 << 13);
+    loop {
+        child::check_interrupt()?;
+        let now = Moment {
+            seconds: begun.elapsed().as_secs_f64(),
+            available: proc::available_bytes().unwrap_or(0),
+            server: resident_bytes(server),
+            filler: resident_bytes(filler),
+            is_filling: taken.is_none(),
+        };
+        trace.push(now);
+        if !is_near && now.available < 2 * plan.margin {
+            signs.give(NEAR).map_err(doing("giving a sign"))?;
+            is_near = true;
+        }
+        if taken.is_none() && signs.is_given(TAKEN) {
+            taken = Some(Instant::now());
+        }
+        let is_over = taken.is_some_and(|taken| taken.elapsed() > AFTER);
+        // The filler stops before; this is for one that hangs.
+        let is_in_danger = now.available < plan.floor / 2 || begun.elapsed() > PATIENCE;
+        if is_over || is_in_danger || server.has_ended() || filler.has_ended() {
+            return Ok(trace);
+        }
+        std::thread::sleep(INTERVAL);
+    }
+}
+
+fn resident_bytes(running: &Running) -> u64 {
+    proc::resident(running.id()).map_or(0, |memory| memory.all)
+}
+
+/// A sample's line: what the trace shows, beside what both processes tell.
+fn summary(plan: &Plan, trace: &[Moment], server: &serde_json::Value, filler: &serde_json::Value) -> serde_json::Value {
+    let mut line = server.clone();
+    let least = trace.iter().map(|moment| moment.available).min().unwrap_or(0);
+    let most = trace.iter().map(|moment| moment.server).max().unwrap_or(0);
+    let last = trace.last().map_or(0, |moment| moment.server);
+    line[AVAILABLE] = (least as f64 / plan.total as f64 * 100.0).into();
+    line["given_gib"] = (most.saturating_sub(last) as f64 / f64::from(1 << 30)).into();
+    line[TOOK] = filler[TOOK].clone();
+    line[STOPPED] = filler[STOPPED].clone();
+    if let Some((gave, took)) = rates(trace) {
+        line[GAVE] = gave.into();
+        line[TOOK] = took.into();
+        line[KEPT_UP] = (gave / took).into();
+    }
+    line
+}
+
+/// GiB a second that the server gave and that the filler took, from the moment when the server had begun to give until
+/// all was taken; none if it never began.
+fn rates(trace: &[Moment]) -> Option<(f64, f64)> {
+    let held = trace.first()?.server;
+    let first = trace.iter().find(|moment| moment.server + GAVE_BYTES < held)?;
+    let last = trace.iter().rev().find(|moment| moment.is_filling)?;
+    let seconds = last.seconds - first.seconds;
+    let rate = |bytes: u64| bytes as f64 / f64::from(1 << 30) / seconds;
+    let took = rate(last.filler.saturating_sub(first.filler));
+    (seconds > 0.0 && took > 0.0).then(|| (rate(first.server.saturating_sub(last.server)), took))
+}
+
+fn rows(report: &mut Report, book: &Book<&'static str>, ready: &[Ready], plan: &Plan) {
+    let metrics = [
+        (AVAILABLE, "%", Better::Higher, "least available, %"),
+        (GAVE, "GiB/s", Better::Higher, "gave, GiB/s"),
+        (TOOK, "GiB/s", Better::Higher, "taken, GiB/s"),
+        ("given_gib", "GiB", Better::Higher, "given, GiB"),
+        (STOPPED, "samples", Better::Lower, "stopped at the floor"),
+        (P999, "ms", Better::Lower, "malloc 99.9th, ms"),
+        ("longest_ms", "ms", Better::Lower, "longest, ms"),
+        ("quiet_p999_ms", "ms", Better::Lower, "99.9th before, ms"),
+        ("quiet_longest_ms", "ms", Better::Lower, "longest before, ms"),
+    ];
+    let free = plan.free as f64 / f64::from(1 << 30);
+    let table = format!("survive: {free:.1} GiB held free, while somebody fills the machine at {RATE_MIB} MiB/s");
+    for subject in ready {
+        for (name, unit, better, column) in metrics {
+            let place = Place { table: table.clone(), column: column.to_owned() };
+            let metric = Metric { name, unit, better, baseline: None };
+            report_row(report, book, (&CASE, CASE), subject.name(), metric, Some(place));
+        }
+        for name in ["p50_ms", "p99_ms", KEPT_UP, "refused"] {
+            let metric = Metric { name, unit: "", better: Better::Lower, baseline: None };
+            report_row(report, book, (&CASE, CASE), subject.name(), metric, None);
+        }
+    }
+}
+
+fn verdicts(book: &Book<&'static str>) -> [Verdict; 3] {
+    let targets = [
+        ("given a second, of what is taken", KEPT_UP, Bound::AtLeast(0.9), "x"),
+        ("least of the machine's memory available", AVAILABLE, Bound::AtLeast(5.0), "%"),
+        ("malloc, 99.9th percentile", P999, Bound::AtMost(5.0), "ms"),
+    ];
+    targets.map(|(what, metric, bound, unit)| {
+        let target = format!("survive, a machine that is filled: {what}");
+        let Some(series) = book.get(&CASE, PAGEMILL, metric) else {
+            return not_measured(target, bound, unit, "pagemill was not run");
+        };
+        let is_stopped = book.get(&CASE, PAGEMILL, STOPPED).is_some_and(|stopped| stopped.values().contains(&1.0));
+        let took = book.get(&CASE, PAGEMILL, TOOK).and_then(|series| series.median()).unwrap_or(0.0);
+        let note = match is_stopped {
+            true => "whoever fills was stopped at the floor".to_owned(),
+            false => format!("filled at {took:.2} GiB/s"),
+        };
+        let is_lost = series.killed > 0 || is_stopped || !series.survived();
+        Verdict { estimate: stats::estimate(&series.values()), is_lost, ..not_measured(target, bound, unit, &note) }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    /// A server of eight GiB that holds still for four seconds, then gives half of what is taken for four more.
+    #[test]
+    fn rates_count_from_the_first_gift() {
+        let trace: Vec<Moment> = (0..=900)
+            .map(|step| {
+                let seconds = f64::from(step) / 100.0;
+                let given = (seconds.clamp(4.0, 8.0) - 4.0) / 2.0;
+                Moment {
+                    seconds,
+                    available: GIB,
+                    server: 8 * GIB - (given * GIB as f64) as u64,
+                    filler: (seconds.min(8.0) * GIB as f64) as u64,
+                    is_filling: seconds <= 8.0,
+                }
+            })
+            .collect();
+
+        let (gave, took) = rates(&trace).expect("it gave");
+
+        assert!((gave - 0.5).abs() < 0.01 && (took - 1.0).abs() < 0.01, "{gave} {took}");
+        assert!(rates(&trace[..300]).is_none() && rates(&[]).is_none());
+    }
+
+    /// Margin and floor are shares; the filler needs what is before the margin and most of what is held free.
+    #[test]
+    fn the_plan_leaves_the_machine_its_part() {
+        let plan = Plan::new(20 * GIB, 19 * GIB);
+
+        assert_eq!((plan.margin, plan.floor, plan.free), (GIB, GIB / 2, 8 * GIB));
+        assert!(plan.filler_mib(11 * GIB).abs_diff(16_384 + 6 * 1024 / 15) < 64);
+        assert!(Plan::new(20 * GIB, 4 * GIB).free <= 2 * GIB);
+    }
+
+    /// Half of two CPUs is one.
+    #[test]
+    fn busy_is_counted_in_cpus() {
+        assert_eq!(busy_cpus((100, 1000), (150, 1100), 2), 1.0);
+        assert_eq!(busy_cpus((1, 1), (1, 1), 2), 0.0);
+    }
+}

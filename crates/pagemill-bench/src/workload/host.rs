@@ -1,0 +1,187 @@
+//! A machine that runs full: a server that holds much free and goes on allocating, and who takes memory steadily.
+
+use std::path::PathBuf;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::{Failure, Outcome};
+use crate::histogram::Histogram;
+use crate::native::Tagged;
+use crate::proc;
+use crate::signs::Signs;
+use crate::stats::Random;
+
+const PIECE: usize = 1 << 20;
+
+/// The server's sign: it holds what it shall.
+pub const READY: &str = "ready";
+/// The filler's sign: it has taken all, or was stopped.
+pub const TAKEN: &str = "taken";
+/// The bench's sign: memory is nearly short, times count from now on.
+pub const NEAR: &str = "near";
+/// The bench's sign: both shall end.
+pub const STOP: &str = "stop";
+
+/// Blocks that the server keeps of those it takes and frees, one of which is replaced each time.
+const LIVE_BLOCKS: usize = 256;
+/// Sizes of those blocks, each doubling as often as the next.
+const SIZES: (usize, u32) = (1 << 10, 10);
+
+/// Blocks that the server takes at a time; then it has nothing to do for a millisecond, as servers do.
+const BATCH: usize = 64;
+
+/// Who holds much free.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Server {
+    #[arg(long)]
+    pub free_mib: usize,
+    #[arg(long)]
+    pub live_mib: usize,
+    /// Where the signs are.
+    #[arg(long)]
+    pub folder: PathBuf,
+}
+
+/// Who takes memory at a steady rate.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Filler {
+    #[arg(long)]
+    pub mib: usize,
+    #[arg(long)]
+    pub mib_per_second: u64,
+    /// It takes nothing that would leave the machine less.
+    #[arg(long)]
+    pub floor_mib: u64,
+    /// Where the signs are.
+    #[arg(long)]
+    pub folder: PathBuf,
+}
+
+/// Serves until told to stop; its line tells how long mallocs took before memory was nearly short, and from then on.
+pub fn serve(arguments: &Server) -> Outcome {
+    let signs = Signs::new(&arguments.folder);
+    let mut held = hold(arguments.live_mib + arguments.free_mib)?;
+    // Kept are pieces between the others, so that what is free lies in many places.
+    let every = held.len() / arguments.live_mib.max(1);
+    let mut index = 0;
+    held.retain(|_| {
+        index += 1;
+        index % every.max(1) == 0
+    });
+    signs.give(READY).map_err(|cause| cause.to_string())?;
+    let (mut before, mut near) = (Box::new(Histogram::new()), Box::new(Histogram::new()));
+    let mut work = Work::new();
+    let mut is_near = false;
+    while !signs.is_given(STOP) {
+        is_near = is_near || signs.is_given(NEAR);
+        let times = if is_near { &mut near } else { &mut before };
+        (0..BATCH).for_each(|_| work.replace_one(times));
+        thread::sleep(Duration::from_millis(1));
+    }
+    let is_right = held.iter().all(|(tag, piece)| piece.tag() == *tag);
+    if work.wrong > 0 || !is_right {
+        return Err(Failure::WrongAnswer("a block lost its tag".to_owned()));
+    }
+    Ok(serde_json::json!({
+        "quiet_p999_ms": before.percentile_ms(0.999),
+        "quiet_longest_ms": before.longest_ms(),
+        "p50_ms": near.percentile_ms(0.5),
+        "p99_ms": near.percentile_ms(0.99),
+        "p999_ms": near.percentile_ms(0.999),
+        "longest_ms": near.longest_ms(),
+        "mallocs": near.count(),
+        "refused": work.refused,
+    }))
+}
+
+fn hold(mib: usize) -> Result<Vec<(u64, Tagged)>, Failure> {
+    let pieces = (0..mib as u64).map(|tag| Some((tag, Tagged::touched(PIECE, tag)?)));
+    pieces.collect::<Option<_>>().ok_or(Failure::Other("no memory to hold free later".to_owned()))
+}
+
+/// What a server does all the time: one block goes, another comes.
+struct Work {
+    blocks: Vec<Option<(u64, Tagged)>>,
+    random: Random,
+    count: u64,
+    refused: u64,
+    wrong: u64,
+}
+
+impl Work {
+    fn new() -> Self {
+        let blocks = (0..LIVE_BLOCKS).map(|_| None).collect();
+        Self { blocks, random: Random::new(0x686f_7374), count: 0, refused: 0, wrong: 0 }
+    }
+
+    /// Frees a block and takes another in its place, timing that with the touch of its first page.
+    fn replace_one(&mut self, times: &mut Histogram) {
+        let place = self.random.below(self.blocks.len());
+        let old = self.blocks[place].take();
+        self.wrong += u64::from(old.is_some_and(|(tag, block)| block.tag() != tag));
+        let base = SIZES.0 << self.random.below(SIZES.1 as usize);
+        let size = base + self.random.below(base);
+        self.count += 1;
+        let begun = Instant::now();
+        let block = Tagged::new(size, self.count);
+        times.add(begun.elapsed());
+        self.refused += u64::from(block.is_none());
+        self.blocks[place] = block.map(|block| (self.count, block));
+    }
+}
+
+/// Takes piece by piece at its rate, says so, and holds all until told to stop.
+pub fn fill(arguments: &Filler) -> Outcome {
+    // If it comes to that after all, this process shall be the one that is killed.
+    std::fs::write("/proc/self/oom_score_adj", "1000").map_err(|cause| cause.to_string())?;
+    let signs = Signs::new(&arguments.folder);
+    let mut held = Vec::with_capacity(arguments.mib);
+    let (begun, mut is_stopped) = (Instant::now(), false);
+    while held.len() < arguments.mib {
+        let available = proc::available_bytes().ok_or("no /proc/meminfo".to_owned())?;
+        is_stopped = available < (arguments.floor_mib << 20) + PIECE as u64;
+        if is_stopped || signs.is_given(STOP) {
+            break;
+        }
+        let tag = held.len() as u64;
+        held.push(Tagged::touched(PIECE, tag).ok_or("the C library refused memory".to_owned())?);
+        let due = Duration::from_micros(1_000_000 * held.len() as u64 / arguments.mib_per_second);
+        thread::sleep(due.saturating_sub(begun.elapsed()));
+    }
+    let seconds = begun.elapsed().as_secs_f64();
+    signs.give(TAKEN).map_err(|cause| cause.to_string())?;
+    while !signs.is_given(STOP) {
+        thread::sleep(Duration::from_millis(2));
+    }
+    if !(0..).zip(&held).all(|(tag, piece)| piece.tag() == tag) {
+        return Err(Failure::WrongAnswer("the filler's memory lost a tag".to_owned()));
+    }
+    let gib = held.len() as f64 / 1024.0;
+    Ok(serde_json::json!({ "filler_gib_per_second": gib / seconds, "stopped": u8::from(is_stopped), "gib": gib }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A server with eight MiB free that is told at once: it counts before and after, and loses nothing.
+    #[test]
+    fn a_server_counts_before_and_near() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let signs = Signs::new(folder.path());
+        let arguments = Server { free_mib: 8, live_mib: 2, folder: folder.path().to_owned() };
+        let server = thread::spawn(move || serve(&arguments));
+        for sign in [NEAR, STOP] {
+            while !signs.is_given(READY) {
+                thread::yield_now();
+            }
+            thread::sleep(Duration::from_millis(50));
+            signs.give(sign).expect("given");
+        }
+
+        let line = server.join().expect("it ends").expect("all is right");
+
+        assert!(line["mallocs"].as_u64().is_some_and(|count| count >= BATCH as u64), "{line}");
+        assert_eq!(line["refused"], 0);
+    }
+}

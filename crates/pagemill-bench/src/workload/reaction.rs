@@ -1,0 +1,145 @@
+//! Two members of one tree: a hoarder that holds much free, and an asker that times how long its request takes.
+
+use std::ffi::CString;
+use std::io::{self, BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use pagemill::published::{TREE_FILE, TREE_VARIABLE};
+use pagemill::reclaim::tree::TreePage;
+
+use super::{Failure, Outcome};
+use crate::child;
+use crate::native::Tagged;
+use crate::stats;
+
+const PIECE: usize = 1 << 20;
+
+/// After a refill the hoarder is left alone for so long: its helper starts, and its figures settle.
+const SETTLE: Duration = Duration::from_millis(100);
+
+/// A request that is not met within this is late, and counts with this time.
+const LATE: Duration = Duration::from_secs(1);
+
+/// Who asks; it starts the hoarder.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Asker {
+    /// What the hoarder holds free before the first request and after each refill.
+    #[arg(long)]
+    pub hoard_mib: usize,
+    #[arg(long)]
+    pub ask_mib: usize,
+    #[arg(long)]
+    pub asks: usize,
+}
+
+/// Who holds much free.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Hoarder {
+    #[arg(long)]
+    pub mib: usize,
+}
+
+/// The hoarder and the pipes to it; it ends with its input.
+struct Hoard {
+    child: Child,
+    orders: ChildStdin,
+    answers: BufReader<ChildStdout>,
+}
+
+impl Hoard {
+    fn start(mib: usize) -> Result<Self, Failure> {
+        let executable = child::own_executable().map_err(|cause| cause.to_string())?;
+        let mut command = Command::new(executable);
+        command.args(["__hoarder", "--mib", &mib.to_string()]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().map_err(|cause| cause.to_string())?;
+        match (child.stdin.take(), child.stdout.take()) {
+            (Some(orders), Some(answers)) => Ok(Self { child, orders, answers: BufReader::new(answers) }),
+            _ => Err(Failure::Other("the hoarder has no pipes".to_owned())),
+        }
+    }
+
+    /// Has it fill and free all again.
+    fn refill(&mut self) -> Result<(), Failure> {
+        let mut answer = String::new();
+        writeln!(self.orders).map_err(|cause| cause.to_string())?;
+        self.answers.read_line(&mut answer).map_err(|cause| cause.to_string())?;
+        if answer.trim() != "free" {
+            return Err(Failure::Other(format!("the hoarder answered {answer:?}")));
+        }
+        thread::sleep(SETTLE);
+        Ok(())
+    }
+}
+
+impl Drop for Hoard {
+    fn drop(&mut self) {
+        // Both fail only where it is already over.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Asks again and again; its line tells the middle and the 99th percentile of the times until the bytes were there.
+pub fn ask(arguments: &Asker) -> Outcome {
+    let page = tree()?;
+    let bytes = (arguments.ask_mib << 20) as u64;
+    // A refill lasts for so many requests, with one to spare: the last bytes of a hoard may lie in pieces.
+    let asks_each = (arguments.hoard_mib / arguments.ask_mib).saturating_sub(1).max(1);
+    let mut hoard = Hoard::start(arguments.hoard_mib)?;
+    let (mut times, mut late) = (Vec::with_capacity(arguments.asks), 0_u64);
+    while times.len() < arguments.asks {
+        hoard.refill()?;
+        for _ in 0..asks_each.min(arguments.asks - times.len()) {
+            let took = time_one(page, bytes);
+            late += u64::from(took.is_none());
+            times.push(took.unwrap_or(LATE).as_secs_f64() * 1e6);
+        }
+    }
+    Ok(serde_json::json!({
+        "median_us": stats::median(&times),
+        "p99_us": stats::percentile(&times, 0.99),
+        "late": late,
+    }))
+}
+
+/// From the request until the tree's published total has fallen by it; none if that takes too long.
+fn time_one(page: &TreePage, bytes: u64) -> Option<Duration> {
+    let before = page.totals().resident;
+    let is_given = || before.saturating_sub(page.totals().resident) >= bytes;
+    let begun = Instant::now();
+    page.ask(bytes, None, is_given);
+    // Whoever answered publishes its total a moment after.
+    while !is_given() {
+        if begun.elapsed() > LATE {
+            return None;
+        }
+        thread::yield_now();
+    }
+    Some(begun.elapsed())
+}
+
+fn tree() -> Result<&'static TreePage, Failure> {
+    let name = TREE_VARIABLE.to_str().unwrap_or_default();
+    let folder = std::env::var(name).map_err(|_| format!("{name} is not set: there is no tree to ask"))?;
+    let path = CString::new(format!("{folder}/{TREE_FILE}")).map_err(|cause| cause.to_string())?;
+    TreePage::join(&path).map_err(|cause| Failure::Other(cause.to_string()))
+}
+
+/// Fills and frees at each line that it reads, and says so.
+pub fn hoard(arguments: &Hoarder) -> Outcome {
+    let (mut refills, mut answers) = (0_u64, io::stdout());
+    for order in io::stdin().lines() {
+        order.map_err(|cause| cause.to_string())?;
+        let held: Vec<_> = (0..arguments.mib as u64).map(|tag| Tagged::touched(PIECE, tag)).collect();
+        let is_right = (0..).zip(&held).all(|(tag, piece)| piece.as_ref().is_some_and(|piece| piece.tag() == tag));
+        drop(held);
+        if !is_right {
+            return Err(Failure::WrongAnswer("the hoarder's memory lost a tag".to_owned()));
+        }
+        writeln!(answers, "free").and_then(|()| answers.flush()).map_err(|cause| cause.to_string())?;
+        refills += 1;
+    }
+    Ok(serde_json::json!({ "refills": refills }))
+}
