@@ -28,7 +28,7 @@ pub const RETURNING_FAULTS: f64 = 1.0;
 /// Copies of one size: what the targets are about.
 const FIXED: &str = "fixed";
 
-const RECORDS: &str = "records_per_second";
+pub const RECORDS: &str = "records_per_second";
 pub const FAULTS: &str = "faults_per_record";
 const REFUSED: &str = "refused";
 
@@ -43,6 +43,9 @@ pub struct Options {
     /// Only the case with a memory hog in the same limit (the full run has it too)
     #[arg(long)]
     pub hog: bool,
+    /// Only what minding limits costs while nobody is short, at 2 and 8 threads, and how often an idle process wakes up
+    #[arg(long, conflicts_with = "hog")]
+    pub cost: bool,
 }
 
 /// Sizes of the copies and number of threads.
@@ -54,6 +57,9 @@ struct Case {
 
 /// Runs it and gives the report.
 pub fn run(options: &Options) -> Result<Report> {
+    if options.cost {
+        return crate::cost::run(options);
+    }
     let common = &options.common;
     let (ready, gaps) = subject::select(&common.only, |_| true)?;
     let mut report = Report::new("ebizzy", common.json);
@@ -203,7 +209,7 @@ fn baseline_name(role: Role) -> &'static str {
     match role {
         Role::Default => "best-default",
         Role::ReturningAtOnce => "best-eager",
-        Role::Pagemill => PAGEMILL,
+        Role::Pagemill | Role::Unwatched => PAGEMILL,
     }
 }
 

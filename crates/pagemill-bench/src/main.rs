@@ -5,6 +5,7 @@
 
 mod cgroup;
 mod child;
+mod cost;
 mod ebizzy;
 mod error;
 mod experiment;
@@ -45,7 +46,8 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Experiment {
-    /// Records a second of a search server's workload, 1 to 24 threads, with and without a memory hog
+    /// Records a second of a search server's workload, 1 to 24 threads, with and without a memory hog; cost of minding
+    /// limits
     Ebizzy(ebizzy::Options),
     /// Small allocations through the preload against the same allocator alone
     Small(small::Options),
@@ -83,6 +85,8 @@ enum Experiment {
     ServerWork(workload::host::Server),
     #[command(name = "__filler", hide = true)]
     FillerWork(workload::host::Filler),
+    #[command(name = "__idle", hide = true)]
+    IdleWork(workload::idle::Idle),
     #[command(name = "__small", hide = true)]
     SmallWork(workload::small::Small),
     #[command(name = "__giveback", hide = true)]
@@ -113,6 +117,7 @@ fn main() -> ExitCode {
         Experiment::HoarderWork(arguments) => workload::run(|| workload::reaction::hoard(&arguments)),
         Experiment::ServerWork(arguments) => workload::run(|| workload::host::serve(&arguments)),
         Experiment::FillerWork(arguments) => workload::run(|| workload::host::fill(&arguments)),
+        Experiment::IdleWork(arguments) => workload::run(|| workload::idle::run(&arguments)),
         Experiment::SmallWork(arguments) => workload::run(|| workload::small::run(&arguments)),
         Experiment::GivebackWork(arguments) => workload::run(|| workload::giveback::run(&arguments)),
     }

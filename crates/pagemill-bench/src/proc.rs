@@ -73,6 +73,13 @@ pub fn total_bytes() -> Option<u64> {
     field(&text, "MemTotal:")
 }
 
+/// How often the threads of a process gave up the CPU by themselves, to wake up later; none once it is gone.
+pub fn wake_ups(pid: u32) -> Option<u64> {
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).ok()?;
+    let statuses = threads.filter_map(|thread| fs::read_to_string(thread.ok()?.path().join("status")).ok());
+    statuses.map(|status| number(&status, "voluntary_ctxt_switches:")).sum()
+}
+
 /// Clock ticks of all CPUs since boot: those in which something ran, and all.
 pub fn cpu_ticks() -> Option<(u64, u64)> {
     parse_ticks(&fs::read_to_string("/proc/stat").ok()?)
@@ -143,6 +150,6 @@ mod tests {
         assert!(memory.peak >= memory.all && memory.all > memory.anonymous);
         assert!(has_mapped(own, "libc"));
         assert_eq!(resident(u32::MAX), None);
-        assert!(total_bytes() > available_bytes());
+        assert!(wake_ups(own).is_some() && total_bytes() > available_bytes());
     }
 }

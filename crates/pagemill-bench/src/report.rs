@@ -133,9 +133,14 @@ impl Verdict {
             Bound::AtMost(bound) => format!("<= {bound}"),
         };
         let unit = self.unit;
+        // A bound within a hundredth of one is told apart from what just misses it.
+        let digits = match self.bound {
+            Bound::AtLeast(bound) | Bound::AtMost(bound) if (0.98..1.0).contains(&bound) => 3,
+            _ => 2,
+        };
         let measured = match self.estimate {
             Some(Estimate { value, low, high, .. }) => {
-                format!("{value:.2} {unit} [{low:.2}, {high:.2}]")
+                format!("{value:.digits$} {unit} [{low:.digits$}, {high:.digits$}]")
             }
             None => "-".to_owned(),
         };

@@ -20,6 +20,8 @@ pub enum Role {
     ReturningAtOnce,
     /// What is being judged.
     Pagemill,
+    /// The same, minding no limits: it tells what minding them costs, and is compared with nobody else.
+    Unwatched,
 }
 
 /// Where a subject's library is.
@@ -143,10 +145,22 @@ pub const SUBJECTS: &[Subject] = &[
         why: "as it comes",
         obtain: BUILD,
     },
+    Subject {
+        name: UNWATCHED,
+        role: Role::Unwatched,
+        library: Library::Built("libpagemill_malloc.so"),
+        settings: &[("PAGEMILL_WATCH", "off"), ("PAGEMILL_IDLE", "off")],
+        give_back: GiveBack::MallocTrim,
+        why: "looks at no limits and gives nothing back unasked: what `ebizzy --cost` compares with",
+        obtain: BUILD,
+    },
 ];
 
 /// The name of what is judged.
 pub const PAGEMILL: &str = "pagemill";
+
+/// The name of the same without the minding of limits.
+pub const UNWATCHED: &str = "pagemill-unwatched";
 
 /// Tells a workload which library must be mapped in it: the loader only warns when a preload fails.
 pub const EXPECTED_LIBRARY: &str = "BENCH_EXPECTED_LIBRARY";
@@ -175,25 +189,29 @@ impl Ready {
 
     /// Whether it publishes what it could give back.
     pub fn publishes(&self) -> bool {
-        self.subject.role == Role::Pagemill
+        self.is_pagemill()
     }
 
-    /// The start of a command line that runs a whole tree under this allocator: Pagemill's own command, which makes one
-    /// tree of it, or env(1) with the settings, so that what starts the tree has them not.
+    fn is_pagemill(&self) -> bool {
+        matches!(self.subject.role, Role::Pagemill | Role::Unwatched)
+    }
+
+    /// The start of a command line that runs a whole tree under this allocator: env(1) with the settings, so that what
+    /// starts the tree has them not, and with the preload or Pagemill's own command, which makes one tree of it.
     ///
     /// # Errors
     ///
     /// A sentence for the list of gaps.
     pub fn launcher(&self, run_options: &[&str]) -> std::result::Result<Vec<String>, String> {
-        if self.subject.role == Role::Pagemill {
+        let mut line = vec!["env".to_owned()];
+        line.extend(self.subject.settings.iter().map(|(name, value)| format!("{name}={value}")));
+        if self.is_pagemill() {
             let command = built_file("pagemill").ok_or("pagemill: the command is not built: cargo build --release")?;
-            let mut line = vec![command.display().to_string(), "run".to_owned()];
+            line.extend([command.display().to_string(), "run".to_owned()]);
             line.extend(run_options.iter().map(|word| (*word).to_owned()));
             line.push("--".to_owned());
             return Ok(line);
         }
-        let mut line = vec!["env".to_owned()];
-        line.extend(self.subject.settings.iter().map(|(name, value)| format!("{name}={value}")));
         if let Some(library) = &self.preload {
             line.push(format!("LD_PRELOAD={}", library.display()));
             line.push(format!("{EXPECTED_LIBRARY}={}", library.display()));
@@ -244,8 +262,9 @@ pub fn select(only: &[String], is_wanted: impl Fn(&Subject) -> bool) -> Result<(
     }
     let (mut ready, mut gaps) = (Vec::new(), Vec::new());
     for subject in SUBJECTS {
-        let is_named = only.is_empty() || only.iter().any(|name| name == subject.name);
-        if !is_named || !is_wanted(subject) {
+        let is_named = only.iter().any(|name| name == subject.name);
+        let is_of_all = only.is_empty() && subject.role != Role::Unwatched;
+        if !(is_named || is_of_all) || !is_wanted(subject) {
             continue;
         }
         match find(subject.library) {
@@ -322,10 +341,24 @@ mod tests {
         assert_eq!(names.len(), SUBJECTS.len());
         for subject in SUBJECTS {
             let is_eager = subject.role == Role::ReturningAtOnce;
-            assert_eq!(is_eager, !subject.settings.is_empty(), "{}", subject.name);
+            let is_set = is_eager || subject.role == Role::Unwatched;
+            assert_eq!(is_set, !subject.settings.is_empty(), "{}", subject.name);
             assert_eq!(is_eager, subject.name.ends_with("-eager"), "{}", subject.name);
             assert!(subject.library == Library::System || !subject.obtain.is_empty());
         }
+    }
+
+    /// Who is no peer of anybody runs only where it is named.
+    #[test]
+    fn the_unwatched_one_is_run_on_request() {
+        let names = |only: &[String]| -> Vec<&str> {
+            let (ready, gaps) = select(only, |_| true).unwrap_or_default();
+            let gaps = gaps.into_iter().filter(|gap| gap.starts_with(UNWATCHED)).map(|_| UNWATCHED);
+            ready.iter().map(Ready::name).chain(gaps).collect()
+        };
+
+        assert!(!names(&[]).contains(&UNWATCHED));
+        assert_eq!(names(&["glibc".to_owned(), UNWATCHED.to_owned()]), ["glibc", UNWATCHED]);
     }
 
     /// Every setting is one that `clear_foreign_settings` would have taken from the caller.

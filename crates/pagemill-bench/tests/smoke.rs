@@ -94,6 +94,15 @@ fn requests_are_timed() {
     assert!(String::from_utf8_lossy(&alone.stderr).contains("no tree to ask"));
 }
 
+/// Three short samples of one subject of the cost, named so that nothing is compared; the idle one is left out with it.
+#[test]
+fn cost_names_its_own_subjects() {
+    let rows = rows(&["ebizzy", "--cost", "--quick", "--json", "--threads", "2", "--only", "glibc"]);
+
+    assert!(value(&rows, "glibc", "records_per_second").is_some_and(|rate| rate > 0.0));
+    assert_eq!(bench(&["ebizzy", "--cost", "--hog"]).status.code(), Some(2));
+}
+
 /// The filler of a machine takes what it is told, or nothing where that would pass its floor.
 #[test]
 fn fillers_stop_at_their_floor() {

@@ -9,6 +9,7 @@ pub mod giveback;
 pub mod handover;
 pub mod hog;
 pub mod host;
+pub mod idle;
 pub mod pair;
 pub mod reaction;
 pub mod small;
