@@ -285,7 +285,7 @@ fn verdicts(book: &Book<&'static str>) -> [Verdict; 3] {
             true => "whoever fills was stopped at the floor".to_owned(),
             false => format!("filled at {took:.2} GiB/s"),
         };
-        let is_lost = series.killed > 0 || is_stopped || !series.survived();
+        let is_lost = series.killed > 0 || !series.failures.is_empty() || is_stopped;
         Verdict { estimate: stats::estimate(&series.values()), is_lost, ..not_measured(target, bound, unit, &note) }
     })
 }
