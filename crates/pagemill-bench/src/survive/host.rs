@@ -5,7 +5,8 @@
 
 use std::time::{Duration, Instant};
 
-use pagemill::reclaim::limits::{Bound as Nearest, Kernel, Limits};
+use pagemill::reclaim::kernel::Kernel;
+use pagemill::reclaim::limits::{Bound as Nearest, Limits};
 
 use crate::child::{self, Outcome, Running};
 use crate::error::{Error, Result, doing};

@@ -61,7 +61,7 @@ impl Room {
         }
     }
 
-    /// On a machine of which a twentieth stays free.
+    /// On a machine of which a sixteenth is left to others: giving from there on leaves a twentieth free.
     pub fn of_machine(total_bytes: u64, available_bytes: u64) -> Self {
         let bytes = signed(available_bytes) - signed(total_bytes / MACHINE_MARGIN_DIVISOR);
         Self { bound: Bound::Machine, bytes, hard_bytes: u64::MAX, limit_bytes: total_bytes, is_far: true }
@@ -96,7 +96,7 @@ const GROUP_MARGIN_BYTES: std::ops::Range<u64> = 8 << 20..128 << 20;
 /// Near is a group's limit of which less than this part is left: what the kernel could take is asked for from here on.
 pub(super) const NEAR_DIVISOR: u64 = 4;
 
-const MACHINE_MARGIN_DIVISOR: u64 = 20;
+const MACHINE_MARGIN_DIVISOR: u64 = 16;
 
 /// Says how much the system allows.
 pub trait Limits: Sync {
@@ -321,6 +321,6 @@ mod tests {
         assert_eq!(Room::of_group(Limit { soft_bytes: 0, hard_bytes: 0 }, 5, 0, 0).hard_bytes, 0);
         let high = Limit { soft_bytes: 100, hard_bytes: u64::MAX };
         assert_eq!(Room::of_group(high, 500, 0, 0).hard_bytes, u64::MAX, "memory.high kills nobody");
-        assert_eq!(Room::of_machine(100, 60).bytes, 55);
+        assert_eq!(Room::of_machine(160, 60).bytes, 50);
     }
 }
