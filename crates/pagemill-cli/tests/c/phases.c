@@ -1,9 +1,10 @@
-/* argv[1] threads hold argv[2] MiB together, phase after phase in pieces of another size, for argv[3] ms; what a phase
-   freed is of no use to the next. All memory is written and checked. */
+/* argv[1] threads hold argv[2] MiB together, phase after phase in pieces of another size, for argv[3] ms and at least
+   argv[4] phases (or one); what a phase freed is of no use to the next. All memory is written and checked. */
 #include "check.h"
 #include <time.h>
 
 static size_t thread_bytes;
+static size_t least = 1;
 static double end_s;
 
 static double now_s(void) {
@@ -14,8 +15,8 @@ static double now_s(void) {
 
 static void *work(void *start) {
     static const size_t sizes[] = {100 * KIB, 300 * KIB, 8 * KIB, 700 * KIB, 1500 * KIB, 40 * KIB, 3 * MIB, 170 * KIB};
-    size_t phase = (size_t)start;
-    while (now_s() < end_s) {
+    size_t phase = (size_t)start, enough = phase + least;
+    while (phase < enough || now_s() < end_s) {
         size_t size = sizes[phase++ % (sizeof sizes / sizeof *sizes)], count = thread_bytes / size;
         char **held = calloc(count + 1, sizeof *held);
         CHECK(held);
@@ -37,6 +38,8 @@ int main(int argc, char **argv) {
     int count = atoi(argv[1]);
     thread_bytes = atoi(argv[2]) * MIB / count;
     end_s = now_s() + atoi(argv[3]) / 1000.0;
+    if (argc > 4)
+        least = atoi(argv[4]);
     pthread_t threads[64];
     CHECK(count <= 64);
     for (long i = 0; i < count; i++) CHECK(pthread_create(&threads[i], NULL, work, (void *)i) == 0);

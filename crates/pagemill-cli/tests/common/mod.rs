@@ -193,15 +193,20 @@ impl Guard {
     }
 
     pub fn wait(&mut self, at_most: Duration) -> ExitStatus {
+        self.wait_for(at_most).unwrap_or_else(|| panic!("still running after {at_most:?}"))
+    }
+
+    /// As [`Guard::wait`]; `None` if it is still running after `at_most`.
+    pub fn wait_for(&mut self, at_most: Duration) -> Option<ExitStatus> {
         let start = Instant::now();
-        loop {
+        while start.elapsed() < at_most {
             if let Some(status) = self.child.try_wait().unwrap() {
                 self.is_ended = true;
-                return status;
+                return Some(status);
             }
-            assert!(start.elapsed() < at_most, "still running after {at_most:?}");
             thread::sleep(Duration::from_millis(5));
         }
+        None
     }
 
     pub fn has_ended(&mut self) -> bool {

@@ -1,0 +1,122 @@
+//! The other kernel: Debian's, with control groups of version 2 and two memory nodes, booted in software.
+//!
+//! The kernel of the machine that runs the tests need not have either. One
+//! boot runs all cases; `tests/c/init.c` is the first process in there.
+
+mod common;
+#[path = "other_kernel/initramfs.rs"]
+mod initramfs;
+#[path = "other_kernel/machine.rs"]
+mod machine;
+
+use common::{PAGEMILL, Place};
+use initramfs::Initramfs;
+use machine::Case;
+use serde_json::Value;
+use std::path::Path;
+
+/// Name, `memory.max`, `memory.high`, command. What `phases` and `squeeze` take in all fits into no limit here. They are
+/// told how much to do, not how long: nobody knows how slow this machine is.
+const CASES: &str = "\
+doctor max max /bin/pagemill doctor --json
+phases-2 128M max /bin/pagemill run --json --output /tmp/report.json -- /bin/phases 2 72 0 3
+phases-4 128M max /bin/pagemill run --json --output /tmp/report.json -- /bin/phases 4 72 0 3
+phases-high 128M 96M /bin/pagemill run --json --output /tmp/report.json -- /bin/phases 2 72 0 3
+squeeze-max 128M max PAGEMILL_IDLE=off /bin/pagemill run --json --output /tmp/report.json -- /bin/squeeze 80
+squeeze-high 128M 100M PAGEMILL_IDLE=off /bin/pagemill run --json --output /tmp/report.json -- /bin/squeeze 80
+squeeze-blind 128M max PAGEMILL_WATCH=off PAGEMILL_IDLE=off /bin/pagemill run -- /bin/squeeze 80
+nodes max max /bin/pagemill run --after 0 -- /bin/nodes /bin/pagemill
+";
+
+/// The kernel sees what Pagemill asks of it, and Pagemill what the kernel offers: limits of either kind are survived,
+/// and memory comes from the node of the thread that asks.
+#[test]
+fn debians_kernel_is_served() {
+    let Some(kernel) = machine::kernel() else { return };
+    let place = Place::new();
+    let Some(initramfs) = initramfs(&place) else { return };
+    let cases = machine::boot(&place, &kernel, &initramfs);
+    for (name, case) in &cases {
+        println!("{name}: {}\n{}{}", case.end, case.text("output"), case.text("report"));
+    }
+    assert_eq!(cases.len(), CASES.lines().count());
+    assert_what_the_doctor_sees(&cases["doctor"]);
+    for name in ["phases-2", "phases-4", "phases-high"] {
+        assert_survived(&cases[name], &["given_for_group", "given_for_new"]);
+    }
+    for name in ["squeeze-max", "squeeze-high"] {
+        assert_survived(&cases[name], &["given_for_group"]);
+    }
+    assert_killed(&cases["squeeze-blind"]);
+    assert_memory_is_near(&cases["nodes"]);
+}
+
+/// The command with its library, the programs of the cases, their list. `None` without a compiler.
+fn initramfs(place: &Place) -> Option<Vec<u8>> {
+    let mut archive = Initramfs::default();
+    for folder in ["proc", "sys", "dev", "tmp", "run"] {
+        archive.add_folder(folder);
+    }
+    archive.add_program("init", &place.compile("init.c", &[])?);
+    for name in ["phases", "squeeze", "nodes"] {
+        archive.add_program(format!("bin/{name}"), &place.compile(&format!("{name}.c"), &[])?);
+    }
+    archive.add_program("bin/pagemill", Path::new(PAGEMILL));
+    // Cargo has the library in a folder of its own; missing here, the command would unpack it for every case.
+    let library = Path::new(PAGEMILL).with_file_name("deps").join("libpagemill_malloc.so");
+    if library.exists() {
+        archive.add_program("bin/libpagemill_malloc.so", &library);
+    }
+    archive.add_file("cases", CASES.as_bytes());
+    Some(archive.finish())
+}
+
+/// Pagemill works on this kernel, in a group of version 2, with two nodes.
+fn assert_what_the_doctor_sees(case: &Case) {
+    assert_eq!(case.end, "exit 0", "{case:?}");
+    let table: Value = serde_json::from_str(case.text("output")).unwrap();
+    let found = |key: &str| {
+        let row = table["rows"].as_array().unwrap().iter().find(|row| row["key"] == key).unwrap();
+        assert_eq!(row["state"], "available", "{row}");
+        row["found"].as_str().unwrap().to_owned()
+    };
+    println!("kernel {}", table["kernel"]);
+    assert_eq!(found("cgroup"), "v2, /doctor");
+    assert_eq!(found("numa"), "nodes 0-1, mbind works");
+}
+
+/// Nobody was killed and nothing refused, because free memory went back in time, for these reasons. (On a machine as
+/// slow as this one, what `phases` frees has mostly gone for new memory before the limit is near.)
+fn assert_survived(case: &Case, reasons: &[&str]) {
+    assert_eq!(case.end, "exit 0", "{case:?}");
+    let report: Value = serde_json::from_str(case.text("report")).unwrap();
+    let count = |name: &str| report["counters"][name].as_u64().unwrap();
+    assert_eq!(count("limit_refused"), 0, "{report}");
+    let given: u64 = reasons.iter().map(|reason| count(reason)).sum();
+    assert!(given > 16 << 20, "too little was given: {report}");
+    assert!(case.has_event("oom_kill 0"), "{case:?}");
+}
+
+/// The kernel means it: with closed eyes the same program is killed.
+fn assert_killed(case: &Case) {
+    assert_eq!(case.end, "exit 137", "{case:?}");
+    assert!(case.has_event("oom_kill 1"), "{case:?}");
+}
+
+/// Whoever asked got memory of its own node, both nodes had a CPU, and `meminfo` shows both.
+fn assert_memory_is_near(case: &Case) {
+    assert_eq!(case.end, "exit 0", "{case:?}");
+    let mut used = Vec::new();
+    for line in case.text("output").lines().filter(|line| line.starts_with("cpu ")) {
+        let numbers: Vec<u64> = line.split(' ').filter_map(|word| word.parse().ok()).collect();
+        let [_, node, pages, here] = numbers[..] else { panic!("{line}") };
+        assert!(here * 10 >= pages * 9, "far from home: {line}");
+        used.push(node);
+    }
+    assert_eq!(used, [0, 1, 1, 0], "{case:?}");
+    let meminfo = case.text("output").lines().find(|line| line.starts_with('{')).unwrap();
+    let meminfo: Value = serde_json::from_str(meminfo).unwrap();
+    for node in ["0", "1"] {
+        assert!(meminfo["nodes"][node].as_u64().is_some_and(|bytes| bytes > 44 << 20), "{meminfo}");
+    }
+}

@@ -1,0 +1,84 @@
+//! The first root of a machine: an archive in cpio's "newc" format, which the kernel unpacks into memory.
+//!
+//! Format: Documentation/driver-api/early-userspace/buffer-format.rst in the kernel's source.
+
+use crate::common::{STUCK_AFTER, finish};
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const FOLDER: u32 = 0o040_755;
+const FILE: u32 = 0o100_755;
+
+/// An archive that grows, and knows what it has.
+#[derive(Default)]
+pub struct Initramfs {
+    bytes: Vec<u8>,
+    names: BTreeSet<PathBuf>,
+}
+
+impl Initramfs {
+    pub fn add_folder(&mut self, path: impl AsRef<Path>) {
+        self.add(path.as_ref(), FOLDER, &[]);
+    }
+
+    pub fn add_file(&mut self, path: impl AsRef<Path>, contents: &[u8]) {
+        self.add(path.as_ref(), FILE, contents);
+    }
+
+    /// A program or library as `path`, and every library that it asks for, where the loader found it here.
+    pub fn add_program(&mut self, path: impl AsRef<Path>, from: &Path) {
+        self.add_file(path, &fs::read(from).unwrap());
+        for library in libraries(from) {
+            let contents = fs::read(&library).unwrap();
+            self.add_file(library, &contents);
+        }
+    }
+
+    /// The whole archive.
+    pub fn finish(mut self) -> Vec<u8> {
+        self.write(Path::new("TRAILER!!!"), 0, &[]);
+        self.bytes
+    }
+
+    /// Once each, and folders before what lies in them: the kernel makes none on its own.
+    fn add(&mut self, path: &Path, mode: u32, contents: &[u8]) {
+        let path = path.strip_prefix("/").unwrap_or(path);
+        if path.as_os_str().is_empty() || !self.names.insert(path.to_owned()) {
+            return;
+        }
+        self.add_folder(path.parent().unwrap());
+        self.write(path, mode, contents);
+    }
+
+    fn write(&mut self, path: &Path, mode: u32, contents: &[u8]) {
+        let name = path.as_os_str().as_bytes();
+        // Index, mode, user, group, links, time, length, device and its number (two each), length of the name, checksum.
+        let (index, len) = (self.names.len(), contents.len());
+        let fields = [index, mode as usize, 0, 0, 1, 0, len, 0, 0, 0, 0, name.len() + 1, 0];
+        self.bytes.extend(b"070701");
+        for field in fields {
+            self.bytes.extend(format!("{field:08x}").bytes());
+        }
+        self.bytes.extend(name);
+        self.bytes.push(0);
+        self.align();
+        self.bytes.extend(contents);
+        self.align();
+    }
+
+    fn align(&mut self) {
+        self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
+    }
+}
+
+/// Every path in what `ldd` says: the libraries, and the loader.
+fn libraries(program: &Path) -> Vec<PathBuf> {
+    let mut ldd = Command::new("ldd");
+    ldd.arg(program);
+    let end = finish(ldd, STUCK_AFTER);
+    end.assert_success();
+    end.out.split_whitespace().filter(|word| word.starts_with('/')).map(PathBuf::from).collect()
+}
