@@ -4,6 +4,7 @@
 //! memory is given back, here and by the siblings. Nothing is refused for that,
 //! except what would pass a group's limit itself: `ENOMEM` instead of a kill.
 
+use super::governor::WORTHWHILE_BYTES;
 use super::limits::{Bound, Room};
 use super::{Account, Reason, Urgency};
 use crate::arena::Context;
@@ -58,6 +59,10 @@ impl Account {
         }
         let reason = if room.bound == Bound::Group { Reason::Group } else { Reason::Machine };
         let mut freed = 0;
+        if self.is_better_off_elsewhere() {
+            freed += self.ask_for(room.shortage(bytes).max(STEP_BYTES), || self.headroom.sample().shortage(bytes) == 0);
+            room = self.headroom.sample();
+        }
         for urgency in [Urgency::Request, Urgency::Limit] {
             let short = room.shortage(bytes);
             if short > 0 {
@@ -74,6 +79,14 @@ impl Account {
             self.note_effort(freed > 0 || room.shortage(bytes) == 0, &room);
         }
         room
+    }
+
+    /// Whether a sibling could give much more than this process, whose own free memory is sooner needed again.
+    fn is_better_off_elsewhere(&self) -> bool {
+        let own = self.giveable();
+        let Some(place) = self.place() else { return false };
+        let elsewhere = place.page().totals().giveable.saturating_sub(place.published_giveable());
+        elsewhere > WORTHWHILE_BYTES.max(2 * own)
     }
 
     /// What nested charges passed a group's limit by is given back outside of every lock. Returns whether it was enough.

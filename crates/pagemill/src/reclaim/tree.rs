@@ -318,6 +318,11 @@ impl Place {
         member.giveable.store(giveable, Relaxed);
     }
 
+    /// What this process last said it could give.
+    pub fn published_giveable(&self) -> u64 {
+        self.member().giveable.load(Relaxed)
+    }
+
     /// Says whether a helper answers requests.
     pub fn listen(&self, is_listening: bool) {
         self.member().answered.store(self.page.request.load(Relaxed), Relaxed);
