@@ -31,6 +31,9 @@ const INTERVAL: Duration = Duration::from_millis(5);
 const AFTER: Duration = Duration::from_millis(500);
 /// The server has begun to give when it holds so much less: its own work moves less than this.
 const GAVE_BYTES: u64 = 128 << 20;
+
+/// Little is left when it is no more than this above the least that was left at all.
+const LITTLE_BYTES: u64 = 256 << 20;
 /// Longer than this no sample takes.
 const PATIENCE: Duration = Duration::from_secs(300);
 
@@ -230,11 +233,12 @@ fn summary(plan: &Plan, trace: &[Moment], server: &serde_json::Value, filler: &s
     line
 }
 
-/// GiB a second that the server gave and that the filler took, from the moment when the server had begun to give until
-/// all was taken; none if it never began.
+/// GiB a second that the server gave and that the filler took, from the moment when little was left and the server had
+/// begun to give until all was taken; none if it never began. What it gave before, out of politeness, was not missed.
 fn rates(trace: &[Moment]) -> Option<(f64, f64)> {
     let held = trace.first()?.server;
-    let first = trace.iter().find(|moment| moment.server + GAVE_BYTES < held)?;
+    let little = trace.iter().map(|moment| moment.available).min()? + LITTLE_BYTES;
+    let first = trace.iter().find(|moment| moment.available < little && moment.server + GAVE_BYTES < held)?;
     let last = trace.iter().rev().find(|moment| moment.is_filling)?;
     let seconds = last.seconds - first.seconds;
     let rate = |bytes: u64| bytes as f64 / f64::from(1 << 30) / seconds;
