@@ -259,7 +259,7 @@ struct Help;
 impl thread::Work for Help {
     fn work(&'static self) {
         if let Some(pagemill) = pagemill() {
-            pagemill.helper.run(pagemill.account, pagemill.arena, settings().idle);
+            pagemill.helper.run(pagemill.arena, settings().idle);
         }
     }
 }

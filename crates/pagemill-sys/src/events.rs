@@ -14,10 +14,10 @@ use std::io;
 pub enum Sign {
     /// A control group has passed a threshold, or its own limit was met.
     Limit = 1,
-    /// Somebody waits for memory.
-    Stall = 2,
-    /// The source is gone for good: its group was removed.
-    Gone = 4,
+    /// Somebody waits for memory in the control group.
+    GroupStall = 2,
+    /// Somebody waits for memory on the machine.
+    MachineStall = 4,
 }
 
 /// One thing that can fire. Dropped, it fires no more.
@@ -66,7 +66,7 @@ impl Events {
         let control = file::open(path(folder, "cgroup.event_control")?.as_c_str(), libc::O_WRONLY, 0)?;
         let order = file::Text::<64>::format(format_args!("{} {} {bytes}", fired.number(), usage.number()));
         write(&control, order.unwrap_or_default().as_bytes())?;
-        self.add(fired, Sign::Limit)
+        self.add(fired, Sign::Limit, libc::EPOLLIN)
     }
 
     /// Fires when a group of version 2 meets a limit of its own: `memory.events` has counted something.
@@ -76,7 +76,7 @@ impl Events {
     /// What opening says.
     pub fn add_group_events(&self, folder: &str) -> io::Result<Source> {
         let events = file::open(path(folder, "memory.events")?.as_c_str(), libc::O_RDONLY, 0)?;
-        self.add(events, Sign::Limit)
+        self.add(events, Sign::Limit, libc::EPOLLPRI)
     }
 
     /// Fires when tasks were stalled for lack of memory for `stall_us` within two seconds, at most once in that time.
@@ -86,17 +86,17 @@ impl Events {
     /// # Errors
     ///
     /// `EOPNOTSUPP` without PSI, `EPERM` and `EINVAL` where triggers are for the privileged (before Linux 6.6).
-    pub fn add_stalls(&self, file: &CStr, stall_us: u32) -> io::Result<Source> {
+    pub fn add_stalls(&self, file: &CStr, stall_us: u32, sign: Sign) -> io::Result<Source> {
         let pressure = file::open(file, libc::O_RDWR, 0)?;
         let order = file::Text::<64>::format(format_args!("some {stall_us} 2000000")).unwrap_or_default();
         write(&pressure, order.as_c_str().to_bytes_with_nul())?;
-        self.add(pressure, Sign::Stall)
+        self.add(pressure, sign, libc::EPOLLPRI)
     }
 
-    /// Edge-triggered: nothing has to be read for a source to fire again.
-    fn add(&self, fd: Fd, sign: Sign) -> io::Result<Source> {
-        let mut event =
-            libc::epoll_event { events: (libc::EPOLLIN | libc::EPOLLPRI | libc::EPOLLET) as u32, u64: sign as u64 };
+    /// Edge-triggered: nothing has to be read for a source to fire again. `when` is what the source says when it fires; the
+    /// kernel's own files are readable at any time, which says nothing.
+    fn add(&self, fd: Fd, sign: Sign, when: libc::c_int) -> io::Result<Source> {
+        let mut event = libc::epoll_event { events: (when | libc::EPOLLET) as u32, u64: sign as u64 };
         // SAFETY: reads `event`.
         let result = unsafe {
             libc::syscall(libc::SYS_epoll_ctl, self.number(), libc::EPOLL_CTL_ADD, fd.number(), &raw mut event)
@@ -126,17 +126,11 @@ pub fn wait(events: i32) -> io::Result<u64> {
             )
         };
         match check(count) {
-            Ok(count) => return Ok(fired[..count as usize].iter().fold(0, |signs, event| signs | sign_of(event))),
+            Ok(count) => return Ok(fired[..count as usize].iter().fold(0, |signs, event| signs | event.u64)),
             Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
             Err(error) => return Err(error),
         }
     }
-}
-
-/// A group's own files say `EPOLLERR` with every change, beside `EPOLLPRI`; alone it means that the group is gone.
-fn sign_of(event: &libc::epoll_event) -> u64 {
-    let is_error_only = event.events & (libc::EPOLLIN | libc::EPOLLPRI) as u32 == 0;
-    if is_error_only { Sign::Gone as u64 } else { event.u64 }
 }
 
 #[cfg(test)]
@@ -152,12 +146,29 @@ mod tests {
         let kind = |result: io::Result<Source>| result.err().unwrap().kind();
         assert_eq!(kind(events.add_threshold(at, 1)), io::ErrorKind::NotFound);
         assert_eq!(kind(events.add_group_events(at)), io::ErrorKind::NotFound);
-        assert_eq!(kind(events.add_stalls(c"/nowhere", 1)), io::ErrorKind::NotFound);
+        assert_eq!(kind(events.add_stalls(c"/nowhere", 1, Sign::MachineStall)), io::ErrorKind::NotFound);
         // A plain file: accepts any order, but cannot be waited for.
         std::fs::write(folder.path().join("memory.pressure"), "").unwrap();
         let file = Path::format(format_args!("{at}/memory.pressure")).unwrap();
-        assert_eq!(kind(events.add_stalls(file.as_c_str(), 1)), io::ErrorKind::PermissionDenied);
+        assert_eq!(kind(events.add_stalls(file.as_c_str(), 1, Sign::GroupStall)), io::ErrorKind::PermissionDenied);
         assert_eq!(std::fs::read_to_string(file.as_str()).unwrap(), "some 1 2000000\0");
+    }
+
+    /// A trigger that was just set says nothing before anybody stalls: no sign within a second (on a machine that stalls
+    /// there may be one, and nothing is shown).
+    #[test]
+    fn setting_a_trigger_is_no_sign() {
+        let total = || std::fs::read_to_string("/proc/pressure/memory").unwrap_or_default();
+        let events = Events::new().unwrap();
+        let before = total();
+        let Ok(_source) = events.add_stalls(c"/proc/pressure/memory", 1_900_000, Sign::MachineStall) else {
+            println!("skipped: no triggers here");
+            return;
+        };
+        let mut poll = libc::pollfd { fd: events.number(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one entry.
+        let fired = unsafe { libc::poll(&raw mut poll, 1, 1000) };
+        assert!(fired == 0 || total() != before, "a sign of nothing");
     }
 
     /// A source that fires wakes the waiter with its sign; a closed set is an error.
@@ -167,11 +178,11 @@ mod tests {
         // SAFETY: a new descriptor.
         let fd = Fd::own(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) });
         let number = fd.number();
-        let source = events.add(fd, Sign::Stall).unwrap();
+        let source = events.add(fd, Sign::GroupStall, libc::EPOLLIN).unwrap();
         for _ in 0..2 {
             // SAFETY: reads eight bytes.
             unsafe { libc::write(number, [1u64].as_ptr().cast(), 8) };
-            assert_eq!(wait(events.number()).unwrap(), Sign::Stall as u64);
+            assert_eq!(wait(events.number()).unwrap(), Sign::GroupStall as u64);
         }
         drop(source);
         assert!(wait(-1).is_err());

@@ -132,9 +132,35 @@ pub fn random_u64() -> u64 {
     if count == 8 { u64::from_ne_bytes(bytes) } else { crate::clock::fine_ns().wrapping_mul(0x9E37_79B9_7F4A_7C15) }
 }
 
+/// Major and minor number of the kernel's release; zeros if it does not tell.
+pub fn kernel_release() -> (u32, u32) {
+    // SAFETY: plain data, written by uname.
+    let mut names: libc::utsname = unsafe { std::mem::zeroed() };
+    // SAFETY: writes `names`.
+    unsafe { libc::uname(&raw mut names) };
+    let mut numbers = [0u32; 2];
+    let mut at = 0;
+    for byte in names.release.iter().map(|byte| *byte as u8) {
+        match byte {
+            b'0'..=b'9' => numbers[at] = numbers[at].saturating_mul(10).saturating_add(u32::from(byte - b'0')),
+            b'.' if at == 0 => at = 1,
+            _ => break,
+        }
+    }
+    (numbers[0], numbers[1])
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// As the kernel tells it to people.
+    #[test]
+    fn the_release_is_read() {
+        let text = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+        let (major, minor) = kernel_release();
+        assert!(text.starts_with(&format!("{major}.{minor}")), "{major}.{minor} of {text}");
+    }
 
     #[test]
     fn this_process_is_alive_and_named() {

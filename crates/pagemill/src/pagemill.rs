@@ -36,7 +36,7 @@ impl Pagemill {
     /// As [`Pagemill::new`].
     pub fn with_account(layout: Layout, account: &'static Account) -> Result<&'static Self> {
         let arena: &'static Arena = arena::place(Arena::new(layout, account)?)?;
-        let helper: &'static Helper = arena::place(Helper::default())?;
+        let helper: &'static Helper = arena::place(Helper::new(account))?;
         let heap: &'static Heap = arena::place(Heap::new(arena, account, helper)?)?;
         stats::describe_arena(arena.addresses());
         account.register(heap);

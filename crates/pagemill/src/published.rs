@@ -33,22 +33,22 @@ pub fn user_folder() -> io::Result<Path> {
 ///
 /// As [`user_folder`].
 pub fn user_folder_below(runtime: &str) -> io::Result<Path> {
-    let long = || io::Error::from(io::ErrorKind::InvalidInput);
-    if runtime.starts_with('/') {
-        let path = Path::format(format_args!("{runtime}/pagemill")).ok_or_else(long)?;
-        if file::make_private_dir(path.as_c_str()).is_ok() {
-            return Ok(path);
-        }
-    }
-    let mut result = Err(long());
-    for folder in ["/dev/shm", "/tmp"] {
-        let path = Path::format(format_args!("{folder}/pagemill-{}", process::user_id())).ok_or_else(long)?;
+    let mut result = Err(io::Error::from(io::ErrorKind::InvalidInput));
+    for path in candidates(runtime) {
         result = file::make_private_dir(path.as_c_str()).map(|()| path);
         if result.is_ok() {
             break;
         }
     }
     result
+}
+
+/// Where the user's folder may lie, best first.
+fn candidates(runtime: &str) -> impl Iterator<Item = Path> {
+    let below_runtime = runtime.starts_with('/').then(|| Path::format(format_args!("{runtime}/pagemill")));
+    let user = process::user_id();
+    let others = ["/dev/shm", "/tmp"].map(|folder| Path::format(format_args!("{folder}/pagemill-{user}")));
+    below_runtime.into_iter().chain(others).flatten()
 }
 
 /// The file of one process in a folder.
@@ -108,9 +108,10 @@ pub fn find(pid: u32) -> Option<(Path, Snapshot)> {
 
 /// The published figures of all running processes of this user.
 pub fn running() -> Vec<Snapshot> {
-    let Ok(folder) = user_folder() else { return Vec::new() };
-    let mut folders = vec![folder.as_str().to_owned()];
-    folders.extend(tree_folders(folder.as_str()).into_iter().map(|(path, _)| path));
+    let runtime = std::env::var("XDG_RUNTIME_DIR").unwrap_or_default();
+    let mut folders: Vec<_> = candidates(&runtime).map(|path| path.as_str().to_owned()).collect();
+    let trees: Vec<_> = folders.iter().flat_map(|folder| tree_folders(folder)).map(|(path, _)| path).collect();
+    folders.extend(trees);
     let found = folders.iter().filter_map(|folder| list(folder, false).ok()).flatten();
     found.filter(|process| process.is_alive).map(|process| process.snapshot).collect()
 }

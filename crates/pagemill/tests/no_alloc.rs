@@ -7,6 +7,7 @@
 
 use pagemill::arena::nodes::Nodes;
 use pagemill::arena::{Context, Layout};
+use pagemill::reclaim::alarms::Alarms;
 use pagemill::reclaim::kernel::Kernel;
 use pagemill::reclaim::limits::{Limits, Room};
 use pagemill::reclaim::tree::{TreePage, UNLIMITED};
@@ -166,6 +167,8 @@ fn reclaim_allocates_nothing_elsewhere() {
             }
             // SAFETY: live, each once.
             addrs.iter().filter(|addr| **addr != 0).for_each(|addr| drop(unsafe { pagemill.heap.free(*addr) }));
+            pagemill.account.offer(u64::MAX);
+            pagemill.account.reap();
             pagemill.account.give_back(u64::MAX, Context::Outside, Urgency::Limit, Reason::Program);
             exercise_heap(pagemill);
         }
@@ -252,6 +255,11 @@ fn limits_are_sampled_without_allocating() {
     forbidden(|| {
         require(real.sample().limit_bytes < u64::MAX, "the machine at least binds");
         require(missing.sample() == Room::ENDLESS, "nothing binds where nothing can be read");
+        let Ok(mut alarms) = Alarms::new() else { fatal(format_args!("no alarms")) };
+        for limits in [&real, &missing] {
+            let Some(plan) = limits.plan(None) else { fatal(format_args!("no plan")) };
+            alarms.set_all(&plan);
+        }
     });
 }
 

@@ -32,7 +32,7 @@ fn member() {
     let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
     pagemill.account.join(TreePage::join(&CString::new(path).unwrap()).unwrap(), process::own_identity());
     assert!(pagemill.helper.claim());
-    std::thread::spawn(|| pagemill.helper.run(pagemill.account, pagemill.arena, None));
+    std::thread::spawn(|| pagemill.helper.run(pagemill.arena, None));
     let mut held = Held { pagemill, addrs: Vec::new() };
     for line in std::io::stdin().lines() {
         let line = line.unwrap();

@@ -210,7 +210,8 @@ impl Guard {
     }
 
     pub fn has_ended(&mut self) -> bool {
-        self.child.try_wait().unwrap().is_some()
+        self.is_ended |= self.child.try_wait().unwrap().is_some();
+        self.is_ended
     }
 
     /// Sends a signal to the process alone, not to its group.

@@ -139,18 +139,6 @@ impl Arena {
         }
     }
 
-    /// As [`Arena::settle`], for blocks that the caller is about to count: waits for who is measuring one just now.
-    pub(crate) fn settle_surely(&self, first: usize, blocks: usize) {
-        for block in first..first + blocks {
-            if self.peek(block).backing == Backing::Lazy {
-                let mut locked = self.word(block).lock(&self.generation);
-                if locked.state.backing == Backing::Lazy {
-                    self.measure(block, &mut locked.state);
-                }
-            }
-        }
-    }
-
     /// Charges what is resident of a locked lazy block.
     pub(super) fn measure(&self, block: usize, state: &mut State) {
         if state.is_inherited {
@@ -214,22 +202,22 @@ impl Arena {
         freed
     }
 
-    /// Offers whole blocks to the kernel, which takes them when it runs short. Returns the bytes resident behind them; 0
-    /// where that cannot be done (locked memory).
+    /// Offers whole blocks to the kernel, which takes them when it runs short. Returns the bytes resident behind them;
+    /// `None` where that cannot be done (locked memory).
     ///
     /// # Safety
     ///
     /// As [`Arena::discard`].
-    pub(crate) unsafe fn offer(&self, first: usize, blocks: usize) -> u64 {
+    pub(crate) unsafe fn offer(&self, first: usize, blocks: usize) -> Option<u64> {
         // SAFETY: the caller owns the bytes, and nobody refers to them.
         if unsafe { mem::offer(self.block_addr(first), blocks * BLOCK_BYTES) }.is_err() {
-            return 0;
+            return None;
         }
-        (first..first + blocks).map(|block| Self::charged_bytes(self.peek(block).charged_pages)).sum()
+        Some((first..first + blocks).map(|block| Self::charged_bytes(self.peek(block).charged_pages)).sum())
     }
 
     /// Finds out what the kernel took of blocks that were offered, and ends the charge of that: such blocks are lent from
-    /// here on. The caller has claimed them. Returns the bytes.
+    /// here on. Returns the bytes.
     pub(crate) fn note_taken(&self, first: usize, blocks: usize) -> u64 {
         let mut taken = 0;
         for block in first..first + blocks {

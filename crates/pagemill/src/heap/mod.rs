@@ -101,8 +101,7 @@ pub struct Heap {
     shards_per_node: usize,
     /// Whether pages can be moved from slot to slot here; until the first failure.
     can_refill: AtomicBool,
-    /// When to look again what the kernel took of what was offered; 0 before anything was.
-    reap_after_ns: AtomicU64,
+    offers: offer::Offers,
 }
 
 // SAFETY: atomic words, for which zero bits say: never handed out.
@@ -141,7 +140,7 @@ impl Heap {
             free_bytes: Default::default(),
             shards_per_node,
             can_refill: AtomicBool::new(true),
-            reap_after_ns: AtomicU64::new(0),
+            offers: offer::Offers::default(),
         })
     }
 
@@ -396,7 +395,8 @@ impl Heap {
 
     /// Brings in what is not behind the slot yet. On error the slot is free again.
     fn make_usable(&self, place: Place, bytes: Bytes, size: usize) -> Result<()> {
-        if bytes.is_resident && !place.class.is_big() {
+        let taken = if bytes.is_offered { self.note_taken(place) } else { 0 };
+        if bytes.is_resident && taken == 0 && !place.class.is_big() {
             return Ok(());
         }
         let (first, last) =
@@ -404,7 +404,9 @@ impl Heap {
         let part = (place.class.bytes() / (last + 1 - first)) as u64;
         let filling = self.filling(place, size);
         let result = if place.class.is_big() {
-            self.arena.lend(first, place.class.span_blocks(), Context::Outside)
+            // What the kernel took comes in again without a further question.
+            let room = if taken > 0 { self.arena.budget.expect(taken) } else { Ok(()) };
+            room.and_then(|()| self.arena.lend(first, place.class.span_blocks(), Context::Outside))
         } else {
             (first..=last).try_for_each(|block| {
                 if self.arena.peek(block).backing == Backing::Empty {
@@ -480,7 +482,7 @@ impl Heap {
 
     fn free_place(&self, place: Place, bytes: Bytes) -> Result<()> {
         if place.class.is_big() && self.slot(place.number).phase() == Phase::Live {
-            self.arena.settle_surely(self.arena.block_of(place.addr), place.class.span_blocks());
+            self.arena.settle(self.arena.block_of(place.addr), place.class.span_blocks());
         }
         // Computed while it cannot be allocated again.
         let shard = self.shard_here();
@@ -506,7 +508,9 @@ impl Heap {
             for place in (0..span.class.span_slots()).filter_map(|index| self.slot_at(span, index)) {
                 let slot = self.slot(place.number);
                 if let Some(claim) = slot.try_claim() {
-                    let counted = self.counted(place, claim.bytes());
+                    // What the parent offered is the parent's.
+                    let own = Bytes { is_offered: false, ..claim.bytes() };
+                    let counted = self.counted(place, own);
                     if claim.phase() == Phase::Free {
                         bytes += counted.counted_bytes() as i64;
                     }

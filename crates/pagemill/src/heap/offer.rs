@@ -14,84 +14,129 @@ use super::purge::{Span, age};
 use super::slot::{Bytes, Phase, Slot, Slots};
 use super::{Heap, Place};
 use crate::arena::block::Backing;
-use pagemill_sys::clock;
-use std::sync::atomic::Ordering::Relaxed;
+use pagemill_sys::{clock, process};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Free for so long (in powers of two of the tick): a second. Who offers what is used again pays for it every time.
 const OFFERED_AGE: usize = 5;
 
-/// Looks at what was taken are so far apart, and take at most one part in so many of a thread's time.
-const REAP_NS: u64 = 250_000_000;
-const REAP_SHARE: u64 = 100;
+/// Walks are so far apart, and take at most one part in so many of a thread's time.
+const WALK_NS: u64 = 250_000_000;
+const WALK_SHARE: u64 = 100;
+
+/// After the kernel refused (locked memory) nothing is offered for so long.
+const REFUSED_NS: u64 = 10_000_000_000;
+
+/// Before this release the kernel may take offered memory into which a device is just reading (fixed by 6c8e2a256915, also
+/// in later releases of older series, which cannot be told by their number).
+const SINCE: (u32, u32) = (5, 18);
+
+/// When to walk again.
+#[derive(Default)]
+pub(super) struct Offers {
+    offer_after_ns: AtomicU64,
+    /// 0 while nothing is offered.
+    reap_after_ns: AtomicU64,
+}
+
+/// When to walk again after a walk that began at `start_ns`.
+fn after_walk(start_ns: u64) -> u64 {
+    let end_ns = clock::fine_ns();
+    end_ns + WALK_NS.max((end_ns - start_ns) * WALK_SHARE)
+}
 
 impl Heap {
     /// Offers up to about `want_bytes` of what is cold and was not offered yet; returns how much it was.
     pub(super) fn offer_cold(&self, want_bytes: u64) -> u64 {
+        if clock::fine_ns() < self.offers.offer_after_ns.load(Relaxed) {
+            return 0;
+        }
+        if process::kernel_release() < SINCE {
+            self.offers.offer_after_ns.store(u64::MAX, Relaxed);
+            return 0;
+        }
         self.offer_from(want_bytes, OFFERED_AGE)
     }
 
     /// As [`Heap::offer_cold`], from the given age on.
     fn offer_from(&self, want_bytes: u64, from_age: usize) -> u64 {
         let _guard = self.purging.lock();
+        let start = clock::fine_ns();
         let now = super::stamp_now();
         let is_cold = |slot: &Slot| slot.phase() != Phase::Free || age(now, slot.stamp()) >= from_age;
-        let mut offered = 0;
+        let mut offer = Offer { is_cold: &is_cold, bytes: 0, is_refused: false };
         self.walk(|span| {
-            offered += self.offer_span(span, &is_cold);
-            offered < want_bytes
+            self.offer_span(span, &mut offer);
+            offer.bytes < want_bytes && !offer.is_refused
         });
-        if offered > 0 {
-            let _ = self.reap_after_ns.compare_exchange(0, clock::fine_ns() + REAP_NS, Relaxed, Relaxed);
+        let next = match (offer.is_refused, offer.bytes < want_bytes) {
+            (true, _) => start + REFUSED_NS,
+            (false, true) => after_walk(start),
+            (false, false) => 0,
+        };
+        self.offers.offer_after_ns.store(next, Relaxed);
+        if offer.bytes > 0 {
+            let _ = self.offers.reap_after_ns.compare_exchange(0, after_walk(start), Relaxed, Relaxed);
         }
-        offered
+        offer.bytes
     }
 
-    fn offer_span(&self, span: Span, is_cold: &impl Fn(&Slot) -> bool) -> u64 {
+    fn offer_span(&self, span: Span, offer: &mut Offer<'_>) {
         if span.class.is_big() {
-            return self.offer_slot(span, is_cold);
+            return self.offer_slot(span, offer);
         }
         let first = self.arena.block_of(span.start);
-        (first..first + span.class.span_blocks()).map(|block| self.offer_block(span, block, is_cold)).sum()
+        for block in first..first + span.class.span_blocks() {
+            self.offer_block(span, block, offer);
+        }
     }
 
     /// A slot that owns its blocks.
-    fn offer_slot(&self, span: Span, is_cold: impl Fn(&Slot) -> bool) -> u64 {
-        let Some(place) = self.slot_at(span, 0) else { return 0 };
+    fn offer_slot(&self, span: Span, offer: &mut Offer<'_>) {
+        let Some(place) = self.slot_at(span, 0) else { return };
         let slot = self.slot(place.number);
-        if slot.is_offered() || slot.bytes().counted == 0 || !is_cold(slot) {
-            return 0;
+        if slot.is_offered() || slot.bytes().counted == 0 || !(offer.is_cold)(slot) {
+            return;
         }
-        let Some(claim) = slot.try_claim() else { return 0 };
-        let mut offered = 0;
+        let Some(claim) = slot.try_claim() else { return };
+        let mut is_offered = false;
         if claim.phase() == Phase::Free {
             // SAFETY: the slot is claimed and its blocks are its own.
-            offered = unsafe { self.arena.offer(self.arena.block_of(place.addr), span.class.span_blocks()) };
+            let result = unsafe { self.arena.offer(self.arena.block_of(place.addr), span.class.span_blocks()) };
+            is_offered = offer.note(result);
         }
-        slot.restore(claim, Bytes { is_offered: offered > 0, ..claim.bytes() });
-        offered
+        slot.restore(claim, Bytes { is_offered, ..claim.bytes() });
     }
 
     /// A block that several slots share, all of them free.
-    fn offer_block(&self, span: Span, block: usize, is_cold: impl Fn(&Slot) -> bool) -> u64 {
+    fn offer_block(&self, span: Span, block: usize, offer: &mut Offer<'_>) {
         let state = self.arena.peek(block);
         let slots = || self.slots_of_block(span, block).map(|index| self.slot(self.place_at(span, index).number));
         let is_new = || slots().any(|slot| slot.phase() == Phase::Free && !slot.is_offered());
         if state.backing == Backing::Empty || state.charged_pages == 0 || !is_new() {
-            return 0;
+            return;
         }
-        let Some(claims) = self.claim_block(span, block, is_cold) else { return 0 };
+        let Some(claims) = self.claim_block(span, block, offer.is_cold) else { return };
         // SAFETY: every slot that reaches into the block is claimed.
-        let offered = unsafe { self.arena.offer(block, 1) };
+        let is_offered = offer.note(unsafe { self.arena.offer(block, 1) });
         for (index, claim) in claims.indices() {
-            self.restore(self.place_at(span, index), claim, Bytes { is_offered: offered > 0, ..claim.bytes() });
+            // It may reach into another block that was offered before.
+            let is_offered = is_offered || claim.bytes().is_offered;
+            self.restore(self.place_at(span, index), claim, Bytes { is_offered, ..claim.bytes() });
         }
-        offered
+    }
+
+    /// Before an offered slot is used again: finds out what the kernel took of it, in bytes.
+    pub(super) fn note_taken(&self, place: Place) -> u64 {
+        let (first, last) =
+            (self.arena.block_of(place.addr), self.arena.block_of(place.addr + place.class.bytes() - 1));
+        self.arena.note_taken(first, last + 1 - first)
     }
 
     /// Finds out what the kernel took, and gives back what is left of such blocks.
-    pub(super) fn reap(&self) {
+    pub(super) fn reap_offered(&self) {
         let start = clock::fine_ns();
-        let due = self.reap_after_ns.load(Relaxed);
+        let due = self.offers.reap_after_ns.load(Relaxed);
         if due == 0 || start < due {
             return;
         }
@@ -103,9 +148,8 @@ impl Heap {
                 true
             });
         }
-        let end = clock::fine_ns();
-        let next = if is_any_left { end + REAP_NS.max((end - start) * REAP_SHARE) } else { 0 };
-        self.reap_after_ns.store(next, Relaxed);
+        let next = if is_any_left { after_walk(start) } else { 0 };
+        self.offers.reap_after_ns.store(next, Relaxed);
     }
 
     /// Returns whether anything of it is still offered.
@@ -151,6 +195,22 @@ impl Heap {
         for (index, claim) in claims.indices() {
             self.restore(self.place_at(span, index), claim, claim.bytes());
         }
+    }
+}
+
+/// What a walk offers.
+struct Offer<'walk> {
+    is_cold: &'walk dyn Fn(&Slot) -> bool,
+    bytes: u64,
+    is_refused: bool,
+}
+
+impl Offer<'_> {
+    /// Notes what became of one; returns whether it is offered now.
+    fn note(&mut self, result: Option<u64>) -> bool {
+        self.is_refused |= result.is_none();
+        self.bytes += result.unwrap_or(0);
+        result.is_some_and(|bytes| bytes > 0)
     }
 }
 
@@ -218,19 +278,82 @@ mod tests {
 
         let (resident, taken) = (pagemill.account.resident(), stats::get(Counter::Taken));
         squeeze(pagemill);
-        heap.reap_after_ns.store(1, Relaxed);
-        heap.reap();
+        heap.offers.reap_after_ns.store(1, Relaxed);
+        heap.reap_offered();
         if stats::get(Counter::Taken) == taken {
             println!("skipped: this kernel takes nothing when asked to");
             return;
         }
-        assert_eq!((heap.free_bytes(), heap.reap_after_ns.load(Relaxed)), (0, 0));
+        assert_eq!((heap.free_bytes(), heap.offers.reap_after_ns.load(Relaxed)), (0, 0));
         assert_eq!(pagemill.account.resident(), resident - offered);
         let again: Vec<_> = (0..32).map(|tag| allocate(pagemill, 256 * KIB, tag)).collect();
         assert!((0..).zip(&again).all(|(tag, addr)| is_filled(*addr, 256 * KIB, tag)));
         assert!(is_filled(kept, 3 * MIB, 7), "what is in use is kept");
         let zeroed = heap.allocate_zeroed(8 * MIB, 16).unwrap().as_ptr() as usize;
         assert!(is_filled(zeroed, 8 * MIB, 0));
+    }
+
+    /// Slots that reach into two blocks: what was taken of either is found out, block for block.
+    #[test]
+    fn straddling_slots_are_found_out() {
+        let pagemill = Pagemill::for_test();
+        let heap = pagemill.heap;
+        for len in [1792 * KIB, 80 * KIB, 640 * KIB] {
+            let held: Vec<_> = (0..24).map(|tag| allocate(pagemill, len, tag)).collect();
+            held.iter().for_each(|addr| free(pagemill, *addr));
+            let offered = heap.offer_from(u64::MAX, 0);
+            assert!(offered >= 24 * len as u64, "{offered} of 24 x {len}");
+            let taken = stats::get(Counter::Taken);
+            squeeze(pagemill);
+            heap.offers.reap_after_ns.store(1, Relaxed);
+            heap.reap_offered();
+            if stats::get(Counter::Taken) == taken {
+                return println!("skipped: this kernel takes nothing when asked to");
+            }
+            assert_eq!((heap.free_bytes(), heap.offers.reap_after_ns.load(Relaxed)), (0, 0), "{len}");
+            assert_eq!(pagemill.account.resident(), 0, "{len}");
+        }
+    }
+
+    /// What was taken and is used again before anybody looked is asked for as new memory is.
+    #[test]
+    fn taken_memory_comes_in_by_admission() {
+        let (small, big) = (256 * KIB, 8 * MIB);
+        let pagemill = Pagemill::new(Layout::for_test(), 24 * MIB as u64).unwrap();
+        let shared: Vec<_> = (0..32).map(|tag| allocate(pagemill, small, tag)).collect();
+        let own = allocate(pagemill, big, 1);
+        shared.iter().for_each(|addr| free(pagemill, *addr));
+        free(pagemill, own);
+        assert_eq!(pagemill.heap.offer_from(u64::MAX, 0), 16 * MIB as u64);
+        let taken = stats::get(Counter::Taken);
+        squeeze(pagemill);
+        assert_eq!(allocate(pagemill, big, 2), own);
+        if stats::get(Counter::Taken) == taken {
+            return println!("skipped: this kernel takes nothing when asked to");
+        }
+        (0..32).for_each(|tag| _ = allocate(pagemill, small, tag));
+        pagemill.account.settle();
+        let resident = pagemill.account.resident();
+        assert_eq!(resident, 16 * MIB as u64, "charged once");
+        assert!(pagemill.heap.allocate(9 * MIB, 16).is_ok(), "lent");
+        pagemill.account.settle();
+        assert!(pagemill.account.resident() <= 24 * MIB as u64);
+    }
+
+    /// Locked memory cannot be offered: that is noticed once, and not tried again for a while.
+    #[test]
+    fn locked_memory_is_not_offered() {
+        let pagemill = Pagemill::for_test();
+        let held: Vec<_> = (0..16).map(|tag| allocate(pagemill, 256 * KIB, tag)).collect();
+        // SAFETY: locks pages of the test's own.
+        if unsafe { libc::mlock(held[0] as *const _, 256 * KIB) } != 0 {
+            return println!("skipped: nothing may be locked here");
+        }
+        held.iter().for_each(|addr| free(pagemill, *addr));
+        pagemill.heap.offer_from(u64::MAX, 0);
+        let next = pagemill.heap.offers.offer_after_ns.load(Relaxed);
+        assert!(next > clock::fine_ns() + WALK_NS, "tried again in {} ns", next.saturating_sub(clock::fine_ns()));
+        assert_eq!(pagemill.heap.offer_cold(u64::MAX), 0);
     }
 
     /// An offered slot that is used again is kept, and may be offered again when it is free.
@@ -277,8 +400,8 @@ mod tests {
                 while !is_over.load(Relaxed) {
                     pagemill.heap.offer_from(u64::MAX, 0);
                     squeeze(pagemill);
-                    pagemill.heap.reap_after_ns.fetch_min(1, Relaxed);
-                    pagemill.heap.reap();
+                    pagemill.heap.offers.reap_after_ns.fetch_min(1, Relaxed);
+                    pagemill.heap.reap_offered();
                 }
             });
             let results: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();

@@ -95,8 +95,8 @@ impl Shrinker for Heap {
         self.offer_cold(want_bytes)
     }
 
-    fn measure(&self) {
-        self.reap();
+    fn reap(&self) {
+        self.reap_offered();
     }
 
     fn settle(&self) {
@@ -347,7 +347,9 @@ impl Heap {
         Bytes {
             is_resident: is_backed && claim.bytes().is_resident,
             is_zero: is_empty || claim.bytes().is_zero,
-            ..Bytes::default()
+            // Of another block that it reaches into.
+            is_offered: !is_empty && claim.bytes().is_offered,
+            counted: 0,
         }
     }
 

@@ -53,6 +53,9 @@ impl Heap {
         }
         let Some(claim) = slot.try_claim() else { return 0 };
         let (first, blocks) = (self.arena.block_of(donor.addr), donor.class.span_blocks());
+        if claim.bytes().is_offered {
+            self.arena.note_taken(first, blocks);
+        }
         let (mut done, mut bytes_done, mut at) = (0, 0, 0);
         // From run to run of blocks that are wholly there.
         while claim.phase() == Phase::Free && at < blocks && done < wanted {

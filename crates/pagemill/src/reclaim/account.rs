@@ -65,6 +65,8 @@ pub struct Account {
     /// Giving back for them found nothing: not tried again before, and how long that pause is.
     pub(super) futile_until_ns: AtomicU64,
     pub(super) futile_pause_ns: AtomicU64,
+    /// Asking siblings before giving oneself did not help: not tried again before.
+    pub(super) elsewhere_after_ns: AtomicU64,
     /// Woken when there is something to give again.
     helper: OnceLock<&'static Helper>,
     /// New memory for which none was given back yet.
@@ -94,6 +96,7 @@ impl Account {
             headroom: Headroom::default(),
             futile_until_ns: AtomicU64::new(0),
             futile_pause_ns: AtomicU64::new(*FUTILE_NS.start()),
+            elsewhere_after_ns: AtomicU64::new(0),
             helper: OnceLock::new(),
             to_make_up: AtomicU64::new(0),
             make_up_after_ns: AtomicU64::new(0),
@@ -286,6 +289,11 @@ impl Account {
             stats::add(Counter::Offered, offered);
             trace::event(Event::Offered, want_bytes, offered);
         }
+    }
+
+    /// Finds out what the kernel took of what was offered to it; does nothing mostly.
+    pub fn reap(&self) {
+        self.owners.reap();
     }
 
     /// New memory comes in: as much of what is free and cold goes, if much is free. So sizes that a program has done

@@ -91,8 +91,10 @@ pub enum Next {
 /// What the kernel says by itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Signs {
-    /// Somebody waited for memory.
-    pub is_stalled: bool,
+    /// Somebody waited for memory in this process's group.
+    pub group_stalls: bool,
+    /// Somebody did on the machine.
+    pub machine_stalls: bool,
     /// It would say if a group's limit got near.
     pub has_thresholds: bool,
 }
@@ -166,6 +168,7 @@ impl<C: Clock> Governor<C> {
 
     /// Gives back what a group or the machine is short of.
     fn watch(&mut self, account: &Account, signs: Signs) -> Option<Duration> {
+        account.reap();
         let room = account.headroom.sample();
         if room.shortage(0) == 0 {
             self.futile = SHORTEST;
@@ -174,14 +177,21 @@ impl<C: Clock> Governor<C> {
             self.calm = if is_calm { (2 * self.calm).min(CALMEST) } else { SHORTEST };
             if room.bytes < (room.limit_bytes / NEAR_DIVISOR) as i64 {
                 account.offer(OFFER_BYTES);
-                // Elsewhere somebody may wait for memory that a limit of his own keeps from him: not ours to mend.
-                if signs.is_stalled {
+                // Who waits below another limit than that which is near here is not helped by what is given here.
+                let is_stalled = match room.bound {
+                    Bound::Group => signs.group_stalls,
+                    Bound::Machine => signs.machine_stalls,
+                    Bound::None => false,
+                };
+                if is_stalled {
                     let part = STALL_BYTES.max(account.giveable() / STALL_DIVISOR);
                     account.give_back(part, Context::Outside, Urgency::Request, Reason::Stall);
                 }
             }
             let is_warned = signs.has_thresholds && room.is_far && room.bound == Bound::Group;
-            return Some(if is_warned { WARNED } else { pause(&room)?.max(self.calm) });
+            // Nobody warns of the machine's memory in time.
+            let longest = until_used_up(room.machine_bytes, MACHINE_SLOWER).clamp(NEAR, WARNED);
+            return Some(if is_warned { longest } else { pause(&room)?.max(self.calm) });
         }
         let before = account.giveable();
         let room = account.give_for_system(room, 0, Context::Outside);
@@ -229,6 +239,10 @@ impl<C: Clock> Governor<C> {
     }
 }
 
+fn until_used_up(bytes: i64, slower: u64) -> Duration {
+    Duration::from_nanos((bytes.max(0) as u64 / FASTEST_BYTES_PER_NS).saturating_mul(slower))
+}
+
 /// How long somebody would need to use up the room that is left.
 fn pause(room: &Room) -> Option<Duration> {
     let slower = match room.bound {
@@ -236,7 +250,7 @@ fn pause(room: &Room) -> Option<Duration> {
         Bound::Group => 1,
         Bound::Machine => MACHINE_SLOWER,
     };
-    let time = Duration::from_nanos(room.bytes.max(0) as u64 / FASTEST_BYTES_PER_NS * slower);
+    let time = until_used_up(room.bytes, slower);
     let shortest = if room.bytes < room.limit_bytes as i64 / 16 { SHORTEST } else { NEAR };
     Some(time.clamp(shortest, LONGEST))
 }
@@ -291,7 +305,14 @@ mod tests {
         fn sample(&self) -> Room {
             let bytes = self.room.load(Relaxed);
             let hard_bytes = (bytes + 16 * MIB as i64).max(0) as u64;
-            Room { bound: Bound::Group, bytes, hard_bytes, limit_bytes: 256 * MIB, is_far: self.is_far.load(Relaxed) }
+            Room {
+                bound: Bound::Group,
+                bytes,
+                hard_bytes,
+                limit_bytes: 256 * MIB,
+                is_far: self.is_far.load(Relaxed),
+                machine_bytes: i64::MAX,
+            }
         }
     }
 
@@ -410,12 +431,14 @@ mod tests {
         let (world, account) = world(1000 * MIB, Some(200 * MIB as i64));
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock, None);
-        let stalled = Signs { is_stalled: true, ..Signs::default() };
+        let stalled = Signs { group_stalls: true, ..Signs::default() };
         governor.step(&account, stalled);
         assert_eq!((world.hoard.load(Relaxed), world.offered.load(Relaxed)), (1000 * MIB, 0));
         world.room.store(30 * MIB as i64, Relaxed);
         governor.step(&account, Signs::default());
         assert_eq!((world.hoard.load(Relaxed), world.offered.load(Relaxed)), (1000 * MIB, OFFER_BYTES));
+        governor.step(&account, Signs { machine_stalls: true, ..Signs::default() });
+        assert_eq!(world.hoard.load(Relaxed), 1000 * MIB, "stalls of the machine, near the group's limit");
         governor.step(&account, stalled);
         assert_eq!(world.hoard.load(Relaxed), 875 * MIB);
     }

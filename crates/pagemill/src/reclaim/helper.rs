@@ -16,7 +16,6 @@ use crate::trace::{self, Event};
 use pagemill_sys::events::{self, Sign};
 use pagemill_sys::futex::{self, Scope};
 use pagemill_sys::{clock, thread};
-use std::sync::OnceLock;
 use std::sync::atomic::{
     AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
     Ordering::SeqCst,
@@ -36,8 +35,8 @@ const SIGN_PAUSE: Duration = Duration::from_millis(5);
 const LATE: Duration = Duration::from_millis(20);
 
 /// Whether there is a helper, and what it sleeps on outside of a tree.
-#[derive(Default)]
 pub struct Helper {
+    account: &'static Account,
     is_started: AtomicBool,
     /// It sleeps until there is something to give.
     is_parked: AtomicBool,
@@ -46,10 +45,20 @@ pub struct Helper {
     alarms: AtomicI32,
     /// Signs of the kernel that were not looked at yet.
     signs: AtomicU64,
-    account: OnceLock<&'static Account>,
 }
 
 impl Helper {
+    pub fn new(account: &'static Account) -> Self {
+        Self {
+            account,
+            is_started: AtomicBool::new(false),
+            is_parked: AtomicBool::new(false),
+            own_word: AtomicU32::new(0),
+            alarms: AtomicI32::new(-1),
+            signs: AtomicU64::new(0),
+        }
+    }
+
     /// Whether one should be started now: there is none, and the process holds enough.
     #[inline]
     pub fn is_due(&self, account: &Account) -> bool {
@@ -102,7 +111,8 @@ impl Helper {
     }
 
     /// The thread's work, for as long as the process lives. A process that does nothing for `idle` gives back.
-    pub fn run(&'static self, account: &'static Account, arena: &Arena, idle: Option<Duration>) -> ! {
+    pub fn run(&'static self, arena: &Arena, idle: Option<Duration>) -> ! {
+        let account = self.account;
         // Who needs memory most may leave this thread no time; and a program may count on the number of its next file.
         // Where either is not to be had it goes on as it is.
         stats::set(Counter::HelpersPreferred, u64::from(thread::prefer()));
@@ -121,7 +131,7 @@ impl Helper {
             while arena.prefault() {}
             let next = governor.step(account, self.take_signs(account, &alarms));
             if matches!(next, Next::After(_)) && may_be_warned {
-                may_be_warned = self.keep_alarms(account, &mut alarms);
+                may_be_warned = self.keep_alarms(&mut alarms);
             }
             if matches!(next, Next::WhenGiveable(_)) {
                 self.is_parked.store(true, SeqCst);
@@ -153,26 +163,33 @@ impl Helper {
             trace::event(Event::Sign, signs, account.headroom.known().bytes.max(0) as u64);
         }
         let covered = alarms.as_ref().map_or(Covered::default(), |alarms| alarms.covered);
-        Signs { is_stalled: signs & Sign::Stall as u64 != 0, has_thresholds: covered.has_thresholds }
+        let has = |sign: Sign| signs & sign as u64 != 0;
+        Signs {
+            group_stalls: has(Sign::GroupStall),
+            machine_stalls: has(Sign::MachineStall),
+            has_thresholds: covered.has_thresholds,
+        }
     }
 
     /// Keeps alarms set for the limits there are now; the first time a thread is started that waits for them. Returns
     /// whether that can be done here.
-    fn keep_alarms(&'static self, account: &'static Account, alarms: &mut Option<Alarms>) -> bool {
-        if account.headroom.known().bound == Bound::None {
+    fn keep_alarms(&'static self, alarms: &mut Option<Alarms>) -> bool {
+        let headroom = &self.account.headroom;
+        if headroom.known().bound == Bound::None {
             return true;
         }
         if alarms.is_none() {
             let Ok(new) = Alarms::new() else { return false };
             self.alarms.store(new.number(), Relaxed);
-            let _ = self.account.set(account);
             if thread::spawn(c"pagemill-signs", self).is_err() {
                 return false;
             }
             *alarms = Some(new);
         }
-        if let Some(alarms) = alarms {
-            account.headroom.arm(alarms);
+        if let Some(alarms) = alarms
+            && let Some(plan) = headroom.plan(alarms.set_for())
+        {
+            alarms.set_all(&plan);
         }
         true
     }
@@ -181,10 +198,11 @@ impl Helper {
 /// The second thread's: sleeps, passes a sign on, sleeps.
 impl thread::Work for Helper {
     fn work(&'static self) {
-        let Some(account) = self.account.get() else { return };
+        // As the helper: who needs memory most may leave no time.
+        thread::prefer();
         while let Ok(signs) = events::wait(self.alarms.load(Relaxed)) {
             self.signs.fetch_or(signs, AcqRel);
-            self.wake(account);
+            self.wake(self.account);
             std::thread::sleep(SIGN_PAUSE);
         }
     }

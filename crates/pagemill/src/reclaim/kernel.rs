@@ -3,7 +3,7 @@
 //! Below: `sys`. Locks: one, around what was found; tried, never waited for.
 #![allow(unsafe_code)] // a call on a stack of its own
 
-use super::alarms::{Alarms, Covered};
+use super::alarms::Plan;
 use super::limits::{self, Limits, Room};
 use crate::stats::{self, Counter};
 use pagemill_sys::cgroup::{self, Hierarchy, Limit, MAX_LEVELS, Machine, Version};
@@ -37,12 +37,6 @@ const LOOK_AGAIN_NS: u64 = 1_000_000_000;
 
 /// Where there are none they are looked for less often.
 const LOOK_IN_VAIN_NS: u64 = 10_000_000_000;
-
-/// Alarms are set for so many limits, innermost first.
-const ARMED_LEVELS: usize = 4;
-
-/// Waiting for memory so long within two seconds counts as a stall.
-const STALL_US: u32 = 150_000;
 
 /// Looking for groups takes more stack than a small thread has to spare inside malloc.
 const LOOK_STACK_BYTES: usize = 64 << 10;
@@ -100,31 +94,21 @@ impl Found {
         levels.filter_map(|(level, limit)| Some((self.groups.as_ref()?.folder(level)?, *limit)))
     }
 
-    /// Version 1 warns at thresholds, set where a limit gets near and where its margin begins; version 2 when a limit is
-    /// met, and when the group stalls. The machine's stalls come to both.
-    fn arm(&self, alarms: &mut Alarms, root: &str) {
-        let (mut has_limits, mut has_stalls) = (true, false);
+    /// What alarms are to be set for.
+    fn plan(&self, root: &str) -> Plan {
         let version = self.groups.as_ref().map(|groups| groups.version);
-        for (folder, limit) in self.limited().take(ARMED_LEVELS) {
-            let folder = folder.as_str();
-            has_limits &= match version {
-                Some(Version::V1) => {
-                    let margin = limit.soft_bytes - limits::margin_bytes(limit);
-                    alarms.set(|events| events.add_threshold(folder, limits::alarm_bytes(limit)))
-                        && alarms.set(|events| events.add_threshold(folder, margin))
-                }
-                _ => alarms.set(|events| events.add_group_events(folder)),
-            };
-        }
+        let mut limited = self.limited();
+        let groups = std::array::from_fn(|_| limited.next());
         let own = self.groups.as_ref().and_then(|groups| groups.folder(0)).filter(|_| version == Some(Version::V2));
-        let machine = Path::format(format_args!("{root}/proc/pressure/memory"));
-        let group = own.and_then(|own| Path::format(format_args!("{}/memory.pressure", own.as_str())));
-        for path in [group, machine].into_iter().flatten() {
-            has_stalls |= alarms.set(|events| events.add_stalls(path.as_c_str(), STALL_US));
+        let of_group = own.and_then(|own| Path::format(format_args!("{}/memory.pressure", own.as_str())));
+        let of_machine = Path::format(format_args!("{root}/proc/pressure/memory"));
+        Plan {
+            state: self.state,
+            version,
+            groups,
+            is_complete: limited.next().is_none(),
+            stalls: [of_group, of_machine],
         }
-        let has_any = self.limited().next().is_some();
-        let has_thresholds = has_limits && has_any && version == Some(Version::V1);
-        alarms.covered = Covered { has_thresholds, has_limits: has_limits && has_any, has_stalls };
     }
 
     /// The group with the least room, with the least that is left before a kill in any of them.
@@ -159,16 +143,13 @@ impl Limits for Kernel {
         // Where there is swap the kernel writes out before it kills: nothing is refused then.
         let has_swap = machine.is_ok_and(|machine| machine.swap_free_bytes > 0);
         let hard_bytes = if has_swap { u64::MAX } else { group.hard_bytes };
-        Room { hard_bytes, is_far: group.is_far, ..if group.bytes <= room.bytes { group } else { room } }
+        let nearer = if group.bytes <= room.bytes { group } else { room };
+        Room { hard_bytes, is_far: group.is_far, machine_bytes: room.machine_bytes, ..nearer }
     }
 
-    fn arm(&self, alarms: &mut Alarms) {
-        if let Ok(found) = self.found.try_lock()
-            && alarms.begin(found.state)
-        {
-            found.arm(alarms, self.root);
-            alarms.publish();
-        }
+    fn plan(&self, set_for: Option<u32>) -> Option<Plan> {
+        let found = self.found.try_lock().ok()?;
+        (set_for != Some(found.state)).then(|| found.plan(self.root))
     }
 }
 

@@ -6,7 +6,7 @@
 //!
 //! Below: `sync`. Locks: one, around a sample; nobody waits for it who has credit.
 
-use super::alarms::Alarms;
+use super::alarms::Plan;
 use crate::stats::{self, Counter};
 use crate::sync::Lock;
 use pagemill_sys::cgroup::Limit;
@@ -37,11 +37,19 @@ pub struct Room {
     pub limit_bytes: u64,
     /// No group has used three quarters of its limit, file pages and all: alarms set there will be heard.
     pub is_far: bool,
+    /// Before the machine's margin; `i64::MAX` where that is not known.
+    pub machine_bytes: i64,
 }
 
 impl Room {
-    pub const ENDLESS: Self =
-        Self { bound: Bound::None, bytes: i64::MAX, hard_bytes: u64::MAX, limit_bytes: u64::MAX, is_far: true };
+    pub const ENDLESS: Self = Self {
+        bound: Bound::None,
+        bytes: i64::MAX,
+        hard_bytes: u64::MAX,
+        limit_bytes: u64::MAX,
+        is_far: true,
+        machine_bytes: i64::MAX,
+    };
 
     /// Below a group's limits. Of what it uses the kernel can take `idle_bytes` easily, and `other_bytes` with effort.
     pub fn of_group(limit: Limit, usage_bytes: u64, idle_bytes: u64, other_bytes: u64) -> Self {
@@ -58,13 +66,21 @@ impl Room {
             hard_bytes,
             limit_bytes: limit.soft_bytes,
             is_far: usage_bytes < alarm_bytes(limit),
+            machine_bytes: i64::MAX,
         }
     }
 
     /// On a machine of which a sixteenth is left to others: giving from there on leaves a twentieth free.
     pub fn of_machine(total_bytes: u64, available_bytes: u64) -> Self {
         let bytes = signed(available_bytes) - signed(total_bytes / MACHINE_MARGIN_DIVISOR);
-        Self { bound: Bound::Machine, bytes, hard_bytes: u64::MAX, limit_bytes: total_bytes, is_far: true }
+        Self {
+            bound: Bound::Machine,
+            bytes,
+            hard_bytes: u64::MAX,
+            limit_bytes: total_bytes,
+            is_far: true,
+            machine_bytes: bytes,
+        }
     }
 
     /// Bytes that must be given back before `bytes` more come in.
@@ -103,8 +119,10 @@ pub trait Limits: Sync {
     /// The nearest limit now. May take some 50 us; must not allocate or lock.
     fn sample(&self) -> Room;
 
-    /// Sets the alarms that warn of these limits, unless they are set; called by the helper after samples.
-    fn arm(&self, _alarms: &mut Alarms) {}
+    /// What alarms would warn of these limits, unless that is what they are set for.
+    fn plan(&self, _set_for: Option<u32>) -> Option<Plan> {
+        None
+    }
 }
 
 /// The room that is left, sampled no more often than is safe.
@@ -168,16 +186,16 @@ impl Headroom {
             hard_bytes: self.hard_bytes.load(Relaxed),
             limit_bytes,
             is_far: self.is_far.load(Relaxed),
+            machine_bytes: i64::MAX,
         }
     }
 
-    /// Sets alarms for what is asked.
-    pub(super) fn arm(&self, alarms: &mut Alarms) {
-        if let Some(limits) = self.limits.get() {
-            // So that a fork finds it in order.
-            let _guard = self.sampling.lock();
-            limits.arm(alarms);
-        }
+    /// What alarms would warn of what is asked. They are set outside of the lock: that takes long.
+    pub(super) fn plan(&self, set_for: Option<u32>) -> Option<Plan> {
+        let limits = self.limits.get()?;
+        // So that a fork finds it in order.
+        let _guard = self.sampling.lock();
+        limits.plan(set_for)
     }
 
     /// Asks now.
@@ -260,7 +278,7 @@ mod tests {
         fn sample(&self) -> Room {
             self.asked.fetch_add(1, Relaxed);
             let bytes = self.bytes.load(Relaxed);
-            Room { bound: Bound::Group, bytes, hard_bytes: 10, limit_bytes: 1 << 30, is_far: true }
+            Room { bound: Bound::Group, bytes, hard_bytes: 10, limit_bytes: 1 << 30, ..Room::ENDLESS }
         }
     }
 
@@ -317,7 +335,17 @@ mod tests {
         }
         let limit = Limit { soft_bytes: 100, hard_bytes: 140 };
         let room = Room::of_group(limit, 90, 30, 20);
-        assert_eq!(room, Room { bound: Bound::Group, bytes: -10, hard_bytes: 100, limit_bytes: 100, is_far: false });
+        assert_eq!(
+            room,
+            Room {
+                bound: Bound::Group,
+                bytes: -10,
+                hard_bytes: 100,
+                limit_bytes: 100,
+                is_far: false,
+                machine_bytes: i64::MAX
+            }
+        );
         assert_eq!(Room::of_group(Limit { soft_bytes: 0, hard_bytes: 0 }, 5, 0, 0).hard_bytes, 0);
         let high = Limit { soft_bytes: 100, hard_bytes: u64::MAX };
         assert_eq!(Room::of_group(high, 500, 0, 0).hard_bytes, u64::MAX, "memory.high kills nobody");

@@ -100,6 +100,9 @@ pub trait Shrinker: Sync {
         0
     }
 
+    /// Finds out, now and then, what the kernel took of what was offered.
+    fn reap(&self) {}
+
     /// Measures what of its lent memory is resident.
     fn settle(&self) {}
 

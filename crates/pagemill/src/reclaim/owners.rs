@@ -1,7 +1,8 @@
 //! The owners of memory that registered, and how they are called: in order of cost, in bounded steps, with no trust.
 //!
-//! An owner that panics is not called again. One that does not come back is
-//! waited for by whoever called it, and passed over by everybody else. What an
+//! An owner that panics is not called again (where panics unwind; the preload
+//! library aborts). One that does not come back is waited for by whoever called
+//! it, and by who would be refused without it; others pass it over. What an
 //! owner claims is added up without overflow; whether it helped is seen by the
 //! limit that had no room.
 
@@ -60,10 +61,15 @@ impl Owner {
 
     /// A call that may take long: `None` where somebody is stuck in one already.
     fn call<T>(&self, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
+        self.call_patiently(BLOCKED_NS, act)
+    }
+
+    /// As [`Owner::call`], by who believes for so long that the others inside will come back.
+    fn call_patiently<T>(&self, patience_ns: u64, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
         let now = clock::fine_ns();
         if self.inside.fetch_add(1, AcqRel) == 0 {
             self.progress_ns.store(now, Relaxed);
-        } else if now.saturating_sub(self.progress_ns.load(Relaxed)) > BLOCKED_NS {
+        } else if now.saturating_sub(self.progress_ns.load(Relaxed)) > patience_ns {
             self.inside.fetch_sub(1, AcqRel);
             stats::add(Counter::OwnersBlocked, 1);
             return None;
@@ -79,10 +85,12 @@ impl Owner {
     /// Asks for `want_bytes` in steps, until one of them brings less than it should.
     fn give(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let step = STEP_BYTES.max(want_bytes / STEP_DIVISOR);
+        // The last resort before a refusal waits: who is inside may only be stopped, or wait for a fork.
+        let patience_ns = if urgency == Urgency::Limit { u64::MAX } else { BLOCKED_NS };
         let mut freed = 0_u64;
         while freed < want_bytes {
             let part = step.min(want_bytes - freed);
-            let given = self.call(|shrinker| shrinker.shrink(part, urgency)).unwrap_or(0);
+            let given = self.call_patiently(patience_ns, |shrinker| shrinker.shrink(part, urgency)).unwrap_or(0);
             freed = freed.saturating_add(given);
             if given < part {
                 break;
@@ -139,6 +147,11 @@ impl Owners {
             let left = want_bytes.saturating_sub(offered);
             offered.saturating_add(owner.call(|shrinker| shrinker.offer(left)).unwrap_or(0))
         })
+    }
+
+    /// Makes them find out what the kernel took of what was offered.
+    pub fn reap(&self) {
+        self.0.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.reap()));
     }
 
     /// Makes them measure what of their lent memory is resident.

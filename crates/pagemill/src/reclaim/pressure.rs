@@ -19,6 +19,9 @@ const STEP_BYTES: u64 = 4 << 20;
 /// Meanwhile so much of what is left before the kill may come in without a look.
 const GRANT_DIVISOR: u64 = 16;
 
+/// After siblings were asked in vain they are not asked first for so long.
+const ELSEWHERE_PAUSE_NS: u64 = 100_000_000;
+
 /// After nothing could be given, nobody tries for so long; doubled each time, up to the second.
 pub(super) const FUTILE_NS: std::ops::RangeInclusive<u64> = 1_000_000..=256_000_000;
 
@@ -60,19 +63,25 @@ impl Account {
         let reason = if room.bound == Bound::Group { Reason::Group } else { Reason::Machine };
         let mut freed = 0;
         if self.is_better_off_elsewhere() {
-            freed += self.ask_for(room.shortage(bytes).max(STEP_BYTES), || self.headroom.sample().shortage(bytes) == 0);
+            let short = room.shortage(bytes);
+            let given = self.ask_for(short.max(STEP_BYTES), || self.headroom.sample().shortage(bytes) == 0);
+            freed = given;
             room = self.headroom.sample();
+            if room.shortage(bytes) >= short {
+                // In pieces, or charged to another group.
+                self.elsewhere_after_ns.store(clock::fine_ns() + ELSEWHERE_PAUSE_NS, Relaxed);
+            }
         }
         for urgency in [Urgency::Request, Urgency::Limit] {
             let short = room.shortage(bytes);
             if short > 0 {
-                freed += self.give_back(short.max(STEP_BYTES), context, urgency, reason);
+                freed = freed.saturating_add(self.give_back(short.max(STEP_BYTES), context, urgency, reason));
                 room = self.headroom.sample();
             }
         }
         let short = room.shortage(bytes);
         if short > 0 && self.ask_for(short, || self.headroom.sample().shortage(bytes) == 0) > 0 {
-            freed += 1;
+            freed = freed.max(1);
             room = self.headroom.sample();
         }
         if context == Context::Outside {
@@ -83,10 +92,13 @@ impl Account {
 
     /// Whether a sibling could give much more than this process, whose own free memory is sooner needed again.
     fn is_better_off_elsewhere(&self) -> bool {
-        let own = self.giveable();
         let Some(place) = self.place() else { return false };
+        if clock::fine_ns() < self.elsewhere_after_ns.load(Relaxed) {
+            return false;
+        }
+        let own = self.giveable();
         let elsewhere = place.page().totals().giveable.saturating_sub(place.published_giveable());
-        elsewhere > WORTHWHILE_BYTES.max(2 * own)
+        elsewhere > WORTHWHILE_BYTES.max(own.saturating_mul(2))
     }
 
     /// What nested charges passed a group's limit by is given back outside of every lock. Returns whether it was enough.
