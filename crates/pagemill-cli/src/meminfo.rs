@@ -10,12 +10,17 @@ use std::fmt::Write as _;
 use std::io::Write as _;
 use std::ops::Range;
 use std::process::ExitCode;
+use std::thread;
+use std::time::Duration;
 
 #[derive(clap::Args)]
 pub struct Meminfo {
     /// A running process on Pagemill.
     pid: u32,
-    /// One JSON object instead of a table.
+    /// Every second anew, until the process ends or Ctrl-C.
+    #[arg(long)]
+    watch: bool,
+    /// One JSON object (with --watch one a second) instead of a table.
     #[arg(long)]
     json: bool,
 }
@@ -38,16 +43,30 @@ const ASIDE: &[(Counter, &str)] = &[
 
 impl Meminfo {
     pub fn main(&self) -> ExitCode {
-        let Some((_, snapshot)) = published::find(self.pid) else { return fail(2, &published::missing(self.pid)) };
-        let numa_maps = std::fs::read_to_string(format!("/proc/{}/numa_maps", self.pid)).unwrap_or_default();
-        let nodes = nodes(&numa_maps, &snapshot.arena);
-        let text = if self.json { format!("{}\n", json_of(&snapshot, &nodes)) } else { text_of(&snapshot, &nodes) };
-        match std::io::stdout().write_all(text.as_bytes()) {
+        let Some((_, mut snapshot)) = published::find(self.pid) else { return fail(2, &published::missing(self.pid)) };
+        let mut written = self.write(&snapshot);
+        while self.watch && written.is_ok() {
+            thread::sleep(Duration::from_secs(1));
+            // Looked up anew: another process may have got its number.
+            let Some((_, now)) = published::find(self.pid).filter(|(_, now)| now.who == snapshot.who) else { break };
+            snapshot = now;
+            written = self.write(&snapshot);
+        }
+        match written {
             Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
                 fail(1, &format!("the figures cannot be written: {error}"))
             }
             _ => ExitCode::SUCCESS,
         }
+    }
+
+    fn write(&self, snapshot: &Snapshot) -> std::io::Result<()> {
+        let numa_maps = std::fs::read_to_string(format!("/proc/{}/numa_maps", self.pid)).unwrap_or_default();
+        let nodes = nodes(&numa_maps, &snapshot.arena);
+        let text = if self.json { format!("{}\n", json_of(snapshot, &nodes)) } else { text_of(snapshot, &nodes) };
+        let mut out = std::io::stdout().lock();
+        out.write_all(text.as_bytes())?;
+        out.flush()
     }
 }
 

@@ -11,7 +11,7 @@ use pagemill::reclaim::alarms::Alarms;
 use pagemill::reclaim::kernel::Kernel;
 use pagemill::reclaim::limits::{Limits, Room};
 use pagemill::reclaim::tree::{TreePage, UNLIMITED};
-use pagemill::reclaim::{Reason, Shrinker, Urgency};
+use pagemill::reclaim::{Reason, Shrinker, Urgency, Which};
 use pagemill::stats::{self, Counter};
 use pagemill::trace::{self, Event};
 use pagemill::units::{BLOCK_BYTES, PageSize, os_page_bytes, parse_plain_bytes};
@@ -167,7 +167,7 @@ fn reclaim_allocates_nothing_elsewhere() {
             }
             // SAFETY: live, each once.
             addrs.iter().filter(|addr| **addr != 0).for_each(|addr| drop(unsafe { pagemill.heap.free(*addr) }));
-            pagemill.account.offer(u64::MAX);
+            pagemill.account.offer(u64::MAX, Which::All);
             pagemill.account.reap();
             pagemill.account.give_back(u64::MAX, Context::Outside, Urgency::Limit, Reason::Program);
             exercise_heap(pagemill);

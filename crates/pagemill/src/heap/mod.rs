@@ -34,7 +34,7 @@ use class::{Class, GRANULE_BYTES, STEP_BYTES};
 use pagemill_sys::{clock, numa, process, thread};
 use slot::{Bytes, Claim, Head, Info, Phase, Slot, Slots};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
 
 /// Largest number of shards per node.
 const MAX_SHARDS: usize = 16;
@@ -101,6 +101,10 @@ pub struct Heap {
     shards_per_node: usize,
     /// Whether pages can be moved from slot to slot here; until the first failure.
     can_refill: AtomicBool,
+    /// Block of the zone where a donor was last looked for.
+    donor_at: AtomicUsize,
+    /// When to look again after none was found.
+    donors_after_ns: AtomicU64,
     offers: offer::Offers,
 }
 
@@ -140,6 +144,8 @@ impl Heap {
             free_bytes: Default::default(),
             shards_per_node,
             can_refill: AtomicBool::new(true),
+            donor_at: AtomicUsize::new(0),
+            donors_after_ns: AtomicU64::new(0),
             offers: offer::Offers::default(),
         })
     }
@@ -192,10 +198,9 @@ impl Heap {
                 carved => carved?,
             },
         };
-        self.make_usable(place, bytes, size)?;
-        let is_refilled = place.class.is_big() && wanted == Contents::Any && bytes.is_zero && self.refill(place, size);
+        let is_recycled = self.make_usable(place, bytes, size, wanted)?;
         let addr = NonNull::new(place.addr as *mut u8).ok_or(Error::NoAddresses { wanted_bytes: size as u64 })?;
-        Ok(Allocation { addr, is_zero: bytes.is_zero && !is_refilled })
+        Ok(Allocation { addr, is_zero: bytes.is_zero && !is_recycled })
     }
 
     /// As [`Heap::allocate`], all `size` bytes zero.
@@ -324,9 +329,12 @@ impl Heap {
         let offset = ((addr - self.base()) % GRANULE_BYTES / STEP_BYTES) as u8;
         let slot = self.slot(granule as u32);
         slot.describe(Info { class: class.index() as u8, node: node as u8, offset });
-        while !slot.try_carve() {
-            thread::pause(); // a purge of the block has it for a moment
-        }
+        let bytes = loop {
+            match slot.try_carve() {
+                Some(bytes) => break bytes,
+                None => thread::pause(), // a purge of the block has it for a moment
+            }
+        };
         stats::add(Counter::SlotsFresh, 1);
         let place = Place { number: granule as u32, addr, class, node };
         if class.is_big() {
@@ -334,7 +342,7 @@ impl Heap {
         } else {
             self.want_next_block(place, size, span_end);
         }
-        Ok((place, Bytes::UNTOUCHED))
+        Ok((place, bytes))
     }
 
     /// The next address of the class's span, or of a new one, and the end of that span.
@@ -393,22 +401,27 @@ impl Heap {
         }
     }
 
-    /// Brings in what is not behind the slot yet. On error the slot is free again.
-    fn make_usable(&self, place: Place, bytes: Bytes, size: usize) -> Result<()> {
+    /// Brings in what is not behind the slot yet, from free slots if it may. Returns whether it did: the bytes are not zero
+    /// then. On error the slot is free again.
+    fn make_usable(&self, place: Place, bytes: Bytes, size: usize, wanted: Contents) -> Result<bool> {
         let taken = if bytes.is_offered { self.note_taken(place) } else { 0 };
         if bytes.is_resident && taken == 0 && !place.class.is_big() {
-            return Ok(());
+            return Ok(false);
         }
         let (first, last) =
             (self.arena.block_of(place.addr), self.arena.block_of(place.addr + place.class.bytes() - 1));
         let part = (place.class.bytes() / (last + 1 - first)) as u64;
         let filling = self.filling(place, size);
+        let mut is_recycled = false;
         let result = if place.class.is_big() {
             // What the kernel took comes in again without a further question.
             let room = if taken > 0 { self.arena.budget.expect(taken) } else { Ok(()) };
             room.and_then(|()| self.arena.lend(first, place.class.span_blocks(), Context::Outside))
         } else {
             (first..=last).try_for_each(|block| {
+                if self.arena.peek(block).backing == Backing::Empty {
+                    is_recycled |= self.recycle_block(place, block, filling);
+                }
                 if self.arena.peek(block).backing == Backing::Empty {
                     self.account.make_up_for(BLOCK_BYTES as u64);
                 }
@@ -418,14 +431,18 @@ impl Heap {
             })
         };
         if result.is_err() {
+            // Part of it may have come from another slot.
+            let bytes = Bytes { is_zero: bytes.is_zero && !is_recycled, ..bytes };
             let (shard, bytes) = (self.shard_here(), self.counted(place, bytes));
             let _ = self.slot(place.number).free(bytes, stamp_now());
             self.count_free(shard, bytes.counted_bytes() as i64);
             self.head(place.node, shard, place.class).push(self, place.number);
         } else if !place.class.is_big() {
             self.arena.populate_pages(place.addr, place.class.bytes());
+        } else if wanted == Contents::Any && bytes.is_zero {
+            is_recycled = self.refill(place, size);
         }
-        result
+        result.map(|()| is_recycled)
     }
 
     fn place(&self, number: u32) -> Option<Place> {

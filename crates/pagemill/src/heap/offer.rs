@@ -1,4 +1,4 @@
-//! Offering cold free slots to the kernel (`MADV_FREE`): the last line of defence.
+//! Offering free slots to the kernel (`MADV_FREE`): the last line of defence.
 //!
 //! Should a control group run full while this process gets no time to notice
 //! (it is stopped, or others are faster), the kernel takes what was offered
@@ -14,15 +14,18 @@ use super::purge::{Span, age};
 use super::slot::{Bytes, Phase, Slot, Slots};
 use super::{Heap, Place};
 use crate::arena::block::Backing;
+use crate::reclaim::Which;
 use pagemill_sys::{clock, process};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Free for so long (in powers of two of the tick): a second. Who offers what is used again pays for it every time.
-const OFFERED_AGE: usize = 5;
+/// Free for so long (in powers of two of the tick): a seventh of a second. Who offers what is used again pays for it every
+/// time, a hundredth of that.
+const OFFERED_AGE: usize = 2;
 
-/// Walks are so far apart, and take at most one part in so many of a thread's time.
-const WALK_NS: u64 = 250_000_000;
+/// Walks are so far apart, and take at most one part in so many of a thread's time; in a hurry they may take more.
+const WALK_NS: u64 = 50_000_000;
 const WALK_SHARE: u64 = 100;
+const HURRIED_NS: u64 = 5_000_000;
 
 /// After the kernel refused (locked memory) nothing is offered for so long.
 const REFUSED_NS: u64 = 10_000_000_000;
@@ -35,6 +38,8 @@ const SINCE: (u32, u32) = (5, 18);
 #[derive(Default)]
 pub(super) struct Offers {
     offer_after_ns: AtomicU64,
+    hurried_ns: AtomicU64,
+    refused_until_ns: AtomicU64,
     /// 0 while nothing is offered.
     reap_after_ns: AtomicU64,
 }
@@ -46,16 +51,23 @@ fn after_walk(start_ns: u64) -> u64 {
 }
 
 impl Heap {
-    /// Offers up to about `want_bytes` of what is cold and was not offered yet; returns how much it was.
-    pub(super) fn offer_cold(&self, want_bytes: u64) -> u64 {
-        if clock::fine_ns() < self.offers.offer_after_ns.load(Relaxed) {
-            return 0;
-        }
+    /// Offers up to about `want_bytes` of what was not offered yet; returns how much it was.
+    pub(super) fn offer_free(&self, want_bytes: u64, which: Which) -> u64 {
         if process::kernel_release() < SINCE {
-            self.offers.offer_after_ns.store(u64::MAX, Relaxed);
             return 0;
         }
-        self.offer_from(want_bytes, OFFERED_AGE)
+        let now = clock::fine_ns();
+        let (after, from_age) = match which {
+            Which::Cold => (self.offers.offer_after_ns.load(Relaxed), OFFERED_AGE),
+            Which::All => (self.offers.hurried_ns.load(Relaxed) + HURRIED_NS, 0),
+        };
+        if now < after || now < self.offers.refused_until_ns.load(Relaxed) {
+            return 0;
+        }
+        if which == Which::All {
+            self.offers.hurried_ns.store(now, Relaxed);
+        }
+        self.offer_from(want_bytes, from_age)
     }
 
     /// As [`Heap::offer_cold`], from the given age on.
@@ -69,12 +81,11 @@ impl Heap {
             self.offer_span(span, &mut offer);
             offer.bytes < want_bytes && !offer.is_refused
         });
-        let next = match (offer.is_refused, offer.bytes < want_bytes) {
-            (true, _) => start + REFUSED_NS,
-            (false, true) => after_walk(start),
-            (false, false) => 0,
-        };
-        self.offers.offer_after_ns.store(next, Relaxed);
+        let is_all = offer.bytes < want_bytes;
+        self.offers.offer_after_ns.store(if is_all { after_walk(start) } else { 0 }, Relaxed);
+        if offer.is_refused {
+            self.offers.refused_until_ns.store(start + REFUSED_NS, Relaxed);
+        }
         if offer.bytes > 0 {
             let _ = self.offers.reap_after_ns.compare_exchange(0, after_walk(start), Relaxed, Relaxed);
         }
@@ -271,7 +282,7 @@ mod tests {
         shared.iter().for_each(|addr| free(pagemill, *addr));
         free(pagemill, big);
         let heap = pagemill.heap;
-        assert_eq!(heap.offer_cold(u64::MAX), 0, "nothing is cold");
+        assert_eq!(heap.offer_free(u64::MAX, Which::Cold), 0, "nothing is cold");
         let offered = heap.offer_from(u64::MAX, 0);
         assert_eq!((offered, heap.offer_from(u64::MAX, 0)), (16 * MIB as u64, 0), "offered once");
         assert_eq!(heap.free_bytes(), offered);
@@ -351,9 +362,8 @@ mod tests {
         }
         held.iter().for_each(|addr| free(pagemill, *addr));
         pagemill.heap.offer_from(u64::MAX, 0);
-        let next = pagemill.heap.offers.offer_after_ns.load(Relaxed);
-        assert!(next > clock::fine_ns() + WALK_NS, "tried again in {} ns", next.saturating_sub(clock::fine_ns()));
-        assert_eq!(pagemill.heap.offer_cold(u64::MAX), 0);
+        assert!(pagemill.heap.offers.refused_until_ns.load(Relaxed) > clock::fine_ns());
+        assert_eq!(pagemill.heap.offer_free(u64::MAX, Which::All), 0);
     }
 
     /// An offered slot that is used again is kept, and may be offered again when it is free.

@@ -16,7 +16,7 @@ use super::class::Class;
 use super::slot::{Bytes, Claim, Phase, Slot, Slots};
 use super::{Heap, Place};
 use crate::arena::block::Backing;
-use crate::reclaim::{Shrinker, Urgency};
+use crate::reclaim::{Shrinker, Urgency, Which};
 use crate::stats::{self, Counter};
 use crate::trace::{self, Event};
 use crate::units::{BLOCK_BYTES, os_page_bytes};
@@ -91,8 +91,8 @@ impl Shrinker for Heap {
         left.freed
     }
 
-    fn offer(&self, want_bytes: u64) -> u64 {
-        self.offer_cold(want_bytes)
+    fn offer(&self, want_bytes: u64, which: Which) -> u64 {
+        self.offer_free(want_bytes, which)
     }
 
     fn reap(&self) {
@@ -114,12 +114,13 @@ pub(super) struct Claims {
 
 impl Claims {
     pub fn iter(&self) -> impl Iterator<Item = Claim> {
-        self.claims[..self.count].iter().flatten().copied()
+        self.indices().map(|(_, claim)| claim)
     }
 
     /// With the slots' numbers within the span.
     pub fn indices(&self) -> impl Iterator<Item = (usize, Claim)> {
-        (self.first..).zip(self.iter())
+        let claims = self.claims[..self.count].iter();
+        (self.first..).zip(claims).filter_map(|(index, claim)| Some((index, (*claim)?)))
     }
 }
 
@@ -137,19 +138,30 @@ impl Wanted {
 
 impl Heap {
     /// Calls `act` for every span until it says to stop.
-    pub(super) fn walk(&self, mut act: impl FnMut(Span) -> bool) {
-        let mut block = 0;
-        while block < self.arena.heap.used_bytes() / BLOCK_BYTES {
+    pub(super) fn walk(&self, act: impl FnMut(Span) -> bool) {
+        self.walk_in(0..self.zone_blocks(), act);
+    }
+
+    /// Blocks of the zone that were given out.
+    pub(super) fn zone_blocks(&self) -> usize {
+        self.arena.heap.used_bytes() / BLOCK_BYTES
+    }
+
+    /// As [`Heap::walk`], for spans that start in a part of the zone. Returns whether it came to the end.
+    pub(super) fn walk_in(&self, blocks: Range<usize>, mut act: impl FnMut(Span) -> bool) -> bool {
+        let mut block = blocks.start;
+        while block < blocks.end {
             let word = self.spans.get(block).load(Relaxed) as usize;
             let Some(class) = word.checked_sub(1).and_then(Class::from_index) else {
                 block += 1; // a gap before an aligned span
                 continue;
             };
             if !act(Span { start: self.base() + block * BLOCK_BYTES, class }) {
-                return;
+                return false;
             }
             block += class.span_blocks();
         }
+        true
     }
 
     pub(super) fn slot_at(&self, span: Span, index: usize) -> Option<Place> {
@@ -296,6 +308,12 @@ impl Heap {
     pub(super) fn empty_block(&self, span: Span, block: usize, claims: &Claims) -> u64 {
         // SAFETY: every slot that reaches into the block is claimed.
         let freed = unsafe { self.arena.discard(block, 1) };
+        self.restore_all(span, block, claims);
+        freed
+    }
+
+    /// Ends the claims of a block that may have been emptied.
+    pub(super) fn restore_all(&self, span: Span, block: usize, claims: &Claims) {
         // Not judged by what was freed: a block that was lent and never touched is empty now, too.
         let is_emptied = self.arena.peek(block).backing == Backing::Empty;
         for (index, claim) in claims.indices() {
@@ -303,27 +321,37 @@ impl Heap {
             let bytes = if is_emptied { self.known_after(addr, span.class, claim) } else { claim.bytes() };
             self.restore(self.place_at(span, index), claim, bytes);
         }
-        freed
     }
 
     /// Claims all slots that reach into a block, if none is live and all meet the condition.
     pub(super) fn claim_block(&self, span: Span, block: usize, is_due: impl Fn(&Slot) -> bool) -> Option<Claims> {
+        self.claim_others(span, block, None, is_due)
+    }
+
+    /// As [`Heap::claim_block`], but for one slot that the caller has.
+    pub(super) fn claim_others(
+        &self,
+        span: Span,
+        block: usize,
+        own: Option<u32>,
+        is_due: impl Fn(&Slot) -> bool,
+    ) -> Option<Claims> {
         let indices = self.slots_of_block(span, block);
         let slot = |index| self.slot(self.number_at(span, index));
+        let is_own = |index| own == Some(self.number_at(span, index));
         let may_go = |slot: &Slot| matches!(slot.phase(), Phase::None | Phase::Free) && is_due(slot);
-        if !indices.clone().all(|index| may_go(slot(index))) {
+        if !indices.clone().all(|index| is_own(index) || may_go(slot(index))) {
             return None;
         }
-        let mut claims = Claims { first: indices.start, count: 0, claims: [None; MAX_SLOTS_PER_BLOCK] };
-        for index in indices {
-            let Some(claim) = slot(index).try_claim() else {
+        let mut claims = Claims { first: indices.start, count: indices.len(), claims: [None; MAX_SLOTS_PER_BLOCK] };
+        for index in indices.clone().filter(|index| !is_own(*index)) {
+            claims.claims[index - indices.start] = slot(index).try_claim();
+            if claims.claims[index - indices.start].is_none() {
                 for (index, claim) in claims.indices() {
                     slot(index).restore(claim, claim.bytes());
                 }
                 return None;
-            };
-            claims.claims[claims.count] = Some(claim);
-            claims.count += 1;
+            }
         }
         Some(claims)
     }

@@ -65,6 +65,8 @@ const PHASE: u64 = 3;
 const RESIDENT: u64 = 1 << 2;
 const ZERO: u64 = 1 << 3;
 const OFFERED: u64 = 1 << 4;
+/// Never handed out, but what is behind it was another slot's: not zero.
+const STALE: u64 = 1 << 5;
 const AGE_SHIFT: u32 = 16;
 const COUNT_SHIFT: u32 = 32;
 
@@ -106,6 +108,14 @@ impl Claim {
 
     pub fn bytes(self) -> Bytes {
         bytes(self.0)
+    }
+
+    /// The same after memory of another slot was put behind it.
+    pub fn stale(self) -> Self {
+        match self.phase() {
+            Phase::None => Self(self.0 | STALE),
+            _ => Self(self.0 & !ZERO),
+        }
     }
 }
 
@@ -159,11 +169,18 @@ impl Slot {
         phase(word) == Phase::Free && bytes(word).is_offered
     }
 
-    /// Takes a slot that was never handed out. Fails while a purge has it.
+    /// Takes a slot that was never handed out. `None` while a purge has it.
     #[inline]
-    pub fn try_carve(&self) -> bool {
-        let live = pack(Phase::Live, Bytes::UNTOUCHED, 0);
-        self.state.compare_exchange(pack(Phase::None, Bytes::default(), 0), live, Acquire, Relaxed).is_ok()
+    pub fn try_carve(&self) -> Option<Bytes> {
+        let mut word = self.state.load(Relaxed);
+        while phase(word) == Phase::None {
+            let fresh = Bytes { is_zero: word & STALE == 0, ..Bytes::UNTOUCHED };
+            match self.state.compare_exchange(word, pack(Phase::Live, fresh, 0), Acquire, Relaxed) {
+                Ok(_) => return Some(fresh),
+                Err(now) => word = now,
+            }
+        }
+        None
     }
 
     /// Takes a free slot for the program. `None` while a purge has it.
@@ -295,7 +312,7 @@ mod loom_tests {
                 users: (0..count).map(|_| AtomicUsize::new(0)).collect(),
             };
             for number in 0..count {
-                assert!(fixture.slot(number).try_carve());
+                assert!(fixture.slot(number).try_carve().is_some());
                 fixture.slot(number).free(Bytes::USED, 0).unwrap();
                 Head(&fixture.head).push(&fixture, number);
             }
@@ -366,7 +383,7 @@ mod loom_tests {
     fn a_double_free_is_noticed() {
         loom::model(|| {
             let slot = Arc::new(Slot::new());
-            assert!(slot.try_carve());
+            assert!(slot.try_carve().is_some());
             let other = slot.clone();
             let thread = thread::spawn(move || other.free(Bytes::default(), 0).is_ok());
             let here = slot.free(Bytes::default(), 0).is_ok();
@@ -388,7 +405,7 @@ mod loom_tests {
                     other.restore(claim, Bytes::default());
                 }
             });
-            if slot.try_carve() {
+            if slot.try_carve().is_some() {
                 assert_eq!(user.swap(1, Relaxed), 0);
                 user.store(0, Relaxed);
             }

@@ -12,7 +12,7 @@ use super::limits::Headroom;
 use super::owners::Owners;
 use super::pressure::FUTILE_NS;
 use super::tree::{Membership, Place, Totals, TreePage, UNLIMITED};
-use super::{Reason, Shrinker, Urgency};
+use super::{Reason, Shrinker, Urgency, Which};
 use crate::arena::{self, Budget, Context};
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
@@ -213,6 +213,11 @@ impl Account {
         }
     }
 
+    /// Bytes that this process and its siblings have resident.
+    pub(super) fn tree_resident(&self) -> u64 {
+        self.totals().resident
+    }
+
     /// Tells the tree and the figures what is held now, and notes peaks.
     pub(crate) fn publish(&self) {
         // Again where another thread changed it meanwhile: the last word published is a true one.
@@ -282,9 +287,9 @@ impl Account {
         freed
     }
 
-    /// Offers up to `want_bytes` of what is free and cold to the kernel, in case it runs short before we notice.
-    pub fn offer(&self, want_bytes: u64) {
-        let offered = self.owners.offer(want_bytes);
+    /// Offers up to `want_bytes` of what is free to the kernel, in case it runs short before we notice.
+    pub fn offer(&self, want_bytes: u64, which: Which) {
+        let offered = self.owners.offer(want_bytes, which);
         if offered > 0 {
             stats::add(Counter::Offered, offered);
             trace::event(Event::Offered, want_bytes, offered);

@@ -85,7 +85,7 @@ impl Alarms {
 
     /// Clears all alarms and sets those of the plan. May take some tens of milliseconds: the kernel waits for readers.
     ///
-    /// Version 1 warns at thresholds, set where a limit gets near and where its margin begins; version 2 when a limit is
+    /// Version 1 warns at thresholds, set where a limit gets near and well before its margin begins; version 2 when a limit is
     /// met, and when the group stalls. The machine's stalls come to both.
     pub fn set_all(&mut self, plan: &Plan) {
         self.sources = [const { None }; MAX_ALARMS];
@@ -95,9 +95,9 @@ impl Alarms {
             let folder = folder.as_str();
             has_limits &= match plan.version {
                 Some(Version::V1) => {
-                    let margin = limit.soft_bytes - margin_bytes(*limit);
+                    let ahead = limit.soft_bytes - 2 * margin_bytes(*limit);
                     self.set(|events| events.add_threshold(folder, alarm_bytes(*limit)))
-                        && self.set(|events| events.add_threshold(folder, margin))
+                        && self.set(|events| events.add_threshold(folder, ahead))
                 }
                 _ => self.set(|events| events.add_group_events(folder)),
             };

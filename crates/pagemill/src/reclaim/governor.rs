@@ -6,7 +6,7 @@
 //! gives its free memory back in small steps. No wake-up is left then.
 
 use super::limits::{Bound, FASTEST_BYTES_PER_NS, NEAR_DIVISOR, Room};
-use super::{Account, Reason, Urgency};
+use super::{Account, Reason, Urgency, Which};
 use crate::arena::Context;
 use crate::stats::{self, Counter};
 use pagemill_sys::clock;
@@ -33,8 +33,17 @@ const LONGEST: Duration = Duration::from_secs(5);
 /// Where the kernel would say that a group's limit gets near: limits may change.
 const WARNED: Duration = Duration::from_secs(1);
 
-/// Near a limit, while nobody uses it up, the looks become rarer up to this.
+/// Near a limit, while nobody uses it up, the looks become rarer up to this, as far as the room allows: somebody may begin
+/// to, though not at the fastest.
 const CALMEST: Duration = Duration::from_millis(64);
+const CALM_SLOWER: u64 = 4;
+
+/// What others take is foreseen for so long, up to one part in so many of the limit.
+const FORESIGHT: Duration = Duration::from_millis(20);
+const FORESEEN_DIVISOR: u64 = 16;
+
+/// Who takes more than this in that time rushes.
+const RUSH_BYTES: u64 = 2 << 20;
 const CALM_BYTES: i64 = 1 << 20;
 
 /// The small allocator is asked what it keeps from here on.
@@ -110,11 +119,32 @@ pub struct Governor<C> {
     is_giving: bool,
     /// How long the process may be left alone, doubled while it does nothing and there is nothing to be had.
     quiet: Duration,
-    /// The room at the last look, and the pause after it, doubled while nobody uses it up.
-    last_room: i64,
+    /// The last look at the room.
+    last: Option<Look>,
+    /// The pause after it, doubled while nobody uses the room up.
     calm: Duration,
     /// The pause after a look that could give nothing, doubled each time.
     futile: Duration,
+}
+
+/// What a look found.
+#[derive(Clone, Copy, Debug)]
+struct Look {
+    now_ns: u64,
+    room_bytes: i64,
+    /// What this process and its siblings held: they look after themselves.
+    own_bytes: u64,
+    giveable: u64,
+}
+
+impl Look {
+    /// What others will have taken after [`FORESIGHT`], if they go on as since an earlier look.
+    fn foreseen(&self, earlier: &Self) -> u64 {
+        let fell = i128::from(earlier.room_bytes) - i128::from(self.room_bytes);
+        let own = i128::from(self.own_bytes) - i128::from(earlier.own_bytes);
+        let (taken, passed) = ((fell - own).max(0), i128::from(self.now_ns.saturating_sub(earlier.now_ns)).max(1));
+        u64::try_from(taken * FORESIGHT.as_nanos() as i128 / passed).unwrap_or(u64::MAX)
+    }
 }
 
 impl<C: Clock> Governor<C> {
@@ -125,7 +155,7 @@ impl<C: Clock> Governor<C> {
             looked: None,
             is_giving: false,
             quiet: idle.unwrap_or(DEFAULT_IDLE),
-            last_room: i64::MAX,
+            last: None,
             calm: SHORTEST,
             futile: SHORTEST,
         }
@@ -170,32 +200,29 @@ impl<C: Clock> Governor<C> {
     fn watch(&mut self, account: &Account, signs: Signs) -> Option<Duration> {
         account.reap();
         let room = account.headroom.sample();
-        if room.shortage(0) == 0 {
+        let (own_bytes, giveable) = (account.tree_resident(), account.giveable());
+        let look = Look { now_ns: self.clock.now_ns(), room_bytes: room.bytes, own_bytes, giveable };
+        let last = self.last.replace(look).unwrap_or(look);
+        // Others who rush are met earlier: this thread may be held up just when it matters, or its CPU.
+        let foreseen = look.foreseen(&last).min(room.limit_bytes / FORESEEN_DIVISOR);
+        if foreseen > RUSH_BYTES && room.bytes < (room.limit_bytes / NEAR_DIVISOR) as i64 {
+            account.offer(u64::MAX, Which::All);
+        }
+        if room.shortage(foreseen) == 0 {
             self.futile = SHORTEST;
-            let is_calm = room.bytes.saturating_add(CALM_BYTES) >= self.last_room;
-            self.last_room = room.bytes;
+            let is_calm = room.bytes.saturating_add(CALM_BYTES) >= last.room_bytes;
             self.calm = if is_calm { (2 * self.calm).min(CALMEST) } else { SHORTEST };
-            if room.bytes < (room.limit_bytes / NEAR_DIVISOR) as i64 {
-                account.offer(OFFER_BYTES);
-                // Who waits below another limit than that which is near here is not helped by what is given here.
-                let is_stalled = match room.bound {
-                    Bound::Group => signs.group_stalls,
-                    Bound::Machine => signs.machine_stalls,
-                    Bound::None => false,
-                };
-                if is_stalled {
-                    let part = STALL_BYTES.max(account.giveable() / STALL_DIVISOR);
-                    account.give_back(part, Context::Outside, Urgency::Request, Reason::Stall);
-                }
-            }
+            // Free memory that nobody took any of since the last look will hardly be taken before the next.
+            let which = if giveable >= last.giveable { Which::All } else { Which::Cold };
+            be_polite(account, &room, signs, which);
             let is_warned = signs.has_thresholds && room.is_far && room.bound == Bound::Group;
             // Nobody warns of the machine's memory in time.
             let longest = until_used_up(room.machine_bytes, MACHINE_SLOWER).clamp(NEAR, WARNED);
-            return Some(if is_warned { longest } else { pause(&room)?.max(self.calm) });
+            return Some(if is_warned { longest } else { self.pause(&room)? });
         }
         let before = account.giveable();
-        let room = account.give_for_system(room, 0, Context::Outside);
-        self.last_room = room.bytes;
+        let room = account.give_for_system(room, foreseen, Context::Outside);
+        self.last = Some(Look { room_bytes: room.bytes, own_bytes: account.tree_resident(), ..look });
         self.calm = SHORTEST;
         if room.shortage(0) == 0 || account.giveable() < before {
             self.futile = SHORTEST;
@@ -203,6 +230,18 @@ impl<C: Clock> Governor<C> {
         }
         self.futile = (2 * self.futile).min(LONGEST);
         Some(self.futile)
+    }
+
+    /// How long somebody would need to use up the room that is left; longer while nobody does.
+    fn pause(&self, room: &Room) -> Option<Duration> {
+        let slower = match room.bound {
+            Bound::None => return None,
+            Bound::Group => 1,
+            Bound::Machine => MACHINE_SLOWER,
+        };
+        let shortest = if room.bytes < room.limit_bytes as i64 / 16 { SHORTEST } else { NEAR };
+        let calm = self.calm.min(until_used_up(room.bytes, slower * CALM_SLOWER));
+        Some(until_used_up(room.bytes, slower).clamp(shortest, LONGEST).max(calm))
     }
 
     /// Gives a step back if the process did nothing since the last look, or goes on giving.
@@ -243,16 +282,22 @@ fn until_used_up(bytes: i64, slower: u64) -> Duration {
     Duration::from_nanos((bytes.max(0) as u64 / FASTEST_BYTES_PER_NS).saturating_mul(slower))
 }
 
-/// How long somebody would need to use up the room that is left.
-fn pause(room: &Room) -> Option<Duration> {
-    let slower = match room.bound {
-        Bound::None => return None,
-        Bound::Group => 1,
-        Bound::Machine => MACHINE_SLOWER,
+/// Near a limit offers memory to the kernel, and gives some of it if somebody waits for memory below that same limit: who
+/// waits below another is not helped.
+fn be_polite(account: &Account, room: &Room, signs: Signs, which: Which) {
+    if room.bytes >= (room.limit_bytes / NEAR_DIVISOR) as i64 {
+        return;
+    }
+    account.offer(OFFER_BYTES, which);
+    let is_stalled = match room.bound {
+        Bound::Group => signs.group_stalls,
+        Bound::Machine => signs.machine_stalls,
+        Bound::None => false,
     };
-    let time = until_used_up(room.bytes, slower);
-    let shortest = if room.bytes < room.limit_bytes as i64 / 16 { SHORTEST } else { NEAR };
-    Some(time.clamp(shortest, LONGEST))
+    if is_stalled {
+        let part = STALL_BYTES.max(account.giveable() / STALL_DIVISOR);
+        account.give_back(part, Context::Outside, Urgency::Request, Reason::Stall);
+    }
 }
 
 #[cfg(all(test, not(loom)))]
@@ -295,9 +340,10 @@ mod tests {
             given
         }
 
-        fn offer(&self, want_bytes: u64) -> u64 {
-            self.offered.fetch_add(want_bytes, Relaxed);
-            want_bytes
+        fn offer(&self, want_bytes: u64, which: Which) -> u64 {
+            let most = if which == Which::All { self.hoard.load(Relaxed) } else { u64::MAX };
+            self.offered.fetch_add(want_bytes.min(most), Relaxed);
+            want_bytes.min(most)
         }
     }
 
@@ -416,13 +462,44 @@ mod tests {
         let clock = FakeClock::default();
         let mut governor = Governor::new(&clock, None);
         let far = pause_of(governor.step(&account, Signs::default()));
+        let minute = Duration::from_secs(60);
+        clock.pass(minute, Duration::ZERO);
         world.room.store(20 * MIB as i64, Relaxed);
         let near = pause_of(governor.step(&account, Signs::default()));
         assert!(near < far && near >= SHORTEST, "{near:?} {far:?}");
         assert_eq!(world.hoard.load(Relaxed), 100 * MIB, "nothing is given without need");
+        clock.pass(minute, Duration::ZERO);
         world.room.store(-(30 * MIB as i64), Relaxed);
         governor.step(&account, Signs::default());
-        assert_eq!((world.hoard.load(Relaxed), world.room.load(Relaxed)), (70 * MIB, 0));
+        // A little more than is missing: it goes on at this rate.
+        assert_eq!((world.hoard.load(Relaxed) / MIB, world.room.load(Relaxed) / MIB as i64), (69, 0));
+    }
+
+    /// Others who rush towards a limit are met before its margin, by as much as they will take; the process's own growth
+    /// is its own care.
+    #[test]
+    fn rushing_others_are_met_early() {
+        let (world, account) = world(100 * MIB, Some(60 * MIB as i64));
+        let clock = FakeClock::default();
+        let mut governor = Governor::new(&clock, None);
+        governor.step(&account, Signs::default());
+        let take = |mib: u64| {
+            world.room.fetch_sub((mib * MIB) as i64, Relaxed);
+            clock.pass(Duration::from_millis(10), Duration::ZERO);
+        };
+        take(40);
+        governor.step(&account, Signs::default());
+        assert_eq!(world.hoard.load(Relaxed), 100 * MIB, "there is room for sixteen more");
+        assert!(world.offered.load(Relaxed) >= 100 * MIB, "all is offered, in case this thread is held up");
+        take(10);
+        governor.step(&account, Signs::default());
+        assert_eq!((world.hoard.load(Relaxed), world.room.load(Relaxed)), (94 * MIB, 16 * MIB as i64));
+        world.room.store(60 * MIB as i64, Relaxed);
+        governor.step(&account, Signs::default());
+        account.admit(50 * MIB, Context::Outside).unwrap();
+        take(50);
+        governor.step(&account, Signs::default());
+        assert_eq!(world.hoard.load(Relaxed), 94 * MIB, "its own charge");
     }
 
     /// Somebody waits for memory: some of the coldest goes if a limit is near, nothing if not. What is cold is offered.
@@ -434,6 +511,7 @@ mod tests {
         let stalled = Signs { group_stalls: true, ..Signs::default() };
         governor.step(&account, stalled);
         assert_eq!((world.hoard.load(Relaxed), world.offered.load(Relaxed)), (1000 * MIB, 0));
+        clock.pass(Duration::from_secs(60), Duration::ZERO);
         world.room.store(30 * MIB as i64, Relaxed);
         governor.step(&account, Signs::default());
         assert_eq!((world.hoard.load(Relaxed), world.offered.load(Relaxed)), (1000 * MIB, OFFER_BYTES));

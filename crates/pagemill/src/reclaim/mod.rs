@@ -32,6 +32,15 @@ pub enum Urgency {
     Limit,
 }
 
+/// What is offered to the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Which {
+    /// What nobody is likely to use soon.
+    Cold,
+    /// Everything: somebody may be faster than we are.
+    All,
+}
+
 /// Why memory is given back. Each reason has a counter and an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
@@ -94,9 +103,9 @@ pub trait Shrinker: Sync {
         0
     }
 
-    /// Lets the kernel take up to about `want_bytes` of what has been free for a second or more, should it run short, and
-    /// returns how much that is. What was offered before does not count again.
-    fn offer(&self, _want_bytes: u64) -> u64 {
+    /// Lets the kernel take up to about `want_bytes` of what is free, should it run short, and returns how much that is:
+    /// what has been free for a while, or all of it. What was offered before does not count again.
+    fn offer(&self, _want_bytes: u64, _which: Which) -> u64 {
         0
     }
 

@@ -6,7 +6,7 @@
 //! owner claims is added up without overflow; whether it helped is seen by the
 //! limit that had no room.
 
-use super::{Shrinker, Urgency};
+use super::{Shrinker, Urgency, Which};
 use crate::arena::Context;
 use crate::stats::{self, Counter};
 use pagemill_sys::clock;
@@ -141,11 +141,11 @@ impl Owners {
         })
     }
 
-    /// Makes them offer cold memory to the kernel; returns how much.
-    pub fn offer(&self, want_bytes: u64) -> u64 {
+    /// Makes them offer memory to the kernel; returns how much.
+    pub fn offer(&self, want_bytes: u64, which: Which) -> u64 {
         self.callable(Context::Outside).fold(0, |offered, owner| {
             let left = want_bytes.saturating_sub(offered);
-            offered.saturating_add(owner.call(|shrinker| shrinker.offer(left)).unwrap_or(0))
+            offered.saturating_add(owner.call(|shrinker| shrinker.offer(left, which)).unwrap_or(0))
         })
     }
 
