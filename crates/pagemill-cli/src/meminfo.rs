@@ -122,7 +122,7 @@ fn text_of(snapshot: &Snapshot, nodes: &BTreeMap<u32, Node>) -> String {
         row(&format!("node {number}"), node.arena, "of heap and small on this node, as the kernel counts it");
     }
     for (number, node) in nodes {
-        row(&format!("process {number}"), node.process, "the whole process on this node");
+        row(&format!("all on {number}"), node.process, "the whole process on this node, Pagemill or not");
     }
     text
 }

@@ -17,9 +17,10 @@ static EMBEDDED: &[u8] = include_bytes!(env!("PAGEMILL_PRELOAD_FILE"));
 ///
 /// A sentence that names every place tried, and why it did not do.
 pub fn locate() -> Result<PathBuf, String> {
-    let folder = std::env::current_exe().ok().and_then(|path| Some(path.parent()?.to_owned())).unwrap_or_default();
+    // Without /proc nobody tells where the command lies.
+    let folder = std::env::current_exe().ok().and_then(|path| Some(path.parent()?.to_owned()));
     // Installed, it lies beside the command; built, among cargo's dependencies. Another version's file does not do.
-    let mut beside = [folder.join(NAME), folder.join("deps").join(NAME)].into_iter();
+    let mut beside = folder.into_iter().flat_map(|folder| [folder.join(NAME), folder.join("deps").join(NAME)]);
     if let Some(path) = beside.find(|path| can_be_named(path) && is_embedded(path)) {
         return Ok(path);
     }

@@ -71,9 +71,11 @@ fn layers_of(running: &[Snapshot]) -> Vec<Layer> {
         return Vec::new();
     }
     let sum = |counter| running.iter().fold(0u64, |sum, process| sum.saturating_add(process.get(counter)));
-    let helpers = sum(Counter::Helpers);
-    let preferred = sum(Counter::HelpersPreferred);
-    let (warned, told) = (sum(Counter::HelpersWarned), sum(Counter::HelpersToldOfStalls));
+    // One helper a process at most, whatever a damaged file says.
+    let processes_with = |counter| running.iter().filter(|process| process.get(counter) > 0).count();
+    let helpers = processes_with(Counter::Helpers);
+    let preferred = processes_with(Counter::HelpersPreferred);
+    let (warned, told) = (processes_with(Counter::HelpersWarned), processes_with(Counter::HelpersToldOfStalls));
     let processes = match running.len() {
         1 => "1 process".to_owned(),
         count => format!("{count} processes"),

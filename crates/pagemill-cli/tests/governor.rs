@@ -264,6 +264,45 @@ fn an_idle_process_gives_back() {
     assert_eq!(switches(pid) - before, 0, "somebody was woken");
 }
 
+/// Memory that was lent is known only when it is freed; nothing calls the allocator afterwards. It is governed all the same.
+#[test]
+fn lent_memory_is_given_back_after_a_last_free() {
+    let place = Place::new();
+    let Some(program) = place.compile("lent.c", &[]) else { return };
+    let mut command = place.pagemill_run(&[], program);
+    command.env("PAGEMILL_IDLE", "1").env_remove("PAGEMILL_AFTER").stdout(Stdio::null()).stderr(Stdio::null());
+    let guard = Guard::new(command);
+    let start = Instant::now();
+    loop {
+        if let Some(pid) = child_of(guard.id())
+            && figure(&place, pid, "resident_peak").is_some_and(|bytes| bytes > 170 * MIB)
+        {
+            return wait_for(&place, pid, "given_for_idleness", 170 * MIB);
+        }
+        assert!(start.elapsed() < Duration::from_secs(60), "nothing was published");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// A pipe where figures should be is not waited for.
+#[test]
+fn a_pipe_in_the_way_stops_nobody() {
+    let place = Place::new();
+    let Some(idle) = place.compile("idle.c", &[]) else { return };
+    let mut command = place.pagemill_run(&[], idle);
+    command.env("PAGEMILL_IDLE", "off");
+    let (mut guard, pid) = start_idle(&place, command);
+    let script = format!("f=$(find {} -name '{pid}-*') && rm $f && mkfifo $f", place.path("runtime").display());
+    assert!(common::shell(&script).success());
+    for command in ["meminfo", "vmstat", "trace"] {
+        let mut look = place.command(common::PAGEMILL);
+        look.args([command, &pid.to_string()]);
+        assert_eq!(finish(look, STUCK_AFTER).code(), 2, "{command}");
+    }
+    signal(pid, "TERM");
+    guard.wait(STUCK_AFTER);
+}
+
 /// Figures add up, and both commands speak JSON; who publishes nothing is told so.
 #[test]
 fn figures_add_up() {

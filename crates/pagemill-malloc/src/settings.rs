@@ -150,7 +150,7 @@ fn size(name: &CStr) -> Option<usize> {
     let value = variable(name)?;
     let bytes = parse_plain_bytes(value).and_then(|bytes| usize::try_from(bytes).ok());
     if bytes.is_none() {
-        warn(format_args!("pagemill: {}={value} is no size; ignored", name.to_str().unwrap_or("")));
+        warn(format_args!("pagemill: {}={value} is no number; ignored", name.to_str().unwrap_or("")));
     }
     bytes
 }

@@ -49,6 +49,11 @@ fn tick(pagemill: &'static Pagemill) {
     if pagemill.account.has_debt() {
         pagemill.account.pay_debt();
     }
+    start_helper_if_due(pagemill);
+}
+
+#[inline]
+fn start_helper_if_due(pagemill: &'static Pagemill) {
     if pagemill.helper.is_due(pagemill.account) {
         start::helper(pagemill);
     }
@@ -162,6 +167,8 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
             if let Err(error) = unsafe { pagemill.heap.free(pointer as usize) } {
                 misuse("free", &error);
             }
+            // What was lent is only known now, and this may be the last call for long.
+            start_helper_if_due(pagemill);
         }
     }
     set_errno(errno);

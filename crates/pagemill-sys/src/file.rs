@@ -224,7 +224,8 @@ pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: u
     if access == Access::Create && crate::process::file_size_limit() < len_bytes as u64 {
         return Err(io::Error::from_raw_os_error(libc::EFBIG));
     }
-    let fd = open(path, flags | libc::O_NOFOLLOW, 0o600)?;
+    // A pipe that somebody laid in the way is not waited for.
+    let fd = open(path, flags | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY, 0o600)?;
     if access == Access::Create {
         // With its memory: a sparse file on a full file system would end the process by SIGBUS at the first touch.
         // SAFETY: our own descriptor.

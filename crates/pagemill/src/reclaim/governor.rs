@@ -43,7 +43,7 @@ const FORESIGHT: Duration = Duration::from_millis(20);
 const FORESEEN_DIVISOR: u64 = 16;
 
 /// Who takes more than this in that time rushes.
-const RUSH_BYTES: u64 = 2 << 20;
+const RUSH_BYTES: u64 = 4 << 20;
 const CALM_BYTES: i64 = 1 << 20;
 
 /// The small allocator is asked what it keeps from here on.

@@ -1,0 +1,12 @@
+/* Takes 180 MiB that were lent to it, touches and frees them, and never calls the allocator again. */
+#include "check.h"
+
+int main(void) {
+    size_t len = 180 * MIB;
+    char *bytes = calloc(1, len);
+    CHECK(bytes);
+    memset(bytes, 1, len);
+    free(bytes);
+    sleep(60);
+    return 0;
+}
