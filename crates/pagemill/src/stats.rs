@@ -169,6 +169,8 @@ counters! {
     owners_failed: OwnersFailed, Sum, Count;
     /// Times that an owner of memory was passed over because it did not come back.
     owners_blocked: OwnersBlocked, Sum, Count;
+    /// Charges ended that were not on the books: blocks and account had drifted apart.
+    books_mended: BooksMended, Sum, Bytes;
 }
 
 /// Rows that a page has room for.
