@@ -113,7 +113,7 @@ counters! {
     realloc_moved: ReallocMoved, Sum, Bytes;
     /// Bytes that realloc of slots copied.
     realloc_copied: ReallocCopied, Sum, Bytes;
-    /// Bytes of new large allocations served by moving the pages of free ones.
+    /// Bytes of new allocations from 64 KiB up served by moving the pages of free ones.
     refilled: Refilled, Sum, Bytes;
     /// Bytes that calloc did not have to zero.
     calloc_skipped: CallocSkipped, Sum, Bytes;

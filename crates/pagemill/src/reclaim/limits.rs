@@ -137,7 +137,6 @@ pub struct Headroom {
     hard_bytes: AtomicU64,
     limit_bytes: AtomicU64,
     is_group: AtomicBool,
-    is_far: AtomicBool,
     sampling: Lock,
 }
 
@@ -160,7 +159,6 @@ impl Default for Headroom {
             hard_bytes: AtomicU64::new(u64::MAX),
             limit_bytes: AtomicU64::new(u64::MAX),
             is_group: AtomicBool::new(false),
-            is_far: AtomicBool::new(true),
             sampling: Lock::new(),
         }
     }
@@ -172,7 +170,7 @@ impl Headroom {
         let _ = self.limits.set(limits);
     }
 
-    /// The latest sample, without asking again.
+    /// The latest sample, without asking again: whose limit is nearest, and how much is left.
     pub fn known(&self) -> Room {
         let limit_bytes = self.limit_bytes.load(Relaxed);
         let bound = match (limit_bytes, self.is_group.load(Relaxed)) {
@@ -185,8 +183,7 @@ impl Headroom {
             bytes: self.bytes.load(Relaxed),
             hard_bytes: self.hard_bytes.load(Relaxed),
             limit_bytes,
-            is_far: self.is_far.load(Relaxed),
-            machine_bytes: i64::MAX,
+            ..Room::ENDLESS
         }
     }
 
@@ -212,7 +209,6 @@ impl Headroom {
         self.hard_bytes.store(room.hard_bytes, Relaxed);
         self.limit_bytes.store(room.limit_bytes, Relaxed);
         self.is_group.store(room.bound == Bound::Group, Relaxed);
-        self.is_far.store(room.is_far, Relaxed);
         let credit = room.bytes.max(0) / CREDIT_DIVISOR;
         self.credit.store(credit, Relaxed);
         let valid_ns = (credit as u64 / FASTEST_BYTES_PER_NS).min(BELIEVED_NS);
