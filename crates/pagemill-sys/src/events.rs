@@ -21,7 +21,47 @@ pub enum Sign {
 }
 
 /// One thing that can fire. Dropped, it fires no more.
-pub struct Source(#[expect(dead_code, reason = "kept open")] Fd);
+pub struct Source {
+    fd: Fd,
+    sign: Sign,
+    stalls: Option<Stalls>,
+}
+
+/// How long anybody has waited, as the file of a trigger counts it.
+struct Stalls {
+    seen_us: u64,
+    /// The least that is told of.
+    told_us: u64,
+}
+
+impl Source {
+    pub fn sign(&self) -> Sign {
+        self.sign
+    }
+
+    /// Whether a sign of this source, that has just come, is of something: of stalls only if they grew since the last.
+    ///
+    /// Triggers with windows of two seconds start from the wrong counter (`psi_trigger_create` takes that of the other kind of
+    /// trigger), so that the first sign may be of all stalls since the machine was started.
+    pub fn is_true(&mut self) -> bool {
+        let Some(stalls) = &mut self.stalls else { return true };
+        let Some(now_us) = stalled_us(&self.fd) else { return true };
+        let new_us = now_us.saturating_sub(stalls.seen_us);
+        stalls.seen_us = now_us;
+        // The kernel guesses the share of the window before from the last one: half of what was asked for may be older.
+        new_us >= stalls.told_us / 2
+    }
+}
+
+/// The sum in the first line of a file of stalls: `some avg10=… total=N`.
+fn stalled_us(fd: &Fd) -> Option<u64> {
+    let mut buffer = [0u8; 256];
+    // SAFETY: writes at most `buffer.len()` bytes.
+    let count =
+        check(unsafe { libc::syscall(libc::SYS_pread64, fd.number(), buffer.as_mut_ptr(), buffer.len(), 0) }).ok()?;
+    let text = std::str::from_utf8(&buffer[..count as usize]).ok()?;
+    text.lines().next()?.strip_prefix("some ")?.split_once("total=")?.1.trim().parse().ok()
+}
 
 fn check(result: i64) -> io::Result<i32> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as i32) }
@@ -66,7 +106,7 @@ impl Events {
         let control = file::open(path(folder, "cgroup.event_control")?.as_c_str(), libc::O_WRONLY, 0)?;
         let order = file::Text::<64>::format(format_args!("{} {} {bytes}", fired.number(), usage.number()));
         write(&control, order.unwrap_or_default().as_bytes())?;
-        self.add(fired, Sign::Limit, libc::EPOLLIN)
+        self.add(fired, Sign::Limit, libc::EPOLLIN, None)
     }
 
     /// Fires when a group of version 2 meets a limit of its own: `memory.events` has counted something.
@@ -76,7 +116,7 @@ impl Events {
     /// What opening says.
     pub fn add_group_events(&self, folder: &str) -> io::Result<Source> {
         let events = file::open(path(folder, "memory.events")?.as_c_str(), libc::O_RDONLY, 0)?;
-        self.add(events, Sign::Limit, libc::EPOLLPRI)
+        self.add(events, Sign::Limit, libc::EPOLLPRI, None)
     }
 
     /// Fires when tasks were stalled for lack of memory for `stall_us` within two seconds, at most once in that time.
@@ -90,18 +130,19 @@ impl Events {
         let pressure = file::open(file, libc::O_RDWR, 0)?;
         let order = file::Text::<64>::format(format_args!("some {stall_us} 2000000")).unwrap_or_default();
         write(&pressure, order.as_c_str().to_bytes_with_nul())?;
-        self.add(pressure, sign, libc::EPOLLPRI)
+        let stalls = Stalls { seen_us: stalled_us(&pressure).unwrap_or(0), told_us: u64::from(stall_us) };
+        self.add(pressure, sign, libc::EPOLLPRI, Some(stalls))
     }
 
     /// Edge-triggered: nothing has to be read for a source to fire again. `when` is what the source says when it fires; the
     /// kernel's own files are readable at any time, which says nothing.
-    fn add(&self, fd: Fd, sign: Sign, when: libc::c_int) -> io::Result<Source> {
+    fn add(&self, fd: Fd, sign: Sign, when: libc::c_int, stalls: Option<Stalls>) -> io::Result<Source> {
         let mut event = libc::epoll_event { events: (when | libc::EPOLLET) as u32, u64: sign as u64 };
         // SAFETY: reads `event`.
         let result = unsafe {
             libc::syscall(libc::SYS_epoll_ctl, self.number(), libc::EPOLL_CTL_ADD, fd.number(), &raw mut event)
         };
-        check(result).map(|_| Source(fd))
+        check(result).map(|_| Source { fd, sign, stalls })
     }
 }
 
@@ -154,21 +195,45 @@ mod tests {
         assert_eq!(std::fs::read_to_string(file.as_str()).unwrap(), "some 1 2000000\0");
     }
 
-    /// A trigger that was just set says nothing before anybody stalls: no sign within a second (on a machine that stalls
-    /// there may be one, and nothing is shown).
+    /// A sign of stalls counts if they grew by as much as it is for since the last; what cannot be read is believed.
+    #[test]
+    fn signs_of_old_stalls_are_not_true() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path().join("memory.pressure");
+        let total = |total: &str| {
+            std::fs::write(&at, format!("some avg10=0.00 avg60=0.00 avg300=0.00 total={total}\nfull avg10=0.00\n"))
+                .unwrap();
+        };
+        total("15000000");
+        let path = Path::format(format_args!("{}", at.to_str().unwrap())).unwrap();
+        let fd = file::open(path.as_c_str(), libc::O_RDONLY, 0).unwrap();
+        let stalls = Stalls { seen_us: stalled_us(&fd).unwrap(), told_us: 150_000 };
+        assert_eq!(stalls.seen_us, 15_000_000);
+        let mut source = Source { fd, sign: Sign::MachineStall, stalls: Some(stalls) };
+        assert!(!source.is_true(), "of all stalls since the machine was started");
+        total("15150000");
+        assert!(source.is_true());
+        assert!(!source.is_true(), "of the same stalls again");
+        total("15150100");
+        assert!(!source.is_true(), "a hundred microseconds");
+        total("?");
+        assert!(source.is_true());
+        source.stalls = None;
+        assert!(source.is_true());
+    }
+
+    /// A trigger that was just set says nothing before anybody stalls.
     #[test]
     fn setting_a_trigger_is_no_sign() {
-        let total = || std::fs::read_to_string("/proc/pressure/memory").unwrap_or_default();
         let events = Events::new().unwrap();
-        let before = total();
-        let Ok(_source) = events.add_stalls(c"/proc/pressure/memory", 1_900_000, Sign::MachineStall) else {
+        let Ok(mut source) = events.add_stalls(c"/proc/pressure/memory", 1_900_000, Sign::MachineStall) else {
             println!("skipped: no triggers here");
             return;
         };
-        let mut poll = libc::pollfd { fd: events.number(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: one entry.
-        let fired = unsafe { libc::poll(&raw mut poll, 1, 1000) };
-        assert!(fired == 0 || total() != before, "a sign of nothing");
+        let seen_us = stalled_us(&source.fd).unwrap();
+        let is_true = source.is_true();
+        let grown_us = stalled_us(&source.fd).unwrap() - seen_us;
+        assert!(!is_true || grown_us >= 900_000, "true after {grown_us} us");
     }
 
     /// A source that fires wakes the waiter with its sign; a closed set is an error.
@@ -178,7 +243,7 @@ mod tests {
         // SAFETY: a new descriptor.
         let fd = Fd::own(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) });
         let number = fd.number();
-        let source = events.add(fd, Sign::GroupStall, libc::EPOLLIN).unwrap();
+        let source = events.add(fd, Sign::GroupStall, libc::EPOLLIN, None).unwrap();
         for _ in 0..2 {
             // SAFETY: reads eight bytes.
             unsafe { libc::write(number, [1u64].as_ptr().cast(), 8) };

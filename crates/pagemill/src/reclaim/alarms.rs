@@ -113,6 +113,18 @@ impl Alarms {
         self.publish();
     }
 
+    /// Of the signs that have come, as a sum of bits, those that are of something.
+    pub fn confirm(&mut self, signs: u64) -> u64 {
+        let mut untrue = 0;
+        for source in self.sources.iter_mut().flatten() {
+            let sign = source.sign() as u64;
+            if signs & sign != 0 && !source.is_true() {
+                untrue |= sign;
+            }
+        }
+        signs & !untrue
+    }
+
     /// Sets one. Returns whether that was done; it is counted if not.
     fn set(&mut self, make: impl FnOnce(&Events) -> io::Result<Source>) -> bool {
         let place = self.sources.iter_mut().find(|place| place.is_none());

@@ -129,7 +129,7 @@ impl Helper {
             let seen = word.load(Acquire);
             account.answer();
             while arena.prefault() {}
-            let next = governor.step(account, self.take_signs(account, &alarms));
+            let next = governor.step(account, self.take_signs(account, &mut alarms));
             if matches!(next, Next::After(_)) && may_be_warned {
                 may_be_warned = self.keep_alarms(&mut alarms);
             }
@@ -156,8 +156,11 @@ impl Helper {
     }
 
     /// What the kernel said since the last look.
-    fn take_signs(&self, account: &Account, alarms: &Option<Alarms>) -> Signs {
-        let signs = self.signs.swap(0, AcqRel);
+    fn take_signs(&self, account: &Account, alarms: &mut Option<Alarms>) -> Signs {
+        let mut signs = self.signs.swap(0, AcqRel);
+        if let Some(alarms) = alarms {
+            signs = alarms.confirm(signs);
+        }
         if signs != 0 {
             stats::add(Counter::Signs, 1);
             trace::event(Event::Sign, signs, account.headroom.known().bytes.max(0) as u64);
