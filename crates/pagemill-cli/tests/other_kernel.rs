@@ -25,6 +25,7 @@ phases-high 128M 96M /bin/pagemill run --json --output /tmp/report.json -- /bin/
 squeeze-max 128M max PAGEMILL_IDLE=off /bin/pagemill run --json --output /tmp/report.json -- /bin/squeeze 80
 squeeze-high 128M 100M PAGEMILL_IDLE=off /bin/pagemill run --json --output /tmp/report.json -- /bin/squeeze 80
 squeeze-blind 128M max PAGEMILL_WATCH=off PAGEMILL_IDLE=off /bin/pagemill run -- /bin/squeeze 80
+ram 160M max /bin/ram /bin/pagemill
 nodes max max /bin/pagemill run --after 0 -- /bin/nodes /bin/pagemill
 ";
 
@@ -48,6 +49,7 @@ fn debians_kernel_is_served() {
         assert_survived(&cases[name], &["given_for_group"]);
     }
     assert_killed(&cases["squeeze-blind"]);
+    assert_files_made_room(&cases["ram"]);
     assert_memory_is_near(&cases["nodes"]);
 }
 
@@ -58,7 +60,7 @@ fn initramfs(place: &Place) -> Option<Vec<u8>> {
         archive.add_folder(folder);
     }
     archive.add_program("init", &place.compile("init.c", &[])?);
-    for name in ["phases", "squeeze", "nodes"] {
+    for name in ["phases", "squeeze", "nodes", "ram"] {
         archive.add_program(format!("bin/{name}"), &place.compile(&format!("{name}.c"), &[])?);
     }
     archive.add_program("bin/pagemill", Path::new(PAGEMILL));
@@ -101,6 +103,15 @@ fn assert_survived(case: &Case, reasons: &[&str]) {
 fn assert_killed(case: &Case) {
     assert_eq!(case.end, "exit 137", "{case:?}");
     assert!(case.has_event("oom_kill 1"), "{case:?}");
+}
+
+/// On a kernel whose tmpfs has no attributes of users: volatile files went before the group's limit, nothing else did.
+fn assert_files_made_room(case: &Case) {
+    assert_eq!(case.end, "exit 0", "{case:?}");
+    assert!(case.has_event("oom_kill 0"), "{case:?}");
+    let status = case.text("output").lines().find(|line| line.starts_with('{')).unwrap();
+    let status: Value = serde_json::from_str(status).unwrap();
+    assert!(status["counts"]["purged_bytes"].as_u64().is_some_and(|bytes| bytes > 64 << 20), "{status}");
 }
 
 /// Whoever asked got memory of its own node, both nodes had a CPU, and `meminfo` shows both.

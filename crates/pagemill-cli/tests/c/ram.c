@@ -1,0 +1,61 @@
+/* Writes more volatile files into a mount of Pagemill than the group may hold, and keeps one that is not: ram PAGEMILL.
+   Nobody is killed, no write fails, the newest file and the one that is kept are whole. */
+#include "check.h"
+#include <fcntl.h>
+#include <sys/stat.h>
+
+static const char *pagemill;
+
+/* Runs the command to its end. */
+static void run(char *const arguments[]) {
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        execv(pagemill, arguments);
+        _exit(127);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+}
+
+static void write_file(const char *name, size_t mib, int byte) {
+    static char piece[1 << 16];
+    memset(piece, byte, sizeof piece);
+    int fd = open(name, O_CREAT | O_WRONLY | O_TRUNC, 0644);
+    CHECK(fd >= 0);
+    for (size_t at = 0; at < mib * MIB; at += sizeof piece)
+        CHECK(write(fd, piece, sizeof piece) == sizeof piece);
+    CHECK(close(fd) == 0);
+}
+
+static void check_file(const char *name, size_t mib, int byte) {
+    static unsigned char piece[1 << 16];
+    int fd = open(name, O_RDONLY);
+    CHECK(fd >= 0);
+    size_t len = 0;
+    for (ssize_t count; (count = read(fd, piece, sizeof piece)) > 0; len += (size_t)count)
+        CHECK(piece[0] == byte && piece[count - 1] == byte);
+    CHECK(len == mib * MIB);
+    close(fd);
+}
+
+int main(int argc, char **argv) {
+    CHECK(argc == 2);
+    pagemill = argv[1];
+    CHECK(mkdir("/tmp/ram", 0755) == 0);
+    run((char *[]){"pagemill", "mount", "/tmp/ram", "--size", "300M", "--daemon", NULL});
+    CHECK(mkdir("/tmp/ram/cache", 0755) == 0);
+    run((char *[]){"pagemill", "mark", "--volatile", "full", "/tmp/ram/cache", NULL});
+    write_file("/tmp/ram/kept", 8, 0x4b);
+    char name[64];
+    for (int file = 1; file <= 60; file++) {
+        snprintf(name, sizeof name, "/tmp/ram/cache/%d", file);
+        write_file(name, 4, file);
+    }
+    check_file(name, 4, 60);
+    check_file("/tmp/ram/kept", 8, 0x4b);
+    CHECK(access("/tmp/ram/cache/1", F_OK) != 0);
+    run((char *[]){"pagemill", "status", "/tmp/ram", "--json", NULL});
+    run((char *[]){"pagemill", "umount", "/tmp/ram", NULL});
+    return 0;
+}
