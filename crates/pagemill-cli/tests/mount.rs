@@ -430,6 +430,28 @@ fn lost_events_are_made_up_for() {
     assert!(ram.count("events_lost") > 0);
 }
 
+/// Files that are written under one name and moved to another, and whole folders that are moved, are known by their last
+/// names at once.
+#[test]
+fn renamed_files_are_known() {
+    let Some(ram) = Ram::new(&["--size", "128M"]) else { return };
+    let cache = ram.folder("cache", &["--volatile", "full"]);
+    fs::create_dir(cache.join("new")).unwrap();
+    for index in 0..4 {
+        let temporary = cache.join(format!("{index}.tmp"));
+        fs::write(&temporary, pattern(index, MIB)).unwrap();
+        fs::rename(temporary, cache.join(format!("new/{index}"))).unwrap();
+    }
+    ram.wait_for_volatile(4);
+    fs::rename(cache.join("new"), cache.join("old")).unwrap();
+    thread::sleep(Duration::from_millis(100));
+    let scans = ram.count("scans");
+    let purged = ram.purge(2);
+    let has_scanned = ram.count("scans") != scans;
+    assert!(has_scanned || purged == 2 * MIB as u64, "{purged}");
+    assert_eq!(fs::read_dir(cache.join("old")).unwrap().count(), 4 - purged as usize / MIB);
+}
+
 /// Readers that open files while they are purged get them whole or not at all, and the controller does not mind.
 #[test]
 fn readers_get_whole_files_or_none() {

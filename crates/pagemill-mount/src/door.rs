@@ -274,13 +274,11 @@ pub fn set_attribute(fd: impl AsFd, attribute: &str, value: &str) -> io::Result<
 
 /// From which byte on an open file was purged, if it was.
 pub fn purged_from(fd: impl AsFd) -> Option<u64> {
-    let mut value = [0; 24];
-    let get = |family: &&str| fs::fgetxattr(&fd, format!("{family}{PURGED}"), &mut value[..]).ok();
-    let len = FAMILIES.iter().find_map({
-        let mut get = get;
-        move |family| get(family)
-    })?;
-    std::str::from_utf8(&value[..len]).ok()?.trim().parse().ok()
+    FAMILIES.iter().find_map(|family| {
+        let mut value = [0; 24];
+        let len = fs::fgetxattr(&fd, format!("{family}{PURGED}"), &mut value[..]).ok()?;
+        std::str::from_utf8(&value[..len]).ok()?.trim().parse().ok()
+    })
 }
 
 #[cfg(test)]

@@ -121,6 +121,13 @@ impl Folders {
         Some(())
     }
 
+    /// Notes the folder that has this name in a folder. Returns whether there is one.
+    pub fn learn_name(&mut self, door: &Door, parent: u64, name: &OsStr) -> bool {
+        let Some(path) = self.path(parent) else { return false };
+        let Ok(fd) = door.open_folder(&path.join(name)) else { return false };
+        door::look(&fd).is_ok_and(|seen| self.learn(seen.inode, parent, name, above(&fd, &seen)))
+    }
+
     /// What holds for a file of this owner, with these marks of its own, in a folder.
     pub fn effective(&mut self, door: &Door, folder: u64, own: Marks, owner: u32) -> Option<Marks> {
         let chain = self.chain(folder)?;

@@ -85,7 +85,15 @@ impl Ledger {
         self.open.clear();
     }
 
-    /// A process closed a file that it had open for writing.
+    /// A folder has got a new name, and all below it new paths.
+    pub fn folder_moved(&mut self, folder: Handle<'_>, name: &OsStr) {
+        self.open.clear();
+        let parent = self.folders.find(&self.door, folder);
+        let is_learned = parent.is_some_and(|parent| self.folders.learn_name(&self.door, parent, name));
+        self.wants_scan |= !is_learned;
+    }
+
+    /// A process closed a file that it had open for writing, or gave one this name.
     pub fn written(&mut self, folder: Handle<'_>, name: &OsStr, pid: u32) {
         let is_own = pid != 0 && (pid == std::process::id() || pid == self.pages.worker_pid());
         if is_own {

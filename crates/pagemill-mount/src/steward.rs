@@ -271,6 +271,7 @@ impl Steward {
             let result = listener.drain(&mut buffer, |event| match event {
                 Event::Lost => self.ledger.lost_events(),
                 Event::Written { folder, name, pid } => self.ledger.written(folder, name, pid),
+                Event::FolderMoved { folder, name } => self.ledger.folder_moved(folder, name),
             });
             match result {
                 Ok(true) => {}

@@ -1,4 +1,4 @@
-//! Who closed a file that was open for writing, anywhere on one file system (fanotify).
+//! Who closed a file that was open for writing, or gave something a new name, anywhere on one file system (fanotify).
 //!
 //! The kernel keeps what happened until it is asked, at most 16384 events; after that it says that some are missing.
 //! Unprivileged too, in the user namespace that mounted the file system.
@@ -56,8 +56,10 @@ impl Handle<'_> {
 
 /// Something happened.
 pub enum Event<'event> {
-    /// A process (0 where the kernel does not say) closed a file that it had open for writing.
+    /// A process (0 where the kernel does not say) closed a file that it had open for writing, or gave a file this name.
     Written { folder: Handle<'event>, name: &'event OsStr, pid: u32 },
+    /// A folder has got this name.
+    FolderMoved { folder: Handle<'event>, name: &'event OsStr },
     /// Events were lost: only a look at everything shows what there is.
     Lost,
 }
@@ -85,7 +87,7 @@ impl Listener {
             libc::fanotify_mark(
                 listener.0.as_raw_fd(),
                 libc::FAN_MARK_ADD | libc::FAN_MARK_FILESYSTEM,
-                libc::FAN_CLOSE_WRITE,
+                libc::FAN_CLOSE_WRITE | libc::FAN_MOVED_TO | libc::FAN_ONDIR,
                 root.as_raw_fd(),
                 c".".as_ptr(),
             )
@@ -155,7 +157,11 @@ fn parse(event: &[u8]) -> Option<Event<'_>> {
             let bytes = handle.get(HANDLE_HEAD..HANDLE_HEAD + len)?;
             let name = CStr::from_bytes_until_nul(handle.get(HANDLE_HEAD + len..)?).ok()?;
             let name = OsStr::from_bytes(name.to_bytes());
-            return Some(Event::Written { folder: Handle { kind, bytes }, name, pid });
+            let folder = Handle { kind, bytes };
+            return Some(match mask & libc::FAN_ONDIR {
+                0 => Event::Written { folder, name, pid },
+                _ => Event::FolderMoved { folder, name },
+            });
         }
         records = after;
     }
@@ -197,6 +203,8 @@ mod tests {
         let Some(Event::Written { folder, name, pid }) = parse(first) else { panic!() };
         assert_eq!((folder.inode(), name.as_bytes(), pid), (Some(1 << 32 | 5), &b"name"[..], 77));
         assert!(matches!(parse(split_event(rest).unwrap().0), Some(Event::Lost)));
+        let moved = event(libc::FAN_MOVED_TO | libc::FAN_ONDIR, 1, [9, 5, 1], b"name\0");
+        assert!(matches!(parse(&moved), Some(Event::FolderMoved { name, .. }) if name == "name"));
         let other = event(libc::FAN_CLOSE_WRITE, 2, [9, 5, 1], b"name\0");
         let Some(Event::Written { folder, .. }) = parse(&other) else { panic!() };
         assert_eq!(folder.inode(), None);
@@ -209,7 +217,7 @@ mod tests {
         assert!(split_event(&endless).is_none(), "a length of 0");
     }
 
-    /// The real thing, where this process may listen: a file closed is told once, by its folder and name.
+    /// The real thing, where this process may listen: a file closed or renamed is told once, by its folder and name.
     #[test]
     fn a_closed_file_is_told() {
         let Ok(folder) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
@@ -219,6 +227,7 @@ mod tests {
             Err(error) => return println!("skipped: fanotify: {error}"),
         };
         std::fs::write(folder.path().join("a file"), b"x").unwrap();
+        std::fs::rename(folder.path().join("a file"), folder.path().join("b file")).unwrap();
         let inode = std::os::unix::fs::MetadataExt::ino(&root.metadata().unwrap());
         let mut found = Vec::new();
         listener
@@ -228,9 +237,10 @@ mod tests {
                 }
             })
             .unwrap();
-        let mine = |name: &OsStr| name == "a file";
-        let told: Vec<_> = found.iter().filter(|(_, name, _)| mine(name)).collect();
-        assert_eq!(told.len(), 1, "{found:?}");
-        assert_eq!((told[0].0, told[0].2), (Some(inode), std::process::id()));
+        for mine in ["a file", "b file"] {
+            let told: Vec<_> = found.iter().filter(|(_, name, _)| name == mine).collect();
+            assert_eq!(told.len(), 1, "{found:?}");
+            assert_eq!((told[0].0, told[0].2), (Some(inode), std::process::id()));
+        }
     }
 }
