@@ -6,7 +6,6 @@ use common::group::Group;
 use common::{Guard, Place, STUCK_AFTER, finish};
 use serde_json::Value;
 use std::fs;
-use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 

@@ -39,6 +39,7 @@ pub struct Seen {
 }
 
 impl From<fs::Stat> for Seen {
+    #[allow(clippy::unnecessary_cast, reason = "widths differ between processors")]
     fn from(stat: fs::Stat) -> Self {
         let time = |seconds: i64, nanoseconds: i64| seconds.saturating_mul(1_000_000_000).saturating_add(nanoseconds);
         let changed_ns = time(stat.st_ctime, stat.st_ctime_nsec as i64);
@@ -110,7 +111,7 @@ impl Door {
     ///
     /// `InvalidInput` if it is no tmpfs; what `fstat` says.
     pub fn of_root(root: OwnedFd) -> io::Result<Self> {
-        if fs::fstatfs(&root)?.f_type as u64 != TMPFS_MAGIC {
+        if u64::try_from(fs::fstatfs(&root)?.f_type) != Ok(TMPFS_MAGIC) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no tmpfs"));
         }
         let stat = fs::fstat(&root)?;

@@ -58,10 +58,6 @@ impl Folders {
         self.known.remove(&inode);
     }
 
-    pub fn len(&self) -> usize {
-        self.known.len()
-    }
-
     /// The folder and those above it, up to the root; `None` where one of them is not known.
     fn chain(&self, inode: u64) -> Option<Vec<u64>> {
         let mut chain = vec![inode];

@@ -190,7 +190,7 @@ impl PageWork {
     }
 
     /// Files that wait or are being looked at.
-    pub fn len(&self) -> usize {
+    pub fn count(&self) -> usize {
         self.waiting.len() + self.given.len()
     }
 }

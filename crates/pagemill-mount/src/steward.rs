@@ -466,7 +466,7 @@ impl Steward {
             counts: self.ledger.counts,
             is_preferred: self.is_preferred,
             is_notified: self.listener.is_some(),
-            files_waiting_for_pages: self.ledger.pages.len() as u64,
+            files_waiting_for_pages: self.ledger.pages.count() as u64,
             uptime_seconds: self.started.elapsed().as_secs_f64(),
         }
     }

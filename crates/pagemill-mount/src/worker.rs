@@ -146,13 +146,9 @@ fn look_at(door: &Door, job: &Job, is_placed: bool) -> io::Result<Done> {
             for block in blocks(&file, &seen)? {
                 let is_whole = block.end - block.start == BLOCK;
                 match density(&file, &block)? {
-                    Density::Dense if is_whole && is_placed => {
-                        if !collapse(&file, block.start, &mut done) {
-                            break;
-                        }
-                    }
+                    Density::Dense if is_whole && is_placed && !collapse(&file, block.start, &mut done) => break,
                     Density::Sparse => zeros.push(block),
-                    _ => {}
+                    Density::Dense | Density::Between => {}
                 }
             }
             if !zeros.is_empty() {
