@@ -10,9 +10,12 @@ pub mod handover;
 pub mod hog;
 pub mod host;
 pub mod idle;
+pub mod iozone;
+pub mod metadata;
 pub mod pair;
 pub mod reaction;
 pub mod small;
+pub mod waste;
 pub mod writers;
 
 use std::env;
