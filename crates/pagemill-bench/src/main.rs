@@ -103,6 +103,8 @@ enum Experiment {
     IozoneWork(workload::iozone::Iozone),
     #[command(name = "__iozone-part", hide = true)]
     IozonePart(workload::iozone::Part),
+    #[command(name = "__file-writers", hide = true)]
+    FileWritersWork(workload::file_writers::FileWriters),
     #[command(name = "__waste", hide = true)]
     WasteWork(workload::waste::Waste),
     #[command(name = "__metadata", hide = true)]
@@ -141,6 +143,7 @@ fn main() -> ExitCode {
         Experiment::GivebackWork(arguments) => workload::run(|| workload::giveback::run(&arguments)),
         Experiment::IozoneWork(arguments) => workload::run(|| workload::iozone::run(&arguments)),
         Experiment::IozonePart(arguments) => workload::run(|| workload::iozone::part(&arguments)),
+        Experiment::FileWritersWork(arguments) => workload::run(|| workload::file_writers::run(&arguments)),
         Experiment::WasteWork(arguments) => workload::run(|| workload::waste::run(&arguments)),
         Experiment::MetadataWork(arguments) => workload::run(|| workload::metadata::run(&arguments)),
     }

@@ -5,6 +5,7 @@
 //! warning of the loader, and would measure glibc under another name.
 
 pub mod ebizzy;
+pub mod file_writers;
 pub mod giveback;
 pub mod handover;
 pub mod hog;
