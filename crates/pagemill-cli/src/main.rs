@@ -7,6 +7,8 @@ mod bench;
 mod doctor;
 mod elf;
 mod meminfo;
+mod mount;
+mod status;
 mod preload;
 mod report;
 mod run;
@@ -42,6 +44,18 @@ enum Command {
     Meminfo(meminfo::Meminfo),
     /// Show what the memory manager of a running process has done, or does from second to second.
     Vmstat(vmstat::Vmstat),
+    /// Mount a RAM file system that gives memory back, in huge pages where they pay.
+    Mount(mount::Mount),
+    /// Show how full a `pagemill mount` is, what of it could go, and what its controller has done.
+    Status(status::Status),
+    /// Let volatile files of a `pagemill mount` go, least recently used first.
+    Purge(mount::Purge),
+    /// Unmount a `pagemill mount`; says who uses it if it is busy.
+    Umount(mount::Umount),
+    /// Say, or show, which files of a `pagemill mount` may vanish, and which pages they get.
+    Mark(mount::Mark),
+    #[command(hide = true)]
+    MountWorker,
     /// Measure Pagemill beside its peers (`pagemill bench --help` lists the experiments).
     #[command(disable_help_flag = true)]
     Bench {
@@ -59,6 +73,12 @@ fn main() -> ExitCode {
         Command::Trace(trace) => trace.main(),
         Command::Meminfo(meminfo) => meminfo.main(),
         Command::Vmstat(vmstat) => vmstat.main(),
+        Command::Mount(mount) => mount.main(),
+        Command::Status(status) => status.main(),
+        Command::Purge(purge) => purge.main(),
+        Command::Umount(umount) => umount.main(),
+        Command::Mark(mark) => mark.main(),
+        Command::MountWorker => mount::worker(),
         Command::Bench { args } => bench::bench(&args),
     }
 }

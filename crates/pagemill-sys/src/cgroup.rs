@@ -90,8 +90,17 @@ impl Hierarchy {
     ///
     /// `NotFound` if no memory controller is visible; what reading `/proc` says.
     pub fn find(root: &str) -> io::Result<Self> {
+        Self::find_of(root, "self")
+    }
+
+    /// As [`Self::find`], of the process with that number.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::find`]; `NotFound` too if the process is gone.
+    pub fn find_of(root: &str, pid: &str) -> io::Result<Self> {
         for version in [Version::V1, Version::V2] {
-            let Some(path) = own_path(root, version)? else { continue };
+            let Some(path) = path_of(root, pid, version)? else { continue };
             let mountinfo = join(format_args!("{root}/proc/self/mountinfo"))?;
             let found = file::find_line(mountinfo.as_c_str(), |line| {
                 let mount = Mount::parse(line).filter(|mount| mount.version == version)?;
@@ -102,6 +111,24 @@ impl Hierarchy {
             }
         }
         Err(io::ErrorKind::NotFound.into())
+    }
+
+    /// The groups from the one with this folder on upwards, as far as they are below the mount of the controller.
+    ///
+    /// # Errors
+    ///
+    /// `NotFound` if the folder is none of a memory group; what reading `/proc` says.
+    pub fn find_at(root: &str, folder: &str) -> io::Result<Self> {
+        let mountinfo = join(format_args!("{root}/proc/self/mountinfo"))?;
+        let found = file::find_line(mountinfo.as_c_str(), |line| {
+            let mount = Mount::parse(line)?;
+            let at = join(format_args!("{root}{}", mount.at)).ok()?;
+            let inner = folder.trim_end_matches('/').strip_prefix(at.as_str())?;
+            let path = join(format_args!("{}{inner}", mount.root.trim_end_matches('/'))).ok()?;
+            let found = Self::below(root, &mount, path.as_str())?;
+            (found.own.as_str().len() == at.as_str().len() + inner.len()).then_some(found)
+        })?;
+        found.ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
     /// The hierarchy of one mount, if the controller is there.
@@ -128,7 +155,7 @@ impl Hierarchy {
 
     /// Whether the process is still where it was found.
     pub fn is_current(&self, root: &str) -> bool {
-        let now = own_path(root, self.version);
+        let now = path_of(root, "self", self.version);
         now.is_ok_and(|path| path.is_some_and(|path| path.as_bytes() == self.path.as_bytes()))
     }
 
@@ -225,8 +252,8 @@ pub(crate) fn unified_mount(mountinfo: &str) -> Option<&str> {
     mounts.find(|mount| mount.version == Version::V2).map(|mount| mount.at)
 }
 
-fn own_path(root: &str, version: Version) -> io::Result<Option<Path>> {
-    let file = join(format_args!("{root}/proc/self/cgroup"))?;
+fn path_of(root: &str, pid: &str, version: Version) -> io::Result<Option<Path>> {
+    let file = join(format_args!("{root}/proc/{pid}/cgroup"))?;
     file::find_line(file.as_c_str(), |line| join(format_args!("{}", group_path(line, version)?)).ok())
 }
 
@@ -313,6 +340,12 @@ mod tests {
         let limit = Limit { soft_bytes: 512 << 20, hard_bytes: 1 << 30 };
         assert_eq!((groups.limit(&levels[1]), groups.reclaimable_bytes(&levels[1])), (limit, (0, 0)));
         assert!(groups.usage_bytes(&levels[2]).is_err());
+        let other = Hierarchy::find_at(&root, &format!("{root}/sys/fs/cgroup/app/worker/")).unwrap();
+        assert_eq!(other.folder(0).unwrap().as_str(), levels[0].as_str());
+        assert_eq!(other.folder(2).unwrap().as_str(), levels[2].as_str());
+        assert!(Hierarchy::find_at(&root, &format!("{root}/sys/fs/cgroup/app/gone")).is_err());
+        assert!(Hierarchy::find_at(&root, "/elsewhere").is_err());
+        assert!(Hierarchy::find_of(&root, "77").is_err(), "no such process");
         assert!(groups.is_current(&root));
         std::fs::write(format!("{root}/proc/self/cgroup"), "0::/other\n").unwrap();
         assert!(!groups.is_current(&root));

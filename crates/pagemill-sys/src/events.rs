@@ -7,6 +7,7 @@
 use crate::file::{self, Fd, Path};
 use std::ffi::CStr;
 use std::io;
+use std::os::fd::BorrowedFd;
 
 /// What a source says when it fires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,6 +92,12 @@ impl Events {
     /// The descriptor, for [`wait`].
     pub fn number(&self) -> i32 {
         self.0.number()
+    }
+
+    /// The same, to be waited for beside others.
+    pub fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: open for as long as `self` lives.
+        unsafe { BorrowedFd::borrow_raw(self.0.number()) }
     }
 
     /// Fires whenever the usage of a group of version 1 passes `bytes`, upwards or downwards.

@@ -15,17 +15,20 @@
 //! | [`process`], [`child`] | who a process is, what it holds; a child stood in for |
 //! | [`cgroup`] | memory control groups, the machine's memory |
 //! | [`events`] | what the kernel says by itself when memory runs short |
+//! | [`fanotify`], [`pages`] | files of a RAM file system: who wrote one; its pages and leases |
 //! | [`probe`] | what this kernel can do, for people |
 
 pub mod cgroup;
 pub mod child;
 pub mod clock;
 pub mod events;
+pub mod fanotify;
 pub mod file;
 pub mod futex;
 pub mod mem;
 pub mod moves;
 pub mod numa;
+pub mod pages;
 pub mod probe;
 pub mod process;
 pub mod stack;

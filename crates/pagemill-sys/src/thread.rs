@@ -66,6 +66,21 @@ pub fn prefer() -> bool {
     }
 }
 
+/// Takes back [`prefer`]: this thread goes as any other.
+pub fn prefer_no_more() {
+    // SAFETY: plain data; concerns the calling thread only.
+    unsafe {
+        let parameters: libc::sched_param = std::mem::zeroed();
+        libc::sched_setscheduler(0, libc::SCHED_OTHER | libc::SCHED_RESET_ON_FORK, &raw const parameters);
+    }
+}
+
+/// Lets every other thread go before this one. As a priority of its kind it is the last, so it always gets something.
+pub fn defer() {
+    // SAFETY: concerns the calling thread only, which 0 names.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
+}
+
 /// Waits a moment (50 us and what the timer adds) for a thread that may have a lower priority than this one.
 pub fn pause() {
     // SAFETY: no arguments.

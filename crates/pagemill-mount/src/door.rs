@@ -1,0 +1,332 @@
+//! The controller's own way into the file system: a private mount of it, and calls that follow no link.
+//!
+//! The private mount is a clone that appears nowhere. What the controller holds open in it therefore does not make the
+//! users' mount busy, and nothing that is mounted or moved at the users' path leads it astray. Every path
+//! starts at its root and stays below it.
+
+use crate::policy::{HUGE, Marks, PURGED, VOLATILE};
+use rustix::fs::{self, AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, ResolveFlags, XattrFlags};
+use rustix::io::Errno;
+use rustix::mount::{self, FsPickFlags, OpenTreeFlags};
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::Path;
+use std::str::FromStr;
+
+/// `f_type` of tmpfs.
+const TMPFS_MAGIC: u64 = 0x0102_1994;
+
+/// Families of attributes, best first: users may set the first themselves.
+const FAMILIES: [&str; 2] = ["user.", "trusted."];
+
+/// What a look at a file or folder found.
+#[derive(Clone, Copy, Debug)]
+pub struct Seen {
+    pub inode: u64,
+    pub kind: FileType,
+    pub owner: u32,
+    pub mode: u32,
+    pub links: u64,
+    pub len_bytes: u64,
+    /// Memory that it holds.
+    pub held_bytes: u64,
+    /// The later of last access and last change, which no user can set back.
+    pub used_ns: i64,
+    /// Last change of contents or attributes.
+    pub changed_ns: i64,
+}
+
+impl From<fs::Stat> for Seen {
+    fn from(stat: fs::Stat) -> Self {
+        let time = |seconds: i64, nanoseconds: i64| seconds.saturating_mul(1_000_000_000).saturating_add(nanoseconds);
+        let changed_ns = time(stat.st_ctime, stat.st_ctime_nsec as i64);
+        Self {
+            inode: stat.st_ino,
+            kind: FileType::from_raw_mode(stat.st_mode),
+            owner: stat.st_uid,
+            mode: stat.st_mode,
+            links: stat.st_nlink as u64,
+            len_bytes: stat.st_size.max(0) as u64,
+            held_bytes: stat.st_blocks.max(0) as u64 * 512,
+            used_ns: changed_ns.max(time(stat.st_atime, stat.st_atime_nsec as i64)),
+            changed_ns,
+        }
+    }
+}
+
+impl Seen {
+    pub fn is_file(&self) -> bool {
+        self.kind == FileType::RegularFile
+    }
+
+    pub fn is_folder(&self) -> bool {
+        self.kind == FileType::Directory
+    }
+
+    /// Others than the owner may write here and delete what is inside.
+    pub fn is_open_to_others(&self) -> bool {
+        let mode = Mode::from_raw_mode(self.mode);
+        mode.intersects(Mode::WGRP | Mode::WOTH) && !mode.contains(Mode::SVTX)
+    }
+}
+
+/// How full the file system is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Fill {
+    pub size_bytes: u64,
+    pub used_bytes: u64,
+    pub inodes: u64,
+}
+
+/// A value that was set directly and is none.
+#[derive(Debug)]
+pub struct BadMark(pub String);
+
+/// The way in.
+pub struct Door {
+    root: OwnedFd,
+    device: u64,
+    root_inode: u64,
+}
+
+impl Door {
+    /// Clones the mount at `path`.
+    ///
+    /// # Errors
+    ///
+    /// What the kernel says: `EPERM` for who may not mount; `InvalidInput` if it is no tmpfs.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
+        let tree = mount::open_tree(CWD, path, flags)?;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        Self::of_root(fs::openat(&tree, ".", flags, Mode::empty())?)
+    }
+
+    /// By a descriptor of its root.
+    ///
+    /// # Errors
+    ///
+    /// `InvalidInput` if it is no tmpfs; what `fstat` says.
+    pub fn of_root(root: OwnedFd) -> io::Result<Self> {
+        if fs::fstatfs(&root)?.f_type as u64 != TMPFS_MAGIC {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no tmpfs"));
+        }
+        let stat = fs::fstat(&root)?;
+        Ok(Self { root, device: stat.st_dev, root_inode: stat.st_ino })
+    }
+
+    pub fn root(&self) -> BorrowedFd<'_> {
+        self.root.as_fd()
+    }
+
+    pub fn device(&self) -> u64 {
+        self.device
+    }
+
+    pub fn root_inode(&self) -> u64 {
+        self.root_inode
+    }
+
+    /// How full it is.
+    ///
+    /// # Errors
+    ///
+    /// What `fstatvfs` says.
+    pub fn fill(&self) -> io::Result<Fill> {
+        let stat = fs::fstatvfs(&self.root)?;
+        let size_bytes = stat.f_blocks.saturating_mul(stat.f_frsize);
+        let free_bytes = stat.f_bfree.saturating_mul(stat.f_frsize);
+        let used_bytes = size_bytes.saturating_sub(free_bytes);
+        Ok(Fill { size_bytes, used_bytes, inodes: stat.f_files.saturating_sub(stat.f_ffree) })
+    }
+
+    /// Changes the size: what is beyond it is refused (ENOSPC). Some 30 us.
+    ///
+    /// # Errors
+    ///
+    /// `EINVAL` for less than is used, `EPERM` for who may not.
+    pub fn set_size(&self, bytes: u64) -> io::Result<()> {
+        let context = mount::fspick(&self.root, "", FsPickFlags::FSPICK_EMPTY_PATH | FsPickFlags::FSPICK_CLOEXEC)?;
+        mount::fsconfig_set_string(&context, "size", bytes.to_string())?;
+        Ok(mount::fsconfig_reconfigure(&context)?)
+    }
+
+    /// Opens what lies at `path`, below the root, following nothing.
+    ///
+    /// # Errors
+    ///
+    /// What `openat2` says: `ELOOP` for a link, `EXDEV` for a way out.
+    pub fn open_at(&self, path: &Path, flags: OFlags) -> io::Result<OwnedFd> {
+        let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
+        let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
+        let flags = flags | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        Ok(fs::openat2(&self.root, path, flags, Mode::empty(), resolve)?)
+    }
+
+    /// Opens a folder.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::open_at`].
+    pub fn open_folder(&self, path: &Path) -> io::Result<OwnedFd> {
+        self.open_at(path, OFlags::RDONLY | OFlags::DIRECTORY)
+    }
+}
+
+/// Looks at what is open.
+///
+/// # Errors
+///
+/// What `fstat` says.
+pub fn look(fd: impl AsFd) -> io::Result<Seen> {
+    Ok(fs::fstat(fd)?.into())
+}
+
+/// Looks at a name in a folder; a link itself, not what it leads to.
+///
+/// # Errors
+///
+/// What `fstatat` says.
+pub fn look_at(folder: impl AsFd, name: &OsStr) -> io::Result<Seen> {
+    Ok(fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW)?.into())
+}
+
+/// Opens a file in a folder for `flags`, without waiting for anybody and without a trace in its access time.
+///
+/// # Errors
+///
+/// What `openat` says: `EAGAIN` while somebody has a lease, `ELOOP` for a link.
+pub fn open_file(folder: impl AsFd, name: &OsStr, flags: OFlags) -> io::Result<OwnedFd> {
+    let flags = flags | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC | OFlags::NOCTTY;
+    match fs::openat(&folder, name, flags | OFlags::NOATIME, Mode::empty()) {
+        Err(Errno::PERM) => Ok(fs::openat(&folder, name, flags, Mode::empty())?),
+        result => Ok(result?),
+    }
+}
+
+/// Gives a name in a folder another one that is free.
+///
+/// # Errors
+///
+/// What `renameat2` says: `EEXIST` if it is not free.
+pub fn rename(folder: impl AsFd, from: &OsStr, to: &OsStr) -> io::Result<()> {
+    Ok(fs::renameat_with(&folder, from, &folder, to, RenameFlags::NOREPLACE)?)
+}
+
+/// Where a name in an open folder is, for calls that take no folder.
+fn path_of(folder: impl AsFd, name: &OsStr) -> OsString {
+    let mut path = format!("/proc/self/fd/{}/", folder.as_fd().as_raw_fd()).into_bytes();
+    path.extend_from_slice(name.as_bytes());
+    OsString::from_vec(path)
+}
+
+/// The marks of an open file or folder. Unknown values are passed over and told to `bad`.
+pub fn marks(fd: impl AsFd, bad: impl FnMut(BadMark)) -> Marks {
+    let mut names = [0; 1024];
+    let len = fs::flistxattr(&fd, &mut names[..]).unwrap_or(0);
+    marks_among(&names[..len], |name, value| fs::fgetxattr(&fd, name, value).ok(), bad)
+}
+
+/// The marks of a name in a folder, as [`marks`].
+pub fn marks_at(folder: impl AsFd, name: &OsStr, bad: impl FnMut(BadMark)) -> Marks {
+    let path = path_of(folder, name);
+    let mut names = [0; 1024];
+    let len = fs::llistxattr(&path, &mut names[..]).unwrap_or(0);
+    marks_among(&names[..len], |name, value| fs::lgetxattr(&path, name, value).ok(), bad)
+}
+
+fn marks_among(names: &[u8], get: impl Fn(&str, &mut [u8]) -> Option<usize>, mut bad: impl FnMut(BadMark)) -> Marks {
+    let mut found = Marks::default();
+    // Most files have none.
+    if names.is_empty() {
+        return found;
+    }
+    let text = |attribute: &str| {
+        let name = FAMILIES.iter().map(|family| format!("{family}{attribute}"));
+        let name = name.into_iter().find(|name| names.split(|byte| *byte == 0).any(|one| one == name.as_bytes()))?;
+        let mut value = [0; 16];
+        // One that does not fit is none.
+        let len = get(&name, &mut value).unwrap_or(value.len());
+        Some(String::from_utf8_lossy(&value[..len]).into_owned())
+    };
+    fn read<T: FromStr<Err = String>>(text: Option<String>, bad: &mut impl FnMut(BadMark)) -> Option<T> {
+        text?.parse().map_err(|message| bad(BadMark(message))).ok()
+    }
+    found.volatile = read(text(VOLATILE), &mut bad);
+    found.huge = read(text(HUGE), &mut bad);
+    found
+}
+
+/// Sets an attribute of an open file: as the users' where tmpfs has those, else as root's.
+///
+/// # Errors
+///
+/// What `fsetxattr` says.
+pub fn set_attribute(fd: impl AsFd, attribute: &str, value: &str) -> io::Result<()> {
+    let set = |family| fs::fsetxattr(&fd, format!("{family}{attribute}"), value.as_bytes(), XattrFlags::empty());
+    match set(FAMILIES[0]) {
+        Err(Errno::OPNOTSUPP) => Ok(set(FAMILIES[1])?),
+        result => Ok(result?),
+    }
+}
+
+/// From which byte on an open file was purged, if it was.
+pub fn purged_from(fd: impl AsFd) -> Option<u64> {
+    let mut value = [0; 24];
+    let get = |family: &&str| fs::fgetxattr(&fd, format!("{family}{PURGED}"), &mut value[..]).ok();
+    let len = FAMILIES.iter().find_map({
+        let mut get = get;
+        move |family| get(family)
+    })?;
+    std::str::from_utf8(&value[..len]).ok()?.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::{Huge, Volatile};
+
+    /// Marks are found among other attributes, in either family; what is no value is told and passed over.
+    #[test]
+    fn marks_are_read() {
+        let names = b"security.x\0user.pagemill.volatile\0trusted.pagemill.huge\0";
+        let get = |name: &str, value: &mut [u8]| {
+            let text = if name == "user.pagemill.volatile" { "full" } else { "often" };
+            value[..text.len()].copy_from_slice(text.as_bytes());
+            Some(text.len())
+        };
+        let mut told = Vec::new();
+        let marks = marks_among(names, get, |bad| told.push(bad.0));
+        assert_eq!(marks, Marks { volatile: Some(Volatile::Full), huge: None });
+        assert_eq!(told, ["`often` is no value of user.pagemill.huge: auto, always, never"]);
+        let always = |_: &str, value: &mut [u8]| {
+            value[..6].copy_from_slice(b"always");
+            Some(6)
+        };
+        let marks = marks_among(b"user.pagemill.huge\0", always, |_| panic!());
+        assert_eq!(marks, Marks { volatile: None, huge: Some(Huge::Always) });
+        assert_eq!(marks_among(b"", always, |_| panic!()), Marks::default());
+        let long = marks_among(b"user.pagemill.huge\0", |_, _| None, |_| ());
+        assert_eq!(long, Marks::default(), "longer than any value");
+    }
+
+    /// What holds the way out of a folder shut.
+    #[test]
+    fn others_may_write_where_it_is_not_sticky() {
+        let seen = |mode| Seen {
+            inode: 1,
+            kind: FileType::Directory,
+            owner: 0,
+            mode,
+            links: 1,
+            len_bytes: 0,
+            held_bytes: 0,
+            used_ns: 0,
+            changed_ns: 0,
+        };
+        assert!(seen(0o777).is_open_to_others() && seen(0o775).is_open_to_others());
+        assert!(!seen(0o1777).is_open_to_others() && !seen(0o755).is_open_to_others());
+    }
+}

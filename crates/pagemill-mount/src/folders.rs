@@ -1,0 +1,154 @@
+//! The folders of the file system by inode number: where each is, and what is marked there.
+//!
+//! Events name folders by inode; paths may be old when somebody moves a folder, so whoever opens one here gets it only if
+//! the inode is the right one.
+
+use crate::door::{self, Door, Seen};
+use crate::policy::{self, Above, Marks};
+use pagemill_sys::fanotify::Handle;
+use std::collections::HashMap;
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Component, Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// Marks of folders are read anew when they are older.
+const MARKS_LAST: Duration = Duration::from_millis(100);
+
+/// Deepest nesting that is followed.
+const MAX_DEPTH: usize = 256;
+
+/// Most folders that are kept in mind.
+const MAX_FOLDERS: usize = 1 << 20;
+
+struct Folder {
+    parent: u64,
+    name: OsString,
+    above: Above,
+    read_at: Instant,
+}
+
+/// What is known of folders.
+pub struct Folders {
+    known: HashMap<u64, Folder>,
+    root: u64,
+}
+
+fn above(fd: &OwnedFd, seen: &Seen) -> Above {
+    // A bad value was told when it was found by a file.
+    Above { marks: door::marks(fd, |_| ()), owner: seen.owner, is_open_to_others: seen.is_open_to_others() }
+}
+
+impl Folders {
+    pub fn new(root: u64) -> Self {
+        Self { known: HashMap::new(), root }
+    }
+
+    /// Notes a folder that was found. Returns whether there was room.
+    pub fn learn(&mut self, inode: u64, parent: u64, name: &OsStr, above: Above) -> bool {
+        if self.known.len() >= MAX_FOLDERS && !self.known.contains_key(&inode) {
+            return false;
+        }
+        self.known.insert(inode, Folder { parent, name: name.to_owned(), above, read_at: Instant::now() });
+        true
+    }
+
+    pub fn forget(&mut self, inode: u64) {
+        self.known.remove(&inode);
+    }
+
+    pub fn len(&self) -> usize {
+        self.known.len()
+    }
+
+    /// The folder and those above it, up to the root; `None` where one of them is not known.
+    fn chain(&self, inode: u64) -> Option<Vec<u64>> {
+        let mut chain = vec![inode];
+        while *chain.last()? != self.root {
+            chain.push(self.known.get(chain.last()?)?.parent);
+            if chain.len() > MAX_DEPTH {
+                return None;
+            }
+        }
+        Some(chain)
+    }
+
+    /// Path of a folder from the root, as it was last known.
+    pub fn path(&self, inode: u64) -> Option<PathBuf> {
+        let chain = self.chain(inode)?;
+        Some(chain.iter().rev().skip(1).filter_map(|inode| self.known.get(inode)).map(|folder| &folder.name).collect())
+    }
+
+    /// Opens a folder; `NotFound` if it is not known, or is not where it was.
+    ///
+    /// # Errors
+    ///
+    /// What opening says.
+    pub fn open(&mut self, door: &Door, inode: u64) -> io::Result<OwnedFd> {
+        let path = self.path(inode).ok_or(io::ErrorKind::NotFound)?;
+        let fd = door.open_folder(&path).inspect_err(|_| self.forget(inode))?;
+        if door::look(&fd)?.inode == inode {
+            return Ok(fd);
+        }
+        self.forget(inode);
+        Err(io::ErrorKind::NotFound.into())
+    }
+
+    /// Finds out where the folder of an event is, if it is not known. Only the privileged can; others look everywhere.
+    pub fn find(&mut self, door: &Door, handle: Handle<'_>) -> Option<u64> {
+        let inode = handle.inode()?;
+        if self.chain(inode).is_some() {
+            return Some(inode);
+        }
+        let fd = handle.open(door.root()).ok()?;
+        let path = rustix::fs::readlink(format!("/proc/self/fd/{}", fd.as_raw_fd()), Vec::new()).ok()?;
+        self.learn_path(door, Path::new(OsStr::new(path.to_str().ok()?)))?;
+        self.chain(inode).map(|_| inode)
+    }
+
+    /// Notes every folder on the way to this one.
+    fn learn_path(&mut self, door: &Door, path: &Path) -> Option<()> {
+        let (mut parent, mut so_far) = (self.root, PathBuf::new());
+        for part in path.components() {
+            let Component::Normal(name) = part else { continue };
+            so_far.push(name);
+            let fd = door.open_folder(&so_far).ok()?;
+            let seen = door::look(&fd).ok()?;
+            self.learn(seen.inode, parent, name, above(&fd, &seen)).then_some(())?;
+            parent = seen.inode;
+        }
+        Some(())
+    }
+
+    /// What holds for a file of this owner, with these marks of its own, in a folder.
+    pub fn effective(&mut self, door: &Door, folder: u64, own: Marks, owner: u32) -> Option<Marks> {
+        let chain = self.chain(folder)?;
+        for inode in &chain {
+            self.refresh(door, *inode);
+        }
+        let above = chain.iter().filter_map(|inode| self.known.get(inode)).map(|folder| folder.above);
+        Some(policy::effective(own, owner, above))
+    }
+
+    /// Reads a folder's marks anew if that was not done lately.
+    fn refresh(&mut self, door: &Door, inode: u64) {
+        let is_fresh = |folder: &Folder| folder.read_at.elapsed() < MARKS_LAST;
+        if self.known.get(&inode).is_some_and(is_fresh) {
+            return;
+        }
+        if inode == self.root {
+            if let Ok(fd) = door.open_folder(Path::new(""))
+                && let Ok(seen) = door::look(&fd)
+            {
+                self.learn(inode, inode, OsStr::new(""), above(&fd, &seen));
+            }
+            return;
+        }
+        let Ok(fd) = self.open(door, inode) else { return };
+        let Ok(seen) = door::look(&fd) else { return };
+        if let Some(folder) = self.known.get_mut(&inode) {
+            (folder.above, folder.read_at) = (above(&fd, &seen), Instant::now());
+        }
+    }
+}

@@ -1,0 +1,347 @@
+//! The memory groups that files are charged to: whose limit is how near.
+//!
+//! A file's memory is charged to the group of who wrote it first. Groups are learned from the processes that notification
+//! names, from the pages themselves where root may ask, and from `--cgroup`.
+
+use pagemill::reclaim::limits::Room;
+use pagemill_sys::cgroup::{Hierarchy, Limit, MAX_LEVELS, Version};
+use pagemill_sys::events::{self, Events, Source};
+use pagemill_sys::file::Path;
+use std::collections::{BTreeMap, HashMap};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::time::{Duration, Instant};
+
+/// A group's number here. 0: not known.
+pub type GroupId = u32;
+
+pub const UNKNOWN: GroupId = 0;
+
+/// Most groups that are watched. Whoever writes from one more is charged to "not known".
+const MAX_GROUPS: usize = 512;
+
+/// Limits may change: they are read anew so often.
+const LIMITS_LAST: Duration = Duration::from_millis(500);
+
+/// A process may move: its group is looked up anew so often.
+const PROCESSES_LAST: Duration = Duration::from_secs(1);
+
+/// Most processes that are kept in mind.
+const MAX_PROCESSES: usize = 4096;
+
+struct Group {
+    hierarchy: Hierarchy,
+    /// The watches of this group and of those above, as far as they have a limit.
+    watches: Vec<usize>,
+    inode: u64,
+}
+
+/// A group with a limit.
+struct Watch {
+    folder: Path,
+    name: String,
+    version: Version,
+    limit: Limit,
+    /// Usage at which the kernel is to wake the controller, and what does it (version 1).
+    alarm: Option<(u64, Source)>,
+}
+
+/// What a look at a limited group found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sample {
+    pub watch: usize,
+    pub name: String,
+    pub limit_bytes: u64,
+    /// Used, but for what the kernel would take by itself.
+    pub working_set_bytes: u64,
+    /// What may come before the kernel kills.
+    pub hard_room_bytes: u64,
+}
+
+/// The groups, and the limits above them.
+pub struct Groups {
+    groups: BTreeMap<GroupId, Group>,
+    last_id: GroupId,
+    by_folder: HashMap<String, GroupId>,
+    by_inode: HashMap<u64, GroupId>,
+    by_process: HashMap<u32, (GroupId, Instant)>,
+    watches: Vec<Watch>,
+    limits_read_at: Option<Instant>,
+    events: Option<Events>,
+    root: String,
+}
+
+impl Groups {
+    /// `root` stands before every path of the kernel: empty, or a made-up tree.
+    pub fn new(root: &str) -> Self {
+        Self {
+            groups: BTreeMap::new(),
+            last_id: UNKNOWN,
+            by_folder: HashMap::new(),
+            by_inode: HashMap::new(),
+            by_process: HashMap::new(),
+            watches: Vec::new(),
+            limits_read_at: None,
+            events: Events::new().ok(),
+            root: root.to_owned(),
+        }
+    }
+
+    /// Watches the group whose folder is given.
+    ///
+    /// # Errors
+    ///
+    /// `NotFound` if it is no memory group's.
+    pub fn add_folder(&mut self, folder: &str) -> io::Result<GroupId> {
+        Hierarchy::find_at(&self.root, folder).map(|hierarchy| self.add(hierarchy))
+    }
+
+    /// The group of a process; [`UNKNOWN`] if it has ended, or no memory group is to be seen.
+    pub fn of_process(&mut self, pid: u32) -> GroupId {
+        if let Some((group, at)) = self.by_process.get(&pid)
+            && at.elapsed() < PROCESSES_LAST
+        {
+            return *group;
+        }
+        let Ok(hierarchy) = Hierarchy::find_of(&self.root, &pid.to_string()) else {
+            // It has ended: what was found last is the best guess for what it wrote last.
+            return self.by_process.get(&pid).map_or(UNKNOWN, |(group, _)| *group);
+        };
+        let group = self.add(hierarchy);
+        if self.by_process.len() >= MAX_PROCESSES {
+            self.by_process.clear();
+        }
+        self.by_process.insert(pid, (group, Instant::now()));
+        group
+    }
+
+    /// The group of this process.
+    pub fn of_self(&mut self) -> GroupId {
+        Hierarchy::find(&self.root).map_or(UNKNOWN, |hierarchy| self.add(hierarchy))
+    }
+
+    /// The group with a folder of this inode number, looked for below the mount of what is known.
+    pub fn of_inode(&mut self, inode: u64) -> GroupId {
+        if let Some(group) = self.by_inode.get(&inode) {
+            return *group;
+        }
+        let top = self.groups.values().next().and_then(|group| {
+            (0..MAX_LEVELS).map_while(|level| group.hierarchy.folder(level)).last().map(|path| path.as_str().to_owned())
+        });
+        let found = top.and_then(|top| find_folder(top.into(), inode, 0));
+        let group = found.and_then(|folder| self.add_folder(folder.to_str()?).ok()).unwrap_or(UNKNOWN);
+        if self.by_inode.len() < MAX_GROUPS {
+            self.by_inode.insert(inode, group);
+        }
+        group
+    }
+
+    fn add(&mut self, hierarchy: Hierarchy) -> GroupId {
+        let Some(folder) = hierarchy.folder(0) else { return UNKNOWN };
+        if let Some(group) = self.by_folder.get(folder.as_str()) {
+            return *group;
+        }
+        if self.groups.len() >= MAX_GROUPS {
+            self.drop_gone();
+            if self.groups.len() >= MAX_GROUPS {
+                return UNKNOWN;
+            }
+        }
+        self.last_id += 1;
+        let id = self.last_id;
+        let inode = std::fs::metadata(folder.as_str()).map_or(0, |metadata| metadata.ino());
+        self.by_folder.insert(folder.as_str().to_owned(), id);
+        self.by_inode.insert(inode, id);
+        self.groups.insert(id, Group { hierarchy, watches: Vec::new(), inode });
+        self.limits_read_at = None;
+        id
+    }
+
+    /// Forgets groups that were removed. Their numbers are not given again: what is charged to them is to nobody known.
+    fn drop_gone(&mut self) {
+        let is_there = |group: &Group| {
+            let folder = group.hierarchy.folder(0);
+            let metadata = folder.and_then(|folder| std::fs::metadata(folder.as_str()).ok());
+            metadata.is_some_and(|metadata| metadata.ino() == group.inode)
+        };
+        self.groups.retain(|_, group| is_there(group));
+        let groups = &self.groups;
+        self.by_folder.retain(|_, id| groups.contains_key(id));
+        self.by_inode.retain(|_, id| groups.contains_key(id));
+    }
+
+    /// Folder of a group, while it is there.
+    pub fn folder(&self, group: GroupId) -> Option<String> {
+        self.groups.get(&group)?.hierarchy.folder(0).map(|folder| folder.as_str().to_owned())
+    }
+
+    /// Whether giving back what is charged to `group` helps the limit of `watch`; perhaps, where the group is not known.
+    pub fn helps(&self, group: GroupId, watch: usize) -> bool {
+        self.groups.get(&group).is_none_or(|group| group.watches.contains(&watch))
+    }
+
+    /// Reads the limits of all groups and of those above, if that was not done lately.
+    fn read_limits(&mut self) {
+        if self.limits_read_at.is_some_and(|at| at.elapsed() < LIMITS_LAST) {
+            return;
+        }
+        self.limits_read_at = Some(Instant::now());
+        self.drop_gone();
+        let mut before = std::mem::take(&mut self.watches);
+        for group in self.groups.values_mut() {
+            group.watches.clear();
+            let hierarchy = &group.hierarchy;
+            for folder in (0..MAX_LEVELS).map_while(|level| hierarchy.folder(level)) {
+                let at = match self.watches.iter().position(|watch| watch.folder.as_str() == folder.as_str()) {
+                    Some(at) => at,
+                    None => {
+                        let limit = hierarchy.limit(&folder);
+                        if limit == Limit::NONE {
+                            continue;
+                        }
+                        let old = before.iter().position(|watch| watch.folder.as_str() == folder.as_str());
+                        let alarm = old.map(|old| before.swap_remove(old)).and_then(|watch| watch.alarm);
+                        let name = hierarchy.name(&folder).to_owned();
+                        self.watches.push(Watch { folder, name, version: hierarchy.version, limit, alarm });
+                        self.watches.len() - 1
+                    }
+                };
+                group.watches.push(at);
+            }
+        }
+    }
+
+    /// How much of each limit is used. Some 30 us a limit.
+    pub fn sample(&mut self) -> Vec<Sample> {
+        self.read_limits();
+        let Some(any) = self.groups.values().next() else { return Vec::new() };
+        let hierarchy = &any.hierarchy;
+        let look = |(at, watch): (usize, &Watch)| {
+            let usage = hierarchy.usage_bytes(&watch.folder).ok()?;
+            let (idle, other) = hierarchy.reclaimable_bytes(&watch.folder);
+            Some(Sample {
+                watch: at,
+                name: watch.name.clone(),
+                limit_bytes: watch.limit.soft_bytes,
+                working_set_bytes: usage.saturating_sub(idle),
+                hard_room_bytes: Room::of_group(watch.limit, usage, idle, other).hard_bytes,
+            })
+        };
+        self.watches.iter().enumerate().filter_map(look).collect()
+    }
+
+    /// Has the kernel wake the controller when a watch's usage passes `bytes`. Returns whether it will.
+    pub fn set_alarm(&mut self, watch: usize, bytes: u64) -> bool {
+        let (Some(events), Some(watch)) = (&self.events, self.watches.get_mut(watch)) else { return false };
+        if watch.version != Version::V1 {
+            return false;
+        }
+        if watch.alarm.as_ref().is_none_or(|(at, _)| *at != bytes) {
+            watch.alarm = None;
+            watch.alarm = events.add_threshold(watch.folder.as_str(), bytes).ok().map(|source| (bytes, source));
+        }
+        watch.alarm.is_some()
+    }
+
+    /// Descriptor that is readable when an alarm has come.
+    pub fn alarms(&self) -> Option<&Events> {
+        self.events.as_ref()
+    }
+
+    /// Takes the alarms that have come. Only once it is known that there are some: it waits otherwise.
+    pub fn take_alarms(&self) {
+        if let Some(events) = &self.events {
+            let _ = events::wait(events.number());
+        }
+    }
+}
+
+/// The folder with this inode number at or below `at`.
+fn find_folder(at: std::path::PathBuf, inode: u64, depth: usize) -> Option<std::path::PathBuf> {
+    if std::fs::metadata(&at).ok()?.ino() == inode {
+        return Some(at);
+    }
+    if depth == MAX_LEVELS {
+        return None;
+    }
+    let entries = std::fs::read_dir(&at).ok()?.filter_map(Result::ok);
+    let folders = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+    folders.map(|entry| entry.path()).find_map(|path| find_folder(path, inode, depth + 1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Tree(tempfile::TempDir);
+
+    impl Tree {
+        fn new() -> Self {
+            let tree = Self(tempfile::tempdir().unwrap());
+            tree.set("/proc/self/mountinfo", "30 23 0:26 / /cg rw - cgroup2 cgroup2 rw\n");
+            tree
+        }
+
+        fn root(&self) -> &str {
+            self.0.path().to_str().unwrap()
+        }
+
+        fn set(&self, path: &str, text: &str) {
+            let path = std::path::PathBuf::from(format!("{}{path}", self.root()));
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+
+        fn group(&self, name: &str, max: &str, current: u64) {
+            self.set(&format!("/cg{name}/memory.max"), max);
+            self.set(&format!("/cg{name}/memory.current"), &current.to_string());
+            self.set(
+                &format!("/cg{name}/memory.stat"),
+                "inactive_file 10\nactive_file 5\nslab_reclaimable 0\nfile 100\nshmem 60\n",
+            );
+        }
+    }
+
+    /// Writers' groups are learned once, limits above them are watched, and giving helps where it is charged.
+    #[test]
+    fn limits_above_writers_are_watched() {
+        let tree = Tree::new();
+        tree.group("/app", "1000", 400);
+        tree.group("/app/one", "max", 300);
+        tree.group("/app/two", "500", 100);
+        tree.set("/proc/7/cgroup", "0::/app/one\n");
+        tree.set("/proc/8/cgroup", "0::/app/two\n");
+        let mut groups = Groups::new(tree.root());
+        let (one, two) = (groups.of_process(7), groups.of_process(8));
+        assert_eq!((one, two, groups.of_process(7), groups.of_process(9)), (1, 2, 1, UNKNOWN));
+        let samples = groups.sample();
+        let named: Vec<_> = samples.iter().map(|sample| (sample.name.as_str(), sample.limit_bytes)).collect();
+        assert_eq!(named, [("/app", 1000), ("/app/two", 500)]);
+        assert_eq!((samples[0].working_set_bytes, samples[0].hard_room_bytes), (390, 1000 - 390 + 5));
+        assert!(groups.helps(one, 0) && groups.helps(two, 0) && groups.helps(two, 1) && groups.helps(UNKNOWN, 1));
+        assert!(!groups.helps(one, 1));
+        assert!(groups.folder(two).unwrap().ends_with("/cg/app/two"));
+        assert!(!groups.set_alarm(0, 900), "version 2 has no thresholds");
+    }
+
+    /// A group that was removed counts for everybody: its pages were passed on to its parent.
+    #[test]
+    fn removed_groups_are_unknown() {
+        let tree = Tree::new();
+        tree.group("/app", "1000", 400);
+        tree.group("/app/one", "500", 300);
+        tree.set("/proc/7/cgroup", "0::/app/one\n");
+        let mut groups = Groups::new(tree.root());
+        let one = groups.of_process(7);
+        let inode = std::fs::metadata(format!("{}/cg/app/one", tree.root())).unwrap().ino();
+        assert_eq!((groups.sample().len(), groups.of_inode(inode)), (2, one));
+        std::fs::remove_dir_all(format!("{}/cg/app/one", tree.root())).unwrap();
+        groups.limits_read_at = None;
+        assert!(groups.sample().is_empty(), "nobody is left below /app");
+        assert!(groups.helps(one, 0) && groups.folder(one).is_none());
+        let app = groups.add_folder(&format!("{}/cg/app", tree.root())).unwrap();
+        assert_eq!(groups.sample()[0].name, "/app");
+        assert!(groups.folder(app).is_some());
+        assert!(groups.add_folder("/nowhere").is_err());
+    }
+}

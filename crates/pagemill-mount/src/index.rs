@@ -1,0 +1,145 @@
+//! The volatile files, least recently used first, apart for each memory group they are charged to.
+
+use crate::groups::GroupId;
+use std::collections::{BTreeSet, HashMap};
+use std::ffi::{OsStr, OsString};
+
+/// Most files that are kept in mind (some 200 bytes each). Of more, some are purged only after others are gone.
+pub const MAX_FILES: usize = 1 << 20;
+
+/// What of a file goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    Whole,
+    Tail,
+}
+
+/// A volatile file, as it was last seen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct File {
+    pub folder: u64,
+    pub name: OsString,
+    pub part: Part,
+    pub used_ns: i64,
+    pub held_bytes: u64,
+    pub group: GroupId,
+}
+
+/// The files by inode, and in their order of use.
+#[derive(Default)]
+pub struct Index {
+    files: HashMap<u64, File>,
+    order: HashMap<GroupId, BTreeSet<(i64, u64)>>,
+    held_bytes: u64,
+}
+
+impl Index {
+    /// Puts a file in, or anew. Returns whether there was room for it.
+    pub fn insert(&mut self, inode: u64, file: File) -> bool {
+        self.remove(inode);
+        if self.files.len() >= MAX_FILES {
+            return false;
+        }
+        self.order.entry(file.group).or_default().insert((file.used_ns, inode));
+        self.held_bytes += file.held_bytes;
+        self.files.insert(inode, file);
+        true
+    }
+
+    pub fn remove(&mut self, inode: u64) -> Option<File> {
+        let file = self.files.remove(&inode)?;
+        if let Some(order) = self.order.get_mut(&file.group) {
+            order.remove(&(file.used_ns, inode));
+            if order.is_empty() {
+                self.order.remove(&file.group);
+            }
+        }
+        self.held_bytes -= file.held_bytes;
+        Some(file)
+    }
+
+    pub fn get(&self, inode: u64) -> Option<&File> {
+        self.files.get(&inode)
+    }
+
+    /// The file used least recently of those charged to a group that `counts`.
+    pub fn oldest(&self, counts: impl Fn(GroupId) -> bool) -> Option<u64> {
+        let orders = self.order.iter().filter(|(group, _)| counts(**group));
+        orders.filter_map(|(_, order)| order.first()).min().map(|(_, inode)| *inode)
+    }
+
+    pub fn len(&self) -> usize {
+        self.files.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.files.is_empty()
+    }
+
+    /// Memory of all of them, as last seen.
+    pub fn held_bytes(&self) -> u64 {
+        self.held_bytes
+    }
+
+    /// Keeps the files for which `is_there` says so.
+    pub fn retain(&mut self, mut is_there: impl FnMut(u64, &File) -> bool) {
+        let gone: Vec<u64> =
+            self.files.iter().filter(|(inode, file)| !is_there(**inode, file)).map(|(inode, _)| *inode).collect();
+        for inode in gone {
+            self.remove(inode);
+        }
+    }
+
+    /// Whether the file with this name is the one that is known here.
+    pub fn is_at(&self, inode: u64, folder: u64, name: &OsStr) -> bool {
+        self.files.get(&inode).is_some_and(|file| file.folder == folder && file.name == name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn file(used_ns: i64, held_bytes: u64, group: GroupId) -> File {
+        File { folder: 1, name: "x".into(), part: Part::Whole, used_ns, held_bytes, group }
+    }
+
+    /// The oldest of the groups that count, however they are mixed.
+    #[test]
+    fn the_oldest_goes_first() {
+        let mut index = Index::default();
+        for (inode, used, group) in [(10, 5, 1), (11, 3, 2), (12, 4, 1), (13, 3, 1)] {
+            assert!(index.insert(inode, file(used, 100, group)));
+        }
+        assert_eq!((index.len(), index.held_bytes()), (4, 400));
+        assert_eq!(index.oldest(|_| true), Some(11));
+        assert_eq!(index.oldest(|group| group == 1), Some(13));
+        assert_eq!(index.oldest(|group| group == 3), None);
+        assert!(index.insert(13, file(9, 50, 2)), "used again, charged elsewhere");
+        assert_eq!((index.oldest(|group| group == 1), index.held_bytes()), (Some(12), 350));
+        index.retain(|inode, _| inode != 12);
+        assert_eq!(index.oldest(|group| group == 1), Some(10));
+    }
+
+    proptest! {
+        /// Sums and order are those of a plain list, whatever comes and goes.
+        #[test]
+        fn it_is_a_sorted_list(steps in prop::collection::vec((0u64..20, 0i64..10, 0u64..99, 0u32..3, any::<bool>()), 0..200)) {
+            let (mut index, mut list) = (Index::default(), HashMap::new());
+            for (inode, used, held, group, is_in) in steps {
+                if is_in {
+                    index.insert(inode, file(used, held, group));
+                    list.insert(inode, (used, held, group));
+                } else {
+                    prop_assert_eq!(index.remove(inode).is_some(), list.remove(&inode).is_some());
+                }
+                prop_assert_eq!(index.held_bytes(), list.values().map(|(_, held, _)| held).sum::<u64>());
+                for wanted in 0..3 {
+                    let oldest = list.iter().filter(|(_, file)| file.2 == wanted).map(|(inode, file)| (file.0, *inode)).min();
+                    prop_assert_eq!(index.oldest(|group| group == wanted), oldest.map(|(_, inode)| inode));
+                }
+            }
+        }
+    }
+}

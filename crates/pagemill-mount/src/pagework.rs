@@ -1,0 +1,187 @@
+//! Which files the [`worker`](crate::worker) is to look at, and when.
+
+use crate::door::{Door, Seen};
+use crate::folders::Folders;
+use crate::groups::{GroupId, Groups};
+use crate::policy::Huge;
+use crate::status::Counts;
+use crate::steward::say;
+use crate::worker::{Done, Job, Worker};
+use pagemill::units::BLOCK_BYTES;
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::{OsStr, OsString};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::{Duration, Instant};
+
+/// A file that was closed is left alone for so long: many are opened again at once.
+const DELAY: Duration = Duration::from_millis(50);
+
+/// Who is busy is asked again later and later, so many times.
+const RETRY: Duration = Duration::from_millis(250);
+const MAX_TRIES: u32 = 6;
+
+/// Most files that wait; of more, a later look at everything reminds.
+const MAX_WAITING: usize = 1 << 16;
+
+/// Most files whose last look is remembered.
+const MAX_KNOWN: usize = 1 << 18;
+
+struct Waiting {
+    folder: u64,
+    name: OsString,
+    huge: Huge,
+    group: GroupId,
+    changed_ns: i64,
+    tries: u32,
+    due: Instant,
+}
+
+/// The files that wait, those that are being looked at, and those that were.
+pub struct PageWork {
+    program: Vec<OsString>,
+    worker: Option<Worker>,
+    /// When to try again to start one.
+    retry_at: Option<Instant>,
+    waiting: HashMap<u64, Waiting>,
+    order: BTreeMap<(Instant, u64), ()>,
+    given: HashMap<u64, Waiting>,
+    known: HashMap<u64, (i64, Huge)>,
+}
+
+impl PageWork {
+    /// Without a program nothing is looked at.
+    pub fn new(program: Vec<OsString>) -> Self {
+        Self {
+            program,
+            worker: None,
+            retry_at: None,
+            waiting: HashMap::new(),
+            order: BTreeMap::new(),
+            given: HashMap::new(),
+            known: HashMap::new(),
+        }
+    }
+
+    /// Takes note of a file as it was seen.
+    pub fn note(&mut self, folder: u64, name: &OsStr, seen: &Seen, huge: Huge, group: GroupId) {
+        let is_large = match huge {
+            Huge::Auto | Huge::Never => seen.held_bytes >= BLOCK_BYTES as u64,
+            Huge::Always => seen.held_bytes > 0,
+        };
+        let is_known = self.known.get(&seen.inode) == Some(&(seen.changed_ns, huge));
+        if self.program.is_empty() || !is_large || is_known || self.waiting.len() >= MAX_WAITING {
+            return;
+        }
+        let due = Instant::now() + DELAY;
+        let name = name.to_owned();
+        let changed_ns = seen.changed_ns;
+        self.put(seen.inode, Waiting { folder, name, huge, group, changed_ns, tries: 0, due });
+    }
+
+    fn put(&mut self, inode: u64, waiting: Waiting) {
+        let due = waiting.due;
+        if let Some(before) = self.waiting.insert(inode, waiting) {
+            self.order.remove(&(before.due, inode));
+        }
+        self.order.insert((due, inode), ());
+    }
+
+    /// Takes what the worker has done and hands it what is due.
+    pub fn work(&mut self, door: &Door, folders: &Folders, groups: &Groups, counts: &mut Counts) {
+        self.take_done(counts);
+        let now = Instant::now();
+        while let Some(((due, inode), ())) = self.order.first_key_value().map(|(key, ())| (*key, ())) {
+            if due > now || !self.is_ready(door, now, counts) {
+                return;
+            }
+            self.order.remove(&(due, inode));
+            let Some(waiting) = self.waiting.remove(&inode) else { continue };
+            let Some(folder) = folders.path(waiting.folder) else { continue };
+            let job = Job::new(inode, &folder, &waiting.name, waiting.huge, groups.folder(waiting.group));
+            let is_given = self.worker.as_mut().is_some_and(|worker| worker.give(&job).is_ok());
+            if is_given {
+                self.given.insert(inode, waiting);
+            } else {
+                self.lose(now, counts);
+            }
+        }
+    }
+
+    /// Whether a worker has time; one is started if there is none.
+    fn is_ready(&mut self, door: &Door, now: Instant, counts: &mut Counts) -> bool {
+        if self.worker.as_ref().is_some_and(Worker::is_stuck) {
+            self.lose(now, counts);
+        }
+        if self.worker.is_none() && self.retry_at.is_none_or(|at| at <= now) {
+            match Worker::start(&self.program, door) {
+                Ok(worker) => (self.worker, self.retry_at) = (Some(worker), None),
+                Err(error) => {
+                    say(&format!("huge pages are left to the kernel: their worker cannot be started: {error}"));
+                    self.retry_at = Some(now + Duration::from_secs(60));
+                }
+            }
+        }
+        self.worker.as_ref().is_some_and(Worker::is_free)
+    }
+
+    /// The worker is lost; what it had is left as it is.
+    fn lose(&mut self, now: Instant, counts: &mut Counts) {
+        self.worker = None;
+        self.retry_at = Some(now + Duration::from_secs(1));
+        self.given.clear();
+        counts.worker_restarts += 1;
+    }
+
+    fn take_done(&mut self, counts: &mut Counts) {
+        let Some(worker) = &mut self.worker else { return };
+        match worker.take() {
+            Ok(done) => done.into_iter().for_each(|done| self.note_done(done, counts)),
+            Err(_) => self.lose(Instant::now(), counts),
+        }
+    }
+
+    fn note_done(&mut self, done: Done, counts: &mut Counts) {
+        counts.huge_blocks += done.huge_blocks;
+        counts.split_blocks += done.split_blocks;
+        counts.sparse_bytes += done.freed_bytes;
+        counts.collapse_busy += u64::from(done.is_busy);
+        counts.collapse_no_memory += u64::from(done.has_no_memory);
+        let Some(mut waiting) = self.given.remove(&done.inode) else { return };
+        let is_unfinished = done.is_busy || done.has_no_memory;
+        if is_unfinished && waiting.tries < MAX_TRIES && !self.waiting.contains_key(&done.inode) {
+            waiting.due = Instant::now() + RETRY * (1 << waiting.tries);
+            waiting.tries += 1;
+            self.put(done.inode, waiting);
+            return;
+        }
+        if self.known.len() >= MAX_KNOWN {
+            self.known.clear();
+        }
+        // What the worker itself changes comes in once more, and is found as it should be.
+        self.known.insert(done.inode, (waiting.changed_ns, waiting.huge));
+    }
+
+    /// When something is due next, if the worker has time.
+    pub fn due(&self) -> Option<Instant> {
+        let first = self.order.first_key_value().map(|((due, _), ())| *due)?;
+        match &self.worker {
+            Some(worker) if !worker.is_free() => None,
+            Some(_) => Some(first),
+            None => Some(self.retry_at.map_or(first, |at| at.max(first))),
+        }
+    }
+
+    pub fn as_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.worker.as_ref().map(AsFd::as_fd)
+    }
+
+    /// 0 without one.
+    pub fn worker_pid(&self) -> u32 {
+        self.worker.as_ref().map_or(0, Worker::pid)
+    }
+
+    /// Files that wait or are being looked at.
+    pub fn len(&self) -> usize {
+        self.waiting.len() + self.given.len()
+    }
+}

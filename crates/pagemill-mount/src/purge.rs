@@ -1,0 +1,292 @@
+//! One file's memory, given back: as a whole or from its end.
+//!
+//! A lease comes first: it is refused while anybody has the file open or mapped, and keeps whoever opens it waiting until the
+//! descriptor is closed here. Nobody's mapping is pulled away.
+//!
+//! Names can change hands while this runs. A whole file therefore goes by a rename to a name of ours, a look at what was
+//! really renamed, and only then an unlink; what should not have been taken is given its name back. The name
+//! of ours holds the old one and the inode, so that a controller that was killed in between leaves nothing in doubt.
+
+use crate::door::{self, Seen};
+use crate::index::Part;
+use crate::policy::PURGED;
+use pagemill::units::{BLOCK_BYTES, os_page_bytes};
+use pagemill_sys::pages;
+use rustix::fs::{self, AtFlags, OFlags};
+use rustix::io::Errno;
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+
+/// Names of ours begin so; the inode number follows, and the old name.
+const TAKEN: &str = ".pagemill-purge-";
+
+/// Longest name.
+const MAX_NAME: usize = 255;
+
+/// What became of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It is gone, or its end is; so much memory with it. Of a tail so much is left.
+    Freed { bytes: u64, left_bytes: u64 },
+    /// Somebody has used it since: at this time.
+    Used(i64),
+    /// Somebody has it open.
+    Open,
+    /// It is not there any more, or not volatile, or not to be had.
+    Gone,
+}
+
+/// The file that is meant.
+pub struct Target<'a> {
+    pub folder: BorrowedFd<'a>,
+    pub name: &'a OsStr,
+    pub inode: u64,
+    pub part: Part,
+    pub used_ns: i64,
+}
+
+fn outcome_of(error: io::Error) -> Outcome {
+    match Errno::from_io_error(&error) {
+        Some(Errno::AGAIN | Errno::TXTBSY) => Outcome::Open,
+        _ => Outcome::Gone,
+    }
+}
+
+/// Gives back about `want_bytes` of a file, or all of it if it goes as a whole. `is_volatile` is asked under the lease.
+pub fn purge(target: &Target<'_>, want_bytes: u64, is_volatile: impl Fn(&OwnedFd, &Seen) -> bool) -> Outcome {
+    let result = match target.part {
+        Part::Whole => purge_whole(target, is_volatile),
+        Part::Tail => purge_tail(target, want_bytes, is_volatile),
+    };
+    result.unwrap_or_else(outcome_of)
+}
+
+/// Opens the file and takes the lease, if it is still the one that was meant and nobody used it.
+fn take(target: &Target<'_>, flags: OFlags) -> io::Result<Result<(OwnedFd, Seen), Outcome>> {
+    let fd = door::open_file(target.folder, target.name, flags)?;
+    let seen = door::look(&fd)?;
+    if seen.inode != target.inode || !seen.is_file() || seen.links != 1 {
+        return Ok(Err(Outcome::Gone));
+    }
+    if seen.used_ns > target.used_ns {
+        return Ok(Err(Outcome::Used(seen.used_ns)));
+    }
+    pages::take_lease(fd.as_fd())?;
+    Ok(Ok((fd, seen)))
+}
+
+fn purge_whole(target: &Target<'_>, is_volatile: impl Fn(&OwnedFd, &Seen) -> bool) -> io::Result<Outcome> {
+    let (fd, seen) = match take(target, OFlags::RDONLY)? {
+        Ok(taken) => taken,
+        Err(outcome) => return Ok(outcome),
+    };
+    let Some(ours) = taken_name(target.inode, target.name) else {
+        // No room for a name of ours: the rename is done without, and the window between look and unlink stays.
+        let is_same = door::look_at(target.folder, target.name)?.inode == target.inode;
+        if !is_same || !is_volatile(&fd, &seen) {
+            return Ok(Outcome::Gone);
+        }
+        fs::unlinkat(target.folder, target.name, AtFlags::empty())?;
+        return Ok(Outcome::Freed { bytes: seen.held_bytes, left_bytes: 0 });
+    };
+    door::rename(target.folder, target.name, &ours)?;
+    if door::look_at(target.folder, &ours)?.inode != target.inode || !is_volatile(&fd, &seen) {
+        give_back(target.folder, &ours, target.name);
+        return Ok(Outcome::Gone);
+    }
+    fs::unlinkat(target.folder, &ours, AtFlags::empty())?;
+    Ok(Outcome::Freed { bytes: seen.held_bytes, left_bytes: 0 })
+}
+
+/// Gives a file its name back. Has somebody made a new one of that name, it is the newer, as if it had replaced this one.
+fn give_back(folder: BorrowedFd<'_>, ours: &OsStr, name: &OsStr) {
+    if let Err(error) = door::rename(folder, ours, name)
+        && error.kind() == io::ErrorKind::AlreadyExists
+    {
+        let _ = fs::unlinkat(folder, ours, AtFlags::empty());
+    }
+}
+
+fn purge_tail(
+    target: &Target<'_>,
+    want_bytes: u64,
+    is_volatile: impl Fn(&OwnedFd, &Seen) -> bool,
+) -> io::Result<Outcome> {
+    let (fd, seen) = match take(target, OFlags::RDWR)? {
+        Ok(taken) => taken,
+        Err(outcome) => return Ok(outcome),
+    };
+    if !is_volatile(&fd, &seen) {
+        return Ok(Outcome::Gone);
+    }
+    let (mut len_bytes, mut left_bytes) = (seen.len_bytes, seen.held_bytes);
+    while len_bytes > 0 && seen.held_bytes - left_bytes < want_bytes {
+        let missing = want_bytes - (seen.held_bytes - left_bytes);
+        // Where the end is a hole nothing comes of it: an eighth at least, so that this comes to an end.
+        len_bytes = cut(len_bytes, missing.max(len_bytes / 8));
+        // Said before it is done: who is killed in between has lost nothing, and nobody trusts what is not there.
+        let from = door::purged_from(&fd).map_or(len_bytes, |from| from.min(len_bytes));
+        door::set_attribute(&fd, PURGED, &from.to_string())?;
+        fs::ftruncate(&fd, len_bytes)?;
+        left_bytes = door::look(&fd)?.held_bytes.min(left_bytes);
+    }
+    Ok(Outcome::Freed { bytes: seen.held_bytes - left_bytes, left_bytes })
+}
+
+/// A length that is shorter by `bytes` or more: to a whole block where that is no more than twice as much, else to a page.
+fn cut(len_bytes: u64, bytes: u64) -> u64 {
+    let rest = len_bytes.saturating_sub(bytes.max(1));
+    let unit = if bytes >= BLOCK_BYTES as u64 { BLOCK_BYTES } else { os_page_bytes() } as u64;
+    rest - rest % unit
+}
+
+/// The name of ours for a file; `None` if that would be too long.
+fn taken_name(inode: u64, name: &OsStr) -> Option<OsString> {
+    let mut ours = format!("{TAKEN}{inode:x}-").into_bytes();
+    ours.extend_from_slice(name.as_bytes());
+    (ours.len() <= MAX_NAME).then(|| OsString::from_vec(ours))
+}
+
+/// The inode and the old name that a name of ours tells.
+fn parse_taken(name: &OsStr) -> Option<(u64, &OsStr)> {
+    let rest = name.as_bytes().strip_prefix(TAKEN.as_bytes())?;
+    let at = rest.iter().position(|byte| *byte == b'-')?;
+    let inode = u64::from_str_radix(std::str::from_utf8(&rest[..at]).ok()?, 16).ok()?;
+    Some((inode, OsStr::from_bytes(&rest[at + 1..]))).filter(|(_, name)| !name.is_empty())
+}
+
+/// Finishes what a killed controller began, should this name be one of ours: the right file goes, a wrong one gets its name
+/// back. Returns whether it was one of ours.
+pub fn finish(folder: BorrowedFd<'_>, name: &OsStr) -> bool {
+    let Some((inode, old)) = parse_taken(name) else { return false };
+    let Ok(fd) = door::open_file(folder, name, OFlags::RDONLY) else { return true };
+    let is_right = door::look(&fd).is_ok_and(|seen| seen.inode == inode && seen.is_file());
+    if !is_right {
+        give_back(folder, name, old);
+    } else if pages::take_lease(fd.as_fd()).is_ok() {
+        let _ = fs::unlinkat(folder, name, AtFlags::empty());
+    }
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+
+    struct Folder {
+        path: tempfile::TempDir,
+        fd: OwnedFd,
+    }
+
+    impl Folder {
+        /// On tmpfs, if there is one to write to.
+        fn new() -> Option<Self> {
+            let path = tempfile::tempdir_in("/dev/shm").ok()?;
+            let fd = File::open(path.path()).unwrap().into();
+            Some(Self { path, fd })
+        }
+
+        fn write(&self, name: &str, len: usize) -> u64 {
+            std::fs::write(self.at(name), vec![1u8; len]).unwrap();
+            door::look_at(&self.fd, OsStr::new(name)).unwrap().inode
+        }
+
+        fn at(&self, name: &str) -> std::path::PathBuf {
+            self.path.path().join(name)
+        }
+
+        fn names(&self) -> Vec<String> {
+            let entries = std::fs::read_dir(self.path.path()).unwrap();
+            let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+            names.sort();
+            names
+        }
+
+        fn purge(&self, name: &str, inode: u64, part: Part, want: u64) -> Outcome {
+            let target = Target { folder: self.fd.as_fd(), name: OsStr::new(name), inode, part, used_ns: i64::MAX };
+            purge(&target, want, |_, _| true)
+        }
+    }
+
+    /// A file goes whole; one that is open, was replaced, was used, has a second name or is no longer volatile stays.
+    #[test]
+    fn only_what_was_meant_goes() {
+        let Some(folder) = Folder::new() else { return println!("skipped: no /dev/shm") };
+        let page = os_page_bytes();
+        let inode = folder.write("a", page);
+        let open = File::open(folder.at("a")).unwrap();
+        assert_eq!(folder.purge("a", inode, Part::Whole, 1), Outcome::Open);
+        drop(open);
+        assert_eq!(folder.purge("a", inode + 1, Part::Whole, 1), Outcome::Gone, "another file of that name");
+        let target = Target { folder: folder.fd.as_fd(), name: OsStr::new("a"), inode, part: Part::Whole, used_ns: 5 };
+        assert!(matches!(purge(&target, 1, |_, _| true), Outcome::Used(_)));
+        let target = Target { used_ns: i64::MAX, ..target };
+        assert_eq!(purge(&target, 1, |_, _| false), Outcome::Gone, "not volatile any more");
+        std::fs::hard_link(folder.at("a"), folder.at("b")).unwrap();
+        assert_eq!(folder.purge("a", inode, Part::Whole, 1), Outcome::Gone, "two names");
+        std::fs::remove_file(folder.at("b")).unwrap();
+        std::os::unix::fs::symlink("a", folder.at("link")).unwrap();
+        assert_eq!(folder.purge("link", inode, Part::Whole, 1), Outcome::Gone);
+        assert_eq!(folder.names(), ["a", "link"]);
+        let freed = folder.purge("a", inode, Part::Whole, 1);
+        assert_eq!(freed, Outcome::Freed { bytes: page as u64, left_bytes: 0 });
+        assert_eq!(folder.names(), ["link"]);
+        let long = "n".repeat(255);
+        let inode = folder.write(&long, page);
+        assert!(matches!(folder.purge(&long, inode, Part::Whole, 1), Outcome::Freed { .. }));
+        assert_eq!(folder.names(), ["link"]);
+    }
+
+    /// A file that takes the name between look and rename keeps its contents and gets the name back.
+    #[test]
+    fn a_replaced_file_gets_its_name_back() {
+        let Some(folder) = Folder::new() else { return println!("skipped: no /dev/shm") };
+        let (old, new) = (folder.write("a", 10), folder.write("other", 20));
+        let ours = taken_name(old, OsStr::new("a")).unwrap();
+        // As `purge_whole` has it when somebody was faster.
+        std::fs::rename(folder.at("other"), folder.at("a")).unwrap();
+        door::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();
+        assert!(finish(folder.fd.as_fd(), &ours));
+        assert_eq!(folder.names(), ["a"]);
+        assert_eq!(door::look_at(&folder.fd, OsStr::new("a")).unwrap().inode, new);
+        // Killed after the rename of the right one: it goes.
+        let ours = taken_name(new, OsStr::new("a")).unwrap();
+        door::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();
+        assert!(finish(folder.fd.as_fd(), &ours) && folder.names().is_empty());
+        assert!(!finish(folder.fd.as_fd(), OsStr::new(".pagemill-purge-zz")));
+    }
+
+    /// From the end, by whole pages, and said beforehand; what is left is unchanged.
+    #[test]
+    fn tails_go_and_say_so() {
+        let Some(folder) = Folder::new() else { return println!("skipped: no /dev/shm") };
+        let page = os_page_bytes() as u64;
+        let inode = folder.write("a", 10 * page as usize + 5);
+        let open = || File::open(folder.at("a")).unwrap();
+        if door::set_attribute(open(), PURGED, "99999999").is_err() {
+            return println!("skipped: no attributes of users on tmpfs");
+        }
+        let freed = folder.purge("a", inode, Part::Tail, 3 * page);
+        assert_eq!(freed, Outcome::Freed { bytes: 4 * page, left_bytes: 7 * page });
+        assert_eq!((door::purged_from(open()), open().metadata().unwrap().len()), (Some(7 * page), 7 * page));
+        let freed = folder.purge("a", inode, Part::Tail, u64::MAX);
+        assert_eq!(freed, Outcome::Freed { bytes: 7 * page, left_bytes: 0 });
+        assert_eq!((door::purged_from(open()), folder.names().len()), (Some(0), 1));
+        let sparse = folder.write("b", page as usize);
+        File::options().write(true).open(folder.at("b")).unwrap().set_len(1000 * page).unwrap();
+        assert!(matches!(folder.purge("b", sparse, Part::Tail, 1), Outcome::Freed { left_bytes: 0, .. }));
+    }
+
+    /// Cuts end on pages or blocks and always cut something.
+    #[test]
+    fn cuts_end_on_pages() {
+        let (page, block) = (os_page_bytes() as u64, BLOCK_BYTES as u64);
+        assert_eq!(cut(10 * page + 5, 1), 10 * page);
+        assert_eq!(cut(10 * page, 1), 9 * page);
+        assert_eq!(cut(5 * block + 7, block), 4 * block);
+        assert_eq!((cut(page, block), cut(5, 0)), (0, 0));
+    }
+}

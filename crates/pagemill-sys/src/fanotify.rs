@@ -1,0 +1,236 @@
+//! Who closed a file that was open for writing, anywhere on one file system (fanotify).
+//!
+//! The kernel keeps what happened until it is asked, at most 16384 events; after that it says that some are missing.
+//! Unprivileged too, in the user namespace that mounted the file system.
+#![allow(unsafe_code)] // fanotify, open_by_handle_at
+
+use std::ffi::{CStr, OsStr};
+use std::io;
+use std::mem::size_of;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+
+/// What is reported of a handle whose kind is this: `shmem_encode_fh` in mm/shmem.c writes generation and inode number.
+const SHMEM_HANDLE_TYPE: libc::c_int = 1;
+
+/// A folder as the kernel names it in an event.
+#[derive(Clone, Copy)]
+pub struct Handle<'event> {
+    kind: libc::c_int,
+    bytes: &'event [u8],
+}
+
+impl Handle<'_> {
+    /// Its inode number, where it is a folder of tmpfs.
+    pub fn inode(&self) -> Option<u64> {
+        let word = |at: usize| Some(u32::from_ne_bytes(self.bytes.get(at..at + 4)?.try_into().ok()?));
+        (self.kind == SHMEM_HANDLE_TYPE).then_some(())?;
+        Some(u64::from(word(4)?) | u64::from(word(8)?) << 32)
+    }
+
+    /// Opens the folder, as a place in the mount that `root` is open in.
+    ///
+    /// # Errors
+    ///
+    /// `EPERM` without CAP_DAC_READ_SEARCH in the first user namespace; `ESTALE` for what is gone.
+    pub fn open(&self, root: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+        #[repr(C)]
+        struct Raw {
+            len: libc::c_uint,
+            kind: libc::c_int,
+            bytes: [u8; 128],
+        }
+        let mut raw = Raw { len: self.bytes.len() as libc::c_uint, kind: self.kind, bytes: [0; 128] };
+        let place = raw.bytes.get_mut(..self.bytes.len()).ok_or(io::ErrorKind::InvalidInput)?;
+        place.copy_from_slice(self.bytes);
+        let flags = libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC;
+        // SAFETY: reads `raw`, whose length field bounds what is read of its bytes.
+        let fd = unsafe { libc::syscall(libc::SYS_open_by_handle_at, root.as_raw_fd(), &raw const raw, flags) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: a new descriptor, ours alone.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+    }
+}
+
+/// Something happened.
+pub enum Event<'event> {
+    /// A process (0 where the kernel does not say) closed a file that it had open for writing.
+    Written { folder: Handle<'event>, name: &'event OsStr, pid: u32 },
+    /// Events were lost: only a look at everything shows what there is.
+    Lost,
+}
+
+/// Listens to one file system.
+pub struct Listener(OwnedFd);
+
+impl Listener {
+    /// Listens to the file system that `root` lies on.
+    ///
+    /// # Errors
+    ///
+    /// `EPERM` without CAP_SYS_ADMIN in the namespace that mounted it (before Linux 6.8 or so in the first one).
+    pub fn new(root: BorrowedFd<'_>) -> io::Result<Self> {
+        let flags = libc::FAN_CLASS_NOTIF | libc::FAN_CLOEXEC | libc::FAN_NONBLOCK | libc::FAN_REPORT_DFID_NAME;
+        // SAFETY: makes a new descriptor.
+        let fd = unsafe { libc::syscall(libc::SYS_fanotify_init, flags, libc::O_RDONLY) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: it is new, and ours alone.
+        let listener = Self(unsafe { OwnedFd::from_raw_fd(fd as i32) });
+        // SAFETY: reads the path only.
+        let marked = unsafe {
+            libc::fanotify_mark(
+                listener.0.as_raw_fd(),
+                libc::FAN_MARK_ADD | libc::FAN_MARK_FILESYSTEM,
+                libc::FAN_CLOSE_WRITE,
+                root.as_raw_fd(),
+                c".".as_ptr(),
+            )
+        };
+        if marked < 0 { Err(io::Error::last_os_error()) } else { Ok(listener) }
+    }
+
+    /// To wait for: readable when there are events.
+    pub fn as_fd(&self) -> BorrowedFd<'_> {
+        std::os::fd::AsFd::as_fd(&self.0)
+    }
+
+    /// Takes what fits into `buffer` and tells each event. Returns whether there was any.
+    ///
+    /// # Errors
+    ///
+    /// What `read` says.
+    pub fn drain(&self, buffer: &mut [u8], mut tell: impl FnMut(Event<'_>)) -> io::Result<bool> {
+        // SAFETY: writes at most `buffer.len()` bytes.
+        let count = unsafe { libc::read(self.0.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len()) };
+        if count < 0 {
+            let error = io::Error::last_os_error();
+            return match error.kind() {
+                io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(false),
+                _ => Err(error),
+            };
+        }
+        let mut rest = &buffer[..count as usize];
+        while let Some((event, after)) = split_event(rest) {
+            if let Some(event) = parse(event) {
+                tell(event);
+            }
+            rest = after;
+        }
+        Ok(count > 0)
+    }
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
+}
+
+/// The first event, and what follows it.
+fn split_event(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
+    let len = u32_at(bytes, 0)? as usize;
+    (len >= size_of::<libc::fanotify_event_metadata>()).then(|| bytes.split_at_checked(len)).flatten()
+}
+
+/// Lengths within a record of an event: its head, the file system's id, the head of the handle.
+const INFO_HEAD: usize = 4;
+const FILE_SYSTEM_ID: usize = 8;
+const HANDLE_HEAD: usize = 8;
+
+fn parse(event: &[u8]) -> Option<Event<'_>> {
+    let mask = u64::from_ne_bytes(event.get(8..16)?.try_into().ok()?);
+    if mask & libc::FAN_Q_OVERFLOW != 0 {
+        return Some(Event::Lost);
+    }
+    let pid = u32_at(event, 20)?;
+    let mut records = event.get(usize::from(u16::from_ne_bytes(event.get(6..8)?.try_into().ok()?))..)?;
+    while records.len() > INFO_HEAD {
+        let len = usize::from(u16::from_ne_bytes(records.get(2..4)?.try_into().ok()?));
+        let (record, after) = records.split_at_checked(len.max(INFO_HEAD))?;
+        if record[0] == libc::FAN_EVENT_INFO_TYPE_DFID_NAME {
+            let handle = record.get(INFO_HEAD + FILE_SYSTEM_ID..)?;
+            let (len, kind) = (u32_at(handle, 0)? as usize, u32_at(handle, 4)? as libc::c_int);
+            let bytes = handle.get(HANDLE_HEAD..HANDLE_HEAD + len)?;
+            let name = CStr::from_bytes_until_nul(handle.get(HANDLE_HEAD + len..)?).ok()?;
+            let name = OsStr::from_bytes(name.to_bytes());
+            return Some(Event::Written { folder: Handle { kind, bytes }, name, pid });
+        }
+        records = after;
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+
+    /// An event as the kernel writes it: metadata, one record with folder and name.
+    fn event(mask: u64, kind: i32, words: [u32; 3], name: &[u8]) -> Vec<u8> {
+        let mut record = vec![libc::FAN_EVENT_INFO_TYPE_DFID_NAME, 0, 0, 0];
+        record.extend([0; 8]);
+        record.extend(12u32.to_ne_bytes());
+        record.extend(kind.to_ne_bytes());
+        record.extend(words.iter().flat_map(|word| word.to_ne_bytes()));
+        record.extend(name);
+        record.resize(record.len().next_multiple_of(4), 0);
+        let len = record.len() as u16;
+        record[2..4].copy_from_slice(&len.to_ne_bytes());
+        let mut event = (24 + u32::from(len)).to_ne_bytes().to_vec();
+        event.extend([3, 0]);
+        event.extend(24u16.to_ne_bytes());
+        event.extend(mask.to_ne_bytes());
+        event.extend((-1i32).to_ne_bytes());
+        event.extend(77u32.to_ne_bytes());
+        event.extend(record);
+        event
+    }
+
+    /// Folder, name and process are read from what the kernel writes; a cut event, or one of another kind, is none.
+    #[test]
+    fn events_are_read() {
+        let whole = event(libc::FAN_CLOSE_WRITE, 1, [9, 5, 1], b"name\0");
+        let both = [whole.clone(), event(libc::FAN_Q_OVERFLOW, 1, [0; 3], b"\0")].concat();
+        let (first, rest) = split_event(&both).unwrap();
+        let Some(Event::Written { folder, name, pid }) = parse(first) else { panic!() };
+        assert_eq!((folder.inode(), name.as_bytes(), pid), (Some(1 << 32 | 5), &b"name"[..], 77));
+        assert!(matches!(parse(split_event(rest).unwrap().0), Some(Event::Lost)));
+        let other = event(libc::FAN_CLOSE_WRITE, 2, [9, 5, 1], b"name\0");
+        let Some(Event::Written { folder, .. }) = parse(&other) else { panic!() };
+        assert_eq!(folder.inode(), None);
+        for len in 0..whole.len() {
+            assert!(split_event(&whole[..len]).is_none());
+            let _ = parse(&whole[..len]);
+        }
+        let mut endless = whole;
+        endless[0..4].copy_from_slice(&0u32.to_ne_bytes());
+        assert!(split_event(&endless).is_none(), "a length of 0");
+    }
+
+    /// The real thing, where this process may listen: a file closed is told once, by its folder and name.
+    #[test]
+    fn a_closed_file_is_told() {
+        let Ok(folder) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
+        let root = std::fs::File::open(folder.path()).unwrap();
+        let listener = match Listener::new(root.as_fd()) {
+            Ok(listener) => listener,
+            Err(error) => return println!("skipped: fanotify: {error}"),
+        };
+        std::fs::write(folder.path().join("a file"), b"x").unwrap();
+        let inode = std::os::unix::fs::MetadataExt::ino(&root.metadata().unwrap());
+        let mut found = Vec::new();
+        listener
+            .drain(&mut [0; 4096], |event| {
+                if let Event::Written { folder, name, pid } = event {
+                    found.push((folder.inode(), name.to_owned(), pid));
+                }
+            })
+            .unwrap();
+        let mine = |name: &OsStr| name == "a file";
+        let told: Vec<_> = found.iter().filter(|(_, name, _)| mine(name)).collect();
+        assert_eq!(told.len(), 1, "{found:?}");
+        assert_eq!((told[0].0, told[0].2), (Some(inode), std::process::id()));
+    }
+}
