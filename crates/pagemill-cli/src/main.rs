@@ -8,11 +8,11 @@ mod doctor;
 mod elf;
 mod meminfo;
 mod mount;
-mod status;
 mod preload;
 mod report;
 mod run;
 mod running;
+mod status;
 mod trace;
 mod vmstat;
 

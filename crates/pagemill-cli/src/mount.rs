@@ -216,7 +216,10 @@ fn find(dir: &Path) -> Result<(PathBuf, u64), ExitCode> {
 }
 
 fn nobody(point: &Path) -> String {
-    format!("the controller of {0} does not answer, or is another user's; if it has ended, `pagemill mount {0}` takes over", point.display())
+    format!(
+        "the controller of {0} does not answer, or is another user's; if it has ended, `pagemill mount {0}` takes over",
+        point.display()
+    )
 }
 
 #[derive(clap::Args)]
@@ -324,7 +327,8 @@ impl Mark {
         if (self.volatile.is_some() || self.huge.is_some()) && user != 0 && user != seen.owner {
             return Err(format!("{name} belongs to user {}: only its owner may mark it", seen.owner));
         }
-        let marks = [(VOLATILE, self.volatile.map(|word| word.to_string())), (HUGE, self.huge.map(|word| word.to_string()))];
+        let marks =
+            [(VOLATILE, self.volatile.map(|word| word.to_string())), (HUGE, self.huge.map(|word| word.to_string()))];
         for (attribute, word) in marks {
             let Some(word) = word else { continue };
             door::set_attribute(&fd, attribute, &word).map_err(|error| match error.raw_os_error() {
@@ -339,7 +343,10 @@ impl Mark {
         let (volatile, huge) = (marks.volatile.map(|word| word.to_string()), marks.huge.map(|word| word.to_string()));
         let purged = door::purged_from(&fd);
         if self.json {
-            println!("{}", json!({ "path": path.to_string_lossy(), "volatile": volatile, "huge": huge, "purged_from": purged, "ignored": bad }));
+            println!(
+                "{}",
+                json!({ "path": path.to_string_lossy(), "volatile": volatile, "huge": huge, "purged_from": purged, "ignored": bad })
+            );
         } else {
             let word = |word: Option<String>| word.unwrap_or_else(|| "-".into());
             let purged = purged.map_or_else(String::new, |from| format!("  purged from byte {from} on"));

@@ -104,7 +104,9 @@ fn text_of(state: &State) -> String {
     let mut text = String::new();
     let _ = match state.controller_pid {
         Some(pid) => writeln!(text, "{}  controller {pid}, {:.0} s", state.mount_point, state.uptime_seconds),
-        None => writeln!(text, "{}  no controller answers: nothing is purged, and limits are not minded", state.mount_point),
+        None => {
+            writeln!(text, "{}  no controller answers: nothing is purged, and limits are not minded", state.mount_point)
+        }
     };
     let asked = match state.size_bytes {
         size if state.controller_pid.is_some() && size != state.asked_bytes => {
@@ -132,7 +134,8 @@ fn text_of(state: &State) -> String {
     let _ = writeln!(text, "  {:<16} {:>10} {:>10} {:>10}", "limits", "used", "purge from", "limit");
     for line in &state.lines {
         let name = if line.kind == "group" { format!("group {}", line.name) } else { line.name.clone() };
-        let [used, mark, limit] = [line.used_bytes, line.mark_bytes, line.limit_bytes].map(|bytes| Bytes(bytes).to_string());
+        let [used, mark, limit] =
+            [line.used_bytes, line.mark_bytes, line.limit_bytes].map(|bytes| Bytes(bytes).to_string());
         let _ = writeln!(text, "    {name:<14} {used:>10} {mark:>10} {limit:>10}");
     }
     if !state.is_preferred {

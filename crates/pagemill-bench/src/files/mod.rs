@@ -56,7 +56,7 @@ impl<Case: Ord + Clone> Plan<'_, Case> {
                         Ok(mounted) => {
                             let outcome = self.sample(case, subject, &mounted)?;
                             book.enter(case, subject.name, self.metrics, &outcome);
-                            mounted.end().into_iter().for_each(|gap| report.gap(gap));
+                            mounted.end().complaint.into_iter().for_each(|gap| report.gap(gap));
                         }
                         Err(gap) => book.enter(case, subject.name, self.metrics, &Outcome::Failed(gap)),
                     }

@@ -7,7 +7,6 @@ use std::ffi::CString;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -56,6 +55,15 @@ pub struct Mounted {
     folder: TempDir,
 }
 
+/// How a file system ended.
+#[derive(Debug, Default)]
+pub struct Ended {
+    /// A sentence where the controller did not unmount by itself.
+    pub complaint: Option<String>,
+    /// What the controller wrote to standard error, in one line.
+    pub said: String,
+}
+
 /// Makes file systems.
 #[derive(Debug)]
 pub struct Mounter {
@@ -100,7 +108,7 @@ impl Mounter {
             match self.mount(subject, 64 << 20)? {
                 Ok(mounted) => {
                     ready.push(subject);
-                    gaps.extend(mounted.end());
+                    gaps.extend(mounted.end().complaint);
                 }
                 Err(gap) => gaps.push(gap),
             }
@@ -144,8 +152,8 @@ fn start_controller(folder: &Path, size_bytes: u64) -> Result<std::result::Resul
         return Ok(Err("pagemill: the command is not built: cargo build --release -p pagemill-cli".to_owned()));
     };
     let before = device_of(folder).map_err(doing("looking at a folder to mount on"))?;
-    let mut command = Command::new(program);
-    command.arg("mount").arg(folder).args(["--size", &size_bytes.to_string()]);
+    let mut command = child::workload(&["__enter", "--"])?;
+    command.arg(program).arg("mount").arg(folder).args(["--size", &size_bytes.to_string()]);
     subject::clear_foreign_settings(&mut command);
     let running = Running::start(&mut command)?;
     let begun = Instant::now();
@@ -183,40 +191,43 @@ impl Mounted {
         self.device
     }
 
-    /// Unmounts; a sentence where the controller did not do so by itself.
-    pub fn end(mut self) -> Option<String> {
+    /// Unmounts.
+    pub fn end(mut self) -> Ended {
         self.close()
     }
 
-    fn close(&mut self) -> Option<String> {
-        let complaint = match self.origin.take()? {
-            Origin::Given => return None,
-            Origin::Mounted => None,
-            Origin::Steered(running) => {
-                running.terminate();
-                let finished = running.finish(PATIENCE);
-                match finished {
-                    Ok(finished) if finished.status.success() && !self.is_mounted() => None,
-                    Ok(finished) => {
-                        let said = String::from_utf8_lossy(&finished.stderr).trim().replace('\n', "; ");
-                        let what = if self.is_mounted() { "did not unmount" } else { "unmounted" };
-                        Some(format!(
-                            "pagemill: asked to end the controller {what} and ended with {}: {said}",
-                            finished.status
-                        ))
-                    }
-                    // The interrupt has killed it.
-                    Err(Error::Interrupted) => None,
-                    Err(error) => Some(format!("pagemill: asked to end the controller did not: {error}")),
-                }
-            }
+    fn close(&mut self) -> Ended {
+        let mut ended = match self.origin.take() {
+            None | Some(Origin::Given) => return Ended::default(),
+            Some(Origin::Mounted) => Ended::default(),
+            Some(Origin::Steered(running)) => self.end_controller(running),
         };
         if self.is_mounted() {
             // Ours by its device number. Detached, since a killed workload may hold it for a moment.
             let result = rustix::mount::unmount(self.folder(), UnmountFlags::DETACH);
-            return complaint.or(result.err().map(|errno| format!("{} stays: {errno}", self.folder().display())));
+            let stays = result.err().map(|errno| format!("{} stays: {errno}", self.folder().display()));
+            ended.complaint = ended.complaint.or(stays);
         }
-        complaint
+        ended
+    }
+
+    fn end_controller(&self, running: Running) -> Ended {
+        running.terminate();
+        let finished = match running.finish(PATIENCE) {
+            Ok(finished) => finished,
+            // The interrupt has killed it.
+            Err(Error::Interrupted) => return Ended::default(),
+            Err(error) => {
+                let complaint = Some(format!("pagemill: the controller did not end when it was asked to: {error}"));
+                return Ended { complaint, ..Ended::default() };
+            }
+        };
+        let said = String::from_utf8_lossy(&finished.stderr).trim().replace('\n', "; ");
+        let complaint = (!finished.status.success() || self.is_mounted()).then(|| {
+            let what = if self.is_mounted() { "did not unmount" } else { "unmounted" };
+            format!("pagemill: asked to end the controller {what} and ended with {}: {said}", finished.status)
+        });
+        Ended { complaint, said }
     }
 
     /// Whether our folder still is the file system that was mounted on it.
@@ -227,7 +238,7 @@ impl Mounted {
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        if let Some(complaint) = self.close() {
+        if let Some(complaint) = self.close().complaint {
             eprintln!("gap: {complaint}");
         }
     }
@@ -272,7 +283,7 @@ mod tests {
             assert_eq!(used_bytes(&folder), Ok(8192));
             assert_eq!(assert_tmpfs(&folder, mounted.device()), Ok(()));
             assert!(assert_tmpfs(&folder, mounted.device() + 1).is_err());
-            assert_eq!(mounted.end(), None);
+            assert_eq!(mounted.end().complaint, None);
             assert!(!folder.exists());
             Ok::<(), String>(())
         });

@@ -80,7 +80,6 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let cases = cases(options)?;
     let seconds = options.seconds.unwrap_or(common.pick(1, 60));
     let rounds = common.samples.map_or(common.pick(2, 3), usize::from);
-    child::warm((UNLIMITED_SIZE >> 20) + 512)?;
     let mut book = Book::new();
     let same_writers = |left: &Case, right: &Case| (left.file_mib, left.writers) == (right.file_mib, right.writers);
     let groups: Vec<&[Case]> = cases.chunk_by(same_writers).collect();
@@ -141,6 +140,8 @@ fn sample(
     seconds: u64,
     report: &mut Report,
 ) -> Result<Outcome> {
+    // Memory that has been free for a while may have gone back to the host, and be slow again at its first touch.
+    child::warm(limit_mib.unwrap_or(UNLIMITED_SIZE >> 20) + KEPT_MIB)?;
     let group = match limit_mib {
         Some(mib) => Cgroup::with_limit(mib << 20),
         None => Cgroup::without_limit(),
@@ -165,8 +166,13 @@ fn sample(
         }
     }
     // Its files are charged to the group: they go first.
-    mounted.end().into_iter().for_each(|gap| report.gap(gap));
+    let ended = mounted.end();
+    ended.complaint.into_iter().for_each(|gap| report.gap(gap));
     drop(group);
+    if matches!(outcome, Outcome::Killed) && subject == STEERED {
+        let (name, seconds, said) = (case.name(), finished.wall.as_secs_f64(), ended.said);
+        report.note(format!("{name}: killed after {seconds:.2} s; the controller said: {said}"));
+    }
     Ok(outcome)
 }
 
