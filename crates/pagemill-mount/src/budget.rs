@@ -26,9 +26,10 @@ const MACHINE_DIVISOR: u64 = 16;
 /// Nobody fills memory faster, in bytes a second.
 const FASTEST: u64 = 32 << 30;
 
-/// Bounds of the pause between two looks.
+/// Bounds of the pause between two looks. Whose group is not known may fill it between two of them: at most a hundred
+/// wake-ups a second, a thousandth of a processor.
 pub const SHORTEST_PAUSE: Duration = Duration::from_millis(1);
-pub const LONGEST_PAUSE: Duration = Duration::from_millis(100);
+pub const LONGEST_PAUSE: Duration = Duration::from_millis(10);
 
 /// Whose limit is meant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,9 +71,9 @@ pub struct Budget {
 
 impl Budget {
     /// `size_bytes` is what the user asked for.
-    pub fn new(size_bytes: u64, fill: Fill, groups: &[Sample], machine: Option<Machine>, is_preferred: bool) -> Self {
+    pub fn new(size_bytes: u64, fill: Fill, groups: &[Sample], machine: Option<Machine>, margins: Margins) -> Self {
         let line = |bound, name: &str, limit_bytes: u64, used_bytes| {
-            let mark_bytes = limit_bytes - margin_bytes(limit_bytes, is_preferred);
+            let mark_bytes = limit_bytes - margins.of(limit_bytes);
             Line { bound, name: name.to_owned(), limit_bytes, used_bytes, mark_bytes }
         };
         let mut lines = vec![line(Bound::Size, "size", size_bytes, fill.used_bytes)];
@@ -123,10 +124,21 @@ impl Budget {
     }
 }
 
-/// Distance of the mark from a limit.
-pub fn margin_bytes(limit_bytes: u64, is_preferred: bool) -> u64 {
-    let least = if is_preferred { MARGIN_BYTES } else { WIDE_MARGIN_BYTES };
-    least.max(limit_bytes / MARGIN_DIVISOR).min(limit_bytes / 2)
+/// What decides how far marks lie from their limits.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Margins {
+    /// The controller goes before others.
+    pub is_preferred: bool,
+    /// So much may come in before it looks again.
+    pub foreseen_bytes: u64,
+}
+
+impl Margins {
+    /// Distance of the mark from a limit; at most half of it.
+    fn of(self, limit_bytes: u64) -> u64 {
+        let least = if self.is_preferred { MARGIN_BYTES } else { WIDE_MARGIN_BYTES };
+        least.max(limit_bytes / MARGIN_DIVISOR).max(self.foreseen_bytes).min(limit_bytes / 2)
+    }
 }
 
 fn guard_bytes(limit_bytes: u64) -> u64 {
@@ -140,6 +152,8 @@ mod tests {
 
     const MIB: u64 = BLOCK_BYTES as u64 / 2;
 
+    const PREFERRED: Margins = Margins { is_preferred: true, foreseen_bytes: 0 };
+
     fn fill(size: u64, used: u64) -> Fill {
         Fill { size_bytes: size * MIB, used_bytes: used * MIB, inodes: 0 }
     }
@@ -152,7 +166,7 @@ mod tests {
     /// A limited writer: files go from 128 MiB below the limit on, and the size ends 8 MiB before it.
     #[test]
     fn a_group_bounds_the_size() {
-        let budget = Budget::new(8192 * MIB, fill(8192, 400), &[group(512, 420)], None, true);
+        let budget = Budget::new(8192 * MIB, fill(8192, 400), &[group(512, 420)], None, PREFERRED);
         let line = &budget.lines[1];
         assert_eq!((line.bound, line.mark_bytes / MIB, line.excess_bytes() / MIB), (Bound::Group(3), 384, 36));
         assert_eq!(budget.size_bytes / MIB, 400 + (512 - 420) - 8);
@@ -164,21 +178,23 @@ mod tests {
     /// Without real-time priority the margin is wider; small limits keep half.
     #[test]
     fn margins_fit_the_limit() {
-        assert_eq!(margin_bytes(512 * MIB, true) / MIB, 128);
-        assert_eq!(margin_bytes(512 * MIB, false) / MIB, 200);
-        assert_eq!(margin_bytes(100 * MIB, true) / MIB, 50);
-        assert_eq!(margin_bytes(10_000 * MIB, true) / MIB, 2000);
+        assert_eq!(PREFERRED.of(512 * MIB) / MIB, 128);
+        assert_eq!(Margins::default().of(512 * MIB) / MIB, 200);
+        assert_eq!(PREFERRED.of(100 * MIB) / MIB, 50);
+        assert_eq!(PREFERRED.of(10_000 * MIB) / MIB, 2000);
+        let fast = Margins { foreseen_bytes: 300 * MIB, ..PREFERRED };
+        assert_eq!((fast.of(1000 * MIB) / MIB, fast.of(512 * MIB) / MIB), (300, 256));
     }
 
     /// Far from every limit the size is the user's and there is time.
     #[test]
     fn far_from_limits_there_is_time() {
         let machine = Machine { total_bytes: 32_000 * MIB, available_bytes: 30_000 * MIB, swap_free_bytes: 0 };
-        let budget = Budget::new(8192 * MIB, fill(8192, 0), &[], Some(machine), true);
+        let budget = Budget::new(8192 * MIB, fill(8192, 0), &[], Some(machine), PREFERRED);
         assert_eq!((budget.size_bytes, budget.pause()), (8192 * MIB, LONGEST_PAUSE));
         assert!(!budget.wants_size(fill(8192, 0)));
         let short = Machine { available_bytes: 1500 * MIB, ..machine };
-        let budget = Budget::new(8192 * MIB, fill(8192, 4000), &[], Some(short), true);
+        let budget = Budget::new(8192 * MIB, fill(8192, 4000), &[], Some(short), PREFERRED);
         assert_eq!(budget.size_bytes / MIB, 4000 + 500);
         assert_eq!(budget.lines[1].excess_bytes() / MIB, 500);
     }
@@ -186,7 +202,7 @@ mod tests {
     /// A size that has become too small is raised before anybody meets it.
     #[test]
     fn a_small_size_is_raised_in_time() {
-        let budget = Budget::new(8192 * MIB, fill(1000, 900), &[group(4096, 1000)], None, true);
+        let budget = Budget::new(8192 * MIB, fill(1000, 900), &[group(4096, 1000)], None, PREFERRED);
         assert!(budget.wants_size(fill(1000, 980)) && budget.wants_size(fill(1000, 900)));
         let close = Budget { size_bytes: 1010 * MIB, ..budget };
         assert!(!close.wants_size(fill(1000, 900)), "not worth the call");
@@ -200,7 +216,7 @@ mod tests {
             let fill = Fill { size_bytes: size, used_bytes: used, inodes: 0 };
             let group = Sample { watch: 0, name: String::new(), limit_bytes: limit, working_set_bytes: working, hard_room_bytes: hard };
             let machine = Machine { total_bytes: total, available_bytes: available, swap_free_bytes: 0 };
-            let budget = Budget::new(size, fill, &[group], Some(machine), true);
+            let budget = Budget::new(size, fill, &[group], Some(machine), PREFERRED);
             prop_assert!(budget.size_bytes >= used.max(BLOCK_BYTES as u64));
             prop_assert!(budget.size_bytes <= size.max(used).max(BLOCK_BYTES as u64));
             let _ = (budget.pause(), budget.wants_size(fill));

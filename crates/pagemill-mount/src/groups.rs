@@ -4,6 +4,7 @@
 //! names, from the pages themselves where root may ask, and from `--cgroup`.
 
 use pagemill::reclaim::limits::Room;
+use pagemill::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::{Hierarchy, Limit, MAX_LEVELS, Version};
 use pagemill_sys::events::{self, Events, Source};
 use pagemill_sys::file::Path;
@@ -26,6 +27,18 @@ const LIMITS_LAST: Duration = Duration::from_millis(500);
 /// A process may move: its group is looked up anew so often.
 const PROCESSES_LAST: Duration = Duration::from_secs(1);
 
+/// Limited groups that do not write here are listed so often, oftener while the file system grows, as far as that takes no
+/// more than this part of the time; there are at most so many.
+const SUSPECTS_LAST: Duration = Duration::from_secs(5);
+const LIST_SHARE: u32 = 20;
+const MAX_SUSPECTS: usize = 256;
+
+/// So much more in files in memory makes a suspect a writer.
+const WRITTEN_BYTES: u64 = 4 * BLOCK_BYTES as u64;
+
+/// A group that has written nothing for so long is forgotten: its limit is its own affair again.
+const WRITERS_LAST: Duration = Duration::from_secs(60);
+
 /// Most processes that are kept in mind.
 const MAX_PROCESSES: usize = 4096;
 
@@ -34,6 +47,16 @@ struct Group {
     /// The watches of this group and of those above, as far as they have a limit.
     watches: Vec<usize>,
     inode: u64,
+    /// When it last wrote; `None` for one that is watched in any case.
+    wrote_at: Option<Instant>,
+}
+
+/// A limited group that is not known to write here. Before its first file is closed nobody tells of it, and that may be too
+/// late: what it holds in memory is compared when the file system grows.
+struct Suspect {
+    folder: String,
+    inode: u64,
+    shared_bytes: u64,
 }
 
 /// A group with a limit.
@@ -67,6 +90,9 @@ pub struct Groups {
     by_process: HashMap<u32, (GroupId, Instant)>,
     watches: Vec<Watch>,
     limits_read_at: Option<Instant>,
+    suspects: Vec<Suspect>,
+    /// When they were listed last, and how long that took.
+    listed: Option<(Instant, Duration)>,
     events: Option<Events>,
     root: String,
 }
@@ -82,6 +108,8 @@ impl Groups {
             by_process: HashMap::new(),
             watches: Vec::new(),
             limits_read_at: None,
+            suspects: Vec::new(),
+            listed: None,
             events: Events::new().ok(),
             root: root.to_owned(),
         }
@@ -93,14 +121,25 @@ impl Groups {
     ///
     /// `NotFound` if it is no memory group's.
     pub fn add_folder(&mut self, folder: &str) -> io::Result<GroupId> {
-        Hierarchy::find_at(&self.root, folder).map(|hierarchy| self.add(hierarchy))
+        let group = Hierarchy::find_at(&self.root, folder).map(|hierarchy| self.add(hierarchy))?;
+        self.keep(group);
+        Ok(group)
+    }
+
+    /// Watches a group whether it writes or not.
+    fn keep(&mut self, group: GroupId) {
+        if let Some(group) = self.groups.get_mut(&group) {
+            group.wrote_at = None;
+        }
     }
 
     /// The group of a process; [`UNKNOWN`] if it has ended, or no memory group is to be seen.
     pub fn of_process(&mut self, pid: u32) -> GroupId {
         if let Some((group, at)) = self.by_process.get(&pid)
             && at.elapsed() < PROCESSES_LAST
+            && let Some(known) = self.groups.get_mut(group)
         {
+            known.wrote_at = known.wrote_at.map(|_| Instant::now());
             return *group;
         }
         let Ok(hierarchy) = Hierarchy::find_of(&self.root, &pid.to_string()) else {
@@ -117,7 +156,9 @@ impl Groups {
 
     /// The group of this process.
     pub fn of_self(&mut self) -> GroupId {
-        Hierarchy::find(&self.root).map_or(UNKNOWN, |hierarchy| self.add(hierarchy))
+        let group = Hierarchy::find(&self.root).map_or(UNKNOWN, |hierarchy| self.add(hierarchy));
+        self.keep(group);
+        group
     }
 
     /// The group with a folder of this inode number, looked for below the mount of what is known.
@@ -125,21 +166,87 @@ impl Groups {
         if let Some(group) = self.by_inode.get(&inode) {
             return *group;
         }
-        let top = self.groups.values().next().and_then(|group| {
-            (0..MAX_LEVELS).map_while(|level| group.hierarchy.folder(level)).last().map(|path| path.as_str().to_owned())
-        });
-        let found = top.and_then(|top| find_folder(top.into(), inode, 0));
-        let group = found.and_then(|folder| self.add_folder(folder.to_str()?).ok()).unwrap_or(UNKNOWN);
+        let found = self.top().and_then(|top| find_folder(top.into(), inode, 0));
+        let hierarchy = found.and_then(|folder| Hierarchy::find_at(&self.root, folder.to_str()?).ok());
+        let group = hierarchy.map_or(UNKNOWN, |hierarchy| self.add(hierarchy));
         if self.by_inode.len() < MAX_GROUPS {
             self.by_inode.insert(inode, group);
         }
         group
     }
 
+    /// Where the controller is mounted, as far as that is visible.
+    fn top(&self) -> Option<String> {
+        let hierarchy = &self.groups.values().next()?.hierarchy;
+        let folders = (0..MAX_LEVELS).map_while(|level| hierarchy.folder(level));
+        folders.last().map(|path| path.as_str().to_owned())
+    }
+
+    /// Finds limited groups that write here although no closed file has told so yet: those that hold more in memory than when
+    /// they were looked at last. To be called when the file system has grown. Some 40 us a limited group of the machine.
+    pub fn find_writers(&mut self) {
+        if self.listed.is_none_or(|(at, took)| at.elapsed() >= took * LIST_SHARE) {
+            self.list_suspects();
+        }
+        let Some(hierarchy) = self.groups.values().next().map(|group| &group.hierarchy) else { return };
+        let mut writers = Vec::new();
+        for suspect in &mut self.suspects {
+            let Some(folder) = Path::format(format_args!("{}", suspect.folder)) else { continue };
+            let now = hierarchy.shared_bytes(&folder);
+            if now > suspect.shared_bytes.saturating_add(WRITTEN_BYTES) {
+                writers.push(suspect.folder.clone());
+            }
+            suspect.shared_bytes = now;
+        }
+        for folder in writers {
+            if let Ok(hierarchy) = Hierarchy::find_at(&self.root, &folder) {
+                self.add(hierarchy);
+            }
+        }
+    }
+
+    /// Lists limited groups now and then, so that it is known what they hold before they write.
+    pub fn list_suspects_if_due(&mut self) {
+        if self.listed.is_none_or(|(at, _)| at.elapsed() >= SUSPECTS_LAST) {
+            self.list_suspects();
+        }
+    }
+
+    /// Lists the limited groups of the machine that are not watched. What a new one holds it has written since the last list.
+    fn list_suspects(&mut self) {
+        let begun = Instant::now();
+        // Who was removed and made anew is another.
+        self.drop_gone();
+        let mut folders = Vec::new();
+        if let Some(top) = self.top() {
+            find_folders(&top.into(), 0, &mut folders);
+        }
+        let Some(hierarchy) = self.groups.values().next().map(|group| &group.hierarchy) else { return };
+        let is_first = self.listed.is_none();
+        let mut before: HashMap<_, _> =
+            self.suspects.drain(..).map(|suspect| ((suspect.folder, suspect.inode), suspect.shared_bytes)).collect();
+        for folder in folders {
+            let Some(path) = Path::format(format_args!("{folder}")) else { continue };
+            let is_limited = || hierarchy.limit(&path) != Limit::NONE;
+            if self.suspects.len() == MAX_SUSPECTS || self.by_folder.contains_key(&folder) || !is_limited() {
+                continue;
+            }
+            let inode = std::fs::metadata(&folder).map_or(0, |metadata| metadata.ino());
+            let now = || if is_first { hierarchy.shared_bytes(&path) } else { 0 };
+            let key = (folder, inode);
+            let shared_bytes = before.remove(&key).unwrap_or_else(now);
+            self.suspects.push(Suspect { folder: key.0, inode, shared_bytes });
+        }
+        self.listed = Some((Instant::now(), begun.elapsed()));
+    }
+
     fn add(&mut self, hierarchy: Hierarchy) -> GroupId {
         let Some(folder) = hierarchy.folder(0) else { return UNKNOWN };
-        if let Some(group) = self.by_folder.get(folder.as_str()) {
-            return *group;
+        if let Some(id) = self.by_folder.get(folder.as_str()) {
+            if let Some(group) = self.groups.get_mut(id) {
+                group.wrote_at = group.wrote_at.map(|_| Instant::now());
+            }
+            return *id;
         }
         if self.groups.len() >= MAX_GROUPS {
             self.drop_gone();
@@ -152,17 +259,19 @@ impl Groups {
         let inode = std::fs::metadata(folder.as_str()).map_or(0, |metadata| metadata.ino());
         self.by_folder.insert(folder.as_str().to_owned(), id);
         self.by_inode.insert(inode, id);
-        self.groups.insert(id, Group { hierarchy, watches: Vec::new(), inode });
+        self.groups.insert(id, Group { hierarchy, watches: Vec::new(), inode, wrote_at: Some(Instant::now()) });
+        self.suspects.retain(|suspect| suspect.folder != folder.as_str());
         self.limits_read_at = None;
         id
     }
 
-    /// Forgets groups that were removed. Their numbers are not given again: what is charged to them is to nobody known.
+    /// Forgets groups that were removed, or have not written for long. Their numbers are not given again: what is charged to them is to nobody known.
     fn drop_gone(&mut self) {
         let is_there = |group: &Group| {
             let folder = group.hierarchy.folder(0);
             let metadata = folder.and_then(|folder| std::fs::metadata(folder.as_str()).ok());
-            metadata.is_some_and(|metadata| metadata.ino() == group.inode)
+            let is_writer = group.wrote_at.is_none_or(|at| at.elapsed() < WRITERS_LAST);
+            is_writer && metadata.is_some_and(|metadata| metadata.ino() == group.inode)
         };
         self.groups.retain(|_, group| is_there(group));
         let groups = &self.groups;
@@ -211,6 +320,11 @@ impl Groups {
         }
     }
 
+    /// How many groups were learned so far, those that were forgotten too.
+    pub fn learned(&self) -> u32 {
+        self.last_id
+    }
+
     /// How much of each limit is used. Some 30 us a limit.
     pub fn sample(&mut self) -> Vec<Sample> {
         self.read_limits();
@@ -253,6 +367,19 @@ impl Groups {
         if let Some(events) = &self.events {
             let _ = events::wait(events.number());
         }
+    }
+}
+
+/// All folders at or below `at`.
+fn find_folders(at: &std::path::PathBuf, depth: usize, found: &mut Vec<String>) {
+    const MOST: usize = 4096;
+    if depth == MAX_LEVELS || found.len() >= MOST {
+        return;
+    }
+    found.extend(at.to_str().map(str::to_owned));
+    let Ok(entries) = std::fs::read_dir(at) else { return };
+    for entry in entries.filter_map(Result::ok).filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())) {
+        find_folders(&entry.path(), depth + 1, found);
     }
 }
 
@@ -322,6 +449,42 @@ mod tests {
         assert!(!groups.helps(one, 1));
         assert!(groups.folder(two).unwrap().ends_with("/cg/app/two"));
         assert!(!groups.set_alarm(0, 900), "version 2 has no thresholds");
+    }
+
+    /// A limited group that fills memory before it closes a file is found; one that holds the same as before is not.
+    #[test]
+    fn writers_are_found_by_what_they_hold() {
+        let tree = Tree::new();
+        for name in ["/own", "/a", "/b"] {
+            tree.group(name, "1000000000", 0);
+        }
+        tree.group("/free", "max", 0);
+        tree.set("/proc/self/cgroup", "0::/own\n");
+        let mut groups = Groups::new(tree.root());
+        groups.of_self();
+        groups.list_suspects();
+        assert_eq!(groups.suspects.len(), 2);
+        groups.find_writers();
+        assert_eq!(groups.learned(), 1);
+        let holds = |name: &str, bytes: u64| tree.set(&format!("/cg/{name}/memory.stat"), &format!("shmem {bytes}\n"));
+        holds("b", 100 * WRITTEN_BYTES);
+        groups.find_writers();
+        assert_eq!((groups.learned(), groups.suspects.len()), (2, 1));
+        assert!(groups.sample().iter().any(|sample| sample.name == "/b"));
+        // One that was made meanwhile, and one that was made anew, have written all that they hold.
+        tree.group("/new", "1000000000", 0);
+        holds("new", 2 * WRITTEN_BYTES);
+        std::fs::remove_dir_all(format!("{}/cg/a", tree.root())).unwrap();
+        tree.group("/other", "max", 0);
+        tree.group("/a", "1000000000", 0);
+        holds("a", 2 * WRITTEN_BYTES);
+        groups.list_suspects();
+        groups.find_writers();
+        assert_eq!(groups.learned(), 4);
+        // It is forgotten when it writes no more.
+        groups.groups.get_mut(&2).unwrap().wrote_at = Instant::now().checked_sub(2 * WRITERS_LAST);
+        groups.limits_read_at = None;
+        assert!(groups.sample().iter().all(|sample| sample.name != "/b"));
     }
 
     /// A group that was removed counts for everybody: its pages were passed on to its parent.

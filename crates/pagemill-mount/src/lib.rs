@@ -5,7 +5,7 @@
 //! leave, and has huge pages made where they pay.
 //!
 //! From bottom to top: [`policy`] (what marks mean), [`door`] (calls that follow no link), [`folders`], [`index`], [`groups`]
-//! (what is where, used when, charged to whom), [`budget`] (arithmetic), [`purge`], [`scan`], [`worker`] (huge pages, in a
+//! (what is where, used when, charged to whom), [`budget`], [`pace`] (arithmetic), [`purge`], [`scan`], [`worker`] (huge pages, in a
 //! process of its own), [`steward`] (the one thread that decides), [`control`] (who asks it), [`mounting`].
 
 pub mod budget;
@@ -15,6 +15,7 @@ pub mod folders;
 pub mod groups;
 pub mod index;
 pub mod mounting;
+pub mod pace;
 pub mod pagework;
 pub mod policy;
 pub mod purge;

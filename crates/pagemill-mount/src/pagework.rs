@@ -13,9 +13,6 @@ use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
-/// A file that was closed is left alone for so long: many are opened again at once.
-const DELAY: Duration = Duration::from_millis(50);
-
 /// Who is busy is asked again later and later, so many times.
 const RETRY: Duration = Duration::from_millis(250);
 const MAX_TRIES: u32 = 6;
@@ -62,8 +59,8 @@ impl PageWork {
         }
     }
 
-    /// Takes note of a file as it was seen.
-    pub fn note(&mut self, folder: u64, name: &OsStr, seen: &Seen, huge: Huge, group: GroupId) {
+    /// Takes note of a file as it was seen: it is due after `delay`.
+    pub fn note(&mut self, folder: u64, name: &OsStr, seen: &Seen, huge: Huge, group: GroupId, delay: Duration) {
         let is_large = match huge {
             Huge::Auto | Huge::Never => seen.held_bytes >= BLOCK_BYTES as u64,
             Huge::Always => seen.held_bytes > 0,
@@ -72,10 +69,22 @@ impl PageWork {
         if self.program.is_empty() || !is_large || is_known || self.waiting.len() >= MAX_WAITING {
             return;
         }
-        let due = Instant::now() + DELAY;
+        let due = Instant::now() + delay;
         let name = name.to_owned();
         let changed_ns = seen.changed_ns;
         self.put(seen.inode, Waiting { folder, name, huge, group, changed_ns, tries: 0, due });
+    }
+
+    /// It will soon be gone.
+    pub fn forget(&mut self, inode: u64) {
+        if let Some(waiting) = self.waiting.remove(&inode) {
+            self.order.remove(&(waiting.due, inode));
+        }
+    }
+
+    /// The worker has it just now.
+    pub fn is_given(&self, inode: u64) -> bool {
+        self.given.contains_key(&inode)
     }
 
     fn put(&mut self, inode: u64, waiting: Waiting) {

@@ -3,16 +3,18 @@
 //! Nothing that it knows is shared, so it holds no lock while it works; others reach it through the [`Inbox`], which it only
 //! tries to lock: who has it may be of lower priority and off the processor.
 
-use crate::budget::{Bound, Budget, Line};
+use crate::budget::{Bound, Budget, LONGEST_PAUSE, Line, Margins};
 use crate::door::{self, Door, Fill, Seen};
 use crate::folders::Folders;
 use crate::groups::{Groups, UNKNOWN};
 use crate::index::{File, Index, Part};
+use crate::pace::Pace;
 use crate::pagework::PageWork;
 use crate::policy::{Marks, Volatile};
 use crate::purge::{self, Outcome, Target};
 use crate::scan::{self, Found};
 use crate::status::{Counts, LineStatus, Status};
+use pagemill::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::{self, Machine};
 use pagemill_sys::fanotify::{Event, Listener};
 use pagemill_sys::{pages, thread};
@@ -36,12 +38,24 @@ const EVENT_BYTES: usize = 64 << 10;
 /// Purging is interrupted after so long to look at limits again, and to drain.
 const SLICE: Duration = Duration::from_millis(2);
 
-/// From this much room on nobody has to go before others.
-const ROOM_FOR_EASE: u64 = 1 << 30;
+/// From this much room on no alarm is needed.
+const ROOM_FOR_EASE: u64 = 512 * BLOCK_BYTES as u64;
+
+/// A file that was closed is left alone for so long before its pages are looked at: many are opened again at once, and a
+/// volatile one may be purged soon, in which the worker would only be in the way.
+const DELAY: Duration = Duration::from_millis(50);
+const VOLATILE_DELAY: Duration = Duration::from_millis(500);
+
+/// A file that the worker has open is due again so much later than it was.
+const WORKER_NS: i64 = 100_000_000;
 
 /// The pause where nothing moves and no alarm will come; and where nothing can go.
 const STILL_PAUSE: Duration = Duration::from_millis(4);
 const NOTHING_PAUSE: Duration = Duration::from_millis(16);
+
+/// By so much the file system has to grow for an unknown writer to be looked for, and so long it has to be since the last time.
+const GROWN_BYTES: u64 = 8 * BLOCK_BYTES as u64;
+const GROWN_PAUSE: Duration = Duration::from_millis(20);
 
 /// Looks without a change after which nothing moves.
 const STILL_LOOKS: u32 = 16;
@@ -135,9 +149,13 @@ pub struct Steward {
     started: Instant,
     budget: Budget,
     fill: Fill,
+    pace: Pace,
     machine: Option<(Machine, Instant)>,
-    may_be_preferred: bool,
     is_preferred: bool,
+    /// Fill when writers were looked for last.
+    grown: (u64, Instant),
+    /// Groups that were known at the last look.
+    learned: u32,
     purges: Vec<PendingPurge>,
     scanning: Scanning,
     drained: Instant,
@@ -176,8 +194,6 @@ impl Steward {
         if let Err(error) = &listener {
             say(&format!("the kernel does not tell what is written ({error}): new files are found now and then only"));
         }
-        let may_be_preferred = thread::prefer();
-        thread::prefer_no_more();
         let now = Instant::now();
         let fill = door.fill()?;
         let mut groups = Groups::new("");
@@ -194,11 +210,13 @@ impl Steward {
             pages: PageWork::new(settings.worker.clone()),
             counts: Counts::default(),
             started: now,
-            budget: Budget::new(settings.size_bytes, fill, &[], None, may_be_preferred),
+            budget: Budget::new(settings.size_bytes, fill, &[], None, Margins::default()),
             fill,
+            pace: Pace::new(fill.used_bytes, now),
             machine: None,
-            may_be_preferred,
             is_preferred: false,
+            grown: (fill.used_bytes, now),
+            learned: 0,
             purges: Vec::new(),
             scanning: Scanning {
                 is_running: false,
@@ -235,6 +253,8 @@ impl Steward {
 
     /// Works until it is asked to stop.
     pub fn run(mut self) {
+        // Writers at full speed leave others no time; it works in bounded steps, and sleeps when nothing happens.
+        self.is_preferred = thread::prefer();
         loop {
             self.drain();
             for message in take(&self.inbox.found) {
@@ -314,7 +334,7 @@ impl Steward {
         let mut open: HashMap<u64, Option<OwnedFd>> = HashMap::new();
         let own = [std::process::id(), self.pages.worker_pid()];
         // What comes meanwhile is for the next time: writers may be faster than this.
-        let until = self.drained + DRAIN_PAUSE;
+        let until = self.drained + SLICE;
         while Instant::now() < until {
             let result = listener.drain(&mut buffer, |event| match event {
                 Event::Lost => {
@@ -346,10 +366,10 @@ impl Steward {
         }
         self.has_events = Instant::now() >= until;
         self.listener = Some(listener);
-        // Somebody writes: what nothing moved for no longer holds.
-        if self.still_looks > STILL_LOOKS {
+        // Somebody writes: what nothing moved for no longer holds; and a new group's limit is not known.
+        if self.still_looks > STILL_LOOKS || self.groups.learned() != self.learned {
             self.still_looks = 0;
-            self.look_at = self.look_at.min(Instant::now() + self.budget.pause());
+            self.look_at = Instant::now();
         }
     }
 
@@ -418,7 +438,8 @@ impl Steward {
             }
             None => drop(self.index.remove(seen.inode)),
         }
-        self.pages.note(folder, name, seen, marks.huge.unwrap_or_default(), group);
+        let delay = if part.is_some() { VOLATILE_DELAY } else { DELAY };
+        self.pages.note(folder, name, seen, marks.huge.unwrap_or_default(), group, delay);
     }
 
     /// Looks at every limit, keeps the size, purges what is over a mark; decides when to look again.
@@ -444,7 +465,6 @@ impl Steward {
         let has_moved = was != (self.fill.used_bytes, self.used_of_groups());
         self.still_looks = if has_moved { 0 } else { self.still_looks.saturating_add(1) };
         self.look_at = Instant::now() + self.pause(!blocked.is_empty());
-        self.prefer();
     }
 
     fn used_of_groups(&self) -> u64 {
@@ -471,31 +491,18 @@ impl Steward {
         };
         let near = self.budget.lines.iter().filter(|line| line.room_bytes() < ROOM_FOR_EASE);
         if near.map(is_alarmed).fold(true, |all, is_alarmed| all & is_alarmed) {
-            crate::budget::LONGEST_PAUSE
+            LONGEST_PAUSE
         } else {
             pause.max(STILL_PAUSE)
-        }
-    }
-
-    /// Goes before others only while that matters.
-    fn prefer(&mut self) {
-        let has_cause =
-            !self.index.is_empty() || self.budget.lines.iter().any(|line| matches!(line.bound, Bound::Group(_)));
-        let is_near = self.budget.room_bytes() < ROOM_FOR_EASE;
-        let wants = self.may_be_preferred && has_cause && is_near;
-        if wants != self.is_preferred {
-            if wants {
-                thread::prefer();
-            } else {
-                thread::prefer_no_more();
-            }
-            self.is_preferred = wants;
         }
     }
 
     /// Asks the kernel how full everything is, and sets the size that follows.
     fn sample(&mut self) {
         self.fill = self.door.fill().unwrap_or(self.fill);
+        self.groups.list_suspects_if_due();
+        self.find_writers();
+        self.learned = self.groups.learned();
         let groups = self.groups.sample();
         let is_old = |(machine, at): &(Machine, Instant)| {
             at.elapsed() > MACHINE_LASTS || machine.available_bytes < machine.total_bytes / 8
@@ -504,7 +511,9 @@ impl Steward {
             self.machine = cgroup::machine("").ok().map(|machine| (machine, Instant::now()));
         }
         let machine = self.machine.map(|(machine, _)| machine);
-        self.budget = Budget::new(self.settings.size_bytes, self.fill, &groups, machine, self.may_be_preferred);
+        self.pace.look(self.fill.used_bytes, Instant::now());
+        let margins = Margins { is_preferred: self.is_preferred, foreseen_bytes: self.pace.foreseen_bytes() };
+        self.budget = Budget::new(self.settings.size_bytes, self.fill, &groups, machine, margins);
         if self.budget.wants_size(self.fill) {
             match self.door.set_size(self.budget.size_bytes) {
                 Ok(()) => self.counts.size_changes += 1,
@@ -512,6 +521,16 @@ impl Steward {
                 Err(_) => self.counts.size_refused += 1,
             }
         }
+    }
+
+    /// Looks who it is if the file system has grown: before the first file is closed nobody says so.
+    fn find_writers(&mut self) {
+        let (used, at) = self.grown;
+        if self.fill.used_bytes >= used.saturating_add(GROWN_BYTES) && at.elapsed() >= GROWN_PAUSE {
+            self.groups.find_writers();
+            self.grown = (self.fill.used_bytes, Instant::now());
+        }
+        self.grown.0 = self.grown.0.min(self.fill.used_bytes);
     }
 
     /// Purges for a limit, for a moment. Returns what went.
@@ -534,6 +553,7 @@ impl Steward {
             _ => true,
         })?;
         let file = self.index.remove(inode)?;
+        self.pages.forget(inode);
         let Ok(folder) = self.folders.open(&self.door, file.folder) else {
             // It was moved, with its folder.
             self.scanning.is_wanted = true;
@@ -555,6 +575,7 @@ impl Steward {
         };
         match purge::purge(&target, want_bytes, is_volatile) {
             Outcome::Freed { bytes, left_bytes } => {
+                self.pace.freed(bytes);
                 let counts = &mut self.counts;
                 let (files, sum) = match file.part {
                     Part::Whole => (&mut counts.purged_files, &mut counts.purged_bytes),
@@ -571,8 +592,11 @@ impl Steward {
                 Some(0)
             }
             Outcome::Open => {
-                self.counts.spared_open += 1;
-                self.index.insert(inode, File { used_ns: now_ns(), ..file });
+                let is_worker = self.pages.is_given(inode);
+                self.counts.spared_open += u64::from(!is_worker);
+                // It is used, and goes to the end; the worker has done with it in a moment.
+                let used_ns = if is_worker { file.used_ns.saturating_add(WORKER_NS) } else { now_ns() };
+                self.index.insert(inode, File { used_ns, ..file });
                 Some(0)
             }
             Outcome::Gone => Some(0),
@@ -694,7 +718,7 @@ impl Steward {
             volatile_bytes: self.index.held_bytes(),
             lines: self.budget.lines.iter().map(line).collect(),
             counts: self.counts,
-            is_preferred: self.may_be_preferred,
+            is_preferred: self.is_preferred,
             is_notified: self.listener.is_some(),
             files_waiting_for_pages: self.pages.len() as u64,
             uptime_seconds: self.started.elapsed().as_secs_f64(),

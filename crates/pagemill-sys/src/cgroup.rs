@@ -230,8 +230,22 @@ impl Hierarchy {
             ],
             Version::V2 => ["inactive_file ", "active_file ", "slab_reclaimable ", "file ", "shmem "],
         };
-        let mut found = [None::<u64>; 5];
-        let Ok(path) = join(format_args!("{}/memory.stat", folder.as_str())) else { return (0, 0) };
+        let found = self.stat(folder, names);
+        let [idle, active, slab, files, shmem] = found.map(Option::unwrap_or_default);
+        let idle_files = files.saturating_sub(shmem).saturating_sub(active);
+        (idle.min(idle_files), active.saturating_add(slab))
+    }
+
+    /// What the group has in files that are in memory only, and in shared memory. Some 20 to 50 us.
+    pub fn shared_bytes(&self, folder: &Path) -> u64 {
+        let name = if self.version == Version::V1 { "total_shmem " } else { "shmem " };
+        self.stat(folder, [name])[0].unwrap_or(0)
+    }
+
+    /// Rows of `memory.stat`.
+    fn stat<const N: usize>(&self, folder: &Path, names: [&str; N]) -> [Option<u64>; N] {
+        let mut found = [None; N];
+        let Ok(path) = join(format_args!("{}/memory.stat", folder.as_str())) else { return found };
         let _ = file::find_line(path.as_c_str(), |line| {
             for (place, name) in found.iter_mut().zip(names) {
                 if let Some(number) = line.strip_prefix(name) {
@@ -240,9 +254,7 @@ impl Hierarchy {
             }
             found.iter().all(Option::is_some).then_some(())
         });
-        let [idle, active, slab, files, shmem] = found.map(Option::unwrap_or_default);
-        let idle_files = files.saturating_sub(shmem).saturating_sub(active);
-        (idle.min(idle_files), active.saturating_add(slab))
+        found
     }
 }
 
@@ -332,7 +344,7 @@ mod tests {
         let ends: Vec<_> = levels.iter().map(|folder| folder.as_str().strip_prefix(root.as_str()).unwrap()).collect();
         assert_eq!(ends, ["/sys/fs/cgroup/app/worker", "/sys/fs/cgroup/app", "/sys/fs/cgroup"]);
         assert_eq!((groups.limit(&levels[0]), groups.usage_bytes(&levels[0]).unwrap()), (Limit::NONE, 100));
-        assert_eq!(groups.reclaimable_bytes(&levels[0]), (40, 12));
+        assert_eq!((groups.reclaimable_bytes(&levels[0]), groups.shared_bytes(&levels[0])), ((40, 12), 9));
         // What a process offered, and may use again, is no file page.
         let stat = "file 30\nshmem 9\ninactive_file 40\nactive_file 7\nslab_reclaimable 5\n";
         std::fs::write(format!("{root}/sys/fs/cgroup/app/worker/memory.stat"), stat).unwrap();
