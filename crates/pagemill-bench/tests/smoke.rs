@@ -247,9 +247,9 @@ fn files_are_written_and_found() {
     let waste = rows_on_files(&["__waste", "--files", "3", "--bytes", "67108864", "--step", "0"]);
     assert!(waste[0]["used_after_second"].as_f64().is_some_and(|mib| mib < 64.0), "{waste:?}");
 
-    let numbers = ["--writers", "2", "--file-mib", "1", "--kept-mib", "16", "--newest", "4", "--run-ms", "20"];
-    let writers = rows_on_files(&[&["__file-writers"], &numbers[..]].concat());
-    assert!(writers[0]["files"].as_u64().is_some_and(|files| files >= 2), "{writers:?}");
+    let numbers = ["--writers", "2", "--file-mib", "1", "--kept-mib", "16", "--newest", "4", "--fill-mib", "3"];
+    let writers = rows_on_files(&[&["__file-writers", "--run-ms", "20"], &numbers[..]].concat());
+    assert!(writers[0]["files"].as_u64().is_some_and(|files| files >= 5), "{writers:?}");
     let losses = ["failed_writes", "lost_kept", "lost_newest", "torn"];
     assert!(losses.iter().all(|loss| writers[0][loss] == 0), "{writers:?}");
 }

@@ -13,7 +13,7 @@ use crate::files::place;
 use crate::report::{Bound, Place, Report, Verdict};
 use crate::stats::{self, Better};
 use crate::subject;
-use crate::workload::file_writers::{KEPT, VOLATILE};
+use crate::workload::file_writers::{KEPT, LONGEST_FILL, VOLATILE};
 
 /// Of all files that may not vanish.
 const KEPT_MIB: u64 = 64;
@@ -140,8 +140,6 @@ fn sample(
     seconds: u64,
     report: &mut Report,
 ) -> Result<Outcome> {
-    // Memory that has been free for a while may have gone back to the host, and be slow again at its first touch.
-    child::warm(limit_mib.unwrap_or(UNLIMITED_SIZE >> 20) + KEPT_MIB)?;
     let group = match limit_mib {
         Some(mib) => Cgroup::with_limit(mib << 20),
         None => Cgroup::without_limit(),
@@ -155,7 +153,18 @@ fn sample(
     if let Err(why) = lay_out(&mounted, subject) {
         return Ok(Outcome::Failed(why));
     }
-    let finished = start(&group, &mounted, case, seconds)?.finish(Duration::from_secs(seconds + 120))?;
+    // Speed counts from when as much was written as there is room for. Until then memory may be taken that has long been
+    // free: where the host took it back, its first touch is many times slower, and touching other memory does not help.
+    let fill_mib = if subject == STEERED { limit_mib.unwrap_or(UNLIMITED_SIZE >> 20) } else { 0 };
+    let options = [
+        ("--writers", case.writers),
+        ("--file-mib", case.file_mib),
+        ("--kept-mib", KEPT_MIB),
+        ("--newest", case.newest()),
+        ("--fill-mib", fill_mib),
+        ("--run-ms", seconds * 1000),
+    ];
+    let finished = start(&group, &mounted, &options)?.finish(Duration::from_secs(seconds) + 2 * LONGEST_FILL)?;
     let mut outcome = child::outcome(subject.name, &finished)?;
     if let Outcome::Measured(line) = &mut outcome {
         line["kills"] = group.kills().into();
@@ -189,18 +198,11 @@ fn lay_out(mounted: &Mounted, subject: FileSystem) -> std::result::Result<(), St
     }
 }
 
-fn start(group: &Cgroup, mounted: &Mounted, case: Case, seconds: u64) -> Result<Running> {
+fn start(group: &Cgroup, mounted: &Mounted, options: &[(&str, u64)]) -> Result<Running> {
     let entrance = group.entrance().display().to_string();
     let mut command = child::workload(&["__enter", "--entrance", &entrance, "--"])?;
     command.arg(child::own_executable()?).arg("__file-writers").args(place(mounted));
-    let numbers = [
-        ("--writers", case.writers),
-        ("--file-mib", case.file_mib),
-        ("--kept-mib", KEPT_MIB),
-        ("--newest", case.newest()),
-        ("--run-ms", seconds * 1000),
-    ];
-    command.args(child::numbers(&numbers));
+    command.args(child::numbers(options));
     subject::clear_foreign_settings(&mut command);
     Running::start(&mut command)
 }

@@ -3,6 +3,7 @@
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -14,6 +15,8 @@ use crate::pattern::{self, Records};
 /// Written at a time.
 const PIECE_BYTES: usize = 1 << 20;
 const KEPT_FILES: u64 = 16;
+/// Who has not filled by then is measured as he is.
+pub const LONGEST_FILL: Duration = Duration::from_secs(60);
 /// The folder whose files may vanish: it is marked before the writers start.
 pub const VOLATILE: &str = "volatile";
 /// The folder whose files may not.
@@ -35,6 +38,9 @@ pub struct FileWriters {
     /// How many of the files closed last must be there at the end
     #[arg(long)]
     pub newest: usize,
+    /// Written before the time begins
+    #[arg(long)]
+    pub fill_mib: u64,
     #[arg(long)]
     pub run_ms: u64,
 }
@@ -45,6 +51,20 @@ struct Tally {
     next: AtomicU64,
     closed: AtomicU64,
     failed: AtomicU64,
+    /// When the time began, and how many files were closed until then.
+    start: OnceLock<(Instant, u64)>,
+}
+
+impl Tally {
+    /// Whether the time is up; it begins here, once enough is written or has taken too long.
+    fn is_over(&self, arguments: &FileWriters, begun: Instant) -> bool {
+        let closed = self.closed.load(Ordering::Relaxed);
+        if closed * arguments.file_mib >= arguments.fill_mib || begun.elapsed() >= LONGEST_FILL {
+            let (start, _) = self.start.get_or_init(|| (Instant::now(), closed));
+            return start.elapsed() >= Duration::from_millis(arguments.run_ms);
+        }
+        false
+    }
 }
 
 /// One writer's memory: what it closed last, and why it first failed.
@@ -64,15 +84,16 @@ pub fn run(arguments: &FileWriters) -> Outcome {
         write(&path(&kept, file), file, kept_bytes).map_err(|cause| format!("a file to be kept: {cause}"))?;
     }
     let (begun, tally) = (Instant::now(), Tally::default());
-    let end = begun + Duration::from_millis(arguments.run_ms);
     let diaries: Vec<Diary> = thread::scope(|scope| {
-        let start = |_| scope.spawn(|| keep_writing(arguments, &volatile, end, &tally));
+        let start = |_| scope.spawn(|| keep_writing(arguments, &volatile, begun, &tally));
         let writers: Vec<_> = (0..arguments.writers).map(start).collect();
         writers.into_iter().map(|writer| writer.join().unwrap_or_default()).collect()
     });
-    let seconds = begun.elapsed().as_secs_f64();
+    let end = Instant::now();
     arguments.place.check()?;
     let count = tally.closed.into_inner();
+    let (start, filled) = tally.start.into_inner().unwrap_or((begun, 0));
+    let gib = ((count - filled) * arguments.file_mib) as f64 / 1024.0;
     let lost_kept = (0..KEPT_FILES).filter(|&file| !is_there(&path(&kept, file), file, kept_bytes)).count();
     let mut closed: Vec<(u64, u64)> = diaries.iter().flat_map(|diary| diary.closed.iter().copied()).collect();
     closed.sort_unstable_by(|left, right| right.cmp(left));
@@ -80,7 +101,7 @@ pub fn run(arguments: &FileWriters) -> Outcome {
     let newest = closed.iter().take(arguments.newest);
     let lost_newest = newest.filter(|(_, file)| !is_there(&path(&volatile, *file), *file, file_bytes)).count();
     Ok(serde_json::json!({
-        "gib_per_second": (count * arguments.file_mib) as f64 / 1024.0 / seconds,
+        "gib_per_second": gib / (end - start).as_secs_f64(),
         "files": count,
         "failed_writes": tally.failed.into_inner(),
         "lost_kept": lost_kept,
@@ -95,9 +116,9 @@ fn path(folder: &Path, file: u64) -> PathBuf {
 }
 
 /// One writer: file after file. What fails is counted, and tried again a moment later.
-fn keep_writing(arguments: &FileWriters, folder: &Path, end: Instant, tally: &Tally) -> Diary {
+fn keep_writing(arguments: &FileWriters, folder: &Path, begun: Instant, tally: &Tally) -> Diary {
     let mut diary = Diary::default();
-    while Instant::now() < end {
+    while !tally.is_over(arguments, begun) {
         let file = tally.next.fetch_add(1, Ordering::Relaxed);
         let path = path(folder, file);
         match write(&path, file, arguments.file_mib << 20) {
