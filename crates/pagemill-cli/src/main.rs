@@ -9,6 +9,7 @@ mod elf;
 mod meminfo;
 mod mount;
 mod preload;
+mod ram;
 mod report;
 mod run;
 mod running;

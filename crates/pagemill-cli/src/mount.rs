@@ -1,10 +1,9 @@
 //! `pagemill mount | status | purge | umount | mark`: a RAM file system that gives memory back.
 
 use crate::fail;
-use pagemill::published;
 use pagemill::units::{Bytes, parse_bytes};
 use pagemill_mount::control::{self, End, Keeper, Reached, Server};
-use pagemill_mount::door::{self, Door};
+use pagemill_mount::door;
 use pagemill_mount::mounting::{self, Mounted, Refusal, Wanted};
 use pagemill_mount::policy::{HUGE, Huge, VOLATILE, Volatile};
 use pagemill_mount::steward::{Settings, say};
@@ -354,24 +353,5 @@ impl Mark {
             bad.iter().for_each(|bad| say(&format!("{name}: {bad}: it is passed over")));
         }
         Ok(())
-    }
-}
-
-/// The door of a fresh mount in a namespace of its own, for `run --ram`.
-pub fn mount_private(point: &Path, size_bytes: u64) -> Result<(PathBuf, Door, bool), String> {
-    let wanted = Wanted { point: point.to_owned(), size_bytes, mode: 0o700 };
-    let mounted = wanted.mount().map_err(|refusal| refusal.to_string())?;
-    Ok((mounted.point, mounted.door, mounted.has_no_huge))
-}
-
-/// Removes what controllers that were killed left in the user's folder.
-pub fn sweep() {
-    let Ok(folder) = published::user_folder() else { return };
-    let Ok(entries) = std::fs::read_dir(folder.as_str()) else { return };
-    for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
-        let is_socket = path.extension().is_some_and(|end| end == "sock");
-        if is_socket && std::os::unix::net::UnixStream::connect(&path).is_err() {
-            let _ = std::fs::remove_file(&path);
-        }
     }
 }

@@ -1,5 +1,6 @@
 //! `pagemill run`: a program and all that it starts, on Pagemill's allocator, under one budget.
 
+use crate::ram::Ram;
 use crate::report::{Collected, Report};
 use crate::{elf, fail, preload};
 use pagemill::published::{self, TREE_FILE, TREE_VARIABLE};
@@ -30,6 +31,15 @@ pub struct Run {
     /// always under a limit. [default: 4M] [env: PAGEMILL_AFTER]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     after: Option<u64>,
+
+    /// Mount a RAM file system there, for the program and its children only; no privileges needed. It gives memory back as
+    /// `pagemill mount` does, and is gone at the end.
+    #[arg(long, value_name = "DIR")]
+    ram: Option<PathBuf>,
+
+    /// Most memory for files in it. [default: half of the machine's memory]
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes, requires = "ram")]
+    ram_size: Option<u64>,
 
     /// Print a report to standard error at the end, as time(1) does.
     #[arg(long)]
@@ -126,6 +136,10 @@ impl Run {
         if let Some(obstacle) = elf::obstacle(&path) {
             say(&obstacle.explain(&path));
         }
+        // First of all that starts a thread.
+        let ram_size = self.ram_size.unwrap_or_else(crate::mount::default_size);
+        let ram = self.ram.as_ref().map(|dir| Ram::mount(dir, ram_size)).transpose();
+        let _ram = ram.map_err(|message| fail(2, &message))?;
         let mut output = self.open_output().map_err(|message| fail(2, &message))?;
         let library = preload::locate().map_err(|message| fail(126, &message))?;
         let tree = self.tree().map_err(|message| fail(126, &message))?;

@@ -130,6 +130,7 @@ fn take<T>(from: &Mutex<Vec<T>>) -> Vec<T> {
 struct PendingPurge {
     left_bytes: u64,
     freed_bytes: u64,
+    began_ns: i64,
     /// A look at everything was asked for when nothing more was known; it has ended if this is not the latest.
     scans: Option<u64>,
     reply: Sender<u64>,
@@ -268,7 +269,8 @@ impl Steward {
                     Request::Stop => return,
                     Request::Status(reply) => drop(reply.send(self.status())),
                     Request::Purge(left_bytes, reply) => {
-                        self.purges.push(PendingPurge { left_bytes, freed_bytes: 0, scans: None, reply });
+                        let began_ns = now_ns();
+                        self.purges.push(PendingPurge { left_bytes, freed_bytes: 0, began_ns, scans: None, reply });
                     }
                 }
             }
@@ -535,9 +537,9 @@ impl Steward {
 
     /// Purges for a limit, for a moment. Returns what went.
     fn purge_for(&mut self, line: &Line) -> u64 {
-        let (begun, mut freed) = (Instant::now(), 0);
+        let (begun, began_ns, mut freed) = (Instant::now(), now_ns(), 0);
         while freed < line.excess_bytes() && begun.elapsed() < SLICE {
-            match self.purge_one(Some(line.bound), line.excess_bytes() - freed) {
+            match self.purge_one(Some(line.bound), line.excess_bytes() - freed, began_ns) {
                 Some(bytes) => freed += bytes,
                 None => break,
             }
@@ -545,13 +547,16 @@ impl Steward {
         freed
     }
 
-    /// Purges the file used least recently that helps; `None` if there is none. Some may turn out to be in use: 0 then.
-    fn purge_one(&mut self, bound: Option<Bound>, want_bytes: u64) -> Option<u64> {
+    /// Purges the file used least recently that helps; `None` if there is none that was used before `began_ns`. Some may turn
+    /// out to be in use: 0 then.
+    fn purge_one(&mut self, bound: Option<Bound>, want_bytes: u64, began_ns: i64) -> Option<u64> {
         let groups = &self.groups;
         let inode = self.index.oldest(|group| match bound {
             Some(Bound::Group(watch)) => groups.helps(group, watch),
             _ => true,
         })?;
+        // All others were found in use since, or have come since.
+        self.index.get(inode).filter(|file| file.used_ns < began_ns)?;
         let file = self.index.remove(inode)?;
         self.pages.forget(inode);
         let Ok(folder) = self.folders.open(&self.door, file.folder) else {
@@ -617,7 +622,7 @@ impl Steward {
         let mut purges = std::mem::take(&mut self.purges);
         purges.retain_mut(|purge| {
             while purge.left_bytes > 0 && begun.elapsed() < SLICE {
-                match self.purge_one(None, purge.left_bytes) {
+                match self.purge_one(None, purge.left_bytes, purge.began_ns) {
                     Some(bytes) => {
                         purge.left_bytes = purge.left_bytes.saturating_sub(bytes);
                         purge.freed_bytes += bytes;

@@ -16,6 +16,7 @@
 //! | [`cgroup`] | memory control groups, the machine's memory |
 //! | [`events`] | what the kernel says by itself when memory runs short |
 //! | [`fanotify`], [`pages`] | files of a RAM file system: who wrote one; its pages and leases |
+//! | [`namespace`] | a mount namespace of one's own |
 //! | [`probe`] | what this kernel can do, for people |
 
 pub mod cgroup;
@@ -27,6 +28,7 @@ pub mod file;
 pub mod futex;
 pub mod mem;
 pub mod moves;
+pub mod namespace;
 pub mod numa;
 pub mod pages;
 pub mod probe;

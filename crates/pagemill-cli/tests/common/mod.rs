@@ -1,6 +1,8 @@
 //! What the end-to-end tests share: a place of their own on disk, programs compiled there, processes that always end.
 #![allow(dead_code)] // no test file uses all of it
 
+pub mod group;
+
 use std::ffi::OsStr;
 use std::fs;
 use std::io::{Read, Write};

@@ -1,0 +1,516 @@
+//! `pagemill mount` on the real kernel: what goes and what stays, huge pages, and every way a controller can end.
+
+mod common;
+
+use common::group::Group;
+use common::{Guard, PAGEMILL, Place, STUCK_AFTER, finish, is_root, may_mount};
+use serde_json::Value;
+use std::fs::{self, File};
+use std::io::Write;
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+const MIB: usize = 1 << 20;
+const BLOCK: usize = MIB + MIB;
+
+/// A mount of one test; unmounted at its end, whoever holds it.
+struct Ram {
+    place: Place,
+    point: PathBuf,
+    controller: Guard,
+}
+
+impl Ram {
+    fn new(options: &[&str]) -> Option<Self> {
+        if !may_mount() {
+            return None;
+        }
+        let place = Place::new();
+        let point = place.path("ram");
+        fs::create_dir(&point).unwrap();
+        let controller = start(&place, &point, options);
+        Some(Self { place, point, controller })
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.point.join(name)
+    }
+
+    fn command(&self, arguments: &[&str]) -> common::End {
+        let mut command = self.place.command(PAGEMILL);
+        command.args(arguments);
+        finish(command, STUCK_AFTER)
+    }
+
+    /// A folder with a mark on all that is in it.
+    fn folder(&self, name: &str, mark: &[&str]) -> PathBuf {
+        let path = self.at(name);
+        fs::create_dir(&path).unwrap();
+        self.mark(&path, mark);
+        path
+    }
+
+    fn mark(&self, path: &Path, mark: &[&str]) {
+        self.command(&[&["mark"], mark, &[path.to_str().unwrap()]].concat()).assert_success();
+    }
+
+    fn status(&self) -> Value {
+        let end = self.command(&["status", "--json", self.point.to_str().unwrap()]);
+        end.assert_success();
+        serde_json::from_str(&end.out).unwrap()
+    }
+
+    fn count(&self, name: &str) -> u64 {
+        self.status()["counts"][name].as_u64().unwrap()
+    }
+
+    /// Purges so many MiB; returns the bytes that went.
+    fn purge(&self, mib: usize) -> u64 {
+        let end = self.command(&["purge", "--json", self.point.to_str().unwrap(), &format!("{mib}M")]);
+        end.assert_success();
+        serde_json::from_str::<Value>(&end.out).unwrap()["purged_bytes"].as_u64().unwrap()
+    }
+
+    fn is_mounted(&self) -> bool {
+        fs::metadata(&self.point).unwrap().dev() != fs::metadata(self.place.path("home")).unwrap().dev()
+    }
+
+    /// Waits until the controller knows of as many volatile files.
+    fn wait_for_volatile(&self, files: u64) {
+        wait_until("volatile files are known", || self.status()["volatile_files"] == files);
+    }
+}
+
+impl Drop for Ram {
+    fn drop(&mut self) {
+        if !self.controller.has_ended() {
+            self.controller.signal("KILL");
+            self.controller.wait(STUCK_AFTER);
+        }
+        while self.is_mounted() && common::shell(&format!("umount -l {}", self.point.display())).success() {}
+    }
+}
+
+#[track_caller]
+fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < STUCK_AFTER, "never so: {what}");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Starts a controller and waits until it has mounted.
+fn start(place: &Place, point: &Path, options: &[&str]) -> Guard {
+    let mut command = place.command(PAGEMILL);
+    command.arg("mount").arg(point).args(options);
+    command.stdout(File::create(place.path("out")).unwrap()).stderr(File::create(place.path("err")).unwrap());
+    let mut controller = Guard::new(command);
+    wait_until("it says that it is mounted", || {
+        let err = || fs::read_to_string(place.path("err")).unwrap();
+        assert!(!controller.has_ended(), "{}", err());
+        fs::read_to_string(place.path("out")).unwrap().contains('\n')
+    });
+    controller
+}
+
+/// Bytes that tell where they belong.
+fn pattern(seed: usize, len: usize) -> Vec<u8> {
+    (0..len).map(|at| (at / 64 + seed * 31 + 1) as u8 | 1).collect()
+}
+
+/// Least recently used first, as a whole; what is open or mapped or not volatile stays, byte for byte.
+#[test]
+fn the_least_recently_used_goes_first() {
+    let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
+    let cache = ram.folder("cache", &["--volatile", "full"]);
+    let kept = pattern(0, 3 * MIB);
+    fs::write(ram.at("kept"), &kept).unwrap();
+    for index in 1..=5 {
+        fs::write(cache.join(index.to_string()), pattern(index, 4 * MIB)).unwrap();
+        thread::sleep(Duration::from_millis(10));
+    }
+    ram.wait_for_volatile(5);
+    let open = File::open(cache.join("1")).unwrap();
+    assert_eq!(ram.purge(8), 8 * MIB as u64);
+    let names = |folder: &Path| {
+        let mut names: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        names
+    };
+    assert_eq!(names(&cache), ["1", "4", "5"], "1 is open, 2 and 3 are the oldest");
+    let mut bytes = vec![0; 4 * MIB];
+    open.read_exact_at(&mut bytes, 0).unwrap();
+    assert!(bytes == pattern(1, 4 * MIB));
+    assert_eq!(ram.count("spared_open"), 1);
+    // All that can go, and no more than that.
+    assert_eq!(ram.purge(100), 8 * MIB as u64);
+    assert_eq!(names(&cache), ["1"]);
+    assert!(fs::read(ram.at("kept")).unwrap() == kept);
+}
+
+/// From the end, and said so; what is left is whole, and a file that was filled again is whole.
+#[test]
+fn partial_files_lose_their_end() {
+    let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
+    let file = ram.at("partial");
+    fs::write(&file, pattern(1, 10 * MIB)).unwrap();
+    ram.mark(&file, &["--volatile", "partial"]);
+    assert_eq!(ram.purge(4), 4 * MIB as u64);
+    assert!(fs::read(&file).unwrap() == pattern(1, 10 * MIB)[..6 * MIB]);
+    let end = ram.command(&["mark", "--json", file.to_str().unwrap()]);
+    let marks: Value = serde_json::from_str(&end.out).unwrap();
+    assert_eq!((&marks["volatile"], &marks["purged_from"]), (&"partial".into(), &(6 * MIB).into()));
+}
+
+/// A mark on a folder holds for all below it, a nearer one before it; values that are none are refused or passed over.
+#[test]
+fn marks_are_inherited_and_checked() {
+    let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
+    let cache = ram.folder("cache", &["--volatile", "full"]);
+    fs::create_dir_all(cache.join("a/b")).unwrap();
+    fs::write(cache.join("a/b/goes"), pattern(1, MIB)).unwrap();
+    fs::create_dir(cache.join("a/stays")).unwrap();
+    ram.mark(&cache.join("a/stays"), &["--volatile", "none"]);
+    fs::write(cache.join("a/stays/file"), pattern(2, MIB)).unwrap();
+    ram.wait_for_volatile(1);
+    assert_eq!(ram.purge(100), MIB as u64);
+    assert!(!cache.join("a/b/goes").exists() && cache.join("a/stays/file").exists());
+    let end = ram.command(&["mark", "--volatile", "often", ram.point.to_str().unwrap()]);
+    assert_eq!(end.code(), 2);
+    assert!(end.err.contains("`often` is no value of user.pagemill.volatile: none, partial, full"), "{}", end.err);
+    // Set directly, it is passed over and told.
+    let odd = ram.at("odd");
+    fs::write(&odd, pattern(3, MIB)).unwrap();
+    if common::lacks("setfattr") {
+        return;
+    }
+    assert!(common::shell(&format!("setfattr -n user.pagemill.volatile -v often {}", odd.display())).success());
+    File::options().append(true).open(&odd).unwrap().write_all(b"x").unwrap();
+    wait_until("the mark was told", || ram.count("bad_marks") > 0);
+    assert_eq!(ram.purge(100), 0);
+    assert!(odd.exists() && fs::read_to_string(ram.place.path("err")).unwrap().contains("`often` is no value"));
+}
+
+/// A stranger may not mark what is another's, nor reach it by a mark on a folder that is open to all.
+#[test]
+fn strangers_mark_their_own_only() {
+    let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
+    if !is_root() || common::lacks("setfattr") || common::lacks("su") {
+        return;
+    }
+    for path in [ram.place.path("."), ram.place.path("runtime")] {
+        fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    let open = ram.at("open");
+    fs::create_dir_all(open.join("below")).unwrap();
+    fs::set_permissions(&open, fs::Permissions::from_mode(0o777)).unwrap();
+    fs::set_permissions(open.join("below"), fs::Permissions::from_mode(0o700)).unwrap();
+    fs::write(open.join("below/file"), pattern(1, MIB)).unwrap();
+    fs::write(ram.at("file"), pattern(2, MIB)).unwrap();
+    let as_nobody = |script: String| {
+        let mut command = Command::new("su");
+        command.args(["nobody", "-s", "/bin/sh", "-c", &script]).stdin(Stdio::null());
+        finish(command, STUCK_AFTER)
+    };
+    let set = |path: &Path| as_nobody(format!("setfattr -n user.pagemill.volatile -v full {}", path.display()));
+    assert!(!set(&ram.at("file")).status.success() && !set(&ram.point).status.success(), "the kernel's own rule");
+    set(&open).assert_success();
+    assert_eq!(ram.purge(100), 0);
+    assert!(open.join("below/file").exists() && ram.at("file").exists());
+}
+
+/// Bytes of a mapping of the file that are mapped by huge pages.
+fn huge_bytes(path: &Path) -> usize {
+    // By a child that maps it: this process has no unsafe code.
+    let script = "import mmap, sys, re
+f = open(sys.argv[1], 'rb'); n = f.seek(0, 2)
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True); libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+huge = 1 << 21
+around = libc.mmap(None, n + 2 * huge, 0, 0x22, -1, 0)
+at = libc.mmap((around + huge - 1) // huge * huge, n, 1, 0x11, f.fileno(), 0)
+ctypes.memmove(ctypes.create_string_buffer(n), at, n)
+own = open('/proc/self/smaps').read().split('VmFlags')
+print(sum(int(re.search(r'ShmemPmdMapped: +(\\d+)', part).group(1)) for part in own if '%x-' % at in part))";
+    let mut command = Command::new("python3");
+    command.args(["-c", script]).arg(path).stdin(Stdio::null());
+    let end = finish(command, STUCK_AFTER);
+    end.assert_success();
+    end.out.trim().parse::<usize>().unwrap() * 1024
+}
+
+/// A large file that was written bit by bit is huge soon after it is closed, one that must not be is small, one that is mostly
+/// zeros holds what it must; every byte stays.
+#[test]
+fn pages_follow_contents_and_marks() {
+    let Some(ram) = Ram::new(&["--size", "512M"]) else { return };
+    if common::lacks("python3") {
+        return;
+    }
+    let never = ram.folder("never", &["--huge", "never"]);
+    let dense = pattern(1, 8 * BLOCK + 5);
+    for path in [ram.at("dense"), never.join("dense")] {
+        let mut file = File::create(path).unwrap();
+        dense.chunks(64 << 10).for_each(|part| file.write_all(part).unwrap());
+    }
+    let sparse = File::create(ram.at("sparse")).unwrap();
+    sparse.set_len(32 * BLOCK as u64).unwrap();
+    sparse.write_all_at(b"x", 9 * BLOCK as u64 + 77).unwrap();
+    drop(sparse);
+    let held = |path: PathBuf| fs::metadata(path).unwrap().blocks() as usize * 512;
+    wait_until("the sparse file is small", || held(ram.at("sparse")) <= 64 << 10);
+    if ram.count("collapse_no_memory") > 0 {
+        return println!("skipped: no huge pages to be had");
+    }
+    wait_until("the dense file is huge", || ram.count("huge_blocks") >= 8);
+    wait_until("its twin was split", || ram.count("split_blocks") >= 8);
+    assert_eq!((huge_bytes(&ram.at("dense")), huge_bytes(&never.join("dense"))), (8 * BLOCK, 0));
+    assert!(fs::read(ram.at("dense")).unwrap() == dense && fs::read(never.join("dense")).unwrap() == dense);
+    let bytes = fs::read(ram.at("sparse")).unwrap();
+    assert_eq!((bytes.len(), bytes[9 * BLOCK + 77]), (32 * BLOCK, b'x'));
+    assert_eq!(bytes.iter().filter(|byte| **byte != 0).count(), 1);
+}
+
+/// Writers in a limited group go on for ever: old files go, nobody is killed, no write fails, and what is not volatile stays.
+#[test]
+fn writers_survive_their_groups_limit() {
+    let Some(ram) = Ram::new(&["--size", "4G"]) else { return };
+    let Some(writers) = ram.place.compile("writers.c", &[]) else { return };
+    let cache = ram.folder("cache", &["--volatile", "full"]);
+    let kept = pattern(7, 40 * MIB);
+    for threads in ["1", "4"] {
+        let Some(group) = Group::new(&format!("files{threads}"), 512 * MIB as u64) else { return };
+        // Charged to the group, as what the writers write.
+        let source = ram.place.path("source");
+        fs::write(&source, &kept).unwrap();
+        let mut command = ram.place.command("sh");
+        let script = format!(
+            "cat {} > {} && exec {} {} {threads} 4 300",
+            source.display(),
+            ram.at("kept").display(),
+            writers.display(),
+            cache.display()
+        );
+        command.args(["-c", &script]);
+        let end = finish(group.enter(&command), STUCK_AFTER);
+        assert!(end.status.success(), "{threads} threads: {} {}", end.status, end.err);
+        let counts: Vec<u64> = end.out.split_whitespace().map(|word| word.parse().unwrap()).collect();
+        // A machine that takes the controller away for long has no room for it: a failed write is no kill.
+        assert!(counts[1] * 100 <= counts[0], "{} of {} files failed", counts[1], counts[0]);
+        assert!(fs::read(ram.at("kept")).unwrap() == kept);
+        fs::remove_file(ram.at("kept")).unwrap();
+        assert!(ram.count("purged_files") > 0);
+        ram.purge(4096);
+    }
+}
+
+/// The size is the guarantee: who passes it gets ENOSPC, and what was there stays.
+#[test]
+fn a_full_file_system_says_so() {
+    let Some(ram) = Ram::new(&["--size", "64M"]) else { return };
+    let kept = pattern(1, 40 * MIB);
+    fs::write(ram.at("kept"), &kept).unwrap();
+    let error = fs::write(ram.at("more"), pattern(2, 40 * MIB)).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::StorageFull);
+    assert!(fs::read(ram.at("kept")).unwrap() == kept);
+    fs::remove_file(ram.at("more")).unwrap();
+    fs::write(ram.at("less"), pattern(3, 10 * MIB)).unwrap();
+}
+
+/// A controller that is killed leaves the mount as it is; the next one takes it over with all that is in it. Killed twelve times
+/// while files are written and purged: nothing that is not volatile is lost, and no name of its own is left.
+#[test]
+fn a_killed_controller_is_replaced() {
+    let Some(mut ram) = Ram::new(&["--size", "128M"]) else { return };
+    let cache = ram.folder("cache", &["--volatile", "full"]);
+    let partial = ram.folder("partial", &["--volatile", "partial"]);
+    let kept = pattern(5, 20 * MIB);
+    fs::write(ram.at("kept"), &kept).unwrap();
+    for round in 0..12 {
+        for index in 0..12 {
+            let name = format!("{round}-{index}");
+            let _ = fs::write(cache.join(&name), pattern(index, 3 * MIB));
+            let _ = fs::write(partial.join(&name), pattern(index, MIB));
+        }
+        thread::sleep(Duration::from_millis(3 * round));
+        ram.controller.signal("KILL");
+        assert_eq!(ram.controller.wait(STUCK_AFTER).signal(), Some(9));
+        assert!(ram.is_mounted() && fs::read(ram.at("kept")).unwrap() == kept);
+        let text = ram.command(&["status", ram.point.to_str().unwrap()]);
+        assert!(text.out.contains("no controller answers"), "{}", text.out);
+        ram.controller = start(&ram.place, &ram.point, &["--size", "128M"]);
+        assert!(fs::read_to_string(ram.place.path("out")).unwrap().contains("taken over"));
+    }
+    ram.purge(1000);
+    for entry in fs::read_dir(&cache).unwrap().chain(fs::read_dir(&partial).unwrap()) {
+        let entry = entry.unwrap();
+        let name = entry.file_name().into_string().unwrap();
+        assert!(!name.starts_with('.'), "{name} was left");
+        assert_eq!(entry.metadata().unwrap().len(), 0, "{name} could have been purged");
+    }
+    assert!(fs::read(ram.at("kept")).unwrap() == kept);
+}
+
+/// While a controller runs another is refused; a busy mount names who is busy, and ends when nobody is.
+#[test]
+fn busy_mounts_name_who_is_busy() {
+    let Some(mut ram) = Ram::new(&["--size", "64M"]) else { return };
+    let point = ram.point.to_str().unwrap().to_owned();
+    let second = ram.command(&["mount", &point]);
+    assert_eq!(second.code(), 2);
+    assert!(second.err.contains("is mounted by Pagemill already, and its controller runs"), "{}", second.err);
+    let mut command = Command::new("sleep");
+    command.arg("1000").current_dir(&ram.point);
+    let sleeper = Guard::new(command);
+    let refused = ram.command(&["umount", &point]);
+    assert_eq!(refused.code(), 1);
+    let named = format!("process {} (sleep): works in {point}", sleeper.id());
+    assert!(refused.err.contains(&named), "{}", refused.err);
+    // A signal ends the controller all the same; what is mounted stays for who is in it, and can be taken over.
+    ram.controller.signal("TERM");
+    assert_eq!(ram.controller.wait(STUCK_AFTER).code(), Some(1));
+    let err = fs::read_to_string(ram.place.path("err")).unwrap();
+    assert!(err.contains(&named) && err.contains("takes it over") && ram.is_mounted(), "{err}");
+    ram.controller = start(&ram.place, &ram.point, &["--size", "64M"]);
+    drop(sleeper);
+    ram.command(&["umount", &point]).assert_success();
+    assert_eq!(ram.controller.wait(STUCK_AFTER).code(), Some(0));
+    assert!(!ram.is_mounted());
+    let left = common::walk(&ram.place.path("runtime")).into_iter().filter(|path| path.extension().is_some());
+    let left: Vec<_> = left.filter(|path| !path.ends_with("mount.lock")).collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+/// Unmounted by somebody else, the controller ends; in the background, the command returns once it is mounted.
+#[test]
+fn a_daemon_goes_on_by_itself() {
+    if !may_mount() {
+        return;
+    }
+    let place = Place::new();
+    let point = place.path("ram");
+    fs::create_dir(&point).unwrap();
+    let mut command = place.command(PAGEMILL);
+    command.arg("mount").arg(&point).args(["--size", "64M", "--daemon", "--json"]);
+    let end = finish(command, STUCK_AFTER);
+    end.assert_success();
+    let said: Value = serde_json::from_str(&end.out).unwrap();
+    let pid = said["controller_pid"].as_u64().unwrap();
+    let is_running = || Path::new(&format!("/proc/{pid}/exe")).exists();
+    assert!(is_running());
+    assert!(common::shell(&format!("umount {}", point.display())).success());
+    wait_until("the controller has ended", || !is_running());
+    // What cannot be mounted is said by the command itself.
+    fs::write(point.join("file"), "x").unwrap();
+    let mut command = place.command(PAGEMILL);
+    command.arg("mount").arg(&point).arg("--daemon");
+    let end = finish(command, STUCK_AFTER);
+    assert_eq!(end.code(), 2);
+    assert!(end.err.contains("is not empty: `file` would be hidden"), "{}", end.err);
+}
+
+/// More files than the kernel keeps events of while the controller is stopped: it looks at everything, and knows them all.
+#[test]
+fn lost_events_are_made_up_for() {
+    const FILES: u64 = 20_000;
+    let Some(ram) = Ram::new(&["--size", "512M"]) else { return };
+    let cache = ram.folder("cache", &["--volatile", "full"]);
+    ram.controller.signal("STOP");
+    for index in 0..FILES {
+        fs::write(cache.join(index.to_string()), b"x").unwrap();
+    }
+    ram.controller.signal("CONT");
+    wait_until("all are known", || ram.status()["volatile_files"] == FILES);
+    assert!(ram.count("events_lost") > 0);
+}
+
+/// Folders that move and links that lead elsewhere lead nobody astray: all the while files are purged, and nothing else goes.
+#[test]
+fn moving_folders_lead_nobody_astray() {
+    let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
+    let cache = ram.folder("cache", &["--volatile", "full"]);
+    let kept = ram.at("kept");
+    for folder in [cache.join("a"), kept.join("a")] {
+        fs::create_dir_all(&folder).unwrap();
+    }
+    let precious = pattern(9, MIB);
+    let until = Instant::now() + Duration::from_secs(3);
+    let (cache, kept) = (&cache, &kept);
+    thread::scope(|scope| {
+        // The same names lie in both; the folder that is marked is swapped for a link to the other, and back.
+        scope.spawn(move || {
+            for index in 0.. {
+                if Instant::now() > until {
+                    return;
+                }
+                let name = format!("a/{}", index % 8);
+                let _ = fs::write(cache.join(&name), pattern(index, MIB));
+                fs::write(kept.join(&name), pattern(9, MIB)).unwrap();
+            }
+        });
+        scope.spawn(move || {
+            while Instant::now() < until {
+                let _ = fs::rename(cache.join("a"), cache.join("b"));
+                let _ = symlink(kept.join("a"), cache.join("a"));
+                thread::sleep(Duration::from_millis(1));
+                let _ = fs::remove_file(cache.join("a"));
+                let _ = fs::rename(cache.join("b"), cache.join("a"));
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
+        // What replaces a volatile file by one of its own is left with that.
+        scope.spawn(|| {
+            while Instant::now() < until {
+                ram.purge(4);
+            }
+        });
+    });
+    assert!(ram.count("purged_files") > 0, "nothing was purged, nothing is shown");
+    for index in 0..8 {
+        let path = kept.join(format!("a/{index}"));
+        assert!(!path.exists() || fs::read(&path).unwrap() == precious, "{index}");
+    }
+    assert_eq!(fs::read_dir(kept.join("a")).unwrap().count(), 8);
+}
+
+/// Without privileges, for one program and its children: seen by nobody else, and gone at the end.
+#[test]
+fn anybody_may_run_on_a_private_one() {
+    let place = Place::new();
+    let ram = place.path("ram");
+    let script = "set -e; cd \"$1\"; mkdir cache; $2 mark --volatile full cache; head -c 8M /dev/urandom > cache/old
+        head -c 4M /dev/urandom > kept; cp kept \"$3\"; $2 purge --json . 1M; $2 status .; ls cache; cmp kept \"$3\"";
+    let arguments = |command: &mut Command, copy: &Path| {
+        command.args(["run", "--ram"]).arg(&ram).args(["--ram-size", "256M", "--", "sh", "-c", script, "sh"]);
+        command.arg(&ram).arg(PAGEMILL).arg(copy);
+    };
+    let mut command = if is_root() && !common::lacks("setpriv") {
+        // Where everybody may go.
+        fs::set_permissions(place.path("."), fs::Permissions::from_mode(0o777)).unwrap();
+        for folder in ["runtime", "cache"] {
+            assert!(common::shell(&format!("chown nobody {}", place.path(folder).display())).success());
+        }
+        let mut command = place.command("setpriv");
+        command.args(["--reuid=65534", "--regid=65534", "--clear-groups", PAGEMILL]);
+        command
+    } else {
+        place.command(PAGEMILL)
+    };
+    arguments(&mut command, &place.path("copy"));
+    let end = finish(command, STUCK_AFTER);
+    if end.code() == 2 && end.err.contains("no mount namespace") {
+        return println!("skipped: {}", end.err);
+    }
+    if end.err.contains("Permission denied") && end.code() >= 126 {
+        return println!("skipped: the command lies where not everybody may go");
+    }
+    end.assert_success();
+    assert!(end.out.contains("\"purged_bytes\":8388608") && !end.out.contains("\nold"), "{}", end.out);
+    assert!(!ram.exists(), "it was made for this");
+}
