@@ -430,6 +430,47 @@ fn lost_events_are_made_up_for() {
     assert!(ram.count("events_lost") > 0);
 }
 
+/// Readers that open files while they are purged get them whole or not at all, and the controller does not mind.
+#[test]
+fn readers_get_whole_files_or_none() {
+    let Some(mut ram) = Ram::new(&["--size", "128M"]) else { return };
+    let cache = ram.folder("cache", &["--volatile", "full"]);
+    let until = Instant::now() + Duration::from_secs(3);
+    let cache = &cache;
+    let read = thread::scope(|scope| {
+        scope.spawn(move || {
+            for index in 0.. {
+                if Instant::now() > until {
+                    return;
+                }
+                let _ = fs::write(cache.join(format!("new{}", index % 8)), pattern(index % 8, MIB / 4));
+                let _ = fs::rename(cache.join(format!("new{}", index % 8)), cache.join((index % 8).to_string()));
+            }
+        });
+        let reader = scope.spawn(move || {
+            let mut read = 0;
+            for index in (0..8).cycle() {
+                if Instant::now() > until {
+                    return read;
+                }
+                if let Ok(bytes) = fs::read(cache.join(index.to_string())) {
+                    assert!(bytes == pattern(index, MIB / 4), "{index}: {} bytes", bytes.len());
+                    read += 1;
+                }
+            }
+            read
+        });
+        scope.spawn(|| {
+            while Instant::now() < until {
+                ram.purge(1);
+            }
+        });
+        reader.join().unwrap()
+    });
+    assert!(read > 0 && ram.count("purged_files") > 0, "{read} read");
+    assert!(!ram.controller.has_ended());
+}
+
 /// Folders that move and links that lead elsewhere lead nobody astray: all the while files are purged, and nothing else goes.
 #[test]
 fn moving_folders_lead_nobody_astray() {

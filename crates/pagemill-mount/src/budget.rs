@@ -39,6 +39,16 @@ pub enum Bound {
     Machine,
 }
 
+impl Bound {
+    /// The limited group that is meant, if it is one.
+    pub fn group(self) -> Option<usize> {
+        match self {
+            Self::Group(watch) => Some(watch),
+            Self::Size | Self::Machine => None,
+        }
+    }
+}
+
 /// A limit, as it stands.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line {

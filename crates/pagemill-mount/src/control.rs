@@ -4,9 +4,10 @@
 //! its answer.
 
 use crate::door::Door;
+use crate::inbox::{Inbox, Request};
 use crate::mounting::{self, Refusal};
 use crate::status::Status;
-use crate::steward::{Inbox, Request, Settings, Steward, say};
+use crate::steward::{Settings, Steward, say};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};

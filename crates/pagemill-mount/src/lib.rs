@@ -6,14 +6,17 @@
 //!
 //! From bottom to top: [`policy`] (what marks mean), [`door`] (calls that follow no link), [`folders`], [`index`], [`groups`]
 //! (what is where, used when, charged to whom), [`budget`], [`pace`] (arithmetic), [`purge`], [`scan`], [`worker`] (huge pages, in a
-//! process of its own), [`steward`] (the one thread that decides), [`control`] (who asks it), [`mounting`].
+//! process of its own) and [`pagework`] (what it gets), [`ledger`] (all that is known of files), [`steward`] (the one thread
+//! that decides) and its [`inbox`], [`control`] (who asks it), [`mounting`].
 
 pub mod budget;
 pub mod control;
 pub mod door;
 pub mod folders;
 pub mod groups;
+pub mod inbox;
 pub mod index;
+pub mod ledger;
 pub mod mounting;
 pub mod pace;
 pub mod pagework;

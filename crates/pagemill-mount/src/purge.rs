@@ -157,6 +157,11 @@ fn parse_taken(name: &OsStr) -> Option<(u64, &OsStr)> {
     Some((inode, OsStr::from_bytes(&rest[at + 1..]))).filter(|(_, name)| !name.is_empty())
 }
 
+/// Whether the name looks like one of ours.
+pub fn is_ours(name: &OsStr) -> bool {
+    parse_taken(name).is_some()
+}
+
 /// Finishes what a killed controller began, should this name be one of ours: the right file goes, a wrong one gets its name
 /// back. Returns whether it was one of ours.
 pub fn finish(folder: BorrowedFd<'_>, name: &OsStr) -> bool {

@@ -1,13 +1,26 @@
 //! A look at everything: the only way to learn of what was there before, of what notification lost, and of marks that were
 //! set on files afterwards.
 
-use crate::door::{self, BadMark, Door, Seen};
+use crate::door::{self, BadMark, Door, Fill, Seen};
+use crate::inbox::{Inbox, Message};
+use crate::ledger::now_ns;
 use crate::policy::{Above, Marks};
 use rustix::fs::Dir;
 use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Bounds of the time between two looks at everything.
+const SCAN_EVERY: std::ops::Range<Duration> = Duration::from_secs(5)..Duration::from_secs(300);
+
+/// A look at everything may take this part of the time.
+const SCAN_SHARE: u32 = 20;
+
+/// One that is wanted comes so soon after the last.
+const WANTED_PAUSE: Duration = Duration::from_millis(500);
 
 /// Something that was found.
 #[derive(Debug)]
@@ -49,4 +62,78 @@ pub fn scan(door: &Door, mut tell: impl FnMut(Found)) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// When everything is looked at: in a thread of its own, the seldomer the less happens.
+pub struct Scanning {
+    is_running: bool,
+    is_wanted: bool,
+    began: Instant,
+    began_ns: i64,
+    next: Instant,
+    every: Duration,
+    /// How full it was at the last.
+    fill: Fill,
+}
+
+impl Scanning {
+    pub fn new(fill: Fill) -> Self {
+        let now = Instant::now();
+        Self {
+            is_running: false,
+            is_wanted: false,
+            began: now,
+            began_ns: 0,
+            next: now + SCAN_EVERY.start,
+            every: SCAN_EVERY.start,
+            fill,
+        }
+    }
+
+    pub fn is_running(&self) -> bool {
+        self.is_running
+    }
+
+    /// When the present one began, as the times of files are told.
+    pub fn began_ns(&self) -> i64 {
+        self.began_ns
+    }
+
+    /// Begins one if it is time, or if one `is_wanted` and the last was not just now, or if somebody waits for it.
+    pub fn start_if_due(&mut self, door: &Arc<Door>, inbox: &Arc<Inbox>, is_wanted: bool, is_waited_for: bool) {
+        self.is_wanted |= is_wanted;
+        let now = Instant::now();
+        let is_due = now >= self.next || is_waited_for || (self.is_wanted && now >= self.began + WANTED_PAUSE);
+        if self.is_running || !is_due {
+            return;
+        }
+        (self.is_running, self.is_wanted) = (true, false);
+        (self.began, self.began_ns) = (now, now_ns());
+        let (door, inbox) = (door.clone(), inbox.clone());
+        let work = move || {
+            const BATCH: usize = 512;
+            let mut batch = Vec::new();
+            let _ = scan(&door, |found| {
+                batch.push(Message::Found(found));
+                if batch.len() == BATCH {
+                    inbox.send_found(&mut batch);
+                }
+            });
+            batch.push(Message::ScanEnded);
+            inbox.send_found(&mut batch);
+        };
+        if std::thread::Builder::new().name("scan".into()).spawn(work).is_err() {
+            self.is_running = false;
+            self.next = now + self.every;
+        }
+    }
+
+    /// It has ended: when is the next?
+    pub fn end(&mut self, fill: Fill) {
+        self.is_running = false;
+        let every = if self.fill == fill { self.every * 2 } else { SCAN_EVERY.start };
+        self.every = every.max(self.began.elapsed() * SCAN_SHARE).clamp(SCAN_EVERY.start, SCAN_EVERY.end);
+        self.fill = fill;
+        self.next = Instant::now() + self.every;
+    }
 }

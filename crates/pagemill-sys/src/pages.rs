@@ -6,6 +6,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
+use std::sync::Once;
 
 const MADV_COLD: libc::c_int = 20;
 const MADV_COLLAPSE: libc::c_int = 25;
@@ -133,9 +134,30 @@ pub fn charged_group(file: BorrowedFd<'_>, offset: u64) -> io::Result<u64> {
 ///
 /// `EAGAIN` if somebody has it open, `EACCES` for a stranger.
 pub fn take_lease(file: BorrowedFd<'_>) -> io::Result<()> {
+    static IS_HANDLED: Once = Once::new();
+    // Who opens the file meanwhile has the kernel send SIGIO here, which ends a process that does not expect it.
+    IS_HANDLED.call_once(|| pass_over(libc::SIGIO));
     // SAFETY: plain arguments.
     let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_WRLCK) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+extern "C" fn do_nothing(_: libc::c_int) {}
+
+/// Has a signal that would end this process do nothing; programs that it runs get it as ever.
+fn pass_over(signal: libc::c_int) {
+    // SAFETY: plain data; the handler touches nothing; one that is there already stays.
+    unsafe {
+        let mut before: libc::sigaction = std::mem::zeroed();
+        libc::sigaction(signal, std::ptr::null(), &raw mut before);
+        if before.sa_sigaction != libc::SIG_DFL {
+            return;
+        }
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = do_nothing as extern "C" fn(libc::c_int) as usize;
+        action.sa_flags = libc::SA_RESTART;
+        libc::sigaction(signal, &raw const action, std::ptr::null_mut());
+    }
 }
 
 #[cfg(test)]
@@ -179,6 +201,18 @@ mod tests {
         assert_eq!(take_lease(file.as_fd()).unwrap_err().raw_os_error(), Some(libc::EAGAIN));
         drop(window);
         take_lease(file.as_fd()).unwrap();
+    }
+
+    /// Who opens the file waits until it is closed here, and nobody is killed for it.
+    #[test]
+    fn openers_wait_for_the_end_of_a_lease() {
+        let Some((folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
+        take_lease(file.as_fd()).unwrap();
+        let path = folder.path().join("file");
+        let opener = std::thread::spawn(move || File::open(path).map(drop));
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        drop(file);
+        opener.join().unwrap().unwrap();
     }
 
     /// The group of a page is asked where that is allowed.

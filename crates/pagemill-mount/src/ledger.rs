@@ -1,0 +1,257 @@
+//! What is known of the files, and how one of them is purged.
+
+use crate::door::{self, Door, Seen};
+use crate::folders::Folders;
+use crate::groups::{Groups, UNKNOWN};
+use crate::index::{File, Index, Part};
+use crate::pagework::PageWork;
+use crate::policy::{Marks, Volatile};
+use crate::purge::{self, Outcome, Target};
+use crate::scan::Found;
+use crate::status::Counts;
+use crate::steward::say;
+use pagemill_sys::fanotify::Handle;
+use pagemill_sys::pages;
+use rustix::fs::OFlags;
+use std::collections::{HashMap, HashSet};
+use std::ffi::{OsStr, OsString};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+/// A file that was closed is left alone for so long before its pages are looked at: many are opened again at once, and a
+/// volatile one may be purged soon, in which the worker would only be in the way.
+const DELAY: Duration = Duration::from_millis(50);
+const VOLATILE_DELAY: Duration = Duration::from_millis(500);
+
+/// A file that the worker has open is due again so much later than it was.
+const WORKER_NS: i64 = 20_000_000;
+
+/// Most paths that a bad mark was told of.
+const MAX_TOLD: usize = 1000;
+
+/// Files, folders, groups, and what is to be done with pages.
+pub struct Ledger {
+    door: Arc<Door>,
+    folders: Folders,
+    pub index: Index,
+    pub groups: Groups,
+    pub pages: PageWork,
+    pub counts: Counts,
+    /// Something is not known that a look at everything would show.
+    pub wants_scan: bool,
+    /// A file could not be purged because the worker had it: a moment later it can.
+    pub met_worker: bool,
+    /// Files that the present look at everything has found.
+    seen: HashSet<u64>,
+    /// Folders of the present batch of events.
+    open: HashMap<u64, Option<OwnedFd>>,
+    told: HashSet<PathBuf>,
+}
+
+/// Now, as the times of files are told.
+pub fn now_ns() -> i64 {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
+}
+
+impl Ledger {
+    /// Knows nothing yet. `worker` is the program that looks after pages.
+    pub fn new(door: Arc<Door>, groups: Groups, worker: Vec<OsString>) -> Self {
+        Self {
+            folders: Folders::new(door.root_inode()),
+            index: Index::default(),
+            pages: PageWork::new(worker),
+            counts: Counts::default(),
+            wants_scan: false,
+            met_worker: false,
+            seen: HashSet::new(),
+            open: HashMap::new(),
+            told: HashSet::new(),
+            door,
+            groups,
+        }
+    }
+
+    /// The kernel had no room for events.
+    pub fn lost_events(&mut self) {
+        self.counts.events_lost += 1;
+        self.wants_scan = true;
+    }
+
+    /// Events follow that belong together: a folder is opened once for them.
+    pub fn begin_batch(&mut self) {
+        self.open.clear();
+    }
+
+    /// A process closed a file that it had open for writing.
+    pub fn written(&mut self, folder: Handle<'_>, name: &OsStr, pid: u32) {
+        let is_own = pid != 0 && (pid == std::process::id() || pid == self.pages.worker_pid());
+        if is_own {
+            return;
+        }
+        self.counts.events += 1;
+        let Some(inode) = self.folders.find(&self.door, folder) else {
+            self.wants_scan = true;
+            return;
+        };
+        let folders = &mut self.folders;
+        let opened = self.open.remove(&inode).unwrap_or_else(|| folders.open(&self.door, inode).ok());
+        match &opened {
+            Some(fd) => self.observe(inode, fd, name, pid),
+            None => self.wants_scan = true,
+        }
+        self.open.insert(inode, opened);
+    }
+
+    /// Takes note of a file that was written.
+    fn observe(&mut self, folder: u64, fd: &OwnedFd, name: &OsStr, pid: u32) {
+        let Ok(seen) = door::look_at(fd, name) else { return };
+        if !seen.is_file() {
+            return;
+        }
+        let mut bad = Vec::new();
+        let marks = door::marks_at(fd, name, |mark| bad.push(mark));
+        for mark in bad {
+            let path = self.folders.path(folder).unwrap_or_default().join(name);
+            self.tell_bad(path, &mark.0);
+        }
+        self.note(folder, name, &seen, marks, Some(pid), now_ns());
+    }
+
+    fn tell_bad(&mut self, path: PathBuf, text: &str) {
+        self.counts.bad_marks += 1;
+        if self.told.len() < MAX_TOLD && self.told.insert(path.clone()) {
+            say(&format!("{}: {text}: it is passed over", path.display()));
+        }
+    }
+
+    /// Takes note of what a look at everything found.
+    pub fn found(&mut self, found: Found) {
+        match found {
+            Found::Folder { inode, parent, name, above } => {
+                self.folders.learn(inode, parent, &name, above);
+            }
+            Found::Bad { path, mark } => self.tell_bad(path, &mark.0),
+            Found::File { folder, name, seen, marks } => {
+                if purge::is_ours(&name)
+                    && let Ok(fd) = self.folders.open(&self.door, folder)
+                    && purge::finish(fd.as_fd(), &name)
+                {
+                    return;
+                }
+                self.seen.insert(seen.inode);
+                let known_ns = self.index.get(seen.inode).map_or(0, |file| file.used_ns);
+                self.note(folder, &name, &seen, marks, None, known_ns.max(seen.used_ns));
+            }
+        }
+    }
+
+    /// A look at everything that began then has ended: what it did not find is not there any more.
+    pub fn forget_unseen(&mut self, began_ns: i64) {
+        let seen = std::mem::take(&mut self.seen);
+        self.index.retain(|inode, file| seen.contains(&inode) || file.used_ns >= began_ns);
+        self.counts.scans += 1;
+    }
+
+    /// Hands the worker what is due, and takes what it has done.
+    pub fn work_on_pages(&mut self) {
+        self.pages.work(&self.door, &self.folders, &self.groups, &mut self.counts);
+    }
+
+    /// Puts a file where it belongs: among the volatile ones, among those whose pages are to be looked at.
+    fn note(&mut self, folder: u64, name: &OsStr, seen: &Seen, own: Marks, pid: Option<u32>, used_ns: i64) {
+        let Some(marks) = self.folders.effective(&self.door, folder, own, seen.owner) else { return };
+        let known = self.index.get(seen.inode).map(|file| file.group).filter(|group| *group != UNKNOWN);
+        let group = match (known, pid) {
+            (Some(group), _) => group,
+            (None, Some(pid)) if pid != 0 => self.groups.of_process(pid),
+            // Nobody says who it was. In a namespace of its own all come from here.
+            (None, Some(_)) => self.groups.of_self(),
+            (None, None) => UNKNOWN,
+        };
+        let part = match marks.volatile.unwrap_or_default() {
+            Volatile::Full => Some(Part::Whole),
+            Volatile::Partial => Some(Part::Tail),
+            Volatile::None => None,
+        };
+        match part.filter(|_| seen.held_bytes > 0) {
+            Some(part) => {
+                let file = File { folder, name: name.to_owned(), part, used_ns, held_bytes: seen.held_bytes, group };
+                self.counts.not_indexed += u64::from(!self.index.insert(seen.inode, file));
+            }
+            None => drop(self.index.remove(seen.inode)),
+        }
+        let delay = if part.is_some() { VOLATILE_DELAY } else { DELAY };
+        self.pages.note(folder, name, seen, marks.huge.unwrap_or_default(), group, delay);
+    }
+
+    /// Purges the file used least recently that helps; `None` if there is none that was used before `began_ns`. Some may turn
+    /// out to be in use: 0 then.
+    ///
+    /// `watch`: only what is charged below this limited group.
+    pub fn purge_one(&mut self, watch: Option<usize>, want_bytes: u64, began_ns: i64) -> Option<u64> {
+        let groups = &self.groups;
+        let inode = self.index.oldest(|group| watch.is_none_or(|watch| groups.helps(group, watch)))?;
+        // All others were found in use since, or have come since.
+        self.index.get(inode).filter(|file| file.used_ns < began_ns)?;
+        let file = self.index.remove(inode)?;
+        self.pages.forget(inode);
+        let Ok(folder) = self.folders.open(&self.door, file.folder) else {
+            // It was moved, with its folder.
+            self.wants_scan = true;
+            return Some(0);
+        };
+        if file.group == UNKNOWN
+            && watch.is_some()
+            && let Some(group) = self.group_of(&folder, &file)
+        {
+            self.index.insert(inode, File { group, ..file });
+            return Some(0);
+        }
+        let target = Target { folder: folder.as_fd(), name: &file.name, inode, part: file.part, used_ns: file.used_ns };
+        let folders = std::cell::RefCell::new(&mut self.folders);
+        let is_volatile = |fd: &OwnedFd, seen: &Seen| {
+            let own = door::marks(fd, |_| ());
+            let marks = folders.borrow_mut().effective(&self.door, file.folder, own, seen.owner);
+            marks.and_then(|marks| marks.volatile).is_some_and(|volatile| volatile != Volatile::None)
+        };
+        match purge::purge(&target, want_bytes, is_volatile) {
+            Outcome::Freed { bytes, left_bytes } => {
+                let counts = &mut self.counts;
+                let (files, sum) = match file.part {
+                    Part::Whole => (&mut counts.purged_files, &mut counts.purged_bytes),
+                    Part::Tail => (&mut counts.cut_files, &mut counts.cut_bytes),
+                };
+                (*files, *sum) = (*files + 1, *sum + bytes);
+                if left_bytes > 0 {
+                    self.index.insert(inode, File { held_bytes: left_bytes, used_ns: now_ns(), ..file });
+                }
+                Some(bytes)
+            }
+            Outcome::Used(used_ns) => {
+                self.index.insert(inode, File { used_ns, ..file });
+                Some(0)
+            }
+            Outcome::Open => {
+                let is_worker = self.pages.is_given(inode);
+                self.counts.spared_open += u64::from(!is_worker);
+                self.met_worker |= is_worker;
+                // It is used, and goes to the end; the worker has done with it in a moment.
+                let used_ns = if is_worker { file.used_ns.saturating_add(WORKER_NS) } else { now_ns() };
+                self.index.insert(inode, File { used_ns, ..file });
+                Some(0)
+            }
+            Outcome::Gone => Some(0),
+        }
+    }
+
+    /// The group that a file's first page is charged to, where that can be asked and is known.
+    fn group_of(&mut self, folder: &OwnedFd, file: &File) -> Option<u32> {
+        let fd = door::open_file(folder, &file.name, OFlags::RDONLY).ok()?;
+        let at = rustix::fs::seek(&fd, rustix::fs::SeekFrom::Data(0)).ok()?;
+        let inode = pages::charged_group(fd.as_fd(), at).ok()?;
+        Some(self.groups.of_inode(inode)).filter(|group| *group != UNKNOWN)
+    }
+}
