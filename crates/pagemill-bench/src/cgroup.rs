@@ -41,6 +41,19 @@ impl Cgroup {
     ///
     /// A sentence for the list of gaps: no memory controller, or no right to use it.
     pub fn with_limit(limit_bytes: u64) -> Result<Self, String> {
+        Self::new(Some(limit_bytes))
+    }
+
+    /// Makes a group that has no limit of its own.
+    ///
+    /// # Errors
+    ///
+    /// As [`Cgroup::with_limit`].
+    pub fn without_limit() -> Result<Self, String> {
+        Self::new(None)
+    }
+
+    fn new(limit_bytes: Option<u64>) -> Result<Self, String> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let name = format!("{PREFIX}{}-{number}", std::process::id());
@@ -55,6 +68,15 @@ impl Cgroup {
     pub fn peak_bytes(&self) -> Option<u64> {
         let read = |name| fs::read_to_string(self.folder.join(name)).ok()?.trim().parse().ok();
         read("memory.max_usage_in_bytes").or_else(|| read("memory.peak"))
+    }
+
+    /// How often the kernel killed for want of memory in the group; none where it does not count that.
+    pub fn kills(&self) -> Option<u64> {
+        let text = ["memory.oom_control", "memory.events"].map(|name| fs::read_to_string(self.folder.join(name)).ok());
+        text.into_iter().flatten().find_map(|text| {
+            let mut lines = text.lines();
+            lines.find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
+        })
     }
 
     /// The file to which a process writes 0 to enter.
@@ -93,7 +115,7 @@ fn sweep(parent: &Path) {
     }
 }
 
-fn make(parent: &Parent, name: &str, limit_bytes: u64) -> Result<Cgroup, String> {
+fn make(parent: &Parent, name: &str, limit_bytes: Option<u64>) -> Result<Cgroup, String> {
     if parent.version == Version::V2 {
         // Fails where the group has processes of its own; then the child lacks memory.max, which is told below.
         let _ = fs::write(parent.folder.join("cgroup.subtree_control"), "+memory");
@@ -109,7 +131,9 @@ fn make(parent: &Parent, name: &str, limit_bytes: u64) -> Result<Cgroup, String>
         fs::write(group.folder.join(file), value)
             .map_err(|cause| format!("{file} of a new cgroup cannot be written: {cause}"))
     };
-    write(limit_file, &limit_bytes.to_string())?;
+    if let Some(limit_bytes) = limit_bytes {
+        write(limit_file, &limit_bytes.to_string())?;
+    }
     if parent.version == Version::V2 {
         // Swap would hide what is asked here: whether free memory is given back in time.
         let _ = write("memory.swap.max", "0");

@@ -65,12 +65,18 @@ pub fn workload(arguments: &[&str]) -> Result<Command> {
     Ok(command)
 }
 
+/// Options of a workload that are numbers, as words of its command line.
+pub fn numbers(options: &[(&str, u64)]) -> impl Iterator<Item = String> {
+    options.iter().flat_map(|(name, value)| [(*name).to_owned(), value.to_string()])
+}
+
 /// The path of this executable.
 pub fn own_executable() -> Result<std::path::PathBuf> {
     std::env::current_exe().map_err(doing("finding the own executable"))
 }
 
 /// A running process group; dropped, it is killed.
+#[derive(Debug)]
 pub struct Running {
     child: Child,
     stdout: Option<JoinHandle<Vec<u8>>>,
@@ -112,6 +118,13 @@ impl Running {
     /// Whether it ended by itself. It stays unreaped, so that its number cannot come to mean somebody else.
     pub fn has_ended(&self) -> bool {
         native::has_ended(self.child.id())
+    }
+
+    /// Asks the leader to end by itself.
+    pub fn terminate(&self) {
+        if !self.has_ended() {
+            native::terminate(self.child.id());
+        }
     }
 
     /// Waits for the end, at most `limit`.

@@ -125,7 +125,7 @@ fn launcher(
         ("--pause-ms", times.pause_ms),
     ];
     line.push("__pair".to_owned());
-    line.extend(options.into_iter().flat_map(|(name, value)| [name.to_owned(), value.to_string()]));
+    line.extend(child::numbers(&options));
     line.extend(["--folder".to_owned(), folder.display().to_string()]);
     Ok(Ok(line))
 }

@@ -10,11 +10,13 @@ mod ebizzy;
 mod error;
 mod experiment;
 mod figures;
+mod files;
 mod footprint;
 mod giveback;
 mod histogram;
 mod hog;
 mod native;
+mod pattern;
 mod proc;
 mod report;
 mod signs;
@@ -59,6 +61,12 @@ enum Experiment {
     Footprint(footprint::Options),
     /// Who is killed where free memory could be given: writers, a handover, a sibling's request, a full machine
     Survive(survive::Options),
+    /// Files read and written in records of 4 KiB by 1 to 200 threads, mapped and not, beside tmpfs and the original
+    Iozone(files::iozone::Options),
+    /// Bytes that small, middle, sparse and large files take in memory, and which of them get huge pages
+    Waste(files::FileOptions),
+    /// Many small files made, looked at, read, found and removed, beside tmpfs
+    Metadata(files::FileOptions),
     /// The settings by which each allocator returns memory at once, as a Markdown table
     Settings,
     #[command(name = "__touch", hide = true)]
@@ -91,6 +99,16 @@ enum Experiment {
     SmallWork(workload::small::Small),
     #[command(name = "__giveback", hide = true)]
     GivebackWork(workload::giveback::Giveback),
+    #[command(name = "__iozone", hide = true)]
+    IozoneWork(workload::iozone::Iozone),
+    #[command(name = "__iozone-part", hide = true)]
+    IozonePart(workload::iozone::Part),
+    #[command(name = "__file-writers", hide = true)]
+    FileWritersWork(workload::file_writers::FileWriters),
+    #[command(name = "__waste", hide = true)]
+    WasteWork(workload::waste::Waste),
+    #[command(name = "__metadata", hide = true)]
+    MetadataWork(workload::metadata::Metadata),
 }
 
 fn main() -> ExitCode {
@@ -101,6 +119,9 @@ fn main() -> ExitCode {
         Experiment::Startup(options) => experiment(&options.common, || startup::run(&options)),
         Experiment::Footprint(options) => experiment(&options.common, || footprint::run(&options)),
         Experiment::Survive(options) => experiment(&options.common, || survive::run(&options)),
+        Experiment::Iozone(options) => experiment(&options.files.common, || files::iozone::run(&options)),
+        Experiment::Waste(options) => experiment(&options.common, || files::waste::run(&options)),
+        Experiment::Metadata(options) => experiment(&options.common, || files::metadata::run(&options)),
         Experiment::Settings => {
             print!("{}", subject::settings_markdown());
             ExitCode::SUCCESS
@@ -120,6 +141,11 @@ fn main() -> ExitCode {
         Experiment::IdleWork(arguments) => workload::run(|| workload::idle::run(&arguments)),
         Experiment::SmallWork(arguments) => workload::run(|| workload::small::run(&arguments)),
         Experiment::GivebackWork(arguments) => workload::run(|| workload::giveback::run(&arguments)),
+        Experiment::IozoneWork(arguments) => workload::run(|| workload::iozone::run(&arguments)),
+        Experiment::IozonePart(arguments) => workload::run(|| workload::iozone::part(&arguments)),
+        Experiment::FileWritersWork(arguments) => workload::run(|| workload::file_writers::run(&arguments)),
+        Experiment::WasteWork(arguments) => workload::run(|| workload::waste::run(&arguments)),
+        Experiment::MetadataWork(arguments) => workload::run(|| workload::metadata::run(&arguments)),
     }
 }
 

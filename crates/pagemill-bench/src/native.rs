@@ -238,6 +238,21 @@ pub fn kill_group(leader: u32) {
     unsafe { libc::kill(-(leader as libc::pid_t), libc::SIGKILL) };
 }
 
+/// Asks a child of ours, not yet reaped, to end by itself.
+pub fn terminate(child: u32) {
+    // SAFETY: kill touches no memory. The number is still the child's as long as it is not reaped.
+    unsafe { libc::kill(child as libc::pid_t, libc::SIGTERM) };
+}
+
+/// Gives the calling thread, and what it starts from here on, mounts of its own.
+pub fn unshare_mounts() -> io::Result<()> {
+    // SAFETY: unshare touches no memory.
+    match unsafe { libc::unshare(libc::CLONE_NEWNS) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// Kills one process of a cgroup that we made.
 pub fn kill_process(pid: u32) {
     // SAFETY: kill touches no memory.

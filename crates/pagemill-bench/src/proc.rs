@@ -73,6 +73,23 @@ pub fn total_bytes() -> Option<u64> {
     field(&text, "MemTotal:")
 }
 
+/// Bytes of a file that this process sees through huge entries of its page table, in the mapping that holds `address`.
+pub fn huge_mapped_bytes(address: usize) -> Option<u64> {
+    parse_huge(&fs::read_to_string("/proc/self/smaps").ok()?, address)
+}
+
+fn parse_huge(smaps: &str, address: usize) -> Option<u64> {
+    let bounds = |line: &str| {
+        let (start, end) = line.split_whitespace().next()?.split_once('-')?;
+        Some(usize::from_str_radix(start, 16).ok()?..usize::from_str_radix(end, 16).ok()?)
+    };
+    let mut lines = smaps.lines().skip_while(|line| bounds(line).is_none_or(|range| !range.contains(&address)));
+    lines.next()?;
+    let mapping: Vec<&str> = lines.take_while(|line| bounds(line).is_none()).collect();
+    let text = mapping.join("\n");
+    Some(field(&text, "ShmemPmdMapped:")? + field(&text, "FilePmdMapped:").unwrap_or(0))
+}
+
 /// How often the threads of a process gave up the CPU by themselves, to wake up later; none once it is gone.
 pub fn wake_ups(pid: u32) -> Option<u64> {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).ok()?;
@@ -139,6 +156,16 @@ mod tests {
         let text = "cpu  10 1 5 100 20 1 1 2 7 7\ncpu0 1 1 1 1 1 1 1 1 0 0\n";
         assert_eq!(parse_ticks(text), Some((20, 140)));
         assert!(cpu_ticks().is_some_and(|(busy, all)| busy <= all));
+    }
+
+    /// Two mappings: the one that holds the address counts, not its neighbour.
+    #[test]
+    fn huge_entries_are_those_of_the_mapping() {
+        let smaps = "1000-2000 rw-s 0 0:1 7 /a b\nRss: 4 kB\nShmemPmdMapped: 2048 kB\nFilePmdMapped: 0 kB\n\
+                     2000-4000 rw-s 0 0:1 8 /b\nShmemPmdMapped: 4096 kB\nVmFlags: rd";
+        assert_eq!(parse_huge(smaps, 0x1fff), Some(2048 << 10));
+        assert_eq!(parse_huge(smaps, 0x2000), Some(4096 << 10));
+        assert_eq!(parse_huge(smaps, 0x4000), None);
     }
 
     /// This very process: in its own tree, with memory, and with its program mapped.

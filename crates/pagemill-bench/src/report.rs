@@ -159,13 +159,17 @@ pub struct Report {
     is_json: bool,
     rows: Vec<Row>,
     gaps: Vec<String>,
+    notes: Vec<String>,
     verdicts: Vec<Verdict>,
+    /// Titles of tables with a line for each column and a column for each subject.
+    turned: Vec<String>,
 }
 
 impl Report {
     /// A report on one experiment.
     pub fn new(experiment: &'static str, is_json: bool) -> Self {
-        Self { experiment, is_json, rows: Vec::new(), gaps: Vec::new(), verdicts: Vec::new() }
+        let (rows, gaps, notes, verdicts, turned) = Default::default();
+        Self { experiment, is_json, rows, gaps, notes, verdicts, turned }
     }
 
     /// Adds a row made of a series: its median, its spread, how often it was killed.
@@ -235,6 +239,16 @@ impl Report {
         }
     }
 
+    /// Says something beside the numbers that is no gap.
+    pub fn note(&mut self, what: impl Into<String>) {
+        self.notes.push(what.into());
+    }
+
+    /// Shows a table with its subjects side by side: for many columns and few subjects.
+    pub fn turn(&mut self, table: impl Into<String>) {
+        self.turned.push(table.into());
+    }
+
     /// Notes how a target ended.
     pub fn verdict(&mut self, verdict: Verdict) {
         if self.is_json
@@ -273,6 +287,9 @@ impl Report {
         for gap in &self.gaps {
             let _ = writeln!(text, "gap: {gap}");
         }
+        for note in &self.notes {
+            let _ = writeln!(text, "note: {note}");
+        }
         for verdict in &self.verdicts {
             let _ = writeln!(text, "{}", verdict.line());
         }
@@ -286,18 +303,26 @@ impl Report {
         let mut text = String::new();
         let placed = || self.rows.iter().filter_map(|row| Some((row, row.place.as_ref()?)));
         for title in unique(placed().map(|(_, place)| place.table.as_str())) {
-            let rows: Vec<_> = placed().filter(|(_, place)| place.table == title).collect();
-            let columns = unique(rows.iter().map(|(_, place)| place.column.as_str()));
+            let is_turned = self.turned.iter().any(|turned| turned == title);
+            // Of each row: its line, its column, and what stands there.
+            let rows: Vec<_> = placed()
+                .filter(|(_, place)| place.table == title)
+                .map(|(row, place)| match is_turned {
+                    true => (place.column.as_str(), row.subject.as_str(), row),
+                    false => (row.subject.as_str(), place.column.as_str(), row),
+                })
+                .collect();
+            let columns = unique(rows.iter().map(|(_, column, _)| *column));
             let mut table = Table::new();
             table.load_style(presets::ASCII_MARKDOWN);
             table.set_header([""].into_iter().chain(columns.iter().copied()));
-            for subject in unique(rows.iter().map(|(row, _)| row.subject.as_str())) {
+            for line in unique(rows.iter().map(|(line, ..)| *line)) {
                 let cells = columns.iter().map(|&column| {
-                    let of_cell = rows.iter().filter(|(row, place)| row.subject == subject && place.column == column);
-                    let texts: Vec<String> = of_cell.map(|(row, _)| cell(row)).collect();
+                    let of_cell = rows.iter().filter(|row| (row.0, row.1) == (line, column));
+                    let texts: Vec<String> = of_cell.map(|(.., row)| cell(row)).collect();
                     texts.join(", ")
                 });
-                table.add_row([subject.to_owned()].into_iter().chain(cells));
+                table.add_row([line.to_owned()].into_iter().chain(cells));
             }
             for column in table.column_iter_mut().skip(1) {
                 column.set_cell_alignment(CellAlignment::Right);
@@ -441,8 +466,11 @@ mod tests {
         );
 
         let text = report.tables();
+        report.turn("with a hog");
+        let turned = report.tables();
 
-        assert!(text.contains("10.0, killed 1/2"), "{text}");
+        assert!(text.contains("10.0, killed 1/2") && text.contains("| tcmalloc |"), "{text}");
+        assert!(turned.contains("| 2 threads | 10.0, killed 1/2"), "{turned}");
         assert!(machine().contains("CPUs"));
     }
 }

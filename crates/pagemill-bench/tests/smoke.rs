@@ -212,3 +212,61 @@ fn settings_are_rendered() {
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(text.contains("`MIMALLOC_PURGE_DELAY=0`") && text.contains("tcmalloc-eager"));
 }
+
+/// A workload on files, in a folder of the shared memory that every Linux has as a tmpfs.
+fn rows_on_files(arguments: &[&str]) -> Vec<serde_json::Value> {
+    use std::os::unix::fs::MetadataExt;
+    let folder = tempfile::tempdir_in("/dev/shm").expect("a folder in /dev/shm");
+    for inner in ["volatile", "kept"] {
+        std::fs::create_dir(folder.path().join(inner)).expect("made");
+    }
+    let device = folder.path().metadata().expect("it is there").dev().to_string();
+    let place = ["--folder", folder.path().to_str().expect("UTF-8"), "--device", &device];
+    rows(&[arguments, &place].concat())
+}
+
+/// Seven ways of access, mapped and not, by threads and by processes: every record is found, and each way has a speed.
+#[test]
+fn records_are_found_in_every_way() {
+    for flags in [&["--mapped"][..], &["--processes"], &["--mapped", "--processes"]] {
+        let numbers = ["--workers", "3", "--total-bytes", "6000000", "--cell-ms", "1", "--pause-ms", "0"];
+        let line = rows_on_files(&[&["__iozone"], &numbers[..], flags].concat());
+
+        for way in ["initial_write", "rewrite", "read", "reread", "reverse_read", "random_read", "random_write"] {
+            assert!(line[0][way].as_f64().is_some_and(|speed| speed > 0.0), "{way}: {line:?}");
+        }
+    }
+}
+
+/// Small files live their lives; a hole takes no memory; writers count what they wrote and find what they closed last.
+#[test]
+fn files_are_written_and_found() {
+    let metadata = rows_on_files(&["__metadata", "--files", "50", "--per-directory", "20"]);
+    assert!(metadata[0]["find"].as_f64().is_some_and(|speed| speed > 0.0), "{metadata:?}");
+
+    let waste = rows_on_files(&["__waste", "--files", "3", "--bytes", "67108864", "--step", "0"]);
+    assert!(waste[0]["used_after_second"].as_f64().is_some_and(|mib| mib < 64.0), "{waste:?}");
+
+    let numbers = ["--writers", "2", "--file-mib", "1", "--kept-mib", "16", "--newest", "4", "--fill-mib", "3"];
+    let writers = rows_on_files(&[&["__file-writers", "--run-ms", "20"], &numbers[..]].concat());
+    assert!(writers[0]["files"].as_u64().is_some_and(|files| files >= 5), "{writers:?}");
+    let losses = ["failed_writes", "lost_kept", "lost_newest", "torn"];
+    assert!(losses.iter().all(|loss| writers[0][loss] == 0), "{writers:?}");
+}
+
+/// The whole way: mounted, measured, unmounted. Needs the right to mount; without, it says so and ends with 2.
+#[test]
+fn a_plain_tmpfs_is_mounted_and_measured() {
+    let arguments = ["iozone", "--json", "--samples", "1", "--threads", "2", "--total", "4M", "--cell-seconds", "0"];
+    let arguments = [&arguments[..], &["--quick", "--only", "tmpfs-never"]].concat();
+    let output = bench(&arguments);
+    if output.status.code() == Some(2) {
+        println!("skipped: {}", String::from_utf8_lossy(&output.stderr));
+        return;
+    }
+    let rows = rows(&arguments);
+
+    assert!(value(&rows, "tmpfs-never", "random_read").is_some_and(|speed| speed > 0.0), "{rows:?}");
+    assert_eq!(rows.iter().filter(|row| row["subject"] == "tmpfs-never").count(), 14);
+    assert!(value(&rows, "original-2013", "random_read").is_some());
+}

@@ -3,6 +3,7 @@
 //!
 //! Being killed is a result, of every allocator. Pagemill is told nothing of any limit; it has to see it.
 
+mod files;
 mod handover;
 mod host;
 mod reaction;
@@ -38,12 +39,24 @@ pub struct Options {
     /// Only a machine that another process fills at 1 GiB/s. Uses nearly all memory; never part of the others
     #[arg(long)]
     pub host: bool,
+    /// Only files that may vanish, on a `pagemill mount`, written at full speed in a group that does not hold them.
+    /// Takes root; never part of the others
+    #[arg(long)]
+    pub files: bool,
+    /// Of --files only the cases whose name contains this
+    #[arg(long, value_name = "TEXT", requires = "files")]
+    pub case: Option<String>,
 }
 
 impl Options {
     /// Whether a part is to be run: it was named, or none was.
     fn wants(&self, is_named: bool) -> bool {
-        is_named || !(self.writers || self.handover || self.reaction || self.host)
+        is_named || !(self.writers || self.handover || self.reaction || self.host || self.files)
+    }
+
+    /// Whether anything is to be run under allocators.
+    fn wants_allocators(&self) -> bool {
+        !self.files || self.writers || self.handover || self.reaction || self.host
     }
 }
 
@@ -55,11 +68,17 @@ impl Options {
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let (is_writing, is_handing_over) = (options.wants(options.writers), options.wants(options.handover));
-    if is_writing || is_handing_over {
+    if is_writing || is_handing_over || options.files {
         Cgroup::with_limit(LIMIT_MIB << 20).map_err(|why| Error::CannotRun(format!("survive needs a limit: {why}")))?;
     }
-    let (ready, gaps) = subject::select(&common.only, |_| true)?;
     let mut report = Report::new("survive", common.json);
+    if options.files {
+        files::run(options, &mut report)?;
+    }
+    if !options.wants_allocators() {
+        return Ok(report);
+    }
+    let (ready, gaps) = subject::select(&common.only, |_| true)?;
     gaps.into_iter().for_each(|gap| report.gap(gap));
     if options.host {
         host::check_machine()?;
@@ -97,11 +116,13 @@ mod tests {
         let wanted = |line: &[&str]| {
             let options = Line::try_parse_from([&["x"], line].concat()).expect("known options").options;
             let wants = |is_named| options.wants(is_named);
-            [wants(options.writers), wants(options.handover), wants(options.reaction), options.host]
+            [wants(options.writers), wants(options.handover), wants(options.reaction), options.host, options.files]
         };
 
-        assert_eq!(wanted(&[]), [true, true, true, false]);
-        assert_eq!(wanted(&["--host"]), [false, false, false, true]);
-        assert_eq!(wanted(&["--handover", "--reaction"]), [false, true, true, false]);
+        assert_eq!(wanted(&[]), [true, true, true, false, false]);
+        assert_eq!(wanted(&["--host"]), [false, false, false, true, false]);
+        assert_eq!(wanted(&["--handover", "--reaction"]), [false, true, true, false, false]);
+        assert_eq!(wanted(&["--files", "--case", "64 MiB"]), [false, false, false, false, true]);
+        assert!(Line::try_parse_from(["x", "--case", "4 MiB"]).is_err());
     }
 }

@@ -109,7 +109,7 @@ fn sample(ready: &Ready, case: Case, seconds: u64) -> Result<std::result::Result
         ("--mib", LIVE_MIB / case.processes),
         ("--run-ms", seconds * 1000),
     ];
-    line.extend(options.into_iter().flat_map(|(name, value)| [name.to_owned(), value.to_string()]));
+    line.extend(child::numbers(&options));
     let entrance = group.entrance().display().to_string();
     let mut command = child::workload(&["__enter", "--entrance", &entrance, "--"])?;
     command.args(&line);

@@ -5,14 +5,18 @@
 //! warning of the loader, and would measure glibc under another name.
 
 pub mod ebizzy;
+pub mod file_writers;
 pub mod giveback;
 pub mod handover;
 pub mod hog;
 pub mod host;
 pub mod idle;
+pub mod iozone;
+pub mod metadata;
 pub mod pair;
 pub mod reaction;
 pub mod small;
+pub mod waste;
 pub mod writers;
 
 use std::env;
@@ -51,11 +55,11 @@ pub struct Touch {
     mib: usize,
 }
 
-/// Enters a cgroup, then becomes the command.
+/// Becomes a command that ends with this bench, in a cgroup if one is given.
 #[derive(Debug, clap::Args)]
 pub struct Enter {
     #[arg(long)]
-    entrance: PathBuf,
+    entrance: Option<PathBuf>,
     #[arg(last = true, required = true)]
     command: Vec<String>,
 }
@@ -94,8 +98,10 @@ pub fn touch(arguments: &Touch) -> Outcome {
 /// The work of [`Enter`]; returns only when it failed.
 pub fn enter(arguments: &Enter) -> ExitCode {
     native::die_with_parent();
-    if let Err(cause) = std::fs::write(&arguments.entrance, "0") {
-        eprintln!("{}: {cause}", arguments.entrance.display());
+    if let Some(entrance) = &arguments.entrance
+        && let Err(cause) = std::fs::write(entrance, "0")
+    {
+        eprintln!("{}: {cause}", entrance.display());
         return ExitCode::FAILURE;
     }
     let (program, rest) = (&arguments.command[0], &arguments.command[1..]);

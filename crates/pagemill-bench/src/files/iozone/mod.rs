@@ -1,0 +1,229 @@
+//! Reading and writing records of 4 KiB by many workers at once, beside tmpfs and beside the original's table of 2013.
+
+mod original;
+mod verdicts;
+
+use std::time::Duration;
+
+use crate::child;
+use crate::error::Result;
+use crate::experiment::{Book, Metric, report_row};
+use crate::files::mount::{ALWAYS, FileSystem, Mounter, NEVER, STEERED, WITHIN_SIZE};
+use crate::files::{self, Plan};
+use crate::report::{Place, Report, Row};
+use crate::stats::Better;
+use crate::workload::iozone::Operation;
+use original::Original;
+
+/// Worker counts of the original's table.
+const THREADS: &[u16] = &[1, 2, 4, 8, 10, 20, 30, 40, 50, 60, 70, 80, 120, 160, 200];
+const QUICK_THREADS: &[u16] = &[1, 2, 8];
+const TOTAL: (u64, u64) = (256 << 20, 2 << 30);
+const CELL_SECONDS: (f64, f64) = (0.1, 1.0);
+/// What Pagemill may take to make huge pages of what was written and closed; everybody waits for as long.
+const PAUSE_MS: (u64, u64) = (500, 2000);
+const UNIT: &str = "MiB/s";
+
+/// How the records are reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
+pub enum Mode {
+    Mapped,
+    ReadWrite,
+}
+
+impl Mode {
+    /// The original's word for it.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Mapped => "mapped",
+            Self::ReadWrite => "read/write",
+        }
+    }
+}
+
+/// Options of the experiment.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    #[command(flatten)]
+    pub files: files::FileOptions,
+    /// Worker counts, separated by commas (default: the original's fifteen, with --quick 1,2,8)
+    #[arg(long, value_delimiter = ',', value_name = "LIST", value_parser = clap::value_parser!(u16).range(1..))]
+    pub threads: Vec<u16>,
+    /// Workers are processes instead of threads
+    #[arg(long)]
+    pub processes: bool,
+    /// Bytes of all files together (default 2G, with --quick 256M)
+    #[arg(long, value_name = "SIZE", value_parser = pagemill::units::parse_bytes)]
+    pub total: Option<u64>,
+    /// How long a cell lasts at least (default 1, with --quick 0.1)
+    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub cell_seconds: Option<f64>,
+    /// Only this way to reach the records
+    #[arg(long, value_enum)]
+    pub mode: Option<Mode>,
+}
+
+fn parse_seconds(text: &str) -> std::result::Result<f64, String> {
+    match text.parse() {
+        Ok(seconds) if (0.0..=3600.0).contains(&seconds) => Ok(seconds),
+        _ => Err("a number of seconds, at most 3600".to_owned()),
+    }
+}
+
+/// So many workers in one mode; each sample of it has all seven ways of access.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Case {
+    mode: Mode,
+    threads: u16,
+}
+
+impl Case {
+    fn name(&self) -> String {
+        format!("{}, {}", self.mode.name(), self.column())
+    }
+
+    fn column(&self) -> String {
+        let plural = if self.threads == 1 { "" } else { "s" };
+        format!("{} thread{plural}", self.threads)
+    }
+}
+
+/// Runs it and gives the report.
+///
+/// # Errors
+///
+/// [`crate::error::Error::CannotRun`] where mounting is not permitted.
+pub fn run(options: &Options) -> Result<Report> {
+    let common = &options.files.common;
+    let mounter = Mounter::new(options.files.dir.as_deref())?;
+    let (ready, gaps) = mounter.select(&common.only, &[NEVER, WITHIN_SIZE, ALWAYS, STEERED])?;
+    let mut report = Report::new("iozone", common.json);
+    gaps.into_iter().for_each(|gap| report.gap(gap));
+    let cases = cases(options);
+    let total = options.total.unwrap_or(common.pick(TOTAL.0, TOTAL.1));
+    child::warm((total >> 20) * 5 / 4 + 64)?;
+    let plan = Plan {
+        cases: &cases,
+        rounds: common.rounds(),
+        size_bytes: 2 * total + (512 << 20),
+        metrics: &Operation::ALL.map(Operation::metric),
+        arguments: &|case| arguments(options, total, case),
+        name: &|case| case.name(),
+        limit: Duration::from_secs(900),
+    };
+    let book = plan.measure(&mounter, &ready, &mut report)?;
+    let original = Original::load();
+    for mode in [Mode::Mapped, Mode::ReadWrite] {
+        let cases: Vec<Case> = cases.iter().copied().filter(|case| case.mode == mode).collect();
+        for operation in Operation::ALL {
+            rows(&mut report, &book, &cases, operation, &ready, &original);
+        }
+    }
+    verdicts::add(&mut report, &book, &cases);
+    Ok(report)
+}
+
+fn cases(options: &Options) -> Vec<Case> {
+    let usual = options.files.common.pick(QUICK_THREADS, THREADS);
+    let threads = if options.threads.is_empty() { usual } else { &options.threads };
+    let modes =
+        [Mode::Mapped, Mode::ReadWrite].into_iter().filter(|mode| options.mode.is_none_or(|only| only == *mode));
+    modes.flat_map(|mode| threads.iter().map(move |&threads| Case { mode, threads })).collect()
+}
+
+fn arguments(options: &Options, total: u64, case: &Case) -> Vec<String> {
+    let common = &options.files.common;
+    let seconds = options.cell_seconds.unwrap_or(common.pick(CELL_SECONDS.0, CELL_SECONDS.1));
+    let numbers = [
+        ("--workers", u64::from(case.threads)),
+        ("--total-bytes", total),
+        ("--cell-ms", (seconds * 1e3) as u64),
+        ("--pause-ms", common.pick(PAUSE_MS.0, PAUSE_MS.1)),
+    ];
+    let flags = [("--mapped", case.mode == Mode::Mapped), ("--processes", options.processes)];
+    let flags = flags.into_iter().filter(|(_, is_given)| *is_given).map(|(flag, _)| flag.to_owned());
+    ["__iozone".to_owned()].into_iter().chain(child::numbers(&numbers)).chain(flags).collect()
+}
+
+/// One table per mode, with a line for each worker count as the original has it.
+fn rows(
+    report: &mut Report,
+    book: &Book<Case>,
+    cases: &[Case],
+    operation: Operation,
+    ready: &[FileSystem],
+    original: &Original,
+) {
+    for case in cases {
+        let table = format!(
+            "{}, {}: {UNIT}, half the spread, times {}; beside it the original and times its own baseline",
+            case.mode.name(),
+            original::name(operation),
+            NEVER.name,
+        );
+        report.turn(table.clone());
+        let place = Some(Place { table, column: case.column() });
+        for subject in ready {
+            let name = operation.metric();
+            let metric = Metric { name, unit: UNIT, better: Better::Higher, baseline: Some(NEVER.name) };
+            report_row(report, book, (case, &case.name()), subject.name, metric, place.clone());
+        }
+        if let Some((value, speedup)) = original.find(case.mode.name(), operation, case.threads) {
+            report.row(Row {
+                experiment: "iozone",
+                case: case.name(),
+                subject: "original-2013".to_owned(),
+                metric: operation.metric(),
+                value,
+                unit: UNIT,
+                baseline: Some("original-2013-before".to_owned()),
+                ratio: Some(speedup),
+                spread: 0.0,
+                samples: 1,
+                place,
+            });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        options: Options,
+    }
+
+    fn parse(line: &[&str]) -> std::result::Result<Options, clap::Error> {
+        Line::try_parse_from([&["x"], line].concat()).map(|line| line.options)
+    }
+
+    /// The original's counts in both modes unless others are given; what makes no sense is refused.
+    #[test]
+    fn cases_follow_the_options() {
+        let count = |line: &[&str]| cases(&parse(line).expect("known options")).len();
+
+        assert_eq!(count(&[]), 30);
+        assert_eq!(count(&["--quick"]), 6);
+        assert_eq!(count(&["--threads", "3,5", "--mode", "mapped"]), 2);
+        assert!(parse(&["--threads", "0"]).is_err() && parse(&["--cell-seconds", "-1"]).is_err());
+        assert!(parse(&["--total", "much"]).is_err());
+    }
+
+    /// What the workload is told, in its own words.
+    #[test]
+    fn the_workload_is_told_all() {
+        let options = parse(&["--processes", "--cell-seconds", "0.5"]).expect("known options");
+        let case = Case { mode: Mode::Mapped, threads: 4 };
+
+        let line = arguments(&options, 1 << 20, &case).join(" ");
+
+        assert_eq!(
+            line,
+            "__iozone --workers 4 --total-bytes 1048576 --cell-ms 500 --pause-ms 2000 --mapped --processes"
+        );
+    }
+}

@@ -1,0 +1,63 @@
+//! The table of the original's experiment, as it was told in 2013.
+
+use crate::workload::iozone::Operation;
+
+const TABLE: &str = include_str!("../../../data/iozone-2013.csv");
+
+/// Each line: mode, operation, threads, KB/s before and with the patches, and their ratio.
+#[derive(Debug)]
+pub struct Original {
+    lines: Vec<Vec<&'static str>>,
+}
+
+/// The original's word for a way of access.
+pub fn name(operation: Operation) -> &'static str {
+    match operation {
+        Operation::InitialWrite => "initial writers",
+        Operation::Rewrite => "rewriters",
+        Operation::Read => "readers",
+        Operation::Reread => "re-readers",
+        Operation::ReverseRead => "reverse readers",
+        Operation::RandomRead => "random readers",
+        Operation::RandomWrite => "random writers",
+    }
+}
+
+impl Original {
+    /// Reads the table that was built in.
+    pub fn load() -> Self {
+        let lines = TABLE.lines().filter(|line| !line.starts_with('#')).skip(1);
+        Self { lines: lines.map(|line| line.split(',').collect()).collect() }
+    }
+
+    /// MiB/s with the patches and how many times the speed without, where the original has this cell.
+    pub fn find(&self, mode: &str, operation: Operation, threads: u16) -> Option<(f64, f64)> {
+        let key = [mode, name(operation), &threads.to_string()];
+        let line = self.lines.iter().find(|line| line.len() == 6 && line[..3] == key)?;
+        let patched: f64 = line[4].parse().ok()?;
+        Some((patched / 1024.0, line[5].parse().ok()?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// All 210 cells can be read, and each ratio is that of its two speeds.
+    #[test]
+    fn the_table_is_whole() {
+        let original = Original::load();
+        let mut found = 0;
+        for mode in ["mapped", "read/write"] {
+            for threads in super::super::THREADS {
+                found += Operation::ALL.iter().filter(|way| original.find(mode, **way, *threads).is_some()).count();
+            }
+        }
+        assert_eq!((found, original.lines.len()), (210, 210));
+        for line in &original.lines {
+            let [before, patched, ratio] = [3, 4, 5].map(|field| line[field].parse::<f64>().expect("a number"));
+            assert!((patched / before - ratio).abs() < 0.001, "{line:?}");
+        }
+        assert!(original.find("mapped", Operation::Read, 3).is_none());
+    }
+}

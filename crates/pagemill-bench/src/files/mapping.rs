@@ -1,0 +1,116 @@
+//! A file mapped to be measured: records are copied in and out, and no reference to its bytes is ever made.
+
+#![allow(unsafe_code)] // mmap, and copies to and from what it mapped
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::ptr::{self, NonNull};
+
+use pagemill::units::os_page_bytes;
+
+use crate::pattern::RECORD_BYTES;
+
+/// What a mapping is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    Read,
+    Write,
+}
+
+/// A shared mapping of a file's first bytes.
+///
+/// # Invariants
+///
+/// `start` begins `len_bytes` bytes mapped shared with a file, readable, and writable where `access` says so; nothing else
+/// in this process refers to them.
+#[derive(Debug)]
+pub struct Mapping {
+    start: NonNull<u8>,
+    len_bytes: usize,
+    access: Access,
+}
+
+impl Mapping {
+    /// Maps a file that is at least `len_bytes` long.
+    ///
+    /// # Errors
+    ///
+    /// What `mmap` says.
+    pub fn new(file: &File, len_bytes: usize, access: Access) -> io::Result<Self> {
+        let protection = match access {
+            Access::Read => libc::PROT_READ,
+            Access::Write => libc::PROT_READ | libc::PROT_WRITE,
+        };
+        // SAFETY: a new mapping at an address of the kernel's choice replaces nothing.
+        let start =
+            unsafe { libc::mmap(ptr::null_mut(), len_bytes, protection, libc::MAP_SHARED, file.as_raw_fd(), 0) };
+        match NonNull::new(start.cast::<u8>()) {
+            Some(start) if start.as_ptr().cast() != libc::MAP_FAILED => Ok(Self { start, len_bytes, access }),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// Where it lies.
+    pub fn address(&self) -> usize {
+        self.start.as_ptr() as usize
+    }
+
+    /// Copies a record out of the file.
+    #[inline]
+    pub fn read(&self, offset: usize, record: &mut [u8; RECORD_BYTES]) {
+        assert!(offset + RECORD_BYTES <= self.len_bytes);
+        // SAFETY:
+        // 1. The record lies within the mapping (assertion above, type invariant), and is readable.
+        // 2. `record` is ours alone, so that the two do not overlap.
+        // 3. While a file is measured nobody but the thread that it belongs to writes it.
+        unsafe { ptr::copy_nonoverlapping(self.start.as_ptr().add(offset), record.as_mut_ptr(), RECORD_BYTES) };
+    }
+
+    /// Copies a record into the file.
+    #[inline]
+    pub fn write(&self, offset: usize, record: &[u8; RECORD_BYTES]) {
+        assert!(offset + RECORD_BYTES <= self.len_bytes && self.access == Access::Write);
+        // SAFETY:
+        // 1. The record lies within the mapping and is writable (assertion above, type invariant).
+        // 2. Nothing refers to these bytes (type invariant), so that the two do not overlap.
+        unsafe { ptr::copy_nonoverlapping(record.as_ptr(), self.start.as_ptr().add(offset), RECORD_BYTES) };
+    }
+
+    /// Reads a byte of each page.
+    pub fn touch(&self) {
+        for offset in (0..self.len_bytes).step_by(os_page_bytes()) {
+            // SAFETY: `offset` lies within the mapping, which is readable (type invariant).
+            unsafe { self.start.as_ptr().add(offset).read_volatile() };
+        }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours alone and not used again (type invariant).
+        unsafe { libc::munmap(self.start.as_ptr().cast(), self.len_bytes) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is stored through one mapping is read through another, and by nobody past the end.
+    #[test]
+    fn records_go_in_and_out() {
+        let file = tempfile::tempfile().expect("a temporary file");
+        file.set_len(3 * RECORD_BYTES as u64).expect("it grows");
+        let [writer, reader] = [Access::Write, Access::Read]
+            .map(|access| Mapping::new(&file, 3 * RECORD_BYTES, access).expect("it is mapped"));
+        let mut record = [0; RECORD_BYTES];
+
+        writer.write(RECORD_BYTES, &[7; RECORD_BYTES]);
+        reader.touch();
+        reader.read(RECORD_BYTES, &mut record);
+
+        assert_eq!(record, [7; RECORD_BYTES]);
+        assert!(std::panic::catch_unwind(|| reader.read(2 * RECORD_BYTES + 1, &mut [0; RECORD_BYTES])).is_err());
+    }
+}

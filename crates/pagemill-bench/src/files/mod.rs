@@ -1,0 +1,100 @@
+//! Experiments on file systems in memory: plain tmpfs with each setting for huge pages, and the one that Pagemill steers.
+
+pub mod iozone;
+pub mod mapping;
+pub mod metadata;
+pub mod mount;
+pub mod waste;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::child::{self, Outcome, Running};
+use crate::error::Result;
+use crate::experiment::{Book, Common, Progress};
+use crate::report::Report;
+use crate::subject;
+use mount::{FileSystem, Mounted, Mounter};
+
+/// Options of all of them.
+#[derive(Clone, Debug, clap::Args)]
+pub struct FileOptions {
+    #[command(flatten)]
+    pub common: Common,
+    /// A folder that `pagemill mount` serves already (default: one is mounted for each sample, which takes root)
+    #[arg(long, value_name = "DIR")]
+    pub dir: Option<PathBuf>,
+}
+
+/// Cases, and how each is run on a mounted file system: by a workload with these arguments.
+pub struct Plan<'a, Case> {
+    pub cases: &'a [Case],
+    pub rounds: usize,
+    pub size_bytes: u64,
+    /// What the workload's line holds.
+    pub metrics: &'a [&'static str],
+    pub arguments: &'a dyn Fn(&Case) -> Vec<String>,
+    pub name: &'a dyn Fn(&Case) -> String,
+    pub limit: Duration,
+}
+
+impl<Case: Ord + Clone> Plan<'_, Case> {
+    /// Runs every case on every file system, interleaved, each sample on a mount of its own.
+    ///
+    /// # Errors
+    ///
+    /// A wrong answer, an interrupt, or a tmpfs that cannot be mounted any more.
+    pub fn measure(&self, mounter: &Mounter, ready: &[FileSystem], report: &mut Report) -> Result<Book<Case>> {
+        let progress = Progress::new(self.cases.len() * self.rounds * ready.len());
+        let mut book = Book::new();
+        for case in self.cases {
+            for round in 0..self.rounds {
+                for index in 0..ready.len() {
+                    let subject = ready[(index + round) % ready.len()];
+                    progress.step(&format!("{}, {}", (self.name)(case), subject.name));
+                    match mounter.mount(subject, self.size_bytes)? {
+                        Ok(mounted) => {
+                            let outcome = self.sample(case, subject, &mounted)?;
+                            book.enter(case, subject.name, self.metrics, &outcome);
+                            mounted.end().complaint.into_iter().for_each(|gap| report.gap(gap));
+                        }
+                        Err(gap) => book.enter(case, subject.name, self.metrics, &Outcome::Failed(gap)),
+                    }
+                }
+            }
+        }
+        Ok(book)
+    }
+
+    fn sample(&self, case: &Case, subject: FileSystem, mounted: &Mounted) -> Result<Outcome> {
+        let mut command = child::workload(&[])?;
+        command.args((self.arguments)(case)).args(place(mounted));
+        subject::clear_foreign_settings(&mut command);
+        let finished = Running::start(&mut command)?.finish(self.limit)?;
+        child::outcome(subject.name, &finished)
+    }
+}
+
+/// Where a workload works, and by what it knows that it still works there.
+pub fn place(mounted: &Mounted) -> [String; 4] {
+    let folder = mounted.folder().display().to_string();
+    ["--folder".to_owned(), folder, "--device".to_owned(), mounted.device().to_string()]
+}
+
+/// The same as a workload's options.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Place {
+    /// The file system's root, or a folder in it
+    #[arg(long)]
+    pub folder: PathBuf,
+    /// Its device number
+    #[arg(long)]
+    pub device: u64,
+}
+
+impl Place {
+    /// Fails where the file system is not what it was.
+    pub fn check(&self) -> std::result::Result<(), String> {
+        mount::assert_tmpfs(&self.folder, self.device)
+    }
+}

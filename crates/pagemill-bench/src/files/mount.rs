@@ -1,0 +1,303 @@
+//! File systems in memory: mounted for a sample, asserted while it runs, gone after it.
+//!
+//! All mounts are made in a mount namespace of the bench's own. Even where the bench is killed outright they go with its
+//! last process, and nobody else ever sees them. Only what was mounted here is unmounted.
+
+use std::ffi::CString;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags};
+use tempfile::TempDir;
+
+use crate::child::{self, Running};
+use crate::error::{Error, Result, doing};
+use crate::native;
+use crate::subject::{self, PAGEMILL};
+
+/// What `statfs` calls a tmpfs.
+const TMPFS_MAGIC: u64 = 0x0102_1994;
+/// How long `pagemill mount` may take to mount, and to unmount.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What is compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileSystem {
+    /// The stable word for it, in tables, JSON and `--only`.
+    pub name: &'static str,
+    /// tmpfs's own setting; none for Pagemill, which chooses per file.
+    huge: Option<&'static str>,
+}
+
+pub const NEVER: FileSystem = FileSystem { name: "tmpfs-never", huge: Some("never") };
+pub const WITHIN_SIZE: FileSystem = FileSystem { name: "tmpfs-within-size", huge: Some("within_size") };
+pub const ALWAYS: FileSystem = FileSystem { name: "tmpfs-always", huge: Some("always") };
+pub const STEERED: FileSystem = FileSystem { name: PAGEMILL, huge: None };
+
+/// Where a file system came from, and so what has to be done at its end.
+#[derive(Debug)]
+enum Origin {
+    /// Somebody else's; only our folder in it is removed.
+    Given,
+    Mounted,
+    /// A resident controller mounted it and unmounts it when it is asked to end.
+    Steered(Running),
+}
+
+/// A file system to work in, gone when dropped.
+#[derive(Debug)]
+pub struct Mounted {
+    origin: Option<Origin>,
+    device: u64,
+    folder: TempDir,
+}
+
+/// How a file system ended.
+#[derive(Debug, Default)]
+pub struct Ended {
+    /// A sentence where the controller did not unmount by itself.
+    pub complaint: Option<String>,
+    /// What the controller wrote to standard error, in one line.
+    pub said: String,
+}
+
+/// Makes file systems.
+#[derive(Debug)]
+pub struct Mounter {
+    /// A folder of the user's that Pagemill steers already.
+    given: Option<PathBuf>,
+}
+
+impl Mounter {
+    /// Takes this thread and all that it starts into a mount namespace of their own.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::CannotRun`] where mounting is not permitted, or the folder is no tmpfs.
+    pub fn new(given: Option<&Path>) -> Result<Self> {
+        let refused = |cause| Error::CannotRun(format!("mounting is not permitted here ({cause}); it takes root"));
+        if let Some(folder) = given {
+            let device = device_of(folder).map_err(doing(folder.display().to_string()))?;
+            assert_tmpfs(folder, device).map_err(Error::CannotRun)?;
+        }
+        native::unshare_mounts().map_err(refused)?;
+        // What others mount and unmount still reaches us; what we mount stays here.
+        let inwards = MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC;
+        rustix::mount::mount_change("/", inwards).map_err(|errno| refused(errno.into()))?;
+        Ok(Self { given: given.map(Path::to_owned) })
+    }
+
+    /// Those of `known` that were asked for and can be mounted, and a sentence for each that cannot.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::CannotRun`] for an unknown name, where a plain tmpfs cannot be mounted, or where nothing is left to run.
+    pub fn select(&self, only: &[String], known: &[FileSystem]) -> Result<(Vec<FileSystem>, Vec<String>)> {
+        if let Some(name) = only.iter().find(|name| known.iter().all(|known| known.name != **name)) {
+            let names: Vec<&str> = known.iter().map(|known| known.name).collect();
+            return Err(Error::CannotRun(format!("no subject {name}; there are {}", names.join(", "))));
+        }
+        let (mut ready, mut gaps) = (Vec::new(), Vec::new());
+        for &subject in known {
+            if !only.is_empty() && only.iter().all(|name| name != subject.name) {
+                continue;
+            }
+            match self.mount(subject, 64 << 20)? {
+                Ok(mounted) => {
+                    ready.push(subject);
+                    gaps.extend(mounted.end().complaint);
+                }
+                Err(gap) => gaps.push(gap),
+            }
+        }
+        match ready.is_empty() {
+            true => Err(Error::CannotRun(gaps.join("; "))),
+            false => Ok((ready, gaps)),
+        }
+    }
+
+    /// Mounts a file system that can hold `size_bytes`; the inner error is a sentence for the list of gaps.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::CannotRun`] where a plain tmpfs cannot be mounted; [`Error::Interrupted`].
+    pub fn mount(&self, subject: FileSystem, size_bytes: u64) -> Result<std::result::Result<Mounted, String>> {
+        let builder = || tempfile::Builder::new().prefix("pagemill-bench-").to_owned();
+        let Some(huge) = subject.huge else {
+            if let Some(given) = &self.given {
+                let folder = builder().tempdir_in(given).map_err(doing(given.display().to_string()))?;
+                return Mounted::new(folder, Origin::Given).map(Ok);
+            }
+            let folder = builder().tempdir().map_err(doing("making a folder to mount on"))?;
+            return match start_controller(folder.path(), size_bytes)? {
+                Ok(running) => Mounted::new(folder, Origin::Steered(running)).map(Ok),
+                Err(gap) => Ok(Err(gap)),
+            };
+        };
+        let folder = builder().tempdir().map_err(doing("making a folder to mount on"))?;
+        let options = CString::new(format!("huge={huge},size={size_bytes},mode=700")).unwrap_or_default();
+        let flags = MountFlags::NODEV | MountFlags::NOSUID;
+        rustix::mount::mount(PAGEMILL, folder.path(), "tmpfs", flags, options.as_c_str())
+            .map_err(|errno| Error::CannotRun(format!("a tmpfs with huge={huge} cannot be mounted here: {errno}")))?;
+        Mounted::new(folder, Origin::Mounted).map(Ok)
+    }
+}
+
+/// Starts `pagemill mount` and waits until the folder has become a mount.
+fn start_controller(folder: &Path, size_bytes: u64) -> Result<std::result::Result<Running, String>> {
+    let Some(program) = subject::built_file("pagemill") else {
+        return Ok(Err("pagemill: the command is not built: cargo build --release -p pagemill-cli".to_owned()));
+    };
+    let before = device_of(folder).map_err(doing("looking at a folder to mount on"))?;
+    let mut command = child::workload(&["__enter", "--"])?;
+    command.arg(program).arg("mount").arg(folder).args(["--size", &size_bytes.to_string()]);
+    subject::clear_foreign_settings(&mut command);
+    let running = Running::start(&mut command)?;
+    let begun = Instant::now();
+    while device_of(folder).is_ok_and(|device| device == before) {
+        child::check_interrupt()?;
+        if running.has_ended() {
+            let finished = running.finish(Duration::ZERO)?;
+            let complaint = String::from_utf8_lossy(&finished.stderr);
+            let complaint = complaint.lines().find(|line| !line.trim().is_empty()).unwrap_or("it said nothing");
+            return Ok(Err(format!("pagemill: `pagemill mount` ended with {}: {complaint}", finished.status)));
+        }
+        if begun.elapsed() > PATIENCE {
+            return Ok(Err(format!("pagemill: `pagemill mount` did not mount within {} s", PATIENCE.as_secs())));
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+    Ok(Ok(running))
+}
+
+impl Mounted {
+    fn new(folder: TempDir, origin: Origin) -> Result<Self> {
+        let device = device_of(folder.path()).map_err(doing("looking at a new mount"))?;
+        let mounted = Self { origin: Some(origin), device, folder };
+        assert_tmpfs(mounted.folder(), device).map_err(Error::CannotRun)?;
+        Ok(mounted)
+    }
+
+    /// Where to work.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// The number of its device: another one, and it has been unmounted.
+    pub fn device(&self) -> u64 {
+        self.device
+    }
+
+    /// Unmounts.
+    pub fn end(mut self) -> Ended {
+        self.close()
+    }
+
+    fn close(&mut self) -> Ended {
+        let mut ended = match self.origin.take() {
+            None | Some(Origin::Given) => return Ended::default(),
+            Some(Origin::Mounted) => Ended::default(),
+            Some(Origin::Steered(running)) => self.end_controller(running),
+        };
+        if self.is_mounted() {
+            // Ours by its device number. Detached, since a killed workload may hold it for a moment.
+            let result = rustix::mount::unmount(self.folder(), UnmountFlags::DETACH);
+            let stays = result.err().map(|errno| format!("{} stays: {errno}", self.folder().display()));
+            ended.complaint = ended.complaint.or(stays);
+        }
+        ended
+    }
+
+    fn end_controller(&self, running: Running) -> Ended {
+        running.terminate();
+        let finished = match running.finish(PATIENCE) {
+            Ok(finished) => finished,
+            // The interrupt has killed it.
+            Err(Error::Interrupted) => return Ended::default(),
+            Err(error) => {
+                let complaint = Some(format!("pagemill: the controller did not end when it was asked to: {error}"));
+                return Ended { complaint, ..Ended::default() };
+            }
+        };
+        let said = String::from_utf8_lossy(&finished.stderr).trim().replace('\n', "; ");
+        let complaint = (!finished.status.success() || self.is_mounted()).then(|| {
+            let what = if self.is_mounted() { "did not unmount" } else { "unmounted" };
+            format!("pagemill: asked to end the controller {what} and ended with {}: {said}", finished.status)
+        });
+        Ended { complaint, said }
+    }
+
+    /// Whether our folder still is the file system that was mounted on it.
+    fn is_mounted(&self) -> bool {
+        device_of(self.folder()).is_ok_and(|device| device == self.device)
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        if let Some(complaint) = self.close().complaint {
+            eprintln!("gap: {complaint}");
+        }
+    }
+}
+
+fn device_of(path: &Path) -> std::io::Result<u64> {
+    fs::metadata(path).map(|metadata| metadata.dev())
+}
+
+/// Fails where the folder is no tmpfs, or not the one it was: a mount that vanished measures the disk below it.
+pub fn assert_tmpfs(folder: &Path, device: u64) -> std::result::Result<(), String> {
+    let at = |cause: std::io::Error| format!("{}: {cause}", folder.display());
+    let kind = rustix::fs::statfs(folder).map_err(|errno| at(errno.into()))?.f_type as u64;
+    match (kind, device_of(folder).map_err(at)?) {
+        (TMPFS_MAGIC, found) if found == device => Ok(()),
+        (TMPFS_MAGIC, found) => {
+            Err(format!("{} is another file system than before (device {found}, not {device})", folder.display()))
+        }
+        _ => Err(format!("{} is no tmpfs (statfs says {kind:#x})", folder.display())),
+    }
+}
+
+/// Bytes in use on the file system, by `statfs`.
+pub fn used_bytes(folder: &Path) -> std::result::Result<u64, String> {
+    let state = rustix::fs::statfs(folder).map_err(|errno| format!("{}: {errno}", folder.display()))?;
+    Ok((state.f_blocks - state.f_bfree) * state.f_bsize as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Where mounting is permitted: a mount is a tmpfs of its own, counts its bytes, and leaves nothing behind.
+    #[test]
+    fn mounts_are_made_and_unmade() {
+        // A thread of its own: the tests beside it keep their mounts.
+        let test = thread::spawn(|| {
+            let mounter = Mounter::new(None).map_err(|error| error.to_string())?;
+            let mounted = mounter.mount(NEVER, 1 << 20).map_err(|error| error.to_string())??;
+            let folder = mounted.folder().to_owned();
+            fs::write(folder.join("a"), [1; 5000]).expect("it is written");
+            assert_eq!(used_bytes(&folder), Ok(8192));
+            assert_eq!(assert_tmpfs(&folder, mounted.device()), Ok(()));
+            assert!(assert_tmpfs(&folder, mounted.device() + 1).is_err());
+            assert_eq!(mounted.end().complaint, None);
+            assert!(!folder.exists());
+            Ok::<(), String>(())
+        });
+        if let Err(why) = test.join().expect("the thread ends") {
+            println!("skipped: {why}");
+        }
+    }
+
+    /// Names are told where one is unknown; a folder on no tmpfs is refused before anything is mounted.
+    #[test]
+    fn what_cannot_be_is_refused() {
+        let mounter = Mounter { given: None };
+        let refusal = mounter.select(&["ramfs".to_owned()], &[NEVER, STEERED]).map(|_| ());
+        assert!(refusal.is_err_and(|error| error.to_string().contains("tmpfs-never, pagemill")));
+        assert!(Mounter::new(Some(Path::new("/proc"))).is_err_and(|error| error.to_string().contains("no tmpfs")));
+    }
+}

@@ -1,0 +1,73 @@
+//! What the bench writes into files, so that every record tells where it belongs.
+
+/// The unit of reading and writing: IOzone's usual record, and a page.
+pub const RECORD_BYTES: usize = 4096;
+
+/// What fills a record behind its first word.
+const FILLING: u8 = 0xa5;
+
+/// A buffer of whole records.
+#[derive(Clone, Debug)]
+pub struct Records(Vec<u8>);
+
+/// The first word of a record: other files, places and generations give other words.
+fn word(file: u64, offset: u64, generation: u64) -> u64 {
+    let mixed = file.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ offset.wrapping_mul(0xd6e8_feb8_6659_fd93);
+    mixed.wrapping_add(generation.wrapping_mul(0xff51_afd7_ed55_8ccd)) | 1
+}
+
+/// Writes the first word alone: one store a record, which no measurement notices.
+#[inline]
+pub fn stamp(record: &mut [u8], file: u64, offset: u64, generation: u64) {
+    record[..8].copy_from_slice(&word(file, offset, generation).to_le_bytes());
+}
+
+/// Whether a record has the first word that belongs there.
+#[inline]
+pub fn is_stamped(record: &[u8], file: u64, offset: u64, generation: u64) -> bool {
+    record[..8] == word(file, offset, generation).to_le_bytes()
+}
+
+impl Records {
+    /// So many bytes of records that are yet to be stamped.
+    pub fn filled(len_bytes: usize) -> Self {
+        assert!(len_bytes.is_multiple_of(RECORD_BYTES));
+        Self(vec![FILLING; len_bytes])
+    }
+
+    /// The records as they would stand at `offset` of a file.
+    pub fn at(&mut self, file: u64, offset: u64) -> &[u8] {
+        for (record, place) in self.0.chunks_exact_mut(RECORD_BYTES).zip((offset..).step_by(RECORD_BYTES)) {
+            stamp(record, file, place, 0);
+        }
+        &self.0
+    }
+}
+
+/// Whether every byte is what [`Records`] wrote there.
+pub fn is_whole(bytes: &[u8], file: u64, offset: u64) -> bool {
+    let mut records = bytes.chunks(RECORD_BYTES).zip((offset..).step_by(RECORD_BYTES));
+    records.all(|(record, place)| {
+        record.len() == RECORD_BYTES && is_stamped(record, file, place, 0) && record[8..] == [FILLING; RECORD_BYTES - 8]
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A record is right at its own place in its own file and generation only; one byte changed is seen.
+    #[test]
+    fn records_know_their_place() {
+        let mut records = Records::filled(2 * RECORD_BYTES);
+        let mut bytes = records.at(3, 8192).to_owned();
+
+        assert!(is_whole(&bytes, 3, 8192));
+        assert!(!is_whole(&bytes, 3, 4096) && !is_whole(&bytes, 4, 8192));
+        assert!(is_stamped(&bytes[RECORD_BYTES..], 3, 8192 + 4096, 0) && !is_stamped(&bytes, 3, 8192, 1));
+        assert!(!is_whole(&bytes[..5000], 3, 8192), "a cut record is not whole");
+        bytes[6000] = 0;
+        assert!(!is_whole(&bytes, 3, 8192));
+        assert!(!is_stamped(&[0; RECORD_BYTES], 0, 0, 0), "what was never written is no record");
+    }
+}

@@ -1,0 +1,290 @@
+//! Files that may vanish, written at full speed into memory that does not hold them: by a group's limit they have to go
+//! in time, the oldest first, and nothing else may.
+
+use std::time::Duration;
+
+use super::Options;
+use crate::cgroup::Cgroup;
+use crate::child::{self, Outcome, Running};
+use crate::error::{Error, Result};
+use crate::experiment::{Book, Metric, Progress, not_measured, report_row};
+use crate::files::mount::{FileSystem, Mounted, Mounter, STEERED, WITHIN_SIZE};
+use crate::files::place;
+use crate::report::{Bound, Place, Report, Verdict};
+use crate::stats::{self, Better};
+use crate::subject;
+use crate::workload::file_writers::{KEPT, LONGEST_FILL, VOLATILE};
+
+/// Of all files that may not vanish.
+const KEPT_MIB: u64 = 64;
+/// Without a group's limit, files go only when the file system is full: late.
+const UNLIMITED_SIZE: u64 = 4 << 30;
+const LIMITED_SIZE: u64 = 8 << 30;
+/// A tmpfs that nobody steers shows its end in less.
+const PLAIN_SECONDS: u64 = 2;
+
+const SPEED: &str = "gib_per_second";
+const PEAK: &str = "peak_mib";
+const UNLIMITED: &str = "unlimited";
+/// Of these not one is allowed.
+const LOSSES: [(&str, &str); 5] = [
+    ("failed_writes", "failed writes"),
+    ("lost_newest", "newest lost"),
+    ("lost_kept", "kept lost"),
+    ("torn", "torn"),
+    ("kills", "kills"),
+];
+const METRICS: &[&str] = &[SPEED, "files", "failed_writes", "lost_newest", "lost_kept", "torn", "kills", PEAK];
+
+/// So many writers of files of one size, in a group of this limit or in one without.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Case {
+    file_mib: u64,
+    writers: u64,
+    limit_mib: u64,
+}
+
+const LIMITS_MIB: [u64; 2] = [512, 1024];
+
+impl Case {
+    fn name(&self) -> String {
+        let plural = if self.writers == 1 { "" } else { "s" };
+        format!("{} writer{plural}, files of {} MiB, in {} MiB", self.writers, self.file_mib, self.limit_mib)
+    }
+
+    /// What cannot go: files that are being written, and those that may not vanish.
+    fn fixed_mib(&self) -> u64 {
+        self.writers * self.file_mib + KEPT_MIB
+    }
+
+    /// Whether what cannot go leaves anything to decide.
+    fn fits(&self) -> bool {
+        self.fixed_mib() < self.limit_mib
+    }
+
+    /// How many of the files closed last must be there at the end: two a writer, or one, or none, as fits below the mark
+    /// from which files have to go.
+    fn newest(&self) -> u64 {
+        let mark = self.limit_mib - (self.limit_mib / 5).max(128);
+        let fits = |count: &u64| self.fixed_mib() + count * self.file_mib <= mark;
+        [2, 1].map(|each| each * self.writers).into_iter().find(fits).unwrap_or(0)
+    }
+}
+
+/// Runs the cases and adds rows and verdicts.
+pub fn run(options: &Options, report: &mut Report) -> Result<()> {
+    let common = &options.common;
+    let mounter = Mounter::new(None)?;
+    let (ready, gaps) = mounter.select(&common.only, &[STEERED, WITHIN_SIZE])?;
+    gaps.into_iter().for_each(|gap| report.gap(gap));
+    let cases = cases(options)?;
+    let seconds = options.seconds.unwrap_or(common.pick(1, 60));
+    let rounds = common.samples.map_or(common.pick(2, 3), usize::from);
+    let mut book = Book::new();
+    let same_writers = |left: &Case, right: &Case| (left.file_mib, left.writers) == (right.file_mib, right.writers);
+    let groups: Vec<&[Case]> = cases.chunk_by(same_writers).collect();
+    let progress = Progress::new((cases.len() + groups.len()) * rounds);
+    for cases in groups {
+        // The last of them is the one without a limit, with which all others are compared.
+        let limited = cases.iter().map(|&case| (case, Some(case.limit_mib)));
+        let setups: Vec<_> = limited.chain([(cases[0], None)]).collect();
+        for round in 0..rounds {
+            for index in 0..setups.len() {
+                let (case, limit_mib) = setups[(index + round) % setups.len()];
+                progress.step(&case.name());
+                if ready.contains(&STEERED) {
+                    let outcome = sample(&mounter, STEERED, (case, limit_mib), seconds, report)?;
+                    match limit_mib {
+                        Some(_) => book.enter(&case, STEERED.name, METRICS, &outcome),
+                        None => cases.iter().for_each(|case| book.enter(case, UNLIMITED, METRICS, &outcome)),
+                    }
+                }
+                if ready.contains(&WITHIN_SIZE) && round == 0 && limit_mib.is_some() {
+                    let plain = seconds.min(PLAIN_SECONDS);
+                    let outcome = sample(&mounter, WITHIN_SIZE, (case, limit_mib), plain, report)?;
+                    book.enter(&case, WITHIN_SIZE.name, METRICS, &outcome);
+                }
+            }
+        }
+    }
+    drop(progress);
+    for case in &cases {
+        rows(report, &book, case);
+        report.verdict(verdict(&book, case));
+    }
+    Ok(())
+}
+
+/// All cases, those of the same writers side by side.
+fn cases(options: &Options) -> Result<Vec<Case>> {
+    let mut cases = Vec::new();
+    for file_mib in [4, 64] {
+        for writers in [1, 2, 4, 8] {
+            cases.extend(LIMITS_MIB.map(|limit_mib| Case { file_mib, writers, limit_mib }));
+        }
+    }
+    if let Some(text) = &options.case {
+        cases.retain(|case| case.name().contains(text));
+    }
+    match cases.is_empty() {
+        true => Err(Error::CannotRun("no case of --files has that in its name".to_owned())),
+        false => Ok(cases),
+    }
+}
+
+/// One sample in a fresh group on a fresh mount.
+fn sample(
+    mounter: &Mounter,
+    subject: FileSystem,
+    (case, limit_mib): (Case, Option<u64>),
+    seconds: u64,
+    report: &mut Report,
+) -> Result<Outcome> {
+    let group = match limit_mib {
+        Some(mib) => Cgroup::with_limit(mib << 20),
+        None => Cgroup::without_limit(),
+    };
+    let group = group.map_err(Error::CannotRun)?;
+    let size_bytes = if limit_mib.is_some() { LIMITED_SIZE } else { UNLIMITED_SIZE };
+    let mounted = match mounter.mount(subject, size_bytes)? {
+        Ok(mounted) => mounted,
+        Err(gap) => return Ok(Outcome::Failed(gap)),
+    };
+    if let Err(why) = lay_out(&mounted, subject) {
+        return Ok(Outcome::Failed(why));
+    }
+    // Speed counts from when as much was written as there is room for. Until then memory may be taken that has long been
+    // free: where the host took it back, its first touch is many times slower, and touching other memory does not help.
+    let fill_mib = if subject == STEERED { limit_mib.unwrap_or(UNLIMITED_SIZE >> 20) } else { 0 };
+    let options = [
+        ("--writers", case.writers),
+        ("--file-mib", case.file_mib),
+        ("--kept-mib", KEPT_MIB),
+        ("--newest", case.newest()),
+        ("--fill-mib", fill_mib),
+        ("--run-ms", seconds * 1000),
+    ];
+    let finished = start(&group, &mounted, &options)?.finish(Duration::from_secs(seconds) + 2 * LONGEST_FILL)?;
+    let mut outcome = child::outcome(subject.name, &finished)?;
+    if let Outcome::Measured(line) = &mut outcome {
+        line["kills"] = group.kills().into();
+        line[PEAK] = group.peak_bytes().map(|bytes| bytes as f64 / f64::from(1 << 20)).into();
+        if let Some(complaint) = line["complaint"].as_str() {
+            let limit = if limit_mib.is_some() { "" } else { " (without a limit)" };
+            report.gap(format!("{}, {}{limit}: {complaint}", subject.name, case.name()));
+        }
+    }
+    // Its files are charged to the group: they go first.
+    let ended = mounted.end();
+    ended.complaint.into_iter().for_each(|gap| report.gap(gap));
+    drop(group);
+    if matches!(outcome, Outcome::Killed) && subject == STEERED {
+        let (name, seconds, said) = (case.name(), finished.wall.as_secs_f64(), ended.said);
+        report.note(format!("{name}: killed after {seconds:.2} s; the controller said: {said}"));
+    }
+    Ok(outcome)
+}
+
+/// The two folders, one of them marked for all that will be made in it.
+fn lay_out(mounted: &Mounted, subject: FileSystem) -> std::result::Result<(), String> {
+    let [volatile, kept] = [VOLATILE, KEPT].map(|name| mounted.folder().join(name));
+    for folder in [&volatile, &kept] {
+        std::fs::create_dir(folder).map_err(|cause| format!("{}: {cause}", folder.display()))?;
+    }
+    let flags = rustix::fs::XattrFlags::empty();
+    match rustix::fs::setxattr(&volatile, "user.pagemill.volatile", b"full", flags) {
+        Err(errno) if subject == STEERED => Err(format!("marking {}: {errno}", volatile.display())),
+        _ => Ok(()),
+    }
+}
+
+fn start(group: &Cgroup, mounted: &Mounted, options: &[(&str, u64)]) -> Result<Running> {
+    let entrance = group.entrance().display().to_string();
+    let mut command = child::workload(&["__enter", "--entrance", &entrance, "--"])?;
+    command.arg(child::own_executable()?).arg("__file-writers").args(place(mounted));
+    command.args(child::numbers(options));
+    subject::clear_foreign_settings(&mut command);
+    Running::start(&mut command)
+}
+
+fn rows(report: &mut Report, book: &Book<Case>, case: &Case) {
+    let table = format!("survive: {}, {KEPT_MIB} MiB beside them that must stay", case.name());
+    for subject in [UNLIMITED, STEERED.name, WITHIN_SIZE.name] {
+        let losses = LOSSES.map(|(name, column)| (name, "count", None, column));
+        let speed = (SPEED, "GiB/s", Some(UNLIMITED), "written, GiB/s");
+        let peak = (PEAK, "MiB", None, "peak of the group, MiB");
+        for (name, unit, baseline, column) in [speed, peak].into_iter().chain(losses) {
+            let place = Some(Place { table: table.clone(), column: column.to_owned() });
+            let metric = Metric { name, unit, better: Better::Higher, baseline };
+            report_row(report, book, (case, &case.name()), subject, metric, place);
+        }
+    }
+}
+
+fn verdict(book: &Book<Case>, case: &Case) -> Verdict {
+    let target = format!("survive, {}: speed, of that without a limit", case.name());
+    let blank = not_measured(target, Bound::AtLeast(0.8), "x", "pagemill was not run");
+    let Some(series) = book.get(case, STEERED.name, SPEED) else { return blank };
+    if !case.fits() {
+        let note = format!("{} MiB are open or must stay: no purging makes them fit", case.fixed_mib());
+        return Verdict { note, ..blank };
+    }
+    let count = |metric| book.get(case, STEERED.name, metric).map_or(0.0, |series| series.values().iter().sum());
+    let mut losses: Vec<String> = LOSSES
+        .into_iter()
+        .map(|(metric, name)| (count(metric), name))
+        .filter(|(count, _): &(f64, _)| *count > 0.0)
+        .map(|(count, name)| format!("{count} {name}"))
+        .collect();
+    if series.killed > 0 {
+        losses.push(format!("killed {} of {}", series.killed, series.rounds.len()));
+    }
+    let is_lost = !series.survived() || !losses.is_empty();
+    let note = match (losses.is_empty(), case.newest()) {
+        (false, _) => losses.join(", "),
+        (true, 0) => "nothing lost; no room for the newest files, which were not looked for".to_owned(),
+        (true, newest) => format!("nothing lost, the {newest} newest files were there"),
+    };
+    let ratios = book.get(case, UNLIMITED, SPEED).map(|unlimited| series.ratios(unlimited, Better::Higher));
+    let estimate = stats::estimate(&ratios.unwrap_or_default());
+    Verdict { estimate, baseline: UNLIMITED.to_owned(), is_lost, note, ..blank }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::State;
+
+    const SMALL: Case = Case { file_mib: 4, writers: 8, limit_mib: 512 };
+
+    /// By hand: what must be there at the end never passes the mark, and what cannot fit is told.
+    #[test]
+    fn the_newest_are_those_that_fit() {
+        let newest = |file_mib, writers, limit_mib| Case { file_mib, writers, limit_mib }.newest();
+        assert_eq!([newest(4, 1, 512), newest(4, 8, 512), newest(4, 8, 1024)], [2, 16, 16]);
+        // 64 kept + 128 open leave 192 below 384: three files, so one of each writer.
+        assert_eq!([newest(64, 1, 512), newest(64, 2, 512), newest(64, 4, 512)], [2, 2, 0]);
+        assert_eq!([newest(64, 4, 1024), newest(64, 8, 1024)], [4, 0]);
+        assert!(SMALL.fits() && !Case { file_mib: 64, writers: 8, limit_mib: 512 }.fits());
+    }
+
+    fn book(speed: f64, failed: f64) -> Book<Case> {
+        let mut book = Book::new();
+        for _ in 0..3 {
+            book.enter_value(&SMALL, UNLIMITED, SPEED, 10.0);
+            book.enter_value(&SMALL, STEERED.name, SPEED, speed);
+            book.enter_value(&SMALL, STEERED.name, "failed_writes", failed);
+        }
+        book
+    }
+
+    /// A slow survivor falls short, a fast one that lost a write does too; without a limit's baseline nothing is judged.
+    #[test]
+    fn losses_allow_no_doubt() {
+        assert_eq!(verdict(&book(9.0, 0.0), &SMALL).state(), State::Reached);
+        assert_eq!(verdict(&book(7.0, 0.0), &SMALL).state(), State::FallsShort);
+        let lossy = verdict(&book(9.0, 1.0), &SMALL);
+        assert_eq!((lossy.state(), lossy.note.as_str()), (State::FallsShort, "3 failed writes"));
+        assert_eq!(verdict(&Book::new(), &SMALL).state(), State::NotMeasured);
+    }
+}

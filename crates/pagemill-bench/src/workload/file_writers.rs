@@ -1,0 +1,205 @@
+//! Writers at full speed of files that may vanish, beside files that may not: who fails, and what is gone that should not.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::{Failure, Outcome};
+use crate::files::Place;
+use crate::pattern::{self, Records};
+
+/// Written at a time.
+const PIECE_BYTES: usize = 1 << 20;
+const KEPT_FILES: u64 = 16;
+/// Who has not filled by then is measured as he is.
+pub const LONGEST_FILL: Duration = Duration::from_secs(60);
+/// The folder whose files may vanish: it is marked before the writers start.
+pub const VOLATILE: &str = "volatile";
+/// The folder whose files may not.
+pub const KEPT: &str = "kept";
+
+/// One run of the workload.
+#[derive(Clone, Debug, clap::Args)]
+pub struct FileWriters {
+    #[command(flatten)]
+    pub place: Place,
+    #[arg(long)]
+    pub writers: u64,
+    /// Length of each file that may vanish
+    #[arg(long)]
+    pub file_mib: u64,
+    /// Of all files that may not vanish
+    #[arg(long)]
+    pub kept_mib: u64,
+    /// How many of the files closed last must be there at the end
+    #[arg(long)]
+    pub newest: usize,
+    /// Written before the time begins
+    #[arg(long)]
+    pub fill_mib: u64,
+    #[arg(long)]
+    pub run_ms: u64,
+}
+
+/// What all writers did.
+#[derive(Default)]
+struct Tally {
+    next: AtomicU64,
+    closed: AtomicU64,
+    failed: AtomicU64,
+    /// When the time began, and how many files were closed until then.
+    start: OnceLock<(Instant, u64)>,
+}
+
+impl Tally {
+    /// Whether the time is up; it begins here, once enough is written or has taken too long.
+    fn is_over(&self, arguments: &FileWriters, begun: Instant) -> bool {
+        let closed = self.closed.load(Ordering::Relaxed);
+        if closed * arguments.file_mib >= arguments.fill_mib || begun.elapsed() >= LONGEST_FILL {
+            let (start, _) = self.start.get_or_init(|| (Instant::now(), closed));
+            return start.elapsed() >= Duration::from_millis(arguments.run_ms);
+        }
+        false
+    }
+}
+
+/// One writer's memory: what it closed last, and why it first failed.
+#[derive(Default)]
+struct Diary {
+    /// When in the order of all, and which.
+    closed: Vec<(u64, u64)>,
+    complaint: Option<String>,
+}
+
+/// Writes until the time is up, then looks at everything that is there.
+pub fn run(arguments: &FileWriters) -> Outcome {
+    let (volatile, kept) = (arguments.place.folder.join(VOLATILE), arguments.place.folder.join(KEPT));
+    arguments.place.check()?;
+    let kept_bytes = (arguments.kept_mib << 20) / KEPT_FILES;
+    for file in 0..KEPT_FILES {
+        write(&path(&kept, file), file, kept_bytes).map_err(|cause| format!("a file to be kept: {cause}"))?;
+    }
+    let (begun, tally) = (Instant::now(), Tally::default());
+    let diaries: Vec<Diary> = thread::scope(|scope| {
+        let start = |_| scope.spawn(|| keep_writing(arguments, &volatile, begun, &tally));
+        let writers: Vec<_> = (0..arguments.writers).map(start).collect();
+        writers.into_iter().map(|writer| writer.join().unwrap_or_default()).collect()
+    });
+    let end = Instant::now();
+    arguments.place.check()?;
+    let count = tally.closed.into_inner();
+    let (start, filled) = tally.start.into_inner().unwrap_or((begun, 0));
+    let gib = ((count - filled) * arguments.file_mib) as f64 / 1024.0;
+    let lost_kept = (0..KEPT_FILES).filter(|&file| !is_there(&path(&kept, file), file, kept_bytes)).count();
+    let mut closed: Vec<(u64, u64)> = diaries.iter().flat_map(|diary| diary.closed.iter().copied()).collect();
+    closed.sort_unstable_by(|left, right| right.cmp(left));
+    let file_bytes = arguments.file_mib << 20;
+    let newest = closed.iter().take(arguments.newest);
+    let lost_newest = newest.filter(|(_, file)| !is_there(&path(&volatile, *file), *file, file_bytes)).count();
+    Ok(serde_json::json!({
+        "gib_per_second": gib / (end - start).as_secs_f64(),
+        "files": count,
+        "failed_writes": tally.failed.into_inner(),
+        "lost_kept": lost_kept,
+        "lost_newest": lost_newest,
+        "torn": torn(&volatile, file_bytes)?,
+        "complaint": diaries.into_iter().find_map(|diary| diary.complaint),
+    }))
+}
+
+fn path(folder: &Path, file: u64) -> PathBuf {
+    folder.join(file.to_string())
+}
+
+/// One writer: file after file. What fails is counted, and tried again a moment later.
+fn keep_writing(arguments: &FileWriters, folder: &Path, begun: Instant, tally: &Tally) -> Diary {
+    let mut diary = Diary::default();
+    while !tally.is_over(arguments, begun) {
+        let file = tally.next.fetch_add(1, Ordering::Relaxed);
+        let path = path(folder, file);
+        match write(&path, file, arguments.file_mib << 20) {
+            Ok(()) => diary.closed.push((tally.closed.fetch_add(1, Ordering::Relaxed), file)),
+            Err(cause) => {
+                tally.failed.fetch_add(1, Ordering::Relaxed);
+                diary.complaint.get_or_insert_with(|| format!("writing file {file}: {cause}"));
+                // It may not have come into being.
+                let _ = fs::remove_file(&path);
+                thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+    diary
+}
+
+fn write(path: &Path, file: u64, len_bytes: u64) -> io::Result<()> {
+    let mut records = Records::filled(PIECE_BYTES);
+    let mut output = File::create_new(path)?;
+    for offset in (0..len_bytes).step_by(PIECE_BYTES) {
+        output.write_all(records.at(file, offset))?;
+    }
+    Ok(())
+}
+
+/// Whether the file is there with every byte that was written.
+fn is_there(path: &Path, file: u64, len_bytes: u64) -> bool {
+    matches!(check(path, file, len_bytes), Ok(true))
+}
+
+/// Whether every byte is right; the length counts.
+fn check(path: &Path, file: u64, len_bytes: u64) -> io::Result<bool> {
+    let mut input = File::open(path)?;
+    let mut piece = vec![0; PIECE_BYTES];
+    for offset in (0..len_bytes).step_by(PIECE_BYTES) {
+        match input.read_exact(&mut piece) {
+            Ok(()) if pattern::is_whole(&piece, file, offset) => {}
+            Ok(()) => return Ok(false),
+            Err(cause) if cause.kind() == io::ErrorKind::UnexpectedEof => return Ok(false),
+            Err(cause) => return Err(cause),
+        }
+    }
+    Ok(input.read(&mut piece)? == 0)
+}
+
+/// How many files are there in part: they may vanish, but only as a whole.
+fn torn(folder: &Path, len_bytes: u64) -> Result<usize, Failure> {
+    let failed = |cause: io::Error| Failure::Other(format!("looking at what is left: {cause}"));
+    let mut torn = 0;
+    for entry in fs::read_dir(folder).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        let Some(file) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        match check(&entry.path(), file, len_bytes) {
+            Ok(is_whole) => torn += usize::from(!is_whole),
+            // It vanished between the look at the folder and this one.
+            Err(cause) if cause.kind() == io::ErrorKind::NotFound => {}
+            Err(cause) => return Err(failed(cause)),
+        }
+    }
+    Ok(torn)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whole files are there; a shortened, a changed, a lengthened and a missing one are not, and three of them are torn.
+    #[test]
+    fn torn_files_are_told_from_missing_ones() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let len = 2 * PIECE_BYTES as u64;
+        (0..4).for_each(|file| write(&path(folder.path(), file), file, len).expect("it is written"));
+        assert!((0..4).all(|file| is_there(&path(folder.path(), file), file, len)));
+        assert_eq!(torn(folder.path(), len).expect("a look"), 0);
+
+        File::options().write(true).open(path(folder.path(), 0)).and_then(|file| file.set_len(4096)).expect("cut");
+        fs::rename(path(folder.path(), 1), path(folder.path(), 5)).expect("another name, another file");
+        File::options().write(true).open(path(folder.path(), 2)).and_then(|file| file.set_len(len + 1)).expect("grown");
+
+        let there: Vec<u64> = (0..6).filter(|&file| is_there(&path(folder.path(), file), file, len)).collect();
+        assert_eq!(there, [3]);
+        assert_eq!(torn(folder.path(), len).expect("a look"), 3);
+    }
+}

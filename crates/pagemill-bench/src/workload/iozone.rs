@@ -1,0 +1,386 @@
+//! Records of 4 KiB written to and read from one file per worker, in the seven ways that IOzone does it, by system calls
+//! or through a mapping. Own code; only the terms are IOzone's.
+//!
+//! A cell is one way of access by so many workers. All open and map their files, wait for each other, and start; the time
+//! runs from the first start to the last end. A cell that was too short is run again, and what it took is added up.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufRead, BufReader, PipeReader, PipeWriter, Read};
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::Barrier;
+use std::thread;
+use std::time::Duration;
+
+use rustix::time::{ClockId, clock_gettime};
+use serde::{Deserialize, Serialize};
+
+use super::{Failure, Outcome};
+use crate::child;
+use crate::files::Place;
+use crate::files::mapping::{Access, Mapping};
+use crate::pattern::{self, RECORD_BYTES};
+use crate::stats::Random;
+
+/// A way of access.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Operation {
+    InitialWrite,
+    Rewrite,
+    Read,
+    Reread,
+    ReverseRead,
+    RandomRead,
+    RandomWrite,
+}
+
+impl Operation {
+    /// In the order in which they run: each finds what the ones before it left.
+    pub const ALL: [Self; 7] = [
+        Self::InitialWrite,
+        Self::Rewrite,
+        Self::Read,
+        Self::Reread,
+        Self::ReverseRead,
+        Self::RandomRead,
+        Self::RandomWrite,
+    ];
+
+    /// The metric's name.
+    pub fn metric(self) -> &'static str {
+        match self {
+            Self::InitialWrite => "initial_write",
+            Self::Rewrite => "rewrite",
+            Self::Read => "read",
+            Self::Reread => "reread",
+            Self::ReverseRead => "reverse_read",
+            Self::RandomRead => "random_read",
+            Self::RandomWrite => "random_write",
+        }
+    }
+
+    fn is_writing(self) -> bool {
+        matches!(self, Self::InitialWrite | Self::Rewrite | Self::RandomWrite)
+    }
+}
+
+/// All ways of access by so many workers.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Iozone {
+    #[command(flatten)]
+    pub place: Place,
+    #[arg(long)]
+    pub mapped: bool,
+    #[arg(long)]
+    pub processes: bool,
+    #[arg(long)]
+    pub workers: usize,
+    #[arg(long)]
+    pub total_bytes: u64,
+    #[arg(long)]
+    pub cell_ms: u64,
+    /// Between writing and reading what is mapped.
+    #[arg(long)]
+    pub pause_ms: u64,
+}
+
+/// One worker's part of a pass, as the hidden subcommand of a process.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Part {
+    #[arg(long)]
+    job: String,
+}
+
+/// What one worker does in one pass.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Job {
+    path: PathBuf,
+    file: u64,
+    records: usize,
+    operation: Operation,
+    is_mapped: bool,
+    /// Of what is written, or of what must be found.
+    generation: u64,
+}
+
+/// When a worker began and ended, in nanoseconds of the monotonic clock, which all processes share.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+struct Span {
+    start: u64,
+    end: u64,
+}
+
+fn now() -> u64 {
+    let time = clock_gettime(ClockId::Monotonic);
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+/// Runs all cells; the line has the MiB/s of each.
+pub fn run(arguments: &Iozone) -> Outcome {
+    arguments.place.check()?;
+    // Once unmeasured: memory that the host has not backed yet is many times slower at its first touch, and huge pages come
+    // from other places than small ones, so that each file system has to warm its own.
+    remove(arguments)?;
+    pass(arguments, Operation::InitialWrite, 0)?;
+    let mut line = serde_json::Map::new();
+    let mut generation = 0;
+    for operation in Operation::ALL {
+        if operation == Operation::Read && arguments.mapped {
+            // Who makes huge pages of what was written gets the time for it, and so does everybody else.
+            thread::sleep(Duration::from_millis(arguments.pause_ms));
+        }
+        arguments.place.check()?;
+        let rate = cell(arguments, operation, &mut generation)?;
+        arguments.place.check()?;
+        line.insert(operation.metric().to_owned(), rate.into());
+    }
+    // What was written last is checked as well, outside of any time.
+    pass(arguments, Operation::Read, generation)?;
+    remove(arguments)?;
+    Ok(line.into())
+}
+
+/// Repeats one way of access until it took long enough.
+fn cell(arguments: &Iozone, operation: Operation, generation: &mut u64) -> Result<f64, Failure> {
+    let (mut passes, mut busy_ns) = (0_u64, 0_u64);
+    while passes == 0 || busy_ns < arguments.cell_ms * 1_000_000 {
+        if operation == Operation::InitialWrite {
+            remove(arguments)?;
+        }
+        if operation.is_writing() {
+            *generation += 1;
+        }
+        busy_ns += pass(arguments, operation, *generation)?;
+        passes += 1;
+    }
+    let bytes = passes * (records(arguments) * arguments.workers * RECORD_BYTES) as u64;
+    Ok(bytes as f64 / f64::from(1 << 20) / (busy_ns as f64 / 1e9))
+}
+
+/// Records of each file: the same for all, so that all have the same to do.
+fn records(arguments: &Iozone) -> usize {
+    (arguments.total_bytes as usize / RECORD_BYTES / arguments.workers).max(1)
+}
+
+fn path(arguments: &Iozone, index: usize) -> PathBuf {
+    arguments.place.folder.join(format!("file-{index}"))
+}
+
+fn remove(arguments: &Iozone) -> Result<(), Failure> {
+    for index in 0..arguments.workers {
+        let path = path(arguments, index);
+        if let Err(cause) = fs::remove_file(&path)
+            && cause.kind() != io::ErrorKind::NotFound
+        {
+            return Err(format!("removing {}: {cause}", path.display()).into());
+        }
+    }
+    Ok(())
+}
+
+/// All workers once; nanoseconds from the first start to the last end.
+fn pass(arguments: &Iozone, operation: Operation, generation: u64) -> Result<u64, Failure> {
+    let job = |index| Job {
+        path: path(arguments, index),
+        file: index as u64,
+        records: records(arguments),
+        operation,
+        is_mapped: arguments.mapped,
+        generation,
+    };
+    let jobs: Vec<Job> = (0..arguments.workers).map(job).collect();
+    let spans = if arguments.processes { by_processes(&jobs)? } else { by_threads(&jobs)? };
+    let first = spans.iter().map(|span| span.start).min().unwrap_or(0);
+    let last = spans.iter().map(|span| span.end).max().unwrap_or(0);
+    Ok(last - first)
+}
+
+fn by_threads(jobs: &[Job]) -> Result<Vec<Span>, Failure> {
+    let barrier = Barrier::new(jobs.len());
+    let wait = || {
+        barrier.wait();
+    };
+    thread::scope(|scope| {
+        let workers: Vec<_> = jobs.iter().map(|job| scope.spawn(move || perform(job, wait))).collect();
+        let join = |worker: thread::ScopedJoinHandle<'_, _>| {
+            worker.join().unwrap_or_else(|_| Err(Failure::Other("a worker panicked".to_owned())))
+        };
+        workers.into_iter().map(join).collect()
+    })
+}
+
+/// Each worker a process. They start when the pipe closes on which all of them wait.
+fn by_processes(jobs: &[Job]) -> Result<Vec<Span>, Failure> {
+    let failed = |cause: io::Error| Failure::Other(format!("a process of its own for each worker: {cause}"));
+    let (reader, writer): (PipeReader, PipeWriter) = io::pipe().map_err(failed)?;
+    let executable = child::own_executable().map_err(|error| error.to_string())?;
+    let start = |job| -> io::Result<(Child, BufReader<_>)> {
+        let mut command = Command::new(&executable);
+        command.args(["__iozone-part", "--job", &serde_json::to_string(job)?]);
+        let mut child = command.stdin(reader.try_clone()?).stdout(Stdio::piped()).spawn()?;
+        let stdout = child.stdout.take().ok_or(io::ErrorKind::BrokenPipe)?;
+        Ok((child, BufReader::new(stdout)))
+    };
+    let mut workers = jobs.iter().map(start).collect::<io::Result<Vec<_>>>().map_err(failed)?;
+    for (_, stdout) in &mut workers {
+        stdout.read_line(&mut String::new()).map_err(failed)?;
+    }
+    drop(writer);
+    let end = |(mut child, mut stdout): (Child, BufReader<_>)| {
+        let mut text = String::new();
+        stdout.read_to_string(&mut text).map_err(failed)?;
+        match child.wait().map_err(failed)?.code() {
+            Some(0) => serde_json::from_str(&text).map_err(|cause| Failure::Other(cause.to_string())),
+            Some(child::WRONG_ANSWER) => Err(Failure::WrongAnswer("a worker read a wrong record".to_owned())),
+            code => Err(Failure::Other(format!("a worker ended with status {}", code.unwrap_or(-1)))),
+        }
+    };
+    workers.into_iter().map(end).collect()
+}
+
+/// The work of one such process: says that it is ready, waits for the pipe's end, works, tells its times.
+pub fn part(arguments: &Part) -> Outcome {
+    let job: Job = serde_json::from_str(&arguments.job).map_err(|cause| cause.to_string())?;
+    let span = perform(&job, || {
+        println!("ready");
+        // Any end of it is the sign to start.
+        let _ = io::stdin().read_to_end(&mut Vec::new());
+    })?;
+    Ok(serde_json::json!(span))
+}
+
+/// Opens, maps, waits, works. Who cannot open waits too: the others count on it.
+fn perform(job: &Job, wait: impl FnOnce()) -> Result<Span, Failure> {
+    let worker = Worker::prepare(job);
+    wait();
+    let worker = worker.map_err(|cause| format!("{}: {cause}", job.path.display()))?;
+    let start = now();
+    worker.work(job)?;
+    Ok(Span { start, end: now() })
+}
+
+/// What a worker has in hand when the time starts.
+struct Worker {
+    file: File,
+    mapping: Option<Mapping>,
+    /// Records in the order of a random access: each of them once.
+    shuffled: Vec<u32>,
+}
+
+impl Worker {
+    fn prepare(job: &Job) -> io::Result<Self> {
+        let (len, operation) = (job.records * RECORD_BYTES, job.operation);
+        let mut options = OpenOptions::new();
+        options.read(true).write(operation.is_writing()).create_new(operation == Operation::InitialWrite);
+        let file = options.open(&job.path)?;
+        if operation == Operation::InitialWrite && job.is_mapped {
+            file.set_len(len as u64)?;
+        }
+        let access = if operation.is_writing() { Access::Write } else { Access::Read };
+        let mapping = job.is_mapped.then(|| Mapping::new(&file, len, access)).transpose()?;
+        let shuffled = match operation {
+            Operation::RandomRead | Operation::RandomWrite => shuffle(job.records, job.file ^ job.generation << 32),
+            _ => Vec::new(),
+        };
+        Ok(Self { file, mapping, shuffled })
+    }
+
+    fn work(&self, job: &Job) -> Result<(), Failure> {
+        let mut record = [0x5a; RECORD_BYTES];
+        let mut access = |index: usize| match job.operation.is_writing() {
+            true => self.write(job, index, &mut record),
+            false => self.read(job, index, &mut record),
+        };
+        match job.operation {
+            Operation::ReverseRead => (0..job.records).rev().try_for_each(access),
+            Operation::RandomRead | Operation::RandomWrite => {
+                self.shuffled.iter().try_for_each(|&index| access(index as usize))
+            }
+            _ => (0..job.records).try_for_each(access),
+        }
+    }
+
+    #[inline]
+    fn write(&self, job: &Job, index: usize, record: &mut [u8; RECORD_BYTES]) -> Result<(), Failure> {
+        let offset = index * RECORD_BYTES;
+        pattern::stamp(record, job.file, offset as u64, job.generation);
+        match &self.mapping {
+            Some(mapping) => mapping.write(offset, record),
+            None => self.file.write_all_at(record, offset as u64).map_err(|cause| format!("writing: {cause}"))?,
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn read(&self, job: &Job, index: usize, record: &mut [u8; RECORD_BYTES]) -> Result<(), Failure> {
+        let offset = index * RECORD_BYTES;
+        match &self.mapping {
+            Some(mapping) => mapping.read(offset, record),
+            None => self.file.read_exact_at(record, offset as u64).map_err(|cause| format!("reading: {cause}"))?,
+        }
+        // All of the record has to be copied, whatever of it is looked at.
+        let record = std::hint::black_box(&*record);
+        match pattern::is_stamped(record, job.file, offset as u64, job.generation) {
+            true => Ok(()),
+            false => Err(Failure::WrongAnswer(format!("{}: a wrong record at {offset}", job.path.display()))),
+        }
+    }
+}
+
+/// All numbers below `count`, each once, in an order that the seed decides.
+fn shuffle(count: usize, seed: u64) -> Vec<u32> {
+    let mut random = Random::new(seed);
+    let mut order: Vec<u32> = (0..count as u32).collect();
+    for last in (1..count).rev() {
+        order.swap(last, random.below(last + 1));
+    }
+    order
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn job(path: PathBuf, operation: Operation, is_mapped: bool, generation: u64) -> Job {
+        Job { path, file: 3, records: 10, operation, is_mapped, generation }
+    }
+
+    /// Each record once, in another order for another seed.
+    #[test]
+    fn a_shuffle_leaves_nothing_out() {
+        let mut order = shuffle(1000, 7);
+        assert_ne!(order, shuffle(1000, 8));
+        order.sort_unstable();
+        assert_eq!(order, (0..1000).collect::<Vec<u32>>());
+    }
+
+    /// All seven, mapped and not: what one wrote the next ones find; what an older pass wrote is a wrong answer.
+    #[test]
+    fn operations_find_what_was_written() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        for is_mapped in [false, true] {
+            let path = folder.path().join(is_mapped.to_string());
+            let mut generation = 0;
+            for operation in Operation::ALL {
+                generation += u64::from(operation.is_writing());
+                let span = perform(&job(path.clone(), operation, is_mapped, generation), || ()).expect("it is right");
+                assert!(span.end >= span.start);
+            }
+            let stale = perform(&job(path, Operation::Read, is_mapped, generation - 1), || ());
+            assert!(matches!(stale, Err(Failure::WrongAnswer(_))));
+        }
+    }
+
+    /// A worker that cannot open its file does not leave the others waiting.
+    #[test]
+    fn a_missing_file_stops_nobody() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let (there, missing) = (folder.path().join("there"), folder.path().join("missing"));
+        perform(&job(there.clone(), Operation::InitialWrite, false, 1), || ()).expect("it is written");
+
+        let jobs = [there, missing].map(|path| job(path, Operation::Read, false, 1));
+
+        assert!(matches!(by_threads(&jobs), Err(Failure::Other(_))));
+    }
+}

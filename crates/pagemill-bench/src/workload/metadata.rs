@@ -1,0 +1,162 @@
+//! Many small files made, looked at, read, found and removed, one after the other.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use super::{Failure, Outcome};
+use crate::files::Place;
+use crate::pattern;
+
+const FILE_BYTES: usize = 100;
+/// What is over quickly is done several times over.
+const STATS: usize = 4;
+const READS: usize = 2;
+const FINDS: usize = 4;
+
+/// One life of all files.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Metadata {
+    #[command(flatten)]
+    pub place: Place,
+    #[arg(long)]
+    pub files: usize,
+    /// Files of each directory
+    #[arg(long)]
+    pub per_directory: usize,
+}
+
+/// Does it; the line has the operations a second of each kind.
+pub fn run(arguments: &Metadata) -> Outcome {
+    let root = arguments.place.folder.join("tree");
+    let paths = lay_out(arguments, &root)?;
+    arguments.place.check()?;
+    // Once unmeasured: memory that the host has not backed yet would be part of the first creation.
+    rate(1, &paths, create)?;
+    rate(1, &paths, unlink)?;
+    let create = rate(1, &paths, create)?;
+    let stat = rate(STATS, &paths, stat)?;
+    let read = rate(READS, &paths, read)?;
+    let begun = Instant::now();
+    for _ in 0..FINDS {
+        find(&root, paths.len())?;
+    }
+    let find = (paths.len() * FINDS) as f64 / begun.elapsed().as_secs_f64();
+    let unlink = rate(1, &paths, unlink)?;
+    arguments.place.check()?;
+    fs::remove_dir_all(&root).map_err(|cause| at(&root, &cause))?;
+    Ok(serde_json::json!({ "create": create, "stat": stat, "read": read, "find": find, "unlink": unlink }))
+}
+
+/// Makes the directories and names the files.
+fn lay_out(arguments: &Metadata, root: &Path) -> Result<Vec<PathBuf>, Failure> {
+    let mut paths = Vec::with_capacity(arguments.files);
+    for index in 0..arguments.files {
+        let directory = root.join(format!("d{}", index / arguments.per_directory));
+        if index % arguments.per_directory == 0 {
+            fs::create_dir_all(&directory).map_err(|cause| at(&directory, &cause))?;
+        }
+        paths.push(directory.join(format!("f{index}")));
+    }
+    Ok(paths)
+}
+
+fn at(path: &Path, cause: &io::Error) -> Failure {
+    Failure::Other(format!("{}: {cause}", path.display()))
+}
+
+/// Does one thing to all files, so many times over; operations a second.
+fn rate(
+    times: usize,
+    paths: &[PathBuf],
+    mut act: impl FnMut(usize, &PathBuf) -> Result<(), Failure>,
+) -> Result<f64, Failure> {
+    let begun = Instant::now();
+    for _ in 0..times {
+        for (index, path) in paths.iter().enumerate() {
+            act(index, path)?;
+        }
+    }
+    Ok((times * paths.len()) as f64 / begun.elapsed().as_secs_f64())
+}
+
+fn content(index: usize) -> [u8; FILE_BYTES] {
+    let mut bytes = [0x5a; FILE_BYTES];
+    pattern::stamp(&mut bytes, index as u64, 0, 1);
+    bytes
+}
+
+fn create(index: usize, path: &PathBuf) -> Result<(), Failure> {
+    let write = || File::create_new(path)?.write_all(&content(index));
+    write().map_err(|cause| at(path, &cause))
+}
+
+fn stat(_: usize, path: &PathBuf) -> Result<(), Failure> {
+    match fs::metadata(path) {
+        Ok(found) if found.len() == FILE_BYTES as u64 => Ok(()),
+        Ok(found) => Err(Failure::WrongAnswer(format!("{} has {} bytes", path.display(), found.len()))),
+        Err(cause) => Err(at(path, &cause)),
+    }
+}
+
+fn read(index: usize, path: &PathBuf) -> Result<(), Failure> {
+    let mut bytes = [0; FILE_BYTES + 1];
+    let len = File::open(path).and_then(|mut file| file.read(&mut bytes)).map_err(|cause| at(path, &cause))?;
+    match bytes[..len] == content(index) {
+        true => Ok(()),
+        false => Err(Failure::WrongAnswer(format!("{} has another content", path.display()))),
+    }
+}
+
+fn unlink(_: usize, path: &PathBuf) -> Result<(), Failure> {
+    fs::remove_file(path).map_err(|cause| at(path, &cause))
+}
+
+/// The program `find`, which must see each file; where it is not installed, a walk of our own.
+fn find(root: &Path, files: usize) -> Result<(), Failure> {
+    let mut command = Command::new("find");
+    command.arg(root).args(["-type", "f"]).stdin(Stdio::null());
+    let seen = match command.output() {
+        Ok(output) if output.status.success() => output.stdout.iter().filter(|&&byte| byte == b'\n').count(),
+        Ok(output) => return Err(format!("find: {}", String::from_utf8_lossy(&output.stderr).trim()).into()),
+        Err(cause) if cause.kind() == io::ErrorKind::NotFound => walk(root).map_err(|cause| at(root, &cause))?,
+        Err(cause) => return Err(format!("find: {cause}").into()),
+    };
+    match seen == files {
+        true => Ok(()),
+        false => Err(Failure::WrongAnswer(format!("find saw {seen} of {files} files"))),
+    }
+}
+
+/// Counts the files below a directory.
+fn walk(directory: &Path) -> io::Result<usize> {
+    let mut count = 0;
+    for entry in fs::read_dir(directory)? {
+        let entry = entry?;
+        count += if entry.file_type()?.is_dir() { walk(&entry.path())? } else { 1 };
+    }
+    Ok(count)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Both ways of finding see the same; a file that is missing is a wrong answer of every kind.
+    #[test]
+    fn files_are_made_and_found() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let place = Place { folder: folder.path().to_owned(), device: 0 };
+        let paths = lay_out(&Metadata { place, files: 25, per_directory: 10 }, folder.path()).expect("laid out");
+        rate(1, &paths, create).expect("they are made");
+
+        assert_eq!(walk(folder.path()).expect("a walk"), 25);
+        assert!(find(folder.path(), 25).is_ok() && rate(2, &paths, stat).is_ok() && rate(2, &paths, read).is_ok());
+        fs::write(&paths[3], "short").expect("it is written");
+        assert!(matches!(stat(3, &paths[3]), Err(Failure::WrongAnswer(_))));
+        assert!(matches!(read(3, &paths[3]), Err(Failure::WrongAnswer(_))));
+        assert!(matches!(find(folder.path(), 26), Err(Failure::WrongAnswer(_))));
+    }
+}

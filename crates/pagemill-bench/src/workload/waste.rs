@@ -1,0 +1,102 @@
+//! Files of one kind, written and closed: what they take on the file system, at once and a second later.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::Outcome;
+use crate::files::Place;
+use crate::files::mapping::{Access, Mapping};
+use crate::files::mount::used_bytes;
+use crate::pattern::{self, RECORD_BYTES};
+use crate::proc;
+
+/// When the second look is taken.
+const LATER: Duration = Duration::from_secs(1);
+
+/// So many files of one kind.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Waste {
+    #[command(flatten)]
+    pub place: Place,
+    #[arg(long)]
+    pub files: usize,
+    /// Length of each
+    #[arg(long)]
+    pub bytes: usize,
+    /// Written at a time; 0: a single byte in the middle, the rest is a hole
+    #[arg(long)]
+    pub step: usize,
+}
+
+/// Writes, waits, looks; the line has the bytes used, and of large files the share that a mapping has in huge pages.
+pub fn run(arguments: &Waste) -> Outcome {
+    let folder = &arguments.place.folder;
+    arguments.place.check()?;
+    let before = used_bytes(folder)?;
+    let used = || used_bytes(folder).map(|used| used.saturating_sub(before));
+    for index in 0..arguments.files {
+        let path = folder.join(format!("file-{index}"));
+        write(&path, index as u64, arguments).map_err(|cause| format!("{}: {cause}", path.display()))?;
+    }
+    let closed = Instant::now();
+    let at_once = used()?;
+    thread::sleep(LATER.saturating_sub(closed.elapsed()));
+    let later = used()?;
+    let share = match arguments.step {
+        0 => None,
+        _ => huge_share(&folder.join("file-0"), arguments.bytes).map_err(|cause| cause.to_string())?,
+    };
+    arguments.place.check()?;
+    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    Ok(serde_json::json!({ "used_at_once": mib(at_once), "used_after_second": mib(later), "huge_share": share }))
+}
+
+fn write(path: &Path, index: u64, arguments: &Waste) -> io::Result<()> {
+    let mut file = File::create_new(path)?;
+    if arguments.step == 0 {
+        file.set_len(arguments.bytes as u64)?;
+        return file.write_all_at(&[1], arguments.bytes as u64 / 2);
+    }
+    let mut piece = vec![0x5a; arguments.step];
+    for offset in (0..arguments.bytes).step_by(arguments.step) {
+        let len = arguments.step.min(arguments.bytes - offset);
+        piece[..len].chunks_mut(RECORD_BYTES).zip((offset..).step_by(RECORD_BYTES)).for_each(|(record, place)| {
+            if record.len() >= size_of::<u64>() {
+                pattern::stamp(record, index, place as u64, 1);
+            }
+        });
+        file.write_all(&piece[..len])?;
+    }
+    Ok(())
+}
+
+/// Maps the file, reads all of it, and asks the kernel in what pages it is seen.
+fn huge_share(path: &Path, len_bytes: usize) -> io::Result<Option<f64>> {
+    let mapping = Mapping::new(&File::open(path)?, len_bytes, Access::Read)?;
+    mapping.touch();
+    Ok(proc::huge_mapped_bytes(mapping.address()).map(|huge| huge as f64 / len_bytes as f64))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A file has its length whatever the step, and a sparse one a single byte of content.
+    #[test]
+    fn files_have_their_length() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let place = Place { folder: folder.path().to_owned(), device: 0 };
+        for (step, bytes) in [(1000, 1000), (4096, 10_000), (0, 10_000)] {
+            let path = folder.path().join(step.to_string());
+            write(&path, 0, &Waste { place: place.clone(), files: 1, bytes, step }).expect("it is written");
+            let content = std::fs::read(&path).expect("it is read");
+            assert_eq!(content.len(), bytes);
+            assert_eq!(content.iter().filter(|byte| **byte != 0).count() == 1, step == 0);
+        }
+        assert!(huge_share(&folder.path().join("4096"), 10_000).expect("it is mapped").is_some());
+    }
+}
