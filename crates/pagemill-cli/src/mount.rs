@@ -338,7 +338,7 @@ impl Mark {
             })?;
         }
         let mut bad = Vec::new();
-        let marks = door::marks(&fd, |mark| bad.push(mark.0));
+        let marks = door::marks(&fd, |mark| bad.push(mark.0)).map_err(said)?;
         let (volatile, huge) = (marks.volatile.map(|word| word.to_string()), marks.huge.map(|word| word.to_string()));
         let purged = door::purged_from(&fd);
         if self.json {

@@ -90,7 +90,11 @@ impl Budget {
         let mut headroom = u64::MAX;
         for group in groups {
             lines.push(line(Bound::Group(group.watch), &group.name, group.limit_bytes, group.working_set_bytes));
-            headroom = headroom.min(group.hard_room_bytes.saturating_sub(guard_bytes(group.limit_bytes)));
+            // Who holds next to nothing here does not set the size for all.
+            let guard_bytes = guard_bytes(group.limit_bytes);
+            if group.shared_bytes >= guard_bytes {
+                headroom = headroom.min(group.hard_room_bytes.saturating_sub(guard_bytes));
+            }
         }
         if let Some(Machine { total_bytes, available_bytes, .. }) = machine {
             let (kept_bytes, used_bytes) = (total_bytes / MACHINE_DIVISOR, total_bytes.saturating_sub(available_bytes));
@@ -170,7 +174,14 @@ mod tests {
 
     fn group(limit: u64, used: u64) -> Sample {
         let hard_room_bytes = limit.saturating_sub(used) * MIB;
-        Sample { watch: 3, name: "/g".into(), limit_bytes: limit * MIB, working_set_bytes: used * MIB, hard_room_bytes }
+        Sample {
+            watch: 3,
+            name: "/g".into(),
+            limit_bytes: limit * MIB,
+            working_set_bytes: used * MIB,
+            hard_room_bytes,
+            shared_bytes: used * MIB,
+        }
     }
 
     /// A limited writer: files go from 128 MiB below the limit on, and the size ends 8 MiB before it.
@@ -183,6 +194,15 @@ mod tests {
         assert!(budget.wants_size(fill(8192, 400)));
         assert!(!budget.wants_size(fill(484, 400)));
         assert_eq!((budget.room_bytes(), budget.pause()), (0, SHORTEST_PAUSE));
+    }
+
+    /// A group that has next to nothing here bounds nobody else; its volatile files go all the same.
+    #[test]
+    fn strangers_limits_do_not_bound_the_size() {
+        let stranger = Sample { shared_bytes: MIB, ..group(64, 60) };
+        let budget = Budget::new(8192 * MIB, fill(8192, 400), &[stranger], None, PREFERRED);
+        assert_eq!(budget.size_bytes, 8192 * MIB);
+        assert_eq!(budget.lines[1].excess_bytes() / MIB, 28);
     }
 
     /// Without real-time priority the margin is wider; small limits keep half.
@@ -224,7 +244,7 @@ mod tests {
         #[test]
         fn sizes_are_possible(size in 1u64.., used in 0u64.., limit in 1u64.., working in 0u64.., hard in 0u64.., total in 0u64.., available in 0u64..) {
             let fill = Fill { size_bytes: size, used_bytes: used, inodes: 0 };
-            let group = Sample { watch: 0, name: String::new(), limit_bytes: limit, working_set_bytes: working, hard_room_bytes: hard };
+            let group = Sample { watch: 0, name: String::new(), limit_bytes: limit, working_set_bytes: working, hard_room_bytes: hard, shared_bytes: working };
             let machine = Machine { total_bytes: total, available_bytes: available, swap_free_bytes: 0 };
             let budget = Budget::new(size, fill, &[group], Some(machine), PREFERRED);
             prop_assert!(budget.size_bytes >= used.max(BLOCK_BYTES as u64));

@@ -66,6 +66,11 @@ impl Seen {
         self.kind == FileType::Directory
     }
 
+    /// Anybody may write to this file, and set its attributes.
+    pub fn is_open_to_all(&self) -> bool {
+        Mode::from_raw_mode(self.mode).contains(Mode::WOTH)
+    }
+
     /// Others than the owner may write here and delete what is inside.
     pub fn is_open_to_others(&self) -> bool {
         let mode = Mode::from_raw_mode(self.mode);
@@ -224,40 +229,66 @@ fn path_of(folder: impl AsFd, name: &OsStr) -> OsString {
 }
 
 /// The marks of an open file or folder. Unknown values are passed over and told to `bad`.
-pub fn marks(fd: impl AsFd, bad: impl FnMut(BadMark)) -> Marks {
+///
+/// # Errors
+///
+/// What reading says: who cannot be asked has not said that it has none.
+pub fn marks(fd: impl AsFd, bad: impl FnMut(BadMark)) -> io::Result<Marks> {
     let mut names = [0; 1024];
-    let len = fs::flistxattr(&fd, &mut names[..]).unwrap_or(0);
-    marks_among(&names[..len], |name, value| fs::fgetxattr(&fd, name, value).ok(), bad)
+    let names = match fs::flistxattr(&fd, &mut names[..]) {
+        Ok(len) => Some(&names[..len]),
+        // More names than fit: each is asked for.
+        Err(Errno::RANGE) => None,
+        Err(error) => return Err(error.into()),
+    };
+    marks_among(names, |name, value| fs::fgetxattr(&fd, name, value), bad)
 }
 
 /// The marks of a name in a folder, as [`marks`].
-pub fn marks_at(folder: impl AsFd, name: &OsStr, bad: impl FnMut(BadMark)) -> Marks {
+///
+/// # Errors
+///
+/// As [`marks`].
+pub fn marks_at(folder: impl AsFd, name: &OsStr, bad: impl FnMut(BadMark)) -> io::Result<Marks> {
     let path = path_of(folder, name);
     let mut names = [0; 1024];
-    let len = fs::llistxattr(&path, &mut names[..]).unwrap_or(0);
-    marks_among(&names[..len], |name, value| fs::lgetxattr(&path, name, value).ok(), bad)
+    let names = match fs::llistxattr(&path, &mut names[..]) {
+        Ok(len) => Some(&names[..len]),
+        Err(Errno::RANGE) => None,
+        Err(error) => return Err(error.into()),
+    };
+    marks_among(names, |name, value| fs::lgetxattr(&path, name, value), bad)
 }
 
-fn marks_among(names: &[u8], get: impl Fn(&str, &mut [u8]) -> Option<usize>, mut bad: impl FnMut(BadMark)) -> Marks {
-    let mut found = Marks::default();
+/// `names` are those that there are, with zeros between; `None`: that is not known.
+fn marks_among(
+    names: Option<&[u8]>,
+    get: impl Fn(&str, &mut [u8]) -> rustix::io::Result<usize>,
+    mut bad: impl FnMut(BadMark),
+) -> io::Result<Marks> {
     // Most files have none.
-    if names.is_empty() {
-        return found;
+    if names.is_some_and(<[u8]>::is_empty) {
+        return Ok(Marks::default());
     }
-    let text = |attribute: &str| {
-        let name = FAMILIES.iter().map(|family| format!("{family}{attribute}"));
-        let name = name.into_iter().find(|name| names.split(|byte| *byte == 0).any(|one| one == name.as_bytes()))?;
-        let mut value = [0; 16];
-        // One that does not fit is none.
-        let len = get(&name, &mut value).unwrap_or(value.len());
-        Some(String::from_utf8_lossy(&value[..len]).into_owned())
+    let is_there =
+        |name: &str| names.is_none_or(|names| names.split(|byte| *byte == 0).any(|one| one == name.as_bytes()));
+    let text = |attribute: &str| -> io::Result<Option<String>> {
+        for name in FAMILIES.iter().map(|family| format!("{family}{attribute}")).filter(|name| is_there(name)) {
+            let mut value = [0; 16];
+            match get(&name, &mut value) {
+                Ok(len) => return Ok(Some(String::from_utf8_lossy(&value[..len]).into_owned())),
+                // Longer than any value.
+                Err(Errno::RANGE) => return Ok(Some("(too long)".into())),
+                Err(Errno::NODATA | Errno::OPNOTSUPP) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(None)
     };
     fn read<T: FromStr<Err = String>>(text: Option<String>, bad: &mut impl FnMut(BadMark)) -> Option<T> {
         text?.parse().map_err(|message| bad(BadMark(message))).ok()
     }
-    found.volatile = read(text(VOLATILE), &mut bad);
-    found.huge = read(text(HUGE), &mut bad);
-    found
+    Ok(Marks { volatile: read(text(VOLATILE)?, &mut bad), huge: read(text(HUGE)?, &mut bad) })
 }
 
 /// Sets an attribute of an open file: as the users' where tmpfs has those, else as root's.
@@ -287,28 +318,34 @@ mod tests {
     use super::*;
     use crate::policy::{Huge, Volatile};
 
-    /// Marks are found among other attributes, in either family; what is no value is told and passed over.
+    /// Marks are found among other attributes, in either family; what is no value is told and passed over; what cannot be read
+    /// is no silence.
     #[test]
     fn marks_are_read() {
         let names = b"security.x\0user.pagemill.volatile\0trusted.pagemill.huge\0";
         let get = |name: &str, value: &mut [u8]| {
             let text = if name == "user.pagemill.volatile" { "full" } else { "often" };
             value[..text.len()].copy_from_slice(text.as_bytes());
-            Some(text.len())
+            Ok(text.len())
         };
         let mut told = Vec::new();
-        let marks = marks_among(names, get, |bad| told.push(bad.0));
-        assert_eq!(marks, Marks { volatile: Some(Volatile::Full), huge: None });
+        let full = Marks { volatile: Some(Volatile::Full), huge: None };
+        assert_eq!(marks_among(Some(names), get, |bad| told.push(bad.0)).unwrap(), full);
         assert_eq!(told, ["`often` is no value of user.pagemill.huge: auto, always, never"]);
-        let always = |_: &str, value: &mut [u8]| {
-            value[..6].copy_from_slice(b"always");
-            Some(6)
+        let by_name = |name: &str, value: &mut [u8]| match name {
+            "user.pagemill.huge" => {
+                value[..6].copy_from_slice(b"always");
+                Ok(6)
+            }
+            _ => Err(Errno::NODATA),
         };
-        let marks = marks_among(b"user.pagemill.huge\0", always, |_| panic!());
-        assert_eq!(marks, Marks { volatile: None, huge: Some(Huge::Always) });
-        assert_eq!(marks_among(b"", always, |_| panic!()), Marks::default());
-        let long = marks_among(b"user.pagemill.huge\0", |_, _| None, |_| ());
-        assert_eq!(long, Marks::default(), "longer than any value");
+        let always = Marks { volatile: None, huge: Some(Huge::Always) };
+        assert_eq!(marks_among(None, by_name, |_| panic!()).unwrap(), always, "names that do not fit");
+        assert_eq!(marks_among(Some(b""), |_, _| panic!(), |_| panic!()).unwrap(), Marks::default());
+        let mut told = 0;
+        let long = marks_among(Some(b"user.pagemill.huge\0"), |_, _| Err(Errno::RANGE), |_| told += 1);
+        assert_eq!((long.unwrap(), told), (Marks::default(), 1));
+        assert!(marks_among(None, |_, _| Err(Errno::IO), |_| panic!()).is_err());
     }
 
     /// What holds the way out of a folder shut.

@@ -35,9 +35,9 @@ pub struct Folders {
     root: u64,
 }
 
-fn above(fd: &OwnedFd, seen: &Seen) -> Above {
-    // A bad value was told when it was found by a file.
-    Above { marks: door::marks(fd, |_| ()), owner: seen.owner, is_open_to_others: seen.is_open_to_others() }
+fn above(fd: &OwnedFd, seen: &Seen) -> io::Result<Above> {
+    // A bad value is told by the look at everything.
+    Ok(Above { marks: door::marks(fd, |_| ())?, owner: seen.owner, is_open_to_others: seen.is_open_to_others() })
 }
 
 impl Folders {
@@ -45,12 +45,12 @@ impl Folders {
         Self { known: HashMap::new(), root }
     }
 
-    /// Notes a folder that was found. Returns whether there was room.
-    pub fn learn(&mut self, inode: u64, parent: u64, name: &OsStr, above: Above) -> bool {
+    /// Notes a folder as it was at `read_at`. Returns whether there was room.
+    pub fn learn(&mut self, inode: u64, parent: u64, name: &OsStr, above: Above, read_at: Instant) -> bool {
         if self.known.len() >= MAX_FOLDERS && !self.known.contains_key(&inode) {
             return false;
         }
-        self.known.insert(inode, Folder { parent, name: name.to_owned(), above, read_at: Instant::now() });
+        self.known.insert(inode, Folder { parent, name: name.to_owned(), above, read_at });
         true
     }
 
@@ -111,7 +111,7 @@ impl Folders {
             so_far.push(name);
             let fd = door.open_folder(&so_far).ok()?;
             let seen = door::look(&fd).ok()?;
-            self.learn(seen.inode, parent, name, above(&fd, &seen)).then_some(())?;
+            self.learn(seen.inode, parent, name, above(&fd, &seen).ok()?, Instant::now()).then_some(())?;
             parent = seen.inode;
         }
         Some(())
@@ -121,37 +121,41 @@ impl Folders {
     pub fn learn_name(&mut self, door: &Door, parent: u64, name: &OsStr) -> bool {
         let Some(path) = self.path(parent) else { return false };
         let Ok(fd) = door.open_folder(&path.join(name)) else { return false };
-        door::look(&fd).is_ok_and(|seen| self.learn(seen.inode, parent, name, above(&fd, &seen)))
+        let Ok(seen) = door::look(&fd) else { return false };
+        above(&fd, &seen).is_ok_and(|above| self.learn(seen.inode, parent, name, above, Instant::now()))
     }
 
-    /// What holds for a file of this owner, with these marks of its own, in a folder.
+    /// What holds for a file of this owner, with these marks of its own, in a folder; `None` if that cannot be told. Marks of
+    /// folders may be as old as a tenth of a second.
     pub fn effective(&mut self, door: &Door, folder: u64, own: Marks, owner: u32) -> Option<Marks> {
+        self.effective_since(door, folder, own, owner, Instant::now().checked_sub(MARKS_LAST)?)
+    }
+
+    /// As [`Self::effective`], with marks of folders read now.
+    pub fn effective_now(&mut self, door: &Door, folder: u64, own: Marks, owner: u32) -> Option<Marks> {
+        self.effective_since(door, folder, own, owner, Instant::now())
+    }
+
+    fn effective_since(&mut self, door: &Door, folder: u64, own: Marks, owner: u32, since: Instant) -> Option<Marks> {
         let chain = self.chain(folder)?;
         for inode in &chain {
-            self.refresh(door, *inode);
+            let is_fresh = self.known.get(inode).is_some_and(|folder| folder.read_at >= since);
+            if !is_fresh {
+                self.refresh(door, *inode).ok()?;
+            }
         }
-        let above = chain.iter().filter_map(|inode| self.known.get(inode)).map(|folder| folder.above);
-        Some(policy::effective(own, owner, above))
+        let above: Option<Vec<_>> = chain.iter().map(|inode| Some(self.known.get(inode)?.above)).collect();
+        Some(policy::effective(own, owner, above?))
     }
 
-    /// Reads a folder's marks anew if that was not done lately.
-    fn refresh(&mut self, door: &Door, inode: u64) {
-        let is_fresh = |folder: &Folder| folder.read_at.elapsed() < MARKS_LAST;
-        if self.known.get(&inode).is_some_and(is_fresh) {
-            return;
-        }
-        if inode == self.root {
-            if let Ok(fd) = door.open_folder(Path::new(""))
-                && let Ok(seen) = door::look(&fd)
-            {
-                self.learn(inode, inode, OsStr::new(""), above(&fd, &seen));
-            }
-            return;
-        }
-        let Ok(fd) = self.open(door, inode) else { return };
-        let Ok(seen) = door::look(&fd) else { return };
-        if let Some(folder) = self.known.get_mut(&inode) {
-            (folder.above, folder.read_at) = (above(&fd, &seen), Instant::now());
-        }
+    /// Reads a folder's marks anew.
+    fn refresh(&mut self, door: &Door, inode: u64) -> io::Result<()> {
+        let read_at = Instant::now();
+        let fd = if inode == self.root { door.open_folder(Path::new(""))? } else { self.open(door, inode)? };
+        let above = above(&fd, &door::look(&fd)?)?;
+        let root = || Folder { parent: inode, name: OsString::new(), above, read_at };
+        let folder = self.known.entry(inode).or_insert_with(root);
+        (folder.above, folder.read_at) = (above, read_at);
+        Ok(())
     }
 }

@@ -5,7 +5,7 @@
 
 use pagemill::reclaim::limits::Room;
 use pagemill::units::BLOCK_BYTES;
-use pagemill_sys::cgroup::{Hierarchy, Limit, MAX_LEVELS, Version};
+use pagemill_sys::cgroup::{Held, Hierarchy, Limit, MAX_LEVELS, Version};
 use pagemill_sys::events::{self, Events, Source};
 use pagemill_sys::file::Path;
 use std::collections::{BTreeMap, HashMap};
@@ -65,6 +65,8 @@ struct Watch {
     name: String,
     version: Version,
     limit: Limit,
+    /// What was found last: it counts until something else can be read.
+    last: Option<Sample>,
     /// Usage at which the kernel is to wake the controller, and what does it (version 1).
     alarm: Option<(u64, Source)>,
 }
@@ -79,6 +81,8 @@ pub struct Sample {
     pub working_set_bytes: u64,
     /// What may come before the kernel kills.
     pub hard_room_bytes: u64,
+    /// Files in memory only, this file system's and others'.
+    pub shared_bytes: u64,
 }
 
 /// The groups, and the limits above them.
@@ -192,11 +196,12 @@ impl Groups {
         let mut writers = Vec::new();
         for suspect in &mut self.suspects {
             let Some(folder) = Path::format(format_args!("{}", suspect.folder)) else { continue };
-            let now = hierarchy.shared_bytes(&folder);
-            if now > suspect.shared_bytes.saturating_add(WRITTEN_BYTES) {
+            let Ok(Held { shared_bytes, .. }) = hierarchy.held(&folder) else { continue };
+            if shared_bytes > suspect.shared_bytes.saturating_add(WRITTEN_BYTES) {
                 writers.push(suspect.folder.clone());
             }
-            suspect.shared_bytes = now;
+            // Who is slow is found as well, only later.
+            suspect.shared_bytes = suspect.shared_bytes.min(shared_bytes);
         }
         for folder in writers {
             if let Ok(hierarchy) = Hierarchy::find_at(&self.root, &folder) {
@@ -232,7 +237,7 @@ impl Groups {
                 continue;
             }
             let inode = std::fs::metadata(&folder).map_or(0, |metadata| metadata.ino());
-            let now = || if is_first { hierarchy.shared_bytes(&path) } else { 0 };
+            let now = || if is_first { hierarchy.held(&path).map_or(0, |held| held.shared_bytes) } else { 0 };
             let key = (folder, inode);
             let shared_bytes = before.remove(&key).unwrap_or_else(now);
             self.suspects.push(Suspect { folder: key.0, inode, shared_bytes });
@@ -304,14 +309,17 @@ impl Groups {
                 let at = match self.watches.iter().position(|watch| watch.folder.as_str() == folder.as_str()) {
                     Some(at) => at,
                     None => {
-                        let limit = hierarchy.limit(&folder);
+                        let old = before.iter().position(|watch| watch.folder.as_str() == folder.as_str());
+                        let old = old.map(|old| before.swap_remove(old));
+                        // What cannot be read now (no descriptor is to be had, say) is as it was.
+                        let known = old.as_ref().map_or(Limit::NONE, |watch| watch.limit);
+                        let limit = hierarchy.try_limit(&folder).unwrap_or(known);
                         if limit == Limit::NONE {
                             continue;
                         }
-                        let old = before.iter().position(|watch| watch.folder.as_str() == folder.as_str());
-                        let alarm = old.map(|old| before.swap_remove(old)).and_then(|watch| watch.alarm);
+                        let (alarm, last) = old.map_or((None, None), |watch| (watch.alarm, watch.last));
                         let name = hierarchy.name(&folder).to_owned();
-                        self.watches.push(Watch { folder, name, version: hierarchy.version, limit, alarm });
+                        self.watches.push(Watch { folder, name, version: hierarchy.version, limit, last, alarm });
                         self.watches.len() - 1
                     }
                 };
@@ -330,18 +338,28 @@ impl Groups {
         self.read_limits();
         let Some(any) = self.groups.values().next() else { return Vec::new() };
         let hierarchy = &any.hierarchy;
-        let look = |(at, watch): (usize, &Watch)| {
-            let usage = hierarchy.usage_bytes(&watch.folder).ok()?;
-            let (idle, other) = hierarchy.reclaimable_bytes(&watch.folder);
-            Some(Sample {
+        let look = |at: usize, watch: &Watch| -> io::Result<Sample> {
+            let usage = hierarchy.usage_bytes(&watch.folder)?;
+            let held = hierarchy.held(&watch.folder)?;
+            let room = Room::of_group(watch.limit, usage, held.idle_bytes, held.other_bytes);
+            Ok(Sample {
                 watch: at,
                 name: watch.name.clone(),
                 limit_bytes: watch.limit.soft_bytes,
-                working_set_bytes: usage.saturating_sub(idle),
-                hard_room_bytes: Room::of_group(watch.limit, usage, idle, other).hard_bytes,
+                working_set_bytes: usage.saturating_sub(held.idle_bytes),
+                hard_room_bytes: room.hard_bytes,
+                shared_bytes: held.shared_bytes,
             })
         };
-        self.watches.iter().enumerate().filter_map(look).collect()
+        for (at, watch) in self.watches.iter_mut().enumerate() {
+            match look(at, watch) {
+                Ok(sample) => watch.last = Some(sample),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => watch.last = None,
+                Err(_) => {}
+            }
+        }
+        let samples = self.watches.iter().enumerate();
+        samples.filter_map(|(watch, known)| Some(Sample { watch, ..known.last.clone()? })).collect()
     }
 
     /// Has the kernel wake the controller when a watch's usage passes `bytes`. Returns whether it will.
@@ -372,7 +390,7 @@ impl Groups {
 
 /// All folders at or below `at`.
 fn find_folders(at: &std::path::PathBuf, depth: usize, found: &mut Vec<String>) {
-    const MOST: usize = 4096;
+    const MOST: usize = 1024;
     if depth == MAX_LEVELS || found.len() >= MOST {
         return;
     }
@@ -471,6 +489,13 @@ mod tests {
         groups.find_writers();
         assert_eq!((groups.learned(), groups.suspects.len()), (2, 1));
         assert!(groups.sample().iter().any(|sample| sample.name == "/b"));
+        // One that is slow is found as well.
+        for step in 1..=4 {
+            assert_eq!(groups.learned(), 2);
+            holds("a", step * WRITTEN_BYTES / 3);
+            groups.find_writers();
+        }
+        assert_eq!(groups.learned(), 3);
         // One that was made meanwhile, and one that was made anew, have written all that they hold.
         tree.group("/new", "1000000000", 0);
         holds("new", 2 * WRITTEN_BYTES);
@@ -480,7 +505,7 @@ mod tests {
         holds("a", 2 * WRITTEN_BYTES);
         groups.list_suspects();
         groups.find_writers();
-        assert_eq!(groups.learned(), 4);
+        assert_eq!(groups.learned(), 5);
         // It is forgotten when it writes no more.
         groups.groups.get_mut(&2).unwrap().wrote_at = Instant::now().checked_sub(2 * WRITERS_LAST);
         groups.limits_read_at = None;

@@ -2,7 +2,7 @@
 
 use crate::door::{self, Door, Seen};
 use crate::folders::Folders;
-use crate::groups::{Groups, UNKNOWN};
+use crate::groups::{GroupId, Groups, UNKNOWN};
 use crate::index::{File, Index, Part};
 use crate::pagework::PageWork;
 use crate::policy::{Marks, Volatile};
@@ -13,10 +13,11 @@ use crate::steward::say;
 use pagemill_sys::fanotify::Handle;
 use pagemill_sys::pages;
 use rustix::fs::OFlags;
+use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -25,11 +26,11 @@ use std::time::{Duration, SystemTime};
 const DELAY: Duration = Duration::from_millis(50);
 const VOLATILE_DELAY: Duration = Duration::from_millis(500);
 
-/// A file that the worker has open is due again so much later than it was.
-const WORKER_NS: i64 = 20_000_000;
+/// Most folders that are open at a time.
+const MAX_OPEN: usize = 32;
 
 /// Most paths that a bad mark was told of.
-const MAX_TOLD: usize = 1000;
+const MAX_TOLD: usize = 100;
 
 /// Files, folders, groups, and what is to be done with pages.
 pub struct Ledger {
@@ -105,6 +106,9 @@ impl Ledger {
             return;
         };
         let folders = &mut self.folders;
+        if self.open.len() >= MAX_OPEN {
+            self.open.clear();
+        }
         let opened = self.open.remove(&inode).unwrap_or_else(|| folders.open(&self.door, inode).ok());
         match &opened {
             Some(fd) => self.observe(inode, fd, name, pid),
@@ -120,7 +124,7 @@ impl Ledger {
             return;
         }
         let mut bad = Vec::new();
-        let marks = door::marks_at(fd, name, |mark| bad.push(mark));
+        let Ok(marks) = door::marks_at(fd, name, |mark| bad.push(mark)) else { return };
         for mark in bad {
             let path = self.folders.path(folder).unwrap_or_default().join(name);
             self.tell_bad(path, &mark.0);
@@ -131,29 +135,37 @@ impl Ledger {
     fn tell_bad(&mut self, path: PathBuf, text: &str) {
         self.counts.bad_marks += 1;
         if self.told.len() < MAX_TOLD && self.told.insert(path.clone()) {
-            say(&format!("{}: {text}: it is passed over", path.display()));
+            // Names are anybody's; what they hold must not reach a terminal.
+            say(&format!("{}: {text}: it is passed over", path.to_string_lossy().escape_debug()));
         }
     }
 
     /// Takes note of what a look at everything found.
     pub fn found(&mut self, found: Found) {
         match found {
-            Found::Folder { inode, parent, name, above } => {
-                self.folders.learn(inode, parent, &name, above);
+            Found::Folder { inode, parent, name, above, read_at } => {
+                self.folders.learn(inode, parent, &name, above, read_at);
             }
             Found::Bad { path, mark } => self.tell_bad(path, &mark.0),
             Found::File { folder, name, seen, marks } => {
-                if purge::is_ours(&name)
-                    && let Ok(fd) = self.folders.open(&self.door, folder)
-                    && purge::finish(fd.as_fd(), &name)
-                {
+                if purge::is_ours(&name) {
+                    self.finish(folder, &name);
                     return;
                 }
-                self.seen.insert(seen.inode);
                 let known_ns = self.index.get(seen.inode).map_or(0, |file| file.used_ns);
                 self.note(folder, &name, &seen, marks, None, known_ns.max(seen.used_ns));
+                if self.index.get(seen.inode).is_some() {
+                    self.seen.insert(seen.inode);
+                }
             }
         }
+    }
+
+    /// Ends what a controller that was killed began with a file.
+    fn finish(&mut self, folder: u64, name: &OsStr) {
+        let Ok(fd) = self.folders.open(&self.door, folder) else { return };
+        let folders = RefCell::new(&mut self.folders);
+        purge::finish(fd.as_fd(), name, |fd, seen| may_go(&folders, &self.door, folder, fd, seen));
     }
 
     /// A look at everything that began then has ended: what it did not find is not there any more.
@@ -165,12 +177,21 @@ impl Ledger {
 
     /// Hands the worker what is due, and takes what it has done.
     pub fn work_on_pages(&mut self) {
-        self.pages.work(&self.door, &self.folders, &self.groups, &mut self.counts);
+        let charged = |groups: &mut Groups, folder: &Path, name: &OsStr| {
+            let group = self.door.open_folder(folder).ok().and_then(|folder| charged_group(groups, &folder, name));
+            group.unwrap_or(UNKNOWN)
+        };
+        self.pages.work(&self.door, &self.folders, &mut self.groups, &mut self.counts, charged);
     }
 
     /// Puts a file where it belongs: among the volatile ones, among those whose pages are to be looked at.
     fn note(&mut self, folder: u64, name: &OsStr, seen: &Seen, own: Marks, pid: Option<u32>, used_ns: i64) {
-        let Some(marks) = self.folders.effective(&self.door, folder, own, seen.owner) else { return };
+        let own = trusted(own, seen);
+        let Some(marks) = self.folders.effective(&self.door, folder, own, seen.owner) else {
+            // It cannot be told now: it stays until it can.
+            self.index.remove(seen.inode);
+            return;
+        };
         let known = self.index.get(seen.inode).map(|file| file.group).filter(|group| *group != UNKNOWN);
         let group = match (known, pid) {
             (Some(group), _) => group,
@@ -213,19 +234,15 @@ impl Ledger {
         };
         if file.group == UNKNOWN
             && watch.is_some()
-            && let Some(group) = self.group_of(&folder, &file)
+            && let Some(group) = charged_group(&mut self.groups, &folder, &file.name)
         {
             self.index.insert(inode, File { group, ..file });
             return Some(0);
         }
         let target = Target { folder: folder.as_fd(), name: &file.name, inode, part: file.part, used_ns: file.used_ns };
-        let folders = std::cell::RefCell::new(&mut self.folders);
-        let is_volatile = |fd: &OwnedFd, seen: &Seen| {
-            let own = door::marks(fd, |_| ());
-            let marks = folders.borrow_mut().effective(&self.door, file.folder, own, seen.owner);
-            marks.and_then(|marks| marks.volatile).is_some_and(|volatile| volatile != Volatile::None)
-        };
-        match purge::purge(&target, want_bytes, is_volatile) {
+        let folders = RefCell::new(&mut self.folders);
+        let may_go = |fd: &OwnedFd, seen: &Seen| may_go(&folders, &self.door, file.folder, fd, seen);
+        match purge::purge(&target, want_bytes, may_go) {
             Outcome::Freed { bytes, left_bytes } => {
                 let counts = &mut self.counts;
                 let (files, sum) = match file.part {
@@ -246,20 +263,33 @@ impl Ledger {
                 let is_worker = self.pages.is_given(inode);
                 self.counts.spared_open += u64::from(!is_worker);
                 self.met_worker |= is_worker;
-                // It is used, and goes to the end; the worker has done with it in a moment.
-                let used_ns = if is_worker { file.used_ns.saturating_add(WORKER_NS) } else { now_ns() };
+                // It is used, and goes to the end; what the worker has is not met again this time.
+                let used_ns = if is_worker { began_ns.max(file.used_ns) } else { now_ns() };
                 self.index.insert(inode, File { used_ns, ..file });
                 Some(0)
             }
             Outcome::Gone => Some(0),
         }
     }
+}
 
-    /// The group that a file's first page is charged to, where that can be asked and is known.
-    fn group_of(&mut self, folder: &OwnedFd, file: &File) -> Option<u32> {
-        let fd = door::open_file(folder, &file.name, OFlags::RDONLY).ok()?;
-        let at = rustix::fs::seek(&fd, rustix::fs::SeekFrom::Data(0)).ok()?;
-        let inode = pages::charged_group(fd.as_fd(), at).ok()?;
-        Some(self.groups.of_inode(inode)).filter(|group| *group != UNKNOWN)
-    }
+/// The group that a file's first page is charged to, where that can be asked and is known.
+fn charged_group(groups: &mut Groups, folder: &OwnedFd, name: &OsStr) -> Option<GroupId> {
+    let fd = door::open_file(folder, name, OFlags::RDONLY).ok()?;
+    let at = rustix::fs::seek(&fd, rustix::fs::SeekFrom::Data(0)).ok()?;
+    let inode = pages::charged_group(fd.as_fd(), at).ok()?;
+    Some(groups.of_inode(inode)).filter(|group| *group != UNKNOWN)
+}
+
+/// A file's own marks, as far as its owner can be held to them: anybody may have marked what anybody may write to.
+fn trusted(own: Marks, seen: &Seen) -> Marks {
+    let volatile = own.volatile.filter(|volatile| *volatile == Volatile::None || !seen.is_open_to_all());
+    Marks { volatile, ..own }
+}
+
+/// Whether an open file is volatile, by what is marked at this moment.
+fn may_go(folders: &RefCell<&mut Folders>, door: &Door, folder: u64, fd: &OwnedFd, seen: &Seen) -> bool {
+    let Ok(own) = door::marks(fd, |_| ()) else { return false };
+    let marks = folders.borrow_mut().effective_now(door, folder, trusted(own, seen), seen.owner);
+    marks.and_then(|marks| marks.volatile).is_some_and(|volatile| volatile != Volatile::None)
 }

@@ -12,6 +12,9 @@ const LATENESS: Duration = Duration::from_millis(25);
 const WINDOW: Duration = Duration::from_millis(100);
 const WINDOWS: usize = 20;
 
+/// What came in less than this is no rate yet.
+const SHORTEST: Duration = Duration::from_millis(10);
+
 /// What has come in lately.
 #[derive(Clone, Debug)]
 pub struct Pace {
@@ -23,11 +26,21 @@ pub struct Pace {
     windows: [(u64, u64); WINDOWS],
     next: usize,
     worst_step_bytes: u64,
+    /// The rate of the window that has not ended: writers that have just begun are fast, too.
+    present_rate: u64,
 }
 
 impl Pace {
     pub fn new(used_bytes: u64, now: Instant) -> Self {
-        Self { used_bytes, came_bytes: 0, began: now, windows: [(0, 0); WINDOWS], next: 0, worst_step_bytes: 0 }
+        Self {
+            used_bytes,
+            came_bytes: 0,
+            began: now,
+            windows: [(0, 0); WINDOWS],
+            next: 0,
+            worst_step_bytes: 0,
+            present_rate: 0,
+        }
     }
 
     /// Memory of `bytes` was given back by purging.
@@ -42,8 +55,9 @@ impl Pace {
         self.came_bytes += step_bytes;
         self.worst_step_bytes = self.worst_step_bytes.max(step_bytes);
         let took = now.saturating_duration_since(self.began);
+        let rate = u128::from(self.came_bytes) * WINDOW.as_nanos() / took.max(SHORTEST).as_nanos();
+        self.present_rate = rate as u64;
         if took >= WINDOW {
-            let rate = u128::from(self.came_bytes) * WINDOW.as_nanos() / took.as_nanos();
             self.windows[self.next] = (rate as u64, self.worst_step_bytes);
             self.next = (self.next + 1) % WINDOWS;
             (self.began, self.came_bytes, self.worst_step_bytes) = (now, 0, 0);
@@ -52,7 +66,7 @@ impl Pace {
 
     /// What may come in before the next look, if that is late.
     pub fn foreseen_bytes(&self) -> u64 {
-        let rate = self.windows.iter().map(|(rate, _)| *rate).max().unwrap_or(0);
+        let rate = self.windows.iter().map(|(rate, _)| *rate).max().unwrap_or(0).max(self.present_rate);
         let step = self.windows.iter().map(|(_, step)| *step).max().unwrap_or(0).max(self.worst_step_bytes);
         let late = u128::from(rate) * LATENESS.as_nanos() / WINDOW.as_nanos();
         // What has happened may happen again, and worse.
@@ -71,7 +85,10 @@ mod tests {
     fn fast_writers_are_foreseen() {
         let mut now = Instant::now();
         let mut pace = Pace::new(0, now);
-        for _ in 0..200 {
+        for step in 0..200 {
+            if step == 20 {
+                assert_eq!(pace.foreseen_bytes(), 250 * MIB, "known before the window has ended");
+            }
             now += Duration::from_millis(1);
             pace.look(10 * MIB, now);
             pace.freed(10 * MIB);

@@ -2,7 +2,7 @@
 
 use crate::door::{Door, Seen};
 use crate::folders::Folders;
-use crate::groups::{GroupId, Groups};
+use crate::groups::{GroupId, Groups, UNKNOWN};
 use crate::policy::Huge;
 use crate::status::Counts;
 use crate::steward::say;
@@ -11,6 +11,7 @@ use pagemill::units::BLOCK_BYTES;
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Who is busy is asked again later and later, so many times.
@@ -95,8 +96,15 @@ impl PageWork {
         self.order.insert((due, inode), ());
     }
 
-    /// Takes what the worker has done and hands it what is due.
-    pub fn work(&mut self, door: &Door, folders: &Folders, groups: &Groups, counts: &mut Counts) {
+    /// Takes what the worker has done and hands it what is due. `charged` finds out whom a file is charged to.
+    pub fn work(
+        &mut self,
+        door: &Door,
+        folders: &Folders,
+        groups: &mut Groups,
+        counts: &mut Counts,
+        charged: impl Fn(&mut Groups, &Path, &OsStr) -> GroupId,
+    ) {
         self.take_done(counts);
         let now = Instant::now();
         while let Some(((due, inode), ())) = self.order.first_key_value().map(|(key, ())| (*key, ())) {
@@ -106,7 +114,11 @@ impl PageWork {
             self.order.remove(&(due, inode));
             let Some(waiting) = self.waiting.remove(&inode) else { continue };
             let Some(folder) = folders.path(waiting.folder) else { continue };
-            let job = Job::new(inode, &folder, &waiting.name, waiting.huge, groups.folder(waiting.group));
+            let group = match waiting.group {
+                UNKNOWN => charged(groups, &folder, &waiting.name),
+                group => group,
+            };
+            let job = Job::new(inode, &folder, &waiting.name, waiting.huge, groups.folder(group));
             let is_given = self.worker.as_mut().is_some_and(|worker| worker.give(&job).is_ok());
             if is_given {
                 self.given.insert(inode, waiting);
@@ -161,6 +173,10 @@ impl PageWork {
             waiting.due = Instant::now() + RETRY * (1 << waiting.tries);
             waiting.tries += 1;
             self.put(done.inode, waiting);
+            return;
+        }
+        // The next look at everything reminds.
+        if is_unfinished {
             return;
         }
         if self.known.len() >= MAX_KNOWN {

@@ -105,6 +105,8 @@ pub struct Above {
 
 /// What holds for a file of `owner` with these marks of its own, below these folders, the nearest first.
 ///
+/// (A file that anybody may write to does not speak for its owner: leave its own mark out.)
+///
 /// A mark must not reach further than who could set it: a folder's mark counts for the files right in it, which its owner
 /// can delete anyway; further down only for files of its owner, or if root set it, and never if others may write to it.
 pub fn effective(own: Marks, owner: u32, above: impl IntoIterator<Item = Above>) -> Marks {

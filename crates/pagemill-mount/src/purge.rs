@@ -4,12 +4,14 @@
 //! descriptor is closed here. Nobody's mapping is pulled away.
 //!
 //! Names can change hands while this runs. A whole file therefore goes by a rename to a name of ours, a look at what was
-//! really renamed, and only then an unlink; what should not have been taken is given its name back. The name
-//! of ours holds the old one and the inode, so that a controller that was killed in between leaves nothing in doubt.
+//! really renamed, and only then an unlink; what should not have been taken is given its name back, and so is a file that
+//! somebody waits for. The name of ours holds the old one and the inode, so that a controller that was killed in
+//! between leaves nothing in doubt.
 
 use crate::door::{self, Seen};
 use crate::index::Part;
 use crate::policy::PURGED;
+use crate::steward::say;
 use pagemill::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::pages;
 use rustix::fs::{self, AtFlags, OFlags};
@@ -21,6 +23,9 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
 /// Names of ours begin so; the inode number follows, and the old name.
 const TAKEN: &str = ".pagemill-purge-";
+
+/// A file whose name was taken by another while it was renamed is put beside that one under its name, this and its inode.
+const RESCUED: &str = ".pagemill-rescued-";
 
 /// Longest name.
 const MAX_NAME: usize = 255;
@@ -54,11 +59,16 @@ fn outcome_of(error: io::Error) -> Outcome {
     }
 }
 
-/// Gives back about `want_bytes` of a file, or all of it if it goes as a whole. `is_volatile` is asked under the lease.
-pub fn purge(target: &Target<'_>, want_bytes: u64, is_volatile: impl Fn(&OwnedFd, &Seen) -> bool) -> Outcome {
+/// Whether a file may go: asked under the lease, with what is open and what it looks like.
+pub trait MayGo: Fn(&OwnedFd, &Seen) -> bool {}
+
+impl<T: Fn(&OwnedFd, &Seen) -> bool> MayGo for T {}
+
+/// Gives back about `want_bytes` of a file, or all of it if it goes as a whole.
+pub fn purge(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> Outcome {
     let result = match target.part {
-        Part::Whole => purge_whole(target, is_volatile),
-        Part::Tail => purge_tail(target, want_bytes, is_volatile),
+        Part::Whole => purge_whole(target, may_go),
+        Part::Tail => purge_tail(target, want_bytes, may_go),
     };
     result.unwrap_or_else(outcome_of)
 }
@@ -77,52 +87,66 @@ fn take(target: &Target<'_>, flags: OFlags) -> io::Result<Result<(OwnedFd, Seen)
     Ok(Ok((fd, seen)))
 }
 
-fn purge_whole(target: &Target<'_>, is_volatile: impl Fn(&OwnedFd, &Seen) -> bool) -> io::Result<Outcome> {
+fn purge_whole(target: &Target<'_>, may_go: impl MayGo) -> io::Result<Outcome> {
+    // Without room for a name of ours it could not be done without a doubt.
+    let Some(ours) = taken_name(target.inode, target.name) else { return Ok(Outcome::Gone) };
     let (fd, seen) = match take(target, OFlags::RDONLY)? {
         Ok(taken) => taken,
         Err(outcome) => return Ok(outcome),
     };
-    let Some(ours) = taken_name(target.inode, target.name) else {
-        // No room for a name of ours: the rename is done without, and the window between look and unlink stays.
-        let is_same = door::look_at(target.folder, target.name)?.inode == target.inode;
-        if !is_same || !is_volatile(&fd, &seen) {
-            return Ok(Outcome::Gone);
-        }
-        fs::unlinkat(target.folder, target.name, AtFlags::empty())?;
-        return Ok(Outcome::Freed { bytes: seen.held_bytes, left_bytes: 0 });
-    };
-    door::rename(target.folder, target.name, &ours)?;
-    if door::look_at(target.folder, &ours)?.inode != target.inode || !is_volatile(&fd, &seen) {
-        give_back(target.folder, &ours, target.name);
+    if !may_go(&fd, &seen) {
         return Ok(Outcome::Gone);
     }
-    fs::unlinkat(target.folder, &ours, AtFlags::empty())?;
-    Ok(Outcome::Freed { bytes: seen.held_bytes, left_bytes: 0 })
+    door::rename(target.folder, target.name, &ours)?;
+    Ok(finish_whole(target, &fd, &seen, &ours, may_go))
 }
 
-/// Gives a file its name back. Has somebody made a new one of that name, it is the newer, as if it had replaced this one.
-fn give_back(folder: BorrowedFd<'_>, ours: &OsStr, name: &OsStr) {
-    if let Err(error) = door::rename(folder, ours, name)
-        && error.kind() == io::ErrorKind::AlreadyExists
-    {
-        let _ = fs::unlinkat(folder, ours, AtFlags::empty());
+/// Ends what the rename to `ours` began: from here on nobody finds the file by its name.
+fn finish_whole(target: &Target<'_>, fd: &OwnedFd, seen: &Seen, ours: &OsStr, may_go: impl MayGo) -> Outcome {
+    let is_right = || {
+        let now = door::look_at(target.folder, ours).is_ok_and(|now| now.inode == target.inode && now.links == 1);
+        now && may_go(fd, seen)
+    };
+    // Somebody found it before and waits for the lease to end: he is to get a file with a name.
+    let is_awaited = !pages::has_lease(fd.as_fd());
+    if is_awaited || !is_right() {
+        give_back(target.folder, ours, target.name, target.inode);
+        return if is_awaited { Outcome::Open } else { Outcome::Gone };
+    }
+    match fs::unlinkat(target.folder, ours, AtFlags::empty()) {
+        Ok(()) => Outcome::Freed { bytes: seen.held_bytes, left_bytes: 0 },
+        Err(_) => Outcome::Gone,
     }
 }
 
-fn purge_tail(
-    target: &Target<'_>,
-    want_bytes: u64,
-    is_volatile: impl Fn(&OwnedFd, &Seen) -> bool,
-) -> io::Result<Outcome> {
+/// Gives a file its name back. Has somebody made a new one of that name, both are kept, and it is said how.
+fn give_back(folder: BorrowedFd<'_>, ours: &OsStr, name: &OsStr, inode: u64) {
+    let Err(error) = door::rename(folder, ours, name) else { return };
+    if error.kind() == io::ErrorKind::AlreadyExists {
+        let mut rescued = name.as_bytes().to_vec();
+        rescued.extend_from_slice(format!("{RESCUED}{inode:x}").as_bytes());
+        rescued.drain(..rescued.len().saturating_sub(MAX_NAME));
+        let rescued = OsString::from_vec(rescued);
+        let _ = door::rename(folder, ours, &rescued);
+        let (name, rescued) = (name.to_string_lossy(), rescued.to_string_lossy());
+        say(&format!("`{}` was made anew meanwhile: what it was is `{}`", name.escape_debug(), rescued.escape_debug()));
+    }
+}
+
+fn purge_tail(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> io::Result<Outcome> {
     let (fd, seen) = match take(target, OFlags::RDWR)? {
         Ok(taken) => taken,
         Err(outcome) => return Ok(outcome),
     };
-    if !is_volatile(&fd, &seen) {
-        return Ok(Outcome::Gone);
-    }
     let (mut len_bytes, mut left_bytes) = (seen.len_bytes, seen.held_bytes);
+    let freed = |left_bytes| Ok(Outcome::Freed { bytes: seen.held_bytes - left_bytes, left_bytes });
     while len_bytes > 0 && seen.held_bytes - left_bytes < want_bytes {
+        // Each time anew: it may have been moved to where it must stay, or somebody waits for it.
+        let is_there =
+            door::look_at(target.folder, target.name).is_ok_and(|now| now.inode == target.inode && now.links == 1);
+        if !is_there || !may_go(&fd, &seen) || !pages::has_lease(fd.as_fd()) {
+            return if left_bytes < seen.held_bytes { freed(left_bytes) } else { Ok(Outcome::Gone) };
+        }
         let missing = want_bytes - (seen.held_bytes - left_bytes);
         // Where the end is a hole nothing comes of it: an eighth at least, so that this comes to an end.
         len_bytes = cut(len_bytes, missing.max(len_bytes / 8));
@@ -132,7 +156,7 @@ fn purge_tail(
         fs::ftruncate(&fd, len_bytes)?;
         left_bytes = door::look(&fd)?.held_bytes.min(left_bytes);
     }
-    Ok(Outcome::Freed { bytes: seen.held_bytes - left_bytes, left_bytes })
+    freed(left_bytes)
 }
 
 /// A length that is shorter by `bytes` or more: to a whole block where that is no more than twice as much, else to a page.
@@ -162,16 +186,20 @@ pub fn is_ours(name: &OsStr) -> bool {
     parse_taken(name).is_some()
 }
 
-/// Finishes what a killed controller began, should this name be one of ours: the right file goes, a wrong one gets its name
-/// back. Returns whether it was one of ours.
-pub fn finish(folder: BorrowedFd<'_>, name: &OsStr) -> bool {
+/// Finishes what a killed controller began, should this name be one of ours: the right file goes, if it may; any other gets its
+/// name back. Returns whether it was one of ours.
+pub fn finish(folder: BorrowedFd<'_>, name: &OsStr, may_go: impl MayGo) -> bool {
     let Some((inode, old)) = parse_taken(name) else { return false };
     let Ok(fd) = door::open_file(folder, name, OFlags::RDONLY) else { return true };
-    let is_right = door::look(&fd).is_ok_and(|seen| seen.inode == inode && seen.is_file());
-    if !is_right {
-        give_back(folder, name, old);
-    } else if pages::take_lease(fd.as_fd()).is_ok() {
-        let _ = fs::unlinkat(folder, name, AtFlags::empty());
+    let Ok(seen) = door::look(&fd) else { return true };
+    let target = Target { folder, name: old, inode, part: Part::Whole, used_ns: i64::MAX };
+    if seen.inode == inode && seen.is_file() && seen.links == 1 && may_go(&fd, &seen) {
+        // Who has it open ends with it: then at the next look.
+        if pages::take_lease(fd.as_fd()).is_ok() {
+            finish_whole(&target, &fd, &seen, name, may_go);
+        }
+    } else {
+        give_back(folder, name, old, seen.inode);
     }
     true
 }
@@ -241,8 +269,8 @@ mod tests {
         assert_eq!(folder.names(), ["link"]);
         let long = "n".repeat(255);
         let inode = folder.write(&long, page);
-        assert!(matches!(folder.purge(&long, inode, Part::Whole, 1), Outcome::Freed { .. }));
-        assert_eq!(folder.names(), ["link"]);
+        assert_eq!(folder.purge(&long, inode, Part::Whole, 1), Outcome::Gone, "no room for a name of ours");
+        assert_eq!(folder.names(), ["link", &long]);
     }
 
     /// A file that takes the name between look and rename keeps its contents and gets the name back.
@@ -254,14 +282,51 @@ mod tests {
         // As `purge_whole` has it when somebody was faster.
         std::fs::rename(folder.at("other"), folder.at("a")).unwrap();
         door::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();
-        assert!(finish(folder.fd.as_fd(), &ours));
+        assert!(finish(folder.fd.as_fd(), &ours, |_, _| true));
         assert_eq!(folder.names(), ["a"]);
         assert_eq!(door::look_at(&folder.fd, OsStr::new("a")).unwrap().inode, new);
-        // Killed after the rename of the right one: it goes.
+        // Killed after the rename of the right one: it goes, unless it may not.
         let ours = taken_name(new, OsStr::new("a")).unwrap();
         door::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();
-        assert!(finish(folder.fd.as_fd(), &ours) && folder.names().is_empty());
-        assert!(!finish(folder.fd.as_fd(), OsStr::new(".pagemill-purge-zz")));
+        assert!(finish(folder.fd.as_fd(), &ours, |_, _| false));
+        assert_eq!(folder.names(), ["a"]);
+        // Somebody has made a new one of the name: both are kept.
+        door::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();
+        folder.write("a", 5);
+        assert!(finish(folder.fd.as_fd(), &ours, |_, _| false));
+        let rescued = format!("a{RESCUED}{new:x}");
+        assert_eq!((folder.names(), folder.at(&rescued).metadata().unwrap().len()), (vec!["a".into(), rescued], 20));
+        let ours = taken_name(folder.write("b", 1), OsStr::new("b")).unwrap();
+        door::rename(&folder.fd, OsStr::new("b"), &ours).unwrap();
+        assert!(finish(folder.fd.as_fd(), &ours, |_, _| true));
+        assert_eq!(folder.names().len(), 2);
+        assert!(!finish(folder.fd.as_fd(), OsStr::new(".pagemill-purge-zz"), |_, _| true));
+    }
+
+    /// Who waits for the lease to end gets the file with its name.
+    #[test]
+    fn who_waits_for_a_file_gets_it() {
+        let Some(folder) = Folder::new() else { return println!("skipped: no /dev/shm") };
+        let inode = folder.write("a", 10);
+        let target =
+            Target { folder: folder.fd.as_fd(), name: OsStr::new("a"), inode, part: Part::Whole, used_ns: i64::MAX };
+        let path = folder.at("a");
+        let asked = std::cell::Cell::new(0);
+        let opener = std::cell::RefCell::new(None);
+        // Somebody comes while it is looked at.
+        let outcome = purge(&target, 1, |fd, _| {
+            if asked.replace(asked.get() + 1) == 0 {
+                let path = path.clone();
+                *opener.borrow_mut() = Some(std::thread::spawn(move || File::open(path).map(drop)));
+                let begun = std::time::Instant::now();
+                while pages::has_lease(fd.as_fd()) {
+                    assert!(begun.elapsed().as_secs() < 10, "nobody is said to wait");
+                }
+            }
+            true
+        });
+        assert_eq!((outcome, folder.names()), (Outcome::Open, vec!["a".to_owned()]));
+        opener.into_inner().unwrap().join().unwrap().unwrap();
     }
 
     /// From the end, by whole pages, and said beforehand; what is left is unchanged.

@@ -10,6 +10,7 @@ use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -22,23 +23,48 @@ const SCAN_SHARE: u32 = 20;
 /// One that is wanted comes so soon after the last.
 const WANTED_PAUSE: Duration = Duration::from_millis(500);
 
+/// Deepest nesting that is followed.
+const MAX_DEPTH: usize = 256;
+
 /// Something that was found.
 #[derive(Debug)]
 pub enum Found {
-    Folder { inode: u64, parent: u64, name: OsString, above: Above },
+    Folder { inode: u64, parent: u64, name: OsString, above: Above, read_at: Instant },
     File { folder: u64, name: OsString, seen: Seen, marks: Marks },
     Bad { path: PathBuf, mark: BadMark },
 }
 
-/// Walks over everything below the root and tells it, a folder before what is in it. What vanishes meanwhile is passed over.
+/// A folder that is still to be looked at: its name, and the way to it, which others share.
+struct Place {
+    parent: Option<Rc<Place>>,
+    name: OsString,
+    inode: u64,
+    depth: usize,
+}
+
+impl Place {
+    fn path(&self) -> PathBuf {
+        let mut names = vec![&self.name];
+        let mut at = &self.parent;
+        while let Some(place) = at {
+            names.push(&place.name);
+            at = &place.parent;
+        }
+        names.into_iter().rev().collect()
+    }
+}
+
+/// Walks over everything below the root and tells it, a folder before what is in it. What vanishes meanwhile is passed over,
+/// and so is what lies too deep.
 ///
 /// # Errors
 ///
 /// What opening the root says.
 pub fn scan(door: &Door, mut tell: impl FnMut(Found)) -> io::Result<()> {
     door.open_folder(Path::new(""))?;
-    let mut open = vec![(PathBuf::new(), door.root_inode())];
-    while let Some((path, inode)) = open.pop() {
+    let mut open = vec![Rc::new(Place { parent: None, name: OsString::new(), inode: door.root_inode(), depth: 0 })];
+    while let Some(place) = open.pop() {
+        let path = place.path();
         let Ok(fd) = door.open_folder(&path) else { continue };
         let Ok(entries) = Dir::read_from(&fd) else { continue };
         for entry in entries.filter_map(Result::ok) {
@@ -46,18 +72,26 @@ pub fn scan(door: &Door, mut tell: impl FnMut(Found)) -> io::Result<()> {
             if name == "." || name == ".." {
                 continue;
             }
-            let Ok(seen) = door::look_at(&fd, name) else { continue };
-            let marks = |tell: &mut dyn FnMut(Found)| {
-                door::marks_at(&fd, name, |mark| tell(Found::Bad { path: path.join(name), mark }))
-            };
-            if seen.is_folder() {
-                let marks = marks(&mut tell);
-                let above = Above { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() };
-                tell(Found::Folder { inode: seen.inode, parent: inode, name: name.to_owned(), above });
-                open.push((path.join(name), seen.inode));
-            } else if seen.is_file() {
-                let marks = marks(&mut tell);
-                tell(Found::File { folder: inode, name: name.to_owned(), seen, marks });
+            let (read_at, Ok(seen)) = (Instant::now(), door::look_at(&fd, name)) else { continue };
+            if !seen.is_file() && !seen.is_folder() {
+                continue;
+            }
+            let bad = |mark| tell(Found::Bad { path: path.join(name), mark });
+            let Ok(marks) = door::marks_at(&fd, name, bad) else { continue };
+            let name = name.to_owned();
+            if seen.is_file() {
+                tell(Found::File { folder: place.inode, name, seen, marks });
+                continue;
+            }
+            let above = Above { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() };
+            tell(Found::Folder { inode: seen.inode, parent: place.inode, name: name.clone(), above, read_at });
+            if place.depth < MAX_DEPTH {
+                open.push(Rc::new(Place {
+                    parent: Some(place.clone()),
+                    name,
+                    inode: seen.inode,
+                    depth: place.depth + 1,
+                }));
             }
         }
     }

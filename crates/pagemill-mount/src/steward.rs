@@ -27,8 +27,10 @@ use std::time::{Duration, Instant};
 /// Notification is drained so often: each wake-up of a reader would cost the writer three times as much.
 const DRAIN_PAUSE: Duration = Duration::from_millis(5);
 
-/// Bytes of one read of notification: some hundred events.
-const EVENT_BYTES: usize = 64 << 10;
+/// Bytes of one read of notification, some fifty events, and how long draining may take at a time: anybody may close files as
+/// fast as he can, and this thread goes before others. What is too much for that is lost, and looked for.
+const EVENT_BYTES: usize = 4 << 10;
+const DRAIN_SLICE: Duration = Duration::from_millis(1);
 
 /// Purging is interrupted after so long to look at limits again, and to drain.
 const SLICE: Duration = Duration::from_millis(2);
@@ -114,6 +116,10 @@ impl Steward {
         if let Err(error) = &listener {
             say(&format!("the kernel does not tell what is written ({error}): new files are found now and then only"));
         }
+        // Many folders may be open at a time, and without a descriptor no limit can be read.
+        let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+        let raised = rustix::process::Rlimit { current: limit.maximum, ..limit };
+        let _ = rustix::process::setrlimit(rustix::process::Resource::Nofile, raised);
         let now = Instant::now();
         let fill = door.fill()?;
         let mut groups = Groups::new("");
@@ -265,7 +271,7 @@ impl Steward {
         (self.has_events, self.drained) = (false, Instant::now());
         let mut buffer = vec![0; EVENT_BYTES];
         // What comes meanwhile is for the next time: writers may be faster than this.
-        let until = self.drained + SLICE;
+        let until = self.drained + DRAIN_SLICE;
         self.ledger.begin_batch();
         while Instant::now() < until {
             let result = listener.drain(&mut buffer, |event| match event {
@@ -313,7 +319,8 @@ impl Steward {
         }
         let has_moved = was != (self.fill.used_bytes, self.used_of_groups());
         self.still_looks = if has_moved { 0 } else { self.still_looks.saturating_add(1) };
-        self.look_at = Instant::now() + self.pause(!blocked.is_empty());
+        // Half of the time at most, however many limits there are.
+        self.look_at = Instant::now() + self.pause(!blocked.is_empty()).max(begun.elapsed());
     }
 
     fn used_of_groups(&self) -> u64 {

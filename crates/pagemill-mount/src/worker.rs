@@ -10,7 +10,7 @@ use pagemill::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::cgroup::Hierarchy;
 use pagemill_sys::pages::{self, Collapse};
 use pagemill_sys::thread;
-use rustix::fs::{self, FallocateFlags, OFlags, SeekFrom};
+use rustix::fs::{self, FallocateFlags, OFlags, SeekFrom, Timespec, Timestamps};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
@@ -45,8 +45,8 @@ pub struct Job {
     pub folder: Vec<u8>,
     pub name: Vec<u8>,
     huge: String,
-    /// Folder of the memory group it is charged to, where that is not the worker's own.
-    pub group: Option<String>,
+    /// Folder of the memory group it is charged to. Where that is not known nothing is collapsed: that would move the charge.
+    group: Option<String>,
 }
 
 impl Job {
@@ -71,6 +71,34 @@ pub struct Done {
     pub has_no_memory: bool,
 }
 
+/// Where the worker is charged.
+struct Place {
+    home: Option<String>,
+    is_away: bool,
+}
+
+impl Place {
+    /// Goes where the file is charged. Returns whether it is there.
+    fn go(&mut self, group: Option<&String>) -> bool {
+        match group {
+            // Without groups nothing is charged.
+            None => self.home.is_none(),
+            Some(group) if self.home.as_ref() == Some(group) => true,
+            Some(group) => {
+                self.is_away = std::fs::write(format!("{group}/cgroup.procs"), "0").is_ok();
+                self.is_away
+            }
+        }
+    }
+
+    /// Goes home: whose group it is may want to remove it, or stop all that is in it.
+    fn go_home(&mut self) {
+        if let Some(home) = self.home.as_ref().filter(|_| self.is_away) {
+            self.is_away = std::fs::write(format!("{home}/cgroup.procs"), "0").is_err();
+        }
+    }
+}
+
 /// Serves until standard input ends.
 ///
 /// # Errors
@@ -78,28 +106,25 @@ pub struct Done {
 /// What reading and writing say.
 pub fn serve() -> io::Result<()> {
     thread::defer();
+    // Where it goes it is a guest: let it be killed first.
+    let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
     let root = rustix::io::dup(io::stdout())?;
     let door = Door::of_root(root)?;
     let socket = File::from(rustix::io::dup(io::stdin())?);
     let mut answers = socket.try_clone()?;
     let home = Hierarchy::find("").ok().and_then(|own| Some(own.folder(0)?.as_str().to_owned()));
-    let mut place = home.clone();
+    let mut place = Place { home, is_away: false };
     let mut lines = BufReader::new(socket);
     let mut line = String::new();
     loop {
-        // Nobody's group is kept from being removed while there is nothing to do.
-        if lines.buffer().is_empty() && place != home {
-            move_to(&mut place, home.as_ref());
-        }
         line.clear();
         if lines.read_line(&mut line)? == 0 {
             return Ok(());
         }
         let job: Job =
             serde_json::from_str(&line).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
-        let wanted = job.group.as_ref().or(home.as_ref());
-        let is_placed = place.as_ref() == wanted || move_to(&mut place, wanted);
-        let mut done = look_at(&door, &job, is_placed).unwrap_or_default();
+        let mut done = look_at(&door, &job, &mut place).unwrap_or_default();
+        place.go_home();
         done.inode = job.inode;
         let mut answer = serde_json::to_string(&done).map_err(io::Error::other)?;
         answer.push('\n');
@@ -107,18 +132,8 @@ pub fn serve() -> io::Result<()> {
     }
 }
 
-/// Moves this process to a group. Returns whether it is there.
-fn move_to(place: &mut Option<String>, wanted: Option<&String>) -> bool {
-    let Some(folder) = wanted else { return false };
-    let is_done = std::fs::write(format!("{folder}/cgroup.procs"), "0").is_ok();
-    if is_done {
-        *place = Some(folder.clone());
-    }
-    is_done
-}
-
-/// Does what its policy wants with a file. Without its group nothing is collapsed: that would move the charge.
-fn look_at(door: &Door, job: &Job, is_placed: bool) -> io::Result<Done> {
+/// Does what its policy wants with a file.
+fn look_at(door: &Door, job: &Job, place: &mut Place) -> io::Result<Done> {
     let folder = door.open_folder(Path::new(OsStr::from_bytes(&job.folder)))?;
     let name = OsStr::from_bytes(&job.name);
     let fd = door::open_file(&folder, name, OFlags::RDONLY)?;
@@ -128,47 +143,52 @@ fn look_at(door: &Door, job: &Job, is_placed: bool) -> io::Result<Done> {
         return Ok(done);
     }
     let file = File::from(fd);
-    match job.huge.parse().unwrap_or_default() {
-        Huge::Never => {
-            for block in blocks(&file, &seen)? {
+    let huge = job.huge.parse().unwrap_or_default();
+    let (mut dense, mut sparse) = (Vec::new(), Vec::new());
+    for block in blocks(&file, &seen)? {
+        match huge {
+            // One whose first page is a hole is not huge.
+            Huge::Never if fs::seek(&file, SeekFrom::Data(block.start)) == Ok(block.start) => {
                 done.split_blocks += u64::from(pages::split(file.as_fd(), block.start, BLOCK_BYTES).is_ok());
             }
+            Huge::Never => {}
+            Huge::Always => dense.push(block.start),
+            Huge::Auto => match density(&file, &block)? {
+                Density::Dense if block.end - block.start == BLOCK => dense.push(block.start),
+                Density::Sparse => sparse.push(block),
+                Density::Dense | Density::Between => {}
+            },
         }
-        Huge::Always => {
-            for block in blocks(&file, &seen)? {
-                if is_placed && !collapse(&file, block.start, &mut done) {
-                    break;
-                }
-            }
-        }
-        Huge::Auto => {
-            let mut zeros = Vec::new();
-            for block in blocks(&file, &seen)? {
-                let is_whole = block.end - block.start == BLOCK;
-                match density(&file, &block)? {
-                    Density::Dense if is_whole && is_placed && !collapse(&file, block.start, &mut done) => break,
-                    Density::Sparse => zeros.push(block),
-                    Density::Dense | Density::Between => {}
-                }
-            }
-            if !zeros.is_empty() {
-                drop(file);
-                give_zeros_back(&folder, name, &seen, &zeros, &mut done)?;
-            }
-        }
+    }
+    if !dense.is_empty() && place.go(job.group.as_ref()) {
+        collapse(&file, &dense, &mut done);
+    }
+    drop(file);
+    for block in &sparse {
+        place.go_home();
+        give_zeros_back(&folder, name, &seen, block, &mut done)?;
     }
     Ok(done)
 }
 
-/// Collapses a block; false if there is no point in going on with this file now.
-fn collapse(file: &File, at: u64, done: &mut Done) -> bool {
-    match pages::collapse(file.as_fd(), at, BLOCK_BYTES) {
-        Collapse::Huge => done.huge_blocks += 1,
-        Collapse::Busy => done.is_busy = true,
-        Collapse::NoMemory => done.has_no_memory = true,
-        Collapse::Refused => {}
+/// Makes blocks huge, for as long as nobody else has the file open.
+fn collapse(file: &File, blocks: &[u64], done: &mut Done) {
+    for at in blocks {
+        // Whoever uses it is not to be held up, and finds out soon enough.
+        if !pages::is_alone(file.as_fd()) {
+            done.is_busy = true;
+            return;
+        }
+        match pages::collapse(file.as_fd(), *at, BLOCK_BYTES) {
+            Collapse::Huge => done.huge_blocks += 1,
+            Collapse::Busy => done.is_busy = true,
+            Collapse::NoMemory => {
+                done.has_no_memory = true;
+                return;
+            }
+            Collapse::Refused => {}
+        }
     }
-    !done.has_no_memory
 }
 
 /// The blocks of a file that hold any memory, each up to the end of the file.
@@ -267,14 +287,10 @@ fn zero_pages(file: &File, block: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
     Ok(runs)
 }
 
-/// Punches holes where there are zeros, which reads the same. Under a lease: nobody writes meanwhile.
-fn give_zeros_back(
-    folder: &OwnedFd,
-    name: &OsStr,
-    seen: &Seen,
-    blocks: &[Range<u64>],
-    done: &mut Done,
-) -> io::Result<()> {
+/// Punches holes where a block has zeros, which reads the same. Under a lease, which is asked for again before each hole: nobody
+/// writes meanwhile, and nobody waits for long. (Who keeps this process from running for the whole of `lease-break-time`
+/// between that question and the hole, 45 seconds by default, gets zeros for what was written meanwhile: hence at home.)
+fn give_zeros_back(folder: &OwnedFd, name: &OsStr, seen: &Seen, block: &Range<u64>, done: &mut Done) -> io::Result<()> {
     let fd = match door::open_file(folder, name, OFlags::RDWR) {
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
             done.is_busy = true;
@@ -282,34 +298,38 @@ fn give_zeros_back(
         }
         result => result?,
     };
-    let before = door::look(&fd)?;
-    if before.inode != seen.inode || before.links == 0 {
-        return Ok(());
-    }
     if pages::take_lease(fd.as_fd()).is_err() {
         done.is_busy = true;
         return Ok(());
     }
     let file = File::from(fd);
-    for block in blocks {
-        let block = block.start..block.end.min(door::look(&file)?.len_bytes);
-        if block.is_empty() {
-            continue;
+    let before = door::look(&file)?;
+    if before.inode != seen.inode || before.links == 0 || before.len_bytes < block.end {
+        return Ok(());
+    }
+    let modified = fs::fstat(&file)?;
+    let page = os_page_bytes() as u64;
+    for run in zero_pages(&file, block)? {
+        if !pages::has_lease(file.as_fd()) {
+            done.is_busy = true;
+            break;
         }
-        for run in zero_pages(&file, &block)? {
-            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            // Up to a whole page, also where the file ends before: else the last one stays.
-            let end = run.end.next_multiple_of(os_page_bytes() as u64);
-            fs::fallocate(&file, flags, run.start, end - run.start)?;
-        }
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        // Up to a whole page, also where the file ends before: else the last one stays.
+        fs::fallocate(&file, flags, run.start, run.end.next_multiple_of(page) - run.start)?;
     }
     done.freed_bytes += before.held_bytes.saturating_sub(door::look(&file)?.held_bytes);
+    // What it holds has not changed, whatever the kernel thinks.
+    let last_modification = Timespec { tv_sec: modified.st_mtime as _, tv_nsec: modified.st_mtime_nsec as _ };
+    let last_access = Timespec { tv_sec: 0, tv_nsec: fs::UTIME_OMIT };
+    let _ = fs::futimens(&file, &Timestamps { last_access, last_modification });
     Ok(())
 }
 
 /// The worker, as the controller has it.
 pub struct Worker {
-    process: Child,
+    /// `None` only while this is dropped.
+    process: Option<Child>,
     socket: UnixStream,
     received: Vec<u8>,
     waiting: VecDeque<(u64, Instant)>,
@@ -334,11 +354,11 @@ impl Worker {
         let root = door.open_folder(Path::new(""))?;
         let mut command = Command::new(name);
         command.args(arguments).stdin(OwnedFd::from(theirs)).stdout(root);
-        Ok(Self { process: command.spawn()?, socket, received: Vec::new(), waiting: VecDeque::new() })
+        Ok(Self { process: Some(command.spawn()?), socket, received: Vec::new(), waiting: VecDeque::new() })
     }
 
     pub fn pid(&self) -> u32 {
-        self.process.id()
+        self.process.as_ref().map_or(0, Child::id)
     }
 
     pub fn is_free(&self) -> bool {
@@ -398,8 +418,10 @@ impl AsFd for Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
+        // In a group that is frozen it does not die at once: nobody waits for that here.
+        let Some(mut process) = self.process.take() else { return };
+        let _ = process.kill();
+        let _ = std::thread::Builder::new().name("reaper".into()).spawn(move || process.wait());
     }
 }
 
@@ -453,12 +475,16 @@ mod tests {
         let at: OwnedFd = File::open(folder.path()).unwrap().into();
         let (name, zeros) = (OsStr::new("file"), blocks(&file, &seen).unwrap());
         let mut done = Done::default();
-        give_zeros_back(&at, name, &seen, &zeros, &mut done).unwrap();
+        give_zeros_back(&at, name, &seen, &zeros[0], &mut done).unwrap();
         assert!(done.is_busy && done.freed_bytes == 0);
+        let modified = file.metadata().unwrap().modified().unwrap();
         drop(file);
         let mut done = Done::default();
-        give_zeros_back(&at, name, &seen, &zeros, &mut done).unwrap();
+        for block in &zeros {
+            give_zeros_back(&at, name, &seen, block, &mut done).unwrap();
+        }
         assert_eq!((done.is_busy, done.freed_bytes), (false, seen.held_bytes - PAGE as u64));
+        assert_eq!(folder.path().join("file").metadata().unwrap().modified().unwrap(), modified);
         let bytes = std::fs::read(folder.path().join("file")).unwrap();
         assert_eq!((bytes.len(), bytes[3 * PAGE + 1]), (BLOCK_BYTES + 10, 7));
         assert_eq!(bytes.iter().filter(|byte| **byte != 0).count(), 1);

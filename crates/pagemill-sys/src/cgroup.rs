@@ -77,6 +77,17 @@ pub struct Limit {
     pub hard_bytes: u64,
 }
 
+/// What a group's memory is used for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Held {
+    /// File pages that nobody used lately.
+    pub idle_bytes: u64,
+    /// Other file pages that can be read again, and caches of the kernel.
+    pub other_bytes: u64,
+    /// Files that are in memory only, and shared memory.
+    pub shared_bytes: u64,
+}
+
 impl Limit {
     pub const NONE: Self = Self { soft_bytes: u64::MAX, hard_bytes: u64::MAX };
 }
@@ -192,17 +203,31 @@ impl Hierarchy {
 
     /// The limits of a group; none where none can be read.
     pub fn limit(&self, folder: &Path) -> Limit {
-        let read = |name| self.read(folder, name).ok().filter(|limit| *limit < NO_LIMIT).unwrap_or(u64::MAX);
-        match self.version {
+        self.try_limit(folder).unwrap_or(Limit::NONE)
+    }
+
+    /// The limits of a group.
+    ///
+    /// # Errors
+    ///
+    /// What reading says; that there is no such file (as at the root of version 2) is no error but no limit.
+    pub fn try_limit(&self, folder: &Path) -> io::Result<Limit> {
+        let read = |name| match self.read(folder, name) {
+            Ok(limit) if limit < NO_LIMIT => Ok(limit),
+            Ok(_) => Ok(u64::MAX),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(u64::MAX),
+            Err(error) => Err(error),
+        };
+        Ok(match self.version {
             Version::V1 => {
-                let hard_bytes = read("memory.limit_in_bytes");
+                let hard_bytes = read("memory.limit_in_bytes")?;
                 Limit { soft_bytes: hard_bytes, hard_bytes }
             }
             Version::V2 => {
-                let hard_bytes = read("memory.max");
-                Limit { soft_bytes: read("memory.high").min(hard_bytes), hard_bytes }
+                let hard_bytes = read("memory.max")?;
+                Limit { soft_bytes: read("memory.high")?.min(hard_bytes), hard_bytes }
             }
-        }
+        })
     }
 
     /// What the group uses, page cache and all. Some 4 us.
@@ -216,10 +241,20 @@ impl Hierarchy {
 
     /// What the kernel can take of a group before it kills: file pages that nobody used lately, and, with more effort,
     /// other file pages and caches of its own. Some 20 to 50 us.
-    ///
-    /// `inactive_file` alone is no measure of the first: it also has what was offered by `MADV_FREE`, and keeps it when
-    /// its owner uses it again. So file pages are counted themselves, less those that are active or in memory only.
     pub fn reclaimable_bytes(&self, folder: &Path) -> (u64, u64) {
+        let held = self.held(folder).unwrap_or_default();
+        (held.idle_bytes, held.other_bytes)
+    }
+
+    /// What the group's memory is used for, as far as that matters. Some 20 to 50 us.
+    ///
+    /// `inactive_file` alone is no measure of idle file pages: it also has what was offered by `MADV_FREE`, and keeps it when
+    /// its owner uses it again. So file pages are counted themselves, less those that are active or in memory only.
+    ///
+    /// # Errors
+    ///
+    /// What reading says.
+    pub fn held(&self, folder: &Path) -> io::Result<Held> {
         let names = match self.version {
             Version::V1 => [
                 "total_inactive_file ",
@@ -230,31 +265,25 @@ impl Hierarchy {
             ],
             Version::V2 => ["inactive_file ", "active_file ", "slab_reclaimable ", "file ", "shmem "],
         };
-        let found = self.stat(folder, names);
-        let [idle, active, slab, files, shmem] = found.map(Option::unwrap_or_default);
-        let idle_files = files.saturating_sub(shmem).saturating_sub(active);
-        (idle.min(idle_files), active.saturating_add(slab))
-    }
-
-    /// What the group has in files that are in memory only, and in shared memory. Some 20 to 50 us.
-    pub fn shared_bytes(&self, folder: &Path) -> u64 {
-        let name = if self.version == Version::V1 { "total_shmem " } else { "shmem " };
-        self.stat(folder, [name])[0].unwrap_or(0)
+        let found = self.stat(folder, names)?;
+        let [idle, active, slab, files, shared_bytes] = found.map(Option::unwrap_or_default);
+        let idle_files = files.saturating_sub(shared_bytes).saturating_sub(active);
+        Ok(Held { idle_bytes: idle.min(idle_files), other_bytes: active.saturating_add(slab), shared_bytes })
     }
 
     /// Rows of `memory.stat`.
-    fn stat<const N: usize>(&self, folder: &Path, names: [&str; N]) -> [Option<u64>; N] {
+    fn stat<const N: usize>(&self, folder: &Path, names: [&str; N]) -> io::Result<[Option<u64>; N]> {
         let mut found = [None; N];
-        let Ok(path) = join(format_args!("{}/memory.stat", folder.as_str())) else { return found };
-        let _ = file::find_line(path.as_c_str(), |line| {
+        let path = join(format_args!("{}/memory.stat", folder.as_str()))?;
+        let _: Option<()> = file::find_line(path.as_c_str(), |line| {
             for (place, name) in found.iter_mut().zip(names) {
                 if let Some(number) = line.strip_prefix(name) {
                     *place = number.trim().parse().ok();
                 }
             }
             found.iter().all(Option::is_some).then_some(())
-        });
-        found
+        })?;
+        Ok(found)
     }
 }
 
@@ -344,7 +373,10 @@ mod tests {
         let ends: Vec<_> = levels.iter().map(|folder| folder.as_str().strip_prefix(root.as_str()).unwrap()).collect();
         assert_eq!(ends, ["/sys/fs/cgroup/app/worker", "/sys/fs/cgroup/app", "/sys/fs/cgroup"]);
         assert_eq!((groups.limit(&levels[0]), groups.usage_bytes(&levels[0]).unwrap()), (Limit::NONE, 100));
-        assert_eq!((groups.reclaimable_bytes(&levels[0]), groups.shared_bytes(&levels[0])), ((40, 12), 9));
+        assert_eq!(
+            (groups.reclaimable_bytes(&levels[0]), groups.held(&levels[0]).unwrap().shared_bytes),
+            ((40, 12), 9)
+        );
         // What a process offered, and may use again, is no file page.
         let stat = "file 30\nshmem 9\ninactive_file 40\nactive_file 7\nslab_reclaimable 5\n";
         std::fs::write(format!("{root}/sys/fs/cgroup/app/worker/memory.stat"), stat).unwrap();

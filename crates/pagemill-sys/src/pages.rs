@@ -142,6 +142,27 @@ pub fn take_lease(file: BorrowedFd<'_>) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Whether the lease is held and nobody waits for its end.
+pub fn has_lease(file: BorrowedFd<'_>) -> bool {
+    // SAFETY: plain arguments. While it is being broken the kernel tells what it is to become.
+    unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETLEASE) == libc::F_WRLCK }
+}
+
+/// Ends a lease before the file is closed.
+pub fn end_lease(file: BorrowedFd<'_>) {
+    // SAFETY: plain arguments.
+    unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_UNLCK) };
+}
+
+/// Whether nobody else has the file open or mapped at this moment.
+pub fn is_alone(file: BorrowedFd<'_>) -> bool {
+    let is_alone = take_lease(file).is_ok();
+    if is_alone {
+        end_lease(file);
+    }
+    is_alone
+}
+
 extern "C" fn do_nothing(_: libc::c_int) {}
 
 /// Has a signal that would end this process do nothing; programs that it runs get it as ever.
@@ -207,10 +228,15 @@ mod tests {
     #[test]
     fn openers_wait_for_the_end_of_a_lease() {
         let Some((folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
+        assert!(is_alone(file.as_fd()) && !has_lease(file.as_fd()));
         take_lease(file.as_fd()).unwrap();
+        assert!(has_lease(file.as_fd()));
         let path = folder.path().join("file");
         let opener = std::thread::spawn(move || File::open(path).map(drop));
-        std::thread::sleep(std::time::Duration::from_millis(50));
+        let begun = std::time::Instant::now();
+        while has_lease(file.as_fd()) {
+            assert!(begun.elapsed().as_secs() < 10, "nobody is said to wait");
+        }
         drop(file);
         opener.join().unwrap().unwrap();
     }
