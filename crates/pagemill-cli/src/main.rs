@@ -6,6 +6,7 @@
 mod bench;
 mod doctor;
 mod elf;
+mod mark;
 mod meminfo;
 mod mount;
 mod preload;
@@ -54,7 +55,7 @@ enum Command {
     /// Unmount a `pagemill mount`; says who uses it if it is busy.
     Umount(mount::Umount),
     /// Say, or show, which files of a `pagemill mount` may vanish, and which pages they get.
-    Mark(mount::Mark),
+    Mark(mark::Mark),
     #[command(hide = true)]
     MountWorker,
     /// Measure Pagemill beside its peers (`pagemill bench --help` lists the experiments).

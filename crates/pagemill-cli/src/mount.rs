@@ -1,11 +1,9 @@
-//! `pagemill mount | status | purge | umount | mark`: a RAM file system that gives memory back.
+//! `pagemill mount | purge | umount`: a RAM file system that gives memory back.
 
 use crate::fail;
 use pagemill::units::{Bytes, parse_bytes};
 use pagemill_mount::control::{self, End, Keeper, Reached, Server};
-use pagemill_mount::door;
-use pagemill_mount::mounting::{self, Mounted, Refusal, Wanted};
-use pagemill_mount::policy::{HUGE, Huge, VOLATILE, Volatile};
+use pagemill_mount::mounting::{self, Mounted, Wanted};
 use pagemill_mount::steward::{Settings, say};
 use serde_json::json;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -23,6 +21,9 @@ const UNMOUNT_TRIES: Duration = Duration::from_secs(5);
 
 /// Memory is taken and given back as files come and go. A file or folder with the attribute user.pagemill.volatile may
 /// vanish before a limit is met: `full` as a whole, `partial` from its end; see `pagemill mark`.
+///
+/// The size is one for all: near a memory control group's limit it is held down so that no writer of that group is killed,
+/// and everybody who writes meanwhile meets it.
 ///
 /// Runs until it is unmounted: by Ctrl-C, SIGTERM, `pagemill umount` or umount(8). Mounting again where a controller was
 /// killed takes over what is there.
@@ -114,7 +115,7 @@ impl Mount {
         let signalled = ends.clone();
         let handle = signals.handle();
         let started = Keeper::start(settings, door).and_then(|keeper| {
-            let server = Server::start(&keeper, &point, device, ends)?;
+            let server = Server::start(&keeper, device, ends)?;
             std::thread::Builder::new().name("signals".into()).spawn(move || {
                 // A terminal that closes does not end a daemon, nor anything else that is asked for.
                 while signals.forever().next().is_some_and(|signal| signalled.send(End::Signal(signal)).is_ok()) {}
@@ -126,7 +127,7 @@ impl Mount {
             Err(error) => {
                 // What was there before stays.
                 if !was_taken_over {
-                    let _ = control::unmount(&point, device, UNMOUNT_TRIES);
+                    let _ = control::unmount(&point, device, std::process::id(), UNMOUNT_TRIES);
                 }
                 return fail(2, &error.to_string());
             }
@@ -138,7 +139,7 @@ impl Mount {
         let status = loop {
             match end.recv() {
                 Ok(End::Signal(SIGHUP)) if self.as_daemon => {}
-                Ok(End::Signal(_)) => match control::unmount(&point, device, UNMOUNT_TRIES) {
+                Ok(End::Signal(_)) => match control::unmount(&point, device, std::process::id(), UNMOUNT_TRIES) {
                     Ok(()) => break ExitCode::SUCCESS,
                     Err(refusal) => {
                         control::say_left(&point, &refusal);
@@ -152,6 +153,13 @@ impl Mount {
         drop(server);
         drop(keeper);
         handle.close();
+        // Nothing was said: nobody is to find an empty file.
+        if self.as_daemon
+            && let Ok(log) = log_path(device)
+            && std::fs::metadata(&log).is_ok_and(|metadata| metadata.len() == 0)
+        {
+            let _ = std::fs::remove_file(log);
+        }
         status
     }
 
@@ -165,7 +173,10 @@ impl Mount {
                 .to_string()
         } else {
             let how = if was_taken_over { "taken over" } else { "mounted" };
-            let end = if self.as_daemon { "pagemill umount ends it" } else { "Ctrl-C unmounts it" };
+            let log =
+                log_path(device).map_or_else(|_| String::new(), |path| format!("; messages in {}", path.display()));
+            let end =
+                if self.as_daemon { format!("`pagemill umount` ends it{log}") } else { "Ctrl-C unmounts it".into() };
             format!("{} {how}: up to {size}, controller {pid}; {end}", point.display())
         };
         let _ = writeln!(std::io::stdout(), "{line}");
@@ -177,8 +188,7 @@ impl Mount {
 
     /// From now on messages go to a file beside the socket.
     fn leave_terminal(&self, device: u64) {
-        let Ok(socket) = mounting::socket_path(device) else { return };
-        let log = File::options().create(true).append(true).open(socket.with_extension("log"));
+        let log = log_path(device).and_then(|log| File::options().create(true).append(true).open(log));
         if let Ok(log) = log {
             let _ = rustix::stdio::dup2_stderr(&log);
         }
@@ -186,6 +196,11 @@ impl Mount {
             let _ = rustix::stdio::dup2_stdout(&null);
         }
     }
+}
+
+/// Where a daemon's messages go.
+fn log_path(device: u64) -> std::io::Result<PathBuf> {
+    mounting::socket_path(device).map(|socket| socket.with_extension("log"))
 }
 
 /// Starts this command again in the background and waits until it has mounted.
@@ -209,23 +224,27 @@ fn daemonize() -> ExitCode {
     ExitCode::from(status.and_then(|status| u8::try_from(status).ok()).unwrap_or(2))
 }
 
-/// Finds the mount, or says what is there instead.
-fn find(dir: &Path) -> Result<(PathBuf, u64), ExitCode> {
-    mounting::find(dir).map_err(|refusal: Refusal| fail(2, &refusal.to_string()))
+/// Says what went wrong: on standard error, and for machines on standard output.
+pub fn refuse(status: u8, is_json: bool, why: &str) -> ExitCode {
+    if is_json {
+        let _ = writeln!(std::io::stdout(), "{}", json!({ "error": why }));
+    }
+    fail(status, why)
 }
 
-fn nobody(point: &Path) -> String {
-    format!(
-        "the controller of {0} does not answer, or is another user's; if it has ended, `pagemill mount {0}` takes over",
-        point.display()
-    )
+/// Writes a line to standard output; who has stopped reading is no failure.
+fn tell(line: &str) -> Result<(), String> {
+    match writeln!(std::io::stdout(), "{line}") {
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(format!("this cannot be written: {error}")),
+        _ => Ok(()),
+    }
 }
 
 #[derive(clap::Args)]
 pub struct Purge {
     /// Where it is mounted.
     dir: PathBuf,
-    /// How much is to go (512M, 1G).
+    /// How much is to go (512M, 1G): whole files go, so that it may be more.
     #[arg(value_parser = parse_bytes)]
     size: u64,
     /// One JSON object.
@@ -235,24 +254,31 @@ pub struct Purge {
 
 impl Purge {
     pub fn main(&self) -> ExitCode {
-        let (point, device) = match find(&self.dir) {
+        let (point, device) = match mounting::find(&self.dir) {
             Ok(found) => found,
-            Err(code) => return code,
+            Err(refusal) => return refuse(2, self.json, &refusal.to_string()),
         };
-        match control::ask_purge(device, self.size) {
+        let told = match control::ask_purge(device, self.size) {
             Reached::Answer(bytes) if self.json => {
-                println!("{}", json!({ "asked_bytes": self.size, "purged_bytes": bytes }));
-                ExitCode::SUCCESS
+                tell(&json!({ "asked_bytes": self.size, "purged_bytes": bytes }).to_string())
             }
             Reached::Answer(bytes) => {
-                let short = if bytes < self.size { "; nothing else is volatile and closed" } else { "" };
-                println!("{} of {} purged{short}", Bytes(bytes), Bytes(self.size));
-                ExitCode::SUCCESS
+                let short = if bytes < self.size { "; nothing else is volatile, closed and of one name" } else { "" };
+                tell(&format!("{} purged, {} asked for{short}", Bytes(bytes), Bytes(self.size)))
             }
-            Reached::Refused(why) => fail(1, &why),
-            Reached::Nobody => fail(2, &nobody(&point)),
-        }
+            Reached::Refused(why) => return refuse(1, self.json, &why),
+            Reached::Nobody => return refuse(2, self.json, &unreachable(&point)),
+        };
+        told.map_or_else(|why| fail(1, &why), |()| ExitCode::SUCCESS)
     }
+}
+
+/// What can be said where no controller answers.
+pub fn unreachable(point: &Path) -> String {
+    let point = point.display();
+    format!(
+        "no controller of {point} answers: it is another user's, or has ended (then `pagemill mount {point}` takes over)"
+    )
 }
 
 #[derive(clap::Args)]
@@ -266,92 +292,32 @@ pub struct Umount {
 
 impl Umount {
     pub fn main(&self) -> ExitCode {
-        let (point, device) = match find(&self.dir) {
+        const TRIES: Duration = Duration::from_millis(500);
+        let (point, device) = match mounting::find(&self.dir) {
             Ok(found) => found,
-            Err(code) => return code,
+            Err(refusal) => return refuse(2, self.json, &refusal.to_string()),
         };
-        let result = match control::ask_unmount(device) {
-            Reached::Answer(()) => Ok(()),
-            Reached::Refused(why) => Err(why),
-            // Its controller is gone.
-            Reached::Nobody => mounting::unmount(&point, device).map_err(|refusal| refusal.to_string()),
+        let controller = match control::ask_status(device) {
+            Reached::Answer(status) => status.controller_pid.unwrap_or(0),
+            Reached::Refused(_) | Reached::Nobody => 0,
         };
-        match result {
-            Ok(()) if self.json => println!("{}", json!({ "unmounted": point.to_string_lossy() })),
-            Ok(()) => {}
-            Err(why) => return fail(1, &why),
+        // By who asks, and from where he asks: it may be mounted at several places.
+        if let Err(refusal) = control::unmount(&point, device, controller, TRIES) {
+            return refuse(1, self.json, &refusal.to_string());
         }
-        ExitCode::SUCCESS
-    }
-}
-
-/// Without options: show what the files say of themselves. What holds for a file is its own mark, or else that of
-/// the nearest folder above that has one.
-#[derive(clap::Args)]
-pub struct Mark {
-    /// May it vanish when memory runs short: `full` (as a whole), `partial` (from its end), `none`.
-    #[arg(long, value_name = "WHAT", value_parser = |text: &str| text.parse::<Volatile>())]
-    volatile: Option<Volatile>,
-    /// Huge pages: `auto` (where they pay), `always`, `never`.
-    #[arg(long, value_name = "WHEN", value_parser = |text: &str| text.parse::<Huge>())]
-    huge: Option<Huge>,
-    /// Files and folders on a `pagemill mount`. A folder's marks hold for all below it.
-    #[arg(required = true)]
-    paths: Vec<PathBuf>,
-    /// One JSON object a line.
-    #[arg(long)]
-    json: bool,
-}
-
-impl Mark {
-    pub fn main(&self) -> ExitCode {
-        let failed = self.paths.iter().filter(|path| self.mark(path).map_err(|why| fail(1, &why)).is_err()).count();
-        ExitCode::from(u8::from(failed > 0))
-    }
-
-    fn mark(&self, path: &Path) -> Result<(), String> {
-        let name = path.display();
-        let said = |error: std::io::Error| format!("{name}: {error}");
-        let open = || -> std::io::Result<_> {
-            use rustix::fs::{Mode, OFlags};
-            let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-            Ok(rustix::fs::open(path, flags, Mode::empty())?)
-        };
-        let fd = open().map_err(said)?;
-        let seen = door::look(&fd).map_err(said)?;
-        if !seen.is_file() && !seen.is_folder() {
-            return Err(format!("{name} is neither a file nor a folder"));
+        // Its memory is free once the controller has ended.
+        let begun = std::time::Instant::now();
+        while !mounting::is_mounted(device) && mounting::is_controlled(device) && begun.elapsed() < UNMOUNT_TRIES {
+            std::thread::sleep(Duration::from_millis(5));
         }
-        let user = rustix::process::geteuid().as_raw();
-        if (self.volatile.is_some() || self.huge.is_some()) && user != 0 && user != seen.owner {
-            return Err(format!("{name} belongs to user {}: only its owner may mark it", seen.owner));
-        }
-        let marks =
-            [(VOLATILE, self.volatile.map(|word| word.to_string())), (HUGE, self.huge.map(|word| word.to_string()))];
-        for (attribute, word) in marks {
-            let Some(word) = word else { continue };
-            door::set_attribute(&fd, attribute, &word).map_err(|error| match error.raw_os_error() {
-                Some(libc::EOPNOTSUPP | libc::EPERM) => {
-                    format!("{name}: {error}; before Linux 6.6 only root can mark files on tmpfs")
-                }
-                _ => said(error),
-            })?;
-        }
-        let mut bad = Vec::new();
-        let marks = door::marks(&fd, |mark| bad.push(mark.0)).map_err(said)?;
-        let (volatile, huge) = (marks.volatile.map(|word| word.to_string()), marks.huge.map(|word| word.to_string()));
-        let purged = door::purged_from(&fd);
-        if self.json {
-            println!(
-                "{}",
-                json!({ "path": path.to_string_lossy(), "volatile": volatile, "huge": huge, "purged_from": purged, "ignored": bad })
-            );
+        let places: Vec<_> = mounting::places(device).iter().map(|place| place.display().to_string()).collect();
+        let told = if self.json {
+            tell(&json!({ "unmounted": point.to_string_lossy(), "still_mounted": places }).to_string())
+        } else if places.is_empty() {
+            Ok(())
         } else {
-            let word = |word: Option<String>| word.unwrap_or_else(|| "-".into());
-            let purged = purged.map_or_else(String::new, |from| format!("  purged from byte {from} on"));
-            println!("volatile {:<8} huge {:<7} {name}{purged}", word(volatile), word(huge));
-            bad.iter().for_each(|bad| say(&format!("{name}: {bad}: it is passed over")));
-        }
-        Ok(())
+            tell(&format!("still mounted: {}", places.join(", ")))
+        };
+        told.map_or_else(|why| fail(1, &why), |()| ExitCode::SUCCESS)
     }
 }

@@ -5,7 +5,7 @@
 
 use crate::mount::worker_program;
 use pagemill_mount::control::{End, Keeper, Server};
-use pagemill_mount::mounting::{Mounted, Wanted};
+use pagemill_mount::mounting::{self, Mounted, Wanted};
 use pagemill_mount::steward::{Settings, say};
 use pagemill_sys::namespace;
 use std::fs;
@@ -18,6 +18,8 @@ pub struct Ram {
     _server: Option<Server>,
     _keeper: Keeper,
     _ends: Receiver<End>,
+    point: PathBuf,
+    device: u64,
     /// The mount point, if it was made for this.
     made: Option<PathBuf>,
 }
@@ -48,16 +50,20 @@ impl Ram {
         if has_no_huge {
             say("this kernel has no huge pages for tmpfs: files stay in small ones");
         }
+        // Who stands in the folder would stay below what is mounted now.
+        if std::env::current_dir().is_ok_and(|here| here == point) {
+            std::env::set_current_dir(&point).map_err(|error| error.to_string())?;
+        }
         let device = door.device();
         let settings =
             Settings { mount_point: point.clone(), size_bytes, groups: Vec::new(), worker: worker_program() };
         let keeper = Keeper::start(settings, door).map_err(|error| error.to_string())?;
         let (ends, end) = mpsc::channel();
-        let server = Server::start(&keeper, &point, device, ends);
+        let server = Server::start(&keeper, device, ends);
         if let Err(error) = &server {
             say(&format!("`pagemill status` will not reach the file system: {error}"));
         }
-        Ok(Self { _server: server.ok(), _keeper: keeper, _ends: end, made: None })
+        Ok(Self { _server: server.ok(), _keeper: keeper, _ends: end, point, device, made: None })
     }
 }
 
@@ -77,6 +83,14 @@ fn make(dir: &Path) -> Result<Option<PathBuf>, String> {
 
 impl Drop for Ram {
     fn drop(&mut self) {
+        let holders = mounting::holders(self.device, 0);
+        if !holders.is_empty() {
+            say(&format!(
+                "{} stays for who still uses it, and nothing in it is purged any more:",
+                self.point.display()
+            ));
+            holders.iter().for_each(|holder| say(&holder.to_string()));
+        }
         // Who still uses it keeps it, and the folder with it.
         if let Some(made) = &self.made
             && rustix::mount::unmount(made, rustix::mount::UnmountFlags::NOFOLLOW).is_ok()

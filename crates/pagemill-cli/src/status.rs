@@ -1,6 +1,7 @@
 //! `pagemill status DIR`: how full a mount is, what of it could go, what its controller has done.
 
 use crate::fail;
+use crate::mount::{refuse, unreachable};
 use pagemill::units::Bytes;
 use pagemill_mount::control::{self, Reached};
 use pagemill_mount::mounting;
@@ -28,12 +29,12 @@ impl Status {
     pub fn main(&self) -> ExitCode {
         let (point, device) = match mounting::find(&self.dir) {
             Ok(found) => found,
-            Err(refusal) => return fail(2, &refusal.to_string()),
+            Err(refusal) => return refuse(2, self.json, &refusal.to_string()),
         };
         loop {
             let state = match control::ask_status(device) {
                 Reached::Answer(state) => state,
-                Reached::Refused(why) => return fail(1, &why),
+                Reached::Refused(why) => return refuse(1, self.json, &why),
                 Reached::Nobody => without_controller(&point),
             };
             match self.write(&state) {
@@ -104,9 +105,7 @@ fn text_of(state: &State) -> String {
     let mut text = String::new();
     let _ = match state.controller_pid {
         Some(pid) => writeln!(text, "{}  controller {pid}, {:.0} s", state.mount_point, state.uptime_seconds),
-        None => {
-            writeln!(text, "{}  no controller answers: nothing is purged, and limits are not minded", state.mount_point)
-        }
+        None => writeln!(text, "{}", unreachable(Path::new(&state.mount_point))),
     };
     let asked = match state.size_bytes {
         size if state.controller_pid.is_some() && size != state.asked_bytes => {
@@ -119,7 +118,11 @@ fn text_of(state: &State) -> String {
         let _ = writeln!(text, "{}", line.trim_end());
     };
     row("size", Bytes(state.size_bytes).to_string(), &asked);
-    row("used", Bytes(state.used_bytes).to_string(), &format!("by {} files and folders", state.inodes));
+    row(
+        "used",
+        Bytes(state.used_bytes).to_string(),
+        &format!("by {} files and folders, the root among them", state.inodes),
+    );
     if state.controller_pid.is_none() {
         return text;
     }

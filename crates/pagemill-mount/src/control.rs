@@ -27,16 +27,12 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const MAX_CLIENTS: usize = 16;
 const MAX_LINE: u64 = 4096;
 
-/// A request to unmount is tried for so long: who has just closed a file is gone soon.
-const UNMOUNT_TRIES: Duration = Duration::from_millis(500);
-
 /// What can be asked.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "ask")]
 enum Ask {
     Status,
     Purge { bytes: u64 },
-    Unmount,
 }
 
 /// What is answered.
@@ -45,7 +41,6 @@ enum Ask {
 enum Answer {
     Status(Box<Status>),
     Purged { bytes: u64 },
-    Unmounted,
     Refused { why: String },
 }
 
@@ -94,7 +89,7 @@ impl Drop for Keeper {
 pub enum End {
     /// This signal: the file system is to be unmounted.
     Signal(i32),
-    /// It is mounted nowhere any more: a command has unmounted it, or somebody else.
+    /// It is mounted nowhere any more.
     Unmounted,
 }
 
@@ -110,17 +105,12 @@ impl Server {
     /// # Errors
     ///
     /// What making the socket says.
-    pub fn start(keeper: &Keeper, point: &Path, device: u64, ends: Sender<End>) -> io::Result<Self> {
+    pub fn start(keeper: &Keeper, device: u64, ends: Sender<End>) -> io::Result<Self> {
         let path = mounting::socket_path(device)?;
         // Of a controller that is gone: it did not answer when this one took over.
         let _ = fs::remove_file(&path);
         let listener = UnixListener::bind(&path)?;
-        let serving = Arc::new(Serving {
-            inbox: keeper.inbox.clone(),
-            point: point.to_owned(),
-            device,
-            clients: AtomicUsize::new(0),
-        });
+        let serving = Arc::new(Serving { inbox: keeper.inbox.clone(), clients: AtomicUsize::new(0) });
         let server = Self { path, serving: serving.clone() };
         thread::Builder::new().name("control".into()).spawn(move || accept(&listener, &serving))?;
         thread::Builder::new().name("mounts".into()).spawn(move || watch_mounts(device, &ends))?;
@@ -140,8 +130,6 @@ impl Drop for Server {
 
 struct Serving {
     inbox: Arc<Inbox>,
-    point: PathBuf,
-    device: u64,
     clients: AtomicUsize,
 }
 
@@ -204,10 +192,6 @@ impl Serving {
                     Err(_) => Answer::Refused { why: "the controller has ended".into() },
                 }
             }
-            Ask::Unmount => match unmount(&self.point, self.device, UNMOUNT_TRIES) {
-                Ok(()) => Answer::Unmounted,
-                Err(refusal) => Answer::Refused { why: refusal.to_string() },
-            },
         }
     }
 }
@@ -217,11 +201,11 @@ impl Serving {
 /// # Errors
 ///
 /// The last [`Refusal`].
-pub fn unmount(point: &Path, device: u64, tries: Duration) -> Result<(), Refusal> {
+pub fn unmount(point: &Path, device: u64, controller: u32, tries: Duration) -> Result<(), Refusal> {
     let begun = Instant::now();
     loop {
-        match mounting::unmount(point, device) {
-            Err(Refusal::Busy { .. }) if begun.elapsed() < tries => thread::sleep(Duration::from_millis(20)),
+        match mounting::unmount(point, device, controller) {
+            Err(Refusal::Busy { .. }) if begun.elapsed() < tries => thread::sleep(Duration::from_millis(100)),
             result => return result,
         }
     }
@@ -281,11 +265,6 @@ pub fn ask_purge(device: u64, bytes: u64) -> Reached<u64> {
         Answer::Purged { bytes } => Some(bytes),
         _ => None,
     })
-}
-
-/// Asks it to unmount and end.
-pub fn ask_unmount(device: u64) -> Reached<()> {
-    ask(device, &Ask::Unmount, Some(2 * PATIENCE), |answer| matches!(answer, Answer::Unmounted).then_some(()))
 }
 
 /// Says that something was left mounted.

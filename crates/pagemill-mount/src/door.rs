@@ -21,6 +21,8 @@ const TMPFS_MAGIC: u64 = 0x0102_1994;
 /// Families of attributes, best first: users may set the first themselves.
 const FAMILIES: [&str; 2] = ["user.", "trusted."];
 
+const CLONE: OpenTreeFlags = OpenTreeFlags::OPEN_TREE_CLONE.union(OpenTreeFlags::OPEN_TREE_CLOEXEC);
+
 /// What a look at a file or folder found.
 #[derive(Clone, Copy, Debug)]
 pub struct Seen {
@@ -104,8 +106,19 @@ impl Door {
     ///
     /// What the kernel says: `EPERM` for who may not mount; `InvalidInput` if it is no tmpfs.
     pub fn open(path: &Path) -> io::Result<Self> {
-        let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
-        let tree = mount::open_tree(CWD, path, flags)?;
+        Self::clone(mount::open_tree(CWD, path, CLONE)?)
+    }
+
+    /// Clones a mount by its descriptor.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::open`].
+    pub fn of_mount(mount: impl AsFd) -> io::Result<Self> {
+        Self::clone(mount::open_tree(mount, "", CLONE | OpenTreeFlags::AT_EMPTY_PATH)?)
+    }
+
+    fn clone(tree: OwnedFd) -> io::Result<Self> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         Self::of_root(fs::openat(&tree, ".", flags, Mode::empty())?)
     }
@@ -311,6 +324,23 @@ pub fn purged_from(fd: impl AsFd) -> Option<u64> {
         let len = fs::fgetxattr(&fd, format!("{family}{PURGED}"), &mut value[..]).ok()?;
         std::str::from_utf8(&value[..len]).ok()?.trim().parse().ok()
     })
+}
+
+/// Forgets that an open file was purged.
+///
+/// # Errors
+///
+/// What `fremovexattr` says.
+pub fn clear_purged(fd: impl AsFd) -> io::Result<()> {
+    for family in FAMILIES {
+        match fs::fremovexattr(&fd, format!("{family}{PURGED}")) {
+            Ok(()) | Err(Errno::NODATA | Errno::OPNOTSUPP) => {}
+            // Another family than the users' own.
+            Err(Errno::PERM) if family != FAMILIES[0] => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]

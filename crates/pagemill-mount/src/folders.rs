@@ -11,10 +11,7 @@ use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
-use std::time::{Duration, Instant};
-
-/// Marks of folders are read anew when they are older.
-const MARKS_LAST: Duration = Duration::from_millis(100);
+use std::time::Instant;
 
 /// Deepest nesting that is followed.
 const MAX_DEPTH: usize = 256;
@@ -125,18 +122,9 @@ impl Folders {
         above(&fd, &seen).is_ok_and(|above| self.learn(seen.inode, parent, name, above, Instant::now()))
     }
 
-    /// What holds for a file of this owner, with these marks of its own, in a folder; `None` if that cannot be told. Marks of
-    /// folders may be as old as a tenth of a second.
-    pub fn effective(&mut self, door: &Door, folder: u64, own: Marks, owner: u32) -> Option<Marks> {
-        self.effective_since(door, folder, own, owner, Instant::now().checked_sub(MARKS_LAST)?)
-    }
-
-    /// As [`Self::effective`], with marks of folders read now.
-    pub fn effective_now(&mut self, door: &Door, folder: u64, own: Marks, owner: u32) -> Option<Marks> {
-        self.effective_since(door, folder, own, owner, Instant::now())
-    }
-
-    fn effective_since(&mut self, door: &Door, folder: u64, own: Marks, owner: u32, since: Instant) -> Option<Marks> {
+    /// What holds for a file of this owner, with these marks of its own, in a folder, by marks of folders that were read at
+    /// `since` or later; `None` if that cannot be told.
+    pub fn effective(&mut self, door: &Door, folder: u64, own: Marks, owner: u32, since: Instant) -> Option<Marks> {
         let chain = self.chain(folder)?;
         for inode in &chain {
             let is_fresh = self.known.get(inode).is_some_and(|folder| folder.read_at >= since);

@@ -19,12 +19,15 @@ use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 /// A file that was closed is left alone for so long before its pages are looked at: many are opened again at once, and a
 /// volatile one may be purged soon, in which the worker would only be in the way.
 const DELAY: Duration = Duration::from_millis(50);
 const VOLATILE_DELAY: Duration = Duration::from_millis(500);
+
+/// Marks of folders that a look at everything goes by may be so old.
+const MARKS_LAST: Duration = Duration::from_millis(100);
 
 /// Most folders that are open at a time.
 const MAX_OPEN: usize = 32;
@@ -46,6 +49,7 @@ pub struct Ledger {
     pub met_worker: bool,
     /// Files that the present look at everything has found.
     seen: HashSet<u64>,
+    batch_began: Instant,
     /// Folders of the present batch of events.
     open: HashMap<u64, Option<OwnedFd>>,
     told: HashSet<PathBuf>,
@@ -68,6 +72,7 @@ impl Ledger {
             wants_scan: false,
             met_worker: false,
             seen: HashSet::new(),
+            batch_began: Instant::now(),
             open: HashMap::new(),
             told: HashSet::new(),
             door,
@@ -84,6 +89,7 @@ impl Ledger {
     /// Events follow that belong together: a folder is opened once for them.
     pub fn begin_batch(&mut self) {
         self.open.clear();
+        self.batch_began = Instant::now();
     }
 
     /// A folder has got a new name, and all below it new paths.
@@ -152,13 +158,24 @@ impl Ledger {
                     self.finish(folder, &name);
                     return;
                 }
-                let known_ns = self.index.get(seen.inode).map_or(0, |file| file.used_ns);
-                self.note(folder, &name, &seen, marks, None, known_ns.max(seen.used_ns));
-                if self.index.get(seen.inode).is_some() {
-                    self.seen.insert(seen.inode);
+                let known_ns = self.index.get(seen.inode).map(|file| file.used_ns);
+                self.note(folder, &name, &seen, marks, None, known_ns.unwrap_or(0).max(seen.used_ns));
+                if self.index.get(seen.inode).is_none() {
+                    return;
                 }
+                // It may have gone since it was found.
+                if known_ns.is_none() && !self.is_there(folder, &name, seen.inode) {
+                    self.index.remove(seen.inode);
+                    return;
+                }
+                self.seen.insert(seen.inode);
             }
         }
+    }
+
+    fn is_there(&mut self, folder: u64, name: &OsStr, inode: u64) -> bool {
+        let folder = self.folders.open(&self.door, folder);
+        folder.and_then(|folder| door::look_at(folder, name)).is_ok_and(|seen| seen.inode == inode)
     }
 
     /// Ends what a controller that was killed began with a file.
@@ -187,7 +204,13 @@ impl Ledger {
     /// Puts a file where it belongs: among the volatile ones, among those whose pages are to be looked at.
     fn note(&mut self, folder: u64, name: &OsStr, seen: &Seen, own: Marks, pid: Option<u32>, used_ns: i64) {
         let own = trusted(own, seen);
-        let Some(marks) = self.folders.effective(&self.door, folder, own, seen.owner) else {
+        // Somebody who marks a folder and then writes there is heard; in a look at everything there is no hurry.
+        let since = if pid.is_some() {
+            self.batch_began
+        } else {
+            Instant::now().checked_sub(MARKS_LAST).unwrap_or(self.batch_began)
+        };
+        let Some(marks) = self.folders.effective(&self.door, folder, own, seen.owner, since) else {
             // It cannot be told now: it stays until it can.
             self.index.remove(seen.inode);
             return;
@@ -290,6 +313,6 @@ fn trusted(own: Marks, seen: &Seen) -> Marks {
 /// Whether an open file is volatile, by what is marked at this moment.
 fn may_go(folders: &RefCell<&mut Folders>, door: &Door, folder: u64, fd: &OwnedFd, seen: &Seen) -> bool {
     let Ok(own) = door::marks(fd, |_| ()) else { return false };
-    let marks = folders.borrow_mut().effective_now(door, folder, trusted(own, seen), seen.owner);
+    let marks = folders.borrow_mut().effective(door, folder, trusted(own, seen), seen.owner, Instant::now());
     marks.and_then(|marks| marks.volatile).is_some_and(|volatile| volatile != Volatile::None)
 }

@@ -3,10 +3,14 @@
 use crate::door::Door;
 use pagemill::published;
 use pagemill::units::Bytes;
-use rustix::mount::{self, MountFlags, UnmountFlags};
+use rustix::fs::{Mode, OFlags};
+use rustix::mount::{self, FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags};
+use std::ffi::OsString;
 use std::fmt;
 use std::fs;
 use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -24,13 +28,14 @@ pub struct MountLine {
 }
 
 impl MountLine {
-    fn parse(line: &str) -> Option<Self> {
-        let (place, kind) = line.split_once(" - ")?;
-        let mut place = place.split(' ').skip(2);
-        let (major, minor) = place.next()?.split_once(':')?;
-        let point = PathBuf::from(unescape(place.nth(1)?));
-        let mut kind = kind.split(' ');
-        let (kind, source) = (kind.next()?.to_owned(), unescape(kind.next()?));
+    fn parse(line: &[u8]) -> Option<Self> {
+        let mut words = line.split(|byte| *byte == b' ');
+        let text = |word: &[u8]| String::from_utf8_lossy(word).into_owned();
+        let device = text(words.nth(2)?);
+        let (major, minor) = device.split_once(':')?;
+        let point = PathBuf::from(OsString::from_vec(unescape(words.nth(1)?)));
+        words.find(|word| *word == b"-")?;
+        let (kind, source) = (text(words.next()?), text(&unescape(words.next()?)));
         Some(Self { device: (major.parse().ok()?, minor.parse().ok()?), point, kind, source })
     }
 
@@ -41,22 +46,23 @@ impl MountLine {
 }
 
 /// `\040` and its like, as the kernel writes blanks.
-fn unescape(text: &str) -> String {
+fn unescape(word: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
-    let mut rest = text.as_bytes();
+    let mut rest = word;
     while let Some((first, after)) = rest.split_first() {
         let code = (*first == b'\\').then(|| std::str::from_utf8(after.get(..3)?).ok()).flatten();
-        match code.and_then(|code| u8::from_str_radix(code, 8).ok()) {
-            Some(byte) => (bytes, rest) = ([bytes, vec![byte]].concat(), &after[3..]),
-            None => (bytes, rest) = ([bytes, vec![*first]].concat(), after),
-        }
+        let byte = code.and_then(|code| u8::from_str_radix(code, 8).ok());
+        bytes.push(byte.unwrap_or(*first));
+        rest = if byte.is_some() { &after[3..] } else { after };
     }
-    String::from_utf8_lossy(&bytes).into_owned()
+    bytes
 }
 
 /// All mounts, in the order in which they lie upon each other.
 fn mounts() -> io::Result<Vec<MountLine>> {
-    Ok(fs::read_to_string("/proc/self/mountinfo")?.lines().filter_map(MountLine::parse).collect())
+    // Anybody's mount point may be of any bytes.
+    let text = fs::read("/proc/self/mountinfo")?;
+    Ok(text.split(|byte| *byte == b'\n').filter_map(MountLine::parse).collect())
 }
 
 /// The mount that is seen at a path, if one is right there.
@@ -79,6 +85,21 @@ pub fn is_mounted(device: u64) -> bool {
     mounts().map_or(true, |mounts| mounts.iter().any(|line| line.device == numbers))
 }
 
+/// Root's folder for sockets and locks, whatever its environment says: of all its sessions one may mount only.
+const ROOT_FOLDER: &std::ffi::CStr = c"/run/pagemill";
+
+/// Where sockets, locks and logs of this user's mounts lie.
+///
+/// # Errors
+///
+/// What making it says.
+pub fn folder() -> io::Result<PathBuf> {
+    if rustix::process::geteuid().is_root() && pagemill_sys::file::make_private_dir(ROOT_FOLDER).is_ok() {
+        return Ok(PathBuf::from(ROOT_FOLDER.to_string_lossy().into_owned()));
+    }
+    Ok(PathBuf::from(published::user_folder()?.as_str()))
+}
+
 /// Where the controller of a file system listens.
 ///
 /// # Errors
@@ -86,7 +107,7 @@ pub fn is_mounted(device: u64) -> bool {
 /// What making the user's folder says.
 pub fn socket_path(device: u64) -> io::Result<PathBuf> {
     let (major, minor) = device_numbers(device);
-    Ok(PathBuf::from(published::user_folder()?.as_str()).join(format!("mount-{major}-{minor}.sock")))
+    Ok(folder()?.join(format!("mount-{major}-{minor}.sock")))
 }
 
 /// Why something is not mounted, or not unmounted.
@@ -101,7 +122,8 @@ pub enum Refusal {
     TooLarge { size_bytes: u64, machine_bytes: u64 },
     NotOurs(PathBuf),
     NotMounted(PathBuf),
-    Busy { point: PathBuf, holders: Vec<Holder> },
+    Busy { point: PathBuf, holders: Vec<Holder>, below: Vec<PathBuf> },
+    NoLock { path: PathBuf, error: io::Error },
     NotAllowed { what: &'static str, error: io::Error },
     System { what: &'static str, error: io::Error },
 }
@@ -109,7 +131,7 @@ pub enum Refusal {
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Missing(point) => write!(f, "{} does not exist: mkdir -p {0}", point.display()),
+            Self::Missing(point) => write!(f, "{} does not exist: mkdir -p '{0}'", point.display()),
             Self::NoFolder(point) => write!(f, "{} is no folder", point.display()),
             Self::NotEmpty { point, entries, first } => {
                 let others = if *entries > 1 { format!(" and {} others", entries - 1) } else { String::new() };
@@ -129,16 +151,21 @@ impl fmt::Display for Refusal {
             }
             Self::NotOurs(point) => write!(f, "what is mounted on {} was not mounted by Pagemill", point.display()),
             Self::NotMounted(point) => write!(f, "nothing is mounted on {}", point.display()),
-            Self::Busy { point, holders } => {
+            Self::Busy { point, holders, below } => {
                 write!(f, "{} is busy", point.display())?;
-                if holders.is_empty() {
-                    write!(f, ": in use by a process that cannot be seen from here, or by a mount below it")?;
+                if holders.is_empty() && below.is_empty() {
+                    write!(
+                        f,
+                        ": in use by what cannot be seen from here (another user's process, a loop device, swap)"
+                    )?;
                 }
+                below.iter().try_for_each(|point| write!(f, "\n  mounted below it: {}", point.display()))?;
                 holders.iter().try_for_each(|holder| write!(f, "\n  {holder}"))
             }
             Self::NotAllowed { what, error } => {
                 write!(f, "{what}: {error}; as an ordinary user `pagemill run --ram DIR -- PROGRAM` does it")
             }
+            Self::NoLock { path, error } => write!(f, "{} cannot be locked: {error}", path.display()),
             Self::System { what, error } => write!(f, "{what}: {error}"),
         }
     }
@@ -180,10 +207,13 @@ impl Wanted {
         self.check_size()?;
         let point = canonical(&self.point)?;
         // Of two that mount here at the same time the second shall see what the first has done.
-        let folder = published::user_folder().map_err(system("no folder of the user's own can be made"))?;
-        let lock = fs::File::create(Path::new(folder.as_str()).join("mount.lock")).map_err(system("no lock"))?;
-        rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive)
-            .map_err(|error| system("no lock")(error.into()))?;
+        let no_folder = "no folder for its socket can be made, by XDG_RUNTIME_DIR or below /run, /dev/shm, /tmp";
+        let path = folder().map_err(system(no_folder))?.join("mount.lock");
+        let lock = fs::File::create(&path).and_then(|lock| {
+            rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive)?;
+            Ok(lock)
+        });
+        let _lock = lock.map_err(|error| Refusal::NoLock { path, error })?;
         match mount_at(&point).map_err(system("the mounts cannot be read"))? {
             Some(line) if line.is_ours() => self.take_over(point),
             Some(line) => Err(Refusal::Taken { point, kind: line.kind, source: line.source }),
@@ -211,30 +241,38 @@ impl Wanted {
     }
 
     fn mount_new(&self, point: PathBuf) -> Result<Mounted, Refusal> {
-        let mut entries = fs::read_dir(&point).map_err(system("the mount point cannot be read"))?;
+        // From here on it is this folder that is meant, whatever is renamed.
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let open = || -> io::Result<OwnedFd> { Ok(rustix::fs::open(&point, flags, Mode::empty())?) };
+        let below = open().map_err(system("the mount point cannot be opened"))?;
+        let place = PathBuf::from(format!("/proc/self/fd/{}", below.as_raw_fd()));
+        if fs::read_link(&place).ok().as_ref() != Some(&point) {
+            return Err(Refusal::Missing(point));
+        }
+        let mut entries = fs::read_dir(&place).map_err(system("the mount point cannot be read"))?;
         if let Some(Ok(first)) = entries.next() {
             let first = first.file_name().to_string_lossy().into_owned();
             return Err(Refusal::NotEmpty { point, entries: 1 + entries.count(), first });
         }
-        let mount = |huge: &str| {
-            let options = format!("size={},mode={:o}{huge}\0", self.size_bytes, self.mode);
-            let options = std::ffi::CString::from_vec_with_nul(options.into_bytes()).unwrap_or_default();
-            mount::mount(SOURCE, &point, "tmpfs", MountFlags::NOSUID | MountFlags::NODEV, options.as_c_str())
-        };
-        let mut has_no_huge = false;
-        let mut result = mount(",huge=within_size");
-        if result == Err(rustix::io::Errno::INVAL) {
-            has_no_huge = true;
-            result = mount("");
-        }
-        result.map_err(|error| system("tmpfs cannot be mounted")(error.into()))?;
-        match Door::open(&point) {
-            Ok(door) => Ok(Mounted { point, door, was_taken_over: false, has_no_huge }),
-            Err(error) => {
-                let _ = mount::unmount(&point, UnmountFlags::NOFOLLOW);
-                Err(system("the mount cannot be opened")(error))
-            }
-        }
+        let (mount, has_no_huge) = self.make().map_err(system("tmpfs cannot be mounted"))?;
+        let door = Door::of_mount(&mount).map_err(system("the mount cannot be opened"))?;
+        let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
+        mount::move_mount(&mount, "", &below, "", flags)
+            .map_err(|error| system("tmpfs cannot be mounted")(error.into()))?;
+        Ok(Mounted { point, door, was_taken_over: false, has_no_huge })
+    }
+
+    /// A new tmpfs that is mounted nowhere yet, and whether it has no huge pages.
+    fn make(&self) -> io::Result<(OwnedFd, bool)> {
+        let context = mount::fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
+        let set = |key: &str, value: String| mount::fsconfig_set_string(context.as_fd(), key, value);
+        set("source", SOURCE.into())?;
+        set("size", self.size_bytes.to_string())?;
+        set("mode", format!("{:o}", self.mode))?;
+        let has_no_huge = set("huge", "within_size".into()).is_err();
+        mount::fsconfig_create(context.as_fd())?;
+        let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
+        Ok((mount::fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, attributes)?, has_no_huge))
     }
 }
 
@@ -268,21 +306,43 @@ pub fn find(point: &Path) -> Result<(PathBuf, u64), Refusal> {
     }
 }
 
-/// Unmounts the file system with this device from `point`, if it is what is mounted there.
+/// Unmounts the file system with this device from `point`, if it is what is mounted there. (Who mounts something on it between
+/// that look and the call has that unmounted.)
 ///
 /// # Errors
 ///
-/// [`Refusal::Busy`] with who is in the way.
-pub fn unmount(point: &Path, device: u64) -> Result<(), Refusal> {
+/// [`Refusal::Busy`] with who is in the way; `controller` and its children never are.
+pub fn unmount(point: &Path, device: u64, controller: u32) -> Result<(), Refusal> {
     let line = mount_at(point).map_err(system("the mounts cannot be read"))?;
     if !line.is_some_and(|line| line.is_ours() && line.device == device_numbers(device)) {
         return Err(Refusal::NotOurs(point.to_owned()));
     }
     match mount::unmount(point, UnmountFlags::NOFOLLOW) {
         Ok(()) => Ok(()),
-        Err(rustix::io::Errno::BUSY) => Err(Refusal::Busy { point: point.to_owned(), holders: holders(device) }),
+        Err(rustix::io::Errno::BUSY) => {
+            Err(Refusal::Busy { point: point.to_owned(), holders: holders(device, controller), below: below(point) })
+        }
         Err(error) => Err(system("it cannot be unmounted")(error.into())),
     }
+}
+
+/// What is mounted below a path.
+fn below(point: &Path) -> Vec<PathBuf> {
+    let all = mounts().unwrap_or_default().into_iter().map(|line| line.point);
+    all.filter(|other| other != point && other.starts_with(point)).collect()
+}
+
+/// Where else a file system is mounted, as far as can be seen.
+pub fn places(device: u64) -> Vec<PathBuf> {
+    let numbers = device_numbers(device);
+    let all = mounts().unwrap_or_default().into_iter();
+    all.filter(|line| line.device == numbers).map(|line| line.point).collect()
+}
+
+/// Whether a file system is one that Pagemill mounted.
+pub fn is_ours(device: u64) -> bool {
+    let numbers = device_numbers(device);
+    mounts().is_ok_and(|mounts| mounts.iter().any(|line| line.device == numbers && line.is_ours()))
 }
 
 /// A process that uses a file system.
@@ -295,17 +355,25 @@ pub struct Holder {
 
 impl fmt::Display for Holder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "process {} ({}): {}", self.pid, self.name, self.how)
+        let (name, how) = (self.name.escape_debug(), self.how.escape_debug());
+        write!(f, "process {} ({name}): {how}", self.pid)
     }
 }
 
-/// Who uses a file system, as far as may be seen; not this process.
-pub fn holders(device: u64) -> Vec<Holder> {
+/// Who uses a file system, as far as may be seen; not this process, nor `controller` and its children.
+pub fn holders(device: u64, controller: u32) -> Vec<Holder> {
     const MOST: usize = 20;
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
     let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
-    let others = pids.filter(|pid| *pid != std::process::id());
+    let own = [std::process::id(), controller];
+    let is_own = |pid: u32| own.contains(&pid) || parent(pid).is_some_and(|parent| own.contains(&parent));
+    let others = pids.filter(|pid| !is_own(*pid));
     others.filter_map(|pid| holder(pid, device)).take(MOST).collect()
+}
+
+fn parent(pid: u32) -> Option<u32> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
 }
 
 fn holder(pid: u32, device: u64) -> Option<Holder> {
@@ -340,12 +408,12 @@ mod tests {
     /// Lines are read with optional fields and escaped blanks; ours are told from others.
     #[test]
     fn mount_lines_are_read() {
-        let line = "36 35 0:79 / /mnt/a\\040b rw,nosuid shared:9 master:1 - tmpfs pagemill rw,size=8k";
+        let line = b"36 35 0:79 / /mnt/a\\040b rw,nosuid shared:9 master:1 - tmpfs pagemill rw,size=8k";
         let line = MountLine::parse(line).unwrap();
         assert_eq!((line.device, line.point.to_str().unwrap(), line.is_ours()), ((0, 79), "/mnt/a b", true));
-        let other = MountLine::parse("36 35 0:79 / /tmp rw - tmpfs tmpfs rw").unwrap();
-        assert!(!other.is_ours() && MountLine::parse("nonsense").is_none());
-        assert_eq!(unescape("a\\134b\\9"), "a\\b\\9");
+        let other = MountLine::parse(b"36 35 0:79 / /tm\xff rw - tmpfs tmpfs rw").unwrap();
+        assert!(!other.is_ours() && MountLine::parse(b"nonsense").is_none());
+        assert_eq!(unescape(b"a\\134b\\9"), b"a\\b\\9");
     }
 
     /// What is in the way is named, before anything is done.
@@ -363,6 +431,6 @@ mod tests {
         assert!(refusal(Path::new("/proc"), 1 << 20).contains("something is mounted on /proc already: proc"));
         assert!(find(Path::new("/proc")).unwrap_err().to_string().ends_with("was not mounted by Pagemill"));
         assert!(find(folder.path()).unwrap_err().to_string().starts_with("nothing is mounted on"));
-        assert!(matches!(unmount(Path::new("/proc"), 1), Err(Refusal::NotOurs(_))));
+        assert!(matches!(unmount(Path::new("/proc"), 1, 0), Err(Refusal::NotOurs(_))));
     }
 }

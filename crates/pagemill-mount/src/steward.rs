@@ -50,6 +50,9 @@ const GROWN_PAUSE: Duration = Duration::from_millis(20);
 const WORKER_PAUSE: Duration = Duration::from_millis(5);
 const SCAN_PAUSE: Duration = Duration::from_millis(2);
 
+/// Limits are asked for so often while nothing moves.
+const SAMPLE_LASTS: Duration = Duration::from_millis(200);
+
 /// Looks without a change after which nothing moves.
 const STILL_LOOKS: u32 = 16;
 
@@ -101,6 +104,8 @@ pub struct Steward {
     drained: Instant,
     has_events: bool,
     look_at: Instant,
+    /// When limits were asked for last.
+    sampled: Instant,
     still_looks: u32,
 }
 
@@ -146,6 +151,7 @@ impl Steward {
             drained: now,
             has_events: false,
             look_at: now,
+            sampled: now,
             still_looks: 0,
             inbox: Arc::new(Inbox::new()?),
             listener: listener.ok(),
@@ -300,6 +306,12 @@ impl Steward {
     /// Looks at every limit, keeps the size, purges what is over a mark; decides when to look again.
     fn look(&mut self) {
         let begun = Instant::now();
+        // Nothing moved for long, here at least, and nothing is near: whether somebody writes is all there is to know.
+        let is_still = self.still_looks >= STILL_LOOKS && self.budget.room_bytes() >= ROOM_FOR_EASE;
+        if is_still && begun < self.sampled + SAMPLE_LASTS && self.door.fill().is_ok_and(|fill| fill == self.fill) {
+            self.look_at = begun + LONGEST_PAUSE;
+            return;
+        }
         let mut blocked: Vec<Bound> = Vec::new();
         let was = (self.fill.used_bytes, self.used_of_groups());
         loop {
@@ -355,6 +367,7 @@ impl Steward {
 
     /// Asks the kernel how full everything is, and sets the size that follows.
     fn sample(&mut self) {
+        self.sampled = Instant::now();
         self.fill = self.door.fill().unwrap_or(self.fill);
         self.ledger.groups.list_suspects_if_due();
         self.find_writers();

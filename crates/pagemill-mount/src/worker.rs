@@ -146,6 +146,9 @@ fn look_at(door: &Door, job: &Job, place: &mut Place) -> io::Result<Done> {
     let huge = job.huge.parse().unwrap_or_default();
     let (mut dense, mut sparse) = (Vec::new(), Vec::new());
     for block in blocks(&file, &seen)? {
+        if door::look(&file)?.links == 0 {
+            return Ok(done);
+        }
         match huge {
             // One whose first page is a hole is not huge.
             Huge::Never if fs::seek(&file, SeekFrom::Data(block.start)) == Ok(block.start) => {
@@ -174,6 +177,10 @@ fn look_at(door: &Door, job: &Job, place: &mut Place) -> io::Result<Done> {
 /// Makes blocks huge, for as long as nobody else has the file open.
 fn collapse(file: &File, blocks: &[u64], done: &mut Done) {
     for at in blocks {
+        // A file that was deleted goes when the last lets go of it.
+        if door::look(file).map_or(0, |seen| seen.links) == 0 {
+            return;
+        }
         // Whoever uses it is not to be held up, and finds out soon enough.
         if !pages::is_alone(file.as_fd()) {
             done.is_busy = true;

@@ -1,0 +1,154 @@
+//! `pagemill mark`: which files of a mount may vanish, and which pages they get.
+
+use crate::fail;
+use pagemill_mount::door::{self, Seen};
+use pagemill_mount::mounting;
+use pagemill_mount::policy::{self, Above, HUGE, Huge, Marks, VOLATILE, Volatile};
+use pagemill_mount::steward::say;
+use serde_json::json;
+use std::fmt::Display;
+use std::fs;
+use std::io::{self, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Without options: show what holds for files and folders. That is their own mark, or else that of the nearest folder above
+/// that has one.
+#[derive(clap::Args)]
+pub struct Mark {
+    /// May it vanish when memory runs short: `full` (as a whole), `partial` (from its end), `none`.
+    #[arg(long, value_name = "WHAT", value_parser = |text: &str| text.parse::<Volatile>())]
+    volatile: Option<Volatile>,
+    /// Huge pages: `auto` (where they pay), `always`, `never`.
+    #[arg(long, value_name = "WHEN", value_parser = |text: &str| text.parse::<Huge>())]
+    huge: Option<Huge>,
+    /// A partial file that was purged is whole again: take the attribute user.pagemill.purged away, which says from which
+    /// byte on it was cut.
+    #[arg(long)]
+    refilled: bool,
+    /// Files and folders on a `pagemill mount`. A folder's marks hold for all below it.
+    #[arg(required = true)]
+    paths: Vec<PathBuf>,
+    /// One JSON object a line.
+    #[arg(long)]
+    json: bool,
+}
+
+fn optional(word: Option<impl Display>) -> Option<String> {
+    word.map(|word| word.to_string())
+}
+
+impl Mark {
+    pub fn main(&self) -> ExitCode {
+        let mut status = ExitCode::SUCCESS;
+        for path in &self.paths {
+            let Err(why) = self.mark(path) else { continue };
+            let why = format!("{}: {why}", path.display());
+            if self.json {
+                let _ = writeln!(io::stdout(), "{}", json!({ "path": path.to_string_lossy(), "error": why }));
+            }
+            status = fail(1, &why);
+        }
+        status
+    }
+
+    fn mark(&self, path: &Path) -> Result<(), String> {
+        let said = |error: io::Error| error.to_string();
+        let (fd, seen) = open(path)?;
+        let device = fs::symlink_metadata(path).map_err(said)?.dev();
+        if !mounting::is_ours(device) {
+            return Err("it is not on a `pagemill mount`: nobody would mind a mark there".into());
+        }
+        self.set(&fd, &seen)?;
+        let mut bad = Vec::new();
+        let own = door::marks(&fd, |mark| bad.push(mark.0)).map_err(said)?;
+        let marks = policy::effective(own, seen.owner, above(path, device).map_err(said)?);
+        let (volatile, huge) = (marks.volatile.unwrap_or_default(), marks.huge.unwrap_or_default());
+        let purged = door::purged_from(&fd);
+        let line = if self.json {
+            json!({
+                "path": path.to_string_lossy(), "volatile": volatile.to_string(), "huge": huge.to_string(),
+                "own_volatile": optional(own.volatile), "own_huge": optional(own.huge),
+                "purged_from": purged, "ignored": bad,
+            })
+            .to_string()
+        } else {
+            let origin = |own: bool, marked: bool| {
+                if own {
+                    "own"
+                } else if marked {
+                    "from above"
+                } else {
+                    "default"
+                }
+            };
+            let of_volatile = origin(own.volatile.is_some(), marks.volatile.is_some());
+            let of_huge = origin(own.huge.is_some(), marks.huge.is_some());
+            let purged = purged.map_or_else(String::new, |from| format!("  purged from byte {from} on"));
+            format!("volatile {volatile} ({of_volatile})  huge {huge} ({of_huge})  {}{purged}", path.display())
+        };
+        writeln!(io::stdout(), "{line}").map_err(said)?;
+        for bad in bad {
+            say(&format!("{}: {bad}: it is passed over", path.display()));
+        }
+        Ok(())
+    }
+
+    fn set(&self, fd: &OwnedFd, seen: &Seen) -> Result<(), String> {
+        let wants = self.volatile.is_some() || self.huge.is_some() || self.refilled;
+        let user = rustix::process::geteuid().as_raw();
+        if wants && user != 0 && user != seen.owner {
+            return Err(format!("it belongs to user {}: only its owner may mark it", seen.owner));
+        }
+        let is_marked = matches!(self.volatile, Some(Volatile::Full | Volatile::Partial));
+        if is_marked && seen.is_file() && seen.is_open_to_all() {
+            return Err("anybody may write to it, and so mark it: such a mark would be passed over (chmod o-w)".into());
+        }
+        for (attribute, word) in [(VOLATILE, optional(self.volatile)), (HUGE, optional(self.huge))] {
+            let Some(word) = word else { continue };
+            door::set_attribute(fd, attribute, &word).map_err(|error| match error.raw_os_error() {
+                Some(libc::EOPNOTSUPP | libc::EPERM) => {
+                    format!("{error}; before Linux 6.6 only root can mark files on tmpfs")
+                }
+                _ => error.to_string(),
+            })?;
+        }
+        if self.refilled {
+            door::clear_purged(fd).map_err(|error| error.to_string())?;
+        }
+        Ok(())
+    }
+}
+
+/// Opens a file or folder itself, and nothing that it leads to.
+fn open(path: &Path) -> Result<(OwnedFd, Seen), String> {
+    use rustix::fs::{Mode, OFlags};
+    let kind = fs::symlink_metadata(path).map_err(|error| error.to_string())?.file_type();
+    if !kind.is_file() && !kind.is_dir() {
+        let what =
+            if kind.is_symlink() { "it is a link: mark what it leads to" } else { "it is neither file nor folder" };
+        return Err(what.into());
+    }
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let fd = rustix::fs::open(path, flags, Mode::empty()).map_err(|error| io::Error::from(error).to_string())?;
+    let seen = door::look(&fd).map_err(|error| error.to_string())?;
+    Ok((fd, seen))
+}
+
+/// The folders above that lie on the same file system, the nearest first.
+fn above(path: &Path, device: u64) -> io::Result<Vec<Above>> {
+    let mut found = Vec::new();
+    let path = fs::canonicalize(path)?;
+    for folder in path.ancestors().skip(1) {
+        if fs::metadata(folder)?.dev() != device {
+            break;
+        }
+        let fd = fs::File::open(folder)?;
+        let seen = door::look(&fd)?;
+        let marks: Marks = door::marks(&fd, |_| ())?;
+        found.push(Above { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() });
+    }
+    Ok(found)
+}
