@@ -4,7 +4,7 @@
 //! the inode is the right one.
 
 use crate::door::{self, Door, Seen};
-use crate::policy::{self, Above, Marks};
+use crate::policy::Above;
 use pagemill_sys::fanotify::Handle;
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -122,9 +122,9 @@ impl Folders {
         above(&fd, &seen).is_ok_and(|above| self.learn(seen.inode, parent, name, above, Instant::now()))
     }
 
-    /// What holds for a file of this owner, with these marks of its own, in a folder, by marks of folders that were read at
-    /// `since` or later; `None` if that cannot be told.
-    pub fn effective(&mut self, door: &Door, folder: u64, own: Marks, owner: u32, since: Instant) -> Option<Marks> {
+    /// The marks of a folder and of those above it, the nearest first, as they were read at `since` or later; `None` if that
+    /// cannot be told.
+    pub fn above(&mut self, door: &Door, folder: u64, since: Instant) -> Option<Vec<Above>> {
         let chain = self.chain(folder)?;
         for inode in &chain {
             let is_fresh = self.known.get(inode).is_some_and(|folder| folder.read_at >= since);
@@ -132,8 +132,7 @@ impl Folders {
                 self.refresh(door, *inode).ok()?;
             }
         }
-        let above: Option<Vec<_>> = chain.iter().map(|inode| Some(self.known.get(inode)?.above)).collect();
-        Some(policy::effective(own, owner, above?))
+        chain.iter().map(|inode| Some(self.known.get(inode)?.above)).collect()
     }
 
     /// Reads a folder's marks anew.

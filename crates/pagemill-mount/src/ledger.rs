@@ -5,7 +5,7 @@ use crate::folders::Folders;
 use crate::groups::{GroupId, Groups, UNKNOWN};
 use crate::index::{File, Index, Part};
 use crate::pagework::PageWork;
-use crate::policy::{Marks, Volatile};
+use crate::policy::{self, Above, Marks, Volatile};
 use crate::purge::{self, Outcome, Target};
 use crate::scan::Found;
 use crate::status::Counts;
@@ -35,6 +35,16 @@ const MAX_OPEN: usize = 32;
 /// Most paths that a bad mark was told of.
 const MAX_TOLD: usize = 100;
 
+/// Files that hold less are too many for each to be asked for its own marks when it is closed.
+const OWN_MARKS_FROM_BYTES: u64 = 64 << 10;
+
+/// A folder of the present batch of events, and what is marked on the way to it.
+struct OpenFolder {
+    inode: u64,
+    fd: OwnedFd,
+    above: Vec<Above>,
+}
+
 /// Files, folders, groups, and what is to be done with pages.
 pub struct Ledger {
     door: Arc<Door>,
@@ -51,7 +61,11 @@ pub struct Ledger {
     seen: HashSet<u64>,
     batch_began: Instant,
     /// Folders of the present batch of events.
-    open: HashMap<u64, Option<OwnedFd>>,
+    open: HashMap<u64, OpenFolder>,
+    /// Who closed the file before.
+    last_writer: Option<(u32, GroupId)>,
+    own_pid: u32,
+    own_group: GroupId,
     told: HashSet<PathBuf>,
 }
 
@@ -63,7 +77,7 @@ pub fn now_ns() -> i64 {
 
 impl Ledger {
     /// Knows nothing yet. `worker` is the program that looks after pages.
-    pub fn new(door: Arc<Door>, groups: Groups, worker: Vec<OsString>) -> Self {
+    pub fn new(door: Arc<Door>, mut groups: Groups, worker: Vec<OsString>) -> Self {
         Self {
             folders: Folders::new(door.root_inode()),
             index: Index::default(),
@@ -74,6 +88,9 @@ impl Ledger {
             seen: HashSet::new(),
             batch_began: Instant::now(),
             open: HashMap::new(),
+            last_writer: None,
+            own_pid: std::process::id(),
+            own_group: groups.of_self(),
             told: HashSet::new(),
             door,
             groups,
@@ -89,6 +106,7 @@ impl Ledger {
     /// Events follow that belong together: a folder is opened once for them.
     pub fn begin_batch(&mut self) {
         self.open.clear();
+        self.last_writer = None;
         self.batch_began = Instant::now();
     }
 
@@ -102,40 +120,66 @@ impl Ledger {
 
     /// A process closed a file that it had open for writing, or gave one this name.
     pub fn written(&mut self, folder: Handle<'_>, name: &OsStr, pid: u32) {
-        let is_own = pid != 0 && (pid == std::process::id() || pid == self.pages.worker_pid());
+        let is_own = pid != 0 && (pid == self.own_pid || pid == self.pages.worker_pid());
         if is_own {
             return;
         }
         self.counts.events += 1;
-        let Some(inode) = self.folders.find(&self.door, folder) else {
+        let opened = folder.inode().and_then(|inode| self.open.remove(&inode)).or_else(|| self.open_folder(folder));
+        let Some(opened) = opened else {
             self.wants_scan = true;
             return;
         };
-        let folders = &mut self.folders;
+        self.observe(&opened, name, pid);
         if self.open.len() >= MAX_OPEN {
             self.open.clear();
         }
-        let opened = self.open.remove(&inode).unwrap_or_else(|| folders.open(&self.door, inode).ok());
-        match &opened {
-            Some(fd) => self.observe(inode, fd, name, pid),
-            None => self.wants_scan = true,
-        }
-        self.open.insert(inode, opened);
+        self.open.insert(opened.inode, opened);
+    }
+
+    /// Opens a folder of this batch, and reads what holds in it.
+    fn open_folder(&mut self, handle: Handle<'_>) -> Option<OpenFolder> {
+        let inode = self.folders.find(&self.door, handle)?;
+        let fd = self.folders.open(&self.door, inode).ok()?;
+        let above = self.folders.above(&self.door, inode, self.batch_began)?;
+        Some(OpenFolder { inode, fd, above })
     }
 
     /// Takes note of a file that was written.
-    fn observe(&mut self, folder: u64, fd: &OwnedFd, name: &OsStr, pid: u32) {
-        let Ok(seen) = door::look_at(fd, name) else { return };
+    fn observe(&mut self, folder: &OpenFolder, name: &OsStr, pid: u32) {
+        let Ok(seen) = door::look_at(&folder.fd, name) else { return };
         if !seen.is_file() {
             return;
         }
-        let mut bad = Vec::new();
-        let Ok(marks) = door::marks_at(fd, name, |mark| bad.push(mark)) else { return };
-        for mark in bad {
-            let path = self.folders.path(folder).unwrap_or_default().join(name);
-            self.tell_bad(path, &mark.0);
+        let mut own = Marks::default();
+        // A small one's own marks are found by the look at everything, and read before it goes: there are many of them.
+        if seen.held_bytes >= OWN_MARKS_FROM_BYTES {
+            let mut bad = Vec::new();
+            let Ok(marks) = door::marks_at(&folder.fd, name, |mark| bad.push(mark)) else { return };
+            own = marks;
+            for mark in bad {
+                let path = self.folders.path(folder.inode).unwrap_or_default().join(name);
+                self.tell_bad(path, &mark.0);
+            }
         }
-        self.note(folder, name, &seen, marks, Some(pid), now_ns());
+        let marks = policy::effective(trusted(own, &seen), seen.owner, folder.above.iter().copied());
+        let group = self.group_of_writer(pid);
+        self.note(folder.inode, name, &seen, marks, group, now_ns());
+    }
+
+    /// The group of who closed a file. Where nobody says who it was (in a namespace of its own) all come from here.
+    fn group_of_writer(&mut self, pid: u32) -> GroupId {
+        if pid == 0 {
+            return self.own_group;
+        }
+        match self.last_writer {
+            Some((last, group)) if last == pid => group,
+            _ => {
+                let group = self.groups.of_process(pid);
+                self.last_writer = Some((pid, group));
+                group
+            }
+        }
     }
 
     fn tell_bad(&mut self, path: PathBuf, text: &str) {
@@ -158,8 +202,15 @@ impl Ledger {
                     self.finish(folder, &name);
                     return;
                 }
+                let since = Instant::now().checked_sub(MARKS_LAST).unwrap_or(self.batch_began);
+                let Some(above) = self.folders.above(&self.door, folder, since) else {
+                    // It cannot be told now: it stays until it can.
+                    self.index.remove(seen.inode);
+                    return;
+                };
+                let marks = policy::effective(trusted(marks, &seen), seen.owner, above);
                 let known_ns = self.index.get(seen.inode).map(|file| file.used_ns);
-                self.note(folder, &name, &seen, marks, None, known_ns.unwrap_or(0).max(seen.used_ns));
+                self.note(folder, &name, &seen, marks, UNKNOWN, known_ns.unwrap_or(0).max(seen.used_ns));
                 if self.index.get(seen.inode).is_none() {
                     return;
                 }
@@ -202,27 +253,9 @@ impl Ledger {
     }
 
     /// Puts a file where it belongs: among the volatile ones, among those whose pages are to be looked at.
-    fn note(&mut self, folder: u64, name: &OsStr, seen: &Seen, own: Marks, pid: Option<u32>, used_ns: i64) {
-        let own = trusted(own, seen);
-        // Somebody who marks a folder and then writes there is heard; in a look at everything there is no hurry.
-        let since = if pid.is_some() {
-            self.batch_began
-        } else {
-            Instant::now().checked_sub(MARKS_LAST).unwrap_or(self.batch_began)
-        };
-        let Some(marks) = self.folders.effective(&self.door, folder, own, seen.owner, since) else {
-            // It cannot be told now: it stays until it can.
-            self.index.remove(seen.inode);
-            return;
-        };
+    fn note(&mut self, folder: u64, name: &OsStr, seen: &Seen, marks: Marks, group: GroupId, used_ns: i64) {
         let known = self.index.get(seen.inode).map(|file| file.group).filter(|group| *group != UNKNOWN);
-        let group = match (known, pid) {
-            (Some(group), _) => group,
-            (None, Some(pid)) if pid != 0 => self.groups.of_process(pid),
-            // Nobody says who it was. In a namespace of its own all come from here.
-            (None, Some(_)) => self.groups.of_self(),
-            (None, None) => UNKNOWN,
-        };
+        let group = known.unwrap_or(group);
         let part = match marks.volatile.unwrap_or_default() {
             Volatile::Full => Some(Part::Whole),
             Volatile::Partial => Some(Part::Tail),
@@ -313,6 +346,7 @@ fn trusted(own: Marks, seen: &Seen) -> Marks {
 /// Whether an open file is volatile, by what is marked at this moment.
 fn may_go(folders: &RefCell<&mut Folders>, door: &Door, folder: u64, fd: &OwnedFd, seen: &Seen) -> bool {
     let Ok(own) = door::marks(fd, |_| ()) else { return false };
-    let marks = folders.borrow_mut().effective(door, folder, trusted(own, seen), seen.owner, Instant::now());
-    marks.and_then(|marks| marks.volatile).is_some_and(|volatile| volatile != Volatile::None)
+    let Some(above) = folders.borrow_mut().above(door, folder, Instant::now()) else { return false };
+    let marks = policy::effective(trusted(own, seen), seen.owner, above);
+    marks.volatile.is_some_and(|volatile| volatile != Volatile::None)
 }

@@ -15,10 +15,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Bounds of the time between two looks at everything.
-const SCAN_EVERY: std::ops::Range<Duration> = Duration::from_secs(5)..Duration::from_secs(300);
+const SCAN_EVERY: std::ops::Range<Duration> = Duration::from_secs(30)..Duration::from_secs(600);
 
 /// A look at everything may take this part of the time.
-const SCAN_SHARE: u32 = 20;
+const SCAN_SHARE: u32 = 100;
 
 /// One that is wanted comes so soon after the last.
 const WANTED_PAUSE: Duration = Duration::from_millis(500);

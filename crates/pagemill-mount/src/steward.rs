@@ -128,7 +128,6 @@ impl Steward {
         let now = Instant::now();
         let fill = door.fill()?;
         let mut groups = Groups::new("");
-        groups.of_self();
         for folder in &settings.groups {
             groups.add_folder(folder).map_err(|error| {
                 let text = format!("{folder} is not the folder of a memory control group: {error}");
