@@ -145,8 +145,18 @@ fn look_at(door: &Door, job: &Job, place: &mut Place) -> io::Result<Done> {
     let file = File::from(fd);
     let huge = job.huge.parse().unwrap_or_default();
     let (mut dense, mut sparse) = (Vec::new(), Vec::new());
-    for block in blocks(&file, &seen)? {
+    // To look where its holes are keeps writers waiting.
+    if !pages::is_alone(file.as_fd()) {
+        done.is_busy = true;
+        return Ok(done);
+    }
+    for Block { place: block, data_bytes } in blocks(&file, &seen)? {
+        // A file that was deleted goes when the last lets go of it; and whoever uses it is not to be held up.
         if door::look(&file)?.links == 0 {
+            return Ok(done);
+        }
+        if !pages::is_alone(file.as_fd()) {
+            done.is_busy = true;
             return Ok(done);
         }
         match huge {
@@ -156,7 +166,7 @@ fn look_at(door: &Door, job: &Job, place: &mut Place) -> io::Result<Done> {
             }
             Huge::Never => {}
             Huge::Always => dense.push(block.start),
-            Huge::Auto => match density(&file, &block)? {
+            Huge::Auto => match density(&file, &block, data_bytes)? {
                 Density::Dense if block.end - block.start == BLOCK => dense.push(block.start),
                 Density::Sparse => sparse.push(block),
                 Density::Dense | Density::Between => {}
@@ -198,17 +208,35 @@ fn collapse(file: &File, blocks: &[u64], done: &mut Done) {
     }
 }
 
-/// The blocks of a file that hold any memory, each up to the end of the file.
-fn blocks(file: &File, seen: &Seen) -> io::Result<Vec<Range<u64>>> {
-    let (mut found, mut at) = (Vec::new(), 0);
+/// A block of a file that holds memory.
+#[derive(Debug, PartialEq, Eq)]
+struct Block {
+    /// Up to the end of the file.
+    place: Range<u64>,
+    /// What is no hole.
+    data_bytes: u64,
+}
+
+/// The blocks of a file that hold any memory. Each hole is looked for once: the kernel goes from one to the next page by page,
+/// while writers wait.
+fn blocks(file: &File, seen: &Seen) -> io::Result<Vec<Block>> {
+    let (mut found, mut at): (Vec<Block>, u64) = (Vec::new(), 0);
     while at < seen.len_bytes {
-        at = match fs::seek(file, SeekFrom::Data(at)) {
-            Ok(data) => data - data % BLOCK,
+        let start = match fs::seek(file, SeekFrom::Data(at)) {
+            Ok(start) => start,
             Err(Errno::NXIO) => break,
             Err(error) => return Err(error.into()),
         };
-        found.push(at..(at + BLOCK).min(seen.len_bytes));
-        at += BLOCK;
+        let end = fs::seek(file, SeekFrom::Hole(start))?.clamp(start + 1, seen.len_bytes.max(start + 1));
+        at = end;
+        for first in (start - start % BLOCK..end).step_by(BLOCK_BYTES) {
+            let place = first..(first + BLOCK).min(seen.len_bytes);
+            let data_bytes = end.min(place.end).saturating_sub(start.max(first));
+            match found.last_mut() {
+                Some(last) if last.place.start == first => last.data_bytes += data_bytes,
+                _ => found.push(Block { place, data_bytes }),
+            }
+        }
     }
     Ok(found)
 }
@@ -224,9 +252,8 @@ enum Density {
 }
 
 /// How much of a block is more than zeros.
-fn density(file: &File, block: &Range<u64>) -> io::Result<Density> {
+fn density(file: &File, block: &Range<u64>, data: u64) -> io::Result<Density> {
     let page = os_page_bytes() as u64;
-    let data = data_bytes(file, block)?;
     let count = (block.end - block.start).div_ceil(page);
     if data * 8 >= (block.end - block.start) * DENSE_EIGHTHS && sample(file, block)? * 2 > SAMPLES {
         return Ok(Density::Dense);
@@ -238,21 +265,6 @@ fn density(file: &File, block: &Range<u64>) -> io::Result<Density> {
         eighths if eighths <= count * SPARSE_EIGHTHS && data > filled * page => Density::Sparse,
         _ => Density::Between,
     })
-}
-
-/// Bytes of a block that are no holes.
-fn data_bytes(file: &File, block: &Range<u64>) -> io::Result<u64> {
-    let (mut at, mut data) = (block.start, 0);
-    while at < block.end {
-        let start = match fs::seek(file, SeekFrom::Data(at)) {
-            Ok(start) if start < block.end => start,
-            Ok(_) | Err(Errno::NXIO) => break,
-            Err(error) => return Err(error.into()),
-        };
-        at = fs::seek(file, SeekFrom::Hole(start))?.min(block.end).max(start + 1);
-        data += at - start;
-    }
-    Ok(data)
 }
 
 /// How many of a few pages, spread over the block, begin with anything but zeros.
@@ -461,13 +473,14 @@ mod tests {
         };
         let Some((_folder, file, seen)) = file(fill) else { return println!("skipped: no /dev/shm") };
         let found = blocks(&file, &seen).unwrap();
-        assert_eq!(found, [block(0), block(1), block(2), 4 * BLOCK..4 * BLOCK + 10]);
-        assert_eq!(density(&file, &block(0)).unwrap(), Density::Dense);
-        assert_eq!(density(&file, &block(1)).unwrap(), Density::Sparse);
-        let one = density(&file, &block(2)).unwrap();
+        let places: Vec<_> = found.iter().map(|block| block.place.clone()).collect();
+        assert_eq!(places, [block(0), block(1), block(2), 4 * BLOCK..4 * BLOCK + 10]);
         // A machine may have been set to huge pages for all of /dev/shm.
-        let is_small = data_bytes(&file, &block(2)).unwrap() == PAGE as u64;
-        assert_eq!(one, if is_small { Density::Between } else { Density::Sparse });
+        let is_small = found[2].data_bytes == PAGE as u64;
+        let densities = found.iter().map(|block| density(&file, &block.place, block.data_bytes).unwrap());
+        let one = if is_small { Density::Between } else { Density::Sparse };
+        assert_eq!(densities.take(3).collect::<Vec<_>>(), [Density::Dense, Density::Sparse, one]);
+        assert_eq!((found[0].data_bytes, found[1].data_bytes), (BLOCK, BLOCK));
         assert_eq!(zero_pages(&file, &block(1)).unwrap().len(), 2);
     }
 
@@ -482,13 +495,13 @@ mod tests {
         let at: OwnedFd = File::open(folder.path()).unwrap().into();
         let (name, zeros) = (OsStr::new("file"), blocks(&file, &seen).unwrap());
         let mut done = Done::default();
-        give_zeros_back(&at, name, &seen, &zeros[0], &mut done).unwrap();
+        give_zeros_back(&at, name, &seen, &zeros[0].place, &mut done).unwrap();
         assert!(done.is_busy && done.freed_bytes == 0);
         let modified = file.metadata().unwrap().modified().unwrap();
         drop(file);
         let mut done = Done::default();
         for block in &zeros {
-            give_zeros_back(&at, name, &seen, block, &mut done).unwrap();
+            give_zeros_back(&at, name, &seen, &block.place, &mut done).unwrap();
         }
         assert_eq!((done.is_busy, done.freed_bytes), (false, seen.held_bytes - PAGE as u64));
         assert_eq!(folder.path().join("file").metadata().unwrap().modified().unwrap(), modified);
