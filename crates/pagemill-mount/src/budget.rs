@@ -90,7 +90,7 @@ impl Budget {
         let mut headroom = u64::MAX;
         for group in groups {
             lines.push(line(Bound::Group(group.watch), &group.name, group.limit_bytes, group.working_set_bytes));
-            // Who holds next to nothing here does not set the size for all.
+            // Who holds next to nothing here, and has not lately, does not set the size for all.
             let guard_bytes = guard_bytes(group.limit_bytes);
             if group.shared_bytes >= guard_bytes {
                 headroom = headroom.min(group.hard_room_bytes.saturating_sub(guard_bytes));
@@ -148,10 +148,11 @@ pub struct Margins {
 }
 
 impl Margins {
-    /// Distance of the mark from a limit; at most half of it.
+    /// Distance of the mark from a limit; at most half of it, and five eighths where writers are that fast.
     fn of(self, limit_bytes: u64) -> u64 {
         let least = if self.is_preferred { MARGIN_BYTES } else { WIDE_MARGIN_BYTES };
-        least.max(limit_bytes / MARGIN_DIVISOR).max(self.foreseen_bytes).min(limit_bytes / 2)
+        let usual = least.max(limit_bytes / MARGIN_DIVISOR).min(limit_bytes / 2);
+        usual.max(self.foreseen_bytes.min(limit_bytes / 8 * 5))
     }
 }
 
@@ -213,7 +214,8 @@ mod tests {
         assert_eq!(PREFERRED.of(100 * MIB) / MIB, 50);
         assert_eq!(PREFERRED.of(10_000 * MIB) / MIB, 2000);
         let fast = Margins { foreseen_bytes: 300 * MIB, ..PREFERRED };
-        assert_eq!((fast.of(1000 * MIB) / MIB, fast.of(512 * MIB) / MIB), (300, 256));
+        assert_eq!((fast.of(1000 * MIB) / MIB, fast.of(512 * MIB) / MIB), (300, 300));
+        assert_eq!(fast.of(400 * MIB) / MIB, 250);
     }
 
     /// Far from every limit the size is the user's and there is time.

@@ -39,6 +39,9 @@ const WRITTEN_BYTES: u64 = 4 * BLOCK_BYTES as u64;
 /// A group that has written nothing for so long is forgotten: its limit is its own affair again.
 const WRITERS_LAST: Duration = Duration::from_secs(60);
 
+/// What a group held at most counts for so long.
+const MOST_LASTS: Duration = Duration::from_secs(10);
+
 /// Most processes that are kept in mind.
 const MAX_PROCESSES: usize = 4096;
 
@@ -65,6 +68,8 @@ struct Watch {
     name: String,
     version: Version,
     limit: Limit,
+    /// The most in files in memory only, and when that was.
+    most_shared: Option<(u64, Instant)>,
     /// What was found last: it counts until something else can be read.
     last: Option<Sample>,
     /// Usage at which the kernel is to wake the controller, and what does it (version 1).
@@ -81,7 +86,8 @@ pub struct Sample {
     pub working_set_bytes: u64,
     /// What may come before the kernel kills.
     pub hard_room_bytes: u64,
-    /// Files in memory only, this file system's and others'.
+    /// Files in memory only, this file system's and others': the most of the last seconds, for who has filled memory once
+    /// does so again.
     pub shared_bytes: u64,
 }
 
@@ -317,9 +323,18 @@ impl Groups {
                         if limit == Limit::NONE {
                             continue;
                         }
-                        let (alarm, last) = old.map_or((None, None), |watch| (watch.alarm, watch.last));
+                        let (alarm, last, most_shared) =
+                            old.map_or((None, None, None), |watch| (watch.alarm, watch.last, watch.most_shared));
                         let name = hierarchy.name(&folder).to_owned();
-                        self.watches.push(Watch { folder, name, version: hierarchy.version, limit, last, alarm });
+                        self.watches.push(Watch {
+                            folder,
+                            name,
+                            version: hierarchy.version,
+                            limit,
+                            most_shared,
+                            last,
+                            alarm,
+                        });
                         self.watches.len() - 1
                     }
                 };
@@ -338,17 +353,21 @@ impl Groups {
         self.read_limits();
         let Some(any) = self.groups.values().next() else { return Vec::new() };
         let hierarchy = &any.hierarchy;
-        let look = |at: usize, watch: &Watch| -> io::Result<Sample> {
+        let look = |at: usize, watch: &mut Watch| -> io::Result<Sample> {
             let usage = hierarchy.usage_bytes(&watch.folder)?;
             let held = hierarchy.held(&watch.folder)?;
             let room = Room::of_group(watch.limit, usage, held.idle_bytes, held.other_bytes);
+            let is_most = |(most, at): &(u64, Instant)| held.shared_bytes >= *most || at.elapsed() > MOST_LASTS;
+            if watch.most_shared.as_ref().is_none_or(is_most) {
+                watch.most_shared = Some((held.shared_bytes, Instant::now()));
+            }
             Ok(Sample {
                 watch: at,
                 name: watch.name.clone(),
                 limit_bytes: watch.limit.soft_bytes,
                 working_set_bytes: usage.saturating_sub(held.idle_bytes),
                 hard_room_bytes: room.hard_bytes,
-                shared_bytes: held.shared_bytes,
+                shared_bytes: watch.most_shared.map_or(0, |(most, _)| most),
             })
         };
         for (at, watch) in self.watches.iter_mut().enumerate() {

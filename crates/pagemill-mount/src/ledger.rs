@@ -23,7 +23,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 /// A file that was closed is left alone for so long before its pages are looked at: many are opened again at once, and a
 /// volatile one may be purged soon, in which the worker would only be in the way.
-const DELAY: Duration = Duration::from_millis(50);
+const DELAY: Duration = Duration::from_millis(200);
 const VOLATILE_DELAY: Duration = Duration::from_millis(500);
 
 /// Marks of folders that a look at everything goes by may be so old.

@@ -1,12 +1,12 @@
 //! How much may come in before the controller looks again: from how fast writers were, and how late it was.
 //!
-//! Even with real-time priority it may be off the processor for tens of milliseconds: a virtual machine's processors are
-//! taken away, and the kernel finishes first what it is at. Marks therefore lie further from their limits while writers are fast.
+//! Even with real-time priority it may be late by tens of milliseconds: a virtual machine's processors are taken away, and
+//! who holds the lock of a folder may have to wait for his turn, while the purge waits for him. Marks therefore lie further from their limits while writers are fast.
 
 use std::time::{Duration, Instant};
 
 /// So late it is now and then; writers must not meet the limit meanwhile.
-const LATENESS: Duration = Duration::from_millis(25);
+const LATENESS: Duration = Duration::from_millis(40);
 
 /// A rate is taken over so long, and the fastest counts for so many of these.
 const WINDOW: Duration = Duration::from_millis(100);
@@ -87,14 +87,14 @@ mod tests {
         let mut pace = Pace::new(0, now);
         for step in 0..200 {
             if step == 20 {
-                assert_eq!(pace.foreseen_bytes(), 250 * MIB, "known before the window has ended");
+                assert_eq!(pace.foreseen_bytes(), 400 * MIB, "known before the window has ended");
             }
             now += Duration::from_millis(1);
             pace.look(10 * MIB, now);
             pace.freed(10 * MIB);
         }
         // 10 MiB a millisecond.
-        assert_eq!(pace.foreseen_bytes(), 250 * MIB);
+        assert_eq!(pace.foreseen_bytes(), 400 * MIB);
         now += Duration::from_millis(40);
         pace.look(400 * MIB, now);
         assert_eq!(pace.foreseen_bytes(), 500 * MIB);
