@@ -255,10 +255,15 @@ impl Wanted {
             return Err(Refusal::NotEmpty { point, entries: 1 + entries.count(), first });
         }
         let (mount, has_no_huge) = self.make().map_err(system("tmpfs cannot be mounted"))?;
-        let door = Door::of_mount(&mount).map_err(system("the mount cannot be opened"))?;
         let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
         mount::move_mount(&mount, "", &below, "", flags)
             .map_err(|error| system("tmpfs cannot be mounted")(error.into()))?;
+        // Only now: what is mounted nowhere could not be cloned before Linux 6.15.
+        let door = Door::of_mount(&mount).map_err(|error| {
+            drop(mount);
+            let _ = mount::unmount(&point, UnmountFlags::NOFOLLOW);
+            system("the mount cannot be opened")(error)
+        })?;
         Ok(Mounted { point, door, was_taken_over: false, has_no_huge })
     }
 
