@@ -171,7 +171,7 @@ impl Steward {
     /// Works until it is asked to stop.
     pub fn run(mut self) {
         // Writers at full speed leave others no time; it works in bounded steps, and sleeps when nothing happens.
-        self.is_preferred = thread::prefer();
+        self.is_preferred = thread::prefer_by_deadline();
         loop {
             self.drain();
             self.take_found();
