@@ -62,13 +62,9 @@ impl Keeper {
         let thread = thread::Builder::new().name("steward".into()).spawn(move || steward.run())?;
         Ok(Self { inbox, thread: Some(thread) })
     }
-
-    /// Its state; `None` if it does not answer.
-    pub fn status(&self) -> Option<Status> {
-        status(&self.inbox)
-    }
 }
 
+/// The steward's state; `None` if it does not answer.
 fn status(inbox: &Inbox) -> Option<Status> {
     let (reply, answer) = mpsc::channel();
     inbox.send(Request::Status(reply));

@@ -248,13 +248,8 @@ fn path_of(folder: impl AsFd, name: &OsStr) -> OsString {
 /// What reading says: who cannot be asked has not said that it has none.
 pub fn marks(fd: impl AsFd, bad: impl FnMut(BadMark)) -> io::Result<Marks> {
     let mut names = [0; 1024];
-    let names = match fs::flistxattr(&fd, &mut names[..]) {
-        Ok(len) => Some(&names[..len]),
-        // More names than fit: each is asked for.
-        Err(Errno::RANGE) => None,
-        Err(error) => return Err(error.into()),
-    };
-    marks_among(names, |name, value| fs::fgetxattr(&fd, name, value), bad)
+    let listed = fs::flistxattr(&fd, &mut names[..]);
+    marks_among(fitting(&names, listed)?, |name, value| fs::fgetxattr(&fd, name, value), bad)
 }
 
 /// The marks of a name in a folder, as [`marks`].
@@ -265,12 +260,17 @@ pub fn marks(fd: impl AsFd, bad: impl FnMut(BadMark)) -> io::Result<Marks> {
 pub fn marks_at(folder: impl AsFd, name: &OsStr, bad: impl FnMut(BadMark)) -> io::Result<Marks> {
     let path = path_of(folder, name);
     let mut names = [0; 1024];
-    let names = match fs::llistxattr(&path, &mut names[..]) {
-        Ok(len) => Some(&names[..len]),
-        Err(Errno::RANGE) => None,
-        Err(error) => return Err(error.into()),
-    };
-    marks_among(names, |name, value| fs::lgetxattr(&path, name, value), bad)
+    let listed = fs::llistxattr(&path, &mut names[..]);
+    marks_among(fitting(&names, listed)?, |name, value| fs::lgetxattr(&path, name, value), bad)
+}
+
+/// The names that were listed; `None` if there are more than fit: each is asked for then.
+fn fitting(names: &[u8], listed: rustix::io::Result<usize>) -> io::Result<Option<&[u8]>> {
+    match listed {
+        Ok(len) => Ok(Some(&names[..len])),
+        Err(Errno::RANGE) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// `names` are those that there are, with zeros between; `None`: that is not known.

@@ -2,7 +2,7 @@
 
 use crate::groups::GroupId;
 use std::collections::{BTreeSet, HashMap};
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 
 /// Most files that are kept in mind (some 200 bytes each). Of more, some are purged only after others are gone.
 pub const MAX_FILES: usize = 1 << 20;
@@ -68,12 +68,8 @@ impl Index {
         orders.filter_map(|(_, order)| order.first()).min().map(|(_, inode)| *inode)
     }
 
-    pub fn len(&self) -> usize {
+    pub fn count(&self) -> usize {
         self.files.len()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.files.is_empty()
     }
 
     /// Memory of all of them, as last seen.
@@ -88,11 +84,6 @@ impl Index {
         for inode in gone {
             self.remove(inode);
         }
-    }
-
-    /// Whether the file with this name is the one that is known here.
-    pub fn is_at(&self, inode: u64, folder: u64, name: &OsStr) -> bool {
-        self.files.get(&inode).is_some_and(|file| file.folder == folder && file.name == name)
     }
 }
 
@@ -112,7 +103,7 @@ mod tests {
         for (inode, used, group) in [(10, 5, 1), (11, 3, 2), (12, 4, 1), (13, 3, 1)] {
             assert!(index.insert(inode, file(used, 100, group)));
         }
-        assert_eq!((index.len(), index.held_bytes()), (4, 400));
+        assert_eq!((index.count(), index.held_bytes()), (4, 400));
         assert_eq!(index.oldest(|_| true), Some(11));
         assert_eq!(index.oldest(|group| group == 1), Some(13));
         assert_eq!(index.oldest(|group| group == 3), None);

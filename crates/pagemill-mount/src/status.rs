@@ -68,7 +68,7 @@ pub struct Status {
     pub is_preferred: bool,
     /// Its kernel tells of what is written; else it looks at everything now and then.
     pub is_notified: bool,
-    /// It may move the process that collapses into the writers' groups.
+    /// Files whose pages are still to be looked at.
     pub files_waiting_for_pages: u64,
     pub uptime_seconds: f64,
 }

@@ -479,7 +479,7 @@ impl Steward {
             size_bytes: fill.size_bytes,
             used_bytes: fill.used_bytes,
             inodes: fill.inodes,
-            volatile_files: self.ledger.index.len() as u64,
+            volatile_files: self.ledger.index.count() as u64,
             volatile_bytes: self.ledger.index.held_bytes(),
             lines: self.budget.lines.iter().map(line).collect(),
             counts: self.ledger.counts,

@@ -100,15 +100,6 @@ pub fn prefer_by_deadline() -> bool {
     is_done || prefer()
 }
 
-/// Takes back [`prefer`]: this thread goes as any other.
-pub fn prefer_no_more() {
-    // SAFETY: plain data; concerns the calling thread only.
-    unsafe {
-        let parameters: libc::sched_param = std::mem::zeroed();
-        libc::sched_setscheduler(0, libc::SCHED_OTHER | libc::SCHED_RESET_ON_FORK, &raw const parameters);
-    }
-}
-
 /// Lets every other thread go before this one. As a priority of its kind it is the last, so it always gets something.
 pub fn defer() {
     // SAFETY: concerns the calling thread only, which 0 names.
