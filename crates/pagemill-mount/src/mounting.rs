@@ -214,6 +214,7 @@ impl Wanted {
             Ok(lock)
         });
         let _lock = lock.map_err(|error| Refusal::NoLock { path, error })?;
+        sweep();
         match mount_at(&point).map_err(system("the mounts cannot be read"))? {
             Some(line) if line.is_ours() => self.take_over(point),
             Some(line) => Err(Refusal::Taken { point, kind: line.kind, source: line.source }),
@@ -288,6 +289,18 @@ fn canonical(point: &Path) -> Result<PathBuf, Refusal> {
         _ => system("the mount point cannot be looked at")(error),
     })?;
     if found.is_dir() { Ok(found) } else { Err(Refusal::NoFolder(found)) }
+}
+
+/// Removes the sockets of controllers that were killed: nobody listens there any more.
+fn sweep() {
+    let Ok(entries) = folder().and_then(fs::read_dir) else { return };
+    for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
+        let is_dead =
+            || UnixStream::connect(&path).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused);
+        if path.extension().is_some_and(|end| end == "sock") && is_dead() {
+            let _ = fs::remove_file(&path);
+        }
+    }
 }
 
 /// Whether a controller answers for the file system.
