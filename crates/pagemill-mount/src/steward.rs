@@ -15,6 +15,7 @@ use pagemill_sys::cgroup::{self, Machine};
 use pagemill_sys::fanotify::{Event, Listener};
 use pagemill_sys::thread;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::time::{ClockId, clock_gettime};
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::io::{self, Write};
@@ -304,7 +305,7 @@ impl Steward {
 
     /// Looks at every limit, keeps the size, purges what is over a mark; decides when to look again.
     fn look(&mut self) {
-        let begun = Instant::now();
+        let (begun, worked) = (Instant::now(), processor_time());
         // Nothing moved for long, here at least, and nothing is near: whether somebody writes is all there is to know.
         let is_still = self.still_looks >= STILL_LOOKS && self.budget.room_bytes() >= ROOM_FOR_EASE;
         if is_still && begun < self.sampled + SAMPLE_LASTS && self.door.fill().is_ok_and(|fill| fill == self.fill) {
@@ -330,8 +331,9 @@ impl Steward {
         }
         let has_moved = was != (self.fill.used_bytes, self.used_of_groups());
         self.still_looks = if has_moved { 0 } else { self.still_looks.saturating_add(1) };
-        // Half of the time at most, however many limits there are.
-        self.look_at = Instant::now() + self.pause(!blocked.is_empty()).max(begun.elapsed());
+        // Half of a processor at most, however many limits there are. Who had to wait for a lock or for his turn is late already.
+        let worked = processor_time().saturating_sub(worked);
+        self.look_at = Instant::now() + self.pause(!blocked.is_empty()).max(worked);
     }
 
     fn used_of_groups(&self) -> u64 {
@@ -489,6 +491,12 @@ impl Steward {
             uptime_seconds: self.started.elapsed().as_secs_f64(),
         }
     }
+}
+
+/// For how long this thread has had a processor.
+fn processor_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 /// Says something to whoever started the controller.
