@@ -80,10 +80,17 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// `size_bytes` is what the user asked for.
-    pub fn new(size_bytes: u64, fill: Fill, groups: &[Sample], machine: Option<Machine>, margins: Margins) -> Self {
-        let line = |bound, name: &str, limit_bytes: u64, used_bytes| {
-            let mark_bytes = limit_bytes - margins.of(limit_bytes);
+    /// `size_bytes` is what the user asked for, `held` says what the volatile files hold that count for a limit.
+    pub fn new(
+        size_bytes: u64,
+        fill: Fill,
+        groups: &[Sample],
+        machine: Option<Machine>,
+        margins: Margins,
+        held: impl Fn(Bound) -> u64,
+    ) -> Self {
+        let line = |bound, name: &str, limit_bytes: u64, used_bytes: u64| {
+            let mark_bytes = margins.mark_bytes(limit_bytes, used_bytes.saturating_sub(held(bound)));
             Line { bound, name: name.to_owned(), limit_bytes, used_bytes, mark_bytes }
         };
         let mut lines = vec![line(Bound::Size, "size", size_bytes, fill.used_bytes)];
@@ -148,11 +155,13 @@ pub struct Margins {
 }
 
 impl Margins {
-    /// Distance of the mark from a limit; at most half of it, and five eighths where writers are that fast.
-    fn of(self, limit_bytes: u64) -> u64 {
+    /// Where the mark lies if so much of what is used cannot go. At most half a limit below it; where writers are that fast
+    /// five eighths, but for them alone a quarter of the limit is left to volatile files: the newest.
+    fn mark_bytes(self, limit_bytes: u64, fixed_bytes: u64) -> u64 {
         let least = if self.is_preferred { MARGIN_BYTES } else { WIDE_MARGIN_BYTES };
-        let usual = least.max(limit_bytes / MARGIN_DIVISOR).min(limit_bytes / 2);
-        usual.max(self.foreseen_bytes.min(limit_bytes / 8 * 5))
+        let usual = limit_bytes - least.max(limit_bytes / MARGIN_DIVISOR).min(limit_bytes / 2);
+        let for_the_fast = limit_bytes - self.foreseen_bytes.min(limit_bytes / 8 * 5);
+        usual.min(for_the_fast.max(fixed_bytes.saturating_add(limit_bytes / 4)))
     }
 }
 
@@ -166,6 +175,8 @@ mod tests {
     use proptest::prelude::*;
 
     const MIB: u64 = BLOCK_BYTES as u64 / 2;
+
+    const NOTHING: fn(Bound) -> u64 = |_| 0;
 
     const PREFERRED: Margins = Margins { is_preferred: true, foreseen_bytes: 0 };
 
@@ -188,7 +199,7 @@ mod tests {
     /// A limited writer: files go from 128 MiB below the limit on, and the size ends 8 MiB before it.
     #[test]
     fn a_group_bounds_the_size() {
-        let budget = Budget::new(8192 * MIB, fill(8192, 400), &[group(512, 420)], None, PREFERRED);
+        let budget = Budget::new(8192 * MIB, fill(8192, 400), &[group(512, 420)], None, PREFERRED, NOTHING);
         let line = &budget.lines[1];
         assert_eq!((line.bound, line.mark_bytes / MIB, line.excess_bytes() / MIB), (Bound::Group(3), 384, 36));
         assert_eq!(budget.size_bytes / MIB, 400 + (512 - 420) - 8);
@@ -201,7 +212,7 @@ mod tests {
     #[test]
     fn strangers_limits_do_not_bound_the_size() {
         let stranger = Sample { shared_bytes: MIB, ..group(64, 60) };
-        let budget = Budget::new(8192 * MIB, fill(8192, 400), &[stranger], None, PREFERRED);
+        let budget = Budget::new(8192 * MIB, fill(8192, 400), &[stranger], None, PREFERRED, NOTHING);
         assert_eq!(budget.size_bytes, 8192 * MIB);
         assert_eq!(budget.lines[1].excess_bytes() / MIB, 28);
     }
@@ -209,24 +220,26 @@ mod tests {
     /// Without real-time priority the margin is wider; small limits keep half.
     #[test]
     fn margins_fit_the_limit() {
-        assert_eq!(PREFERRED.of(512 * MIB) / MIB, 128);
-        assert_eq!(Margins::default().of(512 * MIB) / MIB, 200);
-        assert_eq!(PREFERRED.of(100 * MIB) / MIB, 50);
-        assert_eq!(PREFERRED.of(10_000 * MIB) / MIB, 2000);
+        let mark = |margins: Margins, limit: u64, fixed: u64| margins.mark_bytes(limit * MIB, fixed * MIB) / MIB;
+        assert_eq!(mark(PREFERRED, 512, 0), 512 - 128);
+        assert_eq!(mark(Margins::default(), 512, 0), 512 - 200);
+        assert_eq!(mark(PREFERRED, 100, 0), 50);
+        assert_eq!(mark(PREFERRED, 10_000, 0), 8000);
         let fast = Margins { foreseen_bytes: 300 * MIB, ..PREFERRED };
-        assert_eq!((fast.of(1000 * MIB) / MIB, fast.of(512 * MIB) / MIB), (300, 300));
-        assert_eq!(fast.of(400 * MIB) / MIB, 250);
+        assert_eq!((mark(fast, 1000, 0), mark(fast, 512, 0), mark(fast, 400, 0)), (700, 212, 150));
+        // What cannot go and the newest files stay, up to the usual mark.
+        assert_eq!((mark(fast, 512, 100), mark(fast, 512, 300)), (228, 384));
     }
 
     /// Far from every limit the size is the user's and there is time.
     #[test]
     fn far_from_limits_there_is_time() {
         let machine = Machine { total_bytes: 32_000 * MIB, available_bytes: 30_000 * MIB, swap_free_bytes: 0 };
-        let budget = Budget::new(8192 * MIB, fill(8192, 0), &[], Some(machine), PREFERRED);
+        let budget = Budget::new(8192 * MIB, fill(8192, 0), &[], Some(machine), PREFERRED, NOTHING);
         assert_eq!((budget.size_bytes, budget.pause()), (8192 * MIB, LONGEST_PAUSE));
         assert!(!budget.wants_size(fill(8192, 0)));
         let short = Machine { available_bytes: 1500 * MIB, ..machine };
-        let budget = Budget::new(8192 * MIB, fill(8192, 4000), &[], Some(short), PREFERRED);
+        let budget = Budget::new(8192 * MIB, fill(8192, 4000), &[], Some(short), PREFERRED, NOTHING);
         assert_eq!(budget.size_bytes / MIB, 4000 + 500);
         assert_eq!(budget.lines[1].excess_bytes() / MIB, 500);
     }
@@ -234,7 +247,7 @@ mod tests {
     /// A size that has become too small is raised before anybody meets it.
     #[test]
     fn a_small_size_is_raised_in_time() {
-        let budget = Budget::new(8192 * MIB, fill(1000, 900), &[group(4096, 1000)], None, PREFERRED);
+        let budget = Budget::new(8192 * MIB, fill(1000, 900), &[group(4096, 1000)], None, PREFERRED, NOTHING);
         assert!(budget.wants_size(fill(1000, 980)) && budget.wants_size(fill(1000, 900)));
         let close = Budget { size_bytes: 1010 * MIB, ..budget };
         assert!(!close.wants_size(fill(1000, 900)), "not worth the call");
@@ -248,7 +261,7 @@ mod tests {
             let fill = Fill { size_bytes: size, used_bytes: used, inodes: 0 };
             let group = Sample { watch: 0, name: String::new(), limit_bytes: limit, working_set_bytes: working, hard_room_bytes: hard, shared_bytes: working };
             let machine = Machine { total_bytes: total, available_bytes: available, swap_free_bytes: 0 };
-            let budget = Budget::new(size, fill, &[group], Some(machine), PREFERRED);
+            let budget = Budget::new(size, fill, &[group], Some(machine), PREFERRED, NOTHING);
             prop_assert!(budget.size_bytes >= used.max(BLOCK_BYTES as u64));
             prop_assert!(budget.size_bytes <= size.max(used).max(BLOCK_BYTES as u64));
             let _ = (budget.pause(), budget.wants_size(fill));

@@ -29,7 +29,13 @@ pub struct File {
 #[derive(Default)]
 pub struct Index {
     files: HashMap<u64, File>,
-    order: HashMap<GroupId, BTreeSet<(i64, u64)>>,
+    groups: HashMap<GroupId, Charged>,
+}
+
+/// What is charged to one group.
+#[derive(Default)]
+struct Charged {
+    order: BTreeSet<(i64, u64)>,
     held_bytes: u64,
 }
 
@@ -40,21 +46,22 @@ impl Index {
         if self.files.len() >= MAX_FILES {
             return false;
         }
-        self.order.entry(file.group).or_default().insert((file.used_ns, inode));
-        self.held_bytes += file.held_bytes;
+        let charged = self.groups.entry(file.group).or_default();
+        charged.order.insert((file.used_ns, inode));
+        charged.held_bytes += file.held_bytes;
         self.files.insert(inode, file);
         true
     }
 
     pub fn remove(&mut self, inode: u64) -> Option<File> {
         let file = self.files.remove(&inode)?;
-        if let Some(order) = self.order.get_mut(&file.group) {
-            order.remove(&(file.used_ns, inode));
-            if order.is_empty() {
-                self.order.remove(&file.group);
+        if let Some(charged) = self.groups.get_mut(&file.group) {
+            charged.order.remove(&(file.used_ns, inode));
+            charged.held_bytes -= file.held_bytes;
+            if charged.order.is_empty() {
+                self.groups.remove(&file.group);
             }
         }
-        self.held_bytes -= file.held_bytes;
         Some(file)
     }
 
@@ -64,17 +71,18 @@ impl Index {
 
     /// The file used least recently of those charged to a group that `counts`.
     pub fn oldest(&self, counts: impl Fn(GroupId) -> bool) -> Option<u64> {
-        let orders = self.order.iter().filter(|(group, _)| counts(**group));
-        orders.filter_map(|(_, order)| order.first()).min().map(|(_, inode)| *inode)
+        let counted = self.groups.iter().filter(|(group, _)| counts(**group));
+        counted.filter_map(|(_, charged)| charged.order.first()).min().map(|(_, inode)| *inode)
     }
 
     pub fn count(&self) -> usize {
         self.files.len()
     }
 
-    /// Memory of all of them, as last seen.
-    pub fn held_bytes(&self) -> u64 {
-        self.held_bytes
+    /// Memory of those charged to a group that `counts`, as last seen.
+    pub fn held_bytes(&self, counts: impl Fn(GroupId) -> bool) -> u64 {
+        let counted = self.groups.iter().filter(|(group, _)| counts(**group));
+        counted.map(|(_, charged)| charged.held_bytes).sum()
     }
 
     /// Keeps the files for which `is_there` says so.
@@ -103,12 +111,14 @@ mod tests {
         for (inode, used, group) in [(10, 5, 1), (11, 3, 2), (12, 4, 1), (13, 3, 1)] {
             assert!(index.insert(inode, file(used, 100, group)));
         }
-        assert_eq!((index.count(), index.held_bytes()), (4, 400));
+        assert_eq!((index.count(), index.held_bytes(|_| true)), (4, 400));
         assert_eq!(index.oldest(|_| true), Some(11));
         assert_eq!(index.oldest(|group| group == 1), Some(13));
         assert_eq!(index.oldest(|group| group == 3), None);
+        assert_eq!(index.held_bytes(|group| group == 1), 300);
         assert!(index.insert(13, file(9, 50, 2)), "used again, charged elsewhere");
-        assert_eq!((index.oldest(|group| group == 1), index.held_bytes()), (Some(12), 350));
+        assert_eq!([1, 2, 3].map(|wanted| index.held_bytes(|group| group == wanted)), [200, 150, 0]);
+        assert_eq!((index.oldest(|group| group == 1), index.held_bytes(|_| true)), (Some(12), 350));
         index.retain(|inode, _| inode != 12);
         assert_eq!(index.oldest(|group| group == 1), Some(10));
     }
@@ -125,7 +135,7 @@ mod tests {
                 } else {
                     prop_assert_eq!(index.remove(inode).is_some(), list.remove(&inode).is_some());
                 }
-                prop_assert_eq!(index.held_bytes(), list.values().map(|(_, held, _)| held).sum::<u64>());
+                prop_assert_eq!(index.held_bytes(|_| true), list.values().map(|(_, held, _)| held).sum::<u64>());
                 for wanted in 0..3 {
                     let oldest = list.iter().filter(|(_, file)| file.2 == wanted).map(|(inode, file)| (file.0, *inode)).min();
                     prop_assert_eq!(index.oldest(|group| group == wanted), oldest.map(|(_, inode)| inode));

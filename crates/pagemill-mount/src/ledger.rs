@@ -272,6 +272,11 @@ impl Ledger {
         self.pages.note(folder, name, seen, marks.huge.unwrap_or_default(), group, delay);
     }
 
+    /// What the volatile files hold that count for a limited group, or all of them.
+    pub fn held_bytes(&self, watch: Option<usize>) -> u64 {
+        self.index.held_bytes(|group| watch.is_none_or(|watch| self.groups.helps(group, watch)))
+    }
+
     /// Purges the file used least recently that helps; `None` if there is none that was used before `began_ns`. Some may turn
     /// out to be in use: 0 then.
     ///

@@ -138,7 +138,7 @@ impl Steward {
         let mut steward = Self {
             ledger: Ledger::new(door.clone(), groups, settings.worker.clone()),
             started: now,
-            budget: Budget::new(settings.size_bytes, fill, &[], None, Margins::default()),
+            budget: Budget::new(settings.size_bytes, fill, &[], None, Margins::default(), |_| 0),
             fill,
             pace: Pace::new(fill.used_bytes, now),
             machine: None,
@@ -383,7 +383,8 @@ impl Steward {
         let machine = self.machine.map(|(machine, _)| machine);
         self.pace.look(self.fill.used_bytes, Instant::now());
         let margins = Margins { is_preferred: self.is_preferred, foreseen_bytes: self.pace.foreseen_bytes() };
-        self.budget = Budget::new(self.settings.size_bytes, self.fill, &groups, machine, margins);
+        let held = |bound: Bound| self.ledger.held_bytes(bound.group());
+        self.budget = Budget::new(self.settings.size_bytes, self.fill, &groups, machine, margins, held);
         if self.budget.wants_size(self.fill) {
             match self.door.set_size(self.budget.size_bytes) {
                 Ok(()) => self.ledger.counts.size_changes += 1,
@@ -482,7 +483,7 @@ impl Steward {
             used_bytes: fill.used_bytes,
             inodes: fill.inodes,
             volatile_files: self.ledger.index.count() as u64,
-            volatile_bytes: self.ledger.index.held_bytes(),
+            volatile_bytes: self.ledger.held_bytes(None),
             lines: self.budget.lines.iter().map(line).collect(),
             counts: self.ledger.counts,
             is_preferred: self.is_preferred,

@@ -49,6 +49,9 @@ pub struct FileWriters {
 #[derive(Default)]
 struct Tally {
     next: AtomicU64,
+    /// Numbers of the order in which files are closed, taken just before: whoever lost his turn after it would pass for
+    /// newer than he is.
+    closing: AtomicU64,
     closed: AtomicU64,
     failed: AtomicU64,
     /// When the time began, and how many files were closed until then.
@@ -121,8 +124,12 @@ fn keep_writing(arguments: &FileWriters, folder: &Path, begun: Instant, tally: &
     while !tally.is_over(arguments, begun) {
         let file = tally.next.fetch_add(1, Ordering::Relaxed);
         let path = path(folder, file);
-        match write(&path, file, arguments.file_mib << 20) {
-            Ok(()) => diary.closed.push((tally.closed.fetch_add(1, Ordering::Relaxed), file)),
+        let written = write(&path, file, arguments.file_mib << 20).map(|open| {
+            diary.closed.push((tally.closing.fetch_add(1, Ordering::Relaxed), file));
+            drop(open);
+        });
+        match written {
+            Ok(()) => drop(tally.closed.fetch_add(1, Ordering::Relaxed)),
             Err(cause) => {
                 tally.failed.fetch_add(1, Ordering::Relaxed);
                 diary.complaint.get_or_insert_with(|| format!("writing file {file}: {cause}"));
@@ -135,13 +142,13 @@ fn keep_writing(arguments: &FileWriters, folder: &Path, begun: Instant, tally: &
     diary
 }
 
-fn write(path: &Path, file: u64, len_bytes: u64) -> io::Result<()> {
+fn write(path: &Path, file: u64, len_bytes: u64) -> io::Result<File> {
     let mut records = Records::filled(PIECE_BYTES);
     let mut output = File::create_new(path)?;
     for offset in (0..len_bytes).step_by(PIECE_BYTES) {
         output.write_all(records.at(file, offset))?;
     }
-    Ok(())
+    Ok(output)
 }
 
 /// Whether the file is there with every byte that was written.
@@ -190,7 +197,7 @@ mod tests {
     fn torn_files_are_told_from_missing_ones() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let len = 2 * PIECE_BYTES as u64;
-        (0..4).for_each(|file| write(&path(folder.path(), file), file, len).expect("it is written"));
+        (0..4).for_each(|file| drop(write(&path(folder.path(), file), file, len).expect("it is written")));
         assert!((0..4).all(|file| is_there(&path(folder.path(), file), file, len)));
         assert_eq!(torn(folder.path(), len).expect("a look"), 0);
 
