@@ -25,6 +25,7 @@ mod startup;
 mod stats;
 mod subject;
 mod survive;
+mod volatile;
 mod workload;
 
 use std::process::ExitCode;
@@ -67,6 +68,8 @@ enum Experiment {
     Waste(files::FileOptions),
     /// Many small files made, looked at, read, found and removed, beside tmpfs
     Metadata(files::FileOptions),
+    /// Memory given up and taken back: words and marks beside MADV_FREE and MADV_DONTNEED; what purging costs
+    Volatile(volatile::Options),
     /// The settings by which each allocator returns memory at once, as a Markdown table
     Settings,
     #[command(name = "__touch", hide = true)]
@@ -105,6 +108,10 @@ enum Experiment {
     IozonePart(workload::iozone::Part),
     #[command(name = "__file-writers", hide = true)]
     FileWritersWork(workload::file_writers::FileWriters),
+    #[command(name = "__toggle", hide = true)]
+    ToggleWork(workload::volatile::Toggle),
+    #[command(name = "__purging", hide = true)]
+    PurgingWork(workload::volatile::Purging),
     #[command(name = "__waste", hide = true)]
     WasteWork(workload::waste::Waste),
     #[command(name = "__metadata", hide = true)]
@@ -122,6 +129,7 @@ fn main() -> ExitCode {
         Experiment::Iozone(options) => experiment(&options.files.common, || files::iozone::run(&options)),
         Experiment::Waste(options) => experiment(&options.common, || files::waste::run(&options)),
         Experiment::Metadata(options) => experiment(&options.common, || files::metadata::run(&options)),
+        Experiment::Volatile(options) => experiment(&options.common, || volatile::run(&options)),
         Experiment::Settings => {
             print!("{}", subject::settings_markdown());
             ExitCode::SUCCESS
@@ -144,6 +152,8 @@ fn main() -> ExitCode {
         Experiment::IozoneWork(arguments) => workload::run(|| workload::iozone::run(&arguments)),
         Experiment::IozonePart(arguments) => workload::run(|| workload::iozone::part(&arguments)),
         Experiment::FileWritersWork(arguments) => workload::run(|| workload::file_writers::run(&arguments)),
+        Experiment::ToggleWork(arguments) => workload::run(|| workload::volatile::toggle(&arguments)),
+        Experiment::PurgingWork(arguments) => workload::run(|| workload::volatile::purging(&arguments)),
         Experiment::WasteWork(arguments) => workload::run(|| workload::waste::run(&arguments)),
         Experiment::MetadataWork(arguments) => workload::run(|| workload::metadata::run(&arguments)),
     }

@@ -283,6 +283,100 @@ fn flock(file: BorrowedFd<'_>, operation: c_int) -> io::Result<()> {
     }
 }
 
+/// Private anonymous memory of this process, in small pages, unmapped with this.
+#[derive(Debug)]
+pub struct Pages {
+    addr: *mut u8,
+    len_bytes: usize,
+}
+
+impl Pages {
+    /// Bytes of a page.
+    pub fn page_bytes() -> usize {
+        pagemill::units::os_page_bytes()
+    }
+
+    /// Maps it; nothing is resident yet.
+    pub fn new(len_bytes: usize) -> Result<Self, String> {
+        let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: a new mapping replaces nothing.
+        let addr = unsafe { libc::mmap(std::ptr::null_mut(), len_bytes, access, flags, -1, 0) };
+        match addr == libc::MAP_FAILED {
+            true => Err(format!("mapping {len_bytes} bytes: {}", std::io::Error::last_os_error())),
+            false => Ok(Self { addr: addr.cast(), len_bytes }),
+        }
+    }
+
+    /// Where a part is.
+    fn at(&self, at: usize, len_bytes: usize) -> *mut u8 {
+        assert!(at + len_bytes <= self.len_bytes);
+        // SAFETY: inside the mapping, as asserted.
+        unsafe { self.addr.add(at) }
+    }
+
+    /// Writes a byte of each page.
+    pub fn touch(&mut self, at: usize, len_bytes: usize) {
+        for page in (0..len_bytes).step_by(Self::page_bytes()) {
+            // SAFETY: inside the mapping, which `&mut self` has for itself.
+            unsafe { self.at(at + page, 1).write_volatile(1) };
+        }
+    }
+
+    fn advise(&mut self, at: usize, len_bytes: usize, advice: i32) -> Result<(), String> {
+        // SAFETY: inside the mapping; `&mut self`: nobody reads what goes.
+        match unsafe { libc::madvise(self.at(at, len_bytes).cast(), len_bytes, advice) } {
+            0 => Ok(()),
+            _ => Err(format!("madvise({advice}): {}", std::io::Error::last_os_error())),
+        }
+    }
+
+    /// `MADV_FREE`.
+    pub fn offer(&mut self, at: usize, len_bytes: usize) -> Result<(), String> {
+        self.advise(at, len_bytes, libc::MADV_FREE)
+    }
+
+    /// `MADV_DONTNEED`.
+    pub fn discard(&mut self, at: usize, len_bytes: usize) -> Result<(), String> {
+        self.advise(at, len_bytes, libc::MADV_DONTNEED)
+    }
+
+    /// Marks a part, or unmarks it.
+    pub fn vrange(
+        &self,
+        pagemill: &pagemill::Pagemill,
+        at: usize,
+        len_bytes: usize,
+        volatile: bool,
+    ) -> Result<(), String> {
+        use pagemill::volatile::vrange::{How, Mode};
+        let mode = if volatile { Mode::Volatile } else { Mode::Nonvolatile };
+        // SAFETY: inside the mapping; nobody has a reference to its bytes, which mean nothing; what is marked at the end
+        // goes with the process.
+        match unsafe { pagemill.vranges.vrange(self.at(at, len_bytes) as usize, len_bytes, mode, How::Full) } {
+            Ok(marked) if !marked.purged => Ok(()),
+            Ok(_) => Err("without pressure a range was purged".to_owned()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    /// Page faults of this thread so far.
+    pub fn faults() -> u64 {
+        // SAFETY: plain data, filled by the call.
+        unsafe {
+            let mut usage: libc::rusage = std::mem::zeroed();
+            libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage);
+            usage.ru_minflt as u64
+        }
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping, of which no part is known to anybody.
+        unsafe { libc::munmap(self.addr.cast(), self.len_bytes) };
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -26,8 +26,10 @@ const LAYERS: &[(&str, usize)] = &[
     ("arena", 4),
     ("reclaim", 5),
     ("heap", 6),
-    ("published", 7),
-    ("pagemill", 7),
+    ("volatile", 7),
+    ("published", 8),
+    ("pagemill", 8),
+    ("process", 9),
 ];
 
 /// Who may name whom against the order, and why.

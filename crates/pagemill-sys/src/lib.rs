@@ -8,6 +8,7 @@
 //! | file | what of Linux |
 //! |---|---|
 //! | [`mem`] | address space: reserve, open, populate, give back |
+//! | [`maps`] | what is mapped where |
 //! | [`moves`] | moving pages between addresses (userfaultfd, mremap) |
 //! | [`numa`] | nodes and memory policy |
 //! | [`futex`], [`thread`], [`stack`], [`clock`] | waiting, threads, a stack for one call, time |
@@ -26,6 +27,7 @@ pub mod events;
 pub mod fanotify;
 pub mod file;
 pub mod futex;
+pub mod maps;
 pub mod mem;
 pub mod moves;
 pub mod namespace;

@@ -167,6 +167,23 @@ pub fn resident(addr: usize, len_bytes: usize, pages: &mut [u8]) -> io::Result<(
     check(unsafe { libc::mincore(addr as *mut _, len_bytes, pages.as_mut_ptr()) })
 }
 
+/// Whether four bytes can be written at `addr`; if so they hold some number afterwards. The kernel does the writing.
+pub fn can_write_int(addr: usize) -> bool {
+    let nothing = std::ptr::null_mut::<u32>();
+    // SAFETY: the kernel checks the address itself, and says `EFAULT`.
+    unsafe { libc::syscall(libc::SYS_getcpu, addr as *mut u32, nothing, nothing) == 0 }
+}
+
+/// Whether the whole range is mapped, whatever it is. Touches no page.
+///
+/// # Errors
+///
+/// `ENOMEM` where a part is not, or is no address of a program.
+pub fn is_mapped(addr: usize, len_bytes: usize) -> io::Result<()> {
+    // SAFETY: this flag has had no effect but the check since Linux 2.6.19.
+    check(unsafe { libc::msync(addr as *mut _, len_bytes, libc::MS_ASYNC) })
+}
+
 /// Takes the pages of the range out: its bytes are gone and read zero afterwards.
 ///
 /// # Errors

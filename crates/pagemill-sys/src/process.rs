@@ -3,6 +3,7 @@
 
 use crate::file::{self, Path};
 use crate::mem;
+use std::io;
 
 /// A process for all time: its id and the clock tick it started at (ids are used again, pairs are not).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -148,6 +149,32 @@ pub fn kernel_release() -> (u32, u32) {
         }
     }
     (numbers[0], numbers[1])
+}
+
+/// Sets the C library's error number of this thread.
+pub fn set_errno(errno: i32) {
+    // SAFETY: the thread's own word.
+    unsafe { *libc::__errno_location() = errno };
+}
+
+/// Has these called around each `fork`: before, after in the parent, and in the child. For good.
+///
+/// # Errors
+///
+/// `ENOMEM`.
+pub fn at_fork(before: extern "C" fn(), in_parent: extern "C" fn(), in_child: extern "C" fn()) -> io::Result<()> {
+    unsafe extern "C" {
+        fn pthread_atfork(
+            prepare: Option<extern "C" fn()>,
+            parent: Option<extern "C" fn()>,
+            child: Option<extern "C" fn()>,
+        ) -> libc::c_int;
+    }
+    // SAFETY: functions that stay.
+    match unsafe { pthread_atfork(Some(before), Some(in_parent), Some(in_child)) } {
+        0 => Ok(()),
+        errno => Err(io::Error::from_raw_os_error(errno)),
+    }
 }
 
 #[cfg(test)]

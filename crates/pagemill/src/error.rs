@@ -1,6 +1,6 @@
 //! What the world can do wrong, with the numbers.
 
-use crate::units::Bytes;
+use crate::units::{Bytes, os_page_bytes};
 use std::fmt;
 use std::io;
 
@@ -20,6 +20,14 @@ pub enum Error {
     NotAllocated { addr: usize },
     /// The allocation at this address has been freed already.
     FreedBefore { addr: usize, len_bytes: usize },
+    /// There is nothing of this length, or it cannot be divided so.
+    BadLength { len_bytes: u64 },
+    /// The addresses are no whole OS pages, or there are none such.
+    BadRange { addr: usize, len_bytes: usize },
+    /// Nothing is mapped at a part of these addresses.
+    NotMapped { addr: usize, len_bytes: u64 },
+    /// It is not in the state that this takes.
+    WrongState { what: &'static str },
 }
 
 pub type Result<T> = std::result::Result<T, Error>;
@@ -30,8 +38,13 @@ impl Error {
         const ENOMEM: i32 = 12;
         const EINVAL: i32 = 22;
         match self {
-            Self::NoMemory { .. } | Self::NoAddresses { .. } => ENOMEM,
-            Self::BadAlignment { .. } | Self::NotAllocated { .. } | Self::FreedBefore { .. } => EINVAL,
+            Self::NoMemory { .. } | Self::NoAddresses { .. } | Self::NotMapped { .. } => ENOMEM,
+            Self::BadAlignment { .. }
+            | Self::NotAllocated { .. }
+            | Self::FreedBefore { .. }
+            | Self::BadLength { .. }
+            | Self::BadRange { .. }
+            | Self::WrongState { .. } => EINVAL,
             Self::System { cause, .. } => cause.raw_os_error().unwrap_or(ENOMEM),
         }
     }
@@ -61,6 +74,14 @@ impl fmt::Display for Error {
             Self::FreedBefore { addr, len_bytes } => {
                 write!(f, "{addr:#x} ({}) is free already", Bytes(*len_bytes as u64))
             }
+            Self::BadLength { len_bytes } => write!(f, "{} is no length that can be had", Bytes(*len_bytes)),
+            Self::BadRange { addr, len_bytes } => {
+                write!(f, "{addr:#x} and {len_bytes} bytes are no whole pages of {}", Bytes(os_page_bytes() as u64))
+            }
+            Self::NotMapped { addr, len_bytes } => {
+                write!(f, "a part of the {} from {addr:#x} on is not mapped", Bytes(*len_bytes))
+            }
+            Self::WrongState { what } => f.write_str(what),
         }
     }
 }

@@ -2,11 +2,11 @@
 //!
 //! A memory manager in user space for data-heavy Linux programs. Here so far:
 //! the words ([`units`], [`error`], [`stats`], [`trace`]), the [`arena`] of
-//! 2 MiB blocks, the accounting half of [`reclaim`], and the [`heap`], on which
-//! `pagemill run` puts whole programs.
+//! 2 MiB blocks, the accounting half of [`reclaim`], the [`heap`], on which
+//! `pagemill run` puts whole programs, and [`volatile`] ranges.
 //!
 //! [`Pagemill`] builds and owns all of it. Layers, from bottom to top: `units`,
-//! `error`, `trace`, `stats`, `sync`; `arena`; `reclaim`; `heap`. A module uses
+//! `error`, `trace`, `stats`, `sync`; `arena`; `reclaim`; `heap`; `volatile`. A module uses
 //! lower ones only; what lower code needs from above it names as a trait
 //! ([`arena::Budget`], [`reclaim::Shrinker`]).
 
@@ -19,6 +19,8 @@ pub mod error;
 pub mod heap;
 #[cfg(not(loom))]
 mod pagemill;
+#[cfg(not(loom))]
+mod process;
 #[cfg(not(loom))]
 pub mod published;
 #[cfg(not(loom))]
@@ -34,6 +36,12 @@ pub mod sync;
 pub mod trace;
 #[cfg(not(loom))]
 pub mod units;
+#[cfg(not(loom))]
+pub mod volatile;
+#[cfg(all(loom, test))]
+#[path = "volatile/word.rs"]
+#[allow(dead_code)]
+mod word;
 
 #[cfg(not(loom))]
 pub use error::{Error, Result};

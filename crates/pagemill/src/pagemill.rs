@@ -7,6 +7,7 @@ use crate::reclaim::helper::Helper;
 use crate::reclaim::{self, Account};
 use crate::stats::{self, Counter};
 use crate::trace::{self, Event};
+use crate::volatile::{Ranges, Vranges};
 use pagemill_sys::process;
 
 /// Everything of one process, built once and never taken down.
@@ -15,6 +16,8 @@ pub struct Pagemill {
     pub arena: &'static Arena,
     pub heap: &'static Heap,
     pub helper: &'static Helper,
+    pub ranges: &'static Ranges,
+    pub vranges: &'static Vranges,
 }
 
 impl Pagemill {
@@ -38,10 +41,12 @@ impl Pagemill {
         let arena: &'static Arena = arena::place(Arena::new(layout, account)?)?;
         let helper: &'static Helper = arena::place(Helper::new(account))?;
         let heap: &'static Heap = arena::place(Heap::new(arena, account, helper)?)?;
+        let ranges: &'static Ranges = arena::place(Ranges::new(arena, heap, account)?)?;
+        let vranges: &'static Vranges = arena::place(Vranges::new(arena, account))?;
         stats::describe_arena(arena.addresses());
         account.register(heap);
         account.set_helper(helper);
-        arena::place(Self { account, arena, heap, helper })
+        arena::place(Self { account, arena, heap, helper, ranges, vranges })
     }
 
     /// A small one without a limit, for tests.
@@ -56,11 +61,16 @@ impl Pagemill {
     /// Brings the figures that are only known by measuring up to date.
     pub fn measure(&self) {
         self.account.measure();
-        stats::set(Counter::Metadata, self.arena.metadata_bytes() + self.heap.metadata_bytes());
+        stats::set(
+            Counter::Metadata,
+            self.arena.metadata_bytes() + self.heap.metadata_bytes() + self.ranges.metadata_bytes(),
+        );
     }
 
     /// Before `fork`, in the forking thread: waits until no purge and no carving is under way.
     pub fn before_fork(&self) {
+        self.vranges.acquire_for_fork();
+        self.ranges.acquire_for_fork();
         self.heap.acquire_for_fork();
         self.arena.acquire_for_fork();
         self.account.headroom.acquire_for_fork();
@@ -71,6 +81,8 @@ impl Pagemill {
         self.account.headroom.release_after_fork();
         self.arena.release_after_fork();
         self.heap.release_after_fork();
+        self.ranges.release_after_fork();
+        self.vranges.release_after_fork();
     }
 
     /// In a child process: counts, charges and the helper start anew; what is shared with the parent is the parent's.

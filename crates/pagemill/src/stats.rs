@@ -171,6 +171,14 @@ counters! {
     owners_blocked: OwnersBlocked, Sum, Count;
     /// Charges ended that were not on the books: blocks and account had drifted apart.
     books_mended: BooksMended, Sum, Bytes;
+    /// Volatile ranges made so far.
+    ranges_made: RangesMade, Sum, Count;
+    /// Times that bytes of a volatile range were purged.
+    ranges_purged: RangesPurged, Sum, Count;
+    /// Bytes of volatile ranges that were purged, resident or not.
+    range_bytes_purged: RangeBytesPurged, Sum, Bytes;
+    /// Times that somebody wanted a range while it was being purged.
+    ranges_awaited: RangesAwaited, Sum, Count;
 }
 
 /// Rows that a page has room for.

@@ -1,5 +1,6 @@
 //! Atomics (loom's under `--cfg loom`) and a lock that never allocates.
 #![cfg_attr(loom, allow(dead_code))] // only the atomics are used there
+#![allow(unsafe_code)] // a value behind the lock
 
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64};
@@ -69,6 +70,42 @@ pub struct Guard<'lock>(&'lock Lock);
 impl Drop for Guard<'_> {
     fn drop(&mut self) {
         self.0.release();
+    }
+}
+
+/// A value that only who has its lock can reach.
+#[cfg(not(loom))]
+#[derive(Default)]
+pub(crate) struct Guarded<T> {
+    lock: Lock,
+    value: std::cell::UnsafeCell<T>,
+}
+
+// SAFETY: one thread at a time reaches the value, through the lock.
+#[cfg(not(loom))]
+unsafe impl<T: Send> Sync for Guarded<T> {}
+
+#[cfg(not(loom))]
+impl<T> Guarded<T> {
+    pub const fn new(value: T) -> Self {
+        Self { lock: Lock::new(), value: std::cell::UnsafeCell::new(value) }
+    }
+
+    /// Lets `act` have the value. It must not come here again.
+    pub fn with<R>(&self, act: impl FnOnce(&mut T) -> R) -> R {
+        let _guard = self.lock.lock();
+        // SAFETY: the lock is held until `act` has returned, so this is the only reference.
+        act(unsafe { &mut *self.value.get() })
+    }
+
+    /// For `fork` handlers.
+    pub fn acquire(&self) {
+        self.lock.acquire();
+    }
+
+    /// Ends [`Guarded::acquire`].
+    pub fn release(&self) {
+        self.lock.release();
     }
 }
 

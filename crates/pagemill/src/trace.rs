@@ -66,6 +66,8 @@ events! {
     Taken "taken" ("block", "taken_bytes");
     /// The kernel woke the helper: a limit came near (1), somebody waits (2).
     Sign "sign" ("signs", "room_bytes");
+    /// Bytes of a volatile range were purged.
+    RangePurged "range_purged" ("addr", "purged_bytes");
 }
 
 #[repr(C)]

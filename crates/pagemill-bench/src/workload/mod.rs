@@ -16,6 +16,7 @@ pub mod metadata;
 pub mod pair;
 pub mod reaction;
 pub mod small;
+pub mod volatile;
 pub mod waste;
 pub mod writers;
 

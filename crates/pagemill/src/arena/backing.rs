@@ -109,6 +109,18 @@ impl Arena {
         }
     }
 
+    /// Empties a block and opens it again, to be touched in small pages only.
+    ///
+    /// # Safety
+    ///
+    /// As [`Arena::discard`].
+    pub(crate) unsafe fn make_small(&self, block: usize) {
+        mem::forbid_huge(self.block_addr(block), BLOCK_BYTES);
+        // SAFETY: the caller's promise.
+        unsafe { self.discard(block, 1) };
+        self.reopen(block, 1);
+    }
+
     /// Lets the kernel answer touches of these addresses with huge pages.
     pub(crate) fn allow_huge(&self, addr: usize, len_bytes: usize) {
         if self.use_huge && len_bytes > 0 {

@@ -234,6 +234,18 @@ impl Heap {
         Ok(allocation.addr)
     }
 
+    /// Allocates a block that comes in small pages, so that parts of it can be given back. All of it is zero.
+    ///
+    /// # Errors
+    ///
+    /// As [`Heap::allocate`].
+    pub(crate) fn allocate_pack(&self) -> Result<NonNull<u8>> {
+        let addr = self.allocate_with(BLOCK_BYTES, BLOCK_BYTES, Contents::Zero)?.addr;
+        // SAFETY: a live slot of one block, just allocated here.
+        unsafe { self.arena.make_small(self.arena.block_of(addr.as_ptr() as usize)) };
+        Ok(addr)
+    }
+
     /// A free slot of the class: of this CPU's shard, else of the others, this node's first.
     fn take_free(&self, node: usize, class: Class) -> Option<(Place, Bytes)> {
         let own = self.shard_here();

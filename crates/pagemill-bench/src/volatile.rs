@@ -1,0 +1,158 @@
+//! What it costs to give memory up and to take it back, and to purge it: words and marks beside system calls.
+
+use std::time::Duration;
+
+use crate::child::{self, Outcome, Running};
+use crate::error::Result;
+use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
+use crate::report::{Bound, Place, Report, Verdict};
+use crate::stats::{self, Better};
+
+/// Names of the ways, as reported, and as the workload knows them.
+const HANDLES: &str = "handle-mark-unmark";
+const PIN: &str = "handle-pin-unpin";
+const VRANGE: &str = "vrange-among-100000";
+const FREE: &str = "madv-free";
+const DONTNEED: &str = "madv-dontneed-and-fault";
+const WAYS: [(&str, &str); 5] =
+    [(HANDLES, "handles"), (PIN, "pin"), (VRANGE, "vrange"), (FREE, "free"), (DONTNEED, "dontneed")];
+const PURGING: &str = "handles-purged";
+
+const SIZES_KIB: [u64; 4] = [4, 64, 512, 2048];
+const THREADS: [u64; 2] = [1, 2];
+/// The size that targets speak of.
+const TARGET_KIB: u64 = 64;
+/// Purged at a time.
+const PURGED_MIB: u64 = 1024;
+
+const NS: &str = "ns";
+const FAULTS: &str = "faults";
+const RATE: &str = "purge_gb_per_second";
+const WAIT: &str = "wait_p999_us";
+
+/// Options of the experiment.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// KiB of a range, and threads.
+type Case = (u64, u64);
+const PURGE_CASE: Case = (0, 0);
+
+/// Runs it and gives the report.
+///
+/// # Errors
+///
+/// [`crate::error::Error::WrongAnswer`] where bytes changed without pressure.
+pub fn run(options: &Options) -> Result<Report> {
+    let common = &options.common;
+    let mut report = Report::new("volatile", common.json);
+    let is_wanted = |name: &str| common.only.is_empty() || common.only.iter().any(|only| only == name);
+    child::warm(PURGED_MIB + 512)?;
+    let book = measure(common, is_wanted)?;
+    for case in SIZES_KIB.iter().flat_map(|size| THREADS.map(|threads| (*size, threads))) {
+        let name = format!("{} KiB, {} thread{}", case.0, case.1, if case.1 == 1 { "" } else { "s" });
+        for (subject, _) in WAYS {
+            let table = format!("nanoseconds a thread to give up and take back, half the spread, times {FREE}");
+            let place = Some(Place { table, column: name.clone() });
+            let metric = Metric { name: NS, unit: "ns", better: Better::Lower, baseline: Some(FREE) };
+            report_row(&mut report, &book, (&case, &name), subject, metric, place);
+        }
+    }
+    let purge = |name, unit, better| Metric { name, unit, better, baseline: None };
+    for (metric, column) in [
+        (purge(RATE, "GB/s", Better::Higher), "huge pages purged, GB/s"),
+        (purge(WAIT, "us", Better::Lower), "unmark that meets a purge, 99.9 %, us"),
+    ] {
+        let place = Some(Place { table: "purging".to_owned(), column: column.to_owned() });
+        report_row(&mut report, &book, (&PURGE_CASE, "purging"), PURGING, metric, place);
+    }
+    verdicts(&mut report, &book);
+    Ok(report)
+}
+
+fn measure(common: &Common, is_wanted: impl Fn(&str) -> bool) -> Result<Book<Case>> {
+    let run_ms = common.pick(50, 300);
+    let ways: Vec<_> = WAYS.into_iter().filter(|(name, _)| is_wanted(name)).collect();
+    let progress = Progress::new(common.rounds() * (SIZES_KIB.len() * THREADS.len() * ways.len() + 1));
+    let mut book = Book::new();
+    for round in 0..common.rounds() {
+        for case in SIZES_KIB.iter().flat_map(|size| THREADS.map(|threads| (*size, threads))) {
+            for index in 0..ways.len() {
+                let (name, way) = ways[(index + round) % ways.len()];
+                progress.step(name);
+                let numbers = [("--threads", case.1), ("--range-kib", case.0), ("--run-ms", run_ms)];
+                let arguments =
+                    ["__toggle", "--way", way].map(str::to_owned).into_iter().chain(child::numbers(&numbers));
+                book.enter(&case, name, &[NS, FAULTS], &sample(name, arguments)?);
+            }
+        }
+        if is_wanted(PURGING) {
+            progress.step(PURGING);
+            let numbers = [("--mib", PURGED_MIB), ("--run-ms", common.pick(500, 3000))];
+            let arguments = ["__purging".to_owned()].into_iter().chain(child::numbers(&numbers));
+            book.enter(&PURGE_CASE, PURGING, &[RATE, WAIT], &sample(PURGING, arguments)?);
+        }
+    }
+    Ok(book)
+}
+
+fn sample(subject: &str, arguments: impl Iterator<Item = String>) -> Result<Outcome> {
+    let arguments: Vec<String> = arguments.collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let finished = Running::start(&mut child::workload(&arguments)?)?.finish(Duration::from_secs(60))?;
+    child::outcome(subject, &finished)
+}
+
+fn verdicts(report: &mut Report, book: &Book<Case>) {
+    let ratio = |target: &str, least, way: &'static str, case: Case, base: (&'static str, Case)| {
+        let blank = not_measured(target, Bound::AtLeast(least), "x", "one side was not run");
+        match (book.get(&case, way, NS), book.get(&base.1, base.0, NS)) {
+            (Some(own), Some(other)) => Verdict {
+                estimate: stats::estimate(&own.ratios(other, Better::Lower)),
+                baseline: base.0.to_owned(),
+                is_lost: !own.survived(),
+                note: String::new(),
+                ..blank
+            },
+            _ => blank,
+        }
+    };
+    for size in SIZES_KIB {
+        for (threads, least) in [(1, 100.0), (2, 400.0)] {
+            let target = format!("mark + unmark of {size} KiB, {threads} threads, against {FREE} of {TARGET_KIB} KiB");
+            report.verdict(ratio(&target, least, HANDLES, (size, threads), (FREE, (TARGET_KIB, threads))));
+        }
+    }
+    let target = "mark + unmark, 2 threads against 1, a thread";
+    report.verdict(ratio(target, 1.0, HANDLES, (TARGET_KIB, 2), (HANDLES, (TARGET_KIB, 1))));
+    for threads in THREADS {
+        let target = format!("vrange mark + unmark among 100,000, {threads} threads, against {FREE}");
+        report.verdict(ratio(&target, 5.0, VRANGE, (TARGET_KIB, threads), (FREE, (TARGET_KIB, threads))));
+    }
+    let absolute = |target: &str, bound, unit, case: Case, way: &'static str, metric: &'static str| {
+        let blank = not_measured(target, bound, unit, "it was not run");
+        match book.get(&case, way, metric) {
+            Some(series) => Verdict {
+                estimate: stats::estimate(&series.values()),
+                is_lost: !series.survived(),
+                note: String::new(),
+                ..blank
+            },
+            None => blank,
+        }
+    };
+    let none = Bound::AtMost(0.0);
+    report.verdict(absolute("faults of unpurged round trips", none, "", (2048, 1), HANDLES, FAULTS));
+    report.verdict(absolute("purge of huge pages, lazy", Bound::AtLeast(100.0), "GB/s", PURGE_CASE, PURGING, RATE));
+    report.verdict(absolute(
+        "unmark that meets a purge, 99.9 %",
+        Bound::AtMost(1000.0),
+        "us",
+        PURGE_CASE,
+        PURGING,
+        WAIT,
+    ));
+}

@@ -1,0 +1,277 @@
+//! Memory given up and taken back: by a word, by a mark beside it, or by a system call.
+
+use std::sync::Barrier;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use pagemill::Pagemill;
+use pagemill::arena::Layout;
+use pagemill::reclaim::tree::UNLIMITED;
+use pagemill::reclaim::{Shrinker, Urgency};
+use pagemill::volatile::{Behaviour, Contents, Range};
+
+use super::{Failure, Outcome};
+use crate::native::Pages;
+use crate::stats;
+
+/// Memory of one thread.
+const AREA_BYTES: usize = 64 << 20;
+/// Ranges marked besides those that are measured, where marks lie beside the memory.
+const OTHER_MARKS: usize = 100_000;
+/// Of purging: ranges of this length.
+const HUGE_RANGE_BYTES: usize = 64 << 20;
+const BLOCK_BYTES: usize = 2 << 20;
+
+/// Ways to do it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Way {
+    /// Handles: mark, unmark.
+    Handles,
+    /// Handles: pin, unpin.
+    Pin,
+    /// `vrange` among 100,000 others.
+    Vrange,
+    /// `MADV_FREE`, and a write to each page.
+    Free,
+    /// `MADV_DONTNEED`, and a write to each page.
+    Dontneed,
+}
+
+/// What is done again and again.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Toggle {
+    #[arg(long)]
+    pub way: Way,
+    #[arg(long)]
+    pub threads: usize,
+    #[arg(long)]
+    pub range_kib: usize,
+    #[arg(long)]
+    pub run_ms: u64,
+}
+
+/// What purging costs, and whoever wants a range meanwhile.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Purging {
+    #[arg(long)]
+    pub mib: usize,
+    #[arg(long)]
+    pub run_ms: u64,
+}
+
+/// Nanoseconds of giving up and taking back, per thread, and page faults of all of it.
+pub fn toggle(arguments: &Toggle) -> Outcome {
+    let pagemill = pagemill()?;
+    let start = Barrier::new(arguments.threads);
+    let threads = 0..arguments.threads;
+    let results: Vec<Result<(f64, u64), Failure>> = thread::scope(|scope| {
+        let work = |index: usize| {
+            let start = &start;
+            move || toggle_by(arguments, pagemill, index, start)
+        };
+        let workers: Vec<_> = threads.map(|index| scope.spawn(work(index))).collect();
+        let joined = workers.into_iter().map(|worker| worker.join());
+        joined.map(|result| result.unwrap_or_else(|_| Err("a thread panicked".to_owned().into()))).collect()
+    });
+    let results = results.into_iter().collect::<Result<Vec<_>, _>>()?;
+    let each: Vec<f64> = results.iter().map(|(ns, _)| *ns).collect();
+    let faults: u64 = results.iter().map(|(_, faults)| *faults).sum();
+    Ok(serde_json::json!({ "ns": each.iter().sum::<f64>() / each.len() as f64, "faults": faults }))
+}
+
+fn pagemill() -> Result<&'static Pagemill, Failure> {
+    Pagemill::new(Layout { huge_from_bytes: 0, ..Layout::for_program() }, UNLIMITED)
+        .map_err(|error| Failure::Other(error.to_string()))
+}
+
+fn toggle_by(
+    arguments: &Toggle,
+    pagemill: &'static Pagemill,
+    index: usize,
+    start: &Barrier,
+) -> Result<(f64, u64), Failure> {
+    let range_bytes = arguments.range_kib << 10;
+    let count = AREA_BYTES / range_bytes;
+    let until = Duration::from_millis(arguments.run_ms);
+    match arguments.way {
+        Way::Handles | Way::Pin => {
+            let ranges = ranges(pagemill, count.min(512), range_bytes, index as u8)?;
+            if arguments.way == Way::Pin {
+                ranges.iter().try_for_each(Range::mark).map_err(|error| error.to_string())?;
+            }
+            start.wait();
+            let result = if arguments.way == Way::Pin { pin_all(&ranges, until) } else { mark_all(&ranges, until) };
+            check(&ranges, index as u8)?;
+            result
+        }
+        Way::Vrange => {
+            let area = Pages::new(AREA_BYTES)?;
+            // Every other page of another area, so that they stay as many.
+            let others = Pages::new(OTHER_MARKS / arguments.threads * 2 * Pages::page_bytes())?;
+            for page in 0..OTHER_MARKS / arguments.threads {
+                others.vrange(pagemill, page * 2 * Pages::page_bytes(), Pages::page_bytes(), true)?;
+            }
+            start.wait();
+            repeat(until, |turn| {
+                let at = turn % count * range_bytes;
+                area.vrange(pagemill, at, range_bytes, true)?;
+                area.vrange(pagemill, at, range_bytes, false)
+            })
+        }
+        Way::Free | Way::Dontneed => {
+            let mut area = Pages::new(AREA_BYTES)?;
+            area.touch(0, AREA_BYTES);
+            start.wait();
+            by_calls(&mut area, arguments.way, range_bytes, until)
+        }
+    }
+}
+
+/// Mean nanoseconds of an act, and faults of this thread meanwhile. The clock is read once in a hundred acts.
+fn repeat(until: Duration, mut act: impl FnMut(usize) -> Result<(), String>) -> Result<(f64, u64), Failure> {
+    const BATCH: usize = 100;
+    let (faults, begun, mut done) = (Pages::faults(), Instant::now(), 0);
+    while begun.elapsed() < until {
+        for turn in done..done + BATCH {
+            act(turn)?;
+        }
+        done += BATCH;
+    }
+    let ns = begun.elapsed().as_nanos() as f64 / done as f64;
+    Ok((ns, Pages::faults() - faults))
+}
+
+fn mark_all(ranges: &[Range], until: Duration) -> Result<(f64, u64), Failure> {
+    repeat(until, |turn| {
+        let range = &ranges[turn % ranges.len()];
+        range.mark().map_err(|error| error.to_string())?;
+        match range.unmark() {
+            Ok(Contents::Kept) => Ok(()),
+            Ok(contents) => Err(format!("without pressure a range was lost: {contents:?}")),
+            Err(error) => Err(error.to_string()),
+        }
+    })
+}
+
+fn pin_all(ranges: &[Range], until: Duration) -> Result<(f64, u64), Failure> {
+    repeat(until, |turn| match ranges[turn % ranges.len()].pin() {
+        Ok(pin) if pin.contents() == Contents::Kept => Ok(()),
+        Ok(pin) => Err(format!("without pressure a range was lost: {:?}", pin.contents())),
+        Err(error) => Err(error.to_string()),
+    })
+}
+
+/// Only the calls are timed, and what a write costs after them where it faults: a write that does not is no part of it.
+fn by_calls(area: &mut Pages, way: Way, range_bytes: usize, until: Duration) -> Result<(f64, u64), Failure> {
+    let (faults, begun, mut took, mut done) = (Pages::faults(), Instant::now(), Duration::ZERO, 0u32);
+    let count = AREA_BYTES / range_bytes;
+    while begun.elapsed() < until {
+        let at = done as usize % count * range_bytes;
+        let call = Instant::now();
+        if way == Way::Free {
+            area.offer(at, range_bytes)?;
+            took += call.elapsed();
+            area.touch(at, range_bytes);
+        } else {
+            area.discard(at, range_bytes)?;
+            area.touch(at, range_bytes);
+            took += call.elapsed();
+        }
+        done += 1;
+    }
+    Ok((took.as_nanos() as f64 / f64::from(done), Pages::faults() - faults))
+}
+
+fn ranges(pagemill: &'static Pagemill, count: usize, len_bytes: usize, byte: u8) -> Result<Vec<Range>, Failure> {
+    let made = (0..count).map(|_| {
+        let mut range = pagemill.ranges.allocate(len_bytes, Behaviour::Full)?;
+        range.bytes_mut()?.fill(byte);
+        Ok(range)
+    });
+    made.collect::<pagemill::Result<_>>().map_err(|error| Failure::Other(error.to_string()))
+}
+
+fn check(ranges: &[Range], byte: u8) -> Result<(), Failure> {
+    let is_right = |range: &Range| {
+        range.pin().is_ok_and(|pin| pin.whole().is_some_and(|all| all.iter().all(|found| *found == byte)))
+    };
+    match ranges.iter().all(is_right) {
+        true => Ok(()),
+        false => Err(Failure::WrongAnswer("bytes of a range changed without pressure".to_owned())),
+    }
+}
+
+/// Bytes a second of purging huge pages; then how long unmarking takes while purges run, at the 99.9th percentile.
+pub fn purging(arguments: &Purging) -> Outcome {
+    let pagemill = pagemill()?;
+    let bytes = arguments.mib << 20;
+    // Once unmeasured: memory that the host has not backed yet would be part of it.
+    let (mut best, mut total) = (Vec::new(), 0);
+    for round in 0..6 {
+        let ranges = ranges(pagemill, bytes / HUGE_RANGE_BYTES, HUGE_RANGE_BYTES, 1)?;
+        ranges.iter().try_for_each(Range::mark).map_err(|error| error.to_string())?;
+        pagemill.account.settle();
+        let begun = Instant::now();
+        let freed = pagemill.ranges.shrink(bytes as u64, Urgency::Request);
+        let took = begun.elapsed();
+        if (freed as usize) < bytes / HUGE_RANGE_BYTES * HUGE_RANGE_BYTES {
+            return Err(Failure::WrongAnswer(format!("of {bytes} bytes the kernel took {freed}")));
+        }
+        if round > 0 {
+            best.push(freed as f64 / took.as_secs_f64() / 1e9);
+        }
+        total += freed;
+    }
+    let waits = waits(pagemill, Duration::from_millis(arguments.run_ms))?;
+    Ok(serde_json::json!({
+        "purge_gb_per_second": stats::median(&best),
+        "purged_bytes": total,
+        "wait_p999_us": stats::percentile(&waits, 0.999),
+        "wait_p50_us": stats::percentile(&waits, 0.5),
+        "waits": waits.len(),
+    }))
+}
+
+/// Microseconds of each unmarking that met a purge: one thread purges all the time, this one marks and unmarks.
+fn waits(pagemill: &'static Pagemill, run: Duration) -> Result<Vec<f64>, Failure> {
+    use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+    let mut range = ranges(pagemill, 1, HUGE_RANGE_BYTES, 1)?.remove(0);
+    let is_over = AtomicBool::new(false);
+    let mut waits = Vec::new();
+    thread::scope(|scope| {
+        let purger = scope.spawn(|| {
+            while !is_over.load(Relaxed) {
+                pagemill.ranges.shrink(u64::MAX, Urgency::Request);
+            }
+        });
+        let begun = Instant::now();
+        let result = (|| {
+            while begun.elapsed() < run {
+                // All of it resident, so that a purge has to do.
+                for at in (0..HUGE_RANGE_BYTES).step_by(BLOCK_BYTES) {
+                    range.bytes_mut()?[at] = 1;
+                }
+                range.mark()?;
+                // Until a purge is at it.
+                let marked = Instant::now();
+                while !range.is_being_purged() && marked.elapsed() < Duration::from_millis(2) {
+                    std::hint::spin_loop();
+                }
+                let is_met = range.is_being_purged();
+                let asked = Instant::now();
+                range.unmark()?;
+                if is_met {
+                    waits.push(asked.elapsed().as_nanos() as f64 / 1e3);
+                }
+            }
+            Ok::<_, pagemill::Error>(())
+        })();
+        is_over.store(true, Relaxed);
+        let _ = purger.join();
+        result.map_err(|error| Failure::Other(error.to_string()))
+    })?;
+    match waits.is_empty() {
+        true => Err(Failure::Other("no unmarking met a purge".to_owned())),
+        false => Ok(waits),
+    }
+}

@@ -1,0 +1,41 @@
+/* Pagemill: big, fast memory that gives itself back. The C interface.
+ *
+ * Link with -lpagemill_ffi. Under `pagemill run` the same functions are there without it.
+ */
+#ifndef PAGEMILL_H
+#define PAGEMILL_H
+
+#include <stddef.h>
+#include <sys/types.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define PAGEMILL_NONVOLATILE 0
+#define PAGEMILL_VOLATILE 1
+
+/* A volatile range goes as a whole, or from its end, a chunk at a time, in turn with others. */
+#define PAGEMILL_FULL 0
+#define PAGEMILL_PARTIAL 1
+
+/* Makes `len` bytes from `addr` on volatile: their contents may go when memory is needed, the least recently marked
+ * first. Or nonvolatile: they stay from here on, and *purged (which may be null) says whether any had gone; those read
+ * zero.
+ *
+ * Marking what is marked marks it anew. Unmarking what is not marked does nothing. Before a part is unmapped, moved,
+ * replaced or freed it must be unmarked. Memory that is shared, of a file, locked, protected or the stack can be marked
+ * and never goes.
+ *
+ * Returns the bytes that are marked, or that were; -1 with errno, and nothing has changed:
+ *   EINVAL  addr or len are no multiples of the page size, or mode or behaviour are unknown
+ *   ENOMEM  a part is not mapped, or there is no memory for the mark
+ *   EFAULT  purged is no address that can be written to
+ */
+ssize_t pagemill_vrange(void *addr, size_t len, int mode, int behaviour, int *purged);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

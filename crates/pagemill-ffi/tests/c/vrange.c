@@ -1,0 +1,91 @@
+/* Marks, unmarks and misuses; then more volatile memory than a limit allows, in the group it is started in. */
+#include "pagemill.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static size_t page;
+
+static char *map(size_t len)
+{
+	char *addr = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	assert(addr != MAP_FAILED);
+	memset(addr, 7, len);
+	return addr;
+}
+
+static void expect(ssize_t result, int error)
+{
+	assert(result == -1);
+	assert(errno == error);
+}
+
+static void marks(void)
+{
+	int purged = 5;
+	char *area = map(16 * page);
+
+	assert(pagemill_vrange(area, 16 * page, PAGEMILL_VOLATILE, PAGEMILL_FULL, &purged) == (ssize_t)(16 * page));
+	assert(purged == 0);
+	assert(pagemill_vrange(area, 4 * page, PAGEMILL_NONVOLATILE, PAGEMILL_FULL, NULL) == (ssize_t)(4 * page));
+	assert(pagemill_vrange(area, 16 * page, PAGEMILL_NONVOLATILE, PAGEMILL_FULL, &purged) == (ssize_t)(12 * page));
+	assert(purged == 0 && area[15 * page] == 7);
+
+	expect(pagemill_vrange(area + 1, page, PAGEMILL_VOLATILE, PAGEMILL_FULL, NULL), EINVAL);
+	expect(pagemill_vrange(area, page + 1, PAGEMILL_VOLATILE, PAGEMILL_FULL, NULL), EINVAL);
+	expect(pagemill_vrange(area, page, 2, PAGEMILL_FULL, NULL), EINVAL);
+	expect(pagemill_vrange(area, page, PAGEMILL_VOLATILE, -1, NULL), EINVAL);
+	expect(pagemill_vrange(area, page, PAGEMILL_VOLATILE, PAGEMILL_FULL, (int *)16), EFAULT);
+	munmap(area + 8 * page, page);
+	expect(pagemill_vrange(area, 16 * page, PAGEMILL_VOLATILE, PAGEMILL_FULL, NULL), ENOMEM);
+	assert(pagemill_vrange(area, 16 * page, PAGEMILL_NONVOLATILE, PAGEMILL_FULL, NULL) == -1);
+	munmap(area, 16 * page);
+}
+
+/* A child has the marks of its parent, and may end them. */
+static void forks(void)
+{
+	char *area = map(16 * page);
+	assert(pagemill_vrange(area, 16 * page, PAGEMILL_VOLATILE, PAGEMILL_FULL, NULL) > 0);
+	pid_t child = fork();
+	if (child == 0)
+		_exit(pagemill_vrange(area, 16 * page, PAGEMILL_NONVOLATILE, PAGEMILL_FULL, NULL) != (ssize_t)(16 * page));
+	int status;
+	assert(waitpid(child, &status, 0) == child && status == 0);
+	assert(pagemill_vrange(area, 16 * page, PAGEMILL_NONVOLATILE, PAGEMILL_FULL, NULL) == (ssize_t)(16 * page));
+	munmap(area, 16 * page);
+}
+
+/* Each piece is filled, marked and forgotten about; the last ones are there. */
+static void fill(size_t mib)
+{
+	size_t len = 4 << 20, count = mib / 4, gone = 0;
+	char **pieces = calloc(count, sizeof *pieces);
+	for (size_t index = 0; index < count; index++) {
+		pieces[index] = map(len);
+		assert(pagemill_vrange(pieces[index], len, PAGEMILL_VOLATILE, PAGEMILL_FULL, NULL) == (ssize_t)len);
+	}
+	for (size_t index = 0; index < count; index++) {
+		int purged;
+		assert(pagemill_vrange(pieces[index], len, PAGEMILL_NONVOLATILE, PAGEMILL_FULL, &purged) == (ssize_t)len);
+		assert(purged || (pieces[index][0] == 7 && pieces[index][len - 1] == 7));
+		gone += purged;
+	}
+	printf("%zu of %zu gone\n", gone, count);
+}
+
+int main(int argc, char **argv)
+{
+	page = sysconf(_SC_PAGESIZE);
+	marks();
+	forks();
+	if (argc > 1)
+		fill(strtoul(argv[1], NULL, 10));
+	return 0;
+}

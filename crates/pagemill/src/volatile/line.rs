@@ -1,0 +1,125 @@
+//! Who is purged next: those that were marked first, some hundred at a time.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
+
+/// What one walk finds.
+pub(super) const LENGTH: usize = 512;
+
+/// Those that are next, in order. Used under a lock of its owner.
+pub(super) struct Line {
+    /// Keys and epochs.
+    places: [(AtomicU64, AtomicU32); LENGTH],
+    /// What part of it is left.
+    next: AtomicUsize,
+    end: AtomicUsize,
+}
+
+impl Default for Line {
+    fn default() -> Self {
+        let places = std::array::from_fn(|_| Default::default());
+        Self { places, next: AtomicUsize::new(0), end: AtomicUsize::new(0) }
+    }
+}
+
+impl Line {
+    /// Key and epoch of the next one. It may have been marked anew since.
+    pub fn next(&self) -> Option<(u64, u32)> {
+        let at = self.next.load(Relaxed);
+        if at >= self.end.load(Relaxed) {
+            return None;
+        }
+        self.next.store(at + 1, Relaxed);
+        let (key, epoch) = &self.places[at];
+        Some((key.load(Relaxed), epoch.load(Relaxed)))
+    }
+
+    /// Lines up what a walk has found. Returns how many.
+    pub fn set(&self, oldest: &mut Oldest) -> usize {
+        let sorted = oldest.sorted();
+        for (place, found) in self.places.iter().zip(sorted) {
+            place.0.store(found.key, Relaxed);
+            place.1.store(found.epoch, Relaxed);
+        }
+        self.next.store(0, Relaxed);
+        self.end.store(sorted.len(), Relaxed);
+        sorted.len()
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Found {
+    age: u32,
+    epoch: u32,
+    key: u64,
+}
+
+/// The oldest of what was offered to it: a heap with the youngest of them on top, which goes first when another is older.
+pub(super) struct Oldest {
+    found: [Found; LENGTH],
+    count: usize,
+}
+
+impl Oldest {
+    pub const fn new() -> Self {
+        Self { found: [Found { age: 0, epoch: 0, key: 0 }; LENGTH], count: 0 }
+    }
+
+    pub fn offer(&mut self, age: u32, epoch: u32, key: u64) {
+        let found = Found { age, epoch, key };
+        if self.count < LENGTH {
+            self.found[self.count] = found;
+            self.count += 1;
+            self.rise(self.count - 1);
+        } else if age > self.found[0].age {
+            self.found[0] = found;
+            self.sink();
+        }
+    }
+
+    fn rise(&mut self, mut at: usize) {
+        while at > 0 && self.found[at].age < self.found[(at - 1) / 2].age {
+            self.found.swap(at, (at - 1) / 2);
+            at = (at - 1) / 2;
+        }
+    }
+
+    fn sink(&mut self) {
+        let mut at = 0;
+        loop {
+            let children = [2 * at + 1, 2 * at + 2].into_iter().filter(|child| *child < self.count);
+            let Some(youngest) = children.min_by_key(|child| self.found[*child].age) else { return };
+            if self.found[at].age <= self.found[youngest].age {
+                return;
+            }
+            self.found.swap(at, youngest);
+            at = youngest;
+        }
+    }
+
+    /// Oldest first; of one age in the order of their keys.
+    fn sorted(&mut self) -> &[Found] {
+        let found = &mut self.found[..self.count];
+        found.sort_unstable_by_key(|found| (u32::MAX - found.age, found.key));
+        found
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Of any number of ages the oldest are found, in order.
+        #[test]
+        fn the_oldest_are_found(ages in prop::collection::vec(0u32..1000, 0..3 * LENGTH)) {
+            let mut oldest = Oldest::new();
+            ages.iter().zip(0..).for_each(|(age, key)| oldest.offer(*age, 7, key));
+            let found: Vec<u32> = oldest.sorted().iter().map(|found| found.age).collect();
+            let mut expected = ages.clone();
+            expected.sort_unstable_by_key(|age| u32::MAX - age);
+            expected.truncate(LENGTH);
+            prop_assert_eq!(found, expected);
+        }
+    }
+}

@@ -1,0 +1,378 @@
+//! Volatile ranges: memory whose contents may vanish, and that says so.
+//!
+//! A [`Range`] is *held* (its bytes stay) or *volatile* (a purge may take them). Marking and unmarking touch one word, that
+//! of the range: no system call, no lock, no line that another range shares. Bytes are reached through a
+//! [`Pin`](range::Pin), which keeps purges away and tells what is left; only memory pressure purges, the least recently
+//! marked first ([`purge`]).
+//!
+//! ```text
+//!   Ranges  --- entries: 128 bytes each (word, address, length, what is kept)
+//!     |            |
+//!     |            +-- over 1 MiB: a slot of the heap, whole blocks, huge where they fill
+//!     |            `-- smaller: a part of a pack, a block of the heap in small pages, by class
+//!     `--- Shrinker: walks the entries
+//! ```
+//!
+//! Below: `heap`, `arena`. Above, by trait: `reclaim::Shrinker`. Locks: `books` (taking and leaving entries), `purging`;
+//! neither on the way of a mark.
+#![allow(unsafe_code)] // entries in memory mapped by hand, gives slots back
+
+pub mod cache;
+mod intervals;
+mod line;
+mod purge;
+pub mod range;
+pub mod vrange;
+mod word;
+
+pub use cache::VolatileCache;
+pub use range::{Behaviour, Contents, Pin, Range};
+pub use vrange::Vranges;
+
+use crate::arena::{Arena, Table, Zeroed};
+use crate::error::{Error, Result};
+use crate::heap::Heap;
+use crate::reclaim::Account;
+use crate::stats::{self, Counter};
+use crate::sync::Lock;
+use crate::units::{BLOCK_BYTES, os_page_bytes};
+use pagemill_sys::{clock, mem, thread};
+use std::ptr::NonNull;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use word::{Refused, Word, epoch_of};
+
+/// Most ranges of a process.
+pub const MAX_RANGES: usize = 1 << 24;
+
+/// Ranges up to here share a pack with others of their class.
+const PACKED_BYTES: usize = BLOCK_BYTES / 2;
+
+/// Classes of packed ranges: powers of two from 4 KiB to 1 MiB.
+const CLASSES: usize = 9;
+const SMALLEST_BYTES: usize = PACKED_BYTES >> (CLASSES - 1);
+
+/// The class of ranges with a slot of their own.
+const OWN_SLOT: u32 = CLASSES as u32;
+
+/// Threads take entries from different shards. Words of different threads should lie far apart: lines and pages ahead
+/// of those that one walks are fetched along.
+const SHARDS: usize = 16;
+
+/// Entries that a shard takes at a time: 64 KiB.
+const RUN: u32 = 512;
+
+/// The list of this thread: who makes a range mostly marks it, wherever it runs.
+fn shard_here() -> usize {
+    // Thread pointers differ by the length of a stack, or little.
+    (mem::thread_token().wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (usize::BITS - SHARDS.trailing_zeros())) % SHARDS
+}
+
+/// The present epoch.
+#[inline]
+fn now() -> u32 {
+    epoch_of(clock::coarse_ns())
+}
+
+/// Out-of-line metadata of one range, on cache lines of its own (they are fetched in pairs): who marks one range disturbs
+/// nobody who marks another.
+#[repr(C, align(128))]
+struct Entry {
+    word: Word,
+    /// Where it is. An entry keeps its part of a pack for good; a slot is given back with the range.
+    addr: AtomicU64,
+    len_bytes: AtomicU64,
+    /// Bytes from the start on that no purge has taken; counts while the word says that some were lost.
+    kept_bytes: AtomicU64,
+    /// What goes at a time, in bytes: all of it, or a chunk from its end.
+    chunk_bytes: AtomicU64,
+    class: AtomicU32,
+    /// The list it returns to.
+    shard: AtomicU32,
+    /// Next in the list of free ones of its class: number plus one. Guarded by `books`.
+    next: AtomicU32,
+}
+
+// SAFETY: atomics only, for which zero bits are a value.
+unsafe impl Zeroed for Entry {}
+
+/// All ranges of a process.
+pub struct Ranges {
+    arena: &'static Arena,
+    account: &'static Account,
+    heap: &'static Heap,
+    entries: Table<Entry>,
+    /// Entries taken so far.
+    count: AtomicU32,
+    /// Free entries by shard and class, those without memory of their own last. Guarded by `books`.
+    free: [[AtomicU32; CLASSES + 1]; SHARDS],
+    /// By shard: the next entry that nobody has had, and where those end. Guarded by `books`.
+    runs: [[AtomicU32; 2]; SHARDS],
+    books: Lock,
+    purger: purge::Purger,
+    is_registered: OnceLock<()>,
+}
+
+impl Ranges {
+    /// No memory becomes resident.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::System`] if there are no addresses for its metadata.
+    pub(crate) fn new(arena: &'static Arena, heap: &'static Heap, account: &'static Account) -> Result<Self> {
+        Ok(Self {
+            arena,
+            account,
+            heap,
+            entries: Table::new(MAX_RANGES)?,
+            count: AtomicU32::new(0),
+            free: Default::default(),
+            runs: Default::default(),
+            books: Lock::new(),
+            purger: purge::Purger::default(),
+            is_registered: OnceLock::new(),
+        })
+    }
+
+    /// Makes a range of `len_bytes`, held, whose bytes are zero or what a range before it left. It goes as `behaviour` says
+    /// once it is marked.
+    ///
+    /// Cost: an entry of 128 bytes; a slot of the heap from 1 MiB up, below that a power of two of addresses; memory where it
+    /// is touched.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoMemory`] over the limit, [`Error::NoAddresses`] if it is too long or there are [`MAX_RANGES`] already,
+    /// [`Error::BadLength`] for none, and for chunks that are no multiple of an OS page.
+    pub fn allocate(&'static self, len_bytes: usize, behaviour: Behaviour) -> Result<Range> {
+        let chunk_bytes = match behaviour {
+            Behaviour::Full => len_bytes,
+            Behaviour::Partial { chunk_bytes } => chunk_bytes,
+        };
+        let is_full = behaviour == Behaviour::Full;
+        if len_bytes == 0 || chunk_bytes == 0 || (!is_full && !chunk_bytes.is_multiple_of(os_page_bytes())) {
+            return Err(Error::BadLength { len_bytes: if len_bytes == 0 { 0 } else { chunk_bytes as u64 } });
+        }
+        self.is_registered.get_or_init(|| self.account.register(self));
+        self.arena.budget.expect(len_bytes as u64)?;
+        let (number, addr) = match class_of(len_bytes) {
+            Some(class) => self.take_packed(class)?,
+            None => self.take_slot(len_bytes)?,
+        };
+        let entry = self.entry(number);
+        entry.addr.store(addr.as_ptr() as u64, Relaxed);
+        entry.len_bytes.store(len_bytes as u64, Relaxed);
+        entry.chunk_bytes.store(chunk_bytes as u64, Relaxed);
+        entry.kept_bytes.store(len_bytes as u64, Relaxed);
+        stats::add(Counter::RangesMade, 1);
+        self.purger.total_bytes.fetch_add(len_bytes as u64, Relaxed);
+        Ok(Range::new(self, number, addr, len_bytes))
+    }
+
+    fn entry(&self, number: u32) -> &Entry {
+        self.entries.get(number as usize)
+    }
+
+    /// A free entry of the class, or a part of a new pack.
+    fn take_packed(&'static self, class: usize) -> Result<(u32, NonNull<u8>)> {
+        let shard = shard_here();
+        if let Some(taken) = self.take_free(shard, class) {
+            return Ok(taken);
+        }
+        let pack = match self.heap.allocate_pack() {
+            Ok(pack) => pack,
+            // What others have is better than nothing.
+            Err(error) => return (0..SHARDS).find_map(|other| self.take_free(other, class)).ok_or(error),
+        };
+        let size = SMALLEST_BYTES << class;
+        let first = self.take_new(shard, class, BLOCK_BYTES / size).inspect_err(|_| self.leave_slot(pack))?;
+        for part in 0..BLOCK_BYTES / size {
+            self.entry(first + part as u32).addr.store((pack.as_ptr() as usize + part * size) as u64, Relaxed);
+        }
+        self.add_free(first + 1..first + (BLOCK_BYTES / size) as u32);
+        Ok((first, pack))
+    }
+
+    /// An entry, and a slot of the heap for it.
+    fn take_slot(&'static self, len_bytes: usize) -> Result<(u32, NonNull<u8>)> {
+        let slot = self.heap.allocate(len_bytes.max(BLOCK_BYTES), BLOCK_BYTES)?.addr;
+        self.arena.allow_huge(slot.as_ptr() as usize, len_bytes & !(BLOCK_BYTES - 1));
+        let shard = shard_here();
+        if let Some((number, _)) = self.take_free(shard, CLASSES) {
+            return Ok((number, slot));
+        }
+        match self.take_new(shard, CLASSES, 1) {
+            Ok(number) => Ok((number, slot)),
+            Err(error) => {
+                self.leave_slot(slot);
+                Err(error)
+            }
+        }
+    }
+
+    /// Takes a free entry that no purge has just now.
+    fn take_free(&self, shard: usize, class: usize) -> Option<(u32, NonNull<u8>)> {
+        let _guard = self.books.lock();
+        let mut link = &self.free[shard][class];
+        loop {
+            let number = link.load(Relaxed).checked_sub(1)?;
+            let entry = self.entry(number);
+            if entry.word.hold().is_ok() {
+                link.store(entry.next.load(Relaxed), Relaxed);
+                let addr = entry.addr.load(Relaxed) as usize as *mut u8;
+                return Some((number, NonNull::new(addr).unwrap_or(NonNull::dangling())));
+            }
+            link = &entry.next;
+        }
+    }
+
+    /// Under `books`.
+    fn put_free(&self, number: u32) {
+        let entry = self.entry(number);
+        let head = &self.free[entry.shard.load(Relaxed) as usize][entry.class.load(Relaxed) as usize];
+        entry.next.store(head.load(Relaxed), Relaxed);
+        head.store(number + 1, Relaxed);
+    }
+
+    /// New entries in a row. The first is held, the others are nobody's until [`Ranges::add_free`].
+    fn take_new(&self, shard: usize, class: usize, entries: usize) -> Result<u32> {
+        let entries = entries as u32;
+        let _guard = self.books.lock();
+        let [next, end] = &self.runs[shard];
+        if end.load(Relaxed) - next.load(Relaxed) < entries {
+            let start = self.count.load(Relaxed);
+            let count = start + entries.max(RUN);
+            if count as usize > MAX_RANGES {
+                return Err(Error::NoAddresses { wanted_bytes: u64::from(entries) * size_of::<Entry>() as u64 });
+            }
+            self.entries.open(0, start as usize, count as usize)?;
+            // From here on purges look at them, too: they are free, with nothing behind them.
+            self.count.store(count, Release);
+            next.store(start, Relaxed);
+            end.store(count, Relaxed);
+        }
+        let first = next.fetch_add(entries, Relaxed);
+        for number in first..first + entries {
+            let entry = self.entry(number);
+            entry.shard.store(shard as u32, Relaxed);
+            entry.class.store(class as u32, Relaxed);
+        }
+        let is_held = self.entry(first).word.hold();
+        debug_assert!(is_held.is_ok());
+        Ok(first)
+    }
+
+    /// Makes entries known as free.
+    fn add_free(&self, entries: std::ops::Range<u32>) {
+        let _guard = self.books.lock();
+        entries.rev().for_each(|number| self.put_free(number));
+    }
+
+    /// Takes a range back that its owner dropped.
+    fn leave(&self, number: u32) {
+        let entry = self.entry(number);
+        let class = entry.class.load(Relaxed) as usize;
+        let has_slot = class == CLASSES;
+        // What was behind a slot is the heap's from here on.
+        let slot = NonNull::new(entry.addr.load(Relaxed) as usize as *mut u8).filter(|_| has_slot);
+        let is_released = self.insist(number, || entry.word.release(!has_slot));
+        debug_assert!(is_released.is_ok());
+        self.purger.total_bytes.fetch_sub(entry.len_bytes.load(Relaxed), Relaxed);
+        if let Some(slot) = slot {
+            self.leave_slot(slot);
+        }
+        let _guard = self.books.lock();
+        self.put_free(number);
+    }
+
+    fn leave_slot(&self, slot: NonNull<u8>) {
+        // SAFETY: allocated by this module; no range is there any more, so nobody uses it.
+        let result = unsafe { self.heap.free(slot.as_ptr() as usize) };
+        debug_assert!(result.is_ok());
+    }
+
+    /// Does what a purge may be in the way of. It is asked to end, and does within some hundred microseconds.
+    #[inline]
+    fn insist<T>(
+        &self,
+        number: u32,
+        act: impl Fn() -> std::result::Result<T, Refused>,
+    ) -> std::result::Result<T, Refused> {
+        match act() {
+            Err(Refused::Purging) => self.insist_slowly(number, act),
+            result => result,
+        }
+    }
+
+    #[cold]
+    fn insist_slowly<T>(
+        &self,
+        number: u32,
+        act: impl Fn() -> std::result::Result<T, Refused>,
+    ) -> std::result::Result<T, Refused> {
+        stats::add(Counter::RangesAwaited, 1);
+        let mut patience = Patience::new();
+        loop {
+            if self.entry(number).word.await_end() {
+                patience.pause();
+            }
+            match act() {
+                Err(Refused::Purging) => {}
+                result => return result,
+            }
+        }
+    }
+
+    /// Bytes of metadata that are resident.
+    pub fn metadata_bytes(&self) -> u64 {
+        self.entries.resident_bytes(0, self.count.load(Acquire) as usize)
+    }
+
+    pub(crate) fn acquire_for_fork(&self) {
+        self.purger.lock.acquire();
+        self.books.acquire();
+    }
+
+    pub(crate) fn release_after_fork(&self) {
+        self.books.release();
+        self.purger.lock.release();
+    }
+}
+
+/// Waits for the step of a purge: on the processor at first, since it takes less than falling asleep and waking up.
+struct Patience {
+    until_ns: u64,
+}
+
+impl Patience {
+    const SPIN_NS: u64 = 100_000;
+
+    fn new() -> Self {
+        Self { until_ns: clock::fine_ns() + Self::SPIN_NS }
+    }
+
+    fn pause(&mut self) {
+        if clock::fine_ns() < self.until_ns {
+            std::hint::spin_loop();
+        } else {
+            thread::pause();
+        }
+    }
+}
+
+/// The class of packed ranges of this length.
+fn class_of(len_bytes: usize) -> Option<usize> {
+    let size = len_bytes.max(SMALLEST_BYTES.max(os_page_bytes())).next_power_of_two();
+    (size <= PACKED_BYTES).then(|| (size / SMALLEST_BYTES).trailing_zeros() as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn classes_are_powers_of_two() {
+        assert_eq!([1, SMALLEST_BYTES, SMALLEST_BYTES + 1].map(class_of), [Some(0), Some(0), Some(1)]);
+        assert_eq!([PACKED_BYTES, PACKED_BYTES + 1, usize::MAX / 2].map(class_of), [Some(CLASSES - 1), None, None]);
+    }
+}

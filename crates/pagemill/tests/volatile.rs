@@ -1,0 +1,454 @@
+//! Volatile ranges as a program sees them: what is kept, what goes, in which order, and what is said of it.
+
+use pagemill::reclaim::{Shrinker, Urgency};
+use pagemill::stats::{self, Counter};
+use pagemill::units::{BLOCK_BYTES, os_page_bytes};
+use pagemill::volatile::{Behaviour, Contents, Range, VolatileCache};
+use pagemill::{Error, Pagemill};
+use proptest::prelude::*;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::thread::{scope, sleep};
+use std::time::{Duration, Instant};
+
+const KIB: usize = 1 << 10;
+const MIB: usize = 1 << 20;
+
+/// Marks so far apart have different epochs.
+const EPOCH: Duration = Duration::from_millis(12);
+
+/// One for all tests of a process: it is never taken down.
+fn pagemill() -> &'static Pagemill {
+    static PAGEMILL: std::sync::OnceLock<&'static Pagemill> = std::sync::OnceLock::new();
+    PAGEMILL.get_or_init(Pagemill::for_test)
+}
+
+/// Tests that purge take turns: each would purge what another is about to look at.
+fn turn() -> std::sync::MutexGuard<'static, ()> {
+    static TURN: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+fn range(len_bytes: usize, behaviour: Behaviour, byte: u8) -> Range {
+    let mut range = pagemill().ranges.allocate(len_bytes, behaviour).unwrap();
+    range.bytes_mut().unwrap().fill(byte);
+    range
+}
+
+fn full(len_bytes: usize, byte: u8) -> Range {
+    range(len_bytes, Behaviour::Full, byte)
+}
+
+fn purge(want_bytes: usize) -> usize {
+    pagemill().ranges.shrink(want_bytes as u64, Urgency::Limit) as usize
+}
+
+fn purge_all() -> usize {
+    purge(usize::MAX)
+}
+
+/// Minor faults of this thread, as the kernel counts them.
+fn faults() -> i64 {
+    let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
+    stat.rsplit(')').next().unwrap().split_whitespace().nth(7).unwrap().parse().unwrap()
+}
+
+fn resident_bytes(range: &Range) -> usize {
+    pagemill().account.settle();
+    let mut pages = vec![0u8; range.len_bytes().div_ceil(os_page_bytes())];
+    pagemill_sys::mem::resident(range.addr(), range.len_bytes(), &mut pages).unwrap();
+    pages.iter().filter(|page| **page & 1 == 1).count() * os_page_bytes()
+}
+
+/// Without pressure nothing goes: all bytes are there after a mark and an unmark, and no page is touched in between.
+#[test]
+fn without_pressure_nothing_goes() {
+    let _turn = turn();
+    for len in [1, os_page_bytes(), 64 * KIB, MIB, 2 * MIB, 5 * MIB + 1] {
+        let range = full(len, 7);
+        let before = faults();
+        for _ in 0..1000 {
+            range.mark().unwrap();
+            assert_eq!(range.unmark().unwrap(), Contents::Kept);
+        }
+        let pin = range.pin().unwrap();
+        assert!(pin.whole().unwrap().iter().all(|byte| *byte == 7));
+        assert_eq!((pin.len(), faults()), (len, before), "no faults");
+    }
+}
+
+/// What is held or pinned stays; what is volatile goes, is said to be gone, and its memory is the kernel's again.
+#[test]
+fn a_purge_takes_what_is_volatile_and_says_so() {
+    let _turn = turn();
+    for len in [os_page_bytes(), 100 * KIB, MIB, 2 * MIB, 4 * MIB + 5] {
+        let (held, pinned, gone) = (full(len, 1), full(len, 2), full(len, 3));
+        pinned.mark().unwrap();
+        gone.mark().unwrap();
+        let pin = pinned.pin().unwrap();
+        let resident = resident_bytes(&gone);
+        assert_eq!(resident, len.next_multiple_of(os_page_bytes()));
+
+        let freed = purge_all();
+
+        assert!(freed >= resident, "{freed} of {resident}");
+        assert_eq!((resident_bytes(&gone), pin.contents()), (0, Contents::Kept));
+        assert!(held.pin().unwrap().iter().all(|byte| *byte == 1) && pin.iter().all(|byte| *byte == 2));
+        let gone_pin = gone.pin().unwrap();
+        assert_eq!((gone_pin.contents(), gone_pin.len()), (Contents::Purged { kept_bytes: 0 }, 0));
+        assert!(gone_pin.whole().is_none());
+        drop(gone_pin);
+        assert_eq!(gone.unmark().unwrap(), Contents::Purged { kept_bytes: 0 });
+        drop(pin);
+        assert!(purge_all() >= resident, "the pin has ended");
+        assert_eq!(purge_all(), 0, "nothing is left");
+    }
+}
+
+/// A purged range is as good as new: written, marked, kept.
+#[test]
+fn a_purged_range_is_used_again() {
+    let _turn = turn();
+    let mut range = full(3 * MIB, 1);
+    for byte in 2..6 {
+        range.mark().unwrap();
+        purge_all();
+        assert_eq!(range.unmark().unwrap(), Contents::Purged { kept_bytes: 0 });
+        assert!(range.bytes_mut().unwrap().iter().all(|byte| *byte == 0));
+        range.bytes_mut().unwrap().fill(byte);
+        range.mark().unwrap();
+        assert_eq!(range.pin().unwrap().whole().unwrap()[3 * MIB - 1], byte);
+        assert_eq!(range.unmark().unwrap(), Contents::Kept);
+    }
+}
+
+/// The range marked first goes first, whatever the order of making; one that was used since goes last.
+#[test]
+fn the_least_recently_marked_goes_first() {
+    let _turn = turn();
+    purge_all();
+    let ranges: Vec<Range> = (0..4).map(|byte| full(2 * MIB, byte)).collect();
+    for index in [2, 0, 3, 1] {
+        ranges[index].mark().unwrap();
+        sleep(EPOCH);
+    }
+    ranges[0].refresh().unwrap();
+    let mut order = Vec::new();
+    for _ in 0..4 {
+        assert_eq!(purge(1), 2 * MIB);
+        let is_gone = |index: &usize| ranges[*index].pin().unwrap().contents() != Contents::Kept;
+        order.extend((0..4).filter(is_gone).filter(|index| !order.contains(index)).collect::<Vec<_>>());
+    }
+    assert_eq!(order, [2, 3, 1, 0]);
+}
+
+/// Partial ranges lose chunks from their ends, in turn, and keep what lies before.
+#[test]
+fn partial_ranges_take_turns() {
+    let _turn = turn();
+    purge_all();
+    let behaviour = Behaviour::Partial { chunk_bytes: 64 * KIB };
+    let ranges = [range(250 * KIB, behaviour, 1), range(3 * MIB, behaviour, 2), range(256 * KIB, behaviour, 3)];
+    for range in &ranges {
+        range.mark().unwrap();
+    }
+    let kept = || ranges.each_ref().map(|range| range.pin().unwrap().len() / KIB);
+    // 250 KiB end in a chunk of 58.
+    for expected in [[192, 3008, 192], [128, 2944, 128]] {
+        sleep(EPOCH);
+        assert_eq!(purge(3 * 50 * KIB).div_ceil(64 * KIB), 3);
+        assert_eq!(kept(), expected);
+    }
+    for (range, byte) in ranges.iter().zip(1..) {
+        assert!(range.pin().unwrap().iter().all(|kept| *kept == byte));
+    }
+    assert_eq!(ranges[0].unmark().unwrap(), Contents::Purged { kept_bytes: 128 * KIB });
+    purge_all();
+    assert_eq!(kept(), [250, 0, 0], "a held one is whole, if partly zero");
+}
+
+/// A chunk of 2 MiB takes a huge page as a whole.
+#[test]
+fn chunks_of_a_block_go_as_blocks() {
+    let _turn = turn();
+    purge_all();
+    let range = range(7 * MIB, Behaviour::Partial { chunk_bytes: BLOCK_BYTES }, 9);
+    range.mark().unwrap();
+    for kept in [6, 4, 2, 0] {
+        assert!(purge(1) >= MIB);
+        assert_eq!(range.pin().unwrap().len(), kept * MIB);
+        assert_eq!(resident_bytes(&range), kept * MIB);
+    }
+}
+
+/// What is out of order is an error, and changes nothing.
+#[test]
+fn disorder_is_refused() {
+    let _turn = turn();
+    let ranges = pagemill().ranges;
+    assert!(matches!(ranges.allocate(0, Behaviour::Full), Err(Error::BadLength { len_bytes: 0 })));
+    for chunk_bytes in [0, 1, os_page_bytes() + 1] {
+        let result = ranges.allocate(MIB, Behaviour::Partial { chunk_bytes });
+        assert!(matches!(result, Err(Error::BadLength { .. })), "chunks of {chunk_bytes}");
+    }
+    assert!(ranges.allocate(usize::MAX / 2, Behaviour::Full).is_err());
+    let mut range = full(MIB, 5);
+    let said = |error: Error| (error.to_string(), error.errno());
+    assert_eq!(said(range.unmark().unwrap_err()), ("the range is not volatile".to_owned(), 22));
+    assert!(range.refresh().is_err());
+    range.mark().unwrap();
+    assert_eq!(said(range.mark().unwrap_err()).0, "the range is volatile already");
+    assert!(range.bytes_mut().unwrap_err().to_string().contains("unmark it"));
+    assert_eq!(range.unmark().unwrap(), Contents::Kept);
+    assert_eq!(range.bytes_mut().unwrap()[0], 5);
+}
+
+/// Dropped ranges leave nothing behind: their places are taken again, and forgotten pins hold nobody up.
+#[test]
+fn places_are_used_again() {
+    let _turn = turn();
+    purge_all();
+    let made = |len| -> Vec<usize> { (0..100).map(|_| full(len, 1).addr()).collect() };
+    for len in [os_page_bytes(), 2 * MIB] {
+        let addrs = made(len);
+        assert!(addrs.iter().all(|addr| *addr == addrs[0]), "one place is enough");
+    }
+    let range = full(MIB, 1);
+    range.mark().unwrap();
+    std::mem::forget(range.pin().unwrap());
+    let addr = range.addr();
+    drop(range);
+    assert_eq!(full(MIB, 1).addr(), addr);
+    // What small ones left behind is given back, too.
+    let before = stats::get(Counter::Resident);
+    drop((0..64).map(|_| full(256 * KIB, 1)).collect::<Vec<_>>());
+    pagemill().account.settle();
+    let held = stats::get(Counter::Resident);
+    assert!(held >= before + 15 * MIB as u64);
+    assert!(purge_all() >= 15 * MIB);
+}
+
+/// Two threads use ranges while a third purges all the time: bytes are whole or said to be gone, never else. Unmarking
+/// waits for no more than a step.
+#[test]
+fn bytes_are_whole_or_said_to_be_gone() {
+    let _turn = turn();
+    let is_over = AtomicBool::new(false);
+    let purged = AtomicUsize::new(0);
+    let user = |byte: u8, lens: &[usize]| {
+        let mut ranges: Vec<Range> = lens.iter().map(|len| full(*len, byte)).collect();
+        ranges.iter().for_each(|range| range.mark().unwrap());
+        let until = Instant::now() + Duration::from_secs(2);
+        while Instant::now() < until {
+            for range in &mut ranges {
+                let kept = range.pin().unwrap();
+                assert!(kept.iter().step_by(509).all(|found| *found == byte));
+                drop(kept);
+                if let Contents::Purged { kept_bytes } = range.unmark().unwrap() {
+                    purged.fetch_add(1, Relaxed);
+                    let bytes = range.bytes_mut().unwrap();
+                    assert!(bytes[..kept_bytes].iter().step_by(509).all(|found| *found == byte));
+                    bytes.fill(byte);
+                }
+                range.mark().unwrap();
+            }
+            ranges.remove(0);
+            ranges.push(full(lens[0], byte));
+            ranges.last().unwrap().mark().unwrap();
+        }
+    };
+    scope(|scope| {
+        let users = [
+            scope.spawn(|| user(1, &[4 * KIB, 64 * KIB, 2 * MIB, 64 * MIB])),
+            scope.spawn(|| user(2, &[4 * KIB, 100 * KIB, 3 * MIB])),
+        ];
+        scope.spawn(|| {
+            while !is_over.load(Relaxed) {
+                purge(4 * MIB);
+                std::thread::yield_now();
+            }
+        });
+        let results = users.map(|user| user.join());
+        is_over.store(true, Relaxed);
+        results.into_iter().for_each(|result| result.unwrap());
+    });
+    assert!(purged.load(Relaxed) > 10, "nothing was purged");
+}
+
+/// The account asks ranges as it asks all owners: over a limit volatile ranges go, and the allocation succeeds.
+#[test]
+fn ranges_make_room_below_a_limit() {
+    let limited = Pagemill::new(pagemill::arena::Layout::for_test(), 64 << 20).unwrap();
+    let mut ranges = Vec::new();
+    for byte in 0..64 {
+        let mut range = limited.ranges.allocate(4 * MIB, Behaviour::Full).unwrap();
+        range.bytes_mut().unwrap().fill(byte);
+        range.mark().unwrap();
+        ranges.push(range);
+    }
+    let kept = ranges.iter().filter(|range| range.pin().unwrap().contents() == Contents::Kept).count();
+    assert!((8..=16).contains(&kept), "{kept} of 16 that fit");
+    // What is held is not given up for others: then there is an end.
+    ranges.clear();
+    let error = loop {
+        match limited.ranges.allocate(4 * MIB, Behaviour::Full) {
+            Ok(range) => ranges.push(range),
+            Err(error) => break error,
+        }
+        ranges.last_mut().unwrap().bytes_mut().unwrap().fill(1);
+        assert!(ranges.len() <= 16, "no limit was met");
+    };
+    assert!(matches!(error, Error::NoMemory { .. }), "{error}");
+}
+
+/// A value is made once however many ask for it, and made anew after a purge.
+#[test]
+fn a_cache_makes_each_value_once() {
+    let _turn = turn();
+    let cache: VolatileCache<u32, Vec<u8>> = VolatileCache::new(pagemill().ranges);
+    let made = AtomicUsize::new(0);
+    let ask = |key: u32| {
+        let value = cache.get_or_try_insert(key, || {
+            made.fetch_add(1, Relaxed);
+            sleep(Duration::from_millis(20));
+            Ok::<_, ()>(vec![key as u8; 10_000])
+        });
+        assert_eq!(value.unwrap(), vec![key as u8; 10_000]);
+    };
+    for round in 1..4 {
+        scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| (0..3).for_each(ask));
+            }
+        });
+        assert_eq!((made.load(Relaxed), cache.len()), (3 * round, 3));
+        purge_all();
+        assert_eq!(cache.get(&0), None);
+    }
+}
+
+/// What fails or panics while a value is made leaves no value, and the next one makes it. Values may be empty.
+#[test]
+fn a_failed_making_is_tried_again() {
+    let _turn = turn();
+    let cache: VolatileCache<String, String> = VolatileCache::new(pagemill().ranges);
+    assert_eq!(cache.get_or_try_insert("a".into(), || Err("none")), Err("none"));
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        cache.get_or_try_insert("a".into(), || -> Result<String, ()> { panic!("as it should here") })
+    }));
+    assert!(panicked.is_err());
+    assert_eq!(cache.get_or_try_insert("a".into(), || Ok::<_, ()>("made".into())), Ok("made".to_owned()));
+    assert_eq!((cache.get("a"), cache.read("a", <[u8]>::len)), (Some("made".to_owned()), Some(4)));
+    cache.insert("a".into(), &String::new()).unwrap();
+    assert_eq!(cache.get("a"), Some(String::new()));
+    assert!(cache.remove("a") && !cache.remove("a") && cache.is_empty());
+}
+
+/// Keys whose values went do not add up.
+#[test]
+fn purged_keys_are_dropped() {
+    let _turn = turn();
+    let cache: VolatileCache<u32, [u8; 100]> = VolatileCache::new(pagemill().ranges);
+    for round in 0..20 {
+        for key in 0..2000 {
+            cache.insert(round * 2000 + key, &[1; 100]).unwrap();
+        }
+        purge_all();
+    }
+    assert!(cache.len() < 10_000, "{} of 40,000 keys", cache.len());
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Make(usize, bool),
+    Drop(usize),
+    Mark(usize),
+    Unmark(usize),
+    Write(usize, u8),
+    Pin(usize),
+    Purge(usize),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let index = 0usize..8;
+    prop_oneof![
+        (prop_oneof![1usize..20_000, 100_000usize..3_000_000], any::<bool>())
+            .prop_map(|(len, full)| Step::Make(len, full)),
+        index.clone().prop_map(Step::Drop),
+        index.clone().prop_map(Step::Mark),
+        index.clone().prop_map(Step::Unmark),
+        (index.clone(), any::<u8>()).prop_map(|(index, byte)| Step::Write(index, byte)),
+        index.prop_map(Step::Pin),
+        (1usize..4_000_000).prop_map(Step::Purge),
+    ]
+}
+
+/// What a range should be: its byte, whether it is volatile, and the most that can be kept of it.
+struct Model {
+    range: Range,
+    byte: u8,
+    is_volatile: bool,
+    kept_bytes: usize,
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    /// Any order of calls: contents are what the ranges say, and what is held is never touched.
+    #[test]
+    fn ranges_keep_their_word(steps in prop::collection::vec(step(), 1..60)) {
+        let _turn = turn();
+        let mut models: Vec<Model> = Vec::new();
+        for step in steps {
+            let at = |index: usize, models: &[Model]| (!models.is_empty()).then(|| index % models.len());
+            match step {
+                Step::Make(len, is_full) => {
+                    let chunk = Behaviour::Partial { chunk_bytes: 64 * KIB };
+                    let range = range(len, if is_full { Behaviour::Full } else { chunk }, 1);
+                    models.push(Model { range, byte: 1, is_volatile: false, kept_bytes: len });
+                }
+                Step::Drop(index) => drop(at(index, &models).map(|index| models.remove(index))),
+                Step::Mark(index) => if let Some(model) = at(index, &models).map(|index| &mut models[index]) {
+                    prop_assert_eq!(model.range.mark().is_ok(), !model.is_volatile);
+                    // From here on the bytes as they are count.
+                    if !model.is_volatile && model.kept_bytes < model.range.len_bytes() {
+                        model.range.unmark().unwrap();
+                        model.range.bytes_mut().unwrap().fill(model.byte);
+                        model.range.mark().unwrap();
+                        model.kept_bytes = model.range.len_bytes();
+                    }
+                    model.is_volatile = true;
+                },
+                Step::Unmark(index) => if let Some(model) = at(index, &models).map(|index| &mut models[index]) {
+                    match model.range.unmark() {
+                        Ok(Contents::Kept) => prop_assert!(model.is_volatile),
+                        Ok(Contents::Purged { kept_bytes }) => {
+                            prop_assert!(model.is_volatile && kept_bytes < model.range.len_bytes());
+                            model.kept_bytes = kept_bytes;
+                        }
+                        Err(_) => prop_assert!(!model.is_volatile),
+                    }
+                    model.is_volatile = false;
+                },
+                Step::Write(index, byte) => if let Some(model) = at(index, &models).map(|index| &mut models[index]) {
+                    let bytes = model.range.bytes_mut();
+                    prop_assert_eq!(bytes.is_ok(), !model.is_volatile);
+                    if let Ok(bytes) = bytes {
+                        bytes.fill(byte);
+                        (model.byte, model.kept_bytes) = (byte, bytes.len());
+                    }
+                },
+                Step::Pin(index) => if let Some(model) = at(index, &models).map(|index| &models[index]) {
+                    let pin = model.range.pin().unwrap();
+                    let known = pin.len().min(model.kept_bytes);
+                    prop_assert!(pin[..known].iter().all(|byte| *byte == model.byte));
+                    prop_assert!(model.is_volatile || pin.len() == model.range.len_bytes());
+                },
+                Step::Purge(want) => drop(purge(want)),
+            }
+            for model in models.iter().filter(|model| !model.is_volatile) {
+                let pin = model.range.pin().unwrap();
+                prop_assert!(pin[..model.kept_bytes].iter().step_by(101).all(|byte| *byte == model.byte));
+            }
+        }
+    }
+}

@@ -1,0 +1,415 @@
+//! `vrange` on memory of every kind: what is marked, what goes, what is refused, and what is never touched.
+#![allow(unsafe_code)] // maps memory of every kind and marks it
+
+use pagemill::reclaim::{Shrinker, Urgency};
+use pagemill::units::{BLOCK_BYTES, os_page_bytes};
+use pagemill::volatile::vrange::{How, Marked, Mode};
+use pagemill::{Error, Pagemill};
+use proptest::prelude::*;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+const EPOCH: Duration = Duration::from_millis(12);
+
+fn pagemill() -> &'static Pagemill {
+    static PAGEMILL: std::sync::OnceLock<&'static Pagemill> = std::sync::OnceLock::new();
+    PAGEMILL.get_or_init(Pagemill::for_test)
+}
+
+fn turn() -> std::sync::MutexGuard<'static, ()> {
+    static TURN: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// A mapping of some kind; ended with this. Nobody has references to its bytes: they are read and written one by one.
+struct Area {
+    addr: usize,
+    len: usize,
+}
+
+impl Area {
+    fn map(len: usize, flags: i32, fd: i32) -> Option<Self> {
+        // SAFETY: a new mapping replaces nothing.
+        let addr = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, fd, 0) };
+        (addr != libc::MAP_FAILED).then_some(Self { addr: addr as usize, len })
+    }
+
+    /// Plain memory, every page written.
+    fn plain(pages: usize, byte: u8) -> Self {
+        let area = Self::map(pages * os_page_bytes(), libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1).unwrap();
+        area.fill(byte);
+        area
+    }
+
+    /// Plain memory that begins with a block, to be taken in huge pages where there are any.
+    fn huge(blocks: usize, byte: u8) -> Self {
+        let mut area = Self::map((blocks + 1) * BLOCK_BYTES, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1).unwrap();
+        let start = area.addr.next_multiple_of(BLOCK_BYTES);
+        // SAFETY: parts of the mapping made above.
+        unsafe {
+            libc::munmap(area.addr as *mut _, start - area.addr);
+            let end = start + blocks * BLOCK_BYTES;
+            libc::munmap(end as *mut _, area.addr + area.len - end);
+            libc::madvise(start as *mut _, blocks * BLOCK_BYTES, libc::MADV_HUGEPAGE);
+        }
+        (area.addr, area.len) = (start, blocks * BLOCK_BYTES);
+        area.fill(byte);
+        area
+    }
+
+    fn at(&self, page: usize) -> *mut u8 {
+        (self.addr + page * os_page_bytes()) as *mut u8
+    }
+
+    fn pages(&self) -> usize {
+        self.len / os_page_bytes()
+    }
+
+    fn write(&self, page: usize, byte: u8) {
+        // SAFETY: inside the mapping; a plain store.
+        unsafe { self.at(page).write_volatile(byte) };
+    }
+
+    fn read(&self, page: usize) -> u8 {
+        // SAFETY: inside the mapping; a plain load.
+        unsafe { self.at(page).read_volatile() }
+    }
+
+    fn fill(&self, byte: u8) {
+        (0..self.pages()).for_each(|page| self.write(page, byte));
+    }
+
+    fn call(&self, page: usize, pages: usize, mode: Mode, how: How) -> pagemill::Result<Marked> {
+        vrange(self.addr + page * os_page_bytes(), pages * os_page_bytes(), mode, how)
+    }
+
+    fn mark(&self, page: usize, pages: usize) -> Marked {
+        self.call(page, pages, Mode::Volatile, How::Full).unwrap()
+    }
+
+    fn unmark(&self, page: usize, pages: usize) -> Marked {
+        self.call(page, pages, Mode::Nonvolatile, How::Full).unwrap()
+    }
+
+    fn holds(&self, byte: u8) -> bool {
+        (0..self.pages()).all(|page| self.read(page) == byte)
+    }
+}
+
+impl Drop for Area {
+    fn drop(&mut self) {
+        if self.len > 0 {
+            let _ = vrange(self.addr, self.len, Mode::Nonvolatile, How::Full);
+            // SAFETY: our own mapping, unmarked.
+            unsafe { libc::munmap(self.addr as *mut _, self.len) };
+        }
+    }
+}
+
+fn vrange(addr: usize, len: usize, mode: Mode, how: How) -> pagemill::Result<Marked> {
+    // SAFETY: the tests mark areas of their own, to whose bytes there are no references, and unmark before unmapping.
+    unsafe { pagemill().vranges.vrange(addr, len, mode, how) }
+}
+
+fn purge(want: usize) -> usize {
+    pagemill().vranges.shrink(want as u64, Urgency::Limit) as usize
+}
+
+fn marked(pages: usize, purged: bool) -> Marked {
+    Marked { bytes: (pages * os_page_bytes()) as u64, purged }
+}
+
+/// Without pressure all is as it was; under pressure marked memory goes, unmarking says so, and what is not marked stays.
+#[test]
+fn marked_memory_goes_and_nothing_else() {
+    let _turn = turn();
+    let (area, other) = (Area::plain(64, 1), Area::plain(64, 2));
+    assert_eq!((area.mark(0, 64), area.unmark(0, 64)), (marked(64, false), marked(64, false)));
+    assert!(area.holds(1));
+    area.mark(16, 16);
+    assert_eq!(purge(usize::MAX), 16 * os_page_bytes());
+    assert_eq!(purge(usize::MAX), 0, "it is gone already");
+    let expected = |page| if (16..32).contains(&page) { 0 } else { 1 };
+    assert!((0..64).all(|page| area.read(page) == expected(page)) && other.holds(2));
+    assert_eq!(area.unmark(0, 20), marked(4, true), "a part of it");
+    assert_eq!(area.unmark(0, 64), marked(12, true), "the rest");
+    assert_eq!(area.unmark(0, 64), marked(0, false), "never marked is no error");
+}
+
+/// Marks overlap, split and merge; marking twice is marking once, and what was purged stays known.
+#[test]
+fn marks_overlap_and_split() {
+    let _turn = turn();
+    let area = Area::plain(32, 1);
+    assert_eq!(
+        (area.mark(0, 16), area.mark(0, 16), area.mark(8, 16)),
+        (marked(16, false), marked(16, false), marked(16, false))
+    );
+    assert_eq!(pagemill().vranges.list().len(), 2, "the outer part stays as it was");
+    assert_eq!(area.unmark(4, 2), marked(2, false));
+    assert_eq!(pagemill().vranges.list().len(), 3);
+    assert_eq!(purge(usize::MAX), 22 * os_page_bytes());
+    assert!((4..6).all(|page| area.read(page) == 1) && area.read(3) == 0 && area.read(24) == 1);
+    assert_eq!(area.mark(0, 32), marked(32, true), "what was purged is said when it is marked again");
+    assert_eq!(area.unmark(0, 32), marked(32, true));
+    assert_eq!((area.mark(0, 32), area.unmark(0, 32)), (marked(32, false), marked(32, false)));
+}
+
+/// The least recently marked goes first; partial ranges lose their ends in turn.
+#[test]
+fn purges_go_in_order() {
+    let _turn = turn();
+    let areas: Vec<Area> = (0..3).map(|_| Area::plain(16, 1)).collect();
+    for index in [1, 2, 0] {
+        areas[index].mark(0, 16);
+        std::thread::sleep(EPOCH);
+    }
+    for expected in [1, 2, 0] {
+        assert_eq!(purge(1), 16 * os_page_bytes());
+        assert!(areas[expected].unmark(0, 16).purged);
+    }
+    let chunk = BLOCK_BYTES / 32 / os_page_bytes();
+    let areas = [Area::huge(1, 1), Area::huge(1, 2)];
+    for area in &areas {
+        area.call(0, area.pages(), Mode::Volatile, How::Partial).unwrap();
+    }
+    for round in 1..4 {
+        std::thread::sleep(EPOCH);
+        purge(1);
+        purge(1);
+        for (area, byte) in areas.iter().zip(1..) {
+            let kept = area.pages() - round * chunk;
+            assert!(
+                (0..area.pages()).all(|page| area.read(page) == if page < kept { byte } else { 0 }),
+                "round {round}"
+            );
+        }
+    }
+    for area in &areas {
+        let tail = area.pages() - 3 * chunk;
+        assert_eq!(area.unmark(0, tail), marked(tail, false), "what is left was not purged");
+        assert!(area.unmark(0, area.pages()).purged);
+    }
+}
+
+/// Large ranges go in steps and are one purged range afterwards.
+#[test]
+fn large_ranges_go_as_a_whole() {
+    let _turn = turn();
+    let area = Area::huge(40, 5);
+    area.mark(0, area.pages());
+    assert_eq!(purge(1), area.len);
+    assert!(area.holds(0));
+    assert_eq!(pagemill().vranges.list().len(), 1);
+    assert_eq!(area.unmark(0, area.pages()), marked(area.pages(), true));
+}
+
+/// Bad calls say what is bad and change nothing.
+#[test]
+fn bad_ranges_are_refused() {
+    let _turn = turn();
+    let page = os_page_bytes();
+    let area = Area::plain(16, 1);
+    let bad = |addr, len| matches!(vrange(addr, len, Mode::Volatile, How::Full), Err(Error::BadRange { .. }));
+    assert!(bad(area.addr + 1, page) && bad(area.addr, page - 1) && bad(usize::MAX - page + 1, 2 * page));
+    assert_eq!(vrange(area.addr, 0, Mode::Volatile, How::Full).unwrap(), marked(0, false));
+    // A hole in the middle.
+    // SAFETY: a page of our own mapping, not marked.
+    unsafe { libc::munmap(area.at(8).cast(), page) };
+    for mode in [Mode::Volatile, Mode::Nonvolatile] {
+        let error = area.call(0, 16, mode, How::Full).unwrap_err();
+        assert!(matches!(error, Error::NotMapped { .. }) && error.errno() == libc::ENOMEM, "{error}");
+    }
+    assert!(pagemill().vranges.list().is_empty(), "nothing was marked");
+    assert!(vrange(0usize.wrapping_sub(2 * page), page, Mode::Volatile, How::Full).is_err());
+}
+
+/// Memory that has no pages of its own to give, or must not lose them, can be marked and is never purged.
+#[test]
+fn other_kinds_are_never_purged() {
+    let _turn = turn();
+    let (page, private) = (os_page_bytes(), libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(16 * page as u64).unwrap();
+    let mut kinds = vec![
+        ("shared", Area::map(16 * page, libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1)),
+        ("file, shared", Area::map(16 * page, libc::MAP_SHARED, file.as_raw_fd())),
+        ("file, private", Area::map(16 * page, libc::MAP_PRIVATE, file.as_raw_fd())),
+        ("hugetlb", Area::map(BLOCK_BYTES, private | libc::MAP_HUGETLB, -1)),
+        ("growing down", Area::map(16 * page, private | libc::MAP_GROWSDOWN, -1)),
+    ];
+    let locked = Area::plain(16, 0);
+    // SAFETY: locks pages of our own mapping.
+    if unsafe { libc::mlock(locked.addr as *const _, locked.len) } == 0 {
+        kinds.push(("locked", Some(locked)));
+    }
+    for (name, area) in kinds {
+        let Some(area) = area else {
+            println!("skipped: no {name} memory here");
+            continue;
+        };
+        area.fill(7);
+        let is_growing = name == "growing down";
+        area.mark(0, area.pages());
+        purge(usize::MAX);
+        let unmarked = area.unmark(0, area.pages());
+        // Anonymous memory that may grow is as plain as any: only the first stack is known to be one.
+        assert_eq!((unmarked.purged, area.holds(7)), (is_growing, !is_growing), "{name}");
+    }
+    // The stack of the first thread, as the kernel names it.
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let line = maps.lines().find(|line| line.ends_with("[stack]")).unwrap();
+    let start = usize::from_str_radix(line.split('-').next().unwrap(), 16).unwrap();
+    vrange(start, page, Mode::Volatile, How::Full).unwrap();
+    assert_eq!(purge(usize::MAX), 0);
+    assert!(!vrange(start, page, Mode::Nonvolatile, How::Full).unwrap().purged);
+}
+
+/// Pages that the kernel merged (KSM) or that are in flight in a pipe: the program's view goes, the other reader's stays.
+#[test]
+fn others_keep_what_they_have() {
+    let _turn = turn();
+    let area = Area::plain(4, 9);
+    // SAFETY: a hint; contents stay.
+    unsafe { libc::madvise(area.addr as *mut _, area.len, libc::MADV_MERGEABLE) };
+    let mut ends = [0; 2];
+    // SAFETY: writes two descriptors; gives pages of our own to the pipe, read back below.
+    unsafe {
+        assert_eq!(libc::pipe(ends.as_mut_ptr()), 0);
+        let piece = libc::iovec { iov_base: area.addr as *mut _, iov_len: os_page_bytes() };
+        assert_eq!(libc::vmsplice(ends[1], &raw const piece, 1, 0), os_page_bytes() as isize);
+    }
+    area.mark(0, 4);
+    assert_eq!(purge(usize::MAX), 4 * os_page_bytes());
+    let mut read = vec![0u8; os_page_bytes()];
+    // SAFETY: reads into `read`, which is long enough; closes our own descriptors.
+    unsafe {
+        assert_eq!(libc::read(ends[0], read.as_mut_ptr().cast(), read.len()), read.len() as isize);
+        libc::close(ends[0]);
+        libc::close(ends[1]);
+    }
+    assert_eq!((read[0], area.read(0)), (9, 0));
+    assert!(area.unmark(0, 4).purged);
+}
+
+/// A range that was protected or unmapped while it was volatile is not purged, and nothing breaks.
+#[test]
+fn ranges_that_changed_are_left_alone() {
+    let _turn = turn();
+    let (protected, unmapped) = (Area::plain(16, 3), Area::plain(16, 4));
+    protected.mark(0, 16);
+    unmapped.mark(0, 16);
+    // SAFETY: our own mappings; the second is unmapped without unmarking, which no purge may follow by contract, and none
+    // finds a mapping there: the test holds the turn.
+    unsafe {
+        libc::mprotect(protected.addr as *mut _, protected.len, libc::PROT_READ);
+        libc::munmap(unmapped.addr as *mut _, unmapped.len);
+    }
+    assert_eq!(purge(usize::MAX), 0);
+    assert!(!protected.unmark(0, 16).purged && protected.holds(3));
+    pagemill().vranges.forget(unmapped.addr..unmapped.addr + unmapped.len);
+    assert!(pagemill().vranges.list().is_empty());
+    std::mem::forget(unmapped);
+}
+
+/// Slots of the heap: their memory goes through the account's books.
+#[test]
+fn own_slots_go_by_the_books() {
+    let _turn = turn();
+    for len in [2 * BLOCK_BYTES, BLOCK_BYTES / 4] {
+        let addr = pagemill().heap.allocate(len, BLOCK_BYTES.min(len)).unwrap().addr;
+        // SAFETY: a live slot of that length, ours alone.
+        unsafe { addr.as_ptr().write_bytes(6, len) };
+        pagemill().account.settle();
+        let before = pagemill().account.resident();
+        vrange(addr.as_ptr() as usize, len, Mode::Volatile, How::Full).unwrap();
+        let freed = purge(usize::MAX);
+        assert_eq!((freed, before - pagemill().account.resident()), (len, len as u64));
+        assert!(vrange(addr.as_ptr() as usize, len, Mode::Nonvolatile, How::Full).unwrap().purged);
+        // SAFETY: as above; not marked any more.
+        unsafe {
+            assert_eq!(addr.as_ptr().read_volatile(), 0);
+            pagemill().heap.free(addr.as_ptr() as usize).unwrap();
+        }
+    }
+}
+
+/// Marks come and go on one thread while purges run on another: bytes are whole, or said to be gone.
+#[test]
+fn purges_race_marks() {
+    let _turn = turn();
+    let is_over = AtomicBool::new(false);
+    let mut purged = 0;
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Relaxed) {
+                purge(usize::MAX);
+            }
+        });
+        let areas = [Area::plain(1, 1), Area::plain(64, 1), Area::huge(20, 1)];
+        let until = Instant::now() + Duration::from_secs(2);
+        while Instant::now() < until {
+            for area in &areas {
+                let half = area.pages().div_ceil(2);
+                area.mark(0, area.pages());
+                area.mark(0, half);
+                let first = area.unmark(0, half);
+                assert!(first.purged || (0..half).all(|page| area.read(page) == 1));
+                let second = area.unmark(0, area.pages());
+                assert!(second.purged || (half..area.pages()).all(|page| area.read(page) == 1));
+                purged += usize::from(first.purged) + usize::from(second.purged);
+                area.fill(1);
+            }
+        }
+        is_over.store(true, Relaxed);
+    });
+    assert!(purged > 0, "nothing was purged");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
+
+    /// Any calls in any order, against a page-by-page model: what is marked, what can have gone, what must be there.
+    #[test]
+    fn calls_agree_with_a_model(steps in prop::collection::vec((0usize..64, 1usize..32, 0u8..6), 1..60)) {
+        let _turn = turn();
+        let area = Area::plain(64, 1);
+        // Of each page: marked, purged since.
+        let mut model = [(false, false); 64];
+        for (page, pages, act) in steps {
+            let pages = pages.min(64 - page);
+            let part = page..page + pages;
+            match act {
+                0 | 1 => {
+                    let how = if act == 0 { How::Full } else { How::Partial };
+                    let result = area.call(page, pages, Mode::Volatile, how).unwrap();
+                    let purged = model[part.clone()].iter().any(|(is_marked, purged)| *is_marked && *purged);
+                    prop_assert_eq!(result, marked(pages, purged));
+                    model[part].iter_mut().for_each(|page| *page = (true, purged));
+                }
+                2 => {
+                    let result = area.unmark(page, pages);
+                    let were: Vec<_> = model[part.clone()].iter().filter(|(is_marked, _)| *is_marked).collect();
+                    prop_assert_eq!(result.bytes as usize, were.len() * os_page_bytes());
+                    prop_assert_eq!(result.purged, were.iter().any(|(_, purged)| *purged));
+                    for at in part {
+                        prop_assert!(model[at].1 || area.read(at) == 1);
+                        model[at] = (false, false);
+                        area.write(at, 1);
+                    }
+                }
+                3 => drop(purge(usize::MAX)),
+                4 => drop(purge(pages * os_page_bytes())),
+                _ => (0..64).filter(|at| !model[*at].0).for_each(|at| assert_eq!(area.read(at), 1)),
+            }
+            // What went is what reads zero; whole purges take all that is marked.
+            for (at, page) in model.iter_mut().enumerate() {
+                let is_gone = area.read(at) == 0;
+                prop_assert!(!is_gone || page.0, "page {} was not marked", at);
+                prop_assert!(act != 3 || is_gone || !page.0 || page.1, "page {} stayed", at);
+                page.1 |= is_gone;
+            }
+        }
+    }
+}
