@@ -24,10 +24,10 @@ extern "C" {
  * zero.
  *
  * Marking what is marked marks it anew. Unmarking what is not marked does nothing. Before a part is unmapped, moved,
- * replaced or freed it must be unmarked. Memory that is shared, of a file, locked, protected or the stack can be marked
- * and never goes.
+ * replaced or freed it must be unmarked. Memory that is shared, of a file, locked, protected or the first thread's stack
+ * can be marked and never goes.
  *
- * Returns the bytes that are marked, or that were; -1 with errno, and nothing has changed:
+ * Returns the bytes that are marked, or that were; -1 with errno, and nothing has changed but *purged, which is 0:
  *   EINVAL  addr or len are no multiples of the page size, or mode or behaviour are unknown
  *   ENOMEM  a part is not mapped, or there is no memory for the mark
  *   EFAULT  purged is no address that can be written to

@@ -1,7 +1,12 @@
 //! The C interface, from C.
 
+#[allow(dead_code)] // shared with tests that use more of it
+#[path = "../../pagemill-cli/tests/common/group.rs"]
+mod group;
+
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 /// Builds the C program against the library that this crate was built into.
 fn build(folder: &Path) -> PathBuf {
@@ -32,4 +37,46 @@ fn c_programs_mark_and_unmark() {
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{:?}: {said}", output.status);
     assert_eq!(String::from_utf8_lossy(&output.stdout), "0 of 16 gone\n", "without pressure nothing goes");
+}
+
+/// Twice as much as a group may have: what is marked goes in time, and the program is not killed.
+#[test]
+fn volatile_memory_survives_a_limit() {
+    let folder = tempfile::tempdir().unwrap();
+    let program = build(folder.path());
+    let Some(group) = group::Group::new("vrange-c", 256 << 20) else { return };
+    let mut command = Command::new(&program);
+    command.arg("512");
+    let output = group.enter(&command).output().unwrap();
+    assert!(output.status.success(), "{:?}: {}", output.status, String::from_utf8_lossy(&output.stderr));
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let gone: u64 = said.split(' ').next().unwrap().parse().unwrap();
+    assert!((64..=118).contains(&gone), "{said}");
+}
+
+/// A program that marked its memory and sleeps gives it to another one of its group, which is not killed.
+#[test]
+fn a_sleeper_gives_to_its_group() {
+    let folder = tempfile::tempdir().unwrap();
+    let program = build(folder.path());
+    let Some(group) = group::Group::new("vrange-hold", 256 << 20) else { return };
+    let mut command = Command::new(&program);
+    command.args(["hold", "180"]);
+    let mut sleeper = group.enter(&command).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut said = BufReader::new(sleeper.stdout.take().unwrap()).lines();
+    assert_eq!(said.next().unwrap().unwrap(), "ready");
+    let mut command = Command::new("sh");
+    command.args(["-c", "head -c 125829120 /dev/zero | tail -c 125829120 | wc -c"]);
+    let output = group.enter(&command).output().unwrap();
+    drop(sleeper.stdin.take());
+    let last = said.next().unwrap().unwrap();
+    assert!(sleeper.wait().unwrap().success());
+    assert_eq!(
+        String::from_utf8_lossy(&output.stdout).trim(),
+        "125829120",
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let gone: u64 = last.split(' ').next().unwrap().parse().unwrap();
+    assert!(gone >= 44, "{last}");
 }

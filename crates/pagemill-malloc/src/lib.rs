@@ -14,6 +14,7 @@
 //! | `start.rs` | start, growth, exit; the helper thread |
 //! | `settings.rs` | what the environment says |
 //! | `fork.rs` | what happens around a fork, in which order |
+//! | `marks.rs` | `pagemill_vrange`, and the calls that end what it marked |
 //! | `check.rs` | `PAGEMILL_CHECK`: a bit for every small allocation |
 //!
 //! Nothing here allocates, except through itself, or prints, except before it
@@ -23,6 +24,7 @@
 
 mod check;
 mod fork;
+mod marks;
 mod settings;
 mod slow;
 mod small;

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // the program's pointers
 
 use crate::start::{self, State};
-use crate::{SMALL_LIMIT, check, small, young};
+use crate::{SMALL_LIMIT, check, marks, small, young};
 use pagemill::arena::Context;
 use pagemill::heap::MIN_BYTES;
 use pagemill::reclaim::{Reason, Urgency};
@@ -163,6 +163,7 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
             unsafe { small::free(pointer) };
         }
         Owner::Heap(pagemill) => {
+            forget_marks(pagemill, pointer);
             // SAFETY: the caller's promise.
             if let Err(error) = unsafe { pagemill.heap.free(pointer as usize) } {
                 misuse("free", &error);
@@ -172,6 +173,27 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
         }
     }
     set_errno(errno);
+}
+
+/// A slot that is freed or moved is volatile no more.
+fn forget_marks(pagemill: &'static Pagemill, pointer: *mut c_void) {
+    if !pagemill.vranges.is_empty()
+        && let Ok(bytes) = pagemill.heap.usable_bytes(pointer as usize)
+    {
+        marks::forget(pointer as usize, bytes);
+    }
+}
+
+/// The arena of this process, which grows for it if it is young. `None` where the C library serves for good.
+pub fn grown() -> Option<&'static Pagemill> {
+    loop {
+        match start::state() {
+            State::Ready(pagemill) => return Some(pagemill),
+            State::Young if !start::grow() => pagemill_sys::thread::pause(),
+            State::Young => {}
+            State::Starting | State::Unmanaged => return None,
+        }
+    }
 }
 
 /// Whether an allocation of this size would come from the C library now.
@@ -229,6 +251,7 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
         && size >= MIN_BYTES
     {
         tick(pagemill);
+        forget_marks(pagemill, pointer);
         // SAFETY: the caller's promise.
         let result: Result<NonNull<u8>, Error> = unsafe { pagemill.heap.resize(pointer as usize, size) };
         return match result {

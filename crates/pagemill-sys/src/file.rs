@@ -286,7 +286,7 @@ pub unsafe fn map_private_over(fixed: usize, len_bytes: usize) -> io::Result<()>
 /// Nobody uses it any more.
 pub unsafe fn unmap(addr: usize, len_bytes: usize) {
     // SAFETY: the caller's promise.
-    unsafe { libc::munmap(addr as *mut _, len_bytes) };
+    unsafe { libc::syscall(libc::SYS_munmap, addr, len_bytes) };
 }
 
 /// Makes a folder with mode 0700; an existing one of this user is fine.

@@ -52,6 +52,26 @@ unsafe fn map(addr: usize, len_bytes: usize, protection: i32, flags: i32) -> io:
     if result == -1 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
 }
 
+/// Ends a mapping by the plain system call: the preload library has a `munmap` of its own, for programs.
+///
+/// # Safety
+///
+/// Nobody uses what is mapped there.
+unsafe fn unmap(addr: usize, len_bytes: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { libc::syscall(libc::SYS_munmap, addr, len_bytes) };
+}
+
+/// `madvise` by the plain system call, for the same reason. 0, or -1 and `errno`.
+///
+/// # Safety
+///
+/// Nobody needs the contents that the advice gives up.
+unsafe fn advise(addr: usize, len_bytes: usize, advice: i32) -> i32 {
+    // SAFETY: the caller's promise.
+    unsafe { libc::syscall(libc::SYS_madvise, addr, len_bytes, advice) as i32 }
+}
+
 /// Reserves `len_bytes` of address space at a multiple of `align_bytes`, without access or pages.
 ///
 /// Costs address space only: the reservation counts against `RLIMIT_AS` and
@@ -72,10 +92,10 @@ pub fn reserve(len_bytes: usize, align_bytes: usize, hint: usize) -> io::Result<
     // SAFETY: both ends are parts of the mapping made above that nobody knows yet.
     unsafe {
         if head > 0 {
-            libc::munmap(start as *mut _, head);
+            unmap(start, head);
         }
         if tail > 0 {
-            libc::munmap((aligned + len_bytes) as *mut _, tail);
+            unmap(aligned + len_bytes, tail);
         }
     }
     Ok(aligned)
@@ -88,7 +108,7 @@ pub fn reserve(len_bytes: usize, align_bytes: usize, hint: usize) -> io::Result<
 /// `addr..addr + len_bytes` is a reservation (or part of one) that nobody uses any more.
 pub unsafe fn unreserve(addr: usize, len_bytes: usize) {
     // SAFETY: the caller's promise.
-    unsafe { libc::munmap(addr as *mut _, len_bytes) };
+    unsafe { unmap(addr, len_bytes) };
 }
 
 /// Makes reserved addresses readable and writable; pages come with the first touch, zeroed.
@@ -111,13 +131,13 @@ pub unsafe fn open(addr: usize, len_bytes: usize) -> io::Result<()> {
 /// Lets the kernel use huge pages for whole aligned blocks of the range. Returns whether it would.
 pub fn allow_huge(addr: usize, len_bytes: usize) -> bool {
     // SAFETY: a hint about paging; contents do not change.
-    unsafe { libc::madvise(addr as *mut _, len_bytes, libc::MADV_HUGEPAGE) == 0 }
+    unsafe { advise(addr, len_bytes, libc::MADV_HUGEPAGE) == 0 }
 }
 
 /// Keeps huge pages out of the range: what is untouched stays without a page.
 pub fn forbid_huge(addr: usize, len_bytes: usize) {
     // SAFETY: a hint about paging; contents do not change.
-    unsafe { libc::madvise(addr as *mut _, len_bytes, libc::MADV_NOHUGEPAGE) };
+    unsafe { advise(addr, len_bytes, libc::MADV_NOHUGEPAGE) };
 }
 
 /// Brings in pages for the whole range, as writes would, without changing a byte.
@@ -129,7 +149,7 @@ pub fn forbid_huge(addr: usize, len_bytes: usize) {
 pub fn populate(addr: usize, len_bytes: usize) -> io::Result<()> {
     loop {
         // SAFETY: populating changes no contents.
-        match check(unsafe { libc::madvise(addr as *mut _, len_bytes, POPULATE_WRITE) }) {
+        match check(unsafe { advise(addr, len_bytes, POPULATE_WRITE) }) {
             Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
             result => return result,
         }
@@ -181,7 +201,7 @@ pub fn can_write_int(addr: usize) -> bool {
 /// `ENOMEM` where a part is not, or is no address of a program.
 pub fn is_mapped(addr: usize, len_bytes: usize) -> io::Result<()> {
     // SAFETY: this flag has had no effect but the check since Linux 2.6.19.
-    check(unsafe { libc::msync(addr as *mut _, len_bytes, libc::MS_ASYNC) })
+    check(unsafe { libc::syscall(libc::SYS_msync, addr, len_bytes, libc::MS_ASYNC) as i32 })
 }
 
 /// Takes the pages of the range out: its bytes are gone and read zero afterwards.
@@ -195,7 +215,7 @@ pub fn is_mapped(addr: usize, len_bytes: usize) -> io::Result<()> {
 /// Nobody needs the contents any more, and no reference to them is alive.
 pub unsafe fn discard(addr: usize, len_bytes: usize) -> io::Result<()> {
     // SAFETY: the caller gives the contents up.
-    check(unsafe { libc::madvise(addr as *mut _, len_bytes, libc::MADV_DONTNEED) })
+    check(unsafe { advise(addr, len_bytes, libc::MADV_DONTNEED) })
 }
 
 /// Offers the pages of the range to the kernel, which takes them when it runs short: until then, and from the next write
@@ -210,7 +230,7 @@ pub unsafe fn discard(addr: usize, len_bytes: usize) -> io::Result<()> {
 /// As [`discard`].
 pub unsafe fn offer(addr: usize, len_bytes: usize) -> io::Result<()> {
     // SAFETY: the caller gives the contents up.
-    check(unsafe { libc::madvise(addr as *mut _, len_bytes, libc::MADV_FREE) })
+    check(unsafe { advise(addr, len_bytes, libc::MADV_FREE) })
 }
 
 /// Asks the kernel to reclaim the range as it would under pressure: without swap it takes what was offered, and nothing
@@ -218,7 +238,7 @@ pub unsafe fn offer(addr: usize, len_bytes: usize) -> io::Result<()> {
 pub fn reclaim(addr: usize, len_bytes: usize) {
     const PAGEOUT: i32 = 21;
     // SAFETY: contents do not change, but for those given up.
-    unsafe { libc::madvise(addr as *mut _, len_bytes, PAGEOUT) };
+    unsafe { advise(addr, len_bytes, PAGEOUT) };
 }
 
 /// Splits the huge page behind a block into OS pages, as far as the kernel does so on `MADV_COLD`.
@@ -230,9 +250,16 @@ pub fn split_huge(block: usize, block_bytes: usize) {
     // for a whole one it would only deactivate it.
     let half = block_bytes / 2;
     // SAFETY: a hint about paging; contents do not change.
-    unsafe { libc::madvise(block as *mut _, half, COLD) };
+    unsafe { advise(block, half, COLD) };
     // Or the kernel makes it whole again, zeros and all.
     forbid_huge(block, block_bytes);
+}
+
+/// Splits the huge pages that a range reaches into, as far as the kernel does so; pages that are small already are only
+/// taken for cold.
+pub fn split_part(addr: usize, len_bytes: usize) {
+    // SAFETY: a hint about paging; contents do not change.
+    unsafe { advise(addr, len_bytes, COLD) };
 }
 
 /// Maps `len_bytes` of fresh private memory for metadata: zeroed, readable, writable, no pages yet.
@@ -258,7 +285,7 @@ pub fn map_sparse(len_bytes: usize, align_bytes: usize) -> io::Result<usize> {
 pub fn wipe_on_fork(addr: usize) -> bool {
     const WIPEONFORK: i32 = 18;
     // SAFETY: concerns children only.
-    unsafe { libc::madvise(addr as *mut _, os_page_bytes(), WIPEONFORK) == 0 }
+    unsafe { advise(addr, os_page_bytes(), WIPEONFORK) == 0 }
 }
 
 /// A number that differs between the threads alive and costs one instruction: the thread pointer.

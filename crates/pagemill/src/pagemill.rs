@@ -41,10 +41,12 @@ impl Pagemill {
         let arena: &'static Arena = arena::place(Arena::new(layout, account)?)?;
         let helper: &'static Helper = arena::place(Helper::new(account))?;
         let heap: &'static Heap = arena::place(Heap::new(arena, account, helper)?)?;
-        let ranges: &'static Ranges = arena::place(Ranges::new(arena, heap, account)?)?;
+        let ranges: &'static Ranges = arena::place(Ranges::new(arena, heap)?)?;
         let vranges: &'static Vranges = arena::place(Vranges::new(arena, account))?;
         stats::describe_arena(arena.addresses());
         account.register(heap);
+        account.register_last(ranges);
+        account.register_last(vranges);
         account.set_helper(helper);
         arena::place(Self { account, arena, heap, helper, ranges, vranges })
     }
@@ -91,6 +93,7 @@ impl Pagemill {
         stats::describe_arena(self.arena.addresses());
         let generation = self.arena.forked();
         self.helper.unclaim();
+        self.vranges.begin_child();
         self.heap.recount_free();
         self.account.forked(process::own_identity());
         trace::event(Event::Forked, u64::from(process::id()), u64::from(generation));

@@ -32,7 +32,7 @@ impl Pagemill {
             None => make()?,
         };
         // The C library allocates for a thread: outside of the lock.
-        if pagemill.helper.claim() && thread::spawn(c"pagemill", pagemill).is_err() {
+        if !pagemill.helper.is_running() && pagemill.helper.claim() && thread::spawn(c"pagemill", pagemill).is_err() {
             pagemill.helper.unclaim();
         }
         Ok(pagemill)

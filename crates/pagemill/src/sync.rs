@@ -98,6 +98,16 @@ impl<T> Guarded<T> {
         act(unsafe { &mut *self.value.get() })
     }
 
+    /// As [`Guarded::with`], unless somebody has it.
+    pub fn try_with<R>(&self, act: impl FnOnce(&mut T) -> R) -> Option<R> {
+        let is_ours = self.lock.try_acquire();
+        is_ours.then(|| {
+            let _guard = Guard(&self.lock);
+            // SAFETY: as in `with`.
+            act(unsafe { &mut *self.value.get() })
+        })
+    }
+
     /// For `fork` handlers.
     pub fn acquire(&self) {
         self.lock.acquire();

@@ -1,4 +1,4 @@
-//! Invariant 3: arena, heap, reclaim, stats and trace never use the global allocator.
+//! Invariant 3: arena, heap, reclaim, volatile, stats and trace never use the global allocator.
 //!
 //! The global allocator of this program ends it when the thread that has
 //! declared a forbidden time allocates or frees. Other threads, the test
@@ -15,6 +15,8 @@ use pagemill::reclaim::{Reason, Shrinker, Urgency, Which};
 use pagemill::stats::{self, Counter};
 use pagemill::trace::{self, Event};
 use pagemill::units::{BLOCK_BYTES, PageSize, os_page_bytes, parse_plain_bytes};
+use pagemill::volatile::vrange::{How, Mode};
+use pagemill::volatile::{Behaviour, Contents};
 use pagemill::{Error, Pagemill, published};
 use pagemill_sys::{fatal, mem, process};
 use std::alloc::{GlobalAlloc, Layout as Request, System};
@@ -137,6 +139,41 @@ fn the_heap_allocates_nothing_elsewhere() {
             let Ok(pagemill) = Pagemill::new(layout, UNLIMITED) else { fatal(format_args!("no address space")) };
             exercise_heap(pagemill);
         }
+    });
+}
+
+/// Volatile ranges, made, marked, purged and dropped, by handle and by address; errors included.
+#[test]
+fn volatile_ranges_allocate_nothing_elsewhere() {
+    forbidden(|| {
+        let Ok(pagemill) = Pagemill::new(Layout::for_test(), UNLIMITED) else {
+            fatal(format_args!("no address space"))
+        };
+        for len in [1, 64 * KIB, MIB, 5 * MIB] {
+            for behaviour in [Behaviour::Full, Behaviour::Partial { chunk_bytes: 64 * KIB }] {
+                let Ok(mut range) = pagemill.ranges.allocate(len, behaviour) else { fatal(format_args!("no range")) };
+                require(range.bytes_mut().map(|bytes| bytes.fill(1)).is_ok(), "a held range can be written");
+                require(range.mark().is_ok() && range.mark().is_err(), "it is marked once");
+                require(pagemill.ranges.shrink(u64::MAX, Urgency::Request) > 0, "it goes");
+                require(range.pin().is_ok_and(|pin| pin.contents() != Contents::Kept), "and says so");
+                require(range.unmark().is_ok() && range.unmark().is_err(), "it is unmarked once");
+            }
+        }
+        require(pagemill.ranges.allocate(0, Behaviour::Full).is_err(), "bad length");
+        let Ok(slot) = pagemill.heap.allocate(MIB, MIB) else { fatal(format_args!("no slot")) };
+        let (addr, page) = (slot.addr.as_ptr() as usize, os_page_bytes());
+        for at in (0..MIB).step_by(2 * page) {
+            // SAFETY: a live slot, to which there are no references; unmarked before it is freed.
+            let marked = unsafe { pagemill.vranges.vrange(addr + at, page, Mode::Volatile, How::Full) };
+            require(marked.is_ok(), "every other page is marked");
+        }
+        pagemill.vranges.shrink(u64::MAX, Urgency::Limit);
+        // SAFETY: as above.
+        let unmarked = unsafe { pagemill.vranges.vrange(addr, MIB, Mode::Nonvolatile, How::Full) };
+        require(unmarked.is_ok_and(|marked| marked.bytes == MIB as u64 / 2), "and unmarked");
+        pagemill.vranges.forget(addr..addr + MIB);
+        // SAFETY: as above; wrong on purpose.
+        require(unsafe { pagemill.vranges.vrange(1, 1, Mode::Volatile, How::Full) }.is_err(), "bad range");
     });
 }
 

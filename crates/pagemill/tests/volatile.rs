@@ -1,6 +1,7 @@
 //! Volatile ranges as a program sees them: what is kept, what goes, in which order, and what is said of it.
+#![allow(unsafe_code)] // locks pages, forks
 
-use pagemill::reclaim::{Shrinker, Urgency};
+use pagemill::reclaim::{Shrinker, Urgency, Which};
 use pagemill::stats::{self, Counter};
 use pagemill::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill::volatile::{Behaviour, Contents, Range, VolatileCache};
@@ -230,7 +231,7 @@ fn places_are_used_again() {
 /// Two threads use ranges while a third purges all the time: bytes are whole or said to be gone, never else. Unmarking
 /// waits for no more than a step.
 #[test]
-fn bytes_are_whole_or_said_to_be_gone() {
+fn purges_race_users() {
     let _turn = turn();
     let is_over = AtomicBool::new(false);
     let purged = AtomicUsize::new(0);
@@ -272,6 +273,72 @@ fn bytes_are_whole_or_said_to_be_gone() {
         results.into_iter().for_each(|result| result.unwrap());
     });
     assert!(purged.load(Relaxed) > 10, "nothing was purged");
+}
+
+/// Where the kernel refuses to take locked pages, what was lost is said, and what is said to be kept is there.
+#[test]
+fn locked_parts_are_told_apart() {
+    let _turn = turn();
+    for (len, locked) in [(8 * MIB, 5 * MIB..6 * MIB), (8 * MIB, 0..8 * MIB), (MIB, 0..MIB), (MIB, MIB / 2..MIB)] {
+        let range = full(len, 7);
+        // SAFETY: locks pages of the range, which stays mapped.
+        if unsafe { libc::mlock((range.addr() + locked.start) as *const _, locked.len()) } != 0 {
+            return println!("skipped: nothing can be locked: {}", std::io::Error::last_os_error());
+        }
+        range.mark().unwrap();
+        purge_all();
+        let pin = range.pin().unwrap();
+        assert!(pin.iter().all(|byte| *byte == 7), "kept {} of {len}", pin.len());
+        assert_eq!(pin.contents() == Contents::Kept, locked.len() == len);
+        drop(pin);
+        // SAFETY: as above.
+        unsafe { libc::munlock((range.addr() + locked.start) as *const _, locked.len()) };
+    }
+}
+
+/// What the heap had offered to the kernel is no part of a range: its bytes stay though nobody has written them.
+#[test]
+fn ranges_take_nothing_back_from_the_kernel() {
+    let _turn = turn();
+    let heap = pagemill().heap;
+    let slots: Vec<_> = (0..4).map(|_| heap.allocate(4 * MIB, BLOCK_BYTES).unwrap().addr).collect();
+    for slot in &slots {
+        // SAFETY: a live slot of that length, ours alone; freed once.
+        unsafe {
+            slot.as_ptr().write_bytes(9, 4 * MIB);
+            heap.free(slot.as_ptr() as usize).unwrap();
+        }
+    }
+    heap.offer(u64::MAX, Which::All);
+    let range = pagemill().ranges.allocate(4 * MIB, Behaviour::Full).unwrap();
+    assert!(slots.iter().any(|slot| slot.as_ptr() as usize == range.addr()), "another slot: the test sees nothing");
+    let before = range.pin().unwrap().to_vec();
+    pagemill_sys::mem::reclaim(range.addr(), range.len_bytes());
+    assert!(range.pin().unwrap().iter().eq(before.iter()));
+}
+
+/// A child keeps the ranges of its parent: giving them back would free nothing.
+#[test]
+fn a_child_keeps_what_it_inherited() {
+    let _turn = turn();
+    let range = full(4 * MIB, 5);
+    range.mark().unwrap();
+    pagemill().before_fork();
+    // SAFETY: the child calls nothing that allocates, and ends by `_exit`.
+    let child = unsafe { libc::fork() };
+    pagemill().after_fork();
+    if child == 0 {
+        pagemill().begin_child();
+        let freed = purge_all();
+        let is_right = freed == 0 && range.unmark().is_ok_and(|contents| contents == Contents::Kept);
+        // SAFETY: ends the child without running anything else.
+        unsafe { libc::_exit(i32::from(!is_right)) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for our own child.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(status, 0);
+    assert_eq!(purge_all(), 4 * MIB);
 }
 
 /// The account asks ranges as it asks all owners: over a limit volatile ranges go, and the allocation succeeds.

@@ -232,18 +232,13 @@ fn other_kinds_are_never_purged() {
     let (page, private) = (os_page_bytes(), libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
     let file = tempfile::tempfile().unwrap();
     file.set_len(16 * page as u64).unwrap();
-    let mut kinds = vec![
+    let kinds = [
         ("shared", Area::map(16 * page, libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1)),
         ("file, shared", Area::map(16 * page, libc::MAP_SHARED, file.as_raw_fd())),
         ("file, private", Area::map(16 * page, libc::MAP_PRIVATE, file.as_raw_fd())),
         ("hugetlb", Area::map(BLOCK_BYTES, private | libc::MAP_HUGETLB, -1)),
         ("growing down", Area::map(16 * page, private | libc::MAP_GROWSDOWN, -1)),
     ];
-    let locked = Area::plain(16, 0);
-    // SAFETY: locks pages of our own mapping.
-    if unsafe { libc::mlock(locked.addr as *const _, locked.len) } == 0 {
-        kinds.push(("locked", Some(locked)));
-    }
     for (name, area) in kinds {
         let Some(area) = area else {
             println!("skipped: no {name} memory here");
@@ -264,6 +259,93 @@ fn other_kinds_are_never_purged() {
     vrange(start, page, Mode::Volatile, How::Full).unwrap();
     assert_eq!(purge(usize::MAX), 0);
     assert!(!vrange(start, page, Mode::Nonvolatile, How::Full).unwrap().purged);
+}
+
+/// The kernel refuses to take locked pages, so they stay.
+#[test]
+fn locked_memory_is_never_purged() {
+    let _turn = turn();
+    let area = Area::plain(16, 7);
+    // SAFETY: locks pages of our own mapping.
+    if unsafe { libc::mlock(area.addr as *const _, area.len) } != 0 {
+        return println!("skipped: nothing can be locked: {}", std::io::Error::last_os_error());
+    }
+    area.mark(0, 16);
+    assert_eq!(purge(usize::MAX), 0);
+    assert!(!area.unmark(0, 16).purged && area.holds(7));
+}
+
+/// Where the kernel refuses a part (locked pages), or Pagemill does (a part of a huge page, before the limit), the rest may
+/// go; and whatever went, unmarking says so.
+#[test]
+fn what_went_is_said_though_a_part_stayed() {
+    let _turn = turn();
+    let lost = |area: &Area| (0..area.pages()).any(|page| area.read(page) == 0);
+    for locked in [0..4, 30..34, 60..64, 1..63] {
+        for urgency in [Urgency::Request, Urgency::Limit] {
+            let area = Area::plain(64, 7);
+            // SAFETY: locks pages of our own mapping.
+            if unsafe { libc::mlock(area.at(locked.start).cast(), locked.len() * os_page_bytes()) } != 0 {
+                return println!("skipped: nothing can be locked: {}", std::io::Error::last_os_error());
+            }
+            area.mark(0, 64);
+            pagemill().vranges.shrink(u64::MAX, urgency);
+            assert!(locked.clone().all(|page| area.read(page) == 7));
+            let is_lost = lost(&area);
+            assert_eq!(area.unmark(0, 64).purged, is_lost, "locked: {locked:?}");
+        }
+    }
+    // Slots that share huge blocks: the mark ends within one.
+    let slots: Vec<usize> = (0..6)
+        .map(|_| pagemill().heap.allocate(BLOCK_BYTES / 2, os_page_bytes()).unwrap().addr.as_ptr() as usize)
+        .collect();
+    let first = *slots.iter().min().unwrap();
+    let is_row = slots.iter().max() == Some(&(first + 5 * BLOCK_BYTES / 2));
+    if is_row {
+        let area = Area { addr: first, len: 3 * BLOCK_BYTES };
+        for urgency in [Urgency::Request, Urgency::Limit] {
+            area.fill(7);
+            let marked_pages = area.pages() / 2;
+            area.mark(0, marked_pages);
+            pagemill().vranges.shrink(u64::MAX, urgency);
+            assert!((marked_pages..area.pages()).all(|page| area.read(page) == 7));
+            let is_lost = lost(&area);
+            assert_eq!(area.unmark(0, area.pages()).purged, is_lost);
+            assert_eq!(is_lost, urgency == Urgency::Limit);
+        }
+        std::mem::forget(area);
+    }
+    for slot in slots {
+        // SAFETY: allocated above, not marked any more.
+        unsafe { pagemill().heap.free(slot).unwrap() };
+    }
+}
+
+/// A child keeps what its parent marked, and may end those marks; its own marks are purged.
+#[test]
+fn a_child_keeps_what_it_inherited() {
+    let _turn = turn();
+    let (inherited, own) = (Area::plain(16, 3), Area::plain(16, 4));
+    inherited.mark(0, 16);
+    pagemill().before_fork();
+    // SAFETY: the child calls nothing that allocates, and ends by `_exit`.
+    let child = unsafe { libc::fork() };
+    pagemill().after_fork();
+    if child == 0 {
+        pagemill().begin_child();
+        own.mark(0, 16);
+        let freed = purge(usize::MAX);
+        let is_right =
+            freed == own.len && inherited.holds(3) && own.unmark(0, 16).purged && !inherited.unmark(0, 16).purged;
+        // SAFETY: ends the child without running anything else.
+        unsafe { libc::_exit(i32::from(!is_right)) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for our own child.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(status, 0);
+    assert!(own.holds(4) && inherited.holds(3));
+    assert_eq!(purge(usize::MAX), inherited.len);
 }
 
 /// Pages that the kernel merged (KSM) or that are in flight in a pipe: the program's view goes, the other reader's stays.

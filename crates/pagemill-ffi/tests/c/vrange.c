@@ -80,12 +80,34 @@ static void fill(size_t mib)
 	printf("%zu of %zu gone\n", gone, count);
 }
 
+/* Marks much and does nothing more until its input ends; then says how much went meanwhile. */
+static void hold(size_t mib)
+{
+	size_t len = (size_t)mib << 20;
+	char *area = map(len);
+	int purged;
+	for (size_t at = 0; at < len; at += 1 << 20)
+		assert(pagemill_vrange(area + at, 1 << 20, PAGEMILL_VOLATILE, PAGEMILL_FULL, NULL) == 1 << 20);
+	printf("ready\n");
+	fflush(stdout);
+	getchar();
+	size_t gone = 0;
+	for (size_t at = 0; at < len; at += 1 << 20) {
+		assert(pagemill_vrange(area + at, 1 << 20, PAGEMILL_NONVOLATILE, PAGEMILL_FULL, &purged) == 1 << 20);
+		assert(purged || area[at] == 7);
+		gone += purged;
+	}
+	printf("%zu of %zu gone\n", gone, mib);
+}
+
 int main(int argc, char **argv)
 {
 	page = sysconf(_SC_PAGESIZE);
 	marks();
 	forks();
-	if (argc > 1)
+	if (argc > 2)
+		hold(strtoul(argv[2], NULL, 10));
+	else if (argc > 1)
 		fill(strtoul(argv[1], NULL, 10));
 	return 0;
 }

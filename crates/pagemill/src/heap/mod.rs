@@ -60,6 +60,8 @@ pub struct Allocation {
     pub addr: NonNull<u8>,
     /// All bytes are known to be zero.
     pub is_zero: bool,
+    /// The kernel may take bytes that nobody has written since.
+    pub(crate) was_offered: bool,
 }
 
 /// What an allocation is to hold.
@@ -200,7 +202,7 @@ impl Heap {
         };
         let is_recycled = self.make_usable(place, bytes, size, wanted)?;
         let addr = NonNull::new(place.addr as *mut u8).ok_or(Error::NoAddresses { wanted_bytes: size as u64 })?;
-        Ok(Allocation { addr, is_zero: bytes.is_zero && !is_recycled })
+        Ok(Allocation { addr, is_zero: bytes.is_zero && !is_recycled, was_offered: bytes.is_offered })
     }
 
     /// As [`Heap::allocate`], all `size` bytes zero.
@@ -234,7 +236,26 @@ impl Heap {
         Ok(allocation.addr)
     }
 
-    /// Allocates a block that comes in small pages, so that parts of it can be given back. All of it is zero.
+    /// Allocates whole blocks whose bytes stay until somebody writes them: what the kernel may take of a free slot it may
+    /// take until then.
+    ///
+    /// # Errors
+    ///
+    /// As [`Heap::allocate`].
+    pub(crate) fn allocate_own(&self, size: usize) -> Result<NonNull<u8>> {
+        let size = size.max(BLOCK_BYTES);
+        let allocation = self.allocate_with(size, BLOCK_BYTES, Contents::Any)?;
+        if allocation.was_offered {
+            let (first, blocks) = (self.arena.block_of(allocation.addr.as_ptr() as usize), size.div_ceil(BLOCK_BYTES));
+            // SAFETY: a live slot of whole blocks, just allocated here.
+            unsafe { self.arena.discard(first, blocks) };
+            self.arena.reopen(first, blocks);
+        }
+        Ok(allocation.addr)
+    }
+
+    /// Allocates a block that comes in small pages, so that parts of it can be given back. Its bytes may be anything where
+    /// the program locks its memory, else zero.
     ///
     /// # Errors
     ///

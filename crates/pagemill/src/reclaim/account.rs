@@ -126,6 +126,15 @@ impl Account {
         self.owners.register(shrinker);
     }
 
+    /// As [`Account::register`], for one whose memory is dearer than that of all who register later.
+    ///
+    /// # Panics
+    ///
+    /// As [`Account::register`].
+    pub fn register_last(&self, shrinker: &'static dyn Shrinker) {
+        self.owners.register_last(shrinker);
+    }
+
     /// Sets who is woken when there is something to give after there was nothing.
     pub fn set_helper(&self, helper: &'static Helper) {
         let _ = self.helper.set(helper);
@@ -241,6 +250,7 @@ impl Account {
             helper.unpark(self);
         }
         stats::raise(Counter::ResidentPeak, resident);
+        let giveable = giveable.saturating_sub(self.owners.foreign());
         stats::raise(Counter::NetPeak, resident.saturating_sub(giveable));
         if let Some(place) = self.membership.place() {
             place.publish(resident, untouched, giveable.min(resident));
@@ -251,6 +261,17 @@ impl Account {
     /// Bytes that the owners here could give at once.
     pub fn giveable(&self) -> u64 {
         self.owners.giveable(Context::Outside)
+    }
+
+    /// Whether a look may find more to give than is known.
+    pub(super) fn may_have_more(&self) -> bool {
+        self.owners.may_have_more()
+    }
+
+    /// Takes that look.
+    pub(super) fn look_for_more(&self) {
+        self.owners.measure();
+        self.publish();
     }
 
     /// Measures what of the lent memory is resident.
@@ -327,7 +348,7 @@ impl Account {
         let Some(place) = self.membership.place() else { return };
         self.measure();
         let mut asked = 0;
-        let given = place.answer(self.giveable(), |part| {
+        let given = place.answer(self.giveable().saturating_sub(self.owners.foreign()), |part| {
             asked = part;
             self.give_back(part, Context::Outside, Urgency::Limit, Reason::Sibling)
         });

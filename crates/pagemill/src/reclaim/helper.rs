@@ -31,6 +31,9 @@ const GOVERNED_FROM_BYTES: u64 = 64 << 20;
 /// Signs come in swarms where a group's usage plays around a threshold: they are passed on at most so often.
 const SIGN_PAUSE: Duration = Duration::from_millis(5);
 
+/// Where something becomes giveable without a word, it is looked for so often.
+const LOOK_PAUSE: Duration = Duration::from_millis(200);
+
 /// A helper that wakes so much later than it wanted to is starved.
 const LATE: Duration = Duration::from_millis(20);
 
@@ -143,6 +146,10 @@ impl Helper {
             }
             let pause = match next {
                 Next::After(pause) => Some(pause),
+                Next::WhenGiveable(pause) if account.may_have_more() => {
+                    account.look_for_more();
+                    Some(pause.unwrap_or(LOOK_PAUSE).min(LOOK_PAUSE))
+                }
                 Next::WhenGiveable(pause) => pause,
                 Next::WhenAsked => None,
             };

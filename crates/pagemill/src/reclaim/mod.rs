@@ -95,6 +95,16 @@ pub trait Shrinker: Sync {
     /// Bytes it could give at once; an estimate, cheap.
     fn giveable_bytes(&self) -> u64;
 
+    /// Whether a look ([`Shrinker::measure`]) may find more than it says now: nobody tells it what becomes giveable.
+    fn may_have_more(&self) -> bool {
+        false
+    }
+
+    /// What of that is memory which is on no account's books: no budget's limit is helped by it.
+    fn foreign_bytes(&self) -> u64 {
+        0
+    }
+
     /// Gives up to about `want_bytes` and returns what the kernel really took back.
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64;
 

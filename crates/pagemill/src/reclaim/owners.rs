@@ -115,6 +115,16 @@ impl Owners {
         assert!(is_in, "more than {MAX_OWNERS} owners of memory");
     }
 
+    /// Adds one that is asked after all others, as long as there is a place behind them.
+    ///
+    /// # Panics
+    ///
+    /// As [`Owners::register`].
+    pub fn register_last(&self, shrinker: &'static dyn Shrinker) {
+        let is_in = self.0.iter().rev().any(|owner| owner.shrinker.set(shrinker).is_ok());
+        assert!(is_in, "more than {MAX_OWNERS} owners of memory");
+    }
+
     fn callable(&self, context: Context) -> impl Iterator<Item = &Owner> {
         self.0.iter().filter(move |owner| owner.may_be_called(context))
     }
@@ -123,6 +133,17 @@ impl Owners {
     pub fn giveable(&self, context: Context) -> u64 {
         let each = self.callable(context).filter_map(|owner| owner.ask(|shrinker| shrinker.giveable_bytes()));
         each.fold(0, u64::saturating_add)
+    }
+
+    /// Of that, what is on no account's books.
+    pub fn foreign(&self) -> u64 {
+        let each = self.callable(Context::Outside).filter_map(|owner| owner.ask(|shrinker| shrinker.foreign_bytes()));
+        each.fold(0, u64::saturating_add)
+    }
+
+    /// Whether one of them may have more than it knows.
+    pub fn may_have_more(&self) -> bool {
+        self.0.iter().any(|owner| owner.ask(|shrinker| shrinker.may_have_more()).unwrap_or(false))
     }
 
     /// Makes them give `want_bytes` back; returns what the kernel took, as they say.

@@ -12,7 +12,7 @@ use std::borrow::Borrow;
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hash, RandomState};
 use std::marker::PhantomData;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
 
 /// Parts of the table with a lock each.
 const PARTS: usize = 64;
@@ -138,7 +138,8 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         self.read(key, V::load)
     }
 
-    /// Lets `read` look at the value's bytes, if they are there; none goes meanwhile. It counts as used now.
+    /// Lets `read` look at the value's bytes, if they are there; none goes meanwhile. It counts as used now. `read` must not
+    /// change the value of the same key.
     pub fn read<Q: Hash + Eq + ?Sized, T>(&self, key: &Q, read: impl FnOnce(&[u8]) -> T) -> Option<T>
     where
         K: Borrow<Q>,
@@ -146,7 +147,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         look(&self.cell(key)?, read)
     }
 
-    /// Puts a value in, in place of the one there may be.
+    /// Puts a value in, in place of the one there may be. A `remove` at the same time may take it along.
     ///
     /// # Errors
     ///
@@ -257,8 +258,12 @@ impl<K: Hash + Eq> Part<K> {
         self.until_sweep -= 1;
         if self.until_sweep == 0 {
             // Nobody else has such a cell, and nobody can get it while the part is locked.
-            let is_dead =
-                |cell: &Cell| Arc::strong_count(cell) == 1 && cell.try_read().is_ok_and(|value| value.is_purged());
+            let is_purged = |cell: &Cell| match cell.try_read() {
+                Ok(value) => value.is_purged(),
+                Err(TryLockError::Poisoned(value)) => value.into_inner().is_purged(),
+                Err(TryLockError::WouldBlock) => false,
+            };
+            let is_dead = |cell: &Cell| Arc::strong_count(cell) == 1 && is_purged(cell);
             self.cells.retain(|_, cell| !is_dead(cell));
             self.until_sweep = SWEEP_AFTER + self.cells.len() / 2;
         }

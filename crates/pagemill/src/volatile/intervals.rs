@@ -75,7 +75,6 @@ impl<T: Copy> Intervals<T> {
     }
 
     /// Sum of their lengths.
-    #[cfg(test)]
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }

@@ -5,6 +5,20 @@
 //! [`Pin`](range::Pin), which keeps purges away and tells what is left; only memory pressure purges, the least recently
 //! marked first ([`purge`]).
 //!
+//! ```
+//! use pagemill::Pagemill;
+//! use pagemill::volatile::{Behaviour, Contents};
+//!
+//! let mut tile = Pagemill::of_process()?.ranges.allocate(1 << 20, Behaviour::Full)?;
+//! tile.bytes_mut()?.fill(7);
+//! tile.mark()?; // from here on it may go
+//! match tile.unmark()? {
+//!     Contents::Kept => assert_eq!(tile.pin()?[0], 7),
+//!     Contents::Purged { .. } => tile.bytes_mut()?.fill(7), // made anew
+//! }
+//! # Ok::<(), pagemill::Error>(())
+//! ```
+//!
 //! ```text
 //!   Ranges  --- entries: 128 bytes each (word, address, length, what is kept)
 //!     |            |
@@ -17,11 +31,14 @@
 //! neither on the way of a mark.
 #![allow(unsafe_code)] // entries in memory mapped by hand, gives slots back
 
+mod book;
+pub mod c;
 pub mod cache;
 mod intervals;
 mod line;
 mod purge;
 pub mod range;
+mod vpurge;
 pub mod vrange;
 mod word;
 
@@ -32,13 +49,11 @@ pub use vrange::Vranges;
 use crate::arena::{Arena, Table, Zeroed};
 use crate::error::{Error, Result};
 use crate::heap::Heap;
-use crate::reclaim::Account;
 use crate::stats::{self, Counter};
 use crate::sync::Lock;
 use crate::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::{clock, mem, thread};
 use std::ptr::NonNull;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use word::{Refused, Word, epoch_of};
 
@@ -58,6 +73,9 @@ const OWN_SLOT: u32 = CLASSES as u32;
 /// Threads take entries from different shards. Words of different threads should lie far apart: lines and pages ahead
 /// of those that one walks are fetched along.
 const SHARDS: usize = 16;
+
+/// Of a new range at most so much is expected to be touched at once.
+const MOST_EXPECTED_BYTES: u64 = 8 * BLOCK_BYTES as u64;
 
 /// Entries that a shard takes at a time: 64 KiB.
 const RUN: u32 = 512;
@@ -99,7 +117,6 @@ unsafe impl Zeroed for Entry {}
 /// All ranges of a process.
 pub struct Ranges {
     arena: &'static Arena,
-    account: &'static Account,
     heap: &'static Heap,
     entries: Table<Entry>,
     /// Entries taken so far.
@@ -110,7 +127,6 @@ pub struct Ranges {
     runs: [[AtomicU32; 2]; SHARDS],
     books: Lock,
     purger: purge::Purger,
-    is_registered: OnceLock<()>,
 }
 
 impl Ranges {
@@ -119,10 +135,9 @@ impl Ranges {
     /// # Errors
     ///
     /// [`Error::System`] if there are no addresses for its metadata.
-    pub(crate) fn new(arena: &'static Arena, heap: &'static Heap, account: &'static Account) -> Result<Self> {
+    pub(crate) fn new(arena: &'static Arena, heap: &'static Heap) -> Result<Self> {
         Ok(Self {
             arena,
-            account,
             heap,
             entries: Table::new(MAX_RANGES)?,
             count: AtomicU32::new(0),
@@ -130,12 +145,11 @@ impl Ranges {
             runs: Default::default(),
             books: Lock::new(),
             purger: purge::Purger::default(),
-            is_registered: OnceLock::new(),
         })
     }
 
-    /// Makes a range of `len_bytes`, held, whose bytes are zero or what a range before it left. It goes as `behaviour` says
-    /// once it is marked.
+    /// Makes a range of `len_bytes`, held. Its bytes are zero, or what memory of this process held before it was freed. It goes
+    /// as `behaviour` says once it is marked.
     ///
     /// Cost: an entry of 128 bytes; a slot of the heap from 1 MiB up, below that a power of two of addresses; memory where it
     /// is touched.
@@ -153,11 +167,11 @@ impl Ranges {
         if len_bytes == 0 || chunk_bytes == 0 || (!is_full && !chunk_bytes.is_multiple_of(os_page_bytes())) {
             return Err(Error::BadLength { len_bytes: if len_bytes == 0 { 0 } else { chunk_bytes as u64 } });
         }
-        self.is_registered.get_or_init(|| self.account.register(self));
-        self.arena.budget.expect(len_bytes as u64)?;
+        // Much of a large one may never be touched.
+        self.arena.budget.expect((len_bytes as u64).min(MOST_EXPECTED_BYTES))?;
         let (number, addr) = match class_of(len_bytes) {
             Some(class) => self.take_packed(class)?,
-            None => self.take_slot(len_bytes)?,
+            None => self.take_slot(len_bytes, chunk_bytes)?,
         };
         let entry = self.entry(number);
         entry.addr.store(addr.as_ptr() as u64, Relaxed);
@@ -194,9 +208,18 @@ impl Ranges {
     }
 
     /// An entry, and a slot of the heap for it.
-    fn take_slot(&'static self, len_bytes: usize) -> Result<(u32, NonNull<u8>)> {
-        let slot = self.heap.allocate(len_bytes.max(BLOCK_BYTES), BLOCK_BYTES)?.addr;
-        self.arena.allow_huge(slot.as_ptr() as usize, len_bytes & !(BLOCK_BYTES - 1));
+    fn take_slot(&'static self, len_bytes: usize, chunk_bytes: usize) -> Result<(u32, NonNull<u8>)> {
+        let slot = self.heap.allocate_own(len_bytes)?;
+        if len_bytes == chunk_bytes || chunk_bytes.is_multiple_of(BLOCK_BYTES) {
+            self.arena.allow_huge(slot.as_ptr() as usize, len_bytes & !(BLOCK_BYTES - 1));
+        } else {
+            // A part of a huge page frees nothing.
+            let first = self.arena.block_of(slot.as_ptr() as usize);
+            for block in first..first + len_bytes.div_ceil(BLOCK_BYTES) {
+                // SAFETY: a block of a slot that was just allocated here.
+                unsafe { self.arena.make_small(block) };
+            }
+        }
         let shard = shard_here();
         if let Some((number, _)) = self.take_free(shard, CLASSES) {
             return Ok((number, slot));
@@ -362,8 +385,8 @@ impl Patience {
 
 /// The class of packed ranges of this length.
 fn class_of(len_bytes: usize) -> Option<usize> {
-    let size = len_bytes.max(SMALLEST_BYTES.max(os_page_bytes())).next_power_of_two();
-    (size <= PACKED_BYTES).then(|| (size / SMALLEST_BYTES).trailing_zeros() as usize)
+    let size = len_bytes.max(SMALLEST_BYTES.max(os_page_bytes()));
+    (size <= PACKED_BYTES).then(|| (size.next_power_of_two() / SMALLEST_BYTES).trailing_zeros() as usize)
 }
 
 #[cfg(test)]
@@ -373,6 +396,6 @@ mod tests {
     #[test]
     fn classes_are_powers_of_two() {
         assert_eq!([1, SMALLEST_BYTES, SMALLEST_BYTES + 1].map(class_of), [Some(0), Some(0), Some(1)]);
-        assert_eq!([PACKED_BYTES, PACKED_BYTES + 1, usize::MAX / 2].map(class_of), [Some(CLASSES - 1), None, None]);
+        assert_eq!([PACKED_BYTES, PACKED_BYTES + 1, usize::MAX].map(class_of), [Some(CLASSES - 1), None, None]);
     }
 }

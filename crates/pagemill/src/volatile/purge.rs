@@ -2,7 +2,7 @@
 //!
 //! Entries are walked for the oldest marks, some hundred at a time; these go in their order, and the walk is repeated when
 //! they are used up. A whole range goes with its turn; of one that goes by chunks the last chunk goes, and it is marked
-//! anew, so that the others have their turn before the next chunk. What free ranges of packs still have goes before all.
+//! anew, so that the others have their turn before the next chunk. What free ranges of packs still have counts as oldest.
 //!
 //! A claimed range is out of its owner's reach. Whoever wants it says so in the word, and the purge ends after the step it
 //! is at: what it has not come to is kept.
@@ -16,11 +16,23 @@ use crate::reclaim::{Shrinker, Urgency};
 use crate::stats::{self, Counter};
 use crate::sync::Lock;
 use crate::trace::{self, Event};
-use crate::units::BLOCK_BYTES;
+use crate::units::{BLOCK_BYTES, os_page_bytes};
+use pagemill_sys::{clock, mem};
 use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed};
 
 /// Given back by one system call: what a waiter may have to wait for, some 40 us.
 const STEP_BYTES: usize = 4 * BLOCK_BYTES;
+
+/// Pages asked for at a time whether they are resident.
+pub(super) const ASKED_PAGES: usize = 1024;
+
+/// Walks of one request: others may mark and unmark as fast as this purges.
+pub(super) const MOST_WALKS: usize = 64;
+
+/// A walk only to know what there is comes so much later than the one before, and takes at most one part in so many of the
+/// time.
+const MEASURE_PAUSE_NS: u64 = 100_000_000;
+const MEASURE_SHARE: u64 = 100;
 
 /// Who is next, and what there is.
 #[derive(Default)]
@@ -30,6 +42,8 @@ pub(super) struct Purger {
     pub total_bytes: AtomicU64,
     /// Bytes that were volatile, as far as kept, or free when that was last looked for.
     giveable_bytes: AtomicU64,
+    /// When that may be looked for again only to know it.
+    measure_after_ns: AtomicU64,
     /// Numbers of the ranges marked first; guarded by `lock`.
     line: Line,
 }
@@ -44,13 +58,17 @@ impl Shrinker for Ranges {
     }
 
     fn giveable_bytes(&self) -> u64 {
-        self.purger.giveable_bytes.load(Relaxed).min(self.purger.total_bytes.load(Relaxed))
+        self.purger.giveable_bytes.load(Relaxed)
+    }
+
+    fn may_have_more(&self) -> bool {
+        self.purger.total_bytes.load(Relaxed) > 0
     }
 
     fn shrink(&self, want_bytes: u64, _urgency: Urgency) -> u64 {
         let _guard = self.purger.lock.lock();
         let (mut freed, mut is_fresh) = (0, false);
-        while freed < want_bytes {
+        for _ in 0..MOST_WALKS {
             let mut has_gone = false;
             while freed < want_bytes
                 && let Some((number, epoch)) = self.purger.line.next()
@@ -70,8 +88,14 @@ impl Shrinker for Ranges {
     }
 
     fn measure(&self) {
+        let begun = clock::fine_ns();
+        if begun < self.purger.measure_after_ns.load(Relaxed) {
+            return;
+        }
         let _guard = self.purger.lock.lock();
         self.look_for_oldest();
+        let took = clock::fine_ns() - begun;
+        self.purger.measure_after_ns.store(begun + MEASURE_PAUSE_NS.max(took * MEASURE_SHARE), Relaxed);
     }
 }
 
@@ -82,7 +106,7 @@ impl Ranges {
         for number in 0..self.count.load(Acquire) {
             let entry = self.entry(number);
             let seen = entry.word.look();
-            let bytes = entry.giveable_bytes(seen, now);
+            let bytes = if self.is_inherited(entry) { 0 } else { entry.giveable_bytes(seen, now) };
             if bytes > 0 {
                 giveable += bytes;
                 let age = if seen.phase() == Phase::Free { u32::MAX } else { age(now, seen.epoch()) };
@@ -97,8 +121,8 @@ impl Ranges {
     /// `None` if nothing went.
     fn purge(&self, number: u32, epoch: u32) -> Option<u64> {
         let entry = self.entry(number);
-        let (seen, now) = (entry.word.look(), now());
-        if entry.giveable_bytes(seen, now) == 0 || seen.epoch() != epoch || !entry.word.claim(seen, now) {
+        let (seen, begun) = (entry.word.look(), now());
+        if entry.giveable_bytes(seen, begun) == 0 || seen.epoch() != epoch || !entry.word.claim(seen, begun) {
             return None;
         }
         let addr = entry.addr.load(Relaxed) as usize;
@@ -112,7 +136,7 @@ impl Ranges {
         let (left, freed) = self.purge_down_to(entry, kept, (kept - 1) / chunk * chunk);
         entry.kept_bytes.store(left as u64, Relaxed);
         // Of several chunks one: the others have their turn first. So they have where the kernel refused.
-        entry.word.finish(seen.is_lost() || left < kept, now);
+        entry.word.finish(seen.is_lost() || left < kept, now());
         if left == kept {
             return None;
         }
@@ -133,11 +157,21 @@ impl Ranges {
         while left > down_to && !(left < kept && entry.word.is_awaited()) {
             // Steps end on multiples of their length, so that huge pages go as a whole.
             let from = down_to.max((left - 1) / STEP_BYTES * STEP_BYTES);
-            let Some(bytes) = self.discard(entry, addr + from, to) else { break };
-            freed += bytes;
+            match self.discard(entry, addr + from, to) {
+                Some(bytes) => freed += bytes,
+                // The kernel may have refused after a part of it.
+                None if is_all_there(addr + from, to) => break,
+                None => return (from, freed),
+            }
             (left, to) = (from, addr + from);
         }
         (left, freed)
+    }
+
+    /// Whether it is the memory of a parent process, of which giving back frees nothing here.
+    fn is_inherited(&self, entry: &Entry) -> bool {
+        let addr = entry.addr.load(Relaxed) as usize;
+        self.arena.heap.contains(addr) && self.arena.peek(self.arena.block_of(addr)).is_inherited
     }
 
     /// Gives back whole pages of a claimed range; `None` if the kernel refused, and then nothing more is to be tried.
@@ -168,6 +202,16 @@ impl Ranges {
         self.arena.reopen(first, blocks);
         is_gone.then_some(freed)
     }
+}
+
+/// Whether every page is resident: so it is with locked memory that the kernel refused to take.
+pub(super) fn is_all_there(from: usize, to: usize) -> bool {
+    let page = os_page_bytes();
+    let mut pages = [0u8; ASKED_PAGES];
+    (from..to).step_by(ASKED_PAGES * page).all(|at| {
+        let len = (to - at).min(ASKED_PAGES * page);
+        mem::resident(at, len, &mut pages).is_ok() && pages[..len / page].iter().all(|page| *page & 1 == 1)
+    })
 }
 
 impl Entry {

@@ -118,6 +118,7 @@ impl Range {
     #[cold]
     fn note_loss(&self) -> Contents {
         let kept_bytes = self.kept_bytes();
+        self.entry().word.unpin();
         // Asked for here, so that the memory need not be found on touch. Without room it is touched all the same.
         let _ = self.ranges.arena.budget.expect((self.len_bytes - kept_bytes) as u64);
         Contents::Purged { kept_bytes }

@@ -7,39 +7,31 @@
 //! What has no pages of its own to give (shared memory, files, hugetlbfs), cannot be read and written, is a stack, or is
 //! locked can be marked, and is never purged. docs/volatile.md has a row for each kind.
 //!
-//! Below: `intervals`, `arena` (for memory that Pagemill handed out). Above, by trait: `reclaim::Shrinker`.
-#![allow(unsafe_code)] // gives marked memory back
+//! Below: `book`, `arena` (for memory that Pagemill handed out). Purging: `vpurge`.
+#![allow(unsafe_code)] // a contract that callers keep
 
-use super::intervals::Intervals;
-use super::line::{Line, Oldest};
-use super::word::{GRACE_TICKS, age};
+use super::book::{Book, Mark, Sums};
+use super::line::Line;
+use super::word::age;
 use super::{Patience, now};
 use crate::arena::Arena;
-use crate::arena::block::Backing;
 use crate::error::{Error, Result};
-use crate::reclaim::{Account, Shrinker, Urgency};
+use crate::reclaim::Account;
 use crate::stats::{self, Counter};
 use crate::sync::{Guarded, Lock};
-use crate::trace::{self, Event};
 use crate::units::{BLOCK_BYTES, os_page_bytes};
-use pagemill_sys::maps::Maps;
 use pagemill_sys::mem;
 use std::ops::Range;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Given back by one system call: what a waiter may have to wait for.
-const STEP_BYTES: usize = 4 * BLOCK_BYTES;
-
-/// What a partial range loses at a time: a huge page, or a part of one where it is smaller.
-const CHUNK_BYTES: usize = BLOCK_BYTES;
-const SMALL_CHUNK_BYTES: usize = BLOCK_BYTES / 32;
-
 /// Intervals that a walk looks at while it has the lock: some 20 us.
-const AT_A_TIME: usize = 4000;
+pub(super) const AT_A_TIME: usize = 4000;
 
-/// Pages asked for at a time whether they are resident.
-const ASKED_PAGES: usize = 1024;
+/// Of a marked range at most so much is taken for a sign of as much to come.
+const MOST_EXPECTED_BYTES: u64 = 8 * BLOCK_BYTES as u64;
+
+/// What there is to give is published about every so many bytes.
+const PUBLISH_STEP_BYTES: u64 = 1 << 20;
 
 /// What is to become of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,21 +49,6 @@ pub enum How {
     Partial,
 }
 
-/// How the C ABI names them (include/pagemill.h).
-pub fn from_c(mode: i32, behaviour: i32) -> Option<(Mode, How)> {
-    let mode = match mode {
-        0 => Mode::Nonvolatile,
-        1 => Mode::Volatile,
-        _ => return None,
-    };
-    let how = match behaviour {
-        0 => How::Full,
-        1 => How::Partial,
-        _ => return None,
-    };
-    Some((mode, how))
-}
-
 /// What a call did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Marked {
@@ -79,21 +56,6 @@ pub struct Marked {
     pub bytes: u64,
     /// Whether any of the range had been purged since it was marked.
     pub purged: bool,
-}
-
-/// What is known of a marked interval.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Mark {
-    epoch: u32,
-    how: How,
-    /// Some of it was purged, or of what it took the place of.
-    is_purged: bool,
-    /// All of it was.
-    is_empty: bool,
-    /// A purge is at it.
-    is_purging: bool,
-    /// Somebody waits for that, or has and comes first for a while.
-    is_awaited: bool,
 }
 
 /// A marked interval, for listings.
@@ -106,22 +68,17 @@ pub struct Listed {
     pub age_ticks: u32,
 }
 
-/// What the lock guards.
-struct Book {
-    marks: Intervals<Mark>,
-    /// Pieces that a purge is at: mostly none, and then nobody need look whether his is one.
-    claimed: usize,
-}
-
 /// All marks of a process.
 pub struct Vranges {
-    arena: &'static Arena,
-    account: &'static Account,
-    book: Guarded<Book>,
-    purging: Lock,
-    line: Line,
-    giveable_bytes: AtomicU64,
-    is_registered: OnceLock<()>,
+    pub(super) arena: &'static Arena,
+    pub(super) account: &'static Account,
+    pub(super) book: Guarded<Book>,
+    pub(super) purging: Lock,
+    pub(super) line: Line,
+    /// Copies of the book's sums, and all bytes that are marked, purged or not.
+    pub(super) giveable_bytes: AtomicU64,
+    pub(super) foreign_bytes: AtomicU64,
+    marked_bytes: AtomicU64,
 }
 
 impl Vranges {
@@ -129,11 +86,12 @@ impl Vranges {
         Self {
             arena,
             account,
-            book: Guarded::new(Book { marks: Intervals::new(), claimed: 0 }),
+            book: Guarded::new(Book::new()),
             purging: Lock::new(),
             line: Line::default(),
             giveable_bytes: AtomicU64::new(0),
-            is_registered: OnceLock::new(),
+            foreign_bytes: AtomicU64::new(0),
+            marked_bytes: AtomicU64::new(0),
         }
     }
 
@@ -158,7 +116,7 @@ impl Vranges {
     /// them. Before it unmaps, replaces, moves or frees a part, it unmarks that part.
     ///
     /// Source: M. Kim and J. Stultz, "vrange for anonymous page" v7, 2013, lwn.net/Articles/542504.
-    pub unsafe fn vrange(&'static self, addr: usize, len_bytes: usize, mode: Mode, how: How) -> Result<Marked> {
+    pub unsafe fn vrange(&self, addr: usize, len_bytes: usize, mode: Mode, how: How) -> Result<Marked> {
         let page = os_page_bytes();
         let bad = Error::BadRange { addr, len_bytes };
         if !addr.is_multiple_of(page) || !len_bytes.is_multiple_of(page) {
@@ -174,24 +132,33 @@ impl Vranges {
         }
     }
 
-    fn mark(&'static self, range: Range<usize>, how: How) -> Result<Marked> {
+    fn mark(&self, range: Range<usize>, how: How) -> Result<Marked> {
         check_mapped(&range)?;
-        self.is_registered.get_or_init(|| self.account.register(self));
         let bytes = range.len() as u64;
-        let fresh = Mark { epoch: now(), how, is_purged: false, is_empty: false, is_purging: false, is_awaited: false };
-        self.settled(&range, |marks| {
-            marks.prepare(3)?;
+        // It was filled without asking anybody, and more will be: what is short is purged here, before the kernel notices.
+        let _ = self.arena.budget.expect(bytes.min(MOST_EXPECTED_BYTES));
+        let fresh = Mark { epoch: now(), how, is_purged: false, is_empty: false, is_purging: false, generation: 0 };
+        let own = self.arena.addresses();
+        let before = self.giveable_bytes.load(Relaxed);
+        let marked = self.settled(&range, |book| {
+            book.marks.prepare(3)?;
             let mut purged = false;
-            marks.cut(range.clone(), |_, mark| purged |= mark.is_purged)?;
-            marks.insert(range.clone(), Mark { is_purged: purged, ..fresh })?;
+            book.cut(&own, range.clone(), |mark| purged |= mark.is_purged)?;
+            book.insert(&own, range.clone(), Mark { is_purged: purged, generation: book.generation, ..fresh })?;
             Ok(Marked { bytes, purged })
-        })
+        })?;
+        if before / PUBLISH_STEP_BYTES != self.giveable_bytes.load(Relaxed) / PUBLISH_STEP_BYTES {
+            // The helper may sleep until there is something to give.
+            self.account.publish();
+        }
+        Ok(marked)
     }
 
     fn unmark(&self, range: Range<usize>) -> Result<Marked> {
-        let marked = self.settled(&range, |marks| {
+        let own = self.arena.addresses();
+        let marked = self.settled(&range, |book| {
             let mut purged = false;
-            let bytes = marks.cut(range.clone(), |_, mark| purged |= mark.is_purged)?;
+            let bytes = book.cut(&own, range.clone(), |mark| purged |= mark.is_purged)?;
             Ok(Marked { bytes, purged })
         })?;
         if marked.bytes == 0 {
@@ -202,21 +169,21 @@ impl Vranges {
 
     /// Forgets all marks of a range that is going away, once no purge is at it. For whoever unmaps or frees it.
     pub fn forget(&self, range: Range<usize>) {
-        // Without room to split a mark the whole mark goes: what is not marked is not purged.
-        let result = self.settled(&range, |marks| marks.cut(range.clone(), |_, _| ()));
-        if result.is_err() {
-            self.book.with(|Book { marks, .. }| {
-                let whole = marks
-                    .overlapping(range.clone())
-                    .fold(range.clone(), |all, (part, _)| all.start.min(part.start)..all.end.max(part.end));
-                let _ = marks.cut(whole, |_, _| ());
-            });
-        }
+        let own = self.arena.addresses();
+        let result = self.settled(&range, |book| {
+            // Without room to split a mark the whole mark goes: what is not marked is not purged.
+            book.cut(&own, range.clone(), |_| ()).or_else(|_| {
+                let all = book.marks.overlapping(range.clone());
+                let whole = all.fold(range.clone(), |all, (part, _)| all.start.min(part.start)..all.end.max(part.end));
+                book.cut(&own, whole, |_| ())
+            })
+        });
+        debug_assert!(result.is_ok(), "whole marks are removed without splitting any");
     }
 
     /// Whether nothing is marked: a look at a number.
     pub fn is_empty(&self) -> bool {
-        self.is_registered.get().is_none()
+        self.marked_bytes.load(Relaxed) == 0
     }
 
     /// All marks, ascending by address. Allocates.
@@ -240,30 +207,50 @@ impl Vranges {
     }
 
     /// Does something with the marks when no purge is at any of the range.
-    fn settled<T>(&self, range: &Range<usize>, act: impl Fn(&mut Intervals<Mark>) -> Result<T>) -> Result<T> {
+    fn settled<T>(&self, range: &Range<usize>, act: impl Fn(&mut Book) -> Result<T>) -> Result<T> {
         let mut patience = None;
         loop {
             let done = self.book.with(|book| {
                 let mut is_busy = false;
                 if book.claimed > 0 {
-                    book.marks.update(range.clone(), |_, mark| {
-                        is_busy |= mark.is_purging;
-                        mark.is_awaited |= mark.is_purging;
-                    });
+                    book.marks.update(range.clone(), |_, mark| is_busy |= mark.is_purging);
                 }
-                if is_busy { None } else { Some(act(&mut book.marks)) }
+                if is_busy {
+                    book.waiting += usize::from(patience.is_none());
+                    return None;
+                }
+                book.waiting -= usize::from(patience.is_some());
+                let result = act(book);
+                self.tell(book);
+                Some(result)
             });
-            match done {
-                Some(result) => return result,
-                None => {
-                    let patience = patience.get_or_insert_with(|| {
-                        stats::add(Counter::RangesAwaited, 1);
-                        Patience::new()
-                    });
-                    patience.pause();
-                }
+            if let Some(result) = done {
+                return result;
             }
+            let patience = patience.get_or_insert_with(|| {
+                stats::add(Counter::RangesAwaited, 1);
+                Patience::new()
+            });
+            patience.pause();
         }
+    }
+
+    /// Copies the sums to where they are read without the lock.
+    pub(super) fn tell(&self, book: &Book) {
+        self.giveable_bytes.store(book.sums.all, Relaxed);
+        self.foreign_bytes.store(book.sums.foreign, Relaxed);
+        self.marked_bytes.store(book.marks.bytes(), Relaxed);
+    }
+
+    /// In a fork child: the parent's marks hold, but nothing is purged for them; nobody of the parent waits here.
+    pub(crate) fn begin_child(&self) {
+        // After a bare `clone` the lock may be that of a thread which does not exist here.
+        self.book.try_with(|book| {
+            book.generation = book.generation.wrapping_add(1);
+            (book.claimed, book.waiting, book.sums) = (0, 0, Sums::default());
+        });
+        self.giveable_bytes.store(0, Relaxed);
+        self.foreign_bytes.store(0, Relaxed);
     }
 
     pub(crate) fn acquire_for_fork(&self) {
@@ -280,257 +267,4 @@ impl Vranges {
 fn check_mapped(range: &Range<usize>) -> Result<()> {
     mem::is_mapped(range.start, range.len())
         .map_err(|_| Error::NotMapped { addr: range.start, len_bytes: range.len() as u64 })
-}
-
-impl Shrinker for Vranges {
-    fn name(&self) -> &'static str {
-        "vranges"
-    }
-
-    fn may_nest(&self) -> bool {
-        true
-    }
-
-    fn giveable_bytes(&self) -> u64 {
-        self.giveable_bytes.load(Relaxed)
-    }
-
-    fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
-        let _guard = self.purging.lock();
-        // Without it nobody knows what may be purged.
-        let Ok(maps) = Maps::open() else { return 0 };
-        let (mut freed, mut is_fresh) = (0, false);
-        while freed < want_bytes {
-            let mut has_gone = false;
-            while freed < want_bytes
-                && let Some((addr, epoch)) = self.line.next()
-            {
-                let gone = self.purge(&maps, addr as usize, epoch, urgency);
-                has_gone |= gone.is_some();
-                freed += gone.unwrap_or(0);
-            }
-            let is_futile = is_fresh && !has_gone;
-            if freed >= want_bytes || is_futile || self.look_for_oldest() == 0 {
-                break;
-            }
-            is_fresh = true;
-        }
-        freed
-    }
-
-    fn measure(&self) {
-        let _guard = self.purging.lock();
-        self.look_for_oldest();
-    }
-}
-
-impl Mark {
-    fn is_claimable(&self, now: u32) -> bool {
-        let is_wanted = self.is_awaited && age(now, self.epoch) < GRACE_TICKS;
-        !self.is_empty && !self.is_purging && !is_wanted
-    }
-
-    /// The part of an interval that goes next.
-    fn next_piece(&self, range: &Range<usize>) -> Range<usize> {
-        let step = match self.how {
-            How::Full => STEP_BYTES,
-            How::Partial if range.len() > CHUNK_BYTES => CHUNK_BYTES,
-            How::Partial => SMALL_CHUNK_BYTES,
-        };
-        // Pieces end where huge pages do.
-        let start = (range.end - 1) & !(step - 1);
-        start.max(range.start)..range.end
-    }
-}
-
-impl Vranges {
-    /// Walks all marks for the line and for what there is. Returns the length of the line.
-    fn look_for_oldest(&self) -> usize {
-        let (now, mut oldest, mut giveable, mut from) = (now(), Oldest::new(), 0, 0);
-        loop {
-            let last = self.book.with(|Book { marks, .. }| {
-                let mut last = None;
-                for (range, mark) in marks.from(from).take(AT_A_TIME) {
-                    if mark.is_claimable(now) {
-                        giveable += range.len() as u64;
-                        oldest.offer(age(now, mark.epoch), mark.epoch, range.start as u64);
-                    }
-                    last = Some(range.end);
-                }
-                last
-            });
-            match last {
-                Some(end) => from = end,
-                None => break,
-            }
-        }
-        self.giveable_bytes.store(giveable, Relaxed);
-        self.line.set(&mut oldest)
-    }
-
-    /// Purges the interval that begins at `addr`, or its last chunk, if it is still marked since that epoch. Returns what
-    /// the kernel took; `None` if nothing went.
-    fn purge(&self, maps: &Maps, addr: usize, epoch: u32, urgency: Urgency) -> Option<u64> {
-        let mut freed = None;
-        loop {
-            let Some((piece, mark)) = self.claim(addr, epoch) else { return freed };
-            let taken = self.discard(maps, &piece, urgency);
-            let is_awaited = self.finish(&piece, mark, taken.is_some());
-            freed = taken.map(|bytes| freed.unwrap_or(0) + bytes).or(freed);
-            if taken.is_none() || is_awaited || mark.how == How::Partial || piece.start == addr {
-                return freed;
-            }
-        }
-    }
-
-    /// Takes a piece of an interval out of the program's reach.
-    fn claim(&self, addr: usize, epoch: u32) -> Option<(Range<usize>, Mark)> {
-        self.book.with(|Book { marks, claimed }| {
-            let (range, mark) = marks.from(addr).next()?;
-            if range.start != addr || mark.epoch != epoch || !mark.is_claimable(now()) {
-                return None;
-            }
-            let piece = mark.next_piece(&range);
-            marks.prepare(2).ok()?;
-            marks.cut(piece.clone(), |_, _| ()).ok()?;
-            marks.insert(piece.clone(), Mark { is_purging: true, is_awaited: false, ..mark }).ok()?;
-            *claimed += 1;
-            Some((piece, mark))
-        })
-    }
-
-    /// Ends a claim. Returns whether somebody waits for it.
-    fn finish(&self, piece: &Range<usize>, mark: Mark, is_gone: bool) -> bool {
-        let after = Mark {
-            // Where the kernel refused, others have their turn first; so they have after a chunk.
-            epoch: if is_gone { mark.epoch } else { now() },
-            is_purged: mark.is_purged || is_gone,
-            is_empty: is_gone,
-            is_awaited: false,
-            ..mark
-        };
-        let is_awaited = self.book.with(|Book { marks, claimed }| {
-            *claimed -= 1;
-            let mut is_awaited = false;
-            marks.update(piece.clone(), |range, found| {
-                if range == *piece {
-                    is_awaited = found.is_awaited;
-                    *found = after;
-                }
-            });
-            if !is_gone || is_awaited || mark.how == How::Partial {
-                pass_turn(marks, piece, mark, Passed { is_gone, is_awaited });
-            }
-            join_next(marks, piece, after);
-            is_awaited
-        });
-        if is_gone {
-            stats::add(Counter::RangesPurged, 1);
-            stats::add(Counter::RangeBytesPurged, piece.len() as u64);
-            trace::event(Event::RangePurged, piece.start as u64, piece.len() as u64);
-        }
-        is_awaited
-    }
-
-    /// Gives the pages of a claimed piece back; `None` if they cannot go.
-    fn discard(&self, maps: &Maps, piece: &Range<usize>, urgency: Urgency) -> Option<u64> {
-        let (mut at, mut freed) = (piece.start, 0);
-        // All of it is looked at before a byte goes.
-        while at < piece.end {
-            let mapping = maps.find(at).ok().flatten()?;
-            let is_plain = mapping.is_readable && mapping.is_writable && !mapping.is_shared && !mapping.has_file;
-            if mapping.addresses.start > at || !is_plain || mapping.is_stack {
-                return None;
-            }
-            at = mapping.addresses.end;
-        }
-        at = piece.start;
-        while at < piece.end {
-            let own = self.arena.addresses();
-            if own.contains(&at) {
-                let end = piece.end.min((at & !(BLOCK_BYTES - 1)) + BLOCK_BYTES);
-                freed += self.discard_own(at..end, urgency)?;
-                at = end;
-            } else {
-                let end = if at < own.start { piece.end.min(own.start) } else { piece.end };
-                freed += discard_foreign(at..end)?;
-                at = end;
-            }
-        }
-        Some(freed)
-    }
-
-    /// As [`Vranges::discard`], for a part of one block that Pagemill handed out. What the small allocator has is left alone.
-    fn discard_own(&self, part: Range<usize>, urgency: Urgency) -> Option<u64> {
-        if !self.arena.heap.contains(part.start) {
-            return None;
-        }
-        let block = self.arena.block_of(part.start);
-        if part.len() == BLOCK_BYTES {
-            // SAFETY: claimed: the program does without the bytes of this block (contract of `vrange`).
-            let freed = unsafe { self.arena.discard(block, 1) };
-            let is_gone = self.arena.peek(block).backing == Backing::Empty;
-            self.arena.reopen(block, 1);
-            return is_gone.then_some(freed);
-        }
-        if self.arena.peek(block).backing == Backing::Huge {
-            if urgency < Urgency::Limit {
-                return None;
-            }
-            self.arena.split(block);
-        }
-        // SAFETY: as above, whole OS pages of one block.
-        unsafe { self.arena.discard_part(block, part.start, part.len()) }
-    }
-}
-
-/// How a piece's turn ended.
-struct Passed {
-    is_gone: bool,
-    is_awaited: bool,
-}
-
-/// What lies before a piece of the same interval has had its turn, and is left to who waits. Where nothing went, both are
-/// one again.
-fn pass_turn(marks: &mut Intervals<Mark>, piece: &Range<usize>, mark: Mark, passed: Passed) {
-    let before = marks.overlapping(piece.start.saturating_sub(1)..piece.start).next();
-    let Some((before, _)) = before.filter(|(before, found)| before.end == piece.start && *found == mark) else {
-        return;
-    };
-    let whole = before.start..if passed.is_gone { before.end } else { piece.end };
-    if marks.cut(whole.clone(), |_, _| ()).is_ok() {
-        let is_in = marks.insert(whole, Mark { epoch: now(), is_awaited: passed.is_awaited, ..mark });
-        debug_assert!(is_in.is_ok());
-    }
-}
-
-/// Joins a purged piece with a purged one that follows, so that the steps of a purge leave one interval.
-fn join_next(marks: &mut Intervals<Mark>, piece: &Range<usize>, mark: Mark) {
-    let next = marks.from(piece.end).next();
-    let Some((next, _)) = next.filter(|(next, other)| next.start == piece.end && *other == mark && mark.is_empty)
-    else {
-        return;
-    };
-    // Two go for one that comes: there is room.
-    let whole = piece.start..next.end;
-    if marks.cut(whole.clone(), |_, _| ()).is_ok() {
-        let is_in = marks.insert(whole, mark);
-        debug_assert!(is_in.is_ok());
-    }
-}
-
-/// Gives back private anonymous pages; returns how many bytes were resident.
-fn discard_foreign(part: Range<usize>) -> Option<u64> {
-    let page = os_page_bytes();
-    let (mut at, mut bytes) = (part.start, 0);
-    let mut pages = [0u8; ASKED_PAGES];
-    while at < part.end {
-        let len = (part.end - at).min(ASKED_PAGES * page);
-        mem::resident(at, len, &mut pages).ok()?;
-        bytes += pages[..len / page].iter().filter(|page| **page & 1 == 1).count() * page;
-        at += len;
-    }
-    // SAFETY: claimed: the program does without these bytes and has no reference to them (contract of `vrange`).
-    unsafe { mem::discard(part.start, part.len()) }.ok()?;
-    Some(bytes as u64)
 }

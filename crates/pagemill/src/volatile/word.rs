@@ -56,9 +56,10 @@ pub(crate) fn epoch_of(ns: u64) -> u32 {
     (ns >> 22) as u32 & (u32::MAX >> (u32::BITS - EPOCH_BITS))
 }
 
-/// How many ticks before `now` it was.
+/// How many ticks before `now` it was. What lies ahead of it was marked since `now` was read.
 pub(crate) fn age(now: u32, epoch: u32) -> u32 {
-    now.wrapping_sub(epoch) & (u32::MAX >> (u32::BITS - EPOCH_BITS))
+    let ticks = now.wrapping_sub(epoch) & (u32::MAX >> (u32::BITS - EPOCH_BITS));
+    if ticks >> (EPOCH_BITS - 1) == 0 { ticks } else { 0 }
 }
 
 /// A look at the word; it may have changed since.
@@ -177,11 +178,14 @@ impl Word {
         })
     }
 
-    /// *Volatile* to *Held*. Says whether bytes were lost.
+    /// *Volatile* to *Held*. Says whether bytes were lost; then it is pinned, too, so that what was kept can be read before
+    /// another marks it again: end that with [`Word::unpin`].
     #[inline]
     pub fn unmark(&self) -> Result<bool, Refused> {
         self.update(|seen| match seen.phase() {
-            Phase::Volatile => Ok((seen.with_phase(Phase::Held) & !LOST, seen.is_lost())),
+            Phase::Volatile if seen.is_lost() && seen.pins() == u16::MAX => Err(Refused::Pins),
+            Phase::Volatile if seen.is_lost() => Ok(((seen.with_phase(Phase::Held) & !LOST) + PIN, true)),
+            Phase::Volatile => Ok((seen.with_phase(Phase::Held), false)),
             other => Err(Refused::Phase(other)),
         })
     }
@@ -275,7 +279,8 @@ mod tests {
         assert!(!word.await_end());
         let seen = word.look();
         assert!(!seen.is_claimable(9) && seen.is_claimable(9 + GRACE_TICKS), "who waited comes first, for a while");
-        assert_eq!((seen.epoch(), word.unmark()), (9, Ok(true)));
+        assert_eq!((seen.epoch(), word.unmark(), word.look().pins()), (9, Ok(true), 1));
+        word.unpin();
         word.mark(10).unwrap();
         assert_eq!(word.unmark(), Ok(false), "a mark begins anew");
     }
@@ -305,6 +310,7 @@ mod tests {
     fn ages_wrap() {
         assert_eq!(age(5, 3), 2);
         assert_eq!(age(1, epoch_of(u64::MAX)), 2);
+        assert_eq!(age(3, 5), 0, "marked since the clock was read");
         assert_eq!(epoch_of(10 << 22), 10);
     }
 }
@@ -370,6 +376,7 @@ mod loom_tests {
             let mut purge = Fixture::start_purge(&fixture);
             let was_lost = fixture.insist(&mut purge, || fixture.word.unmark()).unwrap();
             assert_eq!(fixture.byte.load(Relaxed), usize::from(!was_lost));
+            assert_eq!(fixture.word.look().pins(), u16::from(was_lost));
             join(purge);
             assert_eq!(fixture.byte.load(Relaxed), usize::from(!was_lost));
         });

@@ -1,0 +1,33 @@
+//! `pagemill_vrange` in preloaded C programs: what ends a mark, and more volatile memory than a group allows.
+
+mod common;
+
+use common::group::Group;
+use common::{Place, STUCK_AFTER, finish};
+
+const MIB: u64 = 1 << 20;
+
+/// What is unmapped, replaced, moved, thrown away or freed is volatile no more; in a grown program and in a young one.
+#[test]
+fn what_goes_is_not_marked() {
+    let place = Place::new();
+    let Some(program) = place.compile("vrange_preload.c", &[]) else { return };
+    finish(place.pagemill_run(&[], &program), STUCK_AFTER).assert_success();
+    let mut young = place.pagemill_run(&[], &program);
+    young.env_remove("PAGEMILL_AFTER");
+    finish(young, STUCK_AFTER).assert_success();
+}
+
+/// Twice as much as the group may have, of memory that Pagemill never handed out: nobody is killed, and the newest is there.
+#[test]
+fn volatile_memory_survives_a_groups_limit() {
+    let place = Place::new();
+    let Some(program) = place.compile("vrange_preload.c", &[]) else { return };
+    let Some(group) = Group::new("vrange", 256 * MIB) else { return };
+    let mut command = place.pagemill_run(&[], &program);
+    command.arg("512").env_remove("PAGEMILL_AFTER");
+    let end = finish(group.enter(&command), STUCK_AFTER);
+    end.assert_success();
+    let gone: u64 = end.out.split(' ').next().unwrap().parse().unwrap();
+    assert!((64..=118).contains(&gone), "{}: more than half must go, and a tenth at least can stay", end.out);
+}

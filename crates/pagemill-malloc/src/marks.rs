@@ -1,0 +1,129 @@
+//! Volatile ranges in a preloaded program: `pagemill_vrange`, and the calls that end a mapping.
+//!
+//! A purge must never hit what was mapped anew. So `munmap`, `mmap` with `MAP_FIXED`, `mremap` and the advices that throw
+//! contents away come here first, where programs call them through the C library: what they name is not marked any more,
+//! and no purge is at it. Without marks that is one look. Raw system calls, and the C library's own, are not seen.
+#![allow(unsafe_code)] // the C ABI of the mapping calls
+
+use crate::{slow, start};
+use pagemill::volatile;
+use std::ffi::{c_int, c_long, c_void};
+use std::io;
+
+/// Ends the marks of a range that is about to go.
+pub fn forget(addr: usize, len: usize) {
+    let Some(pagemill) = start::pagemill().filter(|pagemill| !pagemill.vranges.is_empty()) else { return };
+    let page = pagemill::units::os_page_bytes();
+    let end = addr.saturating_add(len).checked_next_multiple_of(page).unwrap_or(usize::MAX & !(page - 1));
+    if addr < end {
+        pagemill.vranges.forget(addr & !(page - 1)..end);
+    }
+}
+
+/// # Safety
+///
+/// As pagemill.h has it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagemill_vrange(
+    addr: *mut c_void,
+    len: usize,
+    mode: c_int,
+    behaviour: c_int,
+    purged: *mut c_int,
+) -> isize {
+    // A young program grows for it; one that the C library serves for good has nothing that could purge.
+    let vranges = || match slow::grown() {
+        Some(pagemill) => {
+            start::helper(pagemill);
+            Ok(pagemill.vranges)
+        }
+        None => Err(pagemill::Error::System {
+            doing: "marking memory without an arena",
+            cause: io::ErrorKind::OutOfMemory.into(),
+        }),
+    };
+    // SAFETY: the caller's promise.
+    unsafe { volatile::c::vrange(vranges, addr, len, (mode, behaviour), purged) }
+}
+
+/// # Safety
+///
+/// As `munmap(2)`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
+    forget(addr as usize, len);
+    // SAFETY: the caller's promise.
+    unsafe { libc::syscall(libc::SYS_munmap, addr, len) as c_int }
+}
+
+/// # Safety
+///
+/// As `mmap(2)`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mmap(
+    addr: *mut c_void,
+    len: usize,
+    prot: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: libc::off_t,
+) -> *mut c_void {
+    if flags & libc::MAP_FIXED != 0 {
+        forget(addr as usize, len);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { libc::syscall(libc::SYS_mmap, addr, len, prot, flags, fd, offset) as *mut c_void }
+}
+
+/// The same: files are large on 64-bit systems anyway.
+///
+/// # Safety
+///
+/// As `mmap(2)`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mmap64(
+    addr: *mut c_void,
+    len: usize,
+    prot: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: libc::off_t,
+) -> *mut c_void {
+    // SAFETY: the caller's promise.
+    unsafe { mmap(addr, len, prot, flags, fd, offset) }
+}
+
+/// In C the last argument is optional; it is passed the same way, and the kernel looks at it only with `MREMAP_FIXED`.
+///
+/// # Safety
+///
+/// As `mremap(2)`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mremap(
+    old: *mut c_void,
+    old_len: usize,
+    new_len: usize,
+    flags: c_int,
+    new: *mut c_void,
+) -> *mut c_void {
+    forget(old as usize, old_len);
+    if flags & libc::MREMAP_FIXED != 0 {
+        forget(new as usize, new_len);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { libc::syscall(libc::SYS_mremap, old, old_len, new_len, flags as c_long, new) as *mut c_void }
+}
+
+/// # Safety
+///
+/// As `madvise(2)`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn madvise(addr: *mut c_void, len: usize, advice: c_int) -> c_int {
+    const DONTNEED_LOCKED: c_int = 24;
+    let throws_away = [libc::MADV_DONTNEED, libc::MADV_FREE, libc::MADV_REMOVE, DONTNEED_LOCKED].contains(&advice);
+    if throws_away {
+        forget(addr as usize, len);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { libc::syscall(libc::SYS_madvise, addr, len, advice) as c_int }
+}

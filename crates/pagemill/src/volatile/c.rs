@@ -1,0 +1,65 @@
+//! `pagemill_vrange`, as include/pagemill.h has it: for the library and for the preload.
+#![allow(unsafe_code)] // a C program's pointers
+
+use super::vrange::{How, Mode, Vranges};
+use crate::error::Result;
+use pagemill_sys::{mem, process};
+use std::ffi::{c_int, c_void};
+
+const EINVAL: c_int = 22;
+const EFAULT: c_int = 14;
+
+fn parse(mode: c_int, behaviour: c_int) -> Option<(Mode, How)> {
+    let mode = match mode {
+        0 => Mode::Nonvolatile,
+        1 => Mode::Volatile,
+        _ => return None,
+    };
+    let how = match behaviour {
+        0 => How::Full,
+        1 => How::Partial,
+        _ => return None,
+    };
+    Some((mode, how))
+}
+
+/// Does one call: bytes, or -1 and `errno`. `vranges` is asked for when the arguments are right.
+///
+/// # Safety
+///
+/// That of [`Vranges::vrange`]. `purged` may be anything.
+pub unsafe fn vrange(
+    vranges: impl FnOnce() -> Result<&'static Vranges>,
+    addr: *mut c_void,
+    len: usize,
+    (mode, behaviour): (c_int, c_int),
+    purged: *mut c_int,
+) -> isize {
+    let fail = |errno: c_int| {
+        process::set_errno(errno);
+        -1
+    };
+    let Some((mode, how)) = parse(mode, behaviour) else { return fail(EINVAL) };
+    // Before anything changes.
+    let tell = |is_purged: bool| {
+        if !purged.is_null() {
+            // SAFETY: the kernel has written there. It may lie at any address.
+            unsafe { purged.write_unaligned(c_int::from(is_purged)) };
+        }
+    };
+    if !purged.is_null() && !mem::can_write_int(purged as usize) {
+        return fail(EFAULT);
+    }
+    tell(false);
+    let marked = vranges().and_then(|vranges| {
+        // SAFETY: the caller's promise.
+        unsafe { vranges.vrange(addr as usize, len, mode, how) }
+    });
+    match marked {
+        Ok(marked) => {
+            tell(marked.purged);
+            marked.bytes as isize
+        }
+        Err(error) => fail(error.errno()),
+    }
+}

@@ -1,0 +1,105 @@
+//! Any sequence of marks, unmarks, mappings and purges: arbitrary bytes are read as calls, three bytes each, and checked
+//! against a table of pages.
+//!
+//! `cargo +nightly fuzz run vrange_calls`. Each input begins with one area, all of it written, and ends with it unmarked.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use pagemill::arena::Layout;
+use pagemill::reclaim::tree::UNLIMITED;
+use pagemill::reclaim::{Shrinker, Urgency};
+use pagemill::units::os_page_bytes;
+use pagemill::volatile::vrange::{How, Mode};
+use pagemill::Pagemill;
+use std::sync::OnceLock;
+
+const PAGES: usize = 256;
+
+fn pagemill() -> &'static Pagemill {
+    static PAGEMILL: OnceLock<&'static Pagemill> = OnceLock::new();
+    PAGEMILL.get_or_init(|| Pagemill::new(Layout::for_test(), UNLIMITED).expect("address space"))
+}
+
+/// Page-aligned memory that stays for the life of the process; only ever reached byte by byte.
+fn area() -> usize {
+    static AREA: OnceLock<usize> = OnceLock::new();
+    *AREA.get_or_init(|| {
+        let bytes = vec![0u8; (PAGES + 1) * os_page_bytes()].leak();
+        (bytes.as_ptr() as usize).next_multiple_of(os_page_bytes())
+    })
+}
+
+/// What a page should be.
+#[derive(Clone, Copy, Default)]
+struct Page {
+    is_marked: bool,
+    may_be_gone: bool,
+}
+
+struct Machine {
+    pages: [Page; PAGES],
+}
+
+impl Machine {
+    fn at(page: usize) -> *mut u8 {
+        (area() + page * os_page_bytes()) as *mut u8
+    }
+
+    fn read(page: usize) -> u8 {
+        // SAFETY: inside the area.
+        unsafe { Self::at(page).read_volatile() }
+    }
+
+    fn write(page: usize) {
+        // SAFETY: inside the area, to which there are no references.
+        unsafe { Self::at(page).write_volatile(1) };
+    }
+
+    fn call(page: usize, pages: usize, mode: Mode, how: How) -> pagemill::volatile::vrange::Marked {
+        let (addr, len) = (area() + page * os_page_bytes(), pages * os_page_bytes());
+        // SAFETY: inside the area, to which there are no references, and which stays.
+        unsafe { pagemill().vranges.vrange(addr, len, mode, how) }.expect("whole pages that are mapped")
+    }
+
+    fn step(&mut self, kind: u8, page: usize, pages: usize) {
+        let part = page..(page + pages).min(PAGES);
+        let pages = part.len();
+        match kind % 5 {
+            0 | 1 => {
+                let how = if kind.is_multiple_of(5) { How::Full } else { How::Partial };
+                let was_gone = self.pages[part.clone()].iter().any(|page| page.is_marked && page.may_be_gone);
+                let marked = Self::call(page, pages, Mode::Volatile, how);
+                assert_eq!((marked.bytes as usize, marked.purged), (pages * os_page_bytes(), was_gone));
+                self.pages[part].fill(Page { is_marked: true, may_be_gone: was_gone });
+            }
+            2 => {
+                let marked = Self::call(page, pages, Mode::Nonvolatile, How::Full);
+                let were: Vec<_> = self.pages[part.clone()].iter().filter(|page| page.is_marked).collect();
+                assert_eq!(marked.bytes as usize, were.len() * os_page_bytes());
+                assert_eq!(marked.purged, were.iter().any(|page| page.may_be_gone));
+                self.pages[part.clone()].fill(Page::default());
+                part.for_each(Self::write);
+            }
+            3 => drop(pagemill().vranges.shrink((pages * os_page_bytes()) as u64, Urgency::Limit)),
+            _ => pagemill().vranges.forget(area() + page * os_page_bytes()..area() + part.end * os_page_bytes()),
+        }
+        if kind % 5 == 4 {
+            self.pages[part.clone()].fill(Page::default());
+            part.for_each(Self::write);
+        }
+        for (at, page) in self.pages.iter_mut().enumerate() {
+            let is_gone = Self::read(at) == 0;
+            assert!(!is_gone || page.is_marked, "page {at} was not marked");
+            page.may_be_gone |= is_gone;
+        }
+    }
+}
+
+fuzz_target!(|data: &[u8]| {
+    (0..PAGES).for_each(Machine::write);
+    let mut machine = Machine { pages: [Page::default(); PAGES] };
+    for call in data.chunks_exact(3).take(200) {
+        machine.step(call[0], usize::from(call[1]), usize::from(call[2]) + 1);
+    }
+    Machine::call(0, PAGES, Mode::Nonvolatile, How::Full);
+});
