@@ -72,7 +72,7 @@ const OWN_SLOT: u32 = CLASSES as u32;
 
 /// Threads take entries from different shards. Words of different threads should lie far apart: lines and pages ahead
 /// of those that one walks are fetched along.
-const SHARDS: usize = 16;
+const SHARDS: usize = 64;
 
 /// Of a new range at most so much is expected to be touched at once.
 const MOST_EXPECTED_BYTES: u64 = 8 * BLOCK_BYTES as u64;
@@ -141,8 +141,8 @@ impl Ranges {
             heap,
             entries: Table::new(MAX_RANGES)?,
             count: AtomicU32::new(0),
-            free: Default::default(),
-            runs: Default::default(),
+            free: std::array::from_fn(|_| Default::default()),
+            runs: std::array::from_fn(|_| Default::default()),
             books: Lock::new(),
             purger: purge::Purger::default(),
         })
