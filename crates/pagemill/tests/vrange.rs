@@ -278,7 +278,7 @@ fn locked_memory_is_never_purged() {
 /// Where the kernel refuses a part (locked pages), or Pagemill does (a part of a huge page, before the limit), the rest may
 /// go; and whatever went, unmarking says so.
 #[test]
-fn what_went_is_said_though_a_part_stayed() {
+fn what_went_of_partly_locked_memory_is_said() {
     let _turn = turn();
     let lost = |area: &Area| (0..area.pages()).any(|page| area.read(page) == 0);
     for locked in [0..4, 30..34, 60..64, 1..63] {
