@@ -60,21 +60,33 @@ fn resident_bytes(range: &Range) -> usize {
     pages.iter().filter(|page| **page & 1 == 1).count() * os_page_bytes()
 }
 
-/// Without pressure nothing goes: all bytes are there after a mark and an unmark, and no page is touched in between.
+/// Without pressure nothing goes: all bytes are there after a mark and an unmark.
 #[test]
 fn without_pressure_nothing_goes() {
     let _turn = turn();
     for len in [1, os_page_bytes(), 64 * KIB, MIB, 2 * MIB, 5 * MIB + 1] {
         let range = full(len, 7);
-        let before = faults();
         for _ in 0..1000 {
             range.mark().unwrap();
             assert_eq!(range.unmark().unwrap(), Contents::Kept);
         }
+        assert_eq!(resident_bytes(&range), len.next_multiple_of(os_page_bytes()));
         let pin = range.pin().unwrap();
-        assert!(pin.whole().unwrap().iter().all(|byte| *byte == 7));
-        assert_eq!((pin.len(), faults()), (len, before), "no faults");
+        assert!(pin.whole().unwrap().iter().all(|byte| *byte == 7) && pin.len() == len);
     }
+}
+
+/// Nor is any page touched. (Sanitizers touch pages of their own.)
+#[test]
+fn marks_touch_no_page() {
+    let _turn = turn();
+    let range = full(2 * MIB, 7);
+    let before = faults();
+    for _ in 0..1000 {
+        range.mark().unwrap();
+        range.unmark().unwrap();
+    }
+    assert_eq!((faults(), range.pin().unwrap().contents()), (before, Contents::Kept));
 }
 
 /// What is held or pinned stays; what is volatile goes, is said to be gone, and its memory is the kernel's again.
