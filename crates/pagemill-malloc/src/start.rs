@@ -179,8 +179,8 @@ fn start_arena() -> usize {
     phase
 }
 
-/// jemalloc's start alone takes 11 KiB.
-const STACK_BYTES: usize = 128 << 10;
+/// jemalloc's start alone takes 11 KiB; what is built is moved into its place, in a debug build several times.
+const STACK_BYTES: usize = 512 << 10;
 
 fn try_start_arena() -> pagemill::Result<usize> {
     let account = make_account()?;
