@@ -7,6 +7,7 @@ use pagemill::arena::Context;
 use pagemill::heap::MIN_BYTES;
 use pagemill::reclaim::{Reason, Urgency};
 use pagemill::{Error, Pagemill};
+pub use pagemill_sys::process::set_errno;
 use std::ffi::{c_int, c_void};
 use std::ptr::{self, NonNull};
 use std::sync::atomic::Ordering::Relaxed;
@@ -14,11 +15,6 @@ use std::sync::atomic::Ordering::Relaxed;
 pub fn errno() -> c_int {
     // SAFETY: the address of this thread's errno.
     unsafe { *libc::__errno_location() }
-}
-
-pub fn set_errno(value: c_int) {
-    // SAFETY: as above.
-    unsafe { *libc::__errno_location() = value }
 }
 
 pub fn out_of_memory() -> *mut c_void {

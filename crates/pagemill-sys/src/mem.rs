@@ -187,6 +187,22 @@ pub fn resident(addr: usize, len_bytes: usize, pages: &mut [u8]) -> io::Result<(
     check(unsafe { libc::mincore(addr as *mut _, len_bytes, pages.as_mut_ptr()) })
 }
 
+/// Bytes of the range, whole OS pages, that are resident.
+///
+/// # Errors
+///
+/// As [`resident`].
+pub fn resident_bytes(addr: usize, len_bytes: usize) -> io::Result<usize> {
+    const PAGES: usize = 1024;
+    let (page, mut pages, mut count) = (os_page_bytes(), [0u8; PAGES], 0);
+    for at in (0..len_bytes).step_by(PAGES * page) {
+        let len = (len_bytes - at).min(PAGES * page);
+        resident(addr + at, len, &mut pages)?;
+        count += pages[..len / page].iter().filter(|page| **page & 1 == 1).count();
+    }
+    Ok(count * page)
+}
+
 /// Whether four bytes can be written at `addr`; if so they hold some number afterwards. The kernel does the writing.
 pub fn can_write_int(addr: usize) -> bool {
     let nothing = std::ptr::null_mut::<u32>();

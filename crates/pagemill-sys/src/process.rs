@@ -152,6 +152,7 @@ pub fn kernel_release() -> (u32, u32) {
 }
 
 /// Sets the C library's error number of this thread.
+#[inline]
 pub fn set_errno(errno: i32) {
     // SAFETY: the thread's own word.
     unsafe { *libc::__errno_location() = errno };

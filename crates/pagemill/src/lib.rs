@@ -40,7 +40,7 @@ pub mod units;
 pub mod volatile;
 #[cfg(all(loom, test))]
 #[path = "volatile/word.rs"]
-#[allow(dead_code)]
+#[allow(dead_code)] // the parts that only the ranges use
 mod word;
 
 #[cfg(not(loom))]

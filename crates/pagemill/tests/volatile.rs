@@ -1,6 +1,9 @@
 //! Volatile ranges as a program sees them: what is kept, what goes, in which order, and what is said of it.
 #![allow(unsafe_code)] // locks pages, forks
 
+mod common;
+
+use common::{EPOCH, pagemill, turn};
 use pagemill::reclaim::{Shrinker, Urgency, Which};
 use pagemill::stats::{self, Counter};
 use pagemill::units::{BLOCK_BYTES, os_page_bytes};
@@ -13,21 +16,6 @@ use std::time::{Duration, Instant};
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
-
-/// Marks so far apart have different epochs.
-const EPOCH: Duration = Duration::from_millis(12);
-
-/// One for all tests of a process: it is never taken down.
-fn pagemill() -> &'static Pagemill {
-    static PAGEMILL: std::sync::OnceLock<&'static Pagemill> = std::sync::OnceLock::new();
-    PAGEMILL.get_or_init(Pagemill::for_test)
-}
-
-/// Tests that purge take turns: each would purge what another is about to look at.
-fn turn() -> std::sync::MutexGuard<'static, ()> {
-    static TURN: std::sync::Mutex<()> = std::sync::Mutex::new(());
-    TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-}
 
 fn range(len_bytes: usize, behaviour: Behaviour, byte: u8) -> Range {
     let mut range = pagemill().ranges.allocate(len_bytes, behaviour).unwrap();
@@ -55,9 +43,7 @@ fn faults() -> i64 {
 
 fn resident_bytes(range: &Range) -> usize {
     pagemill().account.settle();
-    let mut pages = vec![0u8; range.len_bytes().div_ceil(os_page_bytes())];
-    pagemill_sys::mem::resident(range.addr(), range.len_bytes(), &mut pages).unwrap();
-    pages.iter().filter(|page| **page & 1 == 1).count() * os_page_bytes()
+    pagemill_sys::mem::resident_bytes(range.addr(), range.len_bytes().next_multiple_of(os_page_bytes())).unwrap()
 }
 
 /// Without pressure nothing goes: all bytes are there after a mark and an unmark.
@@ -333,8 +319,13 @@ fn ranges_take_nothing_back_from_the_kernel() {
 #[test]
 fn a_child_keeps_what_it_inherited() {
     let _turn = turn();
-    let range = full(4 * MIB, 5);
+    purge_all();
+    let (gone, range) = (full(4 * MIB, 4), full(4 * MIB, 5));
+    gone.mark().unwrap();
+    sleep(EPOCH);
     range.mark().unwrap();
+    // The parent knows who is next.
+    assert_eq!(purge(1), 4 * MIB);
     pagemill().before_fork();
     // SAFETY: the child calls nothing that allocates, and ends by `_exit`.
     let child = unsafe { libc::fork() };

@@ -1,26 +1,17 @@
 //! `vrange` on memory of every kind: what is marked, what goes, what is refused, and what is never touched.
 #![allow(unsafe_code)] // maps memory of every kind and marks it
 
+mod common;
+
+use common::{EPOCH, pagemill, turn};
+use pagemill::Error;
 use pagemill::reclaim::{Shrinker, Urgency};
 use pagemill::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill::volatile::vrange::{How, Marked, Mode};
-use pagemill::{Error, Pagemill};
 use proptest::prelude::*;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
-
-const EPOCH: Duration = Duration::from_millis(12);
-
-fn pagemill() -> &'static Pagemill {
-    static PAGEMILL: std::sync::OnceLock<&'static Pagemill> = std::sync::OnceLock::new();
-    PAGEMILL.get_or_init(Pagemill::for_test)
-}
-
-fn turn() -> std::sync::MutexGuard<'static, ()> {
-    static TURN: std::sync::Mutex<()> = std::sync::Mutex::new(());
-    TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-}
 
 /// A mapping of some kind; ended with this. Nobody has references to its bytes: they are read and written one by one.
 struct Area {

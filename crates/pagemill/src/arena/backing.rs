@@ -99,7 +99,7 @@ impl Arena {
     }
 
     /// Opens blocks again that the program had before, and were just emptied. Nobody is asked.
-    pub(crate) fn reopen(&self, first: usize, blocks: usize) {
+    fn reopen(&self, first: usize, blocks: usize) {
         for block in first..first + blocks {
             let mut locked = self.word(block).lock(&self.generation);
             if locked.state.backing == Backing::Empty {
@@ -109,7 +109,21 @@ impl Arena {
         }
     }
 
-    /// Empties a block and opens it again, to be touched in small pages only.
+    /// Empties whole blocks that stay open to be touched. Returns the bytes that were resident behind them; `None` if the
+    /// kernel refused, perhaps after a part.
+    ///
+    /// # Safety
+    ///
+    /// As [`Arena::discard`].
+    pub(crate) unsafe fn renew(&self, first: usize, blocks: usize) -> Option<u64> {
+        // SAFETY: the caller's promise.
+        let freed = unsafe { self.discard(first, blocks) };
+        let is_gone = (first..first + blocks).all(|block| self.peek(block).backing == Backing::Empty);
+        self.reopen(first, blocks);
+        is_gone.then_some(freed)
+    }
+
+    /// As [`Arena::renew`] for a block that is to come in small pages only.
     ///
     /// # Safety
     ///
@@ -117,8 +131,7 @@ impl Arena {
     pub(crate) unsafe fn make_small(&self, block: usize) {
         mem::forbid_huge(self.block_addr(block), BLOCK_BYTES);
         // SAFETY: the caller's promise.
-        unsafe { self.discard(block, 1) };
-        self.reopen(block, 1);
+        unsafe { self.renew(block, 1) };
     }
 
     /// Lets the kernel answer touches of these addresses with huge pages.

@@ -85,16 +85,7 @@ impl<T: Zeroed> Table<T> {
         let page = os_page_bytes();
         let start = (self.base + first * size_of::<T>()) & !(page - 1);
         let end = (self.base + (first + count) * size_of::<T>()).next_multiple_of(page);
-        let (mut at, mut pages) = (start, 0);
-        let mut buffer = [0u8; 1024];
-        while at < end {
-            let len = (end - at).min(buffer.len() * page);
-            if mem::resident(at, len, &mut buffer).is_ok() {
-                pages += buffer[..len / page].iter().filter(|page| **page & 1 == 1).count();
-            }
-            at += len;
-        }
-        (pages * page) as u64
+        mem::resident_bytes(start, end - start).unwrap_or(0) as u64
     }
 }
 

@@ -223,10 +223,7 @@ impl Heap {
             let blocks = size.div_ceil(BLOCK_BYTES);
             let first = self.arena.block_of(allocation.addr.as_ptr() as usize);
             // SAFETY: a live slot of whole blocks, just allocated here.
-            unsafe { self.arena.discard(first, blocks) };
-            let is_fresh = (first..first + blocks).all(|block| self.arena.peek(block).backing == Backing::Empty);
-            self.arena.reopen(first, blocks);
-            if is_fresh {
+            if unsafe { self.arena.renew(first, blocks) }.is_some() {
                 stats::add(Counter::CallocSkipped, size as u64);
                 return Ok(allocation.addr);
             }
@@ -248,8 +245,7 @@ impl Heap {
         if allocation.was_offered {
             let (first, blocks) = (self.arena.block_of(allocation.addr.as_ptr() as usize), size.div_ceil(BLOCK_BYTES));
             // SAFETY: a live slot of whole blocks, just allocated here.
-            unsafe { self.arena.discard(first, blocks) };
-            self.arena.reopen(first, blocks);
+            unsafe { self.arena.renew(first, blocks) };
         }
         Ok(allocation.addr)
     }

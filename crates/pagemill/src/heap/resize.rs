@@ -64,8 +64,7 @@ impl Heap {
         let first = self.arena.block_of(place.addr);
         if kept < place.class.span_blocks() {
             // SAFETY: the program gave these bytes of its own slot up.
-            unsafe { self.arena.discard(first + kept, place.class.span_blocks() - kept) };
-            self.arena.reopen(first + kept, place.class.span_blocks() - kept);
+            unsafe { self.arena.renew(first + kept, place.class.span_blocks() - kept) };
         }
     }
 

@@ -250,7 +250,7 @@ impl Account {
             helper.unpark(self);
         }
         stats::raise(Counter::ResidentPeak, resident);
-        let giveable = giveable.saturating_sub(self.owners.foreign());
+        let giveable = self.giveable_of_books(giveable);
         stats::raise(Counter::NetPeak, resident.saturating_sub(giveable));
         if let Some(place) = self.membership.place() {
             place.publish(resident, untouched, giveable.min(resident));
@@ -261,6 +261,11 @@ impl Account {
     /// Bytes that the owners here could give at once.
     pub fn giveable(&self) -> u64 {
         self.owners.giveable(Context::Outside)
+    }
+
+    /// What of that is on the books, so that siblings and limits are helped by it.
+    fn giveable_of_books(&self, giveable: u64) -> u64 {
+        giveable.saturating_sub(self.owners.foreign())
     }
 
     /// Whether a look may find more to give than is known.
@@ -348,7 +353,7 @@ impl Account {
         let Some(place) = self.membership.place() else { return };
         self.measure();
         let mut asked = 0;
-        let given = place.answer(self.giveable().saturating_sub(self.owners.foreign()), |part| {
+        let given = place.answer(self.giveable_of_books(self.giveable()), |part| {
             asked = part;
             self.give_back(part, Context::Outside, Urgency::Limit, Reason::Sibling)
         });

@@ -1,13 +1,11 @@
 //! The marks on a program's own memory: what is kept of each, and sums over all. Used under a lock.
 
 use super::intervals::Intervals;
+use super::purge::STEP_BYTES;
 use super::vrange::How;
 use crate::error::Result;
 use crate::units::BLOCK_BYTES;
 use std::ops::Range;
-
-/// Given back by one system call: what a waiter may have to wait for.
-const STEP_BYTES: usize = 4 * BLOCK_BYTES;
 
 /// What a partial range loses at a time: a huge page, or a part of one where it is smaller.
 const CHUNK_BYTES: usize = BLOCK_BYTES;
@@ -54,6 +52,8 @@ pub(super) struct Book {
     /// Those who wait for that. Nothing more is claimed until they have come.
     pub waiting: usize,
     pub sums: Sums,
+    /// Where the arena lies: all other memory is foreign.
+    own: Range<usize>,
     /// Of this process: see [`Mark::generation`].
     pub generation: u16,
 }
@@ -66,62 +66,61 @@ pub(super) struct Sums {
     pub foreign: u64,
 }
 
-/// Where the arena lies, for a book that tells its memory from other.
-pub(super) type Own = Range<usize>;
-
-impl Book {
-    pub const fn new() -> Self {
-        Self { marks: Intervals::new(), claimed: 0, waiting: 0, sums: Sums { all: 0, foreign: 0 }, generation: 0 }
+impl Sums {
+    /// What an interval adds, for a process of this generation whose arena lies there.
+    fn of(own: &Range<usize>, generation: u16, range: &Range<usize>, mark: &Mark) -> Self {
+        let counts = !mark.is_empty && mark.generation == generation;
+        let all = if counts { range.len() as u64 } else { 0 };
+        Self { all, foreign: if own.contains(&range.start) { 0 } else { all } }
     }
 
-    fn count(&mut self, own: &Own, range: &Range<usize>, mark: &Mark, is_in: bool) {
-        if mark.is_empty || mark.generation != self.generation {
-            return;
-        }
-        let bytes = range.len() as u64;
-        let foreign = if own.contains(&range.start) { 0 } else { bytes };
-        let add = |sum: &mut u64, bytes| *sum = if is_in { *sum + bytes } else { sum.saturating_sub(bytes) };
-        add(&mut self.sums.all, bytes);
-        add(&mut self.sums.foreign, foreign);
+    fn add(&mut self, other: Self) {
+        (self.all, self.foreign) = (self.all + other.all, self.foreign + other.foreign);
+    }
+
+    fn take(&mut self, other: Self) {
+        (self.all, self.foreign) = (self.all - other.all, self.foreign - other.foreign);
+    }
+}
+
+impl Book {
+    pub fn new(own: Range<usize>) -> Self {
+        Self { marks: Intervals::new(), claimed: 0, waiting: 0, sums: Sums::default(), own, generation: 0 }
     }
 
     /// As [`Intervals::cut`].
-    pub fn cut(&mut self, own: &Own, range: Range<usize>, mut each: impl FnMut(Mark)) -> Result<u64> {
-        let mut gone = Self { generation: self.generation, ..Self::new() };
+    pub fn cut(&mut self, range: Range<usize>, mut each: impl FnMut(Mark)) -> Result<u64> {
+        let mut gone = Sums::default();
         let bytes = self.marks.cut(range, |part, mark| {
-            gone.count(own, &part, &mark, true);
+            gone.add(Sums::of(&self.own, self.generation, &part, &mark));
             each(mark);
         })?;
-        self.sums.all = self.sums.all.saturating_sub(gone.sums.all);
-        self.sums.foreign = self.sums.foreign.saturating_sub(gone.sums.foreign);
+        self.sums.take(gone);
         Ok(bytes)
     }
 
     /// As [`Intervals::insert`].
-    pub fn insert(&mut self, own: &Own, range: Range<usize>, mark: Mark) -> Result<()> {
+    pub fn insert(&mut self, range: Range<usize>, mark: Mark) -> Result<()> {
         self.marks.insert(range.clone(), mark)?;
-        self.count(own, &range, &mark, true);
+        self.sums.add(Sums::of(&self.own, self.generation, &range, &mark));
         Ok(())
     }
 
     /// Changes the mark of exactly this interval.
-    pub fn change(&mut self, own: &Own, interval: &Range<usize>, mark: Mark) {
-        let mut before = None;
+    pub fn change(&mut self, interval: &Range<usize>, mark: Mark) {
         self.marks.update(interval.clone(), |range, found| {
             if range == *interval {
-                before = Some(std::mem::replace(found, mark));
+                self.sums.take(Sums::of(&self.own, self.generation, &range, found));
+                *found = mark;
+                self.sums.add(Sums::of(&self.own, self.generation, &range, found));
             }
         });
-        if let Some(before) = before {
-            self.count(own, interval, &before, false);
-            self.count(own, interval, &mark, true);
-        }
     }
 
     /// Makes two intervals that touch one, if there is room to do it.
-    pub fn join(&mut self, own: &Own, whole: Range<usize>, mark: Mark) {
+    pub fn join(&mut self, whole: Range<usize>, mark: Mark) {
         if self.marks.prepare(1).is_ok() {
-            let is_done = self.cut(own, whole.clone(), |_| ()).and_then(|_| self.insert(own, whole, mark));
+            let is_done = self.cut(whole.clone(), |_| ()).and_then(|_| self.insert(whole, mark));
             debug_assert!(is_done.is_ok());
         }
     }

@@ -2,6 +2,9 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
 
+/// Walks of one request: others may mark and unmark as fast as this purges.
+const MOST_WALKS: usize = 64;
+
 /// What one walk finds.
 pub(super) const LENGTH: usize = 512;
 
@@ -23,7 +26,7 @@ impl Default for Line {
 
 impl Line {
     /// Key and epoch of the next one. It may have been marked anew since.
-    pub fn next(&self) -> Option<(u64, u32)> {
+    fn next(&self) -> Option<(u64, u32)> {
         let at = self.next.load(Relaxed);
         if at >= self.end.load(Relaxed) {
             return None;
@@ -31,6 +34,34 @@ impl Line {
         self.next.store(at + 1, Relaxed);
         let (key, epoch) = &self.places[at];
         Some((key.load(Relaxed), epoch.load(Relaxed)))
+    }
+
+    /// Purges from the line, and from those that `walk` lines up after it, until `want_bytes` are freed. `purge` says what the
+    /// kernel took, `None` if nothing went; `walk` how many are in line.
+    pub fn purge(
+        &self,
+        want_bytes: u64,
+        mut purge: impl FnMut(u64, u32) -> Option<u64>,
+        mut walk: impl FnMut() -> usize,
+    ) -> u64 {
+        let (mut freed, mut is_fresh) = (0, false);
+        for _ in 0..MOST_WALKS {
+            let mut has_gone = false;
+            while freed < want_bytes
+                && let Some((key, epoch)) = self.next()
+            {
+                let gone = purge(key, epoch);
+                has_gone |= gone.is_some();
+                freed += gone.unwrap_or(0);
+            }
+            // Of a whole line nothing went: what is left is in use or locked.
+            let is_futile = is_fresh && !has_gone;
+            if freed >= want_bytes || is_futile || walk() == 0 {
+                break;
+            }
+            is_fresh = true;
+        }
+        freed
     }
 
     /// Lines up what a walk has found. Returns how many.

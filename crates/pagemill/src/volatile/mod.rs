@@ -74,7 +74,7 @@ const OWN_SLOT: u32 = CLASSES as u32;
 /// of those that one walks are fetched along.
 const SHARDS: usize = 64;
 
-/// Of a new range at most so much is expected to be touched at once.
+/// Of a new range, or one that is marked, at most so much is expected to be touched at once.
 const MOST_EXPECTED_BYTES: u64 = 8 * BLOCK_BYTES as u64;
 
 /// Entries that a shard takes at a time: 64 KiB.
@@ -224,13 +224,8 @@ impl Ranges {
         if let Some((number, _)) = self.take_free(shard, CLASSES) {
             return Ok((number, slot));
         }
-        match self.take_new(shard, CLASSES, 1) {
-            Ok(number) => Ok((number, slot)),
-            Err(error) => {
-                self.leave_slot(slot);
-                Err(error)
-            }
-        }
+        let number = self.take_new(shard, CLASSES, 1).inspect_err(|_| self.leave_slot(slot))?;
+        Ok((number, slot))
     }
 
     /// Takes a free entry that no purge has just now.

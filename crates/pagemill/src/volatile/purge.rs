@@ -11,23 +11,16 @@
 use super::line::{Line, Oldest};
 use super::word::{Phase, Seen, age};
 use super::{Entry, OWN_SLOT, Ranges, SMALLEST_BYTES, now};
-use crate::arena::block::Backing;
 use crate::reclaim::{Shrinker, Urgency};
 use crate::stats::{self, Counter};
 use crate::sync::Lock;
 use crate::trace::{self, Event};
-use crate::units::{BLOCK_BYTES, os_page_bytes};
+use crate::units::BLOCK_BYTES;
 use pagemill_sys::{clock, mem};
 use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed};
 
 /// Given back by one system call: what a waiter may have to wait for, some 40 us.
-const STEP_BYTES: usize = 4 * BLOCK_BYTES;
-
-/// Pages asked for at a time whether they are resident.
-pub(super) const ASKED_PAGES: usize = 1024;
-
-/// Walks of one request: others may mark and unmark as fast as this purges.
-pub(super) const MOST_WALKS: usize = 64;
+pub(super) const STEP_BYTES: usize = 4 * BLOCK_BYTES;
 
 /// A walk only to know what there is comes so much later than the one before, and takes at most one part in so many of the
 /// time.
@@ -67,24 +60,7 @@ impl Shrinker for Ranges {
 
     fn shrink(&self, want_bytes: u64, _urgency: Urgency) -> u64 {
         let _guard = self.purger.lock.lock();
-        let (mut freed, mut is_fresh) = (0, false);
-        for _ in 0..MOST_WALKS {
-            let mut has_gone = false;
-            while freed < want_bytes
-                && let Some((number, epoch)) = self.purger.line.next()
-            {
-                let gone = self.purge(number as u32, epoch);
-                has_gone |= gone.is_some();
-                freed += gone.unwrap_or(0);
-            }
-            // Of a whole line nothing went: what is left is in use or locked.
-            let is_futile = is_fresh && !has_gone;
-            if freed >= want_bytes || is_futile || self.look_for_oldest() == 0 {
-                break;
-            }
-            is_fresh = true;
-        }
-        freed
+        self.purger.line.purge(want_bytes, |key, epoch| self.purge(key as u32, epoch), || self.look_for_oldest())
     }
 
     fn measure(&self) {
@@ -106,7 +82,7 @@ impl Ranges {
         for number in 0..self.count.load(Acquire) {
             let entry = self.entry(number);
             let seen = entry.word.look();
-            let bytes = if self.is_inherited(entry) { 0 } else { entry.giveable_bytes(seen, now) };
+            let bytes = self.giveable_of(entry, seen, now);
             if bytes > 0 {
                 giveable += bytes;
                 let age = if seen.phase() == Phase::Free { u32::MAX } else { age(now, seen.epoch()) };
@@ -122,7 +98,7 @@ impl Ranges {
     fn purge(&self, number: u32, epoch: u32) -> Option<u64> {
         let entry = self.entry(number);
         let (seen, begun) = (entry.word.look(), now());
-        if entry.giveable_bytes(seen, begun) == 0 || seen.epoch() != epoch || !entry.word.claim(seen, begun) {
+        if self.giveable_of(entry, seen, begun) == 0 || seen.epoch() != epoch || !entry.word.claim(seen, begun) {
             return None;
         }
         let addr = entry.addr.load(Relaxed) as usize;
@@ -140,9 +116,7 @@ impl Ranges {
         if left == kept {
             return None;
         }
-        stats::add(Counter::RangesPurged, 1);
-        stats::add(Counter::RangeBytesPurged, (kept - left) as u64);
-        trace::event(Event::RangePurged, addr as u64, (kept - left) as u64);
+        note_purged(addr, kept - left);
         Some(freed)
     }
 
@@ -160,7 +134,11 @@ impl Ranges {
             match self.discard(entry, addr + from, to) {
                 Some(bytes) => freed += bytes,
                 // The kernel may have refused after a part of it.
-                None if is_all_there(addr + from, to) => break,
+                None if mem::resident_bytes(addr + from, to - addr - from)
+                    .is_ok_and(|bytes| bytes == to - addr - from) =>
+                {
+                    break;
+                }
                 None => return (from, freed),
             }
             (left, to) = (from, addr + from);
@@ -168,10 +146,14 @@ impl Ranges {
         (left, freed)
     }
 
-    /// Whether it is the memory of a parent process, of which giving back frees nothing here.
-    fn is_inherited(&self, entry: &Entry) -> bool {
-        let addr = entry.addr.load(Relaxed) as usize;
-        self.arena.heap.contains(addr) && self.arena.peek(self.arena.block_of(addr)).is_inherited
+    /// What a purge of a range could take, at the most. Of what a parent process left, nothing is freed here.
+    fn giveable_of(&self, entry: &Entry, seen: Seen, now: u32) -> u64 {
+        let block = || self.arena.block_of(entry.addr.load(Relaxed) as usize);
+        match seen.phase() {
+            _ if !seen.is_claimable(now) || self.arena.peek(block()).is_inherited => 0,
+            Phase::Free => entry.room_bytes() as u64,
+            _ => entry.kept(seen) as u64,
+        }
     }
 
     /// Gives back whole pages of a claimed range; `None` if the kernel refused, and then nothing more is to be tried.
@@ -183,35 +165,24 @@ impl Ranges {
             let end = to.min(self.arena.block_addr(block) + BLOCK_BYTES);
             let blocks = (to - at) / BLOCK_BYTES;
             if has_slot && at == self.arena.block_addr(block) && blocks > 0 {
-                freed += self.discard_blocks(block, blocks)?;
+                // SAFETY: whole blocks of a slot, claimed: nobody needs or reaches their contents.
+                freed += unsafe { self.arena.renew(block, blocks) }?;
                 at += blocks * BLOCK_BYTES;
             } else {
-                // SAFETY: whole OS pages of one block, claimed: nobody needs or reaches their contents.
+                // SAFETY: as above, whole OS pages of one block.
                 freed += unsafe { self.arena.discard_part(block, at, end - at) }?;
                 at = end;
             }
         }
         Some(freed)
     }
-
-    fn discard_blocks(&self, first: usize, blocks: usize) -> Option<u64> {
-        // SAFETY: whole blocks of a slot whose range is claimed: nobody needs or reaches their contents.
-        let freed = unsafe { self.arena.discard(first, blocks) };
-        let is_gone = (first..first + blocks).all(|block| self.arena.peek(block).backing == Backing::Empty);
-        // The program may touch them again without asking.
-        self.arena.reopen(first, blocks);
-        is_gone.then_some(freed)
-    }
 }
 
-/// Whether every page is resident: so it is with locked memory that the kernel refused to take.
-pub(super) fn is_all_there(from: usize, to: usize) -> bool {
-    let page = os_page_bytes();
-    let mut pages = [0u8; ASKED_PAGES];
-    (from..to).step_by(ASKED_PAGES * page).all(|at| {
-        let len = (to - at).min(ASKED_PAGES * page);
-        mem::resident(at, len, &mut pages).is_ok() && pages[..len / page].iter().all(|page| *page & 1 == 1)
-    })
+/// Tells that bytes of a range went, resident or not.
+pub(super) fn note_purged(addr: usize, bytes: usize) {
+    stats::add(Counter::RangesPurged, 1);
+    stats::add(Counter::RangeBytesPurged, bytes as u64);
+    trace::event(Event::RangePurged, addr as u64, bytes as u64);
 }
 
 impl Entry {
@@ -227,14 +198,5 @@ impl Entry {
     fn kept(&self, seen: Seen) -> usize {
         let bytes = if seen.is_lost() { &self.kept_bytes } else { &self.len_bytes };
         bytes.load(Relaxed) as usize
-    }
-
-    /// What a purge could take, at the most.
-    fn giveable_bytes(&self, seen: Seen, now: u32) -> u64 {
-        match seen.phase() {
-            _ if !seen.is_claimable(now) => 0,
-            Phase::Free => self.room_bytes() as u64,
-            _ => self.kept(seen) as u64,
-        }
     }
 }

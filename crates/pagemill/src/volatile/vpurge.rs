@@ -8,13 +8,11 @@
 use super::book::Mark;
 use super::line::Oldest;
 use super::now;
-use super::purge::{ASKED_PAGES, MOST_WALKS};
+use super::purge::note_purged;
 use super::vrange::{AT_A_TIME, How, Vranges};
 use super::word::age;
 use crate::arena::block::Backing;
 use crate::reclaim::{Shrinker, Urgency};
-use crate::stats::{self, Counter};
-use crate::trace::{self, Event};
 use crate::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::maps::Maps;
 use pagemill_sys::mem;
@@ -48,23 +46,8 @@ impl Shrinker for Vranges {
         // A limit of ours is not helped by memory that it does not count.
         let takes_foreign = !self.account.is_limited() || self.account.headroom.is_short(0).is_some();
         let pass = Pass { maps, urgency, takes_foreign };
-        let (mut freed, mut is_fresh) = (0, false);
-        for _ in 0..MOST_WALKS {
-            let mut has_gone = false;
-            while freed < want_bytes
-                && let Some((addr, epoch)) = self.line.next()
-            {
-                let gone = self.purge(&pass, addr as usize, epoch);
-                has_gone |= gone.is_some();
-                freed += gone.unwrap_or(0);
-            }
-            let is_futile = is_fresh && !has_gone;
-            if freed >= want_bytes || is_futile || self.look_for_oldest(&pass) == 0 {
-                break;
-            }
-            is_fresh = true;
-        }
-        freed
+        let purge = |addr, epoch| self.purge(&pass, addr as usize, epoch);
+        self.line.purge(want_bytes, purge, || self.look_for_oldest(&pass))
     }
 }
 
@@ -93,12 +76,11 @@ impl Vranges {
     /// Walks all marks for the line. Returns its length.
     fn look_for_oldest(&self, pass: &Pass) -> usize {
         let (now, mut oldest, mut from) = (now(), Oldest::new(), 0);
-        let own = self.arena.addresses();
         loop {
             let last = self.book.with(|book| {
                 let mut last = None;
                 for (range, mark) in book.marks.from(from).take(AT_A_TIME) {
-                    if mark.is_claimable(book.generation) && (pass.takes_foreign || own.contains(&range.start)) {
+                    if mark.is_claimable(book.generation) && (pass.takes_foreign || self.arena.contains(range.start)) {
                         oldest.offer(age(now, mark.epoch), mark.epoch, range.start as u64);
                     }
                     last = Some(range.end);
@@ -134,7 +116,6 @@ impl Vranges {
 
     /// Takes a piece of an interval out of the program's reach; `None` while somebody waits for the last one.
     fn claim(&self, addr: usize, epoch: u32) -> Option<(Range<usize>, Mark)> {
-        let own = self.arena.addresses();
         self.book.with(|book| {
             let (range, mark) = book.marks.from(addr).next()?;
             let is_claimable = book.waiting == 0 && mark.is_claimable(book.generation);
@@ -143,11 +124,11 @@ impl Vranges {
             }
             let (piece, claimed) = (mark.next_piece(&range), Mark { is_purging: true, ..mark });
             if piece == range {
-                book.change(&own, &piece, claimed);
+                book.change(&piece, claimed);
             } else {
                 book.marks.prepare(2).ok()?;
-                book.cut(&own, piece.clone(), |_| ()).ok()?;
-                book.insert(&own, piece.clone(), claimed).ok()?;
+                book.cut(piece.clone(), |_| ()).ok()?;
+                book.insert(piece.clone(), claimed).ok()?;
             }
             book.claimed += 1;
             Some((piece, mark))
@@ -156,7 +137,7 @@ impl Vranges {
 
     /// Ends a claim on a piece of the interval that began at `addr`.
     fn finish(&self, addr: usize, piece: &Range<usize>, mark: Mark, taken: Taken) {
-        let (own, is_all) = (self.arena.addresses(), matches!(taken, Taken::All { .. }));
+        let is_all = matches!(taken, Taken::All { .. });
         let after = Mark {
             // Where the kernel refused, others have their turn first; so they have after a chunk.
             epoch: if is_all { mark.epoch } else { now() },
@@ -166,28 +147,26 @@ impl Vranges {
         };
         self.book.with(|book| {
             book.claimed -= 1;
-            book.change(&own, piece, after);
+            book.change(piece, after);
             let before = book.marks.overlapping(piece.start.saturating_sub(1)..piece.start).next();
             // What the claim has left of its interval, if nobody has changed that since.
             let head = before.filter(|(head, found)| (head.start, head.end) == (addr, piece.start) && *found == mark);
             match (head, taken) {
-                (Some((head, _)), Taken::Nothing) => book.join(&own, head.start..piece.end, after),
+                (Some((head, _)), Taken::Nothing) => book.join(head.start..piece.end, after),
                 (Some((head, _)), _) if mark.how == How::Partial || !is_all => {
-                    book.change(&own, &head, Mark { epoch: now(), ..mark });
+                    book.change(&head, Mark { epoch: now(), ..mark });
                 }
                 _ => {}
             }
             // The steps of a purge leave one interval.
             let next = book.marks.from(piece.end).next();
             if let Some((next, _)) = next.filter(|(next, other)| next.start == piece.end && is_all && *other == after) {
-                book.join(&own, piece.start..next.end, after);
+                book.join(piece.start..next.end, after);
             }
             self.tell(book);
         });
         if taken != Taken::Nothing {
-            stats::add(Counter::RangesPurged, 1);
-            stats::add(Counter::RangeBytesPurged, piece.len() as u64);
-            trace::event(Event::RangePurged, piece.start as u64, piece.len() as u64);
+            note_purged(piece.start, piece.len());
         }
     }
 
@@ -254,10 +233,7 @@ impl Vranges {
         let block = self.arena.block_of(part.start);
         if part.len() == BLOCK_BYTES {
             // SAFETY: claimed: the program does without the bytes of this block (contract of `vrange`).
-            let freed = unsafe { self.arena.discard(block, 1) };
-            let is_gone = self.arena.peek(block).backing == Backing::Empty;
-            self.arena.reopen(block, 1);
-            return is_gone.then_some(freed);
+            return unsafe { self.arena.renew(block, 1) };
         }
         if self.arena.peek(block).backing == Backing::Huge {
             if urgency < Urgency::Limit {
@@ -272,15 +248,7 @@ impl Vranges {
 
 /// Gives back private anonymous pages; returns how many bytes were resident.
 fn discard_foreign(part: Range<usize>) -> Option<u64> {
-    let page = os_page_bytes();
-    let (mut at, mut bytes) = (part.start, 0);
-    let mut pages = [0u8; ASKED_PAGES];
-    while at < part.end {
-        let len = (part.end - at).min(ASKED_PAGES * page);
-        mem::resident(at, len, &mut pages).ok()?;
-        bytes += pages[..len / page].iter().filter(|page| **page & 1 == 1).count() * page;
-        at += len;
-    }
+    let bytes = mem::resident_bytes(part.start, part.len()).ok()?;
     if !part.start.is_multiple_of(BLOCK_BYTES) || !part.end.is_multiple_of(BLOCK_BYTES) {
         // Of a huge page nothing is freed by a part before it is split.
         mem::split_part(part.start, part.len());

@@ -13,22 +13,19 @@
 use super::book::{Book, Mark, Sums};
 use super::line::Line;
 use super::word::age;
-use super::{Patience, now};
+use super::{MOST_EXPECTED_BYTES, Patience, now};
 use crate::arena::Arena;
 use crate::error::{Error, Result};
 use crate::reclaim::Account;
 use crate::stats::{self, Counter};
 use crate::sync::{Guarded, Lock};
-use crate::units::{BLOCK_BYTES, os_page_bytes};
+use crate::units::os_page_bytes;
 use pagemill_sys::mem;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Intervals that a walk looks at while it has the lock: some 20 us.
 pub(super) const AT_A_TIME: usize = 4000;
-
-/// Of a marked range at most so much is taken for a sign of as much to come.
-const MOST_EXPECTED_BYTES: u64 = 8 * BLOCK_BYTES as u64;
 
 /// What there is to give is published about every so many bytes.
 const PUBLISH_STEP_BYTES: u64 = 1 << 20;
@@ -86,7 +83,7 @@ impl Vranges {
         Self {
             arena,
             account,
-            book: Guarded::new(Book::new()),
+            book: Guarded::new(Book::new(arena.addresses())),
             purging: Lock::new(),
             line: Line::default(),
             giveable_bytes: AtomicU64::new(0),
@@ -98,8 +95,7 @@ impl Vranges {
     /// Makes `len_bytes` from `addr` on volatile, or keeps them from here on and tells what became of them.
     ///
     /// Marking what is marked marks it anew, with the new behaviour; what was marked beyond the range stays as it was.
-    /// Nonvolatile memory that was purged reads zero where it was, also if it was written meanwhile. Unmarking what is not
-    /// marked does nothing.
+    /// What was purged reads zero, but for what was written since. Unmarking what is not marked does nothing.
     ///
     /// Cost: some hundred nanoseconds, and a system call of as much to mark; none to unmark. While a piece is being purged,
     /// some hundred microseconds at most.
@@ -138,13 +134,12 @@ impl Vranges {
         // It was filled without asking anybody, and more will be: what is short is purged here, before the kernel notices.
         let _ = self.arena.budget.expect(bytes.min(MOST_EXPECTED_BYTES));
         let fresh = Mark { epoch: now(), how, is_purged: false, is_empty: false, is_purging: false, generation: 0 };
-        let own = self.arena.addresses();
         let before = self.giveable_bytes.load(Relaxed);
         let marked = self.settled(&range, |book| {
             book.marks.prepare(3)?;
             let mut purged = false;
-            book.cut(&own, range.clone(), |mark| purged |= mark.is_purged)?;
-            book.insert(&own, range.clone(), Mark { is_purged: purged, generation: book.generation, ..fresh })?;
+            book.cut(range.clone(), |mark| purged |= mark.is_purged)?;
+            book.insert(range.clone(), Mark { is_purged: purged, generation: book.generation, ..fresh })?;
             Ok(Marked { bytes, purged })
         })?;
         if before / PUBLISH_STEP_BYTES != self.giveable_bytes.load(Relaxed) / PUBLISH_STEP_BYTES {
@@ -155,10 +150,9 @@ impl Vranges {
     }
 
     fn unmark(&self, range: Range<usize>) -> Result<Marked> {
-        let own = self.arena.addresses();
         let marked = self.settled(&range, |book| {
             let mut purged = false;
-            let bytes = book.cut(&own, range.clone(), |mark| purged |= mark.is_purged)?;
+            let bytes = book.cut(range.clone(), |mark| purged |= mark.is_purged)?;
             Ok(Marked { bytes, purged })
         })?;
         if marked.bytes == 0 {
@@ -169,13 +163,12 @@ impl Vranges {
 
     /// Forgets all marks of a range that is going away, once no purge is at it. For whoever unmaps or frees it.
     pub fn forget(&self, range: Range<usize>) {
-        let own = self.arena.addresses();
         let result = self.settled(&range, |book| {
             // Without room to split a mark the whole mark goes: what is not marked is not purged.
-            book.cut(&own, range.clone(), |_| ()).or_else(|_| {
+            book.cut(range.clone(), |_| ()).or_else(|_| {
                 let all = book.marks.overlapping(range.clone());
                 let whole = all.fold(range.clone(), |all, (part, _)| all.start.min(part.start)..all.end.max(part.end));
-                book.cut(&own, whole, |_| ())
+                book.cut(whole, |_| ())
             })
         });
         debug_assert!(result.is_ok(), "whole marks are removed without splitting any");

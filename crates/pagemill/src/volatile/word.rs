@@ -46,7 +46,7 @@ const GENERATION: u64 = 0xFFFF << GENERATION_SHIFT;
 const EPOCH_SHIFT: u32 = 40;
 
 /// So long a range is left to who waited for it.
-pub(crate) const GRACE_TICKS: u32 = 2;
+const GRACE_TICKS: u32 = 2;
 
 /// Bits of an epoch.
 const EPOCH_BITS: u32 = u64::BITS - EPOCH_SHIFT;
