@@ -70,20 +70,19 @@ impl Machine {
                 let was_gone = self.pages[part.clone()].iter().any(|page| page.is_marked && page.may_be_gone);
                 let marked = Self::call(page, pages, Mode::Volatile, how);
                 assert_eq!((marked.bytes as usize, marked.purged), (pages * os_page_bytes(), was_gone));
-                self.pages[part].fill(Page { is_marked: true, may_be_gone: was_gone });
+                self.pages[part.clone()].fill(Page { is_marked: true, may_be_gone: was_gone });
             }
             2 => {
                 let marked = Self::call(page, pages, Mode::Nonvolatile, How::Full);
                 let were: Vec<_> = self.pages[part.clone()].iter().filter(|page| page.is_marked).collect();
                 assert_eq!(marked.bytes as usize, were.len() * os_page_bytes());
                 assert_eq!(marked.purged, were.iter().any(|page| page.may_be_gone));
-                self.pages[part.clone()].fill(Page::default());
-                part.for_each(Self::write);
             }
             3 => drop(pagemill().vranges.shrink((pages * os_page_bytes()) as u64, Urgency::Limit)),
             _ => pagemill().vranges.forget(area() + page * os_page_bytes()..area() + part.end * os_page_bytes()),
         }
-        if kind % 5 == 4 {
+        if matches!(kind % 5, 2 | 4) {
+            // Not marked any more, whatever it was.
             self.pages[part.clone()].fill(Page::default());
             part.for_each(Self::write);
         }

@@ -275,7 +275,7 @@ fn purges_race_users() {
 
 /// Where the kernel refuses to take locked pages, what was lost is said, and what is said to be kept is there.
 #[test]
-fn locked_parts_are_told_apart() {
+fn parts_of_locked_memory_are_told_apart() {
     let _turn = turn();
     for (len, locked) in [(8 * MIB, 5 * MIB..6 * MIB), (8 * MIB, 0..8 * MIB), (MIB, 0..MIB), (MIB, MIB / 2..MIB)] {
         let range = full(len, 7);
