@@ -53,7 +53,7 @@ pub fn run(options: &Options) -> Result<Report> {
     child::warm(PURGED_MIB + 512)?;
     let book = measure(common, is_wanted)?;
     for case in SIZES_KIB.iter().flat_map(|size| THREADS.map(|threads| (*size, threads))) {
-        let name = format!("{} KiB, {} thread{}", case.0, case.1, if case.1 == 1 { "" } else { "s" });
+        let name = format!("{} KiB, {}", case.0, threads(case.1));
         for (subject, _) in WAYS {
             let table = format!("nanoseconds a thread to give up and take back, half the spread, times {FREE}");
             let place = Some(Place { table, column: name.clone() });
@@ -71,6 +71,10 @@ pub fn run(options: &Options) -> Result<Report> {
     }
     verdicts(&mut report, &book);
     Ok(report)
+}
+
+fn threads(count: u64) -> String {
+    format!("{count} thread{}", if count == 1 { "" } else { "s" })
 }
 
 fn measure(common: &Common, is_wanted: impl Fn(&str) -> bool) -> Result<Book<Case>> {
@@ -121,16 +125,16 @@ fn verdicts(report: &mut Report, book: &Book<Case>) {
         }
     };
     for size in SIZES_KIB {
-        for (threads, least) in [(1, 100.0), (2, 400.0)] {
-            let target = format!("mark + unmark of {size} KiB, {threads} threads, against {FREE} of {TARGET_KIB} KiB");
-            report.verdict(ratio(&target, least, HANDLES, (size, threads), (FREE, (TARGET_KIB, threads))));
+        for (count, least) in [(1, 100.0), (2, 400.0)] {
+            let target = format!("mark + unmark of {size} KiB, {}, against {FREE} of {TARGET_KIB} KiB", threads(count));
+            report.verdict(ratio(&target, least, HANDLES, (size, count), (FREE, (TARGET_KIB, count))));
         }
     }
     let target = "mark + unmark, 2 threads against 1, a thread";
     report.verdict(ratio(target, 1.0, HANDLES, (TARGET_KIB, 2), (HANDLES, (TARGET_KIB, 1))));
-    for threads in THREADS {
-        let target = format!("vrange mark + unmark among 100,000, {threads} threads, against {FREE}");
-        report.verdict(ratio(&target, 5.0, VRANGE, (TARGET_KIB, threads), (FREE, (TARGET_KIB, threads))));
+    for count in THREADS {
+        let target = format!("vrange mark + unmark among 100,000, {}, against {FREE}", threads(count));
+        report.verdict(ratio(&target, 5.0, VRANGE, (TARGET_KIB, count), (FREE, (TARGET_KIB, count))));
     }
     let absolute = |target: &str, bound, unit, case: Case, way: &'static str, metric: &'static str| {
         let blank = not_measured(target, bound, unit, "it was not run");
