@@ -340,7 +340,27 @@ impl Pages {
         self.advise(at, len_bytes, libc::MADV_DONTNEED)
     }
 
-    /// Marks a part, or unmarks it.
+    /// Lets it come in huge pages, where the kernel has any.
+    pub fn allow_huge(&mut self) -> Result<(), String> {
+        self.advise(0, self.len_bytes, libc::MADV_HUGEPAGE)
+    }
+
+    /// Marks a part, or unmarks it; says whether any was purged.
+    pub fn mark(
+        &self,
+        pagemill: &pagemill::Pagemill,
+        at: usize,
+        len_bytes: usize,
+        mode: pagemill::volatile::vrange::Mode,
+    ) -> Result<bool, pagemill::Error> {
+        use pagemill::volatile::vrange::How;
+        // SAFETY: inside the mapping; nobody has a reference to its bytes, which mean nothing; what is marked at the end
+        // goes with the process.
+        let marked = unsafe { pagemill.vranges.vrange(self.at(at, len_bytes) as usize, len_bytes, mode, How::Full) };
+        marked.map(|marked| marked.purged)
+    }
+
+    /// Marks a part, or unmarks it, where nothing is purged.
     pub fn vrange(
         &self,
         pagemill: &pagemill::Pagemill,
@@ -348,15 +368,18 @@ impl Pages {
         len_bytes: usize,
         volatile: bool,
     ) -> Result<(), String> {
-        use pagemill::volatile::vrange::{How, Mode};
+        use pagemill::volatile::vrange::Mode;
         let mode = if volatile { Mode::Volatile } else { Mode::Nonvolatile };
-        // SAFETY: inside the mapping; nobody has a reference to its bytes, which mean nothing; what is marked at the end
-        // goes with the process.
-        match unsafe { pagemill.vranges.vrange(self.at(at, len_bytes) as usize, len_bytes, mode, How::Full) } {
-            Ok(marked) if !marked.purged => Ok(()),
-            Ok(_) => Err("without pressure a range was purged".to_owned()),
+        match self.mark(pagemill, at, len_bytes, mode) {
+            Ok(false) => Ok(()),
+            Ok(true) => Err("without pressure a range was purged".to_owned()),
             Err(error) => Err(error.to_string()),
         }
+    }
+
+    /// Whether the page at this place can be read.
+    pub fn is_readable(&self, at: usize) -> bool {
+        pagemill_sys::fault::is_readable(self.at(at, 1) as usize)
     }
 
     /// Page faults of this thread so far.

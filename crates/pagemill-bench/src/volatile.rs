@@ -28,6 +28,8 @@ const PURGED_MIB: u64 = 1024;
 const NS: &str = "ns";
 const FAULTS: &str = "faults";
 const RATE: &str = "purge_gb_per_second";
+const VRANGE_RATE: &str = "vrange_gb_per_second";
+const STRICT_RATE: &str = "strict_gb_per_second";
 const WAIT: &str = "wait_p999_us";
 
 /// Options of the experiment.
@@ -63,7 +65,9 @@ pub fn run(options: &Options) -> Result<Report> {
     }
     let purge = |name, unit, better| Metric { name, unit, better, baseline: None };
     for (metric, column) in [
-        (purge(RATE, "GB/s", Better::Higher), "huge pages purged, GB/s"),
+        (purge(RATE, "GB/s", Better::Higher), "huge pages of handles purged, GB/s"),
+        (purge(VRANGE_RATE, "GB/s", Better::Higher), "marked by address, GB/s"),
+        (purge(STRICT_RATE, "GB/s", Better::Higher), "marked strictly, GB/s"),
         (purge(WAIT, "us", Better::Lower), "unmark that meets a purge, 99.9 %, us"),
     ] {
         let place = Some(Place { table: "purging".to_owned(), column: column.to_owned() });
@@ -97,7 +101,7 @@ fn measure(common: &Common, is_wanted: impl Fn(&str) -> bool) -> Result<Book<Cas
             progress.step(PURGING);
             let numbers = [("--mib", PURGED_MIB), ("--run-ms", common.pick(500, 3000))];
             let arguments = ["__purging".to_owned()].into_iter().chain(child::numbers(&numbers));
-            book.enter(&PURGE_CASE, PURGING, &[RATE, WAIT], &sample(PURGING, arguments)?);
+            book.enter(&PURGE_CASE, PURGING, &[RATE, VRANGE_RATE, STRICT_RATE, WAIT], &sample(PURGING, arguments)?);
         }
     }
     Ok(book)
@@ -151,6 +155,8 @@ fn verdicts(report: &mut Report, book: &Book<Case>) {
     let none = Bound::AtMost(0.0);
     report.verdict(absolute("faults of unpurged round trips", none, "", (2048, 1), HANDLES, FAULTS));
     report.verdict(absolute("purge of huge pages, lazy", Bound::AtLeast(100.0), "GB/s", PURGE_CASE, PURGING, RATE));
+    let least = Bound::AtLeast(50.0);
+    report.verdict(absolute("purge of huge pages, strict", least, "GB/s", PURGE_CASE, PURGING, STRICT_RATE));
     report.verdict(absolute(
         "unmark that meets a purge, 99.9 %",
         Bound::AtMost(1000.0),

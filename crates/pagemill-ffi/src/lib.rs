@@ -7,6 +7,15 @@ use std::ffi::{c_int, c_void};
 
 /// # Safety
 ///
+/// As include/pagemill.h has it, which is the contract of [`volatile::handle_fault`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagemill_handle_fault(signal: c_int, info: *const c_void, context: *mut c_void) -> c_int {
+    // SAFETY: the caller's promise.
+    c_int::from(unsafe { volatile::handle_fault(signal, info, context) })
+}
+
+/// # Safety
+///
 /// As include/pagemill.h has it, which is the contract of [`volatile::Vranges::vrange`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagemill_vrange(

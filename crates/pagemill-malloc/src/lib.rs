@@ -15,6 +15,7 @@
 //! | `settings.rs` | what the environment says |
 //! | `fork.rs` | what happens around a fork, in which order |
 //! | `marks.rs` | `pagemill_vrange`, and the calls that end what it marked |
+//! | `signals.rs` | `sigaction` and `signal`: Pagemill hears of faults first |
 //! | `check.rs` | `PAGEMILL_CHECK`: a bit for every small allocation |
 //!
 //! Nothing here allocates, except through itself, or prints, except before it
@@ -26,6 +27,7 @@ mod check;
 mod fork;
 mod marks;
 mod settings;
+mod signals;
 mod slow;
 mod small;
 mod start;

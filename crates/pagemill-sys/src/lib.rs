@@ -9,6 +9,7 @@
 //! |---|---|
 //! | [`mem`] | address space: reserve, open, populate, give back |
 //! | [`maps`] | what is mapped where |
+//! | [`fault`] | faults of the program's own memory, heard of first |
 //! | [`moves`] | moving pages between addresses (userfaultfd, mremap) |
 //! | [`numa`] | nodes and memory policy |
 //! | [`futex`], [`thread`], [`stack`], [`clock`] | waiting, threads, a stack for one call, time |
@@ -25,6 +26,7 @@ pub mod child;
 pub mod clock;
 pub mod events;
 pub mod fanotify;
+pub mod fault;
 pub mod file;
 pub mod futex;
 pub mod maps;

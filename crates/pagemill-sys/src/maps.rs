@@ -18,6 +18,7 @@ pub struct Mapping {
     pub addresses: Range<usize>,
     pub is_readable: bool,
     pub is_writable: bool,
+    pub is_executable: bool,
     pub is_shared: bool,
     /// Of a file: also huge pages of hugetlbfs, and shared memory.
     pub has_file: bool,
@@ -48,6 +49,7 @@ struct Query {
 const QUERY: libc::c_ulong = 3 << 30 | (size_of::<Query>() as libc::c_ulong) << 16 | (b'f' as libc::c_ulong) << 8 | 17;
 const READABLE: u64 = 1;
 const WRITABLE: u64 = 1 << 1;
+const EXECUTABLE: u64 = 1 << 2;
 const SHARED: u64 = 1 << 3;
 const COVERING_OR_NEXT: u64 = 1 << 4;
 
@@ -128,6 +130,7 @@ impl Query {
             addresses: self.start as usize..self.end as usize,
             is_readable: self.vma_flags & READABLE != 0,
             is_writable: self.vma_flags & WRITABLE != 0,
+            is_executable: self.vma_flags & EXECUTABLE != 0,
             is_shared: self.vma_flags & SHARED != 0,
             has_file: self.inode != 0,
             is_stack,
@@ -146,6 +149,7 @@ fn parse(line: &str) -> Option<Mapping> {
         addresses: number(start)?..number(end)?,
         is_readable: rights.first() == Some(&b'r'),
         is_writable: rights.get(1) == Some(&b'w'),
+        is_executable: rights.get(2) == Some(&b'x'),
         is_shared: rights.get(3) == Some(&b's'),
         has_file: inode != "0",
         is_stack: words.next() == Some("[stack]"),
@@ -184,6 +188,7 @@ mod tests {
             addresses: 0x7f5c..0x7f6d,
             is_readable: true,
             is_writable: true,
+            is_executable: false,
             is_shared: true,
             has_file: true,
             is_stack: false,

@@ -72,6 +72,16 @@ unsafe fn advise(addr: usize, len_bytes: usize, advice: i32) -> i32 {
     unsafe { libc::syscall(libc::SYS_madvise, addr, len_bytes, advice) as i32 }
 }
 
+/// `mprotect` by the plain system call, for the same reason. 0, or -1 and `errno`.
+///
+/// # Safety
+///
+/// Nobody counts on access that is taken away.
+unsafe fn protect(addr: usize, len_bytes: usize, protection: i32) -> i32 {
+    // SAFETY: the caller's promise.
+    unsafe { libc::syscall(libc::SYS_mprotect, addr, len_bytes, protection) as i32 }
+}
+
 /// Reserves `len_bytes` of address space at a multiple of `align_bytes`, without access or pages.
 ///
 /// Costs address space only: the reservation counts against `RLIMIT_AS` and
@@ -125,7 +135,21 @@ pub unsafe fn unreserve(addr: usize, len_bytes: usize) {
 /// The range lies inside one reservation of the caller.
 pub unsafe fn open(addr: usize, len_bytes: usize) -> io::Result<()> {
     // SAFETY: the caller owns the range; more access invalidates nothing.
-    check(unsafe { libc::mprotect(addr as *mut _, len_bytes, libc::PROT_READ | libc::PROT_WRITE) })
+    check(unsafe { protect(addr, len_bytes, libc::PROT_READ | libc::PROT_WRITE) })
+}
+
+/// Takes all access to the range away: contents stay, and whoever touches them faults until [`open`].
+///
+/// # Errors
+///
+/// What `mprotect` says; `ENOMEM` where the process has as many mappings as it may.
+///
+/// # Safety
+///
+/// Whoever touches the range meanwhile can wait, or is told.
+pub unsafe fn close(addr: usize, len_bytes: usize) -> io::Result<()> {
+    // SAFETY: the caller's promise.
+    check(unsafe { protect(addr, len_bytes, libc::PROT_NONE) })
 }
 
 /// Lets the kernel use huge pages for whole aligned blocks of the range. Returns whether it would.
@@ -271,11 +295,41 @@ pub fn split_huge(block: usize, block_bytes: usize) {
     forbid_huge(block, block_bytes);
 }
 
-/// Splits the huge pages that a range reaches into, as far as the kernel does so; pages that are small already are only
-/// taken for cold.
-pub fn split_part(addr: usize, len_bytes: usize) {
+/// Takes the pages of a range for cold, which splits huge ones that it holds a part of.
+///
+/// # Errors
+///
+/// `EINVAL` for locked memory.
+pub fn cool(addr: usize, len_bytes: usize) -> io::Result<()> {
     // SAFETY: a hint about paging; contents do not change.
-    unsafe { advise(addr, len_bytes, COLD) };
+    check(unsafe { advise(addr, len_bytes, COLD) })
+}
+
+/// Takes the pages of the range out and puts a guard in the place of each: a touch is a fault (`SIGSEGV`, of system calls
+/// `EFAULT`) until [`remove_guards`]. In between somebody may see zeros: [`close`] the range before.
+///
+/// # Errors
+///
+/// `EINVAL` before Linux 6.13, and for locked memory; `ENOMEM` without memory for page tables.
+///
+/// # Safety
+///
+/// As [`discard`].
+pub unsafe fn install_guards(addr: usize, len_bytes: usize) -> io::Result<()> {
+    const GUARD_INSTALL: i32 = 102;
+    // SAFETY: the caller gives the contents up.
+    check(unsafe { advise(addr, len_bytes, GUARD_INSTALL) })
+}
+
+/// Takes guards away: the pages read zero. What has none stays as it is.
+///
+/// # Errors
+///
+/// As [`install_guards`].
+pub fn remove_guards(addr: usize, len_bytes: usize) -> io::Result<()> {
+    const GUARD_REMOVE: i32 = 103;
+    // SAFETY: there are no contents behind a guard.
+    check(unsafe { advise(addr, len_bytes, GUARD_REMOVE) })
 }
 
 /// Maps `len_bytes` of fresh private memory for metadata: zeroed, readable, writable, no pages yet.

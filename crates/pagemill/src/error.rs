@@ -26,6 +26,8 @@ pub enum Error {
     BadRange { addr: usize, len_bytes: usize },
     /// Nothing is mapped at a part of these addresses.
     NotMapped { addr: usize, len_bytes: u64 },
+    /// This kernel does not offer what it takes.
+    Unsupported { what: &'static str },
     /// It is not in the state that this takes.
     WrongState { what: &'static str },
 }
@@ -37,6 +39,7 @@ impl Error {
     pub fn errno(&self) -> i32 {
         const ENOMEM: i32 = 12;
         const EINVAL: i32 = 22;
+        const EOPNOTSUPP: i32 = 95;
         match self {
             Self::NoMemory { .. } | Self::NoAddresses { .. } | Self::NotMapped { .. } => ENOMEM,
             Self::BadAlignment { .. }
@@ -45,6 +48,7 @@ impl Error {
             | Self::BadLength { .. }
             | Self::BadRange { .. }
             | Self::WrongState { .. } => EINVAL,
+            Self::Unsupported { .. } => EOPNOTSUPP,
             Self::System { cause, .. } => cause.raw_os_error().unwrap_or(ENOMEM),
         }
     }
@@ -81,7 +85,7 @@ impl fmt::Display for Error {
             Self::NotMapped { addr, len_bytes } => {
                 write!(f, "a part of the {} from {addr:#x} on is not mapped", Bytes(*len_bytes))
             }
-            Self::WrongState { what } => f.write_str(what),
+            Self::Unsupported { what } | Self::WrongState { what } => f.write_str(what),
         }
     }
 }

@@ -179,6 +179,8 @@ counters! {
     range_bytes_purged: RangeBytesPurged, Sum, Bytes;
     /// Times that somebody wanted a range while it was being purged.
     ranges_awaited: RangesAwaited, Sum, Count;
+    /// Purged pages of strict ranges that were touched (SIGBUS).
+    purged_touched: PurgedTouched, Sum, Count;
 }
 
 /// Rows that a page has room for.

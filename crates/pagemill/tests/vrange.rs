@@ -1,115 +1,20 @@
 //! `vrange` on memory of every kind: what is marked, what goes, what is refused, and what is never touched.
 #![allow(unsafe_code)] // maps memory of every kind and marks it
 
+#[path = "common/area.rs"]
+mod area;
 mod common;
 
+use area::{Area, marked, purge, vrange};
 use common::{EPOCH, pagemill, turn};
 use pagemill::Error;
 use pagemill::reclaim::{Shrinker, Urgency};
 use pagemill::units::{BLOCK_BYTES, os_page_bytes};
-use pagemill::volatile::vrange::{How, Marked, Mode};
+use pagemill::volatile::vrange::{How, Mode};
 use proptest::prelude::*;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
-
-/// A mapping of some kind; ended with this. Nobody has references to its bytes: they are read and written one by one.
-struct Area {
-    addr: usize,
-    len: usize,
-}
-
-impl Area {
-    fn map(len: usize, flags: i32, fd: i32) -> Option<Self> {
-        // SAFETY: a new mapping replaces nothing.
-        let addr = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, fd, 0) };
-        (addr != libc::MAP_FAILED).then_some(Self { addr: addr as usize, len })
-    }
-
-    /// Plain memory, every page written.
-    fn plain(pages: usize, byte: u8) -> Self {
-        let area = Self::map(pages * os_page_bytes(), libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1).unwrap();
-        area.fill(byte);
-        area
-    }
-
-    /// Plain memory that begins with a block, to be taken in huge pages where there are any.
-    fn huge(blocks: usize, byte: u8) -> Self {
-        let mut area = Self::map((blocks + 1) * BLOCK_BYTES, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1).unwrap();
-        let start = area.addr.next_multiple_of(BLOCK_BYTES);
-        // SAFETY: parts of the mapping made above.
-        unsafe {
-            libc::munmap(area.addr as *mut _, start - area.addr);
-            let end = start + blocks * BLOCK_BYTES;
-            libc::munmap(end as *mut _, area.addr + area.len - end);
-            libc::madvise(start as *mut _, blocks * BLOCK_BYTES, libc::MADV_HUGEPAGE);
-        }
-        (area.addr, area.len) = (start, blocks * BLOCK_BYTES);
-        area.fill(byte);
-        area
-    }
-
-    fn at(&self, page: usize) -> *mut u8 {
-        (self.addr + page * os_page_bytes()) as *mut u8
-    }
-
-    fn pages(&self) -> usize {
-        self.len / os_page_bytes()
-    }
-
-    fn write(&self, page: usize, byte: u8) {
-        // SAFETY: inside the mapping; a plain store.
-        unsafe { self.at(page).write_volatile(byte) };
-    }
-
-    fn read(&self, page: usize) -> u8 {
-        // SAFETY: inside the mapping; a plain load.
-        unsafe { self.at(page).read_volatile() }
-    }
-
-    fn fill(&self, byte: u8) {
-        (0..self.pages()).for_each(|page| self.write(page, byte));
-    }
-
-    fn call(&self, page: usize, pages: usize, mode: Mode, how: How) -> pagemill::Result<Marked> {
-        vrange(self.addr + page * os_page_bytes(), pages * os_page_bytes(), mode, how)
-    }
-
-    fn mark(&self, page: usize, pages: usize) -> Marked {
-        self.call(page, pages, Mode::Volatile, How::Full).unwrap()
-    }
-
-    fn unmark(&self, page: usize, pages: usize) -> Marked {
-        self.call(page, pages, Mode::Nonvolatile, How::Full).unwrap()
-    }
-
-    fn holds(&self, byte: u8) -> bool {
-        (0..self.pages()).all(|page| self.read(page) == byte)
-    }
-}
-
-impl Drop for Area {
-    fn drop(&mut self) {
-        if self.len > 0 {
-            let _ = vrange(self.addr, self.len, Mode::Nonvolatile, How::Full);
-            // SAFETY: our own mapping, unmarked.
-            unsafe { libc::munmap(self.addr as *mut _, self.len) };
-        }
-    }
-}
-
-fn vrange(addr: usize, len: usize, mode: Mode, how: How) -> pagemill::Result<Marked> {
-    // SAFETY: the tests mark areas of their own, to whose bytes there are no references, and unmark before unmapping.
-    unsafe { pagemill().vranges.vrange(addr, len, mode, how) }
-}
-
-fn purge(want: usize) -> usize {
-    pagemill().vranges.shrink(want as u64, Urgency::Limit) as usize
-}
-
-fn marked(pages: usize, purged: bool) -> Marked {
-    Marked { bytes: (pages * os_page_bytes()) as u64, purged }
-}
 
 /// Without pressure all is as it was; under pressure marked memory goes, unmarking says so, and what is not marked stays.
 #[test]

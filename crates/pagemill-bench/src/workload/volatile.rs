@@ -8,6 +8,7 @@ use pagemill::Pagemill;
 use pagemill::arena::Layout;
 use pagemill::reclaim::tree::UNLIMITED;
 use pagemill::reclaim::{Shrinker, Urgency};
+use pagemill::volatile::vrange::Mode;
 use pagemill::volatile::{Behaviour, Contents, Range};
 
 use super::{Failure, Outcome};
@@ -223,13 +224,47 @@ pub fn purging(arguments: &Purging) -> Outcome {
         total += freed;
     }
     let waits = waits(pagemill, Duration::from_millis(arguments.run_ms))?;
+    let lazy = purge_marks(pagemill, bytes, Mode::Volatile)?;
+    let strict = purge_marks(pagemill, bytes, Mode::VolatileStrict)?;
     Ok(serde_json::json!({
         "purge_gb_per_second": stats::median(&best),
+        "vrange_gb_per_second": lazy,
+        "strict_gb_per_second": strict,
         "purged_bytes": total,
         "wait_p999_us": stats::percentile(&waits, 0.999),
         "wait_p50_us": stats::percentile(&waits, 0.5),
         "waits": waits.len(),
     }))
+}
+
+/// Bytes a second of purging huge pages that were marked by address; of strict ones what follows is a signal, else zeros.
+fn purge_marks(pagemill: &'static Pagemill, bytes: usize, mode: Mode) -> Result<f64, Failure> {
+    let mut area = Pages::new(bytes)?;
+    area.allow_huge()?;
+    let mut rates = Vec::new();
+    for round in 0..6 {
+        area.touch(0, bytes);
+        match area.mark(pagemill, 0, bytes, mode) {
+            Ok(_) => {}
+            Err(pagemill::Error::Unsupported { .. }) => return Ok(0.0),
+            Err(error) => return Err(Failure::Other(error.to_string())),
+        }
+        let begun = Instant::now();
+        let freed = pagemill.vranges.shrink(bytes as u64, Urgency::Limit);
+        let took = begun.elapsed();
+        let is_right = |at| area.is_readable(at) == (mode == Mode::Volatile);
+        let are_all_right = (0..bytes).step_by(Pages::page_bytes()).all(is_right);
+        let is_purged = area.mark(pagemill, 0, bytes, Mode::Nonvolatile).map_err(|error| error.to_string())?;
+        if freed as usize != bytes || !are_all_right || !is_purged {
+            return Err(Failure::WrongAnswer(format!(
+                "of {bytes} bytes the kernel took {freed}, or pages show it wrong"
+            )));
+        }
+        if round > 0 {
+            rates.push(freed as f64 / took.as_secs_f64() / 1e9);
+        }
+    }
+    stats::median(&rates).ok_or_else(|| Failure::Other("no rounds".to_owned()))
 }
 
 /// Microseconds of each unmarking that met a purge: one thread purges all the time, this one marks and unmarks.

@@ -20,8 +20,12 @@ pub(super) struct Mark {
     pub is_purged: bool,
     /// All of it was.
     pub is_empty: bool,
-    /// A purge is at it.
+    /// A purge is at it, or somebody who takes its guards away.
     pub is_purging: bool,
+    /// Purged pages are guarded.
+    pub is_strict: bool,
+    /// Some of its pages are.
+    pub is_guarded: bool,
     /// Of which process it is: what a fork child inherited frees nothing there.
     pub generation: u16,
 }
@@ -49,6 +53,8 @@ pub(super) struct Book {
     pub marks: Intervals<Mark>,
     /// Pieces that a purge is at: mostly none, and then nobody need look whether his is one.
     pub claimed: usize,
+    /// Some strict mark was purged so far.
+    may_have_guards: bool,
     /// Those who wait for that. Nothing more is claimed until they have come.
     pub waiting: usize,
     pub sums: Sums,
@@ -85,18 +91,71 @@ impl Sums {
 
 impl Book {
     pub fn new(own: Range<usize>) -> Self {
-        Self { marks: Intervals::new(), claimed: 0, waiting: 0, sums: Sums::default(), own, generation: 0 }
+        Self {
+            marks: Intervals::new(),
+            claimed: 0,
+            may_have_guards: false,
+            waiting: 0,
+            sums: Sums::default(),
+            own,
+            generation: 0,
+        }
     }
 
     /// As [`Intervals::cut`].
-    pub fn cut(&mut self, range: Range<usize>, mut each: impl FnMut(Mark)) -> Result<u64> {
+    pub fn cut(&mut self, range: Range<usize>, mut each: impl FnMut(Range<usize>, Mark)) -> Result<u64> {
         let mut gone = Sums::default();
         let bytes = self.marks.cut(range, |part, mark| {
             gone.add(Sums::of(&self.own, self.generation, &part, &mark));
-            each(mark);
+            each(part, mark);
         })?;
         self.sums.take(gone);
         Ok(bytes)
+    }
+
+    /// Whether a purge is at any of the range, or somebody who takes guards away.
+    pub fn is_busy(&mut self, range: &Range<usize>) -> bool {
+        let mut is_busy = false;
+        if self.claimed > 0 {
+            self.marks.update(range.clone(), |_, mark| is_busy |= mark.is_purging);
+        }
+        is_busy
+    }
+
+    /// Claims the first part of the range that has guards, in a mark of its own; returns it with its mark as it was.
+    ///
+    /// # Errors
+    ///
+    /// Nothing is claimed without memory to split the mark.
+    pub fn claim_guarded(&mut self, range: &Range<usize>) -> Result<Option<(Range<usize>, Mark)>> {
+        if !self.may_have_guards {
+            return Ok(None);
+        }
+        let Some((whole, mark)) = self.marks.overlapping(range.clone()).find(|(_, mark)| mark.is_guarded) else {
+            return Ok(None);
+        };
+        let part = whole.start.max(range.start)..whole.end.min(range.end);
+        self.claim(&whole, &part, mark)?;
+        Ok(Some((part, mark)))
+    }
+
+    /// Marks a part of an interval as one that a purge is at, or whoever takes its guards away.
+    ///
+    /// # Errors
+    ///
+    /// As [`Book::claim_guarded`].
+    pub fn claim(&mut self, whole: &Range<usize>, part: &Range<usize>, mark: Mark) -> Result<()> {
+        let claimed = Mark { is_purging: true, ..mark };
+        if part == whole {
+            self.change(part, claimed);
+        } else {
+            self.marks.prepare(3)?;
+            self.cut(part.clone(), |_, _| ())?;
+            self.insert(part.clone(), claimed)?;
+        }
+        self.may_have_guards |= mark.is_strict;
+        self.claimed += 1;
+        Ok(())
     }
 
     /// As [`Intervals::insert`].
@@ -120,7 +179,7 @@ impl Book {
     /// Makes two intervals that touch one, if there is room to do it.
     pub fn join(&mut self, whole: Range<usize>, mark: Mark) {
         if self.marks.prepare(1).is_ok() {
-            let is_done = self.cut(whole.clone(), |_| ()).and_then(|_| self.insert(whole, mark));
+            let is_done = self.cut(whole.clone(), |_, _| ()).and_then(|_| self.insert(whole, mark));
             debug_assert!(is_done.is_ok());
         }
     }

@@ -13,6 +13,7 @@ fn parse(mode: c_int, behaviour: c_int) -> Option<(Mode, How)> {
     let mode = match mode {
         0 => Mode::Nonvolatile,
         1 => Mode::Volatile,
+        2 => Mode::VolatileStrict,
         _ => return None,
     };
     let how = match behaviour {

@@ -34,6 +34,7 @@
 mod book;
 pub mod c;
 pub mod cache;
+mod guards;
 mod intervals;
 mod line;
 mod purge;
@@ -43,6 +44,7 @@ pub mod vrange;
 mod word;
 
 pub use cache::VolatileCache;
+pub use guards::handle_fault;
 pub use range::{Behaviour, Contents, Pin, Range};
 pub use vrange::Vranges;
 

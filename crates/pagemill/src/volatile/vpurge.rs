@@ -6,6 +6,7 @@
 #![allow(unsafe_code)] // gives marked memory back
 
 use super::book::Mark;
+use super::guards;
 use super::line::Oldest;
 use super::now;
 use super::purge::note_purged;
@@ -101,7 +102,7 @@ impl Vranges {
         let mut freed = None;
         loop {
             let Some((piece, mark)) = self.claim(addr, epoch) else { return freed };
-            let taken = self.discard(pass, &piece);
+            let taken = self.discard(pass, &piece, mark.is_strict);
             self.finish(addr, &piece, mark, taken);
             match taken {
                 Taken::All { bytes } | Taken::Some { bytes } => freed = Some(freed.unwrap_or(0) + bytes),
@@ -122,15 +123,8 @@ impl Vranges {
             if range.start != addr || mark.epoch != epoch || !is_claimable {
                 return None;
             }
-            let (piece, claimed) = (mark.next_piece(&range), Mark { is_purging: true, ..mark });
-            if piece == range {
-                book.change(&piece, claimed);
-            } else {
-                book.marks.prepare(2).ok()?;
-                book.cut(piece.clone(), |_| ()).ok()?;
-                book.insert(piece.clone(), claimed).ok()?;
-            }
-            book.claimed += 1;
+            let piece = mark.next_piece(&range);
+            book.claim(&range, &piece, mark).ok()?;
             Some((piece, mark))
         })
     }
@@ -143,6 +137,7 @@ impl Vranges {
             epoch: if is_all { mark.epoch } else { now() },
             is_purged: mark.is_purged || taken != Taken::Nothing,
             is_empty: is_all,
+            is_guarded: mark.is_guarded || mark.is_strict && taken != Taken::Nothing,
             ..mark
         };
         self.book.with(|book| {
@@ -170,20 +165,21 @@ impl Vranges {
         }
     }
 
-    /// Gives the pages of a claimed piece back.
-    fn discard(&self, pass: &Pass, piece: &Range<usize>) -> Taken {
-        if !self.may_all_go(pass, piece) {
+    /// Gives the pages of a claimed piece back, and guards their places where that is asked for.
+    fn discard(&self, pass: &Pass, piece: &Range<usize>, is_strict: bool) -> Taken {
+        if !self.may_all_go(pass, piece, is_strict) {
             return Taken::Nothing;
         }
         let (mut at, mut freed, mut is_begun) = (piece.start, 0, false);
         while at < piece.end {
             let part = self.next_part(pass, at, piece.end);
             at = part.end;
-            let bytes = if self.arena.contains(part.start) {
-                self.discard_own(part, pass.urgency)
-            } else {
-                discard_foreign(part)
+            let discard = |part: Range<usize>| match self.arena.contains(part.start) {
+                true => self.discard_own(part, pass.urgency),
+                false => discard_foreign(part),
             };
+            // SAFETY: claimed, and all of the piece is private memory that can be read and written.
+            let bytes = if is_strict { unsafe { guards::replace(part, discard) } } else { discard(part) };
             match bytes {
                 Some(bytes) => (freed, is_begun) = (freed + bytes, true),
                 None if is_begun => return Taken::Some { bytes: freed },
@@ -194,11 +190,13 @@ impl Vranges {
     }
 
     /// Whether nothing in a piece is known to stand against it.
-    fn may_all_go(&self, pass: &Pass, piece: &Range<usize>) -> bool {
+    fn may_all_go(&self, pass: &Pass, piece: &Range<usize>, is_strict: bool) -> bool {
         let mut at = piece.start;
         while at < piece.end {
             let Ok(Some(mapping)) = pass.maps.find(at) else { return false };
-            let is_plain = mapping.is_readable && mapping.is_writable && !mapping.is_shared && !mapping.has_file;
+            // Closed memory is opened again for reading and writing.
+            let is_open = mapping.is_readable && mapping.is_writable && !(is_strict && mapping.is_executable);
+            let is_plain = is_open && !mapping.is_shared && !mapping.has_file;
             if mapping.addresses.start > at || !is_plain || mapping.is_stack {
                 return false;
             }
@@ -251,7 +249,7 @@ fn discard_foreign(part: Range<usize>) -> Option<u64> {
     let bytes = mem::resident_bytes(part.start, part.len()).ok()?;
     if !part.start.is_multiple_of(BLOCK_BYTES) || !part.end.is_multiple_of(BLOCK_BYTES) {
         // Of a huge page nothing is freed by a part before it is split.
-        mem::split_part(part.start, part.len());
+        let _ = mem::cool(part.start, part.len());
     }
     // SAFETY: claimed: the program does without these bytes and has no reference to them (contract of `vrange`).
     unsafe { mem::discard(part.start, part.len()) }.ok()?;

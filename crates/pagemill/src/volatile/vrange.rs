@@ -5,15 +5,16 @@
 //! step of a purge is at a piece, whoever wants that piece waits for the step.
 //!
 //! What has no pages of its own to give (shared memory, files, hugetlbfs), cannot be read and written, is a stack, or is
-//! locked can be marked, and is never purged. docs/volatile.md has a row for each kind.
+//! locked can be marked, and is never purged. docs/volatile.md has a row for each kind. Purged pages of strict ranges are
+//! guarded (`guards`); whoever ends such a mark takes the guards away first, with the mark claimed as by a purge.
 //!
-//! Below: `book`, `arena` (for memory that Pagemill handed out). Purging: `vpurge`.
+//! Below: `book`, `guards`, `arena` (for memory that Pagemill handed out). Purging: `vpurge`.
 #![allow(unsafe_code)] // a contract that callers keep
 
 use super::book::{Book, Mark, Sums};
 use super::line::Line;
 use super::word::age;
-use super::{MOST_EXPECTED_BYTES, Patience, now};
+use super::{MOST_EXPECTED_BYTES, Patience, guards, now};
 use crate::arena::Arena;
 use crate::error::{Error, Result};
 use crate::reclaim::Account;
@@ -33,7 +34,10 @@ const PUBLISH_STEP_BYTES: u64 = 1 << 20;
 /// What is to become of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
+    /// What was purged reads zero.
     Volatile,
+    /// What was purged raises `SIGBUS` when it is touched, in system calls `EFAULT`.
+    VolatileStrict,
     Nonvolatile,
 }
 
@@ -63,6 +67,22 @@ pub struct Listed {
     pub is_purged: bool,
     /// Ticks of 4.2 ms since it was marked.
     pub age_ticks: u32,
+}
+
+/// Whether guards stay when something is done with a range.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Guards {
+    Keep,
+    Remove,
+}
+
+/// What stands between a call and the marks it is for.
+enum Found<T> {
+    Done(T),
+    /// Guards, claimed: they go first.
+    Guarded(Range<usize>, Mark),
+    /// A purge, or somebody who takes guards away.
+    Busy,
 }
 
 /// All marks of a process.
@@ -95,7 +115,11 @@ impl Vranges {
     /// Makes `len_bytes` from `addr` on volatile, or keeps them from here on and tells what became of them.
     ///
     /// Marking what is marked marks it anew, with the new behaviour; what was marked beyond the range stays as it was.
-    /// What was purged reads zero, but for what was written since. Unmarking what is not marked does nothing.
+    /// What was purged reads zero, but for what was written since; so it does of a strict range once that is nonvolatile,
+    /// and until then its pages raise `SIGBUS`. Unmarking what is not marked does nothing.
+    ///
+    /// The first strict mark of a process puts a handler before that for `SIGSEGV`. A program that installs one later calls
+    /// [`handle_fault`](super::handle_fault) in it; under `pagemill run` that is not needed.
     ///
     /// Cost: some hundred nanoseconds, and a system call of as much to mark; none to unmark. While a piece is being purged,
     /// some hundred microseconds at most.
@@ -104,12 +128,13 @@ impl Vranges {
     ///
     /// Nothing has changed then. [`Error::BadRange`] where `addr` or `len_bytes` are no multiples of the OS page, or the end
     /// lies beyond all addresses; [`Error::NotMapped`] where a part is not mapped; [`Error::System`] without memory for
-    /// the mark.
+    /// the mark; [`Error::Unsupported`] for a strict mark where the kernel has no guard pages (before Linux 6.13).
     ///
     /// # Safety
     ///
     /// While it is volatile the program can do without the bytes of the range, at any moment, and holds no reference to
-    /// them. Before it unmaps, replaces, moves or frees a part, it unmarks that part.
+    /// them. Before it unmaps, replaces, moves or frees a part, it unmarks that part; so it does before it protects a part
+    /// of a strict range.
     ///
     /// Source: M. Kim and J. Stultz, "vrange for anonymous page" v7, 2013, lwn.net/Articles/542504.
     pub unsafe fn vrange(&self, addr: usize, len_bytes: usize, mode: Mode, how: How) -> Result<Marked> {
@@ -123,24 +148,45 @@ impl Vranges {
             return Ok(Marked { bytes: 0, purged: false });
         }
         match mode {
-            Mode::Volatile => self.mark(addr..end, how),
+            Mode::Volatile => self.mark(addr..end, how, false),
+            Mode::VolatileStrict => self.mark(addr..end, how, true),
             Mode::Nonvolatile => self.unmark(addr..end),
         }
     }
 
-    fn mark(&self, range: Range<usize>, how: How) -> Result<Marked> {
+    fn mark(&self, range: Range<usize>, how: How, is_strict: bool) -> Result<Marked> {
         check_mapped(&range)?;
+        if is_strict {
+            guards::prepare(&range)?;
+        }
         let bytes = range.len() as u64;
         // It was filled without asking anybody, and more will be: what is short is purged here, before the kernel notices.
         let _ = self.arena.budget.expect(bytes.min(MOST_EXPECTED_BYTES));
-        let fresh = Mark { epoch: now(), how, is_purged: false, is_empty: false, is_purging: false, generation: 0 };
+        let fresh = Mark {
+            epoch: now(),
+            how,
+            is_purged: false,
+            is_empty: false,
+            is_purging: false,
+            is_strict,
+            is_guarded: false,
+            generation: 0,
+        };
         let before = self.giveable_bytes.load(Relaxed);
-        let marked = self.settled(&range, |book| {
+        // Strict marks leave guards where they are.
+        let guards = if is_strict { Guards::Keep } else { Guards::Remove };
+        let marked = self.settled(&range, guards, |book| {
             book.marks.prepare(3)?;
-            let mut purged = false;
-            book.cut(range.clone(), |mark| purged |= mark.is_purged)?;
-            book.insert(range.clone(), Mark { is_purged: purged, generation: book.generation, ..fresh })?;
-            Ok(Marked { bytes, purged })
+            let mut mark = Mark { generation: book.generation, ..fresh };
+            let mut empty_bytes = 0;
+            book.cut(range.clone(), |part, old| {
+                mark.is_purged |= old.is_purged;
+                mark.is_guarded |= old.is_guarded;
+                empty_bytes += if old.is_empty && old.is_guarded { part.len() } else { 0 };
+            })?;
+            mark.is_empty = empty_bytes == range.len();
+            book.insert(range.clone(), mark)?;
+            Ok(Marked { bytes, purged: mark.is_purged })
         })?;
         if before / PUBLISH_STEP_BYTES != self.giveable_bytes.load(Relaxed) / PUBLISH_STEP_BYTES {
             // The helper may sleep until there is something to give.
@@ -150,9 +196,9 @@ impl Vranges {
     }
 
     fn unmark(&self, range: Range<usize>) -> Result<Marked> {
-        let marked = self.settled(&range, |book| {
+        let marked = self.settled(&range, Guards::Remove, |book| {
             let mut purged = false;
-            let bytes = book.cut(range.clone(), |mark| purged |= mark.is_purged)?;
+            let bytes = book.cut(range.clone(), |_, mark| purged |= mark.is_purged)?;
             Ok(Marked { bytes, purged })
         })?;
         if marked.bytes == 0 {
@@ -163,13 +209,15 @@ impl Vranges {
 
     /// Forgets all marks of a range that is going away, once no purge is at it. For whoever unmaps or frees it.
     pub fn forget(&self, range: Range<usize>) {
-        let result = self.settled(&range, |book| {
-            // Without room to split a mark the whole mark goes: what is not marked is not purged.
-            book.cut(range.clone(), |_| ()).or_else(|_| {
+        let forget =
+            |range: Range<usize>| self.settled(&range, Guards::Remove, |book| book.cut(range.clone(), |_, _| ()));
+        // Without room to split a mark the whole mark goes: what is not marked is not purged.
+        let result = forget(range.clone()).or_else(|_| {
+            let all = |book: &mut Book| {
                 let all = book.marks.overlapping(range.clone());
-                let whole = all.fold(range.clone(), |all, (part, _)| all.start.min(part.start)..all.end.max(part.end));
-                book.cut(whole, |_| ())
-            })
+                all.fold(range.clone(), |all, (part, _)| all.start.min(part.start)..all.end.max(part.end))
+            };
+            forget(self.book.with(all))
         });
         debug_assert!(result.is_ok(), "whole marks are removed without splitting any");
     }
@@ -199,33 +247,64 @@ impl Vranges {
         }
     }
 
-    /// Does something with the marks when no purge is at any of the range.
-    fn settled<T>(&self, range: &Range<usize>, act: impl Fn(&mut Book) -> Result<T>) -> Result<T> {
+    /// Does something while no purge is at any of the range, and none begins: for whoever changes what may be done there.
+    pub fn undisturbed<T>(&self, range: Range<usize>, act: impl FnOnce() -> T) -> T {
+        let mut act = Some(act);
+        let mut done = None;
+        let result = self.settled(&range, Guards::Keep, |_| {
+            done = act.take().map(|act| act());
+            Ok(())
+        });
+        debug_assert!(result.is_ok(), "nothing is asked of the book");
+        done.expect("called once")
+    }
+
+    /// Does something with the marks when no purge is at any of the range, and no guards are left there that are to go.
+    fn settled<T>(
+        &self,
+        range: &Range<usize>,
+        guards: Guards,
+        mut act: impl FnMut(&mut Book) -> Result<T>,
+    ) -> Result<T> {
         let mut patience = None;
         loop {
-            let done = self.book.with(|book| {
-                let mut is_busy = false;
-                if book.claimed > 0 {
-                    book.marks.update(range.clone(), |_, mark| is_busy |= mark.is_purging);
-                }
-                if is_busy {
+            let found = self.book.with(|book| {
+                if book.is_busy(range) {
                     book.waiting += usize::from(patience.is_none());
-                    return None;
+                    return Found::Busy;
                 }
-                book.waiting -= usize::from(patience.is_some());
-                let result = act(book);
+                book.waiting -= usize::from(patience.take().is_some());
+                let guarded = if guards == Guards::Remove { book.claim_guarded(range) } else { Ok(None) };
+                let result = match guarded {
+                    Ok(Some((part, mark))) => return Found::Guarded(part, mark),
+                    Ok(None) => act(book),
+                    Err(error) => Err(error),
+                };
                 self.tell(book);
-                Some(result)
+                Found::Done(result)
             });
-            if let Some(result) = done {
-                return result;
+            match found {
+                Found::Done(result) => return result,
+                Found::Guarded(part, mark) => self.remove_guards(&part, mark),
+                Found::Busy => {
+                    let patience = patience.get_or_insert_with(|| {
+                        stats::add(Counter::RangesAwaited, 1);
+                        Patience::new()
+                    });
+                    patience.pause();
+                }
             }
-            let patience = patience.get_or_insert_with(|| {
-                stats::add(Counter::RangesAwaited, 1);
-                Patience::new()
-            });
-            patience.pause();
         }
+    }
+
+    /// Ends the guards of a part that was claimed for that.
+    fn remove_guards(&self, part: &Range<usize>, mark: Mark) {
+        // SAFETY: claimed: no purge is there.
+        unsafe { guards::remove(part) };
+        self.book.with(|book| {
+            book.claimed -= 1;
+            book.change(part, Mark { is_guarded: false, is_purging: false, ..mark });
+        });
     }
 
     /// Copies the sums to where they are read without the lock.
@@ -237,6 +316,7 @@ impl Vranges {
 
     /// In a fork child: the parent's marks hold, but nothing is purged for them; nobody of the parent waits here.
     pub(crate) fn begin_child(&self) {
+        guards::begin_child();
         // After a bare `clone` the lock may be that of a thread which does not exist here.
         self.book.try_with(|book| {
             book.generation = book.generation.wrapping_add(1);

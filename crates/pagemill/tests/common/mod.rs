@@ -1,4 +1,5 @@
 //! What the tests of volatile memory share.
+#![allow(dead_code)] // no test file uses all of it
 
 use pagemill::Pagemill;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};

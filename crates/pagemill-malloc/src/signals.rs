@@ -1,0 +1,139 @@
+//! `sigaction` and `signal` in a preloaded program: what it says of `SIGSEGV` is kept behind Pagemill's handler.
+//!
+//! Strict volatile ranges hear of faults first ([`pagemill_sys::fault`]). Until a program marks one, and for all other
+//! signals, these calls do what the C library's do. `SIGBUS` needs no care: the kernel itself delivers it, as the program
+//! said. Nor does `sigaltstack`: our handler runs on the stack that the program's own would. Raw system calls are not seen,
+//! and neither is `sigset`, which POSIX has removed.
+#![allow(unsafe_code)] // the C ABI of the signal calls
+
+use pagemill_sys::fault::{self, Action};
+use pagemill_sys::process::set_errno;
+use std::ffi::c_int;
+
+unsafe extern "C" {
+    /// The C library's `sigaction`, under its other name.
+    fn __sigaction(signal: c_int, new: *const libc::sigaction, old: *mut libc::sigaction) -> c_int;
+    /// The C library's `signal`, under its other name.
+    fn ssignal(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t;
+}
+
+/// # Safety
+///
+/// As `sigaction(2)`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sigaction(signal: c_int, new: *const libc::sigaction, old: *mut libc::sigaction) -> c_int {
+    if signal != libc::SIGSEGV {
+        // SAFETY: the caller's promise.
+        return unsafe { __sigaction(signal, new, old) };
+    }
+    // SAFETY: the caller's promise: null, or an action.
+    let new = unsafe { new.as_ref() }.map(|new| Action {
+        handler: new.sa_sigaction,
+        flags: new.sa_flags as u32 as u64,
+        restorer: 0,
+        mask: mask_of(&new.sa_mask),
+    });
+    match fault::program_action(new.map(without_restorer)) {
+        Ok(before) => {
+            // SAFETY: the caller's promise: null, or room for an action.
+            if let Some(old) = unsafe { old.as_mut() } {
+                tell(before, old);
+            }
+            0
+        }
+        Err(error) => {
+            set_errno(error.raw_os_error().unwrap_or(libc::EINVAL));
+            -1
+        }
+    }
+}
+
+/// The kernel's part of the C library's set.
+fn mask_of(set: &libc::sigset_t) -> u64 {
+    // SAFETY: larger than a word, and as aligned.
+    unsafe { std::ptr::from_ref(set).cast::<u64>().read() }
+}
+
+/// The C library's structure has a restorer of its own, which the caller need not have set.
+fn without_restorer(mut action: Action) -> Action {
+    const RESTORER: u64 = 0x0400_0000;
+    action.flags &= !RESTORER;
+    action
+}
+
+fn tell(action: Action, old: &mut libc::sigaction) {
+    // SAFETY: plain data, for which zeros are an empty set.
+    *old = unsafe { std::mem::zeroed() };
+    old.sa_sigaction = action.handler;
+    old.sa_flags = action.flags as c_int;
+    // SAFETY: as in `mask_of`.
+    unsafe { (&raw mut old.sa_mask).cast::<u64>().write(action.mask) };
+}
+
+/// `signal` of either kind, for `SIGSEGV`: by [`sigaction`].
+fn set_handler(handler: libc::sighandler_t, flags: c_int, mask: u64) -> libc::sighandler_t {
+    match fault::program_action(Some(Action { handler, flags: flags as u32 as u64, restorer: 0, mask })) {
+        Ok(before) => before.handler,
+        Err(error) => {
+            set_errno(error.raw_os_error().unwrap_or(libc::EINVAL));
+            libc::SIG_ERR
+        }
+    }
+}
+
+/// # Safety
+///
+/// As `signal(2)`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn signal(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t {
+    if signal != libc::SIGSEGV || handler == libc::SIG_ERR {
+        // SAFETY: the caller's promise.
+        return unsafe { ssignal(signal, handler) };
+    }
+    set_handler(handler, libc::SA_RESTART, 1 << (libc::SIGSEGV - 1))
+}
+
+/// The same, under the name that programs written for older BSDs use.
+///
+/// # Safety
+///
+/// As `signal(2)`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn bsd_signal(number: c_int, handler: libc::sighandler_t) -> libc::sighandler_t {
+    // SAFETY: the caller's promise.
+    unsafe { signal(number, handler) }
+}
+
+/// `signal` for programs that ask for System V: once, and without blocking itself.
+///
+/// # Safety
+///
+/// As `sysv_signal(3)`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sysv_signal(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t {
+    const FLAGS: c_int = libc::SA_RESETHAND | libc::SA_NODEFER;
+    if signal == libc::SIGSEGV && handler != libc::SIG_ERR {
+        return set_handler(handler, FLAGS, 0);
+    }
+    if handler == libc::SIG_ERR {
+        set_errno(libc::EINVAL);
+        return libc::SIG_ERR;
+    }
+    // SAFETY: plain data; the caller's promise.
+    unsafe {
+        let (mut new, mut old): (libc::sigaction, libc::sigaction) = (std::mem::zeroed(), std::mem::zeroed());
+        (new.sa_sigaction, new.sa_flags) = (handler, FLAGS);
+        if __sigaction(signal, &raw const new, &raw mut old) == 0 { old.sa_sigaction } else { libc::SIG_ERR }
+    }
+}
+
+/// The same, under the name that headers give it.
+///
+/// # Safety
+///
+/// As `sysv_signal(3)`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn __sysv_signal(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t {
+    // SAFETY: the caller's promise.
+    unsafe { sysv_signal(signal, handler) }
+}

@@ -1,0 +1,423 @@
+//! Faults of a program's own memory, heard of before the program does.
+//!
+//! [`install`] puts a handler before the program's own for `SIGSEGV` and keeps that one behind it. Of each fault a *judge*
+//! says whose it is. The program's go on to its handler, with its mask and flags, as if nobody stood before it: what jumps
+//! to it leaves no frame. A purged page's becomes a `SIGBUS` of this thread, which the kernel delivers where the fault was:
+//! to the program's handler for that, or as its end.
+//!
+//! Nothing here allocates or takes a lock that the interrupted thread could have: who has it has blocked all signals.
+#![allow(unsafe_code)] // signal actions, a handler
+
+use crate::{process, thread};
+use libc::{c_int, c_void};
+use std::io;
+use std::mem::size_of;
+use std::sync::atomic::{
+    AtomicU32, AtomicU64, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, fence,
+};
+
+const SEGV_MAPERR: c_int = 1;
+const SEGV_ACCERR: c_int = 2;
+const BUS_ADRERR: c_int = 2;
+const RESTORER: u64 = 0x0400_0000;
+/// Of these the program's own wishes hold for our handler: on which stack, and what becomes of a system call.
+const PASSED_ON: u64 = (libc::SA_ONSTACK | libc::SA_RESTART) as u64;
+
+/// What happens on a signal: the kernel's `struct sigaction`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Action {
+    pub handler: usize,
+    pub flags: u64,
+    pub restorer: usize,
+    /// A bit a signal, the lowest for signal 1.
+    pub mask: u64,
+}
+
+const DEFAULT: Action = Action { handler: libc::SIG_DFL, flags: 0, restorer: 0, mask: 0 };
+
+/// A fault, as far as it matters for whose it is.
+#[derive(Clone, Copy, Debug)]
+pub struct Fault {
+    pub addr: usize,
+    /// There is a mapping that does not allow this; else there is none, or a guard.
+    pub is_protected: bool,
+    /// It wanted to run what lies there.
+    pub is_fetch: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// The program's own.
+    Program,
+    /// Of a purged page.
+    Purged,
+    /// The page is there by now, or will be known soon.
+    Again,
+}
+
+/// Tells whose a fault is. Called in a signal handler: neither allocates nor locks.
+pub type Judge = fn(&Fault) -> Verdict;
+
+static JUDGE: AtomicUsize = AtomicUsize::new(0);
+/// The process whose handler is ours; 0 before [`install`].
+static PROCESS: AtomicU32 = AtomicU32::new(0);
+/// The program's action for `SIGSEGV` is in the slot of this number's parity. The other one is written, then this rises.
+static SEQUENCE: AtomicU64 = AtomicU64::new(0);
+static SLOTS: [[AtomicU64; 4]; 2] = [const { [const { AtomicU64::new(0) }; 4] }; 2];
+static LOCK: AtomicU32 = AtomicU32::new(0);
+
+/// Has all faults judged first, from here on. Once a process; later calls do nothing.
+///
+/// # Errors
+///
+/// What `rt_sigaction` says.
+pub fn install(judge: Judge) -> io::Result<()> {
+    if PROCESS.load(Acquire) != 0 {
+        return Ok(());
+    }
+    locked(|| {
+        if PROCESS.load(Relaxed) != 0 {
+            return Ok(());
+        }
+        JUDGE.store(judge as usize, Relaxed);
+        let before = raw_action(libc::SIGSEGV, None)?;
+        write_program(before);
+        raw_action(libc::SIGSEGV, Some(first(before)))?;
+        PROCESS.store(process::id(), Release);
+        Ok(())
+    })
+}
+
+/// `sigaction(SIGSEGV)` for a program in which this library answers that call: the handler of [`install`] stays first.
+///
+/// # Errors
+///
+/// What `rt_sigaction` says.
+pub fn program_action(new: Option<Action>) -> io::Result<Action> {
+    locked(|| {
+        // A child of `vfork` has the parent's memory, and actions of its own.
+        if PROCESS.load(Relaxed) != process::id() {
+            return raw_action(libc::SIGSEGV, new);
+        }
+        let before = read_program();
+        if let Some(new) = new {
+            write_program(new);
+            raw_action(libc::SIGSEGV, Some(first(new)))?;
+        }
+        Ok(before)
+    })
+}
+
+/// In a fork child: whoever had the lock is not here.
+pub fn begin_child() {
+    LOCK.store(0, Relaxed);
+    if PROCESS.load(Relaxed) != 0 {
+        PROCESS.store(process::id(), Relaxed);
+    }
+}
+
+/// For a program's own handler that was installed after ours: whether the fault was dealt with, and the handler is to
+/// return. Then either the access is tried again, or a `SIGBUS` comes once the handler has returned.
+///
+/// # Safety
+///
+/// The arguments of a handler with `SA_SIGINFO`, in that handler.
+pub unsafe fn handle(signal: c_int, info: *const c_void, context: *mut c_void) -> bool {
+    let is_known = JUDGE.load(Acquire) != 0 && signal == libc::SIGSEGV && !info.is_null() && !context.is_null();
+    if !is_known {
+        return false;
+    }
+    // Not inside of this handler, but where the fault was.
+    set_mask(libc::SIG_BLOCK, bit(libc::SIGBUS));
+    // SAFETY: the caller's promise.
+    unsafe { deal(&*info.cast(), &mut *context.cast()) }
+}
+
+/// Our handler's action, where the program's is this.
+fn first(program: Action) -> Action {
+    let has_handler = ![libc::SIG_DFL, libc::SIG_IGN].contains(&program.handler);
+    let passed_on = if has_handler { program.flags & PASSED_ON } else { libc::SA_ONSTACK as u64 };
+    let flags = libc::SA_SIGINFO as u64 | passed_on;
+    Action { handler: on_fault as *const () as usize, flags, restorer: 0, mask: !0 }
+}
+
+/// The kernel's own call. The restorer is added where the architecture needs one.
+fn raw_action(signal: c_int, new: Option<Action>) -> io::Result<Action> {
+    let new = new.map(with_restorer);
+    let pointer = new.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+    let mut old = DEFAULT;
+    // SAFETY: reads `new`, writes `old`, both laid out as the kernel's; handlers are the program's, or ours, which stays.
+    let result = unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, pointer, &raw mut old, size_of::<u64>()) };
+    if result == 0 { Ok(old) } else { Err(io::Error::last_os_error()) }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn with_restorer(mut action: Action) -> Action {
+    if action.flags & RESTORER == 0 {
+        action.flags |= RESTORER;
+        action.restorer = restore as *const () as usize;
+    }
+    action
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn with_restorer(action: Action) -> Action {
+    debug_assert!(action.flags & RESTORER == 0 || action.restorer != 0);
+    action
+}
+
+#[cfg(target_arch = "x86_64")]
+unsafe extern "C" {
+    #[link_name = "pagemill_restore"]
+    fn restore();
+}
+
+// Debuggers and unwinders know the end of a handler by these very instructions.
+#[cfg(target_arch = "x86_64")]
+std::arch::global_asm!(
+    ".pushsection .text.pagemill_restore, \"ax\", @progbits",
+    ".hidden pagemill_restore",
+    ".globl pagemill_restore",
+    ".type pagemill_restore, @function",
+    "pagemill_restore:",
+    ".byte 0x48, 0xc7, 0xc0, 0x0f, 0x00, 0x00, 0x00", // mov rax, 15: rt_sigreturn
+    "syscall",
+    ".size pagemill_restore, . - pagemill_restore",
+    ".popsection",
+);
+
+fn write_program(action: Action) {
+    let next = SEQUENCE.load(Relaxed) + 1;
+    let words = [action.handler as u64, action.flags, action.restorer as u64, action.mask];
+    for (slot, word) in SLOTS[next as usize & 1].iter().zip(words) {
+        slot.store(word, Relaxed);
+    }
+    SEQUENCE.store(next, Release);
+}
+
+/// The program's action. Waits for nobody: a slot is written again only after the other one has become the one to read.
+fn read_program() -> Action {
+    loop {
+        let sequence = SEQUENCE.load(Acquire);
+        let [handler, flags, restorer, mask] = SLOTS[sequence as usize & 1].each_ref().map(|word| word.load(Relaxed));
+        fence(Acquire);
+        if SEQUENCE.load(Relaxed) == sequence {
+            return Action { handler: handler as usize, flags, restorer: restorer as usize, mask };
+        }
+    }
+}
+
+/// Does something alone, with all signals blocked: no handler of this thread can come here meanwhile.
+fn locked<T>(act: impl FnOnce() -> T) -> T {
+    let before = set_mask(libc::SIG_SETMASK, !0);
+    while LOCK.compare_exchange(0, 1, Acquire, Relaxed).is_err() {
+        thread::pause();
+    }
+    let result = act();
+    LOCK.store(0, Release);
+    set_mask(libc::SIG_SETMASK, before);
+    result
+}
+
+/// Changes this thread's signal mask by the plain system call; returns the one before.
+fn set_mask(how: c_int, mask: u64) -> u64 {
+    let mut before = 0u64;
+    // SAFETY: reads and writes a word each.
+    unsafe { libc::syscall(libc::SYS_rt_sigprocmask, how, &raw const mask, &raw mut before, size_of::<u64>()) };
+    before
+}
+
+const fn bit(signal: c_int) -> u64 {
+    1 << (signal - 1)
+}
+
+/// Whether the page at `addr` can be read: the kernel looks at a signal set there before it looks at what is asked of it,
+/// which is nothing.
+pub fn is_readable(addr: usize) -> bool {
+    const NO_SUCH_WAY: c_int = -1;
+    let set = (addr & !(size_of::<u64>() - 1)) as *const u64;
+    let nowhere = std::ptr::null_mut::<u64>();
+    // SAFETY: the kernel checks the address itself, and says `EFAULT`; the mask stays as it is.
+    unsafe { libc::syscall(libc::SYS_rt_sigprocmask, NO_SUCH_WAY, set, nowhere, size_of::<u64>()) };
+    io::Error::last_os_error().raw_os_error() != Some(libc::EFAULT)
+}
+
+/// The handler: what [`decide`] returns is jumped to, as if the kernel had called it.
+#[cfg(target_arch = "x86_64")]
+#[unsafe(naked)]
+unsafe extern "C" fn on_fault() {
+    core::arch::naked_asm!(
+        "push rdi",
+        "push rsi",
+        "push rdx",
+        "call {decide}",
+        "pop rdx",
+        "pop rsi",
+        "pop rdi",
+        "test rax, rax",
+        "jz 2f",
+        "jmp rax",
+        "2: ret",
+        decide = sym decide,
+    )
+}
+
+/// The handler: what [`decide`] returns is jumped to, as if the kernel had called it.
+#[cfg(target_arch = "aarch64")]
+#[unsafe(naked)]
+unsafe extern "C" fn on_fault() {
+    core::arch::naked_asm!(
+        "stp x29, x30, [sp, #-48]!",
+        "stp x0, x1, [sp, #16]",
+        "str x2, [sp, #32]",
+        "mov x29, sp",
+        "bl {decide}",
+        "mov x16, x0",
+        "ldp x0, x1, [sp, #16]",
+        "ldr x2, [sp, #32]",
+        "ldp x29, x30, [sp], #48",
+        "cbz x16, 2f",
+        "br x16",
+        "2: ret",
+        decide = sym decide,
+    )
+}
+
+/// Deals with a fault, or tells which handler of the program is to have it. 0: return to where the fault was.
+extern "C" fn decide(_signal: c_int, info: &libc::siginfo_t, context: &mut libc::ucontext_t) -> usize {
+    // SAFETY: the thread's own word.
+    let errno = unsafe { *libc::__errno_location() };
+    // SAFETY: what the kernel gave to the handler.
+    let is_done = unsafe { deal(info, context) };
+    let next = if is_done { 0 } else { pass_on(info, context) };
+    process::set_errno(errno);
+    next
+}
+
+/// Whether the fault is none of the program's; then what is due has been done.
+///
+/// # Safety
+///
+/// Both are what the kernel gave to a handler, in that handler. `SIGBUS` is blocked until it returns.
+unsafe fn deal(info: &libc::siginfo_t, context: &mut libc::ucontext_t) -> bool {
+    if ![SEGV_MAPERR, SEGV_ACCERR].contains(&info.si_code) {
+        return false;
+    }
+    // SAFETY: a fault's: the field is there.
+    let addr = unsafe { info.si_addr() } as usize;
+    let is_protected = info.si_code == SEGV_ACCERR;
+    let fault = Fault { addr, is_protected, is_fetch: addr == program_counter(context) };
+    // SAFETY: written by `install`, with a function of this type, before the handler was there.
+    let judge: Judge = unsafe { std::mem::transmute(JUDGE.load(Relaxed)) };
+    match judge(&fault) {
+        Verdict::Program => false,
+        Verdict::Purged => raise_bus(addr, context),
+        Verdict::Again => {
+            thread::pause();
+            true
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn program_counter(context: &libc::ucontext_t) -> usize {
+    context.uc_mcontext.gregs[libc::REG_RIP as usize] as usize
+}
+
+#[cfg(target_arch = "aarch64")]
+fn program_counter(context: &libc::ucontext_t) -> usize {
+    context.uc_mcontext.pc as usize
+}
+
+/// The mask that the interrupted thread has again after the handler: of the C library's set, the kernel's part.
+fn mask_of(context: &mut libc::ucontext_t) -> &mut u64 {
+    // SAFETY: at least as large as the kernel's set, and as aligned.
+    unsafe { &mut *(&raw mut context.uc_sigmask).cast() }
+}
+
+/// Sends this thread a `SIGBUS` for the address, which comes when the handler returns. Where the program ignores or
+/// blocks it, it ends the program, as the kernel's own would. Says whether the kernel took it.
+fn raise_bus(addr: usize, context: &mut libc::ucontext_t) -> bool {
+    /// `siginfo_t` of a fault.
+    #[repr(C)]
+    struct Info {
+        signal: c_int,
+        errno: c_int,
+        code: c_int,
+        padding: c_int,
+        addr: usize,
+        rest: [u64; 13],
+    }
+    const _: () = assert!(size_of::<Info>() == size_of::<libc::siginfo_t>());
+    let mask = mask_of(context);
+    let is_ignored = raw_action(libc::SIGBUS, None).is_ok_and(|action| action.handler == libc::SIG_IGN);
+    if is_ignored || *mask & bit(libc::SIGBUS) != 0 {
+        let _ = raw_action(libc::SIGBUS, Some(DEFAULT));
+        *mask &= !bit(libc::SIGBUS);
+    }
+    let info = Info { signal: libc::SIGBUS, errno: 0, code: BUS_ADRERR, padding: 0, addr, rest: [0; 13] };
+    queue(libc::SIGBUS, (&raw const info).cast())
+}
+
+/// Queues a signal for this very thread, with this told of it.
+fn queue(signal: c_int, info: *const c_void) -> bool {
+    // SAFETY: no arguments; `info` is a whole `siginfo_t`.
+    unsafe {
+        let thread = libc::syscall(libc::SYS_gettid);
+        libc::syscall(libc::SYS_rt_tgsigqueueinfo, process::id(), thread, signal, info) == 0
+    }
+}
+
+/// What the kernel would do with the program's action: the handler to call, with the mask set for it, or 0.
+fn pass_on(info: &libc::siginfo_t, context: &mut libc::ucontext_t) -> usize {
+    let (action, is_sent) = (read_program(), info.si_code <= 0);
+    match action.handler {
+        libc::SIG_IGN if is_sent => 0,
+        libc::SIG_DFL | libc::SIG_IGN => {
+            // The access is repeated, and ends the program with all that a core file tells; what was sent is sent again.
+            let _ = raw_action(libc::SIGSEGV, Some(DEFAULT));
+            *mask_of(context) &= !bit(libc::SIGSEGV);
+            if is_sent {
+                queue(libc::SIGSEGV, std::ptr::from_ref(info).cast());
+            }
+            0
+        }
+        handler => {
+            let has = |flag: c_int| action.flags & flag as u32 as u64 != 0;
+            if has(libc::SA_RESETHAND) {
+                locked(|| write_program(DEFAULT));
+            }
+            let itself = if has(libc::SA_NODEFER) { 0 } else { bit(libc::SIGSEGV) };
+            set_mask(libc::SIG_SETMASK, *mask_of(context) | action.mask | itself);
+            handler
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Memory is readable where it is, and nothing is asked of what is not there.
+    #[test]
+    fn readable_pages_are_known() {
+        let page = crate::mem::os_page_bytes();
+        let addr = crate::mem::reserve(2 * page, page, 0).unwrap();
+        assert!(!is_readable(addr));
+        // SAFETY: our own reservation.
+        unsafe { crate::mem::open(addr, page).unwrap() };
+        assert!(is_readable(addr) && is_readable(addr + page - 1) && !is_readable(addr + page));
+        // SAFETY: as above.
+        unsafe { crate::mem::unreserve(addr, 2 * page) };
+    }
+
+    /// Our handler runs on the stack that the program's would, and as it wants system calls to go on.
+    #[test]
+    fn the_first_handler_takes_after_the_second() {
+        let handler = |flags: c_int| first(Action { handler: 7, flags: flags as u64, ..DEFAULT }).flags & PASSED_ON;
+        assert_eq!(handler(libc::SA_ONSTACK), libc::SA_ONSTACK as u64);
+        assert_eq!(handler(libc::SA_RESTART | libc::SA_NODEFER), libc::SA_RESTART as u64);
+        assert_eq!(first(DEFAULT).flags & PASSED_ON, libc::SA_ONSTACK as u64);
+    }
+}

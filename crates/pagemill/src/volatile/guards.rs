@@ -1,0 +1,342 @@
+//! Guards on purged pages of strict ranges: which pages have one, and whose a fault is.
+//!
+//! A purge takes access to a part away, gives its pages back, puts guards in their place, and gives access again. So nobody
+//! ever sees zeros where his bytes were: a touch waits for the moment that this takes, and then is a `SIGBUS`.
+//!
+//! A bit for each page is set from before its bytes go until after its guard has gone. The fault handler reads it without a
+//! lock, allocates nothing, and asks the kernel only where somebody else was faster than the fault. The table belongs to the
+//! process as addresses do, not to one Pagemill.
+#![allow(unsafe_code)] // closes and opens the program's memory, reads its table
+
+use crate::error::{Error, Result};
+use crate::stats::{self, Counter};
+use crate::units::{BLOCK_BYTES, os_page_bytes};
+use pagemill_sys::fault::{self, Fault, Verdict};
+use pagemill_sys::maps::{Mapping, Maps};
+use pagemill_sys::{fatal, mem, thread};
+use std::ffi::c_void;
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{
+    AtomicPtr, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+    Ordering::SeqCst,
+};
+
+/// A leaf of the table is for so many bytes of addresses.
+const LEAF_SPAN: usize = 1 << 32;
+/// Programs have addresses below this, unless they ask for higher ones.
+const END: usize = 1 << 48;
+const LEAVES: usize = END / LEAF_SPAN;
+
+/// The kernel may be short of memory for a page table while others give theirs back: so many times a moment is waited.
+const TRIES: usize = 10_000;
+
+static TABLE: [AtomicPtr<AtomicU64>; LEAVES] = [const { AtomicPtr::new(std::ptr::null_mut()) }; LEAVES];
+/// Parts that are closed for a moment.
+static UNDER_WAY: AtomicU32 = AtomicU32::new(0);
+
+/// What the kernel was found to offer.
+static SUPPORT: AtomicU32 = AtomicU32::new(UNKNOWN);
+const UNKNOWN: u32 = 0;
+const SUPPORTED: u32 = 1;
+const MISSING: u32 = 2;
+
+fn leaf_bytes() -> usize {
+    LEAF_SPAN / os_page_bytes() / 8
+}
+
+/// The words for the pages of the leaf that `addr` lies in, if there are any.
+fn leaf(addr: usize) -> Option<&'static [AtomicU64]> {
+    let words = TABLE.get(addr / LEAF_SPAN)?.load(Acquire);
+    // SAFETY: not null means a mapping of `leaf_bytes`, made by `prepare`, zeroed, and never unmapped.
+    (!words.is_null()).then(|| unsafe { std::slice::from_raw_parts(words, leaf_bytes() / 8) })
+}
+
+/// The word that has the bit of a page, and the number of that bit.
+fn place(addr: usize) -> Option<(&'static AtomicU64, u32)> {
+    let page = addr % LEAF_SPAN / os_page_bytes();
+    Some((&leaf(addr)?[page / 64], page as u32 % 64))
+}
+
+/// Calls with each word of the pages in `range`, and the bits there that are theirs.
+fn each_word(range: &Range<usize>, mut act: impl FnMut(&AtomicU64, u64)) {
+    let page = os_page_bytes();
+    let mut at = range.start;
+    while at < range.end {
+        let word_end = (at & !(64 * page - 1)) + 64 * page;
+        let bits = (range.end.min(word_end) - at) / page;
+        if let Some((word, first)) = place(at) {
+            act(word, (!0 >> (64 - bits)) << first);
+        }
+        at = word_end;
+    }
+}
+
+fn set(range: &Range<usize>) {
+    each_word(range, |word, bits| {
+        word.fetch_or(bits, AcqRel);
+    });
+}
+
+fn clear(range: &Range<usize>) {
+    each_word(range, |word, bits| {
+        word.fetch_and(!bits, AcqRel);
+    });
+}
+
+fn is_set(addr: usize) -> bool {
+    place(addr).is_some_and(|(word, bit)| word.load(Acquire) & 1 << bit != 0)
+}
+
+/// The first run of pages in `range` whose bits are all as wanted.
+fn next_run(range: &Range<usize>, wanted: bool) -> Option<Range<usize>> {
+    let first = next_page(range, wanted)?;
+    Some(first..next_page(&(first..range.end), !wanted).unwrap_or(range.end))
+}
+
+fn next_page(range: &Range<usize>, wanted: bool) -> Option<usize> {
+    let page = os_page_bytes();
+    let mut at = range.start;
+    while at < range.end {
+        let (bits, first) = place(at).map_or((0, (at / page % 64) as u32), |(word, bit)| (word.load(Acquire), bit));
+        let found = (if wanted { bits } else { !bits }) >> first;
+        let next = at + found.trailing_zeros() as usize * page;
+        if found != 0 {
+            return (next < range.end).then_some(next);
+        }
+        at = (at & !(64 * page - 1)) + 64 * page;
+    }
+    None
+}
+
+/// Makes a range ready to be guarded: the kernel has guards, the table has room, faults are judged.
+///
+/// # Errors
+///
+/// Nothing has changed then. [`Error::Unsupported`] before Linux 6.13; [`Error::BadRange`] for addresses beyond 2^48;
+/// [`Error::System`] without memory for the table.
+pub(super) fn prepare(range: &Range<usize>) -> Result<()> {
+    check_support()?;
+    if range.end > END {
+        return Err(Error::BadRange { addr: range.start, len_bytes: range.len() });
+    }
+    for slot in &TABLE[range.start / LEAF_SPAN..=(range.end - 1) / LEAF_SPAN] {
+        if !slot.load(Acquire).is_null() {
+            continue;
+        }
+        let words = mem::map_sparse(leaf_bytes(), os_page_bytes()).map_err(Error::system("noting guarded pages"))?;
+        if slot.compare_exchange(std::ptr::null_mut(), words as *mut AtomicU64, AcqRel, Relaxed).is_err() {
+            // SAFETY: mapped above, and nobody else has seen it.
+            unsafe { mem::unreserve(words, leaf_bytes()) };
+        }
+    }
+    fault::install(judge).map_err(Error::system("hearing of faults"))
+}
+
+fn check_support() -> Result<()> {
+    if SUPPORT.load(Relaxed) == UNKNOWN {
+        let page = os_page_bytes();
+        let scratch = mem::map_sparse(page, page).map_err(Error::system("trying guard pages"))?;
+        // SAFETY: mapped above, and nobody else has seen it.
+        let result = unsafe { mem::install_guards(scratch, page) };
+        let is_guarded = result.is_ok() && !fault::is_readable(scratch);
+        // SAFETY: as above.
+        unsafe { mem::unreserve(scratch, page) };
+        match result {
+            // Passing.
+            Err(error) if error.kind() == io::ErrorKind::OutOfMemory => {
+                return Err(Error::System { doing: "trying guard pages", cause: error });
+            }
+            _ => SUPPORT.store(if is_guarded { SUPPORTED } else { MISSING }, Relaxed),
+        }
+    }
+    match SUPPORT.load(Relaxed) {
+        SUPPORTED => Ok(()),
+        _ => Err(Error::Unsupported { what: "strict ranges need guard pages (Linux 6.13)" }),
+    }
+}
+
+/// Ends while a part is closed.
+struct Passage;
+
+impl Passage {
+    fn begin() -> Self {
+        UNDER_WAY.fetch_add(1, SeqCst);
+        Self
+    }
+}
+
+impl Drop for Passage {
+    fn drop(&mut self) {
+        UNDER_WAY.fetch_sub(1, SeqCst);
+    }
+}
+
+/// Purges a part by `discard` and guards its pages. What is guarded there already stays so. Returns what `discard` does:
+/// `None` if it, or the kernel before it, refused; then all is as it was.
+///
+/// # Safety
+///
+/// The part is claimed: private, readable and writable memory inside one mapping, which the program can do without.
+pub(super) unsafe fn replace(part: Range<usize>, mut discard: impl FnMut(Range<usize>) -> Option<u64>) -> Option<u64> {
+    let (mut freed, mut rest) = (0, part);
+    while let Some(run) = next_run(&rest, false) {
+        // Locked memory would be found out only when it is closed.
+        mem::cool(run.start, run.len()).ok()?;
+        let _passage = Passage::begin();
+        set(&run);
+        // SAFETY: whoever touches it meanwhile faults, and waits (`judge`).
+        if unsafe { mem::close(run.start, run.len()) }.is_err() {
+            clear(&run);
+            return None;
+        }
+        let gone = discard(run.clone());
+        if gone.is_some() {
+            // SAFETY: the caller's promise.
+            insist("guarding", &run, || unsafe { mem::install_guards(run.start, run.len()) });
+        }
+        // SAFETY: it was open before.
+        insist("opening", &run, || unsafe { mem::open(run.start, run.len()) });
+        if gone.is_none() {
+            clear(&run);
+        }
+        freed += gone?;
+        rest.start = run.end;
+    }
+    Some(freed)
+}
+
+/// What has to be done, since the program counts on it. The kernel may be short of memory for a moment.
+fn insist(doing: &str, run: &Range<usize>, act: impl Fn() -> io::Result<()>) {
+    let mut result = act();
+    for _ in 0..TRIES {
+        let Err(_) = result else { return };
+        thread::pause();
+        result = act();
+    }
+    if let Err(error) = result {
+        fatal(format_args!("pagemill: {doing} the purged {} bytes at {:#x}: {error}", run.len(), run.start));
+    }
+}
+
+/// Takes the guards in a range away: its pages read zero, and huge ones may come in again.
+///
+/// # Safety
+///
+/// Nothing purges there meanwhile.
+pub(super) unsafe fn remove(range: &Range<usize>) {
+    let (maps, mut rest) = (Maps::open().ok(), range.clone());
+    while let Some(run) = next_run(&rest, true) {
+        let mut at = run.start;
+        while at < run.end {
+            let mapping = maps.as_ref().and_then(|maps| maps.find(at).ok().flatten());
+            let end = mapping.as_ref().map_or(run.end, |mapping| mapping.addresses.end).min(run.end);
+            remove_from(at..end, mapping.is_some_and(|mapping| is_plain(&mapping, at)));
+            at = end;
+        }
+        rest.start = run.end;
+    }
+}
+
+fn is_plain(mapping: &Mapping, addr: usize) -> bool {
+    let is_open = mapping.is_readable && mapping.is_writable && !mapping.is_executable;
+    mapping.addresses.contains(&addr) && is_open && !mapping.is_shared && !mapping.has_file
+}
+
+/// As [`remove`], inside one mapping.
+fn remove_from(part: Range<usize>, is_plain: bool) {
+    let blocks = part.start.next_multiple_of(BLOCK_BYTES)..part.end & !(BLOCK_BYTES - 1);
+    let _passage = Passage::begin();
+    // A huge page comes only where there is no page table. That goes with the next discard; closed, so that nobody
+    // has written there by then.
+    // SAFETY: whoever touches it meanwhile faults, and waits (`judge`).
+    let is_closed = is_plain && !blocks.is_empty() && unsafe { mem::close(blocks.start, blocks.len()) }.is_ok();
+    // Refused only where nothing is mapped any more.
+    let _ = mem::remove_guards(part.start, part.len());
+    if is_closed {
+        // SAFETY: where the guards were there is nothing, and nobody could write since.
+        let _ = unsafe { mem::discard(blocks.start, blocks.len()) };
+        // SAFETY: it was open before.
+        insist("opening", &blocks, || unsafe { mem::open(blocks.start, blocks.len()) });
+    }
+    clear(&part);
+}
+
+/// Whose a fault is. In a signal handler: neither allocates nor locks.
+fn judge(fault: &Fault) -> Verdict {
+    if is_set(fault.addr) {
+        let is_closed = fault.is_protected && UNDER_WAY.load(SeqCst) > 0;
+        if is_closed {
+            return Verdict::Again;
+        }
+        stats::add(Counter::PurgedTouched, 1);
+        return Verdict::Purged;
+    }
+    // The guard may have gone since the fault.
+    let is_gone = || {
+        let mapping = Maps::open().ok()?.find(fault.addr).ok()??;
+        Some(is_plain(&mapping, fault.addr) && fault::is_readable(fault.addr))
+    };
+    let may_have_gone = leaf(fault.addr).is_some() && !fault.is_fetch;
+    if may_have_gone && is_gone() == Some(true) { Verdict::Again } else { Verdict::Program }
+}
+
+/// For a program's own handler of `SIGSEGV` (with `SA_SIGINFO`) that it installed after its first strict mark: calls this
+/// first, and returns at once if it says true. Then the access is repeated, or `SIGBUS` comes where the fault was.
+///
+/// Neither allocates nor locks.
+///
+/// # Safety
+///
+/// The arguments are those that the handler was called with.
+pub unsafe fn handle_fault(signal: i32, info: *const c_void, context: *mut c_void) -> bool {
+    // SAFETY: the caller's promise.
+    unsafe { fault::handle(signal, info, context) }
+}
+
+/// In a fork child: nobody is at closed parts here.
+pub(super) fn begin_child() {
+    UNDER_WAY.store(0, Release);
+    fault::begin_child();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 50, ..ProptestConfig::default() })]
+
+        /// Bits and runs agree with a page-by-page model, also across words and leaves.
+        #[test]
+        fn bits_agree_with_a_model(steps in prop::collection::vec((0usize..600, 1usize..300, any::<bool>()), 1..20)) {
+            static TURN: std::sync::Mutex<()> = std::sync::Mutex::new(());
+            let _turn = TURN.lock();
+            let page = os_page_bytes();
+            // Far from all that is mapped: a table without memory behind it.
+            let start = 5 * LEAF_SPAN - 300 * page;
+            let all = start..start + 900 * page;
+            if prepare(&all).is_err() {
+                println!("skipped: no guard pages here");
+                return Ok(());
+            }
+            clear(&all);
+            let mut model = [false; 900];
+            for (first, pages, wanted) in steps {
+                let range = start + first * page..start + (first + pages) * page;
+                if wanted { set(&range) } else { clear(&range) }
+                model[first..first + pages].fill(wanted);
+                for at in 0..900 {
+                    prop_assert_eq!(is_set(start + at * page), model[at]);
+                    let rest = start + at * page..all.end;
+                    let run = next_run(&rest, true);
+                    let begin = (at..900).find(|at| model[*at]);
+                    let end = begin.map(|begin| (begin..900).find(|at| !model[*at]).unwrap_or(900));
+                    prop_assert_eq!(run, begin.zip(end).map(|(begin, end)| start + begin * page..start + end * page));
+                }
+            }
+            clear(&all);
+        }
+    }
+}

@@ -1,0 +1,481 @@
+//! Strict ranges: a purged page raises `SIGBUS`, no other page does, and the program's own faults stay its own.
+#![allow(unsafe_code)] // handlers, and a function that faults
+
+#[path = "common/area.rs"]
+mod area;
+mod common;
+
+use area::{Area, marked, purge, vrange};
+use common::{pagemill, turn};
+use pagemill::Error;
+use pagemill::stats::{self, Counter};
+use pagemill::units::{BLOCK_BYTES, os_page_bytes};
+use pagemill::volatile::handle_fault;
+use pagemill::volatile::vrange::{How, Mode};
+use proptest::prelude::*;
+use std::ffi::c_void;
+use std::sync::Once;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+
+/// What a probe may say beside the byte.
+const BUS: i32 = -1;
+const SEGV: i32 = -2;
+const WRONG: i32 = -3;
+
+/// Reads a byte: one instruction that may fault, and a return. A handler that passes over the first decides the answer.
+#[cfg(target_arch = "x86_64")]
+#[unsafe(naked)]
+unsafe extern "C" fn load(addr: usize) -> i32 {
+    core::arch::naked_asm!("movzx eax, byte ptr [rdi]", "ret")
+}
+
+#[cfg(target_arch = "aarch64")]
+#[unsafe(naked)]
+unsafe extern "C" fn load(addr: usize) -> i32 {
+    core::arch::naked_asm!("ldrb w0, [x0]", "ret")
+}
+
+/// Passes over the load, if it was one, with this answer; says at which address it was.
+fn answer(context: &mut libc::ucontext_t, value: i32) -> Option<usize> {
+    let start = load as *const () as usize;
+    #[cfg(target_arch = "x86_64")]
+    {
+        let registers = &mut context.uc_mcontext.gregs;
+        let is_load = registers[libc::REG_RIP as usize] as usize == start;
+        registers[libc::REG_RIP as usize] += if is_load { 3 } else { 0 };
+        registers[libc::REG_RAX as usize] = i64::from(value);
+        is_load.then_some(registers[libc::REG_RDI as usize] as usize)
+    }
+    #[cfg(target_arch = "aarch64")]
+    {
+        let machine = &mut context.uc_mcontext;
+        let (is_load, addr) = (machine.pc as usize == start, machine.regs[0] as usize);
+        machine.pc += if is_load { 4 } else { 0 };
+        machine.regs[0] = value as u32 as u64;
+        is_load.then_some(addr)
+    }
+}
+
+extern "C" fn on_signal(signal: i32, info: &libc::siginfo_t, context: &mut libc::ucontext_t) {
+    // SAFETY: a fault's: the field is there.
+    let told = unsafe { info.si_addr() } as usize;
+    let (value, code) = if signal == libc::SIGBUS { (BUS, libc::BUS_ADRERR) } else { (SEGV, info.si_code) };
+    match answer(context, value) {
+        Some(addr) if addr == told && info.si_signo == signal && info.si_code == code => {}
+        Some(_) => drop(answer(context, WRONG)),
+        // Not ours: the next time it ends the process.
+        // SAFETY: the default action.
+        None => unsafe {
+            libc::signal(signal, libc::SIG_DFL);
+        },
+    }
+}
+
+/// As a program does that installed its handler late.
+extern "C" fn on_late_signal(signal: i32, info: &libc::siginfo_t, context: &mut libc::ucontext_t) {
+    // SAFETY: what this handler was called with.
+    let is_done = unsafe { handle_fault(signal, std::ptr::from_ref(info).cast(), std::ptr::from_mut(context).cast()) };
+    if !is_done {
+        on_signal(signal, info, context);
+    }
+}
+
+type Handler = extern "C" fn(i32, &libc::siginfo_t, &mut libc::ucontext_t);
+
+fn install(signal: i32, handler: Handler) -> libc::sigaction {
+    // SAFETY: plain data; a handler that touches nothing but its arguments.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        let mut before: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = handler as usize;
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+        assert_eq!(libc::sigaction(signal, &raw const action, &raw mut before), 0);
+        before
+    }
+}
+
+/// The byte at an address, or which signal came instead. The program's own handlers are there before the first mark.
+fn probe(addr: usize) -> i32 {
+    static HANDLERS: Once = Once::new();
+    HANDLERS.call_once(|| {
+        install(libc::SIGBUS, on_signal);
+        install(libc::SIGSEGV, on_signal);
+    });
+    // SAFETY: whatever happens, a handler answers.
+    unsafe { load(addr) }
+}
+
+fn page(area: &Area, index: usize) -> i32 {
+    probe(area.at(index) as usize)
+}
+
+fn pages(area: &Area) -> Vec<i32> {
+    (0..area.pages()).map(|index| page(area, index)).collect()
+}
+
+/// Marks strictly; says whether that can be done here.
+fn mark(area: &Area, first: usize, count: usize, how: How) -> bool {
+    probe(area.addr);
+    match area.call(first, count, Mode::VolatileStrict, how) {
+        Err(Error::Unsupported { what }) => {
+            println!("skipped: {what}");
+            false
+        }
+        result => result.map(|_| true).unwrap(),
+    }
+}
+
+/// A page that was purged raises `SIGBUS` with its address, in system calls `EFAULT`, until it is nonvolatile; no other
+/// does. Then it reads zero and can be written.
+#[test]
+fn purged_pages_raise_bus() {
+    let _turn = turn();
+    let area = Area::plain(64, 1);
+    if !mark(&area, 16, 16, How::Full) {
+        return;
+    }
+    assert!(pages(&area).iter().all(|byte| *byte == 1), "nothing is purged yet");
+    let counted = stats::get(Counter::PurgedTouched);
+    assert_eq!(purge(usize::MAX), 16 * os_page_bytes());
+    let expected: Vec<i32> = (0..64).map(|index| if (16..32).contains(&index) { BUS } else { 1 }).collect();
+    assert_eq!(pages(&area), expected);
+    assert_eq!(probe(area.at(20) as usize + 777), BUS, "in the midst of a page");
+    assert_eq!(stats::get(Counter::PurgedTouched) - counted, 17);
+    let mut ends = [0; 2];
+    // SAFETY: writes two descriptors, and reads what the kernel can.
+    unsafe {
+        assert_eq!(libc::pipe(ends.as_mut_ptr()), 0);
+        assert_eq!(libc::write(ends[1], area.at(20).cast::<c_void>(), 1), -1);
+        assert_eq!(std::io::Error::last_os_error().raw_os_error(), Some(libc::EFAULT));
+        assert_eq!(libc::write(ends[1], area.at(40).cast::<c_void>(), 1), 1);
+        libc::close(ends[0]);
+        libc::close(ends[1]);
+    }
+    assert_eq!(area.mark(40, 8), marked(8, false), "another part, and not strict");
+    assert_eq!(area.unmark(16, 4), marked(4, true));
+    assert_eq!((page(&area, 16), page(&area, 19), page(&area, 20)), (0, 0, BUS));
+    assert_eq!(area.unmark(0, 64), marked(20, true));
+    area.fill(2);
+    assert!(area.holds(2));
+}
+
+/// Marking anew strictly leaves the guards; marking anew otherwise ends them, and so does forgetting.
+#[test]
+fn guards_stay_until_they_are_not_wanted() {
+    let _turn = turn();
+    let area = Area::plain(32, 1);
+    if !mark(&area, 0, 32, How::Full) {
+        return;
+    }
+    purge(usize::MAX);
+    assert!(mark(&area, 0, 16, How::Partial));
+    assert_eq!((page(&area, 0), page(&area, 31)), (BUS, BUS));
+    assert_eq!(purge(usize::MAX), 0, "there is nothing to purge");
+    area.mark(8, 8);
+    assert_eq!((page(&area, 7), page(&area, 8), page(&area, 15), page(&area, 16)), (BUS, 0, 0, BUS));
+    pagemill().vranges.forget(area.addr..area.at(4) as usize);
+    assert_eq!((page(&area, 3), page(&area, 4)), (0, BUS));
+    assert_eq!(area.unmark(0, 32), marked(28, true));
+    assert!(pages(&area).iter().all(|byte| *byte == 0));
+}
+
+/// Huge pages are huge until they are purged, and may be again once the range is nonvolatile; parts of them go as well.
+#[test]
+fn huge_pages_come_back() {
+    let _turn = turn();
+    let is_huge = |area: &Area, at: usize| {
+        area.write(at, 1);
+        let addr = (area.addr + at * os_page_bytes()) & !(BLOCK_BYTES - 1);
+        pagemill_sys::mem::resident_bytes(addr, BLOCK_BYTES).unwrap() == BLOCK_BYTES
+    };
+    let area = Area::huge(4, 1);
+    let (per_block, other) = (BLOCK_BYTES / os_page_bytes(), Area::huge(1, 1));
+    if !mark(&area, per_block / 2, 3 * per_block, How::Full) {
+        return;
+    }
+    assert_eq!(purge(usize::MAX), 3 * BLOCK_BYTES);
+    let is_gone = |index: &usize| (per_block / 2..7 * per_block / 2).contains(index);
+    assert!((0..area.pages()).all(|index| page(&area, index) == if is_gone(&index) { BUS } else { 1 }));
+    assert!(area.unmark(0, area.pages()).purged);
+    let (major, minor) = pagemill_sys::process::kernel_release();
+    // Since then the kernel frees page tables that are empty.
+    if (major, minor) >= (6, 14) && is_huge(&other, 0) {
+        other.mark(0, per_block);
+        purge(usize::MAX);
+        assert!(is_huge(&area, per_block) || !is_huge(&other, 0), "the refault was in small pages");
+    }
+    assert!((0..per_block / 2).all(|index| page(&area, index) == 1), "beside it nothing changed");
+}
+
+/// What cannot be purged raises nothing, and cannot be seen from outside while a purge tries.
+#[test]
+fn refused_memory_raises_nothing() {
+    let _turn = turn();
+    let area = Area::plain(32, 7);
+    // SAFETY: locks pages of our own mapping.
+    if unsafe { libc::mlock(area.at(8).cast(), 8 * os_page_bytes()) } != 0 {
+        return println!("skipped: nothing can be locked: {}", std::io::Error::last_os_error());
+    }
+    for (first, count) in [(8, 8), (0, 32)] {
+        if !mark(&area, first, count, How::Full) {
+            return;
+        }
+        purge(usize::MAX);
+        let found = pages(&area);
+        assert!(found[8..16].iter().all(|byte| *byte == 7));
+        assert!(found.iter().all(|byte| [7, BUS].contains(byte)), "no zeros");
+        assert_eq!(area.unmark(0, 32).purged, found.contains(&BUS));
+        // SAFETY: our own mapping; unlocked for the fill, and locked again.
+        unsafe { libc::munlock(area.at(8).cast(), 8 * os_page_bytes()) };
+        area.fill(7);
+        // SAFETY: as above.
+        unsafe { libc::mlock(area.at(8).cast(), 8 * os_page_bytes()) };
+    }
+}
+
+/// The program's own faults reach its handler, near strict ranges and far from them, with all that the kernel tells.
+#[test]
+fn own_faults_stay_own() {
+    let _turn = turn();
+    let (area, protected) = (Area::plain(8, 1), Area::plain(8, 1));
+    if !mark(&area, 0, 8, How::Full) {
+        return;
+    }
+    // SAFETY: our own mapping.
+    unsafe { libc::mprotect(protected.addr as *mut _, protected.len, libc::PROT_NONE) };
+    purge(usize::MAX);
+    assert_eq!((page(&protected, 3), probe(os_page_bytes()), page(&area, 3)), (SEGV, SEGV, BUS));
+    // Installed later, it passes on what is not its own.
+    let before = install(libc::SIGSEGV, on_late_signal);
+    assert_eq!((page(&protected, 3), probe(os_page_bytes()), page(&area, 3)), (SEGV, SEGV, BUS));
+    // SAFETY: puts back what was there; our own mapping.
+    unsafe {
+        libc::sigaction(libc::SIGSEGV, &raw const before, std::ptr::null_mut());
+        libc::mprotect(protected.addr as *mut _, protected.len, libc::PROT_READ | libc::PROT_WRITE);
+    }
+    assert_eq!((page(&protected, 3), page(&area, 3)), (1, BUS));
+}
+
+/// A child inherits guards and handler; ending them there changes nothing for the parent.
+#[test]
+fn a_child_has_guards_of_its_own() {
+    let _turn = turn();
+    let area = Area::plain(16, 3);
+    if !mark(&area, 0, 16, How::Full) {
+        return;
+    }
+    purge(usize::MAX);
+    pagemill().before_fork();
+    // SAFETY: the child calls nothing that allocates, and ends by `_exit`.
+    let child = unsafe { libc::fork() };
+    pagemill().after_fork();
+    if child == 0 {
+        pagemill().begin_child();
+        let is_guarded = (0..16).all(|index| page(&area, index) == BUS);
+        let is_right = is_guarded && area.unmark(0, 8).purged && page(&area, 0) == 0 && page(&area, 8) == BUS;
+        // SAFETY: ends the child without running anything else.
+        unsafe { libc::_exit(i32::from(!is_right)) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for our own child.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(status, 0);
+    assert!((0..16).all(|index| page(&area, index) == BUS));
+}
+
+/// Slots of the heap: guarded as any memory, and the books stay right.
+#[test]
+fn own_slots_are_guarded() {
+    let _turn = turn();
+    for len in [2 * BLOCK_BYTES, BLOCK_BYTES / 4] {
+        let addr = pagemill().heap.allocate(len, BLOCK_BYTES.min(len)).unwrap().addr.as_ptr();
+        // SAFETY: a live slot of that length, ours alone.
+        unsafe { addr.write_bytes(6, len) };
+        pagemill().account.settle();
+        let before = pagemill().account.resident();
+        let area = Area { addr: addr as usize, len };
+        let is_marked = mark(&area, 0, area.pages(), How::Full);
+        if is_marked {
+            assert_eq!((purge(usize::MAX), before - pagemill().account.resident()), (len, len as u64));
+            assert!(pages(&area).iter().all(|byte| *byte == BUS));
+            assert!(area.unmark(0, area.pages()).purged);
+            area.fill(5);
+            assert!(area.holds(5));
+            pagemill().account.settle();
+            assert_eq!(pagemill().account.resident(), before);
+        }
+        std::mem::forget(area);
+        // SAFETY: allocated above; not marked any more.
+        unsafe { pagemill().heap.free(addr as usize).unwrap() };
+    }
+}
+
+/// Probes on two threads while purges run on a third: a page holds its byte, or raises `SIGBUS`, and raises it from then
+/// on; nobody ever reads zero where his byte was. Memory that is not marked raises nothing. A million probes in all.
+#[test]
+fn purges_race_probes() {
+    const PROBES: usize = 1_000_000;
+    let _turn = turn();
+    let areas = [Area::plain(64, 1), Area::huge(2, 1), Area::plain(512, 1)];
+    let others = [Area::plain(64, 1), Area::huge(1, 1)];
+    if !mark(&areas[0], 0, 64, How::Full) {
+        return;
+    }
+    areas[0].unmark(0, 64);
+    let (done, signals) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    while done.load(Relaxed) < PROBES {
+        for (area, how) in areas.iter().zip([How::Full, How::Partial, How::Partial]) {
+            mark(area, 0, area.pages(), how);
+        }
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for seed in 0..2usize {
+                let (areas, others, done, signals, is_over) = (&areas, &others, &done, &signals, &is_over);
+                scope.spawn(move || {
+                    let mut random = 0x9E37_79B9 + seed;
+                    let mut is_gone: Vec<Vec<bool>> = areas.iter().map(|area| vec![false; area.pages()]).collect();
+                    let mut last = false;
+                    // Once more after the last purge.
+                    while !std::mem::replace(&mut last, is_over.load(Relaxed)) {
+                        for _ in 0..500 {
+                            random =
+                                random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                            let which = (random >> 33) % areas.len();
+                            let index = (random >> 40) % areas[which].pages();
+                            let found = page(&areas[which], index);
+                            let was_gone = std::mem::replace(&mut is_gone[which][index], found == BUS);
+                            assert!(found == BUS || found == 1 && !was_gone, "area {which}, page {index}: {found}");
+                            signals.fetch_add(usize::from(found == BUS), Relaxed);
+                            let other = &others[which % others.len()];
+                            assert_eq!(page(other, index % other.pages()), 1, "not marked");
+                        }
+                        done.fetch_add(1000, Relaxed);
+                    }
+                });
+            }
+            while purge(1) > 0 {
+                std::thread::yield_now();
+            }
+            is_over.store(true, Relaxed);
+        });
+        for area in &areas {
+            assert!(pages(area).iter().all(|found| *found == BUS), "all were purged");
+            assert_eq!(area.unmark(0, area.pages()), marked(area.pages(), true));
+            area.fill(1);
+        }
+    }
+    assert!(signals.load(Relaxed) > 1000, "only {signals:?} signals");
+}
+
+/// As above, with marks that come and go, on both threads, on the same memory: whoever is too late for a guard goes on, and
+/// nothing ends the program.
+#[test]
+fn marks_race_probes() {
+    let _turn = turn();
+    let area = Area::huge(2, 1);
+    if !mark(&area, 0, area.pages(), How::Full) {
+        return;
+    }
+    let (is_over, signals) = (AtomicBool::new(false), AtomicUsize::new(0));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Relaxed) {
+                purge(usize::MAX);
+            }
+        });
+        for seed in 0..2 {
+            let (area, signals) = (&area, &signals);
+            scope.spawn(move || {
+                for round in 0..3000 {
+                    let first = (round * 37 + seed * 11) % (area.pages() - 40);
+                    mark(area, first, 40, if round % 2 == 0 { How::Full } else { How::Partial });
+                    for index in first..first + 40 {
+                        let found = page(area, index);
+                        assert!([0, 1, BUS].contains(&found), "{found}");
+                        signals.fetch_add(usize::from(found == BUS), Relaxed);
+                    }
+                    area.unmark(first, 20);
+                }
+            });
+        }
+        scope.spawn(|| {
+            while signals.load(Relaxed) < 2000 {
+                std::thread::yield_now();
+            }
+            is_over.store(true, Relaxed);
+        });
+    });
+    area.unmark(0, area.pages());
+    area.fill(1);
+    assert!(area.holds(1));
+}
+
+/// Bad strict ranges are refused as any other, before anything changes.
+#[test]
+fn bad_ranges_are_refused() {
+    let _turn = turn();
+    let page = os_page_bytes();
+    assert!(matches!(vrange(1, page, Mode::VolatileStrict, How::Full), Err(Error::BadRange { .. })));
+    assert!(matches!(vrange(page, page, Mode::VolatileStrict, How::Full), Err(Error::NotMapped { .. })));
+    assert!(pagemill().vranges.list().is_empty());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
+
+    /// Any calls in any order: each changes of the answer of each page what it may, and nothing else.
+    #[test]
+    fn calls_agree_with_a_model(steps in prop::collection::vec((0usize..64, 1usize..32, 0u8..8), 1..40)) {
+        #[derive(Clone, Copy, PartialEq)]
+        enum Is { Kept, Lax, Strict }
+        let _turn = turn();
+        let area = Area::plain(64, 1);
+        if !mark(&area, 0, 1, How::Full) {
+            return Ok(());
+        }
+        area.unmark(0, 1);
+        let mut model = [Is::Kept; 64];
+        let mut before = pages(&area);
+        for (first, count, act) in steps {
+            let count = count.min(64 - first);
+            let part = first..first + count;
+            let how = if act % 2 == 0 { How::Full } else { How::Partial };
+            match act {
+                0 | 1 => drop(area.call(first, count, Mode::Volatile, how).unwrap()),
+                2 | 3 => drop(area.call(first, count, Mode::VolatileStrict, how).unwrap()),
+                4 | 5 => {
+                    let lost = part.clone().any(|at| model[at] != Is::Kept && before[at] != 1);
+                    let unmarked = area.unmark(first, count);
+                    let bytes = part.clone().filter(|at| model[*at] != Is::Kept).count() * os_page_bytes();
+                    prop_assert_eq!(unmarked.bytes as usize, bytes);
+                    prop_assert!(unmarked.purged || !lost);
+                }
+                6 => drop(purge(usize::MAX)),
+                _ => drop(purge(count * os_page_bytes())),
+            }
+            let now = pages(&area);
+            for at in 0..64 {
+                let (was, is) = (before[at], now[at]);
+                let allowed = match (part.contains(&at), act, model[at]) {
+                    // Guards go with strictness.
+                    (true, 0 | 1 | 4 | 5, _) => is == was.max(0),
+                    (_, 6, Is::Strict) => is == BUS,
+                    (_, 6, Is::Lax) => is == 0,
+                    (_, 7, Is::Strict) => is == was || is == BUS,
+                    (_, 7, Is::Lax) => is == was || is == 0,
+                    _ => is == was,
+                };
+                prop_assert!(allowed, "act {}, page {}: {} became {}", act, at, was, is);
+            }
+            let become_ = match act { 0 | 1 => Some(Is::Lax), 2 | 3 => Some(Is::Strict), 4 | 5 => Some(Is::Kept), _ => None };
+            if let Some(now) = become_ {
+                model[part.clone()].fill(now);
+            }
+            // Kept pages are written anew.
+            for at in (0..64).filter(|at| model[*at] == Is::Kept) {
+                area.write(at, 1);
+            }
+            before = pages(&area);
+        }
+    }
+}
