@@ -39,7 +39,7 @@ static void marks(void)
 
 	expect(pagemill_vrange(area + 1, page, PAGEMILL_VOLATILE, PAGEMILL_FULL, NULL), EINVAL);
 	expect(pagemill_vrange(area, page + 1, PAGEMILL_VOLATILE, PAGEMILL_FULL, NULL), EINVAL);
-	expect(pagemill_vrange(area, page, 2, PAGEMILL_FULL, NULL), EINVAL);
+	expect(pagemill_vrange(area, page, 3, PAGEMILL_FULL, NULL), EINVAL);
 	expect(pagemill_vrange(area, page, PAGEMILL_VOLATILE, -1, NULL), EINVAL);
 	expect(pagemill_vrange(area, page, PAGEMILL_VOLATILE, PAGEMILL_FULL, (int *)16), EFAULT);
 	munmap(area + 8 * page, page);

@@ -1,0 +1,81 @@
+/* More strict memory than the group allows that it runs in, read while it is volatile; and a handler that came late. */
+#include "pagemill.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+static sigjmp_buf back;
+static void *volatile told;
+
+static void jump(int number, siginfo_t *info, void *context)
+{
+	(void)context;
+	told = info->si_addr;
+	siglongjmp(back, number);
+}
+
+static void late(int number, siginfo_t *info, void *context)
+{
+	if (!pagemill_handle_fault(number, info, context))
+		jump(number, info, context);
+}
+
+static void set(int number, void (*handler)(int, siginfo_t *, void *))
+{
+	struct sigaction action = { .sa_sigaction = handler, .sa_flags = SA_SIGINFO };
+	assert(sigaction(number, &action, NULL) == 0);
+}
+
+/* The signal that reading here raises, or 0 where it is as it was written. */
+static int touch(volatile char *at)
+{
+	int number = sigsetjmp(back, 1);
+	if (number == 0)
+		assert(*at == 7);
+	else
+		assert(told == (void *)at);
+	return number;
+}
+
+int main(int argc, char **argv)
+{
+	size_t len = 4 << 20, page = sysconf(_SC_PAGESIZE), count = argc > 1 ? strtoul(argv[1], NULL, 10) / 4 : 4, gone = 0;
+	char **pieces = calloc(count, sizeof *pieces);
+	set(SIGBUS, jump);
+	for (size_t index = 0; index < count; index++) {
+		pieces[index] = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		assert(pieces[index] != MAP_FAILED);
+		memset(pieces[index], 7, len);
+		ssize_t marked = pagemill_vrange(pieces[index], len, PAGEMILL_VOLATILE_STRICT, PAGEMILL_FULL, NULL);
+		if (marked < 0 && errno == EOPNOTSUPP) {
+			puts("skipped: no guard pages here");
+			return 0;
+		}
+		assert(marked == (ssize_t)len);
+		if (index == 0)
+			set(SIGSEGV, late);
+	}
+	for (size_t index = 0; index < count; index++) {
+		int signals = 0, purged;
+		for (size_t at = 0; at < len; at += page) {
+			int number = touch(pieces[index] + at);
+			assert(number == 0 || number == SIGBUS);
+			signals += number == SIGBUS;
+		}
+		assert(pagemill_vrange(pieces[index], len, PAGEMILL_NONVOLATILE, PAGEMILL_FULL, &purged) == (ssize_t)len);
+		assert(purged || signals == 0);
+		gone += signals == (int)(len / page);
+		memset(pieces[index], 7, len);
+		munmap(pieces[index], len);
+	}
+	assert(touch(NULL) == SIGSEGV);
+	printf("%zu of %zu gone\n", gone, count);
+	return 0;
+}
