@@ -244,14 +244,16 @@ pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: u
     if addr == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(addr as usize) }
 }
 
-/// Refuses what somebody else could have laid in the way.
-fn check_file(fd: &Fd, len_bytes: usize) -> io::Result<()> {
+fn stat_of(fd: &Fd) -> io::Result<libc::stat> {
     // SAFETY: plain data, written by fstat.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
     // SAFETY: our own descriptor.
-    if unsafe { libc::fstat(fd.0, &raw mut stat) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
+    if unsafe { libc::fstat(fd.0, &raw mut stat) } == 0 { Ok(stat) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Refuses what somebody else could have laid in the way.
+fn check_file(fd: &Fd, len_bytes: usize) -> io::Result<()> {
+    let stat = stat_of(fd)?;
     // SAFETY: no arguments.
     let user = unsafe { libc::geteuid() };
     if stat.st_mode & libc::S_IFMT != libc::S_IFREG || (stat.st_uid != user && user != 0) {
@@ -316,6 +318,65 @@ pub fn make_private_dir(path: &CStr) -> io::Result<()> {
     }
 }
 
+/// An empty file that another process made for this one to write.
+pub struct Blank(Fd);
+
+impl Blank {
+    /// Opens one at `path`.
+    ///
+    /// # Errors
+    ///
+    /// What `open` says; `EACCES` for what is not a plain, empty file of this very user under this one name: neither links
+    /// nor pipes are followed, and nobody makes a privileged process write where he could not write himself.
+    pub fn open(path: &CStr) -> io::Result<Self> {
+        let fd = open(path, libc::O_WRONLY | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY, 0)?;
+        let stat = stat_of(&fd)?;
+        // SAFETY: no arguments.
+        let is_own = stat.st_uid == unsafe { libc::geteuid() };
+        let is_plain = stat.st_mode & libc::S_IFMT == libc::S_IFREG && stat.st_nlink == 1;
+        if is_own && is_plain && stat.st_size == 0 {
+            Ok(Self(fd))
+        } else {
+            Err(io::Error::from_raw_os_error(libc::EACCES))
+        }
+    }
+
+    /// Writes all of `bytes` at `offset`.
+    ///
+    /// # Errors
+    ///
+    /// What `write` says; `EFBIG` where it would be over the limit of this process.
+    pub fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        // Over it comes a signal first.
+        if offset.saturating_add(bytes.len() as u64) > crate::process::file_size_limit() {
+            return Err(io::Error::from_raw_os_error(libc::EFBIG));
+        }
+        let mut done = 0;
+        while done < bytes.len() {
+            let (rest, at) = (&bytes[done..], offset + done as u64);
+            // SAFETY: reads `rest`.
+            let count = unsafe { libc::syscall(libc::SYS_pwrite64, self.0.0, rest.as_ptr(), rest.len(), at) };
+            match count {
+                0 => return Err(io::ErrorKind::WriteZero.into()),
+                1.. => done += count as usize,
+                _ => {
+                    let error = io::Error::last_os_error();
+                    if error.raw_os_error() != Some(libc::EINTR) {
+                        return Err(error);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether there is something at `path`.
+pub fn exists(path: &CStr) -> bool {
+    // SAFETY: `path` is a C string.
+    unsafe { libc::access(path.as_ptr(), libc::F_OK) == 0 }
+}
+
 /// Removes a file; that it is gone already is fine.
 pub fn remove(path: &CStr) {
     // SAFETY: `path` is a C string.
@@ -349,6 +410,27 @@ mod tests {
         let _ = fmt::Write::write_str(&mut text, "0123456789");
         assert_eq!(text.as_str(), "0123456");
         assert!(Text::<8>::format(format_args!("0123456789")).is_none());
+    }
+
+    /// Written is an empty file of one's own only: no link, no second name, nothing that holds something, no pipe.
+    #[test]
+    fn blank_files_are_checked() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| Path::format(format_args!("{}/{name}", folder.path().display())).unwrap();
+        let open = |name: &str| Blank::open(path(name).as_c_str());
+        std::fs::write(path("blank").as_str(), b"").unwrap();
+        open("blank").unwrap().write_at(b"second", 5).unwrap();
+        assert_eq!(std::fs::read(path("blank").as_str()).unwrap(), b"\0\0\0\0\0second");
+        assert!(open("blank").is_err(), "it is not empty any more");
+        std::fs::write(path("file").as_str(), b"").unwrap();
+        std::os::unix::fs::symlink(path("file").as_str(), path("link").as_str()).unwrap();
+        assert!(open("link").is_err() && open("missing").is_err() && open("").is_err());
+        std::fs::hard_link(path("file").as_str(), path("second").as_str()).unwrap();
+        assert!(open("file").is_err() && open("second").is_err());
+        // SAFETY: a C string.
+        assert_eq!(unsafe { libc::mkfifo(path("pipe").as_c_str().as_ptr(), 0o600) }, 0);
+        assert!(open("pipe").is_err());
+        assert!(exists(path("pipe").as_c_str()) && !exists(path("missing").as_c_str()));
     }
 
     #[test]

@@ -156,6 +156,12 @@ fn parse(line: &str) -> Option<Mapping> {
     })
 }
 
+/// Whether this process has mapped the file at `path`; `false` also where nobody can tell.
+pub fn has_mapped(path: &str) -> bool {
+    let is_of_file = |line: &str| line.strip_suffix(path).is_some_and(|rest| rest.ends_with(' '));
+    matches!(file::find_line(PATH, |line| is_of_file(line).then_some(())), Ok(Some(())))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -179,6 +185,15 @@ mod tests {
         assert!(count > 10, "only {count} mappings compared");
         assert_eq!(stacks, 1);
         assert_eq!(maps.query(usize::MAX - 1).unwrap(), None);
+    }
+
+    /// A mapped file is found by its whole path.
+    #[test]
+    fn mapped_files_are_found() {
+        let program = std::env::current_exe().unwrap();
+        let program = program.to_str().unwrap();
+        assert!(has_mapped(program));
+        assert!(!has_mapped(&program[1..]) && !has_mapped("/nowhere"));
     }
 
     #[test]

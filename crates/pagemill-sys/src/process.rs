@@ -178,6 +178,19 @@ pub fn at_fork(before: extern "C" fn(), in_parent: extern "C" fn(), in_child: ex
     }
 }
 
+/// Has this called when the process ends by `exit` or by returning from `main`. For good.
+///
+/// # Errors
+///
+/// `ENOMEM`.
+pub fn at_exit(act: extern "C" fn()) -> io::Result<()> {
+    // SAFETY: a function that stays.
+    match unsafe { libc::atexit(act) } {
+        0 => Ok(()),
+        _ => Err(io::ErrorKind::OutOfMemory.into()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
