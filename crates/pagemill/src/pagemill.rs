@@ -93,6 +93,7 @@ impl Pagemill {
         stats::describe_arena(self.arena.addresses());
         let generation = self.arena.forked();
         self.helper.unclaim();
+        self.ranges.begin_child();
         self.vranges.begin_child();
         self.heap.recount_free();
         self.account.forked(process::own_identity());

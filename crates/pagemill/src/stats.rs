@@ -181,6 +181,10 @@ counters! {
     ranges_awaited: RangesAwaited, Sum, Count;
     /// Purged pages of strict ranges that were touched (SIGBUS).
     purged_touched: PurgedTouched, Sum, Count;
+    /// Length of the volatile ranges with a handle, marked or not.
+    ranges_bytes: RangesBytes, Gauge, Bytes;
+    /// Memory that is marked volatile by address.
+    marked_bytes: MarkedBytes, Gauge, Bytes;
 }
 
 /// Rows that a page has room for.

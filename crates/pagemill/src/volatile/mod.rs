@@ -37,6 +37,7 @@ pub mod cache;
 mod guards;
 mod intervals;
 mod line;
+pub mod listed;
 mod purge;
 pub mod range;
 mod vpurge;
@@ -45,6 +46,7 @@ mod word;
 
 pub use cache::VolatileCache;
 pub use guards::handle_fault;
+pub use listed::Listed;
 pub use range::{Behaviour, Contents, Pin, Range};
 pub use vrange::Vranges;
 
@@ -182,6 +184,7 @@ impl Ranges {
         entry.kept_bytes.store(len_bytes as u64, Relaxed);
         stats::add(Counter::RangesMade, 1);
         self.purger.total_bytes.fetch_add(len_bytes as u64, Relaxed);
+        self.tell_bytes();
         Ok(Range::new(self, number, addr, len_bytes))
     }
 
@@ -298,6 +301,7 @@ impl Ranges {
         let is_released = self.insist(number, || entry.word.release(!has_slot));
         debug_assert!(is_released.is_ok());
         self.purger.total_bytes.fetch_sub(entry.len_bytes.load(Relaxed), Relaxed);
+        self.tell_bytes();
         if let Some(slot) = slot {
             self.leave_slot(slot);
         }
@@ -339,6 +343,17 @@ impl Ranges {
             match act() {
                 Err(Refused::Purging) => {}
                 result => return result,
+            }
+        }
+    }
+
+    /// Copies the sum of all lengths to the figures. Again where another thread changed it meanwhile.
+    fn tell_bytes(&self) {
+        loop {
+            let bytes = self.purger.total_bytes.load(Relaxed);
+            stats::set(Counter::RangesBytes, bytes);
+            if self.purger.total_bytes.load(Relaxed) == bytes {
+                return;
             }
         }
     }

@@ -13,7 +13,6 @@
 
 use super::book::{Book, Mark, Sums};
 use super::line::Line;
-use super::word::age;
 use super::{MOST_EXPECTED_BYTES, Patience, guards, now};
 use crate::arena::Arena;
 use crate::error::{Error, Result};
@@ -57,16 +56,6 @@ pub struct Marked {
     pub bytes: u64,
     /// Whether any of the range had been purged since it was marked.
     pub purged: bool,
-}
-
-/// A marked interval, for listings.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Listed {
-    pub addresses: Range<usize>,
-    pub how: How,
-    pub is_purged: bool,
-    /// Ticks of 4.2 ms since it was marked.
-    pub age_ticks: u32,
 }
 
 /// Whether guards stay when something is done with a range.
@@ -227,26 +216,6 @@ impl Vranges {
         self.marked_bytes.load(Relaxed) == 0
     }
 
-    /// All marks, ascending by address. Allocates.
-    pub fn list(&self) -> Vec<Listed> {
-        let (now, mut listed, mut from) = (now(), Vec::new(), 0);
-        loop {
-            // Memory for the list is found outside of the lock: finding it may purge.
-            let mut part = Vec::with_capacity(AT_A_TIME);
-            self.book.with(|Book { marks, .. }| {
-                part.extend(marks.from(from).take(AT_A_TIME).map(|(addresses, mark)| Listed {
-                    addresses,
-                    how: mark.how,
-                    is_purged: mark.is_purged,
-                    age_ticks: age(now, mark.epoch),
-                }));
-            });
-            let Some(last) = part.last() else { return listed };
-            from = last.addresses.end;
-            listed.append(&mut part);
-        }
-    }
-
     /// Does something while no purge is at any of the range, and none begins: for whoever changes what may be done there.
     pub fn undisturbed<T>(&self, range: Range<usize>, act: impl FnOnce() -> T) -> T {
         let mut act = Some(act);
@@ -312,6 +281,7 @@ impl Vranges {
         self.giveable_bytes.store(book.sums.all, Relaxed);
         self.foreign_bytes.store(book.sums.foreign, Relaxed);
         self.marked_bytes.store(book.marks.bytes(), Relaxed);
+        stats::set(Counter::MarkedBytes, book.marks.bytes());
     }
 
     /// In a fork child: the parent's marks hold, but nothing is purged for them; nobody of the parent waits here.
@@ -324,6 +294,7 @@ impl Vranges {
         });
         self.giveable_bytes.store(0, Relaxed);
         self.foreign_bytes.store(0, Relaxed);
+        stats::set(Counter::MarkedBytes, self.marked_bytes.load(Relaxed));
     }
 
     pub(crate) fn acquire_for_fork(&self) {

@@ -58,8 +58,13 @@ pub(crate) fn epoch_of(ns: u64) -> u32 {
 
 /// How many ticks before `now` it was. What lies ahead of it was marked since `now` was read.
 pub(crate) fn age(now: u32, epoch: u32) -> u32 {
-    let ticks = now.wrapping_sub(epoch) & (u32::MAX >> (u32::BITS - EPOCH_BITS));
+    let ticks = ticks_since(now, epoch);
     if ticks >> (EPOCH_BITS - 1) == 0 { ticks } else { 0 }
+}
+
+/// Ticks from `epoch` to `now`, which was read after that was.
+pub(crate) fn ticks_since(now: u32, epoch: u32) -> u32 {
+    now.wrapping_sub(epoch) & (u32::MAX >> (u32::BITS - EPOCH_BITS))
 }
 
 /// A look at the word; it may have changed since.
@@ -78,6 +83,12 @@ impl Seen {
 
     pub fn is_lost(self) -> bool {
         self.0 & LOST != 0
+    }
+
+    /// Whether it is somebody's: free ones are purged, too.
+    pub fn has_owner(self) -> bool {
+        let is_free = self.phase() == Phase::Free || (self.phase() == Phase::Purging && self.0 & FROM_FREE != 0);
+        !is_free
     }
 
     pub fn pins(self) -> u16 {
@@ -311,6 +322,7 @@ mod tests {
         assert_eq!(age(5, 3), 2);
         assert_eq!(age(1, epoch_of(u64::MAX)), 2);
         assert_eq!(age(3, 5), 0, "marked since the clock was read");
+        assert_eq!(ticks_since(1, epoch_of(u64::MAX)), 2);
         assert_eq!(epoch_of(10 << 22), 10);
     }
 }

@@ -1,0 +1,161 @@
+//! Volatile ranges as listings show them: copied some at a time, without memory of one's own.
+
+use super::vrange::{AT_A_TIME, How, Vranges};
+use super::word::{Phase, ticks_since};
+use super::{Ranges, now};
+use std::sync::atomic::Ordering::Acquire;
+
+/// How a range came to be one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Made by [`Ranges::allocate`].
+    Handle,
+    /// Memory of the program's, marked by address.
+    Marked,
+}
+
+/// What may become of a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// Not marked: its bytes stay.
+    Held,
+    /// Its bytes may go.
+    Volatile,
+    /// They may, once the last pin has ended.
+    Pinned,
+    /// They are going.
+    Purging,
+}
+
+/// A volatile range at some moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Listed {
+    pub addr: usize,
+    pub len_bytes: usize,
+    pub kind: Kind,
+    pub state: State,
+    pub how: How,
+    /// Bytes that are gone since it was marked; `None`: some, and nobody knows how many.
+    pub purged_bytes: Option<usize>,
+    /// Ticks of 4.2 ms since it was marked, or lost a chunk; they wrap after 19 hours. `None` while it is held.
+    pub age_ticks: Option<u32>,
+}
+
+impl Listed {
+    /// What an array of them begins with.
+    pub const NONE: Self = Self {
+        addr: 0,
+        len_bytes: 0,
+        kind: Kind::Handle,
+        state: State::Held,
+        how: How::Full,
+        purged_bytes: Some(0),
+        age_ticks: None,
+    };
+}
+
+/// The part of a listing that was copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// How many ranges.
+    pub count: usize,
+    /// Where to go on; `None` behind the last.
+    pub next: Option<usize>,
+}
+
+/// Fills `into` from `found` as far as there is room.
+fn fill(into: &mut [Listed], found: impl Iterator<Item = Listed>) -> usize {
+    into.iter_mut().zip(found).fold(0, |count, (place, listed)| {
+        *place = listed;
+        count + 1
+    })
+}
+
+impl Ranges {
+    /// Copies ranges with a handle, from the one with this number on (0: the first). Those made or dropped meanwhile may be
+    /// missing, or may be as they were. Cost: some nanoseconds each, no lock.
+    pub fn list(&self, from: usize, into: &mut [Listed]) -> Part {
+        // No more entries than there is room for: it is seen where to go on.
+        let end = (self.count.load(Acquire) as usize).max(from);
+        let to = end.min(from.saturating_add(into.len()));
+        let count = fill(into, (from..to).filter_map(|number| self.listed(number as u32)));
+        Part { count, next: (to < end).then_some(to) }
+    }
+
+    fn listed(&self, number: u32) -> Option<Listed> {
+        const LOOKS: usize = 4;
+        let entry = self.entry(number);
+        let mut found = None;
+        for _ in 0..LOOKS {
+            let seen = entry.word.look();
+            let len_bytes = entry.len_bytes.load(Acquire) as usize;
+            if !seen.has_owner() || len_bytes == 0 {
+                return None;
+            }
+            let kept_bytes = entry.kept_bytes.load(Acquire) as usize;
+            let is_partial = entry.chunk_bytes.load(Acquire) < len_bytes as u64;
+            let is_held = seen.phase() == Phase::Held;
+            found = Some(Listed {
+                addr: entry.addr.load(Acquire) as usize,
+                len_bytes,
+                kind: Kind::Handle,
+                state: match seen.phase() {
+                    Phase::Purging => State::Purging,
+                    Phase::Volatile if seen.pins() > 0 => State::Pinned,
+                    Phase::Volatile => State::Volatile,
+                    Phase::Held | Phase::Free => State::Held,
+                },
+                how: if is_partial { How::Partial } else { How::Full },
+                purged_bytes: Some(if is_held || !seen.is_lost() { 0 } else { len_bytes.saturating_sub(kept_bytes) }),
+                age_ticks: (!is_held).then(|| ticks_since(now(), seen.epoch())),
+            });
+            if entry.word.look() == seen {
+                break;
+            }
+        }
+        found
+    }
+
+    /// In a fork child: what it has from its parent is there, too.
+    pub(crate) fn begin_child(&self) {
+        self.tell_bytes();
+    }
+}
+
+impl Vranges {
+    /// Copies marks that end after `from`, ascending by address. Cost: some nanoseconds each, under the lock of marks, some
+    /// thousand of them at a time.
+    pub fn list_from(&self, from: usize, into: &mut [Listed]) -> Part {
+        let room = into.len().min(AT_A_TIME);
+        let count = self.book.with(|book| {
+            let found = book.marks.from(from).map(|(addresses, mark)| Listed {
+                addr: addresses.start,
+                len_bytes: addresses.len(),
+                kind: Kind::Marked,
+                state: if mark.is_purging { State::Purging } else { State::Volatile },
+                how: mark.how,
+                purged_bytes: match (mark.is_empty, mark.is_purged) {
+                    (true, _) => Some(addresses.len()),
+                    (false, true) => None,
+                    (false, false) => Some(0),
+                },
+                age_ticks: Some(ticks_since(now(), mark.epoch)),
+            });
+            fill(&mut into[..room], found)
+        });
+        let next = (count == room).then(|| into[..count].last().map(|last| last.addr + last.len_bytes)).flatten();
+        Part { count, next }
+    }
+
+    /// All marks, ascending by address. Allocates.
+    pub fn list(&self) -> Vec<Listed> {
+        let (mut listed, mut part) = (Vec::new(), vec![Listed::NONE; AT_A_TIME]);
+        let mut from = Some(0);
+        while let Some(start) = from {
+            let Part { count, next } = self.list_from(start, &mut part);
+            listed.extend_from_slice(&part[..count]);
+            from = next;
+        }
+        listed
+    }
+}
