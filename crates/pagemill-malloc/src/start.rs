@@ -9,14 +9,14 @@
 
 use crate::settings::{self, settings, warn};
 use crate::{SMALL_END, SMALL_LIMIT, check, fork, slow, small, young};
+use pagemill::Pagemill;
 use pagemill::heap::MIN_BYTES;
 use pagemill::published;
 use pagemill::reclaim::Account;
 use pagemill::reclaim::kernel::Kernel;
 use pagemill::reclaim::tree::{TreePage, UNLIMITED};
 use pagemill::sync::Lock;
-use pagemill::{Pagemill, stats};
-use pagemill_sys::file::{self, Path};
+use pagemill_sys::file::Path;
 use pagemill_sys::{mem, process, stack, thread};
 use std::cell::UnsafeCell;
 use std::ffi::c_void;
@@ -152,6 +152,8 @@ fn make_account() -> pagemill::Result<&'static Account> {
     }
     let account = Account::make(settings().limit_bytes)?;
     fork::mark_process();
+    let folder = tree().map_or("", |_| settings().tree.as_str());
+    published::set_home(folder, settings().runtime.as_str());
     account.on_first_charge(publish);
     account.on_debt(slow::call_soon);
     if let Some(page) = tree() {
@@ -233,21 +235,10 @@ fn register_extents(pagemill: &'static Pagemill) {
     pagemill.account.register(extents);
 }
 
-/// Folder and file of this process's figures.
-fn figures_path() -> Option<Path> {
-    let who = process::own_identity();
-    match tree() {
-        Some(_) => published::file_of(settings().tree.as_str(), who),
-        None => published::file_of(published::user_folder_below(settings().runtime.as_str()).ok()?.as_str(), who),
-    }
-}
-
 /// Publishes the figures, at the first charge, which may come on a small stack.
 fn publish() {
     extern "C" fn on_new_stack(_: *mut c_void) {
-        if let Some(path) = figures_path() {
-            let _ = stats::publish(path.as_c_str(), process::own_identity());
-        }
+        let _ = published::publish();
     }
     // SAFETY: the function returns, and does not look at its argument.
     unsafe { stack::call_on_new(STACK_BYTES, on_new_stack, ptr::null_mut()) };
@@ -282,11 +273,7 @@ extern "C" fn end() {
         None => young::note_end(account),
     }
     account.leave();
-    if tree().is_none()
-        && let Some(path) = figures_path()
-    {
-        file::remove(path.as_c_str());
-    }
+    published::withdraw();
 }
 
 /// Begins before other constructors of this library and most of others: priorities run in order.

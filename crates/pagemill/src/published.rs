@@ -4,18 +4,105 @@
 //! the file stays after its end until `run` has counted it; any other into the
 //! user's folder, where it removes it at exit. Files of processes that were
 //! killed are removed by whoever lists the folder.
+//!
+//! A process that is preloaded and uses this crate as well has two Pagemills, each with figures of its own: the preload's
+//! lie in the tree's folder, the crate's in the user's. Where both lie in the user's the second file has another name.
 
 use crate::stats::{self, Snapshot};
 use pagemill_sys::file::{self, Path};
+use pagemill_sys::maps;
 use pagemill_sys::process::{self, Identity};
 use std::ffi::CStr;
 use std::io;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 /// Environment variable that names the folder of a process tree.
 pub const TREE_VARIABLE: &CStr = c"PAGEMILL_TREE";
 
 /// Name of the shared page in a tree's folder.
 pub const TREE_FILE: &str = "tree";
+
+/// Where this process publishes.
+enum Home {
+    /// The folder of its tree.
+    Tree(Path),
+    /// The user's folder; the value of `XDG_RUNTIME_DIR` that it is found by.
+    User { runtime: Path },
+}
+
+static HOME: OnceLock<Home> = OnceLock::new();
+
+/// Which process has published here: not its children.
+static PUBLISHED_BY: AtomicU64 = AtomicU64::new(0);
+
+/// Pagemills of one process that can publish into one folder.
+const MOST_COPIES: u32 = 4;
+
+/// Which of them this one is.
+static COPY: AtomicU32 = AtomicU32::new(0);
+
+/// Sets where this process publishes, for good: in the folder of its tree, or in the user's if that is empty. `runtime` is the
+/// value of `XDG_RUNTIME_DIR`, read when nobody was changing the environment.
+pub fn set_home(tree: &str, runtime: &str) {
+    let path = |text: &str| Path::format(format_args!("{text}")).unwrap_or_default();
+    let _ = HOME.set(match tree {
+        "" => Home::User { runtime: path(runtime) },
+        tree => Home::Tree(path(tree)),
+    });
+}
+
+/// The file of this process's figures; `None` where there is no folder for it. Makes the folder.
+pub fn own_file() -> Option<Path> {
+    own_file_of(process::own_identity(), COPY.load(Relaxed))
+}
+
+fn own_file_of(who: Identity, copy: u32) -> Option<Path> {
+    match HOME.get()? {
+        Home::Tree(folder) => file_of_copy(folder.as_str(), who, copy),
+        Home::User { runtime } => file_of_copy(user_folder_below(runtime.as_str()).ok()?.as_str(), who, copy),
+    }
+}
+
+/// What [`PUBLISHED_BY`] says of a process.
+fn mark_of(who: Identity) -> u64 {
+    u64::from(who.pid) << 32 | who.start_ticks & u64::from(u32::MAX)
+}
+
+/// Publishes this process's figures, unless that is done.
+///
+/// # Errors
+///
+/// What making the file says; `NotFound` without a folder; `AlreadyExists` if too many Pagemills of this process publish there.
+/// The figures stay private then.
+pub fn publish() -> io::Result<()> {
+    let who = process::own_identity();
+    if PUBLISHED_BY.load(Relaxed) == mark_of(who) {
+        return Ok(());
+    }
+    for copy in 0..MOST_COPIES {
+        let path = own_file_of(who, copy).ok_or(io::ErrorKind::NotFound)?;
+        // What is there but not mapped is of this process's life before an `exec`, and taken over.
+        if !(file::exists(path.as_c_str()) && maps::has_mapped(path.as_str())) {
+            stats::publish(path.as_c_str(), who)?;
+            COPY.store(copy, Relaxed);
+            PUBLISHED_BY.store(mark_of(who), Relaxed);
+            return Ok(());
+        }
+    }
+    Err(io::ErrorKind::AlreadyExists.into())
+}
+
+/// Removes what this process published, at its end; in a tree it stays for `run` to count.
+pub fn withdraw() {
+    let who = process::own_identity();
+    if matches!(HOME.get(), Some(Home::User { .. }))
+        && PUBLISHED_BY.load(Relaxed) == mark_of(who)
+        && let Some(path) = own_file_of(who, COPY.load(Relaxed))
+    {
+        file::remove(path.as_c_str());
+    }
+}
 
 /// The user's folder for published figures, made if need be: below `XDG_RUNTIME_DIR`, else `/dev/shm`, else `/tmp`.
 ///
@@ -56,8 +143,18 @@ pub fn file_of(folder: &str, who: Identity) -> Option<Path> {
     Path::format(format_args!("{folder}/{}-{}", who.pid, who.start_ticks))
 }
 
+/// As [`file_of`], of a process's other Pagemills.
+fn file_of_copy(folder: &str, who: Identity, copy: u32) -> Option<Path> {
+    match copy {
+        0 => file_of(folder, who),
+        copy => Path::format(format_args!("{folder}/{}-{}.{copy}", who.pid, who.start_ticks)),
+    }
+}
+
 /// The identity that a file's name tells, if it is one of ours.
 fn identity_of(name: &str) -> Option<Identity> {
+    let (name, copy) = name.split_once('.').unwrap_or((name, "0"));
+    copy.parse::<u32>().ok().filter(|copy| *copy < MOST_COPIES)?;
     let (pid, start_ticks) = name.split_once('-')?;
     Some(Identity { pid: pid.parse().ok()?, start_ticks: start_ticks.parse().ok()? })
 }
@@ -81,7 +178,7 @@ pub fn list(folder: &str, remove_ended: bool) -> io::Result<Vec<Published>> {
     for entry in std::fs::read_dir(folder)? {
         let Ok(name) = entry?.file_name().into_string() else { continue };
         let Some(who) = identity_of(&name) else { continue };
-        let Some(path) = file_of(folder, who) else { continue };
+        let Some(path) = Path::format(format_args!("{folder}/{name}")) else { continue };
         // Asked before reading: a process found dead does not change its figures any more.
         let is_alive = process::is_alive(who);
         if let Ok(snapshot) = stats::read(path.as_c_str()) {
@@ -96,14 +193,17 @@ pub fn list(folder: &str, remove_ended: bool) -> io::Result<Vec<Published>> {
 
 /// The published figures of a running process, in the user's folder or a tree below it.
 pub fn find(pid: u32) -> Option<(Path, Snapshot)> {
-    let who = process::identity(pid)?;
-    let folder = user_folder().ok()?;
-    let mut folders = vec![folder.as_str().to_owned()];
-    folders.extend(tree_folders(folder.as_str()).into_iter().map(|(path, _)| path));
-    folders.iter().find_map(|folder| {
-        let path = file_of(folder, who)?;
-        Some((stats::read(path.as_c_str()).ok()?, path)).map(|(snapshot, path)| (path, snapshot))
-    })
+    find_all(pid).into_iter().next()
+}
+
+/// All published figures of a running process, one for each Pagemill in it: that of the preload first.
+pub fn find_all(pid: u32) -> Vec<(Path, Snapshot)> {
+    let (Some(who), Ok(folder)) = (process::identity(pid), user_folder()) else { return Vec::new() };
+    let mut folders: Vec<_> = tree_folders(folder.as_str()).into_iter().map(|(path, _)| path).collect();
+    folders.push(folder.as_str().to_owned());
+    let copies = |folder| (0..MOST_COPIES).filter_map(move |copy| file_of_copy(folder, who, copy));
+    let paths = folders.iter().flat_map(|folder| copies(folder));
+    paths.filter_map(|path| Some((stats::read(path.as_c_str()).ok()?, path))).map(|(read, path)| (path, read)).collect()
 }
 
 /// The published figures of all running processes of this user.
@@ -118,8 +218,11 @@ pub fn running() -> Vec<Snapshot> {
 
 /// Why [`find`] finds nothing, as far as can be said.
 pub fn missing(pid: u32) -> String {
+    if process::has_proc() && process::identity(pid).is_none() {
+        return format!("there is no process {pid}");
+    }
     format!(
-        "process {pid} publishes no figures: it has ended, is another user's, runs without Pagemill, or is so small \
+        "process {pid} publishes no figures: it is another user's, runs without Pagemill, or is so small \
          that the C library serves it (see --after)"
     )
 }
@@ -170,11 +273,17 @@ mod tests {
         page[..8].copy_from_slice(b"pagemill");
         page[8..12].copy_from_slice(&stats::VERSION.to_le_bytes());
         std::fs::write(file_of(folder, gone).unwrap().as_str(), page).unwrap();
+        let copy = |number| file_of_copy(folder, gone, number).unwrap();
+        for number in [1, MOST_COPIES] {
+            std::fs::copy(copy(0).as_str(), copy(number).as_str()).unwrap();
+        }
         std::fs::write(format!("{folder}/other"), b"x").unwrap();
         let found = list(folder, true).unwrap();
-        assert_eq!(found.len(), 1);
-        assert!(!found[0].is_alive);
+        assert_eq!(found.len(), 2);
+        assert!(found.iter().all(|process| !process.is_alive && process.who == gone));
         assert_eq!(list(folder, true).unwrap().len(), 0);
-        assert!(std::fs::exists(format!("{folder}/other")).unwrap());
+        assert!(
+            std::fs::exists(format!("{folder}/other")).unwrap() && std::fs::exists(copy(MOST_COPIES).as_str()).unwrap()
+        );
     }
 }
