@@ -17,6 +17,7 @@ mod running;
 mod status;
 mod trace;
 mod vmstat;
+mod vranges;
 
 use clap::{Parser, Subcommand};
 use std::io::Write;
@@ -46,6 +47,8 @@ enum Command {
     Meminfo(meminfo::Meminfo),
     /// Show what the memory manager of a running process has done, or does from second to second.
     Vmstat(vmstat::Vmstat),
+    /// List the volatile ranges of a running process: what may go, what has gone, and since when.
+    Vranges(vranges::Vranges),
     /// Mount a RAM file system that gives memory back, in huge pages where they pay.
     Mount(mount::Mount),
     /// Show how full a `pagemill mount` is, what of it could go, and what its controller has done.
@@ -75,6 +78,7 @@ fn main() -> ExitCode {
         Command::Trace(trace) => trace.main(),
         Command::Meminfo(meminfo) => meminfo.main(),
         Command::Vmstat(vmstat) => vmstat.main(),
+        Command::Vranges(vranges) => vranges.main(),
         Command::Mount(mount) => mount.main(),
         Command::Status(status) => status.main(),
         Command::Purge(purge) => purge.main(),

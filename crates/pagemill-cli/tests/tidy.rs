@@ -28,8 +28,9 @@ const LAYERS: &[(&str, usize)] = &[
     ("heap", 6),
     ("volatile", 7),
     ("published", 8),
-    ("pagemill", 8),
-    ("process", 9),
+    ("listing", 9),
+    ("pagemill", 10),
+    ("process", 11),
 ];
 
 /// Who may name whom against the order, and why.

@@ -4,7 +4,12 @@
 #[path = "../../pagemill-cli/tests/common/group.rs"]
 mod group;
 
+use pagemill::listing::{self, List};
+use pagemill::published;
+use pagemill::units::os_page_bytes;
+use pagemill_sys::process;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -98,4 +103,44 @@ fn strict_memory_raises_signals_under_a_limit() {
     }
     let gone: u64 = said.split(' ').next().unwrap().parse().unwrap();
     assert!((64..=118).contains(&gone), "{said}");
+}
+
+/// What a process that publishes in this folder says to have; `None` if it does not publish.
+fn list(folder: &Path, pid: u32) -> Option<List> {
+    let who = process::identity(pid).unwrap();
+    let figures = published::file_of(folder.to_str().unwrap(), who).unwrap();
+    std::fs::exists(figures.as_str()).unwrap().then(|| listing::ask(&figures, who, || false).unwrap())
+}
+
+/// Lengths of what is listed, in pages, ascending.
+fn pages(list: &List) -> Vec<usize> {
+    let mut pages: Vec<_> = list.ranges.iter().map(|range| range.len_bytes / os_page_bytes()).collect();
+    pages.sort_unstable();
+    pages
+}
+
+/// Programs with the library publish what they marked: a child what it has, too, under a name of its own and not before it
+/// calls; after exec only what is there then. At the end nothing is left of that.
+#[test]
+fn marks_are_listed() {
+    let folder = tempfile::tempdir().unwrap();
+    let program = build(folder.path(), "vranges.c");
+    let runtime = folder.path().join("runtime");
+    std::fs::DirBuilder::new().mode(0o700).create(&runtime).unwrap();
+    let published = runtime.join("pagemill");
+    for arguments in [&[][..], &["exec"]] {
+        let mut command = Command::new(&program);
+        command.args(arguments).env("XDG_RUNTIME_DIR", &runtime).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut holder = command.spawn().unwrap();
+        let line = BufReader::new(holder.stdout.take().unwrap()).lines().next().unwrap().unwrap();
+        let pids: Vec<u32> = line.split(' ').map(|pid| pid.parse().unwrap()).collect();
+        let lists: Vec<_> = pids.iter().map(|pid| list(&published, *pid)).collect();
+        drop(holder.stdin.take());
+        assert!(holder.wait().unwrap().success());
+        assert_eq!(lists[0].as_ref().map(pages), Some(vec![16]));
+        assert_eq!(lists[1].as_ref().map(pages), Some(vec![4, 16]), "with what it has from its parent");
+        assert_eq!(lists[2], None);
+        let left: Vec<_> = std::fs::read_dir(&published).unwrap().collect();
+        assert!(left.is_empty(), "{left:?}");
+    }
 }

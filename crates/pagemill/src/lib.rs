@@ -18,6 +18,8 @@ pub mod error;
 #[cfg(not(loom))]
 pub mod heap;
 #[cfg(not(loom))]
+pub mod listing;
+#[cfg(not(loom))]
 mod pagemill;
 #[cfg(not(loom))]
 mod process;

@@ -3,6 +3,7 @@
 use crate::arena::{self, Arena, Layout};
 use crate::error::Result;
 use crate::heap::Heap;
+use crate::listing::Lister;
 use crate::reclaim::helper::Helper;
 use crate::reclaim::{self, Account};
 use crate::stats::{self, Counter};
@@ -18,6 +19,8 @@ pub struct Pagemill {
     pub helper: &'static Helper,
     pub ranges: &'static Ranges,
     pub vranges: &'static Vranges,
+    /// Lists both for other processes.
+    pub lister: &'static Lister,
 }
 
 impl Pagemill {
@@ -43,12 +46,14 @@ impl Pagemill {
         let heap: &'static Heap = arena::place(Heap::new(arena, account, helper)?)?;
         let ranges: &'static Ranges = arena::place(Ranges::new(arena, heap)?)?;
         let vranges: &'static Vranges = arena::place(Vranges::new(arena, account))?;
+        let lister: &'static Lister = arena::place(Lister::new(ranges, vranges))?;
         stats::describe_arena(arena.addresses());
         account.register(heap);
         account.register_last(ranges);
         account.register_last(vranges);
         account.set_helper(helper);
-        arena::place(Self { account, arena, heap, helper, ranges, vranges })
+        helper.set_answer(lister);
+        arena::place(Self { account, arena, heap, helper, ranges, vranges, lister })
     }
 
     /// A small one without a limit, for tests.

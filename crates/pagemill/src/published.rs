@@ -16,12 +16,19 @@ use std::ffi::CStr;
 use std::io;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
 /// Environment variable that names the folder of a process tree.
 pub const TREE_VARIABLE: &CStr = c"PAGEMILL_TREE";
 
 /// Name of the shared page in a tree's folder.
 pub const TREE_FILE: &str = "tree";
+
+/// In the name of a file between a process's own and the number of a request for a list of its ranges.
+const REQUEST: &str = ".vranges-";
+
+/// A request takes some seconds at the most; what is older was left behind.
+const REQUEST_ENDED_AFTER: Duration = Duration::from_secs(60);
 
 /// Where this process publishes.
 enum Home {
@@ -159,6 +166,29 @@ fn identity_of(name: &str) -> Option<Identity> {
     Some(Identity { pid: pid.parse().ok()?, start_ticks: start_ticks.parse().ok()? })
 }
 
+/// The file by which somebody asks for a list of the ranges of the process whose figures are `figures`.
+pub(crate) fn request_of(figures: &str, number: u32) -> Option<Path> {
+    Path::format(format_args!("{figures}{REQUEST}{number}"))
+}
+
+/// The process that is asked by a file of this name.
+fn asked_of(name: &str) -> Option<Identity> {
+    let (who, number) = name.rsplit_once(REQUEST)?;
+    number.parse::<u32>().ok().and(identity_of(who))
+}
+
+/// Removes requests whose process has ended, or that nobody waits for any more.
+fn sweep_requests(folder: &str) {
+    let Ok(entries) = std::fs::read_dir(folder) else { return };
+    for entry in entries.filter_map(Result::ok) {
+        let Some(who) = entry.file_name().to_str().and_then(asked_of) else { continue };
+        let age = || entry.metadata().ok()?.modified().ok()?.elapsed().ok();
+        if !process::is_alive(who) || age().is_some_and(|age| age > REQUEST_ENDED_AFTER) {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
 /// A published process.
 pub struct Published {
     pub who: Identity,
@@ -240,9 +270,11 @@ pub fn sweep() {
     for (path, who) in tree_folders(folder.as_str()) {
         let is_used = list(&path, false).is_ok_and(|found| found.iter().any(|process| process.is_alive));
         if !process::is_alive(who) && !is_used {
-            let _ = std::fs::remove_dir_all(path);
+            let _ = std::fs::remove_dir_all(&path);
         }
+        sweep_requests(&path);
     }
+    sweep_requests(folder.as_str());
     let _ = list(folder.as_str(), true);
 }
 
@@ -285,5 +317,26 @@ mod tests {
         assert!(
             std::fs::exists(format!("{folder}/other")).unwrap() && std::fs::exists(copy(MOST_COPIES).as_str()).unwrap()
         );
+    }
+
+    /// Requests to processes that have ended go, and those of somebody long gone; new ones stay, as do foreign files.
+    #[test]
+    fn old_requests_are_swept() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path().to_str().unwrap();
+        let make = |who, number| {
+            let path = request_of(file_of(folder, who).unwrap().as_str(), number).unwrap();
+            (std::fs::File::create(path.as_str()).unwrap(), path)
+        };
+        let own = process::own_identity();
+        let (_, gone) = make(Identity { pid: 1 << 30, start_ticks: 1 }, 1);
+        let ((old_file, old), (_, new)) = (make(own, 1), make(own, 2));
+        old_file.set_modified(std::time::SystemTime::now() - 2 * REQUEST_ENDED_AFTER).unwrap();
+        assert_eq!(asked_of(&format!("5-6.1{REQUEST}7")), Some(Identity { pid: 5, start_ticks: 6 }));
+        let foreign = format!("{folder}/1-1{REQUEST}x");
+        std::fs::write(&foreign, b"").unwrap();
+        sweep_requests(folder);
+        let left = [gone.as_str(), old.as_str(), new.as_str(), &foreign].map(|path| std::fs::exists(path).unwrap());
+        assert_eq!(left, [false, false, true, true]);
     }
 }

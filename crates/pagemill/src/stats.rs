@@ -7,11 +7,12 @@
 
 use crate::trace::{self, Ring};
 use pagemill_sys::file::{self, Access};
+use pagemill_sys::futex::{self, Scope};
 use pagemill_sys::{clock, process};
 use std::ffi::CStr;
 use std::io;
 use std::ops::Range;
-use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 
 /// What a counter counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -211,7 +212,10 @@ pub struct Figures {
     name: [AtomicU64; 2],
     /// Addresses of the arena: first, and one past the last; zeros while there is none.
     arena: [AtomicU64; 2],
-    reserved: AtomicU64,
+    /// Bumped to wake the helper, which sleeps on it outside of a tree.
+    wake: AtomicU32,
+    /// The latest request for a list of ranges; another process raises it (`listing`).
+    asked: AtomicU32,
     counters: [AtomicU64; CAPACITY],
     pub(crate) ring: Ring,
 }
@@ -227,7 +231,8 @@ impl Figures {
             start_ticks: AtomicU64::new(0),
             name: [const { AtomicU64::new(0) }; 2],
             arena: [const { AtomicU64::new(0) }; 2],
-            reserved: AtomicU64::new(0),
+            wake: AtomicU32::new(0),
+            asked: AtomicU32::new(0),
             counters: [const { AtomicU64::new(0) }; CAPACITY],
             ring: Ring::new(),
         }
@@ -241,6 +246,23 @@ impl Figures {
             word.store(u64::from_le_bytes(half.try_into().unwrap_or_default()), Relaxed);
         }
         self.magic.store(MAGIC, std::sync::atomic::Ordering::Release);
+    }
+
+    /// Lets whoever sleeps on the page go on.
+    fn wake_sleepers(&self) {
+        self.wake.fetch_add(1, SeqCst);
+        futex::wake(&self.wake, i32::MAX, Scope::Shared);
+    }
+
+    /// The latest request for a list.
+    pub(crate) fn asked(&self) -> u32 {
+        self.asked.load(Relaxed)
+    }
+
+    /// Asks for a list: the helper answers all requests up to this number.
+    pub(crate) fn ask(&self, number: u32) {
+        self.asked.fetch_max(number, SeqCst);
+        self.wake_sleepers();
     }
 
     /// Copies the page's figures; `None` if it is not one of ours.
@@ -272,6 +294,23 @@ pub(crate) fn current() -> &'static Figures {
     let page = CURRENT.load(Relaxed);
     // SAFETY: not null means a page mapped by `publish`, which is never unmapped.
     if page.is_null() { &PRIVATE } else { unsafe { &*page } }
+}
+
+/// The word that the helper sleeps on outside of a tree ([`Scope::Shared`]).
+pub(crate) fn wake_word() -> &'static AtomicU32 {
+    &current().wake
+}
+
+/// Wakes the helper.
+pub(crate) fn wake() {
+    loop {
+        let page = CURRENT.load(SeqCst);
+        current().wake_sleepers();
+        // Published meanwhile: it may sleep on the new page by now.
+        if page == CURRENT.load(SeqCst) {
+            return;
+        }
+    }
 }
 
 /// Adds to a counter.
@@ -391,7 +430,9 @@ pub fn publish(path: &CStr, who: process::Identity) -> io::Result<()> {
     for (to, from) in page.arena.iter().zip(&before.arena) {
         to.store(from.load(Relaxed), Relaxed);
     }
-    CURRENT.store(addr as *mut Figures, Relaxed);
+    CURRENT.store(addr as *mut Figures, SeqCst);
+    // Who sleeps on the page before is woken here for the last time.
+    before.wake_sleepers();
     // What other threads counted meanwhile.
     for ((to, from), amount) in page.counters.iter().zip(&before.counters).zip(copied) {
         to.fetch_add(from.load(Relaxed).wrapping_sub(amount), Relaxed);
@@ -424,9 +465,22 @@ pub fn read(path: &CStr) -> io::Result<Snapshot> {
 
 /// Maps the page at `path` read-only while `act` looks at it.
 pub(crate) fn with_page<T>(path: &CStr, act: impl FnOnce(&Figures) -> T) -> io::Result<T> {
+    with_mapped(path, Access::Inspect, act)
+}
+
+/// As [`with_page`], for who asks that process for something; `InvalidData` if the page is none of ours.
+pub(crate) fn with_page_of_asked<T>(path: &CStr, act: impl FnOnce(&Figures) -> T) -> io::Result<T> {
+    let is_ours =
+        |page: &Figures| page.magic.load(Relaxed) == MAGIC && page.version_pid.load(Relaxed) as u32 == VERSION;
+    with_mapped(path, Access::Update, |page| is_ours(page).then(|| act(page)))?
+        .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
+}
+
+/// `act` changes nothing of a page that is mapped to [`Access::Inspect`] it.
+fn with_mapped<T>(path: &CStr, access: Access, act: impl FnOnce(&Figures) -> T) -> io::Result<T> {
     // SAFETY: a new mapping, at no fixed address.
-    let addr = unsafe { file::map_shared(path, Figures::LEN, Access::Inspect, 0) }?;
-    // SAFETY: as in `publish`; reading only.
+    let addr = unsafe { file::map_shared(path, Figures::LEN, access, 0) }?;
+    // SAFETY: as in `publish`.
     let result = act(unsafe { &*(addr as *const Figures) });
     // SAFETY: nothing of it is used any more.
     unsafe { file::unmap(addr, Figures::LEN) };

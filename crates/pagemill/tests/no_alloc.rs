@@ -8,6 +8,7 @@
 use pagemill::arena::nodes::Nodes;
 use pagemill::arena::{Context, Layout};
 use pagemill::reclaim::alarms::Alarms;
+use pagemill::reclaim::helper::Answer;
 use pagemill::reclaim::kernel::Kernel;
 use pagemill::reclaim::limits::{Limits, Room};
 use pagemill::reclaim::tree::{TreePage, UNLIMITED};
@@ -18,6 +19,7 @@ use pagemill::units::{BLOCK_BYTES, PageSize, os_page_bytes, parse_plain_bytes};
 use pagemill::volatile::vrange::{How, Mode};
 use pagemill::volatile::{Behaviour, Contents};
 use pagemill::{Error, Pagemill, published};
+use pagemill_sys::file::Blank;
 use pagemill_sys::{fatal, mem, process};
 use std::alloc::{GlobalAlloc, Layout as Request, System};
 use std::ffi::CString;
@@ -175,6 +177,32 @@ fn volatile_ranges_allocate_nothing_elsewhere() {
         // SAFETY: as above; wrong on purpose.
         require(unsafe { pagemill.vranges.vrange(1, 1, Mode::Volatile, How::Full) }.is_err(), "bad range");
     });
+}
+
+/// What the helper does for whoever asks for a list.
+#[test]
+fn listing_allocates_nothing_elsewhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("request");
+    std::fs::write(&path, b"").unwrap();
+    let path = CString::new(path.to_str().unwrap()).unwrap();
+    forbidden(|| {
+        let Ok(pagemill) = Pagemill::new(Layout::for_test(), UNLIMITED) else {
+            fatal(format_args!("no address space"))
+        };
+        for _ in 0..300 {
+            let Ok(range) = pagemill.ranges.allocate(64 * KIB, Behaviour::Full) else {
+                fatal(format_args!("no range"))
+            };
+            require(range.mark().is_ok(), "it is marked");
+            std::mem::forget(range);
+        }
+        let Ok(blank) = Blank::open(&path) else { fatal(format_args!("no file")) };
+        require(pagemill.lister.write(&blank, 1).is_ok(), "it is written");
+        require(Blank::open(&path).is_err(), "it is not empty any more");
+        pagemill.lister.answer(1);
+    });
+    assert_eq!(std::fs::metadata(folder.path().join("request")).unwrap().len(), 301 * 32);
 }
 
 /// Over the limit: reclaim, refusals, debts of nested charges.

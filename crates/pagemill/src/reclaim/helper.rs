@@ -16,6 +16,7 @@ use crate::trace::{self, Event};
 use pagemill_sys::events::{self, Sign};
 use pagemill_sys::futex::{self, Scope};
 use pagemill_sys::{clock, thread};
+use std::sync::OnceLock;
 use std::sync::atomic::{
     AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
     Ordering::SeqCst,
@@ -37,13 +38,22 @@ const LOOK_PAUSE: Duration = Duration::from_millis(200);
 /// A helper that wakes so much later than it wanted to is starved.
 const LATE: Duration = Duration::from_millis(20);
 
-/// Whether there is a helper, and what it sleeps on outside of a tree.
+/// Of requests that came together at most so many are answered: those that came last.
+const MOST_ASKED: u32 = 8;
+
+/// What the helper does when another process asks, by a number on the page of figures.
+pub trait Answer: Sync {
+    /// Answers request `number`. Neither allocates nor trusts whoever asked.
+    fn answer(&self, number: u32);
+}
+
+/// Whether there is a helper, and who answers what it is asked.
 pub struct Helper {
     account: &'static Account,
     is_started: AtomicBool,
     /// It sleeps until there is something to give.
     is_parked: AtomicBool,
-    own_word: AtomicU32,
+    answers: OnceLock<&'static dyn Answer>,
     /// Descriptor of the alarms, in the helper's own table.
     alarms: AtomicI32,
     /// Signs of the kernel that were not looked at yet.
@@ -56,10 +66,15 @@ impl Helper {
             account,
             is_started: AtomicBool::new(false),
             is_parked: AtomicBool::new(false),
-            own_word: AtomicU32::new(0),
+            answers: OnceLock::new(),
             alarms: AtomicI32::new(-1),
             signs: AtomicU64::new(0),
         }
+    }
+
+    /// Sets who answers other processes.
+    pub fn set_answer(&self, answer: &'static dyn Answer) {
+        let _ = self.answers.set(answer);
     }
 
     /// Whether one should be started now: there is none, and the process holds enough.
@@ -99,18 +114,23 @@ impl Helper {
     /// Wakes the helper, if there is one.
     pub fn wake(&self, account: &Account) {
         if self.is_started.load(Relaxed) {
-            let place = account.place();
-            let (word, scope) = self.word(&place);
-            word.fetch_add(1, AcqRel);
-            futex::wake(word, 1, scope);
+            match account.place() {
+                Some(place) => place.wake(),
+                None => stats::wake(),
+            }
         }
     }
 
-    fn word<'word>(&'word self, place: &'word Option<super::tree::Place>) -> (&'word AtomicU32, Scope) {
-        match place {
-            Some(place) => (place.wake_word(), Scope::Shared),
-            None => (&self.own_word, Scope::Private),
+    /// Answers what other processes asked since request `answered`; returns the latest.
+    fn answer_others(&self, answered: u32) -> u32 {
+        let asked = stats::current().asked();
+        if asked != answered
+            && let Some(answers) = self.answers.get()
+        {
+            let first = answered.min(asked).max(asked.saturating_sub(MOST_ASKED));
+            (first..asked).for_each(|before| answers.answer(before + 1));
         }
+        asked
     }
 
     /// The thread's work, for as long as the process lives. A process that does nothing for `idle` gives back.
@@ -123,13 +143,15 @@ impl Helper {
         stats::set(Counter::Helpers, 1);
         let mut governor = Governor::new(SystemClock, idle);
         let mut alarms = None;
-        let place = account.place();
-        let (word, scope) = self.word(&place);
+        let (place, mut answered) = (account.place(), 0);
         if let Some(place) = &place {
             place.listen(true);
         }
         loop {
+            // The page of figures may have been published since.
+            let word: &AtomicU32 = place.as_ref().map_or_else(stats::wake_word, |place| place.wake_word());
             let seen = word.load(Acquire);
+            answered = self.answer_others(answered);
             account.answer();
             while arena.prefault() {}
             let next = governor.step(account, self.take_signs(account, &mut alarms));
@@ -154,7 +176,7 @@ impl Helper {
                 Next::WhenAsked => None,
             };
             let due_ns = pause.map(|pause| clock::fine_ns().saturating_add((pause + LATE).as_nanos() as u64));
-            futex::wait(word, seen, pause, scope);
+            futex::wait(word, seen, pause, Scope::Shared);
             if due_ns.is_some_and(|due_ns| clock::fine_ns() > due_ns) {
                 stats::add(Counter::HelperLate, 1);
             }

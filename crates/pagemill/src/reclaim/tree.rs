@@ -51,6 +51,13 @@ struct Member {
     reserved: AtomicU32,
 }
 
+impl Member {
+    fn wake(&self) {
+        self.wake.fetch_add(1, AcqRel);
+        futex::wake(&self.wake, 1, Scope::Shared);
+    }
+}
+
 /// # Invariants
 ///
 /// All bits are valid: it may be mapped from any file.
@@ -209,6 +216,12 @@ impl TreePage {
         }
     }
 
+    /// Wakes the helper of a member.
+    pub fn wake(&self, who: Identity) {
+        let id = pack(who);
+        self.used_places().iter().filter(|member| member.id.load(Relaxed) == id).for_each(Member::wake);
+    }
+
     /// Notes what the members have now.
     pub fn note_peak(&self, totals: Totals) {
         self.peak.fetch_max(totals.resident, Relaxed);
@@ -257,8 +270,7 @@ impl TreePage {
             if member.is_listening.load(Relaxed) == LISTENS {
                 awaited[index / 64] |= 1 << (index % 64);
             }
-            member.wake.fetch_add(1, AcqRel);
-            futex::wake(&member.wake, 1, Scope::Shared);
+            member.wake();
         }
         self.wait_for(&awaited, request, is_enough);
         let left = bytes.saturating_sub(before.saturating_sub(others()));
@@ -308,6 +320,11 @@ impl Place {
     /// The word that the helper of this process sleeps on.
     pub fn wake_word(&self) -> &'static AtomicU32 {
         &self.member().wake
+    }
+
+    /// Wakes that helper.
+    pub fn wake(&self) {
+        self.member().wake();
     }
 
     /// Publishes what this process holds.

@@ -35,6 +35,8 @@ pub struct Listed {
     pub kind: Kind,
     pub state: State,
     pub how: How,
+    /// What is gone raises `SIGBUS` when it is touched.
+    pub is_strict: bool,
     /// Bytes that are gone since it was marked; `None`: some, and nobody knows how many.
     pub purged_bytes: Option<usize>,
     /// Ticks of 4.2 ms since it was marked, or lost a chunk; they wrap after 19 hours. `None` while it is held.
@@ -49,6 +51,7 @@ impl Listed {
         kind: Kind::Handle,
         state: State::Held,
         how: How::Full,
+        is_strict: false,
         purged_bytes: Some(0),
         age_ticks: None,
     };
@@ -106,6 +109,7 @@ impl Ranges {
                     Phase::Held | Phase::Free => State::Held,
                 },
                 how: if is_partial { How::Partial } else { How::Full },
+                is_strict: false,
                 purged_bytes: Some(if is_held || !seen.is_lost() { 0 } else { len_bytes.saturating_sub(kept_bytes) }),
                 age_ticks: (!is_held).then(|| ticks_since(now(), seen.epoch())),
             });
@@ -134,6 +138,7 @@ impl Vranges {
                 kind: Kind::Marked,
                 state: if mark.is_purging { State::Purging } else { State::Volatile },
                 how: mark.how,
+                is_strict: mark.is_strict,
                 purged_bytes: match (mark.is_empty, mark.is_purged) {
                     (true, _) => Some(addresses.len()),
                     (false, true) => None,

@@ -1,0 +1,279 @@
+//! `pagemill vranges PID`: the volatile ranges of a process, with a handle or marked by address, and what became of them.
+
+use crate::fail;
+use pagemill::listing::{self, List, Unanswered};
+use pagemill::published;
+use pagemill::stats::{Counter, Snapshot};
+use pagemill::units::Bytes;
+use pagemill::volatile::Listed;
+use pagemill::volatile::listed::{Kind, State};
+use pagemill::volatile::vrange::How;
+use pagemill_sys::file::Path;
+use serde_json::{Value, json};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use std::fmt::Write as _;
+use std::io::{ErrorKind, Write as _};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+/// A tick of `Listed::age_ticks`.
+const SECONDS_A_TICK: f64 = (1 << 22) as f64 / 1e9;
+
+#[derive(clap::Args)]
+#[command(
+    after_help = "The process answers itself, within 2 seconds. STATE: held (not marked, its bytes stay), volatile (they \
+may go), pinned (they may when the last pin ends), purging (they are going). GOES: full (as a whole), partial (from its \
+end, a part at a time), strict (what is gone raises SIGBUS). AGE: seconds since it was marked or lost a part, to 4 ms; it begins anew after 19 hours. PURGED: \
+what of it is gone; `some`: memory that went was marked again, or the kernel took a part."
+)]
+pub struct Vranges {
+    /// A running process on Pagemill, by preload, C library or crate.
+    pid: u32,
+    /// One JSON object instead of a table.
+    #[arg(long)]
+    json: bool,
+}
+
+impl Vranges {
+    pub fn main(&self) -> ExitCode {
+        let found = published::find_all(self.pid);
+        let Some((_, snapshot)) = found.first() else { return fail(2, &published::missing(self.pid)) };
+        let Ok(signal) = watch_signals() else { return fail(1, "signals cannot be watched for") };
+        let mut list = List::default();
+        for (path, snapshot) in &found {
+            match ask(path, snapshot, &signal) {
+                Ok(part) => {
+                    list.ranges.extend(part.ranges);
+                    list.left_out = list.left_out.saturating_add(part.left_out);
+                }
+                Err(Unanswered::Stopped) => return end_by(signal.load(Relaxed)),
+                Err(error) => return fail(2, &format!("process {}: {error}{}", self.pid, reason(&error, snapshot))),
+            }
+        }
+        list.ranges.sort_by_key(|range| range.addr);
+        let text = if self.json { format!("{}\n", json_of(snapshot, &list)) } else { text_of(snapshot, &list) };
+        let mut out = std::io::stdout().lock();
+        match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+            // A reader that stops reading (head, less) ends the listing.
+            Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+                fail(1, &format!("the list cannot be written: {error}"))
+            }
+            _ => ExitCode::SUCCESS,
+        }
+    }
+}
+
+/// The ranges of one Pagemill of the process. One that has none is not woken to say so.
+fn ask(path: &Path, snapshot: &Snapshot, signal: &AtomicUsize) -> Result<List, Unanswered> {
+    let bytes = [Counter::RangesBytes, Counter::MarkedBytes].map(|counter| snapshot.get(counter));
+    if bytes == [0, 0] {
+        return Ok(List::default());
+    }
+    listing::ask(path, snapshot.who, || signal.load(Relaxed) != 0)
+}
+
+/// What is known of why a process does not answer.
+fn reason(error: &Unanswered, snapshot: &Snapshot) -> &'static str {
+    match error {
+        Unanswered::Late if snapshot.get(Counter::Helpers) == 0 => {
+            " (it has no helper thread: it is a fork child that has not marked anything itself, or PAGEMILL_HELPER is off)"
+        }
+        Unanswered::Late => " (it may be stopped, or see other folders)",
+        _ => "",
+    }
+}
+
+/// The signal that came, once one has: the file of the request is removed before the command ends.
+fn watch_signals() -> std::io::Result<Arc<AtomicUsize>> {
+    let signal = Arc::new(AtomicUsize::new(0));
+    for number in [SIGINT, SIGTERM, SIGHUP] {
+        signal_hook::flag::register_usize(number, signal.clone(), number as usize)?;
+    }
+    Ok(signal)
+}
+
+/// Ends as the signal would have ended it.
+fn end_by(signal: usize) -> ExitCode {
+    let _ = signal_hook::low_level::emulate_default_handler(signal as i32);
+    ExitCode::from(128 + signal as u8)
+}
+
+/// Sums over a list. Lengths come from another process: they saturate.
+#[derive(Default)]
+struct Totals {
+    bytes: u64,
+    /// Ranges and their bytes, by [`STATES`].
+    states: [(usize, u64); STATES.len()],
+    purged_bytes: u64,
+    /// Of some ranges nobody knows how much is gone.
+    is_at_least: bool,
+}
+
+const STATES: [State; 4] = [State::Held, State::Volatile, State::Pinned, State::Purging];
+
+impl Totals {
+    fn of(ranges: &[Listed]) -> Self {
+        let mut totals = Self::default();
+        for range in ranges {
+            let bytes = range.len_bytes as u64;
+            totals.bytes = totals.bytes.saturating_add(bytes);
+            for (sum, _) in totals.states.iter_mut().zip(STATES).filter(|(_, state)| *state == range.state) {
+                *sum = (sum.0 + 1, sum.1.saturating_add(bytes));
+            }
+            totals.purged_bytes = totals.purged_bytes.saturating_add(range.purged_bytes.unwrap_or(0) as u64);
+            totals.is_at_least |= range.purged_bytes.is_none();
+        }
+        totals
+    }
+}
+
+fn kind_of(range: &Listed) -> &'static str {
+    match range.kind {
+        Kind::Handle => "handle",
+        Kind::Marked => "marked",
+    }
+}
+
+fn state_name(state: State) -> &'static str {
+    match state {
+        State::Held => "held",
+        State::Volatile => "volatile",
+        State::Pinned => "pinned",
+        State::Purging => "purging",
+    }
+}
+
+fn how_of(range: &Listed) -> &'static str {
+    match range.how {
+        How::Full => "full",
+        How::Partial => "partial",
+    }
+}
+
+/// How much of it is gone, in a word.
+fn purged_of(range: &Listed) -> &'static str {
+    match range.purged_bytes {
+        Some(0) => "no",
+        Some(bytes) if bytes >= range.len_bytes => "all",
+        _ => "in part",
+    }
+}
+
+fn seconds_of(range: &Listed) -> Option<f64> {
+    // To the millisecond: a tick is longer.
+    range.age_ticks.map(|ticks| (f64::from(ticks) * SECONDS_A_TICK * 1e3).round() / 1e3)
+}
+
+fn text_of(snapshot: &Snapshot, list: &List) -> String {
+    let mut text = format!("{} {}\n", snapshot.who.pid, snapshot.name());
+    if list.ranges.is_empty() {
+        text.push_str("  no volatile ranges\n");
+        return text;
+    }
+    let (addresses, size, kind, state, goes, age) = ("ADDRESSES", "SIZE", "KIND", "STATE", "GOES", "AGE");
+    let _ = writeln!(text, "  {addresses:<25} {size:>10}  {kind:<6}  {state:<8}  {goes:<14}  {age:>10}  PURGED");
+    for range in &list.ranges {
+        let addresses = format!("{:012x}-{:012x}", range.addr, range.addr.saturating_add(range.len_bytes));
+        let size = Bytes(range.len_bytes as u64).to_string();
+        let age = seconds_of(range).map_or_else(|| "-".to_owned(), |seconds| format!("{seconds:.1} s"));
+        let purged = match (purged_of(range), range.purged_bytes) {
+            ("no", _) => "-".to_owned(),
+            ("all", _) => "all".to_owned(),
+            (_, Some(bytes)) => Bytes(bytes as u64).to_string(),
+            (_, None) => "some".to_owned(),
+        };
+        let (kind, state) = (kind_of(range), state_name(range.state));
+        let goes = format!("{}{}", how_of(range), if range.is_strict { " strict" } else { "" });
+        let _ = writeln!(text, "  {addresses:<25} {size:>10}  {kind:<6}  {state:<8}  {goes:<14}  {age:>10}  {purged}");
+    }
+    let totals = Totals::of(&list.ranges);
+    let ranges = if list.ranges.len() == 1 { "1 range".to_owned() } else { format!("{} ranges", list.ranges.len()) };
+    let _ = write!(text, "  {ranges}, {}:", Bytes(totals.bytes));
+    for (state, (count, bytes)) in STATES.into_iter().zip(totals.states).filter(|(_, (count, _))| *count > 0) {
+        let _ = write!(text, " {count} {} {},", state_name(state), Bytes(bytes));
+    }
+    let at_least = if totals.is_at_least { "at least " } else { "" };
+    let _ = writeln!(text, " purged {at_least}{}", Bytes(totals.purged_bytes));
+    if list.left_out > 0 {
+        let _ = writeln!(text, "  {} more are not listed", list.left_out);
+    }
+    text
+}
+
+fn json_of(snapshot: &Snapshot, list: &List) -> Value {
+    let ranges: Vec<Value> = list
+        .ranges
+        .iter()
+        .map(|range| {
+            json!({
+                "address": range.addr, "size": range.len_bytes, "kind": kind_of(range), "state": state_name(range.state),
+                "behaviour": how_of(range), "strict": range.is_strict, "age_seconds": seconds_of(range), "purged": purged_of(range),
+                "purged_bytes": range.purged_bytes,
+            })
+        })
+        .collect();
+    let totals = Totals::of(&list.ranges);
+    let [held, volatile, pinned, purging] = totals.states.map(|(_, bytes)| bytes);
+    json!({
+        "pid": snapshot.who.pid, "name": snapshot.name(), "ranges": ranges,
+        "totals": {
+            "ranges": list.ranges.len(), "size": totals.bytes, "held": held, "volatile": volatile, "pinned": pinned,
+            "purging": purging, "purged_bytes": totals.purged_bytes, "not_listed": list.left_out,
+        },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: usize = 1 << 20;
+
+    fn range(state: State, purged_bytes: Option<usize>) -> Listed {
+        Listed {
+            addr: 0x7f00_0000_0000,
+            len_bytes: 4 * MIB,
+            state,
+            purged_bytes,
+            age_ticks: Some(1000),
+            ..Listed::NONE
+        }
+    }
+
+    /// A row for each range, sums below; what is not known is not made up.
+    #[test]
+    fn a_list_is_shown_with_its_sums() {
+        let held = Listed { age_ticks: None, ..range(State::Held, Some(0)) };
+        let marked = Listed { kind: Kind::Marked, how: How::Partial, is_strict: true, ..range(State::Volatile, None) };
+        let ranges = vec![held, range(State::Pinned, Some(MIB)), range(State::Volatile, Some(4 * MIB)), marked];
+        let list = List { ranges, left_out: 7 };
+        let text = text_of(&Snapshot::default(), &list);
+        let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_ascii_whitespace().collect()).collect();
+        let row = |words: &str| words.split(' ').map(str::to_owned).collect::<Vec<_>>();
+        assert_eq!(lines[2], row("7f0000000000-7f0000400000 4 MiB handle held full - -"));
+        assert_eq!(lines[3], row("7f0000000000-7f0000400000 4 MiB handle pinned full 4.2 s 1 MiB"));
+        assert_eq!(lines[4], row("7f0000000000-7f0000400000 4 MiB handle volatile full 4.2 s all"));
+        assert_eq!(lines[5], row("7f0000000000-7f0000400000 4 MiB marked volatile partial strict 4.2 s some"));
+        let sums = "4 ranges, 16 MiB: 1 held 4 MiB, 2 volatile 8 MiB, 1 pinned 4 MiB, purged at least 5 MiB";
+        assert_eq!((lines[6].join(" "), lines[7].join(" ")), (sums.to_owned(), "7 more are not listed".to_owned()));
+        let json = json_of(&Snapshot::default(), &list);
+        assert_eq!((&json["ranges"][0]["age_seconds"], &json["ranges"][3]["strict"]), (&Value::Null, &json!(true)));
+        assert_eq!(
+            (&json["ranges"][3]["purged"], &json["ranges"][3]["purged_bytes"]),
+            (&json!("in part"), &Value::Null)
+        );
+        assert_eq!((&json["totals"]["volatile"], &json["totals"]["not_listed"]), (&json!(8 * MIB), &json!(7)));
+    }
+
+    /// Lengths that nobody can have overflow nothing.
+    #[test]
+    fn absurd_lengths_are_survived() {
+        let endless =
+            Listed { addr: usize::MAX, len_bytes: usize::MAX, purged_bytes: Some(usize::MAX), ..Listed::NONE };
+        let list = List { ranges: vec![endless; 3], left_out: u64::MAX };
+        assert!(text_of(&Snapshot::default(), &list).contains("3 ranges"));
+        assert_eq!(json_of(&Snapshot::default(), &list)["totals"]["size"], u64::MAX);
+        assert!(text_of(&Snapshot::default(), &List::default()).contains("no volatile ranges"));
+    }
+}

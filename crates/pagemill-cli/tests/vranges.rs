@@ -1,0 +1,414 @@
+//! `pagemill vranges`: what programs marked, with preload and without; and who does not answer.
+#![allow(unsafe_code)] // marks memory of its own by address
+
+mod common;
+
+use common::{End, Guard, PAGEMILL, Place, STUCK_AFTER, finish, walk};
+use pagemill::Pagemill;
+use pagemill::published;
+use pagemill::reclaim::{Shrinker, Urgency};
+use pagemill::stats::{self, Counter};
+use pagemill::units::os_page_bytes;
+use pagemill::volatile::vrange::{How, Mode};
+use pagemill::volatile::{Behaviour, Range};
+use pagemill_sys::process::{self, Identity};
+use serde_json::Value;
+use std::fs;
+use std::io::{BufRead, BufReader, Lines, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::{ChildStdin, ChildStdout, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+const MIB: u64 = 1 << 20;
+
+/// A program that says some numbers once it is ready, its process id first, and goes on when its input ends.
+struct Holder {
+    guard: Guard,
+    input: Option<ChildStdin>,
+    said: Lines<BufReader<ChildStdout>>,
+    numbers: Vec<u64>,
+}
+
+impl Holder {
+    fn start(mut command: Command) -> Self {
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut guard = Guard::new(command);
+        let input = guard.child().stdin.take();
+        let mut said = BufReader::new(guard.child().stdout.take().unwrap()).lines();
+        let numbers = next_numbers(&mut said);
+        Self { guard, input, said, numbers }
+    }
+
+    fn pid(&self) -> u32 {
+        self.numbers[0] as u32
+    }
+
+    /// Lets it go on; returns what it says then.
+    fn end(mut self) -> Vec<u64> {
+        drop(self.input.take());
+        let numbers = next_numbers(&mut self.said);
+        assert!(self.guard.wait(STUCK_AFTER).success());
+        numbers
+    }
+
+    /// Stops it, not those that started it. Its threads stop one after the other, some after the signal was sent.
+    fn stop(&self) {
+        assert!(common::shell(&format!("kill -s STOP {}", self.pid())).success());
+        let stat_of = |task: fs::DirEntry| fs::read_to_string(task.path().join("stat")).unwrap();
+        let is_stopped = |stat: String| stat[stat.rfind(')').unwrap()..].starts_with(") T");
+        let tasks = || fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap().map(Result::unwrap);
+        while !tasks().map(stat_of).all(is_stopped) {
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn go_on(&self) {
+        assert!(common::shell(&format!("kill -s CONT {}", self.pid())).success());
+    }
+}
+
+/// The first line of numbers only; others are a test harness's. None at the end.
+fn next_numbers(said: &mut Lines<BufReader<ChildStdout>>) -> Vec<u64> {
+    let numbers = |line: String| line.split(' ').map(str::parse).collect::<Result<Vec<u64>, _>>().ok();
+    said.by_ref().find_map(|line| numbers(line.unwrap())).unwrap_or_default()
+}
+
+fn vranges(place: &Place, pid: u32, options: &[&str]) -> Command {
+    let mut command = place.command(PAGEMILL);
+    command.arg("vranges").arg(pid.to_string()).args(options);
+    command
+}
+
+fn list(place: &Place, pid: u32) -> Value {
+    let end = finish(vranges(place, pid, &["--json"]), STUCK_AFTER);
+    end.assert_success();
+    serde_json::from_str(&end.out).unwrap()
+}
+
+/// The listed ranges that begin inside these addresses.
+fn ranges_in(list: &Value, addr: u64, len: u64) -> Vec<&Value> {
+    let is_inside = |range: &&Value| (addr..addr + len).contains(&range["address"].as_u64().unwrap());
+    list["ranges"].as_array().unwrap().iter().filter(is_inside).collect()
+}
+
+fn range_at(list: &Value, addr: u64) -> &Value {
+    ranges_in(list, addr, 1).first().unwrap_or_else(|| panic!("nothing at {addr:x}: {list}"))
+}
+
+fn sum(ranges: &[&Value], of: &str) -> u64 {
+    ranges.iter().map(|range| range[of].as_u64().unwrap()).sum()
+}
+
+/// Requests that lie about.
+fn requests(place: &Place) -> Vec<PathBuf> {
+    walk(&place.path("runtime")).into_iter().filter(|path| path.to_string_lossy().contains(".vranges-")).collect()
+}
+
+#[track_caller]
+fn assert_refused(end: &End, words: &str) {
+    assert!(end.code() == 2 && end.out.is_empty() && end.err.contains(words), "{}: {}{}", end.status, end.out, end.err);
+}
+
+/// A preloaded program over its limit: what the list says is gone is what unmarking says is gone. In a tree.
+#[test]
+fn a_preloaded_program_is_listed() {
+    const LEN: u64 = 16 * MIB;
+    let place = Place::new();
+    let Some(program) = place.compile("vranges.c", &[]) else { return };
+    let holder = Holder::start(place.pagemill_run(&["--limit", "64M"], &program));
+    let list = list(&place, holder.pid());
+    let [old, new, foreign] = [1, 2, 3].map(|index| ranges_in(&list, holder.numbers[index], LEN));
+    for range in old.iter().chain(&new).chain(&foreign) {
+        assert_eq!((&range["kind"], &range["state"]), (&"marked".into(), &"volatile".into()));
+        let age = range["age_seconds"].as_f64().unwrap();
+        assert!(age < holder_age(&holder), "{range}: older than its process");
+    }
+    assert_eq!(old.len(), 1, "{list}");
+    assert_eq!((&old[0]["purged"], &old[0]["behaviour"]), (&"all".into(), &"full".into()));
+    assert!(new.iter().all(|range| range["behaviour"] == "partial"));
+    assert_eq!([sum(&old, "size"), sum(&old, "purged_bytes"), sum(&new, "size")], [LEN; 3]);
+    assert_eq!([sum(&foreign, "size"), sum(&foreign, "purged_bytes")], [LEN, 0]);
+    assert_eq!(list["totals"]["size"], 3 * LEN);
+    assert_eq!(list["totals"]["purged_bytes"], LEN + sum(&new, "purged_bytes"));
+    let is_new_purged = u64::from(sum(&new, "purged_bytes") > 0);
+    let text = finish(vranges(&place, holder.pid(), &[]), STUCK_AFTER);
+    text.assert_success();
+    let row = text.out.lines().find(|line| line.contains(&format!("{:012x}-", holder.numbers[1]))).unwrap();
+    assert!(row.contains("16 MiB  marked  volatile  full") && row.ends_with("  all"), "{row}");
+    assert!(text.out.lines().last().unwrap().contains("ranges, 48 MiB:"), "{}", text.out);
+    assert_eq!(requests(&place), Vec::<PathBuf>::new());
+    assert_eq!(holder.end(), [1, is_new_purged, 0]);
+    place.assert_swept();
+}
+
+/// Seconds that a process has run, and some.
+fn holder_age(holder: &Holder) -> f64 {
+    let stat = fs::read_to_string(format!("/proc/{}/stat", holder.pid())).unwrap();
+    let ticks: f64 = stat[stat.rfind(')').unwrap()..].split(' ').nth(20).unwrap().parse().unwrap();
+    let up: f64 = fs::read_to_string("/proc/uptime").unwrap().split(' ').next().unwrap().parse().unwrap();
+    up - ticks / 100.0 + 1.0
+}
+
+/// More ranges than are copied at a time, in order and each once; several ask at once; a reader may stop reading.
+#[test]
+fn many_ranges_are_listed_to_many() {
+    const COUNT: u64 = 3000;
+    let place = Place::new();
+    let Some(program) = place.compile("vranges.c", &[]) else { return };
+    let mut command = place.pagemill_run(&[], &program);
+    // Young: it grows for its marks.
+    command.arg(COUNT.to_string()).env_remove("PAGEMILL_AFTER");
+    let holder = Holder::start(command);
+    let page = os_page_bytes() as u64;
+    let expected: Vec<u64> = (0..COUNT).map(|at| holder.numbers[1] + 2 * at * page).collect();
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let list = list(&place, holder.pid());
+                let ranges = ranges_in(&list, holder.numbers[1], 2 * COUNT * page);
+                let found: Vec<u64> = ranges.iter().map(|range| range["address"].as_u64().unwrap()).collect();
+                assert!(found == expected, "{} of {COUNT} ranges", found.len());
+                assert_eq!(sum(&ranges, "size"), COUNT * page);
+            });
+        }
+    });
+    let mut reader = place.command("sh");
+    reader.args(["-c", &format!("({PAGEMILL} vranges {}; echo $? > status) | head -n 1", holder.pid())]);
+    finish(reader, STUCK_AFTER).assert_success();
+    let status = || fs::read_to_string(place.path("status")).unwrap_or_default();
+    let begun = Instant::now();
+    while status().is_empty() && begun.elapsed() < STUCK_AFTER {
+        thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(status(), "0\n");
+    assert_eq!(requests(&place), Vec::<PathBuf>::new());
+    holder.end();
+}
+
+/// The program of the next tests: this file, started with a variable that tells it to be one.
+const BE_PROGRAM: &str = "VRANGES_TEST_PROGRAM";
+
+/// What it makes with handles, in this order; and one range marked by address.
+const EXPECTED: [(&str, &str, &str, u64); 6] = [
+    ("held", "full", "no", 0),
+    ("volatile", "full", "all", 3 * MIB),
+    ("volatile", "partial", "in part", MIB),
+    ("pinned", "full", "no", 0),
+    ("volatile", "full", "no", 0),
+    ("volatile", "full", "no", 0),
+];
+
+#[test]
+#[ignore = "a program for other tests"]
+fn program() {
+    if std::env::var_os(BE_PROGRAM).is_none() {
+        return;
+    }
+    let pagemill = Pagemill::of_process().unwrap();
+    let make = |mib: u64, behaviour| -> Range {
+        let mut range = pagemill.ranges.allocate((mib * MIB) as usize, behaviour).unwrap();
+        range.bytes_mut().unwrap().fill(7);
+        range
+    };
+    let held = make(1, Behaviour::Full);
+    let lost = make(3, Behaviour::Full);
+    lost.mark().unwrap();
+    assert!(pagemill.ranges.shrink(u64::MAX, Urgency::Request) > 0);
+    let part = make(4, Behaviour::Partial { chunk_bytes: MIB as usize });
+    part.mark().unwrap();
+    assert!(pagemill.ranges.shrink(1, Urgency::Request) > 0);
+    let pinned = make(1, Behaviour::Full);
+    let pin = pinned.pin().unwrap();
+    pinned.mark().unwrap();
+    let calm = make(1, Behaviour::Full);
+    calm.mark().unwrap();
+    let marked = make(2, Behaviour::Full);
+    // SAFETY: the bytes of a held range, to which there are no references; unmarked before it is dropped.
+    let mark = |mode| unsafe { pagemill.vranges.vrange(marked.addr(), marked.len_bytes(), mode, How::Full) };
+    mark(Mode::Volatile).unwrap();
+    let ranges = [&held, &lost, &part, &pinned, &calm, &marked];
+    let addrs: Vec<String> = ranges.iter().map(|range| range.addr().to_string()).collect();
+    // Not through the harness, which keeps what tests print.
+    writeln!(std::io::stdout(), "\n{} {}", std::process::id(), addrs.join(" ")).unwrap();
+    let _ = std::io::stdin().read_line(&mut String::new());
+    mark(Mode::Nonvolatile).unwrap();
+    drop(pin);
+}
+
+fn as_program(command: &mut Command) {
+    command.args(["--exact", "program", "--ignored", "--nocapture", "--test-threads=1"]).env(BE_PROGRAM, "1");
+}
+
+fn assert_handles(place: &Place, holder: &Holder) {
+    let list = list(place, holder.pid());
+    for (addr, (state, behaviour, purged, purged_bytes)) in holder.numbers[1..].iter().zip(EXPECTED) {
+        let is_marked = addr == holder.numbers.last().unwrap();
+        let at = ranges_in(&list, *addr, 1);
+        // The last one is a handle, held, and marked by address as well.
+        let range = at.iter().find(|range| !is_marked || range["kind"] == "marked").unwrap();
+        assert_eq!(
+            [&range["state"], &range["behaviour"], &range["purged"]],
+            [&Value::from(state), &Value::from(behaviour), &Value::from(purged)],
+            "{range}"
+        );
+        assert_eq!(range["purged_bytes"], purged_bytes, "{range}");
+        assert_eq!(range["kind"], if is_marked { "marked" } else { "handle" });
+        assert_eq!(range["age_seconds"].is_null(), state == "held");
+    }
+    assert_eq!(list["ranges"].as_array().unwrap().len(), 7);
+    assert_eq!(range_at(&list, holder.numbers[1])["size"], MIB);
+}
+
+/// A program that uses the crate alone publishes itself, is listed, and leaves nothing behind.
+#[test]
+fn a_program_with_handles_is_listed() {
+    let place = Place::new();
+    let mut command = place.command(std::env::current_exe().unwrap());
+    as_program(&mut command);
+    let holder = Holder::start(command);
+    assert_handles(&place, &holder);
+    let mut meminfo = place.command(PAGEMILL);
+    meminfo.arg("meminfo").arg(holder.pid().to_string());
+    finish(meminfo, STUCK_AFTER).assert_success();
+    holder.end();
+    place.assert_swept();
+}
+
+/// Preloaded it has two Pagemills, and is listed all the same: in a tree, and where both publish into one folder.
+#[test]
+fn a_preloaded_program_with_handles_is_listed() {
+    let place = Place::new();
+    let mut ask = place.pagemill_run(&[], "sh");
+    ask.args(["-c", "echo $LD_PRELOAD"]);
+    let library = finish(ask, STUCK_AFTER).out;
+    let mut by_hand = place.command(std::env::current_exe().unwrap());
+    by_hand.env("LD_PRELOAD", library.trim());
+    for mut command in [place.pagemill_run(&[], std::env::current_exe().unwrap()), by_hand] {
+        as_program(&mut command);
+        let holder = Holder::start(command);
+        let figures = walk(&place.path("runtime")).into_iter().filter(|path| path.is_file() && !path.ends_with("tree"));
+        assert_eq!(figures.count(), 2, "one of each");
+        assert_handles(&place, &holder);
+        holder.end();
+        place.assert_swept();
+    }
+}
+
+/// A stopped process does not answer: that is said in time, and nothing is left behind; neither after Ctrl-C. When it goes on it
+/// answers again.
+#[test]
+fn who_is_stopped_does_not_answer() {
+    let place = Place::new();
+    let mut command = place.command(std::env::current_exe().unwrap());
+    as_program(&mut command);
+    let holder = Holder::start(command);
+    holder.stop();
+    let end = finish(vranges(&place, holder.pid(), &[]), STUCK_AFTER);
+    assert_refused(&end, "does not answer within 2 s");
+    assert_eq!(requests(&place), Vec::<PathBuf>::new());
+    let mut asking = Guard::new(vranges(&place, holder.pid(), &[]));
+    while requests(&place).is_empty() {
+        assert!(!asking.has_ended(), "it ended before it was interrupted");
+        thread::sleep(Duration::from_millis(1));
+    }
+    asking.signal("INT");
+    assert_eq!(asking.wait(STUCK_AFTER).signal(), Some(libc::SIGINT));
+    assert_eq!(requests(&place), Vec::<PathBuf>::new());
+    holder.go_on();
+    assert_handles(&place, &holder);
+    holder.end();
+}
+
+/// No such process; one without Pagemill; one with no ranges, which is not even asked.
+#[test]
+fn who_has_none_is_told_apart() {
+    let place = Place::new();
+    assert_refused(&finish(vranges(&place, 1 << 30, &[]), STUCK_AFTER), "there is no process 1073741824");
+    let mut plain = place.command("cat");
+    plain.stdin(Stdio::piped());
+    let mut plain = Guard::new(plain);
+    assert_refused(&finish(vranges(&place, plain.id(), &[]), STUCK_AFTER), "publishes no figures");
+    drop(plain.child().stdin.take());
+    plain.wait(STUCK_AFTER);
+    let mut command = place.pagemill_run(&[], "sh");
+    command.args(["-c", "echo $$; read word; echo 0"]);
+    let holder = Holder::start(command);
+    holder.stop();
+    let end = finish(vranges(&place, holder.pid(), &[]), STUCK_AFTER);
+    end.assert_success();
+    assert!(end.out.contains("no volatile ranges"), "{}", end.out);
+    assert_eq!(list(&place, holder.pid())["ranges"], Value::Array(Vec::new()));
+    holder.go_on();
+    holder.end();
+    let mut help = place.command(PAGEMILL);
+    help.args(["vranges", "--help"]);
+    let end = finish(help, STUCK_AFTER);
+    end.assert_success();
+    assert!(end.out.contains("PURGED"), "{}", end.out);
+}
+
+/// Figures of a process that claims to have ranges, as anybody could write them.
+fn forge_figures(place: &Place, who: Identity) -> PathBuf {
+    let mut page = vec![0u8; stats::Figures::LEN];
+    page[..8].copy_from_slice(b"pagemill");
+    page[8..12].copy_from_slice(&stats::VERSION.to_le_bytes());
+    page[12..16].copy_from_slice(&who.pid.to_le_bytes());
+    page[16..24].copy_from_slice(&who.start_ticks.to_le_bytes());
+    let counter = 64 + 8 * Counter::MarkedBytes as usize;
+    page[counter..counter + 8].copy_from_slice(&1u64.to_le_bytes());
+    let folder = place.path("runtime/pagemill");
+    if !folder.exists() {
+        std::os::unix::fs::DirBuilderExt::mode(&mut fs::DirBuilder::new(), 0o700).create(&folder).unwrap();
+    }
+    let path = published::file_of(folder.to_str().unwrap(), who).unwrap();
+    fs::write(path.as_str(), page).unwrap();
+    path.as_str().into()
+}
+
+/// Lists that another process may write: none of them is believed, and none harms. The answer comes from here.
+#[test]
+fn garbage_is_refused() {
+    let place = Place::new();
+    let mut sleeper = place.command("cat");
+    sleeper.stdin(Stdio::piped());
+    let sleeper = Guard::new(sleeper);
+    let who = process::identity(sleeper.id()).unwrap();
+    let figures = forge_figures(&place, who);
+    let head = |number: u32, errno: u32, records: u64| {
+        let mut bytes = b"pm-vrng1".to_vec();
+        bytes.extend(number.to_le_bytes().into_iter().chain(errno.to_le_bytes()));
+        bytes.extend(records.to_le_bytes().into_iter().chain(0u64.to_le_bytes()));
+        bytes
+    };
+    let answers = [
+        (vec![0xFF; 100], "no list"),
+        (head(1, 0, 1), "no list"),
+        (head(1, 0, u64::MAX), "no list"),
+        (head(2, 0, 0), "no list"),
+        ([head(1, 0, 1), vec![0xFF; 32]].concat(), "no list"),
+        (head(1, libc::ENOSPC as u32, 0), "could not write its list"),
+        (Vec::new(), "no helper thread"),
+    ];
+    for (answer, words) in answers {
+        let end = thread::scope(|scope| {
+            let asking = scope.spawn(|| finish(vranges(&place, sleeper.id(), &[]), STUCK_AFTER));
+            while requests(&place).is_empty() && !asking.is_finished() {
+                thread::sleep(Duration::from_millis(1));
+            }
+            if let Some(path) = requests(&place).first() {
+                // Not made anew where it is gone.
+                let file = fs::OpenOptions::new().write(true).open(path);
+                let _ = file.and_then(|mut file| file.write_all(&answer));
+            }
+            asking.join().unwrap()
+        });
+        assert_refused(&end, words);
+        assert_eq!(requests(&place), Vec::<PathBuf>::new());
+        // The number that was asked for begins anew.
+        forge_figures(&place, who);
+    }
+    fs::write(&figures, b"short").unwrap();
+    assert_refused(&finish(vranges(&place, sleeper.id(), &[]), STUCK_AFTER), "publishes no figures");
+}
