@@ -1,15 +1,30 @@
-//! Atomics (loom's under `--cfg loom`) and a lock that never allocates.
+//! Atomics, waiting and the coarse clock (loom's or [`modelled`] ones under `--cfg loom` and `--cfg shuttle`), and a lock that
+//! never allocates.
 #![cfg_attr(loom, allow(dead_code))] // only the atomics are used there
 #![allow(unsafe_code)] // a value behind the lock
 
+#[cfg(shuttle)]
+pub(crate) mod modelled;
+
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64};
-#[cfg(not(loom))]
-pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64};
+#[cfg(shuttle)]
+pub(crate) use modelled::{AtomicU32, AtomicU64, AtomicUsize, coarse_ns, pause, spin_loop};
+#[cfg(not(any(loom, shuttle)))]
+pub(crate) use pagemill_sys::{clock::coarse_ns, thread::pause};
+#[cfg(not(shuttle))]
+pub(crate) use std::hint::spin_loop;
+#[cfg(not(any(loom, shuttle)))]
+pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
 
 pub(crate) use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
+#[cfg(not(shuttle))]
 use pagemill_sys::futex::{self, Scope};
+
+#[cfg(shuttle)]
+use modelled::AtomicU32 as Word;
+#[cfg(not(shuttle))]
 use std::sync::atomic::AtomicU32 as Word;
 
 /// A mutual exclusion lock that may be taken inside `malloc`: one word, no allocation, no thread state.
@@ -50,20 +65,38 @@ impl Lock {
             if self.word.load(Relaxed) == 0 && self.word.compare_exchange(0, 1, Acquire, Relaxed).is_ok() {
                 return;
             }
-            std::hint::spin_loop();
+            spin_loop();
         }
         while self.word.swap(2, Acquire) != 0 {
-            futex::wait(&self.word, 2, None, Scope::Private);
+            sleep_while_held(&self.word);
         }
     }
 
     /// Gives the lock up. Only the one who has it may.
     pub fn release(&self) {
         if self.word.swap(0, Release) == 2 {
-            futex::wake(&self.word, 1, Scope::Private);
+            wake_one(&self.word);
         }
     }
 }
+
+#[cfg(not(shuttle))]
+fn sleep_while_held(word: &Word) {
+    futex::wait(word, 2, None, Scope::Private);
+}
+
+#[cfg(not(shuttle))]
+fn wake_one(word: &Word) {
+    futex::wake(word, 1, Scope::Private);
+}
+
+#[cfg(shuttle)]
+fn sleep_while_held(_word: &Word) {
+    pause();
+}
+
+#[cfg(shuttle)]
+fn wake_one(_word: &Word) {}
 
 pub struct Guard<'lock>(&'lock Lock);
 

@@ -6,8 +6,8 @@
 //! so are charges of the parent.
 
 use super::Generation;
+use crate::sync;
 use crate::units::os_pages_per_block;
-use pagemill_sys::thread;
 use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
 /// What is behind a block.
@@ -109,7 +109,7 @@ impl Word {
             if let Some(locked) = self.try_lock(generation) {
                 return locked;
             }
-            thread::pause();
+            sync::pause();
         }
     }
 }

@@ -2,6 +2,7 @@
 #![allow(unsafe_code)] // tables in memory mapped by hand
 
 use crate::error::{Error, Result};
+use crate::sync::{AtomicU32, AtomicU64};
 use crate::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::mem;
 use std::marker::PhantomData;
@@ -35,9 +36,9 @@ unsafe impl Zeroed for super::block::Word {}
 // SAFETY: atomic words.
 unsafe impl Zeroed for super::extents::Maps {}
 // SAFETY: an atomic integer.
-unsafe impl Zeroed for std::sync::atomic::AtomicU32 {}
+unsafe impl Zeroed for AtomicU32 {}
 // SAFETY: an atomic integer.
-unsafe impl Zeroed for std::sync::atomic::AtomicU64 {}
+unsafe impl Zeroed for AtomicU64 {}
 
 impl<T: Zeroed> Table<T> {
     pub fn new(len: usize) -> Result<Self> {

@@ -28,13 +28,13 @@ use crate::error::{Error, Result};
 use crate::reclaim::Account;
 use crate::reclaim::helper::Helper;
 use crate::stats::{self, Counter};
-use crate::sync::{Lock, Padded};
+use crate::sync::{self, AtomicU32, AtomicU64, Lock, Padded};
 use crate::units::BLOCK_BYTES;
 use class::{Class, GRANULE_BYTES, STEP_BYTES};
-use pagemill_sys::{clock, numa, process, thread};
+use pagemill_sys::{clock, numa, process};
 use slot::{Bytes, Claim, Head, Info, Phase, Slot, Slots};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering::Relaxed};
 
 /// Largest number of shards per node.
 const MAX_SHARDS: usize = 16;
@@ -309,7 +309,7 @@ impl Heap {
                 }
                 None => {
                     // A purge step lasts some hundred microseconds at most for shared blocks.
-                    thread::pause();
+                    sync::pause();
                     head.push(self, number);
                 }
             }
@@ -361,7 +361,7 @@ impl Heap {
         let bytes = loop {
             match slot.try_carve() {
                 Some(bytes) => break bytes,
-                None => thread::pause(), // a purge of the block has it for a moment
+                None => sync::pause(), // a purge of the block has it for a moment
             }
         };
         stats::add(Counter::SlotsFresh, 1);

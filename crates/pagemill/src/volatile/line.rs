@@ -1,6 +1,6 @@
 //! Who is purged next: those that were marked first, some hundred at a time.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use crate::sync::{AtomicU32, AtomicU64, AtomicUsize, Relaxed};
 
 /// Walks of one request: others may mark and unmark as fast as this purges.
 const MOST_WALKS: usize = 64;

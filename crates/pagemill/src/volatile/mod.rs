@@ -54,11 +54,10 @@ use crate::arena::{Arena, Table, Zeroed};
 use crate::error::{Error, Result};
 use crate::heap::Heap;
 use crate::stats::{self, Counter};
-use crate::sync::Lock;
+use crate::sync::{self, Acquire, AtomicU32, AtomicU64, Lock, Relaxed, Release};
 use crate::units::{BLOCK_BYTES, os_page_bytes};
-use pagemill_sys::{clock, mem, thread};
+use pagemill_sys::{clock, mem};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use word::{Refused, Word, epoch_of};
 
 /// Most ranges of a process.
@@ -81,8 +80,8 @@ const SHARDS: usize = 64;
 /// Of a new range, or one that is marked, at most so much is expected to be touched at once.
 const MOST_EXPECTED_BYTES: u64 = 8 * BLOCK_BYTES as u64;
 
-/// Entries that a shard takes at a time: 64 KiB.
-const RUN: u32 = 512;
+/// Entries that a shard takes at a time: 64 KiB. Few where shuttle goes into each step of a walk.
+const RUN: u32 = if cfg!(shuttle) { 4 } else { 512 };
 
 /// The list of this thread: who makes a range mostly marks it, wherever it runs.
 fn shard_here() -> usize {
@@ -93,7 +92,7 @@ fn shard_here() -> usize {
 /// The present epoch.
 #[inline]
 fn now() -> u32 {
-    epoch_of(clock::coarse_ns())
+    epoch_of(sync::coarse_ns())
 }
 
 /// Out-of-line metadata of one range, on cache lines of its own (they are fetched in pairs): who marks one range disturbs
@@ -388,9 +387,9 @@ impl Patience {
 
     fn pause(&mut self) {
         if clock::fine_ns() < self.until_ns {
-            std::hint::spin_loop();
+            sync::spin_loop();
         } else {
-            thread::pause();
+            sync::pause();
         }
     }
 }

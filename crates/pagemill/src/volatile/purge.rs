@@ -13,14 +13,13 @@ use super::word::{Phase, Seen, age};
 use super::{Entry, OWN_SLOT, Ranges, SMALLEST_BYTES, now};
 use crate::reclaim::{Shrinker, Urgency};
 use crate::stats::{self, Counter};
-use crate::sync::Lock;
+use crate::sync::{Acquire, AtomicU64, Lock, Relaxed};
 use crate::trace::{self, Event};
 use crate::units::BLOCK_BYTES;
 use pagemill_sys::{clock, mem};
-use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed};
 
-/// Given back by one system call: what a waiter may have to wait for, some 40 us.
-pub(super) const STEP_BYTES: usize = 4 * BLOCK_BYTES;
+/// Given back by one system call: what a waiter may have to wait for, some 40 us. Small ranges have several under shuttle.
+pub(super) const STEP_BYTES: usize = if cfg!(shuttle) { BLOCK_BYTES / 8 } else { 4 * BLOCK_BYTES };
 
 /// A walk only to know what there is comes so much later than the one before, and takes at most one part in so many of the
 /// time.

@@ -18,11 +18,10 @@ use crate::arena::Arena;
 use crate::error::{Error, Result};
 use crate::reclaim::Account;
 use crate::stats::{self, Counter};
-use crate::sync::{Guarded, Lock};
+use crate::sync::{AtomicU64, Guarded, Lock, Relaxed};
 use crate::units::os_page_bytes;
 use pagemill_sys::mem;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Intervals that a walk looks at while it has the lock: some 20 us.
 pub(super) const AT_A_TIME: usize = 4000;
