@@ -64,7 +64,8 @@ impl<T: Copy> Intervals<T> {
 
     /// No intervals, and no memory yet: no system call. What comes later stays for the life of the process.
     pub(super) const fn new() -> Self {
-        let (directory, entries) = (Sparse::new(MAX_LEAVES), Sparse::new(MAX_LEAVES * Self::PER_LEAF));
+        let directory = Sparse::new(MAX_LEAVES);
+        let entries = Sparse::new(MAX_LEAVES * Self::PER_LEAF);
         Self { directory, entries, leaves: 0, numbered: 0, count: 0, bytes: 0 }
     }
 
@@ -322,14 +323,19 @@ impl<U> Sparse<U> {
             return Ok(());
         }
         if self.base == 0 {
-            let max_bytes = (self.max_len * size_of::<U>()).next_multiple_of(STEP_BYTES);
-            self.base = mem::reserve(max_bytes, os_page_bytes(), 0).map_err(Error::system("reserving metadata"))?;
+            self.base =
+                mem::reserve(self.max_bytes(), os_page_bytes(), 0).map_err(Error::system("reserving metadata"))?;
         }
         let new_bytes = wanted_bytes.next_multiple_of(STEP_BYTES) - self.open_bytes;
         // SAFETY: inside the reservation: its length is a multiple of the step, too.
         unsafe { mem::open(self.base + self.open_bytes, new_bytes) }.map_err(Error::system("opening metadata"))?;
         self.open_bytes += new_bytes;
         Ok(())
+    }
+
+    /// Bytes of the reservation.
+    fn max_bytes(&self) -> usize {
+        (self.max_len * size_of::<U>()).next_multiple_of(STEP_BYTES)
     }
 
     /// The open items, aligned as pages are; while there are none, an empty slice somewhere.
@@ -345,6 +351,17 @@ impl<U> Sparse<U> {
     fn items_mut(&mut self) -> &mut [U] {
         // SAFETY: as above and writable; `&mut self`: nobody else looks at them.
         unsafe { &mut *self.slice() }
+    }
+}
+
+/// Only a model is ever taken down: shuttle runs it thousands of times.
+#[cfg(all(test, shuttle))]
+impl<U> Drop for Sparse<U> {
+    fn drop(&mut self) {
+        if self.base != 0 {
+            // SAFETY: the reservation of this array, which nobody looks at any more.
+            unsafe { mem::unreserve(self.base, self.max_bytes()) };
+        }
     }
 }
 

@@ -40,6 +40,8 @@ mod line;
 pub mod listed;
 mod purge;
 pub mod range;
+#[cfg(all(test, shuttle))]
+mod shuttle_tests;
 mod vpurge;
 pub mod vrange;
 mod word;

@@ -1,0 +1,259 @@
+//! Ranges by address.
+#![allow(unsafe_code)] // marks memory
+
+use super::super::vrange::{How, Marked, Mode};
+use super::*;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+/// Pieces of an area; two areas lie side by side.
+const PIECES: usize = 6;
+
+std::thread_local! {
+    /// Memory outside of the arena, one for all runs of a test.
+    static MAPPED: usize = mem::map_sparse(2 * PIECES * PIECE, PIECE).unwrap();
+}
+
+/// Memory that belongs to one thread, or is shared.
+#[derive(Clone, Copy)]
+struct Area {
+    vranges: &'static Vranges,
+    addr: usize,
+}
+
+impl Area {
+    /// Two that touch: of a slot of the heap, or of other memory.
+    fn two(fixture: &Fixture) -> [Self; 2] {
+        let len = 2 * PIECES * PIECE;
+        let addr = match one_of(2) {
+            0 => fixture.heap.allocate(len, PIECE).unwrap().addr.as_ptr() as usize,
+            _ => MAPPED.with(|addr| *addr),
+        };
+        [addr, addr + PIECES * PIECE].map(|addr| Self { vranges: fixture.vranges, addr })
+    }
+
+    fn call(self, part: &Range<usize>, mode: Mode, how: How) -> Marked {
+        // SAFETY: the memory stays mapped and nobody has references to it; its bytes are only compared.
+        unsafe { self.vranges.vrange(self.addr + part.start * PIECE, part.len() * PIECE, mode, how) }.unwrap()
+    }
+
+    fn read(self, piece: usize) -> u8 {
+        byte_at(self.addr + piece * PIECE)
+    }
+
+    fn write(self, piece: usize, byte: u8) {
+        set_byte(self.addr + piece * PIECE, byte);
+    }
+
+    fn forget(self, part: &Range<usize>) {
+        self.vranges.forget(self.addr + part.start * PIECE..self.addr + part.end * PIECE);
+    }
+}
+
+fn some_part() -> Range<usize> {
+    let start = one_of(PIECES);
+    start..start + 1 + one_of(PIECES - start)
+}
+
+fn some_how() -> How {
+    if one_of(2) == 0 { How::Full } else { How::Partial }
+}
+
+/// An area of one thread, and what it knows of each piece: its byte, and whether it is marked.
+struct Mine {
+    area: Area,
+    bytes: [u8; PIECES],
+    is_marked: [bool; PIECES],
+}
+
+impl Mine {
+    fn new(area: Area, byte: u8) -> Self {
+        let mut owned = Self { area, bytes: [byte; PIECES], is_marked: [false; PIECES] };
+        owned.renew(0..PIECES);
+        owned
+    }
+
+    /// Writes something else to what is nonvolatile now.
+    fn renew(&mut self, part: Range<usize>) {
+        for piece in part {
+            self.bytes[piece] = self.bytes[piece] % 0xFF + 1;
+            self.area.write(piece, self.bytes[piece]);
+            self.is_marked[piece] = false;
+        }
+    }
+
+    /// What is not marked never changes.
+    fn check(&self) {
+        for piece in (0..PIECES).filter(|piece| !self.is_marked[*piece]) {
+            assert_eq!(self.area.read(piece), self.bytes[piece], "nonvolatile memory changed");
+        }
+    }
+
+    fn turn(&mut self) {
+        self.check();
+        let part = some_part();
+        match one_of(8) {
+            0..3 => {
+                let marked = self.area.call(&part, Mode::Volatile, some_how());
+                assert_eq!(marked.bytes as usize, part.len() * PIECE);
+                assert!(
+                    !marked.purged || self.is_marked[part.clone()].contains(&true),
+                    "new marks cannot have been purged"
+                );
+                self.is_marked[part].fill(true);
+            }
+            3..6 => self.unmark(part),
+            6 => {
+                // As if the memory were given to somebody else.
+                self.area.forget(&part);
+                self.renew(part);
+            }
+            _ => linger(),
+        }
+        linger();
+        self.check();
+    }
+
+    fn unmark(&mut self, part: Range<usize>) {
+        let unmarked = self.area.call(&part, Mode::Nonvolatile, How::Full);
+        let were_marked = self.is_marked[part.clone()].iter().filter(|is_marked| **is_marked).count();
+        assert_eq!(unmarked.bytes as usize, were_marked * PIECE);
+        assert!(!unmarked.purged || were_marked > 0);
+        for piece in part.clone() {
+            let found = self.area.read(piece);
+            let may_be_gone = unmarked.purged && self.is_marked[piece];
+            assert!(found == self.bytes[piece] || may_be_gone && found == 0, "piece {piece} went and nobody said so");
+        }
+        self.renew(part);
+    }
+}
+
+/// The sums agree with the marks, and nobody is at one or waits.
+fn check_books(vranges: &Vranges) {
+    vranges.book.with(|book| {
+        assert_eq!((book.claimed, book.waiting), (0, 0));
+        let (mut all, mut foreign) = (0, 0);
+        for (range, mark) in book.marks.from(0) {
+            assert!(!mark.is_purging);
+            let bytes = if mark.is_empty { 0 } else { range.len() as u64 };
+            all += bytes;
+            foreign += if vranges.arena.contains(range.start) { 0 } else { bytes };
+        }
+        assert_eq!((book.sums.all, book.sums.foreign), (all, foreign));
+        assert_eq!((vranges.giveable_bytes(), vranges.foreign_bytes()), (all, foreign));
+        assert_eq!(vranges.is_empty(), book.marks.bytes() == 0);
+    });
+}
+
+/// When nobody else is about all that is marked can go.
+fn purge_all(vranges: &Vranges) {
+    skip_ticks(5);
+    vranges.shrink(u64::MAX, Urgency::Limit);
+    check_books(vranges);
+    assert_eq!(vranges.giveable_bytes(), 0, "what is marked can go");
+}
+
+/// Two owners of areas that touch mark, unmark and forget overlapping parts while purges run: what was not said to be
+/// gone is there, and what is not marked stays.
+#[test]
+fn marks_race_purges() {
+    model(|fixture| {
+        let areas = Area::two(&fixture);
+        let left = Arc::new(Mutex::new(Vec::new()));
+        let user = |area: Area, byte: u8| {
+            let left = left.clone();
+            Box::new(move || {
+                let mut owned = Mine::new(area, byte);
+                (0..8).for_each(|_| owned.turn());
+                if one_of(2) == 0 {
+                    owned.unmark(0..PIECES);
+                    linger();
+                }
+                owned.check();
+                left.lock().unwrap().push(owned);
+            }) as Box<dyn FnOnce() + Send>
+        };
+        let others = move || (0..3).for_each(|_| fixture.purge_once());
+        together([
+            user(areas[0], 1),
+            user(areas[1], 100),
+            Box::new(move || purge(fixture.vranges, 3)),
+            Box::new(others),
+        ]);
+        check_books(fixture.vranges);
+        purge_all(fixture.vranges);
+        for owned in left.lock().unwrap().iter() {
+            owned.check();
+            let is_there = |piece: usize| owned.is_marked[piece] && owned.area.read(piece) != 0;
+            assert!(!(0..PIECES).any(is_there), "what is marked could not go");
+        }
+        areas.iter().for_each(|area| area.forget(&(0..PIECES)));
+        check_books(fixture.vranges);
+        assert!(fixture.vranges.is_empty());
+    });
+}
+
+/// Two threads mark and unmark the same memory: what went was told to one of them.
+#[test]
+fn one_of_several_is_told() {
+    model(|fixture| {
+        let [area, _] = Area::two(&fixture);
+        (0..PIECES).for_each(|piece| area.write(piece, 7));
+        let told = Arc::new(Mutex::new([false; PIECES]));
+        let user = || {
+            let told = told.clone();
+            move || {
+                for _ in 0..5 {
+                    let (part, mode) = (some_part(), [Mode::Volatile, Mode::Nonvolatile][one_of(2)]);
+                    if area.call(&part, mode, some_how()).purged {
+                        told.lock().unwrap()[part].fill(true);
+                    }
+                    linger();
+                }
+            }
+        };
+        together([Box::new(user()), Box::new(user()), Box::new(move || purge(fixture.vranges, 4))]);
+        check_books(fixture.vranges);
+        for piece in 0..PIECES {
+            let was_told =
+                area.call(&(piece..piece + 1), Mode::Nonvolatile, How::Full).purged || told.lock().unwrap()[piece];
+            assert!(was_told || area.read(piece) == 7, "piece {piece} went and nobody was told");
+        }
+        assert!(fixture.vranges.is_empty());
+    });
+}
+
+/// What is marked anew while a purge runs goes after what was not, though a line was made before.
+#[test]
+fn what_was_marked_since_goes_last() {
+    model(|fixture| {
+        let [area, _] = Area::two(&fixture);
+        (0..PIECES).for_each(|piece| area.write(piece, 7));
+        // Every other piece: marks that touch are separate as well, but pieces of theirs would be joined.
+        let parts = [0, 2, 4].map(|piece| piece..piece + 1);
+        for part in &parts {
+            area.call(part, Mode::Volatile, How::Full);
+            skip_ticks(2);
+        }
+        let used = one_of(2);
+        let part = parts[used].clone();
+        let user = move || {
+            skip_ticks(2);
+            if one_of(2) == 0 {
+                area.call(&part, Mode::Nonvolatile, How::Full);
+            }
+            area.call(&part, Mode::Volatile, How::Full);
+        };
+        together([Box::new(user), Box::new(move || purge(fixture.vranges, 1))]);
+        let mut kept = parts.each_ref().map(|part| area.read(part.start) == 7);
+        // What was purged before it was unmarked is marked anew with nothing in it; that goes as well, unseen.
+        while let Some(oldest) = (0..3).filter(|index| kept[*index]).min_by_key(|index| (*index == used, *index)) {
+            fixture.vranges.shrink(1, Urgency::Limit);
+            let after = parts.each_ref().map(|part| area.read(part.start) == 7);
+            kept[oldest] = after[oldest];
+            assert_eq!(after, kept, "another went than {oldest}; used: {used}");
+        }
+        area.forget(&(0..PIECES));
+        check_books(fixture.vranges);
+    });
+}
