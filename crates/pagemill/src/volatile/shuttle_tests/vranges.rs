@@ -1,8 +1,10 @@
 //! Ranges by address.
 #![allow(unsafe_code)] // marks memory
 
+use super::super::guards;
 use super::super::vrange::{How, Marked, Mode};
 use super::*;
+use pagemill_sys::fault;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
@@ -35,6 +37,17 @@ impl Area {
     fn call(self, part: &Range<usize>, mode: Mode, how: How) -> Marked {
         // SAFETY: the memory stays mapped and nobody has references to it; its bytes are only compared.
         unsafe { self.vranges.vrange(self.addr + part.start * PIECE, part.len() * PIECE, mode, how) }.unwrap()
+    }
+
+    /// One of the two ways to mark, as far as the kernel has both.
+    fn some_mode(self) -> Mode {
+        let has_guards = guards::prepare(&(self.addr..self.addr + PIECE)).is_ok();
+        if has_guards && one_of(2) == 0 { Mode::VolatileStrict } else { Mode::Volatile }
+    }
+
+    /// Whether a marked piece was purged: it reads zero, or cannot be read.
+    fn is_gone(self, piece: usize) -> bool {
+        !fault::is_readable(self.addr + piece * PIECE) || self.read(piece) == 0
     }
 
     fn read(self, piece: usize) -> u8 {
@@ -94,7 +107,7 @@ impl Mine {
         let part = some_part();
         match one_of(8) {
             0..3 => {
-                let marked = self.area.call(&part, Mode::Volatile, some_how());
+                let marked = self.area.call(&part, self.area.some_mode(), some_how());
                 assert_eq!(marked.bytes as usize, part.len() * PIECE);
                 assert!(
                     !marked.purged || self.is_marked[part.clone()].contains(&true),
@@ -184,10 +197,12 @@ fn marks_race_purges() {
         purge_all(fixture.vranges);
         for owned in left.lock().unwrap().iter() {
             owned.check();
-            let is_there = |piece: usize| owned.is_marked[piece] && owned.area.read(piece) != 0;
+            let is_there = |piece: usize| owned.is_marked[piece] && !owned.area.is_gone(piece);
             assert!(!(0..PIECES).any(is_there), "what is marked could not go");
         }
         areas.iter().for_each(|area| area.forget(&(0..PIECES)));
+        let can_be_read = |area: &Area| (0..PIECES).all(|piece| fault::is_readable(area.addr + piece * PIECE));
+        assert!(areas.iter().all(can_be_read), "guards are left");
         check_books(fixture.vranges);
         assert!(fixture.vranges.is_empty());
     });
@@ -204,7 +219,7 @@ fn one_of_several_is_told() {
             let told = told.clone();
             move || {
                 for _ in 0..5 {
-                    let (part, mode) = (some_part(), [Mode::Volatile, Mode::Nonvolatile][one_of(2)]);
+                    let (part, mode) = (some_part(), [area.some_mode(), Mode::Nonvolatile][one_of(2)]);
                     if area.call(&part, mode, some_how()).purged {
                         told.lock().unwrap()[part].fill(true);
                     }
