@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Place, STUCK_AFTER, finish, is_installed};
+use common::{Place, STUCK_AFTER, finish, is_installed, is_root};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -49,6 +49,24 @@ fn programs_end_by_the_right_signal() {
         // `run` ends as its program does.
         assert_eq!(end.code(), 128 + signal, "{how}: {:?} {}", end.status, end.err);
     }
+}
+
+/// The first process of a container: no signal that it sends itself ends it, but its own faults do.
+#[test]
+fn the_first_process_ends_as_well() {
+    let place = Place::new();
+    let Some(program) = place.compile("strict_preload.c", &[]) else { return };
+    if !is_root() || !is_installed("unshare") {
+        return println!("skipped: no namespace of processes without root and unshare");
+    }
+    let mut command = place.pagemill_run(&[], "unshare");
+    command.args(["--pid", "--fork"]).arg(&program).arg("touched");
+    let end = finish(command, STUCK_AFTER);
+    if end.out.starts_with("skipped") {
+        return println!("{}", end.out);
+    }
+    assert_eq!(end.out, "marked\n", "{}", end.err);
+    assert!([128 + SIGBUS, 128 + SIGSEGV].contains(&end.code()), "{:?} {}", end.status, end.err);
 }
 
 /// A C++ handler throws out of a fault, as programs do that are compiled for it.

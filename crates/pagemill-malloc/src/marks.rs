@@ -2,28 +2,28 @@
 //!
 //! A purge must never hit what was mapped anew. So `munmap`, `mmap` with `MAP_FIXED`, `mremap` and the advices that throw
 //! contents away come here first, where programs call them through the C library: what they name is not marked any more,
-//! and no purge is at it. `mprotect` waits for a purge, which may be changing the protection itself. Without marks that is
-//! one look. Raw system calls, and the C library's own, are not seen.
+//! and no purge is at it. Without marks that is one look. Raw system calls, and the C library's own, are not seen.
 #![allow(unsafe_code)] // the C ABI of the mapping calls
 
 use crate::{slow, start};
-use pagemill::volatile::{self, Vranges};
+use pagemill::volatile;
 use std::ffi::{c_int, c_long, c_void};
 use std::io;
-use std::ops::Range;
-
-/// All marks, if there are any, and the whole pages of a range, if there are any.
-fn marks_at(addr: usize, len: usize) -> Option<(&'static Vranges, Range<usize>)> {
-    let vranges = start::pagemill()?.vranges;
-    let page = pagemill::units::os_page_bytes();
-    let end = addr.saturating_add(len).checked_next_multiple_of(page).unwrap_or(usize::MAX & !(page - 1));
-    (!vranges.is_empty() && addr < end).then_some((vranges, addr & !(page - 1)..end))
-}
 
 /// Ends the marks of a range that is about to go.
 pub fn forget(addr: usize, len: usize) {
-    if let Some((vranges, range)) = marks_at(addr, len) {
-        vranges.forget(range);
+    let Some(pagemill) = start::pagemill().filter(|pagemill| !pagemill.vranges.is_empty()) else { return };
+    let page = pagemill::units::os_page_bytes();
+    let end = addr.saturating_add(len).checked_next_multiple_of(page).unwrap_or(usize::MAX & !(page - 1));
+    if addr < end {
+        pagemill.vranges.forget(addr & !(page - 1)..end);
+    }
+}
+
+/// As [`forget`], before a call that the kernel refuses where `addr` is no multiple of its pages: then nothing goes.
+fn forget_mapped(addr: *mut c_void, len: usize) {
+    if (addr as usize).is_multiple_of(pagemill::units::os_page_bytes()) {
+        forget(addr as usize, len);
     }
 }
 
@@ -67,7 +67,7 @@ pub unsafe extern "C" fn pagemill_handle_fault(signal: c_int, info: *const c_voi
 /// As `munmap(2)`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
-    forget(addr as usize, len);
+    forget_mapped(addr, len);
     // SAFETY: the caller's promise.
     unsafe { libc::syscall(libc::SYS_munmap, addr, len) as c_int }
 }
@@ -85,7 +85,7 @@ pub unsafe extern "C" fn mmap(
     offset: libc::off_t,
 ) -> *mut c_void {
     if flags & libc::MAP_FIXED != 0 {
-        forget(addr as usize, len);
+        forget_mapped(addr, len);
     }
     // SAFETY: the caller's promise.
     unsafe { libc::syscall(libc::SYS_mmap, addr, len, prot, flags, fd, offset) as *mut c_void }
@@ -122,9 +122,12 @@ pub unsafe extern "C" fn mremap(
     flags: c_int,
     new: *mut c_void,
 ) -> *mut c_void {
-    forget(old as usize, old_len);
-    if flags & libc::MREMAP_FIXED != 0 {
-        forget(new as usize, new_len);
+    let is_possible = new_len > 0 && flags & !(libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP) == 0;
+    if is_possible {
+        forget_mapped(old, old_len);
+    }
+    if is_possible && flags & libc::MREMAP_FIXED != 0 {
+        forget_mapped(new, new_len);
     }
     // SAFETY: the caller's promise.
     unsafe { libc::syscall(libc::SYS_mremap, old, old_len, new_len, flags as c_long, new) as *mut c_void }
@@ -138,36 +141,8 @@ pub unsafe extern "C" fn madvise(addr: *mut c_void, len: usize, advice: c_int) -
     const DONTNEED_LOCKED: c_int = 24;
     let throws_away = [libc::MADV_DONTNEED, libc::MADV_FREE, libc::MADV_REMOVE, DONTNEED_LOCKED].contains(&advice);
     if throws_away {
-        forget(addr as usize, len);
+        forget_mapped(addr, len);
     }
     // SAFETY: the caller's promise.
     unsafe { libc::syscall(libc::SYS_madvise, addr, len, advice) as c_int }
-}
-
-/// Does something to a range that no purge is at, nor comes to meanwhile.
-fn undisturbed(addr: usize, len: usize, act: impl FnOnce() -> c_int) -> c_int {
-    match marks_at(addr, len) {
-        Some((vranges, range)) => vranges.undisturbed(range, act),
-        None => act(),
-    }
-}
-
-/// # Safety
-///
-/// As `mprotect(2)`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn mprotect(addr: *mut c_void, len: usize, prot: c_int) -> c_int {
-    // SAFETY: the caller's promise.
-    undisturbed(addr as usize, len, || unsafe { libc::syscall(libc::SYS_mprotect, addr, len, prot) as c_int })
-}
-
-/// # Safety
-///
-/// As `pkey_mprotect(2)`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn pkey_mprotect(addr: *mut c_void, len: usize, prot: c_int, key: c_int) -> c_int {
-    undisturbed(addr as usize, len, || {
-        // SAFETY: the caller's promise.
-        unsafe { libc::syscall(libc::SYS_pkey_mprotect, addr, len, prot, key) as c_int }
-    })
 }

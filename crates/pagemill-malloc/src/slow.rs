@@ -256,6 +256,10 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
             Err(error) => fail(&error),
         };
     }
+    if let Owner::Heap(pagemill) = owner {
+        // What is read has no guards.
+        forget_marks(pagemill, pointer);
+    }
     // Between two allocators: by copying.
     // SAFETY: the caller's promise.
     let old_size = unsafe { usable(pointer) };

@@ -42,8 +42,16 @@ pub struct Fault {
     pub addr: usize,
     /// There is a mapping that does not allow this; else there is none, or a guard.
     pub is_protected: bool,
-    /// It wanted to run what lies there.
-    pub is_fetch: bool,
+    /// What it was that could not be done; `None` where the processor does not tell.
+    pub access: Option<Access>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    Read,
+    Write,
+    /// Running what lies there.
+    Fetch,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,8 +90,11 @@ pub fn install(judge: Judge) -> io::Result<()> {
         }
         JUDGE.store(judge as usize, Relaxed);
         let before = raw_action(libc::SIGSEGV, None)?;
-        write_program(before);
-        raw_action(libc::SIGSEGV, Some(first(before)))?;
+        // The child of a fork in the midst of this has our handler already.
+        if before.handler != on_fault as *const () as usize {
+            write_program(before);
+            raw_action(libc::SIGSEGV, Some(first(before)))?;
+        }
         PROCESS.store(process::id(), Release);
         Ok(())
     })
@@ -128,16 +139,28 @@ pub unsafe fn handle(signal: c_int, info: *const c_void, context: *mut c_void) -
     if !is_known {
         return false;
     }
+    // SAFETY: the thread's own word.
+    let errno = unsafe { *libc::__errno_location() };
     // Not inside of this handler, but where the fault was.
-    set_mask(libc::SIG_BLOCK, bit(libc::SIGBUS));
+    let mask = set_mask(libc::SIG_BLOCK, bit(libc::SIGBUS));
     // SAFETY: the caller's promise.
-    unsafe { deal(&*info.cast(), &mut *context.cast()) }
+    let is_done = unsafe { deal(info.cast(), context.cast()) };
+    if !is_done {
+        set_mask(libc::SIG_SETMASK, mask);
+    }
+    process::set_errno(errno);
+    is_done
 }
 
 /// Our handler's action, where the program's is this.
 fn first(program: Action) -> Action {
     let has_handler = ![libc::SIG_DFL, libc::SIG_IGN].contains(&program.handler);
-    let passed_on = if has_handler { program.flags & PASSED_ON } else { libc::SA_ONSTACK as u64 };
+    let passed_on = match has_handler {
+        true => program.flags & PASSED_ON,
+        // What is ignored interrupts no system call.
+        false if program.handler == libc::SIG_IGN => PASSED_ON,
+        false => libc::SA_ONSTACK as u64,
+    };
     let flags = libc::SA_SIGINFO as u64 | passed_on;
     Action { handler: on_fault as *const () as usize, flags, restorer: 0, mask: !0 }
 }
@@ -210,14 +233,31 @@ fn read_program() -> Action {
 
 /// Does something alone, with all signals blocked: no handler of this thread can come here meanwhile.
 fn locked<T>(act: impl FnOnce() -> T) -> T {
-    let before = set_mask(libc::SIG_SETMASK, !0);
+    let _quiet = Quiet::begin();
     while LOCK.compare_exchange(0, 1, Acquire, Relaxed).is_err() {
         thread::pause();
     }
     let result = act();
     LOCK.store(0, Release);
-    set_mask(libc::SIG_SETMASK, before);
     result
+}
+
+/// While this lives no signal reaches the thread: no handler of the program runs in the midst of something. Two system
+/// calls.
+pub struct Quiet {
+    before: u64,
+}
+
+impl Quiet {
+    pub fn begin() -> Self {
+        Self { before: set_mask(libc::SIG_SETMASK, !0) }
+    }
+}
+
+impl Drop for Quiet {
+    fn drop(&mut self) {
+        set_mask(libc::SIG_SETMASK, self.before);
+    }
 }
 
 /// Changes this thread's signal mask by the plain system call; returns the one before.
@@ -241,6 +281,15 @@ pub fn is_readable(addr: usize) -> bool {
     // SAFETY: the kernel checks the address itself, and says `EFAULT`; the mask stays as it is.
     unsafe { libc::syscall(libc::SYS_rt_sigprocmask, NO_SUCH_WAY, set, nowhere, size_of::<u64>()) };
     io::Error::last_os_error().raw_os_error() != Some(libc::EFAULT)
+}
+
+/// Whether four bytes at `addr` can be written: they stay as they are. The kernel combines them with zero.
+pub fn is_writable(addr: usize) -> bool {
+    const OR_ZERO: u32 = (libc::FUTEX_OP_OR as u32) << 28;
+    let (nobody, way) = (AtomicU32::new(0), libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG);
+    let word = (addr & !(size_of::<u32>() - 1)) as *const u32;
+    // SAFETY: the kernel checks the address itself, and says `EFAULT`; nobody is woken.
+    unsafe { libc::syscall(libc::SYS_futex, nobody.as_ptr(), way, 0, 0, word, OR_ZERO) >= 0 }
 }
 
 /// The handler: what [`decide`] returns is jumped to, as if the kernel had called it.
@@ -285,12 +334,11 @@ unsafe extern "C" fn on_fault() {
 }
 
 /// Deals with a fault, or tells which handler of the program is to have it. 0: return to where the fault was.
-extern "C" fn decide(_signal: c_int, info: &libc::siginfo_t, context: &mut libc::ucontext_t) -> usize {
+extern "C" fn decide(_signal: c_int, info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> usize {
     // SAFETY: the thread's own word.
     let errno = unsafe { *libc::__errno_location() };
     // SAFETY: what the kernel gave to the handler.
-    let is_done = unsafe { deal(info, context) };
-    let next = if is_done { 0 } else { pass_on(info, context) };
+    let next = unsafe { if deal(info, context) { 0 } else { pass_on(info, context) } };
     process::set_errno(errno);
     next
 }
@@ -300,19 +348,21 @@ extern "C" fn decide(_signal: c_int, info: &libc::siginfo_t, context: &mut libc:
 /// # Safety
 ///
 /// Both are what the kernel gave to a handler, in that handler. `SIGBUS` is blocked until it returns.
-unsafe fn deal(info: &libc::siginfo_t, context: &mut libc::ucontext_t) -> bool {
-    if ![SEGV_MAPERR, SEGV_ACCERR].contains(&info.si_code) {
+unsafe fn deal(info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> bool {
+    // SAFETY: the caller's promise; of a fault the address is there.
+    let (code, addr) = unsafe { ((*info).si_code, (*info).si_addr() as usize) };
+    if ![SEGV_MAPERR, SEGV_ACCERR].contains(&code) {
         return false;
     }
-    // SAFETY: a fault's: the field is there.
-    let addr = unsafe { info.si_addr() } as usize;
-    let is_protected = info.si_code == SEGV_ACCERR;
-    let fault = Fault { addr, is_protected, is_fetch: addr == program_counter(context) };
+    // SAFETY: the caller's promise.
+    let access = unsafe { access_of(context) };
+    let fault = Fault { addr, is_protected: code == SEGV_ACCERR, access };
     // SAFETY: written by `install`, with a function of this type, before the handler was there.
     let judge: Judge = unsafe { std::mem::transmute(JUDGE.load(Relaxed)) };
     match judge(&fault) {
         Verdict::Program => false,
-        Verdict::Purged => raise_bus(addr, context),
+        // SAFETY: the caller's promise.
+        Verdict::Purged => unsafe { raise_bus(addr, context) },
         Verdict::Again => {
             thread::pause();
             true
@@ -320,25 +370,80 @@ unsafe fn deal(info: &libc::siginfo_t, context: &mut libc::ucontext_t) -> bool {
     }
 }
 
+/// What the fault was at, from the processor's error code.
+///
+/// # Safety
+///
+/// What the kernel gave to a handler.
 #[cfg(target_arch = "x86_64")]
-fn program_counter(context: &libc::ucontext_t) -> usize {
-    context.uc_mcontext.gregs[libc::REG_RIP as usize] as usize
+unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
+    const WRITE: i64 = 1 << 1;
+    const FETCH: i64 = 1 << 4;
+    // SAFETY: the caller's promise.
+    let code = unsafe { (*context).uc_mcontext.gregs[libc::REG_ERR as usize] };
+    Some(match code {
+        code if code & FETCH != 0 => Access::Fetch,
+        code if code & WRITE != 0 => Access::Write,
+        _ => Access::Read,
+    })
 }
 
+/// What the fault was at, from the syndrome among the records behind the registers.
+///
+/// # Safety
+///
+/// What the kernel gave to a handler.
 #[cfg(target_arch = "aarch64")]
-fn program_counter(context: &libc::ucontext_t) -> usize {
-    context.uc_mcontext.pc as usize
+unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
+    const SYNDROME: u32 = 0x4553_5201;
+    const WRITE: u64 = 1 << 6;
+    /// Kinds of exceptions: fetches and accesses of data, from below.
+    const FETCH: u64 = 0x20;
+    const DATA: u64 = 0x24;
+    /// Registers and what follows them, up to the records, which are aligned to 16 bytes.
+    const RECORDS_AT: usize = (8 + 31 * 8 + 3 * 8_usize).next_multiple_of(16);
+    const ROOM: usize = 4 << 10;
+    // SAFETY: the caller's promise; the records lie in `uc_mcontext`, each begins with its kind and size.
+    unsafe {
+        let records = (&raw const (*context).uc_mcontext).cast::<u8>().add(RECORDS_AT);
+        let mut at = 0;
+        while at + 16 <= ROOM {
+            let [kind, size] = records.add(at).cast::<[u32; 2]>().read();
+            if kind == SYNDROME {
+                let syndrome = records.add(at + 8).cast::<u64>().read();
+                return match syndrome >> 26 & 0x3F {
+                    FETCH => Some(Access::Fetch),
+                    DATA if syndrome & WRITE != 0 => Some(Access::Write),
+                    DATA => Some(Access::Read),
+                    _ => None,
+                };
+            }
+            if kind == 0 || size < 8 {
+                return None;
+            }
+            at += size as usize;
+        }
+    }
+    None
 }
 
-/// The mask that the interrupted thread has again after the handler: of the C library's set, the kernel's part.
-fn mask_of(context: &mut libc::ucontext_t) -> &mut u64 {
-    // SAFETY: at least as large as the kernel's set, and as aligned.
-    unsafe { &mut *(&raw mut context.uc_sigmask).cast() }
+/// The mask that the interrupted thread has again after the handler: of the C library's set, the kernel's part, a word.
+///
+/// # Safety
+///
+/// What the kernel gave to a handler.
+unsafe fn mask_of(context: *mut libc::ucontext_t) -> *mut u64 {
+    // SAFETY: the caller's promise.
+    unsafe { (&raw mut (*context).uc_sigmask).cast() }
 }
 
 /// Sends this thread a `SIGBUS` for the address, which comes when the handler returns. Where the program ignores or
-/// blocks it, it ends the program, as the kernel's own would. Says whether the kernel took it.
-fn raise_bus(addr: usize, context: &mut libc::ucontext_t) -> bool {
+/// blocks it, it ends the program, as the kernel's own would. Says whether it will come.
+///
+/// # Safety
+///
+/// `context` is what the kernel gave to a handler, in that handler.
+unsafe fn raise_bus(addr: usize, context: *mut libc::ucontext_t) -> bool {
     /// `siginfo_t` of a fault.
     #[repr(C)]
     struct Info {
@@ -350,11 +455,19 @@ fn raise_bus(addr: usize, context: &mut libc::ucontext_t) -> bool {
         rest: [u64; 13],
     }
     const _: () = assert!(size_of::<Info>() == size_of::<libc::siginfo_t>());
-    let mask = mask_of(context);
-    let is_ignored = raw_action(libc::SIGBUS, None).is_ok_and(|action| action.handler == libc::SIG_IGN);
-    if is_ignored || *mask & bit(libc::SIGBUS) != 0 {
+    // SAFETY: the caller's promise.
+    let mask = unsafe { mask_of(context) };
+    // SAFETY: as above.
+    let is_blocked = unsafe { *mask } & bit(libc::SIGBUS) != 0;
+    let handler = raw_action(libc::SIGBUS, None).map_or(libc::SIG_DFL, |action| action.handler);
+    if is_blocked || [libc::SIG_DFL, libc::SIG_IGN].contains(&handler) {
+        // It ends the program. The first process of a namespace it does not: that takes the fault itself.
+        if process::id() == 1 {
+            return false;
+        }
         let _ = raw_action(libc::SIGBUS, Some(DEFAULT));
-        *mask &= !bit(libc::SIGBUS);
+        // SAFETY: as above.
+        unsafe { *mask &= !bit(libc::SIGBUS) };
     }
     let info = Info { signal: libc::SIGBUS, errno: 0, code: BUS_ADRERR, padding: 0, addr, rest: [0; 13] };
     queue(libc::SIGBUS, (&raw const info).cast())
@@ -370,16 +483,25 @@ fn queue(signal: c_int, info: *const c_void) -> bool {
 }
 
 /// What the kernel would do with the program's action: the handler to call, with the mask set for it, or 0.
-fn pass_on(info: &libc::siginfo_t, context: &mut libc::ucontext_t) -> usize {
-    let (action, is_sent) = (read_program(), info.si_code <= 0);
+///
+/// # Safety
+///
+/// Both are what the kernel gave to a handler, in that handler.
+unsafe fn pass_on(info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> usize {
+    // SAFETY: the caller's promise.
+    let (is_sent, mask) = unsafe { ((*info).si_code <= 0, mask_of(context)) };
+    let action = read_program();
     match action.handler {
         libc::SIG_IGN if is_sent => 0,
+        // What is sent to the first process of a namespace does nothing there.
+        libc::SIG_DFL if is_sent && process::id() == 1 => 0,
         libc::SIG_DFL | libc::SIG_IGN => {
             // The access is repeated, and ends the program with all that a core file tells; what was sent is sent again.
             let _ = raw_action(libc::SIGSEGV, Some(DEFAULT));
-            *mask_of(context) &= !bit(libc::SIGSEGV);
+            // SAFETY: the caller's promise.
+            unsafe { *mask &= !bit(libc::SIGSEGV) };
             if is_sent {
-                queue(libc::SIGSEGV, std::ptr::from_ref(info).cast());
+                queue(libc::SIGSEGV, info.cast());
             }
             0
         }
@@ -389,7 +511,8 @@ fn pass_on(info: &libc::siginfo_t, context: &mut libc::ucontext_t) -> usize {
                 locked(|| write_program(DEFAULT));
             }
             let itself = if has(libc::SA_NODEFER) { 0 } else { bit(libc::SIGSEGV) };
-            set_mask(libc::SIG_SETMASK, *mask_of(context) | action.mask | itself);
+            // SAFETY: the caller's promise.
+            set_mask(libc::SIG_SETMASK, unsafe { *mask } | action.mask | itself);
             handler
         }
     }
@@ -408,6 +531,14 @@ mod tests {
         // SAFETY: our own reservation.
         unsafe { crate::mem::open(addr, page).unwrap() };
         assert!(is_readable(addr) && is_readable(addr + page - 1) && !is_readable(addr + page));
+        // SAFETY: opened above.
+        unsafe { (addr as *mut u8).write_volatile(7) };
+        assert!(is_writable(addr) && is_writable(addr + page - 1) && !is_writable(addr + page));
+        // SAFETY: as above.
+        assert_eq!(unsafe { (addr as *const u8).read_volatile() }, 7);
+        // SAFETY: our own reservation, which nobody else looks at.
+        unsafe { crate::mem::close(addr, page).unwrap() };
+        assert!(!is_readable(addr) && !is_writable(addr));
         // SAFETY: as above.
         unsafe { crate::mem::unreserve(addr, 2 * page) };
     }

@@ -141,12 +141,20 @@ impl<T> Guarded<T> {
         })
     }
 
-    /// For `fork` handlers.
-    pub fn acquire(&self) {
-        self.lock.acquire();
+    /// Takes the lock when the value is so. For `fork` handlers.
+    pub fn acquire_when(&self, is_so: impl Fn(&T) -> bool) {
+        loop {
+            self.lock.acquire();
+            // SAFETY: the lock is held, so nobody changes it.
+            if is_so(unsafe { &*self.value.get() }) {
+                return;
+            }
+            self.lock.release();
+            pause();
+        }
     }
 
-    /// Ends [`Guarded::acquire`].
+    /// Ends [`Guarded::acquire_when`].
     pub fn release(&self) {
         self.lock.release();
     }

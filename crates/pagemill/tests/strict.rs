@@ -16,6 +16,7 @@ use proptest::prelude::*;
 use std::ffi::c_void;
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::time::Duration;
 
 /// What a probe may say beside the byte.
 const BUS: i32 = -1;
@@ -281,6 +282,150 @@ fn a_child_has_guards_of_its_own() {
     unsafe { libc::waitpid(child, &raw mut status, 0) };
     assert_eq!(status, 0);
     assert!((0..16).all(|index| page(&area, index) == BUS));
+}
+
+/// A handler that interrupts a purge, or whoever ends guards, reads what is closed just then: it does not wait for itself.
+#[test]
+fn handlers_do_not_wait_for_themselves() {
+    static READ: AtomicUsize = AtomicUsize::new(0);
+    static ADDR: AtomicUsize = AtomicUsize::new(0);
+    extern "C" fn on_alarm(_: i32, _: &libc::siginfo_t, _: &mut libc::ucontext_t) {
+        // SAFETY: whatever happens, a handler answers.
+        unsafe { load(ADDR.load(Relaxed)) };
+        READ.fetch_add(1, Relaxed);
+    }
+    let _turn = turn();
+    let area = Area::huge(8, 1);
+    if !mark(&area, 0, area.pages(), How::Full) {
+        return;
+    }
+    ADDR.store(area.at(area.pages() / 2) as usize, Relaxed);
+    let before = install(libc::SIGPROF, on_alarm);
+    // To this very thread, again and again.
+    // SAFETY: no arguments; the thread is alive, since it is joined with.
+    let (process, thread) = unsafe { (libc::getpid(), libc::syscall(libc::SYS_gettid)) };
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Relaxed) {
+                // SAFETY: a signal that has a handler.
+                unsafe { libc::syscall(libc::SYS_tgkill, process, thread, libc::SIGPROF) };
+                std::thread::sleep(Duration::from_micros(20));
+            }
+        });
+        for _ in 0..300 {
+            purge(usize::MAX);
+            area.unmark(0, area.pages());
+            (0..area.pages()).step_by(64).for_each(|index| area.write(index, 1));
+            mark(&area, 0, area.pages(), How::Full);
+        }
+        is_over.store(true, Relaxed);
+    });
+    // SAFETY: puts back what was there.
+    unsafe { libc::sigaction(libc::SIGPROF, &raw const before, std::ptr::null_mut()) };
+    assert!(READ.load(Relaxed) > 100);
+}
+
+/// A child that is forked while another thread ends guards can use what it unmarks.
+#[test]
+fn a_child_is_not_born_in_between() {
+    let _turn = turn();
+    let area = Area::huge(4, 3);
+    if !mark(&area, 0, area.pages(), How::Full) {
+        return;
+    }
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Relaxed) {
+                purge(usize::MAX);
+                area.unmark(0, area.pages());
+                mark(&area, 0, area.pages(), How::Full);
+            }
+        });
+        for _ in 0..100 {
+            pagemill().before_fork();
+            // SAFETY: the child calls nothing that allocates, and ends by `_exit`.
+            let child = unsafe { libc::fork() };
+            pagemill().after_fork();
+            if child == 0 {
+                pagemill().begin_child();
+                area.unmark(0, area.pages());
+                let is_right = (0..area.pages()).all(|index| [0, 3].contains(&page(&area, index)));
+                // SAFETY: ends the child without running anything else.
+                unsafe { libc::_exit(i32::from(!is_right)) };
+            }
+            let mut status = 0;
+            // SAFETY: waits for our own child.
+            unsafe { libc::waitpid(child, &raw mut status, 0) };
+            assert_eq!(status, 0);
+        }
+        is_over.store(true, Relaxed);
+    });
+}
+
+/// What a child does not inherit (`MADV_DONTFORK`) may be something else there: what was noted of it destroys nothing.
+#[test]
+fn what_a_child_has_not_is_not_touched_there() {
+    let _turn = turn();
+    let area = Area::huge(2, 3);
+    if !mark(&area, 0, area.pages(), How::Full) {
+        return;
+    }
+    purge(usize::MAX);
+    // SAFETY: concerns children only.
+    unsafe { libc::madvise(area.addr as *mut _, area.len, libc::MADV_DONTFORK) };
+    pagemill().before_fork();
+    // SAFETY: the child calls nothing that allocates, and ends by `_exit`.
+    let child = unsafe { libc::fork() };
+    pagemill().after_fork();
+    if child == 0 {
+        pagemill().begin_child();
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+        // SAFETY: nothing is mapped there in this child.
+        let mapped = unsafe {
+            libc::mmap(area.addr as *mut _, area.len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) as usize
+        };
+        (0..area.pages()).for_each(|index| area.write(index, 9));
+        area.unmark(0, area.pages());
+        let is_right = mapped == area.addr && (0..area.pages()).all(|index| page(&area, index) == 9);
+        // SAFETY: ends the child without running anything else.
+        unsafe { libc::_exit(i32::from(!is_right)) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for our own child.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(status, 0);
+}
+
+/// Memory that is locked while it is purged: what went raises `SIGBUS`, what did not is there, and the program goes on.
+#[test]
+fn locking_races_purges() {
+    let _turn = turn();
+    let area = Area::huge(4, 1);
+    if !mark(&area, 0, area.pages(), How::Full) {
+        return;
+    }
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Relaxed) {
+                // SAFETY: our own mapping; contents stay.
+                unsafe {
+                    libc::mlock2(area.addr as *const _, area.len, libc::MLOCK_ONFAULT as _);
+                    libc::munlock(area.addr as *const _, area.len);
+                }
+            }
+        });
+        for _ in 0..300 {
+            purge(usize::MAX);
+            assert!(pages(&area).iter().step_by(16).all(|found| [1, BUS].contains(found)), "no zeros");
+            area.unmark(0, area.pages());
+            area.fill(1);
+            mark(&area, 0, area.pages(), How::Full);
+        }
+        is_over.store(true, Relaxed);
+    });
 }
 
 /// Slots of the heap: guarded as any memory, and the books stay right.

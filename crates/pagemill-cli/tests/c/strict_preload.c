@@ -145,6 +145,10 @@ static void handlers(void)
 	assert(waitpid(child, &status, 0) == child && status == 0);
 	assert(touch(none) == SIGSEGV && touch(area) == SIGBUS);
 
+	/* Calls that fail change nothing. */
+	assert(munmap(area + 1, page) == -1 && madvise(area + 1, page, MADV_DONTNEED) == -1);
+	assert(mremap(area, len, 0, 0) == MAP_FAILED && touch(area) == SIGBUS);
+
 	/* What is unmapped, thrown away or freed has no guards; what is protected raises what that raises. */
 	assert(madvise(area, page, MADV_DONTNEED) == 0 && touch(area) == 0 && touch(area + page) == SIGBUS);
 	assert(munmap(area, 4 * page) == 0 && touch(area + page) == SIGSEGV);
@@ -160,7 +164,11 @@ static void handlers(void)
 	free(large);
 	large = aligned_alloc(page, 1 << 20);
 	memset(large, 7, 1 << 20);
-	free(large);
+	assert(vrange(large, 1 << 20, 2, 0, NULL) == 1 << 20);
+	malloc_trim(0);
+	char *small = realloc(large, 1000);
+	assert(small && touch(small) == 0);
+	free(small);
 	puts("handlers");
 }
 

@@ -146,10 +146,11 @@ impl Book {
     /// As [`Book::claim_guarded`].
     pub fn claim(&mut self, whole: &Range<usize>, part: &Range<usize>, mark: Mark) -> Result<()> {
         let claimed = Mark { is_purging: true, ..mark };
+        // Room for this, and for what is to be done afterwards.
+        self.marks.prepare(6)?;
         if part == whole {
             self.change(part, claimed);
         } else {
-            self.marks.prepare(3)?;
             self.cut(part.clone(), |_, _| ())?;
             self.insert(part.clone(), claimed)?;
         }

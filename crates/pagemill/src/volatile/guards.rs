@@ -8,17 +8,17 @@
 //! process as addresses do, not to one Pagemill.
 #![allow(unsafe_code)] // closes and opens the program's memory, reads its table
 
-use crate::error::{Error, Result};
+use crate::error::Error;
 use crate::stats::{self, Counter};
 use crate::units::{BLOCK_BYTES, os_page_bytes};
-use pagemill_sys::fault::{self, Fault, Verdict};
+use pagemill_sys::fault::{self, Access, Fault, Quiet, Verdict};
 use pagemill_sys::maps::{Mapping, Maps};
 use pagemill_sys::{fatal, mem, thread};
 use std::ffi::c_void;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{
-    AtomicPtr, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+    AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
     Ordering::SeqCst,
 };
 
@@ -34,6 +34,9 @@ const TRIES: usize = 10_000;
 static TABLE: [AtomicPtr<AtomicU64>; LEAVES] = [const { AtomicPtr::new(std::ptr::null_mut()) }; LEAVES];
 /// Parts that are closed for a moment.
 static UNDER_WAY: AtomicU32 = AtomicU32::new(0);
+
+/// The table was a parent's: what it says is not enough to give memory up.
+static HAS_INHERITED: AtomicBool = AtomicBool::new(false);
 
 /// What the kernel was found to offer.
 static SUPPORT: AtomicU32 = AtomicU32::new(UNKNOWN);
@@ -115,7 +118,7 @@ fn next_page(range: &Range<usize>, wanted: bool) -> Option<usize> {
 ///
 /// Nothing has changed then. [`Error::Unsupported`] before Linux 6.13; [`Error::BadRange`] for addresses beyond 2^48;
 /// [`Error::System`] without memory for the table.
-pub(super) fn prepare(range: &Range<usize>) -> Result<()> {
+pub(super) fn prepare(range: &Range<usize>) -> crate::error::Result<()> {
     check_support()?;
     if range.end > END {
         return Err(Error::BadRange { addr: range.start, len_bytes: range.len() });
@@ -133,7 +136,7 @@ pub(super) fn prepare(range: &Range<usize>) -> Result<()> {
     fault::install(judge).map_err(Error::system("hearing of faults"))
 }
 
-fn check_support() -> Result<()> {
+fn check_support() -> crate::error::Result<()> {
     if SUPPORT.load(Relaxed) == UNKNOWN {
         let page = os_page_bytes();
         let scratch = mem::map_sparse(page, page).map_err(Error::system("trying guard pages"))?;
@@ -156,13 +159,16 @@ fn check_support() -> Result<()> {
     }
 }
 
-/// Ends while a part is closed.
-struct Passage;
+/// Lives while a part is closed. No handler of the program runs on this thread meanwhile: it would wait for itself.
+struct Passage {
+    _quiet: Quiet,
+}
 
 impl Passage {
     fn begin() -> Self {
+        let quiet = Quiet::begin();
         UNDER_WAY.fetch_add(1, SeqCst);
-        Self
+        Self { _quiet: quiet }
     }
 }
 
@@ -172,113 +178,178 @@ impl Drop for Passage {
     }
 }
 
-/// Purges a part by `discard` and guards its pages. What is guarded there already stays so. Returns what `discard` does:
-/// `None` if it, or the kernel before it, refused; then all is as it was.
+/// The kernel, or whoever discards, refused a part; what had gone before that of the same part, if any did.
+pub(super) struct Refused {
+    pub freed: Option<u64>,
+}
+
+/// Purges a part by `discard` and guards its pages. What is guarded there already stays so. Returns what the kernel took.
+///
+/// Where no guard can be had any more (the program locks the memory just now) purged pages stay closed, which is the same
+/// for whoever touches them.
+///
+/// # Errors
+///
+/// [`Refused`]: what is left is as it was.
 ///
 /// # Safety
 ///
 /// The part is claimed: private, readable and writable memory inside one mapping, which the program can do without.
-pub(super) unsafe fn replace(part: Range<usize>, mut discard: impl FnMut(Range<usize>) -> Option<u64>) -> Option<u64> {
-    let (mut freed, mut rest) = (0, part);
+pub(super) unsafe fn replace(
+    part: Range<usize>,
+    mut discard: impl FnMut(Range<usize>) -> Option<u64>,
+) -> Result<u64, Refused> {
+    let (mut freed, mut rest) = (None, part);
     while let Some(run) = next_run(&rest, false) {
-        // Locked memory would be found out only when it is closed.
-        mem::cool(run.start, run.len()).ok()?;
-        let _passage = Passage::begin();
-        set(&run);
-        // SAFETY: whoever touches it meanwhile faults, and waits (`judge`).
-        if unsafe { mem::close(run.start, run.len()) }.is_err() {
-            clear(&run);
-            return None;
+        // SAFETY: the caller's promise.
+        match unsafe { replace_run(&run, &mut discard) } {
+            Some(bytes) => freed = Some(freed.unwrap_or(0) + bytes),
+            None => return Err(Refused { freed }),
         }
-        let gone = discard(run.clone());
-        if gone.is_some() {
-            // SAFETY: the caller's promise.
-            insist("guarding", &run, || unsafe { mem::install_guards(run.start, run.len()) });
-        }
-        // SAFETY: it was open before.
-        insist("opening", &run, || unsafe { mem::open(run.start, run.len()) });
-        if gone.is_none() {
-            clear(&run);
-        }
-        freed += gone?;
         rest.start = run.end;
+    }
+    Ok(freed.unwrap_or(0))
+}
+
+/// # Safety
+///
+/// As [`replace`]; none of the run has a guard.
+unsafe fn replace_run(run: &Range<usize>, discard: impl FnOnce(Range<usize>) -> Option<u64>) -> Option<u64> {
+    // Locked memory would be found out only when it is closed.
+    mem::cool(run.start, run.len()).ok()?;
+    let _passage = Passage::begin();
+    set(run);
+    // SAFETY: whoever touches it meanwhile faults, and waits (`judge`).
+    if unsafe { mem::close(run.start, run.len()) }.is_err() {
+        clear(run);
+        return None;
+    }
+    // SAFETY: it was open before.
+    let open = || unsafe { mem::open(run.start, run.len()) };
+    let Some(freed) = discard(run.clone()) else {
+        if let Err(error) = insist(open) {
+            fatal(format_args!("pagemill: {} bytes at {:#x} cannot be opened again: {error}", run.len(), run.start));
+        }
+        clear(run);
+        return None;
+    };
+    // SAFETY: the caller's promise.
+    if insist(|| unsafe { mem::install_guards(run.start, run.len()) }).is_ok() {
+        // Or it stays closed, until it is nonvolatile.
+        let _ = insist(open);
     }
     Some(freed)
 }
 
-/// What has to be done, since the program counts on it. The kernel may be short of memory for a moment.
-fn insist(doing: &str, run: &Range<usize>, act: impl Fn() -> io::Result<()>) {
+/// Tries again while the kernel is short of memory.
+fn insist(act: impl Fn() -> io::Result<()>) -> io::Result<()> {
     let mut result = act();
     for _ in 0..TRIES {
-        let Err(_) = result else { return };
-        thread::pause();
+        match &result {
+            Err(error) if error.kind() == io::ErrorKind::OutOfMemory => thread::pause(),
+            _ => break,
+        }
         result = act();
     }
-    if let Err(error) = result {
-        fatal(format_args!("pagemill: {doing} the purged {} bytes at {:#x}: {error}", run.len(), run.start));
-    }
+    result
 }
 
 /// Takes the guards in a range away: its pages read zero, and huge ones may come in again.
 ///
+/// # Errors
+///
+/// [`Error::System`] where closed memory cannot be opened again; what was not come to is guarded still.
+///
 /// # Safety
 ///
 /// Nothing purges there meanwhile.
-pub(super) unsafe fn remove(range: &Range<usize>) {
+pub(super) unsafe fn remove(range: &Range<usize>) -> crate::error::Result<()> {
     let (maps, mut rest) = (Maps::open().ok(), range.clone());
     while let Some(run) = next_run(&rest, true) {
         let mut at = run.start;
         while at < run.end {
             let mapping = maps.as_ref().and_then(|maps| maps.find(at).ok().flatten());
             let end = mapping.as_ref().map_or(run.end, |mapping| mapping.addresses.end).min(run.end);
-            remove_from(at..end, mapping.is_some_and(|mapping| is_plain(&mapping, at)));
+            let access = mapping.map_or(Mapped::Otherwise, |mapping| Mapped::of(&mapping, at));
+            remove_from(&(at..end), access).map_err(Error::system("opening purged memory"))?;
             at = end;
         }
         rest.start = run.end;
     }
+    Ok(())
 }
 
-fn is_plain(mapping: &Mapping, addr: usize) -> bool {
-    let is_open = mapping.is_readable && mapping.is_writable && !mapping.is_executable;
-    mapping.addresses.contains(&addr) && is_open && !mapping.is_shared && !mapping.has_file
+/// What may be done with private memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mapped {
+    /// Reading and writing.
+    Open,
+    /// Nothing: it stayed closed, or was when this process was forked.
+    Closed,
+    /// The program's own wish, or it is other memory by now.
+    Otherwise,
+}
+
+impl Mapped {
+    fn of(mapping: &Mapping, addr: usize) -> Self {
+        let is_ours = mapping.addresses.contains(&addr) && !mapping.is_shared && !mapping.has_file;
+        match (mapping.is_readable, mapping.is_writable, mapping.is_executable) {
+            (true, true, false) if is_ours => Self::Open,
+            (false, false, false) if is_ours => Self::Closed,
+            _ => Self::Otherwise,
+        }
+    }
 }
 
 /// As [`remove`], inside one mapping.
-fn remove_from(part: Range<usize>, is_plain: bool) {
+fn remove_from(part: &Range<usize>, mapped: Mapped) -> io::Result<()> {
     let blocks = part.start.next_multiple_of(BLOCK_BYTES)..part.end & !(BLOCK_BYTES - 1);
+    let may_discard = !HAS_INHERITED.load(Relaxed) && !blocks.is_empty();
     let _passage = Passage::begin();
     // A huge page comes only where there is no page table. That goes with the next discard; closed, so that nobody
     // has written there by then.
-    // SAFETY: whoever touches it meanwhile faults, and waits (`judge`).
-    let is_closed = is_plain && !blocks.is_empty() && unsafe { mem::close(blocks.start, blocks.len()) }.is_ok();
+    let closed = match mapped {
+        Mapped::Closed => part.clone(),
+        // SAFETY: whoever touches it meanwhile faults, and waits (`judge`).
+        Mapped::Open if may_discard && unsafe { mem::close(blocks.start, blocks.len()) }.is_ok() => blocks.clone(),
+        _ => 0..0,
+    };
     // Refused only where nothing is mapped any more.
     let _ = mem::remove_guards(part.start, part.len());
-    if is_closed {
-        // SAFETY: where the guards were there is nothing, and nobody could write since.
-        let _ = unsafe { mem::discard(blocks.start, blocks.len()) };
+    if !closed.is_empty() {
+        if may_discard {
+            // SAFETY: where the guards were there is nothing, and nobody could write since.
+            let _ = unsafe { mem::discard(blocks.start, blocks.len()) };
+        }
         // SAFETY: it was open before.
-        insist("opening", &blocks, || unsafe { mem::open(blocks.start, blocks.len()) });
+        insist(|| unsafe { mem::open(closed.start, closed.len()) })?;
     }
-    clear(&part);
+    clear(part);
+    Ok(())
 }
 
 /// Whose a fault is. In a signal handler: neither allocates nor locks.
 fn judge(fault: &Fault) -> Verdict {
+    let was_under_way = UNDER_WAY.load(SeqCst) > 0;
     if is_set(fault.addr) {
-        let is_closed = fault.is_protected && UNDER_WAY.load(SeqCst) > 0;
+        let is_closed = fault.is_protected && (was_under_way || UNDER_WAY.load(SeqCst) > 0);
         if is_closed {
             return Verdict::Again;
         }
         stats::add(Counter::PurgedTouched, 1);
         return Verdict::Purged;
     }
+    if leaf(fault.addr).is_none() {
+        return Verdict::Program;
+    }
     // The guard may have gone since the fault.
-    let is_gone = || {
-        let mapping = Maps::open().ok()?.find(fault.addr).ok()??;
-        Some(is_plain(&mapping, fault.addr) && fault::is_readable(fault.addr))
+    let can_be_done = match fault.access {
+        Some(Access::Read) => fault::is_readable(fault.addr),
+        Some(Access::Write) => fault::is_writable(fault.addr),
+        Some(Access::Fetch) | None => false,
     };
-    let may_have_gone = leaf(fault.addr).is_some() && !fault.is_fetch;
-    if may_have_gone && is_gone() == Some(true) { Verdict::Again } else { Verdict::Program }
+    // Or another has come.
+    if can_be_done || is_set(fault.addr) { Verdict::Again } else { Verdict::Program }
 }
 
 /// For a program's own handler of `SIGSEGV` (with `SA_SIGINFO`) that it installed after its first strict mark: calls this
@@ -294,9 +365,10 @@ pub unsafe fn handle_fault(signal: i32, info: *const c_void, context: *mut c_voi
     unsafe { fault::handle(signal, info, context) }
 }
 
-/// In a fork child: nobody is at closed parts here.
+/// In a fork child: nobody is at closed parts here, and what is noted may be mapped no more (`MADV_DONTFORK`).
 pub(super) fn begin_child() {
-    UNDER_WAY.store(0, Release);
+    UNDER_WAY.store(0, Relaxed);
+    HAS_INHERITED.store(true, Relaxed);
     fault::begin_child();
 }
 

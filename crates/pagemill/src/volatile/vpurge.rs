@@ -6,7 +6,7 @@
 #![allow(unsafe_code)] // gives marked memory back
 
 use super::book::Mark;
-use super::guards;
+use super::guards::{self, Refused};
 use super::line::Oldest;
 use super::now;
 use super::purge::note_purged;
@@ -178,12 +178,20 @@ impl Vranges {
                 true => self.discard_own(part, pass.urgency),
                 false => discard_foreign(part),
             };
-            // SAFETY: claimed, and all of the piece is private memory that can be read and written.
-            let bytes = if is_strict { unsafe { guards::replace(part, discard) } } else { discard(part) };
-            match bytes {
-                Some(bytes) => (freed, is_begun) = (freed + bytes, true),
-                None if is_begun => return Taken::Some { bytes: freed },
-                None => return Taken::Nothing,
+            let result = match is_strict {
+                // SAFETY: claimed, and all of the piece is private memory that can be read and written.
+                true => unsafe { guards::replace(part, discard) },
+                false => discard(part).ok_or(Refused { freed: None }),
+            };
+            let gone = match &result {
+                Ok(bytes) => Some(*bytes),
+                Err(Refused { freed }) => *freed,
+            };
+            (freed, is_begun) = (freed + gone.unwrap_or(0), is_begun || gone.is_some());
+            match result {
+                Ok(_) => {}
+                Err(_) if is_begun => return Taken::Some { bytes: freed },
+                Err(_) => return Taken::Nothing,
             }
         }
         Taken::All { bytes: freed }

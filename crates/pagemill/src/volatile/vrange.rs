@@ -215,18 +215,6 @@ impl Vranges {
         self.marked_bytes.load(Relaxed) == 0
     }
 
-    /// Does something while no purge is at any of the range, and none begins: for whoever changes what may be done there.
-    pub fn undisturbed<T>(&self, range: Range<usize>, act: impl FnOnce() -> T) -> T {
-        let mut act = Some(act);
-        let mut done = None;
-        let result = self.settled(&range, Guards::Keep, |_| {
-            done = act.take().map(|act| act());
-            Ok(())
-        });
-        debug_assert!(result.is_ok(), "nothing is asked of the book");
-        done.expect("called once")
-    }
-
     /// Does something with the marks when no purge is at any of the range, and no guards are left there that are to go.
     fn settled<T>(
         &self,
@@ -253,7 +241,7 @@ impl Vranges {
             });
             match found {
                 Found::Done(result) => return result,
-                Found::Guarded(part, mark) => self.remove_guards(&part, mark),
+                Found::Guarded(part, mark) => self.remove_guards(&part, mark)?,
                 Found::Busy => {
                     let patience = patience.get_or_insert_with(|| {
                         stats::add(Counter::RangesAwaited, 1);
@@ -266,13 +254,14 @@ impl Vranges {
     }
 
     /// Ends the guards of a part that was claimed for that.
-    fn remove_guards(&self, part: &Range<usize>, mark: Mark) {
+    fn remove_guards(&self, part: &Range<usize>, mark: Mark) -> Result<()> {
         // SAFETY: claimed: no purge is there.
-        unsafe { guards::remove(part) };
+        let result = unsafe { guards::remove(part) };
         self.book.with(|book| {
             book.claimed -= 1;
-            book.change(part, Mark { is_guarded: false, is_purging: false, ..mark });
+            book.change(part, Mark { is_guarded: result.is_err(), is_purging: false, ..mark });
         });
+        result
     }
 
     /// Copies the sums to where they are read without the lock.
@@ -289,6 +278,13 @@ impl Vranges {
         // After a bare `clone` the lock may be that of a thread which does not exist here.
         self.book.try_with(|book| {
             book.generation = book.generation.wrapping_add(1);
+            if book.claimed > 0 {
+                // After a bare `clone` in the midst of something: what is closed then is opened when it is unmarked.
+                book.marks.update(0..usize::MAX, |_, mark| {
+                    mark.is_guarded |= mark.is_purging && mark.is_strict;
+                    mark.is_purging = false;
+                });
+            }
             (book.claimed, book.waiting, book.sums) = (0, 0, Sums::default());
         });
         self.giveable_bytes.store(0, Relaxed);
@@ -298,7 +294,8 @@ impl Vranges {
 
     pub(crate) fn acquire_for_fork(&self) {
         self.purging.acquire();
-        self.book.acquire();
+        // Whoever takes guards away has closed memory: he comes to an end, and no purge begins.
+        self.book.acquire_when(|book| book.claimed == 0);
     }
 
     pub(crate) fn release_after_fork(&self) {
