@@ -353,6 +353,23 @@ fn a_child_keeps_what_it_inherited() {
     assert_eq!(purge_all(), 4 * MIB);
 }
 
+/// A helper that fell asleep before there were ranges looks what they could give.
+#[test]
+fn the_helper_wakes_for_the_first_range() {
+    let own = Pagemill::for_test();
+    assert!(own.helper.claim());
+    std::thread::spawn(|| own.helper.run(own.arena, None));
+    sleep(Duration::from_millis(200));
+    let mut range = own.ranges.allocate(4 * MIB, Behaviour::Full).unwrap();
+    range.bytes_mut().unwrap().fill(1);
+    range.mark().unwrap();
+    let until = Instant::now() + Duration::from_secs(10);
+    while own.ranges.giveable_bytes() == 0 {
+        assert!(Instant::now() < until, "nobody looked");
+        sleep(Duration::from_millis(10));
+    }
+}
+
 /// The account asks ranges as it asks all owners: over a limit volatile ranges go, and the allocation succeeds.
 #[test]
 fn ranges_make_room_below_a_limit() {

@@ -152,6 +152,11 @@ impl Heap {
         })
     }
 
+    /// Tells the account that an owner of memory above may have something to give from here on.
+    pub(crate) fn note_more(&self) {
+        self.account.note_more();
+    }
+
     /// Whether the address lies where slots are.
     #[inline]
     pub fn contains(&self, addr: usize) -> bool {

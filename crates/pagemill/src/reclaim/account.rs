@@ -273,6 +273,13 @@ impl Account {
         self.owners.may_have_more()
     }
 
+    /// From here on it may: the helper, which may sleep for lack of anything to give, begins to look.
+    pub(crate) fn note_more(&self) {
+        if let Some(helper) = self.helper.get() {
+            helper.unpark(self);
+        }
+    }
+
     /// Takes that look.
     pub(super) fn look_for_more(&self) {
         self.owners.measure();

@@ -60,6 +60,7 @@ use crate::sync::{self, Acquire, AtomicU32, AtomicU64, Lock, Relaxed, Release};
 use crate::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::{clock, mem};
 use std::ptr::NonNull;
+use std::sync::atomic::Ordering::SeqCst;
 use word::{Refused, Word, epoch_of};
 
 /// Most ranges of a process.
@@ -184,7 +185,10 @@ impl Ranges {
         entry.chunk_bytes.store(chunk_bytes as u64, Relaxed);
         entry.kept_bytes.store(len_bytes as u64, Relaxed);
         stats::add(Counter::RangesMade, 1);
-        self.purger.total_bytes.fetch_add(len_bytes as u64, Relaxed);
+        if self.purger.total_bytes.fetch_add(len_bytes as u64, SeqCst) == 0 {
+            // Marking tells nobody, so somebody has to look from here on.
+            self.heap.note_more();
+        }
         self.tell_bytes();
         Ok(Range::new(self, number, addr, len_bytes))
     }
