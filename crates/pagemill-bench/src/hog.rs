@@ -30,7 +30,7 @@ const RECORDS: &str = "records_per_second";
 const METRICS: &[&str] = &[FAULTS, RECORDS, "hog_rounds", "refused", "hog_refused", "bursts"];
 
 /// Times of a sample.
-struct Times {
+pub struct Times {
     warm_ms: u64,
     measure_ms: u64,
     burst_every_ms: u64,
@@ -39,17 +39,14 @@ struct Times {
 
 /// Runs the case under every subject and adds rows and verdict to the report.
 pub fn run(common: &Common, ready: &[Ready], report: &mut Report) -> Result<()> {
-    let is_limited = match Cgroup::with_limit(LIMIT_MIB << 20) {
-        Ok(_probe) => true,
+    let is_limited = match limit() {
+        Ok(()) => true,
         Err(why) => {
             report.gap(format!("hog: without a limit around workload and hog, since {why}"));
             false
         }
     };
-    let times = match common.quick {
-        true => Times { warm_ms: 50, measure_ms: 400, burst_every_ms: 300, pause_ms: 100 },
-        false => Times { warm_ms: 250, measure_ms: 3000, burst_every_ms: 500, pause_ms: 200 },
-    };
+    let times = Times::new(common);
     let progress = Progress::new(ready.len() * common.rounds());
     let mut book = Book::new();
     for round in 0..common.rounds() {
@@ -71,21 +68,33 @@ pub fn run(common: &Common, ready: &[Ready], report: &mut Report) -> Result<()> 
 /// One sample in a fresh cgroup; the inner error is a sentence for the list of gaps.
 fn sample(ready: &Ready, times: &Times, is_limited: bool) -> Result<std::result::Result<Outcome, String>> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for the lock"))?;
-    File::create(folder.path().join(LOCK)).map_err(doing("making the lock"))?;
-    let group = match is_limited.then(|| Cgroup::with_limit(LIMIT_MIB << 20)) {
-        Some(Ok(group)) => Some(group),
-        Some(Err(why)) => return Ok(Err(format!("hog: {}: {why}", ready.name()))),
-        None => None,
-    };
     let launcher = match launcher(ready, folder.path(), times, is_limited)? {
         Ok(launcher) => launcher,
         Err(gap) => return Ok(Err(gap)),
+    };
+    sample_of(ready.name(), &launcher, folder.path(), is_limited, &[])
+}
+
+/// A sample of the pair that this command line starts, in a fresh cgroup if it is limited, with these settings; the inner
+/// error is a sentence for the list of gaps.
+pub fn sample_of(
+    subject: &str,
+    launcher: &[String],
+    folder: &Path,
+    is_limited: bool,
+    settings: &[(&str, &str)],
+) -> Result<std::result::Result<Outcome, String>> {
+    File::create(folder.join(LOCK)).map_err(doing("making the lock"))?;
+    let group = match is_limited.then(|| Cgroup::with_limit(LIMIT_MIB << 20)) {
+        Some(Ok(group)) => Some(group),
+        Some(Err(why)) => return Ok(Err(format!("hog: {subject}: {why}"))),
+        None => None,
     };
     let mut command = match &group {
         Some(group) => {
             let entrance = group.entrance().display().to_string();
             let mut command = child::workload(&["__enter", "--entrance", &entrance, "--"])?;
-            command.args(&launcher);
+            command.args(launcher);
             command
         }
         None => {
@@ -95,10 +104,41 @@ fn sample(ready: &Ready, times: &Times, is_limited: bool) -> Result<std::result:
         }
     };
     subject::clear_foreign_settings(&mut command);
+    command.envs(settings.iter().copied());
     let finished = Running::start(&mut command)?.finish(Duration::from_secs(90))?;
     // The group outlives its members, and no error keeps it from being removed.
     drop(group);
-    child::outcome(ready.name(), &finished).map(Ok)
+    child::outcome(subject, &finished).map(Ok)
+}
+
+/// Why no group with the limit can be made here, if so.
+pub fn limit() -> std::result::Result<(), String> {
+    Cgroup::with_limit(LIMIT_MIB << 20).map(|_probe| ()).map_err(|why| why.to_string())
+}
+
+impl Times {
+    pub fn new(common: &Common) -> Self {
+        match common.quick {
+            true => Self { warm_ms: 50, measure_ms: 400, burst_every_ms: 300, pause_ms: 100 },
+            false => Self { warm_ms: 250, measure_ms: 3000, burst_every_ms: 500, pause_ms: 200 },
+        }
+    }
+
+    /// The pair with these times, as words of a command line.
+    pub fn pair(&self, folder: &Path) -> impl Iterator<Item = String> {
+        let options = [
+            ("--threads", u64::from(THREADS)),
+            ("--warm-ms", self.warm_ms),
+            ("--measure-ms", self.measure_ms),
+            ("--burst-mib", TURN_MIB),
+            ("--burst-every-ms", self.burst_every_ms),
+            ("--mib", TURN_MIB),
+            ("--pause-ms", self.pause_ms),
+        ];
+        let numbers: Vec<String> = child::numbers(&options).collect();
+        let folder = ["--folder".to_owned(), folder.display().to_string()];
+        ["__pair".to_owned()].into_iter().chain(numbers).chain(folder)
+    }
 }
 
 /// The command line that starts both under the subject. In a group Pagemill is told nothing: it has to see the limit.
@@ -115,18 +155,7 @@ fn launcher(
         Err(gap) => return Ok(Err(format!("hog: {gap}"))),
     };
     line.push(child::own_executable()?.display().to_string());
-    let options = [
-        ("--threads", u64::from(THREADS)),
-        ("--warm-ms", times.warm_ms),
-        ("--measure-ms", times.measure_ms),
-        ("--burst-mib", TURN_MIB),
-        ("--burst-every-ms", times.burst_every_ms),
-        ("--mib", TURN_MIB),
-        ("--pause-ms", times.pause_ms),
-    ];
-    line.push("__pair".to_owned());
-    line.extend(child::numbers(&options));
-    line.extend(["--folder".to_owned(), folder.display().to_string()]);
+    line.extend(times.pair(folder));
     Ok(Ok(line))
 }
 

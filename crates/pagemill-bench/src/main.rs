@@ -5,6 +5,7 @@
 
 mod cgroup;
 mod child;
+mod chunks;
 mod cost;
 mod ebizzy;
 mod error;
@@ -68,7 +69,8 @@ enum Experiment {
     Waste(files::FileOptions),
     /// Many small files made, looked at, read, found and removed, beside tmpfs
     Metadata(files::FileOptions),
-    /// Memory given up and taken back: words and marks beside MADV_FREE and MADV_DONTNEED; what purging costs
+    /// Memory given up and taken back: words and marks beside MADV_FREE and MADV_DONTNEED; what purging costs; ebizzy on
+    /// handles
     Volatile(volatile::Options),
     /// The settings by which each allocator returns memory at once, as a Markdown table
     Settings,

@@ -322,6 +322,18 @@ impl Pages {
         }
     }
 
+    /// The first bytes, which were written since they were offered.
+    pub fn bytes(&self, len_bytes: usize) -> &[u8] {
+        // SAFETY: inside the mapping, which lives as long as `self`; the kernel takes nothing that was written.
+        unsafe { slice::from_raw_parts(self.at(0, len_bytes), len_bytes) }
+    }
+
+    /// The first bytes, to be written.
+    pub fn bytes_mut(&mut self, len_bytes: usize) -> &mut [u8] {
+        // SAFETY: inside the mapping, which `&mut self` has for itself; whatever is read there is a byte.
+        unsafe { slice::from_raw_parts_mut(self.at(0, len_bytes), len_bytes) }
+    }
+
     fn advise(&mut self, at: usize, len_bytes: usize, advice: i32) -> Result<(), String> {
         // SAFETY: inside the mapping; `&mut self`: nobody reads what goes.
         match unsafe { libc::madvise(self.at(at, len_bytes).cast(), len_bytes, advice) } {
@@ -392,6 +404,9 @@ impl Pages {
         }
     }
 }
+
+// SAFETY: the mapping is owned alone, and written through `&mut Pages` only.
+unsafe impl Send for Pages {}
 
 impl Drop for Pages {
     fn drop(&mut self) {

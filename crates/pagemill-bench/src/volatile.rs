@@ -74,6 +74,7 @@ pub fn run(options: &Options) -> Result<Report> {
         report_row(&mut report, &book, (&PURGE_CASE, "purging"), PURGING, metric, place);
     }
     verdicts(&mut report, &book);
+    crate::chunks::run(common, is_wanted, &mut report)?;
     Ok(report)
 }
 

@@ -34,6 +34,24 @@ fn ebizzy_counts_right_answers() {
     }
 }
 
+/// Copies in every memory: none is damaged, and only `MADV_DONTNEED` faults all of them in again.
+#[test]
+fn ebizzy_runs_in_every_memory() {
+    for memory in ["malloc", "handles", "free", "dontneed"] {
+        let times = ["--threads", "2", "--warm-ms", "20", "--measure-ms", "50"];
+        let line = rows(&[&["__ebizzy", "--memory", memory, "--sum-every", "2"], &times[..]].concat());
+
+        assert!(line[0]["records_per_second"].as_f64().is_some_and(|rate| rate > 0.0));
+        assert_eq!(
+            (line[0]["refused"].as_u64(), line[0]["purged_per_record"].as_f64()),
+            (Some(0), Some(0.0)),
+            "{memory}"
+        );
+        let faults = line[0]["faults_per_record"].as_f64().expect("a number");
+        assert_eq!(faults > 30.0, memory == "dontneed", "{memory}: {faults} faults a record");
+    }
+}
+
 /// Parent, child and JSON together. Returning at once costs page faults: else the settings did nothing.
 #[test]
 fn ebizzy_tells_keeping_from_returning() {

@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use super::copies::{self, Copies, Copy, Memory};
 use super::{Failure, Outcome};
 use crate::native::{self, Piece};
 use crate::proc;
@@ -46,6 +47,12 @@ pub struct Ebizzy {
     pub measure_ms: u64,
     #[arg(long, default_value = "fixed")]
     pub sizes: Sizes,
+    /// What copies are in, and what becomes of them.
+    #[arg(long, default_value = "malloc")]
+    pub memory: Memory,
+    /// Of so many records one has its whole copy summed up; 0 for none.
+    #[arg(long, default_value_t = 0)]
+    pub sum_every: u64,
     /// Chunks in the working set.
     #[arg(long, default_value_t = 10)]
     pub chunks: usize,
@@ -64,6 +71,7 @@ pub struct Ebizzy {
 struct Shared {
     chunks: Vec<Piece>,
     sizes: Sizes,
+    sum_every: u64,
     is_over: AtomicBool,
     tallies: Vec<Tally>,
     bursts: AtomicU64,
@@ -75,6 +83,7 @@ struct Shared {
 struct Tally {
     records: AtomicU64,
     mismatches: AtomicU64,
+    purged: AtomicU64,
     refused: AtomicU64,
 }
 
@@ -95,18 +104,21 @@ pub fn run(arguments: &Ebizzy) -> Outcome {
     let shared = Shared {
         chunks: working_set(arguments.chunks, words)?,
         sizes: arguments.sizes,
+        sum_every: arguments.sum_every,
         is_over: AtomicBool::new(false),
         tallies: (0..arguments.threads).map(|_| Tally::default()).collect(),
         bursts: AtomicU64::new(0),
     };
     let mut bursts = open_bursts(arguments)?;
+    let copies = (0..arguments.threads).map(|_| Copies::new(arguments.memory, words * size_of::<u64>()));
+    let copies = copies.collect::<Result<Vec<_>, _>>()?;
     let start = Barrier::new(arguments.threads + 1);
     let measured = thread::scope(|scope| {
-        for index in 0..arguments.threads {
+        for (index, copies) in copies.into_iter().enumerate() {
             let (shared, start, bursts) = (&shared, &start, bursts.take());
             scope.spawn(move || {
                 start.wait();
-                work(shared, index, bursts);
+                work(shared, index, copies, bursts);
             });
         }
         start.wait();
@@ -163,29 +175,33 @@ fn measure(shared: &Shared, arguments: &Ebizzy) -> Outcome {
     }
     let snapshot = || {
         let faults = proc::kinship(std::process::id()).map_or(0, |own| own.minor_faults);
-        (shared.sum(|tally| &tally.records), faults, Instant::now())
+        (shared.sum(|tally| &tally.records), faults, shared.sum(|tally| &tally.purged), Instant::now())
     };
     let before = snapshot();
     thread::sleep(Duration::from_millis(arguments.measure_ms));
     let after = snapshot();
     let records = after.0 - before.0;
-    let seconds = (after.2 - before.2).as_secs_f64();
+    let seconds = (after.3 - before.3).as_secs_f64();
     Ok(serde_json::json!({
         "records_per_second": records as f64 / seconds,
         "faults_per_record": (after.1 - before.1) as f64 / records.max(1) as f64,
+        "purged_per_record": (after.2 - before.2) as f64 / records.max(1) as f64,
         "refused": shared.sum(|tally| &tally.refused),
         "bursts": shared.bursts.load(Ordering::Relaxed),
     }))
 }
 
-fn work(shared: &Shared, index: usize, mut bursts: Option<Bursts>) {
+fn work(shared: &Shared, index: usize, mut copies: Copies, mut bursts: Option<Bursts>) {
     let mut random = Random::new(0x1000 + index as u64);
     let tally = &shared.tallies[index];
     while !shared.is_over.load(Ordering::Relaxed) {
         match &mut bursts {
-            Some(bursts) if bursts.is_due() => burst(shared, bursts, tally, &mut random),
-            _ => match Query::make(shared, &mut random) {
-                Some(query) => tally.count(&query),
+            Some(bursts) if bursts.is_due() => burst(shared, bursts, tally, &mut copies, &mut random),
+            _ => match Query::make(shared, &mut copies, &mut random) {
+                Some(query) => {
+                    tally.count(shared, &query);
+                    tally.leave(query, &mut copies);
+                }
                 None => tally.refuse(),
             },
         }
@@ -193,12 +209,12 @@ fn work(shared: &Shared, index: usize, mut bursts: Option<Bursts>) {
 }
 
 /// Copies until the burst's bytes are held, then searches all of them, and frees.
-fn burst(shared: &Shared, bursts: &mut Bursts, tally: &Tally, random: &mut Random) {
+fn burst(shared: &Shared, bursts: &mut Bursts, tally: &Tally, copies: &mut Copies, random: &mut Random) {
     let (mut held, mut held_bytes) = (Vec::new(), 0);
     while held_bytes < bursts.bytes && !shared.is_over.load(Ordering::Relaxed) {
-        match Query::make(shared, random) {
+        match Query::make(shared, copies, random) {
             Some(query) => {
-                held_bytes += size_of_val(query.copy.words());
+                held_bytes += query.words * size_of::<u64>();
                 held.push(query);
             }
             None => {
@@ -208,9 +224,11 @@ fn burst(shared: &Shared, bursts: &mut Bursts, tally: &Tally, random: &mut Rando
         }
     }
     for query in &held {
-        tally.count(query);
+        tally.count(shared, query);
     }
-    drop(held);
+    for query in held {
+        tally.leave(query, copies);
+    }
     native::unlock(bursts.lock.as_fd());
     bursts.next = Instant::now() + bursts.every;
     shared.bursts.fetch_add(1, Ordering::Relaxed);
@@ -218,38 +236,55 @@ fn burst(shared: &Shared, bursts: &mut Bursts, tally: &Tally, random: &mut Rando
 
 /// One record: a copy, the key to find in it and where it must be.
 struct Query {
-    copy: Piece,
-    key: u64,
+    copy: Copy,
+    chunk: usize,
+    words: usize,
     place: usize,
 }
 
 impl Query {
-    fn make(shared: &Shared, random: &mut Random) -> Option<Self> {
-        let chunk = shared.chunks[random.below(shared.chunks.len())].words();
+    fn make(shared: &Shared, copies: &mut Copies, random: &mut Random) -> Option<Self> {
+        let chunk = random.below(shared.chunks.len());
+        let source = shared.chunks[chunk].words();
         let words = match shared.sizes {
-            Sizes::Fixed => chunk.len(),
+            Sizes::Fixed => source.len(),
             Sizes::Mixed => MIXED_WORDS.0 + random.below(MIXED_WORDS.1 - MIXED_WORDS.0 + 1),
         };
         let place = random.below(words);
-        let copy = Piece::copy_of(&chunk[..words])?;
-        Some(Self { copy, key: chunk[place], place })
+        let copy = copies.copy_of(&source[..words])?;
+        Some(Self { copy, chunk, words, place })
     }
 
-    fn is_right(&self) -> bool {
-        self.copy.words().binary_search(&self.key) == Ok(self.place)
+    /// Whether the search ends where it must.
+    fn is_right(&self, shared: &Shared) -> bool {
+        self.copy.find(shared.chunks[self.chunk].words()[self.place]) == Some(self.place)
+    }
+
+    /// Whether the whole copy is what it was made of.
+    fn is_whole(&self, shared: &Shared) -> bool {
+        let source = &shared.chunks[self.chunk].words()[..self.words];
+        self.copy.sum() == Some(copies::sum(source.iter().copied()))
     }
 }
 
 impl Tally {
-    fn count(&self, query: &Query) {
+    fn count(&self, shared: &Shared, query: &Query) {
         // Only its own thread writes a tally: a load and a store are enough.
         let count = |counter: &AtomicU64| {
             counter.store(counter.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         };
         count(&self.records);
-        if !query.is_right() {
+        let is_summed = shared.sum_every > 0 && self.records.load(Ordering::Relaxed).is_multiple_of(shared.sum_every);
+        if !query.is_right(shared) || is_summed && !query.is_whole(shared) {
             count(&self.mismatches);
         }
+    }
+
+    /// Ends a record's use of its copy.
+    fn leave(&self, query: Query, copies: &mut Copies) {
+        self.purged.store(copies.purged, Ordering::Relaxed);
+        // A thread that panics ends the run.
+        copies.leave(query.copy).expect("a chunk that was written can be given up");
     }
 
     fn refuse(&self) {
@@ -279,6 +314,7 @@ mod tests {
         Shared {
             chunks: working_set(3, MIXED_WORDS.1).expect("3 MiB are there"),
             sizes: Sizes::Mixed,
+            sum_every: 1,
             is_over: AtomicBool::new(false),
             tallies: vec![Tally::default()],
             bursts: AtomicU64::new(0),
@@ -298,12 +334,17 @@ mod tests {
     #[test]
     fn damaged_copies_are_noticed() {
         let shared = shared();
-        let mut query = Query::make(&shared, &mut Random::new(1)).expect("1 MiB is there");
-        assert!(query.is_right());
+        let mut copies = Copies::new(Memory::Malloc, 0).expect("nothing is made yet");
+        let mut query = Query::make(&shared, &mut copies, &mut Random::new(1)).expect("1 MiB is there");
+        assert!(query.is_right(&shared) && query.is_whole(&shared));
 
-        let damaged: Vec<u64> = query.copy.words().iter().map(|key| key ^ 1 << 63).collect();
-        query.copy = Piece::copy_of(&damaged).expect("1 MiB is there");
-        shared.tallies[0].count(&query);
+        let source = &shared.chunks[query.chunk].words()[..query.words];
+        let mut damaged: Vec<u64> = source.iter().map(|key| key ^ 1 << 63).collect();
+        // The highest bits of an even number of words add up to nothing.
+        damaged[0] += 1;
+        query.copy = copies.copy_of(&damaged).expect("1 MiB is there");
+        assert!(!query.is_right(&shared) && !query.is_whole(&shared));
+        shared.tallies[0].count(&shared, &query);
 
         assert_eq!(shared.sum(|tally| &tally.mismatches), 1);
     }

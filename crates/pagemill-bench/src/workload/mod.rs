@@ -4,6 +4,7 @@
 //! wrong. It first looks whether the allocator it was promised really answers: a failed preload is only a
 //! warning of the loader, and would measure glibc under another name.
 
+pub mod copies;
 pub mod ebizzy;
 pub mod file_writers;
 pub mod giveback;

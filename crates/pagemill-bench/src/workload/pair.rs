@@ -26,6 +26,12 @@ pub struct Pair {
     pub burst_mib: usize,
     #[arg(long)]
     pub burst_every_ms: u64,
+    /// What the workload's copies are in.
+    #[arg(long, default_value = "malloc")]
+    pub memory: String,
+    /// Of so many records one has its whole copy summed up; 0 for none.
+    #[arg(long, default_value_t = 0)]
+    pub sum_every: u64,
     #[command(flatten)]
     pub hog: hog::Hog,
 }
@@ -56,6 +62,8 @@ pub fn run(arguments: &Pair) -> Outcome {
         ("--measure-ms", arguments.measure_ms.to_string()),
         ("--burst-mib", arguments.burst_mib.to_string()),
         ("--burst-every-ms", arguments.burst_every_ms.to_string()),
+        ("--memory", arguments.memory.clone()),
+        ("--sum-every", arguments.sum_every.to_string()),
         ("--lock", lock),
     ];
     let mut work = start("__ebizzy", &work_arguments)?;
