@@ -11,6 +11,7 @@ use pagemill::reclaim::{Shrinker, Urgency};
 use pagemill::units::os_page_bytes;
 use pagemill::volatile::vrange::{How, Mode};
 use pagemill::Pagemill;
+use pagemill_sys::fault;
 use std::sync::OnceLock;
 
 const PAGES: usize = 256;
@@ -26,6 +27,17 @@ fn area() -> usize {
     *AREA.get_or_init(|| {
         let bytes = vec![0u8; (PAGES + 1) * os_page_bytes()].leak();
         (bytes.as_ptr() as usize).next_multiple_of(os_page_bytes())
+    })
+}
+
+/// Strict marks, where the kernel has guards.
+fn strict() -> Mode {
+    static MODE: OnceLock<Mode> = OnceLock::new();
+    *MODE.get_or_init(|| {
+        // SAFETY: inside the area, to which there are no references, and which stays.
+        let is_there = unsafe { pagemill().vranges.vrange(area(), os_page_bytes(), Mode::VolatileStrict, How::Full) };
+        Machine::call(0, 1, Mode::Nonvolatile, How::Full);
+        if is_there.is_ok() { Mode::VolatileStrict } else { Mode::Volatile }
     })
 }
 
@@ -45,9 +57,11 @@ impl Machine {
         (area() + page * os_page_bytes()) as *mut u8
     }
 
-    fn read(page: usize) -> u8 {
-        // SAFETY: inside the area.
-        unsafe { Self::at(page).read_volatile() }
+    /// Purged pages read zero, or cannot be read where that is what was asked for.
+    fn is_gone(page: usize, is_marked: bool) -> bool {
+        let is_guarded = is_marked && !fault::is_readable(Self::at(page) as usize);
+        // SAFETY: inside the area; a guard on a page that is not marked is found by its fault.
+        is_guarded || unsafe { Self::at(page).read_volatile() } == 0
     }
 
     fn write(page: usize) {
@@ -64,11 +78,12 @@ impl Machine {
     fn step(&mut self, kind: u8, page: usize, pages: usize) {
         let part = page..(page + pages).min(PAGES);
         let pages = part.len();
-        match kind % 5 {
-            0 | 1 => {
-                let how = if kind.is_multiple_of(5) { How::Full } else { How::Partial };
+        match kind % 7 {
+            mark @ (0 | 1 | 5 | 6) => {
+                let how = if matches!(mark, 0 | 5) { How::Full } else { How::Partial };
+                let mode = if matches!(mark, 0 | 1) { Mode::Volatile } else { strict() };
                 let was_gone = self.pages[part.clone()].iter().any(|page| page.is_marked && page.may_be_gone);
-                let marked = Self::call(page, pages, Mode::Volatile, how);
+                let marked = Self::call(page, pages, mode, how);
                 assert_eq!((marked.bytes as usize, marked.purged), (pages * os_page_bytes(), was_gone));
                 self.pages[part.clone()].fill(Page { is_marked: true, may_be_gone: was_gone });
             }
@@ -81,13 +96,13 @@ impl Machine {
             3 => drop(pagemill().vranges.shrink((pages * os_page_bytes()) as u64, Urgency::Limit)),
             _ => pagemill().vranges.forget(area() + page * os_page_bytes()..area() + part.end * os_page_bytes()),
         }
-        if matches!(kind % 5, 2 | 4) {
+        if matches!(kind % 7, 2 | 4) {
             // Not marked any more, whatever it was.
             self.pages[part.clone()].fill(Page::default());
             part.for_each(Self::write);
         }
         for (at, page) in self.pages.iter_mut().enumerate() {
-            let is_gone = Self::read(at) == 0;
+            let is_gone = Self::is_gone(at, page.is_marked);
             assert!(!is_gone || page.is_marked, "page {at} was not marked");
             page.may_be_gone |= is_gone;
         }
@@ -95,6 +110,7 @@ impl Machine {
 }
 
 fuzz_target!(|data: &[u8]| {
+    strict();
     (0..PAGES).for_each(Machine::write);
     let mut machine = Machine { pages: [Page::default(); PAGES] };
     for call in data.chunks_exact(3).take(200) {
