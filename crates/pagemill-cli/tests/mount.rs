@@ -284,6 +284,36 @@ fn pages_follow_contents_and_marks() {
     assert_eq!(bytes.iter().filter(|byte| **byte != 0).count(), 1);
 }
 
+/// Who looks after pages gives way to everybody, whatever shares the processors out: he has the last place of all in a
+/// session of his own.
+#[test]
+fn the_worker_gives_way() {
+    let Some(ram) = Ram::new(&["--size", "512M"]) else { return };
+    fs::write(ram.at("file"), pattern(1, 4 * BLOCK)).unwrap();
+    let controller = ram.controller.id();
+    let children = || {
+        let tasks = fs::read_dir(format!("/proc/{controller}/task")).unwrap();
+        tasks.filter_map(|task| fs::read_to_string(task.unwrap().path().join("children")).ok()).collect::<String>()
+    };
+    wait_until("the worker is there", || !children().trim().is_empty());
+    let worker: u32 = children().split_whitespace().next().unwrap().parse().unwrap();
+    let of = |pid: u32, field: usize| {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        stat.rsplit(") ").next().unwrap().split(' ').nth(field).unwrap().to_owned()
+    };
+    const SESSION: usize = 3;
+    const NICE: usize = 16;
+    wait_until("it has its session", || of(worker, SESSION) == worker.to_string());
+    assert_eq!(of(worker, NICE), "19");
+    match fs::read_to_string(format!("/proc/{worker}/autogroup")) {
+        Ok(group) => wait_until("its session gives way", || {
+            group.contains("nice 19")
+                || fs::read_to_string(format!("/proc/{worker}/autogroup")).unwrap().contains("nice 19")
+        }),
+        Err(error) => println!("skipped: sessions have no priority here: {error}"),
+    }
+}
+
 /// Writers in a limited group go on for ever: old files go, nobody is killed, no write fails, and what is not volatile stays.
 #[test]
 fn writers_survive_their_groups_limit() {

@@ -105,7 +105,7 @@ impl Place {
 ///
 /// What reading and writing say.
 pub fn serve() -> io::Result<()> {
-    thread::defer();
+    thread::defer_process();
     // Where it goes it is a guest: let it be killed first.
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
     let root = rustix::io::dup(io::stdout())?;
