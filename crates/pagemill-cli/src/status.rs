@@ -91,6 +91,7 @@ fn rows(counts: &Counts) -> Vec<(&'static str, u64, bool, &'static str)> {
         ("split", counts.split_blocks, false, "blocks of files that are never to be huge"),
         ("sparse", counts.sparse_bytes, true, "of zeros given back from sparse files"),
         ("busy", counts.collapse_busy, false, "times a file's pages were in use"),
+        ("postponed", counts.collapse_postponed, false, "times others needed the processors"),
         ("no huge page", counts.collapse_no_memory, false, "times there was none to be had"),
         ("size changed", counts.size_changes, false, "times, to keep writers below a limit"),
         ("files written", counts.events, false, "as the kernel told"),

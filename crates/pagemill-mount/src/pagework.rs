@@ -14,7 +14,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Who is busy is asked again later and later, so many times.
+/// Who is busy is asked again later and later, so many times; so is whoever needs the processors, and at last not asked.
 const RETRY: Duration = Duration::from_millis(250);
 const MAX_TRIES: u32 = 6;
 
@@ -118,7 +118,8 @@ impl PageWork {
                 UNKNOWN => charged(groups, &folder, &waiting.name),
                 group => group,
             };
-            let job = Job::new(inode, &folder, &waiting.name, waiting.huge, groups.folder(group));
+            let job = Job::new(inode, &folder, &waiting.name, waiting.huge, groups.folder(group))
+                .insisting(waiting.tries == MAX_TRIES);
             let is_given = self.worker.as_mut().is_some_and(|worker| worker.give(&job).is_ok());
             if is_given {
                 self.given.insert(inode, waiting);
@@ -166,9 +167,10 @@ impl PageWork {
         counts.split_blocks += done.split_blocks;
         counts.sparse_bytes += done.freed_bytes;
         counts.collapse_busy += u64::from(done.is_busy);
+        counts.collapse_postponed += u64::from(done.is_postponed);
         counts.collapse_no_memory += u64::from(done.has_no_memory);
         let Some(mut waiting) = self.given.remove(&done.inode) else { return };
-        let is_unfinished = done.is_busy || done.has_no_memory;
+        let is_unfinished = done.is_busy || done.is_postponed || done.has_no_memory;
         if is_unfinished && waiting.tries < MAX_TRIES && !self.waiting.contains_key(&done.inode) {
             waiting.due = Instant::now() + RETRY * (1 << waiting.tries);
             waiting.tries += 1;

@@ -42,8 +42,10 @@ pub struct Counts {
     pub huge_blocks: u64,
     pub split_blocks: u64,
     pub sparse_bytes: u64,
-    /// Files whose pages were in use when they were to be collapsed, and those for which there was no memory.
+    /// Files whose pages were in use when they were to be collapsed, those that others needed the processors for, and those
+    /// for which there was no memory.
     pub collapse_busy: u64,
+    pub collapse_postponed: u64,
     pub collapse_no_memory: u64,
     /// Times the process that does this was started anew.
     pub worker_restarts: u64,

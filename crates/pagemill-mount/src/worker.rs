@@ -9,7 +9,7 @@ use crate::policy::Huge;
 use pagemill::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::cgroup::Hierarchy;
 use pagemill_sys::pages::{self, Collapse};
-use pagemill_sys::thread;
+use pagemill_sys::thread::{self, Preferred};
 use rustix::fs::{self, FallocateFlags, OFlags, SeekFrom, Timespec, Timestamps};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -45,6 +45,8 @@ pub struct Job {
     pub folder: Vec<u8>,
     pub name: Vec<u8>,
     huge: String,
+    /// It has waited long enough for an idle processor.
+    insists: bool,
     /// Folder of the memory group it is charged to. Where that is not known nothing is collapsed: that would move the charge.
     group: Option<String>,
 }
@@ -52,7 +54,13 @@ pub struct Job {
 impl Job {
     pub fn new(inode: u64, folder: &Path, name: &OsStr, huge: Huge, group: Option<String>) -> Self {
         let folder = folder.as_os_str().as_bytes().to_vec();
-        Self { inode, folder, name: name.as_bytes().to_vec(), huge: huge.to_string(), group }
+        Self { inode, folder, name: name.as_bytes().to_vec(), huge: huge.to_string(), insists: false, group }
+    }
+
+    /// The same, to be done though others need the processors.
+    #[must_use]
+    pub fn insisting(self, insists: bool) -> Self {
+        Self { insists, ..self }
     }
 }
 
@@ -68,7 +76,34 @@ pub struct Done {
     pub freed_bytes: u64,
     /// Somebody uses it: later, perhaps.
     pub is_busy: bool,
+    /// Others need the processors: later.
+    pub is_postponed: bool,
     pub has_no_memory: bool,
+}
+
+/// A moment in which a block is looked at or changed.
+///
+/// Whoever opens the file or touches the block meanwhile waits. So this begins only while a processor is idle, and then goes
+/// before others: with the least priority alone it would stand still, with what it holds, as soon as somebody needs the
+/// processors.
+struct Turn {
+    _preferred: Preferred,
+}
+
+impl Turn {
+    fn begin(job: &Job, done: &mut Done) -> Option<Self> {
+        done.is_postponed = !job.insists && !has_idle_processor();
+        (!done.is_postponed).then(|| Self { _preferred: Preferred::begin() })
+    }
+}
+
+/// Whether threads that run or could are no more than processors, this one among them.
+fn has_idle_processor() -> bool {
+    // "0.20 0.18 0.12 3/80 11206": of all there are, how many.
+    let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let running = load.split(' ').nth(3).and_then(|counts| counts.split_once('/')?.0.parse::<usize>().ok());
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    running.is_none_or(|running| running <= processors)
 }
 
 /// Where the worker is charged.
@@ -145,12 +180,17 @@ fn look_at(door: &Door, job: &Job, place: &mut Place) -> io::Result<Done> {
     let file = File::from(fd);
     let huge = job.huge.parse().unwrap_or_default();
     let (mut dense, mut sparse) = (Vec::new(), Vec::new());
-    // To look where its holes are keeps writers waiting.
-    if !pages::is_alone(file.as_fd()) {
-        done.is_busy = true;
-        return Ok(done);
-    }
-    for Block { place: block, data_bytes } in blocks(&file, &seen)? {
+    let found = {
+        let Some(_turn) = Turn::begin(job, &mut done) else { return Ok(done) };
+        // To look where its holes are keeps writers waiting.
+        if !pages::is_alone(file.as_fd()) {
+            done.is_busy = true;
+            return Ok(done);
+        }
+        blocks(&file, &seen)?
+    };
+    for Block { place: block, data_bytes } in found {
+        let Some(_turn) = Turn::begin(job, &mut done) else { return Ok(done) };
         // A file that was deleted goes when the last lets go of it; and whoever uses it is not to be held up.
         if door::look(&file)?.links == 0 {
             return Ok(done);
@@ -174,19 +214,21 @@ fn look_at(door: &Door, job: &Job, place: &mut Place) -> io::Result<Done> {
         }
     }
     if !dense.is_empty() && place.go(job.group.as_ref()) {
-        collapse(&file, &dense, &mut done);
+        collapse(job, &file, &dense, &mut done);
     }
     drop(file);
     for block in &sparse {
         place.go_home();
+        let Some(_turn) = Turn::begin(job, &mut done) else { return Ok(done) };
         give_zeros_back(&folder, name, &seen, block, &mut done)?;
     }
     Ok(done)
 }
 
 /// Makes blocks huge, for as long as nobody else has the file open.
-fn collapse(file: &File, blocks: &[u64], done: &mut Done) {
+fn collapse(job: &Job, file: &File, blocks: &[u64], done: &mut Done) {
     for at in blocks {
+        let Some(_turn) = Turn::begin(job, done) else { return };
         // A file that was deleted goes when the last lets go of it.
         if door::look(file).map_or(0, |seen| seen.links) == 0 {
             return;

@@ -66,6 +66,27 @@ pub fn prefer() -> bool {
     }
 }
 
+/// While this lives the thread goes before others, where it is allowed to ([`prefer`]): for what others would have to wait
+/// for, and is over soon. It ends as a thread of the usual kind, with the priority it has as one.
+pub struct Preferred;
+
+impl Preferred {
+    pub fn begin() -> Self {
+        prefer();
+        Self
+    }
+}
+
+impl Drop for Preferred {
+    fn drop(&mut self) {
+        // SAFETY: plain data; concerns the calling thread only.
+        unsafe {
+            let parameters: libc::sched_param = std::mem::zeroed();
+            libc::sched_setscheduler(0, libc::SCHED_OTHER, &raw const parameters);
+        }
+    }
+}
+
 /// As [`prefer`], and before what the kernel lends to others: since Linux 6.12 threads without real-time priority get 50 ms
 /// of every second before those with one, unless these have a deadline (`SCHED_DEADLINE`). It gets 8 ms of every 10.
 /// Threads that it starts go as any other.
