@@ -32,9 +32,12 @@ extern "C" {
  * replaced or freed, or a part of a strict one is protected, it must be unmarked. Memory that is shared, of a file,
  * locked, protected or the first thread's stack can be marked and never goes.
  *
+ * The handler of such a SIGBUS may call this for the page that raised it. Other handlers may not: as malloc, it takes locks.
+ *
  * Returns the bytes that are marked, or that were; -1 with errno, and nothing has changed but *purged, which is 0:
  *   EINVAL  addr or len are no multiples of the page size, or mode or behaviour are unknown
- *   ENOMEM  a part is not mapped, or there is no memory for the mark
+ *   ENOMEM  a part is not mapped (of what is unmarked: and nothing of it was marked), or there is no memory or address
+ *           space for the mark
  *   EFAULT  purged is no address that can be written to
  *   EOPNOTSUPP  a strict mark, and the kernel has no guard pages
  */

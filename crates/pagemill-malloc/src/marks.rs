@@ -42,6 +42,8 @@ pub unsafe extern "C" fn pagemill_vrange(
     let vranges = || match slow::grown() {
         Some(pagemill) => {
             start::helper(pagemill);
+            // A fork child may mark without ever being charged, and is to be found all the same.
+            pagemill.account.note_use();
             Ok(pagemill.vranges)
         }
         None => Err(pagemill::Error::System {

@@ -20,8 +20,10 @@ pub enum Error {
     NotAllocated { addr: usize },
     /// The allocation at this address has been freed already.
     FreedBefore { addr: usize, len_bytes: usize },
-    /// There is nothing of this length, or it cannot be divided so.
+    /// There is nothing of this length.
     BadLength { len_bytes: u64 },
+    /// It goes by chunks of whole OS pages only.
+    BadChunk { chunk_bytes: u64 },
     /// The addresses are no whole OS pages, or there are none such.
     BadRange { addr: usize, len_bytes: usize },
     /// Nothing is mapped at a part of these addresses.
@@ -46,6 +48,7 @@ impl Error {
             | Self::NotAllocated { .. }
             | Self::FreedBefore { .. }
             | Self::BadLength { .. }
+            | Self::BadChunk { .. }
             | Self::BadRange { .. }
             | Self::WrongState { .. } => EINVAL,
             Self::Unsupported { .. } => EOPNOTSUPP,
@@ -79,8 +82,16 @@ impl fmt::Display for Error {
                 write!(f, "{addr:#x} ({}) is free already", Bytes(*len_bytes as u64))
             }
             Self::BadLength { len_bytes } => write!(f, "{} is no length that can be had", Bytes(*len_bytes)),
+            Self::BadChunk { chunk_bytes } => {
+                let page = os_page_bytes();
+                write!(f, "chunks of {chunk_bytes} bytes are no multiple of the page, {page} bytes")
+            }
             Self::BadRange { addr, len_bytes } => {
-                write!(f, "{addr:#x} and {len_bytes} bytes are no whole pages of {}", Bytes(os_page_bytes() as u64))
+                let page = Bytes(os_page_bytes() as u64);
+                write!(
+                    f,
+                    "{len_bytes} bytes from {addr:#x} on are no whole pages of {page}, or end beyond all addresses"
+                )
             }
             Self::NotMapped { addr, len_bytes } => {
                 write!(f, "a part of the {} from {addr:#x} on is not mapped", Bytes(*len_bytes))

@@ -252,8 +252,8 @@ pub fn missing(pid: u32) -> String {
         return format!("there is no process {pid}");
     }
     format!(
-        "process {pid} publishes no figures: it is another user's, runs without Pagemill, or is so small \
-         that the C library serves it (see --after)"
+        "process {pid} publishes no figures: it is another user's, runs without Pagemill, is a fork child that has not used \
+         it itself, or is so small that the C library serves it (run --after)"
     )
 }
 

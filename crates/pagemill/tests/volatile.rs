@@ -196,7 +196,7 @@ fn disorder_is_refused() {
     assert!(matches!(ranges.allocate(0, Behaviour::Full), Err(Error::BadLength { len_bytes: 0 })));
     for chunk_bytes in [0, 1, os_page_bytes() + 1] {
         let result = ranges.allocate(MIB, Behaviour::Partial { chunk_bytes });
-        assert!(matches!(result, Err(Error::BadLength { .. })), "chunks of {chunk_bytes}");
+        assert!(matches!(result, Err(Error::BadChunk { .. })), "chunks of {chunk_bytes}");
     }
     assert!(ranges.allocate(usize::MAX / 2, Behaviour::Full).is_err());
     let mut range = full(MIB, 5);

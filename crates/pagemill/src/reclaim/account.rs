@@ -448,7 +448,9 @@ impl Account {
         is_admitted
     }
 
-    fn note_first_charge(&self) {
+    /// Tells, once, that the process makes use of Pagemill: by its first charge, or, without any, by a mark.
+    #[inline]
+    pub fn note_use(&self) {
         if !self.has_charged.load(Relaxed)
             && !self.has_charged.swap(true, Relaxed)
             && let Some(act) = self.on_first_charge.get()
@@ -458,7 +460,7 @@ impl Account {
     }
 
     fn charge(&self, bytes: u64) {
-        self.note_first_charge();
+        self.note_use();
         self.resident.fetch_add(bytes, Relaxed);
         self.publish();
     }
@@ -467,7 +469,7 @@ impl Account {
 impl Account {
     /// Counts what the C library hands out (or gets back) while it serves the program: nobody is asked.
     pub fn count_c_library(&self, change_bytes: i64) {
-        self.note_first_charge();
+        self.note_use();
         let amount = change_bytes.unsigned_abs();
         if change_bytes >= 0 {
             stats::add(Counter::CLibrary, amount);
@@ -545,7 +547,7 @@ impl Budget for Account {
         }
         // Large loans are touched bit by bit, if ever; room is made for as much as comes in before the next look.
         let _ = self.make_system_room(bytes.min(SYSTEM_LOAN_BYTES), context);
-        self.note_first_charge();
+        self.note_use();
         self.untouched.fetch_add(bytes, Relaxed);
         self.publish();
         Ok(())

@@ -10,6 +10,7 @@ use pagemill_sys::cgroup::{self, Hierarchy, Limit, MAX_LEVELS, Machine, Version}
 use pagemill_sys::file::Path;
 use pagemill_sys::{clock, stack};
 use std::ffi::c_void;
+use std::io;
 use std::sync::Mutex;
 
 /// The kernel's answer: every visible control group above this process, and `MemAvailable`.
@@ -30,6 +31,8 @@ struct Found {
     /// Limits by level, innermost first.
     limits: [Limit; MAX_LEVELS],
     look_again_ns: u64,
+    /// Groups could not be looked for: no descriptor was free, or no memory.
+    is_blind: bool,
 }
 
 /// Groups are looked for, and their limits read, so often: a move or a change is noticed within this.
@@ -43,7 +46,8 @@ const LOOK_STACK_BYTES: usize = 64 << 10;
 
 impl Kernel {
     pub const fn new(root: &'static str) -> Self {
-        let found = Found { state: 0, groups: None, limits: [Limit::NONE; MAX_LEVELS], look_again_ns: 0 };
+        let found =
+            Found { state: 0, groups: None, limits: [Limit::NONE; MAX_LEVELS], look_again_ns: 0, is_blind: false };
         Self { root, found: Mutex::new(found) }
     }
 }
@@ -67,13 +71,16 @@ impl Found {
         let mut argument = Look { found: self, root };
         // SAFETY: `look` returns, and its argument outlives the call.
         unsafe { stack::call_on_new(LOOK_STACK_BYTES, look, (&raw mut argument).cast()) };
-        self.look_again_ns = now + if self.groups.is_some() { LOOK_AGAIN_NS } else { LOOK_IN_VAIN_NS };
+        let is_settled = self.groups.is_none() && !self.is_blind;
+        self.look_again_ns = now + if is_settled { LOOK_IN_VAIN_NS } else { LOOK_AGAIN_NS };
     }
 
     fn find(&mut self, root: &str) {
         let is_current = self.groups.as_ref().is_some_and(|groups| groups.is_current(root));
         if !is_current {
-            self.groups = Hierarchy::find(root).ok();
+            let found = Hierarchy::find(root);
+            self.is_blind = found.as_ref().is_err_and(|error| error.kind() != io::ErrorKind::NotFound);
+            self.groups = found.ok();
         }
         let limits = std::array::from_fn(|level| {
             let limit = self.groups.as_ref().and_then(|groups| Some(groups.limit(&groups.folder(level)?)));

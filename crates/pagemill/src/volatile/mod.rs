@@ -163,15 +163,19 @@ impl Ranges {
     /// # Errors
     ///
     /// [`Error::NoMemory`] over the limit, [`Error::NoAddresses`] if it is too long or there are [`MAX_RANGES`] already,
-    /// [`Error::BadLength`] for none, and for chunks that are no multiple of an OS page.
+    /// [`Error::BadLength`] for none, [`Error::BadChunk`] for chunks that are no multiple of an OS page, [`Error::System`] where
+    /// the kernel does not open so much memory.
     pub fn allocate(&'static self, len_bytes: usize, behaviour: Behaviour) -> Result<Range> {
         let chunk_bytes = match behaviour {
             Behaviour::Full => len_bytes,
             Behaviour::Partial { chunk_bytes } => chunk_bytes,
         };
         let is_full = behaviour == Behaviour::Full;
-        if len_bytes == 0 || chunk_bytes == 0 || (!is_full && !chunk_bytes.is_multiple_of(os_page_bytes())) {
-            return Err(Error::BadLength { len_bytes: if len_bytes == 0 { 0 } else { chunk_bytes as u64 } });
+        if len_bytes == 0 {
+            return Err(Error::BadLength { len_bytes: 0 });
+        }
+        if chunk_bytes == 0 || (!is_full && !chunk_bytes.is_multiple_of(os_page_bytes())) {
+            return Err(Error::BadChunk { chunk_bytes: chunk_bytes as u64 });
         }
         // Much of a large one may never be touched.
         self.arena.budget.expect((len_bytes as u64).min(MOST_EXPECTED_BYTES))?;

@@ -81,7 +81,7 @@ impl Range {
             what: match refused {
                 Refused::Phase(Phase::Held) => "the range is not volatile",
                 Refused::Phase(_) => "the range is volatile already",
-                Refused::Pins | Refused::Purging => "the range has as many pins as it can have",
+                Refused::Pins | Refused::Purging => "the range has as many pins as it can have, 65535",
             },
         })
     }
