@@ -111,6 +111,19 @@ fn assert_refused(end: &End, words: &str) {
     assert!(end.code() == 2 && end.out.is_empty() && end.err.contains(words), "{}: {}{}", end.status, end.out, end.err);
 }
 
+/// A fork child that marks memory and does nothing else on Pagemill is listed, too.
+#[test]
+fn a_child_that_only_marks_is_listed() {
+    let place = Place::new();
+    let Some(program) = place.compile("vranges.c", &[]) else { return };
+    let mut command = place.pagemill_run(&[], &program);
+    command.arg("child");
+    let holder = Holder::start(command);
+    let list = list(&place, holder.pid());
+    assert_eq!(range_at(&list, holder.numbers[1])["size"], os_page_bytes());
+    holder.end();
+}
+
 /// A preloaded program over its limit: what the list says is gone is what unmarking says is gone. In a tree.
 #[test]
 fn a_preloaded_program_is_listed() {

@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <sys/mman.h>
 #include <sys/types.h>
+#include <sys/wait.h>
 #include <time.h>
 
 static ssize_t (*vrange)(void *addr, size_t len, int mode, int behaviour, int *purged);
@@ -62,10 +63,30 @@ static void many(size_t count) {
     getchar();
 }
 
+/* `child`: a process that marks, and a child of it that marks a page of its own and tells of that. */
+static void child(void) {
+    size_t page = sysconf(_SC_PAGESIZE);
+    mark_volatile(map(MIB), MIB, 0);
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        char *own = map(page);
+        mark_volatile(own, page, 0);
+        printf("%d %zu\n", getpid(), (size_t)own);
+        fflush(stdout);
+        getchar();
+        _exit(0);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+}
+
 int main(int argc, char **argv) {
     *(void **)&vrange = dlsym(RTLD_DEFAULT, "pagemill_vrange");
     CHECK(vrange);
-    if (argc > 1)
+    if (argc > 1 && strcmp(argv[1], "child") == 0)
+        child();
+    else if (argc > 1)
         many(strtoul(argv[1], NULL, 10));
     else
         limited();
