@@ -27,7 +27,7 @@ const MACHINE_DIVISOR: u64 = 16;
 const FASTEST: u64 = 32 << 30;
 
 /// Bounds of the pause between two looks. Whose group is not known may fill it between two of them: at most a hundred
-/// wake-ups a second, a thousandth of a processor.
+/// wake-ups a second, half a percent of a processor.
 pub const SHORTEST_PAUSE: Duration = Duration::from_millis(1);
 pub const LONGEST_PAUSE: Duration = Duration::from_millis(10);
 

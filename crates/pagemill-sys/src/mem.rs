@@ -288,9 +288,7 @@ pub fn reclaim(addr: usize, len_bytes: usize) {
 pub fn split_huge(block: usize, block_bytes: usize) {
     // A cold hint for a part of a huge page makes the kernel split it first;
     // for a whole one it would only deactivate it.
-    let half = block_bytes / 2;
-    // SAFETY: a hint about paging; contents do not change.
-    unsafe { advise(block, half, COLD) };
+    let _ = cool(block, block_bytes / 2);
     // Or the kernel makes it whole again, zeros and all.
     forbid_huge(block, block_bytes);
 }

@@ -121,17 +121,13 @@ pub fn prefer_by_deadline() -> bool {
     is_done || prefer()
 }
 
-/// Lets every other thread go before this one. As a priority of its kind it is the last, so it always gets something.
-pub fn defer() {
-    // SAFETY: concerns the calling thread only, which 0 names.
-    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
-}
-
-/// As [`defer`] for a whole process, in a session of its own: where the kernel shares processors among sessions first
+/// Lets every other thread go before this process, which has one: by the last priority of its kind, so that it always gets
+/// something; and in a session of its own, which has the last as well: where the kernel shares processors among sessions first
 /// (`sched_autogroup_enabled`) a priority holds within one only, and an idle one of two sessions gets half. Control groups
 /// have weights of their own.
 pub fn defer_process() {
-    defer();
+    // SAFETY: concerns the calling thread only, which 0 names.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
     // SAFETY: no arguments; fails for the leader of a process group, and then all is as it was.
     let is_alone = unsafe { libc::setsid() } >= 0;
     if is_alone {

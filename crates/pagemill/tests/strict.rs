@@ -6,7 +6,7 @@ mod area;
 mod common;
 
 use area::{Area, marked, purge, vrange};
-use common::{pagemill, turn};
+use common::{assert_in_child, pagemill, turn};
 use pagemill::Error;
 use pagemill::stats::{self, Counter};
 use pagemill::units::{BLOCK_BYTES, os_page_bytes};
@@ -266,21 +266,10 @@ fn a_child_has_guards_of_its_own() {
         return;
     }
     purge(usize::MAX);
-    pagemill().before_fork();
-    // SAFETY: the child calls nothing that allocates, and ends by `_exit`.
-    let child = unsafe { libc::fork() };
-    pagemill().after_fork();
-    if child == 0 {
-        pagemill().begin_child();
+    assert_in_child(|| {
         let is_guarded = (0..16).all(|index| page(&area, index) == BUS);
-        let is_right = is_guarded && area.unmark(0, 8).purged && page(&area, 0) == 0 && page(&area, 8) == BUS;
-        // SAFETY: ends the child without running anything else.
-        unsafe { libc::_exit(i32::from(!is_right)) };
-    }
-    let mut status = 0;
-    // SAFETY: waits for our own child.
-    unsafe { libc::waitpid(child, &raw mut status, 0) };
-    assert_eq!(status, 0);
+        is_guarded && area.unmark(0, 8).purged && page(&area, 0) == 0 && page(&area, 8) == BUS
+    });
     assert!((0..16).all(|index| page(&area, index) == BUS));
 }
 
@@ -344,21 +333,10 @@ fn a_child_is_not_born_in_between() {
             }
         });
         for _ in 0..100 {
-            pagemill().before_fork();
-            // SAFETY: the child calls nothing that allocates, and ends by `_exit`.
-            let child = unsafe { libc::fork() };
-            pagemill().after_fork();
-            if child == 0 {
-                pagemill().begin_child();
+            assert_in_child(|| {
                 area.unmark(0, area.pages());
-                let is_right = (0..area.pages()).all(|index| [0, 3].contains(&page(&area, index)));
-                // SAFETY: ends the child without running anything else.
-                unsafe { libc::_exit(i32::from(!is_right)) };
-            }
-            let mut status = 0;
-            // SAFETY: waits for our own child.
-            unsafe { libc::waitpid(child, &raw mut status, 0) };
-            assert_eq!(status, 0);
+                (0..area.pages()).all(|index| [0, 3].contains(&page(&area, index)))
+            });
         }
         is_over.store(true, Relaxed);
     });
@@ -375,12 +353,7 @@ fn what_a_child_has_not_is_not_touched_there() {
     purge(usize::MAX);
     // SAFETY: concerns children only.
     unsafe { libc::madvise(area.addr as *mut _, area.len, libc::MADV_DONTFORK) };
-    pagemill().before_fork();
-    // SAFETY: the child calls nothing that allocates, and ends by `_exit`.
-    let child = unsafe { libc::fork() };
-    pagemill().after_fork();
-    if child == 0 {
-        pagemill().begin_child();
+    assert_in_child(|| {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
         // SAFETY: nothing is mapped there in this child.
         let mapped = unsafe {
@@ -388,14 +361,8 @@ fn what_a_child_has_not_is_not_touched_there() {
         };
         (0..area.pages()).for_each(|index| area.write(index, 9));
         area.unmark(0, area.pages());
-        let is_right = mapped == area.addr && (0..area.pages()).all(|index| page(&area, index) == 9);
-        // SAFETY: ends the child without running anything else.
-        unsafe { libc::_exit(i32::from(!is_right)) };
-    }
-    let mut status = 0;
-    // SAFETY: waits for our own child.
-    unsafe { libc::waitpid(child, &raw mut status, 0) };
-    assert_eq!(status, 0);
+        mapped == area.addr && (0..area.pages()).all(|index| page(&area, index) == 9)
+    });
 }
 
 /// Memory that is locked while it is purged: what went raises `SIGBUS`, what did not is there, and the program goes on.

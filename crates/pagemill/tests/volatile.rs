@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{EPOCH, pagemill, turn};
+use common::{EPOCH, assert_in_child, pagemill, turn};
 use pagemill::reclaim::{Shrinker, Urgency, Which};
 use pagemill::stats::{self, Counter};
 use pagemill::units::{BLOCK_BYTES, os_page_bytes};
@@ -335,21 +335,10 @@ fn a_child_keeps_what_it_inherited() {
     range.mark().unwrap();
     // The parent knows who is next.
     assert_eq!(purge(1), 4 * MIB);
-    pagemill().before_fork();
-    // SAFETY: the child calls nothing that allocates, and ends by `_exit`.
-    let child = unsafe { libc::fork() };
-    pagemill().after_fork();
-    if child == 0 {
-        pagemill().begin_child();
+    assert_in_child(|| {
         let freed = purge_all();
-        let is_right = freed == 0 && range.unmark().is_ok_and(|contents| contents == Contents::Kept);
-        // SAFETY: ends the child without running anything else.
-        unsafe { libc::_exit(i32::from(!is_right)) };
-    }
-    let mut status = 0;
-    // SAFETY: waits for our own child.
-    unsafe { libc::waitpid(child, &raw mut status, 0) };
-    assert_eq!(status, 0);
+        freed == 0 && range.unmark().is_ok_and(|contents| contents == Contents::Kept)
+    });
     assert_eq!(purge_all(), 4 * MIB);
 }
 

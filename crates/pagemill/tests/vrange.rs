@@ -6,7 +6,7 @@ mod area;
 mod common;
 
 use area::{Area, marked, purge, vrange};
-use common::{EPOCH, pagemill, turn};
+use common::{EPOCH, assert_in_child, pagemill, turn};
 use pagemill::Error;
 use pagemill::reclaim::{Shrinker, Urgency};
 use pagemill::units::{BLOCK_BYTES, os_page_bytes};
@@ -223,23 +223,11 @@ fn a_child_keeps_what_it_inherited() {
     let _turn = turn();
     let (inherited, own) = (Area::plain(16, 3), Area::plain(16, 4));
     inherited.mark(0, 16);
-    pagemill().before_fork();
-    // SAFETY: the child calls nothing that allocates, and ends by `_exit`.
-    let child = unsafe { libc::fork() };
-    pagemill().after_fork();
-    if child == 0 {
-        pagemill().begin_child();
+    assert_in_child(|| {
         own.mark(0, 16);
         let freed = purge(usize::MAX);
-        let is_right =
-            freed == own.len && inherited.holds(3) && own.unmark(0, 16).purged && !inherited.unmark(0, 16).purged;
-        // SAFETY: ends the child without running anything else.
-        unsafe { libc::_exit(i32::from(!is_right)) };
-    }
-    let mut status = 0;
-    // SAFETY: waits for our own child.
-    unsafe { libc::waitpid(child, &raw mut status, 0) };
-    assert_eq!(status, 0);
+        freed == own.len && inherited.holds(3) && own.unmark(0, 16).purged && !inherited.unmark(0, 16).purged
+    });
     assert!(own.holds(4) && inherited.holds(3));
     assert_eq!(purge(usize::MAX), inherited.len);
 }

@@ -109,12 +109,13 @@ impl Vranges {
     /// The first strict mark of a process puts a handler before that for `SIGSEGV`. A program that installs one later calls
     /// [`handle_fault`](super::handle_fault) in it; under `pagemill run` that is not needed.
     ///
-    /// Cost: some hundred nanoseconds, and a system call of as much to mark; none to unmark. While a piece is being purged,
-    /// some hundred microseconds at most.
+    /// Cost: some hundred nanoseconds, and a system call of as much to mark; none to unmark, but where guards
+    /// are to go some microseconds for each run of them. While a piece is being purged, some hundred microseconds at most.
     ///
     /// # Errors
     ///
-    /// Nothing has changed then. [`Error::BadRange`] where `addr` or `len_bytes` are no multiples of the OS page, or the end
+    /// Nothing has changed then, except that guards of a strict range may have gone where there is no memory for the rest: it
+    /// is marked and purged still. [`Error::BadRange`] where `addr` or `len_bytes` are no multiples of the OS page, or the end
     /// lies beyond all addresses; [`Error::NotMapped`] where a part is not mapped; [`Error::System`] without memory for
     /// the mark; [`Error::Unsupported`] for a strict mark where the kernel has no guard pages (before Linux 6.13).
     ///
@@ -268,8 +269,9 @@ impl Vranges {
     pub(super) fn tell(&self, book: &Book) {
         self.giveable_bytes.store(book.sums.all, Relaxed);
         self.foreign_bytes.store(book.sums.foreign, Relaxed);
-        self.marked_bytes.store(book.marks.bytes(), Relaxed);
-        stats::set(Counter::MarkedBytes, book.marks.bytes());
+        let marked_bytes = book.marks.bytes();
+        self.marked_bytes.store(marked_bytes, Relaxed);
+        stats::set(Counter::MarkedBytes, marked_bytes);
     }
 
     /// In a fork child: the parent's marks hold, but nothing is purged for them; nobody of the parent waits here.
