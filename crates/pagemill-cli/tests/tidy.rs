@@ -25,6 +25,7 @@ const LAYERS: &[(&str, usize)] = &[
     ("sync", 3),
     ("arena", 4),
     ("reclaim", 5),
+    ("xarray", 5),
     ("heap", 6),
     ("volatile", 7),
     ("published", 8),

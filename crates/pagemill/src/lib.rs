@@ -3,10 +3,11 @@
 //! A memory manager in user space for data-heavy Linux programs. Here so far:
 //! the words ([`units`], [`error`], [`stats`], [`trace`]), the [`arena`] of
 //! 2 MiB blocks, the accounting half of [`reclaim`], the [`heap`], on which
-//! `pagemill run` puts whole programs, and [`volatile`] ranges.
+//! `pagemill run` puts whole programs, [`volatile`] ranges, and [`xarray`], the index
+//! of a page cache.
 //!
 //! [`Pagemill`] builds and owns all of it. Layers, from bottom to top: `units`,
-//! `error`, `trace`, `stats`, `sync`; `arena`; `reclaim`; `heap`; `volatile`. A module uses
+//! `error`, `trace`, `stats`, `sync`; `arena`; `reclaim`, `xarray`; `heap`; `volatile`. A module uses
 //! lower ones only; what lower code needs from above it names as a trait
 //! ([`arena::Budget`], [`reclaim::Shrinker`]).
 
@@ -44,6 +45,15 @@ pub mod volatile;
 #[path = "volatile/word.rs"]
 #[allow(dead_code)] // the parts that only the ranges use
 mod word;
+#[cfg(not(loom))]
+pub mod xarray;
+#[cfg(all(loom, test))]
+mod xarray {
+    #[allow(dead_code)] // the parts that only the tree uses
+    mod slots;
+    #[allow(dead_code)]
+    mod word;
+}
 
 #[cfg(not(loom))]
 pub use error::{Error, Result};

@@ -1,0 +1,93 @@
+//! Marks: three bits of each entry, and of each slot with such an entry below.
+
+use super::node::{MARKS, mask_of};
+use super::nodes::Nodes;
+use super::store::Writer;
+use crate::sync::{Relaxed, Release};
+
+/// One of an entry's marks; what it says is its users' affair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mark {
+    A = 0,
+    B = 1,
+    C = 2,
+}
+
+impl Mark {
+    pub const ALL: [Self; MARKS] = [Self::A, Self::B, Self::C];
+}
+
+impl<N: Nodes> Writer<'_, N> {
+    /// Marks the entry that covers the index; says whether there is one. Cost: a lookup, and a store for each level that has no
+    /// such mark yet.
+    pub fn set_mark(&mut self, index: u64, mark: Mark) -> bool {
+        let Some(place) = self.place(index) else { return false };
+        match place.node {
+            0 => self.set_root_marks(self.root_marks() | 1 << mark as u32),
+            number => self.add_mark(number, place.slot, mark as usize),
+        }
+        true
+    }
+
+    /// Takes the mark off the entry that covers the index; says whether there is one. Cost: as [`Writer::set_mark`].
+    pub fn clear_mark(&mut self, index: u64, mark: Mark) -> bool {
+        let Some(place) = self.place(index) else { return false };
+        match place.node {
+            0 => self.set_root_marks(self.root_marks() & !(1 << mark as u32)),
+            number => self.remove_mark(number, mask_of(place.slot, 1), mark as usize),
+        }
+        true
+    }
+
+    /// Whether the entry that covers the index has the mark.
+    pub fn get_mark(&self, index: u64, mark: Mark) -> bool {
+        let marks = |place: super::store::Place| match place.node {
+            0 => u64::from(self.root_marks()) >> mark as u32,
+            number => u64::from(self.node(number).is_marked(mark as usize, mask_of(place.slot, 1))),
+        };
+        self.place(index).is_some_and(|place| marks(place) & 1 != 0)
+    }
+
+    pub(super) fn root_marks(&self) -> u32 {
+        self.array.root_marks.load(Relaxed)
+    }
+
+    pub(super) fn set_root_marks(&self, marks: u32) {
+        self.array.root_marks.store(marks, Release);
+    }
+
+    /// Sets a mark of a slot, and of the slots above.
+    pub(super) fn add_mark(&self, number: u32, slot: usize, mark: usize) {
+        let (mut number, mut slot) = (number, slot);
+        while number != 0 {
+            let node = self.node(number);
+            let bit = mask_of(slot, 1);
+            if node.is_marked(mark, bit) {
+                return;
+            }
+            node.add_mark(mark, bit);
+            (number, slot) = (node.parent(), node.offset());
+        }
+    }
+
+    /// Takes a mark off these slots, and off the slots above that have nothing else of it below.
+    pub(super) fn remove_mark(&self, number: u32, mask: u64, mark: usize) {
+        let (mut number, mut mask) = (number, mask);
+        while number != 0 {
+            let node = self.node(number);
+            if !node.is_marked(mark, mask) {
+                return;
+            }
+            node.remove_mark(mark, mask);
+            if node.is_marked(mark, u64::MAX) {
+                return;
+            }
+            (number, mask) = (node.parent(), mask_of(node.offset(), 1));
+        }
+    }
+
+    /// Takes all marks off these slots.
+    pub(super) fn remove_marks(&self, number: u32, mask: u64) {
+        (0..MARKS).for_each(|mark| self.remove_mark(number, mask, mark));
+    }
+}

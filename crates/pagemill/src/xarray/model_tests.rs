@@ -1,0 +1,461 @@
+//! All operations, at random and at every border, against an ordered map.
+
+use super::node::MARKS;
+use super::stock::top_for;
+use super::word::{SLOT_BITS, SLOTS, first_of, last_of, shift_of};
+use super::*;
+use crate::error::Error;
+use crossbeam_epoch::pin;
+use proptest::prelude::*;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+/// What an entry is, beside its first index.
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    order: u32,
+    value: u64,
+    marks: [bool; MARKS],
+}
+
+#[derive(Default)]
+struct Model(BTreeMap<u64, Entry>);
+
+impl Model {
+    fn at(&self, index: u64) -> Option<(u64, Entry)> {
+        let (first, entry) = self.0.range(..=index).next_back()?;
+        (last_of(*first, entry.order) >= index).then_some((*first, *entry))
+    }
+
+    fn next(&self, from: u64, to: u64, is_wanted: impl Fn(&Entry) -> bool) -> Option<(u64, Entry)> {
+        let covering = self.at(from).filter(|(_, entry)| from <= to && is_wanted(entry));
+        let after = || self.0.range(from..).map(|(first, entry)| (*first, *entry)).find(|(_, entry)| is_wanted(entry));
+        covering.or_else(after).filter(|(first, _)| *first <= to)
+    }
+
+    fn next_gap(&self, from: u64, to: u64) -> Option<u64> {
+        let mut at = from;
+        while at <= to {
+            let Some((first, entry)) = self.at(at) else { return Some(at) };
+            at = last_of(first, entry.order) + 1;
+        }
+        None
+    }
+
+    /// Whether something sticks out of what an entry at `first` would cover.
+    fn sticks_out(&self, first: u64, order: u32) -> bool {
+        self.at(first).is_some_and(|(_, entry)| entry.order > order)
+    }
+
+    fn remove_inside(&mut self, from: u64, to: u64) -> Vec<(u64, Entry)> {
+        let is_inside = |(first, entry): &(u64, Entry)| last_of(*first, entry.order) <= to;
+        let inside: Vec<_> = if from > to {
+            Vec::new()
+        } else {
+            self.0.range(from..=to).map(|(first, entry)| (*first, *entry)).filter(is_inside).collect()
+        };
+        self.0.retain(|first, entry| *first < from || last_of(*first, entry.order) > to);
+        inside
+    }
+
+    /// Nodes of the lowest tree that holds all of it, with nothing that is empty.
+    fn nodes(&self) -> usize {
+        let last = self.0.last_key_value().map_or(0, |(first, entry)| last_of(*first, entry.order));
+        if last == 0 {
+            return 0;
+        }
+        let lowest = self.0.values().map(|entry| shift_of(entry.order)).max().unwrap_or(0);
+        let top = top_for(last, lowest);
+        let mut nodes = BTreeSet::new();
+        for (first, entry) in &self.0 {
+            let levels = (shift_of(entry.order)..=top).step_by(SLOT_BITS as usize);
+            nodes.extend(levels.map(|shift| (shift, first >> (shift + SLOT_BITS))));
+        }
+        nodes.len()
+    }
+}
+
+/// Waits for the grace period of what was retired.
+pub(super) fn await_none_in_use(nodes: &TableNodes) {
+    let start = Instant::now();
+    while nodes.in_use() > 0 {
+        pin().flush();
+        assert!(start.elapsed() < Duration::from_secs(20), "{} nodes do not come back", nodes.in_use());
+        std::thread::yield_now();
+    }
+}
+
+fn found(first: u64, entry: Entry) -> Found {
+    Found { value: entry.value, first, order: entry.order }
+}
+
+/// The array and what should be in it.
+struct Pair {
+    array: XArray<TableNodes>,
+    model: Model,
+    /// Values come from here, so that no two are the same.
+    last_value: u64,
+}
+
+impl Pair {
+    fn new() -> Self {
+        let nodes = TableNodes::with_limit(1 << 13).unwrap();
+        Self { array: XArray::new(nodes), model: Model::default(), last_value: 0 }
+    }
+
+    fn fresh_value(&mut self) -> u64 {
+        self.last_value += 1;
+        self.last_value << 20 & MAX_VALUE | self.last_value
+    }
+
+    fn store(&mut self, index: u64, order: u32) {
+        let first = first_of(index, order);
+        if self.model.sticks_out(first, order) {
+            return;
+        }
+        let value = self.fresh_value();
+        let last = last_of(first, order);
+        let mut stock = self.array.prepare(first, last, order).unwrap();
+        self.array.lock().store(first, order, value, &mut stock);
+        self.model.remove_inside(first, last);
+        self.model.0.insert(first, Entry { order, value, marks: [false; MARKS] });
+    }
+
+    fn join(&mut self, index: u64, order: u32) {
+        let first = first_of(index, order);
+        if self.model.sticks_out(first, order) {
+            return;
+        }
+        let value = self.fresh_value();
+        let last = last_of(first, order);
+        let mut stock = self.array.prepare(first, last, order).unwrap();
+        self.array.lock().join(first, order, value, &mut stock);
+        let parts = self.model.remove_inside(first, last);
+        let marks = std::array::from_fn(|mark| parts.iter().any(|(_, part)| part.marks[mark]));
+        self.model.0.insert(first, Entry { order, value, marks });
+    }
+
+    fn split(&mut self, index: u64, into_order: u32) {
+        let Some((first, entry)) = self.model.at(index).filter(|(_, entry)| entry.order > into_order) else { return };
+        let value = self.fresh_value();
+        let value_at = |part: u64| (value + (part - first)) & MAX_VALUE;
+        let mut stock = self.array.prepare_split(entry.order, into_order).unwrap();
+        let old = self.array.lock().split(index, into_order, &mut stock, value_at);
+        assert_eq!((old, stock.count()), (Some(found(first, entry)), 0), "a split takes the whole stock");
+        for part in (first..=last_of(first, entry.order)).step_by(1 << into_order) {
+            self.model.0.insert(part, Entry { order: into_order, value: value_at(part), ..entry });
+        }
+        self.last_value += 1 << entry.order;
+    }
+
+    fn erase(&mut self, index: u64) {
+        let expected = self.model.at(index);
+        assert_eq!(self.array.lock().erase(index), expected.map(|(first, entry)| found(first, entry)));
+        expected.map(|(first, _)| self.model.0.remove(&first));
+    }
+
+    fn erase_range(&mut self, from: u64, to: u64) {
+        let mut erased = Vec::new();
+        self.array.lock().erase_range(from, to, |found| {
+            assert!(self.array.load(found.first, &pin()).is_none(), "what is told is gone");
+            erased.push(found);
+        });
+        let expected = self.model.remove_inside(from, to);
+        assert_eq!(erased, expected.into_iter().map(|(first, entry)| found(first, entry)).collect::<Vec<_>>());
+    }
+
+    fn replace(&mut self, index: u64) {
+        let value = self.fresh_value();
+        let expected = self.model.at(index);
+        let old = self.array.lock().replace(index, value);
+        assert_eq!(old, expected.map(|(first, entry)| found(first, entry)));
+        expected.map(|(first, entry)| self.model.0.insert(first, Entry { value, ..entry }));
+    }
+
+    fn mark(&mut self, index: u64, mark: usize, is_set: bool) {
+        let mut writer = self.array.lock();
+        let mark_of = Mark::ALL[mark];
+        let was_there = if is_set { writer.set_mark(index, mark_of) } else { writer.clear_mark(index, mark_of) };
+        let first = self.model.at(index).map(|(first, _)| first);
+        assert_eq!(was_there, first.is_some());
+        let entry = first.and_then(|first| self.model.0.get_mut(&first));
+        entry.into_iter().for_each(|entry| entry.marks[mark] = is_set);
+        assert_eq!(writer.get_mark(index, mark_of), was_there && is_set);
+    }
+
+    /// What readers and writers see from this index on is what the model has.
+    fn check_at(&self, index: u64, to: u64) {
+        let guard = &pin();
+        let expected = self.model.at(index).map(|(first, entry)| found(first, entry));
+        assert_eq!(self.array.load(index, guard), expected, "load {index:#x}");
+        assert_eq!(self.array.lock().get(index), expected);
+        let hit = self.array.find(index, guard);
+        assert!(hit.is_none_or(|hit| hit.is_still() && hit.found() == expected.unwrap()));
+        let next = self.model.next(index, to, |_| true).map(|(first, entry)| found(first, entry));
+        assert_eq!(self.array.next(index, to, guard), next, "next from {index:#x} to {to:#x}");
+        assert_eq!(self.array.next_gap(index, to, guard), self.model.next_gap(index, to), "gap from {index:#x}");
+        for (number, mark) in Mark::ALL.into_iter().enumerate() {
+            let marked = self.model.next(index, to, |entry| entry.marks[number]);
+            let marked = marked.map(|(first, entry)| found(first, entry));
+            assert_eq!(self.array.next_marked(index, to, mark, guard), marked, "{mark:?} from {index:#x} to {to:#x}");
+            let is_marked = self.model.at(index).is_some_and(|(_, entry)| entry.marks[number]);
+            assert_eq!(self.array.get_mark(index, mark, guard), is_marked);
+        }
+    }
+
+    /// Looks at the borders, at `index` and around it, and at some entries.
+    fn check(&self, index: u64) {
+        let step = (self.model.0.len() / 8).max(1);
+        let edges = self.model.0.iter().step_by(step).flat_map(|(first, entry)| [*first, last_of(*first, entry.order)]);
+        let edges: Vec<u64> = edges.chain([index]).collect();
+        let around = edges.iter().flat_map(|edge| [edge.saturating_sub(1), *edge, edge + 1]);
+        for at in around.chain(borders()).collect::<BTreeSet<_>>() {
+            self.check_at(at, MAX_INDEX);
+            self.check_at(at, at.max(index));
+        }
+        assert_eq!(self.array.node_count() as usize, self.model.nodes());
+        assert_eq!(self.array.is_empty(), self.model.0.is_empty());
+        audit(&self.array);
+    }
+
+    /// All is erased; all nodes come back.
+    fn end(mut self) {
+        self.erase_range(0, MAX_INDEX);
+        self.check(0);
+        await_none_in_use(self.array.nodes);
+    }
+}
+
+/// The invariants of the type.
+fn audit(array: &XArray<TableNodes>) {
+    let root = array.root.peek();
+    let count = if root.is_node() { audit_node(array, root, 0, 0) } else { 0 };
+    assert_eq!(count, array.node_count());
+}
+
+fn audit_node(array: &XArray<TableNodes>, word: Word, parent: u32, offset: usize) -> u32 {
+    let node = array.nodes.node(word.number());
+    assert_eq!((node.parent(), node.offset(), node.shift()), (parent, offset, word.shift()));
+    assert_eq!(node.used(), node.slots.iter().filter(|slot| !slot.peek().is_empty()).count());
+    assert!(node.used() > 0);
+    let mut count = 1;
+    for (at, below) in node.slots.iter().map(Slot::peek).enumerate() {
+        assert!(below.is_empty() || below.is_value() || below.is_node() || below.is_sibling());
+        let may_be_marked = below.is_value() || below.is_node();
+        assert!(may_be_marked || (0..MARKS).all(|mark| !node.is_marked(mark, 1 << at)), "a mark of nothing");
+        if below.is_node() {
+            assert_eq!(below.shift() + SLOT_BITS, word.shift());
+            let child = array.nodes.node(below.number());
+            (0..MARKS).for_each(|mark| assert_eq!(child.is_marked(mark, u64::MAX), node.is_marked(mark, 1 << at)));
+            count += audit_node(array, below, word.number(), at);
+        }
+    }
+    count
+}
+
+/// Powers of 64, the last index, and their neighbours.
+fn borders() -> impl Iterator<Item = u64> {
+    let powers = (0..=6).map(|level| 1 << (level * SLOT_BITS)).chain([MAX_INDEX]);
+    powers.flat_map(|power| [power - 1, power, (power + 1).min(MAX_INDEX)]).chain([0, 2, 62, 128])
+}
+
+#[derive(Clone, Debug)]
+enum Act {
+    Store(u64, u32),
+    Join(u64, u32),
+    Split(u64, u32),
+    Erase(u64),
+    EraseRange(u64, u64),
+    Replace(u64),
+    Mark(u64, usize, bool),
+}
+
+impl Act {
+    /// Does it; returns the index to look at then.
+    fn run(self, pair: &mut Pair) -> u64 {
+        match self {
+            Self::Store(_, order) => pair.store(self.index(), order),
+            Self::Join(_, order) => pair.join(self.index(), order),
+            Self::Split(_, order) => pair.split(self.index(), order),
+            Self::Erase(_) => pair.erase(self.index()),
+            Self::EraseRange(from, to) => pair.erase_range(from, to),
+            Self::Replace(_) => pair.replace(self.index()),
+            Self::Mark(_, mark, is_set) => pair.mark(self.index(), mark, is_set),
+        }
+        self.index()
+    }
+
+    fn index(&self) -> u64 {
+        match *self {
+            Self::Store(index, _) | Self::Join(index, _) | Self::Split(index, _) | Self::Mark(index, ..) => index,
+            Self::Erase(index) | Self::EraseRange(_, index) | Self::Replace(index) => index,
+        }
+    }
+}
+
+/// Dense near zero and at a border, powers of 64, and anything.
+fn an_index() -> impl Strategy<Value = u64> {
+    let borders: Vec<u64> = borders().collect();
+    prop_oneof![
+        6 => 0..200u64,
+        4 => (1u64 << 12) - 70..(1 << 12) + 200,
+        2 => proptest::sample::select(borders),
+        1 => MAX_INDEX - 3000..=MAX_INDEX,
+        1 => 0..=MAX_INDEX,
+    ]
+}
+
+fn an_order() -> impl Strategy<Value = u32> {
+    prop_oneof![3 => Just(0u32), 2 => 1..=6u32, 1 => 7..=MAX_ORDER]
+}
+
+fn an_act() -> impl Strategy<Value = Act> {
+    let marking = (an_index(), 0..MARKS, proptest::bool::weighted(0.7));
+    prop_oneof![
+        8 => (an_index(), an_order()).prop_map(|(index, order)| Act::Store(index, order)),
+        2 => (an_index(), an_order()).prop_map(|(index, order)| Act::Join(index, order)),
+        3 => (an_index(), an_order()).prop_map(|(index, order)| Act::Split(index, order)),
+        4 => an_index().prop_map(Act::Erase),
+        1 => (an_index(), an_index()).prop_map(|(from, to)| Act::EraseRange(from, to)),
+        1 => an_index().prop_map(Act::Replace),
+        5 => marking.prop_map(|(index, mark, is_set)| Act::Mark(index, mark, is_set)),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Whatever is done, in whatever order: readers see what an ordered map would have, and no node is too many.
+    #[test]
+    fn the_array_is_an_ordered_map(acts in proptest::collection::vec(an_act(), 1..48)) {
+        let mut pair = Pair::new();
+        for act in acts {
+            let index = act.run(&mut pair);
+            pair.check(index);
+        }
+        pair.end();
+    }
+}
+
+/// One entry of each order at each border, alone: stored, marked, split, joined, replaced, erased.
+#[test]
+fn every_order_stands_at_every_border() {
+    let mut pair = Pair::new();
+    for index in borders().collect::<BTreeSet<_>>() {
+        for order in 0..=MAX_ORDER {
+            pair.store(index, order);
+            pair.mark(index, order as usize % MARKS, true);
+            pair.check_at(index, MAX_INDEX);
+            let into = order / 2;
+            pair.split(index, into);
+            audit(&pair.array);
+            pair.check_at(index, MAX_INDEX);
+            pair.join(index, order);
+            pair.replace(index);
+            pair.check_at(first_of(index, order), index);
+            assert_eq!(pair.array.node_count() as usize, pair.model.nodes());
+            pair.erase(index);
+            assert_eq!((pair.array.node_count(), pair.array.is_empty()), (0, true));
+        }
+    }
+    pair.end();
+}
+
+/// Every way to split and to join: all parts are there, with the marks, and back.
+#[test]
+fn every_order_splits_into_every_smaller_one() {
+    let mut pair = Pair::new();
+    for order in 1..=MAX_ORDER {
+        for into in 0..order {
+            pair.store(1 << MAX_ORDER, order);
+            pair.mark(1 << MAX_ORDER, 1, true);
+            pair.split((1 << MAX_ORDER) + 1, into);
+            pair.check(1 << MAX_ORDER);
+            pair.mark(1 << MAX_ORDER, 1, false);
+            pair.join(1 << MAX_ORDER, order);
+            pair.check(1 << MAX_ORDER);
+        }
+    }
+    pair.end();
+}
+
+/// The tree grows with what is stored, and becomes lower with what is erased; an entry alone needs no node.
+#[test]
+fn the_tree_is_as_tall_as_it_must_be() {
+    let mut pair = Pair::new();
+    pair.store(0, 0);
+    pair.mark(0, 2, true);
+    for level in 0..=6 {
+        let index = (1u64 << ((level + 1) * SLOT_BITS)).min(MAX_INDEX + 1) - 1;
+        pair.store(index, 0);
+        pair.check(index);
+        assert_eq!(pair.array.node_count(), 2 * level + 1, "the top, and a way to either end");
+        pair.erase(index);
+        pair.check(index);
+        assert_eq!(pair.array.node_count(), 0);
+    }
+    assert!(pair.array.get_mark(0, Mark::C, &pin()));
+    pair.end();
+}
+
+/// An index of dense pages costs 9.5 bytes a page at most. A stock for all of them is enough and goes back.
+#[test]
+fn a_dense_index_is_small() {
+    const ENTRIES: u64 = 1 << 18;
+    let nodes = TableNodes::place().unwrap();
+    let array = XArray::new(nodes);
+    let mut stock = array.prepare(0, ENTRIES - 1, 0).unwrap();
+    {
+        let mut writer = array.lock();
+        (0..ENTRIES).for_each(|index| writer.store(index, 0, index, &mut stock));
+    }
+    drop(stock);
+    let bytes = nodes.in_use() as usize * size_of::<Node>();
+    assert!(bytes as f64 / ENTRIES as f64 <= 9.5, "{bytes} bytes");
+    assert!(nodes.resident_bytes() >= bytes as u64);
+    assert_eq!((array.next_gap(0, MAX_INDEX, &pin()), nodes.in_use()), (Some(ENTRIES), array.node_count()));
+    assert_eq!(array.load(ENTRIES / 3, &pin()).unwrap().value, ENTRIES / 3);
+    drop(array);
+    assert_eq!(nodes.in_use(), 0, "nobody reads an array that is dropped");
+}
+
+/// An array is small, for there are many.
+#[test]
+fn an_array_is_small() {
+    assert!(size_of::<XArray<TableNodes>>() <= 48);
+}
+
+/// Where there are no nodes it is known before the lock; those that were taken go back.
+#[test]
+fn a_stock_that_cannot_be_had_takes_nothing() {
+    let nodes = TableNodes::with_limit(8).unwrap();
+    let array = XArray::new(nodes);
+    assert!(matches!(array.prepare(MAX_INDEX, MAX_INDEX, 0), Err(Error::NoAddresses { .. })));
+    assert_eq!(nodes.in_use(), 0);
+    let mut stock = array.prepare(SLOTS as u64, SLOTS as u64, 0).unwrap();
+    array.lock().store(SLOTS as u64, 0, 1, &mut stock);
+    assert_eq!((nodes.in_use(), array.node_count()), (stock.count() + 2, 2));
+    assert!(array.top_up(&mut stock, 0, MAX_INDEX, 0).is_err());
+    drop(stock);
+    assert_eq!(nodes.in_use(), 2);
+}
+
+/// Only one writes at a time.
+#[test]
+fn the_lock_excludes_a_second_writer() {
+    let array = XArray::new(TableNodes::with_limit(1).unwrap());
+    let writer = array.lock();
+    assert!(array.try_lock().is_none());
+    drop(writer);
+    assert!(array.try_lock().is_some());
+}
+
+/// An entry that sticks out of what is stored over it is a bug of the caller.
+#[test]
+#[should_panic(expected = "sticks out")]
+fn a_part_of_a_larger_entry_is_not_stored_over() {
+    let mut pair = Pair::new();
+    pair.store(0, 9);
+    let mut stock = pair.array.prepare(0, 0, 0).unwrap();
+    pair.array.lock().store(70, 0, 1, &mut stock);
+}

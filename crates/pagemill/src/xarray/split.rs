@@ -1,0 +1,104 @@
+//! Writers: one entry into smaller ones, and smaller ones into one, while readers find the old or the new at all times.
+
+use super::Found;
+use super::node::{MARKS, mask_of};
+use super::nodes::Nodes;
+use super::slots::{enter, part};
+use super::stock::Stock;
+use super::store::{Place, Writer, checked};
+use super::word::{self, SLOTS, Word};
+use crate::sync::Relaxed;
+
+impl<N: Nodes> Writer<'_, N> {
+    /// Makes entries of a smaller order of the one that covers `index`; `value_at` gets the first index of each, in no
+    /// promised order, and must not panic. They inherit its marks. Returns what was there; nothing changes if that is nothing.
+    ///
+    /// No reader finds a gap. The slot in which the old entry stood is overwritten last: until then it may be found, and is
+    /// still. Cost: a store for each part and each slot. The stock: [`super::XArray::prepare_split`].
+    pub fn split(
+        &mut self,
+        index: u64,
+        into_order: u32,
+        stock: &mut Stock<N>,
+        mut value_at: impl FnMut(u64) -> u64,
+    ) -> Option<Found> {
+        let place = self.place(index)?;
+        let old = place.found;
+        assert!(into_order < old.order, "the parts of an entry are smaller");
+        assert!(stock.is_of(self.array.nodes), "a stock is for arrays with the same nodes");
+        let shift = self.node(place.node).shift();
+        let first_of_slot = |slot: usize| old.first + (((slot - place.slot) as u64) << shift);
+        let slots = &self.node(place.node).slots;
+        let count = 1 << (old.order - shift);
+        if into_order >= shift {
+            let each = 1 << (into_order - shift);
+            self.mark_parts(&place, count, each);
+            part(slots, place.slot, count, each, |slot| {
+                let first = first_of_slot(slot);
+                checked(first, into_order, value_at(first))
+            });
+        } else {
+            self.mark_parts(&place, count, 1);
+            part(slots, place.slot, count, 1, |slot| {
+                self.parts_below(&place, slot, first_of_slot(slot), into_order, stock, &mut value_at)
+            });
+            // An entry of 64 indices that was alone needed a level more than its parts.
+            self.settle();
+        }
+        Some(old)
+    }
+
+    /// Gives the slots at which the parts will begin the marks of the entry. Until then nobody looks at them.
+    fn mark_parts(&self, place: &Place, count: usize, each: usize) {
+        let node = self.node(place.node);
+        let mask = (place.slot..place.slot + count).step_by(each).fold(0, |mask, slot| mask | mask_of(slot, 1));
+        let marked = |mark: &usize| node.is_marked(*mark, mask_of(place.slot, 1));
+        (0..MARKS).filter(marked).for_each(|mark| node.add_mark(mark, mask));
+    }
+
+    /// A node of parts, for one slot of the entry at `place`.
+    fn parts_below(
+        &self,
+        place: &Place,
+        slot: usize,
+        first: u64,
+        order: u32,
+        stock: &mut Stock<N>,
+        value_at: &mut impl FnMut(u64) -> u64,
+    ) -> Word {
+        let above = self.node(place.node);
+        let shift = word::shift_of(order);
+        let number = self.take(place.node, slot, shift, stock);
+        let node = self.node(number);
+        let each = 1 << (order - shift);
+        let begins = (0..SLOTS).step_by(each);
+        let mask = begins.clone().fold(0, |mask, begin| mask | mask_of(begin, 1));
+        for begin in begins {
+            let index = first + ((begin as u64) << shift);
+            enter(&node.slots, begin, each, checked(index, order, value_at(index)));
+        }
+        node.set_used(SLOTS);
+        let marked = |mark: &usize| above.is_marked(*mark, mask_of(place.slot, 1));
+        (0..MARKS).filter(marked).for_each(|mark| node.add_mark(mark, mask));
+        Word::node(number, shift)
+    }
+
+    /// Makes one entry of all that lies in the `1 << order` indices from `first` on, with a mark where any of it had that.
+    ///
+    /// No reader finds a gap: each index has its old entry until it has the new one. Where nothing was, the new one comes.
+    /// Before this returns the slots of all parts are overwritten. The stock: [`super::XArray::prepare`].
+    pub fn join(&mut self, first: u64, order: u32, value: u64, stock: &mut Stock<N>) {
+        let word = checked(first, order, value);
+        if order == 0 && !self.array.root.peek().is_node() && first == 0 {
+            return self.array.root.publish(word);
+        }
+        let (number, slot) = self.make_way(first, order, stock);
+        let node = self.node(number);
+        let mask = mask_of(slot, word.slots(node.shift()));
+        let marked: [bool; MARKS] = std::array::from_fn(|mark| node.is_marked(mark, mask));
+        (0..MARKS).filter(|mark| marked[*mark]).for_each(|mark| self.add_mark(number, slot, mark));
+        self.put(number, slot, word);
+        (0..MARKS).for_each(|mark| node.remove_mark(mark, mask & !mask_of(slot, 1)));
+        debug_assert_eq!(node.marks.each_ref().map(|marks| marks.load(Relaxed) & mask != 0), marked);
+    }
+}

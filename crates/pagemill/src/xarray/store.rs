@@ -1,0 +1,234 @@
+//! Writers: the lock, and storing.
+
+use super::node::{MARKS, Node, mask_of};
+use super::nodes::Nodes;
+use super::stock::{Stock, top_for};
+use super::word::{self, MAX_INDEX, MAX_ORDER, MAX_VALUE, SLOT_BITS, Word};
+use super::{Found, XArray, slots};
+use crate::sync::Relaxed;
+
+/// The one who may change an array. Ends with its drop.
+///
+/// What only its caller can do wrong (an index that is not aligned to its order, an entry that sticks out of what is stored
+/// over it, a stock that is too small) are assertions.
+pub struct Writer<'a, N: Nodes> {
+    pub(super) array: &'a XArray<N>,
+}
+
+/// Where an entry stands.
+pub(super) struct Place {
+    /// 0: the root word.
+    pub node: u32,
+    /// The first of its slots.
+    pub slot: usize,
+    pub found: Found,
+}
+
+impl<N: Nodes> XArray<N> {
+    /// Waits until nobody else writes. Nothing that takes time belongs under the lock.
+    pub fn lock(&self) -> Writer<'_, N> {
+        self.lock.acquire();
+        Writer { array: self }
+    }
+
+    /// As [`XArray::lock`], unless somebody has it.
+    pub fn try_lock(&self) -> Option<Writer<'_, N>> {
+        self.lock.try_acquire().then(|| Writer { array: self })
+    }
+}
+
+impl<N: Nodes> Drop for Writer<'_, N> {
+    fn drop(&mut self) {
+        self.array.lock.release();
+    }
+}
+
+impl<N: Nodes> Writer<'_, N> {
+    /// Puts an entry, without marks, over `1 << order` indices from `index` on, in place of all that is there.
+    ///
+    /// Readers find each index's old entry, then the new one; where nothing was the entry comes with one store. Cost: a way
+    /// down the tree, and what it replaces.
+    pub fn store(&mut self, index: u64, order: u32, value: u64, stock: &mut Stock<N>) {
+        let word = checked(index, order, value);
+        if word::last_of(index, order) == 0 && !self.array.root.peek().is_node() {
+            self.array.root.publish(word);
+            return self.set_root_marks(0);
+        }
+        let (number, slot) = self.make_way(index, order, stock);
+        self.put(number, slot, word);
+        let node = self.node(number);
+        self.remove_marks(number, mask_of(slot, word.slots(node.shift())));
+    }
+
+    /// What covers the index.
+    pub fn get(&self, index: u64) -> Option<Found> {
+        self.place(index).map(|place| place.found)
+    }
+
+    /// The first entry that covers `from`, or begins after it and not after `to`.
+    pub fn next(&self, from: u64, to: u64) -> Option<Found> {
+        self.array.next_locked(from, to)
+    }
+
+    /// Gives the entry that covers the index another value, with one store; its order and marks stay. Returns what was
+    /// there; nothing changes if that is nothing.
+    pub fn replace(&mut self, index: u64, value: u64) -> Option<Found> {
+        let place = self.place(index)?;
+        let word = checked(place.found.first, place.found.order, value);
+        match place.node {
+            0 => self.array.root.publish(word),
+            number => self.node(number).slots[place.slot].publish(word),
+        }
+        Some(place.found)
+    }
+
+    pub(super) fn node(&self, number: u32) -> &Node {
+        self.array.nodes.node(number)
+    }
+
+    pub(super) fn place(&self, index: u64) -> Option<Place> {
+        let (mut number, mut slot, mut word) = (0, 0, self.array.root.peek());
+        if !word.reaches(index) {
+            return None;
+        }
+        while word.is_node() {
+            number = word.number();
+            let slots = &self.node(number).slots;
+            slot = word::slot_of(index, word.shift());
+            word = slots[slot].peek();
+            if word.is_sibling() {
+                slot = word.first_slot();
+                word = slots[slot].peek();
+            }
+        }
+        let found =
+            || Found { value: word.to_value(), first: word::first_of(index, word.order()), order: word.order() };
+        word.is_value().then(|| Place { node: number, slot, found: found() })
+    }
+
+    /// The node and the slot where an entry of that order at `index` belongs; makes the nodes on the way.
+    pub(super) fn make_way(&mut self, index: u64, order: u32, stock: &mut Stock<N>) -> (u32, usize) {
+        assert!(stock.is_of(self.array.nodes), "a stock is for arrays with the same nodes");
+        let lowest = word::shift_of(order);
+        let mut word = self.grow(word::last_of(index, order), lowest, stock);
+        loop {
+            let slot = word::slot_of(index, word.shift());
+            if word.shift() == lowest {
+                return (word.number(), slot);
+            }
+            let below = self.node(word.number()).slots[slot].peek();
+            word = if below.is_node() {
+                below
+            } else {
+                assert!(below.is_empty(), "an entry sticks out of what is stored over it");
+                self.hang_new(word.number(), slot, word.shift() - SLOT_BITS, stock)
+            };
+        }
+    }
+
+    /// Makes the tree so tall that it has a place for `last`, and nodes of that shift. Returns its root's word.
+    fn grow(&mut self, last: u64, lowest: u32, stock: &mut Stock<N>) -> Word {
+        let root = &self.array.root;
+        loop {
+            let word = root.peek();
+            if word.is_node() && word.shift() >= lowest && word.reaches(last) {
+                return word;
+            }
+            let shift = match word.is_node() {
+                true => word.shift() + SLOT_BITS,
+                false if word.is_empty() => top_for(last, lowest),
+                false => 0,
+            };
+            let number = self.take(0, 0, shift, stock);
+            let node = self.node(number);
+            if !word.is_empty() {
+                self.move_below(word, number);
+                node.slots[0].publish(word);
+                node.set_used(1);
+            }
+            root.publish(Word::node(number, shift));
+        }
+    }
+
+    /// The root's word is about to move into slot 0 of a new node: its marks go there, and what hangs below learns of it.
+    fn move_below(&self, word: Word, number: u32) {
+        let is_marked = |mark: usize| match word.is_node() {
+            true => self.node(word.number()).is_marked(mark, u64::MAX),
+            false => self.root_marks() >> mark & 1 != 0,
+        };
+        (0..MARKS).filter(|mark| is_marked(*mark)).for_each(|mark| self.node(number).add_mark(mark, 1));
+        if word.is_node() {
+            self.node(word.number()).hang(number, 0, word.shift());
+        }
+    }
+
+    /// A node of the stock, for that place.
+    pub(super) fn take(&self, parent: u32, slot: usize, shift: u32, stock: &mut Stock<N>) -> u32 {
+        let number = stock.take();
+        self.node(number).hang(parent, slot, shift);
+        self.array.count.store(self.array.count.load(Relaxed) + 1, Relaxed);
+        number
+    }
+
+    /// Hangs an empty node into an empty slot.
+    fn hang_new(&self, parent: u32, slot: usize, shift: u32, stock: &mut Stock<N>) -> Word {
+        let word = Word::node(self.take(parent, slot, shift, stock), shift);
+        let above = self.node(parent);
+        above.slots[slot].publish(word);
+        above.set_used(above.used() + 1);
+        word
+    }
+
+    /// Puts the entry into its slots, in place of what is there.
+    pub(super) fn put(&self, number: u32, first: usize, word: Word) {
+        let node = self.node(number);
+        let count = word.slots(node.shift());
+        let old = node.slots[first].peek();
+        let is_larger = old.is_sibling() || old.is_value() && old.order() > word.order();
+        assert!(!is_larger, "an entry sticks out of what is stored over it");
+        let is_empty = |slot: &slots::Slot| slot.peek().is_empty();
+        if node.slots[first..first + count].iter().all(is_empty) {
+            slots::enter(&node.slots, first, count, word);
+            return node.set_used(node.used() + count);
+        }
+        slots::cover(&node.slots, first, count, word, |old| {
+            if old.is_empty() {
+                node.set_used(node.used() + 1);
+            } else if old.is_node() {
+                self.bury_tree(old.number());
+            }
+        });
+    }
+
+    /// Takes a node that has been cut off out of use, and all below.
+    fn bury_tree(&self, number: u32) {
+        for slot in &self.node(number).slots {
+            let word = slot.peek();
+            slot.publish(Word::DEAD);
+            if word.is_node() {
+                self.bury_tree(word.number());
+            }
+        }
+        self.retire(number);
+    }
+
+    /// Takes a node that has been cut off out of use, but not what is below.
+    pub(super) fn bury(&self, number: u32) {
+        self.node(number).slots.iter().for_each(|slot| slot.publish(Word::DEAD));
+        self.retire(number);
+    }
+
+    fn retire(&self, number: u32) {
+        self.array.count.store(self.array.count.load(Relaxed) - 1, Relaxed);
+        self.array.nodes.retire(number);
+    }
+}
+
+/// The word of an entry that may stand at `index`.
+pub(super) fn checked(index: u64, order: u32, value: u64) -> Word {
+    assert!(order <= MAX_ORDER, "an order is at most MAX_ORDER");
+    assert!(word::first_of(index, order) == index, "an entry is aligned to its order");
+    assert!(index <= MAX_INDEX, "an index is at most MAX_INDEX");
+    assert!(value <= MAX_VALUE, "a value is at most MAX_VALUE");
+    Word::value(value, order)
+}

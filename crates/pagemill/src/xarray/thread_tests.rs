@@ -1,0 +1,165 @@
+//! Real threads: readers beside one writer that does all there is to do. ThreadSanitizer runs them, too.
+
+use super::word::{first_of, last_of};
+use super::*;
+use crossbeam_epoch::pin;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::time::{Duration, Instant};
+
+/// Indices that always have an entry, from this one on.
+const ALWAYS: u64 = 1 << MAX_ORDER;
+/// An index that comes and goes, and makes the tree tall.
+const FAR: u64 = MAX_INDEX - 5;
+/// Retired nodes wait for readers, who may wait for a processor.
+const MANY_NODES: u32 = 1 << 22;
+const WRITING: Duration = Duration::from_millis(400);
+
+/// A value tells its entry, and a round so that it is never the same again.
+fn value_of(first: u64, order: u32, round: u64) -> u64 {
+    (round & 0xFFFF) << 32 | (first & 0xFFF_FFFF) << 4 | u64::from(order)
+}
+
+fn assert_belongs(found: Found, index: u64) {
+    assert!((found.first..=found.last()).contains(&index));
+    assert_eq!(found.value & 0xFFFF_FFFF, value_of(found.first, found.order, 0), "of another entry");
+}
+
+/// Ends the readers, also when the writer has failed.
+struct Done<'a>(&'a AtomicBool);
+
+impl Drop for Done<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
+fn read(array: &XArray<TableNodes>, is_done: &AtomicBool, seed: u64) -> u64 {
+    let (mut reads, mut random) = (0, seed);
+    while !is_done.load(Relaxed) || reads < 1000 {
+        let guard = &pin();
+        for _ in 0..64 {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let index = ALWAYS + (random >> 33) % (1 << MAX_ORDER);
+            assert_belongs(array.load(index, guard).expect("it is always there"), index);
+            assert_belongs(array.next(index, index, guard).expect("it is always there"), index);
+            assert!(array.get_mark(index, Mark::B, guard), "all are marked at all times");
+            let (low, far) = ((random >> 20) % 100, FAR - random % 3);
+            array.load(low, guard).into_iter().for_each(|found| assert_belongs(found, low));
+            array.load(far, guard).into_iter().for_each(|found| assert_belongs(found, far));
+            let next = array.next(low, MAX_INDEX, guard).expect("something is always there");
+            assert!(next.last() >= low && next.first <= ALWAYS, "what is always there is not passed by");
+        }
+        assert_eq!(array.next_gap(ALWAYS, 2 * ALWAYS - 1, guard), None);
+        reads += 1;
+    }
+    reads
+}
+
+fn fill(array: &XArray<TableNodes>, order: u32, round: u64) {
+    let mut stock = array.prepare(ALWAYS, 2 * ALWAYS - 1, order).unwrap();
+    let mut writer = array.lock();
+    for first in (ALWAYS..2 * ALWAYS).step_by(1 << order) {
+        writer.join(first, order, value_of(first, order, round), &mut stock);
+    }
+}
+
+fn write_round(array: &XArray<TableNodes>, round: u64) {
+    let orders = [MAX_ORDER, 9, 6, 5, 3, 0];
+    for (order, into) in orders.iter().zip(&orders[1..]) {
+        for first in (ALWAYS..2 * ALWAYS).step_by(1 << order) {
+            let mut stock = array.prepare_split(*order, *into).unwrap();
+            array.lock().split(first, *into, &mut stock, |part| value_of(part, *into, round));
+        }
+        low_and_far(array, round, *into);
+    }
+    for order in [2, 4, 7, 10, MAX_ORDER] {
+        fill(array, order, round);
+    }
+}
+
+/// Comes and goes: small and large below, one far away.
+fn low_and_far(array: &XArray<TableNodes>, round: u64, order: u32) {
+    for (index, order) in [(0, 0), (33, 0), (70, order), (FAR, 1), (FAR - 1, 0)] {
+        let first = first_of(index, order);
+        let mut stock = array.prepare(first, last_of(first, order), order).unwrap();
+        array.lock().store(first, order, value_of(first, order, round), &mut stock);
+        if round.is_multiple_of(3) {
+            array.lock().erase(first);
+        }
+    }
+    array.lock().erase_range(0, ALWAYS - 1, |found| assert_belongs(found, found.first));
+    array.lock().erase_range(2 * ALWAYS, MAX_INDEX, |found| assert_belongs(found, found.first));
+}
+
+/// Readers find what is always there, and never what belongs elsewhere, while threads split, join, store and erase.
+#[test]
+fn threads_read_while_one_writes() {
+    let nodes = TableNodes::with_limit(MANY_NODES).unwrap();
+    let (array, is_done) = (XArray::new(nodes), AtomicBool::new(false));
+    fill(&array, MAX_ORDER, 0);
+    array.lock().set_mark(ALWAYS, Mark::B);
+    std::thread::scope(|scope| {
+        let readers: Vec<_> = (1..4)
+            .map(|seed| {
+                let (array, is_done) = (&array, &is_done);
+                scope.spawn(move || read(array, is_done, seed))
+            })
+            .collect();
+        let done = Done(&is_done);
+        let start = Instant::now();
+        let mut round = 0;
+        while start.elapsed() < WRITING {
+            round += 1;
+            write_round(&array, round);
+        }
+        drop(done);
+        readers.into_iter().for_each(|reader| assert!(reader.join().unwrap() > 0));
+        assert!(round > 0);
+    });
+    array.lock().erase_range(0, MAX_INDEX, drop);
+    super::model_tests::await_none_in_use(nodes);
+}
+
+/// What stands for a frame: pins, and a bit once it is released.
+const RELEASED: u64 = 1 << 32;
+
+/// A frame that was found, pinned, and is still in the array is never released meanwhile.
+#[test]
+fn threads_pin_what_is_still_there() {
+    const FRAMES: usize = 64;
+    use std::sync::atomic::Ordering::AcqRel;
+    let array = XArray::new(TableNodes::with_limit(MANY_NODES).unwrap());
+    let frames: Vec<AtomicU64> = (0..FRAMES).map(|_| AtomicU64::new(0)).collect();
+    let is_done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for seed in 0..2u64 {
+            let (array, frames, is_done) = (&array, &frames, &is_done);
+            scope.spawn(move || {
+                let mut index = seed;
+                while !is_done.load(Relaxed) {
+                    index = (index + 7) % FRAMES as u64;
+                    let guard = &pin();
+                    let Some(hit) = array.find(index, guard) else { continue };
+                    let frame = &frames[hit.value() as usize];
+                    frame.fetch_add(1, AcqRel);
+                    if hit.is_still() {
+                        assert!(frame.load(Relaxed) < RELEASED, "pinned, and released");
+                    }
+                    frame.fetch_sub(1, AcqRel);
+                }
+            });
+        }
+        let _done = Done(&is_done);
+        let start = Instant::now();
+        while start.elapsed() < WRITING {
+            for (index, frame) in (0..).zip(&frames) {
+                let mut stock = array.prepare(index, index, 0).unwrap();
+                array.lock().store(index, 0, index, &mut stock);
+                array.lock().erase(index);
+                if frame.compare_exchange(0, RELEASED, AcqRel, Relaxed).is_ok() {
+                    frame.fetch_sub(RELEASED, AcqRel);
+                }
+            }
+        }
+    });
+}

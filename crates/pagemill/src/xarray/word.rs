@@ -1,0 +1,223 @@
+//! The words that slots hold.
+//!
+//! ```text
+//!   63                      32 31        16 15      8 7      0
+//!   |                value                 |  order  |  VALUE  |   an entry, in the first of its slots
+//!   |          node          |      0      |  shift  |  NODE   |   what lies below
+//!   |                  0                   |  order  |  GONE   |   as VALUE, but it is not there: it comes or goes just now
+//!   |                  0                   |  slot   | SIBLING |   a later slot of an entry: which slot is its first
+//!   |                              0                 |  DEAD   |   the node has left the tree: begin again at the root
+//!   |                              0                           |   empty
+//! ```
+//!
+//! A word that points at a node carries its shift, so a reader never looks at a node's head; a value carries its order,
+//! so the first index of an entry follows from the word and any of its indices.
+
+/// Bits of an index that one node looks at, and slots that it so has.
+pub(super) const SLOT_BITS: u32 = 6;
+pub(super) const SLOTS: usize = 1 << SLOT_BITS;
+
+/// Most index there is.
+pub const MAX_INDEX: u64 = (1 << 40) - 1;
+/// Most value there is.
+pub const MAX_VALUE: u64 = (1 << 48) - 1;
+/// Most order of an entry: it covers `1 << order` indices.
+pub const MAX_ORDER: u32 = 11;
+/// Shift of the highest node there can be.
+pub(super) const MAX_SHIFT: u32 = 36;
+
+const VALUE: u64 = 1;
+const NODE: u64 = 2;
+const GONE: u64 = 3;
+/// From here on a slot does not answer by itself.
+const SIBLING: u64 = 4;
+const DEAD: u64 = 5;
+
+const TAG: u64 = 0xFF;
+/// Order, shift or slot.
+const SMALL_SHIFT: u32 = 8;
+const SMALL: u64 = 0xFF;
+const VALUE_SHIFT: u32 = 16;
+const NUMBER_SHIFT: u32 = 32;
+
+/// What stands in a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Word(pub u64);
+
+impl Word {
+    pub const EMPTY: Self = Self(0);
+    pub const DEAD: Self = Self(DEAD);
+
+    pub fn value(value: u64, order: u32) -> Self {
+        Self(value << VALUE_SHIFT | u64::from(order) << SMALL_SHIFT | VALUE)
+    }
+
+    pub fn node(number: u32, shift: u32) -> Self {
+        Self(u64::from(number) << NUMBER_SHIFT | u64::from(shift) << SMALL_SHIFT | NODE)
+    }
+
+    pub fn sibling(first: usize) -> Self {
+        Self((first as u64) << SMALL_SHIFT | SIBLING)
+    }
+
+    /// What stands for the entry of this word while it is not there, but its later slots are.
+    pub fn gone(self) -> Self {
+        Self(self.0 & SMALL << SMALL_SHIFT | GONE)
+    }
+
+    #[inline]
+    fn tag(self) -> u64 {
+        self.0 & TAG
+    }
+
+    #[inline]
+    fn small(self) -> u32 {
+        (self.0 >> SMALL_SHIFT & SMALL) as u32
+    }
+
+    #[inline]
+    pub fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    #[inline]
+    pub fn is_value(self) -> bool {
+        self.tag() == VALUE
+    }
+
+    #[inline]
+    pub fn is_node(self) -> bool {
+        self.tag() == NODE
+    }
+
+    #[inline]
+    pub fn is_sibling(self) -> bool {
+        self.tag() == SIBLING
+    }
+
+    /// Whether the slot says by itself what is there; not so one that names another, and one of a node that has left.
+    #[inline]
+    pub fn answers(self) -> bool {
+        self.tag() < SIBLING
+    }
+
+    /// Of a value.
+    #[inline]
+    pub fn to_value(self) -> u64 {
+        self.0 >> VALUE_SHIFT
+    }
+
+    /// Of a value.
+    #[inline]
+    pub fn order(self) -> u32 {
+        self.small()
+    }
+
+    /// Of a node.
+    #[inline]
+    pub fn number(self) -> u32 {
+        (self.0 >> NUMBER_SHIFT) as u32
+    }
+
+    /// Of a node: its slots cover `1 << shift` indices each.
+    #[inline]
+    pub fn shift(self) -> u32 {
+        self.small()
+    }
+
+    /// Of a sibling: the slot where its entry stands.
+    #[inline]
+    pub fn first_slot(self) -> usize {
+        self.small() as usize
+    }
+
+    /// As the root's word: whether the tree below has a place for the index.
+    #[inline]
+    pub fn reaches(self, index: u64) -> bool {
+        if self.is_node() { index >> self.shift() < SLOTS as u64 } else { index == 0 }
+    }
+
+    /// Slots that this value has in a node of that shift.
+    pub fn slots(self, shift: u32) -> usize {
+        1 << (self.order() - shift)
+    }
+
+    /// As the word of slot `first`: whether it speaks for the later slot `slot`, there or gone.
+    #[inline]
+    pub fn covers(self, first: usize, slot: usize, shift: u32) -> bool {
+        matches!(self.tag(), VALUE | GONE) && (slot - first) >> (self.order() - shift) == 0
+    }
+}
+
+/// Which slot of a node with that shift is the index's.
+#[inline]
+pub(super) fn slot_of(index: u64, shift: u32) -> usize {
+    (index >> shift) as usize % SLOTS
+}
+
+/// Shift of the nodes in which entries of this order stand.
+pub(super) fn shift_of(order: u32) -> u32 {
+    order / SLOT_BITS * SLOT_BITS
+}
+
+/// The first index of the entry of that order that covers `index`.
+#[inline]
+pub(super) fn first_of(index: u64, order: u32) -> u64 {
+    index >> order << order
+}
+
+/// The last index that a slot, or an entry, of `1 << bits` indices around `index` covers.
+#[inline]
+pub(super) fn last_of(index: u64, bits: u32) -> u64 {
+    index | ((1 << bits) - 1)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    /// What goes in comes out, at the borders; no word is taken for another.
+    #[test]
+    fn words_keep_what_they_are_given() {
+        for value in [0, 1, MAX_VALUE - 1, MAX_VALUE] {
+            for order in 0..=MAX_ORDER {
+                let word = Word::value(value, order);
+                assert!(word.is_value() && word.answers() && !word.is_node() && !word.is_sibling() && !word.is_empty());
+                assert_eq!((word.to_value(), word.order()), (value, order));
+                assert!(!word.gone().is_value() && word.gone().answers() && !word.gone().is_empty());
+                assert_eq!(word.gone().order(), order);
+            }
+        }
+        for (number, shift) in [(1, 0), (u32::MAX, MAX_SHIFT), (7, SLOT_BITS)] {
+            let word = Word::node(number, shift);
+            assert!(word.is_node() && word.answers() && !word.is_value() && !word.is_sibling() && !word.is_empty());
+            assert_eq!((word.number(), word.shift()), (number, shift));
+        }
+        for slot in 0..SLOTS {
+            let word = Word::sibling(slot);
+            assert!(word.is_sibling() && !word.answers() && !word.is_value() && !word.is_node() && !word.is_empty());
+            assert_eq!(word.first_slot(), slot);
+        }
+        assert!(!Word::DEAD.answers() && !Word::DEAD.is_sibling() && !Word::DEAD.is_empty());
+        assert!(Word::EMPTY.answers() && Word::EMPTY.is_empty() && !Word::EMPTY.is_value());
+    }
+
+    /// An entry speaks for its own slots only.
+    #[test]
+    fn an_entry_covers_its_slots() {
+        let word = Word::value(5, 9);
+        assert_eq!((word.slots(6), shift_of(9), shift_of(5), shift_of(MAX_ORDER)), (8, 6, 0, 6));
+        assert!(word.covers(8, 15, 6) && word.gone().covers(8, 9, 6));
+        assert!(!word.covers(8, 16, 6) && !Word::node(1, 0).covers(8, 9, 6) && !Word::EMPTY.covers(8, 9, 6));
+    }
+
+    /// The root's word bounds the indices; the highest node has a place for all.
+    #[test]
+    fn a_root_reaches_its_indices() {
+        assert!(Word::value(1, 0).reaches(0) && !Word::value(1, 0).reaches(1) && !Word::EMPTY.reaches(1));
+        assert!(Word::node(1, 0).reaches(63) && !Word::node(1, 0).reaches(64));
+        assert!(Word::node(1, MAX_SHIFT).reaches(MAX_INDEX) && !Word::node(1, MAX_SHIFT).reaches(u64::MAX));
+        assert_eq!((slot_of(MAX_INDEX, 0), slot_of(64, SLOT_BITS), slot_of(64, 0)), (SLOTS - 1, 1, 0));
+        assert_eq!((first_of(1023, 9), last_of(512, 9)), (512, 1023));
+    }
+}
