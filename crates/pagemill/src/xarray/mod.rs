@@ -54,6 +54,8 @@ mod marks;
 mod model_tests;
 mod node;
 mod nodes;
+#[cfg(all(test, shuttle))]
+mod shuttle_tests;
 mod slots;
 mod split;
 mod stock;
