@@ -30,12 +30,18 @@ const PARTS: &[(Counter, &str)] = &[
     (Counter::Heap, "slots, 64 KiB and up, live or free"),
     (Counter::Small, "the small allocator's extents"),
     (Counter::CLibrary, "handed out by the C library while the program was small"),
+    (Counter::Cache, "pages of caches, in use or free"),
 ];
 
 /// Rows that are parts of those above, or lie beside them.
 const ASIDE: &[(Counter, &str)] = &[
     (Counter::HeapFree, "of the heap: free slots, given back on request"),
     (Counter::SmallFree, "of small: free, given back on request; as of the last measurement"),
+    (Counter::CacheHuge, "of cache: huge folios"),
+    (Counter::CacheSmall, "of cache: small folios"),
+    (Counter::CacheFree, "of cache: free blocks, given back on request"),
+    (Counter::CacheFrames, "metadata of the pages of caches; as of the last measurement"),
+    (Counter::CacheIndex, "nodes of the indices of caches; as of the last measurement"),
     (Counter::Untouched, "lent and not known to be touched; not resident"),
     (Counter::Metadata, "bookkeeping, beside the above; as of the last measurement"),
     (Counter::ResidentPeak, "the most that was resident"),
@@ -113,7 +119,7 @@ fn text_of(snapshot: &Snapshot, nodes: &BTreeMap<u32, Node>) -> String {
     let mut row = |name: &str, bytes: u64, meaning: &str| {
         let _ = writeln!(text, "  {name:<14} {:>12}  {meaning}", Bytes(bytes).to_string());
     };
-    row("resident", resident(snapshot), "on Pagemill: the sum of the next three");
+    row("resident", resident(snapshot), "on Pagemill: the sum of the next four");
     PARTS.iter().for_each(|(counter, meaning)| row(counter.name(), snapshot.get(*counter), meaning));
     row("giveable", giveable(snapshot), "of it could be given back at once");
     row("net", resident(snapshot) - giveable(snapshot), "resident less giveable: what the program needs");

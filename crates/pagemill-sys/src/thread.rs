@@ -121,13 +121,18 @@ pub fn prefer_by_deadline() -> bool {
     is_done || prefer()
 }
 
+/// Lets every other thread of its session go before this one, by the last priority of its kind: it always gets something.
+pub fn defer() {
+    // SAFETY: concerns the calling thread only, which 0 names.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
+}
+
 /// Lets every other thread go before this process, which has one: by the last priority of its kind, so that it always gets
 /// something; and in a session of its own, which has the last as well: where the kernel shares processors among sessions first
 /// (`sched_autogroup_enabled`) a priority holds within one only, and an idle one of two sessions gets half. Control groups
 /// have weights of their own.
 pub fn defer_process() {
-    // SAFETY: concerns the calling thread only, which 0 names.
-    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
+    defer();
     // SAFETY: no arguments; fails for the leader of a process group, and then all is as it was.
     let is_alone = unsafe { libc::setsid() } >= 0;
     if is_alone {

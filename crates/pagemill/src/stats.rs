@@ -68,7 +68,7 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Memory charged: small + heap + c_library.
+    /// Memory charged: small + heap + c_library + cache.
     resident: Resident, Gauge, Bytes;
     /// Largest value of `resident` so far.
     resident_peak: ResidentPeak, Peak, Bytes;
@@ -186,14 +186,48 @@ counters! {
     ranges_bytes: RangesBytes, Gauge, Bytes;
     /// Memory that is marked volatile by address.
     marked_bytes: MarkedBytes, Gauge, Bytes;
+    /// Charged to the pages of caches, in use or free.
+    cache: Cache, Gauge, Bytes;
+    /// Of it, in huge folios of files.
+    cache_huge: CacheHuge, Gauge, Bytes;
+    /// Of it, in folios of a single page or a few.
+    cache_small: CacheSmall, Gauge, Bytes;
+    /// Of it, free and in whole blocks: given back on request.
+    cache_free: CacheFree, Gauge, Bytes;
+    /// Metadata of the pages of caches. As of the last measurement.
+    cache_frames: CacheFrames, Gauge, Bytes;
+    /// Nodes of the indices of caches. As of the last measurement.
+    cache_index: CacheIndex, Gauge, Bytes;
+    /// Huge folios made when a file was written or read.
+    huge_allocated: HugeAllocated, Sum, Count;
+    /// Huge folios that were wanted, but no block was free and none was to be had: small ones serve.
+    huge_fallback: HugeFallback, Sum, Count;
+    /// Huge folios split because a part of them went (truncate, punch_hole).
+    huge_split_for_hole: HugeSplitForHole, Sum, Count;
+    /// Huge folios split because the caller asked.
+    huge_split_for_caller: HugeSplitForCaller, Sum, Count;
+    /// Huge folios split because they held little and memory was wanted.
+    huge_split_for_reclaim: HugeSplitForReclaim, Sum, Count;
+    /// Huge folios made of small ones because the caller asked.
+    huge_collapsed_for_caller: HugeCollapsedForCaller, Sum, Count;
+    /// Huge folios made of small ones in the background.
+    huge_collapsed_behind: HugeCollapsedBehind, Sum, Count;
+    /// Collapses given up because somebody used a part or there was no block.
+    huge_collapse_failed: HugeCollapseFailed, Sum, Count;
+    /// Pages of files given back because they held zeros only, or lay beyond the end.
+    cache_thinned: CacheThinned, Sum, Bytes;
+    /// Bytes of clean folios that were dropped to make room.
+    cache_evicted: CacheEvicted, Sum, Bytes;
+    /// Times that a reader or writer waited for a folio that somebody held.
+    folios_awaited: FoliosAwaited, Sum, Count;
 }
 
 /// Rows that a page has room for.
-const CAPACITY: usize = 64;
+const CAPACITY: usize = 128;
 const _: () = assert!(TABLE.len() <= CAPACITY);
 
 /// Layout version of [`Figures`].
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"pagemill");
 
@@ -379,7 +413,8 @@ impl Snapshot {
 
     /// Bytes that the process would give back at once if asked.
     pub fn giveable_bytes(&self) -> u64 {
-        self.get(Counter::HeapFree).saturating_add(self.get(Counter::SmallFree)).min(self.get(Counter::Resident))
+        let free = self.get(Counter::HeapFree).saturating_add(self.get(Counter::SmallFree));
+        free.saturating_add(self.get(Counter::CacheFree)).min(self.get(Counter::Resident))
     }
 
     /// Adds the figures of a process that has ended: gauges, which are amounts now, stay out.

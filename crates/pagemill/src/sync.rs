@@ -7,7 +7,7 @@
 pub(crate) mod modelled;
 
 #[cfg(loom)]
-pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64};
+pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
 #[cfg(shuttle)]
 pub(crate) use modelled::{AtomicU32, AtomicU64, AtomicUsize, coarse_ns, pause, spin_loop};
 #[cfg(not(any(loom, shuttle)))]
@@ -16,6 +16,9 @@ pub(crate) use pagemill_sys::{clock::coarse_ns, thread::pause};
 pub(crate) use std::hint::spin_loop;
 #[cfg(not(any(loom, shuttle)))]
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
+
+#[cfg(not(loom))]
+pub(crate) use std::sync::atomic::fence;
 
 pub(crate) use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
@@ -157,6 +160,33 @@ impl<T> Guarded<T> {
     /// Ends [`Guarded::acquire_when`].
     pub fn release(&self) {
         self.lock.release();
+    }
+}
+
+/// Waits in short steps: first spinning, for what lasts some microseconds, then giving up the processor.
+#[cfg(not(loom))]
+pub(crate) struct Patience {
+    began_ns: u64,
+}
+
+#[cfg(not(loom))]
+impl Patience {
+    const SPIN_NS: u64 = 100_000;
+
+    pub fn new() -> Self {
+        Self { began_ns: pagemill_sys::clock::fine_ns() }
+    }
+
+    pub fn pause(&mut self) {
+        if self.waited_ns() < Self::SPIN_NS {
+            spin_loop();
+        } else {
+            pause();
+        }
+    }
+
+    pub fn waited_ns(&self) -> u64 {
+        pagemill_sys::clock::fine_ns() - self.began_ns
     }
 }
 

@@ -1,7 +1,7 @@
-//! Blocks of the heap zone: brought in, measured, moved and emptied.
+//! Blocks of the heap zone and of the pool zone: brought in, measured, moved and emptied.
 //!
-//! Callers own the bytes they name: a slot that is being handed out, or one
-//! that a purge has claimed. That is what makes emptying safe.
+//! Callers own the bytes they name: a slot that is being handed out, one
+//! that a purge has claimed, pages of a cache that nobody has. That is what makes emptying safe.
 #![allow(unsafe_code)] // gives memory back to the kernel
 
 use super::block::{Backing, State};
@@ -55,6 +55,49 @@ impl Arena {
         drop(locked);
         self.budget.discharge(BLOCK_BYTES as u64);
         Ok(())
+    }
+
+    /// Makes blocks of the pool zone resident, all of them: huge as far as huge pages are to be had. Returns how many are.
+    ///
+    /// Only who was given these blocks calls it; they are empty, and read zero afterwards.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoMemory`]; [`Error::System`] where the kernel has no page. Nothing has changed then.
+    pub(crate) fn bring_in_whole(&self, first: usize, blocks: usize, is_huge_wanted: bool) -> Result<usize> {
+        self.budget.admit((blocks * BLOCK_BYTES) as u64, Context::Outside)?;
+        let mut huge = 0;
+        for block in first..first + blocks {
+            match self.fill_whole(block, is_huge_wanted && self.use_huge) {
+                Ok(is_huge) => huge += usize::from(is_huge),
+                Err(error) => {
+                    // SAFETY: nobody was told of these blocks yet.
+                    unsafe { self.discard(first, block - first) };
+                    self.budget.discharge(((first + blocks - block) * BLOCK_BYTES) as u64);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(huge)
+    }
+
+    /// Puts memory behind an empty block that is charged already; says whether it is a huge page.
+    fn fill_whole(&self, block: usize, is_huge_wanted: bool) -> Result<bool> {
+        let mut locked = self.word(block).lock(&self.generation);
+        debug_assert_eq!(locked.state.backing, Backing::Empty);
+        let addr = self.block_addr(block);
+        let state = if is_huge_wanted { self.populate(block) } else { State::LENT };
+        if state.backing != Backing::Huge {
+            let populated = mem::populate(addr, BLOCK_BYTES).map_err(Error::system("bringing in pages"));
+            if let Err(error) = populated {
+                // SAFETY: nobody was told of this block yet.
+                let _ = unsafe { mem::discard(addr, BLOCK_BYTES) };
+                return Err(error);
+            }
+        }
+        locked.state = State { charged_pages: os_pages_per_block() as u32, ..state };
+        Self::count(self.counter_of(block), 0, locked.state.charged_pages);
+        Ok(state.backing == Backing::Huge)
     }
 
     /// Takes a huge page for an empty block; without one the kernel's small pages serve on touch.
@@ -222,7 +265,7 @@ impl Arena {
         let mut freed = 0;
         for block in first..first + blocks {
             let mut locked = self.word(block).lock(&self.generation);
-            freed += self.forget(&mut locked.state);
+            freed += self.forget(block, &mut locked.state);
         }
         freed
     }
@@ -261,9 +304,9 @@ impl Arena {
     }
 
     /// Marks a locked block empty and ends its charge or loan.
-    fn forget(&self, state: &mut State) -> u64 {
+    fn forget(&self, block: usize, state: &mut State) -> u64 {
         let bytes = Self::charged_bytes(state.charged_pages);
-        Self::count(Counter::Heap, state.charged_pages, 0);
+        Self::count(self.counter_of(block), state.charged_pages, 0);
         if bytes > 0 {
             self.budget.discharge(bytes);
         }

@@ -1,15 +1,15 @@
 //! The arena: reserved address space, given out in blocks of 2 MiB, backed and emptied block by block.
 //!
-//! Two zones of one reservation. The *small* zone holds the extents of the
-//! linked allocator for small sizes ([`extents`]); the *heap* zone holds slots
-//! ([`backing`]). Addresses are never given back, memory is. What a
+//! Three zones of one reservation. The *small* zone holds the extents of the
+//! linked allocator for small sizes ([`extents`]); the *heap* zone holds slots,
+//! the *pool* zone the pages of caches (both [`backing`]). Addresses are never given back, memory is. What a
 //! block is backed by stands in its word ([`block`]).
 //!
 //! ```text
-//!   base                    heap_base                                   end
-//!    | small zone: extents   | heap zone: spans of slots                 |
-//!    |#######......          |##############.......                      |
-//!            ^ next block                    ^ next block
+//!   base                  heap                      pool                 end
+//!    | extents             | spans of slots          | windows of pages   |
+//!    |#######......        |##############.......    |######......        |
+//!            ^ next block                  ^ next block      ^ next block
 //! ```
 //!
 //! Every byte is admitted by the [`Budget`] before it becomes resident, except
@@ -98,6 +98,8 @@ pub struct Layout {
     pub small_bytes: usize,
     /// Address space for slots.
     pub heap_bytes: usize,
+    /// Address space for the pages of caches.
+    pub pool_bytes: usize,
     /// Unit of population where no huge page serves.
     pub page: PageSize,
     pub nodes: Nodes,
@@ -130,6 +132,7 @@ impl Layout {
         Self {
             small_bytes: 2 << 40,
             heap_bytes: 14 << 40,
+            pool_bytes: 16 << 40,
             page: PageSize::os(),
             nodes: Nodes::real(),
             use_huge: true,
@@ -139,7 +142,13 @@ impl Layout {
 
     /// A small one, taken huge from the start: for tests.
     pub fn for_test() -> Self {
-        Self { small_bytes: 1 << 30, heap_bytes: 64 << 30, huge_from_bytes: 0, ..Self::for_program() }
+        Self {
+            small_bytes: 1 << 30,
+            heap_bytes: 64 << 30,
+            pool_bytes: 64 << 30,
+            huge_from_bytes: 0,
+            ..Self::for_program()
+        }
     }
 }
 
@@ -172,6 +181,7 @@ impl Zone {
 pub struct Arena {
     pub(crate) small: Zone,
     pub(crate) heap: Zone,
+    pub(crate) pool: Zone,
     words: Table<Word>,
     maps: Table<extents::Maps>,
     pub(crate) generation: Generation,
@@ -194,12 +204,13 @@ impl Arena {
     ///
     /// [`Error::System`] if not even that can be had.
     pub fn new(layout: Layout, budget: &'static dyn Budget) -> Result<Self> {
-        let (base, small_bytes, heap_bytes) = reserve(&layout)?;
-        let blocks = (small_bytes + heap_bytes) / BLOCK_BYTES;
+        let (base, [small_bytes, heap_bytes, pool_bytes]) = reserve(&layout)?;
+        let blocks = (small_bytes + heap_bytes + pool_bytes) / BLOCK_BYTES;
         let zone = |base, len_bytes| Zone { base, len_bytes, next: AtomicUsize::new(0), lock: Lock::new() };
         Ok(Self {
             small: zone(base, small_bytes),
             heap: zone(base + small_bytes, heap_bytes),
+            pool: zone(base + small_bytes + heap_bytes, pool_bytes),
             words: Table::new(blocks)?,
             maps: Table::new(small_bytes / BLOCK_BYTES)?,
             generation: Generation::default(),
@@ -220,13 +231,13 @@ impl Arena {
 
     /// First address, and one past the last.
     pub fn addresses(&self) -> std::ops::Range<usize> {
-        self.small.base..self.heap.base + self.heap.len_bytes
+        self.small.base..self.pool.base + self.pool.len_bytes
     }
 
     /// Whether the address lies in this arena.
     #[inline]
     pub fn contains(&self, addr: usize) -> bool {
-        self.small.contains(addr) || self.heap.contains(addr)
+        self.small.contains(addr) || self.heap.contains(addr) || self.pool.contains(addr)
     }
 
     /// The number of the block that `addr` lies in, counted from the arena's base.
@@ -318,10 +329,22 @@ impl Arena {
     pub fn metadata_bytes(&self) -> u64 {
         let small = self.small.used_bytes() / BLOCK_BYTES;
         let heap = self.heap.used_bytes() / BLOCK_BYTES;
-        let heap_first = self.small.len_bytes / BLOCK_BYTES;
+        let pool = self.pool.used_bytes() / BLOCK_BYTES;
         self.words.resident_bytes(0, small)
-            + self.words.resident_bytes(heap_first, heap)
+            + self.words.resident_bytes(self.block_of(self.heap.base), heap)
+            + self.words.resident_bytes(self.block_of(self.pool.base), pool)
             + self.maps.resident_bytes(0, small)
+    }
+
+    /// Advances with each fork that this process is a child of.
+    #[inline]
+    pub(crate) fn generation(&self) -> u16 {
+        self.generation.get()
+    }
+
+    /// The node this thread's memory should come from.
+    pub(crate) fn current_node(&self) -> usize {
+        self.nodes.current()
     }
 
     /// In a fork child: what the parent charged or locked is not this process's.
@@ -333,9 +356,11 @@ impl Arena {
     pub(crate) fn acquire_for_fork(&self) {
         self.small.lock.acquire();
         self.heap.lock.acquire();
+        self.pool.lock.acquire();
     }
 
     pub(crate) fn release_after_fork(&self) {
+        self.pool.lock.release();
         self.heap.lock.release();
         self.small.lock.release();
     }
@@ -346,7 +371,11 @@ impl Arena {
 
     /// The gauge of the zone that a block lies in.
     pub(crate) fn counter_of(&self, block: usize) -> Counter {
-        if block < self.small.len_bytes / BLOCK_BYTES { Counter::Small } else { Counter::Heap }
+        match self.block_addr(block) {
+            addr if self.small.contains(addr) => Counter::Small,
+            addr if self.heap.contains(addr) => Counter::Heap,
+            _ => Counter::Cache,
+        }
     }
 
     /// Counts a change of one zone's charge.
@@ -360,31 +389,29 @@ impl Arena {
     }
 }
 
-/// Reserves both zones, less where addresses are limited; returns base and lengths.
-fn reserve(layout: &Layout) -> Result<(usize, usize, usize)> {
+/// Reserves all zones, less where addresses are limited; returns base and lengths.
+fn reserve(layout: &Layout) -> Result<(usize, [usize; 3])> {
     const LEAST_BYTES: usize = 256 << 20;
     let allowed = pagemill_sys::process::address_space_limit().unwrap_or(usize::MAX) / 2;
-    let (mut small, mut heap) = (layout.small_bytes, layout.heap_bytes);
-    if small + heap > allowed {
-        // Little of both then, in equal parts: what a program needs more of is not known.
-        (small, heap) = (small.min(allowed / 2), heap.min(allowed / 2));
-        (small, heap) = (small & !(BLOCK_BYTES - 1), heap & !(BLOCK_BYTES - 1));
+    let mut zones = [layout.small_bytes, layout.heap_bytes, layout.pool_bytes];
+    if zones.iter().sum::<usize>() > allowed {
+        // Little of each then, in equal parts: what a program needs more of is not known.
+        let parts = zones.iter().filter(|bytes| **bytes > 0).count().max(1);
+        zones = zones.map(|bytes| bytes.min(allowed / parts) & !(BLOCK_BYTES - 1));
     }
     loop {
-        let total = small + heap;
+        let total = zones.iter().sum::<usize>();
         let result = if total <= allowed {
             mem::reserve(total, BLOCK_BYTES, address_hint(total))
         } else {
             Err(std::io::ErrorKind::OutOfMemory.into())
         };
         match result {
-            Ok(base) => return Ok((base, small, heap)),
+            Ok(base) => return Ok((base, zones)),
             Err(cause) if total / 2 < LEAST_BYTES => {
                 return Err(Error::System { doing: "reserving address space", cause });
             }
-            Err(_) => {
-                (small, heap) = ((small / 2).next_multiple_of(BLOCK_BYTES), (heap / 2).next_multiple_of(BLOCK_BYTES))
-            }
+            Err(_) => zones = zones.map(|bytes| (bytes / 2).next_multiple_of(BLOCK_BYTES)),
         }
     }
 }

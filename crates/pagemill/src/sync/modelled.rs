@@ -20,7 +20,7 @@ fn is_modelled() -> bool {
 }
 
 /// Here another thread may go on.
-fn point() {
+pub(crate) fn point() {
     if is_modelled() {
         // A plain switch: unlike `yield_now` it says nothing about who should go on.
         shuttle::thread::sleep(Duration::ZERO);
@@ -102,6 +102,11 @@ macro_rules! atomic {
             pub fn fetch_sub(&self, value: $integer, order: Ordering) -> $integer {
                 point();
                 self.0.fetch_sub(value, order)
+            }
+
+            pub fn fetch_or(&self, value: $integer, order: Ordering) -> $integer {
+                point();
+                self.0.fetch_or(value, order)
             }
 
             pub fn compare_exchange(

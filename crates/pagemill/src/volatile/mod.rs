@@ -56,9 +56,9 @@ use crate::arena::{Arena, Table, Zeroed};
 use crate::error::{Error, Result};
 use crate::heap::Heap;
 use crate::stats::{self, Counter};
-use crate::sync::{self, Acquire, AtomicU32, AtomicU64, Lock, Relaxed, Release};
+use crate::sync::{self, Acquire, AtomicU32, AtomicU64, Lock, Patience, Relaxed, Release};
 use crate::units::{BLOCK_BYTES, os_page_bytes};
-use pagemill_sys::{clock, mem};
+use pagemill_sys::mem;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering::SeqCst;
 use word::{Refused, Word, epoch_of};
@@ -380,27 +380,6 @@ impl Ranges {
     pub(crate) fn release_after_fork(&self) {
         self.books.release();
         self.purger.lock.release();
-    }
-}
-
-/// Waits for the step of a purge: on the processor at first, since it takes less than falling asleep and waking up.
-struct Patience {
-    until_ns: u64,
-}
-
-impl Patience {
-    const SPIN_NS: u64 = 100_000;
-
-    fn new() -> Self {
-        Self { until_ns: clock::fine_ns() + Self::SPIN_NS }
-    }
-
-    fn pause(&mut self) {
-        if clock::fine_ns() < self.until_ns {
-            sync::spin_loop();
-        } else {
-            sync::pause();
-        }
     }
 }
 

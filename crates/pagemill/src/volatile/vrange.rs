@@ -13,12 +13,12 @@
 
 use super::book::{Book, Mark, Sums};
 use super::line::Line;
-use super::{MOST_EXPECTED_BYTES, Patience, guards, now};
+use super::{MOST_EXPECTED_BYTES, guards, now};
 use crate::arena::Arena;
 use crate::error::{Error, Result};
 use crate::reclaim::Account;
 use crate::stats::{self, Counter};
-use crate::sync::{AtomicU64, Guarded, Lock, Relaxed};
+use crate::sync::{AtomicU64, Guarded, Lock, Patience, Relaxed};
 use crate::units::os_page_bytes;
 use pagemill_sys::mem;
 use std::ops::Range;

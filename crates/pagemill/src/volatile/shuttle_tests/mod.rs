@@ -105,8 +105,13 @@ impl Fixture {
             let account = Account::make(UNLIMITED).unwrap();
             (account, arena::place(Helper::new(account)).unwrap())
         });
-        let layout =
-            Layout { small_bytes: BLOCK_BYTES, heap_bytes: 256 * BLOCK_BYTES, use_huge: false, ..Layout::for_test() };
+        let layout = Layout {
+            small_bytes: BLOCK_BYTES,
+            heap_bytes: 256 * BLOCK_BYTES,
+            pool_bytes: 0,
+            use_huge: false,
+            ..Layout::for_test()
+        };
         let budget = Owned::new(Tight::default());
         let arena = Owned::new(Arena::new(layout, budget.get()).unwrap());
         let heap = Owned::new(Heap::new(arena.get(), account, helper).unwrap());
