@@ -32,6 +32,16 @@ pub enum Error {
     Unsupported { what: &'static str },
     /// It is not in the state that this takes.
     WrongState { what: &'static str },
+    /// Offset or length of which no file has one.
+    BadOffset { offset: u64, len_bytes: u64 },
+    /// The offset lies at or past the end of the file.
+    PastEnd { offset: u64, size_bytes: u64 },
+    /// No file can be so long.
+    FileTooLarge { size_bytes: u64, most_bytes: u64 },
+    /// Somebody else has it, and has not given it back in time.
+    Busy { what: &'static str },
+    /// The store behind a file failed.
+    Store { doing: &'static str, cause: io::Error },
 }
 
 pub type Result<T> = std::result::Result<T, Error>;
@@ -42,6 +52,10 @@ impl Error {
         const ENOMEM: i32 = 12;
         const EINVAL: i32 = 22;
         const EOPNOTSUPP: i32 = 95;
+        const EIO: i32 = 5;
+        const EBUSY: i32 = 16;
+        const EFBIG: i32 = 27;
+        const ENXIO: i32 = 6;
         match self {
             Self::NoMemory { .. } | Self::NoAddresses { .. } | Self::NotMapped { .. } => ENOMEM,
             Self::BadAlignment { .. }
@@ -50,7 +64,12 @@ impl Error {
             | Self::BadLength { .. }
             | Self::BadChunk { .. }
             | Self::BadRange { .. }
+            | Self::BadOffset { .. }
             | Self::WrongState { .. } => EINVAL,
+            Self::PastEnd { .. } => ENXIO,
+            Self::FileTooLarge { .. } => EFBIG,
+            Self::Busy { .. } => EBUSY,
+            Self::Store { cause, .. } => cause.raw_os_error().unwrap_or(EIO),
             Self::Unsupported { .. } => EOPNOTSUPP,
             Self::System { cause, .. } => cause.raw_os_error().unwrap_or(ENOMEM),
         }
@@ -76,7 +95,7 @@ impl fmt::Display for Error {
                 write!(f, "no address space left for {}", Bytes(*wanted_bytes))
             }
             Self::BadAlignment { align_bytes } => write!(f, "{align_bytes} is no alignment that can be had"),
-            Self::System { doing, cause } => write!(f, "{doing}: {cause}"),
+            Self::System { doing, cause } | Self::Store { doing, cause } => write!(f, "{doing}: {cause}"),
             Self::NotAllocated { addr } => write!(f, "{addr:#x} was not handed out by this allocator"),
             Self::FreedBefore { addr, len_bytes } => {
                 write!(f, "{addr:#x} ({}) is free already", Bytes(*len_bytes as u64))
@@ -96,7 +115,14 @@ impl fmt::Display for Error {
             Self::NotMapped { addr, len_bytes } => {
                 write!(f, "a part of the {} from {addr:#x} on is not mapped", Bytes(*len_bytes))
             }
-            Self::Unsupported { what } | Self::WrongState { what } => f.write_str(what),
+            Self::BadOffset { offset, len_bytes } => {
+                write!(f, "{len_bytes} bytes from {offset} on end beyond 2^63")
+            }
+            Self::PastEnd { offset, size_bytes } => write!(f, "{offset} is past the end of the file, at {size_bytes}"),
+            Self::FileTooLarge { size_bytes, most_bytes } => {
+                write!(f, "a file of {size_bytes} bytes cannot be had: {most_bytes} is the most")
+            }
+            Self::Unsupported { what } | Self::WrongState { what } | Self::Busy { what } => f.write_str(what),
         }
     }
 }
@@ -104,7 +130,7 @@ impl fmt::Display for Error {
 impl std::error::Error for Error {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
-            Self::System { cause, .. } => Some(cause),
+            Self::System { cause, .. } | Self::Store { cause, .. } => Some(cause),
             _ => None,
         }
     }

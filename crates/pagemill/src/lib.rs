@@ -17,9 +17,17 @@ pub mod arena;
 #[cfg(not(loom))]
 pub mod error;
 #[cfg(not(loom))]
+mod folio;
+#[cfg(all(loom, test))]
+#[path = "folio/word.rs"]
+#[allow(dead_code)] // the parts that only folios use
+mod folio_word;
+#[cfg(not(loom))]
 pub mod heap;
 #[cfg(not(loom))]
 pub mod listing;
+#[cfg(not(loom))]
+pub mod mapping;
 #[cfg(not(loom))]
 mod pagemill;
 #[cfg(not(loom))]
@@ -34,6 +42,8 @@ pub mod reclaim;
 mod slot;
 #[cfg(not(loom))]
 pub mod stats;
+#[cfg(not(loom))]
+pub mod store;
 pub mod sync;
 #[cfg(not(loom))]
 pub mod trace;

@@ -4,6 +4,7 @@ use crate::arena::{self, Arena, Layout};
 use crate::error::Result;
 use crate::heap::Heap;
 use crate::listing::Lister;
+use crate::mapping::Caches;
 use crate::reclaim::helper::Helper;
 use crate::reclaim::{self, Account};
 use crate::stats::{self, Counter};
@@ -19,6 +20,7 @@ pub struct Pagemill {
     pub helper: &'static Helper,
     pub ranges: &'static Ranges,
     pub vranges: &'static Vranges,
+    pub caches: &'static Caches,
     /// Lists both for other processes.
     pub lister: &'static Lister,
 }
@@ -46,14 +48,16 @@ impl Pagemill {
         let heap: &'static Heap = arena::place(Heap::new(arena, account, helper)?)?;
         let ranges: &'static Ranges = arena::place(Ranges::new(arena, heap)?)?;
         let vranges: &'static Vranges = arena::place(Vranges::new(arena, account))?;
+        let caches: &'static Caches = arena::place(Caches::new(arena)?)?;
         let lister: &'static Lister = arena::place(Lister::new(ranges, vranges))?;
         stats::describe_arena(arena.addresses());
         account.register(heap);
+        account.register(caches);
         account.register_last(ranges);
         account.register_last(vranges);
         account.set_helper(helper);
         helper.set_answer(lister);
-        arena::place(Self { account, arena, heap, helper, ranges, vranges, lister })
+        arena::place(Self { account, arena, heap, helper, ranges, vranges, caches, lister })
     }
 
     /// A small one without a limit, for tests.
@@ -68,9 +72,13 @@ impl Pagemill {
     /// Brings the figures that are only known by measuring up to date.
     pub fn measure(&self) {
         self.account.measure();
+        self.caches.measure();
         stats::set(
             Counter::Metadata,
-            self.arena.metadata_bytes() + self.heap.metadata_bytes() + self.ranges.metadata_bytes(),
+            self.arena.metadata_bytes()
+                + self.heap.metadata_bytes()
+                + self.ranges.metadata_bytes()
+                + self.caches.metadata_bytes(),
         );
     }
 
@@ -100,6 +108,7 @@ impl Pagemill {
         self.helper.unclaim();
         self.ranges.begin_child();
         self.vranges.begin_child();
+        self.caches.worker.begin_child();
         self.heap.recount_free();
         self.account.forked(process::own_identity());
         trace::event(Event::Forked, u64::from(process::id()), u64::from(generation));

@@ -68,6 +68,12 @@ events! {
     Sign "sign" ("signs", "room_bytes");
     /// Bytes of a volatile range were purged.
     RangePurged "range_purged" ("addr", "purged_bytes");
+    /// A folio of several pages came into being, at a page of a file.
+    FolioMade "folio_made" ("page_index", "order");
+    /// A folio of several pages was split.
+    FolioSplit "folio_split" ("page_index", "order");
+    /// Small folios became one of several pages.
+    FolioCollapsed "folio_collapsed" ("page_index", "order");
 }
 
 #[repr(C)]

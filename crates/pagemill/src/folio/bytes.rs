@@ -1,0 +1,153 @@
+//! Copies to and from memory that others may change meanwhile.
+//!
+//! The compiler must not reason about such bytes: a copy of its own that met another thread's write would be a data race.
+//! Here the C library's functions are called out of its sight (elsewhere words are copied one by one), and do what volatile
+//! accesses would. A copy that raced holds bytes of before and of after; whether it counts the caller finds out ([`super::word`]).
+#![allow(unsafe_code)] // copies that may race
+
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+use std::ffi::c_void;
+
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+unsafe extern "C" {
+    // The C library's: it knows the processor.
+    fn memcpy(dst: *mut c_void, src: *const c_void, len_bytes: usize) -> *mut c_void;
+    fn memset(dst: *mut c_void, byte: i32, len_bytes: usize) -> *mut c_void;
+}
+
+/// Copies `len_bytes` from `src` to `dst`.
+///
+/// # Safety
+///
+/// Both are mapped and `dst` writable for so many bytes, and they do not overlap. Of each, what is not shared is the
+/// caller's to read or write.
+#[inline]
+pub(crate) unsafe fn copy(dst: *mut u8, src: *const u8, len_bytes: usize) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: the call follows the C ABI, with the stack aligned and all that it may change told; the caller's promise
+    // covers the bytes.
+    unsafe {
+        std::arch::asm!(
+            "call {memcpy}",
+            memcpy = in(reg) memcpy as *const (),
+            inout("rdi") dst => _,
+            inout("rsi") src => _,
+            inout("rdx") len_bytes => _,
+            clobber_abi("C"),
+        );
+    }
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: as above.
+    unsafe {
+        std::arch::asm!(
+            "blr {memcpy}",
+            memcpy = in(reg) memcpy as *const (),
+            inout("x0") dst => _,
+            inout("x1") src => _,
+            inout("x2") len_bytes => _,
+            clobber_abi("C"),
+        );
+    }
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    // SAFETY: the caller's promise.
+    unsafe {
+        copy_words(dst, src, len_bytes);
+    }
+}
+
+/// Zeroes `len_bytes` at `dst`.
+///
+/// # Safety
+///
+/// As [`copy`].
+#[inline]
+pub(crate) unsafe fn zero(dst: *mut u8, len_bytes: usize) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: as in `copy`.
+    unsafe {
+        std::arch::asm!(
+            "call {memset}",
+            memset = in(reg) memset as *const (),
+            inout("rdi") dst => _,
+            inout("esi") 0 => _,
+            inout("rdx") len_bytes => _,
+            clobber_abi("C"),
+        );
+    }
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: as in `copy`.
+    unsafe {
+        std::arch::asm!(
+            "blr {memset}",
+            memset = in(reg) memset as *const (),
+            inout("x0") dst => _,
+            inout("w1") 0 => _,
+            inout("x2") len_bytes => _,
+            clobber_abi("C"),
+        );
+    }
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    for at in 0..len_bytes {
+        // SAFETY: the caller's promise.
+        unsafe { dst.add(at).write_volatile(0) };
+    }
+}
+
+/// Whether all of `len_bytes` at `src` read zero.
+///
+/// # Safety
+///
+/// They are mapped, a multiple of eight, and aligned to eight.
+pub(crate) unsafe fn is_zero(src: *const u8, len_bytes: usize) -> bool {
+    let words = src.cast::<u64>();
+    // SAFETY: the caller's promise.
+    (0..len_bytes / size_of::<u64>()).all(|at| unsafe { words.add(at).read_volatile() } == 0)
+}
+
+/// # Safety
+///
+/// As [`copy`].
+#[cfg(any(test, not(any(target_arch = "x86_64", target_arch = "aarch64"))))]
+unsafe fn copy_words(dst: *mut u8, src: *const u8, len_bytes: usize) {
+    const WORD: usize = size_of::<u64>();
+    let mut at = 0;
+    // SAFETY: the caller's promise, for each part.
+    unsafe {
+        while at < len_bytes {
+            let (from, to) = (src.add(at), dst.add(at));
+            if len_bytes - at >= WORD && (from.addr() | to.addr()).is_multiple_of(WORD) {
+                to.cast::<u64>().write_volatile(from.cast::<u64>().read_volatile());
+                at += WORD;
+            } else {
+                to.write_volatile(from.read_volatile());
+                at += 1;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every length and alignment up to some words, both ways of copying.
+    #[test]
+    fn copies_are_exact() {
+        let source: Vec<u8> = (0..64).map(|at| at as u8 + 1).collect();
+        for way in [copy, copy_words] {
+            for (from, to, len) in
+                (0..9).flat_map(|from| (0..9).flat_map(move |to| (0..40).map(move |len| (from, to, len))))
+            {
+                let mut target = vec![0xFF; 64];
+                // SAFETY: inside of both vectors.
+                unsafe { way(target.as_mut_ptr().add(to), source.as_ptr().add(from), len) };
+                assert_eq!(target[to..to + len], source[from..from + len]);
+                assert!(target[..to].iter().chain(&target[to + len..]).all(|byte| *byte == 0xFF));
+                // SAFETY: inside of the vector.
+                unsafe { zero(target.as_mut_ptr().add(to), len) };
+                assert!(target[to..to + len].iter().all(|byte| *byte == 0));
+                assert!(target[..to].iter().chain(&target[to + len..]).all(|byte| *byte == 0xFF));
+            }
+        }
+    }
+}

@@ -1,0 +1,23 @@
+//! Pages and folios: the memory of a cache, in software pages of one size, and who may do what with their bytes.
+//!
+//! ```text
+//!   Pool ---- window of addresses in the arena's pool zone, in chunks: a block, or a page if that is larger
+//!     |         | chunk | chunk | chunk |          brought in as a whole, huge, faulted once, then recycled
+//!     |         `- pages: buddies of 1, 2, 4 .. pages, up to the chunk
+//!     `------ frames: 16 bytes for each page, out of line
+//!               word   state, order, pins, version        ([`word`])
+//!               owner  of a folio's first page: whose it is; of a free one: its neighbours in the list
+//! ```
+//!
+//! A *folio* is 1, 2, 4 .. pages in a row, handled as one: the word of its first page speaks for it. Page and memory are found by
+//! arithmetic from the *frame number*, which is all that an index holds. A folio knows its owner as an opaque id and an index.
+//!
+//! Bytes are reached by copies ([`bytes`]) under the word's protocol. Below: `arena`. Locks: `books` (lists of free
+//! pages); never while memory is brought in or given back.
+
+mod buddy;
+pub(crate) mod bytes;
+mod pool;
+pub(crate) mod word;
+
+pub(crate) use pool::{Owner, Pool, Taken};

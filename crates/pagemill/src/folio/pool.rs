@@ -1,0 +1,464 @@
+//! The memory of one cache: a window of addresses, carved into pages, and 16 bytes of metadata for each.
+#![allow(unsafe_code)] // copies to and from its own memory, gives it back
+
+use super::buddy::Buddies;
+use super::bytes;
+use super::word::{Kind, State, Word};
+use crate::arena::{Arena, Table, Zeroed, place};
+use crate::error::{Error, Result};
+use crate::stats::{self, Counter};
+use crate::sync::{AtomicU32, AtomicU64, Guarded, Relaxed};
+use crate::units::{BLOCK_BYTES, PageSize};
+use std::sync::atomic::AtomicBool;
+
+/// Metadata of one page.
+#[repr(C)]
+pub(crate) struct Frame {
+    pub word: Word,
+    pub(super) owner: AtomicU64,
+}
+
+// SAFETY: atomics only, for which zero bits are a value.
+unsafe impl Zeroed for Frame {}
+
+const _: () = assert!(size_of::<Frame>() == 16);
+
+/// Frames take huge pages once so much of them is in use.
+const HUGE_FRAMES_BYTES: usize = BLOCK_BYTES / 2;
+
+/// Bits of a page's index in its file. The rest of the owner word says whose file.
+const INDEX_BITS: u32 = 40;
+
+/// Whose page it is, to those who know owners.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Owner {
+    /// At most [`Owner::MAX_ID`].
+    pub id: u32,
+    /// Index of the folio's first page.
+    pub index: u64,
+}
+
+impl Owner {
+    pub const MAX_ID: u32 = (1 << (u64::BITS - INDEX_BITS)) - 1;
+    pub const MAX_INDEX: u64 = (1 << INDEX_BITS) - 1;
+}
+
+/// Pages that were taken: nobody else knows of them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Taken {
+    pub number: u32,
+    pub order: u8,
+    /// All bytes read zero.
+    pub is_zero: bool,
+}
+
+/// What is guarded by `books`.
+struct Books {
+    buddies: Buddies,
+    /// Chunks of the window used so far.
+    chunks: u32,
+    /// Of these, without memory: the last one given back, and so on; each frame holds the next.
+    empty: Option<u32>,
+}
+
+/// The memory of one cache. Never taken down; one that nobody needs any more is empty and used again.
+///
+/// # Invariants
+///
+/// 1. Chunks from 0 to `Books::chunks` that are not in the list of empty ones are mapped, writable, resident as long as the process lets them
+///    be, and this pool's alone.
+/// 2. Whoever took a page from the lists may change its bytes until its word says *Live*; from then on the word's protocol holds.
+pub(crate) struct Pool {
+    arena: &'static Arena,
+    page: PageSize,
+    /// Log2 of a page's bytes.
+    page_shift: u32,
+    base: usize,
+    /// Log2 of a chunk's pages: the order of a huge folio.
+    chunk_order: u8,
+    max_chunks: u32,
+    use_huge: AtomicBool,
+    frames: Table<Frame>,
+    books: Guarded<Books>,
+    has_huge_frames: AtomicBool,
+    /// Whole chunks that are free, as of the last change.
+    free_chunks: AtomicU32,
+    /// Chunks with memory.
+    filled_chunks: AtomicU32,
+    node: usize,
+}
+
+impl Pool {
+    /// A pool of addresses for up to `max_bytes`, of which none are resident.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoAddresses`]; [`Error::System`] for its metadata.
+    pub fn new(arena: &'static Arena, page: PageSize, max_bytes: u64, node: usize) -> Result<&'static Self> {
+        let chunk_bytes = page.bytes().max(BLOCK_BYTES);
+        let no_addresses = || Error::NoAddresses { wanted_bytes: max_bytes };
+        let chunks = usize::try_from(max_bytes).map_err(|_| no_addresses())?.div_ceil(chunk_bytes).max(1);
+        let chunk_pages = chunk_bytes / page.bytes();
+        // The last number means none.
+        let pages =
+            chunks.checked_mul(chunk_pages).filter(|pages| *pages < u32::MAX as usize).ok_or_else(no_addresses)?;
+        let frames = Table::new(pages)?;
+        let align_blocks = chunk_bytes / BLOCK_BYTES;
+        let base = arena.carve(&arena.pool, chunks * align_blocks, align_blocks, node, |_, _| Ok(()))?;
+        let chunk_order = chunk_pages.trailing_zeros() as u8;
+        place(Self {
+            arena,
+            page,
+            page_shift: page.bytes().trailing_zeros(),
+            base,
+            chunk_order,
+            max_chunks: chunks as u32,
+            use_huge: AtomicBool::new(true),
+            frames,
+            books: Guarded::new(Books { buddies: Buddies::new(chunk_order), chunks: 0, empty: None }),
+            has_huge_frames: AtomicBool::new(false),
+            free_chunks: AtomicU32::new(0),
+            filled_chunks: AtomicU32::new(0),
+            node,
+        })
+    }
+
+    pub fn page(&self) -> PageSize {
+        self.page
+    }
+
+    #[inline]
+    pub fn page_shift(&self) -> u32 {
+        self.page_shift
+    }
+
+    /// The memory node that its window was bound to.
+    pub fn node(&self) -> usize {
+        self.node
+    }
+
+    /// Whether no page of it is in use.
+    pub fn is_idle(&self) -> bool {
+        self.free_chunks.load(Relaxed) == self.filled_chunks.load(Relaxed)
+    }
+
+    pub fn chunk_order(&self) -> u8 {
+        self.chunk_order
+    }
+
+    pub fn chunk_bytes(&self) -> usize {
+        self.page.bytes() << self.chunk_order
+    }
+
+    /// Bytes that it could hold at most.
+    pub fn max_bytes(&self) -> u64 {
+        u64::from(self.max_chunks) * self.chunk_bytes() as u64
+    }
+
+    #[inline]
+    pub fn frame(&self, number: u32) -> &Frame {
+        self.frames.get(number as usize)
+    }
+
+    #[inline]
+    pub fn word(&self, number: u32) -> &Word {
+        &self.frame(number).word
+    }
+
+    pub fn owner(&self, number: u32) -> Owner {
+        let word = self.frame(number).owner.load(Relaxed);
+        Owner { id: (word >> INDEX_BITS) as u32, index: word & Owner::MAX_INDEX }
+    }
+
+    /// Says whose folio begins here. Only who has it alone calls this.
+    pub fn set_owner(&self, number: u32, owner: Owner) {
+        debug_assert!(owner.id <= Owner::MAX_ID && owner.index <= Owner::MAX_INDEX);
+        self.frame(number).owner.store(u64::from(owner.id) << INDEX_BITS | owner.index, Relaxed);
+    }
+
+    #[inline]
+    pub fn addr(&self, number: u32) -> usize {
+        self.base + ((number as usize) << self.page_shift)
+    }
+
+    /// Whether blocks come as huge pages from here on.
+    pub fn allow_huge(&self, is_allowed: bool) {
+        self.use_huge.store(is_allowed, Relaxed);
+    }
+
+    /// Takes 2^`order` pages that are free, or a new chunk for them. The folio is busy: the caller's.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoMemory`] if there is no room for another chunk.
+    pub fn take(&self, order: u8) -> Result<Taken> {
+        match self.take_free(order) {
+            Some(taken) => Ok(taken),
+            None => self.take_new(order),
+        }
+    }
+
+    /// As [`Pool::take`], of what is there.
+    pub fn take_free(&self, order: u8) -> Option<Taken> {
+        let taken = self.books.with(|books| {
+            let taken = books.buddies.take(&self.frames, order);
+            self.free_chunks.store(books.buddies.whole_count, Relaxed);
+            taken
+        });
+        taken.map(|(number, is_zero)| Taken { number, order, is_zero })
+    }
+
+    fn take_new(&self, order: u8) -> Result<Taken> {
+        let chunk = self.claim_chunk()?;
+        let first_block = self.first_block(chunk);
+        let use_huge = self.use_huge.load(Relaxed);
+        if let Err(error) = self.arena.bring_in_whole(first_block, self.blocks_of_chunk(), use_huge) {
+            self.leave_chunk(chunk);
+            // Somebody may have given some back meanwhile.
+            return self.take_free(order).ok_or(error);
+        }
+        self.filled_chunks.fetch_add(1, Relaxed);
+        let number = chunk << self.chunk_order;
+        self.note_frames(number);
+        (number..number + (1 << self.chunk_order)).for_each(|page| self.word(page).assign(Kind::Tail, 0));
+        self.books.with(|books| {
+            books.buddies.give(&self.frames, number, self.chunk_order, true);
+            // This one is ours: no other could take it meanwhile.
+            let taken = books.buddies.take(&self.frames, order);
+            self.free_chunks.store(books.buddies.whole_count, Relaxed);
+            taken.map(|(number, is_zero)| Taken { number, order, is_zero }).ok_or_else(|| self.is_full())
+        })
+    }
+
+    fn is_full(&self) -> Error {
+        let used = u64::from(self.filled_chunks.load(Relaxed)) * self.chunk_bytes() as u64;
+        Error::NoMemory { wanted_bytes: self.chunk_bytes() as u64, used_bytes: used, limit_bytes: self.max_bytes() }
+    }
+
+    /// A chunk without memory that is the caller's to fill.
+    fn claim_chunk(&self) -> Result<u32> {
+        self.books.with(|books| {
+            if let Some(chunk) = books.empty {
+                let next = self.frame(chunk << self.chunk_order).owner.load(Relaxed);
+                books.empty = u32::try_from(next).ok();
+                return Ok(chunk);
+            }
+            if books.chunks == self.max_chunks {
+                return Err(self.is_full());
+            }
+            let pages = 1usize << self.chunk_order;
+            let next = books.chunks as usize * pages;
+            self.frames.open(0, next, next + pages)?;
+            books.chunks += 1;
+            Ok(books.chunks - 1)
+        })
+    }
+
+    fn leave_chunk(&self, chunk: u32) {
+        self.books.with(|books| {
+            let next = books.empty.map_or(u64::MAX, u64::from);
+            self.frame(chunk << self.chunk_order).owner.store(next, Relaxed);
+            books.empty = Some(chunk);
+        });
+    }
+
+    fn note_frames(&self, number: u32) {
+        if number as usize * size_of::<Frame>() >= HUGE_FRAMES_BYTES && !self.has_huge_frames.swap(true, Relaxed) {
+            self.frames.allow_huge();
+        }
+    }
+
+    fn first_block(&self, chunk: u32) -> usize {
+        self.arena.block_of(self.addr(chunk << self.chunk_order))
+    }
+
+    fn blocks_of_chunk(&self) -> usize {
+        self.chunk_bytes() / BLOCK_BYTES
+    }
+
+    /// Takes pages back that the caller has alone: the words of all of them are his to write.
+    pub fn give(&self, number: u32, order: u8) {
+        self.give_as(number, order, false);
+    }
+
+    /// Gives pages back that were taken and not written to.
+    pub fn give_unused(&self, taken: Taken) {
+        self.give_as(taken.number, taken.order, taken.is_zero);
+    }
+
+    fn give_as(&self, number: u32, order: u8, is_zero: bool) {
+        self.books.with(|books| {
+            books.buddies.give(&self.frames, number, order, is_zero);
+            self.free_chunks.store(books.buddies.whole_count, Relaxed);
+        });
+    }
+
+    /// Bytes that [`Pool::shrink`] could give back.
+    pub fn giveable_bytes(&self) -> u64 {
+        u64::from(self.free_chunks.load(Relaxed)) * self.chunk_bytes() as u64
+    }
+
+    /// Bytes with memory behind them, in use or free.
+    pub fn filled_bytes(&self) -> u64 {
+        u64::from(self.filled_chunks.load(Relaxed)) * self.chunk_bytes() as u64
+    }
+
+    /// Gives free chunks back to the system, up to about `want_bytes`; returns the bytes that the kernel took.
+    pub fn shrink(&self, want_bytes: u64) -> u64 {
+        let mut freed = 0;
+        while freed < want_bytes {
+            let taken = self.books.with(|books| {
+                let taken = books.buddies.take_whole(&self.frames);
+                self.free_chunks.store(books.buddies.whole_count, Relaxed);
+                taken
+            });
+            let Some(number) = taken else { break };
+            let chunk = number >> self.chunk_order;
+            // SAFETY: a chunk out of the lists, which nobody knows of; its contents are nobody's.
+            let bytes = unsafe { self.arena.discard(self.first_block(chunk), self.blocks_of_chunk()) };
+            if bytes == 0 {
+                // The kernel keeps it (locked memory): so do we.
+                self.give(number, self.chunk_order);
+                break;
+            }
+            self.filled_chunks.fetch_sub(1, Relaxed);
+            self.leave_chunk(chunk);
+            freed += bytes;
+        }
+        freed
+    }
+
+    /// Bytes of frames that are resident.
+    pub fn frames_bytes(&self) -> u64 {
+        self.frames.resident_bytes(0, self.pages() as usize)
+    }
+
+    /// Pages that it ever had: numbers end there.
+    pub fn pages(&self) -> u32 {
+        self.books.with(|books| books.chunks) << self.chunk_order
+    }
+
+    /// Walks all folios: those in use, and those that are free. What changes meanwhile is seen before or after.
+    pub fn walk(&self, mut see: impl FnMut(u32, State)) {
+        let (mut number, end) = (0, self.pages());
+        while number < end {
+            let state = self.word(number).load();
+            see(number, state);
+            number += 1 << if state.kind() == Kind::Tail { 0 } else { state.order() };
+        }
+    }
+
+    /// Copies bytes of a folio out. What they are worth its word tells.
+    #[inline]
+    pub fn copy_out(&self, number: u32, at: usize, to: &mut [u8]) {
+        debug_assert!(at + to.len() <= self.chunk_bytes());
+        // In a model others may go on in the midst of it.
+        #[cfg(shuttle)]
+        let (at, to) = {
+            let (first, rest) = to.split_at_mut(to.len() / 2);
+            // SAFETY: as below.
+            unsafe { bytes::copy(first.as_mut_ptr(), (self.addr(number) + at) as *const u8, first.len()) };
+            crate::sync::modelled::point();
+            (at + first.len(), rest)
+        };
+        // SAFETY: mapped by invariant 1: a number comes from an index or a guard, and memory goes only from chunks that are out of
+        // both; a copy that raced with that reads zeros, and is thrown away. `to` is the caller's alone.
+        unsafe { bytes::copy(to.as_mut_ptr(), (self.addr(number) + at) as *const u8, to.len()) };
+    }
+
+    /// Copies bytes into a folio that the caller has pinned, or alone.
+    #[inline]
+    pub fn copy_in(&self, number: u32, at: usize, from: &[u8]) {
+        debug_assert!(at + from.len() <= self.chunk_bytes());
+        #[cfg(shuttle)]
+        let (at, from) = {
+            let (first, rest) = from.split_at(from.len() / 2);
+            // SAFETY: as below.
+            unsafe { bytes::copy((self.addr(number) + at) as *mut u8, first.as_ptr(), first.len()) };
+            crate::sync::modelled::point();
+            (at + first.len(), rest)
+        };
+        // SAFETY: mapped by invariant 1; the caller's pin keeps it the folio's; others' copies may race and know it.
+        unsafe { bytes::copy((self.addr(number) + at) as *mut u8, from.as_ptr(), from.len()) };
+    }
+
+    /// As [`Pool::copy_in`], of zeros.
+    pub fn zero(&self, number: u32, at: usize, len_bytes: usize) {
+        debug_assert!(at + len_bytes <= self.chunk_bytes());
+        // SAFETY: as in `copy_in`.
+        unsafe { bytes::zero((self.addr(number) + at) as *mut u8, len_bytes) };
+    }
+
+    /// Copies a page, or several, to pages that the caller has alone, from such that stay as they are.
+    pub fn copy_pages(&self, to: u32, from: u32, pages: u32) {
+        let len_bytes = (pages as usize) << self.page_shift;
+        // SAFETY: mapped by invariant 1; the target is the caller's alone, and both are folios of their own, so they do not overlap.
+        unsafe { bytes::copy(self.addr(to) as *mut u8, self.addr(from) as *const u8, len_bytes) };
+    }
+
+    /// Whether a page's bytes are all zero.
+    pub fn is_page_zero(&self, number: u32) -> bool {
+        // SAFETY: mapped by invariant 1, a whole page.
+        unsafe { bytes::is_zero(self.addr(number) as *const u8, self.page.bytes()) }
+    }
+
+    /// Eight bytes of a pinned folio.
+    #[inline]
+    pub fn read_u64(&self, number: u32, at: usize) -> u64 {
+        let mut bytes = [0; 8];
+        self.copy_word(number, at, &mut bytes);
+        u64::from_le_bytes(bytes)
+    }
+
+    #[inline]
+    fn copy_word(&self, number: u32, at: usize, to: &mut [u8; 8]) {
+        debug_assert!(at + to.len() <= self.chunk_bytes());
+        // SAFETY: mapped by invariant 1, any alignment; volatile, since others may write meanwhile.
+        *to = unsafe { ((self.addr(number) + at) as *const [u8; 8]).read_volatile() };
+    }
+
+    /// Lets `act` have the bytes of a folio that only the caller knows of.
+    pub fn with_bytes<R>(&self, taken: Taken, len_bytes: usize, act: impl FnOnce(&mut [u8]) -> R) -> R {
+        debug_assert_eq!(self.word(taken.number).load().kind(), Kind::Busy);
+        // SAFETY: mapped by invariant 1, and by invariant 2 the caller's, who cannot do anything else with it meanwhile.
+        act(unsafe { std::slice::from_raw_parts_mut(self.addr(taken.number) as *mut u8, len_bytes) })
+    }
+
+    /// Lets `act` see the bytes of a folio that the caller keeps still.
+    pub fn with_still_bytes<R>(&self, number: u32, len_bytes: usize, act: impl FnOnce(&[u8]) -> R) -> R {
+        debug_assert_eq!(self.word(number).load().kind(), Kind::Still);
+        // SAFETY: mapped by invariant 1; nobody writes to a folio that is still, until the caller ends that.
+        act(unsafe { std::slice::from_raw_parts(self.addr(number) as *const u8, len_bytes) })
+    }
+
+    /// The bytes of a folio that `holder` holds alone ([`Word::hold`]) for as long as it lives.
+    ///
+    /// # Safety
+    ///
+    /// That is so, and `len_bytes` are the folio's.
+    pub unsafe fn held_bytes<'held, H>(&self, _holder: &'held H, number: u32, len_bytes: usize) -> &'held [u8] {
+        // SAFETY: mapped by invariant 1 for the life of the process; only the holder changes them, through a unique borrow.
+        unsafe { std::slice::from_raw_parts(self.addr(number) as *const u8, len_bytes) }
+    }
+
+    /// As [`Pool::held_bytes`], to be changed.
+    ///
+    /// # Safety
+    ///
+    /// As [`Pool::held_bytes`].
+    pub unsafe fn held_bytes_mut<'held, H>(
+        &self,
+        _holder: &'held mut H,
+        number: u32,
+        len_bytes: usize,
+    ) -> &'held mut [u8] {
+        // SAFETY: as above, and the borrow is unique. Optimistic readers may copy from them, out of the compiler's sight, and
+        // throw the copy away.
+        unsafe { std::slice::from_raw_parts_mut(self.addr(number) as *mut u8, len_bytes) }
+    }
+
+    /// For figures: so many bytes are free in whole chunks now.
+    pub fn note_free(pools: impl Iterator<Item = &'static Self>) {
+        stats::set(Counter::CacheFree, pools.map(Self::giveable_bytes).sum());
+    }
+}

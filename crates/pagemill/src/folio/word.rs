@@ -1,0 +1,496 @@
+//! The state word of a page: who may do what with the bytes of the folio that begins there.
+//!
+//! ```text
+//!            take              publish                 hold
+//!   Free ------------> Busy -------------> Live <=================> Busy   bytes change: readers wait
+//!     ^                  |                 | ^ \                thaw
+//!     |       free       |          freeze | | thaw
+//!     |<-----------------'                 v |   `---> Gone  left its file while pinned
+//!     |<---------------------------------- Still       |
+//!     |                free                            | last unpin
+//!     `------------------------------------------------'
+//! ```
+//!
+//! A *pin* keeps a live folio where it is: *Busy* and *Still* begin at pin 0 only, so nobody splits, moves or frees what
+//! somebody pinned. *Still* bytes do not change: who copies them out may go on. Pages of a folio but its first are *Tail*.
+//!
+//! Who reads without a pin looks at the word before and after: the *version* is bumped whenever the bytes may have
+//! become another's, or were changed by one who had them alone (recycling, split, merge, exclusive use). A version comes
+//! again after 2^32 of these, so that no reader can sleep through all of them unnoticed but by a freak. Checked under loom.
+
+use crate::sync::{Acquire, AtomicU64, Relaxed, Release, fence};
+use std::sync::atomic::Ordering::AcqRel;
+
+/// What may be done with the bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Kind {
+    /// Nobody's.
+    Free = 0,
+    /// A file's: read, written in place, pinned.
+    Live = 1,
+    /// Not the first page of its folio.
+    Tail = 2,
+    /// One thread has the bytes alone.
+    Busy = 3,
+    /// Nobody changes the bytes, nobody pins them.
+    Still = 4,
+    /// No file's any more; whoever unpins it last frees it.
+    Gone = 5,
+}
+
+const KINDS: [Kind; 6] = [Kind::Free, Kind::Live, Kind::Tail, Kind::Busy, Kind::Still, Kind::Gone];
+
+const KIND_MASK: u64 = 7;
+const ORDER_SHIFT: u32 = 3;
+const ORDER_MASK: u64 = 0xF;
+/// Never split: one folio from birth to death.
+const WHOLE: u64 = 1 << 7;
+const DIRTY: u64 = 1 << 8;
+/// How often it was used since the last look, up to 3.
+const USED_SHIFT: u32 = 9;
+const USED_MASK: u64 = 3;
+/// Free pages: all bytes read zero.
+const ZERO: u64 = 1 << 11;
+const PIN_SHIFT: u32 = 12;
+const PIN: u64 = 1 << PIN_SHIFT;
+const PIN_MASK: u64 = 0xF_FFFF;
+const VERSION_SHIFT: u32 = 32;
+
+/// In the place of the pins of a busy folio: it left its file, its holder frees it.
+const LEFT: u32 = 1;
+
+/// Pins that a folio can have.
+pub(crate) const MAX_PINS: u32 = PIN_MASK as u32;
+
+/// The word, as somebody saw it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct State(u64);
+
+impl State {
+    const fn new(kind: Kind, order: u8, version: u32) -> Self {
+        Self(kind as u64 | (order as u64) << ORDER_SHIFT | (version as u64) << VERSION_SHIFT)
+    }
+
+    #[inline]
+    pub fn kind(self) -> Kind {
+        // The last two of eight values are never written.
+        KINDS[(self.0 & KIND_MASK).min(KINDS.len() as u64 - 1) as usize]
+    }
+
+    /// Log2 of the folio's pages.
+    #[inline]
+    pub fn order(self) -> u8 {
+        (self.0 >> ORDER_SHIFT & ORDER_MASK) as u8
+    }
+
+    #[inline]
+    pub fn version(self) -> u32 {
+        (self.0 >> VERSION_SHIFT) as u32
+    }
+
+    pub fn pins(self) -> u32 {
+        (self.0 >> PIN_SHIFT & PIN_MASK) as u32
+    }
+
+    pub fn is_whole(self) -> bool {
+        self.0 & WHOLE != 0
+    }
+
+    pub fn is_dirty(self) -> bool {
+        self.0 & DIRTY != 0
+    }
+
+    pub fn is_zero(self) -> bool {
+        self.0 & ZERO != 0
+    }
+
+    /// Whether its bytes may be copied out now; what was copied counts if [`Word::is_unchanged`] afterwards.
+    #[inline]
+    pub fn is_readable(self) -> bool {
+        matches!(self.kind(), Kind::Live | Kind::Still)
+    }
+
+    fn with_kind(self, kind: Kind) -> Self {
+        Self(self.0 & !KIND_MASK | kind as u64)
+    }
+
+    fn next_version(self) -> u32 {
+        self.version().wrapping_add(1)
+    }
+}
+
+impl std::fmt::Debug for State {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (kind, order, pins, version) = (self.kind(), self.order(), self.pins(), self.version());
+        write!(f, "{kind:?} order {order} pins {pins} version {version}")
+    }
+}
+
+/// The word itself. Zero bits: free, of order 0.
+#[repr(transparent)]
+pub(crate) struct Word(AtomicU64);
+
+impl Word {
+    #[cfg(test)]
+    pub fn new() -> Self {
+        Self(AtomicU64::new(0))
+    }
+
+    #[inline]
+    pub fn load(&self) -> State {
+        State(self.0.load(Acquire))
+    }
+
+    /// Whether what was copied since the word was `seen` are the bytes of that folio: nobody had them alone, nobody freed it.
+    #[inline]
+    pub fn is_unchanged(&self, seen: State) -> bool {
+        // The copy comes before this look.
+        fence(Acquire);
+        let now = State(self.0.load(Relaxed));
+        now.version() == seen.version() && now.is_readable()
+    }
+
+    fn swap_from(&self, seen: State, next: State) -> bool {
+        self.0.compare_exchange(seen.0, next.0, AcqRel, Relaxed).is_ok()
+    }
+
+    /// Pins a live folio: its state then.
+    ///
+    /// # Errors
+    ///
+    /// The state that is in the way: not live, or pinned [`MAX_PINS`] times.
+    #[inline]
+    pub fn pin(&self) -> Result<State, State> {
+        let mut seen = self.load();
+        loop {
+            if seen.kind() != Kind::Live || seen.pins() == MAX_PINS {
+                return Err(seen);
+            }
+            match self.0.compare_exchange_weak(seen.0, seen.0 + PIN, Acquire, Relaxed) {
+                Ok(_) => return Ok(State(seen.0 + PIN)),
+                Err(now) => seen = State(now),
+            }
+        }
+    }
+
+    /// Ends a pin. Returns whether the caller has to free it: it is gone, and this was the last pin.
+    #[inline]
+    #[must_use]
+    pub fn unpin(&self) -> bool {
+        let before = State(self.0.fetch_sub(PIN, Release));
+        debug_assert!(before.pins() > 0, "{before:?}");
+        debug_assert!(matches!(before.kind(), Kind::Live | Kind::Gone), "{before:?}");
+        let is_last = before.kind() == Kind::Gone && before.pins() == 1;
+        if is_last {
+            // What others did with the bytes comes before their next use.
+            fence(Acquire);
+        }
+        is_last
+    }
+
+    /// Notes that bytes were changed, by one who has it pinned. Costs a look where that is known.
+    #[inline]
+    pub fn set_dirty(&self) {
+        if self.0.load(Relaxed) & DIRTY == 0 {
+            self.0.fetch_or(DIRTY, Relaxed);
+        }
+    }
+
+    /// Notes a use, up to three of them; one that meets another thread's is lost. Not on lines that others write all the time:
+    /// mostly it is only a look.
+    #[inline]
+    pub fn note_use(&self) {
+        let seen = State(self.0.load(Relaxed));
+        if seen.0 >> USED_SHIFT & USED_MASK < USED_MASK && seen.kind() == Kind::Live {
+            let _ = self.0.compare_exchange(seen.0, seen.0 + (1 << USED_SHIFT), Relaxed, Relaxed);
+        }
+    }
+
+    /// Takes one of the noted uses off; returns whether there was one.
+    pub fn forget_use(&self) -> bool {
+        let seen = State(self.0.load(Relaxed));
+        let is_used = seen.0 >> USED_SHIFT & USED_MASK > 0;
+        if is_used {
+            let _ = self.0.compare_exchange(seen.0, seen.0 - (1 << USED_SHIFT), Relaxed, Relaxed);
+        }
+        is_used
+    }
+
+    fn claim(&self, kind: Kind) -> Result<State, State> {
+        let seen = self.load();
+        if seen.kind() != Kind::Live || seen.pins() > 0 {
+            return Err(seen);
+        }
+        let next = seen.with_kind(kind);
+        if !self.swap_from(seen, next) {
+            return Err(self.load());
+        }
+        // No byte changes before all can see that it may.
+        fence(Release);
+        Ok(next)
+    }
+
+    /// Takes a live folio that nobody pinned for one thread alone. Readers wait.
+    ///
+    /// # Errors
+    ///
+    /// The state that is in the way.
+    pub fn hold(&self) -> Result<State, State> {
+        self.claim(Kind::Busy)
+    }
+
+    /// Keeps a live folio that nobody pinned as it is: nobody writes, pins or frees it. Readers go on.
+    ///
+    /// # Errors
+    ///
+    /// The state that is in the way.
+    pub fn freeze(&self) -> Result<State, State> {
+        self.claim(Kind::Still)
+    }
+
+    /// Ends [`Word::freeze`] where nothing came of it.
+    pub fn thaw(&self) {
+        let seen = self.load();
+        debug_assert_eq!(seen.kind(), Kind::Still);
+        self.0.store(seen.with_kind(Kind::Live).0, Release);
+    }
+
+    /// Makes a folio of `order` live: one that was taken, held or made of another. Only who has it alone calls this.
+    pub fn publish(&self, order: u8, is_whole: bool, is_dirty: bool) {
+        let version = State(self.0.load(Relaxed)).next_version();
+        let (whole, dirty) = (if is_whole { WHOLE } else { 0 }, if is_dirty { DIRTY } else { 0 });
+        self.0.store(State::new(Kind::Live, order, version).0 | whole | dirty, Release);
+    }
+
+    /// Ends [`Word::hold`]. Returns whether the folio is live again; otherwise it left its file, and the caller has to free it.
+    #[must_use]
+    pub fn end_hold(&self, is_dirty: bool) -> bool {
+        loop {
+            let seen = self.load();
+            debug_assert_eq!(seen.kind(), Kind::Busy);
+            if seen.pins() == LEFT {
+                return false;
+            }
+            let dirty = if is_dirty { DIRTY } else { 0 };
+            let next = State(seen.with_kind(Kind::Live).0.wrapping_add(1 << VERSION_SHIFT) | dirty);
+            if self.swap_from(seen, next) {
+                return true;
+            }
+        }
+    }
+
+    /// As [`Word::thaw`], of a folio whose bytes were written back.
+    pub fn thaw_clean(&self) {
+        let seen = self.load();
+        debug_assert_eq!(seen.kind(), Kind::Still);
+        self.0.store(seen.with_kind(Kind::Live).0 & !DIRTY, Release);
+    }
+
+    /// A free page, or one of another folio, becomes what `kind` says. Only who has it alone calls this.
+    pub fn assign(&self, kind: Kind, order: u8) {
+        let version = State(self.0.load(Relaxed)).next_version();
+        self.0.store(State::new(kind, order, version).0, Release);
+        fence(Release);
+    }
+
+    /// As [`Word::assign`] to free, with what is known of its bytes.
+    pub fn release(&self, order: u8, is_zero: bool) {
+        let version = State(self.0.load(Relaxed)).next_version();
+        self.0.store(State::new(Kind::Free, order, version).0 | if is_zero { ZERO } else { 0 }, Release);
+    }
+
+    /// A folio leaves its file, in which nobody finds it any more. Returns whether the caller has to free it: nobody has
+    /// it pinned or held, and it is busy from here on. Else whoever has it frees it.
+    ///
+    /// # Errors
+    ///
+    /// The state of one that is kept still, for a moment.
+    pub fn leave(&self) -> Result<bool, State> {
+        loop {
+            let seen = self.load();
+            let (kind, left) = match seen.kind() {
+                Kind::Live if seen.pins() == 0 => (Kind::Busy, 0),
+                Kind::Live => (Kind::Gone, 0),
+                Kind::Busy if seen.pins() == 0 => (Kind::Busy, u64::from(LEFT) << PIN_SHIFT),
+                _ => return Err(seen),
+            };
+            let next = State((seen.with_kind(kind).0 | left).wrapping_add(1 << VERSION_SHIFT));
+            if self.swap_from(seen, next) {
+                return Ok(kind == Kind::Busy && left == 0);
+            }
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folio_lives_and_is_recycled() {
+        let word = Word::new();
+        assert_eq!(word.load().kind(), Kind::Free);
+        word.assign(Kind::Busy, 3);
+        assert!(word.pin().is_err() && word.hold().is_err() && !word.load().is_readable());
+        word.publish(3, false, true);
+        let seen = word.load();
+        assert_eq!((seen.kind(), seen.order(), seen.is_dirty(), seen.is_whole()), (Kind::Live, 3, true, false));
+        assert_eq!(word.pin().unwrap().pins(), 1);
+        assert!(word.is_unchanged(seen), "a pin changes no byte");
+        assert!(word.hold().is_err() && word.freeze().is_err());
+        assert_eq!(word.leave(), Ok(false));
+        assert!(!word.is_unchanged(seen) && word.pin().is_err());
+        assert!(word.unpin(), "the last one frees");
+        word.release(0, false);
+        assert_eq!(word.load().kind(), Kind::Free);
+    }
+
+    /// Still bytes may be read, busy ones not; what was read before somebody had it alone does not count.
+    #[test]
+    fn versions_tell_what_a_copy_is_worth() {
+        let word = Word::new();
+        word.publish(0, false, false);
+        let seen = word.load();
+        word.freeze().unwrap();
+        assert!(word.is_unchanged(seen) && word.load().is_readable() && word.pin().is_err());
+        word.thaw();
+        assert!(word.is_unchanged(seen));
+        word.hold().unwrap();
+        assert!(!word.is_unchanged(seen));
+        assert!(word.end_hold(true));
+        assert!(!word.is_unchanged(seen) && word.load().is_dirty());
+        word.hold().unwrap();
+        assert_eq!(word.leave(), Ok(false), "its holder has it still");
+        assert!(!word.end_hold(true) && word.leave().is_err());
+    }
+
+    #[test]
+    fn uses_and_pins_are_bounded() {
+        let word = Word::new();
+        word.publish(0, true, false);
+        (0..10).for_each(|_| word.note_use());
+        let uses = std::iter::from_fn(|| word.forget_use().then_some(())).count();
+        assert_eq!(uses as u64, USED_MASK);
+        let seen = word.load();
+        assert_eq!((seen.version(), seen.pins(), seen.order()), (1, 0, 0));
+        for _ in 0..MAX_PINS {
+            word.pin().unwrap();
+        }
+        assert_eq!(word.pin().unwrap_err().pins(), MAX_PINS);
+        for _ in 0..MAX_PINS {
+            assert!(!word.unpin());
+        }
+        assert!(word.load().is_whole());
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use super::*;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    struct Page {
+        word: Word,
+        byte: AtomicU64,
+    }
+
+    fn page() -> Arc<Page> {
+        let page = Page { word: Word::new(), byte: AtomicU64::new(1) };
+        page.word.publish(0, false, false);
+        Arc::new(page)
+    }
+
+    /// A copy that counts is one of the folio's own bytes: never those of the next owner.
+    #[test]
+    fn a_reader_never_takes_the_next_owners_bytes() {
+        loom::model(|| {
+            let page = page();
+            let other = page.clone();
+            let freeing = thread::spawn(move || {
+                if other.word.leave() == Ok(true) {
+                    other.word.release(0, false);
+                    other.word.assign(Kind::Busy, 0);
+                    other.byte.store(2, Relaxed);
+                    other.word.publish(0, false, false);
+                }
+            });
+            let seen = page.word.load();
+            if seen.is_readable() {
+                let byte = page.byte.load(Relaxed);
+                if page.word.is_unchanged(seen) {
+                    assert!(byte == 1 || seen.version() > 1, "{seen:?}");
+                    assert!(byte == if seen.version() == 1 { 1 } else { 2 });
+                }
+            }
+            freeing.join().unwrap();
+        });
+    }
+
+    /// Who has it pinned has its bytes, and exactly one frees it.
+    #[test]
+    fn the_last_pin_frees() {
+        loom::model(|| {
+            let page = page();
+            let other = page.clone();
+            let freeing = thread::spawn(move || u32::from(other.word.leave().unwrap()));
+            let mut freed = 0;
+            if page.word.pin().is_ok() {
+                assert_eq!(page.byte.load(Relaxed), 1);
+                freed += u32::from(page.word.unpin());
+            }
+            assert_eq!(freed + freeing.join().unwrap(), 1);
+        });
+    }
+
+    /// One who holds it and one who pins it exclude each other, and what the holder wrote is seen.
+    #[test]
+    fn holding_excludes_pins() {
+        loom::model(|| {
+            let page = page();
+            let other = page.clone();
+            let holder = thread::spawn(move || {
+                if other.word.hold().is_ok() {
+                    other.byte.store(2, Relaxed);
+                    other.byte.store(3, Relaxed);
+                    assert!(other.word.end_hold(true));
+                }
+            });
+            if let Ok(state) = page.word.pin() {
+                let byte = page.byte.load(Relaxed);
+                assert_eq!(byte, if state.version() == 1 { 1 } else { 3 });
+                assert_eq!(page.byte.load(Relaxed), byte);
+                assert!(!page.word.unpin());
+            }
+            holder.join().unwrap();
+        });
+    }
+
+    /// Bytes copied out of a still folio count; those of a busy one never do.
+    #[test]
+    fn readers_go_on_while_it_is_still() {
+        loom::model(|| {
+            let page = page();
+            let other = page.clone();
+            let splitter = thread::spawn(move || {
+                if other.word.freeze().is_ok() {
+                    other.word.publish(0, false, false);
+                }
+                if other.word.hold().is_ok() {
+                    other.byte.store(2, Relaxed);
+                    other.byte.store(3, Relaxed);
+                    assert!(other.word.end_hold(false));
+                }
+            });
+            let seen = page.word.load();
+            if seen.is_readable() {
+                let byte = page.byte.load(Relaxed);
+                if page.word.is_unchanged(seen) {
+                    assert_eq!(byte, if seen.version() < 3 { 1 } else { 3 });
+                }
+            }
+            splitter.join().unwrap();
+        });
+    }
+}

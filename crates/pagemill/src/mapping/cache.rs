@@ -1,0 +1,506 @@
+//! A cache: files that share a software page size, a limit, a policy and a name; and all caches of a process.
+
+use super::policy::{Auto, Policy};
+use super::worker::Worker;
+use super::{File, Mapping};
+use crate::arena::Arena;
+use crate::error::{Error, Result};
+use crate::folio::word::Kind;
+use crate::folio::{Owner, Pool, Taken};
+use crate::reclaim::{Shrinker, Urgency};
+use crate::stats::{self, Counter};
+use crate::store::Store;
+use crate::sync::{AtomicU32, AtomicU64, Guarded, Relaxed};
+use crate::units::{BLOCK_BYTES, PageSize};
+use crate::xarray::{Nodes, TableNodes};
+use std::sync::{Arc, OnceLock, Weak};
+
+/// Caches that a process can have at a time, of all sizes.
+pub const MAX_CACHES: usize = 256;
+
+/// How a cache is to be.
+pub struct Settings {
+    /// A word for reports: which cache of the program this is.
+    pub name: String,
+    /// The software page: a folio is at least so long.
+    pub page: PageSize,
+    /// Most bytes of folios at a time.
+    pub limit_bytes: u64,
+    /// Whether huge folios are made at all; [`Cache::set_huge`] changes it.
+    pub use_huge: bool,
+    /// Whether huge folios may be split again, so that parts of them can go. One that may not needs no look at its neighbours.
+    pub may_split: bool,
+    pub policy: Box<dyn Policy>,
+}
+
+impl Settings {
+    /// The page of the system, huge folios by [`Auto`].
+    pub fn new(name: &str, limit_bytes: u64) -> Self {
+        Self {
+            name: name.to_owned(),
+            page: PageSize::os(),
+            limit_bytes,
+            use_huge: cfg!(feature = "huge"),
+            may_split: true,
+            policy: Box::new(Auto),
+        }
+    }
+}
+
+/// What a cache holds, in bytes: the rows but `charged` add up to what it has in memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    pub name: String,
+    pub node: usize,
+    /// In huge folios that nobody has pinned.
+    pub huge: u64,
+    /// In smaller ones.
+    pub small: u64,
+    /// In folios that somebody has pinned or holds: they stay for now.
+    pub locked: u64,
+    /// Pages without a use.
+    pub free: u64,
+    /// Metadata of the pages.
+    pub frames: u64,
+    /// Nodes of the index of its files.
+    pub index: u64,
+    /// What counts against the limit: folios of files.
+    pub charged: u64,
+    pub limit: u64,
+}
+
+impl Usage {
+    /// All of it.
+    pub fn total(&self) -> u64 {
+        self.huge + self.small + self.locked + self.free + self.frames + self.index
+    }
+}
+
+/// All caches of a process.
+pub struct Caches {
+    pub(super) arena: &'static Arena,
+    pub(super) nodes: &'static TableNodes,
+    pools: [OnceLock<&'static Pool>; MAX_CACHES],
+    /// Which pools have a cache, and which.
+    books: Guarded<Vec<(&'static Pool, Weak<Inner>)>>,
+    pub(crate) worker: Worker,
+}
+
+impl Caches {
+    /// No memory becomes resident.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::System`] without addresses for its metadata.
+    pub(crate) fn new(arena: &'static Arena) -> Result<Self> {
+        Ok(Self {
+            arena,
+            nodes: TableNodes::place()?,
+            pools: [const { OnceLock::new() }; MAX_CACHES],
+            books: Guarded::new(Vec::new()),
+            worker: Worker::default(),
+        })
+    }
+
+    /// Makes a cache.
+    ///
+    /// Cost: addresses for its limit, and for 16 bytes a page; memory as files are written.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadLength`] for a limit below one page, [`Error::NoAddresses`] if it is too large, or there are
+    /// [`MAX_CACHES`] already.
+    pub fn make(&'static self, settings: Settings) -> Result<Cache> {
+        if settings.limit_bytes < settings.page.bytes() as u64 {
+            return Err(Error::BadLength { len_bytes: settings.limit_bytes });
+        }
+        let pool = self.pool(&settings)?;
+        pool.allow_huge(settings.use_huge);
+        let inner = Arc::new(Inner {
+            caches: self,
+            pool,
+            generation: self.arena.generation(),
+            name: settings.name,
+            limit_bytes: settings.limit_bytes,
+            charged_bytes: AtomicU64::new(0),
+            use_huge: std::sync::atomic::AtomicBool::new(settings.use_huge),
+            may_split: settings.may_split,
+            policy: settings.policy,
+            hand: AtomicU32::new(0),
+            files: Guarded::new(Files::default()),
+        });
+        self.books.with(|books| {
+            if let Some(entry) = books.iter_mut().find(|(known, _)| std::ptr::eq(*known, pool)) {
+                entry.1 = Arc::downgrade(&inner);
+            }
+        });
+        Ok(Cache(inner))
+    }
+
+    /// A pool that no cache has any more, or a new one.
+    fn pool(&'static self, settings: &Settings) -> Result<&'static Pool> {
+        let chunk_bytes = settings.page.bytes().max(BLOCK_BYTES) as u64;
+        // Powers of two, so that others like this one can use the addresses again; half as much again, since chunks fill
+        // unevenly.
+        let wanted = settings.limit_bytes.saturating_add(settings.limit_bytes / 2).max(2 * chunk_bytes);
+        let max_bytes = wanted.checked_next_power_of_two().ok_or(Error::NoAddresses { wanted_bytes: wanted })?;
+        self.books.with(|books| {
+            let is_free = |cache: &Weak<Inner>| cache.strong_count() == 0;
+            let fits = |pool: &Pool| pool.page() == settings.page && pool.max_bytes() == max_bytes && pool.is_idle();
+            if let Some((pool, _)) = books.iter().find(|(pool, cache)| is_free(cache) && fits(pool)) {
+                return Ok(*pool);
+            }
+            if books.len() == MAX_CACHES {
+                return Err(Error::NoAddresses { wanted_bytes: max_bytes });
+            }
+            let pool = Pool::new(self.arena, settings.page, max_bytes, self.arena.current_node())?;
+            let _ = self.pools[books.len()].set(pool);
+            books.push((pool, Weak::new()));
+            Ok(pool)
+        })
+    }
+
+    fn pools(&self) -> impl Iterator<Item = &'static Pool> {
+        self.pools.iter().map_while(|pool| pool.get().copied())
+    }
+
+    /// Starts no thread from here on: small folios become huge by [`Cache::collapse_waiting`] alone.
+    pub fn collapse_by_hand(&self) {
+        self.worker.do_by_hand();
+    }
+
+    /// What each cache holds. Walks all pages: some milliseconds for a gigabyte in small folios.
+    pub fn usage(&self) -> Vec<Usage> {
+        let caches: Vec<_> = self.books.with(|books| books.iter().filter_map(|(_, cache)| cache.upgrade()).collect());
+        caches.into_iter().map(|cache| Cache(cache).usage()).collect()
+    }
+
+    /// Brings the figures up to date that are found by measuring.
+    pub(crate) fn measure(&self) {
+        stats::set(Counter::CacheFrames, self.pools().map(Pool::frames_bytes).sum());
+        stats::set(Counter::CacheIndex, self.nodes.resident_bytes());
+    }
+
+    /// Bytes of metadata that are resident.
+    pub(crate) fn metadata_bytes(&self) -> u64 {
+        self.pools().map(Pool::frames_bytes).sum::<u64>() + self.nodes.resident_bytes()
+    }
+
+    /// Makes the figure of what is free a true one.
+    pub(super) fn note_free(&self) {
+        Pool::note_free(self.pools());
+    }
+}
+
+impl Shrinker for Caches {
+    fn name(&self) -> &'static str {
+        "caches"
+    }
+
+    fn may_nest(&self) -> bool {
+        true
+    }
+
+    fn giveable_bytes(&self) -> u64 {
+        self.pools().map(Pool::giveable_bytes).sum()
+    }
+
+    /// Free chunks. Those of caches without a file go first, being of no use to anybody.
+    fn shrink(&self, want_bytes: u64, _urgency: Urgency) -> u64 {
+        let mut freed = 0;
+        for is_idle in [true, false] {
+            for pool in self.pools().filter(|pool| pool.is_idle() == is_idle) {
+                if freed < want_bytes {
+                    freed += pool.shrink(want_bytes - freed);
+                }
+            }
+        }
+        self.note_free();
+        freed
+    }
+}
+
+/// Files by their id, and ids that are free.
+#[derive(Default)]
+struct Files {
+    by_id: Vec<Weak<File>>,
+    free: Vec<u32>,
+}
+
+/// The inside of a cache, which its files share.
+pub(crate) struct Inner {
+    pub(super) caches: &'static Caches,
+    pub(super) pool: &'static Pool,
+    generation: u16,
+    name: String,
+    limit_bytes: u64,
+    charged_bytes: AtomicU64,
+    use_huge: std::sync::atomic::AtomicBool,
+    pub(super) may_split: bool,
+    pub(super) policy: Box<dyn Policy>,
+    /// The page that is looked at next when room is to be made.
+    pub(super) hand: AtomicU32,
+    files: Guarded<Files>,
+}
+
+impl Inner {
+    /// Refuses in a child of the process that made the cache: locks and pins of the parent's threads are here, they are not.
+    #[inline]
+    pub fn check(&self) -> Result<()> {
+        if self.generation == self.caches.arena.generation() { Ok(()) } else { Err(Self::is_of_parent()) }
+    }
+
+    #[cold]
+    fn is_of_parent() -> Error {
+        Error::WrongState { what: "a cache of the parent process: a fork child has to make its own" }
+    }
+
+    /// Takes a folio, and counts it. It is busy: the caller's.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoMemory`].
+    pub fn take(&self, order: u8) -> Result<Taken> {
+        let bytes = self.folio_bytes(order);
+        self.charge(bytes)?;
+        let taken = self.pool.take(order).inspect_err(|_| self.discharge(order))?;
+        let counter = self.counter(order);
+        stats::add(counter, bytes);
+        Ok(taken)
+    }
+
+    fn charge(&self, bytes: u64) -> Result<()> {
+        let before = self.charged_bytes.fetch_add(bytes, Relaxed);
+        if before + bytes <= self.limit_bytes {
+            return Ok(());
+        }
+        self.charged_bytes.fetch_sub(bytes, Relaxed);
+        Err(Error::NoMemory { wanted_bytes: bytes, used_bytes: before, limit_bytes: self.limit_bytes })
+    }
+
+    fn discharge(&self, order: u8) {
+        self.charged_bytes.fetch_sub(self.folio_bytes(order), Relaxed);
+    }
+
+    fn counter(&self, order: u8) -> Counter {
+        if order > 0 && order == self.pool.chunk_order() || self.pool.page().bytes() >= BLOCK_BYTES {
+            Counter::CacheHuge
+        } else {
+            Counter::CacheSmall
+        }
+    }
+
+    /// A folio that was taken and not written to goes back.
+    pub fn give_unused(&self, taken: Taken) {
+        self.uncount(taken.order);
+        self.pool.give_unused(taken);
+    }
+
+    /// A folio that the caller has alone goes back.
+    pub fn give(&self, number: u32, order: u8) {
+        self.uncount(order);
+        self.pool.give(number, order);
+    }
+
+    fn uncount(&self, order: u8) {
+        stats::sub(self.counter(order), self.folio_bytes(order));
+        self.discharge(order);
+    }
+
+    /// A huge folio has become small ones.
+    pub fn count_split(&self) {
+        let bytes = self.folio_bytes(self.pool.chunk_order());
+        stats::sub(Counter::CacheHuge, bytes);
+        stats::add(Counter::CacheSmall, bytes);
+    }
+
+    #[inline]
+    pub fn folio_bytes(&self, order: u8) -> u64 {
+        (self.pool.page().bytes() as u64) << order
+    }
+
+    pub fn is_huge_allowed(&self) -> bool {
+        self.use_huge.load(Relaxed)
+    }
+
+    /// Ends a pin of a folio, and frees it if it was the last of one that left its file.
+    #[inline]
+    pub fn unpin(&self, number: u32) {
+        if self.pool.word(number).unpin() {
+            self.give(number, self.pool.word(number).load().order());
+        }
+    }
+
+    /// Whether a huge folio is within the limit.
+    pub fn has_room(&self) -> bool {
+        self.charged_bytes.load(Relaxed) + self.folio_bytes(self.pool.chunk_order()) <= self.limit_bytes
+    }
+
+    /// The next file from `id` on, which goes behind it.
+    pub(super) fn next_file(&self, id: &mut u32) -> Option<Arc<File>> {
+        self.files.with(|files| {
+            loop {
+                let file = files.by_id.get(*id as usize)?.upgrade();
+                *id += 1;
+                if file.is_some() {
+                    return file;
+                }
+            }
+        })
+    }
+
+    pub(super) fn file(&self, id: u32) -> Option<Arc<File>> {
+        self.files.with(|files| files.by_id.get(id as usize)?.upgrade())
+    }
+
+    fn enter(&self, make: impl FnOnce(u32) -> Arc<File>) -> Result<Arc<File>> {
+        self.files.with(|files| {
+            let id = match files.free.pop() {
+                Some(id) => id,
+                None if files.by_id.len() > Owner::MAX_ID as usize => {
+                    return Err(Error::NoAddresses { wanted_bytes: size_of::<File>() as u64 });
+                }
+                None => {
+                    files.by_id.push(Weak::new());
+                    files.by_id.len() as u32 - 1
+                }
+            };
+            let file = make(id);
+            files.by_id[id as usize] = Arc::downgrade(&file);
+            Ok(file)
+        })
+    }
+
+    pub(super) fn leave(&self, id: u32) {
+        self.files.with(|files| {
+            files.by_id[id as usize] = Weak::new();
+            files.free.push(id);
+        });
+    }
+
+    /// Bytes of index nodes, of what stands for each file, and of the list of them.
+    fn index_bytes(&self) -> u64 {
+        self.files.with(|files| {
+            let list = files.by_id.capacity() * size_of::<Weak<File>>() + files.free.capacity() * size_of::<u32>();
+            let known = files.by_id.iter().filter_map(Weak::upgrade);
+            // An `Arc` counts its holders in two words.
+            let of = |file: Arc<File>| file.index_bytes() + (size_of::<File>() + 2 * size_of::<usize>()) as u64;
+            list as u64 + known.map(of).sum::<u64>()
+        })
+    }
+
+    /// Makes room for `want_bytes` of folios. Returns whether it could.
+    pub fn make_room(&self, want_bytes: u64) -> bool {
+        self.evict_some(want_bytes) || self.thin_some(want_bytes)
+    }
+}
+
+/// A cache of files. Copies of the handle are the same cache; it ends with the last of them and of its files.
+///
+/// ```
+/// use pagemill::mapping::Settings;
+/// use pagemill::Pagemill;
+///
+/// let cache = Pagemill::of_process()?.caches.make(Settings::new("tiles", 64 << 20))?;
+/// let file = cache.create()?;
+/// assert_eq!(file.write_at(b"hello", 1000)?, 5);
+/// let mut bytes = [0xFF; 10];
+/// assert_eq!(file.read_at(&mut bytes, 998)?, 7);
+/// assert_eq!(&bytes[..7], b"\0\0hello");
+/// # Ok::<(), pagemill::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Cache(pub(super) Arc<Inner>);
+
+impl Cache {
+    /// Makes an empty file in memory.
+    ///
+    /// Cost: some 200 bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoAddresses`] for more than 16 million files.
+    pub fn create(&self) -> Result<Mapping> {
+        self.enter(None, 0)
+    }
+
+    /// Makes a file in memory of what lies in a store. Bytes come in as they are read; what is written stays in memory until
+    /// [`Mapping::sync`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Cache::create`]; [`Error::Store`] if the store does not tell its size.
+    pub fn open(&self, store: Arc<dyn Store>) -> Result<Mapping> {
+        let size_bytes =
+            store.size_bytes().map_err(|cause| Error::Store { doing: "asking for the size of a file", cause })?;
+        self.enter(Some(store), size_bytes)
+    }
+
+    fn enter(&self, store: Option<Arc<dyn Store>>, size_bytes: u64) -> Result<Mapping> {
+        self.0.check()?;
+        self.0.enter(|id| Arc::new(File::new(self.0.clone(), id, store, size_bytes))).map(Mapping::new)
+    }
+
+    /// Whether new folios may be huge from here on. Those that are stay.
+    pub fn set_huge(&self, is_allowed: bool) {
+        self.0.use_huge.store(is_allowed, Relaxed);
+        self.0.pool.allow_huge(is_allowed);
+    }
+
+    pub fn page(&self) -> PageSize {
+        self.0.pool.page()
+    }
+
+    /// Bytes of a huge folio: a block, or a page that is larger.
+    pub fn huge_bytes(&self) -> usize {
+        self.0.pool.chunk_bytes()
+    }
+
+    /// Bytes of the files' folios, which the limit bounds.
+    pub fn charged_bytes(&self) -> u64 {
+        self.0.charged_bytes.load(Relaxed)
+    }
+
+    /// Works on small folios that should be huge, for about `steps` blocks of some hundred microseconds. The background does so
+    /// by itself where it runs. Returns how many became huge.
+    pub fn collapse_waiting(&self, steps: usize) -> usize {
+        self.0.caches.worker.step(self.0.caches, steps)
+    }
+
+    /// What it holds now. Walks all pages.
+    pub fn usage(&self) -> Usage {
+        let (inner, pool) = (&self.0, self.0.pool);
+        let mut usage = Usage {
+            name: inner.name.clone(),
+            node: pool.node(),
+            frames: pool.frames_bytes(),
+            index: inner.index_bytes(),
+            charged: self.charged_bytes(),
+            limit: inner.limit_bytes,
+            ..Usage::default()
+        };
+        pool.walk(|_, state| {
+            let bytes = inner.folio_bytes(state.order());
+            match state.kind() {
+                Kind::Live if state.pins() > 0 => usage.locked += bytes,
+                Kind::Live if inner.counter(state.order()) == Counter::CacheHuge => usage.huge += bytes,
+                Kind::Live => usage.small += bytes,
+                Kind::Busy | Kind::Still | Kind::Gone => usage.locked += bytes,
+                Kind::Free | Kind::Tail => {}
+            }
+        });
+        let used = usage.huge + usage.small + usage.locked;
+        usage.free = pool.filled_bytes().saturating_sub(used);
+        usage
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_small() {
+        assert!(size_of::<File>() <= 176, "{}", size_of::<File>());
+    }
+}

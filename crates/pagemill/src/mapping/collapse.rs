@@ -1,0 +1,171 @@
+//! Making a huge folio of small ones: copied into a warm block, while readers go on.
+
+use super::{File, Mapping};
+use crate::error::{Error, Result};
+use crate::folio::word::Kind;
+use crate::folio::{Owner, Taken};
+use crate::stats::{self, Counter};
+use crate::trace::{self, Event};
+use crossbeam_epoch as epoch;
+
+/// Most pages of a huge folio.
+const MOST_PAGES: usize = 512;
+
+/// No page.
+const NONE: u32 = u32::MAX;
+
+/// Small folios of one range, kept still.
+struct Parts<'file> {
+    file: &'file File,
+    first: u64,
+    numbers: [u32; MOST_PAGES],
+    pages: usize,
+    /// Of these, so many are kept still.
+    frozen: usize,
+    is_dirty: bool,
+}
+
+impl Mapping {
+    /// Makes one huge folio of the small ones around `offset`; holes among them become zeros. Returns whether it did: not where
+    /// there is one already, or nothing.
+    ///
+    /// Cost: a copy of a huge folio, for which writers wait.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Busy`] if somebody uses one of them; [`Error::NoMemory`] if no block is to be had.
+    pub fn collapse(&self, offset: u64) -> Result<bool> {
+        self.0.check(offset, 1)?;
+        self.0.collapse_at(self.0.index_of(offset), Counter::HugeCollapsedForCaller)
+    }
+}
+
+impl File {
+    pub(super) fn collapse_at(&self, index: u64, counter: Counter) -> Result<bool> {
+        let (order, span) = (self.pool().chunk_order(), self.span_of(index));
+        let end = self.size_bytes();
+        if order == 0 || self.offset_of(span.start) >= end {
+            return Ok(false);
+        }
+        let Some(mut parts) = Parts::find(self, span.start, 1 << order) else { return Ok(false) };
+        let failed = |error| {
+            stats::add(Counter::HugeCollapseFailed, 1);
+            Err(error)
+        };
+        let taken = match self.cache.take(order) {
+            Ok(taken) => taken,
+            Err(error) => return failed(error),
+        };
+        if !parts.freeze() {
+            self.cache.give_unused(taken);
+            return failed(Error::Busy { what: "a page of the range is in use" });
+        }
+        parts.copy_to(taken);
+        if !self.join(&parts, taken)? {
+            self.cache.give(taken.number, order);
+            return failed(Error::Busy { what: "the range was changed meanwhile" });
+        }
+        parts.free();
+        stats::add(counter, 1);
+        trace::event(Event::FolioCollapsed, span.start, u64::from(order));
+        Ok(true)
+    }
+
+    /// Puts the huge folio into the index in place of its parts, if they are still all there is. Returns whether they were.
+    fn join(&self, parts: &Parts<'_>, taken: Taken) -> Result<bool> {
+        let (number, order, first) = (taken.number, taken.order, parts.first);
+        let word = self.pool().word(number);
+        self.pool().set_owner(number, Owner { id: self.id, index: first });
+        let last = first + (1 << order) - 1;
+        let stock = self.tree.prepare(first, last, u32::from(order));
+        let mut stock = stock.inspect_err(|_| self.cache.give(number, order))?;
+        let mut writer = self.tree.lock();
+        let is_same = (first..).zip(&parts.numbers[..parts.pages]).all(|(index, number)| {
+            writer.get(index).map(|found| found.value) == (*number != NONE).then_some(u64::from(*number))
+        });
+        if is_same {
+            // Whoever finds it from here on may use it.
+            word.publish(order, !self.cache.may_split, parts.is_dirty);
+            writer.join(first, u32::from(order), u64::from(number), &mut stock);
+        }
+        Ok(is_same)
+    }
+}
+
+impl<'file> Parts<'file> {
+    /// The small folios from `first` on; `None` if there are none, or a huge one.
+    fn find(file: &'file File, first: u64, pages: usize) -> Option<Self> {
+        let mut parts = Self { file, first, numbers: [NONE; MOST_PAGES], pages, frozen: 0, is_dirty: false };
+        let guard = epoch::pin();
+        let mut at = first;
+        let last = first + pages as u64 - 1;
+        while at <= last
+            && let Some(found) = file.tree.next(at, last, &guard)
+        {
+            if found.order > 0 {
+                return None;
+            }
+            parts.numbers[(found.first - first) as usize] = found.value as u32;
+            at = found.first + 1;
+        }
+        (at > first).then_some(parts)
+    }
+
+    fn present(&self) -> impl Iterator<Item = (usize, u32)> {
+        let numbers = self.numbers[..self.pages].iter().copied().enumerate();
+        numbers.filter(|(_, number)| *number != NONE)
+    }
+
+    /// Keeps all of them still, or none.
+    fn freeze(&mut self) -> bool {
+        for at in 0..self.pages {
+            let number = self.numbers[at];
+            if number != NONE {
+                match self.file.pool().word(number).freeze() {
+                    Ok(state) if state.order() == 0 && self.is_ours(number, at) => self.is_dirty |= state.is_dirty(),
+                    Ok(_) => {
+                        self.file.pool().word(number).thaw();
+                        return false;
+                    }
+                    Err(_) => return false,
+                }
+            }
+            self.frozen = at + 1;
+        }
+        true
+    }
+
+    /// Whether a folio is what was found there: it may have become another's since.
+    fn is_ours(&self, number: u32, at: usize) -> bool {
+        self.file.pool().owner(number) == Owner { id: self.file.id, index: self.first + at as u64 }
+    }
+
+    fn copy_to(&self, taken: Taken) {
+        let pool = self.file.pool();
+        for (at, number) in self.numbers[..self.pages].iter().enumerate() {
+            let to = taken.number + at as u32;
+            if *number != NONE {
+                pool.copy_pages(to, *number, 1);
+            } else if !taken.is_zero {
+                pool.zero(to, 0, pool.page().bytes());
+            }
+        }
+    }
+
+    /// They are in no index any more.
+    fn free(&mut self) {
+        for (_, number) in self.present() {
+            debug_assert_eq!(self.file.pool().word(number).load().kind(), Kind::Still);
+            self.file.cache.give(number, 0);
+        }
+        self.frozen = 0;
+    }
+}
+
+impl Drop for Parts<'_> {
+    fn drop(&mut self) {
+        for number in self.numbers[..self.frozen].iter().filter(|number| **number != NONE) {
+            self.file.pool().word(*number).thaw();
+        }
+    }
+}

@@ -1,0 +1,253 @@
+//! Finding the folio of a page, and making one where there is none.
+
+use super::policy::{Ask, Cause, Choice};
+use super::{File, Turn};
+use crate::error::{Error, Result};
+use crate::folio::word::Kind;
+use crate::folio::{Owner, Taken};
+use crate::stats::{self, Counter};
+use crate::sync::Relaxed;
+use crate::trace::{self, Event};
+use crossbeam_epoch as epoch;
+
+/// A folio that is pinned, and which of its bytes are meant.
+pub(super) struct Place {
+    pub number: u32,
+    /// First index of the folio.
+    pub first: u64,
+    pub order: u8,
+}
+
+/// The bytes that a new folio begins with.
+pub(super) enum Content<'bytes> {
+    /// What the store has; zeros without one.
+    Stored,
+    /// As [`Content::Stored`], with these at an offset of the file.
+    Written(u64, &'bytes [u8]),
+}
+
+impl File {
+    /// Pins the folio that holds a page; `None` where there is none.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Busy`] if somebody holds it for long.
+    #[inline]
+    pub(super) fn pin_page(&self, index: u64) -> Result<Option<Place>> {
+        let mut turn = Turn::new();
+        loop {
+            let guard = epoch::pin();
+            let Some(hit) = self.tree.find(index, &guard) else { return Ok(None) };
+            let number = hit.value() as u32;
+            match self.pool().word(number).pin() {
+                // Nobody takes it out of the file and gives it to another while it is pinned: what the index says now stays true.
+                Ok(state) if hit.is_still() => {
+                    return Ok(Some(Place { number, first: hit.first(), order: state.order() }));
+                }
+                Ok(_) => self.cache.unpin(number),
+                Err(_) if !hit.is_still() => {}
+                Err(_) => {
+                    drop(guard);
+                    turn.wait()?;
+                }
+            }
+        }
+    }
+
+    /// Makes a folio over `index`, with `content`, and puts it into the index. Returns up to which offset of the file it goes;
+    /// `None` if another was faster, perhaps for a part of it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoMemory`], [`Error::Store`].
+    pub(super) fn create(&self, index: u64, cause: Cause, content: &Content<'_>) -> Result<Option<u64>> {
+        let is_written = matches!(content, Content::Written(..));
+        let (taken, first) = self.take_for(index, cause, content)?;
+        let (number, order) = (taken.number, taken.order);
+        self.fill(taken, first, content).inspect_err(|_| self.cache.give(number, order))?;
+        let pool = self.pool();
+        pool.set_owner(number, Owner { id: self.id, index: first });
+        // Nobody knows of it yet, so nobody has to wait for it.
+        pool.word(number).publish(order, !self.cache.may_split, is_written);
+        let last = first + (1 << order) - 1;
+        let entered = self.tree.prepare(first, last, u32::from(order)).map(|mut stock| {
+            let mut writer = self.tree.lock();
+            let is_alone = writer.next(first, last).is_none();
+            if is_alone {
+                writer.store(first, u32::from(order), u64::from(number), &mut stock);
+            }
+            is_alone
+        });
+        if matches!(entered, Ok(true)) {
+            if order > 0 {
+                trace::event(Event::FolioMade, first, u64::from(order));
+                stats::add(Counter::HugeAllocated, 1);
+            }
+            return Ok(Some(self.offset_of(last + 1)));
+        }
+        self.free(number)?;
+        entered.map(|_| None)
+    }
+
+    /// Takes a folio for a page, huge if the policy wants it and it can be had.
+    fn take_for(&self, index: u64, cause: Cause, content: &Content<'_>) -> Result<(Taken, u64)> {
+        let span = self.span_of(index);
+        let huge = self.pool().chunk_order();
+        if huge > 0 && self.cache.is_huge_allowed() && self.choose(index, cause, content) == Choice::Huge {
+            // Where a part is there already the background makes it huge once that pays.
+            if self.tree.next(span.start, span.end - 1, &epoch::pin()).is_none() {
+                if let Some(taken) = self.take_huge(huge) {
+                    return Ok((taken, span.start));
+                }
+                stats::add(Counter::HugeFallback, 1);
+            }
+        }
+        match self.cache.take(0) {
+            Ok(taken) => Ok((taken, index)),
+            Err(_) if self.cache.make_room(self.page_bytes() as u64) => Ok((self.cache.take(0)?, index)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// A huge folio; of a file with a store others make room for it.
+    fn take_huge(&self, order: u8) -> Option<Taken> {
+        let may_evict = self.store.is_some();
+        self.cache.take(order).ok().or_else(|| {
+            let has_room = may_evict && self.cache.evict_some(self.cache.folio_bytes(order));
+            has_room.then(|| self.cache.take(order).ok()).flatten()
+        })
+    }
+
+    fn choose(&self, index: u64, cause: Cause, content: &Content<'_>) -> Choice {
+        let span_bytes = self.cache.folio_bytes(self.pool().chunk_order());
+        let span = self.span_of(index);
+        let (begin, end) = (self.offset_of(span.start), self.offset_of(span.end));
+        let (from, to) = match content {
+            Content::Stored => (self.offset_of(index), self.offset_of(index + 1)),
+            Content::Written(offset, bytes) => (*offset, offset + bytes.len() as u64),
+        };
+        let is_in_order = from == self.streak_end.load(Relaxed);
+        let ask = Ask {
+            cause,
+            offset: begin,
+            span_bytes,
+            wanted_bytes: to.min(end) - from.max(begin),
+            present_bytes: 0,
+            size_bytes: self.size_bytes().max(to),
+            streak_bytes: if is_in_order { from.saturating_sub(self.streak_begin.load(Relaxed)) } else { 0 },
+        };
+        self.cache.policy.choose(&ask)
+    }
+
+    /// Puts the first bytes into a folio that nobody knows of.
+    fn fill(&self, taken: Taken, first: u64, content: &Content<'_>) -> Result<()> {
+        let (pool, len_bytes) = (self.pool(), self.cache.folio_bytes(taken.order));
+        let begin = self.offset_of(first);
+        let (from, bytes) = match content {
+            Content::Written(offset, bytes) => {
+                let skipped = begin.saturating_sub(*offset) as usize;
+                let from = offset.saturating_sub(begin);
+                (from, &bytes[skipped..bytes.len().min(skipped + (len_bytes - from) as usize)])
+            }
+            Content::Stored => (0, &[][..]),
+        };
+        let to = from + bytes.len() as u64;
+        if self.store.is_some() {
+            if (from, to) != (0, len_bytes) {
+                self.load(taken, begin, len_bytes as usize)?;
+            }
+        } else if !taken.is_zero {
+            // What was another's must not be seen; what is written now need not be zeroed before.
+            pool.zero(taken.number, 0, from as usize);
+            pool.zero(taken.number, to as usize, (len_bytes - to) as usize);
+        }
+        pool.copy_in(taken.number, from as usize, bytes);
+        Ok(())
+    }
+
+    /// A write in place goes on where the last one ended, perhaps.
+    #[inline]
+    pub(super) fn go_on_with_streak(&self, offset: u64, end: u64) {
+        if self.streak_end.load(Relaxed) == offset {
+            self.streak_end.store(end, Relaxed);
+        }
+    }
+
+    /// Notes that a write made pages from `offset` to `end`: in order as before, or anew.
+    pub(super) fn note_streak(&self, offset: u64, end: u64) {
+        if self.streak_end.load(Relaxed) != offset {
+            self.streak_begin.store(offset, Relaxed);
+        }
+        self.streak_end.store(end, Relaxed);
+    }
+
+    /// Frees a folio that is in no index any more: now, or when its last pin ends.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Busy`] if somebody keeps it still for long, which nobody does.
+    pub(super) fn free(&self, number: u32) -> Result<()> {
+        let word = self.pool().word(number);
+        let mut turn = Turn::new();
+        loop {
+            match word.leave() {
+                Ok(true) => {
+                    self.cache.give(number, word.load().order());
+                    return Ok(());
+                }
+                Ok(false) => return Ok(()),
+                Err(state) => {
+                    debug_assert_eq!(state.kind(), Kind::Still);
+                    turn.wait()?;
+                }
+            }
+        }
+    }
+
+    /// Takes all pages from `first` to `last` out of the file that lie in folios wholly inside. Returns the bytes.
+    pub(super) fn remove_pages(&self, first: u64, last: u64) -> u64 {
+        /// Folios taken out under the lock of the index at a time.
+        const BATCH: usize = 256;
+        let mut removed = 0;
+        let mut from = first;
+        loop {
+            let (mut numbers, mut count, mut next) = ([0; BATCH], 0, None);
+            let mut writer = self.tree.lock();
+            while count < BATCH && from <= last {
+                let Some(found) = writer.next(from, last) else { break };
+                if found.first >= first && found.last() <= last {
+                    writer.erase(found.first);
+                    numbers[count] = found.value as u32;
+                    count += 1;
+                    removed += self.cache.folio_bytes(found.order as u8);
+                }
+                from = found.last() + 1;
+                next = Some(from);
+            }
+            drop(writer);
+            for number in &numbers[..count] {
+                // Kept still for one copy at most.
+                let freed = self.free(*number);
+                debug_assert!(freed.is_ok());
+            }
+            if next.is_none() || count < BATCH {
+                return removed;
+            }
+        }
+    }
+
+    /// Reads what the store has of a folio that nobody knows of.
+    fn load(&self, taken: Taken, begin: u64, len_bytes: usize) -> Result<()> {
+        let Some(store) = &self.store else { return Ok(()) };
+        // What was cut off once must not come back.
+        let stored = (self.stored_bytes.load(Relaxed).saturating_sub(begin) as usize).min(len_bytes);
+        self.pool().with_bytes(taken, len_bytes, |bytes| {
+            bytes[stored..].fill(0);
+            if stored == 0 {
+                return Ok(());
+            }
+            let doing = "reading a file into memory";
+            store.read(begin, &mut bytes[..stored]).map_err(|cause| Error::Store { doing, cause })
+        })
+    }
+}

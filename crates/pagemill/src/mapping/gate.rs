@@ -1,0 +1,72 @@
+//! Writers go in side by side; who removes pages of a file goes in alone.
+//!
+//! Held for one folio's copy at a time, never while a caller waits for anything else. A fault handler takes no gate: the
+//! caller's buffer may lie in a view of the same file.
+
+use crate::sync::{Acquire, AtomicU32, Patience, Relaxed, Release};
+
+/// Somebody is inside alone, or waits for that.
+const ALONE: u32 = 1 << 31;
+
+#[derive(Default)]
+pub(super) struct Gate(AtomicU32);
+
+/// Inside beside others.
+pub(super) struct Beside<'gate>(&'gate Gate);
+
+/// Inside alone.
+pub(super) struct Alone<'gate>(&'gate Gate);
+
+impl Gate {
+    #[inline]
+    pub fn beside(&self) -> Beside<'_> {
+        if self.0.fetch_add(1, Acquire) & ALONE != 0 {
+            self.wait_for_the_one();
+        }
+        Beside(self)
+    }
+
+    #[cold]
+    fn wait_for_the_one(&self) {
+        let mut patience = Patience::new();
+        loop {
+            self.0.fetch_sub(1, Release);
+            while self.0.load(Relaxed) & ALONE != 0 {
+                patience.pause();
+            }
+            if self.0.fetch_add(1, Acquire) & ALONE == 0 {
+                return;
+            }
+        }
+    }
+
+    /// Waits for those inside, who copy one folio at most.
+    pub fn alone(&self) -> Alone<'_> {
+        let mut patience = Patience::new();
+        loop {
+            let seen = self.0.load(Relaxed);
+            if seen & ALONE == 0 && self.0.compare_exchange(seen, seen | ALONE, Acquire, Relaxed).is_ok() {
+                break;
+            }
+            patience.pause();
+        }
+        while self.0.load(Acquire) != ALONE {
+            patience.pause();
+        }
+        Alone(self)
+    }
+}
+
+impl Drop for Beside<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        self.0.0.fetch_sub(1, Release);
+    }
+}
+
+impl Drop for Alone<'_> {
+    fn drop(&mut self) {
+        // Who only looks in adds and takes away one.
+        self.0.0.fetch_sub(ALONE, Release);
+    }
+}

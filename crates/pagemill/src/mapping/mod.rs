@@ -1,0 +1,214 @@
+//! Files in memory, in huge pages: the page cache.
+//!
+//! ```text
+//!   Cache     files that share a page size, a limit, a policy           (cache, policy)
+//!     Mapping   one file: read_at, write_at, pin, truncate ..           one file per verb
+//!       XArray    page index -> frame number; a huge folio is one entry   ../xarray
+//!       Pool      pages, their words and bytes                            ../folio
+//!     Worker    makes huge folios of small ones, behind                 (worker, collapse)
+//! ```
+//!
+//! **Reading** takes no lock and writes to no shared line: look the index up, look at the folio's word, look the index up
+//! again, copy, look at the word again; if it says that the bytes may have become another's, once more. **Writing** pins the
+//! folio, copies, unpins; where nothing is, a folio is filled first and enters the index then. **Removing** (truncate,
+//! punch_hole) goes alone through the file's [`gate`], takes entries out of the index, then frees the folios; one that somebody has
+//! pinned is freed by its last pin. Reads beside it find old bytes or zeros, never another file's.
+//!
+//! No caller's buffer is touched under a lock: it may lie in memory whose faults come here. What holds a folio alone or
+//! still does so for one copy; waits for it are bounded, and end in [`Error::Busy`].
+//!
+//! Below: `folio`, `xarray`. Above, by trait: [`Policy`], [`crate::store::Store`]. Locks, in order: gate, index, the pool's
+//! books. Diagram and table: docs/states-and-locks.md.
+
+mod cache;
+mod collapse;
+mod evict;
+mod fetch;
+mod gate;
+mod pin;
+pub mod policy;
+mod punch;
+mod read;
+mod seek;
+#[cfg(all(test, shuttle))]
+mod shuttle_tests;
+mod split;
+mod sync;
+mod thin;
+mod truncate;
+mod worker;
+mod write;
+mod zero;
+
+pub use cache::{Cache, Caches, MAX_CACHES, Settings, Usage};
+pub use pin::{Exclusive, Pin};
+pub use policy::Policy;
+
+use crate::error::{Error, Result};
+use crate::folio::{Owner, Pool};
+use crate::store::Store;
+use crate::sync::{Acquire, AtomicU32, AtomicU64, Lock, Patience, Relaxed};
+use crate::xarray::{Node, TableNodes, XArray};
+use gate::Gate;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A folio that is in use for so long is in nobody's way who works as he should.
+const MOST_WAIT_NS: u64 = 1_000_000_000;
+
+/// One file.
+pub(crate) struct File {
+    cache: Arc<cache::Inner>,
+    store: Option<Arc<dyn Store>>,
+    tree: XArray<TableNodes>,
+    size_bytes: AtomicU64,
+    /// So much of the store counts; what it has behind that is not the file's. Changed under the lock of the index.
+    stored_bytes: AtomicU64,
+    /// Odd while the store may hold more than counts, and moved on with every change of that. Changed as `stored_bytes`.
+    cut: AtomicU32,
+    /// One at a time writes back.
+    syncing: Lock,
+    gate: Gate,
+    id: u32,
+    /// Where the last write that made pages ended, and where its streak began.
+    streak_end: AtomicU64,
+    streak_begin: AtomicU64,
+}
+
+/// A file in memory. Reached from all threads at once; it goes when the handle does.
+///
+/// A page is the cache's software page; offsets are bytes. What was never written reads zero.
+pub struct Mapping(Arc<File>);
+
+impl Mapping {
+    fn new(file: Arc<File>) -> Self {
+        Self(file)
+    }
+
+    /// Length in bytes.
+    pub fn size_bytes(&self) -> u64 {
+        self.0.size_bytes()
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // In a fork child the parent's locks may be held for good.
+        if self.0.cache.check().is_ok() {
+            self.0.cache.leave(self.0.id);
+            // The worker may hold the file for a moment longer; its pages go now.
+            self.0.remove_pages(0, Owner::MAX_INDEX);
+        }
+    }
+}
+
+impl File {
+    fn new(cache: Arc<cache::Inner>, id: u32, store: Option<Arc<dyn Store>>, size_bytes: u64) -> Self {
+        Self {
+            tree: XArray::new(cache.caches.nodes),
+            cache,
+            store,
+            size_bytes: AtomicU64::new(size_bytes),
+            stored_bytes: AtomicU64::new(size_bytes),
+            cut: AtomicU32::new(0),
+            syncing: Lock::new(),
+            gate: Gate::default(),
+            id,
+            streak_end: AtomicU64::new(0),
+            streak_begin: AtomicU64::new(0),
+        }
+    }
+
+    /// Bytes of its index.
+    fn index_bytes(&self) -> u64 {
+        u64::from(self.tree.node_count()) * size_of::<Node>() as u64
+    }
+
+    #[inline]
+    fn size_bytes(&self) -> u64 {
+        self.size_bytes.load(Acquire)
+    }
+
+    #[inline]
+    fn pool(&self) -> &'static Pool {
+        self.cache.pool
+    }
+
+    #[inline]
+    fn page_bytes(&self) -> usize {
+        1 << self.pool().page_shift()
+    }
+
+    /// Index of the page that a byte lies in.
+    #[inline]
+    fn index_of(&self, offset: u64) -> u64 {
+        offset >> self.pool().page_shift()
+    }
+
+    #[inline]
+    fn offset_of(&self, index: u64) -> u64 {
+        index << self.pool().page_shift()
+    }
+
+    /// Indices that one huge folio over `index` would take.
+    fn span_of(&self, index: u64) -> Range<u64> {
+        let pages = 1 << self.pool().chunk_order();
+        let first = index & !(pages - 1);
+        first..first + pages
+    }
+
+    /// Most bytes that a file may have.
+    fn max_bytes(&self) -> u64 {
+        // The last index of all is left out, so that one past the end is an index, too.
+        (i64::MAX as u64).min(Owner::MAX_INDEX.saturating_mul(self.page_bytes() as u64))
+    }
+
+    /// Refuses offsets that no file has.
+    fn check(&self, offset: u64, len_bytes: u64) -> Result<()> {
+        self.cache.check()?;
+        let is_past = offset.checked_add(len_bytes).is_none_or(|end| end > i64::MAX as u64);
+        if is_past { Err(Error::BadOffset { offset, len_bytes }) } else { Ok(()) }
+    }
+
+    /// Refuses what would make the file longer than a file can be.
+    fn check_size(&self, size_bytes: u64) -> Result<()> {
+        let most_bytes = self.max_bytes();
+        if size_bytes > most_bytes { Err(Error::FileTooLarge { size_bytes, most_bytes }) } else { Ok(()) }
+    }
+
+    /// Makes the file at least so long.
+    fn grow(&self, size_bytes: u64) {
+        let mut seen = self.size_bytes.load(Relaxed);
+        while seen < size_bytes {
+            match self.size_bytes.compare_exchange(seen, size_bytes, std::sync::atomic::Ordering::AcqRel, Relaxed) {
+                Ok(_) => return,
+                Err(now) => seen = now,
+            }
+        }
+    }
+}
+
+/// Waits for a folio that somebody has for a moment.
+struct Turn(Option<Patience>);
+
+impl Turn {
+    fn new() -> Self {
+        Self(None)
+    }
+
+    /// # Errors
+    ///
+    /// [`Error::Busy`] if that takes a second.
+    #[cold]
+    fn wait(&mut self) -> Result<()> {
+        let patience = self.0.get_or_insert_with(|| {
+            crate::stats::add(crate::stats::Counter::FoliosAwaited, 1);
+            Patience::new()
+        });
+        if patience.waited_ns() > MOST_WAIT_NS {
+            return Err(Error::Busy { what: "a page of the file has been held for a second" });
+        }
+        patience.pause();
+        Ok(())
+    }
+}

@@ -1,0 +1,39 @@
+//! Making holes.
+
+use super::Mapping;
+use crate::error::{Error, Result};
+
+impl Mapping {
+    /// Takes a range out of the file: it reads zero, and its whole pages need no memory. Returns how many bytes of memory came
+    /// free.
+    ///
+    /// Pages that lie in it partly are zeroed as far as they do; so are parts of a huge folio that is pinned, or that the
+    /// cache does not split. The file's length stays.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadOffset`]; [`Error::Busy`] where somebody holds a folio for a second, perhaps after a part;
+    /// [`Error::Unsupported`] for a file with a store, of which only zeros can be kept: [`Mapping::zero_range`].
+    pub fn punch_hole(&self, offset: u64, len_bytes: u64) -> Result<u64> {
+        let file = &*self.0;
+        file.check(offset, len_bytes)?;
+        if file.store.is_some() {
+            return Err(Error::Unsupported { what: "a store keeps no holes" });
+        }
+        let _alone = file.gate.alone();
+        let end = (offset + len_bytes).min(file.size_bytes().next_multiple_of(file.page_bytes() as u64));
+        if offset >= end {
+            return Ok(0);
+        }
+        let (first, last) = (file.index_of(offset.next_multiple_of(file.page_bytes() as u64)), file.index_of(end));
+        file.open_up(file.index_of(offset));
+        file.open_up(last);
+        if first < last {
+            file.open_up(first);
+        }
+        let freed = if first < last { file.remove_pages(first, last - 1) } else { 0 };
+        // The edges, and what could not go.
+        file.zero_present(offset, end)?;
+        Ok(freed)
+    }
+}

@@ -1,0 +1,131 @@
+//! Reading: copies out of folios, without a lock and without a pin.
+
+use super::fetch::Content;
+use super::policy::{Ask, Cause, Choice};
+use super::{File, Mapping, Turn};
+use crate::error::Result;
+use crossbeam_epoch as epoch;
+use std::io::IoSliceMut;
+
+impl Mapping {
+    /// Copies bytes from `offset` on into `to`, up to the end of the file; returns how many. 0 at or past the end, and for an
+    /// empty buffer.
+    ///
+    /// Holes read zero. Beside writes it may find bytes of before and of after in one page, as in any file; beside
+    /// `truncate` and `punch_hole` old bytes or zeros.
+    ///
+    /// Cost: a look at the index for each folio (a huge one is one), and the copy. Writes to no shared memory.
+    ///
+    /// # Errors
+    ///
+    /// [`crate::Error::BadOffset`] past 2^63; [`crate::Error::Busy`] if somebody holds a folio alone for a second;
+    /// [`crate::Error::Store`]. Nothing is said of `to` then, unless a part was read, which is returned instead.
+    pub fn read_at(&self, to: &mut [u8], offset: u64) -> Result<usize> {
+        let file = &*self.0;
+        file.check(offset, to.len() as u64)?;
+        let size = file.size_bytes();
+        let len = (to.len() as u64).min(size.saturating_sub(offset)) as usize;
+        let mut done = 0;
+        while done < len {
+            match file.read_piece(&mut to[done..len], offset + done as u64) {
+                Ok(bytes) => done += bytes,
+                Err(error) if done == 0 => return Err(error),
+                Err(_) => break,
+            }
+        }
+        Ok(done)
+    }
+
+    /// As [`Mapping::read_at`] into several buffers, one after the other.
+    ///
+    /// # Errors
+    ///
+    /// As [`Mapping::read_at`].
+    pub fn read_vectored_at(&self, to: &mut [IoSliceMut<'_>], offset: u64) -> Result<usize> {
+        self.0.check(offset, to.iter().fold(0, |sum, buffer| sum + buffer.len() as u64))?;
+        let mut done = 0;
+        for buffer in to {
+            match self.read_at(buffer, offset + done as u64) {
+                Ok(bytes) => {
+                    done += bytes;
+                    if bytes < buffer.len() {
+                        break;
+                    }
+                }
+                Err(error) if done == 0 => return Err(error),
+                Err(_) => break,
+            }
+        }
+        Ok(done)
+    }
+}
+
+impl File {
+    /// Copies from one folio, or zeros from a hole. Returns how many bytes.
+    #[inline]
+    fn read_piece(&self, to: &mut [u8], offset: u64) -> Result<usize> {
+        let (pool, index) = (self.pool(), self.index_of(offset));
+        let mut turn = Turn::new();
+        loop {
+            let guard = epoch::pin();
+            let Some(hit) = self.tree.find(index, &guard) else {
+                drop(guard);
+                match self.read_hole(to, offset)? {
+                    Some(bytes) => return Ok(bytes),
+                    None => continue,
+                }
+            };
+            let number = hit.value() as u32;
+            let word = pool.word(number);
+            let seen = word.load();
+            if !hit.is_still() {
+                continue;
+            }
+            if !seen.is_readable() {
+                drop(guard);
+                turn.wait()?;
+                continue;
+            }
+            let at = (offset - self.offset_of(hit.first())) as usize;
+            let folio_bytes = self.cache.folio_bytes(seen.order()) as usize;
+            // The order is that of the folio seen, which a look at the index has confirmed.
+            let len = to.len().min(folio_bytes.saturating_sub(at));
+            pool.copy_out(number, at, &mut to[..len]);
+            if len > 0 && word.is_unchanged(seen) {
+                if self.store.is_some() {
+                    word.note_use();
+                }
+                return Ok(len);
+            }
+        }
+    }
+
+    /// Zeros, up to the end of the page; or `None` where there is a folio now.
+    #[cold]
+    fn read_hole(&self, to: &mut [u8], offset: u64) -> Result<Option<usize>> {
+        let index = self.index_of(offset);
+        let end = self.offset_of(index + 1);
+        if self.store.is_some() || self.wants_folio_for_hole(index) {
+            self.create(index, Cause::Read, &Content::Stored)?;
+            return Ok(None);
+        }
+        let len = to.len().min((end - offset) as usize);
+        to[..len].fill(0);
+        Ok(Some(len))
+    }
+
+    fn wants_folio_for_hole(&self, index: u64) -> bool {
+        let span = self.span_of(index);
+        let ask = Ask {
+            cause: Cause::Read,
+            offset: self.offset_of(span.start),
+            span_bytes: self.cache.folio_bytes(self.pool().chunk_order()),
+            wanted_bytes: self.page_bytes() as u64,
+            present_bytes: 0,
+            size_bytes: self.size_bytes(),
+            streak_bytes: 0,
+        };
+        // What cannot be had is zero without memory.
+        self.cache.policy.choose(&ask) != Choice::Nothing && self.cache.has_room()
+    }
+}

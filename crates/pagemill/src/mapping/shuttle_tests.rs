@@ -1,0 +1,196 @@
+//! Threads that truncate what others read, write, split or collapse, step by step in orders drawn at random.
+//!
+//! Two files of one cache whose huge folios are two pages, so that few steps do all there is to do and memory goes from one
+//! file to the other. Bytes are looked at where pages begin and end. `SHUTTLE_RUNS` says how many of each model; a failure
+//! while others are at something ends in an abort, so run them with `--nocapture`.
+
+use super::policy::{Always, Ask, Cause, Choice, Policy};
+use super::*;
+use crate::arena::{self, Arena, Layout};
+use crate::reclaim::Account;
+use crate::reclaim::tree::UNLIMITED;
+use crate::stats::{self, Counter};
+use crate::sync::modelled::reset_clock;
+use crate::units::{BLOCK_BYTES, PageSize};
+use shuttle::rand::{Rng, thread_rng};
+use shuttle::scheduler::{PctScheduler, RandomScheduler};
+use shuttle::{Config, MaxSteps, Runner};
+use std::sync::OnceLock;
+
+/// Preemptions that a schedule of PCT has.
+const DEPTH: usize = 4;
+
+/// No run is so long; one that is waits for something that never comes.
+const MOST_STEPS: usize = 300_000;
+
+const PAGE: usize = BLOCK_BYTES / 2;
+const PAGES: u64 = 4;
+
+/// Bytes of a page that are written and looked at.
+const SAMPLE: usize = 8;
+
+fn one_of(count: usize) -> usize {
+    thread_rng().gen_range(0..count)
+}
+
+/// Small where it may be either, so that there is something to collapse.
+struct Either;
+
+impl Policy for Either {
+    fn choose(&self, ask: &Ask) -> Choice {
+        if ask.cause == Cause::Write && one_of(2) == 0 { Choice::Small } else { Always.choose(ask) }
+    }
+}
+
+fn cache() -> Cache {
+    static CACHES: OnceLock<&'static Caches> = OnceLock::new();
+    let caches = CACHES.get_or_init(|| {
+        let layout = Layout { use_huge: false, ..Layout::for_test() };
+        let arena = arena::place(Arena::new(layout, Account::make(UNLIMITED).unwrap()).unwrap()).unwrap();
+        arena::place(Caches::new(arena).unwrap()).unwrap()
+    });
+    let limit_bytes = 6 * BLOCK_BYTES as u64;
+    let page = PageSize::new(PAGE).unwrap();
+    caches.make(Settings { page, policy: Box::new(Either), ..Settings::new("model", limit_bytes) }).unwrap()
+}
+
+/// A file, and the byte that all of its pages are written with.
+struct Model {
+    file: Mapping,
+    byte: u8,
+}
+
+impl Model {
+    fn write(&self) {
+        let page = one_of(PAGES as usize) as u64;
+        // A whole page, or its beginning, or its end.
+        let (at, len) = [(0, PAGE), (0, SAMPLE), (PAGE - SAMPLE, SAMPLE)][one_of(3)];
+        let written = self.file.write_at(&vec![self.byte; len], page * PAGE as u64 + at as u64);
+        assert!(written.is_ok_and(|bytes| bytes == len));
+    }
+
+    /// Bytes are the file's own, or zero.
+    fn check(&self, bytes: &[u8]) {
+        assert!(bytes.iter().all(|byte| *byte == 0 || *byte == self.byte), "{bytes:?} in the file of {}", self.byte);
+    }
+
+    fn read(&self) {
+        let page = one_of(PAGES as usize) as u64;
+        let at = page * PAGE as u64 + [0, PAGE - SAMPLE][one_of(2)] as u64;
+        let mut bytes = [0; SAMPLE];
+        let len = self.file.read_at(&mut bytes, at).unwrap();
+        self.check(&bytes[..len]);
+    }
+
+    fn pin(&self) {
+        let page = one_of(PAGES as usize) as u64;
+        if let Ok(Some(pin)) = self.file.pin_present(page * PAGE as u64) {
+            let mut bytes = [0; SAMPLE];
+            for _ in 0..2 {
+                pin.read_at(&mut bytes, 0);
+                self.check(&bytes);
+                shuttle::thread::yield_now();
+            }
+        }
+    }
+
+    fn hold(&self) {
+        let page = one_of(PAGES as usize) as u64;
+        if let Ok(mut held) = self.file.hold(page * PAGE as u64) {
+            self.check(&held[..SAMPLE]);
+            held[..SAMPLE].fill(0);
+            shuttle::thread::yield_now();
+            assert!(held[..SAMPLE].iter().all(|byte| *byte == 0), "nobody else writes");
+            held[..SAMPLE].fill(self.byte);
+        }
+    }
+
+    fn disturb(&self) {
+        let offset = one_of(PAGES as usize) as u64 * PAGE as u64 + one_of(2) as u64 * SAMPLE as u64;
+        let len = [SAMPLE, PAGE, 2 * PAGE][one_of(3)] as u64;
+        let done = match one_of(7) {
+            0 => self.file.truncate(offset),
+            1 => self.file.punch_hole(offset, len).map(drop),
+            2 => self.file.zero_range(offset, len),
+            3 | 4 => self.file.collapse(offset).map(drop),
+            _ => self.file.split(offset).map(drop),
+        };
+        assert!(matches!(done, Ok(()) | Err(Error::Busy { .. })), "{done:?}");
+    }
+
+    fn act(&self, which: usize) {
+        match which {
+            0 => self.write(),
+            1 => self.read(),
+            2 => self.pin(),
+            3 => self.hold(),
+            _ => self.disturb(),
+        }
+    }
+}
+
+/// Runs threads over two files, each doing what its numbers say, in many orders. At the end all is there, and all memory
+/// comes back.
+fn model(threads: &'static [&'static [usize]]) {
+    let run = move || {
+        reset_clock();
+        let cache = cache();
+        let models: Arc<[Model; 2]> = Arc::new([1, 2].map(|byte| Model { file: cache.create().unwrap(), byte }));
+        models.iter().for_each(Model::write);
+        let threads: Vec<_> = threads
+            .iter()
+            .map(|acts| {
+                let models = models.clone();
+                shuttle::thread::spawn(move || acts.iter().for_each(|act| models[one_of(2)].act(*act)))
+            })
+            .collect();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        for model in models.iter() {
+            for page in 0..PAGES {
+                let mut bytes = vec![0; PAGE];
+                let len = model.file.read_at(&mut bytes, page * PAGE as u64).unwrap();
+                model.check(&bytes[..len]);
+            }
+        }
+        drop(models);
+        assert_eq!(cache.charged_bytes(), 0);
+        let usage = cache.usage();
+        assert_eq!((usage.huge, usage.small, usage.locked), (0, 0, 0), "{usage:?}");
+    };
+    let runs = std::env::var("SHUTTLE_RUNS").map_or(1000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
+    let config = || {
+        let mut config = Config::new();
+        (config.stack_size, config.max_steps) = (BLOCK_BYTES / 4, MaxSteps::FailAfter(MOST_STEPS));
+        config
+    };
+    let awaited = stats::get(Counter::FoliosAwaited);
+    Runner::new(RandomScheduler::new(runs), config()).run(run);
+    Runner::new(PctScheduler::new(DEPTH, runs), config()).run(run);
+    assert!(runs < 100 || stats::get(Counter::FoliosAwaited) > awaited, "nobody met another");
+}
+
+const WRITE: usize = 0;
+const READ: usize = 1;
+const PIN: usize = 2;
+const HOLD: usize = 3;
+const DISTURB: usize = 4;
+
+#[test]
+fn readers_beside_one_who_truncates_splits_and_collapses() {
+    model(&[&[READ, READ, READ], &[READ, PIN, READ], &[DISTURB, WRITE, DISTURB, DISTURB]]);
+}
+
+#[test]
+fn writers_beside_one_who_truncates_splits_and_collapses() {
+    model(&[&[WRITE, WRITE, WRITE], &[WRITE, READ, WRITE], &[DISTURB, DISTURB, DISTURB]]);
+}
+
+#[test]
+fn holders_beside_pins_and_truncations() {
+    model(&[&[HOLD, HOLD], &[PIN, WRITE, PIN], &[DISTURB, DISTURB, DISTURB]]);
+}
+
+#[test]
+fn two_who_truncate_split_and_collapse() {
+    model(&[&[DISTURB, DISTURB, WRITE], &[DISTURB, WRITE, DISTURB], &[READ, WRITE, READ]]);
+}

@@ -1,0 +1,73 @@
+//! Making small folios of a huge one, in place: words and index entries change, no byte moves.
+
+use super::{File, Mapping};
+use crate::error::{Error, Result};
+use crate::folio::Owner;
+use crate::folio::word::Kind;
+use crate::stats::{self, Counter};
+use crate::trace::{self, Event};
+use crossbeam_epoch as epoch;
+
+impl Mapping {
+    /// Splits the huge folio that holds the byte at `offset` into pages, so that each can go by itself. Returns whether there
+    /// was one.
+    ///
+    /// Cost: some microseconds, and nine nodes of the index. Readers go on meanwhile.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Busy`] if it is pinned or held, or never split; [`Error::NoAddresses`] without nodes.
+    pub fn split(&self, offset: u64) -> Result<bool> {
+        self.0.check(offset, 1)?;
+        self.0.split_at(self.0.index_of(offset), Counter::HugeSplitForCaller)
+    }
+}
+
+impl File {
+    pub(super) fn split_at(&self, index: u64, counter: Counter) -> Result<bool> {
+        const BUSY: Error = Error::Busy { what: "the huge folio is in use" };
+        let guard = epoch::pin();
+        let Some(hit) = self.tree.find(index, &guard) else { return Ok(false) };
+        let (number, word) = (hit.value() as u32, self.pool().word(hit.value() as u32));
+        let seen = word.load();
+        let order = seen.order();
+        if order == 0 || !hit.is_still() {
+            return Ok(false);
+        }
+        if seen.is_whole() {
+            return Err(BUSY);
+        }
+        let mut stock = self.tree.prepare_split(u32::from(order), 0)?;
+        let frozen = word.freeze().map_err(|_| BUSY)?;
+        // Now that it is frozen: is it the one that was found?
+        if !hit.is_still() || frozen.order() != order {
+            word.thaw();
+            return Ok(false);
+        }
+        let pages = 1_u32 << order;
+        for page in 1..pages {
+            let part = number + page;
+            self.pool().set_owner(part, Owner { id: self.id, index: hit.first() + u64::from(page) });
+            self.pool().word(part).assign(Kind::Still, 0);
+        }
+        let mut writer = self.tree.lock();
+        // Removing goes on beside this: it takes the entry out first, and then waits for the word.
+        let is_there = writer.get(hit.first()).is_some_and(|found| found.value == u64::from(number));
+        if is_there {
+            writer.split(hit.first(), 0, &mut stock, |index| u64::from(number) + (index - hit.first()));
+        }
+        drop(writer);
+        if !is_there {
+            (1..pages).for_each(|page| self.pool().word(number + page).assign(Kind::Tail, 0));
+            word.thaw();
+            return Ok(false);
+        }
+        for page in (0..pages).rev() {
+            self.pool().word(number + page).publish(0, false, frozen.is_dirty());
+        }
+        self.cache.count_split();
+        stats::add(counter, 1);
+        trace::event(Event::FolioSplit, hit.first(), u64::from(order));
+        Ok(true)
+    }
+}

@@ -1,0 +1,128 @@
+//! Writing back to the store.
+//!
+//! What was cut off must not come back, and what was written must not be cut off. So the store is cut first, when nothing
+//! is being written; a folio whose write met a truncation, or a store that still had more than counts, stays dirty, and
+//! the next round cuts and writes again.
+
+use super::{File, Mapping, Turn};
+use crate::error::{Error, Result};
+use crate::folio::Owner;
+use crate::folio::word::State;
+use crate::store::Store;
+use crate::sync::Relaxed;
+use crossbeam_epoch as epoch;
+
+/// Rounds before it gives up: each met a truncation.
+const ROUNDS: usize = 16;
+
+impl Mapping {
+    /// Writes all that was changed to the store, in the order of the file, and returns when it is safe there. A file in memory
+    /// only has nothing to do. One at a time does this for a file; others wait.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Store`] with what the store says: the bytes stay dirty, another call tries again. [`Error::Busy`] where somebody holds a
+    /// folio for a second, or truncates all the time.
+    pub fn sync(&self) -> Result<()> {
+        let file = &*self.0;
+        file.check(0, 0)?;
+        let Some(store) = &file.store else { return Ok(()) };
+        let _alone = file.syncing.lock();
+        for _ in 0..ROUNDS {
+            file.cut(&**store)?;
+            if file.write_back_all(&**store)? {
+                store.set_size(file.size_bytes()).map_err(failed("setting the size of a file"))?;
+                return store.sync().map_err(failed("making a file safe"));
+            }
+        }
+        Err(Error::Busy { what: "the file is truncated all the time" })
+    }
+}
+
+/// For `map_err`: what was being done when the store failed.
+fn failed(doing: &'static str) -> impl FnOnce(std::io::Error) -> Error {
+    move |cause| Error::Store { doing, cause }
+}
+
+impl File {
+    /// Under the lock of the index: the store may hold more than counts.
+    pub(super) fn note_more_stored(&self) {
+        let cut = self.cut.load(Relaxed);
+        self.cut.store((cut | 1).wrapping_add(2 * (cut & 1)), Relaxed);
+    }
+
+    /// Cuts the store down to what counts of it.
+    fn cut(&self, store: &dyn Store) -> Result<()> {
+        let before = self.cut.load(Relaxed);
+        if before & 1 == 1 {
+            store.set_size(self.stored_bytes.load(Relaxed)).map_err(failed("cutting a file"))?;
+            let _writer = self.tree.lock();
+            if self.cut.load(Relaxed) == before {
+                self.cut.store(before.wrapping_add(1), Relaxed);
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes each dirty folio once. Returns whether none had to stay dirty.
+    fn write_back_all(&self, store: &dyn Store) -> Result<bool> {
+        let (mut at, mut is_clean) = (0, true);
+        while let Some(found) = { self.tree.next(at, Owner::MAX_INDEX - 1, &epoch::pin()) } {
+            if let Some((number, state)) = self.freeze_dirty(found.first)? {
+                is_clean &= self.write_back(store, number, state)?;
+            }
+            at = found.last() + 1;
+        }
+        Ok(is_clean)
+    }
+
+    /// Keeps the folio at `index` still if it is dirty: others read it, and nobody writes.
+    fn freeze_dirty(&self, index: u64) -> Result<Option<(u32, State)>> {
+        let mut turn = Turn::new();
+        loop {
+            let guard = epoch::pin();
+            let Some(hit) = self.tree.find(index, &guard) else { return Ok(None) };
+            let number = hit.value() as u32;
+            let word = self.pool().word(number);
+            let seen = word.load();
+            if !seen.is_dirty() && seen.is_readable() && hit.is_still() && word.is_unchanged(seen) {
+                return Ok(None);
+            }
+            match word.freeze() {
+                Ok(state) if hit.is_still() => return Ok(Some((number, state))),
+                Ok(_) => word.thaw(),
+                Err(_) => {
+                    drop(guard);
+                    turn.wait()?;
+                }
+            }
+        }
+    }
+
+    /// Writes a folio that is kept still, and lets it go on. Returns whether it is clean.
+    fn write_back(&self, store: &dyn Store, number: u32, state: State) -> Result<bool> {
+        let (word, cut) = (self.pool().word(number), self.cut.load(Relaxed));
+        let offset = self.offset_of(self.pool().owner(number).index);
+        let len = self.cache.folio_bytes(state.order()).min(self.size_bytes().saturating_sub(offset));
+        let written = self.pool().with_still_bytes(number, len as usize, |bytes| store.write(offset, bytes));
+        if let Err(cause) = written {
+            word.thaw();
+            return Err(failed("writing a file back")(cause));
+        }
+        let writer = self.tree.lock();
+        let is_clean = cut & 1 == 0 && self.cut.load(Relaxed) == cut;
+        if is_clean {
+            self.stored_bytes.store(self.stored_bytes.load(Relaxed).max(offset + len), Relaxed);
+        } else {
+            // What was just written may be behind the end by now.
+            self.note_more_stored();
+        }
+        drop(writer);
+        if is_clean {
+            word.thaw_clean()
+        } else {
+            word.thaw()
+        }
+        Ok(is_clean)
+    }
+}

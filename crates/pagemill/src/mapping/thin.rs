@@ -1,0 +1,105 @@
+//! The reverse of collapsing: huge folios that hold little are split, and what of them is zero or past the end goes.
+
+use super::cache::Inner;
+use super::{File, Mapping};
+use crate::error::Result;
+use crate::stats::{self, Counter};
+use crossbeam_epoch as epoch;
+
+/// A huge folio is worth splitting if a quarter of it comes free.
+const WORTH_DIVISOR: u64 = 4;
+
+impl Mapping {
+    /// Gives back what huge folios of the file hold for nothing: pages past its end, and such of zeros only, where that is a quarter
+    /// of a huge folio at least. Returns the bytes.
+    ///
+    /// Cost: a look at all bytes in huge folios.
+    ///
+    /// # Errors
+    ///
+    /// [`crate::Error::WrongState`] in a fork child.
+    pub fn thin(&self) -> Result<u64> {
+        self.0.check(0, 0)?;
+        Ok(self.0.thin_all())
+    }
+}
+
+impl File {
+    pub(super) fn thin_all(&self) -> u64 {
+        if self.store.is_some() {
+            return 0;
+        }
+        let (mut freed, mut at) = (0, 0);
+        while let Some(found) = { self.tree.next(at, crate::folio::Owner::MAX_INDEX - 1, &epoch::pin()) } {
+            if found.order > 0 {
+                freed += self.thin_at(found.first, found.value as u32, 1 << found.order);
+            }
+            at = found.last() + 1;
+        }
+        freed
+    }
+
+    /// Thins one huge folio, if it is worth it.
+    fn thin_at(&self, first: u64, number: u32, pages: u64) -> u64 {
+        // A first look without anything held: what is found is checked again, page by page.
+        let end = self.index_of(self.size_bytes() + self.page_bytes() as u64 - 1);
+        let is_empty = |page: u64| first + page >= end || self.pool().is_page_zero(number + page as u32);
+        let empty = (0..pages).filter(|page| is_empty(*page)).count() as u64;
+        if empty < pages / WORTH_DIVISOR || !matches!(self.split_at(first, Counter::HugeSplitForReclaim), Ok(true)) {
+            return 0;
+        }
+        let freed = (first..first + pages).filter(|index| self.drop_zero_page(*index)).count();
+        let bytes = freed as u64 * self.page_bytes() as u64;
+        stats::add(Counter::CacheThinned, bytes);
+        bytes
+    }
+
+    /// Takes a small folio out if it holds zeros only; returns whether it did.
+    fn drop_zero_page(&self, index: u64) -> bool {
+        let number = {
+            let guard = epoch::pin();
+            let Some(hit) = self.tree.find(index, &guard) else { return false };
+            let number = hit.value() as u32;
+            let Ok(state) = self.pool().word(number).hold() else { return false };
+            if !hit.is_still() || state.order() > 0 {
+                self.end_hold_unchanged(number);
+                return false;
+            }
+            number
+        };
+        // Nobody writes to it, and who wants to write makes a new page once this is out.
+        if !self.pool().is_page_zero(number) {
+            self.end_hold_unchanged(number);
+            return false;
+        }
+        let mut writer = self.tree.lock();
+        let is_out =
+            writer.get(index).is_some_and(|found| found.value == u64::from(number)) && writer.erase(index).is_some();
+        drop(writer);
+        if is_out {
+            self.cache.give(number, 0);
+        } else {
+            self.end_hold_unchanged(number);
+        }
+        is_out
+    }
+
+    fn end_hold_unchanged(&self, number: u32) {
+        if !self.pool().word(number).end_hold(false) {
+            self.cache.give(number, self.pool().word(number).load().order());
+        }
+    }
+}
+
+impl Inner {
+    /// Gives pages of huge folios back that hold nothing, until `want_bytes` have come free. Returns whether they have.
+    pub(super) fn thin_some(&self, want_bytes: u64) -> bool {
+        let (mut freed, mut id) = (0, 0);
+        while freed < want_bytes
+            && let Some(file) = self.next_file(&mut id)
+        {
+            freed += file.thin_all();
+        }
+        freed >= want_bytes
+    }
+}

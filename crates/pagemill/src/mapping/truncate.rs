@@ -1,0 +1,113 @@
+//! Making a file shorter, or longer.
+
+use super::{File, Mapping};
+use crate::error::Result;
+use crate::folio::Owner;
+use crate::stats::Counter;
+use crate::sync::{Relaxed, Release};
+
+impl Mapping {
+    /// Makes the file `size_bytes` long. What is cut off is gone, and reads zero should the file grow again; what is added is a
+    /// hole.
+    ///
+    /// A huge folio that the new end lies in is split, so that what is behind it can go; where it is pinned, its rest is
+    /// zeroed and stays.
+    ///
+    /// # Errors
+    ///
+    /// [`crate::Error::FileTooLarge`], [`crate::Error::BadOffset`]; [`crate::Error::Busy`] if the folio at the new end is held by somebody for a second.
+    /// Nothing has changed then.
+    pub fn truncate(&self, size_bytes: u64) -> Result<()> {
+        let file = &*self.0;
+        file.check(size_bytes, 0)?;
+        file.check_size(size_bytes)?;
+        let _alone = file.gate.alone();
+        if size_bytes >= file.size_bytes() {
+            file.size_bytes.store(size_bytes, Release);
+            return Ok(());
+        }
+        // Readers stop there first; then nobody can see what goes.
+        let before = file.size_bytes();
+        file.size_bytes.store(size_bytes, Release);
+        let first = size_bytes.div_ceil(file.page_bytes() as u64);
+        file.open_up(first);
+        if let Err(error) = file.zero_rest(size_bytes) {
+            file.size_bytes.store(before, Release);
+            return Err(error);
+        }
+        file.remove_pages(first, Owner::MAX_INDEX - 1);
+        file.cut_store(size_bytes);
+        Ok(())
+    }
+}
+
+impl File {
+    /// Splits a huge folio that a page in its midst is to be the first to go, or to stay. Without success what is to go is
+    /// zeroed instead.
+    pub(super) fn open_up(&self, index: u64) {
+        if index != self.span_of(index).start {
+            let _ = self.split_at(index, Counter::HugeSplitForHole);
+        }
+    }
+
+    /// What the store has behind `size_bytes` does not count any more.
+    fn cut_store(&self, size_bytes: u64) {
+        let _writer = self.tree.lock();
+        if size_bytes < self.stored_bytes.load(Relaxed) {
+            self.stored_bytes.store(size_bytes, Relaxed);
+            self.note_more_stored();
+        }
+    }
+
+    /// Zeroes what the folio of the last byte holds behind it.
+    fn zero_rest(&self, size_bytes: u64) -> Result<()> {
+        let Some(last) = size_bytes.checked_sub(1) else { return Ok(()) };
+        if let Some(place) = self.pin_page(self.index_of(last))? {
+            let at = (size_bytes - self.offset_of(place.first)) as usize;
+            let len_bytes = self.cache.folio_bytes(place.order) as usize;
+            self.pool().zero(place.number, at, len_bytes - at);
+            self.cache.unpin(place.number);
+        }
+        Ok(())
+    }
+
+    /// Zeroes what is in memory from `from` to `to`, folio by folio.
+    ///
+    /// # Errors
+    ///
+    /// [`crate::Error::Busy`] where somebody holds one.
+    pub(super) fn zero_present(&self, from: u64, to: u64) -> Result<()> {
+        let mut at = from;
+        while at < to {
+            let index = self.index_of(at);
+            let end = match self.pin_page(index)? {
+                Some(place) => {
+                    let begin = self.offset_of(place.first);
+                    let end = to.min(begin + self.cache.folio_bytes(place.order));
+                    self.pool().zero(place.number, (at - begin) as usize, (end - at) as usize);
+                    self.pool().word(place.number).set_dirty();
+                    self.cache.unpin(place.number);
+                    end
+                }
+                // What the store has must not come back.
+                None if self.store.is_some() => {
+                    self.create_zeroed(index)?;
+                    continue;
+                }
+                None => match self.tree.next(index, self.index_of(to - 1), &crossbeam_epoch::pin()) {
+                    Some(found) => self.offset_of(found.first).max(at),
+                    None => to,
+                },
+            };
+            at = end;
+        }
+        Ok(())
+    }
+
+    /// # Errors
+    ///
+    /// As [`crate::Error::NoMemory`] says.
+    fn create_zeroed(&self, index: u64) -> Result<()> {
+        self.create(index, super::policy::Cause::Write, &super::fetch::Content::Stored).map(drop)
+    }
+}

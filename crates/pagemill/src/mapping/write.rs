@@ -1,0 +1,103 @@
+//! Writing: in place where a folio is, else into a new one, which enters the index filled.
+
+use super::fetch::Content;
+use super::policy::Cause;
+use super::{File, Mapping};
+use crate::error::Result;
+use std::io::IoSlice;
+
+impl Mapping {
+    /// Copies `from` to `offset` on; the file grows where it must. Returns how many bytes were written: all of them, or as
+    /// many as memory was found for.
+    ///
+    /// Each folio's part is written before or after a `truncate` or `punch_hole` beside it, not in its midst.
+    ///
+    /// Cost: a look at the index, four atomic operations for each folio, and the copy; for new pages their memory, of which
+    /// only what is not written is zeroed.
+    ///
+    /// # Errors
+    ///
+    /// If nothing was written: [`crate::Error::NoMemory`] over the limit, with how much; [`crate::Error::BadOffset`] past 2^63,
+    /// [`crate::Error::FileTooLarge`]; [`crate::Error::Busy`] if somebody holds a folio alone for a second; [`crate::Error::Store`].
+    pub fn write_at(&self, from: &[u8], offset: u64) -> Result<usize> {
+        let file = &*self.0;
+        file.check(offset, from.len() as u64)?;
+        if from.is_empty() {
+            return Ok(0);
+        }
+        let most = file.max_bytes().saturating_sub(offset);
+        if most == 0 {
+            file.check_size(offset + from.len() as u64)?;
+        }
+        let from = &from[..(from.len() as u64).min(most) as usize];
+        let mut done = 0;
+        while done < from.len() {
+            match file.write_piece(&from[done..], offset + done as u64) {
+                Ok(bytes) => done += bytes,
+                Err(error) if done == 0 => return Err(error),
+                Err(_) => break,
+            }
+        }
+        Ok(done)
+    }
+
+    /// As [`Mapping::write_at`] from several buffers, one after the other.
+    ///
+    /// # Errors
+    ///
+    /// As [`Mapping::write_at`].
+    pub fn write_vectored_at(&self, from: &[IoSlice<'_>], offset: u64) -> Result<usize> {
+        self.0.check(offset, from.iter().fold(0, |sum, buffer| sum + buffer.len() as u64))?;
+        let mut done = 0;
+        for buffer in from {
+            match self.write_at(buffer, offset + done as u64) {
+                Ok(bytes) => {
+                    done += bytes;
+                    if bytes < buffer.len() {
+                        break;
+                    }
+                }
+                Err(error) if done == 0 => return Err(error),
+                Err(_) => break,
+            }
+        }
+        Ok(done)
+    }
+}
+
+impl File {
+    /// Writes into one folio. Returns how many bytes.
+    #[inline]
+    fn write_piece(&self, from: &[u8], offset: u64) -> Result<usize> {
+        let _inside = self.gate.beside();
+        let index = self.index_of(offset);
+        loop {
+            if let Some(place) = self.pin_page(index)? {
+                let at = (offset - self.offset_of(place.first)) as usize;
+                let len = from.len().min(self.cache.folio_bytes(place.order) as usize - at);
+                self.pool().copy_in(place.number, at, &from[..len]);
+                self.pool().word(place.number).set_dirty();
+                self.cache.unpin(place.number);
+                self.go_on_with_streak(offset, offset + len as u64);
+                self.grow(offset + len as u64);
+                return Ok(len);
+            }
+            if let Some(len) = self.write_new(from, offset)? {
+                return Ok(len);
+            }
+        }
+    }
+
+    /// Writes into a new folio; `None` if there is one now.
+    #[cold]
+    fn write_new(&self, from: &[u8], offset: u64) -> Result<Option<usize>> {
+        let Some(end) = self.create(self.index_of(offset), Cause::Write, &Content::Written(offset, from))? else {
+            return Ok(None);
+        };
+        let len = from.len().min((end - offset) as usize);
+        self.grow(offset + len as u64);
+        self.note_streak(offset, offset + len as u64);
+        self.propose_collapse(self.index_of(offset + len as u64 - 1));
+        Ok(Some(len))
+    }
+}

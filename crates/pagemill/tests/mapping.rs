@@ -1,0 +1,430 @@
+//! Files in a cache, against a model of plain bytes; bad input; limits; memory that comes back.
+
+mod common;
+
+use pagemill::mapping::policy::{Always, Never};
+use pagemill::mapping::{Cache, Mapping, Settings};
+use pagemill::units::{BLOCK_BYTES, PageSize};
+use pagemill::{Error, Pagemill};
+use proptest::prelude::*;
+use proptest::sample::Index;
+use std::io::{IoSlice, IoSliceMut};
+
+const KIB: usize = 1 << 10;
+const MIB: usize = 1 << 20;
+
+fn settings(page_bytes: usize, limit_bytes: usize) -> Settings {
+    Settings { page: PageSize::new(page_bytes).unwrap(), ..Settings::new("test", limit_bytes as u64) }
+}
+
+fn cache(page_bytes: usize, limit_bytes: usize) -> Cache {
+    Pagemill::for_test().caches.make(settings(page_bytes, limit_bytes)).unwrap()
+}
+
+fn read(file: &Mapping, offset: usize, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0xEE; len];
+    let count = file.read_at(&mut bytes, offset as u64).unwrap();
+    bytes.truncate(count);
+    bytes
+}
+
+/// What a file does is what a vector of bytes does.
+#[derive(Clone, Debug)]
+enum Step {
+    Write { at: Place, len: Length, byte: u8 },
+    Read { at: Place, len: Length },
+    Truncate(Place),
+    Punch { at: Place, len: Length },
+    Zero { at: Place, len: Length },
+    Split(Place),
+    Collapse(Place),
+    Thin,
+    Hold { at: Place, byte: u8 },
+    Pin { at: Place, byte: u8 },
+}
+
+/// Offsets near borders of pages and blocks, mostly.
+#[derive(Clone, Debug)]
+struct Place(Index, i8);
+
+#[derive(Clone, Debug)]
+struct Length(Index, u8);
+
+/// Bytes that files of the model have at most.
+const MOST: usize = 11 * MIB;
+
+impl Place {
+    fn bytes(&self, page: usize) -> usize {
+        let unit = if self.1 & 1 == 0 { page } else { BLOCK_BYTES.max(page) };
+        let at = self.0.index(MOST / unit + 1) * unit;
+        at.saturating_add_signed(isize::from(self.1) / 2).min(MOST)
+    }
+}
+
+impl Length {
+    fn bytes(&self, page: usize) -> usize {
+        match self.1 % 4 {
+            0 => self.0.index(page),
+            1 => self.0.index(4) * page + 1,
+            2 => self.0.index(3) * BLOCK_BYTES,
+            _ => self.0.index(3 * BLOCK_BYTES),
+        }
+    }
+}
+
+fn place() -> impl Strategy<Value = Place> {
+    (any::<Index>(), prop_oneof![Just(0), Just(1), any::<i8>()]).prop_map(|(index, by)| Place(index, by))
+}
+
+fn length() -> impl Strategy<Value = Length> {
+    (any::<Index>(), any::<u8>()).prop_map(|(index, kind)| Length(index, kind))
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        5 => (place(), length(), 1..=255u8).prop_map(|(at, len, byte)| Step::Write { at, len, byte }),
+        4 => (place(), length()).prop_map(|(at, len)| Step::Read { at, len }),
+        1 => place().prop_map(Step::Truncate),
+        2 => (place(), length()).prop_map(|(at, len)| Step::Punch { at, len }),
+        1 => (place(), length()).prop_map(|(at, len)| Step::Zero { at, len }),
+        2 => place().prop_map(Step::Split),
+        2 => place().prop_map(Step::Collapse),
+        1 => Just(Step::Thin),
+        1 => (place(), 1..=255u8).prop_map(|(at, byte)| Step::Hold { at, byte }),
+        1 => (place(), 1..=255u8).prop_map(|(at, byte)| Step::Pin { at, byte }),
+    ]
+}
+
+/// Does one step to both, and compares what it says.
+fn apply(file: &Mapping, model: &mut Vec<u8>, page: usize, step: &Step) {
+    match step {
+        Step::Write { at, len, byte } => {
+            let (at, len) = (at.bytes(page), len.bytes(page));
+            let bytes: Vec<u8> = (0..len).map(|index| byte.wrapping_add((index / 1000) as u8)).collect();
+            assert_eq!(file.write_at(&bytes, at as u64).unwrap(), len);
+            if len > 0 {
+                model.resize(model.len().max(at + len), 0);
+                model[at..at + len].copy_from_slice(&bytes);
+            }
+        }
+        Step::Read { at, len } => {
+            let (at, len) = (at.bytes(page), len.bytes(page));
+            let end = (at + len).min(model.len());
+            let expected = model.get(at..end).unwrap_or_default();
+            assert!(read(file, at, len) == expected, "{len} bytes from {at} on");
+        }
+        Step::Truncate(at) => {
+            file.truncate(at.bytes(page) as u64).unwrap();
+            model.resize(at.bytes(page), 0);
+        }
+        Step::Punch { at, len } => {
+            file.punch_hole(at.bytes(page) as u64, len.bytes(page) as u64).unwrap();
+            clear(model, at.bytes(page), len.bytes(page));
+        }
+        Step::Zero { at, len } => {
+            file.zero_range(at.bytes(page) as u64, len.bytes(page) as u64).unwrap();
+            clear(model, at.bytes(page), len.bytes(page));
+        }
+        Step::Split(at) => drop(file.split(at.bytes(page) as u64).unwrap()),
+        Step::Collapse(at) => drop(file.collapse(at.bytes(page) as u64).unwrap()),
+        Step::Thin => drop(file.thin().unwrap()),
+        Step::Hold { at, byte } => match file.hold(at.bytes(page) as u64) {
+            Ok(mut held) => {
+                let offset = held.offset() as usize;
+                held.fill(*byte);
+                drop(held);
+                // What lies past the end is not kept.
+                let end = model.len().min((offset + BLOCK_BYTES.max(page)).min(end_of_folio(file, offset, page)));
+                model[offset..end].fill(*byte);
+            }
+            Err(error) => assert!(matches!(error, Error::PastEnd { .. }) && at.bytes(page) >= model.len()),
+        },
+        Step::Pin { at, byte } => match file.pin(at.bytes(page) as u64) {
+            Ok(pin) => {
+                let at = at.bytes(page);
+                let len = pin.len_bytes().min(10).min(model.len() - at);
+                pin.write_at(&vec![*byte; len], 0).unwrap();
+                let past = model.len() - at + 1;
+                if past <= pin.len_bytes() {
+                    assert!(matches!(pin.write_at(&vec![1; past], 0), Err(Error::PastEnd { .. })));
+                }
+                model[at..at + len].fill(*byte);
+            }
+            Err(error) => assert!(matches!(error, Error::PastEnd { .. }) && at.bytes(page) >= model.len()),
+        },
+    }
+    assert_eq!(file.size_bytes() as usize, model.len());
+}
+
+fn end_of_folio(file: &Mapping, offset: usize, _page: usize) -> usize {
+    let pin = file.pin(offset as u64).unwrap();
+    offset + pin.len_bytes()
+}
+
+fn clear(model: &mut [u8], at: usize, len: usize) {
+    let end = (at + len).min(model.len());
+    if at < end {
+        model[at..end].fill(0);
+    }
+}
+
+fn seeks_agree(file: &Mapping, model: &[u8]) {
+    let mut at = 0;
+    while at < model.len() {
+        match file.seek_data(at as u64).unwrap() {
+            Some(data) => {
+                assert!(model[at..data as usize].iter().all(|byte| *byte == 0), "a hole is zero");
+                at = file.seek_hole(data).unwrap() as usize;
+                assert!(at > data as usize);
+            }
+            None => {
+                assert!(model[at..].iter().all(|byte| *byte == 0));
+                break;
+            }
+        }
+    }
+}
+
+fn behaves(page: usize, choose: impl Fn(Settings) -> Settings, steps: &[Step]) {
+    let pagemill = Pagemill::for_test();
+    pagemill.caches.collapse_by_hand();
+    let cache = pagemill.caches.make(choose(settings(page, 64 * MIB))).unwrap();
+    let file = cache.create().unwrap();
+    let mut model = Vec::new();
+    for step in steps {
+        apply(&file, &mut model, page, step);
+    }
+    cache.collapse_waiting(usize::MAX);
+    assert!(read(&file, 0, model.len() + 1) == model);
+    seeks_agree(&file, &model);
+    let usage = cache.usage();
+    assert_eq!(usage.huge + usage.small + usage.locked, usage.charged, "{usage:?}");
+    drop(file);
+    assert_eq!(cache.charged_bytes(), 0);
+    let usage = cache.usage();
+    assert_eq!((usage.huge, usage.small, usage.locked), (0, 0, 0), "{usage:?}");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 16, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn files_of_small_pages_are_bytes(steps in prop::collection::vec(step(), 1..40)) {
+        behaves(4 * KIB, |settings| settings, &steps);
+    }
+
+    #[test]
+    fn files_in_huge_folios_are_bytes(steps in prop::collection::vec(step(), 1..40)) {
+        behaves(4 * KIB, |settings| Settings { policy: Box::new(Always), ..settings }, &steps);
+    }
+
+    #[test]
+    fn files_whose_folios_are_never_split_are_bytes(steps in prop::collection::vec(step(), 1..30)) {
+        let steps: Vec<_> = steps.into_iter().filter(|step| !matches!(step, Step::Split(_))).collect();
+        behaves(64 * KIB, |settings| Settings { policy: Box::new(Always), may_split: false, ..settings }, &steps);
+    }
+
+    #[test]
+    fn files_of_pages_of_a_block_are_bytes(steps in prop::collection::vec(step(), 1..30)) {
+        behaves(BLOCK_BYTES, |settings| settings, &steps);
+    }
+
+    #[test]
+    fn files_of_pages_of_four_blocks_are_bytes(steps in prop::collection::vec(step(), 1..30)) {
+        behaves(4 * BLOCK_BYTES, |settings| Settings { policy: Box::new(Never), ..settings }, &steps);
+    }
+}
+
+/// What no file can do is refused, with numbers, and changes nothing.
+#[test]
+fn bad_input_is_refused() {
+    let file = cache(4 * KIB, 4 * MIB).create().unwrap();
+    assert_eq!(file.write_at(b"abc", 1).unwrap(), 3);
+    let most = i64::MAX as u64;
+    for offset in [most, u64::MAX - 1, u64::MAX] {
+        assert!(matches!(file.read_at(&mut [0; 3], offset), Err(Error::BadOffset { .. })));
+        assert!(matches!(file.write_at(&[1; 3], offset), Err(Error::BadOffset { .. })));
+        assert!(matches!(file.punch_hole(offset, 3), Err(Error::BadOffset { .. })));
+        assert!(matches!(file.zero_range(1, offset), Err(Error::BadOffset { .. })));
+    }
+    assert!(matches!(file.truncate(1 << 63), Err(Error::BadOffset { .. })));
+    assert!(matches!(file.truncate(most), Err(Error::FileTooLarge { .. })));
+    assert!(matches!(file.write_at(b"x", most - 1), Err(Error::FileTooLarge { .. })));
+    assert_eq!(Error::FileTooLarge { size_bytes: 2, most_bytes: 1 }.errno(), 27);
+    assert_eq!((file.read_at(&mut [], 0).unwrap(), file.write_at(&[], 1 << 40).unwrap()), (0, 0));
+    assert_eq!((file.read_at(&mut [0; 8], 4).unwrap(), file.read_at(&mut [0; 8], 1 << 60).unwrap()), (0, 0));
+    assert!(matches!(file.pin(4), Err(Error::PastEnd { offset: 4, size_bytes: 4 })));
+    assert!(matches!(file.seek_data(4), Err(Error::PastEnd { .. })));
+    assert_eq!((file.size_bytes(), read(&file, 0, 10)), (4, b"\0abc".to_vec()));
+    let pagemill = Pagemill::for_test();
+    assert!(matches!(pagemill.caches.make(settings(MIB, MIB - 1)), Err(Error::BadLength { .. })), "less than a page");
+    assert!(matches!(pagemill.caches.make(settings(4 * KIB, 1 << 60)), Err(Error::NoAddresses { .. })));
+    assert!(PageSize::new(3000).is_none() && PageSize::new(16 * MIB).is_none());
+}
+
+/// Over the limit a write is as long as it says, then an error says how much; what is there stays, and room made is used.
+#[test]
+fn writes_end_at_the_limit() {
+    let cache = cache(4 * KIB, 40 * KIB);
+    let file = cache.create().unwrap();
+    let bytes: Vec<u8> = (0..100 * KIB).map(|at| (at / KIB) as u8 + 1).collect();
+    assert_eq!(file.write_at(&bytes, 10).unwrap(), 40 * KIB - 10);
+    assert_eq!(file.size_bytes() as usize, 40 * KIB);
+    let error = file.write_at(b"x", 40 * KIB as u64).unwrap_err();
+    let Error::NoMemory { wanted_bytes, used_bytes, limit_bytes } = error else { panic!("{error}") };
+    assert_eq!((wanted_bytes, used_bytes, limit_bytes), (4 * KIB as u64, 40 * KIB as u64, 40 * KIB as u64));
+    assert_eq!(read(&file, 10, 100 * KIB), bytes[..40 * KIB - 10]);
+    assert_eq!(file.write_at(b"y", 5).unwrap(), 1, "in place");
+    assert_eq!(file.punch_hole(4 * KIB as u64, 8 * KIB as u64).unwrap(), 8 * KIB as u64);
+    assert_eq!(file.write_at(&bytes, 50 * KIB as u64).unwrap(), 6 * KIB, "two pages, the first from its middle on");
+}
+
+/// Without a free block small pages serve, and that is counted; nobody sees an error.
+#[test]
+fn huge_folios_fall_back() {
+    let pagemill = Pagemill::for_test();
+    let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 3 * MIB) }).unwrap();
+    let file = cache.create().unwrap();
+    assert_eq!(file.write_at(&vec![7; 3 * MIB], 0).unwrap(), 3 * MIB);
+    let usage = cache.usage();
+    assert_eq!((usage.huge, usage.small), (2 << 20, 1 << 20), "{usage:?}");
+    cache.set_huge(false);
+    file.truncate(0).unwrap();
+    file.write_at(&vec![7; 2 * MIB], 0).unwrap();
+    assert_eq!(cache.usage().huge, 0, "switched off");
+}
+
+/// What huge folios hold for nothing makes room before a write is refused.
+#[test]
+fn empty_parts_of_huge_folios_make_room() {
+    let pagemill = Pagemill::for_test();
+    let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 4 * MIB) }).unwrap();
+    let (sparse, other) = (cache.create().unwrap(), cache.create().unwrap());
+    for span in 0..2 {
+        sparse.write_at(b"x", span * 2 * MIB as u64).unwrap();
+    }
+    assert_eq!(cache.charged_bytes() as usize, 4 * MIB);
+    assert_eq!(other.write_at(&vec![1; MIB], 0).unwrap(), MIB);
+    assert_eq!((read(&sparse, 0, 1), read(&sparse, 2 * MIB, 1)), (b"x".to_vec(), b"x".to_vec()));
+    assert!(read(&other, 0, MIB) == vec![1; MIB]);
+}
+
+/// Free blocks go back to the system on request, and come again.
+#[test]
+fn free_blocks_go_back() {
+    let pagemill = Pagemill::for_test();
+    let cache = pagemill.caches.make(settings(4 * KIB, 64 * MIB)).unwrap();
+    let file = cache.create().unwrap();
+    for byte in 1..3 {
+        file.write_at(&vec![byte; 32 * MIB], 0).unwrap();
+        assert!(pagemill.account.resident() as usize >= 32 * MIB);
+        file.truncate(0).unwrap();
+        assert_eq!(pagemill.account.giveable() as usize, 32 * MIB);
+        assert_eq!(cache.usage().total(), cache.usage().free + cache.usage().frames + cache.usage().index);
+        let freed = pagemill.account.give_back(
+            u64::MAX,
+            pagemill::arena::Context::Outside,
+            pagemill::reclaim::Urgency::Request,
+            pagemill::reclaim::Reason::Program,
+        );
+        assert_eq!((freed as usize, pagemill.account.resident()), (32 * MIB, 0));
+    }
+    file.write_at(b"again", 0).unwrap();
+    assert_eq!(read(&file, 0, 9), b"again");
+}
+
+/// A file that goes while somebody has a page of it pinned: the pin's bytes stay, the memory comes free with the pin.
+#[test]
+fn pins_outlive_truncation() {
+    let pagemill = Pagemill::for_test();
+    for policy in [true, false] {
+        let policy: Box<dyn pagemill::mapping::Policy> = if policy { Box::new(Always) } else { Box::new(Never) };
+        let cache = pagemill.caches.make(Settings { policy, ..settings(4 * KIB, 8 * MIB) }).unwrap();
+        let file = cache.create().unwrap();
+        file.write_at(&vec![5; 3 * MIB], 0).unwrap();
+        let pin = file.pin(MIB as u64 + 7).unwrap();
+        assert!(matches!(file.collapse(MIB as u64), Err(Error::Busy { .. }) | Ok(false)));
+        file.truncate(0).unwrap();
+        assert_eq!(pin.read_u64(0), 0x0505_0505_0505_0505);
+        assert_eq!(file.write_at(&[6; 4096], MIB as u64).unwrap(), 4096);
+        assert_eq!(pin.read_u64(0), 0x0505_0505_0505_0505, "not the new page");
+        assert!(cache.usage().locked > 0);
+        drop(pin);
+        file.truncate(0).unwrap();
+        assert_eq!(cache.charged_bytes(), 0);
+        // The new end lies in a pinned huge folio: it stays, its rest is zero.
+        file.write_at(&vec![5; 2 * MIB], 0).unwrap();
+        let pin = file.pin(0).unwrap();
+        file.truncate(100).unwrap();
+        drop(pin);
+        file.truncate(2 * MIB as u64).unwrap();
+        assert!(read(&file, 100, 2 * MIB).iter().all(|byte| *byte == 0));
+    }
+}
+
+/// Who holds a folio alone sees no other; a truncation in the midst of it is refused, one of the whole of it is not.
+#[test]
+fn held_folios_are_left_alone() {
+    let cache = cache(4 * KIB, 8 * MIB);
+    let file = cache.create().unwrap();
+    file.write_at(&[1; 8192], 0).unwrap();
+    let mut held = file.hold(5000).unwrap();
+    assert_eq!((held.offset(), held.len()), (4096, 4096));
+    held.fill(2);
+    assert!(matches!(file.read_at(&mut [0; 1], 5000), Err(Error::Busy { .. })));
+    assert!(matches!(file.truncate(5000), Err(Error::Busy { .. })));
+    assert_eq!(file.size_bytes(), 8192);
+    assert_eq!(read(&file, 0, 4096), [1; 4096]);
+    file.truncate(4096).unwrap();
+    held.fill(3);
+    drop(held);
+    assert_eq!(cache.charged_bytes(), 4096);
+    file.truncate(8192).unwrap();
+    assert_eq!(read(&file, 4096, 4096), [0; 4096], "what its holder wrote after that is gone");
+}
+
+/// Several buffers are one write, and one read.
+#[test]
+fn vectored_calls_are_as_plain_ones() {
+    let file = cache(4 * KIB, 8 * MIB).create().unwrap();
+    let parts = [IoSlice::new(&[1; 3000]), IoSlice::new(&[]), IoSlice::new(&[2; 3000])];
+    assert_eq!(file.write_vectored_at(&parts, 10).unwrap(), 6000);
+    let (mut first, mut second) = ([9; 100], [9; 7000]);
+    let mut parts = [IoSliceMut::new(&mut first), IoSliceMut::new(&mut second)];
+    assert_eq!(file.read_vectored_at(&mut parts, 2960).unwrap(), 6010 - 2960);
+    assert_eq!((first[49], first[50], second[2949], second[2950]), (1, 2, 2, 9));
+}
+
+/// Small folios written in order become huge behind the writer, with the same bytes.
+#[test]
+fn dense_ranges_become_huge() {
+    let pagemill = Pagemill::for_test();
+    pagemill.caches.collapse_by_hand();
+    let cache = pagemill.caches.make(settings(4 * KIB, 64 * MIB)).unwrap();
+    let file = cache.create().unwrap();
+    for page in 0..1024_u64 {
+        file.write_at(&vec![page as u8; 4 * KIB], page * 4096).unwrap();
+    }
+    assert_eq!(cache.usage().huge, 0, "not known to be large yet");
+    assert_eq!(cache.collapse_waiting(10), 2);
+    assert_eq!((cache.usage().huge as usize, cache.usage().small), (4 * MIB, 0));
+    for page in 0..1024 {
+        assert_eq!(read(&file, page * 4096, 4096), vec![page as u8; 4096]);
+    }
+    for page in 1024..2048_u64 {
+        file.write_at(&vec![page as u8; 4 * KIB], page * 4096).unwrap();
+    }
+    assert_eq!(cache.usage().huge as usize, 8 * MIB, "from here on at once");
+}
+
+/// A child of the process that made it gets an error.
+#[test]
+fn a_fork_child_is_refused() {
+    let cache = common::pagemill().caches.make(settings(4 * KIB, 8 * MIB)).unwrap();
+    let file = cache.create().unwrap();
+    file.write_at(b"parent", 0).unwrap();
+    common::assert_in_child(|| {
+        let is_refused = |result: pagemill::Result<usize>| matches!(result, Err(Error::WrongState { .. }));
+        is_refused(file.read_at(&mut [0; 6], 0)) && is_refused(file.write_at(b"child", 0)) && cache.create().is_err()
+    });
+    assert_eq!(read(&file, 0, 6), b"parent");
+}

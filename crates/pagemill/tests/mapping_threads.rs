@@ -1,0 +1,152 @@
+//! Files used by many threads at once: nobody sees another's bytes, or bytes of before that nobody wrote there.
+
+use pagemill::mapping::policy::{Always, Auto};
+use pagemill::mapping::{Cache, Mapping, Policy, Settings};
+use pagemill::units::PageSize;
+use pagemill::{Error, Pagemill};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+const PAGE: usize = 4 << 10;
+const WORD: usize = size_of::<u64>();
+const PAGES: u64 = 1536;
+const LASTS: Duration = Duration::from_millis(if cfg!(debug_assertions) { 1500 } else { 3000 });
+
+fn cache(policy: Box<dyn Policy>, limit_bytes: u64) -> Cache {
+    let settings = Settings { policy, page: PageSize::new(PAGE).unwrap(), ..Settings::new("threads", limit_bytes) };
+    Pagemill::for_test().caches.make(settings).unwrap()
+}
+
+/// What every word of a page says: whose it is.
+fn stamp(file: u64, page: u64) -> u64 {
+    (file + 1) << 32 | (page + 1)
+}
+
+fn random(seed: &mut u64) -> u64 {
+    *seed ^= *seed << 13;
+    *seed ^= *seed >> 7;
+    *seed ^= *seed << 17;
+    *seed >> 8
+}
+
+fn write(file: &Mapping, number: u64, page: u64, pages: u64) -> bool {
+    let words = (page..page + pages).flat_map(|page| std::iter::repeat_n(stamp(number, page), PAGE / WORD));
+    let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
+    match file.write_at(&bytes, page * PAGE as u64) {
+        Ok(_) => true,
+        Err(Error::NoMemory { .. }) => false,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// Each word read is zero or the stamp of its place.
+fn check(bytes: &[u8], number: u64, page: u64) {
+    for (at, word) in bytes.chunks_exact(WORD).enumerate() {
+        let word = u64::from_le_bytes(word.try_into().unwrap());
+        let expected = stamp(number, page + (at * WORD / PAGE) as u64);
+        assert!(word == 0 || word == expected, "file {number}, page {page}: {word:#x} for {expected:#x}");
+    }
+}
+
+/// Does something that changes which folios there are.
+fn disturb(file: &Mapping, seed: &mut u64) {
+    let (offset, len) = (random(seed) % (PAGES * PAGE as u64), random(seed) % (600 * PAGE as u64));
+    let done = match random(seed) % 8 {
+        0 => file.truncate(offset),
+        1 | 2 => file.punch_hole(offset, len).map(drop),
+        3 => file.zero_range(offset, len % PAGE as u64),
+        4 => file.split(offset).map(drop),
+        5 => file.thin().map(drop),
+        _ => file.collapse(offset).map(drop),
+    };
+    match done {
+        Ok(()) | Err(Error::Busy { .. } | Error::NoMemory { .. }) => {}
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// Two files of one cache, so that memory goes from one to the other; writers, readers, pinners and one who truncates,
+/// punches, splits, collapses and thins.
+fn nobody_sees_anothers_bytes(cache: &Cache) {
+    let files = [cache.create().unwrap(), cache.create().unwrap()];
+    let (files, is_over, reads) = (&files, &AtomicBool::new(false), &AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        for thread in 0..2_u64 {
+            scope.spawn(move || {
+                let mut seed = 0x9E37_79B9 + thread;
+                while !is_over.load(Relaxed) {
+                    let (file, page) = (random(&mut seed) % 2, random(&mut seed) % PAGES);
+                    let pages = if random(&mut seed).is_multiple_of(4) { (PAGES - page).min(700) } else { 1 };
+                    write(&files[file as usize], file, page, pages);
+                }
+            });
+            scope.spawn(move || {
+                let mut seed = 0xABCD_EF01 + thread;
+                let mut bytes = vec![0; 8 * PAGE];
+                while !is_over.load(Relaxed) {
+                    let (number, page) = (random(&mut seed) % 2, random(&mut seed) % PAGES);
+                    let file = &files[number as usize];
+                    if !random(&mut seed).is_multiple_of(4) {
+                        let len = file.read_at(&mut bytes, page * PAGE as u64).unwrap();
+                        check(&bytes[..len], number, page);
+                    } else if let Ok(Some(pin)) = file.pin_present(page * PAGE as u64) {
+                        let word = pin.read_u64(0);
+                        assert!(word == 0 || word == stamp(number, page), "{word:#x}");
+                    }
+                    reads.fetch_add(1, Relaxed);
+                }
+            });
+        }
+        scope.spawn(move || {
+            let mut seed = 77;
+            while !is_over.load(Relaxed) {
+                disturb(&files[random(&mut seed) as usize % 2], &mut seed);
+            }
+        });
+        let begun = Instant::now();
+        while begun.elapsed() < LASTS {
+            std::thread::sleep(Duration::from_millis(50));
+            cache.usage();
+        }
+        is_over.store(true, Relaxed);
+    });
+    assert!(reads.load(Relaxed) > 100);
+    for (number, file) in files.iter().enumerate() {
+        let mut bytes = vec![0; file.size_bytes() as usize];
+        file.read_at(&mut bytes, 0).unwrap();
+        check(&bytes, number as u64, 0);
+        file.truncate(0).unwrap();
+    }
+}
+
+fn all_comes_back(cache: &Cache) {
+    // The background may be in the midst of a collapse.
+    let begun = Instant::now();
+    while cache.charged_bytes() > 0 && begun.elapsed() < Duration::from_secs(10) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let usage = cache.usage();
+    assert_eq!((usage.charged, usage.huge, usage.small, usage.locked), (0, 0, 0, 0), "{usage:?}");
+}
+
+#[test]
+fn threads_see_their_own_bytes() {
+    let cache = cache(Box::new(Auto), 64 << 20);
+    nobody_sees_anothers_bytes(&cache);
+    all_comes_back(&cache);
+}
+
+#[test]
+fn threads_see_their_own_bytes_in_huge_folios() {
+    let cache = cache(Box::new(Always), 64 << 20);
+    nobody_sees_anothers_bytes(&cache);
+    all_comes_back(&cache);
+}
+
+/// The same where memory is short all the time: huge folios fall back, writes are short, empty parts make room.
+#[test]
+fn threads_see_their_own_bytes_at_the_limit() {
+    let cache = cache(Box::new(Always), 5 << 20);
+    nobody_sees_anothers_bytes(&cache);
+    all_comes_back(&cache);
+}
