@@ -84,6 +84,7 @@ impl Pagemill {
 
     /// Before `fork`, in the forking thread: waits until no purge and no carving is under way.
     pub fn before_fork(&self) {
+        self.caches.acquire_for_fork();
         self.vranges.acquire_for_fork();
         self.ranges.acquire_for_fork();
         self.heap.acquire_for_fork();
@@ -98,6 +99,7 @@ impl Pagemill {
         self.heap.release_after_fork();
         self.ranges.release_after_fork();
         self.vranges.release_after_fork();
+        self.caches.release_after_fork();
     }
 
     /// In a child process: counts, charges and the helper start anew; what is shared with the parent is the parent's.
@@ -108,7 +110,7 @@ impl Pagemill {
         self.helper.unclaim();
         self.ranges.begin_child();
         self.vranges.begin_child();
-        self.caches.worker.begin_child();
+        self.caches.begin_child();
         self.heap.recount_free();
         self.account.forked(process::own_identity());
         trace::event(Event::Forked, u64::from(process::id()), u64::from(generation));

@@ -10,7 +10,7 @@ use crate::folio::{Owner, Pool, Taken};
 use crate::reclaim::{Shrinker, Urgency};
 use crate::stats::{self, Counter};
 use crate::store::Store;
-use crate::sync::{AtomicU32, AtomicU64, Guarded, Relaxed};
+use crate::sync::{AtomicU32, AtomicU64, AtomicUsize, Guarded, Relaxed};
 use crate::units::{BLOCK_BYTES, PageSize};
 use crate::xarray::{Nodes, TableNodes};
 use std::sync::{Arc, OnceLock, Weak};
@@ -83,7 +83,9 @@ pub struct Caches {
     pools: [OnceLock<&'static Pool>; MAX_CACHES],
     /// Which pools have a cache, and which.
     books: Guarded<Vec<(&'static Pool, Weak<Inner>)>>,
-    pub(crate) worker: Worker,
+    /// So many pools are a parent's: locks of theirs may be held for good, and nothing of theirs is used.
+    inherited: AtomicUsize,
+    pub(super) worker: Worker,
 }
 
 impl Caches {
@@ -98,6 +100,7 @@ impl Caches {
             nodes: TableNodes::place()?,
             pools: [const { OnceLock::new() }; MAX_CACHES],
             books: Guarded::new(Vec::new()),
+            inherited: AtomicUsize::new(0),
             worker: Worker::default(),
         })
     }
@@ -147,7 +150,8 @@ impl Caches {
         self.books.with(|books| {
             let is_free = |cache: &Weak<Inner>| cache.strong_count() == 0;
             let fits = |pool: &Pool| pool.page() == settings.page && pool.max_bytes() == max_bytes && pool.is_idle();
-            if let Some((pool, _)) = books.iter().find(|(pool, cache)| is_free(cache) && fits(pool)) {
+            let own = &books[self.inherited.load(Relaxed)..];
+            if let Some((pool, _)) = own.iter().find(|(pool, cache)| is_free(cache) && fits(pool)) {
                 return Ok(*pool);
             }
             if books.len() == MAX_CACHES {
@@ -161,7 +165,7 @@ impl Caches {
     }
 
     fn pools(&self) -> impl Iterator<Item = &'static Pool> {
-        self.pools.iter().map_while(|pool| pool.get().copied())
+        self.pools.iter().skip(self.inherited.load(Relaxed)).map_while(|pool| pool.get().copied())
     }
 
     /// Starts no thread from here on: small folios become huge by [`Cache::collapse_waiting`] alone.
@@ -171,8 +175,28 @@ impl Caches {
 
     /// What each cache holds. Walks all pages: some milliseconds for a gigabyte in small folios.
     pub fn usage(&self) -> Vec<Usage> {
-        let caches: Vec<_> = self.books.with(|books| books.iter().filter_map(|(_, cache)| cache.upgrade()).collect());
+        let own = self.inherited.load(Relaxed);
+        let caches: Vec<_> =
+            self.books.with(|books| books[own..].iter().filter_map(|(_, cache)| cache.upgrade()).collect());
         caches.into_iter().map(|cache| Cache(cache).usage()).collect()
+    }
+
+    pub(crate) fn acquire_for_fork(&self) {
+        self.books.acquire_when(|_| true);
+        self.worker.acquire_for_fork();
+        self.nodes.acquire_for_fork();
+    }
+
+    pub(crate) fn release_after_fork(&self) {
+        self.nodes.release_after_fork();
+        self.worker.release_after_fork();
+        self.books.release();
+    }
+
+    /// In a fork child: what there is of caches is the parent's, and no thread works here.
+    pub(crate) fn begin_child(&self) {
+        self.inherited.store(self.books.with(|books| books.len()), Relaxed);
+        self.worker.begin_child();
     }
 
     /// Brings the figures up to date that are found by measuring.

@@ -127,8 +127,16 @@ impl Worker {
         self.is_by_hand.store(true, Relaxed);
     }
 
+    pub(super) fn acquire_for_fork(&self) {
+        self.waiting.acquire_when(|_| true);
+    }
+
+    pub(super) fn release_after_fork(&self) {
+        self.waiting.release();
+    }
+
     /// In a fork child, which has no thread for it.
-    pub(crate) fn begin_child(&self) {
+    pub(super) fn begin_child(&self) {
         self.is_started.store(false, Relaxed);
     }
 }

@@ -85,6 +85,15 @@ impl TableNodes {
         })
     }
 
+    /// Waits until nobody takes or gives a node. [`TableNodes::release_after_fork`] ends it on both sides.
+    pub(crate) fn acquire_for_fork(&self) {
+        self.free.acquire_when(|_| true);
+    }
+
+    pub(crate) fn release_after_fork(&self) {
+        self.free.release();
+    }
+
     fn take_fresh(&self, free: &mut Free) -> Result<u32> {
         let number = free.fresh;
         if number > self.limit {

@@ -1,0 +1,96 @@
+//! Any sequence of calls on a file in memory: arbitrary bytes are read as calls, six bytes each, and checked against plain
+//! bytes.
+//!
+//! `cargo +nightly fuzz run file_calls`. Each input begins with an empty file of an empty cache.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use pagemill::Pagemill;
+use pagemill::arena::Layout;
+use pagemill::mapping::policy::{Ask, Choice};
+use pagemill::mapping::{Cache, Mapping, Policy, Settings};
+use pagemill::reclaim::tree::UNLIMITED;
+use pagemill::units::{BLOCK_BYTES, PageSize};
+use std::sync::OnceLock;
+
+/// Bytes that the file has at most. Offsets go in steps of a sixteenth of a small page.
+const MOST: usize = 3 * BLOCK_BYTES;
+const STEP: usize = 256;
+
+/// Pages of 128 KiB: sixteen are a huge folio.
+const PAGE: usize = BLOCK_BYTES / 16;
+
+/// Huge where the range begins at an even block.
+struct Even;
+
+impl Policy for Even {
+    fn choose(&self, ask: &Ask) -> Choice {
+        if ask.offset.is_multiple_of(2 * ask.span_bytes) { Choice::Huge } else { Choice::Small }
+    }
+}
+
+fn cache() -> &'static Cache {
+    static CACHE: OnceLock<Cache> = OnceLock::new();
+    CACHE.get_or_init(|| {
+        let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).expect("address space");
+        pagemill.caches.collapse_by_hand();
+        let page = PageSize::new(PAGE).expect("a power of two");
+        let settings = Settings { page, policy: Box::new(Even), ..Settings::new("fuzz", 2 * MOST as u64) };
+        pagemill.caches.make(settings).expect("a cache")
+    })
+}
+
+fn zero(model: &mut [u8], at: usize, len: usize) {
+    let end = (at + len).min(model.len());
+    if at < end {
+        model[at..end].fill(0);
+    }
+}
+
+fn step(file: &Mapping, model: &mut Vec<u8>, kind: u8, at: usize, len: usize) {
+    match kind % 8 {
+        0 | 1 => {
+            let bytes = vec![kind | 1; len];
+            assert_eq!(file.write_at(&bytes, at as u64).unwrap(), len);
+            if len > 0 {
+                model.resize(model.len().max(at + len), 0);
+                model[at..at + len].fill(kind | 1);
+            }
+        }
+        2 => {
+            file.truncate(at as u64).unwrap();
+            model.resize(at, 0);
+        }
+        3 => {
+            file.punch_hole(at as u64, len as u64).unwrap();
+            zero(model, at, len);
+        }
+        4 => {
+            file.zero_range(at as u64, len as u64).unwrap();
+            zero(model, at, len);
+        }
+        5 => drop(file.split(at as u64).unwrap()),
+        6 => drop(file.collapse(at as u64).unwrap()),
+        _ => drop(file.thin().unwrap()),
+    }
+    let mut bytes = vec![0xEE; len + 1];
+    let count = file.read_at(&mut bytes, at as u64).unwrap();
+    let end = (at + len + 1).min(model.len());
+    assert!(bytes[..count] == *model.get(at..end).unwrap_or_default());
+}
+
+fuzz_target!(|data: &[u8]| {
+    let (cache, mut model) = (cache(), Vec::new());
+    let file = cache.create().unwrap();
+    for call in data.chunks_exact(6) {
+        let offset = |high: u8, low: u8| usize::from(u16::from_le_bytes([low, high])) * STEP;
+        let at = (offset(call[1], call[2]) + usize::from(call[5])) % MOST;
+        let len = offset(call[3], call[4]) % (MOST - at);
+        step(&file, &mut model, call[0], at, len);
+    }
+    let mut bytes = vec![0; model.len()];
+    assert_eq!(file.read_at(&mut bytes, 0).unwrap(), model.len());
+    assert!(bytes == model);
+    drop(file);
+    assert_eq!(cache.charged_bytes(), 0);
+});
