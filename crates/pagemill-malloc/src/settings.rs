@@ -100,7 +100,8 @@ impl Settings {
 
     /// How the arena is to be laid out.
     pub fn layout(&self) -> Layout {
-        let mut layout = Layout::for_program();
+        // No caches here: they are for programs that use the crate.
+        let mut layout = Layout { pool_bytes: 0, ..Layout::for_program() };
         if let Some(bytes) = self.page_bytes {
             match PageSize::new(bytes) {
                 Some(page) => layout.page = page,

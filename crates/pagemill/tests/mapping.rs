@@ -2,8 +2,11 @@
 
 mod common;
 
+use pagemill::arena::{Context, Layout};
 use pagemill::mapping::policy::{Always, Never};
 use pagemill::mapping::{Cache, Mapping, Settings};
+use pagemill::reclaim::tree::UNLIMITED;
+use pagemill::reclaim::{Reason, Urgency};
 use pagemill::units::{BLOCK_BYTES, PageSize};
 use pagemill::{Error, Pagemill};
 use proptest::prelude::*;
@@ -258,6 +261,9 @@ fn bad_input_is_refused() {
     let pagemill = Pagemill::for_test();
     assert!(matches!(pagemill.caches.make(settings(MIB, MIB - 1)), Err(Error::BadLength { .. })), "less than a page");
     assert!(matches!(pagemill.caches.make(settings(4 * KIB, 1 << 60)), Err(Error::NoAddresses { .. })));
+    let layout = Layout { pool_bytes: 4 * MIB, ..Layout::for_test() };
+    let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
+    assert!(matches!(pagemill.caches.make(settings(8 * MIB, 8 * MIB)), Err(Error::NoAddresses { .. })), "not one page");
     assert!(PageSize::new(3000).is_none() && PageSize::new(16 * MIB).is_none());
 }
 
@@ -320,16 +326,26 @@ fn free_blocks_go_back() {
         file.truncate(0).unwrap();
         assert_eq!(pagemill.account.giveable() as usize, 32 * MIB);
         assert_eq!(cache.usage().total(), cache.usage().free + cache.usage().frames + cache.usage().index);
-        let freed = pagemill.account.give_back(
-            u64::MAX,
-            pagemill::arena::Context::Outside,
-            pagemill::reclaim::Urgency::Request,
-            pagemill::reclaim::Reason::Program,
-        );
+        let freed = pagemill.account.give_back(u64::MAX, Context::Outside, Urgency::Request, Reason::Program);
         assert_eq!((freed as usize, pagemill.account.resident()), (32 * MIB, 0));
     }
     file.write_at(b"again", 0).unwrap();
     assert_eq!(read(&file, 0, 9), b"again");
+}
+
+/// At the limit of the process, too, huge folios give what they hold for nothing: sixteen with a page each fit into one block.
+#[test]
+fn a_limit_of_the_process_thins_huge_folios() {
+    let pagemill = Pagemill::new(Layout::for_test(), 64 * MIB as u64).unwrap();
+    let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 256 * MIB) }).unwrap();
+    let file = cache.create().unwrap();
+    for span in 0..200_u64 {
+        assert_eq!(file.write_at(&[span as u8 + 1; 4 * KIB], span * BLOCK_BYTES as u64).unwrap(), 4 * KIB, "{span}");
+    }
+    assert!(pagemill.account.resident() as usize <= 64 * MIB);
+    for span in 0..200 {
+        assert_eq!(read(&file, span * BLOCK_BYTES, 4 * KIB), [span as u8 + 1; 4 * KIB]);
+    }
 }
 
 /// A file that goes while somebody has a page of it pinned: the pin's bytes stay, the memory comes free with the pin.

@@ -229,8 +229,40 @@ impl Shrinker for Caches {
         self.pools().map(Pool::giveable_bytes).sum()
     }
 
-    /// Free chunks. Those of caches without a file go first, being of no use to anybody.
-    fn shrink(&self, want_bytes: u64, _urgency: Urgency) -> u64 {
+    /// Free chunks. At a limit what huge folios hold for nothing is taken out first.
+    fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
+        let mut freed = self.shrink_free(want_bytes);
+        if urgency == Urgency::Limit && freed < want_bytes {
+            let mut at = self.inherited.load(Relaxed);
+            while freed < want_bytes
+                && let Some(cache) = self.next_cache(&mut at)
+            {
+                if cache.thin_some(want_bytes - freed) {
+                    freed += self.shrink_free(want_bytes - freed);
+                }
+            }
+        }
+        self.note_free();
+        freed
+    }
+}
+
+impl Caches {
+    /// The next cache from `at` on, which goes behind it.
+    fn next_cache(&self, at: &mut usize) -> Option<Arc<Inner>> {
+        self.books.with(|books| {
+            loop {
+                let cache = books.get(*at)?.1.upgrade();
+                *at += 1;
+                if cache.is_some() {
+                    return cache;
+                }
+            }
+        })
+    }
+
+    /// Gives free chunks back. Those of caches without a file go first, being of no use to anybody.
+    fn shrink_free(&self, want_bytes: u64) -> u64 {
         let mut freed = 0;
         for is_idle in [true, false] {
             for pool in self.pools().filter(|pool| pool.is_idle() == is_idle) {
@@ -239,7 +271,6 @@ impl Shrinker for Caches {
                 }
             }
         }
-        self.note_free();
         freed
     }
 }
