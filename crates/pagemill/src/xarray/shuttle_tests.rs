@@ -197,6 +197,11 @@ impl Fixture {
     }
 }
 
+/// Lets others go on, for as long as some changes take.
+fn linger() {
+    (0..thread_rng().gen_range(0..60)).for_each(|_| shuttle::thread::yield_now());
+}
+
 /// Runs `read` twice beside `write`, in many orders: random ones, and such as have few preemptions.
 fn model(begin: fn(&Fixture), read: fn(&Fixture), write: fn(&Fixture)) {
     let runs = std::env::var("SHUTTLE_RUNS").map_or(2000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
@@ -301,9 +306,10 @@ fn what_is_still_there_was_not_released() {
             fixture.store(0, 0, 0);
         },
         |fixture| {
-            let index = [0, 0, 2, 3][thread_rng().gen_range(0..4)];
-            fixture.use_frame(index);
-            fixture.use_frame(index);
+            for _ in 0..6 {
+                linger();
+                fixture.use_frame([0, 0, 2, 3][thread_rng().gen_range(0..4)]);
+            }
         },
         |fixture| {
             fixture.store(2, 1, 1);
@@ -320,6 +326,47 @@ fn what_is_still_there_was_not_released() {
             fixture.store(0, 0, 6);
             fixture.store(0, 0, 7);
             fixture.release(6);
+        },
+    );
+}
+
+/// An entry that moves, from a node to the root word and on, is not still where it was: it is released from its last place.
+#[test]
+fn what_has_moved_was_not_released() {
+    model(
+        |fixture| {
+            fixture.store(0, 0, 0);
+            fixture.store(1, 0, 1);
+        },
+        |fixture| {
+            for _ in 0..6 {
+                linger();
+                fixture.use_frame(0);
+            }
+        },
+        |fixture| {
+            fixture.erase(1);
+            fixture.release(1);
+            fixture.erase(0);
+            fixture.release(0);
+            fixture.store(0, 0, 2);
+            fixture.store(70, 0, 3);
+            fixture.erase(70);
+            fixture.erase(0);
+            fixture.release(2);
+        },
+    );
+}
+
+/// Parts whose node goes as a whole are not still there. Few steps, so that one may go by between any two.
+#[test]
+fn what_was_joined_was_not_released() {
+    model(
+        |fixture| fixture.store(0, 2, 0),
+        |fixture| fixture.use_frame(3),
+        |fixture| {
+            fixture.join(0, 6, 1);
+            fixture.release(0);
         },
     );
 }

@@ -236,6 +236,29 @@ mod loom_tests {
         });
     }
 
+    /// Whoever has found one slot of an entry that comes finds the others; so it is with nothing when one leaves.
+    #[test]
+    fn all_slots_come_and_leave_with_one_store() {
+        for is_there in [false, true] {
+            loom::model(move || {
+                let fixture = Fixture::with_entry(1);
+                if !is_there {
+                    leave(&fixture.slots, 0, 2);
+                }
+                let writer = fixture.clone();
+                let writer = thread::spawn(move || match is_there {
+                    true => leave(&writer.slots, 0, 2),
+                    false => enter(&writer.slots, 0, 2, Word::value(OLD, 1)),
+                });
+                let (one, other) = if is_there { (1, 0) } else { (0, 1) };
+                if fixture.value(one).is_some() != is_there {
+                    assert!(fixture.value(other).is_some() != is_there, "half of an entry");
+                }
+                writer.join().unwrap();
+            });
+        }
+    }
+
     /// An entry comes, with all that was written before, and leaves; a smaller one in its first slot is not taken for it.
     #[test]
     fn an_entry_comes_and_leaves_as_one() {
