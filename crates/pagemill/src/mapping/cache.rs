@@ -13,6 +13,7 @@ use crate::store::Store;
 use crate::sync::{AtomicU32, AtomicU64, AtomicUsize, Guarded, Relaxed};
 use crate::units::{BLOCK_BYTES, PageSize};
 use crate::xarray::{Nodes, TableNodes};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock, Weak};
 
 /// Caches that a process can have at a time, of all sizes.
@@ -117,51 +118,49 @@ impl Caches {
         if settings.limit_bytes < settings.page.bytes() as u64 {
             return Err(Error::BadLength { len_bytes: settings.limit_bytes });
         }
-        let pool = self.pool(&settings)?;
-        pool.allow_huge(settings.use_huge);
-        let inner = Arc::new(Inner {
-            caches: self,
-            pool,
-            generation: self.arena.generation(),
-            name: settings.name,
-            limit_bytes: settings.limit_bytes,
-            charged_bytes: AtomicU64::new(0),
-            use_huge: std::sync::atomic::AtomicBool::new(settings.use_huge),
-            may_split: settings.may_split,
-            policy: settings.policy,
-            hand: AtomicU32::new(0),
-            files: Guarded::new(Files::default()),
-        });
+        // In one step: nobody else may find the pool without a cache.
         self.books.with(|books| {
-            if let Some(entry) = books.iter_mut().find(|(known, _)| std::ptr::eq(*known, pool)) {
-                entry.1 = Arc::downgrade(&inner);
-            }
-        });
-        Ok(Cache(inner))
+            let at = self.pool(books, &settings)?;
+            let (pool, user) = &mut books[at];
+            pool.allow_huge(settings.use_huge);
+            let inner = Arc::new(Inner {
+                caches: self,
+                pool,
+                generation: self.arena.generation(),
+                name: settings.name,
+                limit_bytes: settings.limit_bytes,
+                charged_bytes: AtomicU64::new(0),
+                use_huge: AtomicBool::new(settings.use_huge),
+                may_split: settings.may_split,
+                policy: settings.policy,
+                hand: AtomicU32::new(0),
+                files: Guarded::new(Files::default()),
+            });
+            *user = Arc::downgrade(&inner);
+            Ok(Cache(inner))
+        })
     }
 
-    /// A pool that no cache has any more, or a new one.
-    fn pool(&'static self, settings: &Settings) -> Result<&'static Pool> {
+    /// Where in the books a pool is that no cache has any more, or a new one.
+    fn pool(&self, books: &mut Vec<(&'static Pool, Weak<Inner>)>, settings: &Settings) -> Result<usize> {
         let chunk_bytes = settings.page.bytes().max(BLOCK_BYTES) as u64;
         // Powers of two, so that others like this one can use the addresses again; half as much again, since chunks fill
         // unevenly.
         let wanted = settings.limit_bytes.saturating_add(settings.limit_bytes / 2).max(2 * chunk_bytes);
         let max_bytes = wanted.checked_next_power_of_two().ok_or(Error::NoAddresses { wanted_bytes: wanted })?;
-        self.books.with(|books| {
-            let is_free = |cache: &Weak<Inner>| cache.strong_count() == 0;
-            let fits = |pool: &Pool| pool.page() == settings.page && pool.max_bytes() == max_bytes && pool.is_idle();
-            let own = &books[self.inherited.load(Relaxed)..];
-            if let Some((pool, _)) = own.iter().find(|(pool, cache)| is_free(cache) && fits(pool)) {
-                return Ok(*pool);
-            }
-            if books.len() == MAX_CACHES {
-                return Err(Error::NoAddresses { wanted_bytes: max_bytes });
-            }
-            let pool = Pool::new(self.arena, settings.page, max_bytes, self.arena.current_node())?;
-            let _ = self.pools[books.len()].set(pool);
-            books.push((pool, Weak::new()));
-            Ok(pool)
-        })
+        let is_free = |cache: &Weak<Inner>| cache.strong_count() == 0;
+        let fits = |pool: &Pool| pool.page() == settings.page && pool.max_bytes() == max_bytes && pool.is_idle();
+        let mut own = self.inherited.load(Relaxed)..books.len();
+        if let Some(at) = own.find(|at| is_free(&books[*at].1) && fits(books[*at].0)) {
+            return Ok(at);
+        }
+        if books.len() == MAX_CACHES {
+            return Err(Error::NoAddresses { wanted_bytes: max_bytes });
+        }
+        let pool = Pool::new(self.arena, settings.page, max_bytes, self.arena.current_node())?;
+        let _ = self.pools[books.len()].set(pool);
+        books.push((pool, Weak::new()));
+        Ok(books.len() - 1)
     }
 
     fn pools(&self) -> impl Iterator<Item = &'static Pool> {
@@ -290,7 +289,7 @@ pub(crate) struct Inner {
     name: String,
     limit_bytes: u64,
     charged_bytes: AtomicU64,
-    use_huge: std::sync::atomic::AtomicBool,
+    use_huge: AtomicBool,
     pub(super) may_split: bool,
     pub(super) policy: Box<dyn Policy>,
     /// The page that is looked at next when room is to be made.

@@ -122,7 +122,8 @@ impl<'file> Parts<'file> {
             let number = self.numbers[at];
             if number != NONE {
                 match self.file.pool().word(number).freeze() {
-                    Ok(state) if state.order() == 0 && self.is_ours(number, at) => self.is_dirty |= state.is_dirty(),
+                    // Should it be another's by now, the index will say so when they are to be joined.
+                    Ok(state) if state.order() == 0 => self.is_dirty |= state.is_dirty(),
                     Ok(_) => {
                         self.file.pool().word(number).thaw();
                         return false;
@@ -133,11 +134,6 @@ impl<'file> Parts<'file> {
             self.frozen = at + 1;
         }
         true
-    }
-
-    /// Whether a folio is what was found there: it may have become another's since.
-    fn is_ours(&self, number: u32, at: usize) -> bool {
-        self.file.pool().owner(number) == Owner { id: self.file.id, index: self.first + at as u64 }
     }
 
     fn copy_to(&self, taken: Taken) {

@@ -23,6 +23,9 @@ const DEPTH: usize = 4;
 /// No run is so long; one that is waits for something that never comes.
 const MOST_STEPS: usize = 300_000;
 
+/// For models whose threads have to meet at one point.
+const MANY: usize = 20;
+
 const PAGE: usize = BLOCK_BYTES / 2;
 const PAGES: u64 = 4;
 
@@ -132,8 +135,8 @@ impl Model {
 /// Runs threads over two files, each doing what its numbers say, in many orders. At the end all is there, and all memory
 /// comes back.
 fn model(threads: &'static [&'static [usize]]) {
-    let run = move || {
-        reset_clock();
+    let awaited = stats::get(Counter::FoliosAwaited);
+    let runs = run_in_many_orders(1, move || {
         let cache = cache();
         let models: Arc<[Model; 2]> = Arc::new([1, 2].map(|byte| Model { file: cache.create().unwrap(), byte }));
         models.iter().for_each(Model::write);
@@ -156,17 +159,52 @@ fn model(threads: &'static [&'static [usize]]) {
         assert_eq!(cache.charged_bytes(), 0);
         let usage = cache.usage();
         assert_eq!((usage.huge, usage.small, usage.locked), (0, 0, 0), "{usage:?}");
-    };
+    });
+    assert!(runs < 100 || stats::get(Counter::FoliosAwaited) > awaited, "nobody met another");
+}
+
+/// Random ones, and such as have few preemptions; returns how many of the first. Of the second so many `times` as many.
+fn run_in_many_orders(times: usize, run: impl Fn() + Clone + Send + Sync + 'static) -> usize {
     let runs = std::env::var("SHUTTLE_RUNS").map_or(1000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
     let config = || {
         let mut config = Config::new();
         (config.stack_size, config.max_steps) = (BLOCK_BYTES / 4, MaxSteps::FailAfter(MOST_STEPS));
         config
     };
-    let awaited = stats::get(Counter::FoliosAwaited);
-    Runner::new(RandomScheduler::new(runs), config()).run(run);
-    Runner::new(PctScheduler::new(DEPTH, runs), config()).run(run);
-    assert!(runs < 100 || stats::get(Counter::FoliosAwaited) > awaited, "nobody met another");
+    let begin = move || {
+        reset_clock();
+        run();
+    };
+    Runner::new(RandomScheduler::new(runs), config()).run(begin.clone());
+    Runner::new(PctScheduler::new(DEPTH, times * runs), config()).run(begin);
+    runs
+}
+
+/// A page goes from one file to the other while somebody reads it in the first, or pins it: what he gets is the first's, or
+/// nothing. Free pages are taken last in, first out, so it is the same memory. The other thread has to come in at one of
+/// few points, with all that it does, so there are many runs of few steps.
+#[test]
+fn a_page_that_another_file_takes() {
+    run_in_many_orders(MANY, || {
+        let cache = cache();
+        let models: Arc<[Model; 2]> = Arc::new([1, 2].map(|byte| Model { file: cache.create().unwrap(), byte }));
+        let write = |model: &Model| assert_eq!(model.file.write_at(&vec![model.byte; PAGE], 0).unwrap(), PAGE);
+        write(&models[0]);
+        let taker = models.clone();
+        let taker = shuttle::thread::spawn(move || {
+            taker[0].file.truncate(0).unwrap();
+            write(&taker[1]);
+        });
+        let mut bytes = [0; SAMPLE];
+        if one_of(2) == 0 {
+            let len = models[0].file.read_at(&mut bytes, 0).unwrap();
+            models[0].check(&bytes[..len]);
+        } else if let Ok(Some(pin)) = models[0].file.pin_present(0) {
+            pin.read_at(&mut bytes, 0);
+            models[0].check(&bytes);
+        }
+        taker.join().unwrap();
+    });
 }
 
 const WRITE: usize = 0;
