@@ -4,8 +4,9 @@ use std::io;
 
 /// What lies behind a mapping.
 ///
-/// A mapping calls it without any lock of its own, from any thread, several at a time. Calls may take long (an object
-/// far away: 100 ms); they are made for whole folios at offsets that are multiples of [`Store::block_bytes`], so a store never
+/// A mapping calls it from any thread, several at a time. Calls may take long (an object far away: 100 ms): who truncates the
+/// file waits meanwhile, and who writes to a folio that is being written back. A store must not use the files of the cache that
+/// calls it. Calls are made for whole folios at offsets that are multiples of [`Store::block_bytes`], so a store never
 /// has to overwrite a part of a block. A length that ends beyond the store is the last, partial block.
 pub trait Store: Send + Sync {
     /// Length of the file in bytes, as it is stored.

@@ -348,6 +348,55 @@ fn a_limit_of_the_process_thins_huge_folios() {
     }
 }
 
+/// The last pages that a file can have go like all others.
+#[test]
+fn the_last_pages_of_all_go() {
+    let pagemill = Pagemill::for_test();
+    let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 64 * MIB) }).unwrap();
+    let file = cache.create().unwrap();
+    let most = ((1_u64 << 40) - 1) * 4096;
+    assert_eq!(file.write_at(&[9; 100], most - 10).unwrap(), 10);
+    file.truncate(0).unwrap();
+    assert_eq!(cache.charged_bytes(), 0);
+    file.truncate(most).unwrap();
+    let mut byte = [1];
+    assert_eq!((file.read_at(&mut byte, most - 5).unwrap(), byte), (1, [0]));
+}
+
+/// Holes read zero without memory, also where the policy would have liked a folio.
+#[test]
+fn holes_need_no_memory() {
+    let pagemill = Pagemill::new(Layout::for_test(), MIB as u64).unwrap();
+    let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 64 * MIB) }).unwrap();
+    let file = cache.create().unwrap();
+    file.truncate(8 * MIB as u64).unwrap();
+    assert_eq!(read(&file, MIB, 100), [0; 100]);
+    assert!(matches!(file.write_at(b"x", 0), Err(Error::NoMemory { .. })));
+    assert_eq!(cache.charged_bytes(), 0);
+}
+
+/// A pin whose page has left the file says so when it is written to.
+#[test]
+fn writes_to_a_page_that_left_are_refused() {
+    let file = cache(4 * KIB, 8 * MIB).create().unwrap();
+    file.write_at(&[1; 8192], 0).unwrap();
+    let pin = file.pin(0).unwrap();
+    file.punch_hole(0, 4096).unwrap();
+    assert!(matches!(pin.write_at(&[2], 0), Err(Error::WrongState { .. })));
+    assert_eq!(read(&file, 0, 1), [0]);
+}
+
+/// A cache far larger than the machine's memory can be had: addresses are opened as they are used.
+#[test]
+fn large_limits_cost_nothing() {
+    let layout = Layout { pool_bytes: 4 << 40, ..Layout::for_test() };
+    let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
+    let cache = pagemill.caches.make(settings(64 * KIB, 1 << 40)).unwrap();
+    let file = cache.create().unwrap();
+    file.write_at(b"x", 1 << 45).unwrap();
+    assert_eq!(cache.charged_bytes(), 64 * KIB as u64);
+}
+
 /// A file that goes while somebody has a page of it pinned: the pin's bytes stay, the memory comes free with the pin.
 #[test]
 fn pins_outlive_truncation() {

@@ -50,7 +50,9 @@ fn check(bytes: &[u8], number: u64, page: u64) {
 
 /// Does something that changes which folios there are.
 fn disturb(file: &Mapping, seed: &mut u64) {
-    let (offset, len) = (random(seed) % (PAGES * PAGE as u64), random(seed) % (600 * PAGE as u64));
+    // Whole words: each is one stamp, or zero.
+    let some = |seed: &mut u64, pages: u64| random(seed) % (pages * PAGE as u64) / WORD as u64 * WORD as u64;
+    let (offset, len) = (some(seed, PAGES), some(seed, 600));
     let done = match random(seed) % 8 {
         0 => file.truncate(offset),
         1 | 2 => file.punch_hole(offset, len).map(drop),

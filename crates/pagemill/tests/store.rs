@@ -1,12 +1,12 @@
 //! Files with a store behind them: what is read comes from there, what is written goes there at sync, clean pages make room.
 
 use pagemill::mapping::policy::{Always, Never};
-use pagemill::mapping::{Cache, Policy, Settings};
+use pagemill::mapping::{Cache, Mapping, Policy, Settings};
 use pagemill::store::Store;
 use pagemill::units::PageSize;
 use pagemill::{Error, Pagemill};
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
 const KIB: usize = 1 << 10;
@@ -18,12 +18,21 @@ struct Memory {
     reads: AtomicU64,
     /// Calls until one fails; none do at 0.
     fails_in: AtomicU64,
+    /// The next read there waits, with old bytes, until it is let go.
+    stops_at: AtomicU64,
+    is_stopped: AtomicBool,
 }
 
 impl Memory {
     fn new(len: usize) -> Arc<Self> {
         let bytes = (0..len).map(|at| (at / 1000 % 255) as u8 + 1).collect();
-        Arc::new(Self { bytes: Mutex::new(bytes), reads: AtomicU64::new(0), fails_in: AtomicU64::new(0) })
+        Arc::new(Self {
+            bytes: Mutex::new(bytes),
+            reads: AtomicU64::new(0),
+            fails_in: AtomicU64::new(0),
+            stops_at: AtomicU64::new(u64::MAX),
+            is_stopped: AtomicBool::new(false),
+        })
     }
 
     fn may_fail(&self) -> io::Result<()> {
@@ -50,6 +59,13 @@ impl Store for Memory {
         let len = from.len().min(to.len());
         to[..len].copy_from_slice(&from[..len]);
         to[len..].fill(0);
+        drop(bytes);
+        if self.stops_at.compare_exchange(offset, u64::MAX, SeqCst, SeqCst).is_ok() {
+            self.is_stopped.store(true, SeqCst);
+            while self.is_stopped.load(SeqCst) {
+                std::thread::yield_now();
+            }
+        }
         Ok(())
     }
 
@@ -75,13 +91,34 @@ impl Store for Memory {
     }
 }
 
+impl Memory {
+    /// Does something while another thread is in the midst of reading the first byte of a page.
+    fn while_page_is_read(&self, file: &Mapping, offset: u64, act: impl FnOnce()) {
+        self.stops_at.store(offset, SeqCst);
+        std::thread::scope(|scope| {
+            scope.spawn(|| file.read_at(&mut [0], offset).unwrap());
+            while !self.is_stopped.load(SeqCst) {
+                std::thread::yield_now();
+            }
+            act();
+            self.is_stopped.store(false, SeqCst);
+        });
+    }
+}
+
+fn byte_at(file: &Mapping, offset: u64) -> u8 {
+    let mut byte = [0xEE];
+    assert_eq!(file.read_at(&mut byte, offset).unwrap(), 1);
+    byte[0]
+}
+
 fn cache(policy: Box<dyn Policy>, limit_bytes: usize) -> Cache {
     let settings =
         Settings { policy, page: PageSize::new(4 * KIB).unwrap(), ..Settings::new("store", limit_bytes as u64) };
     Pagemill::for_test().caches.make(settings).unwrap()
 }
 
-fn read(file: &pagemill::mapping::Mapping) -> Vec<u8> {
+fn read(file: &Mapping) -> Vec<u8> {
     let mut bytes = vec![0; file.size_bytes() as usize];
     assert_eq!(file.read_at(&mut bytes, 0).unwrap(), bytes.len());
     bytes
@@ -169,4 +206,141 @@ fn failures_of_the_store_lose_nothing() {
         expected[100 * KIB..100 * KIB + 3].fill(fails_in as u8);
         assert!(*store.bytes.lock().unwrap() == expected);
     }
+}
+
+/// What is not in memory is in the store: no reason to make zeros of it.
+#[test]
+fn collapsing_keeps_what_is_stored() {
+    let store = Memory::new(2 * MIB);
+    let expected = store.bytes.lock().unwrap().clone();
+    let file = cache(Box::new(Never), 64 * MIB).open(store.clone()).unwrap();
+    file.write_at(&[9], 0).unwrap();
+    assert!(!file.collapse(0).unwrap(), "a part is in the store only");
+    assert_eq!(byte_at(&file, 8192), expected[8192]);
+    let _ = read(&file);
+    assert!(file.collapse(0).unwrap());
+    file.sync().unwrap();
+    assert!(store.bytes.lock().unwrap()[1..] == expected[1..]);
+}
+
+/// Bytes that were read from the store before they were cut off, or written and dropped, are not put into memory after it.
+#[test]
+fn stale_reads_are_thrown_away() {
+    let store = Memory::new(8 * KIB);
+    let file = cache(Box::new(Never), 64 * MIB).open(store.clone()).unwrap();
+    store.while_page_is_read(&file, 4 * KIB as u64, || file.truncate(0).unwrap());
+    file.truncate(8 * KIB as u64).unwrap();
+    assert_eq!(byte_at(&file, 5000), 0);
+
+    let store = Memory::new(64 * KIB);
+    let cache = cache(Box::new(Never), 8 * KIB);
+    let file = cache.open(store.clone()).unwrap();
+    store.while_page_is_read(&file, 0, || {
+        file.write_at(&[99], 0).unwrap();
+        file.sync().unwrap();
+        // Dropped for others.
+        let _ = read(&file);
+        assert_eq!(store.bytes.lock().unwrap()[0], 99);
+    });
+    assert_eq!(byte_at(&file, 0), 99);
+    file.write_at(&[98], 1).unwrap();
+    file.sync().unwrap();
+    assert_eq!(store.bytes.lock().unwrap()[..2], [99, 98]);
+}
+
+/// After the last sync the store has all that was appended, or written before a split, while others synced.
+#[test]
+fn syncs_beside_appends_and_splits_lose_nothing() {
+    for _ in 0..20 {
+        let store = Memory::new(0);
+        let file = cache(Box::new(Never), 64 * MIB).open(store.clone()).unwrap();
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Relaxed) {
+                    file.sync().unwrap();
+                }
+            });
+            for part in 0..2000 {
+                assert_eq!(file.write_at(&[7; 64], part * 64).unwrap(), 64);
+            }
+            is_over.store(true, Relaxed);
+        });
+        file.sync().unwrap();
+        assert!(*store.bytes.lock().unwrap() == vec![7; 2000 * 64]);
+
+        let store = Memory::new(2 * MIB);
+        let file = cache(Box::new(Always), 64 * MIB).open(store.clone()).unwrap();
+        file.write_at(&vec![0xBB; 2 * MIB], 0).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| file.split(0));
+            file.sync().unwrap();
+        });
+        assert!(*store.bytes.lock().unwrap() == vec![0xBB; 2 * MIB]);
+    }
+}
+
+/// A store that breaks its contract harms nobody else: a size that no file has, blocks larger than a page, a panic, less
+/// than it was asked for.
+#[test]
+fn stores_are_not_trusted() {
+    struct Odd {
+        size: u64,
+        block: usize,
+    }
+    impl Store for Odd {
+        fn size_bytes(&self) -> io::Result<u64> {
+            Ok(self.size)
+        }
+        fn block_bytes(&self) -> usize {
+            self.block
+        }
+        fn read(&self, offset: u64, _to: &mut [u8]) -> io::Result<()> {
+            assert!(offset > 0, "a store that panics");
+            Ok(())
+        }
+        fn write(&self, _offset: u64, _from: &[u8]) -> io::Result<()> {
+            panic!("a store that panics")
+        }
+        fn set_size(&self, _size_bytes: u64) -> io::Result<()> {
+            Ok(())
+        }
+        fn sync(&self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+    let cache = cache(Box::new(Never), 8 * MIB);
+    let open = |size, block| cache.open(Arc::new(Odd { size, block }));
+    assert!(matches!(open(1 << 60, 512), Err(Error::FileTooLarge { .. })));
+    assert!(matches!(open(1, 8 * KIB), Err(Error::Unsupported { .. })));
+    let other = cache.create().unwrap();
+    other.write_at(&vec![0x5E; 64 * KIB], 0).unwrap();
+    drop(other);
+    let file = open(64 * KIB as u64, 512).unwrap();
+    assert_eq!(byte_at(&file, 8 * KIB as u64), 0, "not what another file had");
+    let panics = |act: &dyn Fn()| std::panic::catch_unwind(std::panic::AssertUnwindSafe(act)).is_err();
+    assert!(panics(&|| drop(file.read_at(&mut [0], 0))));
+    assert_eq!(file.write_at(&[1], 8 * KIB as u64).unwrap(), 1);
+    assert!(panics(&|| drop(file.sync())));
+    assert_eq!(file.write_at(&[2], 8 * KIB as u64).unwrap(), 1, "not held for good");
+    drop(file);
+    assert_eq!(cache.charged_bytes(), 0);
+}
+
+/// What is written by a pin is written back.
+#[test]
+fn pins_make_dirty() {
+    let store = Memory::new(8 * KIB);
+    let file = cache(Box::new(Never), 8 * MIB).open(store.clone()).unwrap();
+    let pin = file.pin(0).unwrap();
+    pin.write_at(&[99], 0).unwrap();
+    drop(pin);
+    file.sync().unwrap();
+    assert_eq!(store.bytes.lock().unwrap()[0], 99);
+    let pin = file.pin(0).unwrap();
+    pin.set_dirty();
+    drop(pin);
+    store.bytes.lock().unwrap()[0] = 1;
+    file.sync().unwrap();
+    assert_eq!(store.bytes.lock().unwrap()[0], 99);
 }

@@ -280,21 +280,48 @@ impl Arena {
         node: usize,
         prepare: impl FnOnce(usize, usize) -> Result<()>,
     ) -> Result<usize> {
-        let no_addresses = || Error::NoAddresses { wanted_bytes: (blocks as u64).saturating_mul(BLOCK_BYTES as u64) };
-        let align_bytes = align_blocks.checked_mul(BLOCK_BYTES).ok_or_else(no_addresses)?;
-        let len_bytes = blocks.checked_mul(BLOCK_BYTES).ok_or_else(no_addresses)?;
         let _guard = zone.lock.lock();
-        let start = (zone.base + zone.used_bytes()).checked_next_multiple_of(align_bytes).ok_or_else(no_addresses)?;
-        let end = start.checked_add(len_bytes).ok_or_else(no_addresses)?;
-        if end > zone.base + zone.len_bytes {
-            return Err(no_addresses());
-        }
+        let (start, len_bytes) = self.place_of(zone, blocks, align_blocks)?;
+        let end = start + len_bytes;
         self.open_metadata(zone, end)?;
         prepare(zone.used_bytes(), end - zone.base)?;
         backing::open(start, len_bytes)?;
         self.nodes.bind(start, len_bytes, node);
         zone.next.store(end - zone.base, Relaxed);
         Ok(start)
+    }
+
+    /// As [`Arena::carve`], of blocks that stay closed until [`Arena::open_blocks`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Arena::carve`].
+    pub(crate) fn carve_closed(&self, zone: &Zone, blocks: usize, align_blocks: usize, node: usize) -> Result<usize> {
+        let _guard = zone.lock.lock();
+        let (start, len_bytes) = self.place_of(zone, blocks, align_blocks)?;
+        self.open_metadata(zone, start + len_bytes)?;
+        self.nodes.bind(start, len_bytes, node);
+        zone.next.store(start + len_bytes - zone.base, Relaxed);
+        Ok(start)
+    }
+
+    /// Makes blocks readable and writable that were carved closed.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::System`] where `mmap` would refuse as much.
+    pub(crate) fn open_blocks(&self, addr: usize, len_bytes: usize) -> Result<()> {
+        backing::open(addr, len_bytes)
+    }
+
+    /// Where the next blocks of a zone begin, and their bytes. Under its lock.
+    fn place_of(&self, zone: &Zone, blocks: usize, align_blocks: usize) -> Result<(usize, usize)> {
+        let no_addresses = || Error::NoAddresses { wanted_bytes: (blocks as u64).saturating_mul(BLOCK_BYTES as u64) };
+        let align_bytes = align_blocks.checked_mul(BLOCK_BYTES).ok_or_else(no_addresses)?;
+        let len_bytes = blocks.checked_mul(BLOCK_BYTES).ok_or_else(no_addresses)?;
+        let start = (zone.base + zone.used_bytes()).checked_next_multiple_of(align_bytes).ok_or_else(no_addresses)?;
+        let end = start.checked_add(len_bytes).ok_or_else(no_addresses)?;
+        if end > zone.base + zone.len_bytes { Err(no_addresses()) } else { Ok((start, len_bytes)) }
     }
 
     /// Opens the words and maps of the blocks that a zone is about to give out.

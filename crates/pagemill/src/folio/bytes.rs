@@ -97,11 +97,15 @@ pub(crate) unsafe fn zero(dst: *mut u8, len_bytes: usize) {
 ///
 /// # Safety
 ///
-/// They are mapped, a multiple of eight, and aligned to eight.
+/// They are mapped.
 pub(crate) unsafe fn is_zero(src: *const u8, len_bytes: usize) -> bool {
-    let words = src.cast::<u64>();
-    // SAFETY: the caller's promise.
-    (0..len_bytes / size_of::<u64>()).all(|at| unsafe { words.add(at).read_volatile() } == 0)
+    let mut part = [0; 512];
+    (0..len_bytes).step_by(part.len()).all(|at| {
+        let len = part.len().min(len_bytes - at);
+        // SAFETY: the caller's promise; the part is ours.
+        unsafe { copy(part.as_mut_ptr(), src.add(at), len) };
+        part[..len].iter().all(|byte| *byte == 0)
+    })
 }
 
 /// # Safety

@@ -26,6 +26,9 @@ const _: () = assert!(size_of::<Frame>() == 16);
 /// Frames take huge pages once so much of them is in use.
 const HUGE_FRAMES_BYTES: usize = BLOCK_BYTES / 2;
 
+/// So much of the window is opened at a time.
+const OPENED_BYTES: usize = 32 * BLOCK_BYTES;
+
 /// Bits of a page's index in its file. The rest of the owner word says whose file.
 const INDEX_BITS: u32 = 40;
 
@@ -43,8 +46,8 @@ impl Owner {
     pub const MAX_INDEX: u64 = (1 << INDEX_BITS) - 1;
 }
 
-/// Pages that were taken: nobody else knows of them.
-#[derive(Clone, Copy, Debug)]
+/// Pages that were taken: nobody else knows of them, and there is no second of these.
+#[derive(Debug)]
 pub(crate) struct Taken {
     pub number: u32,
     pub order: u8,
@@ -102,9 +105,9 @@ impl Pool {
         // The last number means none.
         let pages =
             chunks.checked_mul(chunk_pages).filter(|pages| *pages < u32::MAX as usize).ok_or_else(no_addresses)?;
-        let frames = Table::new(pages)?;
         let align_blocks = chunk_bytes / BLOCK_BYTES;
-        let base = arena.carve(&arena.pool, chunks * align_blocks, align_blocks, node, |_, _| Ok(()))?;
+        let base = arena.carve_closed(&arena.pool, chunks * align_blocks, align_blocks, node)?;
+        let frames = Table::new(pages)?;
         let chunk_order = chunk_pages.trailing_zeros() as u8;
         place(Self {
             arena,
@@ -246,12 +249,24 @@ impl Pool {
             if books.chunks == self.max_chunks {
                 return Err(self.is_full());
             }
-            let pages = 1usize << self.chunk_order;
-            let next = books.chunks as usize * pages;
-            self.frames.open(0, next, next + pages)?;
+            self.open(books.chunks)?;
             books.chunks += 1;
             Ok(books.chunks - 1)
         })
+    }
+
+    /// Lets a chunk that was never used be used, with its frames. Addresses are opened some at a time: what is open counts
+    /// as promised by the system.
+    fn open(&self, chunk: u32) -> Result<()> {
+        let pages = 1usize << self.chunk_order;
+        let next = chunk as usize * pages;
+        self.frames.open(0, next, next + pages)?;
+        let step = (OPENED_BYTES / self.chunk_bytes()).max(1) as u32;
+        if chunk.is_multiple_of(step) {
+            let chunks = step.min(self.max_chunks - chunk) as usize;
+            self.arena.open_blocks(self.addr(chunk << self.chunk_order), chunks * self.chunk_bytes())?;
+        }
+        Ok(())
     }
 
     fn leave_chunk(&self, chunk: u32) {
@@ -351,7 +366,7 @@ impl Pool {
     /// Copies bytes of a folio out. What they are worth its word tells.
     #[inline]
     pub fn copy_out(&self, number: u32, at: usize, to: &mut [u8]) {
-        debug_assert!(at + to.len() <= self.chunk_bytes());
+        assert!(at + to.len() <= self.chunk_bytes());
         // In a model others may go on in the midst of it.
         #[cfg(shuttle)]
         let (at, to) = {
@@ -369,7 +384,7 @@ impl Pool {
     /// Copies bytes into a folio that the caller has pinned, or alone.
     #[inline]
     pub fn copy_in(&self, number: u32, at: usize, from: &[u8]) {
-        debug_assert!(at + from.len() <= self.chunk_bytes());
+        assert!(at + from.len() <= self.chunk_bytes());
         #[cfg(shuttle)]
         let (at, from) = {
             let (first, rest) = from.split_at(from.len() / 2);
@@ -384,7 +399,7 @@ impl Pool {
 
     /// As [`Pool::copy_in`], of zeros.
     pub fn zero(&self, number: u32, at: usize, len_bytes: usize) {
-        debug_assert!(at + len_bytes <= self.chunk_bytes());
+        assert!(at + len_bytes <= self.chunk_bytes());
         // SAFETY: as in `copy_in`.
         unsafe { bytes::zero((self.addr(number) + at) as *mut u8, len_bytes) };
     }
@@ -405,21 +420,19 @@ impl Pool {
     /// Eight bytes of a pinned folio.
     #[inline]
     pub fn read_u64(&self, number: u32, at: usize) -> u64 {
-        let mut bytes = [0; 8];
-        self.copy_word(number, at, &mut bytes);
-        u64::from_le_bytes(bytes)
-    }
-
-    #[inline]
-    fn copy_word(&self, number: u32, at: usize, to: &mut [u8; 8]) {
-        debug_assert!(at + to.len() <= self.chunk_bytes());
-        // SAFETY: mapped by invariant 1, any alignment; volatile, since others may write meanwhile.
-        *to = unsafe { ((self.addr(number) + at) as *const [u8; 8]).read_volatile() };
+        assert!(at + size_of::<u64>() <= self.chunk_bytes());
+        let from = self.addr(number) + at;
+        if from.is_multiple_of(align_of::<u64>()) {
+            // SAFETY: mapped by invariant 1, and aligned; volatile, since others may write meanwhile.
+            return u64::from_le(unsafe { (from as *const u64).read_volatile() });
+        }
+        // SAFETY: as above, byte by byte.
+        u64::from_le_bytes(unsafe { (from as *const [u8; 8]).read_volatile() })
     }
 
     /// Lets `act` have the bytes of a folio that only the caller knows of.
-    pub fn with_bytes<R>(&self, taken: Taken, len_bytes: usize, act: impl FnOnce(&mut [u8]) -> R) -> R {
-        debug_assert_eq!(self.word(taken.number).load().kind(), Kind::Busy);
+    pub fn with_bytes<R>(&self, taken: &mut Taken, len_bytes: usize, act: impl FnOnce(&mut [u8]) -> R) -> R {
+        assert!(len_bytes <= self.page.bytes() << taken.order);
         // SAFETY: mapped by invariant 1, and by invariant 2 the caller's, who cannot do anything else with it meanwhile.
         act(unsafe { std::slice::from_raw_parts_mut(self.addr(taken.number) as *mut u8, len_bytes) })
     }

@@ -57,7 +57,7 @@ const PIN: u64 = 1 << PIN_SHIFT;
 const PIN_MASK: u64 = 0xF_FFFF;
 const VERSION_SHIFT: u32 = 32;
 
-/// In the place of the pins of a busy folio: it left its file, its holder frees it.
+/// In the place of the pins of a busy or still folio: it left its file, whoever has it frees it.
 const LEFT: u32 = 1;
 
 /// Pins that a folio can have.
@@ -249,13 +249,6 @@ impl Word {
         self.claim(Kind::Still)
     }
 
-    /// Ends [`Word::freeze`] where nothing came of it.
-    pub fn thaw(&self) {
-        let seen = self.load();
-        debug_assert_eq!(seen.kind(), Kind::Still);
-        self.0.store(seen.with_kind(Kind::Live).0, Release);
-    }
-
     /// Makes a folio of `order` live: one that was taken, held or made of another. Only who has it alone calls this.
     pub fn publish(&self, order: u8, is_whole: bool, is_dirty: bool) {
         let version = State(self.0.load(Relaxed)).next_version();
@@ -263,28 +256,45 @@ impl Word {
         self.0.store(State::new(Kind::Live, order, version).0 | whole | dirty, Release);
     }
 
-    /// Ends [`Word::hold`]. Returns whether the folio is live again; otherwise it left its file, and the caller has to free it.
-    #[must_use]
-    pub fn end_hold(&self, is_dirty: bool) -> bool {
+    /// Makes a folio live again that one thread has, as `next` says. Returns whether it is; otherwise it left its file, and
+    /// the caller has to free it.
+    fn revive(&self, next: impl Fn(State) -> State) -> bool {
         loop {
             let seen = self.load();
-            debug_assert_eq!(seen.kind(), Kind::Busy);
+            debug_assert!(matches!(seen.kind(), Kind::Busy | Kind::Still), "{seen:?}");
             if seen.pins() == LEFT {
                 return false;
             }
-            let dirty = if is_dirty { DIRTY } else { 0 };
-            let next = State(seen.with_kind(Kind::Live).0.wrapping_add(1 << VERSION_SHIFT) | dirty);
-            if self.swap_from(seen, next) {
+            if self.swap_from(seen, next(seen)) {
                 return true;
             }
         }
     }
 
+    /// Ends [`Word::hold`]. Returns whether the folio is live again; otherwise it left its file, and the caller has to free it.
+    #[must_use]
+    pub fn end_hold(&self, is_dirty: bool) -> bool {
+        let dirty = if is_dirty { DIRTY } else { 0 };
+        self.revive(|seen| State(seen.with_kind(Kind::Live).0.wrapping_add(1 << VERSION_SHIFT) | dirty))
+    }
+
+    /// Ends [`Word::freeze`] where nothing came of it; returns as [`Word::end_hold`].
+    #[must_use]
+    pub fn thaw(&self) -> bool {
+        self.revive(|seen| seen.with_kind(Kind::Live))
+    }
+
     /// As [`Word::thaw`], of a folio whose bytes were written back.
-    pub fn thaw_clean(&self) {
-        let seen = self.load();
-        debug_assert_eq!(seen.kind(), Kind::Still);
-        self.0.store(seen.with_kind(Kind::Live).0 & !DIRTY, Release);
+    #[must_use]
+    pub fn thaw_clean(&self) -> bool {
+        self.revive(|seen| State(seen.with_kind(Kind::Live).0 & !DIRTY))
+    }
+
+    /// As [`Word::thaw`], of a part of a folio that was split: a page of its own from here on.
+    #[must_use]
+    pub fn thaw_as_page(&self, is_dirty: bool) -> bool {
+        let dirty = if is_dirty { DIRTY } else { 0 };
+        self.revive(|seen| State(State::new(Kind::Live, 0, seen.next_version()).0 | dirty))
     }
 
     /// A free page, or one of another folio, becomes what `kind` says. Only who has it alone calls this.
@@ -294,6 +304,13 @@ impl Word {
         fence(Release);
     }
 
+    /// As [`Word::assign`] to still: a page of a folio that is being split, as clean or dirty as that.
+    pub fn assign_still(&self, is_dirty: bool) {
+        let version = State(self.0.load(Relaxed)).next_version();
+        let dirty = if is_dirty { DIRTY } else { 0 };
+        self.0.store(State::new(Kind::Still, 0, version).0 | dirty, Release);
+    }
+
     /// As [`Word::assign`] to free, with what is known of its bytes.
     pub fn release(&self, order: u8, is_zero: bool) {
         let version = State(self.0.load(Relaxed)).next_version();
@@ -301,23 +318,20 @@ impl Word {
     }
 
     /// A folio leaves its file, in which nobody finds it any more. Returns whether the caller has to free it: nobody has
-    /// it pinned or held, and it is busy from here on. Else whoever has it frees it.
-    ///
-    /// # Errors
-    ///
-    /// The state of one that is kept still, for a moment.
-    pub fn leave(&self) -> Result<bool, State> {
+    /// it pinned, held or kept still, and it is busy from here on. Else whoever has it frees it.
+    #[must_use]
+    pub fn leave(&self) -> bool {
         loop {
             let seen = self.load();
             let (kind, left) = match seen.kind() {
                 Kind::Live if seen.pins() == 0 => (Kind::Busy, 0),
                 Kind::Live => (Kind::Gone, 0),
-                Kind::Busy if seen.pins() == 0 => (Kind::Busy, u64::from(LEFT) << PIN_SHIFT),
-                _ => return Err(seen),
+                kind => (kind, u64::from(LEFT) << PIN_SHIFT),
             };
+            debug_assert!(left == 0 || (matches!(kind, Kind::Busy | Kind::Still) && seen.pins() == 0), "{seen:?}");
             let next = State((seen.with_kind(kind).0 | left).wrapping_add(1 << VERSION_SHIFT));
             if self.swap_from(seen, next) {
-                return Ok(kind == Kind::Busy && left == 0);
+                return kind == Kind::Busy && left == 0;
             }
         }
     }
@@ -339,7 +353,7 @@ mod tests {
         assert_eq!(word.pin().unwrap().pins(), 1);
         assert!(word.is_unchanged(seen), "a pin changes no byte");
         assert!(word.hold().is_err() && word.freeze().is_err());
-        assert_eq!(word.leave(), Ok(false));
+        assert!(!word.leave());
         assert!(!word.is_unchanged(seen) && word.pin().is_err());
         assert!(word.unpin(), "the last one frees");
         word.release(0, false);
@@ -354,15 +368,17 @@ mod tests {
         let seen = word.load();
         word.freeze().unwrap();
         assert!(word.is_unchanged(seen) && word.load().is_readable() && word.pin().is_err());
-        word.thaw();
-        assert!(word.is_unchanged(seen));
+        assert!(word.thaw() && word.is_unchanged(seen));
         word.hold().unwrap();
         assert!(!word.is_unchanged(seen));
         assert!(word.end_hold(true));
         assert!(!word.is_unchanged(seen) && word.load().is_dirty());
         word.hold().unwrap();
-        assert_eq!(word.leave(), Ok(false), "its holder has it still");
-        assert!(!word.end_hold(true) && word.leave().is_err());
+        assert!(!word.leave(), "its holder has it still");
+        assert!(!word.end_hold(true));
+        word.publish(0, false, false);
+        word.freeze().unwrap();
+        assert!(!word.leave() && !word.thaw(), "the same while it is kept still");
     }
 
     #[test]
@@ -409,7 +425,7 @@ mod loom_tests {
             let page = page();
             let other = page.clone();
             let freeing = thread::spawn(move || {
-                if other.word.leave() == Ok(true) {
+                if other.word.leave() {
                     other.word.release(0, false);
                     other.word.assign(Kind::Busy, 0);
                     other.byte.store(2, Relaxed);
@@ -434,7 +450,7 @@ mod loom_tests {
         loom::model(|| {
             let page = page();
             let other = page.clone();
-            let freeing = thread::spawn(move || u32::from(other.word.leave().unwrap()));
+            let freeing = thread::spawn(move || u32::from(other.word.leave()));
             let mut freed = 0;
             if page.word.pin().is_ok() {
                 assert_eq!(page.byte.load(Relaxed), 1);
@@ -467,6 +483,21 @@ mod loom_tests {
         });
     }
 
+    /// One who keeps it still and one who takes it out of the file: exactly one frees it.
+    #[test]
+    fn a_still_folio_that_leaves_is_freed_once() {
+        loom::model(|| {
+            let page = page();
+            let other = page.clone();
+            let freeing = thread::spawn(move || u32::from(other.word.leave()));
+            let mut freed = 0;
+            if page.word.freeze().is_ok() {
+                freed += u32::from(!page.word.thaw());
+            }
+            assert_eq!(freed + freeing.join().unwrap(), 1);
+        });
+    }
+
     /// Bytes copied out of a still folio count; those of a busy one never do.
     #[test]
     fn readers_go_on_while_it_is_still() {
@@ -475,7 +506,7 @@ mod loom_tests {
             let other = page.clone();
             let splitter = thread::spawn(move || {
                 if other.word.freeze().is_ok() {
-                    other.word.publish(0, false, false);
+                    assert!(other.word.thaw_as_page(false));
                 }
                 if other.word.hold().is_ok() {
                     other.byte.store(2, Relaxed);

@@ -134,6 +134,9 @@ impl Caches {
                 may_split: settings.may_split,
                 policy: settings.policy,
                 hand: AtomicU32::new(0),
+                stored_files: AtomicU32::new(0),
+                evict_after_ns: AtomicU64::new(0),
+                thin_after_ns: AtomicU64::new(0),
                 files: Guarded::new(Files::default()),
             });
             *user = Arc::downgrade(&inner);
@@ -236,7 +239,7 @@ impl Shrinker for Caches {
             while freed < want_bytes
                 && let Some(cache) = self.next_cache(&mut at)
             {
-                if cache.thin_some(want_bytes - freed) {
+                if cache.make_room(want_bytes - freed) {
                     freed += self.shrink_free(want_bytes - freed);
                 }
             }
@@ -294,6 +297,11 @@ pub(crate) struct Inner {
     pub(super) policy: Box<dyn Policy>,
     /// The page that is looked at next when room is to be made.
     pub(super) hand: AtomicU32,
+    /// Files with a store.
+    pub(super) stored_files: AtomicU32,
+    /// Nothing was found to evict, or to thin: not looked for before.
+    pub(super) evict_after_ns: AtomicU64,
+    pub(super) thin_after_ns: AtomicU64,
     files: Guarded<Files>,
 }
 
@@ -324,12 +332,16 @@ impl Inner {
     }
 
     fn charge(&self, bytes: u64) -> Result<()> {
-        let before = self.charged_bytes.fetch_add(bytes, Relaxed);
-        if before + bytes <= self.limit_bytes {
-            return Ok(());
+        let mut seen = self.charged_bytes.load(Relaxed);
+        loop {
+            if bytes > self.limit_bytes.saturating_sub(seen) {
+                return Err(Error::NoMemory { wanted_bytes: bytes, used_bytes: seen, limit_bytes: self.limit_bytes });
+            }
+            match self.charged_bytes.compare_exchange(seen, seen + bytes, Relaxed, Relaxed) {
+                Ok(_) => return Ok(()),
+                Err(now) => seen = now,
+            }
         }
-        self.charged_bytes.fetch_sub(bytes, Relaxed);
-        Err(Error::NoMemory { wanted_bytes: bytes, used_bytes: before, limit_bytes: self.limit_bytes })
     }
 
     fn discharge(&self, order: u8) {
@@ -425,7 +437,8 @@ impl Inner {
         })
     }
 
-    pub(super) fn leave(&self, id: u32) {
+    pub(super) fn leave(&self, id: u32, has_store: bool) {
+        self.stored_files.fetch_sub(u32::from(has_store), Relaxed);
         self.files.with(|files| {
             files.by_id[id as usize] = Weak::new();
             files.free.push(id);
@@ -434,13 +447,15 @@ impl Inner {
 
     /// Bytes of index nodes, of what stands for each file, and of the list of them.
     fn index_bytes(&self) -> u64 {
-        self.files.with(|files| {
-            let list = files.by_id.capacity() * size_of::<Weak<File>>() + files.free.capacity() * size_of::<u32>();
-            let known = files.by_id.iter().filter_map(Weak::upgrade);
-            // An `Arc` counts its holders in two words.
-            let of = |file: Arc<File>| file.index_bytes() + (size_of::<File>() + 2 * size_of::<usize>()) as u64;
-            list as u64 + known.map(of).sum::<u64>()
-        })
+        let list = self
+            .files
+            .with(|files| files.by_id.capacity() * size_of::<Weak<File>>() + files.free.capacity() * size_of::<u32>());
+        // One by one: the last who has a file may drop its store, which is not done under a lock.
+        let mut id = 0;
+        let known = std::iter::from_fn(|| self.next_file(&mut id));
+        // An `Arc` counts its holders in two words.
+        let of = |file: Arc<File>| file.index_bytes() + (size_of::<File>() + 2 * size_of::<usize>()) as u64;
+        list as u64 + known.map(of).sum::<u64>()
     }
 
     /// Makes room for `want_bytes` of folios. Returns whether it could.
@@ -483,16 +498,25 @@ impl Cache {
     ///
     /// # Errors
     ///
-    /// As [`Cache::create`]; [`Error::Store`] if the store does not tell its size.
+    /// As [`Cache::create`]; [`Error::Store`] if the store does not tell its size, [`Error::FileTooLarge`];
+    /// [`Error::Unsupported`] if its blocks are larger than a page.
     pub fn open(&self, store: Arc<dyn Store>) -> Result<Mapping> {
         let size_bytes =
             store.size_bytes().map_err(|cause| Error::Store { doing: "asking for the size of a file", cause })?;
+        if !store.block_bytes().is_power_of_two() || store.block_bytes() > self.page().bytes() {
+            return Err(Error::Unsupported { what: "the store's block is larger than the cache's page" });
+        }
         self.enter(Some(store), size_bytes)
     }
 
     fn enter(&self, store: Option<Arc<dyn Store>>, size_bytes: u64) -> Result<Mapping> {
         self.0.check()?;
-        self.0.enter(|id| Arc::new(File::new(self.0.clone(), id, store, size_bytes))).map(Mapping::new)
+        let has_store = store.is_some();
+        let file = self.0.enter(|id| Arc::new(File::new(self.0.clone(), id, store, size_bytes)))?;
+        self.0.stored_files.fetch_add(u32::from(has_store), Relaxed);
+        let file = Mapping::new(file);
+        file.0.check_size(size_bytes)?;
+        Ok(file)
     }
 
     /// Whether new folios may be huge from here on. Those that are stay.

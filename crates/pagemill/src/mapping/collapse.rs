@@ -5,8 +5,9 @@ use crate::error::{Error, Result};
 use crate::folio::word::Kind;
 use crate::folio::{Owner, Taken};
 use crate::stats::{self, Counter};
+use crate::sync::{Acquire, Relaxed};
 use crate::trace::{self, Event};
-use crossbeam_epoch as epoch;
+use crate::xarray as epoch;
 
 /// Most pages of a huge folio.
 const MOST_PAGES: usize = 512;
@@ -23,6 +24,8 @@ struct Parts<'file> {
     /// Of these, so many are kept still.
     frozen: usize,
     is_dirty: bool,
+    /// What had left the file when they were found.
+    left: u32,
 }
 
 impl Mapping {
@@ -48,6 +51,11 @@ impl File {
             return Ok(false);
         }
         let Some(mut parts) = Parts::find(self, span.start, 1 << order) else { return Ok(false) };
+        // What is not in memory may be in the store.
+        let stored = self.index_of(self.stored_bytes.load(Relaxed).next_multiple_of(self.page_bytes() as u64));
+        if self.store.is_some() && parts.first_gap().is_some_and(|index| index < stored) {
+            return Ok(false);
+        }
         let failed = |error| {
             stats::add(Counter::HugeCollapseFailed, 1);
             Err(error)
@@ -60,8 +68,8 @@ impl File {
             self.cache.give_unused(taken);
             return failed(Error::Busy { what: "a page of the range is in use" });
         }
-        parts.copy_to(taken);
-        if !self.join(&parts, taken)? {
+        parts.copy_to(&taken);
+        if !self.join(&parts, &taken)? {
             self.cache.give(taken.number, order);
             return failed(Error::Busy { what: "the range was changed meanwhile" });
         }
@@ -72,7 +80,7 @@ impl File {
     }
 
     /// Puts the huge folio into the index in place of its parts, if they are still all there is. Returns whether they were.
-    fn join(&self, parts: &Parts<'_>, taken: Taken) -> Result<bool> {
+    fn join(&self, parts: &Parts<'_>, taken: &Taken) -> Result<bool> {
         let (number, order, first) = (taken.number, taken.order, parts.first);
         let word = self.pool().word(number);
         self.pool().set_owner(number, Owner { id: self.id, index: first });
@@ -80,9 +88,11 @@ impl File {
         let stock = self.tree.prepare(first, last, u32::from(order));
         let mut stock = stock.inspect_err(|_| self.cache.give(number, order))?;
         let mut writer = self.tree.lock();
-        let is_same = (first..).zip(&parts.numbers[..parts.pages]).all(|(index, number)| {
-            writer.get(index).map(|found| found.value) == (*number != NONE).then_some(u64::from(*number))
-        });
+        let is_same = self.store.is_none() || self.left.load(Relaxed) == parts.left;
+        let is_same = is_same
+            && (first..).zip(&parts.numbers[..parts.pages]).all(|(index, number)| {
+                writer.get(index).map(|found| found.value) == (*number != NONE).then_some(u64::from(*number))
+            });
         if is_same {
             // Whoever finds it from here on may use it.
             word.publish(order, !self.cache.may_split, parts.is_dirty);
@@ -95,7 +105,8 @@ impl File {
 impl<'file> Parts<'file> {
     /// The small folios from `first` on; `None` if there are none, or a huge one.
     fn find(file: &'file File, first: u64, pages: usize) -> Option<Self> {
-        let mut parts = Self { file, first, numbers: [NONE; MOST_PAGES], pages, frozen: 0, is_dirty: false };
+        let left = file.left.load(Acquire);
+        let mut parts = Self { file, first, numbers: [NONE; MOST_PAGES], pages, frozen: 0, is_dirty: false, left };
         let guard = epoch::pin();
         let mut at = first;
         let last = first + pages as u64 - 1;
@@ -109,6 +120,12 @@ impl<'file> Parts<'file> {
             at = found.first + 1;
         }
         (at > first).then_some(parts)
+    }
+
+    /// Index of the first page that is not there.
+    fn first_gap(&self) -> Option<u64> {
+        let gap = self.numbers[..self.pages].iter().position(|number| *number == NONE);
+        gap.map(|at| self.first + at as u64)
     }
 
     fn present(&self) -> impl Iterator<Item = (usize, u32)> {
@@ -125,7 +142,7 @@ impl<'file> Parts<'file> {
                     // Should it be another's by now, the index will say so when they are to be joined.
                     Ok(state) if state.order() == 0 => self.is_dirty |= state.is_dirty(),
                     Ok(_) => {
-                        self.file.pool().word(number).thaw();
+                        self.file.thaw(number);
                         return false;
                     }
                     Err(_) => return false,
@@ -136,7 +153,7 @@ impl<'file> Parts<'file> {
         true
     }
 
-    fn copy_to(&self, taken: Taken) {
+    fn copy_to(&self, taken: &Taken) {
         let pool = self.file.pool();
         for (at, number) in self.numbers[..self.pages].iter().enumerate() {
             let to = taken.number + at as u32;
@@ -161,7 +178,7 @@ impl<'file> Parts<'file> {
 impl Drop for Parts<'_> {
     fn drop(&mut self) {
         for number in self.numbers[..self.frozen].iter().filter(|number| **number != NONE) {
-            self.file.pool().word(*number).thaw();
+            self.file.thaw(*number);
         }
     }
 }

@@ -4,7 +4,10 @@ use super::File;
 use super::cache::Inner;
 use crate::folio::word::Kind;
 use crate::stats::{self, Counter};
-use crate::sync::Relaxed;
+use crate::sync::{Relaxed, coarse_ns};
+
+/// After nothing was found, and until something is written back.
+const FUTILE_NS: u64 = 100_000_000;
 
 /// Rounds of the hand before it gives up: a folio counts three uses.
 const ROUNDS: u32 = 4;
@@ -13,6 +16,9 @@ impl Inner {
     /// Drops clean folios until `want_bytes` have come free. Returns whether they have. Walks pages: a second chance for what
     /// was used.
     pub(super) fn evict_some(&self, want_bytes: u64) -> bool {
+        if self.stored_files.load(Relaxed) == 0 || coarse_ns() < self.evict_after_ns.load(Relaxed) {
+            return false;
+        }
         let end = self.pool.pages();
         let (mut freed, mut seen) = (0, 0_u64);
         while freed < want_bytes && seen < u64::from(ROUNDS) * u64::from(end) {
@@ -26,6 +32,9 @@ impl Inner {
             {
                 freed += self.evict(number);
             }
+        }
+        if freed == 0 {
+            self.evict_after_ns.store(coarse_ns() + FUTILE_NS, Relaxed);
         }
         stats::add(Counter::CacheEvicted, freed);
         freed >= want_bytes
@@ -46,10 +55,12 @@ impl File {
         // Still: nobody makes it dirty or frees it, whosever it is by now.
         let is_ours = |value| value == u64::from(number) && !state.is_dirty();
         let mut writer = self.tree.lock();
+        self.note_left();
         let is_out = writer.get(index).is_some_and(|found| is_ours(found.value)) && writer.erase(index).is_some();
         drop(writer);
         if !is_out {
-            word.thaw();
+            // Whosever it is by now.
+            self.thaw(number);
             return 0;
         }
         self.cache.give(number, state.order());

@@ -3,12 +3,11 @@
 use super::policy::{Ask, Cause, Choice};
 use super::{File, Turn};
 use crate::error::{Error, Result};
-use crate::folio::word::Kind;
 use crate::folio::{Owner, Taken};
 use crate::stats::{self, Counter};
-use crate::sync::Relaxed;
+use crate::sync::{Acquire, Relaxed};
 use crate::trace::{self, Event};
-use crossbeam_epoch as epoch;
+use crate::xarray as epoch;
 
 /// A folio that is pinned, and which of its bytes are meant.
 pub(super) struct Place {
@@ -24,6 +23,25 @@ pub(super) enum Content<'bytes> {
     Stored,
     /// As [`Content::Stored`], with these at an offset of the file.
     Written(u64, &'bytes [u8]),
+}
+
+/// A folio that was taken and is in no index: goes back if it does not get there.
+struct Fresh<'file> {
+    file: &'file File,
+    number: u32,
+    order: u8,
+}
+
+impl Fresh<'_> {
+    fn keep(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Fresh<'_> {
+    fn drop(&mut self) {
+        self.file.cache.give(self.number, self.order);
+    }
 }
 
 impl File {
@@ -61,32 +79,34 @@ impl File {
     ///
     /// [`Error::NoMemory`], [`Error::Store`].
     pub(super) fn create(&self, index: u64, cause: Cause, content: &Content<'_>) -> Result<Option<u64>> {
-        let is_written = matches!(content, Content::Written(..));
+        // What the store has is stale once a page was written back and dropped, or cut off.
+        let left = self.left.load(Acquire);
         let (taken, first) = self.take_for(index, cause, content)?;
         let (number, order) = (taken.number, taken.order);
-        self.fill(taken, first, content).inspect_err(|_| self.cache.give(number, order))?;
+        let fresh = Fresh { file: self, number, order };
+        self.fill(taken, first, content)?;
         let pool = self.pool();
         pool.set_owner(number, Owner { id: self.id, index: first });
-        // Nobody knows of it yet, so nobody has to wait for it.
-        pool.word(number).publish(order, !self.cache.may_split, is_written);
         let last = first + (1 << order) - 1;
-        let entered = self.tree.prepare(first, last, u32::from(order)).map(|mut stock| {
-            let mut writer = self.tree.lock();
-            let is_alone = writer.next(first, last).is_none();
-            if is_alone {
-                writer.store(first, u32::from(order), u64::from(number), &mut stock);
-            }
-            is_alone
-        });
-        if matches!(entered, Ok(true)) {
-            if order > 0 {
-                trace::event(Event::FolioMade, first, u64::from(order));
-                stats::add(Counter::HugeAllocated, 1);
-            }
-            return Ok(Some(self.offset_of(last + 1)));
+        let mut stock = self.tree.prepare(first, last, u32::from(order))?;
+        let mut writer = self.tree.lock();
+        if writer.next(first, last).is_some() || self.left.load(Relaxed) != left {
+            return Ok(None);
         }
-        self.free(number)?;
-        entered.map(|_| None)
+        fresh.keep();
+        // Nobody knows of it yet, so nobody has to wait for it; and the file has all of its bytes once somebody does.
+        let end = self.offset_of(last + 1);
+        if let Content::Written(offset, bytes) = content {
+            self.grow(end.min(offset + bytes.len() as u64));
+        }
+        pool.word(number).publish(order, !self.cache.may_split, matches!(content, Content::Written(..)));
+        writer.store(first, u32::from(order), u64::from(number), &mut stock);
+        drop(writer);
+        if order > 0 {
+            trace::event(Event::FolioMade, first, u64::from(order));
+            stats::add(Counter::HugeAllocated, 1);
+        }
+        Ok(Some(end))
     }
 
     /// Takes a folio for a page, huge if the policy wants it and it can be had.
@@ -140,7 +160,7 @@ impl File {
     }
 
     /// Puts the first bytes into a folio that nobody knows of.
-    fn fill(&self, taken: Taken, first: u64, content: &Content<'_>) -> Result<()> {
+    fn fill(&self, mut taken: Taken, first: u64, content: &Content<'_>) -> Result<()> {
         let (pool, len_bytes) = (self.pool(), self.cache.folio_bytes(taken.order));
         let begin = self.offset_of(first);
         let (from, bytes) = match content {
@@ -154,7 +174,7 @@ impl File {
         let to = from + bytes.len() as u64;
         if self.store.is_some() {
             if (from, to) != (0, len_bytes) {
-                self.load(taken, begin, len_bytes as usize)?;
+                self.load(&mut taken, begin, len_bytes as usize)?;
             }
         } else if !taken.is_zero {
             // What was another's must not be seen; what is written now need not be zeroed before.
@@ -181,30 +201,20 @@ impl File {
         self.streak_end.store(end, Relaxed);
     }
 
-    /// Frees a folio that is in no index any more: now, or when its last pin ends.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Busy`] if somebody keeps it still for long, which nobody does.
-    pub(super) fn free(&self, number: u32) -> Result<()> {
-        let word = self.pool().word(number);
-        let mut turn = Turn::new();
-        loop {
-            match word.leave() {
-                Ok(true) => {
-                    self.cache.give(number, word.load().order());
-                    return Ok(());
-                }
-                Ok(false) => return Ok(()),
-                Err(state) => {
-                    debug_assert_eq!(state.kind(), Kind::Still);
-                    turn.wait()?;
-                }
-            }
+    /// A folio that was kept still goes on; or it left its file meanwhile, and is freed.
+    pub(super) fn thaw(&self, number: u32) {
+        self.note_revived(number, self.pool().word(number).thaw());
+    }
+
+    /// Frees a folio that could not be made live again: it left its file while somebody had it.
+    pub(super) fn note_revived(&self, number: u32, is_live: bool) {
+        if !is_live {
+            self.cache.give(number, self.pool().word(number).load().order());
         }
     }
 
-    /// Takes all pages from `first` to `last` out of the file that lie in folios wholly inside. Returns the bytes.
+    /// Takes all pages from `first` to `last` out of the file that lie in folios wholly inside. Returns the bytes that came
+    /// free: what somebody has pinned or holds does with that.
     pub(super) fn remove_pages(&self, first: u64, last: u64) -> u64 {
         /// Folios taken out under the lock of the index at a time.
         const BATCH: usize = 256;
@@ -213,22 +223,25 @@ impl File {
         loop {
             let (mut numbers, mut count, mut next) = ([0; BATCH], 0, None);
             let mut writer = self.tree.lock();
+            self.note_left();
             while count < BATCH && from <= last {
                 let Some(found) = writer.next(from, last) else { break };
                 if found.first >= first && found.last() <= last {
                     writer.erase(found.first);
                     numbers[count] = found.value as u32;
                     count += 1;
-                    removed += self.cache.folio_bytes(found.order as u8);
                 }
                 from = found.last() + 1;
                 next = Some(from);
             }
             drop(writer);
             for number in &numbers[..count] {
-                // Kept still for one copy at most.
-                let freed = self.free(*number);
-                debug_assert!(freed.is_ok());
+                let word = self.pool().word(*number);
+                if word.leave() {
+                    let order = word.load().order();
+                    self.cache.give(*number, order);
+                    removed += self.cache.folio_bytes(order);
+                }
             }
             if next.is_none() || count < BATCH {
                 return removed;
@@ -237,12 +250,16 @@ impl File {
     }
 
     /// Reads what the store has of a folio that nobody knows of.
-    fn load(&self, taken: Taken, begin: u64, len_bytes: usize) -> Result<()> {
+    fn load(&self, taken: &mut Taken, begin: u64, len_bytes: usize) -> Result<()> {
         let Some(store) = &self.store else { return Ok(()) };
         // What was cut off once must not come back.
         let stored = (self.stored_bytes.load(Relaxed).saturating_sub(begin) as usize).min(len_bytes);
+        let is_zero = taken.is_zero;
         self.pool().with_bytes(taken, len_bytes, |bytes| {
-            bytes[stored..].fill(0);
+            // Nothing that was another's, should the store put in less than it says.
+            if !is_zero {
+                bytes.fill(0);
+            }
             if stored == 0 {
                 return Ok(());
             }

@@ -14,8 +14,10 @@
 //! punch_hole) goes alone through the file's [`gate`], takes entries out of the index, then frees the folios; one that somebody has
 //! pinned is freed by its last pin. Reads beside it find old bytes or zeros, never another file's.
 //!
-//! No caller's buffer is touched under a lock: it may lie in memory whose faults come here. What holds a folio alone or
-//! still does so for one copy; waits for it are bounded, and end in [`Error::Busy`].
+//! No caller's buffer is touched under a lock that the way of a fault would take: the buffer may lie in memory whose faults
+//! come here. (Writers are inside the gate then, which no fault takes.) Who meets a folio that another has alone or keeps still
+//! waits for a second at most, and ends in [`Error::Busy`]. Policies and stores are called inside the gate, too: they must
+//! not use the cache's files.
 //!
 //! Below: `folio`, `xarray`. Above, by trait: [`Policy`], [`crate::store::Store`]. Locks, in order: gate, index, the pool's
 //! books. Diagram and table: docs/states-and-locks.md.
@@ -47,13 +49,13 @@ pub use policy::Policy;
 use crate::error::{Error, Result};
 use crate::folio::{Owner, Pool};
 use crate::store::Store;
-use crate::sync::{Acquire, AtomicU32, AtomicU64, Lock, Patience, Relaxed};
+use crate::sync::{Acquire, AtomicU32, AtomicU64, Lock, Patience, Relaxed, Release};
 use crate::xarray::{Node, TableNodes, XArray};
 use gate::Gate;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A folio that is in use for so long is in nobody's way who works as he should.
+/// Who holds a folio for so long is in the way of others; they hear of it.
 const MOST_WAIT_NS: u64 = 1_000_000_000;
 
 /// One file.
@@ -66,6 +68,9 @@ pub(crate) struct File {
     stored_bytes: AtomicU64,
     /// Odd while the store may hold more than counts, and moved on with every change of that. Changed as `stored_bytes`.
     cut: AtomicU32,
+    /// Moves on whenever a page leaves the file, or less of the store counts: what was read from the store before may be
+    /// stale. Changed under the lock of the index.
+    left: AtomicU32,
     /// One at a time writes back.
     syncing: Lock,
     gate: Gate,
@@ -95,7 +100,7 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // In a fork child the parent's locks may be held for good.
         if self.0.cache.check().is_ok() {
-            self.0.cache.leave(self.0.id);
+            self.0.cache.leave(self.0.id, self.0.store.is_some());
             // The worker may hold the file for a moment longer; its pages go now.
             self.0.remove_pages(0, Owner::MAX_INDEX);
         }
@@ -111,6 +116,7 @@ impl File {
             size_bytes: AtomicU64::new(size_bytes),
             stored_bytes: AtomicU64::new(size_bytes),
             cut: AtomicU32::new(0),
+            left: AtomicU32::new(0),
             syncing: Lock::new(),
             gate: Gate::default(),
             id,
@@ -174,6 +180,11 @@ impl File {
     fn check_size(&self, size_bytes: u64) -> Result<()> {
         let most_bytes = self.max_bytes();
         if size_bytes > most_bytes { Err(Error::FileTooLarge { size_bytes, most_bytes }) } else { Ok(()) }
+    }
+
+    /// Under the lock of the index: a page leaves the file, or a part of its store.
+    fn note_left(&self) {
+        self.left.store(self.left.load(Relaxed).wrapping_add(1), Release);
     }
 
     /// Makes the file at least so long.

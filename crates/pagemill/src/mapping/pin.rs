@@ -6,7 +6,7 @@ use super::policy::Cause;
 use super::{File, Mapping, Turn};
 use crate::error::{Error, Result};
 use crate::folio::word::Kind;
-use crossbeam_epoch as epoch;
+use crate::xarray as epoch;
 use std::ops::{Deref, DerefMut};
 
 /// A folio of a file that stays in memory, and in its place, until this goes: for I/O, or for reading many times. It is not
@@ -89,6 +89,8 @@ impl Mapping {
                 continue;
             };
             let number = hit.value() as u32;
+            // A truncation that has begun counts on nobody coming in.
+            let inside = file.gate.beside();
             match file.pool().word(number).hold() {
                 Ok(state) if hit.is_still() => {
                     let len_bytes = file.cache.folio_bytes(state.order()) as usize;
@@ -97,7 +99,7 @@ impl Mapping {
                 Ok(_) => file.end_hold(number, false),
                 Err(_) if !hit.is_still() => {}
                 Err(_) => {
-                    drop(guard);
+                    drop((inside, guard));
                     turn.wait()?;
                 }
             }
@@ -133,11 +135,7 @@ impl File {
 
     /// Gives a folio back that was held; frees it if it left the file meanwhile.
     fn end_hold(&self, number: u32, is_dirty: bool) {
-        let word = self.pool().word(number);
-        if !word.end_hold(is_dirty) {
-            debug_assert_eq!(word.load().kind(), Kind::Busy);
-            self.cache.give(number, word.load().order());
-        }
+        self.note_revived(number, self.pool().word(number).end_hold(is_dirty));
     }
 }
 
@@ -161,7 +159,8 @@ impl Pin<'_> {
     ///
     /// # Errors
     ///
-    /// [`Error::PastEnd`] past the end of the file, which may be shorter by now.
+    /// [`Error::PastEnd`] past the end of the file, which may be shorter by now; [`Error::WrongState`] where the page is no
+    /// longer the file's (a hole, say).
     ///
     /// # Panics
     ///
@@ -173,6 +172,9 @@ impl Pin<'_> {
         let (end, size_bytes) = (self.offset + (at + from.len()) as u64, self.file.size_bytes());
         if end > size_bytes {
             return Err(Error::PastEnd { offset: end - 1, size_bytes });
+        }
+        if self.file.pool().word(self.number).load().kind() == Kind::Gone {
+            return Err(Error::WrongState { what: "the page has left the file" });
         }
         self.file.pool().copy_in(self.number, self.at + at, from);
         self.file.pool().word(self.number).set_dirty();
@@ -191,9 +193,14 @@ impl Pin<'_> {
     }
 
     /// Where the bytes are, for who does I/O to them: mapped and in place for as long as this is kept. Others may change them.
-    /// Such as lie past the end of the file have to stay zero.
+    /// Such as lie past the end of the file have to stay zero; who changed others says so by [`Pin::set_dirty`].
     pub fn as_ptr(&self) -> *mut u8 {
         (self.file.pool().addr(self.number) + self.at) as *mut u8
+    }
+
+    /// Notes that bytes were changed, for the store.
+    pub fn set_dirty(&self) {
+        self.file.pool().word(self.number).set_dirty();
     }
 
     #[inline]

@@ -38,7 +38,8 @@ pub enum Choice {
     Nothing,
 }
 
-/// Decides for every range of every file of a cache. Called without a lock, often, so it should be quick.
+/// Decides for every range of every file of a cache. Called often, so it should be quick; where a file is written, its
+/// truncation waits meanwhile, so it must not use the cache's files.
 pub trait Policy: Send + Sync {
     fn choose(&self, ask: &Ask) -> Choice;
 }

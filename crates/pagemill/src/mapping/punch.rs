@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 
 impl Mapping {
     /// Takes a range out of the file: it reads zero, and its whole pages need no memory. Returns how many bytes of memory came
-    /// free.
+    /// free; what somebody has pinned does later.
     ///
     /// Pages that lie in it partly are zeroed as far as they do; so are parts of a huge folio that is pinned, or that the
     /// cache does not split. The file's length stays.
@@ -26,12 +26,12 @@ impl Mapping {
             return Ok(0);
         }
         let (first, last) = (file.index_of(offset.next_multiple_of(file.page_bytes() as u64)), file.index_of(end));
-        file.open_up(file.index_of(offset));
-        file.open_up(last);
+        let mut freed = 0;
         if first < last {
             file.open_up(first);
+            file.open_up(last);
+            freed = file.remove_pages(first, last - 1);
         }
-        let freed = if first < last { file.remove_pages(first, last - 1) } else { 0 };
         // The edges, and what could not go.
         file.zero_present(offset, end)?;
         Ok(freed)

@@ -2,7 +2,7 @@
 
 use super::Mapping;
 use crate::error::{Error, Result};
-use crossbeam_epoch as epoch;
+use crate::xarray as epoch;
 
 impl Mapping {
     /// The first byte at or after `offset` that may hold data; `None` if only a hole follows. Pages of zeros count as data,

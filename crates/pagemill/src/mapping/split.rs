@@ -6,7 +6,7 @@ use crate::folio::Owner;
 use crate::folio::word::Kind;
 use crate::stats::{self, Counter};
 use crate::trace::{self, Event};
-use crossbeam_epoch as epoch;
+use crate::xarray as epoch;
 
 impl Mapping {
     /// Splits the huge folio that holds the byte at `offset` into pages, so that each can go by itself. Returns whether there
@@ -41,14 +41,14 @@ impl File {
         let frozen = word.freeze().map_err(|_| BUSY)?;
         // Now that it is frozen: is it the one that was found?
         if !hit.is_still() || frozen.order() != order {
-            word.thaw();
+            self.thaw(number);
             return Ok(false);
         }
         let pages = 1_u32 << order;
         for page in 1..pages {
             let part = number + page;
             self.pool().set_owner(part, Owner { id: self.id, index: hit.first() + u64::from(page) });
-            self.pool().word(part).assign(Kind::Still, 0);
+            self.pool().word(part).assign_still(frozen.is_dirty());
         }
         let mut writer = self.tree.lock();
         // Removing goes on beside this: it takes the entry out first, and then waits for the word.
@@ -59,13 +59,14 @@ impl File {
         drop(writer);
         if !is_there {
             (1..pages).for_each(|page| self.pool().word(number + page).assign(Kind::Tail, 0));
-            word.thaw();
+            self.thaw(number);
             return Ok(false);
         }
-        for page in (0..pages).rev() {
-            self.pool().word(number + page).publish(0, false, frozen.is_dirty());
-        }
         self.cache.count_split();
+        // The first one first: who still reads by the word of the whole sees that it has changed before another part can go.
+        for part in number..number + pages {
+            self.note_revived(part, self.pool().word(part).thaw_as_page(frozen.is_dirty()));
+        }
         stats::add(counter, 1);
         trace::event(Event::FolioSplit, hit.first(), u64::from(order));
         Ok(true)

@@ -10,7 +10,7 @@ use crate::folio::Owner;
 use crate::folio::word::State;
 use crate::store::Store;
 use crate::sync::Relaxed;
-use crossbeam_epoch as epoch;
+use crate::xarray as epoch;
 
 /// Rounds before it gives up: each met a truncation.
 const ROUNDS: usize = 16;
@@ -31,6 +31,7 @@ impl Mapping {
         for _ in 0..ROUNDS {
             file.cut(&**store)?;
             if file.write_back_all(&**store)? {
+                file.cache.evict_after_ns.store(0, Relaxed);
                 store.set_size(file.size_bytes()).map_err(failed("setting the size of a file"))?;
                 return store.sync().map_err(failed("making a file safe"));
             }
@@ -44,6 +45,18 @@ fn failed(doing: &'static str) -> impl FnOnce(std::io::Error) -> Error {
     move |cause| Error::Store { doing, cause }
 }
 
+/// A folio that is kept still, and goes on as it was whatever happens to the store.
+struct Still<'file> {
+    file: &'file File,
+    number: u32,
+}
+
+impl Drop for Still<'_> {
+    fn drop(&mut self) {
+        self.file.thaw(self.number);
+    }
+}
+
 impl File {
     /// Under the lock of the index: the store may hold more than counts.
     pub(super) fn note_more_stored(&self) {
@@ -53,9 +66,12 @@ impl File {
 
     /// Cuts the store down to what counts of it.
     fn cut(&self, store: &dyn Store) -> Result<()> {
-        let before = self.cut.load(Relaxed);
+        let (before, stored) = {
+            let _writer = self.tree.lock();
+            (self.cut.load(Relaxed), self.stored_bytes.load(Relaxed))
+        };
         if before & 1 == 1 {
-            store.set_size(self.stored_bytes.load(Relaxed)).map_err(failed("cutting a file"))?;
+            store.set_size(stored).map_err(failed("cutting a file"))?;
             let _writer = self.tree.lock();
             if self.cut.load(Relaxed) == before {
                 self.cut.store(before.wrapping_add(1), Relaxed);
@@ -68,29 +84,31 @@ impl File {
     fn write_back_all(&self, store: &dyn Store) -> Result<bool> {
         let (mut at, mut is_clean) = (0, true);
         while let Some(found) = { self.tree.next(at, Owner::MAX_INDEX - 1, &epoch::pin()) } {
-            if let Some((number, state)) = self.freeze_dirty(found.first)? {
+            // It may be split meanwhile: the next look begins where this folio ended.
+            let (end, dirty) = self.freeze_dirty(found.first)?;
+            if let Some((number, state)) = dirty {
                 is_clean &= self.write_back(store, number, state)?;
             }
-            at = found.last() + 1;
+            at = end;
         }
         Ok(is_clean)
     }
 
-    /// Keeps the folio at `index` still if it is dirty: others read it, and nobody writes.
-    fn freeze_dirty(&self, index: u64) -> Result<Option<(u32, State)>> {
+    /// Keeps the folio at `index` still if it is dirty: others read it, and nobody writes. Also the index after it.
+    fn freeze_dirty(&self, index: u64) -> Result<(u64, Option<(u32, State)>)> {
         let mut turn = Turn::new();
         loop {
             let guard = epoch::pin();
-            let Some(hit) = self.tree.find(index, &guard) else { return Ok(None) };
+            let Some(hit) = self.tree.find(index, &guard) else { return Ok((index + 1, None)) };
             let number = hit.value() as u32;
             let word = self.pool().word(number);
             let seen = word.load();
             if !seen.is_dirty() && seen.is_readable() && hit.is_still() && word.is_unchanged(seen) {
-                return Ok(None);
+                return Ok((hit.found().last() + 1, None));
             }
             match word.freeze() {
-                Ok(state) if hit.is_still() => return Ok(Some((number, state))),
-                Ok(_) => word.thaw(),
+                Ok(state) if hit.is_still() => return Ok((hit.found().last() + 1, Some((number, state)))),
+                Ok(_) => self.thaw(number),
                 Err(_) => {
                     drop(guard);
                     turn.wait()?;
@@ -104,11 +122,13 @@ impl File {
         let (word, cut) = (self.pool().word(number), self.cut.load(Relaxed));
         let offset = self.offset_of(self.pool().owner(number).index);
         let len = self.cache.folio_bytes(state.order()).min(self.size_bytes().saturating_sub(offset));
-        let written = self.pool().with_still_bytes(number, len as usize, |bytes| store.write(offset, bytes));
-        if let Err(cause) = written {
-            word.thaw();
-            return Err(failed("writing a file back")(cause));
+        let still = Still { file: self, number };
+        if len == 0 {
+            // It is about to go: all of it is behind the end.
+            return Ok(true);
         }
+        let written = self.pool().with_still_bytes(number, len as usize, |bytes| store.write(offset, bytes));
+        written.map_err(failed("writing a file back"))?;
         let writer = self.tree.lock();
         let is_clean = cut & 1 == 0 && self.cut.load(Relaxed) == cut;
         if is_clean {
@@ -119,9 +139,8 @@ impl File {
         }
         drop(writer);
         if is_clean {
-            word.thaw_clean()
-        } else {
-            word.thaw()
+            std::mem::forget(still);
+            self.note_revived(number, word.thaw_clean());
         }
         Ok(is_clean)
     }

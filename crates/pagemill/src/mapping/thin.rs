@@ -3,8 +3,13 @@
 use super::cache::Inner;
 use super::{File, Mapping};
 use crate::error::Result;
+use crate::folio::word::Kind;
 use crate::stats::{self, Counter};
-use crossbeam_epoch as epoch;
+use crate::sync::{Relaxed, coarse_ns};
+use crate::xarray as epoch;
+
+/// After nothing was found.
+const FUTILE_NS: u64 = 100_000_000;
 
 /// A huge folio is worth splitting if a quarter of it comes free.
 const WORTH_DIVISOR: u64 = 4;
@@ -43,7 +48,8 @@ impl File {
     fn thin_at(&self, first: u64, number: u32, pages: u64) -> u64 {
         // A first look without anything held: what is found is checked again, page by page.
         let end = self.index_of(self.size_bytes() + self.page_bytes() as u64 - 1);
-        let is_empty = |page: u64| first + page >= end || self.pool().is_page_zero(number + page as u32);
+        let is_live = self.pool().word(number).load().kind() == Kind::Live;
+        let is_empty = |page: u64| is_live && (first + page >= end || self.pool().is_page_zero(number + page as u32));
         let empty = (0..pages).filter(|page| is_empty(*page)).count() as u64;
         if empty < pages / WORTH_DIVISOR || !matches!(self.split_at(first, Counter::HugeSplitForReclaim), Ok(true)) {
             return 0;
@@ -85,20 +91,26 @@ impl File {
     }
 
     fn end_hold_unchanged(&self, number: u32) {
-        if !self.pool().word(number).end_hold(false) {
-            self.cache.give(number, self.pool().word(number).load().order());
-        }
+        self.note_revived(number, self.pool().word(number).end_hold(false));
     }
 }
 
 impl Inner {
     /// Gives pages of huge folios back that hold nothing, until `want_bytes` have come free. Returns whether they have.
+    ///
+    /// Where there was nothing it is not tried again at once: that would be a look at all bytes for every write.
     pub(super) fn thin_some(&self, want_bytes: u64) -> bool {
+        if coarse_ns() < self.thin_after_ns.load(Relaxed) {
+            return false;
+        }
         let (mut freed, mut id) = (0, 0);
         while freed < want_bytes
             && let Some(file) = self.next_file(&mut id)
         {
             freed += file.thin_all();
+        }
+        if freed == 0 {
+            self.thin_after_ns.store(coarse_ns() + FUTILE_NS, Relaxed);
         }
         freed >= want_bytes
     }

@@ -5,6 +5,7 @@ use crate::error::Result;
 use crate::folio::Owner;
 use crate::stats::Counter;
 use crate::sync::{Relaxed, Release};
+use crate::xarray as epoch;
 
 impl Mapping {
     /// Makes the file `size_bytes` long. What is cut off is gone, and reads zero should the file grow again; what is added is a
@@ -26,17 +27,16 @@ impl Mapping {
             file.size_bytes.store(size_bytes, Release);
             return Ok(());
         }
+        // Nobody begins to hold a folio from here on: inside of the gate there is only this.
+        file.check_free(size_bytes)?;
         // Readers stop there first; then nobody can see what goes.
-        let before = file.size_bytes();
         file.size_bytes.store(size_bytes, Release);
+        file.cut_store(size_bytes);
         let first = size_bytes.div_ceil(file.page_bytes() as u64);
         file.open_up(first);
-        if let Err(error) = file.zero_rest(size_bytes) {
-            file.size_bytes.store(before, Release);
-            return Err(error);
-        }
-        file.remove_pages(first, Owner::MAX_INDEX - 1);
-        file.cut_store(size_bytes);
+        file.remove_pages(first, Owner::MAX_INDEX);
+        // At last: until now the range might have become a huge folio again, with what was behind the end.
+        file.zero_rest(size_bytes);
         Ok(())
     }
 }
@@ -55,20 +55,34 @@ impl File {
         let _writer = self.tree.lock();
         if size_bytes < self.stored_bytes.load(Relaxed) {
             self.stored_bytes.store(size_bytes, Relaxed);
+            self.note_left();
             self.note_more_stored();
         }
     }
 
-    /// Zeroes what the folio of the last byte holds behind it.
-    fn zero_rest(&self, size_bytes: u64) -> Result<()> {
+    /// Refuses where the folio of the last byte is held.
+    fn check_free(&self, size_bytes: u64) -> Result<()> {
         let Some(last) = size_bytes.checked_sub(1) else { return Ok(()) };
         if let Some(place) = self.pin_page(self.index_of(last))? {
-            let at = (size_bytes - self.offset_of(place.first)) as usize;
-            let len_bytes = self.cache.folio_bytes(place.order) as usize;
-            self.pool().zero(place.number, at, len_bytes - at);
             self.cache.unpin(place.number);
         }
         Ok(())
+    }
+
+    /// Zeroes what the folio of the last byte holds behind it. Waits for who keeps it still, a store at most.
+    fn zero_rest(&self, size_bytes: u64) {
+        let Some(last) = size_bytes.checked_sub(1) else { return };
+        let place = loop {
+            match self.pin_page(self.index_of(last)) {
+                Ok(Some(place)) => break place,
+                Ok(None) => return,
+                Err(_) => {}
+            }
+        };
+        let at = (size_bytes - self.offset_of(place.first)) as usize;
+        let len_bytes = self.cache.folio_bytes(place.order) as usize;
+        self.pool().zero(place.number, at, len_bytes - at);
+        self.cache.unpin(place.number);
     }
 
     /// Zeroes what is in memory from `from` to `to`, folio by folio.
@@ -94,7 +108,7 @@ impl File {
                     self.create_zeroed(index)?;
                     continue;
                 }
-                None => match self.tree.next(index, self.index_of(to - 1), &crossbeam_epoch::pin()) {
+                None => match self.tree.next(index, self.index_of(to - 1), &epoch::pin()) {
                     Some(found) => self.offset_of(found.first).max(at),
                     None => to,
                 },

@@ -6,7 +6,7 @@ use super::policy::{Ask, Cause, Choice};
 use crate::error::Error;
 use crate::stats::Counter;
 use crate::sync::{Guarded, Relaxed};
-use crossbeam_epoch as epoch;
+use crate::xarray as epoch;
 use pagemill_sys::futex::{self, Scope};
 use pagemill_sys::thread;
 use std::collections::VecDeque;

@@ -47,7 +47,7 @@ impl Mapping {
     ///
     /// As [`Mapping::write_at`].
     pub fn write_vectored_at(&self, from: &[IoSlice<'_>], offset: u64) -> Result<usize> {
-        self.0.check(offset, from.iter().fold(0, |sum, buffer| sum + buffer.len() as u64))?;
+        self.0.check(offset, from.iter().fold(0, |sum: u64, buffer| sum.saturating_add(buffer.len() as u64)))?;
         let mut done = 0;
         for buffer in from {
             match self.write_at(buffer, offset + done as u64) {
@@ -77,9 +77,10 @@ impl File {
                 let len = from.len().min(self.cache.folio_bytes(place.order) as usize - at);
                 self.pool().copy_in(place.number, at, &from[..len]);
                 self.pool().word(place.number).set_dirty();
+                // Before the pin ends: who writes the folio back then has to know how much of it counts.
+                self.grow(offset + len as u64);
                 self.cache.unpin(place.number);
                 self.go_on_with_streak(offset, offset + len as u64);
-                self.grow(offset + len as u64);
                 return Ok(len);
             }
             if let Some(len) = self.write_new(from, offset)? {
@@ -95,7 +96,6 @@ impl File {
             return Ok(None);
         };
         let len = from.len().min((end - offset) as usize);
-        self.grow(offset + len as u64);
         self.note_streak(offset, offset + len as u64);
         self.propose_collapse(self.index_of(offset + len as u64 - 1));
         Ok(Some(len))

@@ -15,7 +15,7 @@
 //!
 //! # Readers
 //!
-//! Readers take no lock. They hold a [`crossbeam_epoch::Guard`] of the default collector ([`crossbeam_epoch::pin`]), so no
+//! Readers take no lock. They hold a [`crossbeam_epoch::Guard`] of our own collector ([`pin`]), so no
 //! node is used anew under them; writers do not wait for them. For each index by itself what a reader finds was there at
 //! some moment of the call, and it finds nothing only if at some moment nothing was there:
 //!
@@ -48,6 +48,7 @@
 //!
 //! Below: `arena`. Lock order: the array, then the free list of its nodes.
 
+mod epoch;
 mod erase;
 mod marks;
 #[cfg(all(test, not(shuttle)))]
@@ -65,6 +66,7 @@ mod thread_tests;
 mod walk;
 mod word;
 
+pub use epoch::pin;
 pub use marks::Mark;
 pub use node::Node;
 pub use nodes::{Nodes, TableNodes};

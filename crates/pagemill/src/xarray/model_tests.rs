@@ -1,11 +1,11 @@
 //! All operations, at random and at every border, against an ordered map.
 
 use super::node::MARKS;
+use super::pin;
 use super::stock::top_for;
 use super::word::{SLOT_BITS, SLOTS, first_of, last_of, shift_of};
 use super::*;
 use crate::error::Error;
-use crossbeam_epoch::pin;
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};

@@ -27,7 +27,7 @@ pub trait Nodes: Sync + 'static {
     fn give(&self, number: u32);
 
     /// Takes back a node, in whatever state, that readers may still be in: [`Node::clear`] and [`Nodes::give`] follow when all
-    /// guards of [`crossbeam_epoch`] that are there now have gone. Called under the lock of an array.
+    /// guards ([`super::pin`]) that are there now have gone. Called under the lock of an array.
     fn retire(&'static self, number: u32);
 
     /// Bytes of memory behind the nodes, in use and free.
@@ -136,7 +136,7 @@ impl Nodes for TableNodes {
     }
 
     fn retire(&'static self, number: u32) {
-        let guard = crossbeam_epoch::pin();
+        let guard = super::pin();
         guard.defer(move || {
             self.node(number).clear();
             self.give(number);

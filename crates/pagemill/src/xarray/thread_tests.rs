@@ -1,8 +1,8 @@
 //! Real threads: readers beside one writer that does all there is to do. ThreadSanitizer runs them, too.
 
+use super::pin;
 use super::word::{first_of, last_of};
 use super::*;
-use crossbeam_epoch::pin;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{Duration, Instant};
 
