@@ -6,8 +6,8 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::child::Outcome;
-use crate::report::{Entry, Place, Report, Series, Verdict};
-use crate::stats::Better;
+use crate::report::{Bound, Entry, Place, Report, Series, Verdict};
+use crate::stats::{self, Better};
 
 /// Options of every experiment.
 #[derive(Clone, Debug, clap::Args)]
@@ -117,7 +117,7 @@ pub fn report_row<Case: Ord + Clone>(
 }
 
 /// A verdict that could not be formed, and why.
-pub fn not_measured(target: impl Into<String>, bound: crate::report::Bound, unit: &'static str, why: &str) -> Verdict {
+pub fn not_measured(target: impl Into<String>, bound: Bound, unit: &'static str, why: &str) -> Verdict {
     Verdict {
         target: target.into(),
         baseline: String::new(),
@@ -126,6 +126,57 @@ pub fn not_measured(target: impl Into<String>, bound: crate::report::Bound, unit
         estimate: None,
         is_lost: false,
         note: why.to_owned(),
+    }
+}
+
+/// One side of a comparison.
+#[derive(Debug)]
+pub struct Side<'a, Case> {
+    pub case: &'a Case,
+    pub subject: &'static str,
+    pub metric: &'static str,
+}
+
+/// A verdict on two times: at least so many times as fast as the baseline, or at most so many times its time.
+pub fn compare_times<Case: Ord + Clone>(
+    book: &Book<Case>,
+    target: impl Into<String>,
+    bound: Bound,
+    own: Side<'_, Case>,
+    base: Side<'_, Case>,
+) -> Verdict {
+    let blank = not_measured(target, bound, "x", "one side was not run");
+    let get = |side: &Side<'_, Case>| book.get(side.case, side.subject, side.metric);
+    let (Some(series), Some(baseline)) = (get(&own), get(&base)) else { return blank };
+    let better = match bound {
+        Bound::AtLeast(_) => Better::Lower,
+        Bound::AtMost(_) => Better::Higher,
+    };
+    Verdict {
+        estimate: stats::estimate(&series.ratios(baseline, better)),
+        baseline: base.subject.to_owned(),
+        is_lost: !series.survived(),
+        note: String::new(),
+        ..blank
+    }
+}
+
+/// A verdict on what was measured of one subject alone.
+pub fn judge<Case: Ord + Clone>(
+    book: &Book<Case>,
+    target: impl Into<String>,
+    (bound, unit): (Bound, &'static str),
+    own: Side<'_, Case>,
+) -> Verdict {
+    let blank = not_measured(target, bound, unit, "it was not run");
+    match book.get(own.case, own.subject, own.metric) {
+        Some(series) => Verdict {
+            estimate: stats::estimate(&series.values()),
+            is_lost: !series.survived(),
+            note: String::new(),
+            ..blank
+        },
+        None => blank,
     }
 }
 

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use crate::child::{self, Outcome, Running};
 use crate::error::Result;
-use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
-use crate::report::{Bound, Place, Report, Verdict};
-use crate::stats::{self, Better};
+use crate::experiment::{Book, Common, Metric, Progress, Side, compare_times, judge, report_row};
+use crate::report::{Bound, Place, Report};
+use crate::stats::Better;
 
 /// Names of the ways, as reported, and as the workload knows them.
 const HANDLES: &str = "handle-mark-unmark";
@@ -117,17 +117,9 @@ fn sample(subject: &str, arguments: impl Iterator<Item = String>) -> Result<Outc
 
 fn verdicts(report: &mut Report, book: &Book<Case>) {
     let ratio = |target: &str, least, way: &'static str, case: Case, base: (&'static str, Case)| {
-        let blank = not_measured(target, Bound::AtLeast(least), "x", "one side was not run");
-        match (book.get(&case, way, NS), book.get(&base.1, base.0, NS)) {
-            (Some(own), Some(other)) => Verdict {
-                estimate: stats::estimate(&own.ratios(other, Better::Lower)),
-                baseline: base.0.to_owned(),
-                is_lost: !own.survived(),
-                note: String::new(),
-                ..blank
-            },
-            _ => blank,
-        }
+        let own = Side { case: &case, subject: way, metric: NS };
+        let base = Side { case: &base.1, subject: base.0, metric: NS };
+        compare_times(book, target, Bound::AtLeast(least), own, base)
     };
     for size in SIZES_KIB {
         for (count, least) in [(1, 100.0), (2, 400.0)] {
@@ -142,16 +134,7 @@ fn verdicts(report: &mut Report, book: &Book<Case>) {
         report.verdict(ratio(&target, 5.0, VRANGE, (TARGET_KIB, count), (FREE, (TARGET_KIB, count))));
     }
     let absolute = |target: &str, bound, unit, case: Case, way: &'static str, metric: &'static str| {
-        let blank = not_measured(target, bound, unit, "it was not run");
-        match book.get(&case, way, metric) {
-            Some(series) => Verdict {
-                estimate: stats::estimate(&series.values()),
-                is_lost: !series.survived(),
-                note: String::new(),
-                ..blank
-            },
-            None => blank,
-        }
+        judge(book, target, (bound, unit), Side { case: &case, subject: way, metric })
     };
     let none = Bound::AtMost(0.0);
     report.verdict(absolute("faults of unpurged round trips", none, "", (2048, 1), HANDLES, FAULTS));
