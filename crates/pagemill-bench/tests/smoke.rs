@@ -256,6 +256,18 @@ fn records_are_found_in_every_way() {
     }
 }
 
+/// The same in a page cache of the process; there is neither a mapping nor a process to combine it with.
+#[test]
+fn records_are_found_in_a_cache() {
+    let numbers = ["--workers", "3", "--total-bytes", "12000000", "--cell-ms", "1", "--pause-ms", "0"];
+    let line = rows(&[&["__iozone", "--cached"], &numbers[..]].concat());
+
+    for way in ["initial_write", "rewrite", "read", "reread", "reverse_read", "random_read", "random_write"] {
+        assert!(line[0][way].as_f64().is_some_and(|speed| speed > 0.0), "{way}: {line:?}");
+    }
+    assert!(!bench(&[&["__iozone", "--cached", "--mapped"], &numbers[..]].concat()).status.success());
+}
+
 /// Small files live their lives; a hole takes no memory; writers count what they wrote and find what they closed last.
 #[test]
 fn files_are_written_and_found() {
@@ -276,7 +288,7 @@ fn files_are_written_and_found() {
 #[test]
 fn a_plain_tmpfs_is_mounted_and_measured() {
     let arguments = ["iozone", "--json", "--samples", "1", "--threads", "2", "--total", "4M", "--cell-seconds", "0"];
-    let arguments = [&arguments[..], &["--quick", "--only", "tmpfs-never"]].concat();
+    let mut arguments = [&arguments[..], &["--quick", "--only", "tmpfs-never"]].concat();
     let output = bench(&arguments);
     if output.status.code() == Some(2) {
         println!("skipped: {}", String::from_utf8_lossy(&output.stderr));
@@ -287,4 +299,9 @@ fn a_plain_tmpfs_is_mounted_and_measured() {
     assert!(value(&rows, "tmpfs-never", "random_read").is_some_and(|speed| speed > 0.0), "{rows:?}");
     assert_eq!(rows.iter().filter(|row| row["subject"] == "tmpfs-never").count(), 14);
     assert!(value(&rows, "original-2013", "random_read").is_some());
+
+    arguments.extend(["--cache", "--only", "cache"]);
+    let rows = self::rows(&arguments);
+    assert!(value(&rows, "cache", "random_read").is_some_and(|speed| speed > 0.0), "{rows:?}");
+    assert_eq!(rows.iter().filter(|row| row["subject"] == "cache").count(), 7);
 }

@@ -6,6 +6,7 @@ pub mod metadata;
 pub mod mount;
 pub mod waste;
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -25,6 +26,9 @@ pub struct FileOptions {
     #[arg(long, value_name = "DIR")]
     pub dir: Option<PathBuf>,
 }
+
+/// What a workload is told that has its files in itself.
+const CACHED: &str = "--cached";
 
 /// Cases, and how each is run on a mounted file system: by a workload with these arguments.
 pub struct Plan<'a, Case> {
@@ -52,9 +56,14 @@ impl<Case: Ord + Clone> Plan<'_, Case> {
                 for index in 0..ready.len() {
                     let subject = ready[(index + round) % ready.len()];
                     progress.step(&format!("{}, {}", (self.name)(case), subject.name));
+                    if !subject.is_mounted() {
+                        let outcome = self.sample(case, subject, &[CACHED])?;
+                        book.enter(case, subject.name, self.metrics, &outcome);
+                        continue;
+                    }
                     match mounter.mount(subject, self.size_bytes)? {
                         Ok(mounted) => {
-                            let outcome = self.sample(case, subject, &mounted)?;
+                            let outcome = self.sample(case, subject, &place(&mounted))?;
                             book.enter(case, subject.name, self.metrics, &outcome);
                             mounted.end().complaint.into_iter().for_each(|gap| report.gap(gap));
                         }
@@ -66,9 +75,9 @@ impl<Case: Ord + Clone> Plan<'_, Case> {
         Ok(book)
     }
 
-    fn sample(&self, case: &Case, subject: FileSystem, mounted: &Mounted) -> Result<Outcome> {
+    fn sample(&self, case: &Case, subject: FileSystem, place: &[impl AsRef<OsStr>]) -> Result<Outcome> {
         let mut command = child::workload(&[])?;
-        command.args((self.arguments)(case)).args(place(mounted));
+        command.args((self.arguments)(case)).args(place);
         subject::clear_foreign_settings(&mut command);
         let finished = Running::start(&mut command)?.finish(self.limit)?;
         child::outcome(subject.name, &finished)
@@ -84,11 +93,12 @@ pub fn place(mounted: &Mounted) -> [String; 4] {
 /// The same as a workload's options.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Place {
+    // Who takes a place or none could not do without one if these were required; who needs one is told so all the same.
     /// The file system's root, or a folder in it
-    #[arg(long)]
+    #[arg(long, required = false, requires = "device")]
     pub folder: PathBuf,
     /// Its device number
-    #[arg(long)]
+    #[arg(long, required = false, requires = "folder")]
     pub device: u64,
 }
 

@@ -28,14 +28,31 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub struct FileSystem {
     /// The stable word for it, in tables, JSON and `--only`.
     pub name: &'static str,
-    /// tmpfs's own setting; none for Pagemill, which chooses per file.
-    huge: Option<&'static str>,
+    kind: Kind,
 }
 
-pub const NEVER: FileSystem = FileSystem { name: "tmpfs-never", huge: Some("never") };
-pub const WITHIN_SIZE: FileSystem = FileSystem { name: "tmpfs-within-size", huge: Some("within_size") };
-pub const ALWAYS: FileSystem = FileSystem { name: "tmpfs-always", huge: Some("always") };
-pub const STEERED: FileSystem = FileSystem { name: PAGEMILL, huge: None };
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// With its own setting for huge pages.
+    Tmpfs(&'static str),
+    /// Pagemill's mount, which chooses per file.
+    Steered,
+    /// A page cache in the workload's process: nothing to mount.
+    Cache,
+}
+
+pub const NEVER: FileSystem = FileSystem { name: "tmpfs-never", kind: Kind::Tmpfs("never") };
+pub const WITHIN_SIZE: FileSystem = FileSystem { name: "tmpfs-within-size", kind: Kind::Tmpfs("within_size") };
+pub const ALWAYS: FileSystem = FileSystem { name: "tmpfs-always", kind: Kind::Tmpfs("always") };
+pub const STEERED: FileSystem = FileSystem { name: PAGEMILL, kind: Kind::Steered };
+pub const CACHE: FileSystem = FileSystem { name: "cache", kind: Kind::Cache };
+
+impl FileSystem {
+    /// Whether there is something to mount; else the workload has its files in itself.
+    pub fn is_mounted(self) -> bool {
+        self.kind != Kind::Cache
+    }
+}
 
 /// Where a file system came from, and so what has to be done at its end.
 #[derive(Debug)]
@@ -105,6 +122,10 @@ impl Mounter {
             if !only.is_empty() && only.iter().all(|name| name != subject.name) {
                 continue;
             }
+            if !subject.is_mounted() {
+                ready.push(subject);
+                continue;
+            }
             match self.mount(subject, 64 << 20)? {
                 Ok(mounted) => {
                     ready.push(subject);
@@ -126,7 +147,7 @@ impl Mounter {
     /// [`Error::CannotRun`] where a plain tmpfs cannot be mounted; [`Error::Interrupted`].
     pub fn mount(&self, subject: FileSystem, size_bytes: u64) -> Result<std::result::Result<Mounted, String>> {
         let builder = || tempfile::Builder::new().prefix("pagemill-bench-").to_owned();
-        let Some(huge) = subject.huge else {
+        let Kind::Tmpfs(huge) = subject.kind else {
             if let Some(given) = &self.given {
                 let folder = builder().tempdir_in(given).map_err(doing(given.display().to_string()))?;
                 return Mounted::new(folder, Origin::Given).map(Ok);

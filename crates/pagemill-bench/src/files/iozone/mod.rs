@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::child;
 use crate::error::Result;
 use crate::experiment::{Book, Metric, report_row};
-use crate::files::mount::{ALWAYS, FileSystem, Mounter, NEVER, STEERED, WITHIN_SIZE};
+use crate::files::mount::{ALWAYS, CACHE, FileSystem, Mounter, NEVER, STEERED, WITHIN_SIZE};
 use crate::files::{self, Plan};
 use crate::report::{Place, Report, Row};
 use crate::stats::Better;
@@ -52,6 +52,9 @@ pub struct Options {
     /// Workers are processes instead of threads
     #[arg(long)]
     pub processes: bool,
+    /// Files in a page cache of the workers' own process, read and written by its calls, beside tmpfs
+    #[arg(long, conflicts_with_all = ["processes", "mode", "dir"])]
+    pub cache: bool,
     /// Bytes of all files together (default 2G, with --quick 256M)
     #[arg(long, value_name = "SIZE", value_parser = pagemill::units::parse_bytes)]
     pub total: Option<u64>,
@@ -96,7 +99,9 @@ impl Case {
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.files.common;
     let mounter = Mounter::new(options.files.dir.as_deref())?;
-    let (ready, gaps) = mounter.select(&common.only, &[NEVER, WITHIN_SIZE, ALWAYS, STEERED])?;
+    let known: &[FileSystem] =
+        if options.cache { &[CACHE, NEVER, ALWAYS] } else { &[NEVER, WITHIN_SIZE, ALWAYS, STEERED] };
+    let (ready, gaps) = mounter.select(&common.only, known)?;
     let mut report = Report::new("iozone", common.json);
     gaps.into_iter().for_each(|gap| report.gap(gap));
     let cases = cases(options);
@@ -119,15 +124,18 @@ pub fn run(options: &Options) -> Result<Report> {
             rows(&mut report, &book, &cases, operation, &ready, &original);
         }
     }
-    verdicts::add(&mut report, &book, &cases);
+    match options.cache {
+        true => verdicts::add_cached(&mut report, &book, &cases),
+        false => verdicts::add(&mut report, &book, &cases),
+    }
     Ok(report)
 }
 
 fn cases(options: &Options) -> Vec<Case> {
     let usual = options.files.common.pick(QUICK_THREADS, THREADS);
     let threads = if options.threads.is_empty() { usual } else { &options.threads };
-    let modes =
-        [Mode::Mapped, Mode::ReadWrite].into_iter().filter(|mode| options.mode.is_none_or(|only| only == *mode));
+    let only = if options.cache { Some(Mode::ReadWrite) } else { options.mode };
+    let modes = [Mode::Mapped, Mode::ReadWrite].into_iter().filter(|mode| only.is_none_or(|only| only == *mode));
     modes.flat_map(|mode| threads.iter().map(move |&threads| Case { mode, threads })).collect()
 }
 
@@ -209,6 +217,8 @@ mod tests {
         assert_eq!(count(&[]), 30);
         assert_eq!(count(&["--quick"]), 6);
         assert_eq!(count(&["--threads", "3,5", "--mode", "mapped"]), 2);
+        assert_eq!(count(&["--cache"]), 15);
+        assert!(parse(&["--cache", "--processes"]).is_err());
         assert!(parse(&["--threads", "0"]).is_err() && parse(&["--cell-seconds", "-1"]).is_err());
         assert!(parse(&["--total", "much"]).is_err());
     }

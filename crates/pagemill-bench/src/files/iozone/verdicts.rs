@@ -2,7 +2,7 @@
 
 use super::{Case, Mode};
 use crate::experiment::{Book, not_measured};
-use crate::files::mount::{ALWAYS, FileSystem, NEVER, STEERED, WITHIN_SIZE};
+use crate::files::mount::{ALWAYS, CACHE, FileSystem, NEVER, STEERED, WITHIN_SIZE};
 use crate::report::{Bound, Report, State, Verdict};
 use crate::stats::{self, Better, Estimate};
 use crate::workload::iozone::Operation;
@@ -37,7 +37,8 @@ pub fn add(report: &mut Report, book: &Book<Case>, cases: &[Case]) {
     }
     if cases.iter().any(|case| case.mode == Mode::Mapped) {
         let cells = cells(book, cases, Mode::Mapped, STEERED, NEVER);
-        report.verdict(mean_of(&cells));
+        let target = format!("mapped, geometric mean of all cells, against {}", NEVER.name);
+        report.verdict(mean_of(&cells, target, Bound::AtLeast(3.0)));
     }
     for mode in [Mode::Mapped, Mode::ReadWrite] {
         let losing = cells(book, cases, mode, ALWAYS, NEVER);
@@ -48,6 +49,18 @@ pub fn add(report: &mut Report, book: &Book<Case>, cases: &[Case]) {
             report.note(format!("{who}: {value:.2} x [{low:.2}, {high:.2}]"));
         }
     }
+}
+
+/// The targets of files in a page cache.
+pub fn add_cached(report: &mut Report, book: &Book<Case>, cases: &[Case]) {
+    for (against, bound) in [(NEVER, 1.3), (ALWAYS, 1.0)] {
+        let target = format!("in a cache, all cells, against {}", against.name);
+        let cells = cells(book, cases, Mode::ReadWrite, CACHE, against);
+        report.verdict(all_of(&cells, target, Bound::AtLeast(bound), against.name));
+    }
+    let cells = cells(book, cases, Mode::ReadWrite, CACHE, NEVER);
+    let target = format!("in a cache, geometric mean of all cells, against {}", NEVER.name);
+    report.verdict(mean_of(&cells, target, Bound::AtLeast(2.0)));
 }
 
 fn cells(book: &Book<Case>, cases: &[Case], mode: Mode, subject: FileSystem, against: FileSystem) -> Vec<Cell> {
@@ -92,10 +105,9 @@ fn all_of(cells: &[Cell], target: String, bound: Bound, baseline: &'static str) 
     Verdict { target, note, baseline: baseline.to_owned(), ..worst.clone() }
 }
 
-fn mean_of(cells: &[Cell]) -> Verdict {
-    let target = format!("mapped, geometric mean of all cells, against {}", NEVER.name);
+fn mean_of(cells: &[Cell], target: String, bound: Bound) -> Verdict {
     let ratios: Vec<Vec<f64>> = cells.iter().map(|cell| cell.ratios.clone()).collect();
-    let blank = not_measured(target, Bound::AtLeast(3.0), "x", "");
+    let blank = not_measured(target, bound, "x", "");
     match stats::estimate(&stats::geometric_means(&ratios)) {
         Some(estimate) => Verdict {
             estimate: Some(estimate),

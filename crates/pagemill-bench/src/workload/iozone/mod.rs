@@ -1,12 +1,13 @@
 //! Records of 4 KiB written to and read from one file per worker, in the seven ways that IOzone does it, by system calls
-//! or through a mapping. Own code; only the terms are IOzone's.
+//! through a mapping, or in a page cache of this process. Own code; only the terms are IOzone's.
 //!
 //! A cell is one way of access by so many workers. All open and map their files, wait for each other, and start; the time
 //! runs from the first start to the last end. A cell that was too short is run again, and what it took is added up.
 
-use std::fs::{self, File, OpenOptions};
+mod worker;
+
+use std::fs;
 use std::io::{self, BufRead, BufReader, PipeReader, PipeWriter, Read};
-use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::Barrier;
@@ -19,9 +20,8 @@ use serde::{Deserialize, Serialize};
 use super::{Failure, Outcome};
 use crate::child;
 use crate::files::Place;
-use crate::files::mapping::{Access, Mapping};
-use crate::pattern::{self, RECORD_BYTES};
-use crate::stats::Random;
+use crate::pattern::RECORD_BYTES;
+use worker::{Shelf, perform};
 
 /// A way of access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -68,8 +68,12 @@ impl Operation {
 /// All ways of access by so many workers.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Iozone {
+    /// Of files; none of files in a cache.
     #[command(flatten)]
-    pub place: Place,
+    pub place: Option<Place>,
+    /// Files in a page cache of this process
+    #[arg(long, conflicts_with_all = ["folder", "device", "mapped", "processes"])]
+    pub cached: bool,
     #[arg(long)]
     pub mapped: bool,
     #[arg(long)]
@@ -118,11 +122,12 @@ fn now() -> u64 {
 
 /// Runs all cells; the line has the MiB/s of each.
 pub fn run(arguments: &Iozone) -> Outcome {
-    arguments.place.check()?;
+    let home = Home::new(arguments)?;
+    home.check()?;
     // Once unmeasured: memory that the host has not backed yet is many times slower at its first touch, and huge pages come
     // from other places than small ones, so that each file system has to warm its own.
-    remove(arguments)?;
-    pass(arguments, Operation::InitialWrite, 0)?;
+    home.remove(arguments.workers)?;
+    pass(arguments, &home, Operation::InitialWrite, 0)?;
     let mut line = serde_json::Map::new();
     let mut generation = 0;
     for operation in Operation::ALL {
@@ -130,28 +135,28 @@ pub fn run(arguments: &Iozone) -> Outcome {
             // Who makes huge pages of what was written gets the time for it, and so does everybody else.
             thread::sleep(Duration::from_millis(arguments.pause_ms));
         }
-        arguments.place.check()?;
-        let rate = cell(arguments, operation, &mut generation)?;
-        arguments.place.check()?;
+        home.check()?;
+        let rate = cell(arguments, &home, operation, &mut generation)?;
+        home.check()?;
         line.insert(operation.metric().to_owned(), rate.into());
     }
     // What was written last is checked as well, outside of any time.
-    pass(arguments, Operation::Read, generation)?;
-    remove(arguments)?;
+    pass(arguments, &home, Operation::Read, generation)?;
+    home.remove(arguments.workers)?;
     Ok(line.into())
 }
 
 /// Repeats one way of access until it took long enough.
-fn cell(arguments: &Iozone, operation: Operation, generation: &mut u64) -> Result<f64, Failure> {
+fn cell(arguments: &Iozone, home: &Home, operation: Operation, generation: &mut u64) -> Result<f64, Failure> {
     let (mut passes, mut busy_ns) = (0_u64, 0_u64);
     while passes == 0 || busy_ns < arguments.cell_ms * 1_000_000 {
         if operation == Operation::InitialWrite {
-            remove(arguments)?;
+            home.remove(arguments.workers)?;
         }
         if operation.is_writing() {
             *generation += 1;
         }
-        busy_ns += pass(arguments, operation, *generation)?;
+        busy_ns += pass(arguments, home, operation, *generation)?;
         passes += 1;
     }
     let bytes = passes * (records(arguments) * arguments.workers * RECORD_BYTES) as u64;
@@ -163,26 +168,65 @@ fn records(arguments: &Iozone) -> usize {
     (arguments.total_bytes as usize / RECORD_BYTES / arguments.workers).max(1)
 }
 
-fn path(arguments: &Iozone, index: usize) -> PathBuf {
-    arguments.place.folder.join(format!("file-{index}"))
+/// Where the files are.
+enum Home {
+    Mount(Place),
+    Cache(Shelf),
 }
 
-fn remove(arguments: &Iozone) -> Result<(), Failure> {
-    for index in 0..arguments.workers {
-        let path = path(arguments, index);
-        if let Err(cause) = fs::remove_file(&path)
-            && cause.kind() != io::ErrorKind::NotFound
-        {
-            return Err(format!("removing {}: {cause}", path.display()).into());
+impl Home {
+    fn new(arguments: &Iozone) -> Result<Self, Failure> {
+        match (&arguments.place, arguments.cached) {
+            (_, true) => Shelf::new(arguments.workers, arguments.total_bytes).map(Self::Cache),
+            (Some(place), false) => Ok(Self::Mount(place.clone())),
+            (None, false) => Err("files need a place, or a cache".to_owned().into()),
         }
     }
-    Ok(())
+
+    /// Fails where it is not what it was.
+    fn check(&self) -> Result<(), Failure> {
+        match self {
+            Self::Mount(place) => Ok(place.check()?),
+            Self::Cache(_) => Ok(()),
+        }
+    }
+
+    /// A file's name. In the cache it is only said where something is wrong.
+    fn path(&self, index: usize) -> PathBuf {
+        let name = format!("file-{index}");
+        match self {
+            Self::Mount(place) => place.folder.join(name),
+            Self::Cache(_) => name.into(),
+        }
+    }
+
+    fn shelf(&self) -> Option<&Shelf> {
+        match self {
+            Self::Mount(_) => None,
+            Self::Cache(shelf) => Some(shelf),
+        }
+    }
+
+    fn remove(&self, workers: usize) -> Result<(), Failure> {
+        if let Self::Cache(shelf) = self {
+            shelf.clear();
+            return Ok(());
+        }
+        for path in (0..workers).map(|index| self.path(index)) {
+            if let Err(cause) = fs::remove_file(&path)
+                && cause.kind() != io::ErrorKind::NotFound
+            {
+                return Err(format!("removing {}: {cause}", path.display()).into());
+            }
+        }
+        Ok(())
+    }
 }
 
 /// All workers once; nanoseconds from the first start to the last end.
-fn pass(arguments: &Iozone, operation: Operation, generation: u64) -> Result<u64, Failure> {
+fn pass(arguments: &Iozone, home: &Home, operation: Operation, generation: u64) -> Result<u64, Failure> {
     let job = |index| Job {
-        path: path(arguments, index),
+        path: home.path(index),
         file: index as u64,
         records: records(arguments),
         operation,
@@ -190,19 +234,19 @@ fn pass(arguments: &Iozone, operation: Operation, generation: u64) -> Result<u64
         generation,
     };
     let jobs: Vec<Job> = (0..arguments.workers).map(job).collect();
-    let spans = if arguments.processes { by_processes(&jobs)? } else { by_threads(&jobs)? };
+    let spans = if arguments.processes { by_processes(&jobs)? } else { by_threads(&jobs, home.shelf())? };
     let first = spans.iter().map(|span| span.start).min().unwrap_or(0);
     let last = spans.iter().map(|span| span.end).max().unwrap_or(0);
     Ok(last - first)
 }
 
-fn by_threads(jobs: &[Job]) -> Result<Vec<Span>, Failure> {
+fn by_threads(jobs: &[Job], shelf: Option<&Shelf>) -> Result<Vec<Span>, Failure> {
     let barrier = Barrier::new(jobs.len());
     let wait = || {
         barrier.wait();
     };
     thread::scope(|scope| {
-        let workers: Vec<_> = jobs.iter().map(|job| scope.spawn(move || perform(job, wait))).collect();
+        let workers: Vec<_> = jobs.iter().map(|job| scope.spawn(move || perform(job, shelf, wait))).collect();
         let join = |worker: thread::ScopedJoinHandle<'_, _>| {
             worker.join().unwrap_or_else(|_| Err(Failure::Other("a worker panicked".to_owned())))
         };
@@ -242,100 +286,12 @@ fn by_processes(jobs: &[Job]) -> Result<Vec<Span>, Failure> {
 /// The work of one such process: says that it is ready, waits for the pipe's end, works, tells its times.
 pub fn part(arguments: &Part) -> Outcome {
     let job: Job = serde_json::from_str(&arguments.job).map_err(|cause| cause.to_string())?;
-    let span = perform(&job, || {
+    let span = perform(&job, None, || {
         println!("ready");
         // Any end of it is the sign to start.
         let _ = io::stdin().read_to_end(&mut Vec::new());
     })?;
     Ok(serde_json::json!(span))
-}
-
-/// Opens, maps, waits, works. Who cannot open waits too: the others count on it.
-fn perform(job: &Job, wait: impl FnOnce()) -> Result<Span, Failure> {
-    let worker = Worker::prepare(job);
-    wait();
-    let worker = worker.map_err(|cause| format!("{}: {cause}", job.path.display()))?;
-    let start = now();
-    worker.work(job)?;
-    Ok(Span { start, end: now() })
-}
-
-/// What a worker has in hand when the time starts.
-struct Worker {
-    file: File,
-    mapping: Option<Mapping>,
-    /// Records in the order of a random access: each of them once.
-    shuffled: Vec<u32>,
-}
-
-impl Worker {
-    fn prepare(job: &Job) -> io::Result<Self> {
-        let (len, operation) = (job.records * RECORD_BYTES, job.operation);
-        let mut options = OpenOptions::new();
-        options.read(true).write(operation.is_writing()).create_new(operation == Operation::InitialWrite);
-        let file = options.open(&job.path)?;
-        if operation == Operation::InitialWrite && job.is_mapped {
-            file.set_len(len as u64)?;
-        }
-        let access = if operation.is_writing() { Access::Write } else { Access::Read };
-        let mapping = job.is_mapped.then(|| Mapping::new(&file, len, access)).transpose()?;
-        let shuffled = match operation {
-            Operation::RandomRead | Operation::RandomWrite => shuffle(job.records, job.file ^ job.generation << 32),
-            _ => Vec::new(),
-        };
-        Ok(Self { file, mapping, shuffled })
-    }
-
-    fn work(&self, job: &Job) -> Result<(), Failure> {
-        let mut record = [0x5a; RECORD_BYTES];
-        let mut access = |index: usize| match job.operation.is_writing() {
-            true => self.write(job, index, &mut record),
-            false => self.read(job, index, &mut record),
-        };
-        match job.operation {
-            Operation::ReverseRead => (0..job.records).rev().try_for_each(access),
-            Operation::RandomRead | Operation::RandomWrite => {
-                self.shuffled.iter().try_for_each(|&index| access(index as usize))
-            }
-            _ => (0..job.records).try_for_each(access),
-        }
-    }
-
-    #[inline]
-    fn write(&self, job: &Job, index: usize, record: &mut [u8; RECORD_BYTES]) -> Result<(), Failure> {
-        let offset = index * RECORD_BYTES;
-        pattern::stamp(record, job.file, offset as u64, job.generation);
-        match &self.mapping {
-            Some(mapping) => mapping.write(offset, record),
-            None => self.file.write_all_at(record, offset as u64).map_err(|cause| format!("writing: {cause}"))?,
-        }
-        Ok(())
-    }
-
-    #[inline]
-    fn read(&self, job: &Job, index: usize, record: &mut [u8; RECORD_BYTES]) -> Result<(), Failure> {
-        let offset = index * RECORD_BYTES;
-        match &self.mapping {
-            Some(mapping) => mapping.read(offset, record),
-            None => self.file.read_exact_at(record, offset as u64).map_err(|cause| format!("reading: {cause}"))?,
-        }
-        // All of the record has to be copied, whatever of it is looked at.
-        let record = std::hint::black_box(&*record);
-        match pattern::is_stamped(record, job.file, offset as u64, job.generation) {
-            true => Ok(()),
-            false => Err(Failure::WrongAnswer(format!("{}: a wrong record at {offset}", job.path.display()))),
-        }
-    }
-}
-
-/// All numbers below `count`, each once, in an order that the seed decides.
-fn shuffle(count: usize, seed: u64) -> Vec<u32> {
-    let mut random = Random::new(seed);
-    let mut order: Vec<u32> = (0..count as u32).collect();
-    for last in (1..count).rev() {
-        order.swap(last, random.below(last + 1));
-    }
-    order
 }
 
 #[cfg(test)]
@@ -346,28 +302,21 @@ mod tests {
         Job { path, file: 3, records: 10, operation, is_mapped, generation }
     }
 
-    /// Each record once, in another order for another seed.
-    #[test]
-    fn a_shuffle_leaves_nothing_out() {
-        let mut order = shuffle(1000, 7);
-        assert_ne!(order, shuffle(1000, 8));
-        order.sort_unstable();
-        assert_eq!(order, (0..1000).collect::<Vec<u32>>());
-    }
-
-    /// All seven, mapped and not: what one wrote the next ones find; what an older pass wrote is a wrong answer.
+    /// All seven, mapped, not, and in a cache: what one wrote the next ones find; what an older pass wrote is a wrong answer.
     #[test]
     fn operations_find_what_was_written() {
         let folder = tempfile::tempdir().expect("a temporary folder");
-        for is_mapped in [false, true] {
+        let shelf = Shelf::new(4, 1 << 20).expect("a cache");
+        for (is_mapped, shelf) in [(false, None), (true, None), (false, Some(&shelf))] {
             let path = folder.path().join(is_mapped.to_string());
             let mut generation = 0;
             for operation in Operation::ALL {
                 generation += u64::from(operation.is_writing());
-                let span = perform(&job(path.clone(), operation, is_mapped, generation), || ()).expect("it is right");
+                let span = perform(&job(path.clone(), operation, is_mapped, generation), shelf, || ());
+                let span = span.expect("it is right");
                 assert!(span.end >= span.start);
             }
-            let stale = perform(&job(path, Operation::Read, is_mapped, generation - 1), || ());
+            let stale = perform(&job(path, Operation::Read, is_mapped, generation - 1), shelf, || ());
             assert!(matches!(stale, Err(Failure::WrongAnswer(_))));
         }
     }
@@ -377,10 +326,10 @@ mod tests {
     fn a_missing_file_stops_nobody() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let (there, missing) = (folder.path().join("there"), folder.path().join("missing"));
-        perform(&job(there.clone(), Operation::InitialWrite, false, 1), || ()).expect("it is written");
+        perform(&job(there.clone(), Operation::InitialWrite, false, 1), None, || ()).expect("it is written");
 
         let jobs = [there, missing].map(|path| job(path, Operation::Read, false, 1));
 
-        assert!(matches!(by_threads(&jobs), Err(Failure::Other(_))));
+        assert!(matches!(by_threads(&jobs, None), Err(Failure::Other(_))));
     }
 }

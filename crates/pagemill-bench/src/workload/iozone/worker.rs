@@ -1,0 +1,202 @@
+//! One worker: what it holds of its file, and how it reads and writes a record of it.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pagemill::mapping::{Cache, Mapping as Cached, Settings};
+use pagemill::units::{BLOCK_BYTES, PageSize};
+
+use super::{Job, Operation, Span, now};
+use crate::files::mapping::{Access, Mapping};
+use crate::pattern::{self, RECORD_BYTES};
+use crate::stats::Random;
+use crate::workload::Failure;
+
+/// Opens, maps, waits, works. Who cannot open waits too: the others count on it.
+pub fn perform(job: &Job, shelf: Option<&Shelf>, wait: impl FnOnce()) -> Result<Span, Failure> {
+    let worker = Worker::prepare(job, shelf);
+    wait();
+    let worker = worker.map_err(|cause| format!("{}: {cause}", job.path.display()))?;
+    let start = now();
+    worker.work(job)?;
+    Ok(Span { start, end: now() })
+}
+
+/// Files in a page cache of this process: what a folder is to others.
+pub struct Shelf {
+    cache: Cache,
+    files: Vec<Mutex<Option<Arc<Cached>>>>,
+}
+
+impl Shelf {
+    /// A cache as it comes, with its worker in the background, and a limit that is far away.
+    pub fn new(files: usize, total_bytes: u64) -> Result<Self, Failure> {
+        let page = PageSize::new(RECORD_BYTES).ok_or_else(|| "no pages of a record's size here".to_owned())?;
+        // A huge folio for each file beside its bytes, twice.
+        let limit_bytes = 2 * (total_bytes + ((files + 1) * BLOCK_BYTES) as u64);
+        let settings = Settings { page, ..Settings::new("iozone", limit_bytes) };
+        let cache = pagemill::Pagemill::of_process().and_then(|pagemill| pagemill.caches.make(settings));
+        let cache = cache.map_err(|error| error.to_string())?;
+        Ok(Self { cache, files: (0..files).map(|_| Mutex::new(None)).collect() })
+    }
+
+    /// Removes all files.
+    pub fn clear(&self) {
+        for file in &self.files {
+            drop(file.lock().unwrap_or_else(PoisonError::into_inner).take());
+        }
+    }
+
+    fn open(&self, index: u64, operation: Operation) -> io::Result<Arc<Cached>> {
+        let place = self.files.get(index as usize).ok_or(io::ErrorKind::NotFound)?;
+        let mut place = place.lock().unwrap_or_else(PoisonError::into_inner);
+        match (&*place, operation) {
+            (Some(_), Operation::InitialWrite) => Err(io::ErrorKind::AlreadyExists.into()),
+            (Some(file), _) => Ok(file.clone()),
+            (None, Operation::InitialWrite) => {
+                let file = self.cache.create().map(Arc::new).map_err(io::Error::other)?;
+                Ok(place.insert(file).clone())
+            }
+            (None, _) => Err(io::ErrorKind::NotFound.into()),
+        }
+    }
+}
+
+/// How a worker reaches its file.
+enum Reach {
+    Calls(File),
+    Mapped(Mapping),
+    Cached(Arc<Cached>),
+}
+
+impl Reach {
+    fn open(job: &Job, shelf: Option<&Shelf>) -> io::Result<Self> {
+        let (len, operation) = (job.records * RECORD_BYTES, job.operation);
+        if let Some(shelf) = shelf {
+            return shelf.open(job.file, operation).map(Self::Cached);
+        }
+        let mut options = OpenOptions::new();
+        options.read(true).write(operation.is_writing()).create_new(operation == Operation::InitialWrite);
+        let file = options.open(&job.path)?;
+        if !job.is_mapped {
+            return Ok(Self::Calls(file));
+        }
+        if operation == Operation::InitialWrite {
+            file.set_len(len as u64)?;
+        }
+        let access = if operation.is_writing() { Access::Write } else { Access::Read };
+        Mapping::new(&file, len, access).map(Self::Mapped)
+    }
+
+    #[inline]
+    fn write(&self, record: &[u8; RECORD_BYTES], offset: usize) -> Result<(), String> {
+        match self {
+            Self::Calls(file) => file.write_all_at(record, offset as u64).map_err(|cause| format!("writing: {cause}")),
+            Self::Mapped(mapping) => {
+                mapping.write(offset, record);
+                Ok(())
+            }
+            Self::Cached(file) => whole("writing", file.write_at(record, offset as u64)),
+        }
+    }
+
+    #[inline]
+    fn read(&self, record: &mut [u8; RECORD_BYTES], offset: usize) -> Result<(), String> {
+        match self {
+            Self::Calls(file) => file.read_exact_at(record, offset as u64).map_err(|cause| format!("reading: {cause}")),
+            Self::Mapped(mapping) => {
+                mapping.read(offset, record);
+                Ok(())
+            }
+            Self::Cached(file) => whole("reading", file.read_at(record, offset as u64)),
+        }
+    }
+}
+
+/// Whether a record went through as a whole.
+#[inline]
+fn whole(doing: &str, result: pagemill::Result<usize>) -> Result<(), String> {
+    match result {
+        Ok(RECORD_BYTES) => Ok(()),
+        Ok(bytes) => Err(format!("{doing}: of a record {bytes} bytes")),
+        Err(error) => Err(format!("{doing}: {error}")),
+    }
+}
+
+/// What a worker has in hand when the time starts.
+struct Worker {
+    reach: Reach,
+    /// Records in the order of a random access: each of them once.
+    shuffled: Vec<u32>,
+}
+
+impl Worker {
+    fn prepare(job: &Job, shelf: Option<&Shelf>) -> io::Result<Self> {
+        let reach = Reach::open(job, shelf)?;
+        let shuffled = match job.operation {
+            Operation::RandomRead | Operation::RandomWrite => shuffle(job.records, job.file ^ job.generation << 32),
+            _ => Vec::new(),
+        };
+        Ok(Self { reach, shuffled })
+    }
+
+    fn work(&self, job: &Job) -> Result<(), Failure> {
+        let mut record = [0x5a; RECORD_BYTES];
+        let mut access = |index: usize| match job.operation.is_writing() {
+            true => self.write(job, index, &mut record),
+            false => self.read(job, index, &mut record),
+        };
+        match job.operation {
+            Operation::ReverseRead => (0..job.records).rev().try_for_each(access),
+            Operation::RandomRead | Operation::RandomWrite => {
+                self.shuffled.iter().try_for_each(|&index| access(index as usize))
+            }
+            _ => (0..job.records).try_for_each(access),
+        }
+    }
+
+    #[inline]
+    fn write(&self, job: &Job, index: usize, record: &mut [u8; RECORD_BYTES]) -> Result<(), Failure> {
+        let offset = index * RECORD_BYTES;
+        pattern::stamp(record, job.file, offset as u64, job.generation);
+        Ok(self.reach.write(record, offset)?)
+    }
+
+    #[inline]
+    fn read(&self, job: &Job, index: usize, record: &mut [u8; RECORD_BYTES]) -> Result<(), Failure> {
+        let offset = index * RECORD_BYTES;
+        self.reach.read(record, offset)?;
+        // All of the record has to be copied, whatever of it is looked at.
+        let record = std::hint::black_box(&*record);
+        match pattern::is_stamped(record, job.file, offset as u64, job.generation) {
+            true => Ok(()),
+            false => Err(Failure::WrongAnswer(format!("{}: a wrong record at {offset}", job.path.display()))),
+        }
+    }
+}
+
+/// All numbers below `count`, each once, in an order that the seed decides.
+fn shuffle(count: usize, seed: u64) -> Vec<u32> {
+    let mut random = Random::new(seed);
+    let mut order: Vec<u32> = (0..count as u32).collect();
+    for last in (1..count).rev() {
+        order.swap(last, random.below(last + 1));
+    }
+    order
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each record once, in another order for another seed.
+    #[test]
+    fn a_shuffle_leaves_nothing_out() {
+        let mut order = shuffle(1000, 7);
+        assert_ne!(order, shuffle(1000, 8));
+        order.sort_unstable();
+        assert_eq!(order, (0..1000).collect::<Vec<u32>>());
+    }
+}
