@@ -15,6 +15,7 @@ mod files;
 mod footprint;
 mod giveback;
 mod histogram;
+mod hit;
 mod hog;
 mod native;
 mod pattern;
@@ -72,6 +73,9 @@ enum Experiment {
     /// Memory given up and taken back: words and marks beside MADV_FREE and MADV_DONTNEED; what purging costs; ebizzy on
     /// handles
     Volatile(volatile::Options),
+    /// Pages that are in memory, copied out and pinned at random: the page cache beside memcpy, files and other caches; its
+    /// metadata
+    Hit(hit::Options),
     /// The settings by which each allocator returns memory at once, as a Markdown table
     Settings,
     #[command(name = "__touch", hide = true)]
@@ -114,6 +118,10 @@ enum Experiment {
     ToggleWork(workload::volatile::Toggle),
     #[command(name = "__purging", hide = true)]
     PurgingWork(workload::volatile::Purging),
+    #[command(name = "__hit", hide = true)]
+    HitWork(workload::hit::Hit),
+    #[command(name = "__small-files", hide = true)]
+    SmallFilesWork(workload::hit::Files),
     #[command(name = "__waste", hide = true)]
     WasteWork(workload::waste::Waste),
     #[command(name = "__metadata", hide = true)]
@@ -132,6 +140,7 @@ fn main() -> ExitCode {
         Experiment::Waste(options) => experiment(&options.common, || files::waste::run(&options)),
         Experiment::Metadata(options) => experiment(&options.common, || files::metadata::run(&options)),
         Experiment::Volatile(options) => experiment(&options.common, || volatile::run(&options)),
+        Experiment::Hit(options) => experiment(&options.common, || hit::run(&options)),
         Experiment::Settings => {
             print!("{}", subject::settings_markdown());
             ExitCode::SUCCESS
@@ -156,6 +165,8 @@ fn main() -> ExitCode {
         Experiment::FileWritersWork(arguments) => workload::run(|| workload::file_writers::run(&arguments)),
         Experiment::ToggleWork(arguments) => workload::run(|| workload::volatile::toggle(&arguments)),
         Experiment::PurgingWork(arguments) => workload::run(|| workload::volatile::purging(&arguments)),
+        Experiment::HitWork(arguments) => workload::run(|| workload::hit::run(&arguments)),
+        Experiment::SmallFilesWork(arguments) => workload::run(|| workload::hit::files(&arguments)),
         Experiment::WasteWork(arguments) => workload::run(|| workload::waste::run(&arguments)),
         Experiment::MetadataWork(arguments) => workload::run(|| workload::metadata::run(&arguments)),
     }

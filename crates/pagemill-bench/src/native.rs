@@ -9,10 +9,14 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::hint::black_box;
 use std::io;
+use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::ptr::{self, NonNull};
 use std::slice;
+use std::sync::atomic::AtomicU64;
+
+use pagemill::units::BLOCK_BYTES;
 
 /// A block from the C `malloc`, all of it initialized.
 ///
@@ -307,6 +311,21 @@ impl Pages {
         }
     }
 
+    /// Maps it from a huge page's boundary on, in huge pages where the kernel has any; all of it is resident.
+    pub fn huge(len_bytes: usize) -> Result<Self, String> {
+        let spare = ManuallyDrop::new(Self::new(len_bytes + BLOCK_BYTES)?);
+        let head_bytes = spare.addr.align_offset(BLOCK_BYTES);
+        let mut pages = Self { addr: spare.at(head_bytes, len_bytes), len_bytes };
+        // SAFETY: the part of our own mapping before what is kept, of which nobody knows; nothing is no error that matters.
+        unsafe { libc::munmap(spare.addr.cast(), head_bytes) };
+        let tail = spare.at(head_bytes + len_bytes, BLOCK_BYTES - head_bytes);
+        // SAFETY: the same of the part behind it.
+        unsafe { libc::munmap(tail.cast(), BLOCK_BYTES - head_bytes) };
+        pages.allow_huge()?;
+        pages.touch(0, len_bytes);
+        Ok(pages)
+    }
+
     /// Where a part is.
     fn at(&self, at: usize, len_bytes: usize) -> *mut u8 {
         assert!(at + len_bytes <= self.len_bytes);
@@ -408,10 +427,36 @@ impl Pages {
 // SAFETY: the mapping is owned alone, and written through `&mut Pages` only.
 unsafe impl Send for Pages {}
 
+// SAFETY: a shared mapping is only read; what `mark` does meanwhile is its contract's concern.
+unsafe impl Sync for Pages {}
+
 impl Drop for Pages {
     fn drop(&mut self) {
         // SAFETY: our own mapping, of which no part is known to anybody.
         unsafe { libc::munmap(self.addr.cast(), self.len_bytes) };
+    }
+}
+
+/// Counters in huge pages, which many threads change.
+#[derive(Debug)]
+pub struct Counts(Pages);
+
+impl Counts {
+    /// So many, all zero.
+    pub fn new(count: usize) -> Result<Self, String> {
+        let bytes = (count * size_of::<AtomicU64>()).next_multiple_of(BLOCK_BYTES);
+        let mut pages = Pages::huge(bytes)?;
+        pages.bytes_mut(bytes).fill(0);
+        Ok(Self(pages))
+    }
+
+    /// One of them.
+    #[inline]
+    pub fn at(&self, index: usize) -> &AtomicU64 {
+        let word = self.0.at(index * size_of::<AtomicU64>(), size_of::<AtomicU64>()).cast::<AtomicU64>();
+        // SAFETY: inside the mapping, aligned to the counter's size, and reached as such counters only, for as long as `self`
+        // lives.
+        unsafe { &*word }
     }
 }
 

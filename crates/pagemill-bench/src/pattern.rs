@@ -11,7 +11,8 @@ const FILLING: u8 = 0xa5;
 pub struct Records(Vec<u8>);
 
 /// The first word of a record: other files, places and generations give other words.
-fn word(file: u64, offset: u64, generation: u64) -> u64 {
+#[inline]
+pub fn word(file: u64, offset: u64, generation: u64) -> u64 {
     let mixed = file.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ offset.wrapping_mul(0xd6e8_feb8_6659_fd93);
     mixed.wrapping_add(generation.wrapping_mul(0xff51_afd7_ed55_8ccd)) | 1
 }

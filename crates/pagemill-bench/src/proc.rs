@@ -78,6 +78,12 @@ pub fn huge_mapped_bytes(address: usize) -> Option<u64> {
     parse_huge(&fs::read_to_string("/proc/self/smaps").ok()?, address)
 }
 
+/// Bytes that this process has in huge pages, its own and those of files.
+pub fn huge_bytes() -> Option<u64> {
+    let text = fs::read_to_string("/proc/self/smaps_rollup").ok()?;
+    ["AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:"].iter().map(|name| field(&text, name)).sum()
+}
+
 fn parse_huge(smaps: &str, address: usize) -> Option<u64> {
     let bounds = |line: &str| {
         let (start, end) = line.split_whitespace().next()?.split_once('-')?;

@@ -268,6 +268,43 @@ fn records_are_found_in_a_cache() {
     assert!(!bench(&[&["__iozone", "--cached", "--mapped"], &numbers[..]].concat()).status.success());
 }
 
+/// All of 16 MiB is compared, then found at random, by two threads: in the cache, in memory and in its peers.
+#[test]
+fn hits_find_their_pages() {
+    for (subject, has_pins) in
+        [("huge", true), ("dense", true), ("memcpy", false), ("frames", true), ("foyer", true), ("quick-cache", true)]
+    {
+        let numbers = ["--threads", "2", "--mib", "16", "--run-ms", "5"];
+        let line = rows(&[&["__hit", "--subject", subject], &numbers[..]].concat());
+
+        let time = |metric: &str| line[0][metric].as_f64();
+        assert!(time("copy_ns").is_some_and(|ns| ns > 0.0), "{subject}: {line:?}");
+        assert_eq!(time("pin_ns").is_some_and(|ns| ns > 0.0), has_pins, "{subject}: {line:?}");
+        let is_own = ["huge", "dense"].contains(&subject);
+        assert_eq!(line[0]["frames_bytes"].as_f64().is_some_and(|bytes| bytes >= 16.0), is_own, "{subject}: {line:?}");
+    }
+    for subject in ["mmap", "pread"] {
+        let numbers = ["--threads", "1", "--mib", "4", "--run-ms", "5"];
+        let line = rows_on_files(&[&["__hit", "--subject", subject], &numbers[..]].concat());
+        assert!(line[0]["copy_ns"].as_f64().is_some_and(|ns| ns > 0.0), "{subject}: {line:?}");
+    }
+}
+
+/// The whole way, with verdicts; small files take some of what their pages do, and not twice that.
+#[test]
+fn hit_compares_its_subjects() {
+    let arguments = ["hit", "--quick", "--json", "--samples", "1", "--mib", "8", "--files", "2000"];
+    let rows = rows(&[&arguments[..], &["--only", "huge,memcpy,frames,files"]].concat());
+
+    let copy = rows.iter().find(|row| row["subject"] == "huge" && row["metric"] == "copy_ns").expect("it ran");
+    assert!(copy["baseline"] == "memcpy" && copy["ratio"].as_f64().is_some_and(|ratio| ratio > 0.0), "{copy}");
+    assert!(value(&rows, "frames", "pin_ns").is_some_and(|ns| ns > 0.0));
+    let resident = value(&rows, "files", "resident_ratio").expect("it ran");
+    // Two thousand files are four huge pages: what else the process grew by is as much again.
+    assert!((0.5..4.0).contains(&resident), "{resident}");
+    assert_eq!(bench(&["hit", "--only", "hoard"]).status.code(), Some(2));
+}
+
 /// Small files live their lives; a hole takes no memory; writers count what they wrote and find what they closed last.
 #[test]
 fn files_are_written_and_found() {

@@ -86,6 +86,32 @@ impl Mapping {
     }
 }
 
+/// A mapping that many threads read.
+#[derive(Debug)]
+pub struct Shared(Mapping);
+
+// SAFETY: it is mapped for reading alone, and nobody writes the file while it is measured.
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    /// Maps a file that is at least `len_bytes` long, and takes all page faults.
+    ///
+    /// # Errors
+    ///
+    /// What `mmap` says.
+    pub fn new(file: &File, len_bytes: usize) -> io::Result<Self> {
+        let mapping = Mapping::new(file, len_bytes, Access::Read)?;
+        mapping.touch();
+        Ok(Self(mapping))
+    }
+
+    /// Copies a record out of the file.
+    #[inline]
+    pub fn read(&self, offset: usize, record: &mut [u8; RECORD_BYTES]) {
+        self.0.read(offset, record);
+    }
+}
+
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: the mapping is ours alone and not used again (type invariant).

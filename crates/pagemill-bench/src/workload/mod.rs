@@ -9,6 +9,7 @@ pub mod ebizzy;
 pub mod file_writers;
 pub mod giveback;
 pub mod handover;
+pub mod hit;
 pub mod hog;
 pub mod host;
 pub mod idle;

@@ -1,0 +1,257 @@
+//! What a hit costs: pages that are in memory, copied out and pinned at random, beside memory itself, the kernel's files and
+//! other caches; and what is kept beside the pages.
+
+use std::time::Duration;
+
+use crate::child::{self, Outcome, Running};
+use crate::error::{Error, Result};
+use crate::experiment::{Book, Common, Metric, Progress, Side, compare_times, judge, report_row};
+use crate::files;
+use crate::files::mount::{ALWAYS, FileSystem, Mounter, NEVER};
+use crate::report::{Bound, Place, Report, Series};
+use crate::stats::Better;
+use crate::subject;
+
+const HUGE: &str = "huge";
+const DENSE: &str = "dense";
+const MEMCPY: &str = "memcpy";
+const FRAMES: &str = "frames";
+const PREAD_NEVER: &str = "pread-huge-never";
+const PREAD_ALWAYS: &str = "pread-huge-always";
+const FOYER: &str = "foyer";
+/// Many small files, beside the subjects.
+const FILES: &str = "files";
+
+const COPY: &str = "copy_ns";
+const PIN: &str = "pin_ns";
+const FRAME_BYTES: &str = "frames_bytes";
+const INDEX_BYTES: &str = "index_bytes";
+const BESIDE_BYTES: &str = "beside_bytes";
+const HUGE_SHARE: &str = "huge_share";
+const RESIDENT: &str = "resident_ratio";
+const COUNTED: &str = "counted_ratio";
+
+const OWN: &[&str] = &[COPY, PIN, FRAME_BYTES, INDEX_BYTES, BESIDE_BYTES, HUGE_SHARE];
+const PINNED: &[&str] = &[COPY, PIN, BESIDE_BYTES, HUGE_SHARE];
+const MAPPED: &[&str] = &[COPY, HUGE_SHARE];
+
+/// glibc asks for huge pages for all that it hands out: the best for who keeps pages in it.
+const HUGE_MALLOC: &[(&str, &str)] = &[("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")];
+
+/// Whose pages, how they come to be there, and what is measured of them.
+struct Subject {
+    name: &'static str,
+    /// The workload's word.
+    word: &'static str,
+    mount: Option<FileSystem>,
+    settings: &'static [(&'static str, &'static str)],
+    metrics: &'static [&'static str],
+}
+
+impl Subject {
+    const fn new(name: &'static str, word: &'static str, metrics: &'static [&'static str]) -> Self {
+        Self { name, word, mount: None, settings: &[], metrics }
+    }
+}
+
+const SUBJECTS: [Subject; 10] = [
+    Subject::new(HUGE, "huge", OWN),
+    Subject::new(DENSE, "dense", OWN),
+    Subject::new(MEMCPY, "memcpy", MAPPED),
+    Subject::new(FRAMES, "frames", &[COPY, PIN, HUGE_SHARE]),
+    Subject { mount: Some(NEVER), ..Subject::new("mmap-huge-never", "mmap", MAPPED) },
+    Subject { mount: Some(ALWAYS), ..Subject::new("mmap-huge-always", "mmap", MAPPED) },
+    Subject { mount: Some(NEVER), ..Subject::new(PREAD_NEVER, "pread", &[COPY]) },
+    Subject { mount: Some(ALWAYS), ..Subject::new(PREAD_ALWAYS, "pread", &[COPY]) },
+    Subject { settings: HUGE_MALLOC, ..Subject::new(FOYER, "foyer", PINNED) },
+    Subject { settings: HUGE_MALLOC, ..Subject::new("quick_cache", "quick-cache", PINNED) },
+];
+
+const MIB: (u64, u64) = (256, 1024);
+const RUN_MS: (u64, u64) = (50, 500);
+const SMALL_FILES: (u64, u64) = (10_000, 100_000);
+const SMALL_BYTES: u64 = 1 << 10;
+/// A bound of a twentieth takes more samples than others do.
+const ROUNDS: (usize, usize) = (3, 9);
+/// From here on memory counts as being in huge pages; what a process has beside its data may not be.
+const HUGE_FROM: f64 = 0.98;
+
+/// Options of the experiment.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    #[command(flatten)]
+    pub common: Common,
+    /// Data of each subject (default 1024, with --quick 256)
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..))]
+    pub mib: Option<u64>,
+    /// Small files of the last part (default 100000, with --quick 10000)
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..))]
+    pub files: Option<u64>,
+}
+
+/// Threads, all on the same pages.
+type Case = u64;
+const THREADS: [Case; 2] = [1, 2];
+/// The case of what has to do with no time, and of the small files.
+const SIZES: Case = 1;
+
+/// Runs it and gives the report.
+///
+/// # Errors
+///
+/// [`Error::WrongAnswer`] where a page was another one; [`Error::CannotRun`] for an unknown subject.
+pub fn run(options: &Options) -> Result<Report> {
+    let common = &options.common;
+    let mut report = Report::new("hit", common.json);
+    let known: Vec<&str> = SUBJECTS.iter().map(|subject| subject.name).chain([FILES]).collect();
+    if let Some(name) = common.only.iter().find(|name| !known.contains(&name.as_str())) {
+        return Err(Error::CannotRun(format!("no subject {name}; there are {}", known.join(", "))));
+    }
+    let is_wanted = |name: &str| common.only.is_empty() || common.only.iter().any(|only| only == name);
+    let mut subjects: Vec<&Subject> = SUBJECTS.iter().filter(|subject| is_wanted(subject.name)).collect();
+    let mounter = match subjects.iter().any(|subject| subject.mount.is_some()).then(|| Mounter::new(None)) {
+        None => None,
+        Some(Ok(mounter)) => Some(mounter),
+        Some(Err(error)) => {
+            report.gap(format!("files on tmpfs: {error}"));
+            subjects.retain(|subject| subject.mount.is_none());
+            None
+        }
+    };
+    let book = measure(options, &subjects, is_wanted(FILES), mounter.as_ref())?;
+    rows(&mut report, &book, &subjects);
+    doubts(&mut report, &book, &subjects);
+    verdicts(&mut report, &book);
+    Ok(report)
+}
+
+fn measure(options: &Options, subjects: &[&Subject], has_files: bool, mounter: Option<&Mounter>) -> Result<Book<Case>> {
+    let common = &options.common;
+    let rounds = common.samples.map_or(common.pick(ROUNDS.0, ROUNDS.1), usize::from);
+    let mib = options.mib.unwrap_or(common.pick(MIB.0, MIB.1));
+    let files = options.files.unwrap_or(common.pick(SMALL_FILES.0, SMALL_FILES.1));
+    child::warm(mib * 3 / 2 + 64)?;
+    let progress = Progress::new(rounds * (THREADS.len() * subjects.len() + usize::from(has_files)));
+    let mut book = Book::new();
+    for round in 0..rounds {
+        for case in THREADS {
+            for index in 0..subjects.len() {
+                let subject = subjects[(index + round) % subjects.len()];
+                progress.step(subject.name);
+                let numbers = [("--threads", case), ("--mib", mib), ("--run-ms", common.pick(RUN_MS.0, RUN_MS.1))];
+                let line = ["__hit", "--subject", subject.word].map(str::to_owned);
+                let line: Vec<String> = line.into_iter().chain(child::numbers(&numbers)).collect();
+                let outcome = sample(subject, line, mounter, mib)?;
+                book.enter(&case, subject.name, subject.metrics, &outcome);
+            }
+        }
+        if has_files {
+            progress.step(FILES);
+            let numbers = [("--files", files), ("--bytes", SMALL_BYTES)];
+            let line = ["__small-files".to_owned()].into_iter().chain(child::numbers(&numbers)).collect();
+            let outcome = sample(&Subject::new(FILES, FILES, &[]), line, None, 0)?;
+            book.enter(&SIZES, FILES, &[RESIDENT, COUNTED], &outcome);
+        }
+    }
+    Ok(book)
+}
+
+/// One process; of files on a mount of its own.
+fn sample(subject: &Subject, mut line: Vec<String>, mounter: Option<&Mounter>, mib: u64) -> Result<Outcome> {
+    let mounted = match (subject.mount, mounter) {
+        (Some(system), Some(mounter)) => match mounter.mount(system, (mib + mib / 4 + 16) << 20)? {
+            Ok(mounted) => Some(mounted),
+            Err(gap) => return Ok(Outcome::Failed(gap)),
+        },
+        _ => None,
+    };
+    line.extend(mounted.iter().flat_map(files::place));
+    let line: Vec<&str> = line.iter().map(String::as_str).collect();
+    let mut command = child::workload(&line)?;
+    subject::clear_foreign_settings(&mut command);
+    command.envs(subject.settings.iter().copied());
+    let finished = Running::start(&mut command)?.finish(Duration::from_secs(120))?;
+    child::outcome(subject.name, &finished)
+}
+
+fn threads(count: u64) -> String {
+    format!("{count} thread{}", if count == 1 { "" } else { "s" })
+}
+
+fn rows(report: &mut Report, book: &Book<Case>, subjects: &[&Subject]) {
+    for (name, what, baseline) in [(COPY, "copied out", MEMCPY), (PIN, "pinned, 8 bytes read", FRAMES)] {
+        for case in THREADS {
+            for subject in subjects {
+                let table =
+                    format!("4 KiB {what} at random, ns as a thread sees it, half the spread, times {baseline}");
+                let place = Some(Place { table, column: threads(case) });
+                let metric = Metric { name, unit: "ns", better: Better::Lower, baseline: Some(baseline) };
+                report_row(report, book, (&case, &threads(case)), subject.name, metric, place);
+            }
+        }
+    }
+    for (name, unit, column) in [
+        (FRAME_BYTES, "B", "frames, B a page"),
+        (INDEX_BYTES, "B", "index, B a page"),
+        (BESIDE_BYTES, "B", "resident beside the data, B a page"),
+        (HUGE_SHARE, "1", "share in huge pages"),
+    ] {
+        for subject in subjects {
+            let place = Some(Place { table: "what is beside the data".to_owned(), column: column.to_owned() });
+            let metric = Metric { name, unit, better: Better::Lower, baseline: None };
+            report_row(report, book, (&SIZES, "metadata"), subject.name, metric, place);
+        }
+    }
+    for (name, column) in [(RESIDENT, "resident"), (COUNTED, "as the cache counts it")] {
+        let table = "files of 1 KiB in one cache: bytes over those rounded up to pages".to_owned();
+        let place = Some(Place { table, column: column.to_owned() });
+        let metric = Metric { name, unit: "x", better: Better::Lower, baseline: None };
+        report_row(report, book, (&SIZES, "small files"), FILES, metric, place);
+    }
+}
+
+/// Says why a figure or a baseline is not what it should be.
+fn doubts(report: &mut Report, book: &Book<Case>, subjects: &[&Subject]) {
+    for subject in subjects.iter().filter(|subject| [MEMCPY, FRAMES].contains(&subject.name)) {
+        let share = book.get(&SIZES, subject.name, HUGE_SHARE).and_then(Series::median);
+        if share.is_some_and(|share| share < HUGE_FROM) {
+            report.gap(format!("{}: the kernel gave it too few huge pages: the baseline is too slow", subject.name));
+        }
+    }
+    let get = |metric| book.get(&SIZES, DENSE, metric);
+    if get(COPY).is_some_and(Series::survived) && get(INDEX_BYTES).is_some_and(|series| !series.survived()) {
+        report.gap(format!("{DENSE}: the cache says that its index takes less than 8 B a page, which cannot be"));
+    }
+}
+
+fn verdicts(report: &mut Report, book: &Book<Case>) {
+    let side = |case, subject, metric| Side { case, subject, metric };
+    for case in &THREADS {
+        for (subject, bound, base) in [
+            (HUGE, Bound::AtMost(1.05), MEMCPY),
+            (DENSE, Bound::AtMost(1.25), MEMCPY),
+            (HUGE, Bound::AtLeast(2.5), PREAD_NEVER),
+            (HUGE, Bound::AtLeast(2.5), FOYER),
+            (HUGE, Bound::AtLeast(1.8), PREAD_ALWAYS),
+        ] {
+            let how = if matches!(bound, Bound::AtMost(_)) { "time of" } else { "as fast as" };
+            let target = format!("copy, {}: {subject}, {how} {base}", threads(*case));
+            report.verdict(compare_times(book, target, bound, side(case, subject, COPY), side(case, base, COPY)));
+        }
+        for subject in [HUGE, DENSE] {
+            let target = format!("pin, {}: {subject}, time of {FRAMES}", threads(*case));
+            let (own, base) = (side(case, subject, PIN), side(case, FRAMES, PIN));
+            report.verdict(compare_times(book, target, Bound::AtMost(1.5), own, base));
+        }
+    }
+    for (target, subject, metric, bound) in [
+        ("frames, huge, a page", HUGE, FRAME_BYTES, 16.0),
+        ("frames, dense, a page", DENSE, FRAME_BYTES, 16.0),
+        ("index, dense, a page", DENSE, INDEX_BYTES, 9.5),
+    ] {
+        report.verdict(judge(book, target, (Bound::AtMost(bound), "B"), side(&SIZES, subject, metric)));
+    }
+    for (target, metric) in [("small files, resident", RESIDENT), ("small files, counted", COUNTED)] {
+        report.verdict(judge(book, target, (Bound::AtMost(1.15), "x"), side(&SIZES, FILES, metric)));
+    }
+}

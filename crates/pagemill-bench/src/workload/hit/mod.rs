@@ -1,0 +1,218 @@
+//! Pages that are in memory, copied out and pinned at random: the page cache, what it is made of, and its peers.
+//!
+//! Every subject holds the same records ([`crate::pattern`]). Before any time all of them are read and compared byte by byte;
+//! in the timed loop the first word of each is, and what was wrong is counted without a branch.
+
+mod own;
+mod peers;
+mod plain;
+
+use std::hint::black_box;
+use std::sync::Barrier;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use pagemill::units::BLOCK_BYTES;
+
+use super::{Failure, Outcome};
+use crate::files::Place;
+use crate::native::Pages;
+use crate::pattern::{self, RECORD_BYTES, Records};
+use crate::proc;
+use crate::stats::Random;
+pub use own::{Files, files};
+
+/// Whose pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Subject {
+    /// The page cache, huge folios.
+    Huge,
+    /// The page cache, folios of one page.
+    Dense,
+    /// Memory in huge pages, copied from.
+    Memcpy,
+    /// The same with a state word a page.
+    Frames,
+    /// A file, mapped.
+    Mmap,
+    /// A file, read by system calls.
+    Pread,
+    Foyer,
+    QuickCache,
+}
+
+/// Times of one subject.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Hit {
+    #[arg(long)]
+    pub subject: Subject,
+    #[arg(long)]
+    pub threads: usize,
+    #[arg(long)]
+    pub mib: usize,
+    #[arg(long)]
+    pub run_ms: u64,
+    /// Of files.
+    #[command(flatten)]
+    pub place: Option<Place>,
+}
+
+type Record = [u8; RECORD_BYTES];
+
+/// Pages of a subject, filled.
+trait Data: Sync {
+    /// Copies a page; whether it was there.
+    fn copy(&self, page: usize, to: &mut Record) -> bool;
+
+    /// The first word of a page that stays where it is meanwhile.
+    fn pin(&self, page: usize) -> u64;
+
+    /// Whether [`Data::pin`] means anything.
+    const CAN_PIN: bool;
+
+    /// Names of figures and their values, bytes a page.
+    fn figures(&self) -> Vec<(&'static str, f64)> {
+        Vec::new()
+    }
+}
+
+/// Fills a subject, checks it, and takes its times.
+pub fn run(arguments: &Hit) -> Outcome {
+    let pages = (arguments.mib << 20) / RECORD_BYTES;
+    let place = || arguments.place.as_ref().ok_or_else(|| Failure::Other("a file needs a place".to_owned()));
+    match arguments.subject {
+        Subject::Huge => measure(arguments, pages, || own::Cached::new(pages, own::Folios::Huge)),
+        Subject::Dense => measure(arguments, pages, || own::Cached::new(pages, own::Folios::Dense)),
+        Subject::Memcpy => measure(arguments, pages, || plain::Memory::new(pages)),
+        Subject::Frames => measure(arguments, pages, || plain::Frames::new(pages)),
+        Subject::Mmap => measure(arguments, pages, || plain::Mapped::new(pages, place()?)),
+        Subject::Pread => measure(arguments, pages, || plain::OnFile::new(pages, place()?)),
+        Subject::Foyer => measure(arguments, pages, || Ok(peers::Foyer::new(pages))),
+        Subject::QuickCache => measure(arguments, pages, || peers::Quick::new(pages)),
+    }
+}
+
+fn measure<D: Data>(arguments: &Hit, pages: usize, make: impl FnOnce() -> Result<D, Failure>) -> Outcome {
+    let before = resident()?;
+    let data = make()?;
+    let grown = resident()?.saturating_sub(before);
+    let data_bytes = (pages * RECORD_BYTES) as f64;
+    let mut line = serde_json::Map::new();
+    line.insert("beside_bytes".to_owned(), ((grown as f64 - data_bytes) / pages as f64).into());
+    check(&data, pages)?;
+    let share = proc::huge_bytes().unwrap_or(0) as f64 / data_bytes;
+    line.insert("huge_share".to_owned(), share.min(1.0).into());
+    line.extend(data.figures().into_iter().map(|(name, value)| (name.to_owned(), value.into())));
+    line.insert("copy_ns".to_owned(), by_threads(arguments, pages, &data, copy_some)?.into());
+    if D::CAN_PIN {
+        line.insert("pin_ns".to_owned(), by_threads(arguments, pages, &data, pin_some)?.into());
+    }
+    Ok(line.into())
+}
+
+/// Resident bytes of this process.
+fn resident() -> Result<u64, Failure> {
+    let resident = proc::resident(std::process::id());
+    resident.map(|resident| resident.all).ok_or_else(|| Failure::Other("/proc tells no resident memory".to_owned()))
+}
+
+fn first_word(bytes: &[u8]) -> u64 {
+    bytes.first_chunk().map_or(0, |word| u64::from_le_bytes(*word))
+}
+
+fn word_of(page: usize) -> u64 {
+    pattern::word(0, (page * RECORD_BYTES) as u64, 0)
+}
+
+/// All that the subjects hold, some records at a time, from the first on.
+fn for_all_records(pages: usize, mut act: impl FnMut(usize, &[u8]) -> Result<(), Failure>) -> Result<(), Failure> {
+    let bytes = pages * RECORD_BYTES;
+    let mut records = Records::filled(BLOCK_BYTES);
+    for offset in (0..bytes).step_by(BLOCK_BYTES) {
+        act(offset, &records.at(0, offset as u64)[..BLOCK_BYTES.min(bytes - offset)])?;
+    }
+    Ok(())
+}
+
+/// Every byte of every page.
+fn check<D: Data>(data: &D, pages: usize) -> Result<(), Failure> {
+    let mut record = [0; RECORD_BYTES];
+    for page in 0..pages {
+        let offset = (page * RECORD_BYTES) as u64;
+        if !data.copy(page, &mut record) || !pattern::is_whole(&record, 0, offset) {
+            return Err(Failure::WrongAnswer(format!("page {page} is not what was put there")));
+        }
+        if D::CAN_PIN && data.pin(page) != word_of(page) {
+            return Err(Failure::WrongAnswer(format!("the word of page {page} is another one")));
+        }
+    }
+    Ok(())
+}
+
+/// Some acts at random pages; how many found something else than they should.
+type Act<D> = fn(&D, usize, &mut Random, &mut Record, usize) -> u64;
+
+#[inline]
+fn copy_some<D: Data>(data: &D, pages: usize, random: &mut Random, to: &mut Record, acts: usize) -> u64 {
+    let mut wrong = 0;
+    for _ in 0..acts {
+        let page = random.below(pages);
+        let is_there = data.copy(page, to);
+        // All of it has to be copied, whatever is looked at.
+        let record = black_box(&*to);
+        let is_right = pattern::is_stamped(record, 0, (page * RECORD_BYTES) as u64, 0);
+        wrong += u64::from(!(is_there & is_right));
+    }
+    wrong
+}
+
+#[inline]
+fn pin_some<D: Data>(data: &D, pages: usize, random: &mut Random, _to: &mut Record, acts: usize) -> u64 {
+    let mut wrong = 0;
+    for _ in 0..acts {
+        let page = random.below(pages);
+        wrong += u64::from(black_box(data.pin(page)) != word_of(page));
+    }
+    wrong
+}
+
+/// Nanoseconds of one act, as each thread sees it: all on the same pages, each in an order of its own.
+fn by_threads<D: Data>(arguments: &Hit, pages: usize, data: &D, act: Act<D>) -> Result<f64, Failure> {
+    let start = Barrier::new(arguments.threads);
+    let run = Duration::from_millis(arguments.run_ms);
+    let work = |index: usize| {
+        let mut random = Random::new(index as u64 + 1);
+        // A buffer at a page's start, as every subject gets it.
+        let mut buffer = Pages::new(RECORD_BYTES)?;
+        buffer.touch(0, RECORD_BYTES);
+        let to: &mut Record = buffer.bytes_mut(RECORD_BYTES).try_into().map_err(|_| "a short buffer".to_owned())?;
+        start.wait();
+        // A tenth of it beforehand: processors that slept wake up, caches hold what they can.
+        repeat(run / 10, || act(data, pages, &mut random, to, BATCH))?;
+        repeat(run, || act(data, pages, &mut random, to, BATCH))
+    };
+    let results: Vec<Result<f64, Failure>> = thread::scope(|scope| {
+        let work = &work;
+        let workers: Vec<_> = (0..arguments.threads).map(|index| scope.spawn(move || work(index))).collect();
+        let joined = workers.into_iter().map(|worker| worker.join());
+        joined.map(|result| result.unwrap_or_else(|_| Err("a thread panicked".to_owned().into()))).collect()
+    });
+    let each = results.into_iter().collect::<Result<Vec<f64>, _>>()?;
+    Ok(each.iter().sum::<f64>() / each.len() as f64)
+}
+
+/// Acts between two looks at the clock.
+const BATCH: usize = 128;
+
+fn repeat(run: Duration, mut act: impl FnMut() -> u64) -> Result<f64, Failure> {
+    let (begun, mut done, mut wrong) = (Instant::now(), 0, 0);
+    while begun.elapsed() < run || done == 0 {
+        wrong += act();
+        done += BATCH;
+    }
+    let took = begun.elapsed();
+    match wrong {
+        0 => Ok(took.as_nanos() as f64 / done as f64),
+        wrong => Err(Failure::WrongAnswer(format!("{wrong} of {done} pages were not what was put there"))),
+    }
+}

@@ -1,0 +1,126 @@
+//! The page cache: one large file, and many small ones.
+
+use pagemill::Pagemill;
+use pagemill::mapping::policy::{Always, Never};
+use pagemill::mapping::{Cache, Mapping, Policy, Settings};
+use pagemill::units::{BLOCK_BYTES, PageSize};
+
+use super::{Data, Record, for_all_records, resident};
+use crate::pattern::RECORD_BYTES;
+use crate::workload::{Failure, Outcome};
+
+/// Beside the data, so that no limit is near.
+const SPARE_BYTES: u64 = 32 * BLOCK_BYTES as u64;
+
+/// What the file is to lie in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Folios {
+    Huge,
+    Dense,
+}
+
+/// A file that is wholly in the cache.
+pub struct Cached {
+    cache: Cache,
+    file: Mapping,
+    pages: usize,
+}
+
+/// Says an error of the library's.
+pub fn failed(error: pagemill::Error) -> Failure {
+    Failure::Other(error.to_string())
+}
+
+/// A cache of pages of a record's size.
+pub fn cache(limit_bytes: u64, policy: Box<dyn Policy>, may_split: bool) -> Result<Cache, Failure> {
+    let page = PageSize::new(RECORD_BYTES).ok_or_else(|| Failure::Other("no such page size here".to_owned()))?;
+    let pagemill = Pagemill::of_process().map_err(failed)?;
+    // What is small is to stay so.
+    pagemill.caches.collapse_by_hand();
+    let settings = Settings { page, policy, may_split, ..Settings::new("bench", limit_bytes) };
+    pagemill.caches.make(settings).map_err(failed)
+}
+
+impl Cached {
+    /// Fills a file and looks whether it lies in what was asked for.
+    pub fn new(pages: usize, folios: Folios) -> Result<Self, Failure> {
+        let bytes = (pages * RECORD_BYTES) as u64;
+        let policy: Box<dyn Policy> = if folios == Folios::Huge { Box::new(Always) } else { Box::new(Never) };
+        let cache = cache(bytes + SPARE_BYTES, policy, true)?;
+        let file = cache.create().map_err(failed)?;
+        for_all_records(pages, |offset, records| write(&file, records, offset as u64))?;
+        let usage = cache.usage();
+        let expected = if folios == Folios::Huge { (bytes, 0) } else { (0, bytes) };
+        if (usage.huge, usage.small) != expected {
+            return Err(Failure::Other(format!("{folios:?}: the file lies elsewhere: {usage:?}")));
+        }
+        Ok(Self { cache, file, pages })
+    }
+}
+
+/// Writes all of it.
+pub fn write(file: &Mapping, bytes: &[u8], offset: u64) -> Result<(), Failure> {
+    match file.write_at(bytes, offset).map_err(failed)? {
+        written if written == bytes.len() => Ok(()),
+        written => Err(Failure::Other(format!("of {} bytes {written} were written", bytes.len()))),
+    }
+}
+
+impl Data for Cached {
+    const CAN_PIN: bool = true;
+
+    #[inline]
+    fn copy(&self, page: usize, to: &mut Record) -> bool {
+        self.file.read_at(to, (page * RECORD_BYTES) as u64).is_ok_and(|bytes| bytes == RECORD_BYTES)
+    }
+
+    #[inline]
+    fn pin(&self, page: usize) -> u64 {
+        self.file.pin((page * RECORD_BYTES) as u64).map_or(0, |pin| pin.read_u64(0))
+    }
+
+    fn figures(&self) -> Vec<(&'static str, f64)> {
+        let usage = self.cache.usage();
+        let each = |bytes: u64| bytes as f64 / self.pages as f64;
+        let mut figures = vec![("frames_bytes", each(usage.frames))];
+        // An index of single pages that takes less than a pointer for each cannot be: then the figure is wrong, and no figure.
+        if usage.small == 0 || each(usage.index) >= 8.0 {
+            figures.push(("index_bytes", each(usage.index)));
+        }
+        figures
+    }
+}
+
+/// Many small files in one cache.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Files {
+    #[arg(long)]
+    pub files: usize,
+    #[arg(long)]
+    pub bytes: usize,
+}
+
+/// What they take, over their bytes rounded up to pages: as the kernel counts it, and as the cache does.
+pub fn files(arguments: &Files) -> Outcome {
+    let rounded = (arguments.files * arguments.bytes.next_multiple_of(RECORD_BYTES)) as f64;
+    let mut files: Vec<Mapping> = Vec::with_capacity(arguments.files);
+    let byte = |file: usize| file as u8;
+    let before = resident()?;
+    let cache = cache(2 * rounded as u64 + SPARE_BYTES, Box::new(pagemill::mapping::policy::Auto), true)?;
+    let mut bytes = vec![0; arguments.bytes];
+    for index in 0..arguments.files {
+        let file = cache.create().map_err(failed)?;
+        bytes.fill(byte(index));
+        write(&file, &bytes, 0)?;
+        files.push(file);
+    }
+    let grown = resident()?.saturating_sub(before);
+    for (index, file) in files.iter().enumerate() {
+        let read = file.read_at(&mut bytes, 0).map_err(failed)?;
+        if read != bytes.len() || file.size_bytes() != read as u64 || bytes.iter().any(|found| *found != byte(index)) {
+            return Err(Failure::WrongAnswer(format!("file {index} is not what was written")));
+        }
+    }
+    let total = cache.usage().total();
+    Ok(serde_json::json!({ "resident_ratio": grown as f64 / rounded, "counted_ratio": total as f64 / rounded }))
+}

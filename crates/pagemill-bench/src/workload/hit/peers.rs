@@ -1,0 +1,86 @@
+//! Caches of other people, at their best for hits: room for everything, so that nothing is evicted; many shards.
+
+use std::sync::Arc;
+
+use foyer_memory::{Cache, CacheBuilder, FifoConfig};
+use quick_cache::sync::{Cache as QuickCache, DefaultLifecycle};
+use quick_cache::{DefaultHashBuilder, OptionsBuilder, UnitWeighter};
+
+use super::{Data, Record, first_word};
+use crate::pattern::{RECORD_BYTES, Records};
+use crate::workload::Failure;
+
+/// Shards of each: both say that those beside each other are reached in parallel.
+const SHARDS: usize = 64;
+/// Room for so many times the entries: shards fill unevenly.
+const ROOM: usize = 2;
+
+/// Gives each record its key.
+fn fill(pages: usize, mut insert: impl FnMut(u64, &[u8])) {
+    let mut records = Records::filled(RECORD_BYTES);
+    for page in 0..pages as u64 {
+        insert(page, records.at(0, page * RECORD_BYTES as u64));
+    }
+}
+
+/// foyer with first-in first-out: the one of its ways to evict that a hit has nothing to do for, under a shared lock.
+pub struct Foyer(Cache<u64, Box<[u8]>, DefaultHashBuilder>);
+
+impl Foyer {
+    pub fn new(pages: usize) -> Self {
+        let builder = CacheBuilder::new(ROOM * pages)
+            .with_shards(SHARDS)
+            .with_eviction_config(FifoConfig::default())
+            .with_hash_builder(DefaultHashBuilder::default());
+        let cache: Cache<u64, Box<[u8]>, _> = builder.build();
+        fill(pages, |key, record| drop(cache.insert(key, record.into())));
+        Self(cache)
+    }
+}
+
+impl Data for Foyer {
+    const CAN_PIN: bool = true;
+
+    #[inline]
+    fn copy(&self, page: usize, to: &mut Record) -> bool {
+        let Some(entry) = self.0.get(&(page as u64)) else { return false };
+        to.copy_from_slice(&entry);
+        true
+    }
+
+    #[inline]
+    fn pin(&self, page: usize) -> u64 {
+        self.0.get(&(page as u64)).map_or(0, |entry| first_word(&entry))
+    }
+}
+
+/// quick_cache as it comes; a hit is a shared lock and a count of the value's own.
+pub struct Quick(QuickCache<u64, Arc<[u8]>>);
+
+impl Quick {
+    pub fn new(pages: usize) -> Result<Self, Failure> {
+        let mut options = OptionsBuilder::new();
+        options.shards(SHARDS).estimated_items_capacity(pages).weight_capacity((ROOM * pages) as u64);
+        let options = options.build().map_err(|error| Failure::Other(error.to_string()))?;
+        let lifecycle = DefaultLifecycle::default();
+        let cache = QuickCache::with_options(options, UnitWeighter, DefaultHashBuilder::default(), lifecycle);
+        fill(pages, |key, record| cache.insert(key, record.into()));
+        Ok(Self(cache))
+    }
+}
+
+impl Data for Quick {
+    const CAN_PIN: bool = true;
+
+    #[inline]
+    fn copy(&self, page: usize, to: &mut Record) -> bool {
+        let Some(value) = self.0.get(&(page as u64)) else { return false };
+        to.copy_from_slice(&value);
+        true
+    }
+
+    #[inline]
+    fn pin(&self, page: usize) -> u64 {
+        self.0.get(&(page as u64)).map_or(0, |value| first_word(&value))
+    }
+}
