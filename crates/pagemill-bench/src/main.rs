@@ -20,6 +20,7 @@ mod hog;
 mod native;
 mod pattern;
 mod proc;
+mod refs;
 mod report;
 mod signs;
 mod small;
@@ -76,6 +77,8 @@ enum Experiment {
     /// Pages that are in memory, copied out and pinned at random: the page cache beside memcpy, files and other caches; its
     /// metadata
     Hit(hit::Options),
+    /// Huge folios pinned for a range, split and made again, beside a count for each 4 KiB and a copy
+    Refs(refs::Options),
     /// The settings by which each allocator returns memory at once, as a Markdown table
     Settings,
     #[command(name = "__touch", hide = true)]
@@ -122,6 +125,10 @@ enum Experiment {
     HitWork(workload::hit::Hit),
     #[command(name = "__small-files", hide = true)]
     SmallFilesWork(workload::hit::Files),
+    #[command(name = "__refs", hide = true)]
+    RefsWork(workload::refs::Refs),
+    #[command(name = "__change", hide = true)]
+    ChangeWork(workload::refs::Change),
     #[command(name = "__waste", hide = true)]
     WasteWork(workload::waste::Waste),
     #[command(name = "__metadata", hide = true)]
@@ -141,6 +148,7 @@ fn main() -> ExitCode {
         Experiment::Metadata(options) => experiment(&options.common, || files::metadata::run(&options)),
         Experiment::Volatile(options) => experiment(&options.common, || volatile::run(&options)),
         Experiment::Hit(options) => experiment(&options.common, || hit::run(&options)),
+        Experiment::Refs(options) => experiment(&options.common, || refs::run(&options)),
         Experiment::Settings => {
             print!("{}", subject::settings_markdown());
             ExitCode::SUCCESS
@@ -167,6 +175,8 @@ fn main() -> ExitCode {
         Experiment::PurgingWork(arguments) => workload::run(|| workload::volatile::purging(&arguments)),
         Experiment::HitWork(arguments) => workload::run(|| workload::hit::run(&arguments)),
         Experiment::SmallFilesWork(arguments) => workload::run(|| workload::hit::files(&arguments)),
+        Experiment::RefsWork(arguments) => workload::run(|| workload::refs::run(&arguments)),
+        Experiment::ChangeWork(arguments) => workload::run(|| workload::refs::change(&arguments)),
         Experiment::WasteWork(arguments) => workload::run(|| workload::waste::run(&arguments)),
         Experiment::MetadataWork(arguments) => workload::run(|| workload::metadata::run(&arguments)),
     }

@@ -305,6 +305,22 @@ fn hit_compares_its_subjects() {
     assert_eq!(bench(&["hit", "--only", "hoard"]).status.code(), Some(2));
 }
 
+/// References come and go on both kinds of folio and on counts; a folio is split and made again, and is what it was.
+#[test]
+fn references_are_given_back() {
+    let rows = rows(&["refs", "--quick", "--json", "--samples", "1"]);
+
+    for subject in ["splittable", "never-split", "per-4-KiB"] {
+        assert!(value(&rows, subject, "ns").is_some_and(|ns| ns > 0.0), "{subject}: {rows:?}");
+        assert_eq!(rows.iter().filter(|row| row["subject"] == subject && row["metric"] == "ns").count(), 6);
+    }
+    for (subject, metric) in
+        [("split-collapse", "split_ns"), ("split-collapse", "collapse_ns"), ("memcpy-2-MiB", "copy_ns")]
+    {
+        assert!(value(&rows, subject, metric).is_some_and(|ns| ns > 0.0), "{metric}: {rows:?}");
+    }
+}
+
 /// Small files live their lives; a hole takes no memory; writers count what they wrote and find what they closed last.
 #[test]
 fn files_are_written_and_found() {

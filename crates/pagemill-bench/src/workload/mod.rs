@@ -17,6 +17,7 @@ pub mod iozone;
 pub mod metadata;
 pub mod pair;
 pub mod reaction;
+pub mod refs;
 pub mod small;
 pub mod volatile;
 pub mod waste;

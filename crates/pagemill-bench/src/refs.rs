@@ -1,0 +1,145 @@
+//! What it costs to keep a range of a huge folio in its place, beside a count for each 4 KiB of it; to split a huge folio, and
+//! to make it again, beside a copy.
+
+use std::time::Duration;
+
+use crate::child::{self, Outcome, Running};
+use crate::error::{Error, Result};
+use crate::experiment::{Book, Common, Metric, Progress, Side, compare_times, report_row};
+use crate::report::{Bound, Place, Report};
+use crate::stats::Better;
+use crate::subject;
+
+const SPLITTABLE: &str = "splittable";
+const NEVER_SPLIT: &str = "never-split";
+/// What direct I/O did to each huge page until 2013.
+const PER_PAGE: &str = "per-4-KiB";
+/// Names as reported, and as the workload knows them.
+const WAYS: [(&str, &str); 3] = [(SPLITTABLE, "splittable"), (NEVER_SPLIT, "never-split"), (PER_PAGE, "per-page")];
+
+const SPLIT: &str = "split-collapse";
+const MEMCPY: &str = "memcpy-2-MiB";
+
+const NS: &str = "ns";
+const SPLIT_NS: &str = "split_ns";
+const COLLAPSE_NS: &str = "collapse_ns";
+const COPY_NS: &str = "copy_ns";
+
+const SIZES_KIB: [u64; 2] = [64, 1024];
+const RUN_MS: (u64, u64) = (20, 200);
+const CHANGE_MS: (u64, u64) = (100, 1000);
+/// More than caches hold, as folios are that wait to be made.
+const FOLIOS: (u64, u64) = (16, 64);
+
+/// Options of the experiment.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// KiB of a range, threads, and whether each has a folio of its own.
+type Case = (u64, u64, bool);
+const CHANGE_CASE: Case = (0, 0, false);
+
+fn cases() -> impl Iterator<Item = Case> {
+    SIZES_KIB.into_iter().flat_map(|kib| [(kib, 1, false), (kib, 2, false), (kib, 2, true)])
+}
+
+fn name((kib, threads, is_own): Case) -> String {
+    let threads = match (threads, is_own) {
+        (1, _) => "1 thread".to_owned(),
+        (count, true) => format!("{count} threads, a folio each"),
+        (count, false) => format!("{count} threads, one folio"),
+    };
+    format!("{kib} KiB, {threads}")
+}
+
+/// Runs it and gives the report.
+///
+/// # Errors
+///
+/// [`Error::WrongAnswer`] where a reference stayed or bytes changed; [`Error::CannotRun`] for an unknown subject.
+pub fn run(options: &Options) -> Result<Report> {
+    let common = &options.common;
+    let known: Vec<&str> = WAYS.iter().map(|(name, _)| *name).chain([SPLIT, MEMCPY]).collect();
+    if let Some(name) = common.only.iter().find(|name| !known.contains(&name.as_str())) {
+        return Err(Error::CannotRun(format!("no subject {name}; there are {}", known.join(", "))));
+    }
+    let mut report = Report::new("refs", common.json);
+    child::warm(512)?;
+    let book = measure(common)?;
+    for case in cases() {
+        for (subject, _) in WAYS {
+            let table = format!("nanoseconds of a get and its put, half the spread, times {PER_PAGE}");
+            let place = Some(Place { table, column: name(case) });
+            let metric = Metric { name: NS, unit: "ns", better: Better::Lower, baseline: Some(PER_PAGE) };
+            report_row(&mut report, &book, (&case, &name(case)), subject, metric, place);
+        }
+    }
+    for (subject, metric, column) in
+        [(SPLIT, SPLIT_NS, "split, ns"), (SPLIT, COLLAPSE_NS, "collapse, ns"), (MEMCPY, COPY_NS, "copy, ns")]
+    {
+        let place = Some(Place { table: "a huge folio".to_owned(), column: column.to_owned() });
+        let metric = Metric { name: metric, unit: "ns", better: Better::Lower, baseline: None };
+        report_row(&mut report, &book, (&CHANGE_CASE, "2 MiB"), subject, metric, place);
+    }
+    verdicts(&mut report, &book);
+    Ok(report)
+}
+
+fn measure(common: &Common) -> Result<Book<Case>> {
+    let is_wanted = |name: &str| common.only.is_empty() || common.only.iter().any(|only| only == name);
+    let ways: Vec<_> = WAYS.into_iter().filter(|(name, _)| is_wanted(name)).collect();
+    let mut changes = vec![(SPLIT, &[SPLIT_NS, COLLAPSE_NS][..], None), (MEMCPY, &[COPY_NS], Some("--copy"))];
+    changes.retain(|(name, ..)| is_wanted(name));
+    let progress = Progress::new(common.rounds() * (cases().count() * ways.len() + changes.len()));
+    let mut book = Book::new();
+    for round in 0..common.rounds() {
+        for case in cases() {
+            for index in 0..ways.len() {
+                let (subject, way) = ways[(index + round) % ways.len()];
+                progress.step(subject);
+                let run_ms = common.pick(RUN_MS.0, RUN_MS.1);
+                let numbers = [("--range-kib", case.0), ("--threads", case.1), ("--run-ms", run_ms)];
+                let words = ["__refs", "--way", way].into_iter().chain(case.2.then_some("--own"));
+                let line = words.map(str::to_owned).chain(child::numbers(&numbers));
+                book.enter(&case, subject, &[NS], &sample(subject, line)?);
+            }
+        }
+        for index in 0..changes.len() {
+            let (subject, metrics, flag) = changes[(index + round) % changes.len()];
+            progress.step(subject);
+            let numbers =
+                [("--folios", common.pick(FOLIOS.0, FOLIOS.1)), ("--run-ms", common.pick(CHANGE_MS.0, CHANGE_MS.1))];
+            let words = ["__change"].into_iter().chain(flag);
+            let line = words.map(str::to_owned).chain(child::numbers(&numbers));
+            book.enter(&CHANGE_CASE, subject, metrics, &sample(subject, line)?);
+        }
+    }
+    Ok(book)
+}
+
+fn sample(subject: &str, line: impl Iterator<Item = String>) -> Result<Outcome> {
+    let line: Vec<String> = line.collect();
+    let line: Vec<&str> = line.iter().map(String::as_str).collect();
+    let mut command = child::workload(&line)?;
+    subject::clear_foreign_settings(&mut command);
+    let finished = Running::start(&mut command)?.finish(Duration::from_secs(60))?;
+    child::outcome(subject, &finished)
+}
+
+fn verdicts(report: &mut Report, book: &Book<Case>) {
+    let one = (1024, 1, false);
+    for subject in [SPLITTABLE, NEVER_SPLIT] {
+        let target = format!("get + put of 1 MiB, 1 thread: {subject}, as fast as {PER_PAGE}");
+        let side = |subject| Side { case: &one, subject, metric: NS };
+        report.verdict(compare_times(book, target, Bound::AtLeast(50.0), side(subject), side(PER_PAGE)));
+    }
+    let side = |subject, metric| Side { case: &CHANGE_CASE, subject, metric };
+    let copy = || side(MEMCPY, COPY_NS);
+    let target = "split, as fast as a copy of 2 MiB";
+    report.verdict(compare_times(book, target, Bound::AtLeast(20.0), side(SPLIT, SPLIT_NS), copy()));
+    let target = "collapse, time of a copy of 2 MiB";
+    report.verdict(compare_times(book, target, Bound::AtMost(1.3), side(SPLIT, COLLAPSE_NS), copy()));
+}

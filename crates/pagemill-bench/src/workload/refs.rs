@@ -1,0 +1,224 @@
+//! Huge folios: references to a range of one, and making small ones of it and a huge one of those again.
+
+use std::sync::Barrier;
+use std::sync::atomic::Ordering::{AcqRel, Acquire};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use pagemill::mapping::policy::Always;
+use pagemill::mapping::{Cache, Mapping};
+use pagemill::units::BLOCK_BYTES;
+
+use super::hit::{cache, failed, write};
+use super::{Failure, Outcome};
+use crate::native::{Counts, Pages};
+use crate::pattern::{self, RECORD_BYTES, Records};
+use crate::stats;
+
+/// How a range is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Way {
+    /// A pin of a folio that may be split.
+    Splittable,
+    /// A pin of one that is never split.
+    NeverSplit,
+    /// A count for each 4 KiB.
+    PerPage,
+}
+
+/// References taken and given back again and again.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Refs {
+    #[arg(long)]
+    pub way: Way,
+    #[arg(long)]
+    pub threads: usize,
+    #[arg(long)]
+    pub range_kib: usize,
+    /// Each thread on a folio of its own.
+    #[arg(long)]
+    pub own: bool,
+    #[arg(long)]
+    pub run_ms: u64,
+}
+
+const PAGES_PER_BLOCK: usize = BLOCK_BYTES / RECORD_BYTES;
+
+/// Nanoseconds of a get and its put, as each thread sees it.
+pub fn run(arguments: &Refs) -> Outcome {
+    let folios = if arguments.own { arguments.threads } else { 1 };
+    let len_bytes = arguments.range_kib << 10;
+    if len_bytes > BLOCK_BYTES {
+        return Err("the range is longer than a huge folio".to_owned().into());
+    }
+    let folio_of = |thread: usize| if arguments.own { thread } else { 0 };
+    let ns = if arguments.way == Way::PerPage {
+        let counts = Counts::new(folios * PAGES_PER_BLOCK)?;
+        let ns = by_threads(arguments, |thread| {
+            let first = folio_of(thread) * PAGES_PER_BLOCK;
+            let range = || (first..first + len_bytes / RECORD_BYTES).map(|page| counts.at(page));
+            for count in range() {
+                count.fetch_add(1, Acquire);
+            }
+            for count in range() {
+                count.fetch_sub(1, AcqRel);
+            }
+            Ok(())
+        })?;
+        if (0..folios * PAGES_PER_BLOCK).any(|page| counts.at(page).load(Acquire) != 0) {
+            return Err(Failure::WrongAnswer("a reference was not given back".to_owned()));
+        }
+        ns
+    } else {
+        let (cache, file) = huge_file(folios, arguments.way == Way::Splittable)?;
+        let ns = by_threads(arguments, |thread| {
+            let pins = file.pin_range((folio_of(thread) * BLOCK_BYTES) as u64, len_bytes).map_err(failed)?;
+            match pins.first() {
+                Some(pin) if pins.len() == 1 && pin.len_bytes() >= len_bytes => Ok(()),
+                _ => Err(Failure::WrongAnswer("a range of a folio is not one pin".to_owned())),
+            }
+        })?;
+        let usage = cache.usage();
+        if usage.locked != 0 || usage.huge != (folios * BLOCK_BYTES) as u64 {
+            return Err(Failure::WrongAnswer(format!("a reference was not given back: {usage:?}")));
+        }
+        check(&file, folios)?;
+        ns
+    };
+    Ok(serde_json::json!({ "ns": ns }))
+}
+
+/// A file of huge folios.
+fn huge_file(folios: usize, may_split: bool) -> Result<(Cache, Mapping), Failure> {
+    let bytes = (folios * BLOCK_BYTES) as u64;
+    // As many again, and some: what is to be collapsed needs a block beside it.
+    let cache = cache(2 * bytes + 16 * BLOCK_BYTES as u64, Box::new(Always), may_split)?;
+    let file = cache.create().map_err(failed)?;
+    fill(&file, folios)?;
+    match cache.usage() {
+        usage if usage.huge == bytes => Ok((cache, file)),
+        usage => Err(Failure::Other(format!("the file does not lie in huge folios: {usage:?}"))),
+    }
+}
+
+fn fill(file: &Mapping, folios: usize) -> Result<(), Failure> {
+    let mut records = Records::filled(BLOCK_BYTES);
+    (0..folios).try_for_each(|folio| {
+        let offset = (folio * BLOCK_BYTES) as u64;
+        write(file, records.at(0, offset), offset)
+    })
+}
+
+fn check(file: &Mapping, folios: usize) -> Result<(), Failure> {
+    let mut bytes = vec![0; BLOCK_BYTES];
+    for offset in (0..folios).map(|folio| (folio * BLOCK_BYTES) as u64) {
+        let read = file.read_at(&mut bytes, offset).map_err(failed)?;
+        if read != BLOCK_BYTES || !pattern::is_whole(&bytes, 0, offset) {
+            return Err(Failure::WrongAnswer(format!("the folio at {offset} is not what was put there")));
+        }
+    }
+    Ok(())
+}
+
+fn by_threads(arguments: &Refs, act: impl Fn(usize) -> Result<(), Failure> + Sync) -> Result<f64, Failure> {
+    const BATCH: usize = 100;
+    let (start, run) = (Barrier::new(arguments.threads), Duration::from_millis(arguments.run_ms));
+    let repeat = |thread: usize, run: Duration| -> Result<f64, Failure> {
+        let (begun, mut done) = (Instant::now(), 0);
+        while begun.elapsed() < run || done == 0 {
+            (0..BATCH).try_for_each(|_| act(thread))?;
+            done += BATCH;
+        }
+        Ok(begun.elapsed().as_nanos() as f64 / done as f64)
+    };
+    let work = |thread: usize| {
+        start.wait();
+        // A tenth of it beforehand: processors that slept wake up.
+        repeat(thread, run / 10).and_then(|_| repeat(thread, run))
+    };
+    let results: Vec<Result<f64, Failure>> = thread::scope(|scope| {
+        let work = &work;
+        let workers: Vec<_> = (0..arguments.threads).map(|thread| scope.spawn(move || work(thread))).collect();
+        let joined = workers.into_iter().map(|worker| worker.join());
+        joined.map(|result| result.unwrap_or_else(|_| Err("a thread panicked".to_owned().into()))).collect()
+    });
+    let each = results.into_iter().collect::<Result<Vec<f64>, _>>()?;
+    Ok(each.iter().sum::<f64>() / each.len() as f64)
+}
+
+/// Huge folios split and collapsed by turns, or as much memory copied.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Change {
+    /// Copies of a huge page instead, each to the place that the one before left.
+    #[arg(long)]
+    pub copy: bool,
+    #[arg(long)]
+    pub folios: usize,
+    #[arg(long)]
+    pub run_ms: u64,
+}
+
+/// Median nanoseconds of each.
+pub fn change(arguments: &Change) -> Outcome {
+    let run = Duration::from_millis(arguments.run_ms);
+    if arguments.copy { copy(arguments.folios, run) } else { split_and_collapse(arguments.folios, run) }
+}
+
+/// Times of an act, in nanoseconds, which counts if it did something.
+fn time(times: &mut Vec<f64>, act: impl FnOnce() -> pagemill::Result<bool>) -> Result<(), Failure> {
+    let begun = Instant::now();
+    let is_done = act();
+    times.push(begun.elapsed().as_nanos() as f64);
+    match is_done.map_err(failed)? {
+        true => Ok(()),
+        false => Err(Failure::WrongAnswer("a folio was not split, or not made huge again".to_owned())),
+    }
+}
+
+fn split_and_collapse(folios: usize, run: Duration) -> Outcome {
+    let (cache, file) = huge_file(folios, true)?;
+    let (mut splits, mut collapses) = (Vec::new(), Vec::new());
+    let begun = Instant::now();
+    // The first turn over all of them makes the nodes and blocks that the others find.
+    while begun.elapsed() < run || splits.len() < 2 * folios {
+        for offset in (0..folios).map(|folio| (folio * BLOCK_BYTES) as u64) {
+            time(&mut splits, || file.split(offset))?;
+            time(&mut collapses, || file.collapse(offset))?;
+        }
+    }
+    check(&file, folios)?;
+    let usage = cache.usage();
+    if usage.huge != (folios * BLOCK_BYTES) as u64 || usage.small != 0 {
+        return Err(Failure::WrongAnswer(format!("not all is huge again: {usage:?}")));
+    }
+    let median = |times: &[f64]| stats::median(&times[folios..]);
+    Ok(serde_json::json!({ "split_ns": median(&splits), "collapse_ns": median(&collapses), "turns": splits.len() }))
+}
+
+/// A copy goes where the source of the one before was, as with collapsing, whose blocks come back.
+fn copy(folios: usize, run: Duration) -> Outcome {
+    let mut memory = Pages::huge((folios + 1) * BLOCK_BYTES)?;
+    let bytes = memory.bytes_mut((folios + 1) * BLOCK_BYTES);
+    let mut records = Records::filled(BLOCK_BYTES);
+    let mut blocks: Vec<&mut [u8]> = bytes.chunks_exact_mut(BLOCK_BYTES).collect();
+    for (folio, block) in blocks.iter_mut().enumerate().take(folios) {
+        block.copy_from_slice(records.at(0, (folio * BLOCK_BYTES) as u64));
+    }
+    let Some(mut spare) = blocks.pop() else { return Err("no blocks".to_owned().into()) };
+    let mut times = Vec::new();
+    let begun = Instant::now();
+    while begun.elapsed() < run || times.len() < 2 * folios {
+        for block in &mut blocks {
+            let copy = Instant::now();
+            spare.copy_from_slice(block);
+            times.push(copy.elapsed().as_nanos() as f64);
+            std::mem::swap(&mut spare, block);
+        }
+    }
+    for (folio, block) in blocks.iter().enumerate() {
+        if !pattern::is_whole(block, 0, (folio * BLOCK_BYTES) as u64) {
+            return Err(Failure::WrongAnswer("a copy is not what was copied".to_owned()));
+        }
+    }
+    Ok(serde_json::json!({ "copy_ns": stats::median(&times[folios..]), "turns": times.len() }))
+}
