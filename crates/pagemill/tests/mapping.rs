@@ -447,6 +447,24 @@ fn held_folios_are_left_alone() {
     assert_eq!(read(&file, 4096, 4096), [0; 4096], "what its holder wrote after that is gone");
 }
 
+/// A range is as many pins as it has folios, from its first byte on.
+#[test]
+fn ranges_are_pinned_folio_by_folio() {
+    let pagemill = Pagemill::for_test();
+    let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 64 * MIB) }).unwrap();
+    let file = cache.create().unwrap();
+    file.write_at(&vec![1; 5 * MIB], 0).unwrap();
+    let lens = |offset: usize, len: usize| -> Vec<usize> {
+        file.pin_range(offset as u64, len).unwrap().iter().map(pagemill::mapping::Pin::len_bytes).collect()
+    };
+    assert_eq!(lens(0, MIB), [2 * MIB]);
+    assert_eq!(lens(MIB, 2 * MIB), [MIB, 2 * MIB]);
+    assert_eq!(lens(3 * MIB, 64 * MIB), [MIB, 2 * MIB], "to the end of the file");
+    assert!(file.pin_range(5 * MIB as u64, MIB).unwrap().is_empty() && file.pin_range(0, 0).unwrap().is_empty());
+    file.split(0).unwrap();
+    assert_eq!(file.pin_range(100, 64 * KIB).unwrap().len(), 17);
+}
+
 /// Several buffers are one write, and one read.
 #[test]
 fn vectored_calls_are_as_plain_ones() {

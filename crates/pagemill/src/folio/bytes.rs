@@ -93,6 +93,22 @@ pub(crate) unsafe fn zero(dst: *mut u8, len_bytes: usize) {
     }
 }
 
+/// Lets the processor fetch the line that `src` points into. A wrong address does no harm.
+#[inline]
+pub(crate) fn prefetch(src: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a hint, which reads nothing.
+    unsafe {
+        std::arch::asm!("prefetcht0 [{}]", in(reg) src, options(nostack, preserves_flags, readonly));
+    }
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: as above.
+    unsafe {
+        std::arch::asm!("prfm pldl1keep, [{}]", in(reg) src, options(nostack, preserves_flags, readonly));
+    }
+    let _ = src;
+}
+
 /// Whether all of `len_bytes` at `src` read zero.
 ///
 /// # Safety

@@ -20,4 +20,4 @@ pub(crate) mod bytes;
 mod pool;
 pub(crate) mod word;
 
-pub(crate) use pool::{Owner, Pool, Taken};
+pub(crate) use pool::{Frame, Owner, Pool, Taken};

@@ -44,6 +44,27 @@ pub(crate) struct Owner {
 impl Owner {
     pub const MAX_ID: u32 = (1 << (u64::BITS - INDEX_BITS)) - 1;
     pub const MAX_INDEX: u64 = (1 << INDEX_BITS) - 1;
+
+    #[inline]
+    fn pack(self) -> u64 {
+        debug_assert!(self.id <= Self::MAX_ID && self.index <= Self::MAX_INDEX);
+        u64::from(self.id) << INDEX_BITS | self.index
+    }
+}
+
+impl Frame {
+    /// Whose folio begins here. Of one that is not live it says nothing.
+    #[inline]
+    pub fn owner(&self) -> Owner {
+        let word = self.owner.load(Relaxed);
+        Owner { id: (word >> INDEX_BITS) as u32, index: word & Owner::MAX_INDEX }
+    }
+
+    /// Whether a folio of this owner begins here.
+    #[inline]
+    pub fn is_of(&self, owner: Owner) -> bool {
+        self.owner.load(Relaxed) == owner.pack()
+    }
 }
 
 /// Pages that were taken: nobody else knows of them, and there is no second of these.
@@ -88,6 +109,10 @@ pub(crate) struct Pool {
     free_chunks: AtomicU32,
     /// Chunks with memory.
     filled_chunks: AtomicU32,
+    /// Pages whose frames may be looked at.
+    opened_pages: AtomicU32,
+    /// Bytes of a chunk.
+    chunk_bytes: usize,
     node: usize,
 }
 
@@ -122,6 +147,8 @@ impl Pool {
             has_huge_frames: AtomicBool::new(false),
             free_chunks: AtomicU32::new(0),
             filled_chunks: AtomicU32::new(0),
+            opened_pages: AtomicU32::new(0),
+            chunk_bytes,
             node,
         })
     }
@@ -149,8 +176,15 @@ impl Pool {
         self.chunk_order
     }
 
+    #[inline]
     pub fn chunk_bytes(&self) -> usize {
-        self.page.bytes() << self.chunk_order
+        self.chunk_bytes
+    }
+
+    /// Advances with each fork that this process is a child of.
+    #[inline]
+    pub fn generation(&self) -> u16 {
+        self.arena.generation()
     }
 
     /// Bytes that it could hold at most.
@@ -163,20 +197,30 @@ impl Pool {
         self.frames.get(number as usize)
     }
 
+    /// The frame of a number that may be anything.
+    #[inline]
+    pub fn frame_if_any(&self, number: u64) -> Option<&Frame> {
+        (number < u64::from(self.opened_pages.load(Relaxed))).then(|| self.frames.get(number as usize))
+    }
+
+    /// Lets the processor fetch bytes that are about to be read.
+    #[inline]
+    pub fn prefetch(&self, number: u32, at: usize) {
+        bytes::prefetch((self.addr(number) + at) as *const u8);
+    }
+
     #[inline]
     pub fn word(&self, number: u32) -> &Word {
         &self.frame(number).word
     }
 
     pub fn owner(&self, number: u32) -> Owner {
-        let word = self.frame(number).owner.load(Relaxed);
-        Owner { id: (word >> INDEX_BITS) as u32, index: word & Owner::MAX_INDEX }
+        self.frame(number).owner()
     }
 
     /// Says whose folio begins here. Only who has it alone calls this.
     pub fn set_owner(&self, number: u32, owner: Owner) {
-        debug_assert!(owner.id <= Owner::MAX_ID && owner.index <= Owner::MAX_INDEX);
-        self.frame(number).owner.store(u64::from(owner.id) << INDEX_BITS | owner.index, Relaxed);
+        self.frame(number).owner.store(owner.pack(), Relaxed);
     }
 
     #[inline]
@@ -251,6 +295,7 @@ impl Pool {
             }
             self.open(books.chunks)?;
             books.chunks += 1;
+            self.opened_pages.store(books.chunks << self.chunk_order, Relaxed);
             Ok(books.chunks - 1)
         })
     }

@@ -108,7 +108,12 @@ impl State {
     /// Whether its bytes may be copied out now; what was copied counts if [`Word::is_unchanged`] afterwards.
     #[inline]
     pub fn is_readable(self) -> bool {
-        matches!(self.kind(), Kind::Live | Kind::Still)
+        self.is_live() || self.0 & KIND_MASK == Kind::Still as u64
+    }
+
+    #[inline]
+    fn is_live(self) -> bool {
+        self.0 & KIND_MASK == Kind::Live as u64
     }
 
     fn with_kind(self, kind: Kind) -> Self {
@@ -164,7 +169,7 @@ impl Word {
     pub fn pin(&self) -> Result<State, State> {
         let mut seen = self.load();
         loop {
-            if seen.kind() != Kind::Live || seen.pins() == MAX_PINS {
+            if !seen.is_live() || seen.pins() == MAX_PINS {
                 return Err(seen);
             }
             match self.0.compare_exchange_weak(seen.0, seen.0 + PIN, Acquire, Relaxed) {
@@ -181,7 +186,7 @@ impl Word {
         let before = State(self.0.fetch_sub(PIN, Release));
         debug_assert!(before.pins() > 0, "{before:?}");
         debug_assert!(matches!(before.kind(), Kind::Live | Kind::Gone), "{before:?}");
-        let is_last = before.kind() == Kind::Gone && before.pins() == 1;
+        let is_last = before.0 & (KIND_MASK | PIN_MASK << PIN_SHIFT) == Kind::Gone as u64 | PIN;
         if is_last {
             // What others did with the bytes comes before their next use.
             fence(Acquire);

@@ -3,11 +3,12 @@
 use super::policy::{Ask, Cause, Choice};
 use super::{File, Turn};
 use crate::error::{Error, Result};
-use crate::folio::{Owner, Taken};
+use crate::folio::word::State;
+use crate::folio::{Frame, Owner, Taken};
 use crate::stats::{self, Counter};
 use crate::sync::{Acquire, Relaxed};
 use crate::trace::{self, Event};
-use crate::xarray as epoch;
+use crate::xarray::{self as epoch, Found};
 
 /// A folio that is pinned, and which of its bytes are meant.
 pub(super) struct Place {
@@ -52,6 +53,34 @@ impl File {
     /// [`Error::Busy`] if somebody holds it for long.
     #[inline]
     pub(super) fn pin_page(&self, index: u64) -> Result<Option<Place>> {
+        if let Some((found, frame)) = self.hint(index)
+            && let Ok(state) = frame.word.pin()
+        {
+            // Nobody takes it away from its owner while it is pinned.
+            let (number, first) = (found.value as u32, found.first);
+            if self.is_at(frame, state, first, index) {
+                return Ok(Some(Place { number, first, order: state.order() }));
+            }
+            self.cache.unpin(number);
+        }
+        self.pin_page_slowly(index)
+    }
+
+    /// What the index seems to have for a page.
+    #[inline]
+    pub(super) fn hint(&self, index: u64) -> Option<(Found, &'static Frame)> {
+        let found = self.tree.hint(index)?;
+        Some((found, self.pool.frame_if_any(found.value)?))
+    }
+
+    /// Whether a folio whose state this is, is the one that holds a page of this file: it begins at `first`.
+    #[inline]
+    pub(super) fn is_at(&self, frame: &Frame, state: State, first: u64, index: u64) -> bool {
+        frame.is_of(Owner { id: self.id, index: first }) && (index - first) >> state.order() == 0
+    }
+
+    #[cold]
+    fn pin_page_slowly(&self, index: u64) -> Result<Option<Place>> {
         let mut turn = Turn::new();
         loop {
             let guard = epoch::pin();

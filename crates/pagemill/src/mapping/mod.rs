@@ -43,7 +43,7 @@ mod write;
 mod zero;
 
 pub use cache::{Cache, Caches, MAX_CACHES, Settings, Usage};
-pub use pin::{Exclusive, Pin};
+pub use pin::{Exclusive, Pin, Pins};
 pub use policy::Policy;
 
 use crate::error::{Error, Result};
@@ -60,6 +60,8 @@ const MOST_WAIT_NS: u64 = 1_000_000_000;
 
 /// One file.
 pub(crate) struct File {
+    /// That of the cache, at hand.
+    pool: &'static Pool,
     cache: Arc<cache::Inner>,
     store: Option<Arc<dyn Store>>,
     tree: XArray<TableNodes>,
@@ -75,6 +77,8 @@ pub(crate) struct File {
     syncing: Lock,
     gate: Gate,
     id: u32,
+    /// Of the process that made it.
+    generation: u16,
     /// Where the last write that made pages ended, and where its streak began.
     streak_end: AtomicU64,
     streak_begin: AtomicU64,
@@ -110,7 +114,9 @@ impl Drop for Mapping {
 impl File {
     fn new(cache: Arc<cache::Inner>, id: u32, store: Option<Arc<dyn Store>>, size_bytes: u64) -> Self {
         Self {
+            pool: cache.pool,
             tree: XArray::new(cache.caches.nodes),
+            generation: cache.generation,
             cache,
             store,
             size_bytes: AtomicU64::new(size_bytes),
@@ -137,7 +143,7 @@ impl File {
 
     #[inline]
     fn pool(&self) -> &'static Pool {
-        self.cache.pool
+        self.pool
     }
 
     #[inline]
@@ -170,8 +176,11 @@ impl File {
     }
 
     /// Refuses offsets that no file has.
+    #[inline]
     fn check(&self, offset: u64, len_bytes: u64) -> Result<()> {
-        self.cache.check()?;
+        if self.pool.generation() != self.generation {
+            self.cache.check()?;
+        }
         let is_past = offset.checked_add(len_bytes).is_none_or(|end| end > i64::MAX as u64);
         if is_past { Err(Error::BadOffset { offset, len_bytes }) } else { Ok(()) }
     }

@@ -26,6 +26,33 @@ pub struct Pin<'file> {
     len_bytes: usize,
 }
 
+/// The folios of a range, pinned, in order. One is kept without an allocation: a huge folio mostly is all of it.
+#[must_use = "it pins for as long as it is kept"]
+pub struct Pins<'file> {
+    first: Option<Pin<'file>>,
+    others: Vec<Pin<'file>>,
+}
+
+impl<'file> Pins<'file> {
+    /// How many folios.
+    pub fn len(&self) -> usize {
+        usize::from(self.first.is_some()) + self.others.len()
+    }
+
+    /// Whether the range was empty, or lies behind the end of the file.
+    pub fn is_empty(&self) -> bool {
+        self.first.is_none()
+    }
+
+    pub fn first(&self) -> Option<&Pin<'file>> {
+        self.first.as_ref()
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = &Pin<'file>> {
+        self.first.iter().chain(&self.others)
+    }
+}
+
 impl Mapping {
     /// Pins the folio that holds the byte at `offset`: from there to its end. Makes one where nothing is, as a write would.
     ///
@@ -57,15 +84,18 @@ impl Mapping {
     /// # Errors
     ///
     /// As [`Mapping::pin`]; none stays pinned then.
-    pub fn pin_range(&self, offset: u64, len_bytes: usize) -> Result<Vec<Pin<'_>>> {
+    pub fn pin_range(&self, offset: u64, len_bytes: usize) -> Result<Pins<'_>> {
         self.0.check(offset, len_bytes as u64)?;
         let end = (offset + len_bytes as u64).min(self.size_bytes());
-        let mut pins: Vec<Pin<'_>> = Vec::with_capacity(1);
+        let mut pins = Pins { first: None, others: Vec::new() };
         let mut at = offset;
         while at < end {
             let pin = self.pin(at)?;
             at += pin.len_bytes as u64;
-            pins.push(pin);
+            match &pins.first {
+                None => pins.first = Some(pin),
+                Some(_) => pins.others.push(pin),
+            }
         }
         Ok(pins)
     }
@@ -108,7 +138,16 @@ impl Mapping {
 }
 
 impl File {
+    #[inline]
     fn check_inside(&self, offset: u64) -> Result<()> {
+        if offset < self.size_bytes() && self.pool.generation() == self.generation {
+            return Ok(());
+        }
+        self.is_outside(offset)
+    }
+
+    #[cold]
+    fn is_outside(&self, offset: u64) -> Result<()> {
         self.check(offset, 1)?;
         let size_bytes = self.size_bytes();
         if offset >= size_bytes { Err(Error::PastEnd { offset, size_bytes }) } else { Ok(()) }

@@ -4,6 +4,7 @@ use super::fetch::Content;
 use super::policy::{Ask, Cause, Choice};
 use super::{File, Mapping, Turn};
 use crate::error::{Error, Result};
+use crate::folio::Frame;
 use crate::xarray as epoch;
 use std::io::IoSliceMut;
 
@@ -65,6 +66,36 @@ impl File {
     /// Copies from one folio, or zeros from a hole. Returns how many bytes.
     #[inline]
     fn read_piece(&self, to: &mut [u8], offset: u64) -> Result<usize> {
+        let index = self.index_of(offset);
+        if let Some((found, frame)) = self.hint(index) {
+            let (number, at) = (found.value as u32, (offset - self.offset_of(found.first)) as usize);
+            // The word and the bytes are both far away: at the same time, then.
+            self.pool.prefetch(number, at);
+            let seen = frame.word.load();
+            if seen.is_readable() && self.is_at(frame, seen, found.first, index) {
+                let len = to.len().min(self.cache.folio_bytes(seen.order()) as usize - at);
+                self.pool.copy_out(number, at, &mut to[..len]);
+                // All the time, then, it was that owner's.
+                if frame.word.is_unchanged(seen) {
+                    self.note_read(frame);
+                    return Ok(len);
+                }
+            }
+        }
+        self.read_piece_slowly(to, offset)
+    }
+
+    /// For who chooses what makes room.
+    #[inline]
+    fn note_read(&self, frame: &Frame) {
+        if self.store.is_some() {
+            frame.word.note_use();
+        }
+    }
+
+    /// As [`File::read_piece`], where the index has to be believed: a hole, or somebody changes what is there.
+    #[cold]
+    fn read_piece_slowly(&self, to: &mut [u8], offset: u64) -> Result<usize> {
         let (pool, index) = (self.pool(), self.index_of(offset));
         let mut turn = Turn::new();
         loop {
@@ -94,9 +125,7 @@ impl File {
             let len = to.len().min(self.cache.folio_bytes(found.order as u8) as usize - at);
             pool.copy_out(number, at, &mut to[..len]);
             if word.is_unchanged(seen) {
-                if self.store.is_some() {
-                    word.note_use();
-                }
+                self.note_read(pool.frame(number));
                 return Ok(len);
             }
         }

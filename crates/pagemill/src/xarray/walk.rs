@@ -48,6 +48,9 @@ impl<'g> Hit<'g> {
     }
 }
 
+/// Nodes on the way to an index of 40 bits, 6 at a time.
+const MAX_LEVELS: usize = 7;
+
 /// What a walk for an index found.
 enum Seen<'g> {
     /// What covers the index.
@@ -71,6 +74,32 @@ impl<N: Nodes> XArray<N> {
                 return hit;
             }
         }
+    }
+
+    /// What seems to cover the index, for who can tell by the value whether it does: no guard is held, so a node may be
+    /// another array's by now, and what is found anything that was ever stored with the same [`Nodes`], or nothing. Once a
+    /// value is known to be right, a second look is saved.
+    ///
+    /// Cost: as [`XArray::find`], without the guard.
+    #[inline]
+    pub fn hint(&self, index: u64) -> Option<Found> {
+        let mut word = self.root.look();
+        if !word.reaches(index) {
+            return None;
+        }
+        // So deep is the deepest; nodes that go from hand to hand might lead on for ever.
+        for _ in 0..MAX_LEVELS {
+            if !word.is_node() {
+                break;
+            }
+            let slots = &self.nodes.node(word.number()).slots;
+            word = slots[word::slot_of(index, word.shift()) % SLOTS].look();
+            if word.is_sibling() {
+                word = slots[word.first_slot() % SLOTS].look();
+            }
+        }
+        let order = word.order();
+        word.is_value().then(|| Found { value: word.to_value(), first: word::first_of(index, order), order })
     }
 
     #[inline]
