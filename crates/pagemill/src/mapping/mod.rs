@@ -8,8 +8,8 @@
 //!     Worker    makes huge folios of small ones, behind                 (worker, collapse)
 //! ```
 //!
-//! **Reading** takes no lock and writes to no shared line: look the index up, look at the folio's word, look the index up
-//! again, copy, look at the word again; if it says that the bytes may have become another's, once more. **Writing** pins the
+//! **Reading** takes no lock and writes to no shared line: look the index up, look at the folio's word and owner, copy, look
+//! at the word again; if it says that the bytes may have become another's, once more. **Writing** pins the
 //! folio, copies, unpins; where nothing is, a folio is filled first and enters the index then. **Removing** (truncate,
 //! punch_hole) goes alone through the file's [`gate`], takes entries out of the index, then frees the folios; one that somebody has
 //! pinned is freed by its last pin. Reads beside it find old bytes or zeros, never another file's.
@@ -104,9 +104,10 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // In a fork child the parent's locks may be held for good.
         if self.0.cache.check().is_ok() {
-            self.0.cache.leave(self.0.id, self.0.store.is_some());
-            // The worker may hold the file for a moment longer; its pages go now.
+            // The worker may hold the file for a moment longer; its pages go now. Only then may another have its id: that is
+            // what folios are known by.
             self.0.remove_pages(0, Owner::MAX_INDEX);
+            self.0.cache.leave(self.0.id, self.0.store.is_some());
         }
     }
 }
