@@ -275,9 +275,9 @@ fn pages_follow_contents_and_marks() {
     if ram.count("collapse_no_memory") > 0 {
         return println!("skipped: no huge pages to be had");
     }
-    wait_until("the dense file is huge", || ram.count("huge_blocks") >= 8);
-    wait_until("its twin was split", || ram.count("split_blocks") >= 8);
-    assert_eq!((huge_bytes(&ram.at("dense")), huge_bytes(&never.join("dense"))), (8 * BLOCK, 0));
+    // Not by the counters: on a busy machine the twin's blocks may be made huge before its mark is seen.
+    wait_until("the dense file is huge", || huge_bytes(&ram.at("dense")) == 8 * BLOCK);
+    wait_until("its twin was split", || ram.count("split_blocks") >= 8 && huge_bytes(&never.join("dense")) == 0);
     assert!(fs::read(ram.at("dense")).unwrap() == dense && fs::read(never.join("dense")).unwrap() == dense);
     let bytes = fs::read(ram.at("sparse")).unwrap();
     assert_eq!((bytes.len(), bytes[9 * BLOCK + 77]), (32 * BLOCK, b'x'));

@@ -127,6 +127,13 @@ impl fmt::Display for Error {
     }
 }
 
+impl From<Error> for io::Error {
+    /// With the system's number: its text is the system's, too.
+    fn from(error: Error) -> Self {
+        Self::from_raw_os_error(error.errno())
+    }
+}
+
 impl std::error::Error for Error {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {

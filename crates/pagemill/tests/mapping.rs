@@ -506,6 +506,30 @@ fn has_a_cache_of_its_own() -> bool {
     file.write_at(b"child", 4094).is_ok() && file.read_at(&mut bytes, 4094).is_ok() && bytes == *b"child"
 }
 
+/// Collapsing takes nothing from who writes at the limit: each page of a file as long as the limit is written once, beside it.
+#[test]
+fn collapsing_leaves_room_for_writers() {
+    let pagemill = Pagemill::for_test();
+    pagemill.caches.collapse_by_hand();
+    let cache = pagemill.caches.make(settings(4 * KIB, 8 * MIB)).unwrap();
+    let file = cache.create().unwrap();
+    let pages = (8 * MIB / (4 * KIB)) as u64;
+    file.truncate(8 * MIB as u64).unwrap();
+    for page in (0..pages).map(|page| page * 1021 % pages) {
+        assert_eq!(file.write_at(&[1; 4 * KIB], page * 4096).unwrap(), 4 * KIB);
+        let _ = file.collapse(page * 4096 / 7);
+    }
+    assert_eq!(cache.charged_bytes() as usize, 8 * MIB);
+    for span in 0..4 {
+        file.collapse(span * BLOCK_BYTES as u64).unwrap();
+    }
+    let usage = cache.usage();
+    assert_eq!((usage.huge as usize, usage.charged as usize), (8 * MIB, 8 * MIB), "{usage:?}");
+    drop(file);
+    assert!(cache.give_back() as usize >= 8 * MIB);
+    assert_eq!((cache.usage().free, cache.charged_bytes()), (0, 0));
+}
+
 /// A child of the process that made it gets an error, and may make its own.
 #[test]
 fn a_fork_child_is_refused() {

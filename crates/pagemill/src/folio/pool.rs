@@ -338,17 +338,8 @@ impl Pool {
 
     /// Takes pages back that the caller has alone: the words of all of them are his to write.
     pub fn give(&self, number: u32, order: u8) {
-        self.give_as(number, order, false);
-    }
-
-    /// Gives pages back that were taken and not written to.
-    pub fn give_unused(&self, taken: Taken) {
-        self.give_as(taken.number, taken.order, taken.is_zero);
-    }
-
-    fn give_as(&self, number: u32, order: u8, is_zero: bool) {
         self.books.with(|books| {
-            books.buddies.give(&self.frames, number, order, is_zero);
+            books.buddies.give(&self.frames, number, order, false);
             self.free_chunks.store(books.buddies.whole_count, Relaxed);
         });
     }

@@ -16,7 +16,7 @@ use crate::xarray::{Nodes, TableNodes};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock, Weak};
 
-/// Caches that a process can have at a time, of all sizes.
+/// Caches that a process can have at a time. One that went leaves its place to others with the same page and no larger limit.
 pub const MAX_CACHES: usize = 256;
 
 /// How a cache is to be.
@@ -25,7 +25,8 @@ pub struct Settings {
     pub name: String,
     /// The software page: a folio is at least so long.
     pub page: PageSize,
-    /// Most bytes of folios at a time.
+    /// Most bytes of folios at a time. The memory behind them may be half as much again, and a huge folio: blocks are in use in
+    /// part, and free ones stay until somebody wants memory.
     pub limit_bytes: u64,
     /// Whether huge folios are made at all; [`Cache::set_huge`] changes it.
     pub use_huge: bool,
@@ -152,7 +153,7 @@ impl Caches {
         let wanted = settings.limit_bytes.saturating_add(settings.limit_bytes / 2).max(2 * chunk_bytes);
         let max_bytes = wanted.checked_next_power_of_two().ok_or(Error::NoAddresses { wanted_bytes: wanted })?;
         let is_free = |cache: &Weak<Inner>| cache.strong_count() == 0;
-        let fits = |pool: &Pool| pool.page() == settings.page && pool.max_bytes() == max_bytes && pool.is_idle();
+        let fits = |pool: &Pool| pool.page() == settings.page && pool.max_bytes() >= max_bytes && pool.is_idle();
         let mut own = self.inherited.load(Relaxed)..books.len();
         if let Some(at) = own.find(|at| is_free(&books[*at].1) && fits(books[*at].0)) {
             return Ok(at);
@@ -356,10 +357,34 @@ impl Inner {
         }
     }
 
-    /// A folio that was taken and not written to goes back.
-    pub fn give_unused(&self, taken: Taken) {
-        self.uncount(taken.order);
-        self.pool.give_unused(taken);
+    /// Takes a folio in the place of smaller ones of so many bytes: only what it has more is charged, so that nobody who writes
+    /// meanwhile meets the limit.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoMemory`].
+    pub fn take_in_place(&self, order: u8, present_bytes: u64) -> Result<Taken> {
+        let more = self.folio_bytes(order) - present_bytes;
+        self.charge(more)?;
+        let taken = self.pool.take(order).inspect_err(|_| {
+            self.charged_bytes.fetch_sub(more, Relaxed);
+        })?;
+        stats::add(self.counter(order), self.folio_bytes(order));
+        Ok(taken)
+    }
+
+    /// Nothing came of [`Inner::take_in_place`].
+    pub fn give_in_place(&self, number: u32, order: u8, present_bytes: u64) {
+        let bytes = self.folio_bytes(order);
+        stats::sub(self.counter(order), bytes);
+        self.charged_bytes.fetch_sub(bytes - present_bytes, Relaxed);
+        self.pool.give(number, order);
+    }
+
+    /// A page whose place another folio took, with its charge.
+    pub fn give_replaced(&self, number: u32) {
+        stats::sub(self.counter(0), self.folio_bytes(0));
+        self.pool.give(number, 0);
     }
 
     /// A folio that the caller has alone goes back.
@@ -504,7 +529,7 @@ impl Cache {
         let size_bytes =
             store.size_bytes().map_err(|cause| Error::Store { doing: "asking for the size of a file", cause })?;
         if !store.block_bytes().is_power_of_two() || store.block_bytes() > self.page().bytes() {
-            return Err(Error::Unsupported { what: "the store's block is larger than the cache's page" });
+            return Err(Error::Unsupported { what: "the store's block is no power of two up to the cache's page" });
         }
         self.enter(Some(store), size_bytes)
     }
@@ -545,6 +570,13 @@ impl Cache {
         self.0.caches.worker.step(self.0.caches, steps)
     }
 
+    /// Gives free memory back to the system; returns the bytes. It goes by itself when somebody needs it.
+    pub fn give_back(&self) -> u64 {
+        let freed = self.0.pool.shrink(u64::MAX);
+        self.0.caches.note_free();
+        freed
+    }
+
     /// What it holds now. Walks all pages.
     pub fn usage(&self) -> Usage {
         let (inner, pool) = (&self.0, self.0.pool);
@@ -570,6 +602,13 @@ impl Cache {
         let used = usage.huge + usage.small + usage.locked;
         usage.free = pool.filled_bytes().saturating_sub(used);
         usage
+    }
+}
+
+impl std::fmt::Debug for Cache {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Inner { name, limit_bytes, .. } = &*self.0;
+        f.debug_struct("Cache").field("name", name).field("limit_bytes", limit_bytes).finish_non_exhaustive()
     }
 }
 

@@ -60,17 +60,17 @@ impl File {
             stats::add(Counter::HugeCollapseFailed, 1);
             Err(error)
         };
-        let taken = match self.cache.take(order) {
+        let taken = match self.cache.take_in_place(order, parts.present_bytes()) {
             Ok(taken) => taken,
             Err(error) => return failed(error),
         };
         if !parts.freeze() {
-            self.cache.give_unused(taken);
+            self.cache.give_in_place(taken.number, order, parts.present_bytes());
             return failed(Error::Busy { what: "a page of the range is in use" });
         }
         parts.copy_to(&taken);
         if !self.join(&parts, &taken)? {
-            self.cache.give(taken.number, order);
+            self.cache.give_in_place(taken.number, order, parts.present_bytes());
             return failed(Error::Busy { what: "the range was changed meanwhile" });
         }
         parts.free();
@@ -86,7 +86,7 @@ impl File {
         self.pool().set_owner(number, Owner { id: self.id, index: first });
         let last = first + (1 << order) - 1;
         let stock = self.tree.prepare(first, last, u32::from(order));
-        let mut stock = stock.inspect_err(|_| self.cache.give(number, order))?;
+        let mut stock = stock.inspect_err(|_| self.cache.give_in_place(number, order, parts.present_bytes()))?;
         let mut writer = self.tree.lock();
         let is_same = self.store.is_none() || self.left.load(Relaxed) == parts.left;
         let is_same = is_same
@@ -126,6 +126,10 @@ impl<'file> Parts<'file> {
     fn first_gap(&self) -> Option<u64> {
         let gap = self.numbers[..self.pages].iter().position(|number| *number == NONE);
         gap.map(|at| self.first + at as u64)
+    }
+
+    fn present_bytes(&self) -> u64 {
+        self.present().count() as u64 * self.file.page_bytes() as u64
     }
 
     fn present(&self) -> impl Iterator<Item = (usize, u32)> {
@@ -169,7 +173,7 @@ impl<'file> Parts<'file> {
     fn free(&mut self) {
         for (_, number) in self.present() {
             debug_assert_eq!(self.file.pool().word(number).load().kind(), Kind::Still);
-            self.file.cache.give(number, 0);
+            self.file.cache.give_replaced(number);
         }
         self.frozen = 0;
     }

@@ -84,7 +84,8 @@ pub(crate) struct File {
     streak_begin: AtomicU64,
 }
 
-/// A file in memory. Reached from all threads at once; it goes when the handle does.
+/// A file in memory. Reached from all threads at once; it goes when the handle does, and with it what was not written back
+/// ([`Mapping::sync`]).
 ///
 /// A page is the cache's software page; offsets are bytes. What was never written reads zero.
 pub struct Mapping(Arc<File>);
@@ -97,6 +98,12 @@ impl Mapping {
     /// Length in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.0.size_bytes()
+    }
+}
+
+impl std::fmt::Debug for Mapping {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Mapping").field("size_bytes", &self.size_bytes()).finish_non_exhaustive()
     }
 }
 

@@ -10,7 +10,8 @@ use crate::xarray as epoch;
 use std::ops::{Deref, DerefMut};
 
 /// A folio of a file that stays in memory, and in its place, until this goes: for I/O, or for reading many times. It is not
-/// split, collapsed or evicted meanwhile. A `truncate` takes it out of the file all the same; its bytes stay until then.
+/// split, collapsed or evicted meanwhile. A `truncate` or `punch_hole` of all of it takes it out of the file all the same; its
+/// bytes stay until then. Of a part of it: that part is zeroed, and the folio stays the file's.
 ///
 /// Others may write to it at the same time, so its bytes are copied, never lent.
 ///

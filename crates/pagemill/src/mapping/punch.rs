@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 
 impl Mapping {
     /// Takes a range out of the file: it reads zero, and its whole pages need no memory. Returns how many bytes of memory came
-    /// free; what somebody has pinned does later.
+    /// free, for other folios, or for who needs memory; what somebody has pinned does later.
     ///
     /// Pages that lie in it partly are zeroed as far as they do; so are parts of a huge folio that is pinned, or that the
     /// cache does not split. The file's length stays.

@@ -21,7 +21,8 @@ impl Mapping {
     /// # Errors
     ///
     /// [`Error::BadOffset`] past 2^63; [`Error::Busy`] if somebody holds a folio alone for a second;
-    /// [`Error::Store`]. Nothing is said of `to` then, unless a part was read, which is returned instead.
+    /// [`Error::Store`], and [`Error::NoMemory`] where what a store has finds no room (what was written stays until
+    /// [`Mapping::sync`]). Nothing is said of `to` then, unless a part was read, which is returned instead.
     pub fn read_at(&self, to: &mut [u8], offset: u64) -> Result<usize> {
         let file = &*self.0;
         file.check(offset, to.len() as u64)?;
