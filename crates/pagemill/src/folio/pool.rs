@@ -249,7 +249,7 @@ impl Pool {
     pub fn take_free(&self, order: u8) -> Option<Taken> {
         let taken = self.books.with(|books| {
             let taken = books.buddies.take(&self.frames, order);
-            self.free_chunks.store(books.buddies.whole_count, Relaxed);
+            self.note_free(books);
             taken
         });
         taken.map(|(number, is_zero)| Taken { number, order, is_zero })
@@ -272,7 +272,7 @@ impl Pool {
             books.buddies.give(&self.frames, number, self.chunk_order, true);
             // This one is ours: no other could take it meanwhile.
             let taken = books.buddies.take(&self.frames, order);
-            self.free_chunks.store(books.buddies.whole_count, Relaxed);
+            self.note_free(books);
             taken.map(|(number, is_zero)| Taken { number, order, is_zero }).ok_or_else(|| self.is_full())
         })
     }
@@ -340,7 +340,7 @@ impl Pool {
     pub fn give(&self, number: u32, order: u8) {
         self.books.with(|books| {
             books.buddies.give(&self.frames, number, order, false);
-            self.free_chunks.store(books.buddies.whole_count, Relaxed);
+            self.note_free(books);
         });
     }
 
@@ -360,7 +360,7 @@ impl Pool {
         while freed < want_bytes {
             let taken = self.books.with(|books| {
                 let taken = books.buddies.take_whole(&self.frames);
-                self.free_chunks.store(books.buddies.whole_count, Relaxed);
+                self.note_free(books);
                 taken
             });
             let Some(number) = taken else { break };
@@ -506,8 +506,18 @@ impl Pool {
         unsafe { std::slice::from_raw_parts_mut(self.addr(number) as *mut u8, len_bytes) }
     }
 
-    /// For figures: so many bytes are free in whole chunks now.
-    pub fn note_free(pools: impl Iterator<Item = &'static Self>) {
-        stats::set(Counter::CacheFree, pools.map(Self::giveable_bytes).sum());
+    /// Tells how many chunks are free now, here and in the figures. Under the lock of the books.
+    fn note_free(&self, books: &Books) {
+        let now = books.buddies.whole_count;
+        let before = self.free_chunks.load(Relaxed);
+        if now != before {
+            self.free_chunks.store(now, Relaxed);
+            let bytes = |chunks: u32| u64::from(chunks) * self.chunk_bytes() as u64;
+            if now > before {
+                stats::add(Counter::CacheFree, bytes(now - before));
+            } else {
+                stats::sub(Counter::CacheFree, bytes(before - now));
+            }
+        }
     }
 }

@@ -212,11 +212,6 @@ impl Caches {
     pub(crate) fn metadata_bytes(&self) -> u64 {
         self.pools().map(Pool::frames_bytes).sum::<u64>() + self.nodes.resident_bytes()
     }
-
-    /// Makes the figure of what is free a true one.
-    pub(super) fn note_free(&self) {
-        Pool::note_free(self.pools());
-    }
 }
 
 impl Shrinker for Caches {
@@ -245,7 +240,6 @@ impl Shrinker for Caches {
                 }
             }
         }
-        self.note_free();
         freed
     }
 }
@@ -567,14 +561,12 @@ impl Cache {
     /// Works on small folios that should be huge, for about `steps` blocks of some hundred microseconds. The background does so
     /// by itself where it runs. Returns how many became huge.
     pub fn collapse_waiting(&self, steps: usize) -> usize {
-        self.0.caches.worker.step(self.0.caches, steps)
+        self.0.caches.worker.step(steps)
     }
 
     /// Gives free memory back to the system; returns the bytes. It goes by itself when somebody needs it.
     pub fn give_back(&self) -> u64 {
-        let freed = self.0.pool.shrink(u64::MAX);
-        self.0.caches.note_free();
-        freed
+        self.0.pool.shrink(u64::MAX)
     }
 
     /// What it holds now. Walks all pages.

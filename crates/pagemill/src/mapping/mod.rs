@@ -216,6 +216,42 @@ impl File {
     }
 }
 
+/// Does `act` from where it ended until it has done `len` bytes; what fails after a part makes it short.
+#[inline]
+fn in_pieces(len: usize, mut act: impl FnMut(usize) -> Result<usize>) -> Result<usize> {
+    let mut done = 0;
+    while done < len {
+        match act(done) {
+            Ok(bytes) => done += bytes,
+            Err(error) if done == 0 => return Err(error),
+            Err(_) => break,
+        }
+    }
+    Ok(done)
+}
+
+/// Does `act` for one buffer after the other, until one is not used whole; what fails after a part makes it short.
+fn in_turn<B: std::ops::Deref<Target = [u8]>>(
+    buffers: impl Iterator<Item = B>,
+    mut act: impl FnMut(B, u64) -> Result<usize>,
+) -> Result<usize> {
+    let mut done = 0;
+    for buffer in buffers {
+        let len = buffer.len();
+        match act(buffer, done as u64) {
+            Ok(bytes) => {
+                done += bytes;
+                if bytes < len {
+                    break;
+                }
+            }
+            Err(error) if done == 0 => return Err(error),
+            Err(_) => break,
+        }
+    }
+    Ok(done)
+}
+
 /// Waits for a folio that somebody has for a moment.
 struct Turn(Option<Patience>);
 

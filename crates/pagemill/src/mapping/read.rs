@@ -2,7 +2,7 @@
 
 use super::fetch::Content;
 use super::policy::{Ask, Cause, Choice};
-use super::{File, Mapping, Turn};
+use super::{File, Mapping, Turn, in_pieces, in_turn};
 use crate::error::{Error, Result};
 use crate::folio::Frame;
 use crate::xarray as epoch;
@@ -28,15 +28,7 @@ impl Mapping {
         file.check(offset, to.len() as u64)?;
         let size = file.size_bytes();
         let len = (to.len() as u64).min(size.saturating_sub(offset)) as usize;
-        let mut done = 0;
-        while done < len {
-            match file.read_piece(&mut to[done..len], offset + done as u64) {
-                Ok(bytes) => done += bytes,
-                Err(error) if done == 0 => return Err(error),
-                Err(_) => break,
-            }
-        }
-        Ok(done)
+        in_pieces(len, |done| file.read_piece(&mut to[done..len], offset + done as u64))
     }
 
     /// As [`Mapping::read_at`] into several buffers, one after the other.
@@ -46,20 +38,7 @@ impl Mapping {
     /// As [`Mapping::read_at`].
     pub fn read_vectored_at(&self, to: &mut [IoSliceMut<'_>], offset: u64) -> Result<usize> {
         self.0.check(offset, to.iter().fold(0, |sum: u64, buffer| sum.saturating_add(buffer.len() as u64)))?;
-        let mut done = 0;
-        for buffer in to {
-            match self.read_at(buffer, offset + done as u64) {
-                Ok(bytes) => {
-                    done += bytes;
-                    if bytes < buffer.len() {
-                        break;
-                    }
-                }
-                Err(error) if done == 0 => return Err(error),
-                Err(_) => break,
-            }
-        }
-        Ok(done)
+        in_turn(to.iter_mut().map(|buffer| &mut **buffer), |buffer, done| self.read_at(buffer, offset + done))
     }
 }
 

@@ -38,7 +38,7 @@ pub(crate) struct Worker {
 
 impl File {
     /// A page was made at `index`: if that may have completed its range, it is looked at, behind.
-    pub(super) fn propose_collapse(self: &File, index: u64) {
+    pub(super) fn propose_collapse(&self, index: u64) {
         let order = self.pool().chunk_order();
         if order > 0 && index + 1 == self.span_of(index).end && self.cache.is_huge_allowed() {
             self.cache.caches.worker.propose(self.cache.caches, self, index);
@@ -106,7 +106,7 @@ impl Worker {
     }
 
     /// Looks at up to `steps` ranges. Returns how many became huge.
-    pub fn step(&self, _caches: &'static Caches, steps: usize) -> usize {
+    pub fn step(&self, steps: usize) -> usize {
         let mut made = 0;
         for _ in 0..steps {
             let Some(next) = self.waiting.with(VecDeque::pop_front) else { break };
@@ -148,7 +148,7 @@ impl thread::Work for Caches {
         loop {
             let bell = self.worker.bell.load(Relaxed);
             while self.worker.waiting.with(|queue| !queue.is_empty()) {
-                self.worker.step(self, 1);
+                self.worker.step(1);
             }
             futex::wait(&self.worker.bell, bell, None, Scope::Private);
         }

@@ -2,7 +2,7 @@
 
 use super::fetch::Content;
 use super::policy::Cause;
-use super::{File, Mapping};
+use super::{File, Mapping, in_pieces, in_turn};
 use crate::error::Result;
 use std::io::IoSlice;
 
@@ -30,15 +30,7 @@ impl Mapping {
             file.check_size(offset + from.len() as u64)?;
         }
         let from = &from[..(from.len() as u64).min(most) as usize];
-        let mut done = 0;
-        while done < from.len() {
-            match file.write_piece(&from[done..], offset + done as u64) {
-                Ok(bytes) => done += bytes,
-                Err(error) if done == 0 => return Err(error),
-                Err(_) => break,
-            }
-        }
-        Ok(done)
+        in_pieces(from.len(), |done| file.write_piece(&from[done..], offset + done as u64))
     }
 
     /// As [`Mapping::write_at`] from several buffers, one after the other.
@@ -48,20 +40,7 @@ impl Mapping {
     /// As [`Mapping::write_at`].
     pub fn write_vectored_at(&self, from: &[IoSlice<'_>], offset: u64) -> Result<usize> {
         self.0.check(offset, from.iter().fold(0, |sum: u64, buffer| sum.saturating_add(buffer.len() as u64)))?;
-        let mut done = 0;
-        for buffer in from {
-            match self.write_at(buffer, offset + done as u64) {
-                Ok(bytes) => {
-                    done += bytes;
-                    if bytes < buffer.len() {
-                        break;
-                    }
-                }
-                Err(error) if done == 0 => return Err(error),
-                Err(_) => break,
-            }
-        }
-        Ok(done)
+        in_turn(from.iter().map(|buffer| &**buffer), |buffer, done| self.write_at(buffer, offset + done))
     }
 }
 
