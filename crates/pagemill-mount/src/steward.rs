@@ -313,6 +313,7 @@ impl Steward {
             return;
         }
         let mut blocked: Vec<Bound> = Vec::new();
+        let mut is_behind = false;
         let was = (self.fill.used_bytes, self.used_of_groups());
         loop {
             self.sample();
@@ -326,14 +327,17 @@ impl Steward {
                 self.ledger.wants_scan = true;
             }
             if begun.elapsed() > DRAIN_PAUSE {
+                is_behind = true;
                 break;
             }
         }
         let has_moved = was != (self.fill.used_bytes, self.used_of_groups());
         self.still_looks = if has_moved { 0 } else { self.still_looks.saturating_add(1) };
         // Half of a processor at most, however many limits there are. Who had to wait for a lock or for his turn is late already.
+        // Who is still purging does not rest: a writer on the other processor does not either.
         let worked = processor_time().saturating_sub(worked);
-        self.look_at = Instant::now() + self.pause(!blocked.is_empty()).max(worked);
+        let pause = if is_behind { Duration::ZERO } else { self.pause(!blocked.is_empty()).max(worked) };
+        self.look_at = Instant::now() + pause;
     }
 
     fn used_of_groups(&self) -> u64 {
