@@ -76,6 +76,18 @@ impl<T: Zeroed> Table<T> {
         unsafe { &*((self.base + index * size_of::<T>()) as *const T) }
     }
 
+    /// As [`Table::get`], for who knows already.
+    ///
+    /// # Safety
+    ///
+    /// `index` is below the table's length.
+    #[inline]
+    pub unsafe fn get_unchecked(&self, index: usize) -> &T {
+        debug_assert!(index < self.len);
+        // SAFETY: in range by the caller's promise; the type invariant covers the rest.
+        unsafe { &*((self.base + index * size_of::<T>()) as *const T) }
+    }
+
     /// From here on new parts of the table may come as huge pages.
     pub fn allow_huge(&self) {
         mem::allow_huge(self.base, (self.len * size_of::<T>()).next_multiple_of(BLOCK_BYTES));

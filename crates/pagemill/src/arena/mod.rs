@@ -82,6 +82,7 @@ pub trait Budget: Sync {
 pub(crate) struct Generation(AtomicU32);
 
 impl Generation {
+    #[inline]
     pub fn get(&self) -> u16 {
         self.0.load(Relaxed) as u16
     }
@@ -364,7 +365,6 @@ impl Arena {
     }
 
     /// Advances with each fork that this process is a child of.
-    #[inline]
     pub(crate) fn generation(&self) -> u16 {
         self.generation.get()
     }

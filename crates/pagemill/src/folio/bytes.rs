@@ -93,6 +93,21 @@ pub(crate) unsafe fn zero(dst: *mut u8, len_bytes: usize) {
     }
 }
 
+/// Eight bytes, least significant first: what they are together, if `src` is aligned to eight.
+///
+/// # Safety
+///
+/// They are mapped.
+#[inline]
+pub(crate) unsafe fn read_u64(src: *const u8) -> u64 {
+    if src.addr().is_multiple_of(align_of::<u64>()) {
+        // SAFETY: mapped by the caller's promise, and aligned; volatile, since others may write meanwhile.
+        return u64::from_le(unsafe { src.cast::<u64>().read_volatile() });
+    }
+    // SAFETY: as above, byte by byte.
+    u64::from_le_bytes(unsafe { src.cast::<[u8; 8]>().read_volatile() })
+}
+
 /// Lets the processor fetch the line that `src` points into. A wrong address does no harm.
 #[inline]
 pub(crate) fn prefetch(src: *const u8) {

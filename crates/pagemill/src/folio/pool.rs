@@ -200,7 +200,8 @@ impl Pool {
     /// The frame of a number that may be anything.
     #[inline]
     pub fn frame_if_any(&self, number: u64) -> Option<&Frame> {
-        (number < u64::from(self.opened_pages.load(Relaxed))).then(|| self.frames.get(number as usize))
+        // SAFETY: frames of opened pages are in the table: they were opened in it first.
+        (number < u64::from(self.opened_pages.load(Relaxed))).then(|| unsafe { self.frames.get_unchecked(number as usize) })
     }
 
     /// Lets the processor fetch bytes that are about to be read.
@@ -228,6 +229,11 @@ impl Pool {
         self.base + ((number as usize) << self.page_shift)
     }
 
+    /// Whose page begins at an address of the pool.
+    pub fn number_at(&self, addr: usize) -> u32 {
+        ((addr - self.base) >> self.page_shift) as u32
+    }
+
     /// Whether blocks come as huge pages from here on.
     pub fn allow_huge(&self, is_allowed: bool) {
         self.use_huge.store(is_allowed, Relaxed);
@@ -253,6 +259,16 @@ impl Pool {
             taken
         });
         taken.map(|(number, is_zero)| Taken { number, order, is_zero })
+    }
+
+    /// Takes up to `most` single pages of what is there; says how many.
+    pub fn take_free_pages(&self, most: usize, mut taken: impl FnMut(Taken)) -> usize {
+        self.books.with(|books| {
+            let free = std::iter::from_fn(|| books.buddies.take(&self.frames, 0));
+            let count = free.take(most).map(|(number, is_zero)| taken(Taken { number, order: 0, is_zero })).count();
+            self.note_free(books);
+            count
+        })
     }
 
     fn take_new(&self, order: u8) -> Result<Taken> {
@@ -451,19 +467,6 @@ impl Pool {
     pub fn is_page_zero(&self, number: u32) -> bool {
         // SAFETY: mapped by invariant 1, a whole page.
         unsafe { bytes::is_zero(self.addr(number) as *const u8, self.page.bytes()) }
-    }
-
-    /// Eight bytes of a pinned folio.
-    #[inline]
-    pub fn read_u64(&self, number: u32, at: usize) -> u64 {
-        assert!(at + size_of::<u64>() <= self.chunk_bytes());
-        let from = self.addr(number) + at;
-        if from.is_multiple_of(align_of::<u64>()) {
-            // SAFETY: mapped by invariant 1, and aligned; volatile, since others may write meanwhile.
-            return u64::from_le(unsafe { (from as *const u64).read_volatile() });
-        }
-        // SAFETY: as above, byte by byte.
-        u64::from_le_bytes(unsafe { (from as *const [u8; 8]).read_volatile() })
     }
 
     /// Lets `act` have the bytes of a folio that only the caller knows of.

@@ -326,6 +326,17 @@ impl Inner {
         Ok(taken)
     }
 
+    /// Takes up to `most` more pages, of what is free and within the limit.
+    pub fn take_more(&self, most: usize, taken: impl FnMut(Taken)) {
+        let page_bytes = self.folio_bytes(0);
+        let wanted = page_bytes * most as u64;
+        if self.charge(wanted).is_ok() {
+            let bytes = page_bytes * self.pool.take_free_pages(most, taken) as u64;
+            self.charged_bytes.fetch_sub(wanted - bytes, Relaxed);
+            stats::add(self.counter(0), bytes);
+        }
+    }
+
     fn charge(&self, bytes: u64) -> Result<()> {
         let mut seen = self.charged_bytes.load(Relaxed);
         loop {

@@ -3,7 +3,6 @@
 use super::policy::{Ask, Cause, Choice};
 use super::{File, Turn};
 use crate::error::{Error, Result};
-use crate::folio::word::State;
 use crate::folio::{Frame, Owner, Taken};
 use crate::stats::{self, Counter};
 use crate::sync::{Acquire, Relaxed};
@@ -26,22 +25,48 @@ pub(super) enum Content<'bytes> {
     Written(u64, &'bytes [u8]),
 }
 
-/// A folio that was taken and is in no index: goes back if it does not get there.
+/// Most pages that a write makes under one lock of the index: those of one node.
+const MOST_PAGES: usize = 64;
+
+/// Folios in a row that were taken and are in no index: they go back if they do not get there. Several are pages.
 struct Fresh<'file> {
     file: &'file File,
-    number: u32,
     order: u8,
+    first: u64,
+    count: usize,
+    numbers: [u32; MOST_PAGES],
 }
 
-impl Fresh<'_> {
-    fn keep(self) {
-        std::mem::forget(self);
+impl<'file> Fresh<'file> {
+    fn new(file: &'file File, order: u8, first: u64) -> Self {
+        Self { file, order, first, count: 0, numbers: [0; MOST_PAGES] }
+    }
+
+    /// Puts the next one behind the others, with what it is to hold.
+    fn push(&mut self, taken: Taken, content: &Content<'_>) -> Result<()> {
+        let (number, index) = (taken.number, self.first + self.count as u64);
+        self.numbers[self.count] = number;
+        self.count += 1;
+        self.file.fill(taken, index, content)?;
+        self.file.pool.set_owner(number, Owner { id: self.file.id, index });
+        Ok(())
+    }
+
+    /// Their last index.
+    fn last(&self) -> u64 {
+        self.first + ((self.count as u64) << self.order) - 1
+    }
+
+    /// What they cover from each one's first index on, and where its bytes lie. From here on they stay.
+    fn keep(mut self) -> impl Iterator<Item = (u64, u32)> {
+        let (first, order, numbers) = (self.first, self.order, self.numbers);
+        (0..std::mem::take(&mut self.count)).map(move |at| (first + ((at as u64) << order), numbers[at]))
     }
 }
 
 impl Drop for Fresh<'_> {
     fn drop(&mut self) {
-        self.file.cache.give(self.number, self.order);
+        self.numbers[..self.count].iter().for_each(|number| self.file.cache.give(*number, self.order));
     }
 }
 
@@ -53,17 +78,26 @@ impl File {
     /// [`Error::Busy`] if somebody holds it for long.
     #[inline]
     pub(super) fn pin_page(&self, index: u64) -> Result<Option<Place>> {
-        if let Some((found, frame)) = self.hint(index)
-            && let Ok(state) = frame.word.pin()
-        {
-            // Nobody takes it away from its owner while it is pinned.
-            let (number, first) = (found.value as u32, found.first);
-            if self.is_at(frame, state, first, index) {
-                return Ok(Some(Place { number, first, order: state.order() }));
+        match self.try_pin_page(index) {
+            Some((found, _)) => {
+                Ok(Some(Place { number: found.value as u32, first: found.first, order: found.order as u8 }))
             }
-            self.cache.unpin(number);
+            None => self.pin_page_slowly(index),
         }
-        self.pin_page_slowly(index)
+    }
+
+    /// As [`File::pin_page`], where the index's hint is right, and nobody is in the way: all is there mostly. The order of
+    /// what is found is the folio's.
+    #[inline]
+    pub(super) fn try_pin_page(&self, index: u64) -> Option<(Found, &'static Frame)> {
+        let (found, frame) = self.hint(index)?;
+        let state = frame.word.pin().ok()?;
+        // Nobody takes it away from its owner while it is pinned.
+        if u32::from(state.order()) == found.order && self.is_of(frame, found.first) {
+            return Some((found, frame));
+        }
+        self.cache.unpin(found.value as u32);
+        None
     }
 
     /// What the index seems to have for a page.
@@ -73,14 +107,14 @@ impl File {
         Some((found, self.pool.frame_if_any(found.value)?))
     }
 
-    /// Whether a folio whose state this is, is the one that holds a page of this file: it begins at `first`.
+    /// Whether the folio of a frame, which is live, is the one of this file that begins at `first`.
     #[inline]
-    pub(super) fn is_at(&self, frame: &Frame, state: State, first: u64, index: u64) -> bool {
-        frame.is_of(Owner { id: self.id, index: first }) && (index - first) >> state.order() == 0
+    pub(super) fn is_of(&self, frame: &Frame, first: u64) -> bool {
+        frame.is_of(Owner { id: self.id, index: first })
     }
 
     #[cold]
-    fn pin_page_slowly(&self, index: u64) -> Result<Option<Place>> {
+    pub(super) fn pin_page_slowly(&self, index: u64) -> Result<Option<Place>> {
         let mut turn = Turn::new();
         loop {
             let guard = epoch::pin();
@@ -101,8 +135,8 @@ impl File {
         }
     }
 
-    /// Makes a folio over `index`, with `content`, and puts it into the index. Returns up to which offset of the file it goes;
-    /// `None` if another was faster, perhaps for a part of it.
+    /// Makes a folio over `index`, with `content`, or small ones for more of that; puts them into the index. Returns up to
+    /// which offset of the file they go; `None` if another was faster, perhaps for a part of it.
     ///
     /// # Errors
     ///
@@ -110,32 +144,67 @@ impl File {
     pub(super) fn create(&self, index: u64, cause: Cause, content: &Content<'_>) -> Result<Option<u64>> {
         // What the store has is stale once a page was written back and dropped, or cut off.
         let left = self.left.load(Acquire);
-        let (taken, first) = self.take_for(index, cause, content)?;
-        let (number, order) = (taken.number, taken.order);
-        let fresh = Fresh { file: self, number, order };
-        self.fill(taken, first, content)?;
-        let pool = self.pool();
-        pool.set_owner(number, Owner { id: self.id, index: first });
-        let last = first + (1 << order) - 1;
+        let fresh = self.make(index, cause, content)?;
+        let (order, first, last) = (fresh.order, fresh.first, fresh.last());
         let mut stock = self.tree.prepare(first, last, u32::from(order))?;
         let mut writer = self.tree.lock();
         if writer.next(first, last).is_some() || self.left.load(Relaxed) != left {
             return Ok(None);
         }
-        fresh.keep();
-        // Nobody knows of it yet, so nobody has to wait for it; and the file has all of its bytes once somebody does.
-        let end = self.offset_of(last + 1);
-        if let Content::Written(offset, bytes) = content {
-            self.grow(end.min(offset + bytes.len() as u64));
+        for (first, number) in fresh.keep() {
+            // Nobody knows of it yet, so nobody has to wait for it; and the file has all of its bytes once somebody does.
+            if let Content::Written(offset, bytes) = content {
+                self.grow(self.offset_of(first + (1 << order)).min(offset + bytes.len() as u64));
+            }
+            self.pool.word(number).publish(order, !self.cache.may_split, matches!(content, Content::Written(..)));
+            writer.store(first, u32::from(order), u64::from(number), &mut stock);
         }
-        pool.word(number).publish(order, !self.cache.may_split, matches!(content, Content::Written(..)));
-        writer.store(first, u32::from(order), u64::from(number), &mut stock);
         drop(writer);
         if order > 0 {
             trace::event(Event::FolioMade, first, u64::from(order));
             stats::add(Counter::HugeAllocated, 1);
         }
-        Ok(Some(end))
+        Ok(Some(self.offset_of(last + 1)))
+    }
+
+    /// Takes a folio for a page, or such for several that are to be written, and fills them.
+    fn make(&self, index: u64, cause: Cause, content: &Content<'_>) -> Result<Fresh<'_>> {
+        let (taken, first) = self.take_for(index, cause, content)?;
+        let mut fresh = Fresh::new(self, taken.order, first);
+        fresh.push(taken, content)?;
+        let wanted = self.more_wanted(index, content);
+        if fresh.order == 0 && wanted > 0 {
+            let (mut more, mut count) = ([const { None }; MOST_PAGES], 0);
+            self.cache.take_more(wanted, |taken| {
+                more[count] = Some(taken);
+                count += 1;
+            });
+            // All of them belong to somebody before one may fail.
+            let mut failed = None;
+            for taken in more.into_iter().flatten() {
+                let number = taken.number;
+                match failed {
+                    None => failed = fresh.push(taken, content).err(),
+                    Some(_) => self.cache.give(number, 0),
+                }
+            }
+            if let Some(error) = failed {
+                return Err(error);
+            }
+        }
+        Ok(fresh)
+    }
+
+    /// How many pages behind this one the same write makes: up to the end of the range that the policy was asked for.
+    fn more_wanted(&self, index: u64, content: &Content<'_>) -> usize {
+        let Content::Written(offset, bytes) = content else { return 0 };
+        let last = self.index_of(offset + bytes.len() as u64 - 1).min(self.span_of(index).end - 1);
+        let last = last.min(index + MOST_PAGES as u64 - 1);
+        if last <= index {
+            return 0;
+        }
+        let next = self.tree.next(index + 1, last, &epoch::pin());
+        (next.map_or(last + 1, |found| found.first) - index - 1) as usize
     }
 
     /// Takes a folio for a page, huge if the policy wants it and it can be had.

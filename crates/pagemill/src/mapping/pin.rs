@@ -6,6 +6,7 @@ use super::policy::Cause;
 use super::{File, Mapping, Turn};
 use crate::error::{Error, Result};
 use crate::folio::word::Kind;
+use crate::folio::{Frame, bytes};
 use crate::xarray as epoch;
 use std::ops::{Deref, DerefMut};
 
@@ -19,12 +20,13 @@ use std::ops::{Deref, DerefMut};
 #[must_use = "it pins for as long as it is kept"]
 pub struct Pin<'file> {
     file: &'file File,
-    number: u32,
-    /// The byte of the file that was asked for.
-    offset: u64,
-    /// From the folio's first byte to the one that was asked for.
-    at: usize,
-    len_bytes: usize,
+    frame: &'static Frame,
+    /// Where the byte is that was asked for.
+    addr: usize,
+    /// From the folio's first byte to that one.
+    at: u32,
+    /// From there to its last.
+    len_bytes: u32,
 }
 
 /// The folios of a range, pinned, in order. One is kept without an allocation: a huge folio mostly is all of it.
@@ -62,8 +64,10 @@ impl Mapping {
     /// [`Error::PastEnd`] at or past the end of the file; else as [`Mapping::write_at`].
     #[inline]
     pub fn pin(&self, offset: u64) -> Result<Pin<'_>> {
-        let place = self.0.pin_made(offset)?;
-        Ok(self.0.guard(&place, offset))
+        match self.0.try_pin(offset) {
+            Some(pin) => Ok(pin),
+            None => Ok(self.0.guard_of(self.0.pin_made(offset)?, offset)),
+        }
     }
 
     /// As [`Mapping::pin`]; `None` where nothing is in memory.
@@ -73,9 +77,10 @@ impl Mapping {
     /// As [`Mapping::pin`].
     #[inline]
     pub fn pin_present(&self, offset: u64) -> Result<Option<Pin<'_>>> {
-        self.0.check_inside(offset)?;
-        let place = self.0.pin_page(self.0.index_of(offset))?;
-        Ok(place.map(|place| self.0.guard(&place, offset)))
+        match self.0.try_pin(offset) {
+            Some(pin) => Ok(Some(pin)),
+            None => Ok(self.0.pin_there(offset)?.map(|place| self.0.guard_of(place, offset))),
+        }
     }
 
     /// Pins all folios from `offset` on for `len_bytes`, to the end of the file at most.
@@ -85,20 +90,16 @@ impl Mapping {
     /// # Errors
     ///
     /// As [`Mapping::pin`]; none stays pinned then.
+    #[inline]
     pub fn pin_range(&self, offset: u64, len_bytes: usize) -> Result<Pins<'_>> {
-        self.0.check(offset, len_bytes as u64)?;
-        let end = (offset + len_bytes as u64).min(self.size_bytes());
-        let mut pins = Pins { first: None, others: Vec::new() };
-        let mut at = offset;
-        while at < end {
-            let pin = self.pin(at)?;
-            at += pin.len_bytes as u64;
-            match &pins.first {
-                None => pins.first = Some(pin),
-                Some(_) => pins.others.push(pin),
+        if let Some(first) = self.0.try_pin(offset) {
+            // A huge folio mostly is all of it.
+            if len_bytes.wrapping_sub(1) < first.len_bytes() {
+                return Ok(Pins { first: Some(first), others: Vec::new() });
             }
         }
-        Ok(pins)
+        let (first, others) = self.0.pin_all(offset, len_bytes)?;
+        Ok(Pins { first: first.map(|place| self.0.guard_of(place, offset)), others })
     }
 
     /// Takes the folio that holds the byte at `offset` for this thread alone: others that read, write or pin it wait, a second at
@@ -139,38 +140,75 @@ impl Mapping {
 }
 
 impl File {
-    #[inline]
+    /// # Errors
+    ///
+    /// Past the end; in a fork child.
     fn check_inside(&self, offset: u64) -> Result<()> {
-        if offset < self.size_bytes() && self.pool.generation() == self.generation {
-            return Ok(());
-        }
-        self.is_outside(offset)
-    }
-
-    #[cold]
-    fn is_outside(&self, offset: u64) -> Result<()> {
         self.check(offset, 1)?;
         let size_bytes = self.size_bytes();
         if offset >= size_bytes { Err(Error::PastEnd { offset, size_bytes }) } else { Ok(()) }
     }
 
+    /// Pins what the index seems to have; `None` where that takes a closer look.
     #[inline]
-    fn pin_made(&self, offset: u64) -> Result<Place> {
+    fn try_pin(&self, offset: u64) -> Option<Pin<'_>> {
+        if offset >= self.size_bytes() || self.pool.generation() != self.generation {
+            return None;
+        }
+        let (found, frame) = self.try_pin_page(self.index_of(offset))?;
+        let place = Place { number: found.value as u32, first: found.first, order: found.order as u8 };
+        Some(self.guard(place, frame, offset))
+    }
+
+    #[cold]
+    fn pin_there(&self, offset: u64) -> Result<Option<Place>> {
         self.check_inside(offset)?;
-        let index = self.index_of(offset);
+        self.pin_page(self.index_of(offset))
+    }
+
+    #[cold]
+    fn pin_made(&self, offset: u64) -> Result<Place> {
         loop {
-            if let Some(place) = self.pin_page(index)? {
+            if let Some(place) = self.pin_there(offset)? {
                 return Ok(place);
             }
-            self.create(index, Cause::Write, &Content::Stored)?;
+            self.create(self.index_of(offset), Cause::Write, &Content::Stored)?;
         }
     }
 
+    /// The first folio of a range, and guards of the others.
+    #[cold]
+    fn pin_all(&self, offset: u64, len_bytes: usize) -> Result<(Option<Place>, Vec<Pin<'_>>)> {
+        self.check(offset, len_bytes as u64)?;
+        let end = (offset + len_bytes as u64).min(self.size_bytes());
+        if offset >= end {
+            return Ok((None, Vec::new()));
+        }
+        // A guard from the start: what follows may fail.
+        let first = self.pin_made(offset).map(|place| self.guard_of(place, offset))?;
+        let (mut others, mut at) = (Vec::new(), offset + u64::from(first.len_bytes));
+        while at < end {
+            let pin = self.guard_of(self.pin_made(at)?, at);
+            at += u64::from(pin.len_bytes);
+            others.push(pin);
+        }
+        Ok((Some(first.into_place()), others))
+    }
+
     #[inline]
-    fn guard(&self, place: &Place, offset: u64) -> Pin<'_> {
-        let at = (offset - self.offset_of(place.first)) as usize;
-        let len_bytes = self.cache.folio_bytes(place.order) as usize - at;
-        Pin { file: self, number: place.number, offset, at, len_bytes }
+    fn guard_of(&self, place: Place, offset: u64) -> Pin<'_> {
+        let frame = self.pool.frame(place.number);
+        self.guard(place, frame, offset)
+    }
+
+    /// Of a place that is pinned, with its frame. Put together of what is in registers: a guard that was stored and is loaded
+    /// again at once would cost as much as all the rest.
+    #[inline]
+    fn guard(&self, place: Place, frame: &'static Frame, offset: u64) -> Pin<'_> {
+        let page_shift = self.pool.page_shift();
+        let at = (offset - (place.first << page_shift)) as u32;
+        let len_bytes = (1 << (page_shift + u32::from(place.order))) - at;
+        Pin { file: self, frame, addr: self.pool.addr(place.number) + at as usize, at, len_bytes }
     }
 
     /// Gives a folio back that was held; frees it if it left the file meanwhile.
@@ -182,7 +220,7 @@ impl File {
 impl Pin<'_> {
     /// Bytes from the one that was asked for to the end of the folio.
     pub fn len_bytes(&self) -> usize {
-        self.len_bytes
+        self.len_bytes as usize
     }
 
     /// Copies bytes out, from `at` bytes behind the one that was asked for.
@@ -192,7 +230,7 @@ impl Pin<'_> {
     /// Past [`Pin::len_bytes`].
     pub fn read_at(&self, to: &mut [u8], at: usize) {
         self.check(at, to.len());
-        self.file.pool().copy_out(self.number, self.at + at, to);
+        self.file.pool().copy_out(self.number(), self.at as usize + at, to);
     }
 
     /// Copies bytes in, to where the file has some.
@@ -209,15 +247,16 @@ impl Pin<'_> {
         self.check(at, from.len());
         // What is behind the end reads zero when the file grows: nobody may write there, and nobody shortens it meanwhile.
         let _inside = self.file.gate.beside();
-        let (end, size_bytes) = (self.offset + (at + from.len()) as u64, self.file.size_bytes());
+        let begin = self.file.offset_of(self.frame.owner().index) + u64::from(self.at);
+        let (end, size_bytes) = (begin + (at + from.len()) as u64, self.file.size_bytes());
         if end > size_bytes {
             return Err(Error::PastEnd { offset: end - 1, size_bytes });
         }
-        if self.file.pool().word(self.number).load().kind() == Kind::Gone {
+        if self.frame.word.load().kind() == Kind::Gone {
             return Err(Error::WrongState { what: "the page has left the file" });
         }
-        self.file.pool().copy_in(self.number, self.at + at, from);
-        self.file.pool().word(self.number).set_dirty();
+        self.file.pool().copy_in(self.number(), self.at as usize + at, from);
+        self.frame.word.set_dirty();
         Ok(())
     }
 
@@ -229,30 +268,49 @@ impl Pin<'_> {
     #[inline]
     pub fn read_u64(&self, at: usize) -> u64 {
         self.check(at, size_of::<u64>());
-        self.file.pool().read_u64(self.number, self.at + at)
+        // SAFETY: inside of the folio, as just checked, which is mapped for as long as it is pinned.
+        unsafe { bytes::read_u64((self.addr + at) as *const u8) }
     }
 
     /// Where the bytes are, for who does I/O to them: mapped and in place for as long as this is kept. Others may change them.
     /// Such as lie past the end of the file have to stay zero; who changed others says so by [`Pin::set_dirty`].
     pub fn as_ptr(&self) -> *mut u8 {
-        (self.file.pool().addr(self.number) + self.at) as *mut u8
+        self.addr as *mut u8
     }
 
     /// Notes that bytes were changed, for the store.
     pub fn set_dirty(&self) {
-        self.file.pool().word(self.number).set_dirty();
+        self.frame.word.set_dirty();
+    }
+
+    /// Lets go of the guard, not of the pin.
+    fn into_place(self) -> Place {
+        let pin = std::mem::ManuallyDrop::new(self);
+        Place { number: pin.number(), first: pin.frame.owner().index, order: pin.frame.word.load().order() }
+    }
+
+    fn number(&self) -> u32 {
+        self.file.pool().number_at(self.addr - self.at as usize)
     }
 
     #[inline]
     fn check(&self, at: usize, len: usize) {
-        assert!(at.checked_add(len).is_some_and(|end| end <= self.len_bytes), "{at} + {len} of {}", self.len_bytes);
+        let is_inside = self.len_bytes().checked_sub(len).is_some_and(|last| at <= last);
+        assert!(is_inside, "{at} + {len} of {}", self.len_bytes);
+    }
+
+    #[cold]
+    fn free(&self) {
+        self.file.cache.give(self.number(), self.frame.word.load().order());
     }
 }
 
 impl Drop for Pin<'_> {
     #[inline]
     fn drop(&mut self) {
-        self.file.cache.unpin(self.number);
+        if self.frame.word.unpin() {
+            self.free();
+        }
     }
 }
 

@@ -52,7 +52,7 @@ impl File {
             // The word and the bytes are both far away: at the same time, then.
             self.pool.prefetch(number, at);
             let seen = frame.word.load();
-            if seen.is_readable() && self.is_at(frame, seen, found.first, index) {
+            if seen.is_readable() && u32::from(seen.order()) == found.order && self.is_of(frame, found.first) {
                 let len = to.len().min(self.cache.folio_bytes(seen.order()) as usize - at);
                 self.pool.copy_out(number, at, &mut to[..len]);
                 // All the time, then, it was that owner's.

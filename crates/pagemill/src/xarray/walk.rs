@@ -94,9 +94,13 @@ impl<N: Nodes> XArray<N> {
             }
             let slots = &self.nodes.node(word.number()).slots;
             word = slots[word::slot_of(index, word.shift()) % SLOTS].look();
+            if word.is_node() {
+                continue;
+            }
             if word.is_sibling() {
                 word = slots[word.first_slot() % SLOTS].look();
             }
+            break;
         }
         let order = word.order();
         word.is_value().then(|| Found { value: word.to_value(), first: word::first_of(index, order), order })
