@@ -231,21 +231,30 @@ fn stale_reads_are_thrown_away() {
     store.while_page_is_read(&file, 4 * KIB as u64, || file.truncate(0).unwrap());
     file.truncate(8 * KIB as u64).unwrap();
     assert_eq!(byte_at(&file, 5000), 0);
+}
 
+/// Who wants a page that is being read, to read it or to write to it, waits for that, and the store is asked once; also if
+/// others of the file are dropped meanwhile.
+#[test]
+fn a_page_is_read_once() {
     let store = Memory::new(64 * KIB);
-    let cache = cache(Box::new(Never), 8 * KIB);
-    let file = cache.open(store.clone()).unwrap();
-    store.while_page_is_read(&file, 0, || {
-        file.write_at(&[99], 0).unwrap();
-        file.sync().unwrap();
-        // Dropped for others.
-        let _ = read(&file);
-        assert_eq!(store.bytes.lock().unwrap()[0], 99);
+    let file = cache(Box::new(Never), 8 * KIB).open(store.clone()).unwrap();
+    let begun = std::sync::Barrier::new(3);
+    std::thread::scope(|scope| {
+        store.while_page_is_read(&file, 0, || {
+            let (file, begun) = (&file, &begun);
+            scope.spawn(|| assert_eq!((begun.wait(), byte_at(file, 1)).1, 1));
+            scope.spawn(|| assert_eq!((begun.wait(), file.write_at(&[99], 0).unwrap()).1, 1));
+            begun.wait();
+            for page in 1..16 {
+                byte_at(file, page * 4 * KIB as u64);
+            }
+            assert_eq!(store.reads.load(Relaxed), 16);
+        });
     });
-    assert_eq!(byte_at(&file, 0), 99);
-    file.write_at(&[98], 1).unwrap();
+    assert_eq!((byte_at(&file, 0), store.reads.load(Relaxed)), (99, 16));
     file.sync().unwrap();
-    assert_eq!(store.bytes.lock().unwrap()[..2], [99, 98]);
+    assert_eq!(store.bytes.lock().unwrap()[..2], [99, 1]);
 }
 
 /// After the last sync the store has all that was appended, or written before a split, while others synced.

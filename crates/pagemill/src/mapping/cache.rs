@@ -1,5 +1,6 @@
 //! A cache: files that share a software page size, a limit, a policy and a name; and all caches of a process.
 
+use super::flights::Flights;
 use super::policy::{Auto, Policy};
 use super::worker::Worker;
 use super::{File, Mapping};
@@ -139,6 +140,7 @@ impl Caches {
                 evict_after_ns: AtomicU64::new(0),
                 thin_after_ns: AtomicU64::new(0),
                 files: Guarded::new(Files::default()),
+                flights: Flights::default(),
             });
             *user = Arc::downgrade(&inner);
             Ok(Cache(inner))
@@ -298,6 +300,7 @@ pub(crate) struct Inner {
     pub(super) evict_after_ns: AtomicU64,
     pub(super) thin_after_ns: AtomicU64,
     files: Guarded<Files>,
+    pub(super) flights: Flights,
 }
 
 impl Inner {

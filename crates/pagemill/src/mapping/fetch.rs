@@ -1,5 +1,6 @@
 //! Finding the folio of a page, and making one where there is none.
 
+use super::flights::Flight;
 use super::policy::{Ask, Cause, Choice};
 use super::{File, Turn};
 use crate::error::{Error, Result};
@@ -142,13 +143,13 @@ impl File {
     ///
     /// [`Error::NoMemory`], [`Error::Store`].
     pub(super) fn create(&self, index: u64, cause: Cause, content: &Content<'_>) -> Result<Option<u64>> {
-        // What the store has is stale once a page was written back and dropped, or cut off.
-        let left = self.left.load(Acquire);
-        let fresh = self.make(index, cause, content)?;
+        // What the store has is stale once it was cut off.
+        let revoked = self.revoked.load(Acquire);
+        let Some((fresh, flight)) = self.make(index, cause, content)? else { return Ok(None) };
         let (order, first, last) = (fresh.order, fresh.first, fresh.last());
         let mut stock = self.tree.prepare(first, last, u32::from(order))?;
         let mut writer = self.tree.lock();
-        if writer.next(first, last).is_some() || self.left.load(Relaxed) != left {
+        if writer.next(first, last).is_some() || self.revoked.load(Relaxed) != revoked {
             return Ok(None);
         }
         for (first, number) in fresh.keep() {
@@ -159,7 +160,7 @@ impl File {
             self.pool.word(number).publish(order, !self.cache.may_split, matches!(content, Content::Written(..)));
             writer.store(first, u32::from(order), u64::from(number), &mut stock);
         }
-        drop(writer);
+        drop((writer, flight));
         if order > 0 {
             trace::event(Event::FolioMade, first, u64::from(order));
             stats::add(Counter::HugeAllocated, 1);
@@ -167,32 +168,49 @@ impl File {
         Ok(Some(self.offset_of(last + 1)))
     }
 
-    /// Takes a folio for a page, or such for several that are to be written, and fills them.
-    fn make(&self, index: u64, cause: Cause, content: &Content<'_>) -> Result<Fresh<'_>> {
-        let (taken, first) = self.take_for(index, cause, content)?;
+    /// Takes a folio for a page, or such for several that are to be written, and fills them; `None` if another does so, or has
+    /// done so. Of a file with a store, with the flight that they enter the index under.
+    fn make(
+        &self,
+        index: u64,
+        cause: Cause,
+        content: &Content<'_>,
+    ) -> Result<Option<(Fresh<'_>, Option<Flight<'_>>)>> {
+        let is_huge = self.wants_huge(index, cause, content);
+        let more = if is_huge { 0 } else { self.more_wanted(index, content) };
+        let span = if is_huge { self.span_of(index) } else { index..index + 1 + more as u64 };
+        // Before memory is taken: who waits for another needs none.
+        let flight = self.store.is_some().then(|| self.fly(span.start, span.end - 1));
+        // From here on nothing comes; what is there already must not be asked for.
+        if flight.is_some() && self.tree.next(span.start, span.end - 1, &epoch::pin()).is_some() {
+            return Ok(None);
+        }
+        let (taken, first) = self.take_for(index, is_huge)?;
         let mut fresh = Fresh::new(self, taken.order, first);
         fresh.push(taken, content)?;
-        let wanted = self.more_wanted(index, content);
-        if fresh.order == 0 && wanted > 0 {
-            let (mut more, mut count) = ([const { None }; MOST_PAGES], 0);
-            self.cache.take_more(wanted, |taken| {
-                more[count] = Some(taken);
-                count += 1;
-            });
-            // All of them belong to somebody before one may fail.
-            let mut failed = None;
-            for taken in more.into_iter().flatten() {
-                let number = taken.number;
-                match failed {
-                    None => failed = fresh.push(taken, content).err(),
-                    Some(_) => self.cache.give(number, 0),
-                }
-            }
-            if let Some(error) = failed {
-                return Err(error);
+        if more > 0 {
+            self.make_more(&mut fresh, more, content)?;
+        }
+        Ok(Some((fresh, flight)))
+    }
+
+    /// Takes pages behind those that were taken, as many as there are, and fills them.
+    fn make_more(&self, fresh: &mut Fresh<'_>, wanted: usize, content: &Content<'_>) -> Result<()> {
+        let (mut more, mut count) = ([const { None }; MOST_PAGES], 0);
+        self.cache.take_more(wanted, |taken| {
+            more[count] = Some(taken);
+            count += 1;
+        });
+        // All of them belong to somebody before one may fail.
+        let mut result = Ok(());
+        for taken in more.into_iter().flatten() {
+            if result.is_ok() {
+                result = fresh.push(taken, content);
+            } else {
+                self.cache.give(taken.number, 0);
             }
         }
-        Ok(fresh)
+        result
     }
 
     /// How many pages behind this one the same write makes: up to the end of the range that the policy was asked for.
@@ -207,18 +225,23 @@ impl File {
         (next.map_or(last + 1, |found| found.first) - index - 1) as usize
     }
 
-    /// Takes a folio for a page, huge if the policy wants it and it can be had.
-    fn take_for(&self, index: u64, cause: Cause, content: &Content<'_>) -> Result<(Taken, u64)> {
+    /// Whether a folio for a page is to be huge: the policy says so, and nothing is in its range. Where a part is there already
+    /// the background makes it huge once that pays.
+    fn wants_huge(&self, index: u64, cause: Cause, content: &Content<'_>) -> bool {
         let span = self.span_of(index);
-        let huge = self.pool().chunk_order();
-        if huge > 0 && self.cache.is_huge_allowed() && self.choose(index, cause, content) == Choice::Huge {
-            // Where a part is there already the background makes it huge once that pays.
-            if self.tree.next(span.start, span.end - 1, &epoch::pin()).is_none() {
-                if let Some(taken) = self.take_huge(huge) {
-                    return Ok((taken, span.start));
-                }
-                stats::add(Counter::HugeFallback, 1);
+        self.pool().chunk_order() > 0
+            && self.cache.is_huge_allowed()
+            && self.choose(index, cause, content) == Choice::Huge
+            && self.tree.next(span.start, span.end - 1, &epoch::pin()).is_none()
+    }
+
+    /// Takes a folio for a page, huge if that is wanted and it can be had.
+    fn take_for(&self, index: u64, is_huge: bool) -> Result<(Taken, u64)> {
+        if is_huge {
+            if let Some(taken) = self.take_huge(self.pool().chunk_order()) {
+                return Ok((taken, self.span_of(index).start));
             }
+            stats::add(Counter::HugeFallback, 1);
         }
         match self.cache.take(0) {
             Ok(taken) => Ok((taken, index)),
@@ -321,7 +344,7 @@ impl File {
         loop {
             let (mut numbers, mut count, mut next) = ([0; BATCH], 0, None);
             let mut writer = self.tree.lock();
-            self.note_left();
+            self.note_revoked();
             while count < BATCH && from <= last {
                 let Some(found) = writer.next(from, last) else { break };
                 if found.first >= first && found.last() <= last {

@@ -19,13 +19,14 @@
 //! waits for a second at most, and ends in [`Error::Busy`]. Policies and stores are called inside the gate, too: they must
 //! not use the cache's files.
 //!
-//! Below: `folio`, `xarray`. Above, by trait: [`Policy`], [`crate::store::Store`]. Locks, in order: gate, index, the pool's
-//! books. Diagram and table: docs/states-and-locks.md.
+//! Below: `folio`, `xarray`. Above, by trait: [`Policy`], [`crate::store::Store`]. Locks, in order: gate, flight (of files with
+//! a store), index, the pool's books. Diagram and table: docs/states-and-locks.md.
 
 mod cache;
 mod collapse;
 mod evict;
 mod fetch;
+mod flights;
 mod gate;
 mod pin;
 pub mod policy;
@@ -70,9 +71,10 @@ pub(crate) struct File {
     stored_bytes: AtomicU64,
     /// Odd while the store may hold more than counts, and moved on with every change of that. Changed as `stored_bytes`.
     cut: AtomicU32,
-    /// Moves on whenever a page leaves the file, or less of the store counts: what was read from the store before may be
-    /// stale. Changed under the lock of the index.
+    /// Moves on whenever a page leaves the file, or less of the store counts. Changed under the lock of the index.
     left: AtomicU32,
+    /// The same without evictions: what was read from the store before may have been cut off since.
+    revoked: AtomicU32,
     /// One at a time writes back.
     syncing: Lock,
     gate: Gate,
@@ -131,6 +133,7 @@ impl File {
             stored_bytes: AtomicU64::new(size_bytes),
             cut: AtomicU32::new(0),
             left: AtomicU32::new(0),
+            revoked: AtomicU32::new(0),
             syncing: Lock::new(),
             gate: Gate::default(),
             id,
@@ -199,7 +202,13 @@ impl File {
         if size_bytes > most_bytes { Err(Error::FileTooLarge { size_bytes, most_bytes }) } else { Ok(()) }
     }
 
-    /// Under the lock of the index: a page leaves the file, or a part of its store.
+    /// Under the lock of the index: pages are taken out of the file, or a part of its store.
+    fn note_revoked(&self) {
+        self.revoked.store(self.revoked.load(Relaxed).wrapping_add(1), Release);
+        self.note_left();
+    }
+
+    /// Under the lock of the index: a page leaves the file, to come again perhaps.
     fn note_left(&self) {
         self.left.store(self.left.load(Relaxed).wrapping_add(1), Release);
     }

@@ -55,7 +55,7 @@ impl File {
         let _writer = self.tree.lock();
         if size_bytes < self.stored_bytes.load(Relaxed) {
             self.stored_bytes.store(size_bytes, Relaxed);
-            self.note_left();
+            self.note_revoked();
             self.note_more_stored();
         }
     }

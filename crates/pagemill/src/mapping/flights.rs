@@ -1,0 +1,122 @@
+//! Who brings pages of a stored file in: one at a time, so that the store is asked once, and nothing stale enters the index.
+//!
+//! Whoever puts a folio of a file with a store into the index has a *flight* over its pages. He began it before he looked
+//! whether one is there, and before he asked the store. So no page comes, is changed, written back and dropped while
+//! somebody still reads what the store had of it before.
+//!
+//! Who finds another's flight waits until it has ended, for as long as the store takes. A *loose* one ends when its owner looks after
+//! it, which may be never, or the waiting thread's own: it is overtaken. What it brings counts for nothing then.
+
+use super::File;
+use super::cache::Inner;
+use crate::sync::{Guarded, Patience};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// Lists, by file and huge folio: flights that could be over the same pages are in one list.
+const SHARDS: usize = 16;
+
+/// All flights of a cache.
+#[derive(Default)]
+pub(super) struct Flights {
+    shards: [Guarded<Vec<Entry>>; SHARDS],
+    tickets: AtomicU64,
+}
+
+struct Entry {
+    ticket: u64,
+    file: u32,
+    first: u64,
+    last: u64,
+    is_loose: bool,
+}
+
+/// One flight. It has to be ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "others wait for its end"]
+pub(super) struct Ticket {
+    shard: usize,
+    number: u64,
+}
+
+/// Another's flight is over these pages.
+#[derive(Debug)]
+pub(super) struct Underway;
+
+/// A flight that this thread sees to its end.
+pub(super) struct Flight<'cache> {
+    cache: &'cache Inner,
+    ticket: Ticket,
+}
+
+impl Drop for Flight<'_> {
+    fn drop(&mut self) {
+        self.cache.flights.end(self.ticket);
+    }
+}
+
+impl Flights {
+    /// Begins a flight over the pages of a file, which lie in one range of a huge folio (`range` says which).
+    fn begin(&self, file: u32, range: u64, pages: (u64, u64), is_loose: bool) -> Result<Ticket, Underway> {
+        let (first, last) = pages;
+        let shard = (range.wrapping_mul(31) + u64::from(file)) as usize % SHARDS;
+        self.shards[shard].with(|entries| {
+            let is_over = |entry: &Entry| entry.file == file && entry.first <= last && entry.last >= first;
+            if entries.iter().any(|entry| is_over(entry) && (is_loose || !entry.is_loose)) {
+                return Err(Underway);
+            }
+            entries.retain(|entry| !is_over(entry));
+            let number = self.tickets.fetch_add(1, Relaxed);
+            entries.push(Entry { ticket: number, file, first, last, is_loose });
+            Ok(Ticket { shard, number })
+        })
+    }
+
+    fn end(&self, ticket: Ticket) {
+        self.shards[ticket.shard].with(|entries| {
+            if let Some(at) = entries.iter().position(|entry| entry.ticket == ticket.number) {
+                entries.swap_remove(at);
+            }
+        });
+    }
+
+    /// Whether nobody has overtaken it.
+    fn is_on(&self, ticket: Ticket) -> bool {
+        self.shards[ticket.shard].with(|entries| entries.iter().any(|entry| entry.ticket == ticket.number))
+    }
+}
+
+impl File {
+    /// Begins a flight over pages of one range, after another's that is over some of them. They may be there by then.
+    pub(super) fn fly(&self, first: u64, last: u64) -> Flight<'_> {
+        let mut patience = None;
+        loop {
+            if let Ok(ticket) = self.cache.flights.begin(self.id, self.span_of(first).start, (first, last), false) {
+                return Flight { cache: &self.cache, ticket };
+            }
+            patience.get_or_insert_with(Patience::new).pause();
+        }
+    }
+}
+
+#[cfg(all(test, not(shuttle)))]
+mod tests {
+    use super::*;
+
+    /// Flights over the same pages exclude each other, in one file; a loose one is overtaken, and learns of it.
+    #[test]
+    fn one_at_a_time_is_over_a_page() {
+        let flights = Flights::default();
+        let begin = |file, first, last, is_loose| flights.begin(file, 0, (first, last), is_loose);
+        let firm = begin(1, 4, 7, false).unwrap();
+        for (first, last) in [(4, 4), (7, 9), (0, 4), (0, 100)] {
+            assert!(begin(1, first, last, false).is_err() && begin(1, first, last, true).is_err());
+        }
+        let (before, behind, other) = (begin(1, 3, 3, false), begin(1, 8, 8, true), begin(2, 4, 7, false));
+        let (before, behind, other) = (before.unwrap(), behind.unwrap(), other.unwrap());
+        assert!(begin(1, 8, 8, true).is_err(), "loose ones wait for each other");
+        let taker = begin(1, 8, 8, false).unwrap();
+        assert!(!flights.is_on(behind) && flights.is_on(taker) && flights.is_on(firm));
+        [firm, before, behind, other, taker].into_iter().for_each(|ticket| flights.end(ticket));
+        assert!(flights.shards.iter().all(|shard| shard.with(|entries| entries.is_empty())));
+    }
+}
