@@ -3,7 +3,7 @@
 //! One file per thing the kernel offers; each call returns what really
 //! happened (how many bytes, huge or not), so that the layers above count
 //! facts. Nothing here allocates from the global allocator except [`probe`],
-//! which serves `pagemill doctor` only: the rest runs inside `malloc`.
+//! which serves `pagemill doctor` only, and [`ring`]: the rest runs inside `malloc`.
 //!
 //! | file | what of Linux |
 //! |---|---|
@@ -14,6 +14,7 @@
 //! | [`numa`] | nodes and memory policy |
 //! | [`futex`], [`thread`], [`stack`], [`clock`] | waiting, threads, a stack for one call, time |
 //! | [`file`](mod@file) | small kernel and shared files without allocating |
+//! | [`disk`], [`ring`], [`bell`] | files and devices that hold content; transfers queued (io_uring); a wake-up (eventfd) |
 //! | [`process`], [`child`] | who a process is, what it holds; a child stood in for |
 //! | [`cgroup`] | memory control groups, the machine's memory |
 //! | [`events`] | what the kernel says by itself when memory runs short |
@@ -21,9 +22,11 @@
 //! | [`namespace`] | a mount namespace of one's own |
 //! | [`probe`] | what this kernel can do, for people |
 
+pub mod bell;
 pub mod cgroup;
 pub mod child;
 pub mod clock;
+pub mod disk;
 pub mod events;
 pub mod fanotify;
 pub mod fault;
@@ -37,6 +40,7 @@ pub mod numa;
 pub mod pages;
 pub mod probe;
 pub mod process;
+pub mod ring;
 pub mod stack;
 pub mod thread;
 

@@ -220,6 +220,30 @@ counters! {
     cache_evicted: CacheEvicted, Sum, Bytes;
     /// Times that a reader or writer waited for a folio that somebody held.
     folios_awaited: FoliosAwaited, Sum, Count;
+    /// Bytes read from files behind the page cache, by rings and by blocking calls.
+    store_read: StoreRead, Sum, Bytes;
+    /// Bytes written to files behind the page cache.
+    store_written: StoreWritten, Sum, Bytes;
+    /// Rings for transfers that are open.
+    rings: Rings, Gauge, Count;
+    /// Rings that the kernel refused (io_uring forbidden): threads read and write instead.
+    rings_refused: RingsRefused, Sum, Count;
+    /// Pieces of memory that are registered with rings.
+    regions_registered: RegionsRegistered, Gauge, Count;
+    /// Pieces of memory that could not be registered (RLIMIT_MEMLOCK): each transfer looks their pages up.
+    regions_refused: RegionsRefused, Sum, Count;
+    /// Files opened whose file system refused direct transfers: they go through the kernel's page cache.
+    stores_buffered: StoresBuffered, Sum, Count;
+    /// Parts of transfers of direct files that went through the kernel's page cache: tails, odd addresses.
+    transfers_buffered: TransfersBuffered, Sum, Count;
+    /// Transfers of which the system did a part, and that were gone on with.
+    transfers_resumed: TransfersResumed, Sum, Count;
+    /// Transfers that took longer than allowed (a device that hangs): reported, and cancelled.
+    transfers_late: TransfersLate, Sum, Count;
+    /// Transfers that ended as given up.
+    transfers_cancelled: TransfersCancelled, Sum, Count;
+    /// Transfers that a device did not let go of when their ring was closed: their memory is lost.
+    transfers_stuck: TransfersStuck, Sum, Count;
 }
 
 /// Rows that a page has room for.

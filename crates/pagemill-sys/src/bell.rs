@@ -1,0 +1,85 @@
+//! A bell: one thread waits for it, any thread rings it (eventfd).
+#![allow(unsafe_code)] // eventfd, poll
+
+use crate::file::Fd;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::Duration;
+
+/// Rung any number of times before somebody listens, it is heard once.
+pub struct Bell(Fd);
+
+impl Bell {
+    /// # Errors
+    ///
+    /// What `eventfd` says: `EMFILE`.
+    pub fn new() -> io::Result<Self> {
+        // SAFETY: a new descriptor.
+        let number = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
+        if number < 0 { Err(io::Error::last_os_error()) } else { Ok(Self(Fd::own(number))) }
+    }
+
+    /// Wakes who waits, now or later.
+    pub fn ring(&self) {
+        let one = 1u64;
+        // SAFETY: reads eight bytes. It would only fail after 2^64 rings that nobody heard.
+        unsafe { libc::syscall(libc::SYS_write, self.number(), &raw const one, size_of::<u64>()) };
+    }
+
+    /// Waits for a ring, at most so long; says whether one was heard.
+    pub fn wait(&self, timeout: Duration) -> bool {
+        if !is_readable(self.as_fd(), timeout) {
+            return false;
+        }
+        let mut count = 0u64;
+        // SAFETY: writes eight bytes.
+        let bytes = unsafe { libc::syscall(libc::SYS_read, self.number(), &raw mut count, size_of::<u64>()) };
+        bytes == size_of::<u64>() as i64
+    }
+
+    pub fn number(&self) -> i32 {
+        self.0.number()
+    }
+}
+
+impl AsFd for Bell {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: open for as long as `self` lives.
+        unsafe { BorrowedFd::borrow_raw(self.number()) }
+    }
+}
+
+/// Waits until a descriptor can be read, or a signal comes, at most so long; says whether it can.
+pub fn is_readable(descriptor: BorrowedFd<'_>, timeout: Duration) -> bool {
+    use std::os::fd::AsRawFd;
+    let mut poll = libc::pollfd { fd: descriptor.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    let mut time = libc::timespec {
+        tv_sec: timeout.as_secs().min(i64::MAX as u64) as i64,
+        tv_nsec: timeout.subsec_nanos().into(),
+    };
+    // SAFETY: reads and writes one entry; no signal mask.
+    let count = unsafe {
+        libc::syscall(libc::SYS_ppoll, &raw mut poll, 1, &raw mut time, std::ptr::null::<libc::sigset_t>(), 0_usize)
+    };
+    count == 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rings before the wait are heard, all at once; then it is silent.
+    #[test]
+    fn rings_are_heard_once() {
+        let bell = Bell::new().unwrap();
+        assert!(!bell.wait(Duration::ZERO));
+        bell.ring();
+        bell.ring();
+        assert!(bell.wait(Duration::from_secs(10)));
+        assert!(!bell.wait(Duration::ZERO));
+        std::thread::scope(|scope| {
+            scope.spawn(|| bell.ring());
+            assert!(bell.wait(Duration::from_secs(60)));
+        });
+    }
+}

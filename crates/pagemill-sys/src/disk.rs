@@ -1,0 +1,345 @@
+//! Files and block devices that hold content: opened direct or not, read and written by position.
+//!
+//! One [`Disk`] is one open file description. What a transfer needs (alignment, sizes) is told as the kernel tells it; loops
+//! over short transfers are the caller's. A path that has become a pipe or a terminal is opened without waiting for it.
+#![allow(unsafe_code)] // open, pread, pwrite, statx
+
+use crate::file::{self, Fd};
+use std::ffi::CStr;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+/// What a file is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Regular,
+    Device,
+    Folder,
+    /// A pipe, a socket, a terminal.
+    Other,
+}
+
+/// What the system knows a file by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Facts {
+    pub kind: Kind,
+    /// Of a device its own number, of a file that of the device it lies on.
+    pub device: u64,
+    /// 0 for devices, which may have several.
+    pub inode: u64,
+    /// What the file system prefers to transfer.
+    pub block_bytes: usize,
+}
+
+/// What direct transfers must be multiples of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Alignment {
+    /// Addresses in memory.
+    pub memory: usize,
+    /// Offsets and lengths.
+    pub offset: usize,
+}
+
+/// How a file is opened. By default one that exists, to be read, through the kernel's page cache.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// To be written as well.
+    pub is_writable: bool,
+    /// It is made, and must not exist.
+    pub is_new: bool,
+    /// Past the kernel's page cache (`O_DIRECT`).
+    pub is_direct: bool,
+    /// Refused if it is a block device that the system uses: one that is mounted, say.
+    pub is_exclusive: bool,
+}
+
+/// An open file.
+pub struct Disk(Fd);
+
+fn check(result: i64) -> io::Result<usize> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
+}
+
+/// Once more while a signal came between.
+fn patiently(mut call: impl FnMut() -> i64) -> io::Result<usize> {
+    loop {
+        match check(call()) {
+            Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
+            result => return result,
+        }
+    }
+}
+
+impl Disk {
+    /// Opens the file at `path`.
+    ///
+    /// # Errors
+    ///
+    /// What `open` says: `EINVAL` where the file system refuses direct transfers, `EBUSY` for a device in use.
+    pub fn open(path: &CStr, options: Options) -> io::Result<Self> {
+        let direct = if options.is_direct { libc::O_DIRECT } else { 0 };
+        let mut flags = direct | libc::O_NONBLOCK | libc::O_NOCTTY;
+        flags |= if options.is_writable { libc::O_RDWR } else { libc::O_RDONLY };
+        flags |= if options.is_new { libc::O_CREAT | libc::O_EXCL } else { 0 };
+        flags |= if options.is_exclusive { libc::O_EXCL } else { 0 };
+        let disk = Self(file::open(path, flags, 0o666)?);
+        // Or a ring would fail with EAGAIN instead of waiting for the device.
+        // SAFETY: changes flags of our own descriptor.
+        check(unsafe { libc::fcntl(disk.number(), libc::F_SETFL, direct) }.into())?;
+        Ok(disk)
+    }
+
+    /// Takes over a descriptor as it is.
+    pub fn from_descriptor(descriptor: OwnedFd) -> Self {
+        use std::os::fd::IntoRawFd;
+        Self(Fd::own(descriptor.into_raw_fd()))
+    }
+
+    /// The descriptor's number.
+    pub fn number(&self) -> i32 {
+        self.0.number()
+    }
+
+    /// # Errors
+    ///
+    /// What `fstat` says.
+    pub fn facts(&self) -> io::Result<Facts> {
+        // SAFETY: plain data, written by fstat.
+        let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+        // SAFETY: our own descriptor.
+        check(unsafe { libc::fstat(self.number(), &raw mut stat) }.into())?;
+        let kind = match stat.st_mode & libc::S_IFMT {
+            libc::S_IFREG => Kind::Regular,
+            libc::S_IFBLK => Kind::Device,
+            libc::S_IFDIR => Kind::Folder,
+            _ => Kind::Other,
+        };
+        let (device, inode) = if kind == Kind::Device { (stat.st_rdev, 0) } else { (stat.st_dev, stat.st_ino) };
+        Ok(Facts { kind, device, inode, block_bytes: stat.st_blksize as usize })
+    }
+
+    /// Length now, of a file or a device.
+    ///
+    /// # Errors
+    ///
+    /// What `lseek` says.
+    pub fn size_bytes(&self) -> io::Result<u64> {
+        // The position is nobody's: all transfers name theirs.
+        // SAFETY: our own descriptor.
+        check(unsafe { libc::lseek(self.number(), 0, libc::SEEK_END) }).map(|size| size as u64)
+    }
+
+    /// What direct transfers to this file need: `Ok(None)` where there are none. Since Linux 6.1.
+    ///
+    /// # Errors
+    ///
+    /// What `statx` says; `EOPNOTSUPP` where kernel or file system do not tell.
+    pub fn direct_alignment(&self) -> io::Result<Option<Alignment>> {
+        // SAFETY: plain data, written by statx.
+        let mut stat: libc::statx = unsafe { std::mem::zeroed() };
+        // SAFETY: our own descriptor, an empty path; writes `stat`.
+        let result = unsafe {
+            libc::statx(self.number(), c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &raw mut stat)
+        };
+        check(result.into())?;
+        if stat.stx_mask & libc::STATX_DIOALIGN == 0 {
+            return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP));
+        }
+        let (memory, offset) = (stat.stx_dio_mem_align as usize, stat.stx_dio_offset_align as usize);
+        Ok((offset > 0).then_some(Alignment { memory: memory.max(1), offset }))
+    }
+
+    /// The unit in which a block device is addressed.
+    ///
+    /// # Errors
+    ///
+    /// `ENOTTY` for what is none.
+    pub fn sector_bytes(&self) -> io::Result<usize> {
+        let mut bytes: libc::c_int = 0;
+        // SAFETY: writes `bytes`.
+        check(unsafe { libc::ioctl(self.number(), libc::BLKSSZGET, &raw mut bytes) }.into())?;
+        Ok(bytes as usize)
+    }
+
+    /// Reads once; returns how much came, 0 at the end of the file.
+    ///
+    /// # Errors
+    ///
+    /// What `pread` says.
+    pub fn read_at(&self, to: &mut [u8], offset: u64) -> io::Result<usize> {
+        // SAFETY: `to` is the caller's alone.
+        unsafe { read_at(self.number(), to.as_mut_ptr() as usize, to.len(), offset) }
+    }
+
+    /// Writes once; returns how much went.
+    ///
+    /// # Errors
+    ///
+    /// What `pwrite` says. `EFBIG` for what is over this process's limit.
+    pub fn write_at(&self, from: &[u8], offset: u64) -> io::Result<usize> {
+        // SAFETY: `from` is readable.
+        unsafe { write_at(self.number(), from.as_ptr() as usize, from.len(), offset) }
+    }
+
+    /// Cuts the file, or lets it end with zeros.
+    ///
+    /// # Errors
+    ///
+    /// What `ftruncate` says: `EINVAL` for devices.
+    pub fn set_size(&self, size_bytes: u64) -> io::Result<()> {
+        let size = libc::off_t::try_from(size_bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
+        // SAFETY: our own descriptor.
+        patiently(|| unsafe { libc::ftruncate(self.number(), size) }.into()).map(drop)
+    }
+
+    /// Returns when its bytes, and what it takes to find them, are on the device.
+    ///
+    /// # Errors
+    ///
+    /// What `fdatasync` says: what was written and failed since the last call.
+    pub fn sync_data(&self) -> io::Result<()> {
+        // SAFETY: our own descriptor.
+        patiently(|| unsafe { libc::syscall(libc::SYS_fdatasync, self.number()) }).map(drop)
+    }
+
+    /// As [`Disk::sync_data`], with all that the file system knows of it.
+    ///
+    /// # Errors
+    ///
+    /// What `fsync` says.
+    pub fn sync_all(&self) -> io::Result<()> {
+        // SAFETY: our own descriptor.
+        patiently(|| unsafe { libc::syscall(libc::SYS_fsync, self.number()) }).map(drop)
+    }
+
+    /// Takes the file's advisory lock, which only one open file of all processes has; says whether it is ours. A fork child
+    /// that keeps the descriptor keeps the lock.
+    ///
+    /// # Errors
+    ///
+    /// What `flock` says: `ENOLCK`, `EOPNOTSUPP` where there are none.
+    pub fn try_lock(&self) -> io::Result<bool> {
+        // SAFETY: our own descriptor.
+        match patiently(|| unsafe { libc::flock(self.number(), libc::LOCK_EX | libc::LOCK_NB) }.into()) {
+            Ok(_) => Ok(true),
+            Err(error) if error.raw_os_error() == Some(libc::EWOULDBLOCK) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Ends [`Disk::try_lock`], also for those who have got the descriptor by fork.
+    pub fn unlock(&self) {
+        // SAFETY: our own descriptor.
+        unsafe { libc::flock(self.number(), libc::LOCK_UN) };
+    }
+}
+
+impl AsFd for Disk {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: open for as long as `self` lives.
+        unsafe { BorrowedFd::borrow_raw(self.number()) }
+    }
+}
+
+/// Makes the names in a folder safe: that of a file just made.
+///
+/// # Errors
+///
+/// What `open` or `fsync` say.
+pub fn sync_folder(path: &CStr) -> io::Result<()> {
+    Disk(file::open(path, libc::O_RDONLY | libc::O_DIRECTORY, 0)?).sync_all()
+}
+
+/// As [`Disk::read_at`], by number and address.
+///
+/// # Errors
+///
+/// What `pread` says.
+///
+/// # Safety
+///
+/// `len_bytes` from `addr` on are writable, and nobody has a reference to them.
+pub unsafe fn read_at(descriptor: i32, addr: usize, len_bytes: usize, offset: u64) -> io::Result<usize> {
+    // SAFETY: writes at most `len_bytes` there, which the caller allows.
+    patiently(|| unsafe { libc::syscall(libc::SYS_pread64, descriptor, addr, len_bytes, offset) })
+}
+
+/// As [`Disk::write_at`], by number and address.
+///
+/// # Errors
+///
+/// What `pwrite` says.
+///
+/// # Safety
+///
+/// `len_bytes` from `addr` on are readable.
+pub unsafe fn write_at(descriptor: i32, addr: usize, len_bytes: usize, offset: u64) -> io::Result<usize> {
+    // SAFETY: reads at most `len_bytes` there, which the caller allows.
+    patiently(|| unsafe { libc::syscall(libc::SYS_pwrite64, descriptor, addr, len_bytes, offset) })
+}
+
+/// Keeps the range out of fork children, or lets them have it again: pages that a device writes to are not to be copied.
+///
+/// # Errors
+///
+/// What `madvise` says: `ENOMEM` for what is not mapped.
+pub fn keep_from_children(addr: usize, len_bytes: usize, is_kept: bool) -> io::Result<()> {
+    let advice = if is_kept { libc::MADV_DONTFORK } else { libc::MADV_DOFORK };
+    // SAFETY: concerns children only; contents do not change.
+    check(unsafe { libc::syscall(libc::SYS_madvise, addr, len_bytes, advice) }).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::ffi::CString;
+
+    fn path(folder: &tempfile::TempDir, name: &str) -> CString {
+        CString::new(folder.path().join(name).to_str().unwrap()).unwrap()
+    }
+
+    /// What is written by position is read by position; past the end there is nothing; sizes are as told.
+    #[test]
+    fn files_are_read_and_written_by_position() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = path(&folder, "file");
+        let new = Options { is_writable: true, is_new: true, ..Options::default() };
+        let disk = Disk::open(&at, new).unwrap();
+        assert_eq!(Disk::open(&at, new).err().unwrap().kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(disk.write_at(b"bytes", 3).unwrap(), 5);
+        let mut bytes = [7; 10];
+        assert_eq!(disk.read_at(&mut bytes, 1).unwrap(), 7);
+        assert_eq!(&bytes[..8], b"\0\0bytes\x07");
+        assert_eq!((disk.size_bytes().unwrap(), disk.read_at(&mut bytes, 8).unwrap()), (8, 0));
+        disk.set_size(4).unwrap();
+        disk.sync_data().unwrap();
+        disk.sync_all().unwrap();
+        assert_eq!(disk.size_bytes().unwrap(), 4);
+        assert_eq!(disk.facts().unwrap().kind, Kind::Regular);
+        sync_folder(&path(&folder, "")).unwrap();
+    }
+
+    /// One open file of all has the lock, until it gives it up.
+    #[test]
+    fn locks_exclude() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = path(&folder, "file");
+        std::fs::write(at.to_str().unwrap(), b"").unwrap();
+        let open = || Disk::open(&at, Options::default()).unwrap();
+        let (first, second) = (open(), open());
+        assert!(first.try_lock().unwrap() && !second.try_lock().unwrap());
+        first.unlock();
+        assert!(second.try_lock().unwrap());
+    }
+
+    /// A pipe is opened without waiting for who writes to it, and told from a file.
+    #[test]
+    fn pipes_are_told_from_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = path(&folder, "pipe");
+        // SAFETY: a C string.
+        assert_eq!(unsafe { libc::mkfifo(at.as_ptr(), 0o600) }, 0);
+        assert_eq!(Disk::open(&at, Options::default()).unwrap().facts().unwrap().kind, Kind::Other);
+        assert_eq!(Disk::open(c"/", Options::default()).unwrap().facts().unwrap().kind, Kind::Folder);
+    }
+}

@@ -1,0 +1,395 @@
+//! An io_uring: transfers are queued, submitted many at a time, and come back in any order.
+//!
+//! Thin: who uses a [`Ring`] keeps the books on what is in flight. One thread has it. Where the kernel can (6.1), completions
+//! are worked on when that thread waits, and not by interrupting it. In a fork child a ring is the parent's: its memory is not
+//! there, and every call says `EBADF`.
+#![allow(unsafe_code)] // queue entries name memory, registering pins it
+
+use crate::process;
+use io_uring::types::{Fd, SubmitArgs, Timespec};
+use io_uring::{IoUring, opcode, squeue};
+use std::io;
+use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::time::Duration;
+
+/// The token of what the ring asks for itself; nobody else has it.
+const OWN: u64 = u64::MAX;
+
+/// Generations of processes by fork that this one knows of.
+static FORKS: AtomicU32 = AtomicU32::new(0);
+
+extern "C" fn nothing() {}
+
+extern "C" fn count_fork() {
+    FORKS.fetch_add(1, Relaxed);
+}
+
+/// A number that a fork child does not share with its parent.
+///
+/// # Errors
+///
+/// `ENOMEM` where the first call cannot ask to hear of forks.
+pub fn generation() -> io::Result<u32> {
+    static HEARD: OnceLock<bool> = OnceLock::new();
+    if *HEARD.get_or_init(|| process::at_fork(nothing, nothing, count_fork).is_ok()) {
+        Ok(FORKS.load(Relaxed))
+    } else {
+        Err(io::ErrorKind::OutOfMemory.into())
+    }
+}
+
+/// Which file a transfer is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Target {
+    Descriptor(i32),
+    /// Its place in the ring's table of files.
+    Registered(u32),
+}
+
+/// One transfer.
+#[derive(Clone, Copy, Debug)]
+pub struct Transfer {
+    pub target: Target,
+    pub is_write: bool,
+    pub addr: usize,
+    pub len_bytes: u32,
+    pub offset: u64,
+    /// The place, in the ring's table of memory, of what the bytes lie in.
+    pub registered: Option<u16>,
+}
+
+/// What has become of a transfer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Completion {
+    pub token: u64,
+    /// Bytes transferred, or an error number below zero.
+    pub result: i32,
+}
+
+/// A ring of one thread.
+pub struct Ring {
+    uring: ManuallyDrop<IoUring>,
+    generation: u32,
+    /// Only the thread that made it may use it.
+    here: PhantomData<*mut ()>,
+}
+
+impl Ring {
+    /// A ring for up to `depth` transfers in flight, which the kernel rounds up.
+    ///
+    /// # Errors
+    ///
+    /// `ENOSYS`, `EPERM` where rings are forbidden; `ENOMEM`, `EMFILE`.
+    pub fn new(depth: u32) -> io::Result<Self> {
+        let generation = generation()?;
+        let mut builder = IoUring::builder();
+        builder.dontfork().setup_clamp();
+        // What older kernels do not know is left out: all of it at once, as they say only that something is wrong.
+        let mut best = builder.clone();
+        best.setup_single_issuer().setup_defer_taskrun().setup_coop_taskrun().setup_taskrun_flag().setup_submit_all();
+        let uring = best.build(depth).or_else(|error| match error.raw_os_error() {
+            Some(libc::EINVAL) => builder.build(depth),
+            _ => Err(error),
+        })?;
+        if !uring.params().is_feature_ext_arg() || !uring.params().is_feature_nodrop() {
+            return Err(io::Error::from_raw_os_error(libc::ENOSYS));
+        }
+        Ok(Self { uring: ManuallyDrop::new(uring), generation, here: PhantomData })
+    }
+
+    fn check(&self) -> io::Result<()> {
+        let is_ours = self.generation == FORKS.load(Relaxed);
+        if is_ours { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EBADF)) }
+    }
+
+    /// Whether this process made it, and not one that this one was forked from.
+    pub fn is_ours(&self) -> bool {
+        self.check().is_ok()
+    }
+
+    /// Queues a transfer; [`Ring::submit`] or [`Ring::wait`] start it.
+    ///
+    /// # Errors
+    ///
+    /// What submitting says where the queue was full.
+    ///
+    /// # Safety
+    ///
+    /// Until its completion has come, or the process has ended, its bytes stay where they are; nobody writes to them meanwhile, and
+    /// what is read nobody looks at. A registered place holds memory that they lie in. The file stays open until it is submitted.
+    pub unsafe fn queue(&mut self, transfer: &Transfer, token: u64) -> io::Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.push(&entry(transfer).user_data(token)) }
+    }
+
+    /// Asks the kernel to give a transfer up. Its completion comes in any case: as if nothing had been, or with `ECANCELED`.
+    ///
+    /// # Errors
+    ///
+    /// As [`Ring::queue`].
+    pub fn queue_cancel(&mut self, token: u64) -> io::Result<()> {
+        // SAFETY: names no memory.
+        unsafe { self.push(&opcode::AsyncCancel::new(token).build().user_data(OWN)) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`Ring::queue`].
+    unsafe fn push(&mut self, entry: &squeue::Entry) -> io::Result<()> {
+        self.check()?;
+        loop {
+            // SAFETY: the caller's promise.
+            if unsafe { self.uring.submission().push(entry) }.is_ok() {
+                return Ok(());
+            }
+            self.submit()?;
+        }
+    }
+
+    /// Whether something is queued that the kernel does not know of yet.
+    pub fn has_queued(&mut self) -> bool {
+        self.is_ours() && !self.uring.submission().is_empty()
+    }
+
+    /// Starts what is queued, without waiting.
+    ///
+    /// # Errors
+    ///
+    /// What `io_uring_enter` says: `EAGAIN`, `EBUSY` where completions have to be taken first.
+    pub fn submit(&mut self) -> io::Result<()> {
+        self.enter(0, Duration::ZERO)
+    }
+
+    /// Starts what is queued and waits until at least `least` completions are there, a signal comes, or the time is over.
+    ///
+    /// # Errors
+    ///
+    /// As [`Ring::submit`].
+    pub fn wait(&mut self, least: usize, timeout: Duration) -> io::Result<()> {
+        self.enter(least, timeout)
+    }
+
+    fn enter(&mut self, least: usize, timeout: Duration) -> io::Result<()> {
+        self.check()?;
+        let submitter = self.uring.submitter();
+        let time = Timespec::from(timeout);
+        let result = if least == 0 {
+            submitter.submit()
+        } else {
+            submitter.submit_with_args(least, &SubmitArgs::new().timespec(&time))
+        };
+        match result {
+            Ok(_) => Ok(()),
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ETIME | libc::EINTR)) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The next completion that is there.
+    pub fn pop(&mut self) -> Option<Completion> {
+        if !self.is_ours() {
+            return None;
+        }
+        let mut completions = self.uring.completion();
+        let entry = completions.find(|entry| entry.user_data() != OWN)?;
+        Some(Completion { token: entry.user_data(), result: entry.result() })
+    }
+
+    /// Makes an empty table for `places` pieces of memory. Since Linux 5.19.
+    ///
+    /// # Errors
+    ///
+    /// `EINVAL` before; `ENOMEM`.
+    pub fn make_memory_table(&mut self, places: u16) -> io::Result<()> {
+        self.check()?;
+        self.uring.submitter().register_buffers_sparse(places.into())
+    }
+
+    /// Pins memory at a place of the table, instead of what was there. Transfers to it find its pages at once.
+    ///
+    /// # Errors
+    ///
+    /// `ENOMEM` over `RLIMIT_MEMLOCK`; `EFAULT` for what is not mapped or not writable; `EOPNOTSUPP` for mapped files.
+    ///
+    /// # Safety
+    ///
+    /// The memory stays mapped until it is taken from its place or the ring is dropped.
+    pub unsafe fn register_memory(&mut self, place: u16, addr: usize, len_bytes: usize) -> io::Result<()> {
+        self.check()?;
+        let memory = libc::iovec { iov_base: addr as *mut libc::c_void, iov_len: len_bytes };
+        // SAFETY: the caller's promise.
+        unsafe { self.uring.submitter().register_buffers_update(place.into(), &[memory], None) }
+    }
+
+    /// Unpins what is at a place of the table: at once, unless a transfer is under way there, with whose end it goes.
+    ///
+    /// # Errors
+    ///
+    /// What `io_uring_register` says.
+    pub fn unregister_memory(&mut self, place: u16) -> io::Result<()> {
+        // SAFETY: names no memory.
+        unsafe { self.register_memory(place, 0, 0) }
+    }
+
+    /// Makes an empty table for `places` files. Since Linux 5.19.
+    ///
+    /// # Errors
+    ///
+    /// As [`Ring::make_memory_table`].
+    pub fn make_file_table(&mut self, places: u32) -> io::Result<()> {
+        self.check()?;
+        self.uring.submitter().register_files_sparse(places)
+    }
+
+    /// Keeps a file open at a place of the table, instead of what was there; -1 for none.
+    ///
+    /// # Errors
+    ///
+    /// `EBADF`; `EINVAL` without such a place.
+    pub fn register_file(&mut self, place: u32, descriptor: i32) -> io::Result<()> {
+        self.check()?;
+        self.uring.submitter().register_files_update(place, &[descriptor]).map(drop)
+    }
+}
+
+fn entry(transfer: &Transfer) -> squeue::Entry {
+    let Transfer { target, is_write, addr, len_bytes: len, offset, registered } = *transfer;
+    let (number, flags) = match target {
+        Target::Descriptor(number) => (number, squeue::Flags::empty()),
+        Target::Registered(place) => (place as i32, squeue::Flags::FIXED_FILE),
+    };
+    let (file, memory) = (Fd(number), addr as *mut u8);
+    let entry = match (is_write, registered) {
+        (false, None) => opcode::Read::new(file, memory, len).offset(offset).build(),
+        (false, Some(place)) => opcode::ReadFixed::new(file, memory, len, place).offset(offset).build(),
+        (true, None) => opcode::Write::new(file, memory, len).offset(offset).build(),
+        (true, Some(place)) => opcode::WriteFixed::new(file, memory, len, place).offset(offset).build(),
+    };
+    entry.flags(flags)
+}
+
+impl AsFd for Ring {
+    /// Readable when completions are there: any loop of events can wait for it.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: open for as long as `self` lives.
+        unsafe { BorrowedFd::borrow_raw(self.uring.as_raw_fd()) }
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        if self.is_ours() {
+            // SAFETY: not used again.
+            unsafe { ManuallyDrop::drop(&mut self.uring) };
+        } else {
+            // Its memory is not mapped here; something else may be by now.
+            // SAFETY: the child's copy of the descriptor, not used again.
+            unsafe { libc::syscall(libc::SYS_close, self.uring.as_raw_fd()) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn ring() -> Option<Ring> {
+        Ring::new(4).inspect_err(|error| println!("skipped: no ring: {error}")).ok()
+    }
+
+    fn transfer(file: &impl AsRawFd, is_write: bool, bytes: &mut [u8], offset: u64) -> Transfer {
+        Transfer {
+            target: Target::Descriptor(file.as_raw_fd()),
+            is_write,
+            addr: bytes.as_mut_ptr() as usize,
+            len_bytes: bytes.len() as u32,
+            offset,
+            registered: None,
+        }
+    }
+
+    fn wait_for(ring: &mut Ring, token: u64) -> i32 {
+        loop {
+            match ring.pop() {
+                Some(done) if done.token == token => return done.result,
+                Some(done) => panic!("{done:?}"),
+                None => ring.wait(1, SECOND).unwrap(),
+            }
+        }
+    }
+
+    /// Bytes go out and come back, by descriptor and by registered file, in plain and in registered memory.
+    #[test]
+    fn transfers_arrive() {
+        let Some(mut ring) = ring() else { return };
+        let file = tempfile::tempfile().unwrap();
+        let (mut out, mut back) = (vec![7u8; 10_000], vec![0u8; 10_000]);
+        // SAFETY: both live until the end of the test, which waits for each transfer.
+        unsafe { ring.queue(&transfer(&file, true, &mut out, 5), 1) }.unwrap();
+        assert!(ring.has_queued());
+        assert_eq!(wait_for(&mut ring, 1), 10_000);
+        ring.make_file_table(2).unwrap();
+        ring.register_file(1, file.as_raw_fd()).unwrap();
+        ring.make_memory_table(4).unwrap();
+        // SAFETY: as above.
+        unsafe { ring.register_memory(3, back.as_mut_ptr() as usize, back.len()) }.unwrap();
+        let mut read = transfer(&file, false, &mut back, 4);
+        (read.target, read.registered) = (Target::Registered(1), Some(3));
+        // SAFETY: as above.
+        unsafe { ring.queue(&read, 2) }.unwrap();
+        assert_eq!(wait_for(&mut ring, 2), 10_000);
+        assert!(back[0] == 0 && back[1..].iter().all(|byte| *byte == 7));
+        ring.unregister_memory(3).unwrap();
+        ring.register_file(1, -1).unwrap();
+        // SAFETY: as above.
+        unsafe { ring.queue(&read, 3) }.unwrap();
+        assert!(wait_for(&mut ring, 3) < 0, "nothing is registered any more");
+    }
+
+    /// A read of an empty pipe does not end; the wait does, and the read after it was cancelled.
+    #[test]
+    fn waits_end_and_transfers_can_be_cancelled() {
+        let Some(mut ring) = ring() else { return };
+        let (reader, _writer) = io::pipe().unwrap();
+        let mut bytes = vec![0u8; 8];
+        // SAFETY: lives until the end of the test, which waits for it.
+        unsafe { ring.queue(&transfer(&reader, false, &mut bytes, 0), 9) }.unwrap();
+        ring.wait(1, Duration::from_millis(1)).unwrap();
+        assert_eq!(ring.pop(), None);
+        ring.queue_cancel(9).unwrap();
+        assert_eq!(wait_for(&mut ring, 9), -libc::ECANCELED);
+    }
+
+    /// More than the queue holds is submitted on the way; what cannot be done says why.
+    #[test]
+    fn queues_that_are_full_are_submitted() {
+        let Some(mut ring) = ring() else { return };
+        let file = File::open("/proc/self/exe").unwrap();
+        let mut bytes = vec![0u8; 8];
+        let read = transfer(&file, false, &mut bytes, 0);
+        for token in 0..7 {
+            // SAFETY: lives until the end of the test, which waits for it.
+            unsafe { ring.queue(&read, token) }.unwrap();
+        }
+        let mut tokens = Vec::new();
+        while tokens.len() < 7 {
+            ring.wait(1, SECOND).unwrap();
+            while let Some(done) = ring.pop() {
+                assert_eq!(done.result, 8);
+                tokens.push(done.token);
+            }
+        }
+        tokens.sort_unstable();
+        assert_eq!(tokens, [0, 1, 2, 3, 4, 5, 6]);
+        // SAFETY: as above.
+        unsafe { ring.queue(&Transfer { target: Target::Descriptor(-1), ..read }, 8) }.unwrap();
+        assert_eq!(wait_for(&mut ring, 8), -libc::EBADF);
+    }
+}

@@ -1,0 +1,126 @@
+//! Memory that transfers go into and come from.
+#![allow(unsafe_code)] // memory that a device writes to
+
+use std::alloc::{self, Layout};
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+
+/// Owns, or keeps alive, memory that a transfer uses.
+///
+/// # Safety
+///
+/// 1. `len_bytes` bytes from `addr` on can be read and written until the value is dropped, also when it was moved or forgotten.
+/// 2. As long as somebody else has the value (a ring does, during a transfer), nobody looks at the bytes of a read or changes
+///    those of a write.
+pub unsafe trait Buffer: 'static {
+    fn addr(&self) -> NonNull<u8>;
+
+    fn len_bytes(&self) -> usize;
+}
+
+// SAFETY: what the box holds promises it.
+unsafe impl<B: Buffer + ?Sized> Buffer for Box<B> {
+    fn addr(&self) -> NonNull<u8> {
+        (**self).addr()
+    }
+
+    fn len_bytes(&self) -> usize {
+        (**self).len_bytes()
+    }
+}
+
+/// Memory at an address that direct transfers can use, zeroed at first.
+///
+/// # Invariants
+///
+/// `bytes` was allocated by `layout` and is this value's alone.
+pub struct Aligned {
+    bytes: NonNull<u8>,
+    len_bytes: usize,
+    layout: Layout,
+}
+
+impl Aligned {
+    /// `len_bytes` at a multiple of `align_bytes`.
+    ///
+    /// # Panics
+    ///
+    /// If `align_bytes` is no power of two, or there is not so much memory.
+    pub fn new(len_bytes: usize, align_bytes: usize) -> Self {
+        let layout = Layout::from_size_align(len_bytes.max(1), align_bytes);
+        let layout = layout.unwrap_or_else(|_| panic!("no memory of {len_bytes} bytes at multiples of {align_bytes}"));
+        // SAFETY: the size is not zero.
+        let bytes = unsafe { alloc::alloc_zeroed(layout) };
+        let bytes = NonNull::new(bytes).unwrap_or_else(|| alloc::handle_alloc_error(layout));
+        Self { bytes, len_bytes, layout }
+    }
+}
+
+impl Drop for Aligned {
+    fn drop(&mut self) {
+        // SAFETY: type invariant.
+        unsafe { alloc::dealloc(self.bytes.as_ptr(), self.layout) };
+    }
+}
+
+impl Deref for Aligned {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: type invariant; initialised from the start.
+        unsafe { std::slice::from_raw_parts(self.bytes.as_ptr(), self.len_bytes) }
+    }
+}
+
+impl DerefMut for Aligned {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: type invariant; initialised from the start.
+        unsafe { std::slice::from_raw_parts_mut(self.bytes.as_ptr(), self.len_bytes) }
+    }
+}
+
+impl std::fmt::Debug for Aligned {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Aligned").field("len_bytes", &self.len_bytes).finish_non_exhaustive()
+    }
+}
+
+// SAFETY: its memory is its own, as that of a box.
+unsafe impl Send for Aligned {}
+// SAFETY: shared references only read.
+unsafe impl Sync for Aligned {}
+
+// SAFETY: allocated memory does not move with the value; who has the value alone reaches it.
+unsafe impl Buffer for Aligned {
+    fn addr(&self) -> NonNull<u8> {
+        self.bytes
+    }
+
+    fn len_bytes(&self) -> usize {
+        self.len_bytes
+    }
+}
+
+/// Zeroes bytes of a buffer that somebody has for a read.
+pub(super) fn zero(buffer: &impl Buffer, from: usize) {
+    let len = buffer.len_bytes().saturating_sub(from);
+    // SAFETY: inside of the buffer, at which nobody else looks (both by the trait's promise).
+    unsafe { buffer.addr().as_ptr().add(from.min(buffer.len_bytes())).write_bytes(0, len) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_aligned_and_zero() {
+        for (len, align) in [(0, 1), (1, 512), (5000, 1 << 16)] {
+            let mut memory = Aligned::new(len, align);
+            assert_eq!(memory.addr().as_ptr() as usize % align, 0);
+            assert!(memory.len() == len && memory.iter().all(|byte| *byte == 0));
+            memory.fill(7);
+            zero(&memory, len / 2);
+            assert_eq!(memory.iter().filter(|byte| **byte == 7).count(), len / 2);
+        }
+    }
+}

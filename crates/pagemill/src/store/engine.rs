@@ -1,0 +1,185 @@
+//! One thread with a ring, for who starts transfers of files and has no ring.
+//!
+//! It comes with the first batch and goes when it has had nothing to do for some time. The lock of its inbox is held for some
+//! instructions; transfers are finished outside of it.
+
+use super::errno::{self, ECANCELED};
+use super::file::Handle;
+use super::ring::{Event, Ring, RingBell, Settings};
+use super::transfer::{Direction, Transfer};
+use crate::stats::{self, Counter};
+use pagemill_sys::ring::generation;
+use pagemill_sys::thread::{self, Work};
+use std::collections::VecDeque;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::task::{Wake, Waker};
+use std::time::Duration;
+
+/// Transfers that wait for room in the ring; who starts more does them itself.
+const MOST_WAITING: usize = 16 << 10;
+
+const DEPTH: u32 = 128;
+
+/// It goes after so long without work.
+const IDLE: Duration = Duration::from_secs(10);
+
+struct Job {
+    handle: Arc<Handle>,
+    transfer: Transfer,
+}
+
+/// The thread of one process.
+struct Engine {
+    generation: u32,
+    inbox: Mutex<Inbox>,
+}
+
+#[derive(Default)]
+struct Inbox {
+    jobs: VecDeque<Job>,
+    is_running: bool,
+    bell: Option<Arc<EngineBell>>,
+}
+
+struct EngineBell(RingBell);
+
+impl Wake for EngineBell {
+    fn wake(self: Arc<Self>) {
+        self.0.ring();
+    }
+}
+
+/// Starts transfers of a file.
+pub(super) fn start(handle: &Arc<Handle>, batch: Vec<Transfer>) {
+    let Some(engine) = Engine::of_process() else {
+        return batch.into_iter().for_each(|transfer| run(handle, transfer));
+    };
+    let mut inbox = engine.inbox();
+    let room = MOST_WAITING.saturating_sub(inbox.jobs.len());
+    let mut batch = batch.into_iter();
+    inbox.jobs.extend(batch.by_ref().take(room).map(|transfer| Job { handle: handle.clone(), transfer }));
+    let must_spawn = !std::mem::replace(&mut inbox.is_running, true);
+    let bell = inbox.bell.clone();
+    drop(inbox);
+    if let Some(bell) = bell {
+        bell.0.ring();
+    }
+    if must_spawn && thread::spawn(c"pagemill-ring", engine).is_err() {
+        engine.run_all();
+    }
+    batch.for_each(|transfer| run(handle, transfer));
+}
+
+/// Does one at once.
+fn run(handle: &Handle, mut transfer: Transfer) {
+    let offset = transfer.offset();
+    let result = match transfer.direction() {
+        _ if transfer.is_cancelled() => Err(errno::error(ECANCELED)),
+        Direction::Read => handle.read(offset, transfer.bytes_mut()),
+        Direction::Write => handle.write(offset, transfer.bytes()),
+    };
+    transfer.finish(result);
+}
+
+impl Engine {
+    /// That of this process; `None` in a fork child of one that had it.
+    fn of_process() -> Option<&'static Self> {
+        static ENGINE: OnceLock<Engine> = OnceLock::new();
+        let generation = generation().ok()?;
+        let engine = ENGINE.get_or_init(|| Self { generation, inbox: Mutex::default() });
+        (engine.generation == generation).then_some(engine)
+    }
+
+    fn inbox(&self) -> MutexGuard<'_, Inbox> {
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// No thread is to be had, or no ring: what waits is done here.
+    fn run_all(&self) {
+        loop {
+            let mut inbox = self.inbox();
+            let Some(Job { handle, transfer }) = inbox.jobs.pop_front() else {
+                (inbox.is_running, inbox.bell) = (false, None);
+                return;
+            };
+            drop(inbox);
+            run(&handle, transfer);
+        }
+    }
+
+    fn drive(&self) -> io::Result<()> {
+        let mut ring = Ring::new(&Settings { depth: DEPTH, ..Settings::default() })?;
+        let bell = Arc::new(EngineBell(ring.bell()?));
+        let waker = Waker::from(bell.clone());
+        self.inbox().bell = Some(bell);
+        loop {
+            self.take_in(&mut ring, &waker);
+            let events = ring.wait(1, IDLE)?;
+            while let Some(event) = ring.next() {
+                match event {
+                    Event::Done { buffer, result, .. } => buffer.finish(result),
+                    Event::Late { ticket } => {
+                        if let Some(transfer) = ring.buffer(ticket) {
+                            transfer.tell_late();
+                        }
+                    }
+                }
+            }
+            ring.cancel_where(Transfer::is_cancelled);
+            if ring.in_flight() == 0 {
+                ring.sweep();
+                if events == 0 && self.may_end() {
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    /// Whether nothing came in: then it has ended as far as others know.
+    fn may_end(&self) -> bool {
+        let mut inbox = self.inbox();
+        let is_idle = inbox.jobs.is_empty();
+        if is_idle {
+            (inbox.is_running, inbox.bell) = (false, None);
+        }
+        is_idle
+    }
+
+    /// Takes what the ring has room for.
+    fn take_in(&self, ring: &mut Ring<Transfer>, waker: &Waker) {
+        while !ring.is_full() {
+            let Some(Job { handle, transfer }) = self.inbox().jobs.pop_front() else { return };
+            if let Some(cancel) = transfer.cancel() {
+                cancel.wake_when_cancelled(waker);
+                if cancel.is_cancelled() {
+                    stats::add(Counter::TransfersCancelled, 1);
+                    transfer.finish(Err(errno::error(ECANCELED)));
+                    continue;
+                }
+            }
+            let file = match ring.attach_handle(&handle) {
+                Ok(file) => file,
+                Err(error) => {
+                    transfer.finish(Err(error));
+                    continue;
+                }
+            };
+            let offset = transfer.offset();
+            let queued = match transfer.direction() {
+                Direction::Read => ring.read(file, offset, transfer),
+                Direction::Write => ring.write(file, offset, transfer),
+            };
+            // It is not full; were it, the transfer would end as cancelled.
+            drop(queued);
+        }
+    }
+}
+
+impl Work for Engine {
+    fn work(&'static self) {
+        if self.drive().is_err() {
+            self.run_all();
+        }
+    }
+}

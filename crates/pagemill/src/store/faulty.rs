@@ -1,0 +1,445 @@
+//! A store that fails, for tests: as often as asked, at random but repeatable.
+//!
+//! Locks: that of the state, for some instructions; never around calls of the store below.
+
+use super::errno::{self, ECANCELED, EIO, ETIMEDOUT};
+use super::{Direction, Store, Transfer};
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::task::{Wake, Waker};
+use std::time::{Duration, Instant};
+
+/// Who is held ([`FaultyStore::hold`]) for so long goes on with an error.
+const LONGEST_HOLD: Duration = Duration::from_secs(60);
+
+/// What goes wrong, and how often: of 1000 calls. A call is one read, write, change of size or sync.
+#[derive(Clone, Debug)]
+pub struct Faults {
+    /// The same calls in the same order meet the same fate.
+    pub seed: u64,
+    /// Calls that fail, and do nothing.
+    pub fail_per_mille: u32,
+    /// Reads and writes that do a part, in whole blocks; half of them then go on, the others fail.
+    pub short_per_mille: u32,
+    /// Calls that take up to `longest_delay` longer. Of those that are started together some end after others have.
+    pub delay_per_mille: u32,
+    pub longest_delay: Duration,
+    /// Transfers that are started together are done in any order.
+    pub is_reordered: bool,
+    /// Every call fails after so many, counted from when these faults were set.
+    pub fails_after: Option<u64>,
+    /// The error number of all failures.
+    pub errno: i32,
+}
+
+impl Default for Faults {
+    /// None.
+    fn default() -> Self {
+        Self {
+            seed: 0,
+            fail_per_mille: 0,
+            short_per_mille: 0,
+            delay_per_mille: 0,
+            longest_delay: Duration::from_millis(2),
+            is_reordered: false,
+            fails_after: None,
+            errno: EIO,
+        }
+    }
+}
+
+/// What was done so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Calls {
+    pub reads: u64,
+    pub writes: u64,
+    pub set_sizes: u64,
+    pub syncs: u64,
+    /// Of all these.
+    pub failed: u64,
+    pub shortened: u64,
+    pub delayed: u64,
+}
+
+impl Calls {
+    /// All of them.
+    pub fn count(&self) -> u64 {
+        self.reads + self.writes + self.set_sizes + self.syncs
+    }
+}
+
+/// A store that fails as its [`Faults`] say. Clones are the same store: one goes to a cache, the other stays with the test.
+pub struct FaultyStore<S>(Arc<Shared<S>>);
+
+impl<S> Clone for FaultyStore<S> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
+    }
+}
+
+struct Shared<S> {
+    inner: S,
+    state: Mutex<State>,
+    /// Somebody who is held may go on.
+    changed: Condvar,
+}
+
+struct State {
+    faults: Faults,
+    random: u64,
+    /// Calls that may still be made before all fail.
+    left: Option<u64>,
+    is_held: bool,
+    held: usize,
+    calls: Calls,
+}
+
+/// What happens to one call.
+#[derive(Clone, Copy)]
+struct Fate {
+    fails: bool,
+    is_short: bool,
+    is_repaired: bool,
+    delay: Option<Duration>,
+    errno: i32,
+}
+
+impl State {
+    /// The next of a fixed sequence of numbers (splitmix64).
+    fn random(&mut self) -> u64 {
+        self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mixed = (self.random ^ self.random >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+        mixed ^ mixed >> 31
+    }
+
+    fn happens(&mut self, per_mille: u32) -> bool {
+        self.random() % 1000 < u64::from(per_mille)
+    }
+
+    fn draw(&mut self) -> Fate {
+        let Faults { fail_per_mille, short_per_mille, delay_per_mille, longest_delay, errno, .. } = self.faults;
+        let is_used_up = self.left.is_some_and(|left| left == 0);
+        self.left = self.left.map(|left| left.saturating_sub(1));
+        let fails = self.happens(fail_per_mille) || is_used_up;
+        let is_short = self.happens(short_per_mille);
+        let is_repaired = self.happens(500);
+        let is_delayed = self.happens(delay_per_mille);
+        let delay_ns = self.random() % (longest_delay.as_nanos() as u64).max(1);
+        let delay = is_delayed.then(|| Duration::from_nanos(delay_ns));
+        Fate { fails, is_short, is_repaired, delay, errno }
+    }
+}
+
+impl<S> Shared<S> {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts a call, and draws what happens to it.
+    fn draw(&self, count: impl FnOnce(&mut Calls)) -> Fate {
+        let mut state = self.state();
+        count(&mut state.calls);
+        let fate = state.draw();
+        state.calls.failed += u64::from(fate.fails);
+        state.calls.delayed += u64::from(fate.delay.is_some());
+        fate
+    }
+
+    /// Waits as long as the call has to.
+    fn pause(&self, fate: Fate, is_cancelled: impl Fn() -> bool) -> io::Result<()> {
+        if let Some(delay) = fate.delay {
+            std::thread::sleep(delay);
+        }
+        let (end, mut state) = (Instant::now() + LONGEST_HOLD, self.state());
+        state.held += 1;
+        let mut result = Ok(());
+        while state.is_held && !is_cancelled() {
+            let rest = end.saturating_duration_since(Instant::now());
+            if rest.is_zero() {
+                result = Err(errno::error(ETIMEDOUT));
+                break;
+            }
+            state = self.changed.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        state.held -= 1;
+        if is_cancelled() { Err(errno::error(ECANCELED)) } else { result }
+    }
+}
+
+impl<S: Store> Shared<S> {
+    /// What is done of a transfer that is cut short.
+    fn cut(&self, len_bytes: usize) -> usize {
+        self.state().calls.shortened += 1;
+        let half = len_bytes / 2;
+        half - half % self.inner.block_bytes()
+    }
+
+    fn read(&self, offset: u64, to: &mut [u8], fate: Fate) -> io::Result<()> {
+        if fate.fails {
+            return Err(errno::error(fate.errno));
+        }
+        if !fate.is_short {
+            return self.inner.read(offset, to);
+        }
+        let (first, rest) = to.split_at_mut(self.cut(to.len()));
+        self.inner.read(offset, first)?;
+        if fate.is_repaired {
+            return self.inner.read(offset + first.len() as u64, rest);
+        }
+        // Whoever looks at it all the same shall notice.
+        rest.fill(0xEE);
+        self.fail(fate)
+    }
+
+    fn write(&self, offset: u64, from: &[u8], fate: Fate) -> io::Result<()> {
+        if fate.fails {
+            return Err(errno::error(fate.errno));
+        }
+        if !fate.is_short {
+            return self.inner.write(offset, from);
+        }
+        let (first, rest) = from.split_at(self.cut(from.len()));
+        self.inner.write(offset, first)?;
+        if fate.is_repaired { self.inner.write(offset + first.len() as u64, rest) } else { self.fail(fate) }
+    }
+
+    fn fail(&self, fate: Fate) -> io::Result<()> {
+        self.state().calls.failed += 1;
+        Err(errno::error(fate.errno))
+    }
+
+    fn run(&self, mut transfer: Transfer, fate: Fate) {
+        let paused = self.pause(fate, || transfer.is_cancelled());
+        let offset = transfer.offset();
+        let result = paused.and_then(|()| match transfer.direction() {
+            Direction::Read => self.read(offset, transfer.bytes_mut(), fate),
+            Direction::Write => self.write(offset, transfer.bytes(), fate),
+        });
+        transfer.finish(result);
+    }
+}
+
+impl<S: Store + 'static> FaultyStore<S> {
+    /// Wraps a store, without faults at first.
+    pub fn new(inner: S) -> Self {
+        let (calls, faults) = (Calls::default(), Faults::default());
+        let state = State { faults, random: 0, left: None, is_held: false, held: 0, calls };
+        Self(Arc::new(Shared { inner, state: Mutex::new(state), changed: Condvar::new() }))
+    }
+
+    /// The store below, without faults.
+    pub fn inner(&self) -> &S {
+        &self.0.inner
+    }
+
+    /// From here on these happen.
+    pub fn set_faults(&self, faults: Faults) {
+        let mut state = self.0.state();
+        (state.random, state.left) = (faults.seed, faults.fails_after);
+        state.faults = faults;
+    }
+
+    /// From here on calls hang, until [`FaultyStore::release`], or a minute later, when they fail with `ETIMEDOUT`.
+    pub fn hold(&self) {
+        self.0.state().is_held = true;
+    }
+
+    /// Lets all go on.
+    pub fn release(&self) {
+        self.0.state().is_held = false;
+        self.0.changed.notify_all();
+    }
+
+    /// Calls that hang now.
+    pub fn held(&self) -> usize {
+        let state = self.0.state();
+        if state.is_held { state.held } else { 0 }
+    }
+
+    /// What was done so far.
+    pub fn calls(&self) -> Calls {
+        self.0.state().calls
+    }
+
+    fn call<T>(
+        &self,
+        count: impl FnOnce(&mut Calls),
+        act: impl FnOnce(&Shared<S>, Fate) -> io::Result<T>,
+    ) -> io::Result<T> {
+        let fate = self.0.draw(count);
+        self.0.pause(fate, || false)?;
+        act(&self.0, fate)
+    }
+}
+
+/// Fails before anything is done, if that is its fate.
+fn unless_failed(fate: Fate) -> io::Result<()> {
+    if fate.fails { Err(errno::error(fate.errno)) } else { Ok(()) }
+}
+
+impl<S: Store + 'static> Store for FaultyStore<S> {
+    fn size_bytes(&self) -> io::Result<u64> {
+        self.0.inner.size_bytes()
+    }
+
+    fn block_bytes(&self) -> usize {
+        self.0.inner.block_bytes()
+    }
+
+    fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
+        self.call(|calls| calls.reads += 1, |shared, fate| shared.read(offset, to, fate))
+    }
+
+    fn write(&self, offset: u64, from: &[u8]) -> io::Result<()> {
+        self.call(|calls| calls.writes += 1, |shared, fate| shared.write(offset, from, fate))
+    }
+
+    fn set_size(&self, size_bytes: u64) -> io::Result<()> {
+        let set = |shared: &Shared<S>, fate| unless_failed(fate).and_then(|()| shared.inner.set_size(size_bytes));
+        self.call(|calls| calls.set_sizes += 1, set)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        let sync = |shared: &Shared<S>, fate| unless_failed(fate).and_then(|()| shared.inner.sync());
+        self.call(|calls| calls.syncs += 1, sync)
+    }
+
+    fn is_writable(&self) -> bool {
+        self.0.inner.is_writable()
+    }
+
+    /// Those that hang or are delayed go on in a thread of their own, the rest ends at once.
+    fn start(&self, mut batch: Vec<Transfer>) {
+        let is_reordered = self.0.state().faults.is_reordered;
+        for last in (1..batch.len()).rev().filter(|_| is_reordered) {
+            let other = self.0.state().random() % (last as u64 + 1);
+            batch.swap(last, other as usize);
+        }
+        let waker = Waker::from(self.0.clone());
+        let mut slow = Vec::new();
+        for transfer in batch {
+            let fate = self.0.draw(|calls| match transfer.direction() {
+                Direction::Read => calls.reads += 1,
+                Direction::Write => calls.writes += 1,
+            });
+            if fate.delay.is_none() && !self.0.state().is_held {
+                self.0.run(transfer, fate);
+                continue;
+            }
+            if let Some(cancel) = transfer.cancel() {
+                cancel.wake_when_cancelled(&waker);
+            }
+            slow.push((transfer, fate));
+        }
+        if !slow.is_empty() {
+            let shared = self.0.clone();
+            std::thread::spawn(move || slow.into_iter().for_each(|(transfer, fate)| shared.run(transfer, fate)));
+        }
+    }
+}
+
+/// Who is held looks whether it was cancelled.
+impl<S: Send + Sync> Wake for Shared<S> {
+    fn wake(self: Arc<Self>) {
+        // Whoever has looked and does not wait yet has the lock.
+        drop(self.state());
+        self.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::{Aligned, Cancel, MemoryStore};
+    use std::sync::mpsc;
+
+    const MINUTE: Duration = Duration::from_secs(60);
+
+    fn store() -> FaultyStore<MemoryStore> {
+        FaultyStore::new(MemoryStore::new((0..64).collect(), 4))
+    }
+
+    /// The same seed makes the same calls fail; others do other ones.
+    #[test]
+    fn faults_are_repeatable() {
+        let run = |seed| {
+            let store = store();
+            store.set_faults(Faults { seed, fail_per_mille: 300, short_per_mille: 300, ..Faults::default() });
+            (0..100).map(|_| store.read(0, &mut [0; 16]).is_ok()).collect::<Vec<_>>()
+        };
+        assert!(run(1) == run(1) && run(1) != run(2));
+        assert!(run(1).contains(&true) && run(1).contains(&false));
+    }
+
+    /// A write that was cut short is whole or an error, and in whole blocks in any case.
+    #[test]
+    fn short_writes_are_reported_or_repaired() {
+        let store = store();
+        store.set_faults(Faults { seed: 7, short_per_mille: 1000, ..Faults::default() });
+        for round in 100..120 {
+            let is_whole = store.write(0, &[round; 24]).is_ok();
+            let bytes = store.inner().bytes();
+            let written = bytes[..24].iter().filter(|byte| **byte == round).count();
+            assert_eq!(written, if is_whole { 24 } else { 12 });
+        }
+        let calls = store.calls();
+        assert!(calls.writes == 20 && calls.shortened == 20 && (1..20).contains(&calls.failed), "{calls:?}");
+    }
+
+    /// After the third call all fail, until told otherwise.
+    #[test]
+    fn calls_fail_after_some() {
+        let store = store();
+        store.set_faults(Faults { fails_after: Some(3), errno: errno::ENOSPC, ..Faults::default() });
+        store.write(0, &[1]).unwrap();
+        store.set_size(10).unwrap();
+        store.sync().unwrap();
+        assert_eq!(store.sync().unwrap_err().raw_os_error(), Some(errno::ENOSPC));
+        assert!(store.set_size(5).is_err() && store.size_bytes().unwrap() == 10);
+        store.set_faults(Faults::default());
+        store.sync().unwrap();
+    }
+
+    /// Transfers of one batch end in another order, each once, with the right bytes.
+    #[test]
+    fn batches_are_reordered_and_delayed() {
+        let store = store();
+        store.set_faults(Faults { seed: 3, is_reordered: true, delay_per_mille: 300, ..Faults::default() });
+        let (sender, ended) = mpsc::channel();
+        let batch = (0..16u8).map(|at| {
+            let sender = sender.clone();
+            let done =
+                move |result: io::Result<()>, memory: Aligned| sender.send((at, result.is_ok(), memory[0])).unwrap();
+            Transfer::read(u64::from(at) * 4, Aligned::new(4, 4), done)
+        });
+        store.start(batch.collect());
+        drop(sender);
+        let ended: Vec<_> = ended.iter().collect();
+        assert!(ended.len() == 16 && !ended.is_sorted());
+        assert!(ended.iter().all(|(at, is_ok, byte)| *is_ok && *byte == at * 4));
+    }
+
+    /// Calls hang until they are released; what is started and hangs can be given up.
+    #[test]
+    fn calls_hang_until_released() {
+        let store = store();
+        store.hold();
+        let (cancel, gather) = (Cancel::new(), crate::store::Gather::new(1));
+        let to = gather.clone();
+        let done = move |result, _| crate::store::Finish::finish(&*to, 0, result);
+        store.start(vec![Transfer::read(0, Aligned::new(4, 4), done).with_cancel(&cancel)]);
+        std::thread::scope(|scope| {
+            let read = scope.spawn(|| store.read(0, &mut [0; 4]));
+            while store.held() < 2 {
+                std::thread::yield_now();
+            }
+            assert_eq!(gather.missing(), 1);
+            cancel.cancel();
+            let results = gather.wait(MINUTE).unwrap();
+            assert_eq!(results[0].as_ref().unwrap_err().raw_os_error(), Some(ECANCELED));
+            store.release();
+            read.join().unwrap().unwrap();
+        });
+    }
+}

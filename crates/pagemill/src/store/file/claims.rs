@@ -1,0 +1,39 @@
+//! Who writes to a file: one store of this process at a time.
+
+use crate::sync::Guarded;
+use pagemill_sys::ring;
+use std::collections::BTreeSet;
+
+/// What the system knows a file by: device and inode.
+pub(super) type Key = (u64, u64);
+
+static CLAIMED: Guarded<BTreeSet<Key>> = Guarded::new(BTreeSet::new());
+
+/// The right to write to a file, until it is dropped.
+pub(super) struct Claim {
+    key: Key,
+    /// Of the process that has it.
+    generation: u32,
+}
+
+impl Claim {
+    /// `None` if a store of this process has it.
+    pub fn take(key: Key) -> Option<Self> {
+        let generation = ring::generation().unwrap_or_default();
+        CLAIMED.with(|claimed| claimed.insert(key)).then_some(Self { key, generation })
+    }
+
+    /// Whether it is this process's, and not that of one it was forked from.
+    pub fn is_ours(&self) -> bool {
+        ring::generation().is_ok_and(|generation| generation == self.generation)
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        // In a fork child another thread of the parent's may hold the lock for good.
+        if self.is_ours() {
+            CLAIMED.with(|claimed| claimed.remove(&self.key));
+        }
+    }
+}

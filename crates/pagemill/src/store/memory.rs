@@ -1,0 +1,78 @@
+//! A store in memory, for tests.
+
+use super::Store;
+use std::io;
+use std::sync::{PoisonError, RwLock};
+
+/// Bytes in memory, as a store. Nothing of it outlasts the process: [`Store::sync`] does nothing.
+pub struct MemoryStore {
+    bytes: RwLock<Vec<u8>>,
+    block_bytes: usize,
+}
+
+impl MemoryStore {
+    /// A store that holds `bytes`.
+    ///
+    /// # Panics
+    ///
+    /// If `block_bytes` is no power of two.
+    pub fn new(bytes: Vec<u8>, block_bytes: usize) -> Self {
+        assert!(block_bytes.is_power_of_two(), "{block_bytes} is no power of two");
+        Self { bytes: RwLock::new(bytes), block_bytes }
+    }
+
+    /// A copy of all it holds.
+    pub fn bytes(&self) -> Vec<u8> {
+        self.bytes.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn change<T>(&self, act: impl FnOnce(&mut Vec<u8>) -> T) -> T {
+        act(&mut self.bytes.write().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// A place in memory.
+fn place(offset: u64) -> io::Result<usize> {
+    usize::try_from(offset).ok().filter(|at| *at <= isize::MAX as usize).ok_or(io::ErrorKind::FileTooLarge.into())
+}
+
+impl Store for MemoryStore {
+    fn size_bytes(&self) -> io::Result<u64> {
+        Ok(self.bytes.read().unwrap_or_else(PoisonError::into_inner).len() as u64)
+    }
+
+    fn block_bytes(&self) -> usize {
+        self.block_bytes
+    }
+
+    fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
+        let (at, bytes) = (place(offset)?, self.bytes.read().unwrap_or_else(PoisonError::into_inner));
+        let from = bytes.get(at..).unwrap_or_default();
+        let len = from.len().min(to.len());
+        to[..len].copy_from_slice(&from[..len]);
+        to[len..].fill(0);
+        Ok(())
+    }
+
+    fn write(&self, offset: u64, from: &[u8]) -> io::Result<()> {
+        let at = place(offset)?;
+        let end = place(offset.saturating_add(from.len() as u64))?;
+        self.change(|bytes| {
+            if bytes.len() < end {
+                bytes.resize(end, 0);
+            }
+            bytes[at..end].copy_from_slice(from);
+        });
+        Ok(())
+    }
+
+    fn set_size(&self, size_bytes: u64) -> io::Result<()> {
+        let size = place(size_bytes)?;
+        self.change(|bytes| bytes.resize(size, 0));
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,225 @@
+//! Who does the transfers of a ring: the kernel's io_uring, or threads where that is refused.
+#![allow(unsafe_code)] // transfers name memory
+
+use super::threads::Crew;
+use crate::store::buffer::{Aligned, Buffer};
+use crate::store::errno::{self, EAGAIN, EBUSY, EOPNOTSUPP};
+use pagemill_sys::bell::Bell;
+use pagemill_sys::ring::{self, Completion, Target, Transfer};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::time::Duration;
+
+/// The token of the read that waits for the bell; no transfer has it.
+const BELL: u64 = u64::MAX - 1;
+
+/// A wait without end is one of so long.
+const LONG: Duration = Duration::from_secs(3600);
+
+/// What ends a wait. Threads that complete transfers ring the bell only.
+pub(super) struct Call {
+    is_called: AtomicBool,
+    pub bell: Bell,
+}
+
+impl Call {
+    pub fn new() -> io::Result<Arc<Self>> {
+        Ok(Arc::new(Self { is_called: AtomicBool::new(false), bell: Bell::new()? }))
+    }
+
+    pub fn call(&self) {
+        self.is_called.store(true, SeqCst);
+        self.bell.ring();
+    }
+}
+
+/// A bell that the kernel hears.
+pub(super) struct Alarm {
+    call: Arc<Call>,
+    /// The kernel writes here, until the ring is closed.
+    count: Aligned,
+    is_set: bool,
+}
+
+#[allow(clippy::large_enum_variant)] // one a ring, reached with every transfer
+pub(super) enum Backend {
+    Kernel { ring: ring::Ring, alarm: Option<Box<Alarm>> },
+    Threads(Crew),
+}
+
+impl Backend {
+    pub fn kernel(depth: u32) -> io::Result<Self> {
+        Ok(Self::Kernel { ring: ring::Ring::new(depth)?, alarm: None })
+    }
+
+    pub fn threads() -> io::Result<Self> {
+        Crew::new().map(Self::Threads)
+    }
+
+    pub fn is_kernel(&self) -> bool {
+        matches!(self, Self::Kernel { .. })
+    }
+
+    /// # Errors
+    ///
+    /// What submitting says where the queue was full.
+    ///
+    /// # Safety
+    ///
+    /// As `sys::ring::Ring::queue`; the file stays open until the completion has come.
+    pub unsafe fn queue(&mut self, transfer: &Transfer, token: u64) -> io::Result<()> {
+        match self {
+            // SAFETY: the caller's promise.
+            Self::Kernel { ring, .. } => unsafe { ring.queue(transfer, token) },
+            Self::Threads(crew) => {
+                // SAFETY: the caller's promise.
+                unsafe { crew.queue(transfer, token) };
+                Ok(())
+            }
+        }
+    }
+
+    pub fn cancel(&mut self, token: u64) -> io::Result<()> {
+        match self {
+            Self::Kernel { ring, .. } => ring.queue_cancel(token),
+            Self::Threads(crew) => {
+                crew.cancel(token);
+                Ok(())
+            }
+        }
+    }
+
+    /// Starts what is queued, or as much of it as the kernel has room for.
+    pub fn submit(&mut self) -> io::Result<()> {
+        match self {
+            Self::Kernel { ring, .. } => {
+                if ring.has_queued() {
+                    return unless_busy(ring.submit());
+                }
+                Ok(())
+            }
+            Self::Threads(crew) => {
+                crew.submit();
+                Ok(())
+            }
+        }
+    }
+
+    /// Starts what is queued, and waits for `least` completions (0: takes what is there), the bell, a signal, or the time.
+    pub fn wait(&mut self, least: usize, timeout: Duration) -> io::Result<()> {
+        match self {
+            Self::Kernel { ring, alarm } => {
+                if let Some(alarm) = alarm {
+                    alarm.set(ring)?;
+                }
+                unless_busy(ring.wait(least, timeout.min(LONG)))
+            }
+            Self::Threads(crew) => {
+                crew.wait(if least == 0 { Duration::ZERO } else { timeout.min(LONG) });
+                Ok(())
+            }
+        }
+    }
+
+    /// The next completion that is there. The bell's own are taken on the way.
+    pub fn pop(&mut self) -> Option<Completion> {
+        match self {
+            Self::Kernel { ring, alarm } => loop {
+                let done = ring.pop()?;
+                match alarm {
+                    Some(alarm) if done.token == BELL => alarm.is_set = false,
+                    _ => return Some(done),
+                }
+            },
+            Self::Threads(crew) => crew.pop(),
+        }
+    }
+
+    /// What ends waits from here on. It takes a place in the kernel's queue.
+    pub fn bell(&mut self) -> io::Result<Arc<Call>> {
+        match self {
+            Self::Kernel { alarm: Some(alarm), .. } => Ok(alarm.call.clone()),
+            Self::Kernel { alarm, .. } => {
+                let count = Aligned::new(size_of::<u64>(), align_of::<u64>());
+                let new = Box::new(Alarm { call: Call::new()?, count, is_set: false });
+                Ok(alarm.insert(new).call.clone())
+            }
+            Self::Threads(crew) => Ok(crew.call().clone()),
+        }
+    }
+
+    /// Whether somebody called since the last time.
+    pub fn take_call(&self) -> bool {
+        let call = match self {
+            Self::Kernel { alarm, .. } => alarm.as_ref().map(|alarm| &alarm.call),
+            Self::Threads(crew) => Some(crew.call()),
+        };
+        call.is_some_and(|call| call.is_called.swap(false, SeqCst))
+    }
+
+    /// Ends the wait for the bell, so that the ring can be closed; says whether it has ended.
+    pub fn stop_bell(&mut self, timeout: Duration) -> bool {
+        let Self::Kernel { ring, alarm: Some(alarm) } = self else { return true };
+        // A ring of its own accord: the read ends.
+        alarm.call.bell.ring();
+        let mut tries = 0;
+        while alarm.is_set && tries < 8 {
+            tries += 1;
+            let _ = ring.wait(1, timeout / 8);
+            while let Some(done) = ring.pop() {
+                alarm.is_set &= done.token != BELL;
+            }
+        }
+        !alarm.is_set
+    }
+
+    /// The kernel's ring, for its tables.
+    pub fn tables(&mut self) -> io::Result<&mut ring::Ring> {
+        match self {
+            Self::Kernel { ring, .. } => Ok(ring),
+            Self::Threads(_) => Err(errno::error(EOPNOTSUPP)),
+        }
+    }
+}
+
+/// Whoever has taken completions can try again: that is no failure.
+fn unless_busy(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(error) if errno::is(&error, EAGAIN) || errno::is(&error, EBUSY) => {
+            pagemill_sys::thread::pause();
+            Ok(())
+        }
+        result => result,
+    }
+}
+
+impl Alarm {
+    fn set(&mut self, ring: &mut ring::Ring) -> io::Result<()> {
+        if self.is_set {
+            return Ok(());
+        }
+        let read = Transfer {
+            target: Target::Descriptor(self.call.bell.number()),
+            is_write: false,
+            addr: self.count.addr().as_ptr() as usize,
+            len_bytes: size_of::<u64>() as u32,
+            offset: 0,
+            registered: None,
+        };
+        // SAFETY: the alarm stays with its ring, which is closed when this has ended or is left as it is; nobody looks at the count.
+        unsafe { ring.queue(&read, BELL) }?;
+        self.is_set = true;
+        Ok(())
+    }
+}
+
+impl AsFd for Backend {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Kernel { ring, .. } => ring.as_fd(),
+            Self::Threads(crew) => crew.call().bell.as_fd(),
+        }
+    }
+}

@@ -1,0 +1,548 @@
+//! Many transfers at a time with files, by one thread: an io_uring, or threads where the kernel refuses one.
+//!
+//! ```text
+//!   attach(store) -> FileId       register(memory) -> RegionId       optional, for less CPU a transfer
+//!   read(file, offset, buffer) -> Ticket ... write ... submit        queued, then started together
+//!   wait(least, timeout)                                             also starts; takes completions
+//!   next() -> Done(ticket, buffer, result) | Late(ticket)            each transfer ends once
+//!     backend   io_uring, or `threads`; both report bytes or an error number
+//!     regions   memory that the kernel knows the pages of
+//! ```
+//!
+//! A transfer keeps the contract of [`super::Store`]: all of it or an error, zeros past the end of the file, whatever pieces the system does
+//! it in. The ring owns the buffer until the kernel is done with it. One that takes longer than
+//! [`Settings::patience`] is reported ([`Event::Late`]) and cancelled; its buffer comes back when the device lets go of it. A ring
+//! that is dropped cancels and waits for all; what a device holds on to even then is never freed.
+//!
+//! Below: `sys::ring`, `file`. No locks, but those of `regions` and `threads`. In a fork child a ring does nothing.
+#![allow(unsafe_code)] // queues transfers of memory that it owns
+
+mod backend;
+mod regions;
+mod tables;
+#[cfg(all(test, not(shuttle)))]
+mod tests;
+mod threads;
+
+pub use regions::RegionId;
+pub use tables::FileId;
+
+use super::buffer::{self, Buffer};
+use super::errno::{self, EBADF, ECANCELED, ETIMEDOUT};
+use super::file::{Handle, Piece, Progress, Step, Way};
+use super::transfer::Direction;
+use crate::stats::{self, Counter};
+use backend::{Backend, Call};
+use pagemill_sys::clock::{coarse_ns, fine_ns};
+use pagemill_sys::ring::{Completion, Target, Transfer, generation};
+use regions::Regions;
+use std::collections::VecDeque;
+use std::io;
+use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::time::Duration;
+use tables::REGIONS;
+
+/// Most transfers of a ring.
+const MOST_DEPTH: u32 = 4096;
+
+/// Who does the transfers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Engine {
+    /// io_uring, or threads where the kernel refuses one; threads if the environment has `PAGEMILL_IO=threads`.
+    #[default]
+    Best,
+    /// Threads, in any case.
+    Threads,
+}
+
+/// How a ring is made.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Most transfers in flight, or ended and not taken: 1 to 4096.
+    pub depth: u32,
+    /// A transfer that takes longer is reported and cancelled.
+    pub patience: Duration,
+    pub engine: Engine,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self { depth: 64, patience: Duration::from_secs(30), engine: Engine::Best }
+    }
+}
+
+/// One transfer of a ring. No other of the same ring has had it for a long time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Ticket(u64);
+
+/// What a ring has to tell.
+#[derive(Debug)]
+pub enum Event<B> {
+    /// A transfer is over, and its buffer the caller's again. It was written or read whole, or there is an error: `ECANCELED` if it
+    /// was given up, `ETIMEDOUT` if that was for being late.
+    Done { ticket: Ticket, buffer: B, result: io::Result<()> },
+    /// A transfer takes longer than allowed. It is being cancelled, and [`Event::Done`] follows when the device lets go of
+    /// the buffer: perhaps never.
+    Late { ticket: Ticket },
+}
+
+/// A transfer that the backend has a piece of.
+struct Flight<B> {
+    buffer: B,
+    file: FileId,
+    direction: Direction,
+    offset: u64,
+    progress: Progress,
+    piece: Piece,
+    began_ns: u64,
+    is_late: bool,
+    is_cancelled: bool,
+}
+
+struct Slot<B> {
+    /// Moves on with each transfer.
+    round: u32,
+    flight: Option<Flight<B>>,
+}
+
+/// Transfers that one thread has in flight, each with a buffer `B` of its own.
+///
+/// # Invariants
+///
+/// 1. What the backend was given, and has not completed, is in a slot: the slot's buffer is neither moved out nor dropped, its file
+///    not detached.
+/// 2. A place of the kernel's table of memory holds memory that its region in `regions` keeps.
+pub struct Ring<B: Buffer> {
+    backend: ManuallyDrop<Backend>,
+    slots: ManuallyDrop<Vec<Slot<B>>>,
+    free: Vec<u32>,
+    events: VecDeque<Event<B>>,
+    files: ManuallyDrop<Vec<Option<Arc<Handle>>>>,
+    has_file_table: bool,
+    regions: ManuallyDrop<Regions>,
+    has_memory_table: Option<bool>,
+    patience: Duration,
+    /// When lateness was looked for last.
+    looked_ns: u64,
+    in_flight: usize,
+    generation: u32,
+    has_bell: bool,
+    counts: Counts,
+    /// It belongs to one thread.
+    here: PhantomData<*mut ()>,
+}
+
+/// Added to the figures now and then: they lie on a line that all threads share.
+#[derive(Default)]
+struct Counts {
+    read_bytes: u64,
+    written_bytes: u64,
+}
+
+impl<B: Buffer> Ring<B> {
+    /// A ring of this thread.
+    ///
+    /// # Errors
+    ///
+    /// Where neither rings nor threads can be had: `EMFILE`, `ENOMEM`.
+    pub fn new(settings: &Settings) -> io::Result<Self> {
+        let depth = settings.depth.clamp(1, MOST_DEPTH);
+        let is_forced = std::env::var_os("PAGEMILL_IO").is_some_and(|engine| engine == "threads");
+        let backend = match settings.engine {
+            Engine::Best if !is_forced => Backend::kernel(depth).or_else(|_| {
+                stats::add(Counter::RingsRefused, 1);
+                Backend::threads()
+            })?,
+            _ => Backend::threads()?,
+        };
+        stats::add(Counter::Rings, 1);
+        let slots = (0..depth).map(|_| Slot { round: 0, flight: None }).collect();
+        Ok(Self {
+            backend: ManuallyDrop::new(backend),
+            slots: ManuallyDrop::new(slots),
+            free: (0..depth).rev().collect(),
+            events: VecDeque::new(),
+            files: ManuallyDrop::new(Vec::new()),
+            has_file_table: false,
+            regions: ManuallyDrop::new(Regions::new(REGIONS)),
+            has_memory_table: None,
+            patience: settings.patience,
+            looked_ns: 0,
+            in_flight: 0,
+            generation: generation()?,
+            has_bell: false,
+            counts: Counts::default(),
+            here: PhantomData,
+        })
+    }
+
+    /// Whether the kernel does the transfers, and not threads.
+    pub fn is_kernel(&self) -> bool {
+        self.backend.is_kernel()
+    }
+
+    fn is_ours(&self) -> bool {
+        generation().is_ok_and(|generation| generation == self.generation)
+    }
+
+    fn check(&self) -> io::Result<()> {
+        if self.is_ours() { Ok(()) } else { Err(errno::error(EBADF)) }
+    }
+
+    /// Most transfers in flight, or ended and not taken.
+    pub fn depth(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Transfers that have not ended.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    /// Whether another transfer has to wait until events were taken.
+    pub fn is_full(&self) -> bool {
+        self.in_flight + self.events.len() >= self.depth()
+    }
+
+    /// Queues a read of all of `buffer` from `offset` on.
+    ///
+    /// # Errors
+    ///
+    /// The buffer, if the ring is full ([`Ring::is_full`]). All else is told by [`Ring::next`].
+    ///
+    /// # Panics
+    ///
+    /// If the file is not attached.
+    pub fn read(&mut self, file: FileId, offset: u64, buffer: B) -> Result<Ticket, B> {
+        self.begin(Direction::Read, file, offset, buffer)
+    }
+
+    /// Queues a write of all of `buffer` at `offset`.
+    ///
+    /// # Errors
+    ///
+    /// As [`Ring::read`].
+    ///
+    /// # Panics
+    ///
+    /// As [`Ring::read`].
+    pub fn write(&mut self, file: FileId, offset: u64, buffer: B) -> Result<Ticket, B> {
+        self.begin(Direction::Write, file, offset, buffer)
+    }
+
+    fn begin(&mut self, direction: Direction, file: FileId, offset: u64, buffer: B) -> Result<Ticket, B> {
+        let Some(handle) = self.files.get(file.0 as usize).and_then(Option::as_ref) else {
+            panic!("no file is attached as {file:?}");
+        };
+        if self.is_full() {
+            return Err(buffer);
+        }
+        let Some(at) = self.free.pop() else { return Err(buffer) };
+        let len_bytes = buffer.len_bytes();
+        let allowed = self.check().and_then(|()| match direction {
+            Direction::Read => Ok(()),
+            Direction::Write => handle.check_write(offset, len_bytes),
+        });
+        let slot = &mut self.slots[at as usize];
+        slot.round = slot.round.wrapping_add(1) & (u32::MAX >> 1);
+        let flight = Flight {
+            buffer,
+            file,
+            direction,
+            offset,
+            progress: Progress::default(),
+            piece: Piece { way: Way::Buffered, len_bytes: 0 },
+            began_ns: coarse_ns(),
+            is_late: false,
+            is_cancelled: false,
+        };
+        let ticket = Ticket(u64::from(slot.round) << u32::BITS | u64::from(at));
+        slot.flight = Some(flight);
+        self.in_flight += 1;
+        match allowed {
+            Ok(()) if len_bytes > 0 => self.go_on(at),
+            result => self.end(at, result),
+        }
+        Ok(ticket)
+    }
+
+    /// Queues the next piece of a transfer, of which the backend has none.
+    fn go_on(&mut self, at: u32) {
+        let slot = &mut self.slots[at as usize];
+        let Some(flight) = &mut slot.flight else { return };
+        let Some(handle) = &self.files[flight.file.0 as usize] else { return };
+        let (addr, len_bytes) = (flight.buffer.addr().as_ptr() as usize, flight.buffer.len_bytes());
+        let done = flight.progress.done_bytes;
+        flight.piece = flight.progress.next(handle, addr, flight.offset, len_bytes);
+        let place = flight.file.place(flight.piece.way).filter(|_| self.has_file_table);
+        let target = place.map_or_else(|| Target::Descriptor(handle.descriptor(flight.piece.way)), Target::Registered);
+        let transfer = Transfer {
+            target,
+            is_write: flight.direction == Direction::Write,
+            addr: addr + done,
+            len_bytes: flight.piece.len_bytes as u32,
+            offset: flight.offset + done as u64,
+            registered: self.regions.find(addr + done, flight.piece.len_bytes),
+        };
+        let token = u64::from(slot.round) << u32::BITS | u64::from(at);
+        // SAFETY: the slot keeps the buffer, and `files` the file, until the completion has come (invariant 1); the piece lies
+        // inside of the buffer, which nobody else uses meanwhile (trait's promise). Its place is that of a region that holds it.
+        if let Err(error) = unsafe { self.backend.queue(&transfer, token) } {
+            self.end(at, Err(error));
+        }
+    }
+
+    /// Ends a transfer that the backend has nothing of any more.
+    fn end(&mut self, at: u32, result: io::Result<()>) {
+        let slot = &mut self.slots[at as usize];
+        let ticket = Ticket(u64::from(slot.round) << u32::BITS | u64::from(at));
+        let Some(flight) = slot.flight.take() else { return };
+        self.in_flight -= 1;
+        self.free.push(at);
+        let is_cancelled = result.as_ref().is_err_and(|error| errno::is(error, ECANCELED));
+        let result = match result {
+            Ok(()) => {
+                let len_bytes = flight.buffer.len_bytes();
+                match flight.direction {
+                    Direction::Read => {
+                        buffer::zero(&flight.buffer, flight.progress.done_bytes);
+                        self.counts.read_bytes += len_bytes as u64;
+                    }
+                    Direction::Write => self.counts.written_bytes += len_bytes as u64,
+                }
+                Ok(())
+            }
+            Err(_) if is_cancelled && flight.is_late => Err(errno::error(ETIMEDOUT)),
+            Err(error) => Err(error),
+        };
+        if is_cancelled {
+            stats::add(Counter::TransfersCancelled, 1);
+        }
+        self.events.push_back(Event::Done { ticket, buffer: flight.buffer, result });
+    }
+
+    /// Gives a transfer up, if it has not ended. It ends all the same, by an [`Event::Done`].
+    pub fn cancel(&mut self, ticket: Ticket) {
+        let Some(flight) = self.flight_mut(ticket).filter(|flight| !flight.is_cancelled) else { return };
+        flight.is_cancelled = true;
+        // Otherwise it ends by itself, or late.
+        let _ = self.backend.cancel(ticket.0);
+    }
+
+    /// Gives up all transfers whose buffers say so.
+    pub fn cancel_where(&mut self, is_meant: impl Fn(&B) -> bool) {
+        let meant = self.flights().filter(|(_, flight)| !flight.is_cancelled && is_meant(&flight.buffer));
+        let tickets: Vec<Ticket> = meant.map(|(ticket, _)| ticket).collect();
+        tickets.into_iter().for_each(|ticket| self.cancel(ticket));
+    }
+
+    /// The buffer of a transfer that has not ended. Its bytes are the device's.
+    pub fn buffer(&self, ticket: Ticket) -> Option<&B> {
+        let slot = self.slots.get(ticket.0 as u32 as usize)?;
+        let is_it = u64::from(slot.round) == ticket.0 >> u32::BITS;
+        slot.flight.as_ref().filter(|_| is_it).map(|flight| &flight.buffer)
+    }
+
+    fn flight_mut(&mut self, ticket: Ticket) -> Option<&mut Flight<B>> {
+        let slot = self.slots.get_mut(ticket.0 as u32 as usize)?;
+        let is_it = u64::from(slot.round) == ticket.0 >> u32::BITS;
+        slot.flight.as_mut().filter(|_| is_it)
+    }
+
+    fn flights(&self) -> impl Iterator<Item = (Ticket, &Flight<B>)> {
+        self.slots.iter().enumerate().filter_map(|(at, slot)| {
+            let ticket = Ticket(u64::from(slot.round) << u32::BITS | at as u64);
+            slot.flight.as_ref().map(|flight| (ticket, flight))
+        })
+    }
+
+    /// Starts what was queued, without waiting; [`Ring::wait`] does so, too.
+    ///
+    /// # Errors
+    ///
+    /// `EBADF` in a fork child; what `io_uring_enter` says.
+    pub fn submit(&mut self) -> io::Result<()> {
+        self.check()?;
+        self.backend.submit()
+    }
+
+    /// Starts what was queued and waits for at least `least` events, at most for `timeout`; returns how many there are. Returns
+    /// earlier when all that was in flight has ended, or somebody rings the [`Ring::bell`]; with a bell, it also waits for that
+    /// alone. 0 only takes what is there.
+    ///
+    /// # Errors
+    ///
+    /// As [`Ring::submit`].
+    pub fn wait(&mut self, least: usize, timeout: Duration) -> io::Result<usize> {
+        self.check()?;
+        if least == 0 {
+            self.backend.wait(0, Duration::ZERO)?;
+        }
+        let mut end_ns = None;
+        loop {
+            self.reap();
+            self.look_for_late();
+            let missing = least.saturating_sub(self.events.len());
+            let can_come = self.in_flight > 0 || (self.has_bell && self.events.is_empty());
+            let rest = end_ns.map_or(timeout, |end_ns: u64| Duration::from_nanos(end_ns.saturating_sub(fine_ns())));
+            let is_over = end_ns.is_some() && rest.is_zero();
+            if missing == 0 || !can_come || is_over || (self.has_bell && self.backend.take_call()) {
+                self.backend.submit()?;
+                self.flush_counts();
+                return Ok(self.events.len());
+            }
+            let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
+            end_ns.get_or_insert_with(|| fine_ns().saturating_add(timeout_ns));
+            // Late ones are looked for meanwhile.
+            let step = if self.in_flight > 0 { rest.min(self.patience / 4) } else { rest };
+            self.backend.wait(missing.min(self.in_flight).max(1), step)?;
+        }
+    }
+
+    /// The next thing that has happened.
+    #[allow(clippy::should_implement_trait)] // an iterator would hold the ring while its owner queues more
+    pub fn next(&mut self) -> Option<Event<B>> {
+        self.events.pop_front()
+    }
+
+    fn reap(&mut self) {
+        while let Some(done) = self.backend.pop() {
+            self.complete(done);
+        }
+    }
+
+    /// The backend has done a piece of a transfer.
+    fn complete(&mut self, done: Completion) {
+        let (at, round) = (done.token as u32, (done.token >> u32::BITS) as u32);
+        let Some(slot) = self.slots.get_mut(at as usize).filter(|slot| slot.round == round) else { return };
+        let Some(flight) = &mut slot.flight else { return };
+        let Some(handle) = &self.files[flight.file.0 as usize] else { return };
+        let result = usize::try_from(done.result).map_err(|_| errno::error(-done.result));
+        let step = flight.progress.take(handle, flight.direction, flight.piece, result);
+        let is_whole = flight.progress.done_bytes == flight.buffer.len_bytes();
+        match step {
+            Ok(Step::More) if !is_whole && flight.is_cancelled => self.end(at, Err(errno::error(ECANCELED))),
+            Ok(Step::More) if !is_whole => self.go_on(at),
+            Ok(_) => self.end(at, Ok(())),
+            Err(error) => self.end(at, Err(error)),
+        }
+    }
+
+    /// Reports and cancels what takes too long.
+    fn look_for_late(&mut self) {
+        let (now_ns, patience_ns) = (coarse_ns(), self.patience.as_nanos() as u64);
+        if self.in_flight == 0 || now_ns.saturating_sub(self.looked_ns) < patience_ns / 8 {
+            return;
+        }
+        self.looked_ns = now_ns;
+        let is_late = |flight: &Flight<B>| !flight.is_late && now_ns.saturating_sub(flight.began_ns) >= patience_ns;
+        let late = self.flights().filter(|(_, flight)| is_late(flight));
+        let tickets: Vec<Ticket> = late.map(|(ticket, _)| ticket).collect();
+        for ticket in tickets {
+            self.cancel(ticket);
+            if let Some(flight) = self.flight_mut(ticket) {
+                flight.is_late = true;
+            }
+            stats::add(Counter::TransfersLate, 1);
+            self.events.push_back(Event::Late { ticket });
+        }
+    }
+
+    fn flush_counts(&mut self) {
+        let Counts { read_bytes, written_bytes } = std::mem::take(&mut self.counts);
+        if read_bytes > 0 {
+            stats::add(Counter::StoreRead, read_bytes);
+        }
+        if written_bytes > 0 {
+            stats::add(Counter::StoreWritten, written_bytes);
+        }
+    }
+
+    /// What other threads call to end a wait of this one.
+    ///
+    /// # Errors
+    ///
+    /// `EMFILE`.
+    pub fn bell(&mut self) -> io::Result<RingBell> {
+        self.check()?;
+        let bell = self.backend.bell()?;
+        self.has_bell = true;
+        Ok(RingBell(bell))
+    }
+
+    /// Gives up and waits for all that is in flight; says whether all of it has ended.
+    fn settle(&mut self) -> bool {
+        self.cancel_where(|_| true);
+        let end_ns = coarse_ns().saturating_add(self.patience.as_nanos() as u64);
+        self.has_bell = false;
+        while self.in_flight > 0 {
+            self.events.clear();
+            let rest = Duration::from_nanos(end_ns.saturating_sub(coarse_ns()));
+            if rest.is_zero() || self.wait(self.in_flight, rest).is_err() {
+                return false;
+            }
+        }
+        self.flush_counts();
+        self.backend.stop_bell(self.patience)
+    }
+}
+
+/// Ends waits of a ring, from any thread.
+#[derive(Clone)]
+pub struct RingBell(Arc<Call>);
+
+impl RingBell {
+    /// The ring's thread returns from [`Ring::wait`], now or the next time.
+    pub fn ring(&self) {
+        self.0.call();
+    }
+}
+
+impl<B: Buffer> AsFd for Ring<B> {
+    /// Readable when something has happened: any loop of events can wait for it, and then call [`Ring::wait`] with 0.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.backend.as_fd()
+    }
+}
+
+impl<B: Buffer> Drop for Ring<B> {
+    fn drop(&mut self) {
+        if !self.is_ours() {
+            // All of it is the parent's. What was here is left alone, but for the descriptor.
+            std::mem::forget(std::mem::take(&mut self.events));
+            // SAFETY: not used again.
+            unsafe { ManuallyDrop::drop(&mut self.backend) };
+            return;
+        }
+        stats::sub(Counter::Rings, 1);
+        let is_settled = self.settle();
+        // What has ended goes in any case.
+        self.events.clear();
+        if !is_settled {
+            // A device may still write there: what it has stays for good.
+            stats::add(Counter::TransfersStuck, self.in_flight as u64);
+            return;
+        }
+        while let Some(id) = self.regions.last() {
+            // Otherwise it would go some time after the descriptor.
+            if self.backend.tables().and_then(|tables| tables.unregister_memory(id.0)).is_err() {
+                break;
+            }
+            stats::sub(Counter::RegionsRegistered, 1);
+            drop(self.regions.remove(id));
+        }
+        // SAFETY: none of them is used again; nothing is in flight, and what is still registered stays in `regions`, which is kept.
+        unsafe {
+            ManuallyDrop::drop(&mut self.backend);
+            ManuallyDrop::drop(&mut self.slots);
+            ManuallyDrop::drop(&mut self.files);
+        }
+        if self.regions.len() == 0 {
+            // SAFETY: not used again.
+            unsafe { ManuallyDrop::drop(&mut self.regions) };
+        }
+    }
+}

@@ -1,0 +1,311 @@
+//! Rings on files, on both backends; what hangs is a read of an empty pipe, which is no store and so only made here.
+#![allow(unsafe_code)] // buffers of its own kinds
+
+use super::*;
+use crate::store::FileStore;
+use crate::store::errno::{EBUSY, EINVAL};
+use crate::store::{Aligned, FileOptions, Store};
+use pagemill_sys::disk::{Alignment, Disk, Kind};
+use std::io::Write;
+use std::ptr::NonNull;
+use std::sync::atomic::AtomicBool;
+
+const KIB: usize = 1 << 10;
+const MINUTE: Duration = Duration::from_secs(60);
+
+fn settings(engine: Engine) -> Settings {
+    Settings { depth: 8, patience: MINUTE, engine }
+}
+
+/// Rings to try, of both kinds where the kernel lets us.
+fn rings() -> Vec<Ring<Aligned>> {
+    [Engine::Best, Engine::Threads].map(|engine| Ring::new(&settings(engine)).unwrap()).into()
+}
+
+fn buffer(len: usize, fill: u8) -> Aligned {
+    let mut buffer = Aligned::new(len, 4 * KIB);
+    buffer.fill(fill);
+    buffer
+}
+
+fn done<B: Buffer>(ring: &mut Ring<B>) -> (Ticket, B, io::Result<()>) {
+    ring.wait(1, MINUTE).unwrap();
+    match ring.next().expect("a minute was not enough") {
+        Event::Done { ticket, buffer, result } => (ticket, buffer, result),
+        Event::Late { ticket } => panic!("{ticket:?} is late"),
+    }
+}
+
+/// A pipe behind the handle of a file: what is read from it does not end until somebody writes.
+fn pipe() -> (Arc<Handle>, io::PipeWriter) {
+    let (reader, writer) = io::pipe().unwrap();
+    let handle = Handle::of_descriptor(Disk::from_descriptor(reader.into()));
+    (Arc::new(handle), writer)
+}
+
+impl Handle {
+    fn of_descriptor(buffered: Disk) -> Self {
+        Self {
+            buffered,
+            direct: None,
+            alignment: Alignment { memory: 1, offset: 1 },
+            block_bytes: 1,
+            kind: Kind::Regular,
+            is_writable: true,
+            is_limited: false,
+            is_resized: AtomicBool::new(false),
+        }
+    }
+}
+
+/// A ring of the kernel, or none with a word about it.
+fn kernel_ring<B: Buffer>(patience: Duration) -> Option<Ring<B>> {
+    let ring = Ring::new(&Settings { depth: 4, patience, engine: Engine::Best }).unwrap();
+    if ring.is_kernel() {
+        return Some(ring);
+    }
+    println!("skipped: the kernel refuses rings");
+    None
+}
+
+/// Tails of every kind: what is written is read, by the ring and by the store; past the end it reads zero.
+#[test]
+fn transfers_are_whole() {
+    for mut ring in rings() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = FileStore::create(folder.path().join("file")).unwrap();
+        let file = ring.attach(&store).unwrap();
+        assert_eq!(ring.attach(&store).unwrap(), file);
+        for (round, (offset, len)) in
+            [(0, 8 * KIB), (0, 5000), (4 * KIB, 1), (8 * KIB, 64 * KIB), (100, 3), (64 * KIB, 4 * KIB + 511)]
+                .into_iter()
+                .enumerate()
+        {
+            let fill = round as u8 + 1;
+            let ticket = ring.write(file, offset as u64, buffer(len, fill)).unwrap();
+            let (ended, written, result) = done(&mut ring);
+            result.unwrap();
+            assert!(ended == ticket && written.len() == len);
+            let size = store.size_bytes().unwrap() as usize;
+            assert!(size >= offset + len);
+            ring.read(file, offset as u64, buffer(len + 8 * KIB, 0xEE)).unwrap();
+            let (_, read, result) = done(&mut ring);
+            result.unwrap();
+            assert!(read[..len].iter().all(|byte| *byte == fill), "{offset} {len}");
+            assert!(read[(size - offset).min(read.len())..].iter().all(|byte| *byte == 0), "{offset} {len}");
+            let mut blocking = vec![0xEE; read.len()];
+            store.read(offset as u64, &mut blocking).unwrap();
+            assert!(blocking[..] == read[..], "{offset} {len}");
+        }
+        let size = store.size_bytes().unwrap();
+        assert_eq!(size, (68 * KIB + 511).max(72 * KIB) as u64);
+    }
+}
+
+/// As many as the ring is deep, then no more until events are taken; a transfer of nothing ends at once.
+#[test]
+fn depth_is_bounded() {
+    for mut ring in rings() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = FileStore::create(folder.path().join("file")).unwrap();
+        let file = ring.attach(&store).unwrap();
+        for at in 0..8 {
+            ring.write(file, at * 4096, buffer(4 * KIB, at as u8)).unwrap();
+        }
+        assert!(ring.is_full() && ring.write(file, 0, buffer(1, 0)).is_err());
+        assert_eq!(ring.wait(8, MINUTE).unwrap(), 8);
+        assert!(ring.is_full() && ring.in_flight() == 0);
+        let mut tickets = Vec::new();
+        while let Some(Event::Done { ticket, result, .. }) = ring.next() {
+            result.unwrap();
+            assert!(!tickets.contains(&ticket));
+            tickets.push(ticket);
+        }
+        assert_eq!(tickets.len(), 8);
+        let ticket = ring.read(file, 0, buffer(0, 0)).unwrap();
+        assert_eq!(done(&mut ring).0, ticket);
+        assert!(!tickets.contains(&ticket));
+    }
+}
+
+/// What cannot be done is told as an event, with the buffer; the next transfer is not disturbed.
+#[test]
+fn failures_are_told() {
+    for mut ring in rings() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        std::fs::write(&path, b"bytes").unwrap();
+        let store = FileStore::open_read_only(&path).unwrap();
+        let file = ring.attach(&store).unwrap();
+        ring.write(file, 0, buffer(KIB, 1)).unwrap();
+        let (_, _, result) = done(&mut ring);
+        assert_eq!(result.unwrap_err().raw_os_error(), Some(EBADF));
+        ring.read(file, 1 << 63, buffer(KIB, 1)).unwrap();
+        assert_eq!(done(&mut ring).2.unwrap_err().raw_os_error(), Some(EINVAL));
+        ring.read(file, 0, buffer(KIB, 1)).unwrap();
+        let (_, read, result) = done(&mut ring);
+        assert!(result.is_ok() && &read[..6] == b"bytes\0");
+        ring.detach(file).unwrap();
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| ring.read(file, 0, buffer(1, 0)))).is_err());
+    }
+}
+
+/// Files whose stores are gone are forgotten; those of others, and of transfers in flight, stay.
+#[test]
+fn files_go_with_their_stores() {
+    for mut ring in rings() {
+        let folder = tempfile::tempdir().unwrap();
+        let stores = ["a", "b"].map(|name| FileStore::create(folder.path().join(name)).unwrap());
+        let ids = [ring.attach(&stores[0]).unwrap(), ring.attach(&stores[1]).unwrap()];
+        ring.write(ids[0], 0, buffer(KIB, 1)).unwrap();
+        if ring.in_flight() > 0 {
+            assert_eq!(ring.detach(ids[0]).unwrap_err().raw_os_error(), Some(EBUSY));
+        }
+        let [first, second] = stores;
+        drop(first);
+        ring.sweep();
+        done(&mut ring).2.unwrap();
+        ring.sweep();
+        assert!(ring.files[0].is_none() && ring.files[1].is_some());
+        let third = FileStore::create(folder.path().join("a")).unwrap();
+        assert_eq!(ring.attach(&third).unwrap(), ids[0]);
+        ring.read(ids[0], 0, buffer(KIB, 0)).unwrap();
+        assert_eq!(done(&mut ring).1[0], 1);
+        drop(second);
+    }
+}
+
+/// Registered memory is found by address and used by transfers; what is in use is not taken back.
+#[test]
+fn registered_memory_is_used() {
+    /// A part of memory that the test keeps.
+    #[derive(Debug)]
+    struct Part(NonNull<u8>, usize);
+    // SAFETY: of memory that is kept until the ring is gone; each part is used by one transfer at a time.
+    unsafe impl Buffer for Part {
+        fn addr(&self) -> NonNull<u8> {
+            self.0
+        }
+        fn len_bytes(&self) -> usize {
+            self.1
+        }
+    }
+    let Some(mut ring) = kernel_ring::<Part>(MINUTE) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let store = FileStore::create(folder.path().join("file")).unwrap();
+    let file = ring.attach(&store).unwrap();
+    let memory = buffer(64 * KIB, 7);
+    let base = memory.addr();
+    let part = |from: usize, len: usize| Part(NonNull::new(base.as_ptr().wrapping_add(from)).unwrap(), len);
+    let id = match ring.register(Box::new(part(8 * KIB, 32 * KIB))) {
+        Ok(id) => id,
+        Err((error, _)) => return println!("skipped: memory cannot be registered: {error}"),
+    };
+    let addr = base.as_ptr() as usize;
+    assert!(ring.regions.find(addr + 8 * KIB, 32 * KIB).is_some());
+    for (from, len) in [(8 * KIB - 1, 2), (8 * KIB, 32 * KIB + 1), (40 * KIB, 1), (0, KIB)] {
+        assert!(ring.regions.find(addr + from, len).is_none(), "{from} {len}");
+    }
+    for (from, len) in [(0, 9 * KIB), (39 * KIB, 9 * KIB), (12 * KIB, KIB), (0, 64 * KIB), (0, 0)] {
+        let (error, _) = ring.register(Box::new(part(from, len))).err().unwrap();
+        assert_eq!(error.raw_os_error(), Some(EINVAL), "{from} {len}");
+    }
+    ring.write(file, 0, part(8 * KIB, 8 * KIB)).unwrap();
+    ring.write(file, 8192, part(0, KIB)).unwrap();
+    if ring.in_flight() == 2 {
+        assert_eq!(ring.unregister(id).err().unwrap().raw_os_error(), Some(EBUSY));
+    }
+    done(&mut ring).2.unwrap();
+    done(&mut ring).2.unwrap();
+    assert_eq!(store.size_bytes().unwrap(), 9 * KIB as u64);
+    assert_eq!(ring.unregister(id).unwrap().len_bytes(), 32 * KIB);
+    assert_eq!(ring.unregister(id).err().unwrap().raw_os_error(), Some(EINVAL));
+    let Ok(_) = ring.register(Box::new(part(0, 8 * KIB))) else { panic!("its place is free again") };
+    drop(ring);
+    drop(memory);
+}
+
+/// A read that hangs ends as cancelled; one that has ended cannot be.
+#[test]
+fn transfers_are_given_up() {
+    let Some(mut ring) = kernel_ring(MINUTE) else { return };
+    let (handle, mut writer) = pipe();
+    let file = ring.attach_handle(&handle).unwrap();
+    let first = ring.read(file, 0, buffer(8, 0)).unwrap();
+    let second = ring.read(file, 0, buffer(4, 0)).unwrap();
+    ring.submit().unwrap();
+    ring.cancel(first);
+    let (ticket, _, result) = done(&mut ring);
+    assert!(ticket == first && result.unwrap_err().raw_os_error() == Some(ECANCELED));
+    writer.write_all(b"four").unwrap();
+    let (ticket, bytes, result) = done(&mut ring);
+    assert!(ticket == second && result.is_ok() && &bytes[..] == b"four");
+    ring.cancel(second);
+    assert!(ring.wait(0, MINUTE).unwrap() == 0 && ring.buffer(second).is_none());
+}
+
+/// A device that hangs: the wait ends with the news, the buffer stays until the device lets go of it.
+#[test]
+fn late_transfers_are_told_of() {
+    let Some(mut ring) = kernel_ring(Duration::from_millis(20)) else { return };
+    let late_before = stats::get(Counter::TransfersLate);
+    let (handle, _writer) = pipe();
+    let file = ring.attach_handle(&handle).unwrap();
+    let ticket = ring.read(file, 0, buffer(8, 0)).unwrap();
+    ring.wait(1, MINUTE).unwrap();
+    assert!(matches!(ring.next(), Some(Event::Late { ticket: late }) if late == ticket));
+    let (ended, _, result) = done(&mut ring);
+    assert!(ended == ticket && result.unwrap_err().raw_os_error() == Some(ETIMEDOUT));
+    assert!(stats::get(Counter::TransfersLate) > late_before);
+}
+
+/// A ring that is dropped gives up what is in flight, and frees its memory after that.
+#[test]
+fn dropping_settles() {
+    struct Told(Aligned, Arc<AtomicBool>);
+    // SAFETY: as of the memory it holds.
+    unsafe impl Buffer for Told {
+        fn addr(&self) -> NonNull<u8> {
+            self.0.addr()
+        }
+        fn len_bytes(&self) -> usize {
+            self.0.len_bytes()
+        }
+    }
+    impl Drop for Told {
+        fn drop(&mut self) {
+            self.1.store(true, std::sync::atomic::Ordering::SeqCst);
+        }
+    }
+    let Some(mut ring) = kernel_ring(MINUTE) else { return };
+    ring.bell().unwrap();
+    let (handle, _writer) = pipe();
+    let file = ring.attach_handle(&handle).unwrap();
+    let is_freed = Arc::new(AtomicBool::new(false));
+    assert!(ring.read(file, 0, Told(buffer(8, 0), is_freed.clone())).is_ok());
+    ring.submit().unwrap();
+    assert!(!is_freed.load(std::sync::atomic::Ordering::SeqCst));
+    drop(ring);
+    assert!(is_freed.load(std::sync::atomic::Ordering::SeqCst));
+    assert_eq!(Arc::strong_count(&handle), 1);
+}
+
+/// Any thread ends a wait by the bell, also before it has begun; the next wait is not disturbed.
+#[test]
+fn bells_end_waits() {
+    for mut ring in rings() {
+        let bell = ring.bell().unwrap();
+        bell.ring();
+        assert_eq!(ring.wait(1, MINUTE).unwrap(), 0);
+        std::thread::scope(|scope| {
+            scope.spawn(|| bell.ring());
+            assert_eq!(ring.wait(1, MINUTE).unwrap(), 0);
+        });
+        let folder = tempfile::tempdir().unwrap();
+        let store = FileOptions::new().create().buffered().open(folder.path().join("file")).unwrap();
+        let file = ring.attach(&store).unwrap();
+        ring.write(file, 0, buffer(KIB, 1)).unwrap();
+        done(&mut ring).2.unwrap();
+        assert_eq!(ring.wait(1, Duration::from_millis(1)).unwrap(), 0);
+    }
+}

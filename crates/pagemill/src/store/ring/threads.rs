@@ -1,0 +1,222 @@
+//! Threads that read and write, where the kernel refuses rings: the same transfers, by blocking calls.
+//!
+//! One pool for all rings of the process. A thread comes when a transfer finds none that is idle, and goes when it has had
+//! nothing to do for some time. Locks: that of the pool, that of an outbox; never both.
+#![allow(unsafe_code)] // transfers name memory
+
+use super::backend::Call;
+use crate::store::errno::{ECANCELED, EIO};
+use pagemill_sys::disk;
+use pagemill_sys::ring::{Completion, Target, Transfer, generation};
+use pagemill_sys::thread::{self, Work};
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicPtr, Ordering::AcqRel, Ordering::Acquire};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// Most threads: as many as keep a disk busy.
+const MOST_THREADS: usize = 16;
+
+/// A thread goes after so long without work.
+const IDLE: Duration = Duration::from_secs(10);
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Where the completions of one ring arrive.
+struct Outbox {
+    done: Mutex<Vec<Completion>>,
+    call: Arc<Call>,
+}
+
+struct Job {
+    transfer: Transfer,
+    token: u64,
+    outbox: Arc<Outbox>,
+}
+
+impl Job {
+    fn complete(&self, result: i32) {
+        lock(&self.outbox.done).push(Completion { token: self.token, result });
+        self.outbox.call.bell.ring();
+    }
+
+    fn run(&self) {
+        let Transfer { target: Target::Descriptor(number), is_write, addr, len_bytes, offset, .. } = self.transfer
+        else {
+            return self.complete(-EIO);
+        };
+        let len = len_bytes as usize;
+        let result = if is_write {
+            // SAFETY: whoever queued it promised that the memory lasts until the completion, which comes below.
+            unsafe { disk::write_at(number, addr, len, offset) }
+        } else {
+            // SAFETY: as above.
+            unsafe { disk::read_at(number, addr, len, offset) }
+        };
+        self.complete(match result {
+            Ok(bytes) => bytes as i32,
+            Err(error) => -error.raw_os_error().unwrap_or(EIO),
+        });
+    }
+}
+
+/// The threads of a process, and what they have to do.
+struct Pool {
+    generation: u32,
+    state: Mutex<State>,
+    more: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    jobs: VecDeque<Job>,
+    threads: usize,
+    idle: usize,
+}
+
+/// That of this process. A fork child makes its own: the parent's has no threads there.
+static POOL: AtomicPtr<Pool> = AtomicPtr::new(std::ptr::null_mut());
+
+fn pool() -> &'static Pool {
+    let generation = generation().unwrap_or_default();
+    let seen = POOL.load(Acquire);
+    // SAFETY: never freed once it is there.
+    if let Some(pool) = unsafe { seen.as_ref() }
+        && pool.generation == generation
+    {
+        return pool;
+    }
+    let new = Box::into_raw(Box::new(Pool { generation, state: Mutex::default(), more: Condvar::new() }));
+    match POOL.compare_exchange(seen, new, AcqRel, Acquire) {
+        // SAFETY: just made, and never freed from here on.
+        Ok(_) => unsafe { &*new },
+        Err(others) => {
+            // SAFETY: made above, and nobody else knows it.
+            drop(unsafe { Box::from_raw(new) });
+            // SAFETY: never freed once it is there; only pools of this process come to be there.
+            unsafe { &*others }
+        }
+    }
+}
+
+impl Pool {
+    fn add(&'static self, jobs: &mut VecDeque<Job>) {
+        let mut state = lock(&self.state);
+        state.jobs.append(jobs);
+        let wanted = state.jobs.len().saturating_sub(state.idle).min(MOST_THREADS - state.threads);
+        state.threads += wanted;
+        drop(state);
+        self.more.notify_all();
+        for _ in 0..wanted {
+            if thread::spawn(c"pagemill-io", self).is_err() {
+                self.leave();
+            }
+        }
+    }
+
+    /// A thread is gone, or could not be had. Without any its work is done here.
+    fn leave(&self) {
+        let mut state = lock(&self.state);
+        state.threads -= 1;
+        let left = if state.threads == 0 { std::mem::take(&mut state.jobs) } else { VecDeque::new() };
+        drop(state);
+        left.iter().for_each(Job::run);
+    }
+
+    /// Takes a transfer back that nobody has begun.
+    fn withdraw(&self, token: u64, outbox: &Arc<Outbox>) -> Option<Job> {
+        let mut state = lock(&self.state);
+        let is_it = |job: &Job| job.token == token && Arc::ptr_eq(&job.outbox, outbox);
+        let at = state.jobs.iter().position(is_it)?;
+        state.jobs.remove(at)
+    }
+
+    fn next(&self) -> Option<Job> {
+        let mut state = lock(&self.state);
+        loop {
+            if let Some(job) = state.jobs.pop_front() {
+                return Some(job);
+            }
+            state.idle += 1;
+            let (woken, waited) = self.more.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
+            state = woken;
+            state.idle -= 1;
+            if waited.timed_out() && state.jobs.is_empty() {
+                return None;
+            }
+        }
+    }
+}
+
+impl Work for Pool {
+    fn work(&'static self) {
+        while let Some(job) = self.next() {
+            job.run();
+        }
+        self.leave();
+    }
+}
+
+/// A ring's part: what it queued, and what has come back.
+pub(super) struct Crew {
+    queued: VecDeque<Job>,
+    ready: VecDeque<Completion>,
+    outbox: Arc<Outbox>,
+}
+
+impl Crew {
+    /// # Errors
+    ///
+    /// `EMFILE` for its bell.
+    pub fn new() -> std::io::Result<Self> {
+        let outbox = Arc::new(Outbox { done: Mutex::default(), call: Call::new()? });
+        Ok(Self { queued: VecDeque::new(), ready: VecDeque::new(), outbox })
+    }
+
+    pub fn call(&self) -> &Arc<Call> {
+        &self.outbox.call
+    }
+
+    /// # Safety
+    ///
+    /// As `sys::ring::Ring::queue`; the file stays open until the completion has come.
+    pub unsafe fn queue(&mut self, transfer: &Transfer, token: u64) {
+        self.queued.push_back(Job { transfer: *transfer, token, outbox: self.outbox.clone() });
+    }
+
+    pub fn submit(&mut self) {
+        if !self.queued.is_empty() {
+            pool().add(&mut self.queued);
+        }
+    }
+
+    pub fn cancel(&mut self, token: u64) {
+        let queued = self.queued.iter().position(|job| job.token == token).and_then(|at| self.queued.remove(at));
+        if let Some(job) = queued.or_else(|| pool().withdraw(token, &self.outbox)) {
+            job.complete(-ECANCELED);
+        }
+    }
+
+    /// Waits for completions, for whoever rings the bell, or for some time.
+    pub fn wait(&mut self, timeout: Duration) {
+        self.submit();
+        self.collect();
+        if self.ready.is_empty() {
+            self.outbox.call.bell.wait(timeout);
+            self.collect();
+        }
+    }
+
+    fn collect(&mut self) {
+        self.ready.extend(lock(&self.outbox.done).drain(..));
+    }
+
+    pub fn pop(&mut self) -> Option<Completion> {
+        if self.ready.is_empty() {
+            self.collect();
+        }
+        self.ready.pop_front()
+    }
+}

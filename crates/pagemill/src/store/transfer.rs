@@ -1,0 +1,360 @@
+//! A read or a write that is under way: its memory, whom to tell, how to give it up.
+//!
+//! Who makes a [`Transfer`] says what happens at its end; who got it ends it once ([`Transfer::finish`]), or drops it, which
+//! ends it as cancelled: nobody waits for ever. Many transfers share one [`Finish`] and one [`Cancel`], so that starting one
+//! allocates nothing.
+#![allow(unsafe_code)] // memory that its maker promises
+
+use super::buffer::{Aligned, Buffer};
+use super::errno::{self, ECANCELED};
+use super::{Store, buffer};
+use std::io;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+/// Which way bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// From the store into memory.
+    Read,
+    /// From memory to the store.
+    Write,
+}
+
+/// Who hears how transfers ended.
+pub trait Finish: Send + Sync {
+    /// The transfer of that token is over: its memory is its maker's again. Called once for each, by any thread.
+    fn finish(&self, token: u64, result: io::Result<()>);
+
+    /// The transfer takes longer than who does it allows, and is being cancelled. Its memory stays taken until
+    /// [`Finish::finish`] is called, which a device that hangs may put off for long.
+    fn late(&self, _token: u64) {}
+}
+
+type Done = Box<dyn FnOnce(io::Result<()>) + Send>;
+
+enum End {
+    Shared(Arc<dyn Finish>, u64),
+    Once(Done),
+    /// It was told.
+    Told,
+}
+
+/// One transfer, whole or not at all from its maker's view: a failed read leaves anything in memory.
+///
+/// # Invariants
+///
+/// 1. Until the end is told, `len_bytes` from `addr` on can be read, and for [`Direction::Read`] written.
+/// 2. Meanwhile nobody else writes to them, and for [`Direction::Read`] nobody else reads them.
+pub struct Transfer {
+    direction: Direction,
+    offset: u64,
+    addr: NonNull<u8>,
+    len_bytes: usize,
+    cancel: Option<Cancel>,
+    end: End,
+}
+
+// SAFETY: whoever has it may use the memory, on any thread (invariants); the rest is Send.
+unsafe impl Send for Transfer {}
+
+impl Transfer {
+    /// A transfer of memory that somebody keeps until `to` hears of its end under `token`.
+    ///
+    /// # Safety
+    ///
+    /// The caller keeps the type's invariants, of which [`Finish::finish`] tells the end.
+    pub unsafe fn new(
+        direction: Direction,
+        offset: u64,
+        addr: NonNull<u8>,
+        len_bytes: usize,
+        to: Arc<dyn Finish>,
+        token: u64,
+    ) -> Self {
+        Self { direction, offset, addr, len_bytes, cancel: None, end: End::Shared(to, token) }
+    }
+
+    /// Reads into memory of its own, which `done` gets.
+    pub fn read(offset: u64, into: Aligned, done: impl FnOnce(io::Result<()>, Aligned) + Send + 'static) -> Self {
+        Self::owning(Direction::Read, offset, into, done)
+    }
+
+    /// Writes memory of its own, which `done` gets back.
+    pub fn write(offset: u64, from: Aligned, done: impl FnOnce(io::Result<()>, Aligned) + Send + 'static) -> Self {
+        Self::owning(Direction::Write, offset, from, done)
+    }
+
+    fn owning(
+        direction: Direction,
+        offset: u64,
+        memory: Aligned,
+        done: impl FnOnce(io::Result<()>, Aligned) + Send + 'static,
+    ) -> Self {
+        // The memory is in the closure, which goes, or is called, with the end: both invariants.
+        let (addr, len_bytes) = (memory.addr(), memory.len_bytes());
+        let end = End::Once(Box::new(move |result| done(result, memory)));
+        Self { direction, offset, addr, len_bytes, cancel: None, end }
+    }
+
+    /// Lets it be given up.
+    #[must_use]
+    pub fn with_cancel(self, cancel: &Cancel) -> Self {
+        let mut transfer = self;
+        transfer.cancel = Some(cancel.clone());
+        transfer
+    }
+
+    pub fn direction(&self) -> Direction {
+        self.direction
+    }
+
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    pub fn cancel(&self) -> Option<&Cancel> {
+        self.cancel.as_ref()
+    }
+
+    /// Whether its maker has given it up.
+    pub fn is_cancelled(&self) -> bool {
+        self.cancel.as_ref().is_some_and(Cancel::is_cancelled)
+    }
+
+    /// What is to be written, or what was read so far.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: invariants 1 and 2.
+        unsafe { std::slice::from_raw_parts(self.addr.as_ptr(), self.len_bytes) }
+    }
+
+    /// Where to read into.
+    ///
+    /// # Panics
+    ///
+    /// If it is a write: its bytes are its maker's.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        assert_eq!(self.direction, Direction::Read, "the bytes of a write are not to be changed");
+        // SAFETY: invariants 1 and 2.
+        unsafe { std::slice::from_raw_parts_mut(self.addr.as_ptr(), self.len_bytes) }
+    }
+
+    /// Tells its maker that it is over. An error names whether anything was done only if the store knows.
+    pub fn finish(mut self, result: io::Result<()>) {
+        self.tell(result);
+    }
+
+    /// Does it at once by the store's blocking calls, unless it was given up, and finishes it.
+    pub fn run(mut self, store: &(impl Store + ?Sized)) {
+        let result = if self.is_cancelled() {
+            Err(errno::error(ECANCELED))
+        } else {
+            let offset = self.offset;
+            match self.direction {
+                Direction::Read => store.read(offset, self.bytes_mut()),
+                Direction::Write => store.write(offset, self.bytes()),
+            }
+        };
+        self.finish(result);
+    }
+
+    /// Tells its maker that it takes longer than it may.
+    pub fn tell_late(&self) {
+        if let End::Shared(to, token) = &self.end {
+            to.late(*token);
+        }
+    }
+
+    fn tell(&mut self, result: io::Result<()>) {
+        match std::mem::replace(&mut self.end, End::Told) {
+            End::Shared(to, token) => to.finish(token, result),
+            End::Once(done) => done(result),
+            End::Told => {}
+        }
+    }
+}
+
+impl Drop for Transfer {
+    fn drop(&mut self) {
+        self.tell(Err(errno::error(ECANCELED)));
+    }
+}
+
+impl std::fmt::Debug for Transfer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (direction, offset, len_bytes) = (&self.direction, &self.offset, &self.len_bytes);
+        f.debug_struct("Transfer")
+            .field("direction", direction)
+            .field("offset", offset)
+            .field("len_bytes", len_bytes)
+            .finish_non_exhaustive()
+    }
+}
+
+// SAFETY: the end is told when it is dropped at the earliest; until then by invariants 1 and 2.
+unsafe impl buffer::Buffer for Transfer {
+    fn addr(&self) -> NonNull<u8> {
+        self.addr
+    }
+
+    fn len_bytes(&self) -> usize {
+        self.len_bytes
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Gives any number of transfers up. Clones are the same one.
+///
+/// A transfer that is given up still ends once: as cancelled, or as it would have otherwise.
+#[derive(Clone, Default)]
+pub struct Cancel(Arc<Cancelling>);
+
+#[derive(Default)]
+struct Cancelling {
+    is_cancelled: AtomicBool,
+    wakers: Mutex<Vec<Waker>>,
+}
+
+impl Cancel {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Gives up what has not ended yet, for good. Returns at once.
+    pub fn cancel(&self) {
+        self.0.is_cancelled.store(true, SeqCst);
+        let wakers = std::mem::take(&mut *lock(&self.0.wakers));
+        wakers.iter().for_each(Waker::wake_by_ref);
+    }
+
+    pub fn is_cancelled(&self) -> bool {
+        self.0.is_cancelled.load(SeqCst)
+    }
+
+    /// For stores that sleep meanwhile: who waits is woken once this is cancelled, or at once if it is.
+    pub fn wake_when_cancelled(&self, waker: &Waker) {
+        let mut wakers = lock(&self.0.wakers);
+        if !wakers.iter().any(|known| known.will_wake(waker)) {
+            wakers.push(waker.clone());
+        }
+        drop(wakers);
+        if self.is_cancelled() {
+            waker.wake_by_ref();
+        }
+    }
+}
+
+impl std::fmt::Debug for Cancel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Cancel").field("is_cancelled", &self.is_cancelled()).finish_non_exhaustive()
+    }
+}
+
+/// Waits for a number of transfers, whose tokens count from 0.
+pub struct Gather {
+    results: Mutex<Vec<Option<io::Result<()>>>>,
+    is_told: Condvar,
+}
+
+impl Gather {
+    /// For `count` transfers.
+    pub fn new(count: usize) -> Arc<Self> {
+        let results = (0..count).map(|_| None).collect();
+        Arc::new(Self { results: Mutex::new(results), is_told: Condvar::new() })
+    }
+
+    /// How many have not ended yet.
+    pub fn missing(&self) -> usize {
+        lock(&self.results).iter().filter(|result| result.is_none()).count()
+    }
+
+    /// Waits until all have ended, and takes their results; `None` if that takes longer.
+    pub fn wait(&self, timeout: Duration) -> Option<Vec<io::Result<()>>> {
+        let end = Instant::now() + timeout;
+        let mut results = lock(&self.results);
+        while results.iter().any(Option::is_none) {
+            let rest = end.checked_duration_since(Instant::now())?;
+            results = self.is_told.wait_timeout(results, rest).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Some(results.drain(..).flatten().collect())
+    }
+}
+
+impl Finish for Gather {
+    fn finish(&self, token: u64, result: io::Result<()>) {
+        if let Some(place) = lock(&self.results).get_mut(token as usize) {
+            *place = Some(result);
+        }
+        self.is_told.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::MemoryStore;
+    use std::sync::mpsc;
+
+    /// One read, one write, one that is dropped: each tells its end once, and gives its memory back.
+    #[test]
+    fn every_transfer_tells_its_end_once() {
+        let store = MemoryStore::new(vec![5; 100], 1);
+        let (sender, results) = mpsc::channel();
+        let done = || {
+            let sender = sender.clone();
+            move |result: io::Result<()>, memory: Aligned| {
+                sender.send((result.map_err(|error| error.raw_os_error()), memory[0])).unwrap();
+            }
+        };
+        let mut bytes = Aligned::new(10, 1);
+        bytes.fill(9);
+        store.start(vec![Transfer::read(20, Aligned::new(10, 1), done()), Transfer::write(20, bytes, done())]);
+        drop(Transfer::read(0, Aligned::new(1, 1), done()));
+        let cancel = Cancel::new();
+        cancel.cancel();
+        Transfer::read(0, Aligned::new(1, 1), done()).with_cancel(&cancel).run(&store);
+        drop(sender);
+        let ended: Vec<_> = results.iter().collect();
+        assert_eq!(ended, [(Ok(()), 5), (Ok(()), 9), (Err(Some(ECANCELED)), 0), (Err(Some(ECANCELED)), 0)]);
+    }
+
+    /// Whoever waits for a cancel is woken by it, also if it came before.
+    #[test]
+    fn cancels_wake_once() {
+        use std::sync::atomic::AtomicUsize;
+        struct Count(AtomicUsize);
+        impl std::task::Wake for Count {
+            fn wake(self: Arc<Self>) {
+                self.0.fetch_add(1, SeqCst);
+            }
+        }
+        let count = Arc::new(Count(AtomicUsize::new(0)));
+        let (waker, cancel) = (Waker::from(count.clone()), Cancel::new());
+        cancel.wake_when_cancelled(&waker);
+        cancel.wake_when_cancelled(&waker);
+        assert_eq!(count.0.load(SeqCst), 0);
+        cancel.clone().cancel();
+        assert!(count.0.load(SeqCst) == 1 && cancel.is_cancelled());
+        cancel.wake_when_cancelled(&waker);
+        assert_eq!(count.0.load(SeqCst), 2);
+    }
+
+    /// Results are told by token, whatever the order; a wait for what does not come ends.
+    #[test]
+    fn gathering_waits_for_all() {
+        let gather = Gather::new(2);
+        gather.finish(1, Err(errno::error(ECANCELED)));
+        assert!(gather.missing() == 1 && gather.wait(Duration::ZERO).is_none());
+        std::thread::scope(|scope| {
+            scope.spawn(|| gather.finish(0, Ok(())));
+            let results = gather.wait(Duration::from_secs(60)).unwrap();
+            assert!(results[0].is_ok() && results[1].is_err());
+        });
+    }
+}
