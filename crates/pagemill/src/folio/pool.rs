@@ -201,7 +201,8 @@ impl Pool {
     #[inline]
     pub fn frame_if_any(&self, number: u64) -> Option<&Frame> {
         // SAFETY: frames of opened pages are in the table: they were opened in it first.
-        (number < u64::from(self.opened_pages.load(Relaxed))).then(|| unsafe { self.frames.get_unchecked(number as usize) })
+        (number < u64::from(self.opened_pages.load(Relaxed)))
+            .then(|| unsafe { self.frames.get_unchecked(number as usize) })
     }
 
     /// Lets the processor fetch bytes that are about to be read.

@@ -161,21 +161,21 @@ impl File {
             writer.store(first, u32::from(order), u64::from(number), &mut stock);
         }
         drop((writer, flight));
+        self.note_made(first, order);
+        Ok(Some(self.offset_of(last + 1)))
+    }
+
+    /// A folio has come into the index.
+    pub(super) fn note_made(&self, first: u64, order: u8) {
         if order > 0 {
             trace::event(Event::FolioMade, first, u64::from(order));
             stats::add(Counter::HugeAllocated, 1);
         }
-        Ok(Some(self.offset_of(last + 1)))
     }
 
     /// Takes a folio for a page, or such for several that are to be written, and fills them; `None` if another does so, or has
     /// done so. Of a file with a store, with the flight that they enter the index under.
-    fn make(
-        &self,
-        index: u64,
-        cause: Cause,
-        content: &Content<'_>,
-    ) -> Result<Option<(Fresh<'_>, Option<Flight<'_>>)>> {
+    fn make(&self, index: u64, cause: Cause, content: &Content<'_>) -> Result<Option<(Fresh<'_>, Option<Flight<'_>>)>> {
         let is_huge = self.wants_huge(index, cause, content);
         let more = if is_huge { 0 } else { self.more_wanted(index, content) };
         let span = if is_huge { self.span_of(index) } else { index..index + 1 + more as u64 };
@@ -227,7 +227,7 @@ impl File {
 
     /// Whether a folio for a page is to be huge: the policy says so, and nothing is in its range. Where a part is there already
     /// the background makes it huge once that pays.
-    fn wants_huge(&self, index: u64, cause: Cause, content: &Content<'_>) -> bool {
+    pub(super) fn wants_huge(&self, index: u64, cause: Cause, content: &Content<'_>) -> bool {
         let span = self.span_of(index);
         self.pool().chunk_order() > 0
             && self.cache.is_huge_allowed()
@@ -236,7 +236,7 @@ impl File {
     }
 
     /// Takes a folio for a page, huge if that is wanted and it can be had.
-    fn take_for(&self, index: u64, is_huge: bool) -> Result<(Taken, u64)> {
+    pub(super) fn take_for(&self, index: u64, is_huge: bool) -> Result<(Taken, u64)> {
         if is_huge {
             if let Some(taken) = self.take_huge(self.pool().chunk_order()) {
                 return Ok((taken, self.span_of(index).start));

@@ -71,7 +71,7 @@ impl Flights {
         })
     }
 
-    fn end(&self, ticket: Ticket) {
+    pub fn end(&self, ticket: Ticket) {
         self.shards[ticket.shard].with(|entries| {
             if let Some(at) = entries.iter().position(|entry| entry.ticket == ticket.number) {
                 entries.swap_remove(at);
@@ -80,12 +80,21 @@ impl Flights {
     }
 
     /// Whether nobody has overtaken it.
-    fn is_on(&self, ticket: Ticket) -> bool {
+    pub fn is_on(&self, ticket: Ticket) -> bool {
         self.shards[ticket.shard].with(|entries| entries.iter().any(|entry| entry.ticket == ticket.number))
     }
 }
 
 impl File {
+    /// Begins a loose flight over pages of one range.
+    ///
+    /// # Errors
+    ///
+    /// Another's is over some of them.
+    pub(super) fn fly_loosely(&self, first: u64, last: u64) -> Result<Ticket, Underway> {
+        self.cache.flights.begin(self.id, self.span_of(first).start, (first, last), true)
+    }
+
     /// Begins a flight over pages of one range, after another's that is over some of them. They may be there by then.
     pub(super) fn fly(&self, first: u64, last: u64) -> Flight<'_> {
         let mut patience = None;

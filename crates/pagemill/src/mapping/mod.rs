@@ -26,11 +26,13 @@ mod cache;
 mod collapse;
 mod evict;
 mod fetch;
+mod fill;
 mod flights;
 mod gate;
 mod pin;
 pub mod policy;
 mod punch;
+mod queue;
 mod read;
 mod seek;
 #[cfg(all(test, shuttle))]
@@ -46,6 +48,7 @@ mod zero;
 pub use cache::{Cache, Caches, MAX_CACHES, Settings, Usage};
 pub use pin::{Exclusive, Pin, Pins};
 pub use policy::Policy;
+pub use queue::{Fetch, Fetched, Queue};
 
 use crate::error::{Error, Result};
 use crate::folio::{Owner, Pool};
@@ -55,6 +58,7 @@ use crate::xarray::{Node, TableNodes, XArray};
 use gate::Gate;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// Who holds a folio for so long is in the way of others; they hear of it.
 const MOST_WAIT_NS: u64 = 1_000_000_000;
@@ -79,6 +83,8 @@ pub(crate) struct File {
     syncing: Lock,
     gate: Gate,
     id: u32,
+    /// Nobody has its handle any more. Set before the lock of the index is taken for the last time by who had it.
+    is_closed: AtomicBool,
     /// Of the process that made it.
     generation: u16,
     /// Where the last write that made pages ended, and where its streak began.
@@ -113,8 +119,9 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // In a fork child the parent's locks may be held for good.
         if self.0.cache.check().is_ok() {
-            // The worker may hold the file for a moment longer; its pages go now. Only then may another have its id: that is
-            // what folios are known by.
+            // Others may hold the file for longer, to collapse it, or to bring pages in; its pages go now, and none comes any
+            // more. Only then may another have its id: that is what folios are known by.
+            self.0.is_closed.store(true, Relaxed);
             self.0.remove_pages(0, Owner::MAX_INDEX);
             self.0.cache.leave(self.0.id, self.0.store.is_some());
         }
@@ -137,6 +144,7 @@ impl File {
             syncing: Lock::new(),
             gate: Gate::default(),
             id,
+            is_closed: AtomicBool::new(false),
             streak_end: AtomicU64::new(0),
             streak_begin: AtomicU64::new(0),
         }

@@ -143,7 +143,7 @@ impl File {
     /// # Errors
     ///
     /// Past the end; in a fork child.
-    fn check_inside(&self, offset: u64) -> Result<()> {
+    pub(super) fn check_inside(&self, offset: u64) -> Result<()> {
         self.check(offset, 1)?;
         let size_bytes = self.size_bytes();
         if offset >= size_bytes { Err(Error::PastEnd { offset, size_bytes }) } else { Ok(()) }

@@ -1,0 +1,238 @@
+//! Pages that one thread wants from stores, many at a time: what a loop of events uses instead of a thread for each read.
+
+use super::fill::{Asked, Filling};
+use super::{Cache, File, Mapping};
+use crate::error::{Error, Result};
+use crate::store::ring::{Event, FileId, Settings};
+use crate::store::{FileStore, Ring};
+use crate::sync::Relaxed;
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+const DOING: &str = "reading a file into memory";
+
+/// A page that was asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fetch {
+    /// It is in memory: nothing follows.
+    Present,
+    /// It is on its way: [`Queue::next`] tells of it.
+    Started,
+}
+
+/// What became of a page that was on its way.
+#[derive(Debug)]
+pub struct Fetched {
+    /// As it was given to [`Queue::fetch`].
+    pub token: u64,
+    /// Whether it came. Then it is read without waiting, until room is made for others.
+    pub result: Result<()>,
+}
+
+/// A page that another brings in, or whose reading was for nothing.
+struct Wanted {
+    file: Arc<File>,
+    index: u64,
+    token: u64,
+}
+
+/// Brings pages of a cache's files in, for one thread: asks for many, and is told of each.
+///
+/// A page that another thread needs at once is read by that thread, and counts as come here.
+pub struct Queue {
+    cache: Cache,
+    ring: Ring<Filling>,
+    wanted: VecDeque<Wanted>,
+    ended: VecDeque<Fetched>,
+    /// The file of the last read, and what the ring knows it by.
+    last: Option<(Weak<File>, FileId)>,
+}
+
+impl Cache {
+    /// A queue of this thread for up to `depth` pages at a time.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::System`] where neither rings nor threads can be had; [`Error::WrongState`] in a fork child.
+    pub fn queue(&self, depth: u32) -> Result<Queue> {
+        self.0.check()?;
+        let ring = Ring::new(&Settings { depth, ..Settings::default() });
+        let ring = ring.map_err(Error::system("making a queue of reads"))?;
+        Ok(Queue { cache: self.clone(), ring, wanted: VecDeque::new(), ended: VecDeque::new(), last: None })
+    }
+}
+
+impl Queue {
+    /// Asks for the page at `offset` of a file of the same cache. What was started begins with [`Queue::wait`], together with what follows.
+    ///
+    /// A store that is no file of the system is asked at once, and this waits for it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Busy`] if the queue is full; [`Error::PastEnd`]; [`Error::NoMemory`] if no room can be made;
+    /// [`Error::Store`]; [`Error::WrongState`] for a file of another cache, and in a fork child.
+    pub fn fetch(&mut self, mapping: &Mapping, offset: u64, token: u64) -> Result<Fetch> {
+        let file = &mapping.0;
+        file.check_inside(offset)?;
+        if !Arc::ptr_eq(&file.cache, &self.cache.0) {
+            return Err(Error::WrongState { what: "a file of another cache" });
+        }
+        if file.store.is_none() {
+            // A hole is zero without memory.
+            return Ok(Fetch::Present);
+        }
+        if self.is_full() {
+            return Err(Error::Busy { what: "the queue is full" });
+        }
+        let wanted = Wanted { file: file.clone(), index: file.index_of(offset), token };
+        if self.ask(wanted)? { Ok(Fetch::Present) } else { Ok(Fetch::Started) }
+    }
+
+    /// Most pages on their way.
+    pub fn depth(&self) -> usize {
+        self.ring.depth()
+    }
+
+    /// Pages on their way, and such as came and were not told.
+    pub fn len(&self) -> usize {
+        self.ring.in_flight() + self.wanted.len() + self.ended.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Whether pages have to be told before another can be asked for.
+    pub fn is_full(&self) -> bool {
+        self.len() >= self.depth()
+    }
+
+    /// Starts what was asked for, and waits until at least `least` can be told, at most for `timeout`, or nothing is on its way. Returns how
+    /// many can be.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::System`] with what the ring says.
+    pub fn wait(&mut self, least: usize, timeout: Duration) -> Result<usize> {
+        /// Pages of others are looked after so often.
+        const STEP: Duration = Duration::from_millis(1);
+        let mut rest = timeout;
+        loop {
+            self.ask_again();
+            let missing = least.saturating_sub(self.ended.len());
+            let step = if self.wanted.is_empty() { rest } else { rest.min(STEP) };
+            self.take_events(missing.min(self.ring.in_flight()), step)?;
+            if self.wanted.is_empty() || self.ended.len() >= least || rest.is_zero() {
+                return Ok(self.ended.len());
+            }
+            if self.ring.in_flight() == 0 {
+                std::thread::sleep(step);
+            }
+            rest = rest.saturating_sub(step);
+        }
+    }
+
+    /// The next page that came, or failed.
+    #[allow(clippy::should_implement_trait)] // an iterator would hold the queue while its owner asks for more
+    pub fn next(&mut self) -> Option<Fetched> {
+        self.ended.pop_front()
+    }
+
+    /// Returns whether the page is there.
+    fn ask(&mut self, wanted: Wanted) -> Result<bool> {
+        match Filling::begin(&wanted.file, wanted.index, wanted.token)? {
+            Asked::Present => Ok(true),
+            Asked::Underway => {
+                self.wanted.push_back(wanted);
+                Ok(false)
+            }
+            Asked::Begun(filling) => self.start(filling),
+        }
+    }
+
+    fn start(&mut self, mut filling: Filling) -> Result<bool> {
+        let (file, offset) = (filling.file().clone(), filling.offset());
+        let Some(store) = file.store.as_ref().filter(|_| filling.needs_store()) else {
+            return self.finish(filling);
+        };
+        let Some(system_file) = store.as_file() else {
+            store.read(offset, filling.bytes_mut()).map_err(|cause| Error::Store { doing: DOING, cause })?;
+            return self.finish(filling);
+        };
+        let id = self.attach(&file, system_file)?;
+        if let Err(filling) = self.ring.read(id, offset, filling) {
+            // As many as it has room for are on their way; this goes with the next.
+            let (file, index, token) = (filling.file().clone(), filling.index, filling.token);
+            self.wanted.push_back(Wanted { file, index, token });
+        }
+        Ok(false)
+    }
+
+    /// Mostly it is the last one's.
+    fn attach(&mut self, file: &Arc<File>, store: &FileStore) -> Result<FileId> {
+        if let Some((last, id)) = &self.last
+            && last.as_ptr() == Arc::as_ptr(file)
+        {
+            return Ok(*id);
+        }
+        self.ring.sweep();
+        let id = self.ring.attach(store).map_err(Error::system(DOING))?;
+        self.last = Some((Arc::downgrade(file), id));
+        Ok(id)
+    }
+
+    /// Its bytes are there. Returns whether the page is; otherwise it is asked for again.
+    fn finish(&mut self, filling: Filling) -> Result<bool> {
+        let (file, index, token) = (filling.file().clone(), filling.index, filling.token);
+        let is_there = filling.finish()?;
+        if !is_there {
+            self.wanted.push_back(Wanted { file, index, token });
+        }
+        Ok(is_there)
+    }
+
+    /// Looks after what others bring in.
+    fn ask_again(&mut self) {
+        for _ in 0..self.wanted.len() {
+            let Some(wanted) = self.wanted.pop_front() else { return };
+            let token = wanted.token;
+            // A file that was cut, or closed, has no such page.
+            let is_past = wanted.file.offset_of(wanted.index) >= wanted.file.size_bytes();
+            let result = if is_past || wanted.file.is_closed.load(Relaxed) { Ok(true) } else { self.ask(wanted) };
+            if !matches!(result, Ok(false)) {
+                self.ended.push_back(Fetched { token, result: result.map(drop) });
+            }
+        }
+    }
+
+    fn take_events(&mut self, least: usize, timeout: Duration) -> Result<()> {
+        self.ring.wait(least, timeout).map_err(Error::system("waiting for reads"))?;
+        while let Some(event) = self.ring.next() {
+            let Event::Done { buffer: filling, result, .. } = event else { continue };
+            let token = filling.token;
+            let result = match result {
+                Ok(()) => self.finish(filling),
+                Err(cause) => Err(Error::Store { doing: DOING, cause }),
+            };
+            if !matches!(result, Ok(false)) {
+                self.ended.push_back(Fetched { token, result: result.map(drop) });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl AsFd for Queue {
+    /// Readable when something has come: any loop of events can wait for it, and then call [`Queue::wait`] with 0.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.ring.as_fd()
+    }
+}
+
+impl std::fmt::Debug for Queue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Queue").field("depth", &self.depth()).field("len", &self.len()).finish_non_exhaustive()
+    }
+}

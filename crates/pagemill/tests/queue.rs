@@ -1,0 +1,225 @@
+//! Pages fetched by one thread, many at a time: from files of the system and from other stores.
+
+use pagemill::mapping::policy::{Always, Never};
+use pagemill::mapping::{Cache, Fetch, Mapping, Policy, Queue, Settings};
+use pagemill::store::{FileStore, MemoryStore, Store};
+use pagemill::units::PageSize;
+use pagemill::{Error, Pagemill};
+use std::collections::BTreeSet;
+use std::fs;
+use std::sync::Arc;
+use std::time::Duration;
+
+const PAGE: usize = 4 << 10;
+const MIB: usize = 1 << 20;
+const LONG: Duration = Duration::from_secs(60);
+
+/// A file that is removed with it.
+struct Scratch(std::path::PathBuf);
+
+impl Scratch {
+    fn new(name: &str, len: usize) -> Self {
+        let path = std::env::temp_dir().join(format!("pagemill-queue-{}-{name}", std::process::id()));
+        fs::write(&path, bytes(len)).unwrap();
+        Self(path)
+    }
+
+    fn store(&self) -> Arc<FileStore> {
+        Arc::new(FileStore::open(&self.0).unwrap())
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+fn bytes(len: usize) -> Vec<u8> {
+    (0..len).map(|at| (at / 999 % 251) as u8 + 1).collect()
+}
+
+fn cache(policy: Box<dyn Policy>, limit_bytes: usize) -> Cache {
+    let page = PageSize::new(PAGE).unwrap();
+    let settings = Settings { policy, page, ..Settings::new("queue", limit_bytes as u64) };
+    Pagemill::for_test().caches.make(settings).unwrap()
+}
+
+/// Takes all that is on its way; each token must be told once, and have come.
+fn drain(queue: &mut Queue, told: &mut BTreeSet<u64>) {
+    while !queue.is_empty() {
+        queue.wait(1, LONG).unwrap();
+        take(queue, told);
+    }
+}
+
+fn take(queue: &mut Queue, told: &mut BTreeSet<u64>) {
+    while let Some(fetched) = queue.next() {
+        fetched.result.unwrap();
+        assert!(told.insert(fetched.token), "{} is told twice", fetched.token);
+    }
+}
+
+fn assert_bytes(file: &Mapping, expected: &[u8]) {
+    let mut found = vec![0; expected.len() + 1];
+    assert_eq!(file.read_at(&mut found, 0).unwrap(), expected.len());
+    assert!(found[..expected.len()] == *expected);
+}
+
+/// Every page of a file, in a mixed order, by a queue that is always full: each is told once, and there without the store. A
+/// last page in part is no other.
+#[test]
+fn all_pages_come_once() {
+    let len = 4 * MIB + 100;
+    let scratch = Scratch::new("all", len);
+    let memory: Arc<dyn Store> = Arc::new(MemoryStore::new(bytes(len), 512));
+    for store in [scratch.store(), memory] {
+        let cache = cache(Box::new(Never), 8 * MIB);
+        let file = cache.open(store).unwrap();
+        let pages = len.div_ceil(PAGE) as u64;
+        let mut queue = cache.queue(32).unwrap();
+        let (mut told, mut present) = (BTreeSet::new(), 0);
+        for step in 0..pages {
+            let page = step * 577 % pages;
+            while queue.is_full() {
+                queue.wait(1, LONG).unwrap();
+                take(&mut queue, &mut told);
+            }
+            present += u64::from(queue.fetch(&file, page * PAGE as u64 + 5, page).unwrap() == Fetch::Present);
+        }
+        drain(&mut queue, &mut told);
+        assert_eq!(told.len() as u64 + present, pages);
+        assert_eq!(cache.charged_bytes(), pages * PAGE as u64);
+        assert_eq!(queue.fetch(&file, 0, 0).unwrap(), Fetch::Present);
+        assert_bytes(&file, &bytes(len));
+    }
+}
+
+/// More than the cache holds: others make room. Huge folios come as one.
+#[test]
+fn what_does_not_fit_makes_room() {
+    let len = 16 * MIB;
+    let scratch = Scratch::new("room", len);
+    for (policy, limit, step) in [(Box::new(Never) as Box<dyn Policy>, MIB, PAGE), (Box::new(Always), 8 * MIB, 2 * MIB)]
+    {
+        let cache = cache(policy, limit);
+        let file = cache.open(scratch.store()).unwrap();
+        let expected = bytes(len);
+        let mut queue = cache.queue(2).unwrap();
+        let mut told = BTreeSet::new();
+        for offset in (0..len).step_by(step) {
+            while queue.is_full() {
+                queue.wait(1, LONG).unwrap();
+                take(&mut queue, &mut told);
+            }
+            assert_eq!(queue.fetch(&file, offset as u64, offset as u64).unwrap(), Fetch::Started);
+        }
+        drain(&mut queue, &mut told);
+        assert_eq!(told.len(), len / step);
+        assert!(cache.charged_bytes() <= limit as u64);
+        assert_bytes(&file, &expected);
+    }
+}
+
+/// Whoever wants a page now does not wait for the owner of a queue, least of all for himself; it is told all the same. What is written
+/// meanwhile is not undone.
+#[test]
+fn nobody_waits_for_a_queue() {
+    let len = 64 * PAGE;
+    let scratch = Scratch::new("overtaken", len);
+    let cache = cache(Box::new(Never), 8 * MIB);
+    let file = cache.open(scratch.store()).unwrap();
+    let mut queue = cache.queue(8).unwrap();
+    for page in 0..8 {
+        assert_eq!(queue.fetch(&file, page * PAGE as u64, page).unwrap(), Fetch::Started);
+    }
+    let mut expected = bytes(len);
+    assert_bytes(&file, &expected);
+    assert_eq!(file.write_at(&[0xAB; 3], 10).unwrap(), 3);
+    expected[10..13].fill(0xAB);
+    let mut told = BTreeSet::new();
+    drain(&mut queue, &mut told);
+    assert_eq!(told.len(), 8);
+    assert_bytes(&file, &expected);
+    file.sync().unwrap();
+    assert!(fs::read(&scratch.0).unwrap() == expected);
+}
+
+/// Two queues want the same pages: one reads each, both are told.
+#[test]
+fn two_queues_share_pages() {
+    let len = 16 * PAGE;
+    let scratch = Scratch::new("two", len);
+    let cache = cache(Box::new(Never), 8 * MIB);
+    let file = cache.open(scratch.store()).unwrap();
+    let mut queues = [cache.queue(16).unwrap(), cache.queue(16).unwrap()];
+    for queue in &mut queues {
+        for page in 0..16 {
+            assert_eq!(queue.fetch(&file, page * PAGE as u64, page).unwrap(), Fetch::Started);
+        }
+    }
+    let [one, two] = &mut queues;
+    let (mut told, mut told_two) = (BTreeSet::new(), BTreeSet::new());
+    drain(one, &mut told);
+    drain(two, &mut told_two);
+    assert!(told.len() == 16 && told_two.len() == 16);
+    assert_eq!(cache.charged_bytes(), len as u64);
+}
+
+/// A file that is cut, dropped, or whose queue is dropped while pages are on their way: no old bytes, no memory lost.
+#[test]
+fn what_goes_meanwhile_leaves_nothing() {
+    let len = 64 * PAGE;
+    let scratch = Scratch::new("gone", len);
+    let cache = cache(Box::new(Never), 8 * MIB);
+    let begin = |queue: &mut Queue, file: &Mapping| {
+        for page in 0..8 {
+            assert_eq!(queue.fetch(file, page * PAGE as u64, page).unwrap(), Fetch::Started);
+        }
+    };
+    let mut queue = cache.queue(8).unwrap();
+    let file = cache.open(scratch.store()).unwrap();
+    begin(&mut queue, &file);
+    file.truncate(10).unwrap();
+    file.truncate(len as u64).unwrap();
+    let mut told = BTreeSet::new();
+    drain(&mut queue, &mut told);
+    assert_eq!(told.len(), 8);
+    let mut expected = vec![0; len];
+    expected[..10].copy_from_slice(&bytes(len)[..10]);
+    assert_bytes(&file, &expected);
+    drop(file);
+
+    let file = cache.open(scratch.store()).unwrap();
+    begin(&mut queue, &file);
+    drop(file);
+    drain(&mut queue, &mut BTreeSet::new());
+    let file = cache.open(scratch.store()).unwrap();
+    begin(&mut queue, &file);
+    drop(queue);
+    assert_bytes(&file, &bytes(len));
+    drop(file);
+    assert_eq!(cache.charged_bytes(), 0);
+}
+
+/// Refused with what it says, and nothing changes.
+#[test]
+fn bad_input_is_refused() {
+    let scratch = Scratch::new("bad", 4 * PAGE);
+    let (one, other) = (cache(Box::new(Never), 8 * MIB), cache(Box::new(Never), 8 * MIB));
+    let file = one.open(scratch.store()).unwrap();
+    let mut queue = one.queue(1).unwrap();
+    assert!(matches!(queue.fetch(&file, 4 * PAGE as u64, 0), Err(Error::PastEnd { .. })));
+    assert!(matches!(queue.fetch(&file, u64::MAX, 0), Err(Error::BadOffset { .. })));
+    assert!(matches!(queue.fetch(&other.create().unwrap(), 0, 0), Err(Error::PastEnd { .. })));
+    let stranger = other.create().unwrap();
+    stranger.write_at(&[1], 0).unwrap();
+    assert!(matches!(queue.fetch(&stranger, 0, 0), Err(Error::WrongState { .. })));
+    assert_eq!(queue.fetch(&file, 0, 1).unwrap(), Fetch::Started);
+    assert!(matches!(queue.fetch(&file, PAGE as u64, 2), Err(Error::Busy { .. })));
+    drain(&mut queue, &mut BTreeSet::new());
+    let in_memory = one.create().unwrap();
+    in_memory.truncate(PAGE as u64).unwrap();
+    assert_eq!(queue.fetch(&in_memory, 0, 3).unwrap(), Fetch::Present, "a hole is there without memory");
+    assert_eq!((queue.wait(1, LONG).unwrap(), queue.len(), queue.depth()), (0, 0, 1));
+}
