@@ -405,12 +405,15 @@ impl Pool {
         self.books.with(|books| books.chunks) << self.chunk_order
     }
 
-    /// Walks all folios: those in use, and those that are free. What changes meanwhile is seen before or after.
-    pub fn walk(&self, mut see: impl FnMut(u32, State)) {
+    /// Walks all folios, those in use and those that are free, while `see` wants more. What changes meanwhile is seen before
+    /// or after.
+    pub fn walk(&self, mut see: impl FnMut(u32, State) -> bool) {
         let (mut number, end) = (0, self.pages());
         while number < end {
             let state = self.word(number).load();
-            see(number, state);
+            if !see(number, state) {
+                return;
+            }
             number += 1 << if state.kind() == Kind::Tail { 0 } else { state.order() };
         }
     }

@@ -39,13 +39,15 @@ mod split;
 mod sync;
 mod thin;
 mod truncate;
+mod usage;
 mod worker;
 mod write;
 mod zero;
 
-pub use cache::{Cache, Caches, MAX_CACHES, Settings, Usage};
+pub use cache::{Cache, Caches, MAX_CACHES, Settings};
 pub use pin::{Exclusive, Pin, Pins};
 pub use policy::Policy;
+pub use usage::{Holder, Usage};
 
 use crate::error::{Error, Result};
 use crate::folio::{Owner, Pool};
@@ -142,8 +144,8 @@ impl File {
         }
     }
 
-    /// Bytes of its index.
-    fn index_bytes(&self) -> u64 {
+    /// Bytes of its index's nodes.
+    fn node_bytes(&self) -> u64 {
         u64::from(self.tree.node_count()) * size_of::<Node>() as u64
     }
 
