@@ -1,4 +1,4 @@
-//! `pagemill meminfo` of a program with caches: each by its name, and sums that are right.
+//! `pagemill meminfo` and `trace` of a program with caches: each by its name, and sums that are right.
 
 mod common;
 
@@ -172,5 +172,21 @@ fn who_does_not_answer_is_shown_with_sums() {
     assert!(look(&place, &holder, "meminfo", &[]).contains("not known, only the sums above: it does not answer"));
     holder.go_on();
     assert_adds_up(&meminfo(&place, &holder));
+    holder.end();
+}
+
+/// Events of folios say whose they are: the first file of the first cache has two huge ones.
+#[test]
+fn the_trace_names_file_and_cache() {
+    let place = Place::new();
+    let holder = start(&place);
+    let text = look(&place, &holder, "trace", &["--json"]);
+    let events: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let made: Vec<_> = events.iter().filter(|event| event["event"] == "folio_made").collect();
+    let pages = BLOCK_BYTES as u64 / PageSize::os().bytes() as u64;
+    let told = |event: &Value| ["page_index", "file", "order", "cache"].map(|name| number(event, name));
+    let order = u64::from(pages.trailing_zeros());
+    assert_eq!(made.iter().map(|event| told(event)).collect::<Vec<_>>(), [[0, 0, order, 0], [pages, 0, order, 0]]);
+    assert!(look(&place, &holder, "trace", &[]).contains("page_index 0, file 0, order"));
     holder.end();
 }

@@ -6,7 +6,7 @@ use crate::folio::word::Kind;
 use crate::folio::{Owner, Taken};
 use crate::stats::{self, Counter};
 use crate::sync::{Acquire, Relaxed};
-use crate::trace::{self, Event};
+use crate::trace::Event;
 use crate::xarray as epoch;
 
 /// Most pages of a huge folio.
@@ -75,7 +75,7 @@ impl File {
         }
         parts.free();
         stats::add(counter, 1);
-        trace::event(Event::FolioCollapsed, span.start, u64::from(order));
+        self.trace(Event::FolioCollapsed, span.start, order);
         Ok(true)
     }
 

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::folio::{Frame, Owner, Taken};
 use crate::stats::{self, Counter};
 use crate::sync::{Acquire, Relaxed};
-use crate::trace::{self, Event};
+use crate::trace::Event;
 use crate::xarray::{self as epoch, Found};
 
 /// A folio that is pinned, and which of its bytes are meant.
@@ -162,7 +162,7 @@ impl File {
         }
         drop((writer, flight));
         if order > 0 {
-            trace::event(Event::FolioMade, first, u64::from(order));
+            self.trace(Event::FolioMade, first, order);
             stats::add(Counter::HugeAllocated, 1);
         }
         Ok(Some(self.offset_of(last + 1)))

@@ -53,6 +53,7 @@ use crate::error::{Error, Result};
 use crate::folio::{Owner, Pool};
 use crate::store::Store;
 use crate::sync::{Acquire, AtomicU32, AtomicU64, Lock, Patience, Relaxed, Release};
+use crate::trace::{self, Event};
 use crate::xarray::{Node, TableNodes, XArray};
 use gate::Gate;
 use std::ops::Range;
@@ -147,6 +148,12 @@ impl File {
     /// Bytes of its index's nodes.
     fn node_bytes(&self) -> u64 {
         u64::from(self.tree.node_count()) * size_of::<Node>() as u64
+    }
+
+    /// Records what became of a folio of several pages.
+    fn trace(&self, event: Event, index: u64, order: u8) {
+        let cache = u64::from(self.cache.number);
+        trace::event_in_parts(event, [(index, u64::from(self.id)), (u64::from(order), cache)]);
     }
 
     #[inline]
