@@ -246,6 +246,8 @@ counters! {
     transfers_stuck: TransfersStuck, Sum, Count;
     /// Caches of files in memory.
     caches: Caches, Gauge, Count;
+    /// Huge folios split in the background because they held little.
+    huge_split_behind: HugeSplitBehind, Sum, Count;
 }
 
 /// Rows that a page has room for.

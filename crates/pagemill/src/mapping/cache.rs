@@ -146,7 +146,8 @@ impl Caches {
         self.pools.iter().skip(self.inherited.load(Relaxed)).map_while(|pool| pool.get().copied())
     }
 
-    /// Starts no thread from here on: small folios become huge by [`Cache::collapse_waiting`] alone.
+    /// Starts no thread from here on: small folios become huge by [`Cache::collapse_waiting`] alone, and sparse huge ones small by
+    /// [`Cache::thin_waiting`].
     pub fn collapse_by_hand(&self) {
         self.worker.do_by_hand();
     }
@@ -551,6 +552,13 @@ impl Cache {
     /// by itself where it runs. Returns how many became huge.
     pub fn collapse_waiting(&self, steps: usize) -> usize {
         self.0.caches.worker.step(steps)
+    }
+
+    /// Looks at up to `steps` huge folios whether they are sparse, a fraction of a millisecond each, and thins those that are: of
+    /// all caches, at most once around. Only those are looked at to which nothing has happened since the last time around. The
+    /// background does so by itself where it runs. Returns the bytes that came free.
+    pub fn thin_waiting(&self, steps: usize) -> u64 {
+        super::sweep::step(self.0.caches, steps, usize::MAX).freed_bytes
     }
 
     /// Gives free memory back to the system; returns the bytes. It goes by itself when somebody needs it.

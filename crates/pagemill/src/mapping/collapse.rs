@@ -74,6 +74,9 @@ impl File {
             return failed(Error::Busy { what: "the range was changed meanwhile" });
         }
         parts.free();
+        if parts.first_gap().is_some() {
+            self.note_sparse(taken.number);
+        }
         stats::add(counter, 1);
         self.trace(Event::FolioCollapsed, span.start, order);
         Ok(true)

@@ -6,6 +6,7 @@
 //!       XArray    page index -> frame number; a huge folio is one entry   ../xarray
 //!       Pool      pages, their words and bytes                            ../folio
 //!     Worker    makes huge folios of small ones, behind                 (worker, collapse)
+//!               and small ones of those that hold little                (sweep, thin)
 //! ```
 //!
 //! **Reading** takes no lock and writes to no shared line: look the index up, look at the folio's word and owner, copy, look
@@ -36,6 +37,7 @@ mod seek;
 #[cfg(all(test, shuttle))]
 mod shuttle_tests;
 mod split;
+mod sweep;
 mod sync;
 mod thin;
 mod truncate;
