@@ -3,7 +3,9 @@
 //! One file per subcommand. Usage errors and what cannot be done here end with
 //! 2; `run` ends as its program does.
 
+mod asking;
 mod bench;
+mod caches;
 mod doctor;
 mod elf;
 mod mark;

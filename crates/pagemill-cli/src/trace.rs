@@ -37,16 +37,17 @@ impl Trace {
     }
 
     fn line(&self, event: &Recorded, all: &[Recorded]) -> String {
-        let [first, second] = event.numbers;
         if self.json {
-            return serde_json::json!({
-                "sequence": event.sequence, "time_ns": event.time_ns, "event": event.event,
-                first.0: first.1, second.0: second.1,
-            })
-            .to_string();
+            let mut line = serde_json::Map::new();
+            line.insert("sequence".into(), event.sequence.into());
+            line.insert("time_ns".into(), event.time_ns.into());
+            line.insert("event".into(), event.event.into());
+            line.extend(event.numbers.iter().map(|(name, number)| ((*name).to_owned(), (*number).into())));
+            return serde_json::Value::Object(line).to_string();
         }
         let start = all.first().map_or(0, |first| first.time_ns);
         let seconds = event.time_ns.saturating_sub(start) as f64 / 1e9;
-        format!("{seconds:>12.6} s  {:<14}  {} {}, {} {}", event.event, first.0, first.1, second.0, second.1)
+        let numbers: Vec<String> = event.numbers.iter().map(|(name, number)| format!("{name} {number}")).collect();
+        format!("{seconds:>12.6} s  {:<14}  {}", event.event, numbers.join(", "))
     }
 }

@@ -1,5 +1,6 @@
 //! `pagemill vranges PID`: the volatile ranges of a process, with a handle or marked by address, and what became of them.
 
+use crate::asking::{Interrupt, reason};
 use crate::fail;
 use pagemill::listing::{self, List, Unanswered};
 use pagemill::published;
@@ -10,12 +11,9 @@ use pagemill::volatile::listed::{Kind, State};
 use pagemill::volatile::vrange::How;
 use pagemill_sys::file::Path;
 use serde_json::{Value, json};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use std::fmt::Write as _;
 use std::io::{ErrorKind, Write as _};
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 /// A tick of `Listed::age_ticks`.
 const SECONDS_A_TICK: f64 = (1 << 22) as f64 / 1e9;
@@ -39,15 +37,15 @@ impl Vranges {
     pub fn main(&self) -> ExitCode {
         let found = published::find_all(self.pid);
         let Some((_, snapshot)) = found.first() else { return fail(2, &published::missing(self.pid)) };
-        let Ok(signal) = watch_signals() else { return fail(1, "signals cannot be watched for") };
+        let Ok(interrupt) = Interrupt::watch() else { return fail(1, "signals cannot be watched for") };
         let mut list = List::default();
         for (path, snapshot) in &found {
-            match ask(path, snapshot, &signal) {
+            match ask(path, snapshot, &interrupt) {
                 Ok(part) => {
                     list.ranges.extend(part.ranges);
                     list.left_out = list.left_out.saturating_add(part.left_out);
                 }
-                Err(Unanswered::Stopped) => return end_by(signal.load(Relaxed)),
+                Err(Unanswered::Stopped) => return interrupt.end(),
                 Err(error) => return fail(2, &format!("process {}: {error}{}", self.pid, reason(&error, snapshot))),
             }
         }
@@ -65,38 +63,12 @@ impl Vranges {
 }
 
 /// The ranges of one Pagemill of the process. One that has none is not woken to say so.
-fn ask(path: &Path, snapshot: &Snapshot, signal: &AtomicUsize) -> Result<List, Unanswered> {
+fn ask(path: &Path, snapshot: &Snapshot, interrupt: &Interrupt) -> Result<List, Unanswered> {
     let bytes = [Counter::RangesBytes, Counter::MarkedBytes].map(|counter| snapshot.get(counter));
     if bytes == [0, 0] {
         return Ok(List::default());
     }
-    listing::ask(path, snapshot.who, || signal.load(Relaxed) != 0)
-}
-
-/// What is known of why a process does not answer.
-fn reason(error: &Unanswered, snapshot: &Snapshot) -> &'static str {
-    match error {
-        Unanswered::Late if snapshot.get(Counter::Helpers) == 0 => {
-            " (it has no helper thread: it is a fork child that has not marked anything itself, or PAGEMILL_HELPER is off)"
-        }
-        Unanswered::Late => " (it may be stopped, or see other folders)",
-        _ => "",
-    }
-}
-
-/// The signal that came, once one has: the file of the request is removed before the command ends.
-fn watch_signals() -> std::io::Result<Arc<AtomicUsize>> {
-    let signal = Arc::new(AtomicUsize::new(0));
-    for number in [SIGINT, SIGTERM, SIGHUP] {
-        signal_hook::flag::register_usize(number, signal.clone(), number as usize)?;
-    }
-    Ok(signal)
-}
-
-/// Ends as the signal would have ended it.
-fn end_by(signal: usize) -> ExitCode {
-    let _ = signal_hook::low_level::emulate_default_handler(signal as i32);
-    ExitCode::from(128 + signal as u8)
+    listing::ask(path, snapshot.who, || interrupt.has_come())
 }
 
 /// Sums over a list. Lengths come from another process: they saturate.

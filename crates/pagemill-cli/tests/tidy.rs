@@ -385,6 +385,46 @@ fn nothing_is_left_over() {
     assert_none(&problems);
 }
 
+/// Names of the tests in a file.
+fn tests_in(text: &str) -> Vec<&str> {
+    let after_marks = text.split("#[test]\n").skip(1);
+    let name = |after: &'_ str| -> Option<(usize, usize)> {
+        let start = after.find("fn ")? + 3;
+        Some((start, start + after[start..].find('(')?))
+    };
+    after_marks.filter_map(|after| name(after).map(|(start, end)| &after[start..end])).collect()
+}
+
+/// Each cell of the table of operations on a folio names a test, and what that chapter calls a test is one.
+#[test]
+fn the_table_of_locks_is_tested() {
+    let files = files();
+    let core = files.iter().filter(|file| file.is_rust() && file.path.starts_with("crates/pagemill/"));
+    let tests: BTreeSet<&str> = core.flat_map(|file| tests_in(&file.text)).collect();
+    let text = files.iter().find(|file| file.path == "docs/states-and-locks.md").map_or("", |file| &file.text);
+    let chapter = text.split_once("Operation by operation").and_then(|(_, rest)| rest.split_once("\n## "));
+    let chapter = chapter.expect("the chapter is there").0;
+    let quoted = |part: &'_ str| -> Vec<String> { part.split('`').skip(1).step_by(2).map(str::to_owned).collect() };
+    let is_name =
+        |word: &String| word.contains('_') && word.chars().all(|letter| letter.is_ascii_lowercase() || letter == '_');
+    let missing = quoted(chapter).into_iter().filter(|word| is_name(word) && !tests.contains(word.as_str()));
+    let mut problems: Vec<String> = missing.map(|word| format!("there is no test {word}")).collect();
+    let rows: Vec<Vec<&str>> = chapter
+        .lines()
+        .filter(|line| line.starts_with("| "))
+        .map(|line| line.trim_matches('|').split('|').collect())
+        .collect();
+    assert!(rows.len() == 6 && rows.iter().all(|row| row.len() == 6), "five operations by five");
+    for row in &rows[1..] {
+        for (cell, head) in row.iter().zip(&rows[0]).skip(1) {
+            if !quoted(cell).iter().any(is_name) {
+                problems.push(format!("no test for{}, then{head}", row[0]));
+            }
+        }
+    }
+    assert_none(&problems);
+}
+
 /// No file tells where on some machine it was made.
 #[test]
 fn no_file_names_a_machine() {

@@ -3,6 +3,7 @@
 
 mod common;
 
+use common::holder::Holder;
 use common::{End, Guard, PAGEMILL, Place, STUCK_AFTER, finish, walk};
 use pagemill::Pagemill;
 use pagemill::published;
@@ -14,66 +15,14 @@ use pagemill::volatile::{Behaviour, Range};
 use pagemill_sys::process::{self, Identity};
 use serde_json::Value;
 use std::fs;
-use std::io::{BufRead, BufReader, Lines, Write};
+use std::io::Write;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
-use std::process::{ChildStdin, ChildStdout, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
-
-/// A program that says some numbers once it is ready, its process id first, and goes on when its input ends.
-struct Holder {
-    guard: Guard,
-    input: Option<ChildStdin>,
-    said: Lines<BufReader<ChildStdout>>,
-    numbers: Vec<u64>,
-}
-
-impl Holder {
-    fn start(mut command: Command) -> Self {
-        command.stdin(Stdio::piped()).stdout(Stdio::piped());
-        let mut guard = Guard::new(command);
-        let input = guard.child().stdin.take();
-        let mut said = BufReader::new(guard.child().stdout.take().unwrap()).lines();
-        let numbers = next_numbers(&mut said);
-        Self { guard, input, said, numbers }
-    }
-
-    fn pid(&self) -> u32 {
-        self.numbers[0] as u32
-    }
-
-    /// Lets it go on; returns what it says then.
-    fn end(mut self) -> Vec<u64> {
-        drop(self.input.take());
-        let numbers = next_numbers(&mut self.said);
-        assert!(self.guard.wait(STUCK_AFTER).success());
-        numbers
-    }
-
-    /// Stops it, not those that started it. Its threads stop one after the other, some after the signal was sent.
-    fn stop(&self) {
-        assert!(common::shell(&format!("kill -s STOP {}", self.pid())).success());
-        let stat_of = |task: fs::DirEntry| fs::read_to_string(task.path().join("stat")).unwrap();
-        let is_stopped = |stat: String| stat[stat.rfind(')').unwrap()..].starts_with(") T");
-        let tasks = || fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap().map(Result::unwrap);
-        while !tasks().map(stat_of).all(is_stopped) {
-            thread::sleep(Duration::from_millis(1));
-        }
-    }
-
-    fn go_on(&self) {
-        assert!(common::shell(&format!("kill -s CONT {}", self.pid())).success());
-    }
-}
-
-/// The first line of numbers only; others are a test harness's. None at the end.
-fn next_numbers(said: &mut Lines<BufReader<ChildStdout>>) -> Vec<u64> {
-    let numbers = |line: String| line.split(' ').map(str::parse).collect::<Result<Vec<u64>, _>>().ok();
-    said.by_ref().find_map(|line| numbers(line.unwrap())).unwrap_or_default()
-}
 
 fn vranges(place: &Place, pid: u32, options: &[&str]) -> Command {
     let mut command = place.command(PAGEMILL);

@@ -27,18 +27,37 @@ fn check(result: i32) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// What [`os_page_bytes`] says; 0 while nobody has asked.
+static OS_PAGE_BYTES: AtomicUsize = AtomicUsize::new(0);
+
 /// Bytes of an OS page: 4, 16 or 64 KiB.
 pub fn os_page_bytes() -> usize {
-    static BYTES: AtomicUsize = AtomicUsize::new(0);
-    let known = BYTES.load(Relaxed);
+    let known = OS_PAGE_BYTES.load(Relaxed);
     if known != 0 {
         return known;
     }
-    // SAFETY: reads a constant of the system.
-    let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
-    BYTES.store(bytes, Relaxed);
+    let bytes = kernel_page_bytes();
+    OS_PAGE_BYTES.store(bytes, Relaxed);
     bytes
 }
+
+fn kernel_page_bytes() -> usize {
+    // SAFETY: reads a constant of the system.
+    unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
+}
+
+/// Lets this process do as if OS pages were larger than they are. For tests, before anything else.
+///
+/// # Panics
+///
+/// If somebody has asked for their size already, or they cannot be so large.
+pub fn pretend_os_page(bytes: usize) {
+    assert!(bytes.is_power_of_two() && (kernel_page_bytes()..=MOST_OS_PAGE_BYTES).contains(&bytes));
+    assert_eq!(OS_PAGE_BYTES.swap(bytes, Relaxed), 0, "somebody counts on another size");
+}
+
+/// The largest OS pages that there are.
+const MOST_OS_PAGE_BYTES: usize = 64 << 10;
 
 /// Maps anonymous memory by the plain system call: in the preload library the C library's `mmap` is jemalloc's, and leads
 /// back into the arena.
@@ -206,9 +225,21 @@ pub fn populate_huge(block: usize, block_bytes: usize) -> io::Result<Backing> {
 ///
 /// If `pages` is shorter than the number of pages.
 pub fn resident(addr: usize, len_bytes: usize, pages: &mut [u8]) -> io::Result<()> {
-    assert!(pages.len() >= len_bytes.div_ceil(os_page_bytes()));
-    // SAFETY: writes one byte per page into `pages`, long enough as asserted.
-    check(unsafe { libc::mincore(addr as *mut _, len_bytes, pages.as_mut_ptr()) })
+    let (page, of_kernel) = (os_page_bytes(), kernel_page_bytes());
+    assert!(pages.len() >= len_bytes.div_ceil(page));
+    if page == of_kernel {
+        // SAFETY: writes one byte per page into `pages`, long enough as asserted.
+        return check(unsafe { libc::mincore(addr as *mut _, len_bytes, pages.as_mut_ptr()) });
+    }
+    for (at, into) in (0..len_bytes).step_by(page).zip(pages) {
+        // The kernel's pages are 4 KiB at least.
+        let mut parts = [0u8; MOST_OS_PAGE_BYTES >> 12];
+        let len = page.min(len_bytes - at);
+        // SAFETY: writes one byte per page of the kernel into `parts`, which has room for those of any OS page.
+        check(unsafe { libc::mincore((addr + at) as *mut _, len, parts.as_mut_ptr()) })?;
+        *into = parts[..len.div_ceil(of_kernel)].iter().fold(0, |any, part| any | part & 1);
+    }
+    Ok(())
 }
 
 /// Bytes of the range, whole OS pages, that are resident.

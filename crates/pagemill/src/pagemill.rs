@@ -21,7 +21,7 @@ pub struct Pagemill {
     pub ranges: &'static Ranges,
     pub vranges: &'static Vranges,
     pub caches: &'static Caches,
-    /// Lists both for other processes.
+    /// Lists the last three for other processes.
     pub lister: &'static Lister,
 }
 
@@ -49,7 +49,7 @@ impl Pagemill {
         let ranges: &'static Ranges = arena::place(Ranges::new(arena, heap)?)?;
         let vranges: &'static Vranges = arena::place(Vranges::new(arena, account))?;
         let caches: &'static Caches = arena::place(Caches::new(arena)?)?;
-        let lister: &'static Lister = arena::place(Lister::new(ranges, vranges))?;
+        let lister: &'static Lister = arena::place(Lister::new(ranges, vranges, caches))?;
         stats::describe_arena(arena.addresses());
         account.register(heap);
         account.register(caches);

@@ -24,8 +24,26 @@ pub const TREE_VARIABLE: &CStr = c"PAGEMILL_TREE";
 /// Name of the shared page in a tree's folder.
 pub const TREE_FILE: &str = "tree";
 
-/// In the name of a file between a process's own and the number of a request for a list of its ranges.
-const REQUEST: &str = ".vranges-";
+/// What one may ask a process for a list of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Subject {
+    /// Its volatile ranges.
+    Ranges,
+    /// What its caches hold.
+    Caches,
+}
+
+impl Subject {
+    pub const ALL: [Self; 2] = [Self::Ranges, Self::Caches];
+
+    /// In the name of a file between a process's own and the number of a request.
+    const fn word(self) -> &'static str {
+        match self {
+            Self::Ranges => ".vranges-",
+            Self::Caches => ".caches-",
+        }
+    }
+}
 
 /// A request takes some seconds at the most; what is older was left behind.
 const REQUEST_ENDED_AFTER: Duration = Duration::from_secs(60);
@@ -166,14 +184,14 @@ fn identity_of(name: &str) -> Option<Identity> {
     Some(Identity { pid: pid.parse().ok()?, start_ticks: start_ticks.parse().ok()? })
 }
 
-/// The file by which somebody asks for a list of the ranges of the process whose figures are `figures`.
-pub(crate) fn request_of(figures: &str, number: u32) -> Option<Path> {
-    Path::format(format_args!("{figures}{REQUEST}{number}"))
+/// The file by which somebody asks the process whose figures are `figures` for a list.
+pub(crate) fn request_of(figures: &str, subject: Subject, number: u32) -> Option<Path> {
+    Path::format(format_args!("{figures}{}{number}", subject.word()))
 }
 
 /// The process that is asked by a file of this name.
 fn asked_of(name: &str) -> Option<Identity> {
-    let (who, number) = name.rsplit_once(REQUEST)?;
+    let (who, number) = Subject::ALL.iter().find_map(|subject| name.rsplit_once(subject.word()))?;
     number.parse::<u32>().ok().and(identity_of(who))
 }
 
@@ -325,15 +343,17 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path().to_str().unwrap();
         let make = |who, number| {
-            let path = request_of(file_of(folder, who).unwrap().as_str(), number).unwrap();
+            let subject = Subject::ALL[number as usize % 2];
+            let path = request_of(file_of(folder, who).unwrap().as_str(), subject, number).unwrap();
             (std::fs::File::create(path.as_str()).unwrap(), path)
         };
         let own = process::own_identity();
         let (_, gone) = make(Identity { pid: 1 << 30, start_ticks: 1 }, 1);
         let ((old_file, old), (_, new)) = (make(own, 1), make(own, 2));
         old_file.set_modified(std::time::SystemTime::now() - 2 * REQUEST_ENDED_AFTER).unwrap();
-        assert_eq!(asked_of(&format!("5-6.1{REQUEST}7")), Some(Identity { pid: 5, start_ticks: 6 }));
-        let foreign = format!("{folder}/1-1{REQUEST}x");
+        assert_eq!(asked_of("5-6.1.vranges-7"), Some(Identity { pid: 5, start_ticks: 6 }));
+        assert_eq!(asked_of("5-6.1.caches-7"), Some(Identity { pid: 5, start_ticks: 6 }));
+        let foreign = format!("{folder}/1-1.vranges-x");
         std::fs::write(&foreign, b"").unwrap();
         sweep_requests(folder);
         let left = [gone.as_str(), old.as_str(), new.as_str(), &foreign].map(|path| std::fs::exists(path).unwrap());

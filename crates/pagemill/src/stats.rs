@@ -196,7 +196,7 @@ counters! {
     cache_free: CacheFree, Gauge, Bytes;
     /// Metadata of the pages of caches. As of the last measurement.
     cache_frames: CacheFrames, Gauge, Bytes;
-    /// Nodes of the indices of caches. As of the last measurement.
+    /// Nodes of the indices of caches, and what stands for their files. As of the last measurement.
     cache_index: CacheIndex, Gauge, Bytes;
     /// Huge folios made when a file was written or read.
     huge_allocated: HugeAllocated, Sum, Count;
@@ -244,6 +244,10 @@ counters! {
     transfers_cancelled: TransfersCancelled, Sum, Count;
     /// Transfers that a device did not let go of when their ring was closed: their memory is lost.
     transfers_stuck: TransfersStuck, Sum, Count;
+    /// Caches of files in memory.
+    caches: Caches, Gauge, Count;
+    /// Huge folios split in the background because they held little.
+    huge_split_behind: HugeSplitBehind, Sum, Count;
 }
 
 /// Rows that a page has room for.
@@ -439,6 +443,13 @@ impl Snapshot {
     pub fn giveable_bytes(&self) -> u64 {
         let free = self.get(Counter::HeapFree).saturating_add(self.get(Counter::SmallFree));
         free.saturating_add(self.get(Counter::CacheFree)).min(self.get(Counter::Resident))
+    }
+
+    /// Adds the figures of another Pagemill of the same process. Of peaks the sum: it was not higher.
+    pub fn add(&mut self, other: &Self) {
+        for (mine, theirs) in self.values.iter_mut().zip(other.values) {
+            *mine = mine.saturating_add(theirs);
+        }
     }
 
     /// Adds the figures of a process that has ended: gauges, which are amounts now, stay out.

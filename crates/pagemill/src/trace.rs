@@ -13,15 +13,44 @@ use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Orderin
 /// Events that a page remembers.
 const CAPACITY: usize = 1024;
 
+/// What a number of an event is: one, or two side by side.
+struct Number {
+    name: &'static str,
+    /// The bits of the first one, and what is above them.
+    upper: Option<(u32, &'static str)>,
+}
+
+impl Number {
+    const fn new(name: &'static str, upper: &[(u32, &'static str)]) -> Self {
+        Self { name, upper: if upper.is_empty() { None } else { Some(upper[0]) } }
+    }
+
+    fn join(&self, lower: u64, upper: u64) -> u64 {
+        self.upper.map_or(lower, |(bits, _)| lower & ((1 << bits) - 1) | upper << bits)
+    }
+
+    /// What stands in a number, and what that is.
+    fn split(&self, number: u64) -> impl Iterator<Item = (&'static str, u64)> {
+        let lower = self.upper.map_or(number, |(bits, _)| number & ((1 << bits) - 1));
+        let upper = self.upper.map(|(bits, name)| (name, number >> bits));
+        std::iter::once((self.name, lower)).chain(upper)
+    }
+}
+
 macro_rules! events {
-    ($(#[doc = $meaning:literal] $name:ident $text:literal ($first:literal, $second:literal);)*) => {
-        /// Something that happened, with two numbers.
+    ($(#[doc = $meaning:literal] $name:ident $text:literal
+       ($first:literal $($bits:literal $above:literal)?, $second:literal $($second_bits:literal $second_above:literal)?);)*
+    ) => {
+        /// Something that happened, with two numbers, of which each may hold two.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(u8)]
         pub enum Event { $(#[doc = $meaning] $name),* }
 
         /// Of every event: its word, and what its numbers are.
-        const EVENTS: &[(Event, &str, &str, &str)] = &[$((Event::$name, $text, $first, $second)),*];
+        const EVENTS: &[(Event, &str, [Number; 2])] = &[$((Event::$name, $text, [
+            Number::new($first, &[$(($bits, $above))?]),
+            Number::new($second, &[$(($second_bits, $second_above))?]),
+        ])),*];
     };
 }
 
@@ -69,11 +98,11 @@ events! {
     /// Bytes of a volatile range were purged.
     RangePurged "range_purged" ("addr", "purged_bytes");
     /// A folio of several pages came into being, at a page of a file.
-    FolioMade "folio_made" ("page_index", "order");
+    FolioMade "folio_made" ("page_index" 40 "file", "order" 8 "cache");
     /// A folio of several pages was split.
-    FolioSplit "folio_split" ("page_index", "order");
+    FolioSplit "folio_split" ("page_index" 40 "file", "order" 8 "cache");
     /// Small folios became one of several pages.
-    FolioCollapsed "folio_collapsed" ("page_index", "order");
+    FolioCollapsed "folio_collapsed" ("page_index" 40 "file", "order" 8 "cache");
 }
 
 #[repr(C)]
@@ -121,30 +150,38 @@ impl Entry {
 
     fn read(&self) -> Option<Recorded> {
         let tag = self.tag.load(Acquire);
-        let (_, event, first, second) = *EVENTS.get((tag & 0xFF) as usize)?;
+        let (_, event, names) = EVENTS.get((tag & 0xFF) as usize)?;
         let numbers = [self.numbers[0].load(Acquire), self.numbers[1].load(Acquire)];
         let time_ns = self.time_ns.load(Acquire);
-        (tag >> 8 != 0 && self.tag.load(Relaxed) == tag).then_some(Recorded {
+        (tag >> 8 != 0 && self.tag.load(Relaxed) == tag).then(|| Recorded {
             sequence: tag >> 8,
             time_ns,
             event,
-            numbers: [(first, numbers[0]), (second, numbers[1])],
+            numbers: names.iter().zip(numbers).flat_map(|(name, number)| name.split(number)).collect(),
         })
     }
 }
 
 /// An event as read from a page.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Recorded {
     pub sequence: u64,
     /// Monotonic time of the machine.
     pub time_ns: u64,
     pub event: &'static str,
-    pub numbers: [(&'static str, u64); 2],
+    /// Two to four, each with what it is.
+    pub numbers: Vec<(&'static str, u64)>,
 }
 
 /// Records an event of this process.
 pub fn event(event: Event, first: u64, second: u64) {
+    stats::current().ring.record(event, first, second);
+}
+
+/// As [`event`], for one whose numbers hold two each: the lower and the upper.
+pub(crate) fn event_in_parts(event: Event, parts: [(u64, u64); 2]) {
+    let (_, _, names) = &EVENTS[event as usize];
+    let [first, second] = [0, 1].map(|at| names[at].join(parts[at].0, parts[at].1));
     stats::current().ring.record(event, first, second);
 }
 
@@ -172,5 +209,19 @@ mod tests {
         assert_eq!(events.len(), CAPACITY);
         assert_eq!(events[0].numbers[0], ("wanted_bytes", 10));
         assert!(events.windows(2).all(|pair| pair[0].sequence + 1 == pair[1].sequence));
+    }
+
+    /// Events stand in the order of their numbers, and what shares a number comes apart again.
+    #[test]
+    fn numbers_hold_two() {
+        assert!(EVENTS.iter().enumerate().all(|(at, (event, ..))| *event as usize == at));
+        let (_, _, [number, plain]) = &EVENTS[Event::FolioMade as usize];
+        let both = |lower, upper| number.split(number.join(lower, upper)).collect::<Vec<_>>();
+        for (index, file) in [(0, 0), ((1 << 40) - 1, 0), (7, (1 << 24) - 1)] {
+            assert_eq!(both(index, file), [("page_index", index), ("file", file)]);
+        }
+        assert_eq!(plain.split(plain.join(9, 255)).collect::<Vec<_>>(), [("order", 9), ("cache", 255)]);
+        let (_, _, [plain, _]) = &EVENTS[Event::Start as usize];
+        assert_eq!(plain.split(plain.join(u64::MAX, 1)).collect::<Vec<_>>(), [("pid", u64::MAX)]);
     }
 }

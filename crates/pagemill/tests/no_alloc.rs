@@ -7,6 +7,7 @@
 
 use pagemill::arena::nodes::Nodes;
 use pagemill::arena::{Context, Layout};
+use pagemill::mapping::Settings;
 use pagemill::reclaim::alarms::Alarms;
 use pagemill::reclaim::helper::Answer;
 use pagemill::reclaim::kernel::Kernel;
@@ -203,6 +204,28 @@ fn listing_allocates_nothing_elsewhere() {
         pagemill.lister.answer(1);
     });
     assert_eq!(std::fs::metadata(folder.path().join("request")).unwrap().len(), 301 * 32);
+}
+
+/// What caches hold is told by the helper, too, which allocates nothing for it.
+#[test]
+fn telling_of_caches_allocates_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("request"), b"").unwrap();
+    let path = CString::new(folder.path().join("request").to_str().unwrap()).unwrap();
+    let pagemill = Pagemill::for_test();
+    let make = |name| pagemill.caches.make(Settings::new(name, 64 << 20)).unwrap();
+    let (tiles, rows) = (make("tiles"), make("rows"));
+    let files: Vec<_> = [&tiles, &rows, &rows].map(|cache| cache.create().unwrap()).into();
+    files.iter().for_each(|file| assert_eq!(file.write_at(&[1; 3 * MIB], 0).unwrap(), 3 * MIB));
+    drop(make("ended"));
+    forbidden(|| {
+        let Ok(blank) = Blank::open(&path) else { fatal(format_args!("no file")) };
+        require(pagemill.lister.write_caches(&blank, 1).is_ok(), "it is written");
+        pagemill.measure();
+    });
+    let bytes = std::fs::read(folder.path().join("request")).unwrap();
+    assert_eq!((&bytes[..9], bytes.len()), (&b"pm-cach1\x01"[..], 32 + 4 * 128), "three pools, spare nodes");
+    assert_eq!((&bytes[32..38], &bytes[160..165]), (&b"tiles\0"[..], &b"rows\0"[..]));
 }
 
 /// Over the limit: reclaim, refusals, debts of nested charges.

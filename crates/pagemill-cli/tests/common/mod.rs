@@ -2,6 +2,7 @@
 #![allow(dead_code)] // no test file uses all of it
 
 pub mod group;
+pub mod holder;
 
 use std::ffi::OsStr;
 use std::fs;

@@ -103,6 +103,8 @@ pub(crate) struct Pool {
     max_chunks: u32,
     use_huge: AtomicBool,
     frames: Table<Frame>,
+    /// A word for each chunk, for who goes over them time and again.
+    notes: Table<AtomicU64>,
     books: Guarded<Books>,
     has_huge_frames: AtomicBool,
     /// Whole chunks that are free, as of the last change.
@@ -143,6 +145,7 @@ impl Pool {
             max_chunks: chunks as u32,
             use_huge: AtomicBool::new(true),
             frames,
+            notes: Table::new(chunks)?,
             books: Guarded::new(Books { buddies: Buddies::new(chunk_order), chunks: 0, empty: None }),
             has_huge_frames: AtomicBool::new(false),
             free_chunks: AtomicU32::new(0),
@@ -323,6 +326,7 @@ impl Pool {
         let pages = 1usize << self.chunk_order;
         let next = chunk as usize * pages;
         self.frames.open(0, next, next + pages)?;
+        self.notes.open(0, chunk as usize, chunk as usize + 1)?;
         let step = (OPENED_BYTES / self.chunk_bytes()).max(1) as u32;
         if chunk.is_multiple_of(step) {
             let chunks = step.min(self.max_chunks - chunk) as usize;
@@ -398,7 +402,14 @@ impl Pool {
 
     /// Bytes of frames that are resident.
     pub fn frames_bytes(&self) -> u64 {
-        self.frames.resident_bytes(0, self.pages() as usize)
+        let pages = self.pages();
+        self.frames.resident_bytes(0, pages as usize)
+            + self.notes.resident_bytes(0, (pages >> self.chunk_order) as usize)
+    }
+
+    /// What was noted of the chunk that a page lies in: 0 at first, whatever becomes of the chunk.
+    pub fn note(&self, number: u32) -> &AtomicU64 {
+        self.notes.get((number >> self.chunk_order) as usize)
     }
 
     /// Pages that it ever had: numbers end there.
@@ -406,12 +417,15 @@ impl Pool {
         self.books.with(|books| books.chunks) << self.chunk_order
     }
 
-    /// Walks all folios: those in use, and those that are free. What changes meanwhile is seen before or after.
-    pub fn walk(&self, mut see: impl FnMut(u32, State)) {
+    /// Walks all folios, those in use and those that are free, while `see` wants more. What changes meanwhile is seen before
+    /// or after.
+    pub fn walk(&self, mut see: impl FnMut(u32, State) -> bool) {
         let (mut number, end) = (0, self.pages());
         while number < end {
             let state = self.word(number).load();
-            see(number, state);
+            if !see(number, state) {
+                return;
+            }
             number += 1 << if state.kind() == Kind::Tail { 0 } else { state.order() };
         }
     }

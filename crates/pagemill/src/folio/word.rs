@@ -202,6 +202,11 @@ impl Word {
         }
     }
 
+    /// Forgets that bytes were changed, if nothing has happened since the word was `seen`; returns whether that is so.
+    pub fn forget_dirty(&self, seen: State) -> bool {
+        self.swap_from(seen, State(seen.0 & !DIRTY))
+    }
+
     /// Notes a use, up to three of them; one that meets another thread's is lost. Not on lines that others write all the time:
     /// mostly it is only a look.
     #[inline]
@@ -384,6 +389,20 @@ mod tests {
         word.publish(0, false, false);
         word.freeze().unwrap();
         assert!(!word.leave() && !word.thaw(), "the same while it is kept still");
+    }
+
+    /// Who forgets a change has seen all that came before, and whose folio it is.
+    #[test]
+    fn a_change_is_forgotten_by_who_saw_the_last() {
+        let word = Word::new();
+        word.publish(3, false, true);
+        let seen = word.load();
+        word.pin().unwrap();
+        assert!(!word.forget_dirty(seen) && word.load().is_dirty(), "somebody writes perhaps");
+        assert!(!word.unpin() && word.forget_dirty(seen) && !word.load().is_dirty());
+        word.hold().unwrap();
+        assert!(word.end_hold(true));
+        assert!(!word.forget_dirty(seen) && word.load().is_dirty(), "another version");
     }
 
     #[test]

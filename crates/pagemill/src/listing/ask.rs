@@ -1,7 +1,8 @@
 //! Asking: in a command. The answer comes from another process, and is checked like any stranger's.
 
-use super::{Head, MOST_RECORDS, RECORD_LEN, from_record};
-use crate::published::{self, TREE_FILE};
+use super::{Head, MOST_RECORDS, Record};
+use crate::mapping::{Holder, Usage};
+use crate::published::{self, Subject, TREE_FILE};
 use crate::reclaim::tree::TreePage;
 use crate::stats::{self, Figures};
 use crate::volatile::Listed;
@@ -21,7 +22,7 @@ const PAUSE: Duration = Duration::from_millis(2);
 /// Requests that may lie beside each other: of others who ask now, or were killed while they did.
 const MOST_REQUESTS: u32 = 64;
 
-/// What a process answered.
+/// What a process answered of its ranges.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct List {
     pub ranges: Vec<Listed>,
@@ -79,12 +80,34 @@ impl Drop for Request {
 ///
 /// [`Unanswered`] says why there is no list.
 pub fn ask(figures: &Path, who: Identity, should_stop: impl Fn() -> bool) -> Result<List, Unanswered> {
+    ask_for(figures, who, should_stop).map(|(ranges, left_out)| List { ranges, left_out })
+}
+
+/// As [`ask`], for what its caches hold.
+///
+/// # Errors
+///
+/// As [`ask`].
+pub fn ask_for_caches(
+    figures: &Path,
+    who: Identity,
+    should_stop: impl Fn() -> bool,
+) -> Result<Vec<(Holder, Usage)>, Unanswered> {
+    ask_for(figures, who, should_stop).map(|(holders, _)| holders)
+}
+
+/// The records of a list, and how many more there were.
+fn ask_for<R: Record>(
+    figures: &Path,
+    who: Identity,
+    should_stop: impl Fn() -> bool,
+) -> Result<(Vec<R>, u64), Unanswered> {
     let begun = Instant::now();
-    let request = make_request(figures).map_err(Unanswered::Refused)?;
+    let request = make_request(figures, R::SUBJECT).map_err(Unanswered::Refused)?;
     stats::with_page_of_asked(figures.as_c_str(), |page| page.ask(request.number)).map_err(Unanswered::Refused)?;
     wake_in_tree(figures, who);
     loop {
-        if let Some(head) = head_of(&request.file).map_err(|_| Unanswered::Damaged)? {
+        if let Some(head) = head_of(&request.file, R::SUBJECT).map_err(|_| Unanswered::Damaged)? {
             return read(&request, head);
         }
         if should_stop() {
@@ -101,10 +124,10 @@ pub fn ask(figures: &Path, who: Identity, should_stop: impl Fn() -> bool) -> Res
 }
 
 /// Makes the file of the first request that nobody makes yet. What lies in the way is left alone, links too.
-fn make_request(figures: &Path) -> io::Result<Request> {
+fn make_request(figures: &Path, subject: Subject) -> io::Result<Request> {
     let last = stats::with_page_of_asked(figures.as_c_str(), Figures::asked)?;
     for number in (1..=MOST_REQUESTS).filter_map(|more| last.checked_add(more)) {
-        let path = published::request_of(figures.as_str(), number).ok_or(io::ErrorKind::InvalidInput)?;
+        let path = published::request_of(figures.as_str(), subject, number).ok_or(io::ErrorKind::InvalidInput)?;
         let mut options = OpenOptions::new();
         options.read(true).write(true).create_new(true).mode(0o600);
         match options.open(path.as_str()) {
@@ -127,7 +150,7 @@ fn wake_in_tree(figures: &Path, who: Identity) {
 }
 
 /// The head, once it is there; an error for something else in its place.
-fn head_of(file: &File) -> io::Result<Option<Head>> {
+fn head_of(file: &File, subject: Subject) -> io::Result<Option<Head>> {
     let mut magic = [0; 8];
     match file.read_exact_at(&mut magic, 0) {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
@@ -139,22 +162,21 @@ fn head_of(file: &File) -> io::Result<Option<Head>> {
     }
     let mut bytes = [0; Head::LEN];
     file.read_exact_at(&mut bytes, 0)?;
-    Head::from_bytes(&bytes).map(Some).ok_or_else(|| io::ErrorKind::InvalidData.into())
+    Head::from_bytes(&bytes, subject).map(Some).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
 /// Reads and checks what the head announces.
-fn read(request: &Request, head: Head) -> Result<List, Unanswered> {
+fn read<R: Record>(request: &Request, head: Head) -> Result<(Vec<R>, u64), Unanswered> {
     if head.errno != 0 {
         return Err(Unanswered::Failed(io::Error::from_raw_os_error(i32::try_from(head.errno).unwrap_or(0))));
     }
-    let expected = head.records.saturating_mul(RECORD_LEN as u64).saturating_add(Head::LEN as u64);
+    let expected = head.records.saturating_mul(R::LEN as u64).saturating_add(Head::LEN as u64);
     let is_whole = request.file.metadata().is_ok_and(|metadata| metadata.len() == expected);
     if head.number != request.number || head.records > MOST_RECORDS || !is_whole {
         return Err(Unanswered::Damaged);
     }
-    let mut bytes = vec![0; head.records as usize * RECORD_LEN];
+    let mut bytes = vec![0; head.records as usize * R::LEN];
     request.file.read_exact_at(&mut bytes, Head::LEN as u64).map_err(|_| Unanswered::Damaged)?;
-    let records = bytes.chunks_exact(RECORD_LEN);
-    let ranges = records.map(|bytes| bytes.try_into().ok().and_then(from_record)).collect::<Option<Vec<_>>>();
-    Ok(List { ranges: ranges.ok_or(Unanswered::Damaged)?, left_out: head.left_out })
+    let records = bytes.chunks_exact(R::LEN).map(R::from_bytes).collect::<Option<Vec<_>>>();
+    Ok((records.ok_or(Unanswered::Damaged)?, head.left_out))
 }

@@ -6,7 +6,6 @@ use super::worker::Worker;
 use super::{File, Mapping};
 use crate::arena::Arena;
 use crate::error::{Error, Result};
-use crate::folio::word::Kind;
 use crate::folio::{Owner, Pool, Taken};
 use crate::reclaim::{Shrinker, Urgency};
 use crate::stats::{self, Counter};
@@ -50,44 +49,15 @@ impl Settings {
     }
 }
 
-/// What a cache holds, in bytes: the rows but `charged` add up to what it has in memory.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Usage {
-    pub name: String,
-    pub node: usize,
-    /// In huge folios that nobody has pinned.
-    pub huge: u64,
-    /// In smaller ones.
-    pub small: u64,
-    /// In folios that somebody has pinned or holds: they stay for now.
-    pub locked: u64,
-    /// Pages without a use.
-    pub free: u64,
-    /// Metadata of the pages.
-    pub frames: u64,
-    /// Nodes of the index of its files.
-    pub index: u64,
-    /// What counts against the limit: folios of files.
-    pub charged: u64,
-    pub limit: u64,
-}
-
-impl Usage {
-    /// All of it.
-    pub fn total(&self) -> u64 {
-        self.huge + self.small + self.locked + self.free + self.frames + self.index
-    }
-}
-
 /// All caches of a process.
 pub struct Caches {
     pub(super) arena: &'static Arena,
     pub(super) nodes: &'static TableNodes,
     pools: [OnceLock<&'static Pool>; MAX_CACHES],
     /// Which pools have a cache, and which.
-    books: Guarded<Vec<(&'static Pool, Weak<Inner>)>>,
+    pub(super) books: Guarded<Vec<(&'static Pool, Weak<Inner>)>>,
     /// So many pools are a parent's: locks of theirs may be held for good, and nothing of theirs is used.
-    inherited: AtomicUsize,
+    pub(super) inherited: AtomicUsize,
     pub(super) worker: Worker,
 }
 
@@ -128,10 +98,12 @@ impl Caches {
             let inner = Arc::new(Inner {
                 caches: self,
                 pool,
+                number: at as u32,
                 generation: self.arena.generation(),
-                name: settings.name,
+                name: settings.name.into(),
                 limit_bytes: settings.limit_bytes,
                 charged_bytes: AtomicU64::new(0),
+                huge_bytes: AtomicU64::new(0),
                 use_huge: AtomicBool::new(settings.use_huge),
                 may_split: settings.may_split,
                 policy: settings.policy,
@@ -143,6 +115,7 @@ impl Caches {
                 flights: Flights::default(),
             });
             *user = Arc::downgrade(&inner);
+            stats::add(Counter::Caches, 1);
             Ok(Cache(inner))
         })
     }
@@ -169,21 +142,14 @@ impl Caches {
         Ok(books.len() - 1)
     }
 
-    fn pools(&self) -> impl Iterator<Item = &'static Pool> {
+    pub(super) fn pools(&self) -> impl Iterator<Item = &'static Pool> {
         self.pools.iter().skip(self.inherited.load(Relaxed)).map_while(|pool| pool.get().copied())
     }
 
-    /// Starts no thread from here on: small folios become huge by [`Cache::collapse_waiting`] alone.
+    /// Starts no thread from here on: small folios become huge by [`Cache::collapse_waiting`] alone, and sparse huge ones small by
+    /// [`Cache::thin_waiting`].
     pub fn collapse_by_hand(&self) {
         self.worker.do_by_hand();
-    }
-
-    /// What each cache holds. Walks all pages: some milliseconds for a gigabyte in small folios.
-    pub fn usage(&self) -> Vec<Usage> {
-        let own = self.inherited.load(Relaxed);
-        let caches: Vec<_> =
-            self.books.with(|books| books[own..].iter().filter_map(|(_, cache)| cache.upgrade()).collect());
-        caches.into_iter().map(|cache| Cache(cache).usage()).collect()
     }
 
     pub(crate) fn acquire_for_fork(&self) {
@@ -207,7 +173,7 @@ impl Caches {
     /// Brings the figures up to date that are found by measuring.
     pub(crate) fn measure(&self) {
         stats::set(Counter::CacheFrames, self.pools().map(Pool::frames_bytes).sum());
-        stats::set(Counter::CacheIndex, self.nodes.resident_bytes());
+        stats::set(Counter::CacheIndex, self.nodes.resident_bytes() + self.files_bytes());
     }
 
     /// Bytes of metadata that are resident.
@@ -248,7 +214,7 @@ impl Shrinker for Caches {
 
 impl Caches {
     /// The next cache from `at` on, which goes behind it.
-    fn next_cache(&self, at: &mut usize) -> Option<Arc<Inner>> {
+    pub(super) fn next_cache(&self, at: &mut usize) -> Option<Arc<Inner>> {
         self.books.with(|books| {
             loop {
                 let cache = books.get(*at)?.1.upgrade();
@@ -276,19 +242,23 @@ impl Caches {
 
 /// Files by their id, and ids that are free.
 #[derive(Default)]
-struct Files {
-    by_id: Vec<Weak<File>>,
-    free: Vec<u32>,
+pub(super) struct Files {
+    pub by_id: Vec<Weak<File>>,
+    pub free: Vec<u32>,
 }
 
 /// The inside of a cache, which its files share.
 pub(crate) struct Inner {
     pub(super) caches: &'static Caches,
     pub(super) pool: &'static Pool,
+    /// Its pool's place among all: no two caches that are there at the same time have one number.
+    pub(super) number: u32,
     pub(super) generation: u16,
-    name: String,
-    limit_bytes: u64,
-    charged_bytes: AtomicU64,
+    pub(super) name: Arc<str>,
+    pub(super) limit_bytes: u64,
+    pub(super) charged_bytes: AtomicU64,
+    /// Of these, in huge folios.
+    pub(super) huge_bytes: AtomicU64,
     use_huge: AtomicBool,
     pub(super) may_split: bool,
     pub(super) policy: Box<dyn Policy>,
@@ -299,7 +269,7 @@ pub(crate) struct Inner {
     /// Nothing was found to evict, or to thin: not looked for before.
     pub(super) evict_after_ns: AtomicU64,
     pub(super) thin_after_ns: AtomicU64,
-    files: Guarded<Files>,
+    pub(super) files: Guarded<Files>,
     pub(super) flights: Flights,
 }
 
@@ -324,8 +294,7 @@ impl Inner {
         let bytes = self.folio_bytes(order);
         self.charge(bytes)?;
         let taken = self.pool.take(order).inspect_err(|_| self.discharge(order))?;
-        let counter = self.counter(order);
-        stats::add(counter, bytes);
+        self.count(order);
         Ok(taken)
     }
 
@@ -357,7 +326,7 @@ impl Inner {
         self.charged_bytes.fetch_sub(self.folio_bytes(order), Relaxed);
     }
 
-    fn counter(&self, order: u8) -> Counter {
+    pub(super) fn counter(&self, order: u8) -> Counter {
         if order > 0 && order == self.pool.chunk_order() || self.pool.page().bytes() >= BLOCK_BYTES {
             Counter::CacheHuge
         } else {
@@ -377,39 +346,50 @@ impl Inner {
         let taken = self.pool.take(order).inspect_err(|_| {
             self.charged_bytes.fetch_sub(more, Relaxed);
         })?;
-        stats::add(self.counter(order), self.folio_bytes(order));
+        self.count(order);
         Ok(taken)
     }
 
     /// Nothing came of [`Inner::take_in_place`].
     pub fn give_in_place(&self, number: u32, order: u8, present_bytes: u64) {
-        let bytes = self.folio_bytes(order);
-        stats::sub(self.counter(order), bytes);
-        self.charged_bytes.fetch_sub(bytes - present_bytes, Relaxed);
+        self.discount(order);
+        self.charged_bytes.fetch_sub(self.folio_bytes(order) - present_bytes, Relaxed);
         self.pool.give(number, order);
     }
 
     /// A page whose place another folio took, with its charge.
     pub fn give_replaced(&self, number: u32) {
-        stats::sub(self.counter(0), self.folio_bytes(0));
+        self.discount(0);
         self.pool.give(number, 0);
     }
 
     /// A folio that the caller has alone goes back.
     pub fn give(&self, number: u32, order: u8) {
-        self.uncount(order);
+        self.discount(order);
+        self.discharge(order);
         self.pool.give(number, order);
     }
 
-    fn uncount(&self, order: u8) {
-        stats::sub(self.counter(order), self.folio_bytes(order));
-        self.discharge(order);
+    fn count(&self, order: u8) {
+        let (counter, bytes) = (self.counter(order), self.folio_bytes(order));
+        stats::add(counter, bytes);
+        if counter == Counter::CacheHuge {
+            self.huge_bytes.fetch_add(bytes, Relaxed);
+        }
+    }
+
+    fn discount(&self, order: u8) {
+        let (counter, bytes) = (self.counter(order), self.folio_bytes(order));
+        stats::sub(counter, bytes);
+        if counter == Counter::CacheHuge {
+            self.huge_bytes.fetch_sub(bytes, Relaxed);
+        }
     }
 
     /// A huge folio has become small ones.
     pub fn count_split(&self) {
         let bytes = self.folio_bytes(self.pool.chunk_order());
-        stats::sub(Counter::CacheHuge, bytes);
+        self.discount(self.pool.chunk_order());
         stats::add(Counter::CacheSmall, bytes);
     }
 
@@ -478,22 +458,18 @@ impl Inner {
         });
     }
 
-    /// Bytes of index nodes, of what stands for each file, and of the list of them.
-    fn index_bytes(&self) -> u64 {
-        let list = self
-            .files
-            .with(|files| files.by_id.capacity() * size_of::<Weak<File>>() + files.free.capacity() * size_of::<u32>());
-        // One by one: the last who has a file may drop its store, which is not done under a lock.
-        let mut id = 0;
-        let known = std::iter::from_fn(|| self.next_file(&mut id));
-        // An `Arc` counts its holders in two words.
-        let of = |file: Arc<File>| file.index_bytes() + (size_of::<File>() + 2 * size_of::<usize>()) as u64;
-        list as u64 + known.map(of).sum::<u64>()
-    }
-
     /// Makes room for `want_bytes` of folios. Returns whether it could.
     pub fn make_room(&self, want_bytes: u64) -> bool {
         self.evict_some(want_bytes) || self.thin_some(want_bytes)
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // A fork child counts its own.
+        if self.check().is_ok() {
+            stats::sub(Counter::Caches, 1);
+        }
     }
 }
 
@@ -578,36 +554,16 @@ impl Cache {
         self.0.caches.worker.step(steps)
     }
 
+    /// Looks at up to `steps` huge folios whether they are sparse, a fraction of a millisecond each, and thins those that are: of
+    /// all caches, at most once around. Only those are looked at to which nothing has happened since the last time around. The
+    /// background does so by itself where it runs. Returns the bytes that came free.
+    pub fn thin_waiting(&self, steps: usize) -> u64 {
+        super::sweep::step(self.0.caches, steps, usize::MAX).freed_bytes
+    }
+
     /// Gives free memory back to the system; returns the bytes. It goes by itself when somebody needs it.
     pub fn give_back(&self) -> u64 {
         self.0.pool.shrink(u64::MAX)
-    }
-
-    /// What it holds now. Walks all pages.
-    pub fn usage(&self) -> Usage {
-        let (inner, pool) = (&self.0, self.0.pool);
-        let mut usage = Usage {
-            name: inner.name.clone(),
-            node: pool.node(),
-            frames: pool.frames_bytes(),
-            index: inner.index_bytes(),
-            charged: self.charged_bytes(),
-            limit: inner.limit_bytes,
-            ..Usage::default()
-        };
-        pool.walk(|_, state| {
-            let bytes = inner.folio_bytes(state.order());
-            match state.kind() {
-                Kind::Live if state.pins() > 0 => usage.locked += bytes,
-                Kind::Live if inner.counter(state.order()) == Counter::CacheHuge => usage.huge += bytes,
-                Kind::Live => usage.small += bytes,
-                Kind::Busy | Kind::Still | Kind::Gone => usage.locked += bytes,
-                Kind::Free | Kind::Tail => {}
-            }
-        });
-        let used = usage.huge + usage.small + usage.locked;
-        usage.free = pool.filled_bytes().saturating_sub(used);
-        usage
     }
 }
 

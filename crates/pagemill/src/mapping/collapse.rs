@@ -6,7 +6,7 @@ use crate::folio::word::Kind;
 use crate::folio::{Owner, Taken};
 use crate::stats::{self, Counter};
 use crate::sync::{Acquire, Relaxed};
-use crate::trace::{self, Event};
+use crate::trace::Event;
 use crate::xarray as epoch;
 
 /// Most pages of a huge folio.
@@ -74,8 +74,11 @@ impl File {
             return failed(Error::Busy { what: "the range was changed meanwhile" });
         }
         parts.free();
+        if parts.first_gap().is_some() {
+            self.note_sparse(taken.number);
+        }
         stats::add(counter, 1);
-        trace::event(Event::FolioCollapsed, span.start, u64::from(order));
+        self.trace(Event::FolioCollapsed, span.start, order);
         Ok(true)
     }
 

@@ -7,8 +7,9 @@ use crate::error::{Error, Result};
 use crate::folio::{Frame, Owner, Taken};
 use crate::stats::{self, Counter};
 use crate::sync::{Acquire, Relaxed};
-use crate::trace::{self, Event};
+use crate::trace::Event;
 use crate::xarray::{self as epoch, Found};
+use std::ops::Range;
 
 /// A folio that is pinned, and which of its bytes are meant.
 pub(super) struct Place {
@@ -24,6 +25,16 @@ pub(super) enum Content<'bytes> {
     Stored,
     /// As [`Content::Stored`], with these at an offset of the file.
     Written(u64, &'bytes [u8]),
+}
+
+impl Content<'_> {
+    /// Whether it is written all over this range.
+    fn fills(&self, range: Range<u64>) -> bool {
+        match self {
+            Self::Stored => false,
+            Self::Written(from, bytes) => *from <= range.start && from + bytes.len() as u64 >= range.end,
+        }
+    }
 }
 
 /// Most pages that a write makes under one lock of the index: those of one node.
@@ -146,7 +157,7 @@ impl File {
         // What the store has is stale once it was cut off.
         let revoked = self.revoked.load(Acquire);
         let Some((fresh, flight)) = self.make(index, cause, content)? else { return Ok(None) };
-        let (order, first, last) = (fresh.order, fresh.first, fresh.last());
+        let (order, number, first, last) = (fresh.order, fresh.numbers[0], fresh.first, fresh.last());
         let mut stock = self.tree.prepare(first, last, u32::from(order))?;
         let mut writer = self.tree.lock();
         if writer.next(first, last).is_some() || self.revoked.load(Relaxed) != revoked {
@@ -162,13 +173,16 @@ impl File {
         }
         drop((writer, flight));
         self.note_made(first, order);
+        if order > 0 && !content.fills(self.offset_of(first)..self.offset_of(last + 1)) {
+            self.note_sparse(number);
+        }
         Ok(Some(self.offset_of(last + 1)))
     }
 
     /// A folio has come into the index.
     pub(super) fn note_made(&self, first: u64, order: u8) {
         if order > 0 {
-            trace::event(Event::FolioMade, first, u64::from(order));
+            self.trace(Event::FolioMade, first, order);
             stats::add(Counter::HugeAllocated, 1);
         }
     }

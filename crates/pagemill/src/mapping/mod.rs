@@ -6,6 +6,7 @@
 //!       XArray    page index -> frame number; a huge folio is one entry   ../xarray
 //!       Pool      pages, their words and bytes                            ../folio
 //!     Worker    makes huge folios of small ones, behind                 (worker, collapse)
+//!               and small ones of those that hold little                (sweep, thin)
 //! ```
 //!
 //! **Reading** takes no lock and writes to no shared line: look the index up, look at the folio's word and owner, copy, look
@@ -38,22 +39,26 @@ mod seek;
 #[cfg(all(test, shuttle))]
 mod shuttle_tests;
 mod split;
+mod sweep;
 mod sync;
 mod thin;
 mod truncate;
+mod usage;
 mod worker;
 mod write;
 mod zero;
 
-pub use cache::{Cache, Caches, MAX_CACHES, Settings, Usage};
+pub use cache::{Cache, Caches, MAX_CACHES, Settings};
 pub use pin::{Exclusive, Pin, Pins};
 pub use policy::Policy;
 pub use queue::{Fetch, Fetched, Queue};
+pub use usage::{Holder, Usage};
 
 use crate::error::{Error, Result};
 use crate::folio::{Owner, Pool};
 use crate::store::Store;
 use crate::sync::{Acquire, AtomicU32, AtomicU64, Lock, Patience, Relaxed, Release};
+use crate::trace::{self, Event};
 use crate::xarray::{Node, TableNodes, XArray};
 use gate::Gate;
 use std::ops::Range;
@@ -150,9 +155,15 @@ impl File {
         }
     }
 
-    /// Bytes of its index.
-    fn index_bytes(&self) -> u64 {
+    /// Bytes of its index's nodes.
+    fn node_bytes(&self) -> u64 {
         u64::from(self.tree.node_count()) * size_of::<Node>() as u64
+    }
+
+    /// Records what became of a folio of several pages.
+    fn trace(&self, event: Event, index: u64, order: u8) {
+        let cache = u64::from(self.cache.number);
+        trace::event_in_parts(event, [(index, u64::from(self.id)), (u64::from(order), cache)]);
     }
 
     #[inline]

@@ -131,7 +131,19 @@ impl File {
 
     fn wants_folio_for_hole(&self, index: u64) -> bool {
         let span = self.span_of(index);
-        let ask = Ask {
+        let is_wanted = match self.choose_for_hole(index) {
+            Choice::Nothing => false,
+            Choice::Small => true,
+            // Beside others it would be a small one.
+            Choice::Huge => self.tree.next(span.start, span.end - 1, &epoch::pin()).is_none(),
+        };
+        // What cannot be had is zero without memory.
+        is_wanted && self.cache.has_room()
+    }
+
+    pub(super) fn choose_for_hole(&self, index: u64) -> Choice {
+        let span = self.span_of(index);
+        self.cache.policy.choose(&Ask {
             cause: Cause::Read,
             offset: self.offset_of(span.start),
             span_bytes: self.cache.folio_bytes(self.pool().chunk_order()),
@@ -139,8 +151,6 @@ impl File {
             present_bytes: 0,
             size_bytes: self.size_bytes(),
             streak_bytes: 0,
-        };
-        // What cannot be had is zero without memory.
-        self.cache.policy.choose(&ask) != Choice::Nothing && self.cache.has_room()
+        })
     }
 }

@@ -61,11 +61,22 @@ fn cache() -> Cache {
 struct Model {
     file: Mapping,
     byte: u8,
+    pages: u64,
+    /// Moves on when a pin or hold begins, and when it is about to end: odd while there is one. Only of one thread.
+    kept: std::sync::atomic::AtomicU32,
 }
 
 impl Model {
+    fn new(cache: &Cache, byte: u8, pages: u64) -> Self {
+        Self { file: cache.create().unwrap(), byte, pages, kept: std::sync::atomic::AtomicU32::new(0) }
+    }
+
+    fn a_page(&self) -> u64 {
+        one_of(self.pages as usize) as u64
+    }
+
     fn write(&self) {
-        let page = one_of(PAGES as usize) as u64;
+        let page = self.a_page();
         // A whole page, or its beginning, or its end.
         let (at, len) = [(0, PAGE), (0, SAMPLE), (PAGE - SAMPLE, SAMPLE)][one_of(3)];
         let written = self.file.write_at(&vec![self.byte; len], page * PAGE as u64 + at as u64);
@@ -78,47 +89,74 @@ impl Model {
     }
 
     fn read(&self) {
-        let page = one_of(PAGES as usize) as u64;
+        let page = self.a_page();
         let at = page * PAGE as u64 + [0, PAGE - SAMPLE][one_of(2)] as u64;
         let mut bytes = [0; SAMPLE];
         let len = self.file.read_at(&mut bytes, at).unwrap();
         self.check(&bytes[..len]);
     }
 
+    /// What is kept stays one folio, at its place.
     fn pin(&self) {
-        let page = one_of(PAGES as usize) as u64;
-        if let Ok(Some(pin)) = self.file.pin_present(page * PAGE as u64) {
+        if let Ok(Some(pin)) = self.file.pin_present(self.a_page() * PAGE as u64) {
+            self.kept.fetch_add(1, Relaxed);
             let mut bytes = [0; SAMPLE];
             for _ in 0..2 {
                 pin.read_at(&mut bytes, 0);
                 self.check(&bytes);
                 shuttle::thread::yield_now();
             }
+            self.kept.fetch_add(1, Relaxed);
         }
     }
 
     fn hold(&self) {
-        let page = one_of(PAGES as usize) as u64;
-        if let Ok(mut held) = self.file.hold(page * PAGE as u64) {
+        if let Ok(mut held) = self.file.hold(self.a_page() * PAGE as u64) {
+            self.kept.fetch_add(1, Relaxed);
             self.check(&held[..SAMPLE]);
             held[..SAMPLE].fill(0);
             shuttle::thread::yield_now();
             assert!(held[..SAMPLE].iter().all(|byte| *byte == 0), "nobody else writes");
             held[..SAMPLE].fill(self.byte);
+            self.kept.fetch_add(1, Relaxed);
         }
     }
 
-    fn disturb(&self) {
-        let offset = one_of(PAGES as usize) as u64 * PAGE as u64 + one_of(2) as u64 * SAMPLE as u64;
+    /// Makes other folios of the same bytes; returns whether it did.
+    fn reshape(&self) -> bool {
+        let offset = self.a_page() * PAGE as u64;
+        let done = match one_of(4) {
+            0 | 1 => self.file.split(offset),
+            2 => self.file.collapse(offset),
+            _ => self.file.thin().map(|_| false),
+        };
+        assert!(matches!(done, Ok(_) | Err(Error::Busy { .. })), "{done:?}");
+        done.unwrap_or(false)
+    }
+
+    /// Takes pages out of the file, or their bytes.
+    fn remove(&self) {
+        let offset = self.a_page() * PAGE as u64 + one_of(2) as u64 * SAMPLE as u64;
         let len = [SAMPLE, PAGE, 2 * PAGE][one_of(3)] as u64;
-        let done = match one_of(7) {
+        let done = match one_of(3) {
             0 => self.file.truncate(offset),
             1 => self.file.punch_hole(offset, len).map(drop),
-            2 => self.file.zero_range(offset, len),
-            3 | 4 => self.file.collapse(offset).map(drop),
-            _ => self.file.split(offset).map(drop),
+            _ => self.file.zero_range(offset, len),
         };
         assert!(matches!(done, Ok(()) | Err(Error::Busy { .. })), "{done:?}");
+    }
+
+    fn disturb(&self) {
+        if one_of(7) < 3 { self.remove() } else { _ = self.reshape() }
+    }
+
+    /// All that it has is its own.
+    fn check_all(&self) {
+        for page in 0..self.pages {
+            let mut bytes = vec![0; PAGE];
+            let len = self.file.read_at(&mut bytes, page * PAGE as u64).unwrap();
+            self.check(&bytes[..len]);
+        }
     }
 
     fn act(&self, which: usize) {
@@ -127,6 +165,8 @@ impl Model {
             1 => self.read(),
             2 => self.pin(),
             3 => self.hold(),
+            RESHAPE => _ = self.reshape(),
+            REMOVE => self.remove(),
             _ => self.disturb(),
         }
     }
@@ -138,7 +178,7 @@ fn model(threads: &'static [&'static [usize]]) {
     let awaited = stats::get(Counter::FoliosAwaited);
     let runs = run_in_many_orders(1, move || {
         let cache = cache();
-        let models: Arc<[Model; 2]> = Arc::new([1, 2].map(|byte| Model { file: cache.create().unwrap(), byte }));
+        let models: Arc<[Model; 2]> = Arc::new([1, 2].map(|byte| Model::new(&cache, byte, PAGES)));
         models.iter().for_each(Model::write);
         let threads: Vec<_> = threads
             .iter()
@@ -148,29 +188,59 @@ fn model(threads: &'static [&'static [usize]]) {
             })
             .collect();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
-        for model in models.iter() {
-            for page in 0..PAGES {
-                let mut bytes = vec![0; PAGE];
-                let len = model.file.read_at(&mut bytes, page * PAGE as u64).unwrap();
-                model.check(&bytes[..len]);
-            }
-        }
+        models.iter().for_each(Model::check_all);
         drop(models);
-        assert_eq!(cache.charged_bytes(), 0);
-        let usage = cache.usage();
-        assert_eq!((usage.huge, usage.small, usage.locked), (0, 0, 0), "{usage:?}");
+        assert_is_empty(&cache);
     });
     assert!(runs < 100 || stats::get(Counter::FoliosAwaited) > awaited, "nobody met another");
 }
 
-/// Random ones, and such as have few preemptions; returns how many of the first. Of the second so many `times` as many.
+fn assert_is_empty(cache: &Cache) {
+    let usage = cache.usage();
+    assert_eq!((usage.charged, usage.huge, usage.small, usage.locked), (0, 0, 0, 0), "{usage:?}");
+}
+
+/// Two threads at one range of one file, each at one thing: a cell of the table in docs/states-and-locks.md, and the one across
+/// its diagonal. Whose folio is kept by a pin or a hold finds it as it was.
+fn beside(first: usize, then: usize) {
+    run_in_many_orders(0, move || {
+        let cache = cache();
+        let model = Arc::new(Model::new(&cache, 1, 2));
+        (0..model.pages).for_each(|page| {
+            assert_eq!(model.file.write_at(&[1; SAMPLE], page * PAGE as u64).unwrap(), SAMPLE);
+        });
+        let other = model.clone();
+        let other = shuttle::thread::spawn(move || {
+            for _ in 0..2 {
+                let kept = other.kept.load(Relaxed);
+                if then == RESHAPE && first != then {
+                    let is_done = other.reshape();
+                    let is_kept = kept % 2 == 1 && other.kept.load(Relaxed) == kept;
+                    assert!(!(is_done && is_kept), "a kept folio was made another");
+                } else {
+                    other.act(then);
+                }
+            }
+        });
+        (0..2).for_each(|_| model.act(first));
+        other.join().unwrap();
+        model.check_all();
+        drop(model);
+        assert_is_empty(&cache);
+    });
+}
+
+/// Random ones, and such as have few preemptions; returns how many of the first. Of the second so many `times` as many;
+/// 0: of both a quarter.
 ///
 /// One model at a time: all share one arena, whose locks know nothing of another model's threads, and who waits for one that
 /// the system has taken the processor from makes any number of steps.
 fn run_in_many_orders(times: usize, run: impl Fn() + Clone + Send + Sync + 'static) -> usize {
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock();
-    let runs = std::env::var("SHUTTLE_RUNS").map_or(1000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
+    let runs: usize =
+        std::env::var("SHUTTLE_RUNS").map_or(1000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
+    let (runs, times) = if times == 0 { (runs.div_ceil(4), 1) } else { (runs, times) };
     let config = || {
         let mut config = Config::new();
         (config.stack_size, config.max_steps) = (BLOCK_BYTES / 4, MaxSteps::FailAfter(MOST_STEPS));
@@ -192,7 +262,7 @@ fn run_in_many_orders(times: usize, run: impl Fn() + Clone + Send + Sync + 'stat
 fn a_page_that_another_file_takes() {
     run_in_many_orders(MANY, || {
         let cache = cache();
-        let models: Arc<[Model; 2]> = Arc::new([1, 2].map(|byte| Model { file: cache.create().unwrap(), byte }));
+        let models: Arc<[Model; 2]> = Arc::new([1, 2].map(|byte| Model::new(&cache, byte, PAGES)));
         let write = |model: &Model| assert_eq!(model.file.write_at(&vec![model.byte; PAGE], 0).unwrap(), PAGE);
         write(&models[0]);
         let taker = models.clone();
@@ -216,7 +286,9 @@ const WRITE: usize = 0;
 const READ: usize = 1;
 const PIN: usize = 2;
 const HOLD: usize = 3;
-const DISTURB: usize = 4;
+const RESHAPE: usize = 4;
+const REMOVE: usize = 5;
+const DISTURB: usize = 6;
 
 #[test]
 fn readers_beside_one_who_truncates_splits_and_collapses() {
@@ -236,4 +308,95 @@ fn holders_beside_pins_and_truncations() {
 #[test]
 fn two_who_truncate_split_and_collapse() {
     model(&[&[DISTURB, DISTURB, WRITE], &[DISTURB, WRITE, DISTURB], &[READ, WRITE, READ]]);
+}
+
+/// A pin is what a write begins with: in the table they are one.
+#[test]
+fn pins_beside_splits() {
+    beside(PIN, RESHAPE);
+}
+
+#[test]
+fn pins_beside_removals() {
+    beside(PIN, REMOVE);
+}
+
+#[test]
+fn pins_beside_holders() {
+    beside(PIN, HOLD);
+}
+
+#[test]
+fn reads_beside_reads() {
+    beside(READ, READ);
+}
+
+#[test]
+fn reads_beside_writes() {
+    beside(READ, WRITE);
+}
+
+#[test]
+fn reads_beside_holders() {
+    beside(READ, HOLD);
+}
+
+#[test]
+fn reads_beside_splits() {
+    beside(READ, RESHAPE);
+}
+
+#[test]
+fn reads_beside_removals() {
+    beside(READ, REMOVE);
+}
+
+#[test]
+fn writes_beside_writes() {
+    beside(WRITE, WRITE);
+}
+
+#[test]
+fn writes_beside_holders() {
+    beside(WRITE, HOLD);
+}
+
+#[test]
+fn writes_beside_splits() {
+    beside(WRITE, RESHAPE);
+}
+
+#[test]
+fn writes_beside_removals() {
+    beside(WRITE, REMOVE);
+}
+
+#[test]
+fn holders_beside_holders() {
+    beside(HOLD, HOLD);
+}
+
+#[test]
+fn holders_beside_splits() {
+    beside(HOLD, RESHAPE);
+}
+
+#[test]
+fn holders_beside_removals() {
+    beside(HOLD, REMOVE);
+}
+
+#[test]
+fn splits_beside_splits() {
+    beside(RESHAPE, RESHAPE);
+}
+
+#[test]
+fn splits_beside_removals() {
+    beside(RESHAPE, REMOVE);
+}
+
+#[test]
+fn removals_beside_removals() {
+    beside(REMOVE, REMOVE);
 }

@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::folio::Owner;
 use crate::folio::word::Kind;
 use crate::stats::{self, Counter};
-use crate::trace::{self, Event};
+use crate::trace::Event;
 use crate::xarray as epoch;
 
 impl Mapping {
@@ -68,7 +68,7 @@ impl File {
             self.note_revived(part, self.pool().word(part).thaw_as_page(frozen.is_dirty()));
         }
         stats::add(counter, 1);
-        trace::event(Event::FolioSplit, hit.first(), u64::from(order));
+        self.trace(Event::FolioSplit, hit.first(), order);
         Ok(true)
     }
 }

@@ -1,6 +1,7 @@
 //! The reverse of collapsing: huge folios that hold little are split, and what of them is zero or past the end goes.
 
 use super::cache::Inner;
+use super::policy::Choice;
 use super::{File, Mapping};
 use crate::error::Result;
 use crate::folio::word::Kind;
@@ -13,6 +14,17 @@ const FUTILE_NS: u64 = 100_000_000;
 
 /// A huge folio is worth splitting if a quarter of it comes free.
 const WORTH_DIVISOR: u64 = 4;
+
+/// What came of a look at a huge folio.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Look {
+    /// It holds too much.
+    Dense,
+    /// Somebody uses it.
+    Refused,
+    /// So many bytes came free.
+    Thinned(u64),
+}
 
 impl Mapping {
     /// Gives back what huge folios of the file hold for nothing: pages past its end, and such of zeros only, where that is a quarter
@@ -36,28 +48,42 @@ impl File {
         }
         let (mut freed, mut at) = (0, 0);
         while let Some(found) = { self.tree.next(at, crate::folio::Owner::MAX_INDEX - 1, &epoch::pin()) } {
-            if found.order > 0 {
-                freed += self.thin_at(found.first, found.value as u32, 1 << found.order);
+            if found.order > 0
+                && let Look::Thinned(bytes) =
+                    self.thin_at(found.first, found.value as u32, 1 << found.order, Counter::HugeSplitForReclaim)
+            {
+                freed += bytes;
             }
             at = found.last() + 1;
         }
         freed
     }
 
+    /// Thins one huge folio behind, where nobody waits for memory. Where the policy would make it anew for the next who reads a
+    /// hole, a page stays: beside others there is no room for a huge one.
+    pub(super) fn thin_behind(&self, first: u64, number: u32) -> Look {
+        self.thin_at(first, number, 1 << self.pool().chunk_order(), Counter::HugeSplitBehind)
+    }
+
     /// Thins one huge folio, if it is worth it.
-    fn thin_at(&self, first: u64, number: u32, pages: u64) -> u64 {
+    fn thin_at(&self, first: u64, number: u32, pages: u64, counter: Counter) -> Look {
         // A first look without anything held: what is found is checked again, page by page.
         let end = self.index_of(self.size_bytes() + self.page_bytes() as u64 - 1);
         let is_live = self.pool().word(number).load().kind() == Kind::Live;
         let is_empty = |page: u64| is_live && (first + page >= end || self.pool().is_page_zero(number + page as u32));
         let empty = (0..pages).filter(|page| is_empty(*page)).count() as u64;
-        if empty < pages / WORTH_DIVISOR || !matches!(self.split_at(first, Counter::HugeSplitForReclaim), Ok(true)) {
-            return 0;
+        if empty < pages / WORTH_DIVISOR {
+            return Look::Dense;
         }
-        let freed = (first..first + pages).filter(|index| self.drop_zero_page(*index)).count();
+        if !matches!(self.split_at(first, counter), Ok(true)) {
+            return Look::Refused;
+        }
+        let would_come_again = || self.choose_for_hole(first) != Choice::Nothing;
+        let kept = u64::from(counter == Counter::HugeSplitBehind && empty == pages && would_come_again());
+        let freed = (first + kept..first + pages).filter(|index| self.drop_zero_page(*index)).count();
         let bytes = freed as u64 * self.page_bytes() as u64;
         stats::add(Counter::CacheThinned, bytes);
-        bytes
+        Look::Thinned(bytes)
     }
 
     /// Takes a small folio out if it holds zeros only; returns whether it did.

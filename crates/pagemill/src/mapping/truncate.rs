@@ -82,6 +82,7 @@ impl File {
         let at = (size_bytes - self.offset_of(place.first)) as usize;
         let len_bytes = self.cache.folio_bytes(place.order) as usize;
         self.pool().zero(place.number, at, len_bytes - at);
+        self.note_zeroed(&place);
         self.cache.unpin(place.number);
     }
 
@@ -100,6 +101,7 @@ impl File {
                     let end = to.min(begin + self.cache.folio_bytes(place.order));
                     self.pool().zero(place.number, (at - begin) as usize, (end - at) as usize);
                     self.pool().word(place.number).set_dirty();
+                    self.note_zeroed(&place);
                     self.cache.unpin(place.number);
                     end
                 }

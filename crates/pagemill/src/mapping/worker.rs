@@ -1,8 +1,9 @@
-//! Work that nobody waits for: small folios that became dense are made huge.
+//! Work that nobody waits for: small folios that became dense are made huge, huge ones that hold little are found ([`sweep`]).
 
 use super::File;
 use super::cache::Caches;
 use super::policy::{Ask, Cause, Choice};
+use super::sweep::{self, Sweep};
 use crate::error::Error;
 use crate::stats::Counter;
 use crate::sync::{Guarded, Relaxed};
@@ -34,6 +35,7 @@ pub(crate) struct Worker {
     is_started: AtomicBool,
     /// The program does the work itself.
     is_by_hand: AtomicBool,
+    pub(super) sweep: Sweep,
 }
 
 impl File {
@@ -85,16 +87,21 @@ impl Worker {
             }
         });
         drop(file);
-        if !self.is_by_hand.load(Relaxed) {
+        if !self.is_by_hand() {
             self.ring(caches);
         }
     }
 
+    pub fn is_by_hand(&self) -> bool {
+        self.is_by_hand.load(Relaxed)
+    }
+
+    /// There is work for the thread.
     #[cfg(shuttle)]
-    fn ring(&self, _caches: &'static Caches) {}
+    pub fn ring(&self, _caches: &'static Caches) {}
 
     #[cfg(not(shuttle))]
-    fn ring(&self, caches: &'static Caches) {
+    pub fn ring(&self, caches: &'static Caches) {
         self.bell.fetch_add(1, Relaxed);
         if !self.is_started.swap(true, AcqRel) {
             if thread::spawn(c"pagemill-pages", caches).is_err() {
@@ -129,20 +136,23 @@ impl Worker {
 
     pub(super) fn acquire_for_fork(&self) {
         self.waiting.acquire_when(|_| true);
+        self.sweep.acquire_for_fork();
     }
 
     pub(super) fn release_after_fork(&self) {
+        self.sweep.release_after_fork();
         self.waiting.release();
     }
 
     /// In a fork child, which has no thread for it.
     pub(super) fn begin_child(&self) {
         self.is_started.store(false, Relaxed);
+        self.sweep.begin_child();
     }
 }
 
 impl thread::Work for Caches {
-    /// Sleeps until a range is proposed; goes after all others.
+    /// Sleeps until a range is proposed, or it is time to look for sparse folios; goes after all others.
     fn work(&'static self) {
         thread::defer();
         loop {
@@ -150,7 +160,8 @@ impl thread::Work for Caches {
             while self.worker.waiting.with(|queue| !queue.is_empty()) {
                 self.worker.step(1);
             }
-            futex::wait(&self.worker.bell, bell, None, Scope::Private);
+            let rest = sweep::go_on(self);
+            futex::wait(&self.worker.bell, bell, rest, Scope::Private);
         }
     }
 }

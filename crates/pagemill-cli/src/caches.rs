@@ -1,0 +1,246 @@
+//! What the caches of a process hold, each by its name and by node: asked of the process itself.
+
+use crate::asking::{Interrupt, reason};
+use pagemill::listing::{self, Unanswered};
+use pagemill::mapping::{Holder, Usage};
+use pagemill::stats::{Counter, Snapshot};
+use pagemill::units::Bytes;
+use pagemill_sys::file::Path;
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+/// What a process says of its caches.
+pub enum Answer {
+    /// One row after the other; none where it has no cache.
+    Rows(Vec<(Holder, Usage)>),
+    /// There is none, and why.
+    None(String),
+}
+
+/// The answers of all Pagemills of the process, unless somebody interrupts.
+pub fn ask(found: &[(Path, Snapshot)], interrupt: &Interrupt) -> Option<Answer> {
+    let mut rows = Vec::new();
+    // Who has none is not woken to say so.
+    let has_caches = |snapshot: &Snapshot| snapshot.get(Counter::Caches) > 0 || snapshot.get(Counter::Cache) > 0;
+    for (path, snapshot) in found.iter().filter(|(_, snapshot)| has_caches(snapshot)) {
+        // Nobody would answer.
+        let answer = if snapshot.get(Counter::Helpers) == 0 {
+            Err(Unanswered::Late)
+        } else {
+            listing::ask_for_caches(path, snapshot.who, || interrupt.has_come())
+        };
+        match answer {
+            Ok(part) => rows.extend(part),
+            Err(Unanswered::Stopped) => return None,
+            Err(error) => return Some(Answer::None(format!("{error}{}", reason(&error, snapshot)))),
+        }
+    }
+    Some(Answer::Rows(rows))
+}
+
+/// A column: its name, and where it is found.
+type Part = (&'static str, fn(&Usage) -> u64);
+
+/// Columns that add up to what a cache has in memory.
+const PARTS: [Part; 6] = [
+    ("huge", |usage| usage.huge),
+    ("small", |usage| usage.small),
+    ("locked", |usage| usage.locked),
+    ("free", |usage| usage.free),
+    ("frames", |usage| usage.frames),
+    ("index", |usage| usage.index),
+];
+
+/// Sums of the parts. They come from another process: they saturate.
+type Sums = [u64; PARTS.len()];
+
+fn add(sums: &mut Sums, usage: &Usage) {
+    for (sum, (_, of)) in sums.iter_mut().zip(PARTS) {
+        *sum = sum.saturating_add(of(usage));
+    }
+}
+
+fn sums_of(rows: &[(Holder, Usage)]) -> Sums {
+    let mut sums = Sums::default();
+    rows.iter().for_each(|(_, usage)| add(&mut sums, usage));
+    sums
+}
+
+/// Nodes of indices that nobody uses lie on none of them.
+fn nodes_of(rows: &[(Holder, Usage)]) -> BTreeMap<usize, Sums> {
+    let mut nodes: BTreeMap<usize, Sums> = BTreeMap::new();
+    for (_, usage) in rows.iter().filter(|(holder, _)| *holder != Holder::SpareNodes) {
+        add(nodes.entry(usage.node).or_default(), usage);
+    }
+    nodes
+}
+
+fn holder_name(holder: Holder, usage: &Usage) -> String {
+    match holder {
+        Holder::Cache => usage.name.to_string(),
+        Holder::IdlePool => "(no cache)".to_owned(),
+        Holder::SpareNodes => "(spare nodes)".to_owned(),
+    }
+}
+
+impl Answer {
+    /// A figure as of now, where it is published as of the last measurement only.
+    pub fn now(&self, counter: Counter) -> Option<u64> {
+        let Self::Rows(rows) = self else { return None };
+        let [.., frames, index] = sums_of(rows);
+        match counter {
+            Counter::CacheFrames if !rows.is_empty() => Some(frames),
+            Counter::CacheIndex if !rows.is_empty() => Some(index),
+            _ => None,
+        }
+    }
+
+    /// A table, behind that of the process; nothing where there is no cache.
+    pub fn text(&self) -> String {
+        let mut text = String::new();
+        let rows = match self {
+            Self::Rows(rows) => rows,
+            Self::None(why) => {
+                let _ = writeln!(text, "  caches one by one: not known, only the sums above: {why}");
+                return text;
+            }
+        };
+        if rows.is_empty() {
+            return text;
+        }
+        let width = rows.iter().map(|(holder, usage)| holder_name(*holder, usage).chars().count()).max().unwrap_or(0);
+        let width = width.max("all on node 0".len());
+        let _ = write!(text, "  {:<width$}  {:>3} {:>4}", "CACHE", "#", "NODE");
+        PARTS.iter().for_each(|(name, _)| _ = write!(text, " {:>9}", name.to_uppercase()));
+        let _ = writeln!(text, " {:>9} {:>9} {:>9}", "CHARGED", "LIMIT", "PAGE");
+        let amount = |bytes: u64| Bytes(bytes).to_string();
+        let mut row = |name: &str, number: String, node: String, sums: &Sums, rest: String| {
+            let _ = write!(text, "  {name:<width$}  {number:>3} {node:>4}");
+            sums.iter().for_each(|bytes| _ = write!(text, " {:>9}", amount(*bytes)));
+            let _ = writeln!(text, "{rest}");
+        };
+        for (holder, usage) in rows {
+            let mut sums = Sums::default();
+            add(&mut sums, usage);
+            let (number, node) = match holder {
+                Holder::SpareNodes => (String::new(), String::new()),
+                _ => (usage.number.to_string(), usage.node.to_string()),
+            };
+            let rest = match holder {
+                Holder::Cache => {
+                    let page = amount(usage.page_bytes as u64);
+                    let some = if usage.is_partial { "  in part" } else { "" };
+                    format!(" {:>9} {:>9} {page:>9}{some}", amount(usage.charged), amount(usage.limit))
+                }
+                _ => String::new(),
+            };
+            row(&holder_name(*holder, usage), number, node, &sums, rest);
+        }
+        for (node, sums) in nodes_of(rows) {
+            row(&format!("all on node {node}"), String::new(), String::new(), &sums, String::new());
+        }
+        row("all", String::new(), String::new(), &sums_of(rows), String::new());
+        if rows.iter().any(|(_, usage)| usage.is_partial) {
+            text.push_str("  in part: not all was looked at in time; more may be locked, and in the index\n");
+        }
+        text
+    }
+
+    /// Puts its rows into an object.
+    pub fn json_into(&self, object: &mut Map<String, Value>) {
+        let rows = match self {
+            Self::Rows(rows) => rows,
+            Self::None(why) => {
+                object.insert("caches".into(), Value::Null);
+                object.insert("caches_unknown".into(), json!(why));
+                return;
+            }
+        };
+        let parts_of = |sums: &Sums| -> Map<String, Value> {
+            PARTS.iter().zip(sums).map(|((name, _), bytes)| ((*name).to_owned(), json!(bytes))).collect()
+        };
+        let caches = rows.iter().map(|(holder, usage)| {
+            let mut sums = Sums::default();
+            add(&mut sums, usage);
+            let mut row = parts_of(&sums);
+            let holder_word = match holder {
+                Holder::Cache => "cache",
+                Holder::IdlePool => "idle",
+                Holder::SpareNodes => "spare_nodes",
+            };
+            row.insert("holder".into(), json!(holder_word));
+            if *holder != Holder::SpareNodes {
+                row.insert("number".into(), json!(usage.number));
+                row.insert("node".into(), json!(usage.node));
+                row.insert("page".into(), json!(usage.page_bytes));
+            }
+            if *holder == Holder::Cache {
+                row.insert("name".into(), json!(&*usage.name));
+                row.insert("charged".into(), json!(usage.charged));
+                row.insert("limit".into(), json!(usage.limit));
+                row.insert("in_part".into(), json!(usage.is_partial));
+            }
+            Value::Object(row)
+        });
+        object.insert("caches".into(), caches.collect());
+        let nodes = nodes_of(rows).into_iter().map(|(node, sums)| (node.to_string(), Value::Object(parts_of(&sums))));
+        object.insert("cache_nodes".into(), Value::Object(nodes.collect()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn usage(name: &str, node: usize, bytes: u64) -> Usage {
+        let parts = Usage { huge: bytes, small: bytes, locked: bytes, free: bytes, ..Usage::default() };
+        Usage { name: name.into(), node, frames: bytes, index: bytes, charged: bytes, limit: bytes, ..parts }
+    }
+
+    /// A row for each holder, by node, and all; what nobody has is on no node.
+    #[test]
+    fn rows_add_up() {
+        const KIB: u64 = 1 << 10;
+        let rows = vec![
+            (Holder::Cache, usage("tiles", 0, KIB)),
+            (Holder::Cache, Usage { is_partial: true, ..usage("rows", 1, 2 * KIB) }),
+            (Holder::IdlePool, usage("", 1, 4 * KIB)),
+            (Holder::SpareNodes, Usage { index: 8 * KIB, ..Usage::default() }),
+        ];
+        let answer = Answer::Rows(rows);
+        let text = answer.text();
+        let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_ascii_whitespace().collect()).collect();
+        let numbers = |line: &[&str], last: &str| {
+            let kib = line.iter().filter(|word| **word == "KiB").count();
+            assert!(kib >= 5 && line.join(" ").contains(last), "{line:?}");
+        };
+        assert!(lines[1].starts_with(&["tiles", "0", "0", "1", "KiB"]) && !lines[1].contains(&"part"));
+        assert!(lines[2].ends_with(&["in", "part"]));
+        numbers(&lines[5], "all on node 0 1 KiB");
+        numbers(&lines[6], "all on node 1 6 KiB");
+        numbers(&lines[7], "all 7 KiB 7 KiB 7 KiB 7 KiB 7 KiB 15 KiB");
+        assert!(lines[8].starts_with(&["in", "part:"]));
+        assert_eq!(
+            (answer.now(Counter::CacheFrames), answer.now(Counter::CacheIndex)),
+            (Some(7 * KIB), Some(15 * KIB))
+        );
+        let mut object = Map::new();
+        answer.json_into(&mut object);
+        assert_eq!((&object["caches"][1]["name"], &object["caches"][3]["index"]), (&json!("rows"), &json!(8 * KIB)));
+        assert_eq!(object["cache_nodes"]["1"]["free"], 6 * KIB);
+    }
+
+    /// Sums that nobody can have overflow nothing; without caches there is nothing to say, without an answer that is said.
+    #[test]
+    fn absurd_answers_are_survived() {
+        let absurd = Answer::Rows(vec![(Holder::Cache, usage("x", usize::MAX, u64::MAX)); 3]);
+        assert!(absurd.text().contains("15.9 EiB"));
+        assert_eq!(Answer::Rows(Vec::new()).text(), "");
+        let mut object = Map::new();
+        let none = Answer::None("it has ended".to_owned());
+        none.json_into(&mut object);
+        assert!(none.text().contains("it has ended") && object["caches"].is_null());
+        assert_eq!(none.now(Counter::CacheIndex), None);
+    }
+}

@@ -1,0 +1,118 @@
+//! A record a cache, 128 bytes: 0 name, padded with zeros; 40 bytes of a page; 48 number (u32); 52 node (u32); 56 whose it is (0 a
+//! cache's, 1 an idle pool's, 2 spare nodes'); 57 whether not all was looked at; 64 huge; 72 small; 80 locked; 88 free; 96 frames;
+//! 104 index; 112 charged; 120 limit.
+
+use super::{Record, u32_at, u64_at};
+use crate::mapping::{Holder, Usage};
+use crate::published::Subject;
+
+pub(super) const RECORD_LEN: usize = 128;
+
+/// Bytes of a name that are told.
+const NAME_LEN: usize = 40;
+
+const HOLDERS: [Holder; 3] = [Holder::Cache, Holder::IdlePool, Holder::SpareNodes];
+
+pub(super) fn to_record(holder: Holder, usage: &Usage) -> [u8; RECORD_LEN] {
+    let mut bytes = [0; RECORD_LEN];
+    let name = (0..=NAME_LEN.min(usage.name.len())).rev().find(|len| usage.name.is_char_boundary(*len)).unwrap_or(0);
+    bytes[..name].copy_from_slice(&usage.name.as_bytes()[..name]);
+    bytes[40..48].copy_from_slice(&(usage.page_bytes as u64).to_le_bytes());
+    bytes[48..52].copy_from_slice(&usage.number.to_le_bytes());
+    bytes[52..56].copy_from_slice(&(usage.node as u32).to_le_bytes());
+    bytes[56] = match holder {
+        Holder::Cache => 0,
+        Holder::IdlePool => 1,
+        Holder::SpareNodes => 2,
+    };
+    bytes[57] = u8::from(usage.is_partial);
+    let Usage { huge, small, locked, free, frames, index, charged, limit, .. } = *usage;
+    for (place, bytes_of) in
+        bytes[64..].chunks_exact_mut(8).zip([huge, small, locked, free, frames, index, charged, limit])
+    {
+        place.copy_from_slice(&bytes_of.to_le_bytes());
+    }
+    bytes
+}
+
+impl Record for (Holder, Usage) {
+    const SUBJECT: Subject = Subject::Caches;
+    const LEN: usize = RECORD_LEN;
+
+    fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let name = bytes[..NAME_LEN].split(|byte| *byte == 0).next().unwrap_or_default();
+        // It goes to a terminal: no control characters.
+        let clean =
+            |letter: char| if letter.is_control() || letter == char::REPLACEMENT_CHARACTER { '?' } else { letter };
+        let [huge, small, locked, free, frames, index, charged, limit] =
+            std::array::from_fn(|at| u64_at(bytes, 64 + 8 * at));
+        let usage = Usage {
+            name: String::from_utf8_lossy(name).chars().map(clean).collect::<String>().into(),
+            number: u32_at(bytes, 48),
+            node: u32_at(bytes, 52) as usize,
+            page_bytes: usize::try_from(u64_at(bytes, 40)).ok()?,
+            huge,
+            small,
+            locked,
+            free,
+            frames,
+            index,
+            charged,
+            limit,
+            is_partial: *[false, true].get(usize::from(bytes[57]))?,
+        };
+        Some((*HOLDERS.get(usize::from(bytes[56]))?, usage))
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn usage(name: &str) -> Usage {
+        Usage {
+            name: name.into(),
+            number: 3,
+            node: 1,
+            page_bytes: 64 << 10,
+            huge: 1,
+            small: 2,
+            locked: 3,
+            free: 4,
+            frames: 5,
+            index: 6,
+            charged: 7,
+            limit: u64::MAX,
+            is_partial: true,
+        }
+    }
+
+    /// What is written is read; a long name is cut between two letters.
+    #[test]
+    fn records_go_and_come() {
+        for holder in HOLDERS {
+            let read = Record::from_bytes(&to_record(holder, &usage("tiles")));
+            assert_eq!(read, Some((holder, usage("tiles"))));
+        }
+        let long = "ä".repeat(100);
+        let (_, read) = Record::from_bytes(&to_record(Holder::Cache, &usage(&long))).unwrap();
+        let (_, odd) = Record::from_bytes(&to_record(Holder::Cache, &usage(&format!("x{long}")))).unwrap();
+        assert_eq!((read, odd), (usage(&"ä".repeat(20)), usage(&format!("x{}", "ä".repeat(19)))));
+    }
+
+    /// Nothing that cannot be is taken for a cache; names are made harmless.
+    #[test]
+    fn damaged_records_are_refused() {
+        let good = to_record(Holder::Cache, &usage("a\x1b[31m"));
+        let (_, read): (Holder, Usage) = Record::from_bytes(&good).unwrap();
+        assert_eq!(&*read.name, "a?[31m");
+        for (at, byte) in [(56, 3), (57, 2)] {
+            let mut bytes = good;
+            bytes[at] = byte;
+            assert_eq!(<(Holder, Usage)>::from_bytes(&bytes), None, "byte {at}");
+        }
+        let mut bytes = good;
+        bytes[..NAME_LEN].fill(0xFF);
+        assert_eq!(&*<(Holder, Usage)>::from_bytes(&bytes).unwrap().1.name, "?".repeat(NAME_LEN));
+    }
+}

@@ -1,0 +1,113 @@
+//! A record a volatile range, 32 bytes: 0 address; 8 length; 16 bytes purged (all ones: some, how many is not known); 24 age in
+//! ticks of 2^22 ns (u32; all ones: not marked); 28 kind; 29 state; 30 behaviour; 31 whether it is strict.
+
+use super::{Record, u32_at, u64_at};
+use crate::published::Subject;
+use crate::volatile::listed::{Kind, Listed, State};
+use crate::volatile::vrange::How;
+
+const UNKNOWN: u64 = u64::MAX;
+const NOT_MARKED: u32 = u32::MAX;
+
+pub(super) const RECORD_LEN: usize = 32;
+
+pub(super) fn to_record(listed: &Listed) -> [u8; RECORD_LEN] {
+    let mut bytes = [0; RECORD_LEN];
+    bytes[..8].copy_from_slice(&(listed.addr as u64).to_le_bytes());
+    bytes[8..16].copy_from_slice(&(listed.len_bytes as u64).to_le_bytes());
+    let purged = listed.purged_bytes.map_or(UNKNOWN, |bytes| bytes as u64);
+    bytes[16..24].copy_from_slice(&purged.to_le_bytes());
+    bytes[24..28].copy_from_slice(&listed.age_ticks.unwrap_or(NOT_MARKED).to_le_bytes());
+    bytes[28] = match listed.kind {
+        Kind::Handle => 0,
+        Kind::Marked => 1,
+    };
+    bytes[29] = match listed.state {
+        State::Held => 0,
+        State::Volatile => 1,
+        State::Pinned => 2,
+        State::Purging => 3,
+    };
+    bytes[30] = match listed.how {
+        How::Full => 0,
+        How::Partial => 1,
+    };
+    bytes[31] = u8::from(listed.is_strict);
+    bytes
+}
+
+impl Record for Listed {
+    const SUBJECT: Subject = Subject::Ranges;
+    const LEN: usize = RECORD_LEN;
+
+    fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        from_record(bytes)
+    }
+}
+
+fn from_record(bytes: &[u8]) -> Option<Listed> {
+    let (addr, len_bytes) = (u64_at(bytes, 0), u64_at(bytes, 8));
+    let purged = Some(u64_at(bytes, 16)).filter(|purged| *purged != UNKNOWN);
+    let is_inside =
+        len_bytes > 0 && addr.checked_add(len_bytes).is_some() && purged.is_none_or(|purged| purged <= len_bytes);
+    let listed = Listed {
+        addr: usize::try_from(addr).ok()?,
+        len_bytes: usize::try_from(len_bytes).ok()?,
+        kind: *[Kind::Handle, Kind::Marked].get(usize::from(bytes[28]))?,
+        state: *[State::Held, State::Volatile, State::Pinned, State::Purging].get(usize::from(bytes[29]))?,
+        how: *[How::Full, How::Partial].get(usize::from(bytes[30]))?,
+        is_strict: *[false, true].get(usize::from(bytes[31]))?,
+        purged_bytes: purged.and_then(|purged| usize::try_from(purged).ok()),
+        age_ticks: Some(u32_at(bytes, 24)).filter(|ticks| *ticks != NOT_MARKED),
+    };
+    is_inside.then_some(listed)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn listed() -> Listed {
+        Listed {
+            addr: 0x7000_0000_0000,
+            len_bytes: 3 << 20,
+            kind: Kind::Marked,
+            state: State::Pinned,
+            how: How::Partial,
+            is_strict: true,
+            purged_bytes: Some(1 << 20),
+            age_ticks: Some(7),
+        }
+    }
+
+    /// What is written is read; each field has its place.
+    #[test]
+    fn records_go_and_come() {
+        let states = [State::Held, State::Volatile, State::Pinned, State::Purging];
+        for (state, (kind, how)) in
+            states.into_iter().zip([Kind::Handle, Kind::Marked].into_iter().zip([How::Full, How::Partial]).cycle())
+        {
+            for (purged_bytes, age_ticks) in [(None, None), (Some(0), Some(0)), (Some(3 << 20), Some(1 << 24))] {
+                let is_strict = age_ticks.is_some();
+                let listed = Listed { state, kind, how, is_strict, purged_bytes, age_ticks, ..listed() };
+                assert_eq!(from_record(&to_record(&listed)), Some(listed));
+            }
+        }
+    }
+
+    /// Nothing that cannot be is taken for a range, whichever byte is wrong.
+    #[test]
+    fn damaged_records_are_refused() {
+        let good = to_record(&listed());
+        for (at, byte) in [(28, 2), (29, 4), (30, 2), (31, 2), (18, 0x31), (23, 1), (7, 0xFF)] {
+            let mut bytes = good;
+            bytes[at] = byte;
+            if at == 7 {
+                bytes[..7].fill(0xFF);
+            }
+            assert_eq!(from_record(&bytes), None, "byte {at}");
+        }
+        assert_eq!(from_record(&[0; RECORD_LEN]), None, "no length");
+        assert_eq!(from_record(&[0xFF; RECORD_LEN]), None);
+    }
+}

@@ -1,0 +1,235 @@
+//! Huge folios that hold little are thinned behind, when nobody has written to them for a while; others stay as they are.
+
+mod common;
+
+use pagemill::Pagemill;
+use pagemill::mapping::policy::Always;
+use pagemill::mapping::{Cache, Mapping, Settings};
+use pagemill::stats::{self, Counter};
+use pagemill::store::Store;
+use pagemill::units::{BLOCK_BYTES, PageSize};
+use std::io;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+const PAGE: usize = 64 << 10;
+const BLOCK: u64 = BLOCK_BYTES as u64;
+const PAGES: usize = BLOCK_BYTES / PAGE;
+
+fn settings() -> Settings {
+    let page = PageSize::new(PAGE).unwrap();
+    Settings { page, policy: Box::new(Always), ..Settings::new("thin", 64 << 20) }
+}
+
+/// A cache whose work is done by the test, huge wherever it can be.
+fn cache() -> Cache {
+    let caches = Pagemill::for_test().caches;
+    caches.collapse_by_hand();
+    caches.make(settings()).unwrap()
+}
+
+/// A file with huge folios of which so many pages, from the first on, hold data.
+fn file(cache: &Cache, full_pages: &[usize]) -> Mapping {
+    let file = cache.create().unwrap();
+    for (span, pages) in full_pages.iter().enumerate() {
+        file.write_at(&vec![span as u8 + 1; pages * PAGE], span as u64 * BLOCK).unwrap();
+    }
+    assert_eq!(cache.usage().huge, full_pages.len() as u64 * BLOCK);
+    file
+}
+
+fn assert_holds(file: &Mapping, full_pages: &[usize]) {
+    let mut bytes = vec![0xEE; BLOCK_BYTES];
+    for (span, pages) in full_pages.iter().enumerate() {
+        let len = file.read_at(&mut bytes, span as u64 * BLOCK).unwrap();
+        let (full, rest) = bytes[..len].split_at(pages * PAGE);
+        assert!(full.iter().all(|byte| *byte == span as u8 + 1) && rest.iter().all(|byte| *byte == 0), "{span}");
+    }
+}
+
+/// Sparse ones shrink, dense ones stay; the second time around, not before. Then nothing is looked at any more.
+#[test]
+fn sparse_folios_are_thinned_and_dense_ones_stay() {
+    let cache = cache();
+    // A quarter is worth it, less is not.
+    let full = [1, PAGES / 2, PAGES - PAGES / 4, PAGES - PAGES / 4 + 1, PAGES];
+    let file = file(&cache, &full);
+    let split = stats::get(Counter::HugeSplitBehind);
+    assert_eq!(cache.thin_waiting(usize::MAX), 0, "just written");
+    let freed: usize = full[..3].iter().map(|pages| PAGES - pages).sum();
+    assert_eq!(cache.thin_waiting(usize::MAX), (freed * PAGE) as u64);
+    assert!(stats::get(Counter::HugeSplitBehind) >= split + 3);
+    let usage = cache.usage();
+    assert_eq!((usage.huge, usage.charged), (2 * BLOCK, 5 * BLOCK - (freed * PAGE) as u64), "{usage:?}");
+    assert_eq!((cache.thin_waiting(usize::MAX), cache.thin_waiting(usize::MAX)), (0, 0));
+    assert_holds(&file, &full);
+}
+
+/// Steps are bounded: each time one sparse folio at most, and none is left out.
+#[test]
+fn a_step_is_as_long_as_it_says() {
+    let cache = cache();
+    let full = [1, 2, PAGES, 3];
+    let file = file(&cache, &full);
+    cache.thin_waiting(usize::MAX);
+    let freed: Vec<u64> = (0..5).map(|_| cache.thin_waiting(1) / PAGE as u64).collect();
+    let each = |pages: usize| (PAGES - pages) as u64;
+    assert_eq!(freed, [each(1), each(2), 0, each(3), 0]);
+    assert_holds(&file, &full);
+}
+
+/// What is written to between two looks stays, however sparse, and goes once it is left alone. So does what is pinned.
+#[test]
+fn folios_in_use_stay() {
+    let cache = cache();
+    let file = file(&cache, &[1, 1]);
+    let pin = file.pin(BLOCK).unwrap();
+    for _ in 0..5 {
+        file.write_at(&[1; 8], 0).unwrap();
+        assert_eq!(cache.thin_waiting(usize::MAX), 0);
+    }
+    assert_eq!((cache.usage().huge, cache.usage().locked), (BLOCK, BLOCK));
+    let freed = BLOCK - PAGE as u64;
+    assert_eq!(cache.thin_waiting(usize::MAX), freed, "left alone");
+    pin.write_at(&[2; 8], 0).unwrap();
+    drop(pin);
+    assert_eq!([(); 2].map(|()| cache.thin_waiting(usize::MAX)), [0, freed]);
+    assert_holds(&file, &[1, 1]);
+}
+
+/// Punching and zeroing make sparse what was known to be dense.
+#[test]
+fn what_is_zeroed_is_looked_at_again() {
+    let cache = cache();
+    let file = file(&cache, &[PAGES, PAGES]);
+    assert_eq!([(); 3].map(|()| cache.thin_waiting(usize::MAX)), [0; 3]);
+    file.zero_range(PAGE as u64, BLOCK - PAGE as u64).unwrap();
+    let pin = file.pin(BLOCK).unwrap();
+    file.truncate(BLOCK + PAGE as u64).unwrap();
+    drop(pin);
+    assert_eq!(cache.usage().huge, 2 * BLOCK, "a pinned one is zeroed");
+    let freed = BLOCK - PAGE as u64;
+    assert_eq!([(); 3].map(|()| cache.thin_waiting(usize::MAX)), [0, 2 * freed, 0]);
+    assert_holds(&file, &[1, 1]);
+}
+
+/// The policy wants huge folios wherever one fits, and gets none for what was thinned: not by reading holes there, nor by
+/// writing what is there; and nothing of zeros comes again to go again.
+#[test]
+fn what_was_thinned_is_not_made_again() {
+    let cache = cache();
+    let full = [1, PAGES / 2, 0];
+    let file = cache.create().unwrap();
+    file.truncate(3 * BLOCK).unwrap();
+    assert_holds(&file, &[0, 0, 0]);
+    assert_eq!(cache.usage().huge, 3 * BLOCK, "as the policy says, for who reads a hole");
+    file.write_at(&[1; PAGE], 0).unwrap();
+    file.write_at(&[2; BLOCK_BYTES / 2], BLOCK).unwrap();
+    let thinned = [(); 2].map(|()| cache.thin_waiting(usize::MAX));
+    assert!(thinned.iter().sum::<u64>() > 0);
+    let after = cache.usage();
+    // A page of the range of zeros stays.
+    assert_eq!((after.huge, after.small), (0, ((1 + PAGES / 2 + 1) * PAGE) as u64));
+    for round in 0..6 {
+        assert_holds(&file, &full);
+        file.write_at(&[2; 8], BLOCK + round * PAGE as u64).unwrap();
+        cache.collapse_waiting(usize::MAX);
+        assert_eq!(cache.thin_waiting(usize::MAX), 0);
+        assert_eq!((cache.usage().huge, cache.usage().charged), (0, after.charged));
+    }
+    // Once its last page is written the policy is asked again.
+    file.write_at(&[2; PAGE], 2 * BLOCK - PAGE as u64).unwrap();
+    assert_eq!(cache.collapse_waiting(usize::MAX), 1);
+}
+
+/// Bytes behind a file that has a store.
+#[derive(Default)]
+struct Shelf(Mutex<Vec<u8>>);
+
+impl Store for Shelf {
+    fn size_bytes(&self) -> io::Result<u64> {
+        Ok(self.0.lock().unwrap().len() as u64)
+    }
+
+    fn block_bytes(&self) -> usize {
+        512
+    }
+
+    fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
+        to.fill(0);
+        let (bytes, at) = (self.0.lock().unwrap(), offset as usize);
+        let len = to.len().min(bytes.len().saturating_sub(at));
+        to[..len].copy_from_slice(&bytes[at..at + len]);
+        Ok(())
+    }
+
+    fn write(&self, offset: u64, from: &[u8]) -> io::Result<()> {
+        let (mut bytes, end) = (self.0.lock().unwrap(), offset as usize + from.len());
+        let len = bytes.len().max(end);
+        bytes.resize(len, 0);
+        bytes[offset as usize..end].copy_from_slice(from);
+        Ok(())
+    }
+
+    fn set_size(&self, size_bytes: u64) -> io::Result<()> {
+        self.0.lock().unwrap().resize(size_bytes as usize, 0);
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Files with a store are passed by: what was written to them is still written back.
+#[test]
+fn files_with_a_store_are_left_alone() {
+    let (cache, shelf) = (cache(), Arc::new(Shelf::default()));
+    let file = cache.open(shelf.clone()).unwrap();
+    file.truncate(BLOCK).unwrap();
+    file.write_at(&[7; 100], 50).unwrap();
+    assert_eq!([(); 3].map(|()| cache.thin_waiting(usize::MAX)), [0; 3]);
+    assert_eq!(cache.usage().huge, BLOCK);
+    file.sync().unwrap();
+    let bytes = shelf.0.lock().unwrap();
+    assert!(bytes[50..150].iter().all(|byte| *byte == 7) && bytes.len() == BLOCK_BYTES);
+}
+
+/// What folios are never split cannot be thinned; nor what is one page.
+#[test]
+fn whole_folios_stay() {
+    let caches = Pagemill::for_test().caches;
+    caches.collapse_by_hand();
+    let whole = caches.make(Settings { may_split: false, ..settings() }).unwrap();
+    let large = caches.make(Settings { page: PageSize::new(BLOCK_BYTES).unwrap(), ..settings() }).unwrap();
+    let files = [&whole, &large].map(|cache| file(cache, &[1]));
+    assert_eq!([(); 3].map(|()| whole.thin_waiting(usize::MAX)), [0; 3]);
+    assert_eq!((whole.usage().huge, large.usage().huge), (BLOCK, BLOCK));
+    drop(files);
+}
+
+fn threads() -> usize {
+    std::fs::read_dir("/proc/self/task").unwrap().count()
+}
+
+/// The background does so by itself, some seconds after the last write. A fork child has no thread for it, until a cache of its own
+/// has something to look at.
+#[test]
+fn the_background_thins_and_a_child_has_none() {
+    let cache = common::pagemill().caches.make(settings()).unwrap();
+    let file = file(&cache, &[1, PAGES]);
+    common::assert_in_child(|| {
+        let alone = threads();
+        let own = common::pagemill().caches.make(settings()).unwrap();
+        let file = own.create().unwrap();
+        let is_written = file.write_at(&[1; PAGE], 0).is_ok() && file.write_at(&[1; PAGE], BLOCK).is_ok();
+        alone == 1 && is_written && threads() == 2
+    });
+    let begun = Instant::now();
+    while cache.usage().huge > BLOCK {
+        assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", cache.usage());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(begun.elapsed() > Duration::from_millis(1500), "not at once");
+    assert_holds(&file, &[1, PAGES]);
+}

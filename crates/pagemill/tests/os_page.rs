@@ -1,0 +1,116 @@
+//! Files in a cache where OS pages are 16 or 64 KiB: processes that are told so, on whatever the kernel has.
+
+use pagemill::Pagemill;
+use pagemill::mapping::policy::{Always, Auto, Policy};
+use pagemill::mapping::{Cache, Mapping, Settings};
+use pagemill::units::{BLOCK_BYTES, PageSize, os_page_bytes, os_pages_per_block};
+use pagemill_sys::mem;
+use std::process::Command;
+
+const KIB: usize = 1 << 10;
+
+/// Bytes of an OS page, to a process that is one of these tests.
+const OS_PAGE: &str = "OS_PAGE_TEST_BYTES";
+
+const MOST: usize = 5 * BLOCK_BYTES / 2;
+
+fn on_pages_of(bytes: usize) {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "caches_here", "--ignored", "--nocapture", "--test-threads=1"]);
+    let output = command.env(OS_PAGE, bytes.to_string()).output().unwrap();
+    let said = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+    assert!(output.status.success() && said.contains("1 passed"), "{said}");
+}
+
+#[test]
+fn caches_where_os_pages_are_16_kib() {
+    on_pages_of(16 * KIB);
+}
+
+#[test]
+fn caches_where_os_pages_are_64_kib() {
+    on_pages_of(64 * KIB);
+}
+
+#[test]
+#[ignore = "for other tests"]
+fn caches_here() {
+    let Some(bytes) = std::env::var(OS_PAGE).ok().and_then(|bytes| bytes.parse().ok()) else { return };
+    mem::pretend_os_page(bytes);
+    assert_eq!((os_page_bytes(), os_pages_per_block()), (bytes, BLOCK_BYTES / bytes));
+    assert!(PageSize::new(bytes / 2).is_none() && PageSize::os().bytes() == bytes);
+    for page in [bytes, 4 * bytes, BLOCK_BYTES, 4 * BLOCK_BYTES] {
+        for is_always in [false, true] {
+            let policy: Box<dyn Policy> = if is_always { Box::new(Always) } else { Box::new(Auto) };
+            files_are_bytes(PageSize::new(page).unwrap(), policy);
+        }
+    }
+}
+
+/// Random calls on a file, against a vector of bytes; then all memory comes back.
+fn files_are_bytes(page: PageSize, policy: Box<dyn Policy>) {
+    let pagemill = Pagemill::for_test();
+    pagemill.caches.collapse_by_hand();
+    let settings = Settings { page, policy, ..Settings::new("os pages", 64 << 20) };
+    let cache = pagemill.caches.make(settings).unwrap();
+    let file = cache.create().unwrap();
+    let (mut model, mut seed) = (Vec::new(), page.bytes() as u64);
+    for step in 0..200 {
+        apply(&cache, &file, &mut model, page.bytes(), &mut seed);
+        let usage = cache.usage();
+        assert_eq!(usage.huge + usage.small + usage.locked, usage.charged, "step {step}: {usage:?}");
+        assert_eq!(usage.charged + usage.free, pagemill.account.resident(), "step {step}: {usage:?}");
+    }
+    assert_is(&file, &model);
+    assert!(cache.usage().frames > 0 && cache.usage().frames.is_multiple_of(os_page_bytes() as u64));
+    drop(file);
+    cache.give_back();
+    assert_eq!((cache.charged_bytes(), cache.usage().free, pagemill.account.resident()), (0, 0, 0));
+}
+
+fn assert_is(file: &Mapping, model: &[u8]) {
+    let mut bytes = vec![0xEE; model.len() + 1];
+    let len = file.read_at(&mut bytes, 0).unwrap();
+    assert!(bytes[..len] == *model, "{len} bytes of {}", model.len());
+}
+
+fn below(seed: &mut u64, end: usize) -> usize {
+    *seed ^= *seed << 13;
+    *seed ^= *seed >> 7;
+    *seed ^= *seed << 17;
+    (*seed >> 8) as usize % end
+}
+
+/// One call, to both. Offsets lie near borders of pages and of what the kernel calls one.
+fn apply(cache: &Cache, file: &Mapping, model: &mut Vec<u8>, page: usize, seed: &mut u64) {
+    let unit = [page, 4 * KIB][below(seed, 2)];
+    let at = (below(seed, MOST / unit + 1) * unit + below(seed, 3)).saturating_sub(1).min(MOST);
+    let len = [below(seed, 2 * page), page, below(seed, BLOCK_BYTES)][below(seed, 3)];
+    let end = (at + len).min(model.len());
+    match below(seed, 9) {
+        0..=2 => {
+            let byte = below(seed, 255) as u8 + 1;
+            assert_eq!(file.write_at(&vec![byte; len], at as u64).unwrap(), len);
+            if len > 0 {
+                model.resize(model.len().max(at + len), 0);
+                model[at..at + len].fill(byte);
+            }
+        }
+        3 => {
+            file.truncate(at as u64).unwrap();
+            model.resize(at, 0);
+        }
+        4 | 5 => {
+            file.punch_hole(at as u64, len as u64).unwrap();
+            model.get_mut(at..end).unwrap_or_default().fill(0);
+        }
+        6 => drop((file.split(at as u64).unwrap(), file.thin().unwrap())),
+        7 => drop((file.collapse(at as u64).unwrap(), cache.collapse_waiting(1))),
+        _ => drop((cache.thin_waiting(usize::MAX), cache.give_back())),
+    }
+    if let Ok(pin) = file.pin(at as u64) {
+        let mut bytes = vec![0; pin.len_bytes().min(model.len() - at)];
+        pin.read_at(&mut bytes, 0);
+        assert!(bytes == model[at..at + bytes.len()], "a pin at {at}");
+    }
+}
