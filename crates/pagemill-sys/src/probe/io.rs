@@ -20,6 +20,29 @@ pub(super) const ROWS: &[Feature] = &[
         },
     },
     Feature {
+        key: "io_uring_memory",
+        group: Group::Files,
+        name: "memory known to rings",
+        since: "5.19",
+        needed_for: "large direct reads and writes that find their pages at once",
+        lost: "each looks its pages up: more CPU per large read",
+        fix: "sudo prlimit --pid $$ --memlock=unlimited",
+        check: |_| match trial::register_memory() {
+            Ok(()) => Finding::available("2 MiB were registered"),
+            Err(error) => Finding::refused(&error),
+        },
+    },
+    Feature {
+        key: "direct_io",
+        group: Group::Files,
+        name: "direct I/O (O_DIRECT)",
+        since: "",
+        needed_for: "files behind Pagemill's page cache and not behind the kernel's as well",
+        lost: "the kernel's page cache lies between: a copy more, and pages in memory twice",
+        fix: "keep the files on ext4, XFS, Btrfs or a block device",
+        check: direct_io,
+    },
+    Feature {
         key: "fanotify",
         group: Group::Files,
         name: "file events (fanotify)",
@@ -110,6 +133,32 @@ pub(super) const ROWS: &[Feature] = &[
         },
     },
 ];
+
+/// Tried where this process is, or else among temporary files.
+fn direct_io(_: &System) -> Finding {
+    let folders = [std::env::current_dir().unwrap_or_default(), std::env::temp_dir()];
+    let mut refused = None;
+    for folder in &folders {
+        match trial::read_directly(folder) {
+            Ok(Some(alignment)) => {
+                let units = format!("multiples of {} bytes", alignment.offset);
+                return Finding::available(format!("files in {}: {units}", folder.display()));
+            }
+            Ok(None) => return Finding::available(format!("files in {}", folder.display())),
+            Err(error) if is_about_the_folder(&error) => {
+                refused.get_or_insert_with(|| Finding::unknown(format!("{}: {}", folder.display(), describe(&error))));
+            }
+            Err(error) => return Finding::missing(format!("files in {}: {}", folder.display(), describe(&error))),
+        }
+    }
+    refused.unwrap_or_else(|| Finding::unknown("no folder to try it in"))
+}
+
+/// No file could be made there.
+fn is_about_the_folder(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{NotFound, PermissionDenied, ReadOnlyFilesystem, StorageFull};
+    [NotFound, PermissionDenied, ReadOnlyFilesystem, StorageFull].contains(&error.kind())
+}
 
 fn fuse(system: &System) -> Finding {
     const HELPERS: [&str; 2] = ["/usr/bin/fusermount3", "/bin/fusermount3"];

@@ -1,6 +1,8 @@
 //! The system calls that are tried. Each undoes what it did before it returns.
 #![allow(unsafe_code)] // system calls
 
+use crate::disk::{self, Alignment, Disk, Options};
+use crate::ring::Ring;
 use crate::{mem, moves};
 use std::ffi::{CStr, c_int, c_void};
 use std::fs::File;
@@ -350,6 +352,39 @@ pub(super) fn make_ring() -> io::Result<()> {
     own(unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) }).map(drop)
 }
 
+/// Registers a block of memory with a ring.
+pub(super) fn register_memory() -> io::Result<()> {
+    let scratch = Scratch::new(1)?;
+    let mut ring = Ring::new(1)?;
+    ring.make_memory_table(1)?;
+    // SAFETY: memory of `scratch`, which stays until it is taken back below.
+    unsafe { ring.register_memory(0, scratch.addr, scratch.len_bytes) }?;
+    ring.unregister_memory(0)
+}
+
+/// Makes a file in `folder`, reads it past the page cache, removes it. Says what it had to be aligned to, if the kernel does.
+pub(super) fn read_directly(folder: &Path) -> io::Result<Option<Alignment>> {
+    let path = trial_file(folder);
+    std::fs::write(&path, [7; 1 << 16])?;
+    let result = read_file_directly(&path);
+    std::fs::remove_file(&path)?;
+    result
+}
+
+fn read_file_directly(path: &Path) -> io::Result<Option<Alignment>> {
+    let path = std::ffi::CString::new(path.as_os_str().as_encoded_bytes())?;
+    let disk = Disk::open(&path, Options { is_direct: true, ..Options::default() })?;
+    let alignment = disk.direct_alignment().unwrap_or_default();
+    let scratch = Scratch::new(1)?;
+    // SAFETY: memory of `scratch`, which is this function's alone.
+    unsafe { disk::read_at(disk.number(), scratch.addr, 1 << 16, 0) }.map(|_| alignment)
+}
+
+/// A name that nothing else has.
+fn trial_file(folder: &Path) -> std::path::PathBuf {
+    folder.join(format!(".pagemill-doctor-{}-{:x}", std::process::id(), crate::clock::fine_ns()))
+}
+
 /// Makes a fanotify group without privileges; returns whether it may watch a whole file system too.
 pub(super) fn watch_files(folder: &CStr) -> io::Result<bool> {
     let flags = libc::FAN_CLASS_NOTIF | libc::FAN_CLOEXEC | libc::FAN_NONBLOCK | libc::FAN_REPORT_FID;
@@ -372,7 +407,7 @@ pub(super) enum Folder {
 
 /// Makes a file in `folder`, maps it as code, removes it.
 pub(super) fn try_folder(folder: &Path) -> io::Result<Folder> {
-    let path = folder.join(format!(".pagemill-doctor-{}-{:x}", std::process::id(), crate::clock::fine_ns()));
+    let path = trial_file(folder);
     let file = File::options().read(true).write(true).create_new(true).open(&path)?;
     let written = file.set_len(4096).and_then(|()| io::Write::write_all(&mut &file, b"pagemill"));
     let mapped = map_as_code(&file);

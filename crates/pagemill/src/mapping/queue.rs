@@ -7,7 +7,7 @@ use crate::store::ring::{Event, FileId, Settings};
 use crate::store::{FileStore, Ring};
 use crate::sync::Relaxed;
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -134,6 +134,15 @@ impl Queue {
         }
     }
 
+    /// Readable when something has come: any loop of events can wait for it, and then call [`Queue::wait`] with 0.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::System`] where no such descriptor can be had.
+    pub fn watch(&mut self) -> Result<BorrowedFd<'_>> {
+        self.ring.watch().map_err(Error::system("watching a queue of reads"))
+    }
+
     /// The next page that came, or failed.
     #[allow(clippy::should_implement_trait)] // an iterator would hold the queue while its owner asks for more
     pub fn next(&mut self) -> Option<Fetched> {
@@ -221,13 +230,6 @@ impl Queue {
             }
         }
         Ok(())
-    }
-}
-
-impl AsFd for Queue {
-    /// Readable when something has come: any loop of events can wait for it, and then call [`Queue::wait`] with 0.
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.ring.as_fd()
     }
 }
 

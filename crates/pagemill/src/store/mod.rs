@@ -9,13 +9,15 @@
 //!     engine     one thread with a ring, for who starts transfers and has none             (engine)
 //! ```
 //!
-//! Knows nothing of folios and caches. Below: `stats`, `sync`. Locks are held for some instructions, never around I/O
-//! or calls of somebody else's code. Diagram and fallbacks: docs/files-behind.md.
+//! Knows nothing of folios and caches. Below: `stats`, `sync`. Locks are held for some instructions (that of `regions` around
+//! a `madvise`), never around I/O or calls of somebody else's code; two at a time only for forks (`forked`: claims, then
+//! regions). Diagram and fallbacks: docs/files-behind.md.
 
 pub mod buffer;
 mod engine;
 pub mod faulty;
 pub mod file;
+mod forked;
 pub mod memory;
 pub mod ring;
 pub mod transfer;

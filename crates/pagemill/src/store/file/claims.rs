@@ -1,13 +1,14 @@
 //! Who writes to a file: one store of this process at a time.
 
+use crate::store::forked;
 use crate::sync::Guarded;
 use pagemill_sys::ring;
 use std::collections::BTreeSet;
 
 /// What the system knows a file by: device and inode.
-pub(super) type Key = (u64, u64);
+pub(in crate::store) type Key = (u64, u64);
 
-static CLAIMED: Guarded<BTreeSet<Key>> = Guarded::new(BTreeSet::new());
+pub(in crate::store) static CLAIMED: Guarded<BTreeSet<Key>> = Guarded::new(BTreeSet::new());
 
 /// The right to write to a file, until it is dropped.
 pub(super) struct Claim {
@@ -19,6 +20,7 @@ pub(super) struct Claim {
 impl Claim {
     /// `None` if a store of this process has it.
     pub fn take(key: Key) -> Option<Self> {
+        forked::hear();
         let generation = ring::generation().unwrap_or_default();
         CLAIMED.with(|claimed| claimed.insert(key)).then_some(Self { key, generation })
     }
@@ -31,7 +33,7 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        // In a fork child another thread of the parent's may hold the lock for good.
+        // In a fork child it is still the parent's.
         if self.is_ours() {
             CLAIMED.with(|claimed| claimed.remove(&self.key));
         }

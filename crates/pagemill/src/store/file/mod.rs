@@ -16,7 +16,7 @@
 //!
 //! Below: `sys::disk`. Locks: that of claims, for some instructions.
 
-mod claims;
+pub(super) mod claims;
 mod open;
 mod progress;
 

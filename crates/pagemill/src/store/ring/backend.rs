@@ -45,13 +45,18 @@ pub(super) struct Alarm {
 
 #[allow(clippy::large_enum_variant)] // one a ring, reached with every transfer
 pub(super) enum Backend {
-    Kernel { ring: ring::Ring, alarm: Option<Box<Alarm>> },
+    Kernel {
+        ring: ring::Ring,
+        alarm: Option<Box<Alarm>>,
+        /// Rung when completions come, for loops of events.
+        watch: Option<Bell>,
+    },
     Threads(Crew),
 }
 
 impl Backend {
     pub fn kernel(depth: u32) -> io::Result<Self> {
-        Ok(Self::Kernel { ring: ring::Ring::new(depth)?, alarm: None })
+        Ok(Self::Kernel { ring: ring::Ring::new(depth)?, alarm: None, watch: None })
     }
 
     pub fn threads() -> io::Result<Self> {
@@ -110,9 +115,13 @@ impl Backend {
     /// Starts what is queued, and waits for `least` completions (0: takes what is there), the bell, a signal, or the time.
     pub fn wait(&mut self, least: usize, timeout: Duration) -> io::Result<()> {
         match self {
-            Self::Kernel { ring, alarm } => {
+            Self::Kernel { ring, alarm, watch } => {
                 if let Some(alarm) = alarm {
                     alarm.set(ring)?;
+                }
+                // Before completions are looked at: what comes later rings again.
+                if let Some(watch) = watch {
+                    watch.wait(Duration::ZERO);
                 }
                 unless_busy(ring.wait(least, timeout.min(LONG)))
             }
@@ -126,7 +135,7 @@ impl Backend {
     /// The next completion that is there. The bell's own are taken on the way.
     pub fn pop(&mut self) -> Option<Completion> {
         match self {
-            Self::Kernel { ring, alarm } => loop {
+            Self::Kernel { ring, alarm, .. } => loop {
                 let done = ring.pop()?;
                 match alarm {
                     Some(alarm) if done.token == BELL => alarm.is_set = false,
@@ -150,6 +159,21 @@ impl Backend {
         }
     }
 
+    /// A descriptor that can be read when completions have come since the last wait.
+    pub fn watch(&mut self) -> io::Result<BorrowedFd<'_>> {
+        match self {
+            Self::Kernel { watch: Some(watch), .. } => Ok(Bell::as_fd(watch)),
+            Self::Kernel { ring, watch, .. } => {
+                let bell = Bell::new()?;
+                ring.ring_on_completion(&bell)?;
+                // For what has come before.
+                bell.ring();
+                Ok(Bell::as_fd(watch.insert(bell)))
+            }
+            Self::Threads(crew) => Ok(crew.call().bell.as_fd()),
+        }
+    }
+
     /// Whether somebody called since the last time.
     pub fn take_call(&self) -> bool {
         let call = match self {
@@ -161,7 +185,7 @@ impl Backend {
 
     /// Ends the wait for the bell, so that the ring can be closed; says whether it has ended.
     pub fn stop_bell(&mut self, timeout: Duration) -> bool {
-        let Self::Kernel { ring, alarm: Some(alarm) } = self else { return true };
+        let Self::Kernel { ring, alarm: Some(alarm), .. } = self else { return true };
         // A ring of its own accord: the read ends.
         alarm.call.bell.ring();
         let mut tries = 0;
@@ -212,14 +236,5 @@ impl Alarm {
         unsafe { ring.queue(&read, BELL) }?;
         self.is_set = true;
         Ok(())
-    }
-}
-
-impl AsFd for Backend {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Kernel { ring, .. } => ring.as_fd(),
-            Self::Threads(crew) => crew.call().bell.as_fd(),
-        }
     }
 }

@@ -18,7 +18,7 @@
 #![allow(unsafe_code)] // queues transfers of memory that it owns
 
 mod backend;
-mod regions;
+pub(super) mod regions;
 mod tables;
 #[cfg(all(test, not(shuttle)))]
 mod tests;
@@ -40,7 +40,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 use tables::REGIONS;
@@ -473,6 +473,17 @@ impl<B: Buffer> Ring<B> {
         Ok(RingBell(bell))
     }
 
+    /// A descriptor that can be read when something has happened: any loop of events can wait for it, and calls
+    /// [`Ring::wait`] with 0 then. From here on completions cost a little more.
+    ///
+    /// # Errors
+    ///
+    /// `EMFILE`.
+    pub fn watch(&mut self) -> io::Result<BorrowedFd<'_>> {
+        self.check()?;
+        self.backend.watch()
+    }
+
     /// Gives up and waits for all that is in flight; says whether all of it has ended.
     fn settle(&mut self) -> bool {
         self.cancel_where(|_| true);
@@ -501,13 +512,6 @@ impl RingBell {
     }
 }
 
-impl<B: Buffer> AsFd for Ring<B> {
-    /// Readable when something has happened: any loop of events can wait for it, and then call [`Ring::wait`] with 0.
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.backend.as_fd()
-    }
-}
-
 impl<B: Buffer> Drop for Ring<B> {
     fn drop(&mut self) {
         if !self.is_ours() {
@@ -526,8 +530,11 @@ impl<B: Buffer> Drop for Ring<B> {
             stats::add(Counter::TransfersStuck, self.in_flight as u64);
             return;
         }
+        // What the kernel's tables hold would go some time after the descriptor.
+        for at in 0..self.files.len() {
+            let _ = self.detach(FileId(at as u32));
+        }
         while let Some(id) = self.regions.last() {
-            // Otherwise it would go some time after the descriptor.
             if self.backend.tables().and_then(|tables| tables.unregister_memory(id.0)).is_err() {
                 break;
             }

@@ -6,6 +6,7 @@
 
 use crate::store::buffer::Buffer;
 use crate::store::errno::{self, EBUSY, EINVAL, ENOSPC};
+use crate::store::forked;
 use crate::sync::Guarded;
 use pagemill_sys::disk;
 use std::collections::BTreeMap;
@@ -107,7 +108,7 @@ fn range(keeper: &dyn Buffer) -> (usize, usize) {
 }
 
 /// Ranges that are kept from fork children, by address: length, and how many rings have them.
-static KEPT: Guarded<BTreeMap<usize, (usize, usize)>> = Guarded::new(BTreeMap::new());
+pub(in crate::store) static KEPT: Guarded<BTreeMap<usize, (usize, usize)>> = Guarded::new(BTreeMap::new());
 
 /// Keeps a range from fork children until it is dropped.
 struct Kept {
@@ -120,9 +121,11 @@ impl Kept {
     ///
     /// `EBUSY` for one that overlaps others but is none of them; what `madvise` says.
     fn new(addr: usize, len_bytes: usize) -> io::Result<Self> {
+        forked::hear();
         KEPT.with(|kept| {
             if let Some((len, count)) = kept.get_mut(&addr).filter(|(len, _)| *len == len_bytes) {
-                debug_assert!(*len == len_bytes && *count > 0);
+                debug_assert!(*len == len_bytes);
+                debug_assert!(*count > 0);
                 *count += 1;
                 return Ok(());
             }

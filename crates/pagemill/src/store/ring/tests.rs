@@ -110,7 +110,7 @@ fn depth_is_bounded() {
         let store = FileStore::create(folder.path().join("file")).unwrap();
         let file = ring.attach(&store).unwrap();
         for at in 0..8 {
-            ring.write(file, at * 4096, buffer(4 * KIB, at as u8)).unwrap();
+            ring.write(file, at * 4 * KIB as u64, buffer(4 * KIB, at as u8)).unwrap();
         }
         assert!(ring.is_full() && ring.write(file, 0, buffer(1, 0)).is_err());
         assert_eq!(ring.wait(8, MINUTE).unwrap(), 8);
@@ -307,5 +307,21 @@ fn bells_end_waits() {
         ring.write(file, 0, buffer(KIB, 1)).unwrap();
         done(&mut ring).2.unwrap();
         assert_eq!(ring.wait(1, Duration::from_millis(1)).unwrap(), 0);
+    }
+}
+
+/// Any loop of events can wait for a ring: its descriptor can be read once something has ended.
+#[test]
+fn rings_can_be_polled() {
+    for mut ring in rings() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = FileStore::create(folder.path().join("file")).unwrap();
+        let file = ring.attach(&store).unwrap();
+        ring.write(file, 0, buffer(64 * KIB, 1)).unwrap();
+        ring.submit().unwrap();
+        while ring.wait(0, MINUTE).unwrap() == 0 {
+            assert!(pagemill_sys::bell::is_readable(ring.watch().unwrap(), MINUTE));
+        }
+        done(&mut ring).2.unwrap();
     }
 }

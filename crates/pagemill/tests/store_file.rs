@@ -1,0 +1,535 @@
+//! Files and devices as stores: tails, fallbacks, what others do to the file, what the system refuses.
+//!
+//! Some tests run a part of themselves in a child, which is this program again: under a limit, as another user.
+
+use pagemill::stats::{self, Counter};
+use pagemill::store::ring::{Engine, Event, Settings};
+use pagemill::store::{Aligned, Buffer, Cancel, Faults, FaultyStore, FileOptions, FileStore, Ring, Store, Transfer};
+use pagemill::{Error, Result};
+use std::fs;
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::mpsc;
+use std::time::Duration;
+
+const KIB: usize = 1 << 10;
+const MIB: usize = 1 << 20;
+const MINUTE: Duration = Duration::from_secs(60);
+
+/// Says which part of a test a child is to do.
+const PART: &str = "STORE_FILE_PART";
+
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir().unwrap()
+}
+
+/// Bytes that differ from place to place.
+fn pattern(len: usize, seed: u8) -> Vec<u8> {
+    (0..len).map(|at| (at / 7 % 251) as u8 ^ seed | 1).collect()
+}
+
+fn aligned(bytes: &[u8]) -> Aligned {
+    let mut memory = Aligned::new(bytes.len(), 64 * KIB);
+    memory.copy_from_slice(bytes);
+    memory
+}
+
+fn read(store: &impl Store, offset: usize, len: usize) -> Vec<u8> {
+    let mut memory = aligned(&vec![0xEE; len]);
+    store.read(offset as u64, &mut memory).unwrap();
+    memory.to_vec()
+}
+
+/// Of a store that was not to be opened: what the system said, or the error itself.
+fn refusal(opened: Result<FileStore>) -> std::result::Result<i32, Error> {
+    match opened.expect_err("it was opened") {
+        Error::Store { cause, .. } => Ok(cause.raw_os_error().unwrap()),
+        other => Err(other),
+    }
+}
+
+fn is_busy(opened: Result<FileStore>) -> bool {
+    matches!(refusal(opened), Err(Error::Busy { .. }))
+}
+
+fn is_root() -> bool {
+    fs::metadata("/proc/self").is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) == 0)
+}
+
+/// A small random number generator: the same numbers each time.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % end
+    }
+}
+
+/// Each length around a block, with blocks of 4 and 64 KiB, direct and buffered: the file is exactly as long as what was
+/// written, and what lies past its end reads zero.
+#[test]
+fn tails_of_every_length_are_whole() {
+    let folder = folder();
+    for (block, use_direct) in [(4 * KIB, true), (4 * KIB, false), (64 * KIB, true)] {
+        let path = folder.path().join(format!("{block}-{use_direct}"));
+        let options = FileOptions::new().create().block_bytes(block);
+        let options = if use_direct { options } else { options.buffered() };
+        let store = options.open(&path).unwrap();
+        assert_eq!(store.block_bytes(), block);
+        let mut lens: Vec<usize> = [511, 512, 513, block / 2].into();
+        lens.extend([1, 2, 3].iter().flat_map(|blocks| [blocks * block - 1, blocks * block, blocks * block + 1]));
+        for (round, len) in lens.into_iter().enumerate() {
+            store.set_size(0).unwrap();
+            let bytes = pattern(len, round as u8);
+            store.write(0, &aligned(&bytes)).unwrap();
+            assert_eq!(store.size_bytes().unwrap(), len as u64);
+            assert!(fs::read(&path).unwrap() == bytes, "{len} of {block}");
+            let back = read(&store, 0, 4 * block);
+            assert!(back[..len] == bytes && back[len..].iter().all(|byte| *byte == 0), "{len} of {block}");
+            // The tail again, whole blocks of it: it grows by what is new.
+            let (from, more) = (len / block * block, pattern(block + 9, 0x55));
+            store.write(from as u64, &aligned(&more)).unwrap();
+            assert!(fs::read(&path).unwrap()[from..] == more, "{len} of {block}");
+        }
+    }
+}
+
+/// Memory and offsets at odd places: the same bytes as anywhere. Random transfers against bytes in memory.
+#[test]
+fn odd_addresses_and_offsets_work() {
+    let folder = folder();
+    let store = FileStore::create(folder.path().join("file")).unwrap();
+    let (mut random, mut model) = (Random(1), vec![0u8; 64 * KIB]);
+    let mut memory = aligned(&vec![0; 32 * KIB]);
+    store.set_size(model.len() as u64).unwrap();
+    for round in 0..300 {
+        let unit = [1, 512, 4 * KIB][random.below(3)];
+        let (at, skip) = (random.below(32 * KIB) / unit * unit, random.below(2));
+        let len = random.below(16 * KIB) / unit * unit;
+        if random.below(2) == 0 {
+            memory[skip..skip + len].copy_from_slice(&pattern(len, round as u8));
+            store.write(at as u64, &memory[skip..skip + len]).unwrap();
+            model[at..at + len].copy_from_slice(&memory[skip..skip + len]);
+        } else {
+            store.read(at as u64, &mut memory[skip..skip + len]).unwrap();
+            assert!(memory[skip..skip + len] == model[at..at + len], "round {round}");
+        }
+    }
+    store.sync().unwrap();
+    assert!(fs::read(folder.path().join("file")).unwrap() == model);
+}
+
+/// One thread writes the tail of a block over and over, others append behind: nobody loses a byte, and no one sees padding.
+#[test]
+fn tails_leave_what_others_append() {
+    let folder = folder();
+    let store = &FileStore::create(folder.path().join("file")).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(move || (0..200).for_each(|_| store.write(0, &aligned(&pattern(5000, 1))).unwrap()));
+        scope.spawn(move || {
+            for block in 2..200 {
+                store.write((block * 4 * KIB) as u64, &aligned(&pattern(4 * KIB, block as u8))).unwrap();
+                assert!(store.size_bytes().unwrap() >= ((block + 1) * 4 * KIB) as u64);
+            }
+        });
+    });
+    assert!(read(store, 0, 5000) == pattern(5000, 1));
+    assert!(read(store, 5000, 3192).iter().all(|byte| *byte == 0));
+    (2..200).for_each(|block| assert!(read(store, block * 4 * KIB, 4 * KIB) == pattern(4 * KIB, block as u8)));
+}
+
+/// What is cut off does not come back, what is added reads zero; somebody else does the same to the file.
+#[test]
+fn files_grow_and_shrink() {
+    let folder = folder();
+    let path = folder.path().join("file");
+    let store = FileStore::create(&path).unwrap();
+    store.write(0, &aligned(&pattern(20 * KIB, 3))).unwrap();
+    store.set_size(5 * KIB as u64 + 1).unwrap();
+    store.set_size(12 * KIB as u64).unwrap();
+    store.sync().unwrap();
+    let mut expected = pattern(20 * KIB, 3);
+    expected.truncate(5 * KIB + 1);
+    expected.resize(12 * KIB, 0);
+    assert!(fs::read(&path).unwrap() == expected && read(&store, 0, 12 * KIB) == expected);
+    let others = fs::File::options().write(true).open(&path).unwrap();
+    others.set_len(1000).unwrap();
+    assert_eq!(store.size_bytes().unwrap(), 1000);
+    assert!(read(&store, 0, 8 * KIB)[1000..].iter().all(|byte| *byte == 0));
+    others.set_len(MIB as u64).unwrap();
+    assert_eq!(store.size_bytes().unwrap(), MIB as u64);
+    assert!(read(&store, 0, 1000) == expected[..1000]);
+    // A gap reads zero, also before it is written.
+    store.write(2 * MIB as u64, &aligned(&[7; 512])).unwrap();
+    assert!(read(&store, MIB, MIB).iter().all(|byte| *byte == 0));
+    assert_eq!(store.size_bytes().unwrap(), 2 * MIB as u64 + 512);
+}
+
+/// Another file gets the name: the store goes on with the one it has opened.
+#[test]
+fn a_replaced_file_stays() {
+    let folder = folder();
+    let (path, other) = (folder.path().join("file"), folder.path().join("other"));
+    let store = FileStore::create(&path).unwrap();
+    store.write(0, b"first").unwrap();
+    fs::write(&other, b"second").unwrap();
+    fs::rename(&other, &path).unwrap();
+    assert_eq!(read(&store, 0, 5), b"first");
+    let second = FileStore::open(&path).unwrap();
+    assert_eq!(read(&second, 0, 6), b"second");
+}
+
+/// Where direct transfers are refused, files are read all the same, and the store and a counter say so.
+#[test]
+fn refused_direct_transfers_fall_back() {
+    let path = "/proc/version";
+    let before = stats::get(Counter::StoresBuffered);
+    let store = FileStore::open_read_only(path).unwrap();
+    if store.is_direct() {
+        return println!("skipped: {path} takes direct transfers");
+    }
+    assert!(stats::get(Counter::StoresBuffered) > before);
+    let expected = fs::read(path).unwrap();
+    assert_eq!(read(&store, 0, expected.len()), expected);
+    assert_eq!(store.alignment().offset, 1);
+    // Asked for, it is no fallback; and then it is the same file.
+    let folder = folder();
+    let path = folder.path().join("file");
+    fs::write(&path, pattern(9000, 1)).unwrap();
+    let store = FileOptions::new().buffered().open(&path).unwrap();
+    assert!(!store.is_direct() && read(&store, 0, 9000) == pattern(9000, 1));
+}
+
+/// What cannot be a store says why.
+#[test]
+fn what_is_no_store_is_refused() {
+    let folder = folder();
+    let path = |name: &str| folder.path().join(name);
+    assert_eq!(refusal(FileStore::open(folder.path())).unwrap(), libc::EISDIR);
+    assert_eq!(refusal(FileStore::open_read_only(folder.path())).unwrap(), libc::EISDIR);
+    assert_eq!(refusal(FileStore::open(path("missing"))).unwrap(), libc::ENOENT);
+    assert_eq!(refusal(FileStore::create(path("missing").join("file"))).unwrap(), libc::ENOENT);
+    assert_eq!(refusal(FileStore::open("zero\0byte")).unwrap(), libc::EINVAL);
+    assert_eq!(refusal(FileStore::open("")).unwrap(), libc::ENOENT);
+    fs::write(path("file"), b"").unwrap();
+    assert_eq!(refusal(FileOptions::new().create_new().open(path("file"))).unwrap(), libc::EEXIST);
+    assert_eq!(refusal(FileStore::open(path("file").join("below"))).unwrap(), libc::ENOTDIR);
+    assert!(Command::new("mkfifo").arg(path("pipe")).status().unwrap().success());
+    for other in [path("pipe"), "/dev/null".into()] {
+        for opened in [FileStore::open(&other), FileStore::open_read_only(&other)] {
+            assert!(matches!(refusal(opened), Err(Error::Unsupported { .. })), "{other:?}");
+        }
+    }
+    for block in [0, 1000] {
+        let opened = FileOptions::new().block_bytes(block).open(path("file"));
+        assert!(matches!(refusal(opened), Err(Error::BadAlignment { .. })), "{block}");
+    }
+    let text = FileStore::open(path("missing")).unwrap_err().to_string();
+    assert!(text.starts_with("opening a file: No such file"), "{text}");
+}
+
+/// A store that only reads says so before anything is done, and changes nothing.
+#[test]
+fn read_only_stores_do_not_write() {
+    let folder = folder();
+    let path = folder.path().join("file");
+    fs::write(&path, b"bytes").unwrap();
+    let store = FileStore::open_read_only(&path).unwrap();
+    assert!(!store.is_writable() && FileStore::open(&path).unwrap().is_writable());
+    let errors = [store.write(0, b"other"), store.set_size(0), store.write(0, b"")];
+    assert!(errors.into_iter().all(|result| result.unwrap_err().raw_os_error() == Some(libc::EBADF)));
+    store.sync().unwrap();
+    assert_eq!(fs::read(&path).unwrap(), b"bytes");
+}
+
+/// One store writes to a file, by whatever name; any number read. When it is gone another may.
+#[test]
+fn a_second_writer_is_refused() {
+    let folder = folder();
+    let (path, link, second) = (folder.path().join("file"), folder.path().join("link"), folder.path().join("second"));
+    let first = FileStore::create(&path).unwrap();
+    std::os::unix::fs::symlink(&path, &link).unwrap();
+    fs::hard_link(&path, &second).unwrap();
+    for name in [&path, &link, &second] {
+        assert!(is_busy(FileStore::open(name)) && is_busy(FileStore::create(name)), "{name:?}");
+    }
+    let readers = [FileStore::open_read_only(&path).unwrap(), FileStore::open_read_only(&link).unwrap()];
+    first.write(0, b"bytes").unwrap();
+    assert!(readers.iter().all(|reader| read(reader, 0, 5) == b"bytes"));
+    drop(first);
+    FileStore::open(&second).unwrap().write(0, b"other").unwrap();
+    assert!(readers.iter().all(|reader| read(reader, 0, 5) == b"other"));
+}
+
+/// This test once more, in a process of its own.
+fn child(test: &str, part: &Path) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", test, "--nocapture"]).env(PART, part);
+    command
+}
+
+fn part() -> Option<PathBuf> {
+    std::env::var_os(PART).map(PathBuf::from)
+}
+
+fn assert_passes(mut command: Command) -> String {
+    let output = command.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{said}\n{}", String::from_utf8_lossy(&output.stderr));
+    said
+}
+
+/// Two processes: the second writer is refused, a reader is not.
+#[test]
+fn a_writer_of_another_process_is_refused() {
+    if let Some(path) = part() {
+        assert!(is_busy(FileStore::open(&path)));
+        return assert_eq!(read(&FileStore::open_read_only(&path).unwrap(), 0, 5), b"bytes");
+    }
+    let folder = folder();
+    let path = folder.path().join("file");
+    let store = FileStore::create(&path).unwrap();
+    store.write(0, b"bytes").unwrap();
+    assert_passes(child("a_writer_of_another_process_is_refused", &path));
+}
+
+/// RLIMIT_FSIZE in a child: over it there is an error, not a deadly signal, and nothing was done.
+#[test]
+fn file_size_limits_are_errors() {
+    const TEST: &str = "file_size_limits_are_errors";
+    if let Some(path) = part() {
+        let store = FileStore::create(path).unwrap();
+        store.write(0, &aligned(&[1; 4 * KIB])).unwrap();
+        let errors = [store.write(0, &aligned(&[2; MIB])), store.set_size(MIB as u64), store.write(1 << 40, b"x")];
+        assert!(errors.into_iter().all(|result| result.unwrap_err().raw_os_error() == Some(libc::EFBIG)));
+        assert!(store.size_bytes().unwrap() == 4 * KIB as u64 && read(&store, 0, 4 * KIB) == [1; 4 * KIB]);
+        for engine in [Engine::Best, Engine::Threads] {
+            let mut ring = ring(engine);
+            let file = ring.attach(&store).unwrap();
+            ring.write(file, 0, aligned(&[3; MIB])).unwrap();
+            assert_eq!(take(&mut ring).1.unwrap_err().raw_os_error(), Some(libc::EFBIG));
+        }
+        return;
+    }
+    let folder = folder();
+    let inner = child(TEST, &folder.path().join("file"));
+    let mut limited = Command::new("sh");
+    limited.args(["-c", "ulimit -f 64; exec \"$0\" \"$@\""]).arg(inner.get_program()).args(inner.get_args());
+    limited.env(PART, folder.path().join("file"));
+    assert_passes(limited);
+}
+
+/// Offsets that no file has are errors, also for reads.
+#[test]
+fn absurd_offsets_are_errors() {
+    let folder = folder();
+    let store = FileStore::create(folder.path().join("file")).unwrap();
+    for offset in [1 << 63, u64::MAX] {
+        assert!(store.read(offset, &mut [0; 8]).is_err() && store.write(offset, &[0; 8]).is_err(), "{offset}");
+        assert!(store.set_size(offset).is_err());
+    }
+    assert_eq!(store.size_bytes().unwrap(), 0);
+}
+
+fn ring(engine: Engine) -> Ring<Aligned> {
+    Ring::new(&Settings { depth: 16, engine, ..Settings::default() }).unwrap()
+}
+
+/// The next transfer that ends.
+fn take(ring: &mut Ring<Aligned>) -> (Aligned, io::Result<()>) {
+    ring.wait(1, MINUTE).unwrap();
+    match ring.next() {
+        Some(Event::Done { buffer, result, .. }) => (buffer, result),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Threads instead of a ring: the same random transfers leave the same file. Each round writes places that do not overlap.
+#[test]
+fn threads_do_as_rings_do() {
+    let folder = folder();
+    let files = [Engine::Best, Engine::Threads].map(|engine| {
+        let path = folder.path().join(format!("{engine:?}"));
+        let store = FileStore::create(&path).unwrap();
+        let (mut ring, mut random, mut model) = (ring(engine), Random(9), vec![0u8; 0]);
+        assert!(engine == Engine::Best || !ring.is_kernel());
+        let file = ring.attach(&store).unwrap();
+        for round in 0..40 {
+            for place in 0..16 {
+                let (offset, len) = (place * 64 * KIB + random.below(3) * 512, 1 + random.below(48 * KIB));
+                let bytes = pattern(len, (round * 16 + place) as u8);
+                ring.write(file, offset as u64, aligned(&bytes)).unwrap();
+                model.resize(model.len().max(offset + len), 0);
+                model[offset..offset + len].copy_from_slice(&bytes);
+            }
+            (0..16).for_each(|_| take(&mut ring).1.unwrap());
+            let at = random.below(MIB);
+            ring.read(file, at as u64, aligned(&[0xEE; 10_000])).unwrap();
+            let (back, result) = take(&mut ring);
+            result.unwrap();
+            let there = model.get(at..).unwrap_or_default();
+            let there = &there[..there.len().min(10_000)];
+            assert!(back.starts_with(there) && back[there.len()..].iter().all(|byte| *byte == 0));
+        }
+        let bytes = fs::read(&path).unwrap();
+        assert!(bytes == model);
+        bytes
+    });
+    assert!(files[0] == files[1]);
+}
+
+/// The environment asks for threads.
+#[test]
+fn the_environment_chooses_threads() {
+    const TEST: &str = "the_environment_chooses_threads";
+    if part().is_some() {
+        assert!(!ring(Engine::Best).is_kernel());
+        return assert_eq!(stats::get(Counter::RingsRefused), 0, "it was asked for, not refused");
+    }
+    let mut command = child(TEST, Path::new("yes"));
+    command.env("PAGEMILL_IO", "threads");
+    assert_passes(command);
+}
+
+/// Without any memory that may be locked, as a user without privileges: nothing is registered, and transfers go on.
+#[test]
+fn unregistered_memory_does() {
+    const TEST: &str = "unregistered_memory_does";
+    if let Some(path) = part() {
+        let store = FileStore::create(path).unwrap();
+        let mut ring = ring(Engine::Best);
+        if !ring.is_kernel() {
+            return println!("skipped: no ring for this user");
+        }
+        let file = ring.attach(&store).unwrap();
+        match ring.register(Box::new(aligned(&[0; MIB]))) {
+            Ok(_) => panic!("a megabyte was locked"),
+            Err((error, memory)) => {
+                assert!(error.raw_os_error() == Some(libc::ENOMEM) && memory.len_bytes() == MIB, "{error}");
+            }
+        }
+        assert!(stats::get(Counter::RegionsRefused) == 1 && stats::get(Counter::RegionsRegistered) == 0);
+        ring.write(file, 0, aligned(&pattern(9000, 4))).unwrap();
+        take(&mut ring).1.unwrap();
+        return assert!(read(&store, 0, 9000) == pattern(9000, 4));
+    }
+    if !is_root() {
+        return println!("skipped: only root becomes a user without privileges");
+    }
+    // That user may not reach this program where it lies.
+    let folder = folder();
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    let program = folder.path().join("tests");
+    fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    let mut limited = Command::new("sh");
+    limited.args(["-c", "ulimit -l 0; exec \"$0\" \"$@\""]).arg(program).args(["--exact", TEST, "--nocapture"]);
+    limited.env(PART, folder.path().join("file")).current_dir(folder.path()).uid(65534).gid(65534);
+    print!("{}", assert_passes(limited));
+}
+
+/// Many transfers started together: all end once, with the right bytes. Then all are given up before they begin.
+#[test]
+fn started_transfers_end() {
+    let folder = folder();
+    let store = FileStore::create(folder.path().join("file")).unwrap();
+    let (sender, ended) = mpsc::channel();
+    let tell = |at: usize| {
+        let sender = sender.clone();
+        move |result: io::Result<()>, memory: Aligned| {
+            sender.send((at, result.map_err(|error| error.raw_os_error()), memory)).unwrap();
+        }
+    };
+    let len = 4 * KIB;
+    let writes = (0..500).map(|at| Transfer::write((at * len) as u64, aligned(&pattern(len, at as u8)), tell(at)));
+    store.start(writes.collect());
+    for _ in 0..500 {
+        ended.recv_timeout(MINUTE).unwrap().1.unwrap();
+    }
+    let reads = (0..500).map(|at| Transfer::read((at * len) as u64, Aligned::new(len, len), tell(at)));
+    store.start(reads.collect());
+    for _ in 0..500 {
+        let (at, result, memory) = ended.recv_timeout(MINUTE).unwrap();
+        result.unwrap();
+        assert!(memory[..] == pattern(len, at as u8));
+    }
+    let cancel = Cancel::new();
+    cancel.cancel();
+    let given_up = |at: usize| Transfer::write(0, aligned(&[0; 4 * KIB]), tell(at)).with_cancel(&cancel);
+    store.start((0..20).map(given_up).collect());
+    for _ in 0..20 {
+        assert_eq!(ended.recv_timeout(MINUTE).unwrap().1, Err(Some(libc::ECANCELED)));
+    }
+    assert!(read(&store, 0, len) == pattern(len, 0));
+}
+
+/// Cancelled at any moment, each transfer ends once: as if it had not been given up, or as cancelled.
+#[test]
+fn cancels_at_any_moment_end_transfers() {
+    let folder = folder();
+    let store = FileStore::create(folder.path().join("file")).unwrap();
+    let bytes = pattern(16 * MIB, 1);
+    store.write(0, &aligned(&bytes)).unwrap();
+    for round in 0..20 {
+        let (sender, ended) = mpsc::channel();
+        let cancel = Cancel::new();
+        let reads = (0..16).map(|at| {
+            let sender = sender.clone();
+            let done = move |result: io::Result<()>, memory: Aligned| sender.send((at, result, memory)).unwrap();
+            Transfer::read((at * MIB) as u64, Aligned::new(MIB, 4 * KIB), done).with_cancel(&cancel)
+        });
+        store.start(reads.collect());
+        drop(sender);
+        let begun: Vec<_> = ended.iter().take(round % 17).collect();
+        cancel.cancel();
+        let ends: Vec<_> = begun.into_iter().chain(ended.iter()).collect();
+        assert_eq!(ends.len(), 16);
+        for (at, result, memory) in ends {
+            match result {
+                Ok(()) => assert!(memory[..] == bytes[at * MIB..(at + 1) * MIB]),
+                Err(error) => assert_eq!(error.raw_os_error(), Some(libc::ECANCELED)),
+            }
+        }
+    }
+}
+
+/// Rings go with transfers in flight: what was started is waited for or given up, and its memory freed after that.
+#[test]
+fn rings_go_with_transfers_in_flight() {
+    let folder = folder();
+    let store = FileStore::create(folder.path().join("file")).unwrap();
+    store.write(0, &aligned(&pattern(16 * MIB, 1))).unwrap();
+    let stuck_before = stats::get(Counter::TransfersStuck);
+    for round in 0..20 {
+        let mut ring = ring(if round % 2 == 0 { Engine::Best } else { Engine::Threads });
+        let file = ring.attach(&store).unwrap();
+        for at in 0..16 {
+            assert!(ring.read(file, (at * MIB) as u64, Aligned::new(MIB, 4 * KIB)).is_ok());
+        }
+        if round % 3 > 0 {
+            ring.submit().unwrap();
+        }
+    }
+    assert_eq!(stats::get(Counter::TransfersStuck), stuck_before);
+}
+
+/// Errors of a store come through as they are, blocking and started; what was not written stays as it was.
+#[test]
+fn errors_of_the_store_are_passed_on() {
+    let folder = folder();
+    let store = FaultyStore::new(FileStore::create(folder.path().join("file")).unwrap());
+    store.write(0, &aligned(&pattern(8 * KIB, 1))).unwrap();
+    assert!(store.as_file().is_none(), "nobody goes past the faults");
+    store.set_faults(Faults { fail_per_mille: 1000, ..Faults::default() });
+    let errors = [store.read(0, &mut [0; 8]), store.write(0, &[0; 8]), store.sync(), store.set_size(0)];
+    assert!(errors.into_iter().all(|result| result.unwrap_err().raw_os_error() == Some(libc::EIO)));
+    let (sender, ended) = mpsc::channel();
+    let done = move |result: io::Result<()>, _| sender.send(result).unwrap();
+    store.start(vec![Transfer::write(0, aligned(&[0; 512]), done)]);
+    assert_eq!(ended.recv_timeout(MINUTE).unwrap().unwrap_err().raw_os_error(), Some(libc::EIO));
+    assert!(read(store.inner(), 0, 8 * KIB) == pattern(8 * KIB, 1));
+    assert_eq!((store.calls().failed, store.calls().count()), (5, 6));
+}

@@ -1,0 +1,223 @@
+//! Stores where it takes root, or a fork: devices, full file systems, registered memory in children.
+#![allow(unsafe_code)] // forks
+
+use pagemill::store::ring::{Engine, Event, Settings};
+use pagemill::store::{Aligned, Buffer, FileStore, Ring, Store};
+use pagemill::{Error, Result};
+use pagemill_sys::mem;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+const KIB: usize = 1 << 10;
+const MIB: usize = 1 << 20;
+const MINUTE: Duration = Duration::from_secs(60);
+
+fn aligned(len: usize, fill: u8) -> Aligned {
+    let mut memory = Aligned::new(len, 64 * KIB);
+    memory.fill(fill);
+    memory
+}
+
+/// One at a time: children of one test have the files of another open for a moment.
+fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What a command prints, or why it cannot be run.
+fn output(program: &str, arguments: &[&str]) -> std::result::Result<String, String> {
+    let output = Command::new(program).args(arguments).output().map_err(|error| format!("{program}: {error}"))?;
+    let said = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+    if output.status.success() { Ok(said(&output.stdout)) } else { Err(said(&output.stderr)) }
+}
+
+/// Undoes what was done to the system.
+struct Undo(&'static str, Vec<String>);
+
+impl Drop for Undo {
+    fn drop(&mut self) {
+        let _ = Command::new(self.0).args(&self.1).status();
+    }
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// A full file system: the write fails as the system says, blocking and in a ring; what was there stays.
+#[test]
+fn full_file_systems_are_errors() {
+    let _turn = turn();
+    let folder = tempfile::tempdir().unwrap();
+    if let Err(reason) = output("mount", &["-t", "tmpfs", "-o", "size=1m", "none", text(folder.path())]) {
+        return println!("skipped: {reason}");
+    }
+    let _undo = Undo("umount", vec![text(folder.path()).to_owned()]);
+    let store = FileStore::create(folder.path().join("file")).unwrap();
+    store.write(0, &aligned(512 * KIB, 1)).unwrap();
+    for engine in [Engine::Best, Engine::Threads] {
+        let error = store.write(512 * KIB as u64, &aligned(MIB, 2)).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
+        let mut ring = Ring::new(&Settings { engine, ..Settings::default() }).unwrap();
+        let file = ring.attach(&store).unwrap();
+        assert!(ring.write(file, 512 * KIB as u64, aligned(MIB, 2)).is_ok());
+        ring.wait(1, MINUTE).unwrap();
+        let Some(Event::Done { result, .. }) = ring.next() else { panic!("it has not ended") };
+        assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::ENOSPC));
+        let mut back = aligned(512 * KIB, 0);
+        store.read(0, &mut back).unwrap();
+        assert!(back.iter().all(|byte| *byte == 1));
+    }
+    store.set_size(0).unwrap();
+    store.write(0, &aligned(512 * KIB, 3)).unwrap();
+}
+
+/// A file as a device.
+fn device(folder: &Path, len_bytes: u64) -> std::result::Result<(PathBuf, Undo), String> {
+    let path = folder.join("device");
+    fs::File::create(&path).and_then(|file| file.set_len(len_bytes)).map_err(|error| error.to_string())?;
+    let device = output("losetup", &["--find", "--show", text(&path)])?;
+    Ok((PathBuf::from(&device), Undo("losetup", vec!["--detach".to_owned(), device])))
+}
+
+/// A block device: its length is fixed, its end is an error for writes, and one writer has it.
+#[test]
+fn devices_are_stores_of_fixed_length() {
+    let _turn = turn();
+    let folder = tempfile::tempdir().unwrap();
+    let (path, _undo) = match device(folder.path(), MIB as u64 + 512) {
+        Ok(device) => device,
+        Err(reason) => return println!("skipped: {reason}"),
+    };
+    let store = FileStore::open(&path).unwrap();
+    let len = MIB as u64 + 512;
+    assert!(store.is_device() && store.is_direct() && store.size_bytes().unwrap() == len);
+    store.write(0, &aligned(64 * KIB, 1)).unwrap();
+    store.write(MIB as u64, &aligned(512, 2)).unwrap();
+    // The last block is a part of one.
+    let mut tail = aligned(4 * KIB, 9);
+    store.read(MIB as u64, &mut tail).unwrap();
+    assert!(tail[..512].iter().all(|byte| *byte == 2) && tail[512..].iter().all(|byte| *byte == 0));
+    store.sync().unwrap();
+    store.set_size(len).unwrap();
+    assert_eq!(store.set_size(len - 512).unwrap_err().raw_os_error(), Some(libc::EINVAL));
+    assert_eq!(store.write(len, &aligned(512, 3)).unwrap_err().raw_os_error(), Some(libc::ENOSPC));
+    assert!(matches!(FileStore::open(&path), Err(Error::Busy { .. } | Error::Store { .. })));
+    FileStore::open_read_only(&path).unwrap().read(0, &mut tail).unwrap();
+    assert!(tail.iter().all(|byte| *byte == 1));
+    drop(store);
+    FileStore::open(&path).unwrap();
+}
+
+/// A device that is mounted is not written to behind the file system's back.
+#[test]
+fn mounted_devices_are_refused() {
+    let _turn = turn();
+    let folder = tempfile::tempdir().unwrap();
+    let made = device(folder.path(), 8 * MIB as u64).and_then(|(path, undo)| {
+        output("mkfs.ext4", &["-q", text(&path)])?;
+        let point = folder.path().join("mounted");
+        fs::create_dir(&point).map_err(|error| error.to_string())?;
+        output("mount", &[text(&path), text(&point)])?;
+        Ok((path, undo, Undo("umount", vec![text(&point).to_owned()])))
+    });
+    let (path, detach, unmount) = match made {
+        Ok(made) => made,
+        Err(reason) => return println!("skipped: {reason}"),
+    };
+    let opened: Result<FileStore> = FileStore::open(&path);
+    match opened {
+        Err(Error::Store { cause, .. }) => assert_eq!(cause.raw_os_error(), Some(libc::EBUSY)),
+        other => panic!("{other:?}"),
+    }
+    FileStore::open_read_only(&path).unwrap();
+    drop(unmount);
+    drop(detach);
+}
+
+/// Does something in a fork child; says whether it returned true.
+fn in_child(act: impl FnOnce() -> bool) -> bool {
+    // SAFETY: the child makes some calls and ends without unwinding.
+    match unsafe { libc::fork() } {
+        0 => {
+            let is_true = std::panic::catch_unwind(std::panic::AssertUnwindSafe(act)).unwrap_or(false);
+            // SAFETY: ends the child at once.
+            unsafe { libc::_exit(if is_true { 0 } else { 1 }) }
+        }
+        child => {
+            assert!(child > 0, "{}", io::Error::last_os_error());
+            let mut status = -1;
+            // SAFETY: our own child; writes `status`.
+            assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+            status == 0
+        }
+    }
+}
+
+/// Memory that is registered is not in fork children, and is again once it is not. The parent's ring is none in the child: it
+/// says so, and can be dropped; the child can have one of its own. Then the parent goes on.
+#[test]
+fn registered_memory_is_not_in_children() {
+    let _turn = turn();
+    let folder = tempfile::tempdir().unwrap();
+    let store = FileStore::create(folder.path().join("file")).unwrap();
+    let mut ring = Ring::<Aligned>::new(&Settings::default()).unwrap();
+    let mut second = Ring::<Aligned>::new(&Settings::default()).unwrap();
+    if !ring.is_kernel() {
+        return println!("skipped: no ring");
+    }
+    let file = ring.attach(&store).unwrap();
+    let memory = aligned(4 * MIB, 1);
+    let addr = memory.addr().as_ptr() as usize;
+    let is_there = || mem::is_mapped(addr, 4 * MIB).is_ok();
+    let id = match ring.register(Box::new(memory)) {
+        Ok(id) => id,
+        Err((error, _)) => return println!("skipped: {error}"),
+    };
+    /// The same memory, for the other ring.
+    struct Same(std::ptr::NonNull<u8>);
+    // SAFETY: lives as long as it is registered with the first ring, and no transfer uses it.
+    unsafe impl Buffer for Same {
+        fn addr(&self) -> std::ptr::NonNull<u8> {
+            self.0
+        }
+        fn len_bytes(&self) -> usize {
+            4 * MIB
+        }
+    }
+    let same = Same(std::ptr::NonNull::new(addr as *mut u8).unwrap());
+    let other = second.register(Box::new(same)).unwrap_or_else(|(error, _)| panic!("{error}"));
+    assert!(is_there() && in_child(|| !is_there()));
+    let mut ring = Some(ring);
+    assert!(in_child(|| {
+        let Some(mut inherited) = ring.take() else { return false };
+        let refused = inherited.submit().unwrap_err().raw_os_error() == Some(libc::EBADF);
+        let told = inherited.read(file, 0, aligned(512, 0)).is_ok();
+        let Some(Event::Done { result, .. }) = inherited.next() else { return false };
+        let is_error = result.unwrap_err().raw_os_error() == Some(libc::EBADF);
+        drop(inherited);
+        let mut own = Ring::new(&Settings::default()).unwrap();
+        let file = own.attach(&store).unwrap();
+        let is_queued = own.write(file, 0, aligned(512, 7)).is_ok();
+        own.wait(1, MINUTE).unwrap();
+        let is_done = matches!(own.next(), Some(Event::Done { result: Ok(()), .. }));
+        refused && told && is_error && is_queued && is_done && !is_there()
+    }));
+    let mut ring = ring.unwrap();
+    let mut bytes = aligned(512, 0);
+    assert!(ring.read(file, 0, bytes).is_ok());
+    ring.wait(1, MINUTE).unwrap();
+    let Some(Event::Done { buffer, result: Ok(()), .. }) = ring.next() else { panic!("the ring is dead") };
+    bytes = buffer;
+    assert!(bytes.iter().all(|byte| *byte == 7), "what the child wrote");
+    drop(second.unregister(other).unwrap());
+    assert!(in_child(|| !is_there()), "the first ring still has it");
+    let memory = ring.unregister(id).unwrap();
+    assert!(in_child(is_there));
+    drop(memory);
+    drop(FileStore::open(folder.path().join("file")).expect_err("children took the claim away"));
+}
