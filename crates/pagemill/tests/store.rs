@@ -2,7 +2,7 @@
 
 use pagemill::mapping::policy::{Always, Never};
 use pagemill::mapping::{Cache, Mapping, Policy, Settings};
-use pagemill::store::Store;
+use pagemill::store::{Faults, FaultyStore, MemoryStore, Store};
 use pagemill::units::PageSize;
 use pagemill::{Error, Pagemill};
 use std::io;
@@ -255,6 +255,37 @@ fn a_page_is_read_once() {
     assert_eq!((byte_at(&file, 0), store.reads.load(Relaxed)), (99, 16));
     file.sync().unwrap();
     assert_eq!(store.bytes.lock().unwrap()[..2], [99, 1]);
+}
+
+/// Dirty folios that follow each other are written as one, others by themselves, the last block in part. A store
+/// that fails, shortens and reorders loses nothing.
+#[test]
+fn folios_are_written_back_together() {
+    let store = FaultyStore::new(MemoryStore::new(vec![0; 4 * MIB], 512));
+    let file = cache(Box::new(Never), 64 * MIB).open(Arc::new(store.clone())).unwrap();
+    let mut expected = vec![0; 4 * MIB + 100];
+    let write = |expected: &mut [u8], page: usize, count: usize, byte: u8| {
+        let range = page * 4 * KIB..((page + count) * 4 * KIB).min(expected.len());
+        expected[range.clone()].fill(byte);
+        assert_eq!(file.write_at(&expected[range.clone()], range.start as u64).unwrap(), range.len());
+    };
+    for (page, count) in [(3, 1), (10, 300), (500, 1), (502, 1), (1020, 5)] {
+        write(&mut expected, page, count, 1);
+    }
+    file.sync().unwrap();
+    // What goes together has a bound: 300 pages are some more than one.
+    assert!((5..=12).contains(&store.calls().writes), "{:?}", store.calls());
+    for seed in 0..200 {
+        let faults =
+            Faults { seed, fail_per_mille: 300, short_per_mille: 300, is_reordered: true, ..Faults::default() };
+        store.set_faults(faults);
+        (0..5).for_each(|at| write(&mut expected, (seed as usize * 37 + at * 41) % 1020, 1 + at, seed as u8));
+        while file.sync().is_err() {}
+        store.set_faults(Faults::default());
+        let mut found = vec![0; expected.len()];
+        store.read(0, &mut found).unwrap();
+        assert!(found == expected && store.size_bytes().unwrap() == expected.len() as u64, "seed {seed}");
+    }
 }
 
 /// After the last sync the store has all that was appended, or written before a split, while others synced.

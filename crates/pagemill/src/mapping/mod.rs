@@ -46,6 +46,7 @@ mod truncate;
 mod usage;
 mod worker;
 mod write;
+mod writeback;
 mod zero;
 
 pub use cache::{Cache, Caches, MAX_CACHES, Settings};

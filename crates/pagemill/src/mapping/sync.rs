@@ -4,6 +4,7 @@
 //! is being written; a folio whose write met a truncation, or a store that still had more than counts, stays dirty, and
 //! the next round cuts and writes again.
 
+use super::writeback::Batch;
 use super::{File, Mapping, Turn};
 use crate::error::{Error, Result};
 use crate::folio::Owner;
@@ -41,15 +42,18 @@ impl Mapping {
 }
 
 /// For `map_err`: what was being done when the store failed.
-fn failed(doing: &'static str) -> impl FnOnce(std::io::Error) -> Error {
+pub(super) fn failed(doing: &'static str) -> impl FnOnce(std::io::Error) -> Error {
     move |cause| Error::Store { doing, cause }
 }
 
 /// A folio that is kept still, and goes on as it was whatever happens to the store.
-struct Still<'file> {
-    file: &'file File,
-    number: u32,
+pub(super) struct Still<'file> {
+    pub file: &'file File,
+    pub number: u32,
 }
+
+/// The index after a folio, and what is kept still of it: its number and state, if it is dirty.
+type Frozen = (u64, Option<(u32, State)>);
 
 impl Drop for Still<'_> {
     fn drop(&mut self) {
@@ -83,65 +87,74 @@ impl File {
     /// Writes each dirty folio once. Returns whether none had to stay dirty.
     fn write_back_all(&self, store: &dyn Store) -> Result<bool> {
         let (mut at, mut is_clean) = (0, true);
+        let mut batch = Batch::new(self, store);
         while let Some(found) = { self.tree.next(at, Owner::MAX_INDEX - 1, &epoch::pin()) } {
             // It may be split meanwhile: the next look begins where this folio ended.
-            let (end, dirty) = self.freeze_dirty(found.first)?;
+            let (end, dirty) = match self.try_freeze_dirty(found.first) {
+                Some(frozen) => frozen,
+                None => {
+                    // Who has it may wait for one of the batch.
+                    is_clean &= batch.write()?;
+                    self.freeze_dirty(found.first)?
+                }
+            };
             if let Some((number, state)) = dirty {
-                is_clean &= self.write_back(store, number, state)?;
+                batch.push(number, state);
+            }
+            if batch.is_full() {
+                is_clean &= batch.write()?;
             }
             at = end;
         }
-        Ok(is_clean)
+        Ok(batch.write()? && is_clean)
     }
 
-    /// Keeps the folio at `index` still if it is dirty: others read it, and nobody writes. Also the index after it.
-    fn freeze_dirty(&self, index: u64) -> Result<(u64, Option<(u32, State)>)> {
+    fn freeze_dirty(&self, index: u64) -> Result<Frozen> {
         let mut turn = Turn::new();
         loop {
+            if let Some(frozen) = self.try_freeze_dirty(index) {
+                return Ok(frozen);
+            }
+            turn.wait()?;
+        }
+    }
+
+    /// Keeps the folio at `index` still if it is dirty: others read it, and nobody writes. Also the index after it. `None` if
+    /// somebody has it.
+    fn try_freeze_dirty(&self, index: u64) -> Option<Frozen> {
+        loop {
             let guard = epoch::pin();
-            let Some(hit) = self.tree.find(index, &guard) else { return Ok((index + 1, None)) };
-            let number = hit.value() as u32;
+            let Some(hit) = self.tree.find(index, &guard) else { return Some((index + 1, None)) };
+            let (number, end) = (hit.value() as u32, hit.found().last() + 1);
             let word = self.pool().word(number);
             let seen = word.load();
             if !seen.is_dirty() && seen.is_readable() && hit.is_still() && word.is_unchanged(seen) {
-                return Ok((hit.found().last() + 1, None));
+                return Some((end, None));
             }
             match word.freeze() {
-                Ok(state) if hit.is_still() => return Ok((hit.found().last() + 1, Some((number, state)))),
+                Ok(state) if hit.is_still() => return Some((end, Some((number, state)))),
                 Ok(_) => self.thaw(number),
-                Err(_) => {
-                    drop(guard);
-                    turn.wait()?;
-                }
+                Err(_) => return None,
             }
         }
     }
 
-    /// Writes a folio that is kept still, and lets it go on. Returns whether it is clean.
-    fn write_back(&self, store: &dyn Store, number: u32, state: State) -> Result<bool> {
-        let (word, cut) = (self.pool().word(number), self.cut.load(Relaxed));
-        let offset = self.offset_of(self.pool().owner(number).index);
-        let len = self.cache.folio_bytes(state.order()).min(self.size_bytes().saturating_sub(offset));
-        let still = Still { file: self, number };
-        if len == 0 {
-            // It is about to go: all of it is behind the end.
-            return Ok(true);
-        }
-        let written = self.pool().with_still_bytes(number, len as usize, |bytes| store.write(offset, bytes));
-        written.map_err(failed("writing a file back"))?;
+    /// A folio was written to the store up to `end`, while so much had been cut. Lets it go on; returns whether it is clean.
+    pub(super) fn note_written(&self, still: Still<'_>, end: u64, cut: u32) -> bool {
         let writer = self.tree.lock();
         let is_clean = cut & 1 == 0 && self.cut.load(Relaxed) == cut;
         if is_clean {
-            self.stored_bytes.store(self.stored_bytes.load(Relaxed).max(offset + len), Relaxed);
+            self.stored_bytes.store(self.stored_bytes.load(Relaxed).max(end), Relaxed);
         } else {
             // What was just written may be behind the end by now.
             self.note_more_stored();
         }
         drop(writer);
         if is_clean {
+            let number = still.number;
             std::mem::forget(still);
-            self.note_revived(number, word.thaw_clean());
+            self.note_revived(number, self.pool().word(number).thaw_clean());
         }
-        Ok(is_clean)
+        is_clean
     }
 }
