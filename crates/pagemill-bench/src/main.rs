@@ -28,6 +28,7 @@ mod startup;
 mod stats;
 mod subject;
 mod survive;
+mod traces;
 mod volatile;
 mod workload;
 
@@ -79,6 +80,9 @@ enum Experiment {
     Hit(hit::Options),
     /// Huge folios pinned for a range, split and made again, beside a count for each 4 KiB and a copy
     Refs(refs::Options),
+    /// How often a page is there that is wanted: the page cache's order of eviction beside LRU, CLOCK, S3-FIFO and SIEVE on
+    /// generated traces
+    Traces(traces::Options),
     /// The settings by which each allocator returns memory at once, as a Markdown table
     Settings,
     #[command(name = "__touch", hide = true)]
@@ -149,6 +153,7 @@ fn main() -> ExitCode {
         Experiment::Volatile(options) => experiment(&options.common, || volatile::run(&options)),
         Experiment::Hit(options) => experiment(&options.common, || hit::run(&options)),
         Experiment::Refs(options) => experiment(&options.common, || refs::run(&options)),
+        Experiment::Traces(options) => experiment(&options.common, || traces::run(&options)),
         Experiment::Settings => {
             print!("{}", subject::settings_markdown());
             ExitCode::SUCCESS

@@ -358,3 +358,20 @@ fn a_plain_tmpfs_is_mounted_and_measured() {
     assert!(value(&rows, "cache", "random_read").is_some_and(|speed| speed > 0.0), "{rows:?}");
     assert_eq!(rows.iter().filter(|row| row["subject"] == "cache").count(), 7);
 }
+
+/// Two traces on small footprints: a hit is a hit for everybody, the cache's own order stands beside its peers, a target each and
+/// the mean; the same numbers each time.
+#[test]
+fn traces_are_counted() {
+    let line = ["traces", "--json", "--samples", "1", "--pages", "2000", "--traces", "zipf-1.0,loop"];
+    let first = rows(&line);
+
+    for subject in ["pagemill", "lru", "clock", "s3-fifo", "sieve"] {
+        let percent = value(&first, subject, "hit_percent").expect("it ran");
+        assert!((20.0..80.0).contains(&percent), "{subject}: {percent}");
+    }
+    let is_lru_loop = |row: &&serde_json::Value| row["subject"] == "lru" && row["case"] == "loop, 10 %";
+    assert_eq!(first.iter().find(is_lru_loop).expect("it ran")["value"], 0.0);
+    assert_eq!(first.iter().filter(|row| row["metric"] == "target_kept").count(), 3);
+    assert_eq!(first, rows(&line));
+}

@@ -248,6 +248,12 @@ counters! {
     caches: Caches, Gauge, Count;
     /// Huge folios split in the background because they held little.
     huge_split_behind: HugeSplitBehind, Sum, Count;
+    /// Of the clean folios that were dropped, bytes of such as were not used again after they had come in.
+    cache_evicted_new: CacheEvictedNew, Sum, Bytes;
+    /// Of the clean folios that were dropped, bytes of such as had been used, but not for long.
+    cache_evicted_main: CacheEvictedMain, Sum, Bytes;
+    /// Bytes that came in again not long after they had been dropped.
+    cache_recalled: CacheRecalled, Sum, Bytes;
 }
 
 /// Rows that a page has room for.

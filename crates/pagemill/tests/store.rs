@@ -180,6 +180,59 @@ fn clean_folios_make_room() {
     }
 }
 
+/// Two files in one cache; of one a quarter of the cache is read now and then, of the other four times the cache, once and in
+/// pieces. What is read again stays; so does a huge folio, and what is pinned or dirty meanwhile goes later.
+#[test]
+fn a_scan_does_not_push_out_what_is_used() {
+    for (is_huge, limit, hot_bytes, piece) in [(false, 4 * MIB, MIB, KIB), (true, 32 * MIB, 8 * MIB, 256 * KIB)] {
+        let policy = || -> Box<dyn Policy> { if is_huge { Box::new(Always) } else { Box::new(Never) } };
+        let cache = cache(policy(), limit);
+        let (hot_store, scan_store) = (Memory::new(hot_bytes), Memory::new(4 * limit));
+        let (hot, scanned) = (cache.open(hot_store.clone()).unwrap(), cache.open(scan_store).unwrap());
+        let scan = |from: usize, to: usize| {
+            let mut piece = vec![0; piece];
+            for at in (from..to).step_by(piece.len()) {
+                scanned.read_at(&mut piece, at as u64).unwrap();
+            }
+        };
+        let expected = read(&hot);
+        scan(0, limit / 8);
+        assert!(read(&hot) == expected);
+        let (before, pin) = (hot_store.reads.load(Relaxed), scanned.pin(0).unwrap());
+        scanned.write_at(&[1], 5 * KIB as u64).unwrap();
+        for part in 0..4 {
+            scan(part * limit, (part + 1) * limit);
+            assert!(read(&hot) == expected);
+        }
+        assert_eq!(hot_store.reads.load(Relaxed), before, "huge: {is_huge}");
+        drop(pin);
+        assert_eq!(byte_at(&scanned, 5 * KIB as u64), 1, "what is dirty stays");
+        scanned.sync().unwrap();
+        scan(0, 4 * limit);
+        assert_eq!(hot_store.reads.load(Relaxed), before, "huge: {is_huge}");
+    }
+}
+
+/// A page that was dropped and comes back soon is taken for one that is used: a scan does not push it out again.
+#[test]
+fn who_comes_back_soon_stays() {
+    let cache = cache(Box::new(Never), 4 * MIB);
+    let stores = [Memory::new(4 * MIB), Memory::new(32 * MIB)];
+    let [file, scanned] = stores.clone().map(|store| cache.open(store).unwrap());
+    let page = 200 * 4 * KIB as u64;
+    read(&file);
+    let mut piece = vec![0; 2 * MIB];
+    scanned.read_at(&mut piece, 0).unwrap();
+    for (reads, what) in [(1, "dropped"), (0, "back, and passed by")] {
+        let before = stores[0].reads.load(Relaxed);
+        byte_at(&file, page);
+        assert_eq!(stores[0].reads.load(Relaxed) - before, reads, "{what}");
+        for at in (2 * MIB..32 * MIB).step_by(2 * MIB) {
+            scanned.read_at(&mut piece, at as u64).unwrap();
+        }
+    }
+}
+
 /// A store that fails keeps nothing wrong in memory, and loses nothing that was written.
 #[test]
 fn failures_of_the_store_lose_nothing() {

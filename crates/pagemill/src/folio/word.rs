@@ -47,9 +47,10 @@ const ORDER_MASK: u64 = 0xF;
 /// Never split: one folio from birth to death.
 const WHOLE: u64 = 1 << 7;
 const DIRTY: u64 = 1 << 8;
-/// How often it was used since the last look, up to 3.
+/// How often it was used since the last look, up to [`MOST_USES`].
 const USED_SHIFT: u32 = 9;
 const USED_MASK: u64 = 3;
+const MOST_USES: u64 = 2;
 /// Free pages: all bytes read zero.
 const ZERO: u64 = 1 << 11;
 const PIN_SHIFT: u32 = 12;
@@ -207,12 +208,12 @@ impl Word {
         self.swap_from(seen, State(seen.0 & !DIRTY))
     }
 
-    /// Notes a use, up to three of them; one that meets another thread's is lost. Not on lines that others write all the time:
+    /// Notes a use, up to two of them; one that meets another thread's is lost. Not on lines that others write all the time:
     /// mostly it is only a look.
     #[inline]
     pub fn note_use(&self) {
         let seen = State(self.0.load(Relaxed));
-        if seen.0 >> USED_SHIFT & USED_MASK < USED_MASK && seen.kind() == Kind::Live {
+        if seen.0 >> USED_SHIFT & USED_MASK < MOST_USES && seen.kind() == Kind::Live {
             let _ = self.0.compare_exchange(seen.0, seen.0 + (1 << USED_SHIFT), Relaxed, Relaxed);
         }
     }
@@ -223,6 +224,15 @@ impl Word {
         let is_used = seen.0 >> USED_SHIFT & USED_MASK > 0;
         if is_used {
             let _ = self.0.compare_exchange(seen.0, seen.0 - (1 << USED_SHIFT), Relaxed, Relaxed);
+        }
+        is_used
+    }
+
+    /// Takes all noted uses off; returns whether there was one.
+    pub fn forget_uses(&self) -> bool {
+        let is_used = self.0.load(Relaxed) >> USED_SHIFT & USED_MASK > 0;
+        if is_used {
+            self.0.fetch_and(!(USED_MASK << USED_SHIFT), Relaxed);
         }
         is_used
     }
@@ -411,7 +421,9 @@ mod tests {
         word.publish(0, true, false);
         (0..10).for_each(|_| word.note_use());
         let uses = std::iter::from_fn(|| word.forget_use().then_some(())).count();
-        assert_eq!(uses as u64, USED_MASK);
+        assert_eq!(uses as u64, MOST_USES);
+        (0..10).for_each(|_| word.note_use());
+        assert!(word.forget_uses() && !word.forget_uses() && !word.forget_use());
         let seen = word.load();
         assert_eq!((seen.version(), seen.pins(), seen.order()), (1, 0, 0));
         for _ in 0..MAX_PINS {

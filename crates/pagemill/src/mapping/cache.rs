@@ -1,10 +1,11 @@
 //! A cache: files that share a software page size, a limit, a policy and a name; and all caches of a process.
 
 use super::flights::Flights;
+use super::order::Order;
 use super::policy::{Auto, Policy};
 use super::worker::Worker;
 use super::{File, Mapping};
-use crate::arena::Arena;
+use crate::arena::{Arena, place};
 use crate::error::{Error, Result};
 use crate::folio::{Owner, Pool, Taken};
 use crate::reclaim::{Shrinker, Urgency};
@@ -54,6 +55,8 @@ pub struct Caches {
     pub(super) arena: &'static Arena,
     pub(super) nodes: &'static TableNodes,
     pools: [OnceLock<&'static Pool>; MAX_CACHES],
+    /// Of each pool.
+    orders: [OnceLock<&'static Order>; MAX_CACHES],
     /// Which pools have a cache, and which.
     pub(super) books: Guarded<Vec<(&'static Pool, Weak<Inner>)>>,
     /// So many pools are a parent's: locks of theirs may be held for good, and nothing of theirs is used.
@@ -72,6 +75,7 @@ impl Caches {
             arena,
             nodes: TableNodes::place()?,
             pools: [const { OnceLock::new() }; MAX_CACHES],
+            orders: [const { OnceLock::new() }; MAX_CACHES],
             books: Guarded::new(Vec::new()),
             inherited: AtomicUsize::new(0),
             worker: Worker::default(),
@@ -94,6 +98,7 @@ impl Caches {
         self.books.with(|books| {
             let at = self.pool(books, &settings)?;
             let (pool, user) = &mut books[at];
+            let order = self.order(at, pool)?;
             pool.allow_huge(settings.use_huge);
             let inner = Arc::new(Inner {
                 caches: self,
@@ -107,7 +112,8 @@ impl Caches {
                 use_huge: AtomicBool::new(settings.use_huge),
                 may_split: settings.may_split,
                 policy: settings.policy,
-                hand: AtomicU32::new(0),
+                order,
+                is_ordered: Guarded::new(false),
                 stored_files: AtomicU32::new(0),
                 evict_after_ns: AtomicU64::new(0),
                 thin_after_ns: AtomicU64::new(0),
@@ -142,6 +148,16 @@ impl Caches {
         Ok(books.len() - 1)
     }
 
+    /// The order in which folios of a pool make room.
+    fn order(&self, at: usize, pool: &Pool) -> Result<&'static Order> {
+        if let Some(order) = self.orders[at].get() {
+            return Ok(order);
+        }
+        let order = place(Order::new((pool.max_bytes() >> pool.page_shift()) as usize)?)?;
+        let _ = self.orders[at].set(order);
+        Ok(order)
+    }
+
     pub(super) fn pools(&self) -> impl Iterator<Item = &'static Pool> {
         self.pools.iter().skip(self.inherited.load(Relaxed)).map_while(|pool| pool.get().copied())
     }
@@ -172,13 +188,23 @@ impl Caches {
 
     /// Brings the figures up to date that are found by measuring.
     pub(crate) fn measure(&self) {
-        stats::set(Counter::CacheFrames, self.pools().map(Pool::frames_bytes).sum());
+        stats::set(Counter::CacheFrames, self.frames_bytes());
         stats::set(Counter::CacheIndex, self.nodes.resident_bytes() + self.files_bytes());
     }
 
     /// Bytes of metadata that are resident.
     pub(crate) fn metadata_bytes(&self) -> u64 {
-        self.pools().map(Pool::frames_bytes).sum::<u64>() + self.nodes.resident_bytes()
+        self.frames_bytes() + self.nodes.resident_bytes()
+    }
+
+    fn frames_bytes(&self) -> u64 {
+        (self.inherited.load(Relaxed)..).zip(self.pools()).map(|(at, pool)| self.frames_bytes_of(at, pool)).sum()
+    }
+
+    /// Of frames, and of the order of a pool, that are resident.
+    pub(super) fn frames_bytes_of(&self, at: usize, pool: &Pool) -> u64 {
+        let order = self.orders[at].get().map_or(0, |order| order.resident_bytes(pool.pages() as usize));
+        pool.frames_bytes() + order
     }
 }
 
@@ -262,8 +288,10 @@ pub(crate) struct Inner {
     use_huge: AtomicBool,
     pub(super) may_split: bool,
     pub(super) policy: Box<dyn Policy>,
-    /// The page that is looked at next when room is to be made.
-    pub(super) hand: AtomicU32,
+    /// Whose turn it is when room is to be made.
+    pub(super) order: &'static Order,
+    /// Whether the order is this cache's: it is from the first file with a store on.
+    is_ordered: Guarded<bool>,
     /// Files with a store.
     pub(super) stored_files: AtomicU32,
     /// Nothing was found to evict, or to thin: not looked for before.
@@ -432,6 +460,14 @@ impl Inner {
         self.files.with(|files| files.by_id.get(id as usize)?.upgrade())
     }
 
+    fn begin_order(&self) {
+        self.is_ordered.with(|is_ordered| {
+            if !std::mem::replace(is_ordered, true) {
+                self.order.begin(self.limit_bytes >> self.pool.page_shift());
+            }
+        });
+    }
+
     fn enter(&self, make: impl FnOnce(u32) -> Arc<File>) -> Result<Arc<File>> {
         self.files.with(|files| {
             let id = match files.free.pop() {
@@ -521,6 +557,9 @@ impl Cache {
     fn enter(&self, store: Option<Arc<dyn Store>>, size_bytes: u64) -> Result<Mapping> {
         self.0.check()?;
         let has_store = store.is_some();
+        if has_store {
+            self.0.begin_order();
+        }
         let file = self.0.enter(|id| Arc::new(File::new(self.0.clone(), id, store, size_bytes)))?;
         self.0.stored_files.fetch_add(u32::from(has_store), Relaxed);
         let file = Mapping::new(file);

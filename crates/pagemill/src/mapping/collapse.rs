@@ -88,7 +88,8 @@ impl File {
         let word = self.pool().word(number);
         self.pool().set_owner(number, Owner { id: self.id, index: first });
         let last = first + (1 << order) - 1;
-        let stock = self.tree.prepare(first, last, u32::from(order));
+        let reached = self.reach_order(&[number], order);
+        let stock = reached.and_then(|()| self.tree.prepare(first, last, u32::from(order)));
         let mut stock = stock.inspect_err(|_| self.cache.give_in_place(number, order, parts.present_bytes()))?;
         let mut writer = self.tree.lock();
         let is_same = self.store.is_none() || self.left.load(Relaxed) == parts.left;
@@ -100,6 +101,9 @@ impl File {
             // Whoever finds it from here on may use it.
             word.publish(order, !self.cache.may_split, parts.is_dirty);
             writer.join(first, u32::from(order), u64::from(number), &mut stock);
+            if self.store.is_some() {
+                self.cache.order.join(parts.present().map(|(_, part)| part), number, order);
+            }
         }
         Ok(is_same)
     }

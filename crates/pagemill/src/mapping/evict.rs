@@ -1,7 +1,10 @@
-//! Making room: clean folios of files with a store are dropped, those first that were not used since the hand came by.
+//! Making room: clean folios of files with a store are dropped, in the [`order`](super::order) of their use.
 
 use super::File;
 use super::cache::Inner;
+use super::order::{Candidate, Folios, Key, Look, Part};
+use crate::error::Result;
+use crate::folio::Pool;
 use crate::folio::word::Kind;
 use crate::stats::{self, Counter};
 use crate::sync::{Relaxed, coarse_ns};
@@ -9,49 +12,90 @@ use crate::sync::{Relaxed, coarse_ns};
 /// After nothing was found, and until something is written back.
 const FUTILE_NS: u64 = 100_000_000;
 
-/// Rounds of the hand before it gives up: a folio counts three uses.
-const ROUNDS: u32 = 4;
+impl Folios for Pool {
+    fn look(&self, number: u32) -> Look {
+        let state = self.word(number).load();
+        match state.kind() {
+            Kind::Live if state.pins() == 0 && !state.is_dirty() => Look::Idle { order: state.order() },
+            Kind::Live | Kind::Busy | Kind::Still => Look::Kept,
+            Kind::Free | Kind::Tail | Kind::Gone => Look::Gone,
+        }
+    }
+
+    fn forget_use(&self, number: u32) -> bool {
+        self.word(number).forget_use()
+    }
+
+    fn forget_uses(&self, number: u32) -> bool {
+        self.word(number).forget_uses()
+    }
+}
 
 impl Inner {
-    /// Drops clean folios until `want_bytes` have come free. Returns whether they have. Walks pages: a second chance for what
-    /// was used.
+    /// Drops clean folios until `want_bytes` have come free. Returns whether they have.
     pub(super) fn evict_some(&self, want_bytes: u64) -> bool {
         if self.stored_files.load(Relaxed) == 0 || coarse_ns() < self.evict_after_ns.load(Relaxed) {
             return false;
         }
-        let end = self.pool.pages();
-        let (mut freed, mut seen) = (0, 0_u64);
-        while freed < want_bytes && seen < u64::from(ROUNDS) * u64::from(end) {
-            let number = self.hand.fetch_add(1, Relaxed) % end;
-            let state = self.pool.word(number).load();
-            seen += 1;
-            if state.kind() == Kind::Live
-                && state.pins() == 0
-                && !state.is_dirty()
-                && !self.pool.word(number).forget_use()
-            {
-                freed += self.evict(number);
-            }
+        let (mut hunt, mut freed) = (self.order.hunt(), 0);
+        while freed < want_bytes
+            && let Some(candidate) = hunt.next(self.pool)
+        {
+            freed += self.evict(&candidate);
         }
         if freed == 0 {
             self.evict_after_ns.store(coarse_ns() + FUTILE_NS, Relaxed);
         }
-        stats::add(Counter::CacheEvicted, freed);
         freed >= want_bytes
     }
 
     /// Drops one folio if its bytes can be had again; returns how many came free.
-    fn evict(&self, number: u32) -> u64 {
-        let owner = self.pool.owner(number);
+    fn evict(&self, candidate: &Candidate) -> u64 {
+        let owner = self.pool.owner(candidate.number);
+        // Of a file in memory, by now: it is in no order.
         let Some(file) = self.file(owner.id).filter(|file| file.store.is_some()) else { return 0 };
-        file.evict_at(owner.index, number)
+        let Some(order) = file.evict_at(owner.index, candidate.number) else {
+            self.order.put_back(candidate);
+            return 0;
+        };
+        self.order.dropped(candidate, Key::of(owner.id, owner.index, order));
+        let bytes = self.folio_bytes(order);
+        stats::add(Counter::CacheEvicted, bytes);
+        let counter = match candidate.part {
+            Part::New => Counter::CacheEvictedNew,
+            Part::Main => Counter::CacheEvictedMain,
+        };
+        stats::add(counter, bytes);
+        bytes
     }
 }
 
 impl File {
-    fn evict_at(&self, index: u64, number: u32) -> u64 {
-        let word = self.pool().word(number);
-        let Ok(state) = word.freeze() else { return 0 };
+    /// Before folios of files with a store come in: what may fail of it.
+    ///
+    /// # Errors
+    ///
+    /// [`crate::Error::System`] if they cannot enter the order: the system does not promise the memory.
+    pub(super) fn reach_order(&self, numbers: &[u32], order: u8) -> Result<()> {
+        let last = numbers.iter().max().filter(|_| self.store.is_some());
+        last.map_or(Ok(()), |last| self.cache.order.reach(*last as usize + (1 << order)))
+    }
+
+    /// A folio came in. Under the lock of the index: before it can leave again. Of files in memory none does this.
+    pub(super) fn enter_order(&self, index: u64, number: u32, order: u8) {
+        if self.store.is_none() {
+            return;
+        }
+        let recall = self.cache.order.recall(Key::of(self.id, index, order));
+        self.cache.order.enter(self.pool, number, order, recall);
+        if recall.is_known() {
+            stats::add(Counter::CacheRecalled, self.cache.folio_bytes(order));
+        }
+    }
+
+    /// Takes a folio out if it is clean and nobody's; returns its order if it did.
+    fn evict_at(&self, index: u64, number: u32) -> Option<u8> {
+        let state = self.pool().word(number).freeze().ok()?;
         // Still: nobody makes it dirty or frees it, whosever it is by now.
         let is_ours = |value| value == u64::from(number) && !state.is_dirty();
         let mut writer = self.tree.lock();
@@ -61,9 +105,9 @@ impl File {
         if !is_out {
             // Whosever it is by now.
             self.thaw(number);
-            return 0;
+            return None;
         }
         self.cache.give(number, state.order());
-        self.cache.folio_bytes(state.order())
+        Some(state.order())
     }
 }

@@ -158,6 +158,7 @@ impl File {
         let revoked = self.revoked.load(Acquire);
         let Some((fresh, flight)) = self.make(index, cause, content)? else { return Ok(None) };
         let (order, number, first, last) = (fresh.order, fresh.numbers[0], fresh.first, fresh.last());
+        self.reach_order(&fresh.numbers[..fresh.count], order)?;
         let mut stock = self.tree.prepare(first, last, u32::from(order))?;
         let mut writer = self.tree.lock();
         if writer.next(first, last).is_some() || self.revoked.load(Relaxed) != revoked {
@@ -170,6 +171,7 @@ impl File {
             }
             self.pool.word(number).publish(order, !self.cache.may_split, matches!(content, Content::Written(..)));
             writer.store(first, u32::from(order), u64::from(number), &mut stock);
+            self.enter_order(first, number, order);
         }
         drop((writer, flight));
         self.note_made(first, order);

@@ -110,6 +110,8 @@ impl Filling {
         let pool = file.pool;
         pool.zero(self.number, self.stored_bytes, self.len_bytes() - self.stored_bytes);
         pool.set_owner(self.number, Owner { id: file.id, index: self.first });
+        file.reach_order(&[self.number], self.order)?;
+        file.reach_order(&[self.number], self.order)?;
         let mut stock = file.tree.prepare(self.first, last, u32::from(self.order))?;
         let mut writer = file.tree.lock();
         if writer.next(self.first, last).is_some()
@@ -121,6 +123,8 @@ impl Filling {
         }
         pool.word(self.number).publish(self.order, !file.cache.may_split, false);
         writer.store(self.first, u32::from(self.order), u64::from(self.number), &mut stock);
+        file.enter_order(self.first, self.number, self.order);
+        file.enter_order(self.first, self.number, self.order);
         drop(writer);
         file.note_made(self.first, self.order);
         file.cache.flights.end(self.ticket);

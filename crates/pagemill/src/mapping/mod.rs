@@ -30,6 +30,7 @@ mod fetch;
 mod fill;
 mod flights;
 mod gate;
+pub mod order;
 mod pin;
 pub mod policy;
 mod punch;

@@ -77,6 +77,8 @@ impl File {
     #[cold]
     fn read_piece_slowly(&self, to: &mut [u8], offset: u64) -> Result<usize> {
         let (pool, index) = (self.pool(), self.index_of(offset));
+        // To have brought it in is no use of it.
+        let mut is_new = false;
         let mut turn = Turn::new();
         loop {
             let guard = epoch::pin();
@@ -84,7 +86,10 @@ impl File {
                 drop(guard);
                 match self.read_hole(to, offset)? {
                     Some(bytes) => return Ok(bytes),
-                    None => continue,
+                    None => {
+                        is_new = true;
+                        continue;
+                    }
                 }
             };
             let number = hit.value() as u32;
@@ -105,7 +110,9 @@ impl File {
             let len = to.len().min(self.cache.folio_bytes(found.order as u8) as usize - at);
             pool.copy_out(number, at, &mut to[..len]);
             if word.is_unchanged(seen) {
-                self.note_read(pool.frame(number));
+                if !is_new {
+                    self.note_read(pool.frame(number));
+                }
                 return Ok(len);
             }
         }

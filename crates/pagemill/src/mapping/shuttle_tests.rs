@@ -46,13 +46,16 @@ impl Policy for Either {
 }
 
 fn cache() -> Cache {
+    cache_of(6 * BLOCK_BYTES as u64)
+}
+
+fn cache_of(limit_bytes: u64) -> Cache {
     static CACHES: OnceLock<&'static Caches> = OnceLock::new();
     let caches = CACHES.get_or_init(|| {
         let layout = Layout { use_huge: false, ..Layout::for_test() };
         let arena = arena::place(Arena::new(layout, Account::make(UNLIMITED).unwrap()).unwrap()).unwrap();
         arena::place(Caches::new(arena).unwrap()).unwrap()
     });
-    let limit_bytes = 6 * BLOCK_BYTES as u64;
     let page = PageSize::new(PAGE).unwrap();
     caches.make(Settings { page, policy: Box::new(Either), ..Settings::new("model", limit_bytes) }).unwrap()
 }
@@ -399,4 +402,78 @@ fn splits_beside_removals() {
 #[test]
 fn removals_beside_removals() {
     beside(REMOVE, REMOVE);
+}
+
+/// A store that has one byte everywhere, and is given no other but zeros.
+struct Same(u8);
+
+impl Store for Same {
+    fn size_bytes(&self) -> std::io::Result<u64> {
+        Ok(PAGES * PAGE as u64)
+    }
+
+    fn block_bytes(&self) -> usize {
+        SAMPLE
+    }
+
+    fn read(&self, _offset: u64, to: &mut [u8]) -> std::io::Result<()> {
+        to.fill(self.0);
+        Ok(())
+    }
+
+    fn write(&self, _offset: u64, from: &[u8]) -> std::io::Result<()> {
+        assert!(from[..SAMPLE].iter().all(|byte| *byte == 0 || *byte == self.0));
+        Ok(())
+    }
+
+    fn set_size(&self, _size_bytes: u64) -> std::io::Result<()> {
+        Ok(())
+    }
+
+    fn sync(&self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Model {
+    /// As others do it, in a cache that may have no room.
+    fn act_in_little_room(&self, act: usize) {
+        let at = one_of(PAGES as usize) as u64 * PAGE as u64;
+        let mut bytes = [0; SAMPLE];
+        let done = match act {
+            READ => self.file.read_at(&mut bytes, at),
+            WRITE => self.file.write_at(&[self.byte; SAMPLE], at),
+            PIN => self.file.pin_present(at).map(|_| 0),
+            HOLD => self.file.sync().map(|()| 0),
+            _ => match one_of(4) {
+                0 => self.file.truncate(at).map(|()| 0),
+                1 => self.file.collapse(at).map(|_| 0),
+                _ => self.file.split(at).map(|_| 0),
+            },
+        };
+        self.check(&bytes);
+        let is_fine = matches!(done, Ok(_) | Err(Error::Busy { .. } | Error::NoMemory { .. } | Error::PastEnd { .. }));
+        assert!(is_fine, "{done:?}");
+    }
+}
+
+/// Folios come in, leave, are split and made huge, and make room for each other, which three pages have. Once all is clean each
+/// of them is found, and nobody else is in the order.
+#[test]
+fn folios_that_make_room_beside_such_as_leave() {
+    const THREADS: [&[usize]; 3] = [&[READ, READ, READ], &[READ, WRITE, HOLD, PIN], &[WRITE, DISTURB, READ, DISTURB]];
+    run_in_many_orders(1, || {
+        let cache = cache_of(3 * PAGE as u64);
+        let open = |byte| Model { file: cache.open(Arc::new(Same(byte))).unwrap(), ..Model::new(&cache, byte, PAGES) };
+        let models: Arc<[Model; 2]> = Arc::new([1, 2].map(open));
+        let threads = THREADS.map(|acts| {
+            let models = models.clone();
+            shuttle::thread::spawn(move || acts.iter().for_each(|act| models[one_of(2)].act_in_little_room(*act)))
+        });
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        models.iter().for_each(|model| model.file.sync().unwrap());
+        cache.0.evict_after_ns.store(0, Relaxed);
+        assert!(!cache.0.evict_some(u64::MAX), "all of it is no more than there is");
+        assert_eq!((cache.charged_bytes(), cache.0.order.pages()), (0, [0, 0]));
+    });
 }

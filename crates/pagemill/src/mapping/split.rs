@@ -56,6 +56,9 @@ impl File {
         if is_there {
             writer.split(hit.first(), 0, &mut stock, |index| u64::from(number) + (index - hit.first()));
         }
+        if is_there && self.store.is_some() {
+            self.cache.order.split(number, order);
+        }
         drop(writer);
         if !is_there {
             (1..pages).for_each(|page| self.pool().word(number + page).assign(Kind::Tail, 0));

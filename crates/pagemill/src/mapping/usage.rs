@@ -41,7 +41,7 @@ pub struct Usage {
     pub locked: u64,
     /// Pages without a use.
     pub free: u64,
-    /// Metadata of the pages.
+    /// Metadata of the pages, with the order in which they make room.
     pub frames: u64,
     /// Nodes of the index of its files, and what stands for each file.
     pub index: u64,
@@ -58,8 +58,9 @@ impl Usage {
         self.huge + self.small + self.locked + self.free + self.frames + self.index
     }
 
-    fn of_pool(pool: &Pool, number: u32) -> Self {
-        let (node, page_bytes, frames) = (pool.node(), pool.page().bytes(), pool.frames_bytes());
+    fn of_pool(caches: &Caches, pool: &Pool, at: usize) -> Self {
+        let (node, page_bytes) = (pool.node(), pool.page().bytes());
+        let (number, frames) = (at as u32, caches.frames_bytes_of(at, pool));
         Self { number, node, page_bytes, frames, free: pool.filled_bytes(), ..Self::default() }
     }
 }
@@ -98,7 +99,7 @@ impl Inner {
             name: self.name.clone(),
             charged: self.charged_bytes.load(Relaxed),
             limit: self.limit_bytes,
-            ..Usage::of_pool(pool, self.number)
+            ..Usage::of_pool(self.caches, pool, self.number as usize)
         };
         let (nodes, are_all_known) = self.node_bytes(most_ns);
         usage.index = nodes + self.files_bytes();
@@ -179,7 +180,7 @@ impl Caches {
         for at in first..first + count {
             let (pool, cache) = self.books.with(|books| (books[at].0, books[at].1.upgrade()));
             let Some(cache) = cache else {
-                show(Holder::IdlePool, &Usage::of_pool(pool, at as u32))?;
+                show(Holder::IdlePool, &Usage::of_pool(self, pool, at))?;
                 continue;
             };
             let usage = cache.usage(Some(each_ns));

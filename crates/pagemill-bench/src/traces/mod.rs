@@ -1,0 +1,179 @@
+//! How often a page is there that is wanted: the order in which the page cache drops folios, beside others, on generated
+//! traces.
+//!
+//! Pages are numbers here and nothing is timed: what is counted is the same on every machine. The order is the cache's own
+//! module.
+
+mod generate;
+mod own;
+mod peers;
+
+use crate::error::{Error, Result};
+use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
+use crate::report::{Bound, Place, Report, Verdict};
+use crate::stats::{self, Better};
+use crate::subject::PAGEMILL;
+use generate::{KINDS, Kind};
+use peers::{Clock, Lru, Policy, S3Fifo, Sieve};
+
+const S3_FIFO: &str = "s3-fifo";
+const PEERS: [&str; 4] = ["lru", "clock", S3_FIFO, "sieve"];
+const HIT_RATIO: &str = "hit_percent";
+
+const PAGES: (usize, usize) = (20_000, 100_000);
+/// For each page of the footprint.
+const REQUESTS: usize = 20;
+/// Of the footprint.
+const PERCENT: [usize; 3] = [1, 10, 25];
+/// Of all requests, the first ones that do not count: the cache fills.
+const WARM_DIVISOR: usize = 5;
+/// That of a round comes from it.
+const SEED: u64 = 0x7061_6765_6d69_6c6c;
+
+/// Options of the experiment.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    #[command(flatten)]
+    pub common: Common,
+    /// Pages of the footprint (default 100000, with --quick 20000); each trace has 20 times as many requests
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1000..10_000_000))]
+    pub pages: Option<u32>,
+    /// Only these traces, separated by commas
+    #[arg(long, value_delimiter = ',', value_name = "TRACE")]
+    pub traces: Vec<String>,
+}
+
+/// Trace, and the cache's share of the footprint.
+type Case = (usize, usize);
+
+/// Runs it and gives the report.
+///
+/// # Errors
+///
+/// [`Error::CannotRun`] for an unknown subject or trace.
+pub fn run(options: &Options) -> Result<Report> {
+    let common = &options.common;
+    let unknown = |what: &str, name: &str, known: &[&str]| {
+        Err(Error::CannotRun(format!("no {what} {name}; there are {}", known.join(", "))))
+    };
+    let subjects: Vec<&str> = [PAGEMILL].into_iter().chain(PEERS).collect();
+    if let Some(name) = common.only.iter().find(|name| !subjects.contains(&name.as_str())) {
+        return unknown("subject", name, &subjects);
+    }
+    let traces = KINDS.map(|(name, _)| name);
+    if let Some(name) = options.traces.iter().find(|name| !traces.contains(&name.as_str())) {
+        return unknown("trace", name, &traces);
+    }
+    let book = measure(options, &subjects)?;
+    let mut report = Report::new("traces", common.json);
+    for percent in PERCENT {
+        let table = format!("hit ratio, %, half the spread: a cache of {percent} % of the footprint");
+        report.turn(table.clone());
+        for (trace, (name, _)) in KINDS.iter().enumerate() {
+            for subject in &subjects {
+                let place = Some(Place { table: table.clone(), column: (*name).to_owned() });
+                let metric = Metric { name: HIT_RATIO, unit: "%", better: Better::Higher, baseline: None };
+                let case = (&(trace, percent), &*format!("{name}, {percent} %"));
+                report_row(&mut report, &book, case, subject, metric, place);
+            }
+        }
+    }
+    verdicts(&mut report, &book);
+    Ok(report)
+}
+
+fn measure(options: &Options, subjects: &[&'static str]) -> Result<Book<Case>> {
+    let common = &options.common;
+    let pages = options.pages.map_or(common.pick(PAGES.0, PAGES.1), |pages| pages as usize);
+    let is_wanted = |list: &[String], name: &str| list.is_empty() || list.iter().any(|wanted| wanted == name);
+    let subjects: Vec<_> = subjects.iter().filter(|subject| is_wanted(&common.only, subject)).collect();
+    let kinds: Vec<_> = KINDS.iter().enumerate().filter(|(_, (name, _))| is_wanted(&options.traces, name)).collect();
+    let progress = Progress::new(common.rounds() * kinds.len() * PERCENT.len());
+    let mut book = Book::new();
+    for round in 0..common.rounds() as u64 {
+        for (trace, (name, kind)) in &kinds {
+            for percent in PERCENT {
+                progress.step(name);
+                let size = pages * percent / 100;
+                let requests = generate::trace(*kind, pages, size, REQUESTS * pages, SEED + round);
+                for subject in &subjects {
+                    let mut policy = policy(subject, pages, size)?;
+                    book.enter_value(&(*trace, percent), subject, HIT_RATIO, hit_percent(&mut *policy, &requests));
+                }
+            }
+        }
+    }
+    Ok(book)
+}
+
+fn policy(subject: &str, pages: usize, size: usize) -> Result<Box<dyn Policy>> {
+    Ok(match subject {
+        "lru" => Box::new(Lru::new(pages, size)),
+        "clock" => Box::new(Clock::new(pages, size)),
+        S3_FIFO => Box::new(S3Fifo::new(pages, size)),
+        "sieve" => Box::new(Sieve::new(pages, size)),
+        _ => Box::new(own::Own::new(pages, size).map_err(|error| Error::CannotRun(error.to_string()))?),
+    })
+}
+
+fn hit_percent(policy: &mut dyn Policy, requests: &[u32]) -> f64 {
+    let (warm, counted) = requests.split_at(requests.len() / WARM_DIVISOR);
+    for page in warm {
+        policy.access(*page);
+    }
+    let hits = counted.iter().filter(|page| policy.access(**page)).count();
+    100.0 * hits as f64 / counted.len() as f64
+}
+
+/// Hit ratios of one subject in one case, by round.
+fn ratios(book: &Book<Case>, case: &Case, subject: &'static str) -> Option<Vec<f64>> {
+    book.get(case, subject, HIT_RATIO).map(|series| series.values())
+}
+
+/// How many points the cache's order is ahead of the best of the peers, by round.
+fn ahead_of_best(book: &Book<Case>, case: &Case) -> Option<Vec<f64>> {
+    let peers: Option<Vec<_>> = PEERS.iter().map(|peer| ratios(book, case, peer)).collect();
+    let (own, peers) = (ratios(book, case, PAGEMILL)?, peers?);
+    let best = |round: usize| peers.iter().map(|ratios| ratios[round]).fold(0.0, f64::max);
+    Some(own.iter().enumerate().map(|(round, own)| own - best(round)).collect())
+}
+
+fn verdicts(report: &mut Report, book: &Book<Case>) {
+    let points = |target: String, bound, values: Option<Vec<f64>>, note: String| {
+        let blank = not_measured(target, bound, "points", "not all were run");
+        let Some(values) = values else { return blank };
+        Verdict { estimate: stats::estimate(&values), baseline: "best-of-four".to_owned(), note, ..blank }
+    };
+    for (trace, (name, kind)) in KINDS.iter().enumerate() {
+        if book.cases().iter().all(|(with, _)| *with != trace) {
+            continue;
+        }
+        let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
+        let by_size = PERCENT.map(|percent| (percent, ahead_of_best(book, &(trace, percent))));
+        let worst = by_size.into_iter().min_by(|(_, one), (_, other)| {
+            let of = |values: &Option<Vec<f64>>| values.as_deref().map_or(f64::MIN, mean);
+            of(one).total_cmp(&of(other))
+        });
+        let Some((percent, values)) = worst else { continue };
+        let target = format!("{name}: {PAGEMILL}, ahead of the best of four");
+        let what = if *kind == Kind::Loop { "of the loop's footprint" } else { "of the footprint" };
+        let note = if values.is_some() { format!("worst: {percent} % {what}") } else { "not all were run".to_owned() };
+        report.verdict(points(target, Bound::AtLeast(-1.0), values, note));
+    }
+    let target = format!("mean of all: {PAGEMILL}, ahead of {S3_FIFO}");
+    let mean = Verdict {
+        baseline: S3_FIFO.to_owned(),
+        ..points(target, Bound::AtLeast(0.0), ahead_of_s3(book), String::new())
+    };
+    report.verdict(mean);
+}
+
+/// How many points the mean of all cases is ahead of S3-FIFO's, by round.
+fn ahead_of_s3(book: &Book<Case>) -> Option<Vec<f64>> {
+    let cases = book.cases();
+    let both = |case: &&Case| Some((ratios(book, case, PAGEMILL)?, ratios(book, case, S3_FIFO)?));
+    let all: Vec<_> = cases.iter().map(both).collect::<Option<_>>()?;
+    let rounds = all.iter().map(|(own, _)| own.len()).min()?;
+    let ahead = |round: usize| all.iter().map(|(own, peer)| own[round] - peer[round]).sum::<f64>() / all.len() as f64;
+    Some((0..rounds).map(ahead).collect())
+}

@@ -1,0 +1,84 @@
+//! Pagemill's own order on a trace: the module that the page cache uses, with pages that are numbers.
+
+use std::cell::Cell;
+
+use pagemill::mapping::order::{Folios, Key, Look, Order};
+
+use super::peers::Policy;
+
+/// Uses that a folio's word counts.
+const MOST_USES: u8 = 2;
+
+/// Uses of each frame.
+struct Frames(Vec<Cell<u8>>);
+
+impl Folios for Frames {
+    fn look(&self, _number: u32) -> Look {
+        Look::Idle { order: 0 }
+    }
+
+    fn forget_use(&self, number: u32) -> bool {
+        let uses = &self.0[number as usize];
+        uses.replace(uses.get().saturating_sub(1)) > 0
+    }
+
+    fn forget_uses(&self, number: u32) -> bool {
+        self.0[number as usize].replace(0) > 0
+    }
+}
+
+/// No frame.
+const NONE: u32 = u32::MAX;
+
+/// A cache of frames in that order.
+pub struct Own {
+    order: Order,
+    frames: Frames,
+    page_of: Vec<u32>,
+    frame_of: Vec<u32>,
+    size: usize,
+}
+
+impl Own {
+    /// # Errors
+    ///
+    /// Without addresses for its tables.
+    pub fn new(pages: usize, size: usize) -> pagemill::Result<Self> {
+        let order = Order::new(size)?;
+        order.begin(size as u64);
+        order.reach(size)?;
+        let frames = Frames(vec![Cell::new(0); size]);
+        Ok(Self { order, frames, page_of: Vec::new(), frame_of: vec![NONE; pages], size })
+    }
+
+    /// A frame for another page; `None` if there is none to be had.
+    fn make_room(&mut self) -> Option<u32> {
+        if self.page_of.len() < self.size {
+            self.page_of.push(NONE);
+            return Some(self.page_of.len() as u32 - 1);
+        }
+        let candidate = self.order.hunt().next(&self.frames)?;
+        let page = self.page_of[candidate.number as usize];
+        self.frame_of[page as usize] = NONE;
+        self.order.dropped(&candidate, Key::of(0, page.into(), 0));
+        Some(candidate.number)
+    }
+}
+
+impl Policy for Own {
+    fn access(&mut self, page: u32) -> bool {
+        let frame = self.frame_of[page as usize];
+        if frame != NONE {
+            let uses = &self.frames.0[frame as usize];
+            uses.set((uses.get() + 1).min(MOST_USES));
+            return true;
+        }
+        if let Some(frame) = self.make_room() {
+            let recall = self.order.recall(Key::of(0, page.into(), 0));
+            self.frames.0[frame as usize].set(0);
+            (self.page_of[frame as usize], self.frame_of[page as usize]) = (page, frame);
+            self.order.enter(&self.frames, frame, 0, recall);
+        }
+        false
+    }
+}

@@ -1,0 +1,297 @@
+//! Orders of eviction, each as its paper describes it, on pages of one size: who is in the cache, request by request.
+//!
+//! - LRU: the page that was not wanted for longest goes.
+//! - CLOCK: a ring; the hand takes the mark of a use off and goes on, until it comes to a page without. F. Corbato, 1968.
+//! - S3-FIFO: a small queue of a tenth, a main queue, and a queue of ghosts as long as the main one may be. J. Yang and others, SOSP
+//!   2023, algorithm 1.
+//! - SIEVE: one queue; the hand goes from the oldest to the latest, takes marks off where pages stay, and drops the first without. Y.
+//!   Zhang and others, NSDI 2024, algorithm 1.
+
+use std::collections::VecDeque;
+
+/// A cache of pages, by their numbers.
+pub trait Policy {
+    /// A page is wanted, and in the cache from then on. Returns whether it was there.
+    fn access(&mut self, page: u32) -> bool;
+}
+
+/// No page.
+const NONE: u32 = u32::MAX;
+
+/// Pages in a row, of which any can be taken out.
+struct List {
+    newer: Vec<u32>,
+    older: Vec<u32>,
+    newest: u32,
+    oldest: u32,
+    len: usize,
+}
+
+impl List {
+    fn new(pages: usize) -> Self {
+        Self { newer: vec![NONE; pages], older: vec![NONE; pages], newest: NONE, oldest: NONE, len: 0 }
+    }
+
+    fn push(&mut self, page: u32) {
+        (self.newer[page as usize], self.older[page as usize]) = (NONE, self.newest);
+        match self.newest {
+            NONE => self.oldest = page,
+            newest => self.newer[newest as usize] = page,
+        }
+        self.newest = page;
+        self.len += 1;
+    }
+
+    fn remove(&mut self, page: u32) {
+        let (newer, older) = (self.newer[page as usize], self.older[page as usize]);
+        match newer {
+            NONE => self.newest = older,
+            newer => self.older[newer as usize] = older,
+        }
+        match older {
+            NONE => self.oldest = newer,
+            older => self.newer[older as usize] = newer,
+        }
+        self.len -= 1;
+    }
+}
+
+pub struct Lru {
+    list: List,
+    is_in: Vec<bool>,
+    size: usize,
+}
+
+impl Lru {
+    pub fn new(pages: usize, size: usize) -> Self {
+        Self { list: List::new(pages), is_in: vec![false; pages], size }
+    }
+}
+
+impl Policy for Lru {
+    fn access(&mut self, page: u32) -> bool {
+        let is_hit = std::mem::replace(&mut self.is_in[page as usize], true);
+        if is_hit {
+            self.list.remove(page);
+        } else if self.list.len == self.size {
+            let oldest = self.list.oldest;
+            self.list.remove(oldest);
+            self.is_in[oldest as usize] = false;
+        }
+        self.list.push(page);
+        is_hit
+    }
+}
+
+pub struct Clock {
+    ring: Vec<u32>,
+    hand: usize,
+    is_in: Vec<bool>,
+    is_used: Vec<bool>,
+    size: usize,
+}
+
+impl Clock {
+    pub fn new(pages: usize, size: usize) -> Self {
+        Self { ring: Vec::new(), hand: 0, is_in: vec![false; pages], is_used: vec![false; pages], size }
+    }
+}
+
+impl Policy for Clock {
+    fn access(&mut self, page: u32) -> bool {
+        if self.is_in[page as usize] {
+            self.is_used[page as usize] = true;
+            return true;
+        }
+        (self.is_in[page as usize], self.is_used[page as usize]) = (true, false);
+        if self.ring.len() < self.size {
+            self.ring.push(page);
+            return false;
+        }
+        while std::mem::take(&mut self.is_used[self.ring[self.hand] as usize]) {
+            self.hand = (self.hand + 1) % self.size;
+        }
+        let dropped = std::mem::replace(&mut self.ring[self.hand], page);
+        self.is_in[dropped as usize] = false;
+        self.hand = (self.hand + 1) % self.size;
+        false
+    }
+}
+
+pub struct Sieve {
+    list: List,
+    hand: u32,
+    is_in: Vec<bool>,
+    is_visited: Vec<bool>,
+    size: usize,
+}
+
+impl Sieve {
+    pub fn new(pages: usize, size: usize) -> Self {
+        Self { list: List::new(pages), hand: NONE, is_in: vec![false; pages], is_visited: vec![false; pages], size }
+    }
+
+    fn evict(&mut self) {
+        let or_oldest = |at: u32, oldest: u32| if at == NONE { oldest } else { at };
+        let mut at = or_oldest(self.hand, self.list.oldest);
+        while std::mem::take(&mut self.is_visited[at as usize]) {
+            at = or_oldest(self.list.newer[at as usize], self.list.oldest);
+        }
+        self.hand = self.list.newer[at as usize];
+        self.list.remove(at);
+        self.is_in[at as usize] = false;
+    }
+}
+
+impl Policy for Sieve {
+    fn access(&mut self, page: u32) -> bool {
+        if self.is_in[page as usize] {
+            self.is_visited[page as usize] = true;
+            return true;
+        }
+        if self.list.len == self.size {
+            self.evict();
+        }
+        self.list.push(page);
+        (self.is_in[page as usize], self.is_visited[page as usize]) = (true, false);
+        false
+    }
+}
+
+/// Where S3-FIFO has a page.
+#[derive(Clone, Copy, PartialEq)]
+enum Place {
+    Out,
+    Small,
+    Main,
+}
+
+pub struct S3Fifo {
+    small: VecDeque<u32>,
+    main: VecDeque<u32>,
+    /// Pages with the number of their entry: one that is not the page's latest stands for nothing.
+    ghosts: VecDeque<(u32, u32)>,
+    ghost_of: Vec<u32>,
+    next_ghost: u32,
+    place: Vec<Place>,
+    uses: Vec<u8>,
+    size: usize,
+    small_size: usize,
+}
+
+impl S3Fifo {
+    pub fn new(pages: usize, size: usize) -> Self {
+        Self {
+            small: VecDeque::new(),
+            main: VecDeque::new(),
+            ghosts: VecDeque::new(),
+            ghost_of: vec![NONE; pages],
+            next_ghost: 0,
+            place: vec![Place::Out; pages],
+            uses: vec![0; pages],
+            size,
+            small_size: (size / 10).max(1),
+        }
+    }
+
+    fn main_size(&self) -> usize {
+        self.size - self.small_size
+    }
+
+    fn evict(&mut self) {
+        if self.small.len() >= self.small_size || self.main.is_empty() { self.evict_small() } else { self.evict_main() }
+    }
+
+    fn evict_small(&mut self) {
+        while let Some(page) = self.small.pop_front() {
+            if self.uses[page as usize] <= 1 {
+                self.place[page as usize] = Place::Out;
+                self.remember(page);
+                return;
+            }
+            (self.place[page as usize], self.uses[page as usize]) = (Place::Main, 0);
+            self.main.push_back(page);
+            if self.main.len() > self.main_size() {
+                return self.evict_main();
+            }
+        }
+    }
+
+    fn evict_main(&mut self) {
+        while let Some(page) = self.main.pop_front() {
+            if self.uses[page as usize] == 0 {
+                self.place[page as usize] = Place::Out;
+                return;
+            }
+            self.uses[page as usize] -= 1;
+            self.main.push_back(page);
+        }
+    }
+
+    fn remember(&mut self, page: u32) {
+        self.ghost_of[page as usize] = self.next_ghost;
+        self.ghosts.push_back((page, self.next_ghost));
+        self.next_ghost += 1;
+        while self.ghosts.len() > self.main_size() {
+            let Some((page, ghost)) = self.ghosts.pop_front() else { return };
+            if self.ghost_of[page as usize] == ghost {
+                self.ghost_of[page as usize] = NONE;
+            }
+        }
+    }
+}
+
+impl Policy for S3Fifo {
+    fn access(&mut self, page: u32) -> bool {
+        let at = page as usize;
+        if self.place[at] != Place::Out {
+            self.uses[at] = (self.uses[at] + 1).min(3);
+            return true;
+        }
+        while self.small.len() + self.main.len() >= self.size {
+            self.evict();
+        }
+        self.uses[at] = 0;
+        if std::mem::replace(&mut self.ghost_of[at], NONE) == NONE {
+            self.place[at] = Place::Small;
+            self.small.push_back(page);
+        } else {
+            self.place[at] = Place::Main;
+            self.main.push_back(page);
+        }
+        false
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hits(policy: &mut dyn Policy, trace: &[u32]) -> String {
+        trace.iter().map(|page| if policy.access(*page) { '+' } else { '-' }).collect()
+    }
+
+    /// By hand, three pages of room: which pages are there in the end tells who went.
+    #[test]
+    fn each_drops_whom_its_paper_says() {
+        // LRU: 0 is the latest of the first three, so 1 goes for 3, and 2 for 1.
+        assert_eq!(hits(&mut Lru::new(9, 3), &[0, 1, 2, 0, 3, 0, 1, 2]), "---+-+--");
+        // CLOCK: 0 has a mark and stays, 1 goes for 3; then the hand is at 2.
+        assert_eq!(hits(&mut Clock::new(9, 3), &[0, 1, 2, 0, 3, 0, 2, 1, 0]), "---+-++-+");
+        // SIEVE: 0 has a mark and stays, 1 goes; the hand stays behind it: 2 goes for 4, though 0 is older.
+        assert_eq!(hits(&mut Sieve::new(9, 3), &[0, 1, 2, 0, 3, 4, 0, 3, 2]), "---+--++-");
+    }
+
+    /// Ten pages of room. A page used twice goes on to main, a scan passes by; one that comes back soon goes to main, too.
+    #[test]
+    fn s3_fifo_lets_scans_pass() {
+        let mut cache = S3Fifo::new(100, 10);
+        assert_eq!(hits(&mut cache, &[0, 0, 0]), "-++");
+        let scan: Vec<u32> = (10..40).collect();
+        assert!(!hits(&mut cache, &scan).contains('+'));
+        assert_eq!(hits(&mut cache, &[0]), "+");
+        assert_eq!(hits(&mut cache, &[25]), "-", "a ghost");
+        assert!(!hits(&mut cache, &[41, 42, 43, 44, 45, 46, 47, 48, 49, 50]).contains('+'));
+        assert_eq!(hits(&mut cache, &[25]), "+");
+    }
+}

@@ -1,0 +1,196 @@
+//! Who left not long ago: marks of folios that were dropped, in a table of fixed size.
+//!
+//! ```text
+//!   key of a folio --hash--> set of 16 marks, one cache line        each: 15 bits of the hash, new or main, 16 bits of when
+//! ```
+//!
+//! Each part has a clock of its own, which goes on by the pages that were dropped from it. A mark is too old once as many went as
+//! the cache has pages; a set then holds twelve of the new part on the average, so that few are lost early. What is read beside
+//! a change is a mark or none: no lock. A wrong answer, one in two thousand, gives a page a better place than it earned.
+
+use super::{Key, Part};
+use crate::arena::Table;
+use crate::error::Result;
+use crate::sync::{AtomicU32, AtomicU64, Padded, Relaxed};
+
+/// Marks of a set: a cache line.
+const WAYS: usize = 16;
+
+/// Of them, so many are in use where the table is full of marks that are not too old.
+const MEANT_WAYS: u64 = 12;
+
+/// A life has so many ticks, or up to twice as many: a clock of 16 bits comes round after 64 lives, and no mark is left that
+/// long.
+const LIFE_TICKS: u64 = 512;
+
+/// A clock's values in a mark: 1 to this. No mark is zero.
+const CLOCK: u64 = u16::MAX as u64;
+
+const PART_BIT: u32 = 1 << 16;
+const HASH_SHIFT: u32 = 17;
+const HASH_MASK: u32 = u32::MAX >> HASH_SHIFT;
+
+/// An odd number, so that many salts are different.
+const SALT: u32 = 0x9e37;
+
+/// What was dropped, and when.
+pub(super) struct Ghosts {
+    marks: Table<AtomicU32>,
+    /// Of these, so many are in use.
+    sets: AtomicU64,
+    /// Pages of a life.
+    life_pages: AtomicU64,
+    /// Log2 of the pages of a tick.
+    tick_shift: AtomicU32,
+    /// Moves on with each cache that has the table: marks of another are none.
+    salt: AtomicU32,
+    /// Pages that went, of each part.
+    gone: [Padded<AtomicU64>; 2],
+}
+
+impl Ghosts {
+    /// A table for a cache of up to `most_pages`; addresses only.
+    ///
+    /// # Errors
+    ///
+    /// [`crate::Error::System`] without addresses.
+    pub fn new(most_pages: u64) -> Result<Self> {
+        Ok(Self {
+            marks: Table::new(WAYS * sets_for(most_pages) as usize)?,
+            sets: AtomicU64::new(0),
+            life_pages: AtomicU64::new(0),
+            tick_shift: AtomicU32::new(0),
+            salt: AtomicU32::new(0),
+            gone: Default::default(),
+        })
+    }
+
+    /// Remembers as many as a cache of `pages` has, and none of another cache. If the system does not promise the memory nothing is
+    /// remembered.
+    pub fn open(&self, pages: u64) {
+        let sets = sets_for(pages);
+        let is_open = self.marks.open(0, 0, WAYS * sets as usize).is_ok();
+        let shift = (pages / LIFE_TICKS).checked_ilog2().unwrap_or(0);
+        self.tick_shift.store(shift, Relaxed);
+        self.life_pages.store(pages, Relaxed);
+        self.salt.fetch_add(1, Relaxed);
+        self.sets.store(if is_open { sets } else { 0 }, Relaxed);
+    }
+
+    /// Bytes of it that are resident.
+    pub fn resident_bytes(&self) -> u64 {
+        self.marks.resident_bytes(0, WAYS * self.sets.load(Relaxed) as usize)
+    }
+
+    /// Marks a folio of so many pages as dropped.
+    pub fn note(&self, key: Key, part: Part, pages: u64) {
+        let Some(set) = self.set(key) else { return };
+        let (hash, now) = (self.hash(key), self.now());
+        self.gone[part as usize].0.fetch_add(pages, Relaxed);
+        // The mark that was there of it; else an empty one; else the oldest.
+        let (mut found, mut oldest) = (set.start, 0);
+        for at in set {
+            let mark = self.marks.get(at).load(Relaxed);
+            if mark == 0 || mark >> HASH_SHIFT == hash {
+                found = at;
+                if mark != 0 {
+                    break;
+                }
+                oldest = u32::MAX;
+            }
+            let age = age(mark, now);
+            if age > oldest {
+                (found, oldest) = (at, age);
+            }
+        }
+        let part_bit = if part == Part::Main { PART_BIT } else { 0 };
+        self.marks.get(found).store(hash << HASH_SHIFT | part_bit | now[part as usize], Relaxed);
+    }
+
+    /// From which part a folio was dropped, and how many pages went after it, of that part. `None` if that is long ago, or was
+    /// never.
+    pub fn recall(&self, key: Key) -> Option<(Part, u64)> {
+        let (hash, now) = (self.hash(key), self.now());
+        let marks = self.set(key)?.map(|at| self.marks.get(at).load(Relaxed));
+        let of_key = marks.filter(|mark| *mark != 0 && mark >> HASH_SHIFT == hash);
+        let (ticks, mark) = of_key.map(|mark| (age(mark, now), mark)).min()?;
+        let part = if mark & PART_BIT == 0 { Part::New } else { Part::Main };
+        let age = u64::from(ticks) << self.tick_shift.load(Relaxed);
+        (age <= self.life_pages.load(Relaxed)).then_some((part, age))
+    }
+
+    /// What the clocks of both parts say.
+    fn now(&self) -> [u32; 2] {
+        let shift = self.tick_shift.load(Relaxed);
+        [0, 1].map(|part: usize| ((self.gone[part].0.load(Relaxed) >> shift) % CLOCK) as u32 + 1)
+    }
+
+    /// What a mark has of a key.
+    fn hash(&self, key: Key) -> u32 {
+        (key.mark() ^ self.salt.load(Relaxed).wrapping_mul(SALT)) & HASH_MASK
+    }
+
+    /// Places of the marks that a key may have.
+    fn set(&self, key: Key) -> Option<std::ops::Range<usize>> {
+        let sets = self.sets.load(Relaxed);
+        let first = key.set_of(sets) as usize * WAYS;
+        (sets > 0).then_some(first..first + WAYS)
+    }
+}
+
+/// Ticks since a mark was made.
+fn age(mark: u32, now: [u32; 2]) -> u32 {
+    let (now, then) = (now[usize::from(mark & PART_BIT != 0)], mark & u32::from(u16::MAX));
+    if now >= then { now - then } else { now + CLOCK as u32 - then }
+}
+
+fn sets_for(pages: u64) -> u64 {
+    pages.div_ceil(MEANT_WAYS).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ghosts(pages: u64) -> Ghosts {
+        let ghosts = Ghosts::new(pages).unwrap();
+        ghosts.open(pages);
+        ghosts
+    }
+
+    /// Of as many as the cache has pages nearly all are known again, with their part and age; older ones are not, nor strangers.
+    #[test]
+    fn the_latest_are_known_again() {
+        const PAGES: u64 = 10_000;
+        let ghosts = ghosts(PAGES);
+        let key = |page| Key::of(7, page, 0);
+        (0..3 * PAGES).for_each(|page| ghosts.note(key(page), Part::New, 1));
+        let known = |pages: std::ops::Range<u64>| pages.filter(|page| ghosts.recall(key(*page)).is_some()).count();
+        let (latest, older) = (known(2 * PAGES + 50..3 * PAGES), known(0..2 * PAGES - 50));
+        assert!(latest > PAGES as usize * 93 / 100 && older < 30, "{latest} {older}");
+        assert!(known(5 * PAGES..6 * PAGES) < 30, "strangers");
+        for page in (2 * PAGES + 50..3 * PAGES).step_by(97) {
+            if let Some((part, age)) = ghosts.recall(key(page)) {
+                assert!(part == Part::New && age.abs_diff(3 * PAGES - page) <= 32, "{page} {age}");
+            }
+        }
+    }
+
+    /// One part's time stands still while the other's goes on; a folio that goes again has one mark, and a huge one's age counts
+    /// its pages.
+    #[test]
+    fn parts_have_clocks_of_their_own() {
+        let ghosts = ghosts(100);
+        let (key, other, huge) = (Key::of(1, 5, 0), Key::of(2, 5, 0), Key::of(1, 0, 9));
+        ghosts.note(key, Part::Main, 1);
+        ghosts.note(other, Part::New, 1);
+        ghosts.note(huge, Part::New, 60);
+        assert_eq!(ghosts.recall(key), Some((Part::Main, 1)));
+        assert_eq!(ghosts.recall(other), Some((Part::New, 61)));
+        ghosts.note(key, Part::New, 1);
+        assert_eq!(ghosts.recall(key), Some((Part::New, 1)));
+        assert_eq!(ghosts.recall(Key::of(1, 0, 0)), None, "a page is not the huge folio that began there");
+        ghosts.open(100);
+        assert_eq!(ghosts.recall(key), None, "another cache's");
+    }
+}
