@@ -51,6 +51,8 @@ const DIRTY: u64 = 1 << 8;
 const USED_SHIFT: u32 = 9;
 const USED_MASK: u64 = 3;
 const MOST_USES: u64 = 2;
+/// In the place of [`ZERO`], of live folios: whoever it was brought in for has not used it yet.
+const FETCHED: u64 = ZERO;
 /// Free pages: all bytes read zero.
 const ZERO: u64 = 1 << 11;
 const PIN_SHIFT: u32 = 12;
@@ -209,13 +211,22 @@ impl Word {
     }
 
     /// Notes a use, up to two of them; one that meets another thread's is lost. Not on lines that others write all the time:
-    /// mostly it is only a look.
+    /// mostly it is only a look. The first use of what was fetched for it is none.
     #[inline]
     pub fn note_use(&self) {
         let seen = State(self.0.load(Relaxed));
-        if seen.0 >> USED_SHIFT & USED_MASK < MOST_USES && seen.kind() == Kind::Live {
-            let _ = self.0.compare_exchange(seen.0, seen.0 + (1 << USED_SHIFT), Relaxed, Relaxed);
+        if seen.0 & (USED_MASK << USED_SHIFT | FETCHED | KIND_MASK) == MOST_USES << USED_SHIFT | Kind::Live as u64 {
+            return;
         }
+        let next = if seen.0 & FETCHED != 0 { seen.0 & !FETCHED } else { seen.0 + (1 << USED_SHIFT) };
+        if seen.kind() == Kind::Live {
+            let _ = self.0.compare_exchange(seen.0, next, Relaxed, Relaxed);
+        }
+    }
+
+    /// Marks a folio that was just made live as fetched: whoever it is for has not come yet.
+    pub fn set_fetched(&self) {
+        self.0.fetch_or(FETCHED, Relaxed);
     }
 
     /// Takes one of the noted uses off; returns whether there was one.
@@ -424,6 +435,11 @@ mod tests {
         assert_eq!(uses as u64, MOST_USES);
         (0..10).for_each(|_| word.note_use());
         assert!(word.forget_uses() && !word.forget_uses() && !word.forget_use());
+        word.set_fetched();
+        word.note_use();
+        assert!(!word.forget_use(), "that is what it was fetched for");
+        word.note_use();
+        assert!(word.forget_use());
         let seen = word.load();
         assert_eq!((seen.version(), seen.pins(), seen.order()), (1, 0, 0));
         for _ in 0..MAX_PINS {

@@ -106,6 +106,7 @@ impl File {
         let state = frame.word.pin().ok()?;
         // Nobody takes it away from its owner while it is pinned.
         if u32::from(state.order()) == found.order && self.is_of(frame, found.first) {
+            self.note_used(frame);
             return Some((found, frame));
         }
         self.cache.unpin(found.value as u32);
@@ -123,6 +124,14 @@ impl File {
     #[inline]
     pub(super) fn is_of(&self, frame: &Frame, first: u64) -> bool {
         frame.is_of(Owner { id: self.id, index: first })
+    }
+
+    /// For who chooses what makes room.
+    #[inline]
+    pub(super) fn note_used(&self, frame: &Frame) {
+        if self.store.is_some() {
+            frame.word.note_use();
+        }
     }
 
     #[cold]

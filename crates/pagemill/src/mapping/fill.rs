@@ -122,6 +122,7 @@ impl Filling {
             return Ok(false);
         }
         pool.word(self.number).publish(self.order, !file.cache.may_split, false);
+        pool.word(self.number).set_fetched();
         writer.store(self.first, u32::from(self.order), u64::from(self.number), &mut stock);
         file.enter_order(self.first, self.number, self.order);
         file.enter_order(self.first, self.number, self.order);

@@ -4,7 +4,6 @@ use super::fetch::Content;
 use super::policy::{Ask, Cause, Choice};
 use super::{File, Mapping, Turn, in_pieces, in_turn};
 use crate::error::{Error, Result};
-use crate::folio::Frame;
 use crate::xarray as epoch;
 use std::io::IoSliceMut;
 
@@ -57,20 +56,12 @@ impl File {
                 self.pool.copy_out(number, at, &mut to[..len]);
                 // All the time, then, it was that owner's.
                 if frame.word.is_unchanged(seen) {
-                    self.note_read(frame);
+                    self.note_used(frame);
                     return Ok(len);
                 }
             }
         }
         self.read_piece_slowly(to, offset)
-    }
-
-    /// For who chooses what makes room.
-    #[inline]
-    fn note_read(&self, frame: &Frame) {
-        if self.store.is_some() {
-            frame.word.note_use();
-        }
     }
 
     /// As [`File::read_piece`], where the index has to be believed: a hole, or somebody changes what is there.
@@ -111,7 +102,7 @@ impl File {
             pool.copy_out(number, at, &mut to[..len]);
             if word.is_unchanged(seen) {
                 if !is_new {
-                    self.note_read(pool.frame(number));
+                    self.note_used(pool.frame(number));
                 }
                 return Ok(len);
             }
