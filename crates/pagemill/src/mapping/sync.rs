@@ -25,15 +25,35 @@ impl Mapping {
     /// [`Error::Store`] with what the store says: the bytes stay dirty, another call tries again. [`Error::Busy`] where somebody holds a
     /// folio for a second, or truncates all the time.
     pub fn sync(&self) -> Result<()> {
+        self.0.check(0, 0)?;
+        self.0.sync_pages(0, Owner::MAX_INDEX - 1)
+    }
+
+    /// As [`Mapping::sync`], of `len_bytes` from `offset` on and what shares a folio with them; the file's length is made
+    /// safe, too.
+    ///
+    /// # Errors
+    ///
+    /// As [`Mapping::sync`]; [`Error::BadOffset`].
+    pub fn sync_range(&self, offset: u64, len_bytes: u64) -> Result<()> {
         let file = &*self.0;
-        file.check(0, 0)?;
-        let Some(store) = &file.store else { return Ok(()) };
-        let _alone = file.syncing.lock();
+        file.check(offset, len_bytes)?;
+        if len_bytes == 0 {
+            return Ok(());
+        }
+        file.sync_pages(file.index_of(offset), file.index_of(offset + len_bytes - 1).min(Owner::MAX_INDEX - 1))
+    }
+}
+
+impl File {
+    fn sync_pages(&self, first: u64, last: u64) -> Result<()> {
+        let Some(store) = &self.store else { return Ok(()) };
+        let _alone = self.syncing.lock();
         for _ in 0..ROUNDS {
-            file.cut(&**store)?;
-            if file.write_back_all(&**store)? {
-                file.cache.evict_after_ns.store(0, Relaxed);
-                store.set_size(file.size_bytes()).map_err(failed("setting the size of a file"))?;
+            self.cut(&**store)?;
+            if self.write_back_all(&**store, first, last)? {
+                self.cache.evict_after_ns.store(0, Relaxed);
+                store.set_size(self.size_bytes()).map_err(failed("setting the size of a file"))?;
                 return store.sync().map_err(failed("making a file safe"));
             }
         }
@@ -84,11 +104,11 @@ impl File {
         Ok(())
     }
 
-    /// Writes each dirty folio once. Returns whether none had to stay dirty.
-    fn write_back_all(&self, store: &dyn Store) -> Result<bool> {
-        let (mut at, mut is_clean) = (0, true);
+    /// Writes each dirty folio of these pages once. Returns whether none had to stay dirty.
+    fn write_back_all(&self, store: &dyn Store, first: u64, last: u64) -> Result<bool> {
+        let (mut at, mut is_clean) = (first, true);
         let mut batch = Batch::new(self, store);
-        while let Some(found) = { self.tree.next(at, Owner::MAX_INDEX - 1, &epoch::pin()) } {
+        while let Some(found) = { self.tree.next(at, last, &epoch::pin()) } {
             // It may be split meanwhile: the next look begins where this folio ended.
             let (end, dirty) = match self.try_freeze_dirty(found.first) {
                 Some(frozen) => frozen,

@@ -15,6 +15,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 /// Times that opening begins anew because the file was replaced meanwhile.
 const TRIES: usize = 8;
@@ -107,10 +108,7 @@ impl FileOptions {
         if self.is_writable {
             let taken = Claim::take((facts.device, facts.inode));
             claim = Some(taken.ok_or(Error::Busy { what: "another store of this process writes to the file" })?);
-            // Some file systems have no locks: then nobody else has one.
-            if !buffered.try_lock().unwrap_or(true) {
-                return Err(Error::Busy { what: "another process writes to the file" });
-            }
+            lock(&buffered)?;
         }
         let direct = match self.open_direct(path, &buffered, facts).map_err(failed)? {
             Second::Open(direct, alignment) => Some((direct, alignment)),
@@ -197,6 +195,23 @@ impl FileOptions {
             _ => Ok(Second::Open(direct, alignment)),
         }
     }
+}
+
+/// Locks a file for this process.
+///
+/// A process that was killed may have its files open for some moments more, and their locks: its ring is taken down behind.
+/// So it is tried for a while.
+fn lock(file: &Disk) -> Result<()> {
+    const STEP: Duration = Duration::from_millis(5);
+    const LOCK_TRIES: usize = 200;
+    for _ in 0..LOCK_TRIES {
+        // Some file systems have no locks: then nobody else has one.
+        if file.try_lock().unwrap_or(true) {
+            return Ok(());
+        }
+        std::thread::sleep(STEP);
+    }
+    Err(Error::Busy { what: "another process writes to the file" })
 }
 
 /// What came of opening a file once more, past the page cache.
