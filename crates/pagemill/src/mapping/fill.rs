@@ -51,7 +51,7 @@ impl Filling {
     ///
     /// [`crate::Error::NoMemory`] if no room can be made.
     pub fn begin(file: &Arc<File>, index: u64, token: u64) -> Result<Asked> {
-        if file.is_present(index, index) {
+        if file.has_page(index) {
             return Ok(Asked::Present);
         }
         let revoked = file.revoked.load(Acquire);
@@ -60,7 +60,7 @@ impl Filling {
         let Ok(ticket) = file.fly_loosely(span.start, span.end - 1) else { return Ok(Asked::Underway) };
         if file.is_present(span.start, span.end - 1) {
             file.cache.flights.end(ticket);
-            return Ok(if file.is_present(index, index) { Asked::Present } else { Asked::Underway });
+            return Ok(if file.has_page(index) { Asked::Present } else { Asked::Underway });
         }
         let (taken, first) = file.take_for(index, is_huge).inspect_err(|_| file.cache.flights.end(ticket))?;
         let len_bytes = file.cache.folio_bytes(taken.order);
@@ -158,6 +158,11 @@ unsafe impl Buffer for Filling {
 }
 
 impl File {
+    /// Whether a page is in memory.
+    fn has_page(&self, index: u64) -> bool {
+        self.tree.find(index, &epoch::pin()).is_some()
+    }
+
     /// Whether anything is in memory from `first` to `last`.
     fn is_present(&self, first: u64, last: u64) -> bool {
         self.tree.next(first, last, &epoch::pin()).is_some()

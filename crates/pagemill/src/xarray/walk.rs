@@ -123,7 +123,7 @@ impl<N: Nodes> XArray<N> {
 
     /// The first entry that covers `from`, or begins after it and not after `to`.
     pub fn next(&self, from: u64, to: u64, _guard: &Guard) -> Option<Found> {
-        self.search(from, to, |at| self.try_look(at))
+        self.search(from, to, |at| self.try_look(at, to))
     }
 
     /// As [`XArray::next`], of the entries with the mark.
@@ -135,7 +135,7 @@ impl<N: Nodes> XArray<N> {
     pub fn next_gap(&self, from: u64, to: u64, _guard: &Guard) -> Option<u64> {
         let mut at = from;
         while at <= to {
-            match self.again(|| self.try_look(at)) {
+            match self.again(|| self.try_look(at, at)) {
                 Seen::Entry(hit) => at = hit.found.last() + 1,
                 Seen::Nothing { .. } => return Some(at),
             }
@@ -150,7 +150,7 @@ impl<N: Nodes> XArray<N> {
 
     /// For who has the lock, and so needs no guard.
     pub(super) fn next_locked(&self, from: u64, to: u64) -> Option<Found> {
-        self.search(from, to, |at| self.try_look(at))
+        self.search(from, to, |at| self.try_look(at, to))
     }
 
     fn search<'g>(&self, from: u64, to: u64, look: impl Fn(u64) -> Result<Seen<'g>, Again>) -> Option<Found> {
@@ -172,8 +172,8 @@ impl<N: Nodes> XArray<N> {
         }
     }
 
-    /// As [`XArray::try_find`]; where nothing is, it looks how far that goes in the node.
-    fn try_look(&self, index: u64) -> Result<Seen<'_>, Again> {
+    /// As [`XArray::try_find`]; where nothing is, it looks how far that goes in the node, up to `to`.
+    fn try_look(&self, index: u64, to: u64) -> Result<Seen<'_>, Again> {
         let mut slot = &self.root;
         let mut word = slot.look();
         if word.is_empty() || !word.reaches(index) {
@@ -184,7 +184,8 @@ impl<N: Nodes> XArray<N> {
             let wanted = word::slot_of(index, shift);
             let (at, below) = resolve(slots, wanted, shift)?;
             if !below.is_value() && !below.is_node() {
-                let more = slots[wanted + 1..].iter().take_while(|slot| slot.look().is_empty()).count();
+                let behind = ((to >> shift) - (index >> shift)).min((SLOTS - 1 - wanted) as u64) as usize;
+                let more = slots[wanted + 1..=wanted + behind].iter().take_while(|slot| slot.look().is_empty()).count();
                 return Ok(Seen::Nothing { last: word::last_of(index, shift) + ((more as u64) << shift) });
             }
             (slot, word) = (&slots[at], below);
