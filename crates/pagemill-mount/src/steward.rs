@@ -320,14 +320,15 @@ impl Steward {
             let over =
                 self.budget.lines.iter().filter(|line| line.excess_bytes() > 0 && !blocked.contains(&line.bound));
             let Some(line) = over.max_by_key(|line| line.excess_bytes()).cloned() else { break };
-            if self.purge_for(&line) == 0 {
+            let freed = self.purge_for(&line);
+            if freed == 0 {
                 blocked.push(line.bound);
                 self.ledger.counts.nothing_to_purge += 1;
                 // Something may have been marked, or was used by a name that is not known.
                 self.ledger.wants_scan = true;
             }
             if begun.elapsed() > DRAIN_PAUSE {
-                is_behind = true;
+                is_behind = freed > 0;
                 break;
             }
         }

@@ -329,6 +329,9 @@ impl Inner {
     /// Takes up to `most` more pages, of what is free and within the limit.
     pub fn take_more(&self, most: usize, taken: impl FnMut(Taken)) {
         let page_bytes = self.folio_bytes(0);
+        // No more than there is room for: others who meet the limit meanwhile are refused.
+        let room = self.limit_bytes.saturating_sub(self.charged_bytes.load(Relaxed)) / page_bytes;
+        let most = most.min(room as usize);
         let wanted = page_bytes * most as u64;
         if self.charge(wanted).is_ok() {
             let bytes = page_bytes * self.pool.take_free_pages(most, taken) as u64;

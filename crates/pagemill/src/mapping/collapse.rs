@@ -50,6 +50,11 @@ impl File {
         if order == 0 || self.offset_of(span.start) >= end {
             return Ok(false);
         }
+        // It puts gaps into the index, too.
+        let flight = self.store.is_some().then(|| self.try_fly(span.start, span.end - 1));
+        if matches!(flight, Some(None)) {
+            return Err(Error::Busy { what: "a page of the range is on its way" });
+        }
         let Some(mut parts) = Parts::find(self, span.start, 1 << order) else { return Ok(false) };
         // What is not in memory may be in the store.
         let stored = self.index_of(self.stored_bytes.load(Relaxed).next_multiple_of(self.page_bytes() as u64));

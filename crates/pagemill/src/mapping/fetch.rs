@@ -174,12 +174,13 @@ impl File {
             return Ok(None);
         }
         for (first, number) in fresh.keep() {
-            // Nobody knows of it yet, so nobody has to wait for it; and the file has all of its bytes once somebody does.
+            writer.store(first, u32::from(order), u64::from(number), &mut stock);
+            // It is busy yet: who finds it waits a moment. Who reads up to the new end finds it, and who writes it back knows how
+            // much of it counts.
             if let Content::Written(offset, bytes) = content {
                 self.grow(self.offset_of(first + (1 << order)).min(offset + bytes.len() as u64));
             }
             self.pool.word(number).publish(order, !self.cache.may_split, matches!(content, Content::Written(..)));
-            writer.store(first, u32::from(order), u64::from(number), &mut stock);
             self.enter_order(first, number, order);
         }
         drop((writer, flight));
@@ -204,19 +205,37 @@ impl File {
         let is_huge = self.wants_huge(index, cause, content);
         let more = if is_huge { 0 } else { self.more_wanted(index, content) };
         let span = if is_huge { self.span_of(index) } else { index..index + 1 + more as u64 };
-        // Before memory is taken: who waits for another needs none.
-        let flight = self.store.is_some().then(|| self.fly(span.start, span.end - 1));
-        // From here on nothing comes; what is there already must not be asked for.
-        if flight.is_some() && self.tree.next(span.start, span.end - 1, &epoch::pin()).is_some() {
+        if self.store.is_none() {
+            return Ok(Some((self.take_and_fill(index, is_huge, more, content)?, None)));
+        }
+        if let Content::Written(offset, _) = content {
+            // The caller's bytes are not touched under a flight: a fault of theirs may need the same page.
+            if content.fills(self.offset_of(span.start)..self.offset_of(span.end)) {
+                let fresh = self.take_and_fill(index, is_huge, more, content)?;
+                return Ok(Some((fresh, Some(self.fly(span.start, span.end - 1)))));
+            }
+            // What is not written comes first; then it is as any page that is there.
+            self.note_streak(*offset, *offset);
+            self.create(index, cause, &Content::Stored)?;
             return Ok(None);
         }
+        // Before memory is taken: who waits for another needs none.
+        let flight = self.fly(span.start, span.end - 1);
+        // From here on nothing comes; what is there already must not be asked for.
+        if self.tree.next(span.start, span.end - 1, &epoch::pin()).is_some() {
+            return Ok(None);
+        }
+        Ok(Some((self.take_and_fill(index, is_huge, more, content)?, Some(flight))))
+    }
+
+    fn take_and_fill(&self, index: u64, is_huge: bool, more: usize, content: &Content<'_>) -> Result<Fresh<'_>> {
         let (taken, first) = self.take_for(index, is_huge)?;
         let mut fresh = Fresh::new(self, taken.order, first);
         fresh.push(taken, content)?;
         if more > 0 {
             self.make_more(&mut fresh, more, content)?;
         }
-        Ok(Some((fresh, flight)))
+        Ok(fresh)
     }
 
     /// Takes pages behind those that were taken, as many as there are, and fills them.
@@ -241,7 +260,13 @@ impl File {
     /// How many pages behind this one the same write makes: up to the end of the range that the policy was asked for.
     fn more_wanted(&self, index: u64, content: &Content<'_>) -> usize {
         let Content::Written(offset, bytes) = content else { return 0 };
-        let last = self.index_of(offset + bytes.len() as u64 - 1).min(self.span_of(index).end - 1);
+        let end = offset + bytes.len() as u64;
+        // Of a file with a store only such as are written whole.
+        let end = if self.store.is_some() { self.index_of(end) } else { self.index_of(end - 1) + 1 };
+        if end <= index + 1 {
+            return 0;
+        }
+        let last = (end - 1).min(self.span_of(index).end - 1);
         let last = last.min(index + MOST_PAGES as u64 - 1);
         if last <= index {
             return 0;

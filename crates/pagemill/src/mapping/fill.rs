@@ -45,19 +45,19 @@ pub(super) struct Filling {
 }
 
 impl Filling {
-    /// Begins to bring a page in, with others around it if the policy says so.
+    /// Begins to bring a page in, with others around it if the policy says so. It may overtake another loose flight.
     ///
     /// # Errors
     ///
     /// [`crate::Error::NoMemory`] if no room can be made.
-    pub fn begin(file: &Arc<File>, index: u64, token: u64) -> Result<Asked> {
+    pub fn begin(file: &Arc<File>, index: u64, token: u64, overtakes: bool) -> Result<Asked> {
         if file.has_page(index) {
             return Ok(Asked::Present);
         }
         let revoked = file.revoked.load(Acquire);
         let is_huge = file.wants_huge(index, Cause::Read, &Content::Stored);
         let span = if is_huge { file.span_of(index) } else { index..index + 1 };
-        let Ok(ticket) = file.fly_loosely(span.start, span.end - 1) else { return Ok(Asked::Underway) };
+        let Ok(ticket) = file.fly_loosely(span.start, span.end - 1, overtakes) else { return Ok(Asked::Underway) };
         if file.is_present(span.start, span.end - 1) {
             file.cache.flights.end(ticket);
             return Ok(if file.has_page(index) { Asked::Present } else { Asked::Underway });
@@ -93,10 +93,11 @@ impl Filling {
         self.stored_bytes > 0
     }
 
-    /// The bytes to read into.
+    /// The bytes to read into: zeros, should somebody put in less than he says.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
+        self.file.pool.zero(self.number, 0, self.stored_bytes);
         // SAFETY: type invariant, and mapped for as long as it is taken; borrowed as the value is.
-        unsafe { std::slice::from_raw_parts_mut(self.addr().as_ptr(), self.len_bytes()) }
+        unsafe { std::slice::from_raw_parts_mut(self.addr().as_ptr(), self.stored_bytes) }
     }
 
     /// Puts it into the index, now that it holds what the store has. Returns whether it is there; otherwise the file was cut
@@ -111,7 +112,6 @@ impl Filling {
         pool.zero(self.number, self.stored_bytes, self.len_bytes() - self.stored_bytes);
         pool.set_owner(self.number, Owner { id: file.id, index: self.first });
         file.reach_order(&[self.number], self.order)?;
-        file.reach_order(&[self.number], self.order)?;
         let mut stock = file.tree.prepare(self.first, last, u32::from(self.order))?;
         let mut writer = file.tree.lock();
         if writer.next(self.first, last).is_some()
@@ -124,7 +124,6 @@ impl Filling {
         pool.word(self.number).publish(self.order, !file.cache.may_split, false);
         pool.word(self.number).set_fetched();
         writer.store(self.first, u32::from(self.order), u64::from(self.number), &mut stock);
-        file.enter_order(self.first, self.number, self.order);
         file.enter_order(self.first, self.number, self.order);
         drop(writer);
         file.note_made(self.first, self.order);

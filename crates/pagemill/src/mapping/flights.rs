@@ -24,7 +24,8 @@ pub(super) struct Flights {
 
 struct Entry {
     ticket: u64,
-    file: u32,
+    /// [`File::serial`]: ids are used again.
+    file: u64,
     first: u64,
     last: u64,
     is_loose: bool,
@@ -36,6 +37,17 @@ struct Entry {
 pub(super) struct Ticket {
     shard: usize,
     number: u64,
+}
+
+/// Who sees to a flight's end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// This thread, at once.
+    Firm,
+    /// Its owner, when he looks after it.
+    Loose,
+    /// The same, and he has waited for long.
+    LooseAtLast,
 }
 
 /// Another's flight is over these pages.
@@ -55,18 +67,19 @@ impl Drop for Flight<'_> {
 }
 
 impl Flights {
-    /// Begins a flight over the pages of a file, which lie in one range of a huge folio (`range` says which).
-    fn begin(&self, file: u32, range: u64, pages: (u64, u64), is_loose: bool) -> Result<Ticket, Underway> {
+    /// Begins a flight over the pages of a file, which lie in one range of a huge folio (`range` says which). Loose ones that
+    /// are in the way are overtaken, or not.
+    fn begin(&self, file: u64, range: u64, pages: (u64, u64), kind: Kind) -> Result<Ticket, Underway> {
         let (first, last) = pages;
-        let shard = (range.wrapping_mul(31) + u64::from(file)) as usize % SHARDS;
+        let shard = (range.wrapping_mul(31) + file) as usize % SHARDS;
         self.shards[shard].with(|entries| {
             let is_over = |entry: &Entry| entry.file == file && entry.first <= last && entry.last >= first;
-            if entries.iter().any(|entry| is_over(entry) && (is_loose || !entry.is_loose)) {
+            if entries.iter().any(|entry| is_over(entry) && (kind == Kind::Loose || !entry.is_loose)) {
                 return Err(Underway);
             }
             entries.retain(|entry| !is_over(entry));
             let number = self.tickets.fetch_add(1, Relaxed);
-            entries.push(Entry { ticket: number, file, first, last, is_loose });
+            entries.push(Entry { ticket: number, file, first, last, is_loose: kind != Kind::Firm });
             Ok(Ticket { shard, number })
         })
     }
@@ -91,16 +104,24 @@ impl File {
     /// # Errors
     ///
     /// Another's is over some of them.
-    pub(super) fn fly_loosely(&self, first: u64, last: u64) -> Result<Ticket, Underway> {
-        self.cache.flights.begin(self.id, self.span_of(first).start, (first, last), true)
+    pub(super) fn fly_loosely(&self, first: u64, last: u64, overtakes: bool) -> Result<Ticket, Underway> {
+        let kind = if overtakes { Kind::LooseAtLast } else { Kind::Loose };
+        self.cache.flights.begin(self.serial, self.span_of(first).start, (first, last), kind)
+    }
+
+    /// Begins a flight over pages of one range, unless another's is over some of them.
+    pub(super) fn try_fly(&self, first: u64, last: u64) -> Option<Flight<'_>> {
+        let range = self.span_of(first).start;
+        let ticket = self.cache.flights.begin(self.serial, range, (first, last), Kind::Firm).ok()?;
+        Some(Flight { cache: &self.cache, ticket })
     }
 
     /// Begins a flight over pages of one range, after another's that is over some of them. They may be there by then.
     pub(super) fn fly(&self, first: u64, last: u64) -> Flight<'_> {
         let mut patience = None;
         loop {
-            if let Ok(ticket) = self.cache.flights.begin(self.id, self.span_of(first).start, (first, last), false) {
-                return Flight { cache: &self.cache, ticket };
+            if let Some(flight) = self.try_fly(first, last) {
+                return flight;
             }
             patience.get_or_insert_with(Patience::new).pause();
         }
@@ -115,16 +136,20 @@ mod tests {
     #[test]
     fn one_at_a_time_is_over_a_page() {
         let flights = Flights::default();
-        let begin = |file, first, last, is_loose| flights.begin(file, 0, (first, last), is_loose);
-        let firm = begin(1, 4, 7, false).unwrap();
+        let begin = |file, first, last, kind| flights.begin(file, 0, (first, last), kind);
+        let firm = begin(1, 4, 7, Kind::Firm).unwrap();
         for (first, last) in [(4, 4), (7, 9), (0, 4), (0, 100)] {
-            assert!(begin(1, first, last, false).is_err() && begin(1, first, last, true).is_err());
+            for kind in [Kind::Firm, Kind::Loose, Kind::LooseAtLast] {
+                assert!(begin(1, first, last, kind).is_err());
+            }
         }
-        let (before, behind, other) = (begin(1, 3, 3, false), begin(1, 8, 8, true), begin(2, 4, 7, false));
+        let (before, behind, other) =
+            (begin(1, 3, 3, Kind::Firm), begin(1, 8, 8, Kind::Loose), begin(2, 4, 7, Kind::Firm));
         let (before, behind, other) = (before.unwrap(), behind.unwrap(), other.unwrap());
-        assert!(begin(1, 8, 8, true).is_err(), "loose ones wait for each other");
-        let taker = begin(1, 8, 8, false).unwrap();
-        assert!(!flights.is_on(behind) && flights.is_on(taker) && flights.is_on(firm));
+        assert!(begin(1, 8, 8, Kind::Loose).is_err(), "loose ones wait for each other");
+        let last = begin(1, 8, 8, Kind::LooseAtLast).expect("not for ever");
+        let taker = begin(1, 8, 8, Kind::Firm).unwrap();
+        assert!(!flights.is_on(behind) && !flights.is_on(last) && flights.is_on(taker) && flights.is_on(firm));
         [firm, before, behind, other, taker].into_iter().for_each(|ticket| flights.end(ticket));
         assert!(flights.shards.iter().all(|shard| shard.with(|entries| entries.is_empty())));
     }

@@ -70,6 +70,9 @@ use std::sync::atomic::AtomicBool;
 /// Who holds a folio for so long is in the way of others; they hear of it.
 const MOST_WAIT_NS: u64 = 1_000_000_000;
 
+/// Of the next file.
+static SERIALS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+
 /// One file.
 pub(crate) struct File {
     /// That of the cache, at hand.
@@ -90,6 +93,8 @@ pub(crate) struct File {
     syncing: Lock,
     gate: Gate,
     id: u32,
+    /// As `id`, but no other file ever has it.
+    serial: u64,
     /// Nobody has its handle any more. Set before the lock of the index is taken for the last time by who had it.
     is_closed: AtomicBool,
     /// Of the process that made it.
@@ -151,6 +156,7 @@ impl File {
             syncing: Lock::new(),
             gate: Gate::default(),
             id,
+            serial: SERIALS.fetch_add(1, Relaxed),
             is_closed: AtomicBool::new(false),
             streak_end: AtomicU64::new(0),
             streak_begin: AtomicU64::new(0),

@@ -9,7 +9,7 @@ use crate::sync::Relaxed;
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const DOING: &str = "reading a file into memory";
 
@@ -36,7 +36,14 @@ struct Wanted {
     file: Arc<File>,
     index: u64,
     token: u64,
+    since: Instant,
 }
+
+/// After so long another queue's read is not waited for: perhaps nobody looks after it.
+const MOST_WAIT: Duration = Duration::from_millis(100);
+
+/// Pages of others are looked after so often.
+const STEP: Duration = Duration::from_millis(1);
 
 /// Brings pages of a cache's files in, for one thread: asks for many, and is told of each.
 ///
@@ -86,7 +93,7 @@ impl Queue {
         if self.is_full() {
             return Err(Error::Busy { what: "the queue is full" });
         }
-        let wanted = Wanted { file: file.clone(), index: file.index_of(offset), token };
+        let wanted = Wanted { file: file.clone(), index: file.index_of(offset), token, since: Instant::now() };
         if self.ask(wanted)? { Ok(Fetch::Present) } else { Ok(Fetch::Started) }
     }
 
@@ -116,14 +123,14 @@ impl Queue {
     ///
     /// [`Error::System`] with what the ring says.
     pub fn wait(&mut self, least: usize, timeout: Duration) -> Result<usize> {
-        /// Pages of others are looked after so often.
-        const STEP: Duration = Duration::from_millis(1);
+        self.cache.0.check()?;
         let mut rest = timeout;
         loop {
             self.ask_again();
             let missing = least.saturating_sub(self.ended.len());
             let step = if self.wanted.is_empty() { rest } else { rest.min(STEP) };
             self.take_events(missing.min(self.ring.in_flight()), step)?;
+            self.ask_again();
             if self.wanted.is_empty() || self.ended.len() >= least || rest.is_zero() {
                 return Ok(self.ended.len());
             }
@@ -134,7 +141,14 @@ impl Queue {
         }
     }
 
-    /// Readable when something has come: any loop of events can wait for it, and then call [`Queue::wait`] with 0.
+    /// How long a loop of events may sleep before it calls [`Queue::wait`], if nothing comes: pages that others bring in
+    /// are looked after then. `None`: for as long as it likes.
+    pub fn due(&self) -> Option<Duration> {
+        (!self.wanted.is_empty()).then_some(STEP)
+    }
+
+    /// Readable when a page of this queue's own has come: any loop of events can wait for it, for as long as [`Queue::due`] says,
+    /// and then call [`Queue::wait`] with 0.
     ///
     /// # Errors
     ///
@@ -151,7 +165,8 @@ impl Queue {
 
     /// Returns whether the page is there.
     fn ask(&mut self, wanted: Wanted) -> Result<bool> {
-        match Filling::begin(&wanted.file, wanted.index, wanted.token)? {
+        let overtakes = wanted.since.elapsed() >= MOST_WAIT;
+        match Filling::begin(&wanted.file, wanted.index, wanted.token, overtakes)? {
             Asked::Present => Ok(true),
             Asked::Underway => {
                 self.wanted.push_back(wanted);
@@ -174,7 +189,7 @@ impl Queue {
         if let Err(filling) = self.ring.read(id, offset, filling) {
             // As many as it has room for are on their way; this goes with the next.
             let (file, index, token) = (filling.file().clone(), filling.index, filling.token);
-            self.wanted.push_back(Wanted { file, index, token });
+            self.wanted.push_back(Wanted { file, index, token, since: Instant::now() });
         }
         Ok(false)
     }
@@ -197,7 +212,7 @@ impl Queue {
         let (file, index, token) = (filling.file().clone(), filling.index, filling.token);
         let is_there = filling.finish()?;
         if !is_there {
-            self.wanted.push_back(Wanted { file, index, token });
+            self.wanted.push_back(Wanted { file, index, token, since: Instant::now() });
         }
         Ok(is_there)
     }

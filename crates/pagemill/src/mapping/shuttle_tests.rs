@@ -404,6 +404,23 @@ fn removals_beside_removals() {
     beside(REMOVE, REMOVE);
 }
 
+/// Who reads beside who appends finds the end of before, or the bytes of after: never zeros that nobody wrote.
+#[test]
+fn reads_beside_appends() {
+    run_in_many_orders(MANY, || {
+        let cache = cache();
+        let file = Arc::new(cache.create().unwrap());
+        let other = file.clone();
+        let writer = shuttle::thread::spawn(move || {
+            assert_eq!(other.write_at(&[1; SAMPLE], 0).unwrap(), SAMPLE);
+        });
+        let mut bytes = [9; SAMPLE];
+        let len = file.read_at(&mut bytes, 0).unwrap();
+        assert!(bytes[..len].iter().all(|byte| *byte == 1), "{len} bytes: {bytes:?}");
+        writer.join().unwrap();
+    });
+}
+
 /// A store that has one byte everywhere, and is given no other but zeros.
 struct Same(u8);
 

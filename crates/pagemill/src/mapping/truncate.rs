@@ -53,11 +53,10 @@ impl File {
     /// What the store has behind `size_bytes` does not count any more.
     fn cut_store(&self, size_bytes: u64) {
         let _writer = self.tree.lock();
-        if size_bytes < self.stored_bytes.load(Relaxed) {
-            self.stored_bytes.store(size_bytes, Relaxed);
-            self.note_revoked();
-            self.note_more_stored();
-        }
+        // Also where nothing of it was stored yet: it may just be written back.
+        self.stored_bytes.store(self.stored_bytes.load(Relaxed).min(size_bytes), Relaxed);
+        self.note_revoked();
+        self.note_more_stored();
     }
 
     /// Refuses where the folio of the last byte is held.

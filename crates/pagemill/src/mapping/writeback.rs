@@ -14,7 +14,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// As many transfers keep a device busy; who writes to one of the folios waits for all.
+/// As many transfers keep a device busy. Of a store that only blocks each goes by itself.
 const MOST_FOLIOS: usize = 64;
 const MOST_BYTES: u64 = 4 * BLOCK_BYTES as u64;
 
@@ -66,7 +66,8 @@ impl<'file> Batch<'file> {
     }
 
     pub fn is_full(&self) -> bool {
-        self.parts.len() >= MOST_FOLIOS || self.len_bytes >= MOST_BYTES
+        // Who writes to one of them waits for all: not for one after the other.
+        !self.store.is_asynchronous() || self.parts.len() >= MOST_FOLIOS || self.len_bytes >= MOST_BYTES
     }
 
     /// Adds a folio that the caller keeps still, behind the others in the file.

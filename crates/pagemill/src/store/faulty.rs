@@ -309,6 +309,10 @@ impl<S: Store + 'static> Store for FaultyStore<S> {
         self.0.inner.is_writable()
     }
 
+    fn is_asynchronous(&self) -> bool {
+        true
+    }
+
     /// Those that hang or are delayed go on in a thread of their own, the rest ends at once.
     fn start(&self, mut batch: Vec<Transfer>) {
         let is_reordered = self.0.state().faults.is_reordered;

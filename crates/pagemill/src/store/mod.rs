@@ -39,7 +39,7 @@ use std::io;
 /// has to overwrite a part of a block. A length that ends beyond the store is the last, partial block.
 ///
 /// Calls at the same time may be done in any order; who needs one waits for the first before making the second. No two at a
-/// time write to one block, or read what is being written.
+/// time write to one block. A read may go on beside a write to the same block if nobody wants its answer any more.
 pub trait Store: Send + Sync {
     /// Length of the file in bytes, as it is stored. Asked anew each time: somebody else may have changed it.
     ///
@@ -91,6 +91,12 @@ pub trait Store: Send + Sync {
     /// A store that only blocks leaves this as it is: one after the other is done at once, by the caller.
     fn start(&self, batch: Vec<Transfer>) {
         batch.into_iter().for_each(|transfer| transfer.run(self));
+    }
+
+    /// Whether [`Store::start`] returns before the transfers are done, and many go on beside each other: then what is written back
+    /// is started together.
+    fn is_asynchronous(&self) -> bool {
+        false
     }
 
     /// Itself, if it is a file of the system: who has a [`Ring`] can do transfers with it there.

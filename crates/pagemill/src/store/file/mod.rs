@@ -240,6 +240,10 @@ impl Store for FileStore {
         engine::start(&self.handle, batch);
     }
 
+    fn is_asynchronous(&self) -> bool {
+        true
+    }
+
     fn as_file(&self) -> Option<&FileStore> {
         Some(self)
     }

@@ -333,14 +333,14 @@ impl<B: Buffer> Ring<B> {
     }
 
     /// Gives up all transfers whose buffers say so.
-    pub fn cancel_where(&mut self, is_meant: impl Fn(&B) -> bool) {
+    pub(crate) fn cancel_where(&mut self, is_meant: impl Fn(&B) -> bool) {
         let meant = self.flights().filter(|(_, flight)| !flight.is_cancelled && is_meant(&flight.buffer));
         let tickets: Vec<Ticket> = meant.map(|(ticket, _)| ticket).collect();
         tickets.into_iter().for_each(|ticket| self.cancel(ticket));
     }
 
     /// The buffer of a transfer that has not ended. Its bytes are the device's.
-    pub fn buffer(&self, ticket: Ticket) -> Option<&B> {
+    pub(crate) fn buffer(&self, ticket: Ticket) -> Option<&B> {
         let slot = self.slots.get(ticket.0 as u32 as usize)?;
         let is_it = u64::from(slot.round) == ticket.0 >> u32::BITS;
         slot.flight.as_ref().filter(|_| is_it).map(|flight| &flight.buffer)

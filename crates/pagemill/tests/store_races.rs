@@ -1,0 +1,372 @@
+//! Files with a store where two things happen at once: what is cut, collapsed, fetched or written while somebody else is at it.
+#![allow(unsafe_code)] // a page whose first touch waits, polling
+
+use pagemill::Pagemill;
+use pagemill::mapping::policy::Never;
+use pagemill::mapping::{Cache, Fetch, Settings};
+use pagemill::store::{FileStore, MemoryStore, Store};
+use pagemill::units::PageSize;
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::{Duration, Instant};
+
+const PAGE: usize = 4 << 10;
+const MIB: usize = 1 << 20;
+
+fn cache(limit_bytes: usize) -> Cache {
+    let page = PageSize::new(PAGE).unwrap();
+    let caches = Pagemill::for_test().caches;
+    caches.collapse_by_hand();
+    caches.make(Settings { policy: Box::new(Never), page, ..Settings::new("sound", limit_bytes as u64) }).unwrap()
+}
+
+type Hook = Box<dyn Fn(u64) + Send + Sync>;
+
+/// A store whose reads and writes call somebody.
+struct Hooked {
+    store: MemoryStore,
+    on_read: Hook,
+    on_write: Hook,
+    fills: bool,
+}
+
+impl Hooked {
+    fn new(bytes: Vec<u8>, on_read: Hook, on_write: Hook) -> Arc<Self> {
+        Arc::new(Self { store: MemoryStore::new(bytes, PAGE), on_read, on_write, fills: true })
+    }
+}
+
+impl Store for Hooked {
+    fn size_bytes(&self) -> io::Result<u64> {
+        self.store.size_bytes()
+    }
+    fn block_bytes(&self) -> usize {
+        PAGE
+    }
+    fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
+        (self.on_read)(offset);
+        if self.fills { self.store.read(offset, to) } else { Ok(()) }
+    }
+    fn write(&self, offset: u64, from: &[u8]) -> io::Result<()> {
+        self.store.write(offset, from)?;
+        (self.on_write)(offset);
+        Ok(())
+    }
+    fn set_size(&self, size_bytes: u64) -> io::Result<()> {
+        self.store.set_size(size_bytes)
+    }
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// What a truncation cuts off while it is written back does not come back once the file is longer again.
+#[test]
+fn what_is_cut_off_while_it_is_written_back_stays_off() {
+    let cache = cache(8 * MIB);
+    let (writing, is_writing) = mpsc::channel();
+    let (go_on, may_go_on) = mpsc::channel::<()>();
+    let (writing, may_go_on) = (Mutex::new(writing), Mutex::new(may_go_on));
+    let hook: Hook = Box::new(move |offset| {
+        if offset == 2 * PAGE as u64 {
+            writing.lock().unwrap().send(()).unwrap();
+            may_go_on.lock().unwrap().recv().unwrap();
+        }
+    });
+    let store = Hooked::new(vec![7; PAGE], Box::new(|_| {}), hook);
+    let file = cache.open(store).unwrap();
+    file.write_at(&[9; PAGE], 2 * PAGE as u64).unwrap();
+    std::thread::scope(|scope| {
+        let syncing = scope.spawn(|| file.sync());
+        is_writing.recv().unwrap();
+        file.truncate(PAGE as u64).unwrap();
+        file.truncate(3 * PAGE as u64).unwrap();
+        go_on.send(()).unwrap();
+        syncing.join().unwrap().unwrap();
+    });
+    let mut bytes = [1; 8];
+    file.read_at(&mut bytes, 2 * PAGE as u64).unwrap();
+    assert_eq!(bytes, [0; 8], "cut off, and back");
+}
+
+// A buffer whose first touch waits for somebody: a page that is closed until a signal handler opens it.
+static FAULTING: AtomicBool = AtomicBool::new(false);
+static OPEN_IT: AtomicBool = AtomicBool::new(false);
+static CLOSED_AT: AtomicUsize = AtomicUsize::new(0);
+/// One at a time has the handler.
+static ONE: Mutex<()> = Mutex::new(());
+
+extern "C" fn on_fault(_: i32) {
+    FAULTING.store(true, SeqCst);
+    while !OPEN_IT.load(SeqCst) {
+        std::hint::spin_loop();
+        // SAFETY: may be called in a handler.
+        unsafe { libc::usleep(1000) };
+    }
+    // SAFETY: the page of `closed_page`, which stays mapped.
+    unsafe { libc::mprotect(CLOSED_AT.load(SeqCst) as *mut _, PAGE, libc::PROT_READ | libc::PROT_WRITE) };
+}
+
+fn closed_page(byte: u8) -> &'static [u8] {
+    // SAFETY: a mapping of its own, never unmapped; it is opened before any byte is read.
+    unsafe {
+        let at = libc::mmap(
+            std::ptr::null_mut(),
+            PAGE,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+            -1,
+            0,
+        );
+        std::ptr::write_bytes(at.cast::<u8>(), byte, PAGE);
+        libc::mprotect(at, PAGE, libc::PROT_NONE);
+        CLOSED_AT.store(at as usize, SeqCst);
+        FAULTING.store(false, SeqCst);
+        OPEN_IT.store(false, SeqCst);
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = on_fault as *const () as usize;
+        libc::sigaction(libc::SIGSEGV, &action, std::ptr::null_mut());
+        std::slice::from_raw_parts(at.cast::<u8>(), PAGE)
+    }
+}
+
+fn until(what: &AtomicBool) {
+    while !what.load(SeqCst) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A collapse fills gaps, one of which a write is under way to: what is written to it, written back and dropped meanwhile is not
+/// gone over by that.
+#[test]
+fn a_collapse_beside_a_flight_loses_nothing() {
+    let _one = ONE.lock();
+    let cache = cache(4 * MIB);
+    let file = cache.open(Arc::new(MemoryStore::new(Vec::new(), PAGE))).unwrap();
+    let other = cache.open(Arc::new(MemoryStore::new(vec![3; 6 * MIB], PAGE))).unwrap();
+    file.truncate(2 * MIB as u64).unwrap();
+    file.write_at(&[1; PAGE], 0).unwrap();
+    let last = (2 * MIB - PAGE) as u64;
+    let slow = closed_page(5);
+    std::thread::scope(|scope| {
+        let writing = scope.spawn(|| file.write_at(&slow[..100], last));
+        until(&FAULTING);
+        // Refused is right, too.
+        let is_huge = file.collapse(0).unwrap_or(false);
+        if is_huge {
+            file.write_at(&[9; 8], last + 2000).unwrap();
+            file.sync().unwrap();
+            assert!(file.split(0).unwrap());
+            // Others' pages drop all of it.
+            let mut bytes = vec![0; 6 * MIB];
+            other.read_at(&mut bytes, 0).unwrap();
+        }
+        OPEN_IT.store(true, SeqCst);
+        writing.join().unwrap().unwrap();
+        if !is_huge {
+            file.write_at(&[9; 8], last + 2000).unwrap();
+        }
+    });
+    let mut bytes = [0; 8];
+    file.read_at(&mut bytes, last + 2000).unwrap();
+    assert_eq!(bytes, [9; 8], "written, synced, and lost");
+}
+
+/// The caller's buffer lies in memory whose faults read the same page of the file: they wait for nothing of his.
+#[test]
+fn a_fault_of_the_callers_buffer_reads_the_page_that_is_written() {
+    let _one = ONE.lock();
+    let cache = cache(4 * MIB);
+    let file = cache.open(Arc::new(MemoryStore::new(vec![7; MIB], PAGE))).unwrap();
+    let slow = closed_page(5);
+    let is_read = &AtomicBool::new(false);
+    let in_time = std::thread::scope(|scope| {
+        let writing = scope.spawn(|| file.write_at(&slow[..100], 0));
+        until(&FAULTING);
+        scope.spawn(|| {
+            let mut bytes = [0; 8];
+            file.read_at(&mut bytes, 2000).unwrap();
+            is_read.store(true, SeqCst);
+        });
+        let begun = Instant::now();
+        while !is_read.load(SeqCst) && begun.elapsed() < Duration::from_secs(5) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let in_time = is_read.load(SeqCst);
+        OPEN_IT.store(true, SeqCst);
+        writing.join().unwrap().unwrap();
+        in_time
+    });
+    assert!(in_time, "who serves the fault waits for who faults");
+}
+
+/// A store that puts in less than it says shows no other file's bytes.
+#[test]
+fn a_queue_shows_no_bytes_of_others() {
+    let cache = cache(4 * MIB);
+    let secret = cache.create().unwrap();
+    secret.write_at(&vec![0x55; 4 * MIB], 0).unwrap();
+    secret.truncate(0).unwrap();
+    let short = Arc::new(Hooked {
+        store: MemoryStore::new(vec![0; 64 * PAGE], PAGE),
+        on_read: Box::new(|_| {}),
+        on_write: Box::new(|_| {}),
+        fills: false,
+    });
+    let file = cache.open(short).unwrap();
+    let mut bytes = [0; 8];
+    file.read_at(&mut bytes, PAGE as u64).unwrap();
+    assert_eq!(bytes, [0; 8], "by a read");
+    let mut queue = cache.queue(4).unwrap();
+    assert_eq!(queue.fetch(&file, 0, 1).unwrap(), Fetch::Present);
+    file.read_at(&mut bytes, 0).unwrap();
+    assert_eq!(bytes, [0; 8], "by a queue");
+}
+
+struct Scratch(std::path::PathBuf);
+
+impl Scratch {
+    fn new(name: &str, byte: u8) -> Self {
+        let path = std::env::temp_dir().join(format!("pagemill-sound-{}-{name}", std::process::id()));
+        std::fs::write(&path, vec![byte; 16 * PAGE]).unwrap();
+        Self(path)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// A page that a queue nobody polls has asked for comes to another queue.
+#[test]
+fn a_queue_that_is_not_polled_keeps_no_page_from_others() {
+    let cache = cache(4 * MIB);
+    let scratch = Scratch::new("a", 7);
+    let file = cache.open(Arc::new(FileStore::open(&scratch.0).unwrap())).unwrap();
+    let (mut idle, mut queue) = (cache.queue(4).unwrap(), cache.queue(4).unwrap());
+    idle.fetch(&file, 0, 1).unwrap();
+    queue.fetch(&file, 0, 2).unwrap();
+    assert_eq!(queue.wait(1, Duration::from_secs(3)).unwrap(), 1);
+}
+
+/// So does one of a file that has the id of another that is no more.
+#[test]
+fn a_file_that_is_gone_keeps_no_page_from_the_next() {
+    let cache = cache(4 * MIB);
+    let (first, second) = (Scratch::new("b", 7), Scratch::new("c", 8));
+    let (mut idle, mut queue) = (cache.queue(4).unwrap(), cache.queue(4).unwrap());
+    let file = cache.open(Arc::new(FileStore::open(&first.0).unwrap())).unwrap();
+    idle.fetch(&file, 0, 1).unwrap();
+    drop(file);
+    let file = cache.open(Arc::new(FileStore::open(&second.0).unwrap())).unwrap();
+    queue.fetch(&file, 0, 2).unwrap();
+    assert_eq!(queue.wait(1, Duration::from_secs(3)).unwrap(), 1);
+}
+
+/// A loop of events waits for the descriptor, then calls `wait` with 0: it is told of a page whose read was overtaken.
+#[test]
+fn a_loop_of_events_hears_of_every_page() {
+    use std::os::fd::AsRawFd;
+    let cache = cache(4 * MIB);
+    let scratch = Scratch::new("d", 7);
+    let file = cache.open(Arc::new(FileStore::open(&scratch.0).unwrap())).unwrap();
+    let mut queue = cache.queue(4).unwrap();
+    assert_eq!(queue.fetch(&file, 0, 1).unwrap(), Fetch::Started);
+    let fd = queue.watch().unwrap().as_raw_fd();
+    queue.wait(0, Duration::ZERO).unwrap();
+    // Somebody needs the page at once.
+    file.read_at(&mut [0; 8], 0).unwrap();
+    let mut told = queue.next().is_some();
+    for _ in 0..5 {
+        let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+        // SAFETY: one entry, which outlives the call.
+        if told || unsafe { libc::poll(&raw mut poll, 1, 2000) } == 0 {
+            break;
+        }
+        queue.wait(0, Duration::ZERO).unwrap();
+        told = queue.next().is_some();
+    }
+    assert!(told, "silent, with {} on its way", queue.len());
+}
+
+/// The same where another thread brings the page in from the start, as long as it looks when it is due.
+#[test]
+fn a_loop_of_events_hears_of_what_others_bring() {
+    use std::os::fd::AsRawFd;
+    let cache = cache(4 * MIB);
+    let (is_reading, may_end) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    let (reading, ending) = (is_reading.clone(), may_end.clone());
+    let hook: Hook = Box::new(move |_| {
+        reading.store(true, SeqCst);
+        until(&ending);
+    });
+    let file = cache.open(Hooked::new(vec![7; PAGE], hook, Box::new(|_| {}))).unwrap();
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| file.read_at(&mut [0; 8], 0).unwrap());
+        until(&is_reading);
+        let mut queue = cache.queue(4).unwrap();
+        let fd = queue.watch().unwrap().as_raw_fd();
+        assert_eq!(queue.fetch(&file, 0, 1).unwrap(), Fetch::Started);
+        queue.wait(0, Duration::ZERO).unwrap();
+        may_end.store(true, SeqCst);
+        reader.join().unwrap();
+        let mut told = false;
+        // The descriptor was rung once when it was made.
+        for _ in 0..3 {
+            if told {
+                break;
+            }
+            let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+            let due = queue.due().expect("another brings it").as_millis() as i32;
+            // SAFETY: one entry, which outlives the call.
+            unsafe { libc::poll(&raw mut poll, 1, due) };
+            queue.wait(0, Duration::ZERO).unwrap();
+            told = queue.next().is_some();
+        }
+        assert!(told, "silent, with {} on its way", queue.len());
+    });
+}
+
+/// Neither errors nor panics in the midst of a batch keep memory.
+#[test]
+fn what_fails_in_the_midst_gives_all_back() {
+    let cache = cache(4 * MIB);
+    let hook: Hook = Box::new(|offset| assert!(offset != 9 * PAGE as u64, "the store panics"));
+    let file = cache.open(Hooked::new(vec![7; 16 * PAGE], hook, Box::new(|_| {}))).unwrap();
+    let bytes = vec![1; 9 * PAGE + 100];
+    let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| file.write_at(&bytes, 0)));
+    assert!(result.is_err());
+    let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        cache.queue(2).unwrap().fetch(&file, 9 * PAGE as u64, 1).map(drop)
+    }));
+    assert!(result.is_err());
+    assert_eq!(cache.charged_bytes(), 9 * PAGE as u64, "what was written before");
+    // And nobody waits for what failed.
+    file.truncate(0).unwrap();
+    assert_eq!(cache.charged_bytes(), 0);
+}
+
+/// Who writes to a folio beside a sync to a slow store waits for that folio, not for all.
+#[test]
+fn a_write_beside_a_slow_sync_is_not_refused() {
+    let cache = cache(4 * MIB);
+    let writing = Arc::new(AtomicBool::new(false));
+    let flag = writing.clone();
+    let hook: Hook = Box::new(move |_| {
+        flag.store(true, SeqCst);
+        std::thread::sleep(Duration::from_millis(100));
+    });
+    let file = cache.open(Hooked::new(Vec::new(), Box::new(|_| {}), hook)).unwrap();
+    for page in 0..20 {
+        file.write_at(&[1; 8], 2 * page * PAGE as u64).unwrap();
+    }
+    std::thread::scope(|scope| {
+        let syncing = scope.spawn(|| file.sync());
+        until(&writing);
+        assert_eq!(file.write_at(&[2; 8], 0).unwrap(), 8);
+        syncing.join().unwrap().unwrap();
+    });
+}
