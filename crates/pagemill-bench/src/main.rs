@@ -86,6 +86,8 @@ enum Experiment {
     Traces(traces::Options),
     /// 4 KiB read at random from a file six times the cache, by 1 to 32 threads and by one that asks for many, beside fio
     Miss(storage::miss::Options),
+    /// 64 KiB to 2 MiB read and written, 1 to 64 at a time, into huge pages and small ones, beside fio and the original
+    Orion(storage::orion::Options),
     /// The settings by which each allocator returns memory at once, as a Markdown table
     Settings,
     #[command(name = "__touch", hide = true)]
@@ -164,6 +166,7 @@ fn main() -> ExitCode {
         Experiment::Refs(options) => experiment(&options.common, || refs::run(&options)),
         Experiment::Traces(options) => experiment(&options.common, || traces::run(&options)),
         Experiment::Miss(options) => experiment(&options.common, || storage::miss::run(&options)),
+        Experiment::Orion(options) => experiment(&options.common, || storage::orion::run(&options)),
         Experiment::Settings => {
             print!("{}", subject::settings_markdown());
             ExitCode::SUCCESS

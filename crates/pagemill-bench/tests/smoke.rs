@@ -353,6 +353,26 @@ fn misses_are_read_and_found() {
     assert_eq!(bench(&["miss", "--only", "hoard"]).status.code(), Some(2));
 }
 
+/// Large transfers of both ways into memory of both kinds, and a cache's huge folios, which are compared as they come.
+#[test]
+fn large_transfers_are_read_and_written() {
+    let arguments = ["orion", "--quick", "--json", "--samples", "1", "--mib", "128", "--depths", "4", "--only"];
+    let arguments = [&arguments[..], &["cache,ring-huge-registered,ring-4-KiB-pages"]].concat();
+    let output = bench(&arguments);
+    if output.status.code() == Some(2) {
+        println!("skipped: {}", String::from_utf8_lossy(&output.stderr));
+        return;
+    }
+    let rows = rows(&arguments);
+
+    let count = |subject: &str| {
+        rows.iter().filter(|row| row["subject"] == subject && row["metric"] == "mib_per_second").count()
+    };
+    let counts = ["cache", "ring-huge-registered", "ring-4-KiB-pages"].map(count);
+    assert_eq!(counts, [2, 12, 12], "{rows:?}");
+    assert_eq!(value(&rows, "original-2013: v2.6.39", "mb_per_second"), Some(5629.0));
+}
+
 /// Small files live their lives; a hole takes no memory; writers count what they wrote and find what they closed last.
 #[test]
 fn files_are_written_and_found() {

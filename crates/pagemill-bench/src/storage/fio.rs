@@ -26,6 +26,7 @@ pub struct Engine {
 /// Blocking calls.
 pub const PSYNC: Engine = Engine { name: "psync", settings: &[], is_huge: false };
 pub const LIBAIO: Engine = Engine { name: "libaio", settings: &[], is_huge: false };
+pub const URING: Engine = Engine { name: "io_uring", settings: &[], is_huge: false };
 /// Buffers and file registered.
 pub const URING_FIXED: Engine =
     Engine { name: "io_uring", settings: &["--fixedbufs=1", "--registerfiles=1"], is_huge: false };
@@ -78,8 +79,9 @@ impl Job<'_> {
         let fixed = ["--direct=1", "--thread", "--group_reporting", "--time_based", "--norandommap", "--randrepeat=0"];
         let output =
             ["--output-format=json", "--lat_percentiles=1", "--clat_percentiles=0", "--percentile_list=50:99:99.9"];
-        let guard = (!self.is_write).then_some("--readonly");
-        let rest = fixed.iter().chain(&output).chain(self.engine.settings).copied().chain(guard);
+        // Otherwise it changes what it writes, each time.
+        let guard = if self.is_write { "--scramble_buffers=0" } else { "--readonly" };
+        let rest = fixed.iter().chain(&output).chain(self.engine.settings).copied().chain([guard]);
         words.into_iter().chain(rest.map(str::to_owned)).collect()
     }
 

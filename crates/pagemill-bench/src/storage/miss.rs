@@ -34,6 +34,8 @@ const WAITING: [(&str, &str, u64); 4] = [
 ];
 
 const DEPTH: u64 = 32;
+/// Reads that the bare ring hands over together.
+const BATCH: u64 = 4;
 const RUN_MS: (u64, u64) = (500, 2000);
 const CACHE_MIB: (u64, u64) = (32, 256);
 /// The file is so many times the cache.
@@ -162,7 +164,7 @@ fn one(subject: &Subject, target: &Target, cache_mib: u64, run_ms: u64) -> Resul
         Work::Queue => (&["__miss"][..], vec![("--depth", DEPTH), ("--cache-mib", cache_mib)]),
         Work::Ring => {
             let words = &["__ring", "--memory", "huge", "--registered", "--random"][..];
-            (words, vec![("--depth", DEPTH), ("--io-bytes", io_bytes)])
+            (words, vec![("--depth", DEPTH), ("--batch", BATCH), ("--io-bytes", io_bytes)])
         }
         Work::Hits { is_plain: false } => (&["__hits"][..], vec![("--cache-mib", cache_mib)]),
         Work::Hits { is_plain: true } => (&["__hits", "--plain"][..], vec![("--cache-mib", cache_mib)]),

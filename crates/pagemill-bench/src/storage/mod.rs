@@ -2,6 +2,7 @@
 
 pub mod fio;
 pub mod miss;
+pub mod orion;
 pub mod target;
 
 use std::path::PathBuf;

@@ -29,6 +29,9 @@ pub struct Ring {
     pub io_bytes: usize,
     #[arg(long)]
     pub depth: usize,
+    /// So many are handed to the kernel together: a device that gets all at once rests meanwhile
+    #[arg(long, default_value_t = 1)]
+    pub batch: usize,
     #[arg(long)]
     pub memory: Kind,
     /// The kernel knows the buffers beforehand
@@ -74,7 +77,7 @@ impl Ring {
     /// Reads at random, into what is registered.
     pub fn random_reads(source: &Source, io_bytes: usize, depth: usize) -> Self {
         let (memory, source) = (Kind::Huge, source.clone());
-        Self { source, io_bytes, depth, memory, registered: true, random: true, write: false, run_ms: 0 }
+        Self { source, io_bytes, depth, batch: 4, memory, registered: true, random: true, write: false, run_ms: 0 }
     }
 }
 
@@ -129,6 +132,7 @@ impl<'a> Loop<'a> {
     }
 
     fn start_all(&mut self) -> Result<(), Failure> {
+        let mut started = 0;
         while let Some(mut part) = self.idle.pop() {
             part.offset = self.offsets.next();
             if self.arguments.write {
@@ -142,6 +146,10 @@ impl<'a> Loop<'a> {
                 false => self.ring.read(file, offset, part),
             };
             begun.map_err(|_| "the ring is full".to_owned())?;
+            started += 1;
+            if started % self.arguments.batch == 0 {
+                self.ring.submit().map_err(|error| error.to_string())?;
+            }
         }
         Ok(())
     }
