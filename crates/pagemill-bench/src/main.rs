@@ -26,6 +26,7 @@ mod signs;
 mod small;
 mod startup;
 mod stats;
+mod storage;
 mod subject;
 mod survive;
 mod traces;
@@ -83,6 +84,10 @@ enum Experiment {
     /// How often a page is there that is wanted: the page cache's order of eviction beside LRU, CLOCK, S3-FIFO and SIEVE on
     /// generated traces
     Traces(traces::Options),
+    /// 4 KiB read at random from a file six times the cache, by 1 to 32 threads and by one that asks for many, beside fio
+    Miss(storage::miss::Options),
+    /// 64 KiB to 2 MiB read and written, 1 to 64 at a time, into huge pages and small ones, beside fio and the original
+    Orion(storage::orion::Options),
     /// The settings by which each allocator returns memory at once, as a Markdown table
     Settings,
     #[command(name = "__touch", hide = true)]
@@ -133,6 +138,12 @@ enum Experiment {
     RefsWork(workload::refs::Refs),
     #[command(name = "__change", hide = true)]
     ChangeWork(workload::refs::Change),
+    #[command(name = "__ring", hide = true)]
+    RingWork(workload::storage::ring::Ring),
+    #[command(name = "__miss", hide = true)]
+    MissWork(workload::storage::miss::Miss),
+    #[command(name = "__hits", hide = true)]
+    HitsWork(workload::storage::hits::Hits),
     #[command(name = "__waste", hide = true)]
     WasteWork(workload::waste::Waste),
     #[command(name = "__metadata", hide = true)]
@@ -154,6 +165,8 @@ fn main() -> ExitCode {
         Experiment::Hit(options) => experiment(&options.common, || hit::run(&options)),
         Experiment::Refs(options) => experiment(&options.common, || refs::run(&options)),
         Experiment::Traces(options) => experiment(&options.common, || traces::run(&options)),
+        Experiment::Miss(options) => experiment(&options.common, || storage::miss::run(&options)),
+        Experiment::Orion(options) => experiment(&options.common, || storage::orion::run(&options)),
         Experiment::Settings => {
             print!("{}", subject::settings_markdown());
             ExitCode::SUCCESS
@@ -182,6 +195,9 @@ fn main() -> ExitCode {
         Experiment::SmallFilesWork(arguments) => workload::run(|| workload::hit::files(&arguments)),
         Experiment::RefsWork(arguments) => workload::run(|| workload::refs::run(&arguments)),
         Experiment::ChangeWork(arguments) => workload::run(|| workload::refs::change(&arguments)),
+        Experiment::RingWork(arguments) => workload::run(|| workload::storage::ring::run(&arguments)),
+        Experiment::MissWork(arguments) => workload::run(|| workload::storage::miss::run(&arguments)),
+        Experiment::HitsWork(arguments) => workload::run(|| workload::storage::hits::run(&arguments)),
         Experiment::WasteWork(arguments) => workload::run(|| workload::waste::run(&arguments)),
         Experiment::MetadataWork(arguments) => workload::run(|| workload::metadata::run(&arguments)),
     }

@@ -326,8 +326,16 @@ impl Pages {
         Ok(pages)
     }
 
+    /// Maps it in small pages, whatever the system prefers; all of it is resident.
+    pub fn small(len_bytes: usize) -> Result<Self, String> {
+        let mut pages = Self::new(len_bytes)?;
+        pages.advise(0, len_bytes, libc::MADV_NOHUGEPAGE)?;
+        pages.touch(0, len_bytes);
+        Ok(pages)
+    }
+
     /// Where a part is.
-    fn at(&self, at: usize, len_bytes: usize) -> *mut u8 {
+    pub fn at(&self, at: usize, len_bytes: usize) -> *mut u8 {
         assert!(at + len_bytes <= self.len_bytes);
         // SAFETY: inside the mapping, as asserted.
         unsafe { self.addr.add(at) }

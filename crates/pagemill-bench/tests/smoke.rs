@@ -321,6 +321,58 @@ fn references_are_given_back() {
     }
 }
 
+/// A file that is larger than its cache: read by threads, by a queue, by a bare ring and, where it is installed, by fio. Needs a
+/// file system on a device; without, it says so and ends with 2.
+#[test]
+fn misses_are_read_and_found() {
+    let arguments = ["miss", "--quick", "--json", "--samples", "1", "--mib", "64", "--cache-mib", "32", "--only"];
+    let only = "threads-1,queue-32,ring-32,fio-psync-1,fio-io_uring-32,hits-memcpy";
+    let arguments = [&arguments[..], &[only]].concat();
+    let output = bench(&arguments);
+    if output.status.code() == Some(2) {
+        println!("skipped: {}", String::from_utf8_lossy(&output.stderr));
+        return;
+    }
+    let rows = rows(&arguments);
+
+    for subject in ["threads-1", "queue-32", "ring-32"] {
+        for metric in ["ios_per_second", "cpu_us", "p50_us", "p99_us", "p999_us"] {
+            assert!(value(&rows, subject, metric).is_some_and(|value| value > 0.0), "{subject} {metric}: {rows:?}");
+        }
+    }
+    // The cache holds half of the file.
+    let hits = value(&rows, "queue-32", "hit_ratio").expect("it ran");
+    assert!((0.2..0.8).contains(&hits), "{hits}");
+    assert!(value(&rows, "hits-memcpy", "kept_ratio").is_some_and(|kept| kept > 0.0));
+    if String::from_utf8_lossy(&output.stderr).contains("fio is not there") {
+        println!("skipped: fio");
+    } else {
+        assert!(value(&rows, "fio-io_uring-32", "ios_per_second").is_some_and(|rate| rate > 0.0), "{rows:?}");
+    }
+    assert_eq!(bench(&["miss", "--dir", "/dev/shm"]).status.code(), Some(2), "memory is no device");
+    assert_eq!(bench(&["miss", "--only", "hoard"]).status.code(), Some(2));
+}
+
+/// Large transfers of both ways into memory of both kinds, and a cache's huge folios, which are compared as they come.
+#[test]
+fn large_transfers_are_read_and_written() {
+    let arguments = ["orion", "--quick", "--json", "--samples", "1", "--mib", "128", "--depths", "4", "--only"];
+    let arguments = [&arguments[..], &["cache,ring-huge-registered,ring-4-KiB-pages"]].concat();
+    let output = bench(&arguments);
+    if output.status.code() == Some(2) {
+        println!("skipped: {}", String::from_utf8_lossy(&output.stderr));
+        return;
+    }
+    let rows = rows(&arguments);
+
+    let count = |subject: &str| {
+        rows.iter().filter(|row| row["subject"] == subject && row["metric"] == "mib_per_second").count()
+    };
+    let counts = ["cache", "ring-huge-registered", "ring-4-KiB-pages"].map(count);
+    assert_eq!(counts, [2, 12, 12], "{rows:?}");
+    assert_eq!(value(&rows, "original-2013: v2.6.39", "mb_per_second"), Some(5629.0));
+}
+
 /// Small files live their lives; a hole takes no memory; writers count what they wrote and find what they closed last.
 #[test]
 fn files_are_written_and_found() {

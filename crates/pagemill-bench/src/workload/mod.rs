@@ -19,6 +19,7 @@ pub mod pair;
 pub mod reaction;
 pub mod refs;
 pub mod small;
+pub mod storage;
 pub mod volatile;
 pub mod waste;
 pub mod writers;

@@ -1,0 +1,232 @@
+//! What a miss costs: 4 KiB at random from a file six times the cache, beside fio on the same file and a bare ring.
+
+use std::time::Duration;
+
+use super::fio::{self, Engine, Job};
+use super::target::Target;
+use super::{CPU, HIT_RATIO, IOS, P50, P99, P999, PlaceOptions, READS, best, compare, is_wanted, sample};
+use crate::child::{self, Outcome};
+use crate::error::{Error, Result};
+use crate::experiment::{Book, Common, Metric, Progress, Side, judge, not_measured, report_row};
+use crate::pattern::RECORD_BYTES;
+use crate::report::{Bound, Place, Report};
+use crate::stats::Better;
+
+/// Of who copies what is in memory: alone, beside misses, their quotient, misses a second, and copies that had to be read.
+pub const ALONE: &str = "alone_per_second";
+pub const BESIDE: &str = "beside_per_second";
+pub const KEPT: &str = "kept_ratio";
+pub const MISSES: &str = "misses_per_second";
+pub const LOST: &str = "hits_lost";
+
+const QUEUE: &str = "queue-32";
+const RING: &str = "ring-32";
+const FIO_URING: &str = "fio-io_uring-32";
+const FIO_LIBAIO: &str = "fio-libaio-32";
+const HITS: &str = "hits";
+const HITS_PLAIN: &str = "hits-memcpy";
+/// Who waits, with so many threads, and fio with as many jobs.
+const WAITING: [(&str, &str, u64); 4] = [
+    ("threads-1", "fio-psync-1", 1),
+    ("threads-2", "fio-psync-2", 2),
+    ("threads-8", "fio-psync-8", 8),
+    ("threads-32", "fio-psync-32", 32),
+];
+
+const DEPTH: u64 = 32;
+/// Reads that the bare ring hands over together.
+const BATCH: u64 = 4;
+const RUN_MS: (u64, u64) = (500, 2000);
+const CACHE_MIB: (u64, u64) = (32, 256);
+/// The file is so many times the cache.
+const TIMES: u64 = 6;
+
+/// What runs for a sample.
+#[derive(Clone, Copy, Debug)]
+enum Work {
+    Threads(u64),
+    Queue,
+    Ring,
+    Fio(Engine, u64, u64),
+    Hits { is_plain: bool },
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Subject {
+    name: &'static str,
+    /// The fio that does as much at a time.
+    baseline: Option<&'static str>,
+    work: Work,
+}
+
+impl Subject {
+    fn metrics(&self) -> &'static [&'static str] {
+        match self.work {
+            Work::Threads(_) | Work::Queue => &[IOS, CPU, P50, P99, P999, READS, HIT_RATIO],
+            Work::Ring | Work::Fio(..) => &[IOS, CPU, P50, P99, P999],
+            Work::Hits { is_plain: false } => &[ALONE, BESIDE, KEPT, MISSES, LOST],
+            Work::Hits { is_plain: true } => &[ALONE, BESIDE, KEPT, MISSES],
+        }
+    }
+
+    fn is_fio(&self) -> bool {
+        matches!(self.work, Work::Fio(..))
+    }
+}
+
+fn subjects() -> Vec<Subject> {
+    let subject = |name, baseline, work| Subject { name, baseline, work };
+    let mut all = Vec::new();
+    for (own, peer, threads) in WAITING {
+        all.push(subject(own, Some(peer), Work::Threads(threads)));
+        all.push(subject(peer, None, Work::Fio(fio::PSYNC, 1, threads)));
+    }
+    all.push(subject(QUEUE, Some(FIO_URING), Work::Queue));
+    all.push(subject(FIO_URING, None, Work::Fio(fio::URING_FIXED, DEPTH, 1)));
+    all.push(subject(RING, Some(FIO_URING), Work::Ring));
+    all.push(subject(FIO_LIBAIO, Some(FIO_URING), Work::Fio(fio::LIBAIO, DEPTH, 1)));
+    all.push(subject(HITS, None, Work::Hits { is_plain: false }));
+    all.push(subject(HITS_PLAIN, None, Work::Hits { is_plain: true }));
+    all
+}
+
+/// Options of the experiment.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    #[command(flatten)]
+    pub common: Common,
+    #[command(flatten)]
+    pub place: PlaceOptions,
+    /// Memory for pages (default a sixth of the file: 256, with --quick 32)
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(2..))]
+    pub cache_mib: Option<u64>,
+}
+
+type Case = ();
+
+/// Runs it and gives the report.
+///
+/// # Errors
+///
+/// [`Error::WrongAnswer`] where a page was another one; [`Error::CannotRun`] for an unknown subject, and without a file to read.
+pub fn run(options: &Options) -> Result<Report> {
+    let common = &options.common;
+    let mut report = Report::new("miss", common.json);
+    let mut subjects = subjects();
+    if let Some(name) = common.only.iter().find(|name| subjects.iter().all(|subject| subject.name != name.as_str())) {
+        let known: Vec<&str> = subjects.iter().map(|subject| subject.name).collect();
+        return Err(Error::CannotRun(format!("no subject {name}; there are {}", known.join(", "))));
+    }
+    subjects.retain(|subject| is_wanted(common, subject.name));
+    if subjects.iter().any(Subject::is_fio)
+        && let Some(gap) = fio::gap()
+    {
+        report.gap(gap);
+        subjects.retain(|subject| !subject.is_fio());
+    }
+    let target = options.place.ready(TIMES * common.pick(CACHE_MIB.0, CACHE_MIB.1))?;
+    if !target.has_pattern {
+        report.note("what is in the file is not known: what was read is not compared");
+    }
+    let cache_mib = options.cache_mib.unwrap_or((target.len_bytes / TIMES) >> 20).max(2);
+    report.note(format!("the file has {} MiB, the cache {cache_mib}", target.len_bytes >> 20));
+    let book = measure(options, &subjects, &target, cache_mib)?;
+    rows(&mut report, &book, &subjects);
+    verdicts(&mut report, &book);
+    Ok(report)
+}
+
+fn measure(options: &Options, subjects: &[Subject], target: &Target, cache_mib: u64) -> Result<Book<Case>> {
+    let common = &options.common;
+    child::warm(cache_mib * 3 / 2 + 256)?;
+    let progress = Progress::new(common.rounds() * subjects.len());
+    let mut book = Book::new();
+    for round in 0..common.rounds() {
+        for index in 0..subjects.len() {
+            let subject = &subjects[(index + round) % subjects.len()];
+            progress.step(subject.name);
+            let outcome = one(subject, target, cache_mib, common.pick(RUN_MS.0, RUN_MS.1))?;
+            book.enter(&(), subject.name, subject.metrics(), &outcome);
+        }
+    }
+    Ok(book)
+}
+
+fn one(subject: &Subject, target: &Target, cache_mib: u64, run_ms: u64) -> Result<Outcome> {
+    let io_bytes = RECORD_BYTES as u64;
+    let (words, numbers) = match subject.work {
+        Work::Fio(engine, depth, jobs) => {
+            let (path, len_bytes) = (target.path(), target.len_bytes);
+            let job = Job { engine, path, len_bytes, io_bytes, is_random: true, is_write: false, depth, jobs, run_ms };
+            return job.run();
+        }
+        Work::Threads(threads) => (&["__miss"][..], vec![("--threads", threads), ("--cache-mib", cache_mib)]),
+        Work::Queue => (&["__miss"][..], vec![("--depth", DEPTH), ("--cache-mib", cache_mib)]),
+        Work::Ring => {
+            let words = &["__ring", "--memory", "huge", "--registered", "--random"][..];
+            (words, vec![("--depth", DEPTH), ("--batch", BATCH), ("--io-bytes", io_bytes)])
+        }
+        Work::Hits { is_plain: false } => (&["__hits"][..], vec![("--cache-mib", cache_mib)]),
+        Work::Hits { is_plain: true } => (&["__hits", "--plain"][..], vec![("--cache-mib", cache_mib)]),
+    };
+    let words = words.iter().map(|word| (*word).to_owned());
+    let line = words.chain(child::numbers(&numbers)).chain(child::numbers(&[("--run-ms", run_ms)])).collect();
+    sample(subject.name, target, line, Duration::from_secs(120))
+}
+
+fn rows(report: &mut Report, book: &Book<Case>, subjects: &[Subject]) {
+    let table = "4 KiB at random, a file of six times the cache, O_DIRECT; half the spread, times the fio of that width; \
+                 processor and times for each read from the device";
+    for (name, unit, better, column) in [
+        (IOS, "1/s", Better::Higher, "from the device /s"),
+        (CPU, "us", Better::Lower, "processor, us"),
+        (P50, "us", Better::Lower, "p50, us"),
+        (P99, "us", Better::Lower, "p99, us"),
+        (P999, "us", Better::Lower, "p99.9, us"),
+        (READS, "1/s", Better::Higher, "with hits /s"),
+        (HIT_RATIO, "1", Better::Higher, "hits"),
+    ] {
+        for subject in subjects {
+            let place = Some(Place { table: table.to_owned(), column: column.to_owned() });
+            let metric = Metric { name, unit, better, baseline: subject.baseline };
+            report_row(report, book, (&(), "4 KiB random"), subject.name, metric, place);
+        }
+    }
+    for (name, unit, column) in [
+        (ALONE, "1/s", "alone /s"),
+        (BESIDE, "1/s", "beside misses /s"),
+        (KEPT, "1", "kept"),
+        (MISSES, "1/s", "misses /s"),
+        (LOST, "1", "copies that were misses"),
+    ] {
+        for subject in subjects {
+            let table = "one thread copies 4 KiB that are in memory, another misses by 32 at a time".to_owned();
+            let place = Some(Place { table, column: column.to_owned() });
+            let metric = Metric { name, unit, better: Better::Higher, baseline: None };
+            report_row(report, book, (&(), "hits beside misses"), subject.name, metric, place);
+        }
+    }
+}
+
+fn verdicts(report: &mut Report, book: &Book<Case>) {
+    let get = |subject, metric| book.get(&(), subject, metric);
+    let peers: Vec<&'static str> = subjects().iter().filter(|subject| subject.is_fio()).map(|it| it.name).collect();
+    let most = best(book, &(), &peers, (IOS, Better::Higher));
+    let target = format!("read from the device, {QUEUE}, against the best of fio");
+    report.verdict(compare(target, Bound::AtLeast(0.9), get(QUEUE, IOS), ("fio-best", most.as_ref())));
+    let cpu = |report: &mut Report, own: &'static str, peer: &'static str| {
+        let target = format!("processor for each, {own}, of that of {peer}");
+        report.verdict(compare(target, Bound::AtMost(1.0), get(own, CPU), (peer, get(peer, CPU))));
+    };
+    cpu(report, QUEUE, FIO_URING);
+    for (own, peer, _) in WAITING.into_iter().filter(|(.., threads)| [8, 32].contains(threads)) {
+        let target = format!("read from the device, {own}, against {peer}");
+        report.verdict(compare(target, Bound::AtLeast(0.95), get(own, IOS), (peer, get(peer, IOS))));
+        cpu(report, own, peer);
+    }
+    let (target, bound) = ("copies beside misses, of those alone", Bound::AtLeast(0.8));
+    report.verdict(match get(HITS, KEPT) {
+        Some(_) => judge(book, target, (bound, "x"), Side { case: &(), subject: HITS, metric: KEPT }),
+        None => not_measured(target, bound, "x", "it was not run"),
+    });
+}

@@ -1,0 +1,198 @@
+//! Large transfers with a file, into huge pages and small ones, as ORION did it in 2013: through the cache, by a bare ring, by fio.
+
+mod original;
+mod subjects;
+mod verdicts;
+
+use std::time::Duration;
+
+use super::fio::{self, Job};
+use super::target::Target;
+use super::{CPU, IOS, MIB, P50, P99, P999, PlaceOptions, is_wanted, sample};
+use crate::child::{self, Outcome};
+use crate::error::{Error, Result};
+use crate::experiment::{Book, Common, Metric, Progress, report_row};
+use crate::report::{Place, Report};
+use crate::stats::Better;
+use subjects::{SUBJECTS, Subject, Work};
+
+const METRICS: &[&str] = &[IOS, MIB, CPU, P50, P99, P999];
+
+/// Bytes of a transfer: those of the original, and those of a huge folio.
+const KIB_64: u64 = 64 << 10;
+const MIB_1: u64 = 1 << 20;
+const FOLIO: u64 = pagemill::units::BLOCK_BYTES as u64;
+const SIZES: [u64; 3] = [KIB_64, MIB_1, FOLIO];
+
+const DEPTHS: (&[u64], &[u64]) = (&[8], &[1, 8, 64]);
+const RUN_MS: (u64, u64) = (150, 500);
+const FILE_MIB: (u64, u64) = (256, 2048);
+/// A quarter of the file is in the cache.
+const CACHE_SHARE: u64 = 4;
+
+/// Options of the experiment.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    #[command(flatten)]
+    pub common: Common,
+    #[command(flatten)]
+    pub place: PlaceOptions,
+    /// Writes as well, also to a file of --file, WHOSE CONTENT IS LOST (default: to a file that was made here)
+    #[arg(long, conflicts_with = "reads")]
+    pub writes: bool,
+    /// Reads only
+    #[arg(long)]
+    pub reads: bool,
+    /// Transfers at a time, separated by commas (default 1, 8, 64; with --quick 8)
+    #[arg(long, value_delimiter = ',', value_name = "DEPTH", value_parser = clap::value_parser!(u64).range(1..=256))]
+    pub depths: Vec<u64>,
+}
+
+/// Writes come last: what they leave is no pattern.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Case {
+    is_write: bool,
+    io_bytes: u64,
+    is_random: bool,
+    depth: u64,
+}
+
+impl Case {
+    fn kind(self) -> String {
+        let size = if self.io_bytes < MIB_1 {
+            format!("{} KiB", self.io_bytes >> 10)
+        } else {
+            format!("{} MiB", self.io_bytes >> 20)
+        };
+        let order = if self.is_random { "random" } else { "sequential" };
+        format!("{size} {order} {}", if self.is_write { "writes" } else { "reads" })
+    }
+
+    fn name(self) -> String {
+        format!("{}, depth {}", self.kind(), self.depth)
+    }
+}
+
+fn cases(options: &Options) -> Vec<Case> {
+    let usual = options.common.pick(DEPTHS.0, DEPTHS.1);
+    let depths = if options.depths.is_empty() { usual } else { &options.depths };
+    let writes: &[bool] =
+        if options.writes || (options.place.file.is_none() && !options.reads) { &[false, true] } else { &[false] };
+    let mut cases = Vec::new();
+    for is_write in writes {
+        for io_bytes in SIZES {
+            for is_random in [true, false] {
+                cases.extend(depths.iter().map(|depth| Case {
+                    is_write: *is_write,
+                    io_bytes,
+                    is_random,
+                    depth: *depth,
+                }));
+            }
+        }
+    }
+    cases
+}
+
+/// Runs it and gives the report.
+///
+/// # Errors
+///
+/// [`Error::WrongAnswer`] where something else was read; [`Error::CannotRun`] for an unknown subject, and without a file.
+pub fn run(options: &Options) -> Result<Report> {
+    let common = &options.common;
+    if let Some(name) = common.only.iter().find(|name| SUBJECTS.iter().all(|subject| subject.name != name.as_str())) {
+        let known: Vec<&str> = SUBJECTS.iter().map(|subject| subject.name).collect();
+        return Err(Error::CannotRun(format!("no subject {name}; there are {}", known.join(", "))));
+    }
+    let mut report = Report::new("orion", common.json);
+    let mut subjects: Vec<&Subject> = SUBJECTS.iter().filter(|subject| is_wanted(common, subject.name)).collect();
+    if subjects.iter().any(|subject| subject.is_fio())
+        && let Some(gap) = fio::gap()
+    {
+        report.gap(gap);
+        subjects.retain(|subject| !subject.is_fio());
+    }
+    let target = options.place.ready(common.pick(FILE_MIB.0, FILE_MIB.1))?;
+    if !target.has_pattern {
+        report.note("what is in the file is not known: what was read is not compared");
+    }
+    report.note(format!("the file has {} MiB", target.len_bytes >> 20));
+    report
+        .note("fio's huge buffers are transparent huge pages of its malloc; --iomem=mmaphuge would need reserved ones");
+    let cases = cases(options);
+    let book = measure(common, &cases, &subjects, &target)?;
+    rows(&mut report, &book, &cases, &subjects);
+    original::rows(&mut report);
+    verdicts::add(&mut report, &book, &cases);
+    Ok(report)
+}
+
+fn measure(common: &Common, cases: &[Case], subjects: &[&Subject], target: &Target) -> Result<Book<Case>> {
+    child::warm((target.len_bytes >> 20) / CACHE_SHARE + 512)?;
+    let does = |case: &Case| subjects.iter().copied().filter(|subject| subject.does(*case)).collect::<Vec<_>>();
+    let progress = Progress::new(common.rounds() * cases.iter().map(|case| does(case).len()).sum::<usize>());
+    let mut book = Book::new();
+    // All reads before all writes.
+    for is_write in [false, true] {
+        for round in 0..common.rounds() {
+            for case in cases.iter().filter(|case| case.is_write == is_write) {
+                let subjects = does(case);
+                for index in 0..subjects.len() {
+                    let subject = subjects[(index + round) % subjects.len()];
+                    progress.step(&format!("{}, {}", case.name(), subject.name));
+                    let outcome = one(subject, *case, target, common.pick(RUN_MS.0, RUN_MS.1))?;
+                    book.enter(case, subject.name, METRICS, &outcome);
+                }
+            }
+        }
+    }
+    Ok(book)
+}
+
+fn one(subject: &Subject, case: Case, target: &Target, run_ms: u64) -> Result<Outcome> {
+    let Case { is_write, io_bytes, is_random, depth } = case;
+    let (words, more) = match subject.work {
+        Work::Fio(engine) => {
+            let (path, len_bytes) = (target.path(), target.len_bytes);
+            return Job { engine, path, len_bytes, io_bytes, is_random, is_write, depth, jobs: 1, run_ms }.run();
+        }
+        Work::Ring(words) => {
+            let flags = [("--random", is_random), ("--write", is_write)].into_iter().filter(|(_, is_set)| *is_set);
+            let words = ["__ring"].iter().chain(words).copied().chain(flags.map(|(flag, _)| flag)).collect::<Vec<_>>();
+            (words, ("--io-bytes", io_bytes))
+        }
+        Work::Cache => {
+            let mut words = vec!["__miss", "--huge"];
+            words.extend((!is_random).then_some("--sequential"));
+            (words, ("--cache-mib", (target.len_bytes / CACHE_SHARE) >> 20))
+        }
+    };
+    let numbers = [more, ("--depth", depth), ("--run-ms", run_ms)];
+    let line = words.into_iter().map(str::to_owned).chain(child::numbers(&numbers)).collect();
+    sample(subject.name, target, line, Duration::from_secs(120))
+}
+
+fn rows(report: &mut Report, book: &Book<Case>, cases: &[Case], subjects: &[&Subject]) {
+    for (name, unit, better, what) in
+        [(MIB, "MiB/s", Better::Higher, "MiB/s"), (CPU, "us", Better::Lower, "processor time a transfer, us")]
+    {
+        for case in cases {
+            for subject in subjects {
+                let table = format!("{}: {what}, half the spread, times {}", case.kind(), subjects::FIO_HUGE_FIXED);
+                let place = Some(Place { table, column: format!("depth {}", case.depth) });
+                let metric = Metric { name, unit, better, baseline: Some(subjects::FIO_HUGE_FIXED) };
+                report_row(report, book, (case, &case.name()), subject.name, metric, place);
+            }
+        }
+    }
+    for (name, unit) in [(IOS, "1/s"), (P50, "us"), (P99, "us"), (P999, "us")] {
+        let better = if name == IOS { Better::Higher } else { Better::Lower };
+        let metric = Metric { name, unit, better, baseline: Some(subjects::FIO_HUGE_FIXED) };
+        for case in cases {
+            subjects
+                .iter()
+                .for_each(|subject| report_row(report, book, (case, &case.name()), subject.name, metric, None));
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! What the original told of it in 2013: reads into hugetlbfs pages from flash.
+
+use crate::report::{Place, Report, Row};
+
+const TABLE: &str = include_str!("../../../data/orion-2013.csv");
+
+/// Adds the table beside ours: MB/s, and times what it was on the kernel before the patch.
+pub fn rows(report: &mut Report) {
+    let mut lines = TABLE.lines().filter(|line| !line.starts_with('#')).map(|line| line.split(','));
+    let kernels: Vec<&str> = lines.next().into_iter().flatten().skip(1).collect();
+    for mut line in lines {
+        let Some(case) = line.next() else { continue };
+        let speeds: Vec<f64> = line.filter_map(|speed| speed.parse().ok()).collect();
+        // The last two: v3.11-rc5 without the patch, and with it.
+        let [.., before, _] = speeds[..] else { continue };
+        for (kernel, speed) in kernels.iter().zip(&speeds) {
+            let table = "the original, 2013: MB/s into hugetlbfs pages from flash, times v3.11-rc5".to_owned();
+            report.row(Row {
+                experiment: "orion",
+                case: format!("original: {case}"),
+                subject: format!("original-2013: {kernel}"),
+                metric: "mb_per_second",
+                value: *speed,
+                unit: "MB/s",
+                baseline: Some("original-2013: v3.11-rc5".to_owned()),
+                ratio: Some(speed / before),
+                spread: 0.0,
+                samples: 1,
+                place: Some(Place { table, column: case.to_owned() }),
+            });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two sizes on four kernels; 2.6.39 lost a third of the speed.
+    #[test]
+    fn the_table_is_whole() {
+        let mut report = Report::new("orion", false);
+        rows(&mut report);
+        let lines: Vec<&str> = TABLE.lines().collect();
+        assert_eq!(lines.len(), 4);
+        assert!(lines[2] == "1M read,8384,5629,6501,8371" && lines[3] == "64K read,7867,4576,4251,6510", "{lines:?}");
+    }
+}

@@ -1,0 +1,58 @@
+//! Who transfers, and into what memory.
+
+use super::{Case, FOLIO};
+use crate::storage::fio::{self, Engine};
+
+pub const CACHE: &str = "cache";
+pub const RING_HUGE_FIXED: &str = "ring-huge-registered";
+pub const RING_SMALL: &str = "ring-4-KiB-pages";
+pub const FIO_HUGE_FIXED: &str = "fio-io_uring-fixed-huge";
+
+/// What runs for a sample.
+#[derive(Clone, Copy, Debug)]
+pub enum Work {
+    /// A queue of huge folios.
+    Cache,
+    /// A bare ring, with these words for its workload.
+    Ring(&'static [&'static str]),
+    Fio(Engine),
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Subject {
+    pub name: &'static str,
+    pub work: Work,
+}
+
+impl Subject {
+    pub fn is_fio(&self) -> bool {
+        matches!(self.work, Work::Fio(_))
+    }
+
+    /// A cache reads whole folios; it writes when it thinks fit.
+    pub fn does(&self, case: Case) -> bool {
+        !matches!(self.work, Work::Cache) || (case.io_bytes == FOLIO && !case.is_write)
+    }
+}
+
+const fn ring(name: &'static str, words: &'static [&'static str]) -> Subject {
+    Subject { name, work: Work::Ring(words) }
+}
+
+const fn fio_by(name: &'static str, engine: Engine, is_huge: bool) -> Subject {
+    Subject { name, work: Work::Fio(Engine { is_huge, ..engine }) }
+}
+
+pub const SUBJECTS: [Subject; 11] = [
+    Subject { name: CACHE, work: Work::Cache },
+    ring(RING_HUGE_FIXED, &["--memory", "huge", "--registered"]),
+    ring("ring-huge", &["--memory", "huge"]),
+    ring("ring-4-KiB-pages-registered", &["--memory", "small", "--registered"]),
+    ring(RING_SMALL, &["--memory", "small"]),
+    fio_by("fio-libaio", fio::LIBAIO, false),
+    fio_by("fio-libaio-huge", fio::LIBAIO, true),
+    fio_by("fio-io_uring", fio::URING, false),
+    fio_by("fio-io_uring-huge", fio::URING, true),
+    fio_by("fio-io_uring-fixed", fio::URING_FIXED, false),
+    fio_by(FIO_HUGE_FIXED, fio::URING_FIXED, true),
+];

@@ -1,0 +1,103 @@
+//! Memory for bare rings: pages of the size that is measured, cut into parts, one for each transfer.
+
+#![allow(unsafe_code)] // lends memory that it owns to rings
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::time::Instant;
+
+use pagemill::store::Buffer;
+
+use crate::native::Pages;
+
+/// Registered at a time; a part lies in one of these.
+const MOST_BYTES: usize = 64 << 20;
+
+/// In which pages the memory is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Kind {
+    /// 2 MiB
+    Huge,
+    /// 4 KiB
+    Small,
+}
+
+/// A piece of memory, of which [`Part`]s are.
+pub struct Memory(Arc<Pages>, usize);
+
+/// Memory of one transfer, with what it is about.
+///
+/// # Invariants
+///
+/// No other part has these bytes, nor does anything else reach them.
+pub struct Part {
+    memory: Arc<Pages>,
+    at: usize,
+    len_bytes: usize,
+    pub offset: u64,
+    pub began: Instant,
+}
+
+/// So many parts, and the memory that they are of.
+pub fn parts(kind: Kind, count: usize, len_bytes: usize) -> Result<(Vec<Memory>, Vec<Part>), String> {
+    let (mut memories, mut parts) = (Vec::new(), Vec::new());
+    let most = (MOST_BYTES / len_bytes).max(1);
+    while parts.len() < count {
+        let some = most.min(count - parts.len());
+        let pages = match kind {
+            Kind::Huge => Pages::huge(some * len_bytes)?,
+            Kind::Small => Pages::small(some * len_bytes)?,
+        };
+        let memory = Arc::new(pages);
+        // Each place of the memory once, of which nobody else knows: the invariant.
+        let of = |part: usize| Part {
+            memory: memory.clone(),
+            at: part * len_bytes,
+            len_bytes,
+            offset: 0,
+            began: Instant::now(),
+        };
+        parts.extend((0..some).map(of));
+        memories.push(Memory(memory, some * len_bytes));
+    }
+    Ok((memories, parts))
+}
+
+impl Part {
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: inside the mapping, which lives as long as `self`; nobody else has these bytes (type invariant).
+        unsafe { std::slice::from_raw_parts(self.memory.at(self.at, self.len_bytes), self.len_bytes) }
+    }
+
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the same; borrowed as the value is.
+        unsafe { std::slice::from_raw_parts_mut(self.memory.at(self.at, self.len_bytes), self.len_bytes) }
+    }
+}
+
+fn address(pages: &Pages, at: usize, len_bytes: usize) -> NonNull<u8> {
+    // SAFETY: no mapping is at address 0.
+    unsafe { NonNull::new_unchecked(pages.at(at, len_bytes)) }
+}
+
+// SAFETY: mapped until the last part and memory of it go; who has the part alone reaches its bytes (type invariant).
+unsafe impl Buffer for Part {
+    fn addr(&self) -> NonNull<u8> {
+        address(&self.memory, self.at, self.len_bytes)
+    }
+
+    fn len_bytes(&self) -> usize {
+        self.len_bytes
+    }
+}
+
+// SAFETY: mapped for as long; it is registered only, and its bytes are reached through parts.
+unsafe impl Buffer for Memory {
+    fn addr(&self) -> NonNull<u8> {
+        address(&self.0, 0, self.1)
+    }
+
+    fn len_bytes(&self) -> usize {
+        self.1
+    }
+}

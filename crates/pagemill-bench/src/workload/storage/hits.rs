@@ -1,0 +1,181 @@
+//! Pages that are in memory, copied by one thread, while another has the device busy: by turns alone and beside it.
+
+use std::hint::black_box;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use pagemill::stats::{self, Counter};
+use serde_json::json;
+
+use super::Source;
+use super::miss::{Asking, Cached};
+use super::ring::{self, Loop};
+use crate::native::Pages;
+use crate::pattern::{self, RECORD_BYTES, Records};
+use crate::stats::Random;
+use crate::storage::miss::{ALONE, BESIDE, KEPT, LOST, MISSES};
+use crate::workload::{Failure, Outcome};
+
+/// What is hit: small beside the cache, so that all of it stays.
+const HOT_BYTES: u64 = 16 << 20;
+
+/// Reads on their way.
+const DEPTH: u32 = 32;
+
+/// Turns, each with a stretch alone and one beside.
+const TURNS: u32 = 4;
+
+/// Copies between two looks at the clock.
+const BATCH: usize = 64;
+
+/// Hits of a cache, or copies from memory beside a bare ring: what the machine itself takes.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Hits {
+    #[command(flatten)]
+    pub source: Source,
+    #[arg(long)]
+    pub cache_mib: u64,
+    /// Memory and a bare ring instead of the cache
+    #[arg(long)]
+    pub plain: bool,
+    #[arg(long)]
+    pub run_ms: u64,
+}
+
+type Record = [u8; RECORD_BYTES];
+
+const PAUSED: u8 = 0;
+const BUSY: u8 = 1;
+const OVER: u8 = 2;
+
+/// Copies and misses of the stretches, and how long they were.
+#[derive(Default)]
+struct Stretch {
+    copies: u64,
+    misses: u64,
+    seconds: f64,
+}
+
+pub fn run(arguments: &Hits) -> Outcome {
+    if arguments.source.len_bytes <= 2 * HOT_BYTES || arguments.cache_mib << 20 < 2 * HOT_BYTES {
+        let mib = (2 * HOT_BYTES) >> 20;
+        return Err(format!("a file of more than {mib} MiB, and a cache of {mib}, are needed").into());
+    }
+    if arguments.plain { plain(arguments) } else { cached(arguments) }
+}
+
+fn cached(arguments: &Hits) -> Outcome {
+    let source = &arguments.source;
+    let cached = Cached::open(source, arguments.cache_mib, false)?;
+    cached.fill(HOT_BYTES)?;
+    let places = (source.len_bytes - HOT_BYTES) as usize / RECORD_BYTES;
+    let copy = |record: &mut Record, offset: u64| -> Result<(), Failure> {
+        let read = cached.file.read_at(record, offset).map_err(super::super::hit::failed)?;
+        check(read == RECORD_BYTES && source.is_right(black_box(record), offset))
+    };
+    let before = stats::get(Counter::StoreRead);
+    let (mut line, begun) = by_turns(arguments, copy, |state, misses| {
+        let mut asking = Asking::new(&cached, DEPTH)?;
+        let (mut random, mut record) = (Random::new(7), [0; RECORD_BYTES]);
+        let mut told = 0;
+        while state.load(Relaxed) != OVER {
+            if state.load(Relaxed) == PAUSED {
+                told += asking.drain()?;
+                thread::sleep(Duration::from_millis(1));
+                continue;
+            }
+            let next = || HOT_BYTES + (random.below(places) * RECORD_BYTES) as u64;
+            asking.step(next, |offset| copy(&mut record, offset))?;
+            told += asking.times.len() as u64;
+            misses.fetch_add(asking.times.len() as u64, Relaxed);
+            asking.times.clear();
+        }
+        Ok(told + asking.drain()?)
+    })?;
+    // What was read beside the misses is what was hit, had gone, and came again.
+    let read = (stats::get(Counter::StoreRead) - before) / RECORD_BYTES as u64;
+    line[LOST] = json!(read.saturating_sub(begun));
+    Ok(line)
+}
+
+fn plain(arguments: &Hits) -> Outcome {
+    let mut pages = Pages::huge(HOT_BYTES as usize)?;
+    let bytes = pages.bytes_mut(HOT_BYTES as usize);
+    bytes.copy_from_slice(Records::filled(HOT_BYTES as usize).at(0, 0));
+    let bytes = &*bytes;
+    let copy = |record: &mut Record, offset: u64| {
+        record.copy_from_slice(&bytes[offset as usize..][..RECORD_BYTES]);
+        check(pattern::is_stamped(black_box(record), 0, offset, 0))
+    };
+    let reads = ring::Ring::random_reads(&arguments.source, RECORD_BYTES, DEPTH as usize);
+    let (line, _) = by_turns(arguments, copy, |state, misses| {
+        let mut work = Loop::new(&reads)?;
+        while state.load(Relaxed) != OVER {
+            if state.load(Relaxed) == PAUSED {
+                work.drain()?;
+                thread::sleep(Duration::from_millis(1));
+                continue;
+            }
+            work.step()?;
+            misses.fetch_add(work.times.len() as u64, Relaxed);
+            work.times.clear();
+        }
+        work.drain()?;
+        Ok(0)
+    })?;
+    Ok(line)
+}
+
+fn check(is_right: bool) -> Result<(), Failure> {
+    if is_right { Ok(()) } else { Err(Failure::WrongAnswer("a copy is something else".to_owned())) }
+}
+
+/// Copies at random, by turns while `miss` pauses and while it does what it can. Also returns what `miss` does.
+fn by_turns(
+    arguments: &Hits,
+    copy: impl Fn(&mut Record, u64) -> Result<(), Failure>,
+    miss: impl FnOnce(&AtomicU8, &AtomicU64) -> Result<u64, Failure> + Send,
+) -> Result<(serde_json::Value, u64), Failure> {
+    let (state, misses) = (AtomicU8::new(PAUSED), AtomicU64::new(0));
+    let (mut random, mut record) = (Random::new(3), [0; RECORD_BYTES]);
+    let mut copy_for = |time: Duration, stretch: &mut Stretch| -> Result<(), Failure> {
+        let (begun, before) = (Instant::now(), misses.load(Relaxed));
+        while begun.elapsed() < time {
+            for _ in 0..BATCH {
+                copy(&mut record, (random.below(HOT_BYTES as usize / RECORD_BYTES) * RECORD_BYTES) as u64)?;
+            }
+            stretch.copies += BATCH as u64;
+        }
+        stretch.misses += misses.load(Relaxed) - before;
+        stretch.seconds += begun.elapsed().as_secs_f64();
+        Ok(())
+    };
+    let time = Duration::from_millis(arguments.run_ms) / TURNS;
+    let (mut alone, mut beside) = (Stretch::default(), Stretch::default());
+    let begun = thread::scope(|scope| {
+        let (state, misses) = (&state, &misses);
+        let other = scope.spawn(move || miss(state, misses));
+        let turns = (0..TURNS).try_for_each(|_| {
+            // Half of it beforehand: what was under way ends, or begins.
+            state.store(PAUSED, Relaxed);
+            copy_for(time / 2, &mut Stretch::default())?;
+            copy_for(time, &mut alone)?;
+            state.store(BUSY, Relaxed);
+            copy_for(time / 2, &mut Stretch::default())?;
+            copy_for(time, &mut beside)
+        });
+        state.store(OVER, Relaxed);
+        let other = other.join().unwrap_or_else(|_| Err("a thread panicked".to_owned().into()));
+        turns.and(other)
+    })?;
+    let rate = |count: u64, stretch: &Stretch| count as f64 / stretch.seconds;
+    let [alone_rate, beside_rate] = [&alone, &beside].map(|stretch| rate(stretch.copies, stretch));
+    let line = json!({
+        ALONE: alone_rate,
+        BESIDE: beside_rate,
+        KEPT: beside_rate / alone_rate,
+        MISSES: rate(beside.misses, &beside),
+    });
+    Ok((line, begun))
+}

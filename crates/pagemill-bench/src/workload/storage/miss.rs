@@ -1,0 +1,259 @@
+//! Pages of a file that is larger than its cache, read at random: by threads that wait, or by one that asks for many.
+
+use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use pagemill::mapping::policy::{Always, Never};
+use pagemill::mapping::{Cache, Fetch, Mapping, Policy, Queue};
+use pagemill::stats::{self, Counter};
+use pagemill::units::BLOCK_BYTES;
+use serde_json::Value;
+
+use super::ring::Offsets;
+use super::{Source, Span, Took, nanoseconds};
+use crate::pattern::{self, RECORD_BYTES};
+use crate::stats::Random;
+use crate::storage::{HIT_RATIO, READS};
+use crate::workload::hit::failed;
+use crate::workload::{Failure, Outcome};
+
+/// Longer than any device takes.
+const LONG: Duration = Duration::from_secs(20);
+
+/// Pages on their way while the cache is filled.
+const FILL_DEPTH: u32 = 64;
+
+/// Reads of one kind.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Miss {
+    #[command(flatten)]
+    pub source: Source,
+    #[arg(long)]
+    pub cache_mib: u64,
+    /// Threads that wait for each page
+    #[arg(long, conflicts_with = "depth")]
+    pub threads: Option<usize>,
+    /// Pages that one thread asks for at a time
+    #[arg(long)]
+    pub depth: Option<u32>,
+    /// Folios of 2 MiB, each read as one
+    #[arg(long)]
+    pub huge: bool,
+    /// One after the other
+    #[arg(long)]
+    pub sequential: bool,
+    #[arg(long)]
+    pub run_ms: u64,
+}
+
+/// A file through a cache that holds a part of it.
+pub struct Cached<'a> {
+    pub cache: Cache,
+    pub file: Mapping,
+    source: &'a Source,
+    io_bytes: usize,
+}
+
+impl<'a> Cached<'a> {
+    pub fn open(source: &'a Source, cache_mib: u64, is_huge: bool) -> Result<Self, Failure> {
+        let policy: Box<dyn Policy> = if is_huge { Box::new(Always) } else { Box::new(Never) };
+        let cache = crate::workload::hit::cache(cache_mib << 20, policy, true)?;
+        let file = cache.open(source.open()?).map_err(failed)?;
+        let io_bytes = if is_huge { BLOCK_BYTES } else { RECORD_BYTES };
+        Ok(Self { cache, file, source, io_bytes })
+    }
+
+    /// Reads at random until the cache is full, and compares every byte.
+    pub fn fill(&self, from: u64) -> Result<(), Failure> {
+        let full_bytes = self.cache.usage().limit.min(self.source.len_bytes - from) * 9 / 10;
+        let mut random = Random::new(99);
+        let places = (self.source.len_bytes - from) as usize / self.io_bytes;
+        // What is on its way stays: it must not be all that there is room for.
+        let most = self.cache.usage().limit / 4 / self.io_bytes as u64;
+        let mut asking = Asking::new(self, FILL_DEPTH.min(most as u32).max(1))?;
+        let mut bytes = vec![0; self.io_bytes];
+        let mut rounds = 0;
+        while self.cache.charged_bytes() < full_bytes && rounds < 10 * places {
+            rounds += 1;
+            let next = || from + (random.below(places) * self.io_bytes) as u64;
+            asking.step(next, |offset| {
+                let read = self.file.read_at(&mut bytes, offset).map_err(failed)?;
+                match read == bytes.len() && (!self.source.pattern || pattern::is_whole(&bytes, 0, offset)) {
+                    true => Ok(()),
+                    false => Err(wrong(offset)),
+                }
+            })?;
+        }
+        asking.drain().map(drop)
+    }
+
+    /// Reads a page or folio that should be there; of a folio nothing is copied.
+    fn take(&self, record: &mut [u8; RECORD_BYTES], offset: u64) -> Result<(), Failure> {
+        let is_right = if self.io_bytes == RECORD_BYTES {
+            self.file.read_at(record, offset).map_err(failed)? == RECORD_BYTES && self.source.is_right(record, offset)
+        } else {
+            let pin = self.file.pin(offset).map_err(failed)?;
+            let last = pin.len_bytes() - RECORD_BYTES;
+            let is_at = |at: usize| pin.read_u64(at) == pattern::word(0, offset + at as u64, 0);
+            pin.len_bytes() == self.io_bytes && (!self.source.pattern || (is_at(0) && is_at(last)))
+        };
+        if is_right { Ok(()) } else { Err(wrong(offset)) }
+    }
+}
+
+fn wrong(offset: u64) -> Failure {
+    Failure::WrongAnswer(format!("what was read at {offset} is something else"))
+}
+
+/// A queue that is kept full.
+pub struct Asking<'a> {
+    file: &'a Mapping,
+    queue: Queue,
+    /// By token: the place, and when it was asked for.
+    asked: Vec<(u64, Instant)>,
+    free: Vec<u64>,
+    /// Of those that were told, from asking to telling.
+    pub times: Vec<u32>,
+    pub present: u64,
+}
+
+impl<'a> Asking<'a> {
+    pub fn new(cached: &'a Cached<'_>, depth: u32) -> Result<Self, Failure> {
+        let queue = cached.cache.queue(depth).map_err(failed)?;
+        let asked = vec![(0, Instant::now()); depth as usize];
+        let free = (0..u64::from(depth)).collect();
+        Ok(Self { file: &cached.file, queue, asked, free, times: Vec::with_capacity(1 << 20), present: 0 })
+    }
+
+    /// Asks for as many as it may, waits for one at least, and takes all that came. `take` reads each.
+    pub fn step(
+        &mut self,
+        mut next: impl FnMut() -> u64,
+        mut take: impl FnMut(u64) -> Result<(), Failure>,
+    ) -> Result<(), Failure> {
+        while let Some(token) = self.free.pop() {
+            let offset = next();
+            self.asked[token as usize] = (offset, Instant::now());
+            if self.queue.fetch(self.file, offset, token).map_err(failed)? == Fetch::Present {
+                self.present += 1;
+                self.free.push(token);
+                take(offset)?;
+            }
+        }
+        self.queue.wait(1, LONG).map_err(failed)?;
+        while let Some(told) = self.queue.next() {
+            let (offset, began) = self.asked[told.token as usize];
+            told.result.map_err(failed)?;
+            self.times.push(nanoseconds(began));
+            self.free.push(told.token);
+            take(offset)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for all that is on its way; returns how many came.
+    pub fn drain(&mut self) -> Result<u64, Failure> {
+        let mut came = 0;
+        while !self.queue.is_empty() {
+            self.queue.wait(1, LONG).map_err(failed)?;
+            while let Some(told) = self.queue.next() {
+                told.result.map_err(failed)?;
+                self.free.push(told.token);
+                came += 1;
+            }
+        }
+        Ok(came)
+    }
+}
+
+/// Pages that came from the file so far.
+fn read_from_store(io_bytes: usize) -> u64 {
+    stats::get(Counter::StoreRead) / io_bytes as u64
+}
+
+/// Fills the cache, then reads until the time is over.
+pub fn run(arguments: &Miss) -> Outcome {
+    let cached = Cached::open(&arguments.source, arguments.cache_mib, arguments.huge)?;
+    cached.fill(0)?;
+    match (arguments.threads, arguments.depth) {
+        (Some(threads), _) => waiting(arguments, &cached, threads),
+        (None, Some(depth)) => asking(arguments, &cached, depth),
+        (None, None) => Err("neither threads nor a depth".to_owned().into()),
+    }
+}
+
+/// The figures: transfers are those with the file, beside which some reads found their page in memory.
+fn line(took: &Took, reads: u64, ios: u64, io_bytes: usize, times: &mut [u32]) -> Outcome {
+    let mut figures = took.figures(ios, io_bytes, times)?;
+    figures.insert(READS.to_owned(), Value::from(reads as f64 / took.seconds));
+    figures.insert(HIT_RATIO.to_owned(), Value::from(1.0 - ios.min(reads) as f64 / reads.max(1) as f64));
+    Ok(figures.into())
+}
+
+fn asking(arguments: &Miss, cached: &Cached<'_>, depth: u32) -> Outcome {
+    let mut offsets = Offsets::new(arguments.source.len_bytes, cached.io_bytes, !arguments.sequential);
+    let mut record = [0; RECORD_BYTES];
+    let mut asking = Asking::new(cached, depth)?;
+    let mut run_for = |asking: &mut Asking<'_>, time: Duration| -> Result<(), Failure> {
+        let begun = Instant::now();
+        while begun.elapsed() < time {
+            asking.step(|| offsets.next(), |offset| cached.take(&mut record, offset))?;
+        }
+        Ok(())
+    };
+    let run = Duration::from_millis(arguments.run_ms);
+    run_for(&mut asking, run / 10)?;
+    asking.times.clear();
+    asking.present = 0;
+    let (span, before) = (Span::begin(), read_from_store(cached.io_bytes));
+    run_for(&mut asking, run)?;
+    let ios = read_from_store(cached.io_bytes) - before;
+    let reads = asking.times.len() as u64 + asking.present;
+    let line = line(&span.end(), reads, ios, cached.io_bytes, &mut asking.times);
+    asking.drain()?;
+    line
+}
+
+const BEFORE: u8 = 0;
+const MEASURED: u8 = 1;
+const OVER: u8 = 2;
+
+fn waiting(arguments: &Miss, cached: &Cached<'_>, threads: usize) -> Outcome {
+    let phase = AtomicU8::new(BEFORE);
+    let work = |thread: usize| -> Result<Vec<u32>, Failure> {
+        let mut random = Random::new(thread as u64 + 1);
+        let places = arguments.source.len_bytes as usize / cached.io_bytes;
+        let (mut record, mut times) = ([0; RECORD_BYTES], Vec::with_capacity(1 << 18));
+        while phase.load(Relaxed) != OVER {
+            let offset = (random.below(places) * cached.io_bytes) as u64;
+            let began = Instant::now();
+            cached.take(&mut record, offset)?;
+            if phase.load(Relaxed) == MEASURED {
+                times.push(nanoseconds(began));
+            }
+        }
+        Ok(times)
+    };
+    let run = Duration::from_millis(arguments.run_ms);
+    thread::scope(|scope| {
+        let work = &work;
+        let workers: Vec<_> = (0..threads).map(|thread| scope.spawn(move || work(thread))).collect();
+        thread::sleep(run / 10);
+        let (span, before) = (Span::begin(), read_from_store(cached.io_bytes));
+        phase.store(MEASURED, Relaxed);
+        thread::sleep(run);
+        phase.store(OVER, Relaxed);
+        let ios = read_from_store(cached.io_bytes) - before;
+        let took = span.end();
+        let mut times = Vec::new();
+        for worker in workers {
+            times.extend(worker.join().unwrap_or_else(|_| Err("a thread panicked".to_owned().into()))?);
+        }
+        let reads = times.len() as u64;
+        // Who found its page was quicker than any device: what is left is those that went there.
+        times.sort_unstable();
+        let hits = reads.saturating_sub(ios) as usize;
+        line(&took, reads, ios, cached.io_bytes, &mut times[hits..])
+    })
+}

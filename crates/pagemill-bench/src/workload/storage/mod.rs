@@ -1,0 +1,130 @@
+//! Transfers with a file, past the kernel's page cache: through the page cache of this library, and by a bare ring.
+
+pub mod buffers;
+pub mod hits;
+pub mod miss;
+pub mod ring;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use pagemill::store::FileStore;
+use rustix::time::{ClockId, clock_gettime};
+use serde_json::{Map, Value};
+
+use super::Failure;
+use crate::pattern::{self, RECORD_BYTES};
+use crate::storage::{CPU, IOS, MIB, P50, P99, P999};
+
+/// The file, as [`crate::storage::target::Target`] tells of it.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Source {
+    #[arg(long)]
+    pub file: PathBuf,
+    /// So much of it is used
+    #[arg(long)]
+    pub len_bytes: u64,
+    /// Its records tell their place
+    #[arg(long)]
+    pub pattern: bool,
+}
+
+impl Source {
+    fn open(&self) -> Result<Arc<FileStore>, Failure> {
+        let store = FileStore::open_read_only(&self.file).map_err(super::hit::failed)?;
+        check_direct(&store)?;
+        Ok(Arc::new(store))
+    }
+
+    /// Whether a record is the one of that place, as far as the file has any.
+    #[inline]
+    fn is_right(&self, record: &[u8], offset: u64) -> bool {
+        !self.pattern || pattern::is_stamped(record, 0, offset, 0)
+    }
+
+    /// The same of the first and the last record of a longer part.
+    fn is_right_around(&self, bytes: &[u8], offset: u64) -> bool {
+        let last = bytes.len() - RECORD_BYTES;
+        self.is_right(bytes, offset) && self.is_right(&bytes[last..], offset + last as u64)
+    }
+}
+
+fn check_direct(store: &FileStore) -> Result<(), Failure> {
+    if store.is_direct() { Ok(()) } else { Err("O_DIRECT is refused".to_owned().into()) }
+}
+
+/// User and system time of this process so far.
+fn cpu_time() -> Duration {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// The beginning of a stretch of time.
+struct Span {
+    begun: Instant,
+    cpu: Duration,
+}
+
+/// How long one was, and for how long it kept processors busy.
+struct Took {
+    seconds: f64,
+    cpu_seconds: f64,
+}
+
+impl Span {
+    fn begin() -> Self {
+        Self { begun: Instant::now(), cpu: cpu_time() }
+    }
+
+    fn end(&self) -> Took {
+        let cpu = cpu_time().saturating_sub(self.cpu);
+        Took { seconds: self.begun.elapsed().as_secs_f64(), cpu_seconds: cpu.as_secs_f64() }
+    }
+}
+
+impl Took {
+    /// The figures of so many transfers of a length, by the times they took.
+    fn figures(&self, ios: u64, io_bytes: usize, times: &mut [u32]) -> Result<Map<String, Value>, Failure> {
+        if ios == 0 {
+            return Err("nothing was transferred in that time".to_owned().into());
+        }
+        let rate = ios as f64 / self.seconds;
+        let figures = [
+            (IOS, rate),
+            (MIB, rate * io_bytes as f64 / f64::from(1 << 20)),
+            (CPU, self.cpu_seconds * 1e6 / ios as f64),
+            (P50, percentile_us(times, 0.5)),
+            (P99, percentile_us(times, 0.99)),
+            (P999, percentile_us(times, 0.999)),
+        ];
+        Ok(figures.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect())
+    }
+}
+
+/// Nanoseconds since then; none takes four seconds.
+fn nanoseconds(since: Instant) -> u32 {
+    u32::try_from(since.elapsed().as_nanos()).unwrap_or(u32::MAX)
+}
+
+/// The time that `share` of all do not exceed, one that occurred, in microseconds.
+fn percentile_us(times: &mut [u32], share: f64) -> f64 {
+    let rank = (share * times.len() as f64).ceil() as usize;
+    match times.len() {
+        0 => 0.0,
+        _ => f64::from(*times.select_nth_unstable(rank.max(1) - 1).1) / 1000.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_times_that_occurred() {
+        let mut times: Vec<u32> = (1..=1000).rev().map(|us| us * 1000).collect();
+        let found = [0.5, 0.99, 0.999, 1.0].map(|share| percentile_us(&mut times, share));
+        assert_eq!(found, [500.0, 990.0, 999.0, 1000.0]);
+        assert_eq!(percentile_us(&mut [], 0.5), 0.0);
+    }
+}

@@ -1,0 +1,222 @@
+//! A bare ring of the library with buffers of its own: what a cache above it could reach at best.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use pagemill::store::ring::{Event, FileId, Settings};
+use pagemill::store::{Aligned, FileStore, Ring as StoreRing, Store};
+use serde_json::Value;
+
+use super::buffers::{self, Kind, Part};
+use super::{Source, Span, check_direct, nanoseconds};
+use crate::pattern::{self, RECORD_BYTES};
+use crate::stats::Random;
+use crate::workload::hit::failed;
+use crate::workload::{Failure, Outcome};
+
+/// Longer than any device takes.
+const LONG: Duration = Duration::from_secs(20);
+
+/// Places that are read again after they were written.
+const READ_AGAIN: usize = 32;
+
+/// Transfers of one length, always as many as the depth says.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Ring {
+    #[command(flatten)]
+    pub source: Source,
+    #[arg(long)]
+    pub io_bytes: usize,
+    #[arg(long)]
+    pub depth: usize,
+    /// So many are handed to the kernel together: a device that gets all at once rests meanwhile
+    #[arg(long, default_value_t = 1)]
+    pub batch: usize,
+    #[arg(long)]
+    pub memory: Kind,
+    /// The kernel knows the buffers beforehand
+    #[arg(long)]
+    pub registered: bool,
+    /// In any order, not one after the other
+    #[arg(long)]
+    pub random: bool,
+    /// What the file holds is lost
+    #[arg(long)]
+    pub write: bool,
+    #[arg(long)]
+    pub run_ms: u64,
+}
+
+/// Places of a file, one after the other or at random.
+pub struct Offsets {
+    random: Option<Random>,
+    count: usize,
+    next: usize,
+    io_bytes: usize,
+}
+
+impl Offsets {
+    pub fn new(len_bytes: u64, io_bytes: usize, is_random: bool) -> Self {
+        let count = len_bytes as usize / io_bytes;
+        Self { random: is_random.then(|| Random::new(1)), count, next: 0, io_bytes }
+    }
+
+    pub fn next(&mut self) -> u64 {
+        let at = match &mut self.random {
+            Some(random) => random.below(self.count),
+            None => {
+                self.next = (self.next + 1) % self.count;
+                self.next
+            }
+        };
+        (at * self.io_bytes) as u64
+    }
+}
+
+impl Ring {
+    /// Reads at random, into what is registered.
+    pub fn random_reads(source: &Source, io_bytes: usize, depth: usize) -> Self {
+        let (memory, source) = (Kind::Huge, source.clone());
+        Self { source, io_bytes, depth, batch: 4, memory, registered: true, random: true, write: false, run_ms: 0 }
+    }
+}
+
+/// What is under way, and what came of it.
+pub struct Loop<'a> {
+    arguments: &'a Ring,
+    ring: StoreRing<Part>,
+    store: FileStore,
+    file: FileId,
+    offsets: Offsets,
+    idle: Vec<Part>,
+    pub times: Vec<u32>,
+    /// Tells this process's writes from all others.
+    generation: u64,
+    written: BTreeSet<u64>,
+}
+
+impl<'a> Loop<'a> {
+    pub fn new(arguments: &'a Ring) -> Result<Self, Failure> {
+        let source = &arguments.source;
+        let open =
+            if arguments.write { FileStore::open(&source.file) } else { FileStore::open_read_only(&source.file) };
+        let store = open.map_err(failed)?;
+        check_direct(&store)?;
+        let settings = Settings { depth: arguments.depth as u32, ..Settings::default() };
+        let mut ring = StoreRing::new(&settings).map_err(|error| error.to_string())?;
+        let file = ring.attach(&store).map_err(|error| error.to_string())?;
+        let (memories, idle) = buffers::parts(arguments.memory, arguments.depth, arguments.io_bytes)?;
+        if arguments.registered {
+            for memory in memories {
+                ring.register(Box::new(memory)).map_err(|(error, _)| format!("registering memory: {error}"))?;
+            }
+        }
+        let offsets = Offsets::new(source.len_bytes, arguments.io_bytes, arguments.random);
+        let (times, written) = (Vec::with_capacity(1 << 20), BTreeSet::new());
+        let generation = u64::from(std::process::id());
+        Ok(Self { arguments, ring, store, file, offsets, idle, times, generation, written })
+    }
+
+    /// Starts as many as it may, and takes what has ended, one at least.
+    pub fn step(&mut self) -> Result<(), Failure> {
+        self.start_all()?;
+        self.take_some()
+    }
+
+    /// Waits for all that is under way.
+    pub fn drain(&mut self) -> Result<(), Failure> {
+        while self.ring.in_flight() > 0 {
+            self.take_some()?;
+        }
+        Ok(())
+    }
+
+    fn start_all(&mut self) -> Result<(), Failure> {
+        let mut started = 0;
+        while let Some(mut part) = self.idle.pop() {
+            part.offset = self.offsets.next();
+            if self.arguments.write {
+                let (offset, generation) = (part.offset, self.generation);
+                stamp_around(part.bytes_mut(), offset, generation);
+            }
+            part.began = Instant::now();
+            let (file, offset) = (self.file, part.offset);
+            let begun = match self.arguments.write {
+                true => self.ring.write(file, offset, part),
+                false => self.ring.read(file, offset, part),
+            };
+            begun.map_err(|_| "the ring is full".to_owned())?;
+            started += 1;
+            if started % self.arguments.batch == 0 {
+                self.ring.submit().map_err(|error| error.to_string())?;
+            }
+        }
+        Ok(())
+    }
+
+    fn take_some(&mut self) -> Result<(), Failure> {
+        self.ring.wait(1, LONG).map_err(|error| error.to_string())?;
+        while let Some(event) = self.ring.next() {
+            let Event::Done { buffer: part, result, .. } = event else {
+                return Err("a transfer is late".to_owned().into());
+            };
+            result.map_err(|error| format!("at {}: {error}", part.offset))?;
+            self.times.push(nanoseconds(part.began));
+            if self.arguments.write {
+                if self.written.len() < READ_AGAIN {
+                    self.written.insert(part.offset);
+                }
+            } else if !self.arguments.source.is_right_around(part.bytes(), part.offset) {
+                return Err(Failure::WrongAnswer(format!("what was read at {} is something else", part.offset)));
+            }
+            self.idle.push(part);
+        }
+        Ok(())
+    }
+
+    fn run_for(&mut self, time: Duration) -> Result<(), Failure> {
+        let begun = Instant::now();
+        while begun.elapsed() < time {
+            self.step()?;
+        }
+        Ok(())
+    }
+
+    /// What was written must be there.
+    fn read_again(&self) -> Result<(), Failure> {
+        let io_bytes = self.arguments.io_bytes;
+        let mut bytes = Aligned::new(io_bytes, RECORD_BYTES);
+        for offset in &self.written {
+            self.store.read(*offset, &mut bytes).map_err(|error| error.to_string())?;
+            let last = io_bytes - RECORD_BYTES;
+            let places = [(0, *offset), (last, offset + last as u64)];
+            if !places.iter().all(|(at, offset)| pattern::is_stamped(&bytes[*at..], 0, *offset, self.generation)) {
+                return Err(Failure::WrongAnswer(format!("what was written at {offset} is not there")));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn stamp_around(bytes: &mut [u8], offset: u64, generation: u64) {
+    let last = bytes.len() - RECORD_BYTES;
+    pattern::stamp(&mut bytes[last..], 0, offset + last as u64, generation);
+    pattern::stamp(bytes, 0, offset, generation);
+}
+
+/// Transfers until the time is over.
+pub fn run(arguments: &Ring) -> Outcome {
+    let mut work = Loop::new(arguments)?;
+    let run = Duration::from_millis(arguments.run_ms);
+    // A tenth of it beforehand, as everywhere.
+    work.run_for(run / 10)?;
+    work.times.clear();
+    let span = Span::begin();
+    work.run_for(run)?;
+    let took = span.end();
+    let mut figures = took.figures(work.times.len() as u64, arguments.io_bytes, &mut work.times)?;
+    figures.insert("is_kernel".to_owned(), Value::from(work.ring.is_kernel()));
+    work.drain()?;
+    work.read_again()?;
+    Ok(figures.into())
+}
