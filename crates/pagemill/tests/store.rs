@@ -437,3 +437,22 @@ fn pins_make_dirty() {
     file.sync().unwrap();
     assert_eq!(store.bytes.lock().unwrap()[0], 99);
 }
+
+/// Many threads in a cache that is full: what room one makes another takes, and nobody is refused.
+#[test]
+fn threads_that_make_room_are_not_refused() {
+    let store = Memory::new(2 * MIB);
+    let cache = cache(Box::new(Never), 512 * KIB);
+    let file = cache.open(store.clone()).unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..8 {
+            let (file, store) = (&file, &store);
+            scope.spawn(move || {
+                for step in 0..3000_usize {
+                    let at = (step * 7919 + thread * 104_729) % 512 * 4 * KIB;
+                    assert_eq!(byte_at(file, at as u64), store.bytes.lock().unwrap()[at]);
+                }
+            });
+        }
+    });
+}

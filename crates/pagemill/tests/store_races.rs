@@ -224,6 +224,24 @@ fn a_queue_shows_no_bytes_of_others() {
     assert_eq!(bytes, [0; 8], "by a queue");
 }
 
+/// Nor does a file of the system, behind what it has: a part of a page, and pages.
+#[test]
+fn a_file_shows_no_bytes_of_others() {
+    let cache = cache(4 * MIB);
+    let secret = cache.create().unwrap();
+    secret.write_at(&vec![0x55; 4 * MIB], 0).unwrap();
+    secret.truncate(0).unwrap();
+    let scratch = Scratch::new("e", 7);
+    std::fs::write(&scratch.0, [7; 100]).unwrap();
+    let file = cache.open(Arc::new(FileStore::open(&scratch.0).unwrap())).unwrap();
+    file.truncate(4 * PAGE as u64).unwrap();
+    file.write_at(&[7; 10], 3 * PAGE as u64 - 10).unwrap();
+    let mut bytes = vec![1; 4 * PAGE];
+    assert_eq!(file.read_at(&mut bytes, 0).unwrap(), bytes.len());
+    let is_written = |at: usize| at < 100 || (3 * PAGE - 10..3 * PAGE).contains(&at);
+    assert!(bytes.iter().enumerate().all(|(at, byte)| *byte == if is_written(at) { 7 } else { 0 }));
+}
+
 struct Scratch(std::path::PathBuf);
 
 impl Scratch {

@@ -293,10 +293,13 @@ impl File {
             }
             stats::add(Counter::HugeFallback, 1);
         }
-        match self.cache.take(0) {
-            Ok(taken) => Ok((taken, index)),
-            Err(_) if self.cache.make_room(self.page_bytes() as u64) => Ok((self.cache.take(0)?, index)),
-            Err(error) => Err(error),
+        loop {
+            match self.cache.take(0) {
+                Ok(taken) => return Ok((taken, index)),
+                // Others may take what room was made: then once more.
+                Err(_) if self.cache.make_room(self.page_bytes() as u64) => {}
+                Err(error) => return Err(error),
+            }
         }
     }
 
@@ -427,9 +430,10 @@ impl File {
         let stored = (self.stored_bytes.load(Relaxed).saturating_sub(begin) as usize).min(len_bytes);
         let is_zero = taken.is_zero;
         self.pool().with_bytes(taken, len_bytes, |bytes| {
-            // Nothing that was another's, should the store put in less than it says.
+            // Nothing that was another's, should the store put in less than it says: files of the system do not.
+            let from = if store.as_file().is_some() { stored } else { 0 };
             if !is_zero {
-                bytes.fill(0);
+                bytes[from..].fill(0);
             }
             if stored == 0 {
                 return Ok(());

@@ -42,6 +42,9 @@ struct Wanted {
 /// After so long another queue's read is not waited for: perhaps nobody looks after it.
 const MOST_WAIT: Duration = Duration::from_millis(100);
 
+/// Reads are started this many at a time: one by one they cost most, all at once they leave the device idle before.
+const STARTED_TOGETHER: usize = 4;
+
 /// Pages of others are looked after so often.
 const STEP: Duration = Duration::from_millis(1);
 
@@ -186,6 +189,9 @@ impl Queue {
             return self.finish(filling);
         };
         let id = self.attach(&file, system_file)?;
+        if self.ring.in_flight() % STARTED_TOGETHER == STARTED_TOGETHER - 1 {
+            self.ring.submit().map_err(Error::system(DOING))?;
+        }
         if let Err(filling) = self.ring.read(id, offset, filling) {
             // As many as it has room for are on their way; this goes with the next.
             let (file, index, token) = (filling.file().clone(), filling.index, filling.token);
