@@ -7,7 +7,7 @@ use super::word::{Kind, State, Word};
 use crate::arena::{Arena, Table, Zeroed, place};
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
-use crate::sync::{AtomicU32, AtomicU64, Guarded, Relaxed};
+use crate::sync::{AtomicU32, AtomicU64, Guarded, Patience, Relaxed};
 use crate::units::{BLOCK_BYTES, PageSize};
 use std::sync::atomic::AtomicBool;
 
@@ -81,6 +81,8 @@ struct Books {
     buddies: Buddies,
     /// Chunks of the window used so far.
     chunks: u32,
+    /// Of these, neither free, nor empty, nor in use: somebody brings them in, or gives them back.
+    moving: u32,
     /// Of these, without memory: the last one given back, and so on; each frame holds the next.
     empty: Option<u32>,
 }
@@ -146,7 +148,7 @@ impl Pool {
             use_huge: AtomicBool::new(true),
             frames,
             notes: Table::new(chunks)?,
-            books: Guarded::new(Books { buddies: Buddies::new(chunk_order), chunks: 0, empty: None }),
+            books: Guarded::new(Books { buddies: Buddies::new(chunk_order), chunks: 0, moving: 0, empty: None }),
             has_huge_frames: AtomicBool::new(false),
             free_chunks: AtomicU32::new(0),
             filled_chunks: AtomicU32::new(0),
@@ -276,7 +278,19 @@ impl Pool {
     }
 
     fn take_new(&self, order: u8) -> Result<Taken> {
-        let chunk = self.claim_chunk()?;
+        let mut patience = Patience::new();
+        let chunk = loop {
+            // Others may bring one in for more than they need, or give one back.
+            let is_moving = self.books.with(|books| books.moving > 0);
+            match self.claim_chunk() {
+                Ok(chunk) => break chunk,
+                Err(error) => match self.take_free(order) {
+                    Some(taken) => return Ok(taken),
+                    None if !is_moving => return Err(error),
+                    None => patience.pause(),
+                },
+            }
+        };
         let first_block = self.first_block(chunk);
         let use_huge = self.use_huge.load(Relaxed);
         if let Err(error) = self.arena.bring_in_whole(first_block, self.blocks_of_chunk(), use_huge) {
@@ -289,6 +303,7 @@ impl Pool {
         self.note_frames(number);
         (number..number + (1 << self.chunk_order)).for_each(|page| self.word(page).assign(Kind::Tail, 0));
         self.books.with(|books| {
+            books.moving -= 1;
             books.buddies.give(&self.frames, number, self.chunk_order, true);
             // This one is ours: no other could take it meanwhile.
             let taken = books.buddies.take(&self.frames, order);
@@ -308,6 +323,7 @@ impl Pool {
             if let Some(chunk) = books.empty {
                 let next = self.frame(chunk << self.chunk_order).owner.load(Relaxed);
                 books.empty = u32::try_from(next).ok();
+                books.moving += 1;
                 return Ok(chunk);
             }
             if books.chunks == self.max_chunks {
@@ -315,6 +331,7 @@ impl Pool {
             }
             self.open(books.chunks)?;
             books.chunks += 1;
+            books.moving += 1;
             self.opened_pages.store(books.chunks << self.chunk_order, Relaxed);
             Ok(books.chunks - 1)
         })
@@ -340,6 +357,7 @@ impl Pool {
             let next = books.empty.map_or(u64::MAX, u64::from);
             self.frame(chunk << self.chunk_order).owner.store(next, Relaxed);
             books.empty = Some(chunk);
+            books.moving -= 1;
         });
     }
 
@@ -381,6 +399,7 @@ impl Pool {
         while freed < want_bytes {
             let taken = self.books.with(|books| {
                 let taken = books.buddies.take_whole(&self.frames);
+                books.moving += u32::from(taken.is_some());
                 self.note_free(books);
                 taken
             });
@@ -391,6 +410,7 @@ impl Pool {
             if bytes == 0 {
                 // The kernel keeps it (locked memory): so do we.
                 self.give(number, self.chunk_order);
+                self.books.with(|books| books.moving -= 1);
                 break;
             }
             self.filled_chunks.fetch_sub(1, Relaxed);

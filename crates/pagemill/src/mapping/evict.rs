@@ -7,7 +7,8 @@ use crate::error::Result;
 use crate::folio::Pool;
 use crate::folio::word::Kind;
 use crate::stats::{self, Counter};
-use crate::sync::{Relaxed, coarse_ns};
+use crate::sync::{Patience, Relaxed, coarse_ns};
+use std::sync::atomic::Ordering::SeqCst;
 
 /// After nothing was found, and until something is written back.
 const FUTILE_NS: u64 = 100_000_000;
@@ -37,16 +38,33 @@ impl Inner {
         if self.stored_files.load(Relaxed) == 0 || coarse_ns() < self.evict_after_ns.load(Relaxed) {
             return false;
         }
+        let mut patience = None;
+        loop {
+            let begun = self.hunts_begun.fetch_add(1, SeqCst) + 1;
+            let freed = self.hunt(want_bytes);
+            let ended = self.hunts_ended.fetch_add(1, SeqCst) + 1;
+            if freed > 0 {
+                return freed >= want_bytes;
+            }
+            // Others who hunt at the same time have what there is in hand: of that nothing can be said.
+            let was_alone = self.hunts_begun.load(SeqCst) == begun && ended == begun;
+            let patience = patience.get_or_insert_with(Patience::new);
+            if was_alone || patience.waited_ns() > FUTILE_NS {
+                self.evict_after_ns.store(coarse_ns() + FUTILE_NS, Relaxed);
+                return false;
+            }
+            patience.pause();
+        }
+    }
+
+    fn hunt(&self, want_bytes: u64) -> u64 {
         let (mut hunt, mut freed) = (self.order.hunt(), 0);
         while freed < want_bytes
             && let Some(candidate) = hunt.next(self.pool)
         {
             freed += self.evict(&candidate);
         }
-        if freed == 0 {
-            self.evict_after_ns.store(coarse_ns() + FUTILE_NS, Relaxed);
-        }
-        freed >= want_bytes
+        freed
     }
 
     /// Drops one folio if its bytes can be had again; returns how many came free.
