@@ -1,0 +1,64 @@
+//! Files in memory: one without anything behind it, and one of the disk, larger than the cache, fetched many pages at a time.
+//!
+//! `cargo run --release -p pagemill --example files -- FILE`
+
+use pagemill::mapping::{Cache, Fetch, Mapping, Settings};
+use pagemill::store::FileStore;
+use pagemill::units::PageSize;
+use pagemill::{Pagemill, Result};
+use std::sync::Arc;
+use std::time::Duration;
+
+const CACHE_BYTES: u64 = 64 << 20;
+const LONG: Duration = Duration::from_secs(60);
+
+fn main() -> Result<()> {
+    let settings = Settings { page: PageSize::new(64 << 10).expect("a page size"), ..Settings::new("tiles", CACHE_BYTES) };
+    let cache = Pagemill::of_process()?.caches.make(settings)?;
+    in_memory(&cache)?;
+    if let Some(path) = std::env::args_os().nth(1) {
+        let file = cache.open(Arc::new(FileStore::open_read_only(path)?))?;
+        println!("{} bytes, of which {} differ from 0", file.size_bytes(), count_bytes(&cache, &file)?);
+    }
+    println!("{:?}", cache.usage());
+    Ok(())
+}
+
+/// What is written stays within the limit; a hole gives its memory back.
+fn in_memory(cache: &Cache) -> Result<()> {
+    let file = cache.create()?;
+    let mut bytes = [7; 1000];
+    assert_eq!(file.write_at(&bytes, 5_000_000)?, bytes.len());
+    let pin = file.pin(5_000_000)?;
+    pin.read_at(&mut bytes[..10], 990);
+    drop(pin);
+    file.punch_hole(0, file.size_bytes())?;
+    assert_eq!(file.read_at(&mut bytes, 5_000_000)?, 1000);
+    assert_eq!(bytes, [0; 1000]);
+    Ok(())
+}
+
+/// Reads all of a file, with as many pages on their way as the queue holds.
+fn count_bytes(cache: &Cache, file: &Mapping) -> Result<usize> {
+    let mut queue = cache.queue(32)?;
+    let mut page = vec![0; cache.page().bytes()];
+    let mut count = |offset: u64| -> Result<usize> {
+        let len = file.read_at(&mut page, offset)?;
+        Ok(page[..len].iter().filter(|byte| **byte != 0).count())
+    };
+    let (mut sum, mut next) = (0, 0);
+    while next < file.size_bytes() || !queue.is_empty() {
+        while next < file.size_bytes() && !queue.is_full() {
+            if queue.fetch(file, next, next)? == Fetch::Present {
+                sum += count(next)?;
+            }
+            next += cache.page().bytes() as u64;
+        }
+        queue.wait(1, LONG)?;
+        while let Some(fetched) = queue.next() {
+            fetched.result?;
+            sum += count(fetched.token)?;
+        }
+    }
+    Ok(sum)
+}
