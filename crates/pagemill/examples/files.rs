@@ -13,7 +13,8 @@ const CACHE_BYTES: u64 = 64 << 20;
 const LONG: Duration = Duration::from_secs(60);
 
 fn main() -> Result<()> {
-    let settings = Settings { page: PageSize::new(64 << 10).expect("a page size"), ..Settings::new("tiles", CACHE_BYTES) };
+    let settings =
+        Settings { page: PageSize::new(64 << 10).expect("a page size"), ..Settings::new("tiles", CACHE_BYTES) };
     let cache = Pagemill::of_process()?.caches.make(settings)?;
     in_memory(&cache)?;
     if let Some(path) = std::env::args_os().nth(1) {

@@ -116,8 +116,7 @@ impl Caches {
                 is_ordered: Guarded::new(false),
                 stored_files: AtomicU32::new(0),
                 evict_after_ns: AtomicU64::new(0),
-                hunts_begun: AtomicU64::new(0),
-                hunts_ended: AtomicU64::new(0),
+                in_hand: AtomicU32::new(0),
                 thin_after_ns: AtomicU64::new(0),
                 files: Guarded::new(Files::default()),
                 flights: Flights::default(),
@@ -298,9 +297,8 @@ pub(crate) struct Inner {
     pub(super) stored_files: AtomicU32,
     /// Nothing was found to evict, or to thin: not looked for before.
     pub(super) evict_after_ns: AtomicU64,
-    /// Looks for folios to drop: who began one, and has it behind him.
-    pub(super) hunts_begun: AtomicU64,
-    pub(super) hunts_ended: AtomicU64,
+    /// Threads that look for a folio to drop, or have one in hand.
+    pub(super) in_hand: AtomicU32,
     pub(super) thin_after_ns: AtomicU64,
     pub(super) files: Guarded<Files>,
     pub(super) flights: Flights,

@@ -13,6 +13,9 @@ use std::sync::atomic::Ordering::SeqCst;
 /// After nothing was found, and until something is written back.
 const FUTILE_NS: u64 = 100_000_000;
 
+/// Looks in vain before it gives up beside others.
+const HUNTS: usize = 64;
+
 impl Folios for Pool {
     fn look(&self, number: u32) -> Look {
         let state = self.word(number).load();
@@ -38,31 +41,35 @@ impl Inner {
         if self.stored_files.load(Relaxed) == 0 || coarse_ns() < self.evict_after_ns.load(Relaxed) {
             return false;
         }
-        let mut patience = None;
-        loop {
-            let begun = self.hunts_begun.fetch_add(1, SeqCst) + 1;
+        let mut patience = Patience::new();
+        let mut was_quiet = false;
+        for _ in 0..HUNTS {
             let freed = self.hunt(want_bytes);
-            let ended = self.hunts_ended.fetch_add(1, SeqCst) + 1;
             if freed > 0 {
                 return freed >= want_bytes;
             }
-            // Others who hunt at the same time have what there is in hand: of that nothing can be said.
-            let was_alone = self.hunts_begun.load(SeqCst) == begun && ended == begun;
-            let patience = patience.get_or_insert_with(Patience::new);
-            if was_alone || patience.waited_ns() > FUTILE_NS {
-                self.evict_after_ns.store(coarse_ns() + FUTILE_NS, Relaxed);
-                return false;
+            // Others may have the last ones in hand: once more, and a last time when nobody has.
+            let is_quiet = self.in_hand.load(SeqCst) == 0;
+            if is_quiet && was_quiet {
+                break;
             }
+            was_quiet = is_quiet;
             patience.pause();
         }
+        self.evict_after_ns.store(coarse_ns() + FUTILE_NS, Relaxed);
+        false
     }
 
     fn hunt(&self, want_bytes: u64) -> u64 {
         let (mut hunt, mut freed) = (self.order.hunt(), 0);
-        while freed < want_bytes
-            && let Some(candidate) = hunt.next(self.pool)
-        {
-            freed += self.evict(&candidate);
+        while freed < want_bytes {
+            self.in_hand.fetch_add(1, SeqCst);
+            let candidate = hunt.next(self.pool);
+            freed += candidate.as_ref().map_or(0, |candidate| self.evict(candidate));
+            self.in_hand.fetch_sub(1, SeqCst);
+            if candidate.is_none() {
+                break;
+            }
         }
         freed
     }

@@ -127,20 +127,22 @@ impl Queue {
     /// [`Error::System`] with what the ring says.
     pub fn wait(&mut self, least: usize, timeout: Duration) -> Result<usize> {
         self.cache.0.check()?;
-        let mut rest = timeout;
+        let begun = Instant::now();
         loop {
             self.ask_again();
-            let missing = least.saturating_sub(self.ended.len());
+            let rest = timeout.saturating_sub(begun.elapsed());
             let step = if self.wanted.is_empty() { rest } else { rest.min(STEP) };
+            let missing = least.saturating_sub(self.ended.len());
             self.take_events(missing.min(self.ring.in_flight()), step)?;
             self.ask_again();
-            if self.wanted.is_empty() || self.ended.len() >= least || rest.is_zero() {
+            let may_come = !self.wanted.is_empty() || self.ring.in_flight() > 0;
+            let rest = timeout.saturating_sub(begun.elapsed());
+            if self.ended.len() >= least || rest.is_zero() || !may_come {
                 return Ok(self.ended.len());
             }
             if self.ring.in_flight() == 0 {
-                std::thread::sleep(step);
+                std::thread::sleep(rest.min(STEP));
             }
-            rest = rest.saturating_sub(step);
         }
     }
 
