@@ -6,6 +6,7 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::child::Outcome;
+use crate::error::{Error, Result};
 use crate::report::{Bound, Entry, Place, Report, Series, Verdict};
 use crate::stats::{self, Better};
 
@@ -34,6 +35,23 @@ impl Common {
     pub fn rounds(&self) -> usize {
         let usual = if self.quick { 3 } else { 5 };
         self.samples.map_or(usual, usize::from)
+    }
+
+    /// Whether `--only` names a subject, or none.
+    pub fn is_wanted(&self, name: &str) -> bool {
+        self.only.is_empty() || self.only.iter().any(|only| only == name)
+    }
+
+    /// Refuses names in `--only` that are no subject's.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::CannotRun`] with the names that there are.
+    pub fn check_only(&self, known: &[&str]) -> Result<()> {
+        match self.only.iter().find(|name| !known.contains(&name.as_str())) {
+            Some(name) => Err(Error::CannotRun(format!("no subject {name}; there are {}", known.join(", ")))),
+            None => Ok(()),
+        }
     }
 
     /// The quick value or the full one.

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use crate::child::{self, Outcome, Running};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::experiment::{Book, Common, Metric, Progress, Side, compare_times, judge, report_row};
 use crate::files;
 use crate::files::mount::{ALWAYS, FileSystem, Mounter, NEVER};
@@ -104,10 +104,8 @@ pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let mut report = Report::new("hit", common.json);
     let known: Vec<&str> = SUBJECTS.iter().map(|subject| subject.name).chain([FILES]).collect();
-    if let Some(name) = common.only.iter().find(|name| !known.contains(&name.as_str())) {
-        return Err(Error::CannotRun(format!("no subject {name}; there are {}", known.join(", "))));
-    }
-    let is_wanted = |name: &str| common.only.is_empty() || common.only.iter().any(|only| only == name);
+    common.check_only(&known)?;
+    let is_wanted = |name: &str| common.is_wanted(name);
     let mut subjects: Vec<&Subject> = SUBJECTS.iter().filter(|subject| is_wanted(subject.name)).collect();
     let mounter = match subjects.iter().any(|subject| subject.mount.is_some()).then(|| Mounter::new(None)) {
         None => None,

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use crate::child::{self, Outcome, Running};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::experiment::{Book, Common, Metric, Progress, Side, compare_times, report_row};
 use crate::report::{Bound, Place, Report};
 use crate::stats::Better;
@@ -63,9 +63,7 @@ fn name((kib, threads, is_own): Case) -> String {
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let known: Vec<&str> = WAYS.iter().map(|(name, _)| *name).chain([SPLIT, MEMCPY]).collect();
-    if let Some(name) = common.only.iter().find(|name| !known.contains(&name.as_str())) {
-        return Err(Error::CannotRun(format!("no subject {name}; there are {}", known.join(", "))));
-    }
+    common.check_only(&known)?;
     let mut report = Report::new("refs", common.json);
     child::warm(512)?;
     let book = measure(common)?;

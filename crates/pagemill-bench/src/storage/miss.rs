@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use super::fio::{self, Engine, Job};
 use super::target::Target;
-use super::{CPU, HIT_RATIO, IOS, P50, P99, P999, PlaceOptions, READS, best, compare, is_wanted, sample};
+use super::{CPU, HIT_RATIO, IOS, P50, P99, P999, PlaceOptions, READS, best, compare, sample};
 use crate::child::{self, Outcome};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::experiment::{Book, Common, Metric, Progress, Side, judge, not_measured, report_row};
 use crate::pattern::RECORD_BYTES;
 use crate::report::{Bound, Place, Report};
@@ -113,11 +113,8 @@ pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let mut report = Report::new("miss", common.json);
     let mut subjects = subjects();
-    if let Some(name) = common.only.iter().find(|name| subjects.iter().all(|subject| subject.name != name.as_str())) {
-        let known: Vec<&str> = subjects.iter().map(|subject| subject.name).collect();
-        return Err(Error::CannotRun(format!("no subject {name}; there are {}", known.join(", "))));
-    }
-    subjects.retain(|subject| is_wanted(common, subject.name));
+    common.check_only(&subjects.iter().map(|subject| subject.name).collect::<Vec<_>>())?;
+    subjects.retain(|subject| common.is_wanted(subject.name));
     if subjects.iter().any(Subject::is_fio)
         && let Some(gap) = fio::gap()
     {

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::child::{self, Outcome, Running};
 use crate::error::Result;
-use crate::experiment::{Book, Common, not_measured};
+use crate::experiment::{Book, not_measured};
 use crate::report::{Bound, Series, Verdict};
 use crate::stats::{self, Better};
 use crate::subject;
@@ -63,10 +63,6 @@ fn sample(subject: &str, target: &Target, mut line: Vec<String>, limit: Duration
 }
 
 /// Whether the user wants a subject.
-fn is_wanted(common: &Common, name: &str) -> bool {
-    common.only.is_empty() || common.only.iter().any(|only| only == name)
-}
-
 /// Of each round the best of several subjects.
 fn best<Case: Ord + Clone>(
     book: &Book<Case>,

@@ -41,8 +41,7 @@ impl Inner {
         if self.stored_files.load(Relaxed) == 0 || coarse_ns() < self.evict_after_ns.load(Relaxed) {
             return false;
         }
-        let mut patience = Patience::new();
-        let mut was_quiet = false;
+        let (mut patience, mut was_quiet) = (None, false);
         for _ in 0..HUNTS {
             let freed = self.hunt(want_bytes);
             if freed > 0 {
@@ -54,7 +53,7 @@ impl Inner {
                 break;
             }
             was_quiet = is_quiet;
-            patience.pause();
+            patience.get_or_insert_with(Patience::new).pause();
         }
         self.evict_after_ns.store(coarse_ns() + FUTILE_NS, Relaxed);
         false

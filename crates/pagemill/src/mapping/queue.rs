@@ -129,12 +129,11 @@ impl Queue {
         self.cache.0.check()?;
         let begun = Instant::now();
         loop {
-            self.ask_again();
             let rest = timeout.saturating_sub(begun.elapsed());
             let step = if self.wanted.is_empty() { rest } else { rest.min(STEP) };
             let missing = least.saturating_sub(self.ended.len());
             self.take_events(missing.min(self.ring.in_flight()), step)?;
-            self.ask_again();
+            self.ask_again()?;
             let may_come = !self.wanted.is_empty() || self.ring.in_flight() > 0;
             let rest = timeout.saturating_sub(begun.elapsed());
             if self.ended.len() >= least || rest.is_zero() || !may_come {
@@ -225,10 +224,13 @@ impl Queue {
         Ok(is_there)
     }
 
-    /// Looks after what others bring in.
-    fn ask_again(&mut self) {
+    /// Looks after what others bring in, and starts what has to be read after all: who waits for the descriptor hears of it.
+    fn ask_again(&mut self) -> Result<()> {
+        if self.wanted.is_empty() {
+            return Ok(());
+        }
         for _ in 0..self.wanted.len() {
-            let Some(wanted) = self.wanted.pop_front() else { return };
+            let Some(wanted) = self.wanted.pop_front() else { break };
             let token = wanted.token;
             // A file that was cut, or closed, has no such page.
             let is_past = wanted.file.offset_of(wanted.index) >= wanted.file.size_bytes();
@@ -237,6 +239,7 @@ impl Queue {
                 self.ended.push_back(Fetched { token, result: result.map(drop) });
             }
         }
+        self.ring.submit().map_err(Error::system(DOING))
     }
 
     fn take_events(&mut self, least: usize, timeout: Duration) -> Result<()> {

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use super::fio::{self, Job};
 use super::target::Target;
-use super::{CPU, IOS, MIB, P50, P99, P999, PlaceOptions, is_wanted, sample};
+use super::{CPU, IOS, MIB, P50, P99, P999, PlaceOptions, sample};
 use crate::child::{self, Outcome};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::experiment::{Book, Common, Metric, Progress, report_row};
 use crate::report::{Place, Report};
 use crate::stats::Better;
@@ -101,12 +101,9 @@ fn cases(options: &Options) -> Vec<Case> {
 /// [`Error::WrongAnswer`] where something else was read; [`Error::CannotRun`] for an unknown subject, and without a file.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
-    if let Some(name) = common.only.iter().find(|name| SUBJECTS.iter().all(|subject| subject.name != name.as_str())) {
-        let known: Vec<&str> = SUBJECTS.iter().map(|subject| subject.name).collect();
-        return Err(Error::CannotRun(format!("no subject {name}; there are {}", known.join(", "))));
-    }
+    common.check_only(&SUBJECTS.iter().map(|subject| subject.name).collect::<Vec<_>>())?;
     let mut report = Report::new("orion", common.json);
-    let mut subjects: Vec<&Subject> = SUBJECTS.iter().filter(|subject| is_wanted(common, subject.name)).collect();
+    let mut subjects: Vec<&Subject> = SUBJECTS.iter().filter(|subject| common.is_wanted(subject.name)).collect();
     if subjects.iter().any(|subject| subject.is_fio())
         && let Some(gap) = fio::gap()
     {
