@@ -76,6 +76,14 @@ impl<T: Zeroed> Table<T> {
         unsafe { &*((self.base + index * size_of::<T>()) as *const T) }
     }
 
+    /// `N` that follow each other.
+    #[inline]
+    pub fn row<const N: usize>(&self, first: usize) -> &[T; N] {
+        assert!(first + N <= self.len);
+        // SAFETY: in range as asserted, and in a row; the type invariant covers the rest.
+        unsafe { &*((self.base + first * size_of::<T>()) as *const [T; N]) }
+    }
+
     /// As [`Table::get`], for who knows already.
     ///
     /// # Safety

@@ -93,7 +93,7 @@ impl File {
         let word = self.pool().word(number);
         self.pool().set_owner(number, Owner { id: self.id, index: first });
         let last = first + (1 << order) - 1;
-        let reached = self.reach_order(&[number], order);
+        let reached = self.reach_order(number, order);
         let stock = reached.and_then(|()| self.tree.prepare(first, last, u32::from(order)));
         let mut stock = stock.inspect_err(|_| self.cache.give_in_place(number, order, parts.present_bytes()))?;
         let mut writer = self.tree.lock();

@@ -95,14 +95,16 @@ impl Inner {
 }
 
 impl File {
-    /// Before folios of files with a store come in: what may fail of it.
+    /// Before a folio of a file with a store comes in: what may fail of it.
     ///
     /// # Errors
     ///
-    /// [`crate::Error::System`] if they cannot enter the order: the system does not promise the memory.
-    pub(super) fn reach_order(&self, numbers: &[u32], order: u8) -> Result<()> {
-        let last = numbers.iter().max().filter(|_| self.store.is_some());
-        last.map_or(Ok(()), |last| self.cache.order.reach(*last as usize + (1 << order)))
+    /// [`crate::Error::System`] if it cannot enter the order: the system does not promise the memory.
+    pub(super) fn reach_order(&self, number: u32, order: u8) -> Result<()> {
+        if self.store.is_none() {
+            return Ok(());
+        }
+        self.cache.order.reach(number as usize + (1 << order))
     }
 
     /// A folio came in. Under the lock of the index: before it can leave again. Of files in memory none does this.

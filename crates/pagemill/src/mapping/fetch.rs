@@ -9,6 +9,7 @@ use crate::stats::{self, Counter};
 use crate::sync::{Acquire, Relaxed};
 use crate::trace::Event;
 use crate::xarray::{self as epoch, Found};
+use std::mem::ManuallyDrop;
 use std::ops::Range;
 
 /// A folio that is pinned, and which of its bytes are meant.
@@ -45,20 +46,27 @@ struct Fresh<'file> {
     file: &'file File,
     order: u8,
     first: u64,
-    count: usize,
-    numbers: [u32; MOST_PAGES],
+    number: u32,
+    /// Pages behind it.
+    more: Vec<u32>,
 }
 
 impl<'file> Fresh<'file> {
-    fn new(file: &'file File, order: u8, first: u64) -> Self {
-        Self { file, order, first, count: 0, numbers: [0; MOST_PAGES] }
+    /// One folio, with what it is to hold.
+    fn new(file: &'file File, taken: Taken, first: u64, content: &Content<'_>) -> Result<Self> {
+        let fresh = Self { file, order: taken.order, first, number: taken.number, more: Vec::new() };
+        fresh.fill(taken, first, content)?;
+        Ok(fresh)
     }
 
-    /// Puts the next one behind the others, with what it is to hold.
+    /// Puts the next page behind the others, with what it is to hold.
     fn push(&mut self, taken: Taken, content: &Content<'_>) -> Result<()> {
-        let (number, index) = (taken.number, self.first + self.count as u64);
-        self.numbers[self.count] = number;
-        self.count += 1;
+        self.more.push(taken.number);
+        self.fill(taken, self.last(), content)
+    }
+
+    fn fill(&self, taken: Taken, index: u64, content: &Content<'_>) -> Result<()> {
+        let number = taken.number;
         self.file.fill(taken, index, content)?;
         self.file.pool.set_owner(number, Owner { id: self.file.id, index });
         Ok(())
@@ -66,19 +74,24 @@ impl<'file> Fresh<'file> {
 
     /// Their last index.
     fn last(&self) -> u64 {
-        self.first + ((self.count as u64) << self.order) - 1
+        self.first + (1 << self.order) - 1 + self.more.len() as u64
+    }
+
+    fn numbers(&self) -> impl Iterator<Item = u32> {
+        std::iter::once(self.number).chain(self.more.iter().copied())
     }
 
     /// What they cover from each one's first index on, and where its bytes lie. From here on they stay.
-    fn keep(mut self) -> impl Iterator<Item = (u64, u32)> {
-        let (first, order, numbers) = (self.first, self.order, self.numbers);
-        (0..std::mem::take(&mut self.count)).map(move |at| (first + ((at as u64) << order), numbers[at]))
+    fn keep(self) -> impl Iterator<Item = (u64, u32)> {
+        let mut kept = ManuallyDrop::new(self);
+        let (first, number, more) = (kept.first, kept.number, std::mem::take(&mut kept.more));
+        (first..).zip(std::iter::once(number).chain(more))
     }
 }
 
 impl Drop for Fresh<'_> {
     fn drop(&mut self) {
-        self.numbers[..self.count].iter().for_each(|number| self.file.cache.give(*number, self.order));
+        self.numbers().for_each(|number| self.file.cache.give(number, self.order));
     }
 }
 
@@ -166,10 +179,9 @@ impl File {
         // What the store has is stale once it was cut off.
         let revoked = self.revoked.load(Acquire);
         let Some((fresh, flight)) = self.make(index, cause, content)? else { return Ok(None) };
-        let (order, number, first, last) = (fresh.order, fresh.numbers[0], fresh.first, fresh.last());
-        self.reach_order(&fresh.numbers[..fresh.count], order)?;
-        let mut stock = self.tree.prepare(first, last, u32::from(order))?;
-        let mut writer = self.tree.lock();
+        let (order, number, first, last) = (fresh.order, fresh.number, fresh.first, fresh.last());
+        fresh.numbers().try_for_each(|number| self.reach_order(number, order))?;
+        let (mut writer, mut stock) = self.tree.lock_for(first, last, u32::from(order))?;
         if writer.next(first, last).is_some() || self.revoked.load(Relaxed) != revoked {
             return Ok(None);
         }
@@ -230,8 +242,7 @@ impl File {
 
     fn take_and_fill(&self, index: u64, is_huge: bool, more: usize, content: &Content<'_>) -> Result<Fresh<'_>> {
         let (taken, first) = self.take_for(index, is_huge)?;
-        let mut fresh = Fresh::new(self, taken.order, first);
-        fresh.push(taken, content)?;
+        let mut fresh = Fresh::new(self, taken, first, content)?;
         if more > 0 {
             self.make_more(&mut fresh, more, content)?;
         }

@@ -111,9 +111,8 @@ impl Filling {
         let pool = file.pool;
         pool.zero(self.number, self.stored_bytes, self.len_bytes() - self.stored_bytes);
         pool.set_owner(self.number, Owner { id: file.id, index: self.first });
-        file.reach_order(&[self.number], self.order)?;
-        let mut stock = file.tree.prepare(self.first, last, u32::from(self.order))?;
-        let mut writer = file.tree.lock();
+        file.reach_order(self.number, self.order)?;
+        let (mut writer, mut stock) = file.tree.lock_for(self.first, last, u32::from(self.order))?;
         if writer.next(self.first, last).is_some()
             || file.revoked.load(Relaxed) != self.revoked
             || file.is_closed.load(Relaxed)

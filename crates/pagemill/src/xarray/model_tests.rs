@@ -115,8 +115,11 @@ impl Pair {
         }
         let value = self.fresh_value();
         let last = last_of(first, order);
-        let mut stock = self.array.prepare(first, last, order).unwrap();
-        self.array.lock().store(first, order, value, &mut stock);
+        let (mut writer, mut stock) = self.array.lock_for(first, last, order).unwrap();
+        let at_hand = stock.count();
+        writer.store(first, order, value, &mut stock);
+        drop(writer);
+        assert!(at_hand == 0 || stock.count() < at_hand, "nodes are at hand only where one is missing");
         self.model.remove_inside(first, last);
         self.model.0.insert(first, Entry { order, value, marks: [false; MARKS] });
     }

@@ -2,6 +2,7 @@
 
 use super::XArray;
 use super::nodes::Nodes;
+use super::store::Writer;
 use super::word::{self, MAX_INDEX, MAX_ORDER, MAX_SHIFT, SLOT_BITS};
 use crate::error::Result;
 
@@ -68,6 +69,21 @@ impl<N: Nodes> XArray<N> {
         let mut stock = Stock::new(self.nodes);
         self.top_up(&mut stock, first, last, order)?;
         Ok(stock)
+    }
+
+    /// The lock, and nodes for storing consecutive entries of that order over `first..=last`: none where the tree has all of
+    /// them, as it mostly has.
+    ///
+    /// Cost: a way down the tree; if a node is missing that of [`XArray::prepare`], and the lock once more. Errors as there.
+    pub fn lock_for(&self, first: u64, last: u64, order: u32) -> Result<(Writer<'_, N>, Stock<N>)> {
+        let mut stock = Stock::new(self.nodes);
+        let writer = self.lock();
+        if writer.has_nodes_for(first, last, order) {
+            return Ok((writer, stock));
+        }
+        drop(writer);
+        self.top_up(&mut stock, first, last, order)?;
+        Ok((self.lock(), stock))
     }
 
     /// Brings a stock to what [`XArray::prepare`] would have. Cost: only what is missing. Errors as there.

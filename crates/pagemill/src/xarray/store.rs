@@ -106,6 +106,23 @@ impl<N: Nodes> Writer<'_, N> {
         word.is_value().then(|| Place { node: number, slot, found: found() })
     }
 
+    /// Whether storing entries of that order over the range takes no new node: one that is there has all their slots.
+    pub(super) fn has_nodes_for(&self, first: u64, last: u64, order: u32) -> bool {
+        let (lowest, mut word) = (word::shift_of(order), self.array.root.peek());
+        if last == 0 && !word.is_node() {
+            // It stands in the root's word.
+            return true;
+        }
+        let is_one_node = first >> (lowest + SLOT_BITS) == last >> (lowest + SLOT_BITS);
+        if !is_one_node || !word.reaches(last) {
+            return false;
+        }
+        while word.is_node() && word.shift() > lowest {
+            word = self.node(word.number()).slots[word::slot_of(first, word.shift())].peek();
+        }
+        word.is_node() && word.shift() == lowest
+    }
+
     /// The node and the slot where an entry of that order at `index` belongs; makes the nodes on the way.
     pub(super) fn make_way(&mut self, index: u64, order: u32, stock: &mut Stock<N>) -> (u32, usize) {
         assert!(stock.is_of(self.array.nodes), "a stock is for arrays with the same nodes");

@@ -30,6 +30,10 @@ const PART_BIT: u32 = 1 << 16;
 const HASH_SHIFT: u32 = 17;
 const HASH_MASK: u32 = u32::MAX >> HASH_SHIFT;
 
+/// What places of a set are worth to who looks for one: older than any age.
+const EMPTY: u32 = u32::MAX - 1;
+const SAME: u32 = u32::MAX;
+
 /// An odd number, so that many salts are different.
 const SALT: u32 = 0x9e37;
 
@@ -88,32 +92,30 @@ impl Ghosts {
         let (hash, now) = (self.hash(key), self.now());
         self.gone[part as usize].0.fetch_add(pages, Relaxed);
         // The mark that was there of it; else an empty one; else the oldest.
-        let (mut found, mut oldest) = (set.start, 0);
-        for at in set {
-            let mark = self.marks.get(at).load(Relaxed);
-            if mark == 0 || mark >> HASH_SHIFT == hash {
-                found = at;
-                if mark != 0 {
-                    break;
-                }
-                oldest = u32::MAX;
-            }
-            let age = age(mark, now);
-            if age > oldest {
-                (found, oldest) = (at, age);
-            }
-        }
+        let worth = |mark: u32| match mark {
+            0 => EMPTY,
+            mark if mark >> HASH_SHIFT == hash => SAME,
+            mark => age(mark, now),
+        };
+        // Its place in the lowest bits: one number to compare, and no branch.
+        let worths = set.iter().zip(0..).map(|(mark, at)| u64::from(worth(mark.load(Relaxed))) * WAYS as u64 + at);
+        let found = worths.fold(0, u64::max) as usize % WAYS;
         let part_bit = if part == Part::Main { PART_BIT } else { 0 };
-        self.marks.get(found).store(hash << HASH_SHIFT | part_bit | now[part as usize], Relaxed);
+        set[found].store(hash << HASH_SHIFT | part_bit | now[part as usize], Relaxed);
     }
 
     /// From which part a folio was dropped, and how many pages went after it, of that part. `None` if that is long ago, or was
     /// never.
     pub fn recall(&self, key: Key) -> Option<(Part, u64)> {
-        let (hash, now) = (self.hash(key), self.now());
-        let marks = self.set(key)?.map(|at| self.marks.get(at).load(Relaxed));
-        let of_key = marks.filter(|mark| *mark != 0 && mark >> HASH_SHIFT == hash);
-        let (ticks, mark) = of_key.map(|mark| (age(mark, now), mark)).min()?;
+        let (set, hash) = (self.set(key)?, self.hash(key));
+        // Of most that come in there is none.
+        let is_of_key = |mark: u32| mark != 0 && mark >> HASH_SHIFT == hash;
+        if !set.iter().fold(false, |any, mark| any | is_of_key(mark.load(Relaxed))) {
+            return None;
+        }
+        let now = self.now();
+        let marks = set.iter().map(|mark| mark.load(Relaxed)).filter(|mark| is_of_key(*mark));
+        let (ticks, mark) = marks.map(|mark| (age(mark, now), mark)).min()?;
         let part = if mark & PART_BIT == 0 { Part::New } else { Part::Main };
         let age = u64::from(ticks) << self.tick_shift.load(Relaxed);
         (age <= self.life_pages.load(Relaxed)).then_some((part, age))
@@ -130,18 +132,19 @@ impl Ghosts {
         (key.mark() ^ self.salt.load(Relaxed).wrapping_mul(SALT)) & HASH_MASK
     }
 
-    /// Places of the marks that a key may have.
-    fn set(&self, key: Key) -> Option<std::ops::Range<usize>> {
+    /// The marks that may be a key's.
+    fn set(&self, key: Key) -> Option<&[AtomicU32; WAYS]> {
         let sets = self.sets.load(Relaxed);
-        let first = key.set_of(sets) as usize * WAYS;
-        (sets > 0).then_some(first..first + WAYS)
+        (sets > 0).then(|| self.marks.row(key.set_of(sets) as usize * WAYS))
     }
 }
 
 /// Ticks since a mark was made.
 fn age(mark: u32, now: [u32; 2]) -> u32 {
-    let (now, then) = (now[usize::from(mark & PART_BIT != 0)], mark & u32::from(u16::MAX));
-    if now >= then { now - then } else { now + CLOCK as u32 - then }
+    let now = if mark & PART_BIT == 0 { now[0] } else { now[1] };
+    let ticks = now.wrapping_sub(mark & u32::from(u16::MAX));
+    // The clock may have come round.
+    ticks.min(ticks.wrapping_add(CLOCK as u32))
 }
 
 fn sets_for(pages: u64) -> u64 {
