@@ -254,6 +254,8 @@ counters! {
     cache_evicted_main: CacheEvictedMain, Sum, Bytes;
     /// Bytes that came in again not long after they had been dropped.
     cache_recalled: CacheRecalled, Sum, Bytes;
+    /// Writes to files behind the page cache, of any length.
+    store_writes: StoreWrites, Sum, Count;
 }
 
 /// Rows that a page has room for.

@@ -97,6 +97,7 @@ impl Handle {
             disk.write_at(&from[at..at + piece.len_bytes], offset + at as u64)
         })?;
         stats::add(Counter::StoreWritten, len as u64);
+        stats::add(Counter::StoreWrites, 1);
         Ok(())
     }
 

@@ -140,6 +140,7 @@ pub struct Ring<B: Buffer> {
 struct Counts {
     read_bytes: u64,
     written_bytes: u64,
+    writes: u64,
 }
 
 impl<B: Buffer> Ring<B> {
@@ -311,7 +312,10 @@ impl<B: Buffer> Ring<B> {
                         buffer::zero(&flight.buffer, flight.progress.done_bytes);
                         self.counts.read_bytes += len_bytes as u64;
                     }
-                    Direction::Write => self.counts.written_bytes += len_bytes as u64,
+                    Direction::Write => {
+                        self.counts.written_bytes += len_bytes as u64;
+                        self.counts.writes += 1;
+                    }
                 }
                 Ok(())
             }
@@ -452,12 +456,13 @@ impl<B: Buffer> Ring<B> {
     }
 
     fn flush_counts(&mut self) {
-        let Counts { read_bytes, written_bytes } = std::mem::take(&mut self.counts);
+        let Counts { read_bytes, written_bytes, writes } = std::mem::take(&mut self.counts);
         if read_bytes > 0 {
             stats::add(Counter::StoreRead, read_bytes);
         }
         if written_bytes > 0 {
             stats::add(Counter::StoreWritten, written_bytes);
+            stats::add(Counter::StoreWrites, writes);
         }
     }
 
