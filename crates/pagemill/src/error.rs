@@ -38,6 +38,8 @@ pub enum Error {
     PastEnd { offset: u64, size_bytes: u64 },
     /// No file can be so long.
     FileTooLarge { size_bytes: u64, most_bytes: u64 },
+    /// What lies behind the file is only read.
+    ReadOnly,
     /// Somebody else has it, and has not given it back in time.
     Busy { what: &'static str },
     /// The store behind a file failed.
@@ -56,6 +58,7 @@ impl Error {
         const EBUSY: i32 = 16;
         const EFBIG: i32 = 27;
         const ENXIO: i32 = 6;
+        const EBADF: i32 = 9;
         match self {
             Self::NoMemory { .. } | Self::NoAddresses { .. } | Self::NotMapped { .. } => ENOMEM,
             Self::BadAlignment { .. }
@@ -68,6 +71,7 @@ impl Error {
             | Self::WrongState { .. } => EINVAL,
             Self::PastEnd { .. } => ENXIO,
             Self::FileTooLarge { .. } => EFBIG,
+            Self::ReadOnly => EBADF,
             Self::Busy { .. } => EBUSY,
             Self::Store { cause, .. } => cause.raw_os_error().unwrap_or(EIO),
             Self::Unsupported { .. } => EOPNOTSUPP,
@@ -122,6 +126,7 @@ impl fmt::Display for Error {
             Self::FileTooLarge { size_bytes, most_bytes } => {
                 write!(f, "a file of {size_bytes} bytes cannot be had: {most_bytes} is the most")
             }
+            Self::ReadOnly => f.write_str("the file is only read"),
             Self::Unsupported { what } | Self::WrongState { what } | Self::Busy { what } => f.write_str(what),
         }
     }

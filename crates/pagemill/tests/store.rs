@@ -252,6 +252,8 @@ fn failures_of_the_store_lose_nothing() {
     for fails_in in 1..5 {
         file.write_at(&[fails_in as u8; 3], 0).unwrap();
         file.write_at(&[fails_in as u8; 3], 100 * KIB as u64).unwrap();
+        expected.resize(MIB + fails_in as usize, 0);
+        file.truncate(expected.len() as u64).unwrap();
         store.fails_in.store(fails_in, Relaxed);
         assert!(matches!(file.sync(), Err(Error::Store { .. })), "{fails_in}");
         file.sync().unwrap();

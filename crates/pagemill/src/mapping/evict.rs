@@ -120,7 +120,7 @@ impl File {
     }
 
     /// Takes a folio out if it is clean and nobody's; returns its order if it did.
-    fn evict_at(&self, index: u64, number: u32) -> Option<u8> {
+    pub(super) fn evict_at(&self, index: u64, number: u32) -> Option<u8> {
         let state = self.pool().word(number).freeze().ok()?;
         // Still: nobody makes it dirty or frees it, whosever it is by now.
         let is_ours = |value| value == u64::from(number) && !state.is_dirty();

@@ -36,6 +36,7 @@ pub mod policy;
 mod punch;
 mod queue;
 mod read;
+mod refresh;
 mod seek;
 #[cfg(all(test, shuttle))]
 mod shuttle_tests;
@@ -79,6 +80,8 @@ pub(crate) struct File {
     pool: &'static Pool,
     cache: Arc<cache::Inner>,
     store: Option<Arc<dyn Store>>,
+    /// Nothing is written to a file whose store cannot be.
+    is_writable: bool,
     tree: XArray<TableNodes>,
     size_bytes: AtomicU64,
     /// So much of the store counts; what it has behind that is not the file's. Changed under the lock of the index.
@@ -147,6 +150,7 @@ impl File {
             tree: XArray::new(cache.caches.nodes),
             generation: cache.generation,
             cache,
+            is_writable: store.as_ref().is_none_or(|store| store.is_writable()),
             store,
             size_bytes: AtomicU64::new(size_bytes),
             stored_bytes: AtomicU64::new(size_bytes),
@@ -221,6 +225,11 @@ impl File {
         }
         let is_past = offset.checked_add(len_bytes).is_none_or(|end| end > i64::MAX as u64);
         if is_past { Err(Error::BadOffset { offset, len_bytes }) } else { Ok(()) }
+    }
+
+    #[inline]
+    fn check_writable(&self) -> Result<()> {
+        if self.is_writable { Ok(()) } else { Err(Error::ReadOnly) }
     }
 
     /// Refuses what would make the file longer than a file can be.

@@ -107,10 +107,11 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`Error::Busy`] if it is pinned, or held, for a second; else as [`Mapping::pin`].
+    /// [`Error::Busy`] if it is pinned, or held, for a second; [`Error::ReadOnly`], since it counts as written to; else as [`Mapping::pin`].
     pub fn hold(&self, offset: u64) -> Result<Exclusive<'_>> {
         let file = &*self.0;
         file.check_inside(offset)?;
+        file.check_writable()?;
         let index = file.index_of(offset);
         let mut turn = Turn::new();
         loop {
@@ -238,13 +239,14 @@ impl Pin<'_> {
     /// # Errors
     ///
     /// [`Error::PastEnd`] past the end of the file, which may be shorter by now; [`Error::WrongState`] where the page is no
-    /// longer the file's (a hole, say).
+    /// longer the file's (a hole, say); [`Error::ReadOnly`].
     ///
     /// # Panics
     ///
     /// Past [`Pin::len_bytes`].
     pub fn write_at(&self, from: &[u8], at: usize) -> Result<()> {
         self.check(at, from.len());
+        self.file.check_writable()?;
         // What is behind the end reads zero when the file grows: nobody may write there, and nobody shortens it meanwhile.
         let _inside = self.file.gate.beside();
         let begin = self.file.offset_of(self.frame.owner().index) + u64::from(self.at);
@@ -278,9 +280,11 @@ impl Pin<'_> {
         self.addr as *mut u8
     }
 
-    /// Notes that bytes were changed, for the store.
+    /// Notes that bytes were changed, for the store; for one that is only read they last until room is made for others.
     pub fn set_dirty(&self) {
-        self.frame.word.set_dirty();
+        if self.file.is_writable {
+            self.frame.word.set_dirty();
+        }
     }
 
     /// Lets go of the guard, not of the pin.

@@ -21,7 +21,7 @@ impl Mapping {
     ///
     /// [`Error::BadOffset`] past 2^63; [`Error::Busy`] if somebody holds a folio alone for a second;
     /// [`Error::Store`], and [`Error::NoMemory`] where what a store has finds no room (what was written stays until
-    /// [`Mapping::sync`]). Nothing is said of `to` then, unless a part was read, which is returned instead.
+    /// [`Mapping::sync`]); unless a part was read, which is returned instead. Behind that `to` is as it was, or zero.
     pub fn read_at(&self, to: &mut [u8], offset: u64) -> Result<usize> {
         let file = &*self.0;
         file.check(offset, to.len() as u64)?;
@@ -61,7 +61,15 @@ impl File {
                 }
             }
         }
-        self.read_piece_slowly(to, offset)
+        self.read_piece_slowly(to, offset).inspect_err(|_| self.wipe(to))
+    }
+
+    /// A copy that was thrown away may have been of another file's bytes: where nothing took its place the caller must not see it.
+    #[cold]
+    fn wipe(&self, to: &mut [u8]) {
+        // No copy is of more than a folio.
+        let most = to.len().min(self.pool.chunk_bytes());
+        to[..most].fill(0);
     }
 
     /// As [`File::read_piece`], where the index has to be believed: a hole, or somebody changes what is there.

@@ -17,8 +17,8 @@ use crate::xarray as epoch;
 const ROUNDS: usize = 16;
 
 impl Mapping {
-    /// Writes all that was changed to the store, in the order of the file, and returns when it is safe there. A file in memory
-    /// only has nothing to do. One at a time does this for a file; others wait.
+    /// Writes all that was changed here to the store, in the order of the file, and returns when it is safe there. A file in
+    /// memory only has nothing to do. One at a time does this for a file; others wait.
     ///
     /// # Errors
     ///
@@ -53,7 +53,7 @@ impl File {
             self.cut(&**store)?;
             if self.write_back_all(&**store, first, last)? {
                 self.cache.evict_after_ns.store(0, Relaxed);
-                store.set_size(self.size_bytes()).map_err(failed("setting the size of a file"))?;
+                self.lengthen(&**store)?;
                 return store.sync().map_err(failed("making a file safe"));
             }
         }
@@ -99,6 +99,20 @@ impl File {
             let _writer = self.tree.lock();
             if self.cut.load(Relaxed) == before {
                 self.cut.store(before.wrapping_add(1), Relaxed);
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes the store as long as the file was made here. What somebody else did to its length is left alone.
+    fn lengthen(&self, store: &dyn Store) -> Result<()> {
+        let size_bytes = self.size_bytes();
+        if size_bytes > self.stored_bytes.load(Relaxed) {
+            store.set_size(size_bytes).map_err(failed("setting the size of a file"))?;
+            let _writer = self.tree.lock();
+            // Otherwise it was cut meanwhile, and the store will be.
+            if self.cut.load(Relaxed) & 1 == 0 {
+                self.stored_bytes.store(self.stored_bytes.load(Relaxed).max(size_bytes), Relaxed);
             }
         }
         Ok(())

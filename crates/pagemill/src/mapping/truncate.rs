@@ -16,12 +16,13 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`crate::Error::FileTooLarge`], [`crate::Error::BadOffset`]; [`crate::Error::Busy`] if the folio at the new end is held by somebody for a second.
-    /// Nothing has changed then.
+    /// [`crate::Error::FileTooLarge`], [`crate::Error::BadOffset`]; [`crate::Error::Busy`] if the folio at the new end is held by somebody for a second;
+    /// [`crate::Error::ReadOnly`]. Nothing has changed then.
     pub fn truncate(&self, size_bytes: u64) -> Result<()> {
         let file = &*self.0;
         file.check(size_bytes, 0)?;
         file.check_size(size_bytes)?;
+        file.check_writable()?;
         let _alone = file.gate.alone();
         if size_bytes >= file.size_bytes() {
             file.size_bytes.store(size_bytes, Release);
@@ -32,11 +33,7 @@ impl Mapping {
         // Readers stop there first; then nobody can see what goes.
         file.size_bytes.store(size_bytes, Release);
         file.cut_store(size_bytes);
-        let first = size_bytes.div_ceil(file.page_bytes() as u64);
-        file.open_up(first);
-        file.remove_pages(first, Owner::MAX_INDEX);
-        // At last: until now the range might have become a huge folio again, with what was behind the end.
-        file.zero_rest(size_bytes);
+        file.drop_behind(size_bytes);
         Ok(())
     }
 }
@@ -59,8 +56,17 @@ impl File {
         self.note_more_stored();
     }
 
+    /// Takes what is behind a new end out of memory.
+    pub(super) fn drop_behind(&self, size_bytes: u64) {
+        let first = size_bytes.div_ceil(self.page_bytes() as u64);
+        self.open_up(first);
+        self.remove_pages(first, Owner::MAX_INDEX);
+        // At last: until now the range might have become a huge folio again, with what was behind the end.
+        self.zero_rest(size_bytes);
+    }
+
     /// Refuses where the folio of the last byte is held.
-    fn check_free(&self, size_bytes: u64) -> Result<()> {
+    pub(super) fn check_free(&self, size_bytes: u64) -> Result<()> {
         let Some(last) = size_bytes.checked_sub(1) else { return Ok(()) };
         if let Some(place) = self.pin_page(self.index_of(last))? {
             self.cache.unpin(place.number);

@@ -18,10 +18,12 @@ impl Mapping {
     /// # Errors
     ///
     /// If nothing was written: [`crate::Error::NoMemory`] over the limit, with how much; [`crate::Error::BadOffset`] past 2^63,
-    /// [`crate::Error::FileTooLarge`]; [`crate::Error::Busy`] if somebody holds a folio alone for a second; [`crate::Error::Store`].
+    /// [`crate::Error::FileTooLarge`]; [`crate::Error::Busy`] if somebody holds a folio alone for a second; [`crate::Error::Store`];
+    /// [`crate::Error::ReadOnly`] of a store that is only read.
     pub fn write_at(&self, from: &[u8], offset: u64) -> Result<usize> {
         let file = &*self.0;
         file.check(offset, from.len() as u64)?;
+        file.check_writable()?;
         if from.is_empty() {
             return Ok(0);
         }

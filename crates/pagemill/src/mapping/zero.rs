@@ -9,10 +9,11 @@ impl Mapping {
     /// # Errors
     ///
     /// [`crate::Error::BadOffset`]; [`crate::Error::Busy`] where somebody holds a folio for a second, perhaps after a part;
-    /// with a store also what reading and memory for the zeros say.
+    /// with a store also what reading and memory for the zeros say; [`crate::Error::ReadOnly`].
     pub fn zero_range(&self, offset: u64, len_bytes: u64) -> Result<()> {
         let file = &*self.0;
         file.check(offset, len_bytes)?;
+        file.check_writable()?;
         let _alone = file.gate.alone();
         file.zero_present(offset, (offset + len_bytes).min(file.size_bytes()))
     }

@@ -1,0 +1,373 @@
+//! Files whose store fails, hangs, is full, is only read, or is changed by somebody else under the cache.
+
+use pagemill::mapping::policy::{Always, Never};
+use pagemill::mapping::{Cache, Fetch, Mapping, Policy, Settings};
+use pagemill::stats::{self, Counter};
+use pagemill::store::{Faults, FaultyStore, FileStore, MemoryStore};
+use pagemill::units::PageSize;
+use pagemill::{Error, Pagemill};
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+const PAGE: usize = 4 << 10;
+const MIB: usize = 1 << 20;
+
+fn cache_of(policy: Box<dyn Policy>) -> Cache {
+    let page = PageSize::new(PAGE).unwrap();
+    let caches = Pagemill::for_test().caches;
+    caches.collapse_by_hand();
+    caches.make(Settings { policy, page, ..Settings::new("faults", 16 * MIB as u64) }).unwrap()
+}
+
+fn cache() -> Cache {
+    cache_of(Box::new(Never))
+}
+
+/// Small folios, and huge ones.
+fn caches() -> [Cache; 2] {
+    [cache(), cache_of(Box::new(Always))]
+}
+
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir().unwrap()
+}
+
+/// Bytes that differ from page to page, none of them zero.
+fn pattern(len: usize, seed: u8) -> Vec<u8> {
+    (0..len).map(|at| ((at / 100) as u8).wrapping_add(seed) | 1).collect()
+}
+
+fn read(file: &Mapping, offset: usize, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0xEE; len];
+    let len = file.read_at(&mut bytes, offset as u64).unwrap();
+    bytes.truncate(len);
+    bytes
+}
+
+fn write(file: &Mapping, bytes: &[u8], offset: usize) {
+    assert_eq!(file.write_at(bytes, offset as u64).unwrap(), bytes.len());
+}
+
+fn open(cache: &Cache, path: &Path) -> Mapping {
+    cache.open(Arc::new(FileStore::open(path).unwrap())).unwrap()
+}
+
+fn errno(error: &Error) -> Option<i32> {
+    match error {
+        Error::Store { cause, .. } => cause.raw_os_error(),
+        _ => None,
+    }
+}
+
+/// Somebody else cuts the file: what was in memory is still there, the rest reads zero, and a sync of nothing does not make it
+/// longer again. A refresh takes the new length over.
+#[test]
+fn a_file_that_is_cut_reads_zero() {
+    for cache in caches() {
+        let folder = folder();
+        let (path, len) = (folder.path().join("file"), 6 * MIB);
+        let bytes = pattern(len, 1);
+        fs::write(&path, &bytes).unwrap();
+        let file = open(&cache, &path);
+        assert!(read(&file, 0, PAGE) == bytes[..PAGE]);
+        let others = File::options().write(true).open(&path).unwrap();
+        let left = 5 * MIB + 100;
+        others.set_len(left as u64).unwrap();
+        assert_eq!(file.size_bytes(), len as u64);
+        let tail = read(&file, 4 * MIB, 2 * MIB);
+        assert!(tail[..MIB + 100] == bytes[4 * MIB..left] && tail[MIB + 100..].iter().all(|byte| *byte == 0));
+        others.set_len(100).unwrap();
+        assert!(read(&file, 0, PAGE) == bytes[..PAGE], "in memory");
+        file.sync().unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().len(), 100, "nothing was changed here");
+        file.refresh().unwrap();
+        assert_eq!((file.size_bytes(), cache.charged_bytes()), (100, 0));
+        assert!(read(&file, 0, PAGE) == bytes[..100]);
+        // What is added reads zero, here and there.
+        file.truncate(PAGE as u64).unwrap();
+        file.sync().unwrap();
+        let mut expected = bytes[..100].to_vec();
+        expected.resize(PAGE, 0);
+        assert!(read(&file, 0, PAGE) == expected && fs::read(&path).unwrap() == expected);
+    }
+}
+
+/// Somebody else appends: nobody cuts that off, and a refresh shows it, also what shares a page with what was there before.
+#[test]
+fn a_file_that_grows_is_not_cut() {
+    for cache in caches() {
+        let folder = folder();
+        let (path, len) = (folder.path().join("file"), 2 * MIB + 100);
+        let bytes = pattern(len + 3 * MIB, 2);
+        fs::write(&path, &bytes[..len]).unwrap();
+        let reader = cache.open(Arc::new(FileStore::open_read_only(&path).unwrap())).unwrap();
+        let writer = open(&cache, &path);
+        assert!(read(&reader, 0, 3 * MIB) == bytes[..len]);
+        let others = File::options().write(true).open(&path).unwrap();
+        others.write_all_at(&bytes[len..], len as u64).unwrap();
+        assert_eq!(read(&reader, len, PAGE), []);
+        write(&writer, &bytes[..10], 0);
+        writer.sync().unwrap();
+        assert!(fs::read(&path).unwrap() == bytes);
+        for file in [&reader, &writer] {
+            file.refresh().unwrap();
+            assert_eq!(file.size_bytes() as usize, bytes.len());
+            assert!(read(file, 0, bytes.len() + 1) == bytes);
+        }
+        // Changed in its midst, at the same length.
+        others.write_all_at(&[0xAA; 3], 1000).unwrap();
+        reader.refresh().unwrap();
+        assert_eq!(read(&reader, 999, 5), [bytes[999], 0xAA, 0xAA, 0xAA, bytes[1003]]);
+    }
+}
+
+/// What was changed here is not thrown away by a refresh, and pinned pages stay where they are.
+#[test]
+fn a_refresh_loses_nothing() {
+    let (cache, folder) = (cache(), folder());
+    let path = folder.path().join("file");
+    fs::write(&path, pattern(4 * PAGE, 3)).unwrap();
+    let file = open(&cache, &path);
+    let others = File::options().write(true).open(&path).unwrap();
+    let is_refused = || matches!(file.refresh(), Err(Error::WrongState { .. }));
+    write(&file, b"here", PAGE);
+    others.set_len(PAGE as u64).unwrap();
+    assert!(is_refused() && file.size_bytes() == 4 * PAGE as u64);
+    file.sync().unwrap();
+    assert_eq!(read(&file, PAGE, 4), b"here");
+    file.truncate(3 * PAGE as u64).unwrap();
+    assert!(is_refused());
+    file.truncate(5 * PAGE as u64).unwrap();
+    assert!(is_refused());
+    file.sync().unwrap();
+    let pin = file.pin(PAGE as u64).unwrap();
+    others.write_all_at(b"there", PAGE as u64).unwrap();
+    assert!(matches!(file.refresh(), Err(Error::Busy { .. })));
+    assert_eq!(read(&file, PAGE, 4), b"here");
+    drop(pin);
+    file.refresh().unwrap();
+    assert_eq!(read(&file, PAGE, 5), b"there");
+    assert_eq!(cache.create().unwrap().refresh().ok(), Some(()), "a file in memory");
+}
+
+/// Readers beside somebody who cuts, appends and refreshes see what the file had at some time: one byte for each page in each
+/// round, or zeros.
+#[test]
+fn refreshes_beside_reads_show_the_file_only() {
+    let (cache, folder) = (cache(), folder());
+    let secret = cache.create().unwrap();
+    write(&secret, &vec![0x55; 8 * MIB], 0);
+    drop(secret);
+    let path = folder.path().join("file");
+    fs::write(&path, vec![1; 16 * PAGE]).unwrap();
+    let file = cache.open(Arc::new(FileStore::open_read_only(&path).unwrap())).unwrap();
+    let others = File::options().write(true).open(&path).unwrap();
+    let is_over = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
+                    assert!(read(&file, 0, 16 * PAGE).iter().all(|byte| *byte < 0x40));
+                }
+            });
+        }
+        for round in 0..200 {
+            others.set_len(100 + round % 7 * PAGE as u64).unwrap();
+            others.write_all_at(&vec![round as u8 % 60 + 1; 9 * PAGE], round % 5 * PAGE as u64).unwrap();
+            file.refresh().unwrap();
+            let expected = fs::read(&path).unwrap();
+            assert!(read(&file, 0, 16 * PAGE) == expected, "round {round}");
+        }
+        is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+}
+
+/// Another file gets the name, or nothing has it any more: the mapping goes on with the file that was opened, and the other keeps its
+/// bytes.
+#[test]
+fn a_file_that_is_replaced_goes_on() {
+    let (cache, folder) = (cache(), folder());
+    let (path, other) = (folder.path().join("file"), folder.path().join("other"));
+    fs::write(&path, pattern(4 * PAGE, 1)).unwrap();
+    fs::write(&other, pattern(2 * PAGE, 9)).unwrap();
+    let file = open(&cache, &path);
+    let opened = File::open(&path).unwrap();
+    fs::rename(&other, &path).unwrap();
+    write(&file, b"mine", 10);
+    file.sync().unwrap();
+    file.refresh().unwrap();
+    assert!(fs::read(&path).unwrap() == pattern(2 * PAGE, 9));
+    let mut expected = pattern(4 * PAGE, 1);
+    expected[10..14].copy_from_slice(b"mine");
+    let mut found = vec![0; 4 * PAGE];
+    opened.read_exact_at(&mut found, 0).unwrap();
+    assert!(found == expected && read(&file, 0, 5 * PAGE) == expected);
+    let second = open(&cache, &path);
+    assert!(read(&second, 0, PAGE) == pattern(2 * PAGE, 9)[..PAGE]);
+    fs::remove_file(&path).unwrap();
+    write(&second, b"gone", 0);
+    second.sync().unwrap();
+    second.refresh().unwrap();
+    assert_eq!(read(&second, 0, 4), b"gone");
+    assert!(!path.exists());
+}
+
+fn faulty(bytes: Vec<u8>) -> FaultyStore<MemoryStore> {
+    FaultyStore::new(MemoryStore::new(bytes, 512))
+}
+
+fn failing(errno: i32) -> Faults {
+    Faults { fail_per_mille: 1000, errno, ..Faults::default() }
+}
+
+/// EIO on read: whoever wants the page gets it, by a read, a write of a part, a pin or a queue; nothing is cached, and the next one asks
+/// again.
+#[test]
+fn failed_reads_are_told_and_not_kept() {
+    for cache in caches() {
+        let store = faulty(pattern(4 * MIB, 1));
+        let file = cache.open(Arc::new(store.clone())).unwrap();
+        for round in 1..3 {
+            store.set_faults(failing(libc::EIO));
+            let mut queue = cache.queue(1).unwrap();
+            let errors = [
+                file.read_at(&mut [0; 10], 0).unwrap_err(),
+                file.write_at(b"part", 100).unwrap_err(),
+                file.pin(0).map(drop).unwrap_err(),
+                file.hold(0).map(drop).unwrap_err(),
+                file.zero_range(10, 10).unwrap_err(),
+                queue.fetch(&file, 0, 1).unwrap_err(),
+            ];
+            assert!(errors.iter().all(|error| errno(error) == Some(libc::EIO)), "{errors:?}");
+            assert_eq!((cache.charged_bytes(), store.calls().failed), (0, 6 * round));
+            store.set_faults(Faults::default());
+            assert!(read(&file, 0, 1000) == pattern(1000, 1));
+            assert_eq!(queue.fetch(&file, 0, 1).unwrap(), Fetch::Present);
+            drop(queue);
+            file.refresh().unwrap();
+        }
+    }
+}
+
+/// EIO and ENOSPC on write: sync says so each time, what was written is read all the same, and is in the store once that is well again.
+#[test]
+fn failed_writes_lose_nothing() {
+    for cache in caches() {
+        for number in [libc::EIO, libc::ENOSPC] {
+            let store = faulty(pattern(4 * MIB, 1));
+            let file = cache.open(Arc::new(store.clone())).unwrap();
+            let mut expected = pattern(4 * MIB, 1);
+            for (round, at) in [100, 2 * MIB - 50, 4 * MIB - 10].into_iter().enumerate() {
+                let bytes = [round as u8 + 0x80; 100];
+                write(&file, &bytes, at);
+                expected.resize(expected.len().max(at + 100), 0);
+                expected[at..at + 100].copy_from_slice(&bytes);
+                store.set_faults(failing(number));
+                let errors = [file.sync().unwrap_err(), file.sync_range(at as u64, 1).unwrap_err()];
+                assert!(errors.iter().all(|error| errno(error) == Some(number)), "{errors:?}");
+                assert!(matches!(file.refresh(), Err(Error::WrongState { .. })), "it is not synced");
+                store.set_faults(Faults::default());
+                assert!(read(&file, 0, expected.len() + 1) == expected);
+            }
+            file.sync().unwrap();
+            assert!(store.inner().bytes() == expected);
+            file.refresh().unwrap();
+            assert!(read(&file, 0, expected.len() + 1) == expected);
+        }
+    }
+}
+
+/// A store that hangs: who needs it waits, and nobody else. A write to what is being written back is refused after a second. Once it goes
+/// on all is as it was to be.
+#[test]
+fn a_store_that_hangs_holds_up_who_needs_it() {
+    let cache = cache();
+    let store = faulty(pattern(16 * PAGE, 1));
+    let file = cache.open(Arc::new(store.clone())).unwrap();
+    assert!(read(&file, 0, PAGE) == pattern(PAGE, 1));
+    write(&file, b"dirty", 4 * PAGE);
+    let awaited = stats::get(Counter::FoliosAwaited);
+    store.hold();
+    std::thread::scope(|scope| {
+        let until_held = |count| {
+            while store.held() < count {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        };
+        let reading = scope.spawn(|| read(&file, 8 * PAGE, 10));
+        until_held(1);
+        let syncing = scope.spawn(|| file.sync());
+        until_held(2);
+        assert!(read(&file, 0, PAGE) == pattern(PAGE, 1), "what is in memory is read");
+        assert_eq!(read(&file, 4 * PAGE, 5), b"dirty");
+        write(&file, b"other", 0);
+        assert!(matches!(file.write_at(b"again", 4 * PAGE as u64), Err(Error::Busy { .. })));
+        assert!(stats::get(Counter::FoliosAwaited) > awaited);
+        assert!(!reading.is_finished() && !syncing.is_finished());
+        store.release();
+        assert_eq!(reading.join().unwrap(), pattern(16 * PAGE, 1)[8 * PAGE..8 * PAGE + 10]);
+        syncing.join().unwrap().unwrap();
+    });
+    file.sync().unwrap();
+    let bytes = store.inner().bytes();
+    assert!(bytes[..5] == *b"other" && bytes[4 * PAGE..4 * PAGE + 5] == *b"dirty");
+}
+
+/// A file that is only read: it is read as any other; whatever would change it is refused, and nothing has changed.
+#[test]
+fn files_that_are_only_read_stay_as_they_are() {
+    for cache in caches() {
+        let folder = folder();
+        let path = folder.path().join("file");
+        let bytes = pattern(3 * MIB, 1);
+        fs::write(&path, &bytes).unwrap();
+        let file = cache.open(Arc::new(FileStore::open_read_only(&path).unwrap())).unwrap();
+        let pin = file.pin(100).unwrap();
+        let errors = [
+            file.write_at(b"x", 0).unwrap_err(),
+            file.write_at(b"", 0).unwrap_err(),
+            file.truncate(0).unwrap_err(),
+            file.truncate(bytes.len() as u64).unwrap_err(),
+            file.zero_range(0, 10).unwrap_err(),
+            file.hold(PAGE as u64).map(drop).unwrap_err(),
+            pin.write_at(b"x", 0).unwrap_err(),
+        ];
+        assert!(errors.iter().all(|error| matches!(error, Error::ReadOnly) && error.errno() == libc::EBADF));
+        assert_eq!(errors[0].to_string(), "the file is only read");
+        pin.set_dirty();
+        drop(pin);
+        // Nothing is dirty: it is synced, and makes room.
+        file.sync().unwrap();
+        file.sync_range(0, 1).unwrap();
+        assert!(read(&file, 0, bytes.len()) == bytes && fs::read(&path).unwrap() == bytes);
+        file.refresh().unwrap();
+        assert_eq!(cache.charged_bytes(), 0);
+    }
+}
+
+/// One writer and readers of one file, each in a cache of its own: a second writer is refused; readers see what was synced once they
+/// refresh.
+#[test]
+fn two_caches_share_a_file() {
+    let folder = folder();
+    let path = folder.path().join("file");
+    fs::write(&path, pattern(2 * MIB, 1)).unwrap();
+    let [writers, readers] = caches();
+    let writer = open(&writers, &path);
+    assert!(matches!(FileStore::open(&path), Err(Error::Busy { .. })));
+    let reader = readers.open(Arc::new(FileStore::open_read_only(&path).unwrap())).unwrap();
+    assert!(read(&reader, 0, 2 * MIB) == pattern(2 * MIB, 1));
+    for round in 2..10 {
+        let bytes = pattern(round as usize * MIB / 4, round);
+        write(&writer, &bytes, 0);
+        writer.truncate(bytes.len() as u64).unwrap();
+        writer.sync().unwrap();
+        reader.refresh().unwrap();
+        assert!(read(&reader, 0, 4 * MIB) == bytes, "round {round}");
+    }
+    drop(writer);
+    write(&open(&readers, &path), b"now", 0);
+}
