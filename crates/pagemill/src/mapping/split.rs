@@ -68,7 +68,10 @@ impl File {
         self.cache.count_split();
         // The first one first: who still reads by the word of the whole sees that it has changed before another part can go.
         for part in number..number + pages {
-            self.note_revived(part, self.pool().word(part).thaw_as_page(frozen.is_dirty()));
+            if !self.pool().word(part).thaw_as_page(frozen.is_dirty()) {
+                // The first one's word is that of the whole yet, if it left its file meanwhile.
+                self.cache.give(part, 0);
+            }
         }
         stats::add(counter, 1);
         self.trace(Event::FolioSplit, hit.first(), order);
