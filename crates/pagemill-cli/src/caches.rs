@@ -113,7 +113,7 @@ impl Answer {
         let width = width.max("all on node 0".len());
         let _ = write!(text, "  {:<width$}  {:>3} {:>4}", "CACHE", "#", "NODE");
         PARTS.iter().for_each(|(name, _)| _ = write!(text, " {:>9}", name.to_uppercase()));
-        let _ = writeln!(text, " {:>9} {:>9} {:>9}", "CHARGED", "LIMIT", "PAGE");
+        let _ = writeln!(text, " {:>9} {:>9} {:>9} {:>9}", "CHARGED", "DIRTY", "LIMIT", "PAGE");
         let amount = |bytes: u64| Bytes(bytes).to_string();
         let mut row = |name: &str, number: String, node: String, sums: &Sums, rest: String| {
             let _ = write!(text, "  {name:<width$}  {number:>3} {node:>4}");
@@ -131,7 +131,8 @@ impl Answer {
                 Holder::Cache => {
                     let page = amount(usage.page_bytes as u64);
                     let some = if usage.is_partial { "  in part" } else { "" };
-                    format!(" {:>9} {:>9} {page:>9}{some}", amount(usage.charged), amount(usage.limit))
+                    let [charged, dirty, limit] = [usage.charged, usage.dirty, usage.limit].map(amount);
+                    format!(" {charged:>9} {dirty:>9} {limit:>9} {page:>9}{some}")
                 }
                 _ => String::new(),
             };
@@ -178,6 +179,7 @@ impl Answer {
             if *holder == Holder::Cache {
                 row.insert("name".into(), json!(&*usage.name));
                 row.insert("charged".into(), json!(usage.charged));
+                row.insert("dirty".into(), json!(usage.dirty));
                 row.insert("limit".into(), json!(usage.limit));
                 row.insert("in_part".into(), json!(usage.is_partial));
             }

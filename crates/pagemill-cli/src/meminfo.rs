@@ -49,6 +49,8 @@ const ASIDE: &[(Counter, &str)] = &[
     (Counter::CacheHuge, "of cache: huge folios"),
     (Counter::CacheSmall, "of cache: small folios"),
     (Counter::CacheFree, "of cache: free blocks, given back on request"),
+    (Counter::CacheDirty, "of cache: written to, and not in the store behind it yet"),
+    (Counter::CacheWriteback, "of that: being written back"),
     (Counter::CacheFrames, "metadata of the pages of caches; as of the last measurement"),
     (Counter::CacheIndex, "nodes of the indices of caches; as of the last measurement"),
     (Counter::Untouched, "lent and not known to be touched; not resident"),

@@ -6,10 +6,12 @@ use common::holder::Holder;
 use common::{PAGEMILL, Place, STUCK_AFTER, finish, walk};
 use pagemill::Pagemill;
 use pagemill::mapping::{Cache, Settings, Usage};
+use pagemill::store::MemoryStore;
 use pagemill::units::{BLOCK_BYTES, PageSize};
 use serde_json::Value;
 use std::io::Write;
 use std::process::Command;
+use std::sync::Arc;
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -19,10 +21,10 @@ const PARTS: [&str; 6] = ["huge", "small", "locked", "free", "frames", "index"];
 /// The program of these tests: this file, started with a variable that tells it to be one.
 const BE_PROGRAM: &str = "CACHES_TEST_PROGRAM";
 
-/// Says its process id, and what its caches hold as it sees that itself: the parts of each, and what is charged.
+/// Says its process id, and what its caches hold as it sees that itself: the parts of each, what is charged, and what is dirty.
 fn say(caches: &[&Cache]) {
-    let parts = |Usage { huge, small, locked, free, frames, index, charged, .. }: Usage| {
-        [huge, small, locked, free, frames, index, charged].map(|bytes| bytes.to_string()).join(" ")
+    let parts = |Usage { huge, small, locked, free, frames, index, charged, dirty, .. }: Usage| {
+        [huge, small, locked, free, frames, index, charged, dirty].map(|bytes| bytes.to_string()).join(" ")
     };
     let usage: Vec<String> = caches.iter().map(|cache| parts(cache.usage())).collect();
     // Not through the harness, which keeps what tests print.
@@ -42,7 +44,8 @@ fn program() {
     let tiles = caches.make(Settings::new("tiles", 64 * MIB)).unwrap();
     let page = PageSize::new(64 << 10).unwrap();
     let rows = caches.make(Settings { page, ..Settings::new("rows of \u{1b} tables", 32 * MIB) }).unwrap();
-    let (large, little, table) = (tiles.create().unwrap(), tiles.create().unwrap(), rows.create().unwrap());
+    let (large, little) = (tiles.create().unwrap(), tiles.create().unwrap());
+    let table = rows.open(Arc::new(MemoryStore::new(Vec::new(), page.bytes()))).unwrap();
     large.write_at(&vec![1; 2 * BLOCK_BYTES], 0).unwrap();
     little.write_at(&vec![2; page.bytes()], 0).unwrap();
     table.write_at(&vec![3; 16 * page.bytes()], 0).unwrap();
@@ -102,9 +105,9 @@ fn assert_adds_up(info: &Value) {
 /// What each cache says of itself is what is shown of it.
 fn assert_as_said(info: &Value, names: &[&str], said: &[u64]) {
     let rows = info["caches"].as_array().unwrap();
-    for (name, said) in names.iter().zip(said.chunks_exact(PARTS.len() + 1)) {
+    for (name, said) in names.iter().zip(said.chunks_exact(PARTS.len() + 2)) {
         let row = rows.iter().find(|row| row["name"] == *name).unwrap_or_else(|| panic!("no {name}: {info}"));
-        let shown: Vec<u64> = PARTS.iter().chain(&["charged"]).map(|part| number(row, part)).collect();
+        let shown: Vec<u64> = PARTS.iter().chain(&["charged", "dirty"]).map(|part| number(row, part)).collect();
         assert_eq!(shown, said, "{row}");
     }
     assert_eq!(rows.iter().filter(|row| row["holder"] == "cache").count(), names.len());
@@ -122,6 +125,7 @@ fn caches_are_shown_by_their_names() {
     let (tiles, rows) = (&info["caches"][0], &info["caches"][1]);
     assert_eq!((number(tiles, "huge"), number(tiles, "small")), (2 * BLOCK_BYTES as u64, 64 * KIB));
     assert_eq!((number(tiles, "limit"), number(rows, "page")), (64 * MIB, 64 * KIB));
+    assert_eq!((number(tiles, "dirty"), number(rows, "dirty"), number(&info, "cache_dirty")), (0, MIB, MIB));
     assert_eq!((number(rows, "locked"), number(rows, "small")), (64 * KIB, 15 * 64 * KIB));
     let text = look(&place, &holder, "meminfo", &[]);
     let line = text.lines().find(|line| line.contains("rows of ? tables")).unwrap();

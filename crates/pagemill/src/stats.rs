@@ -256,6 +256,26 @@ counters! {
     cache_recalled: CacheRecalled, Sum, Bytes;
     /// Writes to files behind the page cache, of any length.
     store_writes: StoreWrites, Sum, Count;
+    /// In folios of files with a store that were written to since they were written back last.
+    cache_dirty: CacheDirty, Gauge, Bytes;
+    /// Of it, being written back now.
+    cache_writeback: CacheWriteback, Gauge, Bytes;
+    /// Bytes that were written back because they had been dirty for long.
+    cache_written_for_age: CacheWrittenForAge, Sum, Bytes;
+    /// Bytes that were written back because too much of their cache was dirty.
+    cache_written_for_share: CacheWrittenForShare, Sum, Bytes;
+    /// Bytes that were written back because all pages were dirty, and somebody needed one.
+    cache_written_for_room: CacheWrittenForRoom, Sum, Bytes;
+    /// Bytes that were written back because the program asked (`sync`).
+    cache_written_for_sync: CacheWrittenForSync, Sum, Bytes;
+    /// Times that a file could not be written back, or not made safe: what failed stays dirty.
+    cache_write_failed: CacheWriteFailed, Sum, Count;
+    /// Bytes that were lost with the last handle of a file, because they could not be written back.
+    cache_lost: CacheLost, Sum, Bytes;
+    /// Times that a writer had to wait because too much was dirty.
+    writers_throttled: WritersThrottled, Sum, Count;
+    /// Microseconds that writers have waited for that.
+    writers_throttled_us: WritersThrottledUs, Sum, Count;
 }
 
 /// Rows that a page has room for.

@@ -62,6 +62,11 @@ impl Lock {
         self.word.compare_exchange(0, 1, Acquire, Relaxed).is_ok()
     }
 
+    /// As [`Lock::lock`], if nobody has it.
+    pub fn try_lock(&self) -> Option<Guard<'_>> {
+        self.try_acquire().then(|| Guard(self))
+    }
+
     #[cold]
     fn acquire_slow(&self) {
         for _ in 0..100 {
@@ -188,6 +193,19 @@ impl Patience {
     pub fn waited_ns(&self) -> u64 {
         pagemill_sys::clock::fine_ns() - self.began_ns
     }
+}
+
+/// Sleeps for some time.
+#[cfg(not(any(loom, shuttle)))]
+pub(crate) fn sleep(time: std::time::Duration) {
+    if !time.is_zero() {
+        std::thread::sleep(time);
+    }
+}
+
+#[cfg(shuttle)]
+pub(crate) fn sleep(_time: std::time::Duration) {
+    pause();
 }
 
 /// A value on cache lines of its own.

@@ -135,6 +135,15 @@ impl std::fmt::Debug for State {
     }
 }
 
+/// What became of a folio that left its file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "somebody has to free it"]
+pub(crate) struct Left {
+    /// By the caller: nobody has it pinned, held or kept still, and it is busy from here on. Else whoever has it frees it.
+    pub must_be_freed: bool,
+    pub was_dirty: bool,
+}
+
 /// The word itself. Zero bits: free, of order 0.
 #[repr(transparent)]
 pub(crate) struct Word(AtomicU64);
@@ -197,12 +206,10 @@ impl Word {
         is_last
     }
 
-    /// Notes that bytes were changed, by one who has it pinned. Costs a look where that is known.
-    #[inline]
-    pub fn set_dirty(&self) {
-        if self.0.load(Relaxed) & DIRTY == 0 {
-            self.0.fetch_or(DIRTY, Relaxed);
-        }
+    /// Notes that bytes are changed, by one who has it pinned; returns whether that is new.
+    pub fn set_dirty(&self) -> bool {
+        // Who sees it sees what its first writer has done to have it found.
+        self.0.fetch_or(DIRTY, Release) & DIRTY == 0
     }
 
     /// Forgets that bytes were changed, if nothing has happened since the word was `seen`; returns whether that is so.
@@ -348,10 +355,8 @@ impl Word {
         self.0.store(State::new(Kind::Free, order, version).0 | if is_zero { ZERO } else { 0 }, Release);
     }
 
-    /// A folio leaves its file, in which nobody finds it any more. Returns whether the caller has to free it: nobody has
-    /// it pinned, held or kept still, and it is busy from here on. Else whoever has it frees it.
-    #[must_use]
-    pub fn leave(&self) -> bool {
+    /// A folio leaves its file, in which nobody finds it any more; it is clean from here on, as nobody wants its bytes.
+    pub fn leave(&self) -> Left {
         loop {
             let seen = self.load();
             let (kind, left) = match seen.kind() {
@@ -360,9 +365,9 @@ impl Word {
                 kind => (kind, u64::from(LEFT) << PIN_SHIFT),
             };
             debug_assert!(left == 0 || (matches!(kind, Kind::Busy | Kind::Still) && seen.pins() == 0), "{seen:?}");
-            let next = State((seen.with_kind(kind).0 | left).wrapping_add(1 << VERSION_SHIFT));
+            let next = State((seen.with_kind(kind).0 & !DIRTY | left).wrapping_add(1 << VERSION_SHIFT));
             if self.swap_from(seen, next) {
-                return kind == Kind::Busy && left == 0;
+                return Left { must_be_freed: kind == Kind::Busy && left == 0, was_dirty: seen.is_dirty() };
             }
         }
     }
@@ -384,7 +389,7 @@ mod tests {
         assert_eq!(word.pin().unwrap().pins(), 1);
         assert!(word.is_unchanged(seen), "a pin changes no byte");
         assert!(word.hold().is_err() && word.freeze().is_err());
-        assert!(!word.leave());
+        assert_eq!(word.leave(), Left { must_be_freed: false, was_dirty: true });
         assert!(!word.is_unchanged(seen) && word.pin().is_err());
         assert!(word.unpin(), "the last one frees");
         word.release(0, false);
@@ -405,11 +410,11 @@ mod tests {
         assert!(word.end_hold(true));
         assert!(!word.is_unchanged(seen) && word.load().is_dirty());
         word.hold().unwrap();
-        assert!(!word.leave(), "its holder has it still");
+        assert!(!word.leave().must_be_freed, "its holder has it still");
         assert!(!word.end_hold(true));
         word.publish(0, false, false);
         word.freeze().unwrap();
-        assert!(!word.leave() && !word.thaw(), "the same while it is kept still");
+        assert!(!word.leave().must_be_freed && !word.thaw(), "the same while it is kept still");
     }
 
     /// Who forgets a change has seen all that came before, and whose folio it is.
@@ -477,7 +482,7 @@ mod loom_tests {
             let page = page();
             let other = page.clone();
             let freeing = thread::spawn(move || {
-                if other.word.leave() {
+                if other.word.leave().must_be_freed {
                     other.word.release(0, false);
                     other.word.assign(Kind::Busy, 0);
                     other.byte.store(2, Relaxed);
@@ -502,7 +507,7 @@ mod loom_tests {
         loom::model(|| {
             let page = page();
             let other = page.clone();
-            let freeing = thread::spawn(move || u32::from(other.word.leave()));
+            let freeing = thread::spawn(move || u32::from(other.word.leave().must_be_freed));
             let mut freed = 0;
             if page.word.pin().is_ok() {
                 assert_eq!(page.byte.load(Relaxed), 1);
@@ -541,7 +546,7 @@ mod loom_tests {
         loom::model(|| {
             let page = page();
             let other = page.clone();
-            let freeing = thread::spawn(move || u32::from(other.word.leave()));
+            let freeing = thread::spawn(move || u32::from(other.word.leave().must_be_freed));
             let mut freed = 0;
             if page.word.freeze().is_ok() {
                 freed += u32::from(!page.word.thaw());

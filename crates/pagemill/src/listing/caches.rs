@@ -1,12 +1,12 @@
-//! A record a cache, 128 bytes: 0 name, padded with zeros; 40 bytes of a page; 48 number (u32); 52 node (u32); 56 whose it is (0 a
+//! A record a cache, 136 bytes: 0 name, padded with zeros; 40 bytes of a page; 48 number (u32); 52 node (u32); 56 whose it is (0 a
 //! cache's, 1 an idle pool's, 2 spare nodes'); 57 whether not all was looked at; 64 huge; 72 small; 80 locked; 88 free; 96 frames;
-//! 104 index; 112 charged; 120 limit.
+//! 104 index; 112 charged; 120 limit; 128 dirty.
 
 use super::{Record, u32_at, u64_at};
 use crate::mapping::{Holder, Usage};
 use crate::published::Subject;
 
-pub(super) const RECORD_LEN: usize = 128;
+pub(super) const RECORD_LEN: usize = 136;
 
 /// Bytes of a name that are told.
 const NAME_LEN: usize = 40;
@@ -26,9 +26,9 @@ pub(super) fn to_record(holder: Holder, usage: &Usage) -> [u8; RECORD_LEN] {
         Holder::SpareNodes => 2,
     };
     bytes[57] = u8::from(usage.is_partial);
-    let Usage { huge, small, locked, free, frames, index, charged, limit, .. } = *usage;
+    let Usage { huge, small, locked, free, frames, index, charged, limit, dirty, .. } = *usage;
     for (place, bytes_of) in
-        bytes[64..].chunks_exact_mut(8).zip([huge, small, locked, free, frames, index, charged, limit])
+        bytes[64..].chunks_exact_mut(8).zip([huge, small, locked, free, frames, index, charged, limit, dirty])
     {
         place.copy_from_slice(&bytes_of.to_le_bytes());
     }
@@ -44,7 +44,7 @@ impl Record for (Holder, Usage) {
         // It goes to a terminal: no control characters.
         let clean =
             |letter: char| if letter.is_control() || letter == char::REPLACEMENT_CHARACTER { '?' } else { letter };
-        let [huge, small, locked, free, frames, index, charged, limit] =
+        let [huge, small, locked, free, frames, index, charged, limit, dirty] =
             std::array::from_fn(|at| u64_at(bytes, 64 + 8 * at));
         let usage = Usage {
             name: String::from_utf8_lossy(name).chars().map(clean).collect::<String>().into(),
@@ -59,6 +59,7 @@ impl Record for (Holder, Usage) {
             index,
             charged,
             limit,
+            dirty,
             is_partial: *[false, true].get(usize::from(bytes[57]))?,
         };
         Some((*HOLDERS.get(usize::from(bytes[56]))?, usage))
@@ -83,6 +84,7 @@ mod tests {
             index: 6,
             charged: 7,
             limit: u64::MAX,
+            dirty: 8,
             is_partial: true,
         }
     }

@@ -11,7 +11,7 @@
 //!   reads, believes nothing, removes the file
 //! ```
 //!
-//! All numbers are little-endian. Head, 32 bytes: 0 magic (`pm-vrng1` ranges, `pm-cach1` caches); 8 number of the request (u32);
+//! All numbers are little-endian. Head, 32 bytes: 0 magic (`pm-vrng1` ranges, `pm-cach2` caches); 8 number of the request (u32);
 //! 12 `errno` of what went wrong, or 0 (u32); 16 records; 24 records that were left out. The records: [`ranges`], [`caches`].
 //!
 //! Answering ([`answer`]) takes no memory and, while it writes, no lock. Asking ([`ask`]) is for commands.
@@ -41,7 +41,7 @@ struct Head {
 const fn magic_of(subject: Subject) -> u64 {
     u64::from_le_bytes(match subject {
         Subject::Ranges => *b"pm-vrng1",
-        Subject::Caches => *b"pm-cach1",
+        Subject::Caches => *b"pm-cach2",
     })
 }
 

@@ -1,6 +1,7 @@
 //! A cache: files that share a software page size, a limit, a policy and a name; and all caches of a process.
 
 use super::flights::Flights;
+use super::flush::{Balance, Flusher, Writeback};
 use super::order::Order;
 use super::policy::{Auto, Policy};
 use super::worker::Worker;
@@ -34,6 +35,8 @@ pub struct Settings {
     /// Whether huge folios may be split again, so that parts of them can go. One that may not needs no look at its neighbours.
     pub may_split: bool,
     pub policy: Box<dyn Policy>,
+    /// When what was written to files with a store goes back to it.
+    pub writeback: Writeback,
 }
 
 impl Settings {
@@ -46,6 +49,7 @@ impl Settings {
             use_huge: cfg!(feature = "huge"),
             may_split: true,
             policy: Box::new(Auto),
+            writeback: Writeback::default(),
         }
     }
 }
@@ -62,6 +66,7 @@ pub struct Caches {
     /// So many pools are a parent's: locks of theirs may be held for good, and nothing of theirs is used.
     pub(super) inherited: AtomicUsize,
     pub(super) worker: Worker,
+    pub(super) flusher: Flusher,
 }
 
 impl Caches {
@@ -79,6 +84,7 @@ impl Caches {
             books: Guarded::new(Vec::new()),
             inherited: AtomicUsize::new(0),
             worker: Worker::default(),
+            flusher: Flusher::default(),
         })
     }
 
@@ -89,11 +95,12 @@ impl Caches {
     /// # Errors
     ///
     /// [`Error::BadLength`] for a limit below one page, [`Error::NoAddresses`] if it is too large, or there are
-    /// [`MAX_CACHES`] already.
+    /// [`MAX_CACHES`] already; [`Error::WrongState`] for shares of dirty pages that cannot be.
     pub fn make(&'static self, settings: Settings) -> Result<Cache> {
         if settings.limit_bytes < settings.page.bytes() as u64 {
             return Err(Error::BadLength { len_bytes: settings.limit_bytes });
         }
+        let balance = Balance::new(&settings.writeback, settings.limit_bytes)?;
         // In one step: nobody else may find the pool without a cache.
         self.books.with(|books| {
             let at = self.pool(books, &settings)?;
@@ -109,6 +116,8 @@ impl Caches {
                 limit_bytes: settings.limit_bytes,
                 charged_bytes: AtomicU64::new(0),
                 huge_bytes: AtomicU64::new(0),
+                dirty_bytes: AtomicU64::new(0),
+                balance,
                 use_huge: AtomicBool::new(settings.use_huge),
                 may_split: settings.may_split,
                 policy: settings.policy,
@@ -164,7 +173,7 @@ impl Caches {
     }
 
     /// Starts no thread from here on: small folios become huge by [`Cache::collapse_waiting`] alone, and sparse huge ones small by
-    /// [`Cache::thin_waiting`].
+    /// [`Cache::thin_waiting`]; what is dirty for long goes back by [`Cache::write_back_due`].
     pub fn collapse_by_hand(&self) {
         self.worker.do_by_hand();
     }
@@ -185,6 +194,7 @@ impl Caches {
     pub(crate) fn begin_child(&self) {
         self.inherited.store(self.books.with(|books| books.len()), Relaxed);
         self.worker.begin_child();
+        self.flusher.begin_child();
     }
 
     /// Brings the figures up to date that are found by measuring.
@@ -286,6 +296,9 @@ pub(crate) struct Inner {
     pub(super) charged_bytes: AtomicU64,
     /// Of these, in huge folios.
     pub(super) huge_bytes: AtomicU64,
+    /// In dirty folios of files with a store.
+    pub(super) dirty_bytes: AtomicU64,
+    pub(super) balance: Balance,
     use_huge: AtomicBool,
     pub(super) may_split: bool,
     pub(super) policy: Box<dyn Policy>,
@@ -604,6 +617,17 @@ impl Cache {
     /// background does so by itself where it runs. Returns the bytes that came free.
     pub fn thin_waiting(&self, steps: usize) -> u64 {
         super::sweep::step(self.0.caches, steps, usize::MAX).freed_bytes
+    }
+
+    /// Writes back what has been dirty for long, and what is too much ([`Writeback`]). The background does so by itself where it runs.
+    /// Returns the bytes.
+    pub fn write_back_due(&self) -> u64 {
+        self.0.flush().0
+    }
+
+    /// Bytes of its files that are in memory and not in their stores yet, in whole folios.
+    pub fn dirty_bytes(&self) -> u64 {
+        self.0.dirty_bytes()
     }
 
     /// Gives free memory back to the system; returns the bytes. It goes by itself when somebody needs it.

@@ -23,7 +23,7 @@ struct Parts<'file> {
     pages: usize,
     /// Of these, so many are kept still.
     frozen: usize,
-    is_dirty: bool,
+    dirty_bytes: u64,
     /// What had left the file when they were found.
     left: u32,
 }
@@ -104,7 +104,11 @@ impl File {
             });
         if is_same {
             // Whoever finds it from here on may use it.
-            word.publish(order, !self.cache.may_split, parts.is_dirty);
+            let is_dirty = parts.dirty_bytes > 0;
+            if is_dirty {
+                self.count_dirty(self.cache.folio_bytes(order) - parts.dirty_bytes);
+            }
+            word.publish(order, !self.cache.may_split, is_dirty);
             writer.join(first, u32::from(order), u64::from(number), &mut stock);
             if self.store.is_some() {
                 self.cache.order.join(parts.present().map(|(_, part)| part), number, order);
@@ -118,7 +122,7 @@ impl<'file> Parts<'file> {
     /// The small folios from `first` on; `None` if there are none, or a huge one.
     fn find(file: &'file File, first: u64, pages: usize) -> Option<Self> {
         let left = file.left.load(Acquire);
-        let mut parts = Self { file, first, numbers: [NONE; MOST_PAGES], pages, frozen: 0, is_dirty: false, left };
+        let mut parts = Self { file, first, numbers: [NONE; MOST_PAGES], pages, frozen: 0, dirty_bytes: 0, left };
         let guard = epoch::pin();
         let mut at = first;
         let last = first + pages as u64 - 1;
@@ -156,7 +160,9 @@ impl<'file> Parts<'file> {
             if number != NONE {
                 match self.file.pool().word(number).freeze() {
                     // Should it be another's by now, the index will say so when they are to be joined.
-                    Ok(state) if state.order() == 0 => self.is_dirty |= state.is_dirty(),
+                    Ok(state) if state.order() == 0 => {
+                        self.dirty_bytes += if state.is_dirty() { self.file.page_bytes() as u64 } else { 0 };
+                    }
                     Ok(_) => {
                         self.file.thaw(number);
                         return false;

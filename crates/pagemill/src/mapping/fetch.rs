@@ -1,5 +1,6 @@
 //! Finding the folio of a page, and making one where there is none.
 
+use super::dirty::DIRTY;
 use super::flights::Flight;
 use super::policy::{Ask, Cause, Choice};
 use super::{File, Turn};
@@ -181,8 +182,15 @@ impl File {
         let Some((fresh, flight)) = self.make(index, cause, content)? else { return Ok(None) };
         let (order, number, first, last) = (fresh.order, fresh.number, fresh.first, fresh.last());
         fresh.numbers().try_for_each(|number| self.reach_order(number, order))?;
-        let (mut writer, mut stock) = self.tree.lock_for(first, last, u32::from(order))?;
+        let is_dirty = matches!(content, Content::Written(..));
+        let dirty_bytes = if is_dirty { self.offset_of(last + 1) - self.offset_of(first) } else { 0 };
+        // Before anybody can write it back.
+        self.add_dirty(dirty_bytes);
+        let locked = self.tree.lock_for(first, last, u32::from(order));
+        let (mut writer, mut stock) = locked.inspect_err(|_| self.sub_dirty(dirty_bytes))?;
         if writer.next(first, last).is_some() || self.revoked.load(Relaxed) != revoked {
+            drop(writer);
+            self.sub_dirty(dirty_bytes);
             return Ok(None);
         }
         for (first, number) in fresh.keep() {
@@ -192,7 +200,10 @@ impl File {
             if let Content::Written(offset, bytes) = content {
                 self.grow(self.offset_of(first + (1 << order)).min(offset + bytes.len() as u64));
             }
-            self.pool.word(number).publish(order, !self.cache.may_split, matches!(content, Content::Written(..)));
+            if is_dirty && self.dirty.is_some() {
+                writer.set_mark(first, DIRTY);
+            }
+            self.pool.word(number).publish(order, !self.cache.may_split, is_dirty);
             self.enter_order(first, number, order);
         }
         drop((writer, flight));
@@ -309,6 +320,8 @@ impl File {
                 Ok(taken) => return Ok((taken, index)),
                 // Others may take what room was made: then once more.
                 Err(_) if self.cache.make_room(self.page_bytes() as u64) => {}
+                // All of it may be dirty.
+                Err(_) if self.cache.clean_some(self.page_bytes() as u64)? => {}
                 Err(error) => return Err(error),
             }
         }
@@ -406,28 +419,31 @@ impl File {
         let mut removed = 0;
         let mut from = first;
         loop {
-            let (mut numbers, mut count, mut next) = ([0; BATCH], 0, None);
+            let (mut numbers, mut count, mut next) = ([(0, 0); BATCH], 0, None);
             let mut writer = self.tree.lock();
             self.note_revoked();
             while count < BATCH && from <= last {
                 let Some(found) = writer.next(from, last) else { break };
                 if found.first >= first && found.last() <= last {
                     writer.erase(found.first);
-                    numbers[count] = found.value as u32;
+                    numbers[count] = (found.value as u32, found.order as u8);
                     count += 1;
                 }
                 from = found.last() + 1;
                 next = Some(from);
             }
             drop(writer);
-            for number in &numbers[..count] {
-                let word = self.pool().word(*number);
-                if word.leave() {
-                    let order = word.load().order();
-                    self.cache.give(*number, order);
+            // What is split meanwhile has the order of the index here, and the word another yet.
+            let mut dirty_bytes = 0;
+            for (number, order) in numbers[..count].iter().copied() {
+                let left = self.pool().word(number).leave();
+                dirty_bytes += if left.was_dirty { self.cache.folio_bytes(order) } else { 0 };
+                if left.must_be_freed {
+                    self.cache.give(number, order);
                     removed += self.cache.folio_bytes(order);
                 }
             }
+            self.sub_dirty(dirty_bytes);
             if next.is_none() || count < BATCH {
                 return removed;
             }

@@ -25,10 +25,12 @@
 
 mod cache;
 mod collapse;
+mod dirty;
 mod evict;
 mod fetch;
 mod fill;
 mod flights;
+mod flush;
 mod gate;
 pub mod order;
 mod pin;
@@ -44,6 +46,7 @@ mod split;
 mod sweep;
 mod sync;
 mod thin;
+mod throttle;
 mod truncate;
 mod usage;
 mod worker;
@@ -52,6 +55,7 @@ mod writeback;
 mod zero;
 
 pub use cache::{Cache, Caches, MAX_CACHES, Settings};
+pub use flush::Writeback;
 pub use pin::{Exclusive, Pin, Pins};
 pub use policy::Policy;
 pub use queue::{Fetch, Fetched, Queue};
@@ -63,13 +67,17 @@ use crate::store::Store;
 use crate::sync::{Acquire, AtomicU32, AtomicU64, Lock, Patience, Relaxed, Release};
 use crate::trace::{self, Event};
 use crate::xarray::{Node, TableNodes, XArray};
+use dirty::Dirty;
 use gate::Gate;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering::AcqRel};
 
 /// Who holds a folio for so long is in the way of others; they hear of it.
 const MOST_WAIT_NS: u64 = 1_000_000_000;
+
+/// Reads of a [`Queue`] have a file for longer than this.
+const MOST_LINGER_NS: u64 = 20_000_000;
 
 /// Of the next file.
 static SERIALS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
@@ -94,6 +102,9 @@ pub(crate) struct File {
     revoked: AtomicU32,
     /// One at a time writes back.
     syncing: Lock,
+    /// Of a file with a store.
+    dirty: Option<Box<Dirty>>,
+    handles: AtomicU32,
     gate: Gate,
     id: u32,
     /// As `id`, but no other file ever has it.
@@ -107,15 +118,17 @@ pub(crate) struct File {
     streak_begin: AtomicU64,
 }
 
-/// A file in memory. Reached from all threads at once; it goes when the handle does, and with it what was not written back
-/// ([`Mapping::sync`]).
+/// A handle of a file in memory. Reached from all threads at once; the file goes when its last handle does. What was not written back
+/// by then is, if the store takes it in time ([`Writeback::patience`]); whether it did is not told ([`Mapping::close`]).
 ///
 /// A page is the cache's software page; offsets are bytes. What was never written reads zero.
-pub struct Mapping(Arc<File>);
+///
+/// Beside the file: how many failures to write back this handle has been told of.
+pub struct Mapping(Arc<File>, AtomicU32);
 
 impl Mapping {
     fn new(file: Arc<File>) -> Self {
-        Self(file)
+        Self(file, AtomicU32::new(0))
     }
 
     /// Length in bytes.
@@ -133,12 +146,19 @@ impl std::fmt::Debug for Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         // In a fork child the parent's locks may be held for good.
-        if self.0.cache.check().is_ok() {
+        if self.0.cache.check().is_ok() && self.0.handles.fetch_sub(1, AcqRel) == 1 {
             // Others may hold the file for longer, to collapse it, or to bring pages in; its pages go now, and none comes any
             // more. Only then may another have its id: that is what folios are known by.
+            self.0.write_back_at_last();
             self.0.is_closed.store(true, Relaxed);
             self.0.remove_pages(0, Owner::MAX_INDEX);
             self.0.cache.leave(self.0.id, self.0.store.is_some());
+            // Who has the file for a moment (the background, a thread of the store's that has just told an end) has its store as
+            // well. Whoever lets it go may open that anew at once.
+            let mut patience = Patience::new();
+            while self.0.store.is_some() && Arc::strong_count(&self.0) > 1 && patience.waited_ns() < MOST_LINGER_NS {
+                patience.pause();
+            }
         }
     }
 }
@@ -151,6 +171,8 @@ impl File {
             generation: cache.generation,
             cache,
             is_writable: store.as_ref().is_none_or(|store| store.is_writable()),
+            dirty: store.as_ref().map(|_| Box::new(Dirty::new())),
+            handles: AtomicU32::new(1),
             store,
             size_bytes: AtomicU64::new(size_bytes),
             stored_bytes: AtomicU64::new(size_bytes),
@@ -253,7 +275,7 @@ impl File {
     fn grow(&self, size_bytes: u64) {
         let mut seen = self.size_bytes.load(Relaxed);
         while seen < size_bytes {
-            match self.size_bytes.compare_exchange(seen, size_bytes, std::sync::atomic::Ordering::AcqRel, Relaxed) {
+            match self.size_bytes.compare_exchange(seen, size_bytes, AcqRel, Relaxed) {
                 Ok(_) => return,
                 Err(now) => seen = now,
             }

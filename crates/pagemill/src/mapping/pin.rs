@@ -1,6 +1,7 @@
 //! Guards: a folio that stays where it is, shared or alone.
 #![allow(unsafe_code)] // lends the bytes of held folios
 
+use super::dirty::DIRTY;
 use super::fetch::{Content, Place};
 use super::policy::Cause;
 use super::{File, Mapping, Turn};
@@ -129,7 +130,7 @@ impl Mapping {
                     let len_bytes = file.cache.folio_bytes(state.order()) as usize;
                     return Ok(Exclusive { file, number, first: hit.first(), len_bytes });
                 }
-                Ok(_) => file.end_hold(number, false),
+                Ok(_) => file.end_hold(number),
                 Err(_) if !hit.is_still() => {}
                 Err(_) => {
                     drop((inside, guard));
@@ -212,9 +213,25 @@ impl File {
         Pin { file: self, frame, addr: self.pool.addr(place.number) + at as usize, at, len_bytes }
     }
 
-    /// Gives a folio back that was held; frees it if it left the file meanwhile.
-    fn end_hold(&self, number: u32, is_dirty: bool) {
-        self.note_revived(number, self.pool().word(number).end_hold(is_dirty));
+    /// Gives a folio back that was held, and not changed; frees it if it left the file meanwhile.
+    pub(super) fn end_hold(&self, number: u32) {
+        self.note_revived(number, self.pool().word(number).end_hold(false));
+    }
+
+    /// As [`File::end_hold`], of one that was changed perhaps.
+    fn end_hold_dirty(&self, number: u32, first: u64) {
+        let word = self.pool().word(number);
+        let state = word.load();
+        let new_bytes = if state.is_dirty() { 0 } else { self.cache.folio_bytes(state.order()) };
+        if new_bytes > 0 && self.dirty.is_some() {
+            self.tree.lock().set_mark_of(first, u64::from(number), DIRTY);
+            self.add_dirty(new_bytes);
+        }
+        let is_live = word.end_hold(true);
+        if !is_live {
+            self.sub_dirty(new_bytes);
+        }
+        self.note_revived(number, is_live);
     }
 }
 
@@ -254,11 +271,14 @@ impl Pin<'_> {
         if end > size_bytes {
             return Err(Error::PastEnd { offset: end - 1, size_bytes });
         }
-        if self.frame.word.load().kind() == Kind::Gone {
+        let state = self.frame.word.load();
+        if state.kind() == Kind::Gone {
             return Err(Error::WrongState { what: "the page has left the file" });
         }
+        if !state.is_dirty() {
+            self.file.make_dirty(&self.place());
+        }
         self.file.pool().copy_in(self.number(), self.at as usize + at, from);
-        self.frame.word.set_dirty();
         Ok(())
     }
 
@@ -282,15 +302,24 @@ impl Pin<'_> {
 
     /// Notes that bytes were changed, for the store; for one that is only read they last until room is made for others.
     pub fn set_dirty(&self) {
-        if self.file.is_writable {
-            self.frame.word.set_dirty();
+        if !self.file.is_writable {
+            return;
         }
+        // It leaves the file before, or after.
+        let _inside = self.file.gate.beside();
+        let state = self.frame.word.load();
+        if !state.is_dirty() && state.kind() != Kind::Gone {
+            self.file.make_dirty(&self.place());
+        }
+    }
+
+    fn place(&self) -> Place {
+        Place { number: self.number(), first: self.frame.owner().index, order: self.frame.word.load().order() }
     }
 
     /// Lets go of the guard, not of the pin.
     fn into_place(self) -> Place {
-        let pin = std::mem::ManuallyDrop::new(self);
-        Place { number: pin.number(), first: pin.frame.owner().index, order: pin.frame.word.load().order() }
+        std::mem::ManuallyDrop::new(self).place()
     }
 
     fn number(&self) -> u32 {
@@ -358,6 +387,6 @@ impl Drop for Exclusive<'_> {
         if end < self.len_bytes as u64 {
             self.file.pool().zero(self.number, end as usize, self.len_bytes - end as usize);
         }
-        self.file.end_hold(self.number, true);
+        self.file.end_hold_dirty(self.number, self.first);
     }
 }

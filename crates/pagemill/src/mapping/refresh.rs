@@ -27,6 +27,7 @@ impl Mapping {
         let Some(store) = &file.store else { return Ok(()) };
         // Nobody writes back meanwhile; then nobody writes.
         let _one = file.syncing.lock();
+        file.await_underway();
         let _alone = file.gate.alone();
         let size_bytes = store.size_bytes().map_err(failed("asking for the size of a file"))?;
         file.check_size(size_bytes)?;

@@ -50,6 +50,10 @@ fn cache() -> Cache {
 }
 
 fn cache_of(limit_bytes: u64) -> Cache {
+    cache_with(limit_bytes, Writeback::default())
+}
+
+fn cache_with(limit_bytes: u64, writeback: Writeback) -> Cache {
     static CACHES: OnceLock<&'static Caches> = OnceLock::new();
     let caches = CACHES.get_or_init(|| {
         let layout = Layout { use_huge: false, ..Layout::for_test() };
@@ -57,7 +61,8 @@ fn cache_of(limit_bytes: u64) -> Cache {
         arena::place(Caches::new(arena).unwrap()).unwrap()
     });
     let page = PageSize::new(PAGE).unwrap();
-    caches.make(Settings { page, policy: Box::new(Either), ..Settings::new("model", limit_bytes) }).unwrap()
+    let settings = Settings::new("model", limit_bytes);
+    caches.make(Settings { page, policy: Box::new(Either), writeback, ..settings }).unwrap()
 }
 
 /// A file, and the byte that all of its pages are written with.
@@ -292,6 +297,8 @@ const HOLD: usize = 3;
 const RESHAPE: usize = 4;
 const REMOVE: usize = 5;
 const DISTURB: usize = 6;
+/// What the background does.
+const FLUSH: usize = 7;
 
 #[test]
 fn readers_beside_one_who_truncates_splits_and_collapses() {
@@ -462,6 +469,7 @@ impl Model {
             WRITE => self.file.write_at(&[self.byte; SAMPLE], at),
             PIN => self.file.pin_present(at).map(|_| 0),
             HOLD => self.file.sync().map(|()| 0),
+            FLUSH => Ok(self.file.0.cache.flush().0 as usize),
             _ => match one_of(4) {
                 0 => self.file.truncate(at).map(|()| 0),
                 1 => self.file.collapse(at).map(|_| 0),
@@ -492,6 +500,45 @@ fn folios_that_make_room_beside_such_as_leave() {
         });
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         models.iter().for_each(|model| model.file.sync().unwrap());
+        cache.0.evict_after_ns.store(0, Relaxed);
+        assert!(!cache.0.evict_some(u64::MAX), "all of it is no more than there is");
+        assert_eq!((cache.charged_bytes(), cache.0.order.pages()), (0, [0, 0]));
+    });
+}
+
+/// Writers, who have to write back themselves in so little room, the background, syncs, truncations, folios that are made huge and
+/// that make room: in the end nothing is dirty that a sync has seen, and what is counted is what there is.
+#[test]
+fn writing_back_beside_writers_truncations_and_such_as_make_room() {
+    const THREADS: [&[usize]; 3] =
+        [&[WRITE, WRITE, READ, WRITE], &[FLUSH, HOLD, FLUSH, WRITE], &[DISTURB, WRITE, DISTURB]];
+    run_in_many_orders(1, || {
+        let writeback = Writeback { age: std::time::Duration::ZERO, ..Writeback::default() };
+        let cache = cache_with(3 * PAGE as u64, writeback);
+        let open = |byte| Model { file: cache.open(Arc::new(Same(byte))).unwrap(), ..Model::new(&cache, byte, PAGES) };
+        let models: Arc<[Model; 2]> = Arc::new([1, 2].map(open));
+        let threads = THREADS.map(|acts| {
+            let models = models.clone();
+            shuttle::thread::spawn(move || acts.iter().for_each(|act| models[one_of(2)].act_in_little_room(*act)))
+        });
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        for model in models.iter() {
+            let dirty = |file: &Mapping| {
+                let (mut at, mut bytes) = (0, 0);
+                while let Some(found) = { file.0.tree.next(at, PAGES, &crate::xarray::pin()) } {
+                    let is_dirty = file.0.pool().word(found.value as u32).load().is_dirty();
+                    let is_marked = file.0.tree.get_mark(found.first, dirty::DIRTY, &crate::xarray::pin());
+                    assert!(is_marked || !is_dirty, "nobody would find it");
+                    bytes += if is_dirty { (PAGE as u64) << found.order } else { 0 };
+                    at = found.last() + 1;
+                }
+                bytes
+            };
+            assert_eq!(model.file.dirty_bytes(), dirty(&model.file));
+            model.file.sync().unwrap();
+            assert_eq!((model.file.dirty_bytes(), dirty(&model.file)), (0, 0));
+        }
+        assert_eq!(cache.dirty_bytes(), 0);
         cache.0.evict_after_ns.store(0, Relaxed);
         assert!(!cache.0.evict_some(u64::MAX), "all of it is no more than there is");
         assert_eq!((cache.charged_bytes(), cache.0.order.pages()), (0, [0, 0]));

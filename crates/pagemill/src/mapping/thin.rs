@@ -94,14 +94,14 @@ impl File {
             let number = hit.value() as u32;
             let Ok(state) = self.pool().word(number).hold() else { return false };
             if !hit.is_still() || state.order() > 0 {
-                self.end_hold_unchanged(number);
+                self.end_hold(number);
                 return false;
             }
             number
         };
         // Nobody writes to it, and who wants to write makes a new page once this is out.
         if !self.pool().is_page_zero(number) {
-            self.end_hold_unchanged(number);
+            self.end_hold(number);
             return false;
         }
         let mut writer = self.tree.lock();
@@ -111,13 +111,9 @@ impl File {
         if is_out {
             self.cache.give(number, 0);
         } else {
-            self.end_hold_unchanged(number);
+            self.end_hold(number);
         }
         is_out
-    }
-
-    fn end_hold_unchanged(&self, number: u32) {
-        self.note_revived(number, self.pool().word(number).end_hold(false));
     }
 }
 

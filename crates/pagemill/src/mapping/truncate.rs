@@ -104,8 +104,8 @@ impl File {
                 Some(place) => {
                     let begin = self.offset_of(place.first);
                     let end = to.min(begin + self.cache.folio_bytes(place.order));
+                    self.make_dirty(&place);
                     self.pool().zero(place.number, (at - begin) as usize, (end - at) as usize);
-                    self.pool().word(place.number).set_dirty();
                     self.note_zeroed(&place);
                     self.cache.unpin(place.number);
                     end

@@ -5,6 +5,7 @@
 
 use super::File;
 use super::cache::{Cache, Caches, Inner};
+use super::dirty::Dirty;
 use crate::folio::Pool;
 use crate::folio::word::Kind;
 use crate::stats::Counter;
@@ -48,6 +49,8 @@ pub struct Usage {
     /// What counts against the limit: folios of files.
     pub charged: u64,
     pub limit: u64,
+    /// In folios of files with a store that were written to since they were written back last.
+    pub dirty: u64,
     /// Not all was looked at, for lack of time: more may be locked, and in the index.
     pub is_partial: bool,
 }
@@ -99,6 +102,7 @@ impl Inner {
             name: self.name.clone(),
             charged: self.charged_bytes.load(Relaxed),
             limit: self.limit_bytes,
+            dirty: self.dirty_bytes(),
             ..Usage::of_pool(self.caches, pool, self.number as usize)
         };
         let (nodes, are_all_known) = self.node_bytes(most_ns);
@@ -143,9 +147,10 @@ impl Inner {
     fn files_bytes(&self) -> u64 {
         // An `Arc` counts its holders in two words.
         let each = size_of::<File>() + 2 * size_of::<usize>();
+        let dirty = self.stored_files.load(Relaxed) as usize * size_of::<Dirty>();
         let bytes = self.files.with(|files| {
             let list = files.by_id.capacity() * size_of::<Weak<File>>() + files.free.capacity() * size_of::<u32>();
-            list + (files.by_id.len() - files.free.len()) * each
+            list + dirty + (files.by_id.len() - files.free.len()) * each
         });
         bytes as u64
     }

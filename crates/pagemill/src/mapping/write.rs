@@ -50,22 +50,47 @@ impl File {
     /// Writes into one folio. Returns how many bytes.
     #[inline]
     fn write_piece(&self, from: &[u8], offset: u64) -> Result<usize> {
+        match self.try_write_piece(from, offset, false)? {
+            Some(len) => Ok(len),
+            None => self.write_piece_later(from, offset),
+        }
+    }
+
+    /// What comes next makes a folio dirty: there may be too many.
+    #[cold]
+    fn write_piece_later(&self, from: &[u8], offset: u64) -> Result<usize> {
+        self.throttle()?;
+        Ok(self.try_write_piece(from, offset, true)?.unwrap_or_default())
+    }
+
+    /// As [`File::write_piece`]; `None` if it would make a folio dirty and has to wait before, which it does not if it `has_waited`.
+    #[inline]
+    fn try_write_piece(&self, from: &[u8], offset: u64, has_waited: bool) -> Result<Option<usize>> {
         let _inside = self.gate.beside();
         let index = self.index_of(offset);
         loop {
             if let Some(place) = self.pin_page(index)? {
+                if !self.pool().word(place.number).load().is_dirty() {
+                    if !has_waited && self.must_wait(self.cache.folio_bytes(place.order)) {
+                        self.cache.unpin(place.number);
+                        return Ok(None);
+                    }
+                    self.make_dirty(&place);
+                }
                 let at = (offset - self.offset_of(place.first)) as usize;
                 let len = from.len().min(self.cache.folio_bytes(place.order) as usize - at);
                 self.pool().copy_in(place.number, at, &from[..len]);
-                self.pool().word(place.number).set_dirty();
                 // Before the pin ends: who writes the folio back then has to know how much of it counts.
                 self.grow(offset + len as u64);
                 self.cache.unpin(place.number);
                 self.go_on_with_streak(offset, offset + len as u64);
-                return Ok(len);
+                return Ok(Some(len));
+            }
+            if !has_waited && self.must_wait(self.page_bytes() as u64) {
+                return Ok(None);
             }
             if let Some(len) = self.write_new(from, offset)? {
-                return Ok(len);
+                return Ok(Some(len));
             }
         }
     }

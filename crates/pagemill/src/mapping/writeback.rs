@@ -1,171 +1,411 @@
-//! Folios written back together: kept still one after the other, written at once, small ones that follow each other as one.
+//! Writing dirty folios back: a walk over those of one file, in its order, with many transfers under way.
+//!
+//! ```text
+//!   Pass    one walk: what is under way, what came of it        the walk fills it up as transfers end
+//!     Run     folios that follow each other, kept still           written as one, by a copy if they lie apart in memory
+//! ```
+//!
+//! A run belongs to whoever has it: the walk, then the store, whose thread lets its folios go on. So a walk may leave a store behind
+//! that does not go on, and whoever writes to one of its folios waits for that one run, not for all.
 #![allow(unsafe_code)] // lends the bytes of folios that it keeps still
 
 use super::File;
-use super::sync::{Still, failed};
-use crate::error::Result;
+use super::dirty::DIRTY;
+use super::sync::failed;
+use crate::error::{Error, Result};
 use crate::folio::word::State;
-use crate::store::{Aligned, Direction, Finish, Gather, Store, Transfer};
+use crate::stats::{self, Counter};
+use crate::store::{Aligned, Buffer, Direction, Finish, Store, Transfer};
 use crate::sync::Relaxed;
 use crate::units::BLOCK_BYTES;
+use crate::xarray as epoch;
 use std::io;
 use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering::AcqRel, Ordering::SeqCst};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
-/// As many transfers keep a device busy. Of a store that only blocks each goes by itself.
-const MOST_FOLIOS: usize = 64;
+/// As much is under way at a time: it keeps a device busy. A large folio goes in any case.
+const MOST_RUNS: usize = 128;
 const MOST_BYTES: u64 = 4 * BLOCK_BYTES as u64;
 
-/// Small folios that follow each other are copied, and written as one, up to so many bytes: a device does few large transfers for
+/// Runs are started together: handing them over one by one costs most, all at once leaves the device idle before.
+const STARTED_TOGETHER: usize = 32;
+
+/// Small folios that follow each other are written as one, up to so many bytes: a device does few large transfers for
 /// the price of many small ones.
 const MERGED_BYTES: u64 = BLOCK_BYTES as u64 / 2;
 
-/// Nobody gives up: what a store has been lent is lent until it says so.
+/// What a store has been lent is lent until it says so: it is only looked after.
 const LOOK: Duration = Duration::from_secs(60);
 
 const DOING: &str = "writing a file back";
 
-/// A folio of the batch, and which bytes of the file it has.
-struct Part<'file> {
-    still: Still<'file>,
+/// Why a file is written back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Why {
+    /// It has been dirty for long.
+    Age,
+    /// Too much of the cache is dirty.
+    Share,
+    /// Somebody asked for it.
+    Sync,
+    /// All pages are dirty, and somebody needs one.
+    Room,
+}
+
+impl Why {
+    fn counter(self) -> Counter {
+        match self {
+            Self::Age => Counter::CacheWrittenForAge,
+            Self::Share => Counter::CacheWrittenForShare,
+            Self::Sync => Counter::CacheWrittenForSync,
+            Self::Room => Counter::CacheWrittenForRoom,
+        }
+    }
+}
+
+/// How far a walk goes, and how long it waits.
+#[derive(Clone)]
+pub(super) struct Walk {
+    pub why: Why,
+    pub pages: Range<u64>,
+    /// It ends once so much was found.
+    pub most_bytes: u64,
+    /// Who is in the way, or a store that does not go on, is waited for for so long. `None`: a second, and as long as it takes.
+    pub patience: Option<Duration>,
+}
+
+/// What came of a walk.
+#[derive(Debug, Default)]
+pub(super) struct Walked {
+    pub written_bytes: u64,
+    /// Nothing that was dirty when the walk came by had to stay so.
+    pub is_clean: bool,
+    /// Where the next one goes on; `None` at the end.
+    pub next: Option<u64>,
+    /// What the store said first: what failed stays dirty, the others were written all the same.
+    pub failure: Option<Error>,
+}
+
+/// A folio of a run.
+struct Part {
+    number: u32,
+    order: u8,
+}
+
+/// One walk over a file.
+struct Pass {
+    file: Arc<File>,
+    why: Why,
+    state: Mutex<Progress>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Progress {
+    runs: usize,
+    bytes: u64,
+    /// Whoever waits wants to know when no more than this is under way.
+    awaited: (usize, u64),
+    ended: u64,
+    written_bytes: u64,
+    must_stay: bool,
+    failure: Option<io::Error>,
+}
+
+impl Progress {
+    fn is_below(&self, most: (usize, u64)) -> bool {
+        self.runs <= most.0 && self.bytes <= most.1
+    }
+}
+
+impl Pass {
+    /// Held for some instructions, in which nobody else is called.
+    fn state(&self) -> MutexGuard<'_, Progress> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn begin(&self, bytes: u64) {
+        self.file.note_underway();
+        stats::add(Counter::CacheWriteback, bytes);
+        let mut state = self.state();
+        state.runs += 1;
+        state.bytes += bytes;
+    }
+
+    fn end(&self, bytes: u64, result: io::Result<bool>) {
+        stats::sub(Counter::CacheWriteback, bytes);
+        if result.is_ok() {
+            stats::add(self.why.counter(), bytes);
+        }
+        let mut state = self.state();
+        state.runs -= 1;
+        state.bytes -= bytes;
+        state.ended += 1;
+        match result {
+            Ok(is_clean) => {
+                state.written_bytes += bytes;
+                state.must_stay |= !is_clean;
+            }
+            Err(error) => _ = state.failure.get_or_insert(error),
+        }
+        let is_awaited = state.is_below(state.awaited);
+        drop(state);
+        self.file.note_run_ended();
+        if is_awaited {
+            self.changed.notify_all();
+        }
+    }
+
+    /// Waits until no more than `most` is under way. Returns whether it is; not where for all of `patience` nothing has ended.
+    fn wait(&self, most: (usize, u64), patience: Option<Duration>) -> bool {
+        let (mut seen, mut since) = (u64::MAX, Instant::now());
+        let mut state = self.state();
+        state.awaited = most;
+        while !state.is_below(most) {
+            if state.ended != seen {
+                (seen, since) = (state.ended, Instant::now());
+            }
+            let rest = patience.map_or(LOOK, |patience| patience.saturating_sub(since.elapsed()));
+            if rest.is_zero() {
+                return false;
+            }
+            state = self.changed.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+}
+
+/// Folios that follow each other in a file, and are written as one.
+///
+/// # Invariants
+///
+/// 1. Its folios are kept still until it is settled, so nobody writes to their bytes.
+/// 2. `copy`, if there is one, is never changed.
+struct Run {
+    pass: Arc<Pass>,
+    first: Part,
+    others: Vec<Part>,
+    /// Where it lies in the file.
     bytes: Range<u64>,
+    /// Its folios lie in memory as they do in the file.
+    is_in_a_row: bool,
+    copy: Option<Aligned>,
+    /// What had been cut off the store before.
+    cut: u32,
+    is_settled: AtomicBool,
 }
 
-/// Folios of one file, in its order.
-pub(super) struct Batch<'file> {
-    file: &'file File,
-    store: &'file dyn Store,
-    parts: Vec<Part<'file>>,
-    len_bytes: u64,
-}
+impl Run {
+    fn len_bytes(&self) -> u64 {
+        self.bytes.end - self.bytes.start
+    }
 
-/// Waits for what was started, whatever happens: until then a store may read the folios.
-struct Started(Arc<Gather>);
+    fn parts(&self) -> impl Iterator<Item = &Part> + Clone {
+        std::iter::once(&self.first).chain(&self.others)
+    }
 
-impl Started {
-    fn results(&self) -> Vec<io::Result<()>> {
-        loop {
-            if let Some(results) = self.0.wait(LOOK) {
-                return results;
-            }
+    /// Index, number and order of each folio.
+    fn folios(&self) -> impl Iterator<Item = (u64, u32, u8)> + Clone {
+        let first = self.pass.file.index_of(self.bytes.start);
+        self.parts().scan(first, |index, part| {
+            let at = *index;
+            *index += 1 << part.order;
+            Some((at, part.number, part.order))
+        })
+    }
+
+    /// Takes a folio in that follows the others; says whether it did.
+    fn join(&mut self, part: &Part, bytes: &Range<u64>) -> bool {
+        let fits = self.bytes.end == bytes.start && bytes.end - self.bytes.start <= MERGED_BYTES;
+        if fits {
+            let pool = self.pass.file.pool();
+            let end = pool.addr(self.first.number) + self.len_bytes() as usize;
+            self.is_in_a_row &= end == pool.addr(part.number);
+            self.others.push(Part { ..*part });
+            self.bytes.end = bytes.end;
         }
-    }
-}
-
-impl Drop for Started {
-    fn drop(&mut self) {
-        self.results();
-    }
-}
-
-impl<'file> Batch<'file> {
-    pub fn new(file: &'file File, store: &'file dyn Store) -> Self {
-        Self { file, store, parts: Vec::new(), len_bytes: 0 }
+        fits
     }
 
-    pub fn is_full(&self) -> bool {
-        // Who writes to one of them waits for all: not for one after the other.
-        !self.store.is_asynchronous() || self.parts.len() >= MOST_FOLIOS || self.len_bytes >= MOST_BYTES
-    }
-
-    /// Adds a folio that the caller keeps still, behind the others in the file.
-    pub fn push(&mut self, number: u32, state: State) {
-        let offset = self.file.offset_of(self.file.pool.owner(number).index);
-        let len_bytes = self.file.cache.folio_bytes(state.order());
-        self.parts.push(Part { still: Still { file: self.file, number }, bytes: offset..offset + len_bytes });
-        self.len_bytes += len_bytes;
-    }
-
-    /// Writes them, and lets them go on. Returns whether all are clean; those that are not stay dirty.
-    pub fn write(&mut self) -> Result<bool> {
-        self.len_bytes = 0;
-        let mut parts = std::mem::take(&mut self.parts);
-        let cut = self.file.cut.load(Relaxed);
-        let size_bytes = self.file.size_bytes();
-        // What is behind the end is about to go.
-        parts.retain_mut(|part| {
-            part.bytes.end = part.bytes.end.min(size_bytes);
-            !part.bytes.is_empty()
-        });
-        let runs = self.runs(&parts);
-        let results = self.transfer(&parts, &runs);
-        let (mut is_clean, mut failure, mut parts) = (true, Ok(()), parts.into_iter());
-        for (run, result) in runs.iter().zip(results) {
-            for part in parts.by_ref().take(run.len()) {
-                if result.is_ok() {
-                    is_clean &= self.file.note_written(part.still, part.bytes.end, cut);
-                }
-            }
-            if failure.is_ok() {
-                failure = result;
-            }
+    /// Copies what lies apart.
+    fn gather(&mut self) {
+        if self.is_in_a_row {
+            return;
         }
-        failure.map_err(failed(DOING))?;
-        Ok(is_clean)
+        let file = &self.pass.file;
+        let mut copy = Aligned::new(self.len_bytes() as usize, file.page_bytes());
+        let mut rest = &mut copy[..];
+        for part in self.parts() {
+            let len = rest.len().min(file.cache.folio_bytes(part.order) as usize);
+            let (here, behind) = rest.split_at_mut(len);
+            file.pool().with_still_bytes(part.number, len, |bytes| here.copy_from_slice(bytes));
+            rest = behind;
+        }
+        self.copy = Some(copy);
     }
 
-    /// Which of them are written as one.
-    fn runs(&self, parts: &[Part<'_>]) -> Vec<Range<usize>> {
-        let mut runs: Vec<Range<usize>> = Vec::new();
-        for (at, part) in parts.iter().enumerate() {
-            match runs.last_mut() {
-                Some(run)
-                    if parts[at - 1].bytes.end == part.bytes.start
-                        && part.bytes.end - parts[run.start].bytes.start <= MERGED_BYTES =>
-                {
-                    run.end = at + 1;
-                }
-                _ => runs.push(at..at + 1),
-            }
-        }
-        runs
-    }
-
-    /// Does the transfers of all runs; returns how each ended.
-    fn transfer(&self, parts: &[Part<'_>], runs: &[Range<usize>]) -> Vec<io::Result<()>> {
-        let pool = self.file.pool;
-        if runs.is_empty() {
-            return Vec::new();
-        }
-        if let ([part], [_]) = (parts, runs) {
-            // Nothing goes beside it.
-            let len = (part.bytes.end - part.bytes.start) as usize;
-            let write = |bytes: &[u8]| self.store.write(part.bytes.start, bytes);
-            return vec![pool.with_still_bytes(part.still.number, len, write)];
-        }
-        let gather = Gather::new(runs.len());
-        let begin = |(token, run): (usize, &Range<usize>)| {
-            let (first, last) = (&parts[run.start], &parts[run.end - 1]);
-            let (offset, len) = (first.bytes.start, (last.bytes.end - first.bytes.start) as usize);
-            let (to, token) = (gather.clone(), token as u64);
-            if run.len() > 1 {
-                return Transfer::write(offset, self.merged(&parts[run.clone()], len), move |result, _| {
-                    to.finish(token, result);
-                });
-            }
-            // SAFETY: the folio's bytes, which lie at no address 0.
-            let addr = unsafe { NonNull::new_unchecked(pool.addr(first.still.number) as *mut u8) };
-            // SAFETY: kept still, so nobody writes to them, by `parts`, which the caller keeps until all ends were told.
-            unsafe { Transfer::new(Direction::Write, offset, addr, len, to, token) }
+    fn into_transfer(mut self) -> Transfer {
+        self.gather();
+        let (offset, len) = (self.bytes.start, self.len_bytes() as usize);
+        let addr = match &self.copy {
+            Some(copy) => copy.addr(),
+            // SAFETY: the first folio's bytes, which lie at no address 0.
+            None => unsafe { NonNull::new_unchecked(self.pass.file.pool().addr(self.first.number) as *mut u8) },
         };
-        let transfers = runs.iter().enumerate().map(begin).collect();
-        let started = Started(gather.clone());
-        self.store.start(transfers);
-        started.results()
+        self.pass.begin(len as u64);
+        // SAFETY: a copy of its own, or folios that lie there in a row; nobody writes to either (invariants), as it is settled
+        // when its end is told at the earliest, and goes no sooner: the transfer has it.
+        unsafe { Transfer::new(Direction::Write, offset, addr, len, Arc::new(self), 0) }
     }
 
-    /// A copy of what follows each other.
-    fn merged(&self, parts: &[Part<'_>], len_bytes: usize) -> Aligned {
-        let mut merged = Aligned::new(len_bytes, self.file.page_bytes());
-        let mut at = 0;
-        for part in parts {
-            let len = (part.bytes.end - part.bytes.start) as usize;
-            let copy = |bytes: &[u8]| merged[at..at + len].copy_from_slice(bytes);
-            self.file.pool.with_still_bytes(part.still.number, len, copy);
-            at += len;
+    /// Lets its folios go on; returns whether they are clean.
+    fn settle(&self, is_written: bool) -> bool {
+        let file = &self.pass.file;
+        if is_written {
+            return file.note_written(self.folios(), self.bytes.end, self.cut);
         }
-        merged
+        self.parts().for_each(|part| file.thaw(part.number));
+        false
+    }
+}
+
+impl Finish for Run {
+    fn finish(&self, _token: u64, result: io::Result<()>) {
+        if !self.is_settled.swap(true, AcqRel) {
+            let is_clean = self.settle(result.is_ok());
+            self.pass.end(self.len_bytes(), result.map(|()| is_clean));
+        }
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        if !self.is_settled.swap(true, AcqRel) {
+            self.settle(false);
+        }
+    }
+}
+
+/// Runs that a walk has, and the store has not.
+struct Ready<'store> {
+    pass: Arc<Pass>,
+    store: &'store dyn Store,
+    runs: Vec<Run>,
+    bytes: u64,
+}
+
+impl Ready<'_> {
+    /// Adds a folio that is kept still, behind the others in the file.
+    fn push(&mut self, index: u64, number: u32, state: State, size_bytes: u64) -> u64 {
+        let file = &self.pass.file;
+        let (part, begin) = (Part { number, order: state.order() }, file.offset_of(index));
+        let bytes = begin..(begin + file.cache.folio_bytes(part.order)).min(size_bytes);
+        if bytes.is_empty() {
+            // What is behind the end is about to go.
+            file.thaw(number);
+            return 0;
+        }
+        let len_bytes = bytes.end - bytes.start;
+        self.bytes += len_bytes;
+        if !self.runs.last_mut().is_some_and(|run| run.join(&part, &bytes)) {
+            let (pass, cut) = (self.pass.clone(), file.cut.load(Relaxed));
+            let is_settled = AtomicBool::new(false);
+            let run =
+                Run { pass, first: part, others: Vec::new(), bytes, is_in_a_row: true, copy: None, cut, is_settled };
+            self.runs.push(run);
+        }
+        len_bytes
+    }
+
+    /// The last one may still grow.
+    fn is_full(&self) -> bool {
+        let most = if self.store.is_asynchronous() { STARTED_TOGETHER } else { 1 };
+        self.runs.len() > most || self.bytes >= 2 * MERGED_BYTES
+    }
+
+    fn start(&mut self) {
+        self.bytes = 0;
+        if !self.runs.is_empty() {
+            self.store.start(self.runs.drain(..).map(Run::into_transfer).collect());
+        }
+    }
+}
+
+impl File {
+    /// Writes dirty folios back, each once. The caller has the file's token; nothing else of the file is under way.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Busy`] where somebody is in the way for too long, and where the store does not go on.
+    pub(super) fn walk(self: &Arc<Self>, store: &dyn Store, walk: &Walk) -> Result<Walked> {
+        let (state, changed) = (Mutex::new(Progress::default()), Condvar::new());
+        let pass = Arc::new(Pass { file: self.clone(), why: walk.why, state, changed });
+        let mut ready = Ready { pass: pass.clone(), store, runs: Vec::new(), bytes: 0 };
+        let found = self.find_and_start(&mut ready, walk);
+        ready.start();
+        let is_over = pass.wait((0, 0), walk.patience);
+        let mut state = pass.state();
+        let (next, is_clean) = found?;
+        if !is_over {
+            return Err(Error::Busy { what: "the store does not go on with what it was given" });
+        }
+        let failure = state.failure.take().map(failed(DOING));
+        Ok(Walked { written_bytes: state.written_bytes, is_clean: is_clean && !state.must_stay, next, failure })
+    }
+
+    /// Returns where it left off, and whether nothing had to be passed by.
+    fn find_and_start(self: &Arc<Self>, ready: &mut Ready<'_>, walk: &Walk) -> Result<(Option<u64>, bool)> {
+        let (mut at, mut found_bytes, mut is_clean) = (walk.pages.start, 0, true);
+        while at < walk.pages.end
+            && !self.is_closed.load(Relaxed)
+            && let Some(found) = { self.tree.next_marked(at, walk.pages.end - 1, DIRTY, &epoch::pin()) }
+        {
+            if found_bytes >= walk.most_bytes {
+                return Ok((Some(found.first), is_clean));
+            }
+            // It may be split meanwhile: the next look begins where this folio ended.
+            let (end, dirty) = match self.try_freeze_dirty(found.first) {
+                Some(frozen) => frozen,
+                None => {
+                    // Who has it may wait for one of those that were found.
+                    ready.start();
+                    match walk.patience {
+                        None => self.freeze_dirty(found.first)?,
+                        Some(_) => {
+                            is_clean = false;
+                            (found.last() + 1, None)
+                        }
+                    }
+                }
+            };
+            if let Some((index, number, state)) = dirty {
+                found_bytes += ready.push(index, number, state, self.size_bytes());
+            }
+            at = end;
+            if ready.is_full() {
+                ready.start();
+                let pass = &ready.pass;
+                let most = (MOST_RUNS - STARTED_TOGETHER, MOST_BYTES - 2 * MERGED_BYTES);
+                if !pass.wait(most, walk.patience) {
+                    return Ok((Some(at), false));
+                }
+                if pass.state().failure.as_ref().is_some_and(|error| error.kind() == io::ErrorKind::TimedOut) {
+                    // What takes so long for each is not waited for once more for each of the others.
+                    return Ok((Some(at), false));
+                }
+            }
+        }
+        Ok((None, is_clean))
+    }
+
+    fn note_underway(&self) {
+        self.dirty.iter().for_each(|dirty| _ = dirty.underway.fetch_add(1, SeqCst));
+    }
+
+    fn note_run_ended(&self) {
+        self.dirty.iter().for_each(|dirty| _ = dirty.underway.fetch_sub(1, SeqCst));
     }
 }

@@ -14,7 +14,19 @@ impl Mapping {
         let file = &*self.0;
         file.check(offset, len_bytes)?;
         file.check_writable()?;
-        let _alone = file.gate.alone();
-        file.zero_present(offset, (offset + len_bytes).min(file.size_bytes()))
+        let end = (offset + len_bytes).min(file.size_bytes());
+        // In steps between which there is room for others, and to wait where too much is dirty.
+        let step = if file.store.is_some() { file.pool().chunk_bytes() as u64 } else { u64::MAX };
+        let mut at = offset;
+        while at < end {
+            let to = end.min(at.saturating_add(step));
+            if file.must_wait(to - at) {
+                file.throttle()?;
+            }
+            let _alone = file.gate.alone();
+            file.zero_present(at, to.min(file.size_bytes()))?;
+            at = to;
+        }
+        Ok(())
     }
 }

@@ -39,6 +39,20 @@ impl<N: Nodes> Writer<'_, N> {
         true
     }
 
+    /// As [`Writer::set_mark`], if the entry has that value: says whether it does.
+    pub fn set_mark_of(&mut self, index: u64, value: u64, mark: Mark) -> bool {
+        self.has(index, value) && self.set_mark(index, mark)
+    }
+
+    /// As [`Writer::clear_mark`], if the entry has that value: says whether it does.
+    pub fn clear_mark_of(&mut self, index: u64, value: u64, mark: Mark) -> bool {
+        self.has(index, value) && self.clear_mark(index, mark)
+    }
+
+    fn has(&self, index: u64, value: u64) -> bool {
+        self.get(index).is_some_and(|found| found.value == value)
+    }
+
     /// Whether the entry that covers the index has the mark.
     pub fn get_mark(&self, index: u64, mark: Mark) -> bool {
         let marks = |place: super::store::Place| match place.node {
