@@ -1,12 +1,15 @@
 //! Lists of free pages by order, and their halves: the buddy system of one pool.
 //!
 //! A free run of pages is known by its first frame: the word says that it is free, of which order, and whether its bytes
-//! are zero; the owner word holds the neighbours in the list. All else says *Tail*. Guarded by the pool's `books`.
+//! are zero; the owner word holds the neighbours in the list. All else says *Tail*. Whole chunks that are lent ([`super::leases`]) have
+//! a list of their own. Guarded by the pool's `books`.
 
+use super::leases::Leases;
 use super::pool::Frame;
 use super::word::Kind;
 use crate::arena::Table;
 use crate::sync::Relaxed;
+use std::ops::Range;
 
 /// Orders that a run can have: up to 512 pages of 4 KiB in a block.
 pub(super) const ORDERS: usize = 10;
@@ -14,21 +17,31 @@ pub(super) const ORDERS: usize = 10;
 /// No frame: the end of a list.
 const NONE: u32 = u32::MAX;
 
+/// The list of whole chunks that are lent: the first to be used, and none of them goes.
+const LENT: usize = ORDERS;
+
 /// The lists.
 pub(super) struct Buddies {
-    first: [u32; ORDERS],
-    /// Of whole chunks.
+    first: [u32; ORDERS + 1],
+    /// Of whole chunks, lent or not.
     pub whole_count: u32,
     max_order: u8,
+    pub leases: Leases,
 }
 
 impl Buddies {
-    pub const fn new(max_order: u8) -> Self {
-        Self { first: [NONE; ORDERS], whole_count: 0, max_order }
+    pub const fn new(max_order: u8, leases: Leases) -> Self {
+        Self { first: [NONE; ORDERS + 1], whole_count: 0, max_order, leases }
+    }
+
+    fn list_of(&self, number: u32, order: u8) -> usize {
+        let is_lent = order == self.max_order && self.leases.is_lent(number >> self.max_order);
+        if is_lent { LENT } else { usize::from(order) }
     }
 
     fn put(&mut self, frames: &Table<Frame>, number: u32, order: u8, is_zero: bool) {
-        let next = self.first[usize::from(order)];
+        let list = self.list_of(number, order);
+        let next = self.first[list];
         let frame = frames.get(number as usize);
         frame.word.release(order, is_zero);
         frame.link(NONE, next);
@@ -36,14 +49,18 @@ impl Buddies {
             let after = frames.get(next as usize);
             after.link(number, after.links().1);
         }
-        self.first[usize::from(order)] = number;
+        self.first[list] = number;
         self.whole_count += u32::from(order == self.max_order);
     }
 
     fn unlink(&mut self, frames: &Table<Frame>, number: u32, order: u8) {
+        self.unlink_from(frames, number, order, self.list_of(number, order));
+    }
+
+    fn unlink_from(&mut self, frames: &Table<Frame>, number: u32, order: u8, list: usize) {
         let (before, after) = frames.get(number as usize).links();
         if before == NONE {
-            self.first[usize::from(order)] = after;
+            self.first[list] = after;
         } else {
             let frame = frames.get(before as usize);
             frame.link(frame.links().0, after);
@@ -57,8 +74,8 @@ impl Buddies {
 
     /// Takes a run of `order` out, splitting a larger one if it must: the smallest that serves. Says whether it reads zero.
     pub fn take(&mut self, frames: &Table<Frame>, order: u8) -> Option<(u32, bool)> {
-        let found = (order..=self.max_order).find(|order| self.first[usize::from(*order)] != NONE)?;
-        let number = self.first[usize::from(found)];
+        let found = (order..=self.max_order).find(|order| self.first_of(*order) != NONE)?;
+        let number = self.first_of(found);
         let is_zero = frames.get(number as usize).word.load().is_zero();
         self.unlink(frames, number, found);
         for half in (order..found).rev() {
@@ -86,7 +103,45 @@ impl Buddies {
         self.put(frames, number, order, is_zero);
     }
 
-    /// Takes one whole chunk out that nobody uses.
+    fn first_of(&self, order: u8) -> u32 {
+        let lent = self.first[LENT];
+        if order == self.max_order && lent != NONE { lent } else { self.first[usize::from(order)] }
+    }
+
+    /// Whether a whole chunk is free, and lent.
+    pub fn has_lent(&self) -> bool {
+        self.first[LENT] != NONE
+    }
+
+    /// Lends the run of chunks with memory around one to one more ring: none of it goes until it has ended that.
+    pub fn lend(&mut self, frames: &Table<Frame>, chunk: u32) -> Option<Range<u32>> {
+        let (run, is_new) = self.leases.lend(chunk)?;
+        if is_new {
+            self.move_whole(frames, run.clone(), usize::from(self.max_order));
+        }
+        Some(run)
+    }
+
+    /// A ring has no use any more for the run that begins at a chunk.
+    pub fn end_lease(&mut self, frames: &Table<Frame>, first: u32) {
+        if let Some(run) = self.leases.end(first) {
+            self.move_whole(frames, run, LENT);
+        }
+    }
+
+    /// Puts whole chunks that are free into the list that is theirs now.
+    fn move_whole(&mut self, frames: &Table<Frame>, run: Range<u32>, from: usize) {
+        for chunk in run {
+            let number = chunk << self.max_order;
+            let state = frames.get(number as usize).word.load();
+            if state.kind() == Kind::Free && state.order() == self.max_order {
+                self.unlink_from(frames, number, self.max_order, from);
+                self.put(frames, number, self.max_order, state.is_zero());
+            }
+        }
+    }
+
+    /// Takes one whole chunk out that nobody uses, and that is not lent.
     pub fn take_whole(&mut self, frames: &Table<Frame>) -> Option<u32> {
         let number = self.first[usize::from(self.max_order)];
         (number != NONE).then(|| {
@@ -111,6 +166,7 @@ impl Frame {
 #[cfg(all(test, not(shuttle)))]
 mod tests {
     use super::*;
+    use crate::units::BLOCK_BYTES;
     use proptest::prelude::*;
 
     const MAX_ORDER: u8 = 5;
@@ -120,6 +176,39 @@ mod tests {
         Table::new_open((CHUNKS << MAX_ORDER) as usize).unwrap()
     }
 
+    fn leases() -> Leases {
+        let leases = Leases::new(CHUNKS as usize, BLOCK_BYTES).unwrap();
+        (0..CHUNKS).for_each(|chunk| {
+            leases.open(chunk).unwrap();
+            leases.note_filled(chunk, true);
+        });
+        leases
+    }
+
+    /// Of whole chunks that are lent none goes, and they are used first; when that has ended they are as any other. Those that come free
+    /// meanwhile are lent, too.
+    #[test]
+    fn what_is_lent_stays() {
+        let frames = frames();
+        let mut buddies = Buddies::new(MAX_ORDER, leases());
+        buddies.leases.note_filled(1, false);
+        [0, 2].into_iter().for_each(|chunk| buddies.give(&frames, chunk << MAX_ORDER, MAX_ORDER, true));
+        assert_eq!(buddies.lend(&frames, 0), Some(0..1));
+        assert!(buddies.has_lent());
+        let (page, _) = buddies.take(&frames, 0).unwrap();
+        assert!(page < 1 << MAX_ORDER && !buddies.has_lent());
+        assert_eq!(buddies.take_whole(&frames), Some(2 << MAX_ORDER));
+        assert_eq!((buddies.lend(&frames, 0), buddies.take_whole(&frames)), (Some(0..1), None));
+        buddies.give(&frames, page, 0, false);
+        assert!(buddies.has_lent() && buddies.whole_count == 1);
+        buddies.end_lease(&frames, 0);
+        assert_eq!(buddies.take_whole(&frames), None);
+        buddies.end_lease(&frames, 0);
+        assert!(!buddies.has_lent());
+        assert_eq!(buddies.take_whole(&frames), Some(0));
+        assert_eq!((buddies.take_whole(&frames), buddies.whole_count), (None, 0));
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(200))]
         /// Random takes and gives: no page is handed out twice, every run is aligned to its length, and when all is given
@@ -127,7 +216,7 @@ mod tests {
         #[test]
         fn runs_never_overlap_and_join_again(steps in prop::collection::vec((0..=MAX_ORDER, any::<prop::sample::Index>()), 1..300)) {
             let frames = frames();
-            let mut buddies = Buddies::new(MAX_ORDER);
+            let mut buddies = Buddies::new(MAX_ORDER, leases());
             (0..CHUNKS).for_each(|chunk| buddies.give(&frames, chunk << MAX_ORDER, MAX_ORDER, true));
             let mut used = vec![false; (CHUNKS << MAX_ORDER) as usize];
             let mut taken: Vec<(u32, u8)> = Vec::new();

@@ -17,6 +17,7 @@
 
 mod buddy;
 pub(crate) mod bytes;
+mod leases;
 mod pool;
 pub(crate) mod word;
 

@@ -3,12 +3,14 @@
 
 use super::buddy::Buddies;
 use super::bytes;
+use super::leases::Leases;
 use super::word::{Kind, State, Word};
 use crate::arena::{Arena, Table, Zeroed, place};
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
 use crate::sync::{AtomicU32, AtomicU64, Guarded, Patience, Relaxed};
 use crate::units::{BLOCK_BYTES, PageSize};
+use std::ops::Range;
 use std::sync::atomic::AtomicBool;
 
 /// Metadata of one page.
@@ -92,7 +94,7 @@ struct Books {
 /// # Invariants
 ///
 /// 1. Chunks from 0 to `Books::chunks` that are not in the list of empty ones are mapped, writable, resident as long as the process lets them
-///    be, and this pool's alone.
+///    be, and this pool's alone. Those that are lent stay so.
 /// 2. Whoever took a page from the lists may change its bytes until its word says *Live*; from then on the word's protocol holds.
 pub(crate) struct Pool {
     arena: &'static Arena,
@@ -118,6 +120,8 @@ pub(crate) struct Pool {
     /// Bytes of a chunk.
     chunk_bytes: usize,
     node: usize,
+    /// Memory that is free, but lent, could not be given back.
+    is_wanted_back: AtomicBool,
 }
 
 impl Pool {
@@ -148,13 +152,19 @@ impl Pool {
             use_huge: AtomicBool::new(true),
             frames,
             notes: Table::new(chunks)?,
-            books: Guarded::new(Books { buddies: Buddies::new(chunk_order), chunks: 0, moving: 0, empty: None }),
+            books: Guarded::new(Books {
+                buddies: Buddies::new(chunk_order, Leases::new(chunks, chunk_bytes)?),
+                chunks: 0,
+                moving: 0,
+                empty: None,
+            }),
             has_huge_frames: AtomicBool::new(false),
             free_chunks: AtomicU32::new(0),
             filled_chunks: AtomicU32::new(0),
             opened_pages: AtomicU32::new(0),
             chunk_bytes,
             node,
+            is_wanted_back: AtomicBool::new(false),
         })
     }
 
@@ -304,6 +314,7 @@ impl Pool {
         (number..number + (1 << self.chunk_order)).for_each(|page| self.word(page).assign(Kind::Tail, 0));
         self.books.with(|books| {
             books.moving -= 1;
+            books.buddies.leases.note_filled(chunk, true);
             books.buddies.give(&self.frames, number, self.chunk_order, true);
             // This one is ours: no other could take it meanwhile.
             let taken = books.buddies.take(&self.frames, order);
@@ -330,6 +341,7 @@ impl Pool {
                 return Err(self.is_full());
             }
             self.open(books.chunks)?;
+            books.buddies.leases.open(books.chunks)?;
             books.chunks += 1;
             books.moving += 1;
             self.opened_pages.store(books.chunks << self.chunk_order, Relaxed);
@@ -383,7 +395,45 @@ impl Pool {
         });
     }
 
-    /// Bytes that [`Pool::shrink`] could give back.
+    /// Lends the chunks with memory around a page to a ring, up to 64 MiB, for [`Pool::end_lease`]: none of them goes until then.
+    /// Returns the first, and how many. `None` if others have less or more of the same 64 MiB, or somebody wants memory back.
+    pub fn lend(&self, number: u32) -> Option<Range<u32>> {
+        if self.is_wanted_back() {
+            return None;
+        }
+        self.books.with(|books| books.buddies.lend(&self.frames, number >> self.chunk_order))
+    }
+
+    /// The ring does not know the run any more that begins at a chunk.
+    pub fn end_lease(&self, first: u32) {
+        self.books.with(|books| {
+            books.buddies.end_lease(&self.frames, first);
+            self.note_free(books);
+        });
+    }
+
+    /// Where the memory of chunks is, and how long.
+    pub fn range_of(&self, chunks: &Range<u32>) -> (usize, usize) {
+        (self.addr(chunks.start << self.chunk_order), chunks.len() * self.chunk_bytes())
+    }
+
+    /// Memory is lent of pieces of the window that are so long, the first of which begins with it.
+    pub fn lease_bytes(&self) -> usize {
+        self.books.with(|books| books.buddies.leases.chunks() as usize) * self.chunk_bytes
+    }
+
+    /// Whether who was lent memory is asked to end that.
+    #[inline]
+    pub fn is_wanted_back(&self) -> bool {
+        self.is_wanted_back.load(Relaxed)
+    }
+
+    /// Asks for what is lent though it is free; says whether it had not been asked for yet.
+    pub fn want_back(&self) -> bool {
+        self.books.with(|books| books.buddies.has_lent() && !self.is_wanted_back.swap(true, Relaxed))
+    }
+
+    /// Bytes that [`Pool::shrink`] could give back, if it is not lent.
     pub fn giveable_bytes(&self) -> u64 {
         u64::from(self.free_chunks.load(Relaxed)) * self.chunk_bytes() as u64
     }
@@ -393,24 +443,32 @@ impl Pool {
         u64::from(self.filled_chunks.load(Relaxed)) * self.chunk_bytes() as u64
     }
 
-    /// Gives free chunks back to the system, up to about `want_bytes`; returns the bytes that the kernel took.
+    /// Gives free chunks back to the system that are not lent, up to about `want_bytes`; returns the bytes that the kernel took.
     pub fn shrink(&self, want_bytes: u64) -> u64 {
         let mut freed = 0;
         while freed < want_bytes {
             let taken = self.books.with(|books| {
                 let taken = books.buddies.take_whole(&self.frames);
                 books.moving += u32::from(taken.is_some());
+                if let Some(number) = taken {
+                    // From here on it is not lent.
+                    books.buddies.leases.note_filled(number >> self.chunk_order, false);
+                }
                 self.note_free(books);
                 taken
             });
             let Some(number) = taken else { break };
             let chunk = number >> self.chunk_order;
-            // SAFETY: a chunk out of the lists, which nobody knows of; its contents are nobody's.
+            // SAFETY: a chunk out of the lists, which nobody knows of, the kernel's rings neither; its contents are nobody's.
             let bytes = unsafe { self.arena.discard(self.first_block(chunk), self.blocks_of_chunk()) };
             if bytes == 0 {
                 // The kernel keeps it (locked memory): so do we.
-                self.give(number, self.chunk_order);
-                self.books.with(|books| books.moving -= 1);
+                self.books.with(|books| {
+                    books.buddies.leases.note_filled(chunk, true);
+                    books.buddies.give(&self.frames, number, self.chunk_order, false);
+                    books.moving -= 1;
+                    self.note_free(books);
+                });
                 break;
             }
             self.filled_chunks.fetch_sub(1, Relaxed);
@@ -423,8 +481,10 @@ impl Pool {
     /// Bytes of frames that are resident.
     pub fn frames_bytes(&self) -> u64 {
         let pages = self.pages();
+        let chunks = pages >> self.chunk_order;
         self.frames.resident_bytes(0, pages as usize)
-            + self.notes.resident_bytes(0, (pages >> self.chunk_order) as usize)
+            + self.notes.resident_bytes(0, chunks as usize)
+            + self.books.with(|books| books.buddies.leases.resident_bytes(chunks))
     }
 
     /// What was noted of the chunk that a page lies in: 0 at first, whatever becomes of the chunk.
@@ -546,6 +606,9 @@ impl Pool {
 
     /// Tells how many chunks are free now, here and in the figures. Under the lock of the books.
     fn note_free(&self, books: &Books) {
+        if self.is_wanted_back() && !books.buddies.has_lent() {
+            self.is_wanted_back.store(false, Relaxed);
+        }
         let now = books.buddies.whole_count;
         let before = self.free_chunks.load(Relaxed);
         if now != before {

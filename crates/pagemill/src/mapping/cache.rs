@@ -12,6 +12,7 @@ use crate::folio::{Owner, Pool, Taken};
 use crate::reclaim::{Shrinker, Urgency};
 use crate::stats::{self, Counter};
 use crate::store::Store;
+use crate::store::ring::RingBell;
 use crate::sync::{AtomicU32, AtomicU64, AtomicUsize, Guarded, Relaxed};
 use crate::units::{BLOCK_BYTES, PageSize};
 use crate::xarray::{Nodes, TableNodes};
@@ -67,6 +68,8 @@ pub struct Caches {
     pub(super) inherited: AtomicUsize,
     pub(super) worker: Worker,
     pub(super) flusher: Flusher,
+    /// Of queues, and whose memory they may have registered.
+    bells: Guarded<Vec<(&'static Pool, RingBell)>>,
 }
 
 impl Caches {
@@ -85,6 +88,7 @@ impl Caches {
             inherited: AtomicUsize::new(0),
             worker: Worker::default(),
             flusher: Flusher::default(),
+            bells: Guarded::new(Vec::new()),
         })
     }
 
@@ -180,6 +184,7 @@ impl Caches {
 
     pub(crate) fn acquire_for_fork(&self) {
         self.books.acquire_when(|_| true);
+        self.bells.acquire_when(|_| true);
         self.worker.acquire_for_fork();
         self.nodes.acquire_for_fork();
     }
@@ -187,6 +192,7 @@ impl Caches {
     pub(crate) fn release_after_fork(&self) {
         self.nodes.release_after_fork();
         self.worker.release_after_fork();
+        self.bells.release();
         self.books.release();
     }
 
@@ -245,6 +251,9 @@ impl Shrinker for Caches {
                 }
             }
         }
+        if freed < want_bytes {
+            self.pools().for_each(|pool| self.want_back(pool));
+        }
         freed
     }
 }
@@ -261,6 +270,42 @@ impl Caches {
                 }
             }
         })
+    }
+
+    /// A queue over a pool hears of it by its bell when memory is wanted back that it has registered.
+    pub(super) fn hear_by(&self, pool: &'static Pool, bell: &RingBell) {
+        let (mut new, mut room) = (Some((pool, bell.clone())), Vec::new());
+        // Room is made without the lock: an allocation may ask for memory back.
+        while new.is_some() {
+            room.reserve(self.bells.with(|bells| bells.len()) + 1);
+            self.bells.with(|bells| {
+                if bells.len() == bells.capacity() && bells.len() < room.capacity() {
+                    room.append(bells);
+                    std::mem::swap(bells, &mut room);
+                }
+                if bells.len() < bells.capacity() {
+                    bells.extend(new.take());
+                }
+            });
+        }
+    }
+
+    pub(super) fn hear_no_more_by(&self, bell: &RingBell) {
+        let own = self.bells.with(|bells| {
+            let at = bells.iter().position(|(_, known)| known.is(bell))?;
+            Some(bells.swap_remove(at))
+        });
+        drop(own);
+    }
+
+    /// Asks queues for memory that is free, but registered.
+    fn want_back(&self, pool: &'static Pool) {
+        if pool.want_back() {
+            self.bells.with(|bells| {
+                let own = bells.iter().filter(|(known, _)| std::ptr::eq(*known, pool));
+                own.for_each(|(_, bell)| bell.ring());
+            });
+        }
     }
 
     /// Gives free chunks back. Those of caches without a file go first, being of no use to anybody.
@@ -630,9 +675,14 @@ impl Cache {
         self.0.dirty_bytes()
     }
 
-    /// Gives free memory back to the system; returns the bytes. It goes by itself when somebody needs it.
+    /// Gives free memory back to the system; returns the bytes. It goes by itself when somebody needs it. What a [`Queue`] has
+    /// registered goes once its thread has waited, asked for a page, or dropped it: it is asked to.
+    ///
+    /// [`Queue`]: super::Queue
     pub fn give_back(&self) -> u64 {
-        self.0.pool.shrink(u64::MAX)
+        let freed = self.0.pool.shrink(u64::MAX);
+        self.0.caches.want_back(self.0.pool);
+        freed
     }
 }
 

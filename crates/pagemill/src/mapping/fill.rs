@@ -83,6 +83,11 @@ impl Filling {
         &self.file
     }
 
+    /// Of its first page.
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
     /// Where it begins in the file, in bytes.
     pub fn offset(&self) -> u64 {
         self.file.offset_of(self.first)

@@ -23,6 +23,7 @@
 //! Below: `folio`, `xarray`. Above, by trait: [`Policy`], [`crate::store::Store`]. Locks, in order: gate, flight (of files with
 //! a store), index, the pool's books. Diagram and table: docs/states-and-locks.md.
 
+mod arrivals;
 mod cache;
 mod collapse;
 mod dirty;
@@ -39,6 +40,7 @@ mod punch;
 mod queue;
 mod read;
 mod refresh;
+mod registered;
 mod seek;
 #[cfg(all(test, shuttle))]
 mod shuttle_tests;

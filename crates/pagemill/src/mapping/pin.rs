@@ -15,7 +15,8 @@ use std::ops::{Deref, DerefMut};
 /// split, collapsed or evicted meanwhile. A `truncate` or `punch_hole` of all of it takes it out of the file all the same; its
 /// bytes stay until then. Of a part of it: that part is zeroed, and the folio stays the file's.
 ///
-/// Others may write to it at the same time, so its bytes are copied, never lent.
+/// Others may write to it at the same time, so its bytes are copied, never lent. A fork child must not use one that it inherited: the
+/// memory may not be mapped there (docs/files-behind.md).
 ///
 /// Cost: one atomic operation to get and one to put, whatever part of a huge folio is meant.
 #[must_use = "it pins for as long as it is kept"]

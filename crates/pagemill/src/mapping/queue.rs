@@ -1,12 +1,15 @@
 //! Pages that one thread wants from stores, many at a time: what a loop of events uses instead of a thread for each read.
 
+use super::arrivals::Arrivals;
 use super::fill::{Asked, Filling};
+use super::registered::Registered;
 use super::{Cache, File, Mapping};
 use crate::error::{Error, Result};
-use crate::store::ring::{Event, FileId, Settings};
-use crate::store::{FileStore, Ring};
+use crate::store::ring::{Event, FileId, RingBell, Settings};
+use crate::store::{Buffer, FileStore, Ring};
 use crate::sync::Relaxed;
 use std::collections::VecDeque;
+use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -58,6 +61,11 @@ pub struct Queue {
     ended: VecDeque<Fetched>,
     /// The file of the last read, and what the ring knows it by.
     last: Option<(Weak<File>, FileId)>,
+    registered: Registered,
+    /// What other stores were asked for, once there is something.
+    arrivals: Option<Arrivals>,
+    /// Rung when something has arrived, or memory is wanted back.
+    bell: Option<RingBell>,
 }
 
 impl Cache {
@@ -70,14 +78,17 @@ impl Cache {
         self.0.check()?;
         let ring = Ring::new(&Settings { depth, ..Settings::default() });
         let ring = ring.map_err(Error::system("making a queue of reads"))?;
-        Ok(Queue { cache: self.clone(), ring, wanted: VecDeque::new(), ended: VecDeque::new(), last: None })
+        let registered = Registered::new(self.0.pool, ring.is_kernel());
+        let (wanted, ended) = (VecDeque::new(), VecDeque::new());
+        let cache = self.clone();
+        Ok(Queue { cache, ring, wanted, ended, last: None, registered, arrivals: None, bell: None })
     }
 }
 
 impl Queue {
     /// Asks for the page at `offset` of a file of the same cache. What was started begins with [`Queue::wait`], together with what follows.
     ///
-    /// A store that is no file of the system is asked at once, and this waits for it.
+    /// A store that is no file of the system is asked at once; one that only blocks is waited for.
     ///
     /// # Errors
     ///
@@ -96,6 +107,7 @@ impl Queue {
         if self.is_full() {
             return Err(Error::Busy { what: "the queue is full" });
         }
+        self.registered.comply(&mut self.ring);
         let wanted = Wanted { file: file.clone(), index: file.index_of(offset), token, since: Instant::now() };
         if self.ask(wanted)? { Ok(Fetch::Present) } else { Ok(Fetch::Started) }
     }
@@ -107,7 +119,12 @@ impl Queue {
 
     /// Pages on their way, and such as came and were not told.
     pub fn len(&self) -> usize {
-        self.ring.in_flight() + self.wanted.len() + self.ended.len()
+        self.underway() + self.wanted.len() + self.ended.len()
+    }
+
+    /// Reads of its own that have not ended, or were not looked at yet.
+    fn underway(&self) -> usize {
+        self.ring.in_flight() + self.arrivals.as_ref().map_or(0, Arrivals::len)
     }
 
     pub fn is_empty(&self) -> bool {
@@ -132,17 +149,24 @@ impl Queue {
             let rest = timeout.saturating_sub(begun.elapsed());
             let step = if self.wanted.is_empty() { rest } else { rest.min(STEP) };
             let missing = least.saturating_sub(self.ended.len());
-            self.take_events(missing.min(self.ring.in_flight()), step)?;
+            self.take_events(missing.min(self.underway()), step)?;
             self.ask_again()?;
-            let may_come = !self.wanted.is_empty() || self.ring.in_flight() > 0;
+            let may_come = !self.wanted.is_empty() || self.underway() > 0;
             let rest = timeout.saturating_sub(begun.elapsed());
             if self.ended.len() >= least || rest.is_zero() || !may_come {
                 return Ok(self.ended.len());
             }
-            if self.ring.in_flight() == 0 {
+            if self.underway() == 0 {
                 std::thread::sleep(rest.min(STEP));
             }
         }
+    }
+
+    /// Bytes of the cache's memory that the kernel has at hand for this queue: memory that it reads into time and again, about 64 MiB at a
+    /// time. They are pinned and in no fork child, and go back to the system only once this queue has given them up, which it does
+    /// with its next call after somebody wanted them.
+    pub fn registered_bytes(&self) -> usize {
+        self.registered.bytes()
     }
 
     /// How long a loop of events may sleep before it calls [`Queue::wait`], if nothing comes: pages that others bring in
@@ -159,6 +183,16 @@ impl Queue {
     /// [`Error::System`] where no such descriptor can be had.
     pub fn watch(&mut self) -> Result<BorrowedFd<'_>> {
         self.ring.watch().map_err(Error::system("watching a queue of reads"))
+    }
+
+    /// Others ring it for this queue; the cache knows it, too.
+    fn bell(&mut self) -> Result<RingBell> {
+        if let Some(bell) = &self.bell {
+            return Ok(bell.clone());
+        }
+        let bell = self.ring.bell().map_err(Error::system("making a queue's bell"))?;
+        self.cache.0.caches.hear_by(self.cache.0.pool, &bell);
+        Ok(self.bell.insert(bell).clone())
     }
 
     /// The next page that came, or failed.
@@ -186,12 +220,21 @@ impl Queue {
             return self.finish(filling);
         };
         let Some(system_file) = store.as_file() else {
+            if store.is_asynchronous() {
+                let bell = self.bell()?;
+                self.arrivals.get_or_insert_with(|| Arrivals::new(bell)).start(&**store, filling);
+                return Ok(false);
+            }
             store.read(offset, filling.bytes_mut()).map_err(|cause| Error::Store { doing: DOING, cause })?;
             return self.finish(filling);
         };
         let id = self.attach(&file, system_file)?;
         if self.ring.in_flight() % STARTED_TOGETHER == STARTED_TOGETHER - 1 {
             self.ring.submit().map_err(Error::system(DOING))?;
+        }
+        if self.registered.note(&mut self.ring, filling.number(), filling.len_bytes()) {
+            // Without one it is asked with its next call.
+            let _ = self.bell();
         }
         if let Err(filling) = self.ring.read(id, offset, filling) {
             // As many as it has room for are on their way; this goes with the next.
@@ -244,18 +287,38 @@ impl Queue {
 
     fn take_events(&mut self, least: usize, timeout: Duration) -> Result<()> {
         self.ring.wait(least, timeout).map_err(Error::system("waiting for reads"))?;
+        self.registered.comply(&mut self.ring);
         while let Some(event) = self.ring.next() {
             let Event::Done { buffer: filling, result, .. } = event else { continue };
-            let token = filling.token;
-            let result = match result {
-                Ok(()) => self.finish(filling),
-                Err(cause) => Err(Error::Store { doing: DOING, cause }),
-            };
-            if !matches!(result, Ok(false)) {
-                self.ended.push_back(Fetched { token, result: result.map(drop) });
-            }
+            self.take(filling, result);
+        }
+        if let Some(arrivals) = &mut self.arrivals {
+            arrivals.take().into_iter().for_each(|(filling, result)| self.take(filling, result));
         }
         Ok(())
+    }
+
+    /// A read has ended.
+    fn take(&mut self, filling: Filling, result: io::Result<()>) {
+        let token = filling.token;
+        let result = match result {
+            Ok(()) => self.finish(filling),
+            Err(cause) => Err(Error::Store { doing: DOING, cause }),
+        };
+        if !matches!(result, Ok(false)) {
+            self.ended.push_back(Fetched { token, result: result.map(drop) });
+        }
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        // In a fork child the parent's locks may be held for good.
+        if self.cache.0.check().is_err() {
+            std::mem::forget(self.arrivals.take());
+        } else if let Some(bell) = &self.bell {
+            self.cache.0.caches.hear_no_more_by(bell);
+        }
     }
 }
 

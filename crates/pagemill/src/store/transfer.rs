@@ -5,7 +5,7 @@
 //! allocates nothing.
 #![allow(unsafe_code)] // memory that its maker promises
 
-use super::buffer::{Aligned, Buffer};
+use super::buffer::Buffer;
 use super::errno::{self, ECANCELED};
 use super::{Store, buffer};
 use std::io;
@@ -79,22 +79,26 @@ impl Transfer {
     }
 
     /// Reads into memory of its own, which `done` gets.
-    pub fn read(offset: u64, into: Aligned, done: impl FnOnce(io::Result<()>, Aligned) + Send + 'static) -> Self {
+    pub fn read<B: Buffer + Send>(offset: u64, into: B, done: impl FnOnce(io::Result<()>, B) + Send + 'static) -> Self {
         Self::owning(Direction::Read, offset, into, done)
     }
 
     /// Writes memory of its own, which `done` gets back.
-    pub fn write(offset: u64, from: Aligned, done: impl FnOnce(io::Result<()>, Aligned) + Send + 'static) -> Self {
+    pub fn write<B: Buffer + Send>(
+        offset: u64,
+        from: B,
+        done: impl FnOnce(io::Result<()>, B) + Send + 'static,
+    ) -> Self {
         Self::owning(Direction::Write, offset, from, done)
     }
 
-    fn owning(
+    fn owning<B: Buffer + Send>(
         direction: Direction,
         offset: u64,
-        memory: Aligned,
-        done: impl FnOnce(io::Result<()>, Aligned) + Send + 'static,
+        memory: B,
+        done: impl FnOnce(io::Result<()>, B) + Send + 'static,
     ) -> Self {
-        // The memory is in the closure, which goes, or is called, with the end: both invariants.
+        // The memory is in the closure, which goes, or is called, with the end: both invariants (and the trait's promise).
         let (addr, len_bytes) = (memory.addr(), memory.len_bytes());
         let end = End::Once(Box::new(move |result| done(result, memory)));
         Self { direction, offset, addr, len_bytes, cancel: None, end }
@@ -298,7 +302,7 @@ impl Finish for Gather {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::MemoryStore;
+    use crate::store::{Aligned, MemoryStore};
     use std::sync::mpsc;
 
     /// One read, one write, one that is dropped: each tells its end once, and gives its memory back.

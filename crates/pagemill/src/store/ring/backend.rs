@@ -8,8 +8,8 @@ use pagemill_sys::bell::Bell;
 use pagemill_sys::ring::{self, Completion, Target, Transfer};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// The token of the read that waits for the bell; no transfer has it.
@@ -22,16 +22,22 @@ const LONG: Duration = Duration::from_secs(3600);
 pub(super) struct Call {
     is_called: AtomicBool,
     pub bell: Bell,
+    /// What loops of events wait for, once there is one. The ring would ring it, too, when it hears the bell, but of an eventfd that is rung
+    /// because another was the kernel passes on the first ring only (Linux 6.18).
+    watch: OnceLock<Arc<Bell>>,
 }
 
 impl Call {
     pub fn new() -> io::Result<Arc<Self>> {
-        Ok(Arc::new(Self { is_called: AtomicBool::new(false), bell: Bell::new()? }))
+        Ok(Arc::new(Self { is_called: AtomicBool::new(false), bell: Bell::new()?, watch: OnceLock::new() }))
     }
 
     pub fn call(&self) {
         self.is_called.store(true, SeqCst);
         self.bell.ring();
+        if let Some(watch) = self.watch.get() {
+            watch.ring();
+        }
     }
 }
 
@@ -49,7 +55,7 @@ pub(super) enum Backend {
         ring: ring::Ring,
         alarm: Option<Box<Alarm>>,
         /// Rung when completions come, for loops of events.
-        watch: Option<Bell>,
+        watch: Option<Arc<Bell>>,
     },
     Threads(Crew),
 }
@@ -150,9 +156,12 @@ impl Backend {
     pub fn bell(&mut self) -> io::Result<Arc<Call>> {
         match self {
             Self::Kernel { alarm: Some(alarm), .. } => Ok(alarm.call.clone()),
-            Self::Kernel { alarm, .. } => {
+            Self::Kernel { alarm, watch, .. } => {
                 let count = Aligned::new(size_of::<u64>(), align_of::<u64>());
                 let new = Box::new(Alarm { call: Call::new()?, count, is_set: false });
+                if let Some(watch) = watch {
+                    let _ = new.call.watch.set(watch.clone());
+                }
                 Ok(alarm.insert(new).call.clone())
             }
             Self::Threads(crew) => Ok(crew.call().clone()),
@@ -163,9 +172,12 @@ impl Backend {
     pub fn watch(&mut self) -> io::Result<BorrowedFd<'_>> {
         match self {
             Self::Kernel { watch: Some(watch), .. } => Ok(Bell::as_fd(watch)),
-            Self::Kernel { ring, watch, .. } => {
-                let bell = Bell::new()?;
+            Self::Kernel { ring, watch, alarm } => {
+                let bell = Arc::new(Bell::new()?);
                 ring.ring_on_completion(&bell)?;
+                if let Some(alarm) = alarm {
+                    let _ = alarm.call.watch.set(bell.clone());
+                }
                 // For what has come before.
                 bell.ring();
                 Ok(Bell::as_fd(watch.insert(bell)))

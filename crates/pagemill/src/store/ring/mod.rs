@@ -511,9 +511,14 @@ impl<B: Buffer> Ring<B> {
 pub struct RingBell(Arc<Call>);
 
 impl RingBell {
-    /// The ring's thread returns from [`Ring::wait`], now or the next time.
+    /// The ring's thread returns from [`Ring::wait`], now or the next time; the descriptor of [`Ring::watch`] can be read.
     pub fn ring(&self) {
         self.0.call();
+    }
+
+    /// Whether both are of one ring.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
     }
 }
 

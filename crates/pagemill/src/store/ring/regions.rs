@@ -18,6 +18,8 @@ pub struct RegionId(pub(super) u16);
 
 pub(super) struct Region {
     pub place: u16,
+    /// No transfer is to use it any more.
+    is_retired: bool,
     addr: usize,
     len_bytes: usize,
     kept: Kept,
@@ -41,7 +43,11 @@ impl Regions {
     pub fn find(&self, addr: usize, len_bytes: usize) -> Option<u16> {
         let after = self.regions.partition_point(|region| region.addr <= addr);
         let region = &self.regions[after.checked_sub(1)?];
-        (addr - region.addr + len_bytes <= region.len_bytes).then_some(region.place)
+        (addr - region.addr + len_bytes <= region.len_bytes && !region.is_retired).then_some(region.place)
+    }
+
+    pub fn retire(&mut self, id: RegionId) {
+        self.regions.iter_mut().filter(|region| region.place == id.0).for_each(|region| region.is_retired = true);
     }
 
     /// Takes memory in, which `register` does at a place.
@@ -53,7 +59,7 @@ impl Regions {
         match self.try_add(&*keeper, register) {
             Ok((at, kept, place)) => {
                 let (addr, len_bytes) = range(&*keeper);
-                self.regions.insert(at, Region { place, addr, len_bytes, kept, keeper });
+                self.regions.insert(at, Region { place, is_retired: false, addr, len_bytes, kept, keeper });
                 Ok(RegionId(place))
             }
             Err(error) => Err((error, keeper)),

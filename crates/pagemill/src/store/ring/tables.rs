@@ -119,6 +119,11 @@ impl<B: Buffer> Ring<B> {
         result
     }
 
+    /// No transfer that begins from here on uses registered memory as such. Those under way do.
+    pub(crate) fn retire(&mut self, id: RegionId) {
+        self.regions.retire(id);
+    }
+
     /// Takes memory back: the kernel does not know it any more when this returns.
     ///
     /// # Errors

@@ -325,3 +325,18 @@ fn rings_can_be_polled() {
         done(&mut ring).2.unwrap();
     }
 }
+
+/// Who polls the descriptor hears the bell each time: before the ring was waited for, after, with nothing in flight.
+#[test]
+fn bells_are_heard_by_polls() {
+    for mut ring in rings() {
+        let bell = ring.bell().unwrap();
+        for _ in 0..3 {
+            while pagemill_sys::bell::is_readable(ring.watch().unwrap(), Duration::ZERO) {
+                assert_eq!(ring.wait(0, MINUTE).unwrap(), 0);
+            }
+            bell.ring();
+            assert!(pagemill_sys::bell::is_readable(ring.watch().unwrap(), MINUTE));
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! Pages on their way to a queue from stores that are no files of the system: these end their reads on whatever thread they like.
+#![allow(unsafe_code)] // lends memory that it has alone
+
+use super::fill::Filling;
+use crate::store::ring::RingBell;
+use crate::store::{Buffer, Cancel, Store, Transfer};
+use crate::sync::Guarded;
+use std::io;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// What came of a read.
+type Arrived = (Filling, io::Result<()>);
+
+/// What one queue has asked such stores for. What is under way when it goes is given up, and goes when the store lets go of it.
+pub(super) struct Arrivals {
+    hall: Arc<Hall>,
+    cancel: Cancel,
+    underway: usize,
+}
+
+/// Where stores leave what they bring.
+struct Hall {
+    /// `None`: nobody comes for it any more.
+    arrived: Guarded<Option<Vec<Arrived>>>,
+    bell: RingBell,
+}
+
+/// The bytes of a folio that the store has.
+struct Stored {
+    filling: Filling,
+    addr: NonNull<u8>,
+    len_bytes: usize,
+}
+
+// SAFETY: the address is that of the folio, which its owner may have on any thread.
+unsafe impl Send for Stored {}
+
+// SAFETY: bytes of the folio, which is a buffer itself, and kept.
+unsafe impl Buffer for Stored {
+    fn addr(&self) -> NonNull<u8> {
+        self.addr
+    }
+
+    fn len_bytes(&self) -> usize {
+        self.len_bytes
+    }
+}
+
+impl Arrivals {
+    /// Whoever listens to the bell looks for what has arrived.
+    pub fn new(bell: RingBell) -> Self {
+        let hall = Hall { arrived: Guarded::new(Some(Vec::new())), bell };
+        Self { hall: Arc::new(hall), cancel: Cancel::new(), underway: 0 }
+    }
+
+    /// Has a store read what it has of a folio.
+    pub fn start(&mut self, store: &dyn Store, mut filling: Filling) {
+        let offset = filling.offset();
+        let bytes = filling.bytes_mut();
+        let (addr, len_bytes) = (NonNull::from(&mut *bytes).cast(), bytes.len());
+        let hall = self.hall.clone();
+        let transfer = Transfer::read(offset, Stored { filling, addr, len_bytes }, move |result, stored| {
+            hall.leave(stored.filling, result);
+        });
+        self.underway += 1;
+        store.start(vec![transfer.with_cancel(&self.cancel)]);
+    }
+
+    /// Reads that were not taken.
+    pub fn len(&self) -> usize {
+        self.underway
+    }
+
+    /// All that has arrived since the last time.
+    pub fn take(&mut self) -> Vec<Arrived> {
+        let arrived = self.hall.arrived.with(|arrived| arrived.as_mut().map(std::mem::take)).unwrap_or_default();
+        self.underway -= arrived.len();
+        arrived
+    }
+}
+
+impl Hall {
+    fn leave(&self, filling: Filling, result: io::Result<()>) {
+        let mut arrival = Some((filling, result));
+        self.arrived.with(|arrived| {
+            if let Some(arrived) = arrived {
+                arrived.extend(arrival.take());
+            }
+        });
+        // If nobody comes for it, it goes here, and not under the lock.
+        if arrival.is_none() {
+            self.bell.ring();
+        }
+    }
+}
+
+impl Drop for Arrivals {
+    fn drop(&mut self) {
+        self.cancel.cancel();
+        drop(self.hall.arrived.with(Option::take));
+    }
+}
