@@ -88,6 +88,8 @@ enum Experiment {
     Miss(storage::miss::Options),
     /// 64 KiB to 2 MiB read and written, 1 to 64 at a time, into huge pages and small ones, beside fio and the original
     Orion(storage::orion::Options),
+    /// 4 KiB pages made dirty here and there in a file of a GiB, and written back, beside fio writing to the same places
+    Writeback(storage::writeback::Options),
     /// The settings by which each allocator returns memory at once, as a Markdown table
     Settings,
     #[command(name = "__touch", hide = true)]
@@ -144,6 +146,10 @@ enum Experiment {
     MissWork(workload::storage::miss::Miss),
     #[command(name = "__hits", hide = true)]
     HitsWork(workload::storage::hits::Hits),
+    #[command(name = "__writeback", hide = true)]
+    WritebackWork(workload::storage::writeback::Writeback),
+    #[command(name = "__overwrite", hide = true)]
+    OverwriteWork(workload::storage::overwrite::Overwrite),
     #[command(name = "__waste", hide = true)]
     WasteWork(workload::waste::Waste),
     #[command(name = "__metadata", hide = true)]
@@ -167,6 +173,7 @@ fn main() -> ExitCode {
         Experiment::Traces(options) => experiment(&options.common, || traces::run(&options)),
         Experiment::Miss(options) => experiment(&options.common, || storage::miss::run(&options)),
         Experiment::Orion(options) => experiment(&options.common, || storage::orion::run(&options)),
+        Experiment::Writeback(options) => experiment(&options.common, || storage::writeback::run(&options)),
         Experiment::Settings => {
             print!("{}", subject::settings_markdown());
             ExitCode::SUCCESS
@@ -198,6 +205,8 @@ fn main() -> ExitCode {
         Experiment::RingWork(arguments) => workload::run(|| workload::storage::ring::run(&arguments)),
         Experiment::MissWork(arguments) => workload::run(|| workload::storage::miss::run(&arguments)),
         Experiment::HitsWork(arguments) => workload::run(|| workload::storage::hits::run(&arguments)),
+        Experiment::WritebackWork(arguments) => workload::run(|| workload::storage::writeback::run(&arguments)),
+        Experiment::OverwriteWork(arguments) => workload::run(|| workload::storage::overwrite::run(&arguments)),
         Experiment::WasteWork(arguments) => workload::run(|| workload::waste::run(&arguments)),
         Experiment::MetadataWork(arguments) => workload::run(|| workload::metadata::run(&arguments)),
     }

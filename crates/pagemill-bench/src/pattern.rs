@@ -48,9 +48,14 @@ impl Records {
 /// Whether every byte is what [`Records`] wrote there.
 pub fn is_whole(bytes: &[u8], file: u64, offset: u64) -> bool {
     let mut records = bytes.chunks(RECORD_BYTES).zip((offset..).step_by(RECORD_BYTES));
-    records.all(|(record, place)| {
-        record.len() == RECORD_BYTES && is_stamped(record, file, place, 0) && record[8..] == [FILLING; RECORD_BYTES - 8]
-    })
+    records.all(|(record, place)| is_record(record, file, place, 0))
+}
+
+/// The same of one record, whose first word is of that generation.
+pub fn is_record(record: &[u8], file: u64, offset: u64, generation: u64) -> bool {
+    record.len() == RECORD_BYTES
+        && is_stamped(record, file, offset, generation)
+        && record[8..] == [FILLING; RECORD_BYTES - 8]
 }
 
 #[cfg(test)]
@@ -67,6 +72,9 @@ mod tests {
         assert!(!is_whole(&bytes, 3, 4096) && !is_whole(&bytes, 4, 8192));
         assert!(is_stamped(&bytes[RECORD_BYTES..], 3, 8192 + 4096, 0) && !is_stamped(&bytes, 3, 8192, 1));
         assert!(!is_whole(&bytes[..5000], 3, 8192), "a cut record is not whole");
+        stamp(&mut bytes[RECORD_BYTES..], 3, 8192 + 4096, 7);
+        assert!(is_record(&bytes[RECORD_BYTES..], 3, 8192 + 4096, 7) && !is_whole(&bytes, 3, 8192), "of generation 7");
+        stamp(&mut bytes[RECORD_BYTES..], 3, 8192 + 4096, 0);
         bytes[6000] = 0;
         assert!(!is_whole(&bytes, 3, 8192));
         assert!(!is_stamped(&[0; RECORD_BYTES], 0, 0, 0), "what was never written is no record");

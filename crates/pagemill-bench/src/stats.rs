@@ -50,6 +50,13 @@ impl Random {
     pub fn below(&mut self, bound: usize) -> usize {
         ((u128::from(self.next()) * bound as u128) >> 64) as usize
     }
+
+    /// Puts them into any order.
+    pub fn shuffle<T>(&mut self, all: &mut [T]) {
+        for last in (1..all.len()).rev() {
+            all.swap(last, self.below(last + 1));
+        }
+    }
 }
 
 /// The middle of the values, the mean of the two middle ones where their number is even; none of none.

@@ -353,9 +353,11 @@ fn misses_are_read_and_found() {
     assert_eq!(bench(&["miss", "--only", "hoard"]).status.code(), Some(2));
 }
 
-/// Large transfers of both ways into memory of both kinds, and a cache's huge folios, which are compared as they come.
+/// Large transfers of both ways with memory of both kinds, and with a cache's pages of that size: what came is compared as it comes, what
+/// went is read again.
 #[test]
 fn large_transfers_are_read_and_written() {
+    assert_eq!(bench(&["orion", "--targets", "--depths", "4"]).status.code(), Some(2), "one or the other");
     let arguments = ["orion", "--quick", "--json", "--samples", "1", "--mib", "128", "--depths", "4", "--only"];
     let arguments = [&arguments[..], &["cache,ring-huge-registered,ring-4-KiB-pages"]].concat();
     let output = bench(&arguments);
@@ -369,8 +371,41 @@ fn large_transfers_are_read_and_written() {
         rows.iter().filter(|row| row["subject"] == subject && row["metric"] == "mib_per_second").count()
     };
     let counts = ["cache", "ring-huge-registered", "ring-4-KiB-pages"].map(count);
-    assert_eq!(counts, [2, 12, 12], "{rows:?}");
+    assert_eq!(counts, [12, 12, 12], "{rows:?}");
     assert_eq!(value(&rows, "original-2013: v2.6.39", "mb_per_second"), Some(5629.0));
+}
+
+/// Pages that are dirty here and there are written back, by the cache, a ring and fio; the workload compares all of them, and their neighbours.
+/// Who merges neighbours makes fewer transfers, by as much as there are neighbours.
+#[test]
+fn dirty_pages_are_written_back() {
+    let refused = |more: &[&str]| bench(&[&["writeback"], more].concat());
+    let own = refused(&["--file", "Cargo.toml"]);
+    assert!(own.status.code() == Some(2) && String::from_utf8_lossy(&own.stderr).contains("--writes"), "{own:?}");
+    for more in [&["--writes"][..], &["--only", "hoard"], &["--dir", "/dev/shm"], &["--one-of", "0"]] {
+        assert_eq!(refused(more).status.code(), Some(2), "{more:?}");
+    }
+    let arguments = ["writeback", "--quick", "--json", "--samples", "1", "--mib", "32", "--only"];
+    let only = "cache,ring-64,fio-io_uring-64,fio-libaio-64";
+    let output = bench(&[&arguments[..], &[only]].concat());
+    if output.status.code() == Some(2) {
+        println!("skipped: {}", String::from_utf8_lossy(&output.stderr));
+        return;
+    }
+    let rows = rows(&[&arguments[..], &[only]].concat());
+
+    let of = |subject: &str, metric: &str| value(&rows, subject, metric).unwrap_or_default();
+    assert!(["cache", "ring-64"].iter().all(|subject| of(subject, "mib_per_second") > 0.0), "{rows:?}");
+    assert_eq!(of("ring-64", "transfers_per_page"), 1.0);
+    // One of eight has the one before it dirty, too.
+    assert!((0.8..0.95).contains(&of("cache", "transfers_per_page")), "{rows:?}");
+    if String::from_utf8_lossy(&output.stderr).contains("fio is not there") {
+        println!("skipped: fio");
+    } else {
+        assert!(["fio-io_uring-64", "fio-libaio-64"].iter().all(|subject| of(subject, "cpu_us") > 0.0), "{rows:?}");
+    }
+    let all = self::rows(&[&arguments[..], &["cache", "--one-of", "1"]].concat());
+    assert!(value(&all, "cache", "transfers_per_page").is_some_and(|transfers| transfers < 0.05), "{all:?}");
 }
 
 /// Small files live their lives; a hole takes no memory; writers count what they wrote and find what they closed last.

@@ -1,5 +1,6 @@
 //! fio as a peer: one job by its arguments, its JSON read into the same figures as ours.
 
+use std::io::{self, BufWriter, Write as _};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -14,6 +15,19 @@ use crate::subject;
 /// glibc asks for huge pages for fio's buffers, which it takes by one `malloc`.
 const HUGE_MALLOC: (&str, &str) = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1");
 
+/// What every run has.
+const ALWAYS: [&str; 6] = [
+    "--direct=1",
+    "--thread",
+    "--output-format=json",
+    "--lat_percentiles=1",
+    "--clat_percentiles=0",
+    "--percentile_list=50:99:99.9",
+];
+
+/// Otherwise it changes what it writes, each time.
+const SAME_BYTES: &str = "--scramble_buffers=0";
+
 /// How fio does its transfers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Engine {
@@ -23,6 +37,9 @@ pub struct Engine {
     pub is_huge: bool,
 }
 
+/// fio tells whole milliseconds of the processor's time, cut off, of the user's and the system's each: on average it was so much more.
+const CUT_OFF_MS: f64 = 0.5;
+
 /// Blocking calls.
 pub const PSYNC: Engine = Engine { name: "psync", settings: &[], is_huge: false };
 pub const LIBAIO: Engine = Engine { name: "libaio", settings: &[], is_huge: false };
@@ -30,6 +47,8 @@ pub const URING: Engine = Engine { name: "io_uring", settings: &[], is_huge: fal
 /// Buffers and file registered.
 pub const URING_FIXED: Engine =
     Engine { name: "io_uring", settings: &["--fixedbufs=1", "--registerfiles=1"], is_huge: false };
+/// Buffers alone: of a list fio opens the file too late to register it.
+pub const URING_FIXED_BUFFERS: Engine = Engine { name: "io_uring", settings: &["--fixedbufs=1"], is_huge: false };
 
 /// One run of fio.
 #[derive(Clone, Copy, Debug)]
@@ -76,12 +95,9 @@ impl Job<'_> {
             format!("--runtime={}ms", self.run_ms),
             format!("--ramp_time={}ms", self.run_ms / 10),
         ];
-        let fixed = ["--direct=1", "--thread", "--group_reporting", "--time_based", "--norandommap", "--randrepeat=0"];
-        let output =
-            ["--output-format=json", "--lat_percentiles=1", "--clat_percentiles=0", "--percentile_list=50:99:99.9"];
-        // Otherwise it changes what it writes, each time.
-        let guard = if self.is_write { "--scramble_buffers=0" } else { "--readonly" };
-        let rest = fixed.iter().chain(&output).chain(self.engine.settings).copied().chain([guard]);
+        let fixed = ["--group_reporting", "--time_based", "--norandommap", "--randrepeat=0"];
+        let guard = if self.is_write { SAME_BYTES } else { "--readonly" };
+        let rest = fixed.iter().chain(self.engine.settings).copied().chain([guard]);
         words.into_iter().chain(rest.map(str::to_owned)).collect()
     }
 
@@ -91,26 +107,93 @@ impl Job<'_> {
     ///
     /// If the bench is interrupted, or fio does not end.
     pub fn run(&self) -> Result<Outcome> {
-        let mut command = Command::new("fio");
-        subject::clear_foreign_settings(&mut command);
-        command.args(self.arguments());
-        if self.engine.is_huge {
-            command.env(HUGE_MALLOC.0, HUGE_MALLOC.1);
-        }
         let limit = Duration::from_millis(self.run_ms * 2) + Duration::from_secs(60);
-        let finished = Running::start(&mut command)?.finish(limit)?;
-        let complaint = String::from_utf8_lossy(&finished.stderr);
-        let figures = figures(&finished.stdout, self.is_write);
-        Ok(match figures {
-            Ok(line) if finished.status.success() => Outcome::Measured(line),
-            Ok(_) => Outcome::Failed(format!("fio: {}: {}", finished.status, complaint.trim())),
-            Err(why) => Outcome::Failed(format!("fio: {why}: {}", complaint.trim())),
-        })
+        // What it completed in that time; `total_ios` is what it began.
+        let ios = |side: &Value| side["io_bytes"].as_f64().map(|bytes| bytes / self.io_bytes as f64);
+        run(self.engine, self.arguments(), limit, |stdout| figures(stdout, self.is_write, self.io_bytes, ios))
     }
 }
 
-/// What fio says of its one group of jobs. The processor's time is that of its jobs, without its start.
-fn figures(stdout: &[u8], is_write: bool) -> std::result::Result<Value, String> {
+/// Writes of one length, at places that are told by a list.
+#[derive(Clone, Copy, Debug)]
+pub struct Replay<'a> {
+    pub engine: Engine,
+    pub path: &'a Path,
+    /// As [`write_list`] makes it.
+    pub list: &'a Path,
+    pub io_bytes: u64,
+    pub depth: u64,
+}
+
+impl Replay<'_> {
+    fn arguments(&self) -> Vec<String> {
+        let words = [
+            "--name=pagemill".to_owned(),
+            format!("--read_iolog={}", self.list.display().to_string().replace(':', "\\:")),
+            // The list names any file; its names have neither spaces nor more than 255 bytes.
+            format!("--replay_redirect={}", self.path.display()),
+            format!("--ioengine={}", self.engine.name),
+            format!("--iodepth={}", self.depth),
+        ];
+        let rest = ["--replay_no_stall=1", SAME_BYTES].into_iter().chain(self.engine.settings.iter().copied());
+        words.into_iter().chain(rest.map(str::to_owned)).collect()
+    }
+
+    /// Runs it to its figures; all of the list was written, or it failed.
+    ///
+    /// # Errors
+    ///
+    /// As [`Job::run`].
+    pub fn run(&self) -> Result<Outcome> {
+        // Here `io_bytes` lacks what was completed last.
+        let ios = |side: &Value| side["total_ios"].as_f64();
+        run(self.engine, self.arguments(), Duration::from_secs(300), |stdout| figures(stdout, true, self.io_bytes, ios))
+    }
+}
+
+/// A list of writes for [`Replay`], in the form that fio calls iolog, version 2. The last thing that it tells is to make them safe.
+///
+/// # Errors
+///
+/// What the file system says.
+pub fn write_list(to: &Path, places: &[u64], io_bytes: u64) -> io::Result<()> {
+    let mut list = BufWriter::new(std::fs::File::create(to)?);
+    writeln!(list, "fio version 2 iolog\nfile add\nfile open")?;
+    for offset in places {
+        writeln!(list, "file write {offset} {io_bytes}")?;
+    }
+    writeln!(list, "file datasync 0 0\nfile close")?;
+    list.flush()
+}
+
+fn run(
+    engine: Engine,
+    arguments: Vec<String>,
+    limit: Duration,
+    read: impl FnOnce(&[u8]) -> std::result::Result<Value, String>,
+) -> Result<Outcome> {
+    let mut command = Command::new("fio");
+    subject::clear_foreign_settings(&mut command);
+    command.args(arguments).args(ALWAYS);
+    if engine.is_huge {
+        command.env(HUGE_MALLOC.0, HUGE_MALLOC.1);
+    }
+    let finished = Running::start(&mut command)?.finish(limit)?;
+    let complaint = String::from_utf8_lossy(&finished.stderr);
+    Ok(match read(&finished.stdout) {
+        Ok(line) if finished.status.success() => Outcome::Measured(line),
+        Ok(_) => Outcome::Failed(format!("fio: {}: {}", finished.status, complaint.trim())),
+        Err(why) => Outcome::Failed(format!("fio: {why}: {}", complaint.trim())),
+    })
+}
+
+/// What fio says of its one group of jobs, whose transfers `ios` counts. The processor's time is that of its jobs, without its start.
+fn figures(
+    stdout: &[u8],
+    is_write: bool,
+    io_bytes: u64,
+    ios: impl FnOnce(&Value) -> Option<f64>,
+) -> std::result::Result<Value, String> {
     // Before the JSON it may say something else.
     let begin = stdout.iter().position(|byte| *byte == b'{').ok_or("it said nothing")?;
     let said: Value = serde_json::from_slice(&stdout[begin..]).map_err(|cause| cause.to_string())?;
@@ -120,18 +203,23 @@ fn figures(stdout: &[u8], is_write: bool) -> std::result::Result<Value, String> 
         return Err(std::io::Error::from_raw_os_error(error as i32).to_string());
     }
     let number = |value: &Value, name: &str| value[name].as_f64().ok_or_else(|| format!("it does not say {name}"));
-    let ios = number(side, "total_ios")?;
+    let ios = ios(side).ok_or("it does not say how much it did")?;
     if ios == 0.0 {
         return Err("it did nothing".to_owned());
     }
-    let share = (number(job, "usr_cpu")? + number(job, "sys_cpu")?) / 100.0;
+    let job_ms = number(job, "job_runtime")?;
+    let cpu_ms = |name: &str| {
+        let told = number(job, name)? / 100.0 * job_ms;
+        Ok::<f64, String>(if told > 0.0 { told + CUT_OFF_MS } else { 0.0 })
+    };
+    let cpu_ms = cpu_ms("usr_cpu")? + cpu_ms("sys_cpu")?;
     let seconds = number(side, "runtime")? / 1000.0;
     let times = &side["lat_ns"]["percentile"];
     let percentile = |name: &str| number(times, name).map(|ns| ns / 1000.0);
     Ok(json!({
         IOS: ios / seconds,
-        MIB: number(side, "io_bytes")? / seconds / f64::from(1 << 20),
-        CPU: share * number(job, "job_runtime")? * 1000.0 / ios,
+        MIB: ios * io_bytes as f64 / seconds / f64::from(1 << 20),
+        CPU: cpu_ms * 1000.0 / ios,
         P50: percentile("50.000000")?,
         P99: percentile("99.000000")?,
         P999: percentile("99.900000")?,
@@ -148,14 +236,42 @@ mod tests {
         let said = |error: i64| {
             let times = json!({"50.000000": 1500, "99.000000": 2000, "99.900000": 3000});
             let read = json!({"total_ios": 1000, "runtime": 500, "io_bytes": 4096000, "lat_ns": {"percentile": times}});
-            let job = json!({"error": error, "read": read, "usr_cpu": 10.0, "sys_cpu": 30.0, "job_runtime": 1000});
+            let job = json!({"error": error, "read": read, "usr_cpu": 0.0, "sys_cpu": 40.0, "job_runtime": 1000});
             format!("note: something\n{}", json!({"jobs": [job]}))
         };
-        let line = figures(said(0).as_bytes(), false).expect("it can be read");
+        let read = |text: &str, is_write| figures(text.as_bytes(), is_write, 4096, |side| side["total_ios"].as_f64());
+        let line = read(&said(0), false).expect("it can be read");
         let of = |name: &str| line[name].as_f64();
-        assert_eq!((of(IOS), of(CPU), of(P50)), (Some(2000.0), Some(400.0), Some(1.5)));
+        // Of no time at all nothing was cut off.
+        assert_eq!((of(IOS), of(CPU), of(P50)), (Some(2000.0), Some(400.5), Some(1.5)));
         assert_eq!(of(MIB), Some(7.8125));
-        assert!(figures(said(5).as_bytes(), false).is_err_and(|why| why.contains("os error 5")));
-        assert!(figures(said(0).as_bytes(), true).is_err() && figures(b"", false).is_err());
+        assert!(read(&said(5), false).is_err_and(|why| why.contains("os error 5")));
+        assert!(read(&said(0), true).is_err() && read("", false).is_err());
+    }
+
+    /// fio itself takes a list, whatever the file's name is, and writes what it says, no more and no less.
+    #[test]
+    fn lists_are_replayed() {
+        if let Some(gap) = gap() {
+            return println!("skipped: {gap}");
+        }
+        let folder = tempfile::Builder::new().prefix("a list: ").tempdir_in("/var/tmp").expect("a folder");
+        let (path, list) = (folder.path().join("a file"), folder.path().join("list"));
+        std::fs::write(&path, vec![0; 1 << 20]).expect("written");
+        let places = [0, 8192, 12288, 1 << 19];
+        write_list(&list, &places, 4096).expect("written");
+
+        let replay = Replay { engine: PSYNC, path: &path, list: &list, io_bytes: 4096, depth: 1 };
+        match replay.run().expect("it ran") {
+            Outcome::Measured(_) => {}
+            Outcome::Failed(why) if why.contains("Invalid argument") => {
+                return println!("skipped: no O_DIRECT here: {why}");
+            }
+            other => panic!("{other:?}"),
+        }
+        let bytes = std::fs::read(&path).expect("read");
+        let is_written = |page: &[u8]| page.iter().any(|byte| *byte != 0);
+        let written = (0..).zip(bytes.chunks(4096)).filter(|(_, page)| is_written(page)).map(|(at, _)| at * 4096);
+        assert!(written.eq(places) && bytes.len() == 1 << 20);
     }
 }

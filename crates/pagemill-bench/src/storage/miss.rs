@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::fio::{self, Engine, Job};
 use super::target::Target;
-use super::{CPU, HIT_RATIO, IOS, P50, P99, P999, PlaceOptions, READS, best, compare, sample};
+use super::{CPU, HIT_RATIO, IOS, P50, P99, P999, PlaceOptions, READS, against_best, compare, sample};
 use crate::child::{self, Outcome};
 use crate::error::Result;
 use crate::experiment::{Book, Common, Metric, Progress, Side, judge, not_measured, report_row};
@@ -208,9 +208,8 @@ fn rows(report: &mut Report, book: &Book<Case>, subjects: &[Subject]) {
 fn verdicts(report: &mut Report, book: &Book<Case>) {
     let get = |subject, metric| book.get(&(), subject, metric);
     let peers: Vec<&'static str> = subjects().iter().filter(|subject| subject.is_fio()).map(|it| it.name).collect();
-    let most = best(book, &(), &peers, (IOS, Better::Higher));
     let target = format!("read from the device, {QUEUE}, against the best of fio");
-    report.verdict(compare(target, Bound::AtLeast(0.9), get(QUEUE, IOS), ("fio-best", most.as_ref())));
+    report.verdict(against_best(book, (target, Bound::AtLeast(0.9)), (&(), QUEUE), (&peers, IOS)));
     let cpu = |report: &mut Report, own: &'static str, peer: &'static str| {
         let target = format!("processor for each, {own}, of that of {peer}");
         report.verdict(compare(target, Bound::AtMost(1.0), get(own, CPU), (peer, get(peer, CPU))));

@@ -1,9 +1,11 @@
 //! Experiments on files behind the page cache of this library: read past the kernel's, beside fio on the same file.
 
+pub mod device;
 pub mod fio;
 pub mod miss;
 pub mod orion;
 pub mod target;
+pub mod writeback;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -30,7 +32,7 @@ pub const HIT_RATIO: &str = "hit_ratio";
 /// Where the file is.
 #[derive(Clone, Debug, clap::Args)]
 pub struct PlaceOptions {
-    /// A file or block device that is there already; it is only read (default: one is made, and removed)
+    /// A file or block device that is there already; it is only read, but for --writes (default: one is made, and removed)
     #[arg(long, value_name = "PATH", conflicts_with = "dir")]
     pub file: Option<PathBuf>,
     /// Where to make the file: a folder of a file system on a device (default: the temporary folder, or /var/tmp)
@@ -62,21 +64,32 @@ fn sample(subject: &str, target: &Target, mut line: Vec<String>, limit: Duration
     child::outcome(subject, &finished)
 }
 
-/// Whether the user wants a subject.
-/// Of each round the best of several subjects.
-fn best<Case: Ord + Clone>(
-    book: &Book<Case>,
+/// Of several subjects the one with the best median of a rate. Not the best of each round, which is the luckiest of them.
+fn best<'a, Case: Ord + Clone>(
+    book: &'a Book<Case>,
     case: &Case,
     subjects: &[&'static str],
-    (metric, better): (&'static str, Better),
-) -> Option<Series> {
-    let all: Vec<&Series> = subjects.iter().filter_map(|subject| book.get(case, subject, metric)).collect();
-    let rounds = all.iter().map(|series| series.rounds.len()).max()?;
-    let of_round = |round: usize| {
-        let values = all.iter().filter_map(|series| series.rounds.get(round).copied().flatten());
-        values.reduce(if better == Better::Higher { f64::max } else { f64::min })
-    };
-    Some(Series { rounds: (0..rounds).map(of_round).collect(), ..Series::default() })
+    rate: &'static str,
+) -> (&'static str, Option<&'a Series>) {
+    let all = subjects.iter().filter_map(|subject| Some((*subject, book.get(case, subject, rate)?)));
+    let medians = all.filter_map(|(subject, series)| Some((series.median()?, subject, series)));
+    let best = medians.max_by(|(one, ..), (other, ..)| one.total_cmp(other));
+    best.map_or(("none of them", None), |(_, subject, series)| (subject, Some(series)))
+}
+
+/// A verdict on a rate beside the best of several subjects, which it names.
+fn against_best<Case: Ord + Clone>(
+    book: &Book<Case>,
+    (target, bound): (String, Bound),
+    (case, own): (&Case, &'static str),
+    (subjects, rate): (&[&'static str], &'static str),
+) -> Verdict {
+    let base = best(book, case, subjects, rate);
+    let verdict = compare(target, bound, book.get(case, own, rate), base);
+    match verdict.estimate {
+        Some(_) => Verdict { note: base.0.to_owned(), ..verdict },
+        None => verdict,
+    }
 }
 
 /// A verdict on how many times better, or how many times as much, one is than the other.
@@ -95,5 +108,28 @@ fn compare(
         is_lost: !own.survived(),
         note: String::new(),
         ..blank
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Who is best most of the time is compared with, not who had the luckiest round; without peers there is no verdict.
+    #[test]
+    fn the_best_has_the_best_median() {
+        let mut book = Book::new();
+        let all = [("own", [95.0, 96.0, 94.0]), ("steady", [100.0, 99.0, 101.0]), ("lucky", [50.0, 200.0, 60.0])];
+        for (subject, rates) in all {
+            rates.iter().for_each(|rate| book.enter_value(&(), subject, IOS, *rate));
+        }
+        let verdict = |peers: &[&'static str]| {
+            against_best(&book, ("it".to_owned(), Bound::AtLeast(0.9)), (&(), "own"), (peers, IOS))
+        };
+
+        let measured = verdict(&["steady", "lucky", "absent"]);
+        assert_eq!((measured.baseline.as_str(), measured.note.as_str()), ("steady", "steady"));
+        assert!(measured.estimate.is_some_and(|estimate| (0.93..0.98).contains(&estimate.value)));
+        assert!(verdict(&["absent"]).estimate.is_none());
     }
 }

@@ -56,7 +56,7 @@ impl Target {
         Ok(Self { path, len_bytes, has_pattern: true, _folder: Some(folder) })
     }
 
-    /// Takes a file that is there, to read it.
+    /// Takes a file that is there.
     ///
     /// # Errors
     ///
@@ -65,6 +65,8 @@ impl Target {
         let path = path.canonicalize().map_err(|cause| cannot(path, cause))?;
         let store = FileStore::open_read_only(&path).map_err(|error| cannot(&path, error))?;
         check_direct(&path, &store)?;
+        // What the kernel still has to write of it would be written while something is measured.
+        store.sync().map_err(|cause| cannot(&path, cause))?;
         let size = store.size_bytes().map_err(|cause| cannot(&path, cause))?;
         let blocks = len_bytes.unwrap_or(size).min(size) / BLOCK_BYTES as u64;
         if blocks < 8 {

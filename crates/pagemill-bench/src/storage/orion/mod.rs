@@ -26,8 +26,11 @@ const SIZES: [u64; 3] = [KIB_64, MIB_1, FOLIO];
 
 const DEPTHS: (&[u64], &[u64]) = (&[8], &[1, 8, 64]);
 const RUN_MS: (u64, u64) = (150, 500);
+/// Of a target: longer, since the processor's time for it is some milliseconds.
+const TARGET_RUN_MS: u64 = 1000;
+const TARGET_DEPTH: u64 = 64;
 const FILE_MIB: (u64, u64) = (256, 2048);
-/// A quarter of the file is in the cache.
+/// A quarter of the file is in the cache, or all that is on its way twice.
 const CACHE_SHARE: u64 = 4;
 
 /// Options of the experiment.
@@ -43,6 +46,9 @@ pub struct Options {
     /// Reads only
     #[arg(long)]
     pub reads: bool,
+    /// Only what the targets are about: 64 at a time of 64 KiB and 1 MiB, a second each; seven minutes with 3 samples
+    #[arg(long, conflicts_with = "depths")]
+    pub targets: bool,
     /// Transfers at a time, separated by commas (default 1, 8, 64; with --quick 8)
     #[arg(long, value_delimiter = ',', value_name = "DEPTH", value_parser = clap::value_parser!(u64).range(1..=256))]
     pub depths: Vec<u64>,
@@ -73,18 +79,41 @@ impl Case {
     }
 }
 
+impl Options {
+    fn sizes(&self) -> &'static [u64] {
+        if self.targets { &SIZES[..2] } else { &SIZES }
+    }
+
+    fn depths(&self) -> &[u64] {
+        match &self.depths[..] {
+            [] if self.targets => &[TARGET_DEPTH],
+            [] => self.common.pick(DEPTHS.0, DEPTHS.1),
+            depths => depths,
+        }
+    }
+
+    fn run_ms(&self) -> u64 {
+        let usual = if self.targets { TARGET_RUN_MS } else { RUN_MS.1 };
+        self.common.pick(RUN_MS.0, usual)
+    }
+
+    /// What is on its way goes into a small part of the file.
+    fn file_mib(&self) -> u64 {
+        let on_its_way = self.depths().iter().max().unwrap_or(&1) * self.sizes().iter().max().unwrap_or(&FOLIO);
+        self.common.pick(FILE_MIB.0, FILE_MIB.1).max((4 * on_its_way) >> 20)
+    }
+}
+
 fn cases(options: &Options) -> Vec<Case> {
-    let usual = options.common.pick(DEPTHS.0, DEPTHS.1);
-    let depths = if options.depths.is_empty() { usual } else { &options.depths };
     let writes: &[bool] =
         if options.writes || (options.place.file.is_none() && !options.reads) { &[false, true] } else { &[false] };
     let mut cases = Vec::new();
     for is_write in writes {
-        for io_bytes in SIZES {
+        for io_bytes in options.sizes() {
             for is_random in [true, false] {
-                cases.extend(depths.iter().map(|depth| Case {
+                cases.extend(options.depths().iter().map(|depth| Case {
                     is_write: *is_write,
-                    io_bytes,
+                    io_bytes: *io_bytes,
                     is_random,
                     depth: *depth,
                 }));
@@ -92,6 +121,10 @@ fn cases(options: &Options) -> Vec<Case> {
         }
     }
     cases
+}
+
+fn deepest(cases: &[Case]) -> u64 {
+    cases.iter().map(|case| case.depth).max().unwrap_or(0)
 }
 
 /// Runs it and gives the report.
@@ -110,7 +143,7 @@ pub fn run(options: &Options) -> Result<Report> {
         report.gap(gap);
         subjects.retain(|subject| !subject.is_fio());
     }
-    let target = options.place.ready(common.pick(FILE_MIB.0, FILE_MIB.1))?;
+    let target = options.place.ready(options.file_mib())?;
     if !target.has_pattern {
         report.note("what is in the file is not known: what was read is not compared");
     }
@@ -118,16 +151,24 @@ pub fn run(options: &Options) -> Result<Report> {
     report
         .note("fio's huge buffers are transparent huge pages of its malloc; --iomem=mmaphuge would need reserved ones");
     let cases = cases(options);
-    let book = measure(common, &cases, &subjects, &target)?;
+    if cases.iter().any(|case| case.is_write) && subjects.iter().any(|subject| matches!(subject.work, Work::Cache)) {
+        report.note("the cache writes back as many at a time as it thinks fit: that stands beside the deepest queue");
+    }
+    let book = measure(options, &cases, &subjects, &target)?;
     rows(&mut report, &book, &cases, &subjects);
     original::rows(&mut report);
     verdicts::add(&mut report, &book, &cases);
     Ok(report)
 }
 
-fn measure(common: &Common, cases: &[Case], subjects: &[&Subject], target: &Target) -> Result<Book<Case>> {
+fn measure(options: &Options, cases: &[Case], subjects: &[&Subject], target: &Target) -> Result<Book<Case>> {
+    let (common, deepest) = (&options.common, deepest(cases));
     child::warm((target.len_bytes >> 20) / CACHE_SHARE + 512)?;
-    let does = |case: &Case| subjects.iter().copied().filter(|subject| subject.does(*case)).collect::<Vec<_>>();
+    let does = |case: &Case| {
+        let is_needed =
+            |subject: &&Subject| subject.does(*case, deepest) && (!options.targets || subject.has_target(*case));
+        subjects.iter().copied().filter(is_needed).collect::<Vec<_>>()
+    };
     let progress = Progress::new(common.rounds() * cases.iter().map(|case| does(case).len()).sum::<usize>());
     let mut book = Book::new();
     // All reads before all writes.
@@ -138,7 +179,7 @@ fn measure(common: &Common, cases: &[Case], subjects: &[&Subject], target: &Targ
                 for index in 0..subjects.len() {
                     let subject = subjects[(index + round) % subjects.len()];
                     progress.step(&format!("{}, {}", case.name(), subject.name));
-                    let outcome = one(subject, *case, target, common.pick(RUN_MS.0, RUN_MS.1))?;
+                    let outcome = one(subject, *case, target, options.run_ms())?;
                     book.enter(case, subject.name, METRICS, &outcome);
                 }
             }
@@ -156,16 +197,21 @@ fn one(subject: &Subject, case: Case, target: &Target, run_ms: u64) -> Result<Ou
         }
         Work::Ring(words) => {
             let flags = [("--random", is_random), ("--write", is_write)].into_iter().filter(|(_, is_set)| *is_set);
-            let words = ["__ring"].iter().chain(words).copied().chain(flags.map(|(flag, _)| flag)).collect::<Vec<_>>();
-            (words, ("--io-bytes", io_bytes))
+            let words: Vec<&str> = ["__ring"].iter().chain(words).copied().chain(flags.map(|(flag, _)| flag)).collect();
+            (words, vec![("--depth", depth)])
+        }
+        Work::Cache if is_write => {
+            // What is dirty is a small part of it.
+            let words = ["__overwrite"].into_iter().chain(is_random.then_some("--random")).collect();
+            (words, vec![("--cache-mib", target.len_bytes >> 20)])
         }
         Work::Cache => {
-            let mut words = vec!["__miss", "--huge"];
-            words.extend((!is_random).then_some("--sequential"));
-            (words, ("--cache-mib", (target.len_bytes / CACHE_SHARE) >> 20))
+            let words = ["__miss"].into_iter().chain((!is_random).then_some("--sequential")).collect();
+            let cache_bytes = (target.len_bytes / CACHE_SHARE).max((2 * depth * io_bytes).min(target.len_bytes / 2));
+            (words, vec![("--cache-mib", cache_bytes >> 20), ("--depth", depth)])
         }
     };
-    let numbers = [more, ("--depth", depth), ("--run-ms", run_ms)];
+    let numbers = [more, vec![("--io-bytes", io_bytes), ("--run-ms", run_ms)]].concat();
     let line = words.into_iter().map(str::to_owned).chain(child::numbers(&numbers)).collect();
     sample(subject.name, target, line, Duration::from_secs(120))
 }

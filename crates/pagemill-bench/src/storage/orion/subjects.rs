@@ -1,6 +1,6 @@
 //! Who transfers, and into what memory.
 
-use super::{Case, FOLIO};
+use super::{Case, MIB_1};
 use crate::storage::fio::{self, Engine};
 
 pub const CACHE: &str = "cache";
@@ -11,7 +11,7 @@ pub const FIO_HUGE_FIXED: &str = "fio-io_uring-fixed-huge";
 /// What runs for a sample.
 #[derive(Clone, Copy, Debug)]
 pub enum Work {
-    /// A queue of huge folios.
+    /// A queue that reads folios; writing back.
     Cache,
     /// A bare ring, with these words for its workload.
     Ring(&'static [&'static str]),
@@ -29,9 +29,19 @@ impl Subject {
         matches!(self.work, Work::Fio(_))
     }
 
-    /// A cache reads whole folios; it writes when it thinks fit.
-    pub fn does(&self, case: Case) -> bool {
-        !matches!(self.work, Work::Cache) || (case.io_bytes == FOLIO && !case.is_write)
+    /// How many pages are written back at a time is the cache's affair: that stands beside the deepest queue.
+    pub fn does(&self, case: Case, deepest: u64) -> bool {
+        !matches!(self.work, Work::Cache) || !case.is_write || case.depth == deepest
+    }
+
+    /// Whether a target needs it: all of fio, for the best of it, the cache, and what it is compared with.
+    pub fn has_target(&self, case: Case) -> bool {
+        match self.work {
+            Work::Cache | Work::Fio(_) => true,
+            Work::Ring(_) => {
+                self.name == RING_HUGE_FIXED || (self.name == RING_SMALL && !case.is_write && case.io_bytes == MIB_1)
+            }
+        }
     }
 }
 

@@ -1,15 +1,14 @@
 //! The targets, at the deepest queue of each kind of transfer.
 
-use super::subjects::{CACHE, FIO_HUGE_FIXED, RING_HUGE_FIXED, RING_SMALL, SUBJECTS};
-use super::{Case, FOLIO, MIB_1};
+use super::subjects::{CACHE, FIO_HUGE_FIXED, RING_SMALL, SUBJECTS};
+use super::{Case, MIB_1, deepest};
 use crate::experiment::Book;
 use crate::report::{Bound, Report, Series};
-use crate::stats::Better;
-use crate::storage::{CPU, MIB, best, compare};
+use crate::storage::{CPU, MIB, against_best, best, compare};
 
 pub fn add(report: &mut Report, book: &Book<Case>, cases: &[Case]) {
-    let deepest = cases.iter().map(|case| case.depth).max();
-    for case in cases.iter().filter(|case| Some(case.depth) == deepest) {
+    let deepest = deepest(cases);
+    for case in cases.iter().filter(|case| case.depth == deepest) {
         against_fio(report, book, *case);
         if case.io_bytes == MIB_1 && !case.is_write {
             against_small_pages(report, book, *case);
@@ -19,16 +18,12 @@ pub fn add(report: &mut Report, book: &Book<Case>, cases: &[Case]) {
 
 /// The best of all that fio can, and the processor's time of the most frugal of its ways.
 fn against_fio(report: &mut Report, book: &Book<Case>, case: Case) {
-    let peers = fio_names();
-    let most = best(book, &case, &peers, (MIB, Better::Higher));
-    // A folio at a time is the cache's; smaller transfers are the ring's that it stands on.
-    let own = if case.io_bytes == FOLIO && !case.is_write { CACHE } else { RING_HUGE_FIXED };
     let name = case.name();
-    let target = format!("{name}: {own}, against the best of fio");
-    report.verdict(compare(target, Bound::AtLeast(0.99), book.get(&case, own, MIB), ("fio-best", most.as_ref())));
-    let target = format!("{name}: processor for each, {own}, of that of {FIO_HUGE_FIXED}");
+    let target = format!("{name}: {CACHE}, against the best of fio");
+    report.verdict(against_best(book, (target, Bound::AtLeast(0.99)), (&case, CACHE), (&fio_names(), MIB)));
+    let target = format!("{name}: processor for each, {CACHE}, of that of {FIO_HUGE_FIXED}");
     let base = (FIO_HUGE_FIXED, book.get(&case, FIO_HUGE_FIXED, CPU));
-    report.verdict(compare(target, Bound::AtMost(1.0), book.get(&case, own, CPU), base));
+    report.verdict(compare(target, Bound::AtMost(1.0), book.get(&case, CACHE, CPU), base));
 }
 
 /// What the original found: 256 pages for each transfer instead of one.
@@ -36,14 +31,14 @@ fn against_small_pages(report: &mut Report, book: &Book<Case>, case: Case) {
     let name = case.name();
     let get = |subject, metric| book.get(&case, subject, metric);
     // Whoever has the device do all it can is not asked for twice as much.
-    let limit = best(book, &case, &fio_names(), (MIB, Better::Higher));
-    let wanted = get(RING_SMALL, MIB).map(|small| twice_or_limit(small, limit.as_ref()));
-    let target = format!("{name}: {RING_HUGE_FIXED}, of 2x {RING_SMALL} or of the best of fio, if that is less");
+    let (_, limit) = best(book, &case, &fio_names(), MIB);
+    let wanted = get(RING_SMALL, MIB).map(|small| twice_or_limit(small, limit));
+    let target = format!("{name}: {CACHE}, of 2x {RING_SMALL} or of the best of fio, if that is less");
     let base = (RING_SMALL, wanted.as_ref());
-    report.verdict(compare(target, Bound::AtLeast(0.99), get(RING_HUGE_FIXED, MIB), base));
-    let target = format!("{name}: processor for each, {RING_HUGE_FIXED}, of that of {RING_SMALL}");
+    report.verdict(compare(target, Bound::AtLeast(0.99), get(CACHE, MIB), base));
+    let target = format!("{name}: processor for each, {CACHE}, of that of {RING_SMALL}");
     let base = (RING_SMALL, get(RING_SMALL, CPU));
-    report.verdict(compare(target, Bound::AtMost(0.2), get(RING_HUGE_FIXED, CPU), base));
+    report.verdict(compare(target, Bound::AtMost(0.2), get(CACHE, CPU), base));
 }
 
 fn fio_names() -> Vec<&'static str> {

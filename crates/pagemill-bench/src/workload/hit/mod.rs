@@ -20,7 +20,7 @@ use crate::native::Pages;
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::proc;
 use crate::stats::Random;
-pub use own::{Files, cache, failed, files, write};
+pub use own::{Files, cache, cache_of, failed, files, write};
 
 /// Whose pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]

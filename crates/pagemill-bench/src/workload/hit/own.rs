@@ -33,7 +33,17 @@ pub fn failed(error: pagemill::Error) -> Failure {
 
 /// A cache of pages of a record's size.
 pub fn cache(limit_bytes: u64, policy: Box<dyn Policy>, may_split: bool) -> Result<Cache, Failure> {
-    let page = PageSize::new(RECORD_BYTES).ok_or_else(|| Failure::Other("no such page size here".to_owned()))?;
+    cache_of(RECORD_BYTES, limit_bytes, policy, may_split)
+}
+
+/// A cache of pages of any size.
+pub fn cache_of(
+    page_bytes: usize,
+    limit_bytes: u64,
+    policy: Box<dyn Policy>,
+    may_split: bool,
+) -> Result<Cache, Failure> {
+    let page = PageSize::new(page_bytes).ok_or_else(|| Failure::Other("no such page size here".to_owned()))?;
     let pagemill = Pagemill::of_process().map_err(failed)?;
     // What is small is to stay so.
     pagemill.caches.collapse_by_hand();

@@ -179,11 +179,8 @@ impl Worker {
 
 /// All numbers below `count`, each once, in an order that the seed decides.
 fn shuffle(count: usize, seed: u64) -> Vec<u32> {
-    let mut random = Random::new(seed);
     let mut order: Vec<u32> = (0..count as u32).collect();
-    for last in (1..count).rev() {
-        order.swap(last, random.below(last + 1));
-    }
+    Random::new(seed).shuffle(&mut order);
     order
 }
 

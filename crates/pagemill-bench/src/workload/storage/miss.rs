@@ -1,11 +1,12 @@
 //! Pages of a file that is larger than its cache, read at random: by threads that wait, or by one that asks for many.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use pagemill::mapping::policy::{Always, Never};
-use pagemill::mapping::{Cache, Fetch, Mapping, Policy, Queue};
+use pagemill::mapping::{Cache, Fetch, Mapping, Queue};
 use pagemill::stats::{self, Counter};
 use pagemill::units::BLOCK_BYTES;
 use serde_json::Value;
@@ -15,7 +16,7 @@ use super::{Source, Span, Took, nanoseconds};
 use crate::pattern::{self, RECORD_BYTES};
 use crate::stats::Random;
 use crate::storage::{HIT_RATIO, READS};
-use crate::workload::hit::failed;
+use crate::workload::hit::{cache_of, failed};
 use crate::workload::{Failure, Outcome};
 
 /// Longer than any device takes.
@@ -37,14 +38,22 @@ pub struct Miss {
     /// Pages that one thread asks for at a time
     #[arg(long)]
     pub depth: Option<u32>,
-    /// Folios of 2 MiB, each read as one
-    #[arg(long)]
-    pub huge: bool,
+    /// Bytes of a page, which is read as one
+    #[arg(long, default_value_t = RECORD_BYTES)]
+    pub io_bytes: usize,
     /// One after the other
     #[arg(long)]
     pub sequential: bool,
     #[arg(long)]
     pub run_ms: u64,
+}
+
+/// A cache whose folios have that length: huge ones of small pages, or its pages.
+pub fn cache_of_folios(limit_bytes: u64, folio_bytes: usize) -> Result<Cache, Failure> {
+    match folio_bytes {
+        BLOCK_BYTES => cache_of(RECORD_BYTES, limit_bytes, Box::new(Always), true),
+        page_bytes => cache_of(page_bytes, limit_bytes, Box::new(Never), true),
+    }
 }
 
 /// A file through a cache that holds a part of it.
@@ -56,11 +65,9 @@ pub struct Cached<'a> {
 }
 
 impl<'a> Cached<'a> {
-    pub fn open(source: &'a Source, cache_mib: u64, is_huge: bool) -> Result<Self, Failure> {
-        let policy: Box<dyn Policy> = if is_huge { Box::new(Always) } else { Box::new(Never) };
-        let cache = crate::workload::hit::cache(cache_mib << 20, policy, true)?;
-        let file = cache.open(source.open()?).map_err(failed)?;
-        let io_bytes = if is_huge { BLOCK_BYTES } else { RECORD_BYTES };
+    pub fn open(source: &'a Source, cache_mib: u64, io_bytes: usize) -> Result<Self, Failure> {
+        let cache = cache_of_folios(cache_mib << 20, io_bytes)?;
+        let file = cache.open(Arc::new(source.open_read_only()?)).map_err(failed)?;
         Ok(Self { cache, file, source, io_bytes })
     }
 
@@ -174,7 +181,7 @@ fn read_from_store(io_bytes: usize) -> u64 {
 
 /// Fills the cache, then reads until the time is over.
 pub fn run(arguments: &Miss) -> Outcome {
-    let cached = Cached::open(&arguments.source, arguments.cache_mib, arguments.huge)?;
+    let cached = Cached::open(&arguments.source, arguments.cache_mib, arguments.io_bytes)?;
     cached.fill(0)?;
     match (arguments.threads, arguments.depth) {
         (Some(threads), _) => waiting(arguments, &cached, threads),
@@ -198,7 +205,7 @@ fn asking(arguments: &Miss, cached: &Cached<'_>, depth: u32) -> Outcome {
     let mut run_for = |asking: &mut Asking<'_>, time: Duration| -> Result<(), Failure> {
         let begun = Instant::now();
         while begun.elapsed() < time {
-            asking.step(|| offsets.next(), |offset| cached.take(&mut record, offset))?;
+            asking.step(|| offsets.draw(), |offset| cached.take(&mut record, offset))?;
         }
         Ok(())
     };

@@ -3,10 +3,11 @@
 pub mod buffers;
 pub mod hits;
 pub mod miss;
+pub mod overwrite;
 pub mod ring;
+pub mod writeback;
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use pagemill::store::FileStore;
@@ -31,10 +32,16 @@ pub struct Source {
 }
 
 impl Source {
-    fn open(&self) -> Result<Arc<FileStore>, Failure> {
+    fn open_read_only(&self) -> Result<FileStore, Failure> {
         let store = FileStore::open_read_only(&self.file).map_err(super::hit::failed)?;
         check_direct(&store)?;
-        Ok(Arc::new(store))
+        Ok(store)
+    }
+
+    fn open_writable(&self) -> Result<FileStore, Failure> {
+        let store = FileStore::open(&self.file).map_err(super::hit::failed)?;
+        check_direct(&store)?;
+        Ok(store)
     }
 
     /// Whether a record is the one of that place, as far as the file has any.
@@ -84,21 +91,24 @@ impl Span {
 }
 
 impl Took {
-    /// The figures of so many transfers of a length, by the times they took.
-    fn figures(&self, ios: u64, io_bytes: usize, times: &mut [u32]) -> Result<Map<String, Value>, Failure> {
+    /// The figures of so many transfers of a length.
+    fn rates(&self, ios: u64, io_bytes: usize) -> Result<Map<String, Value>, Failure> {
         if ios == 0 {
             return Err("nothing was transferred in that time".to_owned().into());
         }
         let rate = ios as f64 / self.seconds;
-        let figures = [
-            (IOS, rate),
-            (MIB, rate * io_bytes as f64 / f64::from(1 << 20)),
-            (CPU, self.cpu_seconds * 1e6 / ios as f64),
-            (P50, percentile_us(times, 0.5)),
-            (P99, percentile_us(times, 0.99)),
-            (P999, percentile_us(times, 0.999)),
-        ];
+        let mib = rate * io_bytes as f64 / f64::from(1 << 20);
+        let figures = [(IOS, rate), (MIB, mib), (CPU, self.cpu_seconds * 1e6 / ios as f64)];
         Ok(figures.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect())
+    }
+
+    /// The same, and the times they took.
+    fn figures(&self, ios: u64, io_bytes: usize, times: &mut [u32]) -> Result<Map<String, Value>, Failure> {
+        let mut figures = self.rates(ios, io_bytes)?;
+        for (name, share) in [(P50, 0.5), (P99, 0.99), (P999, 0.999)] {
+            figures.insert(name.to_owned(), percentile_us(times, share).into());
+        }
+        Ok(figures)
     }
 }
 

@@ -8,10 +8,9 @@ use pagemill::store::{Aligned, FileStore, Ring as StoreRing, Store};
 use serde_json::Value;
 
 use super::buffers::{self, Kind, Part};
-use super::{Source, Span, check_direct, nanoseconds};
-use crate::pattern::{self, RECORD_BYTES};
+use super::{Source, Span, nanoseconds};
+use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::stats::Random;
-use crate::workload::hit::failed;
 use crate::workload::{Failure, Outcome};
 
 /// Longer than any device takes.
@@ -61,7 +60,7 @@ impl Offsets {
         Self { random: is_random.then(|| Random::new(1)), count, next: 0, io_bytes }
     }
 
-    pub fn next(&mut self) -> u64 {
+    pub fn draw(&mut self) -> u64 {
         let at = match &mut self.random {
             Some(random) => random.below(self.count),
             None => {
@@ -73,11 +72,29 @@ impl Offsets {
     }
 }
 
+impl Iterator for Offsets {
+    type Item = u64;
+
+    fn next(&mut self) -> Option<u64> {
+        Some(self.draw())
+    }
+}
+
 impl Ring {
     /// Reads at random, into what is registered.
     pub fn random_reads(source: &Source, io_bytes: usize, depth: usize) -> Self {
         let (memory, source) = (Kind::Huge, source.clone());
         Self { source, io_bytes, depth, batch: 4, memory, registered: true, random: true, write: false, run_ms: 0 }
+    }
+
+    /// Writes, from what is registered.
+    pub fn writes(source: &Source, io_bytes: usize, depth: usize) -> Self {
+        Self { random: false, write: true, ..Self::random_reads(source, io_bytes, depth) }
+    }
+
+    /// Where its transfers go, without an end.
+    pub fn offsets(&self) -> Offsets {
+        Offsets::new(self.source.len_bytes, self.io_bytes, self.random)
     }
 }
 
@@ -87,7 +104,7 @@ pub struct Loop<'a> {
     ring: StoreRing<Part>,
     store: FileStore,
     file: FileId,
-    offsets: Offsets,
+    offsets: Box<dyn Iterator<Item = u64> + 'a>,
     idle: Vec<Part>,
     pub times: Vec<u32>,
     /// Tells this process's writes from all others.
@@ -96,22 +113,24 @@ pub struct Loop<'a> {
 }
 
 impl<'a> Loop<'a> {
-    pub fn new(arguments: &'a Ring) -> Result<Self, Failure> {
+    /// Transfers with these places.
+    pub fn new(arguments: &'a Ring, offsets: impl Iterator<Item = u64> + 'a) -> Result<Self, Failure> {
         let source = &arguments.source;
-        let open =
-            if arguments.write { FileStore::open(&source.file) } else { FileStore::open_read_only(&source.file) };
-        let store = open.map_err(failed)?;
-        check_direct(&store)?;
+        let store = if arguments.write { source.open_writable()? } else { source.open_read_only()? };
         let settings = Settings { depth: arguments.depth as u32, ..Settings::default() };
         let mut ring = StoreRing::new(&settings).map_err(|error| error.to_string())?;
         let file = ring.attach(&store).map_err(|error| error.to_string())?;
-        let (memories, idle) = buffers::parts(arguments.memory, arguments.depth, arguments.io_bytes)?;
+        let (memories, mut idle) = buffers::parts(arguments.memory, arguments.depth, arguments.io_bytes)?;
+        if arguments.write {
+            let mut records = Records::filled(arguments.io_bytes);
+            idle.iter_mut().for_each(|part| part.bytes_mut().copy_from_slice(records.at(0, 0)));
+        }
         if arguments.registered {
             for memory in memories {
                 ring.register(Box::new(memory)).map_err(|(error, _)| format!("registering memory: {error}"))?;
             }
         }
-        let offsets = Offsets::new(source.len_bytes, arguments.io_bytes, arguments.random);
+        let offsets = Box::new(offsets);
         let (times, written) = (Vec::with_capacity(1 << 20), BTreeSet::new());
         let generation = u64::from(std::process::id());
         Ok(Self { arguments, ring, store, file, offsets, idle, times, generation, written })
@@ -131,10 +150,30 @@ impl<'a> Loop<'a> {
         Ok(())
     }
 
+    /// Goes on until there are no places any more, and all has ended.
+    pub fn run_to_end(&mut self) -> Result<(), Failure> {
+        loop {
+            self.start_all()?;
+            if self.ring.in_flight() == 0 {
+                return Ok(());
+            }
+            self.take_some()?;
+        }
+    }
+
+    /// Makes what was written safe.
+    pub fn sync(&self) -> Result<(), Failure> {
+        self.store.sync().map_err(|error| error.to_string().into())
+    }
+
     fn start_all(&mut self) -> Result<(), Failure> {
         let mut started = 0;
         while let Some(mut part) = self.idle.pop() {
-            part.offset = self.offsets.next();
+            let Some(offset) = self.offsets.next() else {
+                self.idle.push(part);
+                break;
+            };
+            part.offset = offset;
             if self.arguments.write {
                 let (offset, generation) = (part.offset, self.generation);
                 stamp_around(part.bytes_mut(), offset, generation);
@@ -206,7 +245,7 @@ fn stamp_around(bytes: &mut [u8], offset: u64, generation: u64) {
 
 /// Transfers until the time is over.
 pub fn run(arguments: &Ring) -> Outcome {
-    let mut work = Loop::new(arguments)?;
+    let mut work = Loop::new(arguments, arguments.offsets())?;
     let run = Duration::from_millis(arguments.run_ms);
     // A tenth of it beforehand, as everywhere.
     work.run_for(run / 10)?;

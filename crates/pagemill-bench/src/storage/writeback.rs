@@ -1,0 +1,210 @@
+//! What writing back costs: pages of 4 KiB that were made dirty here and there in a file of a GiB, beside fio and a bare ring that
+//! write to the same places in the same order.
+
+use std::path::Path;
+use std::time::Duration;
+
+use tempfile::TempDir;
+
+use super::fio::{self, Engine, Replay};
+use super::target::Target;
+use super::{CPU, IOS, MIB, PlaceOptions, against_best, device, sample};
+use crate::child::{self, Outcome};
+use crate::error::{Error, Result, doing};
+use crate::experiment::{Book, Common, Metric, Progress, report_row};
+use crate::pattern::RECORD_BYTES;
+use crate::report::{Bound, Place, Report};
+use crate::stats::{Better, Random};
+
+/// Writes that were made, and such as reached the device, for each page.
+pub const TRANSFERS: &str = "transfers_per_page";
+const DEVICE_WRITES: &str = "device_writes_per_page";
+
+const CACHE: &str = "cache";
+const RING: &str = "ring-64";
+const FIO_URING: &str = "fio-io_uring-64";
+const DEPTH: u64 = 64;
+const FILE_MIB: (u64, u64) = (256, 1024);
+
+/// One page of so many is dirty: enough of them for half a second, and so few that seven of eight have no dirty neighbour. Who
+/// writes neighbours as one gains little by it then; what is compared is the writing of single pages.
+const ONE_OF: u64 = 8;
+
+#[derive(Clone, Copy, Debug)]
+enum Work {
+    Cache,
+    Ring,
+    Fio(Engine, u64),
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Subject {
+    name: &'static str,
+    work: Work,
+}
+
+const SUBJECTS: [Subject; 5] = [
+    Subject { name: CACHE, work: Work::Cache },
+    Subject { name: RING, work: Work::Ring },
+    Subject { name: FIO_URING, work: Work::Fio(fio::URING_FIXED_BUFFERS, DEPTH) },
+    Subject { name: "fio-libaio-64", work: Work::Fio(fio::LIBAIO, DEPTH) },
+    Subject { name: "fio-psync", work: Work::Fio(fio::PSYNC, 1) },
+];
+
+impl Subject {
+    fn metrics(&self) -> &'static [&'static str] {
+        &[IOS, MIB, CPU, TRANSFERS, DEVICE_WRITES]
+    }
+
+    fn is_fio(&self) -> bool {
+        matches!(self.work, Work::Fio(..))
+    }
+}
+
+/// Options of the experiment.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    #[command(flatten)]
+    pub common: Common,
+    #[command(flatten)]
+    pub place: PlaceOptions,
+    /// Needed with --file, WHOSE CONTENT IS LOST
+    #[arg(long, requires = "file")]
+    pub writes: bool,
+    /// One page of so many is made dirty
+    #[arg(long, value_name = "PAGES", default_value_t = ONE_OF, value_parser = clap::value_parser!(u64).range(1..=1024))]
+    pub one_of: u64,
+}
+
+/// The places of the pages that are made dirty, in the order of the file: one of `one_of` on average, others for each seed.
+pub fn places(len_bytes: u64, io_bytes: u64, one_of: u64, seed: u64) -> Vec<u64> {
+    let mut random = Random::new(seed);
+    let all = (0..len_bytes / io_bytes).map(|index| index * io_bytes);
+    all.filter(|_| random.below(one_of as usize) == 0).collect()
+}
+
+type Case = ();
+
+/// Runs it and gives the report.
+///
+/// # Errors
+///
+/// [`Error::WrongAnswer`] where the file has something else afterwards; [`Error::CannotRun`] for an unknown subject, without a
+/// file, and for a file of the user's that he did not give away.
+pub fn run(options: &Options) -> Result<Report> {
+    let common = &options.common;
+    common.check_only(&SUBJECTS.map(|subject| subject.name))?;
+    if let Some(path) = options.place.file.as_ref().filter(|_| !options.writes) {
+        let path = path.display();
+        return Err(Error::CannotRun(format!(
+            "{path}: nothing is written to it without --writes: what it holds is lost"
+        )));
+    }
+    let mut report = Report::new("writeback", common.json);
+    let mut subjects: Vec<&Subject> = SUBJECTS.iter().filter(|subject| common.is_wanted(subject.name)).collect();
+    if subjects.iter().any(|subject| subject.is_fio())
+        && let Some(gap) = fio::gap()
+    {
+        report.gap(gap);
+        subjects.retain(|subject| !subject.is_fio());
+    }
+    let target = options.place.ready(common.pick(FILE_MIB.0, FILE_MIB.1))?;
+    let pages = places(target.len_bytes, RECORD_BYTES as u64, options.one_of, 0).len();
+    report.note(format!("the file has {} MiB, of which about {pages} pages are made dirty", target.len_bytes >> 20));
+    report.note("all subjects end with one fdatasync, which is timed; processor and rates are for each page");
+    if device::writes(target.path()).is_none() {
+        report.gap("the device of the file is not known: what the kernel merges is not told");
+    }
+    let book = measure(options, &subjects, &target)?;
+    rows(&mut report, &book, &subjects);
+    verdicts(&mut report, &book);
+    Ok(report)
+}
+
+fn measure(options: &Options, subjects: &[&Subject], target: &Target) -> Result<Book<Case>> {
+    let common = &options.common;
+    child::warm((target.len_bytes >> 20) / options.one_of * 2 + 256)?;
+    let folder = TempDir::with_prefix("pagemill-bench-").map_err(doing("making a folder for a list of writes"))?;
+    let list = folder.path().join("list");
+    let progress = Progress::new(common.rounds() * subjects.len());
+    let mut book = Book::new();
+    for round in 0..common.rounds() {
+        let seed = round as u64 + 1;
+        let places = places(target.len_bytes, RECORD_BYTES as u64, options.one_of, seed);
+        fio::write_list(&list, &places, RECORD_BYTES as u64).map_err(doing("writing a list of writes"))?;
+        for index in 0..subjects.len() {
+            let subject = subjects[(index + round) % subjects.len()];
+            progress.step(subject.name);
+            let before = device::writes(target.path());
+            let mut outcome = one(subject, target, &list, (options.one_of, seed))?;
+            if let (Outcome::Measured(line), Some(before)) = (&mut outcome, before)
+                && let Some(after) = device::writes(target.path())
+            {
+                line[DEVICE_WRITES] = ((after - before) as f64 / places.len() as f64).into();
+            }
+            book.enter(&(), subject.name, subject.metrics(), &outcome);
+        }
+    }
+    Ok(book)
+}
+
+fn one(subject: &Subject, target: &Target, list: &Path, (one_of, seed): (u64, u64)) -> Result<Outcome> {
+    let mut words = vec!["__writeback".to_owned()];
+    match subject.work {
+        Work::Fio(engine, depth) => {
+            let replay = Replay { engine, path: target.path(), list, io_bytes: RECORD_BYTES as u64, depth };
+            let mut outcome = replay.run()?;
+            if let Outcome::Measured(line) = &mut outcome {
+                // It does what it is told, one by one.
+                line[TRANSFERS] = 1.0.into();
+            }
+            return Ok(outcome);
+        }
+        Work::Ring => words.extend(child::numbers(&[("--ring", DEPTH)])),
+        Work::Cache => {}
+    }
+    words.extend(child::numbers(&[("--one-of", one_of), ("--seed", seed)]));
+    sample(subject.name, target, words, Duration::from_secs(300))
+}
+
+fn rows(report: &mut Report, book: &Book<Case>, subjects: &[&Subject]) {
+    let table =
+        format!("4 KiB pages here and there, O_DIRECT, in the order of the file; half the spread, times {FIO_URING}");
+    for (name, unit, better, column) in [
+        (MIB, "MiB/s", Better::Higher, "MiB/s"),
+        (IOS, "1/s", Better::Higher, "pages /s"),
+        (CPU, "us", Better::Lower, "processor, us"),
+        (TRANSFERS, "1", Better::Lower, "transfers a page"),
+        (DEVICE_WRITES, "1", Better::Lower, "writes of the device a page"),
+    ] {
+        let baseline = [MIB, CPU].contains(&name).then_some(FIO_URING);
+        for subject in subjects {
+            let place = Some(Place { table: table.clone(), column: column.to_owned() });
+            let metric = Metric { name, unit, better, baseline };
+            report_row(report, book, (&(), "4 KiB here and there"), subject.name, metric, place);
+        }
+    }
+}
+
+fn verdicts(report: &mut Report, book: &Book<Case>) {
+    let peers: Vec<&'static str> = SUBJECTS.iter().filter(|subject| subject.is_fio()).map(|it| it.name).collect();
+    let target = format!("pages written back and safe, {CACHE}, against the best of fio");
+    report.verdict(against_best(book, (target, Bound::AtLeast(0.95)), (&(), CACHE), (&peers, IOS)));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A seed has its places, in order, inside of the file, about as many as were asked for; all of them where that is one of one.
+    #[test]
+    fn places_are_drawn() {
+        let (len_bytes, io_bytes) = (64 << 20, RECORD_BYTES as u64);
+        let drawn = places(len_bytes, io_bytes, 8, 1);
+
+        assert!(drawn.is_sorted() && drawn.iter().all(|place| place % io_bytes == 0 && *place < len_bytes));
+        assert!((1800..2300).contains(&drawn.len()), "{}", drawn.len());
+        assert!(drawn == places(len_bytes, io_bytes, 8, 1) && drawn != places(len_bytes, io_bytes, 8, 2));
+        assert_eq!(places(len_bytes, io_bytes, 1, 1).len() as u64, len_bytes / io_bytes);
+    }
+}
