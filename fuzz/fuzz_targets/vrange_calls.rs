@@ -5,12 +5,12 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
+use pagemill::Pagemill;
 use pagemill::arena::Layout;
 use pagemill::reclaim::tree::UNLIMITED;
 use pagemill::reclaim::{Shrinker, Urgency};
 use pagemill::units::os_page_bytes;
 use pagemill::volatile::vrange::{How, Mode};
-use pagemill::Pagemill;
 use pagemill_sys::fault;
 use std::sync::OnceLock;
 

@@ -53,7 +53,7 @@ impl File {
     /// Refuses where the store lacks something.
     fn check_synced(&self) -> Result<()> {
         let is_longer = self.size_bytes() > self.stored_bytes.load(Relaxed);
-        if is_longer || self.cut.load(Relaxed) & 1 == 1 {
+        if is_longer || self.is_cut() {
             return Err(CHANGED);
         }
         let mut at = 0;

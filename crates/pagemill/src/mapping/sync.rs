@@ -12,7 +12,7 @@ use crate::folio::Owner;
 use crate::folio::word::State;
 use crate::stats::{self, Counter};
 use crate::store::Store;
-use crate::sync::{Patience, Relaxed};
+use crate::sync::{Acquire, Patience, Relaxed};
 use crate::xarray as epoch;
 use std::ops::Range;
 use std::panic::{self, AssertUnwindSafe};
@@ -115,7 +115,8 @@ impl File {
             if let Some(error) = walked.failure {
                 return Err(error);
             }
-            if walked.is_clean {
+            // What a truncation took away meanwhile must not be in the store, either, as it was before it was written.
+            if walked.is_clean && !self.is_cut() {
                 return Ok(());
             }
         }
@@ -134,7 +135,7 @@ impl File {
     /// The last handle goes: what was written reaches the store, if that takes it in time. Nobody can be told.
     pub(super) fn write_back_at_last(self: &Arc<Self>) {
         let (Some(store), Some(dirty)) = (&self.store, &self.dirty) else { return };
-        let is_cut = self.cut.load(Relaxed) & 1 == 1 || self.size_bytes() > self.stored_bytes.load(Relaxed);
+        let is_cut = self.is_cut() || self.size_bytes() > self.stored_bytes.load(Relaxed);
         if store.is_writable() && (is_cut || dirty.bytes() > 0) {
             // A store that panics would take the program down where somebody only lets a file go.
             let written = panic::catch_unwind(AssertUnwindSafe(|| self.write_back_in_time(&**store)));
@@ -169,7 +170,7 @@ impl File {
             if let Some(error) = walked.failure {
                 return Err(error);
             }
-            if walked.is_clean {
+            if walked.is_clean && !self.is_cut() {
                 return self.lengthen(store);
             }
             if is_late(&waits) {
@@ -199,6 +200,11 @@ impl File {
         self.cut.store((cut | 1).wrapping_add(2 * (cut & 1)), Relaxed);
     }
 
+    /// Whether the store may hold more than counts.
+    pub(super) fn is_cut(&self) -> bool {
+        self.cut.load(Acquire) & 1 == 1
+    }
+
     /// Cuts the store down to what counts of it.
     fn cut(&self, store: &dyn Store) -> Result<()> {
         let (before, stored) = {
@@ -222,7 +228,7 @@ impl File {
             store.set_size(size_bytes).map_err(failed("setting the size of a file"))?;
             let _writer = self.tree.lock();
             // Otherwise it was cut meanwhile, and the store will be.
-            if self.cut.load(Relaxed) & 1 == 0 {
+            if !self.is_cut() {
                 self.stored_bytes.store(self.stored_bytes.load(Relaxed).max(size_bytes), Relaxed);
             }
         }

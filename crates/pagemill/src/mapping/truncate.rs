@@ -31,8 +31,7 @@ impl Mapping {
         // Nobody begins to hold a folio from here on: inside of the gate there is only this.
         file.check_free(size_bytes)?;
         // Readers stop there first; then nobody can see what goes.
-        file.size_bytes.store(size_bytes, Release);
-        file.cut_store(size_bytes);
+        file.shorten(size_bytes);
         file.drop_behind(size_bytes);
         Ok(())
     }
@@ -47,13 +46,15 @@ impl File {
         }
     }
 
-    /// What the store has behind `size_bytes` does not count any more.
-    fn cut_store(&self, size_bytes: u64) {
+    /// Ends the file there; what the store has behind does not count any more.
+    fn shorten(&self, size_bytes: u64) {
         let _writer = self.tree.lock();
         // Also where nothing of it was stored yet: it may just be written back.
         self.stored_bytes.store(self.stored_bytes.load(Relaxed).min(size_bytes), Relaxed);
         self.note_revoked();
         self.note_more_stored();
+        // At last: who writes back and finds nothing behind the end has to find that the store is to be cut.
+        self.size_bytes.store(size_bytes, Release);
     }
 
     /// Takes what is behind a new end out of memory.

@@ -1,0 +1,383 @@
+//! Any sequence of calls on a file with a store that fails, shortens and reorders, or with a file of the system: arbitrary
+//! bytes are read as calls, six bytes each, and checked against plain bytes.
+//!
+//! `cargo +nightly fuzz run store_calls`. The first byte of each input says which file, and how large: of some pages in a cache of
+//! half as many, or with a huge folio. The reference knows two things of each byte: what the file has there, and what the store
+//! may have, which is what was there at the last sync or was written since.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use pagemill::arena::Layout;
+use pagemill::mapping::policy::{Ask, Choice};
+use pagemill::mapping::{Cache, Mapping, Pin, Policy, Queue, Settings};
+use pagemill::reclaim::tree::UNLIMITED;
+use pagemill::store::{Faults, FaultyStore, FileStore, MemoryStore, Store};
+use pagemill::units::{BLOCK_BYTES, PageSize};
+use pagemill::{Error, Pagemill, Result};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+const PAGE: usize = PageSize::MIN_BYTES;
+
+/// Bytes of a small file, and of what is behind a huge folio.
+const SOME: usize = 16 * PAGE;
+
+/// Steps of offsets: not all near the edges of pages, and not all at them.
+const STEP: usize = PAGE / 8;
+
+const SOON: Duration = Duration::from_millis(1);
+
+/// Huge in the first block, where that is asked for.
+struct First;
+
+impl Policy for First {
+    fn choose(&self, ask: &Ask) -> Choice {
+        if ask.offset == 0 { Choice::Huge } else { Choice::Small }
+    }
+}
+
+/// A cache, and its queue.
+struct Place {
+    cache: Cache,
+    queue: Queue,
+    most: usize,
+}
+
+impl Place {
+    fn new(use_huge: bool) -> Self {
+        let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).expect("address space");
+        pagemill.caches.collapse_by_hand();
+        let huge = if use_huge { BLOCK_BYTES } else { 0 };
+        let page = PageSize::new(PAGE).expect("a power of two");
+        let limit = (huge + SOME / 2) as u64;
+        let settings = Settings { page, use_huge, policy: Box::new(First), ..Settings::new("fuzz", limit) };
+        let cache = pagemill.caches.make(settings).expect("a cache");
+        let queue = cache.queue(4).expect("a queue");
+        Self { cache, queue, most: huge + SOME }
+    }
+}
+
+thread_local! {
+    static PLACES: std::cell::RefCell<[Option<Place>; 2]> = const { std::cell::RefCell::new([None, None]) };
+}
+
+/// What lies behind the file.
+enum Behind {
+    Faulty(FaultyStore<MemoryStore>),
+    File(PathBuf),
+}
+
+impl Behind {
+    fn new(is_file: bool) -> Self {
+        let bytes = vec![7; 5 * PAGE + 100];
+        if !is_file {
+            return Self::Faulty(FaultyStore::new(MemoryStore::new(bytes, 512)));
+        }
+        let folder = if PathBuf::from("/dev/shm").exists() { "/dev/shm".into() } else { std::env::temp_dir() };
+        let path = folder.join(format!("pagemill-fuzz-{}", std::process::id()));
+        std::fs::write(&path, bytes).expect("a file");
+        Self::File(path)
+    }
+
+    fn open(&self) -> Arc<dyn Store> {
+        match self {
+            Self::Faulty(store) => Arc::new(store.clone()),
+            Self::File(path) => Arc::new(FileStore::open(path).expect("it is there")),
+        }
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        match self {
+            Self::Faulty(store) => store.inner().bytes(),
+            Self::File(path) => std::fs::read(path).expect("it is there"),
+        }
+    }
+
+    fn set_faults(&self, faults: Faults) {
+        if let Self::Faulty(store) = self {
+            store.set_faults(faults);
+        }
+    }
+
+    /// Somebody else changes it.
+    fn change(&self, at: usize, len: usize) {
+        let others: &dyn Store = match self {
+            Self::Faulty(store) => store.inner(),
+            Self::File(path) => {
+                let file = std::fs::File::options().write(true).open(path).expect("it is there");
+                file.set_len(at as u64).expect("cut");
+                return std::os::unix::fs::FileExt::write_all_at(&file, &vec![6; len], at as u64).expect("written");
+            }
+        };
+        others.set_size(at as u64).expect("cut");
+        others.write(at as u64, &vec![6; len]).expect("written");
+    }
+}
+
+impl Drop for Behind {
+    fn drop(&mut self) {
+        if let Self::File(path) = self {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+/// What has to be, and what may be. Bytes are 0 to 7, so a set of them is one.
+struct Model {
+    bytes: Vec<u8>,
+    stored: Vec<u8>,
+}
+
+impl Model {
+    fn new(bytes: Vec<u8>, most: usize) -> Self {
+        let mut model = Self { bytes, stored: vec![1; most] };
+        model.sync(0, most);
+        model
+    }
+
+    /// The store has these as they are.
+    fn sync(&mut self, at: usize, len: usize) {
+        let end = (at + len).min(self.bytes.len());
+        let range = at.min(end)..end;
+        let is = self.bytes[range.clone()].iter().map(|byte| 1 << byte);
+        self.stored[range].iter_mut().zip(is).for_each(|(may_be, is)| *may_be = is);
+        if len >= self.stored.len() {
+            self.stored[self.bytes.len()..].fill(1);
+        }
+    }
+
+    fn write(&mut self, at: usize, len: usize, byte: u8) {
+        if len > 0 {
+            self.bytes.resize(self.bytes.len().max(at + len), 0);
+            self.bytes[at..at + len].fill(byte);
+            self.stored[at..at + len].iter_mut().for_each(|may_be| *may_be |= 1 << byte);
+        }
+    }
+
+    fn truncate(&mut self, size: usize) {
+        self.bytes.resize(size, 0);
+        self.stored[size..].iter_mut().for_each(|may_be| *may_be |= 1);
+    }
+
+    fn check_stored(&self, found: &[u8]) {
+        // Without a branch for each byte, which a fuzzer would follow.
+        let allowed = found.iter().zip(&self.stored).fold(1, |allowed, (byte, may_be)| allowed & may_be >> byte);
+        assert!(found.len() <= self.stored.len() && allowed == 1);
+    }
+}
+
+/// What a store that fails, or a cache without room, may say. Nobody else has pages, so nobody waits for them.
+fn is_excusable(error: &Error) -> bool {
+    matches!(error, Error::Store { .. } | Error::NoMemory { .. })
+}
+
+fn done<T>(result: Result<T>) -> Option<T> {
+    result.map_err(|error| assert!(is_excusable(&error), "{error:?}")).ok()
+}
+
+fn check_read(file: &Mapping, model: &Model, at: usize, len: usize) {
+    let mut bytes = vec![0xEE; len + 1];
+    let count = done(file.read_at(&mut bytes, at as u64)).unwrap_or(0);
+    let end = (at + count).min(model.bytes.len());
+    assert!(bytes[..count] == *model.bytes.get(at..end).unwrap_or_default());
+    assert!(bytes[count..].iter().all(|byte| *byte == 0xEE || *byte == 0));
+}
+
+/// One call that leaves pins alone.
+fn step(place: &mut Place, behind: &Behind, file: &Mapping, model: &mut Model, call: &[u8], at: usize, len: usize) {
+    let (kind, offset) = (call[0] / 16, at as u64);
+    match kind {
+        0..3 => {
+            let byte = call[5] % 7 + 1;
+            let count = done(file.write_at(&vec![byte; len], offset)).unwrap_or(0);
+            model.write(at, count, byte);
+        }
+        3 => {
+            file.truncate(offset).expect("nothing has to be asked");
+            model.truncate(at);
+        }
+        4 => {
+            let end = (at + len).min(model.bytes.len());
+            if done(file.zero_range(offset, len as u64)).is_some() && at < end {
+                model.write(at, end - at, 0);
+            } else if at < end {
+                // A part of it, perhaps: which one the file says.
+                model.stored[at..end].iter_mut().for_each(|may_be| *may_be |= 1);
+                behind.set_faults(Faults::default());
+                for at in (at..end).step_by(PAGE) {
+                    let mut bytes = vec![0; PAGE.min(end - at)];
+                    let count = done(file.read_at(&mut bytes, at as u64)).unwrap_or(0);
+                    let old = &mut model.bytes[at..at + count];
+                    let is_other = |(old, new): (&u8, &u8)| u8::from(*new != 0) & u8::from(old != new);
+                    assert_eq!(old.iter().zip(&bytes).map(is_other).max().unwrap_or(0), 0);
+                    old.copy_from_slice(&bytes[..count]);
+                }
+            }
+        }
+        5 => drop(file.split(offset).map_err(|error| assert!(matches!(error, Error::Busy { .. }), "{error:?}"))),
+        6 => drop(file.collapse(offset).map_err(|error| {
+            assert!(is_excusable(&error) || matches!(error, Error::Busy { .. }), "{error:?}");
+        })),
+        7 => {
+            let faults = Faults {
+                seed: u64::from(call[1]),
+                fail_per_mille: u32::from(call[2] & 3) * 200,
+                short_per_mille: u32::from(call[3] & 3) * 200,
+                is_reordered: call[4] & 1 == 1,
+                fails_after: (call[4] & 2 == 2).then_some(u64::from(call[5] % 8)),
+                ..Faults::default()
+            };
+            behind.set_faults(faults);
+        }
+        8 => behind.set_faults(Faults::default()),
+        9 => {
+            match place.queue.fetch(file, offset, 0) {
+                Err(Error::PastEnd { .. } | Error::Busy { .. }) => {}
+                other => drop(done(other)),
+            }
+            if call[4] & 1 == 1 {
+                take_all(place, usize::from(call[4] & 2));
+            }
+        }
+        _ => take_all(place, 1),
+    }
+}
+
+fn take_all(place: &mut Place, least: usize) {
+    place.queue.wait(least, SOON).expect("a ring works");
+    while let Some(fetched) = place.queue.next() {
+        done(fetched.result);
+    }
+}
+
+fn drain(place: &mut Place) {
+    while !place.queue.is_empty() {
+        take_all(place, 1);
+    }
+}
+
+/// One call that waits for pins: nobody has any.
+fn step_alone(behind: &Behind, file: &Mapping, model: &mut Model, call: &[u8], at: usize, len: usize) {
+    match call[0] / 16 {
+        11 => {
+            if done(file.sync()).is_some() {
+                model.sync(0, model.stored.len());
+                assert!(behind.bytes() == model.bytes);
+            }
+        }
+        12 => {
+            if len > 0 && done(file.sync_range(at as u64, len as u64)).is_some() {
+                model.sync(at, len.min(model.stored.len() - 1));
+                assert_eq!(behind.bytes().len(), model.bytes.len());
+            }
+        }
+        13 if at < model.bytes.len() => {
+            if let Some(mut held) = done(file.hold(at as u64)) {
+                let begin = held.offset() as usize;
+                let end = (begin + held.len()).min(model.bytes.len());
+                assert!(held[..end - begin] == model.bytes[begin..end]);
+                assert!(held[end - begin..].iter().all(|byte| *byte == 0));
+                held[at - begin..].fill(5);
+                model.write(at, end - at, 5);
+            }
+        }
+        _ => {
+            // Refused where something is not synced; nobody else has changed anything then.
+            let is_synced = call[4] & 1 == 1 && done(file.sync()).is_some();
+            if is_synced {
+                behind.change(at, len);
+                *model = Model::new(behind.bytes(), model.stored.len());
+            }
+            match file.refresh() {
+                Err(Error::WrongState { .. }) if !is_synced => {}
+                result => result.expect("nobody has a page"),
+            }
+        }
+    }
+}
+
+/// Keeps a page where it is, or writes to one that is kept.
+fn step_pins<'file>(
+    pins: &mut Vec<(Pin<'file>, usize)>,
+    file: &'file Mapping,
+    model: &mut Model,
+    call: &[u8],
+    at: usize,
+) {
+    if call[4] & 1 == 0 && pins.len() < 3 {
+        match file.pin(at as u64) {
+            Err(Error::PastEnd { .. }) => {}
+            other => pins.extend(done(other).map(|pin| (pin, at))),
+        }
+    } else if let Some((pin, at)) = pins.get(usize::from(call[4] / 2) % 3) {
+        let len = pin.len_bytes().min(usize::from(call[5]) * 8);
+        match pin.write_at(&vec![4; len], 0) {
+            Ok(()) => model.write(*at, len, 4),
+            Err(Error::PastEnd { .. } | Error::WrongState { .. }) => {}
+            Err(error) => panic!("{error:?}"),
+        }
+    }
+}
+
+/// Does calls until one closes the file; returns how many.
+fn run(place: &mut Place, behind: &Behind, model: &mut Model, data: &[u8]) -> usize {
+    let most = place.most;
+    let Some(file) = done(place.cache.open(behind.open())) else { return data.len() };
+    let mut pins = Vec::new();
+    let mut count = 0;
+    for call in data.chunks_exact(6) {
+        count += 6;
+        // Mostly near the beginning, and about the first block's end.
+        let far = if call[1] & 1 == 1 { most - SOME / 2 } else { 0 };
+        let at = (far + usize::from(call[2]) * STEP + usize::from(call[5]) / 64) % most;
+        let len = (usize::from(call[3]) * STEP + usize::from(call[4]) / 64) % (most - at);
+        match call[0] / 16 {
+            11..15 if pins.is_empty() || call[4] & 4 == 4 => {
+                pins.clear();
+                step_alone(behind, &file, model, call, at, len);
+            }
+            15 if call[4] & 8 == 8 => {
+                drop(pins);
+                drop(file);
+                // What was not synced is gone, or not.
+                let found = behind.bytes();
+                model.check_stored(&found);
+                *model = Model::new(found, most);
+                return count;
+            }
+            11..15 => {}
+            15 => step_pins(&mut pins, &file, model, call, at),
+            _ => step(place, behind, &file, model, call, at, len),
+        }
+        check_read(&file, model, at, len);
+        if call[0] / 16 >= 11 {
+            model.check_stored(&behind.bytes());
+        }
+    }
+    pins.clear();
+    behind.set_faults(Faults::default());
+    file.sync().expect("the store is well again");
+    assert!(behind.bytes() == model.bytes);
+    let mut bytes = vec![0; model.bytes.len() + 1];
+    assert_eq!(file.read_at(&mut bytes, 0).unwrap(), model.bytes.len());
+    assert!(bytes[..model.bytes.len()] == model.bytes);
+    data.len()
+}
+
+fuzz_target!(|data: &[u8]| {
+    let Some((first, mut data)) = data.split_first() else { return };
+    let (use_huge, is_file) = (first & 1 == 1, first & 2 == 2);
+    PLACES.with_borrow_mut(|places| {
+        let place = places[usize::from(use_huge)].get_or_insert_with(|| Place::new(use_huge));
+        let behind = Behind::new(is_file);
+        let mut model = Model::new(behind.bytes(), place.most);
+        while !data.is_empty() {
+            let count = run(place, &behind, &mut model, data);
+            // A file whose pages are on their way is open until they have come.
+            drain(place);
+            data = &data[count.min(data.len())..];
+        }
+        assert_eq!(place.cache.charged_bytes(), 0);
+    });
+});
