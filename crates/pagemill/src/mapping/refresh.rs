@@ -25,10 +25,10 @@ impl Mapping {
         let file = &*self.0;
         file.check(0, 0)?;
         let Some(store) = &file.store else { return Ok(()) };
-        // Nobody writes back meanwhile; then nobody writes.
+        // Nobody writes; then nobody writes back. Who does may not wait for the gate, but who is inside waits for him.
+        let _alone = file.gate.alone();
         let _one = file.syncing.lock();
         file.await_underway();
-        let _alone = file.gate.alone();
         let size_bytes = store.size_bytes().map_err(failed("asking for the size of a file"))?;
         file.check_size(size_bytes)?;
         file.check_synced()?;
