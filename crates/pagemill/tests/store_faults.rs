@@ -371,3 +371,24 @@ fn two_caches_share_a_file() {
     drop(writer);
     write(&open(&readers, &path), b"now", 0);
 }
+
+/// A huge folio with little of a file, written to and split: what is behind the end of the file is nothing to be written, and makes room
+/// once the rest was.
+#[test]
+fn pages_behind_the_end_become_clean() {
+    let [_, cache] = caches();
+    let store = faulty(Vec::new());
+    let file = cache.open(Arc::new(store.clone())).unwrap();
+    file.truncate(2 * MIB as u64).unwrap();
+    write(&file, &pattern(PAGE + 100, 1), 0);
+    assert!(read(&file, 0, 1) == [1] && cache.charged_bytes() == 2 * MIB as u64);
+    let pin = file.pin(0).unwrap();
+    file.truncate(PAGE as u64 + 100).unwrap();
+    drop(pin);
+    assert!(file.split(0).unwrap() && cache.charged_bytes() == 2 * MIB as u64);
+    file.sync().unwrap();
+    assert!(store.inner().bytes() == pattern(PAGE + 100, 1));
+    file.refresh().unwrap();
+    assert_eq!(cache.charged_bytes(), 0);
+    assert!(read(&file, 0, 2 * PAGE) == pattern(PAGE + 100, 1));
+}

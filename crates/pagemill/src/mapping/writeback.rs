@@ -304,8 +304,8 @@ impl Ready<'_> {
         let (part, begin) = (Part { number, order: state.order() }, file.offset_of(index));
         let bytes = begin..(begin + file.cache.folio_bytes(part.order)).min(size_bytes);
         if bytes.is_empty() {
-            // What is behind the end is about to go.
-            file.thaw(number);
+            // What is behind the end is zero, or about to go: nobody writes there as long as it is still.
+            file.thaw_clean(index, number, part.order);
             return 0;
         }
         let len_bytes = bytes.end - bytes.start;
