@@ -1,7 +1,7 @@
 //! A program that is killed at any moment: each byte that it synced is in the file.
 //!
-//! The program is this test again, with a file to write to. In each round it writes some ranges, syncs all or one of them, and
-//! says so; the ranges follow from the round's number, so the parent knows what has to be there.
+//! The program is this test again, with a file to write to. In each round it cuts or lengthens the file now and then, writes some
+//! ranges, syncs all or one of them, and says so; all of that follows from the round's number, so the parent knows what has to be there.
 
 use pagemill::Pagemill;
 use pagemill::mapping::Settings;
@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 const KILLS: u64 = 200;
-const FILE_BYTES: usize = 300_000;
+const MOST_BYTES: usize = 300_000;
 const FILE: &str = "PAGEMILL_TEST_CRASH_FILE";
 const SEED: &str = "PAGEMILL_TEST_CRASH_SEED";
 
@@ -29,15 +29,30 @@ fn mixed(seed: u64, round: u64, at: u64) -> u64 {
     word
 }
 
-/// What a round writes, and whether it syncs only the last of them.
-fn round_of(seed: u64, round: u64) -> (Vec<(Range<usize>, u8)>, bool) {
-    let ranges = (0..4).map(|at| {
-        let word = mixed(seed, round, at);
-        let begin = (word % FILE_BYTES as u64) as usize;
-        let len = [10, 4096, 30_000][(word >> 40) as usize % 3];
-        (begin..(begin + len).min(FILE_BYTES), (word >> 50) as u8)
-    });
-    (ranges.collect(), mixed(seed, round, 9).is_multiple_of(4))
+/// What a round does.
+struct Round {
+    /// How long it makes the file, before it writes.
+    size: Option<usize>,
+    ranges: Vec<(Range<usize>, u8)>,
+    /// It syncs the last range only.
+    is_partial: bool,
+}
+
+impl Round {
+    fn of(seed: u64, round: u64) -> Self {
+        let ranges = (0..4).map(|at| {
+            let word = mixed(seed, round, at);
+            let begin = (word % MOST_BYTES as u64) as usize;
+            let len = [10, 4096, 30_000][(word >> 40) as usize % 3];
+            (begin..(begin + len).min(MOST_BYTES), (word >> 50) as u8)
+        });
+        let word = mixed(seed, round, 10);
+        Self {
+            size: word.is_multiple_of(3).then_some((word >> 8) as usize % MOST_BYTES),
+            ranges: ranges.collect(),
+            is_partial: mixed(seed, round, 9).is_multiple_of(4),
+        }
+    }
 }
 
 /// The program: until it is killed.
@@ -46,7 +61,10 @@ fn write_for_ever(path: &Path, seed: u64) -> ! {
     let file = cache.open(Arc::new(FileStore::create(path).unwrap())).unwrap();
     let mut out = std::io::stdout();
     for round in 0.. {
-        let (ranges, is_partial) = round_of(seed, round);
+        let Round { size, ranges, is_partial } = Round::of(seed, round);
+        if let Some(size) = size {
+            file.truncate(size as u64).unwrap();
+        }
         for (range, byte) in &ranges {
             assert_eq!(file.write_at(&vec![*byte; range.len()], range.start as u64).unwrap(), range.len());
         }
@@ -70,23 +88,57 @@ impl Drop for Program {
     }
 }
 
-/// For each byte of the file what may be there.
-struct Expected(Vec<Vec<u8>>);
+/// What may be there: of each byte, zero where the file has none, and of its length.
+struct Expected {
+    bytes: Vec<Vec<u8>>,
+    size: usize,
+    sizes: Range<usize>,
+}
 
 impl Expected {
+    fn new(bytes: Vec<u8>) -> Self {
+        let size = bytes.len();
+        let padded = bytes.into_iter().chain(std::iter::repeat(0)).take(MOST_BYTES);
+        Self { bytes: padded.map(|byte| vec![byte]).collect(), size, sizes: size..size }
+    }
+
+    fn set_size(&mut self, size: usize) {
+        self.size = size;
+        self.sizes = self.sizes.start.min(size)..self.sizes.end.max(size);
+    }
+
+    fn begin(&mut self, round: &Round) {
+        if let Some(size) = round.size {
+            self.set_size(size);
+            self.write(&(size..MOST_BYTES), 0);
+        }
+        for (range, byte) in &round.ranges {
+            self.set_size(self.size.max(range.end));
+            self.write(range, *byte);
+        }
+    }
+
     fn write(&mut self, range: &Range<usize>, byte: u8) {
-        self.0[range.clone()].iter_mut().for_each(|may_be| may_be.push(byte));
+        self.bytes[range.clone()].iter_mut().for_each(|may_be| may_be.push(byte));
+    }
+
+    fn end(&mut self, round: &Round) {
+        self.sizes = self.size..self.size;
+        match round.ranges.last() {
+            Some((range, _)) if round.is_partial => self.settle(range.clone()),
+            _ => self.settle(0..MOST_BYTES),
+        }
     }
 
     /// Only the last of these may be.
     fn settle(&mut self, range: Range<usize>) {
-        self.0[range].iter_mut().for_each(|may_be| drop(may_be.drain(..may_be.len() - 1)));
+        self.bytes[range].iter_mut().for_each(|may_be| drop(may_be.drain(..may_be.len() - 1)));
     }
 }
 
 /// Runs the program on the file, kills it after a while, looks at each byte. Returns how many rounds were synced.
 fn kill_once(path: &Path, seed: u64) -> u64 {
-    let mut expected = Expected(fs::read(path).unwrap().into_iter().map(|byte| vec![byte]).collect());
+    let mut expected = Expected::new(fs::read(path).unwrap());
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(["--exact", "synced_bytes_survive_kills", "--nocapture"]);
     command.env(FILE, path).env(SEED, seed.to_string()).stdout(Stdio::piped());
@@ -99,18 +151,21 @@ fn kill_once(path: &Path, seed: u64) -> u64 {
     std::thread::sleep(Duration::from_micros(mixed(seed, 0, 101) % 6000));
     drop(program);
     rounds += lines.filter(is_synced).count() as u64;
-    for round in 0..rounds {
-        let (ranges, is_partial) = round_of(seed, round);
-        ranges.iter().for_each(|(range, byte)| expected.write(range, *byte));
-        match ranges.last() {
-            Some((range, _)) if is_partial => expected.settle(range.clone()),
-            _ => expected.settle(0..FILE_BYTES),
-        }
+    for round in (0..rounds).map(|round| Round::of(seed, round)) {
+        expected.begin(&round);
+        expected.end(&round);
     }
-    round_of(seed, rounds).0.iter().for_each(|(range, byte)| expected.write(range, *byte));
+    expected.begin(&Round::of(seed, rounds));
     let found = fs::read(path).unwrap();
-    assert_eq!(found.len(), FILE_BYTES);
-    for (at, (byte, may_be)) in found.iter().zip(&expected.0).enumerate() {
+    let Expected { bytes, sizes, .. } = expected;
+    let (least, most) = (sizes.start, sizes.end);
+    assert!(
+        (least..=most).contains(&found.len()),
+        "{} bytes, not {sizes:?}: {rounds} rounds, seed {seed}",
+        found.len()
+    );
+    for (at, may_be) in bytes.iter().enumerate() {
+        let byte = found.get(at).unwrap_or(&0);
         assert!(
             may_be.contains(byte),
             "byte {at} is {byte}, not one of {may_be:?}, after {rounds} rounds of seed {seed}"
@@ -125,7 +180,7 @@ fn synced_bytes_survive_kills() {
         write_for_ever(Path::new(&path), seed.parse().unwrap());
     }
     let path = env::temp_dir().join(format!("pagemill-crash-{}", std::process::id()));
-    fs::write(&path, vec![0; FILE_BYTES]).unwrap();
+    fs::write(&path, vec![0; MOST_BYTES]).unwrap();
     let rounds: Vec<u64> = (0..KILLS).map(|seed| kill_once(&path, seed)).collect();
     fs::remove_file(&path).unwrap();
     // Each synced one at least, also though the one before was killed just now.
