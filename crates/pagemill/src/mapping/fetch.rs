@@ -53,24 +53,21 @@ struct Fresh<'file> {
 }
 
 impl<'file> Fresh<'file> {
-    /// One folio, with what it is to hold.
-    fn new(file: &'file File, taken: Taken, first: u64, content: &Content<'_>) -> Result<Self> {
+    /// One folio. It has to be filled.
+    fn new(file: &'file File, taken: &Taken, first: u64) -> Self {
         let fresh = Self { file, order: taken.order, first, number: taken.number, more: Vec::new() };
-        fresh.fill(taken, first, content)?;
-        Ok(fresh)
+        fresh.own(taken, first);
+        fresh
     }
 
-    /// Puts the next page behind the others, with what it is to hold.
-    fn push(&mut self, taken: Taken, content: &Content<'_>) -> Result<()> {
+    /// Puts the next page behind the others. It has to be filled.
+    fn push(&mut self, taken: &Taken) {
         self.more.push(taken.number);
-        self.fill(taken, self.last(), content)
+        self.own(taken, self.last());
     }
 
-    fn fill(&self, taken: Taken, index: u64, content: &Content<'_>) -> Result<()> {
-        let number = taken.number;
-        self.file.fill(taken, index, content)?;
-        self.file.pool.set_owner(number, Owner { id: self.file.id, index });
-        Ok(())
+    fn own(&self, taken: &Taken, index: u64) {
+        self.file.pool.set_owner(taken.number, Owner { id: self.file.id, index });
     }
 
     /// Their last index.
@@ -253,7 +250,8 @@ impl File {
 
     fn take_and_fill(&self, index: u64, is_huge: bool, more: usize, content: &Content<'_>) -> Result<Fresh<'_>> {
         let (taken, first) = self.take_for(index, is_huge)?;
-        let mut fresh = Fresh::new(self, taken, first, content)?;
+        let mut fresh = Fresh::new(self, &taken, first);
+        self.fill(taken, first, content)?;
         if more > 0 {
             self.make_more(&mut fresh, more, content)?;
         }
@@ -267,16 +265,9 @@ impl File {
             more[count] = Some(taken);
             count += 1;
         });
-        // All of them belong to somebody before one may fail.
-        let mut result = Ok(());
-        for taken in more.into_iter().flatten() {
-            if result.is_ok() {
-                result = fresh.push(taken, content);
-            } else {
-                self.cache.give(taken.number, 0);
-            }
-        }
-        result
+        // All of them belong to somebody before one is filled.
+        more.iter().flatten().for_each(|taken| fresh.push(taken));
+        (fresh.first + 1..).zip(more.into_iter().flatten()).try_for_each(|(at, taken)| self.fill(taken, at, content))
     }
 
     /// How many pages behind this one the same write makes: up to the end of the range that the policy was asked for.
@@ -327,7 +318,8 @@ impl File {
         }
     }
 
-    /// A huge folio; of a file with a store others make room for it.
+    /// A huge folio; of a file with a store others make room for it. Once: what comes free in pieces makes no chunk, and to go on
+    /// would drop all there is.
     fn take_huge(&self, order: u8) -> Option<Taken> {
         let may_evict = self.store.is_some();
         self.cache.take(order).ok().or_else(|| {

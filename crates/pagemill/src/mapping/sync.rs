@@ -274,7 +274,7 @@ impl File {
         end: u64,
         cut: u32,
     ) -> bool {
-        let mut writer = self.tree.lock();
+        let writer = self.tree.lock();
         let is_clean = cut & 1 == 0 && self.cut.load(Relaxed) == cut;
         if is_clean {
             self.stored_bytes.store(self.stored_bytes.load(Relaxed).max(end), Relaxed);
