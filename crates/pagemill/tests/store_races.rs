@@ -310,32 +310,6 @@ fn a_loop_of_events_hears_of_every_page() {
     assert!(told, "silent, with {} on its way", queue.len());
 }
 
-/// What was read before a cut is read again, and told without another call than those of the loop.
-#[test]
-fn a_loop_of_events_hears_of_what_is_read_again() {
-    use std::os::fd::AsRawFd;
-    let cache = cache(4 * MIB);
-    let scratch = Scratch::new("f", 7);
-    let file = cache.open(Arc::new(FileStore::open(&scratch.0).unwrap())).unwrap();
-    let mut queue = cache.queue(4).unwrap();
-    let fd = queue.watch().unwrap().as_raw_fd();
-    assert_eq!(queue.fetch(&file, 0, 1).unwrap(), Fetch::Started);
-    queue.wait(0, Duration::ZERO).unwrap();
-    file.truncate(8 * PAGE as u64).unwrap();
-    let mut told = false;
-    while !told {
-        let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-        let due = queue.due().map_or(5000, |due| due.as_millis() as i32);
-        // SAFETY: one entry, which outlives the call.
-        let is_quiet = unsafe { libc::poll(&raw mut poll, 1, due) } == 0;
-        assert!(!is_quiet || queue.due().is_some(), "silent, with {} on its way", queue.len());
-        queue.wait(0, Duration::ZERO).unwrap();
-        told = queue.next().is_some_and(|fetched| fetched.result.is_ok());
-    }
-    let mut bytes = [0; 8];
-    assert_eq!((file.read_at(&mut bytes, 0).unwrap(), bytes), (8, [7; 8]));
-}
-
 /// The same where another thread brings the page in from the start, as long as it looks when it is due.
 #[test]
 fn a_loop_of_events_hears_of_what_others_bring() {

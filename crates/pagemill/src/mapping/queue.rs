@@ -327,3 +327,40 @@ impl std::fmt::Debug for Queue {
         f.debug_struct("Queue").field("depth", &self.depth()).field("len", &self.len()).finish_non_exhaustive()
     }
 }
+
+#[cfg(all(test, not(shuttle)))]
+mod tests {
+    use super::*;
+    use crate::arena::{self, Arena, Layout};
+    use crate::mapping::policy::Never;
+    use crate::mapping::{Caches, Settings};
+    use crate::reclaim::Account;
+    use crate::reclaim::tree::UNLIMITED;
+    use crate::units::{BLOCK_BYTES, PageSize};
+
+    /// What was read before a cut is read again, and that is started at once: a loop of events that sleeps from here on would not
+    /// call for it.
+    #[test]
+    fn what_is_read_again_is_started() {
+        let arena = arena::place(Arena::new(Layout::for_test(), Account::make(UNLIMITED).unwrap()).unwrap()).unwrap();
+        let caches = arena::place(Caches::new(arena).unwrap()).unwrap();
+        let page = PageSize::new(PageSize::MIN_BYTES).unwrap();
+        let policy = Box::new(Never);
+        let settings = Settings { page, policy, ..Settings::new("again", BLOCK_BYTES as u64) };
+        let cache = caches.make(settings).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        std::fs::write(&path, [7; 2 * PageSize::MIN_BYTES]).unwrap();
+        let file = cache.open(Arc::new(FileStore::open(&path).unwrap())).unwrap();
+        let mut queue = cache.queue(4).unwrap();
+        assert_eq!(queue.fetch(&file, 0, 1).unwrap(), Fetch::Started);
+        file.truncate(PageSize::MIN_BYTES as u64).unwrap();
+        let mut waits = 0;
+        while queue.wait(0, Duration::ZERO).unwrap() == 0 {
+            assert!(!queue.ring.has_queued(), "asked for, and not started");
+            waits += 1;
+        }
+        assert!(waits > 0, "it was read once");
+        queue.next().unwrap().result.unwrap();
+    }
+}

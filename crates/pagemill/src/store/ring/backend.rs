@@ -102,6 +102,14 @@ impl Backend {
         }
     }
 
+    #[cfg(test)]
+    pub fn has_queued(&mut self) -> bool {
+        match self {
+            Self::Kernel { ring, .. } => ring.has_queued(),
+            Self::Threads(crew) => crew.has_queued(),
+        }
+    }
+
     /// Starts what is queued, or as much of it as the kernel has room for.
     pub fn submit(&mut self) -> io::Result<()> {
         match self {

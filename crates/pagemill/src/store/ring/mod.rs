@@ -363,6 +363,12 @@ impl<B: Buffer> Ring<B> {
         })
     }
 
+    /// Whether something was queued, and not started.
+    #[cfg(test)]
+    pub(crate) fn has_queued(&mut self) -> bool {
+        self.backend.has_queued()
+    }
+
     /// Starts what was queued, without waiting; [`Ring::wait`] does so, too.
     ///
     /// # Errors

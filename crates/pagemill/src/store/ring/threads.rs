@@ -186,6 +186,11 @@ impl Crew {
         self.queued.push_back(Job { transfer: *transfer, token, outbox: self.outbox.clone() });
     }
 
+    #[cfg(test)]
+    pub fn has_queued(&mut self) -> bool {
+        !self.queued.is_empty()
+    }
+
     pub fn submit(&mut self) {
         if !self.queued.is_empty() {
             pool().add(&mut self.queued);
