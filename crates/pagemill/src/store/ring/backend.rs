@@ -102,7 +102,7 @@ impl Backend {
         }
     }
 
-    #[cfg(test)]
+    #[cfg(all(test, not(shuttle)))]
     pub fn has_queued(&mut self) -> bool {
         match self {
             Self::Kernel { ring, .. } => ring.has_queued(),

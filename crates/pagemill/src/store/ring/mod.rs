@@ -364,7 +364,7 @@ impl<B: Buffer> Ring<B> {
     }
 
     /// Whether something was queued, and not started.
-    #[cfg(test)]
+    #[cfg(all(test, not(shuttle)))]
     pub(crate) fn has_queued(&mut self) -> bool {
         self.backend.has_queued()
     }
