@@ -15,6 +15,9 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 /// Lists, by file and huge folio: flights that could be over the same pages are in one list.
 const SHARDS: usize = 16;
 
+/// 2^64 over the golden ratio: multiples of any number are spread by it.
+const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+
 /// All flights of a cache.
 #[derive(Default)]
 pub(super) struct Flights {
@@ -71,7 +74,8 @@ impl Flights {
     /// are in the way are overtaken, or not.
     fn begin(&self, file: u64, range: u64, pages: (u64, u64), kind: Kind) -> Result<Ticket, Underway> {
         let (first, last) = pages;
-        let shard = (range.wrapping_mul(31) + file) as usize % SHARDS;
+        // By the upper bits: ranges begin at multiples of their length.
+        let shard = ((range + file).wrapping_mul(GOLDEN) >> (u64::BITS - SHARDS.ilog2())) as usize;
         self.shards[shard].with(|entries| {
             let is_over = |entry: &Entry| entry.file == file && entry.first <= last && entry.last >= first;
             if entries.iter().any(|entry| is_over(entry) && (kind == Kind::Loose || !entry.is_loose)) {
@@ -131,6 +135,22 @@ impl File {
 #[cfg(all(test, not(shuttle)))]
 mod tests {
     use super::*;
+
+    /// Flights over different huge folios of one file are in different lists mostly, and those over one in one.
+    #[test]
+    fn ranges_are_spread_over_the_lists() {
+        for pages in [1u64, 16, 512] {
+            let flights = Flights::default();
+            for range in 0..64 {
+                let first = range * pages;
+                for page in [first, first + pages - 1].into_iter().take(pages.min(2) as usize) {
+                    let _ = flights.begin(7, first, (page, page), Kind::Firm).unwrap();
+                }
+            }
+            let longest = flights.shards.iter().map(|shard| shard.with(|entries| entries.len())).max();
+            assert!(longest <= Some(16), "{longest:?} of {} in one, of {pages} pages", 64 * pages.min(2));
+        }
+    }
 
     /// Flights over the same pages exclude each other, in one file; a loose one is overtaken, and learns of it.
     #[test]

@@ -7,7 +7,7 @@ use super::{Cache, File, Mapping};
 use crate::error::{Error, Result};
 use crate::store::ring::{Event, FileId, RingBell, Settings};
 use crate::store::{Buffer, FileStore, Ring};
-use crate::sync::Relaxed;
+use crate::sync::{Relaxed, coarse_ns};
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -39,11 +39,11 @@ struct Wanted {
     file: Arc<File>,
     index: u64,
     token: u64,
-    since: Instant,
+    since_ns: u64,
 }
 
 /// After so long another queue's read is not waited for: perhaps nobody looks after it.
-const MOST_WAIT: Duration = Duration::from_millis(100);
+const MOST_WAIT_NS: u64 = 100_000_000;
 
 /// Reads are started this many at a time: one by one they cost most, all at once they leave the device idle before.
 const STARTED_TOGETHER: usize = 4;
@@ -108,7 +108,7 @@ impl Queue {
             return Err(Error::Busy { what: "the queue is full" });
         }
         self.registered.comply(&mut self.ring);
-        let wanted = Wanted { file: file.clone(), index: file.index_of(offset), token, since: Instant::now() };
+        let wanted = Wanted { file: file.clone(), index: file.index_of(offset), token, since_ns: coarse_ns() };
         if self.ask(wanted)? { Ok(Fetch::Present) } else { Ok(Fetch::Started) }
     }
 
@@ -203,7 +203,7 @@ impl Queue {
 
     /// Returns whether the page is there.
     fn ask(&mut self, wanted: Wanted) -> Result<bool> {
-        let overtakes = wanted.since.elapsed() >= MOST_WAIT;
+        let overtakes = coarse_ns().saturating_sub(wanted.since_ns) >= MOST_WAIT_NS;
         match Filling::begin(&wanted.file, wanted.index, wanted.token, overtakes)? {
             Asked::Present => Ok(true),
             Asked::Underway => {
@@ -239,7 +239,7 @@ impl Queue {
         if let Err(filling) = self.ring.read(id, offset, filling) {
             // As many as it has room for are on their way; this goes with the next.
             let (file, index, token) = (filling.file().clone(), filling.index, filling.token);
-            self.wanted.push_back(Wanted { file, index, token, since: Instant::now() });
+            self.wanted.push_back(Wanted { file, index, token, since_ns: coarse_ns() });
         }
         Ok(false)
     }
@@ -262,7 +262,7 @@ impl Queue {
         let (file, index, token) = (filling.file().clone(), filling.index, filling.token);
         let is_there = filling.finish()?;
         if !is_there {
-            self.wanted.push_back(Wanted { file, index, token, since: Instant::now() });
+            self.wanted.push_back(Wanted { file, index, token, since_ns: coarse_ns() });
         }
         Ok(is_there)
     }

@@ -65,11 +65,16 @@ impl Node {
         self.slots[0].publish(Word(u64::from(next)));
     }
 
+    /// Which one it was put before.
+    pub fn next(&self) -> u32 {
+        self.slots[0].peek().0 as u32
+    }
+
     /// Ends [`Node::set_next`]: it is empty again. Returns which one it was put before.
     pub fn take_next(&self) -> u32 {
-        let next = self.slots[0].peek().0;
+        let next = self.next();
         self.slots[0].publish(Word::EMPTY);
-        next as u32
+        next
     }
 
     pub(super) fn parent(&self) -> u32 {

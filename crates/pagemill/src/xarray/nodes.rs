@@ -26,6 +26,30 @@ pub trait Nodes: Sync + 'static {
     /// Takes back a node that is zero as it was, and that no reader can have.
     fn give(&self, number: u32);
 
+    /// Takes `count` nodes and puts them before those of a list ([`Node::set_next`]), whose first and length are told.
+    ///
+    /// # Errors
+    ///
+    /// As [`Nodes::take`]: then the list has those that were taken.
+    fn take_some(&self, count: u32, (head, len): (&mut u32, &mut u32)) -> Result<()> {
+        for _ in 0..count {
+            let number = self.take()?;
+            self.node(number).set_next(*head);
+            (*head, *len) = (number, *len + 1);
+        }
+        Ok(())
+    }
+
+    /// Takes back a list of nodes that are zero but for their links, and that no reader can have.
+    fn give_all(&self, head: u32) {
+        let mut head = head;
+        while head != 0 {
+            let next = self.node(head).take_next();
+            self.give(head);
+            head = next;
+        }
+    }
+
     /// Takes back a node, in whatever state, that readers may still be in: [`Node::clear`] and [`Nodes::give`] follow when all
     /// guards ([`super::pin`]) that are there now have gone. Called under the lock of an array.
     fn retire(&'static self, number: u32);
@@ -135,6 +159,44 @@ impl Nodes for TableNodes {
         });
     }
 
+    /// The first of the free list, as they are linked there.
+    fn take_some(&self, count: u32, (head, len): (&mut u32, &mut u32)) -> Result<()> {
+        self.free.with(|free| {
+            let mut taken = 0;
+            while taken < count && free.head != 0 {
+                let number = free.head;
+                free.head = self.node(number).next();
+                self.node(number).set_next(*head);
+                (*head, taken) = (number, taken + 1);
+            }
+            let mut result = Ok(());
+            while taken < count && result.is_ok() {
+                result = self.take_fresh(free).map(|number| {
+                    self.node(number).set_next(*head);
+                    (*head, taken) = (number, taken + 1);
+                });
+            }
+            *len += taken;
+            self.in_use.fetch_add(taken, Relaxed);
+            result
+        })
+    }
+
+    fn give_all(&self, head: u32) {
+        if head == 0 {
+            return;
+        }
+        let (mut last, mut count) = (head, 1);
+        while self.node(last).next() != 0 {
+            (last, count) = (self.node(last).next(), count + 1);
+        }
+        self.in_use.fetch_sub(count, Relaxed);
+        self.free.with(|free| {
+            self.node(last).set_next(free.head);
+            free.head = head;
+        });
+    }
+
     fn retire(&'static self, number: u32) {
         let guard = super::pin();
         guard.defer(move || {
@@ -171,6 +233,29 @@ mod tests {
         nodes.give(two);
         assert_eq!((nodes.take().unwrap(), nodes.take().unwrap(), nodes.in_use()), (two, one, 2));
         assert!(nodes.node(one).slots.iter().all(|slot| slot.peek().is_empty()), "a free node's link is gone");
+    }
+
+    /// Lists are taken from what is free and then anew, join the one that is there, and go back as one; what a list lacks at the limit
+    /// it is told.
+    #[test]
+    fn nodes_come_and_go_as_lists() {
+        let nodes = TableNodes::with_limit(5).unwrap();
+        let (mut head, mut len) = (0, 0);
+        nodes.give(nodes.take().unwrap());
+        nodes.take_some(2, (&mut head, &mut len)).unwrap();
+        nodes.take_some(0, (&mut head, &mut len)).unwrap();
+        nodes.take_some(1, (&mut head, &mut len)).unwrap();
+        assert_eq!((head, len, nodes.in_use()), (3, 3, 3));
+        assert_eq!([3, 2, 1].map(|number| nodes.node(number).next()), [2, 1, 0]);
+        assert!(matches!(nodes.take_some(3, (&mut head, &mut len)), Err(Error::NoAddresses { .. })));
+        assert_eq!((head, len, nodes.in_use()), (5, 5, 5));
+        nodes.give_all(head);
+        nodes.give_all(0);
+        assert_eq!(nodes.in_use(), 0);
+        let mut all: Vec<u32> = (0..5).map(|_| nodes.take().unwrap()).collect();
+        all.sort_unstable();
+        assert_eq!(all, [1, 2, 3, 4, 5], "each once");
+        assert!(all.iter().all(|number| nodes.node(*number).slots.iter().all(|slot| slot.peek().is_empty())));
     }
 
     /// What is retired comes back when nobody is at it; memory is behind what was used only.

@@ -25,13 +25,8 @@ impl<N: Nodes> Stock<N> {
     }
 
     pub(super) fn fill(&mut self, count: u32) -> Result<()> {
-        while self.count < count {
-            let number = self.nodes.take()?;
-            self.nodes.node(number).set_next(self.head);
-            self.head = number;
-            self.count += 1;
-        }
-        Ok(())
+        let missing = count.saturating_sub(self.count);
+        if missing == 0 { Ok(()) } else { self.nodes.take_some(missing, (&mut self.head, &mut self.count)) }
     }
 
     pub(super) fn take(&mut self) -> u32 {
@@ -49,10 +44,7 @@ impl<N: Nodes> Stock<N> {
 
 impl<N: Nodes> Drop for Stock<N> {
     fn drop(&mut self) {
-        while self.count > 0 {
-            let number = self.take();
-            self.nodes.give(number);
-        }
+        self.nodes.give_all(self.head);
     }
 }
 
