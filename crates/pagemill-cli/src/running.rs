@@ -59,6 +59,18 @@ const MISHAPS: &[Mishap] = &[
         what: "purges refused by the kernel (locked memory)",
         lost: "locked memory stays resident",
     },
+    Mishap {
+        counter: Counter::RingsRefused,
+        name: "rings for files",
+        what: "rings were refused by the kernel",
+        lost: "threads that read and write: more CPU per I/O",
+    },
+    Mishap {
+        counter: Counter::RegionsRefused,
+        name: "memory known to rings",
+        what: "pieces of memory could not be registered (memlock)",
+        lost: "each direct transfer looks its pages up: more CPU per large read",
+    },
 ];
 
 /// The layers, summed over this user's running processes; nothing where none publishes figures.

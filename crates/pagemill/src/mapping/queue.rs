@@ -175,8 +175,8 @@ impl Queue {
         (!self.wanted.is_empty()).then_some(STEP)
     }
 
-    /// Readable when a page of this queue's own has come: any loop of events can wait for it, for as long as [`Queue::due`] says,
-    /// and then call [`Queue::wait`] with 0.
+    /// Readable when a page of this queue's own has come, or memory is wanted back that it has registered: any loop of events can
+    /// wait for it, for as long as [`Queue::due`] says, and then call [`Queue::wait`] with 0.
     ///
     /// # Errors
     ///
