@@ -189,7 +189,10 @@ fn what_goes_meanwhile_leaves_nothing() {
     expected[..10].copy_from_slice(&bytes(len)[..10]);
     assert_bytes(&file, &expected);
     drop(file);
+    // The last handle has brought that to the store.
+    assert_bytes(&cache.open(scratch.store()).unwrap(), &expected);
 
+    let scratch = Scratch::new("left", len);
     let file = cache.open(scratch.store()).unwrap();
     begin(&mut queue, &file);
     drop(file);

@@ -602,8 +602,8 @@ impl Cache {
         self.enter(None, 0)
     }
 
-    /// Makes a file in memory of what lies in a store. Bytes come in as they are read; what is written stays in memory until
-    /// [`Mapping::sync`].
+    /// Makes a file in memory of what lies in a store. Bytes come in as they are read; what is written stays in memory for
+    /// some time ([`Writeback`]), and until [`Mapping::sync`] at most.
     ///
     /// # Errors
     ///

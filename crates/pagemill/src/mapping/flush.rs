@@ -294,7 +294,7 @@ impl Inner {
                 match file.write_some(why, TURN_BYTES, STUCK) {
                     Ok(Some(bytes)) => {
                         turn_bytes += bytes;
-                        at(dirty.since_ns.load(Relaxed).saturating_add(self.balance.age_ns).max(now_ns + 1));
+                        at(dirty.turns.rests_until_ns.load(Relaxed).max(now_ns + 1));
                     }
                     Ok(None) => at(now_ns + LOOK_NS),
                     Err(_) => at(dirty.turns.rests_until_ns.load(Relaxed)),
@@ -302,6 +302,8 @@ impl Inner {
             }
             written_bytes += turn_bytes;
             if turn_bytes == 0 {
+                // Who cannot be helped now is when that is due: no more of it has to be told.
+                self.balance.is_told.store(self.dirty_bytes() > self.balance.background_bytes, SeqCst);
                 return (written_bytes, next_ns);
             }
         }

@@ -65,6 +65,7 @@ fn stuck() -> Error {
 
 impl File {
     /// Whether who is about to make so much dirty has to wait first ([`File::throttle`]).
+    #[cold]
     pub(super) fn must_wait(&self, bytes: u64) -> bool {
         if self.dirty.is_none() {
             return false;

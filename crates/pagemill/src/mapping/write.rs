@@ -1,6 +1,6 @@
 //! Writing: in place where a folio is, else into a new one, which enters the index filled.
 
-use super::fetch::Content;
+use super::fetch::{Content, Place};
 use super::policy::Cause;
 use super::{File, Mapping, in_pieces, in_turn};
 use crate::error::Result;
@@ -18,7 +18,8 @@ impl Mapping {
     /// # Errors
     ///
     /// If nothing was written: [`crate::Error::NoMemory`] over the limit, with how much; [`crate::Error::BadOffset`] past 2^63,
-    /// [`crate::Error::FileTooLarge`]; [`crate::Error::Busy`] if somebody holds a folio alone for a second; [`crate::Error::Store`];
+    /// [`crate::Error::FileTooLarge`]; [`crate::Error::Busy`] if somebody holds a folio alone for a second; [`crate::Error::Store`],
+    /// also where too much is dirty already and the store fails, or does not go on ([`super::Writeback`]);
     /// [`crate::Error::ReadOnly`] of a store that is only read.
     pub fn write_at(&self, from: &[u8], offset: u64) -> Result<usize> {
         let file = &*self.0;
@@ -50,47 +51,61 @@ impl File {
     /// Writes into one folio. Returns how many bytes.
     #[inline]
     fn write_piece(&self, from: &[u8], offset: u64) -> Result<usize> {
-        match self.try_write_piece(from, offset, false)? {
-            Some(len) => Ok(len),
-            None => self.write_piece_later(from, offset),
+        {
+            let _inside = self.gate.beside();
+            let index = self.index_of(offset);
+            loop {
+                if let Some(place) = self.pin_page(index)? {
+                    if !self.pool().word(place.number).load().is_dirty() && !self.may_make_dirty(&place) {
+                        break;
+                    }
+                    let at = (offset - self.offset_of(place.first)) as usize;
+                    let len = from.len().min(self.cache.folio_bytes(place.order) as usize - at);
+                    self.pool().copy_in(place.number, at, &from[..len]);
+                    // Before the pin ends: who writes the folio back then has to know how much of it counts.
+                    self.grow(offset + len as u64);
+                    self.cache.unpin(place.number);
+                    self.go_on_with_streak(offset, offset + len as u64);
+                    return Ok(len);
+                }
+                if self.must_wait(self.page_bytes() as u64) {
+                    break;
+                }
+                if let Some(len) = self.write_new(from, offset)? {
+                    return Ok(len);
+                }
+            }
         }
+        self.write_piece_later(from, offset)
     }
 
-    /// What comes next makes a folio dirty: there may be too many.
+    /// Makes a folio dirty that is pinned; `false` if that has to wait: then it is not pinned any more.
+    #[cold]
+    fn may_make_dirty(&self, place: &Place) -> bool {
+        if self.must_wait(self.cache.folio_bytes(place.order)) {
+            self.cache.unpin(place.number);
+            return false;
+        }
+        self.make_dirty(place);
+        true
+    }
+
+    /// There may be too many dirty folios for another one: waits outside of the gate, then makes it dirty without asking.
     #[cold]
     fn write_piece_later(&self, from: &[u8], offset: u64) -> Result<usize> {
         self.throttle()?;
-        Ok(self.try_write_piece(from, offset, true)?.unwrap_or_default())
-    }
-
-    /// As [`File::write_piece`]; `None` if it would make a folio dirty and has to wait before, which it does not if it `has_waited`.
-    #[inline]
-    fn try_write_piece(&self, from: &[u8], offset: u64, has_waited: bool) -> Result<Option<usize>> {
-        let _inside = self.gate.beside();
-        let index = self.index_of(offset);
+        let inside = self.gate.beside();
         loop {
-            if let Some(place) = self.pin_page(index)? {
-                if !self.pool().word(place.number).load().is_dirty() {
-                    if !has_waited && self.must_wait(self.cache.folio_bytes(place.order)) {
-                        self.cache.unpin(place.number);
-                        return Ok(None);
-                    }
-                    self.make_dirty(&place);
-                }
-                let at = (offset - self.offset_of(place.first)) as usize;
-                let len = from.len().min(self.cache.folio_bytes(place.order) as usize - at);
-                self.pool().copy_in(place.number, at, &from[..len]);
-                // Before the pin ends: who writes the folio back then has to know how much of it counts.
-                self.grow(offset + len as u64);
+            if let Some(place) = self.pin_page(self.index_of(offset))? {
+                self.make_dirty(&place);
+                // Pinned, it stays dirty.
+                drop(inside);
+                let done = self.write_piece(from, offset);
                 self.cache.unpin(place.number);
-                self.go_on_with_streak(offset, offset + len as u64);
-                return Ok(Some(len));
-            }
-            if !has_waited && self.must_wait(self.page_bytes() as u64) {
-                return Ok(None);
+                return done;
             }
             if let Some(len) = self.write_new(from, offset)? {
-                return Ok(Some(len));
+                return Ok(len);
             }
         }
     }

@@ -2,7 +2,7 @@
 
 use super::node::{MARKS, mask_of};
 use super::nodes::Nodes;
-use super::store::Writer;
+use super::store::{Place, Writer};
 use crate::sync::{Relaxed, Release};
 
 /// One of an entry's marks; what it says is its users' affair.
@@ -21,7 +21,10 @@ impl<N: Nodes> Writer<'_, N> {
     /// Marks the entry that covers the index; says whether there is one. Cost: a lookup, and a store for each level that has no
     /// such mark yet.
     pub fn set_mark(&mut self, index: u64, mark: Mark) -> bool {
-        let Some(place) = self.place(index) else { return false };
+        self.place(index).is_some_and(|place| self.mark_place(&place, mark))
+    }
+
+    fn mark_place(&self, place: &Place, mark: Mark) -> bool {
         match place.node {
             0 => self.set_root_marks(self.root_marks() | 1 << mark as u32),
             number => self.add_mark(number, place.slot, mark as usize),
@@ -31,7 +34,10 @@ impl<N: Nodes> Writer<'_, N> {
 
     /// Takes the mark off the entry that covers the index; says whether there is one. Cost: as [`Writer::set_mark`].
     pub fn clear_mark(&mut self, index: u64, mark: Mark) -> bool {
-        let Some(place) = self.place(index) else { return false };
+        self.place(index).is_some_and(|place| self.unmark_place(&place, mark))
+    }
+
+    fn unmark_place(&self, place: &Place, mark: Mark) -> bool {
         match place.node {
             0 => self.set_root_marks(self.root_marks() & !(1 << mark as u32)),
             number => self.remove_mark(number, mask_of(place.slot, 1), mark as usize),
@@ -41,21 +47,21 @@ impl<N: Nodes> Writer<'_, N> {
 
     /// As [`Writer::set_mark`], if the entry has that value: says whether it does.
     pub fn set_mark_of(&mut self, index: u64, value: u64, mark: Mark) -> bool {
-        self.has(index, value) && self.set_mark(index, mark)
+        self.place_of(index, value).is_some_and(|place| self.mark_place(&place, mark))
     }
 
     /// As [`Writer::clear_mark`], if the entry has that value: says whether it does.
     pub fn clear_mark_of(&mut self, index: u64, value: u64, mark: Mark) -> bool {
-        self.has(index, value) && self.clear_mark(index, mark)
+        self.place_of(index, value).is_some_and(|place| self.unmark_place(&place, mark))
     }
 
-    fn has(&self, index: u64, value: u64) -> bool {
-        self.get(index).is_some_and(|found| found.value == value)
+    fn place_of(&self, index: u64, value: u64) -> Option<Place> {
+        self.place(index).filter(|place| place.found.value == value)
     }
 
     /// Whether the entry that covers the index has the mark.
     pub fn get_mark(&self, index: u64, mark: Mark) -> bool {
-        let marks = |place: super::store::Place| match place.node {
+        let marks = |place: Place| match place.node {
             0 => u64::from(self.root_marks()) >> mark as u32,
             number => u64::from(self.node(number).is_marked(mark as usize, mask_of(place.slot, 1))),
         };
