@@ -1,6 +1,6 @@
 //! Dirty pages of files with a store: what brings them there, who waits for it, and what happens where the store fails or hangs.
 
-use pagemill::mapping::policy::Never;
+use pagemill::mapping::policy::{Always, Never};
 use pagemill::mapping::{Cache, Mapping, Settings, Writeback};
 use pagemill::stats::{self, Counter};
 use pagemill::store::{Faults, FaultyStore, FileOptions, MemoryStore, Store};
@@ -267,6 +267,26 @@ fn dirty_pages_make_room() {
         drop((file, memory));
         assert_eq!((cache.dirty_bytes(), cache.charged_bytes()), (0, 0));
     }
+}
+
+/// A huge folio that a truncation could not split, because it was pinned, is split later: its pages behind the end are dirty for nobody.
+#[test]
+fn what_is_behind_the_end_is_not_dirty_for_ever() {
+    let settings =
+        Settings { policy: Box::new(Always), writeback: shares(100, 100), ..Settings::new("end", 64 * MIB as u64) };
+    let cache = Pagemill::for_test().caches.make(settings).unwrap();
+    let (store, file) = open(&cache);
+    file.write_at(&vec![1; 2 * MIB], 0).unwrap();
+    let pin = file.pin(0).unwrap();
+    file.truncate(PAGE as u64).unwrap();
+    drop(pin);
+    assert!(file.split(0).unwrap() && file.dirty_bytes() == 2 * MIB as u64);
+    file.sync().unwrap();
+    assert!(file.dirty_bytes() == 0 && store.inner().bytes() == [1; PAGE]);
+    file.truncate(2 * MIB as u64).unwrap();
+    let mut bytes = vec![9; 2 * MIB - PAGE];
+    file.read_at(&mut bytes, PAGE as u64).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == 0));
 }
 
 /// `write_back` brings a range to the store, and asks for no safety; a sync then has nothing to write.

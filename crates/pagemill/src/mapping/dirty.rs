@@ -141,7 +141,7 @@ impl File {
         let Some(dirty) = self.dirty.as_ref().filter(|_| bytes > 0) else { return };
         dirty.bytes.fetch_sub(bytes, SeqCst);
         self.cache.dirty_bytes.fetch_sub(bytes, SeqCst);
-        self.cache.balance.cleaned_bytes.fetch_add(bytes, Relaxed);
+        self.cache.balance.cleaned_bytes.fetch_add(bytes, SeqCst);
         stats::sub(Counter::CacheDirty, bytes);
     }
 }

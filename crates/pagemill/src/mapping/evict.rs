@@ -41,6 +41,7 @@ impl Inner {
         if self.stored_files.load(Relaxed) == 0 || coarse_ns() < self.evict_after_ns.load(Relaxed) {
             return false;
         }
+        let cleaned_bytes = self.balance.cleaned_bytes.load(SeqCst);
         let (mut patience, mut was_quiet) = (None, false);
         for _ in 0..HUNTS {
             let freed = self.hunt(want_bytes);
@@ -55,7 +56,11 @@ impl Inner {
             was_quiet = is_quiet;
             patience.get_or_insert_with(Patience::new).pause();
         }
-        self.evict_after_ns.store(coarse_ns() + FUTILE_NS, Relaxed);
+        self.evict_after_ns.store(coarse_ns() + FUTILE_NS, SeqCst);
+        // What has become clean since it was looked at is there, whoever said so before this did.
+        if self.balance.cleaned_bytes.load(SeqCst) != cleaned_bytes {
+            self.evict_after_ns.store(0, SeqCst);
+        }
         false
     }
 

@@ -14,6 +14,7 @@ use std::mem::ManuallyDrop;
 use std::ops::Range;
 
 /// A folio that is pinned, and which of its bytes are meant.
+#[derive(Clone, Copy)]
 pub(super) struct Place {
     pub number: u32,
     /// First index of the folio.

@@ -13,7 +13,7 @@ use crate::folio::word::State;
 use crate::stats::{self, Counter};
 use crate::store::Store;
 use crate::sync::{Acquire, Patience, Relaxed};
-use crate::xarray::{self as epoch, TableNodes, Writer};
+use crate::xarray as epoch;
 use std::ops::Range;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
@@ -110,6 +110,7 @@ impl File {
         let walk =
             Walk { why: Why::Sync, pages: pages.start..pages.end.min(end), most_bytes: u64::MAX, patience: None };
         self.await_underway();
+        self.forget_needless(end, pages.end);
         for _ in 0..ROUNDS {
             let walked = self.walk_once(store, &walk)?;
             if let Some(error) = walked.failure {
@@ -117,7 +118,6 @@ impl File {
             }
             // What a truncation took away meanwhile must not be in the store, either, as it was before it was written.
             if walked.is_clean && !self.is_cut() {
-                self.clean_behind();
                 return Ok(());
             }
         }
@@ -266,6 +266,32 @@ impl File {
         }
     }
 
+    /// Makes what lies behind the end of the file clean, from `first` to before `end`. Stops at what is inside by now.
+    fn forget_needless(&self, first: u64, end: u64) {
+        let mut at = first;
+        while at < end
+            && let Some(found) = { self.tree.next_marked(at, end - 1, DIRTY, &epoch::pin()) }
+        {
+            at = found.last() + 1;
+            if let Some((_, Some((index, number, state)))) = self.try_freeze_dirty(found.first) {
+                if self.offset_of(index) < self.size_bytes() {
+                    return self.thaw(number);
+                }
+                self.note_needless(index, number, state);
+            }
+        }
+    }
+
+    /// A still folio lies behind the end of the file, so the store needs nothing of it: lets it go on, clean.
+    pub(super) fn note_needless(&self, index: u64, number: u32, state: State) {
+        self.tree.lock().clear_mark_of(index, u64::from(number), DIRTY);
+        let is_live = self.pool().word(number).thaw_clean();
+        if is_live {
+            self.sub_dirty(self.cache.folio_bytes(state.order()));
+        }
+        self.note_revived(number, is_live);
+    }
+
     /// Folios (index, number, order) were written to the store up to `end`, while so much had been cut. Lets them go on; returns
     /// whether they are clean.
     pub(super) fn note_written(
@@ -274,64 +300,29 @@ impl File {
         end: u64,
         cut: u32,
     ) -> bool {
-        let writer = self.tree.lock();
+        let mut writer = self.tree.lock();
         let is_clean = cut & 1 == 0 && self.cut.load(Relaxed) == cut;
         if is_clean {
             self.stored_bytes.store(self.stored_bytes.load(Relaxed).max(end), Relaxed);
-            self.thaw_clean_under(writer, folios);
-            return true;
-        }
-        // What was just written may be behind the end by now.
-        self.note_more_stored();
-        drop(writer);
-        folios.for_each(|(_, number, _)| self.thaw(number));
-        false
-    }
-
-    /// Folios that are kept still go on, and are clean.
-    fn thaw_clean_under(
-        &self,
-        mut writer: Writer<'_, TableNodes>,
-        folios: impl Iterator<Item = (u64, u32, u8)> + Clone,
-    ) {
-        for (index, number, _) in folios.clone() {
-            writer.clear_mark_of(index, u64::from(number), DIRTY);
+            for (index, number, _) in folios.clone() {
+                writer.clear_mark_of(index, u64::from(number), DIRTY);
+            }
+        } else {
+            // What was just written may be behind the end by now.
+            self.note_more_stored();
         }
         drop(writer);
         let mut clean_bytes = 0;
         for (_, number, order) in folios {
-            let is_live = self.pool().word(number).thaw_clean();
-            clean_bytes += if is_live { self.cache.folio_bytes(order) } else { 0 };
+            let word = self.pool().word(number);
+            let is_live = if is_clean { word.thaw_clean() } else { word.thaw() };
+            clean_bytes += if is_clean && is_live { self.cache.folio_bytes(order) } else { 0 };
             self.note_revived(number, is_live);
         }
         self.sub_dirty(clean_bytes);
-        if clean_bytes > 0 && self.cache.evict_after_ns.load(Relaxed) > 0 {
-            self.cache.evict_after_ns.store(0, Relaxed);
+        if clean_bytes > 0 && self.cache.evict_after_ns.load(SeqCst) > 0 {
+            self.cache.evict_after_ns.store(0, SeqCst);
         }
-    }
-
-    /// One that is kept still goes on, and is clean.
-    pub(super) fn thaw_clean(&self, index: u64, number: u32, order: u8) {
-        self.thaw_clean_under(self.tree.lock(), std::iter::once((index, number, order)));
-    }
-
-    /// What lies behind the end is zero, and not in the store: pages of a huge folio that was dirty and is split are not dirty there
-    /// any more.
-    fn clean_behind(&self) {
-        let mut at = 0;
-        loop {
-            // What is appended meanwhile is not meant.
-            at = self.index_of(self.size_bytes().next_multiple_of(self.page_bytes() as u64)).max(at);
-            let Some(found) = self.tree.next_marked(at, Owner::MAX_INDEX - 1, DIRTY, &epoch::pin()) else { return };
-            at = found.last() + 1;
-            if let Some((_, Some((index, number, state)))) = self.try_freeze_dirty(found.first) {
-                // Nobody writes there as long as it is still.
-                if self.offset_of(index) >= self.size_bytes() {
-                    self.thaw_clean(index, number, state.order());
-                } else {
-                    self.thaw(number);
-                }
-            }
-        }
+        is_clean
     }
 }

@@ -56,17 +56,10 @@ impl File {
             let index = self.index_of(offset);
             loop {
                 if let Some(place) = self.pin_page(index)? {
-                    if !self.pool().word(place.number).load().is_dirty() && !self.may_make_dirty(&place) {
+                    if !self.pool().word(place.number).load().is_dirty() && !self.may_make_dirty(place) {
                         break;
                     }
-                    let at = (offset - self.offset_of(place.first)) as usize;
-                    let len = from.len().min(self.cache.folio_bytes(place.order) as usize - at);
-                    self.pool().copy_in(place.number, at, &from[..len]);
-                    // Before the pin ends: who writes the folio back then has to know how much of it counts.
-                    self.grow(offset + len as u64);
-                    self.cache.unpin(place.number);
-                    self.go_on_with_streak(offset, offset + len as u64);
-                    return Ok(len);
+                    return Ok(self.write_pinned(place, from, offset));
                 }
                 if self.must_wait(self.page_bytes() as u64) {
                     break;
@@ -79,30 +72,39 @@ impl File {
         self.write_piece_later(from, offset)
     }
 
+    /// Writes into a folio that is pinned and dirty, and unpins it.
+    #[inline(always)] // called twice, once rarely: as a function of its own it would cost each write a tenth more
+    fn write_pinned(&self, place: Place, from: &[u8], offset: u64) -> usize {
+        let at = (offset - self.offset_of(place.first)) as usize;
+        let len = from.len().min(self.cache.folio_bytes(place.order) as usize - at);
+        self.pool().copy_in(place.number, at, &from[..len]);
+        // Before the pin ends: who writes the folio back then has to know how much of it counts.
+        self.grow(offset + len as u64);
+        self.cache.unpin(place.number);
+        self.go_on_with_streak(offset, offset + len as u64);
+        len
+    }
+
     /// Makes a folio dirty that is pinned; `false` if that has to wait: then it is not pinned any more.
     #[cold]
-    fn may_make_dirty(&self, place: &Place) -> bool {
+    fn may_make_dirty(&self, place: Place) -> bool {
         if self.must_wait(self.cache.folio_bytes(place.order)) {
             self.cache.unpin(place.number);
             return false;
         }
-        self.make_dirty(place);
+        self.make_dirty(&place);
         true
     }
 
-    /// There may be too many dirty folios for another one: waits outside of the gate, then makes it dirty without asking.
+    /// There may be too many dirty folios for another one: waits outside of the gate, then writes without asking.
     #[cold]
     fn write_piece_later(&self, from: &[u8], offset: u64) -> Result<usize> {
         self.throttle()?;
-        let inside = self.gate.beside();
+        let _inside = self.gate.beside();
         loop {
             if let Some(place) = self.pin_page(self.index_of(offset))? {
                 self.make_dirty(&place);
-                // Pinned, it stays dirty.
-                drop(inside);
-                let done = self.write_piece(from, offset);
-                self.cache.unpin(place.number);
-                return done;
+                return Ok(self.write_pinned(place, from, offset));
             }
             if let Some(len) = self.write_new(from, offset)? {
                 return Ok(len);

@@ -304,8 +304,8 @@ impl Ready<'_> {
         let (part, begin) = (Part { number, order: state.order() }, file.offset_of(index));
         let bytes = begin..(begin + file.cache.folio_bytes(part.order)).min(size_bytes);
         if bytes.is_empty() {
-            // What is behind the end is zero, or about to go: nobody writes there as long as it is still.
-            file.thaw_clean(index, number, part.order);
+            // What is behind the end is about to go, or was a part of a folio that could not be split then: zeros.
+            file.note_needless(index, number, state);
             return 0;
         }
         let len_bytes = bytes.end - bytes.start;
