@@ -2,7 +2,7 @@
 //!
 //! `cargo run --release -p pagemill --example files -- FILE`
 
-use pagemill::mapping::{Cache, Fetch, Mapping, Settings};
+use pagemill::mapping::{Advice, Cache, Fetch, Mapping, Reuse, Settings};
 use pagemill::store::FileStore;
 use pagemill::units::PageSize;
 use pagemill::{Pagemill, Result};
@@ -20,6 +20,7 @@ fn main() -> Result<()> {
     if let Some(path) = std::env::args_os().nth(1) {
         let file = cache.open(Arc::new(FileStore::open_read_only(path)?))?;
         println!("{} bytes, of which {} differ from 0", file.size_bytes(), count_bytes(&cache, &file)?);
+        assert_eq!(count_in_order(&file)?, count_bytes(&cache, &file)?);
     }
     println!("{:?}", cache.usage());
     Ok(())
@@ -37,6 +38,21 @@ fn in_memory(cache: &Cache) -> Result<()> {
     assert_eq!(file.read_at(&mut bytes, 5_000_000)?, 1000);
     assert_eq!(bytes, [0; 1000]);
     Ok(())
+}
+
+/// Reads all of a file from the beginning to the end: what follows comes while this counts, and goes first when room is made.
+fn count_in_order(file: &Mapping) -> Result<usize> {
+    file.advise(Advice::Sequential);
+    file.advise_reuse(Reuse::Once);
+    let (mut bytes, mut offset, mut sum) = (vec![0; 10_000], 0, 0);
+    loop {
+        let len = file.read_at(&mut bytes, offset)?;
+        if len == 0 {
+            return Ok(sum);
+        }
+        sum += bytes[..len].iter().filter(|byte| **byte != 0).count();
+        offset += len as u64;
+    }
 }
 
 /// Reads all of a file, with as many pages on their way as the queue holds.

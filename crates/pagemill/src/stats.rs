@@ -276,6 +276,16 @@ counters! {
     writers_throttled: WritersThrottled, Sum, Count;
     /// Microseconds that writers have waited for that.
     writers_throttled_us: WritersThrottledUs, Sum, Count;
+    /// Bytes that came from stores before anybody asked for them: readahead, and hints.
+    read_ahead: ReadAhead, Sum, Bytes;
+    /// Of these, bytes of folios that were used.
+    read_ahead_used: ReadAheadUsed, Sum, Bytes;
+    /// Of these, bytes of folios that were dropped before anybody used them.
+    read_ahead_unused: ReadAheadUnused, Sum, Bytes;
+    /// Reads of stores that were started to read ahead.
+    read_ahead_transfers: ReadAheadTransfers, Sum, Count;
+    /// Calls that waited for a store, or for another's read, for longer than their cache's patience.
+    reads_late: ReadsLate, Sum, Count;
 }
 
 /// Rows that a page has room for.

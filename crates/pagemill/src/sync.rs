@@ -20,7 +20,11 @@ pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
 #[cfg(not(loom))]
 pub(crate) use std::sync::atomic::fence;
 
+#[cfg(not(loom))]
+use std::sync::atomic::Ordering::SeqCst;
 pub(crate) use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+#[cfg(not(loom))]
+use std::time::Duration;
 
 #[cfg(not(shuttle))]
 use pagemill_sys::futex::{self, Scope};
@@ -98,6 +102,24 @@ fn wake_one(word: &Word) {
     futex::wake(word, 1, Scope::Private);
 }
 
+#[cfg(not(any(loom, shuttle)))]
+fn sleep_while(word: &Word, value: u32, timeout: Option<Duration>) {
+    futex::wait(word, value, timeout, Scope::Private);
+}
+
+#[cfg(not(any(loom, shuttle)))]
+fn wake_all(word: &Word) {
+    futex::wake(word, i32::MAX, Scope::Private);
+}
+
+#[cfg(shuttle)]
+fn sleep_while(_word: &Word, _value: u32, _timeout: Option<Duration>) {
+    pause();
+}
+
+#[cfg(shuttle)]
+fn wake_all(_word: &Word) {}
+
 #[cfg(shuttle)]
 fn sleep_while_held(_word: &Word) {
     pause();
@@ -168,6 +190,41 @@ impl<T> Guarded<T> {
     }
 }
 
+/// Something happens time and again: threads sleep until it does once more. While nobody sleeps, saying so costs two looks at one
+/// line.
+#[cfg(not(loom))]
+#[derive(Default)]
+pub(crate) struct Signal {
+    count: Word,
+    sleepers: Word,
+}
+
+#[cfg(not(loom))]
+impl Signal {
+    /// How often it has happened so far.
+    pub fn count(&self) -> u32 {
+        self.count.load(SeqCst)
+    }
+
+    /// It has happened: all who sleep go on.
+    pub fn raise(&self) {
+        self.count.fetch_add(1, SeqCst);
+        // Either a sleeper is seen here, or he sees the count.
+        if self.sleepers.load(SeqCst) > 0 {
+            wake_all(&self.count);
+        }
+    }
+
+    /// Sleeps while it has not happened since it was `seen`, for that long at most. May return early.
+    pub fn wait(&self, seen: u32, timeout: Option<Duration>) {
+        self.sleepers.fetch_add(1, SeqCst);
+        if self.count.load(SeqCst) == seen {
+            sleep_while(&self.count, seen, timeout);
+        }
+        self.sleepers.fetch_sub(1, SeqCst);
+    }
+}
+
 /// Waits in short steps: first spinning, for what lasts some microseconds, then giving up the processor.
 #[cfg(not(loom))]
 pub(crate) struct Patience {
@@ -234,5 +291,25 @@ mod tests {
         });
         assert_eq!(count.load(Relaxed), 40_000);
         assert_eq!(lock.word.load(Relaxed), 0);
+    }
+
+    /// Two threads that wait for each other in turn, without a timeout: no sign is lost.
+    #[test]
+    fn signals_are_not_lost() {
+        let signals = [Signal::default(), Signal::default()];
+        let play = |own: usize| {
+            for round in 0..1000 {
+                signals[own].raise();
+                let other = &signals[1 - own];
+                while other.count() <= round {
+                    other.wait(round, None);
+                }
+            }
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| play(0));
+            play(1);
+        });
+        assert!(signals.iter().all(|signal| signal.count() == 1000 && signal.sleepers.load(Relaxed) == 0));
     }
 }

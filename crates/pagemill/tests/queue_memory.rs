@@ -215,7 +215,7 @@ fn a_loop_of_events_is_asked_for_memory() {
         }
         drop(open(&cache, &path));
         assert!(queue.registered_bytes() > 0 && !is_readable(&mut queue, Duration::from_millis(1)));
-        mapping.truncate(0).unwrap();
+        mapping.refresh().unwrap();
         assert_eq!(cache.give_back(), 0);
         assert!(is_readable(&mut queue, LONG));
         queue.wait(0, Duration::ZERO).unwrap();

@@ -244,8 +244,13 @@ fn failures_of_the_store_lose_nothing() {
     let error = file.read_at(&mut [0; 10], 0).unwrap_err();
     assert_eq!((error.errno(), error.to_string().contains("reading a file")), (5, true));
     assert_eq!(cache.charged_bytes(), 0);
-    store.fails_in.store(3, Relaxed);
-    assert_eq!(file.read_at(&mut vec![0; 64 * KIB], 0).unwrap(), 8 * KIB, "as far as it went");
+    let failing = FaultyStore::new(MemoryStore::new(expected.clone(), 512));
+    let other = cache.open(Arc::new(failing.clone())).unwrap();
+    byte_at(&other, 8 * KIB as u64);
+    failing.set_faults(Faults { fails_after: Some(1), ..Faults::default() });
+    assert_eq!(other.read_at(&mut vec![0; 64 * KIB], 0).unwrap(), 12 * KIB, "as far as it went");
+    drop(other);
+    assert_eq!(cache.charged_bytes(), 0);
     store.fails_in.store(1, Relaxed);
     assert!(matches!(file.write_at(b"part of a page", 20 * KIB as u64), Err(Error::Store { .. })));
     assert!(read(&file) == expected);

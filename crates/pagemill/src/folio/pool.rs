@@ -287,6 +287,21 @@ impl Pool {
         })
     }
 
+    /// Takes so many pages that lie in a row, of what is there; returns the first. Each is busy, and goes by itself.
+    pub fn take_free_row(&self, pages: u32) -> Option<u32> {
+        let order = pages.next_power_of_two().trailing_zeros() as u8;
+        if order > self.chunk_order {
+            return None;
+        }
+        self.books.with(|books| {
+            let (number, is_zero) = books.buddies.take(&self.frames, order)?;
+            (number..number + (1 << order)).for_each(|page| self.word(page).assign(Kind::Busy, 0));
+            (number + pages..number + (1 << order)).for_each(|page| books.buddies.give(&self.frames, page, 0, is_zero));
+            self.note_free(books);
+            Some(number)
+        })
+    }
+
     fn take_new(&self, order: u8) -> Result<Taken> {
         let mut patience = Patience::new();
         let chunk = loop {

@@ -51,8 +51,10 @@ const DIRTY: u64 = 1 << 8;
 const USED_SHIFT: u32 = 9;
 const USED_MASK: u64 = 3;
 const MOST_USES: u64 = 2;
-/// In the place of [`ZERO`], of live folios: whoever it was brought in for has not used it yet.
+/// In the place of [`ZERO`], of live folios: whoever it was brought in for has not used it yet. In the place of uses then stands
+/// for whom.
 const FETCHED: u64 = ZERO;
+const AHEAD: u64 = 1 << USED_SHIFT;
 /// Free pages: all bytes read zero.
 const ZERO: u64 = 1 << 11;
 const PIN_SHIFT: u32 = 12;
@@ -65,6 +67,15 @@ const LEFT: u32 = 1;
 
 /// Pins that a folio can have.
 pub(crate) const MAX_PINS: u32 = PIN_MASK as u32;
+
+/// For whom a folio was brought in that did not come by a call that needs it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fetched {
+    /// Somebody asked for it.
+    Asked,
+    /// Nobody yet.
+    Ahead,
+}
 
 /// The word, as somebody saw it.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -106,6 +117,20 @@ impl State {
 
     pub fn is_zero(self) -> bool {
         self.0 & ZERO != 0
+    }
+
+    /// Whether it was brought in, and whoever it is for has not used it. Of live folios, and such as were live.
+    pub fn is_fetched(self) -> bool {
+        self.0 & FETCHED != 0
+    }
+
+    /// The same, of one that nobody had asked for.
+    pub fn is_ahead(self) -> bool {
+        self.0 & (FETCHED | USED_MASK << USED_SHIFT) == FETCHED | AHEAD
+    }
+
+    fn has_uses(self) -> bool {
+        !self.is_fetched() && self.0 & (USED_MASK << USED_SHIFT) > 0
     }
 
     /// Whether its bytes may be copied out now; what was copied counts if [`Word::is_unchanged`] afterwards.
@@ -218,38 +243,49 @@ impl Word {
     }
 
     /// Notes a use, up to two of them; one that meets another thread's is lost. Not on lines that others write all the time:
-    /// mostly it is only a look. The first use of what was fetched for it is none.
+    /// mostly it is only a look. The first use of what was fetched for it is none. Returns whether it is that of a folio that came
+    /// ahead of it: once for each.
     #[inline]
-    pub fn note_use(&self) {
+    pub fn note_use(&self) -> bool {
         let seen = State(self.0.load(Relaxed));
         if seen.0 & (USED_MASK << USED_SHIFT | FETCHED | KIND_MASK) == MOST_USES << USED_SHIFT | Kind::Live as u64 {
-            return;
+            return false;
         }
-        let next = if seen.0 & FETCHED != 0 { seen.0 & !FETCHED } else { seen.0 + (1 << USED_SHIFT) };
-        if seen.kind() == Kind::Live {
-            let _ = self.0.compare_exchange(seen.0, next, Relaxed, Relaxed);
+        if !seen.is_live() {
+            return false;
         }
+        if seen.0 & FETCHED != 0 {
+            return self.forget_fetched(seen);
+        }
+        let _ = self.0.compare_exchange(seen.0, seen.0 + (1 << USED_SHIFT), Relaxed, Relaxed);
+        false
+    }
+
+    #[cold]
+    fn forget_fetched(&self, seen: State) -> bool {
+        let next = seen.0 & !(FETCHED | USED_MASK << USED_SHIFT);
+        self.0.compare_exchange(seen.0, next, Relaxed, Relaxed).is_ok() && seen.is_ahead()
     }
 
     /// Marks a folio that was just made live as fetched: whoever it is for has not come yet.
-    pub fn set_fetched(&self) {
-        self.0.fetch_or(FETCHED, Relaxed);
+    pub fn set_fetched(&self, fetched: Fetched) {
+        self.0.fetch_or(FETCHED | if fetched == Fetched::Ahead { AHEAD } else { 0 }, Relaxed);
     }
 
     /// Takes one of the noted uses off; returns whether there was one.
     pub fn forget_use(&self) -> bool {
         let seen = State(self.0.load(Relaxed));
-        let is_used = seen.0 >> USED_SHIFT & USED_MASK > 0;
-        if is_used {
+        if seen.has_uses() {
             let _ = self.0.compare_exchange(seen.0, seen.0 - (1 << USED_SHIFT), Relaxed, Relaxed);
         }
-        is_used
+        seen.has_uses()
     }
 
     /// Takes all noted uses off; returns whether there was one.
     pub fn forget_uses(&self) -> bool {
-        let is_used = self.0.load(Relaxed) >> USED_SHIFT & USED_MASK > 0;
+        let is_used = State(self.0.load(Relaxed)).has_uses();
         if is_used {
+            // Another that was fetched to its place meanwhile may lose its mark: then nobody hears of its first use.
             self.0.fetch_and(!(USED_MASK << USED_SHIFT), Relaxed);
         }
         is_used
@@ -435,16 +471,19 @@ mod tests {
     fn uses_and_pins_are_bounded() {
         let word = Word::new();
         word.publish(0, true, false);
-        (0..10).for_each(|_| word.note_use());
+        assert!(!(0..10).any(|_| word.note_use()));
         let uses = std::iter::from_fn(|| word.forget_use().then_some(())).count();
         assert_eq!(uses as u64, MOST_USES);
-        (0..10).for_each(|_| word.note_use());
+        assert!(!(0..10).any(|_| word.note_use()));
         assert!(word.forget_uses() && !word.forget_uses() && !word.forget_use());
-        word.set_fetched();
-        word.note_use();
+        word.set_fetched(Fetched::Asked);
+        assert!(word.load().is_fetched() && !word.load().is_ahead() && !word.note_use());
         assert!(!word.forget_use(), "that is what it was fetched for");
-        word.note_use();
-        assert!(word.forget_use());
+        assert!(!word.note_use() && word.forget_use());
+        word.set_fetched(Fetched::Ahead);
+        assert!(!word.forget_use() && !word.forget_uses() && word.load().is_ahead(), "nobody has used it");
+        assert!(word.note_use() && !word.note_use() && !word.load().is_fetched(), "the first use, once");
+        assert!(word.forget_use() && !word.forget_use());
         let seen = word.load();
         assert_eq!((seen.version(), seen.pins(), seen.order()), (1, 0, 0));
         for _ in 0..MAX_PINS {

@@ -57,6 +57,7 @@ impl Arrivals {
     /// Has a store read what it has of a folio.
     pub fn start(&mut self, store: &dyn Store, mut filling: Filling) {
         let offset = filling.offset();
+        filling.prepare();
         let bytes = filling.bytes_mut();
         let (addr, len_bytes) = (NonNull::from(&mut *bytes).cast(), bytes.len());
         let hall = self.hall.clone();

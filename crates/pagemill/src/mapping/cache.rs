@@ -18,6 +18,7 @@ use crate::units::{BLOCK_BYTES, PageSize};
 use crate::xarray::{Nodes, TableNodes};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
 
 /// Caches that a process can have at a time. One that went leaves its place to others with the same page and no larger limit.
 pub const MAX_CACHES: usize = 256;
@@ -38,6 +39,11 @@ pub struct Settings {
     pub policy: Box<dyn Policy>,
     /// When what was written to files with a store goes back to it.
     pub writeback: Writeback,
+    /// How long a call waits for a store until it ends in an error ([`Error::Store`] with `ETIMEDOUT`): while the store reads what it
+    /// needs, or another's read of that goes on. The read itself goes on, and a later call finds what it brought. `None`: as
+    /// long as the store takes. So it is for the reads of a call's own, too, where the store only blocks
+    /// ([`Store::is_asynchronous`]).
+    pub patience: Option<Duration>,
 }
 
 impl Settings {
@@ -51,6 +57,7 @@ impl Settings {
             may_split: true,
             policy: Box::new(Auto),
             writeback: Writeback::default(),
+            patience: None,
         }
     }
 }
@@ -125,6 +132,7 @@ impl Caches {
                 use_huge: AtomicBool::new(settings.use_huge),
                 may_split: settings.may_split,
                 policy: settings.policy,
+                patience: settings.patience,
                 order,
                 is_ordered: Guarded::new(false),
                 stored_files: AtomicU32::new(0),
@@ -133,6 +141,7 @@ impl Caches {
                 thin_after_ns: AtomicU64::new(0),
                 files: Guarded::new(Files::default()),
                 flights: Flights::default(),
+                ahead_bytes: AtomicU64::new(0),
             });
             *user = Arc::downgrade(&inner);
             stats::add(Counter::Caches, 1);
@@ -347,6 +356,7 @@ pub(crate) struct Inner {
     use_huge: AtomicBool,
     pub(super) may_split: bool,
     pub(super) policy: Box<dyn Policy>,
+    pub(super) patience: Option<Duration>,
     /// Whose turn it is when room is to be made.
     pub(super) order: &'static Order,
     /// Whether the order is this cache's: it is from the first file with a store on.
@@ -360,6 +370,8 @@ pub(crate) struct Inner {
     pub(super) thin_after_ns: AtomicU64,
     pub(super) files: Guarded<Files>,
     pub(super) flights: Flights,
+    /// On their way ahead of who will want them.
+    pub(super) ahead_bytes: AtomicU64,
 }
 
 impl Inner {
@@ -399,6 +411,25 @@ impl Inner {
             self.charged_bytes.fetch_sub(wanted - bytes, Relaxed);
             stats::add(self.counter(0), bytes);
         }
+    }
+
+    /// Takes so many pages that lie in a row, if such are free and within the limit; while there is less memory than the limit says
+    /// also of a new chunk. Returns the first.
+    pub fn take_row(&self, pages: u32) -> Option<u32> {
+        let bytes = self.folio_bytes(0) * u64::from(pages);
+        self.charge(bytes).ok()?;
+        let take = || self.pool.take_free_row(pages);
+        let row = take().or_else(|| {
+            let may_grow = self.pool.filled_bytes() < self.limit_bytes;
+            let taken = may_grow.then(|| self.pool.take(self.pool.chunk_order()).ok()).flatten()?;
+            self.pool.give(taken.number, taken.order);
+            take()
+        });
+        match row {
+            Some(_) => stats::add(self.counter(0), bytes),
+            None => _ = self.charged_bytes.fetch_sub(bytes, Relaxed),
+        }
+        row
     }
 
     fn charge(&self, bytes: u64) -> Result<()> {
@@ -504,7 +535,12 @@ impl Inner {
 
     /// Whether a huge folio is within the limit.
     pub fn has_room(&self) -> bool {
-        self.charged_bytes.load(Relaxed) + self.folio_bytes(self.pool.chunk_order()) <= self.limit_bytes
+        self.has_room_for(self.folio_bytes(self.pool.chunk_order()))
+    }
+
+    /// Whether so much more is within the limit.
+    pub fn has_room_for(&self, bytes: u64) -> bool {
+        self.charged_bytes.load(Relaxed) + bytes <= self.limit_bytes
     }
 
     /// The next file from `id` on, which goes behind it.
@@ -604,6 +640,8 @@ impl Cache {
 
     /// Makes a file in memory of what lies in a store. Bytes come in as they are read; what is written stays in memory for
     /// some time ([`Writeback`]), and until [`Mapping::sync`] at most.
+    ///
+    /// Cost: about 1 KiB; for a cache's first such file 5 bytes for each page of the limit, as they are used.
     ///
     /// # Errors
     ///

@@ -26,6 +26,10 @@ impl Folios for Pool {
         }
     }
 
+    fn is_awaited(&self, number: u32) -> bool {
+        self.word(number).load().is_fetched()
+    }
+
     fn forget_use(&self, number: u32) -> bool {
         self.word(number).forget_use()
     }
@@ -48,20 +52,29 @@ impl Inner {
             if freed > 0 {
                 return freed >= want_bytes;
             }
-            // Others may have the last ones in hand: once more, and a last time when nobody has.
-            let is_quiet = self.in_hand.load(SeqCst) == 0;
+            // Others may have the last ones in hand, or they are on their way in, ahead of who wants them: once more, and a last time when
+            // nobody has.
+            let is_quiet = self.in_hand.load(SeqCst) == 0 && self.ahead_bytes.load(SeqCst) == 0;
             if is_quiet && was_quiet {
                 break;
             }
             was_quiet = is_quiet;
             patience.get_or_insert_with(Patience::new).pause();
         }
-        self.evict_after_ns.store(coarse_ns() + FUTILE_NS, SeqCst);
-        // What has become clean since it was looked at is there, whoever said so before this did.
-        if self.balance.cleaned_bytes.load(SeqCst) != cleaned_bytes {
-            self.evict_after_ns.store(0, SeqCst);
+        if self.ahead_bytes.load(SeqCst) == 0 {
+            self.evict_after_ns.store(coarse_ns() + FUTILE_NS, SeqCst);
+            // What has become clean since it was looked at is there, whoever said so before this did.
+            if self.balance.cleaned_bytes.load(SeqCst) != cleaned_bytes {
+                self.evict_after_ns.store(0, SeqCst);
+            }
         }
         false
+    }
+
+    /// As [`Inner::evict_some`], for what nobody waits for: one look, and others look as before.
+    pub(super) fn evict_idly(&self, want_bytes: u64) -> bool {
+        let may_look = self.stored_files.load(Relaxed) > 0 && coarse_ns() >= self.evict_after_ns.load(Relaxed);
+        may_look && self.hunt(want_bytes) >= want_bytes
     }
 
     fn hunt(&self, want_bytes: u64) -> u64 {
@@ -87,7 +100,9 @@ impl Inner {
             self.order.put_back(candidate);
             return 0;
         };
-        self.order.dropped(candidate, Key::of(owner.id, owner.index, order));
+        if !file.is_once() {
+            self.order.dropped(candidate, Key::of(owner.id, owner.index, order));
+        }
         let bytes = self.folio_bytes(order);
         stats::add(Counter::CacheEvicted, bytes);
         let counter = match candidate.part {
@@ -117,6 +132,9 @@ impl File {
         if self.store.is_none() {
             return;
         }
+        if self.is_once() {
+            return self.cache.order.enter_once(number, order);
+        }
         let recall = self.cache.order.recall(Key::of(self.id, index, order));
         self.cache.order.enter(self.pool, number, order, recall);
         if recall.is_known() {
@@ -137,6 +155,9 @@ impl File {
             // Whosever it is by now.
             self.thaw(number);
             return None;
+        }
+        if state.is_ahead() {
+            stats::add(Counter::ReadAheadUnused, self.cache.folio_bytes(state.order()));
         }
         self.cache.give(number, state.order());
         Some(state.order())

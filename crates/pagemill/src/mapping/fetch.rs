@@ -1,10 +1,12 @@
 //! Finding the folio of a page, and making one where there is none.
 
 use super::dirty::DIRTY;
+use super::fill::DOING;
 use super::flights::Flight;
 use super::policy::{Ask, Cause, Choice};
+use super::sync::failed;
 use super::{File, Turn};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::folio::{Frame, Owner, Taken};
 use crate::stats::{self, Counter};
 use crate::sync::{Acquire, Relaxed};
@@ -118,7 +120,9 @@ impl File {
         let state = frame.word.pin().ok()?;
         // Nobody takes it away from its owner while it is pinned.
         if u32::from(state.order()) == found.order && self.is_of(frame, found.first) {
-            self.note_used(frame);
+            if self.note_used(frame) {
+                self.note_first_use(frame, self.offset_of(index), 1);
+            }
             return Some((found, frame));
         }
         self.cache.unpin(found.value as u32);
@@ -138,12 +142,10 @@ impl File {
         frame.is_of(Owner { id: self.id, index: first })
     }
 
-    /// For who chooses what makes room.
+    /// For who chooses what makes room. Returns whether it came ahead, and this is the first use.
     #[inline]
-    pub(super) fn note_used(&self, frame: &Frame) {
-        if self.store.is_some() {
-            frame.word.note_use();
-        }
+    pub(super) fn note_used(&self, frame: &Frame) -> bool {
+        self.store.is_some() && frame.word.note_use()
     }
 
     #[cold]
@@ -175,6 +177,9 @@ impl File {
     ///
     /// [`Error::NoMemory`], [`Error::Store`].
     pub(super) fn create(&self, index: u64, cause: Cause, content: &Content<'_>) -> Result<Option<u64>> {
+        if matches!(content, Content::Stored) && self.bring_within_patience(index..index + 1)? {
+            return Ok(None);
+        }
         // What the store has is stale once it was cut off.
         let revoked = self.revoked.load(Acquire);
         let Some((fresh, flight)) = self.make(index, cause, content)? else { return Ok(None) };
@@ -233,7 +238,7 @@ impl File {
             // The caller's bytes are not touched under a flight: a fault of theirs may need the same page.
             if content.fills(self.offset_of(span.start)..self.offset_of(span.end)) {
                 let fresh = self.take_and_fill(index, is_huge, more, content)?;
-                return Ok(Some((fresh, Some(self.fly(span.start, span.end - 1)))));
+                return Ok(Some((fresh, Some(self.fly(span.start, span.end - 1)?))));
             }
             // What is not written comes first; then it is as any page that is there.
             self.note_streak(*offset, *offset);
@@ -241,7 +246,7 @@ impl File {
             return Ok(None);
         }
         // Before memory is taken: who waits for another needs none.
-        let flight = self.fly(span.start, span.end - 1);
+        let flight = self.fly(span.start, span.end - 1)?;
         // From here on nothing comes; what is there already must not be asked for.
         if self.tree.next(span.start, span.end - 1, &epoch::pin()).is_some() {
             return Ok(None);
@@ -458,8 +463,7 @@ impl File {
             if stored == 0 {
                 return Ok(());
             }
-            let doing = "reading a file into memory";
-            store.read(begin, &mut bytes[..stored]).map_err(|cause| Error::Store { doing, cause })
+            store.read(begin, &mut bytes[..stored]).map_err(failed(DOING))
         })
     }
 }

@@ -1,37 +1,78 @@
-//! Pages on their way in from a store, while nobody waits: taken, another's to write to, in no index yet.
+//! Pages on their way in from a store: taken, somebody's to write to, in no index yet.
 #![allow(unsafe_code)] // lends memory that it has alone
 
 use super::File;
+use super::ahead::SHARE_DIVISOR;
 use super::fetch::Content;
-use super::flights::Ticket;
+use super::flights::{Kind, Ticket, Underway};
 use super::policy::Cause;
+use super::sync::failed;
 use crate::error::Result;
 use crate::folio::Owner;
-use crate::store::Buffer;
+use crate::folio::word::Fetched;
+use crate::store::{Aligned, Buffer};
 use crate::sync::{Acquire, Relaxed};
+use crate::units::BLOCK_BYTES;
 use crate::xarray as epoch;
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
+
+pub(super) const DOING: &str = "reading a file into memory";
+
+/// Pages that do not lie in a row are read into a buffer first, so many bytes at most.
+const MOST_SCATTERED_BYTES: usize = BLOCK_BYTES / 8;
+
+/// Pages that enter the index under one lock.
+const MOST_TOGETHER: usize = 64;
 
 /// What came of asking for a page.
 pub(super) enum Asked {
     /// It is there.
     Present,
     /// Another brings it in.
-    Underway,
+    Underway(Underway),
     /// It is to be read: [`Filling::finish`] puts it into the index then.
     Begun(Filling),
 }
 
-/// A folio that nobody knows of, under a loose flight. It goes back if it is dropped.
+/// Where the bytes go.
+enum Memory {
+    /// A folio, or pages that lie in a row: straight there.
+    Row { number: u32, count: u32 },
+    /// Pages here and there, by way of a buffer.
+    Scattered { numbers: Box<[u32]>, buffer: Aligned },
+}
+
+impl Memory {
+    fn count(&self) -> usize {
+        match self {
+            Self::Row { count, .. } => *count as usize,
+            Self::Scattered { numbers, .. } => numbers.len(),
+        }
+    }
+
+    fn number(&self, at: usize) -> u32 {
+        match self {
+            Self::Row { number, .. } => number + at as u32,
+            Self::Scattered { numbers, .. } => numbers[at],
+        }
+    }
+}
+
+/// A folio that nobody knows of, or several pages that follow each other in the file, under one flight. What is not in the
+/// index goes back when it is dropped, and the flight ends.
 ///
 /// # Invariants
 ///
-/// Its pages were taken from the pool, and are given back by nobody else.
+/// Its pages from `entered` on were taken from the pool, and are given back by nobody else.
 pub(super) struct Filling {
     file: Arc<File>,
     ticket: Ticket,
-    number: u32,
+    memory: Memory,
+    /// So many of its pages are in the index.
+    entered: usize,
+    /// Of a page, or of the huge folio.
     order: u8,
     /// First index.
     first: u64,
@@ -39,6 +80,8 @@ pub(super) struct Filling {
     stored_bytes: usize,
     /// As of the beginning.
     revoked: u32,
+    /// For whom it comes.
+    fetched: Fetched,
     /// The page that was asked for, and what whoever asked knows it by.
     pub index: u64,
     pub token: u64,
@@ -51,32 +94,68 @@ impl Filling {
     ///
     /// [`crate::Error::NoMemory`] if no room can be made.
     pub fn begin(file: &Arc<File>, index: u64, token: u64, overtakes: bool) -> Result<Asked> {
+        let kind = if overtakes { Kind::LooseAtLast } else { Kind::Loose };
+        let mut asked = Self::begin_some(file, index..index + 1, kind, Fetched::Asked)?;
+        if let Asked::Begun(filling) = &mut asked {
+            filling.token = token;
+        }
+        Ok(asked)
+    }
+
+    /// Begins to bring the first of some pages in, and as many of those behind it as come by one transfer: up to one that is
+    /// there or underway. A huge folio is read as a whole.
+    ///
+    /// # Errors
+    ///
+    /// [`crate::Error::NoMemory`] if no room can be made.
+    pub fn begin_some(file: &Arc<File>, pages: Range<u64>, kind: Kind, fetched: Fetched) -> Result<Asked> {
+        let index = pages.start;
         if file.has_page(index) {
             return Ok(Asked::Present);
         }
         let revoked = file.revoked.load(Acquire);
         let is_huge = file.wants_huge(index, Cause::Read, &Content::Stored);
-        let span = if is_huge { file.span_of(index) } else { index..index + 1 };
-        let Ok(ticket) = file.fly_loosely(span.start, span.end - 1, overtakes) else { return Ok(Asked::Underway) };
-        if file.is_present(span.start, span.end - 1) {
-            file.cache.flights.end(ticket);
-            return Ok(if file.has_page(index) { Asked::Present } else { Asked::Underway });
+        let mut span = file.span_of(index);
+        if !is_huge {
+            let most_bytes = file.cache.limit_bytes / SHARE_DIVISOR;
+            let most_pages = (most_bytes / file.page_bytes() as u64).max(1);
+            span = index..pages.end.min(span.end).min(index + most_pages);
         }
-        let (taken, first) = file.take_for(index, is_huge).inspect_err(|_| file.cache.flights.end(ticket))?;
-        let len_bytes = file.cache.folio_bytes(taken.order);
+        let ticket = match file.begin_flight(span.start, span.end - 1, kind) {
+            Ok(ticket) => ticket,
+            Err(other) if is_huge || other.pages.0 <= index => return Ok(Asked::Underway(other)),
+            Err(other) => {
+                span.end = other.pages.0;
+                match file.begin_flight(span.start, span.end - 1, kind) {
+                    Ok(ticket) => ticket,
+                    Err(other) => return Ok(Asked::Underway(other)),
+                }
+            }
+        };
+        // From here on nothing comes; what is there already must not be asked for.
+        let present = file.tree.next(span.start, span.end - 1, &epoch::pin()).map(|found| found.first);
+        if let Some(first) = present {
+            if is_huge || first <= index {
+                let other = Underway { ticket, pages: (span.start, span.end - 1) };
+                file.cache.flights.end(ticket);
+                // A part of the range came meanwhile: it is small now.
+                return Ok(if file.has_page(index) { Asked::Present } else { Asked::Underway(other) });
+            }
+            span.end = first;
+        }
+        let (memory, order, first) =
+            file.take_memory(index, &span, is_huge, fetched).inspect_err(|_| file.cache.flights.end(ticket))?;
+        let (len_bytes, end) =
+            (file.cache.folio_bytes(order) * memory.count() as u64, first + ((memory.count() as u64) << order));
+        if end < span.end || present.is_some() {
+            file.cache.flights.shorten(ticket, end - 1);
+        }
         let stored_bytes =
             file.stored_bytes.load(Relaxed).saturating_sub(file.offset_of(first)).min(len_bytes) as usize;
-        Ok(Asked::Begun(Self {
-            file: file.clone(),
-            ticket,
-            number: taken.number,
-            order: taken.order,
-            first,
-            stored_bytes,
-            revoked,
-            index,
-            token,
-        }))
+        let (file, entered, token) = (file.clone(), 0, 0);
+        let filling =
+            Self { file, ticket, memory, entered, order, first, stored_bytes, revoked, fetched, index, token };
+        Ok(Asked::Begun(filling))
     }
 
     pub fn file(&self) -> &Arc<File> {
@@ -85,7 +164,16 @@ impl Filling {
 
     /// Of its first page.
     pub fn number(&self) -> u32 {
-        self.number
+        self.memory.number(0)
+    }
+
+    /// Whether nobody has asked for it yet.
+    pub fn is_ahead(&self) -> bool {
+        self.fetched == Fetched::Ahead
+    }
+
+    pub fn ticket(&self) -> Ticket {
+        self.ticket
     }
 
     /// Where it begins in the file, in bytes.
@@ -93,81 +181,185 @@ impl Filling {
         self.file.offset_of(self.first)
     }
 
+    /// The page behind its last.
+    pub fn end(&self) -> u64 {
+        self.first + ((self.memory.count() as u64) << self.order)
+    }
+
     /// Whether the store has to be asked at all.
     pub fn needs_store(&self) -> bool {
         self.stored_bytes > 0
     }
 
-    /// The bytes to read into: zeros, should somebody put in less than he says.
+    /// Zeroes what was another's, should the store put in less than it says: files of the system do not.
+    pub fn prepare(&mut self) {
+        if self.file.store.as_ref().is_some_and(|store| store.as_file().is_none()) {
+            self.bytes_mut().fill(0);
+        }
+    }
+
+    /// The bytes that the store has of it.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        self.file.pool.zero(self.number, 0, self.stored_bytes);
-        // SAFETY: type invariant, and mapped for as long as it is taken; borrowed as the value is.
+        // SAFETY: type invariant, or the buffer's memory; mapped for as long as it is taken, and borrowed as the value is.
         unsafe { std::slice::from_raw_parts_mut(self.addr().as_ptr(), self.stored_bytes) }
     }
 
-    /// Puts it into the index, now that it holds what the store has. Returns whether it is there; otherwise the file was cut
-    /// meanwhile, or another came in between.
+    /// Reads it at once, in this thread.
+    ///
+    /// # Errors
+    ///
+    /// [`crate::Error::Store`].
+    pub fn read(&mut self) -> Result<()> {
+        let file = self.file.clone();
+        let Some(store) = file.store.as_ref().filter(|_| self.needs_store()) else { return Ok(()) };
+        self.prepare();
+        store.read(self.offset(), self.bytes_mut()).map_err(failed(DOING))
+    }
+
+    /// Puts it into the index, now that it holds what the store has. Returns whether all of it is there; otherwise the file was
+    /// cut meanwhile, or another came in between.
     ///
     /// # Errors
     ///
     /// [`crate::Error::NoAddresses`] without nodes for the index.
-    pub fn finish(self) -> Result<bool> {
-        let (file, last) = (&*self.file, self.first + (1 << self.order) - 1);
-        let pool = file.pool;
-        pool.zero(self.number, self.stored_bytes, self.len_bytes() - self.stored_bytes);
-        pool.set_owner(self.number, Owner { id: file.id, index: self.first });
-        file.reach_order(self.number, self.order)?;
-        let (mut writer, mut stock) = file.tree.lock_for(self.first, last, u32::from(self.order))?;
-        if writer.next(self.first, last).is_some()
-            || file.revoked.load(Relaxed) != self.revoked
-            || file.is_closed.load(Relaxed)
-            || !file.cache.flights.is_on(self.ticket)
-        {
-            return Ok(false);
+    pub fn finish(mut self) -> Result<bool> {
+        self.enter()
+    }
+
+    /// As [`Filling::finish`]; the flight goes on until it is dropped.
+    ///
+    /// # Errors
+    ///
+    /// As [`Filling::finish`].
+    pub fn enter(&mut self) -> Result<bool> {
+        self.spread();
+        let file = &*self.file;
+        let count = self.memory.count();
+        while self.entered < count {
+            let together = self.entered..count.min(self.entered + MOST_TOGETHER);
+            let (first, last) = (self.index_at(together.start), self.index_at(together.end) - 1);
+            for at in together.clone() {
+                let number = self.memory.number(at);
+                file.pool.set_owner(number, Owner { id: file.id, index: self.index_at(at) });
+                file.reach_order(number, self.order)?;
+            }
+            let (mut writer, mut stock) = file.tree.lock_for(first, last, u32::from(self.order))?;
+            if writer.next(first, last).is_some()
+                || file.revoked.load(Relaxed) != self.revoked
+                || file.is_closed.load(Relaxed)
+                || !file.cache.flights.is_on(self.ticket)
+            {
+                return Ok(false);
+            }
+            for at in together {
+                let (index, number) = (self.index_at(at), self.memory.number(at));
+                let word = file.pool.word(number);
+                word.publish(self.order, !file.cache.may_split, false);
+                word.set_fetched(self.fetched);
+                writer.store(index, u32::from(self.order), u64::from(number), &mut stock);
+                file.enter_order(index, number, self.order);
+                self.entered += 1;
+            }
+            drop(writer);
+            file.note_made(first, self.order);
         }
-        pool.word(self.number).publish(self.order, !file.cache.may_split, false);
-        pool.word(self.number).set_fetched();
-        writer.store(self.first, u32::from(self.order), u64::from(self.number), &mut stock);
-        file.enter_order(self.first, self.number, self.order);
-        drop(writer);
-        file.note_made(self.first, self.order);
-        file.cache.flights.end(self.ticket);
-        // What is in the index goes with that.
-        let kept = std::mem::ManuallyDrop::new(self);
-        // SAFETY: read once, and never used again where it was.
-        drop(unsafe { std::ptr::read(&raw const kept.file) });
         Ok(true)
+    }
+
+    fn index_at(&self, at: usize) -> u64 {
+        self.first + ((at as u64) << self.order)
+    }
+
+    /// Brings the bytes where they belong; those that the store does not have are zero.
+    fn spread(&mut self) {
+        let (pool, stored, len) = (self.file.pool, self.stored_bytes, self.len_bytes());
+        match &mut self.memory {
+            Memory::Row { number, count } => {
+                let page_bytes = len / *count as usize;
+                for at in stored / page_bytes..*count as usize {
+                    let from = stored.saturating_sub(at * page_bytes);
+                    pool.zero(*number + at as u32, from, page_bytes - from);
+                }
+            }
+            Memory::Scattered { numbers, buffer } => {
+                buffer[stored..].fill(0);
+                let pages = buffer.chunks_exact(len / numbers.len());
+                numbers.iter().zip(pages).for_each(|(number, bytes)| pool.copy_in(*number, 0, bytes));
+            }
+        }
     }
 }
 
 impl Drop for Filling {
     fn drop(&mut self) {
+        (self.entered..self.memory.count()).for_each(|at| self.file.cache.give(self.memory.number(at), self.order));
         self.file.cache.flights.end(self.ticket);
-        self.file.cache.give(self.number, self.order);
     }
 }
 
-// SAFETY: mapped and writable for as long as it is taken, which is until the value is dropped (type invariant); nobody else
-// knows of it.
+// SAFETY: mapped and writable for as long as it is taken, which is until the value is dropped (type invariant), or the buffer's
+// own; nobody else knows of it.
 unsafe impl Buffer for Filling {
     fn addr(&self) -> NonNull<u8> {
-        // SAFETY: a pool does not begin at address 0.
-        unsafe { NonNull::new_unchecked(self.file.pool.addr(self.number) as *mut u8) }
+        match &self.memory {
+            // SAFETY: a pool does not begin at address 0.
+            Memory::Row { number, .. } => unsafe { NonNull::new_unchecked(self.file.pool.addr(*number) as *mut u8) },
+            Memory::Scattered { buffer, .. } => buffer.addr(),
+        }
     }
 
     fn len_bytes(&self) -> usize {
-        self.file.cache.folio_bytes(self.order) as usize
+        self.file.cache.folio_bytes(self.order) as usize * self.memory.count()
     }
 }
 
 impl File {
     /// Whether a page is in memory.
-    fn has_page(&self, index: u64) -> bool {
+    pub(super) fn has_page(&self, index: u64) -> bool {
         self.tree.find(index, &epoch::pin()).is_some()
     }
 
-    /// Whether anything is in memory from `first` to `last`.
-    fn is_present(&self, first: u64, last: u64) -> bool {
-        self.tree.next(first, last, &epoch::pin()).is_some()
+    /// Takes what a filling is to hold: a huge folio over the page, or as many pages of the span as are to be had for little.
+    /// Returns also the order, and the first index.
+    fn take_memory(&self, index: u64, span: &Range<u64>, is_huge: bool, fetched: Fetched) -> Result<(Memory, u8, u64)> {
+        let wanted = if is_huge { 1 } else { (span.end - span.start) as usize };
+        if wanted > 1
+            && let Some(memory) = self.take_some(wanted)
+        {
+            return Ok((memory, 0, index));
+        }
+        // Nobody waits for what is read ahead: it makes room once, and else there is none.
+        if fetched == Fetched::Ahead && !is_huge {
+            let page_bytes = self.page_bytes() as u64;
+            let taken = match self.cache.take(0) {
+                Err(_) if self.cache.evict_idly(page_bytes) => self.cache.take(0)?,
+                taken => taken?,
+            };
+            return Ok((Memory::Row { number: taken.number, count: 1 }, 0, index));
+        }
+        let (taken, first) = self.take_for(index, is_huge)?;
+        Ok((Memory::Row { number: taken.number, count: 1 }, taken.order, first))
+    }
+
+    /// Up to `wanted` pages at once: in a row, or if need be here and there.
+    fn take_some(&self, wanted: usize) -> Option<Memory> {
+        let wanted_bytes = (self.page_bytes() * wanted) as u64;
+        if !self.cache.has_room_for(wanted_bytes) {
+            self.cache.evict_idly(wanted_bytes);
+        }
+        if let Some(number) = self.cache.take_row(wanted as u32) {
+            return Some(Memory::Row { number, count: wanted as u32 });
+        }
+        let most = wanted.min(MOST_SCATTERED_BYTES / self.page_bytes());
+        let mut numbers = Vec::with_capacity(most);
+        self.cache.take_more(most, |taken| numbers.push(taken.number));
+        match numbers.len() {
+            0 => None,
+            1 => Some(Memory::Row { number: numbers[0], count: 1 }),
+            count => {
+                let buffer = Aligned::new(count * self.page_bytes(), self.page_bytes());
+                Some(Memory::Scattered { numbers: numbers.into_boxed_slice(), buffer })
+            }
+        }
     }
 }

@@ -23,7 +23,9 @@
 //! Below: `folio`, `xarray`. Above, by trait: [`Policy`], [`crate::store::Store`]. Locks, in order: gate, flight (of files with
 //! a store), index, the pool's books. Diagram and table: docs/states-and-locks.md.
 
+mod ahead;
 mod arrivals;
+mod behind;
 mod cache;
 mod collapse;
 mod dirty;
@@ -32,6 +34,7 @@ mod fetch;
 mod fill;
 mod flights;
 mod flush;
+mod future;
 mod gate;
 pub mod order;
 mod pin;
@@ -45,6 +48,7 @@ mod seek;
 #[cfg(all(test, shuttle))]
 mod shuttle_tests;
 mod split;
+mod streams;
 mod sweep;
 mod sync;
 mod thin;
@@ -56,6 +60,7 @@ mod write;
 mod writeback;
 mod zero;
 
+pub use ahead::{Advice, Reuse};
 pub use cache::{Cache, Caches, MAX_CACHES, Settings};
 pub use flush::Writeback;
 pub use pin::{Exclusive, Pin, Pins};
@@ -69,6 +74,7 @@ use crate::store::Store;
 use crate::sync::{Acquire, AtomicU32, AtomicU64, Lock, Patience, Relaxed, Release};
 use crate::trace::{self, Event};
 use crate::xarray::{Node, TableNodes, XArray};
+use behind::Behind;
 use dirty::Dirty;
 use gate::Gate;
 use std::ops::Range;
@@ -102,6 +108,8 @@ pub(crate) struct File {
     left: AtomicU32,
     /// The same without evictions: what was read from the store before may have been cut off since.
     revoked: AtomicU32,
+    /// Of one with a store: what goes on behind.
+    behind: Option<Arc<Behind>>,
     /// One at a time writes back.
     syncing: Lock,
     /// Of a file with a store.
@@ -122,6 +130,7 @@ pub(crate) struct File {
 
 /// A handle of a file in memory. Reached from all threads at once; the file goes when its last handle does. What was not written back
 /// by then is, if the store takes it in time ([`Writeback::patience`]); whether it did is not told ([`Mapping::close`]).
+/// What is read ahead of it is given up then; a store that does not let go of that is waited for, a second at most.
 ///
 /// A page is the cache's software page; offsets are bytes. What was never written reads zero.
 ///
@@ -154,6 +163,7 @@ impl Drop for Mapping {
             self.0.write_back_at_last();
             self.0.is_closed.store(true, Relaxed);
             self.0.remove_pages(0, Owner::MAX_INDEX);
+            self.0.end_behind();
             self.0.cache.leave(self.0.id, self.0.store.is_some());
             // Who has the file for a moment (the background, a thread of the store's that has just told an end) has its store as
             // well. Whoever lets it go may open that anew at once.
@@ -175,6 +185,7 @@ impl File {
             is_writable: store.as_ref().is_none_or(|store| store.is_writable()),
             dirty: store.as_ref().map(|_| Box::new(Dirty::new())),
             handles: AtomicU32::new(1),
+            behind: store.as_ref().map(|_| Arc::default()),
             store,
             size_bytes: AtomicU64::new(size_bytes),
             stored_bytes: AtomicU64::new(size_bytes),

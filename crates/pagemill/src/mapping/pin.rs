@@ -68,7 +68,7 @@ impl Mapping {
     pub fn pin(&self, offset: u64) -> Result<Pin<'_>> {
         match self.0.try_pin(offset) {
             Some(pin) => Ok(pin),
-            None => Ok(self.0.guard_of(self.0.pin_made(offset)?, offset)),
+            None => Ok(self.0.guard_of(self.0.pin_made(offset, offset + 1)?, offset)),
         }
     }
 
@@ -169,11 +169,19 @@ impl File {
         self.pin_page(self.index_of(offset))
     }
 
+    /// Of a file with a store, what is missing up to `end` comes with it.
     #[cold]
-    fn pin_made(&self, offset: u64) -> Result<Place> {
+    fn pin_made(&self, offset: u64, end: u64) -> Result<Place> {
         loop {
             if let Some(place) = self.pin_there(offset)? {
                 return Ok(place);
+            }
+            let index = self.index_of(offset);
+            if self.store.is_some() {
+                self.note_access(self.offset_of(index), (end - offset) as usize);
+                if self.bring_several(index..self.index_of(end - 1) + 1)? {
+                    continue;
+                }
             }
             self.create(self.index_of(offset), Cause::Write, &Content::Stored)?;
         }
@@ -188,10 +196,10 @@ impl File {
             return Ok((None, Vec::new()));
         }
         // A guard from the start: what follows may fail.
-        let first = self.pin_made(offset).map(|place| self.guard_of(place, offset))?;
+        let first = self.pin_made(offset, end).map(|place| self.guard_of(place, offset))?;
         let (mut others, mut at) = (Vec::new(), offset + u64::from(first.len_bytes));
         while at < end {
-            let pin = self.guard_of(self.pin_made(at)?, at);
+            let pin = self.guard_of(self.pin_made(at, end)?, at);
             at += u64::from(pin.len_bytes);
             others.push(pin);
         }

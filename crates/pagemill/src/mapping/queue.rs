@@ -1,7 +1,7 @@
 //! Pages that one thread wants from stores, many at a time: what a loop of events uses instead of a thread for each read.
 
 use super::arrivals::Arrivals;
-use super::fill::{Asked, Filling};
+use super::fill::{Asked, DOING, Filling};
 use super::registered::Registered;
 use super::{Cache, File, Mapping};
 use crate::error::{Error, Result};
@@ -13,8 +13,6 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
-
-const DOING: &str = "reading a file into memory";
 
 /// A page that was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -206,7 +204,7 @@ impl Queue {
         let overtakes = coarse_ns().saturating_sub(wanted.since_ns) >= MOST_WAIT_NS;
         match Filling::begin(&wanted.file, wanted.index, wanted.token, overtakes)? {
             Asked::Present => Ok(true),
-            Asked::Underway => {
+            Asked::Underway(_) => {
                 self.wanted.push_back(wanted);
                 Ok(false)
             }
@@ -225,7 +223,7 @@ impl Queue {
                 self.arrivals.get_or_insert_with(|| Arrivals::new(bell)).start(&**store, filling);
                 return Ok(false);
             }
-            store.read(offset, filling.bytes_mut()).map_err(|cause| Error::Store { doing: DOING, cause })?;
+            filling.read()?;
             return self.finish(filling);
         };
         let id = self.attach(&file, system_file)?;

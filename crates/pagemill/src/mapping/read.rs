@@ -41,10 +41,20 @@ impl Mapping {
     }
 }
 
+/// What became of a read where nothing was.
+enum Hole {
+    /// So many bytes were read.
+    Zeros(usize),
+    /// This call has made a folio there.
+    Filled,
+    /// There is one, or was for a moment, that is not marked as used: another made it, or it came with others.
+    FilledByOther,
+}
+
 impl File {
     /// Copies from one folio, or zeros from a hole. Returns how many bytes.
     #[inline]
-    fn read_piece(&self, to: &mut [u8], offset: u64) -> Result<usize> {
+    pub(super) fn read_piece(&self, to: &mut [u8], offset: u64) -> Result<usize> {
         let index = self.index_of(offset);
         if let Some((found, frame)) = self.hint(index) {
             let (number, at) = (found.value as u32, (offset - self.offset_of(found.first)) as usize);
@@ -56,7 +66,9 @@ impl File {
                 self.pool.copy_out(number, at, &mut to[..len]);
                 // All the time, then, it was that owner's.
                 if frame.word.is_unchanged(seen) {
-                    self.note_used(frame);
+                    if self.note_used(frame) {
+                        self.note_first_use(frame, offset, to.len());
+                    }
                     return Ok(len);
                 }
             }
@@ -84,12 +96,11 @@ impl File {
             let Some(hit) = self.tree.find(index, &guard) else {
                 drop(guard);
                 match self.read_hole(to, offset)? {
-                    Some(bytes) => return Ok(bytes),
-                    None => {
-                        is_new = true;
-                        continue;
-                    }
+                    Hole::Zeros(bytes) => return Ok(bytes),
+                    Hole::Filled => is_new = true,
+                    Hole::FilledByOther => is_new = false,
                 }
+                continue;
             };
             let number = hit.value() as u32;
             let word = pool.word(number);
@@ -109,22 +120,35 @@ impl File {
             let len = to.len().min(self.cache.folio_bytes(found.order as u8) as usize - at);
             pool.copy_out(number, at, &mut to[..len]);
             if word.is_unchanged(seen) {
-                if !is_new {
-                    self.note_used(pool.frame(number));
+                if !is_new && self.note_used(pool.frame(number)) {
+                    self.note_first_use(pool.frame(number), offset, to.len());
                 }
                 return Ok(len);
             }
         }
     }
 
-    /// Zeros, up to the end of the page; or `None` where there is a folio now.
+    /// Zeros, up to the end of the page; or a folio is there now.
     #[cold]
-    fn read_hole(&self, to: &mut [u8], offset: u64) -> Result<Option<usize>> {
+    fn read_hole(&self, to: &mut [u8], offset: u64) -> Result<Hole> {
         let index = self.index_of(offset);
         let end = self.offset_of(index + 1);
+        // Cut meanwhile: nothing is to come in behind the end.
+        if self.store.is_some() && offset >= self.size_bytes() {
+            let len = to.len().min((end - offset) as usize);
+            to[..len].fill(0);
+            return Ok(Hole::Zeros(len));
+        }
+        if self.store.is_some() {
+            self.note_access(offset, to.len());
+            if self.bring_several(index..self.index_of(offset + to.len() as u64 - 1) + 1)? {
+                return Ok(Hole::FilledByOther);
+            }
+        }
         if self.store.is_some() || self.wants_folio_for_hole(index) {
             match self.create(index, Cause::Read, &Content::Stored) {
-                Ok(_) => return Ok(None),
+                Ok(Some(_)) => return Ok(Hole::Filled),
+                Ok(None) => return Ok(Hole::FilledByOther),
                 // A hole is zero without memory, too.
                 Err(Error::NoMemory { .. }) if self.store.is_none() => {}
                 Err(error) => return Err(error),
@@ -132,7 +156,7 @@ impl File {
         }
         let len = to.len().min((end - offset) as usize);
         to[..len].fill(0);
-        Ok(Some(len))
+        Ok(Hole::Zeros(len))
     }
 
     fn wants_folio_for_hole(&self, index: u64) -> bool {

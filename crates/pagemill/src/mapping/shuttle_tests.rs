@@ -12,12 +12,16 @@ use crate::arena::{self, Arena, Layout};
 use crate::reclaim::Account;
 use crate::reclaim::tree::UNLIMITED;
 use crate::stats::{self, Counter};
+use crate::store::{Direction, Transfer};
+use crate::sync::modelled::pause;
 use crate::sync::modelled::reset_clock;
 use crate::units::{BLOCK_BYTES, PageSize};
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::{Config, MaxSteps, Runner};
 use std::sync::{Mutex, OnceLock};
+use std::task::{Context, Waker};
+use std::time::Duration;
 
 /// Preemptions that a schedule of PCT has.
 const DEPTH: usize = 4;
@@ -52,10 +56,10 @@ fn cache() -> Cache {
 }
 
 fn cache_of(limit_bytes: u64) -> Cache {
-    cache_with(limit_bytes, Writeback::default())
+    cache_with(limit_bytes, Writeback::default(), None)
 }
 
-fn cache_with(limit_bytes: u64, writeback: Writeback) -> Cache {
+fn cache_with(limit_bytes: u64, writeback: Writeback, patience: Option<Duration>) -> Cache {
     static CACHES: OnceLock<&'static Caches> = OnceLock::new();
     let caches = CACHES.get_or_init(|| {
         let layout = Layout { use_huge: false, ..Layout::for_test() };
@@ -64,7 +68,7 @@ fn cache_with(limit_bytes: u64, writeback: Writeback) -> Cache {
     });
     let page = PageSize::new(PAGE).unwrap();
     let settings = Settings::new("model", limit_bytes);
-    caches.make(Settings { page, policy: Box::new(Either), writeback, ..settings }).unwrap()
+    caches.make(Settings { page, policy: Box::new(Either), writeback, patience, ..settings }).unwrap()
 }
 
 /// A file, and the byte that all of its pages are written with.
@@ -513,8 +517,8 @@ fn writing_back_beside_writers_truncations_and_such_as_make_room() {
     const THREADS: [&[usize]; 3] =
         [&[WRITE, WRITE, READ, WRITE], &[FLUSH, HOLD, FLUSH, WRITE], &[DISTURB, WRITE, DISTURB]];
     run_in_many_orders(1, || {
-        let writeback = Writeback { age: std::time::Duration::ZERO, ..Writeback::default() };
-        let cache = cache_with(3 * PAGE as u64, writeback);
+        let writeback = Writeback { age: Duration::ZERO, ..Writeback::default() };
+        let cache = cache_with(3 * PAGE as u64, writeback, None);
         let open = |byte| Model { file: cache.open(Arc::new(Same(byte))).unwrap(), ..Model::new(&cache, byte, PAGES) };
         let models: Arc<[Model; 2]> = Arc::new([1, 2].map(open));
         let threads = THREADS.map(|acts| {
@@ -542,5 +546,143 @@ fn writing_back_beside_writers_truncations_and_such_as_make_room() {
         cache.0.evict_after_ns.store(0, Relaxed);
         assert!(!cache.0.evict_some(u64::MAX), "all of it is no more than there is");
         assert_eq!((cache.charged_bytes(), cache.0.order.pages()), (0, [0, 0]));
+    });
+}
+
+/// As [`Same`], whose reads somebody ends later, in any order; some fail.
+struct Late(Same, Mutex<Vec<Transfer>>);
+
+impl Late {
+    /// Ends one read. Returns whether there was one.
+    fn end_one(&self) -> bool {
+        let mut reads = self.1.lock().unwrap();
+        let count = reads.len();
+        let next = (count > 0).then(|| reads.swap_remove(one_of(count)));
+        drop(reads);
+        let is_there = next.is_some();
+        match next {
+            Some(read) if one_of(8) == 0 => drop(read),
+            Some(read) => read.run(self),
+            None => {}
+        }
+        is_there
+    }
+}
+
+impl Store for Late {
+    fn size_bytes(&self) -> std::io::Result<u64> {
+        self.0.size_bytes()
+    }
+
+    fn block_bytes(&self) -> usize {
+        self.0.block_bytes()
+    }
+
+    fn read(&self, offset: u64, to: &mut [u8]) -> std::io::Result<()> {
+        self.0.read(offset, to)
+    }
+
+    fn write(&self, offset: u64, from: &[u8]) -> std::io::Result<()> {
+        self.0.write(offset, from)
+    }
+
+    fn set_size(&self, _size_bytes: u64) -> std::io::Result<()> {
+        Ok(())
+    }
+
+    fn sync(&self) -> std::io::Result<()> {
+        Ok(())
+    }
+
+    fn is_asynchronous(&self) -> bool {
+        true
+    }
+
+    fn start(&self, batch: Vec<Transfer>) {
+        // Who writes back waits for good, in a way that lets nobody else go on.
+        let is_read = |transfer: &Transfer| transfer.direction() == Direction::Read;
+        let (reads, writes): (Vec<_>, Vec<_>) = batch.into_iter().partition(is_read);
+        writes.into_iter().for_each(|write| write.run(self));
+        self.1.lock().unwrap().extend(reads);
+    }
+}
+
+impl Model {
+    /// A task that begins to read, and is given up perhaps.
+    fn read_as_task(&self) {
+        let mut bytes = [0; SAMPLE];
+        let at = self.a_page() * PAGE as u64;
+        let mut reading = Box::pin(self.file.read_async(&mut bytes, at));
+        for _ in 0..one_of(4) {
+            let polled = reading.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+            if let std::task::Poll::Ready(done) = polled {
+                let is_fine =
+                    matches!(done, Ok(_) | Err(Error::Busy { .. } | Error::NoMemory { .. } | Error::Store { .. }));
+                assert!(is_fine, "{done:?}");
+                break;
+            }
+            pause();
+        }
+        drop(reading);
+        self.check(&bytes);
+    }
+
+    /// As [`Model::act_in_little_room`], of a store that ends reads behind, or not at all.
+    fn act_beside_reads(&self, act: usize) {
+        let mut bytes = [0; SAMPLE];
+        let at = self.a_page() * PAGE as u64;
+        match act {
+            TASK => self.read_as_task(),
+            READ => match self.file.read_at(&mut bytes, at) {
+                Ok(len) => self.check(&bytes[..len]),
+                Err(error) => {
+                    assert!(matches!(error, Error::Busy { .. } | Error::NoMemory { .. } | Error::Store { .. }))
+                }
+            },
+            WRITE => match self.file.write_at(&[self.byte; SAMPLE], at) {
+                Ok(len) => assert_eq!(len, SAMPLE),
+                Err(error) => assert!(matches!(error, Error::NoMemory { .. } | Error::Store { .. })),
+            },
+            other => self.act_in_little_room(other),
+        }
+    }
+}
+
+const TASK: usize = 7;
+
+/// Reads end on another thread, some of them in vain, beside such as read, write, truncate, split and make room: who waits goes
+/// on, what comes is the file's, and no memory is lost.
+#[test]
+fn reads_behind_beside_all_others() {
+    const THREADS: [&[usize]; 3] = [&[READ, TASK, READ], &[TASK, WRITE, HOLD, TASK], &[DISTURB, TASK, DISTURB, READ]];
+    const HOUR: Duration = Duration::from_secs(3600);
+    run_in_many_orders(1, || {
+        let cache = cache_with(3 * PAGE as u64, Writeback::default(), Some(HOUR));
+        let store = Arc::new(Late(Same(1), Mutex::default()));
+        let model = Model { file: cache.open(store.clone()).unwrap(), ..Model::new(&cache, 1, PAGES) };
+        let model = Arc::new(model);
+        let is_over = Arc::new(AtomicBool::new(false));
+        let ender = {
+            let (store, is_over) = (store.clone(), is_over.clone());
+            shuttle::thread::spawn(move || {
+                while store.end_one() || !is_over.load(Relaxed) {
+                    pause();
+                }
+            })
+        };
+        let threads = THREADS.map(|acts| {
+            let model = model.clone();
+            shuttle::thread::spawn(move || acts.iter().for_each(|act| model.act_beside_reads(*act)))
+        });
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        is_over.store(true, Relaxed);
+        ender.join().unwrap();
+        // A part of a huge folio that was split may be dirty behind the end: it is written back once it is inside.
+        model.file.truncate(PAGES * PAGE as u64).unwrap();
+        model.file.sync().unwrap();
+        cache.0.evict_after_ns.store(0, Relaxed);
+        assert!(!cache.0.evict_some(u64::MAX), "all of it is no more than there is");
+        assert_eq!((cache.charged_bytes(), cache.0.order.pages()), (0, [0, 0]));
+        assert_eq!(Arc::strong_count(&store), 2, "the file and this");
     });
 }

@@ -78,7 +78,7 @@ impl Transfer {
         Self { direction, offset, addr, len_bytes, cancel: None, end: End::Shared(to, token) }
     }
 
-    /// Reads into memory of its own, which `done` gets.
+    /// Reads into memory that it owns, which `done` gets.
     pub fn read<B: Buffer + Send>(offset: u64, into: B, done: impl FnOnce(io::Result<()>, B) + Send + 'static) -> Self {
         Self::owning(Direction::Read, offset, into, done)
     }
@@ -98,7 +98,8 @@ impl Transfer {
         memory: B,
         done: impl FnOnce(io::Result<()>, B) + Send + 'static,
     ) -> Self {
-        // The memory is in the closure, which goes, or is called, with the end: both invariants (and the trait's promise).
+        // The memory is in the closure, which goes, or is called, with the end, and does not move with it (its promise): both
+        // invariants.
         let (addr, len_bytes) = (memory.addr(), memory.len_bytes());
         let end = End::Once(Box::new(move |result| done(result, memory)));
         Self { direction, offset, addr, len_bytes, cancel: None, end }

@@ -94,6 +94,11 @@ pub enum Look {
 pub trait Folios {
     fn look(&self, number: u32) -> Look;
 
+    /// Whether it was brought in, and whoever it is for has not used it. Never, where nothing comes ahead.
+    fn is_awaited(&self, _number: u32) -> bool {
+        false
+    }
+
     /// Takes one noted use off; returns whether there was one.
     fn forget_use(&self, number: u32) -> bool;
 
@@ -195,7 +200,7 @@ impl Order {
     pub fn begin(&self, pages: u64) {
         self.ghosts.open(pages);
         self.state.with(|state| {
-            for queue in [Queue::Window, Queue::Small, Queue::Main, Queue::AsideNew, Queue::AsideMain] {
+            for queue in queues::QUEUES {
                 while state.queues.pop(&self.links, queue).is_some() {}
             }
             *state = State::new();
@@ -238,6 +243,11 @@ impl Order {
             state.queues.push(&self.links, number, order, queue);
             state.narrow_window(&self.links, folios);
         });
+    }
+
+    /// As [`Order::enter`], of a folio that is used once: it goes before all others.
+    pub fn enter_once(&self, number: u32, order: u8) {
+        self.state.with(|state| state.queues.push(&self.links, number, order, Queue::Once));
     }
 
     /// A huge folio has become pages, of which each goes by itself: they stand where it stood.
@@ -331,7 +341,7 @@ impl State {
     }
 
     fn new_pages(&self) -> u64 {
-        [Queue::Window, Queue::Small, Queue::AsideNew].map(|queue| self.queues.pages(queue)).iter().sum()
+        [Queue::Window, Queue::Small, Queue::AsideNew, Queue::Once].map(|queue| self.queues.pages(queue)).iter().sum()
     }
 
     /// Pages that the new part should have.
@@ -399,7 +409,8 @@ impl State {
     fn turn(&mut self, links: &Links, folios: &impl Folios) -> Turn {
         let is_new_large = self.new_pages() >= self.target().max(1);
         let parts = if is_new_large { [Part::New, Part::Main] } else { [Part::Main, Part::New] };
-        let found = parts.into_iter().find_map(|part| Some((part, self.first_of(part)?)));
+        let once = (!self.queues.is_empty(Queue::Once)).then_some((Part::New, Queue::Once));
+        let found = once.or_else(|| parts.into_iter().find_map(|part| Some((part, self.first_of(part)?))));
         let Some((part, queue)) = found else { return Turn::Nothing };
         let Some(popped) = self.queues.pop(links, queue) else { return Turn::Nothing };
         let number = popped.number;
@@ -421,7 +432,12 @@ impl State {
             Look::Idle { order } => order,
         };
         let is_used = match part {
-            Part::New => folios.forget_uses(number),
+            // However often it was used; but not before it was.
+            Part::New if queue == Queue::Once && folios.is_awaited(number) => {
+                self.queues.push(links, number, order, Queue::Small);
+                return Turn::Next;
+            }
+            Part::New => folios.forget_uses(number) && queue != Queue::Once,
             Part::Main => folios.forget_use(number),
         };
         if is_used {

@@ -29,9 +29,12 @@ pub(super) enum Queue {
     AsideNew,
     /// The same, in `Main`.
     AsideMain,
+    /// Is used once, as its reader says.
+    Once,
 }
 
-const QUEUES: [Queue; 5] = [Queue::Window, Queue::Small, Queue::Main, Queue::AsideNew, Queue::AsideMain];
+pub(super) const QUEUES: [Queue; 6] =
+    [Queue::Window, Queue::Small, Queue::Main, Queue::AsideNew, Queue::AsideMain, Queue::Once];
 
 /// What stands in a page's link: 32 bits the next page, 4 the order, 3 the queue, 3 the queue to go to instead (0: none).
 #[derive(Clone, Copy)]
@@ -222,7 +225,7 @@ mod tests {
             (seed >> 33) % bound
         };
         for _ in 0..100_000 {
-            let queue = QUEUES[below(5) as usize];
+            let queue = QUEUES[below(QUEUES.len() as u64) as usize];
             if below(2) == 0 {
                 let (number, order) = (below(u64::from(PAGES)) as u32, below(3) as u8 * 3);
                 queues.push(&links, number, order, queue);

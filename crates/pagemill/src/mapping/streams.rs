@@ -1,0 +1,490 @@
+//! Which reads of a file go on in order, and what they will want next. No I/O, no lock: numbers in, numbers out.
+//!
+//! | stream | known by | goes on where |
+//! |---|---|---|
+//! | forward | three accesses, each going on from the page where the last one ended, or the one behind | the same, up to 16 pages skipped of what was proposed |
+//! | backward | the same, the other way round | the same |
+//! | strided | four accesses at the same distance in bytes, which is more than a page | that distance further, or a multiple of it in what was proposed |
+//!
+//! What goes on no stream begins one, with the distance to the nearest other access as its stride: so streams are told apart that
+//! go on beside each other, and from random accesses between them. A stream proposes what comes next as its accesses come in,
+//! and nothing without them: it stops when they do. The first proposal is small; each time that accesses reach the latest one,
+//! the next one follows, twice as large up to a bound.
+//!
+//! Source: Linux, mm/readahead.c (windows that double, started when the one before is reached); stride detection as in
+//! J. Fu, J. Patel and B. Janssens, "Stride directed prefetching in scalar processors", MICRO 1992.
+
+use std::ops::Range;
+
+/// Streams that are known at a time, and places for accesses that may become some.
+const MOST_STREAMS: usize = 8;
+const PLACES: usize = MOST_STREAMS + 4;
+
+/// Accesses that have to go on as expected before anything is proposed.
+const CONFIRMED: u32 = 2;
+
+/// What is in memory already is not noted: accesses may skip so much of what was proposed.
+const MOST_SKIPPED_PAGES: u64 = 16;
+
+/// A stream that was silent for so many accesses of others has ended.
+const MOST_SILENT: u64 = 512;
+
+/// A proposal of a strided stream, in records: at first, at most.
+const FIRST_RECORDS: u64 = 4;
+const MOST_RECORDS: u64 = 32;
+
+/// What is proposed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Proposal {
+    /// The first range, in bytes of the file.
+    pub range: Range<u64>,
+    /// Others follow, so many in all, at this distance.
+    pub step: i64,
+    pub count: u64,
+}
+
+impl Proposal {
+    pub fn ranges(&self) -> impl Iterator<Item = Range<u64>> {
+        let Self { range: Range { start, end }, step, count } = self.clone();
+        let shifted = move |at: u64, nth: u64| at.wrapping_add_signed(step * nth as i64);
+        (0..count).map(move |nth| shifted(start, nth)..shifted(end, nth))
+    }
+}
+
+/// What a file's cache allows.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rules {
+    /// What comes in at a time: a page, or a huge folio.
+    pub page_bytes: u64,
+    /// The first proposal and the largest one: a page at least.
+    pub first_bytes: u64,
+    pub most_bytes: u64,
+    /// The caller says that it reads in order: the first access counts.
+    pub is_eager: bool,
+}
+
+impl Rules {
+    fn page_of(&self, at: u64) -> u64 {
+        at - at % self.page_bytes
+    }
+
+    fn page_behind(&self, at: u64) -> u64 {
+        at.next_multiple_of(self.page_bytes)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Forward,
+    Backward,
+    /// At this distance, which is larger than a page.
+    Stride(i64),
+    /// There was one access.
+    Unknown,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Stream {
+    /// The last access.
+    begin: u64,
+    end: u64,
+    way: Way,
+    /// Accesses that went on as expected; 0: a place that may be had.
+    seen: u32,
+    /// Up to where it was proposed: an end of pages, or where the next record begins.
+    ahead: u64,
+    /// What the latest proposal had and what the next one has, in bytes or records.
+    latest: u64,
+    next: u64,
+    /// When it went on last.
+    at: u64,
+}
+
+/// How an access fits a stream.
+enum Fit {
+    GoesOn(Way),
+    /// In what the last one covered: says nothing.
+    Inside,
+}
+
+impl Stream {
+    const NONE: Self = Self { begin: 0, end: 0, way: Way::Unknown, seen: 0, ahead: 0, latest: 0, next: 0, at: 0 };
+
+    fn is_used(&self) -> bool {
+        self.at > 0
+    }
+
+    fn is_confirmed(&self) -> bool {
+        self.seen >= CONFIRMED
+    }
+
+    fn fit(&self, access: &Range<u64>, rules: &Rules) -> Option<Fit> {
+        let (first, last) = (rules.page_of(access.start), rules.page_behind(access.end));
+        let (own_first, own_last) = (rules.page_of(self.begin), rules.page_behind(self.end));
+        let is_inside = first >= own_first && last <= own_last;
+        let skip = (MOST_SKIPPED_PAGES * rules.page_bytes).max(2 * (access.end - access.start));
+        match self.way {
+            Way::Stride(step) if access.start != self.begin => {
+                let distance = access.start.wrapping_sub(self.begin) as i64;
+                let steps = if distance % step == 0 { distance / step } else { 0 };
+                let most = if self.is_confirmed() { self.steps_ahead(step) } else { 1 };
+                if (1..=most).contains(&steps) {
+                    return Some(Fit::GoesOn(self.way));
+                }
+            }
+            Way::Forward if self.is_confirmed() => {
+                let end = own_last.max(self.ahead).min(own_last + skip);
+                return (own_first..=end).contains(&first).then_some(Fit::GoesOn(Way::Forward));
+            }
+            Way::Backward if self.is_confirmed() => {
+                let begin = own_first.min(self.ahead).max(own_first.saturating_sub(skip));
+                return (begin..=own_last).contains(&last).then_some(Fit::GoesOn(Way::Backward));
+            }
+            _ => {}
+        }
+        if is_inside {
+            Some(Fit::Inside)
+        } else if self.is_confirmed() {
+            None
+        } else if (own_first..=own_last).contains(&first) {
+            Some(Fit::GoesOn(Way::Forward))
+        } else if (own_first..=own_last).contains(&last) {
+            Some(Fit::GoesOn(Way::Backward))
+        } else {
+            None
+        }
+    }
+
+    /// From the last access to the next record that was not proposed.
+    fn steps_ahead(&self, step: i64) -> i64 {
+        ((self.ahead.wrapping_sub(self.begin) as i64) / step).max(1)
+    }
+
+    fn go_on(&mut self, way: Way, access: Range<u64>, at: u64) {
+        // A stride to the one before was a guess; pages in a row are seen from their second access on.
+        self.seen = if self.way == way { self.seen + 1 } else { 1 };
+        if self.seen <= CONFIRMED {
+            (self.ahead, self.latest, self.next) = (access.start, 0, 0);
+        }
+        if self.way == Way::Forward && way == Way::Forward && self.is_confirmed() {
+            self.begin = self.begin.max(access.start);
+            self.end = self.end.max(access.end);
+        } else {
+            (self.begin, self.end) = (access.start, access.end);
+        }
+        (self.way, self.at) = (way, at);
+    }
+
+    /// What is to be read now, if accesses have reached the latest proposal.
+    fn propose(&mut self, size_bytes: u64, rules: &Rules) -> Option<Proposal> {
+        match self.way {
+            Way::Forward => self.propose_forward(size_bytes, rules),
+            Way::Backward => self.propose_backward(rules),
+            Way::Stride(step) => self.propose_records(step, size_bytes, rules),
+            Way::Unknown => None,
+        }
+    }
+
+    /// Bytes of the next proposal.
+    fn grow(&mut self, rules: &Rules) -> u64 {
+        if self.next == 0 {
+            let wanted = if rules.is_eager { rules.most_bytes } else { 2 * (self.end - self.begin) };
+            self.next = wanted.clamp(rules.first_bytes, rules.most_bytes);
+        }
+        self.latest = self.next;
+        self.next = (2 * self.next).min(rules.most_bytes);
+        self.latest
+    }
+
+    fn propose_forward(&mut self, size_bytes: u64, rules: &Rules) -> Option<Proposal> {
+        let here = rules.page_behind(self.end);
+        self.ahead = self.ahead.max(here);
+        if self.ahead - here > self.latest {
+            return None;
+        }
+        let end = (self.ahead + self.grow(rules)).next_multiple_of(rules.page_bytes);
+        let range = self.ahead..end.min(rules.page_behind(size_bytes));
+        self.ahead = end;
+        (range.start < range.end).then_some(Proposal { range, step: 0, count: 1 })
+    }
+
+    fn propose_backward(&mut self, rules: &Rules) -> Option<Proposal> {
+        let here = rules.page_of(self.begin);
+        self.ahead = self.ahead.min(here);
+        if here - self.ahead > self.latest {
+            return None;
+        }
+        let begin = self.ahead.saturating_sub(self.grow(rules));
+        let range = rules.page_of(begin)..self.ahead;
+        self.ahead = range.start;
+        (range.start < range.end).then_some(Proposal { range, step: 0, count: 1 })
+    }
+
+    fn propose_records(&mut self, step: i64, size_bytes: u64, rules: &Rules) -> Option<Proposal> {
+        let len_bytes = (self.end - self.begin).max(1);
+        let steps = self.steps_ahead(step);
+        if steps as u64 - 1 > self.latest {
+            return None;
+        }
+        let most = (rules.most_bytes / rules.page_behind(len_bytes)).min(MOST_RECORDS);
+        self.latest = if self.next == 0 { FIRST_RECORDS.min(most) } else { self.next };
+        self.next = (2 * self.latest).min(most);
+        let start = self.begin.checked_add_signed(step.checked_mul(steps)?)?;
+        // As many as the file has.
+        let room = if step > 0 {
+            size_bytes.saturating_sub(start).div_ceil(step as u64)
+        } else {
+            start / step.unsigned_abs() + 1
+        };
+        let count = self.latest.min(if start < size_bytes { room } else { 0 });
+        self.ahead = start.wrapping_add_signed(step * count as i64);
+        (count > 0).then_some(Proposal { range: start..start + len_bytes, step, count })
+    }
+}
+
+/// The streams of one file.
+#[derive(Debug)]
+pub(super) struct Streams {
+    places: [Stream; PLACES],
+    clock: u64,
+}
+
+impl Default for Streams {
+    fn default() -> Self {
+        Self { places: [Stream::NONE; PLACES], clock: 0 }
+    }
+}
+
+impl Streams {
+    /// Somebody reads these bytes, which were not in memory, or came ahead of him and are used for the first time.
+    pub fn note(&mut self, access: Range<u64>, size_bytes: u64, rules: &Rules) -> Option<Proposal> {
+        self.clock += 1;
+        let clock = self.clock;
+        let has_ended = |stream: &&mut Stream| clock - stream.at > MOST_SILENT;
+        self.places.iter_mut().filter(has_ended).for_each(|stream| *stream = Stream::NONE);
+        let fits = self.places.iter().enumerate().filter(|(_, stream)| stream.is_used());
+        let mut found: Option<(usize, Fit)> = None;
+        for (at, stream) in fits {
+            match stream.fit(&access, rules) {
+                Some(fit) if stream.is_confirmed() => {
+                    found = Some((at, fit));
+                    break;
+                }
+                // One that goes on says more than one that covers it.
+                Some(fit @ Fit::GoesOn(_)) => found = Some((at, fit)),
+                Some(fit) if found.is_none() => found = Some((at, fit)),
+                _ => {}
+            }
+        }
+        let at = match found {
+            Some((at, Fit::Inside)) => {
+                self.places[at].at = self.clock;
+                return None;
+            }
+            Some((at, Fit::GoesOn(way))) => {
+                self.places[at].go_on(way, access, self.clock);
+                at
+            }
+            None => self.begin(access, rules),
+        };
+        if self.places[at].seen == CONFIRMED {
+            self.make_place_for(at);
+        }
+        let stream = &mut self.places[at];
+        if stream.is_confirmed() { stream.propose(size_bytes, rules) } else { None }
+    }
+
+    /// A stream of one access. Returns its place.
+    fn begin(&mut self, access: Range<u64>, rules: &Rules) -> usize {
+        let used = self.places.iter().filter(|stream| stream.is_used());
+        let distances = used.map(|stream| access.start.wrapping_sub(stream.begin) as i64);
+        let is_stride = |step: &i64| step.unsigned_abs() > rules.page_bytes;
+        let nearest = distances.filter(is_stride).min_by_key(|step| step.unsigned_abs());
+        let oldest = |stream: &(usize, &Stream)| (stream.1.is_confirmed(), stream.1.at);
+        let at = self.places.iter().enumerate().min_by_key(oldest).map_or(0, |(at, _)| at);
+        let way = if rules.is_eager { Way::Forward } else { nearest.map_or(Way::Unknown, Way::Stride) };
+        let seen = if rules.is_eager { CONFIRMED } else { 0 };
+        self.places[at] = Stream { begin: access.start, end: access.end, way, seen, at: self.clock, ..Stream::NONE };
+        at
+    }
+
+    /// Another stream is known: of too many the one goes that was silent for longest.
+    fn make_place_for(&mut self, newest: usize) {
+        let known = self.places.iter().enumerate().filter(|(_, stream)| stream.is_confirmed());
+        if known.clone().count() > MOST_STREAMS {
+            let silent = known.filter(|(at, _)| *at != newest).min_by_key(|(_, stream)| stream.at);
+            if let Some((at, _)) = silent {
+                self.places[at] = Stream::NONE;
+            }
+        }
+    }
+}
+
+#[cfg(all(test, not(shuttle)))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+
+    const PAGE: u64 = 4096;
+    const SIZE: u64 = 256 << 20;
+
+    fn rules() -> Rules {
+        Rules { page_bytes: PAGE, first_bytes: 32 * PAGE, most_bytes: 512 * PAGE, is_eager: false }
+    }
+
+    /// Streams of a file, and what came in: accesses are noted as a file would.
+    struct Reader {
+        streams: Streams,
+        rules: Rules,
+        /// Pages in memory; of these, such as came ahead and were not used.
+        present: BTreeSet<u64>,
+        ahead: BTreeSet<u64>,
+        misses: u64,
+        proposals: Vec<Proposal>,
+    }
+
+    impl Reader {
+        fn new(rules: Rules) -> Self {
+            let (present, ahead) = Default::default();
+            Self { streams: Streams::default(), rules, present, ahead, misses: 0, proposals: Vec::new() }
+        }
+
+        fn read(&mut self, offset: u64, len: u64) {
+            for page in offset / PAGE..(offset + len).div_ceil(PAGE) {
+                let is_new = self.present.insert(page);
+                self.misses += u64::from(is_new);
+                if !self.ahead.remove(&page) && !is_new {
+                    continue;
+                }
+                let begin = offset.max(page * PAGE);
+                let Some(proposal) = self.streams.note(begin..offset + len, SIZE, &self.rules) else { continue };
+                for range in proposal.ranges() {
+                    assert!(range.start < range.end && range.start < SIZE, "{proposal:?}");
+                    for page in range.start / PAGE..range.end.div_ceil(PAGE) {
+                        if self.present.insert(page) {
+                            self.ahead.insert(page);
+                        }
+                    }
+                }
+                self.proposals.push(proposal);
+            }
+        }
+
+        fn proposed_pages(&self) -> u64 {
+            self.proposals
+                .iter()
+                .map(|proposal| (proposal.range.end - proposal.range.start).div_ceil(PAGE) * proposal.count)
+                .sum()
+        }
+    }
+
+    /// Forwards, in pieces of any length: after three accesses nothing is missed, proposals double, and little is left over.
+    #[test]
+    fn forward_streams_are_followed() {
+        for len in [100, PAGE, 5000, 64 << 10] {
+            let mut reader = Reader::new(rules());
+            (0..(16 << 20) / len).for_each(|step| reader.read((1 << 20) + step * len, len));
+            assert!(reader.misses <= 3 * len.div_ceil(PAGE) + 1, "{len}: {} misses", reader.misses);
+            let lens: Vec<_> = reader.proposals.iter().map(|p| (p.range.end - p.range.start) / PAGE).collect();
+            assert!(lens.starts_with(&[32, 64, 128, 256, 512, 512]), "{len}: {lens:?}");
+            assert!(reader.ahead.len() <= 1024, "{} pages came for nothing", reader.ahead.len());
+        }
+    }
+
+    #[test]
+    fn backward_streams_are_followed_to_the_beginning() {
+        for len in [100, PAGE, 64 << 10] {
+            let mut reader = Reader::new(rules());
+            (0..(16 << 20) / len).rev().for_each(|step| reader.read(step * len, len));
+            assert!(reader.misses <= 3 * len.div_ceil(PAGE) + 1, "{len}: {} misses", reader.misses);
+            assert_eq!(reader.ahead.len(), 0);
+        }
+    }
+
+    /// Records at one distance, in both directions: all but the first four are there, and nothing between them is proposed.
+    #[test]
+    fn strided_streams_are_followed() {
+        for (step, len) in [(10_000, 100), (40_000, 9000), (1 << 20, PAGE), (-123_456, 8)] {
+            let mut reader = Reader::new(rules());
+            let begin = if step > 0 { 77 } else { SIZE - 5000 };
+            (0..200).for_each(|nth| reader.read(begin.wrapping_add_signed(nth * step), len));
+            assert!(reader.misses <= 4 * (len.div_ceil(PAGE) + 1), "{step}: {} misses", reader.misses);
+            let most_pages = (200 + 2 * MOST_RECORDS) * (len.div_ceil(PAGE) + 1);
+            assert!(reader.proposed_pages() <= most_pages, "{step}: {} pages", reader.proposed_pages());
+        }
+    }
+
+    /// Streams of all kinds take turns, with random accesses between them.
+    #[test]
+    fn streams_are_told_apart() {
+        let mut reader = Reader::new(rules());
+        let mut random = random_offsets(1, 1 << 20);
+        for nth in 0..400 {
+            (0..3).for_each(|stream| reader.read((stream << 25) + nth * PAGE, PAGE));
+            reader.read((4 << 25) - (nth + 1) * PAGE, PAGE);
+            reader.read((5 << 25) + nth * 50_000, 100);
+            if nth % 4 == 0 {
+                reader.read((7 << 25) + random.next().unwrap(), 100);
+            }
+        }
+        assert!(reader.misses < 5 * 5 + 100 + 20, "{} misses", reader.misses);
+    }
+
+    fn random_offsets(seed: u64, below: u64) -> impl Iterator<Item = u64> {
+        std::iter::successors(Some(seed), |last| Some(last.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1)))
+            .map(move |bits| (bits >> 20) % below)
+    }
+
+    /// Nothing is proposed for random accesses; after a stream has ended they take over with no more than what it had begun.
+    #[test]
+    fn random_accesses_propose_nothing() {
+        for seed in 0..10 {
+            let mut reader = Reader::new(rules());
+            random_offsets(seed, SIZE).take(10_000).for_each(|offset| reader.read(offset, 4096 - offset % PAGE));
+            assert_eq!(reader.proposals, [], "seed {seed}");
+        }
+        let mut reader = Reader::new(rules());
+        (0..100).for_each(|page| reader.read(page * PAGE, PAGE));
+        let before = reader.proposals.len();
+        random_offsets(3, SIZE).take(10_000).for_each(|offset| reader.read(offset, 1));
+        assert!(reader.proposals.len() <= before + 1, "{} more", reader.proposals.len() - before);
+    }
+
+    /// A caller who says that he reads in order is believed at once; huge folios come as a whole.
+    #[test]
+    fn rules_are_kept() {
+        let mut reader = Reader::new(Rules { is_eager: true, ..rules() });
+        reader.read(5 * PAGE, 10);
+        assert_eq!(reader.proposals, [Proposal { range: 6 * PAGE..518 * PAGE, step: 0, count: 1 }]);
+        let mut streams = Streams::default();
+        let page_bytes = 512 * PAGE;
+        let huge = Rules { page_bytes, first_bytes: page_bytes, most_bytes: page_bytes, is_eager: false };
+        // Of each folio the first use is noted.
+        let mut proposals = (0..6).map(|nth| streams.note(nth * page_bytes..nth * page_bytes + 10, SIZE, &huge));
+        assert!(proposals.next().unwrap().is_none() && proposals.next().unwrap().is_none());
+        for nth in 2..6 {
+            let range = (nth + 1) * page_bytes..(nth + 2) * page_bytes;
+            assert_eq!(proposals.next().unwrap(), Some(Proposal { range, step: 0, count: 1 }));
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(200))]
+        /// Whatever is read: what is proposed lies in the file, and is no more than a few times what was read.
+        #[test]
+        fn proposals_lie_in_the_file(steps in prop::collection::vec((0..6u64, 0..SIZE, 1..100_000u64), 1..300)) {
+            let mut reader = Reader::new(rules());
+            let mut at = 0;
+            for (kind, offset, len) in steps {
+                at = match kind {
+                    0 => offset,
+                    1 | 2 => at + len,
+                    3 => at.saturating_sub(len),
+                    _ => at + 20_000,
+                }.min(SIZE - 1);
+                reader.read(at, len.min(SIZE - at));
+            }
+        }
+    }
+}

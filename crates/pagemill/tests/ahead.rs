@@ -1,0 +1,354 @@
+//! What comes before it is asked for: streams that are followed, hints, and how little either takes from others.
+
+use pagemill::mapping::policy::{Always, Never};
+use pagemill::mapping::{Advice, Cache, Mapping, Policy, Reuse, Settings};
+use pagemill::stats::{self, Counter};
+use pagemill::store::{Faults, FaultyStore, FileStore, MemoryStore, Store};
+use pagemill::units::PageSize;
+use pagemill::{Error, Pagemill};
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+const PAGE: usize = 4 << 10;
+const MIB: usize = 1 << 20;
+
+/// One at a time: figures are those of the process.
+fn alone() -> MutexGuard<'static, ()> {
+    static ONE: Mutex<()> = Mutex::new(());
+    ONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn byte_at(at: usize) -> u8 {
+    (at / 999 % 251) as u8 + 1
+}
+
+fn bytes(len: usize) -> Vec<u8> {
+    (0..len).map(byte_at).collect()
+}
+
+fn cache_of(policy: Box<dyn Policy>, limit_bytes: usize) -> Cache {
+    let page = PageSize::new(PAGE).unwrap();
+    let settings = Settings { policy, page, ..Settings::new("ahead", limit_bytes as u64) };
+    Pagemill::for_test().caches.make(settings).unwrap()
+}
+
+fn cache(limit_bytes: usize) -> Cache {
+    cache_of(Box::new(Never), limit_bytes)
+}
+
+type Slow = FaultyStore<MemoryStore>;
+
+fn slow(len: usize) -> Slow {
+    FaultyStore::new(MemoryStore::new(bytes(len), 512))
+}
+
+fn open(cache: &Cache, store: &Slow) -> Mapping {
+    cache.open(Arc::new(store.clone())).unwrap()
+}
+
+/// Reads, and looks at some of the bytes.
+fn read(file: &Mapping, offset: usize, len: usize) {
+    let mut found = vec![0; len];
+    assert_eq!(file.read_at(&mut found, offset as u64).unwrap(), len);
+    for at in [0, len / 2, len - 1] {
+        assert_eq!(found[at], byte_at(offset + at), "at {}", offset + at);
+    }
+}
+
+/// What has happened since it was made.
+struct Since([u64; 4]);
+
+const COUNTERS: [Counter; 4] =
+    [Counter::ReadAhead, Counter::ReadAheadUsed, Counter::ReadAheadUnused, Counter::ReadAheadTransfers];
+
+impl Since {
+    fn now() -> Self {
+        Self(COUNTERS.map(stats::get))
+    }
+
+    fn get(&self) -> [u64; 4] {
+        let mut now = Self::now().0;
+        now.iter_mut().zip(self.0).for_each(|(now, before)| *now -= before);
+        now
+    }
+}
+
+/// Forwards and backwards, by small and large reads: nearly all comes ahead, in few transfers, and is used.
+#[test]
+fn streams_come_ahead() {
+    let _alone = alone();
+    const LEN: usize = 32 * MIB;
+    for (step, is_backward) in [(PAGE, false), (10_000, false), (256 << 10, false), (PAGE, true)] {
+        let (cache, store) = (cache(128 * MIB), slow(LEN));
+        let file = open(&cache, &store);
+        let since = Since::now();
+        let offsets: Vec<_> = (0..LEN / step).map(|nth| nth * step).collect();
+        if is_backward {
+            offsets.iter().rev().for_each(|at| read(&file, *at, step));
+        } else {
+            offsets.iter().for_each(|at| read(&file, *at, step));
+        }
+        let [ahead, used, unused, transfers] = since.get();
+        let least = (LEN - 4 * step.max(PAGE)) as u64 * 15 / 16;
+        assert!(ahead >= least && used >= least && unused == 0, "{step}: {ahead} came, {used} were used");
+        assert!(transfers <= 2 * 32, "{transfers} transfers for 32 MiB");
+        assert!(store.calls().reads <= 2 * 32 + 4, "{:?}", store.calls());
+        assert!(ahead <= LEN as u64);
+    }
+}
+
+/// A record every so often, forwards and backwards: they come ahead, and what lies between them does not.
+#[test]
+fn strided_reads_come_ahead() {
+    let _alone = alone();
+    for is_backward in [false, true] {
+        let (cache, store) = (cache(64 * MIB), slow(16 * MIB));
+        let file = open(&cache, &store);
+        let since = Since::now();
+        for nth in 0..300 {
+            let nth = if is_backward { 299 - nth } else { nth };
+            read(&file, 1000 + nth * 50_000, 3000);
+        }
+        let [ahead, used, ..] = since.get();
+        let pages = |bytes: u64| bytes / PAGE as u64;
+        assert!(pages(used) >= 290 && pages(ahead) <= 2 * 300, "{} of {} pages", pages(used), pages(ahead));
+        assert!(cache.charged_bytes() <= 2 * 310 * PAGE as u64);
+    }
+}
+
+/// Here and there in a large file, also right after a stream: no byte comes that nobody asked for.
+#[test]
+fn random_reads_start_nothing() {
+    let _alone = alone();
+    const LEN: usize = 256 * MIB;
+    let store = FaultyStore::new(Zeros(LEN as u64));
+    let cache = cache(16 * MIB);
+    let file = cache.open(Arc::new(store.clone())).unwrap();
+    let since = Since::now();
+    let mut seed = 1_u64;
+    for _ in 0..10_000 {
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        file.read_at(&mut [0; PAGE], (seed >> 20) / PAGE as u64 * PAGE as u64 % LEN as u64).unwrap();
+    }
+    assert_eq!(since.get(), [0; 4]);
+    // Whoever says so gets as little in order.
+    file.advise(Advice::Random);
+    (0..1000).for_each(|page| assert_eq!(file.read_at(&mut [0; PAGE], page * PAGE as u64).unwrap(), PAGE));
+    assert_eq!(since.get(), [0; 4]);
+    file.advise(Advice::Sequential);
+    file.read_at(&mut [0; PAGE], (LEN / 2) as u64).unwrap();
+    assert!(
+        since.get()[0] > (400 << 10),
+        "believed at once, and what is there already is passed over: {:?}",
+        since.get()
+    );
+}
+
+/// A long file of zeros, without memory.
+struct Zeros(u64);
+
+impl Store for Zeros {
+    fn size_bytes(&self) -> io::Result<u64> {
+        Ok(self.0)
+    }
+    fn block_bytes(&self) -> usize {
+        512
+    }
+    fn read(&self, _offset: u64, to: &mut [u8]) -> io::Result<()> {
+        to.fill(0);
+        Ok(())
+    }
+    fn write(&self, _offset: u64, _from: &[u8]) -> io::Result<()> {
+        Ok(())
+    }
+    fn set_size(&self, _size_bytes: u64) -> io::Result<()> {
+        Ok(())
+    }
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A file larger than the cache, read twice: what comes ahead is used before it goes, and the limit holds.
+#[test]
+fn streams_go_on_when_the_cache_is_full() {
+    let _alone = alone();
+    const LEN: usize = 64 * MIB;
+    let (cache, store) = (cache(8 * MIB), slow(LEN));
+    let file = open(&cache, &store);
+    let since = Since::now();
+    for _ in 0..2 {
+        (0..LEN / PAGE).for_each(|page| read(&file, page * PAGE, PAGE));
+        assert!(cache.charged_bytes() <= 8 * MIB as u64);
+    }
+    let [ahead, used, unused, transfers] = since.get();
+    assert!(used >= 2 * LEN as u64 * 9 / 10 && unused <= ahead / 20, "{ahead} came, {used} used, {unused} not");
+    assert!(transfers <= 2 * 64 * 16, "{transfers} transfers for 128 MiB by 128 KiB at most");
+}
+
+/// Huge folios come ahead as a whole.
+#[test]
+fn huge_folios_come_ahead() {
+    let _alone = alone();
+    const LEN: usize = 64 * MIB;
+    let (cache, store) = (cache_of(Box::new(Always), 128 * MIB), slow(LEN));
+    let file = open(&cache, &store);
+    let since = Since::now();
+    (0..LEN / PAGE).for_each(|page| read(&file, page * PAGE, PAGE));
+    let [ahead, used, _, transfers] = since.get();
+    let folios = (LEN / cache.huge_bytes()) as u64;
+    assert_eq!((store.calls().reads, transfers), (folios, folios - 3));
+    assert!(ahead == used && used == (LEN - 3 * cache.huge_bytes()) as u64, "{ahead} {used}");
+}
+
+/// Files of the system: the bytes are right, in every order, beside threads that do the same.
+#[test]
+fn files_of_the_system_come_ahead() {
+    let _alone = alone();
+    const LEN: usize = 16 * MIB + 777;
+    let path = std::env::temp_dir().join(format!("pagemill-ahead-{}", std::process::id()));
+    std::fs::write(&path, bytes(LEN)).unwrap();
+    for (policy, limit) in [(Box::new(Never) as Box<dyn Policy>, 8 * MIB), (Box::new(Always), 48 * MIB)] {
+        let cache = cache_of(policy, limit);
+        let file = cache.open(Arc::new(FileStore::open(&path).unwrap())).unwrap();
+        let since = Since::now();
+        std::thread::scope(|scope| {
+            scope.spawn(|| (0..LEN / 5000).for_each(|nth| read(&file, nth * 5000, 5000)));
+            scope.spawn(|| (0..LEN / PAGE).rev().for_each(|nth| read(&file, nth * PAGE, PAGE)));
+            scope.spawn(|| (0..100).for_each(|nth| read(&file, nth * 150_000, 100)));
+        });
+        assert!(since.get()[1] > MIB as u64, "{:?}", since.get());
+        assert!(cache.charged_bytes() <= limit as u64);
+        read(&file, LEN - 900, 900);
+        file.will_need(0, LEN as u64).unwrap();
+        drop(file);
+        FileStore::open(&path).expect("what was on its way is given up");
+        assert_eq!(cache.charged_bytes(), 0);
+    }
+    std::fs::remove_file(&path).unwrap();
+}
+
+/// A reader who needs a page that is on its way waits for it; should that fail he reads it himself, and hears of his own failure only.
+#[test]
+fn who_needs_a_page_on_its_way_waits_for_it() {
+    let _alone = alone();
+    let (cache, store) = (cache(64 * MIB), slow(4 * MIB));
+    let file = open(&cache, &store);
+    store.hold();
+    assert_eq!(file.will_need(0, MIB as u64).unwrap(), MIB as u64);
+    assert_eq!(file.will_need(0, MIB as u64).unwrap(), 0, "it is on its way");
+    std::thread::scope(|scope| {
+        let reading = scope.spawn(|| read(&file, 5 * PAGE, 100));
+        store.release();
+        reading.join().unwrap();
+    });
+    let reads = store.calls().reads;
+    read(&file, 0, MIB);
+    assert_eq!(store.calls().reads, reads, "no page twice");
+    store.set_faults(Faults { fails_after: Some(0), ..Faults::default() });
+    let since = Since::now();
+    assert_eq!(file.will_need(2 * MIB as u64, MIB as u64).unwrap(), MIB as u64);
+    assert_eq!((since.get()[0], cache.charged_bytes()), (0, MIB as u64), "nothing came, nothing is kept");
+    let error = file.read_at(&mut [0; 8], 2 * MIB as u64).unwrap_err();
+    assert!(matches!(error, Error::Store { .. }) && error.errno() == 5);
+    store.set_faults(Faults::default());
+    read(&file, 2 * MIB, MIB);
+    // One bad page in a read of many: the others are there.
+    store.set_faults(Faults { seed: 3, fail_per_mille: 500, ..Faults::default() });
+    let mut good = 0;
+    for page in 768..1024 {
+        good += usize::from(file.read_at(&mut [0; PAGE], (page * PAGE) as u64).is_ok());
+    }
+    assert!((1..=256).contains(&good));
+}
+
+/// A file is cut, or closed, while much is on its way: nothing old comes back, no memory is lost.
+#[test]
+fn what_goes_meanwhile_leaves_nothing() {
+    let _alone = alone();
+    for seed in 0..50 {
+        let (cache, store) = (cache(16 * MIB), slow(4 * MIB));
+        let longest_delay = Duration::from_micros(500);
+        let faults = Faults { seed, delay_per_mille: 800, longest_delay, is_reordered: true, ..Faults::default() };
+        store.set_faults(Faults { fail_per_mille: seed as u32 % 3 * 100, ..faults });
+        let file = open(&cache, &store);
+        assert_eq!(file.will_need(0, MIB as u64).unwrap(), MIB as u64);
+        file.truncate(100).unwrap();
+        file.truncate(MIB as u64).unwrap();
+        let mut found = vec![9; PAGE];
+        if file.read_at(&mut found, 0).is_ok() {
+            assert!(found[..100] == bytes(100) && found[100..].iter().all(|byte| *byte == 0));
+        }
+        assert!(file.write_at(&[7; PAGE], 8 * PAGE as u64).is_ok_and(|len| len == PAGE));
+        assert_eq!(file.read_at(&mut found, 8 * PAGE as u64).unwrap(), PAGE);
+        assert_eq!(found, [7; PAGE]);
+        file.will_need(0, MIB as u64).unwrap();
+        drop(file);
+        assert_eq!(cache.charged_bytes(), 0);
+    }
+}
+
+/// Bounded by a share of the cache, and by what room there is: pinned pages stay, and readers find room.
+#[test]
+fn hints_are_bounded() {
+    let _alone = alone();
+    let (cache, store) = (cache(MIB), slow(4 * MIB));
+    let file = open(&cache, &store);
+    store.hold();
+    let started = file.will_need(0, 4 * MIB as u64).unwrap();
+    assert_eq!(started, (MIB / 16) as u64);
+    assert!(cache.charged_bytes() <= (MIB / 16) as u64);
+    store.release();
+    drop(file);
+    let file = open(&cache, &store);
+    let pins: Vec<_> = (0..MIB / PAGE).map(|page| file.pin((page * PAGE) as u64).unwrap()).collect();
+    assert_eq!(file.will_need(2 * MIB as u64, MIB as u64).unwrap(), 0, "all is in use");
+    drop(pins);
+    assert!(matches!(file.will_need(u64::MAX, 1), Err(Error::BadOffset { .. })));
+    assert_eq!(file.will_need(100 * MIB as u64, 1).unwrap(), 0, "behind the end");
+    // A store that only blocks is not waited for.
+    let plain = cache.open(Arc::new(MemoryStore::new(bytes(MIB), 512))).unwrap();
+    assert_eq!(plain.will_need(0, MIB as u64).unwrap(), 0);
+    assert_eq!(cache.create().unwrap().will_need(0, 1).unwrap(), 0);
+}
+
+/// What is used once leaves first: a file that is read again and again stays, whatever is scanned beside it.
+#[test]
+fn what_is_used_once_leaves_first() {
+    let _alone = alone();
+    let (cache, store, other) = (cache(4 * MIB), slow(32 * MIB), slow(3 * MIB));
+    let (scanned, kept) = (open(&cache, &store), open(&cache, &other));
+    kept.advise(Advice::Random);
+    // Read once only: by its uses it is worth no more than what is scanned.
+    (0..3 * MIB / PAGE).for_each(|page| read(&kept, page * PAGE, PAGE));
+    let reads = other.calls().reads;
+    scanned.advise_reuse(Reuse::Once);
+    for _ in 0..2 {
+        (0..32 * MIB / PAGE).for_each(|page| read(&scanned, page * PAGE, PAGE));
+    }
+    (0..3 * MIB / PAGE).for_each(|page| read(&kept, page * PAGE, PAGE));
+    assert_eq!(other.calls().reads, reads, "pages of the other file went");
+}
+
+/// Clean pages go, wholly inside of what was said; dirty, pinned and neighbouring ones stay.
+#[test]
+fn what_is_not_needed_goes() {
+    let _alone = alone();
+    let (cache, store) = (cache(16 * MIB), slow(MIB - 100));
+    let file = open(&cache, &store);
+    read(&file, 0, MIB - 100);
+    let charged = cache.charged_bytes();
+    assert_eq!(file.dont_need(1, PAGE as u64).unwrap(), 0, "no whole page");
+    assert_eq!(file.dont_need(1, 3 * PAGE as u64).unwrap(), 2 * PAGE as u64);
+    file.write_at(&[byte_at(10 * PAGE)], 10 * PAGE as u64).unwrap();
+    let pin = file.pin(20 * PAGE as u64).unwrap();
+    assert_eq!(file.dont_need(10 * PAGE as u64, 11 * PAGE as u64).unwrap(), 9 * PAGE as u64);
+    drop(pin);
+    assert_eq!(cache.charged_bytes(), charged - 11 * PAGE as u64);
+    file.sync().unwrap();
+    file.dont_need(0, MIB as u64).unwrap();
+    assert_eq!(cache.charged_bytes(), 0);
+    read(&file, 0, MIB - 100);
+    assert_eq!(cache.create().unwrap().dont_need(0, 100).unwrap(), 0);
+}

@@ -1,0 +1,391 @@
+//! Calls that do not wait for a store, and such that wait no longer than they may.
+
+use pagemill::mapping::policy::{Always, Never};
+use pagemill::mapping::{Cache, Mapping, Pin, Policy, Settings};
+use pagemill::stats::{self, Counter};
+use pagemill::store::{Faults, FaultyStore, FileStore, MemoryStore, Store};
+use pagemill::units::PageSize;
+use pagemill::{Error, Pagemill};
+use std::collections::VecDeque;
+use std::pin::pin;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Condvar, Mutex};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+use std::time::Duration;
+
+const PAGE: usize = 4 << 10;
+const MIB: usize = 1 << 20;
+
+fn bytes(len: usize) -> Vec<u8> {
+    (0..len).map(|at| (at / 999 % 251) as u8 + 1).collect()
+}
+
+fn settings(limit_bytes: usize) -> Settings {
+    let page = PageSize::new(PAGE).unwrap();
+    Settings { policy: Box::new(Never), page, ..Settings::new("asynchronous", limit_bytes as u64) }
+}
+
+fn cache_with(settings: Settings) -> Cache {
+    Pagemill::for_test().caches.make(settings).unwrap()
+}
+
+fn cache(limit_bytes: usize) -> Cache {
+    cache_with(settings(limit_bytes))
+}
+
+type Slow = FaultyStore<MemoryStore>;
+
+fn slow(len: usize) -> Slow {
+    FaultyStore::new(MemoryStore::new(bytes(len), 512))
+}
+
+fn open(cache: &Cache, store: &Slow) -> Mapping {
+    cache.open(Arc::new(store.clone())).unwrap()
+}
+
+/// An executor of one task: its thread sleeps meanwhile.
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+fn block_on<F: Future>(future: F) -> F::Output {
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let mut future = pin!(future);
+    loop {
+        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => thread::park(),
+        }
+    }
+}
+
+/// Counts its calls.
+#[derive(Default)]
+struct Count(AtomicUsize);
+
+impl Count {
+    fn new() -> (Arc<Self>, Waker) {
+        let count = Arc::new(Self::default());
+        (count.clone(), Waker::from(count))
+    }
+
+    fn get(&self) -> usize {
+        self.0.load(SeqCst)
+    }
+}
+
+impl Wake for Count {
+    fn wake(self: Arc<Self>) {
+        self.0.fetch_add(1, SeqCst);
+    }
+}
+
+fn until(is_so: impl Fn() -> bool) {
+    while !is_so() {
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn assert_read(file: &Mapping, offset: usize, expected: &[u8]) {
+    let mut found = vec![0; expected.len()];
+    assert_eq!(file.read_at(&mut found, offset as u64).unwrap(), expected.len());
+    assert!(found == expected, "bytes from {offset} on");
+}
+
+/// Futures go from thread to thread, as executors want them to.
+#[test]
+fn futures_are_sent() {
+    fn sent<F: Future + Send>(_: F) {}
+    let file = cache(MIB).create().unwrap();
+    sent(file.pin_async(0));
+    sent(file.read_async(&mut [0; 8], 0));
+    sent(file.fetch(0, 8));
+    fn kept<T: Send + Sync>() {}
+    kept::<Pin<'static>>();
+}
+
+/// Polled by two threads, each with a waker of its own: the last one is called, once, when the bytes are there.
+#[test]
+fn the_latest_waker_is_called() {
+    let (cache, store) = (cache(MIB), slow(MIB / 2));
+    let file = open(&cache, &store);
+    store.hold();
+    let ((first, first_waker), (second, second_waker)) = (Count::new(), Count::new());
+    let mut to = vec![0; 3 * PAGE];
+    let mut reading = Box::pin(file.read_async(&mut to, 100));
+    assert!(reading.as_mut().poll(&mut Context::from_waker(&first_waker)).is_pending());
+    thread::scope(|scope| {
+        let reading = &mut reading;
+        let poll = || assert!(reading.as_mut().poll(&mut Context::from_waker(&second_waker)).is_pending());
+        scope.spawn(poll).join().unwrap();
+    });
+    assert_eq!((first.get(), second.get()), (0, 0));
+    store.release();
+    until(|| second.get() > 0);
+    let polled = reading.as_mut().poll(&mut Context::from_waker(&first_waker));
+    assert!(matches!(polled, Poll::Ready(Ok(len)) if len == 3 * PAGE));
+    drop(reading);
+    assert!(to[..] == bytes(MIB / 2)[100..100 + 3 * PAGE]);
+    assert_eq!((first.get(), store.calls().reads), (0, 1), "one transfer for all three pages");
+}
+
+/// An executor of several threads, which makes a waker for each poll; tasks move between threads.
+#[test]
+fn many_tasks_on_two_threads() {
+    const TASKS: usize = 200;
+    type Task = std::pin::Pin<Box<dyn Future<Output = ()> + Send>>;
+    #[derive(Default)]
+    struct Executor {
+        ready: Mutex<VecDeque<usize>>,
+        is_ready: Condvar,
+        left: AtomicUsize,
+    }
+    struct Wakes(Arc<Executor>, usize);
+    impl Wake for Wakes {
+        fn wake(self: Arc<Self>) {
+            self.0.ready.lock().unwrap().push_back(self.1);
+            self.0.is_ready.notify_one();
+        }
+    }
+    let (cache, store) = (cache(MIB), slow(4 * MIB));
+    let longest_delay = Duration::from_millis(3);
+    store.set_faults(Faults { seed: 7, delay_per_mille: 500, longest_delay, is_reordered: true, ..Faults::default() });
+    let (file, expected) = (Arc::new(open(&cache, &store)), Arc::new(bytes(4 * MIB)));
+    let executor = Arc::new(Executor::default());
+    let tasks: Vec<Mutex<Option<Task>>> = (0..TASKS)
+        .map(|number| {
+            let (file, expected) = (file.clone(), expected.clone());
+            let task = async move {
+                for step in 0..5 {
+                    let offset = (number * 7919 + step * 104_729) * 997 % (4 * MIB - 2 * PAGE);
+                    let mut to = vec![0; 1 + (number + step) * 31 % (2 * PAGE)];
+                    let len = file.read_async(&mut to, offset as u64).await.unwrap();
+                    assert!(to[..] == expected[offset..offset + len] && len == to.len());
+                    let pin = file.pin_async(offset as u64).await.unwrap();
+                    file.fetch((offset / 2) as u64, PAGE as u64).await.unwrap();
+                    pin.read_at(&mut to[..1], 0);
+                    assert_eq!(to[0], expected[offset]);
+                }
+            };
+            Mutex::new(Some(Box::pin(task) as Task))
+        })
+        .collect();
+    executor.ready.lock().unwrap().extend(0..TASKS);
+    executor.left.store(TASKS, SeqCst);
+    let work = || {
+        while executor.left.load(SeqCst) > 0 {
+            let mut ready = executor.ready.lock().unwrap();
+            let Some(number) = ready.pop_front() else {
+                let _ = executor.is_ready.wait_timeout(ready, Duration::from_millis(10)).unwrap();
+                continue;
+            };
+            drop(ready);
+            let mut place = tasks[number].lock().unwrap();
+            let Some(task) = place.as_mut() else { continue };
+            let waker = Waker::from(Arc::new(Wakes(executor.clone(), number)));
+            if task.as_mut().poll(&mut Context::from_waker(&waker)).is_ready() {
+                *place = None;
+                executor.left.fetch_sub(1, SeqCst);
+            }
+        }
+    };
+    thread::scope(|scope| {
+        scope.spawn(work);
+        work();
+    });
+    assert_eq!(cache.usage().locked, 0);
+}
+
+/// Two tasks and a thread want one page: the store is asked once. Others read other pages meanwhile.
+#[test]
+fn a_page_is_read_once() {
+    let (cache, store) = (cache(MIB), slow(MIB / 2));
+    let file = open(&cache, &store);
+    assert_read(&file, 9 * PAGE, &bytes(MIB)[9 * PAGE..10 * PAGE]);
+    store.hold();
+    let ((one, waker), mut context) = (Count::new(), Context::from_waker(Waker::noop()));
+    let (mut first, mut second) = (pin!(file.pin_async(0)), pin!(file.pin_async(5)));
+    assert!(first.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+    assert!(second.as_mut().poll(&mut context).is_pending());
+    thread::scope(|scope| {
+        let awaited = stats::get(Counter::StoreRead);
+        let reading = scope.spawn(|| assert_read(&file, 10, &bytes(MIB)[10..30]));
+        assert_read(&file, 9 * PAGE, &bytes(MIB)[9 * PAGE..10 * PAGE]);
+        assert_eq!(stats::get(Counter::StoreRead), awaited);
+        store.release();
+        reading.join().unwrap();
+    });
+    until(|| one.get() == 1);
+    assert!(first.as_mut().poll(&mut context).is_ready() && second.as_mut().poll(&mut context).is_ready());
+    assert_eq!(store.calls().reads, 2);
+}
+
+/// A range that is fetched is started at once, as far as the cache's share allows; pins of a range come by one transfer.
+#[test]
+fn ranges_come_together() {
+    let (cache, store) = (cache(16 * MIB), slow(8 * MIB));
+    let file = open(&cache, &store);
+    store.hold();
+    let mut fetching = Box::pin(file.fetch(0, 8 * MIB as u64));
+    assert!(fetching.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    assert_eq!(cache.charged_bytes(), MIB as u64, "a 16th");
+    store.release();
+    block_on(fetching).unwrap();
+    assert_eq!(cache.charged_bytes(), 8 * MIB as u64);
+    let reads = store.calls().reads;
+    assert!(reads <= 16, "{reads} transfers for 8 MiB");
+    assert_read(&file, 0, &bytes(8 * MIB));
+    assert_eq!(store.calls().reads, reads);
+    file.dont_need(0, 8 * MIB as u64).unwrap();
+    assert_eq!(file.pin_range(MIB as u64 + 5, MIB / 2).unwrap().len(), MIB / 2 / PAGE + 1);
+    assert_eq!(store.calls().reads, reads + 1);
+}
+
+/// What a dropped future started goes on; nothing is lost, and the next one finds it.
+#[test]
+fn futures_are_dropped_at_any_time() {
+    let (cache, store) = (cache(MIB), slow(MIB / 2));
+    let file = open(&cache, &store);
+    drop(file.pin_async(0));
+    assert_eq!(store.calls().reads, 0, "it does nothing before it is polled");
+    store.hold();
+    let (count, waker) = Count::new();
+    let mut pinning = Box::pin(file.pin_async(0));
+    assert!(pinning.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+    drop(pinning);
+    store.release();
+    until(|| cache.charged_bytes() == PAGE as u64 && file.pin_present(0).unwrap().is_some());
+    assert_eq!((count.get(), store.calls().reads), (0, 1));
+    let pin = block_on(file.pin_async(0)).unwrap();
+    assert_eq!((pin.len_bytes(), store.calls().reads), (PAGE, 1));
+}
+
+/// Whoever started the read hears why it failed; who only waited tries himself. Nothing of it stays in the cache.
+#[test]
+fn each_has_an_error_of_its_own() {
+    let (cache, store) = (cache(MIB), slow(MIB / 2));
+    let file = open(&cache, &store);
+    store.set_faults(Faults { fails_after: Some(0), errno: 121, ..Faults::default() });
+    let error = block_on(file.pin_async(0)).map(drop).unwrap_err();
+    assert!(matches!(&error, Error::Store { cause, .. } if cause.raw_os_error() == Some(121)), "{error}");
+    assert_eq!(cache.charged_bytes(), 0);
+    store.hold();
+    let mut context = Context::from_waker(Waker::noop());
+    let (mut starts, mut waits) = (Box::pin(file.fetch(0, 9)), Box::pin(file.fetch(0, 9)));
+    assert!(starts.as_mut().poll(&mut context).is_pending() && waits.as_mut().poll(&mut context).is_pending());
+    // The first one has its fate already; from here on all goes well.
+    store.set_faults(Faults::default());
+    store.release();
+    assert!(block_on(starts).is_err() && block_on(waits).is_ok());
+    assert_read(&file, 0, &bytes(MIB)[..PAGE]);
+    let past = block_on(file.pin_async(MIB as u64)).map(drop);
+    assert!(matches!(past, Err(Error::PastEnd { .. })));
+    assert!(matches!(block_on(file.read_async(&mut [0; 8], u64::MAX)), Err(Error::BadOffset { .. })));
+    assert_eq!(block_on(file.read_async(&mut [0; 8], MIB as u64)).unwrap(), 0);
+}
+
+/// A file is cut, or dropped, while a read is on its way: no old bytes, no memory lost, and the store is let go.
+#[test]
+fn what_goes_meanwhile_leaves_nothing() {
+    let (cache, store) = (cache(MIB), slow(MIB / 2));
+    let file = open(&cache, &store);
+    store.hold();
+    let mut context = Context::from_waker(Waker::noop());
+    let mut to = vec![7; 4 * PAGE];
+    let mut reading = Box::pin(file.read_async(&mut to, 0));
+    assert!(reading.as_mut().poll(&mut context).is_pending());
+    file.truncate(10).unwrap();
+    file.truncate(3 * PAGE as u64).unwrap();
+    store.release();
+    assert_eq!(block_on(reading).unwrap(), 3 * PAGE);
+    assert!(to[..10] == bytes(MIB)[..10] && to[10..3 * PAGE].iter().all(|byte| *byte == 0), "cut off, and back");
+    drop(file);
+    let shared: Arc<dyn Store> = Arc::new(store.clone());
+    let file = cache.open(shared.clone()).unwrap();
+    store.hold();
+    assert!(Box::pin(file.fetch(0, 9)).as_mut().poll(&mut context).is_pending());
+    // Given up, so nobody has to let it go on.
+    drop(file);
+    assert_eq!((Arc::strong_count(&shared), cache.charged_bytes()), (1, 0));
+    store.release();
+}
+
+/// Without room nothing is read, and the caller hears of it; a store that only blocks serves futures as well, and so does none.
+#[test]
+fn futures_of_all_kinds_of_files() {
+    let (cache, store) = (cache(8 * PAGE), slow(MIB));
+    let file = open(&cache, &store);
+    let pins: Vec<_> = (0..8).map(|page| block_on(file.pin_async(page * PAGE as u64)).unwrap()).collect();
+    assert!(matches!(block_on(file.pin_async(9 * PAGE as u64)).map(drop), Err(Error::NoMemory { .. })));
+    drop(pins);
+    // Room is not looked for again at once.
+    until(|| block_on(file.fetch(0, MIB as u64)).is_ok());
+    drop(file);
+    let plain = cache.open(Arc::new(MemoryStore::new(bytes(MIB), 512))).unwrap();
+    let in_memory = cache.create().unwrap();
+    in_memory.truncate(MIB as u64).unwrap();
+    let mut to = vec![9; MIB];
+    assert_eq!(block_on(in_memory.read_async(&mut to, 0)).unwrap(), MIB);
+    assert!(to.iter().all(|byte| *byte == 0));
+    until(|| block_on(plain.fetch(0, PAGE as u64)).is_ok());
+    assert_eq!(block_on(plain.read_async(&mut to, 0)).unwrap(), MIB);
+    assert!(to == bytes(MIB));
+    assert_eq!(block_on(in_memory.pin_async(5)).unwrap().len_bytes(), PAGE - 5);
+}
+
+/// Files of the system, by small folios and huge ones: every byte, beside each other.
+#[test]
+fn files_of_the_system_are_read_by_tasks() {
+    let len = 8 * MIB + 5000;
+    let path = std::env::temp_dir().join(format!("pagemill-asynchronous-{}", std::process::id()));
+    std::fs::write(&path, bytes(len)).unwrap();
+    for (policy, limit) in [(Box::new(Never) as Box<dyn Policy>, 16 * MIB), (Box::new(Always), 6 * MIB)] {
+        let cache = cache_with(Settings { policy, ..settings(limit) });
+        let file = cache.open(Arc::new(FileStore::open_read_only(&path).unwrap())).unwrap();
+        let mut to = vec![0; len + 1];
+        assert_eq!(block_on(file.read_async(&mut to, 0)).unwrap(), len);
+        assert!(to[..len] == bytes(len));
+        // As long as its last read is on its way it is not let go.
+        let mut context = Context::from_waker(Waker::noop());
+        _ = Box::pin(file.fetch(0, 9)).as_mut().poll(&mut context);
+        drop(file);
+        FileStore::open(&path).expect("nobody has it any more");
+    }
+    std::fs::remove_file(&path).unwrap();
+}
+
+/// A store that hangs: calls end with the patience, the read goes on, and what it brought serves later calls.
+#[test]
+fn calls_wait_no_longer_than_they_may() {
+    let patience = Some(Duration::from_millis(20));
+    let (cache, store) = (cache_with(Settings { patience, ..settings(MIB) }), slow(MIB / 2));
+    let file = open(&cache, &store);
+    store.hold();
+    let late = stats::get(Counter::ReadsLate);
+    let is_late = |done: Result<usize, Error>| {
+        let error = done.unwrap_err();
+        assert!(matches!(&error, Error::Store { cause, .. } if cause.raw_os_error() == Some(110)), "{error}");
+    };
+    is_late(file.read_at(&mut [0; 8], 0));
+    is_late(file.write_at(&[9; 8], 100));
+    is_late(file.pin(200).map(|pin| pin.len_bytes()));
+    is_late(file.hold(300).map(|held| held.len()));
+    is_late(file.read_at(&mut [0; 8], PAGE as u64));
+    assert!(stats::get(Counter::ReadsLate) >= late + 5);
+    assert_eq!(store.calls().reads, 2, "each page is asked for once");
+    // What is there is there; a whole page needs nothing of the store.
+    assert_eq!(file.write_at(&[9; PAGE], 5 * PAGE as u64).unwrap(), PAGE);
+    assert_read(&file, 5 * PAGE, &[9; PAGE]);
+    store.release();
+    until(|| file.pin_present(0).unwrap().is_some() && file.pin_present(PAGE as u64).unwrap().is_some());
+    assert_read(&file, 0, &bytes(MIB)[..2 * PAGE]);
+    assert_eq!(store.calls().reads, 2);
+    // With the patience that there is, a read that fails says why.
+    store.set_faults(Faults { fails_after: Some(0), ..Faults::default() });
+    assert_eq!(file.read_at(&mut [0; 8], 8 * PAGE as u64).unwrap_err().errno(), 5);
+}
