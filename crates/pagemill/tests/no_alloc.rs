@@ -224,8 +224,8 @@ fn telling_of_caches_allocates_nothing() {
         pagemill.measure();
     });
     let bytes = std::fs::read(folder.path().join("request")).unwrap();
-    assert_eq!((&bytes[..9], bytes.len()), (&b"pm-cach1\x01"[..], 32 + 4 * 128), "three pools, spare nodes");
-    assert_eq!((&bytes[32..38], &bytes[160..165]), (&b"tiles\0"[..], &b"rows\0"[..]));
+    assert_eq!((&bytes[..9], bytes.len()), (&b"pm-cach2\x01"[..], 32 + 4 * 136), "three pools, spare nodes");
+    assert_eq!((&bytes[32..38], &bytes[168..173]), (&b"tiles\0"[..], &b"rows\0"[..]));
 }
 
 /// Over the limit: reclaim, refusals, debts of nested charges.
