@@ -2,7 +2,7 @@
 
 use pagemill::Pagemill;
 use pagemill::mapping::policy::{Always, Never};
-use pagemill::mapping::{Cache, Mapping, Policy, Settings};
+use pagemill::mapping::{Cache, Mapping, Policy, Settings, Writeback};
 use pagemill::units::{BLOCK_BYTES, PageSize};
 
 use super::{Data, Record, for_all_records, resident};
@@ -47,7 +47,9 @@ pub fn cache_of(
     let pagemill = Pagemill::of_process().map_err(failed)?;
     // What is small is to stay so.
     pagemill.caches.collapse_by_hand();
-    let settings = Settings { page, policy, may_split, ..Settings::new("bench", limit_bytes) };
+    // What is dirty goes back when the workload says so.
+    let writeback = Writeback { background_percent: 100, most_percent: 100, ..Writeback::default() };
+    let settings = Settings { page, policy, may_split, writeback, ..Settings::new("bench", limit_bytes) };
     pagemill.caches.make(settings).map_err(failed)
 }
 

@@ -1,11 +1,10 @@
 //! Large pages that are in memory, changed by a word each and written back, again and again.
 
-use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use pagemill::stats::{self, Counter};
-use pagemill::store::{Aligned, FileStore, Store, Transfer};
+use pagemill::store::{Aligned, Store as _};
 
 use super::miss::cache_of_folios;
 use super::{Source, Span};
@@ -37,47 +36,6 @@ pub struct Overwrite {
     pub run_ms: u64,
 }
 
-/// A file that is not made safe: fio does not do that either.
-struct Unsynced(FileStore);
-
-impl Store for Unsynced {
-    fn size_bytes(&self) -> io::Result<u64> {
-        self.0.size_bytes()
-    }
-
-    fn block_bytes(&self) -> usize {
-        self.0.block_bytes()
-    }
-
-    fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
-        self.0.read(offset, to)
-    }
-
-    fn write(&self, offset: u64, from: &[u8]) -> io::Result<()> {
-        self.0.write(offset, from)
-    }
-
-    fn set_size(&self, size_bytes: u64) -> io::Result<()> {
-        self.0.set_size(size_bytes)
-    }
-
-    fn sync(&self) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn start(&self, batch: Vec<Transfer>) {
-        self.0.start(batch);
-    }
-
-    fn is_asynchronous(&self) -> bool {
-        self.0.is_asynchronous()
-    }
-
-    fn as_file(&self) -> Option<&FileStore> {
-        self.0.as_file()
-    }
-}
-
 /// Changes and writes until the time is over, and looks whether it is there.
 pub fn run(arguments: &Overwrite) -> Outcome {
     let Overwrite { source, io_bytes, .. } = arguments;
@@ -86,7 +44,7 @@ pub fn run(arguments: &Overwrite) -> Outcome {
         false => (0..source.len_bytes / ONE_OF).step_by(*io_bytes).collect(),
     };
     let cache = cache_of_folios(arguments.cache_mib << 20, *io_bytes)?;
-    let file = cache.open(Arc::new(Unsynced(source.open_writable()?))).map_err(failed)?;
+    let file = cache.open(Arc::new(source.open_writable()?)).map_err(failed)?;
     let mut records = Records::filled(*io_bytes);
     // Whole pages: none is read before.
     places.iter().try_for_each(|offset| write(&file, records.at(0, *offset), *offset))?;
@@ -100,7 +58,8 @@ pub fn run(arguments: &Overwrite) -> Outcome {
         for offset in &order {
             write(&file, &pattern::word(0, *offset, generation).to_le_bytes(), *offset)?;
         }
-        file.sync().map_err(failed)?;
+        // fio does not make it safe, either.
+        file.write_back(0, source.len_bytes).map_err(failed)?;
         Ok(order.len() as u64)
     };
     // Once beforehand, as everywhere.
