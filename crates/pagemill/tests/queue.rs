@@ -166,6 +166,22 @@ fn two_queues_share_pages() {
     assert_eq!(cache.charged_bytes(), len as u64);
 }
 
+/// A page that the queue is bringing in already is told with that read, and nobody has to look after it meanwhile.
+#[test]
+fn pages_are_asked_for_twice() {
+    let scratch = Scratch::new("twice", 8 * PAGE);
+    let cache = cache(Box::new(Never), 8 * MIB);
+    let file = cache.open(scratch.store()).unwrap();
+    let mut queue = cache.queue(8).unwrap();
+    for token in 0..3 {
+        assert_eq!(queue.fetch(&file, 0, token).unwrap(), Fetch::Started);
+    }
+    assert_eq!((queue.due(), queue.len()), (None, 3));
+    let mut told = BTreeSet::new();
+    drain(&mut queue, &mut told);
+    assert_eq!(told, BTreeSet::from([0, 1, 2]));
+}
+
 /// A file that is cut, dropped, or whose queue is dropped while pages are on their way: no old bytes, no memory lost.
 #[test]
 fn what_goes_meanwhile_leaves_nothing() {

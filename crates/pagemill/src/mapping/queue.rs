@@ -2,6 +2,7 @@
 
 use super::arrivals::Arrivals;
 use super::fill::{Asked, DOING, Filling};
+use super::flights::Ticket;
 use super::registered::Registered;
 use super::{Cache, File, Mapping};
 use crate::error::{Error, Result};
@@ -32,12 +33,20 @@ pub struct Fetched {
     pub result: Result<()>,
 }
 
-/// A page that another brings in, or whose reading was for nothing.
+/// A page that another read brings in, or whose reading was for nothing.
 struct Wanted {
     file: Arc<File>,
     index: u64,
     token: u64,
     since_ns: u64,
+    /// That read is one of this queue's own: its end is heard of.
+    behind: Option<Ticket>,
+}
+
+impl Wanted {
+    fn new(file: Arc<File>, index: u64, token: u64) -> Self {
+        Self { file, index, token, since_ns: coarse_ns(), behind: None }
+    }
 }
 
 /// After so long another queue's read is not waited for: perhaps nobody looks after it.
@@ -106,7 +115,7 @@ impl Queue {
             return Err(Error::Busy { what: "the queue is full" });
         }
         self.registered.comply(&mut self.ring);
-        let wanted = Wanted { file: file.clone(), index: file.index_of(offset), token, since_ns: coarse_ns() };
+        let wanted = Wanted::new(file.clone(), file.index_of(offset), token);
         if self.ask(wanted)? { Ok(Fetch::Present) } else { Ok(Fetch::Started) }
     }
 
@@ -145,7 +154,7 @@ impl Queue {
         let begun = Instant::now();
         loop {
             let rest = timeout.saturating_sub(begun.elapsed());
-            let step = if self.wanted.is_empty() { rest } else { rest.min(STEP) };
+            let step = self.due().map_or(rest, |step| rest.min(step));
             let missing = least.saturating_sub(self.ended.len());
             self.take_events(missing.min(self.underway()), step)?;
             self.ask_again()?;
@@ -170,7 +179,7 @@ impl Queue {
     /// How long a loop of events may sleep before it calls [`Queue::wait`], if nothing comes: pages that others bring in
     /// are looked after then. `None`: for as long as it likes.
     pub fn due(&self) -> Option<Duration> {
-        (!self.wanted.is_empty()).then_some(STEP)
+        self.wanted.iter().any(|wanted| wanted.behind.is_none()).then_some(STEP)
     }
 
     /// Readable when a page of this queue's own has come, or memory is wanted back that it has registered: any loop of events can
@@ -200,11 +209,13 @@ impl Queue {
     }
 
     /// Returns whether the page is there.
-    fn ask(&mut self, wanted: Wanted) -> Result<bool> {
+    fn ask(&mut self, mut wanted: Wanted) -> Result<bool> {
         let overtakes = coarse_ns().saturating_sub(wanted.since_ns) >= MOST_WAIT_NS;
         match Filling::begin(&wanted.file, wanted.index, wanted.token, overtakes)? {
             Asked::Present => Ok(true),
-            Asked::Underway(_) => {
+            Asked::Underway(other) => {
+                let is_own = self.ring.any_in_flight(|filling| filling.ticket() == other.ticket);
+                wanted.behind = is_own.then_some(other.ticket);
                 self.wanted.push_back(wanted);
                 Ok(false)
             }
@@ -237,7 +248,7 @@ impl Queue {
         if let Err(filling) = self.ring.read(id, offset, filling) {
             // As many as it has room for are on their way; this goes with the next.
             let (file, index, token) = (filling.file().clone(), filling.index, filling.token);
-            self.wanted.push_back(Wanted { file, index, token, since_ns: coarse_ns() });
+            self.wanted.push_back(Wanted::new(file, index, token));
         }
         Ok(false)
     }
@@ -260,7 +271,7 @@ impl Queue {
         let (file, index, token) = (filling.file().clone(), filling.index, filling.token);
         let is_there = filling.finish()?;
         if !is_there {
-            self.wanted.push_back(Wanted { file, index, token, since_ns: coarse_ns() });
+            self.wanted.push_back(Wanted::new(file, index, token));
         }
         Ok(is_there)
     }
@@ -272,6 +283,10 @@ impl Queue {
         }
         for _ in 0..self.wanted.len() {
             let Some(wanted) = self.wanted.pop_front() else { break };
+            if wanted.behind.is_some() {
+                self.wanted.push_back(wanted);
+                continue;
+            }
             let token = wanted.token;
             // A file that was cut, or closed, has no such page.
             let is_past = wanted.file.offset_of(wanted.index) >= wanted.file.size_bytes();
@@ -298,7 +313,9 @@ impl Queue {
 
     /// A read has ended.
     fn take(&mut self, filling: Filling, result: io::Result<()>) {
-        let token = filling.token;
+        let (token, ticket) = (filling.token, filling.ticket());
+        let behind = self.wanted.iter_mut().filter(|wanted| wanted.behind == Some(ticket));
+        behind.for_each(|wanted| wanted.behind = None);
         let result = match result {
             Ok(()) => self.finish(filling),
             Err(cause) => Err(Error::Store { doing: DOING, cause }),

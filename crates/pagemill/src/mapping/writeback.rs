@@ -28,10 +28,11 @@ use std::time::{Duration, Instant};
 
 /// As much is under way at a time: it keeps a device busy. A large folio goes in any case.
 const MOST_RUNS: usize = 128;
-const MOST_BYTES: u64 = 4 * BLOCK_BYTES as u64;
+const MOST_BYTES: u64 = 16 * BLOCK_BYTES as u64;
 
 /// Runs are started together: handing them over one by one costs most, all at once leaves the device idle before.
 const STARTED_TOGETHER: usize = 32;
+const STARTED_BYTES: u64 = MOST_BYTES / 4;
 
 /// Small folios that follow each other are written as one, up to so many bytes: a device does few large transfers for
 /// the price of many small ones.
@@ -323,7 +324,7 @@ impl Ready<'_> {
     /// The last one may still grow.
     fn is_full(&self) -> bool {
         let most = if self.store.is_asynchronous() { STARTED_TOGETHER } else { 1 };
-        self.runs.len() > most || self.bytes >= 2 * MERGED_BYTES
+        self.runs.len() > most || self.bytes >= STARTED_BYTES
     }
 
     fn start(&mut self) {
@@ -388,7 +389,7 @@ impl File {
             if ready.is_full() {
                 ready.start();
                 let pass = &ready.pass;
-                let most = (MOST_RUNS - STARTED_TOGETHER, MOST_BYTES - 2 * MERGED_BYTES);
+                let most = (MOST_RUNS - STARTED_TOGETHER, MOST_BYTES - STARTED_BYTES);
                 if !pass.wait(most, walk.patience) {
                     return Ok((Some(at), false));
                 }

@@ -343,6 +343,11 @@ impl<B: Buffer> Ring<B> {
         tickets.into_iter().for_each(|ticket| self.cancel(ticket));
     }
 
+    /// Whether a transfer that has not ended is meant.
+    pub(crate) fn any_in_flight(&self, is_meant: impl Fn(&B) -> bool) -> bool {
+        self.flights().any(|(_, flight)| is_meant(&flight.buffer))
+    }
+
     /// The buffer of a transfer that has not ended. Its bytes are the device's.
     pub(crate) fn buffer(&self, ticket: Ticket) -> Option<&B> {
         let slot = self.slots.get(ticket.0 as u32 as usize)?;
