@@ -269,6 +269,27 @@ fn dirty_pages_make_room() {
     }
 }
 
+/// Who needs a page where all are dirty gets one, wherever the last turn in the file ended: the next one goes on there, finds
+/// nothing, and begins anew.
+#[test]
+fn room_is_made_wherever_the_last_turn_ended() {
+    let cache = cache(8 * MIB, shares(100, 100), true);
+    let (_, file) = open(&cache);
+    let pages = 8 * MIB / PAGE;
+    (0..pages).for_each(|page| _ = write_page(&file, page, 1).unwrap());
+    // A turn that ends in the midst of the file.
+    write_page(&file, pages, 1).unwrap();
+    assert!(file.dirty_bytes() > 0, "only a part was written");
+    file.sync().unwrap();
+    file.dont_need(0, 16 * MIB as u64).unwrap();
+    // All that is dirty lies before that, and there is nothing else.
+    let other = cache.create().unwrap();
+    other.write_at(&vec![1; 7 * MIB], 0).unwrap();
+    (0..MIB / PAGE).for_each(|page| _ = write_page(&file, page, 2).unwrap());
+    assert_eq!((file.dirty_bytes(), cache.charged_bytes()), (MIB as u64, 8 * MIB as u64));
+    assert_eq!(other.write_at(&[1], 8 * MIB as u64).unwrap(), 1);
+}
+
 /// A huge folio that a truncation could not split, because it was pinned, is split later: its pages behind the end are dirty for nobody.
 #[test]
 fn what_is_behind_the_end_is_not_dirty_for_ever() {

@@ -54,6 +54,11 @@ impl Dirty {
         (errors as u32, (errors >> u32::BITS) as i32)
     }
 
+    /// What writing back failed of last.
+    pub fn failure(&self) -> Error {
+        Error::Store { doing: "writing a file back", cause: io::Error::from_raw_os_error(self.errors().1) }
+    }
+
     fn note_error(&self, errno: i32) {
         let mut seen = self.errors.load(Relaxed);
         loop {

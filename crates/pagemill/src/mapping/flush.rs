@@ -17,7 +17,7 @@ use super::dirty::Dirty;
 use super::writeback::{Walk, Why};
 use crate::error::{Error, Result};
 use crate::folio::Owner;
-use crate::sync::{AtomicU64, Guarded, Relaxed, coarse_ns};
+use crate::sync::{AtomicU64, Guarded, Lock, Relaxed, coarse_ns};
 use crate::units::BLOCK_BYTES;
 use pagemill_sys::clock;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
@@ -73,6 +73,8 @@ pub(super) struct Balance {
     pub patience: Duration,
     /// Files that are dirty, each once.
     files: Guarded<Vec<Weak<File>>>,
+    /// One at a time looks through them: another would miss those that are being looked at.
+    looking: Lock,
     /// The thread knows that there is too much.
     is_told: AtomicBool,
     /// Made dirty so far, and made clean: what has been done, not what there is.
@@ -100,6 +102,7 @@ impl Balance {
             most_bytes: most_bytes.max(1),
             patience: *patience,
             files: Guarded::new(Vec::new()),
+            looking: Lock::new(),
             is_told: AtomicBool::new(false),
             made_bytes: AtomicU64::new(0),
             cleaned_bytes: AtomicU64::new(0),
@@ -133,6 +136,11 @@ impl Turns {
     /// Whether its store has failed just now.
     pub fn is_failing(&self) -> bool {
         self.failures.load(Relaxed) > 0 && self.rests_until_ns.load(Relaxed) > coarse_ns()
+    }
+
+    /// Whether the next turn begins behind pages that this one did not look at.
+    pub fn is_midway(&self) -> bool {
+        self.cursor.load(Relaxed) > 0
     }
 
     /// Nothing could be written: others have it.
@@ -184,15 +192,22 @@ impl File {
         if self.is_underway() {
             return Ok(None);
         }
-        let (began_ns, first) = (clock::fine_ns(), turns.cursor.load(Relaxed));
-        if first == 0 {
-            turns.lap_ns.store(coarse_ns(), Relaxed);
-        }
-        let walk = Walk { why, pages: first..Owner::MAX_INDEX, most_bytes, patience: Some(patience) };
-        let walked = self.walk_once(&**store, &walk).inspect_err(|error| match error {
-            Error::Busy { .. } => turns.rest(),
-            _ => turns.rest_longer(),
-        })?;
+        let (began_ns, mut first) = (clock::fine_ns(), turns.cursor.load(Relaxed));
+        let walked = loop {
+            if first == 0 {
+                turns.lap_ns.store(coarse_ns(), Relaxed);
+            }
+            let walk = Walk { why, pages: first..Owner::MAX_INDEX, most_bytes, patience: Some(patience) };
+            let walked = self.walk_once(&**store, &walk).inspect_err(|error| match error {
+                Error::Busy { .. } => turns.rest(),
+                _ => turns.rest_longer(),
+            })?;
+            if first == 0 || walked.written_bytes > 0 || walked.next.is_some() {
+                break walked;
+            }
+            // It ended in vain: what can be written lies before.
+            first = 0;
+        };
         self.cache.balance.note_pace(walked.written_bytes, clock::fine_ns() - began_ns);
         turns.cursor.store(walked.next.unwrap_or(0), Relaxed);
         if first == 0 && walked.next.is_none() {
@@ -213,7 +228,7 @@ impl File {
                 turns.rest();
                 Ok(Some(0))
             }
-            // It goes on at the beginning.
+            // It goes on where this ended.
             _ => Ok(Some(0)),
         }
     }
@@ -228,18 +243,23 @@ enum Due {
 impl Inner {
     /// Its files that are dirty, the longest first.
     pub(super) fn dirty_files(&self) -> Vec<Weak<File>> {
-        let listed = self.balance.files.with(std::mem::take);
-        let mut files = Vec::with_capacity(listed.len());
-        for entry in listed {
+        // They go, if they do, when the lock is free again: with their stores.
+        let (mut held, mut files) = (Vec::new(), Vec::new());
+        let looking = self.balance.looking.lock();
+        for entry in self.balance.files.with(std::mem::take) {
             let Some(file) = entry.upgrade() else { continue };
-            let Some(dirty) = &file.dirty else { continue };
-            // Before the look at what is dirty: who makes it dirty after that lists it.
-            dirty.turns.is_listed.store(false, SeqCst);
-            if dirty.bytes() > 0 {
-                file.list(dirty);
-                files.push((dirty.since_ns.load(Relaxed), entry));
+            if let Some(dirty) = &file.dirty {
+                // Before the look at what is dirty: who makes it dirty after that lists it.
+                dirty.turns.is_listed.store(false, SeqCst);
+                if dirty.bytes() > 0 {
+                    file.list(dirty);
+                    files.push((dirty.since_ns.load(Relaxed), entry));
+                }
             }
+            held.push(file);
         }
+        drop(looking);
+        drop(held);
         files.sort_by_key(|(since_ns, _)| *since_ns);
         files.into_iter().map(|(_, entry)| entry).collect()
     }

@@ -11,7 +11,6 @@ use crate::stats::{self, Counter};
 use crate::store::errno::{self, ETIMEDOUT};
 use crate::sync::{Patience, Relaxed, sleep};
 use crate::units::BLOCK_BYTES;
-use std::io;
 use std::time::Duration;
 
 /// Who makes this much dirty has written back as much, where too much is.
@@ -113,8 +112,7 @@ impl File {
                 return Ok(());
             }
             if dirty.turns.is_failing() {
-                let (_, number) = dirty.errors();
-                return Err(Error::Store { doing: "writing a file back", cause: io::Error::from_raw_os_error(number) });
+                return Err(dirty.failure());
             }
             if !is_helped {
                 cache.note_much_dirty();
@@ -139,12 +137,15 @@ impl Inner {
         let mut standstill = Standstill::new(balance);
         let begun = standstill.cleaned_bytes;
         while self.dirty_bytes() > 0 {
-            let (mut failure, mut is_another_at_it) = (None, false);
+            let (mut failure, mut may_go_on) = (None, false);
             for entry in self.dirty_files() {
                 let Some(file) = entry.upgrade() else { continue };
+                let Some(dirty) = &file.dirty else { continue };
                 match file.write_some(Why::Room, want_bytes.max(HELP_BYTES), balance.patience) {
-                    Ok(Some(_)) => {}
-                    Ok(None) => is_another_at_it |= file.is_being_written(),
+                    Ok(Some(bytes)) => may_go_on |= bytes > 0 || dirty.turns.is_midway(),
+                    Ok(None) if dirty.turns.is_failing() => failure = Some(dirty.failure()),
+                    // Another is at it, or was just now.
+                    Ok(None) => may_go_on = true,
                     Err(Error::Busy { .. }) => failure = Some(stuck()),
                     Err(error) => failure = Some(error),
                 }
@@ -152,11 +153,8 @@ impl Inner {
                     return Ok(true);
                 }
             }
-            if let Some(error) = failure {
-                return Err(error);
-            }
-            if !is_another_at_it {
-                return Ok(false);
+            if !may_go_on {
+                return failure.map_or(Ok(false), Err);
             }
             if standstill.is_too_long(balance) {
                 return Err(stuck());
@@ -164,12 +162,5 @@ impl Inner {
             sleep(STEP);
         }
         Ok(balance.cleaned_bytes.load(Relaxed) != begun)
-    }
-}
-
-impl File {
-    /// Whether somebody writes it back, or a store has something of it.
-    fn is_being_written(&self) -> bool {
-        self.is_underway() || self.syncing.try_lock().is_none()
     }
 }

@@ -356,3 +356,21 @@ fn writebacks_beside_truncations() {
 fn reads_beside_evictions() {
     model(&["rrr", "eee"]);
 }
+
+/// Who needs a page where all are dirty is not refused because another just looks through the files that are.
+#[test]
+fn room_is_made_beside_who_looks_for_it() {
+    run_in_many_orders(1, || {
+        let cache = cache_of(2 * PAGE as u64);
+        let stored = Stored::new(&cache);
+        stored.store.fails.store(false, Relaxed);
+        (0..2).for_each(|page| stored.write(page));
+        let other = {
+            let cache = cache.clone();
+            shuttle::thread::spawn(move || drop(cache.0.dirty_files()))
+        };
+        let mut bytes = [0; SAMPLE];
+        stored.other.read_at(&mut bytes, 0).unwrap();
+        other.join().unwrap();
+    });
+}
