@@ -22,7 +22,7 @@ const MOST_WAITING: usize = 16 << 10;
 const DEPTH: u32 = 128;
 
 /// It goes after so long without work.
-const IDLE: Duration = Duration::from_secs(10);
+const IDLE: Duration = if cfg!(test) { Duration::from_millis(50) } else { Duration::from_secs(10) };
 
 struct Job {
     handle: Arc<Handle>,
@@ -33,20 +33,24 @@ struct Job {
 struct Engine {
     generation: u32,
     inbox: Mutex<Inbox>,
+    /// The same for each of its threads: what is cancelled late, or never, keeps it.
+    waker: OnceLock<Waker>,
 }
 
 #[derive(Default)]
 struct Inbox {
     jobs: VecDeque<Job>,
     is_running: bool,
-    bell: Option<Arc<EngineBell>>,
+    bell: Option<RingBell>,
 }
 
-struct EngineBell(RingBell);
+/// Rings for the thread that is there, if one is.
+struct EngineBell(&'static Engine);
 
 impl Wake for EngineBell {
     fn wake(self: Arc<Self>) {
-        self.0.ring();
+        let bell = self.0.inbox().bell.clone();
+        bell.iter().for_each(RingBell::ring);
     }
 }
 
@@ -55,20 +59,7 @@ pub(super) fn start(handle: &Arc<Handle>, batch: Vec<Transfer>) {
     let Some(engine) = Engine::of_process() else {
         return batch.into_iter().for_each(|transfer| run(handle, transfer));
     };
-    let mut inbox = engine.inbox();
-    let room = MOST_WAITING.saturating_sub(inbox.jobs.len());
-    let mut batch = batch.into_iter();
-    inbox.jobs.extend(batch.by_ref().take(room).map(|transfer| Job { handle: handle.clone(), transfer }));
-    let must_spawn = !std::mem::replace(&mut inbox.is_running, true);
-    let bell = inbox.bell.clone();
-    drop(inbox);
-    if let Some(bell) = bell {
-        bell.0.ring();
-    }
-    if must_spawn && thread::spawn(c"pagemill-ring", engine).is_err() {
-        engine.run_all();
-    }
-    batch.for_each(|transfer| run(handle, transfer));
+    engine.start(handle, batch);
 }
 
 /// Does one at once.
@@ -87,8 +78,29 @@ impl Engine {
     fn of_process() -> Option<&'static Self> {
         static ENGINE: OnceLock<Engine> = OnceLock::new();
         let generation = generation().ok()?;
-        let engine = ENGINE.get_or_init(|| Self { generation, inbox: Mutex::default() });
+        let engine = ENGINE.get_or_init(|| Self::new(generation));
         (engine.generation == generation).then_some(engine)
+    }
+
+    fn new(generation: u32) -> Self {
+        Self { generation, inbox: Mutex::default(), waker: OnceLock::new() }
+    }
+
+    fn start(&'static self, handle: &Arc<Handle>, batch: Vec<Transfer>) {
+        let mut inbox = self.inbox();
+        let room = MOST_WAITING.saturating_sub(inbox.jobs.len());
+        let mut batch = batch.into_iter();
+        inbox.jobs.extend(batch.by_ref().take(room).map(|transfer| Job { handle: handle.clone(), transfer }));
+        let must_spawn = !std::mem::replace(&mut inbox.is_running, true);
+        let bell = inbox.bell.clone();
+        drop(inbox);
+        if let Some(bell) = bell {
+            bell.ring();
+        }
+        if must_spawn && thread::spawn(c"pagemill-ring", self).is_err() {
+            self.run_all();
+        }
+        batch.for_each(|transfer| run(handle, transfer));
     }
 
     fn inbox(&self) -> MutexGuard<'_, Inbox> {
@@ -108,13 +120,13 @@ impl Engine {
         }
     }
 
-    fn drive(&self) -> io::Result<()> {
+    fn drive(&'static self) -> io::Result<()> {
         let mut ring = Ring::new(&Settings { depth: DEPTH, ..Settings::default() })?;
-        let bell = Arc::new(EngineBell(ring.bell()?));
-        let waker = Waker::from(bell.clone());
+        let waker = self.waker.get_or_init(|| Waker::from(Arc::new(EngineBell(self))));
+        let bell = ring.bell()?;
         self.inbox().bell = Some(bell);
         loop {
-            self.take_in(&mut ring, &waker);
+            self.take_in(&mut ring, waker);
             let events = ring.wait(1, IDLE)?;
             while let Some(event) = ring.next() {
                 match event {
@@ -181,5 +193,38 @@ impl Work for Engine {
         if self.drive().is_err() {
             self.run_all();
         }
+    }
+}
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests {
+    use super::*;
+    use crate::arena::place;
+    use crate::store::transfer::{Cancel, Finish, Gather};
+    use crate::store::{Aligned, FileStore};
+
+    /// A cancel that is there for as long as a file is keeps nothing of the threads that came and went, and wakes the next one.
+    #[test]
+    fn cancels_keep_no_thread() {
+        let engine = place(Engine::new(generation().unwrap())).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        std::fs::write(&path, [7; 512]).unwrap();
+        let store = FileStore::open_read_only(&path).unwrap();
+        let cancel = Cancel::new();
+        for _ in 0..3 {
+            let gather = Gather::new(1);
+            let to = gather.clone();
+            let done = move |result, _: Aligned| to.finish(0, result);
+            let transfer = Transfer::read(0, Aligned::new(512, 512), done).with_cancel(&cancel);
+            engine.start(store.handle(), vec![transfer]);
+            assert!(gather.wait(Duration::from_secs(60)).unwrap()[0].is_ok());
+            while engine.inbox().is_running {
+                std::thread::yield_now();
+            }
+            assert!(engine.inbox().bell.is_none());
+        }
+        assert_eq!(cancel.wakers(), 1);
+        cancel.cancel();
     }
 }

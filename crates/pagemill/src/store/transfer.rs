@@ -242,7 +242,8 @@ impl Cancel {
         self.0.is_cancelled.load(SeqCst)
     }
 
-    /// For stores that sleep meanwhile: who waits is woken once this is cancelled, or at once if it is.
+    /// For stores that sleep meanwhile: who waits is woken once this is cancelled, or at once if it is. The waker is kept for as long as
+    /// this is, which may be that of a file: one for each transfer would be too many.
     pub fn wake_when_cancelled(&self, waker: &Waker) {
         let mut wakers = lock(&self.0.wakers);
         if !wakers.iter().any(|known| known.will_wake(waker)) {
@@ -252,6 +253,11 @@ impl Cancel {
         if self.is_cancelled() {
             waker.wake_by_ref();
         }
+    }
+
+    #[cfg(test)]
+    pub fn wakers(&self) -> usize {
+        lock(&self.0.wakers).len()
     }
 }
 
