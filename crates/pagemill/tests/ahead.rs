@@ -1,7 +1,7 @@
 //! What comes before it is asked for: streams that are followed, hints, and how little either takes from others.
 
 use pagemill::mapping::policy::{Always, Never};
-use pagemill::mapping::{Advice, Cache, Mapping, Policy, Reuse, Settings};
+use pagemill::mapping::{Advice, Cache, Mapping, Policy, Reuse, Settings, Writeback};
 use pagemill::stats::{self, Counter};
 use pagemill::store::{Faults, FaultyStore, FileStore, MemoryStore, Store};
 use pagemill::units::PageSize;
@@ -71,6 +71,28 @@ impl Since {
         let mut now = Self::now().0;
         now.iter_mut().zip(self.0).for_each(|(now, before)| *now -= before);
         now
+    }
+}
+
+/// Nobody waits for another file's store so that something comes ahead, huge or small: where that takes room which is dirty, nothing comes.
+#[test]
+fn what_comes_ahead_waits_for_no_store() {
+    let _alone = alone();
+    for policy in [Box::new(Always) as Box<dyn Policy>, Box::new(Never)] {
+        let writeback = Writeback { background_percent: 100, most_percent: 100, ..Writeback::default() };
+        let page = PageSize::new(PAGE).unwrap();
+        let caches = Pagemill::for_test().caches;
+        caches.collapse_by_hand();
+        let settings = Settings { policy, page, writeback, ..Settings::new("ahead", 64 * MIB as u64) };
+        let cache = caches.make(settings).unwrap();
+        let (file, other) = (slow(4 * MIB), slow(0));
+        let (file, dirty) = (open(&cache, &file), open(&cache, &other));
+        dirty.write_at(&bytes(64 * MIB), 0).unwrap();
+        assert_eq!(cache.dirty_bytes(), 64 * MIB as u64);
+        other.hold();
+        assert_eq!(file.will_need(0, 4 * MIB as u64).unwrap(), 0);
+        assert_eq!(other.calls().writes, 0, "it asked the store that hangs");
+        other.release();
     }
 }
 

@@ -8,8 +8,9 @@ use super::flights::{Kind, Ticket, Underway};
 use super::policy::Cause;
 use super::sync::failed;
 use crate::error::Result;
-use crate::folio::Owner;
 use crate::folio::word::Fetched;
+use crate::folio::{Owner, Taken};
+use crate::stats::{self, Counter};
 use crate::store::{Aligned, Buffer};
 use crate::sync::{Acquire, Relaxed};
 use crate::units::BLOCK_BYTES;
@@ -328,17 +329,26 @@ impl File {
         {
             return Ok((memory, 0, index));
         }
-        // Nobody waits for what is read ahead: it makes room once, and else there is none.
-        if fetched == Fetched::Ahead && !is_huge {
-            let page_bytes = self.page_bytes() as u64;
-            let taken = match self.cache.take(0) {
-                Err(_) if self.cache.evict_idly(page_bytes) => self.cache.take(0)?,
-                taken => taken?,
-            };
-            return Ok((Memory::Row { number: taken.number, count: 1 }, 0, index));
-        }
-        let (taken, first) = self.take_for(index, is_huge)?;
+        let (taken, first) = match fetched {
+            Fetched::Ahead => self.take_ahead(index, is_huge)?,
+            Fetched::Asked => self.take_for(index, is_huge)?,
+        };
         Ok((Memory::Row { number: taken.number, count: 1 }, taken.order, first))
+    }
+
+    /// As [`File::take_for`], for what nobody waits for: it makes room once, and else there is none.
+    fn take_ahead(&self, index: u64, is_huge: bool) -> Result<(Taken, u64)> {
+        let take = |order| match self.cache.take(order) {
+            Err(_) if self.cache.evict_idly(self.cache.folio_bytes(order)) => self.cache.take(order),
+            taken => taken,
+        };
+        if is_huge {
+            if let Ok(taken) = take(self.pool().chunk_order()) {
+                return Ok((taken, self.span_of(index).start));
+            }
+            stats::add(Counter::HugeFallback, 1);
+        }
+        take(0).map(|taken| (taken, index))
     }
 
     /// Up to `wanted` pages at once: in a row, or if need be here and there.
