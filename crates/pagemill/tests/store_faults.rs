@@ -1,15 +1,18 @@
 //! Files whose store fails, hangs, is full, is only read, or is changed by somebody else under the cache.
 
 use pagemill::mapping::policy::{Always, Never};
-use pagemill::mapping::{Cache, Fetch, Mapping, Policy, Queue, Settings};
+use pagemill::mapping::{Cache, Fetch, Mapping, Policy, Queue, Settings, Writeback};
 use pagemill::stats::{self, Counter};
-use pagemill::store::{Faults, FaultyStore, FileStore, MemoryStore};
+use pagemill::store::{Faults, FaultyStore, FileStore, MemoryStore, Store};
 use pagemill::units::PageSize;
 use pagemill::{Error, Pagemill};
 use std::fs::{self, File};
+use std::io;
 use std::os::unix::fs::FileExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
 const PAGE: usize = 4 << 10;
@@ -400,4 +403,61 @@ fn pages_behind_the_end_become_clean() {
     file.refresh().unwrap();
     assert_eq!(cache.charged_bytes(), 0);
     assert!(read(&file, 0, 2 * PAGE) == pattern(PAGE + 100, 1));
+}
+
+/// Panics where it is to be written to, if it is told to.
+struct Panics(MemoryStore, AtomicBool);
+
+impl Store for Panics {
+    fn size_bytes(&self) -> io::Result<u64> {
+        self.0.size_bytes()
+    }
+
+    fn block_bytes(&self) -> usize {
+        self.0.block_bytes()
+    }
+
+    fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
+        self.0.read(offset, to)
+    }
+
+    fn write(&self, offset: u64, from: &[u8]) -> io::Result<()> {
+        assert!(!self.1.load(SeqCst), "as it was told");
+        self.0.write(offset, from)
+    }
+
+    fn set_size(&self, size_bytes: u64) -> io::Result<()> {
+        self.0.set_size(size_bytes)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.0.sync()
+    }
+}
+
+/// A store panics while another file's page needs room: that thread is lost, and nobody waits for it, in that file or the other.
+#[test]
+fn who_panics_keeps_nobody_waiting() {
+    let writeback = Writeback { background_percent: 100, most_percent: 100, ..Writeback::default() };
+    let page = PageSize::new(PAGE).unwrap();
+    let caches = Pagemill::for_test().caches;
+    caches.collapse_by_hand();
+    let settings = Settings::new("panics", MIB as u64);
+    // Who waits nevertheless hears of it.
+    let patience = Some(Duration::from_millis(100));
+    let cache = caches.make(Settings { policy: Box::new(Never), page, writeback, patience, ..settings }).unwrap();
+    let store = Arc::new(Panics(MemoryStore::new(Vec::new(), PAGE), AtomicBool::new(true)));
+    let dirty = cache.open(store.clone()).unwrap();
+    write(&dirty, &pattern(MIB, 1), 0);
+    let other = cache.open(Arc::new(MemoryStore::new(pattern(MIB, 2), PAGE))).unwrap();
+    for len in [PAGE, 2 * PAGE] {
+        let lost = catch_unwind(AssertUnwindSafe(|| read(&other, 0, len)));
+        assert!(lost.is_err());
+    }
+    store.1.store(false, SeqCst);
+    assert_eq!(read(&other, 0, 2 * PAGE), pattern(2 * PAGE, 2));
+    dirty.sync().unwrap();
+    assert_eq!(read(&dirty, 0, MIB), pattern(MIB, 1));
+    drop((dirty, other));
+    assert_eq!(cache.charged_bytes(), 0);
 }

@@ -4,7 +4,7 @@
 use super::File;
 use super::ahead::SHARE_DIVISOR;
 use super::fetch::Content;
-use super::flights::{Kind, Ticket, Underway};
+use super::flights::{Flight, Kind, Ticket, Underway};
 use super::policy::Cause;
 use super::sync::failed;
 use crate::error::Result;
@@ -122,13 +122,14 @@ impl Filling {
             let most_pages = (most_bytes / file.page_bytes() as u64).max(1);
             span = index..pages.end.min(span.end).min(index + most_pages);
         }
-        let ticket = match file.begin_flight(span.start, span.end - 1, kind) {
-            Ok(ticket) => ticket,
+        // It ends where this fails, also by a store that panics when it is to make room.
+        let flight = match file.begin_flight(span.start, span.end - 1, kind) {
+            Ok(ticket) => Flight::new(&file.cache, ticket),
             Err(other) if is_huge || other.pages.0 <= index => return Ok(Asked::Underway(other)),
             Err(other) => {
                 span.end = other.pages.0;
                 match file.begin_flight(span.start, span.end - 1, kind) {
-                    Ok(ticket) => ticket,
+                    Ok(ticket) => Flight::new(&file.cache, ticket),
                     Err(other) => return Ok(Asked::Underway(other)),
                 }
             }
@@ -137,23 +138,22 @@ impl Filling {
         let present = file.tree.next(span.start, span.end - 1, &epoch::pin()).map(|found| found.first);
         if let Some(first) = present {
             if is_huge || first <= index {
-                let other = Underway { ticket, pages: (span.start, span.end - 1) };
-                file.cache.flights.end(ticket);
+                let other = Underway { ticket: flight.ticket(), pages: (span.start, span.end - 1) };
+                drop(flight);
                 // A part of the range came meanwhile: it is small now.
                 return Ok(if file.has_page(index) { Asked::Present } else { Asked::Underway(other) });
             }
             span.end = first;
         }
-        let (memory, order, first) =
-            file.take_memory(index, &span, is_huge, fetched).inspect_err(|_| file.cache.flights.end(ticket))?;
+        let (memory, order, first) = file.take_memory(index, &span, is_huge, fetched)?;
         let (len_bytes, end) =
             (file.cache.folio_bytes(order) * memory.count() as u64, first + ((memory.count() as u64) << order));
         if end < span.end || present.is_some() {
-            file.cache.flights.shorten(ticket, end - 1);
+            file.cache.flights.shorten(flight.ticket(), end - 1);
         }
         let stored_bytes =
             file.stored_bytes.load(Relaxed).saturating_sub(file.offset_of(first)).min(len_bytes) as usize;
-        let (file, entered, token) = (file.clone(), 0, 0);
+        let (file, ticket, entered, token) = (file.clone(), flight.go_on(), 0, 0);
         let filling =
             Self { file, ticket, memory, entered, order, first, stored_bytes, revoked, fetched, index, token };
         Ok(Asked::Begun(filling))

@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
 use crate::store::errno::{self, ETIMEDOUT};
 use crate::sync::{Guarded, Signal};
+use std::mem::ManuallyDrop;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::task::{Context, Poll, Waker};
@@ -83,10 +84,25 @@ pub(super) struct Underway {
     pub pages: (u64, u64),
 }
 
-/// A flight that this thread sees to its end.
+/// A flight that this thread sees to its end, or somebody else from some time on.
 pub(super) struct Flight<'cache> {
     cache: &'cache Inner,
     ticket: Ticket,
+}
+
+impl<'cache> Flight<'cache> {
+    pub fn new(cache: &'cache Inner, ticket: Ticket) -> Self {
+        Self { cache, ticket }
+    }
+
+    pub fn ticket(&self) -> Ticket {
+        self.ticket
+    }
+
+    /// Leaves its end to who has the ticket.
+    pub fn go_on(self) -> Ticket {
+        ManuallyDrop::new(self).ticket
+    }
 }
 
 impl Drop for Flight<'_> {
@@ -228,7 +244,7 @@ impl File {
     /// Begins a flight over pages of one range, unless another's is over some of them.
     pub(super) fn try_fly(&self, first: u64, last: u64) -> Option<Flight<'_>> {
         let ticket = self.begin_flight(first, last, Kind::Firm).ok()?;
-        Some(Flight { cache: &self.cache, ticket })
+        Some(Flight::new(&self.cache, ticket))
     }
 
     /// Begins a flight over pages of one range, after another's that is over some of them. They may be there by then.
@@ -240,7 +256,7 @@ impl File {
         let mut deadline = None;
         loop {
             match self.begin_flight(first, last, Kind::Firm) {
-                Ok(ticket) => return Ok(Flight { cache: &self.cache, ticket }),
+                Ok(ticket) => return Ok(Flight::new(&self.cache, ticket)),
                 Err(other) => {
                     let deadline = *deadline.get_or_insert_with(|| self.deadline());
                     self.await_flight(other.ticket, deadline)?;
