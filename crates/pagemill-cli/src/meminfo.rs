@@ -39,7 +39,7 @@ const PARTS: &[(Counter, &str)] = &[
     (Counter::Heap, "slots, 64 KiB and up, live or free"),
     (Counter::Small, "the small allocator's extents"),
     (Counter::CLibrary, "handed out by the C library while the program was small"),
-    (Counter::Cache, "pages of caches, in use or free"),
+    (Counter::Cache, "pages of caches and slabs, in use or free"),
 ];
 
 /// Rows that are parts of those above, or lie beside them.
@@ -51,6 +51,7 @@ const ASIDE: &[(Counter, &str)] = &[
     (Counter::CacheFree, "of cache: free blocks, given back on request"),
     (Counter::CacheDirty, "of cache: written to, and not in the store behind it yet"),
     (Counter::CacheWriteback, "of that: being written back"),
+    (Counter::SlabFree, "of cache: free blocks of slab caches, given back on request"),
     (Counter::CacheFrames, "metadata of the pages of caches; as of the last measurement"),
     (Counter::CacheIndex, "nodes of the indices of caches; as of the last measurement"),
     (Counter::Untouched, "lent and not known to be touched; not resident"),

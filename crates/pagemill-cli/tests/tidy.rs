@@ -31,6 +31,7 @@ const LAYERS: &[(&str, usize)] = &[
     ("heap", 6),
     ("volatile", 7),
     ("mapping", 7),
+    ("slab", 7),
     ("published", 8),
     ("listing", 9),
     ("pagemill", 10),

@@ -12,6 +12,7 @@
 //! | [`fault`] | faults of the program's own memory, heard of first |
 //! | [`moves`] | moving pages between addresses (userfaultfd, mremap) |
 //! | [`numa`] | nodes and memory policy |
+//! | [`barrier`] | a memory barrier in all threads at once (membarrier) |
 //! | [`futex`], [`thread`], [`stack`], [`clock`] | waiting, threads, a stack for one call, time |
 //! | [`file`](mod@file) | small kernel and shared files without allocating |
 //! | [`disk`], [`ring`], [`bell`] | files and devices that hold content; transfers queued (io_uring); a wake-up (eventfd) |
@@ -22,6 +23,7 @@
 //! | [`namespace`] | a mount namespace of one's own |
 //! | [`probe`] | what this kernel can do, for people |
 
+pub mod barrier;
 pub mod bell;
 pub mod cgroup;
 pub mod child;

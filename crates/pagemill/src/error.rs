@@ -42,6 +42,10 @@ pub enum Error {
     ReadOnly,
     /// Somebody else has it, and has not given it back in time.
     Busy { what: &'static str },
+    /// A share of more than all.
+    BadRatio { percent: u32 },
+    /// There are not so many memory nodes.
+    BadNode { node: usize, nodes: usize },
     /// The store behind a file failed.
     Store { doing: &'static str, cause: io::Error },
 }
@@ -68,6 +72,8 @@ impl Error {
             | Self::BadChunk { .. }
             | Self::BadRange { .. }
             | Self::BadOffset { .. }
+            | Self::BadRatio { .. }
+            | Self::BadNode { .. }
             | Self::WrongState { .. } => EINVAL,
             Self::PastEnd { .. } => ENXIO,
             Self::FileTooLarge { .. } => EFBIG,
@@ -122,6 +128,8 @@ impl fmt::Display for Error {
             Self::BadOffset { offset, len_bytes } => {
                 write!(f, "{len_bytes} bytes from {offset} on end beyond 2^63")
             }
+            Self::BadRatio { percent } => write!(f, "{percent} is no share in percent: 0 to 100 is"),
+            Self::BadNode { node, nodes } => write!(f, "there is no memory node {node}: {nodes} there are, from 0 on"),
             Self::PastEnd { offset, size_bytes } => write!(f, "{offset} is past the end of the file, at {size_bytes}"),
             Self::FileTooLarge { size_bytes, most_bytes } => {
                 write!(f, "a file of {size_bytes} bytes cannot be had: {most_bytes} is the most")

@@ -3,11 +3,11 @@
 //! A memory manager in user space for data-heavy Linux programs. Here so far:
 //! the words ([`units`], [`error`], [`stats`], [`trace`]), the [`arena`] of
 //! 2 MiB blocks, the accounting half of [`reclaim`], the [`heap`], on which
-//! `pagemill run` puts whole programs, [`volatile`] ranges, and [`xarray`], the index
+//! `pagemill run` puts whole programs, [`volatile`] ranges, [`slab`] caches, and [`xarray`], the index
 //! of a page cache.
 //!
 //! [`Pagemill`] builds and owns all of it. Layers, from bottom to top: `units`,
-//! `error`, `trace`, `stats`, `sync`; `arena`; `reclaim`, `xarray`; `heap`; `volatile`. A module uses
+//! `error`, `trace`, `stats`, `sync`; `arena`; `reclaim`, `xarray`; `heap`; `volatile`, `slab`. A module uses
 //! lower ones only; what lower code needs from above it names as a trait
 //! ([`arena::Budget`], [`reclaim::Shrinker`]).
 
@@ -36,6 +36,11 @@ mod process;
 pub mod published;
 #[cfg(not(loom))]
 pub mod reclaim;
+#[cfg(not(loom))]
+pub mod slab;
+#[cfg(all(loom, test))]
+#[path = "slab/claim.rs"]
+mod slab_claim;
 #[cfg(all(loom, test))]
 #[path = "heap/slot.rs"]
 #[allow(dead_code)] // the parts that only the heap uses

@@ -7,6 +7,7 @@ use crate::listing::Lister;
 use crate::mapping::Caches;
 use crate::reclaim::helper::Helper;
 use crate::reclaim::{self, Account};
+use crate::slab::Slabs;
 use crate::stats::{self, Counter};
 use crate::trace::{self, Event};
 use crate::volatile::{Ranges, Vranges};
@@ -21,7 +22,8 @@ pub struct Pagemill {
     pub ranges: &'static Ranges,
     pub vranges: &'static Vranges,
     pub caches: &'static Caches,
-    /// Lists the last three for other processes.
+    pub slabs: &'static Slabs,
+    /// Lists ranges and caches for other processes.
     pub lister: &'static Lister,
 }
 
@@ -49,15 +51,17 @@ impl Pagemill {
         let ranges: &'static Ranges = arena::place(Ranges::new(arena, heap)?)?;
         let vranges: &'static Vranges = arena::place(Vranges::new(arena, account))?;
         let caches: &'static Caches = arena::place(Caches::new(arena)?)?;
+        let slabs: &'static Slabs = arena::place(Slabs::new(arena))?;
         let lister: &'static Lister = arena::place(Lister::new(ranges, vranges, caches))?;
         stats::describe_arena(arena.addresses());
         account.register(heap);
         account.register(caches);
+        account.register(slabs);
         account.register_last(ranges);
         account.register_last(vranges);
         account.set_helper(helper);
         helper.set_answer(lister);
-        arena::place(Self { account, arena, heap, helper, ranges, vranges, caches, lister })
+        arena::place(Self { account, arena, heap, helper, ranges, vranges, caches, slabs, lister })
     }
 
     /// A small one without a limit, for tests.
@@ -78,12 +82,14 @@ impl Pagemill {
             self.arena.metadata_bytes()
                 + self.heap.metadata_bytes()
                 + self.ranges.metadata_bytes()
-                + self.caches.metadata_bytes(),
+                + self.caches.metadata_bytes()
+                + self.slabs.metadata_bytes(),
         );
     }
 
     /// Before `fork`, in the forking thread: waits until no purge and no carving is under way.
     pub fn before_fork(&self) {
+        self.slabs.acquire_for_fork();
         self.caches.acquire_for_fork();
         self.vranges.acquire_for_fork();
         self.ranges.acquire_for_fork();
@@ -100,6 +106,7 @@ impl Pagemill {
         self.ranges.release_after_fork();
         self.vranges.release_after_fork();
         self.caches.release_after_fork();
+        self.slabs.release_after_fork();
     }
 
     /// In a child process: counts, charges and the helper start anew; what is shared with the parent is the parent's.

@@ -286,6 +286,18 @@ counters! {
     read_ahead_transfers: ReadAheadTransfers, Sum, Count;
     /// Calls that waited for a store, or for another's read, for longer than their cache's patience.
     reads_late: ReadsLate, Sum, Count;
+    /// Blocks that slab caches have, counted in `resident` as `cache`.
+    slab_blocks: SlabBlocks, Gauge, Count;
+    /// Free blocks of no slab cache that keep their memory: given back on request.
+    slab_free: SlabFree, Gauge, Bytes;
+    /// Objects of slab caches that were moved.
+    slab_moved: SlabMoved, Sum, Count;
+    /// Objects of slab caches that were to be moved and stayed: pinned, busy, refused by their owner, or without a place.
+    slab_stayed: SlabStayed, Sum, Count;
+    /// Slabs that were emptied by moving what was in them.
+    slab_emptied: SlabEmptied, Sum, Count;
+    /// Slabs out of use because a callback panicked over them.
+    slab_lost: SlabLost, Sum, Count;
 }
 
 /// Rows that a page has room for.
@@ -480,7 +492,9 @@ impl Snapshot {
     /// Bytes that the process would give back at once if asked.
     pub fn giveable_bytes(&self) -> u64 {
         let free = self.get(Counter::HeapFree).saturating_add(self.get(Counter::SmallFree));
-        free.saturating_add(self.get(Counter::CacheFree)).min(self.get(Counter::Resident))
+        free.saturating_add(self.get(Counter::CacheFree))
+            .saturating_add(self.get(Counter::SlabFree))
+            .min(self.get(Counter::Resident))
     }
 
     /// Adds the figures of another Pagemill of the same process. Of peaks the sum: it was not higher.

@@ -101,6 +101,19 @@ impl<T: Zeroed> Table<T> {
         mem::allow_huge(self.base, (self.len * size_of::<T>()).next_multiple_of(BLOCK_BYTES));
     }
 
+    /// Gives the memory of entries back, which read as zero bits from then on. They are whole OS pages.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::System`] where the kernel keeps it (locked memory).
+    pub fn discard(&self, first: usize, count: usize) -> Result<()> {
+        let (at, bytes) = (self.base + first * size_of::<T>(), count * size_of::<T>());
+        assert!(first + count <= self.len && (at | bytes).is_multiple_of(os_page_bytes()));
+        // SAFETY: this table's own entries, open ones, for which zero bits are a value; they are atomic, so nobody holds more than
+        // a reference to them.
+        unsafe { mem::discard(at, bytes) }.map_err(Error::system("giving metadata back"))
+    }
+
     /// Bytes resident behind `count` entries from `first` on.
     pub fn resident_bytes(&self, first: usize, count: usize) -> u64 {
         let page = os_page_bytes();

@@ -172,6 +172,10 @@ impl Zone {
         self.base
     }
 
+    pub fn len_bytes(&self) -> usize {
+        self.len_bytes
+    }
+
     /// Bytes given out so far, from the base on.
     pub fn used_bytes(&self) -> usize {
         self.next.load(Relaxed)

@@ -1,0 +1,175 @@
+//! A cache of values that packs itself: many are put in, nine of ten go, no matter which, and the memory of what is left is
+//! little more than what is left.
+//!
+//! `cargo run --release -p pagemill --example slabs -- [VALUES]`
+#![allow(unsafe_code)] // an owner of objects
+
+use pagemill::Pagemill;
+use pagemill::slab::{self, ByOwner, Candidates, Done, Handle, Migrate, Moving, Settings, Target};
+use pagemill::units::Bytes;
+use std::error::Error;
+use std::process::Command;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+/// A value of so many words; the first tells which it is.
+type Value<const WORDS: usize> = [u64; WORDS];
+
+/// Bytes of this process that are resident, as the kernel says.
+fn resident() -> u64 {
+    let text = std::fs::read_to_string("/proc/self/smaps_rollup").unwrap_or_default();
+    let line = text.lines().find(|line| line.starts_with("Rss:")).unwrap_or_default();
+    line.split_whitespace().nth(1).and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) << 10
+}
+
+/// Whether a number is among the tenth that stays.
+fn stays(number: u64) -> bool {
+    let mixed = (number + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    (mixed ^ mixed >> 29).wrapping_mul(0xBF58_476D_1CE4_E5B9) >> 32 & 1023 < 102
+}
+
+struct Outcome {
+    live: u64,
+    before: u64,
+    after: u64,
+    beside: u64,
+    moved: u64,
+    took: Duration,
+}
+
+fn print(what: &str, outcome: &Outcome) {
+    let Outcome { live, before, after, beside, moved, took } = outcome;
+    let ratio = |bytes: u64| bytes as f64 / *live as f64;
+    println!(
+        "{what}: {} live; resident {} before ({:.2}x), {} after ({:.3}x), beside that handles {}; {moved} moves in {took:.1?}, {:.0} ns each",
+        Bytes(*live),
+        Bytes(*before),
+        ratio(*before),
+        Bytes(*after),
+        ratio(*after),
+        Bytes(*beside),
+        took.as_nanos() as f64 / (*moved).max(1) as f64,
+    );
+}
+
+fn by_handle<const WORDS: usize>(pagemill: &'static Pagemill, values: u64) -> Result<Outcome, Box<dyn Error>> {
+    let mut handles: Vec<Handle<Value<WORDS>>> = vec![Handle::from_bits(0); values as usize];
+    let at_first = resident();
+    let cache = pagemill.slabs.by_handle::<Value<WORDS>>(Settings::new("by handle"))?;
+    for (number, handle) in handles.iter_mut().enumerate() {
+        *handle = cache.insert([number as u64; WORDS])?;
+    }
+    for (number, handle) in handles.iter().enumerate() {
+        if !stays(number as u64) {
+            cache.remove(*handle)?;
+        }
+    }
+    let before = resident() - at_first - cache.handle_bytes();
+    let began = Instant::now();
+    cache.shrink()?;
+    let took = began.elapsed();
+    let after = resident() - at_first - cache.handle_bytes();
+    let guard = slab::pin();
+    let mut left = 0;
+    for (number, handle) in handles.iter().enumerate() {
+        let value = cache.get(*handle, &guard);
+        assert_eq!(value, stays(number as u64).then_some(&[number as u64; WORDS]));
+        left += u64::from(value.is_some());
+    }
+    let live = left * size_of::<Value<WORDS>>() as u64;
+    Ok(Outcome { live, before, after, beside: cache.handle_bytes(), moved: cache.info()?.moved, took })
+}
+
+/// Refers to objects by their number, and nobody else does.
+struct Book<const WORDS: usize>(Vec<AtomicPtr<Object<WORDS>>>);
+
+/// An object: its number, and one more than that while it is live.
+struct Object<const WORDS: usize>([AtomicU64; WORDS]);
+
+// SAFETY: all calls of this example are of one thread, so live objects stay live while they are isolated and moved.
+unsafe impl<const WORDS: usize> Migrate for Book<WORDS> {
+    type Object = Object<WORDS>;
+    type Isolated = ();
+
+    fn construct(&self) -> Object<WORDS> {
+        Object([const { AtomicU64::new(0) }; WORDS])
+    }
+
+    fn isolate(&self, objects: &mut Candidates<'_, Object<WORDS>>) {
+        // SAFETY: objects of the cache are constructed.
+        objects.retain(|object| unsafe { object.as_ref() }.0[0].load(Relaxed) != 0);
+    }
+
+    fn migrate<'object>(
+        &self,
+        object: Moving<'object, Object<WORDS>>,
+        to: &mut Target<'_, Object<WORDS>>,
+        (): &mut (),
+    ) -> Done<'object> {
+        let Some(new) = to.take() else { return object.failed() };
+        // SAFETY: both are objects of the cache.
+        let (from, to) = unsafe { (object.object().as_ref(), new.object().as_ref()) };
+        from.0.iter().zip(&to.0).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
+        self.0[from.0[0].load(Relaxed) as usize - 1].store(new.object().as_ptr(), Relaxed);
+        from.0[0].store(0, Relaxed);
+        object.moved(new)
+    }
+}
+
+fn by_owner<const WORDS: usize>(pagemill: &'static Pagemill, values: u64) -> Result<Outcome, Box<dyn Error>> {
+    let book = Book((0..values).map(|_| AtomicPtr::default()).collect());
+    let at_first = resident();
+    let cache: ByOwner<Book<WORDS>> = pagemill.slabs.by_owner(Settings::new("by owner"), book)?;
+    // SAFETY: objects of the book are live, and this thread's.
+    let object = |at: &AtomicPtr<Object<WORDS>>| unsafe { NonNull::new(at.load(Relaxed)).map(|at| at.as_ref()) };
+    for (number, at) in cache.owner().0.iter().enumerate() {
+        at.store(cache.allocate()?.as_ptr(), Relaxed);
+        object(at).into_iter().flat_map(|object| &object.0).for_each(|word| word.store(number as u64 + 1, Relaxed));
+    }
+    for (_, at) in cache.owner().0.iter().enumerate().filter(|(number, _)| !stays(*number as u64)) {
+        let gone = NonNull::new(at.swap(std::ptr::null_mut(), Relaxed)).expect("it was there");
+        // SAFETY: its only reference has gone.
+        unsafe {
+            gone.as_ref().0[0].store(0, Relaxed);
+            cache.free(gone);
+        }
+    }
+    let before = resident() - at_first;
+    let began = Instant::now();
+    cache.shrink()?;
+    let took = began.elapsed();
+    let after = resident() - at_first;
+    let live = cache.owner().0.iter().filter_map(object).count() as u64;
+    for (number, at) in cache.owner().0.iter().enumerate() {
+        let words = object(at).into_iter().flat_map(|object| &object.0);
+        words.for_each(|word| assert_eq!(word.load(Relaxed), number as u64 + 1));
+    }
+    let live = live * size_of::<Object<WORDS>>() as u64;
+    Ok(Outcome { live, before, after, beside: 0, moved: cache.info()?.moved, took })
+}
+
+/// Each case in a process of its own, so that what is resident is its own.
+const CASES: [&str; 4] = ["owner-192", "owner-576", "handle-192", "handle-576"];
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let mut args = std::env::args().skip(1);
+    let values = args.next().map_or(Ok(2_000_000), |text| text.parse())?;
+    let Some(case) = args.next() else {
+        for case in CASES {
+            let status = Command::new(std::env::current_exe()?).args([&values.to_string(), case]).status()?;
+            assert!(status.success(), "{case}: {status}");
+        }
+        return Ok(());
+    };
+    let pagemill = Pagemill::for_test();
+    let outcome = match case.as_str() {
+        "owner-192" => by_owner::<24>(pagemill, values),
+        "owner-576" => by_owner::<72>(pagemill, values),
+        "handle-192" => by_handle::<24>(pagemill, values),
+        "handle-576" => by_handle::<72>(pagemill, values),
+        other => Err(format!("{other} is none of {CASES:?}").into()),
+    };
+    print(&case, &outcome?);
+    Ok(())
+}

@@ -1,0 +1,110 @@
+//! A barn: sheaves of free objects that wait for the next thread of a node that has none.
+//!
+//! Without it a thread that frees what another allocates would look up the slab of every object. Under the lock of its node.
+#![allow(unsafe_code)] // says that zero bits are a value
+
+use super::meta::Held64;
+use super::shape::MAX_SHEAF;
+use crate::arena::{Table, Zeroed};
+use crate::error::Result;
+
+/// Sheaves that a barn has room for.
+const PLACES: usize = 16;
+
+/// Objects that go from one magazine to another at once.
+#[repr(C)]
+pub(super) struct Sheaf([Held64; MAX_SHEAF]);
+
+// SAFETY: atomic words.
+unsafe impl Zeroed for Sheaf {}
+
+/// Room for the barns of all caches.
+pub(super) struct Yard {
+    sheaves: Table<Sheaf>,
+    barns: usize,
+}
+
+impl Yard {
+    /// # Errors
+    ///
+    /// [`crate::Error::System`] without addresses.
+    pub fn new(barns: usize) -> Result<Self> {
+        Ok(Self { sheaves: Table::new_open(barns * PLACES)?, barns })
+    }
+
+    pub fn resident_bytes(&self) -> u64 {
+        self.sheaves.resident_bytes(0, self.barns * PLACES)
+    }
+}
+
+pub(super) struct Barn {
+    yard: &'static Yard,
+    first: usize,
+    /// Objects of each sheaf.
+    sheaf: usize,
+    full: usize,
+}
+
+impl Barn {
+    /// The barn of this number; nobody else has it.
+    pub fn new(yard: &'static Yard, number: usize, sheaf: usize) -> Self {
+        Self { yard, first: number * PLACES, sheaf, full: 0 }
+    }
+
+    pub fn objects(&self) -> usize {
+        self.full * self.sheaf
+    }
+
+    /// Puts a sheaf in, if it is one and there is a place.
+    pub fn put(&mut self, objects: &[usize]) -> bool {
+        let is_in = objects.len() == self.sheaf && self.full < PLACES;
+        if is_in {
+            let words = &self.yard.sheaves.get(self.first + self.full).0;
+            words.iter().zip(objects).for_each(|(word, object)| word.set(*object as u64));
+            self.full += 1;
+        }
+        is_in
+    }
+
+    /// Takes a sheaf out; says how many objects it has.
+    pub fn take(&mut self, objects: &mut [usize]) -> usize {
+        if self.full == 0 || objects.len() < self.sheaf {
+            return 0;
+        }
+        self.full -= 1;
+        let words = &self.yard.sheaves.get(self.first + self.full).0;
+        objects.iter_mut().zip(&words[..self.sheaf]).for_each(|(object, word)| *object = word.get() as usize);
+        self.sheaf
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arena::place;
+
+    /// What is put in comes out, each once; barns beside each other do not mix.
+    #[test]
+    fn sheaves_come_out_once() {
+        let yard = place(Yard::new(2).unwrap()).unwrap();
+        let mut barns = [Barn::new(yard, 0, 3), Barn::new(yard, 1, 3)];
+        let mut inside = Vec::new();
+        for number in 0..2 * PLACES {
+            let objects = [number * 3, number * 3 + 1, number * 3 + 2];
+            if barns[number % 2].put(&objects) {
+                inside.extend(objects);
+            }
+        }
+        assert_eq!((inside.len(), barns[0].put(&[7, 8, 9]), barns[0].put(&[7])), (6 * PLACES, false, false));
+        let mut out = Vec::new();
+        let mut sheaf = [0; 3];
+        for barn in &mut barns {
+            while barn.take(&mut sheaf) == 3 {
+                out.extend(sheaf);
+            }
+            assert_eq!((barn.objects(), barn.take(&mut sheaf[..2])), (0, 0));
+        }
+        out.sort_unstable();
+        assert_eq!(out, inside);
+    }
+}

@@ -1,0 +1,123 @@
+//! Debug mode: what is behind an object is watched, free objects are poisoned, and who took and gave it is known.
+//!
+//! Behind each object lie a *redzone*, which says whether it is free, and the places in the source that took it and gave it
+//! last. All of it is looked at with every call, outside of magazines. Damage ends in a panic that names these places.
+#![allow(unsafe_code)] // looks behind objects, and into free ones
+
+use std::panic::Location;
+
+/// The kernel's values, so that a dump looks familiar: redzones of objects in use and free ones, free bytes, the last of them.
+const IN_USE: u64 = 0xcccc_cccc_cccc_cccc;
+const FREE: u64 = 0xbbbb_bbbb_bbbb_bbbb;
+const POISON: u8 = 0x6b;
+const LAST_POISON: u8 = 0xa5;
+
+type Place = &'static Location<'static>;
+
+#[repr(C)]
+struct Trailer {
+    redzone: u64,
+    taken: Option<Place>,
+    given: Option<Place>,
+}
+
+/// # Invariants
+///
+/// A trailer lies behind each object of the cache, at the next multiple of eight; who took the object and has not given it has
+/// both alone, of a free one who is about to take it.
+pub(super) struct Checks {
+    name: String,
+    object_bytes: usize,
+    /// Free objects of caches with a constructor keep what that made.
+    is_poisoned: bool,
+}
+
+impl Checks {
+    pub const TRAILER_BYTES: usize = size_of::<Trailer>();
+
+    pub fn new(name: &str, object_bytes: usize, has_constructor: bool) -> Self {
+        Self { name: name.to_owned(), object_bytes, is_poisoned: !has_constructor && object_bytes > 0 }
+    }
+
+    fn trailer(&self, object: usize) -> *mut Trailer {
+        (object + self.object_bytes.next_multiple_of(size_of::<u64>())) as *mut Trailer
+    }
+
+    fn poison(&self, object: usize) {
+        if self.is_poisoned {
+            let last = self.object_bytes - 1;
+            // SAFETY: the object is free, and ours alone (type invariant).
+            unsafe {
+                std::ptr::write_bytes(object as *mut u8, POISON, last);
+                std::ptr::write((object + last) as *mut u8, LAST_POISON);
+            }
+        }
+    }
+
+    /// The first byte of a free object that is not what it was left as.
+    fn damage(&self, object: usize) -> Option<usize> {
+        // SAFETY: as in `poison`; all bytes were written there.
+        let byte = |at: usize| unsafe { std::ptr::read((object + at) as *const u8) };
+        let expected = |at: usize| if at + 1 == self.object_bytes { LAST_POISON } else { POISON };
+        let mut bytes = if self.is_poisoned { 0..self.object_bytes } else { 0..0 };
+        bytes.find(|at| byte(*at) != expected(*at))
+    }
+
+    /// An object of a slab that is set up.
+    pub fn note_new(&self, object: usize) {
+        let trailer = Trailer { redzone: FREE, taken: None, given: None };
+        // SAFETY: the slab is claimed, so the object is free (type invariant).
+        unsafe { self.trailer(object).write(trailer) };
+        self.poison(object);
+    }
+
+    /// An object was taken.
+    ///
+    /// # Panics
+    ///
+    /// If it is not as it was when it was given.
+    #[track_caller]
+    pub fn note_taken(&self, object: usize) {
+        // SAFETY: nobody else has taken it (type invariant).
+        let trailer = unsafe { &mut *self.trailer(object) };
+        if trailer.redzone != FREE {
+            self.report(object, trailer, "was written behind while it was free");
+        }
+        if let Some(at) = self.damage(object) {
+            self.report(object, trailer, &format!("was written at byte {at} while it was free"));
+        }
+        trailer.redzone = IN_USE;
+        trailer.taken = Some(Location::caller());
+    }
+
+    /// An object is about to be given back.
+    ///
+    /// # Panics
+    ///
+    /// If it is free already, or what is behind it was written.
+    #[track_caller]
+    pub fn note_given(&self, object: usize) {
+        // SAFETY: the caller has it (type invariant); if he has not, this is what finds out, at worst with a wrong name.
+        let trailer = unsafe { &mut *self.trailer(object) };
+        match trailer.redzone {
+            IN_USE => {}
+            FREE => self.report(object, trailer, "was freed twice"),
+            _ => self.report(object, trailer, "was written behind its end"),
+        }
+        trailer.redzone = FREE;
+        trailer.given = Some(Location::caller());
+        self.poison(object);
+    }
+
+    #[cold]
+    #[track_caller]
+    fn report(&self, object: usize, trailer: &Trailer, what: &str) -> ! {
+        let place = |place: Option<Place>| place.map_or("nowhere".to_owned(), ToString::to_string);
+        panic!(
+            "slab cache {}: the object at {object:#x} {what} (taken at {}, given at {})",
+            self.name,
+            place(trailer.taken),
+            place(trailer.given)
+        );
+    }
+}

@@ -1,0 +1,329 @@
+//! Metadata out of line: a line of bits and a line of words for each slab, and for each block which of its slabs have room.
+//!
+//! All of it is changed under the lock of the node that has the block ([`super::node`]); atomic it is to lie in tables.
+#![allow(unsafe_code)] // says that zero bits are values
+
+use super::shape::{MAX_OBJECTS, MAX_SLABS};
+use crate::arena::Zeroed;
+use crate::sync::Relaxed;
+
+macro_rules! held {
+    ($name:ident, $atomic:ident, $integer:ty) => {
+        /// A word under somebody's lock.
+        #[derive(Default)]
+        #[repr(transparent)]
+        pub(super) struct $name(std::sync::atomic::$atomic);
+
+        impl $name {
+            #[inline]
+            pub fn get(&self) -> $integer {
+                self.0.load(Relaxed)
+            }
+
+            #[inline]
+            pub fn set(&self, value: $integer) {
+                self.0.store(value, Relaxed);
+            }
+        }
+    };
+}
+
+held!(Held32, AtomicU32, u32);
+held!(Held64, AtomicU64, u64);
+
+impl Held32 {
+    pub fn add(&self, more: u32) {
+        self.set(self.get() + more);
+    }
+
+    pub fn sub(&self, less: u32) {
+        self.set(self.get() - less);
+    }
+}
+
+const WORDS: usize = MAX_OBJECTS / u64::BITS as usize;
+
+/// Some objects of a slab.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Objects([u64; WORDS]);
+
+impl Objects {
+    pub fn add(&mut self, object: u32) {
+        self.0[object as usize / 64] |= 1 << (object % 64);
+    }
+
+    pub fn count(&self) -> u32 {
+        self.0.iter().map(|word| word.count_ones()).sum()
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = u32> {
+        (0..MAX_OBJECTS as u32).filter(|object| self.0[*object as usize / 64] >> (object % 64) & 1 == 1)
+    }
+}
+
+/// What may be done with a slab.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub(super) enum State {
+    /// Objects are taken from it and given to it.
+    Open,
+    /// One thread has it alone, to set it up, empty it or give its memory back. Objects can still be given to it.
+    Claimed,
+    /// A callback panicked over it: nothing is ever taken from it again.
+    Lost,
+}
+
+/// One slab.
+#[repr(C, align(128))]
+pub(super) struct Slab {
+    /// Set for each object that is not in the slab: a user's, or in a magazine or barn.
+    bits: [Held64; WORDS],
+    /// How many that are.
+    used: Held32,
+    state: Held32,
+    /// The last pass that tried to empty it.
+    pub tried: Held32,
+}
+
+// SAFETY: atomic words.
+unsafe impl Zeroed for Slab {}
+
+impl Slab {
+    pub fn used(&self) -> u32 {
+        self.used.get()
+    }
+
+    pub fn state(&self) -> State {
+        match self.state.get() {
+            0 => State::Open,
+            1 => State::Claimed,
+            _ => State::Lost,
+        }
+    }
+
+    pub fn set_state(&self, state: State) {
+        self.state.set(state as u32);
+    }
+
+    pub fn is_set(&self, object: u32) -> bool {
+        self.bits[object as usize / 64].get() >> (object % 64) & 1 == 1
+    }
+
+    /// Takes up to `most` objects of `capacity`, lowest first; tells each.
+    pub fn take(&self, capacity: u32, most: usize, mut taken: impl FnMut(u32)) -> usize {
+        let mut count = 0;
+        for (at, word) in self.bits.iter().enumerate().take(capacity.div_ceil(64) as usize) {
+            let left = capacity - at as u32 * 64;
+            let all = if left >= 64 { u64::MAX } else { (1 << left) - 1 };
+            let mut free = !word.get() & all;
+            while free != 0 && count < most {
+                taken(at as u32 * 64 + free.trailing_zeros());
+                free &= free - 1;
+                count += 1;
+            }
+            word.set(word.get() & !all | all & !free);
+            if count == most {
+                break;
+            }
+        }
+        self.used.add(count as u32);
+        count
+    }
+
+    /// Takes one object back.
+    ///
+    /// # Panics
+    ///
+    /// If it is free already.
+    pub fn give(&self, object: u32) {
+        let word = &self.bits[object as usize / 64];
+        let bit = 1 << (object % 64);
+        assert!(word.get() & bit != 0, "object {object} of a slab is free already");
+        word.set(word.get() & !bit);
+        self.used.sub(1);
+    }
+
+    /// Objects from `from` on that are not in the slab, up to `most`.
+    pub fn set_objects(&self, from: u32, most: usize, mut found: impl FnMut(u32)) -> usize {
+        let objects = (from..MAX_OBJECTS as u32).filter(|object| self.is_set(*object));
+        objects.take(most).map(&mut found).count()
+    }
+}
+
+/// How much of a slab is free, coarsely; and slabs that nobody has set up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub(super) enum Level {
+    /// No memory behind it, or never given to objects.
+    Bare,
+    /// All objects are in it.
+    Empty,
+    /// The first of four levels of being in use.
+    Partial,
+}
+
+/// Levels of partial slabs: quarters.
+const QUARTERS: usize = 4;
+pub(super) const LEVELS: usize = Level::Partial as usize + QUARTERS;
+const MASK_WORDS: usize = 2;
+const _: () = assert!(MAX_SLABS == u128::BITS as usize);
+
+/// The level of a slab that is set up and open; `None` where it is full.
+pub(super) fn level_of(used: u32, capacity: u32) -> Option<usize> {
+    match used {
+        0 => Some(Level::Empty as usize),
+        used if used == capacity => None,
+        used => Some(Level::Partial as usize + used as usize * QUARTERS / capacity as usize),
+    }
+}
+
+/// One block.
+#[repr(C, align(64))]
+#[derive(Default)]
+pub(super) struct Block {
+    /// Of each level the slabs that are at it; those that are full, claimed or lost are at none.
+    levels: [[Held64; MASK_WORDS]; LEVELS],
+    /// Links of the list that it is in: number and one; 0 none.
+    pub next: Held32,
+    pub before: Held32,
+    /// The list that it is in.
+    pub bucket: Held32,
+    /// Objects that are not in its slabs.
+    pub used: Held32,
+    /// Objects that may be taken from its slabs.
+    pub room: Held32,
+    /// Slabs that are claimed or lost.
+    pub claimed: Held32,
+    /// Slabs that are set up.
+    pub slabs: Held32,
+    /// 1 where its memory comes and goes slab by slab.
+    pub is_sparse: Held32,
+    /// 1 while it is being emptied: nothing is taken from it.
+    pub is_leaving: Held32,
+    /// The last pass that tried to empty it.
+    pub tried: Held32,
+}
+
+// SAFETY: atomic words.
+unsafe impl Zeroed for Block {}
+
+/// Places of the bits that are set.
+fn ones(mut mask: u128) -> impl Iterator<Item = u32> {
+    std::iter::from_fn(move || {
+        let first = (mask != 0).then(|| mask.trailing_zeros())?;
+        mask &= mask - 1;
+        Some(first)
+    })
+}
+
+impl Block {
+    pub fn put(&self, level: usize, slab: u32) {
+        let word = &self.levels[level][slab as usize / 64];
+        word.set(word.get() | 1 << (slab % 64));
+    }
+
+    pub fn remove(&self, level: usize, slab: u32) {
+        let word = &self.levels[level][slab as usize / 64];
+        debug_assert!(word.get() >> (slab % 64) & 1 == 1);
+        word.set(word.get() & !(1 << (slab % 64)));
+    }
+
+    /// The first slab at a level.
+    #[inline]
+    pub fn first_at(&self, level: usize) -> Option<u32> {
+        let slabs = self.mask_at(level);
+        (slabs != 0).then(|| slabs.trailing_zeros())
+    }
+
+    fn mask_at(&self, level: usize) -> u128 {
+        let [low, high] = &self.levels[level];
+        u128::from(low.get()) | u128::from(high.get()) << u64::BITS
+    }
+
+    /// All slabs at a level.
+    pub fn all_at(&self, level: usize) -> impl Iterator<Item = u32> + use<> {
+        ones(self.mask_at(level))
+    }
+
+    /// All slabs of so many that are set up.
+    pub fn all_set_up(&self, slabs: u32) -> impl Iterator<Item = u32> + use<> {
+        ones(!self.mask_at(Level::Bare as usize) & u128::MAX >> (MAX_SLABS as u32 - slabs))
+    }
+
+    /// Slabs at a level.
+    pub fn count_at(&self, level: usize) -> u32 {
+        self.mask_at(level).count_ones()
+    }
+
+    /// All of `slabs` are bare.
+    pub fn strip(&self, slabs: u32) {
+        (0..slabs).for_each(|slab| self.put(Level::Bare as usize, slab));
+    }
+
+    /// No slab is at any level.
+    pub fn clear(&self) {
+        self.levels.iter().flatten().for_each(|word| word.set(0));
+    }
+
+    /// The partial slab that is in use most; else an empty one, where that is allowed.
+    pub fn fullest(&self, may_be_empty: bool) -> Option<u32> {
+        let least = if may_be_empty { Level::Empty } else { Level::Partial } as usize;
+        (least..LEVELS).rev().find_map(|level| self.first_at(level))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn slab() -> Slab {
+        // SAFETY: zero bits are a value.
+        unsafe { std::mem::zeroed() }
+    }
+
+    /// Objects of a slab come each once, none beyond its capacity, and those given back come again.
+    #[test]
+    fn objects_come_once() {
+        for capacity in [1, 63, 64, 65, 341, 512] {
+            let slab = slab();
+            let mut taken = Vec::new();
+            while slab.take(capacity, 7, |object| taken.push(object)) == 7 {}
+            assert_eq!(taken, (0..capacity).collect::<Vec<_>>());
+            assert_eq!((slab.used(), level_of(slab.used(), capacity)), (capacity, None));
+            slab.give(capacity - 1);
+            assert!(!slab.is_set(capacity - 1));
+            assert_eq!(slab.take(capacity, 9, |object| assert_eq!(object, capacity - 1)), 1);
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "free already")]
+    fn an_object_is_not_given_twice() {
+        let slab = slab();
+        slab.take(64, 1, |_| ());
+        slab.give(0);
+        slab.give(0);
+    }
+
+    /// Levels go from empty to nearly full, and a full slab is at none.
+    #[test]
+    fn levels_are_quarters() {
+        assert_eq!(level_of(0, 8), Some(Level::Empty as usize));
+        let levels: Vec<_> = (1..8).map(|used| level_of(used, 8).unwrap()).collect();
+        assert_eq!(levels, [2, 3, 3, 4, 4, 5, 5]);
+        assert_eq!(level_of(8, 8), None);
+    }
+
+    /// The fullest slab comes first, an empty one only where that is allowed.
+    #[test]
+    fn the_fullest_comes_first() {
+        let block = Block::default();
+        block.put(Level::Empty as usize, 3);
+        assert_eq!((block.fullest(false), block.fullest(true)), (None, Some(3)));
+        block.put(Level::Partial as usize, 100);
+        block.put(LEVELS - 1, 70);
+        assert_eq!((block.fullest(false), block.count_at(LEVELS - 1)), (Some(70), 1));
+        block.remove(LEVELS - 1, 70);
+        assert_eq!(block.fullest(true), Some(100));
+    }
+}

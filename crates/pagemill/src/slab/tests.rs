@@ -1,0 +1,328 @@
+//! What all kinds of caches have in common, shown with objects that stay where they are.
+#![allow(unsafe_code)] // mistakes of programs
+
+use super::*;
+use crate::arena::Layout;
+use crate::arena::nodes::Nodes;
+use crate::reclaim::Account;
+use crate::reclaim::tree::UNLIMITED;
+use crate::units::BLOCK_BYTES;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+pub(super) fn slabs_with(layout: Layout, limit_bytes: u64) -> (&'static Slabs, &'static Account) {
+    let account = Account::make(limit_bytes).unwrap();
+    let arena = place(Arena::new(layout, account).unwrap()).unwrap();
+    let slabs: &'static Slabs = place(Slabs::new(arena)).unwrap();
+    account.register(slabs);
+    (slabs, account)
+}
+
+/// Blocks are whole from the start.
+pub(super) fn slabs() -> &'static Slabs {
+    slabs_with(Layout::for_test(), UNLIMITED).0
+}
+
+/// Blocks are sparse: memory comes and goes slab by slab.
+pub(super) fn sparse_slabs() -> &'static Slabs {
+    slabs_with(Layout { use_huge: false, ..Layout::for_test() }, UNLIMITED).0
+}
+
+pub(super) fn slabs_on_nodes(nodes: usize) -> &'static Slabs {
+    slabs_with(Layout { nodes: Nodes::logical(nodes), ..Layout::for_test() }, UNLIMITED).0
+}
+
+/// Waits for readers, those of other tests, too, which may take longer than a call waits.
+pub(super) fn settle(engine: &Engine) {
+    while !engine.settle_all().unwrap() {}
+}
+
+type Object = [u64; 24];
+
+fn object(number: u64) -> Object {
+    [number; 24]
+}
+
+/// Values keep what was put in, at places of their own, and come out as they were.
+#[test]
+fn values_are_kept() {
+    let cache = slabs().fixed::<Object>(Settings::new("kept")).unwrap();
+    let mut slots: Vec<_> = (0..5_000).map(|number| cache.insert(object(number)).unwrap()).collect();
+    slots.retain(|slot| slot[0] % 3 != 0);
+    for number in 5_000..9_000 {
+        slots.push(cache.insert(object(number)).unwrap());
+    }
+    let mut places: Vec<usize> = slots.iter().map(|slot| std::ptr::from_ref(&**slot) as usize).collect();
+    places.sort_unstable();
+    assert!(places.windows(2).all(|pair| pair[1] - pair[0] >= size_of::<Object>()));
+    assert!(slots.iter().all(|slot| slot.iter().all(|word| *word == slot[0])));
+    let info = cache.info().unwrap();
+    assert_eq!((info.active, info.object_bytes, info.slab_bytes), (slots.len() as u64, 192, 64 << 10));
+    assert_eq!(slots.pop().unwrap().into_inner(), object(8_999));
+    cache.engine().check_books();
+}
+
+/// Objects per slab and one more make two slabs; one of them freed and the cache shrunk, one is left.
+#[test]
+fn two_slabs_become_one() {
+    for slabs in [slabs(), sparse_slabs()] {
+        let cache = slabs.fixed::<Object>(Settings::new("two")).unwrap();
+        let per_slab = u64::from(cache.info().unwrap().objects_per_slab);
+        let mut slots: Vec<_> = (0..=per_slab).map(|number| cache.insert(object(number)).unwrap()).collect();
+        assert_eq!(cache.shrink().unwrap(), 0);
+        let info = cache.info().unwrap();
+        assert_eq!((info.total.slabs, info.total.partial, info.cached, info.active), (2, 1, 0, per_slab + 1));
+        slots.pop();
+        cache.shrink().unwrap();
+        let info = cache.info().unwrap();
+        let in_use = info.total.slabs - info.total.empty;
+        assert_eq!((in_use, info.total.partial, info.active), (1, 0, per_slab));
+        // The empty slab of a whole block is a part of it.
+        let bytes = if info.total.empty == 0 { info.slab_bytes } else { BLOCK_BYTES };
+        assert_eq!(info.total.resident_bytes, bytes as u64);
+        drop(slots);
+        cache.shrink().unwrap();
+        assert_eq!(cache.info().unwrap().total, NodeInfo::default());
+        cache.engine().check_books();
+    }
+}
+
+/// What is charged is what blocks have, and all of it comes back.
+#[test]
+fn memory_comes_back() {
+    for layout in [Layout::for_test(), Layout { use_huge: false, ..Layout::for_test() }] {
+        let (slabs, account) = slabs_with(layout, UNLIMITED);
+        let cache = slabs.fixed::<[u8; 1000]>(Settings::new("back")).unwrap();
+        let slots: Vec<_> = (0..20_000).map(|_| cache.insert([7; 1000]).unwrap()).collect();
+        let resident = cache.info().unwrap().total.resident_bytes;
+        assert!(resident >= 20_000_000 && account.resident() == resident, "{resident} {}", account.resident());
+        drop(slots);
+        assert!(slabs.shrink(u64::MAX, Urgency::Limit) > 0);
+        assert_eq!((account.resident(), cache.info().unwrap().total.blocks), (0, 0));
+        // And can be had again.
+        drop(cache.insert([1; 1000]).unwrap());
+        drop(cache);
+        slabs.shrink(u64::MAX, Urgency::Request);
+        assert_eq!(account.resident(), 0);
+    }
+}
+
+/// Beyond its limit a cache is refused memory, and has it again when some has been freed.
+#[test]
+fn the_limit_is_minded() {
+    let (slabs, account) = slabs_with(Layout::for_test(), 4 * BLOCK_BYTES as u64);
+    let cache = slabs.fixed::<Object>(Settings::new("limit")).unwrap();
+    let mut slots = Vec::new();
+    let error = loop {
+        match cache.insert(object(0)) {
+            Ok(slot) => slots.push(slot),
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, Error::NoMemory { .. }), "{error}");
+    assert!(slots.len() * size_of::<Object>() > 3 * BLOCK_BYTES, "{}", slots.len());
+    assert!(account.resident() <= 4 * BLOCK_BYTES as u64);
+    slots.truncate(10);
+    slots.extend((0..1_000).map(|number| cache.insert(object(number)).unwrap()));
+    cache.engine().check_books();
+}
+
+/// Another cache serves from the blocks that one gave up, without asking the kernel.
+#[test]
+fn blocks_go_from_cache_to_cache() {
+    let slabs = slabs();
+    let one = slabs.fixed::<Object>(Settings::new("one")).unwrap();
+    drop((0..100_000).map(|number| one.insert(object(number)).unwrap()).collect::<Vec<_>>());
+    drop(one);
+    let free = slabs.giveable_bytes();
+    let other = slabs.fixed::<[u8; 4000]>(Settings::new("other")).unwrap();
+    let slot = other.insert([3; 4000]).unwrap();
+    assert!(free > BLOCK_BYTES as u64 && slabs.giveable_bytes() == free - BLOCK_BYTES as u64);
+    drop(slot);
+}
+
+/// Threads pass objects to each other, which are freed where they arrive; none is lost, and none is two threads'.
+#[test]
+fn threads_pass_objects_to_each_other() {
+    let cache = slabs().fixed::<AtomicUsize>(Settings::new("threads")).unwrap();
+    let (send, receive) = std::sync::mpsc::sync_channel(100);
+    std::thread::scope(|scope| {
+        let cache = &cache;
+        scope.spawn(move || {
+            for number in 0..100_000 {
+                let slot = cache.insert(AtomicUsize::new(number)).unwrap();
+                send.send(slot).unwrap();
+            }
+        });
+        scope.spawn(move || {
+            let mut kept = Vec::new();
+            for (number, slot) in receive.into_iter().enumerate() {
+                assert_eq!(slot.load(Relaxed), number);
+                kept.push(slot);
+                if kept.len() == 500 {
+                    kept.drain(..400);
+                }
+            }
+        });
+        for _ in 0..20 {
+            match cache.shrink() {
+                Ok(_) | Err(Error::Busy { .. }) => std::thread::yield_now(),
+                Err(error) => panic!("{error}"),
+            }
+        }
+    });
+    cache.shrink().unwrap();
+    assert_eq!((cache.info().unwrap().active, cache.info().unwrap().total.slabs), (0, 0));
+    cache.engine().check_books();
+}
+
+/// Values are dropped once, also where their destructor panics, and their place is used again.
+#[test]
+fn values_are_dropped_once() {
+    struct Counted<'count>(&'count AtomicUsize);
+    impl Drop for Counted<'_> {
+        fn drop(&mut self) {
+            assert!(self.0.fetch_add(1, Relaxed) != 3, "a destructor that fails, as it should here");
+        }
+    }
+    let dropped = AtomicUsize::new(0);
+    let cache = slabs().fixed::<Counted<'_>>(Settings::new("dropped")).unwrap();
+    let slots: Vec<_> = (0..10).map(|_| cache.insert(Counted(&dropped)).unwrap()).collect();
+    for slot in slots {
+        let failed = catch_unwind(AssertUnwindSafe(|| drop(slot))).is_err();
+        assert_eq!(failed, dropped.load(Relaxed) == 4);
+    }
+    assert_eq!((dropped.load(Relaxed), cache.info().unwrap().active), (10, 0));
+}
+
+/// Objects come from the node that is asked for, and are counted there; one that does not exist is refused.
+#[test]
+fn objects_come_from_their_node() {
+    let cache = slabs_on_nodes(3).fixed::<Object>(Settings::new("nodes")).unwrap();
+    let slots: Vec<_> = (0..300).map(|number| cache.insert_on(number % 3, object(1)).unwrap()).collect();
+    assert!(slots.iter().enumerate().all(|(number, slot)| slot.node() == number % 3));
+    let used: Vec<u64> = cache.info().unwrap().nodes.iter().map(|node| node.used).collect();
+    assert_eq!(used, [100, 100, 100]);
+    assert!(matches!(cache.insert_on(3, object(1)), Err(Error::BadNode { node: 3, nodes: 3 })));
+    drop(slots);
+    cache.shrink().unwrap();
+    assert_eq!(cache.info().unwrap().total, NodeInfo::default());
+}
+
+/// Where a node has no free object, those of others serve as often as the ratio says.
+#[test]
+fn remote_objects_serve_by_ratio() {
+    for (ratio, are_remote) in [(0, false), (100, true)] {
+        let settings = Settings { remote_node_defrag_ratio: ratio, ..Settings::new("remote") };
+        let cache = slabs_on_nodes(2).fixed::<Object>(settings).unwrap();
+        let engine = cache.engine();
+        let first = engine.allocate_on(1).unwrap();
+        let mut taken = [0];
+        let (node, _) = engine.take(0, ratio, &mut taken).unwrap();
+        assert_eq!(node == 1, are_remote);
+        assert_eq!(cache.info().unwrap().from_remote, u64::from(are_remote));
+        engine.put_back(1, &[first]);
+        engine.put_back(node, &taken);
+    }
+}
+
+/// Ratios of more than all, and objects and slabs that cannot be, are refused, and leave nothing behind.
+#[test]
+fn bad_settings_are_refused() {
+    let slabs = slabs();
+    for (used, remote) in [(101, 0), (0, 101)] {
+        let settings = Settings { defrag_used_ratio: used, remote_node_defrag_ratio: remote, ..Settings::new("ratio") };
+        assert!(matches!(slabs.fixed::<u64>(settings), Err(Error::BadRatio { percent: 101 })));
+    }
+    let settings = Settings { slab_bytes: Some(5000), ..Settings::new("slab") };
+    assert!(matches!(slabs.fixed::<u64>(settings), Err(Error::BadLength { .. })));
+    assert!(matches!(slabs.fixed::<[u8; 3 << 20]>(Settings::new("large")), Err(Error::BadLength { .. })));
+    let caches: Vec<_> = (0..MAX_CACHES).map(|_| slabs.fixed::<u64>(Settings::new("many")).unwrap()).collect();
+    assert!(matches!(slabs.fixed::<u64>(Settings::new("more")), Err(Error::NoAddresses { .. })));
+    drop(caches);
+    assert!(slabs.fixed::<u64>(Settings::new("again")).is_ok() && slabs.list().is_empty());
+}
+
+/// In debug mode what was written behind an object, written after it was freed, or freed twice is found, and its places named.
+#[test]
+fn damage_is_found() {
+    let slabs = slabs();
+    let with_damage = |damage: &dyn Fn(&Engine, usize)| {
+        let settings = Settings { debug: true, ..Settings::new("watched") };
+        let cache = slabs.fixed::<[u8; 20]>(settings).unwrap();
+        let object = cache.engine().allocate().unwrap();
+        let found = catch_unwind(AssertUnwindSafe(|| damage(cache.engine(), object))).unwrap_err();
+        *found.downcast::<String>().unwrap()
+    };
+    let free = |engine: &Engine, object| damage::free(engine, object);
+    let found = with_damage(&|engine, object| {
+        damage::write(object + 24, 0);
+        free(engine, object);
+    });
+    assert!(found.contains("watched") && found.contains("was written behind its end"), "{found}");
+    let found = with_damage(&|engine, object| {
+        free(engine, object);
+        free(engine, object);
+    });
+    assert!(found.contains("was freed twice") && found.contains("tests.rs:"), "{found}");
+    let found = with_damage(&|engine, object| {
+        free(engine, object);
+        damage::write(object + 19, 1);
+        _ = engine.allocate();
+    });
+    assert!(found.contains("was written at byte 19 while it was free"), "{found}");
+}
+
+/// What a program with a mistake does.
+mod damage {
+    use super::Engine;
+
+    pub fn free(engine: &Engine, object: usize) {
+        // SAFETY: none: a debug cache finds it out before anything is given back.
+        unsafe { engine.free(object) };
+    }
+
+    pub fn write(addr: usize, byte: u8) {
+        // SAFETY: memory of a slab of the test, which nobody else uses.
+        unsafe { (addr as *mut u8).write(byte) };
+    }
+}
+
+/// What the ways of one thread cost; a figure to look at, by `--ignored --nocapture` in a release build.
+#[test]
+#[ignore = "prints times"]
+fn cost_of_pairs_batches_and_churn() {
+    let cache = slabs().fixed::<Object>(Settings::new("cost")).unwrap();
+    let time = |what: &str, count: u64, act: &mut dyn FnMut()| {
+        let began = std::time::Instant::now();
+        act();
+        println!("{what}: {:.2} ns", began.elapsed().as_nanos() as f64 / count as f64);
+    };
+    for _ in 0..3 {
+        time("pair", 20_000_000, &mut || {
+            for _ in 0..20_000_000 {
+                let object = cache.engine().allocate().unwrap();
+                damage::free(cache.engine(), std::hint::black_box(object));
+            }
+        });
+        let mut batch = Vec::with_capacity(10_000);
+        time("batch of 10000, an object written", 10_000_000, &mut || {
+            for _ in 0..1_000 {
+                for number in 0..10_000_u64 {
+                    batch.push(cache.insert(object(number)).unwrap());
+                }
+                batch.clear();
+            }
+        });
+        let mut slots: Vec<_> = (0..100_000).map(|number| Some(cache.insert(object(number)).unwrap())).collect();
+        let mut at = 1_u64;
+        time("churn over 100000", 5_000_000, &mut || {
+            for _ in 0..5_000_000 {
+                at = at.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                let slot = &mut slots[(at >> 33) as usize % 100_000];
+                *slot = None;
+                *slot = Some(cache.insert(object(at)).unwrap());
+            }
+        });
+    }
+}
