@@ -95,12 +95,15 @@ impl Word {
         if word & LOCKED != 0 && (word >> GENERATION_SHIFT) as u16 == generation {
             return None;
         }
-        let state = State::unpack(word, generation);
-        self.0.compare_exchange(word, state.pack(generation) | LOCKED, Acquire, Relaxed).is_ok().then_some(Locked {
-            word: self,
-            generation,
-            state,
-        })
+        self.claim(word, generation)
+    }
+
+    /// Takes the lock of a word that was seen unlocked; `None` if it has changed since.
+    fn claim(&self, seen: u64, generation: u16) -> Option<Locked<'_>> {
+        let state = State::unpack(seen, generation);
+        self.0.compare_exchange(seen, state.pack(generation) | LOCKED, Acquire, Relaxed).ok()?;
+        // Made only if it is had: one that is dropped ends the lock, whoever has it.
+        Some(Locked { word: self, generation, state })
     }
 
     /// Takes the block's lock. Holders work for some hundred microseconds at most, so waiters yield.
@@ -143,5 +146,17 @@ mod tests {
         generation.advance();
         let locked = word.try_lock(&generation).expect("void lock");
         assert_eq!(locked.state, State { backing: Backing::Huge, charged_pages: 0, is_inherited: true });
+    }
+
+    /// Who was late with a word that was free when he looked does not end the lock of who was first.
+    #[test]
+    fn a_late_claim_leaves_the_lock() {
+        let (word, generation) = (Word::new(), Generation::default());
+        let seen = word.0.load(Relaxed);
+        let held = word.lock(&generation);
+        assert!(word.claim(seen, generation.get()).is_none());
+        assert!(word.try_lock(&generation).is_none(), "the lock was ended");
+        drop(held);
+        assert!(word.try_lock(&generation).is_some());
     }
 }
