@@ -257,6 +257,11 @@ fn a_second_writer_is_refused() {
     for name in [&path, &link, &second] {
         assert!(is_busy(FileStore::open(name)) && is_busy(FileStore::create(name)), "{name:?}");
     }
+    // The claim lasts however often it is asked for: it alone refuses, where files have no locks.
+    for _ in 0..3 {
+        let Err(Error::Busy { what }) = refusal(FileStore::open(&path)) else { panic!("not refused") };
+        assert_eq!(what, "another store of this process writes to the file");
+    }
     let readers = [FileStore::open_read_only(&path).unwrap(), FileStore::open_read_only(&link).unwrap()];
     first.write(0, b"bytes").unwrap();
     assert!(readers.iter().all(|reader| read(reader, 0, 5) == b"bytes"));

@@ -22,7 +22,8 @@ impl Claim {
     pub fn take(key: Key) -> Option<Self> {
         forked::hear();
         let generation = ring::generation().unwrap_or_default();
-        CLAIMED.with(|claimed| claimed.insert(key)).then_some(Self { key, generation })
+        // Made only if it is had: one that is dropped gives the file up.
+        CLAIMED.with(|claimed| claimed.insert(key)).then(|| Self { key, generation })
     }
 
     /// Whether it is this process's, and not that of one it was forked from.
