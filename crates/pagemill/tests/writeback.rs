@@ -464,3 +464,25 @@ fn files_are_written_back_and_opened_again() {
     }
     std::fs::remove_dir_all(&folder).unwrap();
 }
+
+/// Two pages that somebody has pinned keep no other from its store, and a sync for a second, not for two; it says that not all is safe.
+#[test]
+fn a_pinned_page_keeps_no_other_back() {
+    let cache = cache(64 * MIB, shares(50, 90), true);
+    let (store, file) = open(&cache);
+    (0..64).for_each(|page| _ = write_page(&file, page, 7).unwrap());
+    let pins = [5, 9].map(|page| file.pin(page * PAGE as u64).unwrap());
+    for result in [file.sync(), file.write_back(0, (64 * PAGE) as u64)] {
+        assert!(matches!(result, Err(Error::Busy { .. })), "{result:?}");
+        assert_eq!(file.dirty_bytes(), 2 * PAGE as u64);
+    }
+    assert_eq!(store.inner().bytes().iter().filter(|byte| **byte == 7).count(), 62 * PAGE);
+    // What a store says is told before that.
+    (0..64).for_each(|page| _ = write_page(&file, page, 8).unwrap());
+    store.set_faults(Faults { fail_per_mille: 1000, errno: ENOSPC, ..Faults::default() });
+    assert_eq!(file.sync().unwrap_err().errno(), ENOSPC);
+    store.set_faults(Faults::default());
+    drop(pins);
+    file.sync().unwrap();
+    assert_eq!(store.inner().bytes(), [8; 64 * PAGE]);
+}

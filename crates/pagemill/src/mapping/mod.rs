@@ -350,7 +350,7 @@ impl Turn {
             Patience::new()
         });
         if patience.waited_ns() > MOST_WAIT_NS {
-            return Err(Error::Busy { what: "a page of the file has been held for a second" });
+            return Err(Error::Busy { what: "a page of the file has been pinned or held for a second" });
         }
         patience.pause();
         Ok(())

@@ -33,7 +33,8 @@ impl Mapping {
     ///
     /// [`Error::Store`] with what the store says: the bytes stay dirty, another call tries again. So it says, once to each handle
     /// ([`Mapping::try_clone`]), if something could not be written back since the last sync by this handle, in the background or by
-    /// another: even if all is safe now. [`Error::Busy`] where somebody holds a folio for a second, or truncates all the time.
+    /// another: even if all is safe now. [`Error::Busy`] where somebody pins or holds a dirty folio for a second, or truncates all the time:
+    /// the other dirty folios are in the store then, though not safe there.
     pub fn sync(&self) -> Result<()> {
         self.0.check(0, 0)?;
         self.tell(self.0.sync_pages(0..Owner::MAX_INDEX))

@@ -340,7 +340,7 @@ impl File {
     ///
     /// # Errors
     ///
-    /// [`Error::Busy`] where somebody is in the way for too long, and where the store does not go on.
+    /// [`Error::Busy`] where somebody is in the way for too long: the others were written. And where the store does not go on.
     pub(super) fn walk(self: &Arc<Self>, store: &dyn Store, walk: &Walk) -> Result<Walked> {
         let (state, changed) = (Mutex::new(Progress::default()), Condvar::new());
         let pass = Arc::new(Pass { file: self.clone(), why: walk.why, state, changed });
@@ -349,17 +349,20 @@ impl File {
         ready.start();
         let is_over = pass.wait((0, 0), walk.patience);
         let mut state = pass.state();
-        let (next, is_clean) = found?;
         if !is_over {
             return Err(Error::Busy { what: "the store does not go on with what it was given" });
         }
         let failure = state.failure.take().map(failed(DOING));
+        let (next, is_clean) = match found {
+            Err(error) if failure.is_none() => return Err(error),
+            found => found.unwrap_or((None, false)),
+        };
         Ok(Walked { written_bytes: state.written_bytes, is_clean: is_clean && !state.must_stay, next, failure })
     }
 
     /// Returns where it left off, and whether nothing had to be passed by.
     fn find_and_start(self: &Arc<Self>, ready: &mut Ready<'_>, walk: &Walk) -> Result<(Option<u64>, bool)> {
-        let (mut at, mut found_bytes, mut is_clean) = (walk.pages.start, 0, true);
+        let (mut at, mut found_bytes, mut is_clean, mut busy) = (walk.pages.start, 0, true, None);
         while at < walk.pages.end
             && !self.is_closed.load(Relaxed)
             && let Some(found) = { self.tree.next_marked(at, walk.pages.end - 1, DIRTY, &epoch::pin()) }
@@ -373,10 +376,13 @@ impl File {
                 None => {
                     // Who has it may wait for one of those that were found.
                     ready.start();
-                    match walk.patience {
-                        None => self.freeze_dirty(found.first)?,
-                        Some(_) => {
+                    // One is waited for in vain at most: the others that somebody has keep nobody.
+                    let is_awaited = walk.patience.is_none() && busy.is_none();
+                    match is_awaited.then(|| self.freeze_dirty(found.first)) {
+                        Some(Ok(frozen)) => frozen,
+                        passed => {
                             is_clean = false;
+                            busy = busy.or(passed.and_then(Result::err));
                             (found.last() + 1, None)
                         }
                     }
@@ -399,7 +405,7 @@ impl File {
                 }
             }
         }
-        Ok((None, is_clean))
+        busy.map_or(Ok((None, is_clean)), Err)
     }
 
     fn note_underway(&self) {
