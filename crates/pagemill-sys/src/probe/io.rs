@@ -5,6 +5,8 @@ use super::{Feature, Finding, Group, System, describe};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
+const MEMLOCK_FIX: &str = "sudo prlimit --pid $$ --memlock=unlimited";
+
 pub(super) const ROWS: &[Feature] = &[
     Feature {
         key: "io_uring",
@@ -14,10 +16,7 @@ pub(super) const ROWS: &[Feature] = &[
         needed_for: "asynchronous direct reads and writes into huge pages",
         lost: "threads that read and write: more CPU per I/O",
         fix: "sudo sysctl kernel.io_uring_disabled=0",
-        check: |_| match trial::make_ring() {
-            Ok(()) => Finding::available("a ring was made"),
-            Err(error) => Finding::refused(&error),
-        },
+        check: |_| ring(trial::make_ring()),
     },
     Feature {
         key: "io_uring_memory",
@@ -26,7 +25,7 @@ pub(super) const ROWS: &[Feature] = &[
         since: "5.19",
         needed_for: "large direct reads and writes that find their pages at once",
         lost: "each looks its pages up: more CPU per large read",
-        fix: "sudo prlimit --pid $$ --memlock=unlimited",
+        fix: MEMLOCK_FIX,
         check: |_| match trial::register_memory() {
             Ok(()) => Finding::available("2 MiB were registered"),
             Err(error) => Finding::refused(&error),
@@ -160,6 +159,15 @@ fn is_about_the_folder(error: &std::io::Error) -> bool {
     [NotFound, PermissionDenied, ReadOnlyFilesystem, StorageFull].contains(&error.kind())
 }
 
+/// Some kernels count what a ring takes as locked memory, and say ENOMEM.
+fn ring(made: std::io::Result<()>) -> Finding {
+    match made {
+        Ok(()) => Finding::available("a ring was made"),
+        Err(error) if error.raw_os_error() == Some(libc::ENOMEM) => Finding::refused(&error).with_fix(MEMLOCK_FIX),
+        Err(error) => Finding::refused(&error),
+    }
+}
+
 fn fuse(system: &System) -> Finding {
     const HELPERS: [&str; 2] = ["/usr/bin/fusermount3", "/bin/fusermount3"];
     match File::options().read(true).write(true).open(system.path("/dev/fuse")) {
@@ -290,6 +298,14 @@ fn user_namespace(system: &System) -> Finding {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A ring that is refused for want of memory that may be locked is not had by allowing io_uring.
+    #[test]
+    fn a_ring_without_room_needs_other_help() {
+        let fix = |errno| ring(Err(std::io::Error::from_raw_os_error(errno))).fix;
+        assert_eq!(fix(libc::ENOMEM).as_deref(), Some(MEMLOCK_FIX));
+        assert_eq!(fix(libc::EPERM), None, "the row's own");
+    }
     use crate::probe::State;
 
     /// A folder that does not exist yet is judged by where it would be made; one that cannot be made is missing.
