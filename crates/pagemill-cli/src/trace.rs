@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 #[derive(clap::Args)]
 pub struct Trace {
-    /// A running process that was started with `pagemill run`.
+    /// A running process on Pagemill.
     pid: u32,
     /// One JSON object a line.
     #[arg(long)]

@@ -58,7 +58,7 @@ impl Vmstat {
         let (resident, giveable) = (Bytes(now.get(Counter::Resident)), Bytes(now.giveable_bytes()));
         writeln!(out, "{} {}: {resident} resident, {giveable} of it could be given at once", now.who.pid, now.name())?;
         for row in states().filter(|row| !self.watch || now.get(row.counter) != before.get(row.counter)) {
-            writeln!(out, "  {:<22} {:>12}  {}", row.name, now.get(row.counter), row.meaning)?;
+            writeln!(out, "  {:<25} {:>12}  {}", row.name, now.get(row.counter), row.meaning)?;
         }
         // Watching, only what moved is of interest.
         for row in sums().filter(|row| !self.watch || added(row) > 0) {
@@ -66,7 +66,7 @@ impl Vmstat {
                 Unit::Bytes => Bytes(added(row)).to_string(),
                 Unit::Count => added(row).to_string(),
             };
-            writeln!(out, "  {:<22} {amount:>12}  {}", row.name, row.meaning)?;
+            writeln!(out, "  {:<25} {amount:>12}  {}", row.name, row.meaning)?;
         }
         out.flush()
     }

@@ -4,10 +4,10 @@
 //! the words ([`units`], [`error`], [`stats`], [`trace`]), the [`arena`] of
 //! 2 MiB blocks, the accounting half of [`reclaim`], the [`heap`], on which
 //! `pagemill run` puts whole programs, [`volatile`] ranges, [`slab`] caches, and [`xarray`], the index
-//! of a page cache.
+//! of a page cache, the cache itself ([`mapping`]), and what lies behind its files ([`store`]).
 //!
 //! [`Pagemill`] builds and owns all of it. Layers, from bottom to top: `units`,
-//! `error`, `trace`, `stats`, `sync`; `arena`; `reclaim`, `xarray`; `heap`; `volatile`, `slab`. A module uses
+//! `error`, `trace`, `stats`, `sync`; `arena`; `reclaim`, `xarray`, `store`; `heap`; `volatile`, `mapping`, `slab`. A module uses
 //! lower ones only; what lower code needs from above it names as a trait
 //! ([`arena::Budget`], [`reclaim::Shrinker`]).
 

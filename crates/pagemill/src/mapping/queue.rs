@@ -76,7 +76,7 @@ pub struct Queue {
 }
 
 impl Cache {
-    /// A queue of this thread for up to `depth` pages at a time.
+    /// A queue of this thread for up to `depth` pages at a time: 1 to 4096, else the nearer of these ([`Queue::depth`]).
     ///
     /// # Errors
     ///
