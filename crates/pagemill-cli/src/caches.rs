@@ -132,7 +132,8 @@ impl Answer {
                     let page = amount(usage.page_bytes as u64);
                     let some = if usage.is_partial { "  in part" } else { "" };
                     let [charged, dirty, limit] = [usage.charged, usage.dirty, usage.limit].map(amount);
-                    format!(" {charged:>9} {dirty:>9} {limit:>9} {page:>9}{some}")
+                    let hugetlb = if usage.is_hugetlb { "  hugetlb" } else { "" };
+                    format!(" {charged:>9} {dirty:>9} {limit:>9} {page:>9}{hugetlb}{some}")
                 }
                 _ => String::new(),
             };
@@ -181,6 +182,7 @@ impl Answer {
                 row.insert("charged".into(), json!(usage.charged));
                 row.insert("dirty".into(), json!(usage.dirty));
                 row.insert("limit".into(), json!(usage.limit));
+                row.insert("hugetlb".into(), json!(usage.is_hugetlb));
                 row.insert("in_part".into(), json!(usage.is_partial));
             }
             Value::Object(row)
@@ -206,7 +208,7 @@ mod tests {
         const KIB: u64 = 1 << 10;
         let rows = vec![
             (Holder::Cache, usage("tiles", 0, KIB)),
-            (Holder::Cache, Usage { is_partial: true, ..usage("rows", 1, 2 * KIB) }),
+            (Holder::Cache, Usage { is_partial: true, is_hugetlb: true, ..usage("rows", 1, 2 * KIB) }),
             (Holder::IdlePool, usage("", 1, 4 * KIB)),
             (Holder::SpareNodes, Usage { index: 8 * KIB, ..Usage::default() }),
         ];
@@ -218,7 +220,7 @@ mod tests {
             assert!(kib >= 5 && line.join(" ").contains(last), "{line:?}");
         };
         assert!(lines[1].starts_with(&["tiles", "0", "0", "1", "KiB"]) && !lines[1].contains(&"part"));
-        assert!(lines[2].ends_with(&["in", "part"]));
+        assert!(lines[2].ends_with(&["hugetlb", "in", "part"]));
         numbers(&lines[5], "all on node 0 1 KiB");
         numbers(&lines[6], "all on node 1 6 KiB");
         numbers(&lines[7], "all 7 KiB 7 KiB 7 KiB 7 KiB 7 KiB 15 KiB");

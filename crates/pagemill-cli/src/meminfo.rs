@@ -54,6 +54,7 @@ const ASIDE: &[(Counter, &str)] = &[
     (Counter::SlabFree, "of cache: free blocks of slab caches, given back on request"),
     (Counter::CacheFrames, "metadata of the pages of caches; as of the last measurement"),
     (Counter::CacheIndex, "nodes of the indices of caches; as of the last measurement"),
+    (Counter::CacheHugetlb, "reserved huge pages of caches: beside the above, not resident"),
     (Counter::Untouched, "lent and not known to be touched; not resident"),
     (Counter::Metadata, "bookkeeping, beside the above; as of the last measurement"),
     (Counter::ResidentPeak, "the most that was resident"),

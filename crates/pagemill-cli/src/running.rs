@@ -71,6 +71,12 @@ const MISHAPS: &[Mishap] = &[
         what: "pieces of memory could not be registered (memlock)",
         lost: "each direct transfer looks its pages up: more CPU per large read",
     },
+    Mishap {
+        counter: Counter::HugetlbRefused,
+        name: "reserved pages for caches",
+        what: "caches wanted more reserved huge pages than were free",
+        lost: "ordinary memory, which is charged and may come in small pages",
+    },
 ];
 
 /// The layers, summed over this user's running processes; nothing where none publishes figures.

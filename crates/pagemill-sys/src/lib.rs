@@ -10,6 +10,7 @@
 //! | [`mem`] | address space: reserve, open, populate, give back |
 //! | [`maps`] | what is mapped where |
 //! | [`fault`] | faults of the program's own memory, heard of first |
+//! | [`hugetlb`] | huge pages that the administrator has reserved |
 //! | [`moves`] | moving pages between addresses (userfaultfd, mremap) |
 //! | [`numa`] | nodes and memory policy |
 //! | [`barrier`] | a memory barrier in all threads at once (membarrier) |
@@ -34,6 +35,7 @@ pub mod fanotify;
 pub mod fault;
 pub mod file;
 pub mod futex;
+pub mod hugetlb;
 pub mod maps;
 pub mod mem;
 pub mod moves;

@@ -65,7 +65,7 @@ const MOST_OS_PAGE_BYTES: usize = 64 << 10;
 /// # Safety
 ///
 /// With `MAP_FIXED` nobody depends on what is mapped there.
-unsafe fn map(addr: usize, len_bytes: usize, protection: i32, flags: i32) -> io::Result<usize> {
+pub(crate) unsafe fn map(addr: usize, len_bytes: usize, protection: i32, flags: i32) -> io::Result<usize> {
     // SAFETY: the caller's promise.
     let result = unsafe { libc::syscall(libc::SYS_mmap, addr, len_bytes, protection, flags, -1, 0) };
     if result == -1 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }

@@ -1,6 +1,6 @@
 //! What the world can do wrong, with the numbers.
 
-use crate::units::{Bytes, os_page_bytes};
+use crate::units::{BLOCK_BYTES, Bytes, os_page_bytes};
 use std::fmt;
 use std::io;
 
@@ -10,6 +10,8 @@ use std::io;
 pub enum Error {
     /// Not admitted, even after reclaim.
     NoMemory { wanted_bytes: u64, used_bytes: u64, limit_bytes: u64 },
+    /// Not so many huge pages that the administrator has reserved (hugetlb) are free.
+    NoHugetlb { wanted_bytes: u64 },
     /// The addresses reserved for this use are all taken.
     NoAddresses { wanted_bytes: u64 },
     /// The alignment is no power of two, or too large.
@@ -64,7 +66,9 @@ impl Error {
         const ENXIO: i32 = 6;
         const EBADF: i32 = 9;
         match self {
-            Self::NoMemory { .. } | Self::NoAddresses { .. } | Self::NotMapped { .. } => ENOMEM,
+            Self::NoMemory { .. } | Self::NoHugetlb { .. } | Self::NoAddresses { .. } | Self::NotMapped { .. } => {
+                ENOMEM
+            }
             Self::BadAlignment { .. }
             | Self::NotAllocated { .. }
             | Self::FreedBefore { .. }
@@ -101,6 +105,14 @@ impl fmt::Display for Error {
                 Bytes(*used_bytes),
                 Bytes(*limit_bytes)
             ),
+            Self::NoHugetlb { wanted_bytes } => {
+                let pages = wanted_bytes.div_ceil(BLOCK_BYTES as u64);
+                write!(
+                    f,
+                    "not so many reserved huge pages (hugetlb) are free: {pages} of 2 MiB are wanted; \
+                     the administrator reserves them by /proc/sys/vm/nr_hugepages"
+                )
+            }
             Self::NoAddresses { wanted_bytes } => {
                 write!(f, "no address space left for {}", Bytes(*wanted_bytes))
             }

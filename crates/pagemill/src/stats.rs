@@ -298,6 +298,10 @@ counters! {
     slab_emptied: SlabEmptied, Sum, Count;
     /// Slabs out of use because a callback panicked over them.
     slab_lost: SlabLost, Sum, Count;
+    /// Reserved huge pages (hugetlb) that caches have, filled or not: beside `cache`, and not resident.
+    cache_hugetlb: CacheHugetlb, Gauge, Bytes;
+    /// Caches that were to have reserved huge pages and got ordinary memory, since not so many were free.
+    hugetlb_refused: HugetlbRefused, Sum, Count;
 }
 
 /// Rows that a page has room for.

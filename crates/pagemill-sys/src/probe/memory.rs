@@ -10,6 +10,7 @@ const ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 const DEFRAG: &str = "/sys/kernel/mm/transparent_hugepage/defrag";
 const SHMEM: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 const PMD_SIZE: &str = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size";
+const RESERVED: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 const ENABLE: &str = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled";
 
 const MADV_COLD: i32 = 20;
@@ -86,6 +87,16 @@ pub(super) const ROWS: &[Feature] = &[
         lost: "shared blocks start small; collapsing them costs some 4.7 ms per 2 MiB",
         fix: "echo advise | sudo tee /sys/kernel/mm/transparent_hugepage/shmem_enabled",
         check: shmem_huge,
+    },
+    Feature {
+        key: "hugetlb",
+        group: Group::HugePages,
+        name: "reserved pages (hugetlb)",
+        since: "5.16",
+        needed_for: "caches that ask for them (Source::Hugetlb), and nothing else",
+        lost: "such caches are refused, or get ordinary memory (hugetlb_refused)",
+        fix: "echo 512 | sudo tee /proc/sys/vm/nr_hugepages",
+        check: reserved,
     },
     Feature {
         key: "madv_collapse",
@@ -227,6 +238,24 @@ fn huge_size(system: &System) -> Finding {
         Ok(bytes) => Finding::limited(super::size(bytes)),
         Err(unread) if unread.is_absent => Finding::missing("none").with_fix("needs another kernel"),
         Err(unread) => unread.into(),
+    }
+}
+
+/// What of the reserve is free, and promised to nobody.
+fn reserved(system: &System) -> Finding {
+    let number = |name: &str| system.number(&format!("{RESERVED}/{name}"));
+    let (total, free, promised) = match (number("nr_hugepages"), number("free_hugepages"), number("resv_hugepages")) {
+        (Ok(total), Ok(free), Ok(promised)) => (total, free, promised),
+        (Err(unread), ..) if unread.is_absent => {
+            return Finding::missing("none of 2 MiB").with_fix("needs another kernel");
+        }
+        (Err(unread), ..) | (_, Err(unread), _) | (.., Err(unread)) => return unread.into(),
+    };
+    let found = format!("{} of {total} pages of 2 MiB free", free.saturating_sub(promised));
+    match free.saturating_sub(promised) {
+        0 if total == 0 => Finding::missing("none reserved"),
+        0 => Finding::limited(found),
+        _ => Finding::available(found),
     }
 }
 
@@ -468,6 +497,29 @@ mod tests {
         ] {
             std::fs::write(&path, text).unwrap();
             assert_eq!(judge(), state, "{text}");
+        }
+    }
+
+    /// Pages that are free, but promised, are nobody's to take.
+    #[test]
+    fn reserved_pages_are_judged() {
+        let root = tempfile::tempdir().unwrap();
+        let system = System { root: root.path().to_path_buf() };
+        assert_eq!(reserved(&system).state, State::Unknown);
+        let folder = system.path(RESERVED);
+        std::fs::create_dir_all(folder.parent().unwrap()).unwrap();
+        assert_eq!(reserved(&system).state, State::Missing);
+        std::fs::create_dir_all(&folder).unwrap();
+        for (total, free, promised, state) in [
+            (0, 0, 0, State::Missing),
+            (8, 8, 8, State::Limited),
+            (8, 0, 0, State::Limited),
+            (8, 5, 4, State::Available),
+        ] {
+            for (name, number) in [("nr_hugepages", total), ("free_hugepages", free), ("resv_hugepages", promised)] {
+                std::fs::write(folder.join(name), format!("{number}\n")).unwrap();
+            }
+            assert_eq!(reserved(&system).state, state, "{total} {free} {promised}");
         }
     }
 

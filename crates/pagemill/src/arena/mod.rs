@@ -21,9 +21,11 @@
 pub(crate) mod backing;
 pub(crate) mod block;
 pub(crate) mod extents;
+mod hugetlb;
 mod metadata;
 pub mod nodes;
 
+pub(crate) use hugetlb::Reserve;
 pub(crate) use metadata::{Table, Zeroed, place};
 
 use crate::error::{Error, Result};

@@ -5,13 +5,13 @@ use super::buddy::Buddies;
 use super::bytes;
 use super::leases::Leases;
 use super::word::{Kind, State, Word};
-use crate::arena::{Arena, Table, Zeroed, place};
+use crate::arena::{Arena, Reserve, Table, Zeroed, place};
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
 use crate::sync::{AtomicU32, AtomicU64, Guarded, Patience, Relaxed};
 use crate::units::{BLOCK_BYTES, PageSize};
 use std::ops::Range;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU8};
 
 /// Metadata of one page.
 #[repr(C)]
@@ -94,7 +94,7 @@ struct Books {
 /// # Invariants
 ///
 /// 1. Chunks from 0 to `Books::chunks` that are not in the list of empty ones are mapped, writable, resident as long as the process lets them
-///    be, and this pool's alone. Those that are lent stay so.
+///    be, and this pool's alone. Those that are lent stay so. Of a pool over reserved huge pages: while it has these.
 /// 2. Whoever took a page from the lists may change its bytes until its word says *Live*; from then on the word's protocol holds.
 pub(crate) struct Pool {
     arena: &'static Arena,
@@ -122,7 +122,16 @@ pub(crate) struct Pool {
     node: usize,
     /// Memory that is free, but lent, could not be given back.
     is_wanted_back: AtomicBool,
+    /// Of one over reserved huge pages: [`CLOSED`] at first. Changed under `Caches::books` only.
+    reserve: Option<AtomicU8>,
 }
+
+/// There are no pages under the window.
+const CLOSED: u8 = 0;
+/// There are pages under all of it.
+const PLACED: u8 = 1;
+/// The kernel has failed, and the addresses may be another's.
+const LOST: u8 = 2;
 
 impl Pool {
     /// A pool of addresses for up to `max_bytes`, of which none are resident.
@@ -130,7 +139,13 @@ impl Pool {
     /// # Errors
     ///
     /// [`Error::NoAddresses`]; [`Error::System`] for its metadata.
-    pub fn new(arena: &'static Arena, page: PageSize, max_bytes: u64, node: usize) -> Result<&'static Self> {
+    pub fn new(
+        arena: &'static Arena,
+        page: PageSize,
+        max_bytes: u64,
+        node: usize,
+        is_hugetlb: bool,
+    ) -> Result<&'static Self> {
         let chunk_bytes = page.bytes().max(BLOCK_BYTES);
         let no_addresses = || Error::NoAddresses { wanted_bytes: max_bytes };
         let chunks = usize::try_from(max_bytes).map_err(|_| no_addresses())?.div_ceil(chunk_bytes).max(1);
@@ -165,7 +180,60 @@ impl Pool {
             chunk_bytes,
             node,
             is_wanted_back: AtomicBool::new(false),
+            reserve: is_hugetlb.then(|| AtomicU8::new(CLOSED)),
         })
+    }
+
+    /// Whether it is one over reserved huge pages. These come with [`Pool::place_reserve`], all at once, and go with
+    /// [`Pool::end_reserve`]: until then none is given back.
+    pub fn is_hugetlb(&self) -> bool {
+        self.reserve.is_some()
+    }
+
+    /// Whether there is nothing under the window of a pool over reserved huge pages, and something can be put there.
+    pub fn is_closed(&self) -> bool {
+        self.reserve.as_ref().is_some_and(|reserve| reserve.load(Relaxed) == CLOSED)
+    }
+
+    /// Puts reserved pages under all of the window.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::System`]: it is of no use to anybody any more.
+    ///
+    /// # Panics
+    ///
+    /// If it is not closed, or as long as they are.
+    pub fn place_reserve(&self, pages: Reserve) -> Result<()> {
+        assert!(self.is_closed());
+        assert_eq!(pages.len_bytes() as u64, self.max_bytes());
+        let Some(reserve) = &self.reserve else { return Ok(()) };
+        reserve.store(LOST, Relaxed);
+        // SAFETY: the window is ours, and closed.
+        unsafe { self.arena.place_reserve(pages, self.base, self.node) }?;
+        reserve.store(PLACED, Relaxed);
+        Ok(())
+    }
+
+    /// Gives the reserved pages back of a pool that nobody uses; those of one that is in use, or lent, stay.
+    pub fn end_reserve(&self) {
+        let Some(reserve) = self.reserve.as_ref().filter(|reserve| reserve.load(Relaxed) == PLACED) else { return };
+        let is_empty = self.books.with(|books| {
+            // Chunks that are lent are not taken.
+            while let Some(number) = books.buddies.take_whole(&self.frames) {
+                let chunk = number >> self.chunk_order;
+                books.buddies.leases.note_filled(chunk, false);
+                self.filled_chunks.fetch_sub(1, Relaxed);
+                self.add_empty(books, chunk);
+            }
+            self.note_free(books);
+            self.filled_chunks.load(Relaxed) == 0 && books.moving == 0
+        });
+        if is_empty {
+            // SAFETY: all chunks are out of the lists, and nobody brings one in: nobody knows of their bytes, the kernel's rings neither.
+            let ended = unsafe { self.arena.end_reserve(self.base, self.max_chunks as usize * self.chunk_bytes) };
+            reserve.store(if ended.is_ok() { CLOSED } else { LOST }, Relaxed);
+        }
     }
 
     pub fn page(&self) -> PageSize {
@@ -317,8 +385,13 @@ impl Pool {
             }
         };
         let first_block = self.first_block(chunk);
-        let use_huge = self.use_huge.load(Relaxed);
-        if let Err(error) = self.arena.bring_in_whole(first_block, self.blocks_of_chunk(), use_huge) {
+        let filled = if self.is_hugetlb() {
+            self.arena.bring_in_reserved(first_block, self.blocks_of_chunk())
+        } else {
+            let use_huge = self.use_huge.load(Relaxed);
+            self.arena.bring_in_whole(first_block, self.blocks_of_chunk(), use_huge).map(drop)
+        };
+        if let Err(error) = filled {
             self.leave_chunk(chunk);
             // Somebody may have given some back meanwhile.
             return self.take_free(order).ok_or(error);
@@ -372,7 +445,7 @@ impl Pool {
         self.frames.open(0, next, next + pages)?;
         self.notes.open(0, chunk as usize, chunk as usize + 1)?;
         let step = (OPENED_BYTES / self.chunk_bytes()).max(1) as u32;
-        if chunk.is_multiple_of(step) {
+        if chunk.is_multiple_of(step) && !self.is_hugetlb() {
             let chunks = step.min(self.max_chunks - chunk) as usize;
             self.arena.open_blocks(self.addr(chunk << self.chunk_order), chunks * self.chunk_bytes())?;
         }
@@ -381,11 +454,15 @@ impl Pool {
 
     fn leave_chunk(&self, chunk: u32) {
         self.books.with(|books| {
-            let next = books.empty.map_or(u64::MAX, u64::from);
-            self.frame(chunk << self.chunk_order).owner.store(next, Relaxed);
-            books.empty = Some(chunk);
+            self.add_empty(books, chunk);
             books.moving -= 1;
         });
+    }
+
+    fn add_empty(&self, books: &mut Books, chunk: u32) {
+        let next = books.empty.map_or(u64::MAX, u64::from);
+        self.frame(chunk << self.chunk_order).owner.store(next, Relaxed);
+        books.empty = Some(chunk);
     }
 
     fn note_frames(&self, number: u32) {
@@ -445,11 +522,15 @@ impl Pool {
 
     /// Asks for what is lent though it is free; says whether it had not been asked for yet.
     pub fn want_back(&self) -> bool {
-        self.books.with(|books| books.buddies.has_lent() && !self.is_wanted_back.swap(true, Relaxed))
+        !self.is_hugetlb()
+            && self.books.with(|books| books.buddies.has_lent() && !self.is_wanted_back.swap(true, Relaxed))
     }
 
     /// Bytes that [`Pool::shrink`] could give back, if it is not lent.
     pub fn giveable_bytes(&self) -> u64 {
+        if self.is_hugetlb() {
+            return 0;
+        }
         u64::from(self.free_chunks.load(Relaxed)) * self.chunk_bytes() as u64
     }
 
@@ -459,9 +540,10 @@ impl Pool {
     }
 
     /// Gives free chunks back to the system that are not lent, up to about `want_bytes`; returns the bytes that the kernel took.
+    /// Of reserved huge pages none: they would be of use to nobody as long as they are reserved for this pool.
     pub fn shrink(&self, want_bytes: u64) -> u64 {
         let mut freed = 0;
-        while freed < want_bytes {
+        while freed < want_bytes && !self.is_hugetlb() {
             let taken = self.books.with(|books| {
                 let taken = books.buddies.take_whole(&self.frames);
                 books.moving += u32::from(taken.is_some());
@@ -628,6 +710,9 @@ impl Pool {
         let before = self.free_chunks.load(Relaxed);
         if now != before {
             self.free_chunks.store(now, Relaxed);
+            if self.is_hugetlb() {
+                return;
+            }
             let bytes = |chunks: u32| u64::from(chunks) * self.chunk_bytes() as u64;
             if now > before {
                 stats::add(Counter::CacheFree, bytes(now - before));

@@ -1,5 +1,5 @@
 //! A record a cache, 136 bytes: 0 name, padded with zeros; 40 bytes of a page; 48 number (u32); 52 node (u32); 56 whose it is (0 a
-//! cache's, 1 an idle pool's, 2 spare nodes'); 57 whether not all was looked at; 64 huge; 72 small; 80 locked; 88 free; 96 frames;
+//! cache's, 1 an idle pool's, 2 spare nodes'); 57 whether not all was looked at; 58 whether in reserved huge pages; 64 huge; 72 small; 80 locked; 88 free; 96 frames;
 //! 104 index; 112 charged; 120 limit; 128 dirty.
 
 use super::{Record, u32_at, u64_at};
@@ -26,6 +26,7 @@ pub(super) fn to_record(holder: Holder, usage: &Usage) -> [u8; RECORD_LEN] {
         Holder::SpareNodes => 2,
     };
     bytes[57] = u8::from(usage.is_partial);
+    bytes[58] = u8::from(usage.is_hugetlb);
     let Usage { huge, small, locked, free, frames, index, charged, limit, dirty, .. } = *usage;
     for (place, bytes_of) in
         bytes[64..].chunks_exact_mut(8).zip([huge, small, locked, free, frames, index, charged, limit, dirty])
@@ -60,6 +61,7 @@ impl Record for (Holder, Usage) {
             charged,
             limit,
             dirty,
+            is_hugetlb: *[false, true].get(usize::from(bytes[58]))?,
             is_partial: *[false, true].get(usize::from(bytes[57]))?,
         };
         Some((*HOLDERS.get(usize::from(bytes[56]))?, usage))
@@ -85,6 +87,7 @@ mod tests {
             charged: 7,
             limit: u64::MAX,
             dirty: 8,
+            is_hugetlb: true,
             is_partial: true,
         }
     }
@@ -108,7 +111,7 @@ mod tests {
         let good = to_record(Holder::Cache, &usage("a\x1b[31m"));
         let (_, read): (Holder, Usage) = Record::from_bytes(&good).unwrap();
         assert_eq!(&*read.name, "a?[31m");
-        for (at, byte) in [(56, 3), (57, 2)] {
+        for (at, byte) in [(56, 3), (57, 2), (58, 2)] {
             let mut bytes = good;
             bytes[at] = byte;
             assert_eq!(<(Holder, Usage)>::from_bytes(&bytes), None, "byte {at}");

@@ -4,6 +4,7 @@ use super::flights::Flights;
 use super::flush::{Balance, Flusher, Writeback};
 use super::order::Order;
 use super::policy::{Auto, Policy};
+use super::source::Source;
 use super::worker::Worker;
 use super::{File, Mapping};
 use crate::arena::{Arena, place};
@@ -35,8 +36,10 @@ pub struct Settings {
     /// Whether huge folios are made at all; [`Cache::set_huge`] changes it.
     pub use_huge: bool,
     /// Whether huge folios may be split again, so that parts of them can go. One that may not needs no look at its neighbours.
+    /// Those in reserved huge pages never are.
     pub may_split: bool,
     pub policy: Box<dyn Policy>,
+    pub source: Source,
     /// When what was written to files with a store goes back to it.
     pub writeback: Writeback,
     /// How long a call waits for a store until it ends in an error ([`Error::Store`] with `ETIMEDOUT`): while the store reads what it
@@ -56,6 +59,7 @@ impl Settings {
             use_huge: cfg!(feature = "huge"),
             may_split: true,
             policy: Box::new(Auto),
+            source: Source::default(),
             writeback: Writeback::default(),
             patience: None,
         }
@@ -66,7 +70,7 @@ impl Settings {
 pub struct Caches {
     pub(super) arena: &'static Arena,
     pub(super) nodes: &'static TableNodes,
-    pools: [OnceLock<&'static Pool>; MAX_CACHES],
+    pub(super) pools: [OnceLock<&'static Pool>; MAX_CACHES],
     /// Of each pool.
     orders: [OnceLock<&'static Order>; MAX_CACHES],
     /// Which pools have a cache, and which.
@@ -106,7 +110,7 @@ impl Caches {
     /// # Errors
     ///
     /// [`Error::BadLength`] for a limit below one page, [`Error::NoAddresses`] if it is too large, or there are
-    /// [`MAX_CACHES`] already; [`Error::WrongState`] for shares of dirty pages that cannot be.
+    /// [`MAX_CACHES`] already; [`Error::WrongState`] for shares of dirty pages that cannot be; what [`Source::Hugetlb`] says.
     pub fn make(&'static self, settings: Settings) -> Result<Cache> {
         if settings.limit_bytes < settings.page.bytes() as u64 {
             return Err(Error::BadLength { len_bytes: settings.limit_bytes });
@@ -130,7 +134,7 @@ impl Caches {
                 dirty_bytes: AtomicU64::new(0),
                 balance,
                 use_huge: AtomicBool::new(settings.use_huge),
-                may_split: settings.may_split,
+                may_split: settings.may_split && !pool.is_hugetlb(),
                 policy: settings.policy,
                 patience: settings.patience,
                 order,
@@ -147,28 +151,6 @@ impl Caches {
             stats::add(Counter::Caches, 1);
             Ok(Cache(inner))
         })
-    }
-
-    /// Where in the books a pool is that no cache has any more, or a new one.
-    fn pool(&self, books: &mut Vec<(&'static Pool, Weak<Inner>)>, settings: &Settings) -> Result<usize> {
-        let chunk_bytes = settings.page.bytes().max(BLOCK_BYTES) as u64;
-        // Powers of two, so that others like this one can use the addresses again; half as much again, since chunks fill
-        // unevenly.
-        let wanted = settings.limit_bytes.saturating_add(settings.limit_bytes / 2).max(2 * chunk_bytes);
-        let max_bytes = wanted.checked_next_power_of_two().ok_or(Error::NoAddresses { wanted_bytes: wanted })?;
-        let is_free = |cache: &Weak<Inner>| cache.strong_count() == 0;
-        let fits = |pool: &Pool| pool.page() == settings.page && pool.max_bytes() >= max_bytes && pool.is_idle();
-        let mut own = self.inherited.load(Relaxed)..books.len();
-        if let Some(at) = own.find(|at| is_free(&books[*at].1) && fits(books[*at].0)) {
-            return Ok(at);
-        }
-        if books.len() == MAX_CACHES {
-            return Err(Error::NoAddresses { wanted_bytes: max_bytes });
-        }
-        let pool = Pool::new(self.arena, settings.page, max_bytes, self.arena.current_node())?;
-        let _ = self.pools[books.len()].set(pool);
-        books.push((pool, Weak::new()));
-        Ok(books.len() - 1)
     }
 
     /// The order in which folios of a pool make room.
@@ -255,7 +237,8 @@ impl Shrinker for Caches {
             while freed < want_bytes
                 && let Some(cache) = self.next_cache(&mut at)
             {
-                if cache.make_room(want_bytes - freed) {
+                // Of reserved huge pages nothing would go back.
+                if !cache.pool.is_hugetlb() && cache.make_room(want_bytes - freed) {
                     freed += self.shrink_free(want_bytes - freed);
                 }
             }
@@ -409,7 +392,7 @@ impl Inner {
         if self.charge(wanted).is_ok() {
             let bytes = page_bytes * self.pool.take_free_pages(most, taken) as u64;
             self.charged_bytes.fetch_sub(wanted - bytes, Relaxed);
-            stats::add(self.counter(0), bytes);
+            self.publish(0, bytes, stats::add);
         }
     }
 
@@ -426,7 +409,7 @@ impl Inner {
             take()
         });
         match row {
-            Some(_) => stats::add(self.counter(0), bytes),
+            Some(_) => self.publish(0, bytes, stats::add),
             None => _ = self.charged_bytes.fetch_sub(bytes, Relaxed),
         }
         row
@@ -449,11 +432,15 @@ impl Inner {
         self.charged_bytes.fetch_sub(self.folio_bytes(order), Relaxed);
     }
 
-    pub(super) fn counter(&self, order: u8) -> Counter {
-        if order > 0 && order == self.pool.chunk_order() || self.pool.page().bytes() >= BLOCK_BYTES {
-            Counter::CacheHuge
-        } else {
-            Counter::CacheSmall
+    /// Whether folios of an order are whole chunks.
+    pub(super) fn is_huge(&self, order: u8) -> bool {
+        order > 0 && order == self.pool.chunk_order() || self.pool.page().bytes() >= BLOCK_BYTES
+    }
+
+    /// Changes the figures of the process: of what is charged to it, as reserved huge pages are not.
+    fn publish(&self, order: u8, bytes: u64, change: fn(Counter, u64)) {
+        if !self.pool.is_hugetlb() {
+            change(if self.is_huge(order) { Counter::CacheHuge } else { Counter::CacheSmall }, bytes);
         }
     }
 
@@ -494,17 +481,17 @@ impl Inner {
     }
 
     fn count(&self, order: u8) {
-        let (counter, bytes) = (self.counter(order), self.folio_bytes(order));
-        stats::add(counter, bytes);
-        if counter == Counter::CacheHuge {
+        let bytes = self.folio_bytes(order);
+        self.publish(order, bytes, stats::add);
+        if self.is_huge(order) {
             self.huge_bytes.fetch_add(bytes, Relaxed);
         }
     }
 
     fn discount(&self, order: u8) {
-        let (counter, bytes) = (self.counter(order), self.folio_bytes(order));
-        stats::sub(counter, bytes);
-        if counter == Counter::CacheHuge {
+        let bytes = self.folio_bytes(order);
+        self.publish(order, bytes, stats::sub);
+        if self.is_huge(order) {
             self.huge_bytes.fetch_sub(bytes, Relaxed);
         }
     }
@@ -513,7 +500,7 @@ impl Inner {
     pub fn count_split(&self) {
         let bytes = self.folio_bytes(self.pool.chunk_order());
         self.discount(self.pool.chunk_order());
-        stats::add(Counter::CacheSmall, bytes);
+        self.publish(0, bytes, stats::add);
     }
 
     #[inline]
@@ -605,6 +592,9 @@ impl Drop for Inner {
         // A fork child counts its own.
         if self.check().is_ok() {
             stats::sub(Counter::Caches, 1);
+            if self.pool.is_hugetlb() {
+                self.caches.books.with(|books| self.caches.end_reserves(books));
+            }
         }
     }
 }
@@ -714,7 +704,8 @@ impl Cache {
     }
 
     /// Gives free memory back to the system; returns the bytes. It goes by itself when somebody needs it. What a [`Queue`] has
-    /// registered goes once its thread has waited, asked for a page, or dropped it: it is asked to.
+    /// registered goes once its thread has waited, asked for a page, or dropped it: it is asked to. Reserved huge pages go with the
+    /// cache only ([`Source::Hugetlb`]).
     ///
     /// [`Queue`]: super::Queue
     pub fn give_back(&self) -> u64 {

@@ -47,6 +47,7 @@ mod registered;
 mod seek;
 #[cfg(all(test, shuttle))]
 mod shuttle_tests;
+mod source;
 mod split;
 mod streams;
 mod sweep;
@@ -66,6 +67,7 @@ pub use flush::Writeback;
 pub use pin::{Exclusive, Pin, Pins};
 pub use policy::Policy;
 pub use queue::{Fetch, Fetched, Queue};
+pub use source::Source;
 pub use usage::{Holder, Usage};
 
 use crate::error::{Error, Result};

@@ -62,7 +62,6 @@ const STEP: Duration = Duration::from_millis(1);
 ///
 /// A page that another thread needs at once is read by that thread, and counts as come here.
 pub struct Queue {
-    cache: Cache,
     ring: Ring<Filling>,
     wanted: VecDeque<Wanted>,
     ended: VecDeque<Fetched>,
@@ -73,6 +72,8 @@ pub struct Queue {
     arrivals: Option<Arrivals>,
     /// Rung when something has arrived, or memory is wanted back.
     bell: Option<RingBell>,
+    /// Goes last: reserved huge pages are given back with it, and none may be registered then.
+    cache: Cache,
 }
 
 impl Cache {

@@ -43,6 +43,10 @@ unsafe impl Buffer for Lease {
     fn len_bytes(&self) -> usize {
         self.pool.range_of(&self.chunks).1
     }
+
+    fn is_kept_from_children(&self) -> bool {
+        self.pool.is_hugetlb()
+    }
 }
 
 /// Memory around which reads were made.

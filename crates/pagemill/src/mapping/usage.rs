@@ -8,7 +8,6 @@ use super::cache::{Cache, Caches, Inner};
 use super::dirty::Dirty;
 use crate::folio::Pool;
 use crate::folio::word::Kind;
-use crate::stats::Counter;
 use crate::sync::Relaxed;
 use crate::xarray::Nodes;
 use pagemill_sys::clock;
@@ -51,6 +50,8 @@ pub struct Usage {
     pub limit: u64,
     /// In folios of files with a store that were written to since they were written back last.
     pub dirty: u64,
+    /// It lies in reserved huge pages: not resident, and in no sum that the process publishes but `cache_hugetlb`.
+    pub is_hugetlb: bool,
     /// Not all was looked at, for lack of time: more may be locked, and in the index.
     pub is_partial: bool,
 }
@@ -64,7 +65,8 @@ impl Usage {
     fn of_pool(caches: &Caches, pool: &Pool, at: usize) -> Self {
         let (node, page_bytes) = (pool.node(), pool.page().bytes());
         let (number, frames) = (at as u32, caches.frames_bytes_of(at, pool));
-        Self { number, node, page_bytes, frames, free: pool.filled_bytes(), ..Self::default() }
+        let is_hugetlb = pool.is_hugetlb();
+        Self { number, node, page_bytes, frames, free: pool.filled_bytes(), is_hugetlb, ..Self::default() }
     }
 }
 
@@ -115,7 +117,7 @@ impl Inner {
                 Kind::Busy | Kind::Still | Kind::Gone => true,
                 Kind::Free | Kind::Tail => false,
             };
-            let is_huge = self.counter(state.order()) == Counter::CacheHuge;
+            let is_huge = self.is_huge(state.order());
             *if is_huge { &mut locked_huge } else { &mut locked_small } +=
                 if is_locked { self.folio_bytes(state.order()) } else { 0 };
             !deadline.is_over()

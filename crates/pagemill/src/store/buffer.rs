@@ -16,6 +16,11 @@ pub unsafe trait Buffer: 'static {
     fn addr(&self) -> NonNull<u8>;
 
     fn len_bytes(&self) -> usize;
+
+    /// Whether fork children never get the memory, registered or not: then registering does not change that.
+    fn is_kept_from_children(&self) -> bool {
+        false
+    }
 }
 
 // SAFETY: what the box holds promises it.
@@ -26,6 +31,10 @@ unsafe impl<B: Buffer + ?Sized> Buffer for Box<B> {
 
     fn len_bytes(&self) -> usize {
         (**self).len_bytes()
+    }
+
+    fn is_kept_from_children(&self) -> bool {
+        (**self).is_kept_from_children()
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Registered memory is kept from fork children (`MADV_DONTFORK`): else the first write after a fork would leave the kernel with
 //! the child's pages, and forking would copy all of it (0.9 s for 512 MiB). The same range may be registered with several
-//! rings; the last one gives it back to children.
+//! rings; the last one gives it back to children. What is never theirs ([`Buffer::is_kept_from_children`]) is left as it is.
 
 use crate::store::buffer::Buffer;
 use crate::store::errno::{self, EBUSY, EINVAL, ENOSPC};
@@ -22,7 +22,7 @@ pub(super) struct Region {
     is_retired: bool,
     addr: usize,
     len_bytes: usize,
-    kept: Kept,
+    kept: Option<Kept>,
     keeper: Box<dyn Buffer>,
 }
 
@@ -70,7 +70,7 @@ impl Regions {
         &mut self,
         keeper: &dyn Buffer,
         register: impl FnOnce(u16, usize, usize) -> io::Result<()>,
-    ) -> io::Result<(usize, Kept, u16)> {
+    ) -> io::Result<(usize, Option<Kept>, u16)> {
         let (addr, len_bytes) = range(keeper);
         let at = self.regions.partition_point(|region| region.addr < addr);
         let is_free_below = at == 0 || self.regions[at - 1].addr + self.regions[at - 1].len_bytes <= addr;
@@ -79,7 +79,7 @@ impl Regions {
             return Err(errno::error(EINVAL));
         }
         let place = *self.free.last().ok_or_else(|| errno::error(ENOSPC))?;
-        let kept = Kept::new(addr, len_bytes)?;
+        let kept = if keeper.is_kept_from_children() { None } else { Some(Kept::new(addr, len_bytes)?) };
         register(place, addr, len_bytes)?;
         self.free.pop();
         Ok((at, kept, place))

@@ -1,0 +1,108 @@
+//! Where the memory of a cache comes from: pools of ordinary memory, and such over reserved huge pages.
+
+use super::cache::{Caches, Inner, MAX_CACHES, Settings};
+use crate::arena::Reserve;
+use crate::error::{Error, Result};
+use crate::folio::Pool;
+use crate::stats::{self, Counter};
+use crate::sync::Relaxed;
+use crate::units::BLOCK_BYTES;
+use std::sync::Weak;
+
+/// Where the blocks of a cache come from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Source {
+    /// Memory of the process, charged to its limit: huge pages as far as such are to be had.
+    #[default]
+    Ordinary,
+    /// Huge pages that the administrator has reserved (hugetlb, `/proc/sys/vm/nr_hugepages`): for all of the cache's limit, and one
+    /// more that folios move by, from its making to its end. They are never split: [`Settings::may_split`] is as good as false. They count
+    /// against no limit of memory, and the cache gives none of them back before it ends. Without them there is no cache
+    /// ([`Error::NoHugetlb`]).
+    Hugetlb,
+    /// The same if as many are free, else [`Source::Ordinary`]. [`Usage::is_hugetlb`] tells which.
+    ///
+    /// [`Usage::is_hugetlb`]: super::Usage::is_hugetlb
+    TryHugetlb,
+}
+
+/// Pools, and who has each.
+type Books = Vec<(&'static Pool, Weak<Inner>)>;
+
+impl Source {
+    /// Reserved pages for a cache, if it is to have such.
+    fn take(self, settings: &Settings) -> Result<Option<Reserve>> {
+        if self == Self::Ordinary {
+            return Ok(None);
+        }
+        let chunk_bytes = settings.page.bytes().max(BLOCK_BYTES) as u64;
+        let bytes =
+            settings.limit_bytes.checked_next_multiple_of(chunk_bytes).and_then(|bytes| bytes.checked_add(chunk_bytes));
+        let bytes = bytes.and_then(|bytes| usize::try_from(bytes).ok());
+        let taken = bytes.ok_or(Error::NoAddresses { wanted_bytes: settings.limit_bytes }).and_then(Reserve::take);
+        match taken {
+            Ok(reserve) => Ok(Some(reserve)),
+            Err(error) if self == Self::Hugetlb => Err(error),
+            Err(_) => {
+                stats::add(Counter::HugetlbRefused, 1);
+                Ok(None)
+            }
+        }
+    }
+}
+
+impl Caches {
+    /// Where in the books a pool is that no cache has any more, or a new one.
+    pub(super) fn pool(&self, books: &mut Books, settings: &Settings) -> Result<usize> {
+        if settings.source != Source::Ordinary {
+            // What could not go with its cache may be what is missing.
+            self.end_reserves(books);
+        }
+        let reserve = settings.source.take(settings)?;
+        let max_bytes = match &reserve {
+            Some(reserve) => reserve.len_bytes() as u64,
+            None => ordinary_bytes(settings)?,
+        };
+        let is_free = |cache: &Weak<Inner>| cache.strong_count() == 0;
+        let fits = |pool: &Pool| {
+            let is_right = match &reserve {
+                Some(_) => pool.is_closed() && pool.max_bytes() == max_bytes,
+                None => !pool.is_hugetlb() && pool.max_bytes() >= max_bytes,
+            };
+            is_right && pool.page() == settings.page && pool.is_idle()
+        };
+        let mut own = self.inherited.load(Relaxed)..books.len();
+        let at = match own.find(|at| is_free(&books[*at].1) && fits(books[*at].0)) {
+            Some(at) => at,
+            None => self.new_pool(books, settings, max_bytes, reserve.is_some())?,
+        };
+        if let Some(reserve) = reserve {
+            books[at].0.place_reserve(reserve)?;
+        }
+        Ok(at)
+    }
+
+    fn new_pool(&self, books: &mut Books, settings: &Settings, max_bytes: u64, is_hugetlb: bool) -> Result<usize> {
+        if books.len() == MAX_CACHES {
+            return Err(Error::NoAddresses { wanted_bytes: max_bytes });
+        }
+        let pool = Pool::new(self.arena, settings.page, max_bytes, self.arena.current_node(), is_hugetlb)?;
+        let _ = self.pools[books.len()].set(pool);
+        books.push((pool, Weak::new()));
+        Ok(books.len() - 1)
+    }
+
+    /// Gives the reserved huge pages back of caches that have ended.
+    pub(super) fn end_reserves(&self, books: &Books) {
+        let own = books.iter().skip(self.inherited.load(Relaxed));
+        own.filter(|(_, cache)| cache.strong_count() == 0).for_each(|(pool, _)| pool.end_reserve());
+    }
+}
+
+/// Of a pool of ordinary memory: a power of two, so that others like this one can use the addresses again; half as much again as the
+/// limit, since chunks fill unevenly.
+fn ordinary_bytes(settings: &Settings) -> Result<u64> {
+    let chunk_bytes = settings.page.bytes().max(BLOCK_BYTES) as u64;
+    let wanted = settings.limit_bytes.saturating_add(settings.limit_bytes / 2).max(2 * chunk_bytes);
+    wanted.checked_next_power_of_two().ok_or(Error::NoAddresses { wanted_bytes: wanted })
+}

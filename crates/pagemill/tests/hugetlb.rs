@@ -1,0 +1,257 @@
+//! Caches in reserved huge pages: taken with the cache, given back with it, never short in between. Skipped where none can be reserved.
+#![allow(unsafe_code)] // forks
+
+mod common;
+
+use common::{assert_in_child, pagemill, turn};
+use pagemill::Error;
+use pagemill::mapping::policy::Always;
+use pagemill::mapping::{Cache, Fetch, Mapping, Queue, Settings, Source};
+use pagemill::stats::{self, Counter};
+use pagemill::store::FileStore;
+use pagemill::units::{BLOCK_BYTES, PageSize};
+use pagemill_sys::mem;
+use std::fs;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const PAGE: usize = 4 << 10;
+const RESERVED: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
+
+fn number(name: &str) -> Result<u64, String> {
+    let path = format!("{RESERVED}/{name}");
+    let text = fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
+    text.trim().parse().map_err(|_| format!("{path} says {text:?}"))
+}
+
+/// Pages that nobody has, nor a claim to.
+fn free() -> u64 {
+    number("free_hugepages").unwrap() - number("resv_hugepages").unwrap()
+}
+
+/// The kernel is done with what a ring had registered a moment after the ring has gone.
+fn assert_becomes_free(pages: u64) {
+    let begun = Instant::now();
+    while free() != pages && begun.elapsed() < Duration::from_secs(10) {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(free(), pages);
+}
+
+/// More reserved pages, until it is dropped.
+struct More(u64);
+
+impl More {
+    fn reserve(pages: u64) -> Result<Self, String> {
+        let path = format!("{RESERVED}/nr_hugepages");
+        let more = Self(number("nr_hugepages")?);
+        let wanted = more.0 + pages;
+        fs::write(&path, wanted.to_string()).map_err(|error| format!("{path}: {error}"))?;
+        match number("nr_hugepages")? {
+            now if now < wanted => Err(format!("{now} pages are to be had where {wanted} are wanted")),
+            _ => Ok(more),
+        }
+    }
+}
+
+impl Drop for More {
+    fn drop(&mut self) {
+        let _ = fs::write(format!("{RESERVED}/nr_hugepages"), self.0.to_string());
+    }
+}
+
+/// Of the length of so many blocks. It has one more than that.
+fn settings(blocks: usize, source: Source) -> Settings {
+    let page = PageSize::new(PAGE).unwrap();
+    Settings { page, policy: Box::new(Always), source, ..Settings::new("reserved", (blocks * BLOCK_BYTES) as u64) }
+}
+
+fn make(blocks: usize) -> Cache {
+    pagemill().caches.make(settings(blocks, Source::Hugetlb)).unwrap()
+}
+
+fn pattern(len: usize, seed: usize) -> Vec<u8> {
+    (0..len).map(|at| ((at / 509 + seed) % 251) as u8).collect()
+}
+
+#[track_caller]
+fn check(file: &Mapping, bytes: &[u8]) {
+    let mut read = vec![0xEE; bytes.len()];
+    assert_eq!(file.read_at(&mut read, 0).unwrap(), bytes.len());
+    assert!(read == bytes);
+}
+
+/// Bytes of reserved pages that this process has, as the kernel says.
+fn own_bytes() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("HugetlbPages:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+}
+
+/// A cache has its pages from its making to its end, twice; they are not charged, all of the limit can be used, by huge folios and by
+/// small ones, and nothing goes back in between. What the first left the second does not see.
+#[test]
+fn caches_take_reserved_pages_and_return_them() {
+    let _turn = turn();
+    let _more = match More::reserve(4) {
+        Ok(more) => more,
+        Err(reason) => return println!("skipped: {reason}"),
+    };
+    let before = free();
+    for seed in 0..2 {
+        let charged = || [Counter::Cache, Counter::CacheHuge, Counter::CacheSmall, Counter::CacheFree].map(stats::get);
+        let (charged_before, own) = (charged(), own_bytes());
+        let cache = make(3);
+        assert_eq!((free(), own_bytes()), (before - 4, own));
+        assert_eq!(stats::get(Counter::CacheHugetlb), 4 * BLOCK_BYTES as u64);
+        let (file, bytes) = (cache.create().unwrap(), pattern(3 * BLOCK_BYTES, seed));
+        file.truncate(bytes.len() as u64).unwrap();
+        check(&file, &vec![0; bytes.len()]);
+        file.write_at(&bytes, 0).unwrap();
+        check(&file, &bytes);
+        assert!(own_bytes() >= own + 3 * BLOCK_BYTES as u64);
+        let usage = cache.usage();
+        assert_eq!((usage.is_hugetlb, usage.huge, usage.charged), (true, bytes.len() as u64, bytes.len() as u64));
+        assert!(matches!(file.write_at(b"x", bytes.len() as u64), Err(Error::NoMemory { .. })));
+        // One of the huge folios becomes small ones.
+        file.truncate(2 * BLOCK_BYTES as u64).unwrap();
+        cache.set_huge(false);
+        let little = cache.create().unwrap();
+        little.write_at(&bytes[..BLOCK_BYTES], 0).unwrap();
+        check(&little, &bytes[..BLOCK_BYTES]);
+        assert_eq!(cache.usage().small, BLOCK_BYTES as u64);
+        drop(little);
+        assert_eq!(cache.give_back(), 0);
+        check(&file, &bytes[..2 * BLOCK_BYTES]);
+        assert_eq!((free(), charged()), (before - 4, charged_before));
+        drop(cache);
+        assert_eq!(free(), before - 4, "a file has it still");
+        drop(file);
+        assert_eq!((free(), own_bytes(), stats::get(Counter::CacheHugetlb)), (before, own, 0));
+    }
+}
+
+/// A huge folio of reserved pages is not split: a file that ends in it keeps all of it.
+#[test]
+fn reserved_pages_are_not_split() {
+    let _turn = turn();
+    let _more = match More::reserve(3) {
+        Ok(more) => more,
+        Err(reason) => return println!("skipped: {reason}"),
+    };
+    let cache = make(2);
+    let (file, bytes) = (cache.create().unwrap(), pattern(2 * BLOCK_BYTES, 0));
+    file.write_at(&bytes, 0).unwrap();
+    file.truncate((BLOCK_BYTES + PAGE) as u64).unwrap();
+    assert_eq!((cache.usage().huge, file.thin().unwrap()), (bytes.len() as u64, 0));
+    check(&file, &bytes[..BLOCK_BYTES + PAGE]);
+    file.truncate(bytes.len() as u64).unwrap();
+    let mut end = vec![0xEE; BLOCK_BYTES - PAGE];
+    file.read_at(&mut end, (BLOCK_BYTES + PAGE) as u64).unwrap();
+    assert!(end.iter().all(|byte| *byte == 0));
+}
+
+/// Too few pages: no cache, and it is said why, or one of ordinary memory. No page is lost on the way.
+#[test]
+fn shortage_is_told_at_once() {
+    let _turn = turn();
+    let _more = match More::reserve(2) {
+        Ok(more) => more,
+        Err(reason) => return println!("skipped: {reason}"),
+    };
+    let (before, refused) = (free(), stats::get(Counter::HugetlbRefused));
+    let blocks = before as usize;
+    let error = pagemill().caches.make(settings(blocks, Source::Hugetlb)).unwrap_err();
+    let wanted = (blocks + 1) * BLOCK_BYTES;
+    assert!(matches!(error, Error::NoHugetlb { wanted_bytes } if wanted_bytes == wanted as u64), "{error}");
+    assert_eq!(error.errno(), libc::ENOMEM);
+    assert!(error.to_string().contains("/proc/sys/vm/nr_hugepages"), "{error}");
+    assert_eq!((free(), stats::get(Counter::HugetlbRefused)), (before, refused));
+
+    let cache = pagemill().caches.make(settings(blocks, Source::TryHugetlb)).unwrap();
+    assert!(!cache.usage().is_hugetlb);
+    assert_eq!((free(), stats::get(Counter::HugetlbRefused)), (before, refused + 1));
+    let (file, bytes) = (cache.create().unwrap(), pattern(BLOCK_BYTES, 1));
+    file.write_at(&bytes, 0).unwrap();
+    check(&file, &bytes);
+
+    let cache = pagemill().caches.make(settings(blocks - 1, Source::TryHugetlb)).unwrap();
+    assert_eq!((cache.usage().is_hugetlb, free()), (true, 0));
+    drop(cache);
+    assert_eq!(free(), before);
+
+    let endless = Settings { limit_bytes: u64::MAX, ..settings(1, Source::Hugetlb) };
+    assert!(matches!(pagemill().caches.make(endless), Err(Error::NoAddresses { .. })));
+}
+
+/// A fork child has none of the pages, so that nobody needs twice as many; its calls are refused, and the parent's go on.
+#[test]
+fn children_have_no_reserved_pages() {
+    let _turn = turn();
+    let _more = match More::reserve(2) {
+        Ok(more) => more,
+        Err(reason) => return println!("skipped: {reason}"),
+    };
+    let cache = make(1);
+    let (file, bytes) = (cache.create().unwrap(), pattern(BLOCK_BYTES, 2));
+    file.write_at(&bytes, 0).unwrap();
+    let addr = file.pin(0).unwrap().as_ptr() as usize;
+    mem::is_mapped(addr, BLOCK_BYTES).unwrap();
+    assert_in_child(|| {
+        let mut byte = [0];
+        mem::is_mapped(addr, BLOCK_BYTES).is_err() && file.read_at(&mut byte, 0).is_err()
+    });
+    check(&file, &bytes);
+    file.write_at(b"more", 0).unwrap();
+}
+
+/// Reads until the memory is registered; false if it cannot be.
+fn register(queue: &mut Queue, file: &Mapping, len: usize) -> bool {
+    for _ in 0..4 {
+        for offset in (0..len).step_by(BLOCK_BYTES) {
+            if queue.fetch(file, offset as u64, offset as u64).unwrap() == Fetch::Started {
+                queue.wait(1, Duration::from_secs(60)).unwrap();
+                queue.next().unwrap().result.unwrap();
+            }
+        }
+        if queue.registered_bytes() > 0 {
+            return true;
+        }
+    }
+    assert!(stats::get(Counter::RegionsRefused) + stats::get(Counter::RingsRefused) > 0, "nothing was tried");
+    false
+}
+
+/// Reserved pages that a ring has registered: nobody asks for them back, a child has none of them after that either, and they
+/// return when the queue goes, which has them longest.
+#[test]
+fn registered_reserved_pages_return() {
+    let _turn = turn();
+    let _more = match More::reserve(4) {
+        Ok(more) => more,
+        Err(reason) => return println!("skipped: {reason}"),
+    };
+    let (before, folder) = (free(), tempfile::tempdir().unwrap());
+    let (path, bytes) = (folder.path().join("file"), pattern(8 * BLOCK_BYTES, 3));
+    fs::write(&path, &bytes).unwrap();
+    let cache = make(3);
+    let file = cache.open(Arc::new(FileStore::open_read_only(&path).unwrap())).unwrap();
+    let mut queue = cache.queue(2).unwrap();
+    let is_registered = register(&mut queue, &file, bytes.len());
+    let (had, _) = (queue.registered_bytes(), cache.give_back());
+    queue.wait(0, Duration::ZERO).unwrap();
+    assert_eq!(queue.registered_bytes(), had);
+    drop(queue);
+    check(&file, &bytes);
+    let addr = file.pin(0).unwrap().as_ptr() as usize;
+    assert_in_child(|| mem::is_mapped(addr, BLOCK_BYTES).is_err());
+    let mut queue = cache.queue(2).unwrap();
+    register(&mut queue, &file, bytes.len());
+    drop((file, cache));
+    assert_eq!(free(), before - 4, "the queue has it still");
+    drop(queue);
+    assert_becomes_free(before);
+    if !is_registered {
+        println!("in part: memory cannot be registered here");
+    }
+}
