@@ -1,5 +1,4 @@
 //! Caches in reserved huge pages: taken with the cache, given back with it, never short in between. Skipped where none can be reserved.
-#![allow(unsafe_code)] // forks
 
 mod common;
 
