@@ -4,10 +4,10 @@ mod common;
 
 use common::{assert_in_child, pagemill, turn};
 use pagemill::Error;
-use pagemill::mapping::policy::Always;
-use pagemill::mapping::{Cache, Fetch, Mapping, Queue, Settings, Source};
+use pagemill::mapping::policy::{Always, Ask, Choice};
+use pagemill::mapping::{Cache, Fetch, Mapping, Policy, Queue, Settings, Source};
 use pagemill::stats::{self, Counter};
-use pagemill::store::FileStore;
+use pagemill::store::{FileStore, MemoryStore};
 use pagemill::units::{BLOCK_BYTES, PageSize};
 use pagemill_sys::mem;
 use std::fs;
@@ -259,4 +259,50 @@ fn registered_reserved_pages_return() {
     if !is_registered {
         println!("in part: memory cannot be registered here");
     }
+}
+
+/// Huge where a range of a file begins with an even number of blocks.
+struct EveryOther;
+
+impl Policy for EveryOther {
+    fn choose(&self, ask: &Ask) -> Choice {
+        if ask.offset / BLOCK_BYTES as u64 % 2 == 0 { Choice::Huge } else { Choice::Small }
+    }
+}
+
+/// There is no memory beyond the limit but for one block: readers and writers of files four times as long find room all the same, in huge
+/// folios and in small ones. Threads that each have a file compare all that they read with what they wrote.
+#[test]
+fn threads_find_room_in_what_is_reserved() {
+    let _turn = turn();
+    let _more = match More::reserve(5) {
+        Ok(more) => more,
+        Err(reason) => return println!("skipped: {reason}"),
+    };
+    let before = free();
+    let settings = Settings { policy: Box::new(EveryOther), ..settings(4, Source::Hugetlb) };
+    let cache = pagemill().caches.make(settings).unwrap();
+    std::thread::scope(|scope| {
+        for seed in 0..2 {
+            let cache = &cache;
+            scope.spawn(move || {
+                let bytes = pattern(8 * BLOCK_BYTES, seed);
+                let file = cache.open(Arc::new(MemoryStore::new(vec![0; bytes.len()], PAGE))).unwrap();
+                for (at, part) in bytes.chunks(16 * PAGE).enumerate() {
+                    file.write_at(part, (at * 16 * PAGE) as u64).unwrap();
+                }
+                for step in [BLOCK_BYTES, 16 * PAGE, 3 * PAGE] {
+                    let mut read = vec![0; step];
+                    for (at, part) in bytes.chunks(step).enumerate() {
+                        assert_eq!(file.read_at(&mut read[..part.len()], (at * step) as u64).unwrap(), part.len());
+                        assert!(read[..part.len()] == *part, "{at} by {step}");
+                    }
+                }
+                file.sync().unwrap();
+            });
+        }
+    });
+    assert!(cache.charged_bytes() <= 4 * BLOCK_BYTES as u64);
+    drop(cache);
+    assert_becomes_free(before);
 }
