@@ -266,7 +266,7 @@ struct EveryOther;
 
 impl Policy for EveryOther {
     fn choose(&self, ask: &Ask) -> Choice {
-        if ask.offset / BLOCK_BYTES as u64 % 2 == 0 { Choice::Huge } else { Choice::Small }
+        if (ask.offset / BLOCK_BYTES as u64).is_multiple_of(2) { Choice::Huge } else { Choice::Small }
     }
 }
 
