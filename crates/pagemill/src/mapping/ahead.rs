@@ -42,7 +42,8 @@ pub enum Advice {
     Normal,
     /// Here and there: nothing is read ahead, and accesses are not looked at.
     Random,
-    /// From the beginning to the end, or the other way: more is read ahead, from the first access on.
+    /// From the beginning to the end, or the other way: more is read ahead, from the first access on. It is believed: what is read here and
+    /// there all the same brings much in for nothing.
     Sequential,
 }
 
@@ -80,7 +81,7 @@ impl Mapping {
         }
     }
 
-    /// Starts reading what is missing of a range, and returns at once with how many bytes that are (`POSIX_FADV_WILLNEED`). Fewer than
+    /// Starts reading what is missing of a range (`u64::MAX` bytes: up to the end), and returns at once with how many bytes that are (`POSIX_FADV_WILLNEED`). Fewer than
     /// are missing where a 16th of the cache's limit is on its way already, or no room can be made; 0 for a store that only blocks
     /// ([`crate::store::Store::is_asynchronous`]). What fails is read again by whoever needs it.
     ///
@@ -90,11 +91,11 @@ impl Mapping {
     ///
     /// [`crate::Error::BadOffset`]; [`crate::Error::WrongState`] in a fork child.
     pub fn will_need(&self, offset: u64, len_bytes: u64) -> Result<u64> {
-        self.0.check(offset, len_bytes)?;
+        let len_bytes = self.0.check_up_to(offset, len_bytes)?;
         Ok(self.0.read_ahead(std::iter::once(offset..offset + len_bytes)))
     }
 
-    /// Drops what lies in memory of a range (`POSIX_FADV_DONTNEED`): clean folios that lie wholly in it, and that nobody has pinned. Written
+    /// Drops what lies in memory of a range (`u64::MAX` bytes: up to the end; `POSIX_FADV_DONTNEED`): clean folios that lie wholly in it, and that nobody has pinned. Written
     /// bytes stay until [`Mapping::sync`]. Returns the bytes that came free.
     ///
     /// Cost: that of eviction, a few hundred instructions for each folio.
@@ -104,7 +105,7 @@ impl Mapping {
     /// As [`Mapping::will_need`].
     pub fn dont_need(&self, offset: u64, len_bytes: u64) -> Result<u64> {
         let file = &*self.0;
-        file.check(offset, len_bytes)?;
+        let len_bytes = file.check_up_to(offset, len_bytes)?;
         if file.store.is_none() {
             return Ok(0);
         }

@@ -269,6 +269,12 @@ impl File {
         if self.is_writable { Ok(()) } else { Err(Error::ReadOnly) }
     }
 
+    /// As [`File::check`], of a range that may be as long as it likes: it ends with the file. Returns a length that fits.
+    fn check_up_to(&self, offset: u64, len_bytes: u64) -> Result<u64> {
+        let len_bytes = len_bytes.min((i64::MAX as u64).saturating_sub(offset));
+        self.check(offset, len_bytes).map(|()| len_bytes)
+    }
+
     /// Refuses what would make the file longer than a file can be.
     fn check_size(&self, size_bytes: u64) -> Result<()> {
         let most_bytes = self.max_bytes();

@@ -40,7 +40,7 @@ impl Mapping {
         self.tell(self.0.sync_pages(0..Owner::MAX_INDEX))
     }
 
-    /// As [`Mapping::sync`], of `len_bytes` from `offset` on and what shares a folio with them; the file's length is made
+    /// As [`Mapping::sync`], of `len_bytes` from `offset` on (`u64::MAX`: up to the end) and what shares a folio with them; the file's length is made
     /// safe, too.
     ///
     /// # Errors
@@ -89,7 +89,7 @@ pub(super) fn failed(doing: &'static str) -> impl FnOnce(std::io::Error) -> Erro
 impl File {
     /// Pages that hold bytes of a range; `None` where that is empty.
     fn pages_of(&self, offset: u64, len_bytes: u64) -> Result<Option<Range<u64>>> {
-        self.check(offset, len_bytes)?;
+        let len_bytes = self.check_up_to(offset, len_bytes)?;
         let Some(last) = len_bytes.checked_sub(1) else { return Ok(None) };
         let end = self.index_of(offset + last) + 1;
         Ok(Some(self.index_of(offset)..end.min(Owner::MAX_INDEX)))
