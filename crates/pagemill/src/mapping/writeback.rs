@@ -31,7 +31,7 @@ const MOST_RUNS: usize = 128;
 const MOST_BYTES: u64 = 16 * BLOCK_BYTES as u64;
 
 /// Runs are started together: handing them over one by one costs most, all at once leaves the device idle before.
-const STARTED_TOGETHER: usize = 32;
+const STARTED_TOGETHER: usize = 8;
 const STARTED_BYTES: u64 = MOST_BYTES / 4;
 
 /// Small folios that follow each other are written as one, up to so many bytes: a device does few large transfers for
