@@ -1,12 +1,10 @@
 //! Pages on their way to a queue from stores that are no files of the system: these end their reads on whatever thread they like.
-#![allow(unsafe_code)] // lends memory that it has alone
 
 use super::fill::Filling;
 use crate::store::ring::RingBell;
-use crate::store::{Buffer, Cancel, Store, Transfer};
+use crate::store::{Cancel, Store, Transfer};
 use crate::sync::Guarded;
 use std::io;
-use std::ptr::NonNull;
 use std::sync::Arc;
 
 /// What came of a read.
@@ -26,27 +24,6 @@ struct Hall {
     bell: RingBell,
 }
 
-/// The bytes of a folio that the store has.
-struct Stored {
-    filling: Filling,
-    addr: NonNull<u8>,
-    len_bytes: usize,
-}
-
-// SAFETY: the address is that of the folio, which its owner may have on any thread.
-unsafe impl Send for Stored {}
-
-// SAFETY: bytes of the folio, which is a buffer itself, and kept.
-unsafe impl Buffer for Stored {
-    fn addr(&self) -> NonNull<u8> {
-        self.addr
-    }
-
-    fn len_bytes(&self) -> usize {
-        self.len_bytes
-    }
-}
-
 impl Arrivals {
     /// Whoever listens to the bell looks for what has arrived.
     pub fn new(bell: RingBell) -> Self {
@@ -56,14 +33,9 @@ impl Arrivals {
 
     /// Has a store read what it has of a folio.
     pub fn start(&mut self, store: &dyn Store, mut filling: Filling) {
-        let offset = filling.offset();
         filling.prepare();
-        let bytes = filling.bytes_mut();
-        let (addr, len_bytes) = (NonNull::from(&mut *bytes).cast(), bytes.len());
         let hall = self.hall.clone();
-        let transfer = Transfer::read(offset, Stored { filling, addr, len_bytes }, move |result, stored| {
-            hall.leave(stored.filling, result);
-        });
+        let transfer = Transfer::read(filling.offset(), filling, move |result, filling| hall.leave(filling, result));
         self.underway += 1;
         store.start(vec![transfer.with_cancel(&self.cancel)]);
     }

@@ -48,7 +48,7 @@ pub(super) struct Object {
 /// # Errors
 ///
 /// [`Error::BadRatio`] beyond 100.
-pub(super) fn check_ratio(percent: u32) -> Result<()> {
+fn check_ratio(percent: u32) -> Result<()> {
     if percent <= PERCENT { Ok(()) } else { Err(Error::BadRatio { percent }) }
 }
 
@@ -105,6 +105,15 @@ pub(super) struct Counts {
 }
 
 impl Engine {
+    /// # Errors
+    ///
+    /// [`Error::BadRatio`] beyond 100.
+    pub fn set_used_ratio(&self, percent: u32) -> Result<()> {
+        check_ratio(percent)?;
+        self.used_ratio.store(percent, Relaxed);
+        Ok(())
+    }
+
     /// An engine with a number that nobody else has.
     ///
     /// # Errors

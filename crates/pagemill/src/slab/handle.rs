@@ -7,12 +7,12 @@
 
 use super::batch::GRACE_NS;
 use super::defrag::{self, Chunk, Fate, Mover, Places, Progress};
-use super::engine::{self, Engine, Object};
+use super::engine::{Engine, Object};
 use super::handles::{Entry, Handles};
 use super::info::{self, SlabInfo};
 use super::{Kind, Member, Settings, Slabs};
 use crate::error::{Error, Result};
-use crate::sync::{Acquire, Guarded, Patience, Relaxed, Release};
+use crate::sync::{Acquire, Guarded, Patience, Release};
 use crate::xarray;
 use std::alloc::Layout;
 use std::marker::PhantomData;
@@ -479,9 +479,7 @@ impl<T: Movable> ByHandle<T> {
     ///
     /// [`Error::BadRatio`].
     pub fn set_defrag_used_ratio(&self, percent: u32) -> Result<()> {
-        engine::check_ratio(percent)?;
-        self.inner.engine.used_ratio.store(percent, Relaxed);
-        Ok(())
+        self.inner.engine.set_used_ratio(percent)
     }
 
     /// # Errors

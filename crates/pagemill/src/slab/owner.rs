@@ -2,11 +2,10 @@
 #![allow(unsafe_code)] // a contract that owners keep; objects in slots
 
 use super::defrag::{self, Chunk, Fate, Mover, Places, Progress};
-use super::engine::{self, Engine, Object};
+use super::engine::{Engine, Object};
 use super::info::{self, SlabInfo};
 use super::{Kind, Member, Settings, Slabs};
 use crate::error::Result;
-use crate::sync::Relaxed;
 use std::alloc::Layout;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
@@ -336,9 +335,7 @@ impl<M: Migrate> ByOwner<M> {
     ///
     /// [`crate::Error::BadRatio`].
     pub fn set_defrag_used_ratio(&self, percent: u32) -> Result<()> {
-        engine::check_ratio(percent)?;
-        self.inner.engine.used_ratio.store(percent, Relaxed);
-        Ok(())
+        self.inner.engine.set_used_ratio(percent)
     }
 
     /// # Errors
