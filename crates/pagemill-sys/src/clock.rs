@@ -18,7 +18,12 @@ pub fn fine_ns() -> u64 {
     read(libc::CLOCK_MONOTONIC)
 }
 
+/// Nanoseconds of CPU time that this thread has used.
+pub fn own_cpu_ns() -> u64 {
+    read(libc::CLOCK_THREAD_CPUTIME_ID)
+}
+
 /// Nanoseconds of CPU time that all threads of this process but this one have used.
 pub fn others_cpu_ns() -> u64 {
-    read(libc::CLOCK_PROCESS_CPUTIME_ID).saturating_sub(read(libc::CLOCK_THREAD_CPUTIME_ID))
+    read(libc::CLOCK_PROCESS_CPUTIME_ID).saturating_sub(own_cpu_ns())
 }

@@ -318,24 +318,44 @@ pub fn make_private_dir(path: &CStr) -> io::Result<()> {
     }
 }
 
-/// An empty file that another process made for this one to write.
+/// A file that another process made for this one to write.
 pub struct Blank(Fd);
 
 impl Blank {
-    /// Opens one at `path`.
+    /// Opens an empty one at `path`.
     ///
     /// # Errors
     ///
     /// What `open` says; `EACCES` for what is not a plain, empty file of this very user under this one name: neither links
     /// nor pipes are followed, and nobody makes a privileged process write where he could not write himself.
     pub fn open(path: &CStr) -> io::Result<Self> {
-        let fd = open(path, libc::O_WRONLY | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY, 0)?;
+        Self::open_of_len(path, libc::O_WRONLY, 0).map(|(blank, _)| blank)
+    }
+
+    /// Opens one that begins with as many bytes as `order` has, and holds no others; reads them.
+    ///
+    /// # Errors
+    ///
+    /// As [`Blank::open`]; `EACCES`, too, where others than its owner may write.
+    pub fn open_with(path: &CStr, order: &mut [u8]) -> io::Result<Self> {
+        let (blank, stat) = Self::open_of_len(path, libc::O_RDWR, order.len())?;
+        if stat.st_mode & (libc::S_IWGRP | libc::S_IWOTH) != 0 {
+            return Err(io::Error::from_raw_os_error(libc::EACCES));
+        }
+        match read_some(&blank.0, order)? {
+            count if count == order.len() => Ok(blank),
+            _ => Err(io::ErrorKind::UnexpectedEof.into()),
+        }
+    }
+
+    fn open_of_len(path: &CStr, access: libc::c_int, len: usize) -> io::Result<(Self, libc::stat)> {
+        let fd = open(path, access | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY, 0)?;
         let stat = stat_of(&fd)?;
         // SAFETY: no arguments.
         let is_own = stat.st_uid == unsafe { libc::geteuid() };
         let is_plain = stat.st_mode & libc::S_IFMT == libc::S_IFREG && stat.st_nlink == 1;
-        if is_own && is_plain && stat.st_size == 0 {
-            Ok(Self(fd))
+        if is_own && is_plain && usize::try_from(stat.st_size) == Ok(len) {
+            Ok((Self(fd), stat))
         } else {
             Err(io::Error::from_raw_os_error(libc::EACCES))
         }
@@ -403,6 +423,7 @@ pub fn environment(name: &CStr) -> Option<&'static CStr> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::PermissionsExt;
 
     #[test]
     fn text_is_cut_not_overrun() {
@@ -430,6 +451,15 @@ mod tests {
         // SAFETY: a C string.
         assert_eq!(unsafe { libc::mkfifo(path("pipe").as_c_str().as_ptr(), 0o600) }, 0);
         assert!(open("pipe").is_err());
+        let mut order = [0; 6];
+        std::fs::write(path("order").as_str(), b"shrink").unwrap();
+        let open_with = |order: &mut [u8]| Blank::open_with(path("order").as_c_str(), order);
+        open_with(&mut order).unwrap().write_at(b"done", 6).unwrap();
+        assert_eq!((&order, std::fs::read(path("order").as_str()).unwrap()), (b"shrink", b"shrinkdone".to_vec()));
+        assert!(open_with(&mut order).is_err(), "it was answered");
+        std::fs::write(path("order").as_str(), b"shrink").unwrap();
+        std::fs::set_permissions(path("order").as_str(), std::fs::Permissions::from_mode(0o620)).unwrap();
+        assert!(open_with(&mut order).is_err(), "others may have written it");
         assert!(exists(path("pipe").as_c_str()) && !exists(path("missing").as_c_str()));
     }
 

@@ -157,6 +157,20 @@ pub unsafe fn open(addr: usize, len_bytes: usize) -> io::Result<()> {
     check(unsafe { protect(addr, len_bytes, libc::PROT_READ | libc::PROT_WRITE) })
 }
 
+/// As [`open`], for reading only: no memory is promised, and none comes of it.
+///
+/// # Errors
+///
+/// What `mprotect` says.
+///
+/// # Safety
+///
+/// The range lies inside a reservation of the caller's, who has not opened it.
+pub unsafe fn open_to_read(addr: usize, len_bytes: usize) -> io::Result<()> {
+    // SAFETY: the caller owns the range, and nobody has written to it.
+    check(unsafe { protect(addr, len_bytes, libc::PROT_READ) })
+}
+
 /// Takes all access to the range away: contents stay, and whoever touches them faults until [`open`].
 ///
 /// # Errors

@@ -1,5 +1,5 @@
 //! Who a process is and what it holds: numbers from `/proc`, without allocating.
-#![allow(unsafe_code)] // getpid, kill, abort
+#![allow(unsafe_code)] // getpid, gettid, kill, abort
 
 use crate::file::{self, Path};
 use crate::mem;
@@ -17,6 +17,13 @@ pub struct Identity {
 pub fn id() -> u32 {
     // SAFETY: no arguments.
     unsafe { libc::getpid() as u32 }
+}
+
+/// Whether this is the thread that the process began with; in a fork child the one that forked.
+pub fn is_first_thread() -> bool {
+    // SAFETY: no arguments.
+    let thread = unsafe { libc::syscall(libc::SYS_gettid) };
+    thread == i64::from(id())
 }
 
 /// The effective user's id.

@@ -24,14 +24,22 @@ extern "C" fn start<T: Work>(work: *mut c_void) -> *mut c_void {
 ///
 /// What `pthread_create` says, `EAGAIN` above all.
 pub fn spawn<T: Work>(name: &CStr, work: &'static T) -> io::Result<()> {
-    const STACK_BYTES: usize = 256 << 10;
+    spawn_with_stack(name, 256 << 10, work)
+}
+
+/// As [`spawn`], with a stack of so many bytes, for work that calls the program.
+///
+/// # Errors
+///
+/// As [`spawn`].
+pub fn spawn_with_stack<T: Work>(name: &CStr, stack_bytes: usize, work: &'static T) -> io::Result<()> {
     // SAFETY: attributes and signal sets are plain data initialised by the calls
     // before they are read; the mask of this thread is restored before returning.
     unsafe {
         let mut attributes: libc::pthread_attr_t = std::mem::zeroed();
         libc::pthread_attr_init(&raw mut attributes);
         libc::pthread_attr_setdetachstate(&raw mut attributes, libc::PTHREAD_CREATE_DETACHED);
-        libc::pthread_attr_setstacksize(&raw mut attributes, STACK_BYTES);
+        libc::pthread_attr_setstacksize(&raw mut attributes, stack_bytes);
         let (mut all, mut before): (libc::sigset_t, libc::sigset_t) = (std::mem::zeroed(), std::mem::zeroed());
         libc::sigfillset(&raw mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
