@@ -75,7 +75,13 @@ fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
         State::Ready(pagemill) => {
             tick(pagemill);
             if size.max(align) < MIN_BYTES {
-                let pointer = small::allocate(size, align, zeroing == Zeroing::Zeroed);
+                let take = || small::allocate(size, align, zeroing == Zeroing::Zeroed);
+                let mut pointer = take();
+                if pointer.is_null() && pagemill.account.has_debt() {
+                    // Refused inside, where little could be given back.
+                    tick(pagemill);
+                    pointer = take();
+                }
                 check::note(pointer);
                 return pointer;
             }

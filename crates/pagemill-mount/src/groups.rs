@@ -366,7 +366,7 @@ impl Groups {
                 name: watch.name.clone(),
                 limit_bytes: watch.limit.soft_bytes,
                 working_set_bytes: usage.saturating_sub(held.idle_bytes),
-                hard_room_bytes: room.hard_bytes,
+                hard_room_bytes: room.kill.limit_bytes.saturating_sub(room.kill.used_bytes),
                 shared_bytes: watch.most_shared.map_or(0, |(most, _)| most),
             })
         };

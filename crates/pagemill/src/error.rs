@@ -14,6 +14,8 @@ pub enum Error {
     NoHugetlb { wanted_bytes: u64 },
     /// The addresses reserved for this use are all taken.
     NoAddresses { wanted_bytes: u64 },
+    /// There are as many of them as a process can have.
+    TooMany { what: &'static str, most: usize },
     /// The alignment is no power of two, or too large.
     BadAlignment { align_bytes: usize },
     /// The kernel refused what it was asked for.
@@ -66,9 +68,11 @@ impl Error {
         const ENXIO: i32 = 6;
         const EBADF: i32 = 9;
         match self {
-            Self::NoMemory { .. } | Self::NoHugetlb { .. } | Self::NoAddresses { .. } | Self::NotMapped { .. } => {
-                ENOMEM
-            }
+            Self::NoMemory { .. }
+            | Self::NoHugetlb { .. }
+            | Self::NoAddresses { .. }
+            | Self::TooMany { .. }
+            | Self::NotMapped { .. } => ENOMEM,
             Self::BadAlignment { .. }
             | Self::NotAllocated { .. }
             | Self::FreedBefore { .. }
@@ -115,6 +119,12 @@ impl fmt::Display for Error {
             }
             Self::NoAddresses { wanted_bytes } => {
                 write!(f, "no address space left for {}", Bytes(*wanted_bytes))
+            }
+            Self::TooMany { what, most } => {
+                write!(
+                    f,
+                    "a process can have {most} {what} at a time, and this one has them: one has to go, or to be shared"
+                )
             }
             Self::BadAlignment { align_bytes } => write!(f, "{align_bytes} is no alignment that can be had"),
             Self::System { doing, cause } | Self::Store { doing, cause } => write!(f, "{doing}: {cause}"),
@@ -177,5 +187,9 @@ mod tests {
         let error = Error::NoMemory { wanted_bytes: 2 << 20, used_bytes: 511 << 20, limit_bytes: 512 << 20 };
         assert_eq!(error.to_string(), "no room for 2 MiB: 511 MiB of 512 MiB in use, nothing left to reclaim");
         assert_eq!(error.errno(), 12);
+        let error = Error::TooMany { what: "slab caches", most: 256 };
+        let text =
+            "a process can have 256 slab caches at a time, and this one has them: one has to go, or to be shared";
+        assert_eq!((error.to_string().as_str(), error.errno()), (text, 12));
     }
 }

@@ -7,13 +7,15 @@
 //! of a page cache, the cache itself ([`mapping`]), and what lies behind its files ([`store`]).
 //!
 //! [`Pagemill`] builds and owns all of it. Layers, from bottom to top: `units`,
-//! `error`, `trace`, `stats`, `sync`; `arena`; `reclaim`, `xarray`, `store`; `heap`; `volatile`, `mapping`, `slab`. A module uses
+//! `error`, `trace`, `stats`, `sync`, `epoch`; `arena`; `reclaim`, `xarray`, `store`; `heap`; `volatile`, `mapping`, `slab`. A module uses
 //! lower ones only; what lower code needs from above it names as a trait
 //! ([`arena::Budget`], [`reclaim::Shrinker`]).
 
 // Loom's atomics cannot lie in memory mapped by hand: under `--cfg loom` only the slot protocol is built.
 #[cfg(not(loom))]
 pub mod arena;
+#[cfg(not(loom))]
+pub mod epoch;
 #[cfg(not(loom))]
 pub mod error;
 #[cfg(not(loom))]
@@ -41,6 +43,10 @@ pub mod slab;
 #[cfg(all(loom, test))]
 #[path = "slab/claim.rs"]
 mod slab_claim;
+#[cfg(all(loom, test))]
+#[path = "slab/readers.rs"]
+#[allow(dead_code)] // the parts that only caches use
+mod slab_readers;
 #[cfg(all(loom, test))]
 #[path = "heap/slot.rs"]
 #[allow(dead_code)] // the parts that only the heap uses

@@ -1,9 +1,11 @@
 //! The handle that builds and owns everything of one process.
 
 use crate::arena::{self, Arena, Layout};
+use crate::epoch;
 use crate::error::Result;
 use crate::heap::Heap;
 use crate::listing::Lister;
+use crate::listing::clerk::Clerk;
 use crate::mapping::Caches;
 use crate::reclaim::helper::Helper;
 use crate::reclaim::{self, Account};
@@ -25,6 +27,8 @@ pub struct Pagemill {
     pub slabs: &'static Slabs,
     /// Lists ranges and caches for other processes.
     pub lister: &'static Lister,
+    /// Does with slab caches what other processes of the user ask for.
+    pub(crate) clerk: &'static Clerk,
 }
 
 impl Pagemill {
@@ -50,9 +54,10 @@ impl Pagemill {
         let heap: &'static Heap = arena::place(Heap::new(arena, account, helper)?)?;
         let ranges: &'static Ranges = arena::place(Ranges::new(arena, heap)?)?;
         let vranges: &'static Vranges = arena::place(Vranges::new(arena, account))?;
-        let caches: &'static Caches = arena::place(Caches::new(arena)?)?;
         let slabs: &'static Slabs = arena::place(Slabs::new(arena))?;
-        let lister: &'static Lister = arena::place(Lister::new(ranges, vranges, caches))?;
+        let caches: &'static Caches = arena::place(Caches::new(arena, slabs))?;
+        let clerk: &'static Clerk = arena::place(Clerk::new(slabs))?;
+        let lister: &'static Lister = arena::place(Lister::new((ranges, vranges), caches, slabs, clerk))?;
         stats::describe_arena(arena.addresses());
         account.register(heap);
         account.register(caches);
@@ -61,16 +66,18 @@ impl Pagemill {
         account.register_last(vranges);
         account.set_helper(helper);
         helper.set_answer(lister);
-        arena::place(Self { account, arena, heap, helper, ranges, vranges, caches, slabs, lister })
+        arena::place(Self { account, arena, heap, helper, ranges, vranges, caches, slabs, lister, clerk })
     }
 
-    /// A small one without a limit, for tests.
+    /// A small one without a limit, for tests: slab caches are defragmented by calls alone.
     ///
     /// # Panics
     ///
     /// If the address space cannot be had.
     pub fn for_test() -> &'static Self {
-        Self::new(Layout::for_test(), reclaim::tree::UNLIMITED).expect("address space for a test")
+        let pagemill = Self::new(Layout::for_test(), reclaim::tree::UNLIMITED).expect("address space for a test");
+        pagemill.slabs.defrag_by_hand();
+        pagemill
     }
 
     /// Brings the figures that are only known by measuring up to date.
@@ -89,6 +96,7 @@ impl Pagemill {
 
     /// Before `fork`, in the forking thread: waits until no purge and no carving is under way.
     pub fn before_fork(&self) {
+        self.clerk.acquire_for_fork();
         self.slabs.acquire_for_fork();
         self.caches.acquire_for_fork();
         self.vranges.acquire_for_fork();
@@ -107,6 +115,7 @@ impl Pagemill {
         self.vranges.release_after_fork();
         self.caches.release_after_fork();
         self.slabs.release_after_fork();
+        self.clerk.release_after_fork();
     }
 
     /// In a child process: counts, charges and the helper start anew; what is shared with the parent is the parent's.
@@ -114,10 +123,13 @@ impl Pagemill {
         stats::detach_in_child();
         stats::describe_arena(self.arena.addresses());
         let generation = self.arena.forked();
+        epoch::begin_child();
         self.helper.unclaim();
         self.ranges.begin_child();
         self.vranges.begin_child();
         self.caches.begin_child();
+        self.clerk.begin_child();
+        self.slabs.begin_child();
         self.heap.recount_free();
         self.account.forked(process::own_identity());
         trace::event(Event::Forked, u64::from(process::id()), u64::from(generation));

@@ -67,6 +67,10 @@ fn make() -> Result<&'static Pagemill> {
 }
 
 extern "C" fn end() {
+    if let Some(pagemill) = OF_PROCESS.get() {
+        // What callbacks use may go from here on.
+        pagemill.slabs.defrag_by_hand();
+    }
     published::withdraw();
 }
 

@@ -24,23 +24,29 @@ pub const TREE_VARIABLE: &CStr = c"PAGEMILL_TREE";
 /// Name of the shared page in a tree's folder.
 pub const TREE_FILE: &str = "tree";
 
-/// What one may ask a process for a list of.
+/// What one may ask of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Subject {
-    /// Its volatile ranges.
+    /// A list of its volatile ranges.
     Ranges,
-    /// What its caches hold.
+    /// A list of what its caches hold.
     Caches,
+    /// A list of its slab caches.
+    Slabs,
+    /// That it shrinks slab caches, or changes how they are.
+    SlabOrder,
 }
 
 impl Subject {
-    pub const ALL: [Self; 2] = [Self::Ranges, Self::Caches];
+    pub const ALL: [Self; 4] = [Self::Ranges, Self::Caches, Self::Slabs, Self::SlabOrder];
 
     /// In the name of a file between a process's own and the number of a request.
     const fn word(self) -> &'static str {
         match self {
             Self::Ranges => ".vranges-",
             Self::Caches => ".caches-",
+            Self::Slabs => ".slabs-",
+            Self::SlabOrder => ".slab-order-",
         }
     }
 }
@@ -269,10 +275,23 @@ pub fn missing(pid: u32) -> String {
     if process::has_proc() && process::identity(pid).is_none() {
         return format!("there is no process {pid}");
     }
+    if let Some(user) = user_of(pid).filter(|user| *user != process::user_id()) {
+        return format!(
+            "process {pid} is another user's: it answers user {user} only, as whom root can ask it (setpriv --reuid={user})"
+        );
+    }
     format!(
-        "process {pid} publishes no figures: it is another user's, runs without Pagemill, is a fork child that has not used \
+        "process {pid} publishes no figures: it runs without Pagemill, is a fork child that has not used \
          it itself, or is so small that the C library serves it (run --after)"
     )
+}
+
+/// The user that a process acts as.
+fn user_of(pid: u32) -> Option<u32> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let users = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+    // The real user, then the effective one.
+    users.split_ascii_whitespace().nth(1)?.parse().ok()
 }
 
 /// Folders of process trees below the user's folder, and whose they are.
@@ -343,7 +362,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path().to_str().unwrap();
         let make = |who, number| {
-            let subject = Subject::ALL[number as usize % 2];
+            let subject = Subject::ALL[number as usize % Subject::ALL.len()];
             let path = request_of(file_of(folder, who).unwrap().as_str(), subject, number).unwrap();
             (std::fs::File::create(path.as_str()).unwrap(), path)
         };
@@ -351,8 +370,10 @@ mod tests {
         let (_, gone) = make(Identity { pid: 1 << 30, start_ticks: 1 }, 1);
         let ((old_file, old), (_, new)) = (make(own, 1), make(own, 2));
         old_file.set_modified(std::time::SystemTime::now() - 2 * REQUEST_ENDED_AFTER).unwrap();
-        assert_eq!(asked_of("5-6.1.vranges-7"), Some(Identity { pid: 5, start_ticks: 6 }));
-        assert_eq!(asked_of("5-6.1.caches-7"), Some(Identity { pid: 5, start_ticks: 6 }));
+        for subject in Subject::ALL {
+            let name = format!("5-6.1{}7", subject.word());
+            assert_eq!(asked_of(&name), Some(Identity { pid: 5, start_ticks: 6 }), "{name}");
+        }
         let foreign = format!("{folder}/1-1.vranges-x");
         std::fs::write(&foreign, b"").unwrap();
         sweep_requests(folder);

@@ -302,6 +302,14 @@ counters! {
     cache_hugetlb: CacheHugetlb, Gauge, Bytes;
     /// Caches that were to have reserved huge pages and got ordinary memory, since not so many were free.
     hugetlb_refused: HugetlbRefused, Sum, Count;
+    /// Slab caches that there are.
+    slab_caches: SlabCaches, Gauge, Count;
+    /// Steps of defragmentation of slab caches that were made in the background.
+    slab_behind_steps: SlabBehindSteps, Sum, Count;
+    /// Nanoseconds of a processor that the thread in the background took for slab caches.
+    slab_behind_ns: SlabBehindNs, Sum, Count;
+    /// Slab caches that are left alone in the background because a callback panicked.
+    slab_behind_failed: SlabBehindFailed, Sum, Count;
 }
 
 /// Rows that a page has room for.
@@ -370,15 +378,17 @@ impl Figures {
         futex::wake(&self.wake, i32::MAX, Scope::Shared);
     }
 
-    /// The latest request for a list.
+    /// The latest request.
     pub(crate) fn asked(&self) -> u32 {
         self.asked.load(Relaxed)
     }
 
-    /// Asks for a list: the helper answers all requests up to this number.
-    pub(crate) fn ask(&self, number: u32) {
-        self.asked.fetch_max(number, SeqCst);
+    /// Asks: the helper answers all requests up to this number. Says whether it is a new one: of another the helper may have
+    /// looked for the file before it was there.
+    pub(crate) fn ask(&self, number: u32) -> bool {
+        let before = self.asked.fetch_max(number, SeqCst);
         self.wake_sleepers();
+        before < number
     }
 
     /// Copies the page's figures; `None` if it is not one of ours.

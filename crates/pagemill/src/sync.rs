@@ -1,4 +1,4 @@
-//! Atomics, waiting and the coarse clock (loom's or [`modelled`] ones under `--cfg loom` and `--cfg shuttle`), and a lock that
+//! Atomics, waiting and the coarse clock (loom's or `modelled` ones under `--cfg loom` and `--cfg shuttle`), and a lock that
 //! never allocates.
 #![cfg_attr(loom, allow(dead_code))] // only the atomics are used there
 #![allow(unsafe_code)] // a value behind the lock
@@ -112,9 +112,13 @@ fn wake_all(word: &Word) {
     futex::wake(word, i32::MAX, Scope::Private);
 }
 
+/// Without a timeout until the word has changed, so that a sign which was lost is missed.
 #[cfg(shuttle)]
-fn sleep_while(_word: &Word, _value: u32, _timeout: Option<Duration>) {
+fn sleep_while(word: &Word, value: u32, timeout: Option<Duration>) {
     pause();
+    while timeout.is_none() && word.load(SeqCst) == value {
+        pause();
+    }
 }
 
 #[cfg(shuttle)]

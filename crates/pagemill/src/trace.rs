@@ -103,6 +103,8 @@ events! {
     FolioSplit "folio_split" ("page_index" 40 "file", "order" 8 "cache");
     /// Small folios became one of several pages.
     FolioCollapsed "folio_collapsed" ("page_index" 40 "file", "order" 8 "cache");
+    /// A callback of a slab cache panicked in the background, which leaves the cache alone from here on.
+    SlabBehindFailed "slab_behind_failed" ("cache", "slabs_lost");
 }
 
 #[repr(C)]

@@ -357,7 +357,11 @@ fn slots_return_to_their_node() {
 #[test]
 fn a_refusal_tells_the_numbers_and_ends_with_the_need() {
     let _alone = alone();
-    let pagemill = limited(16 * MIB);
+    let (pagemill, fallbacks) = (limited(16 * MIB), stats::get(Counter::BlocksFallback));
+    free(pagemill, allocate(pagemill, MIB));
+    if stats::get(Counter::BlocksFallback) > fallbacks {
+        return println!("skipped: no huge pages to be had, small ones are charged when they are measured");
+    }
     let mut all = Vec::new();
     let error = loop {
         match pagemill.heap.allocate(MIB, 1) {

@@ -20,8 +20,15 @@ fn settings(page_bytes: usize, limit_bytes: usize) -> Settings {
     Settings { page: PageSize::new(page_bytes).unwrap(), ..Settings::new("test", limit_bytes as u64) }
 }
 
+/// Nothing is done behind: figures are those of what a test did, however long it took.
+fn by_hand() -> &'static Pagemill {
+    let pagemill = Pagemill::for_test();
+    pagemill.caches.collapse_by_hand();
+    pagemill
+}
+
 fn cache(page_bytes: usize, limit_bytes: usize) -> Cache {
-    Pagemill::for_test().caches.make(settings(page_bytes, limit_bytes)).unwrap()
+    by_hand().caches.make(settings(page_bytes, limit_bytes)).unwrap()
 }
 
 fn read(file: &Mapping, offset: usize, len: usize) -> Vec<u8> {
@@ -189,8 +196,7 @@ fn seeks_agree(file: &Mapping, model: &[u8]) {
 }
 
 fn behaves(page: usize, choose: impl Fn(Settings) -> Settings, steps: &[Step]) {
-    let pagemill = Pagemill::for_test();
-    pagemill.caches.collapse_by_hand();
+    let pagemill = by_hand();
     let cache = pagemill.caches.make(choose(settings(page, 64 * MIB))).unwrap();
     let file = cache.create().unwrap();
     let mut model = Vec::new();
@@ -260,7 +266,7 @@ fn bad_input_is_refused() {
     assert!(matches!(file.pin(4), Err(Error::PastEnd { offset: 4, size_bytes: 4 })));
     assert!(matches!(file.seek_data(4), Err(Error::PastEnd { .. })));
     assert_eq!((file.size_bytes(), read(&file, 0, 10)), (4, b"\0abc".to_vec()));
-    let pagemill = Pagemill::for_test();
+    let pagemill = by_hand();
     assert!(matches!(pagemill.caches.make(settings(MIB, MIB - 1)), Err(Error::BadLength { .. })), "less than a page");
     assert!(matches!(pagemill.caches.make(settings(4 * KIB, 1 << 60)), Err(Error::NoAddresses { .. })));
     let layout = Layout { pool_bytes: 4 * MIB, ..Layout::for_test() };
@@ -289,7 +295,7 @@ fn writes_end_at_the_limit() {
 /// Without a free block small pages serve, and that is counted; nobody sees an error.
 #[test]
 fn huge_folios_fall_back() {
-    let pagemill = Pagemill::for_test();
+    let pagemill = by_hand();
     let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 3 * MIB) }).unwrap();
     let file = cache.create().unwrap();
     assert_eq!(file.write_at(&vec![7; 3 * MIB], 0).unwrap(), 3 * MIB);
@@ -304,7 +310,7 @@ fn huge_folios_fall_back() {
 /// What huge folios hold for nothing makes room before a write is refused.
 #[test]
 fn empty_parts_of_huge_folios_make_room() {
-    let pagemill = Pagemill::for_test();
+    let pagemill = by_hand();
     let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 4 * MIB) }).unwrap();
     let (sparse, other) = (cache.create().unwrap(), cache.create().unwrap());
     for span in 0..2 {
@@ -319,7 +325,7 @@ fn empty_parts_of_huge_folios_make_room() {
 /// Free blocks go back to the system on request, and come again.
 #[test]
 fn free_blocks_go_back() {
-    let pagemill = Pagemill::for_test();
+    let pagemill = by_hand();
     let cache = pagemill.caches.make(settings(4 * KIB, 64 * MIB)).unwrap();
     let file = cache.create().unwrap();
     for byte in 1..3 {
@@ -353,7 +359,7 @@ fn a_limit_of_the_process_thins_huge_folios() {
 /// The last pages that a file can have go like all others.
 #[test]
 fn the_last_pages_of_all_go() {
-    let pagemill = Pagemill::for_test();
+    let pagemill = by_hand();
     let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 64 * MIB) }).unwrap();
     let file = cache.create().unwrap();
     let most = ((1_u64 << 40) - 1) * 4096;
@@ -402,7 +408,7 @@ fn large_limits_cost_nothing() {
 /// A file that goes while somebody has a page of it pinned: the pin's bytes stay, the memory comes free with the pin.
 #[test]
 fn pins_outlive_truncation() {
-    let pagemill = Pagemill::for_test();
+    let pagemill = by_hand();
     for policy in [true, false] {
         let policy: Box<dyn pagemill::mapping::Policy> = if policy { Box::new(Always) } else { Box::new(Never) };
         let cache = pagemill.caches.make(Settings { policy, ..settings(4 * KIB, 8 * MIB) }).unwrap();
@@ -452,7 +458,7 @@ fn held_folios_are_left_alone() {
 /// A range is as many pins as it has folios, from its first byte on.
 #[test]
 fn ranges_are_pinned_folio_by_folio() {
-    let pagemill = Pagemill::for_test();
+    let pagemill = by_hand();
     let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 64 * MIB) }).unwrap();
     let file = cache.create().unwrap();
     file.write_at(&vec![1; 5 * MIB], 0).unwrap();
@@ -482,8 +488,7 @@ fn vectored_calls_are_as_plain_ones() {
 /// Small folios written in order become huge behind the writer, with the same bytes.
 #[test]
 fn dense_ranges_become_huge() {
-    let pagemill = Pagemill::for_test();
-    pagemill.caches.collapse_by_hand();
+    let pagemill = by_hand();
     let cache = pagemill.caches.make(settings(4 * KIB, 64 * MIB)).unwrap();
     let file = cache.create().unwrap();
     for page in 0..1024_u64 {
@@ -511,8 +516,7 @@ fn has_a_cache_of_its_own() -> bool {
 /// Collapsing takes nothing from who writes at the limit: each page of a file as long as the limit is written once, beside it.
 #[test]
 fn collapsing_leaves_room_for_writers() {
-    let pagemill = Pagemill::for_test();
-    pagemill.caches.collapse_by_hand();
+    let pagemill = by_hand();
     let cache = pagemill.caches.make(settings(4 * KIB, 8 * MIB)).unwrap();
     let file = cache.create().unwrap();
     let pages = (8 * MIB / (4 * KIB)) as u64;

@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 const PAGE: usize = 4 << 10;
 const WORD: usize = size_of::<u64>();
 const PAGES: u64 = 1536;
+/// Nothing here takes so long.
+const LONG: Duration = Duration::from_secs(600);
 const LASTS: Duration = Duration::from_millis(if cfg!(debug_assertions) { 1500 } else { 3000 });
 
 fn cache(policy: Box<dyn Policy>, limit_bytes: u64) -> Cache {
@@ -106,7 +108,7 @@ fn nobody_sees_anothers_bytes(cache: &Cache) {
             }
         });
         let begun = Instant::now();
-        while begun.elapsed() < LASTS {
+        while begun.elapsed() < LASTS || (reads.load(Relaxed) <= 100 && begun.elapsed() < LONG) {
             std::thread::sleep(Duration::from_millis(50));
             cache.usage();
         }
@@ -124,7 +126,7 @@ fn nobody_sees_anothers_bytes(cache: &Cache) {
 fn all_comes_back(cache: &Cache) {
     // The background may be in the midst of a collapse.
     let begun = Instant::now();
-    while cache.charged_bytes() > 0 && begun.elapsed() < Duration::from_secs(10) {
+    while cache.charged_bytes() > 0 && begun.elapsed() < LONG {
         std::thread::sleep(Duration::from_millis(1));
     }
     let usage = cache.usage();

@@ -14,6 +14,7 @@ use pagemill::reclaim::kernel::Kernel;
 use pagemill::reclaim::limits::{Limits, Room};
 use pagemill::reclaim::tree::{TreePage, UNLIMITED};
 use pagemill::reclaim::{Reason, Shrinker, Urgency, Which};
+use pagemill::slab;
 use pagemill::stats::{self, Counter};
 use pagemill::trace::{self, Event};
 use pagemill::units::{BLOCK_BYTES, PageSize, os_page_bytes, parse_plain_bytes};
@@ -226,6 +227,26 @@ fn telling_of_caches_allocates_nothing() {
     let bytes = std::fs::read(folder.path().join("request")).unwrap();
     assert_eq!((&bytes[..9], bytes.len()), (&b"pm-cach2\x01"[..], 32 + 4 * 136), "three pools, spare nodes");
     assert_eq!((&bytes[32..38], &bytes[168..173]), (&b"tiles\0"[..], &b"rows\0"[..]));
+}
+
+/// Slab caches are told by the helper, which changes their ratios as well.
+#[test]
+fn telling_of_slab_caches_allocates_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("request"), b"").unwrap();
+    let path = CString::new(folder.path().join("request").to_str().unwrap()).unwrap();
+    let pagemill = Pagemill::for_test();
+    let entries = pagemill.slabs.by_handle::<[u64; 24]>(slab::Settings::new("entries")).unwrap();
+    let boxes = pagemill.slabs.fixed::<u64>(slab::Settings::new("boxes")).unwrap();
+    let (_entry, _box) = (entries.insert([1; 24]).unwrap(), boxes.insert(1).unwrap());
+    drop(pagemill.slabs.fixed::<u64>(slab::Settings::new("ended")).unwrap());
+    forbidden(|| {
+        let Ok(blank) = Blank::open(&path) else { fatal(format_args!("no file")) };
+        require(pagemill.lister.write_slabs(&blank, 1).is_ok(), "it is written");
+    });
+    let bytes = std::fs::read(folder.path().join("request")).unwrap();
+    assert_eq!((&bytes[..9], bytes.len()), (&b"pm-slab2\x01"[..], 32 + 2 * 256), "two caches of one node");
+    assert_eq!((&bytes[32..40], &bytes[288..294]), (&b"entries\0"[..], &b"boxes\0"[..]));
 }
 
 /// Over the limit: reclaim, refusals, debts of nested charges.

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
-const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(600);
 
 /// A file that is removed with it.
 struct Scratch(std::path::PathBuf);

@@ -20,7 +20,7 @@ use std::time::Duration;
 const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 const HUGE: usize = 2 * MIB;
-const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(600);
 
 /// Of files that do not fit into their caches.
 const FILE_BYTES: usize = 20 * MIB;
@@ -209,12 +209,12 @@ fn a_loop_of_events_is_asked_for_memory() {
         return println!("skipped: {reason}");
     }
     for _ in 0..3 {
-        // What came before is no news.
-        while is_readable(&mut queue, Duration::ZERO) {
+        drop(open(&cache, &path));
+        // What came before is no news, however late its sign is.
+        while is_readable(&mut queue, Duration::from_millis(1)) {
             queue.wait(0, Duration::ZERO).unwrap();
         }
-        drop(open(&cache, &path));
-        assert!(queue.registered_bytes() > 0 && !is_readable(&mut queue, Duration::from_millis(1)));
+        assert!(queue.registered_bytes() > 0);
         mapping.refresh().unwrap();
         assert_eq!(cache.give_back(), 0);
         assert!(is_readable(&mut queue, LONG));

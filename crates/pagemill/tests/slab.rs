@@ -1,9 +1,27 @@
 //! Slab caches across `fork`, which the tests inside of the crate cannot do.
 #![allow(unsafe_code)] // fork
 
-use pagemill::slab::{self, Settings};
-use pagemill::{Error, Pagemill};
+use pagemill::arena::Layout;
+use pagemill::listing::{self, Action, Order};
+use pagemill::reclaim::tree::UNLIMITED;
+use pagemill::reclaim::{Shrinker, Urgency};
+use pagemill::slab::{
+    self, ByHandle, ByOwner, Candidates, Done, Guard, Handle, Migrate, Moving, Settings, Slabs, Target,
+};
+use pagemill::stats::{self, Counter};
+use pagemill::units::BLOCK_BYTES;
+use pagemill::{Error, Pagemill, published};
+use pagemill_sys::process;
+use std::fs::File;
+use std::os::fd::AsRawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
+use std::sync::{Arc, Barrier, Mutex};
+use std::time::{Duration, Instant};
+
+/// A child has the epoch of what was read while it was forked.
+static ALONE: Mutex<()> = Mutex::new(());
 
 /// Runs `act` in a fork child; says whether it came to its end.
 fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
@@ -28,6 +46,7 @@ fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
 /// the parent's.
 #[test]
 fn a_fork_child_has_caches_of_its_own() {
+    let _alone = ALONE.lock();
     let pagemill = Pagemill::for_test();
     let values = pagemill.slabs.by_handle::<[u64; 8]>(Settings::new("values")).unwrap();
     let boxes = pagemill.slabs.fixed::<u64>(Settings::new("boxes")).unwrap();
@@ -56,4 +75,549 @@ fn a_fork_child_has_caches_of_its_own() {
     values.shrink().unwrap();
     boxes.shrink().unwrap();
     assert_eq!((values.info().unwrap().total.blocks, boxes.info().unwrap().total.blocks), (0, 0));
+}
+
+/// A child waits for no thread of its parent that read while it was forked, but for its own guard, which it had before.
+#[test]
+fn a_fork_child_waits_for_its_own_readers() {
+    let _alone = ALONE.lock();
+    let pagemill = Pagemill::for_test();
+    // So that there are readers to be told apart.
+    let values = pagemill.slabs.by_handle::<[u64; 8]>(Settings::new("values")).unwrap();
+    let (is_reading, may_go) = (Barrier::new(2), Barrier::new(2));
+    let use_own = |guard: Option<Guard>| {
+        let own = pagemill.slabs.by_handle::<[u64; 8]>(Settings::new("own")).unwrap();
+        let handles: Vec<_> = (0..1000).map(|number| own.insert([number; 8]).unwrap()).collect();
+        let read = guard.as_ref().map(|guard| own.get(handles[7], guard).unwrap());
+        handles.iter().for_each(|handle| assert!(own.remove(*handle).unwrap()));
+        for number in 0..10_000 {
+            assert!(own.remove(own.insert([number; 8]).unwrap()).unwrap());
+            assert!(read.is_none_or(|read| *read == [7; 8]));
+        }
+        drop(guard);
+        own.shrink().unwrap();
+        assert_eq!(own.info().unwrap().active, 0);
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let guard = slab::pin();
+            values.insert([0; 8]).unwrap();
+            is_reading.wait();
+            may_go.wait();
+            drop(guard);
+        });
+        is_reading.wait();
+        let without = in_child(pagemill, || use_own(None));
+        let guard = slab::pin();
+        let with = in_child(pagemill, || use_own(Some(guard)));
+        may_go.wait();
+        assert!(without && with, "see the child's message above");
+    });
+}
+
+/// A child is charged for blocks that its parent had free when it uses them, and can give them back. Until then it has none to give.
+#[test]
+fn a_fork_child_pays_for_free_blocks_of_its_parent() {
+    const VALUES: u64 = 40_000;
+    let _alone = ALONE.lock();
+    let pagemill = Pagemill::for_test();
+    let cache = pagemill.slabs.fixed::<[u64; 24]>(Settings::new("of the parent")).unwrap();
+    drop((0..VALUES).map(|number| cache.insert([number; 24]).unwrap()).collect::<Vec<_>>());
+    drop(cache);
+    assert!(pagemill.slabs.giveable_bytes() >= 2 * BLOCK_BYTES as u64);
+    let free = || (pagemill.slabs.giveable_bytes(), stats::get(Counter::SlabFree), pagemill.account.resident());
+    let uses_some = || {
+        let own = pagemill.slabs.fixed::<[u64; 24]>(Settings::new("own")).unwrap();
+        let slots: Vec<_> = (0..VALUES / 4).map(|number| own.insert([number; 24]).unwrap()).collect();
+        let resident = own.info().unwrap().total.resident_bytes;
+        assert!(resident >= VALUES / 4 * 192 && pagemill.account.resident() == resident, "{resident} {:?}", free());
+        drop(slots);
+        drop(own);
+        assert_eq!(free(), (resident, resident, resident));
+    };
+    let is_done = in_child(pagemill, || {
+        assert_eq!(free(), (0, 0, 0));
+        uses_some();
+        // Its own free blocks, above those of its parent, are a parent's for its child.
+        assert!(in_child(pagemill, uses_some));
+        pagemill.slabs.shrink(u64::MAX, Urgency::Limit);
+        assert_eq!(free(), (0, 0, 0));
+        uses_some();
+    });
+    assert!(is_done, "see the child's message above");
+}
+
+#[derive(Default)]
+struct Flags {
+    is_inside: AtomicBool,
+    may_go: AtomicBool,
+}
+
+/// An owner that keeps the lock of a node for as long as it is told.
+#[derive(Default)]
+struct Slow {
+    flags: Arc<Flags>,
+    fails_at_end: bool,
+}
+
+impl Drop for Slow {
+    fn drop(&mut self) {
+        assert!(!self.fails_at_end, "an owner that fails to end, as it should here");
+    }
+}
+
+// SAFETY: plain words, of which none is ever moved.
+unsafe impl Migrate for Slow {
+    type Object = [u64; 24];
+    type Isolated = ();
+
+    fn construct(&self) -> [u64; 24] {
+        [0; 24]
+    }
+
+    fn isolate(&self, objects: &mut Candidates<'_, [u64; 24]>) {
+        self.flags.is_inside.store(true, SeqCst);
+        while !self.flags.may_go.load(SeqCst) {
+            std::thread::yield_now();
+        }
+        objects.retain(|_| false);
+    }
+
+    fn migrate<'object>(
+        &self,
+        object: Moving<'object, [u64; 24]>,
+        _: &mut Target<'_, [u64; 24]>,
+        (): &mut (),
+    ) -> Done<'object> {
+        object.busy()
+    }
+}
+
+/// Waits for what comes without a call.
+fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !is_so() {
+        assert!(began.elapsed() < Duration::from_secs(600), "{what} does not come");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Takes objects, of which one of ten stays.
+fn thin_out<M: Migrate>(cache: &ByOwner<M>, objects: usize) {
+    let objects: Vec<_> = (0..objects).map(|_| cache.allocate().unwrap()).collect();
+    for (number, object) in objects.into_iter().enumerate().filter(|(number, _)| number % 10 != 0) {
+        // SAFETY: taken above, and given back once.
+        unsafe { cache.free(object) };
+        assert!(number > 0);
+    }
+}
+
+/// Of nobody's ratio, so that nothing is done behind before another is set.
+fn still(name: &str) -> Settings {
+    Settings { defrag_used_ratio: 0, ..Settings::new(name) }
+}
+
+/// Who drops a cache waits a second for the thread behind; what that ends then may panic: no process ends, and it goes on with other
+/// caches.
+#[test]
+fn an_owner_may_fail_to_end_behind() {
+    let _alone = ALONE.lock();
+    let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
+    let flags = Arc::new(Flags::default());
+    let slow = Slow { flags: flags.clone(), fails_at_end: true };
+    let cache = pagemill.slabs.by_owner(still("slow"), slow).unwrap();
+    thin_out(&cache, 20_000);
+    cache.set_defrag_used_ratio(30).unwrap();
+    wait_until("isolate", || flags.is_inside.load(SeqCst));
+    drop(cache);
+    assert_eq!(Arc::strong_count(&flags), 2, "the owner is in use");
+    flags.may_go.store(true, SeqCst);
+    wait_until("the owner's end", || Arc::strong_count(&flags) == 1);
+    wait_for_memory(&fragmented(pagemill.slabs));
+}
+
+/// A child whose parent was in the midst of `isolate` is refused, and does not wait for a lock that nobody will release.
+#[test]
+fn a_fork_child_waits_for_no_callback_of_its_parent() {
+    let _alone = ALONE.lock();
+    let pagemill = Pagemill::for_test();
+    let flags = Arc::new(Flags::default());
+    let slow = Slow { flags: flags.clone(), fails_at_end: false };
+    let cache = pagemill.slabs.by_owner(Settings::new("slow"), slow).unwrap();
+    thin_out(&cache, 20_000);
+    let is_done = std::thread::scope(|scope| {
+        scope.spawn(|| cache.shrink().unwrap());
+        wait_until("isolate", || flags.is_inside.load(SeqCst));
+        let is_done = in_child(pagemill, || {
+            // SAFETY: ends a child that waits without end.
+            unsafe { libc::alarm(600) };
+            assert!(matches!(cache.set_defrag_used_ratio(50), Err(Error::WrongState { .. })));
+            assert!(matches!(cache.shrink(), Err(Error::WrongState { .. })));
+            assert!(matches!(cache.defrag_step(Duration::ZERO), Err(Error::WrongState { .. })));
+            assert!(matches!(cache.move_objects(0, 0, 1), Err(Error::WrongState { .. })));
+        });
+        flags.may_go.store(true, SeqCst);
+        is_done
+    });
+    assert!(is_done, "see the child's message above");
+}
+
+/// An owner whose callback waits for a lock of the program's.
+struct Waiting {
+    lock: Arc<Mutex<()>>,
+    is_inside: Arc<AtomicBool>,
+}
+
+// SAFETY: plain words, of which none is ever moved; all that is kept is left as it was.
+unsafe impl Migrate for Waiting {
+    type Object = [u64; 24];
+    type Isolated = ();
+
+    fn construct(&self) -> [u64; 24] {
+        [0; 24]
+    }
+
+    fn isolate(&self, _: &mut Candidates<'_, [u64; 24]>) {}
+
+    fn migrate<'object>(
+        &self,
+        object: Moving<'object, [u64; 24]>,
+        _: &mut Target<'_, [u64; 24]>,
+        (): &mut (),
+    ) -> Done<'object> {
+        self.is_inside.store(true, SeqCst);
+        drop(self.lock.lock().unwrap());
+        object.busy()
+    }
+}
+
+/// A process forks while the thread behind is in a callback that waits for who forks: that one waits a moment only, the child makes
+/// and uses caches, with a thread of its own, and the parent's goes on.
+#[test]
+fn a_fork_waits_for_no_callback_that_waits_for_it() {
+    let _alone = ALONE.lock();
+    let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
+    let (lock, is_inside) = (Arc::default(), Arc::default());
+    let owner = Waiting { lock: Arc::clone(&lock), is_inside: Arc::clone(&is_inside) };
+    let cache = pagemill.slabs.by_owner(still("waiting"), owner).unwrap();
+    thin_out(&cache, 20_000);
+    let held = lock.lock().unwrap();
+    cache.set_defrag_used_ratio(30).unwrap();
+    wait_until("a callback", || is_inside.load(SeqCst));
+    let waits = (0..5).map(|_| {
+        let began = Instant::now();
+        pagemill.before_fork();
+        pagemill.after_fork();
+        began.elapsed()
+    });
+    assert!(waits.min().unwrap() < Duration::from_millis(500), "a fork waits for long");
+    let is_done = in_child(pagemill, || {
+        // SAFETY: ends a child that waits without end.
+        unsafe { libc::alarm(600) };
+        assert!(matches!(cache.shrink(), Err(Error::WrongState { .. })));
+        let own = pagemill.slabs.by_owner(Settings::new("own"), Slow::default()).unwrap();
+        own.owner().flags.may_go.store(true, SeqCst);
+        thin_out(&own, 20_000);
+        wait_until("a thread of its own", || own.owner().flags.is_inside.load(SeqCst));
+        wait_for_memory(&fragmented(pagemill.slabs));
+    });
+    assert!(is_done, "see the child's message above");
+    assert!(cache.info().unwrap().busy == 0, "it waits still");
+    drop(held);
+    wait_for_memory(&fragmented(pagemill.slabs));
+    assert!(cache.info().unwrap().busy > 0);
+}
+
+/// Calls of the owner below.
+static CALLS: AtomicU32 = AtomicU32::new(0);
+
+/// An owner with which the thread behind is not done for some time.
+struct Lasting;
+
+// SAFETY: plain words, of which none is ever moved.
+unsafe impl Migrate for Lasting {
+    type Object = [u64; 24];
+    type Isolated = ();
+
+    fn construct(&self) -> [u64; 24] {
+        [0; 24]
+    }
+
+    fn isolate(&self, objects: &mut Candidates<'_, [u64; 24]>) {
+        CALLS.fetch_add(1, SeqCst);
+        std::thread::sleep(Duration::from_millis(2));
+        objects.retain(|_| false);
+    }
+
+    fn migrate<'object>(
+        &self,
+        object: Moving<'object, [u64; 24]>,
+        _: &mut Target<'_, [u64; 24]>,
+        (): &mut (),
+    ) -> Done<'object> {
+        object.busy()
+    }
+}
+
+/// The program's own at the end: what callbacks use goes here.
+extern "C" fn look_for_calls() {
+    let before = CALLS.load(SeqCst);
+    std::thread::sleep(Duration::from_millis(300));
+    if CALLS.load(SeqCst) != before {
+        // SAFETY: ends the child at once.
+        unsafe { libc::_exit(7) };
+    }
+}
+
+/// Nothing is done behind once the program's own handlers are called at its end, though it registers them last.
+#[test]
+fn no_callback_runs_beside_handlers_of_the_end() {
+    let _alone = ALONE.lock();
+    // SAFETY: the child, whose first thread this is, ends without returning to the test.
+    let pid = unsafe { libc::fork() };
+    assert!(pid >= 0);
+    if pid == 0 {
+        let is_ready = catch_unwind(|| {
+            let slabs = Pagemill::of_process().unwrap().slabs;
+            let cache = std::mem::ManuallyDrop::new(slabs.by_owner(Settings::new("lasting"), Lasting).unwrap());
+            // SAFETY: a function that stays.
+            assert_eq!(unsafe { libc::atexit(look_for_calls) }, 0);
+            thin_out(&cache, 100_000);
+            wait_until("a callback", || CALLS.load(SeqCst) > 0);
+        });
+        // SAFETY: nobody else is here.
+        unsafe { libc::exit(i32::from(is_ready.is_err())) };
+    }
+    let mut status = -1;
+    // SAFETY: our own child; writes `status`.
+    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+    assert_eq!(status, 0, "7 << 8: a callback ran; see the child's message above");
+}
+
+/// Another Pagemill that believes to be in a child ends no guard of this process.
+#[test]
+fn what_is_read_stays_beside_another_pagemill() {
+    let _alone = ALONE.lock();
+    let (other, pagemill) = (Pagemill::for_test(), Pagemill::for_test());
+    let cache = pagemill.slabs.by_handle::<Arc<u64>>(Settings::new("values")).unwrap();
+    let value = Arc::new(7);
+    let handle = cache.insert(value.clone()).unwrap();
+    let guard = slab::pin();
+    let read = cache.get(handle, &guard).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            other.begin_child();
+            cache.remove(handle).unwrap();
+            cache.shrink().unwrap();
+        });
+    });
+    assert_eq!((Arc::strong_count(&value), **read), (2, 7), "dropped under a guard");
+}
+
+/// Says to tests below that this is their program.
+const BE_PROGRAM: &str = "PAGEMILL_TEST_ORDERS";
+
+/// Orders from outside have destructors run where the program's files are: what a value has open is closed.
+#[test]
+fn orders_find_the_files_of_the_program() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "a_program_with_files", "--ignored", "--nocapture"]);
+    command.env(BE_PROGRAM, "1").env("XDG_RUNTIME_DIR", folder.path());
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+}
+
+#[test]
+#[ignore = "a program for another test"]
+fn a_program_with_files() {
+    if std::env::var_os(BE_PROGRAM).is_none() {
+        return;
+    }
+    let pagemill = Pagemill::of_process().unwrap();
+    let settings = Settings { defrag_used_ratio: 0, ..Settings::new("files") };
+    let cache = pagemill.slabs.by_handle::<Box<File>>(settings).unwrap();
+    let file = File::open("/proc/self/exe").unwrap();
+    let number = file.as_raw_fd();
+    let handle = cache.insert(Box::new(file)).unwrap();
+    cache.remove(handle).unwrap();
+    let (figures, own) = (published::own_file().unwrap(), process::own_identity());
+    let list = listing::ask_for_slabs(&[(&figures, own)], || false).remove(0).unwrap();
+    let id = list.iter().find(|(_, info)| &*info.name == "files").unwrap().0;
+    let shrunk = listing::order(&figures, own, Order { action: Action::Shrink, cache: id }, || false).unwrap();
+    assert_eq!(shrunk.errno, 0);
+    // A thread that reads just now is waited for, by the order for a second.
+    let began = Instant::now();
+    // SAFETY: asks about a number only.
+    while unsafe { libc::fcntl(number, libc::F_GETFD) } != -1 {
+        assert!(began.elapsed() < Duration::from_secs(600), "{number} is open still");
+        listing::order(&figures, own, Order { action: Action::Shrink, cache: id }, || false).unwrap();
+    }
+}
+
+/// Threads use a cache by handle, each has a number while all do: says how large the table is, ends the cache, and keeps the threads.
+fn threads_with_numbers(slabs: &'static Slabs) -> (u64, impl FnOnce() + use<>) {
+    const THREADS: usize = 32;
+    let cache = Arc::new(slabs.by_handle::<u64>(Settings::new("values")).unwrap());
+    let (are_in, may_end) = (Arc::new(Barrier::new(THREADS + 1)), Arc::new(Barrier::new(THREADS + 1)));
+    // One after the other: who finds another at the same does without a magazine for once.
+    let turn = Arc::new(Mutex::new(()));
+    let use_cache = |cache: Arc<ByHandle<u64>>, turn: &Mutex<()>| {
+        let _turn = turn.lock().unwrap();
+        assert!(cache.remove(cache.insert(1).unwrap()).unwrap());
+    };
+    let threads: Vec<_> = (0..THREADS)
+        .map(|_| {
+            let (cache, turn, are_in, may_end) = (cache.clone(), turn.clone(), are_in.clone(), may_end.clone());
+            std::thread::spawn(move || {
+                use_cache(cache, &turn);
+                are_in.wait();
+                may_end.wait();
+            })
+        })
+        .collect();
+    use_cache(cache.clone(), &turn);
+    are_in.wait();
+    let end = move || {
+        may_end.wait();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+    };
+    (cache.handle_bytes(), end)
+}
+
+/// Threads of a child have the numbers of threads that it has not: what a table keeps for these serves for them. In a process where no
+/// other test has threads.
+#[test]
+fn threads_of_a_fork_child_begin_anew() {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "a_program_with_threads", "--ignored", "--nocapture"]).env(BE_PROGRAM, "1");
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+}
+
+#[test]
+#[ignore = "a program for another test"]
+fn a_program_with_threads() {
+    if std::env::var_os(BE_PROGRAM).is_none() {
+        return;
+    }
+    let pagemill = Pagemill::for_test();
+    let (bytes, end) = threads_with_numbers(pagemill.slabs);
+    let is_done = in_child(pagemill, || {
+        let (own_bytes, end) = threads_with_numbers(pagemill.slabs);
+        assert_eq!(own_bytes, bytes);
+        end();
+    });
+    end();
+    assert!(is_done, "see the child's message above");
+}
+
+const VALUES: u64 = 60_000;
+
+/// A cache of which nine tenths went, and what is left.
+fn fragmented(slabs: &'static Slabs) -> (ByHandle<[u64; 24]>, Vec<Handle<[u64; 24]>>) {
+    let cache = slabs.by_handle::<[u64; 24]>(Settings::new("fragmented")).unwrap();
+    let mut handles: Vec<_> = (0..VALUES).map(|number| cache.insert([number; 24]).unwrap()).collect();
+    for (handle, number) in handles.iter().zip(0..) {
+        assert!(number % 10 == 0 || cache.remove(*handle).unwrap());
+    }
+    handles.retain(|handle| cache.get(*handle, &slab::pin()).is_some());
+    (cache, handles)
+}
+
+/// Of six blocks that were there half go, without a call: in two there is more than the ratio, and an idle one is kept.
+fn wait_for_memory((cache, handles): &(ByHandle<[u64; 24]>, Vec<Handle<[u64; 24]>>)) {
+    let (began, most) = (Instant::now(), 3 * BLOCK_BYTES as u64);
+    while cache.info().unwrap().total.resident_bytes > most {
+        assert!(began.elapsed() < Duration::from_secs(600), "{:?}", cache.info());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert!(cache.info().unwrap().moved > 0);
+    for (handle, number) in handles.iter().zip((0..VALUES).step_by(10)) {
+        assert_eq!(cache.get(*handle, &slab::pin()), Some(&[number; 24]));
+    }
+}
+
+/// A process with a thread that defragments forks, whatever that is at: the child has none, its own caches get one, and both get
+/// their memory back.
+#[test]
+fn a_fork_child_defragments_behind_by_itself() {
+    let _alone = ALONE.lock();
+    let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
+    let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
+    for _ in 0..3 {
+        let own = fragmented(pagemill.slabs);
+        let is_done = in_child(pagemill, || {
+            assert_eq!(threads(), 1);
+            wait_for_memory(&fragmented(pagemill.slabs));
+            assert_eq!(threads(), 2);
+        });
+        assert!(is_done, "see the child's message above");
+        wait_for_memory(&own);
+    }
+}
+
+/// Reads an object of an owner: free it stays as it is, until its slab goes.
+fn use_after_end(slabs: &'static Slabs) {
+    let slow = Slow { flags: Arc::default(), fails_at_end: false };
+    let cache = slabs.by_owner(Settings::new("owner"), slow).unwrap();
+    let object = cache.allocate().unwrap();
+    let at: *const u64 = object.as_ptr().cast();
+    // SAFETY: taken above, and given back once.
+    unsafe { cache.free(object) };
+    // SAFETY: free objects of an owner can be read while their slab is there.
+    println!("read {}", unsafe { at.read_volatile() });
+    cache.shrink().unwrap();
+    // SAFETY: none, that is what is to be seen; the memory may be there.
+    println!("survived {}", unsafe { at.read_volatile() });
+}
+
+/// Reads a value after its place was freed: of a cache by handle or not, in a magazine or in a slab.
+fn use_after_free(case: &str) {
+    let slabs = Pagemill::for_test().slabs;
+    if case == "owner" {
+        return use_after_end(slabs);
+    }
+    let boxes = slabs.fixed::<[u64; 8]>(Settings::new("boxes")).unwrap();
+    let values = slabs.by_handle::<[u64; 8]>(Settings::new("values")).unwrap();
+    let (slot, handle) = (boxes.insert([1; 8]).unwrap(), values.insert([1; 8]).unwrap());
+    let at: *const u64 = match case {
+        "value" => &raw const values.get(handle, &slab::pin()).unwrap()[7],
+        _ => &raw const slot[7],
+    };
+    // SAFETY: of a value that is there.
+    println!("read {}", unsafe { at.read_volatile() });
+    drop(slot);
+    values.remove(handle).unwrap();
+    if case != "magazine" {
+        values.shrink().unwrap();
+        boxes.shrink().unwrap();
+    }
+    // SAFETY: none, that is what is to be seen; the memory may be there.
+    println!("survived {}", unsafe { at.read_volatile() });
+}
+
+/// AddressSanitizer reports a read of what is free.
+#[test]
+fn uses_of_free_objects_are_reported() {
+    const CASE: &str = "PAGEMILL_USE_AFTER_FREE";
+    if let Ok(case) = std::env::var(CASE) {
+        return use_after_free(&case);
+    }
+    if !cfg!(asan) {
+        println!("skipped: built without `--cfg asan`");
+        return;
+    }
+    for case in ["magazine", "slab", "value", "owner"] {
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "uses_of_free_objects_are_reported", "--nocapture"]).env(CASE, case);
+        let output = child.output().unwrap();
+        let (said, report) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert!(report.contains("AddressSanitizer: use-after-poison"), "{case}: {said}{report}");
+        assert!(!output.status.success() && !said.contains("survived"), "{case}: {said}");
+        assert!(
+            said.contains(if case == "owner" { "read 0" } else { "read 1" }),
+            "{case}: what is there can be read: {said}"
+        );
+    }
 }

@@ -231,7 +231,7 @@ fn fetched(queue: &mut Queue, file: &Mapping) -> Result<(), Error> {
     if queue.fetch(file, 0, 1)? == Fetch::Present {
         return Ok(());
     }
-    queue.wait(1, Duration::from_secs(60))?;
+    queue.wait(1, Duration::from_secs(600))?;
     queue.next().unwrap().result
 }
 

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
-const MINUTE: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(600);
 
 /// Says which part of a test a child is to do.
 const PART: &str = "STORE_FILE_PART";
@@ -346,7 +346,7 @@ fn ring(engine: Engine) -> Ring<Aligned> {
 
 /// The next transfer that ends.
 fn take(ring: &mut Ring<Aligned>) -> (Aligned, io::Result<()>) {
-    ring.wait(1, MINUTE).unwrap();
+    ring.wait(1, LONG).unwrap();
     match ring.next() {
         Some(Event::Done { buffer, result, .. }) => (buffer, result),
         other => panic!("{other:?}"),
@@ -452,12 +452,12 @@ fn started_transfers_end() {
     let writes = (0..500).map(|at| Transfer::write((at * len) as u64, aligned(&pattern(len, at as u8)), tell(at)));
     store.start(writes.collect());
     for _ in 0..500 {
-        ended.recv_timeout(MINUTE).unwrap().1.unwrap();
+        ended.recv_timeout(LONG).unwrap().1.unwrap();
     }
     let reads = (0..500).map(|at| Transfer::read((at * len) as u64, Aligned::new(len, len), tell(at)));
     store.start(reads.collect());
     for _ in 0..500 {
-        let (at, result, memory) = ended.recv_timeout(MINUTE).unwrap();
+        let (at, result, memory) = ended.recv_timeout(LONG).unwrap();
         result.unwrap();
         assert!(memory[..] == pattern(len, at as u8));
     }
@@ -466,7 +466,7 @@ fn started_transfers_end() {
     let given_up = |at: usize| Transfer::write(0, aligned(&[0; 4 * KIB]), tell(at)).with_cancel(&cancel);
     store.start((0..20).map(given_up).collect());
     for _ in 0..20 {
-        assert_eq!(ended.recv_timeout(MINUTE).unwrap().1, Err(Some(libc::ECANCELED)));
+        assert_eq!(ended.recv_timeout(LONG).unwrap().1, Err(Some(libc::ECANCELED)));
     }
     assert!(read(&store, 0, len) == pattern(len, 0));
 }
@@ -534,7 +534,7 @@ fn errors_of_the_store_are_passed_on() {
     let (sender, ended) = mpsc::channel();
     let done = move |result: io::Result<()>, _| sender.send(result).unwrap();
     store.start(vec![Transfer::write(0, aligned(&[0; 512]), done)]);
-    assert_eq!(ended.recv_timeout(MINUTE).unwrap().unwrap_err().raw_os_error(), Some(libc::EIO));
+    assert_eq!(ended.recv_timeout(LONG).unwrap().unwrap_err().raw_os_error(), Some(libc::EIO));
     assert!(read(store.inner(), 0, 8 * KIB) == pattern(8 * KIB, 1));
     assert_eq!((store.calls().failed, store.calls().count()), (5, 6));
 }

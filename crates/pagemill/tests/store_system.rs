@@ -14,7 +14,7 @@ use std::time::Duration;
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
-const MINUTE: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(600);
 
 fn aligned(len: usize, fill: u8) -> Aligned {
     let mut memory = Aligned::new(len, 64 * KIB);
@@ -65,7 +65,7 @@ fn full_file_systems_are_errors() {
         let mut ring = Ring::new(&Settings { engine, ..Settings::default() }).unwrap();
         let file = ring.attach(&store).unwrap();
         assert!(ring.write(file, 512 * KIB as u64, aligned(MIB, 2)).is_ok());
-        ring.wait(1, MINUTE).unwrap();
+        ring.wait(1, LONG).unwrap();
         let Some(Event::Done { result, .. }) = ring.next() else { panic!("it has not ended") };
         assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::ENOSPC));
         let mut back = aligned(512 * KIB, 0);
@@ -203,14 +203,14 @@ fn registered_memory_is_not_in_children() {
         let mut own = Ring::new(&Settings::default()).unwrap();
         let file = own.attach(&store).unwrap();
         let is_queued = own.write(file, 0, aligned(512, 7)).is_ok();
-        own.wait(1, MINUTE).unwrap();
+        own.wait(1, LONG).unwrap();
         let is_done = matches!(own.next(), Some(Event::Done { result: Ok(()), .. }));
         refused && told && is_error && is_queued && is_done && !is_there()
     }));
     let mut ring = ring.unwrap();
     let mut bytes = aligned(512, 0);
     assert!(ring.read(file, 0, bytes).is_ok());
-    ring.wait(1, MINUTE).unwrap();
+    ring.wait(1, LONG).unwrap();
     let Some(Event::Done { buffer, result: Ok(()), .. }) = ring.next() else { panic!("the ring is dead") };
     bytes = buffer;
     assert!(bytes.iter().all(|byte| *byte == 7), "what the child wrote");

@@ -5,7 +5,6 @@ mod common;
 
 use common::{EPOCH, assert_in_child, pagemill, turn};
 use pagemill::reclaim::{Shrinker, Urgency, Which};
-use pagemill::stats::{self, Counter};
 use pagemill::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill::volatile::{Behaviour, Contents, Range, VolatileCache};
 use pagemill::{Error, Pagemill};
@@ -16,6 +15,11 @@ use std::time::{Duration, Instant};
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
+
+/// Nothing here takes so long.
+const LONG: Duration = Duration::from_secs(600);
+/// For how long threads are let at each other.
+const RACE: Duration = Duration::from_secs(2);
 
 fn range(len_bytes: usize, behaviour: Behaviour, byte: u8) -> Range {
     let mut range = pagemill().ranges.allocate(len_bytes, behaviour).unwrap();
@@ -78,10 +82,9 @@ fn marks_touch_no_page() {
         }
         faults()
     };
-    // Once beforehand: code faults the first time.
-    round_trips();
-    let before = faults();
-    assert_eq!((round_trips(), range.pin().unwrap().contents()), (before, Contents::Kept));
+    // Code faults the first time, and the kernel takes a look at pages, or moves them, now and then.
+    assert!((0..100).any(|_| faults() == round_trips()), "a fault at least each time");
+    assert_eq!(range.pin().unwrap().contents(), Contents::Kept);
 }
 
 /// What is held or pinned stays; what is volatile goes, is said to be gone, and its memory is the kernel's again.
@@ -226,12 +229,16 @@ fn places_are_used_again() {
     let addr = range.addr();
     drop(range);
     assert_eq!(full(MIB, 1).addr(), addr);
-    // What small ones left behind is given back, too.
-    let before = stats::get(Counter::Resident);
-    drop((0..64).map(|_| full(256 * KIB, 1)).collect::<Vec<_>>());
-    pagemill().account.settle();
-    let held = stats::get(Counter::Resident);
-    assert!(held >= before + 15 * MIB as u64);
+    // What small ones left behind is given back, too. Some of it lies in blocks that are there.
+    purge_all();
+    let resident = || {
+        pagemill().account.settle();
+        pagemill().account.resident()
+    };
+    let before = resident();
+    drop((0..80).map(|_| full(256 * KIB, 1)).collect::<Vec<_>>());
+    let after = resident();
+    assert!(after >= before + 15 * MIB as u64, "{before} {after}");
     assert!(purge_all() >= 15 * MIB);
 }
 
@@ -245,8 +252,9 @@ fn purges_race_users() {
     let user = |byte: u8, lens: &[usize]| {
         let mut ranges: Vec<Range> = lens.iter().map(|len| full(*len, byte)).collect();
         ranges.iter().for_each(|range| range.mark().unwrap());
-        let until = Instant::now() + Duration::from_secs(2);
-        while Instant::now() < until {
+        let begun = Instant::now();
+        // As long as it takes until something was purged.
+        while begun.elapsed() < RACE || (purged.load(Relaxed) <= 10 && begun.elapsed() < LONG) {
             for range in &mut ranges {
                 let kept = range.pin().unwrap();
                 assert!(kept.iter().step_by(509).all(|found| *found == byte));
@@ -352,7 +360,7 @@ fn the_helper_wakes_for_the_first_range() {
     let mut range = own.ranges.allocate(4 * MIB, Behaviour::Full).unwrap();
     range.bytes_mut().unwrap().fill(1);
     range.mark().unwrap();
-    let until = Instant::now() + Duration::from_secs(10);
+    let until = Instant::now() + LONG;
     while own.ranges.giveable_bytes() == 0 {
         assert!(Instant::now() < until, "nobody looked");
         sleep(Duration::from_millis(10));

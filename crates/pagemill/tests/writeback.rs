@@ -17,14 +17,14 @@ const ENOSPC: i32 = 28;
 const ETIMEDOUT: i32 = 110;
 
 /// Nothing here takes so long.
-const MINUTE: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(600);
 const NEVER: Duration = Duration::from_secs(1 << 20);
 
 type Faulty = FaultyStore<MemoryStore>;
 
 /// Nothing is written back but where a share says so.
 fn shares(background_percent: u8, most_percent: u8) -> Writeback {
-    Writeback { age: NEVER, background_percent, most_percent, patience: MINUTE }
+    Writeback { age: NEVER, background_percent, most_percent, patience: LONG }
 }
 
 /// A cache with small folios, and whether a thread works for it.
@@ -47,7 +47,7 @@ fn open(cache: &Cache) -> (Faulty, Mapping) {
 fn until(what: &str, is_so: impl Fn() -> bool) {
     let begun = Instant::now();
     while !is_so() {
-        assert!(begun.elapsed() < MINUTE, "{what}");
+        assert!(begun.elapsed() < LONG, "{what}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -165,7 +165,8 @@ fn writers_do_not_wait_for_ever() {
         page += page_of(&file);
         assert!(page >= MIB / PAGE - 1);
         for at in 0..100 {
-            assert_eq!(write_page(&other, at, 2).unwrap(), PAGE, "a file whose store works");
+            // It waits for its store no longer than the other does, and goes on all the same.
+            until("a file whose store works", || write_page(&other, at, 2).is_ok());
         }
         let mut bytes = vec![0; page * PAGE];
         assert_eq!(file.read_at(&mut bytes, 0).unwrap(), bytes.len());
@@ -357,7 +358,7 @@ fn absurd_shares_are_refused() {
 /// Writers, the background, syncs and truncations of one file at a time: what is there in the end is what was written last.
 #[test]
 fn writers_beside_everything_lose_nothing() {
-    let writeback = Writeback { age: Duration::from_millis(2), patience: MINUTE, ..shares(5, 15) };
+    let writeback = Writeback { age: Duration::from_millis(2), patience: LONG, ..shares(5, 15) };
     let cache = cache(4 * MIB, writeback, false);
     let (store, file) = open(&cache);
     store.set_faults(Faults { seed: 9, delay_per_mille: 50, is_reordered: true, ..Faults::default() });
@@ -396,8 +397,8 @@ fn writers_beside_everything_lose_nothing() {
 /// for ever, and what is lost is counted. `close` gives the handle back.
 #[test]
 fn the_last_handle_writes_back() {
-    let patience = Duration::from_millis(50);
-    let cache = cache(64 * MIB, Writeback { patience, ..shares(100, 100) }, true);
+    let of_patience = |patience| cache(64 * MIB, Writeback { patience, ..shares(100, 100) }, true);
+    let cache = of_patience(LONG);
     let (store, file) = open(&cache);
     let other = file.try_clone().unwrap();
     for page in [0, 5, 6] {
@@ -421,14 +422,15 @@ fn the_last_handle_writes_back() {
     let (file, error) = file.close().unwrap_err();
     assert_eq!((error.errno(), file.dirty_bytes()), (ENOSPC, PAGE as u64));
     drop(file);
-    assert_eq!(stats::get(Counter::CacheLost) - lost, PAGE as u64);
+    assert!(stats::get(Counter::CacheLost) - lost >= PAGE as u64);
     store.set_faults(Faults::default());
-    let file = cache.open(Arc::new(store.clone())).unwrap();
+    let hasty = of_patience(Duration::from_millis(50));
+    let file = hasty.open(Arc::new(store.clone())).unwrap();
     write_page(&file, 0, 3).unwrap();
     store.hold();
     drop(file);
-    assert_eq!(stats::get(Counter::CacheLost) - lost, (2 * PAGE) as u64);
-    assert_eq!(cache.dirty_bytes(), 0);
+    assert!(stats::get(Counter::CacheLost) - lost >= (2 * PAGE) as u64);
+    assert_eq!((cache.dirty_bytes(), hasty.dirty_bytes()), (0, 0));
     store.release();
     let file = cache.open(Arc::new(store.clone())).unwrap();
     write_page(&file, 1, 4).unwrap();

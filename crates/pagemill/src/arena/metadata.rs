@@ -54,6 +54,15 @@ impl<T: Zeroed> Table<T> {
         Ok(table)
     }
 
+    /// A table all of which can be read at any time: as zero bits where it is not open.
+    pub fn new_readable(len: usize) -> Result<Self> {
+        let table = Self::new(len)?;
+        let bytes = (len * size_of::<T>()).next_multiple_of(BLOCK_BYTES);
+        // SAFETY: the reservation of this table, which nobody knows yet.
+        unsafe { mem::open_to_read(table.base, bytes) }.map_err(Error::system("opening metadata"))?;
+        Ok(table)
+    }
+
     /// Opens the entries from `next` to `end`, of a run that begins at `first` and is open up to `next`.
     ///
     /// In steps of 1 MiB, so mostly it does nothing.
@@ -74,6 +83,11 @@ impl<T: Zeroed> Table<T> {
         assert!(index < self.len);
         // SAFETY: in range as asserted; the type invariant covers the rest.
         unsafe { &*((self.base + index * size_of::<T>()) as *const T) }
+    }
+
+    /// Where the first entry is, open or not.
+    pub fn start(&self) -> *const T {
+        self.base as *const T
     }
 
     /// `N` that follow each other.

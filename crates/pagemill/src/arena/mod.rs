@@ -1,9 +1,9 @@
 //! The arena: reserved address space, given out in blocks of 2 MiB, backed and emptied block by block.
 //!
 //! Three zones of one reservation. The *small* zone holds the extents of the
-//! linked allocator for small sizes ([`extents`]); the *heap* zone holds slots,
-//! the *pool* zone the pages of caches (both [`backing`]). Addresses are never given back, memory is. What a
-//! block is backed by stands in its word ([`block`]).
+//! linked allocator for small sizes (`extents`); the *heap* zone holds slots,
+//! the *pool* zone the pages of caches (both `backing`). Addresses are never given back, memory is. What a
+//! block is backed by stands in its word (`block`).
 //!
 //! ```text
 //!   base                  heap                      pool                 end
@@ -14,7 +14,7 @@
 //!
 //! Every byte is admitted by the [`Budget`] before it becomes resident, except
 //! where the program touches what `mmap` would have granted untouched: that is
-//! measured ([`Arena::settle`]).
+//! measured (`Arena::settle`).
 //!
 //! Below: `units`, `sync`, `stats`, `trace`. Locks: a zone's lock, then a block's.
 
@@ -147,8 +147,8 @@ impl Layout {
     pub fn for_test() -> Self {
         Self {
             small_bytes: 1 << 30,
-            heap_bytes: 64 << 30,
-            pool_bytes: 64 << 30,
+            heap_bytes: 16 << 30,
+            pool_bytes: 16 << 30,
             huge_from_bytes: 0,
             ..Self::for_program()
         }

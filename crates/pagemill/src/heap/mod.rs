@@ -2,7 +2,7 @@
 //!
 //! A free slot keeps its memory, so the next allocation of its class costs two
 //! compare-and-swaps and no page fault. The memory goes back when somebody
-//! needs it ([`purge`]): the bytes of a free slot may vanish at any moment.
+//! needs it (`purge`): the bytes of a free slot may vanish at any moment.
 //!
 //! Lists of free slots are split into shards by CPU, so that threads seldom
 //! meet, and what was freed last is in the cache of the CPU that takes it; there

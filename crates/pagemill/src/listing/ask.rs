@@ -1,9 +1,11 @@
 //! Asking: in a command. The answer comes from another process, and is checked like any stranger's.
 
-use super::{Head, MOST_RECORDS, Record};
+use super::slabs::{self, Row};
+use super::{Head, MOST_RECORDS, Order, Outcome, Record, u32_at};
 use crate::mapping::{Holder, Usage};
 use crate::published::{self, Subject, TREE_FILE};
 use crate::reclaim::tree::TreePage;
+use crate::slab::SlabInfo;
 use crate::stats::{self, Figures};
 use crate::volatile::Listed;
 use pagemill_sys::file::{self, Path};
@@ -11,6 +13,7 @@ use pagemill_sys::process::{self, Identity};
 use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::marker::PhantomData;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::time::{Duration, Instant};
 
@@ -18,6 +21,9 @@ use std::time::{Duration, Instant};
 pub const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 
 const PAUSE: Duration = Duration::from_millis(2);
+
+/// Who finds that the number of his request is not new asks once more after this.
+const ASK_AGAIN_AFTER: Duration = Duration::from_millis(100);
 
 /// Requests that may lie beside each other: of others who ask now, or were killed while they did.
 const MOST_REQUESTS: u32 = 64;
@@ -45,6 +51,8 @@ pub enum Unanswered {
     Failed(io::Error),
     /// What it wrote is no list.
     Damaged,
+    /// It took the order, has not done with it in time, and goes on.
+    UnderWay,
 }
 
 impl fmt::Display for Unanswered {
@@ -56,6 +64,7 @@ impl fmt::Display for Unanswered {
             Self::Stopped => write!(f, "interrupted"),
             Self::Failed(error) => write!(f, "it could not write its list: {error}"),
             Self::Damaged => write!(f, "what it answers is no list"),
+            Self::UnderWay => write!(f, "it is still at it after {} s, and goes on", ANSWER_WITHIN.as_secs()),
         }
     }
 }
@@ -65,6 +74,8 @@ struct Request {
     path: Path,
     file: File,
     number: u32,
+    /// Where the answer begins.
+    head_at: u64,
 }
 
 impl Drop for Request {
@@ -80,7 +91,7 @@ impl Drop for Request {
 ///
 /// [`Unanswered`] says why there is no list.
 pub fn ask(figures: &Path, who: Identity, should_stop: impl Fn() -> bool) -> Result<List, Unanswered> {
-    ask_for(figures, who, should_stop).map(|(ranges, left_out)| List { ranges, left_out })
+    ask_for(figures, who, None, should_stop).map(|(ranges, left_out)| List { ranges, left_out })
 }
 
 /// As [`ask`], for what its caches hold.
@@ -93,45 +104,173 @@ pub fn ask_for_caches(
     who: Identity,
     should_stop: impl Fn() -> bool,
 ) -> Result<Vec<(Holder, Usage)>, Unanswered> {
-    ask_for(figures, who, should_stop).map(|(holders, _)| holders)
+    ask_for(figures, who, None, should_stop).map(|(holders, _)| holders)
+}
+
+/// As [`ask`], for the slab caches of several: asks all of them before it waits for any, so that whoever does not answer keeps
+/// nobody waiting for the others. For each its caches, under numbers, those with movable objects first, then by name; or why there are
+/// none ([`Unanswered::Stopped`] for those that had not answered when `should_stop`).
+pub fn ask_for_slabs(
+    whom: &[(&Path, Identity)],
+    should_stop: impl Fn() -> bool,
+) -> Vec<Result<Vec<(u64, SlabInfo)>, Unanswered>> {
+    let until = Instant::now() + ANSWER_WITHIN;
+    let asked = whom.iter().map(|(figures, who)| Asked::begin(figures, *who, None, until)).collect();
+    let gathered = |(rows, _): Records<Row>| slabs::gather(rows).ok_or(Unanswered::Damaged);
+    wait(asked, should_stop).into_iter().map(|told| told.and_then(gathered)).collect()
+}
+
+/// Has the process do something with one of its slab caches, and tells what became of it.
+///
+/// # Errors
+///
+/// As [`ask`]; [`Unanswered::UnderWay`] where it takes longer.
+pub fn order(
+    figures: &Path,
+    who: Identity,
+    order: Order,
+    should_stop: impl Fn() -> bool,
+) -> Result<Outcome, Unanswered> {
+    let (outcomes, _) = ask_for::<Outcome>(figures, who, Some(order), should_stop)?;
+    outcomes.into_iter().find(|outcome| outcome.cache == order.cache).ok_or(Unanswered::Damaged)
 }
 
 /// The records of a list, and how many more there were.
+type Records<R> = (Vec<R>, u64);
+
 fn ask_for<R: Record>(
     figures: &Path,
     who: Identity,
+    order: Option<Order>,
     should_stop: impl Fn() -> bool,
-) -> Result<(Vec<R>, u64), Unanswered> {
-    let begun = Instant::now();
-    let request = make_request(figures, R::SUBJECT).map_err(Unanswered::Refused)?;
-    stats::with_page_of_asked(figures.as_c_str(), |page| page.ask(request.number)).map_err(Unanswered::Refused)?;
-    wake_in_tree(figures, who);
+) -> Result<Records<R>, Unanswered> {
+    let asked = Asked::begin(figures, who, order, Instant::now() + ANSWER_WITHIN);
+    wait(vec![asked], should_stop).remove(0)
+}
+
+enum Asked<'a, R> {
+    Waits(Box<Asking<'a, R>>),
+    Told(Result<Records<R>, Unanswered>),
+}
+
+impl<'a, R: Record> Asked<'a, R> {
+    fn begin(figures: &'a Path, who: Identity, order: Option<Order>, until: Instant) -> Self {
+        match Asking::begin(figures, who, order, until) {
+            Ok(asking) => Self::Waits(Box::new(asking)),
+            Err(error) => Self::Told(Err(error)),
+        }
+    }
+
+    /// Whether it is known what became of it.
+    fn is_told(&mut self) -> bool {
+        if let Self::Waits(asking) = self
+            && let Some(told) = asking.look()
+        {
+            *self = Self::Told(told);
+        }
+        matches!(self, Self::Told(_))
+    }
+
+    fn told(self) -> Result<Records<R>, Unanswered> {
+        match self {
+            Self::Waits(_) => Err(Unanswered::Stopped),
+            Self::Told(told) => told,
+        }
+    }
+}
+
+/// Waits until it is known of each what became of it, or nobody wants it any more.
+fn wait<R: Record>(
+    mut asked: Vec<Asked<'_, R>>,
+    should_stop: impl Fn() -> bool,
+) -> Vec<Result<Records<R>, Unanswered>> {
     loop {
-        if let Some(head) = head_of(&request.file, R::SUBJECT).map_err(|_| Unanswered::Damaged)? {
-            return read(&request, head);
-        }
-        if should_stop() {
-            return Err(Unanswered::Stopped);
-        }
-        if !process::is_alive(who) {
-            return Err(Unanswered::Ended);
-        }
-        if begun.elapsed() > ANSWER_WITHIN {
-            return Err(Unanswered::Late);
+        let is_stopped = should_stop();
+        let told = asked.iter_mut().filter_map(|asked| asked.is_told().then_some(())).count();
+        if is_stopped || told == asked.len() {
+            return asked.into_iter().map(Asked::told).collect();
         }
         std::thread::sleep(PAUSE);
     }
 }
 
+/// A process that was asked and has not answered yet.
+struct Asking<'a, R> {
+    figures: &'a Path,
+    who: Identity,
+    order: Option<Order>,
+    request: Request,
+    /// Until when an answer is waited for, and until when one to this request: who may not have seen it is asked once more then.
+    until: Instant,
+    until_again: Instant,
+    records: PhantomData<R>,
+}
+
+impl<'a, R: Record> Asking<'a, R> {
+    fn begin(figures: &'a Path, who: Identity, order: Option<Order>, until: Instant) -> Result<Self, Unanswered> {
+        let request = make_request(figures, R::SUBJECT, order).map_err(Unanswered::Refused)?;
+        let is_new = stats::with_page_of_asked(figures.as_c_str(), |page| page.ask(request.number))
+            .map_err(Unanswered::Refused)?;
+        wake_in_tree(figures, who);
+        // The helper may have come by for somebody else's request of this number before the file was there.
+        let until_again = if is_new { until } else { until.min(Instant::now() + ASK_AGAIN_AFTER) };
+        Ok(Self { figures, who, order, request, until, until_again, records: PhantomData })
+    }
+
+    /// What became of it, once that is known.
+    fn look(&mut self) -> Option<Result<Records<R>, Unanswered>> {
+        match head_of(&self.request, R::SUBJECT) {
+            Ok(Some(head)) => return Some(read(&self.request, head)),
+            Ok(None) => {}
+            Err(_) => return Some(Err(Unanswered::Damaged)),
+        }
+        if !process::is_alive(self.who) {
+            return Some(Err(Unanswered::Ended));
+        }
+        let now = Instant::now();
+        let is_late = now > self.until;
+        if now <= self.until_again {
+            return None;
+        }
+        if is_taken(&self.request) {
+            return is_late.then_some(Err(Unanswered::UnderWay));
+        }
+        if is_late {
+            return Some(Err(Unanswered::Late));
+        }
+        match Self::begin(self.figures, self.who, self.order, self.until) {
+            Ok(again) => {
+                *self = again;
+                None
+            }
+            Err(error) => Some(Err(error)),
+        }
+    }
+}
+
+/// Whether the process says that it took the order.
+fn is_taken(request: &Request) -> bool {
+    let mut bytes = [0; size_of::<u32>()];
+    let is_read = request.file.read_exact_at(&mut bytes, Order::TAKEN_AT as u64).is_ok();
+    request.head_at > 0 && is_read && u32_at(&bytes, 0) == 1
+}
+
 /// Makes the file of the first request that nobody makes yet. What lies in the way is left alone, links too.
-fn make_request(figures: &Path, subject: Subject) -> io::Result<Request> {
+fn make_request(figures: &Path, subject: Subject, order: Option<Order>) -> io::Result<Request> {
     let last = stats::with_page_of_asked(figures.as_c_str(), Figures::asked)?;
     for number in (1..=MOST_REQUESTS).filter_map(|more| last.checked_add(more)) {
         let path = published::request_of(figures.as_str(), subject, number).ok_or(io::ErrorKind::InvalidInput)?;
         let mut options = OpenOptions::new();
         options.read(true).write(true).create_new(true).mode(0o600);
         match options.open(path.as_str()) {
-            Ok(file) => return Ok(Request { path, file, number }),
+            Ok(file) => {
+                let head_at = if order.is_some() { Order::LEN as u64 } else { 0 };
+                let request = Request { path, file, number, head_at };
+                if let Some(order) = order {
+                    request.file.write_all_at(&order.to_bytes(number), 0)?;
+                }
+                return Ok(request);
+            }
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             Err(error) => return Err(error),
         }
@@ -150,9 +289,9 @@ fn wake_in_tree(figures: &Path, who: Identity) {
 }
 
 /// The head, once it is there; an error for something else in its place.
-fn head_of(file: &File, subject: Subject) -> io::Result<Option<Head>> {
+fn head_of(request: &Request, subject: Subject) -> io::Result<Option<Head>> {
     let mut magic = [0; 8];
-    match file.read_exact_at(&mut magic, 0) {
+    match request.file.read_exact_at(&mut magic, request.head_at) {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
         result => result?,
     }
@@ -161,7 +300,7 @@ fn head_of(file: &File, subject: Subject) -> io::Result<Option<Head>> {
         return Ok(None);
     }
     let mut bytes = [0; Head::LEN];
-    file.read_exact_at(&mut bytes, 0)?;
+    request.file.read_exact_at(&mut bytes, request.head_at)?;
     Head::from_bytes(&bytes, subject).map(Some).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
@@ -170,13 +309,14 @@ fn read<R: Record>(request: &Request, head: Head) -> Result<(Vec<R>, u64), Unans
     if head.errno != 0 {
         return Err(Unanswered::Failed(io::Error::from_raw_os_error(i32::try_from(head.errno).unwrap_or(0))));
     }
-    let expected = head.records.saturating_mul(R::LEN as u64).saturating_add(Head::LEN as u64);
+    let records_at = request.head_at + Head::LEN as u64;
+    let expected = head.records.saturating_mul(R::LEN as u64).saturating_add(records_at);
     let is_whole = request.file.metadata().is_ok_and(|metadata| metadata.len() == expected);
     if head.number != request.number || head.records > MOST_RECORDS || !is_whole {
         return Err(Unanswered::Damaged);
     }
     let mut bytes = vec![0; head.records as usize * R::LEN];
-    request.file.read_exact_at(&mut bytes, Head::LEN as u64).map_err(|_| Unanswered::Damaged)?;
+    request.file.read_exact_at(&mut bytes, records_at).map_err(|_| Unanswered::Damaged)?;
     let records = bytes.chunks_exact(R::LEN).map(R::from_bytes).collect::<Option<Vec<_>>>();
     Ok((records.ok_or(Unanswered::Damaged)?, head.left_out))
 }

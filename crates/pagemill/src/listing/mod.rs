@@ -1,4 +1,5 @@
-//! Lists of a process's volatile ranges, and of what its caches hold, for other processes of its user.
+//! What a process does for other processes of its user: it lists its volatile ranges, what its caches hold, and its slab caches,
+//! which it shrinks as well.
 //!
 //! Nobody may look into another process's memory uninvited, so the process answers itself:
 //!
@@ -11,18 +12,27 @@
 //!   reads, believes nothing, removes the file
 //! ```
 //!
-//! All numbers are little-endian. Head, 32 bytes: 0 magic (`pm-vrng1` ranges, `pm-cach2` caches); 8 number of the request (u32);
-//! 12 `errno` of what went wrong, or 0 (u32); 16 records; 24 records that were left out. The records: [`ranges`], [`caches`].
+//! All numbers are little-endian. Head, 32 bytes: 0 magic (`pm-vrng1` ranges, `pm-cach2` caches, `pm-slab2` slab caches, `pm-slan1`
+//! what became of an order); 8 number of the request (u32); 12 `errno` of what went wrong, or 0 (u32); 16 records; 24 records that
+//! were left out. The records: `ranges`, `caches`, `slabs`, `orders`.
 //!
-//! Answering ([`answer`]) takes no memory and, while it writes, no lock. Asking ([`ask`]) is for commands.
+//! An order ([`Order`]) stands in the file already, and the answer behind it. What may call the program's own code is carried out
+//! by a thread that lives as long as there are orders (`clerk`); who asked waits no longer than for a list, and is told that it goes on.
+//!
+//! Answering (`answer`) takes no memory and, while it writes, no lock. Asking ([`mod@ask`]) is for commands.
 
 mod answer;
 pub mod ask;
 mod caches;
+pub(crate) mod clerk;
+mod orders;
 mod ranges;
+mod slabs;
 
 pub use answer::Lister;
-pub use ask::{List, Unanswered, ask, ask_for_caches};
+pub use ask::{List, Unanswered, ask, ask_for_caches, ask_for_slabs, order};
+pub use orders::{Action, Order, Outcome};
+pub use slabs::shown_name;
 
 use crate::published::Subject;
 
@@ -42,6 +52,8 @@ const fn magic_of(subject: Subject) -> u64 {
     u64::from_le_bytes(match subject {
         Subject::Ranges => *b"pm-vrng1",
         Subject::Caches => *b"pm-cach2",
+        Subject::Slabs => *b"pm-slab2",
+        Subject::SlabOrder => *b"pm-slan1",
     })
 }
 

@@ -16,7 +16,7 @@ use crate::store::Store;
 use crate::store::ring::RingBell;
 use crate::sync::{AtomicU32, AtomicU64, AtomicUsize, Guarded, Relaxed};
 use crate::units::{BLOCK_BYTES, PageSize};
-use crate::xarray::{Nodes, TableNodes};
+use crate::xarray::{Forest, Forests};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
@@ -69,7 +69,7 @@ impl Settings {
 /// All caches of a process.
 pub struct Caches {
     pub(super) arena: &'static Arena,
-    pub(super) nodes: &'static TableNodes,
+    pub(super) forests: &'static dyn Forests,
     pub(super) pools: [OnceLock<&'static Pool>; MAX_CACHES],
     /// Of each pool.
     orders: [OnceLock<&'static Order>; MAX_CACHES],
@@ -84,15 +84,11 @@ pub struct Caches {
 }
 
 impl Caches {
-    /// No memory becomes resident.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::System`] without addresses for its metadata.
-    pub(crate) fn new(arena: &'static Arena) -> Result<Self> {
-        Ok(Self {
+    /// No memory becomes resident. Nodes of indices come from a forest that is asked for with the first cache.
+    pub(crate) fn new(arena: &'static Arena, forests: &'static dyn Forests) -> Self {
+        Self {
             arena,
-            nodes: TableNodes::place()?,
+            forests,
             pools: [const { OnceLock::new() }; MAX_CACHES],
             orders: [const { OnceLock::new() }; MAX_CACHES],
             books: Guarded::new(Vec::new()),
@@ -100,7 +96,7 @@ impl Caches {
             worker: Worker::default(),
             flusher: Flusher::default(),
             bells: Guarded::new(Vec::new()),
-        })
+        }
     }
 
     /// Makes a cache.
@@ -109,13 +105,14 @@ impl Caches {
     ///
     /// # Errors
     ///
-    /// [`Error::BadLength`] for a limit below one page, [`Error::NoAddresses`] if it is too large, or there are
+    /// [`Error::BadLength`] for a limit below one page, [`Error::NoAddresses`] if it is too large, [`Error::TooMany`] if there are
     /// [`MAX_CACHES`] already; [`Error::WrongState`] for shares of dirty pages that cannot be; what [`Source::Hugetlb`] says.
     pub fn make(&'static self, settings: Settings) -> Result<Cache> {
         if settings.limit_bytes < settings.page.bytes() as u64 {
             return Err(Error::BadLength { len_bytes: settings.limit_bytes });
         }
         let balance = Balance::new(&settings.writeback, settings.limit_bytes)?;
+        let nodes = self.forests.forest()?;
         // In one step: nobody else may find the pool without a cache.
         self.books.with(|books| {
             let at = self.pool(books, &settings)?;
@@ -124,6 +121,7 @@ impl Caches {
             pool.allow_huge(settings.use_huge);
             let inner = Arc::new(Inner {
                 caches: self,
+                nodes,
                 pool,
                 number: at as u32,
                 generation: self.arena.generation(),
@@ -177,11 +175,9 @@ impl Caches {
         self.books.acquire_when(|_| true);
         self.bells.acquire_when(|_| true);
         self.worker.acquire_for_fork();
-        self.nodes.acquire_for_fork();
     }
 
     pub(crate) fn release_after_fork(&self) {
-        self.nodes.release_after_fork();
         self.worker.release_after_fork();
         self.bells.release();
         self.books.release();
@@ -197,12 +193,12 @@ impl Caches {
     /// Brings the figures up to date that are found by measuring.
     pub(crate) fn measure(&self) {
         stats::set(Counter::CacheFrames, self.frames_bytes());
-        stats::set(Counter::CacheIndex, self.nodes.resident_bytes() + self.files_bytes());
+        stats::set(Counter::CacheIndex, self.forests.node_bytes() + self.files_bytes());
     }
 
     /// Bytes of metadata that are resident.
     pub(crate) fn metadata_bytes(&self) -> u64 {
-        self.frames_bytes() + self.nodes.resident_bytes()
+        self.frames_bytes() + self.forests.node_bytes()
     }
 
     fn frames_bytes(&self) -> u64 {
@@ -324,6 +320,8 @@ pub(super) struct Files {
 /// The inside of a cache, which its files share.
 pub(crate) struct Inner {
     pub(super) caches: &'static Caches,
+    /// Of the indices of its files.
+    pub(super) nodes: &'static Forest,
     pub(super) pool: &'static Pool,
     /// Its pool's place among all: no two caches that are there at the same time have one number.
     pub(super) number: u32,
@@ -652,7 +650,7 @@ impl Cache {
         if has_store {
             self.0.begin_order();
         }
-        let file = self.0.enter(|id| Arc::new(File::new(self.0.clone(), id, store, size_bytes)))?;
+        let file = self.0.enter(|id| File::new(self.0.clone(), id, store, size_bytes))?;
         self.0.stored_files.fetch_add(u32::from(has_store), Relaxed);
         let file = Mapping::new(file);
         file.0.check_size(size_bytes)?;

@@ -1,13 +1,13 @@
 //! Making a huge folio of small ones: copied into a warm block, while readers go on.
 
 use super::{File, Mapping};
+use crate::epoch;
 use crate::error::{Error, Result};
 use crate::folio::word::Kind;
 use crate::folio::{Owner, Taken};
 use crate::stats::{self, Counter};
 use crate::sync::{Acquire, Relaxed};
 use crate::trace::Event;
-use crate::xarray as epoch;
 
 /// Most pages of a huge folio.
 const MOST_PAGES: usize = 512;

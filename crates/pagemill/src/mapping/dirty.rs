@@ -162,12 +162,12 @@ impl Inner {
 mod tests {
     use super::*;
     use crate::Pagemill;
+    use crate::epoch;
     use crate::folio::word::Kind;
     use crate::mapping::policy::Auto;
     use crate::mapping::{Cache, Settings};
     use crate::store::{Faults, FaultyStore, MemoryStore};
     use crate::units::{BLOCK_BYTES, PageSize};
-    use crate::xarray as epoch;
     use std::sync::Arc;
 
     const PAGE: usize = PageSize::MIN_BYTES;

@@ -6,12 +6,13 @@ use super::flights::Flight;
 use super::policy::{Ask, Cause, Choice};
 use super::sync::failed;
 use super::{File, Turn};
+use crate::epoch;
 use crate::error::Result;
 use crate::folio::{Frame, Owner, Taken};
 use crate::stats::{self, Counter};
 use crate::sync::{Acquire, Relaxed};
 use crate::trace::Event;
-use crate::xarray::{self as epoch, Found};
+use crate::xarray::Found;
 use std::mem::ManuallyDrop;
 use std::ops::Range;
 
@@ -101,7 +102,7 @@ impl File {
     ///
     /// # Errors
     ///
-    /// [`Error::Busy`] if somebody holds it for long.
+    /// [`crate::Error::Busy`] if somebody holds it for long.
     #[inline]
     pub(super) fn pin_page(&self, index: u64) -> Result<Option<Place>> {
         match self.try_pin_page(index) {
@@ -175,7 +176,7 @@ impl File {
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`], [`Error::Store`].
+    /// [`crate::Error::NoMemory`], [`crate::Error::Store`].
     pub(super) fn create(&self, index: u64, cause: Cause, content: &Content<'_>) -> Result<Option<u64>> {
         if matches!(content, Content::Stored) && self.bring_within_patience(index..index + 1)? {
             return Ok(None);

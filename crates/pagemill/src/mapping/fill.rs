@@ -7,6 +7,7 @@ use super::fetch::Content;
 use super::flights::{Flight, Kind, Ticket, Underway};
 use super::policy::Cause;
 use super::sync::failed;
+use crate::epoch;
 use crate::error::Result;
 use crate::folio::word::Fetched;
 use crate::folio::{Owner, Taken};
@@ -14,7 +15,6 @@ use crate::stats::{self, Counter};
 use crate::store::{Aligned, Buffer};
 use crate::sync::{Acquire, Relaxed};
 use crate::units::BLOCK_BYTES;
-use crate::xarray as epoch;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -250,6 +250,8 @@ impl Filling {
                 || file.is_closed.load(Relaxed)
                 || !file.cache.flights.is_on(self.ticket)
             {
+                // Nodes go back outside of the lock.
+                drop(writer);
                 return Ok(false);
             }
             for at in together {

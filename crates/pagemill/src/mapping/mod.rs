@@ -12,7 +12,7 @@
 //! **Reading** takes no lock and writes to no shared line: look the index up, look at the folio's word and owner, copy, look
 //! at the word again; if it says that the bytes may have become another's, once more. **Writing** pins the
 //! folio, copies, unpins; where nothing is, a folio is filled first and enters the index then. **Removing** (truncate,
-//! punch_hole) goes alone through the file's [`gate`], takes entries out of the index, then frees the folios; one that somebody has
+//! punch_hole) goes alone through the file's `gate`, takes entries out of the index, then frees the folios; one that somebody has
 //! pinned is freed by its last pin. Reads beside it find old bytes or zeros, never another file's.
 //!
 //! No caller's buffer is touched under a lock that the way of a fault would take: the buffer may lie in memory whose faults
@@ -20,8 +20,8 @@
 //! waits for a second at most, and ends in [`Error::Busy`]. Policies and stores are called inside the gate, too: they must
 //! not use the cache's files.
 //!
-//! Below: `folio`, `xarray`. Above, by trait: [`Policy`], [`crate::store::Store`]. Locks, in order: gate, flight (of files with
-//! a store), index, the pool's books. Diagram and table: docs/states-and-locks.md.
+//! Below: `folio`, `xarray`. Above, by trait: [`Policy`], [`crate::store::Store`], [`crate::xarray::Forests`]. Locks, in order: gate, flight (of
+//! files with a store), index, the pool's books. Diagram and table: docs/states-and-locks.md.
 
 mod ahead;
 mod arrivals;
@@ -31,6 +31,7 @@ mod collapse;
 mod dirty;
 mod evict;
 mod fetch;
+mod file;
 mod fill;
 mod flights;
 mod flush;
@@ -75,7 +76,7 @@ use crate::folio::{Owner, Pool};
 use crate::store::Store;
 use crate::sync::{Acquire, AtomicU32, AtomicU64, Lock, Patience, Relaxed, Release};
 use crate::trace::{self, Event};
-use crate::xarray::{Node, TableNodes, XArray};
+use crate::xarray::{Forest, Node, XArray};
 use behind::Behind;
 use dirty::Dirty;
 use gate::Gate;
@@ -92,7 +93,7 @@ const MOST_LINGER_NS: u64 = 20_000_000;
 /// Of the next file.
 static SERIALS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
 
-/// One file.
+/// One file. It lies in an [`Arc`] and stays there (`file`).
 pub(crate) struct File {
     /// That of the cache, at hand.
     pool: &'static Pool,
@@ -100,7 +101,7 @@ pub(crate) struct File {
     store: Option<Arc<dyn Store>>,
     /// Nothing is written to a file whose store cannot be.
     is_writable: bool,
-    tree: XArray<TableNodes>,
+    tree: XArray<Forest>,
     size_bytes: AtomicU64,
     /// So much of the store counts; what it has behind that is not the file's. Changed under the lock of the index.
     stored_bytes: AtomicU64,
@@ -178,32 +179,6 @@ impl Drop for Mapping {
 }
 
 impl File {
-    fn new(cache: Arc<cache::Inner>, id: u32, store: Option<Arc<dyn Store>>, size_bytes: u64) -> Self {
-        Self {
-            pool: cache.pool,
-            tree: XArray::new(cache.caches.nodes),
-            generation: cache.generation,
-            cache,
-            is_writable: store.as_ref().is_none_or(|store| store.is_writable()),
-            dirty: store.as_ref().map(|_| Box::new(Dirty::new())),
-            handles: AtomicU32::new(1),
-            behind: store.as_ref().map(|_| Arc::default()),
-            store,
-            size_bytes: AtomicU64::new(size_bytes),
-            stored_bytes: AtomicU64::new(size_bytes),
-            cut: AtomicU32::new(0),
-            left: AtomicU32::new(0),
-            revoked: AtomicU32::new(0),
-            syncing: Lock::new(),
-            gate: Gate::default(),
-            id,
-            serial: SERIALS.fetch_add(1, Relaxed),
-            is_closed: AtomicBool::new(false),
-            streak_end: AtomicU64::new(0),
-            streak_begin: AtomicU64::new(0),
-        }
-    }
-
     /// Bytes of its index's nodes.
     fn node_bytes(&self) -> u64 {
         u64::from(self.tree.node_count()) * size_of::<Node>() as u64

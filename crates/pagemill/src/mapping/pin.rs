@@ -5,10 +5,10 @@ use super::dirty::DIRTY;
 use super::fetch::{Content, Place};
 use super::policy::Cause;
 use super::{File, Mapping, Turn};
+use crate::epoch;
 use crate::error::{Error, Result};
 use crate::folio::word::Kind;
 use crate::folio::{Frame, bytes};
-use crate::xarray as epoch;
 use std::ops::{Deref, DerefMut};
 
 /// A folio of a file that stays in memory, and in its place, until this goes: for I/O, or for reading many times. It is not

@@ -353,13 +353,15 @@ mod tests {
     use crate::reclaim::Account;
     use crate::reclaim::tree::UNLIMITED;
     use crate::units::{BLOCK_BYTES, PageSize};
+    use crate::xarray::OneForest;
 
     /// What was read before a cut is read again, and that is started at once: a loop of events that sleeps from here on would not
     /// call for it.
     #[test]
     fn what_is_read_again_is_started() {
         let arena = arena::place(Arena::new(Layout::for_test(), Account::make(UNLIMITED).unwrap()).unwrap()).unwrap();
-        let caches = arena::place(Caches::new(arena).unwrap()).unwrap();
+        let forests = arena::place(OneForest::default()).unwrap();
+        let caches = arena::place(Caches::new(arena, forests)).unwrap();
         let page = PageSize::new(PageSize::MIN_BYTES).unwrap();
         let policy = Box::new(Never);
         let settings = Settings { page, policy, ..Settings::new("again", BLOCK_BYTES as u64) };

@@ -3,8 +3,8 @@
 use super::fetch::Content;
 use super::policy::{Ask, Cause, Choice};
 use super::{File, Mapping, Turn, in_pieces, in_turn};
+use crate::epoch;
 use crate::error::{Error, Result};
-use crate::xarray as epoch;
 use std::io::IoSliceMut;
 
 impl Mapping {

@@ -2,10 +2,10 @@
 
 use super::sync::failed;
 use super::{File, Mapping, Turn};
+use crate::epoch;
 use crate::error::{Error, Result};
 use crate::folio::Owner;
 use crate::sync::{Relaxed, Release};
-use crate::xarray as epoch;
 
 impl Mapping {
     /// Takes over what somebody else did to the store since the file was opened, or refreshed: the file is as long as the store is

@@ -1,8 +1,8 @@
 //! Finding data and holes.
 
 use super::Mapping;
+use crate::epoch;
 use crate::error::{Error, Result};
-use crate::xarray as epoch;
 
 impl Mapping {
     /// The first byte at or after `offset` that may hold data; `None` if only a hole follows. Pages of zeros count as data,

@@ -16,6 +16,7 @@ use crate::store::{Direction, Transfer};
 use crate::sync::modelled::pause;
 use crate::sync::modelled::reset_clock;
 use crate::units::{BLOCK_BYTES, PageSize};
+use crate::xarray::OneForest;
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::{Config, MaxSteps, Runner};
@@ -64,7 +65,8 @@ fn cache_with(limit_bytes: u64, writeback: Writeback, patience: Option<Duration>
     let caches = CACHES.get_or_init(|| {
         let layout = Layout { use_huge: false, ..Layout::for_test() };
         let arena = arena::place(Arena::new(layout, Account::make(UNLIMITED).unwrap()).unwrap()).unwrap();
-        arena::place(Caches::new(arena).unwrap()).unwrap()
+        let forests = arena::place(OneForest::default()).unwrap();
+        arena::place(Caches::new(arena, forests)).unwrap()
     });
     let page = PageSize::new(PAGE).unwrap();
     let settings = Settings::new("model", limit_bytes);

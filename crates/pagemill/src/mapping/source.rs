@@ -84,7 +84,7 @@ impl Caches {
 
     fn new_pool(&self, books: &mut Books, settings: &Settings, max_bytes: u64, is_hugetlb: bool) -> Result<usize> {
         if books.len() == MAX_CACHES {
-            return Err(Error::NoAddresses { wanted_bytes: max_bytes });
+            return Err(Error::TooMany { what: "page caches", most: MAX_CACHES });
         }
         let pool = Pool::new(self.arena, settings.page, max_bytes, self.arena.current_node(), is_hugetlb)?;
         let _ = self.pools[books.len()].set(pool);

@@ -1,12 +1,12 @@
 //! Making small folios of a huge one, in place: words and index entries change, no byte moves.
 
 use super::{File, Mapping};
+use crate::epoch;
 use crate::error::{Error, Result};
 use crate::folio::Owner;
 use crate::folio::word::Kind;
 use crate::stats::{self, Counter};
 use crate::trace::Event;
-use crate::xarray as epoch;
 
 impl Mapping {
     /// Splits the huge folio that holds the byte at `offset` into pages, so that each can go by itself. Returns whether there

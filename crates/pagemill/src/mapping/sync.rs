@@ -7,13 +7,13 @@
 use super::dirty::DIRTY;
 use super::writeback::{Walk, Walked, Why};
 use super::{File, Mapping, Turn};
+use crate::epoch;
 use crate::error::{Error, Result};
 use crate::folio::Owner;
 use crate::folio::word::State;
 use crate::stats::{self, Counter};
 use crate::store::Store;
 use crate::sync::{Acquire, Patience, Relaxed};
-use crate::xarray as epoch;
 use std::ops::Range;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;

@@ -3,11 +3,11 @@
 use super::cache::Inner;
 use super::policy::Choice;
 use super::{File, Mapping};
+use crate::epoch;
 use crate::error::Result;
 use crate::folio::word::Kind;
 use crate::stats::{self, Counter};
 use crate::sync::{Relaxed, coarse_ns};
-use crate::xarray as epoch;
 
 /// After nothing was found.
 const FUTILE_NS: u64 = 100_000_000;

@@ -1,11 +1,11 @@
 //! Making a file shorter, or longer.
 
 use super::{File, Mapping};
+use crate::epoch;
 use crate::error::Result;
 use crate::folio::Owner;
 use crate::stats::Counter;
 use crate::sync::{Relaxed, Release};
-use crate::xarray as epoch;
 
 impl Mapping {
     /// Makes the file `size_bytes` long. What is cut off is gone, and reads zero should the file grow again; what is added is a

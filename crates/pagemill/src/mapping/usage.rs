@@ -9,7 +9,6 @@ use super::dirty::Dirty;
 use crate::folio::Pool;
 use crate::folio::word::Kind;
 use crate::sync::Relaxed;
-use crate::xarray::Nodes;
 use pagemill_sys::clock;
 use std::sync::{Arc, Weak};
 
@@ -195,7 +194,7 @@ impl Caches {
             is_partial |= usage.is_partial;
             show(Holder::Cache, &usage)?;
         }
-        let index = self.nodes.resident_bytes().saturating_sub(nodes);
+        let index = self.forests.node_bytes().saturating_sub(nodes);
         show(Holder::SpareNodes, &Usage { index, is_partial, ..Usage::default() })
     }
 

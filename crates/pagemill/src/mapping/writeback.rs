@@ -12,13 +12,13 @@
 use super::File;
 use super::dirty::DIRTY;
 use super::sync::failed;
+use crate::epoch;
 use crate::error::{Error, Result};
 use crate::folio::word::State;
 use crate::stats::{self, Counter};
 use crate::store::{Aligned, Buffer, Direction, Finish, Store, Transfer};
 use crate::sync::Relaxed;
 use crate::units::BLOCK_BYTES;
-use crate::xarray as epoch;
 use std::io;
 use std::ops::Range;
 use std::ptr::NonNull;

@@ -545,8 +545,9 @@ impl Budget for Account {
                 return Err(self.refuse(bytes));
             }
         }
-        // Large loans are touched bit by bit, if ever; room is made for as much as comes in before the next look.
-        let _ = self.make_system_room(bytes.min(SYSTEM_LOAN_BYTES), context);
+        // Large loans are touched bit by bit, if ever; room is made for as much as comes in before the next look. Refused only where
+        // not even a block may become resident.
+        self.make_system_room_or(bytes.min(SYSTEM_LOAN_BYTES), bytes.min(BLOCK_BYTES as u64), context)?;
         self.note_use();
         self.untouched.fetch_add(bytes, Relaxed);
         self.publish();

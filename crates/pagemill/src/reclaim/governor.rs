@@ -306,7 +306,7 @@ mod tests {
     use crate::arena::Budget;
     use crate::error::Error;
     use crate::reclaim::Shrinker;
-    use crate::reclaim::limits::Limits;
+    use crate::reclaim::limits::{Kill, Limits};
     use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::Relaxed};
 
     const MIB: u64 = 1 << 20;
@@ -350,11 +350,12 @@ mod tests {
     impl Limits for World {
         fn sample(&self) -> Room {
             let bytes = self.room.load(Relaxed);
-            let hard_bytes = (bytes + 16 * MIB as i64).max(0) as u64;
+            let unused = Kill { limit_bytes: 320 * MIB, used_bytes: 0 };
+            let used_bytes = (unused.room_bytes() as i64 - 16 * MIB as i64 - bytes) as u64;
             Room {
                 bound: Bound::Group,
                 bytes,
-                hard_bytes,
+                kill: Kill { used_bytes, ..unused },
                 limit_bytes: 256 * MIB,
                 is_far: self.is_far.load(Relaxed),
                 machine_bytes: i64::MAX,
@@ -573,6 +574,6 @@ mod tests {
         world.room.store(-(10 * MIB as i64), Relaxed);
         account.admit(2 * MIB, Context::Outside).unwrap();
         let refused = account.admit(64 * MIB, Context::Outside);
-        assert!(matches!(refused, Err(Error::NoMemory { limit_bytes, .. }) if limit_bytes == 256 * MIB), "{refused:?}");
+        assert!(matches!(refused, Err(Error::NoMemory { limit_bytes, .. }) if limit_bytes == 320 * MIB), "{refused:?}");
     }
 }

@@ -4,7 +4,7 @@
 #![allow(unsafe_code)] // a call on a stack of its own
 
 use super::alarms::Plan;
-use super::limits::{self, Limits, Room};
+use super::limits::{self, Kill, Limits, Room};
 use crate::stats::{self, Counter};
 use pagemill_sys::cgroup::{self, Hierarchy, Limit, MAX_LEVELS, Machine, Version};
 use pagemill_sys::file::Path;
@@ -20,7 +20,7 @@ use std::sync::Mutex;
 pub struct Kernel {
     /// Stands before every path: empty, or a folder with a made-up tree.
     root: &'static str,
-    /// Never waited for: [`Headroom`] asks once at a time.
+    /// Never waited for: [`super::limits::Headroom`] asks once at a time.
     found: Mutex<Found>,
 }
 
@@ -130,8 +130,9 @@ impl Found {
             Some(Room::of_group(limit, usage, idle, other))
         });
         rooms.reduce(|nearest, room| {
-            let (hard_bytes, is_far) = (nearest.hard_bytes.min(room.hard_bytes), nearest.is_far && room.is_far);
-            Room { hard_bytes, is_far, ..if room.bytes < nearest.bytes { room } else { nearest } }
+            let kill = if room.kill.room_bytes() < nearest.kill.room_bytes() { room.kill } else { nearest.kill };
+            let is_far = nearest.is_far && room.is_far;
+            Room { kill, is_far, ..if room.bytes < nearest.bytes { room } else { nearest } }
         })
     }
 }
@@ -149,9 +150,9 @@ impl Limits for Kernel {
         let Some(group) = group else { return room };
         // Where there is swap the kernel writes out before it kills: nothing is refused then.
         let has_swap = machine.is_ok_and(|machine| machine.swap_free_bytes > 0);
-        let hard_bytes = if has_swap { u64::MAX } else { group.hard_bytes };
+        let kill = if has_swap { Kill::NONE } else { group.kill };
         let nearer = if group.bytes <= room.bytes { group } else { room };
-        Room { hard_bytes, is_far: group.is_far, machine_bytes: room.machine_bytes, ..nearer }
+        Room { kill, is_far: group.is_far, machine_bytes: room.machine_bytes, ..nearer }
     }
 
     fn plan(&self, set_for: Option<u32>) -> Option<Plan> {
@@ -190,11 +191,12 @@ mod tests {
         system.found.lock().unwrap().look_again_ns = 0;
         let room = system.sample();
         assert_eq!((room.bound, room.limit_bytes), (Bound::Group, 1 << 30));
-        assert_eq!(room.hard_bytes, (1 << 30) - 800_000_000);
+        assert_eq!(room.kill, Kill { limit_bytes: 1 << 30, used_bytes: 800_000_000 });
         write(root, "/cg/app/worker/memory.current", "1500000000\n");
         write(root, "/cg/app/worker/memory.max", "1600000000\n");
         system.found.lock().unwrap().look_again_ns = 0;
-        assert_eq!(system.sample().hard_bytes, 100_000_000, "the nearest kill counts, whoever binds");
+        let nearest = Kill { limit_bytes: 1_600_000_000, used_bytes: 1_500_000_000 };
+        assert_eq!(system.sample().kill, nearest, "the nearest kill counts, whoever binds");
         write(root, "/cg/app/worker/memory.current", "1000000\n");
         write(root, "/cg/app/worker/memory.max", "2147483648\n");
         system.found.lock().unwrap().look_again_ns = 0;

@@ -25,14 +25,50 @@ pub enum Bound {
     Machine,
 }
 
+/// A limit beyond which processes are killed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kill {
+    /// `u64::MAX` for none.
+    pub limit_bytes: u64,
+    /// What the kernel could not take even with effort.
+    pub used_bytes: u64,
+}
+
+impl Kill {
+    pub const NONE: Self = Self { limit_bytes: u64::MAX, used_bytes: 0 };
+
+    /// What may still come in. A part is kept, for which charges are refused while page tables, stacks, the C library and code that runs
+    /// still get theirs.
+    pub fn room_bytes(&self) -> u64 {
+        self.room_beside(self.kept_bytes())
+    }
+
+    /// The same for debts, which may use half of what is kept.
+    pub fn debt_room_bytes(&self) -> u64 {
+        self.room_beside(self.kept_bytes() / 2)
+    }
+
+    fn room_beside(&self, kept_bytes: u64) -> u64 {
+        match self.limit_bytes {
+            u64::MAX => u64::MAX,
+            limit => (limit - kept_bytes).saturating_sub(self.used_bytes),
+        }
+    }
+
+    fn kept_bytes(&self) -> u64 {
+        let most = self.limit_bytes / MOST_KEPT_DIVISOR;
+        (self.limit_bytes / KEPT_DIVISOR).clamp(KEPT_BYTES.start, KEPT_BYTES.end).min(most)
+    }
+}
+
 /// How much may still become resident.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
     pub bound: Bound,
     /// Before the margin, from which on free memory is given back; negative inside of it.
     pub bytes: i64,
-    /// Before the limit of any group beyond which its processes are killed.
-    pub hard_bytes: u64,
+    /// The nearest limit beyond which processes are killed, whichever binds.
+    pub kill: Kill,
     /// The limit that binds; `u64::MAX` for none.
     pub limit_bytes: u64,
     /// No group has used three quarters of its limit, file pages and all: alarms set there will be heard.
@@ -45,7 +81,7 @@ impl Room {
     pub const ENDLESS: Self = Self {
         bound: Bound::None,
         bytes: i64::MAX,
-        hard_bytes: u64::MAX,
+        kill: Kill::NONE,
         limit_bytes: u64::MAX,
         is_far: true,
         machine_bytes: i64::MAX,
@@ -56,14 +92,14 @@ impl Room {
         let soft = limit.soft_bytes;
         let working_set = usage_bytes.saturating_sub(idle_bytes);
         let before_margin = soft - margin_bytes(limit);
-        let hard_bytes = match limit.hard_bytes {
-            u64::MAX => u64::MAX,
-            hard => hard.saturating_sub(working_set.saturating_sub(other_bytes)),
+        let kill = match limit.hard_bytes {
+            u64::MAX => Kill::NONE,
+            limit_bytes => Kill { limit_bytes, used_bytes: working_set.saturating_sub(other_bytes) },
         };
         Self {
             bound: Bound::Group,
             bytes: signed(before_margin).saturating_sub(signed(working_set)),
-            hard_bytes,
+            kill,
             limit_bytes: limit.soft_bytes,
             is_far: usage_bytes < alarm_bytes(limit),
             machine_bytes: i64::MAX,
@@ -76,7 +112,7 @@ impl Room {
         Self {
             bound: Bound::Machine,
             bytes,
-            hard_bytes: u64::MAX,
+            kill: Kill::NONE,
             limit_bytes: total_bytes,
             is_far: true,
             machine_bytes: bytes,
@@ -109,6 +145,11 @@ fn signed(bytes: u64) -> i64 {
 const GROUP_MARGIN_DIVISOR: u64 = 16;
 const GROUP_MARGIN_BYTES: std::ops::Range<u64> = 8 << 20..128 << 20;
 
+/// Page tables of small pages alone are a 512th.
+const KEPT_DIVISOR: u64 = 64;
+const KEPT_BYTES: std::ops::Range<u64> = 1 << 20..16 << 20;
+const MOST_KEPT_DIVISOR: u64 = 8;
+
 /// Near is a group's limit of which less than this part is left: what the kernel could take is asked for from here on.
 pub(super) const NEAR_DIVISOR: u64 = 4;
 
@@ -134,7 +175,6 @@ pub struct Headroom {
     valid_until_ns: AtomicU64,
     /// The latest sample.
     bytes: AtomicI64,
-    hard_bytes: AtomicU64,
     limit_bytes: AtomicU64,
     is_group: AtomicBool,
     sampling: Lock,
@@ -156,7 +196,6 @@ impl Default for Headroom {
             credit: AtomicI64::new(0),
             valid_until_ns: AtomicU64::new(0),
             bytes: AtomicI64::new(i64::MAX),
-            hard_bytes: AtomicU64::new(u64::MAX),
             limit_bytes: AtomicU64::new(u64::MAX),
             is_group: AtomicBool::new(false),
             sampling: Lock::new(),
@@ -178,13 +217,7 @@ impl Headroom {
             (_, true) => Bound::Group,
             (_, false) => Bound::Machine,
         };
-        Room {
-            bound,
-            bytes: self.bytes.load(Relaxed),
-            hard_bytes: self.hard_bytes.load(Relaxed),
-            limit_bytes,
-            ..Room::ENDLESS
-        }
+        Room { bound, bytes: self.bytes.load(Relaxed), limit_bytes, ..Room::ENDLESS }
     }
 
     /// What alarms would warn of what is asked. They are set outside of the lock: that takes long.
@@ -206,7 +239,6 @@ impl Headroom {
         let room = limits.sample();
         stats::add(Counter::RoomSampled, 1);
         self.bytes.store(room.bytes, Relaxed);
-        self.hard_bytes.store(room.hard_bytes, Relaxed);
         self.limit_bytes.store(room.limit_bytes, Relaxed);
         self.is_group.store(room.bound == Bound::Group, Relaxed);
         let credit = room.bytes.max(0) / CREDIT_DIVISOR;
@@ -274,7 +306,7 @@ mod tests {
         fn sample(&self) -> Room {
             self.asked.fetch_add(1, Relaxed);
             let bytes = self.bytes.load(Relaxed);
-            Room { bound: Bound::Group, bytes, hard_bytes: 10, limit_bytes: 1 << 30, ..Room::ENDLESS }
+            Room { bound: Bound::Group, bytes, limit_bytes: 1 << 30, ..Room::ENDLESS }
         }
     }
 
@@ -327,7 +359,7 @@ mod tests {
             let room = Room::of_group(both, 0, 0, 0);
             assert!(room.bytes < limit as i64 && (limit < 128 << 20 || room.bytes * 10 >= limit as i64 * 9), "{limit}");
             let over = Room::of_group(both, limit + 1, 0, 0);
-            assert!(over.bytes < 0 && over.hard_bytes == 0);
+            assert!(over.bytes < 0 && over.kill.room_bytes() == 0);
         }
         let limit = Limit { soft_bytes: 100, hard_bytes: 140 };
         let room = Room::of_group(limit, 90, 30, 20);
@@ -336,15 +368,20 @@ mod tests {
             Room {
                 bound: Bound::Group,
                 bytes: -10,
-                hard_bytes: 100,
+                kill: Kill { limit_bytes: 140, used_bytes: 40 },
                 limit_bytes: 100,
                 is_far: false,
                 machine_bytes: i64::MAX
             }
         );
-        assert_eq!(Room::of_group(Limit { soft_bytes: 0, hard_bytes: 0 }, 5, 0, 0).hard_bytes, 0);
+        assert_eq!((room.kill.room_bytes(), room.kill.debt_room_bytes()), (100 - 17, 100 - 8));
+        assert_eq!(Room::of_group(Limit { soft_bytes: 0, hard_bytes: 0 }, 5, 0, 0).kill.room_bytes(), 0);
+        for (hard, kept) in [(1 << 20, 128 << 10), (64 << 20, 1 << 20), (128 << 20, 2 << 20), (64 << 30, 16 << 20)] {
+            let both = Limit { soft_bytes: hard, hard_bytes: hard };
+            assert_eq!(Room::of_group(both, 0, 0, 0).kill.room_bytes(), hard - kept);
+        }
         let high = Limit { soft_bytes: 100, hard_bytes: u64::MAX };
-        assert_eq!(Room::of_group(high, 500, 0, 0).hard_bytes, u64::MAX, "memory.high kills nobody");
+        assert_eq!(Room::of_group(high, 500, 0, 0).kill.room_bytes(), u64::MAX, "memory.high kills nobody");
         assert_eq!(Room::of_machine(160, 60).bytes, 50);
     }
 }

@@ -1,9 +1,9 @@
 //! Who gives memory back, in which order, and when it must.
 //!
-//! [`Account`] stands before every charge; [`owners`] of memory register as
+//! [`Account`] stands before every charge; `owners` of memory register as
 //! [`Shrinker`]s, cheapest first; [`tree`] is the page that a process tree
 //! shares; [`limits`] is the room that control groups and the machine leave, as
-//! [`kernel`] finds it, and [`pressure`] gives back before they are passed; [`helper`] is the one thread,
+//! [`kernel`] finds it, and `pressure` gives back before they are passed; [`helper`] is the one thread,
 //! which answers siblings and brings in blocks ahead of need, [`governor`] what
 //! it does by the clock, and [`alarms`] what the kernel wakes it for. No lock is
 //! held around a shrinker.

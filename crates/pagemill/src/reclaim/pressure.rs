@@ -2,7 +2,7 @@
 //!
 //! Limits of others are approached, not owned: inside their margin free
 //! memory is given back, here and by the siblings. Nothing is refused for that,
-//! except what would pass a group's limit itself: `ENOMEM` instead of a kill.
+//! except what would touch the part that is kept below a limit which kills: `ENOMEM` instead.
 
 use super::governor::WORTHWHILE_BYTES;
 use super::limits::{Bound, Room};
@@ -30,34 +30,40 @@ impl Account {
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`] if a group's limit would be passed, counting all its file pages as free.
+    /// [`Error::NoMemory`] if what is kept below a group's limit would be touched, counting all its file pages as free.
     #[inline]
     pub(super) fn make_system_room(&self, bytes: u64, context: Context) -> Result<()> {
+        self.make_system_room_or(bytes, bytes, context)
+    }
+
+    /// The same, refused only where not even `least_bytes` fit.
+    #[inline]
+    pub(super) fn make_system_room_or(&self, bytes: u64, least_bytes: u64, context: Context) -> Result<()> {
         match self.headroom.is_short(bytes) {
             None => Ok(()),
-            Some(room) => self.relieve(room, bytes, context),
+            Some(room) => self.relieve(room, bytes, least_bytes, context),
         }
     }
 
     #[cold]
-    fn relieve(&self, room: Room, bytes: u64, context: Context) -> Result<()> {
+    fn relieve(&self, room: Room, bytes: u64, least_bytes: u64, context: Context) -> Result<()> {
         let room = self.give_for_system(room, bytes, context);
-        if room.shortage(bytes) == 0 || bytes <= room.hard_bytes {
+        let kill = room.kill;
+        if room.shortage(bytes) == 0 || least_bytes <= kill.room_bytes() {
             return Ok(());
         }
-        // Inside the small allocator most of what it keeps is out of reach: the next call outside gives it.
-        if context == Context::Nested && self.admit_on_debt(context) {
+        // Inside the small allocator most of what it keeps is out of reach: the next call outside gives it. Nobody is killed for that.
+        if self.admit_on_debt(context) && least_bytes <= kill.debt_room_bytes() {
             return Ok(());
         }
         stats::add(Counter::LimitRefused, 1);
-        let used_bytes = room.limit_bytes.saturating_sub(room.hard_bytes);
-        Err(Error::NoMemory { wanted_bytes: bytes, used_bytes, limit_bytes: room.limit_bytes })
+        Err(Error::NoMemory { wanted_bytes: bytes, used_bytes: kill.used_bytes, limit_bytes: kill.limit_bytes })
     }
 
     /// Gives back until `bytes` more fit before the margin, here first, then at the siblings. Returns the room there is.
     pub(super) fn give_for_system(&self, mut room: Room, bytes: u64, context: Context) -> Room {
         let is_pausing = clock::fine_ns() < self.futile_until_ns.load(Relaxed);
-        if room.shortage(bytes) == 0 || (is_pausing && bytes <= room.hard_bytes) {
+        if room.shortage(bytes) == 0 || (is_pausing && bytes <= room.kill.room_bytes()) {
             return room;
         }
         let reason = if room.bound == Bound::Group { Reason::Group } else { Reason::Machine };
@@ -104,7 +110,8 @@ impl Account {
     /// What nested charges passed a group's limit by is given back outside of every lock. Returns whether it was enough.
     pub(super) fn pay_system_debt(&self) -> bool {
         let room = self.headroom.sample();
-        self.give_for_system(room, 0, Context::Outside).hard_bytes > 0
+        // One byte, for which there is no room while there is a debt.
+        self.give_for_system(room, 1, Context::Outside).kill.room_bytes() > 0
     }
 
     /// Whether giving back had a use; if not, it is not tried again at once.
@@ -116,7 +123,7 @@ impl Account {
             stats::add(Counter::NothingToGive, 1);
             self.futile_until_ns.store(clock::fine_ns() + pause_ns, Relaxed);
             self.futile_pause_ns.store((2 * pause_ns).clamp(*FUTILE_NS.start(), *FUTILE_NS.end()), Relaxed);
-            self.headroom.grant((room.hard_bytes / GRANT_DIVISOR).min(STEP_BYTES), *FUTILE_NS.start());
+            self.headroom.grant((room.kill.room_bytes() / GRANT_DIVISOR).min(STEP_BYTES), *FUTILE_NS.start());
         }
     }
 }

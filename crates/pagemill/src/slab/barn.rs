@@ -1,12 +1,18 @@
-//! A barn: sheaves of free objects that wait for the next thread of a node that has none.
+//! Barns: sheaves of free objects that wait for the next thread of a node that has none.
 //!
-//! Without it a thread that frees what another allocates would look up the slab of every object. Under the lock of its node.
+//! Without them a thread that frees what another allocates would look up the slab of every object. There are some for each node, so
+//! that threads which take and give more than a magazine holds mostly meet what they gave themselves, and wait for nobody; each has a
+//! lock of its own, whose holder takes no other.
 #![allow(unsafe_code)] // says that zero bits are a value
 
-use super::meta::Held64;
+use super::meta::{Held32, Held64};
 use super::shape::MAX_SHEAF;
 use crate::arena::{Table, Zeroed};
 use crate::error::Result;
+use crate::sync::Lock;
+
+/// Barns of a cache on each node: threads share them by their numbers.
+pub(super) const BARNS: usize = 8;
 
 /// Sheaves that a barn has room for.
 const PLACES: usize = 16;
@@ -21,7 +27,6 @@ unsafe impl Zeroed for Sheaf {}
 /// Room for the barns of all caches.
 pub(super) struct Yard {
     sheaves: Table<Sheaf>,
-    barns: usize,
 }
 
 impl Yard {
@@ -29,11 +34,21 @@ impl Yard {
     ///
     /// [`crate::Error::System`] without addresses.
     pub fn new(barns: usize) -> Result<Self> {
-        Ok(Self { sheaves: Table::new_open(barns * PLACES)?, barns })
+        Ok(Self { sheaves: Table::new(barns * PLACES)? })
     }
 
-    pub fn resident_bytes(&self) -> u64 {
-        self.sheaves.resident_bytes(0, self.barns * PLACES)
+    /// Opens so many barns.
+    ///
+    /// # Errors
+    ///
+    /// [`crate::Error::System`].
+    pub fn open(&self, first: usize, barns: usize) -> Result<()> {
+        self.sheaves.open(first * PLACES, first * PLACES, (first + barns) * PLACES)
+    }
+
+    /// Of the first so many.
+    pub fn resident_bytes(&self, barns: usize) -> u64 {
+        self.sheaves.resident_bytes(0, barns * PLACES)
     }
 }
 
@@ -42,37 +57,46 @@ pub(super) struct Barn {
     first: usize,
     /// Objects of each sheaf.
     sheaf: usize,
-    full: usize,
+    lock: Lock,
+    /// Changed under the lock.
+    full: Held32,
 }
 
 impl Barn {
     /// The barn of this number; nobody else has it.
     pub fn new(yard: &'static Yard, number: usize, sheaf: usize) -> Self {
-        Self { yard, first: number * PLACES, sheaf, full: 0 }
+        Self { yard, first: number * PLACES, sheaf, lock: Lock::new(), full: Held32::default() }
     }
 
     pub fn objects(&self) -> usize {
-        self.full * self.sheaf
+        self.full.get() as usize * self.sheaf
     }
 
     /// Puts a sheaf in, if it is one and there is a place.
-    pub fn put(&mut self, objects: &[usize]) -> bool {
-        let is_in = objects.len() == self.sheaf && self.full < PLACES;
+    pub fn put(&self, objects: &[usize]) -> bool {
+        if objects.len() != self.sheaf || self.full.get() as usize == PLACES {
+            return false;
+        }
+        let _guard = self.lock.lock();
+        let full = self.full.get() as usize;
+        let is_in = full < PLACES;
         if is_in {
-            let words = &self.yard.sheaves.get(self.first + self.full).0;
+            let words = &self.yard.sheaves.get(self.first + full).0;
             words.iter().zip(objects).for_each(|(word, object)| word.set(*object as u64));
-            self.full += 1;
+            self.full.set(full as u32 + 1);
         }
         is_in
     }
 
-    /// Takes a sheaf out; says how many objects it has.
-    pub fn take(&mut self, objects: &mut [usize]) -> usize {
-        if self.full == 0 || objects.len() < self.sheaf {
+    /// Takes a sheaf out; says how many objects it has. One that is empty costs a look.
+    pub fn take(&self, objects: &mut [usize]) -> usize {
+        if self.full.get() == 0 || objects.len() < self.sheaf {
             return 0;
         }
-        self.full -= 1;
-        let words = &self.yard.sheaves.get(self.first + self.full).0;
+        let _guard = self.lock.lock();
+        let Some(last) = self.full.get().checked_sub(1) else { return 0 };
+        self.full.set(last);
+        let words = &self.yard.sheaves.get(self.first + last as usize).0;
         objects.iter_mut().zip(&words[..self.sheaf]).for_each(|(object, word)| *object = word.get() as usize);
         self.sheaf
     }
@@ -87,7 +111,8 @@ mod tests {
     #[test]
     fn sheaves_come_out_once() {
         let yard = place(Yard::new(2).unwrap()).unwrap();
-        let mut barns = [Barn::new(yard, 0, 3), Barn::new(yard, 1, 3)];
+        yard.open(0, 2).unwrap();
+        let barns = [Barn::new(yard, 0, 3), Barn::new(yard, 1, 3)];
         let mut inside = Vec::new();
         for number in 0..2 * PLACES {
             let objects = [number * 3, number * 3 + 1, number * 3 + 2];
@@ -98,7 +123,7 @@ mod tests {
         assert_eq!((inside.len(), barns[0].put(&[7, 8, 9]), barns[0].put(&[7])), (6 * PLACES, false, false));
         let mut out = Vec::new();
         let mut sheaf = [0; 3];
-        for barn in &mut barns {
+        for barn in &barns {
             while barn.take(&mut sheaf) == 3 {
                 out.extend(sheaf);
             }

@@ -2,20 +2,32 @@
 //!
 //! A block belongs to one cache at a time. It comes *whole* (2 MiB of memory, one huge page where there is one) or *sparse*
 //! (memory comes and goes slab by slab), as the arena says. Whole ones that are free keep their memory until somebody wants it.
-#![allow(unsafe_code)] // gives the memory of free blocks and slabs back
+//!
+//! Blocks for metadata have a window of their own, outside of the arena, and nobody is asked for their memory: who wants metadata
+//! may be giving memory back just now. They are whole once there are many, and keep none while they are free.
+#![allow(unsafe_code)] // opens a window of its own, gives the memory of free blocks and slabs back
 
-use super::meta::{Block, Slab};
+use super::meta::{Block, STANDING, Slab};
 use super::shape::MAX_SLABS;
+use crate::arena::block::Backing as Behind;
 use crate::arena::{Arena, Context, Filling, Table};
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
 use crate::sync::{AtomicU32, Guarded, Relaxed};
 use crate::units::{BLOCK_BYTES, os_page_bytes};
-use pagemill_sys::{mem, numa::MAX_NODES};
+use pagemill_sys::mem::{self, Backing};
+use pagemill_sys::numa::MAX_NODES;
+use std::ops::Range;
 
 /// The window is this part of what the arena has for pages, up to [`MAX_BLOCKS`].
 const WINDOW_DIVISOR: usize = 8;
 const MAX_BLOCKS: usize = 1 << 20;
+
+/// That of metadata has so many, as far as addresses are to be had: 64 GiB.
+const METADATA_BLOCKS: usize = 1 << 15;
+
+/// So many blocks of metadata come sparse.
+const SPARSE_METADATA_BLOCKS: u32 = 16;
 
 /// So much of it is opened at a time.
 const OPENED_BLOCKS: u32 = 32;
@@ -25,7 +37,7 @@ const OPENED_BLOCKS: u32 = 32;
 struct Free {
     /// Of the node's blocks so many have been used.
     opened: u32,
-    /// Whole ones with their memory.
+    /// Whole ones with their memory; in a fork child also the parent's, which are emptied when they are met.
     filled: u32,
     /// Such as have none.
     bare: u32,
@@ -34,13 +46,17 @@ struct Free {
 pub(super) struct Blocks {
     pub arena: &'static Arena,
     base: usize,
+    /// Whether they lie in the arena, which asks for their memory.
+    is_charged: bool,
     /// Blocks of each node: a power of two.
     per_node: u32,
     blocks: Table<Block>,
     slabs: Table<Slab>,
     free: Guarded<[Free; MAX_NODES]>,
-    /// Free ones with memory.
+    /// Free ones with memory that is charged here.
     filled: AtomicU32,
+    /// Those that caches have.
+    taken: AtomicU32,
 }
 
 impl Blocks {
@@ -50,25 +66,60 @@ impl Blocks {
     ///
     /// [`Error::NoAddresses`], [`Error::System`].
     pub fn new(arena: &'static Arena) -> Result<Self> {
-        let nodes = arena.nodes.count();
-        let most = (arena.pool.len_bytes() / BLOCK_BYTES / WINDOW_DIVISOR).min(MAX_BLOCKS) / nodes;
-        let per_node = (most + 1).next_power_of_two() / 2;
-        if per_node == 0 {
-            return Err(Error::NoAddresses { wanted_bytes: BLOCK_BYTES as u64 });
+        let most = (arena.pool.len_bytes() / BLOCK_BYTES / WINDOW_DIVISOR).min(MAX_BLOCKS);
+        let per_node = Self::part_of_node(arena, most)?;
+        let base = arena.carve_closed(&arena.pool, per_node * arena.nodes.count(), 1, 0)?;
+        Self::over(arena, base, per_node, true)
+    }
+
+    /// As [`Blocks::new`], of blocks for metadata. The bytes before the first one cannot be reached.
+    ///
+    /// # Errors
+    ///
+    /// As [`Blocks::new`].
+    pub fn for_metadata(arena: &'static Arena) -> Result<Self> {
+        let mut most = METADATA_BLOCKS;
+        loop {
+            let per_node = Self::part_of_node(arena, most)?;
+            let bytes = (1 + per_node * arena.nodes.count()) * BLOCK_BYTES;
+            if let Ok(base) = mem::reserve(bytes, BLOCK_BYTES, 0) {
+                return Self::over(arena, base + BLOCK_BYTES, per_node, false);
+            }
+            most /= 2;
         }
-        let base = arena.carve_closed(&arena.pool, per_node * nodes, 1, 0)?;
+    }
+
+    fn part_of_node(arena: &Arena, blocks: usize) -> Result<usize> {
+        let per_node = (blocks / arena.nodes.count() + 1).next_power_of_two() / 2;
+        if per_node > 0 { Ok(per_node) } else { Err(Error::NoAddresses { wanted_bytes: BLOCK_BYTES as u64 }) }
+    }
+
+    fn over(arena: &'static Arena, base: usize, per_node: usize, is_charged: bool) -> Result<Self> {
+        let nodes = arena.nodes.count();
         for node in 0..nodes {
             arena.nodes.bind(base + node * per_node * BLOCK_BYTES, per_node * BLOCK_BYTES, node);
         }
         Ok(Self {
             arena,
             base,
+            is_charged,
             per_node: per_node as u32,
             blocks: Table::new(per_node * nodes)?,
             slabs: Table::new(per_node * nodes * MAX_SLABS)?,
             free: Guarded::new([Free::default(); MAX_NODES]),
             filled: AtomicU32::new(0),
+            taken: AtomicU32::new(0),
         })
+    }
+
+    /// Whether they are charged; those for metadata are not, and are read where they are free.
+    pub fn is_charged(&self) -> bool {
+        self.is_charged
+    }
+
+    /// Addresses of all blocks.
+    pub fn window(&self) -> Range<usize> {
+        self.base..self.addr(self.per_node * self.arena.nodes.count() as u32)
     }
 
     /// The block that an object's address lies in.
@@ -109,24 +160,57 @@ impl Blocks {
     ///
     /// [`Error::NoMemory`], [`Error::NoAddresses`].
     pub fn take(&self, node: usize, filling: Filling) -> Result<u32> {
-        let is_whole_wanted = self.arena.may_take_huge(filling);
+        let is_whole_wanted = self.arena.may_take_huge(filling)
+            && (self.is_charged || self.taken.load(Relaxed) >= SPARSE_METADATA_BLOCKS);
         let found = self.free.with(|free| self.find(&mut free[node], node))?;
         let (block, is_filled) = found;
         let words = self.block(block);
         words.clear();
-        if is_filled {
+        if is_filled && !self.is_inherited(block) {
             self.filled.fetch_sub(1, Relaxed);
             stats::sub(Counter::SlabFree, BLOCK_BYTES as u64);
         } else {
-            let is_whole = is_whole_wanted && self.arena.bring_in_whole(self.in_arena(block), 1, true).is_ok();
-            if !is_whole && let Err(error) = self.arena.lend(self.in_arena(block), 1, Context::Outside) {
-                self.put_bare(block);
-                return Err(error);
-            }
+            let is_whole = self.open(block, is_whole_wanted).inspect_err(|_| self.put_bare(block))?;
             words.is_sparse.set(u32::from(!is_whole));
         }
-        stats::add(Counter::SlabBlocks, 1);
+        self.taken.fetch_add(1, Relaxed);
+        if self.is_charged {
+            stats::add(Counter::SlabBlocks, 1);
+        }
         Ok(block)
+    }
+
+    /// Whether there is memory of the parent's behind a block: nothing is charged for it here.
+    fn is_inherited(&self, block: u32) -> bool {
+        self.is_charged && self.arena.peek(self.in_arena(block)).is_inherited
+    }
+
+    /// Empties a block of the arena that nobody has; returns the bytes that were charged, `None` where the kernel keeps it (locked memory).
+    fn empty(&self, block: u32) -> Option<u64> {
+        // SAFETY: no cache has this block, and it is in no list: nobody refers to what is in it.
+        let bytes = unsafe { self.arena.discard(self.in_arena(block), 1) };
+        (self.arena.peek(self.in_arena(block)).backing == Behind::Empty).then_some(bytes)
+    }
+
+    /// Puts memory behind a block that has none, or lets it come slab by slab; says which.
+    fn open(&self, block: u32, is_whole_wanted: bool) -> Result<bool> {
+        if self.is_charged {
+            // The parent's goes first, or what the kernel kept. Where it keeps it still the block has its charge, and stays in small pages.
+            let is_empty = self.empty(block).is_some();
+            let is_whole =
+                is_empty && is_whole_wanted && self.arena.bring_in_whole(self.in_arena(block), 1, true).is_ok();
+            if is_whole {
+                return Ok(true);
+            }
+            self.arena.lend(self.in_arena(block), 1, Context::Outside)?;
+        } else if is_whole_wanted
+            && mem::populate_huge(self.addr(block), BLOCK_BYTES).is_ok_and(|got| got == Backing::Huge)
+        {
+            return Ok(true);
+        }
+        // It may have been whole before; who touches one slab is not to bring the others.
+        mem::forbid_huge(self.addr(block), BLOCK_BYTES);
+        Ok(false)
     }
 
     /// A free block, and whether there is memory behind it.
@@ -146,7 +230,13 @@ impl Blocks {
         self.slabs.open(first * MAX_SLABS, slab, slab + MAX_SLABS)?;
         if free.opened.is_multiple_of(OPENED_BLOCKS) {
             let blocks = OPENED_BLOCKS.min(self.per_node - free.opened) as usize;
-            self.arena.open_blocks(self.addr(block as u32), blocks * BLOCK_BYTES)?;
+            let (addr, bytes) = (self.addr(block as u32), blocks * BLOCK_BYTES);
+            if self.is_charged {
+                self.arena.open_blocks(addr, bytes)?;
+            } else {
+                // SAFETY: of the window, which is a reservation of its own.
+                unsafe { mem::open(addr, bytes) }.map_err(Error::system("opening memory of metadata"))?;
+            }
         }
         free.opened += 1;
         Ok((block as u32, false))
@@ -163,25 +253,31 @@ impl Blocks {
     }
 
     fn push(&self, list: &mut u32, block: u32) {
-        self.block(block).next.set(*list);
+        self.block(block).links[STANDING].next.set(*list);
         *list = block + 1;
     }
 
     fn pop(&self, list: &mut u32) -> Option<u32> {
         let block = list.checked_sub(1)?;
-        *list = self.block(block).next.get();
+        *list = self.block(block).links[STANDING].next.get();
         Some(block)
     }
 
-    /// Takes back a block that has no object. Of a sparse one the memory goes at once; returns the bytes of that.
+    /// Takes back a block that has no object. Of a sparse one the memory goes at once; returns the bytes of that which were charged.
     pub fn give(&self, block: u32) -> u64 {
+        self.taken.fetch_sub(1, Relaxed);
+        if !self.is_charged {
+            // SAFETY: no cache has this block: what is in it may become zero. Where the kernel keeps it (locked memory) it stays.
+            let _ = unsafe { mem::discard(self.addr(block), BLOCK_BYTES) };
+            self.put_bare(block);
+            return 0;
+        }
         stats::sub(Counter::SlabBlocks, 1);
         let node = self.node_of(block);
         if self.block(block).is_sparse.get() == 1 {
-            // SAFETY: no cache has this block: nobody refers to what is in it.
-            let freed = unsafe { self.arena.discard(self.in_arena(block), 1) };
+            let freed = self.empty(block);
             self.put_bare(block);
-            return freed;
+            return freed.unwrap_or(0);
         }
         self.filled.fetch_add(1, Relaxed);
         stats::add(Counter::SlabFree, BLOCK_BYTES as u64);
@@ -189,26 +285,40 @@ impl Blocks {
         0
     }
 
-    /// Brings the memory of one slab of a sparse block in.
+    /// Brings the memory of one slab of a sparse block in, which is the caller's alone, and holds nothing.
     ///
     /// # Errors
     ///
     /// [`Error::NoMemory`], [`Error::System`].
     pub fn bring_in(&self, block: u32, at: usize, len_bytes: usize) -> Result<()> {
-        self.arena.budget.expect(len_bytes as u64)?;
-        mem::populate(self.addr(block) + at, len_bytes).map_err(Error::system("bringing in a slab"))?;
-        self.arena.settle(self.in_arena(block), 1);
+        if self.is_charged {
+            self.arena.budget.expect(len_bytes as u64)?;
+        }
+        if let Err(error) = mem::populate(self.addr(block) + at, len_bytes) {
+            // What had come in until then goes back.
+            // SAFETY: the slab is being set up: nobody knows of it yet.
+            let _ = unsafe { self.discard(block, at, len_bytes) };
+            return Err(Error::system("bringing in a slab")(error));
+        }
+        if self.is_charged {
+            self.arena.settle(self.in_arena(block), 1);
+        }
         Ok(())
     }
 
-    /// Gives the memory of one slab of a sparse block back; returns the bytes, `None` where the kernel refuses.
+    /// Gives the memory of one slab of a sparse block back; returns the bytes that were charged, `None` where the kernel refuses.
     ///
     /// # Safety
     ///
     /// The slab is the caller's alone, and nobody refers to what is in it.
     pub unsafe fn discard(&self, block: u32, at: usize, len_bytes: usize) -> Option<u64> {
+        let addr = self.addr(block) + at;
+        if !self.is_charged {
+            // SAFETY: the caller's promise.
+            return unsafe { mem::discard(addr, len_bytes) }.ok().map(|()| 0);
+        }
         // SAFETY: the caller's promise.
-        unsafe { self.arena.discard_part(self.in_arena(block), self.addr(block) + at, len_bytes) }
+        unsafe { self.arena.discard_part(self.in_arena(block), addr, len_bytes) }
     }
 
     /// Bytes of free blocks that keep their memory.
@@ -222,15 +332,16 @@ impl Blocks {
         for node in 0..self.arena.nodes.count() {
             while freed < want_bytes {
                 let Some(block) = self.free.with(|free| self.pop(&mut free[node].filled)) else { break };
-                // SAFETY: a block out of the lists: nobody knows of it.
-                let bytes = unsafe { self.arena.discard(self.in_arena(block), 1) };
-                if bytes == 0 {
-                    // The kernel keeps it (locked memory): so do we.
+                let is_inherited = self.is_inherited(block);
+                let Some(bytes) = self.empty(block) else {
+                    // The kernel keeps it: so do we.
                     self.free.with(|free| self.push(&mut free[node].filled, block));
                     break;
+                };
+                if !is_inherited {
+                    self.filled.fetch_sub(1, Relaxed);
+                    stats::sub(Counter::SlabFree, BLOCK_BYTES as u64);
                 }
-                self.filled.fetch_sub(1, Relaxed);
-                stats::sub(Counter::SlabFree, BLOCK_BYTES as u64);
                 freed += bytes;
                 self.put_bare(block);
             }
@@ -241,6 +352,9 @@ impl Blocks {
     /// Bytes charged for a block.
     #[cfg(test)]
     pub fn resident_bytes_of(&self, block: u32) -> u64 {
+        if !self.is_charged {
+            return mem::resident_bytes(self.addr(block), BLOCK_BYTES).unwrap() as u64;
+        }
         Arena::charged_bytes(self.arena.peek(self.in_arena(block)).charged_pages)
     }
 
@@ -251,6 +365,11 @@ impl Blocks {
             self.blocks.resident_bytes(first, opened) + self.slabs.resident_bytes(first * MAX_SLABS, opened * MAX_SLABS)
         });
         each.sum()
+    }
+
+    /// In a fork child: what is free is the parent's, and charged there. It stays until it is met: who only runs another program pays nothing.
+    pub fn begin_child(&self) {
+        self.filled.store(0, Relaxed);
     }
 
     pub fn acquire_for_fork(&self) {

@@ -1,14 +1,51 @@
 //! Whose a magazine is for the moment: its thread's, at the cost of two plain stores, or somebody's who empties it.
 //!
 //! The thread says that it is inside before it looks whether the magazine was seized; who seizes says so before he looks
-//! whether the thread is inside. One of them sees the other: between the two steps of the seizer lies a barrier in all threads
-//! ([`pagemill_sys::barrier`]), which stands for the one that the thread would need each time.
+//! whether the thread is inside. One of them sees the other, because a barrier lies between the two steps of each. Whose barriers these
+//! are the kernel decides, once for a process ([`Barriers`]).
 
-#[cfg(any(loom, shuttle))]
-use crate::sync::fence;
-use crate::sync::{Acquire, AtomicU32, Relaxed, Release};
-#[cfg(any(loom, shuttle))]
+use crate::sync::{Acquire, AtomicU32, Relaxed, Release, fence};
+#[cfg(not(loom))]
+use pagemill_sys::barrier;
+#[cfg(not(loom))]
+use std::sync::OnceLock;
 use std::sync::atomic::Ordering::SeqCst;
+
+/// Who has the barriers between the two steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Barriers {
+    /// Who seizes, for all threads at once ([`pagemill_sys::barrier`]): these have none of their own.
+    OfSeizer,
+    /// Each its own: the kernel refuses the other.
+    OfEach,
+}
+
+impl Barriers {
+    /// As the kernel lets this process. It is asked once: threads that sleep would not hear of a change.
+    #[cfg(not(loom))]
+    pub fn of_process() -> Self {
+        static ARE_OF_SEIZER: OnceLock<bool> = OnceLock::new();
+        if *ARE_OF_SEIZER.get_or_init(barrier::register) { Self::OfSeizer } else { Self::OfEach }
+    }
+
+    /// By who seizes, between his two steps; says whether it was done. One for however many magazines.
+    pub fn pass(self) -> bool {
+        match self {
+            #[cfg(not(loom))]
+            Self::OfSeizer => barrier::all_threads(),
+            // In a model one of its own stands for it, with that of `order_own`.
+            #[cfg(loom)]
+            Self::OfSeizer => {
+                fence(SeqCst);
+                true
+            }
+            Self::OfEach => {
+                fence(SeqCst);
+                true
+            }
+        }
+    }
+}
 
 #[derive(Default)]
 #[repr(C)]
@@ -20,11 +57,24 @@ pub(crate) struct Claim {
 }
 
 impl Claim {
-    /// By the thread: whether the magazine is its own until [`Claim::leave`].
+    /// By the thread: whether the magazine is its own until [`Claim::leave`]. Where barriers are [`Barriers::OfSeizer`].
     #[inline(always)]
     pub fn enter(&self) -> bool {
         self.inside.store(1, Relaxed);
         order_own();
+        self.is_own()
+    }
+
+    /// As [`Claim::enter`], where they are [`Barriers::OfEach`].
+    pub fn enter_fenced(&self) -> bool {
+        self.inside.store(1, Relaxed);
+        fence(SeqCst);
+        self.is_own()
+    }
+
+    /// The second step of the thread.
+    #[inline(always)]
+    fn is_own(&self) -> bool {
         // Acquires what a seizer left.
         let is_own = self.seized.load(Acquire) == 0;
         if !is_own {
@@ -39,14 +89,12 @@ impl Claim {
         self.inside.store(0, Release);
     }
 
-    /// By another thread, one at a time: from the next barrier in all threads on its thread does not come in.
+    /// By another thread, one at a time: from [`Barriers::pass`] on its thread does not come in.
     pub fn seize(&self) {
         self.seized.store(1, Relaxed);
-        #[cfg(any(loom, shuttle))]
-        fence(SeqCst);
     }
 
-    /// After that barrier: whether the thread is out, and the magazine the seizer's.
+    /// After that: whether the thread is out, and the magazine the seizer's.
     pub fn is_left(&self) -> bool {
         self.inside.load(Acquire) == 0
     }
@@ -60,9 +108,9 @@ impl Claim {
 /// Keeps the compiler from exchanging what is before and after; the processor is kept by the seizer's barrier.
 #[inline(always)]
 fn order_own() {
-    #[cfg(not(any(loom, shuttle)))]
-    std::sync::atomic::compiler_fence(std::sync::atomic::Ordering::SeqCst);
-    #[cfg(any(loom, shuttle))]
+    #[cfg(not(loom))]
+    std::sync::atomic::compiler_fence(SeqCst);
+    #[cfg(loom)]
     fence(SeqCst);
 }
 
@@ -86,16 +134,15 @@ mod loom_tests {
     }
 
     /// A thread adds objects while another takes all there are, twice: none is lost, none comes twice, and they never meet.
-    #[test]
-    fn a_thread_and_a_seizer_never_meet() {
-        loom::model(|| {
+    fn thread_and_seizer(barriers: Barriers, enter: fn(&Claim) -> bool) {
+        loom::model(move || {
             let magazine = Arc::new(Magazine::default());
             let owner = {
                 let magazine = magazine.clone();
                 thread::spawn(move || {
                     let mut added = 0;
                     for _ in 0..2 {
-                        if magazine.claim.enter() {
+                        if enter(&magazine.claim) {
                             magazine.change(|objects| objects + 1);
                             added += 1;
                             magazine.claim.leave();
@@ -107,6 +154,7 @@ mod loom_tests {
             let mut taken = 0;
             for _ in 0..2 {
                 magazine.claim.seize();
+                assert!(barriers.pass());
                 // A seizer that finds the thread inside tries again later.
                 if magazine.claim.is_left() {
                     magazine.change(|objects| {
@@ -117,11 +165,60 @@ mod loom_tests {
                 magazine.claim.release();
             }
             let added = owner.join().unwrap();
-            assert!(magazine.claim.enter());
+            assert!(enter(&magazine.claim));
             magazine.change(|objects| {
                 assert_eq!(objects + taken, added);
                 0
             });
         });
+    }
+
+    #[test]
+    fn a_thread_and_a_seizer_never_meet() {
+        thread_and_seizer(Barriers::OfSeizer, Claim::enter);
+    }
+
+    #[test]
+    fn a_thread_with_barriers_of_its_own_and_a_seizer_never_meet() {
+        thread_and_seizer(Barriers::OfEach, Claim::enter_fenced);
+    }
+
+    /// As many magazines as one seizes have one barrier of his: none of two threads is met.
+    #[test]
+    fn one_barrier_is_enough_for_two_magazines() {
+        for (barriers, enter) in
+            [(Barriers::OfSeizer, Claim::enter as fn(&Claim) -> bool), (Barriers::OfEach, Claim::enter_fenced)]
+        {
+            loom::model(move || {
+                let magazines = Arc::new([Magazine::default(), Magazine::default()]);
+                let threads = [0, 1].map(|own| {
+                    let magazines = magazines.clone();
+                    thread::spawn(move || {
+                        let Magazine { claim, .. } = &magazines[own];
+                        let is_in = enter(claim);
+                        if is_in {
+                            magazines[own].change(|objects| objects + 1);
+                            claim.leave();
+                        }
+                        u32::from(is_in)
+                    })
+                });
+                let mut taken = [0; 2];
+                magazines.iter().for_each(|magazine| magazine.claim.seize());
+                assert!(barriers.pass());
+                for (magazine, taken) in magazines.iter().zip(&mut taken) {
+                    if magazine.claim.is_left() {
+                        magazine.change(|objects| {
+                            *taken = objects;
+                            0
+                        });
+                    }
+                    magazine.claim.release();
+                }
+                let added = threads.map(|thread| thread.join().unwrap());
+                let left = [0, 1].map(|own| magazines[own].objects.load(Relaxed));
+                assert_eq!([0, 1].map(|own| left[own] + taken[own]), added);
+            });
+        }
     }
 }

@@ -3,32 +3,37 @@
 //! ```text
 //!   thread   magazine: two sheaves, no lock
 //!              | a sheaf at a time
-//!   node     barn: full sheaves          under the lock of the node's books
+//!   node     barns: full sheaves         under the lock of one of them
 //!              | object by object
 //!   node     slabs, fullest first
 //!              | slab by slab, block by block
 //!   all      blocks (`blocks`), charged by the arena
 //! ```
 //!
-//! Memory is asked for and constructors are called outside of every lock: a slab is claimed, set up, then opened.
-//! Lock order: `emptying`, then one node's books, then the free blocks.
-#![allow(unsafe_code)] // gives the memory of claimed slabs back
+//! Slabs come and go in `supply`. Lock order: `emptying`, then one node's books, then the free blocks.
+#![allow(unsafe_code)] // a promise of who gives objects back
 
-use super::barn::Barn;
-use super::batch::Batch;
+use super::barn::{BARNS, Barn};
+use super::batch::{Batch, Grace};
 use super::debug::Checks;
-use super::defrag::assert_not_isolating;
-use super::magazine::{self, Magazine};
-use super::node::{Books, Node, Room};
+use super::defrag::{Passes, is_worth_it};
+use super::handles::Handles;
+use super::magazine::{Inside, Magazine, Shelf};
+use super::migrate::assert_not_isolating;
+use super::node::{Books, Keep, Node, Room};
+use super::numbers::{MAX_THREADS, WORD_BITS, find_number, own_number, own_offset};
+use super::poison;
 use super::shape::{MAX_SHEAF, Shape};
+use super::worker::Order;
 use super::{Ground, Settings};
-use crate::arena::Filling;
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
-use crate::sync::{Guarded, Lock, Padded, Relaxed};
+use crate::sync::{AtomicU64, Guarded, Lock, Padded, Relaxed, Release};
 use std::alloc::Layout;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32};
 
 /// Of a hundred draws each number comes once.
 const DRAW_STEP: u32 = 37;
@@ -42,7 +47,14 @@ pub(super) struct Object {
     pub layout: Layout,
     /// Of that, bytes that the cache's user knows of.
     pub user_bytes: usize,
+    /// Of that, bytes that nobody comes to while it is free.
+    pub closed: Range<usize>,
     pub set_up: Option<SetUp>,
+    pub is_movable: bool,
+    /// Begins to wait for who reads objects.
+    pub grace: fn() -> Grace,
+    /// Where threads keep something beside their magazines.
+    pub handles: Option<&'static Handles>,
 }
 
 /// # Errors
@@ -57,7 +69,7 @@ fn check_ratio(percent: u32) -> Result<()> {
 /// Memory behind an object that was handed out stays until it is given back. Objects of slabs that are open have been set up.
 pub(super) struct Engine {
     pub ground: &'static Ground,
-    pub name: String,
+    pub name: Arc<str>,
     /// Percents of [`Settings`], which may be changed.
     pub used_ratio: AtomicU32,
     pub remote_ratio: AtomicU32,
@@ -65,30 +77,36 @@ pub(super) struct Engine {
     pub object_bytes: usize,
     pub shape: Shape,
     /// Which cache of the ground it is.
-    number: usize,
+    pub number: usize,
     generation: u16,
-    /// By number of the thread; none in debug mode.
-    pub(super) magazines: &'static [Magazine],
+    /// Nobody opens one in debug mode.
+    pub magazines: Shelf,
+    handles: Option<&'static Handles>,
     has_one_node: bool,
     nodes: Box<[Padded<Guarded<Books>>]>,
+    barns: Box<[Padded<Barn>]>,
     /// Of each node whether it has filled a block: the next may be whole.
-    has_filled: Box<[AtomicBool]>,
-    set_up: Option<SetUp>,
+    pub has_filled: Box<[AtomicBool]>,
+    pub set_up: Option<SetUp>,
     pub checks: Option<Checks>,
-    /// Numbers of threads that have opened a magazine. Changed under `emptying`.
-    pub(super) users: [AtomicU64; magazine::MAX_THREADS / 64],
+    /// A bit for the number of each thread that has opened a magazine; none in debug mode. Changed under `emptying`.
+    pub users: Box<[AtomicU64]>,
     /// That one thread empties magazines and slabs at a time.
-    pub(super) emptying: Lock,
+    pub emptying: Lock,
     /// Somebody does: magazines are out of use.
-    pub(super) is_seized: AtomicBool,
+    pub is_seized: AtomicBool,
     draws: AtomicU32,
     /// Emptied places that wait for readers.
-    pub batches: Guarded<Vec<Batch>>,
-    /// The pass that defragmentation is at.
-    pub pass: AtomicU32,
-    /// Slabs and blocks in use when the last pass ended, and objects when it had freed nothing.
-    pub footprint_before: AtomicU64,
-    pub rest_at: AtomicU64,
+    pub batches: Guarded<VecDeque<Batch>>,
+    pub passes: Passes,
+    pub is_movable: bool,
+    closed: Range<usize>,
+    pub grace: fn() -> Grace,
+    /// A callback has panicked in the background, which leaves the cache alone since.
+    pub has_failed: AtomicBool,
+    pub order: Guarded<Order>,
+    /// Its user has dropped it: nobody comes by for an order any more.
+    pub is_withdrawn: AtomicBool,
     pub counts: Counts,
 }
 
@@ -105,12 +123,43 @@ pub(super) struct Counts {
 }
 
 impl Engine {
+    /// Whatever the ratio was, the background tries the cache again.
+    ///
     /// # Errors
     ///
     /// [`Error::BadRatio`] beyond 100.
     pub fn set_used_ratio(&self, percent: u32) -> Result<()> {
+        self.check()?;
         check_ratio(percent)?;
-        self.used_ratio.store(percent, Relaxed);
+        let is_raised = self.used_ratio.swap(percent, Relaxed) < percent;
+        if is_raised {
+            self.passes.wake();
+        }
+        if self.has_failed.swap(false, Relaxed) || is_raised {
+            self.ring_if_worth_it();
+        }
+        Ok(())
+    }
+
+    /// A shrink got through, all callbacks included: the background, which may have given the cache up, goes on with it.
+    pub fn note_shrunk(&self) {
+        if self.has_failed.swap(false, Relaxed) {
+            self.ring_if_worth_it();
+        }
+    }
+
+    fn ring_if_worth_it(&self) {
+        if self.is_movable && is_worth_it(self) {
+            self.ground.slabs.worker.ring();
+        }
+    }
+
+    /// # Errors
+    ///
+    /// [`Error::BadRatio`] beyond 100.
+    pub fn set_remote_ratio(&self, percent: u32) -> Result<()> {
+        check_ratio(percent)?;
+        self.remote_ratio.store(percent, Relaxed);
         Ok(())
     }
 
@@ -121,36 +170,46 @@ impl Engine {
     /// [`Error::BadRatio`], and those of [`Shape::new`].
     pub fn new(ground: &'static Ground, number: usize, settings: Settings, object: Object) -> Result<Self> {
         let nodes = ground.blocks.arena.nodes.count();
-        let Object { layout, user_bytes, set_up } = object;
+        let Object { layout, user_bytes, closed, set_up, is_movable, grace, handles } = object;
         [settings.defrag_used_ratio, settings.remote_node_defrag_ratio].into_iter().try_for_each(check_ratio)?;
         let checks = settings.debug.then(|| Checks::new(&settings.name, layout.size(), set_up.is_some()));
+        // Debug mode looks at free objects by itself.
+        let closed = if checks.is_some() { 0..0 } else { closed };
         let trailer = checks.as_ref().map_or(0, |_| Checks::TRAILER_BYTES);
         let bytes =
             if trailer > 0 { layout.size().next_multiple_of(size_of::<u64>()) + trailer } else { layout.size() };
         let shape = Shape::new(bytes, layout.align(), settings.slab_bytes)?;
-        let barn = |node| Barn::new(ground.yard, number * nodes + node, shape.sheaf);
+        let barn = |at| Padded(Barn::new(ground.yard, number * nodes * BARNS + at, shape.sheaf));
+        let user_words = if checks.is_some() { 0 } else { MAX_THREADS / WORD_BITS };
+        stats::add(Counter::SlabCaches, 1);
         Ok(Self {
             ground,
             number,
             used_ratio: AtomicU32::new(settings.defrag_used_ratio),
             remote_ratio: AtomicU32::new(settings.remote_node_defrag_ratio),
-            name: settings.name,
+            name: settings.name.into(),
             object_bytes: user_bytes,
             generation: ground.blocks.arena.generation(),
-            magazines: if checks.is_some() { &[] } else { ground.magazines.of_cache(number) },
+            magazines: Shelf::new(ground.rack(number), ground.barriers),
+            handles,
             has_one_node: nodes == 1,
-            nodes: (0..nodes).map(|node| Padded(Guarded::new(Books::new(barn(node))))).collect(),
+            nodes: (0..nodes).map(|_| Padded(Guarded::new(Books::new()))).collect(),
+            barns: (0..nodes * BARNS).map(barn).collect(),
             has_filled: (0..nodes).map(|_| AtomicBool::new(false)).collect(),
             set_up,
             checks,
-            users: [const { AtomicU64::new(0) }; magazine::MAX_THREADS / 64],
+            users: (0..user_words).map(|_| AtomicU64::new(0)).collect(),
             emptying: Lock::new(),
             is_seized: AtomicBool::new(false),
             draws: AtomicU32::new(0),
-            batches: Guarded::new(Vec::new()),
-            pass: AtomicU32::new(1),
-            footprint_before: AtomicU64::new(0),
-            rest_at: AtomicU64::new(u64::MAX),
+            batches: Guarded::new(VecDeque::new()),
+            passes: Passes::new(),
+            is_movable,
+            closed,
+            grace,
+            has_failed: AtomicBool::new(false),
+            order: Guarded::new(Order::None),
+            is_withdrawn: AtomicBool::new(false),
             counts: Counts::default(),
             shape,
         })
@@ -165,12 +224,14 @@ impl Engine {
     /// # Errors
     ///
     /// [`Error::WrongState`].
+    #[inline]
     pub fn check(&self) -> Result<()> {
-        if self.generation == self.ground.blocks.arena.generation() {
-            Ok(())
-        } else {
-            Err(Error::WrongState { what: "a slab cache of the parent process: a fork child has to make its own" })
-        }
+        if self.generation == self.ground.blocks.arena.generation() { Ok(()) } else { Self::refuse() }
+    }
+
+    #[cold]
+    fn refuse() -> Result<()> {
+        Err(Error::WrongState { what: "a slab cache of the parent process: a fork child has to make its own" })
     }
 
     /// Lets `act` have the books of a node.
@@ -179,9 +240,16 @@ impl Engine {
         self.nodes[node].0.with(|books| act(&mut Node { shape, blocks, books }))
     }
 
+    /// As [`Engine::on`], unless somebody has them.
+    pub fn try_on<R>(&self, node: usize, act: impl FnOnce(&mut Node<'_>) -> R) -> Option<R> {
+        let (shape, blocks) = (&self.shape, &self.ground.blocks);
+        self.nodes[node].0.try_with(|books| act(&mut Node { shape, blocks, books }))
+    }
+
+    /// Lets the thread into its magazine.
     #[inline(always)]
-    fn own_magazine(&self) -> Option<&'static Magazine> {
-        self.magazines.get(magazine::own_number() as usize)
+    fn enter(&self) -> Option<Inside<'_>> {
+        self.magazines.enter(own_offset())
     }
 
     /// Takes an object: of the thread's magazine mostly.
@@ -192,10 +260,12 @@ impl Engine {
     #[inline]
     #[track_caller]
     pub fn allocate(&self) -> Result<usize> {
-        match self.own_magazine().and_then(Magazine::pop) {
-            Some(object) => Ok(object),
-            None => self.allocate_slowly(),
-        }
+        let object = match self.enter().and_then(Inside::pop) {
+            Some(object) => object,
+            None => self.allocate_slowly()?,
+        };
+        self.open_free(object);
+        Ok(object)
     }
 
     /// Gives an object back.
@@ -206,10 +276,57 @@ impl Engine {
     #[inline]
     #[track_caller]
     pub unsafe fn free(&self, object: usize) {
-        match self.own_magazine() {
-            Some(magazine) if self.is_of(magazine, object) && magazine.push(object) => {}
-            _ => self.free_slowly(object),
+        self.close_free(object);
+        let is_in = self.enter().is_some_and(|inside| self.is_of(&inside, object) && inside.push(object));
+        if !is_in {
+            self.free_slowly(object);
         }
+    }
+
+    /// Takes an object and what `beside`, which must not panic, takes of what this thread, by its number, keeps beside its magazine:
+    /// both, or neither where one is not at hand.
+    #[inline(always)]
+    pub fn allocate_with<R>(&self, beside: impl FnOnce(usize) -> Option<R>) -> Option<(usize, R)> {
+        let found = self.enter()?.pop_with(|| beside(own_number() as usize))?;
+        self.open_free(found.0);
+        Some(found)
+    }
+
+    /// Gives objects back, about a sheaf at most.
+    ///
+    /// # Safety
+    ///
+    /// As [`Engine::free`], of each.
+    pub unsafe fn free_all(&self, objects: &[u64]) {
+        let mut rest = 0;
+        if self.has_one_node {
+            objects.iter().for_each(|object| self.close_free(*object as usize));
+            rest = self.fill(objects.iter().map(|object| *object as usize), 0);
+            if rest < objects.len() {
+                let mut sheaf = [0; MAX_SHEAF];
+                let count = self.drain(&mut sheaf[..self.shape.sheaf]);
+                self.put_back(0, &sheaf[..count]);
+                rest += self.fill(objects[rest..].iter().map(|object| *object as usize), 0);
+            }
+        }
+        // SAFETY: the caller's promise, of such as are not in the magazine.
+        objects[rest..].iter().for_each(|object| unsafe { self.free(*object as usize) });
+    }
+
+    /// Lets `act`, which must not panic, have what this thread, by its number, keeps beside its magazine. `None` while it has none.
+    #[inline(always)]
+    pub fn beside_magazine<R>(&self, act: impl FnOnce(usize) -> R) -> Option<R> {
+        self.enter()?.act(|| act(own_number() as usize))
+    }
+
+    /// As [`Inside::fill`] of the thread's magazine.
+    fn fill(&self, objects: impl ExactSizeIterator<Item = usize>, node: usize) -> usize {
+        self.enter().map_or(0, |inside| inside.fill(objects, node))
+    }
+
+    /// As [`Inside::drain`] of the thread's magazine.
+    fn drain(&self, sheaf: &mut [usize]) -> usize {
+        self.enter().map_or(0, |inside| inside.drain(sheaf))
     }
 
     #[inline(always)]
@@ -229,22 +346,21 @@ impl Engine {
     }
 
     /// The thread's magazine, opened; none while all are being emptied.
-    fn open_magazine(&self) -> Option<&'static Magazine> {
-        if self.magazines.is_empty() || self.is_seized.load(Relaxed) {
+    fn open_magazine(&self) -> Option<&Magazine> {
+        if self.is_seized.load(Relaxed) {
             return None;
         }
-        let number = magazine::find_number() as usize;
-        let magazine = self.magazines.get(number)?;
-        let (word, bit) = (&self.users[number / 64], 1 << (number % 64));
+        let number = find_number() as usize;
+        let (word, bit) = (self.users.get(number / WORD_BITS)?, 1 << (number % WORD_BITS));
         if word.load(Relaxed) & bit == 0 {
-            if !self.emptying.try_acquire() {
-                return None;
-            }
-            word.fetch_or(bit, Relaxed);
-            magazine.open(2 * self.shape.sheaf);
-            self.emptying.release();
+            let _emptying = self.emptying.try_lock()?;
+            let has_stock = self.handles.is_none_or(|handles| handles.reach(number));
+            let has_room = has_stock && self.magazines.reach(number);
+            let inside = has_room.then(|| self.enter()).flatten()?;
+            inside.open(2 * self.shape.sheaf);
+            word.fetch_or(bit, Release);
         }
-        Some(magazine)
+        Some(self.magazines.get(number))
     }
 
     #[cold]
@@ -253,15 +369,15 @@ impl Engine {
     fn allocate_slowly(&self) -> Result<usize> {
         assert_not_isolating();
         self.check()?;
-        let magazine = self.open_magazine();
+        let has_magazine = self.open_magazine().is_some();
         let mut taken = [0; MAX_SHEAF];
-        let most = if magazine.is_some() { self.shape.sheaf } else { 1 };
+        let most = if has_magazine { self.shape.sheaf } else { 1 };
         let node = self.ground.blocks.arena.current_node();
         let (node, count) = self.take(node, self.remote_ratio.load(Relaxed), &mut taken[..most])?;
         let object = taken[count - 1];
-        if let Some(magazine) = magazine {
+        if has_magazine {
             let rest = &taken[..count - 1];
-            let kept = magazine.fill(rest, node);
+            let kept = self.fill(rest.iter().copied(), node);
             self.put_back(node, &rest[kept..]);
         }
         self.note_taken(object);
@@ -281,7 +397,20 @@ impl Engine {
         let mut taken = [0];
         self.take(node, 0, &mut taken)?;
         self.note_taken(taken[0]);
+        self.open_free(taken[0]);
         Ok(taken[0])
+    }
+
+    /// An object that was free is about to be used.
+    #[inline(always)]
+    pub fn open_free(&self, object: usize) {
+        poison::open(object + self.closed.start, self.closed.len());
+    }
+
+    /// An object is free: nobody comes to it any more.
+    #[inline(always)]
+    pub fn close_free(&self, object: usize) {
+        poison::close(object + self.closed.start, self.closed.len());
     }
 
     /// # Errors
@@ -299,6 +428,13 @@ impl Engine {
         }
     }
 
+    #[track_caller]
+    pub fn note_given(&self, object: usize) {
+        if let Some(checks) = &self.checks {
+            checks.note_given(object);
+        }
+    }
+
     #[cold]
     #[inline(never)]
     #[track_caller]
@@ -308,18 +444,16 @@ impl Engine {
             // The parent has it still; here nobody would use it again.
             return;
         }
-        if let Some(checks) = &self.checks {
-            checks.note_given(object);
-        }
+        self.note_given(object);
         let node = self.node_of(object);
         if let Some(magazine) = self.open_magazine()
             && (self.is_of(magazine, object) || magazine.len() == 0)
         {
             let mut sheaf = [0; MAX_SHEAF];
             let count =
-                if magazine.len() < 2 * self.shape.sheaf { 0 } else { magazine.drain(&mut sheaf[..self.shape.sheaf]) };
+                if magazine.len() < 2 * self.shape.sheaf { 0 } else { self.drain(&mut sheaf[..self.shape.sheaf]) };
             self.put_back(magazine.node(), &sheaf[..count]);
-            if magazine.fill(&[object], node) == 1 {
+            if self.fill([object].into_iter(), node) == 1 {
                 return;
             }
         }
@@ -331,15 +465,38 @@ impl Engine {
         if objects.is_empty() {
             return;
         }
-        let has_spare = self.on(node, |node| {
-            if node.books.barn.put(objects) {
-                return false;
-            }
+        if self.barns(node).next().is_some_and(|own| own.put(objects)) {
+            return;
+        }
+        let (has_spare, is_due) = self.on(node, |node| {
             objects.iter().for_each(|object| node.give(*object));
-            node.has_spare()
+            node.books.given += objects.len() as u64;
+            (node.has_spare(), node.books.given >= u64::from(self.shape.block_capacity()))
         });
         if has_spare {
-            self.trim(node, true);
+            self.trim(node, Keep::Some);
+        }
+        if is_due && self.is_movable && self.used_ratio.load(Relaxed) > 0 {
+            self.ground.slabs.worker.ring();
+        }
+    }
+
+    /// Whether objects came back to slabs since the last call.
+    pub fn take_given(&self) -> bool {
+        let given = |node| self.on(node, |node| std::mem::take(&mut node.books.given));
+        (0..self.node_count()).map(given).sum::<u64>() > 0
+    }
+
+    /// Memory is short: the thread behind, where there is one, packs the cache. Who is first to say so shortens its rest.
+    pub fn press(&self) {
+        let worker = &self.ground.slabs.worker;
+        if self.used_ratio.load(Relaxed) > 0 && !worker.is_by_hand() {
+            // Either the thread sees this, or it was not yet at the look that is rung for.
+            if self.passes.press() {
+                worker.ring();
+            } else {
+                worker.wake();
+            }
         }
     }
 
@@ -347,10 +504,8 @@ impl Engine {
     /// how many: at least one.
     pub fn take(&self, node: usize, remote_percent: u32, taken: &mut [usize]) -> Result<(usize, usize)> {
         loop {
-            let count = self.on(node, |node| match node.books.barn.take(taken) {
-                0 => node.take(Room::Any, taken),
-                count => count,
-            });
+            let stored = self.barns(node).map(|barn| barn.take(taken)).find(|count| *count > 0);
+            let count = stored.unwrap_or_else(|| self.take_present(node, Room::Any, taken));
             if count > 0 {
                 return Ok((node, count));
             }
@@ -379,91 +534,29 @@ impl Engine {
         self.draws.fetch_add(DRAW_STEP, Relaxed) % PERCENT
     }
 
-    /// Sets one more slab of a node up.
-    fn grow(&self, node: usize) -> Result<()> {
-        let claimed = self.on(node, |node| node.claim_bare());
-        let (block, slab) = match claimed {
-            Some(claimed) => claimed,
-            None => {
-                let has_filled = self.has_filled[node].load(Relaxed);
-                let block = self.ground.blocks.take(node, if has_filled { Filling::Soon } else { Filling::Unknown })?;
-                self.on(node, |node| {
-                    node.add_block(block);
-                    node.claim_bare().expect("a block that is new has slabs to set up")
-                })
-            }
-        };
-        let blocks = &self.ground.blocks;
-        let at = self.shape.offset_of(slab, 0);
-        if blocks.block(block).is_sparse.get() == 1
-            && let Err(error) = blocks.bring_in(block, at, self.shape.slab_bytes)
-        {
-            self.on(node, |node| node.strip(block, slab));
-            self.trim(node, true);
-            return Err(error);
-        }
-        self.construct(node, block, slab);
-        if slab + 1 == self.shape.slabs {
-            self.has_filled[node].store(true, Relaxed);
-        }
-        self.on(node, |node| node.open(block, slab));
-        Ok(())
+    /// Barns of a node, this thread's first.
+    fn barns(&self, node: usize) -> impl Iterator<Item = &Barn> {
+        let own = own_number() as usize;
+        (0..BARNS).map(move |step| &self.barns[node * BARNS + (own + step) % BARNS].0)
     }
 
-    /// Sets the objects of a claimed slab up. A panic leaves the slab out of use, and goes on.
-    fn construct(&self, node: usize, block: u32, slab: u32) {
-        let base = self.ground.blocks.addr(block);
-        let objects = || (0..self.shape.capacity).map(|object| base + self.shape.offset_of(slab, object));
-        if let Some(set_up) = &self.set_up
-            && let Err(panic) = catch_unwind(AssertUnwindSafe(|| objects().for_each(set_up)))
-        {
-            self.lose(node, block, slab);
-            resume_unwind(panic);
-        }
-        if let Some(checks) = &self.checks {
-            objects().for_each(|object| checks.note_new(object));
-        }
+    /// Free objects in barns of a node, more or less.
+    pub fn in_barns(&self, node: usize) -> u64 {
+        self.barns(node).map(|barn| barn.objects() as u64).sum()
     }
 
-    /// Leaves a claimed slab out of use for good.
-    pub fn lose(&self, node: usize, block: u32, slab: u32) {
-        stats::add(Counter::SlabLost, 1);
-        self.on(node, |node| node.lose(block, slab));
-    }
-
-    /// Gives idle blocks of a node back, and the memory of empty slabs of sparse ones: all but some that are kept, or all.
-    /// Returns the bytes that went to the system; whole blocks keep theirs.
-    pub fn trim(&self, node: usize, keep_some: bool) -> u64 {
-        let (blocks, mut freed) = (&self.ground.blocks, 0);
-        while let Some((block, slab)) = self.on(node, |node| node.claim_empty(keep_some)) {
-            // SAFETY: a claimed slab without an object in use: nobody refers to what is in it.
-            let bytes = unsafe { blocks.discard(block, self.shape.offset_of(slab, 0), self.shape.slab_bytes) };
-            self.on(node, |node| match bytes {
-                Some(_) => node.strip(block, slab),
-                None => node.open(block, slab),
-            });
-            let Some(bytes) = bytes else { break };
-            freed += bytes;
-        }
-        while let Some(block) = self.on(node, |node| node.remove_idle(keep_some)) {
-            freed += blocks.give(block);
-        }
-        freed
-    }
-
-    fn trim_all(&self) {
-        (0..self.node_count()).for_each(|node| _ = self.trim(node, false));
-    }
-
-    /// Gives what is in the barn of a node to its slabs.
-    pub fn empty_barn(&self, node: usize) {
+    /// Gives what is in the barns of a node to its slabs.
+    pub fn empty_barns(&self, node: usize) {
         let mut objects = [0; MAX_SHEAF];
-        let mut take_sheaf = |node: &mut Node<'_>| {
-            let count = node.books.barn.take(&mut objects);
-            objects[..count].iter().for_each(|object| node.give(*object));
-            count
-        };
-        while self.on(node, &mut take_sheaf) > 0 {}
+        for barn in self.barns(node) {
+            loop {
+                let count = barn.take(&mut objects);
+                if count == 0 {
+                    break;
+                }
+                self.on(node, |node| objects[..count].iter().for_each(|object| node.give(*object)));
+            }
+        }
     }
 
     /// Gives all of its memory back that no object is in; blocks with objects left are lost.
@@ -472,7 +565,9 @@ impl Engine {
         let is_settled = self.settle_all().unwrap_or(false);
         if let Ok(seized) = self.seize() {
             seized.close();
-            self.trim_all();
+            self.trim_all(Keep::Nothing);
+            // Before another cache has the magazines.
+            drop(seized);
             if is_settled {
                 self.ground.give_number(self.number);
             }
@@ -483,29 +578,6 @@ impl Engine {
     #[cfg(test)]
     pub fn check_books(&self) {
         (0..self.node_count()).for_each(|node| self.on(node, |node| node.check()));
-    }
-
-    /// Gives back all that no object is in; says how many bytes less are charged for the cache's blocks.
-    ///
-    /// # Errors
-    ///
-    /// As [`Engine::seize`].
-    pub fn shrink(&self) -> Result<u64> {
-        let before = self.resident_bytes();
-        drop(self.seize()?);
-        self.trim_all();
-        let freed = before.saturating_sub(self.resident_bytes());
-        self.ground.blocks.shrink(freed);
-        Ok(freed)
-    }
-
-    /// The next pass; no other has its number.
-    pub fn next_pass(&self) -> u32 {
-        // 0 is never tried.
-        match self.pass.fetch_add(1, Relaxed).wrapping_add(1) {
-            0 => self.next_pass(),
-            pass => pass,
-        }
     }
 
     /// Slabs and blocks that objects are in.
@@ -530,6 +602,10 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
+        // A fork child counts its own only.
+        if self.check().is_ok() {
+            stats::sub(Counter::SlabCaches, 1);
+        }
         self.close();
     }
 }

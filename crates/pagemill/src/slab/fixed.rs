@@ -26,6 +26,10 @@ impl Member for Inner {
     fn kind(&self) -> Kind {
         Kind::Fixed
     }
+
+    fn shrink(&self) -> Result<u64> {
+        self.0.shrink()
+    }
 }
 
 /// A cache of values of one type, which stay where they are until they are dropped.
@@ -98,14 +102,14 @@ impl<T> Fixed<T> {
     ///
     /// [`crate::Error::Busy`] if somebody else does the same for a second, or a thread was stopped in the midst of a call.
     pub fn shrink(&self) -> Result<u64> {
-        self.inner.0.shrink()
+        self.inner.shrink()
     }
 
     /// # Errors
     ///
     /// [`crate::Error::WrongState`] in a fork child.
     pub fn info(&self) -> Result<SlabInfo> {
-        info::of(&self.inner.0, Kind::Fixed)
+        info::of(&*self.inner)
     }
 }
 

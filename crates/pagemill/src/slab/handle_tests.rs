@@ -1,18 +1,120 @@
 //! Caches by handle, as behaviours.
 #![allow(unsafe_code)] // says that values are movable
 
-use super::tests::{slabs, slabs_on_nodes, slabs_with, sparse_slabs};
+use super::tests::{STUCK_AFTER, slabs, slabs_on_nodes, slabs_with, sparse_slabs, until_moved};
 use super::*;
 use crate::arena::Layout;
+use crate::reclaim::tree::UNLIMITED;
 use crate::units::BLOCK_BYTES;
 use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
-use std::time::Duration;
+use std::sync::{Barrier, OnceLock};
+use std::time::{Duration, Instant};
 
 type Value = [u64; 24];
 
 fn value(number: u64) -> Value {
     std::array::from_fn(|at| number + at as u64)
+}
+
+/// One of a list, of whose destructors each removes the next, in one cache or in several by turns.
+struct Link {
+    next: Option<Handle<Link>>,
+    number: usize,
+    lists: Arc<Lists>,
+}
+
+#[derive(Default)]
+struct Lists {
+    caches: OnceLock<Vec<ByHandle<Link>>>,
+    /// Destructors that are under way on the one thread, and the most that were at a time.
+    now: AtomicUsize,
+    most: AtomicUsize,
+    dropped: AtomicUsize,
+}
+
+// SAFETY: numbers and pointers.
+unsafe impl Movable for Link {}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        let lists = &self.lists;
+        lists.most.fetch_max(lists.now.fetch_add(1, Relaxed) + 1, Relaxed);
+        if let (Some(next), Some(caches)) = (self.next, lists.caches.get()) {
+            assert!(caches[(self.number + 1) % caches.len()].remove(next).unwrap());
+        }
+        lists.now.fetch_sub(1, Relaxed);
+        lists.dropped.fetch_add(1, Relaxed);
+    }
+}
+
+/// Destructors that remove others are not run within each other, but for one of each cache, of eight caches at most, and all come to be run.
+#[test]
+fn destructors_that_remove_others_do_not_nest() {
+    const LISTS: usize = 256;
+    const LENGTH: usize = 64;
+    for caches in [1, 2, 12] {
+        let lists = Arc::new(Lists::default());
+        let make = || slabs().by_handle(Settings::new("lists")).unwrap();
+        let made = lists.caches.get_or_init(|| (0..caches).map(|_| make()).collect());
+        let mut heads = vec![None; LISTS];
+        for number in (0..LENGTH).rev() {
+            for head in &mut heads {
+                let link = Link { next: *head, number, lists: lists.clone() };
+                *head = Some(made[number % caches].insert(link).unwrap());
+            }
+        }
+        heads.into_iter().flatten().for_each(|head| assert!(made[0].remove(head).unwrap()));
+        // Readers of other tests may have been in the way.
+        while lists.dropped.load(Relaxed) < LISTS * LENGTH {
+            made.iter().for_each(|cache| _ = cache.shrink().unwrap());
+        }
+        assert!(lists.most.load(Relaxed) <= caches.min(8), "{} within each other", lists.most.load(Relaxed));
+        assert_eq!(lists.dropped.load(Relaxed), LISTS * LENGTH, "each once");
+    }
+}
+
+/// A value that may have a cache, the values of which do.
+struct Nest {
+    _inner: Option<Box<ByHandle<Nest>>>,
+    dropped: Arc<AtomicUsize>,
+}
+
+// SAFETY: pointers.
+unsafe impl Movable for Nest {}
+
+impl Drop for Nest {
+    fn drop(&mut self) {
+        self.dropped.fetch_add(1, Relaxed);
+    }
+}
+
+/// More caches than a thread ends removed values of may end within each other's destructors: each value is dropped once, those that were
+/// removed and wait for a reader, too, and all memory comes back.
+#[test]
+fn caches_end_within_each_other() {
+    const CACHES: usize = 12;
+    const EACH: usize = 100;
+    let slabs = slabs();
+    let dropped = Arc::new(AtomicUsize::new(0));
+    let nest = |inner| Nest { _inner: inner, dropped: dropped.clone() };
+    let guard = pin();
+    let mut outer = None;
+    for _ in 0..CACHES {
+        let cache = Box::new(slabs.by_handle::<Nest>(Settings::new("nest")).unwrap());
+        let handles: Vec<_> = (1..EACH).map(|_| cache.insert(nest(None)).unwrap()).collect();
+        // What is removed last, and waits, has the others.
+        let last = cache.insert(nest(outer.take())).unwrap();
+        handles.iter().step_by(2).chain([&last]).for_each(|handle| assert!(cache.remove(*handle).unwrap()));
+        outer = Some(cache);
+    }
+    assert_eq!((slabs.list().len(), dropped.load(Relaxed)), (CACHES, 0));
+    drop(outer);
+    assert_eq!((slabs.list().len(), dropped.load(Relaxed)), (0, CACHES * EACH));
+    drop(guard);
+    slabs.shrink(u64::MAX, Urgency::Limit);
+    assert_eq!(slabs.arena.budget.room().0, 0);
 }
 
 /// Counts how often values like it were dropped.
@@ -95,6 +197,138 @@ fn values_are_dropped_once() {
     assert_eq!(count(), VALUES + VALUES / 4);
 }
 
+/// A destructor that panics keeps no other from being called, neither of values that were removed nor of those that the cache
+/// ends with; the panic arrives at who called.
+#[test]
+fn destructors_may_panic() {
+    struct Failing(Counted);
+    // SAFETY: as what it holds.
+    unsafe impl Movable for Failing {}
+    impl Drop for Failing {
+        fn drop(&mut self) {
+            assert!(self.0.number % 50 != 7, "a destructor that fails, as it should here");
+        }
+    }
+    let dropped = counters(400);
+    let cache = slabs().by_handle(Settings::new("failing")).unwrap();
+    let insert = |number| cache.insert(Failing(Counted { number, dropped: dropped.clone() })).unwrap();
+    let handles: Vec<_> = (0..400).map(insert).collect();
+    let fails = |act: &mut dyn FnMut()| catch_unwind(AssertUnwindSafe(act)).is_err();
+    let is_gone = |number: usize| dropped[number].load(Relaxed) == 1;
+    let mut failures = 0;
+    for handle in &handles[..200] {
+        failures += usize::from(fails(&mut || assert!(cache.remove(*handle).unwrap())));
+    }
+    // Readers of other tests may take longer than one shrink waits.
+    let began = Instant::now();
+    while !(0..200).all(is_gone) {
+        assert!(began.elapsed() < STUCK_AFTER, "destructors do not come");
+        failures += usize::from(fails(&mut || _ = cache.shrink()));
+    }
+    assert!((1..=4).contains(&failures), "{failures}");
+    assert!(handles[..200].iter().all(|handle| cache.get(*handle, &pin()).is_none()));
+    let mut cache = Some(cache);
+    assert!(fails(&mut || drop(cache.take())));
+    assert!((0..400).all(is_gone));
+}
+
+/// A cache that is dropped while somebody empties it for long waits for him, and drops its values then.
+#[test]
+fn values_are_dropped_after_a_long_step() {
+    let (slabs, dropped) = (slabs(), counters(10));
+    let cache = slabs.by_handle(Settings::new("long")).unwrap();
+    (0..10).for_each(|number| _ = cache.insert(Counted { number, dropped: dropped.clone() }).unwrap());
+    std::thread::scope(|scope| {
+        let member = slabs.members().remove(0);
+        let seized = member.engine().seize().unwrap();
+        let dropper = scope.spawn(move || drop(cache));
+        // Longer than a shrink would wait.
+        std::thread::sleep(Duration::from_millis(1_200));
+        drop(seized);
+        drop(member);
+        dropper.join().unwrap();
+    });
+    assert!(dropped.iter().all(|count| count.load(Relaxed) == 1));
+}
+
+/// A cache that is dropped under a guard gives all of its memory back, also places that values were moved from: who reads
+/// under the guard reads something else.
+#[test]
+fn a_cache_is_dropped_under_a_guard() {
+    let (slabs, account) = slabs_with(Layout::for_test(), UNLIMITED);
+    let cache = slabs.by_handle::<Value>(Settings::new("guarded")).unwrap();
+    let handles: Vec<_> = (0..50_000).map(|number| cache.insert(value(number)).unwrap()).collect();
+    handles
+        .iter()
+        .enumerate()
+        .for_each(|(number, handle)| assert!(number % 100 == 0 || cache.remove(*handle).unwrap()));
+    // What was removed goes from its places, and nothing moves.
+    cache.set_defrag_used_ratio(0).unwrap();
+    while cache.info().unwrap().active > 1_000 {
+        cache.defrag_step(Duration::ZERO).unwrap();
+    }
+    cache.set_defrag_used_ratio(100).unwrap();
+    let guard = pin();
+    let moved = cache.defrag_step(Duration::from_secs(1)).unwrap().moved;
+    let info = cache.info().unwrap();
+    assert!(moved > 0 && cache.engine().has_batches());
+    assert!(info.waiting >= moved && info.active - info.waiting == 500, "{moved} {info:?}");
+    drop(cache);
+    slabs.shrink(u64::MAX, Urgency::Request);
+    assert_eq!(account.resident(), 0);
+    drop(guard);
+}
+
+/// What threads keep for themselves is taken from them while they sleep: another's shrink drops all that they removed.
+#[test]
+fn what_threads_removed_is_dropped_by_another() {
+    const THREADS: usize = 4;
+    let dropped = counters(THREADS * 100);
+    let cache = slabs().by_handle(Settings::new("asleep")).unwrap();
+    let (removed, ended) = (Barrier::new(THREADS + 1), Barrier::new(THREADS + 1));
+    std::thread::scope(|scope| {
+        for thread in 0..THREADS as u64 {
+            let (cache, dropped, removed, ended) = (&cache, &dropped, &removed, &ended);
+            scope.spawn(move || {
+                let counted = |number| Counted { number: thread * 100 + number, dropped: dropped.clone() };
+                let handles: Vec<_> = (0..100).map(|number| cache.insert(counted(number)).unwrap()).collect();
+                assert!(handles.iter().all(|handle| cache.remove(*handle).unwrap()));
+                removed.wait();
+                ended.wait();
+            });
+        }
+        removed.wait();
+        cache.pack();
+        assert!(dropped.iter().all(|count| count.load(Relaxed) == 1));
+        assert_eq!(cache.info().unwrap().active, 0);
+        ended.wait();
+    });
+}
+
+fn assert_counted_while_they_wait<T: Movable + Clone>(value: T) {
+    let cache = slabs().by_handle::<T>(Settings { defrag_used_ratio: 0, ..Settings::new("waiting") }).unwrap();
+    let handles: Vec<_> = (0..4_000).map(|_| cache.insert(value.clone()).unwrap()).collect();
+    let figures = || {
+        let info = cache.info().unwrap();
+        (info.active, info.waiting)
+    };
+    assert_eq!(figures(), (4_000, 0));
+    let guard = pin();
+    handles[..3_000].iter().for_each(|handle| assert!(cache.remove(*handle).unwrap()));
+    handles[3_900..].iter().for_each(|handle| assert!(cache.update(*handle, T::clone).unwrap()));
+    assert_eq!(figures(), (4_100, 3_100));
+    drop(guard);
+    cache.pack();
+    assert_eq!(figures(), (1_000, 0));
+}
+
+/// Values that were removed or replaced are told apart from what is in use while readers may be at them, with a destructor and without.
+#[test]
+fn what_waits_for_readers_is_counted() {
+    assert_counted_while_they_wait(value(1));
+    assert_counted_while_they_wait("a string".to_owned());
+}
+
 /// A pinned value stays where it is, and what it is; with the last pin all is as before.
 #[test]
 fn pinned_values_stay() {
@@ -114,11 +348,87 @@ fn pinned_values_stay() {
         assert_eq!((std::ptr::from_ref(&**pin), **pin), (place, value(at as u64 * 5_000)));
     }
     let most: Vec<_> = (0..6).map(|_| cache.pin_value(handles[0]).unwrap().unwrap()).collect();
+    assert_eq!(cache.get(handles[0], &pin()), Some(&value(0)));
     assert!(matches!(cache.pin_value(handles[0]), Err(Error::Busy { .. })));
     drop((most, pins));
     cache.pack();
     assert_eq!((cache.info().unwrap().total.partial, cache.info().unwrap().total.blocks), (1, 1));
     assert!(cache.remove(handles[0]).unwrap() && cache.pin_value(handles[0]).unwrap().is_none());
+}
+
+/// Who removes a value sees it as it goes, and nobody does twice; what is pinned stays; where the look panics the place comes back, too.
+#[test]
+fn a_value_is_seen_as_it_goes() {
+    let slabs = slabs();
+    let cache = slabs.by_handle::<Value>(Settings::new("seen")).unwrap();
+    let handles: Vec<_> = (0..5_000).map(|number| cache.insert(value(number)).unwrap()).collect();
+    for (handle, number) in handles.iter().zip(0..) {
+        assert_eq!(cache.remove_with(*handle, |value| *value).unwrap(), Some(value(number)));
+        assert!(cache.remove_with(*handle, |_| panic!("it has gone")).unwrap().is_none());
+    }
+    let kept = cache.insert(value(7)).unwrap();
+    let pinned = cache.pin_value(kept).unwrap();
+    assert!(matches!(cache.remove_with(kept, |_| panic!("it is pinned")), Err::<Option<()>, _>(Error::Busy { .. })));
+    drop(pinned);
+    assert!(catch_unwind(AssertUnwindSafe(|| cache.remove_with(kept, |_| panic!("a look")))).is_err());
+    cache.pack();
+    assert_eq!((cache.info().unwrap().active, cache.get(kept, &pin())), (0, None));
+
+    let texts = slabs.by_handle::<String>(Settings::new("texts")).unwrap();
+    let text = texts.insert("one".to_owned()).unwrap();
+    assert_eq!(texts.remove_with(text, String::clone).unwrap().as_deref(), Some("one"));
+    texts.pack();
+    assert_eq!(texts.info().unwrap().active, 0);
+}
+
+/// A child of `fork` that comes out of a look, or of a change, gives nothing up: locks of its parent's caches may be held by nobody there.
+#[test]
+fn a_child_that_comes_out_of_a_look_gives_nothing_up() {
+    for is_removed in [true, false] {
+        let slabs = slabs();
+        slabs.defrag_by_hand();
+        let texts = slabs.by_handle::<String>(Settings::new("forked")).unwrap();
+        let text = texts.insert("one".to_owned()).unwrap();
+        let fork = |text: &String| {
+            slabs.arena.forked();
+            text.clone()
+        };
+        if is_removed {
+            assert_eq!(texts.remove_with(text, fork).unwrap().as_deref(), Some("one"));
+        } else {
+            assert!(texts.update(text, fork).unwrap());
+        }
+        assert_eq!(texts.in_limbo(), 0);
+    }
+}
+
+/// Where a look panics, and with it the destructor of what is ended on that occasion, the panic of the look goes on.
+#[test]
+fn a_look_and_a_destructor_may_both_panic() {
+    static DROPPED: AtomicUsize = AtomicUsize::new(0);
+
+    struct Bad;
+
+    // SAFETY: nothing.
+    unsafe impl Movable for Bad {}
+
+    impl Drop for Bad {
+        fn drop(&mut self) {
+            DROPPED.fetch_add(1, Relaxed);
+            assert!(!std::thread::panicking(), "a destructor");
+        }
+    }
+
+    let slabs = slabs();
+    slabs.defrag_by_hand();
+    let cache = slabs.by_handle::<Bad>(Settings::new("bad")).unwrap();
+    // With every 64th they are looked at; readers of other tests may be there.
+    while DROPPED.load(Relaxed) == 0 {
+        let bad = cache.insert(Bad).unwrap();
+        let look = |_: &Bad| panic!("a look");
+        let panic = catch_unwind(AssertUnwindSafe(|| cache.remove_with(bad, look))).unwrap_err();
+        assert_eq!(panic.downcast_ref::<&str>(), Some(&"a look"));
+    }
 }
 
 /// The table of handles gives free pages back; handles of before fit nothing that came after, nor in the next cache.
@@ -216,7 +526,7 @@ fn threads_use_values_that_move() {
         let mut known: HashMap<Handle<Owned>, u64> = HashMap::new();
         let mut handles = Vec::new();
         let mut seed = thread as u64 + 1;
-        for _ in 0..ROUNDS {
+        for _ in until_moved(ROUNDS, || cache.info().unwrap().moved) {
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let at = (seed >> 40) as usize % handles.len().max(1);
             match seed >> 33 & 7 {
@@ -260,7 +570,6 @@ fn threads_use_values_that_move() {
         cache.pack();
         assert_eq!((live.load(Relaxed), cache.info().unwrap().active), (left, left as u64));
     });
-    assert!(cache.info().unwrap().moved > 100);
     cache.engine().check_books();
     drop(cache);
     assert_eq!(live.load(Relaxed), 0);

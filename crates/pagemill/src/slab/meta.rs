@@ -56,8 +56,14 @@ impl Objects {
         self.0.iter().map(|word| word.count_ones()).sum()
     }
 
-    pub fn iter(&self) -> impl Iterator<Item = u32> {
-        (0..MAX_OBJECTS as u32).filter(|object| self.0[*object as usize / 64] >> (object % 64) & 1 == 1)
+    pub fn iter(&self) -> impl Iterator<Item = u32> + use<> {
+        let (mut words, mut at) = (self.0, 0);
+        std::iter::from_fn(move || {
+            at += words[at..].iter().position(|word| *word != 0)?;
+            let object = at as u32 * 64 + words[at].trailing_zeros();
+            words[at] &= words[at] - 1;
+            Some(object)
+        })
     }
 }
 
@@ -105,10 +111,6 @@ impl Slab {
         self.state.set(state as u32);
     }
 
-    pub fn is_set(&self, object: u32) -> bool {
-        self.bits[object as usize / 64].get() >> (object % 64) & 1 == 1
-    }
-
     /// Takes up to `most` objects of `capacity`, lowest first; tells each.
     pub fn take(&self, capacity: u32, most: usize, mut taken: impl FnMut(u32)) -> usize {
         let mut count = 0;
@@ -143,10 +145,27 @@ impl Slab {
         self.used.sub(1);
     }
 
+    /// Takes objects back at once.
+    ///
+    /// # Panics
+    ///
+    /// If one is free already.
+    pub fn give_all(&self, objects: &Objects) {
+        for (word, given) in self.bits.iter().zip(objects.0) {
+            assert!(word.get() & given == given, "an object of a slab is free already");
+            word.set(word.get() & !given);
+        }
+        self.used.sub(objects.count());
+    }
+
     /// Objects from `from` on that are not in the slab, up to `most`.
-    pub fn set_objects(&self, from: u32, most: usize, mut found: impl FnMut(u32)) -> usize {
-        let objects = (from..MAX_OBJECTS as u32).filter(|object| self.is_set(*object));
-        objects.take(most).map(&mut found).count()
+    pub fn set_objects(&self, from: u32, most: usize, found: impl FnMut(u32)) -> usize {
+        let first = from as usize / 64;
+        let mut objects = Objects(std::array::from_fn(|at| if at < first { 0 } else { self.bits[at].get() }));
+        if let Some(word) = objects.0.get_mut(first) {
+            *word &= u64::MAX << (from % 64);
+        }
+        objects.iter().take(most).map(found).count()
     }
 }
 
@@ -177,17 +196,27 @@ pub(super) fn level_of(used: u32, capacity: u32) -> Option<usize> {
     }
 }
 
+/// Kinds of lists: each block is in one of the first; of the second in one, where it is still to be looked at.
+pub(super) const STANDING: usize = 0;
+pub(super) const QUEUED: usize = 1;
+const LINKS: usize = QUEUED + 1;
+
+/// Neighbours in a list, by number and one, 0 none; and which list that is.
+#[derive(Default)]
+pub(super) struct Links {
+    pub next: Held32,
+    pub before: Held32,
+    pub list: Held32,
+}
+
 /// One block.
 #[repr(C, align(64))]
 #[derive(Default)]
 pub(super) struct Block {
     /// Of each level the slabs that are at it; those that are full, claimed or lost are at none.
     levels: [[Held64; MASK_WORDS]; LEVELS],
-    /// Links of the list that it is in: number and one; 0 none.
-    pub next: Held32,
-    pub before: Held32,
-    /// The list that it is in.
-    pub bucket: Held32,
+    /// Where it is in a list, for each kind of lists.
+    pub links: [Links; LINKS],
     /// Objects that are not in its slabs.
     pub used: Held32,
     /// Objects that may be taken from its slabs.
@@ -202,21 +231,41 @@ pub(super) struct Block {
     pub is_leaving: Held32,
     /// The last pass that tried to empty it.
     pub tried: Held32,
+    /// 1 where it was to be emptied, and objects stayed.
+    pub has_refused: Held32,
+    /// The last look for slabs to empty that found none left in it.
+    pub spent: Held32,
+    /// The look for blocks to empty that is still to be at it; 0 none.
+    pub queued: Held32,
 }
 
 // SAFETY: atomic words.
 unsafe impl Zeroed for Block {}
 
-/// Places of the bits that are set.
-fn ones(mut mask: u128) -> impl Iterator<Item = u32> {
-    std::iter::from_fn(move || {
-        let first = (mask != 0).then(|| mask.trailing_zeros())?;
-        mask &= mask - 1;
-        Some(first)
-    })
+/// Some slabs of a block.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct SlabSet(u128);
+
+impl SlabSet {
+    pub fn add(&mut self, slab: u32) {
+        self.0 |= 1 << slab;
+    }
+
+    pub fn iter(mut self) -> impl Iterator<Item = u32> {
+        std::iter::from_fn(move || {
+            let first = (self.0 != 0).then(|| self.0.trailing_zeros())?;
+            self.0 &= self.0 - 1;
+            Some(first)
+        })
+    }
 }
 
 impl Block {
+    /// The list that it is in.
+    pub fn bucket(&self) -> usize {
+        self.links[STANDING].list.get() as usize
+    }
+
     pub fn put(&self, level: usize, slab: u32) {
         let word = &self.levels[level][slab as usize / 64];
         word.set(word.get() | 1 << (slab % 64));
@@ -242,12 +291,12 @@ impl Block {
 
     /// All slabs at a level.
     pub fn all_at(&self, level: usize) -> impl Iterator<Item = u32> + use<> {
-        ones(self.mask_at(level))
+        SlabSet(self.mask_at(level)).iter()
     }
 
     /// All slabs of so many that are set up.
     pub fn all_set_up(&self, slabs: u32) -> impl Iterator<Item = u32> + use<> {
-        ones(!self.mask_at(Level::Bare as usize) & u128::MAX >> (MAX_SLABS as u32 - slabs))
+        SlabSet(!self.mask_at(Level::Bare as usize) & u128::MAX >> (MAX_SLABS as u32 - slabs)).iter()
     }
 
     /// Slabs at a level.
@@ -291,8 +340,26 @@ mod tests {
             assert_eq!(taken, (0..capacity).collect::<Vec<_>>());
             assert_eq!((slab.used(), level_of(slab.used(), capacity)), (capacity, None));
             slab.give(capacity - 1);
-            assert!(!slab.is_set(capacity - 1));
+            assert_eq!(slab.set_objects(capacity - 1, 1, |_| ()), 0);
             assert_eq!(slab.take(capacity, 9, |object| assert_eq!(object, capacity - 1)), 1);
+        }
+    }
+
+    /// What is found from any place on is what was taken and not given back, some at once.
+    #[test]
+    fn objects_are_found_and_given_at_once() {
+        let slab = slab();
+        slab.take(512, 300, |_| ());
+        let mut given = Objects::default();
+        (0..300).filter(|object| object % 3 != 0).for_each(|object| given.add(object));
+        assert_eq!(given.iter().collect::<Vec<_>>(), (0..300).filter(|object| object % 3 != 0).collect::<Vec<_>>());
+        slab.give_all(&given);
+        assert_eq!(slab.used(), 100);
+        for (from, most) in [(0, 200), (1, 7), (64, 30), (127, 200), (299, 1), (512, 1)] {
+            let mut found = Vec::new();
+            let count = slab.set_objects(from, most, |object| found.push(object));
+            let expected: Vec<u32> = (from..300).filter(|object| object % 3 == 0).take(most).collect();
+            assert_eq!((count, found), (expected.len(), expected));
         }
     }
 

@@ -14,17 +14,17 @@ use std::time::Duration;
 
 const NODES: usize = 3;
 
-struct Random(u64);
+pub(super) struct Random(u64);
 
 impl Random {
-    fn seeded(what: &str) -> Self {
+    pub fn seeded(what: &str) -> Self {
         let named = std::env::var("PAGEMILL_TEST_SEED").ok().and_then(|text| text.parse().ok());
         let seed = named.unwrap_or_else(clock::fine_ns);
         println!("{what}: PAGEMILL_TEST_SEED={seed}");
         Self(seed)
     }
 
-    fn below(&mut self, end: u64) -> u64 {
+    pub fn below(&mut self, end: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB) % end.max(1)

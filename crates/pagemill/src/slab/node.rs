@@ -1,69 +1,59 @@
-//! One cache on one node: its blocks by how full they are, the slabs in them, and a barn of free objects.
+//! One cache on one node: its blocks by how full they are, and the slabs in them.
 //!
 //! Objects are taken from the fullest block, there from the fullest slab; so the emptiest empty themselves. Everything here is
 //! under the lock of the node's [`Books`]; nothing here asks for memory.
 
-use super::barn::Barn;
 use super::blocks::Blocks;
-use super::meta::{LEVELS, Level, State, level_of};
+use super::lists::Lists;
+use super::looks::Looks;
+#[cfg(test)]
+use super::meta::LEVELS;
+use super::meta::{Level, Objects, STANDING, State, level_of};
 use super::shape::Shape;
 use crate::units::BLOCK_BYTES;
 
 /// Parts of a block's capacity that its use is told in.
-const PARTS: u32 = 8;
+pub(super) const PARTS: u32 = 8;
 
 /// Lists of blocks, from those of which nothing is in use on.
-const IDLE: usize = 0;
-const FULLEST: usize = PARTS as usize;
+pub(super) const IDLE: usize = 0;
+pub(super) const FULLEST: usize = PARTS as usize;
 /// No room, but slabs that are not set up.
-const GROWING: usize = FULLEST + 1;
-const FULL: usize = GROWING + 1;
+pub(super) const GROWING: usize = FULLEST + 1;
+pub(super) const FULL: usize = GROWING + 1;
 /// Being emptied.
 const LEAVING: usize = FULL + 1;
-const BUCKETS: usize = LEAVING + 1;
+pub(super) const BUCKETS: usize = LEAVING + 1;
 
 /// An idle block stays for the next object, and so many empty slabs of sparse blocks.
 const KEPT_IDLE: u32 = 1;
 const KEPT_EMPTY: u32 = 4;
 
-/// What a look for the emptiest of a list goes over.
-const LOOKS: usize = 16;
+/// What stays for the next object where the rest goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Keep {
+    /// As much as above.
+    Some,
+    Nothing,
+}
 
 /// Where objects may be taken from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Room {
     /// Slabs that are partly in use.
     Partial,
-    /// Blocks that are partly in use, with their empty slabs.
+    /// Blocks that are partly in use, with their empty slabs; to move to, also with such as are not set up.
     Used,
+    /// Of these such as so many objects are in at least.
+    Fuller(u32),
     /// All that is set up.
     Any,
 }
 
-/// What is to be emptied next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Source {
-    /// A block, all slabs of which are claimed now.
-    Block(u32),
-    /// A slab of a block, claimed now, of which so many objects find a place in other partial slabs.
-    Slab(u32, u32, u32),
-}
-
-/// What is looked for to be emptied.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Search {
-    /// In use by less than so much.
-    pub percent: u32,
-    /// Slabs are tried once in a pass.
-    pub pass: u32,
-    /// Blocks are tried once in a round of passes: where an object stayed, what else is there would only go round. `None`:
-    /// slabs only.
-    pub round: Option<u32>,
-}
-
 /// What one cache has on one node.
 pub(super) struct Books {
-    heads: [u32; BUCKETS],
+    pub lists: Lists<BUCKETS, STANDING>,
+    pub looks: Looks,
     blocks: u32,
     idle: u32,
     /// Blocks whose memory comes and goes as a whole.
@@ -73,15 +63,20 @@ pub(super) struct Books {
     sparse: u32,
     /// Of these, with objects and room; and without any object.
     partial: u32,
-    empty: u32,
+    pub empty: u32,
     /// Of the empty ones, in sparse blocks.
     sparse_empty: u32,
+    /// Slabs that are not set up, of whole blocks that are in use: they have their memory. And of each list.
+    pub bare: u32,
+    pub bare_in: [u32; BUCKETS],
     /// Objects that are not in slabs.
     used: u64,
-    /// Objects that may be taken.
-    room: u64,
+    /// Objects that may be taken, and of each list.
+    pub room: u64,
+    pub room_in: [u64; BUCKETS],
+    /// Objects that their users gave back, since somebody looked.
+    pub given: u64,
     lost: u32,
-    pub barn: Barn,
 }
 
 /// Figures of one node.
@@ -94,8 +89,6 @@ pub(super) struct Tally {
     pub lost: u32,
     /// Objects outside of slabs.
     pub used: u64,
-    /// Of these, in the barn.
-    pub in_barn: u64,
     pub resident_bytes: u64,
 }
 
@@ -107,9 +100,10 @@ pub(super) struct Node<'a> {
 }
 
 impl Books {
-    pub fn new(barn: Barn) -> Self {
+    pub fn new() -> Self {
         Self {
-            heads: [0; BUCKETS],
+            lists: Lists::new(),
+            looks: Looks::new(),
             blocks: 0,
             idle: 0,
             whole: 0,
@@ -118,10 +112,13 @@ impl Books {
             partial: 0,
             empty: 0,
             sparse_empty: 0,
+            bare: 0,
+            bare_in: [0; BUCKETS],
             used: 0,
             room: 0,
+            room_in: [0; BUCKETS],
+            given: 0,
             lost: 0,
-            barn,
         }
     }
 
@@ -153,11 +150,14 @@ impl Node<'_> {
 
     fn find(&self, room: Room) -> Option<(u32, u32)> {
         let may_be_empty = room != Room::Partial;
-        let mut lists = (IDLE + 1..=FULLEST).rev().chain((room == Room::Any).then_some(IDLE));
-        lists.find_map(|list| {
-            let mut blocks = self.list(list);
-            blocks.find_map(|block| Some((block, self.blocks.block(block).fullest(may_be_empty)?)))
-        })
+        let least = if let Room::Fuller(least) = room { self.list_of(least) + 1 } else { IDLE + 1 };
+        let mut lists = (least..=FULLEST).rev().chain((room == Room::Any).then_some(IDLE));
+        let in_slab = |block| Some((block, self.blocks.block(block).fullest(may_be_empty)?));
+        let found = lists.find_map(|list| self.list(list).find_map(in_slab));
+        if let (None, Room::Fuller(least)) = (found, room) {
+            return self.first_of(self.list_of(least), least).find_map(in_slab);
+        }
+        found
     }
 
     /// Takes an object back.
@@ -172,6 +172,17 @@ impl Node<'_> {
         let before = self.level(block, slab);
         self.blocks.slab(block, slab).give(object);
         self.note_change(block, slab, before, -1);
+    }
+
+    /// Takes objects of one slab back at once.
+    ///
+    /// # Panics
+    ///
+    /// If one is free already.
+    pub fn give_all(&mut self, block: u32, slab: u32, objects: &Objects) {
+        let before = self.level(block, slab);
+        self.blocks.slab(block, slab).give_all(objects);
+        self.note_change(block, slab, before, -(objects.count() as i32));
     }
 
     /// Whether more is kept for the next object than should be: idle blocks, or empty slabs of sparse ones.
@@ -191,10 +202,17 @@ impl Node<'_> {
         block.used.set(block.used.get().wrapping_add_signed(more));
         if self.blocks.slab(number, slab).state() == State::Open {
             self.replace(number, slab, before, self.level(number, slab));
-            block.room.set(block.room.get().wrapping_add_signed(-more));
-            self.books.room = self.books.room.wrapping_add_signed(i64::from(-more));
+            self.add_room(number, -more);
         }
         self.file(number);
+    }
+
+    fn add_room(&mut self, number: u32, more: i32) {
+        let block = self.blocks.block(number);
+        block.room.set(block.room.get().wrapping_add_signed(more));
+        for room in [&mut self.books.room, &mut self.books.room_in[block.bucket()]] {
+            *room = room.wrapping_add_signed(i64::from(more));
+        }
     }
 
     fn replace(&mut self, number: u32, slab: u32, before: Option<usize>, after: Option<usize>) {
@@ -214,15 +232,17 @@ impl Node<'_> {
         if let Some(level) = after {
             block.put(level, slab);
         }
+        // What changes within a quarter is seen by the next pass.
+        if partial(after) == 1 {
+            self.renew(number);
+        }
     }
 
     /// Puts a block into the list that it belongs in.
-    fn file(&mut self, number: u32) {
-        let block = self.blocks.block(number);
+    pub fn file(&mut self, number: u32) {
         let bucket = self.bucket_of(number);
-        let before = block.bucket.get() as usize;
-        if bucket != before {
-            self.unlink(number, before);
+        if bucket != self.blocks.block(number).bucket() {
+            self.unlink(number);
             self.link(number, bucket);
         }
     }
@@ -234,7 +254,7 @@ impl Node<'_> {
         } else if block.used.get() == 0 && block.claimed.get() == 0 {
             IDLE
         } else if block.room.get() > 0 {
-            1 + (block.used.get() * PARTS / self.shape.block_capacity()).min(PARTS - 1) as usize
+            self.list_of(block.used.get())
         } else if block.first_at(Level::Bare as usize).is_some() {
             GROWING
         } else {
@@ -242,35 +262,48 @@ impl Node<'_> {
         }
     }
 
-    fn link(&mut self, number: u32, bucket: usize) {
-        let block = self.blocks.block(number);
-        let head = self.books.heads[bucket];
-        block.next.set(head);
-        block.before.set(0);
-        block.bucket.set(bucket as u32);
-        if let Some(next) = head.checked_sub(1) {
-            self.blocks.block(next).before.set(number + 1);
-        }
-        self.books.heads[bucket] = number + 1;
-        self.books.idle += u32::from(bucket == IDLE);
+    /// The list of blocks with room that so many objects are in.
+    pub fn list_of(&self, used: u32) -> usize {
+        IDLE + 1 + (used * PARTS / self.shape.block_capacity()).min(PARTS - 1) as usize
     }
 
-    fn unlink(&mut self, number: u32, bucket: usize) {
+    pub fn link(&mut self, number: u32, bucket: usize) {
         let block = self.blocks.block(number);
-        let (next, before) = (block.next.get(), block.before.get());
-        match before.checked_sub(1) {
-            Some(before) => self.blocks.block(before).next.set(next),
-            None => self.books.heads[bucket] = next,
+        block.spent.set(0);
+        self.books.lists.put_first(self.blocks, bucket, number);
+        self.queue(number);
+        self.books.room_in[bucket] += u64::from(block.room.get());
+        self.add_bare(number, self.bare_in_use(number) as i32);
+        if bucket == IDLE {
+            self.books.idle += 1;
+            block.has_refused.set(0);
         }
-        if let Some(next) = next.checked_sub(1) {
-            self.blocks.block(next).before.set(before);
-        }
-        self.books.idle -= u32::from(bucket == IDLE);
     }
 
-    fn list(&self, bucket: usize) -> impl Iterator<Item = u32> {
-        let first = self.books.heads[bucket].checked_sub(1);
-        std::iter::successors(first, |block| self.blocks.block(*block).next.get().checked_sub(1))
+    fn add_bare(&mut self, number: u32, more: i32) {
+        for bare in [&mut self.books.bare, &mut self.books.bare_in[self.blocks.block(number).bucket()]] {
+            *bare = bare.wrapping_add_signed(more);
+        }
+    }
+
+    /// What a block adds to the bare slabs of the books, in the list that it is in.
+    pub fn bare_in_use(&self, number: u32) -> u32 {
+        let block = self.blocks.block(number);
+        let is_counted = block.is_sparse.get() == 0 && ![IDLE, LEAVING].contains(&block.bucket());
+        if is_counted { block.count_at(Level::Bare as usize) } else { 0 }
+    }
+
+    pub fn unlink(&mut self, number: u32) {
+        let block = self.blocks.block(number);
+        self.add_bare(number, -(self.bare_in_use(number) as i32));
+        self.books.room_in[block.bucket()] -= u64::from(block.room.get());
+        self.books.idle -= u32::from(block.bucket() == IDLE);
+        self.books.lists.remove(self.blocks, number);
+        self.dequeue(number);
+    }
+
+    pub fn list(&self, bucket: usize) -> impl Iterator<Item = u32> {
+        self.books.lists.iter(self.blocks, bucket)
     }
 
     /// Adds a block that the cache was given, all of it bare.
@@ -285,14 +318,14 @@ impl Node<'_> {
         self.link(number, IDLE);
     }
 
-    /// Takes an idle block off that is more than should be kept, or any where none should be.
-    pub fn remove_idle(&mut self, keep_some: bool) -> Option<u32> {
-        if self.books.idle <= if keep_some { KEPT_IDLE } else { 0 } {
+    /// Takes an idle block off that is more than should be kept.
+    pub fn remove_idle(&mut self, keep: Keep) -> Option<u32> {
+        if self.books.idle <= if keep == Keep::Some { KEPT_IDLE } else { 0 } {
             return None;
         }
-        let number = self.books.heads[IDLE].checked_sub(1)?;
+        let number = self.books.lists.first(IDLE)?;
         let block = self.blocks.block(number);
-        self.unlink(number, IDLE);
+        self.unlink(number);
         self.books.blocks -= 1;
         self.books.whole -= 1 - block.is_sparse.get();
         self.books.slabs -= block.slabs.get();
@@ -309,9 +342,28 @@ impl Node<'_> {
         let number = [GROWING, IDLE].into_iter().find_map(|list| {
             self.list(list).find(|block| self.blocks.block(*block).first_at(Level::Bare as usize).is_some())
         })?;
+        self.claim_bare_of(number)
+    }
+
+    /// As [`Node::claim_bare`], where that takes no more memory: of the fullest whole block in use that has one, and that so many objects
+    /// are in at least.
+    pub fn claim_bare_in_use(&mut self, least: u32) -> Option<(u32, u32)> {
+        let is_it = |block: &u32| {
+            let words = self.blocks.block(*block);
+            words.is_sparse.get() == 0 && words.used.get() >= least && words.first_at(Level::Bare as usize).is_some()
+        };
+        let lists = [GROWING].into_iter().chain((self.list_of(least)..=FULLEST).rev());
+        let number =
+            (self.books.bare > 0).then(|| lists.into_iter().find_map(|list| self.list(list).find(is_it)))??;
+        self.claim_bare_of(number)
+    }
+
+    fn claim_bare_of(&mut self, number: u32) -> Option<(u32, u32)> {
         let block = self.blocks.block(number);
         let slab = block.first_at(Level::Bare as usize)?;
+        let before = self.bare_in_use(number);
         block.remove(Level::Bare as usize, slab);
+        self.add_bare(number, self.bare_in_use(number) as i32 - before as i32);
         block.slabs.add(1);
         self.blocks.slab(number, slab).tried.set(0);
         self.books.slabs += 1;
@@ -320,9 +372,9 @@ impl Node<'_> {
         Some((number, slab))
     }
 
-    /// Takes an empty slab of a sparse block whose memory can go; of some that are kept, where that is wanted, none.
-    pub fn claim_empty(&mut self, keep_some: bool) -> Option<(u32, u32)> {
-        if self.books.sparse_empty <= if keep_some { KEPT_EMPTY } else { 0 } {
+    /// Takes an empty slab of a sparse block whose memory can go, if there are more than should be kept.
+    pub fn claim_empty(&mut self, keep: Keep) -> Option<(u32, u32)> {
+        if self.books.sparse_empty <= if keep == Keep::Some { KEPT_EMPTY } else { 0 } {
             return None;
         }
         let is_it = |block: &u32| {
@@ -346,8 +398,7 @@ impl Node<'_> {
         let level = self.level(number, slab);
         self.replace(number, slab, level, None);
         let free = self.shape.capacity - self.blocks.slab(number, slab).used();
-        self.blocks.block(number).room.sub(free);
-        self.books.room -= u64::from(free);
+        self.add_room(number, -(free as i32));
         self.hold(number, slab);
     }
 
@@ -359,9 +410,9 @@ impl Node<'_> {
         let free = self.shape.capacity - words.used();
         let level = self.level(number, slab);
         self.replace(number, slab, None, level);
-        self.blocks.block(number).room.add(free);
-        self.books.room += u64::from(free);
+        self.add_room(number, free as i32);
         self.blocks.block(number).claimed.sub(1);
+        self.renew(number);
         self.file(number);
     }
 
@@ -383,98 +434,6 @@ impl Node<'_> {
         self.books.lost += 1;
     }
 
-    /// Claims what should be emptied next: a block whose objects find a place in others, else a slab some objects of which do.
-    pub fn claim_source(&mut self, search: &Search) -> Option<Source> {
-        if let Some(number) = self.sparsest_block(search) {
-            self.leave(number, search);
-            return Some(Source::Block(number));
-        }
-        let (number, slab, most) = self.sparsest_slab(search)?;
-        self.blocks.slab(number, slab).tried.set(search.pass);
-        self.claim(number, slab);
-        Some(Source::Slab(number, slab, most))
-    }
-
-    fn sparsest_block(&self, search: &Search) -> Option<u32> {
-        let round = search.round?;
-        let idle_room: u64 = self.list(IDLE).map(|block| u64::from(self.blocks.block(block).room.get())).sum();
-        let room = self.books.room - idle_room;
-        let capacity = u64::from(self.shape.block_capacity());
-        // Of a sparse block only what has memory counts, and that is looked at by slabs.
-        let fits = |number: &u32| {
-            let block = self.blocks.block(*number);
-            let used = u64::from(block.used.get());
-            let is_sparse_enough = used * 100 < capacity * u64::from(search.percent);
-            is_sparse_enough && block.tried.get() != round && used <= room - u64::from(block.room.get())
-        };
-        (IDLE + 1..=FULLEST).find_map(|list| {
-            self.list(list).take(LOOKS).filter(fits).min_by_key(|block| self.blocks.block(*block).used.get())
-        })
-    }
-
-    /// A slab, and how many objects of it find a place in other partial ones. In whole blocks that helps only where all is packed.
-    fn sparsest_slab(&self, search: &Search) -> Option<(u32, u32, u32)> {
-        let capacity = self.shape.capacity;
-        let partial_room = self.books.room - u64::from(self.books.empty) * u64::from(capacity);
-        let candidates = (IDLE + 1..=FULLEST).flat_map(|list| self.list(list)).filter_map(|number| {
-            let block = self.blocks.block(number);
-            let is_worth_it = block.is_sparse.get() == 1 || search.percent > 100;
-            let slabs = (Level::Partial as usize..LEVELS).flat_map(|level| block.all_at(level));
-            let used = |slab: u32| self.blocks.slab(number, slab).used();
-            let fits = |slab: &u32| {
-                let is_sparse_enough = u64::from(used(*slab)) * 100 < u64::from(capacity) * u64::from(search.percent);
-                is_sparse_enough && self.blocks.slab(number, *slab).tried.get() != search.pass
-            };
-            let slab = is_worth_it.then(|| slabs.filter(fits).min_by_key(|slab| used(*slab)))??;
-            Some((used(slab), number, slab))
-        });
-        let (used, number, slab) = candidates.take(LOOKS).min()?;
-        let elsewhere = partial_room - u64::from(capacity - used);
-        (elsewhere > 0).then(|| (number, slab, u64::from(used).min(elsewhere) as u32))
-    }
-
-    /// Claims all that is set up of a block, which is to be emptied.
-    fn leave(&mut self, number: u32, search: &Search) {
-        let block = self.blocks.block(number);
-        block.tried.set(search.round.unwrap_or(0));
-        block.is_leaving.set(1);
-        for slab in block.all_set_up(self.shape.slabs) {
-            if self.blocks.slab(number, slab).state() == State::Open {
-                self.claim(number, slab);
-            }
-        }
-        self.file(number);
-    }
-
-    /// Slabs of a block that are claimed, each with whether this pass has tried it.
-    pub fn claimed_slabs(&self, number: u32, pass: u32) -> Vec<(u32, bool)> {
-        let words = |slab: &u32| self.blocks.slab(number, *slab);
-        let claimed =
-            self.blocks.block(number).all_set_up(self.shape.slabs).filter(|slab| words(slab).state() == State::Claimed);
-        claimed.map(|slab| (slab, words(&slab).tried.get() == pass)).collect()
-    }
-
-    /// Claims a slab with objects that has not been tried in this pass, of the emptiest block that has one.
-    pub fn claim_next(&mut self, pass: u32) -> Option<(u32, u32)> {
-        let (number, slab) = (IDLE + 1..=FULL).flat_map(|list| self.list(list)).find_map(|number| {
-            let mut slabs = self.blocks.block(number).all_set_up(self.shape.slabs);
-            let slab = slabs.find(|slab| {
-                let words = self.blocks.slab(number, *slab);
-                words.state() == State::Open && words.used() > 0 && words.tried.get() != pass
-            })?;
-            Some((number, slab))
-        })?;
-        self.blocks.slab(number, slab).tried.set(pass);
-        self.claim(number, slab);
-        Some((number, slab))
-    }
-
-    /// Ends what [`Node::claim_source`] began with a block; claims of its slabs have been ended.
-    pub fn return_block(&mut self, number: u32) {
-        self.blocks.block(number).is_leaving.set(0);
-        self.file(number);
-    }
-
     /// Slabs and blocks that objects are in.
     pub fn footprint(&self) -> u64 {
         u64::from(self.books.slabs - self.books.empty) + u64::from(self.books.blocks - self.books.idle)
@@ -490,20 +449,31 @@ impl Node<'_> {
             empty: books.empty,
             lost: books.lost,
             used: books.used,
-            in_barn: books.barn.objects() as u64,
             resident_bytes: (whole + sparse) as u64,
         }
+    }
+
+    /// Lists read the same from both ends, blocks where nothing is left to be tried last.
+    #[cfg(test)]
+    pub fn check_lists(&self) {
+        self.books.lists.check(self.blocks);
+        self.check_queues();
+        assert!((0..BUCKETS).all(|bucket| self.list(bucket).is_sorted_by_key(|number| self.is_spent(number))));
     }
 
     /// What the books say is what the slabs say.
     #[cfg(test)]
     pub fn check(&self) {
         let (mut blocks, mut used, mut room, mut slabs, mut idle) = (0, 0, 0, 0, 0);
-        let (mut empty, mut sparse_empty, mut partial, mut resident) = (0, 0, 0, 0);
+        let (mut empty, mut sparse_empty, mut partial, mut resident, mut bare) = (0, 0, 0, 0, 0);
+        self.check_lists();
         for bucket in 0..BUCKETS {
+            let room_in: u32 = self.list(bucket).map(|number| self.blocks.block(number).room.get()).sum();
+            let bare_in: u32 = self.list(bucket).map(|number| self.bare_in_use(number)).sum();
+            assert_eq!((u64::from(room_in), bare_in), (self.books.room_in[bucket], self.books.bare_in[bucket]));
             for number in self.list(bucket) {
                 let block = self.blocks.block(number);
-                assert_eq!((bucket, bucket), (self.bucket_of(number), block.bucket.get() as usize), "block {number}");
+                assert_eq!((bucket, bucket), (self.bucket_of(number), block.bucket()), "block {number}");
                 let (mut own_used, mut own_room, mut claimed) = (0, 0, 0);
                 let all: Vec<u32> = block.all_set_up(self.shape.slabs).collect();
                 for slab in &all {
@@ -534,11 +504,12 @@ impl Node<'_> {
                 partial += (Level::Partial as usize..LEVELS).map(|level| block.count_at(level)).sum::<u32>();
                 resident += self.blocks.resident_bytes_of(number);
                 sparse_empty += block.count_at(Level::Empty as usize) * block.is_sparse.get();
+                bare += self.bare_in_use(number);
             }
         }
         let books = &self.books;
         assert_eq!((books.blocks, books.idle, books.slabs), (blocks, idle, slabs));
-        assert_eq!((books.partial, self.tally().resident_bytes), (partial, resident));
+        assert_eq!((books.partial, books.bare, self.tally().resident_bytes), (partial, bare, resident));
         assert_eq!((books.used, books.room, books.empty, books.sparse_empty), (used, room, empty, sparse_empty));
     }
 }

@@ -1,9 +1,12 @@
 //! Objects that their owner moves: it knows who refers to them, and is asked.
 #![allow(unsafe_code)] // a contract that owners keep; objects in slots
 
-use super::defrag::{self, Chunk, Fate, Mover, Places, Progress};
-use super::engine::{Engine, Object};
+use super::batch::Grace;
+use super::defrag;
+use super::engine::{Engine, Object, SetUp};
 use super::info::{self, SlabInfo};
+use super::migrate::{Chunk, Fate, Mover, Places, Progress};
+use super::worker::withdraw;
 use super::{Kind, Member, Settings, Slabs};
 use crate::error::Result;
 use std::alloc::Layout;
@@ -25,11 +28,12 @@ use std::time::Duration;
 /// - A free object needs no destructor, and is valid for whatever the owner does with objects it does not know to be live.
 /// - `isolate` keeps only objects that are live, and that stay so until `migrate` has them: nobody frees them meanwhile.
 /// - When `migrate` says *moved* or *freed*, nobody comes to the old object any more, but who came to it before, under a guard
-///   ([`crate::xarray::pin`]); it is free when these guards have gone, and what it holds needs no destructor.
+///   ([`crate::epoch::pin`], or [`super::pin`]); it is free when these guards have gone, and what it holds needs no destructor.
+/// - Who can panic in `migrate` does so before anybody can come to the object at its new place, which goes back then.
 pub unsafe trait Migrate: Send + Sync + 'static {
     type Object;
 
-    /// What `isolate` tells `migrate` about the objects of one slab.
+    /// What `isolate` tells `migrate` about the objects of one slab. A panic of its destructor is as one of `migrate`.
     type Isolated;
 
     /// A free object. Called for each of a slab before the first of them is handed out.
@@ -37,8 +41,10 @@ pub unsafe trait Migrate: Send + Sync + 'static {
 
     /// Refuses objects that are free, or cannot be moved, and takes hold of the others.
     ///
-    /// The slab is locked: no object of it is taken or given meanwhile, calls of the cache panic, and all of its other users
-    /// wait. Must not wait for anybody who may be at such a call.
+    /// The slab is locked: no object of it is taken or given meanwhile, calls of the cache panic (`info` and [`Slabs::list`], too), and all of its other users
+    /// wait. Must not wait for anybody who may be at such a call: where one lock covers the references and calls of the cache, that is tried
+    /// (`try_lock`), and all objects are refused where somebody has it. With busy threads little would move then: better keep calls of the
+    /// cache outside of that lock, or give each object a word that says who holds it, as the tree of names in `pagemill bench slab` does.
     fn isolate(&self, objects: &mut Candidates<'_, Self::Object>) -> Self::Isolated;
 
     /// Moves an object to a place of `to`, or ends its life, or lets it stay, and lets go of it. No lock is held. What became
@@ -60,15 +66,7 @@ pub struct Candidates<'slab, T> {
 impl<T> Candidates<'_, T> {
     /// Leaves those out for which `is_kept` is false.
     pub fn retain(&mut self, mut is_kept: impl FnMut(NonNull<T>) -> bool) {
-        let mut kept = 0;
-        for at in 0..self.chunk.len {
-            let object = self.chunk.objects[at];
-            if is_kept(pointer(object)) {
-                self.chunk.objects[kept] = object;
-                kept += 1;
-            }
-        }
-        self.chunk.len = kept;
+        self.chunk.retain(|object| is_kept(pointer(object)));
     }
 }
 
@@ -186,6 +184,15 @@ impl<M: Migrate> Member for Inner<M> {
         Kind::ByOwner
     }
 
+    /// Its owner is not called by who needs memory, and may hold anything: the thread behind packs the cache.
+    fn compact(&self) {
+        self.engine.press();
+    }
+
+    fn shrink(&self) -> Result<u64> {
+        defrag::shrink(&self.engine, self)
+    }
+
     fn defrag(&self, budget: Duration) -> Result<Progress> {
         defrag::step(&self.engine, self, budget)
     }
@@ -207,7 +214,11 @@ impl<M: Migrate> Mover for Inner<M> {
 
 /// A cache of objects that their owner moves.
 ///
-/// Dropped with objects that were not freed it keeps their memory for good.
+/// Dropped with objects that were not freed it keeps their memory for good. Its end waits for a step that is under way in the
+/// background, a second at most, so that the owner ends on the thread that drops the cache.
+///
+/// `isolate` and `migrate` are called by who defragments, by Pagemill's thread in the background
+/// ([`Settings::defrag_used_ratio`], [`Slabs::defrag_by_hand`]), and by it for who asks from outside (`pagemill slabinfo -s`).
 pub struct ByOwner<M: Migrate> {
     inner: Arc<Inner<M>>,
 }
@@ -224,7 +235,9 @@ impl Slabs {
         // SAFETY: an object of a slab that is being set up: large and aligned enough, and nobody else's.
         let set_up = move |object: usize| unsafe { (object as *mut M::Object).write(constructor.construct()) };
         let user_bytes = size_of::<M::Object>();
-        let object = Object { layout: Layout::new::<M::Object>(), user_bytes, set_up: Some(Box::new(set_up)) };
+        let layout = Layout::new::<M::Object>();
+        let (set_up, grace) = (Some(Box::new(set_up) as SetUp), Grace::of_all);
+        let object = Object { layout, user_bytes, closed: 0..0, set_up, is_movable: true, grace, handles: None };
         let inner = self.make(settings, object, |engine| Inner { engine, owner })?;
         Ok(ByOwner { inner })
     }
@@ -294,7 +307,7 @@ impl<M: Migrate> ByOwner<M> {
     ///
     /// Where `isolate` or `migrate` does: the slab is out of use then.
     pub fn shrink(&self) -> Result<u64> {
-        defrag::shrink(&self.inner.engine, &*self.inner)
+        self.inner.shrink()
     }
 
     /// Empties what is in use by less than the cache's ratio, for about so long at most: it looks at the clock after each 64
@@ -308,7 +321,7 @@ impl<M: Migrate> ByOwner<M> {
     ///
     /// As [`ByOwner::shrink`].
     pub fn defrag_step(&self, budget: Duration) -> Result<Progress> {
-        defrag::step(&self.inner.engine, &*self.inner, budget)
+        self.inner.defrag(budget)
     }
 
     /// Moves up to `most` objects from one node to another.
@@ -329,7 +342,8 @@ impl<M: Migrate> ByOwner<M> {
         defrag::balance(&self.inner.engine, &*self.inner)
     }
 
-    /// Below how many percent of use [`ByOwner::defrag_step`] empties slabs: 0 none, 100 all that are not full.
+    /// Below how many percent of use [`ByOwner::defrag_step`] empties slabs: 0 none, 100 all that are not full. If a callback has
+    /// panicked in the background, which has given the cache up since ([`SlabInfo::is_given_up`]), it tries again.
     ///
     /// # Errors
     ///
@@ -342,7 +356,13 @@ impl<M: Migrate> ByOwner<M> {
     ///
     /// [`crate::Error::WrongState`] in a fork child.
     pub fn info(&self) -> Result<SlabInfo> {
-        info::of(&self.inner.engine, Kind::ByOwner)
+        info::of(&*self.inner)
+    }
+}
+
+impl<M: Migrate> Drop for ByOwner<M> {
+    fn drop(&mut self) {
+        withdraw(&self.inner);
     }
 }
 

@@ -2,15 +2,18 @@
 //! copying it and writing its new place down.
 #![allow(unsafe_code)] // an owner
 
-use super::tests::{settle, slabs, slabs_on_nodes, sparse_slabs};
+use super::tests::{STUCK_AFTER, settle, slabs, slabs_on_nodes, slabs_with, sparse_slabs, until_moved};
 use super::*;
+use crate::arena;
+use crate::reclaim::tree::UNLIMITED;
 use crate::units::BLOCK_BYTES;
 use crate::xarray;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed};
+use std::sync::{Mutex, OnceLock};
+use std::thread::ThreadId;
 use std::time::Duration;
 
 const WORDS: usize = 22;
@@ -36,24 +39,56 @@ pub(super) enum Whim {
     Fail,
     PanicInIsolate,
     PanicInMigrate,
+    /// In the destructor of what `isolate` hands on.
+    PanicAfterwards,
     CallInIsolate,
+    /// Until it has another whim.
+    Wait,
 }
+
+type Hook = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
 pub(super) struct Book {
     items: Mutex<BTreeMap<u64, usize>>,
-    whim: Mutex<Whim>,
+    pub whim: Arc<Mutex<Whim>>,
+    /// It is in `migrate`, and waits.
+    pub waits: AtomicBool,
+    pub ended_on: Arc<OnceLock<ThreadId>>,
     panics_in_construct: AtomicBool,
+    /// Called once, by the next that constructs, or isolates.
+    on_construct: Mutex<Option<Hook>>,
+    on_isolate: Mutex<Option<Hook>>,
     constructed: AtomicU64,
+}
+
+impl Drop for Book {
+    fn drop(&mut self) {
+        let _ = self.ended_on.set(std::thread::current().id());
+    }
+}
+
+/// Items that are still to be moved.
+pub(super) struct Left {
+    count: usize,
+    is_to_panic: bool,
+}
+
+impl Drop for Left {
+    fn drop(&mut self) {
+        assert!(!self.is_to_panic, "an owner that fails, as it should here");
+    }
 }
 
 // SAFETY: items are found through the book and count who has them; the old place of a moved one is free.
 unsafe impl Migrate for Book {
     type Object = Item;
-    type Isolated = usize;
+    type Isolated = Left;
 
     fn construct(&self) -> Item {
         assert!(!self.panics_in_construct.load(Relaxed), "a constructor that fails, as it should here");
+        let hook = self.on_construct.lock().unwrap().take();
+        hook.into_iter().for_each(|hook| hook());
         self.constructed.fetch_add(1, Relaxed);
         Item {
             references: AtomicU32::new(0),
@@ -62,30 +97,36 @@ unsafe impl Migrate for Book {
         }
     }
 
-    fn isolate(&self, items: &mut Candidates<'_, Item>) -> usize {
+    fn isolate(&self, items: &mut Candidates<'_, Item>) -> Left {
+        let hook = self.on_isolate.lock().unwrap().take();
+        hook.into_iter().for_each(|hook| hook());
         let whim = *self.whim.lock().unwrap();
         assert!(whim != Whim::PanicInIsolate, "an owner that fails, as it should here");
         if whim == Whim::CallInIsolate {
-            super::defrag::assert_not_isolating();
+            super::migrate::assert_not_isolating();
         }
-        let mut kept = 0;
+        let mut count = 0;
         items.retain(|item| {
             // SAFETY: objects of the cache are items at all times.
             let references = unsafe { &item.as_ref().references };
             let is_kept = references.compare_exchange(1, 2, AcqRel, Acquire).is_ok();
-            kept += usize::from(is_kept);
+            count += usize::from(is_kept);
             is_kept
         });
-        kept
+        Left { count, is_to_panic: whim == Whim::PanicAfterwards }
     }
 
     fn migrate<'object>(
         &self,
         item: Moving<'object, Item>,
         to: &mut Target<'_, Item>,
-        left: &mut usize,
+        left: &mut Left,
     ) -> Done<'object> {
-        *left -= 1;
+        left.count -= 1;
+        while *self.whim.lock().unwrap() == Whim::Wait {
+            self.waits.store(true, Relaxed);
+            std::thread::yield_now();
+        }
         // SAFETY: live, and held by `isolate`.
         let old = unsafe { item.object().as_ref() };
         let number = old.number.load(Relaxed);
@@ -149,7 +190,7 @@ pub(super) trait Items {
     fn remove(&self, number: u64) -> bool;
     fn check_all(&self) -> u64;
     fn item(&self, number: u64) -> NonNull<Item>;
-    /// Shrinks until readers of other tests have not been in the way.
+    /// Shrinks until readers of other tests have not been in the way: nothing waits for them, and nothing is left to be moved.
     fn pack(&self) -> u64;
 }
 
@@ -199,12 +240,16 @@ impl Items for ByOwner<Book> {
     }
 
     fn pack(&self) -> u64 {
-        let mut freed = self.shrink().unwrap();
-        while self.engine().has_batches() {
-            settle(self.engine());
+        let mut freed = 0;
+        loop {
+            let before = self.info().unwrap();
             freed += self.shrink().unwrap();
+            let after = self.info().unwrap();
+            if !self.engine().has_batches() && (before.moved, before.freed) == (after.moved, after.freed) {
+                return freed;
+            }
+            settle(self.engine());
         }
-        freed
     }
 }
 
@@ -219,12 +264,12 @@ fn enter(cache: &ByOwner<Book>, at: NonNull<Item>, number: u64) {
 }
 
 /// Pins an item, which then stays.
-fn pin(cache: &ByOwner<Book>, number: u64) {
+pub(super) fn pin(cache: &ByOwner<Book>, number: u64) {
     // SAFETY: in the book.
     unsafe { cache.item(number).as_ref() }.references.fetch_add(1, AcqRel);
 }
 
-fn unpin(cache: &ByOwner<Book>, number: u64) {
+pub(super) fn unpin(cache: &ByOwner<Book>, number: u64) {
     // SAFETY: in the book.
     unsafe { cache.item(number).as_ref() }.references.fetch_sub(1, AcqRel);
 }
@@ -235,6 +280,40 @@ fn fragmented(cache: &ByOwner<Book>, items: u64) -> u64 {
     let is_kept = |number: u64| number.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32 & 0xff < 26;
     (0..items).filter(|number| !is_kept(*number)).for_each(|number| assert!(cache.remove(number)));
     (0..items).filter(|number| is_kept(*number)).count() as u64
+}
+
+/// What is left over after packing lies in small pages, where a whole block for it would be a waste, and the kernel has no more than is
+/// charged: also at addresses that were a huge page before.
+#[test]
+fn the_last_block_is_small_pages() {
+    let layout = arena::Layout { huge_from_bytes: 3 * BLOCK_BYTES as u64 / 2, ..arena::Layout::for_test() };
+    let (slabs, _) = slabs_with(layout, UNLIMITED);
+    let cache = cache_of(slabs, Settings::new("last"));
+    let per_block = {
+        cache.add(0);
+        let info = cache.info().unwrap();
+        (BLOCK_BYTES / info.slab_bytes) as u64 * u64::from(info.objects_per_slab)
+    };
+    // The first blocks are small pages, and go; of the others one item of six is left, in a little more than four.
+    let items = 27 * per_block + 600;
+    let is_left = |number: &u64| *number >= 3 * per_block && number.is_multiple_of(6);
+    (1..items).for_each(|number| cache.add(number));
+    (0..items).filter(|number| !is_left(number)).for_each(|number| assert!(cache.remove(number)));
+    let left = (0..items).filter(is_left).count() as u64;
+
+    // Blocks that are kept for any cache count where it is asked what would be a waste.
+    slabs.shrink(u64::MAX, Urgency::Request);
+    cache.pack();
+
+    assert_packed(&cache, left);
+    let info = cache.info().unwrap();
+    assert!(info.total.resident_bytes < 5 * BLOCK_BYTES as u64, "{info:?}");
+    let window_bytes = 32 * BLOCK_BYTES;
+    let in_memory = pagemill_sys::mem::resident_bytes(cache.engine().ground.blocks.addr(0), window_bytes).unwrap();
+    assert!(in_memory as u64 <= info.total.resident_bytes, "{in_memory} {info:?}");
+    // What comes afterwards finds a place.
+    (items..items + per_block).for_each(|number| cache.add(number));
+    assert_eq!(cache.check_all(), left + per_block);
 }
 
 /// After a shrink one slab at most is partly in use, and no block is there that is not needed; each item is there once.
@@ -286,6 +365,42 @@ fn two_slabs_become_one() {
     assert_eq!((info.total.partial, info.moved), (0, 1));
 }
 
+/// Of two whole blocks one is emptied into slabs of the other that were never set up. There are two such because nobody could use the one
+/// while it was left, and a reader was there.
+#[test]
+fn slabs_that_were_not_set_up_are_room() {
+    let cache = cache_of(slabs(), Settings::new("bare"));
+    let info = cache.info().unwrap();
+    let (per_slab, slabs_each) = (u64::from(info.objects_per_slab), (BLOCK_BYTES / info.slab_bytes) as u64);
+    // A block, half of which goes, and almost a quarter of another, whose items find a place in that; some must stay.
+    let (per_block, pinned) = (slabs_each * per_slab, 2 * per_slab);
+    let end = per_block + slabs_each / 4 * per_slab - 1;
+    (0..end).for_each(|number| cache.add(number));
+    (0..per_block).step_by(2).for_each(|number| assert!(cache.remove(number)));
+    (end - pinned..end).for_each(|number| pin(&cache, number));
+    cache.set_defrag_used_ratio(100).unwrap();
+    let guard = xarray::pin();
+    while !cache.defrag_step(Duration::from_secs(1)).unwrap().is_done {}
+    // The first block is filled, and ten slabs of a third.
+    let more = end + per_block / 2 - (end - per_block - pinned);
+    (end..more + 10 * per_slab).for_each(|number| cache.add(number));
+    drop(guard);
+    settle(cache.engine());
+    let block_of = |number| cache.item(number).as_ptr() as usize / BLOCK_BYTES;
+    let (first, second) = (block_of(1), block_of(end - 1));
+    let numbers: Vec<u64> = cache.owner().items.lock().unwrap().keys().copied().collect();
+    let (gone, left): (Vec<u64>, Vec<u64>) = numbers.into_iter().partition(|number| block_of(*number) == first);
+    gone.iter().for_each(|number| assert!(cache.remove(*number)));
+    assert!(
+        left.iter().any(|number| block_of(*number) == second) && left.iter().any(|number| block_of(*number) != second)
+    );
+    (end - pinned..end).for_each(|number| unpin(&cache, number));
+
+    cache.pack();
+
+    assert_packed(&cache, left.len() as u64);
+}
+
 /// Pinned items stay where they are and are counted; unpinned they go.
 #[test]
 fn pinned_items_stay() {
@@ -332,7 +447,8 @@ fn a_ratio_bounds_what_is_resident() {
         cache.set_defrag_used_ratio(ratio).unwrap();
         let mut steps = 0;
         loop {
-            let progress = cache.defrag_step(Duration::from_micros(500)).unwrap();
+            // However fast it is: no step is done in no time.
+            let progress = cache.defrag_step(Duration::ZERO).unwrap();
             settle(cache.engine());
             if progress.is_done && progress.moved == 0 {
                 break;
@@ -355,6 +471,21 @@ fn a_ratio_bounds_what_is_resident() {
     assert!(matches!(cache.set_defrag_used_ratio(101), Err(Error::BadRatio { percent: 101 })));
 }
 
+/// A cache that rests is looked at again when its ratio is raised, though nothing has come or gone.
+#[test]
+fn a_ratio_that_is_raised_ends_a_rest() {
+    let cache = cache_of(slabs(), Settings::new("raised"));
+    (0..60_000).for_each(|number| cache.add(number));
+    (0..60_000).filter(|number| number % 2 == 0).for_each(|number| assert!(cache.remove(number)));
+    // What the last block has may be in use by less than the ratio.
+    for _ in 0..10 {
+        cache.defrag_step(Duration::from_secs(1)).unwrap();
+        settle(cache.engine());
+    }
+    cache.set_defrag_used_ratio(100).unwrap();
+    assert!(cache.defrag_step(Duration::from_secs(1)).unwrap().moved > 0);
+}
+
 /// A step over all caches empties what their ratios say; it rests when a pass has freed nothing, until something changes.
 #[test]
 fn all_caches_are_defragmented() {
@@ -375,6 +506,27 @@ fn all_caches_are_defragmented() {
     }
     let rested = slabs.defrag_step(Duration::from_secs(1));
     assert_eq!((rested.moved, rested.stayed, rested.is_done), (0, 0, true));
+}
+
+/// Where memory becomes short during a step by the ratio that gains nothing, the next steps are over all that is not full, until they
+/// gain nothing either.
+#[test]
+fn steps_go_on_where_memory_becomes_short() {
+    let cache = Arc::new(cache_of(slabs(), Settings::new("pressed")));
+    let items = fragmented(&cache, 60_000);
+    let step = || assert!(cache.defrag_step(Duration::MAX).unwrap().is_done);
+    let is_pressed = || cache.engine().passes.is_pressed();
+    *cache.owner().whim.lock().unwrap() = Whim::Fail;
+    let pressed = cache.clone();
+    *cache.owner().on_isolate.lock().unwrap() = Some(Box::new(move || _ = pressed.engine().passes.press()));
+    step();
+    assert!(is_pressed() && cache.info().unwrap().moved == 0);
+    *cache.owner().whim.lock().unwrap() = Whim::Move;
+    while is_pressed() {
+        step();
+        settle(cache.engine());
+    }
+    assert!(cache.info().unwrap().moved > 0 && cache.check_all() == items);
 }
 
 /// Who came to an item under a guard reads it where it was, though it was moved, and its slab is not used before he goes.
@@ -438,7 +590,7 @@ fn panics(act: impl FnOnce()) -> bool {
 /// A callback that panics leaves its slab out of use: what is in it stays, can be freed, and nothing new comes in.
 #[test]
 fn a_panic_leaves_the_slab_out_of_use() {
-    for whim in [Whim::PanicInIsolate, Whim::PanicInMigrate, Whim::CallInIsolate] {
+    for whim in [Whim::PanicInIsolate, Whim::PanicInMigrate, Whim::PanicAfterwards, Whim::CallInIsolate] {
         let cache = cache_of(slabs(), Settings::new("panics"));
         let items = fragmented(&cache, 60_000);
         *cache.owner().whim.lock().unwrap() = whim;
@@ -462,8 +614,54 @@ fn a_panic_leaves_the_slab_out_of_use() {
         cache.pack();
         let info = cache.info().unwrap();
         assert_eq!((info.active, info.total.blocks, info.total.lost), (0, 1, 1), "its block stays");
+        // As many items as a block has room for do not all find it there.
+        let per_block = u64::from(info.objects_per_slab) * (BLOCK_BYTES / info.slab_bytes) as u64;
+        (0..per_block).for_each(|number| cache.add(number));
+        let info = cache.info().unwrap();
+        assert_eq!((info.active, info.total.blocks, info.total.lost), (per_block, 2, 1), "it is not used again");
+        (0..per_block).for_each(|number| assert!(cache.remove(number)));
         cache.engine().check_books();
     }
+}
+
+/// Figures are refused in `isolate`, of one cache as of all: they would wait for the lock under which it is called.
+#[test]
+fn figures_are_refused_in_isolate() {
+    let slabs = slabs();
+    let cache = Arc::new(cache_of(slabs, Settings::new("asked")));
+    let items = fragmented(&cache, 20_000);
+    let (tell, told) = std::sync::mpsc::channel();
+    let asked = cache.clone();
+    let ask = move || tell.send([panics(|| _ = asked.info()), panics(|| _ = slabs.list())]).unwrap();
+    let packed = cache.clone();
+    *cache.owner().on_isolate.lock().unwrap() = Some(Box::new(ask));
+    let packer = std::thread::spawn(move || packed.pack());
+    assert_eq!(told.recv_timeout(Duration::from_secs(60)), Ok([true; 2]));
+    packer.join().unwrap();
+    assert_packed(&cache, items);
+}
+
+/// Whoever asks for memory in `isolate`, at a limit, gets free blocks, and is not waited for by himself: a heap or a cache of pages of
+/// the same Pagemill may be what asks.
+#[test]
+fn memory_can_be_short_in_isolate() {
+    let slabs = slabs();
+    let cache = cache_of(slabs, Settings::new("asks"));
+    let items = fragmented(&cache, 20_000);
+    let other = cache_of(slabs, Settings::new("gone"));
+    other.add(0);
+    assert!(other.remove(0));
+    drop(other);
+    let (freed, wait_freed) = std::sync::mpsc::channel();
+    *cache.owner().on_isolate.lock().unwrap() =
+        Some(Box::new(move || freed.send(slabs.shrink(u64::MAX, Urgency::Limit)).unwrap()));
+    let packer = std::thread::spawn(move || {
+        cache.pack();
+        assert_packed(&cache, items);
+    });
+    let freed = wait_freed.recv_timeout(STUCK_AFTER).expect("nobody waits for himself");
+    assert!(freed >= BLOCK_BYTES as u64, "{freed}");
+    packer.join().unwrap();
 }
 
 /// A constructor that panics leaves its slab out of use; the next slab serves.
@@ -498,7 +696,7 @@ fn threads_use_items_that_move() {
                         seed >> 33
                     };
                     let mut live = vec![false; SPAN as usize];
-                    for _ in 0..150_000 {
+                    for _ in until_moved(150_000, || cache.info().unwrap().moved) {
                         let at = random() % SPAN;
                         let number = thread * SPAN + at;
                         if live[at as usize] {
@@ -527,7 +725,6 @@ fn threads_use_items_that_move() {
         packer.join().unwrap();
         cache.pack();
         assert_packed(cache, live);
-        assert!(cache.info().unwrap().moved > 100);
     });
 }
 
@@ -539,7 +736,7 @@ fn threads_drop_caches_that_others_shrink() {
         scope.spawn(move || {
             while !is_done.load(Relaxed) {
                 slabs.shrink(u64::MAX, Urgency::Limit);
-                slabs.list().iter().for_each(|info| assert_eq!(info.name, "dropped"));
+                slabs.list().iter().for_each(|info| assert_eq!(&*info.name, "dropped"));
             }
         });
         for _ in 0..50 {
@@ -552,4 +749,36 @@ fn threads_drop_caches_that_others_shrink() {
     slabs.shrink(u64::MAX, Urgency::Limit);
     assert_eq!((slabs.list(), slabs.giveable_bytes()), (Vec::new(), 0));
     assert_eq!(slabs.arena.budget.room().0, 0);
+}
+
+/// A slab that somebody sets up is his until that is done, though its block is emptied meanwhile: a constructor waits until
+/// defragmentation has been there, and readers have gone.
+#[test]
+fn a_slab_is_not_emptied_while_it_is_set_up() {
+    let cache = cache_of(slabs(), Settings::new("set up"));
+    let info = cache.info().unwrap();
+    let per_block = u64::from(info.objects_per_slab) * (BLOCK_BYTES / info.slab_bytes) as u64;
+    // A full block, and a slab of another.
+    (0..per_block + u64::from(info.objects_per_slab)).for_each(|number| cache.add(number));
+    let (begun, wait_begun) = std::sync::mpsc::channel();
+    let (go_on, wait_go_on) = std::sync::mpsc::channel();
+    *cache.owner().on_construct.lock().unwrap() = Some(Box::new(move || {
+        begun.send(()).unwrap();
+        wait_go_on.recv().unwrap();
+    }));
+    std::thread::scope(|scope| {
+        let cache = &cache;
+        let adder = scope.spawn(move || cache.add(1 << 40));
+        wait_begun.recv().unwrap();
+        // What is in the second block finds room in the first.
+        (0..per_block / 2).for_each(|number| assert!(cache.remove(number)));
+        (per_block..per_block + 10).for_each(|number| assert!(cache.remove(number)));
+        while !cache.defrag_step(Duration::from_secs(1)).unwrap().is_done {}
+        settle(cache.engine());
+        cache.engine().check_books();
+        go_on.send(()).unwrap();
+        adder.join().unwrap();
+    });
+    cache.pack();
+    assert_packed(&cache, per_block / 2 + u64::from(info.objects_per_slab) - 10 + 1);
 }

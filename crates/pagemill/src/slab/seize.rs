@@ -4,14 +4,15 @@
 //! slower, and wait for nobody.
 
 use super::engine::Engine;
-use super::magazine::{self, Magazine};
+use super::magazine::Magazine;
+use super::numbers::{self, WORD_BITS};
 use super::shape::MAX_SHEAF;
 use crate::error::{Error, Result};
 use crate::sync::{Patience, Relaxed};
-use pagemill_sys::barrier;
 use std::sync::atomic::Ordering::Acquire;
 
-/// Who empties a cache waits so long for another who does, and for a thread that was stopped inside of its magazine.
+/// Who empties a cache waits so long for another who does, and for a thread that was stopped inside of its magazine; who needs memory at
+/// once waits so long for the thread.
 const BUSY_NS: u64 = 1_000_000_000;
 const INSIDE_NS: u64 = 10_000_000;
 
@@ -30,12 +31,12 @@ impl Engine {
             }
             patience.pause();
         }
-        Seized::begin(self)
+        Seized::begin(self, BUSY_NS)
     }
 
     /// As [`Engine::seize`], without waiting for another who does it.
     pub fn try_seize(&self) -> Option<Seized<'_>> {
-        (self.check().is_ok() && self.emptying.try_acquire()).then(|| Seized::begin(self).ok()).flatten()
+        (self.check().is_ok() && self.emptying.try_acquire()).then(|| Seized::begin(self, INSIDE_NS).ok()).flatten()
     }
 
     /// Free objects in magazines, more or less.
@@ -43,13 +44,14 @@ impl Engine {
         self.user_magazines().map(|magazine| magazine.len() as u64).sum()
     }
 
-    fn user_magazines(&self) -> impl Iterator<Item = &'static Magazine> {
-        let is_user = |number: usize| self.users[number / 64].load(Acquire) >> (number % 64) & 1 == 1;
-        self.magazines[..magazine::high_water().min(self.magazines.len())]
-            .iter()
-            .enumerate()
-            .filter(move |(number, _)| is_user(*number))
-            .map(|(_, magazine)| magazine)
+    /// Numbers of threads that may keep something.
+    pub fn users(&self) -> impl Iterator<Item = usize> {
+        let words = self.users.iter().take(numbers::high_water().div_ceil(WORD_BITS));
+        numbers::numbers_in(words.map(|word| word.load(Acquire)))
+    }
+
+    fn user_magazines(&self) -> impl Iterator<Item = &Magazine> {
+        self.users().map(|number| self.magazines.get(number))
     }
 }
 
@@ -58,24 +60,24 @@ pub(super) struct Seized<'engine>(&'engine Engine);
 
 impl<'engine> Seized<'engine> {
     /// With `emptying` held, which it takes over.
-    fn begin(engine: &'engine Engine) -> Result<Self> {
+    fn begin(engine: &'engine Engine, most_ns: u64) -> Result<Self> {
         engine.is_seized.store(true, Relaxed);
         engine.user_magazines().for_each(Magazine::seize);
         let seized = Self(engine);
-        if engine.user_magazines().next().is_some() && !barrier::all_threads() {
+        if engine.users().next().is_some() && !engine.magazines.barriers().pass() {
             return Err(Error::Unsupported { what: "the kernel refuses a memory barrier in all threads" });
         }
         let mut patience = Patience::new();
         for magazine in engine.user_magazines() {
             while !magazine.is_left() {
-                if patience.waited_ns() > INSIDE_NS {
+                if patience.waited_ns() > most_ns {
                     return Err(Error::Busy { what: "a thread was stopped while it took or gave an object" });
                 }
                 patience.pause();
             }
             seized.empty(magazine);
         }
-        (0..engine.node_count()).for_each(|node| engine.empty_barn(node));
+        (0..engine.node_count()).for_each(|node| engine.empty_barns(node));
         Ok(seized)
     }
 
@@ -88,6 +90,11 @@ impl<'engine> Seized<'engine> {
             }
             self.0.on(magazine.node(), |node| objects[..count].iter().for_each(|object| node.give(*object)));
         }
+    }
+
+    /// Numbers of threads that may keep something beside their magazines, which is the seizer's now, too.
+    pub fn users(&self) -> impl Iterator<Item = usize> {
+        self.0.users()
     }
 
     /// Closes all magazines: nobody uses the cache any more.

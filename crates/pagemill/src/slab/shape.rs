@@ -72,9 +72,11 @@ impl Shape {
         })
     }
 
-    /// The smallest that is filled by as many objects as a slab may have; larger ones for objects that would waste much of it.
+    /// The largest that as many objects as a slab may have fill: one beyond that would spread them. Larger ones for objects that would
+    /// waste much of it.
     fn usual_slab(stride: usize, least: usize) -> usize {
-        let full = (stride * MAX_OBJECTS).next_power_of_two().clamp(least, USUAL_SLAB_BYTES.max(least));
+        let filled = 1 << stride.saturating_mul(MAX_OBJECTS).ilog2();
+        let full = filled.clamp(least, USUAL_SLAB_BYTES.max(least));
         let wastes = |slab: usize| slab < stride || slab % stride > slab / LOST_DIVISOR;
         let sizes = std::iter::successors(Some(full), |slab| (*slab < BLOCK_BYTES).then(|| slab * 2));
         sizes.clone().find(|slab| !wastes(*slab)).or_else(|| sizes.last()).unwrap_or(full)
@@ -127,14 +129,21 @@ mod tests {
         for (bytes, slab_bytes) in [(32, 16), (64, 32), (192, 64), (576, 64), (4096, 64), (40_960, 128)] {
             let shape = Shape::new(bytes, 8, None).unwrap();
             assert_eq!((shape.slab_bytes, shape.stride), (slab_bytes << 10, bytes), "{bytes}");
+        }
+        let least = MIN_SLAB_BYTES.max(os_page_bytes());
+        for bytes in (least / MAX_OBJECTS..=USUAL_SLAB_BYTES).step_by(size_of::<u64>()) {
+            let shape = Shape::new(bytes, 8, None).unwrap();
+            assert_eq!(shape.stride, bytes);
             let lost = shape.slab_bytes - shape.capacity as usize * shape.stride;
-            assert!(lost <= shape.slab_bytes / LOST_DIVISOR);
+            assert!(lost <= shape.slab_bytes / LOST_DIVISOR, "{bytes}");
         }
     }
 
     #[test]
     fn what_cannot_be_is_refused() {
-        assert!(matches!(Shape::new(BLOCK_BYTES + 1, 8, None), Err(Error::BadLength { .. })));
+        for bytes in [BLOCK_BYTES + 1, 1 << 56, isize::MAX as usize - 7] {
+            assert!(matches!(Shape::new(bytes, 8, None), Err(Error::BadLength { .. })), "{bytes}");
+        }
         assert!(matches!(Shape::new(64, 2 * BLOCK_BYTES, None), Err(Error::BadAlignment { .. })));
         for slab_bytes in [0, 1 << 10, 48 << 10, 2 * BLOCK_BYTES] {
             assert!(matches!(Shape::new(64, 8, Some(slab_bytes)), Err(Error::BadLength { .. })), "{slab_bytes}");

@@ -9,13 +9,14 @@ use super::*;
 use crate::arena::Layout;
 use crate::reclaim::Account;
 use crate::reclaim::tree::UNLIMITED;
+use crate::stats::{self, Counter};
 use crate::sync::Relaxed;
 use crate::sync::modelled::reset_clock;
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::{Config, MaxSteps, Runner};
 use std::sync::Mutex;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
 /// Preemptions that a schedule of PCT has.
@@ -31,19 +32,33 @@ fn one_of(count: usize) -> usize {
     thread_rng().gen_range(0..count)
 }
 
+fn new_slabs() -> &'static Slabs {
+    let arena = place(Arena::new(Layout::for_test(), Account::make(UNLIMITED).unwrap()).unwrap()).unwrap();
+    let slabs: &'static Slabs = place(Slabs::new(arena)).unwrap();
+    slabs.defrag_by_hand();
+    if IS_REFUSED.load(Relaxed) {
+        slabs.refuse_barrier();
+    }
+    slabs
+}
+
+/// Whether runs are such as the kernel refuses the barrier in all threads.
+static IS_REFUSED: AtomicBool = AtomicBool::new(false);
+
 fn slabs() -> &'static Slabs {
-    static SLABS: OnceLock<&'static Slabs> = OnceLock::new();
-    SLABS.get_or_init(|| {
-        let arena = place(Arena::new(Layout::for_test(), Account::make(UNLIMITED).unwrap()).unwrap()).unwrap();
-        place(Slabs::new(arena)).unwrap()
-    })
+    static SLABS: [OnceLock<&'static Slabs>; 2] = [const { OnceLock::new() }; 2];
+    SLABS[usize::from(IS_REFUSED.load(Relaxed))].get_or_init(new_slabs)
 }
 
 fn run_in_many_orders(run: impl Fn() + Clone + Send + Sync + 'static) {
+    let runs = std::env::var("SHUTTLE_RUNS").map_or(1000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
+    run_in_orders(runs, run);
+}
+
+/// Of threads with magazines that they enter in either way.
+fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock();
-    let runs: usize =
-        std::env::var("SHUTTLE_RUNS").map_or(1000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
     let config = || {
         let mut config = Config::new();
         (config.stack_size, config.max_steps) = (1 << 20, MaxSteps::FailAfter(MOST_STEPS));
@@ -53,8 +68,11 @@ fn run_in_many_orders(run: impl Fn() + Clone + Send + Sync + 'static) {
         reset_clock();
         run();
     };
-    Runner::new(RandomScheduler::new(runs), config()).run(begin.clone());
-    Runner::new(PctScheduler::new(DEPTH, runs), config()).run(begin);
+    for is_refused in [false, true] {
+        IS_REFUSED.store(is_refused, Relaxed);
+        Runner::new(RandomScheduler::new(runs), config()).run(begin.clone());
+        Runner::new(PctScheduler::new(DEPTH, runs), config()).run(begin.clone());
+    }
 }
 
 /// A value that says whose it is, and counts itself.
@@ -197,5 +215,188 @@ fn values_that_are_moved() {
         }
         drop(cache);
         assert_eq!(live.load(Relaxed), 0);
+    });
+}
+
+/// Nine values of which three are left, in as many slabs: for the thread behind, which is there anew.
+fn sparse_values(live: &Arc<AtomicUsize>) -> (ByHandle<Value>, [Handle<Value>; 3]) {
+    slabs().worker.reset();
+    let settings = Settings { defrag_used_ratio: 100, ..Settings::new("model") };
+    let cache = slabs().by_handle(settings).unwrap();
+    let handles: Vec<_> = (0..9).map(|number| cache.insert(Value::new(number, live)).unwrap()).collect();
+    for handle in [0, 1, 2, 4, 5, 7] {
+        assert!(cache.remove(handles[handle]).unwrap());
+    }
+    let left = [3, 6, 8].map(|handle| handles[handle]);
+    (cache, left)
+}
+
+fn end_thread_behind() {
+    slabs().defrag_by_hand();
+    while slabs().worker.is_started() {
+        shuttle::thread::yield_now();
+    }
+}
+
+fn linger(most: usize) {
+    (0..one_of(most)).for_each(|_| shuttle::thread::yield_now());
+}
+
+/// From when it is turned off on nothing is moved or dropped behind, however near to it the thread was.
+#[test]
+fn nothing_begins_once_it_is_turned_off() {
+    run_in_many_orders(|| {
+        let live = Arc::new(AtomicUsize::new(0));
+        let (cache, _) = sparse_values(&live);
+        slabs().worker.ring();
+        linger(40);
+        slabs().defrag_by_hand();
+        let done = || (cache.info().unwrap().moved, live.load(Relaxed));
+        let before = done();
+        linger(200);
+        assert_eq!(done(), before);
+        end_thread_behind();
+    });
+}
+
+/// What was removed is dropped without another call: no sign to the thread behind is lost.
+#[test]
+fn no_sign_is_lost() {
+    run_in_many_orders(|| {
+        let live = Arc::new(AtomicUsize::new(0));
+        let (cache, left) = sparse_values(&live);
+        for handle in left {
+            linger(40);
+            assert!(cache.remove(handle).unwrap());
+        }
+        while live.load(Relaxed) > 0 {
+            shuttle::thread::yield_now();
+        }
+        drop(cache);
+        end_thread_behind();
+    });
+}
+
+/// A value without a destructor, whose places threads keep until readers have gone.
+#[derive(Clone)]
+struct Plain {
+    number: u64,
+    _words: [u64; WORDS],
+    /// Behind what others may have begun to write.
+    last: u64,
+}
+
+// SAFETY: numbers.
+unsafe impl Movable for Plain {}
+
+impl Plain {
+    fn new(number: u64) -> Self {
+        Self { number, _words: [0; WORDS], last: number }
+    }
+
+    fn check(&self, number: u64) {
+        assert_eq!((self.number, self.last), (number, number));
+    }
+}
+
+/// Threads read values under guards that stay for some steps, change and remove them and put others in, whose places are those that
+/// were left: no reader finds another value while his guard is there, whether or not somebody packs, and all places come back.
+#[test]
+fn places_that_are_used_again() {
+    run_in_many_orders(|| {
+        let cache = Arc::new(slabs().by_handle::<Plain>(Settings::new("model")).unwrap());
+        let handles: Vec<_> = (0..4).map(|number| cache.insert(Plain::new(number)).unwrap()).collect();
+        let threads: Vec<_> = (0..2)
+            .map(|_| {
+                let (cache, handles) = (cache.clone(), handles.clone());
+                shuttle::thread::spawn(move || {
+                    for _ in 0..4 {
+                        let number = one_of(4) as u64;
+                        let handle = handles[number as usize];
+                        match one_of(4) {
+                            0 | 1 => {
+                                let guard = pin();
+                                if let Some(value) = cache.get(handle, &guard) {
+                                    for _ in 0..3 {
+                                        value.check(number);
+                                        shuttle::thread::yield_now();
+                                    }
+                                    value.check(number);
+                                }
+                            }
+                            2 => is_fine(cache.update(handle, |old| Plain::new(old.number))),
+                            _ => is_fine(cache.remove_with(handle, |value| {
+                                value.check(number);
+                                shuttle::thread::yield_now();
+                                value.check(number);
+                            })),
+                        }
+                        let own = cache.insert(Plain::new(77)).unwrap();
+                        cache.get(own, &pin()).unwrap().check(77);
+                        assert!(cache.remove(own).unwrap() && cache.get(own, &pin()).is_none());
+                    }
+                })
+            })
+            .collect();
+        if one_of(2) == 0 {
+            is_fine(cache.shrink());
+        }
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        cache.shrink().unwrap();
+        cache.engine().check_books();
+        let left = handles.iter().filter(|handle| cache.get(**handle, &pin()).is_some()).count();
+        assert_eq!(cache.info().unwrap().active, left as u64);
+    });
+}
+
+/// Values come and go beside the thread behind, beside another who shrinks all caches, which is held by a fork and turned off at any moment, and the cache is
+/// dropped at any: when that is done all values have gone, and when it is turned off nothing begins.
+#[test]
+fn the_thread_behind() {
+    run_in_many_orders(|| {
+        let (slabs, live) = (slabs(), Arc::new(AtomicUsize::new(0)));
+        let failed = stats::get(Counter::SlabBehindFailed);
+        let (cache, left) = sparse_values(&live);
+        slabs.worker.ring();
+        let other = shuttle::thread::spawn(move || match one_of(3) {
+            0 => slabs.defrag_by_hand(),
+            1 => {
+                slabs.worker.acquire_for_fork();
+                slabs.worker.release_after_fork();
+            }
+            _ => slabs.members().iter().for_each(|member| is_fine(member.shrink())),
+        });
+        for (handle, number) in left.into_iter().zip([3, 6, 8]) {
+            cache.get(handle, &pin()).unwrap().check(number);
+            if one_of(2) == 0 {
+                is_fine(cache.remove(handle));
+            }
+        }
+        drop(cache);
+        assert_eq!(live.load(Relaxed), 0);
+        other.join().unwrap();
+        end_thread_behind();
+        assert_eq!((stats::get(Counter::SlabBehindFailed), slabs.member_count()), (failed, 0));
+    });
+}
+
+/// Who goes over all caches while the first nodes are made finds their cache whole, or not at all; there is one, whoever makes it.
+/// What nodes lie in stays reserved, so there are few runs.
+#[test]
+fn the_cache_of_nodes_is_seen_whole() {
+    run_in_orders(30, || {
+        let slabs = new_slabs();
+        let seer = shuttle::thread::spawn(move || {
+            while slabs.member_count() == 0 {
+                shuttle::thread::yield_now();
+            }
+            slabs.defrag_step(Duration::from_secs(1));
+            slabs.shrink(u64::MAX, Urgency::Limit);
+        });
+        let other = shuttle::thread::spawn(move || std::ptr::from_ref(slabs.nodes().unwrap()) as usize);
+        let own = std::ptr::from_ref(slabs.nodes().unwrap()) as usize;
+        assert_eq!(other.join().unwrap(), own);
+        seer.join().unwrap();
+        assert_eq!(slabs.member_count(), 1);
     });
 }

@@ -2,15 +2,24 @@
 #![allow(unsafe_code)] // mistakes of programs
 
 use super::*;
-use crate::arena::Layout;
 use crate::arena::nodes::Nodes;
+use crate::arena::{Budget, Context, Layout};
 use crate::reclaim::Account;
 use crate::reclaim::tree::UNLIMITED;
-use crate::units::BLOCK_BYTES;
+use crate::units::{BLOCK_BYTES, os_page_bytes};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::Instant;
 
+/// Nothing is done behind.
 pub(super) fn slabs_with(layout: Layout, limit_bytes: u64) -> (&'static Slabs, &'static Account) {
+    let (slabs, account) = slabs_behind(layout, limit_bytes);
+    slabs.defrag_by_hand();
+    (slabs, account)
+}
+
+/// Caches are defragmented in the background.
+pub(super) fn slabs_behind(layout: Layout, limit_bytes: u64) -> (&'static Slabs, &'static Account) {
     let account = Account::make(limit_bytes).unwrap();
     let arena = place(Arena::new(layout, account).unwrap()).unwrap();
     let slabs: &'static Slabs = place(Slabs::new(arena)).unwrap();
@@ -35,6 +44,21 @@ pub(super) fn slabs_on_nodes(nodes: usize) -> &'static Slabs {
 /// Waits for readers, those of other tests, too, which may take longer than a call waits.
 pub(super) fn settle(engine: &Engine) {
     while !engine.settle_all().unwrap() {}
+}
+
+/// Far more than anything here takes, on a machine that is ever so loaded.
+pub(super) const STUCK_AFTER: Duration = Duration::from_secs(600);
+
+/// So many rounds of who uses a cache beside another thread that packs it, and more until that has moved something: on one processor
+/// the rounds may be over before its turn comes.
+pub(super) fn until_moved(rounds: usize, moved: impl Fn() -> u64) -> impl Iterator<Item = usize> {
+    let began = Instant::now();
+    (0..).take_while(move |round| {
+        *round < rounds || round % 1_000 != 0 || {
+            assert!(began.elapsed() < STUCK_AFTER, "nothing moves");
+            moved() <= 100
+        }
+    })
 }
 
 type Object = [u64; 24];
@@ -87,6 +111,28 @@ fn two_slabs_become_one() {
     }
 }
 
+/// Without anybody who could move it nothing moves: where nine of ten objects went all slabs that hold any stay as they were.
+#[test]
+fn nothing_moves_without_mobility() {
+    for slabs in [slabs(), sparse_slabs()] {
+        let cache = slabs.fixed::<Object>(Settings::new("immobile")).unwrap();
+        let mut slots: Vec<_> = (0..50_000).map(|number| cache.insert(object(number)).unwrap()).collect();
+        slots.retain(|slot| slot[0] % 10 == 0);
+        let place = |slot: &Slot<'_, Object>| std::ptr::from_ref(&**slot) as usize;
+        let before: Vec<_> = slots.iter().map(place).collect();
+        cache.shrink().unwrap();
+        let partial = cache.info().unwrap().total.partial;
+        assert!(partial > 100);
+        slabs.defrag_step(Duration::from_secs(1));
+        slabs.shrink(u64::MAX, Urgency::Limit);
+        cache.shrink().unwrap();
+        let info = cache.info().unwrap();
+        assert_eq!((info.moved, info.emptied, info.total.partial), (0, 0, partial));
+        assert_eq!(slots.iter().map(place).collect::<Vec<_>>(), before);
+        assert!(slots.iter().zip(0..).all(|(slot, number)| **slot == object(number * 10)));
+    }
+}
+
 /// What is charged is what blocks have, and all of it comes back.
 #[test]
 fn memory_comes_back() {
@@ -105,6 +151,69 @@ fn memory_comes_back() {
         slabs.shrink(u64::MAX, Urgency::Request);
         assert_eq!(account.resident(), 0);
     }
+}
+
+/// A block in small pages that the kernel keeps (locked memory) is used again as it is, when whole ones are worth while: what it has is
+/// charged once.
+#[test]
+fn what_the_kernel_keeps_is_charged_once() {
+    const OTHERS: u64 = 32 * BLOCK_BYTES as u64;
+    let layout = Layout { huge_from_bytes: BLOCK_BYTES as u64 / 4, ..Layout::for_test() };
+    let (slabs, account) = slabs_with(layout, UNLIMITED);
+    let cache = slabs.fixed::<Object>(Settings::new("locked")).unwrap();
+    let slot = cache.insert(object(1)).unwrap();
+    let at = cache.engine().ground.blocks.addr(0);
+    let behind = || pagemill_sys::mem::resident_bytes(at, BLOCK_BYTES).unwrap() as u64;
+    // By the plain system call: the sanitizers' own mlock does nothing.
+    // SAFETY: locks pages of the test's own.
+    if unsafe { libc::syscall(libc::SYS_mlock2, at, BLOCK_BYTES, libc::MLOCK_ONFAULT) } != 0 {
+        return println!("skipped: nothing may be locked here");
+    }
+    drop(slot);
+    drop(cache);
+    assert_eq!(account.resident(), behind(), "nothing can be given back");
+    account.admit(OTHERS, Context::Outside).unwrap();
+    let next = slabs.fixed::<Object>(Settings::new("next")).unwrap();
+    let slot = next.insert(object(2)).unwrap();
+    assert_eq!(
+        (next.engine().ground.blocks.number_of(&raw const *slot as usize), account.resident()),
+        (0, OTHERS + behind())
+    );
+    drop(slot);
+    // SAFETY: unlocks what was locked above.
+    unsafe { libc::syscall(libc::SYS_munlock, at, BLOCK_BYTES) };
+    drop(next);
+    slabs.shrink(u64::MAX, Urgency::Limit);
+    assert_eq!((account.resident(), behind()), (OTHERS, 0));
+}
+
+/// What came in of a slab before the kernel refused the rest goes back, and is charged no longer than that. The last page of the second
+/// slab cannot be had.
+#[test]
+fn a_part_of_a_slab_goes_back() {
+    let (slabs, account) = slabs_with(Layout { use_huge: false, ..Layout::for_test() }, UNLIMITED);
+    let cache = slabs.fixed::<Object>(Settings::new("part")).unwrap();
+    let mut slots = vec![cache.insert(object(0)).unwrap()];
+    let (at, page) = (cache.engine().ground.blocks.addr(0), os_page_bytes());
+    let protect = |access| {
+        let last = at + 2 * cache.engine().shape.slab_bytes - page;
+        // SAFETY: a page of the test's own, in which nothing is.
+        assert_eq!(unsafe { libc::mprotect(last as *mut _, page, access) }, 0);
+    };
+    protect(libc::PROT_NONE);
+    let error = loop {
+        match cache.insert(object(0)) {
+            Ok(slot) => slots.push(slot),
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, Error::System { .. }), "{error}");
+    let behind = pagemill_sys::mem::resident_bytes(at, BLOCK_BYTES).unwrap() as u64;
+    let first = cache.engine().shape.slab_bytes as u64;
+    assert_eq!((account.resident(), behind), (first, first));
+    protect(libc::PROT_READ | libc::PROT_WRITE);
+    slots.push(cache.insert(object(1)).unwrap());
+    cache.engine().check_books();
 }
 
 /// Beyond its limit a cache is refused memory, and has it again when some has been freed.
@@ -237,8 +346,26 @@ fn bad_settings_are_refused() {
     let settings = Settings { slab_bytes: Some(5000), ..Settings::new("slab") };
     assert!(matches!(slabs.fixed::<u64>(settings), Err(Error::BadLength { .. })));
     assert!(matches!(slabs.fixed::<[u8; 3 << 20]>(Settings::new("large")), Err(Error::BadLength { .. })));
-    let caches: Vec<_> = (0..MAX_CACHES).map(|_| slabs.fixed::<u64>(Settings::new("many")).unwrap()).collect();
-    assert!(matches!(slabs.fixed::<u64>(Settings::new("more")), Err(Error::NoAddresses { .. })));
+}
+
+/// A process can have a cache for each of a thousand tables: the next but is refused, all are listed, and each has magazines and barns, of which
+/// nothing is resident that no thread has used.
+#[test]
+fn there_can_be_a_thousand_caches() {
+    let slabs = slabs_on_nodes(2);
+    let caches: Vec<_> = (0..MAX_CACHES).map(|_| slabs.fixed::<Object>(Settings::new("many")).unwrap()).collect();
+    let more = || slabs.fixed::<u64>(Settings::new("more"));
+    assert!(MAX_CACHES > 1000 && matches!(more(), Err(Error::TooMany { most: MAX_CACHES, .. })));
+    let list = slabs.list();
+    assert!(list.len() == MAX_CACHES && list.iter().all(|info| *info.name == *"many"));
+    assert_eq!(slabs.ground.get().unwrap().resident_bytes(), 0);
+    for cache in [&caches[0], &caches[255], &caches[256], &caches[MAX_CACHES - 1]] {
+        let slots: Vec<_> = (0..5_000).map(|number| cache.insert(object(number)).unwrap()).collect();
+        assert!(slots.iter().zip(0..).all(|(slot, number)| **slot == object(number)));
+        drop(slots);
+        let engine = cache.engine();
+        assert!(engine.in_magazines() > 0 && (0..2).map(|node| engine.in_barns(node)).sum::<u64>() > 0);
+    }
     drop(caches);
     assert!(slabs.fixed::<u64>(Settings::new("again")).is_ok() && slabs.list().is_empty());
 }
@@ -324,5 +451,57 @@ fn cost_of_pairs_batches_and_churn() {
                 *slot = Some(cache.insert(object(at)).unwrap());
             }
         });
+    }
+}
+
+/// Who finds no memory takes what others had in magazines: all objects that there is room for come before the first refusal.
+#[test]
+fn what_others_keep_comes_before_a_refusal() {
+    let (slabs, _) = slabs_with(Layout::for_test(), BLOCK_BYTES as u64);
+    let cache = slabs.fixed::<Object>(Settings::new("others")).unwrap();
+    let per_block = cache.engine().shape.block_capacity() as usize;
+    let (kept, wait_kept) = std::sync::mpsc::channel();
+    let (end, wait_end) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let cache = &cache;
+        scope.spawn(move || {
+            drop(cache.insert(object(1)).unwrap());
+            kept.send(()).unwrap();
+            wait_end.recv().unwrap();
+        });
+        wait_kept.recv().unwrap();
+        let slots: Vec<_> = std::iter::from_fn(|| cache.insert(object(2)).ok()).collect();
+        end.send(()).unwrap();
+        assert_eq!(slots.len(), per_block);
+    });
+    cache.engine().check_books();
+}
+
+/// A slab whose memory cannot be had is none: when all is given back no block stays for it, and what comes later finds room.
+#[test]
+fn a_slab_without_memory_goes_back() {
+    let layout = Layout { use_huge: false, ..Layout::for_test() };
+    let (slabs, _) = slabs_with(layout, BLOCK_BYTES as u64 / 2);
+    let cache = slabs.fixed::<Object>(Settings::new("refused")).unwrap();
+    for _ in 0..2 {
+        let slots: Vec<_> = std::iter::from_fn(|| cache.insert(object(1)).ok()).collect();
+        assert!(slots.len() > 1_000 && matches!(cache.insert(object(2)), Err(Error::NoMemory { .. })));
+        cache.engine().check_books();
+        drop(slots);
+        cache.shrink().unwrap();
+        assert_eq!(cache.info().unwrap().total, NodeInfo::default());
+    }
+}
+
+/// When a shrink is over magazines serve again.
+#[test]
+fn magazines_serve_after_a_shrink() {
+    let cache = slabs().fixed::<Object>(Settings::new("again")).unwrap();
+    for _ in 0..2 {
+        let slot = cache.insert(object(1)).unwrap();
+        assert!(cache.engine().in_magazines() > 0, "more than one was taken");
+        drop(slot);
+        cache.shrink().unwrap();
+        assert_eq!(cache.engine().in_magazines(), 0);
     }
 }

@@ -218,7 +218,7 @@ mod tests {
             let done = move |result, _: Aligned| to.finish(0, result);
             let transfer = Transfer::read(0, Aligned::new(512, 512), done).with_cancel(&cancel);
             engine.start(store.handle(), vec![transfer]);
-            assert!(gather.wait(Duration::from_secs(60)).unwrap()[0].is_ok());
+            assert!(gather.wait(Duration::from_secs(600)).unwrap()[0].is_ok());
             while engine.inbox().is_running {
                 std::thread::yield_now();
             }

@@ -358,7 +358,7 @@ mod tests {
     use crate::store::{Aligned, Cancel, MemoryStore};
     use std::sync::mpsc;
 
-    const MINUTE: Duration = Duration::from_secs(60);
+    const LONG: Duration = Duration::from_secs(600);
 
     fn store() -> FaultyStore<MemoryStore> {
         FaultyStore::new(MemoryStore::new((0..64).collect(), 4))
@@ -440,7 +440,7 @@ mod tests {
             }
             assert_eq!(gather.missing(), 1);
             cancel.cancel();
-            let results = gather.wait(MINUTE).unwrap();
+            let results = gather.wait(LONG).unwrap();
             assert_eq!(results[0].as_ref().unwrap_err().raw_os_error(), Some(ECANCELED));
             store.release();
             read.join().unwrap().unwrap();

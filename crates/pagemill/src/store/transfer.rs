@@ -364,7 +364,7 @@ mod tests {
         assert!(gather.missing() == 1 && gather.wait(Duration::ZERO).is_none());
         std::thread::scope(|scope| {
             scope.spawn(|| gather.finish(0, Ok(())));
-            let results = gather.wait(Duration::from_secs(60)).unwrap();
+            let results = gather.wait(Duration::from_secs(600)).unwrap();
             assert!(results[0].is_ok() && results[1].is_err());
         });
     }

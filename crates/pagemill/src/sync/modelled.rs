@@ -104,6 +104,11 @@ macro_rules! atomic {
                 self.0.fetch_sub(value, order)
             }
 
+            pub fn fetch_max(&self, value: $integer, order: Ordering) -> $integer {
+                point();
+                self.0.fetch_max(value, order)
+            }
+
             pub fn fetch_and(&self, value: $integer, order: Ordering) -> $integer {
                 point();
                 self.0.fetch_and(value, order)

@@ -2,8 +2,8 @@
 //!
 //! A [`Range`] is *held* (its bytes stay) or *volatile* (a purge may take them). Marking and unmarking touch one word, that
 //! of the range: no system call, no lock, no line that another range shares. Bytes are reached through a
-//! [`Pin`](range::Pin), which keeps purges away and tells what is left; only memory pressure purges, the least recently
-//! marked first ([`purge`]).
+//! [`Pin`], which keeps purges away and tells what is left; only memory pressure purges, the least recently
+//! marked first (`purge`).
 //!
 //! ```
 //! use pagemill::Pagemill;

@@ -28,6 +28,7 @@
 //!    lower (the other way round, then the former root is DEAD), and when the entry alone moves to the root word or from it.
 //! 4. Inside of a node the rules of `slots` hold: a name of another slot that does not lead to an answer is out of date.
 //! 5. Beyond what the root word reaches there is nothing, by that word alone.
+//! 6. A node that moves ([`relocate()`]) leaves as any other; what hangs below it stays where it is.
 //!
 //! A reader begins again only when a writer has gone on, at most once for each of its changes.
 //!
@@ -46,37 +47,52 @@
 //! Marks are set before an entry that has them can be found, and taken off after. A reader that finds no mark looks at the
 //! slot again: so it may meet a mark too many while something is written, never one too few.
 //!
-//! Below: `arena`. Lock order: the array, then the free list of its nodes.
+//! # Nodes
+//!
+//! They come from whoever has [`Nodes`]: for page caches a [`Forest`], whose memory is above (`slab`), so that nodes can be moved
+//! together. Who moves one finds its array by number ([`Arrays`]); an array that is dropped waits for him.
+//!
+//! Below: `arena`, `epoch`. Lock order: an entry of [`Arrays`], the array (only tried there), the free numbers.
 
-mod epoch;
+mod arrays;
 mod erase;
+mod forest;
 mod marks;
 #[cfg(all(test, not(shuttle)))]
 mod model_tests;
 mod node;
 mod nodes;
+mod relocate;
 #[cfg(all(test, shuttle))]
 mod shuttle_tests;
 mod slots;
 mod split;
 mod stock;
 mod store;
+#[cfg(test)]
+mod test_forest;
 #[cfg(all(test, not(shuttle)))]
 mod thread_tests;
 mod walk;
 mod word;
 
-pub use epoch::pin;
+pub use crate::epoch::pin;
+pub use arrays::Arrays;
+pub use forest::{Forest, Forests, Source};
 pub use marks::Mark;
 pub use node::Node;
-pub use nodes::{Nodes, TableNodes};
+pub use nodes::Nodes;
+pub use relocate::relocate;
 pub use stock::Stock;
 pub use store::Writer;
+#[cfg(test)]
+pub(crate) use test_forest::OneForest;
 pub use walk::Hit;
 pub use word::{MAX_INDEX, MAX_ORDER, MAX_VALUE};
 
 use crate::sync::{AtomicU32, Lock, Relaxed};
 use slots::Slot;
+use std::marker::PhantomPinned;
 use word::Word;
 
 /// From indices up to [`MAX_INDEX`] to values up to [`MAX_VALUE`]. Small: there may be hundreds of thousands.
@@ -98,7 +114,15 @@ pub struct XArray<N: Nodes> {
     root_marks: AtomicU32,
     /// Nodes of the tree. Changed under the lock.
     count: AtomicU32,
+    /// Its number among [`Nodes::arrays`], once it has had a node; else whether it may have one. Changed under the lock.
+    id: AtomicU32,
+    /// Who moves nodes comes to it by its address.
+    _pinned: PhantomPinned,
 }
+
+/// Numbers of arrays that have none: because they may move themselves, or there was none left; or because they had no node yet.
+const NO_ID: u32 = 0;
+const NO_ID_YET: u32 = u32::MAX;
 
 /// What a reader found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -118,10 +142,14 @@ impl Found {
 }
 
 impl<N: Nodes> XArray<N> {
-    /// An empty one. Takes no node.
+    /// An empty one, whose nodes stay where they are. Takes no node.
     pub const fn new(nodes: &'static N) -> Self {
-        let (root_marks, count) = (AtomicU32::new(0), AtomicU32::new(0));
-        Self { root: Slot::new(), nodes, lock: Lock::new(), root_marks, count }
+        Self::with_id(nodes, NO_ID)
+    }
+
+    const fn with_id(nodes: &'static N, id: u32) -> Self {
+        let (root_marks, count, id) = (AtomicU32::new(0), AtomicU32::new(0), AtomicU32::new(id));
+        Self { root: Slot::new(), nodes, lock: Lock::new(), root_marks, count, id, _pinned: PhantomPinned }
     }
 
     #[inline]
@@ -134,21 +162,44 @@ impl<N: Nodes> XArray<N> {
         self.count.load(Relaxed)
     }
 
-    /// Clears and gives the nodes from here on down.
+    /// What its nodes say: its number, which it gets with the first of them. Under the lock.
+    fn id(&self) -> u32 {
+        let id = self.id.load(Relaxed);
+        if id != NO_ID_YET {
+            return id;
+        }
+        let id = self.nodes.arrays().enter(self).unwrap_or(NO_ID);
+        self.id.store(id, Relaxed);
+        id
+    }
+
+    /// Gives the nodes from here on down.
     fn give_tree(&self, word: Word) {
         let node = self.nodes.node(word.number());
         node.slots.iter().map(Slot::peek).filter(|word| word.is_node()).for_each(|below| self.give_tree(below));
-        node.clear();
+        node.drop_out();
         self.nodes.give(word.number());
     }
 }
 
-/// Nobody reads any more: the nodes go back at once.
+/// Nobody reads any more: the nodes go back at once. Waits for who moves one of them.
 impl<N: Nodes> Drop for XArray<N> {
     fn drop(&mut self) {
+        if self.nodes.are_inherited() {
+            return;
+        }
+        let id = self.id.load(Relaxed);
+        let has_id = ![NO_ID, NO_ID_YET].contains(&id);
+        if has_id {
+            self.nodes.arrays().leave(id);
+        }
         let root = self.root.peek();
         if root.is_node() {
             self.give_tree(root);
+        }
+        // Now no node says it.
+        if has_id {
+            self.nodes.arrays().give(id);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A node of the tree: slots, marks, and where it hangs.
+//! A node of the tree: slots, marks, where it hangs, and whose it is.
 #![allow(unsafe_code)] // says that zero bits are a node
 
 use super::slots::Slot;
@@ -11,20 +11,24 @@ pub(super) const MARKS: usize = 3;
 
 /// 64 slots, and what is known of them. Zero bits are an empty node that is in no tree.
 ///
-/// All but slots and marks is for who has the lock of the array. Parent and offset say which word points here, so that a
-/// node can be found from below, and moved.
-#[repr(C)]
+/// All but slots and marks is for who has the lock of the array, or of a node in no tree for who has that. Parent and offset say
+/// which word points here, so that a node can be found from below, and moved.
+///
+/// A node of no tree is *clean* (all zero but for its link) if its first slot is empty; else it has to be cleared before its next use.
+#[repr(C, align(64))]
 pub struct Node {
     pub(super) slots: [Slot; SLOTS],
     /// Per mark and slot: the entry that begins there has it, or something below.
     pub(super) marks: [AtomicU64; MARKS],
-    /// Number of the node above; 0 below the root word.
+    /// Number of the node above; 0 below the root word. In no tree: the next of a list.
     parent: AtomicU32,
-    /// Slot of the node above, and from [`SHIFT_AT`] on the shift.
+    /// Slot of the node above, and from [`SHIFT_AT`] on the shift. In no tree: the next list of a list of them.
     place: AtomicU32,
     /// Slots that are not empty.
     used: AtomicU32,
-    _spare: AtomicU32,
+    /// The array in whose tree it is, as [`super::Arrays`] knows it; 0 in none, or in one that nobody is to find. Written with the
+    /// lock of that array, or by who drops it.
+    array: AtomicU32,
 }
 
 const SHIFT_AT: u32 = 8;
@@ -47,34 +51,79 @@ impl Node {
             parent: AtomicU32::new(0),
             place: AtomicU32::new(0),
             used: AtomicU32::new(0),
-            _spare: AtomicU32::new(0),
+            array: AtomicU32::new(0),
         }
     }
 
-    /// Empties it for its next use. Only when no reader can have it any more.
+    /// Empties it. Only when no reader can have it any more.
     pub fn clear(&self) {
         self.slots.iter().for_each(|slot| slot.publish(Word::EMPTY));
         self.marks.iter().for_each(|marks| marks.store(0, Relaxed));
-        for word in [&self.parent, &self.place, &self.used] {
-            word.store(0, Relaxed);
+        self.head().into_iter().for_each(|word| word.store(0, Relaxed));
+    }
+
+    /// Of a node in no tree: empties it, if it is not clean.
+    pub(super) fn clean(&self) {
+        if !self.slots[0].peek().is_empty() {
+            self.clear();
         }
     }
 
+    /// Takes it out of use, once it has been cut off: readers that come to it begin again, and nobody moves it.
+    pub(super) fn kill(&self) {
+        self.slots.iter().for_each(|slot| slot.publish(Word::DEAD));
+        self.array.store(0, Relaxed);
+    }
+
+    /// The same where nobody reads: it is not clean.
+    pub(super) fn drop_out(&self) {
+        self.slots[0].publish(Word::DEAD);
+        self.array.store(0, Relaxed);
+    }
+
+    /// Makes another, which nobody can find yet, what this one is.
+    pub(super) fn copy_to(&self, other: &Self) {
+        self.slots.iter().zip(&other.slots).for_each(|(from, to)| to.publish(from.peek()));
+        self.marks.iter().zip(&other.marks).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
+        for (from, to) in self.head().into_iter().zip(other.head()) {
+            to.store(from.load(Relaxed), Relaxed);
+        }
+    }
+
+    fn head(&self) -> [&AtomicU32; 4] {
+        [&self.parent, &self.place, &self.used, &self.array]
+    }
+
+    /// Whether it seems to be in a tree whose array can be found. Known for sure under that array's lock.
+    pub fn may_move(&self) -> bool {
+        self.array() != 0
+    }
+
+    pub(super) fn array(&self) -> u32 {
+        self.array.load(Relaxed)
+    }
+
+    pub(super) fn set_array(&self, id: u32) {
+        self.array.store(id, Relaxed);
+    }
+
     /// While it is in no tree: puts it before another in a list (0: before none).
-    pub fn set_next(&self, next: u32) {
-        self.slots[0].publish(Word(u64::from(next)));
+    pub(super) fn set_next(&self, next: u32) {
+        self.parent.store(next, Relaxed);
     }
 
     /// Which one it was put before.
-    pub fn next(&self) -> u32 {
-        self.slots[0].peek().0 as u32
+    pub(super) fn next(&self) -> u32 {
+        self.parent.load(Relaxed)
     }
 
-    /// Ends [`Node::set_next`]: it is empty again. Returns which one it was put before.
-    pub fn take_next(&self) -> u32 {
-        let next = self.next();
-        self.slots[0].publish(Word::EMPTY);
-        next
+    /// The same of lists, of each in its first node.
+    pub(super) fn set_next_list(&self, next: u32) {
+        self.place.store(next, Relaxed);
+    }
+
+    pub(super) fn next_list(&self) -> u32 {
+        self.place.load(Relaxed)
     }
 
     pub(super) fn parent(&self) -> u32 {
@@ -87,6 +136,11 @@ impl Node {
 
     pub(super) fn shift(&self) -> u32 {
         self.place.load(Relaxed) >> SHIFT_AT
+    }
+
+    /// Says that the node above has another number now.
+    pub(super) fn set_parent(&self, parent: u32) {
+        self.parent.store(parent, Relaxed);
     }
 
     /// Says where it hangs.
@@ -137,10 +191,23 @@ mod tests {
         assert_eq!((node.parent(), node.offset(), node.shift(), node.used()), (5, 63, 36, SLOTS));
         node.add_mark(2, mask_of(60, 4));
         assert!(node.is_marked(2, 1 << 63) && !node.is_marked(2, mask_of(0, 60)) && !node.is_marked(1, u64::MAX));
-        node.slots[9].publish(Word::DEAD);
-        node.clear();
-        assert_eq!((node.parent(), node.used(), node.slots[9].peek()), (0, 0, Word::EMPTY));
+        node.set_array(7);
+        let copy = Node::new();
+        node.slots[9].publish(Word::value(3, 0));
+        node.copy_to(&copy);
+        assert_eq!((copy.parent(), copy.offset(), copy.shift(), copy.used(), copy.array()), (5, 63, 36, SLOTS, 7));
+        assert!(copy.is_marked(2, 1 << 63) && copy.slots[9].peek() == Word::value(3, 0) && copy.may_move());
+        copy.kill();
+        assert!(copy.slots.iter().all(|slot| slot.peek() == Word::DEAD) && !copy.may_move());
+        copy.clean();
+        assert_eq!((copy.parent(), copy.used(), copy.slots[9].peek()), (0, 0, Word::EMPTY));
+        node.drop_out();
+        node.clean();
+        assert!(!node.may_move() && !node.is_marked(2, u64::MAX) && node.slots[9].peek() == Word::EMPTY);
         node.set_next(8);
-        assert_eq!((node.take_next(), node.slots[0].peek(), mask_of(0, SLOTS)), (8, Word::EMPTY, u64::MAX));
+        node.set_next_list(9);
+        node.clean();
+        assert_eq!((node.next(), node.next_list(), node.slots[0].peek()), (8, 9, Word::EMPTY), "it is clean already");
+        assert_eq!(mask_of(0, SLOTS), u64::MAX);
     }
 }

@@ -1,8 +1,10 @@
-//! Two readers and a writer over few indices, step by step in orders drawn at random.
+//! Two readers and a writer over few indices, and who moves nodes, step by step in orders drawn at random.
 //!
 //! Nodes come from a few that are watched: one that was retired is used anew as soon as no reader is left who may be in it,
 //! and no later, so a reader that went on without its guard would meet another's slots. `SHUTTLE_RUNS` says how many of each
 //! model.
+
+#![allow(unsafe_code)] // an array that stays where it is
 
 use super::*;
 use crate::error::Result;
@@ -21,11 +23,12 @@ const DEPTH: usize = 4;
 const MOST_STEPS: usize = 100_000;
 
 /// Nodes of a model.
-const NODES: u32 = 24;
+const NODES: u32 = 40;
 
 /// Nodes with grace periods of their own: those of the default collector cannot be modelled.
 struct FewNodes {
     nodes: [Node; NODES as usize],
+    arrays: Arrays<Self>,
     state: Mutex<State>,
 }
 
@@ -46,6 +49,7 @@ impl FewNodes {
         thread_local! {
             static FEW: &'static FewNodes = Box::leak(Box::new(FewNodes {
                 nodes: [const { Node::new() }; NODES as usize],
+                arrays: Arrays::new().unwrap(),
                 state: Mutex::default(),
             }));
         }
@@ -77,10 +81,7 @@ impl FewNodes {
         let (over, waiting) = state.retired.drain(..).partition::<Vec<_>, _>(|(at, _)| *at < first);
         state.retired = waiting;
         drop(state);
-        for (_, number) in over {
-            self.node(number).clear();
-            self.give(number);
-        }
+        over.into_iter().for_each(|(_, number)| self.give(number));
     }
 }
 
@@ -110,18 +111,14 @@ impl Nodes for FewNodes {
         self.recycle();
     }
 
-    fn resident_bytes(&self) -> u64 {
-        size_of::<Self>() as u64
-    }
-
-    fn in_use(&self) -> u32 {
-        self.state.lock().unwrap().in_use
+    fn arrays(&self) -> &Arrays<Self> {
+        &self.arrays
     }
 }
 
 struct Fixture {
     nodes: &'static FewNodes,
-    array: XArray<FewNodes>,
+    array: Box<XArray<FewNodes>>,
     /// Per frame its pins; [`RELEASED`] once nobody is to have it.
     frames: [AtomicU32; FRAMES],
 }
@@ -129,10 +126,15 @@ struct Fixture {
 const FRAMES: usize = 8;
 const RELEASED: u32 = 1 << 16;
 
+fn array_of(nodes: &'static FewNodes) -> Box<XArray<FewNodes>> {
+    // SAFETY: nobody uses it before it lies in its box, where it is dropped.
+    Box::new(unsafe { XArray::movable(nodes) })
+}
+
 impl Fixture {
     fn new() -> Arc<Self> {
         let nodes = FewNodes::anew();
-        Arc::new(Self { nodes, array: XArray::new(nodes), frames: [const { AtomicU32::new(0) }; FRAMES] })
+        Arc::new(Self { nodes, array: array_of(nodes), frames: [const { AtomicU32::new(0) }; FRAMES] })
     }
 
     fn store(&self, first: u64, order: u32, value: u64) {
@@ -184,6 +186,28 @@ impl Fixture {
         });
     }
 
+    /// Moves a node, if it can; says whether it did. The old one waits for readers as what is retired does.
+    fn relocate(&self, old: u32) -> bool {
+        let new = self.nodes.take().unwrap();
+        let is_moved = relocate(self.nodes, old, new);
+        if is_moved {
+            self.nodes.retire(old);
+        } else {
+            self.nodes.give(new);
+        }
+        is_moved
+    }
+
+    /// Moves one of the nodes that seem to be in a tree; says whether it did.
+    fn move_one(&self) -> bool {
+        let movable: Vec<u32> = (1..=NODES).filter(|number| self.nodes.node(*number).may_move()).collect();
+        !movable.is_empty() && self.relocate(movable[thread_rng().gen_range(0..movable.len())])
+    }
+
+    fn move_some(&self) {
+        (0..thread_rng().gen_range(1..5)).for_each(|_| _ = self.move_one());
+    }
+
     /// The frame is in the array no more; unless it is pinned it is released for good.
     fn release(&self, frame: u64) {
         let acquire = crate::sync::Acquire;
@@ -193,7 +217,7 @@ impl Fixture {
     fn end(&self) {
         self.array.lock().erase_range(0, MAX_INDEX, drop);
         self.nodes.recycle();
-        assert_eq!(self.nodes.in_use(), 0, "a node was lost");
+        assert_eq!(self.nodes.state.lock().unwrap().in_use, 0, "a node was lost");
     }
 }
 
@@ -202,27 +226,39 @@ fn linger() {
     (0..thread_rng().gen_range(0..60)).for_each(|_| shuttle::thread::yield_now());
 }
 
-/// Runs `read` twice beside `write`, in many orders: random ones, and such as have few preemptions.
+/// Runs `read` twice beside `write`, in many orders.
 fn model(begin: fn(&Fixture), read: fn(&Fixture), write: fn(&Fixture)) {
+    model_of(begin, [read, read, write]);
+}
+
+/// Runs threads beside each other in many orders.
+fn model_of<const N: usize>(begin: fn(&Fixture), acts: [fn(&Fixture); N]) {
+    run_in_many_orders(move || {
+        let fixture = Fixture::new();
+        begin(&fixture);
+        let threads = acts.map(|act| {
+            let fixture = fixture.clone();
+            shuttle::thread::spawn(move || act(&fixture))
+        });
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        fixture.end();
+    });
+}
+
+/// Random ones, and such as have few preemptions.
+pub(super) fn run_in_many_orders(run: impl Fn() + Clone + Send + Sync + 'static) {
     let runs = std::env::var("SHUTTLE_RUNS").map_or(2000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
     let config = || {
         let mut config = Config::new();
         config.max_steps = MaxSteps::FailAfter(MOST_STEPS);
         config
     };
-    let run = move || {
+    let begin = move || {
         reset_clock();
-        let fixture = Fixture::new();
-        begin(&fixture);
-        let threads = [read, read, write].map(|act| {
-            let fixture = fixture.clone();
-            shuttle::thread::spawn(move || act(&fixture))
-        });
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
-        fixture.end();
+        run();
     };
-    Runner::new(RandomScheduler::new(runs), config()).run(run);
-    Runner::new(PctScheduler::new(DEPTH, runs), config()).run(run);
+    Runner::new(RandomScheduler::new(runs), config()).run(begin.clone());
+    Runner::new(PctScheduler::new(DEPTH, runs), config()).run(begin);
 }
 
 /// Split inside of a node, a part erased, stored anew, and joined again: the other index is there at all times.
@@ -367,6 +403,147 @@ fn what_was_joined_was_not_released() {
         |fixture| {
             fixture.join(0, 6, 1);
             fixture.release(0);
+        },
+    );
+}
+
+/// Entries in three nodes below one, marked: of order 0, 2 and 7.
+fn three_leaves(fixture: &Fixture) {
+    for (index, order) in [(3, 0), (68, 2), (128, 7)] {
+        fixture.store(index, order, index);
+        fixture.mark(index);
+    }
+}
+
+fn load_leaves(fixture: &Fixture) {
+    for index in [3, 70, 200, 3] {
+        let found = fixture.load_always(index);
+        assert_eq!((found.value, (found.first..=found.last()).contains(&index)), (found.first, true));
+    }
+    assert_eq!(fixture.nodes.reading(|guard| fixture.array.next_gap(3, MAX_INDEX, guard)), Some(4));
+}
+
+/// Nodes move, the root, leaves, one after the other and again: what is there is found at all times, with its marks.
+#[test]
+fn nodes_that_move_leave_no_gap() {
+    model(three_leaves, load_leaves, |fixture| {
+        (0..5).for_each(|_| assert!(fixture.move_one(), "nobody else has the lock"));
+    });
+}
+
+/// Two move the same nodes: each is moved by one at a time.
+#[test]
+fn nodes_that_two_move_leave_no_gap() {
+    model_of(three_leaves, [load_leaves, Fixture::move_some, Fixture::move_some]);
+}
+
+/// Nodes move while a writer splits, joins, stores, marks and erases: nothing of what it does is lost, nor done to an old node.
+#[test]
+fn nodes_move_beside_a_writer() {
+    model_of(
+        |fixture| {
+            three_leaves(fixture);
+            fixture.store(4, 2, 4);
+        },
+        [
+            |fixture| {
+                for index in [3, 70, 3] {
+                    fixture.load_always(index);
+                }
+            },
+            Fixture::move_some,
+            |fixture| {
+                fixture.split(5, 0, 4);
+                fixture.erase(6);
+                fixture.store(400, 0, 400);
+                assert!(fixture.array.lock().set_mark(400, Mark::C));
+                fixture.join(64, 3, 64);
+                fixture.erase(200);
+                fixture.store(1 << 20, 0, 5);
+                fixture.erase(1 << 20);
+                let expected = [(3, 3), (4, 4), (5, 5), (7, 7), (64, 64), (400, 400)];
+                let mut at = 0;
+                for (first, value) in expected {
+                    let found = fixture.array.lock().next(at, MAX_INDEX).expect("stored, and not erased");
+                    assert_eq!((found.first, found.value), (first, value));
+                    at = found.last() + 1;
+                }
+                assert_eq!(fixture.array.lock().next(at, MAX_INDEX), None);
+                assert!(fixture.array.lock().get_mark(400, Mark::C) && fixture.array.lock().get_mark(70, Mark::A));
+                fixture.nodes.reading(|guard| {
+                    assert_eq!(
+                        fixture.array.next_marked(201, MAX_INDEX, Mark::C, guard).map(|found| found.first),
+                        Some(400)
+                    );
+                });
+            },
+        ],
+    );
+}
+
+/// Nodes move while arrays are dropped and others get their nodes and their numbers: nobody comes to an array that is gone, and no
+/// node is lost, or in two places.
+#[test]
+fn nodes_move_beside_the_end_of_their_array() {
+    fn come_and_go(fixture: &Fixture) {
+        for round in 0..3 {
+            let array = array_of(fixture.nodes);
+            for index in [1, 70] {
+                let mut stock = array.prepare(index, index, 0).unwrap();
+                array.lock().store(index, 0, index + round, &mut stock);
+            }
+            assert_eq!(array.lock().get(70).map(|found| found.value), Some(70 + round));
+            assert_eq!(fixture.nodes.reading(|guard| array.load(1, guard)).map(|found| found.value), Some(1 + round));
+        }
+    }
+    model_of(
+        |_| (),
+        [come_and_go, come_and_go, |fixture| {
+            Fixture::move_some(fixture);
+            Fixture::move_some(fixture);
+        }],
+    );
+}
+
+/// Nodes go from one array to another and back while they move: who found a node's array, and then has it, may have the wrong one.
+#[test]
+fn nodes_move_beside_their_next_array() {
+    fn fill_and_empty(fixture: &Fixture) {
+        let array = array_of(fixture.nodes);
+        for round in 0..4 {
+            for index in [70, 1, 71] {
+                let mut stock = array.prepare(index, index, 0).unwrap();
+                array.lock().store(index, 0, index + round, &mut stock);
+            }
+            for index in [70, 1, 71] {
+                assert_eq!(array.lock().erase(index).map(|found| found.value), Some(index + round));
+            }
+        }
+    }
+    model_of(|_| (), [fill_and_empty, fill_and_empty, |fixture| (0..3).for_each(|_| fixture.move_some())]);
+}
+
+/// Whoever pins and then finds it still there has what was not released, when the entry's node has moved before it was erased.
+#[test]
+fn what_has_moved_with_its_node_was_not_released() {
+    model(
+        |fixture| {
+            fixture.store(1, 0, 0);
+            fixture.store(70, 0, 1);
+        },
+        |fixture| {
+            for _ in 0..3 {
+                linger();
+                fixture.use_frame([1, 70][thread_rng().gen_range(0..2)]);
+            }
+        },
+        |fixture| {
+            fixture.move_some();
+            fixture.erase(1);
+            fixture.release(0);
+            fixture.move_some();
+            fixture.erase(70);
+            fixture.release(1);
         },
     );
 }

@@ -25,14 +25,20 @@ impl<N: Nodes> Stock<N> {
     }
 
     pub(super) fn fill(&mut self, count: u32) -> Result<()> {
-        let missing = count.saturating_sub(self.count);
-        if missing == 0 { Ok(()) } else { self.nodes.take_some(missing, (&mut self.head, &mut self.count)) }
+        while self.count < count {
+            let number = self.nodes.take()?;
+            let node = self.nodes.node(number);
+            node.clean();
+            node.set_next(self.head);
+            (self.head, self.count) = (number, self.count + 1);
+        }
+        Ok(())
     }
 
     pub(super) fn take(&mut self) -> u32 {
         assert!(self.count > 0, "a stock has as many nodes as the change needs");
         let number = self.head;
-        self.head = self.nodes.node(number).take_next();
+        self.head = self.nodes.node(number).next();
         self.count -= 1;
         number
     }
@@ -44,7 +50,10 @@ impl<N: Nodes> Stock<N> {
 
 impl<N: Nodes> Drop for Stock<N> {
     fn drop(&mut self) {
-        self.nodes.give_all(self.head);
+        while self.count > 0 {
+            let number = self.take();
+            self.nodes.give(number);
+        }
     }
 }
 

@@ -6,6 +6,7 @@ use super::stock::{Stock, top_for};
 use super::word::{self, MAX_INDEX, MAX_ORDER, MAX_VALUE, SLOT_BITS, Word};
 use super::{Found, XArray, slots};
 use crate::sync::Relaxed;
+use std::cell::Cell;
 
 /// The one who may change an array. Ends with its drop.
 ///
@@ -13,6 +14,14 @@ use crate::sync::Relaxed;
 /// over it, a stock that is too small) are assertions.
 pub struct Writer<'a, N: Nodes> {
     pub(super) array: &'a XArray<N>,
+    has_retired: Cell<bool>,
+}
+
+impl<'a, N: Nodes> Writer<'a, N> {
+    /// With the lock held, which it takes over.
+    fn new(array: &'a XArray<N>) -> Self {
+        Self { array, has_retired: Cell::new(false) }
+    }
 }
 
 /// Where an entry stands.
@@ -28,18 +37,21 @@ impl<N: Nodes> XArray<N> {
     /// Waits until nobody else writes. Nothing that takes time belongs under the lock.
     pub fn lock(&self) -> Writer<'_, N> {
         self.lock.acquire();
-        Writer { array: self }
+        Writer::new(self)
     }
 
     /// As [`XArray::lock`], unless somebody has it.
     pub fn try_lock(&self) -> Option<Writer<'_, N>> {
-        self.lock.try_acquire().then(|| Writer { array: self })
+        self.lock.try_acquire().then(|| Writer::new(self))
     }
 }
 
 impl<N: Nodes> Drop for Writer<'_, N> {
     fn drop(&mut self) {
         self.array.lock.release();
+        if self.has_retired.get() {
+            self.array.nodes.collect();
+        }
     }
 }
 
@@ -183,6 +195,7 @@ impl<N: Nodes> Writer<'_, N> {
     pub(super) fn take(&self, parent: u32, slot: usize, shift: u32, stock: &mut Stock<N>) -> u32 {
         let number = stock.take();
         self.node(number).hang(parent, slot, shift);
+        self.node(number).set_array(self.array.id());
         self.array.count.store(self.array.count.load(Relaxed) + 1, Relaxed);
         number
     }
@@ -219,25 +232,17 @@ impl<N: Nodes> Writer<'_, N> {
 
     /// Takes a node that has been cut off out of use, and all below.
     fn bury_tree(&self, number: u32) {
-        for slot in &self.node(number).slots {
-            let word = slot.peek();
-            slot.publish(Word::DEAD);
-            if word.is_node() {
-                self.bury_tree(word.number());
-            }
-        }
-        self.retire(number);
+        let below = self.node(number).slots.each_ref().map(slots::Slot::peek);
+        self.bury(number);
+        below.into_iter().filter(|word| word.is_node()).for_each(|word| self.bury_tree(word.number()));
     }
 
     /// Takes a node that has been cut off out of use, but not what is below.
     pub(super) fn bury(&self, number: u32) {
-        self.node(number).slots.iter().for_each(|slot| slot.publish(Word::DEAD));
-        self.retire(number);
-    }
-
-    fn retire(&self, number: u32) {
+        self.node(number).kill();
         self.array.count.store(self.array.count.load(Relaxed) - 1, Relaxed);
         self.array.nodes.retire(number);
+        self.has_retired.set(true);
     }
 }
 

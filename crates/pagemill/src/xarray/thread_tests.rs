@@ -11,7 +11,7 @@ const ALWAYS: u64 = 1 << MAX_ORDER;
 /// An index that comes and goes, and makes the tree tall.
 const FAR: u64 = MAX_INDEX - 5;
 /// Retired nodes wait for readers, who may wait for a processor.
-const MANY_NODES: u32 = 1 << 22;
+const MANY_NODES: usize = 1 << 22;
 const WRITING: Duration = Duration::from_millis(400);
 
 /// A value tells its entry, and a round so that it is never the same again.
@@ -33,7 +33,7 @@ impl Drop for Done<'_> {
     }
 }
 
-fn read(array: &XArray<TableNodes>, is_done: &AtomicBool, seed: u64) -> u64 {
+fn read(array: &XArray<Forest>, is_done: &AtomicBool, seed: u64) -> u64 {
     let (mut reads, mut random) = (0, seed);
     while !is_done.load(Relaxed) || reads < 1000 {
         let guard = &pin();
@@ -55,7 +55,7 @@ fn read(array: &XArray<TableNodes>, is_done: &AtomicBool, seed: u64) -> u64 {
     reads
 }
 
-fn fill(array: &XArray<TableNodes>, order: u32, round: u64) {
+fn fill(array: &XArray<Forest>, order: u32, round: u64) {
     let mut stock = array.prepare(ALWAYS, 2 * ALWAYS - 1, order).unwrap();
     let mut writer = array.lock();
     for first in (ALWAYS..2 * ALWAYS).step_by(1 << order) {
@@ -63,7 +63,7 @@ fn fill(array: &XArray<TableNodes>, order: u32, round: u64) {
     }
 }
 
-fn write_round(array: &XArray<TableNodes>, round: u64) {
+fn write_round(array: &XArray<Forest>, round: u64) {
     let orders = [MAX_ORDER, 9, 6, 5, 3, 0];
     for (order, into) in orders.iter().zip(&orders[1..]) {
         for first in (ALWAYS..2 * ALWAYS).step_by(1 << order) {
@@ -78,7 +78,7 @@ fn write_round(array: &XArray<TableNodes>, round: u64) {
 }
 
 /// Comes and goes: small and large below, one far away.
-fn low_and_far(array: &XArray<TableNodes>, round: u64, order: u32) {
+fn low_and_far(array: &XArray<Forest>, round: u64, order: u32) {
     for (index, order) in [(0, 0), (33, 0), (70, order), (FAR, 1), (FAR - 1, 0)] {
         let first = first_of(index, order);
         let mut stock = array.prepare(first, last_of(first, order), order).unwrap();
@@ -94,7 +94,7 @@ fn low_and_far(array: &XArray<TableNodes>, round: u64, order: u32) {
 /// Readers find what is always there, and never what belongs elsewhere, while threads split, join, store and erase.
 #[test]
 fn threads_read_while_one_writes() {
-    let nodes = TableNodes::with_limit(MANY_NODES).unwrap();
+    let nodes = test_forest::forest_of(MANY_NODES);
     let (array, is_done) = (XArray::new(nodes), AtomicBool::new(false));
     fill(&array, MAX_ORDER, 0);
     array.lock().set_mark(ALWAYS, Mark::B);
@@ -108,7 +108,7 @@ fn threads_read_while_one_writes() {
         let done = Done(&is_done);
         let start = Instant::now();
         let mut round = 0;
-        while start.elapsed() < WRITING {
+        while round == 0 || start.elapsed() < WRITING {
             round += 1;
             write_round(&array, round);
         }
@@ -128,7 +128,7 @@ const RELEASED: u64 = 1 << 32;
 fn threads_pin_what_is_still_there() {
     const FRAMES: usize = 64;
     use std::sync::atomic::Ordering::AcqRel;
-    let array = XArray::new(TableNodes::with_limit(MANY_NODES).unwrap());
+    let array = XArray::new(test_forest::forest_of(MANY_NODES));
     let frames: Vec<AtomicU64> = (0..FRAMES).map(|_| AtomicU64::new(0)).collect();
     let is_done = AtomicBool::new(false);
     std::thread::scope(|scope| {

@@ -18,7 +18,7 @@
 //! 2. The share of the new part is not a tenth for good: a folio that comes back right after it was dropped from a part says that
 //!    this part is too small.
 //! 3. What came back goes to *main* only as long as the hand that makes room there does not pass too many used folios for it
-//!    ([`HAND_PACE`]): a loop larger than the cache would else push out all of itself.
+//!    (`HAND_PACE`): a loop larger than the cache would else push out all of itself.
 //! 4. What was dropped from main and comes back begins anew.
 //!
 //! A hit touches nothing here: uses are noted in the folio's word. Entering and each turn are some words under one lock,
@@ -300,7 +300,7 @@ impl Order {
 /// A search for folios to drop.
 pub struct Hunt<'order> {
     order: &'order Order,
-    /// Turns until it gives up, should hits add uses as fast as it takes them off.
+    /// Turns until it gives up, should hits add uses as fast as it takes them off, or what it finds not be dropped.
     turns: Option<u64>,
     /// Those aside have had another turn, since there was nobody else.
     is_last_round: bool,
@@ -314,6 +314,10 @@ impl Hunt<'_> {
             let turn = self.order.state.with(|state| {
                 let left = self.turns.get_or_insert(ROUNDS * state.queues.total() + u64::from(TURNS));
                 for _ in 0..TURNS {
+                    if *left == 0 {
+                        return Turn::Nothing;
+                    }
+                    *left -= 1;
                     match state.turn(links, folios) {
                         Turn::Next => {}
                         Turn::Nothing if !self.is_last_round => {
@@ -323,8 +327,7 @@ impl Hunt<'_> {
                         turn => return turn,
                     }
                 }
-                *left = left.saturating_sub(u64::from(TURNS));
-                if *left > 0 { Turn::Next } else { Turn::Nothing }
+                Turn::Next
             });
             match turn {
                 Turn::Found(candidate) => return Some(candidate),

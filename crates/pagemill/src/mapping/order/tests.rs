@@ -298,3 +298,18 @@ fn a_loop_does_not_push_itself_out() {
     let stayed = before.iter().filter(|page| there(page)).count();
     assert!(stayed >= 80, "{stayed}");
 }
+
+/// What is found can fail to be dropped for as long as somebody else has it in hand, who may not get to run meanwhile: the search ends.
+#[test]
+fn a_search_in_vain_comes_to_an_end() {
+    let run = Run::new();
+    read(&run, 0..16, 64);
+    (1..16).for_each(|page| run.act(&Step::Keep(page, true)));
+    let (mut hunt, mut found) = (run.order.hunt(), 0);
+    while let Some(candidate) = hunt.next(&run.model) {
+        run.order.put_back(&candidate);
+        found += 1;
+        assert!(found < 1000, "there is one");
+    }
+    assert!(found > 0);
+}

@@ -1,0 +1,106 @@
+//! What other processes of the user may see of slab caches, and have done with them: each cache by a number of its own.
+
+use super::{Kind, Member, NodeInfo, SlabInfo, Slabs, info};
+use crate::error::{Error, Result};
+use crate::sync::Patience;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+
+/// What became of a cache that somebody had shrunk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ShrinkReport {
+    /// Bytes that went back, as the cache's own `shrink` says.
+    pub freed_bytes: u64,
+    /// Objects that were moved meanwhile.
+    pub moved: u64,
+    pub slabs_before: u32,
+    pub slabs_after: u32,
+    /// Bytes charged for its blocks.
+    pub resident_before: u64,
+    pub resident_after: u64,
+}
+
+impl Slabs {
+    /// The first cache from a number on that is still there.
+    fn member_from(&self, from: u64) -> Option<(u64, Arc<dyn Member>)> {
+        self.members.with(|members| {
+            let rest = &members[members.partition_point(|(id, _)| *id < from)..];
+            rest.iter().find_map(|(id, member)| Some((*id, member.upgrade()?)))
+        })
+    }
+
+    fn member(&self, id: u64) -> Option<Arc<dyn Member>> {
+        self.member_from(id).filter(|(found, _)| *found == id).map(|(_, member)| member)
+    }
+
+    /// Shows all caches by number, each with one node after the other, the figures of which are apart. Takes no memory; waits
+    /// for locks for so long in all, and says of which node it could not know.
+    ///
+    /// # Errors
+    ///
+    /// What `show` says; the rest is not shown then.
+    pub(crate) fn show(
+        &self,
+        most_ns: u64,
+        mut show: impl FnMut(u64, &SlabInfo, usize, &NodeInfo) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let (mut patience, mut from) = (Patience::new(), 0);
+        while let Some((id, member)) = self.member_from(from) {
+            info::show(&*member, (&mut patience, most_ns), |info, node, figures| show(id, info, node, figures))?;
+            from = id + 1;
+        }
+        Ok(())
+    }
+
+    /// Shrinks one cache, as its user would: calls owners of objects. `None` where it has gone, be it before its turn came.
+    ///
+    /// # Errors
+    ///
+    /// As the cache's own `shrink`.
+    pub(crate) fn shrink_one(&self, id: u64) -> Option<Result<ShrinkReport>> {
+        let member = self.member(id)?;
+        let shrink = || {
+            let before = info::of(&*member)?;
+            // What may run code of the program is for a thread with the program's files.
+            let freed_bytes = match member.kind() {
+                Kind::Fixed => member.shrink()?,
+                Kind::ByOwner | Kind::ByHandle => self.worker.order_shrink(member.engine())?,
+            };
+            let after = info::of(&*member)?;
+            Ok(ShrinkReport {
+                freed_bytes,
+                moved: after.moved.saturating_sub(before.moved),
+                slabs_before: before.total.slabs,
+                slabs_after: after.total.slabs,
+                resident_before: before.total.resident_bytes,
+                resident_after: after.total.resident_bytes,
+            })
+        };
+        let done = shrink();
+        let has_gone = done.is_err() && member.engine().is_withdrawn.load(SeqCst);
+        (!has_gone).then_some(done)
+    }
+
+    /// Sets the ratio by which a cache is defragmented. `None` where it has gone.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadRatio`]; [`Error::Unsupported`] where nothing can be moved.
+    pub(crate) fn set_used_ratio(&self, id: u64, percent: u32) -> Option<Result<()>> {
+        let member = self.member(id)?;
+        Some(match member.kind() {
+            Kind::Fixed => Err(Error::Unsupported { what: "objects of this slab cache stay where they are" }),
+            Kind::ByOwner | Kind::ByHandle => member.engine().set_used_ratio(percent),
+        })
+    }
+
+    /// Sets how often free objects of other nodes serve before there is a new slab. `None` where it has gone.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadRatio`].
+    pub(crate) fn set_remote_ratio(&self, id: u64, percent: u32) -> Option<Result<()>> {
+        Some(self.member(id)?.engine().set_remote_ratio(percent))
+    }
+}

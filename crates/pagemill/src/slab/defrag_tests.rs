@@ -1,0 +1,152 @@
+//! Defragmentation in steps: that it comes to its end, however small they are, and what is left then.
+
+use super::model_tests::Random;
+use super::owner_tests::{Book, Items, cache_of, pin};
+use super::tests::{settle, slabs, sparse_slabs};
+use super::*;
+use crate::units::BLOCK_BYTES;
+use crate::xarray;
+use std::collections::BTreeMap;
+
+/// Two slabs a block, and 512 objects a slab: many blocks of few items.
+const SLABS_EACH: u64 = 2;
+const SLAB_BYTES: usize = BLOCK_BYTES / SLABS_EACH as usize;
+const PER_BLOCK: u64 = SLABS_EACH * 512;
+
+/// A cache with so many full blocks, and the numbers of the items of each.
+fn with_full_blocks(slabs: &'static Slabs, blocks: u64) -> (ByOwner<Book>, Vec<Vec<u64>>) {
+    let cache = cache_of(slabs, Settings { slab_bytes: Some(SLAB_BYTES), ..Settings::new("steps") });
+    (0..blocks * PER_BLOCK).for_each(|number| cache.add(number));
+    let mut by_block = BTreeMap::<usize, Vec<u64>>::new();
+    for number in 0..blocks * PER_BLOCK {
+        by_block.entry(cache.item(number).as_ptr() as usize / BLOCK_BYTES).or_default().push(number);
+    }
+    assert!(by_block.values().all(|numbers| numbers.len() as u64 == PER_BLOCK));
+    (cache, by_block.into_values().collect())
+}
+
+/// Leaves so many items of a block, some in each slab, and says which. Nothing stays in magazines.
+fn thin_out(cache: &ByOwner<Book>, numbers: &[u64], left: usize) -> Vec<u64> {
+    let is_left = |at: usize| at * left / numbers.len() != (at + 1) * left / numbers.len();
+    let (kept, gone): (Vec<_>, Vec<_>) = numbers.iter().enumerate().partition(|(at, _)| is_left(*at));
+    gone.iter().for_each(|(_, number)| assert!(cache.remove(**number)));
+    drop(cache.engine().seize().unwrap());
+    kept.into_iter().map(|(_, number)| *number).collect()
+}
+
+/// Makes steps of one slab each until the cache rests; says how many.
+fn steps_until_rest(cache: &ByOwner<Book>, most: u64) -> u64 {
+    for steps in 0..most {
+        cache.defrag_step(Duration::ZERO).unwrap();
+        if cache.engine().passes.is_resting() {
+            return steps;
+        }
+        settle(cache.engine());
+    }
+    panic!("it does not come to its end in {most} steps: {:?}", cache.info());
+}
+
+/// Where more blocks than one look goes over have items that stay, all those behind them are emptied, in steps of one slab each. Forty
+/// blocks refuse, and come first in their list; twenty do not, and find a place in these.
+#[test]
+fn blocks_that_refuse_do_not_hide_others() {
+    let (cache, blocks) = with_full_blocks(slabs(), 60);
+    let (refusing, others) = blocks.split_at(40);
+    others.iter().for_each(|numbers| _ = thin_out(&cache, numbers, 100));
+    for numbers in refusing {
+        thin_out(&cache, numbers, 100).iter().for_each(|number| pin(&cache, *number));
+    }
+
+    // Each slab is tried once in a pass; of passes there are few.
+    steps_until_rest(&cache, 4 * 60 * SLABS_EACH);
+
+    cache.engine().shrink().unwrap();
+    let info = cache.info().unwrap();
+    assert_eq!((info.total.blocks, info.moved), (40, 20 * 100), "{info:?}");
+    assert_eq!(info.active, 60 * 100);
+    cache.engine().check_books();
+}
+
+/// Two blocks with an item that stays are not emptied into each other time and again, though each is in use by less than the ratio, and finds
+/// room in the other: each gives the other what it has, once.
+#[test]
+fn blocks_that_cannot_be_emptied_do_not_take_turns() {
+    let (cache, blocks) = with_full_blocks(slabs(), 2);
+    for numbers in &blocks {
+        let left = thin_out(&cache, numbers, 130);
+        pin(&cache, left[0]);
+    }
+    for _ in 0..5 {
+        cache.engine().passes.wake();
+        steps_until_rest(&cache, 4 * 2 * SLABS_EACH);
+    }
+    let info = cache.info().unwrap();
+    assert!(info.moved <= 129 + 2 * 129 && info.total.blocks == 2, "{info:?}");
+    cache.engine().check_books();
+}
+
+/// A slab that a step left in the midst is gone on with when readers have gone, though a step found nothing else meanwhile; so a cache does
+/// not come to rest before what can be freed is.
+#[test]
+fn a_pass_waits_for_what_it_left_in_the_midst() {
+    let (cache, blocks) = with_full_blocks(slabs(), 6);
+    cache.set_defrag_used_ratio(100).unwrap();
+    thin_out(&cache, &blocks[4], 500);
+    thin_out(&cache, &blocks[5], 40);
+    let guard = xarray::pin();
+    for _ in 0..3 {
+        cache.defrag_step(Duration::ZERO).unwrap();
+    }
+    assert_eq!(cache.info().unwrap().moved, 20, "one of two slabs");
+    drop(guard);
+    settle(cache.engine());
+    steps_until_rest(&cache, 4 * 6 * SLABS_EACH);
+    cache.engine().shrink().unwrap();
+    let info = cache.info().unwrap();
+    assert_eq!((info.moved, info.total.blocks), (40, 5), "{info:?}");
+}
+
+/// Items of random numbers stay in some blocks, come and go beside steps of random lengths and readers. When a cache rests it has no more than the ratio
+/// says, and beside that on each node, in whole blocks, one that is in use by less and one that is kept idle; in small pages one such slab, and
+/// four that are kept.
+#[test]
+fn at_rest_a_cache_has_what_its_ratio_says() {
+    let mut random = Random::seeded("at rest");
+    for slabs in [slabs(), sparse_slabs()].into_iter().flat_map(|slabs| [slabs; 15]) {
+        let (cache, blocks) = with_full_blocks(slabs, 2 + random.below(7));
+        let ratio = [10, 30, 50, 60, 90, 100][random.below(6) as usize];
+        cache.set_defrag_used_ratio(ratio).unwrap();
+        let most = 1 + random.below(PER_BLOCK);
+        let mut live: Vec<u64> =
+            blocks.iter().flat_map(|numbers| thin_out(&cache, numbers, random.below(most) as usize)).collect();
+        for turn in 0..random.below(12) {
+            let guard = (random.below(2) == 0).then(xarray::pin);
+            cache.defrag_step(Duration::from_micros(random.below(4) * 20)).unwrap();
+            match random.below(6) {
+                0 => {
+                    let more = (1 << 32) + turn * PER_BLOCK..;
+                    live.extend(more.take(random.below(200) as usize).inspect(|number| cache.add(*number)));
+                }
+                1 => {
+                    let kept = live.split_off(random.below(1 + live.len() as u64) as usize / 2);
+                    std::mem::replace(&mut live, kept).iter().for_each(|number| assert!(cache.remove(*number)));
+                }
+                _ => {}
+            }
+            drop(guard);
+            if random.below(2) == 0 {
+                settle(cache.engine());
+            }
+        }
+        // What has changed by less than one in 64 is worth no pass.
+        cache.engine().passes.wake();
+        steps_until_rest(&cache, 1000);
+        let (info, live_count) = (cache.info().unwrap(), live.len() as u64);
+        assert_eq!((cache.check_all(), info.active), (live_count, live_count));
+        let (unit, kept) = if cache.engine().comes_sparse() { (SLAB_BYTES, 1 + 4) } else { (BLOCK_BYTES, 1 + 1) };
+        let per_unit = PER_BLOCK * unit as u64 / BLOCK_BYTES as u64;
+        let more = (info.total.resident_bytes / unit as u64).saturating_sub(kept);
+        assert!(more * per_unit * u64::from(ratio) <= live_count * 100, "{ratio} {info:?}");
+        cache.engine().check_books();
+    }
+}

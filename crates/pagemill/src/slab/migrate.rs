@@ -1,0 +1,378 @@
+//! Emptying slabs: objects of one, some at a time, go to places elsewhere.
+//!
+//! Of a slab that was claimed ([`super::defrag`] says which) the mover of the cache chooses objects (`isolate`, under the lock of the
+//! node), and moves each (`migrate`, without any lock). What was left waits for readers ([`super::batch`]).
+//!
+//! ```text
+//!   open --claim--> claimed --isolate, migrate ... --> claimed, in a batch --readers gone--> open, or its memory back
+//!                      `------- a callback panics ---> lost
+//! ```
+
+use super::batch::Left;
+use super::engine::Engine;
+use super::looks::{Search, Source};
+use super::meta::{Objects, SlabSet};
+use super::node::Room;
+use super::seize::Seized;
+use crate::stats::{self, Counter};
+use crate::sync::Relaxed;
+use pagemill_sys::clock;
+use std::any::Any;
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::thread;
+
+/// Objects that are isolated at once: what an allocation may have to wait for.
+const CHUNK: usize = 64;
+
+/// Objects of one slab that may be moved.
+pub(super) struct Chunk {
+    pub objects: [usize; CHUNK],
+    pub len: usize,
+}
+
+impl Chunk {
+    /// Leaves those out for which `is_kept` is false.
+    pub fn retain(&mut self, mut is_kept: impl FnMut(usize) -> bool) {
+        let mut kept = 0;
+        for at in 0..self.len {
+            let object = self.objects[at];
+            if is_kept(object) {
+                self.objects[kept] = object;
+                kept += 1;
+            }
+        }
+        self.len = kept;
+    }
+}
+
+/// What became of an object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fate {
+    /// It is elsewhere.
+    Moved,
+    /// Its owner freed it instead.
+    Freed,
+    /// It stays: somebody uses it.
+    Busy,
+    /// It stays: there was no place, or it could not be moved.
+    Failed,
+}
+
+/// Who knows how to move the objects of a cache.
+pub(super) trait Mover {
+    /// What `isolate` tells `migrate`.
+    type Isolated;
+
+    /// Leaves those in that will be moved. Under the lock of the node: no call of the cache.
+    fn isolate(&self, chunk: &mut Chunk) -> Self::Isolated;
+
+    /// Takes what threads keep beside their magazines.
+    fn collect(&self, _seized: &Seized<'_>) {}
+
+    /// Moves one of them to a place of `to`.
+    fn migrate(&self, object: usize, to: &mut Places<'_>, isolated: &mut Self::Isolated) -> Fate;
+}
+
+/// Places that objects may be moved to, of one node.
+pub(super) struct Places<'engine> {
+    engine: &'engine Engine,
+    node: usize,
+    room: Room,
+    taken: [usize; CHUNK],
+    len: usize,
+    /// Objects that are still to be moved, at most.
+    wanted: usize,
+}
+
+impl<'engine> Places<'engine> {
+    fn new(engine: &'engine Engine, node: usize, room: Room) -> Self {
+        Self { engine, node, room, taken: [0; CHUNK], len: 0, wanted: CHUNK }
+    }
+
+    /// A place that is nobody else's.
+    pub fn take(&mut self) -> Option<usize> {
+        if self.len == 0 {
+            let wanted = self.wanted.clamp(1, CHUNK);
+            self.len = self.engine.take_present(self.node, self.room, &mut self.taken[..wanted]);
+            let least = match self.room {
+                Room::Used => Some(0),
+                Room::Fuller(least) => Some(least),
+                Room::Partial | Room::Any => None,
+            };
+            if self.len == 0 && least.is_some_and(|least| self.engine.grow_in_use(self.node, least)) {
+                self.len = self.engine.take_present(self.node, self.room, &mut self.taken[..wanted]);
+            }
+        }
+        if self.len == 0 && self.room == Room::Any && self.engine.take(self.node, 0, &mut self.taken[..1]).is_ok() {
+            self.len = 1;
+        }
+        self.len = self.len.checked_sub(1)?;
+        let object = self.taken[self.len];
+        self.engine.note_taken(object);
+        self.engine.open_free(object);
+        Some(object)
+    }
+
+    /// Takes back a place that was not used.
+    pub fn put(&mut self, object: usize) {
+        self.engine.note_given(object);
+        self.engine.close_free(object);
+        if self.len < CHUNK {
+            self.taken[self.len] = object;
+            self.len += 1;
+        } else {
+            self.engine.put_back(self.node, &[object]);
+        }
+    }
+}
+
+impl Drop for Places<'_> {
+    fn drop(&mut self) {
+        self.engine.put_back(self.node, &self.taken[..self.len]);
+    }
+}
+
+thread_local! {
+    static IS_ISOLATING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether this thread is inside of `isolate`, under the lock of a node.
+pub(super) fn is_isolating() -> bool {
+    // Under shuttle all threads are one.
+    cfg!(not(shuttle)) && IS_ISOLATING.get()
+}
+
+/// Refuses calls from inside of `isolate`: they would wait for the lock that its caller holds.
+pub(super) fn assert_not_isolating() {
+    assert!(!is_isolating(), "a slab cache is called while its slab is locked for `isolate`");
+}
+
+struct Isolating;
+
+impl Isolating {
+    fn begin() -> Self {
+        IS_ISOLATING.set(true);
+        Self
+    }
+}
+
+impl Drop for Isolating {
+    fn drop(&mut self) {
+        IS_ISOLATING.set(false);
+    }
+}
+
+/// The first of two panics goes on. The other's value may have a destructor, which may panic.
+fn first_panic(first: thread::Result<()>, other: thread::Result<()>) -> thread::Result<()> {
+    if first.is_err() {
+        std::mem::forget(other);
+        return first;
+    }
+    other
+}
+
+/// What a defragmentation did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// Objects that were moved, or freed by their owner instead.
+    pub moved: u64,
+    /// Objects that stayed where they were.
+    pub stayed: u64,
+    /// Slabs that were emptied.
+    pub emptied: u64,
+    /// Whether the pass over all that is worth emptying has come to its end. What it left may be worth another.
+    pub is_done: bool,
+}
+
+impl Progress {
+    pub(super) fn add(&mut self, part: &Self) {
+        self.moved += part.moved;
+        self.stayed += part.stayed;
+        self.emptied += part.emptied;
+        self.is_done &= part.is_done;
+    }
+}
+
+/// A step under way.
+pub(super) struct Run<'engine, M: Mover> {
+    engine: &'engine Engine,
+    mover: &'engine M,
+    pass: u32,
+    deadline_ns: u64,
+    /// Objects that may still be moved.
+    most: u64,
+    pub progress: Progress,
+    left: Vec<Left>,
+    /// One slab is tried whatever the clock says, so that each step comes nearer to the end.
+    has_tried: bool,
+    /// A slab was left in the midst: there is more to do when it is back.
+    pub was_stopped: bool,
+    panic: Option<Box<dyn Any + Send>>,
+}
+
+impl<'engine, M: Mover> Run<'engine, M> {
+    pub fn new(engine: &'engine Engine, mover: &'engine M, pass: u32, deadline_ns: u64, most: u64) -> Self {
+        Self {
+            engine,
+            mover,
+            pass,
+            deadline_ns,
+            most,
+            progress: Progress::default(),
+            left: Vec::new(),
+            has_tried: false,
+            was_stopped: false,
+            panic: None,
+        }
+    }
+
+    pub fn is_over(&self) -> bool {
+        let is_late = self.has_tried && clock::fine_ns() >= self.deadline_ns;
+        self.panic.is_some() || self.most == 0 || is_late
+    }
+
+    /// Empties what is found on a node.
+    pub fn compact(&mut self, node: usize, search: &Search) {
+        while !self.is_over()
+            && let Some(source) = self.engine.on(node, |node| node.claim_source(search))
+        {
+            match source {
+                Source::Slab(block, slab, most) => {
+                    self.empty_slab(node, block, slab, most, (node, Room::Partial));
+                }
+                Source::Block(block, slabs, room) => self.empty_block(node, block, slabs, (search.pass, room)),
+            }
+        }
+    }
+
+    /// Moves the objects of those slabs of a block that were claimed for it.
+    pub fn empty_block(&mut self, node: usize, block: u32, slabs: SlabSet, (pass, room): (u32, Room)) {
+        for slab in slabs.iter() {
+            let was_tried = self.engine.ground.blocks.slab(block, slab).tried.get() == pass;
+            let objects = if was_tried { 0 } else { u32::MAX };
+            if !self.empty_slab(node, block, slab, objects, (node, room)) {
+                self.engine.on(node, |node| node.blocks.block(block).tried.set(0));
+            }
+        }
+        self.left.push(Left::Block { node, block });
+    }
+
+    /// Moves objects of a claimed slab; says whether all were tried. One that was not is tried again.
+    pub fn empty_slab(&mut self, node: usize, block: u32, slab: u32, most: u32, to: (usize, Room)) -> bool {
+        let mut objects = Objects::default();
+        let (mut from, mut left) = (0, u64::from(most));
+        let is_whole = loop {
+            let chunk_most = left.min(self.most).min(CHUNK as u64) as usize;
+            if chunk_most == 0 {
+                break left == 0;
+            }
+            if self.is_over() {
+                break false;
+            }
+            match self.move_chunk(node, (block, slab), &mut from, chunk_most, to, &mut objects) {
+                Some((0, _)) => break true,
+                Some((count, stayed)) => left -= (count - stayed) as u64,
+                None => {
+                    self.engine.lose(node, block, slab);
+                    break true;
+                }
+            }
+        };
+        let is_empty = self.engine.on(node, |node| {
+            let words = node.blocks.slab(block, slab);
+            words.tried.set(if is_whole { self.pass } else { 0 });
+            words.used() == objects.count()
+        });
+        self.progress.emptied += u64::from(is_empty && objects.count() > 0);
+        self.was_stopped |= !is_whole;
+        self.has_tried |= is_whole && most > 0;
+        self.left.push(Left::Slab { node, block, slab, objects });
+        is_whole
+    }
+
+    /// Moves up to `most` objects of a slab from `from` on. Says how many there were and how many of them stayed; `None` if a
+    /// callback panicked.
+    fn move_chunk(
+        &mut self,
+        node: usize,
+        (block, slab): (u32, u32),
+        from: &mut u32,
+        most: usize,
+        (to, room): (usize, Room),
+        left: &mut Objects,
+    ) -> Option<(usize, usize)> {
+        let (engine, mover) = (self.engine, self.mover);
+        let mut chunk = Chunk { objects: [0; CHUNK], len: 0 };
+        let mut count = 0;
+        let isolated = catch_unwind(AssertUnwindSafe(|| {
+            engine.on(node, |node| {
+                let base = node.blocks.addr(block);
+                node.blocks.slab(block, slab).set_objects(*from, most, |object| {
+                    chunk.objects[count] = base + node.shape.offset_of(slab, object);
+                    count += 1;
+                    *from = object + 1;
+                });
+                chunk.len = count;
+                let _isolating = Isolating::begin();
+                mover.isolate(&mut chunk)
+            })
+        }));
+        let refused = count - chunk.len;
+        let mut fates = [0_usize; 4];
+        let moved = isolated.and_then(|mut isolated| {
+            let mut places = Places::new(engine, to, room);
+            let moved = catch_unwind(AssertUnwindSafe(|| {
+                for (at, object) in chunk.objects[..chunk.len].iter().enumerate() {
+                    places.wanted = chunk.len - at;
+                    let fate = mover.migrate(*object, &mut places, &mut isolated);
+                    fates[fate as usize] += 1;
+                    if matches!(fate, Fate::Moved | Fate::Freed) {
+                        left.add(engine.place_of(*object));
+                    }
+                }
+            }));
+            // Its destructor is the program's, too.
+            let ended = catch_unwind(AssertUnwindSafe(|| drop(isolated)));
+            first_panic(moved, ended)
+        });
+        self.count(refused, fates);
+        match moved {
+            Ok(()) => Some((count, refused + fates[Fate::Busy as usize] + fates[Fate::Failed as usize])),
+            Err(panic) => {
+                self.panic = Some(panic);
+                None
+            }
+        }
+    }
+
+    fn count(&mut self, refused: usize, fates: [usize; 4]) {
+        let counts = &self.engine.counts;
+        let [moved, freed, busy, failed] = fates.map(|count| count as u64);
+        let stayed = busy + failed + refused as u64;
+        let each = [
+            (&counts.moved, moved),
+            (&counts.freed, freed),
+            (&counts.busy, busy),
+            (&counts.failed, failed),
+            (&counts.refused, refused as u64),
+        ];
+        each.into_iter().for_each(|(counter, more)| _ = counter.fetch_add(more, Relaxed));
+        stats::add(Counter::SlabMoved, moved);
+        stats::add(Counter::SlabStayed, stayed);
+        self.progress.moved += moved + freed;
+        self.progress.stayed += stayed;
+        self.most = self.most.saturating_sub(moved + freed);
+    }
+
+    /// Leaves what was emptied to wait for readers; goes on with a panic of a callback.
+    pub fn end(self) -> Progress {
+        stats::add(Counter::SlabEmptied, self.progress.emptied);
+        self.engine.counts.emptied.fetch_add(self.progress.emptied, Relaxed);
+        self.engine.retire(self.left);
+        if let Some(panic) = self.panic {
+            resume_unwind(panic);
+        }
+        self.progress
+    }
+}

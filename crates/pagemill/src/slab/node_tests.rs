@@ -1,0 +1,171 @@
+//! What is found to be emptied on a node, and how much is looked at for that. Books alone: no object has memory here.
+
+use super::looks::{LOOKS, Search, Source};
+use super::node::{Books, Node, Room};
+use super::shape::Shape;
+use super::tests::sparse_slabs;
+use crate::arena::Filling;
+use crate::units::BLOCK_BYTES;
+
+/// Slabs of a block, and objects of a slab.
+const SLABS: usize = 8;
+const OBJECTS: usize = 4;
+
+const PASS: u32 = 7;
+
+fn search(percent: u32) -> Search {
+    Search { percent, pass: PASS, round: None }
+}
+
+/// How blocks get memory, as their words say.
+#[derive(Clone, Copy)]
+enum Kind {
+    Whole,
+    Sparse,
+}
+
+/// Lets `act` have a node with so many blocks, all objects of which are taken; and the places of these, block by block and slab by
+/// slab.
+fn with_full_blocks(kind: Kind, blocks: usize, act: impl FnOnce(&mut Node<'_>, &[usize])) {
+    let slabs = sparse_slabs();
+    let ground = slabs.members.with(|_| slabs.ground()).unwrap();
+    let slab_bytes = BLOCK_BYTES / SLABS;
+    let shape = Shape::new(slab_bytes / OBJECTS, 8, Some(slab_bytes)).unwrap();
+    let mut books = Books::new();
+    let mut node = Node { shape: &shape, blocks: &ground.blocks, books: &mut books };
+    for _ in 0..blocks {
+        let block = ground.blocks.take(0, Filling::Unknown).unwrap();
+        ground.blocks.block(block).is_sparse.set(kind as u32);
+        node.add_block(block);
+        while let Some((block, slab)) = node.claim_bare() {
+            node.open(block, slab);
+        }
+    }
+    let mut objects = vec![0; blocks * SLABS * OBJECTS];
+    assert_eq!(node.take(Room::Any, &mut objects), objects.len());
+    objects.sort_unstable();
+    act(&mut node, &objects);
+    node.check_lists();
+}
+
+/// Claims what is found until nothing is, and has each refuse; says how many that were.
+fn try_all(node: &mut Node<'_>, search: &Search) -> usize {
+    let mut count = 0;
+    while let Some(source) = node.claim_source(search) {
+        let Source::Slab(block, slab, _) = source else { panic!("{source:?}") };
+        node.open(block, slab);
+        count += 1;
+    }
+    count
+}
+
+/// Where all slabs refuse each is tried once in a pass, and for each so many blocks are looked at, however many there are.
+#[test]
+fn a_pass_looks_at_few_blocks_for_each_slab() {
+    for blocks in [50, 200] {
+        with_full_blocks(Kind::Sparse, blocks, |node, objects| {
+            objects.iter().step_by(2).for_each(|object| node.give(*object));
+            let tried = try_all(node, &search(101));
+            assert_eq!(tried, blocks * SLABS);
+            let most = tried * LOOKS + blocks;
+            assert!(node.books.looks.looked_at as usize <= most, "{} {most}", node.books.looks.looked_at);
+        });
+    }
+}
+
+/// Has all blocks that are found refuse, and come back at once; says which these were, in order.
+fn try_blocks(node: &mut Node<'_>, search: &Search) -> Vec<u32> {
+    let mut tried = Vec::new();
+    while let Some(source) = node.claim_source(search) {
+        let Source::Block(block, slabs, _) = source else { panic!("{source:?}") };
+        slabs.iter().for_each(|slab| node.open(block, slab));
+        node.return_block(block);
+        tried.push(block);
+    }
+    tried
+}
+
+/// Where all blocks refuse each is tried once in a round, the emptiest first, and for each so many are looked at, however many there are.
+#[test]
+fn a_round_looks_at_few_blocks_for_each() {
+    for blocks in [10, 50, 200] {
+        with_full_blocks(Kind::Whole, blocks, |node, objects| {
+            // Of one in three so much is left that it is not worth it, though it is in the same list as others.
+            let left = |block: usize| if block.is_multiple_of(3) { 10 } else { 1 + block % 2 * 8 };
+            let (mut sparse, mut sparser) = (0, 0);
+            for (at, block) in objects.chunks(SLABS * OBJECTS).enumerate() {
+                block[left(at)..].iter().for_each(|object| node.give(*object));
+                sparse += usize::from(left(at) < 10);
+                sparser += usize::from(left(at) == 1);
+            }
+            for round in [PASS, PASS + 1] {
+                let before = node.books.looks.looked_at;
+                let tried = try_blocks(node, &Search { percent: 30, pass: round, round: Some(round) });
+                assert_eq!(tried.iter().collect::<std::collections::BTreeSet<_>>().len(), sparse);
+                assert_eq!(tried.len(), sparse, "each once");
+                let used = |block: &u32| node.blocks.block(*block).used.get();
+                assert!(
+                    tried[..sparser].iter().all(|block| used(block) == 1)
+                        && tried[sparser..].iter().all(|block| used(block) == 9)
+                );
+                let looked_at = (node.books.looks.looked_at - before) as usize;
+                // The other look, for slabs, goes over all once.
+                assert!(looked_at <= sparse * LOOKS + 2 * blocks, "{looked_at} {sparse}");
+            }
+        });
+    }
+}
+
+/// A block that becomes emptier in the midst of a round is found in it.
+#[test]
+fn what_changes_in_a_round_is_found_in_it() {
+    with_full_blocks(Kind::Whole, 40, |node, objects| {
+        let block_of = |at: usize| &objects[at * SLABS * OBJECTS..][..SLABS * OBJECTS];
+        (0..20).for_each(|at| block_of(at)[9..].iter().for_each(|object| node.give(*object)));
+        let search = Search { percent: 30, pass: PASS, round: Some(PASS) };
+        assert_eq!(try_blocks(node, &search).len(), 20);
+        assert!(!node.has_source(&search));
+        block_of(30)[9..].iter().for_each(|object| node.give(*object));
+        assert_eq!(try_blocks(node, &search).len(), 1);
+    });
+}
+
+/// The same when objects are moved to another node, of full slabs, too.
+#[test]
+fn moving_away_looks_at_few_blocks_for_each_slab() {
+    with_full_blocks(Kind::Sparse, 100, |node, objects| {
+        node.give(objects[0]);
+        let mut tried = 0;
+        while let Some((block, slab)) = node.claim_next(PASS) {
+            node.open(block, slab);
+            tried += 1;
+        }
+        assert_eq!(tried, 100 * SLABS);
+        assert!(node.books.looks.looked_at as usize <= 2 * tried, "{}", node.books.looks.looked_at);
+    });
+}
+
+/// In a block where nothing was left a slab is found that is no longer full, or comes back without having been tried; and all of them
+/// by who looks for others.
+#[test]
+fn what_changes_in_a_pass_is_found_in_it() {
+    with_full_blocks(Kind::Sparse, 3, |node, objects| {
+        let per_block = SLABS * OBJECTS;
+        // One slab of each block is half in use, but for the last.
+        [0, 1, per_block, per_block + 1].into_iter().for_each(|at| node.give(objects[at]));
+        assert_eq!(try_all(node, &search(40)), 0);
+        assert_eq!(try_all(node, &search(101)), 2);
+        assert!(!node.has_source(&search(101)));
+        node.give(objects[2 * per_block]);
+        node.give(objects[per_block - 1]);
+        assert_eq!(try_all(node, &search(101)), 2);
+        let Some(Source::Slab(block, slab, _)) = node.claim_source(&Search { pass: PASS + 1, ..search(101) }) else {
+            panic!("another pass tries all again");
+        };
+        assert_eq!(try_all(node, &Search { pass: PASS + 1, ..search(101) }), 3);
+        // One that was left in the midst.
+        node.blocks.slab(block, slab).tried.set(0);
+        node.open(block, slab);
+        assert_eq!(try_all(node, &Search { pass: PASS + 1, ..search(101) }), 1);
+    });
+}

@@ -1,0 +1,251 @@
+//! Numbers of threads: what a thread is to slab caches. It borrows one when it first comes by; when it ends the next has it.
+
+use super::magazine::Offset;
+use super::readers;
+use crate::sync::{Acquire, Relaxed, Release};
+use pagemill_sys::process;
+use std::sync::atomic::{self, Ordering::AcqRel};
+
+/// Threads that have magazines at a time; others go to the slabs. Linux lets a process have no more unless it is told to: a thread takes two
+/// of 65,530 mappings.
+pub(super) const MAX_THREADS: usize = 1 << 15;
+
+pub(super) const WORD_BITS: usize = u64::BITS as usize;
+
+/// What is no number: not asked for yet, or there is none.
+pub(super) const UNKNOWN: u32 = u32::MAX;
+pub(super) const NONE: u32 = u32::MAX - 1;
+
+static NUMBERS: Numbers = Numbers::new();
+
+/// One more than the highest number that any thread has had.
+static HIGH_WATER: atomic::AtomicU32 = atomic::AtomicU32::new(0);
+
+/// Numbers from here on were never anybody's.
+pub(super) fn high_water() -> usize {
+    HIGH_WATER.load(Acquire) as usize
+}
+
+/// Numbers whose bits are set, in ascending order, of words that follow each other.
+pub(super) fn numbers_in(words: impl Iterator<Item = u64>) -> impl Iterator<Item = usize> {
+    words.enumerate().flat_map(|(at, mut bits)| {
+        std::iter::from_fn(move || {
+            let bit = bits.trailing_zeros() as usize;
+            bits &= bits.checked_sub(1)?;
+            Some(at * WORD_BITS + bit)
+        })
+    })
+}
+
+/// Numbers of threads that are there, or that have left a reader. Whoever has passed a barrier with his own before the caller has passed one is
+/// among them.
+#[cfg(not(shuttle))]
+pub(super) fn taken() -> impl Iterator<Item = usize> {
+    NUMBERS.taken(high_water().div_ceil(WORD_BITS))
+}
+
+/// Under shuttle tasks take none.
+#[cfg(shuttle)]
+pub(super) fn taken() -> impl Iterator<Item = usize> {
+    0..high_water()
+}
+
+/// Numbers that threads have.
+struct Numbers {
+    /// A bit each.
+    taken: [atomic::AtomicU64; MAX_THREADS / WORD_BITS],
+    /// The process in which one was taken last.
+    taker: atomic::AtomicU32,
+}
+
+impl Numbers {
+    const fn new() -> Self {
+        Self { taken: [const { atomic::AtomicU64::new(0) }; MAX_THREADS / WORD_BITS], taker: atomic::AtomicU32::new(0) }
+    }
+
+    fn take(&self, process: u32) -> Option<u32> {
+        // Before any bit is set, for who forgets.
+        self.taker.store(process, Relaxed);
+        for (at, word) in self.taken.iter().enumerate() {
+            let mut bits = word.load(Relaxed);
+            while bits != u64::MAX {
+                let bit = bits.trailing_ones();
+                // Acquires what the number's last thread did with its magazines.
+                match word.compare_exchange(bits, bits | 1 << bit, AcqRel, Relaxed) {
+                    Ok(_) => return Some(at as u32 * 64 + bit),
+                    Err(now) => bits = now,
+                }
+            }
+        }
+        None
+    }
+
+    /// In ascending order, those of so many words.
+    #[cfg_attr(shuttle, allow(dead_code))] // tasks take none
+    fn taken(&self, words: usize) -> impl Iterator<Item = usize> {
+        // Acquires what threads did until they gave their numbers up.
+        numbers_in(self.taken[..words.min(self.taken.len())].iter().map(|word| word.load(Acquire)))
+    }
+
+    fn give(&self, number: u32) {
+        self.taken[number as usize / 64].fetch_and(!(1 << (number % 64)), Release);
+    }
+
+    /// Gives all numbers back but one, which were taken in another process.
+    fn forget(&self, process: u32, own: u32) {
+        for (at, word) in self.taken.iter().enumerate() {
+            let seen = word.load(Acquire);
+            if self.taker.load(Relaxed) == process {
+                return;
+            }
+            let kept = if own as usize / 64 == at { 1 << (own % 64) } else { 0 };
+            word.fetch_and(!seen | kept, Relaxed);
+        }
+    }
+}
+
+/// In a fork child: no thread but this one has a number. Nothing changes where threads of this process have taken some already, as with the
+/// second Pagemill's call, or where another thread than the first was the first to notice.
+pub(super) fn begin_child() {
+    if process::is_first_thread() {
+        NUMBERS.forget(process::id(), own_number());
+    }
+}
+
+/// Gives a thread's number to the next when it ends.
+struct Number(u32);
+
+impl Drop for Number {
+    fn drop(&mut self) {
+        // Destructors that come later do without a magazine.
+        note_own(NONE);
+        // A guard that outlives the thread's number keeps it for good: the reader's word is its own.
+        if !readers::is_reading(self.0) {
+            NUMBERS.give(self.0);
+        }
+    }
+}
+
+thread_local! {
+    /// Plain words: reading one costs an instruction.
+    static OWN: std::cell::Cell<u32> = const { std::cell::Cell::new(UNKNOWN) };
+    static OFFSET: std::cell::Cell<Offset> = const { std::cell::Cell::new(Offset::NOWHERE) };
+    static NUMBER: std::cell::Cell<Option<Number>> = const { std::cell::Cell::new(None) };
+}
+
+/// This thread's number; [`UNKNOWN`] before [`find_number`].
+#[cfg(not(shuttle))]
+#[inline(always)]
+pub(super) fn own_number() -> u32 {
+    OWN.with(std::cell::Cell::get)
+}
+
+/// Under shuttle all threads are one: they are told apart by their task.
+#[cfg(shuttle)]
+pub(super) fn own_number() -> u32 {
+    shuttle::current::try_get_current_task().map_or(OWN.with(std::cell::Cell::get), |task| {
+        let number = usize::from(task) as u32 + 1;
+        HIGH_WATER.fetch_max(number + 1, AcqRel);
+        number
+    })
+}
+
+/// As [`own_number`], for magazines.
+#[cfg(not(shuttle))]
+#[inline(always)]
+pub(super) fn own_offset() -> Offset {
+    OFFSET.with(std::cell::Cell::get)
+}
+
+#[cfg(shuttle)]
+pub(super) fn own_offset() -> Offset {
+    Offset::of(own_number())
+}
+
+/// Takes a number for this thread, where it has none; [`NONE`] where there is none left, or the thread is ending.
+#[cold]
+pub(super) fn find_number() -> u32 {
+    if own_number() == UNKNOWN {
+        readers::note_process();
+        let taken = NUMBERS.take(process::id());
+        HIGH_WATER.fetch_max(taken.map_or(0, |number| number + 1), AcqRel);
+        let is_kept = taken.is_some_and(|number| NUMBER.try_with(|own| own.set(Some(Number(number)))).is_ok());
+        note_own(taken.filter(|_| is_kept).unwrap_or(NONE));
+    }
+    own_number()
+}
+
+fn note_own(number: u32) {
+    OWN.with(|own| own.set(number));
+    OFFSET.with(|own| own.set(Offset::of(number)));
+}
+
+/// A number that a test has, as if it were a thread's.
+#[cfg(all(test, not(shuttle)))]
+pub(super) struct Held(u32);
+
+#[cfg(all(test, not(shuttle)))]
+impl Drop for Held {
+    fn drop(&mut self) {
+        NUMBERS.give(self.0);
+    }
+}
+
+/// Takes so many, or what is left.
+#[cfg(all(test, not(shuttle)))]
+pub(super) fn take_numbers(most: usize) -> Vec<Held> {
+    let taken = std::iter::from_fn(|| NUMBERS.take(process::id()).map(Held));
+    let taken: Vec<_> = taken.take(most).collect();
+    HIGH_WATER.fetch_max(taken.iter().map(|held| held.0 + 1).max().unwrap_or(0), AcqRel);
+    taken
+}
+
+#[cfg(all(test, not(shuttle)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_found_in_words() {
+        assert_eq!(
+            Vec::from_iter(numbers_in([0, 1 << 63 | 0b101, 0, u64::MAX].into_iter()))[..5],
+            [64, 66, 127, 192, 193]
+        );
+        assert_eq!(numbers_in([u64::MAX; 2].into_iter()).count(), 128);
+    }
+
+    /// In a child the numbers of its parent's threads are taken again, but that of the thread that forked; those that threads of its own have
+    /// taken stay theirs.
+    #[test]
+    fn a_child_forgets_the_numbers_of_its_parent() {
+        let numbers = Numbers::new();
+        let take = |process, count| (0..count).map(|_| numbers.take(process).unwrap()).collect::<Vec<_>>();
+        let taken = || numbers.taken(MAX_THREADS).map(|number| number as u32).collect::<Vec<_>>();
+        assert_eq!(take(1, 70), Vec::from_iter(0..70));
+        numbers.forget(1, 66);
+        assert_eq!(take(1, 2), [70, 71]);
+        numbers.forget(2, 66);
+        assert_eq!(take(2, 80), Vec::from_iter((0..81).filter(|number| *number != 66)));
+        numbers.forget(2, 66);
+        numbers.give(7);
+        assert_eq!(take(2, 2), [7, 81]);
+        numbers.forget(3, NONE);
+        assert_eq!((taken(), take(3, 1)), (vec![], vec![0]));
+        // As many as there are, and no more.
+        let all = Vec::from_iter(0..MAX_THREADS as u32);
+        assert_eq!((take(3, MAX_THREADS - 1), numbers.take(3)), (all[1..].to_vec(), None));
+        assert_eq!(taken(), all);
+        numbers.forget(4, MAX_THREADS as u32 - 1);
+        assert_eq!((taken(), take(4, 2)), (vec![MAX_THREADS as u32 - 1], vec![0, 1]));
+    }
+
+    /// Threads that are there at a time have different numbers; those of ended ones are used again.
+    #[test]
+    fn numbers_go_to_the_next_thread() {
+        let number = || std::thread::spawn(find_number).join().unwrap();
+        let own = find_number();
+        // Threads of tests beside this one, of which there are more on larger machines, take some of them.
+        let mut seen = std::collections::BTreeSet::from([own]);
+        let again = (0..10_000).map(|_| number()).find(|number| !seen.insert(*number));
+        assert!(again.is_some_and(|again| ![own, NONE].contains(&again)), "{again:?}");
+    }
+}

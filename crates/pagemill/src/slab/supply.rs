@@ -1,0 +1,145 @@
+//! Slabs come and go: what a node has none of is brought in, set up and opened; what is empty is claimed, and its memory given back.
+//!
+//! Memory is asked for, and constructors are called, outside of every lock: the slab is claimed meanwhile.
+#![allow(unsafe_code)] // gives the memory of claimed slabs back
+
+use super::engine::Engine;
+use super::node::Keep;
+use super::poison;
+use crate::arena::Filling;
+use crate::error::Result;
+use crate::stats::{self, Counter};
+use crate::sync::Relaxed;
+use crate::units::BLOCK_BYTES;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+impl Engine {
+    /// Sets one more slab of a node up.
+    pub fn grow(&self, node: usize) -> Result<()> {
+        let claimed = self.on(node, |node| node.claim_bare());
+        let (block, slab) = match claimed {
+            Some(claimed) => claimed,
+            None => {
+                let has_filled = self.has_filled[node].load(Relaxed);
+                let block = self.ground.blocks.take(node, if has_filled { Filling::Soon } else { Filling::Unknown })?;
+                self.on(node, |node| {
+                    node.add_block(block);
+                    node.claim_bare().expect("a block that is new has slabs to set up")
+                })
+            }
+        };
+        self.set_up_slab(node, block, slab)
+    }
+
+    /// Sets one more slab up in a block that has its memory, and so many objects at least; says whether there was one.
+    pub fn grow_in_use(&self, node: usize, least: u32) -> bool {
+        let claimed = self.on(node, |node| node.claim_bare_in_use(least));
+        claimed.is_some_and(|(block, slab)| self.set_up_slab(node, block, slab).is_ok())
+    }
+
+    fn set_up_slab(&self, node: usize, block: u32, slab: u32) -> Result<()> {
+        let blocks = &self.ground.blocks;
+        let at = self.shape.offset_of(slab, 0);
+        if blocks.block(block).is_sparse.get() == 1
+            && let Err(error) = blocks.bring_in(block, at, self.shape.slab_bytes)
+        {
+            self.on(node, |node| node.strip(block, slab));
+            self.trim(node, Keep::Some);
+            return Err(error);
+        }
+        self.construct(node, block, slab);
+        if slab + 1 == self.shape.slabs {
+            self.has_filled[node].store(true, Relaxed);
+        }
+        self.on(node, |node| node.open(block, slab));
+        Ok(())
+    }
+
+    /// Sets the objects of a claimed slab up. A panic leaves the slab out of use, and goes on.
+    fn construct(&self, node: usize, block: u32, slab: u32) {
+        let base = self.ground.blocks.addr(block);
+        let objects = || (0..self.shape.capacity).map(|object| base + self.shape.offset_of(slab, object));
+        poison::open(base + self.shape.offset_of(slab, 0), self.shape.slab_bytes);
+        if let Some(set_up) = &self.set_up
+            && let Err(panic) = catch_unwind(AssertUnwindSafe(|| objects().for_each(set_up)))
+        {
+            self.lose(node, block, slab);
+            resume_unwind(panic);
+        }
+        if let Some(checks) = &self.checks {
+            objects().for_each(|object| checks.note_new(object));
+        }
+        objects().for_each(|object| self.close_free(object));
+    }
+
+    /// Leaves a claimed slab out of use for good.
+    pub fn lose(&self, node: usize, block: u32, slab: u32) {
+        stats::add(Counter::SlabLost, 1);
+        self.on(node, |node| node.lose(block, slab));
+    }
+
+    /// Gives idle blocks of a node back, and the memory of empty slabs of sparse ones, but for what is kept.
+    /// Returns the bytes that went to the system; whole blocks keep theirs.
+    pub fn trim(&self, node: usize, keep: Keep) -> u64 {
+        let (blocks, mut freed) = (&self.ground.blocks, 0);
+        while let Some((block, slab)) = self.on(node, |node| node.claim_empty(keep)) {
+            let at = self.shape.offset_of(slab, 0);
+            // SAFETY: a claimed slab without an object in use: nobody refers to what is in it.
+            let bytes = unsafe { blocks.discard(block, at, self.shape.slab_bytes) };
+            if bytes.is_some() && blocks.is_charged() {
+                poison::close(blocks.addr(block) + at, self.shape.slab_bytes);
+            }
+            self.on(node, |node| match bytes {
+                Some(_) => node.strip(block, slab),
+                None => node.open(block, slab),
+            });
+            let Some(bytes) = bytes else { break };
+            freed += bytes;
+        }
+        while let Some(block) = self.on(node, |node| node.remove_idle(keep)) {
+            if blocks.is_charged() {
+                poison::close(blocks.addr(block), BLOCK_BYTES);
+            }
+            freed += blocks.give(block);
+        }
+        freed
+    }
+
+    pub fn trim_all(&self, keep: Keep) {
+        (0..self.node_count()).for_each(|node| _ = self.trim(node, keep));
+    }
+
+    /// Gives back all that no object is in; says how many bytes less are charged for the cache's blocks.
+    ///
+    /// # Errors
+    ///
+    /// As [`Engine::seize`].
+    pub fn shrink(&self) -> Result<u64> {
+        self.check()?;
+        let before = self.resident_bytes();
+        self.give_rest(before)?;
+        Ok(before.saturating_sub(self.resident_bytes()))
+    }
+
+    /// Gives all back that no object is in. To the system goes what is charged less now than the cache was `before`.
+    ///
+    /// # Errors
+    ///
+    /// As [`Engine::seize`].
+    pub fn give_rest(&self, before: u64) -> Result<()> {
+        drop(self.seize()?);
+        self.trim_all(Keep::Nothing);
+        self.ground.blocks.shrink(before.saturating_sub(self.resident_bytes()));
+        Ok(())
+    }
+
+    /// Whether a block of which it is not known that it will be filled comes in small pages.
+    pub fn comes_sparse(&self) -> bool {
+        !self.ground.blocks.arena.may_take_huge(Filling::Unknown)
+    }
+
+    /// The next block of a node will not be filled soon.
+    pub fn expect_little(&self, node: usize) {
+        self.has_filled[node].store(false, Relaxed);
+    }
+}

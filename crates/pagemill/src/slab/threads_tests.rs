@@ -1,0 +1,292 @@
+//! Many threads, and such as the kernel refuses the barrier: they have magazines, too, and what is in them can be taken.
+#![allow(unsafe_code)] // says that values are movable; a filter of system calls, a limit of addresses
+
+use super::numbers::{MAX_THREADS, NONE, find_number, high_water, take_numbers};
+use super::tests::{settle, slabs};
+use super::*;
+use crate::units::os_page_bytes;
+use pagemill_sys::barrier;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::sync::Barrier;
+use std::{env, io, thread};
+
+type Words = [u64; 22];
+
+struct Value(Words);
+
+// SAFETY: numbers.
+unsafe impl Movable for Value {}
+
+impl Value {
+    fn new(number: u64) -> Self {
+        Self([number; 22])
+    }
+}
+
+fn refused_slabs() -> &'static Slabs {
+    let slabs = slabs();
+    slabs.refuse_barrier();
+    slabs
+}
+
+/// Says to tests of this file that they are alone in their process.
+const ALONE: &str = "PAGEMILL_TEST_ALONE";
+/// Says that the kernel refuses the process the barrier.
+const REFUSED: &str = "PAGEMILL_TEST_REFUSED";
+
+/// This program anew, for some of its tests.
+fn own_tests(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(arguments);
+    command
+}
+
+#[track_caller]
+fn assert_passes(command: &mut Command) {
+    let output = command.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{said}\n{}", String::from_utf8_lossy(&output.stderr));
+    assert!(!said.contains(" 0 passed"), "{said}");
+}
+
+/// From here on this process is refused the barrier, as in some containers and sandboxes.
+fn refuse_membarrier() -> io::Result<()> {
+    let step =
+        |code: u32, skipped: u8, value: u32| libc::sock_filter { code: code as u16, jt: 0, jf: skipped, k: value };
+    let mut steps = [
+        // The number of the call; is it that one: an error, else go on.
+        step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
+        step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 1, libc::SYS_membarrier as u32),
+        step(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
+        step(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let filter = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
+    // SAFETY: numbers only, and a program of the length that is given.
+    let is_set = unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+            && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter) == 0
+    };
+    if is_set { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// All tests of slabs once more, in a process that is refused the barrier.
+#[test]
+fn all_is_the_same_where_the_barrier_is_refused() {
+    if env::var_os(REFUSED).is_some() {
+        return;
+    }
+    let mut command = own_tests(&["slab::"]);
+    // SAFETY: between fork and exec two system calls are made, and nothing is allocated.
+    unsafe { command.env(REFUSED, "1").pre_exec(refuse_membarrier) };
+    assert_passes(&mut command);
+}
+
+/// What the kernel says at first holds for the process.
+#[test]
+fn barriers_are_whose_the_kernel_lets_them_be() {
+    let barriers = Barriers::of_process();
+    assert_eq!(barriers == Barriers::OfSeizer, barrier::register());
+    assert!(env::var_os(REFUSED).is_none() || barriers == Barriers::OfEach);
+    let cache = slabs().fixed::<Words>(Settings::new("barriers")).unwrap();
+    assert_eq!(cache.engine().magazines.barriers(), barriers);
+}
+
+/// With whichever barriers: what a thread gives back is the next that it takes, until somebody takes it out.
+#[test]
+fn threads_take_from_their_magazines() {
+    for slabs in [slabs(), refused_slabs()] {
+        let cache = slabs.fixed::<Words>(Settings::new("taken")).unwrap();
+        let place = |slot: &Slot<'_, Words>| std::ptr::from_ref(&**slot) as usize;
+        let slot = cache.insert([1; 22]).unwrap();
+        let (first, cached) = (place(&slot), cache.engine().in_magazines());
+        assert!(cached > 0);
+        drop(slot);
+        assert_eq!(cache.engine().in_magazines(), cached + 1);
+        let slot = cache.insert([2; 22]).unwrap();
+        assert_eq!((place(&slot), cache.engine().in_magazines()), (first, cached));
+        let seized = cache.engine().seize().unwrap();
+        let other = cache.insert([3; 22]).unwrap();
+        drop(slot);
+        assert_eq!(cache.engine().in_magazines(), 0);
+        drop((seized, other));
+        cache.engine().check_books();
+    }
+}
+
+/// Some take, give and read while one packs, in both ways: what they put in is there, and nothing else.
+#[test]
+fn threads_and_seizers_never_meet() {
+    const THREADS: u64 = 3;
+    const ROUNDS: u64 = 4_000;
+    for slabs in [slabs(), refused_slabs()] {
+        let cache = slabs.by_handle::<Value>(Settings::new("met")).unwrap();
+        let fixed = slabs.fixed::<Words>(Settings::new("met")).unwrap();
+        let begin = Barrier::new(THREADS as usize + 1);
+        let work = |thread: u64| {
+            begin.wait();
+            let mut held = Vec::new();
+            for round in 0..ROUNDS {
+                let value = round * THREADS + thread;
+                held.push((value, cache.insert(Value::new(value)).unwrap(), fixed.insert([value; 22]).unwrap()));
+                if round % 3 != 0 {
+                    let at = (value.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) as usize % held.len();
+                    let (value, handle, slot) = held.swap_remove(at);
+                    assert_eq!((cache.get(handle, &pin()).unwrap().0, *slot), ([value; 22], [value; 22]));
+                    assert!(cache.remove(handle).unwrap());
+                }
+            }
+            let is_there = |(value, handle, slot): &(u64, Handle<Value>, Slot<'_, Words>)| {
+                cache.get(*handle, &pin()).unwrap().0 == [*value; 22] && **slot == [*value; 22]
+            };
+            assert!(held.iter().all(is_there));
+            held.len() as u64
+        };
+        let left: u64 = thread::scope(|scope| {
+            let threads: Vec<_> = (0..THREADS).map(|number| scope.spawn(move || work(number))).collect();
+            begin.wait();
+            while threads.iter().any(|thread| !thread.is_finished()) {
+                let _ = (cache.shrink(), fixed.shrink());
+            }
+            threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+        });
+        fixed.shrink().unwrap();
+        cache.pack();
+        assert_eq!((fixed.info().unwrap().active, cache.info().unwrap().active), (0, left));
+        settle(cache.engine());
+        cache.engine().check_books();
+        fixed.engine().check_books();
+    }
+}
+
+/// Where numbers of threads are a process's, tests have one of their own.
+#[test]
+fn tests_that_are_alone() {
+    assert_passes(own_tests(&["slab::threads_tests::alone", "--ignored", "--test-threads=1"]).env(ALONE, "1"));
+}
+
+mod alone {
+    use super::*;
+
+    fn is_alone() -> bool {
+        env::var_os(ALONE).is_some()
+    }
+
+    fn users(engine: &Engine) -> u32 {
+        engine.users.iter().map(|word| word.load(Relaxed).count_ones()).sum()
+    }
+
+    /// Threads, all at a time, put values in and take some of them out; says how many have magazines of either cache while they
+    /// are there.
+    fn use_from_threads(cache: &ByHandle<Value>, fixed: &Fixed<Words>) -> [u32; 2] {
+        const THREADS: usize = 8;
+        const VALUES: u64 = 200;
+        let turn = Guarded::new(());
+        let end = Barrier::new(THREADS + 1);
+        let use_both = |thread: u64| {
+            // One after the other: who finds another opening his does without for once.
+            turn.with(|()| {
+                let values = (0..VALUES).map(|value| thread * VALUES + value);
+                let held: Vec<_> = values
+                    .map(|value| (value, cache.insert(Value::new(value)).unwrap(), fixed.insert([value; 22]).unwrap()))
+                    .collect();
+                for (value, handle, slot) in held {
+                    assert_eq!((cache.get(handle, &pin()).unwrap().0, *slot), ([value; 22], [value; 22]));
+                    assert!(cache.remove(handle).unwrap());
+                }
+            });
+            end.wait();
+        };
+        thread::scope(|scope| {
+            let threads = (0..THREADS as u64).map(|thread| scope.spawn(move || use_both(thread)));
+            let threads: Vec<_> = threads.collect();
+            end.wait();
+            threads.into_iter().for_each(|thread| thread.join().unwrap());
+        });
+        [users(cache.engine()), users(fixed.engine())]
+    }
+
+    /// A value that is removed beside a reader who is on a thread of his own stays until he has gone.
+    fn assert_reader_counts(cache: &ByHandle<Value>) {
+        let handle = cache.insert(Value::new(7)).unwrap();
+        let (begun, removed) = (Barrier::new(2), Barrier::new(2));
+        thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                let guard = pin();
+                let value = cache.get(handle, &guard).unwrap();
+                begun.wait();
+                removed.wait();
+                assert_eq!(value.0, [7; 22]);
+            });
+            begun.wait();
+            assert!(cache.remove(handle).unwrap());
+            let (moment, oldest) = readers::leave();
+            assert!(oldest <= moment);
+            removed.wait();
+            reader.join().unwrap();
+        });
+        let (moment, oldest) = readers::leave();
+        assert!(oldest > moment, "nobody reads");
+    }
+
+    /// Threads beyond the first thousands have magazines, stocks and words as readers, in memory of their own and no more; so has the last,
+    /// and who comes when there is no number left does without. Numbers are taken as if threads had them.
+    #[test]
+    #[ignore = "alone in its process"]
+    fn thousands_of_threads() {
+        const FIRST: usize = 5_000;
+        if !is_alone() {
+            return;
+        }
+        // None of those that come and go.
+        find_number();
+        for slabs in [slabs(), refused_slabs()] {
+            let cache = slabs.by_handle::<Value>(Settings::new("many")).unwrap();
+            let fixed = slabs.fixed::<Words>(Settings::new("many")).unwrap();
+            let few = take_numbers(FIRST);
+            assert_eq!(few.len(), FIRST);
+            assert_eq!(use_from_threads(&cache, &fixed), [8, 8]);
+            assert!(high_water() > FIRST);
+            // A page for each at most, of both caches, and that of the nodes.
+            let numbers = &slabs.ground().unwrap().numbers;
+            let resident = numbers.with(|numbers| numbers.racks.iter().map(|rack| rack.resident_bytes()).sum::<u64>());
+            assert!(resident > 0 && resident <= 3 * 9 * os_page_bytes() as u64, "{resident}");
+            assert_reader_counts(&cache);
+            let rest = take_numbers(MAX_THREADS);
+            assert_eq!(high_water(), MAX_THREADS);
+            assert_eq!(thread::spawn(find_number).join().unwrap(), NONE);
+            // This thread itself has one by now.
+            assert_eq!(use_from_threads(&cache, &fixed), [9, 8]);
+            assert_reader_counts(&cache);
+            drop(rest);
+            cache.pack();
+            fixed.shrink().unwrap();
+            let active = (cache.info().unwrap().active, fixed.info().unwrap().active);
+            assert_eq!((active, cache.engine().in_magazines()), ((0, 0), 0));
+            cache.engine().check_books();
+            fixed.engine().check_books();
+        }
+    }
+
+    /// Where there are no addresses for all threads some have magazines.
+    #[test]
+    #[ignore = "alone in its process"]
+    fn where_addresses_are_few() {
+        const FEW: usize = MAX_THREADS / 4;
+        if !is_alone() {
+            return;
+        }
+        let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+        let mapped = statm.split(' ').next().unwrap().parse::<usize>().unwrap() * os_page_bytes();
+        let each = size_of::<magazine::Magazine>();
+        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: writes, then reads numbers.
+        unsafe {
+            assert_eq!(libc::getrlimit(libc::RLIMIT_AS, &raw mut limit), 0);
+            limit.rlim_cur = (mapped + (FEW + FEW / 2) * each) as u64;
+            assert_eq!(libc::setrlimit(libc::RLIMIT_AS, &raw const limit), 0);
+        }
+        let shelf = magazine::Shelf::new(place(magazine::Rack::new().unwrap()).unwrap(), Barriers::OfSeizer);
+        assert!(shelf.reach(FEW - 1) && !shelf.reach(FEW) && shelf.get(FEW - 1).len() == 0);
+    }
+}

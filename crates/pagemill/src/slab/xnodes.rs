@@ -1,0 +1,293 @@
+//! Nodes of indices ([`crate::xarray`]): a cache whose objects are moved under the locks of their arrays.
+//!
+//! They lie in blocks for metadata, which nobody charges and nothing else is ever put in: an index grows while memory is given back,
+//! and is read without a guard. The cache is a process's own, made with its first cache of pages; a fork child makes another.
+#![allow(unsafe_code)] // nodes in slots, a promise about their memory
+
+use super::batch::{GRACE_NS, Grace, wait_for_readers};
+use super::defrag;
+use super::engine::{Engine, Object};
+use super::info::{self, SlabInfo};
+use super::migrate::{Chunk, Fate, Mover, Places, Progress};
+use super::{Ground, Kind, Member, Settings, Slabs};
+use crate::arena::place;
+use crate::error::Result;
+use crate::sync::{Guarded, Relaxed};
+use crate::xarray::{self, Forest, Forests, Node, Source};
+use std::alloc::Layout;
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+/// As Linux has it.
+const NAME: &str = "xarray_node";
+
+/// What there is for nodes, from the first of them on.
+#[derive(Default)]
+pub(super) struct Nodes {
+    ground: OnceLock<&'static Ground>,
+    /// That of this process, or of its parent's.
+    cache: Guarded<Option<&'static NodeCache>>,
+}
+
+impl Nodes {
+    fn find(&self) -> Option<&'static NodeCache> {
+        self.cache.with(|cache| *cache).filter(|cache| cache.inner.engine.check().is_ok())
+    }
+
+    /// Bytes of metadata that are resident, but for nodes.
+    pub fn metadata_bytes(&self) -> u64 {
+        let blocks = self.ground.get().map_or(0, |ground| ground.blocks.metadata_bytes());
+        blocks + self.find().map_or(0, |cache| cache.forest.metadata_bytes())
+    }
+
+    pub fn acquire_for_fork(&self) {
+        self.cache.acquire_when(|_| true);
+        if let Some(ground) = self.ground.get() {
+            ground.blocks.acquire_for_fork();
+        }
+    }
+
+    pub fn release_after_fork(&self) {
+        if let Some(ground) = self.ground.get() {
+            ground.blocks.release_after_fork();
+        }
+        self.cache.release();
+    }
+}
+
+struct Inner {
+    engine: Engine,
+    /// Set before anybody knows of the cache.
+    forest: OnceLock<&'static Forest>,
+}
+
+impl Inner {
+    fn forest(&self) -> &'static Forest {
+        self.forest.get().expect("a cache of nodes is known once it has a forest")
+    }
+
+    /// Takes all nodes back that were retired, as far as readers go on within a second.
+    fn tidy_all(&self) {
+        self.tidy();
+        wait_for_readers(GRACE_NS, || !self.forest().is_waiting());
+        self.tidy();
+    }
+}
+
+/// # Safety
+///
+/// An object of the cache.
+unsafe fn node<'node>(object: usize) -> &'node Node {
+    // SAFETY: the caller's promise: it was set up as a node, is aligned to that, and stays, as the cache does.
+    unsafe { &*(object as *const Node) }
+}
+
+impl Member for Inner {
+    fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    fn kind(&self) -> Kind {
+        Kind::ByOwner
+    }
+
+    fn shrink(&self) -> Result<u64> {
+        self.tidy_all();
+        defrag::shrink(&self.engine, self)
+    }
+
+    /// Lets nodes that were retired wait for their readers, and takes those back that have waited.
+    fn tidy(&self) {
+        self.forest().seal();
+        self.forest().settle();
+    }
+
+    fn settle(&self) -> bool {
+        let forest = self.forest();
+        forest.seal();
+        if forest.is_waiting() {
+            // An epoch on, if nobody is behind.
+            xarray::pin().flush();
+        }
+        // Before the others are given back: what comes to its end between the two looks is come back for.
+        let is_waiting = forest.is_waiting();
+        forest.settle();
+        self.engine.settle_behind() || is_waiting
+    }
+
+    /// Nobody's code runs when a node is moved, and no lock is waited for.
+    fn compact(&self) {
+        defrag::pack(&self.engine, self);
+    }
+
+    fn defrag(&self, budget: Duration) -> Result<Progress> {
+        self.tidy();
+        defrag::step(&self.engine, self, budget)
+    }
+}
+
+impl Mover for Inner {
+    type Isolated = ();
+
+    /// Only looks: what is found under the lock of an array counts.
+    fn isolate(&self, chunk: &mut Chunk) {
+        // SAFETY: objects of the cache.
+        chunk.retain(|object| unsafe { node(object) }.may_move());
+    }
+
+    fn migrate(&self, object: usize, to: &mut Places<'_>, (): &mut ()) -> Fate {
+        let Some(target) = to.take() else { return Fate::Failed };
+        let forest = self.forest();
+        if xarray::relocate(forest, forest.number_of(object), forest.number_of(target)) {
+            Fate::Moved
+        } else {
+            to.put(target);
+            Fate::Busy
+        }
+    }
+}
+
+// SAFETY:
+// 1. The window is the blocks of a ground that only nodes are put in; blocks that were never opened cannot be reached, nor can what
+//    lies before the first. Memory that goes back to the kernel reads zero; what is set up is written as nodes are, by atomic stores.
+// 2. Objects of the cache are of a node's size and alignment, and one user's at a time. The cache is never dropped.
+unsafe impl Source for Inner {
+    fn window(&self) -> Range<usize> {
+        self.engine.ground.blocks.window()
+    }
+
+    fn take(&self) -> Result<usize> {
+        self.engine.allocate()
+    }
+
+    fn give(&self, node: usize) {
+        // SAFETY: a node that was taken, and that nobody comes to as to a live one. What it holds needs no destructor, and is looked at
+        // by who takes it next.
+        unsafe { self.engine.free(node) };
+    }
+
+    fn note_retired(&self) {
+        if self.engine.used_ratio.load(Relaxed) > 0 {
+            self.engine.ground.slabs.worker.ring();
+        }
+    }
+
+    fn is_inherited(&self) -> bool {
+        self.engine.check().is_err()
+    }
+}
+
+/// The cache of nodes of indices.
+pub struct NodeCache {
+    inner: Arc<Inner>,
+    forest: Forest,
+}
+
+impl Slabs {
+    /// The nodes of this process's indices: made with the first call, and anew in a fork child.
+    ///
+    /// # Errors
+    ///
+    /// [`crate::Error::NoAddresses`], [`crate::Error::System`].
+    pub fn nodes(&'static self) -> Result<&'static NodeCache> {
+        // One is made at a time. Who is first to make a cache of pages waits here for another who is.
+        let (cache, is_new) = self.nodes.cache.with(|cache| {
+            if let Some(own) = cache.filter(|cache| cache.inner.engine.check().is_ok()) {
+                return Ok((own, false));
+            }
+            let made = self.make_nodes()?;
+            *cache = Some(made);
+            Ok((made, true))
+        })?;
+        if is_new {
+            // May start a thread: outside of the lock.
+            self.enter(&cache.inner);
+        }
+        Ok(cache)
+    }
+
+    fn make_nodes(&'static self) -> Result<&'static NodeCache> {
+        let ground = match self.nodes.ground.get() {
+            Some(ground) => ground,
+            None => {
+                let ground = place(self.members.with(|_| self.ground())?.for_metadata()?)?;
+                self.nodes.ground.get_or_init(|| ground)
+            }
+        };
+        // SAFETY: an object of a slab that is being set up, in memory that has only ever held nodes or zeros.
+        let set_up = |object: usize| unsafe { node(object) }.clear();
+        let object = Object {
+            layout: Layout::new::<Node>(),
+            user_bytes: size_of::<Node>(),
+            closed: 0..0,
+            grace: Grace::of_all,
+            set_up: Some(Box::new(set_up)),
+            is_movable: true,
+            handles: None,
+        };
+        let inner = |engine| Inner { engine, forest: OnceLock::new() };
+        let inner = Self::make_on(ground, Settings::new(NAME), object, inner)?;
+        let source: &'static Arc<Inner> = place(inner.clone())?;
+        let cache = place(NodeCache { forest: Forest::new(&**source)?, inner })?;
+        let _ = cache.inner.forest.set(&cache.forest);
+        Ok(cache)
+    }
+}
+
+impl Forests for Slabs {
+    fn forest(&'static self) -> Result<&'static Forest> {
+        self.nodes().map(|cache| &cache.forest)
+    }
+
+    fn node_bytes(&self) -> u64 {
+        self.nodes.find().map_or(0, |cache| cache.inner.engine.resident_bytes())
+    }
+}
+
+impl NodeCache {
+    pub fn forest(&'static self) -> &'static Forest {
+        &self.forest
+    }
+
+    /// As [`super::ByOwner::shrink`]: packs all nodes. Those whose array somebody has the lock of just then stay.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn shrink(&self) -> Result<u64> {
+        self.inner.shrink()
+    }
+
+    /// As [`super::ByOwner::defrag_step`].
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn defrag_step(&self, budget: Duration) -> Result<Progress> {
+        self.inner.defrag(budget)
+    }
+
+    /// As [`super::ByOwner::set_defrag_used_ratio`].
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn set_defrag_used_ratio(&self, percent: u32) -> Result<()> {
+        self.inner.engine.set_used_ratio(percent)
+    }
+
+    /// # Errors
+    ///
+    /// [`crate::Error::WrongState`] in a fork child.
+    pub fn info(&self) -> Result<SlabInfo> {
+        info::of(&*self.inner)
+    }
+}
+
+#[cfg(all(test, not(shuttle)))]
+impl NodeCache {
+    pub(super) fn engine(&self) -> &Engine {
+        &self.inner.engine
+    }
+}

@@ -1,0 +1,255 @@
+//! Indices whose nodes move: what is in them stays, and memory comes back.
+#![allow(unsafe_code)] // arrays that stay where they are
+
+use super::tests::{settle, slabs, slabs_on_nodes, sparse_slabs};
+use super::*;
+use crate::xarray::{Found, MAX_INDEX, MAX_ORDER, Mark, XArray, pin};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+
+type Array = XArray<crate::xarray::Forest>;
+
+/// Indices that a node of the lowest level covers.
+const SPAN: u64 = 64;
+
+fn array(nodes: &'static NodeCache) -> Box<Array> {
+    // SAFETY: nobody uses it before it lies in its box, where it is dropped.
+    Box::new(unsafe { Array::movable(nodes.forest()) })
+}
+
+fn store(array: &Array, index: u64, order: u32, value: u64) {
+    let (mut writer, mut stock) = array.lock_for(index, index + (1 << order) - 1, order).unwrap();
+    writer.store(index, order, value, &mut stock);
+}
+
+fn all(array: &Array) -> Vec<Found> {
+    let next = |from: u64| array.next(from, MAX_INDEX, &pin());
+    std::iter::successors(next(0), |found| next(found.last() + 1)).collect()
+}
+
+/// Ten thousand entries, each in a node of its own, one of six of which stays.
+fn one_of_six(nodes: &'static NodeCache) -> Box<Array> {
+    let array = array(nodes);
+    (0..10_000).for_each(|at| store(&array, at * SPAN, 0, at));
+    let erased = (0..10_000).filter(|at| at % 6 != 0);
+    erased.for_each(|at| assert!(array.lock().erase(at * SPAN).is_some()));
+    array
+}
+
+fn assert_one_of_six(array: &Array) {
+    let kept: Vec<_> = (0..10_000).step_by(6).map(|at| Found { value: at, first: at * SPAN, order: 0 }).collect();
+    assert_eq!(all(array), kept);
+}
+
+/// Waits until another test's readers let all that was moved go.
+fn shrink(nodes: &NodeCache) {
+    nodes.shrink().unwrap();
+    settle(nodes.engine());
+    nodes.shrink().unwrap();
+    settle(nodes.engine());
+    nodes.engine().shrink().unwrap();
+    nodes.engine().check_books();
+}
+
+/// Who reads nodes without a guard may come to where none is any more: he finds zeros, and is no mistake to AddressSanitizer.
+#[test]
+fn nodes_can_be_read_where_they_went() {
+    for slabs in [slabs(), sparse_slabs()] {
+        let nodes = slabs.nodes().unwrap();
+        let array = one_of_six(nodes);
+        let (first, shape) = (nodes.engine().ground.blocks.window().start, &nodes.engine().shape);
+        let sum = || {
+            let places = (0..shape.capacity).map(|object| first + shape.offset_of(0, object));
+            // SAFETY: the window can be read where nodes have been.
+            places.map(|node| unsafe { &*(node as *const AtomicU64) }.load(Relaxed)).fold(0, |sum, word| sum | word)
+        };
+        assert_ne!(sum(), 0);
+        drop(array);
+        // What is free stays as it is while its slab is kept.
+        let _ = sum();
+        shrink(nodes);
+        assert_eq!((nodes.info().unwrap().total.resident_bytes, sum()), (0, 0));
+    }
+}
+
+/// Of ten thousand entries one of six stays, in order, each once; of the partial slabs one.
+#[test]
+fn an_index_that_became_sparse_is_packed() {
+    for slabs in [slabs(), sparse_slabs(), slabs_on_nodes(2)] {
+        let nodes = slabs.nodes().unwrap();
+        let array = one_of_six(nodes);
+        let before = nodes.info().unwrap();
+        let per_slab = u64::from(before.objects_per_slab);
+        let full = |objects: u64| objects.div_ceil(per_slab) as u32;
+        assert!(before.total.slabs >= full(10_000), "{before:?}");
+        shrink(nodes);
+        assert_one_of_six(&array);
+        let after = nodes.info().unwrap();
+        assert!(after.moved > 0 && after.total.partial as usize <= after.nodes.len(), "{after:?}");
+        let in_use = u64::from(array.node_count());
+        assert_eq!((after.active, after.total.used), (in_use, in_use), "what is in the tree, and nothing else");
+        assert!(after.total.slabs <= full(in_use) + after.nodes.len() as u32);
+        assert!(after.total.resident_bytes * 3 < before.total.resident_bytes, "{before:?} {after:?}");
+        drop(array);
+        shrink(nodes);
+        let empty = nodes.info().unwrap().total;
+        assert_eq!((empty.used, empty.slabs, empty.resident_bytes), (0, 0, 0));
+    }
+}
+
+/// Without mobility nothing moves: with a ratio of 0, and with arrays that may move themselves.
+#[test]
+fn nothing_moves_where_nothing_may() {
+    let nodes = slabs().nodes().unwrap();
+    let array = one_of_six(nodes);
+    nodes.set_defrag_used_ratio(0).unwrap();
+    assert!(nodes.defrag_step(Duration::from_secs(1)).unwrap().is_done);
+    assert_eq!(nodes.info().unwrap().moved, 0);
+    assert!(matches!(nodes.set_defrag_used_ratio(101), Err(Error::BadRatio { percent: 101 })));
+    drop(array);
+    let staying = XArray::new(nodes.forest());
+    (0..1000).for_each(|at| store(&staying, at * SPAN, 0, at));
+    (0..1000).filter(|at| at % 6 != 0).for_each(|at| _ = staying.lock().erase(at * SPAN));
+    shrink(nodes);
+    let info = nodes.info().unwrap();
+    assert_eq!(info.moved, 0);
+    assert!(info.refused > 0 && info.total.partial > 1);
+    assert_eq!(all(&staying).len(), 1000_usize.div_ceil(6));
+}
+
+/// The background's ratio bounds what is kept for what is live, also where somebody has the lock of an array now and then.
+#[test]
+fn steps_pack_as_far_as_the_ratio_says() {
+    let slabs = sparse_slabs();
+    let nodes = slabs.nodes().unwrap();
+    nodes.set_defrag_used_ratio(60).unwrap();
+    let array = one_of_six(nodes);
+    let busy = array.lock();
+    assert_eq!(slabs.defrag_step(Duration::from_secs(5)).moved, 0);
+    assert!(nodes.info().unwrap().busy > 0);
+    drop(busy);
+    let is_bounded = |info: &SlabInfo| {
+        let most = info.total.used * info.stride_bytes as u64 * 100 / 60;
+        info.moved > 0 && info.total.resident_bytes <= most + (6 * info.slab_bytes) as u64
+    };
+    // Readers of other tests may be in the way for a while.
+    for round in 0..1000 {
+        if round >= 20 && is_bounded(&nodes.info().unwrap()) {
+            break;
+        }
+        // Objects have to come or go before a cache that rests is looked at again.
+        store(&array, MAX_INDEX, 0, 1);
+        (0..40).for_each(|at| store(&array, (20_000 + at) * SPAN, 0, at));
+        while !slabs.defrag_step(Duration::from_millis(1)).is_done {}
+        settle(nodes.engine());
+        array.lock().erase_range(20_000 * SPAN, MAX_INDEX, drop);
+    }
+    assert_one_of_six(&array);
+    let info = nodes.info().unwrap();
+    assert!(is_bounded(&info), "{info:?}");
+}
+
+/// At a limit the governor packs it, too; what comes free is no part of what was charged, so nobody is told of it.
+#[test]
+fn the_governor_packs_it() {
+    let slabs = sparse_slabs();
+    let nodes = slabs.nodes().unwrap();
+    let array = one_of_six(nodes);
+    let before = nodes.info().unwrap();
+    let mut freed = 0;
+    while nodes.info().unwrap().total.resident_bytes * 2 > before.total.resident_bytes {
+        freed += slabs.shrink(u64::MAX, Urgency::Limit);
+        pin().flush();
+    }
+    assert_eq!(freed, 0);
+    assert!(nodes.info().unwrap().moved > 0);
+    assert_one_of_six(&array);
+}
+
+/// A value tells its index; the lowest bits a round.
+fn value_of(index: u64, round: u64) -> u64 {
+    index << 8 | round & 0xFF
+}
+
+/// Ends the others, also when one has failed.
+struct Done<'a>(&'a AtomicBool);
+
+impl Drop for Done<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
+/// Readers, two writers and two who move, while arrays come and go beside: what is always there is always found, with its mark; nobody
+/// finds what is another's.
+#[test]
+fn threads_read_and_write_while_nodes_move() {
+    const ROUNDS: u64 = 60;
+    const FILES: u64 = 300;
+    let nodes = sparse_slabs().nodes().unwrap();
+    let (array, is_done) = (array(nodes), AtomicBool::new(false));
+    for at in 0..FILES {
+        store(&array, at * SPAN, 0, value_of(at * SPAN, 0));
+        array.lock().set_mark(at * SPAN, Mark::B);
+    }
+    let order = |at: u64| (at % u64::from(MAX_ORDER + 1)) as u32;
+    std::thread::scope(|scope| {
+        let (array, is_done) = (&*array, &is_done);
+        for seed in 0..2 {
+            scope.spawn(move || {
+                let mut at = seed;
+                while !is_done.load(Relaxed) {
+                    at = (at * 7 + 1) % FILES;
+                    let guard = &pin();
+                    let found = array.load(at * SPAN, guard).expect("always there");
+                    assert_eq!((found.value >> 8, found.order), (at * SPAN, 0));
+                    assert!(array.get_mark(at * SPAN, Mark::B, guard));
+                    let next = array.next(at * SPAN + 1, MAX_INDEX, guard);
+                    assert!(next.is_none_or(|next| next.value >> 8 == next.first), "another's: {next:?}");
+                    assert!(array.hint(at * SPAN).is_none_or(|found| found.value >> 8 == found.first));
+                }
+            });
+        }
+        for _ in 0..2 {
+            scope.spawn(move || {
+                while !is_done.load(Relaxed) {
+                    let done = nodes.defrag_step(Duration::from_micros(200));
+                    let _ = done.map(drop).or_else(|_| nodes.shrink().map(drop));
+                    std::thread::yield_now();
+                }
+            });
+        }
+        let writers: Vec<_> = [0, 1 << 30]
+            .map(|base| {
+                scope.spawn(move || {
+                    let _done = Done(is_done);
+                    // So many, and more until those who move have had their turn.
+                    let nothing_moved = || nodes.info().unwrap().moved == 0 && !is_done.load(Relaxed);
+                    for round in (1..).take_while(|round| *round <= ROUNDS || nothing_moved()) {
+                        for at in 0..FILES {
+                            let first = (base + (at + FILES) * (1 << MAX_ORDER)) & MAX_INDEX;
+                            store(array, first, order(at), value_of(first, round));
+                            if base == 0 {
+                                assert!(array.lock().replace(at * SPAN, value_of(at * SPAN, round)).is_some());
+                            }
+                        }
+                        // An array of its own, which is dropped while its nodes may be moved.
+                        let brief = self::array(nodes);
+                        (0..50).for_each(|at| store(&brief, at * SPAN, 0, value_of(at * SPAN, round)));
+                        for at in (0..FILES).filter(|at| at % 6 != round % 6) {
+                            let first = base + (at + FILES) * (1 << MAX_ORDER);
+                            let erased = array.lock().erase(first).expect("this thread's own");
+                            assert_eq!((erased.value, erased.order), (value_of(first, round), order(at)));
+                        }
+                        assert_eq!(all(&brief).len(), 50);
+                        array.lock().erase_range(base + FILES * (1 << MAX_ORDER), base + (1 << 29), drop);
+                    }
+                })
+            })
+            .into_iter()
+            .collect();
+        writers.into_iter().for_each(|writer| writer.join().unwrap());
+    });
+    shrink(nodes);
+    assert_eq!(all(&array).len() as u64, FILES);
+    assert_eq!(nodes.info().unwrap().active, u64::from(array.node_count()));
+}

@@ -1,0 +1,210 @@
+//! The index of a page cache gives its memory back when files become sparse, beside whoever reads and writes.
+#![allow(unsafe_code)] // fork
+
+use pagemill::Pagemill;
+use pagemill::mapping::{Cache, Mapping, Settings};
+use pagemill::slab::{NodeInfo, SlabInfo};
+use pagemill::units::PageSize;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Barrier, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+const PAGE: usize = PageSize::MIN_BYTES;
+
+/// Pages that a node of the lowest level has.
+const SPAN: u64 = 64;
+
+/// Bytes that are written of a page.
+const SAMPLE: usize = 16;
+
+/// Tests take turns: memory comes back when the readers of all have gone, one of these forks, and figures are the process's.
+fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn cache(pagemill: &Pagemill) -> Cache {
+    pagemill.caches.collapse_by_hand();
+    let page = PageSize::new(PAGE).unwrap();
+    pagemill.caches.make(Settings { page, use_huge: false, ..Settings::new("sparse", 64 << 20) }).unwrap()
+}
+
+fn sample(at: u64) -> [u8; SAMPLE] {
+    std::array::from_fn(|byte| (at * 31 + byte as u64 + 1) as u8)
+}
+
+fn offset(at: u64) -> u64 {
+    at * SPAN * PAGE as u64
+}
+
+fn write(file: &Mapping, at: u64) {
+    assert_eq!(file.write_at(&sample(at), offset(at)).unwrap(), SAMPLE);
+}
+
+fn punch(file: &Mapping, at: u64) {
+    assert_eq!(file.punch_hole(offset(at), PAGE as u64).unwrap(), PAGE as u64);
+}
+
+/// What is there, there; nothing elsewhere.
+fn assert_has(file: &Mapping, at: u64, is_there: bool) {
+    let mut bytes = [0xEE; SAMPLE];
+    assert_eq!(file.read_at(&mut bytes, offset(at)).unwrap(), SAMPLE, "{at}");
+    assert_eq!(bytes, if is_there { sample(at) } else { [0; SAMPLE] }, "{at}");
+}
+
+/// A file with a page in each of so many nodes, of which one of six stays.
+fn sparse_file(cache: &Cache, pages: u64) -> Mapping {
+    let file = cache.create().unwrap();
+    (0..pages).for_each(|at| write(&file, at));
+    let gone = (0..pages).filter(|at| at % 6 != 0);
+    gone.for_each(|at| punch(&file, at));
+    file
+}
+
+fn info(pagemill: &Pagemill) -> SlabInfo {
+    pagemill.slabs.nodes().unwrap().info().unwrap()
+}
+
+/// Shrinks, also what readers kept for a while.
+fn shrink(pagemill: &Pagemill) -> NodeInfo {
+    let is_packed = |info: &NodeInfo| info.partial <= 1;
+    for _ in 0..20 {
+        pagemill.slabs.nodes().unwrap().shrink().unwrap();
+        if is_packed(&info(pagemill).total) {
+            break;
+        }
+    }
+    info(pagemill).total
+}
+
+/// One page of six stays, a node each: all bytes are right, before and after, and five of six slabs of nodes have gone; they are in the
+/// figures of the index, which add up.
+#[test]
+fn the_index_of_a_sparse_file_is_packed() {
+    const PAGES: u64 = 6000;
+    let _turn = turn();
+    let pagemill = Pagemill::for_test();
+    let cache = cache(pagemill);
+    let file = sparse_file(&cache, PAGES);
+    let before = info(pagemill);
+    assert!(before.kind == pagemill::slab::Kind::ByOwner && before.has_constructor);
+    assert_eq!(pagemill.slabs.list().iter().filter(|info| &*info.name == "xarray_node").count(), 1);
+    let after = shrink(pagemill);
+    assert!(after.slabs * 5 < before.total.slabs && after.partial <= 1, "{before:?} {after:?}");
+    (0..PAGES).for_each(|at| assert_has(&file, at, at % 6 == 0));
+    let indices: u64 = pagemill.caches.usage().iter().map(|usage| usage.index).sum();
+    pagemill.measure();
+    let spare = after.resident_bytes - after.used * before.stride_bytes as u64;
+    assert_eq!(pagemill::stats::get(pagemill::stats::Counter::CacheIndex), indices + spare);
+    assert!(cache.usage().index > after.used * before.stride_bytes as u64, "nodes are this cache's, and its file is");
+    (0..PAGES).for_each(|at| write(&file, at));
+    (0..PAGES).for_each(|at| assert_has(&file, at, true));
+    drop(file);
+    assert_eq!(shrink(pagemill), NodeInfo::default());
+}
+
+/// Ends the others, also when this one has failed.
+struct Done<'a>(&'a AtomicBool);
+
+impl Drop for Done<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
+/// Threads read, write and punch holes, make files and drop them, while another packs the index all the time.
+#[test]
+fn threads_use_files_while_their_index_is_packed() {
+    const PAGES: u64 = 300;
+    const ROUNDS: usize = 12;
+    let _turn = turn();
+    let pagemill = Pagemill::for_test();
+    let (cache, is_done) = (cache(pagemill), AtomicBool::new(false));
+    let file = sparse_file(&cache, PAGES);
+    std::thread::scope(|scope| {
+        let (cache, file, is_done) = (&cache, &file, &is_done);
+        scope.spawn(move || {
+            let nodes = pagemill.slabs.nodes().unwrap();
+            nodes.set_defrag_used_ratio(100).unwrap();
+            let _done = Done(is_done);
+            while !is_done.load(Relaxed) {
+                nodes.shrink().unwrap();
+                pagemill.slabs.defrag_step(Duration::from_millis(1));
+            }
+        });
+        let users: Vec<_> = (0..2)
+            .map(|user| {
+                scope.spawn(move || {
+                    // So many, and more until the packer has had its turn.
+                    let nothing_moved = || info(pagemill).moved == 0 && !is_done.load(Relaxed);
+                    for round in (0..).take_while(|round| *round < ROUNDS || nothing_moved()) {
+                        let own = sparse_file(cache, PAGES / 4);
+                        for at in 0..PAGES {
+                            match (at % 6, (at + round as u64) % 2) {
+                                (0, _) => assert_has(file, at, true),
+                                (part, 0) if part % 2 == user => write(file, at),
+                                (part, _) if part % 2 == user => {
+                                    assert!(file.punch_hole(offset(at), PAGE as u64).is_ok())
+                                }
+                                _ => {}
+                            }
+                        }
+                        (0..PAGES / 4).for_each(|at| assert_has(&own, at, at % 6 == 0));
+                    }
+                })
+            })
+            .collect();
+        let users: Vec<_> = users.into_iter().map(|user| user.join()).collect();
+        is_done.store(true, Relaxed);
+        users.into_iter().for_each(|user| user.unwrap());
+    });
+    (0..PAGES).step_by(6).for_each(|at| assert_has(&file, at, true));
+}
+
+/// A fork child has an index of its own, lets its parent's files go without a trace, and packs what is its own: it waits for no thread
+/// of its parent's that was reading.
+#[test]
+fn a_fork_child_has_nodes_of_its_own() {
+    let _turn = turn();
+    let pagemill = Pagemill::for_test();
+    let file = sparse_file(&cache(pagemill), 1200);
+    let before = info(pagemill).total;
+    let (is_reading, is_done) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(2)));
+    let reader = std::thread::spawn({
+        let (is_reading, is_done) = (is_reading.clone(), is_done.clone());
+        move || {
+            let _guard = pagemill::xarray::pin();
+            is_reading.wait();
+            is_done.wait();
+        }
+    });
+    is_reading.wait();
+    pagemill.before_fork();
+    // SAFETY: the child ends without returning to the test.
+    let pid = unsafe { libc::fork() };
+    assert!(pid >= 0);
+    pagemill.after_fork();
+    if pid == 0 {
+        pagemill.begin_child();
+        let act = || {
+            let own = sparse_file(&cache(pagemill), 1200);
+            drop(file);
+            let after = shrink(pagemill);
+            (0..1200).for_each(|at| assert_has(&own, at, at % 6 == 0));
+            assert!(after.used >= 200 && after.used < 300 && after.partial <= 1, "{after:?}");
+        };
+        let is_done = catch_unwind(AssertUnwindSafe(act)).is_ok();
+        // SAFETY: ends the child at once.
+        unsafe { libc::_exit(i32::from(!is_done)) };
+    }
+    let mut status = -1;
+    // SAFETY: our own child; writes `status`.
+    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+    is_done.wait();
+    reader.join().unwrap();
+    assert_eq!(status, 0, "see the child's message above");
+    assert_eq!(info(pagemill).total, before);
+    (0..1200).for_each(|at| assert_has(&file, at, at % 6 == 0));
+    assert!(shrink(pagemill).slabs < before.slabs);
+}

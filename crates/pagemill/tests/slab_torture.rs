@@ -1,0 +1,48 @@
+//! A million random calls of slab caches of each kind, while their objects are moved. `SLAB_OPERATIONS` says how many;
+//! `PAGEMILL_TEST_SEED` repeats the calls, but not how threads meet. `pagemill-bench __slab torture` does the same.
+
+#[path = "../../pagemill-bench/src/workload/slab/torture/mod.rs"]
+mod torture;
+
+use std::time::{Duration, Instant};
+use torture::{Found, Plan};
+
+fn named(name: &str) -> Option<u64> {
+    std::env::var(name).ok().map(|text| text.parse().expect("a number"))
+}
+
+/// Whole blocks and sparse ones, by two neighbouring seeds; and by more until so many objects have moved: who moves them is one thread
+/// of several, which may have few turns on a small machine.
+fn torture(run: fn(Plan) -> pagemill::Result<Found>, least_moved: u64) -> u64 {
+    let (began, mut moved) = (Instant::now(), 0);
+    let first = named("PAGEMILL_TEST_SEED").unwrap_or_else(pagemill_sys::clock::fine_ns);
+    let operations = named("SLAB_OPERATIONS").unwrap_or(1_000_000) / 2;
+    for round in 0.. {
+        if round >= 2 && moved >= least_moved {
+            break;
+        }
+        assert!(began.elapsed() < Duration::from_secs(600), "only {moved} objects moved");
+        let seed = first.wrapping_add(round);
+        println!("PAGEMILL_TEST_SEED={seed}");
+        let found = run(Plan { operations, threads: 1, seed }).unwrap();
+        println!("{found:?}");
+        assert!(found.is_right() && found.inserted > operations / 10, "{found:?}");
+        moved += found.moved;
+    }
+    moved
+}
+
+#[test]
+fn threads_use_values_by_handle() {
+    torture(torture::run_by_handle, 1_000);
+}
+
+#[test]
+fn threads_use_items_of_an_owner() {
+    torture(torture::run_by_owner, 1_000);
+}
+
+#[test]
+fn threads_use_values_that_stay() {
+    assert_eq!(torture(torture::run_fixed, 0), 0);
+}

@@ -1,0 +1,557 @@
+//! Any sequence of calls of slab caches of all kinds: arbitrary bytes are read as calls, three bytes each, and checked against
+//! a list of what should be there.
+//!
+//! `cargo +nightly fuzz run slab_calls`. The first two bytes of each input say which kind of cache, how large its objects and
+//! slabs are, whether it is watched, and whether blocks are sparse. Each input ends with the cache dropped, whatever is in it.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use pagemill::arena::Layout;
+use pagemill::arena::nodes::Nodes;
+use pagemill::reclaim::tree::UNLIMITED;
+use pagemill::reclaim::{Shrinker, Urgency};
+use pagemill::slab::{
+    self, ByHandle, ByOwner, Candidates, Done, Fixed, Handle, Migrate, Movable, Moving, Pinned, Progress,
+};
+use pagemill::slab::{Settings, SlabInfo, Slabs, Slot, Target};
+use pagemill::{Error, Pagemill, Result, xarray};
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::NonNull;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+const NODES: usize = 3;
+
+/// Objects of a cache at a time, at most.
+const MOST: usize = 4_000;
+
+/// Values that are there, of all caches.
+static LIVE: AtomicU64 = AtomicU64::new(0);
+
+fn slabs(use_huge: bool) -> &'static Slabs {
+    thread_local! {
+        static BOTH: [&'static Slabs; 2] = [false, true].map(|use_huge| {
+            let layout = Layout { use_huge, nodes: Nodes::logical(NODES), ..Layout::for_test() };
+            Pagemill::new(layout, UNLIMITED).expect("address space").slabs
+        });
+    }
+    BOTH.with(|both| both[usize::from(use_huge)])
+}
+
+struct Value<const WORDS: usize>([u64; WORDS]);
+
+// SAFETY: numbers.
+unsafe impl<const WORDS: usize> Movable for Value<WORDS> {}
+
+impl<const WORDS: usize> Value<WORDS> {
+    fn new(number: u64) -> Self {
+        LIVE.fetch_add(1, Relaxed);
+        Self([number; WORDS])
+    }
+
+    fn is(&self, number: u64) -> bool {
+        self.0.iter().all(|word| *word == number)
+    }
+}
+
+impl<const WORDS: usize> Drop for Value<WORDS> {
+    fn drop(&mut self) {
+        assert!(self.is(self.0[0]));
+        self.0[0] = !self.0[0];
+        assert!(LIVE.fetch_sub(1, Relaxed) > 0);
+    }
+}
+
+/// What is the same for all that can be moved.
+trait Compacted {
+    fn shrink(&self) -> Result<u64>;
+    fn defrag_step(&self, budget: Duration) -> Result<Progress>;
+    fn move_objects(&self, from: usize, to: usize, most: u64) -> Result<Progress>;
+    fn balance(&self) -> Result<Progress>;
+    fn set_defrag_used_ratio(&self, percent: u32) -> Result<()>;
+    fn info(&self) -> SlabInfo;
+}
+
+macro_rules! compacted {
+    ($cache:ty, $($bound:tt)*) => {
+        impl<$($bound)*> Compacted for $cache {
+            fn shrink(&self) -> Result<u64> { <$cache>::shrink(self) }
+            fn defrag_step(&self, budget: Duration) -> Result<Progress> { <$cache>::defrag_step(self, budget) }
+            fn move_objects(&self, from: usize, to: usize, most: u64) -> Result<Progress> {
+                <$cache>::move_objects(self, from, to, most)
+            }
+            fn balance(&self) -> Result<Progress> { <$cache>::balance(self) }
+            fn set_defrag_used_ratio(&self, percent: u32) -> Result<()> { <$cache>::set_defrag_used_ratio(self, percent) }
+            fn info(&self) -> SlabInfo { <$cache>::info(self).unwrap() }
+        }
+    };
+}
+
+compacted!(ByHandle<T>, T: Movable);
+compacted!(ByOwner<M>, M: Migrate);
+
+/// Moves objects; under a guard only by ways that wait for no reader.
+fn compact(slabs: &Slabs, cache: &dyn Compacted, [call, one, other]: [u8; 3], is_guarded: bool) {
+    let (from, to) = (usize::from(one) % (NODES + 1), usize::from(other) % (NODES + 1));
+    match call % 8 {
+        0 if !is_guarded => {
+            cache.shrink().unwrap();
+            let info = cache.info();
+            let stayed = info.busy + info.refused + info.failed;
+            assert!(stayed > 0 || info.nodes.iter().all(|node| node.partial <= 1), "{info:?}");
+        }
+        1 if !is_guarded => {
+            let before = cache.info();
+            match cache.move_objects(from, to, u64::from(other)) {
+                Ok(progress) => assert!(from < NODES && to < NODES && progress.moved <= u64::from(other)),
+                Err(error) => assert!(matches!(error, Error::BadNode { .. }) && (from == NODES || to == NODES)),
+            }
+            assert!(cache.info().active <= before.active);
+        }
+        2 if !is_guarded => _ = cache.balance().unwrap(),
+        3 => match cache.set_defrag_used_ratio(u32::from(one)) {
+            Ok(()) => assert_eq!(cache.info().defrag_used_ratio, u32::from(one)),
+            Err(error) => assert!(matches!(error, Error::BadRatio { percent: 101.. })),
+        },
+        4 => _ = slabs.shrink(u64::from(one) << 16, Urgency::Request),
+        5 => _ = slabs.shrink(u64::MAX, Urgency::Limit),
+        6 => _ = slabs.defrag_step(Duration::from_micros(u64::from(one) * 8)),
+        _ => _ = cache.defrag_step(Duration::from_micros(u64::from(one) * 8)).unwrap(),
+    }
+}
+
+type Calls<'a> = std::slice::ChunksExact<'a, u8>;
+
+fn next(calls: &mut Calls<'_>) -> Option<[u8; 3]> {
+    calls.next().map(|call| [call[0], call[1], call[2]])
+}
+
+fn place_of(one: u8, other: u8, len: usize) -> usize {
+    (usize::from(one) << 8 | usize::from(other)) % len.max(1)
+}
+
+struct Handled<'a, const WORDS: usize> {
+    slabs: &'static Slabs,
+    cache: &'a ByHandle<Value<WORDS>>,
+    live: Vec<(Handle<Value<WORDS>>, u64)>,
+    gone: Vec<Handle<Value<WORDS>>>,
+    pins: Vec<(Pinned<'a, Value<WORDS>>, Handle<Value<WORDS>>, u64)>,
+    next: u64,
+}
+
+impl<const WORDS: usize> Handled<'_, WORDS> {
+    fn insert(&mut self, count: usize) {
+        for _ in 0..count.min(MOST.saturating_sub(self.live.len())) {
+            self.next += 1;
+            self.live.push((self.cache.insert(Value::new(self.next)).unwrap(), self.next));
+        }
+    }
+
+    fn remove(&mut self, at: usize) {
+        let Some((handle, _)) = self.live.get(at).copied() else { return };
+        let is_pinned = self.pins.iter().any(|(_, pinned, _)| *pinned == handle);
+        match self.cache.remove(handle) {
+            Err(error) => assert!(is_pinned && matches!(error, Error::Busy { .. })),
+            Ok(was_there) => {
+                assert!(was_there && !is_pinned);
+                self.live.swap_remove(at);
+                self.gone.push(handle);
+            }
+        }
+    }
+
+    fn update(&mut self, at: usize) {
+        let Some((handle, number)) = self.live.get_mut(at) else { return };
+        self.next += 1;
+        let changed = self.cache.update(*handle, |old| {
+            assert!(old.is(*number));
+            Value::new(self.next)
+        });
+        match changed {
+            Err(_) => assert!(self.pins.iter().any(|(_, pinned, _)| pinned == handle)),
+            Ok(was_there) => {
+                assert!(was_there);
+                *number = self.next;
+            }
+        }
+    }
+
+    fn use_stale(&self, one: u8, other: u8) {
+        if let Some(handle) = self.gone.get(place_of(one, other, self.gone.len())) {
+            assert!(self.cache.get(*handle, &slab::pin()).is_none() && !self.cache.remove(*handle).unwrap());
+            assert!(self.cache.pin_value(*handle).unwrap().is_none());
+            assert!(!self.cache.update(*handle, |_| unreachable!()).unwrap());
+        }
+        let forged = Handle::from_bits(u64::from(one) << 32 | u64::from(other));
+        let is_known = self.live.iter().any(|(handle, _)| *handle == forged);
+        assert_eq!(self.cache.get(forged, &slab::pin()).is_some(), is_known);
+    }
+
+    fn pin(&mut self, at: usize) {
+        let Some((handle, number)) = self.live.get(at).copied() else { return };
+        match self.cache.pin_value(handle) {
+            Ok(pinned) => self.pins.push((pinned.unwrap(), handle, number)),
+            Err(_) => assert_eq!(self.pins.iter().filter(|(_, pinned, _)| *pinned == handle).count(), 7),
+        }
+    }
+
+    /// One call; under a guard, those that come next are, too.
+    fn act(&mut self, call: [u8; 3], calls: &mut Calls<'_>, is_guarded: bool) {
+        let [what, one, other] = call;
+        let at = place_of(one, other, self.live.len());
+        match what >> 3 {
+            0..8 => self.insert(1 + usize::from(one)),
+            8..12 => (0..=other).for_each(|step| self.remove(at.wrapping_sub(usize::from(step) * usize::from(one)))),
+            12..15 => self.remove(at),
+            15..17 => self.update(at),
+            17 => self.use_stale(one, other),
+            18 => self.pin(at),
+            19 if !self.pins.is_empty() => {
+                let (pinned, _, number) = self.pins.swap_remove(usize::from(one) % self.pins.len());
+                assert!(pinned.is(number));
+            }
+            20 if !is_guarded => {
+                let guard = slab::pin();
+                let cache = self.cache;
+                let some = self.live[at.min(self.live.len())..].iter().take(9);
+                let seen: Vec<_> =
+                    some.map(|(handle, number)| (cache.get(*handle, &guard).unwrap(), *number)).collect();
+                for _ in 0..3 {
+                    next(calls).into_iter().for_each(|call| self.act(call, calls, true));
+                }
+                assert!(seen.iter().all(|(value, number)| value.is(*number)));
+            }
+            21 => self.check(),
+            _ => compact(self.slabs, self.cache, call, is_guarded),
+        }
+    }
+
+    fn check(&self) {
+        let guard = slab::pin();
+        assert!(self.live.iter().all(|(handle, number)| self.cache.get(*handle, &guard).unwrap().is(*number)));
+        assert!(self.pins.iter().all(|(pinned, _, number)| pinned.is(*number)));
+        assert!(self.cache.info().unwrap().active >= self.live.len() as u64);
+    }
+}
+
+fn by_handle<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut calls: Calls<'_>) {
+    let cache = slabs.by_handle::<Value<WORDS>>(settings).unwrap();
+    let (live, gone, pins) = (Vec::new(), Vec::new(), Vec::new());
+    let mut machine = Handled { slabs, cache: &cache, live, gone, pins, next: 0 };
+    while let Some(call) = next(&mut calls) {
+        machine.act(call, &mut calls, false);
+    }
+    machine.check();
+    drop(machine);
+    drop(cache);
+    assert_eq!(LIVE.load(Relaxed), 0, "each value was dropped once");
+}
+
+fn fixed<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut calls: Calls<'_>) {
+    let cache: Fixed<Value<WORDS>> = slabs.fixed(settings).unwrap();
+    let mut slots: Vec<(Slot<'_, Value<WORDS>>, u64)> = Vec::new();
+    let mut number = 0;
+    while let Some([what, one, other]) = next(&mut calls) {
+        let at = place_of(one, other, slots.len());
+        number += 1;
+        match what >> 3 {
+            0..8 if slots.len() < MOST => {
+                slots.extend((0..=one).map(|_| (cache.insert(Value::new(number)).unwrap(), number)));
+            }
+            8..12 => match cache.insert_on(usize::from(one) % (NODES + 1), Value::new(number)) {
+                Ok(slot) => {
+                    assert_eq!(slot.node(), usize::from(one) % (NODES + 1));
+                    slots.push((slot, number));
+                }
+                Err(error) => assert!(matches!(error, Error::BadNode { node: NODES, .. })),
+            },
+            12..20 => slots.retain(|(slot, number)| number % (1 + u64::from(one)) != 0 || !slot.is(*number)),
+            20 if at < slots.len() => {
+                let (slot, number) = slots.swap_remove(at);
+                assert!(slot.into_inner().is(number));
+            }
+            21 if at < slots.len() => {
+                *slots[at].0 = Value::new(number);
+                slots[at].1 = number;
+            }
+            22 => _ = slabs.shrink(u64::MAX, if one % 2 == 0 { Urgency::Limit } else { Urgency::Request }),
+            23 => {
+                cache.shrink().unwrap();
+                assert_eq!(cache.info().unwrap().active, slots.len() as u64);
+            }
+            _ => assert!(slots.iter().all(|(slot, number)| slot.is(*number))),
+        }
+    }
+    drop(slots);
+    assert_eq!((LIVE.load(Relaxed), cache.info().unwrap().active), (0, 0));
+}
+
+/// What the owner of items does when it is to move one.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Whim {
+    Move,
+    Busy,
+    Fail,
+    Free,
+    PanicInIsolate,
+    PanicInMigrate,
+    PanicInConstruct,
+}
+
+impl Whim {
+    /// A block that a slab is lost of stays for good, so callbacks of one process fail so often only.
+    fn of(byte: u8) -> Self {
+        static PANICS: AtomicU32 = AtomicU32::new(0);
+        let all =
+            [Self::Busy, Self::Fail, Self::Free, Self::PanicInIsolate, Self::PanicInMigrate, Self::PanicInConstruct];
+        let whim = all[usize::from(byte) % all.len()];
+        if whim.may_panic() && PANICS.fetch_add(1, Relaxed) > 200 { Self::Fail } else { whim }
+    }
+
+    fn may_panic(self) -> bool {
+        matches!(self, Self::PanicInIsolate | Self::PanicInMigrate | Self::PanicInConstruct)
+    }
+}
+
+struct Item<const WORDS: usize> {
+    /// 0 free, 1 live, 2 the mover's or pinned.
+    state: AtomicU32,
+    words: [AtomicU64; WORDS],
+}
+
+impl<const WORDS: usize> Item<WORDS> {
+    fn is(&self, number: u64) -> bool {
+        self.words.iter().all(|word| word.load(Relaxed) == number)
+    }
+}
+
+struct Book<const WORDS: usize> {
+    items: Mutex<BTreeMap<u64, usize>>,
+    whim: Mutex<Whim>,
+}
+
+// SAFETY: items say what they are; what is moved is found at its new place before the old one is free.
+unsafe impl<const WORDS: usize> Migrate for Book<WORDS> {
+    type Object = Item<WORDS>;
+    type Isolated = ();
+
+    fn construct(&self) -> Item<WORDS> {
+        self.panic_by(Whim::PanicInConstruct);
+        Item { state: AtomicU32::new(0), words: [const { AtomicU64::new(0) }; WORDS] }
+    }
+
+    fn isolate(&self, items: &mut Candidates<'_, Item<WORDS>>) {
+        self.panic_by(Whim::PanicInIsolate);
+        // SAFETY: objects of the cache are items at all times.
+        items.retain(|item| unsafe { item.as_ref() }.state.compare_exchange(1, 2, Relaxed, Relaxed).is_ok());
+    }
+
+    fn migrate<'object>(
+        &self,
+        item: Moving<'object, Item<WORDS>>,
+        to: &mut Target<'_, Item<WORDS>>,
+        _: &mut (),
+    ) -> Done<'object> {
+        self.panic_by(Whim::PanicInMigrate);
+        // SAFETY: live, and held by `isolate`.
+        let old = unsafe { item.object().as_ref() };
+        let number = old.words[0].load(Relaxed);
+        // Not held below: taking a place may construct.
+        let whim = *self.whim.lock().unwrap();
+        let mut items = self.items.lock().unwrap();
+        assert!(old.is(number) && items[&number] == item.object().as_ptr() as usize);
+        match whim {
+            Whim::Busy => {
+                old.state.store(1, Relaxed);
+                return item.busy();
+            }
+            Whim::Free if number % 3 == 0 => {
+                items.remove(&number);
+                old.state.store(0, Relaxed);
+                return item.freed();
+            }
+            _ => {
+                let place = to.take();
+                let Some(place) = place.filter(|_| whim != Whim::Fail) else {
+                    old.state.store(1, Relaxed);
+                    return item.failed();
+                };
+                // SAFETY: a free item, this owner's.
+                let new = unsafe { place.object().as_ref() };
+                assert_eq!(new.state.swap(1, Relaxed), 0);
+                new.words.iter().for_each(|word| word.store(number, Relaxed));
+                items.insert(number, place.object().as_ptr() as usize);
+                old.state.store(0, Relaxed);
+                item.moved(place)
+            }
+        }
+    }
+}
+
+impl<const WORDS: usize> Book<WORDS> {
+    fn panic_by(&self, whim: Whim) {
+        let is_it = *self.whim.lock().unwrap() == whim;
+        assert!(!is_it, "an owner that fails, as it should here");
+    }
+
+    fn set(&self, whim: Whim) {
+        *self.whim.lock().unwrap() = whim;
+    }
+
+    fn with<R>(&self, number: u64, act: impl FnOnce(&Item<WORDS>) -> R) -> R {
+        // SAFETY: in the book, so live; nothing moves meanwhile.
+        act(unsafe { &*(self.items.lock().unwrap()[&number] as *const Item<WORDS>) })
+    }
+
+    /// Each is there, at a place of its own, and nobody has it but who is known to.
+    fn check(&self, pinned: &[u64]) {
+        let items = self.items.lock().unwrap();
+        let mut places: Vec<usize> = items.values().copied().collect();
+        places.sort_unstable();
+        assert!(places.windows(2).all(|pair| pair[1] - pair[0] >= size_of::<Item<WORDS>>()));
+        for (number, at) in &*items {
+            // SAFETY: in the book.
+            let item = unsafe { &*(*at as *const Item<WORDS>) };
+            assert!(item.is(*number) && item.state.load(Relaxed) == 1 + u32::from(pinned.contains(number)));
+        }
+    }
+}
+
+/// Panics of callbacks are a part of it: they must not end the fuzzer.
+fn quietly(act: impl FnOnce()) -> bool {
+    let hook = std::panic::take_hook();
+    std::panic::set_hook(Box::new(|_| ()));
+    let is_done = catch_unwind(AssertUnwindSafe(act)).is_ok();
+    std::panic::set_hook(hook);
+    is_done
+}
+
+fn add<const WORDS: usize>(cache: &ByOwner<Book<WORDS>>, number: u64, node: Option<usize>) {
+    let at = match node {
+        None => cache.allocate().unwrap(),
+        Some(node) => match cache.allocate_on(node) {
+            Ok(at) => at,
+            Err(error) => return assert!(matches!(error, Error::BadNode { node: NODES, .. }) && node == NODES),
+        },
+    };
+    assert!(node.is_none_or(|node| cache.node_of(at) == node));
+    // SAFETY: a free item, ours.
+    let item = unsafe { at.as_ref() };
+    assert_eq!(item.state.swap(1, Relaxed), 0);
+    item.words.iter().for_each(|word| word.store(number, Relaxed));
+    cache.owner().items.lock().unwrap().insert(number, at.as_ptr() as usize);
+}
+
+fn remove<const WORDS: usize>(cache: &ByOwner<Book<WORDS>>, number: u64) {
+    cache.owner().with(number, |item| {
+        assert!(item.is(number));
+        if item.state.compare_exchange(1, 0, Relaxed, Relaxed).is_ok() {
+            // SAFETY: free, and nobody's.
+            unsafe { cache.free(NonNull::from(item)) };
+        }
+    });
+    let is_free = cache.owner().with(number, |item| item.state.load(Relaxed) != 2);
+    is_free.then(|| cache.owner().items.lock().unwrap().remove(&number));
+}
+
+fn some(items: &Mutex<BTreeMap<u64, usize>>, from: u64) -> Option<u64> {
+    items.lock().unwrap().range(from..).next().map(|(number, _)| *number)
+}
+
+fn by_owner<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut calls: Calls<'_>) {
+    let book = Book::<WORDS> { items: Mutex::default(), whim: Mutex::new(Whim::Move) };
+    let cache = slabs.by_owner(settings, book).unwrap();
+    let book = cache.owner();
+    let (mut number, mut pinned) = (0, Vec::new());
+    while let Some(call) = next(&mut calls) {
+        let [what, one, other] = call;
+        let chosen = u64::from(one) << 8 | u64::from(other);
+        let found = some(&book.items, chosen);
+        match what >> 3 {
+            0..8 if book.items.lock().unwrap().len() < MOST => (0..=one).for_each(|_| {
+                number += 1;
+                add(&cache, number, None);
+            }),
+            8..10 => {
+                number += 1;
+                add(&cache, number, Some(usize::from(one) % (NODES + 1)));
+            }
+            10..16 => (0..=one).for_each(|step| {
+                let item = some(&book.items, chosen + u64::from(step) * u64::from(other % 16));
+                item.into_iter().for_each(|number| remove(&cache, number));
+            }),
+            16 => {
+                let is_ours = |number: &u64| book.with(*number, |item| item.state.swap(2, Relaxed)) == 1;
+                pinned.extend(found.filter(is_ours));
+            }
+            17 if !pinned.is_empty() => {
+                let number = pinned.swap_remove(usize::from(one) % pinned.len());
+                book.with(number, |item| item.state.store(1, Relaxed));
+            }
+            18 => {
+                let whim = Whim::of(one);
+                book.set(whim);
+                let mut taken = Vec::new();
+                let is_done = quietly(|| match next(&mut calls) {
+                    Some([_, count, _]) if whim == Whim::PanicInConstruct => {
+                        (0..2 * u32::from(count)).for_each(|_| taken.push(cache.allocate().unwrap()));
+                    }
+                    Some(call) => compact(slabs, &cache, call, true),
+                    None => {}
+                });
+                assert!(is_done || whim.may_panic());
+                // SAFETY: taken above, and never live.
+                taken.into_iter().for_each(|item| unsafe { cache.free(item) });
+                book.set(Whim::Move);
+                // Of a slab that was lost items are held by the owner that failed.
+                let numbers: Vec<u64> = book.items.lock().unwrap().keys().copied().collect();
+                let loose = numbers.into_iter().filter(|number| !pinned.contains(number));
+                loose.for_each(|number| book.with(number, |item| item.state.store(1, Relaxed)));
+            }
+            19 => {
+                // Under a guard what was moved stays to be read.
+                let _guard = xarray::pin();
+                let seen = found.map(|number| (book.items.lock().unwrap()[&number], number));
+                compact(slabs, &cache, [one, other, what], true);
+                // SAFETY: come to under the guard, and only moved since.
+                seen.into_iter().for_each(|(at, number)| assert!(unsafe { &*(at as *const Item<WORDS>) }.is(number)));
+            }
+            20 => book.check(&pinned),
+            _ => compact(slabs, &cache, call, false),
+        }
+    }
+    book.check(&pinned);
+    assert!(cache.info().unwrap().active >= book.items.lock().unwrap().len() as u64);
+    pinned.into_iter().for_each(|number| book.with(number, |item| item.state.store(1, Relaxed)));
+    // What is not freed stays for good.
+    while let Some(number) = some(&book.items, 0) {
+        remove(&cache, number);
+    }
+    cache.shrink().unwrap();
+    assert_eq!(cache.info().unwrap().active, 0);
+}
+
+fuzz_target!(|data: &[u8]| {
+    let [first, second, calls @ ..] = data else { return };
+    let calls = calls.chunks_exact(3);
+    let slab_bytes = [None, Some(16 << 10), Some(128 << 10), Some(2 << 20)][usize::from(second & 3)];
+    let settings = Settings {
+        slab_bytes,
+        debug: first & 64 == 64,
+        remote_node_defrag_ratio: u32::from(second >> 2),
+        ..Settings::new("fuzz")
+    };
+    let slabs = slabs(first & 128 == 128);
+    match first & 15 {
+        0 | 1 | 2 => by_handle::<5>(slabs, settings, calls),
+        3 | 4 => by_handle::<40>(slabs, settings, calls),
+        5 => by_handle::<511>(slabs, settings, calls),
+        6 | 7 | 8 => by_owner::<7>(slabs, settings, calls),
+        9 | 10 => by_owner::<40>(slabs, settings, calls),
+        11 => by_owner::<511>(slabs, settings, calls),
+        12 | 13 => fixed::<3>(slabs, settings, calls),
+        _ => fixed::<100>(slabs, settings, calls),
+    }
+});
