@@ -7,10 +7,14 @@ use std::collections::BTreeSet;
 use std::io::{self, Read};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
+
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use signal_hook::low_level::emulate_default_handler;
 
 use crate::error::{Error, Result, doing};
 use crate::native;
@@ -19,7 +23,8 @@ use crate::subject::Ready;
 /// The exit status by which a workload says that its memory held a wrong answer.
 pub const WRONG_ANSWER: i32 = 70;
 
-static IS_INTERRUPTED: AtomicBool = AtomicBool::new(false);
+/// The first signal that asked the bench to end; 0 before one has.
+static SIGNAL: AtomicI32 = AtomicI32::new(0);
 static GROUPS: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
 fn groups() -> MutexGuard<'static, BTreeSet<u32>> {
@@ -28,20 +33,29 @@ fn groups() -> MutexGuard<'static, BTreeSet<u32>> {
 
 /// From here on Ctrl-C, SIGTERM and SIGHUP end the workloads and let the bench clean up.
 pub fn handle_interrupts() -> Result<()> {
-    let handler = || {
-        IS_INTERRUPTED.store(true, Ordering::SeqCst);
-        for &leader in groups().iter() {
-            native::kill_group(leader);
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(doing("watching for signals"))?;
+    thread::spawn(move || {
+        for signal in signals.forever() {
+            let _ = SIGNAL.compare_exchange(0, signal, Ordering::SeqCst, Ordering::SeqCst);
+            for &leader in groups().iter() {
+                native::kill_group(leader);
+            }
         }
-    };
-    ctrlc::set_handler(handler).map_err(|cause| Error::CannotRun(cause.to_string()))
+    });
+    Ok(())
+}
+
+/// Ends the bench as the signal would have, once all is cleaned up: who started it sees that it did not end by itself.
+pub fn end_by(signal: i32) {
+    // Where that cannot be done the status says it.
+    let _ = emulate_default_handler(signal);
 }
 
 /// Fails once the user asked to stop.
 pub fn check_interrupt() -> Result<()> {
-    match IS_INTERRUPTED.load(Ordering::SeqCst) {
-        true => Err(Error::Interrupted),
-        false => Ok(()),
+    match SIGNAL.load(Ordering::SeqCst) {
+        0 => Ok(()),
+        signal => Err(Error::Interrupted { signal }),
     }
 }
 
@@ -139,8 +153,8 @@ impl Running {
         }
         let wall = started.elapsed();
         self.end_group();
-        check_interrupt()?;
         let status = self.child.wait().map_err(doing("waiting for a workload"))?;
+        check_interrupt()?;
         Ok(Finished { status, stdout: collect(self.stdout.take()), stderr: collect(self.stderr.take()), wall })
     }
 
@@ -239,7 +253,7 @@ mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
         let running = Running::start(&mut command).expect("sh starts");
-        running.finish(Duration::from_secs(10)).expect("sh ends")
+        running.finish(Duration::from_secs(60)).expect("sh ends")
     }
 
     /// Result, kill, failure and wrong answer are told apart.
@@ -258,8 +272,8 @@ mod tests {
     fn the_whole_group_ends() {
         let started = Instant::now();
 
-        shell("sleep 60 &");
+        shell("sleep 3600 &");
 
-        assert!(started.elapsed() < Duration::from_secs(30));
+        assert!(started.elapsed() < Duration::from_secs(600));
     }
 }

@@ -71,6 +71,11 @@ impl Case {
     }
 }
 
+/// Ways of keeping chunks, by name.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    WAYS.iter().map(|way| way.name)
+}
+
 /// Measures what is wanted and adds its rows and verdicts.
 ///
 /// # Errors

@@ -6,8 +6,8 @@ use std::io;
 /// Why an experiment stopped. Killed workloads and missing peers are results and gaps, not errors.
 #[derive(Debug)]
 pub enum Error {
-    /// The user pressed Ctrl-C or the session ended; everything started was ended too.
-    Interrupted,
+    /// The user pressed Ctrl-C, or somebody asked the bench to end; everything started was ended too.
+    Interrupted { signal: i32 },
     /// A workload found a wrong answer in its memory: whatever it measured is worthless.
     WrongAnswer { subject: String, what: String },
     /// Nothing can be measured here, and why.
@@ -20,10 +20,10 @@ pub enum Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// 2 for what could not run, 1 for a wrong answer, 130 as a shell reports Ctrl-C.
+    /// 2 for what could not run, 1 for a wrong answer, 128 and the signal as a shell reports it.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Interrupted => 130,
+            Self::Interrupted { signal } => 128 + *signal as u8,
             Self::WrongAnswer { .. } => 1,
             Self::CannotRun(_) | Self::System { .. } => 2,
         }
@@ -38,7 +38,7 @@ pub fn doing(what: impl Into<String>) -> impl FnOnce(io::Error) -> Error {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Interrupted => write!(f, "interrupted; everything started was ended"),
+            Self::Interrupted { .. } => write!(f, "interrupted; everything started was ended"),
             Self::WrongAnswer { subject, what } => {
                 write!(f, "wrong answer under {subject}: {what}")
             }

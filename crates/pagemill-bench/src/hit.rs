@@ -99,7 +99,7 @@ const SIZES: Case = 1;
 ///
 /// # Errors
 ///
-/// [`Error::WrongAnswer`] where a page was another one; [`Error::CannotRun`] for an unknown subject.
+/// [`crate::error::Error::WrongAnswer`] where a page was another one; [`crate::error::Error::CannotRun`] for an unknown subject.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let mut report = Report::new("hit", common.json);

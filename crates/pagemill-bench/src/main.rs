@@ -3,6 +3,7 @@
 //! Workloads are hidden subcommands of this executable, started as processes of their own under the
 //! allocator to be measured. This process measures nothing in itself: it starts, waits and counts.
 
+mod callgrind;
 mod cgroup;
 mod child;
 mod chunks;
@@ -23,6 +24,7 @@ mod proc;
 mod refs;
 mod report;
 mod signs;
+mod slab;
 mod small;
 mod startup;
 mod stats;
@@ -37,14 +39,14 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::experiment::Common;
 use crate::report::Report;
 
 /// Measures Pagemill against glibc, jemalloc, mimalloc and tcmalloc, in one run on this machine.
 ///
 /// Ends with 0 when done, 1 where a wrong answer was found (or, with --strict, a target fell short), 2 where
-/// nothing could be run.
+/// nothing could be run. Interrupted it ends by the signal, when all that it started has ended.
 #[derive(Debug, Parser)]
 #[command(name = "pagemill bench", bin_name = "pagemill bench", version)]
 struct Arguments {
@@ -90,6 +92,9 @@ enum Experiment {
     Orion(storage::orion::Options),
     /// 4 KiB pages made dirty here and there in a file of a GiB, and written back, beside fio writing to the same places
     Writeback(storage::writeback::Options),
+    /// Objects of one size in slabs, beside allocators and maps by key: taken and given back, read, moved beside their users; what is left
+    /// when a random nine tenths go, who waits, walks of what moves
+    Slab(slab::Options),
     /// The settings by which each allocator returns memory at once, as a Markdown table
     Settings,
     #[command(name = "__touch", hide = true)]
@@ -120,6 +125,8 @@ enum Experiment {
     IdleWork(workload::idle::Idle),
     #[command(name = "__small", hide = true)]
     SmallWork(workload::small::Small),
+    #[command(name = "__slab", hide = true)]
+    SlabWork(workload::slab::Slab),
     #[command(name = "__giveback", hide = true)]
     GivebackWork(workload::giveback::Giveback),
     #[command(name = "__iozone", hide = true)]
@@ -174,6 +181,7 @@ fn main() -> ExitCode {
         Experiment::Miss(options) => experiment(&options.common, || storage::miss::run(&options)),
         Experiment::Orion(options) => experiment(&options.common, || storage::orion::run(&options)),
         Experiment::Writeback(options) => experiment(&options.common, || storage::writeback::run(&options)),
+        Experiment::Slab(options) => experiment(&options.common, || slab::run(&options)),
         Experiment::Settings => {
             print!("{}", subject::settings_markdown());
             ExitCode::SUCCESS
@@ -192,6 +200,7 @@ fn main() -> ExitCode {
         Experiment::FillerWork(arguments) => workload::run(|| workload::host::fill(&arguments)),
         Experiment::IdleWork(arguments) => workload::run(|| workload::idle::run(&arguments)),
         Experiment::SmallWork(arguments) => workload::run(|| workload::small::run(&arguments)),
+        Experiment::SlabWork(arguments) => workload::run(|| workload::slab::run(&arguments)),
         Experiment::GivebackWork(arguments) => workload::run(|| workload::giveback::run(&arguments)),
         Experiment::IozoneWork(arguments) => workload::run(|| workload::iozone::run(&arguments)),
         Experiment::IozonePart(arguments) => workload::run(|| workload::iozone::part(&arguments)),
@@ -212,16 +221,26 @@ fn main() -> ExitCode {
     }
 }
 
+/// The status where nothing could be run.
+const NOTHING_RUN: u8 = 2;
+
 /// Runs an experiment to its report, or to a sentence and the status that says what happened.
 fn experiment(common: &Common, run: impl FnOnce() -> Result<Report>) -> ExitCode {
     let outcome = child::handle_interrupts().and_then(|()| run());
     match outcome {
         Ok(report) => {
             report.finish();
+            if !report.has_results() {
+                eprintln!("pagemill-bench: cannot run: nothing was measured");
+                return ExitCode::from(NOTHING_RUN);
+            }
             ExitCode::from(u8::from(common.strict && report.fell_short()))
         }
         Err(error) => {
             eprintln!("pagemill-bench: {error}");
+            if let Error::Interrupted { signal } = error {
+                child::end_by(signal);
+            }
             ExitCode::from(error.exit_code())
         }
     }

@@ -166,6 +166,7 @@ pub fn give_back(how: GiveBack) -> Result<(), String> {
             // SAFETY: releasing may be asked for at any time.
             unsafe { release() };
         }
+        GiveBack::MeshCompact => (0..MESH_PASSES).try_for_each(|_| mesh_compact())?,
     }
     Ok(())
 }
@@ -181,10 +182,28 @@ pub enum GiveBack {
     MiCollect,
     /// `MallocExtension_ReleaseFreeMemory()`
     ReleaseFreeMemory,
+    /// `mesh_mallctl("mesh.compact")`, again and again: each pass joins some thousand pairs of pages
+    MeshCompact,
+}
+
+/// So often Mesh is asked: more than it has use for.
+const MESH_PASSES: usize = 100;
+
+type Mallctl = unsafe extern "C" fn(*const c_char, *mut c_void, *mut usize, *mut c_void, usize) -> c_int;
+
+fn mesh_compact() -> Result<(), String> {
+    let address = symbol(c"mesh_mallctl")?;
+    // SAFETY: `mesh_mallctl` of Mesh has the type of jemalloc's.
+    let call: Mallctl = unsafe { std::mem::transmute(address) };
+    let (mut value, mut len) = (0_usize, size_of::<usize>());
+    // SAFETY: every control of Mesh wants room for a word, which this one does not fill; it takes no value.
+    match unsafe { call(c"mesh.compact".as_ptr(), (&raw mut value).cast(), &raw mut len, ptr::null_mut(), 0) } {
+        0 => Ok(()),
+        status => Err(format!("mesh_mallctl: status {status}")),
+    }
 }
 
 fn mallctl(name: &CStr) -> Result<(), String> {
-    type Mallctl = unsafe extern "C" fn(*const c_char, *mut c_void, *mut usize, *mut c_void, usize) -> c_int;
     let address = symbol(c"mallctl")?;
     // SAFETY: `mallctl` of jemalloc has this type.
     let call: Mallctl = unsafe { std::mem::transmute(address) };

@@ -84,6 +84,13 @@ pub fn huge_bytes() -> Option<u64> {
     ["AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:"].iter().map(|name| field(&text, name)).sum()
 }
 
+/// Bytes of this process in memory that are no file's: what it made, and not what it runs. A page that is mapped twice counts
+/// once.
+pub fn own_bytes() -> Option<u64> {
+    let text = fs::read_to_string("/proc/self/smaps_rollup").ok()?;
+    Some(field(&text, "Pss_Anon:")? + field(&text, "Pss_Shmem:")?)
+}
+
 fn parse_huge(smaps: &str, address: usize) -> Option<u64> {
     let bounds = |line: &str| {
         let (start, end) = line.split_whitespace().next()?.split_once('-')?;
@@ -183,6 +190,9 @@ mod tests {
         assert!(memory.peak >= memory.all && memory.all > memory.anonymous);
         assert!(has_mapped(own, "libc"));
         assert_eq!(resident(u32::MAX), None);
+        // Tests beside this one take and give memory all the time.
+        let own_bytes = own_bytes().expect("the kernel tells it");
+        assert!(own_bytes > 0 && own_bytes < resident(own).expect("a live process").peak);
         assert!(wake_ups(own).is_some() && total_bytes() > available_bytes());
     }
 }

@@ -59,7 +59,7 @@ fn name((kib, threads, is_own): Case) -> String {
 ///
 /// # Errors
 ///
-/// [`Error::WrongAnswer`] where a reference stayed or bytes changed; [`Error::CannotRun`] for an unknown subject.
+/// [`crate::error::Error::WrongAnswer`] where a reference stayed or bytes changed; [`crate::error::Error::CannotRun`] for an unknown subject.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let known: Vec<&str> = WAYS.iter().map(|(name, _)| *name).chain([SPLIT, MEMCPY]).collect();

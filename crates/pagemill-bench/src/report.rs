@@ -152,6 +152,10 @@ impl Verdict {
     }
 }
 
+/// Rounds that were lost: to the kernel, or to a fault of the workload.
+const KILLED: &str = "killed";
+const FAILED: &str = "failed";
+
 /// Collects a run's rows, gaps and verdicts.
 #[derive(Debug)]
 pub struct Report {
@@ -196,7 +200,7 @@ impl Report {
     }
 
     fn losses(&mut self, entry: &Entry<'_>, series: &Series) {
-        let lost = [("killed", series.killed), ("failed", series.failures.len())];
+        let lost = [(KILLED, series.killed), (FAILED, series.failures.len())];
         for (metric, count) in lost.into_iter().filter(|&(_, count)| count > 0) {
             // A lost round is lost for all its metrics: it is told once.
             let is_it = |row: &Row| row.metric == metric && row.subject == entry.subject && row.case == entry.case;
@@ -277,6 +281,11 @@ impl Report {
         self.verdicts.iter().any(|verdict| verdict.state() == State::FallsShort)
     }
 
+    /// Whether anything was measured: who did not come through is a result, a workload that failed is none.
+    pub fn has_results(&self) -> bool {
+        self.rows.iter().any(|row| row.metric != FAILED)
+    }
+
     /// Prints tables, gaps and verdicts; beside JSON the last two go to stderr.
     pub fn finish(&self) {
         let mut text = String::new();
@@ -345,7 +354,7 @@ pub struct Entry<'a> {
 }
 
 fn cell(row: &Row) -> String {
-    if matches!(row.metric, "killed" | "failed") {
+    if matches!(row.metric, KILLED | FAILED) {
         return format!("{} {}/{}", row.metric, row.value, row.samples);
     }
     let mut text = number(row.value);

@@ -76,9 +76,9 @@ mod tests {
         let path = folder.path().join("ready").display().to_string();
         let start = |script: &str| Running::start(Command::new("sh").args(["-c", script])).expect("sh starts");
 
-        let giver = start(&format!("touch {path}; sleep 5"));
-        assert!(signs.wait_for("ready", &giver, Duration::from_secs(10)).expect("it comes"));
-        assert!(!signs.wait_for("over", &start("true"), Duration::from_secs(10)).expect("it ends"));
+        let giver = start(&format!("touch {path}; sleep 3600"));
+        assert!(signs.wait_for("ready", &giver, Duration::from_secs(60)).expect("it comes"));
+        assert!(!signs.wait_for("over", &start("true"), Duration::from_secs(60)).expect("it ends"));
         assert!(signs.wait_for("over", &giver, Duration::ZERO).is_err());
     }
 }

@@ -3,10 +3,10 @@
 //! What Pagemill adds to a small malloc is a choice and a jump. Nanoseconds show what that costs here,
 //! instructions (`--callgrind`) what it costs anywhere.
 
-use std::process::Command;
 use std::time::Duration;
 
-use crate::child::{self, Outcome, Running};
+use crate::callgrind;
+use crate::child;
 use crate::error::Result;
 use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
 use crate::report::{Bound, Place, Report, Row, Verdict};
@@ -20,9 +20,6 @@ const THREADS: [u16; 2] = [1, 2];
 /// The same allocator, preloaded alone.
 const BASELINE: &str = "jemalloc";
 const NANOSECONDS: &str = "ns_per_pair";
-
-/// Pairs under the instruction counter: a run of so many, and one of twice as many.
-const COUNTED_PAIRS: u64 = 100_000;
 
 /// How many more instructions a pair may take.
 const MORE_INSTRUCTIONS: f64 = 6.0;
@@ -189,46 +186,10 @@ fn instruction_rows(report: &mut Report, pattern: &str, size: usize, counts: &[(
     }
 }
 
-/// Two runs, one with twice the pairs: their difference is free of start and end.
 fn instructions_per_pair(ready: &Ready, pattern: &str, size: usize) -> Result<std::result::Result<f64, String>> {
-    let mut counts = [0; 2];
-    for (count, pairs) in counts.iter_mut().zip([COUNTED_PAIRS, 2 * COUNTED_PAIRS]) {
-        let mut command = Command::new("valgrind");
-        command.args(["--tool=callgrind", "--callgrind-out-file=/dev/null"]);
-        command.arg(child::own_executable()?).args(["__small", "--pattern", pattern]);
+    callgrind::instructions(ready.name(), |command, pairs| {
+        command.args(["__small", "--pattern", pattern]);
         command.args(["--size", &size.to_string(), "--pairs", &pairs.to_string()]);
-        ready.apply(&mut command);
-        let Ok(running) = Running::start(&mut command) else {
-            child::check_interrupt()?;
-            return Ok(Err("valgrind is missing: apt-get install valgrind".to_owned()));
-        };
-        let finished = running.finish(Duration::from_secs(120))?;
-        if let Outcome::Failed(why) = child::outcome(ready.name(), &finished)? {
-            return Ok(Err(why.lines().last().unwrap_or_default().to_owned()));
-        }
-        match collected(&String::from_utf8_lossy(&finished.stderr)) {
-            Some(collected) => *count = collected,
-            None => return Ok(Err("callgrind told no count".to_owned())),
-        }
-    }
-    let [once, twice] = counts;
-    Ok(Ok(twice.saturating_sub(once) as f64 / COUNTED_PAIRS as f64))
-}
-
-/// The count in callgrind's last lines: `==7== Collected : 123456`.
-fn collected(text: &str) -> Option<u64> {
-    let (_, count) = text.lines().find(|line| line.contains("Collected"))?.split_once(" : ")?;
-    count.split_whitespace().next()?.parse().ok()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// As callgrind 3.19 prints it.
-    #[test]
-    fn the_count_is_read() {
-        assert_eq!(collected("==7== Events    : Ir\n==7== Collected : 123456\n"), Some(123_456));
-        assert_eq!(collected("==7== nothing"), None);
-    }
+        ready.apply(command);
+    })
 }

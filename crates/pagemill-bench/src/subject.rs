@@ -156,6 +156,18 @@ pub const SUBJECTS: &[Subject] = &[
     },
 ];
 
+/// An allocator that gives pages back by mapping two of them to one place, where their blocks do not overlap. Only what it
+/// is made for is measured beside it.
+pub const MESH: Subject = Subject {
+    name: "mesh",
+    role: Role::Default,
+    library: Library::Installed(&["libmesh.so"]),
+    settings: &[],
+    give_back: GiveBack::MeshCompact,
+    why: "as it comes",
+    obtain: "no distribution has it; build github.com/plasma-umass/Mesh, put its libmesh.so into /usr/local/lib",
+};
+
 /// The name of what is judged.
 pub const PAGEMILL: &str = "pagemill";
 
@@ -251,14 +263,12 @@ fn is_foreign(name: &OsStr) -> bool {
 ///
 /// # Errors
 ///
-/// [`Error::CannotRun`] for a name in `only` that is none, or where nothing is left to run.
+/// [`Error::CannotRun`] for a name in `only` that none of those wanted has, or where nothing is left to run.
 pub fn select(only: &[String], is_wanted: impl Fn(&Subject) -> bool) -> Result<(Vec<Ready>, Vec<String>)> {
-    for name in only {
-        if !SUBJECTS.iter().any(|subject| subject.name == name) {
-            let names: Vec<&str> = SUBJECTS.iter().map(|subject| subject.name).collect();
-            let names = names.join(", ");
-            return Err(Error::CannotRun(format!("no subject {name}; there are {names}")));
-        }
+    let known = || SUBJECTS.iter().filter(|subject| is_wanted(subject)).map(|subject| subject.name);
+    if let Some(name) = only.iter().find(|name| !known().any(|known| known == *name)) {
+        let names = known().collect::<Vec<_>>().join(", ");
+        return Err(Error::CannotRun(format!("no subject {name}; there are {names}")));
     }
     let (mut ready, mut gaps) = (Vec::new(), Vec::new());
     for subject in SUBJECTS {
@@ -267,15 +277,27 @@ pub fn select(only: &[String], is_wanted: impl Fn(&Subject) -> bool) -> Result<(
         if !(is_named || is_of_all) || !is_wanted(subject) {
             continue;
         }
-        match find(subject.library) {
-            Ok(preload) => ready.push(Ready { subject, preload }),
-            Err(names) => gaps.push(format!("{}: {names} not found; to have it: {}", subject.name, subject.obtain)),
+        match self::ready(subject) {
+            Ok(subject) => ready.push(subject),
+            Err(gap) => gaps.push(gap),
         }
     }
     if ready.is_empty() {
         return Err(Error::CannotRun(format!("no subject is there: {}", gaps.join("; "))));
     }
     Ok((ready, gaps))
+}
+
+/// The subject, if it can be run here.
+///
+/// # Errors
+///
+/// A sentence for the list of gaps.
+pub fn ready(subject: &'static Subject) -> std::result::Result<Ready, String> {
+    match find(subject.library) {
+        Ok(preload) => Ok(Ready { subject, preload }),
+        Err(names) => Err(format!("{}: {names} not found; to have it: {}", subject.name, subject.obtain)),
+    }
 }
 
 fn find(library: Library) -> std::result::Result<Option<PathBuf>, String> {

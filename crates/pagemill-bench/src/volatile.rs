@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::child::{self, Outcome, Running};
+use crate::chunks;
 use crate::error::Result;
 use crate::experiment::{Book, Common, Metric, Progress, Side, compare_times, judge, report_row};
 use crate::report::{Bound, Place, Report};
@@ -50,8 +51,10 @@ const PURGE_CASE: Case = (0, 0);
 /// [`crate::error::Error::WrongAnswer`] where bytes changed without pressure.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
+    let known: Vec<&str> = WAYS.iter().map(|(name, _)| *name).chain([PURGING]).chain(chunks::names()).collect();
+    common.check_only(&known)?;
     let mut report = Report::new("volatile", common.json);
-    let is_wanted = |name: &str| common.only.is_empty() || common.only.iter().any(|only| only == name);
+    let is_wanted = |name: &str| common.is_wanted(name);
     child::warm(PURGED_MIB + 512)?;
     let book = measure(common, is_wanted)?;
     for case in SIZES_KIB.iter().flat_map(|size| THREADS.map(|threads| (*size, threads))) {
@@ -74,7 +77,7 @@ pub fn run(options: &Options) -> Result<Report> {
         report_row(&mut report, &book, (&PURGE_CASE, "purging"), PURGING, metric, place);
     }
     verdicts(&mut report, &book);
-    crate::chunks::run(common, is_wanted, &mut report)?;
+    chunks::run(common, is_wanted, &mut report)?;
     Ok(report)
 }
 

@@ -237,7 +237,7 @@ impl Mounted {
         let finished = match running.finish(PATIENCE) {
             Ok(finished) => finished,
             // The interrupt has killed it.
-            Err(Error::Interrupted) => return Ended::default(),
+            Err(Error::Interrupted { .. }) => return Ended::default(),
             Err(error) => {
                 let complaint = Some(format!("pagemill: the controller did not end when it was asked to: {error}"));
                 return Ended { complaint, ..Ended::default() };

@@ -76,7 +76,8 @@ pub fn moment(root: u32, publishes: bool) -> Moment {
 fn watch(root: u32, library: Option<&str>, publishes: bool, is_over: &AtomicBool) -> Peaks {
     let mut peaks = Peaks { saw_library: library.is_none(), ..Peaks::default() };
     let mut largest = BTreeMap::new();
-    while !is_over.load(Ordering::Relaxed) {
+    // One look at least.
+    loop {
         let now = look(root, publishes, &mut largest);
         peaks.resident = peaks.resident.max(now.resident);
         peaks.anonymous = peaks.anonymous.max(now.anonymous);
@@ -86,6 +87,9 @@ fn watch(root: u32, library: Option<&str>, publishes: bool, is_over: &AtomicBool
         }
         if !peaks.saw_library {
             peaks.saw_library = library.is_some_and(|library| proc::has_mapped(root, library));
+        }
+        if is_over.load(Ordering::Relaxed) {
+            break;
         }
         thread::sleep(INTERVAL);
     }
@@ -119,11 +123,11 @@ mod tests {
     fn children_are_counted() {
         let root = std::process::id();
         let watch = Watch::start(root, None, false);
-        let child = std::process::Command::new("sleep").arg("0.2").spawn();
-        let mut child = child.expect("sleep starts");
-        thread::sleep(Duration::from_millis(50));
+        // It ends with its input.
+        let child = std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn();
+        let mut child = child.expect("cat starts");
         let both = proc::tree(root);
-        child.wait().expect("sleep ends");
+        child.wait().expect("cat ends");
 
         assert!(both.iter().any(|process| process.pid == child.id()));
         let peaks = watch.stop();

@@ -9,7 +9,8 @@ use serde_json::{Value, json};
 
 use super::{CPU, IOS, MIB, P50, P99, P999};
 use crate::child::{Outcome, Running};
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::report::Report;
 use crate::subject;
 
 /// glibc asks for huge pages for fio's buffers, which it takes by one `malloc`.
@@ -64,8 +65,26 @@ pub struct Job<'a> {
     pub run_ms: u64,
 }
 
+/// Leaves out what is fio's where that is not there, which becomes a gap.
+///
+/// # Errors
+///
+/// [`Error::CannotRun`] where nothing is left.
+pub fn leave_out_missing<S>(subjects: &mut Vec<S>, is_fio: impl Fn(&S) -> bool, report: &mut Report) -> Result<()> {
+    if subjects.iter().any(&is_fio)
+        && let Some(gap) = gap()
+    {
+        subjects.retain(|subject| !is_fio(subject));
+        if subjects.is_empty() {
+            return Err(Error::CannotRun(gap));
+        }
+        report.gap(gap);
+    }
+    Ok(())
+}
+
 /// Why fio cannot be run, if it cannot.
-pub fn gap() -> Option<String> {
+fn gap() -> Option<String> {
     let version = Command::new("fio").arg("--version").stdin(Stdio::null()).output();
     match version {
         Ok(output) if output.status.success() => None,

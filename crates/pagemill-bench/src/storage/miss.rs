@@ -6,7 +6,7 @@ use super::fio::{self, Engine, Job};
 use super::target::Target;
 use super::{CPU, HIT_RATIO, IOS, P50, P99, P999, PlaceOptions, READS, against_best, compare, sample};
 use crate::child::{self, Outcome};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::experiment::{Book, Common, Metric, Progress, Side, judge, not_measured, report_row};
 use crate::pattern::RECORD_BYTES;
 use crate::report::{Bound, Place, Report};
@@ -108,25 +108,27 @@ type Case = ();
 ///
 /// # Errors
 ///
-/// [`Error::WrongAnswer`] where a page was another one; [`Error::CannotRun`] for an unknown subject, and without a file to read.
+/// [`Error::WrongAnswer`] where a page was another one; [`Error::CannotRun`] for an unknown subject, without a file to
+/// read, and with a cache that holds all of it.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let mut report = Report::new("miss", common.json);
     let mut subjects = subjects();
     common.check_only(&subjects.iter().map(|subject| subject.name).collect::<Vec<_>>())?;
     subjects.retain(|subject| common.is_wanted(subject.name));
-    if subjects.iter().any(Subject::is_fio)
-        && let Some(gap) = fio::gap()
-    {
-        report.gap(gap);
-        subjects.retain(|subject| !subject.is_fio());
-    }
+    fio::leave_out_missing(&mut subjects, Subject::is_fio, &mut report)?;
     let target = options.place.ready(TIMES * common.pick(CACHE_MIB.0, CACHE_MIB.1))?;
     if !target.has_pattern {
         report.note("what is in the file is not known: what was read is not compared");
     }
-    let cache_mib = options.cache_mib.unwrap_or((target.len_bytes / TIMES) >> 20).max(2);
-    report.note(format!("the file has {} MiB, the cache {cache_mib}", target.len_bytes >> 20));
+    let (file_mib, cache_mib) =
+        (target.len_bytes >> 20, options.cache_mib.unwrap_or((target.len_bytes / TIMES) >> 20).max(2));
+    if cache_mib >= file_mib {
+        return Err(Error::CannotRun(format!(
+            "a cache of {cache_mib} MiB holds the whole file of {file_mib} MiB, and nothing would miss: --cache-mib has to be less"
+        )));
+    }
+    report.note(format!("the file has {file_mib} MiB, the cache {cache_mib}"));
     let book = measure(options, &subjects, &target, cache_mib)?;
     rows(&mut report, &book, &subjects);
     verdicts(&mut report, &book);

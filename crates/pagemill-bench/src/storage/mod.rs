@@ -32,7 +32,8 @@ pub const HIT_RATIO: &str = "hit_ratio";
 /// Where the file is.
 #[derive(Clone, Debug, clap::Args)]
 pub struct PlaceOptions {
-    /// A file or block device that is there already; it is only read, but for --writes (default: one is made, and removed)
+    /// A file or block device that is there already; nothing is written to it unless an option
+    /// of the experiment says so (default: one is made, and removed)
     #[arg(long, value_name = "PATH", conflicts_with = "dir")]
     pub file: Option<PathBuf>,
     /// Where to make the file: a folder of a file system on a device (default: the temporary folder, or /var/tmp)

@@ -102,12 +102,7 @@ pub fn run(options: &Options) -> Result<Report> {
     }
     let mut report = Report::new("writeback", common.json);
     let mut subjects: Vec<&Subject> = SUBJECTS.iter().filter(|subject| common.is_wanted(subject.name)).collect();
-    if subjects.iter().any(|subject| subject.is_fio())
-        && let Some(gap) = fio::gap()
-    {
-        report.gap(gap);
-        subjects.retain(|subject| !subject.is_fio());
-    }
+    fio::leave_out_missing(&mut subjects, |subject| subject.is_fio(), &mut report)?;
     let target = options.place.ready(common.pick(FILE_MIB.0, FILE_MIB.1))?;
     let pages = places(target.len_bytes, RECORD_BYTES as u64, options.one_of, 0).len();
     report.note(format!("the file has {} MiB, of which about {pages} pages are made dirty", target.len_bytes >> 20));

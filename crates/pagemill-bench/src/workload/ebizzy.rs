@@ -27,6 +27,11 @@ const FIXED_WORDS: usize = 256 * 1024 / 8;
 /// Sizes of the mixed case, in words: 64 KiB to 1 MiB.
 const MIXED_WORDS: (usize, usize) = (64 * 1024 / 8, 1024 * 1024 / 8);
 
+/// Each thread makes so many records before any count, and as many that do, however long that takes: the first ones meet memory that
+/// nobody has touched, and a thread may be without a processor for a while.
+const FEW_RECORDS: u64 = 4;
+const FEW_WITHIN: Duration = Duration::from_secs(30);
+
 /// How large the copies are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Sizes {
@@ -173,12 +178,14 @@ fn measure(shared: &Shared, arguments: &Ebizzy) -> Outcome {
         }
         thread::sleep(Duration::from_millis(5));
     }
+    shared.await_records(&vec![0; arguments.threads])?;
     let snapshot = || {
         let faults = proc::kinship(std::process::id()).map_or(0, |own| own.minor_faults);
         (shared.sum(|tally| &tally.records), faults, shared.sum(|tally| &tally.purged), Instant::now())
     };
-    let before = snapshot();
+    let (before, made) = (snapshot(), shared.made());
     thread::sleep(Duration::from_millis(arguments.measure_ms));
+    shared.await_records(&made)?;
     let after = snapshot();
     let records = after.0 - before.0;
     let seconds = (after.3 - before.3).as_secs_f64();
@@ -300,6 +307,24 @@ impl Bursts {
 }
 
 impl Shared {
+    /// What each thread has made, and been refused.
+    fn made(&self) -> Vec<u64> {
+        let made = |tally: &Tally| tally.records.load(Ordering::Relaxed) + tally.refused.load(Ordering::Relaxed);
+        self.tallies.iter().map(made).collect()
+    }
+
+    /// Waits until each thread has made a few more than before.
+    fn await_records(&self, before: &[u64]) -> Result<(), Failure> {
+        let begun = Instant::now();
+        while self.made().iter().zip(before).any(|(made, before)| *made < before + FEW_RECORDS) {
+            if begun.elapsed() > FEW_WITHIN {
+                return Err(Failure::Other("a thread makes no records".to_owned()));
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    }
+
     fn sum(&self, counter: impl Fn(&Tally) -> &AtomicU64) -> u64 {
         let counters = self.tallies.iter().map(counter);
         counters.map(|counter| counter.load(Ordering::Relaxed)).sum()

@@ -1,10 +1,8 @@
 //! Small allocations: nanoseconds, or a known number of pairs for an instruction counter.
 
-use std::sync::Barrier;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread;
 use std::time::{Duration, Instant};
 
+use super::steps::{self, Work};
 use super::{Failure, Outcome};
 use crate::native::Tagged;
 use crate::stats::Random;
@@ -71,46 +69,9 @@ fn counted(arguments: &Small) -> Outcome {
 }
 
 fn timed(arguments: &Small, duration: Duration) -> Outcome {
-    let (is_measured, is_over) = (AtomicBool::new(false), AtomicBool::new(false));
-    let pairs = AtomicU64::new(0);
-    let nanoseconds = AtomicU64::new(0);
-    let start = Barrier::new(arguments.threads + 1);
-    thread::scope(|scope| {
-        let workers: Vec<_> = (0..arguments.threads)
-            .map(|index| {
-                let (is_measured, is_over) = (&is_measured, &is_over);
-                let (pairs, nanoseconds, start) = (&pairs, &nanoseconds, &start);
-                scope.spawn(move || {
-                    let bench = Bench::new(arguments, index as u64).and_then(Bench::warmed);
-                    start.wait();
-                    let mut bench = bench?;
-                    while !is_measured.load(Ordering::Relaxed) {
-                        bench.step()?;
-                    }
-                    let (begun, mut steps) = (Instant::now(), 0);
-                    while !is_over.load(Ordering::Relaxed) {
-                        bench.step()?;
-                        steps += 1;
-                    }
-                    nanoseconds.fetch_add(begun.elapsed().as_nanos() as u64, Ordering::Relaxed);
-                    pairs.fetch_add(steps * STEP_PAIRS, Ordering::Relaxed);
-                    bench.verdict()
-                })
-            })
-            .collect();
-        start.wait();
-        thread::sleep(duration / 4);
-        is_measured.store(true, Ordering::Relaxed);
-        thread::sleep(duration);
-        is_over.store(true, Ordering::Relaxed);
-        workers.into_iter().try_for_each(|worker| match worker.join() {
-            Ok(outcome) => outcome,
-            Err(_) => Err(Failure::Other("a thread panicked".to_owned())),
-        })
-    })?;
-    let pairs = pairs.load(Ordering::Relaxed).max(1);
-    let ns_per_pair = nanoseconds.load(Ordering::Relaxed) as f64 / pairs as f64;
-    Ok(serde_json::json!({ "ns_per_pair": ns_per_pair, "pairs": pairs }))
+    let make = |index| Bench::new(arguments, index as u64).and_then(Bench::warmed);
+    let times = steps::timed(arguments.threads, duration, STEP_PAIRS, make)?;
+    Ok(serde_json::json!({ "ns_per_pair": times.ns(), "pairs": times.acts() }))
 }
 
 impl Bench {
@@ -140,7 +101,9 @@ impl Bench {
         }
         Ok(self)
     }
+}
 
+impl Work for Bench {
     /// [`STEP_PAIRS`] pairs. Each block carries a tag, which is looked at before the block is freed.
     fn step(&mut self) -> Result<(), Failure> {
         match self.pattern {
@@ -172,7 +135,7 @@ impl Bench {
         Ok(())
     }
 
-    fn verdict(&self) -> Result<(), Failure> {
+    fn verdict(&mut self) -> Result<(), Failure> {
         match self.wrong {
             0 => Ok(()),
             wrong => Err(Failure::WrongAnswer(format!("{wrong} blocks lost their tag"))),

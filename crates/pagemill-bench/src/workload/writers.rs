@@ -78,14 +78,15 @@ fn start_sibling(arguments: &Writers) -> Result<Child, Failure> {
     command.spawn().map_err(|cause| Failure::Other(cause.to_string()))
 }
 
-/// One writer: phase after phase, each filled, checked and freed whole.
+/// One writer: phase after phase, one at least, each filled, checked and freed whole.
 fn write(arguments: &Writers, index: usize, end: Instant, tally: &Tally) {
     let share = (arguments.mib << 20) / arguments.threads;
     for phase in index.. {
         let size = PHASES[phase % PHASES.len()] << 10;
         let mut held = Vec::with_capacity(share / size);
         for tag in 0..(share / size) as u64 {
-            if Instant::now() >= end {
+            // A phase at least, also of who had no processor until now.
+            if phase > index && Instant::now() >= end {
                 return;
             }
             match Tagged::filled(size, tag) {

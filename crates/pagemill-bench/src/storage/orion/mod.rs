@@ -131,18 +131,13 @@ fn deepest(cases: &[Case]) -> u64 {
 ///
 /// # Errors
 ///
-/// [`Error::WrongAnswer`] where something else was read; [`Error::CannotRun`] for an unknown subject, and without a file.
+/// [`crate::error::Error::WrongAnswer`] where something else was read; [`crate::error::Error::CannotRun`] for an unknown subject, and without a file.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     common.check_only(&SUBJECTS.iter().map(|subject| subject.name).collect::<Vec<_>>())?;
     let mut report = Report::new("orion", common.json);
     let mut subjects: Vec<&Subject> = SUBJECTS.iter().filter(|subject| common.is_wanted(subject.name)).collect();
-    if subjects.iter().any(|subject| subject.is_fio())
-        && let Some(gap) = fio::gap()
-    {
-        report.gap(gap);
-        subjects.retain(|subject| !subject.is_fio());
-    }
+    fio::leave_out_missing(&mut subjects, |subject| subject.is_fio(), &mut report)?;
     let target = options.place.ready(options.file_mib())?;
     if !target.has_pattern {
         report.note("what is in the file is not known: what was read is not compared");

@@ -1,0 +1,168 @@
+//! Two million objects of which a random nine tenths go: what the process still has when everybody gave back what he could.
+
+use super::keepers::{self, Keeper, MOVERS};
+use super::{BY_HANDLE, BY_OWNER, Options};
+use crate::child;
+use crate::error::{Error, Result};
+use crate::experiment::{Book, Metric, Progress, Side, judge, not_measured, report_row};
+use crate::proc;
+use crate::report::{Bound, Place, Report, Verdict};
+use crate::stats::{self, Better};
+
+/// Bytes of an object.
+pub const SIZES: [u64; 2] = [192, 576];
+
+/// Objects, quickly and for real. Targets are about the latter.
+const OBJECTS: (u64, u64) = (500_000, 2_000_000);
+
+/// For each object of the larger size: what it takes in the worst allocator, and where it is copied from.
+const NEEDED_BYTES: u64 = 2 * 1024;
+
+const BASELINE: &str = "glibc";
+
+const HELD: &str = "held_ratio";
+const LEFT: &str = "left_ratio";
+const LEFT_MIB: &str = "left_mib";
+const HANDLES_MIB: &str = "handles_mib";
+const MS: &str = "ms";
+const MOVED: &str = "moved";
+const MOVE_NS: &str = "move_ns";
+const COPY_NS: &str = "copy_ns";
+const TIMES_COPY: &str = "times_copy";
+
+const OF_ALL: [&str; 5] = [HELD, LEFT_MIB, LEFT, HANDLES_MIB, MS];
+const OF_MOVERS: [&str; 4] = [MOVED, MOVE_NS, COPY_NS, TIMES_COPY];
+
+/// At most so many times what is live; by handle beside 8 bytes for each of the most that there were.
+const MOST_RATIO: f64 = 1.10;
+/// Others hold at least so many times as much.
+const OTHERS: [(&str, f64); 2] = [(BY_OWNER, 5.0), (BY_HANDLE, 4.0)];
+/// A move takes at most so many times the time of a copy.
+const MOST_COPIES: f64 = 6.0;
+
+/// How many objects are wanted.
+pub fn objects(options: &Options) -> u64 {
+    options.objects.map_or(options.common.pick(OBJECTS.0, OBJECTS.1), u64::from)
+}
+
+/// Refuses to begin where memory would not do, and touches what will be used.
+///
+/// # Errors
+///
+/// [`Error::CannotRun`].
+pub fn prepare(options: &Options) -> Result<()> {
+    let needed = objects(options) * NEEDED_BYTES;
+    match proc::available_bytes() {
+        Some(available) if available < needed => {
+            Err(Error::CannotRun(format!("{} MiB of memory are not available", needed >> 20)))
+        }
+        _ => child::warm(needed >> 20),
+    }
+}
+
+/// Measures what is wanted, and adds rows and verdicts.
+///
+/// # Errors
+///
+/// [`Error::WrongAnswer`], [`Error::CannotRun`] without the memory for it.
+pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
+    let keepers = keepers::wanted(&options.common, report)?;
+    if keepers.is_empty() {
+        return Ok(());
+    }
+    prepare(options)?;
+    let book = measure(options, &keepers)?;
+    for size in SIZES {
+        rows(report, &book, &keepers, (size, objects(options)));
+    }
+    for size in SIZES {
+        verdicts(report, &book, size, objects(options) < OBJECTS.1);
+    }
+    Ok(())
+}
+
+fn measure(options: &Options, keepers: &[Keeper]) -> Result<Book<u64>> {
+    let progress = Progress::new(SIZES.len() * options.common.rounds() * keepers.len());
+    let mut book = Book::new();
+    for size in SIZES {
+        for round in 0..options.common.rounds() {
+            for index in 0..keepers.len() {
+                let keeper = &keepers[(index + round) % keepers.len()];
+                progress.step(&format!("fragments of {size} B, {}", keeper.name()));
+                let numbers = [("--size", size), ("--objects", objects(options))];
+                let outcome = keeper.sample("fragments", &numbers, None)?;
+                book.enter(&size, keeper.name(), &OF_ALL, &outcome);
+                if keeper.moves() {
+                    book.enter(&size, keeper.name(), &OF_MOVERS, &outcome);
+                }
+            }
+        }
+    }
+    Ok(book)
+}
+
+fn rows(report: &mut Report, book: &Book<u64>, keepers: &[Keeper], (size, objects): (u64, u64)) {
+    let metrics = [
+        (HELD, "x", Better::Lower, "held when asked, x of live"),
+        (LEFT_MIB, "MiB", Better::Lower, "left, MiB"),
+        (LEFT, "x", Better::Lower, "left, x of live, less handles"),
+        (HANDLES_MIB, "MiB", Better::Lower, "of it handles, MiB"),
+        (MS, "ms", Better::Lower, "ms"),
+        (MOVED, "objects", Better::Higher, "moves"),
+        (MOVE_NS, "ns", Better::Lower, "ns a move, all counted"),
+        (COPY_NS, "ns", Better::Lower, "ns a copy"),
+        (TIMES_COPY, "x", Better::Lower, "x of a copy"),
+    ];
+    let name = format!("{objects} objects of {size} B");
+    for keeper in keepers {
+        for (metric, unit, better, column) in metrics {
+            let place = Place { table: format!("{name}, a random nine tenths freed"), column: column.to_owned() };
+            let baseline = (metric == LEFT_MIB).then_some(BASELINE);
+            let metric = Metric { name: metric, unit, better, baseline };
+            report_row(report, book, (&size, &name), keeper.name(), metric, Some(place));
+        }
+    }
+}
+
+fn verdicts(report: &mut Report, book: &Book<u64>, size: u64, is_small: bool) {
+    let mut add = |verdict: Verdict| {
+        let note = "fewer objects than the target speaks of".to_owned();
+        report.verdict(if is_small { Verdict { estimate: None, note, ..verdict } } else { verdict });
+    };
+    for subject in MOVERS {
+        let beside = if subject == BY_HANDLE { ", beside 8 B a handle of the peak" } else { "" };
+        let target = format!("fragments of {size} B, {subject}: left, of what is live{beside}");
+        add(judge(book, target, (Bound::AtMost(MOST_RATIO), "x"), Side { case: &size, subject, metric: LEFT }));
+    }
+    for (subject, least) in OTHERS {
+        for peer in keepers::peers().filter(|peer| book.get(&size, peer, LEFT_MIB).is_some()) {
+            let target = format!("fragments of {size} B, {peer}: left, of what {subject} has left");
+            add(compare_bytes(book, target, Bound::AtLeast(least), (size, subject, peer)));
+        }
+    }
+    for subject in MOVERS {
+        let target = format!("moves of {size} B, {subject}: time of a copy");
+        add(judge(book, target, (Bound::AtMost(MOST_COPIES), "x"), Side { case: &size, subject, metric: TIMES_COPY }));
+    }
+}
+
+/// How many times as much a peer has left, handles and all.
+fn compare_bytes(
+    book: &Book<u64>,
+    target: String,
+    bound: Bound,
+    (size, subject, peer): (u64, &'static str, &'static str),
+) -> Verdict {
+    let blank = not_measured(target, bound, "x", "it was not run");
+    let of = |subject| book.get(&size, subject, LEFT_MIB);
+    match (of(subject), of(peer)) {
+        (Some(own), Some(other)) => Verdict {
+            estimate: stats::estimate(&own.ratios(other, Better::Lower)),
+            baseline: peer.to_owned(),
+            is_lost: !own.survived(),
+            note: String::new(),
+            ..blank
+        },
+        _ => blank,
+    }
+}

@@ -1,0 +1,88 @@
+//! Who keeps the objects that are fragmented: allocators, each preloaded, and caches in a workload of their own.
+
+use std::time::Duration;
+
+use super::{BY_HANDLE, BY_OWNER, FIXED, allocator_names, allocators};
+use crate::child::{self, Outcome, Running};
+use crate::error::Result;
+use crate::experiment::Common;
+use crate::report::Report;
+use crate::subject::{self, MESH, Ready};
+
+/// Caches: the name as reported, which is the workload's word too.
+pub const CACHES: [&str; 3] = [BY_OWNER, BY_HANDLE, FIXED];
+
+/// Caches whose objects move.
+pub const MOVERS: [&str; 2] = [BY_OWNER, BY_HANDLE];
+
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// One of them.
+pub enum Keeper {
+    Allocator(Ready),
+    Cache(&'static str),
+}
+
+impl Keeper {
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Allocator(ready) => ready.name(),
+            Self::Cache(name) => name,
+        }
+    }
+
+    pub fn moves(&self) -> bool {
+        MOVERS.contains(&self.name())
+    }
+
+    /// Runs a workload of `__slab` with it.
+    pub fn sample(&self, work: &str, numbers: &[(&str, u64)], flag: Option<&str>) -> Result<Outcome> {
+        let mut line = vec!["__slab".to_owned(), work.to_owned(), "--subject".to_owned()];
+        match self {
+            Self::Cache(name) => line.push((*name).to_owned()),
+            Self::Allocator(ready) => {
+                let how = clap::ValueEnum::to_possible_value(&ready.subject.give_back);
+                let how = how.map(|how| how.get_name().to_owned()).unwrap_or_default();
+                line.extend(["malloc".to_owned(), "--how".to_owned(), how]);
+            }
+        }
+        line.extend(child::numbers(numbers));
+        line.extend(flag.map(str::to_owned));
+        let line: Vec<&str> = line.iter().map(String::as_str).collect();
+        match self {
+            Self::Allocator(ready) => child::measure(ready, &line, LIMIT),
+            Self::Cache(name) => alone(name, &line),
+        }
+    }
+}
+
+/// Runs a workload under the C library's allocator, which is not measured.
+pub fn alone(name: &str, line: &[&str]) -> Result<Outcome> {
+    let mut command = child::workload(line)?;
+    subject::clear_foreign_settings(&mut command);
+    child::outcome(name, &Running::start(&mut command)?.finish(LIMIT)?)
+}
+
+/// Those that are wanted and there; who is wanted and is not becomes a gap.
+pub fn wanted(common: &Common, report: &mut Report) -> Result<Vec<Keeper>> {
+    let caches = CACHES.into_iter().filter(|name| common.is_wanted(name)).map(Keeper::Cache);
+    let (mut ready, gaps) = allocators(common)?;
+    gaps.into_iter().for_each(|gap| report.gap(gap));
+    if common.is_wanted(MESH.name) {
+        match subject::ready(&MESH) {
+            Ok(mesh) => ready.push(mesh),
+            Err(gap) => report.gap(gap),
+        }
+    }
+    Ok(caches.chain(ready.into_iter().map(Keeper::Allocator)).collect())
+}
+
+/// All that there can be.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    CACHES.into_iter().chain(peers())
+}
+
+/// All that are no caches of Pagemill.
+pub fn peers() -> impl Iterator<Item = &'static str> {
+    allocator_names().chain([MESH.name])
+}

@@ -1,0 +1,111 @@
+//! Values read by handle, beside pointers to the very same values.
+
+use std::time::Duration;
+
+use super::Options;
+use crate::child::{self, Outcome, Running};
+use crate::error::Result;
+use crate::experiment::{Book, Metric, Progress, Side, compare_times, report_row};
+use crate::report::{Bound, Place, Report};
+use crate::stats::Better;
+use crate::subject;
+
+const HANDLE: &str = "handle-read";
+const POINTER: &str = "pointer-read";
+/// Both are measured by one process, since it is the same memory; also what the workload calls them.
+pub const SUBJECTS: [&str; 2] = [HANDLE, POINTER];
+
+/// Reads that do not wait for each other, and such of which each says where the next is.
+const NS: &str = "ns";
+const CHAIN_NS: &str = "chain_ns";
+
+/// Values: as many as the first level of a processor's cache has lines for, with their handles and words; and more than the second has.
+type Case = u64;
+const CASES: [Case; 2] = [100, 100_000];
+const RUN_MS: (u64, u64) = (100, 500);
+
+fn name(case: Case) -> String {
+    let fits = if case == CASES[0] { "in L1" } else { "beyond L2" };
+    format!("{case} values of 192 B, {fits}")
+}
+
+/// Measures it, and adds rows and verdicts.
+///
+/// # Errors
+///
+/// [`crate::error::Error::WrongAnswer`] where a value was another one.
+pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
+    let common = &options.common;
+    let progress = Progress::new(common.rounds() * CASES.len());
+    let mut book = Book::new();
+    for _ in 0..common.rounds() {
+        for case in CASES {
+            progress.step(&format!("read, {}", name(case)));
+            let outcome = sample(case, common.pick(RUN_MS.0, RUN_MS.1))?;
+            for subject in SUBJECTS {
+                book.enter(&case, subject, &[NS, CHAIN_NS], &part(&outcome, subject));
+            }
+        }
+    }
+    for (metric, how) in [(NS, "each by itself"), (CHAIN_NS, "each of where the one before said")] {
+        for case in CASES {
+            for subject in SUBJECTS {
+                let table =
+                    format!("ns to read the first word of a value at random, {how}, half the spread, times {POINTER}");
+                let place = Some(Place { table, column: name(case) });
+                let metric = Metric { name: metric, unit: "ns", better: Better::Lower, baseline: Some(POINTER) };
+                report_row(report, &book, (&case, &name(case)), subject, metric, place);
+            }
+        }
+    }
+    verdicts(report, &book);
+    Ok(())
+}
+
+fn sample(objects: u64, run_ms: u64) -> Result<Outcome> {
+    let mut command = child::workload(&["__slab", "reads"])?;
+    command.args(child::numbers(&[("--objects", objects), ("--run-ms", run_ms)]));
+    subject::clear_foreign_settings(&mut command);
+    child::outcome(HANDLE, &Running::start(&mut command)?.finish(Duration::from_secs(60))?)
+}
+
+/// What the line says of one subject.
+fn part(outcome: &Outcome, subject: &str) -> Outcome {
+    match outcome {
+        Outcome::Measured(line) => Outcome::Measured(line[subject].clone()),
+        Outcome::Killed => Outcome::Killed,
+        Outcome::Failed(why) => Outcome::Failed(why.clone()),
+    }
+}
+
+fn verdicts(report: &mut Report, book: &Book<Case>) {
+    for case in &CASES {
+        for (metric, how) in [(NS, "each by itself"), (CHAIN_NS, "one after the other")] {
+            let target = format!("read, {}, {how}: {HANDLE}, time of {POINTER}", name(*case));
+            let side = |subject| Side { case, subject, metric };
+            report.verdict(compare_times(book, target, Bound::AtMost(2.0), side(HANDLE), side(POINTER)));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One line is of two subjects; a run that failed is lost for both.
+    #[test]
+    fn a_line_is_of_both() {
+        let line = serde_json::json!({ HANDLE: { NS: 3.0, CHAIN_NS: 9.0 }, POINTER: { NS: 2.0, CHAIN_NS: 3.0 } });
+        let mut book = Book::new();
+        for outcome in [Outcome::Measured(line), Outcome::Failed("no".to_owned())] {
+            for subject in SUBJECTS {
+                book.enter(&CASES[0], subject, &[NS, CHAIN_NS], &part(&outcome, subject));
+            }
+        }
+        let of = |subject, metric| book.get(&CASES[0], subject, metric).expect("it was entered");
+
+        assert_eq!(of(HANDLE, NS).rounds, [Some(3.0), None]);
+        assert_eq!(of(POINTER, CHAIN_NS).rounds, [Some(3.0), None]);
+        assert_eq!(of(POINTER, NS).failures.len(), 1);
+    }
+}

@@ -1,0 +1,298 @@
+//! Objects taken and given back: Pagemill's caches beside allocators and maps by key.
+
+use std::process::Command;
+use std::time::Duration;
+
+use super::{BY_HANDLE, BY_OWNER, FIXED, Options, allocators};
+use crate::callgrind;
+use crate::child::{self, Outcome, Running};
+use crate::error::Result;
+use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
+use crate::report::{Bound, Place, Report, Series, Verdict};
+use crate::stats::{self, Better};
+use crate::subject::{self, Ready};
+
+/// What is no allocator: the name as reported, and the workload's word.
+pub const CACHES: [(&str, &str); 5] = [
+    (FIXED, "fixed"),
+    (BY_OWNER, "by-owner"),
+    (BY_HANDLE, "by-handle"),
+    ("slotmap", "slotmap"),
+    ("sharded-slab", "sharded-slab"),
+];
+
+/// All that there can be.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    CACHES.into_iter().map(|(name, _)| name).chain(super::allocator_names())
+}
+
+/// Who is judged, and beside whom: the faster of these.
+const JUDGED: [&str; 2] = [FIXED, BY_OWNER];
+const PEERS: [&str; 2] = ["tcmalloc", "jemalloc"];
+const BEST: &str = "best-of-tcmalloc-and-jemalloc";
+/// What rows are compared with.
+const BASELINE: &str = "jemalloc";
+
+const PATTERNS: [&str; 3] = ["pair", "batch", "churn"];
+const SIZES: [usize; 5] = [64, 192, 576, 1024, 4096];
+/// The size that targets speak of.
+const TARGET_SIZE: usize = 192;
+const THREADS: [u64; 2] = [1, 2];
+
+/// Objects that live at a time while one is replaced; fewer of those of which so many would take more than this.
+const LIVE: usize = 100_000;
+const LIVE_BYTES: usize = 128 << 20;
+const RUN_MS: (u64, u64) = (20, 100);
+
+const NS: &str = "ns";
+const RATE: &str = "pairs_per_second";
+const INSTRUCTIONS: &str = "instructions_per_pair";
+
+/// Pattern and size.
+type Shape = (&'static str, usize);
+/// Pattern, size, number of threads.
+type Case = (&'static str, usize, u64);
+
+/// Whose objects: an allocator under which a workload runs, or a cache in it.
+enum Subject {
+    Allocator(Ready),
+    Cache(&'static str, &'static str),
+}
+
+impl Subject {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Allocator(ready) => ready.name(),
+            Self::Cache(name, _) => name,
+        }
+    }
+
+    /// Makes a command the workload, under the allocator.
+    fn complete(&self, command: &mut Command, (pattern, size): Shape, numbers: &[(&str, u64)]) {
+        let word = match self {
+            Self::Allocator(_) => "malloc",
+            Self::Cache(_, word) => word,
+        };
+        command.args(["__slab", "speed", "--subject", word, "--pattern", pattern, "--size", &size.to_string()]);
+        command.args(child::numbers(numbers));
+        match self {
+            Self::Allocator(ready) => ready.apply(command),
+            Self::Cache(..) => subject::clear_foreign_settings(command),
+        }
+    }
+
+    fn sample(&self, (pattern, size, threads): Case, run_ms: u64) -> Result<Outcome> {
+        let live = LIVE.min(LIVE_BYTES / size);
+        let numbers = [("--threads", threads), ("--live", live as u64), ("--measure-ms", run_ms)];
+        let mut command = child::workload(&[])?;
+        self.complete(&mut command, (pattern, size), &numbers);
+        child::outcome(self.name(), &Running::start(&mut command)?.finish(Duration::from_secs(60))?)
+    }
+}
+
+/// Measures what is wanted, and adds rows and verdicts.
+///
+/// # Errors
+///
+/// [`crate::error::Error::WrongAnswer`] where an object lost its tag.
+pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
+    let common = &options.common;
+    let (ready, gaps) = allocators(common)?;
+    gaps.into_iter().for_each(|gap| report.gap(gap));
+    let caches = CACHES.into_iter().filter(|(name, _)| common.is_wanted(name));
+    let subjects: Vec<Subject> = caches
+        .map(|(name, word)| Subject::Cache(name, word))
+        .chain(ready.into_iter().map(Subject::Allocator))
+        .collect();
+    if subjects.is_empty() {
+        return Ok(());
+    }
+    child::warm(4 * (LIVE_BYTES >> 20) as u64)?;
+    let sizes = if options.sizes.is_empty() { &SIZES[..] } else { &options.sizes };
+    let book = measure(&subjects, sizes, common)?;
+    rows(report, &book, &subjects, sizes);
+    verdicts(report, &book);
+    if options.callgrind {
+        count_instructions(report, &subjects, sizes)?;
+    }
+    Ok(())
+}
+
+/// A size that can be measured.
+pub fn size(text: &str) -> std::result::Result<usize, String> {
+    let size = text.parse().ok().filter(|size| SIZES.contains(size));
+    size.ok_or_else(|| format!("there are objects of {SIZES:?} bytes"))
+}
+
+fn shapes(sizes: &[usize]) -> impl Iterator<Item = Shape> {
+    PATTERNS.into_iter().flat_map(|pattern| sizes.iter().map(move |size| (pattern, *size)))
+}
+
+fn case_name((pattern, size, threads): Case) -> String {
+    format!("{pattern}, {size} B, {}", threads_name(threads))
+}
+
+fn threads_name(threads: u64) -> String {
+    format!("{threads} thread{}", if threads == 1 { "" } else { "s" })
+}
+
+/// One and two threads of a subject run next to each other: they are compared, too.
+fn measure(subjects: &[Subject], sizes: &[usize], common: &Common) -> Result<Book<Case>> {
+    let run_ms = common.pick(RUN_MS.0, RUN_MS.1);
+    let progress = Progress::new(shapes(sizes).count() * THREADS.len() * common.rounds() * subjects.len());
+    let mut book = Book::new();
+    for (pattern, size) in shapes(sizes) {
+        for round in 0..common.rounds() {
+            for index in 0..subjects.len() {
+                let subject = &subjects[(index + round) % subjects.len()];
+                for threads in THREADS {
+                    let case = (pattern, size, threads);
+                    progress.step(&format!("{}, {}", case_name(case), subject.name()));
+                    let outcome = subject.sample(case, run_ms)?;
+                    book.enter(&case, subject.name(), &[NS, RATE], &outcome);
+                }
+            }
+        }
+    }
+    Ok(book)
+}
+
+fn rows(report: &mut Report, book: &Book<Case>, subjects: &[Subject], sizes: &[usize]) {
+    let cases = shapes(sizes).flat_map(|(pattern, size)| THREADS.map(|threads| (pattern, size, threads)));
+    for case in cases {
+        let (pattern, size, threads) = case;
+        let what = "ns to take an object and give it back, as a thread sees it";
+        for subject in subjects {
+            let table = format!("{pattern}, {}: {what}, half the spread, times {BASELINE}", threads_name(threads));
+            let place = Some(Place { table, column: format!("{size} B") });
+            let ns = Metric { name: NS, unit: "ns", better: Better::Lower, baseline: Some(BASELINE) };
+            report_row(report, book, (&case, &case_name(case)), subject.name(), ns, place);
+            let rate = Metric { name: RATE, unit: "1/s", better: Better::Higher, baseline: Some(BASELINE) };
+            report_row(report, book, (&case, &case_name(case)), subject.name(), rate, None);
+        }
+    }
+}
+
+fn verdicts(report: &mut Report, book: &Book<Case>) {
+    for pattern in PATTERNS {
+        for name in JUDGED {
+            report.verdict(against_best(book, name, (pattern, TARGET_SIZE, 1)));
+            report.verdict(scaling(book, name, (pattern, TARGET_SIZE)));
+        }
+    }
+}
+
+/// A cache beside the faster of its peers, which is chosen by the medians of this run.
+fn against_best(book: &Book<Case>, name: &'static str, case: Case) -> Verdict {
+    let target = format!("{}: {name}, as fast as the best of tcmalloc and jemalloc", case_name(case));
+    let blank = not_measured(target, Bound::AtLeast(0.95), "x", "one side was not run");
+    let of = |name: &'static str| Some((name, book.get(&case, name, NS).filter(|series| series.survived())?));
+    let peers: Vec<(&str, &Series)> = PEERS.into_iter().filter_map(of).collect();
+    let best = peers
+        .iter()
+        .min_by(|(_, one), (_, other)| one.median().partial_cmp(&other.median()).unwrap_or(std::cmp::Ordering::Equal));
+    let (Some(own), Some((best, peer))) = (book.get(&case, name, NS), best) else { return blank };
+    let missing = if peers.len() < PEERS.len() { ", the only one that there is" } else { "" };
+    Verdict {
+        estimate: stats::estimate(&own.ratios(peer, Better::Lower)),
+        baseline: BEST.to_owned(),
+        is_lost: !own.survived(),
+        note: format!("best: {best}{missing}"),
+        ..blank
+    }
+}
+
+/// What two threads do in all beside one.
+fn scaling(book: &Book<Case>, name: &'static str, (pattern, size): Shape) -> Verdict {
+    let target = format!("{pattern}, {size} B: {name}, all of 2 threads against 1");
+    let blank = not_measured(target, Bound::AtLeast(1.8), "x", "it was not run");
+    let of = |threads| book.get(&(pattern, size, threads), name, RATE);
+    let (Some(one), Some(two)) = (of(1), of(2)) else { return blank };
+    Verdict {
+        estimate: stats::estimate(&two.ratios(one, Better::Higher)),
+        baseline: name.to_owned(),
+        is_lost: !two.survived(),
+        note: String::new(),
+        ..blank
+    }
+}
+
+/// Few enough that setting them up under valgrind takes no minute.
+const COUNTED_LIVE: u64 = 20_000;
+
+fn count_instructions(report: &mut Report, subjects: &[Subject], sizes: &[usize]) -> Result<()> {
+    let progress = Progress::new(shapes(sizes).count() * subjects.len());
+    let mut book = Book::new();
+    for shape in shapes(sizes) {
+        let (pattern, size) = shape;
+        for subject in subjects {
+            progress.step(&format!("instructions, {}, {}", case_name((pattern, size, 1)), subject.name()));
+            let counted = callgrind::instructions(subject.name(), |command, pairs| {
+                subject.complete(command, shape, &[("--live", COUNTED_LIVE), ("--pairs", pairs)]);
+            })?;
+            match counted {
+                Ok(count) => book.enter_value(&shape, subject.name(), INSTRUCTIONS, count),
+                Err(why) => report.gap(format!("instructions, {}: {why}", subject.name())),
+            }
+        }
+        for subject in subjects {
+            let table = format!("{pattern}: instructions to take and give back (callgrind), times {BASELINE}");
+            let place = Some(Place { table, column: format!("{size} B") });
+            let metric =
+                Metric { name: INSTRUCTIONS, unit: "instructions", better: Better::Lower, baseline: Some(BASELINE) };
+            report_row(report, &book, (&shape, &case_name((pattern, size, 1))), subject.name(), metric, place);
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn book(ns: &[(&'static str, u64, f64)]) -> Book<Case> {
+        let mut book = Book::new();
+        for &(name, threads, ns) in ns {
+            let line = serde_json::json!({ NS: ns, RATE: threads as f64 * 1e9 / ns });
+            book.enter(&("pair", TARGET_SIZE, threads), name, &[NS, RATE], &Outcome::Measured(line));
+        }
+        book
+    }
+
+    /// 8 ns beside 6 and 9: the faster of the peers counts; where it is not there, the other, and the run says so.
+    #[test]
+    fn the_faster_peer_is_the_baseline() {
+        let all = [(FIXED, 1, 8.0), ("tcmalloc", 1, 6.0), ("jemalloc", 1, 9.0), ("slotmap", 1, 1.0)];
+        let verdict = |all: &[_]| against_best(&book(all), FIXED, ("pair", TARGET_SIZE, 1));
+
+        let both = verdict(&all);
+        let without = verdict(&[all[0], all[2]]);
+        let alone = verdict(&all[..1]);
+
+        assert_eq!(
+            (both.estimate.map(|estimate| estimate.value), both.note),
+            (Some(0.75), "best: tcmalloc".to_owned())
+        );
+        assert_eq!(without.estimate.map(|estimate| estimate.value), Some(1.125));
+        assert!(without.note.contains("the only one"));
+        assert_eq!(alone.state(), crate::report::State::NotMeasured);
+    }
+
+    /// Two threads that take 10 ns each beside one that takes 9 do 1.8 times as much in all.
+    #[test]
+    fn scaling_is_of_all_threads() {
+        let both = scaling(&book(&[(FIXED, 1, 9.0), (FIXED, 2, 10.0)]), FIXED, ("pair", TARGET_SIZE));
+        let one = scaling(&book(&[(FIXED, 1, 9.0)]), FIXED, ("pair", TARGET_SIZE));
+
+        assert!(both.estimate.is_some_and(|estimate| (estimate.value - 1.8).abs() < 1e-9));
+        assert_eq!(one.state(), crate::report::State::NotMeasured);
+    }
+
+    /// A subject is an allocator or a cache, and each name is one's alone.
+    #[test]
+    fn names_are_known_once() {
+        let known = super::super::known();
+        assert_eq!(known.iter().collect::<std::collections::BTreeSet<_>>().len(), known.len());
+        assert!(PEERS.iter().chain(&JUDGED).chain([&BASELINE]).all(|name| known.contains(name)));
+    }
+}

@@ -1,0 +1,102 @@
+//! How long a thread waits that takes and frees objects, while what nine tenths of others left is packed, or given back.
+
+use super::Options;
+use super::fragments::{self, SIZES};
+use super::keepers::{self, Keeper, MOVERS};
+use crate::error::Result;
+use crate::experiment::{Book, Metric, Progress, Side, judge, report_row};
+use crate::report::{Bound, Place, Report, Verdict};
+use crate::stats::Better;
+
+const BASELINE: &str = "glibc";
+
+/// Metric, and its column. All in microseconds.
+const TIMES: [(&str, &str); 8] = [
+    ("quiet_p50_us", "alone, 50 %"),
+    ("quiet_p99_us", "99 %"),
+    ("quiet_p9999_us", "99.99 %"),
+    ("quiet_longest_us", "longest"),
+    ("p50_us", "meanwhile, 50 %"),
+    ("p99_us", "meanwhile, 99 %"),
+    (WORST, "meanwhile, 99.99 %"),
+    ("longest_us", "meanwhile, longest"),
+];
+const WORST: &str = "p9999_us";
+const CALLS: &str = "calls";
+const MS: &str = "ms";
+
+/// The 99.99th percentile is at most a millisecond.
+const MOST_US: f64 = 1000.0;
+
+/// For how long the thread is watched alone.
+const QUIET_MS: (u64, u64) = (100, 500);
+
+/// Size of the objects, and whether they are packed by steps in the background.
+type Case = (u64, bool);
+
+fn name((size, steps): Case) -> String {
+    let how = if steps { "by steps in the background" } else { "all at once" };
+    format!("{size} B, {how}")
+}
+
+/// Measures what is wanted, and adds rows and verdicts.
+///
+/// # Errors
+///
+/// [`crate::error::Error::WrongAnswer`], [`crate::error::Error::CannotRun`] without the memory for it.
+pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
+    let keepers = keepers::wanted(&options.common, report)?;
+    if keepers.is_empty() {
+        return Ok(());
+    }
+    fragments::prepare(options)?;
+    let book = measure(options, &keepers)?;
+    for case in cases() {
+        for keeper in &keepers {
+            let columns = TIMES.map(|(metric, column)| (metric, "us", column));
+            for (metric, unit, column) in columns.into_iter().chain([(MS, "ms", "ms"), (CALLS, "calls", "calls")]) {
+                let table = format!("microseconds of a call, {}", name(case));
+                let place = Some(Place { table, column: column.to_owned() });
+                let baseline = (metric == WORST).then_some(BASELINE);
+                let metric = Metric { name: metric, unit, better: Better::Lower, baseline };
+                report_row(report, &book, (&case, &name(case)), keeper.name(), metric, place);
+            }
+        }
+    }
+    for (case, subject) in cases().flat_map(|case| MOVERS.map(|subject| (case, subject))) {
+        let target = format!("stall, {}, {subject}: 99.99 % of the calls", name(case));
+        let verdict =
+            judge(&book, target, (Bound::AtMost(MOST_US), "us"), Side { case: &case, subject, metric: WORST });
+        let note = book.get(&case, subject, "quiet_p9999_us").and_then(|alone| alone.median());
+        let note = note.map_or(verdict.note.clone(), |alone| format!("alone {alone:.1} us"));
+        report.verdict(Verdict { note, ..verdict });
+    }
+    Ok(())
+}
+
+fn cases() -> impl Iterator<Item = Case> {
+    SIZES.into_iter().flat_map(|size| [(size, false), (size, true)])
+}
+
+fn measure(options: &Options, keepers: &[Keeper]) -> Result<Book<Case>> {
+    let of_case = |case: Case| keepers.iter().filter(move |keeper| !case.1 || keeper.moves());
+    let steps: usize = cases().map(|case| of_case(case).count()).sum();
+    let progress = Progress::new(options.common.rounds() * steps);
+    let mut book = Book::new();
+    for case in cases() {
+        let keepers: Vec<&Keeper> = of_case(case).collect();
+        for round in 0..options.common.rounds() {
+            for index in 0..keepers.len() {
+                let keeper = keepers[(index + round) % keepers.len()];
+                progress.step(&format!("stalls, {}, {}", name(case), keeper.name()));
+                let objects = fragments::objects(options);
+                let quiet = options.common.pick(QUIET_MS.0, QUIET_MS.1);
+                let numbers = [("--size", case.0), ("--objects", objects), ("--quiet-ms", quiet)];
+                let outcome = keeper.sample("stalls", &numbers, case.1.then_some("--steps"))?;
+                let metrics: Vec<&str> = TIMES.iter().map(|(metric, _)| *metric).chain([MS, CALLS]).collect();
+                book.enter(&case, keeper.name(), &metrics, &outcome);
+            }
+        }
+    }
+    Ok(book)
+}

@@ -1,0 +1,154 @@
+//! Walks of a tree of names, as `find` does it, and of the index of a file: while objects are moved, and after.
+
+use super::Options;
+use super::keepers::alone;
+use crate::child::{self, Outcome};
+use crate::error::Result;
+use crate::experiment::{Book, Common, Metric, Progress, Side, compare_times, not_measured, report_row};
+use crate::report::{Bound, Place, Report};
+use crate::stats::Better;
+
+/// Nothing is moved meanwhile; a thread in the background moves what it can; nine of ten objects went; the rest was packed.
+const STILL: &str = "still";
+const MOVING: &str = "moving";
+const FRAGMENTED: &str = "fragmented";
+const PACKED: &str = "packed";
+pub const NAMES: [&str; 4] = [STILL, MOVING, FRAGMENTED, PACKED];
+
+const NS: &str = "ns";
+const MOVED: &str = "moved";
+
+/// Quickly, and for real.
+const ENTRIES: (u64, u64) = (20_000, 100_000);
+const PAGES: (u64, u64) = (6_000, 30_000);
+const TURNS: (u64, u64) = (2, 5);
+const TURN_MS: (u64, u64) = (100, 300);
+
+/// As fast, but for a twentieth.
+const LEAST: f64 = 0.95;
+
+/// What is walked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Case {
+    Tree,
+    Packed,
+    Index,
+}
+
+impl Case {
+    const ALL: [Self; 3] = [Self::Tree, Self::Packed, Self::Index];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Tree => "tree of names",
+            Self::Packed => "tree of names, nine tenths freed",
+            Self::Index => "index of a file, one page of six",
+        }
+    }
+
+    /// Who is judged, and beside whom.
+    fn sides(self) -> [&'static str; 2] {
+        match self {
+            Self::Packed => [PACKED, FRAGMENTED],
+            _ => [MOVING, STILL],
+        }
+    }
+}
+
+/// Measures what is wanted, and adds rows and verdicts.
+///
+/// # Errors
+///
+/// [`crate::error::Error::WrongAnswer`] where a walk came by something else than what was there.
+pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
+    let common = &options.common;
+    child::warm(1024)?;
+    let book = measure(common)?;
+    for case in Case::ALL {
+        for subject in case.sides() {
+            for (metric, unit, column) in [(NS, "ns", "ns"), (MOVED, "objects", "moves")] {
+                let table = format!("walks, nanoseconds an entry: {}", case.name());
+                let place = Some(Place { table, column: column.to_owned() });
+                let baseline = (metric == NS).then_some(case.sides()[1]);
+                let metric = Metric { name: metric, unit, better: Better::Lower, baseline };
+                report_row(report, &book, (&case, case.name()), subject, metric, place);
+            }
+        }
+        verdict(report, &book, case);
+    }
+    Ok(())
+}
+
+/// Where nothing was moved there is nothing to say of moves.
+fn verdict(report: &mut Report, book: &Book<Case>, case: Case) {
+    let [own, base] = case.sides();
+    let target = format!("walk, {}: {own}, as fast as {base}", case.name());
+    let bound = Bound::AtLeast(LEAST);
+    let moved = book.get(&case, own, MOVED).and_then(|series| series.median());
+    report.verdict(match moved {
+        Some(0.0) => not_measured(target, bound, "x", "nothing was moved"),
+        _ => {
+            let side = |subject| Side { case: &case, subject, metric: NS };
+            compare_times(book, target, bound, side(own), side(base))
+        }
+    });
+}
+
+fn measure(common: &Common) -> Result<Book<Case>> {
+    let is_wanted = |case: &Case| case.sides().into_iter().any(|side| common.is_wanted(side));
+    let cases: Vec<Case> = Case::ALL.into_iter().filter(is_wanted).collect();
+    let progress = Progress::new(common.rounds() * cases.len());
+    let mut book = Book::new();
+    for case in cases {
+        for round in 0..common.rounds() {
+            progress.step(&format!("walks, {}", case.name()));
+            if case == Case::Packed {
+                sample_packed(common, &mut book)?;
+                continue;
+            }
+            // Each round begins with another one.
+            for index in 0..2 {
+                let subject = case.sides()[(index + round) % 2];
+                if common.is_wanted(subject) {
+                    book.enter(&case, subject, &[NS, MOVED], &sample(common, case, subject)?);
+                }
+            }
+        }
+    }
+    Ok(book)
+}
+
+fn sample(common: &Common, case: Case, subject: &str) -> Result<Outcome> {
+    let (work, size) = match case {
+        Case::Index => ("index", ("--pages", common.pick(PAGES.0, PAGES.1))),
+        _ => ("tree", ("--entries", common.pick(ENTRIES.0, ENTRIES.1))),
+    };
+    let turns = [("--turns", common.pick(TURNS.0, TURNS.1)), ("--turn-ms", common.pick(TURN_MS.0, TURN_MS.1))];
+    let numbers: Vec<(&str, u64)> = [size].into_iter().chain(turns).collect();
+    run(work, subject, &numbers, (subject == MOVING).then_some("--moving"))
+}
+
+/// One process walks before and after.
+fn sample_packed(common: &Common, book: &mut Book<Case>) -> Result<()> {
+    let entries = ("--entries", common.pick(ENTRIES.0, ENTRIES.1));
+    let turn = ("--turn-ms", common.pick(TURN_MS.0, TURN_MS.1));
+    let outcome = run("packed", PACKED, &[entries, turn], None)?;
+    let part = |figures: &[(&str, &str)]| match &outcome {
+        Outcome::Measured(line) => {
+            let figures = figures.iter().map(|(name, from)| ((*name).to_owned(), line[*from].clone()));
+            Outcome::Measured(figures.collect::<serde_json::Map<_, _>>().into())
+        }
+        Outcome::Killed => Outcome::Killed,
+        Outcome::Failed(why) => Outcome::Failed(why.clone()),
+    };
+    book.enter(&Case::Packed, FRAGMENTED, &[NS], &part(&[(NS, "fragmented_ns")]));
+    book.enter(&Case::Packed, PACKED, &[NS, MOVED], &part(&[(NS, "packed_ns"), (MOVED, MOVED)]));
+    Ok(())
+}
+
+fn run(work: &str, subject: &str, numbers: &[(&str, u64)], flag: Option<&str>) -> Result<Outcome> {
+    let words = ["__slab", work].map(str::to_owned).into_iter().chain(child::numbers(numbers));
+    let line: Vec<String> = words.chain(flag.map(str::to_owned)).collect();
+    let line: Vec<&str> = line.iter().map(String::as_str).collect();
+    alone(subject, &line)
+}

@@ -1,0 +1,338 @@
+//! Names in directories, as a file system keeps them: objects by owner that refer to each other, changed by one thread, walked by
+//! many, and moved beside both.
+#![allow(unsafe_code)] // an owner of objects that move, and refer to each other
+
+use std::hint;
+use std::iter;
+use std::ptr::{self, NonNull};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicPtr, AtomicU64};
+use std::sync::{Mutex, PoisonError};
+
+use pagemill::slab::{ByOwner, Candidates, Done, Migrate, Moving, Settings, Slabs, Target};
+use pagemill::xarray;
+
+use crate::workload::Failure;
+use crate::workload::hit::failed;
+
+/// Words of a name.
+const NAME_WORDS: usize = 5;
+
+/// States. A free one is what `construct` makes.
+const FREE: u64 = 0;
+const LIVE: u64 = 1;
+const MOVING: u64 = 2;
+
+/// 192 bytes, as Linux's.
+pub struct Dentry {
+    state: AtomicU64,
+    number: AtomicU64,
+    is_directory: AtomicU64,
+    parent: AtomicPtr<Dentry>,
+    first: AtomicPtr<Dentry>,
+    last: AtomicPtr<Dentry>,
+    before: AtomicPtr<Dentry>,
+    next: AtomicPtr<Dentry>,
+    name: [AtomicU64; NAME_WORDS],
+    attributes: [AtomicU64; 11],
+}
+
+const _: () = assert!(size_of::<Dentry>() == 192);
+
+/// The bytes of a name in words that compare as they do.
+fn name_of(serial: u64) -> [u64; NAME_WORDS] {
+    let text = format!("{serial:020}.entry");
+    let mut bytes = [0; NAME_WORDS * size_of::<u64>()];
+    bytes[..text.len()].copy_from_slice(text.as_bytes());
+    let mut name = [0; NAME_WORDS];
+    for (word, bytes) in name.iter_mut().zip(bytes.chunks_exact(size_of::<u64>())) {
+        *word = bytes.iter().fold(0, |word, byte| word << 8 | u64::from(*byte));
+    }
+    name
+}
+
+/// What a walk came by, in its order.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sum {
+    pub entries: u64,
+    pub hash: u64,
+}
+
+impl Sum {
+    /// Adds an entry of a directory.
+    pub fn add(&mut self, serial: u64) {
+        self.add_name(&name_of(serial));
+    }
+
+    fn add_name(&mut self, name: &[u64; NAME_WORDS]) {
+        self.entries += 1;
+        let mixed = name.iter().fold(0, |mixed: u64, word| mixed.rotate_left(23) ^ word);
+        self.hash = (self.hash.rotate_left(5) ^ mixed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+}
+
+/// Where each entry is by its number, and who changes what refers to them.
+pub struct Owner {
+    places: Vec<AtomicPtr<Dentry>>,
+    changing: Mutex<()>,
+}
+
+impl Owner {
+    fn place(&self, number: u64) -> &AtomicPtr<Dentry> {
+        &self.places[number as usize]
+    }
+
+    fn change<T>(&self, change: impl FnOnce() -> T) -> T {
+        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        change()
+    }
+
+    /// Where the one before, or the directory, refers to an entry; and the one behind, or the directory. While it is changed.
+    fn referrers<'a>(&self, entry: &'a Dentry) -> (Option<&'a AtomicPtr<Dentry>>, Option<&'a AtomicPtr<Dentry>>) {
+        let parent = at(&entry.parent);
+        let from_before = at(&entry.before).map(|before| &before.next).or(parent.map(|parent| &parent.first));
+        let from_behind = at(&entry.next).map(|next| &next.before).or(parent.map(|parent| &parent.last));
+        (from_before, from_behind)
+    }
+}
+
+/// The entry that a place refers to: to be looked at under a guard, or within a change, for so long it stays one.
+fn at<'a>(place: &AtomicPtr<Dentry>) -> Option<&'a Dentry> {
+    let dentry = NonNull::new(place.load(Acquire));
+    // SAFETY:
+    // 1. Places refer to objects of the cache alone, which are constructed.
+    // 2. Who comes here holds a guard or changes the tree, so that what it refers to is not used for anything else.
+    dentry.map(|dentry| unsafe { dentry.as_ref() })
+}
+
+// SAFETY:
+// 1. A free entry has state FREE, which `isolate` refuses; nothing in it needs a destructor.
+// 2. `isolate` marks what it keeps, and `Tree::remove` ends only entries that are not marked.
+// 3. All that refers to an entry is in the entries around it and in the table, and is changed by one at a time. Walks come from
+//    there, under a guard.
+unsafe impl Migrate for Owner {
+    type Object = Dentry;
+    type Isolated = ();
+
+    fn construct(&self) -> Dentry {
+        Dentry {
+            state: AtomicU64::new(FREE),
+            number: AtomicU64::default(),
+            is_directory: AtomicU64::default(),
+            parent: AtomicPtr::default(),
+            first: AtomicPtr::default(),
+            last: AtomicPtr::default(),
+            before: AtomicPtr::default(),
+            next: AtomicPtr::default(),
+            name: Default::default(),
+            attributes: Default::default(),
+        }
+    }
+
+    fn isolate(&self, objects: &mut Candidates<'_, Dentry>) {
+        objects.retain(|dentry| {
+            // SAFETY: objects of the cache are constructed.
+            let dentry = unsafe { dentry.as_ref() };
+            dentry.state.compare_exchange(LIVE, MOVING, AcqRel, Relaxed).is_ok()
+        });
+    }
+
+    fn migrate<'object>(
+        &self,
+        object: Moving<'object, Dentry>,
+        to: &mut Target<'_, Dentry>,
+        (): &mut (),
+    ) -> Done<'object> {
+        // SAFETY: an object of the cache, which is constructed.
+        let old = unsafe { object.object().as_ref() };
+        let Some(place) = to.take() else {
+            old.state.store(LIVE, Release);
+            return object.failed();
+        };
+        // SAFETY: as above.
+        let new = unsafe { place.object().as_ref() };
+        self.change(|| {
+            copy(old, new);
+            new.state.store(LIVE, Release);
+            let new_at = place.object().as_ptr();
+            let (from_before, from_behind) = self.referrers(old);
+            from_before.into_iter().chain(from_behind).for_each(|referrer| referrer.store(new_at, Release));
+            iter::successors(at(&new.first), |child| at(&child.next))
+                .for_each(|child| child.parent.store(new_at, Release));
+            self.place(old.number.load(Relaxed)).store(new_at, Release);
+            old.state.store(FREE, Release);
+        });
+        object.moved(place)
+    }
+}
+
+fn pointers(Dentry { parent, first, last, before, next, .. }: &Dentry) -> [&AtomicPtr<Dentry>; 5] {
+    [parent, first, last, before, next]
+}
+
+fn words(dentry: &Dentry) -> impl Iterator<Item = &AtomicU64> {
+    [&dentry.number, &dentry.is_directory].into_iter().chain(&dentry.name).chain(&dentry.attributes)
+}
+
+/// All but the state.
+fn copy(from: &Dentry, to: &Dentry) {
+    pointers(from).into_iter().zip(pointers(to)).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
+    words(from).zip(words(to)).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
+}
+
+/// Directories and files. Number 0 is the root.
+pub struct Tree {
+    cache: ByOwner<Owner>,
+    /// Numbers that no entry has.
+    free: Vec<u64>,
+}
+
+impl Tree {
+    /// With room for so many entries.
+    pub fn new(slabs: &'static Slabs, capacity: usize) -> Result<Self, Failure> {
+        let places = (0..capacity).map(|_| AtomicPtr::default()).collect();
+        let owner = Owner { places, changing: Mutex::new(()) };
+        let cache = slabs.by_owner(Settings::new("dentries"), owner).map_err(failed)?;
+        // All that is not full is packed: directories come and go by halves here.
+        cache.set_defrag_used_ratio(100).map_err(failed)?;
+        let mut tree = Self { cache, free: (0..capacity as u64).rev().collect() };
+        tree.make(None, 0, true)?;
+        Ok(tree)
+    }
+
+    /// Adds an entry to a directory, behind its others: its serial number is larger than theirs. Says its number.
+    pub fn add(&mut self, parent: u64, serial: u64, is_directory: bool) -> Result<u64, Failure> {
+        self.make(Some(parent), serial, is_directory)
+    }
+
+    fn make(&mut self, parent: Option<u64>, serial: u64, is_directory: bool) -> Result<u64, Failure> {
+        let number = self.free.pop().ok_or_else(|| Failure::Other("the table of entries is full".to_owned()))?;
+        let owner = self.cache.owner();
+        let new = self.cache.allocate().map_err(failed)?;
+        // SAFETY: a free object of the cache, which is constructed.
+        let dentry = unsafe { new.as_ref() };
+        dentry.number.store(number, Relaxed);
+        dentry.is_directory.store(u64::from(is_directory), Relaxed);
+        dentry.name.iter().zip(name_of(serial)).for_each(|(word, name)| word.store(name, Relaxed));
+        [&dentry.first, &dentry.last, &dentry.next].into_iter().for_each(|none| none.store(ptr::null_mut(), Relaxed));
+        owner.change(|| {
+            let parent = parent.and_then(|parent| at(owner.place(parent)));
+            let parent_at = parent.map_or(ptr::null_mut(), |parent| ptr::from_ref(parent).cast_mut());
+            dentry.parent.store(parent_at, Relaxed);
+            let last = parent.map_or(ptr::null_mut(), |parent| parent.last.load(Relaxed));
+            dentry.before.store(last, Relaxed);
+            let (from_before, from_behind) = owner.referrers(dentry);
+            from_before.into_iter().chain(from_behind).for_each(|referrer| referrer.store(new.as_ptr(), Release));
+            owner.place(number).store(new.as_ptr(), Release);
+            dentry.state.store(LIVE, Release);
+        });
+        Ok(number)
+    }
+
+    /// Removes a file, or a directory without entries.
+    pub fn remove(&mut self, number: u64) -> Result<(), Failure> {
+        let owner = self.cache.owner();
+        let entry = loop {
+            let _guard = xarray::pin();
+            let entry = at(owner.place(number));
+            let entry = entry.ok_or_else(|| Failure::WrongAnswer(format!("there is no entry {number}")))?;
+            if entry.state.compare_exchange(LIVE, FREE, AcqRel, Relaxed).is_ok() {
+                break entry;
+            }
+            hint::spin_loop();
+        };
+        owner.change(|| {
+            let (from_before, from_behind) = owner.referrers(entry);
+            let (before, next) = (entry.before.load(Relaxed), entry.next.load(Relaxed));
+            from_before.into_iter().for_each(|referrer| referrer.store(next, Release));
+            from_behind.into_iter().for_each(|referrer| referrer.store(before, Release));
+            owner.place(number).store(ptr::null_mut(), Release);
+        });
+        // SAFETY: it was live until we ended that, nobody refers to it, and `&mut self`: nobody walks.
+        unsafe { self.cache.free(NonNull::from(entry)) };
+        self.free.push(number);
+        Ok(())
+    }
+
+    /// Walks all directories: the entries of each in the order of their names, then those of the directories among them.
+    pub fn walk(&self) -> Result<Sum, Failure> {
+        let mut sum = Sum::default();
+        self.walk_directory(0, &mut sum)?;
+        Ok(sum)
+    }
+
+    fn walk_directory(&self, number: u64, sum: &mut Sum) -> Result<(), Failure> {
+        let mut directories = Vec::new();
+        {
+            // Entries that are moved meanwhile stay what they were, and so does where they lead, until the guard goes.
+            let _guard = xarray::pin();
+            let directory = at(self.cache.owner().place(number));
+            let directory = directory.ok_or_else(|| Failure::WrongAnswer(format!("there is no directory {number}")))?;
+            let mut last = [0; NAME_WORDS];
+            for entry in iter::successors(at(&directory.first), |entry| at(&entry.next)) {
+                let name = entry.name.each_ref().map(|word| word.load(Relaxed));
+                let parent = at(&entry.parent).map(|parent| parent.number.load(Relaxed));
+                if name <= last || parent != Some(number) {
+                    return Err(Failure::WrongAnswer(format!("an entry is out of its place in directory {number}")));
+                }
+                sum.add_name(&name);
+                last = name;
+                if entry.is_directory.load(Relaxed) == 1 {
+                    directories.push(entry.number.load(Relaxed));
+                }
+            }
+        }
+        directories.into_iter().try_for_each(|directory| self.walk_directory(directory, sum))
+    }
+
+    /// Packs all entries.
+    pub fn pack(&self) -> Result<(), Failure> {
+        self.cache.shrink().map(|_| ()).map_err(failed)
+    }
+
+    /// Entries moved so far.
+    pub fn moved(&self) -> Result<u64, Failure> {
+        self.cache.info().map(|info| info.moved).map_err(failed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::workload::slab::of_test;
+
+    /// Entries are walked in order, directory by directory, also when they have moved; one that went is not.
+    #[test]
+    fn entries_are_walked_in_order() {
+        let mut tree = Tree::new(of_test().expect("slabs"), 4000).expect("a tree");
+        let directory = tree.add(0, 1, true).expect("a directory");
+        let files: Vec<u64> = (2..3000).map(|serial| tree.add(directory, serial, false).expect("a file")).collect();
+        let inner = tree.add(0, 3000, true).expect("a directory");
+        tree.add(inner, 3001, false).expect("a file");
+        for number in files.iter().filter(|number| *number % 7 != 0) {
+            tree.remove(*number).expect("it is there");
+        }
+        let mut expected = Sum::default();
+        let left = (2..3000).zip(&files).filter(|(_, number)| *number % 7 == 0).map(|(serial, _)| serial);
+        [1, 3000].into_iter().chain(left).chain([3001]).for_each(|serial| expected.add(serial));
+        assert_eq!(tree.walk().expect("a walk"), expected);
+
+        tree.pack().expect("packed");
+
+        assert!(tree.moved().expect("figures") > 0);
+        assert_eq!(tree.walk().expect("a walk"), expected);
+        assert!(tree.remove(files[1]).is_err());
+    }
+
+    /// Names compare as their numbers do, and the order counts.
+    #[test]
+    fn sums_depend_on_the_order() {
+        assert!(name_of(9) < name_of(10) && name_of(u64::MAX) > name_of(1 << 40));
+        let sum = |serials: [u64; 2]| {
+            let mut sum = Sum::default();
+            serials.into_iter().for_each(|serial| sum.add(serial));
+            sum
+        };
+        assert_ne!(sum([1, 2]), sum([2, 1]));
+    }
+}

@@ -1,0 +1,89 @@
+//! Slabs: the same objects of one size, taken, given back, moved and looked at, beside allocators and maps by key.
+
+mod dentries;
+mod fragments;
+mod index;
+mod keepers;
+mod moves;
+mod own;
+mod owned;
+mod peers;
+mod random;
+mod reads;
+mod shared;
+mod speed;
+mod stalls;
+mod torture;
+mod turns;
+mod walks;
+
+use super::hit::failed;
+use super::{Failure, Outcome};
+use pagemill::Pagemill;
+use pagemill::slab::Slabs;
+
+/// One run of one of them.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Slab {
+    #[command(subcommand)]
+    pub work: Work,
+}
+
+#[derive(Clone, Debug, clap::Subcommand)]
+pub enum Work {
+    Speed(speed::Speed),
+    Reads(reads::Reads),
+    Moves(moves::Moves),
+    Fragments(fragments::Fragments),
+    Stalls(stalls::Stalls),
+    Tree(walks::Tree),
+    Packed(walks::Packed),
+    Index(index::Index),
+    Torture(random::Torture),
+}
+
+/// Its line.
+pub fn run(arguments: &Slab) -> Outcome {
+    match &arguments.work {
+        Work::Speed(arguments) => speed::run(arguments),
+        Work::Reads(arguments) => reads::run(arguments),
+        Work::Moves(arguments) => moves::run(arguments, by_hand()?),
+        Work::Fragments(arguments) => fragments::run(arguments, by_hand),
+        Work::Stalls(arguments) => stalls::run(arguments, by_hand),
+        Work::Tree(arguments) => walks::tree(arguments, by_hand()?),
+        Work::Packed(arguments) => walks::packed(arguments, by_hand()?),
+        Work::Index(arguments) => index::run(arguments),
+        Work::Torture(arguments) => random::run(arguments),
+    }
+}
+
+/// Where caches are to be, once they are wanted.
+type Home = fn() -> Result<&'static Slabs, Failure>;
+
+/// The slabs of this process, in which nothing is moved but by the workload itself.
+fn by_hand() -> Result<&'static Slabs, Failure> {
+    let pagemill = Pagemill::of_process().map_err(failed)?;
+    pagemill.slabs.defrag_by_hand();
+    Ok(pagemill.slabs)
+}
+
+/// Slabs of one test, as a program's: a step of another test moves nothing there.
+#[cfg(test)]
+fn of_test() -> Result<&'static Slabs, Failure> {
+    use pagemill::arena::Layout;
+    let layout = Layout { huge_from_bytes: Layout::for_program().huge_from_bytes, ..Layout::for_test() };
+    let pagemill = Pagemill::new(layout, pagemill::reclaim::tree::UNLIMITED).map_err(failed)?;
+    pagemill.slabs.defrag_by_hand();
+    Ok(pagemill.slabs)
+}
+
+/// One thread's way to objects of one size.
+pub trait Access {
+    type Object;
+
+    /// An object whose first word is `tag`; none where there is no memory.
+    fn take(&mut self, tag: u64) -> Option<Self::Object>;
+
+    /// Gives it back, and says what its first word was.
+    fn give(&mut self, object: Self::Object) -> u64;
+}

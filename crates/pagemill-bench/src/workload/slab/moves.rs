@@ -1,0 +1,241 @@
+//! A reader and a writer, whose objects are moved by somebody else meanwhile, or not.
+//!
+//! The writer makes holes all the time: of one group of objects after the other nine of ten go, in any order, and come back when half of
+//! the groups have had their turn. So at any moment half of the slabs hold little.
+
+use std::time::{Duration, Instant};
+
+use pagemill::slab::{self, Slabs};
+
+use super::shared::{Handled, Objects, Owned};
+use super::turns::beside_steps;
+use crate::stats::Random;
+use crate::workload::steps::{self, Work};
+use crate::workload::{Failure, Outcome};
+
+/// Who knows where objects are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Kind {
+    ByOwner,
+    ByHandle,
+}
+
+/// One run.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Moves {
+    #[arg(long)]
+    pub kind: Kind,
+    /// Defragment meanwhile.
+    #[arg(long)]
+    pub defrag: bool,
+    #[arg(long)]
+    pub objects: usize,
+    #[arg(long)]
+    pub run_ms: u64,
+}
+
+const GROUPS: usize = 16;
+/// Of so many objects of a group one stays.
+const KEPT_OF: usize = 10;
+/// Acts between two looks at the clock; reads under one guard.
+const STEP_ACTS: usize = 1024;
+const GUARDED_READS: usize = 64;
+
+/// Who defragments rests so many times as long as a step took: he takes a twentieth of a processor.
+const REST_FACTOR: u32 = 19;
+const REST_AT_LEAST: Duration = Duration::from_millis(1);
+const USED_RATIO: u32 = 30;
+
+/// Reads and writes a second, and how many objects were moved.
+pub fn run(arguments: &Moves, slabs: &'static Slabs) -> Outcome {
+    match arguments.kind {
+        Kind::ByHandle => measure(arguments, slabs, &Handled::new(slabs, arguments.objects)?),
+        Kind::ByOwner => measure(arguments, slabs, &Owned::new(slabs, arguments.objects)?),
+    }
+}
+
+fn measure<O: Objects>(arguments: &Moves, slabs: &'static Slabs, objects: &O) -> Outcome {
+    objects.set_used_ratio(if arguments.defrag { USED_RATIO } else { 0 })?;
+    let begun = Instant::now();
+    let make = |thread| match thread {
+        READER => Ok(Role::Reader(Reader { objects, count: arguments.objects, random: Random::new(0), wrong: 0 })),
+        _ => Writer::new(objects, arguments.objects).map(Role::Writer),
+    };
+    let rest = |took: Duration| (took * REST_FACTOR).max(REST_AT_LEAST);
+    let times = beside_steps(arguments.defrag.then_some(slabs), rest, || {
+        steps::timed(2, Duration::from_millis(arguments.run_ms), STEP_ACTS as u64, make)
+    })?;
+    let took = begun.elapsed();
+    let moved = objects.info()?.moved;
+    if (moved > 0) != arguments.defrag {
+        return Err(Failure::Other(format!("{moved} objects were moved, which is not what was to be measured")));
+    }
+    Ok(serde_json::json!({
+        "reads_per_second": times.per_second(READER),
+        "writes_per_second": times.per_second(WRITER),
+        "moves_per_second": moved as f64 / took.as_secs_f64(),
+        "moved": moved,
+    }))
+}
+
+/// What each thread is.
+enum Role<'objects, O> {
+    Reader(Reader<'objects, O>),
+    Writer(Writer<'objects, O>),
+}
+
+const READER: usize = 0;
+const WRITER: usize = 1;
+
+impl<O: Objects> Work for Role<'_, O> {
+    fn step(&mut self) -> Result<(), Failure> {
+        match self {
+            Self::Reader(reader) => reader.step(),
+            Self::Writer(writer) => writer.step(),
+        }
+    }
+
+    fn verdict(&mut self) -> Result<(), Failure> {
+        match self {
+            Self::Reader(reader) => reader.verdict(),
+            Self::Writer(writer) => writer.verdict(),
+        }
+    }
+}
+
+/// Looks at any objects.
+struct Reader<'objects, O> {
+    objects: &'objects O,
+    count: usize,
+    random: Random,
+    wrong: u64,
+}
+
+impl<O: Objects> Reader<'_, O> {
+    fn step(&mut self) -> Result<(), Failure> {
+        for _ in 0..STEP_ACTS / GUARDED_READS {
+            let guard = slab::pin();
+            for _ in 0..GUARDED_READS {
+                let number = self.random.below(self.count);
+                self.wrong += u64::from(self.objects.read(number, &guard).is_err());
+            }
+        }
+        Ok(())
+    }
+
+    fn verdict(&mut self) -> Result<(), Failure> {
+        match self.wrong {
+            0 => Ok(()),
+            wrong => Err(Failure::WrongAnswer(format!("{wrong} reads found another object"))),
+        }
+    }
+}
+
+/// Makes, changes and ends objects.
+struct Writer<'objects, O> {
+    objects: &'objects O,
+    /// Of each object its changes, or none while it is not there.
+    expected: Vec<Option<u64>>,
+    /// Places in a group, in the order in which its objects go and come.
+    order: Vec<usize>,
+    /// The group whose turn it is, and the place in the order.
+    group: usize,
+    at: usize,
+    random: Random,
+}
+
+impl<'objects, O: Objects> Writer<'objects, O> {
+    /// After a turn of each group.
+    fn new(objects: &'objects O, count: usize) -> Result<Self, Failure> {
+        let mut random = Random::new(1);
+        let mut order: Vec<usize> = (0..count / GROUPS).collect();
+        random.shuffle(&mut order);
+        let mut writer = Self { objects, expected: vec![None; count], order, group: 0, at: 0, random };
+        (0..count).try_for_each(|number| writer.put(number))?;
+        while writer.group < GROUPS {
+            writer.act()?;
+        }
+        Ok(writer)
+    }
+
+    fn put(&mut self, number: usize) -> Result<(), Failure> {
+        if self.expected[number].is_none() {
+            self.objects.put(number)?;
+            self.expected[number] = Some(0);
+        }
+        Ok(())
+    }
+
+    /// One object of a group goes, but for some; one of another comes back; any other is changed.
+    fn act(&mut self) -> Result<(), Failure> {
+        let number = |group: usize| (group % GROUPS) * self.order.len() + self.order[self.at];
+        let (goes, comes) = (number(self.group), number(self.group + GROUPS / 2));
+        let changes = self.random.below(self.expected.len());
+        if self.random.below(KEPT_OF) > 0 && self.expected[goes].take().is_some() {
+            self.objects.remove(goes)?;
+        }
+        self.put(comes)?;
+        if let Some(count) = &mut self.expected[changes] {
+            self.objects.change(changes)?;
+            *count += 1;
+        }
+        self.at += 1;
+        if self.at == self.order.len() {
+            (self.at, self.group) = (0, self.group + 1);
+        }
+        Ok(())
+    }
+}
+
+impl<O: Objects> Writer<'_, O> {
+    fn step(&mut self) -> Result<(), Failure> {
+        (0..STEP_ACTS).try_for_each(|_| self.act())
+    }
+
+    /// Every object is there or not, and as often changed, as it should be.
+    fn verdict(&mut self) -> Result<(), Failure> {
+        for (number, expected) in self.expected.iter().enumerate() {
+            let found = self.objects.read(number, &slab::pin()).ok();
+            if found != Some(*expected) {
+                return Err(Failure::WrongAnswer(format!("object {number}: {found:?} instead of {expected:?}")));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::workload::slab::of_test;
+
+    /// An object that is lost, or a change of one, is noticed.
+    #[test]
+    fn what_is_lost_is_noticed() {
+        fn losing(objects: &impl Objects, lose: impl Fn(usize)) -> [bool; 2] {
+            let mut writer = Writer::new(objects, 1600).expect("objects");
+            let is_right = writer.verdict().is_ok();
+            let there = writer.expected.iter().position(Option::is_some).expect("some stay");
+            lose(there);
+            [is_right, writer.verdict().is_ok()]
+        }
+        let slabs = of_test().expect("slabs");
+        let handled = Handled::new(slabs, 1600).expect("a cache");
+        let owned = Owned::new(slabs, 1600).expect("a cache");
+
+        assert_eq!(losing(&handled, |number| handled.remove(number).expect("it is there")), [true, false]);
+        assert_eq!(losing(&owned, |number| owned.change(number).expect("it is there")), [true, false]);
+    }
+
+    /// While objects move all of them are found, by handle and by owner; where they are to stay none moves.
+    #[test]
+    fn objects_are_found_while_they_move() {
+        for kind in [Kind::ByHandle, Kind::ByOwner] {
+            for defrag in [false, true] {
+                let moves = Moves { kind, defrag, objects: 100_000, run_ms: 300 };
+                let line = run(&moves, of_test().expect("slabs"));
+                assert!(line.is_ok(), "{kind:?}, {defrag}: {line:?}");
+            }
+        }
+    }
+}

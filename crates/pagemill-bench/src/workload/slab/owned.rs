@@ -1,0 +1,163 @@
+//! Objects by owner: a book says where each is by its number, and nobody else refers to them.
+#![allow(unsafe_code)] // an owner of objects that move
+
+use std::hint;
+use std::ptr::{self, NonNull};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicPtr, AtomicU64};
+use std::time::Duration;
+
+use pagemill::slab::{ByOwner, Candidates, Done, Migrate, Moving, Progress, Settings, Slabs, Target};
+use pagemill::xarray;
+
+use super::keepers::{Keeper, stepped};
+use crate::workload::Failure;
+use crate::workload::hit::failed;
+
+/// In the first word of an object that is on its way.
+const MOVING: u64 = 1 << 63;
+
+/// An object. Its first word is its state: 0 while it is free, else its number and one, and whether it is being moved. The
+/// others are its number.
+pub struct Object<const WORDS: usize>([AtomicU64; WORDS]);
+
+impl<const WORDS: usize> Object<WORDS> {
+    fn state(&self) -> &AtomicU64 {
+        &self.0[0]
+    }
+
+    /// From live to another state, if nobody moves it.
+    fn change(&self, from: u64, to: u64) -> bool {
+        self.state().compare_exchange(from, to, AcqRel, Relaxed).is_ok()
+    }
+}
+
+/// Where each object is, by its number.
+pub struct Book<const WORDS: usize>(Vec<AtomicPtr<Object<WORDS>>>);
+
+impl<const WORDS: usize> Book<WORDS> {
+    /// For objects of numbers below `count`. All of it is resident.
+    pub fn new(count: usize) -> Self {
+        let places: Vec<_> = (0..count).map(|_| AtomicPtr::default()).collect();
+        let book = hint::black_box(Self(places));
+        book.0.iter().for_each(|place| place.store(ptr::null_mut(), Relaxed));
+        book
+    }
+
+    fn place(&self, number: u64) -> &AtomicPtr<Object<WORDS>> {
+        &self.0[number as usize]
+    }
+}
+
+// SAFETY:
+// 1. A free object has state 0, which `isolate` refuses; nothing in it needs a destructor.
+// 2. `isolate` marks what it keeps, and only who finds the state unmarked ends an object (`Owned::take`).
+// 3. The book says the new place before the old object is free, and users come to objects by the book, under a guard.
+unsafe impl<const WORDS: usize> Migrate for Book<WORDS> {
+    type Object = Object<WORDS>;
+    type Isolated = ();
+
+    fn construct(&self) -> Object<WORDS> {
+        Object([const { AtomicU64::new(0) }; WORDS])
+    }
+
+    fn isolate(&self, objects: &mut Candidates<'_, Object<WORDS>>) {
+        objects.retain(|object| {
+            // SAFETY: objects of the cache are constructed.
+            let object = unsafe { object.as_ref() };
+            let state = object.state().load(Relaxed);
+            state != 0 && object.change(state, state | MOVING)
+        });
+    }
+
+    fn migrate<'object>(
+        &self,
+        object: Moving<'object, Object<WORDS>>,
+        to: &mut Target<'_, Object<WORDS>>,
+        (): &mut (),
+    ) -> Done<'object> {
+        // SAFETY: an object of the cache, which is constructed.
+        let from = unsafe { object.object().as_ref() };
+        let state = from.state().load(Relaxed) & !MOVING;
+        let Some(new) = to.take() else {
+            from.state().store(state, Release);
+            return object.failed();
+        };
+        // SAFETY: as above.
+        let to = unsafe { new.object().as_ref() };
+        from.0[1..].iter().zip(&to.0[1..]).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
+        to.state().store(state, Release);
+        self.place(state - 1).store(new.object().as_ptr(), Release);
+        from.state().store(0, Release);
+        object.moved(new)
+    }
+}
+
+/// A cache of objects by owner. What its user has of an object is its number.
+pub struct Owned<const WORDS: usize>(ByOwner<Book<WORDS>>);
+
+impl<const WORDS: usize> Owned<WORDS> {
+    pub fn new(slabs: &'static Slabs, book: Book<WORDS>) -> Result<Self, Failure> {
+        slabs.by_owner(Settings::new("by owner"), book).map(Self).map_err(failed)
+    }
+}
+
+impl<const WORDS: usize> Keeper<WORDS> for Owned<WORDS> {
+    type Kept = u64;
+
+    #[inline]
+    fn put(&self, number: u64) -> Result<u64, Failure> {
+        let object = self.0.allocate().map_err(failed)?;
+        // SAFETY: a free object of the cache, which is constructed.
+        let words = unsafe { &object.as_ref().0 };
+        words[1..].iter().for_each(|word| word.store(number, Relaxed));
+        self.0.owner().place(number).store(object.as_ptr(), Release);
+        words[0].store(number + 1, Release);
+        Ok(number)
+    }
+
+    #[inline]
+    fn take(&self, number: u64) -> Result<(), Failure> {
+        loop {
+            let _guard = xarray::pin();
+            let place = self.0.owner().place(number);
+            let object = NonNull::new(place.load(Acquire));
+            let object = object.ok_or_else(|| Failure::WrongAnswer(format!("object {number} is not there")))?;
+            // SAFETY: an object of the cache, which stays what it was under the guard, also where it is moved.
+            if unsafe { object.as_ref() }.change(number + 1, 0) {
+                place.store(ptr::null_mut(), Relaxed);
+                // SAFETY: it was live, and nobody moves it: it is free, by us.
+                unsafe { self.0.free(object) };
+                return Ok(());
+            }
+            hint::spin_loop();
+        }
+    }
+
+    fn is_whole(&self, number: &u64, expected: u64) -> bool {
+        let _guard = xarray::pin();
+        let place = self.0.owner().place(*number);
+        loop {
+            let at = place.load(Acquire);
+            // SAFETY: as in `take`.
+            let Some(object) = NonNull::new(at).map(|object| unsafe { object.as_ref() }) else { return false };
+            let state = object.state().load(Acquire) & !MOVING;
+            if state == 0 && place.load(Acquire) != at {
+                continue;
+            }
+            return state == expected + 1 && object.0[1..].iter().all(|word| word.load(Relaxed) == expected);
+        }
+    }
+
+    fn give_back(&self) -> Result<(), Failure> {
+        self.0.shrink().map(|_| ()).map_err(failed)
+    }
+
+    fn step(&self, budget: Duration) -> Result<Option<Progress>, Failure> {
+        stepped(self.0.defrag_step(budget))
+    }
+
+    fn moved(&self) -> Result<u64, Failure> {
+        self.0.info().map(|info| info.moved).map_err(failed)
+    }
+}

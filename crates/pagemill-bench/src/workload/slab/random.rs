@@ -1,0 +1,51 @@
+//! Random calls of slab caches: the command around [`super::torture`].
+
+use super::torture::{self, Found, Plan};
+use crate::workload::{Failure, Outcome};
+use serde_json::json;
+use std::time::Instant;
+
+/// Random calls of slab caches of all kinds and sizes, while their objects are moved.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Torture {
+    /// Of each kind of cache.
+    #[arg(long, default_value_t = 100_000_000)]
+    pub operations: u64,
+    /// For each of five sizes of objects.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=100))]
+    pub threads: u64,
+    /// Even: whole blocks, odd: sparse ones. By the clock where it is left out.
+    #[arg(long)]
+    pub seed: Option<u64>,
+}
+
+/// What was found of each kind; a wrong answer where anything was.
+pub fn run(arguments: &Torture) -> Outcome {
+    let seed = arguments.seed.unwrap_or_else(pagemill_sys::clock::fine_ns);
+    eprintln!("seed {seed}");
+    let plan = Plan { operations: arguments.operations, threads: arguments.threads, seed };
+    type Run = fn(Plan) -> pagemill::Result<Found>;
+    let kinds: [(&str, Run); 3] =
+        [("by_handle", torture::run_by_handle), ("by_owner", torture::run_by_owner), ("fixed", torture::run_fixed)];
+    let mut line = json!({ "seed": seed });
+    for (kind, run) in kinds {
+        let began = Instant::now();
+        let found = run(plan).map_err(|error| Failure::Other(error.to_string()))?;
+        let said = json!({
+            "operations": found.operations,
+            "inserted": found.inserted,
+            "moved": found.moved,
+            "emptied": found.emptied,
+            "corrupted": found.corrupted,
+            "lost": found.lost,
+            "dropped_twice": found.dropped_twice,
+            "seconds": began.elapsed().as_secs_f64(),
+        });
+        eprintln!("{kind} {said}");
+        if !found.is_right() {
+            return Err(Failure::WrongAnswer(format!("{kind}, seed {seed}: {said}")));
+        }
+        line[kind] = said;
+    }
+    Ok(line)
+}

@@ -1,0 +1,166 @@
+//! Values read by handle under one guard, and through pointers to the very same values.
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use pagemill::slab::{self, ByHandle, Guard, Handle};
+
+use super::own::{self, Object};
+use super::speed::Words;
+use crate::stats::Random;
+use crate::workload::hit::failed;
+use crate::workload::{Failure, Outcome};
+
+/// One run.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Reads {
+    #[arg(long)]
+    pub objects: usize,
+    #[arg(long)]
+    pub run_ms: u64,
+}
+
+/// 192 bytes, of which the first word is read: the place of another one, so that all are one cycle.
+type Value = Object<Words<23>>;
+
+/// Reads between two looks at the clock, about.
+const BATCH: u64 = 100_000;
+/// So often the ways take turns.
+const TURNS: u32 = 10;
+
+/// Values in any order, and two ways to each.
+struct Values<'cache> {
+    cache: &'cache ByHandle<Value>,
+    guard: &'cache Guard,
+    handles: Vec<Handle<Value>>,
+    pointers: Vec<&'cache Value>,
+}
+
+/// Reads every value once; returns the sum of what they hold.
+type Pass = fn(&Values<'_>) -> u64;
+
+/// By the names of subject and figure.
+const WAYS: [(&str, &str, Pass); 4] = [
+    ("handle-read", "ns", |values| values.all_by_handle()),
+    ("pointer-read", "ns", |values| values.all_by_pointer()),
+    ("handle-read", "chain_ns", |values| values.chain_by_handle()),
+    ("pointer-read", "chain_ns", |values| values.chain_by_pointer()),
+];
+
+/// Nanoseconds of a read: each by itself, and each of where the one before said.
+pub fn run(arguments: &Reads) -> Outcome {
+    let cache = own::by_handle::<Words<23>>()?;
+    let handles = fill(&cache, arguments.objects)?;
+    let guard = slab::pin();
+    let values = Values::new(&cache, &guard, handles)?;
+    let run = Duration::from_millis(arguments.run_ms) / TURNS;
+    let mut sums = [0.0; WAYS.len()];
+    // The first turn wakes the processor up, and does not count.
+    for turn in 0..=TURNS {
+        for (sum, (.., pass)) in sums.iter_mut().zip(WAYS) {
+            let ns = repeat(run, arguments.objects as u64, || pass(black_box(&values)))?;
+            *sum += if turn == 0 { 0.0 } else { ns };
+        }
+    }
+    let mut line = serde_json::json!({});
+    for ((subject, name, _), sum) in WAYS.iter().zip(sums) {
+        line[subject][name] = (sum / f64::from(TURNS)).into();
+    }
+    Ok(line)
+}
+
+/// Values of which each holds the place of the next: handles by place, which has nothing to do with where a value is.
+fn fill(cache: &ByHandle<Value>, count: usize) -> Result<Vec<Handle<Value>>, Failure> {
+    let mut random = Random::new(count as u64);
+    let mut any_order = || {
+        let mut order: Vec<usize> = (0..count).collect();
+        random.shuffle(&mut order);
+        order
+    };
+    let (places, cycle) = (any_order(), any_order());
+    let mut next = vec![0; count];
+    for (at, place) in cycle.iter().enumerate() {
+        next[*place] = cycle[(at + 1) % count] as u64;
+    }
+    let mut handles = vec![Handle::from_bits(0); count];
+    for place in places {
+        handles[place] = cache.insert(Object::new(next[place])).map_err(failed)?;
+    }
+    Ok(handles)
+}
+
+impl<'cache> Values<'cache> {
+    fn new(cache: &'cache ByHandle<Value>, guard: &'cache Guard, handles: Vec<Handle<Value>>) -> Result<Self, Failure> {
+        let pointers: Option<Vec<&Value>> = handles.iter().map(|handle| cache.get(*handle, guard)).collect();
+        let pointers = pointers.ok_or_else(|| Failure::WrongAnswer("a value is not there".to_owned()))?;
+        Ok(Self { cache, guard, handles, pointers })
+    }
+
+    #[inline]
+    fn by_handle(&self, handle: Handle<Value>) -> u64 {
+        self.cache.get(handle, self.guard).map_or(u64::MAX, |value| value.tag)
+    }
+
+    fn all_by_handle(&self) -> u64 {
+        self.handles.iter().fold(0, |sum, handle| sum.wrapping_add(self.by_handle(*handle)))
+    }
+
+    fn all_by_pointer(&self) -> u64 {
+        self.pointers.iter().fold(0, |sum, value| sum.wrapping_add(value.tag))
+    }
+
+    /// From place to place, as many as there are. A value that is none leads nowhere.
+    fn chain(&self, read: impl Fn(usize) -> u64) -> u64 {
+        let (mut place, mut sum) = (0, 0u64);
+        for _ in 0..self.handles.len() {
+            let next = read(place);
+            sum = sum.wrapping_add(next);
+            place = next as usize;
+        }
+        sum
+    }
+
+    fn chain_by_handle(&self) -> u64 {
+        self.chain(|place| self.handles.get(place).map_or(u64::MAX, |handle| self.by_handle(*handle)))
+    }
+
+    fn chain_by_pointer(&self) -> u64 {
+        self.chain(|place| self.pointers.get(place).map_or(u64::MAX, |value| value.tag))
+    }
+}
+
+/// Nanoseconds of a read, by passes over so many values. The numbers from 0 on are their sum, whatever the order.
+fn repeat(run: Duration, count: u64, pass: impl Fn() -> u64) -> Result<f64, Failure> {
+    let (begun, mut done) = (Instant::now(), 0);
+    while begun.elapsed() < run || done == 0 {
+        for _ in 0..BATCH.div_ceil(count) {
+            let sum = pass();
+            if sum != count * (count - 1) / 2 {
+                return Err(Failure::WrongAnswer(format!("what was read sums up to {sum}")));
+            }
+            done += count;
+        }
+    }
+    Ok(begun.elapsed().as_nanos() as f64 / done as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// All values are read in every way, as one cycle; one that has gone is missed.
+    #[test]
+    fn every_value_is_read() {
+        assert!(run(&Reads { objects: 1000, run_ms: 1 }).is_ok());
+        let cache = own::by_handle::<Words<23>>().expect("a cache");
+        let handles = fill(&cache, 100).expect("values");
+        let guard = slab::pin();
+        let values = Values::new(&cache, &guard, handles.clone()).expect("values");
+
+        assert!(WAYS.iter().all(|(.., pass)| pass(&values) == 99 * 100 / 2));
+        assert!(cache.remove(handles[7]).expect("nobody has it pinned"));
+        let by_handle: Vec<u64> = [WAYS[0], WAYS[2]].iter().map(|(.., pass)| pass(&values)).collect();
+        assert!(by_handle.iter().all(|sum| *sum != 99 * 100 / 2), "{by_handle:?}");
+        assert_eq!(values.all_by_pointer(), 99 * 100 / 2, "under the guard it is still there");
+    }
+}

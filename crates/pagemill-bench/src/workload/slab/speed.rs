@@ -1,0 +1,225 @@
+//! Objects taken and given back: at once, by the thousand, and one at random of many.
+//!
+//! The first word of each is its tag, which is written when it is taken and looked at when it is given back; at the end of a run
+//! all that are left are. Whose objects they are, the tags and the order are the same.
+
+use std::time::{Duration, Instant};
+
+use super::Access;
+use super::own::{self, Object};
+use super::peers::{Alone, Locked, Malloc, Sharded};
+use crate::stats::Random;
+use crate::workload::small::Pattern;
+use crate::workload::steps::{self, Work};
+use crate::workload::{Failure, Outcome};
+
+/// Whose objects.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Subject {
+    /// A cache of values that stay
+    Fixed,
+    /// A cache of objects that their owner moves
+    ByOwner,
+    /// A cache of values that are reached by handle
+    ByHandle,
+    /// Blocks of the C library, or of who is preloaded
+    Malloc,
+    /// A map by key: one each of a single thread, of more one under a lock
+    Slotmap,
+    /// A map by key that threads share
+    ShardedSlab,
+}
+
+/// One run.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Speed {
+    #[arg(long)]
+    pub subject: Subject,
+    #[arg(long)]
+    pub pattern: Pattern,
+    /// Bytes of an object.
+    #[arg(long)]
+    pub size: usize,
+    #[arg(long, default_value_t = 1)]
+    pub threads: usize,
+    /// Objects that live at a time while one at random is replaced: of all threads together.
+    #[arg(long, default_value_t = 100_000)]
+    pub live: usize,
+    /// For how long; without it, for `--pairs`.
+    #[arg(long)]
+    pub measure_ms: Option<u64>,
+    /// For how many pairs on one thread.
+    #[arg(long, default_value_t = 100_000)]
+    pub pairs: u64,
+}
+
+/// Pairs of taking and giving back that one step makes, in every pattern; also the size of a batch.
+pub const STEP_PAIRS: u64 = 1000;
+
+/// Pairs of each thread before anything is measured, beside two for each object that lives.
+const WARM_PAIRS: u64 = 100_000;
+const WARM_AT_MOST: Duration = Duration::from_secs(2);
+
+/// Words of an object after the first.
+pub type Words<const COUNT: usize> = [u64; COUNT];
+
+/// Runs the pattern; its line tells nanoseconds of a pair and pairs a second, or nothing but the number of pairs.
+pub fn run(arguments: &Speed) -> Outcome {
+    match arguments.size {
+        64 => of_size::<Words<7>>(arguments),
+        192 => of_size::<Words<23>>(arguments),
+        576 => of_size::<Words<71>>(arguments),
+        1024 => of_size::<Words<127>>(arguments),
+        4096 => of_size::<Words<511>>(arguments),
+        size => Err(format!("there are no objects of {size} bytes here").into()),
+    }
+}
+
+fn of_size<Rest: Copy + Send + Sync + 'static>(arguments: &Speed) -> Outcome {
+    assert_eq!(size_of::<Object<Rest>>(), arguments.size);
+    match arguments.subject {
+        Subject::Fixed => own::fixed::<Rest>().and_then(|cache| measure(arguments, || &cache)),
+        Subject::ByOwner => own::by_owner::<Rest>().and_then(|cache| measure(arguments, || &cache)),
+        Subject::ByHandle => own::by_handle::<Rest>().and_then(|cache| measure(arguments, || &cache)),
+        Subject::Malloc => measure(arguments, || Malloc { size: arguments.size }),
+        Subject::Slotmap if arguments.threads == 1 => measure(arguments, Alone::<Rest>::new),
+        Subject::Slotmap => {
+            let map = Locked::<Rest>::new();
+            measure(arguments, || &map)
+        }
+        Subject::ShardedSlab => {
+            let slab = Sharded::<Rest>::new();
+            measure(arguments, || &slab)
+        }
+    }
+}
+
+/// By threads that each have a way to objects.
+fn measure<A: Access>(arguments: &Speed, access: impl Fn() -> A + Sync) -> Outcome {
+    let Some(milliseconds) = arguments.measure_ms else {
+        let mut bench = Bench::new(arguments, access(), 0)?;
+        for _ in 0..arguments.pairs / STEP_PAIRS {
+            bench.step()?;
+        }
+        bench.verdict()?;
+        return Ok(serde_json::json!({ "pairs": arguments.pairs }));
+    };
+    let make = |index| Bench::new(arguments, access(), index as u64).and_then(Bench::warmed);
+    let times = steps::timed(arguments.threads, Duration::from_millis(milliseconds), STEP_PAIRS, make)?;
+    let pairs_per_second = arguments.threads as f64 * 1e9 / times.ns();
+    Ok(serde_json::json!({ "ns": times.ns(), "pairs_per_second": pairs_per_second, "pairs": times.acts() }))
+}
+
+/// One thread's objects.
+struct Bench<A: Access> {
+    access: A,
+    pattern: Pattern,
+    objects: Vec<Option<A::Object>>,
+    /// The order in which every other batch is given back: any one.
+    order: Vec<usize>,
+    is_in_order: bool,
+    random: Random,
+    wrong: u64,
+}
+
+impl<A: Access> Bench<A> {
+    fn new(arguments: &Speed, access: A, seed: u64) -> Result<Self, Failure> {
+        let mut random = Random::new(seed);
+        let count = match arguments.pattern {
+            Pattern::Churn => arguments.live.div_ceil(arguments.threads),
+            Pattern::Pair | Pattern::Batch => STEP_PAIRS as usize,
+        };
+        let mut order: Vec<usize> = (0..STEP_PAIRS as usize).collect();
+        random.shuffle(&mut order);
+        let mut objects = Vec::new();
+        objects.resize_with(count, || None);
+        let mut bench =
+            Self { access, pattern: arguments.pattern, objects, order, is_in_order: false, random, wrong: 0 };
+        if arguments.pattern == Pattern::Churn {
+            bench.fill()?;
+        }
+        Ok(bench)
+    }
+
+    /// After so many pairs, or so much time, that memory has been touched and is held as it will go on being.
+    fn warmed(mut self) -> Result<Self, Failure> {
+        let end = Instant::now() + WARM_AT_MOST;
+        let pairs = WARM_PAIRS + 2 * self.objects.len() as u64;
+        for _ in 0..pairs / STEP_PAIRS {
+            self.step()?;
+            if Instant::now() >= end {
+                break;
+            }
+        }
+        Ok(self)
+    }
+
+    fn fill(&mut self) -> Result<(), Failure> {
+        for (tag, slot) in (1..).zip(&mut self.objects) {
+            *slot = Some(self.access.take(tag).ok_or_else(refused)?);
+        }
+        Ok(())
+    }
+
+    /// Gives back what is in a place of the table.
+    #[inline]
+    fn give(&mut self, place: usize) {
+        let tag = self.objects[place].take().map_or(0, |object| self.access.give(object));
+        self.wrong += u64::from(tag != tag_of(place));
+    }
+}
+
+/// The tag of a place of the table: none is 0, nor another one's.
+#[inline]
+fn tag_of(place: usize) -> u64 {
+    place as u64 + 1
+}
+
+fn refused() -> Failure {
+    Failure::Other("an object was refused".to_owned())
+}
+
+impl<A: Access> Work for Bench<A> {
+    /// [`STEP_PAIRS`] pairs.
+    #[inline]
+    fn step(&mut self) -> Result<(), Failure> {
+        match self.pattern {
+            Pattern::Pair => {
+                for tag in 1..=STEP_PAIRS {
+                    let object = self.access.take(tag).ok_or_else(refused)?;
+                    self.wrong += u64::from(self.access.give(object) != tag);
+                }
+            }
+            Pattern::Batch => {
+                self.fill()?;
+                self.is_in_order = !self.is_in_order;
+                if self.is_in_order {
+                    (0..self.objects.len()).for_each(|place| self.give(place));
+                } else {
+                    (0..self.order.len()).for_each(|at| self.give(self.order[at]));
+                }
+            }
+            Pattern::Churn => {
+                for _ in 0..STEP_PAIRS {
+                    let place = self.random.below(self.objects.len());
+                    self.give(place);
+                    self.objects[place] = Some(self.access.take(tag_of(place)).ok_or_else(refused)?);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Of all objects, with those that are still there.
+    fn verdict(&mut self) -> Result<(), Failure> {
+        for place in 0..self.objects.len() {
+            if self.objects[place].is_some() {
+                self.give(place);
+            }
+        }
+        match self.wrong {
+            0 => Ok(()),
+            wrong => Err(Failure::WrongAnswer(format!("{wrong} objects lost their tag"))),
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! How long a thread waits that takes and frees objects all the time, while another has the same memory packed or given back.
+
+use std::sync::atomic::AtomicU8;
+use std::sync::atomic::Ordering::{Acquire, Release};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::Home;
+use super::fragments::{Chosen, Plan, SPARE, Work};
+use super::keepers::Keeper;
+use super::turns::{PAUSE, STEP};
+use crate::histogram::Histogram;
+use crate::workload::{Failure, Outcome};
+
+/// Who never comes to an end is ended.
+const MOST_STEPS: usize = 2000;
+
+/// What is going on; each has its own times.
+const QUIET: u8 = 0;
+const MOVING: u8 = 1;
+const OVER: u8 = 2;
+
+/// One run.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Stalls {
+    #[command(flatten)]
+    pub chosen: Chosen,
+    /// By steps in the background instead of all at once.
+    #[arg(long)]
+    pub steps: bool,
+    /// For how long the thread is watched alone before.
+    #[arg(long)]
+    pub quiet_ms: u64,
+}
+
+/// Watches it; its line tells percentiles of both times.
+pub fn run(arguments: &Stalls, home: Home) -> Outcome {
+    arguments.chosen.run(home, arguments)
+}
+
+impl Work for Stalls {
+    fn with<const WORDS: usize, K: Keeper<WORDS>>(&self, open: impl FnOnce() -> Result<K, Failure>) -> Outcome {
+        let mut plan = Plan::new(self.chosen.objects);
+        let keeper = open()?;
+        plan.fragment(&keeper)?;
+        let phase = AtomicU8::new(QUIET);
+        let (times, took) = thread::scope(|scope| {
+            let watched = scope.spawn(|| take_and_free(&keeper, self.chosen.objects as u64, &phase));
+            thread::sleep(Duration::from_millis(self.quiet_ms));
+            phase.store(MOVING, Release);
+            let begun = Instant::now();
+            let moved = if self.steps { step(&keeper) } else { keeper.give_back() };
+            let took = begun.elapsed();
+            phase.store(OVER, Release);
+            let times = watched.join().unwrap_or_else(|_| Err("the watched thread panicked".to_owned().into()));
+            moved.and_then(|()| Ok((times?, took)))
+        })?;
+        plan.check(&keeper)?;
+        let mut line = serde_json::json!({ "ms": took.as_secs_f64() * 1e3, "moved": keeper.moved()? });
+        for (phase, times) in ["quiet_", ""].into_iter().zip(&times) {
+            // Of a few calls there is no such thing as the longest of ten thousand.
+            let us =
+                |one_of: u64| (times.count() >= one_of).then(|| times.percentile_ms(1.0 - 1.0 / one_of as f64) * 1e3);
+            let longest = (times.count() > 0).then(|| times.longest_ms() * 1e3);
+            let figures = [("p50_us", us(2)), ("p99_us", us(100)), ("p9999_us", us(10_000)), ("longest_us", longest)];
+            figures.into_iter().for_each(|(name, value)| line[format!("{phase}{name}")] = value.into());
+            line[format!("{phase}calls")] = times.count().into();
+        }
+        Ok(line)
+    }
+}
+
+/// Steps in the background until there is nothing more to do.
+fn step<const WORDS: usize>(keeper: &impl Keeper<WORDS>) -> Result<(), Failure> {
+    for _ in 0..MOST_STEPS {
+        match keeper.step(STEP)? {
+            None => return Err("it does nothing in the background".to_owned().into()),
+            Some(progress) if progress.is_done && progress.moved == 0 => return Ok(()),
+            Some(_) => thread::sleep(PAUSE),
+        }
+    }
+    Err("the steps come to no end".to_owned().into())
+}
+
+/// Frees the oldest of its objects and takes another, until told; has the time of each call by what was going on.
+fn take_and_free<const WORDS: usize>(
+    keeper: &impl Keeper<WORDS>,
+    first: u64,
+    phase: &AtomicU8,
+) -> Result<[Histogram; 2], Failure> {
+    let mut kept: Vec<_> = (0..SPARE).map(|_| None).collect();
+    let mut times = [Histogram::new(), Histogram::new()];
+    loop {
+        for (number, kept) in (first..).zip(&mut kept) {
+            let phase = phase.load(Acquire);
+            if phase == OVER {
+                return Ok(times);
+            }
+            let times = &mut times[usize::from(phase)];
+            if let Some(kept) = kept.take() {
+                if !keeper.is_whole(&kept, number) {
+                    return Err(Failure::WrongAnswer("an object that was just made is not what it was".to_owned()));
+                }
+                let begun = Instant::now();
+                keeper.take(kept)?;
+                times.add(begun.elapsed());
+            }
+            let begun = Instant::now();
+            let new = keeper.put(number)?;
+            times.add(begun.elapsed());
+            *kept = Some(new);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::native::GiveBack;
+    use crate::workload::slab::fragments::Subject;
+    use crate::workload::slab::of_test;
+
+    /// Objects are taken and freed beside moves, at once and by steps, and all are what they were.
+    #[test]
+    fn calls_are_timed_beside_moves() {
+        for (subject, steps) in [(Subject::ByOwner, true), (Subject::ByHandle, false), (Subject::Malloc, false)] {
+            let chosen = Chosen { subject, size: 192, objects: 50_000, how: GiveBack::MallocTrim };
+            let line = run(&Stalls { chosen, steps, quiet_ms: 5 }, of_test).expect("it comes through");
+
+            assert!(line["quiet_calls"].is_u64() && line["calls"].is_u64(), "{line}");
+            assert!(line["longest_us"].as_f64() >= line["p99_us"].as_f64());
+            assert_eq!(line["moved"].as_u64() > Some(0), subject != Subject::Malloc, "{line}");
+        }
+        let chosen = Chosen { subject: Subject::Fixed, size: 192, objects: 1000, how: GiveBack::MallocTrim };
+        assert!(run(&Stalls { chosen, steps: true, quiet_ms: 1 }, of_test).is_err());
+    }
+}

@@ -1,0 +1,143 @@
+//! Values by handle. Those on the board are changed by all threads: each change counts one on.
+#![allow(unsafe_code)] // says that values are movable
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use pagemill::slab::{self, ByHandle, Handle, Movable, Pinned, Settings, SlabInfo, Slabs};
+use pagemill::{Error, Result};
+
+use super::stamped::{Random, Stamp, Stamped, Tally};
+use super::{BOARD, NODES, Removed, Subject};
+
+// SAFETY: numbers and a pointer.
+unsafe impl<const WORDS: usize> Movable for Stamped<WORDS> {}
+
+pub struct Values<const WORDS: usize> {
+    cache: ByHandle<Stamped<WORDS>>,
+    tally: &'static Tally,
+    board: Vec<Handle<Stamped<WORDS>>>,
+    /// How often each value of the board was changed.
+    changes: Vec<AtomicU64>,
+}
+
+impl<const WORDS: usize> Values<WORDS> {
+    /// Whether the change was made; `None` if the value was not there.
+    fn change(&self, handle: Handle<Stamped<WORDS>>, is_right: &mut bool, old: impl Fn(Stamp) -> bool) -> Option<bool> {
+        let changed = self.cache.update(handle, |value| {
+            *is_right &= old(value.stamp()) && value.is_whole();
+            Stamped::new(value.stamp().next(), self.tally)
+        });
+        match changed {
+            Ok(was_there) => was_there.then_some(true),
+            Err(_) => Some(false),
+        }
+    }
+}
+
+impl<const WORDS: usize> Subject for Values<WORDS> {
+    type Key = Handle<Stamped<WORDS>>;
+    type Held<'a> = Pinned<'a, Stamped<WORDS>>;
+
+    fn new(slabs: &'static Slabs, tally: &'static Tally) -> Result<Self> {
+        let cache = slabs.by_handle(Settings::new("values"))?;
+        let insert = |at| cache.insert(Stamped::new(Stamp::of_board(at), tally));
+        let board = (0..BOARD).map(insert).collect::<Result<_>>()?;
+        Ok(Self { cache, tally, board, changes: (0..BOARD).map(|_| AtomicU64::new(0)).collect() })
+    }
+
+    fn insert(&self, stamp: Stamp, _node: Option<usize>) -> Result<Self::Key> {
+        self.cache.insert(Stamped::new(stamp, self.tally))
+    }
+
+    fn is_whole(&self, handle: &Self::Key, stamp: Stamp) -> bool {
+        let guard = slab::pin();
+        let Some(value) = self.cache.get(*handle, &guard) else { return false };
+        let was_whole = value.is(stamp);
+        // It may be moved now; this place stays as it was.
+        stamp.linger();
+        was_whole && value.is(stamp)
+    }
+
+    fn update(&self, handle: &mut Self::Key, old: Stamp, _new: Stamp) -> Option<bool> {
+        let mut is_right = true;
+        match self.change(*handle, &mut is_right, |stamp| stamp == old) {
+            None => Some(false),
+            Some(is_changed) => is_changed.then_some(is_right),
+        }
+    }
+
+    fn remove(&self, handle: Self::Key, _stamp: Stamp) -> Removed<Self::Key> {
+        match self.cache.remove(handle) {
+            Ok(true) if self.cache.get(handle, &slab::pin()).is_none() => Removed::Gone,
+            Err(Error::Busy { .. }) => Removed::Busy(handle),
+            _ => Removed::Missing,
+        }
+    }
+
+    fn hold(&self, handle: &Self::Key) -> Option<Self::Held<'_>> {
+        self.cache.pin_value(*handle).ok().flatten()
+    }
+
+    fn is_held_whole(held: &Self::Held<'_>, stamp: Stamp) -> bool {
+        held.is(stamp)
+    }
+
+    fn let_go(&self, held: Self::Held<'_>) {
+        drop(held);
+    }
+
+    fn place(&self, handle: &Self::Key) -> usize {
+        self.cache.get(*handle, &slab::pin()).map_or(0, |value| std::ptr::from_ref(value) as usize)
+    }
+
+    fn use_board(&self, at: u64, random: &mut Random) -> bool {
+        let (handle, of_it) = (self.board[at as usize], |stamp: Stamp| stamp.is_of_same_object(Stamp::of_board(at)));
+        let is_it = |value: &Stamped<WORDS>| of_it(value.stamp()) && value.is_whole();
+        match random.below(4) {
+            0 => match self.cache.pin_value(handle) {
+                Ok(Some(pinned)) => is_it(&pinned),
+                Ok(None) => false,
+                Err(_) => true,
+            },
+            1 => self.cache.get(handle, &slab::pin()).is_some_and(is_it),
+            _ => {
+                let mut is_right = true;
+                let changed = self.change(handle, &mut is_right, of_it);
+                self.changes[at as usize].fetch_add(u64::from(changed == Some(true)), Relaxed);
+                is_right && changed.is_some()
+            }
+        }
+    }
+
+    fn disturb(&self, random: &mut Random) {
+        let (from, to) = (random.below(NODES as u64) as usize, random.below(NODES as u64) as usize);
+        match random.below(5) {
+            0 => _ = self.cache.shrink(),
+            1 => _ = self.cache.defrag_step(Duration::from_micros(random.below(2_000))),
+            2 => _ = self.cache.move_objects(from, to, random.below(500)),
+            3 => _ = self.cache.balance(),
+            _ => self.cache.set_defrag_used_ratio(random.below(101) as u32).expect("a ratio"),
+        }
+    }
+
+    fn info(&self) -> SlabInfo {
+        self.cache.info().expect("a cache of this process")
+    }
+
+    /// Half of the values are removed, the others go with the cache.
+    fn end(self, left: Vec<(Self::Key, Stamp)>) -> u64 {
+        let wrong = |at: &usize| {
+            let guard = slab::pin();
+            let changes = self.changes[*at].load(Relaxed) & 0xffff;
+            self.cache.get(self.board[*at], &guard).is_none_or(|value| value.stamp().changes() != changes)
+        };
+        let wrong = (0..self.board.len()).filter(wrong).count() as u64;
+        let _ = self.cache.shrink();
+        let active = self.info().active;
+        let removed = left.iter().step_by(2).filter(|(handle, _)| matches!(self.cache.remove(*handle), Ok(true)));
+        let missing = left.len().div_ceil(2) - removed.count();
+        // Readers may keep what was removed for longer than a shrink waits.
+        wrong + missing as u64 + u64::from(active < left.len() as u64 + BOARD)
+    }
+}

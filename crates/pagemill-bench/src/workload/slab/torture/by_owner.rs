@@ -1,0 +1,242 @@
+//! Items that their owner moves: cells say where each is, and readers find them under a guard. Those on the board never change.
+#![allow(unsafe_code)] // an owner
+
+use std::ptr::NonNull;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::time::Duration;
+
+use pagemill::slab::{ByOwner, Candidates, Done, Migrate, Moving, Settings, SlabInfo, Slabs, Target};
+use pagemill::{Result, xarray};
+
+use super::stamped::{Random, Stamp, Tally};
+use super::{BOARD, NODES, Removed, Subject};
+
+const CELLS: usize = 1 << 15;
+
+const FREE: u32 = 0;
+const LIVE: u32 = 1;
+const HELD: u32 = 2;
+const MOVING: u32 = 3;
+
+/// # Invariants
+///
+/// Words are changed by who has brought the state from free or live to held; those of an item that was moved away stay until the
+/// cache hands it out again.
+#[repr(C)]
+pub struct Item<const WORDS: usize> {
+    state: AtomicU32,
+    cell: AtomicU32,
+    words: [AtomicU64; WORDS],
+}
+
+impl<const WORDS: usize> Item<WORDS> {
+    fn fill(&self, stamp: Stamp) {
+        self.words.iter().enumerate().for_each(|(at, word)| word.store(stamp.word(at), Relaxed));
+    }
+
+    fn is(&self, stamp: Stamp) -> bool {
+        self.words.iter().enumerate().all(|(at, word)| word.load(Relaxed) == stamp.word(at))
+    }
+
+    fn go(&self, from: u32, to: u32) -> bool {
+        self.state.compare_exchange(from, to, Acquire, Relaxed).is_ok()
+    }
+}
+
+pub struct Cells<const WORDS: usize> {
+    cells: Box<[AtomicPtr<Item<WORDS>>]>,
+    free: Mutex<Vec<u32>>,
+    moves: AtomicU64,
+    tally: &'static Tally,
+}
+
+// SAFETY: items say what they are; those that are kept by `isolate` are nobody else's until `migrate` lets go of them; a cell names
+// the new place before the old one is free, whose words stay.
+unsafe impl<const WORDS: usize> Migrate for Cells<WORDS> {
+    type Object = Item<WORDS>;
+    type Isolated = ();
+
+    fn construct(&self) -> Item<WORDS> {
+        let words = [const { AtomicU64::new(0) }; WORDS];
+        Item { state: AtomicU32::new(FREE), cell: AtomicU32::new(0), words }
+    }
+
+    fn isolate(&self, items: &mut Candidates<'_, Item<WORDS>>) {
+        // SAFETY: objects of the cache are items at all times.
+        items.retain(|item| unsafe { item.as_ref() }.go(LIVE, MOVING));
+    }
+
+    fn migrate<'object>(
+        &self,
+        item: Moving<'object, Item<WORDS>>,
+        to: &mut Target<'_, Item<WORDS>>,
+        _isolated: &mut (),
+    ) -> Done<'object> {
+        // SAFETY: live, and held by `isolate`.
+        let old = unsafe { item.object().as_ref() };
+        let whim = self.moves.fetch_add(1, Relaxed) % 64;
+        if whim == 0 {
+            old.state.store(LIVE, Release);
+            return item.busy();
+        }
+        let place = to.take();
+        let Some(place) = place.filter(|_| whim != 1) else {
+            old.state.store(LIVE, Release);
+            return item.failed();
+        };
+        // SAFETY: a free item, this owner's.
+        let new = unsafe { place.object().as_ref() };
+        let is_free = new.go(FREE, HELD);
+        self.tally.corrupted.fetch_add(u64::from(!is_free), Relaxed);
+        new.words.iter().zip(&old.words).for_each(|(new, old)| new.store(old.load(Relaxed), Relaxed));
+        let cell = old.cell.load(Relaxed);
+        new.cell.store(cell, Relaxed);
+        new.state.store(LIVE, Release);
+        let named = self.cells[cell as usize].swap(place.object().as_ptr(), Release);
+        self.tally.corrupted.fetch_add(u64::from(named != item.object().as_ptr()), Relaxed);
+        old.state.store(FREE, Release);
+        item.moved(place)
+    }
+}
+
+pub struct Items<const WORDS: usize> {
+    cache: ByOwner<Cells<WORDS>>,
+    board: Vec<u32>,
+    tally: &'static Tally,
+}
+
+/// An item that stays.
+pub struct Held<'a, const WORDS: usize>(&'a Item<WORDS>);
+
+impl<const WORDS: usize> Items<WORDS> {
+    /// The item of a cell. Under a guard; the item is not freed meanwhile.
+    fn item(&self, cell: u32) -> &Item<WORDS> {
+        let item = self.cache.owner().cells[cell as usize].load(Acquire);
+        // SAFETY: cells in use name live items; where this one is moved its place stays for as long as the guard does.
+        unsafe { &*item }
+    }
+
+    fn is(&self, cell: u32, stamp: Stamp) -> bool {
+        let _guard = xarray::pin();
+        let item = self.item(cell);
+        let was_whole = item.is(stamp);
+        // It may be moved now; this place stays as it was.
+        stamp.linger();
+        was_whole && item.is(stamp)
+    }
+
+    /// Keeps an item from being moved; `None` while it is.
+    fn keep(&self, cell: u32) -> Option<&Item<WORDS>> {
+        let _guard = xarray::pin();
+        let item = self.item(cell);
+        item.go(LIVE, HELD).then_some(item)
+    }
+}
+
+impl<const WORDS: usize> Subject for Items<WORDS> {
+    type Key = u32;
+    type Held<'a> = Held<'a, WORDS>;
+
+    fn new(slabs: &'static Slabs, tally: &'static Tally) -> Result<Self> {
+        let cells = Cells {
+            cells: (0..CELLS).map(|_| AtomicPtr::default()).collect(),
+            free: Mutex::new((0..CELLS as u32).collect()),
+            moves: AtomicU64::new(0),
+            tally,
+        };
+        let mut items = Self { cache: slabs.by_owner(Settings::new("items"), cells)?, board: Vec::new(), tally };
+        items.board = (0..BOARD).map(|at| items.insert(Stamp::of_board(at), None)).collect::<Result<_>>()?;
+        Ok(items)
+    }
+
+    fn insert(&self, stamp: Stamp, node: Option<usize>) -> Result<u32> {
+        let at = match node {
+            Some(node) => self.cache.allocate_on(node)?,
+            None => self.cache.allocate()?,
+        };
+        // SAFETY: an item, free and this thread's.
+        let item = unsafe { at.as_ref() };
+        let is_free = item.go(FREE, HELD);
+        self.tally.corrupted.fetch_add(u64::from(!is_free), Relaxed);
+        self.tally.created.fetch_add(1, Relaxed);
+        let owner = self.cache.owner();
+        let cell = owner.free.lock().expect("nobody panics with it").pop().expect("more cells than items");
+        item.fill(stamp);
+        item.cell.store(cell, Relaxed);
+        owner.cells[cell as usize].store(at.as_ptr(), Release);
+        item.state.store(LIVE, Release);
+        Ok(cell)
+    }
+
+    fn is_whole(&self, cell: &u32, stamp: Stamp) -> bool {
+        self.is(*cell, stamp)
+    }
+
+    fn update(&self, cell: &mut u32, old: Stamp, new: Stamp) -> Option<bool> {
+        let item = self.keep(*cell)?;
+        let was_whole = item.is(old);
+        item.fill(new);
+        item.state.store(LIVE, Release);
+        Some(was_whole)
+    }
+
+    fn remove(&self, cell: u32, stamp: Stamp) -> Removed<u32> {
+        let Some(item) = self.keep(cell) else { return Removed::Busy(cell) };
+        let was_whole = item.is(stamp);
+        let owner = self.cache.owner();
+        owner.cells[cell as usize].store(std::ptr::null_mut(), Relaxed);
+        owner.free.lock().expect("nobody panics with it").push(cell);
+        self.tally.dropped.fetch_add(1, Relaxed);
+        item.state.store(FREE, Release);
+        // SAFETY: this thread's own, and free.
+        unsafe { self.cache.free(NonNull::from(item)) };
+        if was_whole { Removed::Gone } else { Removed::Missing }
+    }
+
+    fn hold(&self, cell: &u32) -> Option<Self::Held<'_>> {
+        self.keep(*cell).map(Held)
+    }
+
+    fn is_held_whole(held: &Self::Held<'_>, stamp: Stamp) -> bool {
+        held.0.is(stamp)
+    }
+
+    fn let_go(&self, held: Self::Held<'_>) {
+        held.0.state.store(LIVE, Release);
+    }
+
+    fn place(&self, cell: &u32) -> usize {
+        std::ptr::from_ref(self.item(*cell)) as usize
+    }
+
+    fn use_board(&self, at: u64, _random: &mut Random) -> bool {
+        self.is(self.board[at as usize], Stamp::of_board(at))
+    }
+
+    fn disturb(&self, random: &mut Random) {
+        let (from, to) = (random.below(NODES as u64) as usize, random.below(NODES as u64) as usize);
+        match random.below(5) {
+            0 => _ = self.cache.shrink(),
+            1 => _ = self.cache.defrag_step(Duration::from_micros(random.below(2_000))),
+            2 => _ = self.cache.move_objects(from, to, random.below(500)),
+            3 => _ = self.cache.balance(),
+            _ => self.cache.set_defrag_used_ratio(random.below(101) as u32).expect("a ratio"),
+        }
+    }
+
+    fn info(&self) -> SlabInfo {
+        self.cache.info().expect("a cache of this process")
+    }
+
+    fn end(mut self, left: Vec<(u32, Stamp)>) -> u64 {
+        let board = std::mem::take(&mut self.board);
+        let board = board.into_iter().zip((0..BOARD).map(Stamp::of_board));
+        let _ = self.cache.shrink();
+        let count = left.len() as u64 + BOARD;
+        let active = self.info().active;
+        let all = left.into_iter().chain(board);
+        let wrong = all.filter(|(cell, stamp)| !matches!(self.remove(*cell, *stamp), Removed::Gone)).count();
+        active.abs_diff(count) + wrong as u64 + self.info().active
+    }
+}

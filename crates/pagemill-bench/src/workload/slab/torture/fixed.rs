@@ -1,0 +1,80 @@
+//! Boxes of values that stay where they are.
+
+use pagemill::Result;
+use pagemill::slab::{Fixed, Settings, SlabInfo, Slabs, Slot};
+
+use super::stamped::{Random, Stamp, Stamped, Tally};
+use super::{Removed, Subject};
+
+/// A cache that lives for good, as its slots go from thread to thread.
+pub struct Boxes<const WORDS: usize> {
+    cache: &'static Fixed<Stamped<WORDS>>,
+    tally: &'static Tally,
+}
+
+impl<const WORDS: usize> Subject for Boxes<WORDS> {
+    type Key = Slot<'static, Stamped<WORDS>>;
+    type Held<'a> = ();
+
+    fn new(slabs: &'static Slabs, tally: &'static Tally) -> Result<Self> {
+        let cache = Box::leak(Box::new(slabs.fixed(Settings::new("boxes"))?));
+        Ok(Self { cache, tally })
+    }
+
+    fn insert(&self, stamp: Stamp, node: Option<usize>) -> Result<Self::Key> {
+        let value = Stamped::new(stamp, self.tally);
+        match node {
+            Some(node) => self.cache.insert_on(node, value),
+            None => self.cache.insert(value),
+        }
+    }
+
+    fn is_whole(&self, slot: &Self::Key, stamp: Stamp) -> bool {
+        slot.is(stamp)
+    }
+
+    fn update(&self, slot: &mut Self::Key, old: Stamp, new: Stamp) -> Option<bool> {
+        let was_whole = slot.is(old);
+        **slot = Stamped::new(new, self.tally);
+        Some(was_whole)
+    }
+
+    fn remove(&self, slot: Self::Key, stamp: Stamp) -> Removed<Self::Key> {
+        if slot.is(stamp) { Removed::Gone } else { Removed::Missing }
+    }
+
+    fn hold(&self, _slot: &Self::Key) -> Option<()> {
+        None
+    }
+
+    fn is_held_whole(_held: &(), _stamp: Stamp) -> bool {
+        true
+    }
+
+    fn let_go(&self, _held: ()) {}
+
+    fn place(&self, slot: &Self::Key) -> usize {
+        std::ptr::from_ref(&**slot) as usize
+    }
+
+    /// Nothing is everybody's here: one is put in and taken out.
+    fn use_board(&self, at: u64, _random: &mut Random) -> bool {
+        let value = self.cache.insert(Stamped::new(Stamp::of_board(at), self.tally)).map(Slot::into_inner);
+        value.is_ok_and(|value| value.is(Stamp::of_board(at)))
+    }
+
+    fn disturb(&self, _random: &mut Random) {
+        let _ = self.cache.shrink();
+    }
+
+    fn info(&self) -> SlabInfo {
+        self.cache.info().expect("a cache of this process")
+    }
+
+    fn end(self, left: Vec<(Self::Key, Stamp)>) -> u64 {
+        let count = left.len() as u64;
+        let active = self.info().active;
+        drop(left);
+        active.abs_diff(count) + self.info().active
+    }
+}

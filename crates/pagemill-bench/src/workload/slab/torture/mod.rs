@@ -1,0 +1,383 @@
+//! Random calls of slab caches by many threads, while another moves their objects all the time: nothing may be torn, lost, there
+//! twice or dropped twice.
+//!
+//! Each object is filled by its stamp: who put it in, his how manieth it is, how often it was changed. A thread knows the stamps
+//! of its own, and looks at all words of an object whenever it reads, changes or removes it. Objects go from thread to thread
+//! by a pool; those on the board are everybody's.
+
+mod by_handle;
+mod by_owner;
+mod fixed;
+mod stamped;
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use pagemill::arena::Layout;
+use pagemill::arena::nodes::Nodes;
+use pagemill::reclaim::tree::UNLIMITED;
+use pagemill::reclaim::{Shrinker, Urgency};
+use pagemill::slab::{SlabInfo, Slabs};
+use pagemill::{Pagemill, Result};
+
+pub use stamped::Random;
+use stamped::{Stamp, Tally};
+
+/// Logical nodes that the caches of one run have.
+const NODES: usize = 3;
+
+/// Objects that a thread has of one cache, at most.
+const MOST: u64 = 1_500;
+
+/// After so many calls a thread wants another number of objects.
+const TIDE: u64 = 10_000;
+
+/// Objects that a thread keeps in place at a time.
+const HELD: usize = 4;
+
+/// Objects that are everybody's.
+const BOARD: u64 = 64;
+
+/// What is to be done.
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    /// By all threads together.
+    pub operations: u64,
+    /// For each of five sizes.
+    pub threads: u64,
+    pub seed: u64,
+}
+
+/// What was done, and what was wrong.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Found {
+    pub operations: u64,
+    pub inserted: u64,
+    pub moved: u64,
+    pub emptied: u64,
+    /// Objects that were not what was put in.
+    pub corrupted: u64,
+    /// Objects that were gone, or never dropped.
+    pub lost: u64,
+    pub dropped_twice: u64,
+}
+
+impl Found {
+    pub fn is_right(&self) -> bool {
+        self.corrupted == 0 && self.lost == 0 && self.dropped_twice == 0
+    }
+
+    fn add(&mut self, part: Self) {
+        self.operations += part.operations;
+        self.inserted += part.inserted;
+        self.moved += part.moved;
+        self.emptied += part.emptied;
+        self.corrupted += part.corrupted;
+        self.lost += part.lost;
+        self.dropped_twice += part.dropped_twice;
+    }
+}
+
+/// What became of an object that was to be removed.
+enum Removed<K> {
+    Gone,
+    /// Somebody is at it: it is there still.
+    Busy(K),
+    Missing,
+}
+
+/// A cache of one kind and size, as threads use it.
+trait Subject: Sync + Sized + 'static {
+    /// By which a thread finds an object.
+    type Key: Send;
+    /// An object that stays where it is.
+    type Held<'a>
+    where
+        Self: 'a;
+
+    fn new(slabs: &'static Slabs, tally: &'static Tally) -> Result<Self>;
+    fn insert(&self, stamp: Stamp, node: Option<usize>) -> Result<Self::Key>;
+    /// Whether the object is there, and what was put in.
+    fn is_whole(&self, key: &Self::Key, stamp: Stamp) -> bool;
+    /// Changes an object; `None` if it may not be changed now, else whether it was there, and whole.
+    fn update(&self, key: &mut Self::Key, old: Stamp, new: Stamp) -> Option<bool>;
+    fn remove(&self, key: Self::Key, stamp: Stamp) -> Removed<Self::Key>;
+    fn hold(&self, key: &Self::Key) -> Option<Self::Held<'_>>;
+    fn is_held_whole(held: &Self::Held<'_>, stamp: Stamp) -> bool;
+    /// Lets go of an object that was held.
+    fn let_go(&self, held: Self::Held<'_>);
+    /// Where an object is, if it is there.
+    fn place(&self, key: &Self::Key) -> usize;
+    /// Uses an object that is everybody's; says whether it was right.
+    fn use_board(&self, at: u64, random: &mut Random) -> bool;
+    /// Moves objects somehow.
+    fn disturb(&self, random: &mut Random);
+    fn info(&self) -> SlabInfo;
+    /// Looks at the board, and ends the cache with what is left in it; says how many were not right.
+    fn end(self, left: Vec<(Self::Key, Stamp)>) -> u64;
+}
+
+/// One cache under way.
+struct Ring<S: Subject> {
+    subject: S,
+    pool: Mutex<Vec<(S::Key, Stamp)>>,
+    tally: &'static Tally,
+    inserted: AtomicU64,
+    removed: AtomicU64,
+}
+
+/// What a thread has of a cache.
+struct User<'a, S: Subject> {
+    ring: &'a Ring<S>,
+    random: Random,
+    number: u64,
+    inserted: u64,
+    wanted: u64,
+    own: Vec<(S::Key, Stamp)>,
+    held: Vec<(S::Held<'a>, Stamp)>,
+}
+
+impl<S: Subject> Ring<S> {
+    fn new(subject: S, tally: &'static Tally) -> Self {
+        Self { subject, pool: Mutex::new(Vec::new()), tally, inserted: AtomicU64::new(0), removed: AtomicU64::new(0) }
+    }
+
+    fn check(&self, is_right: bool) {
+        self.tally.corrupted.fetch_add(u64::from(!is_right), Relaxed);
+    }
+
+    fn work(&self, plan: Plan, number: u64, operations: u64) {
+        let random = Random::new(plan.seed ^ number << 48);
+        let (own, held) = (Vec::new(), Vec::new());
+        let mut user = User { ring: self, random, number, inserted: 0, wanted: 0, own, held };
+        for operation in 0..operations {
+            if operation % TIDE == 0 {
+                user.wanted = user.random.below(MOST);
+            }
+            user.act();
+        }
+        user.leave();
+    }
+
+    /// All threads have gone: each object is there once.
+    fn end(self, operations: u64) -> Found {
+        let left = self.pool.into_inner().unwrap_or_default();
+        let present = self.inserted.load(Relaxed) - self.removed.load(Relaxed);
+        let mut places: Vec<usize> = left.iter().map(|(key, _)| self.subject.place(key)).collect();
+        places.sort_unstable();
+        let doubled = places.windows(2).filter(|pair| pair[0] == pair[1]).count() as u64;
+        let info = self.subject.info();
+        let torn = left.iter().filter(|(key, stamp)| !self.subject.is_whole(key, *stamp)).count() as u64;
+        let there = left.len() as u64;
+        let wrong = self.subject.end(left);
+        let (created, dropped) = (self.tally.created.load(Relaxed), self.tally.dropped.load(Relaxed));
+        Found {
+            operations,
+            inserted: self.inserted.load(Relaxed),
+            moved: info.moved,
+            emptied: info.emptied,
+            corrupted: self.tally.corrupted.load(Relaxed) + doubled + torn + wrong,
+            lost: present.abs_diff(there) + created.saturating_sub(dropped),
+            dropped_twice: self.tally.dropped_twice.load(Relaxed) + dropped.saturating_sub(created),
+        }
+    }
+}
+
+impl<S: Subject> User<'_, S> {
+    fn act(&mut self) {
+        let is_low = (self.own.len() as u64) < self.wanted;
+        match self.random.below(16) {
+            0..4 if is_low => self.insert(),
+            0..4 => self.remove(),
+            4 => self.insert(),
+            5 => self.remove(),
+            6..11 => self.read(),
+            11 => self.update(),
+            12 => self.hold(),
+            13 => self.pass_on(),
+            _ => {
+                let at = self.random.below(BOARD);
+                self.ring.check(self.ring.subject.use_board(at, &mut self.random));
+            }
+        }
+    }
+
+    fn some(&mut self) -> Option<usize> {
+        (!self.own.is_empty()).then(|| self.random.below(self.own.len() as u64) as usize)
+    }
+
+    fn insert(&mut self) {
+        let stamp = Stamp::new(self.number, self.inserted);
+        let node = (self.random.below(8) == 0).then(|| self.random.below(NODES as u64) as usize);
+        match self.ring.subject.insert(stamp, node) {
+            Ok(key) => {
+                self.inserted += 1;
+                self.own.push((key, stamp));
+            }
+            Err(error) => panic!("an object that was not to be had, without any limit: {error}"),
+        }
+    }
+
+    fn remove(&mut self) {
+        let Some(at) = self.some() else { return };
+        let (key, stamp) = self.own.swap_remove(at);
+        match self.ring.subject.remove(key, stamp) {
+            Removed::Gone => _ = self.ring.removed.fetch_add(1, Relaxed),
+            Removed::Busy(key) => self.own.push((key, stamp)),
+            Removed::Missing => self.ring.check(false),
+        }
+    }
+
+    fn read(&mut self) {
+        let Some(at) = self.some() else { return };
+        let (key, stamp) = &self.own[at];
+        self.ring.check(self.ring.subject.is_whole(key, *stamp));
+    }
+
+    fn update(&mut self) {
+        let Some(at) = self.some() else { return };
+        let (key, stamp) = &mut self.own[at];
+        let new = stamp.next();
+        if let Some(is_right) = self.ring.subject.update(key, *stamp, new) {
+            *stamp = new;
+            self.ring.check(is_right);
+        }
+    }
+
+    fn hold(&mut self) {
+        if self.held.len() == HELD {
+            let at = self.random.below(HELD as u64) as usize;
+            let (held, stamp) = self.held.swap_remove(at);
+            self.ring.check(S::is_held_whole(&held, stamp));
+            self.ring.subject.let_go(held);
+        }
+        let Some(at) = self.some() else { return };
+        let (key, stamp) = &self.own[at];
+        self.held.extend(self.ring.subject.hold(key).map(|held| (held, *stamp)));
+    }
+
+    /// Gives an object to the pool, and takes one from there.
+    fn pass_on(&mut self) {
+        let given = self.some().map(|at| self.own.swap_remove(at));
+        let mut pool = self.ring.pool.lock().expect("nobody panics with the pool");
+        let at = self.random.below(pool.len().max(1) as u64) as usize;
+        let taken = (pool.len() > 32).then(|| pool.swap_remove(at));
+        pool.extend(given);
+        drop(pool);
+        self.own.extend(taken);
+    }
+
+    fn leave(mut self) {
+        for (held, stamp) in std::mem::take(&mut self.held) {
+            self.ring.check(S::is_held_whole(&held, stamp));
+            self.ring.subject.let_go(held);
+        }
+        self.ring.inserted.fetch_add(self.inserted, Relaxed);
+        self.ring.pool.lock().expect("nobody panics with the pool").append(&mut self.own);
+    }
+}
+
+/// A cache of whatever size, with its users.
+trait Round: Sync {
+    fn work(&self, plan: Plan, number: u64, operations: u64);
+    fn disturb(&self, random: &mut Random);
+    fn end(self: Box<Self>, operations: u64) -> Found;
+}
+
+impl<S: Subject> Round for Ring<S> {
+    fn work(&self, plan: Plan, number: u64, operations: u64) {
+        Ring::work(self, plan, number, operations);
+    }
+
+    fn disturb(&self, random: &mut Random) {
+        self.subject.disturb(random);
+    }
+
+    fn end(self: Box<Self>, operations: u64) -> Found {
+        Ring::end(*self, operations)
+    }
+}
+
+type Rounds = Vec<Box<dyn Round>>;
+
+fn ring<S: Subject>(slabs: &'static Slabs) -> Result<Box<dyn Round>> {
+    let tally = Tally::new();
+    Ok(Box::new(Ring::new(S::new(slabs, tally)?, tally)))
+}
+
+/// Caches of five sizes, on logical nodes, in whole blocks or sparse ones by the seed.
+fn run_all<A: Subject, B: Subject, C: Subject, D: Subject, E: Subject>(plan: Plan) -> Result<Found> {
+    let layout = Layout { nodes: Nodes::logical(NODES), use_huge: plan.seed.is_multiple_of(2), ..Layout::for_test() };
+    let slabs = Pagemill::new(layout, UNLIMITED)?.slabs;
+    let rounds = [ring::<A>, ring::<B>, ring::<C>, ring::<D>, ring::<E>].into_iter().map(|ring| ring(slabs));
+    Ok(run(slabs, plan, rounds.collect::<Result<_>>()?))
+}
+
+fn run(slabs: &'static Slabs, plan: Plan, rounds: Rounds) -> Found {
+    let each = plan.operations.div_ceil(rounds.len() as u64 * plan.threads);
+    let is_done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let users: Vec<_> = (1..=plan.threads)
+            .flat_map(|thread| rounds.iter().map(move |round| (thread, round)))
+            .map(|(thread, round)| scope.spawn(move || round.work(plan, thread, each)))
+            .collect();
+        let (is_done, rounds) = (&is_done, &rounds);
+        let mover = scope.spawn(move || {
+            let mut random = Random::new(plan.seed);
+            while !is_done.load(Relaxed) {
+                disturb(slabs, rounds, &mut random);
+            }
+        });
+        let ended: Vec<_> = users.into_iter().map(|user| user.join()).collect();
+        is_done.store(true, Relaxed);
+        mover.join().expect("nobody panics who moves objects");
+        ended.into_iter().for_each(|user| user.expect("nobody panics who uses a cache"));
+    });
+    // What is counted now stays where it is: the background has helped to move it until here.
+    slabs.defrag_by_hand();
+    let mut found = Found::default();
+    rounds.into_iter().for_each(|round| found.add(round.end(each * plan.threads)));
+    found
+}
+
+fn disturb(slabs: &'static Slabs, rounds: &Rounds, random: &mut Random) {
+    match random.below(16) {
+        0 => _ = slabs.shrink(u64::MAX, Urgency::Limit),
+        1 => _ = slabs.shrink(random.below(1 << 24), Urgency::Request),
+        2 => _ = slabs.defrag_step(Duration::from_micros(random.below(2_000))),
+        3..6 => std::thread::sleep(Duration::from_micros(random.below(2_000))),
+        6 => _ = slabs.list(),
+        _ => rounds[random.below(rounds.len() as u64) as usize].disturb(random),
+    }
+}
+
+/// Values by handle: readers under guards, values that are replaced, pins.
+///
+/// # Errors
+///
+/// What making caches ends in.
+pub fn run_by_handle(plan: Plan) -> Result<Found> {
+    use by_handle::Values;
+    run_all::<Values<6>, Values<22>, Values<70>, Values<254>, Values<510>>(plan)
+}
+
+/// Items that their owner moves, busy ones and such as fail among them.
+///
+/// # Errors
+///
+/// As [`run_by_handle`].
+pub fn run_by_owner(plan: Plan) -> Result<Found> {
+    use by_owner::Items;
+    run_all::<Items<7>, Items<23>, Items<71>, Items<255>, Items<511>>(plan)
+}
+
+/// Values that stay where they are.
+///
+/// # Errors
+///
+/// As [`run_by_handle`].
+pub fn run_fixed(plan: Plan) -> Result<Found> {
+    use fixed::Boxes;
+    run_all::<Boxes<7>, Boxes<23>, Boxes<71>, Boxes<255>, Boxes<511>>(plan)
+}

@@ -1,0 +1,173 @@
+//! A tree of names walked as `find` does, beside nothing and beside moves, before its objects are packed and after.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use pagemill::slab::Slabs;
+
+use super::dentries::{Sum, Tree as Dentries};
+use super::turns::{Turns, walk_for};
+use crate::stats::{self, Random};
+use crate::workload::{Failure, Outcome};
+
+/// Entries for each directory.
+const PER_DIRECTORY: usize = 100;
+
+/// Directories of a directory.
+const FAN_OUT: usize = 10;
+
+/// Times of what is there at a time before nine tenths go.
+const SPARSE: usize = 10;
+
+/// A tree that changes between walks.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Tree {
+    #[arg(long)]
+    pub entries: usize,
+    #[command(flatten)]
+    pub turns: Turns,
+}
+
+/// A tree of which nine tenths go, walked before and after it is packed.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Packed {
+    #[arg(long)]
+    pub entries: usize,
+    #[arg(long)]
+    pub turn_ms: u64,
+}
+
+/// A tree and what must be in it.
+struct Watched {
+    tree: Dentries,
+    /// Of each directory, by number: its entries by serial number, with their own.
+    model: BTreeMap<u64, BTreeMap<u64, (u64, bool)>>,
+    directories: Vec<u64>,
+    /// Directory, serial number and number of each file.
+    files: Vec<(u64, u64, u64)>,
+    serial: u64,
+    random: Random,
+}
+
+impl Watched {
+    fn new(slabs: &'static Slabs, entries: usize, capacity: usize) -> Result<Self, Failure> {
+        let tree = Dentries::new(slabs, capacity + 1)?;
+        let (model, random) = (BTreeMap::from([(0, BTreeMap::new())]), Random::new(1));
+        let mut watched = Self { tree, model, directories: vec![0], files: Vec::new(), serial: 0, random };
+        for index in 1..(entries / PER_DIRECTORY).max(2) {
+            let parent = watched.directories[(index - 1) / FAN_OUT];
+            let number = watched.add(parent, true)?;
+            watched.model.insert(number, BTreeMap::new());
+            watched.directories.push(number);
+        }
+        watched.grow(entries + 1 - watched.directories.len())?;
+        Ok(watched)
+    }
+
+    fn add(&mut self, parent: u64, is_directory: bool) -> Result<u64, Failure> {
+        self.serial += 1;
+        let number = self.tree.add(parent, self.serial, is_directory)?;
+        self.model.entry(parent).or_default().insert(self.serial, (number, is_directory));
+        Ok(number)
+    }
+
+    /// Adds files, here and there.
+    fn grow(&mut self, files: usize) -> Result<(), Failure> {
+        for _ in 0..files {
+            let directory = self.directories[self.random.below(self.directories.len())];
+            let number = self.add(directory, false)?;
+            self.files.push((directory, self.serial, number));
+        }
+        Ok(())
+    }
+
+    /// Removes as many, any of them.
+    fn thin(&mut self, files: usize) -> Result<(), Failure> {
+        for _ in 0..files {
+            let at = self.random.below(self.files.len());
+            let (directory, serial, number) = self.files.swap_remove(at);
+            self.tree.remove(number)?;
+            self.model.entry(directory).or_default().remove(&serial);
+        }
+        Ok(())
+    }
+
+    fn expected(&self) -> Sum {
+        let mut sum = Sum::default();
+        let mut left = vec![0];
+        while let Some(directory) = left.pop() {
+            let entries = self.model.get(&directory).into_iter().flatten();
+            entries.clone().for_each(|(serial, _)| sum.add(*serial));
+            // The first of them is next.
+            left.extend(entries.filter(|(_, (_, is_directory))| *is_directory).map(|(_, (number, _))| number).rev());
+        }
+        sum
+    }
+
+    /// Walks it for so long; nanoseconds an entry of each walk.
+    fn walk(&self, time: Duration, walks: &mut Vec<f64>) -> Result<(), Failure> {
+        let expected = self.expected();
+        walk_for(time, walks, || match self.tree.walk()? {
+            sum if sum == expected => Ok(sum.entries),
+            sum => Err(Failure::WrongAnswer(format!("a walk came by {sum:?}, and not by {expected:?}"))),
+        })
+    }
+}
+
+/// Turn by turn: as many files come and go as there are entries, then it is walked.
+pub fn tree(arguments: &Tree, slabs: &'static Slabs) -> Outcome {
+    let mut watched = Watched::new(slabs, arguments.entries, 2 * arguments.entries)?;
+    let mut walks = Vec::new();
+    let files = watched.files.len();
+    arguments.turns.run(slabs, |time| {
+        watched.grow(files)?;
+        watched.thin(files)?;
+        watched.walk(time, &mut walks)
+    })?;
+    Ok(serde_json::json!({ "ns": stats::median(&walks), "walks": walks.len(), "moved": watched.tree.moved()? }))
+}
+
+/// Walks before and after.
+pub fn packed(arguments: &Packed, slabs: &'static Slabs) -> Outcome {
+    let time = Duration::from_millis(arguments.turn_ms);
+    let mut watched = Watched::new(slabs, arguments.entries, SPARSE * arguments.entries)?;
+    let more = (SPARSE - 1) * arguments.entries;
+    watched.grow(more)?;
+    watched.thin(more)?;
+    let (mut before, mut after) = (Vec::new(), Vec::new());
+    watched.walk(time, &mut before)?;
+    watched.tree.pack()?;
+    watched.walk(time, &mut after)?;
+    let (before, after) = (stats::median(&before), stats::median(&after));
+    Ok(serde_json::json!({ "fragmented_ns": before, "packed_ns": after, "moved": watched.tree.moved()? }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::workload::slab::of_test;
+
+    /// Walks come by what must be there, beside moves and without, before packing and after.
+    #[test]
+    fn walks_are_right_beside_moves() {
+        let slabs = || of_test().expect("slabs");
+        for moving in [false, true] {
+            let arguments = Tree { entries: 3000, turns: Turns { turns: 3, turn_ms: 100, moving } };
+            let line = tree(&arguments, slabs()).expect("a walk");
+            assert_eq!(line["moved"].as_u64() > Some(0), moving, "{line}");
+        }
+        let line = packed(&Packed { entries: 2000, turn_ms: 5 }, slabs()).expect("a walk");
+        assert!(line["moved"].as_u64() > Some(0) && line["packed_ns"].as_f64() > Some(0.0), "{line}");
+    }
+
+    /// An entry that is missing in the tree, or lies elsewhere, is found.
+    #[test]
+    fn what_is_wrong_is_found() {
+        let mut watched = Watched::new(of_test().expect("slabs"), 500, 600).expect("a tree");
+        assert!(watched.walk(Duration::ZERO, &mut Vec::new()).is_ok());
+        let (.., number) = watched.files[7];
+        watched.tree.remove(number).expect("it is there");
+
+        assert!(matches!(watched.walk(Duration::ZERO, &mut Vec::new()), Err(Failure::WrongAnswer(_))));
+    }
+}
