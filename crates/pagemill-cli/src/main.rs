@@ -16,6 +16,7 @@ mod ram;
 mod report;
 mod run;
 mod running;
+mod slabinfo;
 mod status;
 mod trace;
 mod vmstat;
@@ -51,6 +52,8 @@ enum Command {
     Vmstat(vmstat::Vmstat),
     /// List the volatile ranges of a running process: what may go, what has gone, and since when.
     Vranges(vranges::Vranges),
+    /// Show the slab caches of running processes, with what they could give back; shrink them, set their ratios.
+    Slabinfo(slabinfo::Slabinfo),
     /// Mount a RAM file system that gives memory back, in huge pages where they pay.
     Mount(mount::Mount),
     /// Show how full a `pagemill mount` is, what of it could go, and what its controller has done.
@@ -81,6 +84,7 @@ fn main() -> ExitCode {
         Command::Meminfo(meminfo) => meminfo.main(),
         Command::Vmstat(vmstat) => vmstat.main(),
         Command::Vranges(vranges) => vranges.main(),
+        Command::Slabinfo(slabinfo) => slabinfo.main(),
         Command::Mount(mount) => mount.main(),
         Command::Status(status) => status.main(),
         Command::Purge(purge) => purge.main(),

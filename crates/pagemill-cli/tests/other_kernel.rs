@@ -8,6 +8,8 @@ mod common;
 mod initramfs;
 #[path = "other_kernel/machine.rs"]
 mod machine;
+#[path = "other_kernel/slabs.rs"]
+mod slabs;
 
 use common::{PAGEMILL, Place};
 use initramfs::Initramfs;
@@ -27,6 +29,7 @@ squeeze-high 128M 100M PAGEMILL_IDLE=off /bin/pagemill run --json --output /tmp/
 squeeze-blind 128M max PAGEMILL_WATCH=off PAGEMILL_IDLE=off /bin/pagemill run -- /bin/squeeze 80
 ram 160M max /bin/ram /bin/pagemill
 nodes max max /bin/pagemill run --after 0 -- /bin/nodes /bin/pagemill
+slabs max max PAGEMILL_TEST_IN_MACHINE=1 /bin/slabs --exact slabs_lie_on_real_nodes --nocapture
 ";
 
 /// The kernel sees what Pagemill asks of it, and Pagemill what the kernel offers: limits of either kind are survived,
@@ -51,6 +54,18 @@ fn debians_kernel_is_served() {
     assert_killed(&cases["squeeze-blind"]);
     assert_files_made_room(&cases["ram"]);
     assert_memory_is_near(&cases["nodes"]);
+    let slabs = &cases["slabs"];
+    assert!(slabs.end == "exit 0" && slabs.text("output").contains("1 passed"), "{slabs:?}");
+}
+
+/// In the machine, started as one of the cases above: `slabs`.
+#[test]
+fn slabs_lie_on_real_nodes() {
+    if std::env::var_os("PAGEMILL_TEST_IN_MACHINE").is_none() {
+        println!("skipped here: a case of `debians_kernel_is_served`");
+        return;
+    }
+    slabs::move_between_nodes().unwrap();
 }
 
 /// The command with its library, the programs of the cases, their list. `None` without a compiler.
@@ -63,6 +78,8 @@ fn initramfs(place: &Place) -> Option<Vec<u8>> {
     for name in ["phases", "squeeze", "nodes", "ram"] {
         archive.add_program(format!("bin/{name}"), &place.compile(&format!("{name}.c"), &[])?);
     }
+    // This program itself.
+    archive.add_program("bin/slabs", &std::env::current_exe().unwrap());
     archive.add_program("bin/pagemill", Path::new(PAGEMILL));
     // Cargo has the library in a folder of its own; missing here, the command would unpack it for every case.
     let library = Path::new(PAGEMILL).with_file_name("deps").join("libpagemill_malloc.so");

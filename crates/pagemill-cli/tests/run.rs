@@ -9,7 +9,7 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::process::{Command, Stdio};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The report of a run as JSON; the run must succeed.
 fn report(mut run: impl FnMut(&[&str]) -> Command) -> Value {
@@ -342,6 +342,8 @@ mod reports {
         let report = report(|json| {
             let mut command = place.pagemill_run(&[json, &["--limit", "1G"]].concat(), &program);
             command.args(["100", "1024", "100", "1024", "calm"]);
+            // However long the second takes, the first keeps what it has.
+            command.env("PAGEMILL_IDLE", "off");
             command
         });
         adds_up(&report);
@@ -655,7 +657,7 @@ mod limits {
     fn a_tiny_limit_does_not_hang() {
         let place = Place::new();
         for limit in ["1", "4K", "100K", "1M"] {
-            let end = finish(place.shell(&["--limit", limit], "echo $((6 * 7))"), Duration::from_secs(30));
+            let end = finish(place.shell(&["--limit", limit], "echo $((6 * 7))"), STUCK_AFTER);
             println!("--limit {limit}: {} {:?} {}", end.status, end.out, end.err);
             assert!(end.code() < 128, "--limit {limit}: {} {}", end.status, end.err);
         }
@@ -699,20 +701,22 @@ mod limits {
     #[test]
     fn a_killed_command_is_swept_by_the_next() {
         let place = Place::new();
-        let mut command = place.shell(&[], "echo $$; exec sleep 2");
-        command.stdout(Stdio::piped());
+        // It ends with its input.
+        let mut command = place.shell(&[], "echo $$; exec cat");
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut guard = Guard::new(command);
+        let input = guard.child().stdin.take();
         let mut lines = BufReader::new(guard.child().stdout.take().unwrap()).lines();
         let program = lines.next().unwrap().unwrap();
         guard.signal("KILL");
         guard.wait(STUCK_AFTER);
         assert_eq!(finish(place.pagemill_run(&[], "true"), STUCK_AFTER).code(), 0);
         assert!(!common::walk(&place.path("runtime/pagemill")).is_empty(), "the program's figures are still in use");
-        for _ in 0..100 {
-            if !fs::exists(format!("/proc/{program}")).unwrap() {
-                break;
-            }
-            thread::sleep(Duration::from_millis(100));
+        drop(input);
+        let begun = Instant::now();
+        while fs::exists(format!("/proc/{program}")).unwrap() {
+            assert!(begun.elapsed() < STUCK_AFTER, "it does not end");
+            thread::sleep(Duration::from_millis(1));
         }
         assert_eq!(finish(place.pagemill_run(&[], "true"), STUCK_AFTER).code(), 0);
         place.assert_swept();

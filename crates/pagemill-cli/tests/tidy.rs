@@ -23,6 +23,7 @@ const LAYERS: &[(&str, usize)] = &[
     ("trace", 2),
     ("stats", 3),
     ("sync", 3),
+    ("epoch", 3),
     ("arena", 4),
     ("reclaim", 5),
     ("xarray", 5),

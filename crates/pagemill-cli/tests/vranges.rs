@@ -4,7 +4,7 @@
 mod common;
 
 use common::holder::Holder;
-use common::{End, Guard, PAGEMILL, Place, STUCK_AFTER, finish, walk};
+use common::{End, Guard, PAGEMILL, Place, STUCK_AFTER, finish, finish_answered, walk};
 use pagemill::Pagemill;
 use pagemill::published;
 use pagemill::reclaim::{Shrinker, Urgency};
@@ -31,7 +31,7 @@ fn vranges(place: &Place, pid: u32, options: &[&str]) -> Command {
 }
 
 fn list(place: &Place, pid: u32) -> Value {
-    let end = finish(vranges(place, pid, &["--json"]), STUCK_AFTER);
+    let end = finish_answered(|| vranges(place, pid, &["--json"]));
     end.assert_success();
     serde_json::from_str(&end.out).unwrap()
 }
@@ -95,7 +95,7 @@ fn a_preloaded_program_is_listed() {
     assert_eq!(list["totals"]["size"], 3 * LEN);
     assert_eq!(list["totals"]["purged_bytes"], LEN + sum(&new, "purged_bytes"));
     let is_new_purged = u64::from(sum(&new, "purged_bytes") > 0);
-    let text = finish(vranges(&place, holder.pid(), &[]), STUCK_AFTER);
+    let text = finish_answered(|| vranges(&place, holder.pid(), &[]));
     text.assert_success();
     let row = text.out.lines().find(|line| line.contains(&format!("{:012x}-", holder.numbers[1]))).unwrap();
     assert!(row.contains("16 MiB  marked  volatile  full") && row.ends_with("  all"), "{row}");

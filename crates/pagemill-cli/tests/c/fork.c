@@ -31,7 +31,7 @@ static void *briefly(void *seed) {
 }
 
 static void child(int number, void *held) {
-    alarm(100);
+    alarm(400);
     CHECK(is_marked(held, 5 * MIB, 5 * MIB, 42));
     churn(number, 300);
     if (number % 3 == 0) {
@@ -57,7 +57,7 @@ static void child(int number, void *held) {
 }
 
 int main(int argc, char **argv) {
-    alarm(150);
+    alarm(500);
     pthread_t threads[4];
     for (long i = 0; i < 4; i++)
         CHECK(pthread_create(&threads[i], NULL, forever, (void *)i) == 0);

@@ -1,4 +1,4 @@
-/* Holds 100 MiB in pieces of 1 MiB, frees them, and sleeps for a minute. */
+/* Holds 100 MiB in pieces of 1 MiB, frees them, and sleeps for an hour. */
 #include "check.h"
 
 int main(void) {
@@ -10,6 +10,6 @@ int main(void) {
         memset(held[i], 1, MIB);
     }
     for (int i = 0; i < COUNT; i++) free(held[i]);
-    sleep(60);
+    sleep(3600);
     return 0;
 }

@@ -18,7 +18,7 @@ static void churn(uint64_t seed, int forever) {
 }
 
 int main(void) {
-    alarm(150);
+    alarm(500);
     uint64_t seed = 1;
     for (int round = 0; round < 60; round++) {
         pid_t children[4];

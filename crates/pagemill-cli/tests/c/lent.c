@@ -7,6 +7,6 @@ int main(void) {
     CHECK(bytes);
     memset(bytes, 1, len);
     free(bytes);
-    sleep(60);
+    sleep(3600);
     return 0;
 }

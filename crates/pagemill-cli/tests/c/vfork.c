@@ -18,7 +18,7 @@ static void *churn(void *seed) {
 }
 
 int main(void) {
-    alarm(150);
+    alarm(500);
     pthread_t threads[3];
     for (long i = 0; i < 3; i++)
         CHECK(pthread_create(&threads[i], NULL, churn, (void *)i) == 0);

@@ -1,11 +1,8 @@
 //! Programs that hold something while others look at them.
 
-use super::{Guard, STUCK_AFTER, shell};
-use std::fs;
+use super::{Guard, STUCK_AFTER, shell, stop};
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::process::{ChildStdin, ChildStdout, Command, Stdio};
-use std::thread;
-use std::time::Duration;
 
 /// A program that says some numbers once it is ready, its process id first, and goes on when its input ends.
 pub struct Holder {
@@ -43,15 +40,9 @@ impl Holder {
         numbers
     }
 
-    /// Stops it, not those that started it. Its threads stop one after the other, some after the signal was sent.
+    /// Stops it, not those that started it.
     pub fn stop(&self) {
-        assert!(shell(&format!("kill -s STOP {}", self.pid())).success());
-        let stat_of = |task: fs::DirEntry| fs::read_to_string(task.path().join("stat")).unwrap();
-        let is_stopped = |stat: String| stat[stat.rfind(')').unwrap()..].starts_with(") T");
-        let tasks = || fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap().map(Result::unwrap);
-        while !tasks().map(stat_of).all(is_stopped) {
-            thread::sleep(Duration::from_millis(1));
-        }
+        stop(self.pid());
     }
 
     pub fn go_on(&self) {

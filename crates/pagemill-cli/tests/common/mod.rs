@@ -3,6 +3,7 @@
 
 pub mod group;
 pub mod holder;
+pub mod slab_program;
 
 use std::ffi::OsStr;
 use std::fs;
@@ -19,7 +20,7 @@ use tempfile::TempDir;
 pub const PAGEMILL: &str = env!("CARGO_BIN_EXE_pagemill");
 
 /// Far more than any test program takes, so that reaching it means: stuck.
-pub const STUCK_AFTER: Duration = Duration::from_secs(180);
+pub const STUCK_AFTER: Duration = Duration::from_secs(600);
 
 /// A folder for one test, with runtime and cache folders that no other test sees; removed at its end.
 pub struct Place {
@@ -232,6 +233,17 @@ impl Drop for Guard {
     }
 }
 
+/// Stops a process. Its threads stop one after the other, some after the signal was sent.
+pub fn stop(pid: u32) {
+    assert!(shell(&format!("kill -s STOP {pid}")).success());
+    let stat_of = |task: fs::DirEntry| fs::read_to_string(task.path().join("stat")).unwrap();
+    let is_stopped = |stat: String| stat[stat.rfind(')').unwrap()..].starts_with(") T");
+    let tasks = || fs::read_dir(format!("/proc/{pid}/task")).unwrap().map(Result::unwrap);
+    while !tasks().map(stat_of).all(is_stopped) {
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
 pub fn shell(script: &str) -> ExitStatus {
     Command::new("sh").args(["-c", script]).status().unwrap()
 }
@@ -239,6 +251,17 @@ pub fn shell(script: &str) -> ExitStatus {
 /// Runs a command to its end; panics, and ends it with all that it started, after `at_most`.
 pub fn finish(command: Command, at_most: Duration) -> End {
     finish_with_input(command, Vec::new(), at_most)
+}
+
+/// As [`finish`], of a command that asks a process; once more where a busy machine kept that from answering in time.
+pub fn finish_answered(command: impl Fn() -> Command) -> End {
+    let begun = Instant::now();
+    loop {
+        let end = finish(command(), STUCK_AFTER);
+        if !end.err.contains("does not answer within") || begun.elapsed() > STUCK_AFTER {
+            return end;
+        }
+    }
 }
 
 /// As [`finish`], with bytes on its standard input (none: as the command has it).

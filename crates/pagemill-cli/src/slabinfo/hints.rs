@@ -1,0 +1,101 @@
+//! What to type instead: names that are like one that is not there, the process that a cache is in.
+
+use super::{Process, Slabinfo};
+use pagemill::listing;
+use std::collections::BTreeSet;
+
+/// Names that are more alike than this are taken for misspelt.
+const ALIKE: f64 = 0.8;
+
+/// So many names are told.
+const MOST_NAMES: usize = 8;
+
+/// Behind "there is no such name": those that are like it, else such as there are.
+pub fn instead_of<'name>(name: &str, known: impl Iterator<Item = &'name str>) -> String {
+    let wanted = name.to_lowercase();
+    let known: BTreeSet<&str> = known.collect();
+    let likeness = |known: &str| {
+        let known = known.to_lowercase();
+        let is_part = !wanted.is_empty() && (known.contains(&wanted) || wanted.contains(&known));
+        if is_part { 1.0 } else { strsim::jaro_winkler(&known, &wanted) }
+    };
+    let mut alike: Vec<(f64, &str)> =
+        known.iter().map(|known| (likeness(known), *known)).filter(|(likeness, _)| *likeness > ALIKE).collect();
+    alike.sort_by(|(one, _), (other, _)| other.total_cmp(one));
+    let words = |names: &[&str]| names.iter().map(|name| word(name)).collect::<Vec<_>>();
+    if !alike.is_empty() {
+        let names: Vec<&str> = alike.iter().map(|(_, name)| *name).take(3).collect();
+        return format!("; did you mean {}?", words(&names).join(" or "));
+    }
+    if known.is_empty() {
+        return String::new();
+    }
+    let more = known.len().saturating_sub(MOST_NAMES);
+    let known: Vec<&str> = known.into_iter().take(MOST_NAMES).collect();
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    format!("; there are {}{more}", words(&known).join(", "))
+}
+
+/// A name as a shell takes it for one word.
+fn word(name: &str) -> String {
+    let is_plain = |letter: char| letter.is_alphanumeric() || "_-.:/+@%".contains(letter);
+    let is_word = !name.is_empty() && name.chars().all(is_plain);
+    if is_word { name.to_owned() } else { format!("'{}'", name.replace('\'', r"'\''")) }
+}
+
+impl Slabinfo {
+    /// What is wrong with words that are no number of a process.
+    pub fn misread(&self) -> Option<String> {
+        if let (Some(pid), Some(other)) = (&self.pid, &self.other) {
+            let name = word(if pid.parse::<u32>().is_ok() { other } else { pid });
+            return Some(format!(
+                "one process is wanted: {} or {}? A cache goes by an option: --shrink={name}, --report={name}",
+                word(pid),
+                word(other)
+            ));
+        }
+        let name = self.pid.as_ref().filter(|pid| pid.parse::<u32>().is_err())?;
+        let how = match self.shrink {
+            Some(_) => format!("`pagemill slabinfo PID --shrink={}` shrinks a cache of that name", word(name)),
+            None => format!("`pagemill slabinfo --report={}` shows caches of that name", word(name)),
+        };
+        Some(format!("{name} is no number of a process; {how}"))
+    }
+}
+
+/// Who asks for a shrink has to say of which process: those that have such caches.
+pub fn of_which(name: Option<&str>, processes: &[Process]) -> String {
+    let name = name.map(listing::shown_name);
+    let option = name.as_ref().map_or_else(|| "--shrink".to_owned(), |name| format!("--shrink={}", word(name)));
+    let is_it = |process: &&Process| name.as_ref().is_none_or(|name| process.named(name).is_ok());
+    let found: Vec<String> =
+        processes.iter().filter(is_it).map(|process| process.title().trim_end().to_owned()).collect();
+    let rest = match (&name, found.is_empty()) {
+        (_, false) => format!("; PID can be that of {}", found.join(", ")),
+        (Some(name), true) => {
+            let names = processes.iter().flat_map(|process| process.names());
+            format!("; no process has a slab cache {}{}", word(name), instead_of(name, names))
+        }
+        (None, true) => "; no process of yours has slab caches".to_owned(),
+    };
+    format!("of which process? `pagemill slabinfo PID {option}`{rest}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Names that are alike are told before others; others only where none is.
+    #[test]
+    fn names_are_found_that_are_meant() {
+        let instead = |name: &str| instead_of(name, ["entries", "nodes", "boxes", "red line"].into_iter());
+        assert_eq!(instead("ndoes"), "; did you mean nodes?");
+        assert_eq!(instead("Entry"), "; did you mean entries?");
+        assert_eq!(instead("line"), "; did you mean 'red line'?");
+        assert_eq!(instead("xyz"), "; there are boxes, entries, nodes, 'red line'");
+        assert_eq!(instead_of("xyz", std::iter::empty()), "");
+        let many: Vec<String> = (0..20).map(|number| format!("a{number:02}")).collect();
+        assert!(instead_of("xyz", many.iter().map(String::as_str)).ends_with("a07 and 12 more"));
+        assert_eq!([word("it's"), word("")], [r"'it'\''s'", "''"]);
+    }
+}

@@ -1,0 +1,333 @@
+//! `pagemill slabinfo [PID]`: the slab caches of a process, or of all of the user's; and orders to those of one.
+
+mod control;
+mod hints;
+mod report;
+mod table;
+
+use crate::asking::{Interrupt, reason};
+use crate::fail;
+use pagemill::Error;
+use pagemill::listing::{self, Unanswered};
+use pagemill::published;
+use pagemill::slab::{Kind, SlabInfo};
+use pagemill::stats::{Counter, Snapshot};
+use pagemill_sys::file::Path;
+use serde_json::{Value, json};
+use std::io::{ErrorKind, Write as _};
+use std::process::ExitCode;
+use table::Style;
+
+/// What `--help` says below the options.
+const MORE_HELP: &str = "\
+Columns:
+  OBJECTS           objects in use
+  OBJSIZE           bytes of one (K, M, G: times 1024)
+  SPACE             memory that the cache has, in use or not
+  SLABS/PART/EMPTY  slabs; of them in use in part; not in use at all
+  O/S, O            objects that a slab has room for; a slab has 2^O pages
+  %FR               slabs in use in part, of all
+  %EF               objects in use, of SPACE: where it is low, -s gives much back
+  FLG               M objects can be moved, C constructor, D watched (debug mode),
+                    L slabs out of use, F given up by the background (-r NAME says
+                    more), P in part: a node could not be looked at
+
+Examples:
+  pagemill slabinfo                               all processes of yours
+  pagemill slabinfo 123 -r entries                all about one cache
+  pagemill slabinfo 123 -s                        all caches packed, now
+  pagemill slabinfo 123 -s=entries                one of them
+  pagemill slabinfo 123 --set-ratio entries=50    kept at least half full, from now on
+
+The process does all that itself, and answers within 2 seconds; what takes longer
+goes on. -s and ratios have code of the program that owns objects called, in a
+thread of the process. Only its user may; root goes by `setpriv --reuid=USER`.";
+
+#[derive(clap::Args)]
+#[command(after_help = MORE_HELP)]
+pub struct Slabinfo {
+    /// A running process that uses the crate; without one all of yours that have slab caches.
+    pid: Option<String>,
+    /// No process has two numbers.
+    #[arg(hide = true)]
+    other: Option<String>,
+    /// Only caches with a constructor.
+    #[arg(short = 'C', long)]
+    ctor: bool,
+    /// Only caches whose objects can be moved.
+    #[arg(short = 'M', long)]
+    movable: bool,
+    /// All about the caches of this name: settings, what kept objects from moving, nodes.
+    #[arg(short, long, value_name = "NAME")]
+    report: Option<String>,
+    /// Pack the caches of PID, or those of this name, and give back what nothing is in.
+    #[arg(short, long, value_name = "NAME", num_args = 0..=1, require_equals = true, conflicts_with = "report")]
+    shrink: Option<Option<String>>,
+    /// Of a cache of PID, empty in the background what is in use by less than so many percent: 0 nothing, 100 all that is not full.
+    #[arg(long, value_name = "NAME=PERCENT", value_parser = ratio, requires = "pid", conflicts_with_all = ["report", "shrink"])]
+    set_ratio: Vec<(String, u32)>,
+    /// Of a cache of PID, let free objects of other memory nodes serve before there is a new slab: so many times of a hundred.
+    #[arg(long, value_name = "NAME=PERCENT", value_parser = ratio, requires = "pid", conflicts_with_all = ["report", "shrink"])]
+    set_remote_ratio: Vec<(String, u32)>,
+    /// Whole names, exact numbers and long units, however wide the table gets.
+    #[arg(short, long, conflicts_with = "report")]
+    verbose: bool,
+    /// One JSON object for each process instead of tables: all about all caches.
+    #[arg(long)]
+    json: bool,
+}
+
+/// A name, which may have any characters, and a share.
+fn ratio(text: &str) -> Result<(String, u32), String> {
+    let (name, percent) = text.rsplit_once('=').ok_or("NAME=PERCENT is wanted")?;
+    let percent = percent.parse().map_err(|_| format!("{percent} is no number of percent"))?;
+    if percent > 100 { Err(Error::BadRatio { percent }.to_string()) } else { Ok((name.to_owned(), percent)) }
+}
+
+/// A slab cache of a process, and which of its Pagemills has it.
+struct Cache {
+    at: usize,
+    id: u64,
+    info: SlabInfo,
+}
+
+/// A process as it answered.
+struct Process {
+    found: Vec<(Path, Snapshot)>,
+    caches: Vec<Cache>,
+}
+
+/// What the processes say of which this is published, and of those that have not answered, why. None of them waits for another.
+fn ask(published: Vec<Vec<(Path, Snapshot)>>, interrupt: &Interrupt) -> Vec<(Process, Option<Unanswered>)> {
+    let unasked = |found| (Process { found, caches: Vec::new() }, None);
+    let mut processes: Vec<(Process, Option<Unanswered>)> = published.into_iter().map(unasked).collect();
+    let (mut parts, mut whom) = (Vec::new(), Vec::new());
+    for (number, (process, _)) in processes.iter().enumerate() {
+        // Who has none is not woken to say so.
+        for (at, (path, snapshot)) in process.found.iter().enumerate().filter(|(_, (_, part))| has_caches(part)) {
+            parts.push((number, at));
+            whom.push((path, snapshot.who));
+        }
+    }
+    let told = listing::ask_for_slabs(&whom, || interrupt.has_come());
+    for ((number, at), told) in parts.into_iter().zip(told) {
+        let (process, unanswered) = &mut processes[number];
+        match told {
+            Ok(caches) => process.caches.extend(caches.into_iter().map(|(id, info)| Cache { at, id, info })),
+            Err(error) => *unanswered = unanswered.take().or(Some(error)),
+        }
+    }
+    for (process, _) in &mut processes {
+        process.caches.sort_by_cached_key(|cache| (cache.info.kind == Kind::Fixed, cache.info.name.clone()));
+    }
+    processes
+}
+
+impl Process {
+    fn snapshot(&self) -> &Snapshot {
+        &self.found[0].1
+    }
+
+    fn pid(&self) -> u32 {
+        self.snapshot().who.pid
+    }
+
+    fn title(&self) -> String {
+        format!("{} {}\n", self.pid(), self.snapshot().name())
+    }
+
+    fn json(&self, rest: Value) -> String {
+        let mut object = json!({"pid": self.pid(), "name": self.snapshot().name()});
+        if let (Some(object), Value::Object(rest)) = (object.as_object_mut(), rest) {
+            object.extend(rest);
+        }
+        format!("{object}\n")
+    }
+
+    /// All caches of a name, as it is shown; what to say where there is none.
+    fn named(&self, name: &str) -> Result<Vec<&Cache>, String> {
+        let shown = listing::shown_name(name);
+        let named: Vec<&Cache> = self.caches.iter().filter(|cache| *cache.info.name == *shown).collect();
+        if !named.is_empty() {
+            return Ok(named);
+        }
+        let instead = hints::instead_of(&shown, self.names());
+        Err(format!("process {} has no slab cache {shown}{instead}", self.pid()))
+    }
+
+    fn names(&self) -> impl Iterator<Item = &str> {
+        self.caches.iter().map(|cache| &*cache.info.name)
+    }
+}
+
+fn has_caches(snapshot: &Snapshot) -> bool {
+    snapshot.get(Counter::SlabCaches) > 0
+}
+
+/// What to say of a process that has not answered.
+fn unanswered(found: &[(Path, Snapshot)], error: &Unanswered) -> String {
+    let snapshot = &found[0].1;
+    format!("process {}: {error}{}", snapshot.who.pid, reason(error, snapshot))
+}
+
+/// Writes to standard output. A reader that stops reading (head, less) ends it.
+fn write(text: &str) -> ExitCode {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => fail(1, &format!("it cannot be written: {error}")),
+        _ => ExitCode::SUCCESS,
+    }
+}
+
+/// All of the user's processes that have slab caches, and the status for those that have not answered, which is told. One that ends
+/// meanwhile is none of them.
+///
+/// # Errors
+///
+/// Whoever asked does not want it any more.
+fn all(interrupt: &Interrupt) -> Result<(Vec<Process>, ExitCode), Unanswered> {
+    let mut pids: Vec<u32> = published::running().iter().map(|snapshot| snapshot.who.pid).collect();
+    pids.sort_unstable();
+    pids.dedup();
+    let mut published: Vec<_> = pids.into_iter().map(published::find_all).collect();
+    published.retain(|found| found.iter().any(|(_, snapshot)| has_caches(snapshot)));
+    let (mut processes, mut status) = (Vec::new(), ExitCode::SUCCESS);
+    for (process, error) in ask(published, interrupt) {
+        match error {
+            None => processes.push(process),
+            Some(Unanswered::Stopped) => return Err(Unanswered::Stopped),
+            Some(Unanswered::Ended) => {}
+            Some(error) => status = fail(2, &unanswered(&process.found, &error)),
+        }
+    }
+    Ok((processes, status))
+}
+
+impl Slabinfo {
+    pub fn main(&self) -> ExitCode {
+        if let Some(message) = self.misread() {
+            return fail(2, &message);
+        }
+        let Ok(interrupt) = Interrupt::watch() else { return fail(1, "signals cannot be watched for") };
+        if let Some(pid) = self.pid.as_ref().and_then(|pid| pid.parse().ok()) {
+            return self.one(pid, &interrupt);
+        }
+        match (all(&interrupt), &self.shrink) {
+            (Err(_), _) => interrupt.end(),
+            (Ok((processes, _)), Some(name)) => fail(2, &hints::of_which(name.as_deref(), &processes)),
+            (Ok((processes, status)), None) => self.show(&processes, status),
+        }
+    }
+
+    fn one(&self, pid: u32, interrupt: &Interrupt) -> ExitCode {
+        let found = published::find_all(pid);
+        if found.is_empty() {
+            return fail(2, &published::missing(pid));
+        }
+        let (process, error) = ask(vec![found], interrupt).remove(0);
+        match error {
+            None => {}
+            Some(Unanswered::Stopped) => return interrupt.end(),
+            Some(error) => return fail(2, &unanswered(&process.found, &error)),
+        }
+        if let Some(name) = &self.shrink {
+            return control::shrink(self, &process, name.as_deref(), interrupt);
+        }
+        if !self.set_ratio.is_empty() || !self.set_remote_ratio.is_empty() {
+            return control::set(self, &process, interrupt);
+        }
+        match self.text_of(&process) {
+            Ok(text) => write(&text),
+            Err(message) => fail(2, &message),
+        }
+    }
+
+    fn show(&self, processes: &[Process], status: ExitCode) -> ExitCode {
+        let texts: Vec<String> = processes.iter().filter_map(|process| self.text_of(process).ok()).collect();
+        match (&self.report, status == ExitCode::SUCCESS) {
+            (_, false) => {
+                write(&texts.concat());
+                status
+            }
+            (Some(name), true) if texts.is_empty() => {
+                let names = processes.iter().flat_map(Process::names);
+                let instead = hints::instead_of(name, names);
+                fail(2, &format!("no process has a slab cache {}{instead}", listing::shown_name(name)))
+            }
+            (None, true) if texts.is_empty() && !self.json => write("no process of yours has slab caches\n"),
+            _ => write(&texts.concat()),
+        }
+    }
+
+    fn is_wanted(&self, info: &SlabInfo) -> bool {
+        (!self.ctor || info.has_constructor) && (!self.movable || info.kind != Kind::Fixed)
+    }
+
+    fn text_of(&self, process: &Process) -> Result<String, String> {
+        let caches: Vec<&SlabInfo> = match &self.report {
+            Some(name) => process.named(name)?.into_iter().map(|cache| &cache.info).collect(),
+            None => process.caches.iter().map(|cache| &cache.info).filter(|info| self.is_wanted(info)).collect(),
+        };
+        Ok(match &self.report {
+            _ if self.json => process.json(report::json_of(&caches)),
+            Some(_) => process.title() + &caches.iter().map(|info| report::text_of(info)).collect::<String>(),
+            None => process.title() + &table::text_of(&caches, Style::of_output(self.verbose)),
+        })
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use pagemill::slab::NodeInfo;
+
+    /// A cache with two nodes, one of which is empty.
+    pub fn info(name: &str, kind: Kind) -> SlabInfo {
+        let node = NodeInfo {
+            used: 1100,
+            cached: 60,
+            objects: 1364,
+            slabs: 4,
+            partial: 1,
+            empty: 0,
+            lost: 1,
+            blocks: 1,
+            resident_bytes: 256 << 10,
+        };
+        SlabInfo {
+            name: name.into(),
+            kind,
+            object_bytes: 192,
+            stride_bytes: 192,
+            slab_bytes: 64 << 10,
+            objects_per_slab: 341,
+            has_constructor: kind == Kind::ByOwner,
+            is_debug: false,
+            defrag_used_ratio: 30,
+            remote_node_defrag_ratio: 100,
+            total: node,
+            nodes: vec![node, NodeInfo::default()],
+            active: 1000,
+            waiting: 20,
+            cached: 100,
+            moved: 7,
+            freed: 1,
+            busy: 2,
+            refused: 3,
+            failed: 4,
+            emptied: 5,
+            from_remote: 6,
+            handle_bytes: if kind == Kind::ByHandle { 8 << 10 } else { 0 },
+            is_partial: false,
+            is_given_up: false,
+        }
+    }
+
+    /// Names may have any character; shares are shares.
+    #[test]
+    fn ratios_are_read() {
+        assert_eq!(ratio("a=b=30"), Ok(("a=b".to_owned(), 30)));
+        assert_eq!((ratio("a=100").is_ok(), ratio("a").is_err(), ratio("a=x").is_err()), (true, true, true));
+        assert_eq!(ratio("a=101"), Err("101 is no share in percent: 0 to 100 is".to_owned()));
+    }
+}

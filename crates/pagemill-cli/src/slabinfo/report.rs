@@ -1,0 +1,165 @@
+//! All about slab caches: one as rows for people, any as JSON.
+
+use super::table::{self, Totals};
+use pagemill::slab::{Kind, NodeInfo, SlabInfo};
+use pagemill::units::Bytes;
+use serde_json::{Value, json};
+use std::fmt::Write as _;
+
+fn kind(info: &SlabInfo) -> (&'static str, &'static str) {
+    match info.kind {
+        Kind::Fixed => ("fixed", "its objects stay where they are"),
+        Kind::ByOwner => ("by owner", "its owner moves them"),
+        Kind::ByHandle => ("by handle", "they move by themselves"),
+    }
+}
+
+pub fn text_of(info: &SlabInfo) -> String {
+    let mut text = format!("  {}\n", info.name);
+    let total = &info.total;
+    let amount = |bytes: u64| Bytes(bytes).to_string();
+    let mut row = |name: &str, value: String, meaning: &str| {
+        let _ = writeln!(text, "    {name:<12} {value:>10}  {meaning}");
+    };
+    let (kind, meaning) = kind(info);
+    row("kind", kind.to_owned(), meaning);
+    row("constructor", if info.has_constructor { "yes" } else { "no" }.to_owned(), "for each object of a new slab");
+    row("watched", if info.is_debug { "yes" } else { "no" }.to_owned(), "debug mode: redzones, poison, owners");
+    row(
+        "object",
+        amount(info.object_bytes as u64),
+        &format!("and {} from one to the next", amount(info.stride_bytes as u64)),
+    );
+    row(
+        "slab",
+        amount(info.slab_bytes as u64),
+        &format!("{} objects, order {}", info.objects_per_slab, table::order(info)),
+    );
+    row("objects", info.active.to_string(), &format!("in use: {}", amount(table::in_use(info))));
+    row("waiting", info.waiting.to_string(), "of them for readers: removed, replaced, moved away");
+    row("cached", info.cached.to_string(), "free ones that threads and nodes keep for the next");
+    row("slabs", total.slabs.to_string(), "set up");
+    row("partial", total.partial.to_string(), "of them in use in part");
+    row("empty", total.empty.to_string(), "of them without an object in use");
+    row("lost", total.lost.to_string(), "of them out of use: a callback panicked");
+    let used = table::percent(table::in_use(info), total.resident_bytes);
+    let used = used.map_or_else(String::new, |percent| format!("{percent} % of it in use"));
+    row("blocks", total.blocks.to_string(), "of 2 MiB, for its slabs only");
+    row("resident", amount(total.resident_bytes), &used);
+    if info.kind == Kind::ByHandle {
+        row("handles", amount(info.handle_bytes), "the table that says where values are, beside that");
+    }
+    if info.kind != Kind::Fixed {
+        let percent = format!("{} %", info.defrag_used_ratio);
+        row("used ratio", percent, "what is used by less is emptied (--set-ratio)");
+    }
+    if info.is_given_up {
+        row("given up", "yes".to_owned(), "a callback panicked; --set-ratio or -s tries again");
+    }
+    let remote = "how often other nodes serve (--set-remote-ratio)";
+    row("remote ratio", format!("{} %", info.remote_node_defrag_ratio), remote);
+    row("moved", info.moved.to_string(), "objects");
+    row("emptied", info.emptied.to_string(), "slabs, by moving");
+    row("freed", info.freed.to_string(), "objects that their owner gave up instead");
+    row("busy", info.busy.to_string(), "stayed: in use");
+    row("refused", info.refused.to_string(), "stayed: their owner would not have them moved");
+    row("failed", info.failed.to_string(), "stayed: no place, or they could not be moved");
+    row("from remote", info.from_remote.to_string(), "objects that came from another node than wanted");
+    if info.is_partial {
+        row("in part", "yes".to_owned(), "a node was locked for too long to be looked at");
+    }
+    text + &nodes_of(info)
+}
+
+fn nodes_of(info: &SlabInfo) -> String {
+    let mut text = String::new();
+    let row = |words: [String; 9]| {
+        let [node, used, cached, room, slabs, partial, empty, lost, space] = words;
+        format!(
+            "    {node:>4} {used:>10} {cached:>7} {room:>10} {slabs:>8} {partial:>8} {empty:>6} {lost:>5} {space:>10}\n"
+        )
+    };
+    text += &row(["NODE", "USED", "CACHED", "ROOM", "SLABS", "PARTIAL", "EMPTY", "LOST", "SPACE"].map(str::to_owned));
+    for (number, node) in info.nodes.iter().enumerate() {
+        let NodeInfo { used, cached, objects, slabs, partial, empty, lost, blocks: _, resident_bytes } = *node;
+        let counts = [slabs, partial, empty, lost].map(|count| count.to_string());
+        let [slabs, partial, empty, lost] = counts;
+        let [node, used, cached, room] = [number as u64, used, cached, objects].map(|count| count.to_string());
+        text += &row([node, used, cached, room, slabs, partial, empty, lost, Bytes(resident_bytes).to_string()]);
+    }
+    text
+}
+
+/// Caches and their sums.
+pub fn json_of(caches: &[&SlabInfo]) -> Value {
+    let totals = Totals::of(caches);
+    json!({
+        "caches": caches.iter().map(|info| cache(info)).collect::<Vec<_>>(),
+        "totals": {
+            "caches": caches.len(), "objects": totals.objects, "in_use_bytes": totals.in_use,
+            "resident_bytes": totals.resident, "slabs": totals.slabs, "partial": totals.partial,
+            "handle_bytes": totals.handles,
+        },
+    })
+}
+
+fn cache(info: &SlabInfo) -> Value {
+    let total = &info.total;
+    json!({
+        "name": &*info.name, "kind": kind(info).0, "movable": info.kind != Kind::Fixed,
+        "constructor": info.has_constructor, "debug": info.is_debug, "in_part": info.is_partial,
+        "objects": info.active, "waiting": info.waiting, "cached": info.cached, "room": total.objects,
+        "object_bytes": info.object_bytes, "stride_bytes": info.stride_bytes,
+        "slab_bytes": info.slab_bytes, "objects_per_slab": info.objects_per_slab, "order": table::order(info),
+        "slabs": total.slabs, "partial": total.partial, "empty": total.empty, "lost": total.lost,
+        "blocks": total.blocks, "resident_bytes": total.resident_bytes, "in_use_bytes": table::in_use(info),
+        "handle_bytes": info.handle_bytes, "flags": table::flags(info), "given_up": info.is_given_up,
+        "defrag_used_ratio": info.defrag_used_ratio, "remote_node_defrag_ratio": info.remote_node_defrag_ratio,
+        "moved": info.moved, "freed": info.freed, "busy": info.busy, "refused": info.refused,
+        "failed": info.failed, "emptied": info.emptied, "from_remote": info.from_remote,
+        "nodes": info.nodes.iter().map(node).collect::<Vec<_>>(),
+    })
+}
+
+fn node(node: &NodeInfo) -> Value {
+    json!({
+        "used": node.used, "cached": node.cached, "room": node.objects, "slabs": node.slabs,
+        "partial": node.partial, "empty": node.empty, "lost": node.lost, "blocks": node.blocks,
+        "resident_bytes": node.resident_bytes,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::info;
+    use super::*;
+
+    /// A report tells settings, what kept objects, and each node.
+    #[test]
+    fn a_report_tells_all() {
+        let info = info("entries", Kind::ByHandle);
+        let text = text_of(&info);
+        let row = |name: &str| text.lines().find(|line| line.trim_start().starts_with(name)).unwrap_or_default();
+        for (name, value) in [
+            ("used ratio", "30 %"),
+            ("remote ratio", "100 %"),
+            ("waiting", "20"),
+            ("busy", "2"),
+            ("refused", "3"),
+            ("lost", "1"),
+            ("handles", "8 KiB"),
+        ] {
+            assert!(row(name).contains(&format!(" {value}  ")), "{name}: {text}");
+        }
+        assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
+        assert_eq!(
+            text.lines().rev().take(2).map(|line| line.split_ascii_whitespace().next().unwrap()).collect::<Vec<_>>(),
+            ["1", "0"]
+        );
+        let json = json_of(&[&info]);
+        assert_eq!(
+            (&json["caches"][0]["nodes"][0]["used"], &json["totals"]["in_use_bytes"]),
+            (&json!(1100), &json!(192_000))
+        );
+    }
+}

@@ -1,0 +1,283 @@
+//! The table of slab caches: Linux's columns, a row each, sums below.
+
+use pagemill::slab::{Kind, SlabInfo};
+use pagemill::units::{Bytes, os_page_bytes};
+use std::fmt::Write as _;
+use std::io::IsTerminal;
+
+/// Sums over caches. Figures come from another process: they saturate.
+#[derive(Default)]
+pub struct Totals {
+    pub objects: u64,
+    /// Bytes of objects in use.
+    pub in_use: u64,
+    pub resident: u64,
+    pub slabs: u64,
+    pub partial: u64,
+    pub handles: u64,
+}
+
+impl Totals {
+    pub fn of(caches: &[&SlabInfo]) -> Self {
+        let sum = |of: &dyn Fn(&SlabInfo) -> u64| caches.iter().fold(0_u64, |sum, info| sum.saturating_add(of(info)));
+        Self {
+            objects: sum(&|info| info.active),
+            in_use: sum(&in_use),
+            resident: sum(&|info| info.total.resident_bytes),
+            slabs: sum(&|info| u64::from(info.total.slabs)),
+            partial: sum(&|info| u64::from(info.total.partial)),
+            handles: sum(&|info| info.handle_bytes),
+        }
+    }
+}
+
+/// Bytes of objects in use.
+pub fn in_use(info: &SlabInfo) -> u64 {
+    info.active.saturating_mul(info.object_bytes as u64)
+}
+
+/// A share in percent; nothing of nothing is none.
+pub fn percent(part: u64, whole: u64) -> Option<u64> {
+    let percent = u128::from(part) * 100 / u128::from(whole).max(1);
+    (whole > 0).then(|| u64::try_from(percent).unwrap_or(u64::MAX))
+}
+
+fn shown(percent: Option<u64>) -> String {
+    percent.map_or_else(|| "-".to_owned(), |percent| percent.to_string())
+}
+
+/// A slab has two to the power of this pages.
+pub fn order(info: &SlabInfo) -> u32 {
+    (info.slab_bytes / os_page_bytes()).checked_ilog2().unwrap_or(0)
+}
+
+pub fn flags(info: &SlabInfo) -> String {
+    let flags = [
+        ('M', info.kind != Kind::Fixed),
+        ('C', info.has_constructor),
+        ('D', info.is_debug),
+        ('L', info.total.lost > 0),
+        ('F', info.is_given_up),
+        ('P', info.is_partial),
+    ];
+    flags.into_iter().filter(|(_, is_set)| *is_set).map(|(flag, _)| flag).collect()
+}
+
+/// How a table is to look.
+#[derive(Clone, Copy, Default)]
+pub struct Style {
+    /// Numbers to the last digit, units in full.
+    pub is_exact: bool,
+    /// Columns that a row may have: long names are cut then.
+    pub most_columns: Option<usize>,
+}
+
+impl Style {
+    /// As standard output takes it: a file or a pipe gets names as they are.
+    pub fn of_output(is_exact: bool) -> Self {
+        let is_terminal = std::io::stdout().is_terminal() && !is_exact;
+        let columns = || terminal_size::terminal_size().map_or(USUAL_COLUMNS, |(width, _)| width.0.into());
+        Self { is_exact, most_columns: is_terminal.then(columns) }
+    }
+
+    fn bytes(self, bytes: u64) -> String {
+        let exact = Bytes(bytes).to_string();
+        match exact.split_once(' ') {
+            Some((number, unit)) if !self.is_exact => {
+                // Three digits tell enough.
+                let number = if number.len() > 4 { number.split('.').next().unwrap_or(number) } else { number };
+                format!("{number}{}", unit.trim_end_matches(['i', 'B']))
+            }
+            _ => exact,
+        }
+    }
+
+    /// A number in so many digits, or thousands of it, or millions, ...
+    fn count(self, count: u64, digits: usize) -> String {
+        const UNITS: [&str; 6] = ["K", "M", "G", "T", "P", "E"];
+        let exact = count.to_string();
+        if self.is_exact || exact.len() <= digits {
+            return exact;
+        }
+        let thousands = (exact.len() - digits + 1).div_ceil(3);
+        exact[..exact.len() - 3 * thousands].to_owned() + UNITS[thousands - 1]
+    }
+}
+
+/// Columns of a terminal that does not say.
+const USUAL_COLUMNS: usize = 80;
+
+/// No name is cut to less.
+const SHORTEST_NAME: usize = 8;
+
+const COLUMNS: [&str; 10] =
+    ["NAME", "OBJECTS", "OBJSIZE", "SPACE", "SLABS/PART/EMPTY", "O/S", "O", "%FR", "%EF", "FLG"];
+
+fn row(info: &SlabInfo, style: Style) -> [String; COLUMNS.len()] {
+    let total = &info.total;
+    let slabs = [total.slabs, total.partial, total.empty].map(|count| style.count(count.into(), 5));
+    [
+        info.name.to_string(),
+        style.count(info.active, 8),
+        style.bytes(info.object_bytes as u64),
+        style.bytes(total.resident_bytes),
+        slabs.join("/"),
+        info.objects_per_slab.to_string(),
+        order(info).to_string(),
+        shown(percent(u64::from(total.partial), u64::from(total.slabs))),
+        shown(percent(in_use(info), total.resident_bytes)),
+        flags(info),
+    ]
+}
+
+/// Its first characters, where it has more.
+fn cut(name: &str, most: usize) -> String {
+    if name.chars().count() <= most { name.to_owned() } else { name.chars().take(most - 1).collect::<String>() + "…" }
+}
+
+pub fn text_of(caches: &[&SlabInfo], style: Style) -> String {
+    if caches.is_empty() {
+        return "  no slab caches\n".to_owned();
+    }
+    let mut rows = vec![COLUMNS.map(str::to_owned).to_vec()];
+    rows.extend(caches.iter().map(|info| row(info, style).to_vec()));
+    aligned(&rows, style, false) + &footer(caches)
+}
+
+/// Rows behind two spaces, the first of which has names of all columns: each as wide as what stands in it, the first to the left, the
+/// others to the right, and the last as well, if it is said so. Behind the last cell of a row that has fewer there is nothing to align.
+pub fn aligned(rows: &[Vec<String>], style: Style, is_last_right: bool) -> String {
+    let count = rows.first().map_or(0, Vec::len);
+    let width_of = |column: usize| {
+        let is_aligned = |row: &&Vec<String>| row.len() == count || column == 0;
+        rows.iter().filter(is_aligned).map(|row| row[column].chars().count()).max().unwrap_or(0)
+    };
+    let mut widths: Vec<usize> = (0..count).map(width_of).collect();
+    if let Some(most) = style.most_columns {
+        // Two before it, one before each other.
+        let others = widths[1..].iter().map(|width| width + 1).sum::<usize>() + 2;
+        widths[0] = widths[0].min(most.saturating_sub(others).max(SHORTEST_NAME));
+    }
+    let mut text = String::new();
+    for row in rows {
+        let mut line = format!("  {:<width$}", cut(&row[0], widths[0]), width = widths[0]);
+        for (column, cell) in row.iter().enumerate().skip(1) {
+            let is_free = column + 1 == row.len() && (row.len() < count || !is_last_right);
+            let width = if is_free { 0 } else { widths[column] };
+            let _ = write!(line, " {cell:>width$}");
+        }
+        text += line.trim_end();
+        text.push('\n');
+    }
+    text
+}
+
+fn footer(caches: &[&SlabInfo]) -> String {
+    let totals = Totals::of(caches);
+    let count = if caches.len() == 1 { "1 cache".to_owned() } else { format!("{} caches", caches.len()) };
+    let mut text = format!(
+        "  {count}: {} objects, {} in use of {} resident ({} %)\n  {} slabs, {} in part",
+        totals.objects,
+        Bytes(totals.in_use),
+        Bytes(totals.resident),
+        shown(percent(totals.in_use, totals.resident)),
+        totals.slabs,
+        totals.partial
+    );
+    if totals.handles > 0 {
+        let _ = write!(text, "; handles {}", Bytes(totals.handles));
+    }
+    text.push('\n');
+    if caches.iter().any(|info| info.is_partial) {
+        text.push_str("  P: not all of it: a node was locked for too long to be looked at\n");
+    }
+    if caches.iter().any(|info| info.is_given_up) {
+        text.push_str("  F: left alone in the background since a callback failed: `-r NAME` says more\n");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::info;
+    use super::*;
+
+    fn lines(text: &str) -> Vec<String> {
+        text.lines().map(|line| line.split_ascii_whitespace().collect::<Vec<_>>().join(" ")).collect()
+    }
+
+    /// A row for each cache with Linux's columns, sums below; exact if that is wanted.
+    #[test]
+    fn a_table_has_rows_and_sums() {
+        let (owner, handle) = (info("nodes", Kind::ByOwner), info("entries", Kind::ByHandle));
+        let handle = SlabInfo { is_given_up: true, ..handle };
+        let mut fixed = SlabInfo { is_partial: true, ..info("boxes", Kind::Fixed) };
+        fixed.total = pagemill::slab::NodeInfo::default();
+        fixed.active = 0;
+        let order = ((64 << 10) / os_page_bytes()).ilog2();
+        let text = text_of(&[&owner, &handle, &fixed], Style::default());
+        let lines = lines(&text);
+        assert_eq!(lines[0], COLUMNS.join(" "));
+        assert_eq!(lines[1], format!("nodes 1000 192 256K 4/1/0 341 {order} 25 73 MCL"));
+        assert_eq!(lines[2], format!("entries 1000 192 256K 4/1/0 341 {order} 25 73 MLF"));
+        assert_eq!(lines[3], format!("boxes 0 192 0 0/0/0 341 {order} - - P"));
+        assert_eq!(lines[4], "3 caches: 2000 objects, 375 KiB in use of 512 KiB resident (73 %)");
+        assert_eq!(lines[5], "8 slabs, 2 in part; handles 8 KiB");
+        assert!(lines[6].starts_with("P: ") && lines[7].starts_with("F: ") && lines.len() == 8, "{text}");
+        assert_eq!(text_of(&[], Style::default()), "  no slab caches\n");
+        let exact = text_of(&[&owner], Style { is_exact: true, ..Style::default() });
+        let expected = format!("nodes 1000 192 B 256 KiB 4/1/0 341 {order} 25 73 MCL");
+        assert_eq!(super::tests::lines(&exact)[1], expected);
+    }
+
+    /// Names and numbers that are usual fit 80 columns; long names are cut to what there is, but never to nothing.
+    #[test]
+    fn a_table_is_as_wide_as_it_may_be() {
+        let mut large = info("directory_entries", Kind::ByOwner);
+        (large.active, large.object_bytes, large.objects_per_slab) = (12_345_678, 4096, 1024);
+        large.total.resident_bytes = 123 << 30;
+        (large.total.slabs, large.total.partial, large.total.empty) = (98_765, 4321, 10);
+        let small = info("x", Kind::Fixed);
+        let widest = |text: &str| text.lines().map(|line| line.chars().count()).max().unwrap_or(0);
+        let text = text_of(&[&large, &small], Style::default());
+        assert!(widest(&text) <= 80 && lines(&text)[1].contains(" 12345678 4K 123G 98765/4321/10 "), "{text}");
+        large.name = "n".repeat(64).into();
+        let text = text_of(&[&large, &small], Style { most_columns: Some(80), ..Style::default() });
+        assert!(widest(&text) == 80 && text.contains("nnn… "), "{text}");
+        let narrow = text_of(&[&large, &small], Style { most_columns: Some(10), ..Style::default() });
+        assert!(lines(&narrow)[1].starts_with("nnnnnnn… 12345678"), "{narrow}");
+        assert!(text_of(&[&large], Style::default()).contains(&*large.name));
+    }
+
+    /// Numbers have three digits or four, and a unit.
+    #[test]
+    fn numbers_are_short() {
+        let short = Style::default();
+        let bytes = [0, 1023, 1024, 1536, 102_400, 104_755, 1_048_575, u64::MAX].map(|bytes| short.bytes(bytes));
+        assert_eq!(bytes, ["0", "1023", "1K", "1.5K", "100K", "102K", "1023K", "15.9E"]);
+        let counts = [99_999, 100_000, 9_999_999, 10_000_000, u64::MAX].map(|count| short.count(count, 5));
+        assert_eq!(counts, ["99999", "100K", "9999K", "10M", "18E"]);
+    }
+
+    /// A row that has fewer cells ends with what is not aligned, and makes no column wider.
+    #[test]
+    fn short_rows_are_free() {
+        let rows = [vec!["NAME", "A", "B"], vec!["long_name", "10", "20"], vec!["x", "a long sentence"]];
+        let rows = rows.map(|row| row.into_iter().map(str::to_owned).collect());
+        let text = aligned(&rows, Style::default(), true);
+        assert_eq!(text, "  NAME       A  B\n  long_name 10 20\n  x         a long sentence\n");
+    }
+
+    /// Figures that nobody can have overflow nothing.
+    #[test]
+    fn absurd_figures_are_survived() {
+        let mut absurd = info("x", Kind::Fixed);
+        (absurd.active, absurd.object_bytes, absurd.total.resident_bytes) = (u64::MAX, usize::MAX, 1);
+        absurd.slab_bytes = 1;
+        absurd.total.slabs = u32::MAX;
+        for is_exact in [false, true] {
+            let text = text_of(&[&absurd, &absurd], Style { is_exact, most_columns: Some(0) });
+            assert!(text.contains("2 caches"), "{text}");
+        }
+    }
+}

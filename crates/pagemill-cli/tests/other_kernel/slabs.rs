@@ -1,0 +1,66 @@
+//! What a case does in the machine: values of slab caches lie on real nodes, and go where they are moved to, as the kernel says.
+#![allow(unsafe_code)] // asks the kernel where pages are
+
+use pagemill::arena::Layout;
+use pagemill::reclaim::tree::UNLIMITED;
+use pagemill::slab::{self, ByHandle, Handle, Settings};
+use pagemill::units::os_page_bytes;
+use pagemill::{Pagemill, Result};
+use std::ffi::{c_int, c_void};
+
+type Value = [u64; 24];
+
+const VALUES: u64 = 20_000;
+
+/// How many of these addresses lie on each of the two nodes.
+fn on_nodes(addresses: &[usize]) -> [u64; 2] {
+    let mask = !(os_page_bytes() - 1);
+    let pages: Vec<*mut c_void> = addresses.iter().map(|address| (address & mask) as *mut c_void).collect();
+    let mut nodes: Vec<c_int> = vec![-1; pages.len()];
+    let no_nodes = std::ptr::null::<c_int>();
+    // SAFETY: reads as many pages, writes as many nodes as there are. Told no nodes to move them to, it only says where pages are.
+    let result =
+        unsafe { libc::syscall(libc::SYS_move_pages, 0, pages.len(), pages.as_ptr(), no_nodes, nodes.as_mut_ptr(), 0) };
+    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+    [0, 1].map(|node| nodes.iter().filter(|found| **found == node).count() as u64)
+}
+
+/// Values by node: the kernel and the cache agree, and each is what it was.
+fn check(step: &str, cache: &ByHandle<Value>, handles: &[Handle<Value>], expected: [u64; 2]) {
+    let guard = slab::pin();
+    let values: Vec<&Value> = handles.iter().map(|handle| cache.get(*handle, &guard).unwrap()).collect();
+    assert!(values.iter().zip(0..).all(|(value, number)| **value == [number; 24]));
+    let places: Vec<usize> = values.into_iter().map(|value| std::ptr::from_ref(value) as usize).collect();
+    let info = cache.info().unwrap();
+    let found = on_nodes(&places);
+    println!("{step}: {found:?}");
+    assert_eq!((found, [info.nodes[0].used, info.nodes[1].used]), (expected, expected), "{step}: {info:?}");
+}
+
+/// Blocks as huge pages, and as small ones.
+pub fn move_between_nodes() -> Result<()> {
+    for use_huge in [true, false] {
+        let slabs = Pagemill::new(Layout { use_huge, ..Layout::for_test() }, UNLIMITED)?.slabs;
+        slabs.defrag_by_hand();
+        let boxes = slabs.fixed::<Value>(Settings::new("boxes"))?;
+        for (node, expected) in [(0, [1000, 0]), (1, [0, 1000])] {
+            let slots = (0..1000).map(|number| boxes.insert_on(node, [number; 24])).collect::<Result<Vec<_>>>()?;
+            let places: Vec<usize> = slots.iter().map(|slot| std::ptr::from_ref(&**slot) as usize).collect();
+            assert_eq!(on_nodes(&places), expected, "taken on node {node}");
+        }
+        let cache = slabs.by_handle::<Value>(Settings::new("values"))?;
+        let handles = (0..VALUES).map(|number| cache.insert([number; 24])).collect::<Result<Vec<_>>>()?;
+        // Which node they came from is the scheduler's business.
+        cache.move_objects(1, 0, VALUES)?;
+        cache.shrink()?;
+        check("all on the first", &cache, &handles, [VALUES, 0]);
+        cache.balance()?;
+        cache.shrink()?;
+        check("balanced", &cache, &handles, [VALUES / 2; 2]);
+        cache.move_objects(0, 1, VALUES)?;
+        cache.shrink()?;
+        check("all on the second", &cache, &handles, [0, VALUES]);
+        assert_eq!(cache.info()?.nodes[0].resident_bytes, 0);
+    }
+    Ok(())
+}

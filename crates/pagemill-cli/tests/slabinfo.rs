@@ -1,0 +1,602 @@
+//! `pagemill slabinfo`: what programs have in slab caches, and what becomes of that when somebody shrinks them from outside.
+
+mod common;
+
+use common::holder::Holder;
+use common::slab_program::{
+    self, COUNT, KEPT, NAMES, ODD_NAME, ODD_SHOWN, assert_refused, cache, list, names, number, program_of, requests,
+    said, show, slabinfo, start,
+};
+use common::{Guard, PAGEMILL, Place, STUCK_AFTER, finish, is_root, lacks, shell};
+use pagemill::listing::{self, Action, Order, Outcome, Unanswered};
+use pagemill::published;
+use pagemill::stats::{self, Counter};
+use pagemill_sys::file::Path as FigurePath;
+use pagemill_sys::process::{self, Identity};
+use serde_json::{Value, json};
+use std::cell::Cell;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::thread;
+use std::time::{Duration, Instant};
+
+#[test]
+#[ignore = "a program for other tests"]
+fn program() {
+    slab_program::run();
+}
+
+/// Caches as their program sees them, movable ones first, with sums that are right; names do no harm to a terminal.
+#[test]
+fn caches_are_listed() {
+    let place = Place::new();
+    let holder = start(&place);
+    let info = list(&place, &holder, &[]);
+    assert_eq!(names(&info), ["entries", "nodes", "boxes", ODD_SHOWN]);
+    for name in NAMES {
+        let (row, said) = (cache(&info, name), said(&holder, name));
+        let shown = ["objects", "slabs", "partial", "resident_bytes", "defrag_used_ratio", "remote_node_defrag_ratio"];
+        assert_eq!(shown.map(|column| number(row, column)), said, "{row}");
+        let nodes = row["nodes"].as_array().unwrap();
+        for sum in ["slabs", "partial", "empty", "lost", "blocks", "room", "resident_bytes"] {
+            assert_eq!(nodes.iter().map(|node| number(node, sum)).sum::<u64>(), number(row, sum), "{sum}: {row}");
+        }
+        let used: u64 = nodes.iter().map(|node| number(node, "used")).sum();
+        assert_eq!(used, number(row, "objects") + number(row, "cached"));
+    }
+    let sum = |name: &str| info["caches"].as_array().unwrap().iter().map(|row| number(row, name)).sum::<u64>();
+    for name in ["objects", "in_use_bytes", "resident_bytes", "slabs", "partial", "handle_bytes"] {
+        assert_eq!(number(&info["totals"], name), sum(name), "{name}");
+    }
+    let nodes = cache(&info, "nodes");
+    assert_eq!((number(nodes, "objects"), number(nodes, "in_use_bytes")), (KEPT, KEPT * 192));
+    assert_eq!(number(cache(&info, "boxes"), "objects"), 100);
+    assert!(number(cache(&info, "entries"), "handle_bytes") >= COUNT * 8);
+
+    let text = show(&place, &holder, &[]);
+    let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_ascii_whitespace().collect()).collect();
+    assert_eq!(lines[1].join(" "), "NAME OBJECTS OBJSIZE SPACE SLABS/PART/EMPTY O/S O %FR %EF FLG");
+    let entries = said(&holder, "entries")[0];
+    let starts = [2, 3].map(|row: usize| lines[row][..3].join(" "));
+    assert_eq!(starts, [format!("entries {entries} 192"), format!("nodes {KEPT} 192")]);
+    let flags = |row: &str| text.lines().find(|line| line.trim_start().starts_with(row)).unwrap().trim_end().to_owned();
+    assert!(
+        flags("entries").ends_with(" M") && flags("nodes").ends_with(" MC") && flags("boxes").ends_with(" D"),
+        "{text}"
+    );
+    assert!(text.contains(&format!("  {ODD_SHOWN} ")) && !text.contains(['\t', '\x1b']), "{text}");
+    assert!(
+        lines[lines.len() - 2].join(" ").starts_with(&format!("4 caches: {} objects, ", entries + KEPT + 100)),
+        "{text}"
+    );
+
+    assert_eq!(names(&list(&place, &holder, &["-M"])), ["entries", "nodes"]);
+    assert_eq!(names(&list(&place, &holder, &["--ctor"])), ["nodes"]);
+    let all = finish(slabinfo(&place, &["--movable"]), STUCK_AFTER);
+    all.assert_success();
+    assert_eq!((all.out.lines().count(), all.out.lines().next()), (6, text.lines().next()), "{}", all.out);
+    assert_eq!(holder.end(), [1]);
+    place.assert_swept();
+}
+
+/// A report of one cache, by its name as it is or as it is shown.
+#[test]
+fn a_cache_is_reported() {
+    let place = Place::new();
+    let holder = start(&place);
+    let text = show(&place, &holder, &["-r", "nodes"]);
+    let row = |name: &str| -> Vec<String> {
+        let row = text.lines().map(|line| line.trim_start()).find(|line| line.starts_with(name));
+        row.unwrap_or_else(|| panic!("no {name}: {text}")).split_ascii_whitespace().map(str::to_owned).collect()
+    };
+    assert_eq!((row("objects")[1].as_str(), row("kind")[1..3].join(" ")), ("2000", "by owner".to_owned()));
+    assert_eq!((row("used ratio")[2].as_str(), row("remote ratio")[2].as_str()), ("0", "100"));
+    for name in ["moved", "emptied", "freed", "busy", "refused", "failed", "lost", "from remote"] {
+        assert!(row(name).contains(&"0".to_owned()), "{name}: {text}");
+    }
+    assert_eq!(row("NODE").len(), 9);
+    for name in [ODD_NAME, ODD_SHOWN] {
+        assert_eq!(names(&list(&place, &holder, &["--report", name])), [ODD_SHOWN]);
+    }
+    let pid = holder.pid().to_string();
+    assert_refused(&finish(slabinfo(&place, &[&pid, "-r", "else"]), STUCK_AFTER), "has no slab cache else");
+    assert_refused(&finish(slabinfo(&place, &["-r", "else"]), STUCK_AFTER), "no process has a slab cache else");
+    holder.end();
+}
+
+/// What is shown of caches with usual names fits 80 columns; a terminal that has fewer gets names that are cut, anybody else whole ones,
+/// and exact numbers who wants them.
+#[test]
+fn tables_are_as_wide_as_they_may_be() {
+    let place = Place::new();
+    let mut holder = start(&place);
+    let fits = |text: &str| assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
+    let exact = show(&place, &holder, &["-v"]);
+    assert!(exact.contains(" 192 B ") && exact.contains(" MiB "), "{exact}");
+    let short = show(&place, &holder, &[]);
+    assert!(short.contains(ODD_SHOWN) && !short.lines().nth(2).unwrap().contains(" MiB"), "{short}");
+    fits(&short);
+    fits(&show(&place, &holder, &["-r", "nodes"]));
+    if !lacks("script") && !lacks("stty") {
+        let mut command = place.command("script");
+        let line = format!("stty rows 24 cols 72; exec {PAGEMILL} slabinfo {}", holder.pid());
+        command.args(["-qec", &line, "/dev/null"]).env("SHELL", "/bin/sh");
+        let end = finish(command, STUCK_AFTER);
+        end.assert_success();
+        let widest = end.out.lines().skip(2).take(4).map(|line| line.trim_end().chars().count()).max();
+        assert!(end.out.contains("tab?red") && !end.out.contains(ODD_SHOWN) && widest <= Some(72), "{}", end.out);
+    }
+    fits(&show(&place, &holder, &["--set-ratio", "nodes=0"]));
+    fits(&show(&place, &holder, &["-s"]));
+    holder.next();
+    assert_eq!(holder.end(), [1]);
+}
+
+/// Shrunk from outside a cache gives its slabs back, and no other does; all of them where none is named. Nothing is lost.
+#[test]
+fn caches_are_shrunk() {
+    let place = Place::new();
+    let mut holder = start(&place);
+    let before = holder.numbers.clone();
+    let shrunk = list(&place, &holder, &["--shrink=nodes"]);
+    holder.next();
+    let [row] = &shrunk["shrunk"].as_array().unwrap()[..] else { panic!("{shrunk}") };
+    let at = |numbers: &[u64], name: &str| numbers[1 + 6 * NAMES.iter().position(|known| *known == name).unwrap() + 1];
+    let (slabs_before, slabs) = (at(&before, "nodes"), at(&holder.numbers, "nodes"));
+    assert_eq!((number(row, "slabs_before"), number(row, "slabs"), &row["error"]), (slabs_before, slabs, &Value::Null));
+    assert!(slabs <= slabs_before / 5, "{shrunk}");
+    assert!(number(row, "moved") > KEPT / 2 && number(row, "freed_bytes") > 0, "{shrunk}");
+    assert_eq!(number(row, "resident_bytes"), said(&holder, "nodes")[3]);
+    assert_eq!(number(&shrunk["totals"], "freed_bytes"), number(row, "freed_bytes"));
+    assert_eq!(at(&before, "entries"), at(&holder.numbers, "entries"), "nobody named it");
+
+    let text = show(&place, &holder, &["-s"]);
+    holder.next();
+    assert!(said(&holder, "entries")[1] <= at(&before, "entries") / 5, "{text}");
+    assert_eq!((text.lines().count(), said(&holder, "entries")[0]), (7, KEPT), "{text}");
+    assert!(text.lines().last().unwrap().ends_with(" went back"), "{text}");
+    let again = list(&place, &holder, &["-s", "-C"]);
+    assert_eq!(again["shrunk"].as_array().unwrap().len(), 1, "only such as have a constructor");
+    let pid = holder.pid().to_string();
+    assert_refused(&finish(slabinfo(&place, &[&pid, "--shrink=else"]), STUCK_AFTER), "has no slab cache else");
+    let nobody = finish(slabinfo(&place, &["--shrink"]), STUCK_AFTER);
+    assert!(nobody.code() == 2 && nobody.err.contains("PID"), "{}", nobody.err);
+    assert_eq!(holder.end(), [1]);
+    place.assert_swept();
+}
+
+/// Gives an order past the command.
+fn order(figures: &FigurePath, who: Identity, action: Action, cache: u64) -> Result<Outcome, Unanswered> {
+    listing::order(figures, who, Order { action, cache }, || false)
+}
+
+/// Where a program of a place publishes.
+fn figures_of(place: &Place, who: Identity) -> FigurePath {
+    published::file_of(place.path("runtime/pagemill").to_str().unwrap(), who).unwrap()
+}
+
+/// Ratios of a running program are set; what is none is refused, by the command and by the process.
+#[test]
+fn ratios_are_set() {
+    let place = Place::new();
+    let mut holder = start(&place);
+    let set = list(&place, &holder, &["--set-ratio", "nodes=55", "--set-remote-ratio", &format!("{ODD_NAME}=7")]);
+    let row = |name, setting, before, percent| json!({"name": name, "setting": setting, "before": before, "percent": percent, "error": null});
+    let expected =
+        json!([row("nodes", "defrag_used_ratio", 0, 55), row(ODD_SHOWN, "remote_node_defrag_ratio", 100, 7)]);
+    assert_eq!(set["set"], expected);
+    holder.next();
+    assert_eq!((&said(&holder, "nodes")[4..], said(&holder, ODD_SHOWN)[5]), (&[55, 100][..], 7));
+    let text = show(&place, &holder, &["--set-ratio=nodes=0"]);
+    assert!(text.ends_with("  nodes: defrag_used_ratio 0 %, was 55 %\n"), "{text}");
+
+    let pid = holder.pid().to_string();
+    let refused = |options: &[&str]| finish(slabinfo(&place, &[&[pid.as_str()], options].concat()), STUCK_AFTER);
+    for wrong in ["nodes=101", "nodes=x", "nodes=-1", "nodes"] {
+        assert_refused(&refused(&["--set-ratio", wrong]), "for '--set-ratio <NAME=PERCENT>'");
+    }
+    assert_refused(&refused(&["--set-ratio", "nodes=1", "--set-ratio", "else=1"]), "has no slab cache else");
+    let fixed = refused(&["--set-ratio", "boxes=1"]);
+    assert!(fixed.code() == 1 && fixed.out.contains("stays 30 %: its objects stay where they are"), "{}", fixed.out);
+    holder.next();
+    assert_eq!(said(&holder, "nodes")[4], 0, "nothing was set where a name was wrong");
+
+    let who = process::identity(holder.pid()).unwrap();
+    let figures = figures_of(&place, who);
+    let errno = |action, cache| order(&figures, who, action, cache).unwrap().errno;
+    assert_eq!(errno(Action::SetUsedRatio(101), 1), libc::EINVAL);
+    assert_eq!(errno(Action::SetRemoteRatio(u32::MAX), 1), libc::EINVAL);
+    assert_eq!([Action::Shrink, Action::SetUsedRatio(1)].map(|action| errno(action, 99)), [libc::ENOENT; 2]);
+    assert_eq!(holder.end(), [1]);
+}
+
+/// What takes longer than somebody waits goes on, others are listed meanwhile, and the end is as if he had waited.
+#[test]
+fn what_takes_long_goes_on() {
+    let place = Place::new();
+    let mut holder = start(&place);
+    let moving = place.path("moving");
+    fs::write(&moving, b"").unwrap();
+    let pid = holder.pid().to_string();
+    let end = finish(slabinfo(&place, &[&pid, "-s", "--ctor"]), STUCK_AFTER);
+    let words = "still at it after 2 s, and goes on";
+    assert!(
+        end.code() == 1 && end.err.contains("nodes: process ") && end.err.contains(words),
+        "{}{}",
+        end.out,
+        end.err
+    );
+    let info = list(&place, &holder, &[]);
+    let entries = said(&holder, "entries")[0];
+    assert_eq!((number(cache(&info, "entries"), "objects"), number(cache(&info, "nodes"), "moved")), (entries, 0));
+    show(&place, &holder, &["--set-ratio", "nodes=31"]);
+    fs::remove_file(&moving).unwrap();
+    let slabs = said(&holder, "nodes")[1];
+    while said(&holder, "nodes")[1] > slabs / 5 {
+        holder.next();
+    }
+    assert_eq!(holder.end(), [1]);
+    place.assert_swept();
+}
+
+/// A node that is locked by a callback is left out, which is said; the others are shown.
+#[test]
+fn locked_nodes_are_left_out() {
+    let place = Place::new();
+    let mut holder = start(&place);
+    let isolating = place.path("isolating");
+    fs::write(&isolating, b"").unwrap();
+    let pid = holder.pid().to_string();
+    assert_eq!(finish(slabinfo(&place, &[&pid, "--shrink=nodes"]), STUCK_AFTER).code(), 1);
+    let info = list(&place, &holder, &[]);
+    assert_eq!(
+        NAMES.map(|name| &cache(&info, name)["in_part"]),
+        [false, true, false, false].map(Value::from).each_ref()
+    );
+    let entries = said(&holder, "entries")[0];
+    assert_eq!((number(cache(&info, "nodes"), "slabs"), number(cache(&info, "entries"), "objects")), (0, entries));
+    let text = show(&place, &holder, &[]);
+    assert!(text.contains(" MCP\n") && text.contains("\n  P: not all of it"), "{text}");
+    fs::remove_file(&isolating).unwrap();
+    let slabs = said(&holder, "nodes")[1];
+    while said(&holder, "nodes")[1] > slabs / 5 {
+        holder.next();
+    }
+    assert_eq!(list(&place, &holder, &[])["caches"][1]["in_part"], false);
+    assert_eq!(holder.end(), [1]);
+}
+
+/// A callback that panics takes one slab out of use, not the process; that is told, and that the background leaves the cache alone, until
+/// its ratio is set or it is shrunk.
+#[test]
+fn panics_of_callbacks_are_told() {
+    let place = Place::new();
+    let holder = start(&place);
+    let panicking = place.path("panicking");
+    fs::write(&panicking, b"").unwrap();
+    let pid = holder.pid().to_string();
+    let end = finish(slabinfo(&place, &[&pid, "-s", "-M"]), STUCK_AFTER);
+    assert_eq!(end.code(), 1, "{}{}", end.out, end.err);
+    let is_late = end.err.contains("still at it after 2 s");
+    assert!(is_late || end.out.contains("nodes   not done: code of the program panicked"), "{}{}", end.out, end.err);
+    let nodes = || cache(&list(&place, &holder, &[]), "nodes").clone();
+    let state = || {
+        let nodes = nodes();
+        json!([nodes["lost"], nodes["flags"], nodes["given_up"]])
+    };
+    // On a machine that is busy it comes later.
+    let becomes = |expected: Value| {
+        let begun = Instant::now();
+        while state() != expected {
+            assert!(begun.elapsed() < STUCK_AFTER, "{} does not become {expected}", state());
+        }
+    };
+    becomes(json!([1, "MCLF", true]));
+    assert!(show(&place, &holder, &[]).contains("\n  F: left alone in the background"));
+    let report = show(&place, &holder, &["-r", "nodes"]);
+    let row = |name: &str| {
+        report.lines().find(|line| line.trim_start().starts_with(name)).unwrap_or_else(|| panic!("no {name}: {report}"))
+    };
+    assert!(row("lost").contains(" 1  ") && row("given up").contains("--set-ratio"), "{report}");
+    // To what it is already.
+    show(&place, &holder, &["--set-ratio=nodes=0"]);
+    becomes(json!([1, "MCL", false]));
+    assert_eq!(finish(slabinfo(&place, &[&pid, "--shrink=nodes"]), STUCK_AFTER).code(), 1);
+    becomes(json!([2, "MCLF", true]));
+    fs::remove_file(&panicking).unwrap();
+    let slabs = number(&nodes(), "slabs");
+    list(&place, &holder, &["-s", "-M"]);
+    becomes(json!([2, "MCL", false]));
+    assert!(number(&nodes(), "slabs") <= slabs / 5);
+    assert_eq!(holder.end(), [1]);
+}
+
+/// A program that is preloaded as well has two Pagemills, in the folder of a tree: it is asked that has the caches.
+#[test]
+fn caches_of_a_preloaded_program_are_shrunk() {
+    let place = Place::new();
+    let mut holder = Holder::start(program_of(&place, place.pagemill_run(&[], std::env::current_exe().unwrap())));
+    assert_eq!(names(&list(&place, &holder, &[])), NAMES);
+    let all = finish(slabinfo(&place, &["-M"]), STUCK_AFTER);
+    assert_eq!(all.out, show(&place, &holder, &["-M"]), "found without its number");
+    let slabs = said(&holder, "nodes")[1];
+    show(&place, &holder, &["-s"]);
+    holder.next();
+    assert!(said(&holder, "nodes")[1] <= slabs / 5);
+    assert_eq!(holder.end(), [1]);
+}
+
+/// A child that is forked in the midst of an order lists and shrinks its own caches, and none of its parent's.
+#[test]
+fn a_child_answers_for_itself() {
+    let place = Place::new();
+    let mut holder = start(&place);
+    let (parent, moving, slabs) = (holder.pid(), place.path("moving"), said(&holder, "nodes")[1]);
+    fs::write(&moving, b"").unwrap();
+    fs::write(place.path("forking"), b"").unwrap();
+    assert_eq!(finish(slabinfo(&place, &[&parent.to_string(), "--shrink=nodes"]), STUCK_AFTER).code(), 1);
+    holder.next();
+    assert_ne!(holder.pid(), parent);
+    assert_eq!(names(&list(&place, &holder, &[])), ["own"]);
+    let shrunk = list(&place, &holder, &["-s"]);
+    let [row] = &shrunk["shrunk"].as_array().unwrap()[..] else { panic!("{shrunk}") };
+    assert_eq!((&row["name"], &row["error"]), (&"own".into(), &Value::Null), "{shrunk}");
+    show(&place, &holder, &["--set-ratio", "own=9"]);
+    fs::remove_file(&moving).unwrap();
+    fs::remove_file(place.path("forking")).unwrap();
+    holder.next();
+    assert_eq!(holder.pid(), parent);
+    while said(&holder, "nodes")[1] > slabs / 5 {
+        holder.next();
+    }
+    assert_eq!(holder.end(), [1]);
+}
+
+/// Many ask for different things at once, whose requests have the same numbers: all are answered.
+#[test]
+fn many_ask_at_once() {
+    let place = Place::new();
+    let holder = start(&place);
+    let pid = holder.pid().to_string();
+    let asks: [&[&str]; 3] = [&["slabinfo", &pid], &["slabinfo", &pid, "-s"], &["meminfo", &pid]];
+    thread::scope(|scope| {
+        for ask in asks.iter().chain(&asks) {
+            scope.spawn(|| {
+                for _ in 0..10 {
+                    let mut command = place.command(PAGEMILL);
+                    command.args(*ask);
+                    finish(command, STUCK_AFTER).assert_success();
+                }
+            });
+        }
+    });
+    assert_eq!(requests(&place), Vec::<PathBuf>::new());
+    assert_eq!(holder.end(), [1]);
+}
+
+/// A stopped process does not answer; one without caches is not asked; one without Pagemill has no figures. One that ends
+/// meanwhile is told as such.
+#[test]
+fn who_has_none_is_told_apart() {
+    let place = Place::new();
+    let all = finish(slabinfo(&place, &[]), STUCK_AFTER);
+    assert_eq!((all.code(), all.out.as_str()), (0, "no process of yours has slab caches\n"));
+    assert_eq!(finish(slabinfo(&place, &["--json"]), STUCK_AFTER).out, "");
+    assert_refused(&finish(slabinfo(&place, &["1073741824"]), STUCK_AFTER), "there is no process 1073741824");
+    let mut plain = place.command("cat");
+    plain.stdin(Stdio::piped());
+    let plain = Guard::new(plain);
+    assert_refused(&finish(slabinfo(&place, &[&plain.id().to_string(), "-s"]), STUCK_AFTER), "publishes no figures");
+
+    let mut command = place.pagemill_run(&[], "sh");
+    command.args(["-c", "echo $$; read word; echo 0"]);
+    let none = Holder::start(command);
+    none.stop();
+    let end = finish(slabinfo(&place, &[&none.pid().to_string()]), STUCK_AFTER);
+    assert!(end.code() == 0 && end.out.ends_with("  no slab caches\n"), "{}{}", end.out, end.err);
+    none.go_on();
+    none.end();
+
+    let holder = start(&place);
+    let pid = holder.pid().to_string();
+    holder.stop();
+    assert_refused(&finish(slabinfo(&place, &[&pid]), STUCK_AFTER), "does not answer within 2 s");
+    let end = thread::scope(|scope| {
+        let asking = scope.spawn(|| finish(slabinfo(&place, &[&pid]), STUCK_AFTER));
+        while requests(&place).is_empty() {
+            thread::sleep(Duration::from_millis(1));
+        }
+        assert!(shell(&format!("kill -s KILL {pid}")).success());
+        asking.join().unwrap()
+    });
+    assert_refused(&end, "it has ended");
+    assert_eq!(requests(&place), Vec::<PathBuf>::new());
+}
+
+/// All are asked before one is waited for, so that two that do not answer cost no more than one; both are told, and the others listed.
+#[test]
+fn who_does_not_answer_keeps_nobody_waiting() {
+    let place = Place::new();
+    let holders = [(); 3].map(|()| start(&place));
+    let stopped = [&holders[0], &holders[2]];
+    stopped.iter().for_each(|holder| holder.stop());
+    let end = finish(slabinfo(&place, &[]), STUCK_AFTER);
+    assert_eq!(end.code(), 2, "{}{}", end.out, end.err);
+    for holder in stopped {
+        assert!(end.err.contains(&format!("process {}: it does not answer within 2 s", holder.pid())), "{}", end.err);
+    }
+    let titles: Vec<&str> = end.out.lines().filter(|line| !line.starts_with(' ')).collect();
+    let listed = titles.iter().all(|title| title.starts_with(&format!("{} ", holders[1].pid())));
+    assert!(titles.len() == 1 && listed, "{}", end.out);
+    assert_eq!((end.err.lines().count(), requests(&place)), (2, Vec::new()), "{}", end.err);
+
+    let whos = stopped.map(|holder| process::identity(holder.pid()).unwrap());
+    let figures = whos.map(|who| figures_of(&place, who));
+    let whom = [(&figures[0], whos[0]), (&figures[1], whos[1])];
+    let asked = Cell::new(0);
+    // What is there when the waiting begins.
+    let should_stop = || {
+        asked.set(requests(&place).len());
+        true
+    };
+    let told = listing::ask_for_slabs(&whom, should_stop);
+    assert!(told.iter().all(|told| matches!(told, Err(Unanswered::Stopped))), "{told:?}");
+    assert_eq!((asked.get(), told.len(), requests(&place)), (2, 2, Vec::new()));
+    stopped.iter().for_each(|holder| holder.go_on());
+    holders.into_iter().for_each(|holder| assert_eq!(holder.end(), [1]));
+}
+
+/// Another user may neither see nor shrink: not by the command, whose folder is another, and not by a request of his own in the
+/// folder. Root as that user may.
+#[test]
+fn others_are_refused() {
+    if !is_root() || lacks("setpriv") {
+        return println!("skipped: another user is needed");
+    }
+    const NOBODY: u32 = 65534;
+    let place = Place::new();
+    fs::set_permissions(place.path("."), fs::Permissions::from_mode(0o755)).unwrap();
+    let holder = start(&place);
+    let pid = holder.pid().to_string();
+    let as_nobody = |runtime: &Path| {
+        let mut command = place.command("setpriv");
+        command.args(["--reuid=65534", "--regid=65534", "--clear-groups", PAGEMILL, "slabinfo", &pid, "-s"]);
+        command.env("XDG_RUNTIME_DIR", runtime);
+        finish(command, STUCK_AFTER)
+    };
+    // With that user's own folders, and with those of the process.
+    for runtime in [place.path("none"), place.path("runtime")] {
+        let end = as_nobody(&runtime);
+        if end.code() >= 126 {
+            return println!("skipped: the command lies where not everybody may go");
+        }
+        assert_refused(&end, "is another user's: it answers user 0 only");
+    }
+    // A request that somebody smuggled in is passed over: of another user, or writable by one.
+    let who = process::identity(holder.pid()).unwrap();
+    let figures = figures_of(&place, who);
+    let stopped = |change: &dyn Fn(&Path)| {
+        holder.stop();
+        let outcome = thread::scope(|scope| {
+            let asking = scope.spawn(|| order(&figures, who, Action::SetUsedRatio(77), 1));
+            while requests(&place).is_empty() {
+                thread::sleep(Duration::from_millis(1));
+            }
+            change(&requests(&place)[0]);
+            holder.go_on();
+            asking.join().unwrap()
+        });
+        assert!(matches!(outcome, Err(Unanswered::Late)), "{outcome:?}");
+    };
+    stopped(&|path| std::os::unix::fs::chown(path, Some(NOBODY), None).unwrap());
+    stopped(&|path| fs::set_permissions(path, fs::Permissions::from_mode(0o666)).unwrap());
+    stopped(&|path| fs::hard_link(path, place.path("second")).unwrap());
+    assert_eq!(number(cache(&list(&place, &holder, &[]), "nodes"), "defrag_used_ratio"), 0);
+    assert_eq!(order(&figures, who, Action::SetUsedRatio(77), 1).unwrap().errno, 0, "its own user may");
+    assert_eq!(holder.end(), [1]);
+
+    // Root as the other user.
+    fs::set_permissions(place.path("runtime"), fs::Permissions::from_mode(0o700)).unwrap();
+    std::os::unix::fs::chown(place.path("runtime"), Some(NOBODY), Some(NOBODY)).unwrap();
+    fs::remove_dir_all(place.path("runtime/pagemill")).unwrap();
+    let mut command = place.command("setpriv");
+    command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]).arg(std::env::current_exe().unwrap());
+    let holder = Holder::start(program_of(&place, command));
+    let pid = holder.pid().to_string();
+    assert_refused(
+        &finish(slabinfo(&place, &[&pid]), STUCK_AFTER),
+        "it answers user 65534 only, as whom root can ask it",
+    );
+    let mut command = place.command("setpriv");
+    command.args(["--reuid=65534", "--regid=65534", "--clear-groups", PAGEMILL, "slabinfo", &pid, "--shrink=nodes"]);
+    let end = finish(command, STUCK_AFTER);
+    end.assert_success();
+    assert!(end.out.contains(" went back"), "{}", end.out);
+    assert_eq!(holder.end(), [1]);
+}
+
+/// Figures of a process that claims to have slab caches, as anybody could write them.
+fn forge_figures(place: &Place, who: Identity) {
+    let mut page = vec![0u8; stats::Figures::LEN];
+    page[..8].copy_from_slice(b"pagemill");
+    page[8..12].copy_from_slice(&stats::VERSION.to_le_bytes());
+    page[12..16].copy_from_slice(&who.pid.to_le_bytes());
+    page[16..24].copy_from_slice(&who.start_ticks.to_le_bytes());
+    let counter = 64 + 8 * Counter::SlabCaches as usize;
+    page[counter..counter + 8].copy_from_slice(&1u64.to_le_bytes());
+    let folder = place.path("runtime/pagemill");
+    if !folder.exists() {
+        std::os::unix::fs::DirBuilderExt::mode(&mut fs::DirBuilder::new(), 0o700).create(&folder).unwrap();
+    }
+    fs::write(figures_of(place, who).as_str(), page).unwrap();
+}
+
+/// Lists and answers to orders that another process may write: none of them is believed, and none harms. They come from here.
+#[test]
+fn garbage_is_refused() {
+    let place = Place::new();
+    let mut sleeper = place.command("cat");
+    sleeper.stdin(Stdio::piped());
+    let sleeper = Guard::new(sleeper);
+    let who = process::identity(sleeper.id()).unwrap();
+    let head = |magic: &[u8; 8], number: u32, errno: u32, records: u64| {
+        let mut bytes = magic.to_vec();
+        bytes.extend(number.to_le_bytes().into_iter().chain(errno.to_le_bytes()));
+        bytes.extend(records.to_le_bytes().into_iter().chain(0u64.to_le_bytes()));
+        bytes
+    };
+    let list = b"pm-slab2";
+    let answers = [
+        (vec![0xFF; 100], "no list"),
+        (head(list, 1, 0, 1), "no list"),
+        (head(list, 1, 0, u64::MAX), "no list"),
+        (head(list, 2, 0, 0), "no list"),
+        (head(b"pm-cach2", 1, 0, 0), "no list"),
+        ([head(list, 1, 0, 1), vec![0xFF; 256]].concat(), "no list"),
+        ([head(list, 1, 0, 1), vec![0; 256]].concat(), "no list"),
+        (head(list, 1, libc::ENOSPC as u32, 0), "could not write its list"),
+        (Vec::new(), "no helper thread"),
+    ];
+    // What stands there once somebody asks.
+    let answered = |answer: &[u8], from: usize, ask: &(dyn Fn() -> String + Sync)| {
+        forge_figures(&place, who);
+        let told = thread::scope(|scope| {
+            let asking = scope.spawn(ask);
+            while requests(&place).is_empty() && !asking.is_finished() {
+                thread::sleep(Duration::from_millis(1));
+            }
+            if let Some(path) = requests(&place).first() {
+                // Not made anew where it is gone; an order is written at once after it was made.
+                while fs::metadata(path).is_ok_and(|metadata| metadata.len() < from as u64) {}
+                let file = fs::OpenOptions::new().write(true).open(path);
+                let _ = file.map(|file| std::os::unix::fs::FileExt::write_all_at(&file, answer, from as u64));
+            }
+            asking.join().unwrap()
+        });
+        assert_eq!(requests(&place), Vec::<PathBuf>::new());
+        told
+    };
+    for (answer, words) in &answers {
+        let told = answered(answer, 0, &|| finish(slabinfo(&place, &[&sleeper.id().to_string()]), STUCK_AFTER).err);
+        assert!(told.contains(words), "{told}");
+    }
+    let told = b"pm-slan1";
+    let outcome = |cache: u64| [cache.to_le_bytes().to_vec(), vec![0; 56]].concat();
+    let orders = [
+        (vec![0xFF; 100], "no list"),
+        (head(list, 1, 0, 0), "no list"),
+        (head(told, 1, 0, 0), "no list"),
+        ([head(told, 1, 0, 1), outcome(6)].concat(), "no list"),
+        ([head(told, 1, 0, 1), vec![0xFF; 64]].concat(), "no list"),
+        ([head(told, 1, 0, 1), outcome(5)].concat(), "done"),
+    ];
+    for (answer, words) in &orders {
+        let told = answered(answer, 32, &|| match order(&figures_of(&place, who), who, Action::Shrink, 5) {
+            Ok(outcome) => format!("done: {outcome:?}"),
+            Err(error) => error.to_string(),
+        });
+        assert!(told.contains(words), "{told}");
+    }
+}

@@ -1,0 +1,132 @@
+//! `pagemill slabinfo`: what it says to people, where they typed something else, or have to wait.
+
+mod common;
+
+use common::slab_program::{self, assert_refused, requests, said, show, slabinfo, start};
+use common::{Guard, PAGEMILL, Place, STUCK_AFTER, finish};
+use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::thread;
+use std::time::Duration;
+
+#[test]
+#[ignore = "a program for other tests"]
+fn program() {
+    slab_program::run();
+}
+
+/// Of a shrink that goes on, and of caches that it was not begun at, nothing stands where results do; of one that was done before, it does.
+#[test]
+fn what_goes_on_is_no_result() {
+    let place = Place::new();
+    let mut holder = start(&place);
+    let moving = place.path("moving");
+    fs::write(&moving, b"").unwrap();
+    let pid = holder.pid().to_string();
+    let slabs = said(&holder, "nodes")[1];
+    let end = finish(slabinfo(&place, &[&pid, "-s"]), STUCK_AFTER);
+    assert_eq!(end.code(), 1, "{}", end.err);
+    assert!(end.out.contains("\n  entries ") && !end.out.contains("nodes"), "{}{}", end.out, end.err);
+    assert!(end.err.contains("nodes: process ") && end.err.contains("; not begun: boxes, tab?red"), "{}", end.err);
+    for more in [&["--ctor"][..], &["-C", "--json"]] {
+        let end = finish(slabinfo(&place, &[&[pid.as_str(), "-s"], more].concat()), STUCK_AFTER);
+        assert_eq!((end.code(), end.out.as_str()), (1, ""), "{}", end.err);
+        assert!(end.err.ends_with("still at it after 2 s, and goes on\n"), "{}", end.err);
+    }
+    fs::remove_file(&moving).unwrap();
+    while said(&holder, "nodes")[1] > slabs / 5 {
+        holder.next();
+    }
+    assert_eq!(holder.end(), [1]);
+}
+
+/// Who names a cache that is not there, or a process where a cache is wanted, is told what to type.
+#[test]
+fn what_to_type_is_told() {
+    let place = Place::new();
+    let refused =
+        |options: &[&str], words: &str| assert_refused(&finish(slabinfo(&place, options), STUCK_AFTER), words);
+    refused(&["-s"], "`pagemill slabinfo PID --shrink`; no process of yours has slab caches");
+    let holder = start(&place);
+    let pid = &*holder.pid().to_string();
+    refused(&[pid, "--shrink=ndoes"], "has no slab cache ndoes; did you mean nodes?");
+    refused(&[pid, "-r", "Entry"], "has no slab cache Entry; did you mean entries?");
+    refused(
+        &[pid, "--set-ratio", "xyz=1"],
+        "has no slab cache xyz; there are boxes, entries, nodes, 'tab?red ?[31m?line=1'",
+    );
+    refused(&["-r", "box"], "no process has a slab cache box; did you mean boxes?");
+    let which = format!("of which process? `pagemill slabinfo PID --shrink=nodes`; PID can be that of {pid} ");
+    refused(&["--shrink=nodes"], &which);
+    refused(&["-s"], &format!("`pagemill slabinfo PID --shrink`; PID can be that of {pid} "));
+    refused(&["--shrink=nods"], "no process has a slab cache nods; did you mean nodes?");
+    let is_none = "nodes is no number of a process; `pagemill slabinfo";
+    refused(&["-s", "nodes"], &format!("{is_none} PID --shrink=nodes` shrinks"));
+    refused(&["nodes"], &format!("{is_none} --report=nodes` shows"));
+    refused(
+        &[pid, "-s", "nodes"],
+        &format!("{pid} or nodes? A cache goes by an option: --shrink=nodes, --report=nodes"),
+    );
+    refused(&["nodes", pid], "A cache goes by an option: --shrink=nodes, --report=nodes");
+    show(&place, &holder, &["-sM"]);
+    assert_eq!(holder.end(), [1]);
+}
+
+/// A signal ends a command that waits for an answer as it ends any other, and no request is left: the status is what a shell or a
+/// service manager expects.
+#[test]
+fn signals_end_a_command_that_waits() {
+    let place = Place::new();
+    let holder = start(&place);
+    holder.stop();
+    let pid = holder.pid().to_string();
+    for (name, signal) in [("INT", libc::SIGINT), ("TERM", libc::SIGTERM), ("HUP", libc::SIGHUP)] {
+        for options in
+            [&["slabinfo", &pid][..], &["slabinfo"], &["slabinfo", &pid, "-s"], &["meminfo", &pid, "--watch"]]
+        {
+            let mut command = place.command(PAGEMILL);
+            command.args(options).stdout(Stdio::null()).stderr(Stdio::null());
+            let mut asking = Guard::new(command);
+            let has_asked = || !requests(&place).is_empty();
+            while options[0] == "slabinfo" && !has_asked() {
+                thread::sleep(Duration::from_millis(1));
+            }
+            if options[0] == "meminfo" {
+                thread::sleep(Duration::from_millis(300));
+            }
+            asking.signal(name);
+            assert_eq!(asking.wait(STUCK_AFTER).signal(), Some(signal), "{options:?}");
+            assert_eq!(requests(&place), Vec::<PathBuf>::new());
+        }
+    }
+    holder.go_on();
+    assert_eq!(holder.end(), [1]);
+}
+
+/// The help explains each column of the table and each flag, shows how to type what is usual, and fits 100 columns.
+#[test]
+fn help_explains_what_is_shown() {
+    let place = Place::new();
+    let holder = start(&place);
+    let table = show(&place, &holder, &[]);
+    let help = finish(slabinfo(&place, &["--help"]), STUCK_AFTER);
+    help.assert_success();
+    let (_, columns) = help.out.split_once("\nColumns:\n").unwrap();
+    for column in table.lines().nth(1).unwrap().split_ascii_whitespace().filter(|column| *column != "NAME") {
+        let is_explained = |line: &str| {
+            let (names, text) = line.split_at(line.len().min(20));
+            names.split([' ', ',']).any(|name| name == column) && !text.is_empty()
+        };
+        assert!(columns.lines().any(is_explained), "{column}: {columns}");
+    }
+    for flag in ["M ", "C ", "D ", "L ", "F ", "P "] {
+        assert!(columns.contains(&format!(" {flag}")), "{flag}: {columns}");
+    }
+    assert!(columns.contains("\n  pagemill slabinfo 123 -s=entries "), "{columns}");
+    assert!(help.out.lines().all(|line| line.chars().count() <= 100), "{}", help.out);
+    let pid = holder.pid().to_string();
+    finish(slabinfo(&place, &[&pid, "-s=entries"]), STUCK_AFTER).assert_success();
+    assert_eq!(holder.end(), [1]);
+}
