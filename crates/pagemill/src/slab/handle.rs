@@ -344,8 +344,16 @@ impl<T: Movable> Member for Inner<T> {
         stocked + in_limbo as u64 + self.engine.in_batches()
     }
 
-    /// Nobody's code runs when a value is moved: at a limit this cache packs itself.
+    /// Nobody's code runs when a value is moved, or forgotten: at a limit this cache packs itself, and ends what was removed if that has no
+    /// destructor.
     fn compact(&self) {
+        if !std::mem::needs_drop::<T>() {
+            let ripe = self.limbo.0.try_with(|limbo| {
+                self.close(limbo);
+                self.ripe(limbo, usize::MAX)
+            });
+            self.drop_all(ripe.unwrap_or_default());
+        }
         defrag::pack(&self.engine, self);
     }
 

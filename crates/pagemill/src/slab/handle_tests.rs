@@ -482,6 +482,32 @@ fn a_limit_packs_values() {
     drop(slots);
 }
 
+/// At a limit, values that were removed beside a reader go when he has gone, without a call of their cache.
+#[test]
+fn a_limit_ends_what_was_removed() {
+    let (slabs, _) = slabs_with(Layout::for_test(), 8 * BLOCK_BYTES as u64);
+    let cache = slabs.by_handle::<Value>(Settings::new("limit")).unwrap();
+    let handles: Vec<_> = (0..70_000).map(|number| cache.insert(value(number)).unwrap()).collect();
+    let guard = pin();
+    handles.iter().for_each(|handle| assert!(cache.remove(*handle).unwrap()));
+    let other = slabs.fixed::<[u8; 4000]>(Settings::new("other")).unwrap();
+    let mut slots = Vec::new();
+    let error = loop {
+        match other.insert([1; 4000]) {
+            Ok(slot) => slots.push(slot),
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, Error::NoMemory { .. }) && slots.len() < 1_000 && cache.in_limbo() > 69_000);
+    drop(guard);
+    let began = Instant::now();
+    while slots.len() < 2_000 {
+        // Readers of other tests may be there, too.
+        assert!(began.elapsed() < STUCK_AFTER, "memory does not come");
+        slots.extend(other.insert([1; 4000]).ok());
+    }
+}
+
 /// Values move between nodes, and their handles find them.
 #[test]
 fn values_move_between_nodes() {

@@ -147,7 +147,8 @@ impl Worker {
 
     /// Something was freed, or is wanted: the thread looks, where there is one. Can be called anywhere: takes no lock, and no memory.
     pub fn ring(&self) {
-        if self.is_rung.swap(1, SeqCst) == 1 {
+        // What the thread itself frees it sees to.
+        if is_worker() || self.is_rung.swap(1, SeqCst) == 1 {
             return;
         }
         // Either this is seen by who is about to park, or it is seen here that he has.
@@ -320,21 +321,36 @@ impl Worker {
         for at in (0..slabs.member_count()).rev() {
             let (seen, before_ns) = (self.bell.count(), clock::own_cpu_ns());
             let done = self.visit(|| slabs.member_at(at), tend);
-            let took_ns = clock::own_cpu_ns() - before_ns;
-            if !matches!(done, Some(Ok(Found::Order))) {
-                *owed_ns = owed_after(*owed_ns, took_ns);
-            }
+            let owes = (!matches!(done, Some(Ok(Found::Order)))).then_some(&mut *owed_ns);
+            self.note_work(before_ns, owes);
             if let Some(done) = done {
                 stats::add(Counter::SlabBehindSteps, u64::from(matches!(done, Ok(Found::Work | Found::Order))));
                 found = found.max(done.unwrap_or(Found::Waiting));
             }
-            stats::add(Counter::SlabBehindNs, took_ns);
-            self.worked_ns.fetch_add(took_ns, Relaxed);
             if *owed_ns >= REST_NS {
                 self.rest(std::mem::take(owed_ns), seen);
             }
         }
+        if found == Found::Nothing
+            && let Some(ground) = slabs.ground.get().filter(|ground| ground.blocks.giveable_bytes() > 0)
+            && self.enter()
+        {
+            // Nobody frees, so what is free and in no cache is not about to be needed again.
+            let before_ns = clock::own_cpu_ns();
+            ground.blocks.shrink(u64::MAX);
+            self.leave();
+            self.note_work(before_ns, Some(owed_ns));
+        }
         found
+    }
+
+    fn note_work(&self, before_ns: u64, owed_ns: Option<&mut u64>) {
+        let took_ns = clock::own_cpu_ns() - before_ns;
+        if let Some(owed_ns) = owed_ns {
+            *owed_ns = owed_after(*owed_ns, took_ns);
+        }
+        stats::add(Counter::SlabBehindNs, took_ns);
+        self.worked_ns.fetch_add(took_ns, Relaxed);
     }
 
     /// Lets `act` have a cache. One whose callbacks panic is left alone from then on, until somebody says that they are mended:

@@ -94,6 +94,27 @@ fn memory_comes_back_without_a_call() {
     }
 }
 
+/// Blocks that the program itself emptied, of a cache that it keeps or of one that goes, come back to the system without any call.
+#[test]
+fn what_the_program_emptied_comes_back_without_a_call() {
+    let (slabs, account) = slabs_behind(crate::arena::Layout::for_test(), UNLIMITED);
+    let kept = cache_of(slabs, Settings::new("kept"));
+    let fixed = slabs.fixed::<[u64; 24]>(Settings::new("fixed")).unwrap();
+    for is_dropped in [false, true] {
+        let slots: Vec<_> = (0..ITEMS).map(|number| fixed.insert([number; 24]).unwrap()).collect();
+        let other = is_dropped.then(|| cache_of(slabs, Settings::new("goes")));
+        let cache = other.as_ref().unwrap_or(&kept);
+        (0..ITEMS).for_each(|number| cache.add(number));
+        (0..ITEMS).for_each(|number| wait_until("an item", || cache.remove(number)));
+        drop((other, slots));
+        wait_until("memory", || slabs.ground.get().unwrap().blocks.giveable_bytes() == 0);
+        wait_for_sleep(slabs);
+        // Each keeps one for its next objects, and what is in magazines.
+        let bytes: u64 = slabs.list().iter().map(|cache| cache.total.resident_bytes).sum();
+        assert_eq!(account.resident(), bytes);
+    }
+}
+
 /// Counts itself when it goes.
 struct Value {
     words: [u64; 20],
