@@ -95,6 +95,16 @@ fn install(signal: i32, handler: Handler) -> libc::sigaction {
     }
 }
 
+/// On which stack handlers of this thread run from now on, which must last as long; says on which they did.
+fn change_signal_stack(stack: &libc::stack_t) -> libc::stack_t {
+    // SAFETY: plain data.
+    unsafe {
+        let mut before: libc::stack_t = std::mem::zeroed();
+        assert_eq!(libc::sigaltstack(stack, &raw mut before), 0);
+        before
+    }
+}
+
 /// The byte at an address, or which signal came instead. The program's own handlers are there before the first mark.
 fn probe(addr: usize) -> i32 {
     static HANDLERS: Once = Once::new();
@@ -288,6 +298,10 @@ fn handlers_do_not_wait_for_themselves() {
     if !mark(&area, 0, area.pages(), How::Full) {
         return;
     }
+    // Three handlers may be within each other. Of processors with wide registers that is more than the 8 KiB that a thread has.
+    let mut room = vec![0_u8; 128 << 10];
+    let nested = libc::stack_t { ss_sp: room.as_mut_ptr().cast(), ss_flags: 0, ss_size: room.len() };
+    let own_stack = change_signal_stack(&nested);
     ADDR.store(area.at(area.pages() / 2) as usize, Relaxed);
     let before = install(libc::SIGPROF, on_alarm);
     // To this very thread, again and again.
@@ -315,6 +329,7 @@ fn handlers_do_not_wait_for_themselves() {
     });
     // SAFETY: puts back what was there.
     unsafe { libc::sigaction(libc::SIGPROF, &raw const before, std::ptr::null_mut()) };
+    change_signal_stack(&own_stack);
 }
 
 /// A child that is forked while another thread ends guards can use what it unmarks.

@@ -55,6 +55,8 @@ pub(super) struct Blocks {
     free: Guarded<[Free; MAX_NODES]>,
     /// Free ones with memory that is charged here.
     filled: AtomicU32,
+    /// How many have become such so far.
+    gives: AtomicU32,
     /// Those that caches have.
     taken: AtomicU32,
 }
@@ -108,6 +110,7 @@ impl Blocks {
             slabs: Table::new(per_node * nodes * MAX_SLABS)?,
             free: Guarded::new([Free::default(); MAX_NODES]),
             filled: AtomicU32::new(0),
+            gives: AtomicU32::new(0),
             taken: AtomicU32::new(0),
         })
     }
@@ -280,6 +283,7 @@ impl Blocks {
             return freed.unwrap_or(0);
         }
         self.filled.fetch_add(1, Relaxed);
+        self.gives.fetch_add(1, Relaxed);
         stats::add(Counter::SlabFree, BLOCK_BYTES as u64);
         self.free.with(|free| self.push(&mut free[node].filled, block));
         0
@@ -319,6 +323,11 @@ impl Blocks {
         }
         // SAFETY: the caller's promise.
         unsafe { self.arena.discard_part(self.in_arena(block), addr, len_bytes) }
+    }
+
+    /// How many blocks have become free so far that keep their memory.
+    pub fn gives(&self) -> u32 {
+        self.gives.load(Relaxed)
     }
 
     /// Bytes of free blocks that keep their memory.

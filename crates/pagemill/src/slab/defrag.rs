@@ -13,8 +13,8 @@ use pagemill_sys::clock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Who needs memory at once waits so long for readers.
-const MOMENT_NS: u64 = 5_000_000;
+/// Who needs memory at once waits so long for readers, and for what they left.
+pub(super) const MOMENT_NS: u64 = 5_000_000;
 
 /// All that is not full is worth emptying.
 const ALL: u32 = 101;

@@ -6,7 +6,7 @@
 #![allow(unsafe_code)] // values in slots
 
 use super::batch::{GRACE_NS, Grace, take_over};
-use super::defrag;
+use super::defrag::{self, MOMENT_NS};
 use super::ending::Ending;
 use super::engine::{Engine, Object};
 use super::handles::{Entry, Handle, Handles, Key, Words};
@@ -299,6 +299,22 @@ impl<T: Movable> Inner<T> {
         }
     }
 
+    /// Ends values without a destructor that no reader is at any more, for who needs memory and may be in the midst of anything.
+    fn end_plain(&self) {
+        let Some(seized) = self.engine.try_seize() else { return };
+        self.collect(&seized);
+        drop(seized);
+        self.limbo.0.try_with(|limbo| self.close(limbo));
+        let patience = Patience::new();
+        while patience.waited_ns() < MOMENT_NS {
+            let ripe = self.limbo.0.try_with(|limbo| self.ripe(limbo, PARTS_AT_ONCE)).unwrap_or_default();
+            if ripe.is_empty() {
+                return;
+            }
+            self.drop_all(ripe);
+        }
+    }
+
     /// Ends all that is in limbo, as far as readers go within a second.
     fn end_all(&self) {
         if let Ok(seized) = self.engine.seize() {
@@ -348,11 +364,7 @@ impl<T: Movable> Member for Inner<T> {
     /// destructor.
     fn compact(&self) {
         if !std::mem::needs_drop::<T>() {
-            let ripe = self.limbo.0.try_with(|limbo| {
-                self.close(limbo);
-                self.ripe(limbo, usize::MAX)
-            });
-            self.drop_all(ripe.unwrap_or_default());
+            self.end_plain();
         }
         defrag::pack(&self.engine, self);
     }

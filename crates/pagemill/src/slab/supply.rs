@@ -101,8 +101,10 @@ impl Engine {
                 poison::close(blocks.addr(block), BLOCK_BYTES);
             }
             freed += blocks.give(block);
-            // It is in no cache, and keeps its memory: the thread behind sees whether it is needed again.
-            self.ground.slabs.worker.ring();
+            if blocks.giveable_bytes() > 0 {
+                // It is in no cache, and keeps its memory: the thread behind sees whether it is needed again.
+                self.ground.slabs.worker.ring();
+            }
         }
         freed
     }

@@ -20,6 +20,7 @@ use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
 use crate::sync::{AtomicU32, AtomicU64, Patience, Relaxed, Signal};
 use crate::trace::{self, Event};
+use crate::units::BLOCK_BYTES;
 use pagemill_sys::clock;
 #[cfg(not(shuttle))]
 use pagemill_sys::process;
@@ -48,6 +49,10 @@ const LAST_PAUSE: Duration = Duration::from_secs(4);
 
 /// Where something was freed that was not worth a sign it looks once more after so long.
 const SECOND_LOOK: Duration = Duration::from_secs(1);
+
+/// Free blocks that are in no cache wait so long for one to need them, and go so many bytes at a time.
+const UNUSED_NS: u64 = if cfg!(shuttle) { 0 } else { 1_000_000_000 };
+const GIVEN_AT_ONCE: u64 = 16 * BLOCK_BYTES as u64;
 
 /// Who waits until it is out of a cache waits so long; a fork, which may hold what a callback waits for, less.
 const PATIENCE_NS: u64 = if cfg!(test) { 100_000_000_000 } else { 1_000_000_000 };
@@ -116,6 +121,9 @@ pub(super) struct Worker {
     /// Nanoseconds of a processor that it took, and such that it rested for them.
     worked_ns: AtomicU64,
     rested_ns: AtomicU64,
+    /// Blocks that had become free by the last round, and when it saw that.
+    gives_seen: AtomicU32,
+    given_ns: AtomicU64,
 }
 
 #[cfg(not(shuttle))]
@@ -147,8 +155,7 @@ impl Worker {
 
     /// Something was freed, or is wanted: the thread looks, where there is one. Can be called anywhere: takes no lock, and no memory.
     pub fn ring(&self) {
-        // What the thread itself frees it sees to.
-        if is_worker() || self.is_rung.swap(1, SeqCst) == 1 {
+        if self.is_rung.swap(1, SeqCst) == 1 {
             return;
         }
         // Either this is seen by who is about to park, or it is seen here that he has.
@@ -331,17 +338,37 @@ impl Worker {
                 self.rest(std::mem::take(owed_ns), seen);
             }
         }
-        if found == Found::Nothing
-            && let Some(ground) = slabs.ground.get().filter(|ground| ground.blocks.giveable_bytes() > 0)
-            && self.enter()
-        {
-            // Nobody frees, so what is free and in no cache is not about to be needed again.
-            let before_ns = clock::own_cpu_ns();
-            ground.blocks.shrink(u64::MAX);
+        found.max(self.give_free(slabs, owed_ns))
+    }
+
+    /// What is free, and in no cache, goes to the system when nothing has come to it for a while: until then it may be needed again.
+    fn give_free(&self, slabs: &'static Slabs, owed_ns: &mut u64) -> Found {
+        let Some(blocks) = slabs.ground.get().map(|ground| &ground.blocks) else { return Found::Nothing };
+        let gives = blocks.gives();
+        if self.gives_seen.swap(gives, Relaxed) != gives {
+            self.given_ns.store(clock::fine_ns(), Relaxed);
+        }
+        if blocks.giveable_bytes() == 0 {
+            return Found::Nothing;
+        }
+        if clock::fine_ns() - self.given_ns.load(Relaxed) < UNUSED_NS {
+            return Found::Changes;
+        }
+        // Some at a time, since a fork waits meanwhile, or who wants nothing done behind.
+        while blocks.gives() == gives && self.enter() {
+            let (seen, before_ns) = (self.bell.count(), clock::own_cpu_ns());
+            let freed = blocks.shrink(GIVEN_AT_ONCE);
             self.leave();
             self.note_work(before_ns, Some(owed_ns));
+            // Nothing is left, or the kernel keeps it.
+            if freed < GIVEN_AT_ONCE {
+                break;
+            }
+            if *owed_ns >= REST_NS {
+                self.rest(std::mem::take(owed_ns), seen);
+            }
         }
-        found
+        Found::Nothing
     }
 
     fn note_work(&self, before_ns: u64, owed_ns: Option<&mut u64>) {

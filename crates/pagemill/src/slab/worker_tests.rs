@@ -11,6 +11,7 @@ use crate::sync::Relaxed;
 use crate::units::BLOCK_BYTES;
 use crate::xarray::{MAX_INDEX, XArray};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::OnceLock;
 use std::sync::atomic::AtomicUsize;
 use std::thread;
 use std::time::Instant;
@@ -102,7 +103,8 @@ fn what_the_program_emptied_comes_back_without_a_call() {
     let fixed = slabs.fixed::<[u64; 24]>(Settings::new("fixed")).unwrap();
     for is_dropped in [false, true] {
         let slots: Vec<_> = (0..ITEMS).map(|number| fixed.insert([number; 24]).unwrap()).collect();
-        let other = is_dropped.then(|| cache_of(slabs, Settings::new("goes")));
+        // Nothing of it waits for readers when it goes.
+        let other = is_dropped.then(|| cache_of(slabs, with_ratio("goes", 0)));
         let cache = other.as_ref().unwrap_or(&kept);
         (0..ITEMS).for_each(|number| cache.add(number));
         (0..ITEMS).for_each(|number| wait_until("an item", || cache.remove(number)));
@@ -112,6 +114,49 @@ fn what_the_program_emptied_comes_back_without_a_call() {
         // Each keeps one for its next objects, and what is in magazines.
         let bytes: u64 = slabs.list().iter().map(|cache| cache.total.resident_bytes).sum();
         assert_eq!(account.resident(), bytes);
+    }
+}
+
+/// A value whose destructor removes the next, in the next cache.
+struct Link {
+    next: Option<Handle<Link>>,
+    number: usize,
+    gone: Arc<AtomicUsize>,
+    caches: Arc<OnceLock<Vec<ByHandle<Link>>>>,
+}
+
+// SAFETY: numbers and pointers.
+unsafe impl Movable for Link {}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        if let (Some(next), Some(caches)) = (self.next, self.caches.get()) {
+            assert!(caches[(self.number + 1) % caches.len()].remove(next).unwrap());
+        }
+        self.gone.fetch_add(1, Relaxed);
+    }
+}
+
+/// What destructors remove that run on the thread itself is dropped, too, without a call: in the same cache, or in one that it has been at.
+#[test]
+fn what_destructors_remove_is_dropped() {
+    for count in [1, 2] {
+        let slabs = slabs(true);
+        let (caches, gone) = (Arc::new(OnceLock::new()), Arc::new(AtomicUsize::new(0)));
+        let made =
+            caches.get_or_init(|| (0..count).map(|_| slabs.by_handle(Settings::new("lists")).unwrap()).collect());
+        let mut next = None;
+        for number in (0..5).rev() {
+            let link = Link { next, number, gone: gone.clone(), caches: caches.clone() };
+            next = Some(made[number % count].insert(link).unwrap());
+        }
+        assert!(made[0].remove(next.unwrap()).unwrap());
+        wait_until("a destructor", || {
+            // The first alone would wait for a part to be full.
+            slabs.worker.ring();
+            gone.load(Relaxed) > 0
+        });
+        wait_until("the others", || gone.load(Relaxed) == 5);
     }
 }
 
