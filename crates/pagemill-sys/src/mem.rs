@@ -401,6 +401,22 @@ pub fn wipe_on_fork(addr: usize) -> bool {
     unsafe { advise(addr, os_page_bytes(), WIPEONFORK) == 0 }
 }
 
+/// Lets the processor fetch the line that an address is in. A wrong address does no harm.
+#[inline(always)]
+pub fn prefetch(addr: usize) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a hint, which reads nothing.
+    unsafe {
+        std::arch::asm!("prefetcht0 [{}]", in(reg) addr, options(nostack, preserves_flags, readonly));
+    }
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: as above.
+    unsafe {
+        std::arch::asm!("prfm pldl1keep, [{}]", in(reg) addr, options(nostack, preserves_flags, readonly));
+    }
+    let _ = addr;
+}
+
 /// A number that differs between the threads alive and costs one instruction: the thread pointer.
 #[inline]
 pub fn thread_token() -> usize {

@@ -108,22 +108,6 @@ pub(crate) unsafe fn read_u64(src: *const u8) -> u64 {
     u64::from_le_bytes(unsafe { src.cast::<[u8; 8]>().read_volatile() })
 }
 
-/// Lets the processor fetch the line that `src` points into. A wrong address does no harm.
-#[inline]
-pub(crate) fn prefetch(src: *const u8) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: a hint, which reads nothing.
-    unsafe {
-        std::arch::asm!("prefetcht0 [{}]", in(reg) src, options(nostack, preserves_flags, readonly));
-    }
-    #[cfg(target_arch = "aarch64")]
-    // SAFETY: as above.
-    unsafe {
-        std::arch::asm!("prfm pldl1keep, [{}]", in(reg) src, options(nostack, preserves_flags, readonly));
-    }
-    let _ = src;
-}
-
 /// Whether all of `len_bytes` at `src` read zero.
 ///
 /// # Safety

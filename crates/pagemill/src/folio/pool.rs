@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
 use crate::sync::{AtomicU32, AtomicU64, Guarded, Patience, Relaxed};
 use crate::units::{BLOCK_BYTES, PageSize};
+use pagemill_sys::mem;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU8};
 
@@ -291,7 +292,7 @@ impl Pool {
     /// Lets the processor fetch bytes that are about to be read.
     #[inline]
     pub fn prefetch(&self, number: u32, at: usize) {
-        bytes::prefetch((self.addr(number) + at) as *const u8);
+        mem::prefetch(self.addr(number) + at);
     }
 
     #[inline]

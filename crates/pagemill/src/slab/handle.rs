@@ -403,6 +403,13 @@ impl<T: Movable> Mover for Inner<T> {
         pin()
     }
 
+    /// The word of the handle that stands for it: those are all over the table.
+    fn expect(&self, object: usize) {
+        // SAFETY: as in `migrate`; which value's it is by now is seen there.
+        let index = unsafe { &(*(object as *mut Place<T>)).index }.load(Relaxed);
+        self.handles.fetch(index);
+    }
+
     /// Handles go to the table, places to the limbo of all.
     fn collect(&self, seized: &Seized<'_>) {
         if self.is_over.load(Relaxed) {

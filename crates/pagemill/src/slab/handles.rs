@@ -22,6 +22,7 @@ use crate::arena::{Table, place};
 use crate::error::{Error, Result};
 use crate::sync::{Acquire, AtomicU64, AtomicUsize, Guarded, Relaxed, Release};
 use crate::units::os_page_bytes;
+use pagemill_sys::mem;
 use std::marker::PhantomData;
 use std::sync::atomic::Ordering::AcqRel;
 
@@ -356,6 +357,11 @@ impl Handles {
     /// The word of an index, whatever it is now.
     pub fn load(&self, index: u32) -> Entry {
         Entry(self.word(index).load(Acquire))
+    }
+
+    /// Has the word of an index come near.
+    pub fn fetch(&self, index: u32) {
+        mem::prefetch(std::ptr::from_ref(self.word(index)).addr());
     }
 
     /// Changes a word that is still as it was seen; says whether it was.
