@@ -1,4 +1,4 @@
-//! A barrier in all threads of the process at once, so that what they do all the time needs none of its own.
+//! A memory barrier in all threads of the process at once, so that their frequent operations need none of their own.
 #![allow(unsafe_code)] // the membarrier system call
 
 const PRIVATE_EXPEDITED: libc::c_int = 1 << 3;
@@ -9,15 +9,16 @@ fn membarrier(command: libc::c_int) -> bool {
     unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
 }
 
-/// Says that this process will use [`all_threads`]; whether it can (since Linux 4.14, where no filter forbids it).
+/// Registers this process for [`all_threads`]. Returns whether it works (since Linux 4.14, unless a filter forbids
+/// it).
 pub fn register() -> bool {
     membarrier(REGISTER_PRIVATE_EXPEDITED) && membarrier(PRIVATE_EXPEDITED)
 }
 
-/// When this returns every thread of the process has passed a full memory barrier since it was called: those that run by an
-/// interrupt, the others when they were switched. Some microseconds. Says whether it was done.
+/// Makes every thread of the process pass a full memory barrier before this returns. Running threads get an interrupt;
+/// the others passed one when they were switched out. Takes some microseconds. Returns whether it succeeded.
 pub fn all_threads() -> bool {
-    // A child of fork may have to say so again.
+    // A fork child may have to register again.
     membarrier(PRIVATE_EXPEDITED) || register()
 }
 
@@ -26,8 +27,8 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed, compiler_fence};
 
-    /// Two threads say that they come, and look whether the other does: one with the barrier, one without any. Never do both
-    /// miss the other.
+    /// Two threads each set a flag and read the other's, one with this barrier, one with none. At least one of them
+    /// always sees the other's flag.
     #[test]
     fn it_stands_for_the_barrier_of_the_other() {
         if !register() {

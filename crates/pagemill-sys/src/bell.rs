@@ -1,4 +1,4 @@
-//! A bell: one thread waits for it, any thread rings it (eventfd).
+//! A waker: one thread waits for it, any thread may wake it (eventfd).
 #![allow(unsafe_code)] // eventfd, poll
 
 use crate::file::Fd;
@@ -6,27 +6,27 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-/// Rung any number of times before somebody listens, it is heard once.
+/// Wakes that arrive before the wait are merged into one.
 pub struct Bell(Fd);
 
 impl Bell {
     /// # Errors
     ///
-    /// What `eventfd` says: `EMFILE`.
+    /// Errors of `eventfd`: `EMFILE`.
     pub fn new() -> io::Result<Self> {
         // SAFETY: a new descriptor.
         let number = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
         if number < 0 { Err(io::Error::last_os_error()) } else { Ok(Self(Fd::own(number))) }
     }
 
-    /// Wakes who waits, now or later.
+    /// Wakes the waiting thread, or makes the next wait return at once.
     pub fn ring(&self) {
         let one = 1u64;
-        // SAFETY: reads eight bytes. It would only fail after 2^64 rings that nobody heard.
+        // SAFETY: reads eight bytes. The write could fail only after 2^64 unread wakes.
         unsafe { libc::syscall(libc::SYS_write, self.number(), &raw const one, size_of::<u64>()) };
     }
 
-    /// Waits for a ring, at most so long; says whether one was heard.
+    /// Waits for a wake, at most `timeout`. Returns whether one arrived.
     pub fn wait(&self, timeout: Duration) -> bool {
         if !is_readable(self.as_fd(), timeout) {
             return false;
@@ -49,7 +49,7 @@ impl AsFd for Bell {
     }
 }
 
-/// Waits until a descriptor can be read, or a signal comes, at most so long; says whether it can.
+/// Waits until the descriptor is readable, a signal arrives, or `timeout` has passed. Returns whether it is readable.
 pub fn is_readable(descriptor: BorrowedFd<'_>, timeout: Duration) -> bool {
     use std::os::fd::AsRawFd;
     let mut poll = libc::pollfd { fd: descriptor.as_raw_fd(), events: libc::POLLIN, revents: 0 };
@@ -68,7 +68,7 @@ pub fn is_readable(descriptor: BorrowedFd<'_>, timeout: Duration) -> bool {
 mod tests {
     use super::*;
 
-    /// Rings before the wait are heard, all at once; then it is silent.
+    /// Wakes before the wait are merged into one; a second wait finds none.
     #[test]
     fn rings_are_heard_once() {
         let bell = Bell::new().unwrap();

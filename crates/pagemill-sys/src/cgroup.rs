@@ -1,27 +1,26 @@
-//! Memory control groups, both versions: where this process is charged, and how much of each limit is left.
+//! Memory control groups, versions 1 and 2: the groups that this process is charged to, and their limits.
 //!
-//! A [`Hierarchy`] is found once and asked often; when the process is moved
-//! to another group its files go on existing, so look again now and then.
-//! Nothing here allocates or keeps a descriptor open: it is called inside
-//! `malloc`, and a program may close what it did not open.
+//! A [`Hierarchy`] is found once and queried often. When the process is moved to another group, the files of the old
+//! one still exist, so check [`Hierarchy::is_current`] from time to time. Nothing here allocates or keeps a descriptor
+//! open: it is called inside `malloc`, and a program may close descriptors that it did not open.
 
 use crate::file::{self, Path};
 use std::io;
 
-/// Most levels that are looked at, innermost first.
+/// Maximum number of levels that are examined, innermost first.
 pub const MAX_LEVELS: usize = 12;
 
 /// Version 1 writes "no limit" as the largest number of whole pages.
 const NO_LIMIT: u64 = i64::MAX as u64 - (1 << 16);
 
-/// Which generation's file names hold.
+/// Version of the control group interface, which determines the file names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Version {
     V1,
     V2,
 }
 
-/// A mount of a controller: the part of the hierarchy that is visible, and where.
+/// A mount of a controller: which part of the hierarchy is visible, and where.
 struct Mount<'line> {
     pub version: Version,
     pub root: &'line str,
@@ -29,7 +28,7 @@ struct Mount<'line> {
 }
 
 impl<'line> Mount<'line> {
-    /// From a line of `mountinfo`: the memory controller of version 1, or the unified hierarchy.
+    /// Parses a line of `mountinfo`: the memory controller of version 1, or the unified hierarchy.
     fn parse(line: &'line str) -> Option<Self> {
         let (place, kind) = line.split_once(" - ")?;
         let mut place = place.split(' ').skip(3);
@@ -46,7 +45,44 @@ impl<'line> Mount<'line> {
     }
 }
 
-/// From a line of `/proc/PID/cgroup`: the process's path in the hierarchy of that version.
+impl Mount<'_> {
+    /// Returns the folder of the group with this path.
+    fn folder(&self, root: &str, path: &str) -> Option<Path> {
+        // A container's mount may show only the container's part; a path outside it cannot be followed.
+        let inner = path.strip_prefix(self.root.trim_end_matches('/')).unwrap_or("");
+        let inner = if inner.split('/').any(|part| part == "..") { "" } else { inner.trim_end_matches('/') };
+        join(format_args!("{root}{}{inner}", self.at)).ok()
+    }
+}
+
+/// Returns the group of this process, in the hierarchy that has (version 1) or may have (version 2) the memory
+/// controller.
+///
+/// Unlike [`Hierarchy::find`], returns that group even if only an ancestor, or none, has memory statistics.
+///
+/// # Errors
+///
+/// `NotFound` if no such hierarchy is visible; errors of reading `/proc`.
+pub fn own_group(root: &str) -> io::Result<(Version, Path)> {
+    find_mount(root, "self", |mount, path| Some((mount.version, mount.folder(root, path)?)))
+}
+
+/// Returns the first result of `act` for a mount that contains the process's path.
+fn find_mount<T>(root: &str, pid: &str, act: impl Fn(&Mount<'_>, &str) -> Option<T>) -> io::Result<T> {
+    for version in [Version::V1, Version::V2] {
+        let Some(path) = path_of(root, pid, version)? else { continue };
+        let mountinfo = join(format_args!("{root}/proc/self/mountinfo"))?;
+        let found = file::find_line(mountinfo.as_c_str(), |line| {
+            act(&Mount::parse(line).filter(|mount| mount.version == version)?, path.as_str())
+        })?;
+        if let Some(found) = found {
+            return Ok(found);
+        }
+    }
+    Err(io::ErrorKind::NotFound.into())
+}
+
+/// Parses a line of `/proc/PID/cgroup`: the process's path in the hierarchy of that version.
 fn group_path(line: &str, version: Version) -> Option<&str> {
     let mut fields = line.splitn(3, ':').skip(1);
     let (controllers, path) = (fields.next()?, fields.next()?);
@@ -57,34 +93,34 @@ fn group_path(line: &str, version: Version) -> Option<&str> {
     is_ours.then_some(path)
 }
 
-/// The groups that a process's memory is charged to: its own, and all above as far as they are visible.
+/// The groups that a process's memory is charged to: its own and all visible ancestors.
 pub struct Hierarchy {
     pub version: Version,
-    /// Folder of the innermost group that has figures.
+    /// Folder of the innermost group that has memory statistics.
     own: Path,
-    /// Length of the part of `own` that is the mount.
+    /// Length of the mount point's path, a prefix of `own`.
     mount_len: usize,
-    /// What `/proc/self/cgroup` said, to notice a move.
+    /// The path in `/proc/self/cgroup` when this was made, to detect a move.
     path: Path,
 }
 
-/// A group's limits; `u64::MAX` for none.
+/// Limits of a group; `u64::MAX` means no limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limit {
-    /// Where the kernel begins to slow the group down: the smaller of `memory.high` and `memory.max`.
+    /// The smaller of `memory.high` and `memory.max`; beyond it the kernel throttles the group.
     pub soft_bytes: u64,
-    /// Where it kills: `memory.max`, or the limit of version 1.
+    /// `memory.max`, or the limit of version 1; beyond it the kernel kills.
     pub hard_bytes: u64,
 }
 
-/// What a group's memory is used for.
+/// Memory of a group by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Held {
-    /// File pages that nobody used lately.
+    /// Inactive file pages.
     pub idle_bytes: u64,
-    /// Other file pages that can be read again, and caches of the kernel.
+    /// Other file pages that can be read again, and reclaimable kernel caches.
     pub other_bytes: u64,
-    /// Files that are in memory only, and shared memory.
+    /// Files that exist in memory only, and shared memory.
     pub shared_bytes: u64,
 }
 
@@ -93,42 +129,31 @@ impl Limit {
 }
 
 impl Hierarchy {
-    /// Finds this process's groups. `root` stands before every path: empty, or a folder with a made-up tree.
+    /// Finds this process's groups. `root` is prepended to every path: empty, or the folder of a test tree.
     ///
-    /// Cost: some 100 us. Version 1 is preferred where both have the controller, as the kernel does.
+    /// Cost: some 100 us. Prefers version 1 where both have the controller, as the kernel does.
     ///
     /// # Errors
     ///
-    /// `NotFound` if no memory controller is visible; what reading `/proc` says.
+    /// `NotFound` if no memory controller is visible; errors of reading `/proc`.
     pub fn find(root: &str) -> io::Result<Self> {
         Self::find_of(root, "self")
     }
 
-    /// As [`Self::find`], of the process with that number.
+    /// As [`Self::find`], for the process with that id.
     ///
     /// # Errors
     ///
-    /// As [`Self::find`]; `NotFound` too if the process is gone.
+    /// As [`Self::find`]; also `NotFound` if the process has ended.
     pub fn find_of(root: &str, pid: &str) -> io::Result<Self> {
-        for version in [Version::V1, Version::V2] {
-            let Some(path) = path_of(root, pid, version)? else { continue };
-            let mountinfo = join(format_args!("{root}/proc/self/mountinfo"))?;
-            let found = file::find_line(mountinfo.as_c_str(), |line| {
-                let mount = Mount::parse(line).filter(|mount| mount.version == version)?;
-                Self::below(root, &mount, path.as_str())
-            })?;
-            if let Some(found) = found {
-                return Ok(found);
-            }
-        }
-        Err(io::ErrorKind::NotFound.into())
+        find_mount(root, pid, |mount, path| Self::below(root, mount, path))
     }
 
-    /// The groups from the one with this folder on upwards, as far as they are below the mount of the controller.
+    /// Returns the group with this folder and its ancestors, up to the mount of the controller.
     ///
     /// # Errors
     ///
-    /// `NotFound` if the folder is none of a memory group; what reading `/proc` says.
+    /// `NotFound` if the folder is not that of a memory group; errors of reading `/proc`.
     pub fn find_at(root: &str, folder: &str) -> io::Result<Self> {
         let mountinfo = join(format_args!("{root}/proc/self/mountinfo"))?;
         let found = file::find_line(mountinfo.as_c_str(), |line| {
@@ -142,20 +167,15 @@ impl Hierarchy {
         found.ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    /// The hierarchy of one mount, if the controller is there.
+    /// Returns the hierarchy in one mount, if it has the controller.
     fn below(root: &str, mount: &Mount<'_>, path: &str) -> Option<Self> {
-        // Inside a container the mount may show only the container's part; what lies outside cannot be followed.
-        let inner = path.strip_prefix(mount.root.trim_end_matches('/')).unwrap_or("");
-        let inner = if inner.split('/').any(|part| part == "..") { "" } else { inner.trim_end_matches('/') };
-        let at = join(format_args!("{root}{}", mount.at)).ok()?;
-        let own = join(format_args!("{}{inner}", at.as_str())).ok()?;
         let mut hierarchy = Self {
             version: mount.version,
-            own,
-            mount_len: at.as_bytes().len(),
+            own: mount.folder(root, path)?,
+            mount_len: root.len() + mount.at.len(),
             path: join(format_args!("{path}")).ok()?,
         };
-        // The controller may be handed down to an ancestor only.
+        // The controller may be enabled for an ancestor only.
         let first = (0..MAX_LEVELS).find_map(|level| {
             let folder = hierarchy.folder(level)?;
             hierarchy.read(&folder, hierarchy.usage_file()).ok().map(|_| folder)
@@ -164,13 +184,13 @@ impl Hierarchy {
         Some(hierarchy)
     }
 
-    /// Whether the process is still where it was found.
+    /// Returns whether the process is still in the group that was found.
     pub fn is_current(&self, root: &str) -> bool {
         let now = path_of(root, "self", self.version);
         now.is_ok_and(|path| path.is_some_and(|path| path.as_bytes() == self.path.as_bytes()))
     }
 
-    /// Folder of the group `level` steps above the innermost one; `None` above the mount.
+    /// Returns the folder of the group `level` steps above the innermost one; `None` above the mount.
     pub fn folder(&self, level: usize) -> Option<Path> {
         let mut folder = self.own.as_str();
         for _ in 0..level {
@@ -182,7 +202,7 @@ impl Hierarchy {
         join(format_args!("{folder}")).ok()
     }
 
-    /// A group's name, as `/proc/self/cgroup` has it below the mount.
+    /// Returns a group's name: its path below the mount, as in `/proc/self/cgroup`.
     pub fn name<'folder>(&self, folder: &'folder Path) -> &'folder str {
         match folder.as_str().get(self.mount_len..) {
             None | Some("") => "/",
@@ -201,16 +221,16 @@ impl Hierarchy {
         file::read_number(join(format_args!("{}/{name}", folder.as_str()))?.as_c_str())
     }
 
-    /// The limits of a group; none where none can be read.
+    /// Returns the limits of a group; no limit if they cannot be read.
     pub fn limit(&self, folder: &Path) -> Limit {
         self.try_limit(folder).unwrap_or(Limit::NONE)
     }
 
-    /// The limits of a group.
+    /// Returns the limits of a group.
     ///
     /// # Errors
     ///
-    /// What reading says; that there is no such file (as at the root of version 2) is no error but no limit.
+    /// Errors of reading. A missing file (as at the root of version 2) means no limit.
     pub fn try_limit(&self, folder: &Path) -> io::Result<Limit> {
         let read = |name| match self.read(folder, name) {
             Ok(limit) if limit < NO_LIMIT => Ok(limit),
@@ -230,30 +250,37 @@ impl Hierarchy {
         })
     }
 
-    /// What the group uses, page cache and all. Some 4 us.
+    /// Returns the smallest limit of these groups; `u64::MAX` for none.
+    pub fn smallest_limit_bytes(&self) -> u64 {
+        let folders = (0..MAX_LEVELS).map_while(|level| self.folder(level));
+        folders.map(|folder| self.limit(&folder).soft_bytes).min().unwrap_or(u64::MAX)
+    }
+
+    /// Returns the memory usage of the group, page cache included. Some 4 us.
     ///
     /// # Errors
     ///
-    /// What reading says (the root of version 2 has no such file), `InvalidData` for nonsense.
+    /// Errors of reading (the root of version 2 has no such file); `InvalidData` for malformed contents.
     pub fn usage_bytes(&self, folder: &Path) -> io::Result<u64> {
         self.read(folder, self.usage_file())
     }
 
-    /// What the kernel can take of a group before it kills: file pages that nobody used lately, and, with more effort,
-    /// other file pages and caches of its own. Some 20 to 50 us.
+    /// Returns the bytes that the kernel can reclaim from a group before it kills: inactive file pages, then other
+    /// file pages and kernel caches, which take more effort. Some 20 to 50 us.
     pub fn reclaimable_bytes(&self, folder: &Path) -> (u64, u64) {
         let held = self.held(folder).unwrap_or_default();
         (held.idle_bytes, held.other_bytes)
     }
 
-    /// What the group's memory is used for, as far as that matters. Some 20 to 50 us.
+    /// Returns the memory of the group by kind. Some 20 to 50 us.
     ///
-    /// `inactive_file` alone is no measure of idle file pages: it also has what was offered by `MADV_FREE`, and keeps it when
-    /// its owner uses it again. So file pages are counted themselves, less those that are active or in memory only.
+    /// `inactive_file` alone does not measure inactive file pages. It also counts pages offered with `MADV_FREE`, even
+    /// after their owner uses them again. So this limits it to all file pages less the active ones and those in memory
+    /// only.
     ///
     /// # Errors
     ///
-    /// What reading says.
+    /// Errors of reading.
     pub fn held(&self, folder: &Path) -> io::Result<Held> {
         let names = match self.version {
             Version::V1 => [
@@ -271,7 +298,7 @@ impl Hierarchy {
         Ok(Held { idle_bytes: idle.min(idle_files), other_bytes: active.saturating_add(slab), shared_bytes })
     }
 
-    /// Rows of `memory.stat`.
+    /// Reads rows of `memory.stat`.
     fn stat<const N: usize>(&self, folder: &Path, names: [&str; N]) -> io::Result<[Option<u64>; N]> {
         let mut found = [None; N];
         let path = join(format_args!("{}/memory.stat", folder.as_str()))?;
@@ -287,7 +314,7 @@ impl Hierarchy {
     }
 }
 
-/// Where the unified hierarchy is mounted, from the text of `mountinfo`.
+/// Returns the mount point of the unified hierarchy, from the text of `mountinfo`.
 pub(crate) fn unified_mount(mountinfo: &str) -> Option<&str> {
     let mut mounts = mountinfo.lines().filter_map(Mount::parse);
     mounts.find(|mount| mount.version == Version::V2).map(|mount| mount.at)
@@ -306,7 +333,7 @@ fn join(arguments: std::fmt::Arguments<'_>) -> io::Result<Path> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Machine {
     pub total_bytes: u64,
-    /// What programs can still have without swapping.
+    /// What programs can still allocate without swapping.
     pub available_bytes: u64,
     pub swap_free_bytes: u64,
 }
@@ -315,7 +342,7 @@ pub struct Machine {
 ///
 /// # Errors
 ///
-/// What reading `/proc/meminfo` says; `InvalidData` if it does not tell.
+/// Errors of reading `/proc/meminfo`; `InvalidData` if rows are missing.
 pub fn machine(root: &str) -> io::Result<Machine> {
     let file = join(format_args!("{root}/proc/meminfo"))?;
     let mut found = [None; 3];
@@ -351,7 +378,7 @@ mod tests {
     const V2_MOUNT: (&str, &str) =
         ("/proc/self/mountinfo", "22 1 8:1 / / rw - ext4 x rw\n30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
 
-    /// Version 2: levels from the inside out, the smaller of max and high, inactive file pages, a move is noticed.
+    /// Version 2: levels from the inside out, the smaller of max and high, inactive file pages, a detected move.
     #[test]
     fn levels_of_v2_are_walked() {
         let (_folder, root) = tree(&[
@@ -377,12 +404,13 @@ mod tests {
             (groups.reclaimable_bytes(&levels[0]), groups.held(&levels[0]).unwrap().shared_bytes),
             ((40, 12), 9)
         );
-        // What a process offered, and may use again, is no file page.
+        // Pages that a process offered with `MADV_FREE` are not counted as file pages.
         let stat = "file 30\nshmem 9\ninactive_file 40\nactive_file 7\nslab_reclaimable 5\n";
         std::fs::write(format!("{root}/sys/fs/cgroup/app/worker/memory.stat"), stat).unwrap();
         assert_eq!(groups.reclaimable_bytes(&levels[0]), (14, 12));
         let limit = Limit { soft_bytes: 512 << 20, hard_bytes: 1 << 30 };
         assert_eq!((groups.limit(&levels[1]), groups.reclaimable_bytes(&levels[1])), (limit, (0, 0)));
+        assert_eq!(groups.smallest_limit_bytes(), 512 << 20, "an ancestor's");
         assert!(groups.usage_bytes(&levels[2]).is_err());
         let other = Hierarchy::find_at(&root, &format!("{root}/sys/fs/cgroup/app/worker/")).unwrap();
         assert_eq!(other.folder(0).unwrap().as_str(), levels[0].as_str());
@@ -391,6 +419,8 @@ mod tests {
         assert!(Hierarchy::find_at(&root, "/elsewhere").is_err());
         assert!(Hierarchy::find_of(&root, "77").is_err(), "no such process");
         assert!(groups.is_current(&root));
+        let own = own_group(&root).unwrap();
+        assert_eq!((own.0, own.1.as_str()), (Version::V2, levels[0].as_str()));
         std::fs::write(format!("{root}/proc/self/cgroup"), "0::/other\n").unwrap();
         assert!(!groups.is_current(&root));
     }
@@ -418,14 +448,20 @@ mod tests {
         let (inner, outer) = (groups.folder(0).unwrap(), groups.folder(1).unwrap());
         assert!(inner.as_str().ends_with("/memory/task") && groups.folder(2).is_none());
         assert_eq!((groups.limit(&inner), groups.limit(&outer).hard_bytes), (Limit::NONE, 256 << 20));
+        assert_eq!(groups.smallest_limit_bytes(), 256 << 20);
         assert_eq!(groups.reclaimable_bytes(&inner), (524_288, 0));
     }
 
-    /// Nothing mounted, nonsense in the files, a path that leads outside, files that vanish: an error or no limit.
+    /// No mount, malformed files, a path outside the mount, or vanished files give an error or no limit.
     #[test]
     fn odd_trees_are_survived() {
         let (_folder, root) = tree(&[("/proc/self/cgroup", "0::/\n"), ("/proc/self/mountinfo", "nonsense\n - \n")]);
         assert_eq!(Hierarchy::find(&root).err().unwrap().kind(), io::ErrorKind::NotFound);
+        assert_eq!(own_group(&root).err().unwrap().kind(), io::ErrorKind::NotFound);
+        // The root of version 2 has no statistics, but is a group.
+        let (_folder, root) = tree(&[V2_MOUNT, ("/proc/self/cgroup", "0::/\n")]);
+        assert!(Hierarchy::find(&root).is_err());
+        assert_eq!(own_group(&root).unwrap().1.as_str(), format!("{root}/sys/fs/cgroup"));
         assert!(Hierarchy::find("/nowhere/at/all").is_err());
 
         let (_folder, root) = tree(&[

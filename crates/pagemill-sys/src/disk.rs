@@ -1,7 +1,7 @@
-//! Files and block devices that hold content: opened direct or not, read and written by position.
+//! Files and block devices: opened direct or buffered, read and written by position.
 //!
-//! One [`Disk`] is one open file description. What a transfer needs (alignment, sizes) is told as the kernel tells it; loops
-//! over short transfers are the caller's. A path that has become a pipe or a terminal is opened without waiting for it.
+//! A [`Disk`] is one open file description. Alignment and sizes are reported as the kernel reports them. Callers must
+//! retry short transfers. Opening does not block on a path that has become a pipe or a terminal.
 #![allow(unsafe_code)] // open, pread, pwrite, statx
 
 use crate::file::{self, Fd};
@@ -9,7 +9,7 @@ use std::ffi::CStr;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// What a file is.
+/// Type of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Regular,
@@ -19,19 +19,19 @@ pub enum Kind {
     Other,
 }
 
-/// What the system knows a file by.
+/// Identity and properties of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Facts {
     pub kind: Kind,
-    /// Of a device its own number, of a file that of the device it lies on.
+    /// A device's own number; for a file the number of the device that holds it.
     pub device: u64,
-    /// 0 for devices, which may have several.
+    /// 0 for devices, which may have several inodes.
     pub inode: u64,
-    /// What the file system prefers to transfer.
+    /// Preferred transfer size of the file system.
     pub block_bytes: usize,
 }
 
-/// What direct transfers must be multiples of.
+/// Alignment that direct transfers require.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Alignment {
     /// Addresses in memory.
@@ -40,16 +40,16 @@ pub struct Alignment {
     pub offset: usize,
 }
 
-/// How a file is opened. By default one that exists, to be read, through the kernel's page cache.
+/// How to open a file. Default: an existing file, read-only, through the kernel's page cache.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
-    /// To be written as well.
+    /// Also open for writing.
     pub is_writable: bool,
-    /// It is made, and must not exist.
+    /// Create the file; it must not exist.
     pub is_new: bool,
-    /// Past the kernel's page cache (`O_DIRECT`).
+    /// Bypass the kernel's page cache (`O_DIRECT`).
     pub is_direct: bool,
-    /// Refused if it is a block device that the system uses: one that is mounted, say.
+    /// Refuse a block device that the system uses, such as a mounted one.
     pub is_exclusive: bool,
 }
 
@@ -60,7 +60,7 @@ fn check(result: i64) -> io::Result<usize> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
 }
 
-/// Once more while a signal came between.
+/// Retries a call that a signal interrupted.
 fn patiently(mut call: impl FnMut() -> i64) -> io::Result<usize> {
     loop {
         match check(call()) {
@@ -75,7 +75,7 @@ impl Disk {
     ///
     /// # Errors
     ///
-    /// What `open` says: `EINVAL` where the file system refuses direct transfers, `EBUSY` for a device in use.
+    /// Errors of `open`: `EINVAL` where the file system refuses direct transfers, `EBUSY` for a device in use.
     pub fn open(path: &CStr, options: Options) -> io::Result<Self> {
         let direct = if options.is_direct { libc::O_DIRECT } else { 0 };
         let mut flags = direct | libc::O_NONBLOCK | libc::O_NOCTTY;
@@ -83,13 +83,13 @@ impl Disk {
         flags |= if options.is_new { libc::O_CREAT | libc::O_EXCL } else { 0 };
         flags |= if options.is_exclusive { libc::O_EXCL } else { 0 };
         let disk = Self(file::open(path, flags, 0o666)?);
-        // Or a ring would fail with EAGAIN instead of waiting for the device.
+        // With `O_NONBLOCK` an io_uring request would fail with `EAGAIN` instead of waiting for the device.
         // SAFETY: changes flags of our own descriptor.
         check(unsafe { libc::fcntl(disk.number(), libc::F_SETFL, direct) }.into())?;
         Ok(disk)
     }
 
-    /// Takes over a descriptor as it is.
+    /// Takes ownership of a descriptor and leaves its flags unchanged.
     pub fn from_descriptor(descriptor: OwnedFd) -> Self {
         use std::os::fd::IntoRawFd;
         Self(Fd::own(descriptor.into_raw_fd()))
@@ -100,9 +100,11 @@ impl Disk {
         self.0.number()
     }
 
+    /// Returns the file's type, identity and preferred transfer size.
+    ///
     /// # Errors
     ///
-    /// What `fstat` says.
+    /// Errors of `fstat`.
     pub fn facts(&self) -> io::Result<Facts> {
         // SAFETY: plain data, written by fstat.
         let mut stat: libc::stat = unsafe { std::mem::zeroed() };
@@ -118,22 +120,22 @@ impl Disk {
         Ok(Facts { kind, device, inode, block_bytes: stat.st_blksize as usize })
     }
 
-    /// Length now, of a file or a device.
+    /// Returns the current length of a file or a device.
     ///
     /// # Errors
     ///
-    /// What `lseek` says.
+    /// Errors of `lseek`.
     pub fn size_bytes(&self) -> io::Result<u64> {
-        // The position is nobody's: all transfers name theirs.
+        // The file position is unused: every transfer names its own offset.
         // SAFETY: our own descriptor.
         check(unsafe { libc::lseek(self.number(), 0, libc::SEEK_END) }).map(|size| size as u64)
     }
 
-    /// What direct transfers to this file need: `Ok(None)` where there are none. Since Linux 6.1.
+    /// Returns the alignment of direct transfers to this file; `Ok(None)` if it supports none. Since Linux 6.1.
     ///
     /// # Errors
     ///
-    /// What `statx` says; `EOPNOTSUPP` where kernel or file system do not tell.
+    /// Errors of `statx`; `EOPNOTSUPP` where the kernel or the file system does not report it.
     pub fn direct_alignment(&self) -> io::Result<Option<Alignment>> {
         // SAFETY: plain data, written by statx.
         let mut stat: libc::statx = unsafe { std::mem::zeroed() };
@@ -149,11 +151,11 @@ impl Disk {
         Ok((offset > 0).then_some(Alignment { memory: memory.max(1), offset }))
     }
 
-    /// The unit in which a block device is addressed.
+    /// Returns the logical sector size of a block device.
     ///
     /// # Errors
     ///
-    /// `ENOTTY` for what is none.
+    /// `ENOTTY` for a file that is not a block device.
     pub fn sector_bytes(&self) -> io::Result<usize> {
         let mut bytes: libc::c_int = 0;
         // SAFETY: writes `bytes`.
@@ -161,63 +163,63 @@ impl Disk {
         Ok(bytes as usize)
     }
 
-    /// Reads once; returns how much came, 0 at the end of the file.
+    /// Reads once. Returns the number of bytes read, 0 at the end of the file.
     ///
     /// # Errors
     ///
-    /// What `pread` says.
+    /// Errors of `pread`.
     pub fn read_at(&self, to: &mut [u8], offset: u64) -> io::Result<usize> {
         // SAFETY: `to` is the caller's alone.
         unsafe { read_at(self.number(), to.as_mut_ptr() as usize, to.len(), offset) }
     }
 
-    /// Writes once; returns how much went.
+    /// Writes once. Returns the number of bytes written.
     ///
     /// # Errors
     ///
-    /// What `pwrite` says. `EFBIG` for what is over this process's limit.
+    /// Errors of `pwrite`. `EFBIG` beyond this process's file size limit.
     pub fn write_at(&self, from: &[u8], offset: u64) -> io::Result<usize> {
         // SAFETY: `from` is readable.
         unsafe { write_at(self.number(), from.as_ptr() as usize, from.len(), offset) }
     }
 
-    /// Cuts the file, or lets it end with zeros.
+    /// Truncates the file, or extends it with zeros.
     ///
     /// # Errors
     ///
-    /// What `ftruncate` says: `EINVAL` for devices.
+    /// Errors of `ftruncate`: `EINVAL` for devices.
     pub fn set_size(&self, size_bytes: u64) -> io::Result<()> {
         let size = libc::off_t::try_from(size_bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
         // SAFETY: our own descriptor.
         patiently(|| unsafe { libc::ftruncate(self.number(), size) }.into()).map(drop)
     }
 
-    /// Returns when its bytes, and what it takes to find them, are on the device.
+    /// Blocks until the file's data, and the metadata needed to read it, are on the device.
     ///
     /// # Errors
     ///
-    /// What `fdatasync` says: what was written and failed since the last call.
+    /// Errors of `fdatasync`, including write errors since the last call.
     pub fn sync_data(&self) -> io::Result<()> {
         // SAFETY: our own descriptor.
         patiently(|| unsafe { libc::syscall(libc::SYS_fdatasync, self.number()) }).map(drop)
     }
 
-    /// As [`Disk::sync_data`], with all that the file system knows of it.
+    /// As [`Disk::sync_data`], with all metadata of the file.
     ///
     /// # Errors
     ///
-    /// What `fsync` says.
+    /// Errors of `fsync`.
     pub fn sync_all(&self) -> io::Result<()> {
         // SAFETY: our own descriptor.
         patiently(|| unsafe { libc::syscall(libc::SYS_fsync, self.number()) }).map(drop)
     }
 
-    /// Takes the file's advisory lock, which only one open file of all processes has; says whether it is ours. A fork child
-    /// that keeps the descriptor keeps the lock.
+    /// Tries to take the file's advisory lock, which one open file description of all processes can hold. Returns
+    /// whether it was taken. A fork child that keeps the descriptor keeps the lock.
     ///
     /// # Errors
     ///
-    /// What `flock` says: `ENOLCK`, `EOPNOTSUPP` where there are none.
+    /// Errors of `flock`: `ENOLCK`, or `EOPNOTSUPP` where the file system has no locks.
     pub fn try_lock(&self) -> io::Result<bool> {
         // SAFETY: our own descriptor.
         match patiently(|| unsafe { libc::flock(self.number(), libc::LOCK_EX | libc::LOCK_NB) }.into()) {
@@ -227,7 +229,7 @@ impl Disk {
         }
     }
 
-    /// Ends [`Disk::try_lock`], also for those who have got the descriptor by fork.
+    /// Releases the lock of [`Disk::try_lock`], also for fork children that inherited the descriptor.
     pub fn unlock(&self) {
         // SAFETY: our own descriptor.
         unsafe { libc::flock(self.number(), libc::LOCK_UN) };
@@ -241,48 +243,48 @@ impl AsFd for Disk {
     }
 }
 
-/// Makes the names in a folder safe: that of a file just made.
+/// Makes the entries of a folder durable, such as that of a new file.
 ///
 /// # Errors
 ///
-/// What `open` or `fsync` say.
+/// Errors of `open` or `fsync`.
 pub fn sync_folder(path: &CStr) -> io::Result<()> {
     Disk(file::open(path, libc::O_RDONLY | libc::O_DIRECTORY, 0)?).sync_all()
 }
 
-/// As [`Disk::read_at`], by number and address.
+/// As [`Disk::read_at`], by descriptor number and address.
 ///
 /// # Errors
 ///
-/// What `pread` says.
+/// Errors of `pread`.
 ///
 /// # Safety
 ///
-/// `len_bytes` from `addr` on are writable, and nobody has a reference to them.
+/// The `len_bytes` from `addr` on are writable, and no reference to them exists.
 pub unsafe fn read_at(descriptor: i32, addr: usize, len_bytes: usize, offset: u64) -> io::Result<usize> {
     // SAFETY: writes at most `len_bytes` there, which the caller allows.
     patiently(|| unsafe { libc::syscall(libc::SYS_pread64, descriptor, addr, len_bytes, offset) })
 }
 
-/// As [`Disk::write_at`], by number and address.
+/// As [`Disk::write_at`], by descriptor number and address.
 ///
 /// # Errors
 ///
-/// What `pwrite` says.
+/// Errors of `pwrite`.
 ///
 /// # Safety
 ///
-/// `len_bytes` from `addr` on are readable.
+/// The `len_bytes` from `addr` on are readable.
 pub unsafe fn write_at(descriptor: i32, addr: usize, len_bytes: usize, offset: u64) -> io::Result<usize> {
     // SAFETY: reads at most `len_bytes` there, which the caller allows.
     patiently(|| unsafe { libc::syscall(libc::SYS_pwrite64, descriptor, addr, len_bytes, offset) })
 }
 
-/// Keeps the range out of fork children, or lets them have it again: pages that a device writes to are not to be copied.
+/// Excludes the range from fork children, or includes it again. Pages that a device writes to must not be copied.
 ///
 /// # Errors
 ///
-/// What `madvise` says: `ENOMEM` for what is not mapped.
+/// Errors of `madvise`: `ENOMEM` for addresses that are not mapped.
 pub fn keep_from_children(addr: usize, len_bytes: usize, is_kept: bool) -> io::Result<()> {
     let advice = if is_kept { libc::MADV_DONTFORK } else { libc::MADV_DOFORK };
     // SAFETY: concerns children only; contents do not change.
@@ -298,7 +300,7 @@ mod tests {
         CString::new(folder.path().join(name).to_str().unwrap()).unwrap()
     }
 
-    /// What is written by position is read by position; past the end there is nothing; sizes are as told.
+    /// Data written by position is read by position; reads past the end return nothing; sizes are correct.
     #[test]
     fn files_are_read_and_written_by_position() {
         let folder = tempfile::tempdir().unwrap();
@@ -319,7 +321,7 @@ mod tests {
         sync_folder(&path(&folder, "")).unwrap();
     }
 
-    /// One open file of all has the lock, until it gives it up.
+    /// One open file description holds the lock until it releases it.
     #[test]
     fn locks_exclude() {
         let folder = tempfile::tempdir().unwrap();
@@ -332,7 +334,7 @@ mod tests {
         assert!(second.try_lock().unwrap());
     }
 
-    /// A pipe is opened without waiting for who writes to it, and told from a file.
+    /// Opening a pipe does not wait for a writer, and its type is reported.
     #[test]
     fn pipes_are_told_from_files() {
         let folder = tempfile::tempdir().unwrap();

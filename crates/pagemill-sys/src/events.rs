@@ -1,7 +1,7 @@
-//! What the kernel says by itself of memory that runs short: thresholds of control groups, stalls (PSI).
+//! Kernel notifications about memory pressure: thresholds of control groups, and stalls (PSI).
 //!
-//! An [`Events`] waits for any number of [`Source`]s. They are plain descriptors, so they belong into a thread whose
-//! table of descriptors is its own ([`crate::thread::unshare_files`]): a program must neither see nor close them.
+//! An [`Events`] waits for any number of [`Source`]s. They are plain descriptors, which a program must neither see nor
+//! close. So use them in a thread with a private descriptor table ([`crate::thread::unshare_files`]).
 #![allow(unsafe_code)] // epoll, eventfd
 
 use crate::file::{self, Fd, Path};
@@ -9,29 +9,29 @@ use std::ffi::CStr;
 use std::io;
 use std::os::fd::BorrowedFd;
 
-/// What a source says when it fires.
+/// The meaning of a source's notification.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub enum Sign {
-    /// A control group has passed a threshold, or its own limit was met.
+    /// A control group crossed a threshold or reached its own limit.
     Limit = 1,
-    /// Somebody waits for memory in the control group.
+    /// A task in the control group is stalled on memory.
     GroupStall = 2,
-    /// Somebody waits for memory on the machine.
+    /// A task on the machine is stalled on memory.
     MachineStall = 4,
 }
 
-/// One thing that can fire. Dropped, it fires no more.
+/// One source of notifications. Dropping it ends them.
 pub struct Source {
     fd: Fd,
     sign: Sign,
     stalls: Option<Stalls>,
 }
 
-/// How long anybody has waited, as the file of a trigger counts it.
+/// Total stall time, as the trigger's file counts it.
 struct Stalls {
     seen_us: u64,
-    /// The least that is told of.
+    /// The stall time at which the trigger fires.
     told_us: u64,
 }
 
@@ -40,21 +40,22 @@ impl Source {
         self.sign
     }
 
-    /// Whether a sign of this source, that has just come, is of something: of stalls only if they grew since the last.
+    /// Returns whether a notification of this source that has just arrived is genuine. Stalls must have grown since
+    /// the last.
     ///
-    /// Triggers with windows of two seconds start from the wrong counter (`psi_trigger_create` takes that of the other kind of
-    /// trigger), so that the first sign may be of all stalls since the machine was started.
+    /// Triggers with windows of two seconds start from the wrong counter (`psi_trigger_create` takes that of the other
+    /// kind of trigger). So the first notification may count all stalls since boot.
     pub fn is_true(&mut self) -> bool {
         let Some(stalls) = &mut self.stalls else { return true };
         let Some(now_us) = stalled_us(&self.fd) else { return true };
         let new_us = now_us.saturating_sub(stalls.seen_us);
         stalls.seen_us = now_us;
-        // The kernel guesses the share of the window before from the last one: half of what was asked for may be older.
+        // The kernel estimates the share of the previous window, so up to half of the requested time may be older.
         new_us >= stalls.told_us / 2
     }
 }
 
-/// The sum in the first line of a file of stalls: `some avg10=… total=N`.
+/// Parses the total in the first line of a pressure file: `some avg10=… total=N`.
 fn stalled_us(fd: &Fd) -> Option<u64> {
     let mut buffer = [0u8; 256];
     // SAFETY: writes at most `buffer.len()` bytes.
@@ -83,28 +84,28 @@ pub struct Events(Fd);
 impl Events {
     /// # Errors
     ///
-    /// What `epoll_create1` says.
+    /// Errors of `epoll_create1`.
     pub fn new() -> io::Result<Self> {
         // SAFETY: a new descriptor.
         check(unsafe { libc::syscall(libc::SYS_epoll_create1, libc::EPOLL_CLOEXEC) }).map(|fd| Self(Fd::own(fd)))
     }
 
-    /// The descriptor, for [`wait`].
+    /// Returns the descriptor, for [`wait`].
     pub fn number(&self) -> i32 {
         self.0.number()
     }
 
-    /// The same, to be waited for beside others.
+    /// Returns the descriptor, to wait for it together with others.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: open for as long as `self` lives.
         unsafe { BorrowedFd::borrow_raw(self.0.number()) }
     }
 
-    /// Fires whenever the usage of a group of version 1 passes `bytes`, upwards or downwards.
+    /// Adds a source that fires whenever the usage of a version 1 group crosses `bytes`, upwards or downwards.
     ///
     /// # Errors
     ///
-    /// What opening or writing `cgroup.event_control` says: it needs the right to write there.
+    /// Errors of opening or writing `cgroup.event_control`, which requires write permission.
     pub fn add_threshold(&self, folder: &str, bytes: u64) -> io::Result<Source> {
         // SAFETY: a new descriptor.
         let fired = check(unsafe { libc::syscall(libc::SYS_eventfd2, 0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) })?;
@@ -116,23 +117,25 @@ impl Events {
         self.add(fired, Sign::Limit, libc::EPOLLIN, None)
     }
 
-    /// Fires when a group of version 2 meets a limit of its own: `memory.events` has counted something.
+    /// Adds a source that fires when a version 2 group reaches its own limit: a counter in `memory.events` changed.
     ///
     /// # Errors
     ///
-    /// What opening says.
+    /// Errors of opening the file.
     pub fn add_group_events(&self, folder: &str) -> io::Result<Source> {
         let events = file::open(path(folder, "memory.events")?.as_c_str(), libc::O_RDONLY, 0)?;
         self.add(events, Sign::Limit, libc::EPOLLPRI, None)
     }
 
-    /// Fires when tasks were stalled for lack of memory for `stall_us` within two seconds, at most once in that time.
+    /// Adds a source that fires when tasks stalled on memory for `stall_us` within two seconds, at most once in that
+    /// time.
     ///
-    /// Two seconds because without privileges the kernel allows multiples of that only.
+    /// Two seconds, because without privileges the kernel allows only multiples of that.
     ///
     /// # Errors
     ///
-    /// `EOPNOTSUPP` without PSI, `EPERM` and `EINVAL` where triggers are for the privileged (before Linux 6.6).
+    /// `EOPNOTSUPP` without PSI. `EPERM` and `EINVAL` where triggers require privileges (before Linux 6.4; those of
+    /// control groups before 6.7).
     pub fn add_stalls(&self, file: &CStr, stall_us: u32, sign: Sign) -> io::Result<Source> {
         let pressure = file::open(file, libc::O_RDWR, 0)?;
         let order = file::Text::<64>::format(format_args!("some {stall_us} 2000000")).unwrap_or_default();
@@ -141,8 +144,8 @@ impl Events {
         self.add(pressure, sign, libc::EPOLLPRI, Some(stalls))
     }
 
-    /// Edge-triggered: nothing has to be read for a source to fire again. `when` is what the source says when it fires; the
-    /// kernel's own files are readable at any time, which says nothing.
+    /// Adds a descriptor, edge-triggered: nothing has to be read for a source to fire again. `when` is the event that
+    /// means a notification. The kernel's own files are always readable, so `EPOLLIN` would mean nothing there.
     fn add(&self, fd: Fd, sign: Sign, when: libc::c_int, stalls: Option<Stalls>) -> io::Result<Source> {
         let mut event = libc::epoll_event { events: (when | libc::EPOLLET) as u32, u64: sign as u64 };
         // SAFETY: reads `event`.
@@ -153,11 +156,11 @@ impl Events {
     }
 }
 
-/// Sleeps until a source of the set with this descriptor fires; returns the [`Sign`]s, as a sum of bits.
+/// Sleeps until a source of the set with this descriptor fires. Returns the [`Sign`]s combined by OR.
 ///
 /// # Errors
 ///
-/// What `epoll_wait` says: `EBADF` when the set is closed.
+/// Errors of `epoll_wait`: `EBADF` when the set is closed.
 pub fn wait(events: i32) -> io::Result<u64> {
     let mut fired = [libc::epoll_event { events: 0, u64: 0 }; 8];
     loop {
@@ -185,7 +188,7 @@ pub fn wait(events: i32) -> io::Result<u64> {
 mod tests {
     use super::*;
 
-    /// What cannot be watched says why; nothing is left open.
+    /// A source that cannot be watched returns the error; no descriptor leaks.
     #[test]
     fn refusals_are_told() {
         let events = Events::new().unwrap();
@@ -195,14 +198,14 @@ mod tests {
         assert_eq!(kind(events.add_threshold(at, 1)), io::ErrorKind::NotFound);
         assert_eq!(kind(events.add_group_events(at)), io::ErrorKind::NotFound);
         assert_eq!(kind(events.add_stalls(c"/nowhere", 1, Sign::MachineStall)), io::ErrorKind::NotFound);
-        // A plain file: accepts any order, but cannot be waited for.
+        // A regular file accepts any write but cannot be waited for.
         std::fs::write(folder.path().join("memory.pressure"), "").unwrap();
         let file = Path::format(format_args!("{at}/memory.pressure")).unwrap();
         assert_eq!(kind(events.add_stalls(file.as_c_str(), 1, Sign::GroupStall)), io::ErrorKind::PermissionDenied);
         assert_eq!(std::fs::read_to_string(file.as_str()).unwrap(), "some 1 2000000\0");
     }
 
-    /// A sign of stalls counts if they grew by as much as it is for since the last; what cannot be read is believed.
+    /// A stall notification counts if stalls grew by the requested time; if the file cannot be read, it counts.
     #[test]
     fn signs_of_old_stalls_are_not_true() {
         let folder = tempfile::tempdir().unwrap();
@@ -229,7 +232,7 @@ mod tests {
         assert!(source.is_true());
     }
 
-    /// A trigger that was just set says nothing before anybody stalls.
+    /// A new trigger does not fire before a task stalls.
     #[test]
     fn setting_a_trigger_is_no_sign() {
         let events = Events::new().unwrap();

@@ -1,7 +1,7 @@
-//! Who closed a file that was open for writing, or gave something a new name, anywhere on one file system (fanotify).
+//! Write events of one file system (fanotify): files closed after writing, files and folders renamed.
 //!
-//! The kernel keeps what happened until it is asked, at most 16384 events; after that it says that some are missing.
-//! Unprivileged too, in the user namespace that mounted the file system.
+//! The kernel queues at most 16384 events; then it reports that some were lost. Works unprivileged in the user
+//! namespace that mounted the file system.
 #![allow(unsafe_code)] // fanotify, open_by_handle_at
 
 use std::ffi::{CStr, OsStr};
@@ -10,10 +10,10 @@ use std::mem::size_of;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 
-/// What is reported of a handle whose kind is this: `shmem_encode_fh` in mm/shmem.c writes generation and inode number.
+/// Type of a tmpfs handle: `shmem_encode_fh` in mm/shmem.c writes generation and inode number.
 const SHMEM_HANDLE_TYPE: libc::c_int = 1;
 
-/// A folder as the kernel names it in an event.
+/// A folder, as the kernel identifies it in an event.
 #[derive(Clone, Copy)]
 pub struct Handle<'event> {
     kind: libc::c_int,
@@ -21,18 +21,18 @@ pub struct Handle<'event> {
 }
 
 impl Handle<'_> {
-    /// Its inode number, where it is a folder of tmpfs.
+    /// Returns the inode number, if it is a folder of tmpfs.
     pub fn inode(&self) -> Option<u64> {
         let word = |at: usize| Some(u32::from_ne_bytes(self.bytes.get(at..at + 4)?.try_into().ok()?));
         (self.kind == SHMEM_HANDLE_TYPE).then_some(())?;
         Some(u64::from(word(4)?) | u64::from(word(8)?) << 32)
     }
 
-    /// Opens the folder, as a place in the mount that `root` is open in.
+    /// Opens the folder in the mount that `root` is open in.
     ///
     /// # Errors
     ///
-    /// `EPERM` without CAP_DAC_READ_SEARCH in the first user namespace; `ESTALE` for what is gone.
+    /// `EPERM` without CAP_DAC_READ_SEARCH in the first user namespace; `ESTALE` for a removed folder.
     pub fn open(&self, root: BorrowedFd<'_>) -> io::Result<OwnedFd> {
         #[repr(C)]
         struct Raw {
@@ -44,7 +44,7 @@ impl Handle<'_> {
         let place = raw.bytes.get_mut(..self.bytes.len()).ok_or(io::ErrorKind::InvalidInput)?;
         place.copy_from_slice(self.bytes);
         let flags = libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC;
-        // SAFETY: reads `raw`, whose length field bounds what is read of its bytes.
+        // SAFETY: reads `raw`; its length field bounds the bytes that are read.
         let fd = unsafe { libc::syscall(libc::SYS_open_by_handle_at, root.as_raw_fd(), &raw const raw, flags) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
@@ -54,25 +54,26 @@ impl Handle<'_> {
     }
 }
 
-/// Something happened.
+/// An event of the file system.
 pub enum Event<'event> {
-    /// A process (0 where the kernel does not say) closed a file that it had open for writing, or gave a file this name.
+    /// A process (0 if the kernel does not report it) closed a file that it had open for writing, or renamed a file to
+    /// this.
     Written { folder: Handle<'event>, name: &'event OsStr, pid: u32 },
-    /// A folder has got this name.
+    /// A folder was renamed to this name.
     FolderMoved { folder: Handle<'event>, name: &'event OsStr },
-    /// Events were lost: only a look at everything shows what there is.
+    /// Events were lost. The listener must scan the whole file system to learn its state.
     Lost,
 }
 
-/// Listens to one file system.
+/// A listener for the events of one file system.
 pub struct Listener(OwnedFd);
 
 impl Listener {
-    /// Listens to the file system that `root` lies on.
+    /// Starts listening to the file system that contains `root`.
     ///
     /// # Errors
     ///
-    /// `EPERM` without CAP_SYS_ADMIN in the namespace that mounted it (before Linux 6.8 or so in the first one).
+    /// `EPERM` without CAP_SYS_ADMIN in the namespace that mounted it (before Linux 6.8 or so, in the first one).
     pub fn new(root: BorrowedFd<'_>) -> io::Result<Self> {
         let flags = libc::FAN_CLASS_NOTIF | libc::FAN_CLOEXEC | libc::FAN_NONBLOCK | libc::FAN_REPORT_DFID_NAME;
         // SAFETY: makes a new descriptor.
@@ -82,29 +83,38 @@ impl Listener {
         }
         // SAFETY: it is new, and ours alone.
         let listener = Self(unsafe { OwnedFd::from_raw_fd(fd as i32) });
-        // SAFETY: reads the path only.
-        let marked = unsafe {
-            libc::fanotify_mark(
-                listener.0.as_raw_fd(),
-                libc::FAN_MARK_ADD | libc::FAN_MARK_FILESYSTEM,
-                libc::FAN_CLOSE_WRITE | libc::FAN_MOVED_TO | libc::FAN_ONDIR,
-                root.as_raw_fd(),
-                c".".as_ptr(),
-            )
-        };
-        if marked < 0 { Err(io::Error::last_os_error()) } else { Ok(listener) }
+        let events = libc::FAN_CLOSE_WRITE | libc::FAN_MOVED_TO | libc::FAN_ONDIR;
+        listener.mark(root, libc::FAN_MARK_ADD, events)?;
+        Ok(listener)
     }
 
-    /// To wait for: readable when there are events.
+    /// Turns close events on or off; rename events stay on. Events that occur while off are not reported later.
+    ///
+    /// # Errors
+    ///
+    /// Errors of `fanotify_mark`.
+    pub fn listen_to_closes(&self, root: BorrowedFd<'_>, is_wanted: bool) -> io::Result<()> {
+        let how = if is_wanted { libc::FAN_MARK_ADD } else { libc::FAN_MARK_REMOVE };
+        self.mark(root, how, libc::FAN_CLOSE_WRITE)
+    }
+
+    fn mark(&self, root: BorrowedFd<'_>, how: libc::c_uint, events: u64) -> io::Result<()> {
+        let how = how | libc::FAN_MARK_FILESYSTEM;
+        // SAFETY: reads the path only.
+        let marked = unsafe { libc::fanotify_mark(self.0.as_raw_fd(), how, events, root.as_raw_fd(), c".".as_ptr()) };
+        if marked < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
+    /// Returns the descriptor to wait for: readable when there are events.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         std::os::fd::AsFd::as_fd(&self.0)
     }
 
-    /// Takes what fits into `buffer` and tells each event. Returns whether there was any.
+    /// Reads the events that fit into `buffer` and calls `tell` for each. Returns whether there was any.
     ///
     /// # Errors
     ///
-    /// What `read` says.
+    /// Errors of `read`.
     pub fn drain(&self, buffer: &mut [u8], mut tell: impl FnMut(Event<'_>)) -> io::Result<bool> {
         // SAFETY: writes at most `buffer.len()` bytes.
         let count = unsafe { libc::read(self.0.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len()) };
@@ -130,13 +140,13 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
 }
 
-/// The first event, and what follows it.
+/// Splits off the first event.
 fn split_event(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let len = u32_at(bytes, 0)? as usize;
     (len >= size_of::<libc::fanotify_event_metadata>()).then(|| bytes.split_at_checked(len)).flatten()
 }
 
-/// Lengths within a record of an event: its head, the file system's id, the head of the handle.
+/// Lengths within an event's record: its header, the file system's id, the handle's header.
 const INFO_HEAD: usize = 4;
 const FILE_SYSTEM_ID: usize = 8;
 const HANDLE_HEAD: usize = 8;
@@ -173,7 +183,7 @@ mod tests {
     use super::*;
     use std::os::fd::AsFd;
 
-    /// An event as the kernel writes it: metadata, one record with folder and name.
+    /// An event as the kernel writes it: metadata, and one record with folder and name.
     fn event(mask: u64, kind: i32, words: [u32; 3], name: &[u8]) -> Vec<u8> {
         let mut record = vec![libc::FAN_EVENT_INFO_TYPE_DFID_NAME, 0, 0, 0];
         record.extend([0; 8]);
@@ -194,7 +204,7 @@ mod tests {
         event
     }
 
-    /// Folder, name and process are read from what the kernel writes; a cut event, or one of another kind, is none.
+    /// Folder, name and process are parsed; a truncated event, or one of another type, gives none.
     #[test]
     fn events_are_read() {
         let whole = event(libc::FAN_CLOSE_WRITE, 1, [9, 5, 1], b"name\0");
@@ -217,7 +227,7 @@ mod tests {
         assert!(split_event(&endless).is_none(), "a length of 0");
     }
 
-    /// The real thing, where this process may listen: a file closed or renamed is told once, by its folder and name.
+    /// With permission to listen, a closed or renamed file is reported once, by its folder and name.
     #[test]
     fn a_closed_file_is_told() {
         let Ok(folder) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
@@ -238,10 +248,30 @@ mod tests {
             })
             .unwrap();
         for mine in ["a file", "b file"] {
-            // Others write to the same file system.
+            // Other processes write to the same file system.
             let told: Vec<_> = found.iter().filter(|(at, name, _)| *at == Some(inode) && name == mine).collect();
             assert_eq!(told.len(), 1, "{found:?}");
             assert_eq!(told[0].2, std::process::id());
         }
+        // With close events off, only new names are reported.
+        let names_of = |is_wanted: bool| {
+            listener.listen_to_closes(root.as_fd(), is_wanted).unwrap();
+            std::fs::write(folder.path().join("c file"), b"x").unwrap();
+            std::fs::rename(folder.path().join("c file"), folder.path().join("d file")).unwrap();
+            let mut names = Vec::new();
+            while listener
+                .drain(&mut [0; 4096], |event| {
+                    if let Event::Written { folder, name, .. } = event
+                        && folder.inode() == Some(inode)
+                    {
+                        names.push(name.to_owned());
+                    }
+                })
+                .unwrap()
+            {}
+            names
+        };
+        assert_eq!(names_of(false), ["d file"]);
+        assert_eq!(names_of(true), ["c file", "d file"]);
     }
 }

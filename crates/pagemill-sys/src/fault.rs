@@ -1,11 +1,12 @@
-//! Faults of a program's own memory, heard of before the program does.
+//! Handles faults in the program's own memory before the program's handler does.
 //!
-//! [`install`] puts a handler before the program's own for `SIGSEGV` and keeps that one behind it. Of each fault a *judge*
-//! says whose it is. The program's go on to its handler, with its mask and flags, as if nobody stood before it: what jumps
-//! to it leaves no frame. A purged page's becomes a `SIGBUS` of this thread, which the kernel delivers where the fault was:
-//! to the program's handler for that, or as its end.
+//! [`install`] puts a `SIGSEGV` handler before the program's and keeps that one behind it. A [`Judge`] classifies each
+//! fault. A fault of the program is passed to the program's handler, with its mask and flags. The jump to it leaves no
+//! stack frame of this handler. A fault on a purged page becomes a `SIGBUS` of this thread, delivered at the faulting
+//! instruction: to the program's `SIGBUS` handler, or as the end of the process.
 //!
-//! Nothing here allocates or takes a lock that the interrupted thread could have: who has it has blocked all signals.
+//! Nothing here allocates. The handler takes no lock that the interrupted thread could hold: a thread that holds it
+//! has blocked all signals.
 #![allow(unsafe_code)] // signal actions, a handler
 
 use crate::{process, thread};
@@ -20,29 +21,29 @@ const SEGV_MAPERR: c_int = 1;
 const SEGV_ACCERR: c_int = 2;
 const BUS_ADRERR: c_int = 2;
 const RESTORER: u64 = 0x0400_0000;
-/// Of these the program's own wishes hold for our handler: on which stack, and what becomes of a system call.
+/// Flags that are copied from the program's action: which stack to use, and whether system calls restart.
 const PASSED_ON: u64 = (libc::SA_ONSTACK | libc::SA_RESTART) as u64;
 
-/// What happens on a signal: the kernel's `struct sigaction`.
+/// A signal's action: the kernel's `struct sigaction`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Action {
     pub handler: usize,
     pub flags: u64,
     pub restorer: usize,
-    /// A bit a signal, the lowest for signal 1.
+    /// One bit per signal, the lowest for signal 1.
     pub mask: u64,
 }
 
 const DEFAULT: Action = Action { handler: libc::SIG_DFL, flags: 0, restorer: 0, mask: 0 };
 
-/// A fault, as far as it matters for whose it is.
+/// Properties of a fault that decide whether it is the program's.
 #[derive(Clone, Copy, Debug)]
 pub struct Fault {
     pub addr: usize,
-    /// There is a mapping that does not allow this; else there is none, or a guard.
+    /// The mapping exists but forbids the access. Otherwise there is no mapping, or a guard.
     pub is_protected: bool,
-    /// What it was that could not be done; `None` where the processor does not tell.
+    /// The access that failed; `None` where the processor does not report it.
     pub access: Option<Access>,
 }
 
@@ -50,36 +51,37 @@ pub struct Fault {
 pub enum Access {
     Read,
     Write,
-    /// Running what lies there.
+    /// Executing an instruction at the address.
     Fetch,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// The program's own.
+    /// A fault of the program.
     Program,
-    /// Of a purged page.
+    /// A fault on a purged page.
     Purged,
-    /// The page is there by now, or will be known soon.
+    /// Retry: the page is back by now, or its state will be known soon.
     Again,
 }
 
-/// Tells whose a fault is. Called in a signal handler: neither allocates nor locks.
+/// Classifies a fault. Called in a signal handler: must neither allocate nor lock.
 pub type Judge = fn(&Fault) -> Verdict;
 
 static JUDGE: AtomicUsize = AtomicUsize::new(0);
-/// The process whose handler is ours; 0 before [`install`].
+/// Id of the process that has our handler; 0 before [`install`].
 static PROCESS: AtomicU32 = AtomicU32::new(0);
-/// The program's action for `SIGSEGV` is in the slot of this number's parity. The other one is written, then this rises.
+/// The program's `SIGSEGV` action is in the slot with this number's parity. A writer fills the other slot, then
+/// increments.
 static SEQUENCE: AtomicU64 = AtomicU64::new(0);
 static SLOTS: [[AtomicU64; 4]; 2] = [const { [const { AtomicU64::new(0) }; 4] }; 2];
 static LOCK: AtomicU32 = AtomicU32::new(0);
 
-/// Has all faults judged first, from here on. Once a process; later calls do nothing.
+/// Installs the handler, so that `judge` classifies every fault. Once per process; later calls do nothing.
 ///
 /// # Errors
 ///
-/// What `rt_sigaction` says.
+/// Errors of `rt_sigaction`.
 pub fn install(judge: Judge) -> io::Result<()> {
     if PROCESS.load(Acquire) != 0 {
         return Ok(());
@@ -90,7 +92,7 @@ pub fn install(judge: Judge) -> io::Result<()> {
         }
         JUDGE.store(judge as usize, Relaxed);
         let before = raw_action(libc::SIGSEGV, None)?;
-        // The child of a fork in the midst of this has our handler already.
+        // A fork child may already have inherited our handler, if the fork happened during `install`.
         if before.handler != on_fault as *const () as usize {
             write_program(before);
             raw_action(libc::SIGSEGV, Some(first(before)))?;
@@ -100,14 +102,15 @@ pub fn install(judge: Judge) -> io::Result<()> {
     })
 }
 
-/// `sigaction(SIGSEGV)` for a program in which this library answers that call: the handler of [`install`] stays first.
+/// Implements `sigaction(SIGSEGV)` for a program whose calls this library intercepts: the handler of [`install`] stays
+/// first.
 ///
 /// # Errors
 ///
-/// What `rt_sigaction` says.
+/// Errors of `rt_sigaction`.
 pub fn program_action(new: Option<Action>) -> io::Result<Action> {
     locked(|| {
-        // A child of `vfork` has the parent's memory, and actions of its own.
+        // A child of `vfork` shares the parent's memory but has its own signal actions.
         if PROCESS.load(Relaxed) != process::id() {
             return raw_action(libc::SIGSEGV, new);
         }
@@ -120,7 +123,7 @@ pub fn program_action(new: Option<Action>) -> io::Result<Action> {
     })
 }
 
-/// In a fork child: whoever had the lock is not here.
+/// For a fork child: the thread that held the lock does not exist here.
 pub fn begin_child() {
     LOCK.store(0, Relaxed);
     if PROCESS.load(Relaxed) != 0 {
@@ -128,12 +131,14 @@ pub fn begin_child() {
     }
 }
 
-/// For a program's own handler that was installed after ours: whether the fault was dealt with, and the handler is to
-/// return. Then either the access is tried again, or a `SIGBUS` comes once the handler has returned.
+/// For a program's own handler installed after ours. Returns whether the fault was handled, so that the handler must
+/// return.
+///
+/// The access is then retried, or a `SIGBUS` arrives once the handler has returned.
 ///
 /// # Safety
 ///
-/// The arguments of a handler with `SA_SIGINFO`, in that handler.
+/// The arguments are those of a handler with `SA_SIGINFO`, and the call is made in that handler.
 pub unsafe fn handle(signal: c_int, info: *const c_void, context: *mut c_void) -> bool {
     let is_known = JUDGE.load(Acquire) != 0 && signal == libc::SIGSEGV && !info.is_null() && !context.is_null();
     if !is_known {
@@ -141,7 +146,7 @@ pub unsafe fn handle(signal: c_int, info: *const c_void, context: *mut c_void) -
     }
     // SAFETY: the thread's own word.
     let errno = unsafe { *libc::__errno_location() };
-    // Not inside of this handler, but where the fault was.
+    // `SIGBUS` must arrive at the faulting instruction, not inside this handler.
     let mask = set_mask(libc::SIG_BLOCK, bit(libc::SIGBUS));
     // SAFETY: the caller's promise.
     let is_done = unsafe { deal(info.cast(), context.cast()) };
@@ -152,12 +157,12 @@ pub unsafe fn handle(signal: c_int, info: *const c_void, context: *mut c_void) -
     is_done
 }
 
-/// Our handler's action, where the program's is this.
+/// Returns our handler's action, given the program's.
 fn first(program: Action) -> Action {
     let has_handler = ![libc::SIG_DFL, libc::SIG_IGN].contains(&program.handler);
     let passed_on = match has_handler {
         true => program.flags & PASSED_ON,
-        // What is ignored interrupts no system call.
+        // An ignored signal interrupts no system call.
         false if program.handler == libc::SIG_IGN => PASSED_ON,
         false => libc::SA_ONSTACK as u64,
     };
@@ -165,12 +170,13 @@ fn first(program: Action) -> Action {
     Action { handler: on_fault as *const () as usize, flags, restorer: 0, mask: !0 }
 }
 
-/// The kernel's own call. The restorer is added where the architecture needs one.
+/// Calls `rt_sigaction` directly. Adds the restorer where the architecture needs one.
 fn raw_action(signal: c_int, new: Option<Action>) -> io::Result<Action> {
     let new = new.map(with_restorer);
     let pointer = new.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
     let mut old = DEFAULT;
-    // SAFETY: reads `new`, writes `old`, both laid out as the kernel's; handlers are the program's, or ours, which stays.
+    // SAFETY: reads `new` and writes `old`, both laid out as the kernel's. Handlers are the program's, or ours, which
+    // stays.
     let result = unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, pointer, &raw mut old, size_of::<u64>()) };
     if result == 0 { Ok(old) } else { Err(io::Error::last_os_error()) }
 }
@@ -196,7 +202,7 @@ unsafe extern "C" {
     fn restore();
 }
 
-// Debuggers and unwinders know the end of a handler by these very instructions.
+// Debuggers and unwinders recognise the end of a handler by exactly these instructions.
 #[cfg(target_arch = "x86_64")]
 std::arch::global_asm!(
     ".pushsection .text.pagemill_restore, \"ax\", @progbits",
@@ -219,7 +225,7 @@ fn write_program(action: Action) {
     SEQUENCE.store(next, Release);
 }
 
-/// The program's action. Waits for nobody: a slot is written again only after the other one has become the one to read.
+/// Returns the program's action. Does not block: a slot is rewritten only after the other one has become current.
 fn read_program() -> Action {
     loop {
         let sequence = SEQUENCE.load(Acquire);
@@ -231,7 +237,7 @@ fn read_program() -> Action {
     }
 }
 
-/// Does something alone, with all signals blocked: no handler of this thread can come here meanwhile.
+/// Runs `act` under the lock with all signals blocked, so that no handler of this thread can interrupt it.
 fn locked<T>(act: impl FnOnce() -> T) -> T {
     let _quiet = Quiet::begin();
     while LOCK.compare_exchange(0, 1, Acquire, Relaxed).is_err() {
@@ -242,7 +248,7 @@ fn locked<T>(act: impl FnOnce() -> T) -> T {
     result
 }
 
-/// While this lives no signal reaches the thread: no handler of the program runs in the midst of something. Two system
+/// Blocks all signals of this thread while it lives, so that no handler of the program interrupts it. Two system
 /// calls.
 pub struct Quiet {
     before: u64,
@@ -260,7 +266,7 @@ impl Drop for Quiet {
     }
 }
 
-/// Changes this thread's signal mask by the plain system call; returns the one before.
+/// Changes this thread's signal mask by a plain system call. Returns the previous mask.
 fn set_mask(how: c_int, mask: u64) -> u64 {
     let mut before = 0u64;
     // SAFETY: reads and writes a word each.
@@ -272,27 +278,28 @@ const fn bit(signal: c_int) -> u64 {
     1 << (signal - 1)
 }
 
-/// Whether the page at `addr` can be read: the kernel looks at a signal set there before it looks at what is asked of it,
-/// which is nothing.
+/// Returns whether the page at `addr` can be read. Passes the address as a signal set: the kernel reads the set before
+/// it rejects the invalid `how`.
 pub fn is_readable(addr: usize) -> bool {
     const NO_SUCH_WAY: c_int = -1;
     let set = (addr & !(size_of::<u64>() - 1)) as *const u64;
     let nowhere = std::ptr::null_mut::<u64>();
-    // SAFETY: the kernel checks the address itself, and says `EFAULT`; the mask stays as it is.
+    // SAFETY: the kernel checks the address itself and returns `EFAULT`. The mask does not change.
     unsafe { libc::syscall(libc::SYS_rt_sigprocmask, NO_SUCH_WAY, set, nowhere, size_of::<u64>()) };
     io::Error::last_os_error().raw_os_error() != Some(libc::EFAULT)
 }
 
-/// Whether four bytes at `addr` can be written: they stay as they are. The kernel combines them with zero.
+/// Returns whether four bytes at `addr` can be written. They keep their value: the kernel combines them with zero by
+/// OR.
 pub fn is_writable(addr: usize) -> bool {
     const OR_ZERO: u32 = (libc::FUTEX_OP_OR as u32) << 28;
     let (nobody, way) = (AtomicU32::new(0), libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG);
     let word = (addr & !(size_of::<u32>() - 1)) as *const u32;
-    // SAFETY: the kernel checks the address itself, and says `EFAULT`; nobody is woken.
+    // SAFETY: the kernel checks the address itself and returns `EFAULT`. No waiter exists.
     unsafe { libc::syscall(libc::SYS_futex, nobody.as_ptr(), way, 0, 0, word, OR_ZERO) >= 0 }
 }
 
-/// The handler: what [`decide`] returns is jumped to, as if the kernel had called it.
+/// The signal handler. Jumps to the address that [`decide`] returns, as if the kernel had called it.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 unsafe extern "C" fn on_fault() {
@@ -312,7 +319,7 @@ unsafe extern "C" fn on_fault() {
     )
 }
 
-/// The handler: what [`decide`] returns is jumped to, as if the kernel had called it.
+/// The signal handler. Jumps to the address that [`decide`] returns, as if the kernel had called it.
 #[cfg(target_arch = "aarch64")]
 #[unsafe(naked)]
 unsafe extern "C" fn on_fault() {
@@ -333,23 +340,24 @@ unsafe extern "C" fn on_fault() {
     )
 }
 
-/// Deals with a fault, or tells which handler of the program is to have it. 0: return to where the fault was.
+/// Handles a fault, or returns the program's handler to call. 0: return to the faulting instruction.
 extern "C" fn decide(_signal: c_int, info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> usize {
     // SAFETY: the thread's own word.
     let errno = unsafe { *libc::__errno_location() };
-    // SAFETY: what the kernel gave to the handler.
+    // SAFETY: what the kernel passed to the handler.
     let next = unsafe { if deal(info, context) { 0 } else { pass_on(info, context) } };
     process::set_errno(errno);
     next
 }
 
-/// Whether the fault is none of the program's; then what is due has been done.
+/// Handles a fault that is not the program's. Returns whether it did.
 ///
 /// # Safety
 ///
-/// Both are what the kernel gave to a handler, in that handler. `SIGBUS` is blocked until it returns.
+/// Both are what the kernel passed to a signal handler, and the call is made in that handler. `SIGBUS` is blocked until
+/// it returns.
 unsafe fn deal(info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> bool {
-    // SAFETY: the caller's promise; of a fault the address is there.
+    // SAFETY: the caller's promise; a fault has an address.
     let (code, addr) = unsafe { ((*info).si_code, (*info).si_addr() as usize) };
     if ![SEGV_MAPERR, SEGV_ACCERR].contains(&code) {
         return false;
@@ -370,11 +378,11 @@ unsafe fn deal(info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> 
     }
 }
 
-/// What the fault was at, from the processor's error code.
+/// Returns the access that faulted, from the processor's error code.
 ///
 /// # Safety
 ///
-/// What the kernel gave to a handler.
+/// `context` is what the kernel passed to a signal handler.
 #[cfg(target_arch = "x86_64")]
 unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
     const WRITE: i64 = 1 << 1;
@@ -388,22 +396,22 @@ unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
     })
 }
 
-/// What the fault was at, from the syndrome among the records behind the registers.
+/// Returns the access that faulted, from the syndrome in the context records behind the registers.
 ///
 /// # Safety
 ///
-/// What the kernel gave to a handler.
+/// `context` is what the kernel passed to a signal handler.
 #[cfg(target_arch = "aarch64")]
 unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
     const SYNDROME: u32 = 0x4553_5201;
     const WRITE: u64 = 1 << 6;
-    /// Kinds of exceptions: fetches and accesses of data, from below.
+    /// Exception classes: instruction fetch and data access, from a lower exception level.
     const FETCH: u64 = 0x20;
     const DATA: u64 = 0x24;
-    /// Registers and what follows them, up to the records, which are aligned to 16 bytes.
+    /// Size of the registers and the fields up to the context records, which are aligned to 16 bytes.
     const RECORDS_AT: usize = (8 + 31 * 8 + 3 * 8_usize).next_multiple_of(16);
     const ROOM: usize = 4 << 10;
-    // SAFETY: the caller's promise; the records lie in `uc_mcontext`, each begins with its kind and size.
+    // SAFETY: the caller's promise. The records are in `uc_mcontext`, and each begins with its kind and size.
     unsafe {
         let records = (&raw const (*context).uc_mcontext).cast::<u8>().add(RECORDS_AT);
         let mut at = 0;
@@ -427,22 +435,25 @@ unsafe fn access_of(context: *const libc::ucontext_t) -> Option<Access> {
     None
 }
 
-/// The mask that the interrupted thread has again after the handler: of the C library's set, the kernel's part, a word.
+/// Returns the mask that the thread has again after the handler. Of the C library's set, this is the kernel's part,
+/// one word.
 ///
 /// # Safety
 ///
-/// What the kernel gave to a handler.
+/// `context` is what the kernel passed to a signal handler.
 unsafe fn mask_of(context: *mut libc::ucontext_t) -> *mut u64 {
     // SAFETY: the caller's promise.
     unsafe { (&raw mut (*context).uc_sigmask).cast() }
 }
 
-/// Sends this thread a `SIGBUS` for the address, which comes when the handler returns. Where the program ignores or
-/// blocks it, it ends the program, as the kernel's own would. Says whether it will come.
+/// Queues a `SIGBUS` for the address to this thread, delivered when the handler returns. Returns whether it was
+/// queued.
+///
+/// If the program ignores or blocks `SIGBUS`, the signal ends the program, as one from the kernel would.
 ///
 /// # Safety
 ///
-/// `context` is what the kernel gave to a handler, in that handler.
+/// `context` is what the kernel passed to a signal handler, and the call is made in that handler.
 unsafe fn raise_bus(addr: usize, context: *mut libc::ucontext_t) -> bool {
     /// `siginfo_t` of a fault.
     #[repr(C)]
@@ -461,7 +472,7 @@ unsafe fn raise_bus(addr: usize, context: *mut libc::ucontext_t) -> bool {
     let is_blocked = unsafe { *mask } & bit(libc::SIGBUS) != 0;
     let handler = raw_action(libc::SIGBUS, None).map_or(libc::SIG_DFL, |action| action.handler);
     if is_blocked || [libc::SIG_DFL, libc::SIG_IGN].contains(&handler) {
-        // It ends the program. The first process of a namespace it does not: that takes the fault itself.
+        // It ends the program, except the init process of a PID namespace, which takes the `SIGSEGV` itself.
         if process::id() == 1 {
             return false;
         }
@@ -473,7 +484,7 @@ unsafe fn raise_bus(addr: usize, context: *mut libc::ucontext_t) -> bool {
     queue(libc::SIGBUS, (&raw const info).cast())
 }
 
-/// Queues a signal for this very thread, with this told of it.
+/// Queues a signal with this `siginfo_t` to the calling thread.
 fn queue(signal: c_int, info: *const c_void) -> bool {
     // SAFETY: no arguments; `info` is a whole `siginfo_t`.
     unsafe {
@@ -482,21 +493,23 @@ fn queue(signal: c_int, info: *const c_void) -> bool {
     }
 }
 
-/// What the kernel would do with the program's action: the handler to call, with the mask set for it, or 0.
+/// Does what the kernel would do with the program's action: returns the handler to call and sets its mask, or returns
+/// 0.
 ///
 /// # Safety
 ///
-/// Both are what the kernel gave to a handler, in that handler.
+/// Both are what the kernel passed to a signal handler, and the call is made in that handler.
 unsafe fn pass_on(info: *const libc::siginfo_t, context: *mut libc::ucontext_t) -> usize {
     // SAFETY: the caller's promise.
     let (is_sent, mask) = unsafe { ((*info).si_code <= 0, mask_of(context)) };
     let action = read_program();
     match action.handler {
         libc::SIG_IGN if is_sent => 0,
-        // What is sent to the first process of a namespace does nothing there.
+        // A signal with default action that is sent to the init process of a namespace has no effect.
         libc::SIG_DFL if is_sent && process::id() == 1 => 0,
         libc::SIG_DFL | libc::SIG_IGN => {
-            // The access is repeated, and ends the program with all that a core file tells; what was sent is sent again.
+            // The access is retried and ends the program with a complete core file. A signal that was sent is sent
+            // again.
             let _ = raw_action(libc::SIGSEGV, Some(DEFAULT));
             // SAFETY: the caller's promise.
             unsafe { *mask &= !bit(libc::SIGSEGV) };
@@ -522,7 +535,7 @@ unsafe fn pass_on(info: *const libc::siginfo_t, context: *mut libc::ucontext_t) 
 mod tests {
     use super::*;
 
-    /// Memory is readable where it is, and nothing is asked of what is not there.
+    /// Mapped accessible memory is readable; reserved or closed memory is not. The probe changes no byte.
     #[test]
     fn readable_pages_are_known() {
         let page = crate::mem::os_page_bytes();
@@ -536,14 +549,14 @@ mod tests {
         assert!(is_writable(addr) && is_writable(addr + page - 1) && !is_writable(addr + page));
         // SAFETY: as above.
         assert_eq!(unsafe { (addr as *const u8).read_volatile() }, 7);
-        // SAFETY: our own reservation, which nobody else looks at.
+        // SAFETY: our own reservation, with no other users.
         unsafe { crate::mem::close(addr, page).unwrap() };
         assert!(!is_readable(addr) && !is_writable(addr));
         // SAFETY: as above.
         unsafe { crate::mem::unreserve(addr, 2 * page) };
     }
 
-    /// Our handler runs on the stack that the program's would, and as it wants system calls to go on.
+    /// Our handler takes the program's choice of stack and of restarting system calls.
     #[test]
     fn the_first_handler_takes_after_the_second() {
         let handler = |flags: c_int| first(Action { handler: 7, flags: flags as u64, ..DEFAULT }).flags & PASSED_ON;

@@ -1,14 +1,14 @@
-//! Small files without allocating: read whole, map shared, paths in fixed buffers.
+//! Small files without allocating: reads, shared mappings, paths in fixed buffers.
 //!
-//! By plain system calls: the C library's `open`, `read` and `close` are points
-//! where a thread can be cancelled, and locks may be held here.
+//! Uses plain system calls: the C library's `open`, `read` and `close` are cancellation points, and locks may be held
+//! here.
 #![allow(unsafe_code)] // open, read, mmap
 
 use std::ffi::CStr;
 use std::fmt;
 use std::io;
 
-/// Text of at most `N - 1` bytes with a terminating zero; what does not fit is cut and marked.
+/// Text of at most `N - 1` bytes with a terminating zero. Longer text is truncated and `is_cut` is set.
 pub struct Text<const N: usize> {
     bytes: [u8; N],
     len: usize,
@@ -67,14 +67,14 @@ impl<const N: usize> fmt::Write for Text<N> {
     }
 }
 
-/// A path, long enough for any that Pagemill makes.
+/// A path buffer, long enough for every path that Pagemill creates.
 pub type Path = Text<512>;
 
-/// A descriptor that closes itself.
+/// A descriptor that is closed on drop.
 pub struct Fd(libc::c_int);
 
 impl Fd {
-    /// Takes over a descriptor that is this crate's own.
+    /// Takes ownership of a descriptor that this crate created.
     pub(crate) fn own(number: libc::c_int) -> Self {
         Self(number)
     }
@@ -113,11 +113,11 @@ pub(crate) fn open(path: &CStr, flags: libc::c_int, mode: libc::mode_t) -> io::R
     }
 }
 
-/// Reads a file from its start into `buffer`; the rest of a longer file is left out.
+/// Reads a file from its start into `buffer`. The rest of a longer file is ignored.
 ///
 /// # Errors
 ///
-/// What `open` or `read` say.
+/// Errors of `open` or `read`.
 pub fn read<'buffer>(path: &CStr, buffer: &'buffer mut [u8]) -> io::Result<&'buffer [u8]> {
     let fd = open(path, libc::O_RDONLY, 0)?;
     let mut len = 0;
@@ -144,12 +144,12 @@ fn read_some(fd: &Fd, buffer: &mut [u8]) -> io::Result<usize> {
     }
 }
 
-/// Reads a text file line by line until `act` returns something. What is longer than the buffer (1 KiB) is passed
-/// over, and so is what is no UTF-8.
+/// Reads a text file line by line until `act` returns a value. Skips lines longer than the buffer (1 KiB); passes a
+/// line that is not UTF-8 as an empty one.
 ///
 /// # Errors
 ///
-/// What `open` or `read` say.
+/// Errors of `open` or `read`.
 pub fn find_line<T>(path: &CStr, mut act: impl FnMut(&str) -> Option<T>) -> io::Result<Option<T>> {
     let fd = open(path, libc::O_RDONLY, 0)?;
     let mut buffer = [0u8; 1024];
@@ -159,7 +159,7 @@ pub fn find_line<T>(path: &CStr, mut act: impl FnMut(&str) -> Option<T>) -> io::
         len += count;
         let mut start = 0;
         while let Some(end) = buffer[start..len].iter().position(|byte| *byte == b'\n').map(|at| start + at) {
-            // The end of a line whose start did not fit is no line.
+            // If the start of a line did not fit, its end is skipped.
             let line = std::str::from_utf8(&buffer[start..end]).unwrap_or("");
             if !std::mem::take(&mut is_tail)
                 && let Some(found) = act(line)
@@ -184,7 +184,7 @@ pub fn find_line<T>(path: &CStr, mut act: impl FnMut(&str) -> Option<T>) -> io::
 ///
 /// # Errors
 ///
-/// What `open` or `read` say; `InvalidData` for anything else.
+/// Errors of `open` or `read`; `InvalidData` for any other content.
 pub fn read_number(path: &CStr) -> io::Result<u64> {
     let mut buffer = [0u8; 64];
     let text = std::str::from_utf8(read(path, &mut buffer)?).unwrap_or("").trim();
@@ -197,24 +197,24 @@ pub fn read_number(path: &CStr) -> io::Result<u64> {
 /// How a shared file is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// It must not exist; made with mode 0600 and the given length.
+    /// The file must not exist. It is created with mode 0600 and the given length.
     Create,
-    /// It must exist with at least the given length and belong to this user.
+    /// The file must exist, have at least the given length and belong to this user.
     Update,
     /// As `Update`, but mapped read-only.
     Inspect,
 }
 
-/// Maps a file shared with other processes; at `fixed` if that is not 0, replacing what is there.
+/// Maps a file shared with other processes. If `fixed` is not 0, maps it there and replaces the existing mapping.
 ///
 /// # Errors
 ///
-/// What the system says; `EINVAL` for a file that is too short, `EACCES` for
-/// one that is not a plain file of this user.
+/// Errors of the system calls; `EINVAL` for a file that is too short, `EACCES` for one that is not a regular file of
+/// this user.
 ///
 /// # Safety
 ///
-/// If `fixed` is not 0 nobody depends on what is mapped there.
+/// If `fixed` is not 0, nothing depends on the memory mapped there.
 pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: usize) -> io::Result<usize> {
     let flags = match access {
         Access::Create => libc::O_RDWR | libc::O_CREAT | libc::O_EXCL,
@@ -224,10 +224,11 @@ pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: u
     if access == Access::Create && crate::process::file_size_limit() < len_bytes as u64 {
         return Err(io::Error::from_raw_os_error(libc::EFBIG));
     }
-    // A pipe that somebody laid in the way is not waited for.
+    // `O_NONBLOCK`: another user may have placed a pipe at this path, and opening it must not block.
     let fd = open(path, flags | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY, 0o600)?;
     if access == Access::Create {
-        // With its memory: a sparse file on a full file system would end the process by SIGBUS at the first touch.
+        // Allocates the file's memory: on a full file system the first touch of a sparse file would end the process
+        // with SIGBUS.
         // SAFETY: our own descriptor.
         let result = unsafe { libc::posix_fallocate(fd.0, 0, len_bytes as libc::off_t) };
         if result != 0 {
@@ -244,6 +245,48 @@ pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: u
     if addr == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(addr as usize) }
 }
 
+/// Reads the first `buffer.len()` bytes of a regular file that other processes may be changing.
+///
+/// `owner` is the required owner of the file; `None` accepts any user, for a process that runs as root. The
+/// result is a copy, so later changes to the file have no effect on it.
+///
+/// # Errors
+///
+/// Errors of `open` or `read`. `EACCES` for a link, for a file that is not regular, or for another user's file.
+/// `EINVAL` for a file that is too short.
+pub fn read_published(path: &CStr, owner: Option<u32>, buffer: &mut [u8]) -> io::Result<()> {
+    let fd = open(path, libc::O_RDONLY | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY, 0)?;
+    check_file(&fd, buffer.len())?;
+    if owner.is_some_and(|owner| stat_of(&fd).map(|stat| stat.st_uid).ok() != Some(owner)) {
+        return Err(io::Error::from_raw_os_error(libc::EACCES));
+    }
+    let mut len = 0;
+    while len < buffer.len() {
+        match read_some(&fd, &mut buffer[len..])? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            count => len += count,
+        }
+    }
+    Ok(())
+}
+
+/// Whether `path` is a directory (not a symbolic link) owned by `owner`, with no permissions for group and others.
+pub fn is_private_dir(path: &CStr, owner: u32) -> bool {
+    // SAFETY: plain data, written by lstat.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: `path` is a C string.
+    let is_known = unsafe { libc::lstat(path.as_ptr(), &raw mut stat) } == 0;
+    is_known && stat.st_mode & libc::S_IFMT == libc::S_IFDIR && stat.st_uid == owner && stat.st_mode & 0o077 == 0
+}
+
+/// Returns the user that owns the folder or file at `path`.
+pub fn owner(path: &CStr) -> Option<u32> {
+    // SAFETY: plain data, written by stat.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: `path` is a C string.
+    (unsafe { libc::stat(path.as_ptr(), &raw mut stat) } == 0).then_some(stat.st_uid)
+}
+
 fn stat_of(fd: &Fd) -> io::Result<libc::stat> {
     // SAFETY: plain data, written by fstat.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
@@ -251,7 +294,7 @@ fn stat_of(fd: &Fd) -> io::Result<libc::stat> {
     if unsafe { libc::fstat(fd.0, &raw mut stat) } == 0 { Ok(stat) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Refuses what somebody else could have laid in the way.
+/// Refuses files that another user could have placed at the path.
 fn check_file(fd: &Fd, len_bytes: usize) -> io::Result<()> {
     let stat = stat_of(fd)?;
     // SAFETY: no arguments.
@@ -269,33 +312,33 @@ fn check_file(fd: &Fd, len_bytes: usize) -> io::Result<()> {
 ///
 /// # Errors
 ///
-/// What `mmap` says.
+/// Errors of `mmap`.
 ///
 /// # Safety
 ///
 /// `fixed..fixed + len_bytes` is mapped and may lose its contents.
 pub unsafe fn map_private_over(fixed: usize, len_bytes: usize) -> io::Result<()> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let addr = unsafe { libc::mmap(fixed as *mut _, len_bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
     if addr == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Ends a mapping made by [`map_shared`].
+/// Unmaps a mapping made by [`map_shared`].
 ///
 /// # Safety
 ///
-/// Nobody uses it any more.
+/// The mapping is no longer in use.
 pub unsafe fn unmap(addr: usize, len_bytes: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { libc::syscall(libc::SYS_munmap, addr, len_bytes) };
 }
 
-/// Makes a folder with mode 0700; an existing one of this user is fine.
+/// Creates a folder with mode 0700; accepts an existing one that only this user can access.
 ///
 /// # Errors
 ///
-/// What `mkdir` says; `EACCES` if what exists is not a folder of this user alone.
+/// Errors of `mkdir`; `EACCES` if the path exists and is not such a folder.
 pub fn make_private_dir(path: &CStr) -> io::Result<()> {
     // SAFETY: `path` is a C string.
     if unsafe { libc::mkdir(path.as_ptr(), 0o700) } == 0 {
@@ -305,38 +348,31 @@ pub fn make_private_dir(path: &CStr) -> io::Result<()> {
     if error.raw_os_error() != Some(libc::EEXIST) {
         return Err(error);
     }
-    // SAFETY: plain data, written by lstat.
-    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-    // SAFETY: `path` is a C string.
-    let known = unsafe { libc::lstat(path.as_ptr(), &raw mut stat) } == 0;
-    // SAFETY: no arguments.
-    let user = unsafe { libc::geteuid() };
-    if known && stat.st_mode & libc::S_IFMT == libc::S_IFDIR && stat.st_uid == user && stat.st_mode & 0o077 == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::from_raw_os_error(libc::EACCES))
+    match is_private_dir(path, crate::process::user_id()) {
+        true => Ok(()),
+        false => Err(io::Error::from_raw_os_error(libc::EACCES)),
     }
 }
 
-/// A file that another process made for this one to write.
+/// A file that another process created for this one to write.
 pub struct Blank(Fd);
 
 impl Blank {
-    /// Opens an empty one at `path`.
+    /// Opens an empty file at `path`.
     ///
     /// # Errors
     ///
-    /// What `open` says; `EACCES` for what is not a plain, empty file of this very user under this one name: neither links
-    /// nor pipes are followed, and nobody makes a privileged process write where he could not write himself.
+    /// Errors of `open`. `EACCES` for anything but a regular, empty file of this effective user with one link. So
+    /// another user cannot make a privileged process write to a file that this user could not write.
     pub fn open(path: &CStr) -> io::Result<Self> {
         Self::open_of_len(path, libc::O_WRONLY, 0).map(|(blank, _)| blank)
     }
 
-    /// Opens one that begins with as many bytes as `order` has, and holds no others; reads them.
+    /// Opens a file that contains exactly `order.len()` bytes and reads them into `order`.
     ///
     /// # Errors
     ///
-    /// As [`Blank::open`]; `EACCES`, too, where others than its owner may write.
+    /// As [`Blank::open`]; also `EACCES` if the group or others may write the file.
     pub fn open_with(path: &CStr, order: &mut [u8]) -> io::Result<Self> {
         let (blank, stat) = Self::open_of_len(path, libc::O_RDWR, order.len())?;
         if stat.st_mode & (libc::S_IWGRP | libc::S_IWOTH) != 0 {
@@ -365,9 +401,9 @@ impl Blank {
     ///
     /// # Errors
     ///
-    /// What `write` says; `EFBIG` where it would be over the limit of this process.
+    /// Errors of `write`; `EFBIG` beyond this process's file size limit.
     pub fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
-        // Over it comes a signal first.
+        // Beyond the limit the kernel would send a signal first.
         if offset.saturating_add(bytes.len() as u64) > crate::process::file_size_limit() {
             return Err(io::Error::from_raw_os_error(libc::EFBIG));
         }
@@ -391,13 +427,13 @@ impl Blank {
     }
 }
 
-/// Whether there is something at `path`.
+/// Returns whether a file exists at `path`.
 pub fn exists(path: &CStr) -> bool {
     // SAFETY: `path` is a C string.
     unsafe { libc::access(path.as_ptr(), libc::F_OK) == 0 }
 }
 
-/// Removes a file; that it is gone already is fine.
+/// Removes a file. A missing file is no error.
 pub fn remove(path: &CStr) {
     // SAFETY: `path` is a C string.
     unsafe { libc::unlink(path.as_ptr()) };
@@ -409,10 +445,9 @@ pub fn write_stderr(bytes: &[u8]) {
     unsafe { libc::syscall(libc::SYS_write, 2, bytes.as_ptr(), bytes.len()) };
 }
 
-/// The value of an environment variable, without allocating.
+/// Returns the value of an environment variable, without allocating.
 ///
-/// The reference lasts as long as the program does not change that variable;
-/// callers read it at start and keep no reference.
+/// The reference is valid until the program changes that variable. Callers read it at start and keep no reference.
 pub fn environment(name: &CStr) -> Option<&'static CStr> {
     // SAFETY: `name` is a C string; the result points into the environment.
     let value = unsafe { libc::getenv(name.as_ptr()) };
@@ -433,7 +468,7 @@ mod tests {
         assert!(Text::<8>::format(format_args!("0123456789")).is_none());
     }
 
-    /// Written is an empty file of one's own only: no link, no second name, nothing that holds something, no pipe.
+    /// `Blank` opens only this user's own empty regular file: no symbolic link, second hard link, content or pipe.
     #[test]
     fn blank_files_are_checked() {
         let folder = tempfile::tempdir().unwrap();

@@ -4,7 +4,7 @@
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
-/// Who may wake the sleeper.
+/// Which threads may wake the sleeper.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
     /// Threads of this process.

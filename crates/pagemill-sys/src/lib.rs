@@ -1,28 +1,27 @@
-//! Linux for Pagemill: every system call, every kernel file, and no policy.
+//! Linux system calls and kernel files for Pagemill. This crate contains no policy.
 //!
-//! One file per thing the kernel offers; each call returns what really
-//! happened (how many bytes, huge or not), so that the layers above count
-//! facts. Nothing here allocates from the global allocator except [`probe`],
-//! which serves `pagemill doctor` only, and [`ring`]: the rest runs inside `malloc`.
+//! Each file covers one kernel feature. Each call returns the actual result (how many bytes, huge pages or not), so
+//! that the layers above count facts. Only [`probe`], which serves `pagemill doctor`, and [`ring`] allocate from the
+//! global allocator. Everything else may run inside `malloc`.
 //!
-//! | file | what of Linux |
+//! | file | kernel feature |
 //! |---|---|
-//! | [`mem`] | address space: reserve, open, populate, give back |
-//! | [`maps`] | what is mapped where |
-//! | [`fault`] | faults of the program's own memory, heard of first |
+//! | [`mem`] | address space: reserve, open, populate, release |
+//! | [`maps`] | mappings of this process |
+//! | [`fault`] | signal handlers for faults in the program's own memory |
 //! | [`hugetlb`] | huge pages that the administrator has reserved |
 //! | [`moves`] | moving pages between addresses (userfaultfd, mremap) |
 //! | [`numa`] | nodes and memory policy |
 //! | [`barrier`] | a memory barrier in all threads at once (membarrier) |
 //! | [`futex`], [`thread`], [`stack`], [`clock`] | waiting, threads, a stack for one call, time |
 //! | [`file`](mod@file) | small kernel and shared files without allocating |
-//! | [`disk`], [`ring`], [`bell`] | files and devices that hold content; transfers queued (io_uring); a wake-up (eventfd) |
-//! | [`process`], [`child`] | who a process is, what it holds; a child stood in for |
+//! | [`disk`], [`ring`], [`bell`] | files and block devices; io_uring; an eventfd waker |
+//! | [`process`], [`child`] | process identity and limits; running a child process and forwarding its signals |
 //! | [`cgroup`] | memory control groups, the machine's memory |
-//! | [`events`] | what the kernel says by itself when memory runs short |
-//! | [`fanotify`], [`pages`] | files of a RAM file system: who wrote one; its pages and leases |
-//! | [`namespace`] | a mount namespace of one's own |
-//! | [`probe`] | what this kernel can do, for people |
+//! | [`events`] | kernel notifications about memory pressure |
+//! | [`fanotify`], [`pages`] | files of a RAM file system: write events; page contents and leases |
+//! | [`namespace`] | a private mount namespace |
+//! | [`probe`] | which features this kernel has, as readable text |
 
 pub mod barrier;
 pub mod bell;
@@ -48,10 +47,10 @@ pub mod ring;
 pub mod stack;
 pub mod thread;
 
-/// Prints one line to standard error and ends the process by `SIGABRT`.
+/// Prints one line to standard error and ends the process with `SIGABRT`.
 ///
-/// For damage that must not go on (a double free, say). Neither allocates nor
-/// locks, so it may be called from anywhere in the allocator.
+/// For damage after which the process must not continue, such as a double free. Neither allocates nor locks, so any
+/// part of the allocator may call it.
 pub fn fatal(message: core::fmt::Arguments<'_>) -> ! {
     let mut line = file::Text::<512>::new();
     let _ = core::fmt::Write::write_fmt(&mut line, message);

@@ -1,7 +1,7 @@
-//! What is mapped at an address of this process.
+//! Mappings of this process, looked up by address.
 //!
-//! Since Linux 6.11 a call on `/proc/self/maps` answers for one address, in some hundred nanoseconds; before, the file is
-//! read. Nothing here allocates.
+//! Since Linux 6.11 an ioctl on `/proc/self/maps` looks up one address in some hundred nanoseconds. On older kernels
+//! this module reads the file. Nothing here allocates.
 #![allow(unsafe_code)] // the ioctl
 
 use crate::file::{self, Fd};
@@ -12,7 +12,7 @@ use std::ops::Range;
 
 const PATH: &CStr = c"/proc/self/maps";
 
-/// A mapping, as far as it matters for what may be done with its pages.
+/// A mapping and the properties that decide what may be done with its pages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mapping {
     pub addresses: Range<usize>,
@@ -20,7 +20,7 @@ pub struct Mapping {
     pub is_writable: bool,
     pub is_executable: bool,
     pub is_shared: bool,
-    /// Of a file: also huge pages of hugetlbfs, and shared memory.
+    /// Backed by a file. Includes hugetlbfs pages and shared memory.
     pub has_file: bool,
     /// The stack of the first thread, or of the program's start.
     pub is_stack: bool,
@@ -53,10 +53,10 @@ const EXECUTABLE: u64 = 1 << 2;
 const SHARED: u64 = 1 << 3;
 const COVERING_OR_NEXT: u64 = 1 << 4;
 
-/// Longer names are those of files.
+/// Longer names belong to files.
 const NAME_BYTES: usize = 32;
 
-/// The mappings of the process that opens it: not for its children.
+/// The mappings of the process that opened this. A fork child must not use it.
 pub struct Maps {
     file: Fd,
 }
@@ -64,20 +64,20 @@ pub struct Maps {
 impl Maps {
     /// # Errors
     ///
-    /// What opening `/proc/self/maps` says.
+    /// Errors of opening `/proc/self/maps`.
     pub fn open() -> io::Result<Self> {
         Ok(Self { file: file::open(PATH, libc::O_RDONLY, 0)? })
     }
 
-    /// The mapping that `addr` lies in, or the next one above it; `None` above the last.
+    /// Returns the mapping that contains `addr`, or the next one above it; `None` above the last.
     ///
     /// # Errors
     ///
-    /// What reading `/proc/self/maps` says, before Linux 6.11.
+    /// Errors of reading `/proc/self/maps`, before Linux 6.11.
     pub fn find(&self, addr: usize) -> io::Result<Option<Mapping>> {
         match self.query(addr) {
             Ok(answer) => Ok(answer),
-            // The kernel does not know the call.
+            // The kernel does not have the ioctl.
             Err(_) => file::find_line(PATH, |line| parse(line).filter(|found| found.addresses.end > addr)),
         }
     }
@@ -100,13 +100,14 @@ impl Maps {
             name_addr: name.as_mut_ptr() as u64,
             build_id_addr: 0,
         };
-        // SAFETY: reads and writes `query`, whose size it holds, and `name`, whose address and size stand in it.
+        // SAFETY: reads and writes `query`, which holds its own size, and `name`, whose address and size are in
+        // `query`.
         let result = unsafe { libc::ioctl(self.file.number(), QUERY as _, &raw mut query) };
         let error = io::Error::last_os_error();
         match error.raw_os_error() {
             _ if result == 0 => {}
             Some(libc::ENOENT) => return Ok(None),
-            // The name is longer: a file's.
+            // A longer name belongs to a file.
             Some(libc::ENAMETOOLONG) => return self.query_without_name(query),
             _ => return Err(error),
         }
@@ -116,7 +117,7 @@ impl Maps {
 
     fn query_without_name(&self, mut query: Query) -> io::Result<Option<Mapping>> {
         (query.name_size, query.name_addr) = (0, 0);
-        // SAFETY: reads and writes `query`, whose size it holds.
+        // SAFETY: reads and writes `query`, which holds its own size.
         match unsafe { libc::ioctl(self.file.number(), QUERY as _, &raw mut query) } {
             0 => Ok(Some(query.mapping(false))),
             _ => Err(io::Error::last_os_error()),
@@ -156,7 +157,7 @@ fn parse(line: &str) -> Option<Mapping> {
     })
 }
 
-/// Whether this process has mapped the file at `path`; `false` also where nobody can tell.
+/// Returns whether this process has mapped the file at `path`; `false` also if the maps cannot be read.
 pub fn has_mapped(path: &str) -> bool {
     let is_of_file = |line: &str| line.strip_suffix(path).is_some_and(|rest| rest.ends_with(' '));
     matches!(file::find_line(PATH, |line| is_of_file(line).then_some(())), Ok(Some(())))
@@ -166,16 +167,16 @@ pub fn has_mapped(path: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// Both ways say the same of every mapping there is, and of the gap above.
+    /// The ioctl and the text agree on every mapping, and above the last one.
     #[test]
     fn both_ways_agree() {
         let maps = Maps::open().unwrap();
         let text = std::fs::read_to_string("/proc/self/maps").unwrap();
         let (mut count, mut stacks) = (0, 0);
-        // That one is the kernel's, and only in the text.
+        // The vsyscall page belongs to the kernel and is listed only in the text.
         for line in text.lines().filter(|line| !line.ends_with("[vsyscall]")) {
             let parsed = parse(line).unwrap();
-            // Tests beside this one map and unmap while it looks, the same place now and then.
+            // Other tests map and unmap at the same time, sometimes at the same address.
             let is_so = || std::fs::read_to_string("/proc/self/maps").unwrap().lines().any(|now| now == line);
             let mut others = Vec::new();
             let agrees = loop {

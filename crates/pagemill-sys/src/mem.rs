@@ -1,9 +1,7 @@
 //! Address space and the pages behind it.
 //!
-//! A reservation starts without access and without pages. [`open`] makes a
-//! part of it readable and writable (still no pages), a touch or [`populate`]
-//! brings pages in, [`discard`] takes them out. Measured costs stand in
-//! docs/kernel.md.
+//! A reservation has no access and no pages. [`open`] makes a part of it readable and writable, still without pages. A
+//! touch or [`populate`] allocates pages, [`discard`] frees them. docs/kernel.md has measured costs.
 #![allow(unsafe_code)] // the mapping system calls
 
 use std::io;
@@ -14,12 +12,12 @@ const POPULATE_WRITE: i32 = 23;
 /// `MADV_COLD`, since Linux 5.4.
 const COLD: i32 = 20;
 
-/// What the kernel put behind a block that was to be huge.
+/// The pages that the kernel allocated for a block that was to be huge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {
     /// One huge page.
     Huge,
-    /// Single OS pages: no huge page was to be had.
+    /// Single OS pages: no huge page was available.
     Small,
 }
 
@@ -27,7 +25,7 @@ fn check(result: i32) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// What [`os_page_bytes`] says; 0 while nobody has asked.
+/// Cache of [`os_page_bytes`]; 0 if empty.
 static OS_PAGE_BYTES: AtomicUsize = AtomicUsize::new(0);
 
 /// Bytes of an OS page: 4, 16 or 64 KiB.
@@ -46,56 +44,56 @@ fn kernel_page_bytes() -> usize {
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
 }
 
-/// Lets this process do as if OS pages were larger than they are. For tests, before anything else.
+/// Makes this process act as if OS pages were larger than they are. For tests, before any other call.
 ///
 /// # Panics
 ///
-/// If somebody has asked for their size already, or they cannot be so large.
+/// If the size was already queried, or if `bytes` is not a valid size.
 pub fn pretend_os_page(bytes: usize) {
     assert!(bytes.is_power_of_two() && (kernel_page_bytes()..=MOST_OS_PAGE_BYTES).contains(&bytes));
     assert_eq!(OS_PAGE_BYTES.swap(bytes, Relaxed), 0, "somebody counts on another size");
 }
 
-/// The largest OS pages that there are.
+/// The largest OS page size.
 const MOST_OS_PAGE_BYTES: usize = 64 << 10;
 
-/// Maps anonymous memory by the plain system call: in the preload library the C library's `mmap` is jemalloc's, and leads
-/// back into the arena.
+/// Maps anonymous memory by a plain system call. In the preload library the C library's `mmap` is jemalloc's, which
+/// calls the arena again.
 ///
 /// # Safety
 ///
-/// With `MAP_FIXED` nobody depends on what is mapped there.
+/// With `MAP_FIXED`, nothing depends on the memory mapped there.
 pub(crate) unsafe fn map(addr: usize, len_bytes: usize, protection: i32, flags: i32) -> io::Result<usize> {
     // SAFETY: the caller's promise.
     let result = unsafe { libc::syscall(libc::SYS_mmap, addr, len_bytes, protection, flags, -1, 0) };
     if result == -1 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
 }
 
-/// Ends a mapping by the plain system call: the preload library has a `munmap` of its own, for programs.
+/// Unmaps by a plain system call: the preload library exports its own `munmap`, for programs.
 ///
 /// # Safety
 ///
-/// Nobody uses what is mapped there.
+/// The memory is no longer in use.
 unsafe fn unmap(addr: usize, len_bytes: usize) {
     // SAFETY: the caller's promise.
     unsafe { libc::syscall(libc::SYS_munmap, addr, len_bytes) };
 }
 
-/// `madvise` by the plain system call, for the same reason. 0, or -1 and `errno`.
+/// `madvise` by a plain system call, for the same reason. Returns 0, or -1 and sets `errno`.
 ///
 /// # Safety
 ///
-/// Nobody needs the contents that the advice gives up.
+/// The contents that the advice discards are not needed.
 unsafe fn advise(addr: usize, len_bytes: usize, advice: i32) -> i32 {
     // SAFETY: the caller's promise.
     unsafe { libc::syscall(libc::SYS_madvise, addr, len_bytes, advice) as i32 }
 }
 
-/// `mprotect` by the plain system call, for the same reason. 0, or -1 and `errno`.
+/// `mprotect` by a plain system call, for the same reason. Returns 0, or -1 and sets `errno`.
 ///
 /// # Safety
 ///
-/// Nobody counts on access that is taken away.
+/// No code relies on the access that is removed.
 unsafe fn protect(addr: usize, len_bytes: usize, protection: i32) -> i32 {
     // SAFETY: the caller's promise.
     unsafe { libc::syscall(libc::SYS_mprotect, addr, len_bytes, protection) as i32 }
@@ -103,22 +101,23 @@ unsafe fn protect(addr: usize, len_bytes: usize, protection: i32) -> i32 {
 
 /// Reserves `len_bytes` of address space at a multiple of `align_bytes`, without access or pages.
 ///
-/// Costs address space only: the reservation counts against `RLIMIT_AS` and
-/// against nothing else. `hint` is where it would best lie (0: anywhere); the
-/// kernel may choose otherwise.
+/// The reservation counts against `RLIMIT_AS` and against nothing else. `hint` is the preferred address (0: any); the
+/// kernel may choose another.
 ///
 /// # Errors
 ///
-/// What `mmap` says, `ENOMEM` above all.
+/// Errors of `mmap`, usually `ENOMEM`.
 pub fn reserve(len_bytes: usize, align_bytes: usize, hint: usize) -> io::Result<usize> {
     assert!(align_bytes.is_power_of_two());
-    let padded = len_bytes.checked_add(align_bytes).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+    // The kernel aligns to OS pages anyway.
+    let spare_bytes = if align_bytes <= os_page_bytes() { 0 } else { align_bytes };
+    let padded = len_bytes.checked_add(spare_bytes).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     // SAFETY: without MAP_FIXED a new mapping touches no existing memory.
     let start = unsafe { map(hint, padded, libc::PROT_NONE, flags) }?;
     let aligned = start.next_multiple_of(align_bytes);
     let (head, tail) = (aligned - start, padded - (aligned - start) - len_bytes);
-    // SAFETY: both ends are parts of the mapping made above that nobody knows yet.
+    // SAFETY: both ends are parts of the mapping made above, unknown to other code.
     unsafe {
         if head > 0 {
             unmap(start, head);
@@ -134,16 +133,15 @@ pub fn reserve(len_bytes: usize, align_bytes: usize, hint: usize) -> io::Result<
 ///
 /// # Safety
 ///
-/// `addr..addr + len_bytes` is a reservation (or part of one) that nobody uses any more.
+/// `addr..addr + len_bytes` is a reservation, or part of one, that is no longer in use.
 pub unsafe fn unreserve(addr: usize, len_bytes: usize) {
     // SAFETY: the caller's promise.
     unsafe { unmap(addr, len_bytes) };
 }
 
-/// Makes reserved addresses readable and writable; pages come with the first touch, zeroed.
+/// Makes reserved addresses readable and writable. Pages come with the first touch, zeroed.
 ///
-/// Charged against the system's commit limit exactly as a fresh `mmap` of the
-/// same length would be.
+/// Charged against the system's commit limit exactly as a new `mmap` of the same length.
 ///
 /// # Errors
 ///
@@ -157,52 +155,51 @@ pub unsafe fn open(addr: usize, len_bytes: usize) -> io::Result<()> {
     check(unsafe { protect(addr, len_bytes, libc::PROT_READ | libc::PROT_WRITE) })
 }
 
-/// As [`open`], for reading only: no memory is promised, and none comes of it.
+/// As [`open`], for reading only. Commits no memory and allocates none.
 ///
 /// # Errors
 ///
-/// What `mprotect` says.
+/// Errors of `mprotect`.
 ///
 /// # Safety
 ///
-/// The range lies inside a reservation of the caller's, who has not opened it.
+/// The range lies inside a reservation of the caller that was not opened.
 pub unsafe fn open_to_read(addr: usize, len_bytes: usize) -> io::Result<()> {
-    // SAFETY: the caller owns the range, and nobody has written to it.
+    // SAFETY: the caller owns the range, which has never been written.
     check(unsafe { protect(addr, len_bytes, libc::PROT_READ) })
 }
 
-/// Takes all access to the range away: contents stay, and whoever touches them faults until [`open`].
+/// Removes all access to the range. Its contents stay, and accesses fault until [`open`].
 ///
 /// # Errors
 ///
-/// What `mprotect` says; `ENOMEM` where the process has as many mappings as it may.
+/// Errors of `mprotect`; `ENOMEM` if the process has reached its limit of mappings.
 ///
 /// # Safety
 ///
-/// Whoever touches the range meanwhile can wait, or is told.
+/// Any thread that accesses the range meanwhile tolerates or handles the fault.
 pub unsafe fn close(addr: usize, len_bytes: usize) -> io::Result<()> {
     // SAFETY: the caller's promise.
     check(unsafe { protect(addr, len_bytes, libc::PROT_NONE) })
 }
 
-/// Lets the kernel use huge pages for whole aligned blocks of the range. Returns whether it would.
+/// Allows huge pages for whole aligned blocks of the range. Returns whether the kernel accepted it.
 pub fn allow_huge(addr: usize, len_bytes: usize) -> bool {
     // SAFETY: a hint about paging; contents do not change.
     unsafe { advise(addr, len_bytes, libc::MADV_HUGEPAGE) == 0 }
 }
 
-/// Keeps huge pages out of the range: what is untouched stays without a page.
+/// Excludes the range from huge pages: untouched OS pages stay unallocated.
 pub fn forbid_huge(addr: usize, len_bytes: usize) {
     // SAFETY: a hint about paging; contents do not change.
     unsafe { advise(addr, len_bytes, libc::MADV_NOHUGEPAGE) };
 }
 
-/// Brings in pages for the whole range, as writes would, without changing a byte.
+/// Allocates pages for the whole range, as writes would, without changing a byte.
 ///
 /// # Errors
 ///
-/// `ENOMEM` for unmapped parts; `EFAULT`, `EHWPOISON`, `EINTR` as `madvise(2)`.
-/// What had come in until then stays.
+/// `ENOMEM` for unmapped parts; `EFAULT`, `EHWPOISON`, `EINTR` as `madvise(2)`. Pages allocated before the error stay.
 pub fn populate(addr: usize, len_bytes: usize) -> io::Result<()> {
     loop {
         // SAFETY: populating changes no contents.
@@ -213,10 +210,10 @@ pub fn populate(addr: usize, len_bytes: usize) -> io::Result<()> {
     }
 }
 
-/// Brings in one block, huge if the kernel has a huge page, and says which it was.
+/// Allocates one block, as a huge page if the kernel has one, and returns which it was.
 ///
-/// The first touch decides: if it brought the last OS page of the block along,
-/// the page is huge. Otherwise nothing more is touched.
+/// Touches the first OS page. If the last OS page of the block is then resident too, the page is huge. Otherwise
+/// touches nothing more.
 ///
 /// # Errors
 ///
@@ -229,7 +226,7 @@ pub fn populate_huge(block: usize, block_bytes: usize) -> io::Result<Backing> {
     Ok(if last[0] & 1 == 1 { Backing::Huge } else { Backing::Small })
 }
 
-/// Says for every OS page of the range whether it is resident (lowest bit of each byte of `pages`).
+/// Reports for every OS page of the range whether it is resident (lowest bit of each byte of `pages`).
 ///
 /// # Errors
 ///
@@ -246,7 +243,7 @@ pub fn resident(addr: usize, len_bytes: usize, pages: &mut [u8]) -> io::Result<(
         return check(unsafe { libc::mincore(addr as *mut _, len_bytes, pages.as_mut_ptr()) });
     }
     for (at, into) in (0..len_bytes).step_by(page).zip(pages) {
-        // The kernel's pages are 4 KiB at least.
+        // The kernel's pages are at least 4 KiB.
         let mut parts = [0u8; MOST_OS_PAGE_BYTES >> 12];
         let len = page.min(len_bytes - at);
         // SAFETY: writes one byte per page of the kernel into `parts`, which has room for those of any OS page.
@@ -256,7 +253,7 @@ pub fn resident(addr: usize, len_bytes: usize, pages: &mut [u8]) -> io::Result<(
     Ok(())
 }
 
-/// Bytes of the range, whole OS pages, that are resident.
+/// Returns the resident bytes of the range, in whole OS pages.
 ///
 /// # Errors
 ///
@@ -272,39 +269,40 @@ pub fn resident_bytes(addr: usize, len_bytes: usize) -> io::Result<usize> {
     Ok(count * page)
 }
 
-/// Whether four bytes can be written at `addr`; if so they hold some number afterwards. The kernel does the writing.
+/// Returns whether four bytes at `addr` can be written. The kernel overwrites them with some number to find out.
 pub fn can_write_int(addr: usize) -> bool {
     let nothing = std::ptr::null_mut::<u32>();
-    // SAFETY: the kernel checks the address itself, and says `EFAULT`.
+    // SAFETY: the kernel checks the address itself and returns `EFAULT`.
     unsafe { libc::syscall(libc::SYS_getcpu, addr as *mut u32, nothing, nothing) == 0 }
 }
 
-/// Whether the whole range is mapped, whatever it is. Touches no page.
+/// Checks that the whole range is mapped, with any kind of mapping. Touches no page.
 ///
 /// # Errors
 ///
-/// `ENOMEM` where a part is not, or is no address of a program.
+/// `ENOMEM` if a part is not mapped or is outside user address space.
 pub fn is_mapped(addr: usize, len_bytes: usize) -> io::Result<()> {
     // SAFETY: this flag has had no effect but the check since Linux 2.6.19.
     check(unsafe { libc::syscall(libc::SYS_msync, addr, len_bytes, libc::MS_ASYNC) as i32 })
 }
 
-/// Takes the pages of the range out: its bytes are gone and read zero afterwards.
+/// Frees the pages of the range. Its bytes read zero afterwards.
 ///
 /// # Errors
 ///
-/// `EINVAL` where the program has locked the memory (nothing was freed then).
+/// `EINVAL` where the program has locked the memory; nothing was freed then.
 ///
 /// # Safety
 ///
-/// Nobody needs the contents any more, and no reference to them is alive.
+/// The contents are not needed, and no reference to them is alive.
 pub unsafe fn discard(addr: usize, len_bytes: usize) -> io::Result<()> {
-    // SAFETY: the caller gives the contents up.
+    // SAFETY: the caller gives up the contents.
     check(unsafe { advise(addr, len_bytes, libc::MADV_DONTNEED) })
 }
 
-/// Offers the pages of the range to the kernel, which takes them when it runs short: until then, and from the next write
-/// on, a page keeps its bytes; once taken it reads zero.
+/// Offers the pages of the range to the kernel, which may reclaim them under pressure (`MADV_FREE`).
+///
+/// A page keeps its bytes until then; a write withdraws the offer for its page. A reclaimed page reads zero.
 ///
 /// # Errors
 ///
@@ -314,31 +312,29 @@ pub unsafe fn discard(addr: usize, len_bytes: usize) -> io::Result<()> {
 ///
 /// As [`discard`].
 pub unsafe fn offer(addr: usize, len_bytes: usize) -> io::Result<()> {
-    // SAFETY: the caller gives the contents up.
+    // SAFETY: the caller gives up the contents.
     check(unsafe { advise(addr, len_bytes, libc::MADV_FREE) })
 }
 
-/// Asks the kernel to reclaim the range as it would under pressure: without swap it takes what was offered, and nothing
-/// else. For tests of what happens then.
+/// Requests that the kernel reclaim the range as under pressure. Without swap it takes only offered pages. For tests.
 pub fn reclaim(addr: usize, len_bytes: usize) {
     const PAGEOUT: i32 = 21;
-    // SAFETY: contents do not change, but for those given up.
+    // SAFETY: contents do not change, except offered ones.
     unsafe { advise(addr, len_bytes, PAGEOUT) };
 }
 
-/// Splits the huge page behind a block into OS pages, as far as the kernel does so on `MADV_COLD`.
+/// Splits the huge page of a block into OS pages, as far as the kernel does so on `MADV_COLD`.
 ///
-/// `MADV_DONTNEED` of a part of a huge page frees nothing while the page is
-/// whole; after this it does. About 280 us a block.
+/// `MADV_DONTNEED` of a part of a huge page frees nothing until the page is split. About 280 us a block.
 pub fn split_huge(block: usize, block_bytes: usize) {
-    // A cold hint for a part of a huge page makes the kernel split it first;
-    // for a whole one it would only deactivate it.
+    // `MADV_COLD` for a part of a huge page makes the kernel split it first; for a whole one it would only deactivate
+    // it.
     let _ = cool(block, block_bytes / 2);
-    // Or the kernel makes it whole again, zeros and all.
+    // Otherwise the kernel may rebuild the huge page, with zeros for freed parts.
     forbid_huge(block, block_bytes);
 }
 
-/// Takes the pages of a range for cold, which splits huge ones that it holds a part of.
+/// Marks the pages of a range as cold, which splits huge pages that are only partly in the range.
 ///
 /// # Errors
 ///
@@ -348,23 +344,23 @@ pub fn cool(addr: usize, len_bytes: usize) -> io::Result<()> {
     check(unsafe { advise(addr, len_bytes, COLD) })
 }
 
-/// Takes the pages of the range out and puts a guard in the place of each: a touch is a fault (`SIGSEGV`, of system calls
-/// `EFAULT`) until [`remove_guards`]. In between somebody may see zeros: [`close`] the range before.
+/// Frees the pages of the range and installs a guard for each: an access faults (`SIGSEGV`; `EFAULT` in system calls)
+/// until [`remove_guards`]. Before its guard is in place a page may read zero, so [`close`] the range first.
 ///
 /// # Errors
 ///
-/// `EINVAL` before Linux 6.13, and for locked memory; `ENOMEM` without memory for page tables.
+/// `EINVAL` before Linux 6.13 and for locked memory; `ENOMEM` without memory for page tables.
 ///
 /// # Safety
 ///
 /// As [`discard`].
 pub unsafe fn install_guards(addr: usize, len_bytes: usize) -> io::Result<()> {
     const GUARD_INSTALL: i32 = 102;
-    // SAFETY: the caller gives the contents up.
+    // SAFETY: the caller gives up the contents.
     check(unsafe { advise(addr, len_bytes, GUARD_INSTALL) })
 }
 
-/// Takes guards away: the pages read zero. What has none stays as it is.
+/// Removes guards; their pages then read zero. Pages without a guard do not change.
 ///
 /// # Errors
 ///
@@ -375,18 +371,22 @@ pub fn remove_guards(addr: usize, len_bytes: usize) -> io::Result<()> {
     check(unsafe { advise(addr, len_bytes, GUARD_REMOVE) })
 }
 
-/// Maps `len_bytes` of fresh private memory for metadata: zeroed, readable, writable, no pages yet.
+/// Maps `len_bytes` of new private memory for metadata: zeroed, readable and writable, without pages.
 ///
-/// Not charged in advance (`MAP_NORESERVE`): metadata areas are mostly never touched.
+/// Not charged in advance (`MAP_NORESERVE`): most of a metadata area is never touched.
 ///
 /// # Errors
 ///
-/// What `mmap` says.
+/// Errors of `mmap`.
 pub fn map_sparse(len_bytes: usize, align_bytes: usize) -> io::Result<usize> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    if align_bytes <= os_page_bytes() {
+        // SAFETY: without MAP_FIXED a new mapping touches no existing memory.
+        return unsafe { map(0, len_bytes, libc::PROT_READ | libc::PROT_WRITE, flags) };
+    }
     let addr = reserve(len_bytes, align_bytes, 0)?;
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
-    // SAFETY: replaces the reservation made above, which nobody else knows.
-    let mapped = unsafe { map(addr, len_bytes, libc::PROT_READ | libc::PROT_WRITE, flags) };
+    // SAFETY: replaces the reservation made above, unknown to other code.
+    let mapped = unsafe { map(addr, len_bytes, libc::PROT_READ | libc::PROT_WRITE, flags | libc::MAP_FIXED) };
     if mapped.is_err() {
         // SAFETY: as above.
         unsafe { unreserve(addr, len_bytes) };
@@ -394,14 +394,15 @@ pub fn map_sparse(len_bytes: usize, align_bytes: usize) -> io::Result<usize> {
     mapped
 }
 
-/// Asks that the OS page at `addr` read zero in a child made by `fork` or a raw `clone`.
+/// Makes the OS page at `addr` read zero in a child made by `fork` or a raw `clone`. Returns whether the kernel
+/// accepted it.
 pub fn wipe_on_fork(addr: usize) -> bool {
     const WIPEONFORK: i32 = 18;
     // SAFETY: concerns children only.
     unsafe { advise(addr, os_page_bytes(), WIPEONFORK) == 0 }
 }
 
-/// Lets the processor fetch the line that an address is in. A wrong address does no harm.
+/// Prefetches the cache line of an address. An invalid address does no harm.
 #[inline(always)]
 pub fn prefetch(addr: usize) {
     #[cfg(target_arch = "x86_64")]
@@ -417,7 +418,7 @@ pub fn prefetch(addr: usize) {
     let _ = addr;
 }
 
-/// A number that differs between the threads alive and costs one instruction: the thread pointer.
+/// Returns the thread pointer: it differs between live threads and costs one instruction.
 #[inline]
 pub fn thread_token() -> usize {
     let token: usize;
@@ -457,7 +458,7 @@ mod tests {
         }
     }
 
-    /// The answer of `populate_huge` agrees with how many pages are resident.
+    /// The result of `populate_huge` agrees with the number of resident pages.
     #[test]
     fn backing_is_what_is_resident() {
         let addr = map_sparse(BLOCK, BLOCK).unwrap();
@@ -473,7 +474,7 @@ mod tests {
         unsafe { unreserve(addr, BLOCK) };
     }
 
-    /// Two threads have two tokens.
+    /// Two threads have different tokens.
     #[test]
     fn tokens_differ() {
         let here = thread_token();

@@ -1,9 +1,8 @@
 //! Moving pages from one address to another instead of copying bytes.
 //!
-//! `UFFDIO_MOVE` (since Linux 6.8) takes 1.8 us per huge page and leaves the
-//! mappings as they were. `mremap` does neither: before it refuses a source of
-//! several mappings it has unmapped the target. The userfaultfd lives for one
-//! call: one that a child inherits would act on its parent.
+//! `UFFDIO_MOVE` (since Linux 6.8) takes 1.8 us per huge page and leaves the mappings unchanged. `mremap` is
+//! unsuitable: when it refuses a source of several mappings, it has already unmapped the target. The userfaultfd lives
+//! for one call, because a descriptor that a child inherits would act on its parent.
 #![allow(unsafe_code)] // the userfaultfd calls
 
 use std::io;
@@ -61,7 +60,7 @@ impl Mover {
         }
         let mover = Self(fd);
         let mut api = Api { api: UFFD_API, features: FEATURE_MOVE, ioctls: 0 };
-        // An older kernel knows the call, but not this feature.
+        // An older kernel has the call, but not this feature.
         mover.call(UFFDIO_API, &raw mut api).map_err(|_| io::Error::from_raw_os_error(libc::ENOSYS))?;
         Ok(mover)
     }
@@ -75,33 +74,33 @@ impl Mover {
 
 impl Drop for Mover {
     fn drop(&mut self) {
-        // A plain system call: the C library's `close` is a point where a thread can be cancelled, and locks are held.
+        // A plain system call: the C library's `close` is a cancellation point, and locks may be held here.
         // SAFETY: our own descriptor, not used again.
         unsafe { libc::syscall(libc::SYS_close, self.0) };
     }
 }
 
-/// Whether `UFFDIO_MOVE` may be used here.
+/// Checks that this process may use `UFFDIO_MOVE`.
 ///
 /// # Errors
 ///
-/// Why not: `ENOSYS`, `EPERM`, or `EINVAL` from a kernel before 6.8.
+/// `ENOSYS`, `EPERM`, or `EINVAL` from a kernel before 6.8.
 pub fn can_move() -> io::Result<()> {
     Mover::open().map(drop)
 }
 
-/// Moves the pages of `src` to `dst` and returns how many bytes from the start were moved.
+/// Moves the pages of `src` to `dst` and returns the number of bytes moved, counted from the start.
 ///
 /// Holes stay holes. The moved part of `src` reads zero afterwards.
 ///
 /// # Errors
 ///
-/// When nothing was moved: why. After a part was moved the rest is the caller's to copy.
+/// The cause if nothing was moved. After a partial move the caller copies the rest.
 ///
 /// # Safety
 ///
-/// Both ranges are private anonymous memory of the caller, `dst` has no page
-/// and no user, and nobody touches `src` meanwhile.
+/// Both ranges are private anonymous memory of the caller. `dst` has no pages and no users. No thread touches `src`
+/// during the call.
 pub unsafe fn move_pages(dst: usize, src: usize, len_bytes: usize) -> io::Result<usize> {
     let mover = Mover::open()?;
     let range = Range { start: dst as u64, len: len_bytes as u64 };
@@ -130,8 +129,8 @@ pub unsafe fn move_pages(dst: usize, src: usize, len_bytes: usize) -> io::Result
             }
         }
     }
-    // Unregistering wakes nobody: no thread can have faulted in `dst`.
-    // Closing would do it, too; what was moved counts in any case.
+    // Unregistering has no thread to wake: none can have faulted in `dst`. Closing would also unregister. An error
+    // here does not change what was moved.
     let _ = mover.call(UFFDIO_UNREGISTER, &raw mut register.range);
     match failure {
         Some(error) if moved == 0 => Err(error),
@@ -146,7 +145,7 @@ mod tests {
 
     const BLOCK: usize = 2 << 20;
 
-    /// A pattern with holes in it arrives whole, and the source reads zero.
+    /// Pages arrive complete, holes stay holes, and the source reads zero afterwards.
     #[test]
     fn pages_arrive_and_leave() {
         let base = mem::map_sparse(8 * BLOCK, BLOCK).unwrap();

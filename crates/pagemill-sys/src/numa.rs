@@ -1,10 +1,10 @@
-//! Nodes: how many there are, where this thread runs, where memory should come from.
+//! NUMA nodes: their number, the node of this thread, and memory policy.
 #![allow(unsafe_code)] // getcpu and mbind
 
 use crate::file;
 use std::io;
 
-/// Most nodes that Pagemill tells apart.
+/// Maximum number of nodes that Pagemill distinguishes.
 pub const MAX_NODES: usize = 64;
 
 const MPOL_PREFERRED: libc::c_int = 1;
@@ -30,22 +30,22 @@ pub fn current() -> (usize, usize) {
     (cpu as usize, node as usize)
 }
 
-/// The CPU this thread runs on now, cheaply: the C library reads it from memory where the kernel keeps it there.
+/// The CPU this thread runs on now. Cheap: the C library reads it from memory where the kernel provides it there.
 #[inline]
 pub fn cpu() -> usize {
     // SAFETY: no arguments.
     (unsafe { libc::sched_getcpu() }).max(0) as usize
 }
 
-/// Asks that pages of the range come from `node` as long as it has some.
+/// Requests that pages of the range come from `node` while it has free pages.
 ///
 /// # Errors
 ///
-/// `ENOSYS` or `EPERM` where policies are not to be had, `EINVAL` for an unknown node.
+/// `ENOSYS` or `EPERM` where memory policies are unavailable, `EINVAL` for an unknown node.
 pub fn prefer(addr: usize, len_bytes: usize, node: usize) -> io::Result<()> {
     let mask: u64 = 1 << node;
-    // SAFETY: `mask` is read; the memory's contents do not change. The kernel
-    // reads one bit less than it is told, hence the +1.
+    // SAFETY: `mask` is read; the memory's contents do not change. The kernel reads one bit less than the given count,
+    // hence the +1.
     let result =
         unsafe { libc::syscall(libc::SYS_mbind, addr, len_bytes, MPOL_PREFERRED, &raw const mask, MAX_NODES + 1, 0) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }

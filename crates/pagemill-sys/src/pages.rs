@@ -1,4 +1,4 @@
-//! The pages of a file in memory: collapse small ones, split huge ones, ask whom they are charged to, take a lease.
+//! Pages of a file in memory: collapse into huge pages, split huge pages, find the charged group, take a lease.
 #![allow(unsafe_code)] // mmap, madvise, fcntl
 
 use crate::mem::os_page_bytes;
@@ -11,30 +11,30 @@ use std::sync::Once;
 const MADV_COLD: libc::c_int = 20;
 const MADV_COLLAPSE: libc::c_int = 25;
 
-/// What became of a block.
+/// Result of collapsing a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Collapse {
-    /// It is one huge page now, or was before.
+    /// The block is one huge page, now or already before.
     Huge,
-    /// Somebody holds a page of it: later, perhaps.
+    /// Another user holds a reference to one of its pages. A retry may succeed.
     Busy,
-    /// No huge page is to be had, or the group's limit leaves no room for one.
+    /// No huge page is available, or the group's limit leaves no room for one.
     NoMemory,
-    /// This file, or this kernel (before 6.1), has none.
+    /// This file, or this kernel (before 6.1), does not support it.
     Refused,
 }
 
-/// A part of a file, mapped read-only for the kernel's use: nothing of it is read here.
+/// A read-only mapping of a part of a file, for kernel calls. This process reads none of its bytes.
 struct Window {
     addr: *mut libc::c_void,
     len: usize,
 }
 
 impl Window {
-    /// At an address that is a multiple of `len`, as a huge page needs it. `offset` is a multiple of an OS page.
+    /// Maps at an address that is a multiple of `len`, as a huge page requires. `offset` is a multiple of an OS page.
     fn new(file: BorrowedFd<'_>, offset: u64, len: usize) -> io::Result<Self> {
-        // SAFETY: a reservation of twice the length, of which an aligned part is mapped over and the rest given up: nobody
-        // else has addresses in it.
+        // SAFETY: reserves twice the length, maps over an aligned part and unmaps the rest. No other code has
+        // addresses in it.
         unsafe {
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
             let around = libc::mmap(std::ptr::null_mut(), 2 * len, libc::PROT_NONE, flags, -1, 0);
@@ -63,10 +63,20 @@ impl Window {
         if unsafe { libc::madvise(self.addr, len, advice) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Maps the first page by asking the kernel: past the end of the file that is an error, not a signal.
+    /// Maps the first page with `madvise`: past the end of the file that returns an error instead of raising a signal.
     fn populate(&self) -> io::Result<()> {
         const MADV_POPULATE_READ: libc::c_int = 22;
         self.advise(os_page_bytes(), MADV_POPULATE_READ)
+    }
+}
+
+impl Window {
+    /// Returns whether the first page is already in memory.
+    fn is_resident(&self) -> bool {
+        let mut state = 0u8;
+        // SAFETY: our own mapping; the kernel writes one byte for one page.
+        let result = unsafe { libc::mincore(self.addr, os_page_bytes(), &raw mut state) };
+        result == 0 && state & 1 == 1
     }
 }
 
@@ -77,8 +87,10 @@ impl Drop for Window {
     }
 }
 
-/// Makes one huge page of the block of `file` at `offset`, a multiple of `block_bytes`. The bytes stay; mappings of others
-/// stay. Charged to this process's memory group. Some 0.25 ms. Since Linux 6.1.
+/// Makes one huge page of the block of `file` at `offset`, a multiple of `block_bytes`.
+///
+/// The bytes and other mappings stay. The page is charged to this process's memory group. Some 0.25 ms. Since Linux
+/// 6.1.
 pub fn collapse(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> Collapse {
     let Ok(window) = Window::new(file, offset, block_bytes) else { return Collapse::NoMemory };
     match window.advise(block_bytes, MADV_COLLAPSE) {
@@ -91,70 +103,130 @@ pub fn collapse(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> Collap
     }
 }
 
-/// Splits the huge page at `offset` of `file`, if there is one that nobody else has mapped. The bytes stay.
+/// Splits the huge page at `offset` of `file`, unless another process has mapped it. The bytes stay.
 ///
-/// By `MADV_COLD` of a part of it, which looks at pages one by one and therefore splits first.
+/// Uses `MADV_COLD` of a part of it, which processes single pages and therefore splits first.
 ///
 /// # Errors
 ///
-/// What mapping says; `EFAULT` past the end of the file.
+/// Errors of mapping; `EFAULT` past the end of the file.
 pub fn split(file: BorrowedFd<'_>, offset: u64, block_bytes: usize) -> io::Result<()> {
     let window = Window::new(file, offset, block_bytes)?;
     window.populate()?;
     window.advise(os_page_bytes(), MADV_COLD)
 }
 
-/// The inode number of the memory group's folder that the page at `offset` is charged to. For root only.
+/// Returns the inode number of the cgroup folder that the page at `offset` is charged to. For root only.
 ///
 /// # Errors
 ///
-/// What mapping and reading the kernel's files say; `EFAULT` past the end of the file; `NotFound` for no page.
+/// Errors of mapping and of reading kernel files; `EFAULT` past the end of the file; `NotFound` if there is no page.
 pub fn charged_group(file: BorrowedFd<'_>, offset: u64) -> io::Result<u64> {
-    const IS_PRESENT: u64 = 1 << 63;
-    const FRAME: u64 = IS_PRESENT.wrapping_shr(8) - 1;
     let window = Window::new(file, offset, os_page_bytes())?;
     window.populate()?;
-    let read = |path: &str, index: u64| -> io::Result<u64> {
-        let mut word = [0; 8];
-        File::open(path)?.read_exact_at(&mut word, index * 8)?;
-        Ok(u64::from_ne_bytes(word))
-    };
-    let entry = read("/proc/self/pagemap", window.addr as u64 / os_page_bytes() as u64)?;
-    let frame = entry & FRAME;
-    if entry & IS_PRESENT == 0 || frame == 0 {
-        return Err(io::ErrorKind::NotFound.into());
-    }
-    read("/proc/kpagecgroup", frame)
+    Asking::new()?.group(window.addr)
 }
 
-/// Whether nobody else has the file open or mapped; from then on whoever opens it waits until `file` is closed (at most
-/// `/proc/sys/fs/lease-break-time` seconds). For its owner, or with CAP_LEASE.
+/// Returns whether this process may read the charged group of a page.
+pub fn may_ask_for_group() -> bool {
+    Asking::new().is_ok()
+}
+
+/// Returns the groups (as [`charged_group`]) of a few pages spread over a file of `len_bytes`, one for each resident
+/// page.
+///
+/// Allocates no page and takes no lock of the file, which a writer may hold for long. Some 50 us.
 ///
 /// # Errors
 ///
-/// `EAGAIN` if somebody has it open, `EACCES` for a stranger.
+/// As [`charged_group`].
+pub fn charged_groups(file: BorrowedFd<'_>, len_bytes: u64) -> io::Result<Vec<u64>> {
+    const LOOKS: u64 = 64;
+    const ENOUGH: usize = 8;
+    let page = os_page_bytes() as u64;
+    let pages = len_bytes.div_ceil(page);
+    let asking = Asking::new()?;
+    let mut groups = Vec::new();
+    for look in 0..LOOKS.min(pages) {
+        // Starts at the end: the pages written last are resident.
+        let offset = (pages - 1 - look * pages / LOOKS.min(pages)) * page;
+        if groups.len() == ENOUGH {
+            break;
+        }
+        let window = Window::new(file, offset, page as usize)?;
+        if window.is_resident() && window.populate().is_ok() {
+            groups.extend(asking.group(window.addr).ok());
+        }
+    }
+    Ok(groups)
+}
+
+/// The kernel files that report which group a page is charged to.
+struct Asking {
+    pagemap: File,
+    groups: File,
+}
+
+impl Asking {
+    fn new() -> io::Result<Self> {
+        Ok(Self { pagemap: File::open("/proc/self/pagemap")?, groups: File::open("/proc/kpagecgroup")? })
+    }
+
+    fn group(&self, addr: *mut libc::c_void) -> io::Result<u64> {
+        const IS_PRESENT: u64 = 1 << 63;
+        const FRAME: u64 = IS_PRESENT.wrapping_shr(8) - 1;
+        const LARGEST_ORDER: u32 = 9;
+        let read = |file: &File, index: u64| -> io::Result<u64> {
+            let mut word = [0; 8];
+            file.read_exact_at(&mut word, index * 8)?;
+            Ok(u64::from_ne_bytes(word))
+        };
+        let entry = read(&self.pagemap, addr as u64 / os_page_bytes() as u64)?;
+        let frame = entry & FRAME;
+        if entry & IS_PRESENT == 0 || frame == 0 {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        // Only the first page of a large folio has the group, and folios are aligned to their size.
+        for order in 0..=LARGEST_ORDER {
+            match read(&self.groups, frame >> order << order)? {
+                0 => {}
+                group => return Ok(group),
+            }
+        }
+        Err(io::ErrorKind::NotFound.into())
+    }
+}
+
+/// Takes a write lease, if no other process has the file open or mapped.
+///
+/// Afterwards a process that opens the file blocks until `file` is closed, at most `/proc/sys/fs/lease-break-time`
+/// seconds. Requires the file's owner or CAP_LEASE.
+///
+/// # Errors
+///
+/// `EAGAIN` if the file is open elsewhere, `EACCES` for another user's file.
 pub fn take_lease(file: BorrowedFd<'_>) -> io::Result<()> {
     static IS_HANDLED: Once = Once::new();
-    // Who opens the file meanwhile has the kernel send SIGIO here, which ends a process that does not expect it.
+    // When another process opens the file, the kernel sends SIGIO here, which would end this process by default.
     IS_HANDLED.call_once(|| pass_over(libc::SIGIO));
     // SAFETY: plain arguments.
     let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_WRLCK) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Whether the lease is held and nobody waits for its end.
+/// Returns whether the lease is held and no opener waits for its end.
 pub fn has_lease(file: BorrowedFd<'_>) -> bool {
-    // SAFETY: plain arguments. While it is being broken the kernel tells what it is to become.
+    // SAFETY: plain arguments. While the lease is being broken, the kernel returns the future type.
     unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETLEASE) == libc::F_WRLCK }
 }
 
-/// Ends a lease before the file is closed.
+/// Releases a lease before the file is closed.
 pub fn end_lease(file: BorrowedFd<'_>) {
     // SAFETY: plain arguments.
     unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_UNLCK) };
 }
 
-/// Whether nobody else has the file open or mapped at this moment.
+/// Returns whether no other process has the file open or mapped at this moment.
 pub fn is_alone(file: BorrowedFd<'_>) -> bool {
     let is_alone = take_lease(file).is_ok();
     if is_alone {
@@ -165,9 +237,10 @@ pub fn is_alone(file: BorrowedFd<'_>) -> bool {
 
 extern "C" fn do_nothing(_: libc::c_int) {}
 
-/// Has a signal that would end this process do nothing; programs that it runs get it as ever.
+/// Installs an empty handler for a signal that would end this process. Programs that it executes have the default
+/// action.
 fn pass_over(signal: libc::c_int) {
-    // SAFETY: plain data; the handler touches nothing; one that is there already stays.
+    // SAFETY: plain data; the handler touches nothing; an existing handler stays.
     unsafe {
         let mut before: libc::sigaction = std::mem::zeroed();
         libc::sigaction(signal, std::ptr::null(), &raw mut before);
@@ -195,7 +268,7 @@ mod tests {
         Some((folder, File::open(path).unwrap()))
     }
 
-    /// Small pages become a huge one and small ones again, and every byte stays.
+    /// Collapsing and splitting keep every byte.
     #[test]
     fn collapsing_and_splitting_keep_the_bytes() {
         let Some((_folder, file)) = file(2) else { return println!("skipped: no /dev/shm") };
@@ -210,7 +283,7 @@ mod tests {
         assert!(bytes.iter().all(|byte| *byte == 7));
     }
 
-    /// Children that tests beside this one start have all that is open for a moment.
+    /// Retries: children that parallel tests start inherit open files for a moment.
     fn at_last(is_so: impl Fn() -> bool) {
         let begun = std::time::Instant::now();
         while !is_so() {
@@ -219,7 +292,7 @@ mod tests {
         }
     }
 
-    /// A lease is refused while somebody else has the file open or mapped.
+    /// A lease is refused while another descriptor or mapping of the file exists.
     #[test]
     fn a_lease_wants_the_file_alone() {
         let Some((folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
@@ -233,7 +306,7 @@ mod tests {
         at_last(|| take_lease(file.as_fd()).is_ok());
     }
 
-    /// Who opens the file waits until it is closed here, and nobody is killed for it.
+    /// A process that opens the file blocks until it is closed here, and no signal ends this process.
     #[test]
     fn openers_wait_for_the_end_of_a_lease() {
         let Some((folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
@@ -251,7 +324,7 @@ mod tests {
         opener.join().unwrap().unwrap();
     }
 
-    /// The group of a page is asked where that is allowed.
+    /// Reads the group of a page, where permitted.
     #[test]
     fn pages_know_their_group() {
         let Some((_folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
@@ -260,5 +333,36 @@ mod tests {
             Err(error) => println!("skipped: {error}"),
         }
         assert!(charged_group(file.as_fd(), 64 * BLOCK as u64).is_err());
+    }
+
+    /// Every OS page of a huge page reports its group.
+    #[test]
+    fn parts_of_huge_pages_know_their_group() {
+        let Some((_folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
+        let Ok(group) = charged_group(file.as_fd(), 0) else { return println!("skipped: it is not said here") };
+        if collapse(file.as_fd(), 0, BLOCK) != Collapse::Huge {
+            return println!("skipped: no huge pages to be had");
+        }
+        for page in [0, 1, 255, 511] {
+            assert_eq!(charged_group(file.as_fd(), page * 4096).unwrap(), group, "{page}");
+        }
+    }
+
+    /// Spread pages report their groups, and holes stay holes.
+    #[test]
+    fn spread_pages_know_their_groups() {
+        let Some((folder, file)) = file(1) else { return println!("skipped: no /dev/shm") };
+        let Ok(group) = charged_group(file.as_fd(), 0) else { return println!("skipped: it is not said here") };
+        assert_eq!(charged_groups(file.as_fd(), BLOCK as u64).unwrap(), [group; 8]);
+        File::options().write(true).open(folder.path().join("file")).unwrap().set_len(64 * BLOCK as u64).unwrap();
+        let held = || std::os::unix::fs::MetadataExt::blocks(&file.metadata().unwrap());
+        let before = held();
+        assert_eq!(
+            charged_groups(file.as_fd(), 64 * BLOCK as u64).unwrap(),
+            [group],
+            "one look in 64 meets the first block"
+        );
+        assert_eq!(held(), before);
+        assert!(charged_groups(file.as_fd(), 0).unwrap().is_empty());
     }
 }

@@ -1,15 +1,16 @@
-//! Who a process is and what it holds: numbers from `/proc`, without allocating.
+//! Identity and resources of processes: numbers from `/proc`, without allocating.
 #![allow(unsafe_code)] // getpid, gettid, kill, abort
 
 use crate::file::{self, Path};
 use crate::mem;
 use std::io;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// A process for all time: its id and the clock tick it started at (ids are used again, pairs are not).
+/// Identifies a process uniquely: its id and the clock tick at which it started. Ids are reused, pairs are not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Identity {
     pub pid: u32,
-    /// Clock ticks after boot; 0 where `/proc` does not tell.
+    /// Clock ticks after boot; 0 if `/proc` is unavailable.
     pub start_ticks: u64,
 }
 
@@ -19,7 +20,7 @@ pub fn id() -> u32 {
     unsafe { libc::getpid() as u32 }
 }
 
-/// Whether this is the thread that the process began with; in a fork child the one that forked.
+/// Returns whether this is the process's first thread; in a fork child, the one that forked.
 pub fn is_first_thread() -> bool {
     // SAFETY: no arguments.
     let thread = unsafe { libc::syscall(libc::SYS_gettid) };
@@ -32,27 +33,27 @@ pub fn user_id() -> u32 {
     unsafe { libc::geteuid() }
 }
 
-/// Ends this process by `SIGABRT`.
+/// Ends this process with `SIGABRT`.
 pub fn abort() -> ! {
     // SAFETY: no arguments.
     unsafe { libc::abort() }
 }
 
-/// Fields of `/proc/PID/stat` from the state on (field 3 is index 0), and the name.
+/// Returns the name, and the fields of `/proc/PID/stat` from the state on (field 3 is index 0).
 fn stat_fields(pid: u32, buffer: &mut [u8; 1024]) -> Option<(&str, &str)> {
     let path = if pid == id() {
-        // By name, not number: in a namespace of its own this process may have another number in this /proc.
+        // "self", not the id: in a PID namespace this process may have another id in this /proc.
         Path::format(format_args!("/proc/self/stat"))?
     } else {
         Path::format(format_args!("/proc/{pid}/stat"))?
     };
     let text = std::str::from_utf8(file::read(path.as_c_str(), buffer).ok()?).ok()?;
-    // The name stands in parentheses and may itself hold any character.
+    // The name is in parentheses and may contain any character.
     let (open, close) = (text.find('(')?, text.rfind(')')?);
     Some((text.get(open + 1..close)?, text.get(close + 2..)?))
 }
 
-/// The identity of a running process; `None` if there is none, or it is a zombie.
+/// Returns the identity of a running process; `None` if there is none, or if it is a zombie.
 pub fn identity(pid: u32) -> Option<Identity> {
     let mut buffer = [0; 1024];
     let (_, fields) = stat_fields(pid, &mut buffer)?;
@@ -63,26 +64,45 @@ pub fn identity(pid: u32) -> Option<Identity> {
     Some(Identity { pid, start_ticks: fields.nth(18)?.parse().ok()? })
 }
 
-/// The identity of this process.
+/// Cache of [`own_identity`]: the process id above [`TICK_BITS`] bits of the start time; 0 if empty.
+static OWN: AtomicU64 = AtomicU64::new(0);
+
+/// Process ids have at most 22 bits. The other 42 hold the start time, enough ticks for a thousand years.
+const TICK_BITS: u32 = 42;
+
+/// Returns the identity of this process. Reads `/proc` once, and again after [`forget_own_identity`].
 pub fn own_identity() -> Identity {
-    identity(id()).unwrap_or(Identity { pid: id(), start_ticks: 0 })
+    let (pid, known) = (id(), OWN.load(Relaxed));
+    if known >> TICK_BITS == u64::from(pid) {
+        return Identity { pid, start_ticks: known & ((1 << TICK_BITS) - 1) };
+    }
+    let Some(who) = identity(pid) else { return Identity { pid, start_ticks: 0 } };
+    if who.start_ticks >> TICK_BITS == 0 && u64::from(pid) >> (u64::BITS - TICK_BITS) == 0 {
+        OWN.store(u64::from(pid) << TICK_BITS | who.start_ticks, Relaxed);
+    }
+    who
 }
 
-/// Whether the process is still that process. Where `/proc` is missing, whether the id is in use.
+/// Clears the cached identity, in a fork child. In another PID namespace parent and child may have the same id.
+pub fn forget_own_identity() {
+    OWN.store(0, Relaxed);
+}
+
+/// Returns whether this process still runs. Without `/proc`, returns whether the id is in use.
 pub fn is_alive(who: Identity) -> bool {
     match identity(who.pid) {
         Some(now) => who.start_ticks == 0 || now.start_ticks == who.start_ticks,
-        // SAFETY: signal 0 only asks.
+        // SAFETY: signal 0 sends nothing.
         None => !has_proc() && unsafe { libc::kill(who.pid as i32, 0) == 0 },
     }
 }
 
-/// Whether `/proc` is mounted.
+/// Returns whether `/proc` is mounted.
 pub fn has_proc() -> bool {
     identity(id()).is_some()
 }
 
-/// The name of a process, at most 15 bytes, as the kernel keeps it.
+/// Returns the kernel's name of a process, at most 15 bytes.
 pub fn name(pid: u32) -> [u8; 16] {
     let mut buffer = [0; 1024];
     let mut name = [0; 16];
@@ -94,7 +114,7 @@ pub fn name(pid: u32) -> [u8; 16] {
     name
 }
 
-/// Bytes of a process that are resident now (files it maps included); `None` without `/proc`.
+/// Returns the resident bytes of a process, mapped files included; `None` without `/proc`.
 pub fn resident_bytes(pid: u32) -> Option<u64> {
     let mut buffer = [0; 256];
     let path = Path::format(format_args!("/proc/{pid}/statm"))?;
@@ -103,7 +123,7 @@ pub fn resident_bytes(pid: u32) -> Option<u64> {
     Some(pages * mem::os_page_bytes() as u64)
 }
 
-/// Number of CPUs this process may run on, at least 1.
+/// Returns the number of CPUs that this process may run on, at least 1.
 pub fn cpu_count() -> usize {
     // SAFETY: plain data, written by the call.
     let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
@@ -113,7 +133,7 @@ pub fn cpu_count() -> usize {
     if known { (unsafe { libc::CPU_COUNT(&set) } as usize).max(1) } else { 1 }
 }
 
-/// Most bytes of memory this process may map or open (`RLIMIT_AS`, `RLIMIT_DATA`); `None` for no limit.
+/// Returns the limit on address space and data (`RLIMIT_AS`, `RLIMIT_DATA`) in bytes; `None` for no limit.
 pub fn address_space_limit() -> Option<usize> {
     let limit = soft_limit(libc::RLIMIT_AS).min(soft_limit(libc::RLIMIT_DATA));
     (limit != libc::RLIM_INFINITY).then_some(limit as usize)
@@ -126,21 +146,21 @@ fn soft_limit(of: libc::__rlimit_resource_t) -> u64 {
     if is_known { limit.rlim_cur } else { libc::RLIM_INFINITY }
 }
 
-/// Most bytes that a file may have which this process writes (`RLIMIT_FSIZE`): going over it is a deadly signal.
+/// Returns the maximum size of a file that this process writes (`RLIMIT_FSIZE`). Exceeding it sends a fatal signal.
 pub fn file_size_limit() -> u64 {
     soft_limit(libc::RLIMIT_FSIZE)
 }
 
-/// A random number, from the kernel if it has one ready.
+/// Returns a random number from the kernel; from the clock, if the kernel has none ready.
 pub fn random_u64() -> u64 {
     let mut bytes = [0u8; 8];
-    // A plain system call: the C library's is a point where a thread can be cancelled.
+    // A plain system call: the C library's function is a cancellation point.
     // SAFETY: writes at most 8 bytes into `bytes`.
     let count = unsafe { libc::syscall(libc::SYS_getrandom, bytes.as_mut_ptr(), bytes.len(), libc::GRND_NONBLOCK) };
     if count == 8 { u64::from_ne_bytes(bytes) } else { crate::clock::fine_ns().wrapping_mul(0x9E37_79B9_7F4A_7C15) }
 }
 
-/// Major and minor number of the kernel's release; zeros if it does not tell.
+/// Returns the major and minor number of the kernel's release; zeros if it cannot be parsed.
 pub fn kernel_release() -> (u32, u32) {
     // SAFETY: plain data, written by uname.
     let mut names: libc::utsname = unsafe { std::mem::zeroed() };
@@ -165,7 +185,22 @@ pub fn set_errno(errno: i32) {
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// Has these called around each `fork`: before, after in the parent, and in the child. For good.
+/// Flag of `PR_SET_THP_DISABLE`: huge pages stay allowed where they are advised.
+pub(crate) const THP_DISABLE_EXCEPT_ADVISED: libc::c_int = 1 << 1;
+
+/// Restricts this process and its children to huge pages requested with `madvise`, whatever the machine's setting.
+///
+/// # Errors
+///
+/// `EINVAL` before Linux 6.18.
+pub fn allow_huge_where_advised() -> io::Result<()> {
+    // SAFETY: a setting of this process.
+    let result = unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 1, THP_DISABLE_EXCEPT_ADVISED, 0, 0) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Registers functions that run around each `fork`: before it, after it in the parent, and after it in the child.
+/// They cannot be removed.
 ///
 /// # Errors
 ///
@@ -185,7 +220,7 @@ pub fn at_fork(before: extern "C" fn(), in_parent: extern "C" fn(), in_child: ex
     }
 }
 
-/// Has this called when the process ends by `exit` or by returning from `main`. For good.
+/// Registers a function that runs when the process ends by `exit` or by returning from `main`. It cannot be removed.
 ///
 /// # Errors
 ///
@@ -202,7 +237,7 @@ pub fn at_exit(act: extern "C" fn()) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    /// As the kernel tells it to people.
+    /// The release agrees with `/proc/sys/kernel/osrelease`.
     #[test]
     fn the_release_is_read() {
         let text = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
@@ -220,7 +255,7 @@ mod tests {
         assert!(resident_bytes(own.pid).unwrap() > 0);
     }
 
-    /// A process that has ended is not alive, not even before its parent took notice.
+    /// A process that has ended is not alive, even before its parent waits for it.
     #[test]
     fn a_zombie_is_not_alive() {
         let mut child = std::process::Command::new("true").spawn().unwrap();

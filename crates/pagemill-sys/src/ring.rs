@@ -1,8 +1,8 @@
-//! An io_uring: transfers are queued, submitted many at a time, and come back in any order.
+//! An io_uring: transfers are queued, submitted in batches, and complete in any order.
 //!
-//! Thin: who uses a [`Ring`] keeps the books on what is in flight. One thread has it. Where the kernel can (6.1), completions
-//! are worked on when that thread waits, and not by interrupting it. In a fork child a ring is the parent's: its memory is not
-//! there, and every call says `EBADF`.
+//! A thin layer: the user of a [`Ring`] tracks what is in flight. A ring belongs to one thread. Where the kernel can
+//! (6.1), completions are processed when that thread waits, without interrupting it. In a fork child a ring is still
+//! the parent's: its memory is not mapped there, and every call returns `EBADF`.
 #![allow(unsafe_code)] // queue entries name memory, registering pins it
 
 use crate::bell::Bell;
@@ -17,10 +17,10 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
-/// The token of what the ring asks for itself; nobody else has it.
+/// The token of the ring's own requests; no caller uses it.
 const OWN: u64 = u64::MAX;
 
-/// Generations of processes by fork that this one knows of.
+/// Number of forks between the first process that counted them and this one.
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
 extern "C" fn nothing() {}
@@ -29,11 +29,11 @@ extern "C" fn count_fork() {
     FORKS.fetch_add(1, Relaxed);
 }
 
-/// A number that a fork child does not share with its parent.
+/// Returns a number that differs between a fork child and its parent.
 ///
 /// # Errors
 ///
-/// `ENOMEM` where the first call cannot ask to hear of forks.
+/// `ENOMEM` if the first call cannot register a fork handler.
 pub fn generation() -> io::Result<u32> {
     static HEARD: OnceLock<bool> = OnceLock::new();
     if *HEARD.get_or_init(|| process::at_fork(nothing, nothing, count_fork).is_ok()) {
@@ -43,11 +43,11 @@ pub fn generation() -> io::Result<u32> {
     }
 }
 
-/// Which file a transfer is of.
+/// The file of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
     Descriptor(i32),
-    /// Its place in the ring's table of files.
+    /// Index in the ring's table of registered files.
     Registered(u32),
 }
 
@@ -59,28 +59,28 @@ pub struct Transfer {
     pub addr: usize,
     pub len_bytes: u32,
     pub offset: u64,
-    /// The place, in the ring's table of memory, of what the bytes lie in.
+    /// Index, in the ring's table of registered memory, of the memory that contains the bytes.
     pub registered: Option<u16>,
 }
 
-/// What has become of a transfer.
+/// Result of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
     pub token: u64,
-    /// Bytes transferred, or an error number below zero.
+    /// Bytes transferred, or a negative error number.
     pub result: i32,
 }
 
-/// A ring of one thread.
+/// An io_uring of one thread.
 pub struct Ring {
     uring: ManuallyDrop<IoUring>,
     generation: u32,
-    /// Only the thread that made it may use it.
+    /// Not `Send`: only the thread that made it may use it.
     here: PhantomData<*mut ()>,
 }
 
 impl Ring {
-    /// A ring for up to `depth` transfers in flight, which the kernel rounds up.
+    /// Creates a ring for up to `depth` transfers in flight; the kernel rounds up.
     ///
     /// # Errors
     ///
@@ -89,7 +89,7 @@ impl Ring {
         let generation = generation()?;
         let mut builder = IoUring::builder();
         builder.dontfork().setup_clamp();
-        // What older kernels do not know is left out: all of it at once, as they say only that something is wrong.
+        // For older kernels all optional flags are left out together: `EINVAL` does not report which one is unknown.
         let mut best = builder.clone();
         best.setup_single_issuer().setup_defer_taskrun().setup_coop_taskrun().setup_taskrun_flag().setup_submit_all();
         let uring = best.build(depth).or_else(|error| match error.raw_os_error() {
@@ -107,27 +107,28 @@ impl Ring {
         if is_ours { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EBADF)) }
     }
 
-    /// Whether this process made it, and not one that this one was forked from.
+    /// Returns whether this process made the ring, rather than inheriting it by fork.
     pub fn is_ours(&self) -> bool {
         self.check().is_ok()
     }
 
-    /// Queues a transfer; [`Ring::submit`] or [`Ring::wait`] start it.
+    /// Queues a transfer; [`Ring::submit`] or [`Ring::wait`] starts it.
     ///
     /// # Errors
     ///
-    /// What submitting says where the queue was full.
+    /// Errors of submitting, if the queue was full.
     ///
     /// # Safety
     ///
-    /// Until its completion has come, or the process has ended, its bytes stay where they are; nobody writes to them meanwhile, and
-    /// what is read nobody looks at. A registered place holds memory that they lie in. The file stays open until it is submitted.
+    /// Until the completion arrives or the process ends, the memory stays mapped, no thread writes to it, and a read's
+    /// target is not read. A registered index refers to memory that contains the bytes. The file stays open until
+    /// submission.
     pub unsafe fn queue(&mut self, transfer: &Transfer, token: u64) -> io::Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.push(&entry(transfer).user_data(token)) }
     }
 
-    /// Asks the kernel to give a transfer up. Its completion comes in any case: as if nothing had been, or with `ECANCELED`.
+    /// Requests that a transfer be cancelled. Its completion arrives in any case, either normally or with `ECANCELED`.
     ///
     /// # Errors
     ///
@@ -151,21 +152,21 @@ impl Ring {
         }
     }
 
-    /// Whether something is queued that the kernel does not know of yet.
+    /// Returns whether entries are queued but not submitted.
     pub fn has_queued(&mut self) -> bool {
         self.is_ours() && !self.uring.submission().is_empty()
     }
 
-    /// Starts what is queued, without waiting.
+    /// Submits the queued entries without waiting.
     ///
     /// # Errors
     ///
-    /// What `io_uring_enter` says: `EAGAIN`, `EBUSY` where completions have to be taken first.
+    /// Errors of `io_uring_enter`: `EAGAIN`, or `EBUSY` if completions must be taken first.
     pub fn submit(&mut self) -> io::Result<()> {
         self.enter(0, Duration::ZERO)
     }
 
-    /// Starts what is queued and waits until at least `least` completions are there, a signal comes, or the time is over.
+    /// Submits the queued entries and waits for `least` completions, a signal or the timeout.
     ///
     /// # Errors
     ///
@@ -190,7 +191,7 @@ impl Ring {
         }
     }
 
-    /// The next completion that is there.
+    /// Takes the next available completion.
     pub fn pop(&mut self) -> Option<Completion> {
         if !self.is_ours() {
             return None;
@@ -200,25 +201,26 @@ impl Ring {
         Some(Completion { token: entry.user_data(), result: entry.result() })
     }
 
-    /// Makes an empty table for `places` pieces of memory. Since Linux 5.19.
+    /// Creates an empty table for `places` memory ranges. Since Linux 5.19.
     ///
     /// # Errors
     ///
-    /// `EINVAL` before; `ENOMEM`.
+    /// `EINVAL` on older kernels; `ENOMEM`.
     pub fn make_memory_table(&mut self, places: u16) -> io::Result<()> {
         self.check()?;
         self.uring.submitter().register_buffers_sparse(places.into())
     }
 
-    /// Pins memory at a place of the table, instead of what was there. Transfers to it find its pages at once.
+    /// Pins memory at an index of the table and replaces the previous entry. Transfers to it skip the page lookup.
     ///
     /// # Errors
     ///
-    /// `ENOMEM` over `RLIMIT_MEMLOCK`; `EFAULT` for what is not mapped or not writable; `EOPNOTSUPP` for mapped files.
+    /// `ENOMEM` beyond `RLIMIT_MEMLOCK`; `EFAULT` for memory that is unmapped or not writable; `EOPNOTSUPP` for mapped
+    /// files.
     ///
     /// # Safety
     ///
-    /// The memory stays mapped until it is taken from its place or the ring is dropped.
+    /// The memory stays mapped until it is unregistered or the ring is dropped.
     pub unsafe fn register_memory(&mut self, place: u16, addr: usize, len_bytes: usize) -> io::Result<()> {
         self.check()?;
         let memory = libc::iovec { iov_base: addr as *mut libc::c_void, iov_len: len_bytes };
@@ -226,17 +228,17 @@ impl Ring {
         unsafe { self.uring.submitter().register_buffers_update(place.into(), &[memory], None) }
     }
 
-    /// Unpins what is at a place of the table: at once, unless a transfer is under way there, with whose end it goes.
+    /// Unpins the memory at an index of the table: at once, or when the last transfer in flight there ends.
     ///
     /// # Errors
     ///
-    /// What `io_uring_register` says.
+    /// Errors of `io_uring_register`.
     pub fn unregister_memory(&mut self, place: u16) -> io::Result<()> {
         // SAFETY: names no memory.
         unsafe { self.register_memory(place, 0, 0) }
     }
 
-    /// Makes an empty table for `places` files. Since Linux 5.19.
+    /// Creates an empty table for `places` files. Since Linux 5.19.
     ///
     /// # Errors
     ///
@@ -246,22 +248,24 @@ impl Ring {
         self.uring.submitter().register_files_sparse(places)
     }
 
-    /// Keeps a file open at a place of the table, instead of what was there; -1 for none.
+    /// Keeps a file open at an index of the table and replaces the previous entry; -1 for none.
     ///
     /// # Errors
     ///
-    /// `EBADF`; `EINVAL` without such a place.
+    /// `EBADF`; `EINVAL` for an index outside the table.
     pub fn register_file(&mut self, place: u32, descriptor: i32) -> io::Result<()> {
         self.check()?;
         self.uring.submitter().register_files_update(place, &[descriptor]).map(drop)
     }
 
-    /// Has a bell rung whenever completions come. The ring's own descriptor can be polled, too, but where completions wait for
-    /// this thread that was seen to wake nobody (Linux 6.18: one poll of ten).
+    /// Wakes a waker whenever completions arrive.
+    ///
+    /// The ring's own descriptor can be polled, too. But where completions are deferred to this thread, polls were
+    /// seen to miss them (Linux 6.18: one poll of ten).
     ///
     /// # Errors
     ///
-    /// `EBUSY` if it has one.
+    /// `EBUSY` if a waker is already registered.
     pub fn ring_on_completion(&mut self, bell: &Bell) -> io::Result<()> {
         self.check()?;
         self.uring.submitter().register_eventfd(bell.number())
@@ -290,7 +294,7 @@ impl Drop for Ring {
             // SAFETY: not used again.
             unsafe { ManuallyDrop::drop(&mut self.uring) };
         } else {
-            // Its memory is not mapped here; something else may be by now.
+            // The ring's memory is not mapped in the child; another mapping may be at its address.
             // SAFETY: the child's copy of the descriptor, not used again.
             unsafe { libc::syscall(libc::SYS_close, self.uring.as_raw_fd()) };
         }
@@ -329,7 +333,7 @@ mod tests {
         }
     }
 
-    /// Bytes go out and come back, by descriptor and by registered file, in plain and in registered memory.
+    /// Bytes are written and read back, by descriptor and by registered file, in plain and in registered memory.
     #[test]
     fn transfers_arrive() {
         let Some(mut ring) = ring() else { return };
@@ -357,7 +361,7 @@ mod tests {
         assert!(wait_for(&mut ring, 3) < 0, "nothing is registered any more");
     }
 
-    /// A read of an empty pipe does not end; the wait does, and the read after it was cancelled.
+    /// A read of an empty pipe does not complete; the wait times out, and the cancelled read completes.
     #[test]
     fn waits_end_and_transfers_can_be_cancelled() {
         let Some(mut ring) = ring() else { return };
@@ -371,7 +375,7 @@ mod tests {
         assert_eq!(wait_for(&mut ring, 9), -libc::ECANCELED);
     }
 
-    /// More than the queue holds is submitted on the way; what cannot be done says why.
+    /// A full queue is submitted on the way; a failed transfer reports its error.
     #[test]
     fn queues_that_are_full_are_submitted() {
         let Some(mut ring) = ring() else { return };

@@ -1,10 +1,10 @@
-//! Calling a function on a stack of its own: that of the calling thread may be as small as 16 KiB.
+//! Calls a function on a separate stack: the calling thread's stack may be as small as 16 KiB.
 #![allow(unsafe_code)] // changes the stack pointer
 
 use crate::mem;
 use std::ffi::c_void;
 
-/// Calls `function` with `argument` on a fresh stack, or on the caller's where none is to be had.
+/// Calls `function` with `argument` on a new stack, or on the caller's stack if none can be mapped.
 ///
 /// # Safety
 ///
@@ -12,11 +12,12 @@ use std::ffi::c_void;
 pub unsafe fn call_on_new(stack_bytes: usize, function: extern "C" fn(*mut c_void), argument: *mut c_void) {
     let page = mem::os_page_bytes();
     let len_bytes = stack_bytes.next_multiple_of(page);
-    // Its lowest page stays without access, as below any other stack.
+    // The lowest page stays inaccessible, as the guard page of a stack.
     let Ok(base) = mem::reserve(len_bytes + page, page, 0) else { return function(argument) };
     // SAFETY: a part of the reservation made above.
     if unsafe { mem::open(base + page, len_bytes) }.is_ok() {
-        // SAFETY: the top of open memory that nobody else knows, aligned to a page; the caller's promise.
+        // SAFETY: the top of memory opened above, which no other code knows, aligned to a page; the caller guarantees
+        // the rest.
         unsafe { switch(base + page + len_bytes, function, argument) };
     } else {
         function(argument);
@@ -27,10 +28,11 @@ pub unsafe fn call_on_new(stack_bytes: usize, function: extern "C" fn(*mut c_voi
 
 /// # Safety
 ///
-/// `top` is the upper end of enough memory, aligned to 16; as [`call_on_new`].
+/// `top` is the upper end of enough memory, aligned to 16. The rest as for [`call_on_new`].
 unsafe fn switch(top: usize, function: extern "C" fn(*mut c_void), argument: *mut c_void) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: the callee keeps r12, in which the old stack pointer waits; all else that it may change is declared.
+    // SAFETY: the callee preserves r12, which holds the old stack pointer; all other registers it may change are
+    // declared.
     unsafe {
         std::arch::asm!(
             "mov r12, rsp",
@@ -45,7 +47,8 @@ unsafe fn switch(top: usize, function: extern "C" fn(*mut c_void), argument: *mu
         );
     }
     #[cfg(target_arch = "aarch64")]
-    // SAFETY: the callee keeps x20, in which the old stack pointer waits; all else that it may change is declared.
+    // SAFETY: the callee preserves x20, which holds the old stack pointer; all other registers it may change are
+    // declared.
     unsafe {
         std::arch::asm!(
             "mov x20, sp",
@@ -65,7 +68,7 @@ unsafe fn switch(top: usize, function: extern "C" fn(*mut c_void), argument: *mu
 mod tests {
     use super::*;
 
-    /// The function runs elsewhere, with room to work in, and comes back with its answer.
+    /// The function runs on another stack, has room to work, and its result arrives.
     #[test]
     fn functions_run_on_a_stack_of_their_own() {
         extern "C" fn work(argument: *mut c_void) {

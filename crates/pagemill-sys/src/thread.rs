@@ -1,33 +1,34 @@
-//! A helper thread that the program does not notice: detached, all signals blocked, named.
+//! Background threads that the program does not notice: detached, named, all signals blocked. Also scheduling
+//! priorities.
 #![allow(unsafe_code)] // pthreads
 
 use std::ffi::{CStr, c_void};
 use std::io;
 use std::ptr;
 
-/// What a thread of its own does.
+/// The function of a background thread.
 pub trait Work: Sync + 'static {
     fn work(&'static self);
 }
 
 extern "C" fn start<T: Work>(work: *mut c_void) -> *mut c_void {
-    // SAFETY: what `spawn` was given: a reference that stays.
+    // SAFETY: the pointer that `spawn` passed: a `'static` reference.
     unsafe { &*work.cast::<T>() }.work();
     ptr::null_mut()
 }
 
 /// Starts `work` on a thread with a 256 KiB stack. It is never joined.
 ///
-/// Call it outside every lock: the C library allocates for a new thread.
+/// The caller must hold no lock: the C library allocates for a new thread.
 ///
 /// # Errors
 ///
-/// What `pthread_create` says, `EAGAIN` above all.
+/// Errors of `pthread_create`, usually `EAGAIN`.
 pub fn spawn<T: Work>(name: &CStr, work: &'static T) -> io::Result<()> {
     spawn_with_stack(name, 256 << 10, work)
 }
 
-/// As [`spawn`], with a stack of so many bytes, for work that calls the program.
+/// As [`spawn`], with a given stack size, for work that calls the program.
 ///
 /// # Errors
 ///
@@ -56,15 +57,17 @@ pub fn spawn_with_stack<T: Work>(name: &CStr, stack_bytes: usize, work: &'static
     Ok(())
 }
 
-/// Gives this thread a table of file descriptors of its own, empty: the files that it opens for a moment take no number
-/// that the program counts on, and it keeps none of the program's open. Says whether that was done (since Linux 5.9).
+/// Gives this thread a private, empty table of file descriptors. Returns whether it succeeded (since Linux 5.9).
+///
+/// Files that it opens briefly then take no number that the program relies on, and it keeps none of the program's
+/// files open.
 pub fn unshare_files() -> bool {
     const CLOSE_RANGE_UNSHARE: libc::c_uint = 2;
     // SAFETY: with this flag the table is copied first; the program's own descriptors stay as they are.
     unsafe { libc::syscall(libc::SYS_close_range, 0, libc::c_uint::MAX, CLOSE_RANGE_UNSHARE) == 0 }
 }
 
-/// Lets this thread go before others, where it is allowed to (`SCHED_RR`, lowest level); says whether it is.
+/// Gives this thread real-time priority if permitted (`SCHED_RR`, lowest level). Returns whether it succeeded.
 pub fn prefer() -> bool {
     // SAFETY: plain data; concerns the calling thread only.
     unsafe {
@@ -74,8 +77,8 @@ pub fn prefer() -> bool {
     }
 }
 
-/// While this lives the thread goes before others, where it is allowed to ([`prefer`]): for what others would have to wait
-/// for, and is over soon. It ends as a thread of the usual kind, with the priority it has as one.
+/// Raises the thread's priority while this lives, if permitted ([`prefer`]). For short work that other threads would
+/// wait for. On drop the thread returns to `SCHED_OTHER` and its priority there.
 pub struct Preferred;
 
 impl Preferred {
@@ -95,9 +98,10 @@ impl Drop for Preferred {
     }
 }
 
-/// As [`prefer`], and before what the kernel lends to others: since Linux 6.12 threads without real-time priority get 50 ms
-/// of every second before those with one, unless these have a deadline (`SCHED_DEADLINE`). It gets 8 ms of every 10.
-/// Threads that it starts go as any other.
+/// Gives this thread 8 ms of every 10 (`SCHED_DEADLINE`); otherwise as [`prefer`].
+///
+/// Since Linux 6.12 threads without real-time priority get 50 ms of every second ahead of `SCHED_RR` threads, but not
+/// ahead of those with a deadline. Threads that this one starts are scheduled normally.
 pub fn prefer_by_deadline() -> bool {
     /// `struct sched_attr`, as of its first version.
     #[repr(C)]
@@ -124,37 +128,38 @@ pub fn prefer_by_deadline() -> bool {
         deadline_ns: PERIOD_NS,
         period_ns: PERIOD_NS,
     };
-    // SAFETY: reads `attributes`, whose size it holds; concerns the calling thread only.
+    // SAFETY: reads `attributes`, which holds its own size; concerns the calling thread only.
     let is_done = unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) } == 0;
     is_done || prefer()
 }
 
-/// Lets every other thread of its session go before this one, by the last priority of its kind: it always gets something.
+/// Gives this thread the lowest normal priority (nice 19). It still gets some CPU time.
 pub fn defer() {
     // SAFETY: concerns the calling thread only, which 0 names.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
 }
 
-/// Lets every other thread go before this process, which has one: by the last priority of its kind, so that it always gets
-/// something; and in a session of its own, which has the last as well: where the kernel shares processors among sessions first
-/// (`sched_autogroup_enabled`) a priority holds within one only, and an idle one of two sessions gets half. Control groups
-/// have weights of their own.
+/// Gives this single-threaded process the lowest normal priority and a session of its own with the lowest autogroup
+/// priority.
+///
+/// Where the kernel divides CPU time among sessions first (`sched_autogroup_enabled`), a nice value applies within one
+/// session only: of two sessions even a nice 19 one gets half. Control groups have separate weights.
 pub fn defer_process() {
     defer();
-    // SAFETY: no arguments; fails for the leader of a process group, and then all is as it was.
+    // SAFETY: no arguments. Fails for the leader of a process group and then changes nothing.
     let is_alone = unsafe { libc::setsid() } >= 0;
     if is_alone {
-        // Of the session, which is this process.
+        // The autogroup of the new session, which this process leads.
         let _ = std::fs::write("/proc/self/autogroup", "19");
     }
 }
 
-/// Waits a moment (50 us and what the timer adds) for a thread that may have a lower priority than this one.
+/// Waits briefly (50 us plus timer slack) for a thread that may have a lower priority than this one.
 pub fn pause() {
     // SAFETY: no arguments.
     unsafe { libc::sched_yield() };
     let moment = libc::timespec { tv_sec: 0, tv_nsec: 50_000 };
-    // A plain system call, not a point where a thread can be cancelled.
+    // A plain system call, not a cancellation point.
     // SAFETY: reads `moment`.
     unsafe { libc::syscall(libc::SYS_nanosleep, &raw const moment, std::ptr::null_mut::<libc::timespec>()) };
 }

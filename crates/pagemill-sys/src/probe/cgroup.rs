@@ -1,7 +1,7 @@
-//! The control group of this process: which version, which limit binds, how much is in use.
+//! The control group of this process: version, effective limit, memory in use.
 //!
-//! The limit is the smallest of the group and its ancestors, as far as they
-//! are visible; the working set is what is used less inactive file pages.
+//! The limit is the smallest of the group and its visible ancestors. The working set is usage less inactive file
+//! pages.
 
 use super::{Feature, Finding, Group, System, Unread, describe, size, trial};
 use crate::cgroup::{Hierarchy, Limit, MAX_LEVELS, Version};
@@ -17,7 +17,7 @@ pub(super) const ROWS: &[Feature] = &[
         name: "memory control group",
         since: "4.5",
         needed_for: "keeping below the limit of a container or service",
-        lost: "a container's limit is not seen: only --limit and the machine's memory count",
+        lost: "a container's limit is not known: only --limit and the machine's memory count",
         fix: "boot with cgroup_enable=memory on the kernel's command line",
         check: |system| match find(system) {
             Ok(group) => Finding::available(format!("{}, {}", group.version(), group.name())),
@@ -50,7 +50,7 @@ pub(super) const ROWS: &[Feature] = &[
         name: "control groups of our own",
         since: "4.5",
         needed_for: "bench: runs inside a limit",
-        lost: "bench leaves the runs inside a limit out and says so; nothing else",
+        lost: "bench skips the runs inside a limit, with a message; nothing else",
         fix: "systemd-run --user --scope -p Delegate=yes bash",
         check: |system| match find(system) {
             Ok(group) => match trial::may_write(Path::new(group.own.as_str())) {
@@ -65,16 +65,16 @@ pub(super) const ROWS: &[Feature] = &[
         group: Group::Limits,
         name: "warnings of a group's limit",
         since: "4.5",
-        needed_for: "sleeping while a container's limit is far, being woken when it comes near",
-        lost: "the limit is looked at every 5 to 64 ms while there is something to give",
+        needed_for: "sleeping while a container's limit is far, and a wake-up near it",
+        lost: "the limit is polled every 5 to 64 ms while there is memory to return",
         fix: "let the process write cgroup.event_control of its group (v1)",
         check: warnings,
     },
 ];
 
-/// The groups of this process, as the governor finds them.
+/// The groups of this process, found as the governor finds them.
 struct Own {
-    /// `None` at the root of version 2, which has no figures.
+    /// `None` at the root of version 2, which has no memory statistics.
     groups: Option<Hierarchy>,
     own: file::Path,
 }
@@ -91,7 +91,7 @@ impl Own {
         self.groups.as_ref().map_or("/".to_string(), |groups| groups.name(&self.own).to_string())
     }
 
-    /// Folders and limits, innermost first.
+    /// Returns folders and limits, innermost first.
     fn levels(&self) -> Vec<(file::Path, Limit)> {
         let Some(groups) = &self.groups else { return Vec::new() };
         let folders = (0..MAX_LEVELS).map_while(|level| groups.folder(level));
@@ -162,7 +162,7 @@ fn working_set(system: &System) -> Finding {
     }
 }
 
-/// Sets an alarm as the governor does, and takes it back.
+/// Sets a threshold as the governor does, and removes it.
 fn warnings(system: &System) -> Finding {
     let own = match find(system) {
         Ok(own) => own,
@@ -197,7 +197,7 @@ mod tests {
         (root, system)
     }
 
-    /// Version 2: an ancestor's limit binds, `memory.high` counts, the working set leaves inactive file pages out.
+    /// Version 2: an ancestor's limit applies, `memory.high` counts, the working set excludes inactive file pages.
     #[test]
     fn the_smallest_limit_of_all_ancestors_binds_v2() {
         let (_root, system) = tree(&[
@@ -214,7 +214,7 @@ mod tests {
         assert!(working_set(&system).found.starts_with("90 MiB "));
     }
 
-    /// Version 1 beside an empty version 2; the mount shows the container's part only; no limit is a huge number.
+    /// Version 1 beside an empty version 2. The mount shows the container's part only; no limit is a huge number.
     #[test]
     fn a_container_on_v1_is_found() {
         let (_root, system) = tree(&[
@@ -240,7 +240,7 @@ mod tests {
         assert!(working_set(&system).found.starts_with("512 KiB "));
     }
 
-    /// A controller that nobody mounted is missing, a group path from outside a namespace is not followed.
+    /// An unmounted controller is missing; a group path from outside a namespace is not followed.
     #[test]
     fn odd_trees_are_survived() {
         let (_root, system) = tree(&[("/proc/self/cgroup", "0::/\n"), ("/proc/self/mountinfo", "nonsense\n - \n")]);

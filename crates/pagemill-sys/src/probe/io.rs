@@ -1,4 +1,4 @@
-//! Rings, events and folders; who this process is and what it may do.
+//! io_uring, events and folders; privileges of this process.
 
 use super::trial::{self, Folder, NoNamespace, Resource};
 use super::{Feature, Finding, Group, System, describe};
@@ -24,7 +24,7 @@ pub(super) const ROWS: &[Feature] = &[
         name: "memory known to rings",
         since: "5.19",
         needed_for: "large direct reads and writes that find their pages at once",
-        lost: "each looks its pages up: more CPU per large read",
+        lost: "each transfer looks up its pages: more CPU per large read",
         fix: MEMLOCK_FIX,
         check: |_| match trial::register_memory() {
             Ok(()) => Finding::available("2 MiB were registered"),
@@ -36,8 +36,8 @@ pub(super) const ROWS: &[Feature] = &[
         group: Group::Files,
         name: "direct I/O (O_DIRECT)",
         since: "",
-        needed_for: "files behind Pagemill's page cache and not behind the kernel's as well",
-        lost: "the kernel's page cache lies between: a copy more, and pages in memory twice",
+        needed_for: "files behind Pagemill's page cache that bypass the kernel's",
+        lost: "the kernel's page cache is used too: one more copy, and pages in memory twice",
         fix: "keep the files on ext4, XFS, Btrfs or a block device",
         check: direct_io,
     },
@@ -46,8 +46,8 @@ pub(super) const ROWS: &[Feature] = &[
         group: Group::Files,
         name: "file events (fanotify)",
         since: "5.13",
-        needed_for: "mount: hearing of new files so that each gets the right page size",
-        lost: "the file system is walked now and then instead",
+        needed_for: "mount: events for new files, so that each gets the right page size",
+        lost: "the file system is scanned periodically instead",
         fix: "",
         check: |_| match trial::watch_files(c"/") {
             Ok(true) => Finding::available("works, for whole file systems too"),
@@ -61,7 +61,7 @@ pub(super) const ROWS: &[Feature] = &[
         name: "FUSE",
         since: "2.6.14",
         needed_for: "a mount served by Pagemill itself",
-        lost: "mount steers a tmpfs instead",
+        lost: "mount manages a tmpfs instead",
         fix: "sudo modprobe fuse",
         check: fuse,
     },
@@ -70,8 +70,8 @@ pub(super) const ROWS: &[Feature] = &[
         group: Group::Files,
         name: "folder for figures",
         since: "",
-        needed_for: "figures that top, vmstat and --report read",
-        lost: "`pagemill run` has no place for a process tree and starts nothing; preloaded programs run, unseen",
+        needed_for: "figures that meminfo, vmstat and --report read",
+        lost: "`pagemill run` refuses --limit and reports; without them, programs run but publish no figures",
         fix: "export XDG_RUNTIME_DIR=$(mktemp -d)",
         check: figures_folder,
     },
@@ -80,8 +80,8 @@ pub(super) const ROWS: &[Feature] = &[
         group: Group::Files,
         name: "folder for the preload file",
         since: "",
-        needed_for: "run: the library is put there once, unless it lies beside the command",
-        lost: "run puts it below /tmp or /dev/shm, anew after each boot",
+        needed_for: "run: the library is stored there once, unless it is beside the command",
+        lost: "run stores it below /tmp or /dev/shm, again after each boot",
         fix: "export XDG_CACHE_HOME=$(mktemp -d)",
         check: cache_folder,
     },
@@ -90,7 +90,7 @@ pub(super) const ROWS: &[Feature] = &[
         group: Group::Privileges,
         name: "user",
         since: "",
-        needed_for: "nothing: commands run unprivileged as far as they can",
+        needed_for: "nothing: commands run unprivileged as far as possible",
         lost: "the capabilities are not known",
         fix: "",
         check: user,
@@ -100,7 +100,7 @@ pub(super) const ROWS: &[Feature] = &[
         group: Group::Privileges,
         name: "system call filter",
         since: "",
-        needed_for: "telling a sandbox's refusal from the kernel's",
+        needed_for: "distinguishing a sandbox's refusal from the kernel's",
         lost: "whether a filter refuses calls is not known",
         fix: "",
         check: sandbox,
@@ -120,7 +120,7 @@ pub(super) const ROWS: &[Feature] = &[
         group: Group::Privileges,
         name: "real-time priority",
         since: "",
-        needed_for: "mount: the thread that purges outruns those who write (32 MiB of room suffice)",
+        needed_for: "mount: the purging thread outruns writers (32 MiB of room are enough)",
         lost: "mount keeps some 200 MiB of room below a control group's limit",
         fix: "sudo prlimit --pid $$ --rtprio=10",
         check: |_| match trial::take_realtime() {
@@ -133,7 +133,7 @@ pub(super) const ROWS: &[Feature] = &[
     },
 ];
 
-/// Tried where this process is, or else among temporary files.
+/// Tries the current folder, or else the folder for temporary files.
 fn direct_io(_: &System) -> Finding {
     let folders = [std::env::current_dir().unwrap_or_default(), std::env::temp_dir()];
     let mut refused = None;
@@ -153,13 +153,13 @@ fn direct_io(_: &System) -> Finding {
     refused.unwrap_or_else(|| Finding::unknown("no folder to try it in"))
 }
 
-/// No file could be made there.
+/// No file could be created there.
 fn is_about_the_folder(error: &std::io::Error) -> bool {
     use std::io::ErrorKind::{NotFound, PermissionDenied, ReadOnlyFilesystem, StorageFull};
     [NotFound, PermissionDenied, ReadOnlyFilesystem, StorageFull].contains(&error.kind())
 }
 
-/// Some kernels count what a ring takes as locked memory, and say ENOMEM.
+/// Some kernels charge a ring as locked memory and return ENOMEM.
 fn ring(made: std::io::Result<()>) -> Finding {
     match made {
         Ok(()) => Finding::available("a ring was made"),
@@ -183,7 +183,7 @@ fn fuse(system: &System) -> Finding {
     }
 }
 
-/// The folder itself, or the nearest one above it in which it would be made.
+/// Returns the folder itself, or its nearest existing ancestor.
 fn existing(folder: &Path) -> &Path {
     folder.ancestors().find(|path| path.is_dir()).unwrap_or(Path::new("/"))
 }
@@ -206,7 +206,7 @@ fn figures_folder(system: &System) -> Finding {
     Finding::missing(reasons.join("; "))
 }
 
-/// The user's cache folder, as the XDG rules have it.
+/// The user's cache folder, by the XDG rules.
 fn user_cache() -> Option<PathBuf> {
     let folder = |name| std::env::var_os(name).map(PathBuf::from).filter(|folder| folder.is_absolute());
     folder("XDG_CACHE_HOME").or_else(|| Some(folder("HOME")?.join(".cache")))
@@ -228,14 +228,14 @@ fn judge_cache(folder: &Path) -> Finding {
     }
 }
 
-/// A line of `/proc/self/status`.
+/// Returns a line of `/proc/self/status`.
 fn status(system: &System, name: &str) -> Result<String, Finding> {
     let text = system.read("/proc/self/status")?;
     let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
     line.map(|line| line.trim().to_string()).ok_or_else(|| Finding::unknown(format!("/proc/self/status has no {name}")))
 }
 
-/// Capabilities that change what Pagemill can do.
+/// Capabilities that affect what Pagemill can do.
 const CAPABILITIES: [(u32, &str); 4] =
     [(14, "CAP_IPC_LOCK"), (21, "CAP_SYS_ADMIN"), (23, "CAP_SYS_NICE"), (24, "CAP_SYS_RESOURCE")];
 
@@ -299,7 +299,7 @@ fn user_namespace(system: &System) -> Finding {
 mod tests {
     use super::*;
 
-    /// A ring that is refused for want of memory that may be locked is not had by allowing io_uring.
+    /// A ring refused for lack of lockable memory is not fixed by allowing io_uring.
     #[test]
     fn a_ring_without_room_needs_other_help() {
         let fix = |errno| ring(Err(std::io::Error::from_raw_os_error(errno))).fix;
@@ -308,7 +308,7 @@ mod tests {
     }
     use crate::probe::State;
 
-    /// A folder that does not exist yet is judged by where it would be made; one that cannot be made is missing.
+    /// A missing folder is judged by the folder that would contain it; one that cannot be created is missing.
     #[test]
     fn the_cache_folder_is_judged_where_it_would_be_made() {
         let folder = tempfile::tempdir().unwrap();

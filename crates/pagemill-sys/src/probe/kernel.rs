@@ -5,7 +5,7 @@ use crate::{mem, numa};
 
 /// The oldest release that Pagemill supports.
 const MINIMUM: (u32, u32) = (5, 15);
-/// The first release that has all it uses.
+/// The first release with all features that Pagemill uses.
 const BEST: (u32, u32) = (6, 13);
 
 pub(super) const ROWS: &[Feature] = &[
@@ -14,8 +14,8 @@ pub(super) const ROWS: &[Feature] = &[
         group: Group::Kernel,
         name: "Linux release",
         since: "5.15",
-        needed_for: "everything; from 6.13 on all that Pagemill uses is there",
-        lost: "before 6.13: some fast ways, see the rows below; before 5.15: Pagemill does not run",
+        needed_for: "everything; 6.13 has all that Pagemill uses",
+        lost: "before 6.13: some fast paths, see the rows below; before 5.15: Pagemill does not run",
         fix: "needs Linux 6.13",
         check: |_| judge_release(&trial::kernel_names().0),
     },
@@ -38,7 +38,7 @@ pub(super) const ROWS: &[Feature] = &[
         name: "OS page",
         since: "",
         needed_for: "the unit in which the kernel counts memory",
-        lost: "Pagemill knows OS pages of 4, 16 and 64 KiB",
+        lost: "Pagemill supports OS pages of 4, 16 and 64 KiB",
         fix: "needs a kernel with pages of 4, 16 or 64 KiB",
         check: |_| {
             let bytes = mem::os_page_bytes();
@@ -52,7 +52,7 @@ pub(super) const ROWS: &[Feature] = &[
         name: "waiting on several words",
         since: "5.16",
         needed_for: "one helper thread that waits for purge requests of the process and of its tree",
-        lost: "the helper wakes up now and then to look at the second word",
+        lost: "the helper wakes periodically to check the second word",
         fix: "",
         check: |_| match trial::wait_on_words() {
             Ok(()) => Finding::available("futex_waitv works"),
@@ -65,7 +65,7 @@ pub(super) const ROWS: &[Feature] = &[
         name: "memory nodes",
         since: "",
         needed_for: "taking blocks from the node that uses them (mbind)",
-        lost: "blocks come from whatever node the kernel chooses",
+        lost: "blocks come from the node that the kernel chooses",
         fix: "docker run --cap-add SYS_NICE …",
         check: nodes,
     },

@@ -1,11 +1,11 @@
-//! What bounds this process and this machine: overcommit, resource limits, pressure, swap, memory.
+//! Limits of this process and this machine: overcommit, resource limits, pressure, swap, memory.
 
 use super::trial::{self, Resource};
 use super::{Feature, Finding, Group, System, describe, size};
 use std::fs::File;
 use std::io::Write;
 
-/// Address space of an arena for a program.
+/// Address space of an arena.
 const ARENA_BYTES: usize = 16 << 40;
 /// Bytes that are registered for I/O at a time.
 const REGISTERED_BYTES: usize = 64 << 20;
@@ -18,8 +18,8 @@ pub(super) const ROWS: &[Feature] = &[
         group: Group::Limits,
         name: "address space for the arena",
         since: "",
-        needed_for: "an arena whose addresses outlast any limit on memory",
-        lost: "the arena is smaller, and with it the most that the program can have",
+        needed_for: "an arena with more addresses than any memory limit",
+        lost: "the arena is smaller, and so is the maximum memory of the program",
         fix: "ulimit -v unlimited",
         check: reserve,
     },
@@ -29,7 +29,7 @@ pub(super) const ROWS: &[Feature] = &[
         name: "RLIMIT_AS",
         since: "",
         needed_for: "reserving address space without pages",
-        lost: "the arena gets a part of what the limit allows",
+        lost: "the arena gets a part of the limit",
         fix: "ulimit -v unlimited",
         check: |_| judge_limit(Resource::AddressSpace, "as"),
     },
@@ -39,7 +39,7 @@ pub(super) const ROWS: &[Feature] = &[
         name: "RLIMIT_DATA",
         since: "4.7",
         needed_for: "opening reserved memory (private writable memory counts as data)",
-        lost: "opened memory counts, used or not: malloc returns NULL earlier than elsewhere",
+        lost: "opened memory counts, used or not: malloc returns NULL earlier",
         fix: "ulimit -d unlimited",
         check: |_| judge_limit(Resource::Data, "data"),
     },
@@ -92,7 +92,7 @@ pub(super) const ROWS: &[Feature] = &[
         group: Group::Limits,
         name: "swap",
         since: "",
-        needed_for: "nothing by itself: volatile memory is purged without it",
+        needed_for: "nothing: volatile memory is purged without it",
         lost: "anonymous memory hardly stalls before the kernel kills: pressure events come late",
         fix: "sudo swapon FILE (made by mkswap), or zram",
         check: |system| match meminfo(system, &["SwapTotal", "SwapFree"]) {
@@ -106,8 +106,8 @@ pub(super) const ROWS: &[Feature] = &[
         group: Group::Limits,
         name: "pressure events (PSI)",
         since: "5.2",
-        needed_for: "giving memory back when other programs on the machine run short",
-        lost: "the machine's memory is looked at every few milliseconds instead",
+        needed_for: "returning memory when other programs on the machine run short",
+        lost: "the machine's memory is polled every few milliseconds instead",
         fix: "boot with psi=1 on the kernel's command line",
         check: pressure,
     },
@@ -130,7 +130,7 @@ fn reserve(_: &System) -> Finding {
     }
 }
 
-/// A limit that had better not be there. Above the hard limit only root raises it.
+/// A limit that should be unlimited. Only root can raise it above the hard limit.
 fn judge_limit(resource: Resource, prlimit: &str) -> Finding {
     match trial::resource_limit(resource) {
         Ok((None, _)) => Finding::available("unlimited"),
@@ -162,7 +162,7 @@ fn overcommit(system: &System) -> Finding {
         (1, _) => Finding::available("1, always"),
         (2, Ok(values)) => Finding::limited(format!("2, strict: {} of {} committed", size(values[1]), size(values[0]))),
         (2, Err(_)) => Finding::limited("2, strict"),
-        (other, _) => Finding::unknown(format!("{other}, which is no mode known")),
+        (other, _) => Finding::unknown(format!("{other}, an unknown mode")),
     }
 }
 
@@ -170,7 +170,7 @@ fn memory(system: &System) -> Finding {
     match meminfo(system, &["MemTotal", "MemAvailable"]) {
         Ok(values) => {
             let found = format!("{} of {} available", size(values[1]), size(values[0]));
-            // Below a sixteenth the kernel is about to reclaim by itself.
+            // Below a sixteenth the kernel is about to reclaim on its own.
             if values[1] >= values[0] / 16 { Finding::available(found) } else { Finding::limited(found) }
         }
         Err(finding) => finding,
@@ -189,7 +189,7 @@ fn meminfo<const N: usize>(system: &System, names: &[&str; N]) -> Result<[u64; N
     Ok(values)
 }
 
-/// Asks to be told of stalls, and forgets it again. A trigger ends with its descriptor.
+/// Creates a stall trigger. It ends when its descriptor is closed.
 fn pressure(system: &System) -> Finding {
     const PATH: &str = "/proc/pressure/memory";
     match system.read(PATH) {

@@ -1,6 +1,6 @@
-//! Huge pages, giving memory back, moving it.
+//! Huge pages, releasing memory, moving it.
 
-use super::trial::{self, BLOCK_BYTES, Scratch, Userfault};
+use super::trial::{self, BLOCK_BYTES, HugeAllowed, Scratch, Userfault};
 use super::{Feature, Finding, Group, System, describe};
 use crate::clock;
 use crate::mem::{self, Backing};
@@ -30,7 +30,7 @@ pub(super) const ROWS: &[Feature] = &[
         name: "huge pages allowed",
         since: "2.6.38",
         needed_for: "taking each block of 2 MiB as one huge page",
-        lost: "every block comes in small pages: some 8 times dearer to bring in, more TLB misses",
+        lost: "every block gets small pages: populating costs some 8 times more, more TLB misses",
         fix: ENABLE,
         check: |system| judge_setting(system, ENABLED, &["always", "madvise"], &[]),
     },
@@ -39,8 +39,8 @@ pub(super) const ROWS: &[Feature] = &[
         group: Group::HugePages,
         name: "huge pages made on demand",
         since: "2.6.38",
-        needed_for: "a huge page at the first touch even where free memory is in pieces",
-        lost: "where free memory is in pieces, blocks start in small pages",
+        needed_for: "a huge page at the first touch even if free memory is fragmented",
+        lost: "if free memory is fragmented, blocks start with small pages",
         fix: "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/defrag",
         check: |system| judge_setting(system, DEFRAG, &["always", "defer+madvise", "madvise"], &["defer", "never"]),
     },
@@ -50,11 +50,12 @@ pub(super) const ROWS: &[Feature] = &[
         name: "not forbidden to us",
         since: "3.15",
         needed_for: "huge pages: a parent may have forbidden them to all its children (prctl)",
-        lost: "no huge page for this process and those it starts, whatever the settings say",
+        lost: "no huge pages for this process and its children, whatever the settings",
         fix: "start it from a parent without PR_SET_THP_DISABLE",
-        check: |_| match trial::is_huge_forbidden() {
-            Ok(false) => Finding::available("no PR_SET_THP_DISABLE"),
-            Ok(true) => Finding::missing("PR_SET_THP_DISABLE is set"),
+        check: |_| match trial::huge_allowed() {
+            Ok(HugeAllowed::All) => Finding::available("no PR_SET_THP_DISABLE"),
+            Ok(HugeAllowed::WhereAdvised) => Finding::available("where advised only (PR_THP_DISABLE_EXCEPT_ADVISED)"),
+            Ok(HugeAllowed::None) => Finding::missing("PR_SET_THP_DISABLE is set"),
             Err(error) => Finding::unknown(describe(&error)),
         },
     },
@@ -64,7 +65,7 @@ pub(super) const ROWS: &[Feature] = &[
         name: "size of a huge page",
         since: "4.11",
         needed_for: "one huge page per block",
-        lost: "a block is 2 MiB; where the kernel's huge page is larger, blocks stay in smaller pages",
+        lost: "a block is 2 MiB; if the kernel's huge page is larger, blocks use smaller pages",
         fix: "needs a kernel with pages of 4 KiB",
         check: huge_size,
     },
@@ -73,8 +74,8 @@ pub(super) const ROWS: &[Feature] = &[
         group: Group::HugePages,
         name: "a huge page taken",
         since: "2.6.38",
-        needed_for: "fast fault, fast access, fast return of whole blocks",
-        lost: "blocks come in small pages: slower to bring in, to use and to give back",
+        needed_for: "fast faults, fast access, fast return of whole blocks",
+        lost: "blocks get small pages: slower to populate, to use and to return",
         fix: "echo 1 | sudo tee /proc/sys/vm/compact_memory",
         check: huge_page,
     },
@@ -93,7 +94,7 @@ pub(super) const ROWS: &[Feature] = &[
         group: Group::HugePages,
         name: "reserved pages (hugetlb)",
         since: "5.16",
-        needed_for: "caches that ask for them (Source::Hugetlb), and nothing else",
+        needed_for: "caches that request them (Source::Hugetlb), and nothing else",
         lost: "such caches are refused, or get ordinary memory (hugetlb_refused)",
         fix: "echo 512 | sudo tee /proc/sys/vm/nr_hugepages",
         check: reserved,
@@ -103,8 +104,8 @@ pub(super) const ROWS: &[Feature] = &[
         group: Group::HugePages,
         name: "MADV_COLLAPSE",
         since: "6.1",
-        needed_for: "making one huge page of small ones where a block filled up piece by piece",
-        lost: "small blocks stay small until they are given back, or are copied",
+        needed_for: "making one huge page of small ones in a block that filled up gradually",
+        lost: "small blocks stay small until they are returned, or are copied",
         fix: "",
         check: collapse,
     },
@@ -113,7 +114,7 @@ pub(super) const ROWS: &[Feature] = &[
         group: Group::GivingBack,
         name: "MADV_POPULATE_WRITE",
         since: "5.14",
-        needed_for: "bringing in a whole range at once, and knowing that it came",
+        needed_for: "populating a whole range at once, and knowing that it succeeded",
         lost: "Pagemill does not run: memory cannot be charged before it becomes resident",
         fix: "",
         check: populate,
@@ -123,8 +124,8 @@ pub(super) const ROWS: &[Feature] = &[
         group: Group::GivingBack,
         name: "MADV_DONTNEED, MADV_FREE",
         since: "4.5",
-        needed_for: "giving free blocks back, at once or when the kernel needs them",
-        lost: "free memory cannot be given back",
+        needed_for: "returning free blocks, at once or when the kernel needs them",
+        lost: "free memory cannot be returned",
         fix: "",
         check: dontneed,
     },
@@ -133,7 +134,7 @@ pub(super) const ROWS: &[Feature] = &[
         group: Group::GivingBack,
         name: "process_madvise on oneself",
         since: "6.13",
-        needed_for: "giving back many scattered pages in one call",
+        needed_for: "returning many scattered pages in one call",
         lost: "one call per page: up to 16 us instead of some 1.2 us while other threads run",
         fix: "",
         check: batch,
@@ -143,8 +144,8 @@ pub(super) const ROWS: &[Feature] = &[
         group: Group::GivingBack,
         name: "MADV_COLD",
         since: "5.4",
-        needed_for: "splitting a huge page so that a part of it can be given back",
-        lost: "a block that is in use in part is given back only when the rest is free too",
+        needed_for: "splitting a huge page so that a part of it can be returned",
+        lost: "a partially used block is returned only when all of it is free",
         fix: "",
         check: |_| on_touched_page(|page| page.advise(mem::os_page_bytes(), MADV_COLD)),
     },
@@ -154,7 +155,7 @@ pub(super) const ROWS: &[Feature] = &[
         name: "MADV_GUARD_INSTALL",
         since: "6.13",
         needed_for: "strict volatile ranges: a signal on purged pages",
-        lost: "strict volatile ranges are refused; others serve",
+        lost: "strict volatile ranges are refused; others work",
         fix: "",
         check: guard,
     },
@@ -164,7 +165,7 @@ pub(super) const ROWS: &[Feature] = &[
         name: "MADV_WIPEONFORK",
         since: "4.14",
         needed_for: "noticing a child made by a raw clone",
-        lost: "a child made by a raw clone believes its parent's accounts (fork is noticed)",
+        lost: "a child made by a raw clone uses its parent's accounting (fork is noticed)",
         fix: "",
         check: wipe,
     },
@@ -204,18 +205,18 @@ pub(super) const ROWS: &[Feature] = &[
         name: "userfaultfd poison",
         since: "6.6",
         needed_for: "nothing yet: strict ranges use guard pages",
-        lost: "nothing: guard pages serve, whose SIGSEGV a handler turns into SIGBUS",
+        lost: "nothing: guard pages are used, and a handler turns their SIGSEGV into SIGBUS",
         fix: "echo 1 | sudo tee /proc/sys/vm/unprivileged_userfaultfd",
         check: poison,
     },
 ];
 
-/// The word in brackets of a setting such as `always [madvise] never`.
+/// Returns the word in brackets of a setting such as `always [madvise] never`.
 fn chosen(text: &str) -> Option<&str> {
     text.split_once('[')?.1.split(']').next()
 }
 
-/// A setting in brackets: good, bearable, or neither.
+/// Judges a setting in brackets: good, acceptable, or neither.
 fn judge_setting(system: &System, path: &str, good: &[&str], bearable: &[&str]) -> Finding {
     let text = match system.read(path) {
         Ok(text) => text,
@@ -241,7 +242,7 @@ fn huge_size(system: &System) -> Finding {
     }
 }
 
-/// What of the reserve is free, and promised to nobody.
+/// Pages of the reserve that are free and not reserved by a mapping.
 fn reserved(system: &System) -> Finding {
     let number = |name: &str| system.number(&format!("{RESERVED}/{name}"));
     let (total, free, promised) = match (number("nr_hugepages"), number("free_hugepages"), number("resv_hugepages")) {
@@ -259,8 +260,8 @@ fn reserved(system: &System) -> Finding {
     }
 }
 
-/// Brings a block in as the arena does. Twice: the first touch of memory that
-/// the host has not backed yet takes many times as long.
+/// Populates a block as the arena does. Twice: the first touch of memory that the host has not backed yet is many
+/// times slower.
 fn huge_page(system: &System) -> Finding {
     let mut fastest_ns = u64::MAX;
     for _ in 0..2 {
@@ -380,7 +381,7 @@ fn batch(_: &System) -> Finding {
     }
 }
 
-/// Tries something on a page that has contents, which must survive.
+/// Tries a call on a page with contents, which must survive.
 fn on_touched_page(trial: impl FnOnce(&Scratch) -> io::Result<()>) -> Finding {
     let kept = Scratch::new(1).and_then(|scratch| {
         scratch.write(0, 7);
@@ -450,7 +451,7 @@ fn userfault(system: &System) -> Finding {
     }
 }
 
-/// Moves a block and checks that it arrived. Thrice: the first time is slow.
+/// Moves a block and checks that it arrived. Three times: the first time is slow.
 fn move_block() -> Finding {
     let (to, from) = (0, BLOCK_BYTES);
     let mut fastest_ns = u64::MAX;
@@ -477,7 +478,8 @@ mod tests {
     use super::*;
     use crate::probe::State;
 
-    /// Settings in a tree of our own: each word is judged, a kernel without huge pages is told from a missing /sys.
+    /// Settings in a test tree: each word is judged, and a kernel without huge pages is distinguished from a missing
+    /// /sys.
     #[test]
     fn settings_are_judged() {
         let root = tempfile::tempdir().unwrap();
@@ -500,7 +502,7 @@ mod tests {
         }
     }
 
-    /// Pages that are free, but promised, are nobody's to take.
+    /// Free pages that are reserved count as unavailable.
     #[test]
     fn reserved_pages_are_judged() {
         let root = tempfile::tempdir().unwrap();

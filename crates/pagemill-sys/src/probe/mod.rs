@@ -1,15 +1,13 @@
-//! What this kernel and these privileges offer, found by trying it, for people (`pagemill doctor`).
+//! What this kernel and these privileges offer, determined by trying it (`pagemill doctor`).
 //!
-//! Every [`Feature`] is declared once, beside the function that tries it.
-//! Nothing is guessed from a version number, no setting is changed, and what a
-//! trial makes goes away with it. Where `/proc` or `/sys` does not answer, the
-//! state is [`State::Unknown`] and the row says why. Unlike its neighbours this
-//! module allocates.
+//! Every [`Feature`] is declared once, beside the function that tries it. Nothing is inferred from a version number,
+//! no setting is changed, and each trial removes what it created. Where `/proc` or `/sys` cannot be read, the state is
+//! [`State::Unknown`] and the row gives the reason. Unlike the other modules of this crate, this one allocates.
 //!
-//! | file | what is declared and tried |
+//! | file | features |
 //! |---|---|
 //! | `kernel` | release, processor, OS page, nodes |
-//! | `memory` | huge pages, giving memory back, moving it |
+//! | `memory` | huge pages, releasing memory, moving it |
 //! | `limits` | overcommit, resource limits, pressure, swap |
 //! | `cgroup` | the control group and its memory limit |
 //! | `io` | rings, events, folders; privileges |
@@ -24,21 +22,21 @@ mod trial;
 
 use std::path::{Path, PathBuf};
 
-/// How much of a feature is there.
+/// Availability of a feature.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
-    /// It was tried and works.
+    /// Tried, and works.
     Available,
-    /// It works in part, or within a narrow limit.
+    /// Works in part, or within a narrow limit.
     Limited,
-    /// It was tried and refused.
+    /// Tried, and refused.
     Missing,
-    /// It could not be tried.
+    /// Could not be tried.
     Unknown,
 }
 
 impl State {
-    /// A stable word.
+    /// Returns a stable keyword.
     pub fn word(self) -> &'static str {
         match self {
             Self::Available => "available",
@@ -49,7 +47,7 @@ impl State {
     }
 }
 
-/// What a feature has to do with, in the order of the table.
+/// Groups of features, in the order of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Group {
     Kernel,
@@ -61,7 +59,7 @@ pub enum Group {
 }
 
 impl Group {
-    /// A stable word.
+    /// Returns a stable keyword.
     pub fn word(self) -> &'static str {
         match self {
             Self::Kernel => "kernel",
@@ -73,7 +71,7 @@ impl Group {
         }
     }
 
-    /// The heading.
+    /// Returns the heading.
     pub fn title(self) -> &'static str {
         match self {
             Self::Kernel => "Kernel",
@@ -86,60 +84,60 @@ impl Group {
     }
 }
 
-/// A row of the table: what may be there, and what it matters.
+/// A row of the table: a feature and why it matters.
 #[derive(Debug)]
 pub struct Feature {
-    /// A stable word.
+    /// A stable keyword.
     pub key: &'static str,
     pub group: Group,
     pub name: &'static str,
     /// The first Linux release that has it, such as `5.14`; empty for "always".
     pub since: &'static str,
     pub needed_for: &'static str,
-    /// What is lost without it.
+    /// The effect of its absence.
     pub lost: &'static str,
-    /// The command that provides it; empty where only another kernel does.
+    /// The command that enables it; empty if only another kernel helps.
     fix: &'static str,
     check: fn(&System) -> Finding,
 }
 
-/// A feature and what was found here.
+/// A feature and its state here.
 #[derive(Debug)]
 pub struct Row {
     pub feature: &'static Feature,
     pub state: State,
-    /// The fact: a number, a setting, or the error.
+    /// A number, a setting, or an error.
     pub found: String,
-    /// What mends it, unless the state is [`State::Available`].
+    /// How to fix it, unless the state is [`State::Available`].
     pub fix: Option<String>,
 }
 
 /// All rows.
 #[derive(Debug)]
 pub struct Report {
-    /// The kernel's release as it names itself.
+    /// The kernel's release string.
     pub kernel: String,
     pub rows: Vec<Row>,
 }
 
 impl Report {
-    /// The row of that key.
+    /// Returns the row with that key.
     pub fn row(&self, key: &str) -> Option<&Row> {
         self.rows.iter().find(|row| row.feature.key == key)
     }
 
-    /// Whether Pagemill works here at all, fast or not.
+    /// Returns whether Pagemill works here at all, fast or not.
     pub fn is_supported(&self) -> bool {
         !self.rows.iter().any(|row| row.state == State::Missing && is_required(row.feature.key))
     }
 
-    /// Number of rows that are not [`State::Available`].
+    /// Returns the number of rows that are not [`State::Available`].
     pub fn lacking_count(&self) -> usize {
         self.rows.iter().filter(|row| row.state != State::Available).count()
     }
 }
 
-/// Whether Pagemill does not work at all where that row is missing.
+/// Returns whether Pagemill requires that feature.
 pub fn is_required(key: &str) -> bool {
     ["kernel", "processor", "reserve", "madv_populate", "madv_dontneed"].contains(&key)
 }
@@ -149,7 +147,7 @@ pub fn probe() -> Report {
     probe_in(Path::new("/"))
 }
 
-/// As [`probe`], with `/proc`, `/sys` and `/dev` looked up below `root`; system calls are tried as they are.
+/// As [`probe`], with `/proc`, `/sys` and `/dev` below `root`. System calls are tried on the real system.
 pub fn probe_in(root: &Path) -> Report {
     let system = System { root: root.to_path_buf() };
     let (kernel, _) = trial::kernel_names();
@@ -174,7 +172,7 @@ impl Feature {
         Row { feature: self, state, found, fix: fix.filter(|fix| !fix.is_empty()) }
     }
 
-    /// Too old a kernel says ENOSYS or EINVAL; a younger one says so too if the feature was left out of it.
+    /// An old kernel returns ENOSYS or EINVAL; so does a newer one that was built without the feature.
     fn default_fix(&self, errno: Option<i32>, running: Option<(u32, u32)>) -> String {
         match errno {
             Some(libc::ENOSYS | libc::EINVAL | libc::ENOTTY) => {
@@ -197,11 +195,11 @@ fn release(text: &str) -> Option<(u32, u32)> {
     Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
 }
 
-/// What a trial found.
+/// Result of a trial.
 struct Finding {
     state: State,
     found: String,
-    /// Instead of the feature's own fix.
+    /// Replaces the feature's own fix.
     fix: Option<String>,
     errno: Option<i32>,
 }
@@ -236,14 +234,14 @@ impl Finding {
     }
 }
 
-/// A trial that could not even start.
+/// A trial that could not start.
 impl From<std::io::Error> for Finding {
     fn from(error: std::io::Error) -> Self {
         Self::unknown(format!("no memory for the trial: {}", describe(&error)))
     }
 }
 
-/// A file that did not answer.
+/// A file that could not be read.
 struct Unread {
     reason: String,
     fix: Option<String>,
@@ -256,7 +254,7 @@ impl From<Unread> for Finding {
     }
 }
 
-/// Where the kernel's files are found.
+/// The root of the kernel's files.
 struct System {
     root: PathBuf,
 }
@@ -266,7 +264,7 @@ impl System {
         self.root.join(path.trim_start_matches('/'))
     }
 
-    /// The whole text of a kernel file, trimmed.
+    /// Returns the whole text of a kernel file, trimmed.
     fn read(&self, path: &str) -> Result<String, Unread> {
         let error = match std::fs::read(self.path(path)) {
             Ok(bytes) => return Ok(String::from_utf8_lossy(&bytes).trim().to_string()),
@@ -294,7 +292,7 @@ impl System {
     }
 }
 
-/// An error as people look it up: `EPERM (Operation not permitted)`.
+/// Formats an error by its name: `EPERM (Operation not permitted)`.
 fn describe(error: &std::io::Error) -> String {
     let text = error.to_string();
     let Some(errno) = error.raw_os_error() else { return text };
@@ -328,7 +326,7 @@ fn describe(error: &std::io::Error) -> String {
     format!("{name} ({text})")
 }
 
-/// Bytes with a unit, short: `512 MiB`, `23.5 GiB`.
+/// Formats bytes with a unit: `512 MiB`, `23.5 GiB`.
 fn size(bytes: u64) -> String {
     const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let exponent = (bytes.max(1).ilog2() / 10) as usize;
@@ -342,7 +340,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    /// The table: keys are words and unique, groups stand together, no text is missing or too long to show.
+    /// Keys are words and unique, groups are contiguous, and no text is missing or too long.
     #[test]
     fn rows_are_well_formed() {
         let mut keys = BTreeSet::new();
@@ -361,7 +359,7 @@ mod tests {
         assert!(table().map(|feature| feature.group as u8).is_sorted());
     }
 
-    /// Here: every row is found out, and rows that lack something say what mends it.
+    /// Every row is determined here, and each row that is not available has a fix.
     #[test]
     fn this_machine_is_examined() {
         let report = probe();
@@ -377,7 +375,8 @@ mod tests {
         }
     }
 
-    /// An empty tree below the root: what can only be read is unknown, with the reason and the command that mounts it.
+    /// With an empty tree as root, features that are only read are unknown, with the reason and the command that
+    /// mounts it.
     #[test]
     fn without_kernel_files_rows_are_unknown() {
         let root = tempfile::tempdir().unwrap();

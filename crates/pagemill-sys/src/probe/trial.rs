@@ -1,4 +1,4 @@
-//! The system calls that are tried. Each undoes what it did before it returns.
+//! The system calls that are tried. Each undoes its effect before it returns.
 #![allow(unsafe_code)] // system calls
 
 use crate::disk::{self, Alignment, Disk, Options};
@@ -24,7 +24,7 @@ fn own(fd: libc::c_long) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd as c_int) })
 }
 
-/// Release and processor as the kernel names them.
+/// Returns the kernel's names for release and processor.
 pub(super) fn kernel_names() -> (String, String) {
     // SAFETY: plain data, written by uname.
     let mut names: libc::utsname = unsafe { std::mem::zeroed() };
@@ -36,26 +36,25 @@ pub(super) fn kernel_names() -> (String, String) {
     (text(&names.release), text(&names.machine))
 }
 
-/// Blocks of memory to try things on.
+/// Blocks of memory for trials.
 ///
 /// # Invariants
 ///
-/// `addr..addr + len_bytes` starts at a block, is readable and writable, and
-/// known to this value alone. Bytes are reached through volatile access: the
-/// kernel may take the pages away.
+/// `addr..addr + len_bytes` is aligned to a block, readable and writable, and known to this value alone. All accesses
+/// are volatile, because the kernel may take the pages away.
 pub(super) struct Scratch {
     addr: usize,
     len_bytes: usize,
 }
 
 impl Scratch {
-    /// Private memory without pages.
+    /// Maps private memory without pages.
     pub fn new(blocks: usize) -> io::Result<Self> {
         let len_bytes = blocks * BLOCK_BYTES;
         Ok(Self { addr: mem::map_sparse(len_bytes, BLOCK_BYTES)?, len_bytes })
     }
 
-    /// A block of a file in memory without pages.
+    /// Maps a block of a memory file, without pages.
     pub fn shared() -> io::Result<Self> {
         let scratch = Self::new(1)?;
         // SAFETY: the name is a C string.
@@ -64,7 +63,7 @@ impl Scratch {
         check(unsafe { libc::ftruncate(fd.as_raw_fd(), BLOCK_BYTES as libc::off_t) })?;
         let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
         let at = scratch.addr as *mut c_void;
-        // SAFETY: replaces memory of `scratch`, which nobody has looked at yet.
+        // SAFETY: replaces memory of `scratch` that no code has read yet.
         let mapped = unsafe { libc::mmap(at, BLOCK_BYTES, access, flags, fd.as_raw_fd(), 0) };
         if mapped == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(scratch) }
     }
@@ -85,14 +84,14 @@ impl Scratch {
         unsafe { ((self.addr + offset) as *const u8).read_volatile() }
     }
 
-    /// `madvise` on `len_bytes` from the start.
+    /// Calls `madvise` on `len_bytes` from the start.
     pub fn advise(&self, len_bytes: usize, advice: c_int) -> io::Result<()> {
         assert!(len_bytes <= self.len_bytes);
-        // SAFETY: at most takes pages of memory that is ours alone (type invariant).
+        // SAFETY: affects only pages of memory that is ours alone (type invariant).
         check(unsafe { libc::madvise(self.addr as *mut c_void, len_bytes, advice) })
     }
 
-    /// One `process_madvise` on this process for every second of the first `2 * count` OS pages.
+    /// Calls `process_madvise` once on this process, for every second of the first `2 * count` OS pages.
     pub fn advise_batch(&self, count: usize, advice: c_int) -> io::Result<()> {
         let page = mem::os_page_bytes();
         assert!(2 * count * page <= self.len_bytes);
@@ -112,7 +111,7 @@ impl Scratch {
         }
     }
 
-    /// Whether the kernel can read the byte; asks without raising a signal.
+    /// Returns whether the kernel can read the byte, without raising a signal.
     pub fn is_readable(&self, offset: usize) -> bool {
         assert!(offset < self.len_bytes);
         const NO_SUCH_CHANGE: c_int = -1;
@@ -135,14 +134,14 @@ impl Drop for Scratch {
 pub(super) fn move_second_block(scratch: &Scratch) -> io::Result<()> {
     let (to, from) = (scratch.addr, scratch.addr + BLOCK_BYTES);
     assert!(scratch.len_bytes >= 2 * BLOCK_BYTES);
-    // SAFETY: both blocks are private memory of `scratch`, which nobody else knows.
+    // SAFETY: both blocks are private memory of `scratch`, known to no other code.
     match unsafe { moves::move_pages(to, from, BLOCK_BYTES) }? {
         BLOCK_BYTES => Ok(()),
         moved => Err(io::Error::other(format!("only {moved} bytes were moved"))),
     }
 }
 
-/// Runs `trial` in a child process and returns its answer. At most five seconds.
+/// Runs `trial` in a child process and returns its result. At most five seconds.
 fn in_child(trial: impl FnOnce() -> u8) -> io::Result<u8> {
     // SAFETY: the child makes system calls only (the callers' part), then ends without running destructors.
     let child = unsafe { libc::fork() };
@@ -171,7 +170,7 @@ fn in_child(trial: impl FnOnce() -> u8) -> io::Result<u8> {
     }
 }
 
-/// For use in a child: allocates nothing.
+/// For a child process: allocates nothing.
 fn last_errno() -> u8 {
     io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO) as u8
 }
@@ -180,12 +179,12 @@ fn answered(errno: u8) -> io::Result<()> {
     if errno == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(errno.into())) }
 }
 
-/// What a child made by `fork` reads at the start of `scratch`.
+/// Returns what a `fork` child reads at the start of `scratch`.
 pub(super) fn read_in_child(scratch: &Scratch) -> io::Result<u8> {
     in_child(|| scratch.read(0))
 }
 
-/// Takes real-time priority in a child process, which then ends.
+/// Requests real-time priority in a child process, which then ends.
 pub(super) fn take_realtime() -> io::Result<()> {
     answered(in_child(|| {
         let lowest = libc::sched_param { sched_priority: 1 };
@@ -194,15 +193,15 @@ pub(super) fn take_realtime() -> io::Result<()> {
     })?)
 }
 
-/// Why a user namespace is of no use here.
+/// Why user namespaces are unusable here.
 pub(super) enum NoNamespace {
-    /// It cannot be made.
+    /// The namespace cannot be created.
     Refused(io::Error),
-    /// It can be made, but nothing can be mounted in it.
+    /// The namespace can be created, but nothing can be mounted in it.
     Powerless(io::Error),
 }
 
-/// Mounts a tmpfs in a user and mount namespace of a child process, all of which then end.
+/// Mounts a tmpfs in a user and mount namespace of a child process. The namespaces end with the child.
 pub(super) fn mount_in_namespace() -> Result<(), NoNamespace> {
     const IN_MOUNT: u8 = 0x80;
     let mount = |kind: Option<&CStr>, flags| {
@@ -228,10 +227,10 @@ pub(super) fn mount_in_namespace() -> Result<(), NoNamespace> {
     }
 }
 
-/// A userfaultfd: opened for faults of user code alone, which needs no privilege.
+/// A userfaultfd for faults of user code only, which needs no privilege.
 pub(super) struct Userfault {
     fd: OwnedFd,
-    /// What the kernel offers.
+    /// Features that the kernel offers.
     pub features: u64,
 }
 
@@ -244,7 +243,7 @@ impl Userfault {
 
     /// # Errors
     ///
-    /// `ENOSYS` or `EPERM` where there is none, `EINVAL` where it lacks `wanted`.
+    /// `ENOSYS` or `EPERM` if userfaultfd is unavailable, `EINVAL` if it lacks `wanted`.
     pub fn open(wanted: u64) -> io::Result<Self> {
         const USER_MODE_ONLY: c_int = 1;
         let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | USER_MODE_ONLY;
@@ -260,8 +259,8 @@ impl Userfault {
     fn call<const N: usize>(&self, request: libc::c_ulong, words: &mut [u64; N]) -> io::Result<()> {
         // The size of the argument is part of the request.
         assert_eq!(size_of_val(words), (request >> 16 & 0x3FFF) as usize);
-        // SAFETY: reads and writes `words`, as long as the request says; the
-        // ranges in it lie in a `Scratch`, where nobody misses a page.
+        // SAFETY: reads and writes `words`, as long as the request says. The ranges in it lie in a `Scratch`, which
+        // tolerates missing pages.
         check(unsafe { libc::ioctl(self.fd.as_raw_fd(), request as _, words.as_mut_ptr()) })
     }
 
@@ -280,7 +279,7 @@ impl Userfault {
     }
 }
 
-/// Waits on a word that has another value already.
+/// Waits on a word that already has another value.
 pub(super) fn wait_on_words() -> io::Result<()> {
     #[repr(C)]
     struct Waiter {
@@ -299,14 +298,33 @@ pub(super) fn wait_on_words() -> io::Result<()> {
     if result >= 0 || error.raw_os_error() == Some(libc::EAGAIN) { Ok(()) } else { Err(error) }
 }
 
-/// Whether this process was forbidden huge pages (`PR_SET_THP_DISABLE`, inherited from a parent).
-pub(super) fn is_huge_forbidden() -> io::Result<bool> {
-    // SAFETY: only asks.
-    let answer = unsafe { libc::prctl(libc::PR_GET_THP_DISABLE, 0, 0, 0, 0) };
-    if answer < 0 { Err(io::Error::last_os_error()) } else { Ok(answer & 1 == 1) }
+/// Which huge pages this process may have (`PR_SET_THP_DISABLE`, inherited from a parent).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum HugeAllowed {
+    /// As the machine's settings allow.
+    All,
+    /// Where they are advised (`PR_THP_DISABLE_EXCEPT_ADVISED`, Linux 6.18), as this crate sets it.
+    WhereAdvised,
+    None,
 }
 
-/// A limit on this process.
+impl HugeAllowed {
+    fn of(flags: i32) -> Self {
+        match (flags & 1, flags & crate::process::THP_DISABLE_EXCEPT_ADVISED) {
+            (0, _) => Self::All,
+            (_, 0) => Self::None,
+            _ => Self::WhereAdvised,
+        }
+    }
+}
+
+pub(super) fn huge_allowed() -> io::Result<HugeAllowed> {
+    // SAFETY: reads a setting.
+    let answer = unsafe { libc::prctl(libc::PR_GET_THP_DISABLE, 0, 0, 0, 0) };
+    if answer < 0 { Err(io::Error::last_os_error()) } else { Ok(HugeAllowed::of(answer)) }
+}
+
+/// A resource limit of this process.
 #[derive(Clone, Copy)]
 pub(super) enum Resource {
     AddressSpace,
@@ -315,7 +333,7 @@ pub(super) enum Resource {
     RealTime,
 }
 
-/// The soft limit, and the hard one up to which it may be raised; `None` for no limit.
+/// Returns the soft and the hard limit; `None` for no limit.
 pub(super) fn resource_limit(which: Resource) -> io::Result<(Option<u64>, Option<u64>)> {
     let resource = match which {
         Resource::AddressSpace => libc::RLIMIT_AS,
@@ -330,22 +348,22 @@ pub(super) fn resource_limit(which: Resource) -> io::Result<(Option<u64>, Option
     Ok((known(limit.rlim_cur), known(limit.rlim_max)))
 }
 
-/// Reserves address space and gives it back.
+/// Reserves address space and releases it.
 pub(super) fn reserve(len_bytes: usize) -> io::Result<()> {
     let addr = mem::reserve(len_bytes, BLOCK_BYTES, 0)?;
-    // SAFETY: made above, known to nobody.
+    // SAFETY: made above, known to no other code.
     unsafe { mem::unreserve(addr, len_bytes) };
     Ok(())
 }
 
-/// Locks `len_bytes` that have no pages, which counts as if they had.
+/// Locks `len_bytes` without pages, which count as if they had pages.
 pub(super) fn lock_memory(len_bytes: usize) -> io::Result<()> {
     let scratch = Scratch::new(len_bytes.div_ceil(BLOCK_BYTES))?;
     // SAFETY: locks memory of `scratch`; dropping that unlocks it.
     check(unsafe { libc::mlock2(scratch.addr as *const c_void, len_bytes, libc::MLOCK_ONFAULT as _) })
 }
 
-/// Makes an io_uring of one entry.
+/// Creates an io_uring of one entry.
 pub(super) fn make_ring() -> io::Result<()> {
     let mut parameters = [0u32; 30];
     // SAFETY: writes the 120 bytes of `parameters`.
@@ -357,12 +375,12 @@ pub(super) fn register_memory() -> io::Result<()> {
     let scratch = Scratch::new(1)?;
     let mut ring = Ring::new(1)?;
     ring.make_memory_table(1)?;
-    // SAFETY: memory of `scratch`, which stays until it is taken back below.
+    // SAFETY: memory of `scratch`, which stays until it is unregistered below.
     unsafe { ring.register_memory(0, scratch.addr, scratch.len_bytes) }?;
     ring.unregister_memory(0)
 }
 
-/// Makes a file in `folder`, reads it past the page cache, removes it. Says what it had to be aligned to, if the kernel does.
+/// Creates a file in `folder`, reads it with `O_DIRECT` and removes it. Returns the required alignment, if reported.
 pub(super) fn read_directly(folder: &Path) -> io::Result<Option<Alignment>> {
     let path = trial_file(folder);
     std::fs::write(&path, [7; 1 << 16])?;
@@ -380,12 +398,12 @@ fn read_file_directly(path: &Path) -> io::Result<Option<Alignment>> {
     unsafe { disk::read_at(disk.number(), scratch.addr, 1 << 16, 0) }.map(|_| alignment)
 }
 
-/// A name that nothing else has.
+/// A unique name.
 fn trial_file(folder: &Path) -> std::path::PathBuf {
     folder.join(format!(".pagemill-doctor-{}-{:x}", std::process::id(), crate::clock::fine_ns()))
 }
 
-/// Makes a fanotify group without privileges; returns whether it may watch a whole file system too.
+/// Creates a fanotify group without privileges. Returns whether it may watch a whole file system, too.
 pub(super) fn watch_files(folder: &CStr) -> io::Result<bool> {
     let flags = libc::FAN_CLASS_NOTIF | libc::FAN_CLOEXEC | libc::FAN_NONBLOCK | libc::FAN_REPORT_FID;
     // SAFETY: makes a descriptor.
@@ -397,15 +415,15 @@ pub(super) fn watch_files(folder: &CStr) -> io::Result<bool> {
     Ok(marked == 0)
 }
 
-/// Whether a file there can be made, written and executed from memory.
+/// Whether a file can be created in a folder, written, and executed from memory.
 pub(super) enum Folder {
-    /// All of it.
+    /// All of these.
     Usable,
-    /// It can be made, not executed.
+    /// Created, but not executed.
     NotExecutable(io::Error),
 }
 
-/// Makes a file in `folder`, maps it as code, removes it.
+/// Creates a file in `folder`, maps it as code and removes it.
 pub(super) fn try_folder(folder: &Path) -> io::Result<Folder> {
     let path = trial_file(folder);
     let file = File::options().read(true).write(true).create_new(true).open(&path)?;
@@ -418,16 +436,16 @@ pub(super) fn try_folder(folder: &Path) -> io::Result<Folder> {
 
 fn map_as_code(file: &File) -> io::Result<()> {
     let access = libc::PROT_READ | libc::PROT_EXEC;
-    // SAFETY: a new mapping that nobody jumps into.
+    // SAFETY: a new mapping that is never executed.
     let addr = unsafe { libc::mmap(std::ptr::null_mut(), 4096, access, libc::MAP_PRIVATE, file.as_raw_fd(), 0) };
     if addr == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: made above, known to nobody.
+    // SAFETY: made above, known to no other code.
     check(unsafe { libc::munmap(addr, 4096) })
 }
 
-/// Whether this process may write to the path (asked, not done).
+/// Checks the permission to write to the path, without writing.
 pub(super) fn may_write(path: &Path) -> io::Result<()> {
     let path = std::ffi::CString::new(path.as_os_str().as_encoded_bytes())?;
     // SAFETY: `path` is a C string.
@@ -438,12 +456,18 @@ pub(super) fn may_write(path: &Path) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    /// A page without access cannot be read; the question raises no signal.
+    /// The kernel's result: the flag, and from 6.18 on its exception.
+    #[test]
+    fn huge_pages_are_forbidden_or_left_where_advised() {
+        assert_eq!([0, 1, 3].map(HugeAllowed::of), [HugeAllowed::All, HugeAllowed::None, HugeAllowed::WhereAdvised]);
+    }
+
+    /// A page without access cannot be read; the check raises no signal.
     #[test]
     fn readability_is_asked_without_a_signal() {
         let scratch = Scratch::new(1).unwrap();
         assert!(scratch.is_readable(0));
-        // SAFETY: memory of `scratch`, which nobody looks at.
+        // SAFETY: memory of `scratch`, which is not accessed meanwhile.
         check(unsafe { libc::mprotect(scratch.addr as *mut c_void, BLOCK_BYTES, libc::PROT_NONE) }).unwrap();
         assert!(!scratch.is_readable(0));
     }
@@ -459,7 +483,7 @@ mod tests {
         assert!(killed.unwrap_err().to_string().contains("signal 9"));
     }
 
-    /// A folder is left as it was.
+    /// The folder is unchanged afterwards.
     #[test]
     fn folders_are_left_clean() {
         let folder = tempfile::tempdir().unwrap();
