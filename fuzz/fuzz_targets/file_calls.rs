@@ -1,5 +1,5 @@
-//! Any sequence of calls on a file in memory: arbitrary bytes are read as calls, six bytes each, and checked against plain
-//! bytes.
+//! Random calls on a file in memory. Arbitrary bytes are decoded as calls, six bytes each, and checked against a plain
+//! byte vector.
 //!
 //! `cargo +nightly fuzz run file_calls`. Each input begins with an empty file of an empty cache.
 #![no_main]
@@ -13,14 +13,14 @@ use pagemill::reclaim::tree::UNLIMITED;
 use pagemill::units::{BLOCK_BYTES, PageSize};
 use std::sync::OnceLock;
 
-/// Bytes that the file has at most. Offsets go in steps of a sixteenth of a small page.
+/// Largest file. Offsets are multiples of a sixteenth of a small page.
 const MOST: usize = 3 * BLOCK_BYTES;
 const STEP: usize = 256;
 
-/// Pages of 128 KiB: sixteen are a huge folio.
+/// Pages of 128 KiB: a huge folio has sixteen.
 const PAGE: usize = BLOCK_BYTES / 16;
 
-/// Huge where the range begins at an even block.
+/// Huge if the range begins at an even block.
 struct Even;
 
 impl Policy for Even {

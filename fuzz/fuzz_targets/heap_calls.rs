@@ -1,8 +1,8 @@
-//! Any sequence of calls of the heap: arbitrary bytes are read as operations, four bytes each, and checked like the
-//! model of `crates/pagemill/tests/model.rs`.
+//! Random calls of the heap. Arbitrary bytes are decoded as operations, four bytes each, and checked like the model of
+//! `crates/pagemill/tests/model.rs`.
 //!
-//! `cargo +nightly fuzz run heap_calls`. One heap serves all inputs, since a
-//! reservation is never given back; each input ends with everything freed and
+//! `cargo +nightly fuzz run heap_calls`. One heap serves all inputs, because a reservation is never given back. Each
+//! input frees and purges all of its allocations at the end.
 //! purged, and starts from there.
 #![no_main]
 
@@ -18,10 +18,10 @@ use std::sync::OnceLock;
 const MAX_LIVE: usize = 32;
 const MAX_LIVE_BYTES: usize = 128 << 20;
 
-/// Allocations up to this size are filled and compared as a whole, larger ones at both ends.
+/// Allocations up to this size are filled and compared completely, larger ones at both ends.
 const FILLED_BYTES: usize = 256 << 10;
 
-/// Bytes that are written and compared at each end of a larger one.
+/// Bytes written and compared at each end of a larger one.
 const END_BYTES: usize = 4096;
 
 fn heaps() -> &'static [&'static Pagemill; 3] {
@@ -45,7 +45,7 @@ struct Machine {
     next_byte: u8,
 }
 
-/// One operation: its kind, a number that picks or shifts, and an amount.
+/// One operation: its kind, a selector or shift, and an amount.
 struct Operation {
     kind: u8,
     pick: u8,
@@ -53,7 +53,7 @@ struct Operation {
 }
 
 impl Operation {
-    /// Sizes near powers of two are where classes change.
+    /// Size classes change near powers of two.
     fn size(&self) -> usize {
         let power = 1usize << (self.pick % 26);
         match self.amount % 4 {
@@ -122,7 +122,7 @@ impl Machine {
         self.live.remove(&addr);
         // SAFETY: live until now, not used again.
         unsafe { self.pagemill.heap.free(addr) }.unwrap();
-        // SAFETY: wrong on purpose; the heap refuses.
+        // SAFETY: wrong on purpose; the heap rejects it.
         assert!(matches!(unsafe { self.pagemill.heap.free(addr) }, Err(Error::FreedBefore { .. })));
     }
 
@@ -147,12 +147,12 @@ impl Machine {
         self.pagemill.heap.shrink(want, urgency);
     }
 
-    /// Addresses that are no allocations are refused.
+    /// The heap rejects addresses that are no allocations.
     fn misuse(&self, operation: &Operation) {
         let base = self.pick(operation).unwrap_or(self.pagemill.heap.base());
         let addr = base.wrapping_add(usize::from(operation.amount) << (operation.pick % 12));
         if !self.live.contains_key(&addr) {
-            // SAFETY: wrong on purpose; the heap refuses.
+            // SAFETY: wrong on purpose; the heap rejects it.
             assert!(unsafe { self.pagemill.heap.free(addr) }.is_err());
             assert!(self.pagemill.heap.usable_bytes(addr).is_err());
         }
@@ -184,23 +184,23 @@ impl Machine {
     }
 }
 
-/// The parts of an allocation of `size` bytes that are written and compared.
+/// Returns the parts of an allocation of `size` bytes that are written and compared.
 fn parts(size: usize) -> [(usize, usize); 2] {
     if size <= FILLED_BYTES { [(0, size), (0, 0)] } else { [(0, END_BYTES), (size - END_BYTES, END_BYTES)] }
 }
 
 fn write(addr: usize, size: usize, byte: u8) {
     for (offset, len) in parts(size) {
-        // SAFETY: inside a live allocation of this input's.
+        // SAFETY: inside a live allocation of this input.
         unsafe { std::ptr::write_bytes((addr + offset) as *mut u8, byte, len) };
     }
 }
 
-/// Compares what of the first `len` bytes was written when the allocation had `size`.
+/// Compares the bytes among the first `len` that were written when the allocation had `size`.
 fn check(addr: usize, len: usize, size: usize, byte: u8) {
     for (offset, part) in parts(size) {
         let part = part.min(len.saturating_sub(offset));
-        // SAFETY: inside a live allocation of this input's.
+        // SAFETY: inside a live allocation of this input.
         let bytes = unsafe { std::slice::from_raw_parts((addr + offset) as *const u8, part) };
         assert!(bytes.iter().all(|found| *found == byte), "{addr:#x} + {offset:#x} changed");
     }

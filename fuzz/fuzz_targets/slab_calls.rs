@@ -1,8 +1,9 @@
-//! Any sequence of calls of slab caches of all kinds: arbitrary bytes are read as calls, three bytes each, and checked against
-//! a list of what should be there.
+//! Random calls of slab caches of all kinds. Arbitrary bytes are decoded as calls, three bytes each, and checked
+//! against a list of the expected objects.
 //!
-//! `cargo +nightly fuzz run slab_calls`. The first two bytes of each input say which kind of cache, how large its objects and
-//! slabs are, whether it is watched, and whether blocks are sparse. Each input ends with the cache dropped, whatever is in it.
+//! `cargo +nightly fuzz run slab_calls`. The first two bytes of an input choose the kind of cache, the sizes of its
+//! objects and slabs, whether it is watched, and whether blocks are sparse. Each input ends by dropping the cache with
+//! its content.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -24,10 +25,10 @@ use std::time::Duration;
 
 const NODES: usize = 3;
 
-/// Objects of a cache at a time, at most.
+/// Most objects of a cache.
 const MOST: usize = 4_000;
 
-/// Values that are there, of all caches.
+/// Number of live values in all caches.
 static LIVE: AtomicU64 = AtomicU64::new(0);
 
 fn slabs(use_huge: bool) -> &'static Slabs {
@@ -42,7 +43,7 @@ fn slabs(use_huge: bool) -> &'static Slabs {
 
 struct Value<const WORDS: usize>([u64; WORDS]);
 
-// SAFETY: numbers.
+// SAFETY: numbers only.
 unsafe impl<const WORDS: usize> Movable for Value<WORDS> {}
 
 impl<const WORDS: usize> Value<WORDS> {
@@ -64,7 +65,7 @@ impl<const WORDS: usize> Drop for Value<WORDS> {
     }
 }
 
-/// What is the same for all that can be moved.
+/// Calls that all compactable caches have.
 trait Compacted {
     fn shrink(&self) -> Result<u64>;
     fn defrag_step(&self, budget: Duration) -> Result<Progress>;
@@ -92,7 +93,7 @@ macro_rules! compacted {
 compacted!(ByHandle<T>, T: Movable);
 compacted!(ByOwner<M>, M: Migrate);
 
-/// Moves objects; under a guard only by ways that wait for no reader.
+/// Compacts a cache. Under a guard, uses only calls that do not wait for readers.
 fn compact(slabs: &Slabs, cache: &dyn Compacted, [call, one, other]: [u8; 3], is_guarded: bool) {
     let (from, to) = (usize::from(one) % (NODES + 1), usize::from(other) % (NODES + 1));
     match call % 8 {
@@ -197,7 +198,7 @@ impl<const WORDS: usize> Handled<'_, WORDS> {
         }
     }
 
-    /// One call; under a guard, those that come next are, too.
+    /// Does one call. If it takes a guard, the calls that follow run under it, too.
     fn act(&mut self, call: [u8; 3], calls: &mut Calls<'_>, is_guarded: bool) {
         let [what, one, other] = call;
         let at = place_of(one, other, self.live.len());
@@ -288,7 +289,7 @@ fn fixed<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut call
     assert_eq!((LIVE.load(Relaxed), cache.info().unwrap().active), (0, 0));
 }
 
-/// What the owner of items does when it is to move one.
+/// Behaviour of the owner's callbacks when an item is to be moved.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Whim {
     Move,
@@ -301,7 +302,7 @@ enum Whim {
 }
 
 impl Whim {
-    /// A block that a slab is lost of stays for good, so callbacks of one process fail so often only.
+    /// A lost slab keeps its block forever, so a process limits the number of panics.
     fn of(byte: u8) -> Self {
         static PANICS: AtomicU32 = AtomicU32::new(0);
         let all =
@@ -316,7 +317,7 @@ impl Whim {
 }
 
 struct Item<const WORDS: usize> {
-    /// 0 free, 1 live, 2 the mover's or pinned.
+    /// 0 free, 1 live, 2 held by the mover or pinned.
     state: AtomicU32,
     words: [AtomicU64; WORDS],
 }
@@ -332,7 +333,7 @@ struct Book<const WORDS: usize> {
     whim: Mutex<Whim>,
 }
 
-// SAFETY: items say what they are; what is moved is found at its new place before the old one is free.
+// SAFETY: items identify themselves; a moved item is found at its new place before the old one is free.
 unsafe impl<const WORDS: usize> Migrate for Book<WORDS> {
     type Object = Item<WORDS>;
     type Isolated = ();
@@ -358,7 +359,7 @@ unsafe impl<const WORDS: usize> Migrate for Book<WORDS> {
         // SAFETY: live, and held by `isolate`.
         let old = unsafe { item.object().as_ref() };
         let number = old.words[0].load(Relaxed);
-        // Not held below: taking a place may construct.
+        // Copied, so that the lock is not held below: taking a place may call `construct`.
         let whim = *self.whim.lock().unwrap();
         let mut items = self.items.lock().unwrap();
         assert!(old.is(number) && items[&number] == item.object().as_ptr() as usize);
@@ -378,7 +379,7 @@ unsafe impl<const WORDS: usize> Migrate for Book<WORDS> {
                     old.state.store(1, Relaxed);
                     return item.failed();
                 };
-                // SAFETY: a free item, this owner's.
+                // SAFETY: a free item of this owner.
                 let new = unsafe { place.object().as_ref() };
                 assert_eq!(new.state.swap(1, Relaxed), 0);
                 new.words.iter().for_each(|word| word.store(number, Relaxed));
@@ -405,7 +406,7 @@ impl<const WORDS: usize> Book<WORDS> {
         act(unsafe { &*(self.items.lock().unwrap()[&number] as *const Item<WORDS>) })
     }
 
-    /// Each is there, at a place of its own, and nobody has it but who is known to.
+    /// Each item exists at a place of its own, and only the pinned ones are held.
     fn check(&self, pinned: &[u64]) {
         let items = self.items.lock().unwrap();
         let mut places: Vec<usize> = items.values().copied().collect();
@@ -419,7 +420,7 @@ impl<const WORDS: usize> Book<WORDS> {
     }
 }
 
-/// Panics of callbacks are a part of it: they must not end the fuzzer.
+/// Runs callbacks that may panic, without ending the fuzzer.
 fn quietly(act: impl FnOnce()) -> bool {
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| ()));
@@ -437,7 +438,7 @@ fn add<const WORDS: usize>(cache: &ByOwner<Book<WORDS>>, number: u64, node: Opti
         },
     };
     assert!(node.is_none_or(|node| cache.node_of(at) == node));
-    // SAFETY: a free item, ours.
+    // SAFETY: a free item that this thread owns.
     let item = unsafe { at.as_ref() };
     assert_eq!(item.state.swap(1, Relaxed), 0);
     item.words.iter().for_each(|word| word.store(number, Relaxed));
@@ -448,7 +449,7 @@ fn remove<const WORDS: usize>(cache: &ByOwner<Book<WORDS>>, number: u64) {
     cache.owner().with(number, |item| {
         assert!(item.is(number));
         if item.state.compare_exchange(1, 0, Relaxed, Relaxed).is_ok() {
-            // SAFETY: free, and nobody's.
+            // SAFETY: free, and not held by the mover.
             unsafe { cache.free(NonNull::from(item)) };
         }
     });
@@ -505,17 +506,17 @@ fn by_owner<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut c
                 // SAFETY: taken above, and never live.
                 taken.into_iter().for_each(|item| unsafe { cache.free(item) });
                 book.set(Whim::Move);
-                // Of a slab that was lost items are held by the owner that failed.
+                // Items of a lost slab are still held by the owner that failed.
                 let numbers: Vec<u64> = book.items.lock().unwrap().keys().copied().collect();
                 let loose = numbers.into_iter().filter(|number| !pinned.contains(number));
                 loose.for_each(|number| book.with(number, |item| item.state.store(1, Relaxed)));
             }
             19 => {
-                // Under a guard what was moved stays to be read.
+                // Under a guard, moved items stay readable at their old place.
                 let _guard = xarray::pin();
                 let seen = found.map(|number| (book.items.lock().unwrap()[&number], number));
                 compact(slabs, &cache, [one, other, what], true);
-                // SAFETY: come to under the guard, and only moved since.
+                // SAFETY: found under the guard, and only moved since.
                 seen.into_iter().for_each(|(at, number)| assert!(unsafe { &*(at as *const Item<WORDS>) }.is(number)));
             }
             20 => book.check(&pinned),
@@ -525,7 +526,7 @@ fn by_owner<const WORDS: usize>(slabs: &'static Slabs, settings: Settings, mut c
     book.check(&pinned);
     assert!(cache.info().unwrap().active >= book.items.lock().unwrap().len() as u64);
     pinned.into_iter().for_each(|number| book.with(number, |item| item.state.store(1, Relaxed)));
-    // What is not freed stays for good.
+    // Otherwise these objects would never be freed.
     while let Some(number) = some(&book.items, 0) {
         remove(&cache, number);
     }

@@ -1,9 +1,9 @@
-//! Any sequence of calls on a file with a store that fails, shortens and reorders, or with a file of the system: arbitrary
-//! bytes are read as calls, six bytes each, and checked against plain bytes.
+//! Random calls on a file with a store that fails, shortens and reorders transfers, or with a file of the system.
+//! Arbitrary bytes are decoded as calls, six bytes each, and checked against a model.
 //!
-//! `cargo +nightly fuzz run store_calls`. The first byte of each input says which file, and how large: of some pages in a cache of
-//! half as many, or with a huge folio. The reference knows two things of each byte: what the file has there, and what the store
-//! may have, which is what was there at the last sync or was written since.
+//! `cargo +nightly fuzz run store_calls`. The first byte of an input chooses the store and the size: some pages in a
+//! cache of half as many, or a huge folio and some pages. For each byte the model has the file's value, and the set of
+//! values that the store may have: the value at the last sync, and those written since.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -20,15 +20,15 @@ use std::time::Duration;
 
 const PAGE: usize = PageSize::MIN_BYTES;
 
-/// Bytes of a small file, and of what is behind a huge folio.
+/// Bytes of a small file, and of the part behind a huge folio.
 const SOME: usize = 16 * PAGE;
 
-/// Steps of offsets: not all near the edges of pages, and not all at them.
+/// Unit of offsets: some lie at the edges of pages, and some inside.
 const STEP: usize = PAGE / 8;
 
 const SOON: Duration = Duration::from_millis(1);
 
-/// Huge in the first block, where that is asked for.
+/// Chooses huge in the first block, if huge folios are allowed.
 struct First;
 
 impl Policy for First {
@@ -62,7 +62,7 @@ thread_local! {
     static PLACES: std::cell::RefCell<[Option<Place>; 2]> = const { std::cell::RefCell::new([None, None]) };
 }
 
-/// What lies behind the file.
+/// The store of the file.
 enum Behind {
     Faulty(FaultyStore<MemoryStore>),
     File(PathBuf),
@@ -100,7 +100,7 @@ impl Behind {
         }
     }
 
-    /// Somebody else changes it.
+    /// Changes the store as another process would.
     fn change(&self, at: usize, len: usize) {
         let others: &dyn Store = match self {
             Self::Faulty(store) => store.inner(),
@@ -123,7 +123,7 @@ impl Drop for Behind {
     }
 }
 
-/// What has to be, and what may be. Bytes are 0 to 7, so a set of them is one.
+/// The file's bytes, and for each byte the values that the store may have: a bit set of the values 0 to 7.
 struct Model {
     bytes: Vec<u8>,
     stored: Vec<u8>,
@@ -136,7 +136,7 @@ impl Model {
         model
     }
 
-    /// The store has these as they are.
+    /// The store has the file's current bytes in this range.
     fn sync(&mut self, at: usize, len: usize) {
         let end = (at + len).min(self.bytes.len());
         let range = at.min(end)..end;
@@ -161,13 +161,14 @@ impl Model {
     }
 
     fn check_stored(&self, found: &[u8]) {
-        // Without a branch for each byte, which a fuzzer would follow.
+        // Without a branch for each byte, which would add coverage for the fuzzer to follow.
         let allowed = found.iter().zip(&self.stored).fold(1, |allowed, (byte, may_be)| allowed & may_be >> byte);
         assert!(found.len() <= self.stored.len() && allowed == 1);
     }
 }
 
-/// What a store that fails, or a cache without room, may say. Nobody else has pages, so nobody waits for them.
+/// Returns whether a failing store or a full cache may cause the error. `Busy` is not allowed: no other thread has
+/// pages.
 fn is_excusable(error: &Error) -> bool {
     matches!(error, Error::Store { .. } | Error::NoMemory { .. })
 }
@@ -184,7 +185,7 @@ fn check_read(file: &Mapping, model: &Model, at: usize, len: usize) {
     assert!(bytes[count..].iter().all(|byte| *byte == 0xEE || *byte == 0));
 }
 
-/// One call that leaves pins alone.
+/// Does one call that is possible while pages are pinned.
 fn step(place: &mut Place, behind: &Behind, file: &Mapping, model: &mut Model, call: &[u8], at: usize, len: usize) {
     let (kind, offset) = (call[0] / 16, at as u64);
     match kind {
@@ -202,7 +203,7 @@ fn step(place: &mut Place, behind: &Behind, file: &Mapping, model: &mut Model, c
             if done(file.zero_range(offset, len as u64)).is_some() && at < end {
                 model.write(at, end - at, 0);
             } else if at < end {
-                // A part of it, perhaps: which one the file says.
+                // A part may be zeroed. The file itself shows which one.
                 model.stored[at..end].iter_mut().for_each(|may_be| *may_be |= 1);
                 behind.set_faults(Faults::default());
                 for at in (at..end).step_by(PAGE) {
@@ -257,7 +258,7 @@ fn drain(place: &mut Place) {
     }
 }
 
-/// One call that waits for pins: nobody has any.
+/// Does one call that waits for pins. No page is pinned here.
 fn step_alone(behind: &Behind, file: &Mapping, model: &mut Model, call: &[u8], at: usize, len: usize) {
     match call[0] / 16 {
         11 => {
@@ -283,7 +284,7 @@ fn step_alone(behind: &Behind, file: &Mapping, model: &mut Model, call: &[u8], a
             }
         }
         _ => {
-            // Refused where something is not synced; nobody else has changed anything then.
+            // A refresh fails if the file is not synced. The store is changed only after a sync.
             let is_synced = call[4] & 1 == 1 && done(file.sync()).is_some();
             if is_synced {
                 behind.change(at, len);
@@ -297,7 +298,7 @@ fn step_alone(behind: &Behind, file: &Mapping, model: &mut Model, call: &[u8], a
     }
 }
 
-/// Keeps a page where it is, or writes to one that is kept.
+/// Pins a page, or writes to a pinned one.
 fn step_pins<'file>(
     pins: &mut Vec<(Pin<'file>, usize)>,
     file: &'file Mapping,
@@ -320,7 +321,7 @@ fn step_pins<'file>(
     }
 }
 
-/// Does calls until one closes the file; returns how many.
+/// Does calls until one closes the file; returns the number of bytes used.
 fn run(place: &mut Place, behind: &Behind, model: &mut Model, data: &[u8]) -> usize {
     let most = place.most;
     let Some(file) = done(place.cache.open(behind.open())) else { return data.len() };
@@ -328,7 +329,7 @@ fn run(place: &mut Place, behind: &Behind, model: &mut Model, data: &[u8]) -> us
     let mut count = 0;
     for call in data.chunks_exact(6) {
         count += 6;
-        // Mostly near the beginning, and about the first block's end.
+        // Mostly near the beginning, and around the end of the first block.
         let far = if call[1] & 1 == 1 { most - SOME / 2 } else { 0 };
         let at = (far + usize::from(call[2]) * STEP + usize::from(call[5]) / 64) % most;
         let len = (usize::from(call[3]) * STEP + usize::from(call[4]) / 64) % (most - at);
@@ -340,7 +341,7 @@ fn run(place: &mut Place, behind: &Behind, model: &mut Model, data: &[u8]) -> us
             15 if call[4] & 8 == 8 => {
                 drop(pins);
                 drop(file);
-                // What was not synced is gone, or not.
+                // Bytes that were not synced are in the store, or lost.
                 let found = behind.bytes();
                 model.check_stored(&found);
                 *model = Model::new(found, most);
@@ -374,7 +375,7 @@ fuzz_target!(|data: &[u8]| {
         let mut model = Model::new(behind.bytes(), place.most);
         while !data.is_empty() {
             let count = run(place, &behind, &mut model, data);
-            // A file whose pages are on their way is open until they have come.
+            // A file with pages in flight stays open until they have arrived.
             drain(place);
             data = &data[count.min(data.len())..];
         }

@@ -1,7 +1,7 @@
-//! Any sequence of marks, unmarks, mappings and purges: arbitrary bytes are read as calls, three bytes each, and checked
+//! Random marks, unmarks, mappings and purges. Arbitrary bytes are decoded as calls, three bytes each, and checked
 //! against a table of pages.
 //!
-//! `cargo +nightly fuzz run vrange_calls`. Each input begins with one area, all of it written, and ends with it unmarked.
+//! `cargo +nightly fuzz run vrange_calls`. Each input begins with one fully written area, and ends by unmarking it.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -21,7 +21,7 @@ fn pagemill() -> &'static Pagemill {
     PAGEMILL.get_or_init(|| Pagemill::new(Layout::for_test(), UNLIMITED).expect("address space"))
 }
 
-/// Page-aligned memory that stays for the life of the process; only ever reached byte by byte.
+/// Page-aligned memory for the life of the process; accessed byte by byte only.
 fn area() -> usize {
     static AREA: OnceLock<usize> = OnceLock::new();
     *AREA.get_or_init(|| {
@@ -30,18 +30,18 @@ fn area() -> usize {
     })
 }
 
-/// Strict marks, where the kernel has guards.
+/// Strict marks, if the kernel has guard regions.
 fn strict() -> Mode {
     static MODE: OnceLock<Mode> = OnceLock::new();
     *MODE.get_or_init(|| {
-        // SAFETY: inside the area, to which there are no references, and which stays.
+        // SAFETY: inside the area, which has no references to it and is never freed.
         let is_there = unsafe { pagemill().vranges.vrange(area(), os_page_bytes(), Mode::VolatileStrict, How::Full) };
         Machine::call(0, 1, Mode::Nonvolatile, How::Full);
         if is_there.is_ok() { Mode::VolatileStrict } else { Mode::Volatile }
     })
 }
 
-/// What a page should be.
+/// Expected state of a page.
 #[derive(Clone, Copy, Default)]
 struct Page {
     is_marked: bool,
@@ -57,21 +57,21 @@ impl Machine {
         (area() + page * os_page_bytes()) as *mut u8
     }
 
-    /// Purged pages read zero, or cannot be read where that is what was asked for.
+    /// Returns whether a page is purged: it reads zero, or is unreadable under a strict mark.
     fn is_gone(page: usize, is_marked: bool) -> bool {
         let is_guarded = is_marked && !fault::is_readable(Self::at(page) as usize);
-        // SAFETY: inside the area; a guard on a page that is not marked is found by its fault.
+        // SAFETY: inside the area; a guard on an unmarked page would cause a fault, which fails the test.
         is_guarded || unsafe { Self::at(page).read_volatile() } == 0
     }
 
     fn write(page: usize) {
-        // SAFETY: inside the area, to which there are no references.
+        // SAFETY: inside the area, which has no references to it.
         unsafe { Self::at(page).write_volatile(1) };
     }
 
     fn call(page: usize, pages: usize, mode: Mode, how: How) -> pagemill::volatile::vrange::Marked {
         let (addr, len) = (area() + page * os_page_bytes(), pages * os_page_bytes());
-        // SAFETY: inside the area, to which there are no references, and which stays.
+        // SAFETY: inside the area, which has no references to it and is never freed.
         unsafe { pagemill().vranges.vrange(addr, len, mode, how) }.expect("whole pages that are mapped")
     }
 
@@ -97,7 +97,7 @@ impl Machine {
             _ => pagemill().vranges.forget(area() + page * os_page_bytes()..area() + part.end * os_page_bytes()),
         }
         if matches!(kind % 7, 2 | 4) {
-            // Not marked any more, whatever it was.
+            // These calls remove any mark.
             self.pages[part.clone()].fill(Page::default());
             part.for_each(Self::write);
         }

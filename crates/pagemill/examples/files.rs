@@ -1,4 +1,4 @@
-//! Files in memory: one without anything behind it, and one of the disk, larger than the cache, fetched many pages at a time.
+//! Files in memory: one without a store, and one on disk, larger than the cache, fetched many pages at a time.
 //!
 //! `cargo run --release -p pagemill --example files -- FILE`
 
@@ -26,7 +26,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// What is written stays within the limit; a hole gives its memory back.
+/// Written data stays within the limit; a hole gives its memory back.
 fn in_memory(cache: &Cache) -> Result<()> {
     let file = cache.create()?;
     let mut bytes = [7; 1000];
@@ -40,7 +40,7 @@ fn in_memory(cache: &Cache) -> Result<()> {
     Ok(())
 }
 
-/// Reads all of a file from the beginning to the end: what follows comes while this counts, and goes first when room is made.
+/// Reads a whole file in order: readahead fetches the next part while this counts, and read pages are evicted first.
 fn count_in_order(file: &Mapping) -> Result<usize> {
     file.advise(Advice::Sequential);
     file.advise_reuse(Reuse::Once);
@@ -55,7 +55,7 @@ fn count_in_order(file: &Mapping) -> Result<usize> {
     }
 }
 
-/// Reads all of a file, with as many pages on their way as the queue holds.
+/// Reads a whole file, with as many pages in flight as the queue holds.
 fn count_bytes(cache: &Cache, file: &Mapping) -> Result<usize> {
     let mut queue = cache.queue(32)?;
     let mut page = vec![0; cache.page().bytes()];

@@ -1,5 +1,5 @@
-//! A cache of values that packs itself: many are put in, nine of ten go, no matter which, and the memory of what is left is
-//! little more than what is left.
+//! A cache of values that defragments itself: many are inserted, nine of ten removed at random, and little more memory
+//! is used than the rest needs.
 //!
 //! `cargo run --release -p pagemill --example slabs -- [VALUES]`
 #![allow(unsafe_code)] // an owner of objects
@@ -13,10 +13,10 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// A value of so many words; the first tells which it is.
+/// A value of some words; the first is its number.
 type Value<const WORDS: usize> = [u64; WORDS];
 
-/// Bytes of this process that are resident, as the kernel says.
+/// Resident bytes of this process, as the kernel reports them.
 fn resident() -> u64 {
     let text = std::fs::read_to_string("/proc/self/smaps_rollup").unwrap_or_default();
     let line = text.lines().find(|line| line.starts_with("Rss:")).unwrap_or_default();
@@ -81,13 +81,13 @@ fn by_handle<const WORDS: usize>(pagemill: &'static Pagemill, values: u64) -> Re
     Ok(Outcome { live, before, after, beside: cache.handle_bytes(), moved: cache.info()?.moved, took })
 }
 
-/// Refers to objects by their number, and nobody else does.
+/// Refers to objects by their number; the only references.
 struct Book<const WORDS: usize>(Vec<AtomicPtr<Object<WORDS>>>);
 
-/// An object: its number, and one more than that while it is live.
+/// An object: its number, and the number plus one while it is live.
 struct Object<const WORDS: usize>([AtomicU64; WORDS]);
 
-// SAFETY: all calls of this example are of one thread, so live objects stay live while they are isolated and moved.
+// SAFETY: all calls of this example come from one thread, so live objects stay live while they are isolated and moved.
 unsafe impl<const WORDS: usize> Migrate for Book<WORDS> {
     type Object = Object<WORDS>;
     type Isolated = ();
@@ -121,7 +121,7 @@ fn by_owner<const WORDS: usize>(pagemill: &'static Pagemill, values: u64) -> Res
     let book = Book((0..values).map(|_| AtomicPtr::default()).collect());
     let at_first = resident();
     let cache: ByOwner<Book<WORDS>> = pagemill.slabs.by_owner(Settings::new("by owner"), book)?;
-    // SAFETY: objects of the book are live, and this thread's.
+    // SAFETY: objects in the book are live, and belong to this thread.
     let object = |at: &AtomicPtr<Object<WORDS>>| unsafe { NonNull::new(at.load(Relaxed)).map(|at| at.as_ref()) };
     for (number, at) in cache.owner().0.iter().enumerate() {
         at.store(cache.allocate()?.as_ptr(), Relaxed);
@@ -129,7 +129,7 @@ fn by_owner<const WORDS: usize>(pagemill: &'static Pagemill, values: u64) -> Res
     }
     for (_, at) in cache.owner().0.iter().enumerate().filter(|(number, _)| !stays(*number as u64)) {
         let gone = NonNull::new(at.swap(std::ptr::null_mut(), Relaxed)).expect("it was there");
-        // SAFETY: its only reference has gone.
+        // SAFETY: its only reference is gone.
         unsafe {
             gone.as_ref().0[0].store(0, Relaxed);
             cache.free(gone);
@@ -149,7 +149,7 @@ fn by_owner<const WORDS: usize>(pagemill: &'static Pagemill, values: u64) -> Res
     Ok(Outcome { live, before, after, beside: 0, moved: cache.info()?.moved, took })
 }
 
-/// Each case in a process of its own, so that what is resident is its own.
+/// Each case in a separate process, so that its resident bytes are its own.
 const CASES: [&str; 4] = ["owner-192", "owner-576", "handle-192", "handle-576"];
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -1,26 +1,45 @@
-//! When nobody can be at what was taken away any more, nodes of an index or objects of a slab: epochs of our own.
+//! Epoch-based reclamation for index nodes and slab objects: a retired object is freed once every pinned epoch is
+//! newer.
 //!
-//! Not those of the default collector, which the program may use as well: retiring something gives back what is due, under
-//! whatever lock, and destructors of the program must not run there.
+//! This module has its own collector. The default collector of the crate may be used by the program, too: retiring an
+//! object frees what is due, under any lock, and destructors of the program must not run there.
 //!
-//! A fork child has none of its parent's threads, but their epochs: one that was reading would be waited for without end. So it begins
-//! anew with a collector of its own, unless it was made under a guard, which has to keep what it keeps.
+//! A fork child has none of its parent's threads but inherits their epochs. A thread that was pinned in the parent
+//! would block reclamation forever. So the child begins anew with a new collector, unless the fork happened under a
+//! guard, which must keep protecting what it protects.
 #![allow(unsafe_code)] // a collector behind a pointer
 
-use crossbeam_epoch::{Collector, Guard, LocalHandle};
+use crossbeam_epoch::{Collector, LocalHandle};
 use pagemill_sys::process;
 use std::cell::{Cell, RefCell};
 use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed};
 
+/// Keeps what its thread comes to from being used for anything else, until it goes. Made by [`pin`] alone: a guard of another
+/// collector would keep nothing here.
+pub struct Guard(crossbeam_epoch::Guard);
+
+impl Guard {
+    /// Calls this when all guards that are there now have gone, in whatever thread and under whatever lock of this crate: so it is
+    /// not for functions of programs.
+    pub(crate) fn defer<R>(&self, act: impl FnOnce() -> R + Send + 'static) {
+        self.0.defer(act);
+    }
+
+    /// Lets epochs go on, and calls what is due.
+    pub(crate) fn flush(&self) {
+        self.0.flush();
+    }
+}
+
 /// Times that a child began anew, since the process whose collector is [`first`].
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 
-/// The process that began anew last, or had the first collector; 0 while nobody has read.
+/// The process that began anew last or created the first collector; 0 before the first read.
 static OWNER: AtomicU32 = AtomicU32::new(0);
 
-/// The collector of this generation, but for the first; null until somebody reads. Never freed.
+/// The collector of this generation, except the first; null before the first read. Never freed.
 static LATER: AtomicPtr<Collector> = AtomicPtr::new(ptr::null_mut());
 
 fn first() -> &'static Collector {
@@ -38,7 +57,7 @@ fn later() -> &'static Collector {
         found = match LATER.compare_exchange(ptr::null_mut(), made, AcqRel, Acquire) {
             Ok(_) => made,
             Err(theirs) => {
-                // SAFETY: made above, and nobody has seen it.
+                // SAFETY: made above; no other thread has seen it.
                 drop(unsafe { Box::from_raw(made) });
                 theirs
             }
@@ -49,24 +68,25 @@ fn later() -> &'static Collector {
 }
 
 thread_local! {
-    /// Whether there is a [`HANDLE`]: looking at that would make one.
+    /// Whether [`HANDLE`] exists: accessing `HANDLE` would create it.
     static HAS_HANDLE: Cell<bool> = const { Cell::new(false) };
     static HANDLE: LocalHandle = {
         HAS_HANDLE.set(true);
         first().register()
     };
-    /// Of a later generation, which one.
+    /// The handle of a later generation, with its number.
     static LATER_HANDLE: RefCell<Option<(u32, LocalHandle)>> = const { RefCell::new(None) };
 }
 
-/// For who reads: until the guard goes, nothing that he comes to is used for anything else.
+/// Pins the current thread: objects reachable while pinned are not reused until the guard is dropped.
 ///
-/// Cost: some nanoseconds, no shared line written. Others wait for nothing; what was taken away piles up for as long as it is kept.
+/// Cost: some nanoseconds; writes no shared cache line. Other threads wait for nothing, but retired objects pile up for
+/// as long as the guard is kept.
 #[inline]
 pub fn pin() -> Guard {
     match GENERATION.load(Relaxed) {
         // A thread that is ending may still read.
-        0 => HANDLE.try_with(LocalHandle::pin).unwrap_or_else(|_| first().register().pin()),
+        0 => Guard(HANDLE.try_with(LocalHandle::pin).unwrap_or_else(|_| first().register().pin())),
         generation => pin_later(generation),
     }
 }
@@ -76,16 +96,16 @@ fn pin_later(generation: u32) -> Guard {
     let pinned = LATER_HANDLE.try_with(|handle| {
         let mut handle = handle.borrow_mut();
         if handle.as_ref().is_none_or(|(of, _)| *of != generation) {
-            // That of the parent stays in the parent's collector.
+            // The parent's handle stays in the parent's collector.
             std::mem::forget(handle.replace((generation, later().register())));
         }
         handle.as_ref().map(|(_, handle)| handle.pin())
     });
-    pinned.ok().flatten().unwrap_or_else(|| later().register().pin())
+    Guard(pinned.ok().flatten().unwrap_or_else(|| later().register().pin()))
 }
 
-/// In a fork child: nobody reads but this thread, if it does. Takes no memory. Counts once for each process, of however many Pagemills:
-/// with the second one's call others may be reading.
+/// Called in a fork child: no thread but this one can be reading. Takes no memory. Has an effect once per process,
+/// however many Pagemills call it: by the second call other threads may be reading.
 pub(crate) fn begin_child() {
     let (owner, own) = (OWNER.load(Relaxed), process::id());
     if owner == 0 || owner == own {

@@ -1,54 +1,54 @@
-//! What the world can do wrong, with the numbers.
+//! Failures of the environment, with the numbers.
 
 use crate::units::{BLOCK_BYTES, Bytes, os_page_bytes};
 use std::fmt;
 use std::io;
 
-/// Why an operation could not be done.
+/// Why an operation failed.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Error {
     /// Not admitted, even after reclaim.
     NoMemory { wanted_bytes: u64, used_bytes: u64, limit_bytes: u64 },
-    /// Not so many huge pages that the administrator has reserved (hugetlb) are free.
+    /// Too few of the huge pages that the administrator reserved (hugetlb) are free.
     NoHugetlb { wanted_bytes: u64 },
-    /// The addresses reserved for this use are all taken.
+    /// All addresses reserved for this use are taken.
     NoAddresses { wanted_bytes: u64 },
-    /// There are as many of them as a process can have.
+    /// The process has the maximum number of `what` (slab caches, for example) already.
     TooMany { what: &'static str, most: usize },
-    /// The alignment is no power of two, or too large.
+    /// The alignment is not a power of two, or too large.
     BadAlignment { align_bytes: usize },
-    /// The kernel refused what it was asked for.
+    /// The kernel refused a request.
     System { doing: &'static str, cause: io::Error },
-    /// The address was never handed out, or lies inside of what was.
+    /// The address was never allocated, or lies inside an allocation.
     NotAllocated { addr: usize },
     /// The allocation at this address has been freed already.
     FreedBefore { addr: usize, len_bytes: usize },
-    /// There is nothing of this length.
+    /// The length is not valid here.
     BadLength { len_bytes: u64 },
-    /// It goes by chunks of whole OS pages only.
+    /// The chunk is not a multiple of the OS page.
     BadChunk { chunk_bytes: u64 },
-    /// The addresses are no whole OS pages, or there are none such.
+    /// The addresses are not whole OS pages, or end beyond the address space.
     BadRange { addr: usize, len_bytes: usize },
-    /// Nothing is mapped at a part of these addresses.
+    /// A part of these addresses is not mapped.
     NotMapped { addr: usize, len_bytes: u64 },
-    /// This kernel does not offer what it takes.
+    /// This kernel lacks a feature that the operation needs.
     Unsupported { what: &'static str },
-    /// It is not in the state that this takes.
+    /// The object is not in the state that the operation requires.
     WrongState { what: &'static str },
-    /// Offset or length of which no file has one.
+    /// The range ends beyond the largest file offset.
     BadOffset { offset: u64, len_bytes: u64 },
     /// The offset lies at or past the end of the file.
     PastEnd { offset: u64, size_bytes: u64 },
-    /// No file can be so long.
+    /// The size exceeds the largest file size.
     FileTooLarge { size_bytes: u64, most_bytes: u64 },
-    /// What lies behind the file is only read.
+    /// The file's store is read-only.
     ReadOnly,
-    /// Somebody else has it, and has not given it back in time.
+    /// The object is in use elsewhere and was not released in time.
     Busy { what: &'static str },
-    /// A share of more than all.
+    /// The ratio is not 0 to 100 percent.
     BadRatio { percent: u32 },
-    /// There are not so many memory nodes.
+    /// The machine has no memory node of this number.
     BadNode { node: usize, nodes: usize },
     /// The store behind a file failed.
     Store { doing: &'static str, cause: io::Error },
@@ -57,7 +57,7 @@ pub enum Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// The system's number for this error, as the C ABI reports it.
+    /// The `errno` of this error, as the C ABI reports it.
     pub fn errno(&self) -> i32 {
         const ENOMEM: i32 = 12;
         const EINVAL: i32 = 22;
@@ -93,7 +93,7 @@ impl Error {
         }
     }
 
-    /// For `map_err`: what was being done when the kernel refused.
+    /// For `map_err`: names the operation that the kernel refused.
     pub(crate) fn system(doing: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |cause| Self::System { doing, cause }
     }
@@ -113,57 +113,56 @@ impl fmt::Display for Error {
                 let pages = wanted_bytes.div_ceil(BLOCK_BYTES as u64);
                 write!(
                     f,
-                    "not so many reserved huge pages (hugetlb) are free: {pages} of 2 MiB are wanted; \
-                     the administrator reserves them by /proc/sys/vm/nr_hugepages"
+                    "too few reserved huge pages (hugetlb) are free: {pages} of 2 MiB are wanted; \
+                     the administrator reserves them with /proc/sys/vm/nr_hugepages"
                 )
             }
             Self::NoAddresses { wanted_bytes } => {
                 write!(f, "no address space left for {}", Bytes(*wanted_bytes))
             }
             Self::TooMany { what, most } => {
-                write!(
-                    f,
-                    "a process can have {most} {what} at a time, and this one has them: one has to go, or to be shared"
-                )
+                write!(f, "the process has {most} {what}, the maximum: drop one, or share one")
             }
-            Self::BadAlignment { align_bytes } => write!(f, "{align_bytes} is no alignment that can be had"),
+            Self::BadAlignment { align_bytes } => write!(f, "{align_bytes} is not a valid alignment"),
             Self::System { doing, cause } | Self::Store { doing, cause } => write!(f, "{doing}: {cause}"),
             Self::NotAllocated { addr } => write!(f, "{addr:#x} was not handed out by this allocator"),
             Self::FreedBefore { addr, len_bytes } => {
                 write!(f, "{addr:#x} ({}) is free already", Bytes(*len_bytes as u64))
             }
-            Self::BadLength { len_bytes } => write!(f, "{} is no length that can be had", Bytes(*len_bytes)),
+            Self::BadLength { len_bytes } => write!(f, "{} is not a valid length", Bytes(*len_bytes)),
             Self::BadChunk { chunk_bytes } => {
                 let page = os_page_bytes();
-                write!(f, "chunks of {chunk_bytes} bytes are no multiple of the page, {page} bytes")
+                write!(f, "chunks of {chunk_bytes} bytes are not a multiple of the page, {page} bytes")
             }
             Self::BadRange { addr, len_bytes } => {
                 let page = Bytes(os_page_bytes() as u64);
                 write!(
                     f,
-                    "{len_bytes} bytes from {addr:#x} on are no whole pages of {page}, or end beyond all addresses"
+                    "{len_bytes} bytes at {addr:#x} are not whole pages of {page}, or end beyond the address space"
                 )
             }
             Self::NotMapped { addr, len_bytes } => {
-                write!(f, "a part of the {} from {addr:#x} on is not mapped", Bytes(*len_bytes))
+                write!(f, "a part of the {} at {addr:#x} is not mapped", Bytes(*len_bytes))
             }
             Self::BadOffset { offset, len_bytes } => {
-                write!(f, "{len_bytes} bytes from {offset} on end beyond 2^63")
+                write!(f, "{len_bytes} bytes at offset {offset} end beyond 2^63")
             }
-            Self::BadRatio { percent } => write!(f, "{percent} is no share in percent: 0 to 100 is"),
-            Self::BadNode { node, nodes } => write!(f, "there is no memory node {node}: {nodes} there are, from 0 on"),
+            Self::BadRatio { percent } => write!(f, "{percent} is not a percentage: expected 0 to 100"),
+            Self::BadNode { node, nodes } => {
+                write!(f, "there is no memory node {node}: the machine has {nodes}, numbered from 0")
+            }
             Self::PastEnd { offset, size_bytes } => write!(f, "{offset} is past the end of the file, at {size_bytes}"),
             Self::FileTooLarge { size_bytes, most_bytes } => {
-                write!(f, "a file of {size_bytes} bytes cannot be had: {most_bytes} is the most")
+                write!(f, "a file of {size_bytes} bytes is too large: the maximum is {most_bytes}")
             }
-            Self::ReadOnly => f.write_str("the file is only read"),
+            Self::ReadOnly => f.write_str("the file is read-only"),
             Self::Unsupported { what } | Self::WrongState { what } | Self::Busy { what } => f.write_str(what),
         }
     }
 }
 
 impl From<Error> for io::Error {
-    /// With the system's number: its text is the system's, too.
+    /// Keeps the `errno` only, so the text is the system's.
     fn from(error: Error) -> Self {
         Self::from_raw_os_error(error.errno())
     }
@@ -188,8 +187,7 @@ mod tests {
         assert_eq!(error.to_string(), "no room for 2 MiB: 511 MiB of 512 MiB in use, nothing left to reclaim");
         assert_eq!(error.errno(), 12);
         let error = Error::TooMany { what: "slab caches", most: 256 };
-        let text =
-            "a process can have 256 slab caches at a time, and this one has them: one has to go, or to be shared";
+        let text = "the process has 256 slab caches, the maximum: drop one, or share one";
         assert_eq!((error.to_string().as_str(), error.errno()), (text, 12));
     }
 }

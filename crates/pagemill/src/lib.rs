@@ -1,19 +1,19 @@
 //! Big, fast memory that gives itself back.
 //!
-//! A memory manager in user space for data-heavy Linux programs. Here so far:
-//! the words ([`units`], [`error`], [`stats`], [`trace`]), the [`arena`] of
-//! 2 MiB blocks, the accounting half of [`reclaim`], the [`heap`], on which
-//! `pagemill run` puts whole programs, [`volatile`] ranges, [`slab`] caches, and [`xarray`], the index
-//! of a page cache, the cache itself ([`mapping`]), and what lies behind its files ([`store`]).
+//! A memory manager in user space for data-heavy Linux programs. It consists of the basics ([`units`], [`error`],
+//! [`stats`], [`trace`]), the [`arena`] of 2 MiB blocks, memory limits and [`reclaim`], the [`heap`] that serves whole
+//! programs under `pagemill run`, [`volatile`] ranges, [`slab`] caches, the page cache ([`mapping`]) with its index
+//! ([`xarray`]), and the [`store`]s behind its files.
 //!
-//! [`Pagemill`] builds and owns all of it. Layers, from bottom to top: `units`,
-//! `error`, `trace`, `stats`, `sync`, `epoch`; `arena`; `reclaim`, `xarray`, `store`; `heap`; `volatile`, `mapping`, `slab`. A module uses
-//! lower ones only; what lower code needs from above it names as a trait
-//! ([`arena::Budget`], [`reclaim::Shrinker`]).
+//! [`Pagemill`] builds and owns all of it. Layers, from bottom to top: `units`, `error`, `trace`, `stats`, `sync`,
+//! `epoch`; `arena`; `reclaim`, `xarray`, `store`; `heap`; `volatile`, `mapping`, `slab`. A module uses lower ones
+//! only. Where lower code calls upper code, it declares a trait ([`arena::Budget`], [`reclaim::Shrinker`]).
 
-// Loom's atomics cannot lie in memory mapped by hand: under `--cfg loom` only the slot protocol is built.
+// Loom's atomics cannot lie in memory that is mapped manually: `--cfg loom` builds the slot protocol only.
 #[cfg(not(loom))]
 pub mod arena;
+#[cfg(not(loom))]
+mod callback;
 #[cfg(not(loom))]
 pub mod epoch;
 #[cfg(not(loom))]
@@ -38,6 +38,8 @@ mod process;
 pub mod published;
 #[cfg(not(loom))]
 pub mod reclaim;
+#[cfg(doctest)]
+mod refused;
 #[cfg(not(loom))]
 pub mod slab;
 #[cfg(all(loom, test))]

@@ -1,42 +1,45 @@
-//! The one Pagemill of a process: made at its first use, governed by what the kernel says, ready for `fork`, seen by
+//! The one Pagemill of a process: created at first use, governed by the kernel's limits, safe across `fork`, visible to
 //! `pagemill` commands.
+#![allow(unsafe_code)] // fork handlers
 
 use crate::arena::Layout;
 use crate::error::{Error, Result};
 use crate::pagemill::Pagemill;
 use crate::published;
+use crate::reclaim::Return;
 use crate::reclaim::kernel::Kernel;
 use crate::reclaim::tree::UNLIMITED;
 use crate::sync::Lock;
 use pagemill_sys::{file, process, thread};
 use std::sync::OnceLock;
 
-/// Held while it is made, and across `fork`.
+/// Held during creation and across `fork`.
 static MAKING: Lock = Lock::new();
 static OF_PROCESS: OnceLock<&'static Pagemill> = OnceLock::new();
 
 static KERNEL: Kernel = Kernel::new("");
 
 impl Pagemill {
-    /// The Pagemill of this process. The first call makes it: it minds the limits of the memory control groups and of the
-    /// machine, has a helper thread that gives back before they are met, and handlers that keep it whole across `fork`. Its
-    /// figures are published in the user's folder, until the process ends: `pagemill meminfo` and others show them.
+    /// Returns the Pagemill of this process; the first call creates it. It observes the limits of the memory control
+    /// groups and of the machine. Its helper thread gives memory back before they are met, and its fork handlers keep
+    /// it consistent. Its figures are published in the user's folder until the process ends, for `pagemill meminfo` and
+    /// others.
     ///
     /// A fork child has neither helper nor figures until it calls this.
     ///
-    /// Cost: a look; the first time address space, a thread, a file of 64 KiB, some pages.
+    /// Cost: one atomic load; the first call takes address space, a thread, a file of 64 KiB and some pages.
     ///
     /// # Errors
     ///
-    /// [`Error::System`] without address space or thread.
+    /// [`Error::System`] if address space or the exit and fork handlers cannot be had.
     pub fn of_process() -> Result<&'static Self> {
         let pagemill = match OF_PROCESS.get() {
             Some(known) => known,
             None => make()?,
         };
-        // The C library allocates for a thread: outside of the lock.
+        // The C library allocates to create a thread, so this runs outside the lock.
         if !pagemill.helper.is_running() && pagemill.helper.claim() {
-            // Where that cannot be it goes on unseen.
+            // If publishing fails the process runs without published figures.
             let _ = published::publish();
             if thread::spawn(c"pagemill", pagemill).is_err() {
                 pagemill.helper.unclaim();
@@ -46,9 +49,17 @@ impl Pagemill {
     }
 }
 
+impl Pagemill {
+    /// Sets when free memory returns to the system without a request and without pressure. The default is
+    /// [`Return::BALANCED`]. Contents of volatile ranges and of caches are not free memory: only pressure drops them.
+    pub fn set_return(&self, policy: Return) {
+        self.helper.set_return(policy);
+    }
+}
+
 impl thread::Work for Pagemill {
     fn work(&'static self) {
-        self.helper.run(self.arena, None);
+        self.helper.run(self.arena);
     }
 }
 
@@ -61,14 +72,14 @@ fn make() -> Result<&'static Pagemill> {
     pagemill.account.headroom.set_limits(&KERNEL);
     let runtime = file::environment(c"XDG_RUNTIME_DIR").and_then(|path| path.to_str().ok());
     published::set_home("", runtime.unwrap_or_default());
-    process::at_exit(end).map_err(Error::system("minding the end"))?;
-    process::at_fork(before_fork, after_fork, begin_child).map_err(Error::system("minding forks"))?;
+    process::at_exit(end).map_err(Error::system("registering the exit handler"))?;
+    process::at_fork(before_fork, after_fork, begin_child).map_err(Error::system("registering the fork handlers"))?;
     Ok(OF_PROCESS.get_or_init(|| pagemill))
 }
 
 extern "C" fn end() {
     if let Some(pagemill) = OF_PROCESS.get() {
-        // What callbacks use may go from here on.
+        // Objects that callbacks use may be destroyed from here on.
         pagemill.slabs.defrag_by_hand();
     }
     published::withdraw();
@@ -77,13 +88,15 @@ extern "C" fn end() {
 extern "C" fn before_fork() {
     MAKING.acquire();
     if let Some(pagemill) = OF_PROCESS.get() {
-        pagemill.before_fork();
+        // SAFETY: the C library calls this, then `after_fork` on the same thread, on both sides.
+        unsafe { pagemill.before_fork() };
     }
 }
 
 extern "C" fn after_fork() {
     if let Some(pagemill) = OF_PROCESS.get() {
-        pagemill.after_fork();
+        // SAFETY: `before_fork` came before; `MAKING` is held since, so the Pagemill was there then, or is not now.
+        unsafe { pagemill.after_fork() };
     }
     MAKING.release();
 }
@@ -91,6 +104,7 @@ extern "C" fn after_fork() {
 extern "C" fn begin_child() {
     after_fork();
     if let Some(pagemill) = OF_PROCESS.get() {
-        pagemill.begin_child();
+        // SAFETY: called in the child, which has this thread; the locks are released.
+        unsafe { pagemill.begin_child() };
     }
 }

@@ -1,12 +1,12 @@
-//! Where processes publish their figures, and how others find and sweep them.
+//! Where processes publish their figures, and how other processes find and remove them.
 //!
-//! A process of a `pagemill run` tree publishes into the tree's folder, where
-//! the file stays after its end until `run` has counted it; any other into the
-//! user's folder, where it removes it at exit. Files of processes that were
-//! killed are removed by whoever lists the folder.
+//! A process of a `pagemill run` tree publishes into the tree's folder. Its file stays there after its end until `run`
+//! has counted it. Any other process publishes into the user's folder and removes its file at exit. The file of a
+//! killed process is removed when another process lists the folder.
 //!
-//! A process that is preloaded and uses this crate as well has two Pagemills, each with figures of its own: the preload's
-//! lie in the tree's folder, the crate's in the user's. Where both lie in the user's the second file has another name.
+//! A preloaded process that also uses this crate has two Pagemills, each with its own figures. Those of the preload
+//! library are in the tree's folder, those of the crate in the user's. If both are in the user's folder, the second
+//! file has a different name.
 
 use crate::stats::{self, Snapshot};
 use pagemill_sys::file::{self, Path};
@@ -24,57 +24,60 @@ pub const TREE_VARIABLE: &CStr = c"PAGEMILL_TREE";
 /// Name of the shared page in a tree's folder.
 pub const TREE_FILE: &str = "tree";
 
-/// What one may ask of a process.
+/// The kinds of requests to a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Subject {
-    /// A list of its volatile ranges.
+    /// List its volatile ranges.
     Ranges,
-    /// A list of what its caches hold.
+    /// List what its caches hold.
     Caches,
-    /// A list of its slab caches.
+    /// List its slab caches.
     Slabs,
-    /// That it shrinks slab caches, or changes how they are.
-    SlabOrder,
+    /// Measure and return its figures.
+    Figures,
+    /// Give memory back, shrink slab caches, or change their settings.
+    Order,
 }
 
 impl Subject {
-    pub const ALL: [Self; 4] = [Self::Ranges, Self::Caches, Self::Slabs, Self::SlabOrder];
+    pub const ALL: [Self; 5] = [Self::Ranges, Self::Caches, Self::Slabs, Self::Figures, Self::Order];
 
-    /// In the name of a file between a process's own and the number of a request.
+    /// The part of a file's name between the process's own file name and the request number.
     const fn word(self) -> &'static str {
         match self {
             Self::Ranges => ".vranges-",
             Self::Caches => ".caches-",
             Self::Slabs => ".slabs-",
-            Self::SlabOrder => ".slab-order-",
+            Self::Figures => ".figures-",
+            Self::Order => ".order-",
         }
     }
 }
 
-/// A request takes some seconds at the most; what is older was left behind.
+/// A request takes at most some seconds; an older file was left behind.
 const REQUEST_ENDED_AFTER: Duration = Duration::from_secs(60);
 
 /// Where this process publishes.
 enum Home {
-    /// The folder of its tree.
+    /// The folder of its process tree.
     Tree(Path),
-    /// The user's folder; the value of `XDG_RUNTIME_DIR` that it is found by.
+    /// The user's folder, with the value of `XDG_RUNTIME_DIR` that locates it.
     User { runtime: Path },
 }
 
 static HOME: OnceLock<Home> = OnceLock::new();
 
-/// Which process has published here: not its children.
+/// The process that published here; a fork child does not match.
 static PUBLISHED_BY: AtomicU64 = AtomicU64::new(0);
 
-/// Pagemills of one process that can publish into one folder.
+/// Maximum number of Pagemills of one process that publish into one folder.
 const MOST_COPIES: u32 = 4;
 
-/// Which of them this one is.
+/// The index of this Pagemill among them.
 static COPY: AtomicU32 = AtomicU32::new(0);
 
-/// Sets where this process publishes, for good: in the folder of its tree, or in the user's if that is empty. `runtime` is the
-/// value of `XDG_RUNTIME_DIR`, read when nobody was changing the environment.
+/// Sets, once, where this process publishes: in the folder `tree`, or in the user's folder if `tree` is empty.
+/// `runtime` is the value of `XDG_RUNTIME_DIR`, read while no thread was changing the environment.
 pub fn set_home(tree: &str, runtime: &str) {
     let path = |text: &str| Path::format(format_args!("{text}")).unwrap_or_default();
     let _ = HOME.set(match tree {
@@ -83,7 +86,7 @@ pub fn set_home(tree: &str, runtime: &str) {
     });
 }
 
-/// The file of this process's figures; `None` where there is no folder for it. Makes the folder.
+/// The file of this process's figures; `None` if no folder for it can be made. Creates the folder.
 pub fn own_file() -> Option<Path> {
     own_file_of(process::own_identity(), COPY.load(Relaxed))
 }
@@ -95,17 +98,17 @@ fn own_file_of(who: Identity, copy: u32) -> Option<Path> {
     }
 }
 
-/// What [`PUBLISHED_BY`] says of a process.
+/// The value of [`PUBLISHED_BY`] for a process.
 fn mark_of(who: Identity) -> u64 {
     u64::from(who.pid) << 32 | who.start_ticks & u64::from(u32::MAX)
 }
 
-/// Publishes this process's figures, unless that is done.
+/// Publishes this process's figures, unless they are published already.
 ///
 /// # Errors
 ///
-/// What making the file says; `NotFound` without a folder; `AlreadyExists` if too many Pagemills of this process publish there.
-/// The figures stay private then.
+/// The error of creating the file; `NotFound` without a folder; `AlreadyExists` if too many Pagemills of this process
+/// publish there. The figures stay private then.
 pub fn publish() -> io::Result<()> {
     let who = process::own_identity();
     if PUBLISHED_BY.load(Relaxed) == mark_of(who) {
@@ -113,7 +116,7 @@ pub fn publish() -> io::Result<()> {
     }
     for copy in 0..MOST_COPIES {
         let path = own_file_of(who, copy).ok_or(io::ErrorKind::NotFound)?;
-        // What is there but not mapped is of this process's life before an `exec`, and taken over.
+        // A file that exists but is not mapped belongs to this process before an `exec`, and is reused.
         if !(file::exists(path.as_c_str()) && maps::has_mapped(path.as_str())) {
             stats::publish(path.as_c_str(), who)?;
             COPY.store(copy, Relaxed);
@@ -124,35 +127,38 @@ pub fn publish() -> io::Result<()> {
     Err(io::ErrorKind::AlreadyExists.into())
 }
 
-/// Removes what this process published, at its end; in a tree it stays for `run` to count.
+/// Removes this process's file at its end. In a tree the file stays for `run` to count.
 pub fn withdraw() {
+    // Most processes never publish.
+    if PUBLISHED_BY.load(Relaxed) == 0 || !matches!(HOME.get(), Some(Home::User { .. })) {
+        return;
+    }
     let who = process::own_identity();
-    if matches!(HOME.get(), Some(Home::User { .. }))
-        && PUBLISHED_BY.load(Relaxed) == mark_of(who)
+    if PUBLISHED_BY.load(Relaxed) == mark_of(who)
         && let Some(path) = own_file_of(who, COPY.load(Relaxed))
     {
         file::remove(path.as_c_str());
     }
 }
 
-/// The user's folder for published figures, made if need be: below `XDG_RUNTIME_DIR`, else `/dev/shm`, else `/tmp`.
+/// The user's folder for published figures, created if missing: below `XDG_RUNTIME_DIR`, else `/dev/shm`, else `/tmp`.
 ///
 /// # Errors
 ///
-/// What making the folder says; `InvalidInput` for a path that is too long.
+/// The error of creating the folder; `InvalidInput` for a path that is too long.
 pub fn user_folder() -> io::Result<Path> {
     let runtime = file::environment(c"XDG_RUNTIME_DIR").and_then(|path| path.to_str().ok());
     user_folder_below(runtime.unwrap_or_default())
 }
 
-/// As [`user_folder`], for who has read `XDG_RUNTIME_DIR` before.
+/// As [`user_folder`], for callers that have read `XDG_RUNTIME_DIR` already.
 ///
 /// # Errors
 ///
 /// As [`user_folder`].
 pub fn user_folder_below(runtime: &str) -> io::Result<Path> {
     let mut result = Err(io::Error::from(io::ErrorKind::InvalidInput));
-    for path in candidates(runtime) {
+    for path in candidates(runtime, process::user_id()) {
         result = file::make_private_dir(path.as_c_str()).map(|()| path);
         if result.is_ok() {
             break;
@@ -161,12 +167,35 @@ pub fn user_folder_below(runtime: &str) -> io::Result<Path> {
     result
 }
 
-/// Where the user's folder may lie, best first.
-fn candidates(runtime: &str) -> impl Iterator<Item = Path> {
-    let below_runtime = runtime.starts_with('/').then(|| Path::format(format_args!("{runtime}/pagemill")));
-    let user = process::user_id();
-    let others = ["/dev/shm", "/tmp"].map(|folder| Path::format(format_args!("{folder}/pagemill-{user}")));
+/// Where all users may make folders.
+const SHARED: [&str; 2] = ["/dev/shm", "/tmp"];
+
+/// Where a user's folder may lie, best first. A folder for runtime files that is another user's is not used (`sudo -E`): what lies there
+/// would be in that user's way.
+fn candidates(runtime: &str, user: u32) -> impl Iterator<Item = Path> {
+    let is_own = |path: &Path| file::owner(path.as_c_str()) == Some(user);
+    let runtime = Path::format(format_args!("{runtime}")).filter(|path| path.as_str().starts_with('/') && is_own(path));
+    let below_runtime = runtime.map(|path| Path::format(format_args!("{}/pagemill", path.as_str())));
+    let others = SHARED.map(|folder| Path::format(format_args!("{folder}/pagemill-{user}")));
     below_runtime.into_iter().chain(others).flatten()
+}
+
+/// The folders that there are of a user, private ones only: [`candidates`], and those that were made for trees where another user had
+/// made these before.
+fn existing(runtime: &str, user: u32) -> Vec<String> {
+    let prefix = format!("pagemill-{user}-");
+    let mut found: Vec<String> = candidates(runtime, user).map(|path| path.as_str().to_owned()).collect();
+    for folder in SHARED {
+        let entries = std::fs::read_dir(folder).into_iter().flatten();
+        let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        found.extend(names.filter(|name| name.starts_with(&prefix)).map(|name| format!("{folder}/{name}")));
+    }
+    found.retain(|path| is_private(path, user));
+    found
+}
+
+fn is_private(path: &str, user: u32) -> bool {
+    Path::format(format_args!("{path}")).is_some_and(|path| file::is_private_dir(path.as_c_str(), user))
 }
 
 /// The file of one process in a folder.
@@ -174,7 +203,7 @@ pub fn file_of(folder: &str, who: Identity) -> Option<Path> {
     Path::format(format_args!("{folder}/{}-{}", who.pid, who.start_ticks))
 }
 
-/// As [`file_of`], of a process's other Pagemills.
+/// As [`file_of`], for a further Pagemill of the process.
 fn file_of_copy(folder: &str, who: Identity, copy: u32) -> Option<Path> {
     match copy {
         0 => file_of(folder, who),
@@ -182,7 +211,7 @@ fn file_of_copy(folder: &str, who: Identity, copy: u32) -> Option<Path> {
     }
 }
 
-/// The identity that a file's name tells, if it is one of ours.
+/// The identity that a file name encodes, if it is a figures file.
 fn identity_of(name: &str) -> Option<Identity> {
     let (name, copy) = name.split_once('.').unwrap_or((name, "0"));
     copy.parse::<u32>().ok().filter(|copy| *copy < MOST_COPIES)?;
@@ -190,18 +219,18 @@ fn identity_of(name: &str) -> Option<Identity> {
     Some(Identity { pid: pid.parse().ok()?, start_ticks: start_ticks.parse().ok()? })
 }
 
-/// The file by which somebody asks the process whose figures are `figures` for a list.
+/// The file that requests `subject` from the process that publishes at `figures`.
 pub(crate) fn request_of(figures: &str, subject: Subject, number: u32) -> Option<Path> {
     Path::format(format_args!("{figures}{}{number}", subject.word()))
 }
 
-/// The process that is asked by a file of this name.
+/// The process that a request file of this name is for.
 fn asked_of(name: &str) -> Option<Identity> {
     let (who, number) = Subject::ALL.iter().find_map(|subject| name.rsplit_once(subject.word()))?;
     number.parse::<u32>().ok().and(identity_of(who))
 }
 
-/// Removes requests whose process has ended, or that nobody waits for any more.
+/// Removes requests to processes that have ended, and requests older than [`REQUEST_ENDED_AFTER`].
 fn sweep_requests(folder: &str) {
     let Ok(entries) = std::fs::read_dir(folder) else { return };
     for entry in entries.filter_map(Result::ok) {
@@ -215,31 +244,38 @@ fn sweep_requests(folder: &str) {
 
 /// A published process.
 pub struct Published {
+    pub path: Path,
     pub who: Identity,
     pub is_alive: bool,
     pub snapshot: Snapshot,
 }
 
-/// The figures in a folder. Those of ended processes are removed once read if `remove_ended`.
+/// Lists the figures in a folder. With `remove_ended`, removes those of ended processes after reading.
 ///
 /// For commands, not for `malloc`: it allocates.
 ///
 /// # Errors
 ///
-/// What reading the folder says. Files that are no figures are passed over.
+/// The error of reading the folder. Files that hold no figures are skipped.
 pub fn list(folder: &str, remove_ended: bool) -> io::Result<Vec<Published>> {
+    list_of(folder, None, remove_ended)
+}
+
+/// As [`list`], but only files that `owner` owns.
+fn list_of(folder: &str, owner: Option<u32>, remove_ended: bool) -> io::Result<Vec<Published>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(folder)? {
         let Ok(name) = entry?.file_name().into_string() else { continue };
         let Some(who) = identity_of(&name) else { continue };
         let Some(path) = Path::format(format_args!("{folder}/{name}")) else { continue };
-        // Asked before reading: a process found dead does not change its figures any more.
+        // Check this before reading: a dead process no longer changes its figures.
         let is_alive = process::is_alive(who);
-        if let Ok(snapshot) = stats::read(path.as_c_str()) {
-            found.push(Published { who, is_alive, snapshot });
-        }
+        let snapshot = stats::read_of(path.as_c_str(), owner);
         if !is_alive && remove_ended {
             file::remove(path.as_c_str());
+        }
+        if let Ok(snapshot) = snapshot {
+            found.push(Published { path, who, is_alive, snapshot });
         }
     }
     Ok(found)
@@ -250,43 +286,153 @@ pub fn find(pid: u32) -> Option<(Path, Snapshot)> {
     find_all(pid).into_iter().next()
 }
 
-/// All published figures of a running process, one for each Pagemill in it: that of the preload first.
+/// All published figures of a running process of this user, one for each Pagemill in it, that of the preload first.
+/// Requests can be sent to it.
 pub fn find_all(pid: u32) -> Vec<(Path, Snapshot)> {
-    let (Some(who), Ok(folder)) = (process::identity(pid), user_folder()) else { return Vec::new() };
-    let mut folders: Vec<_> = tree_folders(folder.as_str()).into_iter().map(|(path, _)| path).collect();
-    folders.push(folder.as_str().to_owned());
+    process::identity(pid).map_or_else(Vec::new, |who| find_in(who, &own_folders(), None))
+}
+
+/// The figures of a process in some folders, from files that `owner` owns.
+fn find_in(who: Identity, folders: &[String], owner: Option<u32>) -> Vec<(Path, Snapshot)> {
     let copies = |folder| (0..MOST_COPIES).filter_map(move |copy| file_of_copy(folder, who, copy));
     let paths = folders.iter().flat_map(|folder| copies(folder));
-    paths.filter_map(|path| Some((stats::read(path.as_c_str()).ok()?, path))).map(|(read, path)| (path, read)).collect()
+    let read = |path: &Path| stats::read_of(path.as_c_str(), owner).ok().filter(|snapshot| snapshot.who == who);
+    paths.filter_map(|path| Some((read(&path)?, path))).map(|(snapshot, path)| (path, snapshot)).collect()
+}
+
+/// The folders of the trees below a folder, then the folder itself.
+fn with_trees(folder: String) -> Vec<String> {
+    let mut folders: Vec<_> = tree_folders(&folder).into_iter().map(|(path, _)| path).collect();
+    folders.push(folder);
+    folders
 }
 
 /// The published figures of all running processes of this user.
 pub fn running() -> Vec<Snapshot> {
-    let runtime = std::env::var("XDG_RUNTIME_DIR").unwrap_or_default();
-    let mut folders: Vec<_> = candidates(&runtime).map(|path| path.as_str().to_owned()).collect();
-    let trees: Vec<_> = folders.iter().flat_map(|folder| tree_folders(folder)).map(|(path, _)| path).collect();
-    folders.extend(trees);
-    let found = folders.iter().filter_map(|folder| list(folder, false).ok()).flatten();
+    let found = own_folders().into_iter().filter_map(|folder| list(&folder, false).ok()).flatten();
     found.filter(|process| process.is_alive).map(|process| process.snapshot).collect()
 }
 
-/// Why [`find`] finds nothing, as far as can be said.
+fn own_folders() -> Vec<String> {
+    let runtime = std::env::var("XDG_RUNTIME_DIR").unwrap_or_default();
+    existing(&runtime, process::user_id()).into_iter().flat_map(with_trees).collect()
+}
+
+/// A running process and its published figures: one part for each Pagemill in it, that of the preload first.
+pub struct Process {
+    pub who: Identity,
+    /// The user that publishes the figures. Root reads other users' figures but sends them no requests.
+    pub user: u32,
+    pub found: Vec<(Path, Snapshot)>,
+}
+
+impl Process {
+    /// The owner to require when reading its files, because root reads them in another user's folder. `None` for a process of this
+    /// user: no check.
+    pub fn owner(&self) -> Option<u32> {
+        (!self.is_own()).then_some(self.user)
+    }
+
+    /// Whether it answers requests of this user.
+    pub fn is_own(&self) -> bool {
+        self.user == process::user_id()
+    }
+}
+
+/// The published figures of a process, if this user may read them. Root may read all.
+pub fn read(pid: u32) -> Option<Process> {
+    let who = process::identity(pid)?;
+    let (own, user) = (process::user_id(), user_of(pid)?);
+    let found = match user == own {
+        true => find_all(pid),
+        false if own == 0 => find_in(who, &folders_of(user), Some(user)),
+        false => Vec::new(),
+    };
+    // A process that root started for another user publishes as root.
+    let (found, user) = if found.is_empty() && own == 0 { (find_all(pid), own) } else { (found, user) };
+    (!found.is_empty()).then_some(Process { who, user, found })
+}
+
+/// All running processes that have published figures which this user may read, by process id.
+pub fn read_all() -> Vec<Process> {
+    let mut pids: Vec<u32> = running().iter().map(|snapshot| snapshot.who.pid).collect();
+    for user in other_users() {
+        let found =
+            folders_of(user).into_iter().filter_map(|folder| list_of(&folder, Some(user), false).ok()).flatten();
+        // A file in a user's folder is ignored unless its process is alive and runs as that user.
+        let is_its = |process: &Published| process.is_alive && user_of(process.who.pid) == Some(user);
+        pids.extend(found.filter(is_its).map(|process| process.who.pid));
+    }
+    read_pids(pids)
+}
+
+fn read_pids(mut pids: Vec<u32>) -> Vec<Process> {
+    pids.sort_unstable();
+    pids.dedup();
+    pids.into_iter().filter_map(read).collect()
+}
+
+/// The members of the tree of the `pagemill run` with this process id; `None` if there is no such tree.
+pub fn read_tree(run: u32) -> Option<Vec<Process>> {
+    let (who, user) = (process::identity(run)?, user_of(run)?);
+    let own = process::user_id();
+    let (folders, owner) = if user == own { (own_folders(), None) } else { (folders_of(user), Some(user)) };
+    let name = format!("/run-{}-{}", who.pid, who.start_ticks);
+    let folder = folders.into_iter().find(|folder| folder.ends_with(&name))?;
+    let members = list_of(&folder, owner, false).ok()?;
+    Some(read_pids(members.iter().filter(|member| member.is_alive).map(|member| member.who.pid).collect()))
+}
+
+/// Users other than root that have a process; empty unless this user is root.
+fn other_users() -> Vec<u32> {
+    let own = process::user_id();
+    let entries = if own == 0 { std::fs::read_dir("/proc").ok() } else { None };
+    let names = entries.into_iter().flatten().filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let mut users: Vec<u32> = names.filter_map(|name| user_of(name.parse().ok()?)).collect();
+    users.sort_unstable();
+    users.dedup();
+    users.retain(|user| *user != own);
+    users
+}
+
+/// The folders where another user's processes publish. Only folders that are private to that user.
+fn folders_of(user: u32) -> Vec<String> {
+    let folders = existing(&format!("/run/user/{user}"), user).into_iter().flat_map(with_trees);
+    folders.filter(|folder| is_private(folder, user)).collect()
+}
+
+/// An explanation why a process that should get a request is not found.
 pub fn missing(pid: u32) -> String {
     if process::has_proc() && process::identity(pid).is_none() {
         return format!("there is no process {pid}");
     }
     if let Some(user) = user_of(pid).filter(|user| *user != process::user_id()) {
         return format!(
-            "process {pid} is another user's: it answers user {user} only, as whom root can ask it (setpriv --reuid={user})"
+            "process {pid} is another user's: it answers user {user} only; root can send requests as that user \
+             (setpriv --reuid={user})"
         );
     }
+    missing_figures(pid)
+}
+
+/// An explanation why [`read`] finds nothing.
+pub fn unreadable(pid: u32) -> String {
+    let own = process::user_id();
+    match user_of(pid).filter(|user| *user != own && own != 0) {
+        Some(user) => format!("process {pid} is another user's: only user {user} and root can read its figures"),
+        None if process::has_proc() && process::identity(pid).is_none() => format!("there is no process {pid}"),
+        None => missing_figures(pid),
+    }
+}
+
+fn missing_figures(pid: u32) -> String {
     format!(
         "process {pid} publishes no figures: it runs without Pagemill, is a fork child that has not used \
          it itself, or is so small that the C library serves it (run --after)"
     )
 }
 
-/// The user that a process acts as.
+/// The effective user of a process.
 fn user_of(pid: u32) -> Option<u32> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let users = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
@@ -294,45 +440,78 @@ fn user_of(pid: u32) -> Option<u32> {
     users.split_ascii_whitespace().nth(1)?.parse().ok()
 }
 
-/// Folders of process trees below the user's folder, and whose they are.
+/// Folders of process trees below the user's folder, and the identity of their `run`.
 fn tree_folders(folder: &str) -> Vec<(String, Identity)> {
     let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
     let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     names.filter_map(|name| Some((format!("{folder}/{name}"), identity_of(name.strip_prefix("run-")?)?))).collect()
 }
 
-/// Removes what processes that were killed left behind: trees whose `run` is gone and that no process uses, and files.
+/// Removes the leftovers of killed processes: files, and trees that no process uses and that have no `run`.
 pub fn sweep() {
-    let Ok(folder) = user_folder() else { return };
-    for (path, who) in tree_folders(folder.as_str()) {
+    match user_folder() {
+        Ok(folder) => sweep_in(folder.as_str()),
+        // Another user has made it: there are those of trees.
+        Err(_) => existing("", process::user_id()).iter().for_each(|folder| sweep_in(folder)),
+    }
+}
+
+fn sweep_in(folder: &str) {
+    // Mostly nothing is left, and commands that start often come by here.
+    if std::fs::read_dir(folder).is_ok_and(|mut entries| entries.next().is_none()) {
+        remove_if_for_one_tree(folder);
+        return;
+    }
+    for (path, who) in tree_folders(folder) {
         let is_used = list(&path, false).is_ok_and(|found| found.iter().any(|process| process.is_alive));
         if !process::is_alive(who) && !is_used {
             let _ = std::fs::remove_dir_all(&path);
         }
         sweep_requests(&path);
     }
-    sweep_requests(folder.as_str());
-    let _ = list(folder.as_str(), true);
+    sweep_requests(folder);
+    let _ = list(folder, true);
+    remove_if_for_one_tree(folder);
 }
 
-/// Makes the folder of a new process tree, whose `run` is this process.
+/// Creates the folder of a new process tree with this process as its `run`.
 ///
 /// # Errors
 ///
-/// What making it says.
+/// The error of creating it.
 pub fn make_tree_folder() -> io::Result<String> {
-    let (user, who) = (user_folder()?, process::own_identity());
+    let unpredictable = |error| {
+        let name = format!("pagemill-{}-{:016x}", process::user_id(), process::random_u64());
+        let paths = SHARED.iter().filter_map(|folder| Path::format(format_args!("{folder}/{name}")));
+        paths.into_iter().find(|path| file::make_private_dir(path.as_c_str()).is_ok()).ok_or(error)
+    };
+    let (user, who) = (user_folder().or_else(unpredictable)?, process::own_identity());
     let path = Path::format(format_args!("{}/run-{}-{}", user.as_str(), who.pid, who.start_ticks))
         .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
     file::make_private_dir(path.as_c_str())?;
     Ok(path.as_str().to_owned())
 }
 
+/// Removes the folder of a process tree, and the one that was made for it alone.
+pub fn remove_tree_folder(folder: &str) {
+    let _ = std::fs::remove_dir_all(folder);
+    if let Some((parent, _)) = folder.rsplit_once('/') {
+        remove_if_for_one_tree(parent);
+    }
+}
+
+/// What [`make_tree_folder`] made with a name of its own goes once it is empty.
+fn remove_if_for_one_tree(folder: &str) {
+    if SHARED.iter().any(|shared| folder.starts_with(&format!("{shared}/pagemill-{}-", process::user_id()))) {
+        let _ = std::fs::remove_dir(folder);
+    }
+}
+
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 
-    /// The figures of a process that has ended are listed once, foreign files stay.
+    /// The figures of an ended process are listed once. Foreign files stay.
     #[test]
     fn ended_processes_are_read_and_swept() {
         let folder = tempfile::tempdir().unwrap();
@@ -356,7 +535,7 @@ mod tests {
         );
     }
 
-    /// Requests to processes that have ended go, and those of somebody long gone; new ones stay, as do foreign files.
+    /// Requests to ended processes and old requests are removed. New ones and foreign files stay.
     #[test]
     fn old_requests_are_swept() {
         let folder = tempfile::tempdir().unwrap();

@@ -1,8 +1,8 @@
-//! Figures of this process: counters declared once, kept on one page that other processes may read.
+//! Figures of this process: counters, declared once, on a page that other processes may read.
 //!
-//! Until [`publish`] the page is private; then it is a file mapped shared, so
-//! that `pagemill` commands read it while the process runs, and after it was
-//! killed. Layout: [`Figures`], fixed by [`VERSION`]. Readers trust nothing in it.
+//! Until [`publish`] the page is private. After that it is a file mapped shared, so that `pagemill` commands can read
+//! it while the process runs and after it was killed. Layout: [`Figures`], fixed by [`VERSION`]. Readers trust nothing
+//! in it.
 #![allow(unsafe_code)] // the shared page is reached through a pointer
 
 use crate::trace::{self, Ring};
@@ -13,23 +13,26 @@ use std::ffi::CStr;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::time::Duration;
 
-/// What a counter counts.
+/// The unit of a counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     Bytes,
     Count,
 }
 
-/// How a counter moves, and how the figures of several processes combine.
+/// How a counter changes, and how the figures of several processes combine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Only grows; processes add up.
     Sum,
-    /// The amount now; processes add up while they live.
+    /// The current amount; living processes add up.
     Gauge,
     /// The largest amount so far; of several processes the largest counts.
     Peak,
+    /// The time of the latest event; of several processes the earliest counts.
+    Moment,
 }
 
 /// One row of the table that all output is rendered from.
@@ -44,13 +47,13 @@ pub struct Row {
 
 macro_rules! counters {
     ($(#[doc = $meaning:literal] $name:ident: $variant:ident, $kind:ident, $unit:ident;)*) => {
-        /// A counter's place on the page. New ones go to the end, or [`VERSION`] changes.
+        /// A counter's index on the page. New counters are appended; any other change needs a new [`VERSION`].
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(usize)]
         pub enum Counter { $(#[doc = $meaning] $variant),* }
 
         impl Counter {
-            /// Its word in all output.
+            /// Its name in all output.
             pub fn name(self) -> &'static str {
                 TABLE[self as usize].name
             }
@@ -72,59 +75,59 @@ counters! {
     resident: Resident, Gauge, Bytes;
     /// Largest value of `resident` so far.
     resident_peak: ResidentPeak, Peak, Bytes;
-    /// Largest amount of `resident` less what could have been given back at once.
+    /// Largest value so far of `resident` less what could have been given back at once.
     net_peak: NetPeak, Peak, Bytes;
     /// Charged to the small allocator's extents (sizes below 64 KiB).
     small: Small, Gauge, Bytes;
-    /// Charged to slots (64 KiB and up), live or free.
+    /// Charged to slots (64 KiB and more), live or free.
     heap: Heap, Gauge, Bytes;
-    /// Free slots with their memory still there: given back on request.
+    /// Resident memory of free slots: given back on request.
     heap_free: HeapFree, Gauge, Bytes;
-    /// Freed by the program and kept by the small allocator: given back on request. As of the last measurement.
+    /// Freed by the program, cached by the small allocator: given back on request. As of the last measurement.
     small_free: SmallFree, Gauge, Bytes;
-    /// Opened for the program, not known to be touched: counted when measured.
+    /// Allocated to the program and not known to be touched: charged when measured.
     untouched: Untouched, Gauge, Bytes;
     /// Blocks taken from the system as huge pages.
     blocks_huge: BlocksHuge, Sum, Count;
-    /// Blocks for which no huge page was to be had; small pages serve.
+    /// Blocks made of small pages because no huge page was available.
     blocks_fallback: BlocksFallback, Sum, Count;
     /// Blocks left in small pages because a huge one would waste too large a share.
     blocks_small: BlocksSmall, Sum, Count;
-    /// Blocks brought in by the helper before anybody asked.
+    /// Blocks that the helper brought in ahead of need.
     blocks_prefaulted: BlocksPrefaulted, Sum, Count;
     /// Blocks split so that a part could be given back.
     blocks_split: BlocksSplit, Sum, Count;
-    /// Software pages larger than the OS page brought in as a whole.
+    /// Software pages larger than the OS page that were brought in as a whole.
     pages_populated: PagesPopulated, Sum, Count;
-    /// Slots handed out that nobody had used before.
+    /// Slots allocated for the first time.
     slots_fresh: SlotsFresh, Sum, Count;
     /// Requests to give memory back: from the program, a sibling, or the limit.
     purge_requests: PurgeRequests, Sum, Count;
-    /// Bytes looked at by purges.
+    /// Bytes scanned by purges.
     purge_scanned: PurgeScanned, Sum, Bytes;
     /// Bytes that the kernel took back.
     purge_freed: PurgeFreed, Sum, Bytes;
     /// Purges that the kernel refused (locked memory).
     purge_failed: PurgeFailed, Sum, Count;
-    /// Requests that were over the limit and met room only after reclaim.
+    /// Charges over the limit that fit after reclaim.
     limit_reclaims: LimitReclaims, Sum, Count;
-    /// Requests refused: over the limit, and nothing left to reclaim.
+    /// Charges refused: over the limit, and nothing left to reclaim.
     limit_refused: LimitRefused, Sum, Count;
     /// Bytes that realloc moved as pages instead of copying.
     realloc_moved: ReallocMoved, Sum, Bytes;
     /// Bytes that realloc of slots copied.
     realloc_copied: ReallocCopied, Sum, Bytes;
-    /// Bytes of new allocations from 64 KiB up served by moving the pages of free ones.
+    /// Bytes of new allocations of 64 KiB and more that were served by moving the pages of free ones.
     refilled: Refilled, Sum, Bytes;
     /// Bytes that calloc did not have to zero.
     calloc_skipped: CallocSkipped, Sum, Bytes;
     /// Extents refused to the small allocator.
     extents_refused: ExtentsRefused, Sum, Count;
-    /// Metadata of arena and heap that is resident.
+    /// Resident metadata of the arena, heap, volatile ranges, page caches and slab caches. As of the last measurement.
     metadata: Metadata, Gauge, Bytes;
-    /// Handed out by the C library's own malloc while the program was small, and still in use.
+    /// Allocated by the C library's own malloc while the program was small, and still in use.
     c_library: CLibrary, Gauge, Bytes;
-    /// Looks at the limits of control groups and at the machine's memory.
+    /// Samples of control groups' limits and the machine's memory.
     room_sampled: RoomSampled, Sum, Count;
     /// Given back because the limit of the process or of its tree was reached.
     given_for_limit: GivenForLimit, Sum, Bytes;
@@ -132,45 +135,45 @@ counters! {
     given_for_group: GivenForGroup, Sum, Bytes;
     /// Given back because the machine's memory was short.
     given_for_machine: GivenForMachine, Sum, Bytes;
-    /// Given back because a sibling of the process tree asked.
+    /// Given back because a sibling of the process tree requested it.
     given_for_sibling: GivenForSibling, Sum, Bytes;
-    /// Given back because the program asked (malloc_trim).
+    /// Given back because the program requested it (malloc_trim).
     given_for_program: GivenForProgram, Sum, Bytes;
-    /// Given back because the process had been idle.
-    given_for_idleness: GivenForIdleness, Sum, Bytes;
-    /// Given back, cold, because new memory came in.
+    /// Given back because it was free and not reused for the age of --return.
+    given_for_age: GivenForAge, Sum, Bytes;
+    /// Cold memory given back because new memory became resident.
     given_for_new: GivenForNew, Sum, Bytes;
-    /// Times that memory was short and there was nothing left to give.
+    /// Times that memory was short and nothing was left to give back.
     nothing_to_give: NothingToGive, Sum, Count;
-    /// Given back because somebody waits for memory, here or elsewhere on the machine (PSI).
+    /// Given back because a thread stalls on memory, here or elsewhere on the machine (PSI).
     given_for_stall: GivenForStall, Sum, Bytes;
-    /// Free and cold: the kernel may take it by itself. In all so far, however often.
+    /// Free, cold memory offered to the kernel, which may take it. Sum over all offers.
     offered: Offered, Sum, Bytes;
-    /// Of what was offered, found to have been taken.
+    /// Offered memory that the kernel was found to have taken.
     taken: Taken, Sum, Bytes;
-    /// Times that the kernel woke the helper because a limit came near or somebody waits.
+    /// Times that the kernel woke the helper: a limit came near, or a thread stalls on memory.
     signs: Signs, Sum, Count;
-    /// Helper threads that run.
+    /// Helper threads running.
     helpers: Helpers, Gauge, Count;
-    /// Of them, those that may go before other threads (real-time priority).
+    /// Of them, helpers with real-time priority, which run before other threads.
     helpers_preferred: HelpersPreferred, Gauge, Count;
-    /// Of them, those that the kernel warns before a control group's limit (threshold events; on version 2 its own events).
+    /// Of them, helpers that the kernel warns before a control group's limit (version 1: thresholds; version 2: memory events).
     helpers_warned: HelpersWarned, Gauge, Count;
-    /// Of them, those that the kernel wakes when somebody waits for memory (PSI).
+    /// Of them, helpers that the kernel wakes when a thread stalls on memory (PSI).
     helpers_told_of_stalls: HelpersToldOfStalls, Gauge, Count;
-    /// Alarms that could not be set, whatever for.
+    /// Alarms that could not be set.
     alarms_refused: AlarmsRefused, Sum, Count;
-    /// Times that a helper woke over 20 ms later than it wanted to.
+    /// Times that a helper woke over 20 ms later than planned.
     helper_late: HelperLate, Sum, Count;
-    /// Looks at a control group or at the machine's memory that told nothing.
+    /// Samples of a control group or of the machine's memory that could not be read.
     limits_unread: LimitsUnread, Sum, Count;
     /// Times that the process was found in another control group, or under other limits.
     limits_changed: LimitsChanged, Sum, Count;
-    /// Owners of memory that failed (panicked) and are not asked any more.
+    /// Owners of memory that panicked and are not called any more.
     owners_failed: OwnersFailed, Sum, Count;
-    /// Times that an owner of memory was passed over because it did not come back.
+    /// Times that a blocked owner of memory was skipped.
     owners_blocked: OwnersBlocked, Sum, Count;
-    /// Charges ended that were not on the books: blocks and account had drifted apart.
+    /// Bytes discharged that were not charged: blocks and account disagreed.
     books_mended: BooksMended, Sum, Bytes;
     /// Volatile ranges made so far.
     ranges_made: RangesMade, Sum, Count;
@@ -178,13 +181,13 @@ counters! {
     ranges_purged: RangesPurged, Sum, Count;
     /// Bytes of volatile ranges that were purged, resident or not.
     range_bytes_purged: RangeBytesPurged, Sum, Bytes;
-    /// Times that somebody wanted a range while it was being purged.
+    /// Times that a thread waited for a range that was being purged.
     ranges_awaited: RangesAwaited, Sum, Count;
     /// Purged pages of strict ranges that were touched (SIGBUS).
     purged_touched: PurgedTouched, Sum, Count;
     /// Length of the volatile ranges with a handle, marked or not.
     ranges_bytes: RangesBytes, Gauge, Bytes;
-    /// Memory that is marked volatile by address.
+    /// Memory marked volatile by address.
     marked_bytes: MarkedBytes, Gauge, Bytes;
     /// Charged to the pages of caches, in use or free.
     cache: Cache, Gauge, Bytes;
@@ -192,128 +195,154 @@ counters! {
     cache_huge: CacheHuge, Gauge, Bytes;
     /// Of it, in folios of a single page or a few.
     cache_small: CacheSmall, Gauge, Bytes;
-    /// Of it, free and in whole blocks: given back on request.
+    /// Of it, free whole blocks: given back on request.
     cache_free: CacheFree, Gauge, Bytes;
     /// Metadata of the pages of caches. As of the last measurement.
     cache_frames: CacheFrames, Gauge, Bytes;
-    /// Nodes of the indices of caches, and what stands for their files. As of the last measurement.
+    /// Index nodes of caches and the objects of their files. As of the last measurement.
     cache_index: CacheIndex, Gauge, Bytes;
-    /// Huge folios made when a file was written or read.
+    /// Huge folios allocated when a file was written or read.
     huge_allocated: HugeAllocated, Sum, Count;
-    /// Huge folios that were wanted, but no block was free and none was to be had: small ones serve.
+    /// Huge folios replaced by small ones because no block was free and none could be allocated.
     huge_fallback: HugeFallback, Sum, Count;
-    /// Huge folios split because a part of them went (truncate, punch_hole).
+    /// Huge folios split because a part of them was removed (truncate, punch_hole).
     huge_split_for_hole: HugeSplitForHole, Sum, Count;
-    /// Huge folios split because the caller asked.
+    /// Huge folios split because the caller requested it.
     huge_split_for_caller: HugeSplitForCaller, Sum, Count;
-    /// Huge folios split because they held little and memory was wanted.
+    /// Huge folios split under memory pressure because they held little data.
     huge_split_for_reclaim: HugeSplitForReclaim, Sum, Count;
-    /// Huge folios made of small ones because the caller asked.
+    /// Huge folios made of small ones because the caller requested it.
     huge_collapsed_for_caller: HugeCollapsedForCaller, Sum, Count;
     /// Huge folios made of small ones in the background.
     huge_collapsed_behind: HugeCollapsedBehind, Sum, Count;
-    /// Collapses given up because somebody used a part or there was no block.
+    /// Collapses abandoned because a folio was in use or no block was available.
     huge_collapse_failed: HugeCollapseFailed, Sum, Count;
-    /// Pages of files given back because they held zeros only, or lay beyond the end.
+    /// File pages given back because they held only zeros, or lay beyond the end of the file.
     cache_thinned: CacheThinned, Sum, Bytes;
-    /// Bytes of clean folios that were dropped to make room.
+    /// Bytes of clean folios that were evicted.
     cache_evicted: CacheEvicted, Sum, Bytes;
-    /// Times that a reader or writer waited for a folio that somebody held.
+    /// Times that a reader or writer waited for a folio that another thread held.
     folios_awaited: FoliosAwaited, Sum, Count;
     /// Bytes read from files behind the page cache, by rings and by blocking calls.
     store_read: StoreRead, Sum, Bytes;
     /// Bytes written to files behind the page cache.
     store_written: StoreWritten, Sum, Bytes;
-    /// Rings for transfers that are open.
+    /// Open rings for transfers.
     rings: Rings, Gauge, Count;
     /// Rings that the kernel refused (io_uring forbidden): threads read and write instead.
     rings_refused: RingsRefused, Sum, Count;
-    /// Pieces of memory that are registered with rings.
+    /// Memory regions registered with rings.
     regions_registered: RegionsRegistered, Gauge, Count;
-    /// Pieces of memory that could not be registered (RLIMIT_MEMLOCK): each transfer looks their pages up.
+    /// Memory regions that could not be registered (RLIMIT_MEMLOCK): each transfer looks up their pages.
     regions_refused: RegionsRefused, Sum, Count;
-    /// Files opened whose file system refused direct transfers: they go through the kernel's page cache.
+    /// Files opened on a file system that refused direct transfers: they use the kernel's page cache.
     stores_buffered: StoresBuffered, Sum, Count;
-    /// Parts of transfers of direct files that went through the kernel's page cache: tails, odd addresses.
+    /// Parts of transfers of direct files that used the kernel's page cache: tails, unaligned addresses.
     transfers_buffered: TransfersBuffered, Sum, Count;
-    /// Transfers of which the system did a part, and that were gone on with.
+    /// Transfers that the system did in part and that were resumed.
     transfers_resumed: TransfersResumed, Sum, Count;
-    /// Transfers that took longer than allowed (a device that hangs): reported, and cancelled.
+    /// Transfers that took longer than allowed (a device that hangs): reported and cancelled.
     transfers_late: TransfersLate, Sum, Count;
-    /// Transfers that ended as given up.
+    /// Transfers that ended as cancelled.
     transfers_cancelled: TransfersCancelled, Sum, Count;
-    /// Transfers that a device did not let go of when their ring was closed: their memory is lost.
+    /// Transfers that a device still held when their ring was closed: their memory is lost.
     transfers_stuck: TransfersStuck, Sum, Count;
     /// Caches of files in memory.
     caches: Caches, Gauge, Count;
-    /// Huge folios split in the background because they held little.
+    /// Huge folios split in the background because they held little data.
     huge_split_behind: HugeSplitBehind, Sum, Count;
-    /// Of the clean folios that were dropped, bytes of such as were not used again after they had come in.
+    /// Bytes of evicted folios that were not used again after they had come in.
     cache_evicted_new: CacheEvictedNew, Sum, Bytes;
-    /// Of the clean folios that were dropped, bytes of such as had been used, but not for long.
+    /// Bytes of evicted folios that had been used again, but not recently.
     cache_evicted_main: CacheEvictedMain, Sum, Bytes;
-    /// Bytes that came in again not long after they had been dropped.
+    /// Bytes read again soon after their eviction.
     cache_recalled: CacheRecalled, Sum, Bytes;
     /// Writes to files behind the page cache, of any length.
     store_writes: StoreWrites, Sum, Count;
-    /// In folios of files with a store that were written to since they were written back last.
+    /// Dirty: in folios of files with a store, changed since the last writeback.
     cache_dirty: CacheDirty, Gauge, Bytes;
-    /// Of it, being written back now.
+    /// Of it, under writeback now.
     cache_writeback: CacheWriteback, Gauge, Bytes;
-    /// Bytes that were written back because they had been dirty for long.
+    /// Bytes written back because they had been dirty for long.
     cache_written_for_age: CacheWrittenForAge, Sum, Bytes;
-    /// Bytes that were written back because too much of their cache was dirty.
+    /// Bytes written back because too much of their cache was dirty.
     cache_written_for_share: CacheWrittenForShare, Sum, Bytes;
-    /// Bytes that were written back because all pages were dirty, and somebody needed one.
+    /// Bytes written back because all pages were dirty and a thread needed one.
     cache_written_for_room: CacheWrittenForRoom, Sum, Bytes;
-    /// Bytes that were written back because the program asked (`sync`).
+    /// Bytes written back because the program requested it (`sync`).
     cache_written_for_sync: CacheWrittenForSync, Sum, Bytes;
-    /// Times that a file could not be written back, or not made safe: what failed stays dirty.
+    /// Times that writeback or sync of a file failed: the data stays dirty.
     cache_write_failed: CacheWriteFailed, Sum, Count;
-    /// Bytes that were lost with the last handle of a file, because they could not be written back.
+    /// Bytes lost with the last handle of a file, because they could not be written back.
     cache_lost: CacheLost, Sum, Bytes;
     /// Times that a writer had to wait because too much was dirty.
     writers_throttled: WritersThrottled, Sum, Count;
-    /// Microseconds that writers have waited for that.
+    /// Microseconds that writers waited for that.
     writers_throttled_us: WritersThrottledUs, Sum, Count;
-    /// Bytes that came from stores before anybody asked for them: readahead, and hints.
+    /// Bytes read from stores ahead of need: readahead and hints.
     read_ahead: ReadAhead, Sum, Bytes;
     /// Of these, bytes of folios that were used.
     read_ahead_used: ReadAheadUsed, Sum, Bytes;
-    /// Of these, bytes of folios that were dropped before anybody used them.
+    /// Of these, bytes of folios that were dropped unused.
     read_ahead_unused: ReadAheadUnused, Sum, Bytes;
-    /// Reads of stores that were started to read ahead.
+    /// Reads of stores started by readahead.
     read_ahead_transfers: ReadAheadTransfers, Sum, Count;
-    /// Calls that waited for a store, or for another's read, for longer than their cache's patience.
+    /// Calls that waited for a store, or for another thread's read, longer than their cache's patience.
     reads_late: ReadsLate, Sum, Count;
-    /// Blocks that slab caches have, counted in `resident` as `cache`.
+    /// Blocks of slab caches, charged to `resident` as `cache`.
     slab_blocks: SlabBlocks, Gauge, Count;
     /// Free blocks of no slab cache that keep their memory: given back on request.
     slab_free: SlabFree, Gauge, Bytes;
     /// Objects of slab caches that were moved.
     slab_moved: SlabMoved, Sum, Count;
-    /// Objects of slab caches that were to be moved and stayed: pinned, busy, refused by their owner, or without a place.
+    /// Objects of slab caches that could not be moved: pinned, busy, refused by their owner, or no free place.
     slab_stayed: SlabStayed, Sum, Count;
-    /// Slabs that were emptied by moving what was in them.
+    /// Slabs emptied by moving their objects.
     slab_emptied: SlabEmptied, Sum, Count;
-    /// Slabs out of use because a callback panicked over them.
+    /// Slabs out of use because a callback panicked while handling them.
     slab_lost: SlabLost, Sum, Count;
-    /// Reserved huge pages (hugetlb) that caches have, filled or not: beside `cache`, and not resident.
+    /// Reserved huge pages (hugetlb) of caches, filled or not: not part of `cache` or `resident`.
     cache_hugetlb: CacheHugetlb, Gauge, Bytes;
-    /// Caches that were to have reserved huge pages and got ordinary memory, since not so many were free.
+    /// Caches that got ordinary memory because too few reserved huge pages were free.
     hugetlb_refused: HugetlbRefused, Sum, Count;
-    /// Slab caches that there are.
+    /// Slab caches.
     slab_caches: SlabCaches, Gauge, Count;
-    /// Steps of defragmentation of slab caches that were made in the background.
+    /// Steps of background defragmentation of slab caches.
     slab_behind_steps: SlabBehindSteps, Sum, Count;
-    /// Nanoseconds of a processor that the thread in the background took for slab caches.
+    /// CPU time, in nanoseconds, of the background thread for slab caches.
     slab_behind_ns: SlabBehindNs, Sum, Count;
-    /// Slab caches that are left alone in the background because a callback panicked.
+    /// Slab caches excluded from background defragmentation because a callback panicked.
     slab_behind_failed: SlabBehindFailed, Sum, Count;
+    /// Empty slabs and idle blocks kept for the next objects of slab caches: given back on request. As of the last measurement.
+    slab_kept: SlabKept, Gauge, Bytes;
+    /// Volatile ranges with a handle, and freed ones that keep their memory: given back on request. As of the last measurement.
+    ranges_giveable: RangesGiveable, Gauge, Bytes;
+    /// Resident memory marked volatile by address: given back on request. As of the last measurement.
+    marked_giveable: MarkedGiveable, Gauge, Bytes;
+    /// Of it, memory that Pagemill did not allocate: not part of `resident`.
+    marked_foreign: MarkedForeign, Gauge, Bytes;
+    /// Freed parts of huge pages of the small allocator: given back after splitting these. As of the last measurement.
+    small_stale: SmallStale, Gauge, Bytes;
+    /// Time of the last measurement of all figures: nanoseconds of `CLOCK_MONOTONIC`.
+    measured_at: MeasuredAt, Moment, Count;
+    /// Panics of stores, policies and callbacks of transfers that were caught on threads in the background.
+    behind_panics: BehindPanics, Sum, Count;
 }
 
-/// Rows that a page has room for.
-const CAPACITY: usize = 128;
+/// The counters of memory that could be given back at once, one per owner.
+pub const GIVEABLE: &[Counter] = &[
+    Counter::HeapFree,
+    Counter::SmallFree,
+    Counter::SmallStale,
+    Counter::RangesGiveable,
+    Counter::MarkedGiveable,
+    Counter::CacheFree,
+    Counter::SlabFree,
+    Counter::SlabKept,
+];
+
+/// Maximum number of counters on a page.
+pub(crate) const CAPACITY: usize = 128;
 const _: () = assert!(TABLE.len() <= CAPACITY);
 
 /// Layout version of [`Figures`].
@@ -321,7 +350,7 @@ pub const VERSION: u32 = 2;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"pagemill");
 
-/// The page: identity, counters, the latest events.
+/// The page: identity, counters, latest events.
 ///
 /// # Invariants
 ///
@@ -336,9 +365,9 @@ pub struct Figures {
     name: [AtomicU64; 2],
     /// Addresses of the arena: first, and one past the last; zeros while there is none.
     arena: [AtomicU64; 2],
-    /// Bumped to wake the helper, which sleeps on it outside of a tree.
+    /// Incremented to wake the helper, which sleeps on it outside a tree.
     wake: AtomicU32,
-    /// The latest request for a list of ranges; another process raises it (`listing`).
+    /// Number of the latest request for a list; another process raises it (`listing`).
     asked: AtomicU32,
     counters: [AtomicU64; CAPACITY],
     pub(crate) ring: Ring,
@@ -372,26 +401,26 @@ impl Figures {
         self.magic.store(MAGIC, std::sync::atomic::Ordering::Release);
     }
 
-    /// Lets whoever sleeps on the page go on.
+    /// Wakes all threads that sleep on the page.
     fn wake_sleepers(&self) {
         self.wake.fetch_add(1, SeqCst);
         futex::wake(&self.wake, i32::MAX, Scope::Shared);
     }
 
-    /// The latest request.
+    /// Number of the latest request.
     pub(crate) fn asked(&self) -> u32 {
         self.asked.load(Relaxed)
     }
 
-    /// Asks: the helper answers all requests up to this number. Says whether it is a new one: of another the helper may have
-    /// looked for the file before it was there.
+    /// Makes a request: the helper answers all requests up to this number. Returns whether the number is new. For a
+    /// number that is not new, the helper may have looked for the request file before it existed.
     pub(crate) fn ask(&self, number: u32) -> bool {
         let before = self.asked.fetch_max(number, SeqCst);
         self.wake_sleepers();
         before < number
     }
 
-    /// Copies the page's figures; `None` if it is not one of ours.
+    /// Copies the page's figures. Returns `None` if it is not a page of this version.
     fn snapshot(&self) -> Option<Snapshot> {
         let version_pid = self.version_pid.load(Relaxed);
         if self.magic.load(Relaxed) != MAGIC || version_pid as u32 != VERSION {
@@ -422,7 +451,7 @@ pub(crate) fn current() -> &'static Figures {
     if page.is_null() { &PRIVATE } else { unsafe { &*page } }
 }
 
-/// The word that the helper sleeps on outside of a tree ([`Scope::Shared`]).
+/// The word that the helper sleeps on outside a tree ([`Scope::Shared`]).
 pub(crate) fn wake_word() -> &'static AtomicU32 {
     &current().wake
 }
@@ -432,7 +461,7 @@ pub(crate) fn wake() {
     loop {
         let page = CURRENT.load(SeqCst);
         current().wake_sleepers();
-        // Published meanwhile: it may sleep on the new page by now.
+        // If the page was published meanwhile, the helper may sleep on the new page by now.
         if page == CURRENT.load(SeqCst) {
             return;
         }
@@ -445,7 +474,7 @@ pub fn add(counter: Counter, amount: u64) {
     current().counters[counter as usize].fetch_add(amount, Relaxed);
 }
 
-/// Takes from a gauge.
+/// Subtracts from a gauge.
 #[inline]
 pub fn sub(counter: Counter, amount: u64) {
     current().counters[counter as usize].fetch_sub(amount, Relaxed);
@@ -457,19 +486,19 @@ pub fn set(counter: Counter, amount: u64) {
     current().counters[counter as usize].store(amount, Relaxed);
 }
 
-/// Raises a peak; says whether it rose.
+/// Raises a peak; returns whether it rose.
 #[inline]
 pub fn raise(counter: Counter, amount: u64) -> bool {
     current().counters[counter as usize].fetch_max(amount, Relaxed) < amount
 }
 
-/// The counter's value now.
+/// The counter's current value.
 #[inline]
 pub fn get(counter: Counter) -> u64 {
     current().counters[counter as usize].load(Relaxed)
 }
 
-/// Says where this process's arena lies, so that others can tell its mappings from the rest.
+/// Publishes the addresses of this process's arena, so that other processes can tell its mappings from the rest.
 pub(crate) fn describe_arena(addresses: Range<usize>) {
     for (word, addr) in current().arena.iter().zip([addresses.start, addresses.end]) {
         word.store(addr as u64, Relaxed);
@@ -497,37 +526,78 @@ impl Snapshot {
         self.values[counter as usize]
     }
 
-    /// The process's name, printable characters only (it comes from a file that others can write).
+    /// Changes a counter of this copy.
+    pub fn set(&mut self, counter: Counter, amount: u64) {
+        self.values[counter as usize] = amount;
+    }
+
+    /// The process's name, printable characters only: it comes from a file that other processes can write.
     pub fn name(&self) -> String {
         let bytes = self.name.iter().take_while(|byte| **byte != 0);
         bytes.map(|byte| if (b' '..=b'~').contains(byte) { char::from(*byte) } else { '?' }).collect()
     }
 
-    /// Bytes that the process would give back at once if asked.
+    /// Bytes that the process would give back at once on request: the sum over all owners of memory.
     pub fn giveable_bytes(&self) -> u64 {
-        let free = self.get(Counter::HeapFree).saturating_add(self.get(Counter::SmallFree));
-        free.saturating_add(self.get(Counter::CacheFree))
-            .saturating_add(self.get(Counter::SlabFree))
-            .min(self.get(Counter::Resident))
+        self.giveable_of_resident().saturating_add(self.get(Counter::MarkedForeign))
     }
 
-    /// Adds the figures of another Pagemill of the same process. Of peaks the sum: it was not higher.
+    /// The part of [`Snapshot::giveable_bytes`] that is in `resident`: all but marked memory that Pagemill did not
+    /// allocate.
+    pub fn giveable_of_resident(&self) -> u64 {
+        let sum = GIVEABLE.iter().fold(0u64, |sum, counter| sum.saturating_add(self.get(*counter)));
+        sum.saturating_sub(self.get(Counter::MarkedForeign)).min(self.get(Counter::Resident))
+    }
+
+    /// How long ago all figures were measured, by this machine's clock; `None` if they never were.
+    pub fn age(&self) -> Option<Duration> {
+        let measured_ns = self.get(Counter::MeasuredAt);
+        (measured_ns > 0).then(|| Duration::from_nanos(clock::fine_ns().saturating_sub(measured_ns)))
+    }
+
+    /// All counters, in the order of [`TABLE`].
+    pub(crate) fn values(&self) -> &[u64; CAPACITY] {
+        &self.values
+    }
+
+    /// A copy of the same process with other counters.
+    pub(crate) fn with_values(&self, values: [u64; CAPACITY]) -> Self {
+        Self { values, ..self.clone() }
+    }
+
+    /// Adds the figures of another Pagemill of the same process. Peaks are added, too: an upper bound of the real peak.
     pub fn add(&mut self, other: &Self) {
-        for (mine, theirs) in self.values.iter_mut().zip(other.values) {
-            *mine = mine.saturating_add(theirs);
+        for row in TABLE {
+            let (mine, theirs) = (&mut self.values[row.counter as usize], other.get(row.counter));
+            *mine = if row.kind == Kind::Moment { (*mine).min(theirs) } else { mine.saturating_add(theirs) };
         }
     }
 
-    /// Adds the figures of a process that has ended: gauges, which are amounts now, stay out.
+    /// Adds the figures of a process that has ended. Gauges, which are current amounts, are left out.
     pub fn absorb_ended(&mut self, other: &Self) {
         for row in TABLE {
             let (mine, theirs) = (&mut self.values[row.counter as usize], other.get(row.counter));
             match row.kind {
                 Kind::Sum => *mine = mine.saturating_add(theirs),
                 Kind::Peak => *mine = (*mine).max(theirs),
-                Kind::Gauge => {}
+                Kind::Gauge | Kind::Moment => {}
             }
         }
+    }
+}
+
+/// The result of `pagemill_figures`, laid out as in include/pagemill.h.
+#[repr(C)]
+pub struct Amounts {
+    pub resident: u64,
+    pub giveable: u64,
+    pub net: u64,
+}
+
+impl Snapshot {
+    pub fn amounts(&self) -> Amounts {
+        let resident = self.get(Counter::Resident);
+        Amounts { resident, giveable: self.giveable_bytes(), net: resident - self.giveable_of_resident() }
     }
 }
 
@@ -542,15 +612,15 @@ pub fn snapshot() -> Snapshot {
 
 /// Moves the figures to a new shared file at `path` and counts there from now on.
 ///
-/// What other threads count during the move is carried over, but for a few instructions at its end.
+/// Counts of other threads during the move are carried over, except within a few instructions at its end.
 ///
 /// # Errors
 ///
-/// What making the file says; the figures stay private then.
+/// The error of creating the file; the figures stay private then.
 pub fn publish(path: &CStr, who: process::Identity) -> io::Result<()> {
     // SAFETY: a new mapping, at no fixed address.
     let map = |access| unsafe { file::map_shared(path, Figures::LEN, access, 0) };
-    // A file of this process's life before an `exec` is taken over: others may be looking at it.
+    // A file of this process from before an `exec` is reused: other processes may be reading it.
     let addr = match map(Access::Create) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => map(Access::Update)?,
         created => created?,
@@ -567,9 +637,9 @@ pub fn publish(path: &CStr, who: process::Identity) -> io::Result<()> {
         to.store(from.load(Relaxed), Relaxed);
     }
     CURRENT.store(addr as *mut Figures, SeqCst);
-    // Who sleeps on the page before is woken here for the last time.
+    // Threads that sleep on the old page are woken here for the last time.
     before.wake_sleepers();
-    // What other threads counted meanwhile.
+    // Add what other threads counted meanwhile.
     for ((to, from), amount) in page.counters.iter().zip(&before.counters).zip(copied) {
         to.fetch_add(from.load(Relaxed).wrapping_sub(amount), Relaxed);
     }
@@ -578,7 +648,11 @@ pub fn publish(path: &CStr, who: process::Identity) -> io::Result<()> {
 }
 
 /// In a fork child: counts from zero, on a private page in the place of the parent's shared one.
-pub fn detach_in_child() {
+///
+/// # Safety
+///
+/// The process is a child that has one thread, and calls this once: whatever is mapped in the page's place is gone.
+pub unsafe fn detach_in_child() {
     let page = CURRENT.load(Relaxed);
     if page.is_null() {
         PRIVATE.counters.iter().for_each(|counter| counter.store(0, Relaxed));
@@ -594,33 +668,44 @@ pub fn detach_in_child() {
 ///
 /// # Errors
 ///
-/// What opening the file says; `InvalidData` if it holds no figures of this version.
+/// The error of opening the file; `InvalidData` if it holds no figures of this version.
 pub fn read(path: &CStr) -> io::Result<Snapshot> {
-    with_page(path, Figures::snapshot)?.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
+    read_of(path, None)
 }
 
-/// Maps the page at `path` read-only while `act` looks at it.
-pub(crate) fn with_page<T>(path: &CStr, act: impl FnOnce(&Figures) -> T) -> io::Result<T> {
-    with_mapped(path, Access::Inspect, act)
+/// As [`read`], but fails with `EACCES` unless `owner` owns the file; `None` skips the check. Root uses it to read
+/// files in other users' folders.
+///
+/// # Errors
+///
+/// As [`read`].
+pub fn read_of(path: &CStr, owner: Option<u32>) -> io::Result<Snapshot> {
+    with_copy(path, owner, Figures::snapshot)?.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
 }
 
-/// As [`with_page`], for who asks that process for something; `InvalidData` if the page is none of ours.
+/// Calls `act` with a copy of the page at `path`. A mapping would be unsafe: the file's user could truncate it
+/// meanwhile, which would kill the reader. Takes 34 KiB of stack.
+pub(crate) fn with_copy<T>(path: &CStr, owner: Option<u32>, act: impl FnOnce(&Figures) -> T) -> io::Result<T> {
+    let mut copy = Figures::new();
+    let start = (&raw mut copy).cast::<u8>();
+    // SAFETY: the bytes of a value that only this function uses; any bits are valid.
+    let bytes = unsafe { std::slice::from_raw_parts_mut(start, size_of::<Figures>()) };
+    file::read_published(path, owner, bytes)?;
+    Ok(act(&copy))
+}
+
+/// Maps the page at `path` while `act` sends a request to that process. Fails with `InvalidData` if it is not a page of
+/// this version.
 pub(crate) fn with_page_of_asked<T>(path: &CStr, act: impl FnOnce(&Figures) -> T) -> io::Result<T> {
-    let is_ours =
-        |page: &Figures| page.magic.load(Relaxed) == MAGIC && page.version_pid.load(Relaxed) as u32 == VERSION;
-    with_mapped(path, Access::Update, |page| is_ours(page).then(|| act(page)))?
-        .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
-}
-
-/// `act` changes nothing of a page that is mapped to [`Access::Inspect`] it.
-fn with_mapped<T>(path: &CStr, access: Access, act: impl FnOnce(&Figures) -> T) -> io::Result<T> {
     // SAFETY: a new mapping, at no fixed address.
-    let addr = unsafe { file::map_shared(path, Figures::LEN, access, 0) }?;
+    let addr = unsafe { file::map_shared(path, Figures::LEN, Access::Update, 0) }?;
     // SAFETY: as in `publish`.
-    let result = act(unsafe { &*(addr as *const Figures) });
-    // SAFETY: nothing of it is used any more.
+    let page = unsafe { &*(addr as *const Figures) };
+    let is_ours = page.magic.load(Relaxed) == MAGIC && page.version_pid.load(Relaxed) as u32 == VERSION;
+    let result = is_ours.then(|| act(page));
+    // SAFETY: nothing uses the mapping any more.
     unsafe { file::unmap(addr, Figures::LEN) };
-    Ok(result)
+    result.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
 }
 
 #[cfg(all(test, not(loom)))]
@@ -635,7 +720,7 @@ mod tests {
         }
     }
 
-    /// Absurd contents are refused or made harmless: a short file, no magic, a name of control characters.
+    /// Absurd contents are rejected or made harmless: a short file, no magic, a name of control characters.
     #[test]
     fn readers_trust_nothing() {
         let folder = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! Atomics, waiting and the coarse clock (loom's or `modelled` ones under `--cfg loom` and `--cfg shuttle`), and a lock that
-//! never allocates.
+//! Atomics, waiting, the coarse clock, and a lock that never allocates. Under `--cfg loom` and `--cfg shuttle` the
+//! atomics are those of loom or of `modelled`.
 #![cfg_attr(loom, allow(dead_code))] // only the atomics are used there
 #![allow(unsafe_code)] // a value behind the lock
 
@@ -36,11 +36,11 @@ use std::sync::atomic::AtomicU32 as Word;
 
 /// A mutual exclusion lock that may be taken inside `malloc`: one word, no allocation, no thread state.
 ///
-/// It guards code, not data: what it protects says so at its field. Held
-/// across `fork` by the forking thread it is released on both sides.
+/// It guards code, not data: each protected field names its lock. If the forking thread holds it across `fork`, it is
+/// released in both processes.
 #[derive(Default)]
 pub struct Lock {
-    /// 0 free, 1 held, 2 held and somebody sleeps.
+    /// 0: free; 1: held; 2: held, with sleepers.
     word: Word,
 }
 
@@ -54,19 +54,19 @@ impl Lock {
         Guard(self)
     }
 
-    /// Takes the lock without a guard; [`Lock::release`] ends it. For `fork` handlers.
+    /// Takes the lock without a guard; [`Lock::release`] releases it. For `fork` handlers.
     pub fn acquire(&self) {
         if self.word.compare_exchange(0, 1, Acquire, Relaxed).is_err() {
             self.acquire_slow();
         }
     }
 
-    /// Takes the lock if nobody has it; says whether it did.
+    /// Takes the lock if it is free; returns whether it did.
     pub fn try_acquire(&self) -> bool {
         self.word.compare_exchange(0, 1, Acquire, Relaxed).is_ok()
     }
 
-    /// As [`Lock::lock`], if nobody has it.
+    /// As [`Lock::lock`], but returns `None` if the lock is held.
     pub fn try_lock(&self) -> Option<Guard<'_>> {
         self.try_acquire().then(|| Guard(self))
     }
@@ -84,7 +84,7 @@ impl Lock {
         }
     }
 
-    /// Gives the lock up. Only the one who has it may.
+    /// Releases the lock. The caller must hold it.
     pub fn release(&self) {
         if self.word.swap(0, Release) == 2 {
             wake_one(&self.word);
@@ -112,7 +112,7 @@ fn wake_all(word: &Word) {
     futex::wake(word, i32::MAX, Scope::Private);
 }
 
-/// Without a timeout until the word has changed, so that a sign which was lost is missed.
+/// Waits, without a timeout, until the word has changed, so that the model detects a lost wake-up.
 #[cfg(shuttle)]
 fn sleep_while(word: &Word, value: u32, timeout: Option<Duration>) {
     pause();
@@ -140,7 +140,7 @@ impl Drop for Guard<'_> {
     }
 }
 
-/// A value that only who has its lock can reach.
+/// A value that is accessible only under its lock.
 #[cfg(not(loom))]
 #[derive(Default)]
 pub(crate) struct Guarded<T> {
@@ -148,7 +148,7 @@ pub(crate) struct Guarded<T> {
     value: std::cell::UnsafeCell<T>,
 }
 
-// SAFETY: one thread at a time reaches the value, through the lock.
+// SAFETY: one thread at a time accesses the value, through the lock.
 #[cfg(not(loom))]
 unsafe impl<T: Send> Sync for Guarded<T> {}
 
@@ -158,14 +158,14 @@ impl<T> Guarded<T> {
         Self { lock: Lock::new(), value: std::cell::UnsafeCell::new(value) }
     }
 
-    /// Lets `act` have the value. It must not come here again.
+    /// Calls `act` with the value under the lock. `act` must not take the same lock.
     pub fn with<R>(&self, act: impl FnOnce(&mut T) -> R) -> R {
         let _guard = self.lock.lock();
         // SAFETY: the lock is held until `act` has returned, so this is the only reference.
         act(unsafe { &mut *self.value.get() })
     }
 
-    /// As [`Guarded::with`], unless somebody has it.
+    /// As [`Guarded::with`], but returns `None` if the lock is held.
     pub fn try_with<R>(&self, act: impl FnOnce(&mut T) -> R) -> Option<R> {
         let is_ours = self.lock.try_acquire();
         is_ours.then(|| {
@@ -175,11 +175,11 @@ impl<T> Guarded<T> {
         })
     }
 
-    /// Takes the lock when the value is so. For `fork` handlers.
+    /// Takes the lock as soon as the value satisfies `is_so`. For `fork` handlers.
     pub fn acquire_when(&self, is_so: impl Fn(&T) -> bool) {
         loop {
             self.lock.acquire();
-            // SAFETY: the lock is held, so nobody changes it.
+            // SAFETY: the lock is held, so no other thread changes the value.
             if is_so(unsafe { &*self.value.get() }) {
                 return;
             }
@@ -188,14 +188,13 @@ impl<T> Guarded<T> {
         }
     }
 
-    /// Ends [`Guarded::acquire_when`].
+    /// Releases the lock of [`Guarded::acquire_when`].
     pub fn release(&self) {
         self.lock.release();
     }
 }
 
-/// Something happens time and again: threads sleep until it does once more. While nobody sleeps, saying so costs two looks at one
-/// line.
+/// A repeated event on which threads can sleep. Without sleepers, raising it costs two accesses to one cache line.
 #[cfg(not(loom))]
 #[derive(Default)]
 pub(crate) struct Signal {
@@ -205,21 +204,21 @@ pub(crate) struct Signal {
 
 #[cfg(not(loom))]
 impl Signal {
-    /// How often it has happened so far.
+    /// Number of events so far.
     pub fn count(&self) -> u32 {
         self.count.load(SeqCst)
     }
 
-    /// It has happened: all who sleep go on.
+    /// Counts an event and wakes all sleepers.
     pub fn raise(&self) {
         self.count.fetch_add(1, SeqCst);
-        // Either a sleeper is seen here, or he sees the count.
+        // Either this thread sees the sleeper, or the sleeper sees the new count.
         if self.sleepers.load(SeqCst) > 0 {
             wake_all(&self.count);
         }
     }
 
-    /// Sleeps while it has not happened since it was `seen`, for that long at most. May return early.
+    /// Sleeps until an event after number `seen`, at most `timeout`. May return early.
     pub fn wait(&self, seen: u32, timeout: Option<Duration>) {
         self.sleepers.fetch_add(1, SeqCst);
         if self.count.load(SeqCst) == seen {
@@ -229,7 +228,7 @@ impl Signal {
     }
 }
 
-/// Waits in short steps: first spinning, for what lasts some microseconds, then giving up the processor.
+/// Backoff for a wait: first spins (100 us), then yields the processor.
 #[cfg(not(loom))]
 pub(crate) struct Patience {
     began_ns: u64,
@@ -256,7 +255,7 @@ impl Patience {
     }
 }
 
-/// Sleeps for some time.
+/// Sleeps for `time`; a zero time returns at once.
 #[cfg(not(any(loom, shuttle)))]
 pub(crate) fn sleep(time: std::time::Duration) {
     if !time.is_zero() {
@@ -269,7 +268,7 @@ pub(crate) fn sleep(_time: std::time::Duration) {
     pause();
 }
 
-/// A value on cache lines of its own.
+/// A value on separate cache lines.
 #[repr(align(128))]
 #[derive(Default)]
 pub(crate) struct Padded<T>(pub T);
@@ -279,7 +278,7 @@ mod tests {
     use super::*;
     use std::sync::atomic::AtomicUsize;
 
-    /// Increments that are not atomic by themselves are all there: the lock excludes.
+    /// Non-atomic increments under the lock are all counted: the lock excludes.
     #[test]
     fn the_lock_excludes() {
         let (lock, count) = (Lock::new(), AtomicUsize::new(0));
@@ -297,7 +296,7 @@ mod tests {
         assert_eq!(lock.word.load(Relaxed), 0);
     }
 
-    /// Two threads that wait for each other in turn, without a timeout: no sign is lost.
+    /// Two threads wait for each other in turn, without a timeout: no wake-up is lost.
     #[test]
     fn signals_are_not_lost() {
         let signals = [Signal::default(), Signal::default()];

@@ -1,8 +1,7 @@
-//! The latest events of this process, on the figures page: what the memory manager decided, and when.
+//! The latest events of this process, on the figures page: the decisions of the memory manager and their times.
 //!
-//! Recording costs some 30 ns and happens only where a system call happens
-//! anyway. Writers race for places; a reader skips an event that is being
-//! written.
+//! Recording costs some 30 ns and happens only next to a system call. Writers reserve entries with an atomic counter; a
+//! reader skips an event that is being written.
 
 use crate::stats;
 use pagemill_sys::clock;
@@ -10,13 +9,13 @@ use std::ffi::CStr;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
-/// Events that a page remembers.
+/// Events that a page keeps.
 const CAPACITY: usize = 1024;
 
-/// What a number of an event is: one, or two side by side.
+/// The meaning of one number of an event: one value, or two packed values.
 struct Number {
     name: &'static str,
-    /// The bits of the first one, and what is above them.
+    /// For packed values: bits of the lower one, and the name of the upper one.
     upper: Option<(u32, &'static str)>,
 }
 
@@ -29,7 +28,7 @@ impl Number {
         self.upper.map_or(lower, |(bits, _)| lower & ((1 << bits) - 1) | upper << bits)
     }
 
-    /// What stands in a number, and what that is.
+    /// Unpacks a number into its names and values.
     fn split(&self, number: u64) -> impl Iterator<Item = (&'static str, u64)> {
         let lower = self.upper.map_or(number, |(bits, _)| number & ((1 << bits) - 1));
         let upper = self.upper.map(|(bits, name)| (name, number >> bits));
@@ -41,12 +40,12 @@ macro_rules! events {
     ($(#[doc = $meaning:literal] $name:ident $text:literal
        ($first:literal $($bits:literal $above:literal)?, $second:literal $($second_bits:literal $second_above:literal)?);)*
     ) => {
-        /// Something that happened, with two numbers, of which each may hold two.
+        /// An event, with two numbers, each of which may hold two values.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(u8)]
         pub enum Event { $(#[doc = $meaning] $name),* }
 
-        /// Of every event: its word, and what its numbers are.
+        /// For each event: its name and the meanings of its numbers.
         const EVENTS: &[(Event, &str, [Number; 2])] = &[$((Event::$name, $text, [
             Number::new($first, &[$(($bits, $above))?]),
             Number::new($second, &[$(($second_bits, $second_above))?]),
@@ -59,51 +58,51 @@ events! {
     Start "start" ("pid", "time_ns");
     /// A block was brought in as a huge page.
     BlockHuge "block_huge" ("block", "resident_bytes");
-    /// A block was to be huge and is not.
+    /// A block was to be huge and got small pages.
     BlockFallback "block_fallback" ("block", "resident_bytes");
-    /// Memory went back because the program asked.
+    /// Memory was given back because the program requested it.
     GivenForProgram "given_for_program" ("wanted_bytes", "freed_bytes");
     /// A block was split to give a part back.
     Split "split" ("block", "freed_bytes");
-    /// A request met the limit.
+    /// A charge met the limit.
     OverLimit "over_limit" ("wanted_bytes", "used_bytes");
-    /// A request was refused.
+    /// A charge was refused.
     Refused "refused" ("wanted_bytes", "used_bytes");
-    /// This process asked its siblings for memory.
+    /// This process requested memory from its siblings.
     AskSiblings "ask_siblings" ("wanted_bytes", "given_bytes");
-    /// A sibling asked this process.
+    /// A sibling requested memory from this process.
     Asked "asked" ("wanted_bytes", "given_bytes");
     /// The process is a fork child from here on.
     Forked "forked" ("pid", "generation");
-    /// Memory went back because the limit of the process or of its tree was reached.
+    /// Memory was given back because the limit of the process or of its tree was reached.
     GivenForLimit "given_for_limit" ("wanted_bytes", "freed_bytes");
-    /// Memory went back because a control group's limit was near.
+    /// Memory was given back because a control group's limit was near.
     GivenForGroup "given_for_group" ("wanted_bytes", "freed_bytes");
-    /// Memory went back because the machine's memory was short.
+    /// Memory was given back because the machine's memory was short.
     GivenForMachine "given_for_machine" ("wanted_bytes", "freed_bytes");
-    /// Memory went back because a sibling asked.
+    /// Memory was given back because a sibling requested it.
     GivenForSibling "given_for_sibling" ("wanted_bytes", "freed_bytes");
-    /// Memory went back because the process had been idle.
-    GivenForIdleness "given_for_idleness" ("wanted_bytes", "freed_bytes");
-    /// Cold memory went back because new memory came in.
+    /// Memory was given back because it was free and not reused for the age of --return.
+    GivenForAge "given_for_age" ("wanted_bytes", "freed_bytes");
+    /// Cold memory was given back because new memory became resident.
     GivenForNew "given_for_new" ("wanted_bytes", "freed_bytes");
-    /// Cold memory went back because somebody waits for memory.
+    /// Cold memory was given back because a thread stalls on memory.
     GivenForStall "given_for_stall" ("wanted_bytes", "freed_bytes");
-    /// Cold memory may be taken by the kernel from here on.
+    /// Cold memory was offered to the kernel, which may take it from here on.
     Offered "offered" ("wanted_bytes", "offered_bytes");
     /// The kernel took memory that was offered.
     Taken "taken" ("block", "taken_bytes");
-    /// The kernel woke the helper: a limit came near (1), somebody waits (2).
+    /// The kernel woke the helper: a limit came near (1), or a thread stalls on memory (2).
     Sign "sign" ("signs", "room_bytes");
     /// Bytes of a volatile range were purged.
     RangePurged "range_purged" ("addr", "purged_bytes");
-    /// A folio of several pages came into being, at a page of a file.
+    /// A folio of several pages was allocated, at a page of a file.
     FolioMade "folio_made" ("page_index" 40 "file", "order" 8 "cache");
     /// A folio of several pages was split.
     FolioSplit "folio_split" ("page_index" 40 "file", "order" 8 "cache");
-    /// Small folios became one of several pages.
+    /// Small folios were collapsed into one of several pages.
     FolioCollapsed "folio_collapsed" ("page_index" 40 "file", "order" 8 "cache");
-    /// A callback of a slab cache panicked in the background, which leaves the cache alone from here on.
+    /// A callback of a slab cache panicked in the background; the cache is not defragmented in the background any more.
     SlabBehindFailed "slab_behind_failed" ("cache", "slabs_lost");
 }
 
@@ -128,7 +127,7 @@ impl Ring {
     }
 
     fn record(&self, event: Event, first: u64, second: u64) {
-        // From 1 on, also in a file of zeros: 0 says that an entry is being written.
+        // Numbers start at 1, also in a file of zeros: 0 marks an entry that is being written.
         let sequence = self.next.fetch_add(1, Relaxed) + 1;
         let entry = &self.entries[sequence as usize % CAPACITY];
         entry.tag.store(0, Relaxed);
@@ -171,7 +170,7 @@ pub struct Recorded {
     /// Monotonic time of the machine.
     pub time_ns: u64,
     pub event: &'static str,
-    /// Two to four, each with what it is.
+    /// Two to four values, each with its name.
     pub numbers: Vec<(&'static str, u64)>,
 }
 
@@ -180,27 +179,32 @@ pub fn event(event: Event, first: u64, second: u64) {
     stats::current().ring.record(event, first, second);
 }
 
-/// As [`event`], for one whose numbers hold two each: the lower and the upper.
+/// As [`event`], for an event whose numbers each pack two values: the lower and the upper.
 pub(crate) fn event_in_parts(event: Event, parts: [(u64, u64); 2]) {
     let (_, _, names) = &EVENTS[event as usize];
     let [first, second] = [0, 1].map(|at| names[at].join(parts[at].0, parts[at].1));
     stats::current().ring.record(event, first, second);
 }
 
-/// The latest events of the process that published its figures at `path`, oldest first.
+/// Reads the latest events of the process that published its figures at `path`, oldest first. `owner` is the user that
+/// must own the file; `None` skips the check.
 ///
 /// # Errors
 ///
-/// What opening the file says.
-pub fn read(path: &CStr) -> io::Result<Vec<Recorded>> {
-    stats::with_page(path, |page| page.ring.read())
+/// The error of opening the file.
+pub fn read(path: &CStr, owner: Option<u32>) -> io::Result<Vec<Recorded>> {
+    let copy = || stats::with_copy(path, owner, |page| page.ring.read());
+    // An entry that was being overwritten during the copy has another sequence number in the second copy.
+    let (mut events, after) = (copy()?, copy()?);
+    events.retain(|event| after.binary_search_by_key(&event.sequence, |event| event.sequence).is_ok());
+    Ok(events)
 }
 
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 
-    /// More events than places: the latest stay, in order.
+    /// With more events than entries the latest are kept, in order.
     #[test]
     fn the_ring_keeps_the_latest() {
         let ring = Ring::new();
@@ -213,7 +217,7 @@ mod tests {
         assert!(events.windows(2).all(|pair| pair[0].sequence + 1 == pair[1].sequence));
     }
 
-    /// Events stand in the order of their numbers, and what shares a number comes apart again.
+    /// Events are in the order of their numbers, and packed values unpack to the same values.
     #[test]
     fn numbers_hold_two() {
         assert!(EVENTS.iter().enumerate().all(|(at, (event, ..))| *event as usize == at));

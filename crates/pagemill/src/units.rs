@@ -1,4 +1,4 @@
-//! Sizes: the OS page, the software page, the block, and bytes for people.
+//! Sizes: the OS page, the software page, the block, and human-readable bytes.
 //!
 //! Nothing outside this file names 4096 or 2 MiB as a number.
 
@@ -6,13 +6,13 @@ use pagemill_sys as sys;
 use std::fmt;
 use std::str::FromStr;
 
-/// Bytes of a block: the unit in which memory comes from and goes back to the system, one huge page.
+/// Bytes of a block, one huge page: the unit in which memory is taken from the system and given back.
 pub const BLOCK_BYTES: usize = 2 << 20;
 
-/// Most OS pages a block can have (they are 4 KiB at least).
+/// Maximum number of OS pages in a block (OS pages have at least 4 KiB).
 pub const MAX_OS_PAGES_PER_BLOCK: usize = BLOCK_BYTES / 4096;
 
-/// Bytes of the kernel's page: 4, 16 or 64 KiB.
+/// Bytes of the OS page: 4, 16 or 64 KiB.
 #[inline]
 pub fn os_page_bytes() -> usize {
     sys::mem::os_page_bytes()
@@ -24,7 +24,7 @@ pub fn os_pages_per_block() -> usize {
     BLOCK_BYTES / os_page_bytes()
 }
 
-/// The unit in which memory is brought in and charged: a power of two, 4 KiB to 8 MiB, chosen at run time.
+/// The unit in which memory becomes resident and is charged: a power of two, 4 KiB to 8 MiB, chosen at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PageSize(u32);
 
@@ -32,12 +32,12 @@ impl PageSize {
     pub const MIN_BYTES: usize = 4 << 10;
     pub const MAX_BYTES: usize = 8 << 20;
 
-    /// The kernel's own page size.
+    /// The OS page size.
     pub fn os() -> Self {
         Self(os_page_bytes().trailing_zeros())
     }
 
-    /// A page of `bytes`, if that is a power of two from the OS page to 8 MiB.
+    /// A page size of `bytes`, if that is a power of two from the OS page to 8 MiB.
     pub fn new(bytes: usize) -> Option<Self> {
         let fits = bytes.is_power_of_two() && (os_page_bytes()..=Self::MAX_BYTES).contains(&bytes);
         fits.then(|| Self(bytes.trailing_zeros()))
@@ -56,12 +56,12 @@ impl FromStr for PageSize {
         let bytes = parse_bytes(text)?;
         Self::new(bytes as usize).ok_or_else(|| {
             let (min, max) = (Bytes(os_page_bytes() as u64), Bytes(Self::MAX_BYTES as u64));
-            format!("{text} is no page size: a power of two from {min} to {max} is")
+            format!("{text} is not a page size: expected a power of two from {min} to {max}")
         })
     }
 }
 
-/// A number of bytes that prints for people: `512 B`, `1.5 MiB`, `64 KiB`.
+/// A number of bytes with a human-readable form: `512 B`, `1.5 MiB`, `64 KiB`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Bytes(pub u64);
 
@@ -78,11 +78,11 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// Reads a size such as `512M`, `64K`, `2GiB`, `1000000`; suffixes are powers of 1024.
+/// Parses a size such as `512M`, `64K`, `2GiB`, `1000000`; suffixes are powers of 1024.
 ///
 /// # Errors
 ///
-/// A sentence that says what is wrong with the text.
+/// A sentence that describes the problem with the text.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let trimmed = text.trim();
     let digits = trimmed.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(trimmed.len());
@@ -93,19 +93,20 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
         "M" => 20,
         "G" => 30,
         "T" => 40,
-        _ => return Err(format!("'{text}' is no size: a number with K, M, G or T is, for example 512M")),
+        _ => return Err(format!("'{text}' is not a size: expected a number with K, M, G or T, for example 512M")),
     };
-    let overflow = || format!("'{text}' is more bytes than there are addresses");
+    let overflow = || format!("'{text}' is more than the address space");
     if let Ok(whole) = number.parse::<u64>() {
         return whole.checked_mul(1 << shift).ok_or_else(overflow);
     }
-    let fraction: f64 =
-        number.parse().map_err(|_| format!("'{text}' is no size: a number with K, M, G or T is, for example 512M"))?;
+    let fraction: f64 = number
+        .parse()
+        .map_err(|_| format!("'{text}' is not a size: expected a number with K, M, G or T, for example 512M"))?;
     let bytes = fraction * (1u64 << shift) as f64;
     if bytes < u64::MAX as f64 { Ok(bytes as u64) } else { Err(overflow()) }
 }
 
-/// As [`parse_bytes`] for whole numbers, without allocating: for the environment of a starting program.
+/// As [`parse_bytes`] for whole numbers, without allocating: for environment variables during program start.
 pub fn parse_plain_bytes(text: &str) -> Option<u64> {
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
     let (number, suffix) = text.split_at(digits);

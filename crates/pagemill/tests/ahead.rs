@@ -1,4 +1,4 @@
-//! What comes before it is asked for: streams that are followed, hints, and how little either takes from others.
+//! Readahead: streams that are followed, hints, and how little either takes from other files.
 
 use pagemill::mapping::policy::{Always, Never};
 use pagemill::mapping::{Advice, Cache, Mapping, Policy, Reuse, Settings, Writeback};
@@ -47,7 +47,7 @@ fn open(cache: &Cache, store: &Slow) -> Mapping {
     cache.open(Arc::new(store.clone())).unwrap()
 }
 
-/// Reads, and looks at some of the bytes.
+/// Reads, and checks some of the bytes.
 fn read(file: &Mapping, offset: usize, len: usize) {
     let mut found = vec![0; len];
     assert_eq!(file.read_at(&mut found, offset as u64).unwrap(), len);
@@ -56,7 +56,7 @@ fn read(file: &Mapping, offset: usize, len: usize) {
     }
 }
 
-/// What has happened since it was made.
+/// Changes since it was created.
 struct Since([u64; 4]);
 
 const COUNTERS: [Counter; 4] =
@@ -74,7 +74,8 @@ impl Since {
     }
 }
 
-/// Nobody waits for another file's store so that something comes ahead, huge or small: where that takes room which is dirty, nothing comes.
+/// Readahead never waits for another file's store, for huge or small folios: if it needs room that is dirty, nothing is
+/// read ahead.
 #[test]
 fn what_comes_ahead_waits_for_no_store() {
     let _alone = alone();
@@ -96,7 +97,7 @@ fn what_comes_ahead_waits_for_no_store() {
     }
 }
 
-/// Forwards and backwards, by small and large reads: nearly all comes ahead, in few transfers, and is used.
+/// Forwards and backwards, in small and large reads: nearly everything is read ahead, in few transfers, and used.
 #[test]
 fn streams_come_ahead() {
     let _alone = alone();
@@ -120,7 +121,7 @@ fn streams_come_ahead() {
     }
 }
 
-/// A record every so often, forwards and backwards: they come ahead, and what lies between them does not.
+/// A record at regular intervals, forwards and backwards: records are read ahead, the bytes between them are not.
 #[test]
 fn strided_reads_come_ahead() {
     let _alone = alone();
@@ -139,7 +140,7 @@ fn strided_reads_come_ahead() {
     }
 }
 
-/// Here and there in a large file, also right after a stream: no byte comes that nobody asked for.
+/// Random reads in a large file, also right after a stream: no unrequested byte is read.
 #[test]
 fn random_reads_start_nothing() {
     let _alone = alone();
@@ -154,7 +155,7 @@ fn random_reads_start_nothing() {
         file.read_at(&mut [0; PAGE], (seed >> 20) / PAGE as u64 * PAGE as u64 % LEN as u64).unwrap();
     }
     assert_eq!(since.get(), [0; 4]);
-    // Whoever says so gets as little in order.
+    // With `Advice::Random` sequential reads start nothing either.
     file.advise(Advice::Random);
     (0..1000).for_each(|page| assert_eq!(file.read_at(&mut [0; PAGE], page * PAGE as u64).unwrap(), PAGE));
     assert_eq!(since.get(), [0; 4]);
@@ -192,7 +193,7 @@ impl Store for Zeros {
     }
 }
 
-/// A file larger than the cache, read twice: what comes ahead is used before it goes, and the limit holds.
+/// A file larger than the cache, read twice: read-ahead pages are used before they are evicted, and the limit holds.
 #[test]
 fn streams_go_on_when_the_cache_is_full() {
     let _alone = alone();
@@ -209,7 +210,7 @@ fn streams_go_on_when_the_cache_is_full() {
     assert!(transfers <= 2 * 64 * 16, "{transfers} transfers for 128 MiB by 128 KiB at most");
 }
 
-/// Huge folios come ahead as a whole.
+/// Huge folios are read ahead as a whole.
 #[test]
 fn huge_folios_come_ahead() {
     let _alone = alone();
@@ -224,7 +225,7 @@ fn huge_folios_come_ahead() {
     assert!(ahead == used && used == (LEN - 3 * cache.huge_bytes()) as u64, "{ahead} {used}");
 }
 
-/// Files of the system: the bytes are right, in every order, beside threads that do the same.
+/// System files: the bytes are right, in every order, with other threads that do the same.
 #[test]
 fn files_of_the_system_come_ahead() {
     let _alone = alone();
@@ -251,7 +252,8 @@ fn files_of_the_system_come_ahead() {
     std::fs::remove_file(&path).unwrap();
 }
 
-/// A reader who needs a page that is on its way waits for it; should that fail he reads it himself, and hears of his own failure only.
+/// A reader that needs a page in flight waits for it. If that read fails, the reader reads it itself, and gets only its
+/// own error.
 #[test]
 fn who_needs_a_page_on_its_way_waits_for_it() {
     let _alone = alone();
@@ -285,7 +287,7 @@ fn who_needs_a_page_on_its_way_waits_for_it() {
     assert!((1..=256).contains(&good));
 }
 
-/// A file is cut, or closed, while much is on its way: nothing old comes back, no memory is lost.
+/// A file is truncated, or closed, with much in flight: no old data comes back, no memory leaks.
 #[test]
 fn what_goes_meanwhile_leaves_nothing() {
     let _alone = alone();
@@ -311,7 +313,7 @@ fn what_goes_meanwhile_leaves_nothing() {
     }
 }
 
-/// Bounded by a share of the cache, and by what room there is: pinned pages stay, and readers find room.
+/// Limited by a share of the cache, and by free room: pinned pages stay, and readers find room.
 #[test]
 fn hints_are_bounded() {
     let _alone = alone();
@@ -329,20 +331,20 @@ fn hints_are_bounded() {
     drop(pins);
     assert!(matches!(file.will_need(u64::MAX, 1), Err(Error::BadOffset { .. })));
     assert_eq!(file.will_need(100 * MIB as u64, 1).unwrap(), 0, "behind the end");
-    // A store that only blocks is not waited for.
+    // A store without asynchronous reads is not waited for.
     let plain = cache.open(Arc::new(MemoryStore::new(bytes(MIB), 512))).unwrap();
     assert_eq!(plain.will_need(0, MIB as u64).unwrap(), 0);
     assert_eq!(cache.create().unwrap().will_need(0, 1).unwrap(), 0);
 }
 
-/// What is used once leaves first: a file that is read again and again stays, whatever is scanned beside it.
+/// Pages used once are evicted first: a file that is read repeatedly stays, whatever is scanned meanwhile.
 #[test]
 fn what_is_used_once_leaves_first() {
     let _alone = alone();
     let (cache, store, other) = (cache(4 * MIB), slow(32 * MIB), slow(3 * MIB));
     let (scanned, kept) = (open(&cache, &store), open(&cache, &other));
     kept.advise(Advice::Random);
-    // Read once only: by its uses it is worth no more than what is scanned.
+    // Read only once: by its uses it is worth no more than the scanned file.
     (0..3 * MIB / PAGE).for_each(|page| read(&kept, page * PAGE, PAGE));
     let reads = other.calls().reads;
     scanned.advise_reuse(Reuse::Once);
@@ -353,7 +355,7 @@ fn what_is_used_once_leaves_first() {
     assert_eq!(other.calls().reads, reads, "pages of the other file went");
 }
 
-/// Clean pages go, wholly inside of what was said; dirty, pinned and neighbouring ones stay.
+/// Clean pages completely inside the range are dropped; dirty, pinned and neighbouring ones stay.
 #[test]
 fn what_is_not_needed_goes() {
     let _alone = alone();

@@ -1,4 +1,4 @@
-//! Calls that do not wait for a store, and such that wait no longer than they may.
+//! Calls that do not wait for a store, and calls with a time limit.
 
 use pagemill::mapping::policy::{Always, Never};
 use pagemill::mapping::{Cache, Mapping, Pin, Policy, Settings};
@@ -97,7 +97,7 @@ fn assert_read(file: &Mapping, offset: usize, expected: &[u8]) {
     assert!(found == expected, "bytes from {offset} on");
 }
 
-/// Futures go from thread to thread, as executors want them to.
+/// Futures move between threads, as executors require.
 #[test]
 fn futures_are_sent() {
     fn sent<F: Future + Send>(_: F) {}
@@ -109,7 +109,7 @@ fn futures_are_sent() {
     kept::<Pin<'static>>();
 }
 
-/// Polled by two threads, each with a waker of its own: the last one is called, once, when the bytes are there.
+/// Polled by two threads, each with its own waker: the last waker is called, once, when the bytes are there.
 #[test]
 fn the_latest_waker_is_called() {
     let (cache, store) = (cache(MIB), slow(MIB / 2));
@@ -201,7 +201,7 @@ fn many_tasks_on_two_threads() {
     assert_eq!(cache.usage().locked, 0);
 }
 
-/// Two tasks and a thread want one page: the store is asked once. Others read other pages meanwhile.
+/// Two tasks and a thread need one page: the store is read once. Others read other pages meanwhile.
 #[test]
 fn a_page_is_read_once() {
     let (cache, store) = (cache(MIB), slow(MIB / 2));
@@ -225,7 +225,7 @@ fn a_page_is_read_once() {
     assert_eq!(store.calls().reads, 2);
 }
 
-/// A range that is fetched is started at once, as far as the cache's share allows; pins of a range come by one transfer.
+/// The fetch of a range starts at once, as far as the cache's share allows; pins of a range need one transfer.
 #[test]
 fn ranges_come_together() {
     let (cache, store) = (cache(16 * MIB), slow(8 * MIB));
@@ -246,7 +246,7 @@ fn ranges_come_together() {
     assert_eq!(store.calls().reads, reads + 1);
 }
 
-/// What a dropped future started goes on; nothing is lost, and the next one finds it.
+/// A read started by a dropped future continues; nothing is lost, and the next reader finds it.
 #[test]
 fn futures_are_dropped_at_any_time() {
     let (cache, store) = (cache(MIB), slow(MIB / 2));
@@ -265,7 +265,8 @@ fn futures_are_dropped_at_any_time() {
     assert_eq!((pin.len_bytes(), store.calls().reads), (PAGE, 1));
 }
 
-/// Whoever started the read hears why it failed; who only waited tries himself. Nothing of it stays in the cache.
+/// The thread that started a read gets its error; a thread that only waited tries itself. Nothing of it stays in the
+/// cache.
 #[test]
 fn each_has_an_error_of_its_own() {
     let (cache, store) = (cache(MIB), slow(MIB / 2));
@@ -278,7 +279,7 @@ fn each_has_an_error_of_its_own() {
     let mut context = Context::from_waker(Waker::noop());
     let (mut starts, mut waits) = (Box::pin(file.fetch(0, 9)), Box::pin(file.fetch(0, 9)));
     assert!(starts.as_mut().poll(&mut context).is_pending() && waits.as_mut().poll(&mut context).is_pending());
-    // The first one has its fate already; from here on all goes well.
+    // The outcome of the first read is decided already; from here on all reads succeed.
     store.set_faults(Faults::default());
     store.release();
     assert!(block_on(starts).is_err() && block_on(waits).is_ok());
@@ -289,7 +290,7 @@ fn each_has_an_error_of_its_own() {
     assert_eq!(block_on(file.read_async(&mut [0; 8], MIB as u64)).unwrap(), 0);
 }
 
-/// A file is cut, or dropped, while a read is on its way: no old bytes, no memory lost, and the store is let go.
+/// A file is truncated, or dropped, with a read in flight: no old bytes, no memory leaked, and the store is released.
 #[test]
 fn what_goes_meanwhile_leaves_nothing() {
     let (cache, store) = (cache(MIB), slow(MIB / 2));
@@ -309,13 +310,13 @@ fn what_goes_meanwhile_leaves_nothing() {
     let file = cache.open(shared.clone()).unwrap();
     store.hold();
     assert!(Box::pin(file.fetch(0, 9)).as_mut().poll(&mut context).is_pending());
-    // Given up, so nobody has to let it go on.
+    // Dropping cancels the read although the store still holds it.
     drop(file);
     assert_eq!((Arc::strong_count(&shared), cache.charged_bytes()), (1, 0));
     store.release();
 }
 
-/// Without room nothing is read, and the caller hears of it; a store that only blocks serves futures as well, and so does none.
+/// Without room nothing is read, and the caller gets an error. Futures also work with a blocking store, and with none.
 #[test]
 fn futures_of_all_kinds_of_files() {
     let (cache, store) = (cache(8 * PAGE), slow(MIB));
@@ -323,7 +324,7 @@ fn futures_of_all_kinds_of_files() {
     let pins: Vec<_> = (0..8).map(|page| block_on(file.pin_async(page * PAGE as u64)).unwrap()).collect();
     assert!(matches!(block_on(file.pin_async(9 * PAGE as u64)).map(drop), Err(Error::NoMemory { .. })));
     drop(pins);
-    // Room is not looked for again at once.
+    // Room is not searched for again at once.
     until(|| block_on(file.fetch(0, MIB as u64)).is_ok());
     drop(file);
     let plain = cache.open(Arc::new(MemoryStore::new(bytes(MIB), 512))).unwrap();
@@ -338,7 +339,7 @@ fn futures_of_all_kinds_of_files() {
     assert_eq!(block_on(in_memory.pin_async(5)).unwrap().len_bytes(), PAGE - 5);
 }
 
-/// Files of the system, by small folios and huge ones: every byte, beside each other.
+/// System files, in small and huge folios: every byte, concurrently.
 #[test]
 fn files_of_the_system_are_read_by_tasks() {
     let len = 8 * MIB + 5000;
@@ -350,7 +351,7 @@ fn files_of_the_system_are_read_by_tasks() {
         let mut to = vec![0; len + 1];
         assert_eq!(block_on(file.read_async(&mut to, 0)).unwrap(), len);
         assert!(to[..len] == bytes(len));
-        // As long as its last read is on its way it is not let go.
+        // As long as its last read is in flight the file is not released.
         let mut context = Context::from_waker(Waker::noop());
         _ = Box::pin(file.fetch(0, 9)).as_mut().poll(&mut context);
         drop(file);
@@ -359,7 +360,7 @@ fn files_of_the_system_are_read_by_tasks() {
     std::fs::remove_file(&path).unwrap();
 }
 
-/// A store that hangs: calls end with the patience, the read goes on, and what it brought serves later calls.
+/// A store that hangs: calls return when their patience ends, the read continues, and its data serves later calls.
 #[test]
 fn calls_wait_no_longer_than_they_may() {
     let patience = Some(Duration::from_millis(20));
@@ -378,14 +379,14 @@ fn calls_wait_no_longer_than_they_may() {
     is_late(file.read_at(&mut [0; 8], PAGE as u64));
     assert!(stats::get(Counter::ReadsLate) >= late + 5);
     assert_eq!(store.calls().reads, 2, "each page is asked for once");
-    // What is there is there; a whole page needs nothing of the store.
+    // Cached data is available; a whole page needs no read from the store.
     assert_eq!(file.write_at(&[9; PAGE], 5 * PAGE as u64).unwrap(), PAGE);
     assert_read(&file, 5 * PAGE, &[9; PAGE]);
     store.release();
     until(|| file.pin_present(0).unwrap().is_some() && file.pin_present(PAGE as u64).unwrap().is_some());
     assert_read(&file, 0, &bytes(MIB)[..2 * PAGE]);
     assert_eq!(store.calls().reads, 2);
-    // With the patience that there is, a read that fails in time says why.
+    // With the given patience, a read that fails in time reports its cause.
     store.set_faults(Faults { fails_after: Some(0), ..Faults::default() });
     until(|| file.read_at(&mut [0; 8], 8 * PAGE as u64).unwrap_err().errno() == 5);
 }

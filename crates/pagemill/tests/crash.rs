@@ -1,7 +1,8 @@
 //! A program that is killed at any moment: each byte that it synced is in the file.
 //!
-//! The program is this test again, with a file to write to. In each round it cuts or lengthens the file now and then, writes some
-//! ranges, syncs all or one of them, and says so; all of that follows from the round's number, so the parent knows what has to be there.
+//! The program is this test again, with a file to write to. In each round it sometimes truncates or extends the file,
+//! writes some ranges, syncs all or one of them, and reports that. Everything follows from the round's number, so the
+//! parent knows the expected contents.
 
 use pagemill::Pagemill;
 use pagemill::mapping::Settings;
@@ -20,7 +21,7 @@ const MOST_BYTES: usize = 300_000;
 const FILE: &str = "PAGEMILL_TEST_CRASH_FILE";
 const SEED: &str = "PAGEMILL_TEST_CRASH_SEED";
 
-/// Numbers that follow from others.
+/// A reproducible sequence of numbers.
 fn mixed(seed: u64, round: u64, at: u64) -> u64 {
     let mut word = (seed << 32 ^ round << 8 ^ at).wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     for shift in [30, 27, 31] {
@@ -29,9 +30,9 @@ fn mixed(seed: u64, round: u64, at: u64) -> u64 {
     word
 }
 
-/// What a round does.
+/// The operations of a round.
 struct Round {
-    /// How long it makes the file, before it writes.
+    /// The new length of the file, set before it writes.
     size: Option<usize>,
     ranges: Vec<(Range<usize>, u8)>,
     /// It syncs the last range only.
@@ -88,7 +89,7 @@ impl Drop for Program {
     }
 }
 
-/// What may be there: of each byte, zero where the file has none, and of its length.
+/// The contents that are allowed: per byte, zero where the file has none; and for its length.
 struct Expected {
     bytes: Vec<Vec<u8>>,
     size: usize,
@@ -130,13 +131,13 @@ impl Expected {
         }
     }
 
-    /// Only the last of these may be.
+    /// From here on only the last of the possible values is allowed in `range`.
     fn settle(&mut self, range: Range<usize>) {
         self.bytes[range].iter_mut().for_each(|may_be| drop(may_be.drain(..may_be.len() - 1)));
     }
 }
 
-/// Runs the program on the file, kills it after a while, looks at each byte. Returns how many rounds were synced.
+/// Runs the program on the file, kills it after a while, checks each byte. Returns how many rounds were synced.
 fn kill_once(path: &Path, seed: u64) -> u64 {
     let mut expected = Expected::new(fs::read(path).unwrap());
     let mut command = Command::new(env::current_exe().unwrap());
@@ -183,6 +184,6 @@ fn synced_bytes_survive_kills() {
     fs::write(&path, vec![0; MOST_BYTES]).unwrap();
     let rounds: Vec<u64> = (0..KILLS).map(|seed| kill_once(&path, seed)).collect();
     fs::remove_file(&path).unwrap();
-    // Each synced one at least, also though the one before was killed just now.
+    // Each run synced at least one round, even if the previous one was killed just now.
     assert!(rounds.iter().all(|rounds| *rounds > 0), "it was killed before it did anything: {rounds:?}");
 }

@@ -1,8 +1,7 @@
-//! Bad input and faults: each is named by its error and changes nothing, and what was refused works again later.
+//! Bad input and faults: each has its error and changes nothing, and refused requests work again later.
 //!
-//! The tests run one after the other, because some read the process's counters
-//! or fork.
-#![allow(unsafe_code)] // frees on purpose what must not be freed, forks, locks memory
+//! The tests run one after the other, because some read the process's counters or fork.
+#![allow(unsafe_code)] // frees invalid pointers on purpose, forks, locks memory
 
 use pagemill::arena::nodes::Nodes;
 use pagemill::arena::{Context, Layout};
@@ -43,13 +42,13 @@ fn filled(pagemill: &Pagemill, size: usize, byte: u8) -> usize {
 }
 
 fn fill(addr: usize, size: usize, byte: u8) {
-    // SAFETY: callers name live allocations of their own.
+    // SAFETY: callers pass live allocations of their own.
     unsafe { std::ptr::write_bytes(addr as *mut u8, byte, size) };
 }
 
-/// Where the first byte that is not `byte` lies.
+/// Position of the first byte that differs from `byte`.
 fn first_other(addr: usize, size: usize, byte: u8) -> Option<usize> {
-    // SAFETY: callers name live allocations that nobody writes meanwhile.
+    // SAFETY: callers pass live allocations that no thread writes meanwhile.
     let bytes = unsafe { std::slice::from_raw_parts(addr as *const u8, size) };
     let expected = [byte; 4096];
     let chunk = bytes.chunks(expected.len()).position(|chunk| *chunk != expected[..chunk.len()])?;
@@ -57,12 +56,12 @@ fn first_other(addr: usize, size: usize, byte: u8) -> Option<usize> {
 }
 
 fn free(pagemill: &Pagemill, addr: usize) {
-    // SAFETY: callers name live allocations that they do not use again.
+    // SAFETY: callers pass live allocations that they do not use again.
     unsafe { pagemill.heap.free(addr) }.unwrap();
 }
 
 fn resize(pagemill: &Pagemill, addr: usize, size: usize) -> usize {
-    // SAFETY: callers name live allocations and use only the address returned.
+    // SAFETY: callers pass live allocations and use only the address returned.
     unsafe { pagemill.heap.resize(addr, size) }.unwrap().as_ptr() as usize
 }
 
@@ -75,14 +74,14 @@ fn settled(pagemill: &Pagemill) -> u64 {
     pagemill.account.resident()
 }
 
-/// Bytes behind a range, as the kernel tells.
+/// Resident bytes of a range, as the kernel reports them.
 fn resident(addr: usize, len: usize) -> u64 {
     let (page, mut pages) = (os_page_bytes(), vec![0u8; len / os_page_bytes()]);
     mem::resident(addr, len, &mut pages).unwrap();
     (pages.iter().filter(|page| **page & 1 == 1).count() * page) as u64
 }
 
-/// No power of two, or more than there are addresses: refused, nothing charged.
+/// Not a power of two, or larger than the address space: refused, nothing charged.
 #[test]
 fn bad_alignments_are_refused() {
     let _alone = alone();
@@ -102,7 +101,8 @@ fn bad_alignments_are_refused() {
     assert_eq!(addr % (1 << 30), 0);
 }
 
-/// Size 0 is an allocation of its own; sizes beyond all addresses are refused, and an allocation to be grown stays.
+/// Size 0 is a separate allocation; sizes beyond the address space are refused, and an allocation that cannot grow
+/// stays.
 #[test]
 fn absurd_sizes_are_refused() {
     let _alone = alone();
@@ -128,7 +128,8 @@ fn absurd_sizes_are_refused() {
     assert_eq!(settled(pagemill), before);
 }
 
-/// The second free of a slot is an error with its address and size, before and after a purge; others stay what they are.
+/// The second free of a slot is an error with its address and size, before and after a purge; other slots stay
+/// unchanged.
 #[test]
 fn a_double_free_is_named() {
     let _alone = alone();
@@ -158,14 +159,15 @@ fn a_double_free_is_named() {
     }
 }
 
-/// The inside of an allocation, an address between slots, and addresses of others are no allocations.
+/// The inside of an allocation, an address between slots, and foreign addresses are not allocations.
 #[test]
 fn foreign_and_interior_frees_are_named() {
     let _alone = alone();
     let pagemill = Pagemill::for_test();
     let (small, big) = (filled(pagemill, 80 * KIB, 1), filled(pagemill, 5 * MIB, 2));
     let extent = pagemill.arena.extent(BLOCK_BYTES, 1).unwrap();
-    pagemill.arena.commit(extent, BLOCK_BYTES).unwrap();
+    // SAFETY: a new extent.
+    unsafe { pagemill.arena.commit(extent, BLOCK_BYTES) }.unwrap();
     let on_stack = 0u64;
     let other = Pagemill::for_test();
     let others = filled(other, 80 * KIB, 3);
@@ -180,7 +182,7 @@ fn foreign_and_interior_frees_are_named() {
         small + 1,
         small + 16 * KIB,
         small + 64 * KIB,
-        small + 80 * KIB, // the next slot of the span: never handed out
+        small + 80 * KIB, // the next slot of the span: never allocated
         big + 64 * KIB,
         big + BLOCK_BYTES,
         big + 6 * MIB,
@@ -200,7 +202,7 @@ fn foreign_and_interior_frees_are_named() {
     free(pagemill, big);
 }
 
-/// A heap of 128 MiB of addresses: full is an error, and what is freed can be had again.
+/// A heap of 128 MiB of addresses: a full heap is an error, and freed memory can be allocated again.
 #[test]
 fn exhausted_address_space_recovers() {
     let _alone = alone();
@@ -234,7 +236,7 @@ fn exhausted_address_space_recovers() {
     assert!(matches!(error, Error::NoAddresses { .. }), "{error}");
 }
 
-/// Without huge pages small ones serve, are charged when measured, and are counted.
+/// Without huge pages small ones are used, charged when measured, and counted.
 #[test]
 fn small_pages_serve_and_are_counted() {
     let _alone = alone();
@@ -251,7 +253,7 @@ fn small_pages_serve_and_are_counted() {
     assert_eq!(settled(pagemill), 0);
 }
 
-/// A slot that was never touched is purged like any other, and is brought in, charged, when it is used again.
+/// A slot that was never touched is purged like any other, and brought in and charged when it is used again.
 #[test]
 fn an_untouched_slot_is_charged_later() {
     let _alone = alone();
@@ -266,17 +268,18 @@ fn an_untouched_slot_is_charged_later() {
     }
 }
 
-/// The kernel refuses huge pages (for this process, here): small ones serve and are counted as a fallback.
+/// The kernel refuses huge pages (for this process): small ones are used and counted as a fallback.
 #[test]
 fn refused_huge_pages_fall_back_to_small_ones() {
     let _alone = alone();
-    // SAFETY: a setting of this process, taken back below.
+    // SAFETY: a setting of this process, reverted below.
     unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 1, 0, 0, 0) };
     let fallbacks = stats::get(Counter::BlocksFallback);
     let pagemill = Pagemill::for_test();
     let addr = filled(pagemill, 500 * KIB, 9);
     let extent = pagemill.arena.extent(BLOCK_BYTES, 1).unwrap();
-    pagemill.arena.commit(extent, 64 * KIB).unwrap();
+    // SAFETY: a new extent.
+    unsafe { pagemill.arena.commit(extent, 64 * KIB) }.unwrap();
     fill(extent, 64 * KIB, 8);
     // SAFETY: as above.
     unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 0, 0, 0, 0) };
@@ -291,7 +294,7 @@ fn refused_huge_pages_fall_back_to_small_ones() {
     assert_eq!(settled(pagemill), 0);
 }
 
-/// A software page comes in as a whole: slots are resident before they are touched, extents by whole pages.
+/// A software page is populated as a whole: slots are resident before they are touched, extents by whole pages.
 #[test]
 fn software_pages_come_in_whole() {
     let _alone = alone();
@@ -308,7 +311,8 @@ fn software_pages_come_in_whole() {
         purge(pagemill);
         assert_eq!(settled(pagemill), 0);
         let extent = pagemill.arena.extent(2 * BLOCK_BYTES, 1).unwrap();
-        pagemill.arena.commit(extent + bytes / 2, os_page_bytes()).unwrap();
+        // SAFETY: a new extent.
+        unsafe { pagemill.arena.commit(extent + bytes / 2, os_page_bytes()) }.unwrap();
         assert_eq!(pagemill.account.resident(), bytes as u64);
         assert_eq!(resident(extent, 2 * BLOCK_BYTES), bytes as u64);
         // SAFETY: committed, not used again.
@@ -318,7 +322,7 @@ fn software_pages_come_in_whole() {
 }
 
 fn run_on(cpu: usize) -> bool {
-    // SAFETY: plain data; concerns this thread only.
+    // SAFETY: plain data; affects this thread only.
     unsafe {
         let mut set: libc::cpu_set_t = std::mem::zeroed();
         libc::CPU_SET(cpu, &mut set);
@@ -326,7 +330,7 @@ fn run_on(cpu: usize) -> bool {
     }
 }
 
-/// Three logical nodes: slots of two of them lie in spans of their own, return home, and serve others in need.
+/// Three logical nodes: slots of two of them lie in separate spans, return to their node, and serve others if needed.
 #[test]
 fn slots_return_to_their_node() {
     let _alone = alone();
@@ -353,7 +357,7 @@ fn slots_return_to_their_node() {
     .unwrap();
 }
 
-/// Over the limit: the numbers are told, nothing is charged, and freeing makes room for exactly that again.
+/// Over the limit: the numbers are reported, nothing is charged, and freeing makes room for exactly that again.
 #[test]
 fn a_refusal_tells_the_numbers_and_ends_with_the_need() {
     let _alone = alone();
@@ -381,7 +385,7 @@ fn a_refusal_tells_the_numbers_and_ends_with_the_need() {
     assert!(settled(pagemill) <= 16 << 20);
 }
 
-/// A limit of nothing: every request is refused, none ends the process.
+/// A limit of zero: every request is refused, none ends the process.
 #[test]
 fn a_limit_of_zero_refuses_everything() {
     let _alone = alone();
@@ -394,8 +398,8 @@ fn a_limit_of_zero_refuses_everything() {
     assert_eq!(pagemill.account.resident(), 0);
 }
 
-/// Calloc of a free slot with fresh pages, at the limit: refused or granted untouched, it loses no slot. 32 MiB slot,
-/// used once; a hog fills the limit; calloc of the slot; without the hog the same slot serves.
+/// Calloc of a free slot with fresh pages, at the limit: refused or granted untouched, it leaks no slot. 32 MiB slot,
+/// used once; a second allocation fills the limit; calloc of the slot; without the second the same slot is returned.
 #[test]
 fn a_calloc_at_the_limit_loses_no_slot() {
     let _alone = alone();
@@ -414,7 +418,7 @@ fn a_calloc_at_the_limit_loses_no_slot() {
     assert_eq!(allocate(pagemill, 32 * MIB), slot, "the slot is lost");
 }
 
-/// Shrinking beyond the limit: it works, or every byte is still there. Two lent slots, touched after both were granted.
+/// Shrinking at the limit: it works, or every byte is still there. Two lent slots, touched after both were granted.
 #[test]
 fn a_refused_shrink_loses_no_byte() {
     let _alone = alone();
@@ -422,7 +426,7 @@ fn a_refused_shrink_loses_no_byte() {
     let addrs = [allocate(pagemill, 8 * MIB), allocate(pagemill, 8 * MIB)];
     addrs.iter().for_each(|addr| fill(*addr, 8 * MIB, 1));
     assert_eq!(settled(pagemill), 16 << 20, "over the limit");
-    // SAFETY: live; the old address is used again only if it stays.
+    // SAFETY: live; the old address is used again only if it is returned.
     let kept = match unsafe { pagemill.heap.resize(addrs[0], MIB) } {
         Ok(_) => MIB,
         Err(_) => 8 * MIB,
@@ -430,7 +434,7 @@ fn a_refused_shrink_loses_no_byte() {
     assert_eq!(first_other(addrs[0], kept, 1), None, "refused, but bytes are lost");
 }
 
-/// Memory that the program has locked cannot be given back, so it is not called zero afterwards.
+/// Memory that the program has locked cannot be given back, so it is not treated as zero afterwards.
 #[test]
 fn locked_memory_is_not_called_zero() {
     let _alone = alone();
@@ -454,7 +458,7 @@ fn locked_memory_is_not_called_zero() {
     }
 }
 
-/// Shrunk to one block and grown again by moving pages: what the program writes then is charged.
+/// Shrunk to one block and grown again by moving pages: what the program writes after that is charged.
 #[test]
 fn a_moved_allocation_is_charged() {
     let _alone = alone();
@@ -489,7 +493,8 @@ fn a_moved_allocation_is_purged_whole() {
     assert_eq!(resident(addr, 512 * MIB) / os_page_bytes() as u64 % 256, 0);
 }
 
-/// Bytes of the usable size beyond what was asked for are the program's too: written, freed and purged, they are gone.
+/// Bytes of the usable size beyond the requested size belong to the program, too: written, freed and purged, they are
+/// gone.
 #[test]
 fn the_tail_of_a_slot_is_purged_with_it() {
     let _alone = alone();
@@ -504,7 +509,8 @@ fn the_tail_of_a_slot_is_purged_with_it() {
     assert_eq!(first_other(again + usable - 8, 8, 0), None, "calloc handed out old bytes");
 }
 
-/// A huge page is split to give a part back; when the rest is freed, all of it goes, also what was never handed out.
+/// A huge page is split to give a part back. When the rest is freed, all of it is given back, including what was never
+/// allocated.
 #[test]
 fn a_split_block_goes_back_whole() {
     let _alone = alone();
@@ -537,7 +543,8 @@ fn a_slot_across_blocks_goes_back_whole() {
     assert_eq!((settled(pagemill), pagemill.heap.free_bytes()), (0, 0));
 }
 
-/// A block that was once a huge page and is lent later may come in whole with one touch: it also goes back whole.
+/// A block that was once a huge page and is lent later may become resident as a whole with one touch; it is also given
+/// back as a whole.
 #[test]
 fn a_block_that_came_in_by_touch_goes_back_whole() {
     let _alone = alone();
@@ -556,8 +563,8 @@ fn a_block_that_came_in_by_touch_goes_back_whole() {
     assert_eq!((settled(pagemill), pagemill.heap.free_bytes()), (0, 0));
 }
 
-/// What the limit made a slot give back is admitted again before the slot is. Half of each block is given back, other
-/// blocks take the room: nothing is left for the halves.
+/// Memory that a slot gave back because of the limit is charged again before the slot is reused. Half of each block is
+/// given back, other blocks take the room: nothing is left for the halves.
 #[test]
 fn a_purged_part_is_admitted_again() {
     let _alone = alone();
@@ -583,7 +590,7 @@ fn a_purged_part_is_admitted_again() {
     assert!(more == 0 && over == 0, "{more} more allocations, {over} bytes over the limit");
 }
 
-/// A block brought in ahead of need belongs to the span that needs it: a free big slot beside it is left alone.
+/// A block brought in ahead of need belongs to the span that needs it: an adjacent free big slot is left alone.
 #[test]
 fn blocks_ahead_of_need_are_the_spans_own() {
     let _alone = alone();
@@ -606,13 +613,16 @@ fn blocks_ahead_of_need_are_the_spans_own() {
 
 /// Runs `act` in a fork child and returns whether it panicked there; its message goes to standard error.
 fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
-    pagemill.before_fork();
+    // SAFETY: `after_fork` follows on both sides, nothing else before it.
+    unsafe { pagemill.before_fork() };
     // SAFETY: the child runs `act` and ends without returning to the test.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0);
     if pid == 0 {
-        pagemill.after_fork();
-        pagemill.begin_child();
+        // SAFETY: after `before_fork`.
+        unsafe { pagemill.after_fork() };
+        // SAFETY: a new child, whose one thread this is.
+        unsafe { pagemill.begin_child() };
         let result = catch_unwind(AssertUnwindSafe(act));
         if let Err(panic) = &result {
             let text = panic.downcast_ref::<String>().map(String::as_str);
@@ -622,7 +632,8 @@ fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
         // SAFETY: ends the child at once.
         unsafe { libc::_exit(i32::from(result.is_err())) };
     }
-    pagemill.after_fork();
+    // SAFETY: after `before_fork`.
+    unsafe { pagemill.after_fork() };
     let mut status = 0;
     // SAFETY: our own child; writes `status`.
     assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
@@ -631,7 +642,7 @@ fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
 
 const FORKED_SIZES: [usize; 6] = [64 * KIB, 300 * KIB, 384 * KIB, MIB, 3 * MIB, 40 * MIB];
 
-/// A fork child reads, writes, frees, purges and allocates what it inherited; the parent's bytes stay as they were.
+/// A fork child reads, writes, frees, purges and allocates inherited memory; the parent's bytes stay unchanged.
 #[test]
 fn a_fork_child_leaves_the_parent_alone() {
     let _alone = alone();
@@ -671,7 +682,7 @@ fn a_fork_child_leaves_the_parent_alone() {
     }
 }
 
-/// A fork child's account starts at nothing and stays believable while it gives inherited memory back.
+/// A fork child's account starts at zero and stays plausible while it gives inherited memory back.
 #[test]
 fn a_fork_child_counts_for_itself() {
     let _alone = alone();
@@ -695,14 +706,15 @@ fn a_fork_child_counts_for_itself() {
     }
 }
 
-/// While a fork child lives the kernel moves only pages that are not shared with it: realloc keeps every byte.
-/// 16 MiB in small pages; the parent has written the first page again, so that one is not shared.
+/// While a fork child lives the kernel moves only pages that are not shared with it: realloc keeps every byte. 16 MiB
+/// in small pages; the parent has rewritten the first page, so that one is not shared.
 #[test]
 fn realloc_beside_a_fork_child_keeps_every_byte() {
     let _alone = alone();
     for (name, pagemill) in [("huge", Pagemill::for_test()), ("small", on_small_pages())] {
         let addr = filled(pagemill, 16 * MIB, 1);
-        pagemill.before_fork();
+        // SAFETY: `after_fork` follows on both sides, nothing else before it.
+        unsafe { pagemill.before_fork() };
         // SAFETY: the child only waits for its end.
         let pid = unsafe { libc::fork() };
         if pid == 0 {
@@ -711,7 +723,8 @@ fn realloc_beside_a_fork_child_keeps_every_byte() {
                 unsafe { libc::pause() };
             }
         }
-        pagemill.after_fork();
+        // SAFETY: after `before_fork`.
+        unsafe { pagemill.after_fork() };
         fill(addr, 3 * os_page_bytes(), 2);
         let addr = resize(pagemill, addr, 64 * MIB);
         let lost = (first_other(addr, 3 * os_page_bytes(), 2), first_other(addr + 3 * os_page_bytes(), MIB, 1));
@@ -727,7 +740,7 @@ fn realloc_beside_a_fork_child_keeps_every_byte() {
     }
 }
 
-/// Lent memory passes the limit only by touching: measured, it is charged, and the next request is refused.
+/// Lent memory exceeds the limit only by touching: measured, it is charged, and the next request is refused.
 #[test]
 fn touched_loans_are_charged() {
     let _alone = alone();
@@ -743,13 +756,14 @@ fn touched_loans_are_charged() {
     filled(pagemill, MIB, 1);
 }
 
-/// A slot that got only the first pages of another's (the rest is shared with a fork child) is not called zero.
+/// A slot that got only the first pages of another (the rest is shared with a fork child) is not treated as zero.
 #[test]
 fn pages_moved_in_part_are_not_called_zero() {
     let _alone = alone();
     let pagemill = on_small_pages();
     let donor = filled(pagemill, 4 * MIB, 1);
-    pagemill.before_fork();
+    // SAFETY: `after_fork` follows on both sides, nothing else before it.
+    unsafe { pagemill.before_fork() };
     // SAFETY: the child only waits for its end.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
@@ -758,7 +772,8 @@ fn pages_moved_in_part_are_not_called_zero() {
             unsafe { libc::pause() };
         }
     }
-    pagemill.after_fork();
+    // SAFETY: after `before_fork`.
+    unsafe { pagemill.after_fork() };
     fill(donor, 3 * os_page_bytes(), 2);
     free(pagemill, donor);
     let found = pagemill.heap.allocate(5 * MIB, 1).unwrap();

@@ -1,4 +1,5 @@
-//! Caches in reserved huge pages: taken with the cache, given back with it, never short in between. Skipped where none can be reserved.
+//! Caches in reserved huge pages: taken with the cache, given back with it, complete in between. Skipped where none can
+//! be reserved.
 
 mod common;
 
@@ -23,13 +24,13 @@ fn number(name: &str) -> Result<u64, String> {
     text.trim().parse().map_err(|_| format!("{path} says {text:?}"))
 }
 
-/// Pages that nobody has, nor a claim to.
+/// Reserved pages that are neither used nor promised.
 fn free() -> u64 {
-    // Not of one moment: while a mapping ends more may be promised than was free just before.
+    // Not sampled once: while a mapping ends, more may be promised than was free just before.
     number("free_hugepages").unwrap().saturating_sub(number("resv_hugepages").unwrap())
 }
 
-/// The kernel is done with what a ring had registered a moment after the ring has gone.
+/// The kernel releases a ring's registered memory a moment after the ring is closed.
 fn assert_becomes_free(pages: u64) {
     let begun = Instant::now();
     while free() != pages && begun.elapsed() < Duration::from_secs(600) {
@@ -38,18 +39,18 @@ fn assert_becomes_free(pages: u64) {
     assert_eq!(free(), pages);
 }
 
-/// Reserved before any of these tests: what a failed one leaves in use counts later, until the process ends.
+/// Reserved before any of these tests: what a failed test leaves in use counts until the process ends.
 fn first_number() -> Result<u64, String> {
     static FIRST: OnceLock<Result<u64, String>> = OnceLock::new();
     FIRST.get_or_init(|| number("nr_hugepages")).clone()
 }
 
-/// More reserved pages, until it is dropped.
+/// Additional reserved pages, until it is dropped.
 struct More(u64);
 
 impl More {
     fn reserve(pages: u64) -> Result<Self, String> {
-        // No thread has a cache for longer than the test that made it.
+        // No thread keeps a cache longer than the test that made it.
         pagemill().caches.collapse_by_hand();
         let path = format!("{RESERVED}/nr_hugepages");
         let more = Self(first_number()?);
@@ -68,7 +69,7 @@ impl Drop for More {
     }
 }
 
-/// Of the length of so many blocks. It has one more than that.
+/// Settings of a cache with a limit of `blocks`. The cache has one block more than that.
 fn settings(blocks: usize, source: Source) -> Settings {
     let page = PageSize::new(PAGE).unwrap();
     Settings { page, policy: Box::new(Always), source, ..Settings::new("reserved", (blocks * BLOCK_BYTES) as u64) }
@@ -89,15 +90,16 @@ fn check(file: &Mapping, bytes: &[u8]) {
     assert!(read == bytes);
 }
 
-/// Bytes of reserved pages that this process has, as the kernel says.
+/// Bytes of reserved pages of this process, as the kernel reports them.
 fn own_bytes() -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("HugetlbPages:")).unwrap();
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
 }
 
-/// A cache has its pages from its making to its end, twice; they are not charged, all of the limit can be used, by huge folios and by
-/// small ones, and nothing goes back in between. What the first left the second does not see.
+/// A cache has its pages from its creation to its end, twice. They are not charged; the whole limit can be used, by
+/// huge and by small folios; and nothing is given back in between. The second cache does not see the first one's
+/// contents.
 #[test]
 fn caches_take_reserved_pages_and_return_them() {
     let _turn = turn();
@@ -121,7 +123,7 @@ fn caches_take_reserved_pages_and_return_them() {
         let usage = cache.usage();
         assert_eq!((usage.is_hugetlb, usage.huge, usage.charged), (true, bytes.len() as u64, bytes.len() as u64));
         assert!(matches!(file.write_at(b"x", bytes.len() as u64), Err(Error::NoMemory { .. })));
-        // One of the huge folios becomes small ones.
+        // One of the huge folios is replaced by small ones.
         file.truncate(2 * BLOCK_BYTES as u64).unwrap();
         cache.set_huge(false);
         let little = cache.create().unwrap();
@@ -159,7 +161,7 @@ fn reserved_pages_are_not_split() {
     assert!(end.iter().all(|byte| *byte == 0));
 }
 
-/// Too few pages: no cache, and it is said why, or one of ordinary memory. No page is lost on the way.
+/// Too few pages: an error with the reason, or a cache of ordinary memory. No page leaks.
 #[test]
 fn shortage_is_told_at_once() {
     let _turn = turn();
@@ -192,7 +194,8 @@ fn shortage_is_told_at_once() {
     assert!(matches!(pagemill().caches.make(endless), Err(Error::NoAddresses { .. })));
 }
 
-/// A fork child has none of the pages, so that nobody needs twice as many; its calls are refused, and the parent's go on.
+/// A fork child has none of the pages, so that not twice as many are needed. Its calls are refused, and the parent's
+/// continue.
 #[test]
 fn children_have_no_reserved_pages() {
     let _turn = turn();
@@ -230,8 +233,8 @@ fn register(queue: &mut Queue, file: &Mapping, len: usize) -> bool {
     false
 }
 
-/// Reserved pages that a ring has registered: nobody asks for them back, a child has none of them after that either, and they
-/// return when the queue goes, which has them longest.
+/// Reserved pages that a ring has registered: they are not wanted back, a child has none of them after that either, and
+/// they are returned when the queue, their last user, is dropped.
 #[test]
 fn registered_reserved_pages_return() {
     let _turn = turn();
@@ -264,7 +267,7 @@ fn registered_reserved_pages_return() {
     }
 }
 
-/// Huge where a range of a file begins with an even number of blocks.
+/// Huge where a range of a file begins at an even block.
 struct EveryOther;
 
 impl Policy for EveryOther {
@@ -273,8 +276,8 @@ impl Policy for EveryOther {
     }
 }
 
-/// There is no memory beyond the limit but for one block: readers and writers of files four times as long find room all the same, in huge
-/// folios and in small ones. Threads that each have a file compare all that they read with what they wrote.
+/// There is no memory beyond the limit except one block. Readers and writers of files four times as long find room
+/// nevertheless, in huge and in small folios. Threads with a file each compare all that they read with what they wrote.
 #[test]
 fn threads_find_room_in_what_is_reserved() {
     let _turn = turn();

@@ -1,4 +1,4 @@
-//! Lists as a process writes them, byte by byte, and while what they list changes.
+//! Lists as a process writes them, byte by byte, and while the listed objects change.
 #![allow(unsafe_code)] // maps memory and marks it
 
 mod common;
@@ -38,7 +38,7 @@ fn handles() -> Vec<Listed> {
     found
 }
 
-/// The layout that ARCHITECTURE.md tells: a head, then a record a range.
+/// The layout that ARCHITECTURE.md documents: a head, then a record per range.
 #[test]
 fn the_layout_is_kept() {
     let _turn = turn();
@@ -51,13 +51,13 @@ fn the_layout_is_kept() {
     assert_eq!(bytes[60..], [0, 1, 0, 0], "a handle, volatile, goes as a whole");
 }
 
-/// A strict mark is told from a plain one, where there are any.
+/// A strict mark is distinguished from a plain one, if there are any.
 #[test]
 fn strict_marks_are_listed_as_such() {
     let _turn = turn();
     let range = pagemill().ranges.allocate(4 << 20, Behaviour::Full).unwrap();
     let half = range.len_bytes() / 2;
-    // SAFETY: the bytes of a held range, to which there are no references; unmarked before it is dropped.
+    // SAFETY: the bytes of a held range without references to them; unmarked before it is dropped.
     let call = |at, mode| unsafe { pagemill().vranges.vrange(range.addr() + at, half, mode, How::Partial) };
     match call(0, Mode::VolatileStrict) {
         Err(Error::Unsupported { what }) => return println!("skipped: {what}"),
@@ -77,7 +77,7 @@ fn strict_marks_are_listed_as_such() {
     }
 }
 
-/// More marks than a list has room for: the file has its bound, and says how many are missing.
+/// More marks than a list has room for: the file is bounded, and reports how many are missing.
 #[test]
 fn a_list_has_a_bound() {
     let _turn = turn();
@@ -88,7 +88,7 @@ fn a_list_has_a_bound() {
     // SAFETY: a new mapping replaces nothing.
     let area = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
     assert_ne!(area, libc::MAP_FAILED);
-    // SAFETY: memory of this test, to which there are no references; unmarked before it is unmapped.
+    // SAFETY: memory of this test without references to it; unmarked before it is unmapped.
     let call = |at: usize, len, mode| unsafe { pagemill().vranges.vrange(area as usize + at, len, mode, How::Full) };
     (0..count).for_each(|index| _ = call(2 * index * page, page, Mode::Volatile).unwrap());
     let bytes = written();
@@ -103,8 +103,8 @@ fn a_list_has_a_bound() {
     unsafe { libc::munmap(area, len) };
 }
 
-/// Handles that are made, marked, pinned and dropped while they are listed: what stays is listed once each time, and nothing
-/// is listed that never was.
+/// Handles are allocated, marked, pinned and dropped while they are listed: those that stay are listed once each time,
+/// and nothing is listed that never existed.
 #[test]
 fn handles_are_listed_while_they_change() {
     let _turn = turn();

@@ -1,4 +1,4 @@
-//! Files in a cache, against a model of plain bytes; bad input; limits; memory that comes back.
+//! Files in a cache, against a model of plain bytes; bad input; limits; returned memory.
 
 mod common;
 
@@ -7,6 +7,7 @@ use pagemill::mapping::policy::{Always, Never};
 use pagemill::mapping::{Cache, Mapping, Settings};
 use pagemill::reclaim::tree::UNLIMITED;
 use pagemill::reclaim::{Reason, Urgency};
+use pagemill::stats::{self, Counter};
 use pagemill::units::{BLOCK_BYTES, PageSize};
 use pagemill::{Error, Pagemill};
 use proptest::prelude::*;
@@ -20,7 +21,7 @@ fn settings(page_bytes: usize, limit_bytes: usize) -> Settings {
     Settings { page: PageSize::new(page_bytes).unwrap(), ..Settings::new("test", limit_bytes as u64) }
 }
 
-/// Nothing is done behind: figures are those of what a test did, however long it took.
+/// Nothing runs in the background: figures are those of the test, however long it took.
 fn by_hand() -> &'static Pagemill {
     let pagemill = Pagemill::for_test();
     pagemill.caches.collapse_by_hand();
@@ -38,7 +39,7 @@ fn read(file: &Mapping, offset: usize, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// What a file does is what a vector of bytes does.
+/// A file behaves like a vector of bytes.
 #[derive(Clone, Debug)]
 enum Step {
     Write { at: Place, len: Length, byte: u8 },
@@ -60,7 +61,7 @@ struct Place(Index, i8);
 #[derive(Clone, Debug)]
 struct Length(Index, u8);
 
-/// Bytes that files of the model have at most.
+/// Maximum size of files in the model.
 const MOST: usize = 11 * MIB;
 
 impl Place {
@@ -105,7 +106,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Does one step to both, and compares what it says.
+/// Applies one step to both, and compares the results.
 fn apply(file: &Mapping, model: &mut Vec<u8>, page: usize, step: &Step) {
     match step {
         Step::Write { at, len, byte } => {
@@ -143,7 +144,7 @@ fn apply(file: &Mapping, model: &mut Vec<u8>, page: usize, step: &Step) {
                 let offset = held.offset() as usize;
                 held.fill(*byte);
                 drop(held);
-                // What lies past the end is not kept.
+                // Bytes past the end are not kept.
                 let end = model.len().min((offset + BLOCK_BYTES.max(page)).min(end_of_folio(file, offset, page)));
                 model[offset..end].fill(*byte);
             }
@@ -204,7 +205,7 @@ fn behaves(page: usize, choose: impl Fn(Settings) -> Settings, steps: &[Step]) {
         apply(&file, &mut model, page, step);
     }
     cache.collapse_waiting(usize::MAX);
-    // What was written is looked at the second time around.
+    // Recently written folios are examined in the second pass.
     (0..2).for_each(|_| _ = cache.thin_waiting(usize::MAX));
     assert!(read(&file, 0, model.len() + 1) == model);
     seeks_agree(&file, &model);
@@ -245,7 +246,7 @@ proptest! {
     }
 }
 
-/// What no file can do is refused, with numbers, and changes nothing.
+/// Impossible requests are refused, with numbers, and change nothing.
 #[test]
 fn bad_input_is_refused() {
     let file = cache(4 * KIB, 4 * MIB).create().unwrap();
@@ -275,7 +276,8 @@ fn bad_input_is_refused() {
     assert!(PageSize::new(3000).is_none() && PageSize::new(16 * MIB).is_none());
 }
 
-/// Over the limit a write is as long as it says, then an error says how much; what is there stays, and room made is used.
+/// Over the limit a write is as long as it reports, then an error reports how much. Existing data stays, and freed room
+/// is used.
 #[test]
 fn writes_end_at_the_limit() {
     let cache = cache(4 * KIB, 40 * KIB);
@@ -292,13 +294,17 @@ fn writes_end_at_the_limit() {
     assert_eq!(file.write_at(&bytes, 50 * KIB as u64).unwrap(), 6 * KIB, "two pages, the first from its middle on");
 }
 
-/// Without a free block small pages serve, and that is counted; nobody sees an error.
+/// Without a free block small pages are used, and that is counted; no error is visible.
 #[test]
 fn huge_folios_fall_back() {
     let pagemill = by_hand();
     let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 3 * MIB) }).unwrap();
     let file = cache.create().unwrap();
+    let counted = || [Counter::HugeAllocated, Counter::HugeFallback].map(stats::get);
+    let before = counted();
     assert_eq!(file.write_at(&vec![7; 3 * MIB], 0).unwrap(), 3 * MIB);
+    // Other tests count, too.
+    assert!(counted().iter().zip(before).all(|(now, before)| *now > before), "{before:?}, {:?}", counted());
     let usage = cache.usage();
     assert_eq!((usage.huge, usage.small), (2 << 20, 1 << 20), "{usage:?}");
     cache.set_huge(false);
@@ -307,7 +313,7 @@ fn huge_folios_fall_back() {
     assert_eq!(cache.usage().huge, 0, "switched off");
 }
 
-/// What huge folios hold for nothing makes room before a write is refused.
+/// Unused parts of huge folios are freed before a write is refused.
 #[test]
 fn empty_parts_of_huge_folios_make_room() {
     let pagemill = by_hand();
@@ -322,7 +328,7 @@ fn empty_parts_of_huge_folios_make_room() {
     assert!(read(&other, 0, MIB) == vec![1; MIB]);
 }
 
-/// Free blocks go back to the system on request, and come again.
+/// Free blocks go back to the system on request, and are taken again.
 #[test]
 fn free_blocks_go_back() {
     let pagemill = by_hand();
@@ -341,7 +347,7 @@ fn free_blocks_go_back() {
     assert_eq!(read(&file, 0, 9), b"again");
 }
 
-/// At the limit of the process, too, huge folios give what they hold for nothing: sixteen with a page each fit into one block.
+/// The process limit also frees the unused parts of huge folios: sixteen with a page each fit into one block.
 #[test]
 fn a_limit_of_the_process_thins_huge_folios() {
     let pagemill = Pagemill::new(Layout::for_test(), 64 * MIB as u64).unwrap();
@@ -356,7 +362,7 @@ fn a_limit_of_the_process_thins_huge_folios() {
     }
 }
 
-/// The last pages that a file can have go like all others.
+/// The last possible pages of a file are freed like all others.
 #[test]
 fn the_last_pages_of_all_go() {
     let pagemill = by_hand();
@@ -371,7 +377,7 @@ fn the_last_pages_of_all_go() {
     assert_eq!((file.read_at(&mut byte, most - 5).unwrap(), byte), (1, [0]));
 }
 
-/// Holes read zero without memory, also where the policy would have liked a folio.
+/// Holes read zero without memory, even if the policy prefers a folio there.
 #[test]
 fn holes_need_no_memory() {
     let pagemill = Pagemill::new(Layout::for_test(), MIB as u64).unwrap();
@@ -383,7 +389,7 @@ fn holes_need_no_memory() {
     assert_eq!(cache.charged_bytes(), 0);
 }
 
-/// A pin whose page has left the file says so when it is written to.
+/// Writing through a pin whose page left the file reports that.
 #[test]
 fn writes_to_a_page_that_left_are_refused() {
     let file = cache(4 * KIB, 8 * MIB).create().unwrap();
@@ -394,7 +400,7 @@ fn writes_to_a_page_that_left_are_refused() {
     assert_eq!(read(&file, 0, 1), [0]);
 }
 
-/// A cache far larger than the machine's memory can be had: addresses are opened as they are used.
+/// A cache far larger than the machine's memory can be created: addresses are opened as they are used.
 #[test]
 fn large_limits_cost_nothing() {
     let layout = Layout { pool_bytes: 4 << 40, ..Layout::for_test() };
@@ -405,7 +411,7 @@ fn large_limits_cost_nothing() {
     assert_eq!(cache.charged_bytes(), 64 * KIB as u64);
 }
 
-/// A file that goes while somebody has a page of it pinned: the pin's bytes stay, the memory comes free with the pin.
+/// A file is dropped while one of its pages is pinned: the pin's bytes stay, and the memory is freed with the pin.
 #[test]
 fn pins_outlive_truncation() {
     let pagemill = by_hand();
@@ -434,7 +440,7 @@ fn pins_outlive_truncation() {
     }
 }
 
-/// Who holds a folio alone sees no other; a truncation in the midst of it is refused, one of the whole of it is not.
+/// An exclusive hold of a folio excludes all others. A truncation inside it is refused, one of the whole folio is not.
 #[test]
 fn held_folios_are_left_alone() {
     let cache = cache(4 * KIB, 8 * MIB);
@@ -455,7 +461,7 @@ fn held_folios_are_left_alone() {
     assert_eq!(read(&file, 4096, 4096), [0; 4096], "what its holder wrote after that is gone");
 }
 
-/// A range is as many pins as it has folios, from its first byte on.
+/// A range has one pin per folio, from its first byte on.
 #[test]
 fn ranges_are_pinned_folio_by_folio() {
     let pagemill = by_hand();
@@ -513,7 +519,8 @@ fn has_a_cache_of_its_own() -> bool {
     file.write_at(b"child", 4094).is_ok() && file.read_at(&mut bytes, 4094).is_ok() && bytes == *b"child"
 }
 
-/// Collapsing takes nothing from who writes at the limit: each page of a file as long as the limit is written once, beside it.
+/// Collapsing takes no room from a writer at the limit: each page of a file as long as the limit is written once,
+/// concurrently.
 #[test]
 fn collapsing_leaves_room_for_writers() {
     let pagemill = by_hand();
@@ -536,7 +543,7 @@ fn collapsing_leaves_room_for_writers() {
     assert_eq!((cache.usage().free, cache.charged_bytes()), (0, 0));
 }
 
-/// A child of the process that made it gets an error, and may make its own.
+/// A fork child gets an error, and may create its own.
 #[test]
 fn a_fork_child_is_refused() {
     let cache = common::pagemill().caches.make(settings(4 * KIB, 8 * MIB)).unwrap();

@@ -1,4 +1,4 @@
-//! The index of a page cache gives its memory back when files become sparse, beside whoever reads and writes.
+//! The index of a page cache gives its memory back when files become sparse, concurrently with readers and writers.
 #![allow(unsafe_code)] // fork
 
 use pagemill::Pagemill;
@@ -12,13 +12,14 @@ use std::time::Duration;
 
 const PAGE: usize = PageSize::MIN_BYTES;
 
-/// Pages that a node of the lowest level has.
+/// Pages per node of the lowest level.
 const SPAN: u64 = 64;
 
-/// Bytes that are written of a page.
+/// Bytes written of a page.
 const SAMPLE: usize = 16;
 
-/// Tests take turns: memory comes back when the readers of all have gone, one of these forks, and figures are the process's.
+/// Tests run one at a time: memory is freed when the readers of all tests are gone, one of these forks, and figures are
+/// the process's.
 fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
@@ -46,14 +47,14 @@ fn punch(file: &Mapping, at: u64) {
     assert_eq!(file.punch_hole(offset(at), PAGE as u64).unwrap(), PAGE as u64);
 }
 
-/// What is there, there; nothing elsewhere.
+/// Existing pages are there, others are not.
 fn assert_has(file: &Mapping, at: u64, is_there: bool) {
     let mut bytes = [0xEE; SAMPLE];
     assert_eq!(file.read_at(&mut bytes, offset(at)).unwrap(), SAMPLE, "{at}");
     assert_eq!(bytes, if is_there { sample(at) } else { [0; SAMPLE] }, "{at}");
 }
 
-/// A file with a page in each of so many nodes, of which one of six stays.
+/// A file with a page in each of `pages` nodes, of which one of six stays.
 fn sparse_file(cache: &Cache, pages: u64) -> Mapping {
     let file = cache.create().unwrap();
     (0..pages).for_each(|at| write(&file, at));
@@ -66,7 +67,7 @@ fn info(pagemill: &Pagemill) -> SlabInfo {
     pagemill.slabs.nodes().unwrap().info().unwrap()
 }
 
-/// Shrinks, also what readers kept for a while.
+/// Shrinks, including what readers kept for a while.
 fn shrink(pagemill: &Pagemill) -> NodeInfo {
     let is_packed = |info: &NodeInfo| info.partial <= 1;
     for _ in 0..20 {
@@ -78,8 +79,8 @@ fn shrink(pagemill: &Pagemill) -> NodeInfo {
     info(pagemill).total
 }
 
-/// One page of six stays, a node each: all bytes are right, before and after, and five of six slabs of nodes have gone; they are in the
-/// figures of the index, which add up.
+/// One page of six stays, one per node: all bytes are right, before and after, and five of six slabs of nodes are
+/// freed. They are in the figures of the index, which add up.
 #[test]
 fn the_index_of_a_sparse_file_is_packed() {
     const PAGES: u64 = 6000;
@@ -104,7 +105,7 @@ fn the_index_of_a_sparse_file_is_packed() {
     assert_eq!(shrink(pagemill), NodeInfo::default());
 }
 
-/// Ends the others, also when this one has failed.
+/// Stops the other threads, also when this one has failed.
 struct Done<'a>(&'a AtomicBool);
 
 impl Drop for Done<'_> {
@@ -113,7 +114,7 @@ impl Drop for Done<'_> {
     }
 }
 
-/// Threads read, write and punch holes, make files and drop them, while another packs the index all the time.
+/// Threads read, write and punch holes, make files and drop them, while another defragments the index constantly.
 #[test]
 fn threads_use_files_while_their_index_is_packed() {
     const PAGES: u64 = 300;
@@ -136,7 +137,7 @@ fn threads_use_files_while_their_index_is_packed() {
         let users: Vec<_> = (0..2)
             .map(|user| {
                 scope.spawn(move || {
-                    // So many, and more until the packer has had its turn.
+                    // At least this many, and more until the defragmenting thread has had its turn.
                     let nothing_moved = || info(pagemill).moved == 0 && !is_done.load(Relaxed);
                     for round in (0..).take_while(|round| *round < ROUNDS || nothing_moved()) {
                         let own = sparse_file(cache, PAGES / 4);
@@ -162,8 +163,8 @@ fn threads_use_files_while_their_index_is_packed() {
     (0..PAGES).step_by(6).for_each(|at| assert_has(&file, at, true));
 }
 
-/// A fork child has an index of its own, lets its parent's files go without a trace, and packs what is its own: it waits for no thread
-/// of its parent's that was reading.
+/// A fork child has its own index, drops its parent's files without effect, and defragments its own: it waits for no
+/// thread of its parent that was reading.
 #[test]
 fn a_fork_child_has_nodes_of_its_own() {
     let _turn = turn();
@@ -180,13 +181,16 @@ fn a_fork_child_has_nodes_of_its_own() {
         }
     });
     is_reading.wait();
-    pagemill.before_fork();
+    // SAFETY: `after_fork` follows on both sides, nothing else before it.
+    unsafe { pagemill.before_fork() };
     // SAFETY: the child ends without returning to the test.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0);
-    pagemill.after_fork();
+    // SAFETY: after `before_fork`.
+    unsafe { pagemill.after_fork() };
     if pid == 0 {
-        pagemill.begin_child();
+        // SAFETY: a new child, whose one thread this is.
+        unsafe { pagemill.begin_child() };
         let act = || {
             let own = sparse_file(&cache(pagemill), 1200);
             drop(file);

@@ -1,4 +1,4 @@
-//! Huge folios that hold little are thinned behind, when nobody has written to them for a while; others stay as they are.
+//! Huge folios that hold little data are split in the background after a while without writes; others stay.
 
 mod common;
 
@@ -21,14 +21,14 @@ fn settings() -> Settings {
     Settings { page, policy: Box::new(Always), ..Settings::new("thin", 64 << 20) }
 }
 
-/// A cache whose work is done by the test, huge wherever it can be.
+/// A cache whose background work is done by the test, huge wherever possible.
 fn cache() -> Cache {
     let caches = Pagemill::for_test().caches;
     caches.collapse_by_hand();
     caches.make(settings()).unwrap()
 }
 
-/// A file with huge folios of which so many pages, from the first on, hold data.
+/// A file with a huge folio for each item of `full_pages`: so many pages from its start hold data.
 fn file(cache: &Cache, full_pages: &[usize]) -> Mapping {
     let file = cache.create().unwrap();
     for (span, pages) in full_pages.iter().enumerate() {
@@ -47,11 +47,11 @@ fn assert_holds(file: &Mapping, full_pages: &[usize]) {
     }
 }
 
-/// Sparse ones shrink, dense ones stay; the second time around, not before. Then nothing is looked at any more.
+/// Sparse folios shrink, dense ones stay; in the second pass, not before. After that nothing is examined any more.
 #[test]
 fn sparse_folios_are_thinned_and_dense_ones_stay() {
     let cache = cache();
-    // A quarter is worth it, less is not.
+    // A quarter is worth a split, less is not.
     let full = [1, PAGES / 2, PAGES - PAGES / 4, PAGES - PAGES / 4 + 1, PAGES];
     let file = file(&cache, &full);
     let split = stats::get(Counter::HugeSplitBehind);
@@ -65,7 +65,7 @@ fn sparse_folios_are_thinned_and_dense_ones_stay() {
     assert_holds(&file, &full);
 }
 
-/// Steps are bounded: each time one sparse folio at most, and none is left out.
+/// Steps are bounded: at most one sparse folio each, and none is left out.
 #[test]
 fn a_step_is_as_long_as_it_says() {
     let cache = cache();
@@ -78,7 +78,7 @@ fn a_step_is_as_long_as_it_says() {
     assert_holds(&file, &full);
 }
 
-/// What is written to between two looks stays, however sparse, and goes once it is left alone. So does what is pinned.
+/// A folio written to between two passes stays, however sparse, and is split once it is left alone. So is a pinned one.
 #[test]
 fn folios_in_use_stay() {
     let cache = cache();
@@ -97,7 +97,7 @@ fn folios_in_use_stay() {
     assert_holds(&file, &[1, 1]);
 }
 
-/// Punching and zeroing make sparse what was known to be dense.
+/// Punching and zeroing make folios sparse that were known to be dense.
 #[test]
 fn what_is_zeroed_is_looked_at_again() {
     let cache = cache();
@@ -113,8 +113,8 @@ fn what_is_zeroed_is_looked_at_again() {
     assert_holds(&file, &[1, 1]);
 }
 
-/// The policy wants huge folios wherever one fits, and gets none for what was thinned: not by reading holes there, nor by
-/// writing what is there; and nothing of zeros comes again to go again.
+/// The policy wants huge folios wherever one fits, and gets none at split places: neither by reading holes there, nor
+/// by rewriting existing data. Zeros are not allocated again only to be freed again.
 #[test]
 fn what_was_thinned_is_not_made_again() {
     let cache = cache();
@@ -128,7 +128,7 @@ fn what_was_thinned_is_not_made_again() {
     let thinned = [(); 2].map(|()| cache.thin_waiting(usize::MAX));
     assert!(thinned.iter().sum::<u64>() > 0);
     let after = cache.usage();
-    // A page of the range of zeros stays.
+    // A page in the zeroed range stays.
     assert_eq!((after.huge, after.small), (0, ((1 + PAGES / 2 + 1) * PAGE) as u64));
     for round in 0..6 {
         assert_holds(&file, &full);
@@ -137,7 +137,7 @@ fn what_was_thinned_is_not_made_again() {
         assert_eq!(cache.thin_waiting(usize::MAX), 0);
         assert_eq!((cache.usage().huge, cache.usage().charged), (0, after.charged));
     }
-    // Once its last page is written the policy is asked again.
+    // Once its last page is written the policy is consulted again.
     file.write_at(&[2; PAGE], 2 * BLOCK - PAGE as u64).unwrap();
     assert_eq!(cache.collapse_waiting(usize::MAX), 1);
 }
@@ -181,7 +181,7 @@ impl Store for Shelf {
     }
 }
 
-/// Files with a store are passed by: what was written to them is still written back.
+/// Files with a store are skipped: their data is still written back.
 #[test]
 fn files_with_a_store_are_left_alone() {
     let (cache, shelf) = (cache(), Arc::new(Shelf::default()));
@@ -195,7 +195,7 @@ fn files_with_a_store_are_left_alone() {
     assert!(bytes[50..150].iter().all(|byte| *byte == 7) && bytes.len() == BLOCK_BYTES);
 }
 
-/// What folios are never split cannot be thinned; nor what is one page.
+/// Folios that are never split are not thinned, and neither are single pages.
 #[test]
 fn whole_folios_stay() {
     let caches = Pagemill::for_test().caches;
@@ -212,8 +212,8 @@ fn threads() -> usize {
     std::fs::read_dir("/proc/self/task").unwrap().count()
 }
 
-/// The background does so by itself, some seconds after the last write. A fork child has no thread for it, until a cache of its own
-/// has something to look at.
+/// The background does this by itself, some seconds after the last write. A fork child has no thread for it until one
+/// of its own caches has something to examine.
 #[test]
 fn the_background_thins_and_a_child_has_none() {
     let cache = common::pagemill().caches.make(settings()).unwrap();

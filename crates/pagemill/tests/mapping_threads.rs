@@ -1,4 +1,4 @@
-//! Files used by many threads at once: nobody sees another's bytes, or bytes of before that nobody wrote there.
+//! Files used by many threads at once: no thread sees another file's bytes, or stale bytes.
 
 use pagemill::mapping::policy::{Always, Auto};
 use pagemill::mapping::{Cache, Mapping, Policy, Settings};
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 const PAGE: usize = 4 << 10;
 const WORD: usize = size_of::<u64>();
 const PAGES: u64 = 1536;
-/// Nothing here takes so long.
+/// Upper bound of any wait here.
 const LONG: Duration = Duration::from_secs(600);
 const LASTS: Duration = Duration::from_millis(if cfg!(debug_assertions) { 1500 } else { 3000 });
 
@@ -19,7 +19,7 @@ fn cache(policy: Box<dyn Policy>, limit_bytes: u64) -> Cache {
     Pagemill::for_test().caches.make(settings).unwrap()
 }
 
-/// What every word of a page says: whose it is.
+/// The stamp in every word of a page: its file and place.
 fn stamp(file: u64, page: u64) -> u64 {
     (file + 1) << 32 | (page + 1)
 }
@@ -50,7 +50,7 @@ fn check(bytes: &[u8], number: u64, page: u64) {
     }
 }
 
-/// Does something that changes which folios there are.
+/// Changes which folios exist.
 fn disturb(file: &Mapping, seed: &mut u64) {
     // Whole words: each is one stamp, or zero.
     let some = |seed: &mut u64, pages: u64| random(seed) % (pages * PAGE as u64) / WORD as u64 * WORD as u64;
@@ -69,7 +69,7 @@ fn disturb(file: &Mapping, seed: &mut u64) {
     }
 }
 
-/// Two files of one cache, so that memory goes from one to the other; writers, readers, pinners and one who truncates,
+/// Two files of one cache, so that memory moves between them; writers, readers, pinners, and a thread that truncates,
 /// punches, splits, collapses and thins.
 fn nobody_sees_anothers_bytes(cache: &Cache) {
     let files = [cache.create().unwrap(), cache.create().unwrap()];
@@ -124,7 +124,7 @@ fn nobody_sees_anothers_bytes(cache: &Cache) {
 }
 
 fn all_comes_back(cache: &Cache) {
-    // The background may be in the midst of a collapse.
+    // The background may be in the middle of a collapse.
     let begun = Instant::now();
     while cache.charged_bytes() > 0 && begun.elapsed() < LONG {
         std::thread::sleep(Duration::from_millis(1));
@@ -147,7 +147,7 @@ fn threads_see_their_own_bytes_in_huge_folios() {
     all_comes_back(&cache);
 }
 
-/// The same where memory is short all the time: huge folios fall back, writes are short, empty parts make room.
+/// The same with memory short all the time: huge folios fall back, writes are short, empty parts are freed.
 #[test]
 fn threads_see_their_own_bytes_at_the_limit() {
     let cache = cache(Box::new(Always), 5 << 20);

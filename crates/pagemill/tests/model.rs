@@ -1,7 +1,7 @@
 //! Heap and extents against a model: random operations, everything checked after each step.
 //!
-//! Each run prints its seed; `PAGEMILL_TEST_SEED` repeats one. The kernel is
-//! asked what is resident, so that the account is compared with a fact.
+//! Each run prints its seed; `PAGEMILL_TEST_SEED` repeats one. The resident bytes are queried from the kernel, so that
+//! the account is compared with facts.
 #![allow(unsafe_code)] // writes to, frees and resizes the allocations under test
 
 use pagemill::arena::Layout;
@@ -23,7 +23,7 @@ const FILLED_BYTES: usize = 1 << 20;
 /// Places of a larger allocation that are written and compared.
 const MARKS: u64 = 8;
 
-/// Most bytes live at a time, and most resident before the run purges.
+/// Maximum bytes live at a time, and maximum resident before the run purges.
 const MAX_LIVE_BYTES: usize = 256 << 20;
 const MAX_RESIDENT_BYTES: u64 = 320 << 20;
 
@@ -36,7 +36,7 @@ fn mix(mut value: u64) -> u64 {
 struct Random(u64);
 
 impl Random {
-    /// A seed of its own for each run and salt, printed, or the one that is to be repeated.
+    /// A new seed for each run and salt, printed, or the one to be repeated.
     fn seeded(what: &str, salt: u64) -> Self {
         let named = std::env::var("PAGEMILL_TEST_SEED").ok().and_then(|text| text.parse().ok());
         let seed = named.unwrap_or_else(|| mix(clock::fine_ns() ^ salt));
@@ -61,7 +61,7 @@ impl Random {
     }
 }
 
-/// What the program wrote, which must stay.
+/// The program's data, which must stay.
 #[derive(Clone, Copy, Debug)]
 struct Contents {
     size: usize,
@@ -87,10 +87,10 @@ impl Contents {
 
     /// # Safety
     ///
-    /// `addr` starts `size` bytes that are the caller's alone.
+    /// `addr` starts `size` bytes that only the caller uses.
     unsafe fn write(self, addr: usize) {
         if self.size <= FILLED_BYTES {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             unsafe { std::ptr::write_bytes(addr as *mut u8, self.byte(), self.size) };
             return;
         }
@@ -104,11 +104,11 @@ impl Contents {
     ///
     /// # Safety
     ///
-    /// `addr` starts `len` bytes that nobody changes meanwhile.
+    /// `addr` starts `len` bytes that no thread changes meanwhile.
     unsafe fn check(self, addr: usize, len: usize, when: &str) {
         let len = len.min(self.size);
         if self.size <= FILLED_BYTES {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             let bytes = unsafe { std::slice::from_raw_parts(addr as *const u8, len) };
             let expected = [self.byte(); 4096];
             let is_intact = bytes.chunks(expected.len()).all(|chunk| *chunk == expected[..chunk.len()]);
@@ -122,7 +122,7 @@ impl Contents {
         }
     }
 
-    /// Bytes that must be resident for these contents to be there.
+    /// Bytes that must be resident to hold these contents.
     fn least_resident(self, addr: usize) -> usize {
         let page = os_page_bytes();
         if self.size <= FILLED_BYTES {
@@ -135,7 +135,7 @@ impl Contents {
     }
 }
 
-/// Bytes behind a range as the kernel tells.
+/// Resident bytes of a range, as the kernel reports them.
 fn resident(base: usize, len: usize) -> u64 {
     const WINDOW_PAGES: usize = 1 << 16;
     let (page, mut pages) = (os_page_bytes(), vec![0u8; WINDOW_PAGES]);
@@ -148,8 +148,8 @@ fn resident(base: usize, len: usize) -> u64 {
     (counts.sum::<usize>() * page) as u64
 }
 
-/// Bytes of memory behind a range. [`resident`] also counts the shared page of zeros, which costs nothing and which
-/// reading untouched memory brings in.
+/// Memory behind a range in bytes. [`resident`] also counts the shared zero page, which costs nothing and which reading
+/// untouched memory maps.
 fn resident_in_memory(start: usize, end: usize) -> u64 {
     let text = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let (mut is_inside, mut kib) = (false, 0);
@@ -167,10 +167,10 @@ fn resident_in_memory(start: usize, end: usize) -> u64 {
 
 /// # Safety
 ///
-/// `addr` starts `size` bytes that nobody writes meanwhile.
+/// `addr` starts `size` bytes that no thread writes meanwhile.
 unsafe fn assert_zero(addr: usize, size: usize, what: &str) {
     let zeros = [0u8; 4096];
-    // Whole up to 4 MiB; beyond, the start of every 64 KiB and the end.
+    // Completely up to 4 MiB; beyond, the start of every 64 KiB and the end.
     let step = if size <= 4 << 20 { zeros.len() } else { 64 << 10 };
     for offset in (0..size).step_by(step).chain([size - size.min(zeros.len())]) {
         let len = zeros.len().min(size - offset);
@@ -275,7 +275,7 @@ impl Model {
 
     fn enter(&mut self, addr: usize, size: usize, align: usize) {
         let contents = Contents { size, seed: self.random.next() };
-        // SAFETY: allocated just now, ours alone.
+        // SAFETY: allocated just now, owned by this test.
         unsafe { contents.write(addr) };
         let usable = self.pagemill.heap.usable_bytes(addr).unwrap();
         self.top = self.top.max(addr + usable);
@@ -300,7 +300,7 @@ impl Model {
     fn resize(&mut self) -> &'static str {
         let Some(addr) = self.pick() else { return "nothing to resize" };
         let (size, _) = self.size_and_align();
-        // SAFETY: live; the old address is used again only if it stays.
+        // SAFETY: live; the old address is used again only if it is returned.
         match unsafe { self.pagemill.heap.resize(addr, size) } {
             Ok(new) => {
                 let old = self.live.remove(&addr).unwrap();
@@ -320,7 +320,7 @@ impl Model {
         let before = self.pagemill.account.resident();
         let freed = self.pagemill.heap.shrink(want, urgency);
         let after = self.pagemill.account.resident();
-        // Settling on the way may find more than was known.
+        // Measuring during the operation may find more than was known.
         assert!(freed == 0 || after <= before.max(after.saturating_sub(freed) + freed), "{before} {freed} {after}");
         "purge"
     }
@@ -342,12 +342,12 @@ impl Model {
             assert!(self.pagemill.heap.contains(addr) && self.pagemill.heap.contains(end - 1), "{when}: {addr:#x}");
             assert_eq!(self.pagemill.heap.usable_bytes(addr).unwrap(), live.usable, "{when}: {addr:#x}");
             assert!(live.usable >= live.contents.size, "{when}: {addr:#x}");
-            // SAFETY: live, and nobody writes.
+            // SAFETY: live, and no thread writes.
             unsafe { live.contents.check(addr, live.contents.size, when) };
         }
     }
 
-    /// The account holds what is written, and not more than the kernel says is there.
+    /// The account covers what is written, and does not exceed what the kernel reports.
     fn compare_with_kernel(&self, step: usize) {
         self.pagemill.account.settle();
         let charged = self.pagemill.account.resident();
@@ -358,7 +358,7 @@ impl Model {
         assert!(charged <= there, "step {step}: {charged} bytes are charged, {there} are resident");
     }
 
-    /// Everything freed and purged: nothing is charged, nothing counts as free, nothing is there.
+    /// Everything freed and purged: nothing is charged, nothing counts as free, nothing is resident.
     fn end(&mut self) {
         while !self.live.is_empty() {
             self.free();
@@ -371,7 +371,7 @@ impl Model {
     }
 }
 
-/// Blocks taken huge from the start.
+/// Huge blocks from the start.
 #[test]
 fn random_operations_keep_every_promise() {
     Model::new("huge", Layout::for_test(), UNLIMITED, 64 << 20).run(350);
@@ -384,7 +384,7 @@ fn random_operations_on_small_pages() {
     Model::new("small pages", layout, UNLIMITED, 64 << 20).run(350);
 }
 
-/// As a program has it: small pages at first, huge ones from 32 MiB on; three logical nodes.
+/// As in a program: small pages at first, huge ones from 32 MiB on; three logical nodes.
 #[test]
 fn random_operations_on_both_kinds_of_pages() {
     let layout = Layout {
@@ -402,12 +402,12 @@ fn random_operations_on_software_pages() {
     Model::new("64 KiB pages", layout, UNLIMITED, 8 << 20).run(300);
 }
 
-/// What is brought in before it is handed out never passes the limit; what was refused works once there is room.
+/// Memory brought in before it is allocated never exceeds the limit; a refused request works once there is room.
 #[test]
 fn the_limit_holds() {
     const LIMIT: u64 = 48 << 20;
     let mut model = Model::new("limit", Layout::for_test(), LIMIT, BLOCK_BYTES - 1);
-    // Blocks split under the limit are lent again: an allocation that met room may add two blocks to it.
+    // Blocks split under the limit are lent again: an allocation that fits may add two blocks to it.
     const LENT: u64 = 2 * BLOCK_BYTES as u64;
     for step in 0..1000 {
         if model.random.below(3) == 0 {
@@ -426,7 +426,7 @@ fn the_limit_holds() {
     assert_eq!(all.len(), 20);
 }
 
-/// Lent memory may pass the limit by what was lent; refusals tell the numbers, and room comes back.
+/// Lent memory may exceed the limit by the lent amount; refusals report the numbers, and room is regained.
 #[test]
 fn the_limit_holds_but_for_what_was_lent() {
     const LIMIT: u64 = 64 << 20;
@@ -448,7 +448,7 @@ fn the_limit_holds_but_for_what_was_lent() {
     model.end();
 }
 
-/// Whether the kernel has lately made huge pages of small ones by itself, anywhere: it fills the gaps between them.
+/// Whether the kernel recently collapsed small pages into huge ones, anywhere: it fills the gaps between them.
 fn has_collapsed() -> bool {
     let count = || std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/khugepaged/pages_collapsed").ok();
     static AT_FIRST: OnceLock<Option<String>> = OnceLock::new();
@@ -459,7 +459,7 @@ fn has_collapsed() -> bool {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Page {
     Unused,
-    /// Committed, and what was written.
+    /// Committed, with the written value.
     Committed(u64),
 }
 
@@ -495,7 +495,8 @@ impl ExtentModel {
 
     fn commit(&mut self) {
         let Some((start, len)) = self.run_of(|page| page == Page::Unused) else { return };
-        self.pagemill.arena.commit(self.addr_of(start), len * os_page_bytes()).unwrap();
+        // SAFETY: pages of the model's extent that are not committed.
+        unsafe { self.pagemill.arena.commit(self.addr_of(start), len * os_page_bytes()) }.unwrap();
         for page in start..start + len {
             let (addr, value) = (self.addr_of(page), self.random.next() | 1);
             // SAFETY: committed just now.
@@ -535,7 +536,7 @@ impl ExtentModel {
         assert!(there <= charged + spare || has_collapsed(), "step {step}: {there} resident, {charged} charged");
     }
 
-    /// A huge page that was not to be had leaves its first small one behind, uncharged.
+    /// A failed huge page leaves its first small page behind, uncharged.
     fn spare_bytes(&self) -> u64 {
         let is_possible = stats::get(Counter::BlocksFallback) > 0;
         if is_possible { (self.pages.len() * 16) as u64 } else { 0 }
@@ -565,7 +566,7 @@ impl ExtentModel {
     }
 }
 
-/// Committed pages keep what was written, recommitted ones read zero, in huge pages.
+/// Committed pages keep their contents, recommitted ones read zero, in huge pages.
 #[test]
 fn extents_in_huge_pages() {
     ExtentModel::new("extents, huge", Layout::for_test()).run(400);
@@ -580,29 +581,31 @@ fn extents_in_small_and_software_pages() {
     }
 }
 
-/// An extent over the limit is refused as a whole; the pages can be had once there is room.
+/// An extent over the limit is refused as a whole; the pages are available once there is room.
 #[test]
 fn extents_mind_the_limit() {
     let pagemill = Pagemill::new(Layout::for_test(), 8 << 20).unwrap();
     let addr = pagemill.arena.extent(32 << 20, 1).unwrap();
     let mut committed = 0;
+    // SAFETY: of the extent above, behind what is committed.
+    let commit = |from: usize, bytes: usize| unsafe { pagemill.arena.commit(addr + from, bytes) };
     // A nested charge may pass the limit once; then it is a debt, which cannot be paid here.
-    while pagemill.arena.commit(addr + committed, BLOCK_BYTES).is_ok() {
+    while commit(committed, BLOCK_BYTES).is_ok() {
         committed += BLOCK_BYTES;
         pagemill.account.pay_debt();
         assert!(committed <= 12 << 20, "far over the limit");
     }
     let before = pagemill.account.resident();
     assert!(before >= 8 << 20);
-    assert!(pagemill.arena.commit(addr + committed, 3 * BLOCK_BYTES).is_err());
+    assert!(commit(committed, 3 * BLOCK_BYTES).is_err());
     assert_eq!(pagemill.account.resident(), before, "a refusal charges nothing");
     // SAFETY: committed above, not used.
     unsafe { pagemill.arena.decommit(addr, committed) };
     assert_eq!(pagemill.account.resident(), 0);
-    pagemill.arena.commit(addr + committed, BLOCK_BYTES).unwrap();
+    commit(committed, BLOCK_BYTES).unwrap();
 }
 
-/// Allocations that one thread leaves for another.
+/// Allocations that one thread passes to another.
 struct Passed {
     allocations: Mutex<Vec<(usize, Contents)>>,
     stop: AtomicBool,
@@ -629,7 +632,7 @@ fn work(pagemill: &Pagemill, passed: &Passed, mut random: Random) {
             3 if !own.is_empty() => {
                 let (addr, old) = own.swap_remove(random.below(own.len() as u64) as usize);
                 let contents = Contents { size: random.size(MIN_BYTES, 8 << 20), seed: random.next() };
-                // SAFETY: live, and this thread's alone.
+                // SAFETY: live, and used by this thread only.
                 unsafe {
                     let addr = pagemill.heap.resize(addr, contents.size).unwrap().as_ptr() as usize;
                     old.check(addr, contents.size, "resize");
@@ -641,7 +644,7 @@ fn work(pagemill: &Pagemill, passed: &Passed, mut random: Random) {
             5 => passed.allocations.lock().unwrap().extend(own.pop()),
             _ if !own.is_empty() => {
                 let (addr, contents) = own.swap_remove(random.below(own.len() as u64) as usize);
-                // SAFETY: live, and this thread's alone.
+                // SAFETY: live, and used by this thread only.
                 unsafe {
                     contents.check(addr, contents.size, "free");
                     pagemill.heap.free(addr).unwrap();
@@ -651,7 +654,7 @@ fn work(pagemill: &Pagemill, passed: &Passed, mut random: Random) {
         }
     }
     for (addr, contents) in own {
-        // SAFETY: live, and this thread's alone.
+        // SAFETY: live, and used by this thread only.
         unsafe {
             contents.check(addr, contents.size, "the end");
             pagemill.heap.free(addr).unwrap();
@@ -678,7 +681,7 @@ fn stress(what: &str, layout: Layout, millis: u64) {
         passed.stop.store(true, Relaxed);
     });
     for (addr, contents) in passed.allocations.into_inner().unwrap() {
-        // SAFETY: live, and nobody else is left.
+        // SAFETY: live, and no other thread is left.
         unsafe {
             contents.check(addr, contents.size, "the end");
             pagemill.heap.free(addr).unwrap();

@@ -1,8 +1,7 @@
 //! Invariant 3: arena, heap, reclaim, volatile, stats and trace never use the global allocator.
 //!
-//! The global allocator of this program ends it when the thread that has
-//! declared a forbidden time allocates or frees. Other threads, the test
-//! harness's, may go on.
+//! The global allocator of this program ends it when the thread that has declared a forbidden section allocates or
+//! frees. Other threads, those of the test harness, may allocate.
 #![allow(unsafe_code)] // a global allocator; frees and forks
 
 use pagemill::arena::nodes::Nodes;
@@ -42,23 +41,23 @@ fn check(what: &str, bytes: usize) {
     }
 }
 
-// SAFETY: the system's allocator, with a look at the thread before each call.
+// SAFETY: the system's allocator, with a check of the thread before each call.
 unsafe impl GlobalAlloc for Watched {
     unsafe fn alloc(&self, request: Request) -> *mut u8 {
         check("allocation", request.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.alloc(request) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, request: Request) {
         check("free", request.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.dealloc(pointer, request) }
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, request: Request, size: usize) -> *mut u8 {
         check("reallocation", size);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.realloc(pointer, request, size) }
     }
 }
@@ -115,7 +114,7 @@ fn exercise_heap(pagemill: &Pagemill) {
         }
         pagemill.measure();
         for (index, addr) in addrs.into_iter().enumerate().filter(|(_, addr)| *addr != 0) {
-            // SAFETY: live; the new address takes the place of the old.
+            // SAFETY: live; the new address replaces the old.
             let new = unsafe { pagemill.heap.resize(addr, sizes[(index + 3) % sizes.len()]) };
             let addr = new.map_or(addr, |new| new.as_ptr() as usize);
             require(pagemill.heap.usable_bytes(addr).is_ok(), "a live allocation has a size");
@@ -146,7 +145,7 @@ fn the_heap_allocates_nothing_elsewhere() {
     });
 }
 
-/// Volatile ranges, made, marked, purged and dropped, by handle and by address; errors included.
+/// Volatile ranges: allocated, marked, purged and dropped, by handle and by address; errors included.
 #[test]
 fn volatile_ranges_allocate_nothing_elsewhere() {
     forbidden(|| {
@@ -181,7 +180,7 @@ fn volatile_ranges_allocate_nothing_elsewhere() {
     });
 }
 
-/// What the helper does for whoever asks for a list.
+/// The helper's work for a process that requests a list.
 #[test]
 fn listing_allocates_nothing_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
@@ -207,7 +206,7 @@ fn listing_allocates_nothing_elsewhere() {
     assert_eq!(std::fs::metadata(folder.path().join("request")).unwrap().len(), 301 * 32);
 }
 
-/// What caches hold is told by the helper, too, which allocates nothing for it.
+/// The helper also lists what caches hold, without allocating.
 #[test]
 fn telling_of_caches_allocates_nothing() {
     let folder = tempfile::tempdir().unwrap();
@@ -229,7 +228,7 @@ fn telling_of_caches_allocates_nothing() {
     assert_eq!((&bytes[32..38], &bytes[168..173]), (&b"tiles\0"[..], &b"rows\0"[..]));
 }
 
-/// Slab caches are told by the helper, which changes their ratios as well.
+/// The helper lists slab caches and changes their ratios.
 #[test]
 fn telling_of_slab_caches_allocates_nothing() {
     let folder = tempfile::tempdir().unwrap();
@@ -269,7 +268,8 @@ fn reclaim_allocates_nothing_elsewhere() {
             require(pagemill.heap.allocate(MIB, 1).is_err(), "the limit was met");
             let Ok(extent) = pagemill.arena.extent(8 * BLOCK_BYTES, 1) else { fatal(format_args!("no extent")) };
             for part in 0..8 {
-                let _ = pagemill.arena.commit(extent + part * BLOCK_BYTES, BLOCK_BYTES);
+                // SAFETY: each part of the extent once.
+                let _ = unsafe { pagemill.arena.commit(extent + part * BLOCK_BYTES, BLOCK_BYTES) };
                 if pagemill.account.has_debt() {
                     pagemill.account.pay_debt();
                 }
@@ -293,13 +293,16 @@ fn extents_allocate_nothing_elsewhere() {
             let Ok(pagemill) = Pagemill::new(layout, UNLIMITED) else { fatal(format_args!("no address space")) };
             let (arena, page) = (pagemill.arena, os_page_bytes());
             let Ok(addr) = arena.extent(4 * BLOCK_BYTES, BLOCK_BYTES) else { fatal(format_args!("no extent")) };
-            require(arena.commit(addr + page, 3 * BLOCK_BYTES).is_ok(), "commit");
+            // SAFETY: of the extent above, not committed.
+            require(unsafe { arena.commit(addr + page, 3 * BLOCK_BYTES) }.is_ok(), "commit");
             // SAFETY: committed above, not used.
             unsafe { arena.decommit(addr + 2 * page, BLOCK_BYTES) };
             arena.split_sparse_extents(u64::MAX);
-            require(arena.commit(addr + 2 * page, page).is_ok(), "commit again");
+            // SAFETY: decommitted above.
+            require(unsafe { arena.commit(addr + 2 * page, page) }.is_ok(), "commit again");
             let Ok(lent) = arena.extent(BLOCK_BYTES, 1) else { fatal(format_args!("no extent")) };
-            require(arena.lend_extent(lent, BLOCK_BYTES).is_ok(), "lend");
+            // SAFETY: a new extent.
+            require(unsafe { arena.lend_extent(lent, BLOCK_BYTES) }.is_ok(), "lend");
             arena.settle_extents();
             require(arena.extent(usize::MAX, 1).is_err(), "no addresses");
             while arena.prefault() {}
@@ -307,7 +310,7 @@ fn extents_allocate_nothing_elsewhere() {
     });
 }
 
-/// Joining a tree, asking it, answering, sweeping, leaving.
+/// Joining a tree, sending a request, answering, sweeping, leaving.
 #[test]
 fn the_tree_allocates_nothing_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
@@ -335,7 +338,7 @@ fn the_tree_allocates_nothing_elsewhere() {
     });
 }
 
-/// Figures, events, and the ways to files that the start of a program takes.
+/// Figures, events, and the file lookups of a starting program.
 #[test]
 fn figures_and_events_allocate_nothing_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
@@ -357,7 +360,7 @@ fn figures_and_events_allocate_nothing_elsewhere() {
     });
 }
 
-/// The kernel's limits are asked inside malloc: no allocation there, found or not.
+/// The kernel's limits are read inside malloc: no allocation there, whether found or not.
 #[test]
 fn limits_are_sampled_without_allocating() {
     let (real, missing) = (Kernel::new(""), Kernel::new("/nowhere"));
@@ -372,7 +375,7 @@ fn limits_are_sampled_without_allocating() {
     });
 }
 
-/// The handlers around `fork`, on both sides, with the heap in use and in a tree.
+/// The handlers around `fork`, in both processes, with the heap in use and in a tree.
 #[test]
 fn fork_handlers_allocate_nothing() {
     let folder = tempfile::tempdir().unwrap();
@@ -381,18 +384,22 @@ fn fork_handlers_allocate_nothing() {
     pagemill.account.join(TreePage::create(&path, 64 << 20).unwrap(), process::own_identity());
     exercise_heap(pagemill);
     let status = forbidden(|| {
-        pagemill.before_fork();
+        // SAFETY: `after_fork` follows on both sides, nothing else before it.
+        unsafe { pagemill.before_fork() };
         // SAFETY: the child goes on with this thread only and ends without returning to the test.
         let pid = unsafe { libc::fork() };
         if pid == 0 {
-            pagemill.after_fork();
-            pagemill.begin_child();
+            // SAFETY: after `before_fork`.
+            unsafe { pagemill.after_fork() };
+            // SAFETY: a new child, whose one thread this is.
+            unsafe { pagemill.begin_child() };
             exercise_heap(pagemill);
             pagemill.account.leave();
             // SAFETY: ends the child at once.
             unsafe { libc::_exit(0) };
         }
-        pagemill.after_fork();
+        // SAFETY: after `before_fork`.
+        unsafe { pagemill.after_fork() };
         exercise_heap(pagemill);
         let mut status = 0;
         // SAFETY: our own child; writes `status`.
@@ -402,10 +409,10 @@ fn fork_handlers_allocate_nothing() {
     assert_eq!(status, 0);
 }
 
-/// The watch itself works: a child that allocates at a forbidden time is ended.
+/// The check itself works: a child that allocates in a forbidden section is ended.
 #[test]
 fn the_watch_notices() {
-    // SAFETY: the child allocates once and ends, one way or the other.
+    // SAFETY: the child allocates once and ends in either case.
     let status = forbidden(|| unsafe {
         let pid = libc::fork();
         if pid == 0 {

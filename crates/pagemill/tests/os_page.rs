@@ -1,4 +1,4 @@
-//! Files in a cache where OS pages are 16 or 64 KiB: processes that are told so, on whatever the kernel has.
+//! Files in a cache where OS pages are 16 or 64 KiB: processes that simulate this, on any kernel.
 
 use pagemill::Pagemill;
 use pagemill::mapping::policy::{Always, Auto, Policy};
@@ -9,7 +9,7 @@ use std::process::Command;
 
 const KIB: usize = 1 << 10;
 
-/// Bytes of an OS page, to a process that is one of these tests.
+/// Bytes of an OS page, for a process that runs one of these tests.
 const OS_PAGE: &str = "OS_PAGE_TEST_BYTES";
 
 const MOST: usize = 5 * BLOCK_BYTES / 2;
@@ -47,7 +47,7 @@ fn caches_here() {
     }
 }
 
-/// Random calls on a file, against a vector of bytes; then all memory comes back.
+/// Random calls on a file, against a vector of bytes; then all memory is returned.
 fn files_are_bytes(page: PageSize, policy: Box<dyn Policy>) {
     let pagemill = Pagemill::for_test();
     pagemill.caches.collapse_by_hand();
@@ -81,7 +81,7 @@ fn below(seed: &mut u64, end: usize) -> usize {
     (*seed >> 8) as usize % end
 }
 
-/// One call, to both. Offsets lie near borders of pages and of what the kernel calls one.
+/// One call on both. Offsets lie near borders of pages and of OS pages.
 fn apply(cache: &Cache, file: &Mapping, model: &mut Vec<u8>, page: usize, seed: &mut u64) {
     let unit = [page, 4 * KIB][below(seed, 2)];
     let at = (below(seed, MOST / unit + 1) * unit + below(seed, 3)).saturating_sub(1).min(MOST);

@@ -1,4 +1,4 @@
-//! Pages fetched by one thread, many at a time: from files of the system and from other stores.
+//! Pages fetched by one thread, many at a time: from system files and from other stores.
 
 use pagemill::mapping::policy::{Always, Never};
 use pagemill::mapping::{Cache, Fetch, Mapping, Policy, Queue, Settings};
@@ -14,7 +14,7 @@ const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 const LONG: Duration = Duration::from_secs(600);
 
-/// A file that is removed with it.
+/// A file that is removed on drop.
 struct Scratch(std::path::PathBuf);
 
 impl Scratch {
@@ -45,7 +45,7 @@ fn cache(policy: Box<dyn Policy>, limit_bytes: usize) -> Cache {
     Pagemill::for_test().caches.make(settings).unwrap()
 }
 
-/// Takes all that is on its way; each token must be told once, and have come.
+/// Takes everything in flight; each token must be reported once, with its page.
 fn drain(queue: &mut Queue, told: &mut BTreeSet<u64>) {
     while !queue.is_empty() {
         queue.wait(1, LONG).unwrap();
@@ -66,8 +66,8 @@ fn assert_bytes(file: &Mapping, expected: &[u8]) {
     assert!(found[..expected.len()] == *expected);
 }
 
-/// Every page of a file, in a mixed order, by a queue that is always full: each is told once, and there without the store. A
-/// last page in part is no other.
+/// Every page of a file, in a mixed order, by a queue that is always full: each is reported once, and cached. A last
+/// partial page is treated the same.
 #[test]
 fn all_pages_come_once() {
     let len = 4 * MIB + 100;
@@ -95,7 +95,7 @@ fn all_pages_come_once() {
     }
 }
 
-/// More than the cache holds: others make room. Huge folios come as one.
+/// More than the cache holds: other pages are evicted. Huge folios arrive as one.
 #[test]
 fn what_does_not_fit_makes_room() {
     let len = 16 * MIB;
@@ -121,8 +121,8 @@ fn what_does_not_fit_makes_room() {
     }
 }
 
-/// Whoever wants a page now does not wait for the owner of a queue, least of all for himself; it is told all the same. What is written
-/// meanwhile is not undone.
+/// A thread that needs a page now does not wait for the owner of a queue, not even for itself; the queue reports it
+/// nevertheless. Concurrent writes are not undone.
 #[test]
 fn nobody_waits_for_a_queue() {
     let len = 64 * PAGE;
@@ -145,7 +145,7 @@ fn nobody_waits_for_a_queue() {
     assert!(fs::read(&scratch.0).unwrap() == expected);
 }
 
-/// Two queues want the same pages: one reads each, both are told.
+/// Two queues request the same pages: one reads each, both report it.
 #[test]
 fn two_queues_share_pages() {
     let len = 16 * PAGE;
@@ -166,7 +166,7 @@ fn two_queues_share_pages() {
     assert_eq!(cache.charged_bytes(), len as u64);
 }
 
-/// A page that the queue is bringing in already is told with that read, and nobody has to look after it meanwhile.
+/// A page that the queue is reading already is reported with that read, without further polling.
 #[test]
 fn pages_are_asked_for_twice() {
     let scratch = Scratch::new("twice", 8 * PAGE);
@@ -182,7 +182,7 @@ fn pages_are_asked_for_twice() {
     assert_eq!(told, BTreeSet::from([0, 1, 2]));
 }
 
-/// A file that is cut, dropped, or whose queue is dropped while pages are on their way: no old bytes, no memory lost.
+/// A file is truncated or dropped, or its queue is dropped, while pages are in flight: no old bytes, no memory leaked.
 #[test]
 fn what_goes_meanwhile_leaves_nothing() {
     let len = 64 * PAGE;
@@ -205,7 +205,7 @@ fn what_goes_meanwhile_leaves_nothing() {
     expected[..10].copy_from_slice(&bytes(len)[..10]);
     assert_bytes(&file, &expected);
     drop(file);
-    // The last handle has brought that to the store.
+    // The last handle wrote that to the store.
     assert_bytes(&cache.open(scratch.store()).unwrap(), &expected);
 
     let scratch = Scratch::new("left", len);
@@ -221,7 +221,7 @@ fn what_goes_meanwhile_leaves_nothing() {
     assert_eq!(cache.charged_bytes(), 0);
 }
 
-/// Refused with what it says, and nothing changes.
+/// Refused with an error, and without effect.
 #[test]
 fn bad_input_is_refused() {
     let scratch = Scratch::new("bad", 4 * PAGE);

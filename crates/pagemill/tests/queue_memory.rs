@@ -1,5 +1,5 @@
-//! Memory of a cache that queues have registered: right bytes whatever comes and goes, given back when asked for; and reads from stores
-//! that are no files of the system.
+//! Memory of a cache that queues have registered: right bytes whatever changes, given back on request; and reads from
+//! stores that are not system files.
 #![allow(unsafe_code)] // polls descriptors, forks
 
 use pagemill::mapping::policy::{Always, Never};
@@ -22,17 +22,17 @@ const MIB: usize = 1 << 20;
 const HUGE: usize = 2 * MIB;
 const LONG: Duration = Duration::from_secs(600);
 
-/// Of files that do not fit into their caches.
+/// For files that do not fit into their caches.
 const FILE_BYTES: usize = 20 * MIB;
 
-/// Says that this is the part of a test that a child does, and with which file.
+/// Names the part of a test that a child runs, and its file.
 const PART: &str = "QUEUE_MEMORY_PART";
 
 fn pattern(at: usize, seed: u8) -> u8 {
     (at / 509 % 251) as u8 ^ seed
 }
 
-/// A file of so many bytes, no two pages of which are alike.
+/// A file of this many bytes; no two pages are alike.
 fn file(folder: &Path, seed: u8) -> PathBuf {
     let path = folder.join(format!("file-{seed}"));
     fs::write(&path, (0..FILE_BYTES).map(|at| pattern(at, seed)).collect::<Vec<_>>()).unwrap();
@@ -54,7 +54,7 @@ fn open(cache: &Cache, path: &Path) -> Mapping {
     cache.open(Arc::new(FileStore::open_read_only(path).unwrap())).unwrap()
 }
 
-/// Waits for one page at least, and looks at each that came: its offset is its token.
+/// Waits for at least one page, and checks each that arrived: its offset is its token.
 fn take(queue: &mut Queue, file: &Mapping, seed: u8) {
     queue.wait(1, LONG).unwrap();
     while let Some(fetched) = queue.next() {
@@ -88,7 +88,7 @@ fn read_all(queue: &mut Queue, file: &Mapping, step: usize, seed: u8) {
     }
 }
 
-/// Reads until the memory is registered. Says why it cannot be.
+/// Reads until the memory is registered. Returns why it cannot be.
 fn register(queue: &mut Queue, file: &Mapping, seed: u8) -> Result<(), &'static str> {
     for _ in 0..4 {
         read_all(queue, file, HUGE, seed);
@@ -96,7 +96,7 @@ fn register(queue: &mut Queue, file: &Mapping, seed: u8) -> Result<(), &'static 
             return Ok(());
         }
     }
-    // Nobody else in this process has any reason to be refused.
+    // Nothing else in this process can cause a refusal.
     assert!(stats::get(Counter::RegionsRefused) + stats::get(Counter::RingsRefused) > 0, "nothing was tried");
     Err("memory cannot be registered here")
 }
@@ -108,8 +108,8 @@ fn is_readable(queue: &mut Queue, timeout: Duration) -> bool {
     unsafe { libc::poll(&raw mut poll, 1, timeout.as_millis() as i32) == 1 }
 }
 
-/// Memory that is registered stays: nothing of it is given back until its queue has heard of it. What then comes in its place is read into
-/// the new pages, also after it was registered again. Both for huge folios and for pages.
+/// Registered memory is not given back until its queue was notified. Later data is read into the new pages, also after
+/// registering again. Both for huge folios and for pages.
 #[test]
 fn registered_memory_goes_when_its_queue_knows() {
     let folder = tempfile::tempdir().unwrap();
@@ -128,7 +128,7 @@ fn registered_memory_goes_when_its_queue_knows() {
             drop(mapping);
             let registered = queue.registered_bytes();
             assert!(registered >= 8 * MIB && registered.is_multiple_of(HUGE), "{registered}");
-            // All of it is free now, and at most what is beside it goes.
+            // All of it is free now; at most the unregistered rest is given back.
             let beside = cache.give_back();
             assert!(beside <= (8 * MIB) as u64, "{beside} given back beside {registered} registered");
             assert_eq!((queue.registered_bytes(), cache.give_back()), (registered, 0));
@@ -139,7 +139,7 @@ fn registered_memory_goes_when_its_queue_knows() {
     }
 }
 
-/// With reads under way, one is asked as well: bytes stay right, and all is given up between two of its calls.
+/// A request during reads: bytes stay right, and everything is given back between two calls of the queue.
 #[test]
 fn a_busy_queue_gives_memory_up() {
     let folder = tempfile::tempdir().unwrap();
@@ -174,7 +174,8 @@ fn a_busy_queue_gives_memory_up() {
     }
 }
 
-/// Two queues have the same memory registered: it goes when neither has. One that is dropped gives up what it has.
+/// Two queues have the same memory registered: it is given back after both released it. Dropping a queue releases its
+/// registration.
 #[test]
 fn the_last_queue_gives_memory_up() {
     let folder = tempfile::tempdir().unwrap();
@@ -197,7 +198,7 @@ fn the_last_queue_gives_memory_up() {
     assert_eq!(cache.give_back(), registered as u64);
 }
 
-/// A loop of events in which nothing is on its way is woken, so that its queue can give up what it has.
+/// An event loop without anything in flight is woken, so that its queue can release its memory.
 #[test]
 fn a_loop_of_events_is_asked_for_memory() {
     let folder = tempfile::tempdir().unwrap();
@@ -210,7 +211,7 @@ fn a_loop_of_events_is_asked_for_memory() {
     }
     for _ in 0..3 {
         drop(open(&cache, &path));
-        // What came before is no news, however late its sign is.
+        // Earlier wake-ups do not count, however late their signal is.
         while is_readable(&mut queue, Duration::from_millis(1)) {
             queue.wait(0, Duration::ZERO).unwrap();
         }
@@ -226,7 +227,8 @@ fn a_loop_of_events_is_asked_for_memory() {
     }
 }
 
-/// A fork child does not have the memory: it is refused before it could touch it, and drops what it inherited; the parent's goes on.
+/// A fork child does not have the memory: it is refused before any access, and drops what it inherited; the parent
+/// continues.
 #[test]
 fn a_fork_child_is_refused() {
     let folder = tempfile::tempdir().unwrap();
@@ -237,12 +239,15 @@ fn a_fork_child_is_refused() {
     if let Err(reason) = register(&mut queue, &mapping, 5) {
         return println!("skipped: {reason}");
     }
-    pagemill.before_fork();
+    // SAFETY: `after_fork` follows on both sides, nothing else before it.
+    unsafe { pagemill.before_fork() };
     // SAFETY: the child ends without returning to the test.
     let pid = unsafe { libc::fork() };
-    pagemill.after_fork();
+    // SAFETY: after `before_fork`.
+    unsafe { pagemill.after_fork() };
     if pid == 0 {
-        pagemill.begin_child();
+        // SAFETY: a new child, whose one thread this is.
+        unsafe { pagemill.begin_child() };
         let is_refused = |result: Result<(), Error>| u8::from(matches!(result, Err(Error::WrongState { .. })));
         let mut refused = 0;
         for offset in (0..FILE_BYTES).step_by(HUGE) {
@@ -268,7 +273,7 @@ fn a_fork_child_is_refused() {
     assert_eq!(cache.give_back(), registered as u64);
 }
 
-/// Where little memory may be locked, a queue tries once, and reads all the same.
+/// Where little memory may be locked, a queue tries once, and reads nevertheless.
 #[test]
 fn unregistered_memory_does() {
     const TEST: &str = "unregistered_memory_does";
@@ -285,11 +290,11 @@ fn unregistered_memory_does() {
         drop(mapping);
         return assert!(cache.give_back() >= (8 * MIB) as u64);
     }
-    // SAFETY: asks, and changes nothing.
+    // SAFETY: a query without effect.
     if unsafe { libc::geteuid() } != 0 {
         return println!("skipped: only root becomes a user without privileges");
     }
-    // That user may not reach this program where it lies.
+    // That user may not have access to this program's directory.
     let folder = tempfile::tempdir().unwrap();
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
     let program = folder.path().join("tests");
@@ -301,7 +306,7 @@ fn unregistered_memory_does() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// A store that a queue reads from, and a file of it.
+/// A store that a queue reads from, and a file on it.
 fn slow(cache: &Cache, len: usize) -> (FaultyStore<MemoryStore>, Mapping) {
     let bytes = (0..len).map(|at| pattern(at, 7)).collect();
     let store = FaultyStore::new(MemoryStore::new(bytes, 512));
@@ -309,7 +314,8 @@ fn slow(cache: &Cache, len: usize) -> (FaultyStore<MemoryStore>, Mapping) {
     (store, file)
 }
 
-/// Reads of a store that takes long begin all before the first has ended; the queue, its waits and its descriptor hear of the end.
+/// Reads of a slow store all begin before the first has ended; the queue, its waits and its descriptor get the
+/// completions.
 #[test]
 fn slow_stores_are_asked_together() {
     const COUNT: usize = 32;
@@ -354,8 +360,8 @@ fn slow_stores_are_asked_together() {
     }
 }
 
-/// What a slow store fails to read is told so and not cached; what was cut off meanwhile does not come back; and what is under way when its
-/// queue goes is given up, with its memory.
+/// A failed read of a slow store is reported and not cached; truncated data does not come back; reads in flight when
+/// their queue is dropped are cancelled, with their memory.
 #[test]
 fn slow_stores_may_fail_and_come_too_late() {
     let cache = cache(Box::new(Always), 16 * MIB);

@@ -1,4 +1,4 @@
-//! Slab caches across `fork`, which the tests inside of the crate cannot do.
+//! Slab caches across `fork`, which unit tests cannot do.
 #![allow(unsafe_code)] // fork
 
 use pagemill::arena::Layout;
@@ -20,18 +20,21 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
-/// A child has the epoch of what was read while it was forked.
+/// A child inherits the epoch of a read that was under way during the fork.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// Runs `act` in a fork child; says whether it came to its end.
+/// Runs `act` in a fork child; returns whether it completed.
 fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
-    pagemill.before_fork();
+    // SAFETY: `after_fork` follows on both sides, nothing else before it.
+    unsafe { pagemill.before_fork() };
     // SAFETY: the child runs `act` and ends without returning to the test.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0);
-    pagemill.after_fork();
+    // SAFETY: after `before_fork`.
+    unsafe { pagemill.after_fork() };
     if pid == 0 {
-        pagemill.begin_child();
+        // SAFETY: a new child, whose one thread this is.
+        unsafe { pagemill.begin_child() };
         let is_done = catch_unwind(AssertUnwindSafe(act)).is_ok();
         // SAFETY: ends the child at once.
         unsafe { libc::_exit(i32::from(!is_done)) };
@@ -42,8 +45,8 @@ fn in_child(pagemill: &Pagemill, act: impl FnOnce()) -> bool {
     status == 0
 }
 
-/// A child reads what it inherited, is refused what takes a lock of its parent's, makes caches of its own, and changes nothing of
-/// the parent's.
+/// A child reads what it inherited, is refused operations that take a lock of its parent, makes its own caches, and
+/// changes nothing of the parent.
 #[test]
 fn a_fork_child_has_caches_of_its_own() {
     let _alone = ALONE.lock();
@@ -77,12 +80,12 @@ fn a_fork_child_has_caches_of_its_own() {
     assert_eq!((values.info().unwrap().total.blocks, boxes.info().unwrap().total.blocks), (0, 0));
 }
 
-/// A child waits for no thread of its parent that read while it was forked, but for its own guard, which it had before.
+/// A child waits for no thread of its parent that was reading during the fork, except for its own guard from before.
 #[test]
 fn a_fork_child_waits_for_its_own_readers() {
     let _alone = ALONE.lock();
     let pagemill = Pagemill::for_test();
-    // So that there are readers to be told apart.
+    // So that there are readers to distinguish.
     let values = pagemill.slabs.by_handle::<[u64; 8]>(Settings::new("values")).unwrap();
     let (is_reading, may_go) = (Barrier::new(2), Barrier::new(2));
     let use_own = |guard: Option<Guard>| {
@@ -115,7 +118,8 @@ fn a_fork_child_waits_for_its_own_readers() {
     });
 }
 
-/// A child is charged for blocks that its parent had free when it uses them, and can give them back. Until then it has none to give.
+/// A child is charged for free blocks of its parent when it uses them, and can give them back. Until then it has none
+/// to give.
 #[test]
 fn a_fork_child_pays_for_free_blocks_of_its_parent() {
     const VALUES: u64 = 40_000;
@@ -138,7 +142,7 @@ fn a_fork_child_pays_for_free_blocks_of_its_parent() {
     let is_done = in_child(pagemill, || {
         assert_eq!(free(), (0, 0, 0));
         uses_some();
-        // Its own free blocks, above those of its parent, are a parent's for its child.
+        // Its own free blocks count as the parent's for its child.
         assert!(in_child(pagemill, uses_some));
         pagemill.slabs.shrink(u64::MAX, Urgency::Limit);
         assert_eq!(free(), (0, 0, 0));
@@ -153,7 +157,7 @@ struct Flags {
     may_go: AtomicBool,
 }
 
-/// An owner that keeps the lock of a node for as long as it is told.
+/// An owner that keeps the lock of a node as long as the test requests.
 #[derive(Default)]
 struct Slow {
     flags: Arc<Flags>,
@@ -166,7 +170,7 @@ impl Drop for Slow {
     }
 }
 
-// SAFETY: plain words, of which none is ever moved.
+// SAFETY: plain words; none is ever moved.
 unsafe impl Migrate for Slow {
     type Object = [u64; 24];
     type Isolated = ();
@@ -193,7 +197,7 @@ unsafe impl Migrate for Slow {
     }
 }
 
-/// Waits for what comes without a call.
+/// Waits for an asynchronous change.
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let began = Instant::now();
     while !is_so() {
@@ -202,23 +206,23 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Takes objects, of which one of ten stays.
+/// Allocates objects, of which one of ten stays.
 fn thin_out<M: Migrate>(cache: &ByOwner<M>, objects: usize) {
     let objects: Vec<_> = (0..objects).map(|_| cache.allocate().unwrap()).collect();
     for (number, object) in objects.into_iter().enumerate().filter(|(number, _)| number % 10 != 0) {
-        // SAFETY: taken above, and given back once.
+        // SAFETY: allocated above, and freed once.
         unsafe { cache.free(object) };
         assert!(number > 0);
     }
 }
 
-/// Of nobody's ratio, so that nothing is done behind before another is set.
+/// A ratio that triggers nothing in the background before another is set.
 fn still(name: &str) -> Settings {
     Settings { defrag_used_ratio: 0, ..Settings::new(name) }
 }
 
-/// Who drops a cache waits a second for the thread behind; what that ends then may panic: no process ends, and it goes on with other
-/// caches.
+/// Dropping a cache waits at most a second for the background thread. What that thread finishes then may panic: the
+/// process continues, and so does the thread with other caches.
 #[test]
 fn an_owner_may_fail_to_end_behind() {
     let _alone = ALONE.lock();
@@ -236,7 +240,7 @@ fn an_owner_may_fail_to_end_behind() {
     wait_for_memory(&fragmented(pagemill.slabs));
 }
 
-/// A child whose parent was in the midst of `isolate` is refused, and does not wait for a lock that nobody will release.
+/// A child forked during `isolate` is refused, and does not wait for a lock that is never released.
 #[test]
 fn a_fork_child_waits_for_no_callback_of_its_parent() {
     let _alone = ALONE.lock();
@@ -249,7 +253,7 @@ fn a_fork_child_waits_for_no_callback_of_its_parent() {
         scope.spawn(|| cache.shrink().unwrap());
         wait_until("isolate", || flags.is_inside.load(SeqCst));
         let is_done = in_child(pagemill, || {
-            // SAFETY: ends a child that waits without end.
+            // SAFETY: ends a child that waits forever.
             unsafe { libc::alarm(600) };
             assert!(matches!(cache.set_defrag_used_ratio(50), Err(Error::WrongState { .. })));
             assert!(matches!(cache.shrink(), Err(Error::WrongState { .. })));
@@ -262,13 +266,13 @@ fn a_fork_child_waits_for_no_callback_of_its_parent() {
     assert!(is_done, "see the child's message above");
 }
 
-/// An owner whose callback waits for a lock of the program's.
+/// An owner whose callback waits for a lock of the program.
 struct Waiting {
     lock: Arc<Mutex<()>>,
     is_inside: Arc<AtomicBool>,
 }
 
-// SAFETY: plain words, of which none is ever moved; all that is kept is left as it was.
+// SAFETY: plain words; none is ever moved, and all kept words stay unchanged.
 unsafe impl Migrate for Waiting {
     type Object = [u64; 24];
     type Isolated = ();
@@ -291,8 +295,8 @@ unsafe impl Migrate for Waiting {
     }
 }
 
-/// A process forks while the thread behind is in a callback that waits for who forks: that one waits a moment only, the child makes
-/// and uses caches, with a thread of its own, and the parent's goes on.
+/// A process forks while the background thread is in a callback that waits for the forking thread. The fork waits a
+/// moment only; the child makes and uses caches, with its own thread; and the parent's thread continues.
 #[test]
 fn a_fork_waits_for_no_callback_that_waits_for_it() {
     let _alone = ALONE.lock();
@@ -306,13 +310,15 @@ fn a_fork_waits_for_no_callback_that_waits_for_it() {
     wait_until("a callback", || is_inside.load(SeqCst));
     let waits = (0..5).map(|_| {
         let began = Instant::now();
-        pagemill.before_fork();
-        pagemill.after_fork();
+        // SAFETY: `after_fork` follows on both sides, nothing else before it.
+        unsafe { pagemill.before_fork() };
+        // SAFETY: after `before_fork`.
+        unsafe { pagemill.after_fork() };
         began.elapsed()
     });
     assert!(waits.min().unwrap() < Duration::from_millis(500), "a fork waits for long");
     let is_done = in_child(pagemill, || {
-        // SAFETY: ends a child that waits without end.
+        // SAFETY: ends a child that waits forever.
         unsafe { libc::alarm(600) };
         assert!(matches!(cache.shrink(), Err(Error::WrongState { .. })));
         let own = pagemill.slabs.by_owner(Settings::new("own"), Slow::default()).unwrap();
@@ -331,10 +337,10 @@ fn a_fork_waits_for_no_callback_that_waits_for_it() {
 /// Calls of the owner below.
 static CALLS: AtomicU32 = AtomicU32::new(0);
 
-/// An owner with which the thread behind is not done for some time.
+/// An owner that keeps the background thread busy for some time.
 struct Lasting;
 
-// SAFETY: plain words, of which none is ever moved.
+// SAFETY: plain words; none is ever moved.
 unsafe impl Migrate for Lasting {
     type Object = [u64; 24];
     type Isolated = ();
@@ -359,7 +365,7 @@ unsafe impl Migrate for Lasting {
     }
 }
 
-/// The program's own at the end: what callbacks use goes here.
+/// The program's own exit handler: what callbacks use is destroyed here.
 extern "C" fn look_for_calls() {
     let before = CALLS.load(SeqCst);
     std::thread::sleep(Duration::from_millis(300));
@@ -369,7 +375,7 @@ extern "C" fn look_for_calls() {
     }
 }
 
-/// Nothing is done behind once the program's own handlers are called at its end, though it registers them last.
+/// Nothing runs in the background once the program's own exit handlers are called, even if registered last.
 #[test]
 fn no_callback_runs_beside_handlers_of_the_end() {
     let _alone = ALONE.lock();
@@ -380,12 +386,12 @@ fn no_callback_runs_beside_handlers_of_the_end() {
         let is_ready = catch_unwind(|| {
             let slabs = Pagemill::of_process().unwrap().slabs;
             let cache = std::mem::ManuallyDrop::new(slabs.by_owner(Settings::new("lasting"), Lasting).unwrap());
-            // SAFETY: a function that stays.
+            // SAFETY: a function that is never unloaded.
             assert_eq!(unsafe { libc::atexit(look_for_calls) }, 0);
             thin_out(&cache, 100_000);
             wait_until("a callback", || CALLS.load(SeqCst) > 0);
         });
-        // SAFETY: nobody else is here.
+        // SAFETY: no other thread exists here.
         unsafe { libc::exit(i32::from(is_ready.is_err())) };
     }
     let mut status = -1;
@@ -394,7 +400,7 @@ fn no_callback_runs_beside_handlers_of_the_end() {
     assert_eq!(status, 0, "7 << 8: a callback ran; see the child's message above");
 }
 
-/// Another Pagemill that believes to be in a child ends no guard of this process.
+/// A second Pagemill that handles the fork ends no guard of this process.
 #[test]
 fn what_is_read_stays_beside_another_pagemill() {
     let _alone = ALONE.lock();
@@ -406,7 +412,8 @@ fn what_is_read_stays_beside_another_pagemill() {
     let read = cache.get(handle, &guard).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            other.begin_child();
+            // SAFETY: a new child, whose one thread this is.
+            unsafe { other.begin_child() };
             cache.remove(handle).unwrap();
             cache.shrink().unwrap();
         });
@@ -414,10 +421,10 @@ fn what_is_read_stays_beside_another_pagemill() {
     assert_eq!((Arc::strong_count(&value), **read), (2, 7), "dropped under a guard");
 }
 
-/// Says to tests below that this is their program.
+/// Tells the tests below that this process is their program.
 const BE_PROGRAM: &str = "PAGEMILL_TEST_ORDERS";
 
-/// Orders from outside have destructors run where the program's files are: what a value has open is closed.
+/// Commands from outside run destructors in the program's context: files that a value has open are closed.
 #[test]
 fn orders_find_the_files_of_the_program() {
     let folder = tempfile::tempdir().unwrap();
@@ -444,23 +451,24 @@ fn a_program_with_files() {
     let (figures, own) = (published::own_file().unwrap(), process::own_identity());
     let list = listing::ask_for_slabs(&[(&figures, own)], || false).remove(0).unwrap();
     let id = list.iter().find(|(_, info)| &*info.name == "files").unwrap().0;
-    let shrunk = listing::order(&figures, own, Order { action: Action::Shrink, cache: id }, || false).unwrap();
+    let shrunk = listing::order(&figures, own, Order::Slab { action: Action::Shrink, cache: id }, || false).unwrap();
     assert_eq!(shrunk.errno, 0);
-    // A thread that reads just now is waited for, by the order for a second.
+    // A thread that is reading is waited for; the command waits a second.
     let began = Instant::now();
-    // SAFETY: asks about a number only.
+    // SAFETY: queries a number only.
     while unsafe { libc::fcntl(number, libc::F_GETFD) } != -1 {
         assert!(began.elapsed() < Duration::from_secs(600), "{number} is open still");
-        listing::order(&figures, own, Order { action: Action::Shrink, cache: id }, || false).unwrap();
+        listing::order(&figures, own, Order::Slab { action: Action::Shrink, cache: id }, || false).unwrap();
     }
 }
 
-/// Threads use a cache by handle, each has a number while all do: says how large the table is, ends the cache, and keeps the threads.
+/// Threads use a cache by handle, each with a slot number: returns the size of the table, drops the cache, and keeps
+/// the threads.
 fn threads_with_numbers(slabs: &'static Slabs) -> (u64, impl FnOnce() + use<>) {
     const THREADS: usize = 32;
     let cache = Arc::new(slabs.by_handle::<u64>(Settings::new("values")).unwrap());
     let (are_in, may_end) = (Arc::new(Barrier::new(THREADS + 1)), Arc::new(Barrier::new(THREADS + 1)));
-    // One after the other: who finds another at the same does without a magazine for once.
+    // One after the other: a thread that meets another on the same slot goes without a magazine once.
     let turn = Arc::new(Mutex::new(()));
     let use_cache = |cache: Arc<ByHandle<u64>>, turn: &Mutex<()>| {
         let _turn = turn.lock().unwrap();
@@ -485,8 +493,8 @@ fn threads_with_numbers(slabs: &'static Slabs) -> (u64, impl FnOnce() + use<>) {
     (cache.handle_bytes(), end)
 }
 
-/// Threads of a child have the numbers of threads that it has not: what a table keeps for these serves for them. In a process where no
-/// other test has threads.
+/// Threads of a child reuse the slot numbers of threads that it does not have, and their table entries. Runs in a
+/// process without other tests' threads.
 #[test]
 fn threads_of_a_fork_child_begin_anew() {
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -514,7 +522,7 @@ fn a_program_with_threads() {
 
 const VALUES: u64 = 60_000;
 
-/// A cache of which nine tenths went, and what is left.
+/// A cache of which nine tenths were freed, and the rest.
 fn fragmented(slabs: &'static Slabs) -> (ByHandle<[u64; 24]>, Vec<Handle<[u64; 24]>>) {
     let cache = slabs.by_handle::<[u64; 24]>(Settings::new("fragmented")).unwrap();
     let mut handles: Vec<_> = (0..VALUES).map(|number| cache.insert([number; 24]).unwrap()).collect();
@@ -525,7 +533,8 @@ fn fragmented(slabs: &'static Slabs) -> (ByHandle<[u64; 24]>, Vec<Handle<[u64; 2
     (cache, handles)
 }
 
-/// Of six blocks that were there half go, without a call: in two there is more than the ratio, and an idle one is kept.
+/// Waits until half of six blocks are given back, without a call. Of the rest two are used above the ratio, and one is
+/// idle and kept.
 fn wait_for_memory((cache, handles): &(ByHandle<[u64; 24]>, Vec<Handle<[u64; 24]>>)) {
     let (began, most) = (Instant::now(), 3 * BLOCK_BYTES as u64);
     while cache.info().unwrap().total.resident_bytes > most {
@@ -538,8 +547,8 @@ fn wait_for_memory((cache, handles): &(ByHandle<[u64; 24]>, Vec<Handle<[u64; 24]
     }
 }
 
-/// A process with a thread that defragments forks, whatever that is at: the child has none, its own caches get one, and both get
-/// their memory back.
+/// A process with a defragmenting thread forks at any moment. The child has no such thread, its own caches get one, and
+/// both processes get their memory back.
 #[test]
 fn a_fork_child_defragments_behind_by_itself() {
     let _alone = ALONE.lock();
@@ -557,22 +566,22 @@ fn a_fork_child_defragments_behind_by_itself() {
     }
 }
 
-/// Reads an object of an owner: free it stays as it is, until its slab goes.
+/// Reads an object of an owner: a freed object stays unchanged until its slab is freed.
 fn use_after_end(slabs: &'static Slabs) {
     let slow = Slow { flags: Arc::default(), fails_at_end: false };
     let cache = slabs.by_owner(Settings::new("owner"), slow).unwrap();
     let object = cache.allocate().unwrap();
     let at: *const u64 = object.as_ptr().cast();
-    // SAFETY: taken above, and given back once.
+    // SAFETY: allocated above, and freed once.
     unsafe { cache.free(object) };
-    // SAFETY: free objects of an owner can be read while their slab is there.
+    // SAFETY: freed objects of an owner can be read while their slab exists.
     println!("read {}", unsafe { at.read_volatile() });
     cache.shrink().unwrap();
-    // SAFETY: none, that is what is to be seen; the memory may be there.
+    // SAFETY: none: the test checks that this is detected. The memory may exist.
     println!("survived {}", unsafe { at.read_volatile() });
 }
 
-/// Reads a value after its place was freed: of a cache by handle or not, in a magazine or in a slab.
+/// Reads a value after it was freed: of a cache by handle or not, in a magazine or in a slab.
 fn use_after_free(case: &str) {
     let slabs = Pagemill::for_test().slabs;
     if case == "owner" {
@@ -585,7 +594,7 @@ fn use_after_free(case: &str) {
         "value" => &raw const values.get(handle, &slab::pin()).unwrap()[7],
         _ => &raw const slot[7],
     };
-    // SAFETY: of a value that is there.
+    // SAFETY: of a value that exists.
     println!("read {}", unsafe { at.read_volatile() });
     drop(slot);
     values.remove(handle).unwrap();
@@ -593,11 +602,11 @@ fn use_after_free(case: &str) {
         values.shrink().unwrap();
         boxes.shrink().unwrap();
     }
-    // SAFETY: none, that is what is to be seen; the memory may be there.
+    // SAFETY: none: the test checks that this is detected. The memory may exist.
     println!("survived {}", unsafe { at.read_volatile() });
 }
 
-/// AddressSanitizer reports a read of what is free.
+/// AddressSanitizer reports a read of freed memory.
 #[test]
 fn uses_of_free_objects_are_reported() {
     const CASE: &str = "PAGEMILL_USE_AFTER_FREE";

@@ -1,5 +1,6 @@
-//! A million random calls of slab caches of each kind, while their objects are moved. `SLAB_OPERATIONS` says how many;
-//! `PAGEMILL_TEST_SEED` repeats the calls, but not how threads meet. `pagemill-bench __slab torture` does the same.
+//! A million random calls of slab caches of each kind, while their objects are moved. `SLAB_OPERATIONS` sets the
+//! number; `PAGEMILL_TEST_SEED` repeats the calls, but not the interleaving. `pagemill-bench __slab torture` does the
+//! same.
 
 #[path = "../../pagemill-bench/src/workload/slab/torture/mod.rs"]
 mod torture;
@@ -11,8 +12,8 @@ fn named(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().expect("a number"))
 }
 
-/// Whole blocks and sparse ones, by two neighbouring seeds; and by more until so many objects have moved: who moves them is one thread
-/// of several, which may have few turns on a small machine.
+/// Full and sparse blocks, with two neighbouring seeds; then further seeds until enough objects have moved: the moving
+/// thread is one of several, and may have few turns on a small machine.
 fn torture(run: fn(Plan) -> pagemill::Result<Found>, least_moved: u64) -> u64 {
     let (began, mut moved) = (Instant::now(), 0);
     let first = named("PAGEMILL_TEST_SEED").unwrap_or_else(pagemill_sys::clock::fine_ns);

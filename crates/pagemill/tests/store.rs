@@ -1,4 +1,4 @@
-//! Files with a store behind them: what is read comes from there, what is written goes there at sync, clean pages make room.
+//! Files with a store: reads come from the store, writes go there at sync, clean pages are evicted.
 
 use pagemill::mapping::policy::{Always, Never};
 use pagemill::mapping::{Cache, Mapping, Policy, Settings};
@@ -12,13 +12,13 @@ use std::sync::{Arc, Mutex};
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
-/// Bytes in memory, which fail on demand.
+/// A store in memory that fails on demand.
 struct Memory {
     bytes: Mutex<Vec<u8>>,
     reads: AtomicU64,
-    /// Calls until one fails; none do at 0.
+    /// Calls until one fails; 0 for none.
     fails_in: AtomicU64,
-    /// The next read there waits, with old bytes, until it is let go.
+    /// The next read at this offset waits, with old bytes, until it is released.
     stops_at: AtomicU64,
     is_stopped: AtomicBool,
 }
@@ -92,7 +92,7 @@ impl Store for Memory {
 }
 
 impl Memory {
-    /// Does something while another thread is in the midst of reading the first byte of a page.
+    /// Runs `act` while another thread is reading the first byte of a page.
     fn while_page_is_read(&self, file: &Mapping, offset: u64, act: impl FnOnce()) {
         self.stops_at.store(offset, SeqCst);
         std::thread::scope(|scope| {
@@ -116,7 +116,7 @@ fn cache(policy: Box<dyn Policy>, limit_bytes: usize) -> Cache {
     let settings =
         Settings { policy, page: PageSize::new(4 * KIB).unwrap(), ..Settings::new("store", limit_bytes as u64) };
     let caches = Pagemill::for_test().caches;
-    // Nothing goes to the store behind, however long a test takes.
+    // Nothing is written back in the background, however long a test takes.
     caches.collapse_by_hand();
     caches.make(settings).unwrap()
 }
@@ -127,7 +127,7 @@ fn read(file: &Mapping) -> Vec<u8> {
     bytes
 }
 
-/// Bytes come from the store once; what is written over them is there, and in the store after a sync.
+/// Bytes come from the store once; changes are visible, and in the store after a sync.
 #[test]
 fn reads_fill_and_syncs_write_back() {
     let store = Memory::new(5 * MIB + 100);
@@ -158,7 +158,8 @@ fn reads_fill_and_syncs_write_back() {
     assert!(read(&file) == expected);
 }
 
-/// A file six times as large as the cache is read whole: clean folios make room. What was written stays until it is synced.
+/// A file six times as large as the cache is read whole: clean folios are evicted. Written data stays until it is
+/// synced.
 #[test]
 fn clean_folios_make_room() {
     for (policy, pages) in [(true, "huge"), (false, "small")] {
@@ -173,7 +174,7 @@ fn clean_folios_make_room() {
         assert!(read(&file)[..150] == [&expected[..50], &[7; 100]].concat(), "{pages}");
         file.sync().unwrap();
         assert_eq!(store.bytes.lock().unwrap()[50..150], [7; 100]);
-        // Longer, clean, dropped, and read again.
+        // Extended, clean, evicted, and read again.
         file.write_at(&[8; 100], 30 * MIB as u64).unwrap();
         file.sync().unwrap();
         let bytes = read(&file);
@@ -183,8 +184,8 @@ fn clean_folios_make_room() {
     }
 }
 
-/// Two files in one cache; of one a quarter of the cache is read now and then, of the other four times the cache, once and in
-/// pieces. What is read again stays; so does a huge folio, and what is pinned or dirty meanwhile goes later.
+/// Two files in one cache. Of one, a quarter of the cache is read repeatedly; of the other, four times the cache, once
+/// and in pieces. Pages that are read again stay; huge, pinned and dirty folios are evicted later.
 #[test]
 fn a_scan_does_not_push_out_what_is_used() {
     for (is_huge, limit, hot_bytes, piece) in [(false, 4 * MIB, MIB, KIB), (true, 32 * MIB, 8 * MIB, 256 * KIB)] {
@@ -216,7 +217,7 @@ fn a_scan_does_not_push_out_what_is_used() {
     }
 }
 
-/// A page that was dropped and comes back soon is taken for one that is used: a scan does not push it out again.
+/// A page that was evicted and comes back soon counts as used: a scan does not evict it again.
 #[test]
 fn who_comes_back_soon_stays() {
     let cache = cache(Box::new(Never), 4 * MIB);
@@ -236,7 +237,7 @@ fn who_comes_back_soon_stays() {
     }
 }
 
-/// A store that fails keeps nothing wrong in memory, and loses nothing that was written.
+/// A failing store leaves nothing wrong in memory, and loses nothing that was written.
 #[test]
 fn failures_of_the_store_lose_nothing() {
     let store = Memory::new(MIB);
@@ -271,7 +272,7 @@ fn failures_of_the_store_lose_nothing() {
     }
 }
 
-/// What is not in memory is in the store: no reason to make zeros of it.
+/// Data that is not in memory is in the store: it must not be replaced by zeros.
 #[test]
 fn collapsing_keeps_what_is_stored() {
     let store = Memory::new(2 * MIB);
@@ -286,7 +287,7 @@ fn collapsing_keeps_what_is_stored() {
     assert!(store.bytes.lock().unwrap()[1..] == expected[1..]);
 }
 
-/// Bytes that were read from the store before they were cut off, or written and dropped, are not put into memory after it.
+/// Bytes read from the store before a truncation, or written and evicted, do not appear in memory after it.
 #[test]
 fn stale_reads_are_thrown_away() {
     let store = Memory::new(8 * KIB);
@@ -296,8 +297,8 @@ fn stale_reads_are_thrown_away() {
     assert_eq!(byte_at(&file, 5000), 0);
 }
 
-/// Who wants a page that is being read, to read it or to write to it, waits for that, and the store is asked once; also if
-/// others of the file are dropped meanwhile.
+/// A thread that needs a page which is being read, for reading or writing, waits for that read. The store is read once,
+/// also if other pages of the file are evicted meanwhile.
 #[test]
 fn a_page_is_read_once() {
     let store = Memory::new(64 * KIB);
@@ -320,8 +321,8 @@ fn a_page_is_read_once() {
     assert_eq!(store.bytes.lock().unwrap()[..2], [99, 1]);
 }
 
-/// Dirty folios that follow each other are written as one, others by themselves, the last block in part. A store
-/// that fails, shortens and reorders loses nothing.
+/// Adjacent dirty folios are written together, others separately, the last block in part. A store that fails, shortens
+/// and reorders loses nothing.
 #[test]
 fn folios_are_written_back_together() {
     let store = FaultyStore::new(MemoryStore::new(vec![0; 4 * MIB], 512));
@@ -336,7 +337,7 @@ fn folios_are_written_back_together() {
         write(&mut expected, page, count, 1);
     }
     file.sync().unwrap();
-    // What goes together has a bound: 300 pages are some more than one.
+    // A single write is bounded: 300 pages need somewhat more than one.
     assert!((5..=12).contains(&store.calls().writes), "{:?}", store.calls());
     for seed in 0..200 {
         let faults =
@@ -351,7 +352,7 @@ fn folios_are_written_back_together() {
     }
 }
 
-/// After the last sync the store has all that was appended, or written before a split, while others synced.
+/// After the last sync the store has everything that was appended, or written before a split, during concurrent syncs.
 #[test]
 fn syncs_beside_appends_and_splits_lose_nothing() {
     for _ in 0..20 {
@@ -383,8 +384,8 @@ fn syncs_beside_appends_and_splits_lose_nothing() {
     }
 }
 
-/// A store that breaks its contract harms nobody else: a size that no file has, blocks larger than a page, a panic, less
-/// than it was asked for.
+/// A store that breaks its contract harms only itself: an impossible size, blocks larger than a page, a panic, short
+/// reads.
 #[test]
 fn stores_are_not_trusted() {
     struct Odd {
@@ -430,7 +431,7 @@ fn stores_are_not_trusted() {
     assert_eq!(cache.charged_bytes(), 0);
 }
 
-/// What is written by a pin is written back.
+/// Data written through a pin is written back.
 #[test]
 fn pins_make_dirty() {
     let store = Memory::new(8 * KIB);
@@ -448,7 +449,7 @@ fn pins_make_dirty() {
     assert_eq!(store.bytes.lock().unwrap()[0], 99);
 }
 
-/// Many threads in a cache that is full: what room one makes another takes, and nobody is refused.
+/// Many threads in a full cache: room made by one is taken by another, and no call is refused.
 #[test]
 fn threads_that_make_room_are_not_refused() {
     let store = Memory::new(2 * MIB);

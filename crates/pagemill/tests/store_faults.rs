@@ -1,4 +1,4 @@
-//! Files whose store fails, hangs, is full, is only read, or is changed by somebody else under the cache.
+//! Files whose store fails, hangs, is full, is read-only, or is changed by another process under the cache.
 
 use pagemill::mapping::policy::{Always, Never};
 use pagemill::mapping::{Cache, Fetch, Mapping, Policy, Queue, Settings, Writeback};
@@ -65,8 +65,8 @@ fn errno(error: &Error) -> Option<i32> {
     }
 }
 
-/// Somebody else cuts the file: what was in memory is still there, the rest reads zero, and a sync of nothing does not make it
-/// longer again. A refresh takes the new length over.
+/// Another process truncates the file: bytes in memory are still there, the rest reads zero, and a sync of nothing does
+/// not extend it again. A refresh adopts the new length.
 #[test]
 fn a_file_that_is_cut_reads_zero() {
     for cache in caches() {
@@ -89,7 +89,7 @@ fn a_file_that_is_cut_reads_zero() {
         file.refresh().unwrap();
         assert_eq!((file.size_bytes(), cache.charged_bytes()), (100, 0));
         assert!(read(&file, 0, PAGE) == bytes[..100]);
-        // What is added reads zero, here and there.
+        // Added bytes read zero, in memory and in the file.
         file.truncate(PAGE as u64).unwrap();
         file.sync().unwrap();
         let mut expected = bytes[..100].to_vec();
@@ -98,7 +98,7 @@ fn a_file_that_is_cut_reads_zero() {
     }
 }
 
-/// Somebody else appends: nobody cuts that off, and a refresh shows it, also what shares a page with what was there before.
+/// Another process appends: nothing truncates that, and a refresh shows it, also in a page shared with existing bytes.
 #[test]
 fn a_file_that_grows_is_not_cut() {
     for cache in caches() {
@@ -120,14 +120,14 @@ fn a_file_that_grows_is_not_cut() {
             assert_eq!(file.size_bytes() as usize, bytes.len());
             assert!(read(file, 0, bytes.len() + 1) == bytes);
         }
-        // Changed in its midst, at the same length.
+        // Changed in the middle, at the same length.
         others.write_all_at(&[0xAA; 3], 1000).unwrap();
         reader.refresh().unwrap();
         assert_eq!(read(&reader, 999, 5), [bytes[999], 0xAA, 0xAA, 0xAA, bytes[1003]]);
     }
 }
 
-/// What was changed here is not thrown away by a refresh, and pinned pages stay where they are.
+/// Local changes are not discarded by a refresh, and pinned pages stay.
 #[test]
 fn a_refresh_loses_nothing() {
     let (cache, folder) = (cache(), folder());
@@ -156,8 +156,8 @@ fn a_refresh_loses_nothing() {
     assert_eq!(cache.create().unwrap().refresh().ok(), Some(()), "a file in memory");
 }
 
-/// Readers beside somebody who cuts, appends and refreshes see what the file had at some time: one byte for each page in each
-/// round, or zeros.
+/// Readers concurrent with truncations, appends and refreshes see what the file had at some time: one byte for each
+/// page in each round, or zeros.
 #[test]
 fn refreshes_beside_reads_show_the_file_only() {
     let (cache, folder) = (cache(), folder());
@@ -188,8 +188,8 @@ fn refreshes_beside_reads_show_the_file_only() {
     });
 }
 
-/// Another file gets the name, or nothing has it any more: the mapping goes on with the file that was opened, and the other keeps its
-/// bytes.
+/// Another file gets the name, or the file is unlinked: the mapping continues with the file that was opened, and the
+/// other file keeps its bytes.
 #[test]
 fn a_file_that_is_replaced_goes_on() {
     let (cache, folder) = (cache(), folder());
@@ -226,7 +226,7 @@ fn failing(errno: i32) -> Faults {
     Faults { fail_per_mille: 1000, errno, ..Faults::default() }
 }
 
-/// What a queue tells of the first page.
+/// The result of a queue for the first page.
 fn fetched(queue: &mut Queue, file: &Mapping) -> Result<(), Error> {
     if queue.fetch(file, 0, 1)? == Fetch::Present {
         return Ok(());
@@ -235,8 +235,8 @@ fn fetched(queue: &mut Queue, file: &Mapping) -> Result<(), Error> {
     queue.next().unwrap().result
 }
 
-/// EIO on read: whoever wants the page gets it, by a read, a write of a part, a pin or a queue; nothing is cached, and the next one asks
-/// again.
+/// EIO on read: the thread that needs the page gets it, from a read, a partial write, a pin or a queue. Nothing is
+/// cached, and the next access tries again.
 #[test]
 fn failed_reads_are_told_and_not_kept() {
     for cache in caches() {
@@ -264,7 +264,8 @@ fn failed_reads_are_told_and_not_kept() {
     }
 }
 
-/// EIO and ENOSPC on write: sync says so each time, what was written is read all the same, and is in the store once that is well again.
+/// EIO and ENOSPC on write: each sync reports it, written data can be read, and it reaches the store once that works
+/// again.
 #[test]
 fn failed_writes_lose_nothing() {
     for cache in caches() {
@@ -292,8 +293,8 @@ fn failed_writes_lose_nothing() {
     }
 }
 
-/// A store that hangs: who needs it waits, and nobody else. A write to what is being written back is refused after a second. Once it goes
-/// on all is as it was to be.
+/// A store that hangs delays only threads that need it. A write to a folio under writeback is refused after a second.
+/// After the hang everything has the expected state.
 #[test]
 fn a_store_that_hangs_holds_up_who_needs_it() {
     let cache = cache();
@@ -328,7 +329,7 @@ fn a_store_that_hangs_holds_up_who_needs_it() {
     assert!(bytes[..5] == *b"other" && bytes[4 * PAGE..4 * PAGE + 5] == *b"dirty");
 }
 
-/// A file that is only read: it is read as any other; whatever would change it is refused, and nothing has changed.
+/// A read-only file is read like any other; every change is refused and has no effect.
 #[test]
 fn files_that_are_only_read_stay_as_they_are() {
     for cache in caches() {
@@ -348,10 +349,10 @@ fn files_that_are_only_read_stay_as_they_are() {
             pin.write_at(b"x", 0).unwrap_err(),
         ];
         assert!(errors.iter().all(|error| matches!(error, Error::ReadOnly) && error.errno() == libc::EBADF));
-        assert_eq!(errors[0].to_string(), "the file is only read");
+        assert_eq!(errors[0].to_string(), "the file is read-only");
         pin.set_dirty();
         drop(pin);
-        // Nothing is dirty: it is synced, and makes room.
+        // Nothing is dirty: it can be synced and evicted.
         file.sync().unwrap();
         file.sync_range(0, 1).unwrap();
         assert!(read(&file, 0, bytes.len()) == bytes && fs::read(&path).unwrap() == bytes);
@@ -360,8 +361,8 @@ fn files_that_are_only_read_stay_as_they_are() {
     }
 }
 
-/// One writer and readers of one file, each in a cache of its own: a second writer is refused; readers see what was synced once they
-/// refresh.
+/// One writer and readers of one file, each with a separate cache: a second writer is refused; readers see synced data
+/// after a refresh.
 #[test]
 fn two_caches_share_a_file() {
     let folder = folder();
@@ -384,8 +385,8 @@ fn two_caches_share_a_file() {
     write(&open(&readers, &path), b"now", 0);
 }
 
-/// A huge folio with little of a file, written to and split: what is behind the end of the file is nothing to be written, and makes room
-/// once the rest was.
+/// A huge folio with little of a file, written and split: bytes behind the end of the file are not written, and are
+/// evicted once the rest was written.
 #[test]
 fn pages_behind_the_end_become_clean() {
     let [_, cache] = caches();
@@ -405,7 +406,7 @@ fn pages_behind_the_end_become_clean() {
     assert!(read(&file, 0, 2 * PAGE) == pattern(PAGE + 100, 1));
 }
 
-/// Panics where it is to be written to, if it is told to.
+/// Panics on a write, if requested.
 struct Panics(MemoryStore, AtomicBool);
 
 impl Store for Panics {
@@ -435,7 +436,8 @@ impl Store for Panics {
     }
 }
 
-/// A store panics while another file's page needs room: that thread is lost, and nobody waits for it, in that file or the other.
+/// A store panics while another file's page needs room: that thread is lost, but no other thread blocks, in that file
+/// or the other.
 #[test]
 fn who_panics_keeps_nobody_waiting() {
     let writeback = Writeback { background_percent: 100, most_percent: 100, ..Writeback::default() };
@@ -443,7 +445,7 @@ fn who_panics_keeps_nobody_waiting() {
     let caches = Pagemill::for_test().caches;
     caches.collapse_by_hand();
     let settings = Settings::new("panics", MIB as u64);
-    // Who waits nevertheless hears of it.
+    // A thread that waits nevertheless gets an error.
     let patience = Some(Duration::from_millis(100));
     let cache = caches.make(Settings { policy: Box::new(Never), page, writeback, patience, ..settings }).unwrap();
     let store = Arc::new(Panics(MemoryStore::new(Vec::new(), PAGE), AtomicBool::new(true)));

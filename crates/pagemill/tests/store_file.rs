@@ -1,6 +1,6 @@
-//! Files and devices as stores: tails, fallbacks, what others do to the file, what the system refuses.
+//! Files and devices as stores: tails, fallbacks, external changes of the file, refusals of the system.
 //!
-//! Some tests run a part of themselves in a child, which is this program again: under a limit, as another user.
+//! Some tests run a part of themselves in a child, which is this program again: under a limit, or as another user.
 
 use pagemill::stats::{self, Counter};
 use pagemill::store::ring::{Engine, Event, Settings};
@@ -19,7 +19,7 @@ const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 const LONG: Duration = Duration::from_secs(600);
 
-/// Says which part of a test a child is to do.
+/// Names the part of a test that a child runs.
 const PART: &str = "STORE_FILE_PART";
 
 fn folder() -> tempfile::TempDir {
@@ -43,7 +43,7 @@ fn read(store: &impl Store, offset: usize, len: usize) -> Vec<u8> {
     memory.to_vec()
 }
 
-/// Of a store that was not to be opened: what the system said, or the error itself.
+/// The error of a store that must not open: the system's, or the error itself.
 fn refusal(opened: Result<FileStore>) -> std::result::Result<i32, Error> {
     match opened.expect_err("it was opened") {
         Error::Store { cause, .. } => Ok(cause.raw_os_error().unwrap()),
@@ -69,8 +69,8 @@ impl Random {
     }
 }
 
-/// Each length around a block, with blocks of 4 and 64 KiB, direct and buffered: the file is exactly as long as what was
-/// written, and what lies past its end reads zero.
+/// Each length around a block, with blocks of 4 and 64 KiB, direct and buffered: the file is exactly as long as what
+/// was written, and bytes past its end read zero.
 #[test]
 fn tails_of_every_length_are_whole() {
     let folder = folder();
@@ -90,7 +90,7 @@ fn tails_of_every_length_are_whole() {
             assert!(fs::read(&path).unwrap() == bytes, "{len} of {block}");
             let back = read(&store, 0, 4 * block);
             assert!(back[..len] == bytes && back[len..].iter().all(|byte| *byte == 0), "{len} of {block}");
-            // The tail again, whole blocks of it: it grows by what is new.
+            // The tail again, in whole blocks: it grows by the new bytes.
             let (from, more) = (len / block * block, pattern(block + 9, 0x55));
             store.write(from as u64, &aligned(&more)).unwrap();
             assert!(fs::read(&path).unwrap()[from..] == more, "{len} of {block}");
@@ -98,7 +98,7 @@ fn tails_of_every_length_are_whole() {
     }
 }
 
-/// Memory and offsets at odd places: the same bytes as anywhere. Random transfers against bytes in memory.
+/// Unaligned memory and offsets: the same bytes. Random transfers against bytes in memory.
 #[test]
 fn odd_addresses_and_offsets_work() {
     let folder = folder();
@@ -123,7 +123,8 @@ fn odd_addresses_and_offsets_work() {
     assert!(fs::read(folder.path().join("file")).unwrap() == model);
 }
 
-/// One thread writes the tail of a block over and over, others append behind: nobody loses a byte, and no one sees padding.
+/// One thread rewrites the tail of a block constantly, others append behind it: no data is lost, and padding is never
+/// visible.
 #[test]
 fn tails_leave_what_others_append() {
     let folder = folder();
@@ -142,7 +143,7 @@ fn tails_leave_what_others_append() {
     (2..200).for_each(|block| assert!(read(store, block * 4 * KIB, 4 * KIB) == pattern(4 * KIB, block as u8)));
 }
 
-/// What is cut off does not come back, what is added reads zero; somebody else does the same to the file.
+/// Truncated data does not come back, added data reads zero; another process does the same to the file.
 #[test]
 fn files_grow_and_shrink() {
     let folder = folder();
@@ -169,7 +170,7 @@ fn files_grow_and_shrink() {
     assert_eq!(store.size_bytes().unwrap(), 2 * MIB as u64 + 512);
 }
 
-/// Another file gets the name: the store goes on with the one it has opened.
+/// Another file gets the name: the store continues with the file that it opened.
 #[test]
 fn a_replaced_file_stays() {
     let folder = folder();
@@ -183,7 +184,7 @@ fn a_replaced_file_stays() {
     assert_eq!(read(&second, 0, 6), b"second");
 }
 
-/// Where direct transfers are refused, files are read all the same, and the store and a counter say so.
+/// Where direct transfers are refused, files are read nevertheless, and the store and a counter report it.
 #[test]
 fn refused_direct_transfers_fall_back() {
     let path = "/proc/version";
@@ -196,7 +197,7 @@ fn refused_direct_transfers_fall_back() {
     let expected = fs::read(path).unwrap();
     assert_eq!(read(&store, 0, expected.len()), expected);
     assert_eq!(store.alignment().offset, 1);
-    // Asked for, it is no fallback; and then it is the same file.
+    // If requested, it is not a fallback; and then it is the same file.
     let folder = folder();
     let path = folder.path().join("file");
     fs::write(&path, pattern(9000, 1)).unwrap();
@@ -204,7 +205,7 @@ fn refused_direct_transfers_fall_back() {
     assert!(!store.is_direct() && read(&store, 0, 9000) == pattern(9000, 1));
 }
 
-/// What cannot be a store says why.
+/// Files that cannot be stores are rejected with the reason.
 #[test]
 fn what_is_no_store_is_refused() {
     let folder = folder();
@@ -232,7 +233,7 @@ fn what_is_no_store_is_refused() {
     assert!(text.starts_with("opening a file: No such file"), "{text}");
 }
 
-/// A store that only reads says so before anything is done, and changes nothing.
+/// A read-only store reports that before anything is done, and changes nothing.
 #[test]
 fn read_only_stores_do_not_write() {
     let folder = folder();
@@ -246,7 +247,7 @@ fn read_only_stores_do_not_write() {
     assert_eq!(fs::read(&path).unwrap(), b"bytes");
 }
 
-/// One store writes to a file, by whatever name; any number read. When it is gone another may.
+/// One store writes to a file, by whatever name; any number read. After it is dropped another may write.
 #[test]
 fn a_second_writer_is_refused() {
     let folder = folder();
@@ -257,7 +258,7 @@ fn a_second_writer_is_refused() {
     for name in [&path, &link, &second] {
         assert!(is_busy(FileStore::open(name)) && is_busy(FileStore::create(name)), "{name:?}");
     }
-    // The claim lasts however often it is asked for: it alone refuses, where files have no locks.
+    // The claim lasts however often it is checked: it alone refuses where files have no locks.
     for _ in 0..3 {
         let Err(Error::Busy { what }) = refusal(FileStore::open(&path)) else { panic!("not refused") };
         assert_eq!(what, "another store of this process writes to the file");
@@ -270,7 +271,7 @@ fn a_second_writer_is_refused() {
     assert!(readers.iter().all(|reader| read(reader, 0, 5) == b"other"));
 }
 
-/// This test once more, in a process of its own.
+/// Runs this test once more, in a separate process.
 fn child(test: &str, part: &Path) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", test, "--nocapture"]).env(PART, part);
@@ -302,7 +303,7 @@ fn a_writer_of_another_process_is_refused() {
     assert_passes(child("a_writer_of_another_process_is_refused", &path));
 }
 
-/// RLIMIT_FSIZE in a child: over it there is an error, not a deadly signal, and nothing was done.
+/// RLIMIT_FSIZE in a child: exceeding it is an error, not a deadly signal, and nothing was written.
 #[test]
 fn file_size_limits_are_errors() {
     const TEST: &str = "file_size_limits_are_errors";
@@ -328,7 +329,7 @@ fn file_size_limits_are_errors() {
     assert_passes(limited);
 }
 
-/// Offsets that no file has are errors, also for reads.
+/// Offsets beyond the maximum are errors, also for reads.
 #[test]
 fn absurd_offsets_are_errors() {
     let folder = folder();
@@ -344,7 +345,7 @@ fn ring(engine: Engine) -> Ring<Aligned> {
     Ring::new(&Settings { depth: 16, engine, ..Settings::default() }).unwrap()
 }
 
-/// The next transfer that ends.
+/// The next completed transfer.
 fn take(ring: &mut Ring<Aligned>) -> (Aligned, io::Result<()>) {
     ring.wait(1, LONG).unwrap();
     match ring.next() {
@@ -353,7 +354,8 @@ fn take(ring: &mut Ring<Aligned>) -> (Aligned, io::Result<()>) {
     }
 }
 
-/// Threads instead of a ring: the same random transfers leave the same file. Each round writes places that do not overlap.
+/// Threads instead of a ring: the same random transfers produce the same file. Each round writes places that do not
+/// overlap.
 #[test]
 fn threads_do_as_rings_do() {
     let folder = folder();
@@ -387,7 +389,7 @@ fn threads_do_as_rings_do() {
     assert!(files[0] == files[1]);
 }
 
-/// The environment asks for threads.
+/// The environment requests threads.
 #[test]
 fn the_environment_chooses_threads() {
     const TEST: &str = "the_environment_chooses_threads";
@@ -400,7 +402,7 @@ fn the_environment_chooses_threads() {
     assert_passes(command);
 }
 
-/// Without any memory that may be locked, as a user without privileges: nothing is registered, and transfers go on.
+/// Without any lockable memory, as an unprivileged user: nothing is registered, and transfers work.
 #[test]
 fn unregistered_memory_does() {
     const TEST: &str = "unregistered_memory_does";
@@ -425,7 +427,7 @@ fn unregistered_memory_does() {
     if !is_root() {
         return println!("skipped: only root becomes a user without privileges");
     }
-    // That user may not reach this program where it lies.
+    // That user may not have access to this program's directory.
     let folder = folder();
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
     let program = folder.path().join("tests");
@@ -436,7 +438,7 @@ fn unregistered_memory_does() {
     print!("{}", assert_passes(limited));
 }
 
-/// Many transfers started together: all end once, with the right bytes. Then all are given up before they begin.
+/// Many transfers started together: all complete once, with the right bytes. Then all are cancelled before they begin.
 #[test]
 fn started_transfers_end() {
     let folder = folder();
@@ -471,7 +473,7 @@ fn started_transfers_end() {
     assert!(read(&store, 0, len) == pattern(len, 0));
 }
 
-/// Cancelled at any moment, each transfer ends once: as if it had not been given up, or as cancelled.
+/// Cancelled at any moment, each transfer completes once: successfully, or as cancelled.
 #[test]
 fn cancels_at_any_moment_end_transfers() {
     let folder = folder();
@@ -501,7 +503,7 @@ fn cancels_at_any_moment_end_transfers() {
     }
 }
 
-/// Rings go with transfers in flight: what was started is waited for or given up, and its memory freed after that.
+/// Rings are dropped with transfers in flight: these are waited for or cancelled, and their memory is freed after that.
 #[test]
 fn rings_go_with_transfers_in_flight() {
     let folder = folder();
@@ -521,7 +523,7 @@ fn rings_go_with_transfers_in_flight() {
     assert_eq!(stats::get(Counter::TransfersStuck), stuck_before);
 }
 
-/// Errors of a store come through as they are, blocking and started; what was not written stays as it was.
+/// Errors of a store are passed on unchanged, from blocking and from queued calls; unwritten data stays unchanged.
 #[test]
 fn errors_of_the_store_are_passed_on() {
     let folder = folder();

@@ -1,6 +1,8 @@
-//! Files with a store where the system refuses: rings, threads, locked memory, descriptors, length; and devices of large sectors.
+//! Files with a store where the system refuses: rings, threads, locked memory, descriptors, length; and devices with
+//! large sectors.
 //!
-//! Each refusal is a child's, which is this program again. `pagemill doctor` asks the same table that is looked at here.
+//! Each refusal happens in a child, which is this program again. `pagemill doctor` reads the same table that is checked
+//! here.
 #![allow(unsafe_code)] // filters system calls, sets limits
 
 use pagemill::mapping::policy::Always;
@@ -21,7 +23,7 @@ const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 const LONG: Duration = Duration::from_secs(600);
 
-/// Says to a child which file it is to work on.
+/// Names the file that a child works on.
 const FILE: &str = "STORE_LIMITS_FILE";
 
 fn cache() -> Cache {
@@ -35,7 +37,7 @@ fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|at| (at / 100) as u8 | 1).collect()
 }
 
-/// All that a file with a store is for: it is read, by a queue, too, written, lengthened and synced.
+/// All uses of a file with a store: it is read, also by a queue, written, extended and synced.
 fn assert_works(path: &Path) {
     let cache = cache();
     let store = Arc::new(FileStore::open(path).unwrap());
@@ -66,7 +68,7 @@ fn is_root() -> bool {
     fs::metadata("/proc/self").is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) == 0)
 }
 
-/// Runs this test once more, in a child that `prepare` has made its own: as a user without privileges, if that is wanted and can be.
+/// Runs this test once more, in a child set up by `prepare`: as an unprivileged user, if requested and possible.
 fn in_child(test: &str, as_nobody: bool, prepare: fn() -> std::io::Result<()>) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
@@ -74,7 +76,7 @@ fn in_child(test: &str, as_nobody: bool, prepare: fn() -> std::io::Result<()>) {
     let mut program = std::env::current_exe().unwrap();
     let is_nobody = as_nobody && is_root();
     if is_nobody {
-        // That user may not reach this program where it lies.
+        // That user may not have access to this program's directory.
         let copy = folder.path().join("tests");
         fs::copy(&program, &copy).unwrap();
         program = copy;
@@ -105,7 +107,7 @@ fn set_limit(resource: libc::__rlimit_resource_t, most: u64) -> std::io::Result<
     }
 }
 
-/// From here on `io_uring_setup` fails in this process, and in what it starts.
+/// Makes `io_uring_setup` fail in this process, and in its children.
 fn forbid_rings(errno: i32) -> std::io::Result<()> {
     let step = |code: u32, jt: u8, k: u32| libc::sock_filter { code: code as u16, jt, jf: 0, k };
     let filter = [
@@ -125,7 +127,7 @@ fn forbid_rings(errno: i32) -> std::io::Result<()> {
     if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
 }
 
-/// No ring can be had: the store works by threads, and a counter and the table of `doctor` say so.
+/// Without a ring the store uses threads, and a counter and the table of `doctor` report it.
 fn assert_works_without_rings(path: &Path) {
     assert_works(path);
     assert!(stats::get(Counter::RingsRefused) > 0);
@@ -146,7 +148,7 @@ fn filters_that_forbid_rings() {
 
 const SETTING: &str = "/proc/sys/kernel/io_uring_disabled";
 
-/// Writes a setting of the kernel back as it was.
+/// Restores a setting of the kernel on drop.
 struct Restore(String);
 
 impl Drop for Restore {
@@ -155,7 +157,7 @@ impl Drop for Restore {
     }
 }
 
-/// A kernel that is told to refuse rings to users without privileges; others go on with theirs.
+/// A kernel that refuses new rings to unprivileged users; existing ones keep theirs.
 #[test]
 fn a_kernel_that_refuses_rings() {
     if let Some(path) = file_for_child() {
@@ -172,7 +174,7 @@ fn a_kernel_that_refuses_rings() {
     in_child("a_kernel_that_refuses_rings", true, || Ok(()));
 }
 
-/// Neither locked memory, nor threads of its own.
+/// Neither lockable memory nor threads.
 #[test]
 fn no_locked_memory_and_no_threads() {
     const TEST: &str = "no_locked_memory_and_no_threads";
@@ -186,11 +188,11 @@ fn no_locked_memory_and_no_threads() {
     });
 }
 
-/// No thread can be had once the file is there, and no ring either: who syncs does it himself.
+/// Neither a thread nor a ring is available once the file is open: the syncing thread writes itself.
 #[test]
 fn no_threads_at_all() {
     if let Some(path) = file_for_child() {
-        // As many as there are.
+        // As many as exist.
         set_limit(libc::RLIMIT_NPROC, 0).unwrap();
         if std::thread::Builder::new().spawn(|| ()).is_ok() {
             println!("skipped: this user has any number of threads");
@@ -201,7 +203,7 @@ fn no_threads_at_all() {
     in_child("no_threads_at_all", true, || forbid_rings(libc::EPERM));
 }
 
-/// All descriptors are taken: opening says so; a file that is open is read, written and synced, without a ring of its own.
+/// All descriptors are taken: opening reports it; an open file is read, written and synced, without a ring.
 #[test]
 fn no_descriptors() {
     let Some(path) = file_for_child() else { return in_child("no_descriptors", false, || Ok(())) };
@@ -220,7 +222,7 @@ fn no_descriptors() {
     file.sync().unwrap();
 }
 
-/// No file may grow: a sync says so, where a plain write is a deadly signal; what fits is written.
+/// No file may grow: a sync reports it, where a plain write is a deadly signal; what fits is written.
 #[test]
 fn no_length() {
     let Some(path) = file_for_child() else { return in_child("no_length", false, || set_limit(libc::RLIMIT_FSIZE, 0)) };
@@ -238,13 +240,13 @@ fn no_length() {
     assert_eq!(fs::metadata(&path).unwrap().len(), 0);
 }
 
-/// One at a time changes what the whole machine has.
+/// Only one test at a time changes settings of the whole machine.
 fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Undoes what was done to the system.
+/// Undoes the changes to the system.
 struct Undo(&'static str, Vec<String>);
 
 impl Drop for Undo {
@@ -259,7 +261,7 @@ fn output(program: &str, arguments: &[&str]) -> Result<String, String> {
     if output.status.success() { Ok(said(&output.stdout)) } else { Err(said(&output.stderr)) }
 }
 
-/// A device whose sectors are as long as a page.
+/// A device with sectors as long as a page.
 fn large_sectors(folder: &Path) -> Result<(PathBuf, Undo), String> {
     let path = folder.join("image");
     fs::File::create(&path).and_then(|file| file.set_len(16 * MIB as u64)).map_err(|error| error.to_string())?;
@@ -268,7 +270,7 @@ fn large_sectors(folder: &Path) -> Result<(PathBuf, Undo), String> {
     Ok((PathBuf::from(&device), Undo("losetup", vec!["--detach".to_owned(), device])))
 }
 
-/// Transfers at odd offsets, of odd lengths, from odd addresses, against bytes in memory; then the same by a mapping.
+/// Transfers at unaligned offsets, lengths and addresses, against bytes in memory; then the same through a mapping.
 fn assert_is_right(path: &Path, len: usize) {
     let store = FileStore::open(path).unwrap();
     assert!(store.alignment().offset == PAGE && store.block_bytes() == PAGE, "{:?}", store.alignment());
@@ -313,12 +315,12 @@ fn large_sectors_are_right() {
     if let Err(reason) = output("mkfs.ext4", &["-q", name]).and_then(|_| output("mount", &[name, at])) {
         return println!("skipped: {reason}");
     }
-    // The thread that writes back has files open for some moments more.
+    // The writeback thread keeps files open for some moments more.
     let _unmount = Undo("umount", vec!["--lazy".to_owned(), at.to_owned()]);
     let path = point.join("file");
     fs::write(&path, vec![0; 3 * MIB + 777]).unwrap();
     assert_is_right(&path, 3 * MIB + 777);
-    // Full: the sync says so, and nothing is lost; room comes, and all is there.
+    // Full: the sync reports it, and nothing is lost; after room is made, everything is there.
     let file = cache().open(Arc::new(FileStore::create(point.join("large")).unwrap())).unwrap();
     let bytes = pattern(14 * MIB);
     assert_eq!(file.write_at(&bytes, 0).unwrap(), bytes.len());

@@ -1,4 +1,4 @@
-//! Files with a store where two things happen at once: what is cut, collapsed, fetched or written while somebody else is at it.
+//! Files with a store under races: truncated, collapsed, fetched or written while another thread uses them.
 #![allow(unsafe_code)] // a page whose first touch waits, polling
 
 use pagemill::Pagemill;
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
 
-/// Nothing here takes so long.
+/// Upper bound of any wait here.
 const LONG: Duration = Duration::from_secs(600);
 
 fn cache(limit_bytes: usize) -> Cache {
@@ -26,7 +26,7 @@ fn cache(limit_bytes: usize) -> Cache {
 
 type Hook = Box<dyn Fn(u64) + Send + Sync>;
 
-/// A store whose reads and writes call somebody.
+/// A store whose reads and writes call a hook.
 struct Hooked {
     store: MemoryStore,
     on_read: Hook,
@@ -64,7 +64,7 @@ impl Store for Hooked {
     }
 }
 
-/// What a truncation cuts off while it is written back does not come back once the file is longer again.
+/// Bytes truncated during their writeback do not come back once the file is longer again.
 #[test]
 fn what_is_cut_off_while_it_is_written_back_stays_off() {
     let cache = cache(8 * MIB);
@@ -93,11 +93,11 @@ fn what_is_cut_off_while_it_is_written_back_stays_off() {
     assert_eq!(bytes, [0; 8], "cut off, and back");
 }
 
-// A buffer whose first touch waits for somebody: a page that is closed until a signal handler opens it.
+// A buffer whose first touch waits: a page that is closed until a signal handler opens it.
 static FAULTING: AtomicBool = AtomicBool::new(false);
 static OPEN_IT: AtomicBool = AtomicBool::new(false);
 static CLOSED_AT: AtomicUsize = AtomicUsize::new(0);
-/// One at a time has the handler.
+/// Only one test at a time uses the handler.
 static ONE: Mutex<()> = Mutex::new(());
 
 extern "C" fn on_fault(_: i32) {
@@ -112,7 +112,7 @@ extern "C" fn on_fault(_: i32) {
 }
 
 fn closed_page(byte: u8) -> &'static [u8] {
-    // SAFETY: a mapping of its own, never unmapped; it is opened before any byte is read.
+    // SAFETY: a separate mapping, never unmapped; it is opened before any byte is read.
     unsafe {
         let at = libc::mmap(
             std::ptr::null_mut(),
@@ -140,8 +140,8 @@ fn until(what: &AtomicBool) {
     }
 }
 
-/// A collapse fills gaps, one of which a write is under way to: what is written to it, written back and dropped meanwhile is not
-/// gone over by that.
+/// A collapse fills gaps while a write to one of them is under way. Data written, written back and evicted meanwhile is
+/// not overwritten by the collapse.
 #[test]
 fn a_collapse_beside_a_flight_loses_nothing() {
     let _one = ONE.lock();
@@ -155,13 +155,13 @@ fn a_collapse_beside_a_flight_loses_nothing() {
     std::thread::scope(|scope| {
         let writing = scope.spawn(|| file.write_at(&slow[..100], last));
         until(&FAULTING);
-        // Refused is right, too.
+        // A refusal is allowed, too.
         let is_huge = file.collapse(0).unwrap_or(false);
         if is_huge {
             file.write_at(&[9; 8], last + 2000).unwrap();
             file.sync().unwrap();
             assert!(file.split(0).unwrap());
-            // Others' pages drop all of it.
+            // Pages of other files evict all of it.
             let mut bytes = vec![0; 6 * MIB];
             other.read_at(&mut bytes, 0).unwrap();
         }
@@ -176,7 +176,8 @@ fn a_collapse_beside_a_flight_loses_nothing() {
     assert_eq!(bytes, [9; 8], "written, synced, and lost");
 }
 
-/// The caller's buffer lies in memory whose faults read the same page of the file: they wait for nothing of his.
+/// The caller's buffer lies in memory whose faults read the same page of the file: they wait for nothing that the
+/// caller holds.
 #[test]
 fn a_fault_of_the_callers_buffer_reads_the_page_that_is_written() {
     let _one = ONE.lock();
@@ -204,7 +205,7 @@ fn a_fault_of_the_callers_buffer_reads_the_page_that_is_written() {
     assert!(in_time, "who serves the fault waits for who faults");
 }
 
-/// A store that puts in less than it says shows no other file's bytes.
+/// A store that reads less than it reports exposes no other file's bytes.
 #[test]
 fn a_queue_shows_no_bytes_of_others() {
     let cache = cache(4 * MIB);
@@ -227,7 +228,7 @@ fn a_queue_shows_no_bytes_of_others() {
     assert_eq!(bytes, [0; 8], "by a queue");
 }
 
-/// Nor does a file of the system, behind what it has: a part of a page, and pages.
+/// Neither does a system file behind its end: a partial page, and whole pages.
 #[test]
 fn a_file_shows_no_bytes_of_others() {
     let cache = cache(4 * MIB);
@@ -261,7 +262,7 @@ impl Drop for Scratch {
     }
 }
 
-/// A page that a queue nobody polls has asked for comes to another queue.
+/// A page in flight in a queue that is not polled is delivered to another queue.
 #[test]
 fn a_queue_that_is_not_polled_keeps_no_page_from_others() {
     let cache = cache(4 * MIB);
@@ -273,7 +274,7 @@ fn a_queue_that_is_not_polled_keeps_no_page_from_others() {
     assert_eq!(queue.wait(1, LONG).unwrap(), 1);
 }
 
-/// So does one of a file that has the id of another that is no more.
+/// So is one of a file with the id of a dropped file.
 #[test]
 fn a_file_that_is_gone_keeps_no_page_from_the_next() {
     let cache = cache(4 * MIB);
@@ -287,7 +288,7 @@ fn a_file_that_is_gone_keeps_no_page_from_the_next() {
     assert_eq!(queue.wait(1, LONG).unwrap(), 1);
 }
 
-/// A loop of events waits for the descriptor, then calls `wait` with 0: it is told of a page whose read was overtaken.
+/// An event loop waits for the descriptor, then calls `wait` with 0: it gets a page whose read was overtaken.
 #[test]
 fn a_loop_of_events_hears_of_every_page() {
     use std::os::fd::AsRawFd;
@@ -298,7 +299,7 @@ fn a_loop_of_events_hears_of_every_page() {
     assert_eq!(queue.fetch(&file, 0, 1).unwrap(), Fetch::Started);
     let fd = queue.watch().unwrap().as_raw_fd();
     queue.wait(0, Duration::ZERO).unwrap();
-    // Somebody needs the page at once.
+    // Another thread needs the page at once.
     file.read_at(&mut [0; 8], 0).unwrap();
     while queue.next().is_none() {
         let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
@@ -309,7 +310,7 @@ fn a_loop_of_events_hears_of_every_page() {
     }
 }
 
-/// The same where another thread brings the page in from the start, as long as it looks when it is due.
+/// The same if another thread brings the page in from the start, as long as the loop polls when due.
 #[test]
 fn a_loop_of_events_hears_of_what_others_bring() {
     use std::os::fd::AsRawFd;
@@ -343,7 +344,7 @@ fn a_loop_of_events_hears_of_what_others_bring() {
     });
 }
 
-/// Neither errors nor panics in the midst of a batch keep memory.
+/// Neither errors nor panics in the middle of a batch leak memory.
 #[test]
 fn what_fails_in_the_midst_gives_all_back() {
     let cache = cache(4 * MIB);
@@ -357,18 +358,18 @@ fn what_fails_in_the_midst_gives_all_back() {
     }));
     assert!(result.is_err());
     assert_eq!(cache.charged_bytes(), 9 * PAGE as u64, "what was written before");
-    // And nobody waits for what failed.
+    // No thread waits for a failed read.
     file.truncate(0).unwrap();
     assert_eq!(cache.charged_bytes(), 0);
 }
 
-/// Who writes to a folio beside a sync to a slow store waits for that folio, not for all.
+/// A write to a folio during a sync to a slow store waits for that folio, not for all.
 #[test]
 fn a_write_beside_a_slow_sync_is_not_refused() {
     let cache = cache(4 * MIB);
     let [writing, may_end] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
     let (flag, end) = (writing.clone(), may_end.clone());
-    // The first folio is the only one that is written at once.
+    // Only the first folio is written at once.
     let hook: Hook = Box::new(move |offset| {
         if offset > 0 {
             flag.store(true, SeqCst);

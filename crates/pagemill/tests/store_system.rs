@@ -1,4 +1,4 @@
-//! Stores where it takes root, or a fork: devices, full file systems, registered memory in children.
+//! Stores that need root, or a fork: devices, full file systems, registered memory in children.
 #![allow(unsafe_code)] // forks
 
 use pagemill::store::ring::{Engine, Event, Settings};
@@ -28,14 +28,14 @@ fn turn() -> MutexGuard<'static, ()> {
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a command prints, or why it cannot be run.
+/// The output of a command, or why it cannot be run.
 fn output(program: &str, arguments: &[&str]) -> std::result::Result<String, String> {
     let output = Command::new(program).args(arguments).output().map_err(|error| format!("{program}: {error}"))?;
     let said = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
     if output.status.success() { Ok(said(&output.stdout)) } else { Err(said(&output.stderr)) }
 }
 
-/// Undoes what was done to the system.
+/// Undoes the changes to the system.
 struct Undo(&'static str, Vec<String>);
 
 impl Drop for Undo {
@@ -48,7 +48,7 @@ fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// A full file system: the write fails as the system says, blocking and in a ring; what was there stays.
+/// A full file system: the write fails with the system's error, blocking and in a ring; existing data stays.
 #[test]
 fn full_file_systems_are_errors() {
     let _turn = turn();
@@ -113,7 +113,7 @@ fn devices_are_stores_of_fixed_length() {
     FileStore::open(&path).unwrap();
 }
 
-/// A device that is mounted is not written to behind the file system's back.
+/// A mounted device is not written behind the file system's back.
 #[test]
 fn mounted_devices_are_refused() {
     let _turn = turn();
@@ -139,7 +139,7 @@ fn mounted_devices_are_refused() {
     drop(detach);
 }
 
-/// Does something in a fork child; says whether it returned true.
+/// Runs `act` in a fork child; returns whether it returned true.
 fn in_child(act: impl FnOnce() -> bool) -> bool {
     // SAFETY: the child makes some calls and ends without unwinding.
     match unsafe { libc::fork() } {
@@ -158,8 +158,8 @@ fn in_child(act: impl FnOnce() -> bool) -> bool {
     }
 }
 
-/// Memory that is registered is not in fork children, and is again once it is not. The parent's ring is none in the child: it
-/// says so, and can be dropped; the child can have one of its own. Then the parent goes on.
+/// Registered memory is not present in fork children, and is again once it is unregistered. The parent's ring does not
+/// work in the child: it reports that, and can be dropped; the child can have its own. Then the parent continues.
 #[test]
 fn registered_memory_is_not_in_children() {
     let _turn = turn();

@@ -18,12 +18,12 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
-/// What a probe may say beside the byte.
+/// Answers of a probe other than a byte.
 const BUS: i32 = -1;
 const SEGV: i32 = -2;
 const WRONG: i32 = -3;
 
-/// Reads a byte: one instruction that may fault, and a return. A handler that passes over the first decides the answer.
+/// Reads a byte: one instruction that may fault, and a return. A handler that skips the first sets the answer.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 unsafe extern "C" fn load(addr: usize) -> i32 {
@@ -36,7 +36,7 @@ unsafe extern "C" fn load(addr: usize) -> i32 {
     core::arch::naked_asm!("ldrb w0, [x0]", "ret")
 }
 
-/// Passes over the load, if it was one, with this answer; says at which address it was.
+/// Skips the load with this answer, if the fault was at the load; returns the fault's address.
 fn answer(context: &mut libc::ucontext_t, value: i32) -> Option<usize> {
     let start = load as *const () as usize;
     #[cfg(target_arch = "x86_64")]
@@ -58,13 +58,13 @@ fn answer(context: &mut libc::ucontext_t, value: i32) -> Option<usize> {
 }
 
 extern "C" fn on_signal(signal: i32, info: &libc::siginfo_t, context: &mut libc::ucontext_t) {
-    // SAFETY: a fault's: the field is there.
+    // SAFETY: the signal is a fault, so the field is valid.
     let told = unsafe { info.si_addr() } as usize;
     let (value, code) = if signal == libc::SIGBUS { (BUS, libc::BUS_ADRERR) } else { (SEGV, info.si_code) };
     match answer(context, value) {
         Some(addr) if addr == told && info.si_signo == signal && info.si_code == code => {}
         Some(_) => drop(answer(context, WRONG)),
-        // Not ours: the next time it ends the process.
+        // Not our load: the next fault ends the process.
         // SAFETY: the default action.
         None => unsafe {
             libc::signal(signal, libc::SIG_DFL);
@@ -72,9 +72,9 @@ extern "C" fn on_signal(signal: i32, info: &libc::siginfo_t, context: &mut libc:
     }
 }
 
-/// As a program does that installed its handler late.
+/// Acts as a program that installed its handler late.
 extern "C" fn on_late_signal(signal: i32, info: &libc::siginfo_t, context: &mut libc::ucontext_t) {
-    // SAFETY: what this handler was called with.
+    // SAFETY: the arguments of this handler.
     let is_done = unsafe { handle_fault(signal, std::ptr::from_ref(info).cast(), std::ptr::from_mut(context).cast()) };
     if !is_done {
         on_signal(signal, info, context);
@@ -95,7 +95,7 @@ fn install(signal: i32, handler: Handler) -> libc::sigaction {
     }
 }
 
-/// On which stack handlers of this thread run from now on, which must last as long; says on which they did.
+/// Sets the stack for handlers of this thread, which must live as long; returns the previous one.
 fn change_signal_stack(stack: &libc::stack_t) -> libc::stack_t {
     // SAFETY: plain data.
     unsafe {
@@ -105,14 +105,15 @@ fn change_signal_stack(stack: &libc::stack_t) -> libc::stack_t {
     }
 }
 
-/// The byte at an address, or which signal came instead. The program's own handlers are there before the first mark.
+/// The byte at an address, or the signal raised instead. The program's own handlers are installed before the first
+/// mark.
 fn probe(addr: usize) -> i32 {
     static HANDLERS: Once = Once::new();
     HANDLERS.call_once(|| {
         install(libc::SIGBUS, on_signal);
         install(libc::SIGSEGV, on_signal);
     });
-    // SAFETY: whatever happens, a handler answers.
+    // SAFETY: a handler answers in any case.
     unsafe { load(addr) }
 }
 
@@ -124,7 +125,7 @@ fn pages(area: &Area) -> Vec<i32> {
     (0..area.pages()).map(|index| page(area, index)).collect()
 }
 
-/// Marks strictly; says whether that can be done here.
+/// Marks strictly; returns whether that is supported here.
 fn mark(area: &Area, first: usize, count: usize, how: How) -> bool {
     probe(area.addr);
     match area.call(first, count, Mode::VolatileStrict, how) {
@@ -136,8 +137,8 @@ fn mark(area: &Area, first: usize, count: usize, how: How) -> bool {
     }
 }
 
-/// A page that was purged raises `SIGBUS` with its address, in system calls `EFAULT`, until it is nonvolatile; no other
-/// does. Then it reads zero and can be written.
+/// A purged page raises `SIGBUS` with its address, and `EFAULT` in system calls, until it is nonvolatile. Other pages
+/// do not. After that it reads zero and can be written.
 #[test]
 fn purged_pages_raise_bus() {
     let _turn = turn();
@@ -153,7 +154,7 @@ fn purged_pages_raise_bus() {
     assert_eq!(probe(area.at(20) as usize + 777), BUS, "in the midst of a page");
     assert_eq!(stats::get(Counter::PurgedTouched) - counted, 17);
     let mut ends = [0; 2];
-    // SAFETY: writes two descriptors, and reads what the kernel can.
+    // SAFETY: writes two descriptors, and reads what the kernel can read.
     unsafe {
         assert_eq!(libc::pipe(ends.as_mut_ptr()), 0);
         assert_eq!(libc::write(ends[1], area.at(20).cast::<c_void>(), 1), -1);
@@ -170,7 +171,7 @@ fn purged_pages_raise_bus() {
     assert!(area.holds(2));
 }
 
-/// Marking anew strictly leaves the guards; marking anew otherwise ends them, and so does forgetting.
+/// Marking again strictly keeps the guards. Marking again without strictness removes them, and so does forgetting.
 #[test]
 fn guards_stay_until_they_are_not_wanted() {
     let _turn = turn();
@@ -190,7 +191,8 @@ fn guards_stay_until_they_are_not_wanted() {
     assert!(pages(&area).iter().all(|byte| *byte == 0));
 }
 
-/// Huge pages are huge until they are purged, and may be again once the range is nonvolatile; parts of them go as well.
+/// Huge pages stay huge until they are purged, and may be huge again once the range is nonvolatile. Parts of them are
+/// purged as well.
 #[test]
 fn huge_pages_come_back() {
     let _turn = turn();
@@ -209,7 +211,7 @@ fn huge_pages_come_back() {
     assert!((0..area.pages()).all(|index| page(&area, index) == if is_gone(&index) { BUS } else { 1 }));
     assert!(area.unmark(0, area.pages()).purged);
     let (major, minor) = pagemill_sys::process::kernel_release();
-    // Since then the kernel frees page tables that are empty.
+    // Since that version the kernel frees empty page tables.
     if (major, minor) >= (6, 14) && is_huge(&other, 0) {
         other.mark(0, per_block);
         purge(usize::MAX);
@@ -218,7 +220,7 @@ fn huge_pages_come_back() {
     assert!((0..per_block / 2).all(|index| page(&area, index) == 1), "beside it nothing changed");
 }
 
-/// What cannot be purged raises nothing, and cannot be seen from outside while a purge tries.
+/// Memory that cannot be purged raises nothing, and a purge attempt cannot be seen from outside.
 #[test]
 fn refused_memory_raises_nothing() {
     let _turn = turn();
@@ -244,7 +246,8 @@ fn refused_memory_raises_nothing() {
     }
 }
 
-/// The program's own faults reach its handler, near strict ranges and far from them, with all that the kernel tells.
+/// The program's own faults reach its handler, near strict ranges and far from them, with all information of the
+/// kernel.
 #[test]
 fn own_faults_stay_own() {
     let _turn = turn();
@@ -256,10 +259,10 @@ fn own_faults_stay_own() {
     unsafe { libc::mprotect(protected.addr as *mut _, protected.len, libc::PROT_NONE) };
     purge(usize::MAX);
     assert_eq!((page(&protected, 3), probe(os_page_bytes()), page(&area, 3)), (SEGV, SEGV, BUS));
-    // Installed later, it passes on what is not its own.
+    // A handler installed later passes on faults that are not its own.
     let before = install(libc::SIGSEGV, on_late_signal);
     assert_eq!((page(&protected, 3), probe(os_page_bytes()), page(&area, 3)), (SEGV, SEGV, BUS));
-    // SAFETY: puts back what was there; our own mapping.
+    // SAFETY: restores the previous handler; our own mapping.
     unsafe {
         libc::sigaction(libc::SIGSEGV, &raw const before, std::ptr::null_mut());
         libc::mprotect(protected.addr as *mut _, protected.len, libc::PROT_READ | libc::PROT_WRITE);
@@ -267,7 +270,7 @@ fn own_faults_stay_own() {
     assert_eq!((page(&protected, 3), page(&area, 3)), (1, BUS));
 }
 
-/// A child inherits guards and handler; ending them there changes nothing for the parent.
+/// A child inherits guards and handler. Removing them there changes nothing for the parent.
 #[test]
 fn a_child_has_guards_of_its_own() {
     let _turn = turn();
@@ -283,13 +286,14 @@ fn a_child_has_guards_of_its_own() {
     assert!((0..16).all(|index| page(&area, index) == BUS));
 }
 
-/// A handler that interrupts a purge, or whoever ends guards, reads what is closed just then: it does not wait for itself.
+/// A signal handler that interrupts a purge, or the removal of guards, and reads closed memory does not wait for
+/// itself.
 #[test]
 fn handlers_do_not_wait_for_themselves() {
     static READ: AtomicUsize = AtomicUsize::new(0);
     static ADDR: AtomicUsize = AtomicUsize::new(0);
     extern "C" fn on_alarm(_: i32, _: &libc::siginfo_t, _: &mut libc::ucontext_t) {
-        // SAFETY: whatever happens, a handler answers.
+        // SAFETY: a handler answers in any case.
         unsafe { load(ADDR.load(Relaxed)) };
         READ.fetch_add(1, Relaxed);
     }
@@ -298,14 +302,14 @@ fn handlers_do_not_wait_for_themselves() {
     if !mark(&area, 0, area.pages(), How::Full) {
         return;
     }
-    // Three handlers may be within each other. Of processors with wide registers that is more than the 8 KiB that a thread has.
+    // Three handlers may be nested. On processors with wide registers that needs more than the 8 KiB stack of a thread.
     let mut room = vec![0_u8; 128 << 10];
     let nested = libc::stack_t { ss_sp: room.as_mut_ptr().cast(), ss_flags: 0, ss_size: room.len() };
     let own_stack = change_signal_stack(&nested);
     ADDR.store(area.at(area.pages() / 2) as usize, Relaxed);
     let before = install(libc::SIGPROF, on_alarm);
-    // To this very thread, again and again.
-    // SAFETY: no arguments; the thread is alive, since it is joined with.
+    // Signals this thread again and again.
+    // SAFETY: no arguments; the thread is alive, since it is joined later.
     let (process, thread) = unsafe { (libc::getpid(), libc::syscall(libc::SYS_gettid)) };
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -316,7 +320,7 @@ fn handlers_do_not_wait_for_themselves() {
                 std::thread::sleep(Duration::from_micros(20));
             }
         });
-        // So often, and more often where that is done before the other thread has had many turns.
+        // At least this often, and more often if the other thread has had few turns until then.
         let mut round = 0;
         while round < 300 || READ.load(Relaxed) <= 100 {
             purge(usize::MAX);
@@ -327,12 +331,12 @@ fn handlers_do_not_wait_for_themselves() {
         }
         is_over.store(true, Relaxed);
     });
-    // SAFETY: puts back what was there.
+    // SAFETY: restores the previous handler.
     unsafe { libc::sigaction(libc::SIGPROF, &raw const before, std::ptr::null_mut()) };
     change_signal_stack(&own_stack);
 }
 
-/// A child that is forked while another thread ends guards can use what it unmarks.
+/// A child that is forked while another thread removes guards can use what it unmarks.
 #[test]
 fn a_child_is_not_born_in_between() {
     let _turn = turn();
@@ -359,7 +363,7 @@ fn a_child_is_not_born_in_between() {
     });
 }
 
-/// What a child does not inherit (`MADV_DONTFORK`) may be something else there: what was noted of it destroys nothing.
+/// Memory that a child does not inherit (`MADV_DONTFORK`) may be mapped differently there: its records destroy nothing.
 #[test]
 fn what_a_child_has_not_is_not_touched_there() {
     let _turn = turn();
@@ -368,7 +372,7 @@ fn what_a_child_has_not_is_not_touched_there() {
         return;
     }
     purge(usize::MAX);
-    // SAFETY: concerns children only.
+    // SAFETY: affects children only.
     unsafe { libc::madvise(area.addr as *mut _, area.len, libc::MADV_DONTFORK) };
     assert_in_child(|| {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
@@ -382,7 +386,7 @@ fn what_a_child_has_not_is_not_touched_there() {
     });
 }
 
-/// Memory that is locked while it is purged: what went raises `SIGBUS`, what did not is there, and the program goes on.
+/// Memory that is locked while it is purged: purged pages raise `SIGBUS`, others are there, and the program continues.
 #[test]
 fn locking_races_purges() {
     let _turn = turn();
@@ -412,13 +416,13 @@ fn locking_races_purges() {
     });
 }
 
-/// Slots of the heap: guarded as any memory, and the books stay right.
+/// Slots of the heap: guarded like any memory, and the accounting stays correct.
 #[test]
 fn own_slots_are_guarded() {
     let _turn = turn();
     for len in [2 * BLOCK_BYTES, BLOCK_BYTES / 4] {
         let addr = pagemill().heap.allocate(len, BLOCK_BYTES.min(len)).unwrap().addr.as_ptr();
-        // SAFETY: a live slot of that length, ours alone.
+        // SAFETY: a live slot of that length, owned by this test.
         unsafe { addr.write_bytes(6, len) };
         pagemill().account.settle();
         let before = pagemill().account.resident();
@@ -439,8 +443,8 @@ fn own_slots_are_guarded() {
     }
 }
 
-/// Probes on two threads while purges run on a third: a page holds its byte, or raises `SIGBUS`, and raises it from then
-/// on; nobody ever reads zero where his byte was. Memory that is not marked raises nothing. A million probes in all.
+/// Two threads probe while a third purges: a page holds its byte, or raises `SIGBUS` from then on. No probe reads zero
+/// in place of its byte. Unmarked memory raises nothing. A million probes in total.
 #[test]
 fn purges_race_probes() {
     const PROBES: usize = 1_000_000;
@@ -493,11 +497,11 @@ fn purges_race_probes() {
             area.fill(1);
         }
     }
-    // Each of the two looks 500 times after the last purge.
+    // Each of the two threads probes 500 times after the last purge.
     assert!(signals.load(Relaxed) >= 1000, "only {signals:?} signals");
 }
 
-/// As above, with marks that come and go, on both threads, on the same memory: whoever is too late for a guard goes on, and
+/// As above, with both threads marking and unmarking the same memory: a thread whose guard is gone continues, and
 /// nothing ends the program.
 #[test]
 fn marks_race_probes() {
@@ -516,7 +520,7 @@ fn marks_race_probes() {
         let probers = [0, 1].map(|seed| {
             let (area, signals) = (&area, &signals);
             scope.spawn(move || {
-                // So often, and more often until the one who purges has had his turn.
+                // At least this often, and more often until the purging thread has had its turn.
                 for round in (0..).take_while(|round| *round < 3000 || signals.load(Relaxed) < 2000) {
                     let first = (round * 37 + seed * 11) % (area.pages() - 40);
                     mark(area, first, 40, if round % 2 == 0 { How::Full } else { How::Partial });
@@ -538,7 +542,7 @@ fn marks_race_probes() {
     assert!(area.holds(1));
 }
 
-/// Bad strict ranges are refused as any other, before anything changes.
+/// Bad strict ranges are refused like any other, before anything changes.
 #[test]
 fn bad_ranges_are_refused() {
     let _turn = turn();
@@ -551,7 +555,7 @@ fn bad_ranges_are_refused() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
 
-    /// Any calls in any order: each changes of the answer of each page what it may, and nothing else.
+    /// Any calls in any order: each changes the answers of exactly the pages that it may change.
     #[test]
     fn calls_agree_with_a_model(steps in prop::collection::vec((0usize..64, 1usize..32, 0u8..8), 1..40)) {
         #[derive(Clone, Copy, PartialEq)]
@@ -585,7 +589,7 @@ proptest! {
             for at in 0..64 {
                 let (was, is) = (before[at], now[at]);
                 let allowed = match (part.contains(&at), act, model[at]) {
-                    // Guards go with strictness.
+                    // Guards are removed when strictness ends.
                     (true, 0 | 1 | 4 | 5, _) => is == was.max(0),
                     (_, 6, Is::Strict) => is == BUS,
                     (_, 6, Is::Lax) => is == 0,
@@ -599,7 +603,7 @@ proptest! {
             if let Some(now) = become_ {
                 model[part.clone()].fill(now);
             }
-            // Kept pages are written anew.
+            // Kept pages are rewritten.
             for at in (0..64).filter(|at| model[*at] == Is::Kept) {
                 area.write(at, 1);
             }

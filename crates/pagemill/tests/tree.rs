@@ -1,8 +1,7 @@
-//! Real processes that share a tree's page: one makes another give back, the killed and the stopped are survived,
-//! and nothing written into the page ends a member.
+//! Real processes that share a tree's page: one makes another give back, killed and stopped members are tolerated, and
+//! nothing written into the page ends a member.
 //!
-//! A member is this test program again, run for the test [`member`] alone,
-//! obeying lines on its standard input.
+//! A member is this test program again, run for the test [`member`] alone, executing lines from its standard input.
 #![allow(unsafe_code)] // writes to and frees the allocations of a member; sends signals
 
 use pagemill::Pagemill;
@@ -22,17 +21,17 @@ const MIB: usize = 1 << 20;
 /// Names the page's file for a member.
 const VARIABLE: &str = "PAGEMILL_TEST_TREE";
 
-/// Nothing here takes so long, on a machine that is ever so loaded.
+/// Upper bound of any wait, even on a loaded machine.
 const LONG: Duration = Duration::from_secs(600);
 
-/// A member's part: see [`Member`] for what it is told.
+/// The member's side: see [`Member`] for its commands.
 #[test]
 fn member() {
     let Ok(path) = std::env::var(VARIABLE) else { return };
     let pagemill = Pagemill::new(Layout::for_test(), UNLIMITED).unwrap();
     pagemill.account.join(TreePage::join(&CString::new(path).unwrap()).unwrap(), process::own_identity());
     assert!(pagemill.helper.claim());
-    std::thread::spawn(|| pagemill.helper.run(pagemill.arena, None));
+    std::thread::spawn(|| pagemill.helper.run(pagemill.arena));
     let mut held = Held { pagemill, addrs: Vec::new() };
     for line in std::io::stdin().lines() {
         let line = line.unwrap();
@@ -68,7 +67,7 @@ impl Held {
             let byte = self.addrs.len() as u8 | 1;
             // SAFETY: allocated just now.
             unsafe { std::ptr::write_bytes(found.addr.as_ptr(), byte, MIB) };
-            // Where no huge pages are to be had it is charged when it is measured.
+            // Without huge pages it is charged when it is measured.
             self.pagemill.account.settle();
             self.addrs.push((found.addr.as_ptr() as usize, byte));
         }
@@ -87,7 +86,7 @@ impl Held {
 
     fn check(&self) {
         for (addr, byte) in &self.addrs {
-            // SAFETY: live, and nobody writes.
+            // SAFETY: live, and no thread writes.
             let bytes = unsafe { std::slice::from_raw_parts(*addr as *const u8, MIB) };
             assert!(*bytes == [*byte; MIB], "contents of {addr:#x} changed");
         }
@@ -147,7 +146,7 @@ impl Member {
         self.answer()
     }
 
-    /// Allocates so many, again where a busy machine made a sibling miss its time.
+    /// Allocates `count` slots; tries again if a busy machine made a sibling miss its time.
     fn must_allocate(&mut self, count: usize) {
         let (began, mut done) = (Instant::now(), 0);
         while done < count {
@@ -161,7 +160,7 @@ impl Member {
         assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
     }
 
-    /// Stops it, every thread of it: the signal alone leaves the helper a moment in which it may still answer.
+    /// Stops every thread of it: after the signal alone the helper may still answer for a moment.
     fn stop(&self) {
         self.signal(libc::SIGSTOP);
         let is_stopped = |task: std::fs::DirEntry| {
@@ -179,7 +178,7 @@ impl Member {
         let _ = self.child.wait();
     }
 
-    /// Lets it check what it holds and end; it must end well.
+    /// Makes it check what it holds and end; it must end successfully.
     fn end(mut self) {
         self.tell("end", 0);
         let status = self.child.wait().unwrap();
@@ -209,7 +208,7 @@ impl Tree {
     }
 }
 
-/// A holds 48 of 64 MiB, all free; B needs 48: A's helper gives back what is missing, and not everything.
+/// A holds 48 of 64 MiB, all free; B needs 48. A's helper gives back what is missing, and not everything.
 #[test]
 fn a_sibling_gives_its_free_memory() {
     let tree = Tree::new(64 * MIB);
@@ -220,7 +219,7 @@ fn a_sibling_gives_its_free_memory() {
     b.must_allocate(48);
     let (began, mut a_holds, b_holds) = (Instant::now(), a.ask("resident", 0), b.ask("resident", 0));
     assert_eq!(b_holds, 48 * MIB);
-    // A request that nobody waits for any more may be met still.
+    // A request that is no longer waited for may still be answered.
     while tree.page.totals().resident != (a_holds + b_holds) as u64 {
         assert!(began.elapsed() < LONG, "{a_holds} and {b_holds}: {:?}", tree.page.totals());
         a_holds = a.ask("resident", 0);
@@ -233,7 +232,7 @@ fn a_sibling_gives_its_free_memory() {
     assert_eq!(tree.page.totals().resident, 0);
 }
 
-/// What is live is nobody else's: B is refused, keeps what it has, and gets the rest when A has freed.
+/// Live memory is not reclaimed: B is refused, keeps what it has, and gets the rest after A has freed.
 #[test]
 fn a_sibling_keeps_what_it_uses() {
     let tree = Tree::new(64 * MIB);
@@ -248,7 +247,7 @@ fn a_sibling_keeps_what_it_uses() {
     b.end();
 }
 
-/// Three members; two hold free memory, and together they give what the third needs.
+/// Three members; two hold free memory, and together they give back what the third needs.
 #[test]
 fn siblings_give_together() {
     let tree = Tree::new(96 * MIB);
@@ -276,7 +275,7 @@ fn the_charge_of_the_killed_ends() {
     b.end();
     let (mut c, mut d) = (Member::start(&tree), Member::start(&tree));
     c.must_allocate(10);
-    // Killed in the middle of its work, several times over.
+    // Killed in the middle of its work, several times.
     d.tell("churn", 10_000);
     std::thread::sleep(Duration::from_millis(50));
     d.kill();
@@ -286,7 +285,8 @@ fn the_charge_of_the_killed_ends() {
     c.end();
 }
 
-/// A stopped member cannot answer: who needs its memory waits a bounded time, once, and gets it when it goes on.
+/// A stopped member cannot answer: a member that needs its memory waits once, for a bounded time, and gets it after the
+/// stop.
 #[test]
 fn a_stopped_member_costs_a_bounded_wait() {
     let tree = Tree::new(64 * MIB);
@@ -296,7 +296,7 @@ fn a_stopped_member_costs_a_bounded_wait() {
     b.must_allocate(16);
     a.stop();
     for attempt in 0..5 {
-        // That it answers at all is the bound: who is stopped answers nobody.
+        // The reply itself proves the bound: a stopped member answers nothing.
         assert_eq!(b.ask("allocate", 1), 0, "attempt {attempt}: given by a stopped process?");
     }
     a.signal(libc::SIGCONT);
@@ -311,7 +311,7 @@ fn mix(mut value: u64) -> u64 {
     value ^ value >> 31
 }
 
-/// Random words all over the page, then all ones, then zeros, while members work: none crashes, hangs or loses a byte.
+/// Random words all over the page, then ones, then zeros, while members work: no member crashes, hangs or loses a byte.
 #[test]
 fn absurd_contents_of_the_page_are_survived() {
     let tree = Tree::new(48 * MIB);
@@ -324,7 +324,7 @@ fn absurd_contents_of_the_page_are_survived() {
     while start.elapsed() < Duration::from_millis(1400) {
         for _ in 0..100 {
             random = mix(random.wrapping_add(0x9E37_79B9_7F4A_7C15));
-            // The head and the first members' places are what is read most.
+            // The head and the first members' slots are read most.
             let end = if random & 1 == 0 { 1024 } else { TreePage::LEN as u64 };
             let value = match random >> 1 & 3 {
                 0 => 0,
@@ -347,7 +347,7 @@ fn absurd_contents_of_the_page_are_survived() {
         member.answer();
         assert!(member.child.try_wait().unwrap().is_none(), "a member has ended");
     }
-    // Nobody can join a page without its mark, and no harm is done by trying.
+    // A page without its magic number cannot be joined; trying is harmless.
     file.write_at(&[0xFF; 64], 0).unwrap();
     assert!(TreePage::join(&CString::new(tree.path.as_str()).unwrap()).is_err());
     members.into_iter().for_each(Member::end);

@@ -1,4 +1,4 @@
-//! `vrange` on memory of every kind: what is marked, what goes, what is refused, and what is never touched.
+//! `vrange` on memory of every kind: what is marked, purged, refused, and never touched.
 #![allow(unsafe_code)] // maps memory of every kind and marks it
 
 #[path = "common/area.rs"]
@@ -17,7 +17,8 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// Without pressure all is as it was; under pressure marked memory goes, unmarking says so, and what is not marked stays.
+/// Without pressure nothing changes. Under pressure marked memory is purged, unmarking reports that, and unmarked
+/// memory stays.
 #[test]
 fn marked_memory_goes_and_nothing_else() {
     let _turn = turn();
@@ -34,7 +35,7 @@ fn marked_memory_goes_and_nothing_else() {
     assert_eq!(area.unmark(0, 64), marked(0, false), "never marked is no error");
 }
 
-/// Marks overlap, split and merge; marking twice is marking once, and what was purged stays known.
+/// Marks overlap, split and merge. Marking twice equals marking once, and purges stay known.
 #[test]
 fn marks_overlap_and_split() {
     let _turn = turn();
@@ -53,7 +54,7 @@ fn marks_overlap_and_split() {
     assert_eq!((area.mark(0, 32), area.unmark(0, 32)), (marked(32, false), marked(32, false)));
 }
 
-/// The least recently marked goes first; partial ranges lose their ends in turn.
+/// The least recently marked range is purged first; partial ranges lose their ends in turn.
 #[test]
 fn purges_go_in_order() {
     let _turn = turn();
@@ -90,7 +91,7 @@ fn purges_go_in_order() {
     }
 }
 
-/// Large ranges go in steps and are one purged range afterwards.
+/// Large ranges are purged in steps and are one purged range afterwards.
 #[test]
 fn large_ranges_go_as_a_whole() {
     let _turn = turn();
@@ -102,7 +103,7 @@ fn large_ranges_go_as_a_whole() {
     assert_eq!(area.unmark(0, area.pages()), marked(area.pages(), true));
 }
 
-/// Bad calls say what is bad and change nothing.
+/// Bad calls report the cause and change nothing.
 #[test]
 fn bad_ranges_are_refused() {
     let _turn = turn();
@@ -122,7 +123,7 @@ fn bad_ranges_are_refused() {
     assert!(vrange(0usize.wrapping_sub(2 * page), page, Mode::Volatile, How::Full).is_err());
 }
 
-/// Memory that has no pages of its own to give, or must not lose them, can be marked and is never purged.
+/// Memory that has no pages of its own to give back, or must not lose them, can be marked and is never purged.
 #[test]
 fn other_kinds_are_never_purged() {
     let _turn = turn();
@@ -146,7 +147,7 @@ fn other_kinds_are_never_purged() {
         area.mark(0, area.pages());
         purge(usize::MAX);
         let unmarked = area.unmark(0, area.pages());
-        // Anonymous memory that may grow is as plain as any: only the first stack is known to be one.
+        // Anonymous memory that may grow is treated as plain: only the first stack is known to be one.
         assert_eq!((unmarked.purged, area.holds(7)), (is_growing, !is_growing), "{name}");
     }
     // The stack of the first thread, as the kernel names it.
@@ -172,8 +173,8 @@ fn locked_memory_is_never_purged() {
     assert!(!area.unmark(0, 16).purged && area.holds(7));
 }
 
-/// Where the kernel refuses a part (locked pages), or Pagemill does (a part of a huge page, before the limit), the rest may
-/// go; and whatever went, unmarking says so.
+/// Where the kernel refuses a part (locked pages), or Pagemill does (a part of a huge page, before the limit), the rest
+/// may be purged. Unmarking reports any purge.
 #[test]
 fn what_went_of_partly_locked_memory_is_said() {
     let _turn = turn();
@@ -192,7 +193,7 @@ fn what_went_of_partly_locked_memory_is_said() {
             assert_eq!(area.unmark(0, 64).purged, is_lost, "locked: {locked:?}");
         }
     }
-    // Slots that share huge blocks, where there are any: the mark ends within one.
+    // Slots that share huge blocks, if there are any: the mark ends within one.
     let fallbacks = stats::get(Counter::BlocksFallback);
     let slots: Vec<usize> = (0..6)
         .map(|_| pagemill().heap.allocate(BLOCK_BYTES / 2, os_page_bytes()).unwrap().addr.as_ptr() as usize)
@@ -219,7 +220,7 @@ fn what_went_of_partly_locked_memory_is_said() {
     }
 }
 
-/// A child keeps what its parent marked, and may end those marks; its own marks are purged.
+/// A child keeps its parent's marks and may end them; its own marks are purged.
 #[test]
 fn a_child_keeps_what_it_inherited() {
     let _turn = turn();
@@ -234,7 +235,8 @@ fn a_child_keeps_what_it_inherited() {
     assert_eq!(purge(usize::MAX), inherited.len);
 }
 
-/// Pages that the kernel merged (KSM) or that are in flight in a pipe: the program's view goes, the other reader's stays.
+/// Pages that the kernel merged (KSM) or that are in flight in a pipe: the program's view is purged, the other reader's
+/// stays.
 #[test]
 fn others_keep_what_they_have() {
     let _turn = turn();
@@ -242,7 +244,7 @@ fn others_keep_what_they_have() {
     // SAFETY: a hint; contents stay.
     unsafe { libc::madvise(area.addr as *mut _, area.len, libc::MADV_MERGEABLE) };
     let mut ends = [0; 2];
-    // SAFETY: writes two descriptors; gives pages of our own to the pipe, read back below.
+    // SAFETY: writes two descriptors; moves our own pages into the pipe, read back below.
     unsafe {
         assert_eq!(libc::pipe(ends.as_mut_ptr()), 0);
         let piece = libc::iovec { iov_base: area.addr as *mut _, iov_len: os_page_bytes() };
@@ -266,12 +268,12 @@ fn others_keep_what_they_have() {
 fn ranges_that_changed_are_left_alone() {
     let _turn = turn();
     let (protected, unmapped) = (Area::plain(16, 3), Area::plain(16, 4));
-    // In a child, which has one thread: here another could map something of its own where the mapping was.
+    // In a child with one thread: here another thread could map something at the address of the old mapping.
     assert_in_child(|| {
         protected.mark(0, 16);
         unmapped.mark(0, 16);
-        // SAFETY: our own mappings; the second is unmapped without unmarking, which no purge may follow by contract, and none
-        // finds a mapping there: nobody else is here.
+        // SAFETY: our own mappings. The second is unmapped without unmarking, which the contract forbids before a
+        // purge; no purge finds a mapping there, because no other thread exists.
         unsafe {
             libc::mprotect(protected.addr as *mut _, protected.len, libc::PROT_READ);
             libc::munmap(unmapped.addr as *mut _, unmapped.len);
@@ -282,13 +284,13 @@ fn ranges_that_changed_are_left_alone() {
     });
 }
 
-/// Slots of the heap: their memory goes through the account's books.
+/// Slots of the heap: their memory is discharged from the account.
 #[test]
 fn own_slots_go_by_the_books() {
     let _turn = turn();
     for len in [2 * BLOCK_BYTES, BLOCK_BYTES / 4] {
         let addr = pagemill().heap.allocate(len, BLOCK_BYTES.min(len)).unwrap().addr;
-        // SAFETY: a live slot of that length, ours alone.
+        // SAFETY: a live slot of that length, owned by this test.
         unsafe { addr.as_ptr().write_bytes(6, len) };
         pagemill().account.settle();
         let before = pagemill().account.resident();
@@ -304,7 +306,7 @@ fn own_slots_go_by_the_books() {
     }
 }
 
-/// Marks come and go on one thread while purges run on another: bytes are whole, or said to be gone.
+/// One thread marks and unmarks while another purges: bytes are whole, or reported as purged.
 #[test]
 fn purges_race_marks() {
     let _turn = turn();
@@ -318,7 +320,7 @@ fn purges_race_marks() {
         });
         let areas = [Area::plain(1, 1), Area::plain(64, 1), Area::huge(20, 1)];
         let begun = Instant::now();
-        // As long as it takes until something was purged.
+        // Runs until something was purged.
         while begun.elapsed() < Duration::from_secs(2) || (purged == 0 && begun.elapsed() < Duration::from_secs(600)) {
             for area in &areas {
                 let half = area.pages().div_ceil(2);
@@ -340,7 +342,7 @@ fn purges_race_marks() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
 
-    /// Any calls in any order, against a page-by-page model: what is marked, what can have gone, what must be there.
+    /// Any calls in any order, against a page-by-page model: what is marked, what may be purged, what must be there.
     #[test]
     fn calls_agree_with_a_model(steps in prop::collection::vec((0usize..64, 1usize..32, 0u8..6), 1..60)) {
         let _turn = turn();
@@ -373,7 +375,7 @@ proptest! {
                 4 => drop(purge(pages * os_page_bytes())),
                 _ => (0..64).filter(|at| !model[*at].0).for_each(|at| assert_eq!(area.read(at), 1)),
             }
-            // What went is what reads zero; whole purges take all that is marked.
+            // Purged pages read zero; whole purges take everything that is marked.
             for (at, page) in model.iter_mut().enumerate() {
                 let is_gone = area.read(at) == 0;
                 prop_assert!(!is_gone || page.0, "page {} was not marked", at);

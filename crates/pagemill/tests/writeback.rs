@@ -1,4 +1,5 @@
-//! Dirty pages of files with a store: what brings them there, who waits for it, and what happens where the store fails or hangs.
+//! Dirty pages of files with a store: what triggers writeback, which threads wait, and what happens if the store fails
+//! or hangs.
 
 use pagemill::mapping::policy::{Always, Never};
 use pagemill::mapping::{Cache, Mapping, Settings, Writeback};
@@ -16,18 +17,18 @@ const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
 const ETIMEDOUT: i32 = 110;
 
-/// Nothing here takes so long.
+/// Upper bound of any wait here.
 const LONG: Duration = Duration::from_secs(600);
 const NEVER: Duration = Duration::from_secs(1 << 20);
 
 type Faulty = FaultyStore<MemoryStore>;
 
-/// Nothing is written back but where a share says so.
+/// Nothing is written back except above a dirty share.
 fn shares(background_percent: u8, most_percent: u8) -> Writeback {
     Writeback { age: NEVER, background_percent, most_percent, patience: LONG }
 }
 
-/// A cache with small folios, and whether a thread works for it.
+/// A cache with small folios, with or without a background thread.
 fn cache(limit_bytes: usize, writeback: Writeback, is_by_hand: bool) -> Cache {
     let caches = Pagemill::for_test().caches;
     if is_by_hand {
@@ -56,8 +57,8 @@ fn write_page(file: &Mapping, page: usize, byte: u8) -> pagemill::error::Result<
     file.write_at(&[byte; PAGE], (page * PAGE) as u64)
 }
 
-/// What is dirty for longer than the age goes to the store by itself; what is not stays. The thread sees to all files, and is there
-/// again after it had nothing to do.
+/// Data dirty for longer than the age is written back in the background; other data is not. The thread handles all
+/// files, and starts again after it had nothing to do.
 #[test]
 fn old_pages_are_written_back() {
     let cache = cache(64 * MIB, Writeback { age: Duration::from_millis(30), ..shares(100, 100) }, false);
@@ -77,7 +78,7 @@ fn old_pages_are_written_back() {
     files.iter().for_each(|(_, file)| file.sync().unwrap());
 }
 
-/// By hand: nothing goes before it is due; then all does, the pages that follow each other as one.
+/// By explicit calls: nothing is written before it is due; then everything is, adjacent pages together.
 #[test]
 fn what_is_not_due_stays() {
     let young = cache(64 * MIB, shares(100, 100), true);
@@ -94,7 +95,7 @@ fn what_is_not_due_stays() {
     assert_eq!(old.write_back_due(), 0);
 }
 
-/// More than the background's share is written back, by the thread or by hand, whichever file it is in.
+/// Data above the background share is written back, by the thread or by a call, in any file.
 #[test]
 fn what_is_too_much_is_written_back() {
     for is_by_hand in [false, true] {
@@ -113,7 +114,8 @@ fn what_is_too_much_is_written_back() {
     }
 }
 
-/// A writer over the share that may be dirty waits for a store that hangs, and goes on when it does; never is more dirty.
+/// A writer above the dirty limit waits for a store that hangs, and continues when it does; the limit is never
+/// exceeded.
 #[test]
 fn writers_wait_for_the_store() {
     for is_by_hand in [false, true] {
@@ -132,7 +134,7 @@ fn writers_wait_for_the_store() {
             });
             until("nobody waits", || store.held() > 0 && cache.dirty_bytes() >= MIB as u64);
             assert!(!is_over.load(SeqCst));
-            // Who changes what is dirty anyway, and who reads, waits for nobody.
+            // Rewriting a dirty page, and reading, never wait.
             let mut byte = [0];
             file.read_at(&mut byte, 0).unwrap();
             assert_eq!(byte, [1]);
@@ -144,7 +146,7 @@ fn writers_wait_for_the_store() {
     }
 }
 
-/// A store that hangs for longer than writers have to wait: they are told, nothing is lost, and others go on.
+/// A store that hangs longer than writers may wait: they get an error, nothing is lost, and other threads continue.
 #[test]
 fn writers_do_not_wait_for_ever() {
     for is_by_hand in [false, true] {
@@ -165,7 +167,7 @@ fn writers_do_not_wait_for_ever() {
         page += page_of(&file);
         assert!(page >= MIB / PAGE - 1);
         for at in 0..100 {
-            // It waits for its store no longer than the other does, and goes on all the same.
+            // It waits for its store no longer than the other thread, and continues nevertheless.
             until("a file whose store works", || write_page(&other, at, 2).is_ok());
         }
         let mut bytes = vec![0; page * PAGE];
@@ -184,8 +186,8 @@ fn page_of(file: &Mapping) -> usize {
     file.size_bytes() as usize / PAGE
 }
 
-/// A store that fails: writers over the share are told why, what they wrote is there, each handle hears of it once, and once the store works
-/// all goes there by itself.
+/// A store that fails: writers above the share get the cause, their data is there, and each handle gets the error once.
+/// Once the store works, everything is written back.
 #[test]
 fn a_store_that_fails_loses_nothing() {
     let cache = cache(4 * MIB, shares(10, 25), false);
@@ -216,7 +218,7 @@ fn a_store_that_fails_loses_nothing() {
     file.sync().unwrap();
 }
 
-/// One page that cannot be written keeps no other from it, and is tried again.
+/// A page that cannot be written blocks no other page, and is tried again.
 #[test]
 fn a_bad_page_keeps_no_other() {
     let cache = cache(64 * MIB, Writeback { age: Duration::ZERO, ..shares(100, 100) }, true);
@@ -235,7 +237,7 @@ fn a_bad_page_keeps_no_other() {
     assert_eq!((file.sync().unwrap_err().errno(), file.sync().is_ok()), (EIO, true));
 }
 
-/// All pages of a cache are dirty: who needs one writes some back, and is refused only if that fails.
+/// All pages of a cache are dirty: a thread that needs one writes some back, and is refused only if that fails.
 #[test]
 fn dirty_pages_make_room() {
     for is_by_hand in [false, true] {
@@ -243,7 +245,7 @@ fn dirty_pages_make_room() {
         let (store, file) = open(&cache);
         let memory = cache.create().unwrap();
         file.truncate((200 * PAGE) as u64).unwrap();
-        // Writers are slowed at all of it; what is pinned or held is not asked.
+        // Writers are throttled at 100 % only; writes through pins and holds are never throttled.
         for page in 0..64 {
             file.pin((page * PAGE) as u64).unwrap().write_at(&[1], 0).unwrap();
         }
@@ -270,20 +272,20 @@ fn dirty_pages_make_room() {
     }
 }
 
-/// Who needs a page where all are dirty gets one, wherever the last turn in the file ended: the next one goes on there, finds
-/// nothing, and begins anew.
+/// A thread that needs a page when all are dirty gets one, wherever the last pass over the file ended: the next pass
+/// starts there, finds nothing, and starts over.
 #[test]
 fn room_is_made_wherever_the_last_turn_ended() {
     let cache = cache(8 * MIB, shares(100, 100), true);
     let (_, file) = open(&cache);
     let pages = 8 * MIB / PAGE;
     (0..pages).for_each(|page| _ = write_page(&file, page, 1).unwrap());
-    // A turn that ends in the midst of the file.
+    // A pass that ends in the middle of the file.
     write_page(&file, pages, 1).unwrap();
     assert!(file.dirty_bytes() > 0, "only a part was written");
     file.sync().unwrap();
     file.dont_need(0, 16 * MIB as u64).unwrap();
-    // All that is dirty lies before that, and there is nothing else.
+    // All dirty data lies before that, and there is nothing else.
     let other = cache.create().unwrap();
     other.write_at(&vec![1; 7 * MIB], 0).unwrap();
     (0..MIB / PAGE).for_each(|page| _ = write_page(&file, page, 2).unwrap());
@@ -291,7 +293,8 @@ fn room_is_made_wherever_the_last_turn_ended() {
     assert_eq!(other.write_at(&[1], 8 * MIB as u64).unwrap(), 1);
 }
 
-/// A huge folio that a truncation could not split, because it was pinned, is split later: its pages behind the end are dirty for nobody.
+/// A huge folio that a truncation could not split, because it was pinned, is split later: its pages behind the end are
+/// not dirty.
 #[test]
 fn what_is_behind_the_end_is_not_dirty_for_ever() {
     let settings =
@@ -311,7 +314,7 @@ fn what_is_behind_the_end_is_not_dirty_for_ever() {
     assert!(bytes.iter().all(|byte| *byte == 0));
 }
 
-/// `write_back` brings a range to the store, and asks for no safety; a sync then has nothing to write.
+/// `write_back` writes a range to the store without durability; a sync then has nothing to write.
 #[test]
 fn writing_back_is_not_syncing() {
     let cache = cache(64 * MIB, shares(100, 100), true);
@@ -332,7 +335,7 @@ fn writing_back_is_not_syncing() {
     cache.create().unwrap().write_back(0, 1).unwrap();
 }
 
-/// Shares that cannot be are refused; a background's share of nothing, and all of it, are shares.
+/// Impossible shares are refused; a background share of 0 and of 100 % are valid.
 #[test]
 fn absurd_shares_are_refused() {
     let caches = Pagemill::for_test().caches;
@@ -355,7 +358,7 @@ fn absurd_shares_are_refused() {
     }
 }
 
-/// Writers, the background, syncs and truncations of one file at a time: what is there in the end is what was written last.
+/// Writers, background, syncs and truncations of one file concurrently: the final contents are those written last.
 #[test]
 fn writers_beside_everything_lose_nothing() {
     let writeback = Writeback { age: Duration::from_millis(2), patience: LONG, ..shares(5, 15) };
@@ -378,7 +381,7 @@ fn writers_beside_everything_lose_nothing() {
         scope.spawn(|| {
             while !is_over.load(SeqCst) {
                 file.sync().unwrap();
-                // Behind all that is looked at.
+                // Behind everything that is checked.
                 file.write_at(&[9; 100], (1600 * PAGE) as u64).unwrap();
                 file.truncate((1550 * PAGE) as u64).unwrap();
             }
@@ -393,8 +396,8 @@ fn writers_beside_everything_lose_nothing() {
     assert!(bytes.iter().all(|byte| *byte == 6) && file.dirty_bytes() == 0);
 }
 
-/// What was written reaches the store when the last handle goes, with the file's length; a store that fails, or hangs, is not waited for
-/// for ever, and what is lost is counted. `close` gives the handle back.
+/// Written data reaches the store when the last handle is dropped, with the file's length. A store that fails or hangs
+/// is waited for a limited time, and lost bytes are counted. `close` returns the handle on failure.
 #[test]
 fn the_last_handle_writes_back() {
     let of_patience = |patience| cache(64 * MIB, Writeback { patience, ..shares(100, 100) }, true);
@@ -410,7 +413,7 @@ fn the_last_handle_writes_back() {
     drop(other);
     let bytes = store.inner().bytes();
     assert!(bytes.len() == 6 * PAGE + 10 && bytes[..PAGE] == [1; PAGE] && bytes[6 * PAGE..] == [1; 10]);
-    // Nothing has changed: nothing is done.
+    // Nothing has changed, so nothing is done.
     let calls = store.calls();
     drop(cache.open(Arc::new(store.clone())).unwrap());
     assert_eq!(store.calls(), calls);
@@ -439,8 +442,8 @@ fn the_last_handle_writes_back() {
     assert!(store.calls().syncs == syncs + 1 && store.inner().bytes()[PAGE..2 * PAGE] == [4; PAGE]);
 }
 
-/// Many transfers of a file of the system at a time: all of it is there, whatever the runs, and who lets the file go can open it anew at
-/// once, though its threads have only just ended.
+/// Many concurrent transfers of a system file: all data is there, whatever the runs, and the file can be reopened
+/// immediately after close, although its threads have only just ended.
 #[test]
 fn files_are_written_back_and_opened_again() {
     let folder = std::env::temp_dir().join(format!("pagemill-writeback-{}", std::process::id()));
@@ -467,7 +470,8 @@ fn files_are_written_back_and_opened_again() {
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
-/// Two pages that somebody has pinned keep no other from its store, and a sync for a second, not for two; it says that not all is safe.
+/// Two pinned pages block no other page's writeback; a sync waits one second, not two, and reports that not everything
+/// is durable.
 #[test]
 fn a_pinned_page_keeps_no_other_back() {
     let cache = cache(64 * MIB, shares(50, 90), true);
@@ -479,7 +483,7 @@ fn a_pinned_page_keeps_no_other_back() {
         assert_eq!(file.dirty_bytes(), 2 * PAGE as u64);
     }
     assert_eq!(store.inner().bytes().iter().filter(|byte| **byte == 7).count(), 62 * PAGE);
-    // What a store says is told before that.
+    // An error of a store is reported before that.
     (0..64).for_each(|page| _ = write_page(&file, page, 8).unwrap());
     store.set_faults(Faults { fail_per_mille: 1000, errno: ENOSPC, ..Faults::default() });
     assert_eq!(file.sync().unwrap_err().errno(), ENOSPC);

@@ -1,7 +1,7 @@
 //! Blocks of the heap zone and of the pool zone: brought in, measured, moved and emptied.
 //!
-//! Callers own the bytes they name: a slot that is being handed out, one
-//! that a purge has claimed, pages of a cache that nobody has. That is what makes emptying safe.
+//! Callers own the bytes that they pass: a slot that is being allocated, a slot that a purge has claimed, or unused
+//! pages of a cache. That makes emptying safe.
 #![allow(unsafe_code)] // gives memory back to the kernel
 
 use super::block::{Backing, State};
@@ -11,8 +11,9 @@ use crate::stats::{self, Counter};
 use crate::trace::{self, Event};
 use crate::units::{BLOCK_BYTES, os_page_bytes, os_pages_per_block};
 use pagemill_sys::{mem, moves};
+use std::ops::Range;
 
-/// Most blocks emptied by one system call: what a waiter may have to wait for.
+/// Maximum number of blocks emptied by one system call; it bounds the wait of another thread.
 const BATCH_BLOCKS: usize = 32;
 
 pub(super) fn open(addr: usize, len_bytes: usize) -> Result<()> {
@@ -21,10 +22,9 @@ pub(super) fn open(addr: usize, len_bytes: usize) -> Result<()> {
 }
 
 impl Arena {
-    /// Makes one block resident (or open to be touched), if nothing is behind it yet.
+    /// Makes one block resident (or lends it), if it is empty.
     ///
-    /// Another thread doing the same for this block is not waited for: the
-    /// kernel serves whoever touches first.
+    /// Does not wait for another thread that does the same for this block: the kernel serves the first touch.
     ///
     /// # Errors
     ///
@@ -37,9 +37,9 @@ impl Arena {
             stats::add(Counter::BlocksSmall, 1);
             return self.lend(block, 1, Context::Outside);
         }
-        // Admission may purge, so it comes before the lock; then look again.
+        // Admission may purge, so it comes before the lock. Check the state again afterwards.
         if self.budget.admit(BLOCK_BYTES as u64, Context::Outside).is_err() {
-            // A whole block does not fit. What is really wanted of it may.
+            // A whole block does not fit. The part that is touched may.
             return self.lend(block, 1, Context::Outside);
         }
         let mut locked = self.word(block).lock(&self.generation);
@@ -49,7 +49,7 @@ impl Arena {
                 Self::count(Counter::Heap, 0, locked.state.charged_pages);
                 return Ok(());
             }
-            // Small pages then, counted as they come: the block is open from here on.
+            // Use small pages, charged when measured: the block is lent from here on.
             self.budget.settled(0, -(BLOCK_BYTES as i64));
         }
         drop(locked);
@@ -57,13 +57,14 @@ impl Arena {
         Ok(())
     }
 
-    /// Makes blocks of the pool zone resident, all of them: huge as far as huge pages are to be had. Returns how many are.
+    /// Makes blocks of the pool zone resident as a whole: with huge pages as far as available. Returns how many are
+    /// huge.
     ///
-    /// Only who was given these blocks calls it; they are empty, and read zero afterwards.
+    /// The caller must own these blocks. They are empty before, and read zero afterwards.
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`]; [`Error::System`] where the kernel has no page. Nothing has changed then.
+    /// [`Error::NoMemory`]; [`Error::System`] if the kernel has no page. Nothing has changed then.
     pub(crate) fn bring_in_whole(&self, first: usize, blocks: usize, is_huge_wanted: bool) -> Result<usize> {
         self.budget.admit((blocks * BLOCK_BYTES) as u64, Context::Outside)?;
         let mut huge = 0;
@@ -71,7 +72,7 @@ impl Arena {
             match self.fill_whole(block, is_huge_wanted && self.use_huge) {
                 Ok(is_huge) => huge += usize::from(is_huge),
                 Err(error) => {
-                    // SAFETY: nobody was told of these blocks yet.
+                    // SAFETY: these blocks are not known outside this function yet.
                     unsafe { self.discard(first, block - first) };
                     self.budget.discharge(((first + blocks - block) * BLOCK_BYTES) as u64);
                     return Err(error);
@@ -81,7 +82,7 @@ impl Arena {
         Ok(huge)
     }
 
-    /// Puts memory behind an empty block that is charged already; says whether it is a huge page.
+    /// Populates an empty block that is charged already; returns whether it is a huge page.
     fn fill_whole(&self, block: usize, is_huge_wanted: bool) -> Result<bool> {
         let mut locked = self.word(block).lock(&self.generation);
         debug_assert_eq!(locked.state.backing, Backing::Empty);
@@ -90,7 +91,7 @@ impl Arena {
         if state.backing != Backing::Huge {
             let populated = mem::populate(addr, BLOCK_BYTES).map_err(Error::system("bringing in pages"));
             if let Err(error) = populated {
-                // SAFETY: nobody was told of this block yet.
+                // SAFETY: this block is not known outside this function yet.
                 let _ = unsafe { mem::discard(addr, BLOCK_BYTES) };
                 return Err(error);
             }
@@ -100,7 +101,7 @@ impl Arena {
         Ok(state.backing == Backing::Huge)
     }
 
-    /// Takes a huge page for an empty block; without one the kernel's small pages serve on touch.
+    /// Populates an empty block with a huge page. Without one the kernel's small pages serve on touch.
     pub(super) fn populate(&self, block: usize) -> State {
         let resident = self.budget.room().0;
         match mem::populate_huge(self.block_addr(block), BLOCK_BYTES) {
@@ -117,7 +118,7 @@ impl Arena {
         }
     }
 
-    /// Opens whole blocks for a program to touch as it likes; what was empty is lent.
+    /// Lends whole blocks to a program; blocks that are not empty are left alone.
     ///
     /// # Errors
     ///
@@ -127,7 +128,7 @@ impl Arena {
         if empty == 0 {
             return Ok(());
         }
-        // Lending may purge, so it comes before the locks; then look again.
+        // Lending may purge, so it comes before the locks. Check the states again afterwards.
         self.budget.lend((empty * BLOCK_BYTES) as u64, context)?;
         let mut lent = 0;
         for block in first..first + blocks {
@@ -141,7 +142,7 @@ impl Arena {
         Ok(())
     }
 
-    /// Opens blocks again that the program had before, and were just emptied. Nobody is asked.
+    /// Lends blocks again that the program had before and that were just emptied. Cannot be refused.
     fn reopen(&self, first: usize, blocks: usize) {
         for block in first..first + blocks {
             let mut locked = self.word(block).lock(&self.generation);
@@ -152,39 +153,39 @@ impl Arena {
         }
     }
 
-    /// Empties whole blocks that stay open to be touched. Returns the bytes that were resident behind them; `None` if the
-    /// kernel refused, perhaps after a part.
+    /// Empties whole blocks and lends them again. Returns the bytes that were resident; `None` if the kernel refused,
+    /// perhaps after a part.
     ///
     /// # Safety
     ///
     /// As [`Arena::discard`].
     pub(crate) unsafe fn renew(&self, first: usize, blocks: usize) -> Option<u64> {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let freed = unsafe { self.discard(first, blocks) };
         let is_gone = (first..first + blocks).all(|block| self.peek(block).backing == Backing::Empty);
         self.reopen(first, blocks);
         is_gone.then_some(freed)
     }
 
-    /// As [`Arena::renew`] for a block that is to come in small pages only.
+    /// As [`Arena::renew`] for a block that must be backed by small pages only.
     ///
     /// # Safety
     ///
     /// As [`Arena::discard`].
     pub(crate) unsafe fn make_small(&self, block: usize) {
         mem::forbid_huge(self.block_addr(block), BLOCK_BYTES);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.renew(block, 1) };
     }
 
-    /// Lets the kernel answer touches of these addresses with huge pages.
+    /// Allows the kernel to use huge pages at these addresses.
     pub(crate) fn allow_huge(&self, addr: usize, len_bytes: usize) {
         if self.use_huge && len_bytes > 0 {
             mem::allow_huge(addr, len_bytes);
         }
     }
 
-    /// Brings in the software pages of a range whose blocks are lent, where they are larger than the OS page.
+    /// Populates the software pages of a range in lent blocks, if they are larger than the OS page.
     pub(crate) fn populate_pages(&self, addr: usize, len_bytes: usize) {
         let page = self.page.bytes().min(BLOCK_BYTES);
         if page > os_page_bytes() && mem::populate(addr, len_bytes).is_ok() {
@@ -207,7 +208,7 @@ impl Arena {
         }
     }
 
-    /// Charges what is resident of a locked lazy block.
+    /// Charges the resident pages of a locked lazy block.
     pub(super) fn measure(&self, block: usize, state: &mut State) {
         if state.is_inherited {
             return;
@@ -220,7 +221,7 @@ impl Arena {
         self.recharge(block, state, count);
     }
 
-    /// Changes what a lazy block is charged with; the rest of it stays lent.
+    /// Changes the charge of a lazy block; the rest of it stays lent.
     fn recharge(&self, block: usize, state: &mut State, pages: u32) {
         let change = Self::charged_bytes(pages) as i64 - Self::charged_bytes(state.charged_pages) as i64;
         if change != 0 {
@@ -230,7 +231,7 @@ impl Arena {
         }
     }
 
-    /// Gives whole blocks back to the kernel and returns the bytes that were resident behind them.
+    /// Gives whole blocks back to the kernel; returns the bytes that were resident.
     ///
     /// # Safety
     ///
@@ -240,7 +241,7 @@ impl Arena {
         let mut at = first;
         while at < first + blocks {
             let count = (first + blocks - at).min(BATCH_BLOCKS);
-            // SAFETY: the caller's promise, for a part.
+            // SAFETY: guaranteed by the caller, for a part.
             freed += unsafe { self.discard_batch(at, count) };
             at += count;
         }
@@ -255,9 +256,9 @@ impl Arena {
         if range.all(|block| self.peek(block).backing == Backing::Empty) {
             return 0;
         }
-        // Settling first makes the count that of the kernel, not our guess.
+        // Measure first, so that the count is the kernel's and not an estimate.
         self.settle(first, blocks);
-        // SAFETY: the caller owns the bytes, and nobody refers to them.
+        // SAFETY: the caller owns the bytes, and no reference to them exists.
         if unsafe { mem::discard(self.block_addr(first), blocks * BLOCK_BYTES) }.is_err() {
             stats::add(Counter::PurgeFailed, 1);
             return 0;
@@ -270,22 +271,22 @@ impl Arena {
         freed
     }
 
-    /// Offers whole blocks to the kernel, which takes them when it runs short. Returns the bytes resident behind them;
-    /// `None` where that cannot be done (locked memory).
+    /// Offers whole blocks to the kernel, which takes them when it runs short. Returns their resident bytes; `None` if
+    /// the kernel refused (locked memory).
     ///
     /// # Safety
     ///
     /// As [`Arena::discard`].
     pub(crate) unsafe fn offer(&self, first: usize, blocks: usize) -> Option<u64> {
-        // SAFETY: the caller owns the bytes, and nobody refers to them.
+        // SAFETY: the caller owns the bytes, and no reference to them exists.
         if unsafe { mem::offer(self.block_addr(first), blocks * BLOCK_BYTES) }.is_err() {
             return None;
         }
         Some((first..first + blocks).map(|block| Self::charged_bytes(self.peek(block).charged_pages)).sum())
     }
 
-    /// Finds out what the kernel took of blocks that were offered, and ends the charge of that: such blocks are lent from
-    /// here on. Returns the bytes.
+    /// Finds out what the kernel took of offered blocks, and ends the charge for it: such blocks are lent from here on.
+    /// Returns the bytes.
     pub(crate) fn note_taken(&self, first: usize, blocks: usize) -> u64 {
         let mut taken = 0;
         for block in first..first + blocks {
@@ -317,23 +318,56 @@ impl Arena {
         bytes
     }
 
-    /// Gives a part of a block in small pages back; returns the bytes freed. `None` if the kernel refused; a block that
-    /// is not in small pages is left alone.
+    /// Gives back a part of a block of small pages; returns the bytes freed. `None` if the kernel refused. A block of
+    /// another kind is left alone.
     ///
     /// # Safety
     ///
     /// The caller owns the bytes, whole OS pages of one block, and needs no contents.
     pub(crate) unsafe fn discard_part(&self, block: usize, addr: usize, len_bytes: usize) -> Option<u64> {
+        let mut is_refused = false;
+        let part = addr..addr + len_bytes;
+        // SAFETY: guaranteed by the caller.
+        let freed = unsafe { self.discard_parts(block, &[part], |_| is_refused = true) };
+        (!is_refused).then_some(freed.unwrap_or(0))
+    }
+
+    /// As [`Arena::discard_part`] for several parts, in the order of their addresses; empty ones are skipped. Calls
+    /// `refused` with the index of each part that the kernel refused.
+    ///
+    /// Cost: the block is measured twice, some 15 us; one system call for each run of adjacent parts.
+    ///
+    /// # Safety
+    ///
+    /// As [`Arena::discard_part`], for each part.
+    pub(crate) unsafe fn discard_parts(
+        &self,
+        block: usize,
+        parts: &[Range<usize>],
+        mut refused: impl FnMut(usize),
+    ) -> Option<u64> {
         let mut locked = self.word(block).lock(&self.generation);
-        if locked.state.backing != Backing::Lazy || len_bytes == 0 {
+        if locked.state.backing != Backing::Lazy {
+            return None;
+        }
+        if parts.iter().all(Range::is_empty) {
             return Some(0);
         }
         self.measure(block, &mut locked.state);
         let before = locked.state.charged_pages;
-        // SAFETY: the caller's promise.
-        if unsafe { mem::discard(addr, len_bytes) }.is_err() {
-            stats::add(Counter::PurgeFailed, 1);
-            return None;
+        let mut first = 0;
+        while first < parts.len() {
+            let (mut next, start, mut end) = (first + 1, parts[first].start, parts[first].end);
+            while next < parts.len() && parts[next].start == end {
+                end = parts[next].end;
+                next += 1;
+            }
+            // SAFETY: guaranteed by the caller; adjacent parts together.
+            if start < end && unsafe { mem::discard(start, end - start) }.is_err() {
+                stats::add(Counter::PurgeFailed, 1);
+                (first..next).for_each(&mut refused);
+            }
+            first = next;
         }
         self.measure(block, &mut locked.state);
         Some(Self::charged_bytes(before.saturating_sub(locked.state.charged_pages)))
@@ -349,11 +383,10 @@ impl Arena {
         }
     }
 
-    /// Moves what is behind whole blocks to empty ones; returns how many bytes from the start were moved.
+    /// Moves the memory of whole blocks to empty ones; returns how many bytes from the start were moved.
     ///
-    /// The kernel may stop anywhere (at a page that a fork child still shares,
-    /// say), also inside a block. Source bytes read zero as far as they were
-    /// moved.
+    /// The kernel may stop anywhere (for example at a page that a fork child still shares), also inside a block. Source
+    /// bytes read zero as far as they were moved.
     ///
     /// # Errors
     ///
@@ -361,12 +394,12 @@ impl Arena {
     ///
     /// # Safety
     ///
-    /// The caller owns both ranges; nothing is behind the target; nobody touches either meanwhile.
+    /// The caller owns both ranges; the target has no memory; no thread touches either meanwhile.
     pub(crate) unsafe fn move_blocks(&self, to: usize, from: usize, blocks: usize) -> Result<usize> {
         let mut done = 0;
         while done < blocks {
             let count = (blocks - done).min(BATCH_BLOCKS);
-            // SAFETY: the caller's promise, for a part.
+            // SAFETY: guaranteed by the caller, for a part.
             let result = unsafe { self.move_batch(to + done, from + done, count) };
             match result {
                 Err(error) if done == 0 => return Err(error),
@@ -382,7 +415,7 @@ impl Arena {
     ///
     /// As [`Arena::move_blocks`].
     unsafe fn move_batch(&self, to: usize, from: usize, blocks: usize) -> Result<usize> {
-        // Locked for the whole move, so that nobody measures pages in two places.
+        // Locked for the whole move, so that no page is measured at two places.
         let lock = |first: usize| {
             std::array::from_fn::<_, BATCH_BLOCKS, _>(|index| {
                 (index < blocks).then(|| self.word(first + index).lock(&self.generation))
@@ -390,13 +423,13 @@ impl Arena {
         };
         let (mut sources, mut targets) = (lock(from), lock(to));
         let (dst, src, len) = (self.block_addr(to), self.block_addr(from), blocks * BLOCK_BYTES);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let moved = unsafe { moves::move_pages(dst, src, len) }.map_err(Error::system("moving pages"))?;
         for (source, target) in sources.iter_mut().zip(&mut targets).take(moved / BLOCK_BYTES) {
             let (Some(source), Some(target)) = (source, target) else { continue };
             debug_assert_eq!(target.state.charged_pages, 0);
             if target.state.backing == Backing::Lazy && !target.state.is_inherited {
-                // What was lent to the target has come with the source.
+                // What was lent to the target is covered by the source's memory.
                 self.budget.settled(0, BLOCK_BYTES as i64);
             }
             target.state = std::mem::replace(&mut source.state, State::EMPTY);
@@ -404,12 +437,12 @@ impl Arena {
         Ok(moved)
     }
 
-    /// Notes that a block will be needed soon. The helper brings it in.
+    /// Records that a block will be needed soon. The helper brings it in.
     pub(crate) fn want_soon(&self, block: usize) {
         self.prefault.store(block + 1, std::sync::atomic::Ordering::Relaxed);
     }
 
-    /// Brings in the block that was wanted soon, if there is room without reclaim. Returns whether it did.
+    /// Brings in the recorded block, if there is room without reclaim. Returns whether it did.
     pub fn prefault(&self) -> bool {
         let wanted = self.prefault.swap(0, std::sync::atomic::Ordering::Relaxed);
         let has_room = self.budget.room().1 >= 2 * BLOCK_BYTES as u64;

@@ -1,22 +1,21 @@
-//! The state word of a block: what is behind it, how much of that is charged, which node it came from.
+//! The state word of a block: its backing, the charge, and the fork generation.
 //!
-//! One word per block of reserved address space, found by arithmetic. A bit of
-//! it is the block's lock, held while pages come or go. A lock left behind by
-//! a thread that `fork` did not copy carries an older generation and is void;
-//! so are charges of the parent.
+//! There is one word per block of reserved address space, found by arithmetic. One bit is the block's lock, held while
+//! pages come or go. A lock held by a thread that `fork` did not copy carries an older generation and is void; so are
+//! charges of the parent.
 
 use super::Generation;
 use crate::sync;
 use crate::units::os_pages_per_block;
 use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
-/// What is behind a block.
+/// The backing of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Backing {
     /// No page: reads zero.
     Empty = 0,
-    /// Open to the program; the kernel brings pages in on touch, we count them when measuring.
+    /// Open to the program. The kernel brings pages in on touch; they are charged when measured.
     Lazy = 1,
     /// Pages brought in unit by unit (extents of the small allocator).
     Small = 2,
@@ -41,7 +40,7 @@ const CHARGED_SHIFT: u32 = 32;
 
 impl State {
     pub const EMPTY: Self = Self { backing: Backing::Empty, charged_pages: 0, is_inherited: false };
-    /// Open to be touched, nothing known of it.
+    /// Open to be touched, nothing known to be resident.
     pub const LENT: Self = Self { backing: Backing::Lazy, charged_pages: 0, is_inherited: false };
 
     pub fn huge() -> Self {
@@ -55,7 +54,7 @@ impl State {
             | u64::from(self.charged_pages) << CHARGED_SHIFT
     }
 
-    /// Of a word of another generation only the backing counts.
+    /// For a word of another generation only the backing is valid.
     fn unpack(word: u64, generation: u16) -> Self {
         let backing = match word & 3 {
             0 => Backing::Empty,
@@ -72,7 +71,7 @@ impl State {
     }
 }
 
-/// The word itself.
+/// The state word.
 #[repr(transparent)]
 pub(crate) struct Word(AtomicU64);
 
@@ -82,13 +81,13 @@ impl Word {
         Self(AtomicU64::new(0))
     }
 
-    /// The backing now; may have changed when it is looked at.
+    /// The current state; it may change at any time.
     #[inline]
     pub fn peek(&self, generation: &Generation) -> State {
         State::unpack(self.0.load(Acquire), generation.get())
     }
 
-    /// Takes the block's lock, or says that another thread has it.
+    /// Takes the block's lock; returns `None` if another thread holds it.
     pub fn try_lock<'word>(&'word self, generation: &Generation) -> Option<Locked<'word>> {
         let generation = generation.get();
         let word = self.0.load(Relaxed);
@@ -102,11 +101,11 @@ impl Word {
     fn claim(&self, seen: u64, generation: u16) -> Option<Locked<'_>> {
         let state = State::unpack(seen, generation);
         self.0.compare_exchange(seen, state.pack(generation) | LOCKED, Acquire, Relaxed).ok()?;
-        // Made only if it is had: one that is dropped ends the lock, whoever has it.
+        // Create the guard only with the lock: dropping a guard releases the lock, whichever thread holds it.
         Some(Locked { word: self, generation, state })
     }
 
-    /// Takes the block's lock. Holders work for some hundred microseconds at most, so waiters yield.
+    /// Takes the block's lock. It is held for at most some hundred microseconds, so waiters yield.
     pub fn lock<'word>(&'word self, generation: &Generation) -> Locked<'word> {
         loop {
             if let Some(locked) = self.try_lock(generation) {
@@ -117,7 +116,7 @@ impl Word {
     }
 }
 
-/// A locked block: changes of `state` are stored when it is dropped.
+/// A locked block: changes of `state` are stored on drop.
 pub(crate) struct Locked<'word> {
     word: &'word Word,
     generation: u16,
@@ -148,7 +147,7 @@ mod tests {
         assert_eq!(locked.state, State { backing: Backing::Huge, charged_pages: 0, is_inherited: true });
     }
 
-    /// Who was late with a word that was free when he looked does not end the lock of who was first.
+    /// A thread that claims a word it saw unlocked too late does not release the lock of another thread.
     #[test]
     fn a_late_claim_leaves_the_lock() {
         let (word, generation) = (Word::new(), Generation::default());

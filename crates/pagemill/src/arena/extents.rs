@@ -1,11 +1,9 @@
 //! Extents for the allocator of small sizes: reserved, committed and decommitted in OS pages.
 //!
-//! The allocator says which pages it uses (commit) and which it does not
-//! (decommit). Memory comes and goes in *units*: a whole block where it is a
-//! huge page, a software page elsewhere. A unit is resident while one of its
-//! pages is committed. A page decommitted inside a resident unit is *stale*: it
-//! is zeroed when it is committed again, not before, so that giving back what
-//! makes a whole unit costs one system call and no zeroing.
+//! The allocator commits the pages that it uses and decommits the others. Memory comes and goes in *units*: a whole
+//! block if it is a huge page, else a software page. A unit is resident while one of its pages is committed. A page
+//! decommitted inside a resident unit is *stale*: it is zeroed when it is committed again, not before. So giving back a
+//! whole unit costs one system call and no zeroing.
 #![allow(unsafe_code)] // zeroes pages and gives memory back to the kernel
 
 use super::block::{Backing, Locked, State};
@@ -65,7 +63,7 @@ struct Part {
 }
 
 impl Arena {
-    /// Takes address space for an extent: block aligned at least, nothing behind it.
+    /// Carves address space for an extent: at least block aligned, without memory.
     ///
     /// # Errors
     ///
@@ -76,12 +74,16 @@ impl Arena {
         self.carve(&self.small, blocks, align, self.nodes.current(), |_, _| Ok(()))
     }
 
-    /// Opens an extent as a whole, uncounted until measured: for the allocator's own metadata, which is never given back.
+    /// Lends an extent as a whole, charged when measured: for the allocator's own metadata, which is never given back.
     ///
     /// # Errors
     ///
     /// `NoMemory` at the limit.
-    pub fn lend_extent(&self, addr: usize, len_bytes: usize) -> Result<()> {
+    ///
+    /// # Safety
+    ///
+    /// The range begins an extent of the caller's, of which nothing is committed or lent.
+    pub unsafe fn lend_extent(&self, addr: usize, len_bytes: usize) -> Result<()> {
         self.lend(self.block_of(addr), len_bytes.div_ceil(BLOCK_BYTES), Context::Nested)
     }
 
@@ -97,19 +99,23 @@ impl Arena {
         })
     }
 
-    /// Makes pages of an extent usable: admitted, and zero. Nothing is committed after an error.
+    /// Commits pages of an extent: charges them and makes them zero. After an error nothing is committed.
     ///
     /// # Errors
     ///
     /// `NoMemory`.
-    pub fn commit(&self, addr: usize, len_bytes: usize) -> Result<()> {
+    ///
+    /// # Safety
+    ///
+    /// The pages lie in an extent of the caller's, and none of them is committed.
+    pub unsafe fn commit(&self, addr: usize, len_bytes: usize) -> Result<()> {
         let mut done = 0;
         for part in self.parts(addr, len_bytes) {
             let part_bytes = part.pages.len() * os_page_bytes();
             if let Err(error) = self.commit_part(&part) {
                 stats::add(Counter::ExtentsRefused, 1);
                 if done > 0 {
-                    // SAFETY: committed just now for this caller, who has not used it yet.
+                    // SAFETY: committed just now for this caller, which has not used it yet.
                     unsafe { self.decommit(addr, done) };
                 }
                 return Err(error);
@@ -124,20 +130,20 @@ impl Arena {
         loop {
             let mut locked = self.word(part.block).lock(&self.generation);
             if locked.state.backing == Backing::Lazy {
-                // The allocator's metadata, or a block inherited and measured: open already.
+                // The allocator's metadata, or a block that was inherited and measured: open already.
                 drop(locked);
                 break;
             }
             let take_huge = use_huge && locked.state.backing == Backing::Empty && self.may_take_huge(Filling::Unknown);
             let needed = if take_huge { os_pages_per_block() as u32 } else { self.missing_pages(&locked, part) };
             if needed > admitted {
-                // Admission may purge: never under the lock.
+                // Admission may purge, so it is never called under the lock.
                 drop(locked);
                 if let Err(error) = self.budget.admit(Self::charged_bytes(needed - admitted), Context::Nested) {
                     if !take_huge {
                         return Err(error);
                     }
-                    // A whole block does not fit; the pages that are wanted may.
+                    // A whole block does not fit; the requested pages may.
                     use_huge = false;
                     continue;
                 }
@@ -157,7 +163,7 @@ impl Arena {
         Ok(())
     }
 
-    /// OS pages of a unit of a block in this state.
+    /// OS pages per unit of a block in this state.
     fn unit_pages(&self, state: State) -> usize {
         match state.backing {
             Backing::Huge => os_pages_per_block(),
@@ -172,7 +178,7 @@ impl Arena {
         }
         let (unit, maps) = (self.unit_pages(locked.state), self.maps.get(part.block));
         let units = part.pages.start / unit..part.pages.end.div_ceil(unit);
-        // A unit with a stale page is there still: the kernel did not take it back.
+        // A unit with a stale page is still resident: the kernel did not take it back.
         let is_there = |pages: Range<usize>| maps.committed.any(pages.clone()) || maps.stale.any(pages);
         let missing = units.filter(|index| !is_there(index * unit..(index + 1) * unit)).count();
         (missing * unit) as u32
@@ -185,13 +191,13 @@ impl Arena {
             locked.state = self.populate(part.block);
             if locked.state.backing != Backing::Huge {
                 locked.state = State { backing: Backing::Small, ..State::EMPTY };
-                // Pages that come unasked would not be counted.
+                // Pages that the kernel adds by itself would not be counted.
                 mem::forbid_huge(self.block_addr(part.block), BLOCK_BYTES);
             }
         }
         if locked.state.backing == Backing::Empty {
             locked.state.backing = Backing::Small;
-            // It may have been huge in an earlier life.
+            // It may have been huge before.
             mem::forbid_huge(self.block_addr(part.block), BLOCK_BYTES);
             stats::add(Counter::BlocksSmall, 1);
         }
@@ -203,7 +209,7 @@ impl Arena {
         for page in part.pages.clone() {
             if maps.stale.get(page) {
                 let addr = self.block_addr(part.block) + page * os_page_bytes();
-                // SAFETY: a stale page belongs to nobody until this commit returns it.
+                // SAFETY: a stale page has no owner until this commit returns it.
                 unsafe { std::ptr::write_bytes(addr as *mut u8, 0, os_page_bytes()) };
             }
         }
@@ -213,7 +219,7 @@ impl Arena {
         locked.state.charged_pages - before
     }
 
-    /// Brings in software pages larger than the OS page as a whole; smaller ones come with their first touch.
+    /// Populates software pages larger than the OS page as a whole; smaller ones come with their first touch.
     fn populate_units(&self, locked: &Locked<'_>, part: &Part) {
         let (unit, maps) = (self.unit_pages(locked.state), self.maps.get(part.block));
         if unit == 1 {
@@ -229,11 +235,11 @@ impl Arena {
         }
     }
 
-    /// Ends the use of pages; returns the bytes that went back to the kernel at once.
+    /// Decommits pages; returns the bytes given back to the kernel at once.
     ///
     /// # Safety
     ///
-    /// The range was committed, and nobody needs its contents.
+    /// The range was committed, and its contents are not needed any more.
     pub unsafe fn decommit(&self, addr: usize, len_bytes: usize) -> u64 {
         let mut freed = 0;
         for part in self.parts(addr, len_bytes) {
@@ -250,12 +256,12 @@ impl Arena {
         freed
     }
 
-    /// Gives back pages that were lent (the allocator's first extents): they are zero afterwards, whatever it costs.
+    /// Gives back lent pages (the allocator's first extents). They are zero afterwards, even if the kernel refuses.
     fn drop_lent(&self, locked: &mut Locked<'_>, part: &Part) -> u64 {
         let addr = self.block_addr(part.block) + part.pages.start * os_page_bytes();
         let len_bytes = part.pages.len() * os_page_bytes();
         let before = locked.state.charged_pages;
-        // SAFETY: decommitted by the caller, who needs no contents.
+        // SAFETY: decommitted by the caller, which needs no contents.
         if unsafe { mem::discard(addr, len_bytes) }.is_err() {
             stats::add(Counter::PurgeFailed, 1);
             // SAFETY: as above; open memory.
@@ -293,7 +299,7 @@ impl Arena {
     fn drop_run(&self, locked: &mut Locked<'_>, block: usize, run: Option<Range<usize>>) {
         let Some(run) = run else { return };
         let addr = self.block_addr(block) + run.start * os_page_bytes();
-        // SAFETY: none of these pages is committed, so nobody uses them (the block is locked).
+        // SAFETY: none of these pages is committed, so no thread uses them (the block is locked).
         if unsafe { mem::discard(addr, run.len() * os_page_bytes()) }.is_ok() {
             self.maps.get(block).stale.set(run.clone(), false);
             locked.state.charged_pages = locked.state.charged_pages.saturating_sub(run.len() as u32);
@@ -302,17 +308,13 @@ impl Arena {
         }
     }
 
-    /// Splits huge pages of which at least a quarter is stale and gives that part back. Under pressure only: 280 us a block.
+    /// Splits huge pages of which at least a quarter is stale and gives that part back, until `want_bytes` are freed:
+    /// 280 us a block.
     pub fn split_sparse_extents(&self, want_bytes: u64) -> u64 {
         let mut freed = 0;
-        for block in 0..self.small.used_bytes() / BLOCK_BYTES {
+        for block in self.sparse_blocks() {
             if freed >= want_bytes {
                 break;
-            }
-            if self.peek(block).backing != Backing::Huge
-                || self.maps.get(block).stale.count() * 4 < os_pages_per_block()
-            {
-                continue;
             }
             let mut locked = self.word(block).lock(&self.generation);
             if locked.state.backing == Backing::Huge {
@@ -323,6 +325,21 @@ impl Arena {
             }
         }
         freed
+    }
+
+    /// Bytes that [`Arena::split_sparse_extents`] would free.
+    pub fn sparse_extent_bytes(&self) -> u64 {
+        let pages = self.sparse_blocks().map(|block| self.maps.get(block).stale.count());
+        (pages.sum::<usize>() * os_page_bytes()) as u64
+    }
+
+    /// Huge pages of extents of which at least a quarter is stale.
+    fn sparse_blocks(&self) -> impl Iterator<Item = usize> {
+        let is_sparse = |block: &usize| {
+            self.peek(*block).backing == Backing::Huge
+                && self.maps.get(*block).stale.count() * 4 >= os_pages_per_block()
+        };
+        (0..self.small.used_bytes() / BLOCK_BYTES).filter(is_sparse)
     }
 
     /// Measures the allocator's own metadata.

@@ -1,8 +1,8 @@
 //! Reserved huge pages (hugetlb) under blocks of the pool zone.
 //!
-//! They are the administrator's: not charged, no part of `resident`, and given back to nobody but the reserve. To the words of their
-//! blocks they are nothing: those stay *Empty*.
-#![allow(unsafe_code)] // puts pages under a window, takes them away
+//! They belong to the administrator: not charged, not part of `resident`, and given back only to the reserve. The words
+//! of their blocks stay *Empty*.
+#![allow(unsafe_code)] // maps pages into a window and removes them
 
 use super::Arena;
 use crate::error::{Error, Result};
@@ -10,22 +10,22 @@ use crate::stats::{self, Counter};
 use crate::units::BLOCK_BYTES;
 use pagemill_sys::{hugetlb, mem};
 
-/// Reserved pages that lie nowhere in particular yet.
+/// Reserved pages that are not placed in the arena yet.
 ///
 /// # Invariants
 ///
-/// `addr..addr + len_bytes` is a mapping by `hugetlb::map` that nobody else knows of.
+/// `addr..addr + len_bytes` is a mapping made by `hugetlb::map` and known to this value only.
 pub(crate) struct Reserve {
     addr: usize,
     len_bytes: usize,
 }
 
 impl Reserve {
-    /// Takes pages for so many bytes, whole blocks, out of what is free in the reserve. They come in later.
+    /// Takes pages for `len_bytes`, whole blocks, from the free part of the reserve. They become resident later.
     ///
     /// # Errors
     ///
-    /// [`Error::NoHugetlb`] where not so many are free, [`Error::Unsupported`] where the kernel has none such.
+    /// [`Error::NoHugetlb`] if too few are free, [`Error::Unsupported`] if the kernel does not support them.
     pub fn take(len_bytes: usize) -> Result<Self> {
         const ENOMEM: i32 = 12;
         match hugetlb::map(len_bytes, BLOCK_BYTES) {
@@ -46,13 +46,13 @@ impl Reserve {
 
 impl Drop for Reserve {
     fn drop(&mut self) {
-        // SAFETY: ours alone (type invariant).
+        // SAFETY: owned by this value only (type invariant).
         unsafe { mem::unreserve(self.addr, self.len_bytes) };
     }
 }
 
 impl Arena {
-    /// Puts reserved pages under as many blocks from `addr` on.
+    /// Places reserved pages at as many blocks from `addr` on.
     ///
     /// # Errors
     ///
@@ -60,30 +60,31 @@ impl Arena {
     ///
     /// # Safety
     ///
-    /// The blocks are the caller's, carved closed and never opened, or closed again by [`Arena::end_reserve`].
+    /// The blocks belong to the caller. They were carved closed and never opened, or closed again by
+    /// [`Arena::end_reserve`].
     pub(crate) unsafe fn place_reserve(&self, reserve: Reserve, addr: usize, node: usize) -> Result<()> {
         let len_bytes = reserve.len_bytes;
-        // SAFETY: a mapping that nobody knows of goes to blocks of the caller, behind which nothing is.
+        // SAFETY: a mapping known to this function only moves to blocks of the caller that have no memory.
         unsafe { hugetlb::place(reserve.addr, len_bytes, addr) }
             .map_err(Error::system("moving reserved huge pages into place"))?;
-        // They are not there any more.
+        // The pages are no longer at the old address.
         std::mem::forget(reserve);
         self.nodes.bind(addr, len_bytes, node);
         stats::add(Counter::CacheHugetlb, len_bytes as u64);
         Ok(())
     }
 
-    /// Brings the reserved pages of blocks in.
+    /// Populates the reserved pages of blocks.
     ///
     /// # Errors
     ///
-    /// [`Error::System`] where the kernel has none after all: a control group's limit of them.
+    /// [`Error::System`] if the kernel refuses nevertheless: a control group's limit of hugetlb pages.
     pub(crate) fn bring_in_reserved(&self, first: usize, blocks: usize) -> Result<()> {
         mem::populate(self.block_addr(first), blocks * BLOCK_BYTES)
             .map_err(Error::system("bringing in reserved huge pages"))
     }
 
-    /// Gives all pages back that [`Arena::place_reserve`] put there.
+    /// Gives back all pages that [`Arena::place_reserve`] placed there.
     ///
     /// # Errors
     ///
@@ -91,10 +92,10 @@ impl Arena {
     ///
     /// # Safety
     ///
-    /// These blocks are whole what was placed; nobody needs what is in them, and the kernel transfers nothing there.
+    /// The blocks are exactly what was placed. Their contents are not needed, and the kernel transfers nothing there.
     pub(crate) unsafe fn end_reserve(&self, addr: usize, len_bytes: usize) -> Result<()> {
         stats::sub(Counter::CacheHugetlb, len_bytes as u64);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { hugetlb::give_back(addr, len_bytes) }.map_err(Error::system("giving reserved huge pages back"))?;
         Ok(())
     }

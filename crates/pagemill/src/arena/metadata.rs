@@ -1,4 +1,4 @@
-//! Memory for metadata: out of line, sparse, found by index, never from the global allocator.
+//! Memory for metadata: out of line, sparse, indexed, never from the global allocator.
 #![allow(unsafe_code)] // tables in memory mapped by hand
 
 use crate::error::{Error, Result};
@@ -9,15 +9,13 @@ use std::marker::PhantomData;
 
 /// A table of `T`, all zero bits at first, touched only where it is used.
 ///
-/// It begins as reserved addresses and is opened as the blocks it describes are
-/// given out: gigabytes of it that nobody uses would else be brought in by a
-/// program's `mlockall`, and count against strict commit limits.
+/// It starts as reserved addresses and is opened as the blocks it describes are carved. Otherwise a program's
+/// `mlockall` would make gigabytes of unused table resident, and it would count against strict commit limits.
 ///
 /// # Invariants
 ///
-/// `base` starts `len * size_of::<T>()` reserved bytes that are never unmapped;
-/// entries are used only after [`Table::open`]. `T` is made of atomics only, so
-/// that zero bits are a value and `&T` suffices.
+/// `base` starts `len * size_of::<T>()` reserved bytes that are never unmapped. Entries are used only after
+/// [`Table::open`]. `T` consists of atomics only, so zero bits are valid and `&T` suffices.
 pub(crate) struct Table<T> {
     base: usize,
     len: usize,
@@ -54,18 +52,18 @@ impl<T: Zeroed> Table<T> {
         Ok(table)
     }
 
-    /// A table all of which can be read at any time: as zero bits where it is not open.
+    /// A table that can be read as a whole at any time; entries that are not open read as zero bits.
     pub fn new_readable(len: usize) -> Result<Self> {
         let table = Self::new(len)?;
         let bytes = (len * size_of::<T>()).next_multiple_of(BLOCK_BYTES);
-        // SAFETY: the reservation of this table, which nobody knows yet.
+        // SAFETY: the reservation of this table, which is not shared yet.
         unsafe { mem::open_to_read(table.base, bytes) }.map_err(Error::system("opening metadata"))?;
         Ok(table)
     }
 
     /// Opens the entries from `next` to `end`, of a run that begins at `first` and is open up to `next`.
     ///
-    /// In steps of 1 MiB, so mostly it does nothing.
+    /// Works in steps of 1 MiB, so mostly it does nothing.
     pub fn open(&self, first: usize, next: usize, end: usize) -> Result<()> {
         const STEP_BYTES: usize = 1 << 20;
         let (from, to) = (self.base + next * size_of::<T>(), self.base + end * size_of::<T>());
@@ -85,20 +83,20 @@ impl<T: Zeroed> Table<T> {
         unsafe { &*((self.base + index * size_of::<T>()) as *const T) }
     }
 
-    /// Where the first entry is, open or not.
+    /// Address of the first entry, open or not.
     pub fn start(&self) -> *const T {
         self.base as *const T
     }
 
-    /// `N` that follow each other.
+    /// `N` consecutive entries.
     #[inline]
     pub fn row<const N: usize>(&self, first: usize) -> &[T; N] {
         assert!(first + N <= self.len);
-        // SAFETY: in range as asserted, and in a row; the type invariant covers the rest.
+        // SAFETY: in range as asserted, and consecutive; the type invariant covers the rest.
         unsafe { &*((self.base + first * size_of::<T>()) as *const [T; N]) }
     }
 
-    /// As [`Table::get`], for who knows already.
+    /// As [`Table::get`], without the range check.
     ///
     /// # Safety
     ///
@@ -106,29 +104,29 @@ impl<T: Zeroed> Table<T> {
     #[inline]
     pub unsafe fn get_unchecked(&self, index: usize) -> &T {
         debug_assert!(index < self.len);
-        // SAFETY: in range by the caller's promise; the type invariant covers the rest.
+        // SAFETY: in range as guaranteed by the caller; the type invariant covers the rest.
         unsafe { &*((self.base + index * size_of::<T>()) as *const T) }
     }
 
-    /// From here on new parts of the table may come as huge pages.
+    /// Allows huge pages for new parts of the table from here on.
     pub fn allow_huge(&self) {
         mem::allow_huge(self.base, (self.len * size_of::<T>()).next_multiple_of(BLOCK_BYTES));
     }
 
-    /// Gives the memory of entries back, which read as zero bits from then on. They are whole OS pages.
+    /// Gives back the memory of entries, which read as zero bits afterwards. They must be whole OS pages.
     ///
     /// # Errors
     ///
-    /// [`Error::System`] where the kernel keeps it (locked memory).
+    /// [`Error::System`] if the kernel refuses (locked memory).
     pub fn discard(&self, first: usize, count: usize) -> Result<()> {
         let (at, bytes) = (self.base + first * size_of::<T>(), count * size_of::<T>());
         assert!(first + count <= self.len && (at | bytes).is_multiple_of(os_page_bytes()));
-        // SAFETY: this table's own entries, open ones, for which zero bits are a value; they are atomic, so nobody holds more than
-        // a reference to them.
+        // SAFETY: this table's own open entries, for which zero bits are valid. They are atomic, so other threads hold
+        // at most shared references to them.
         unsafe { mem::discard(at, bytes) }.map_err(Error::system("giving metadata back"))
     }
 
-    /// Bytes resident behind `count` entries from `first` on.
+    /// Resident bytes behind `count` entries from `first` on.
     pub fn resident_bytes(&self, first: usize, count: usize) -> u64 {
         let page = os_page_bytes();
         let start = (self.base + first * size_of::<T>()) & !(page - 1);
@@ -137,16 +135,16 @@ impl<T: Zeroed> Table<T> {
     }
 }
 
-/// Only a model is ever taken down: shuttle runs it thousands of times.
+/// Used by the model only: shuttle creates and drops thousands of tables.
 #[cfg(all(test, shuttle))]
 impl<T> Drop for Table<T> {
     fn drop(&mut self) {
-        // SAFETY: the reservation of this table, of which nobody has an entry any more.
+        // SAFETY: the reservation of this table; no reference to an entry is left.
         unsafe { mem::unreserve(self.base, (self.len * size_of::<T>()).next_multiple_of(BLOCK_BYTES)) };
     }
 }
 
-/// Puts a value where it stays for the life of the process, without the global allocator.
+/// Places a value in memory that stays for the life of the process, without the global allocator.
 ///
 /// # Errors
 ///
@@ -156,7 +154,7 @@ pub(crate) fn place<T: Sync>(value: T) -> Result<&'static T> {
     let addr =
         mem::map_sparse(bytes, align_of::<T>().max(os_page_bytes())).map_err(Error::system("mapping metadata"))?;
     let at = addr as *mut T;
-    // SAFETY: fresh memory, large and aligned enough, ours alone; written once, then only shared.
+    // SAFETY: fresh memory, large and aligned enough, not shared yet; written once, then only shared.
     unsafe {
         at.write(value);
         Ok(&*at)

@@ -1,9 +1,8 @@
-//! The arena: reserved address space, given out in blocks of 2 MiB, backed and emptied block by block.
+//! The arena: reserved address space, carved in blocks of 2 MiB, backed and emptied block by block.
 //!
-//! Three zones of one reservation. The *small* zone holds the extents of the
-//! linked allocator for small sizes (`extents`); the *heap* zone holds slots,
-//! the *pool* zone the pages of caches (both `backing`). Addresses are never given back, memory is. What a
-//! block is backed by stands in its word (`block`).
+//! One reservation has three zones. The *small* zone holds the extents of the linked allocator for small sizes
+//! (`extents`), the *heap* zone holds slots, the *pool* zone the pages of caches (both `backing`). Address space is
+//! never given back, memory is. The word of a block stores its backing (`block`).
 //!
 //! ```text
 //!   base                  heap                      pool                 end
@@ -12,9 +11,8 @@
 //!            ^ next block                  ^ next block      ^ next block
 //! ```
 //!
-//! Every byte is admitted by the [`Budget`] before it becomes resident, except
-//! where the program touches what `mmap` would have granted untouched: that is
-//! measured (`Arena::settle`).
+//! Every byte is admitted by the [`Budget`] before it becomes resident. The exception is lent memory, which the program
+//! may touch as if `mmap` had granted it: its resident part is measured (`Arena::settle`).
 //!
 //! Below: `units`, `sync`, `stats`, `trace`. Locks: a zone's lock, then a block's.
 
@@ -37,49 +35,50 @@ use nodes::Nodes;
 use pagemill_sys::mem;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering::Relaxed};
 
-/// Where a request for memory comes from.
+/// The context of a request for memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Context {
-    /// Outside of every lock.
+    /// Outside every lock.
     Outside,
-    /// Inside the small allocator, which holds locks of its own.
+    /// Inside the small allocator, which holds its own locks.
     Nested,
 }
 
-/// Who says how much memory may become resident. `reclaim` implements it.
+/// Decides how much memory may become resident. Implemented by `reclaim`.
 pub trait Budget: Sync {
-    /// Charges `bytes` if there is room, reclaiming if there is none.
+    /// Charges `bytes` if there is room, reclaiming if there is not.
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`] if there is none after reclaim; nothing is charged then.
+    /// [`Error::NoMemory`] if there is no room after reclaim; nothing is charged then.
     fn admit(&self, bytes: u64, context: Context) -> Result<()>;
 
     /// Ends the charge of bytes that the kernel took back.
     fn discharge(&self, bytes: u64);
 
-    /// Opens `bytes` that the program may touch without asking again.
+    /// Lends `bytes`: the program may touch them without another charge.
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`] if what is resident is at the limit already, after reclaim.
+    /// [`Error::NoMemory`] if the resident bytes are at the limit already, after reclaim.
     fn lend(&self, bytes: u64, context: Context) -> Result<()>;
 
     /// Makes room for `bytes` that were lent before and are about to be touched.
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`] if there is none after reclaim.
+    /// [`Error::NoMemory`] if there is no room after reclaim.
     fn expect(&self, bytes: u64) -> Result<()>;
 
-    /// Of lent bytes, `resident` (may be negative) turned out to be resident and `settled` need no more measuring.
+    /// Updates the charge of lent bytes: `resident` more (or fewer) are resident, and `settled` are no longer counted
+    /// as untouched.
     fn settled(&self, resident: i64, settled: i64);
 
-    /// Bytes resident now, and how many more may become so.
+    /// Resident bytes now, and how many more may become resident.
     fn room(&self) -> (u64, u64);
 }
 
-/// Counts forks: what an older generation charged or locked is not this process's.
+/// Counts forks: charges and locks of an older generation are not this process's.
 #[derive(Default)]
 pub(crate) struct Generation(AtomicU32);
 
@@ -94,7 +93,7 @@ impl Generation {
     }
 }
 
-/// How an arena is laid out.
+/// The layout of an arena.
 #[derive(Clone, Copy, Debug)]
 pub struct Layout {
     /// Address space for the small allocator's extents.
@@ -103,30 +102,31 @@ pub struct Layout {
     pub heap_bytes: usize,
     /// Address space for the pages of caches.
     pub pool_bytes: usize,
-    /// Unit of population where no huge page serves.
+    /// Unit of population where no huge page is used.
     pub page: PageSize,
     pub nodes: Nodes,
-    /// Whether huge pages are wanted at all.
+    /// Whether huge pages are used at all.
     pub use_huge: bool,
-    /// Resident bytes from which on a block may be taken huge before all of it is needed.
+    /// Resident bytes from which a block may be huge before all of it is needed.
     pub huge_from_bytes: u64,
 }
 
 /// A huge page may waste at most this share (1/16) of what is resident.
 pub const WASTE_DIVISOR: u64 = 16;
 
-/// How much of a new block will be used.
+/// How far a new block will be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Filling {
-    /// All of it, soon: its size class has filled a block before.
+    /// Completely, soon: its size class has filled a block before.
     Soon,
-    /// Not known: the first block of a class, or an extent, of which each kind of small object fills its own.
+    /// Unknown: the first block of a class, or an extent, because each kind of small object fills its own.
     Unknown,
-    /// Not all: its slots are larger than what they hold.
+    /// Not completely: its slots are larger than their contents.
     Never,
 }
 
-/// A block that may stay half empty is taken huge from so many times more on: there is one for each class.
+/// A block that may stay half empty is made huge only from this many times the resident bytes: there is one for each
+/// class.
 const SPARSE_FACTOR: u64 = 4;
 
 impl Layout {
@@ -143,7 +143,7 @@ impl Layout {
         }
     }
 
-    /// A small one, taken huge from the start: for tests.
+    /// A small layout for tests, with huge pages from the start.
     pub fn for_test() -> Self {
         Self {
             small_bytes: 1 << 30,
@@ -155,11 +155,11 @@ impl Layout {
     }
 }
 
-/// A part of the reservation, given out from its start.
+/// A part of the reservation, carved from its start.
 pub(crate) struct Zone {
     base: usize,
     len_bytes: usize,
-    /// Bytes given out so far. Guarded by `lock` for writing.
+    /// Bytes carved so far. Guarded by `lock` for writing.
     next: AtomicUsize,
     lock: Lock,
 }
@@ -178,13 +178,13 @@ impl Zone {
         self.len_bytes
     }
 
-    /// Bytes given out so far, from the base on.
+    /// Bytes carved so far, from the base on.
     pub fn used_bytes(&self) -> usize {
         self.next.load(Relaxed)
     }
 }
 
-/// The address space, its block words, and the rules by which blocks are backed.
+/// The address space, its block words, and the rules for backing blocks.
 pub struct Arena {
     pub(crate) small: Zone,
     pub(crate) heap: Zone,
@@ -205,11 +205,11 @@ pub struct Arena {
 impl Arena {
     /// Reserves the address space and its metadata; no memory becomes resident.
     ///
-    /// Where the address space is limited, less is reserved: at least 256 MiB.
+    /// If the address space is limited, it reserves less: at least 256 MiB.
     ///
     /// # Errors
     ///
-    /// [`Error::System`] if not even that can be had.
+    /// [`Error::System`] if not even that is available.
     pub fn new(layout: Layout, budget: &'static dyn Budget) -> Result<Self> {
         let (base, [small_bytes, heap_bytes, pool_bytes]) = reserve(&layout)?;
         let blocks = (small_bytes + heap_bytes + pool_bytes) / BLOCK_BYTES;
@@ -247,7 +247,7 @@ impl Arena {
         self.small.contains(addr) || self.heap.contains(addr) || self.pool.contains(addr)
     }
 
-    /// The number of the block that `addr` lies in, counted from the arena's base.
+    /// The number of the block that contains `addr`, counted from the arena's base.
     #[inline]
     pub(crate) fn block_of(&self, addr: usize) -> usize {
         (addr - self.small.base) / BLOCK_BYTES
@@ -267,18 +267,18 @@ impl Arena {
         self.heap.len_bytes
     }
 
-    /// What is behind a block now.
+    /// The current state of a block.
     #[inline]
     pub(crate) fn peek(&self, block: usize) -> State {
         self.word(block).peek(&self.generation)
     }
 
-    /// Takes fresh blocks at the end of a zone: readable, writable, empty. Before anybody can see that they are given
-    /// out, `prepare` is told up to which byte of the zone that was so, and will be.
+    /// Carves fresh blocks at the end of a zone: readable, writable, empty. Before the carved length becomes visible,
+    /// calls `prepare` with the zone's old and new length in bytes.
     ///
     /// # Errors
     ///
-    /// [`Error::NoAddresses`], or [`Error::System`] where `mmap` would refuse as much.
+    /// [`Error::NoAddresses`], or [`Error::System`] if the kernel refuses the memory.
     pub(crate) fn carve(
         &self,
         zone: &Zone,
@@ -298,7 +298,7 @@ impl Arena {
         Ok(start)
     }
 
-    /// As [`Arena::carve`], of blocks that stay closed until [`Arena::open_blocks`].
+    /// As [`Arena::carve`], for blocks that stay closed until [`Arena::open_blocks`].
     ///
     /// # Errors
     ///
@@ -316,12 +316,12 @@ impl Arena {
     ///
     /// # Errors
     ///
-    /// [`Error::System`] where `mmap` would refuse as much.
+    /// [`Error::System`] if the kernel refuses the memory.
     pub(crate) fn open_blocks(&self, addr: usize, len_bytes: usize) -> Result<()> {
         backing::open(addr, len_bytes)
     }
 
-    /// Where the next blocks of a zone begin, and their bytes. Under its lock.
+    /// Address and length of the next blocks of a zone. The caller holds its lock.
     fn place_of(&self, zone: &Zone, blocks: usize, align_blocks: usize) -> Result<(usize, usize)> {
         let no_addresses = || Error::NoAddresses { wanted_bytes: (blocks as u64).saturating_mul(BLOCK_BYTES as u64) };
         let align_bytes = align_blocks.checked_mul(BLOCK_BYTES).ok_or_else(no_addresses)?;
@@ -331,7 +331,7 @@ impl Arena {
         if end > zone.base + zone.len_bytes { Err(no_addresses()) } else { Ok((start, len_bytes)) }
     }
 
-    /// Opens the words and maps of the blocks that a zone is about to give out.
+    /// Opens the words and maps of the blocks that a zone is about to carve.
     fn open_metadata(&self, zone: &Zone, end: usize) -> Result<()> {
         let first = self.block_of(zone.base);
         let (next, end) = (first + zone.used_bytes() / BLOCK_BYTES, first + (end - zone.base) / BLOCK_BYTES);
@@ -339,7 +339,8 @@ impl Arena {
         if first == 0 { self.maps.open(first, next, end) } else { Ok(()) }
     }
 
-    /// Whether a block may be taken huge before all of it is needed: it wastes no large share of what is resident.
+    /// Whether a block may be made huge before all of it is needed, without wasting a large share of the resident
+    /// bytes.
     pub(crate) fn may_take_huge(&self, filling: Filling) -> bool {
         if !self.use_huge {
             return false;
@@ -359,7 +360,7 @@ impl Arena {
         is_worth_it && is_filled
     }
 
-    /// Bytes of metadata that are resident, as far as the kernel tells. Walks what is in use.
+    /// Resident bytes of the metadata, as reported by the kernel. Walks what is in use.
     pub fn metadata_bytes(&self) -> u64 {
         let small = self.small.used_bytes() / BLOCK_BYTES;
         let heap = self.heap.used_bytes() / BLOCK_BYTES;
@@ -370,22 +371,28 @@ impl Arena {
             + self.maps.resident_bytes(0, small)
     }
 
-    /// Advances with each fork that this process is a child of.
+    /// Incremented with each fork that leads to this process.
     pub(crate) fn generation(&self) -> u16 {
         self.generation.get()
     }
 
-    /// The node this thread's memory should come from.
+    /// The preferred memory node of this thread.
     pub(crate) fn current_node(&self) -> usize {
         self.nodes.current()
     }
 
-    /// In a fork child: what the parent charged or locked is not this process's.
+    /// Called in a fork child: charges and locks of the parent become void.
     pub(crate) fn forked(&self) -> u16 {
         self.generation.advance()
     }
 
-    /// Locks for `fork`; [`Arena::release_after_fork`] ends it on both sides.
+    /// Whether this process is a fork child of one that had this arena.
+    #[inline]
+    pub(crate) fn is_forked(&self) -> bool {
+        self.generation.get() != 0
+    }
+
+    /// Takes the locks for `fork`; [`Arena::release_after_fork`] releases them in both processes.
     pub(crate) fn acquire_for_fork(&self) {
         self.small.lock.acquire();
         self.heap.lock.acquire();
@@ -402,7 +409,7 @@ impl Arena {
         u64::from(pages) * (BLOCK_BYTES / os_pages_per_block()) as u64
     }
 
-    /// The gauge of the zone that a block lies in.
+    /// The gauge of the zone that contains a block.
     pub(crate) fn counter_of(&self, block: usize) -> Counter {
         match self.block_addr(block) {
             addr if self.small.contains(addr) => Counter::Small,
@@ -411,7 +418,7 @@ impl Arena {
         }
     }
 
-    /// Counts a change of one zone's charge.
+    /// Updates a zone's gauge after a change of a block's charge.
     pub(crate) fn count(counter: Counter, pages_before: u32, pages_after: u32) {
         let (before, after) = (Self::charged_bytes(pages_before), Self::charged_bytes(pages_after));
         if after >= before {
@@ -422,13 +429,13 @@ impl Arena {
     }
 }
 
-/// Reserves all zones, less where addresses are limited; returns base and lengths.
+/// Reserves all zones, smaller if address space is limited; returns base and lengths.
 fn reserve(layout: &Layout) -> Result<(usize, [usize; 3])> {
     const LEAST_BYTES: usize = 256 << 20;
     let allowed = pagemill_sys::process::address_space_limit().unwrap_or(usize::MAX) / 2;
     let mut zones = [layout.small_bytes, layout.heap_bytes, layout.pool_bytes];
     if zones.iter().sum::<usize>() > allowed {
-        // Little of each then, in equal parts: what a program needs more of is not known.
+        // Then use equal parts: which zone the program needs more is unknown.
         let parts = zones.iter().filter(|bytes| **bytes > 0).count().max(1);
         zones = zones.map(|bytes| bytes.min(allowed / parts) & !(BLOCK_BYTES - 1));
     }
@@ -449,11 +456,10 @@ fn reserve(layout: &Layout) -> Result<(usize, [usize; 3])> {
     }
 }
 
-/// A place below everything else that a position-independent program maps, at random.
+/// A random address below everything else that a position-independent program maps.
 ///
-/// Then one comparison tells the arena's addresses from those of libraries and
-/// stacks. Where the place is taken the kernel chooses another, and only the
-/// error message for a foreign address gets worse.
+/// Then one comparison distinguishes the arena's addresses from those of libraries and stacks. If the place is taken
+/// the kernel chooses another; only the error message for a foreign address becomes less precise.
 fn address_hint(len_bytes: usize) -> usize {
     if cfg!(target_pointer_width = "64") && len_bytes >= 1 << 40 {
         let random = pagemill_sys::process::random_u64() as usize;

@@ -1,8 +1,8 @@
-//! Memory nodes: real ones with a memory policy, or logical ones to try node code on one real node.
+//! Memory nodes: real ones with a memory policy, or logical ones to test node code on one real node.
 
 use pagemill_sys::numa;
 
-/// The nodes that blocks are told apart by.
+/// The nodes that blocks are assigned to.
 #[derive(Clone, Copy, Debug)]
 pub struct Nodes {
     count: usize,
@@ -15,7 +15,7 @@ impl Nodes {
         Self { count: numa::node_count(), are_real: true }
     }
 
-    /// `count` nodes without a place of their own; a thread's node follows from its CPU.
+    /// `count` nodes without own memory; a thread's node follows from its CPU.
     pub fn logical(count: usize) -> Self {
         Self { count: count.clamp(1, numa::MAX_NODES), are_real: false }
     }
@@ -24,7 +24,7 @@ impl Nodes {
         self.count
     }
 
-    /// The node this thread's memory should come from.
+    /// The preferred memory node of this thread.
     #[inline]
     pub fn current(self) -> usize {
         if self.count == 1 {
@@ -34,7 +34,7 @@ impl Nodes {
         if self.are_real { node.min(self.count - 1) } else { cpu % self.count }
     }
 
-    /// Lets pages of the range come from `node` where nodes are real. A refusal leaves the kernel's choice.
+    /// Prefers pages from `node` for the range, if nodes are real. If the kernel refuses, its default applies.
     pub(crate) fn bind(self, addr: usize, len_bytes: usize, node: usize) {
         if self.count > 1 && self.are_real {
             let _ = numa::prefer(addr, len_bytes, node);

@@ -1,8 +1,8 @@
 //! Lists of free pages by order, and their halves: the buddy system of one pool.
 //!
-//! A free run of pages is known by its first frame: the word says that it is free, of which order, and whether its bytes
-//! are zero; the owner word holds the neighbours in the list. All else says *Tail*. Whole chunks that are lent ([`super::leases`]) have
-//! a list of their own. Guarded by the pool's `books`.
+//! A free run of pages is described by its first frame: the word stores that it is free, its order, and whether its
+//! bytes are zero; the owner word holds its neighbours in the free list. All other frames are *Tail*. Whole chunks that
+//! are lent ([`super::leases`]) have a separate list. Guarded by the pool's `books`.
 
 use super::leases::Leases;
 use super::pool::Frame;
@@ -11,19 +11,19 @@ use crate::arena::Table;
 use crate::sync::Relaxed;
 use std::ops::Range;
 
-/// Orders that a run can have: up to 512 pages of 4 KiB in a block.
+/// Orders of a run: up to 512 pages of 4 KiB in a block.
 pub(super) const ORDERS: usize = 10;
 
 /// No frame: the end of a list.
 const NONE: u32 = u32::MAX;
 
-/// The list of whole chunks that are lent: the first to be used, and none of them goes.
+/// The list of whole chunks that are lent: used first, never given back.
 const LENT: usize = ORDERS;
 
-/// The lists.
+/// The free lists.
 pub(super) struct Buddies {
     first: [u32; ORDERS + 1],
-    /// Of whole chunks, lent or not.
+    /// Whole chunks, lent or not.
     pub whole_count: u32,
     max_order: u8,
     pub leases: Leases,
@@ -72,7 +72,7 @@ impl Buddies {
         self.whole_count -= u32::from(order == self.max_order);
     }
 
-    /// Takes a run of `order` out, splitting a larger one if it must: the smallest that serves. Says whether it reads zero.
+    /// Takes a run of `order`, splitting the smallest larger one if necessary. Returns it and whether it reads zero.
     pub fn take(&mut self, frames: &Table<Frame>, order: u8) -> Option<(u32, bool)> {
         let found = (order..=self.max_order).find(|order| self.first_of(*order) != NONE)?;
         let number = self.first_of(found);
@@ -85,7 +85,7 @@ impl Buddies {
         Some((number, is_zero))
     }
 
-    /// Takes a run back; it joins its free buddies.
+    /// Frees a run and merges it with its free buddies.
     pub fn give(&mut self, frames: &Table<Frame>, mut number: u32, mut order: u8, mut is_zero: bool) {
         while order < self.max_order {
             // Chunks begin at multiples of their length, so buddies differ in one bit.
@@ -108,12 +108,13 @@ impl Buddies {
         if order == self.max_order && lent != NONE { lent } else { self.first[usize::from(order)] }
     }
 
-    /// Whether a whole chunk is free, and lent.
+    /// Whether a whole free chunk is lent.
     pub fn has_lent(&self) -> bool {
         self.first[LENT] != NONE
     }
 
-    /// Lends the run of chunks with memory around one to one more ring: none of it goes until it has ended that.
+    /// Lends the run of chunks with memory around one to one more ring; none of it is given back until the ring ends
+    /// that.
     pub fn lend(&mut self, frames: &Table<Frame>, chunk: u32) -> Option<Range<u32>> {
         let (run, is_new) = self.leases.lend(chunk)?;
         if is_new {
@@ -122,14 +123,14 @@ impl Buddies {
         Some(run)
     }
 
-    /// A ring has no use any more for the run that begins at a chunk.
+    /// Ends one ring's lease of the run that begins at a chunk.
     pub fn end_lease(&mut self, frames: &Table<Frame>, first: u32) {
         if let Some(run) = self.leases.end(first) {
             self.move_whole(frames, run, LENT);
         }
     }
 
-    /// Puts whole chunks that are free into the list that is theirs now.
+    /// Moves free whole chunks to the list where they belong now.
     fn move_whole(&mut self, frames: &Table<Frame>, run: Range<u32>, from: usize) {
         for chunk in run {
             let number = chunk << self.max_order;
@@ -141,7 +142,7 @@ impl Buddies {
         }
     }
 
-    /// Takes one whole chunk out that nobody uses, and that is not lent.
+    /// Takes one free whole chunk that is not lent.
     pub fn take_whole(&mut self, frames: &Table<Frame>) -> Option<u32> {
         let number = self.first[usize::from(self.max_order)];
         (number != NONE).then(|| {
@@ -185,8 +186,8 @@ mod tests {
         leases
     }
 
-    /// Of whole chunks that are lent none goes, and they are used first; when that has ended they are as any other. Those that come free
-    /// meanwhile are lent, too.
+    /// Lent whole chunks are not given back, and are used first. After the lease they are like any other. Chunks freed
+    /// during the lease are lent, too.
     #[test]
     fn what_is_lent_stays() {
         let frames = frames();
@@ -211,8 +212,8 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(200))]
-        /// Random takes and gives: no page is handed out twice, every run is aligned to its length, and when all is given
-        /// back all chunks are whole again.
+        /// Random takes and gives: no page is allocated twice, every run is aligned to its length, and after everything
+        /// is freed all chunks are whole again.
         #[test]
         fn runs_never_overlap_and_join_again(steps in prop::collection::vec((0..=MAX_ORDER, any::<prop::sample::Index>()), 1..300)) {
             let frames = frames();
@@ -234,7 +235,7 @@ mod tests {
                         if let Some((number, _)) = other {
                             buddies.give(&frames, number, order, false);
                         } else {
-                            // Not one run of that length is free.
+                            // No run of that length is free.
                             let len = 1 << order;
                             prop_assert!(used.chunks(len).all(|run| run.iter().any(|used| *used)));
                         }

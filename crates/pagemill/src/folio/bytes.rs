@@ -1,8 +1,9 @@
-//! Copies to and from memory that others may change meanwhile.
+//! Copies to and from memory that other threads may change meanwhile.
 //!
-//! The compiler must not reason about such bytes: a copy of its own that met another thread's write would be a data race.
-//! Here the C library's functions are called out of its sight (elsewhere words are copied one by one), and do what volatile
-//! accesses would. A copy that raced holds bytes of before and of after; whether it counts the caller finds out ([`super::word`]).
+//! The compiler must not reason about such bytes: an ordinary copy that races with another thread's write would be a
+//! data race. Here the C library's functions are called through assembly (elsewhere words are copied one by one), which
+//! acts like volatile accesses. A copy that raced mixes bytes from before and after; the caller checks whether it is
+//! valid ([`super::word`]).
 #![allow(unsafe_code)] // copies that may race
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
@@ -10,7 +11,7 @@ use std::ffi::c_void;
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 unsafe extern "C" {
-    // The C library's: it knows the processor.
+    // The C library's versions, which are optimised for the processor.
     fn memcpy(dst: *mut c_void, src: *const c_void, len_bytes: usize) -> *mut c_void;
     fn memset(dst: *mut c_void, byte: i32, len_bytes: usize) -> *mut c_void;
 }
@@ -19,13 +20,13 @@ unsafe extern "C" {
 ///
 /// # Safety
 ///
-/// Both are mapped and `dst` writable for so many bytes, and they do not overlap. Of each, what is not shared is the
-/// caller's to read or write.
+/// Both are mapped, `dst` is writable, each for `len_bytes`, and they do not overlap. The caller may read or write what
+/// is not shared.
 #[inline]
 pub(crate) unsafe fn copy(dst: *mut u8, src: *const u8, len_bytes: usize) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: the call follows the C ABI, with the stack aligned and all that it may change told; the caller's promise
-    // covers the bytes.
+    // SAFETY: the call follows the C ABI, with the stack aligned and all clobbers declared. The caller guarantees the
+    // bytes.
     unsafe {
         std::arch::asm!(
             "call {memcpy}",
@@ -49,7 +50,7 @@ pub(crate) unsafe fn copy(dst: *mut u8, src: *const u8, len_bytes: usize) {
         );
     }
     #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         copy_words(dst, src, len_bytes);
     }
@@ -88,20 +89,20 @@ pub(crate) unsafe fn zero(dst: *mut u8, len_bytes: usize) {
     }
     #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     for at in 0..len_bytes {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { dst.add(at).write_volatile(0) };
     }
 }
 
-/// Eight bytes, least significant first: what they are together, if `src` is aligned to eight.
+/// Reads eight bytes as a little-endian integer; atomically if `src` is aligned to eight.
 ///
 /// # Safety
 ///
-/// They are mapped.
+/// The bytes are mapped.
 #[inline]
 pub(crate) unsafe fn read_u64(src: *const u8) -> u64 {
     if src.addr().is_multiple_of(align_of::<u64>()) {
-        // SAFETY: mapped by the caller's promise, and aligned; volatile, since others may write meanwhile.
+        // SAFETY: mapped as guaranteed by the caller, and aligned; volatile, since other threads may write meanwhile.
         return u64::from_le(unsafe { src.cast::<u64>().read_volatile() });
     }
     // SAFETY: as above, byte by byte.
@@ -112,12 +113,12 @@ pub(crate) unsafe fn read_u64(src: *const u8) -> u64 {
 ///
 /// # Safety
 ///
-/// They are mapped.
+/// The bytes are mapped.
 pub(crate) unsafe fn is_zero(src: *const u8, len_bytes: usize) -> bool {
     let mut part = [0; 512];
     (0..len_bytes).step_by(part.len()).all(|at| {
         let len = part.len().min(len_bytes - at);
-        // SAFETY: the caller's promise; the part is ours.
+        // SAFETY: guaranteed by the caller; the buffer is local.
         unsafe { copy(part.as_mut_ptr(), src.add(at), len) };
         part[..len].iter().all(|byte| *byte == 0)
     })
@@ -130,7 +131,7 @@ pub(crate) unsafe fn is_zero(src: *const u8, len_bytes: usize) -> bool {
 unsafe fn copy_words(dst: *mut u8, src: *const u8, len_bytes: usize) {
     const WORD: usize = size_of::<u64>();
     let mut at = 0;
-    // SAFETY: the caller's promise, for each part.
+    // SAFETY: guaranteed by the caller, for each part.
     unsafe {
         while at < len_bytes {
             let (from, to) = (src.add(at), dst.add(at));
@@ -149,7 +150,7 @@ unsafe fn copy_words(dst: *mut u8, src: *const u8, len_bytes: usize) {
 mod tests {
     use super::*;
 
-    /// Every length and alignment up to some words, both ways of copying.
+    /// Every length and alignment up to some words, with both copy functions.
     #[test]
     fn copies_are_exact() {
         let source: Vec<u8> = (0..64).map(|at| at as u8 + 1).collect();
@@ -158,11 +159,11 @@ mod tests {
                 (0..9).flat_map(|from| (0..9).flat_map(move |to| (0..40).map(move |len| (from, to, len))))
             {
                 let mut target = vec![0xFF; 64];
-                // SAFETY: inside of both vectors.
+                // SAFETY: inside both vectors.
                 unsafe { way(target.as_mut_ptr().add(to), source.as_ptr().add(from), len) };
                 assert_eq!(target[to..to + len], source[from..from + len]);
                 assert!(target[..to].iter().chain(&target[to + len..]).all(|byte| *byte == 0xFF));
-                // SAFETY: inside of the vector.
+                // SAFETY: inside the vector.
                 unsafe { zero(target.as_mut_ptr().add(to), len) };
                 assert!(target[to..to + len].iter().all(|byte| *byte == 0));
                 assert!(target[..to].iter().chain(&target[to + len..]).all(|byte| *byte == 0xFF));

@@ -1,8 +1,9 @@
-//! Which chunks of a pool have memory, and which of these are lent: rings have them registered, so the kernel holds their pages.
+//! Tracks which chunks of a pool have memory, and which are lent: registered with rings, so that the kernel holds their
+//! pages.
 //!
-//! What is lent must not be given back: the kernel would go on with the old pages, in which nobody sees what it reads. The window is cut into
-//! slots of 64 MiB. Of each at most one run of chunks is lent, to any number of rings: such as knew different pieces of it would
-//! disagree about what fork children get. Guarded by the pool's `books`.
+//! Lent memory must not be given back: the kernel would continue to use the old pages, and data that it reads would be
+//! lost. The window is divided into slots of 64 MiB. At most one run of chunks per slot is lent, to any number of
+//! rings. Rings with different runs would disagree about what fork children inherit. Guarded by the pool's `books`.
 
 use crate::arena::Table;
 use crate::error::Result;
@@ -10,19 +11,19 @@ use crate::sync::{AtomicU64, Relaxed};
 use crate::units::BLOCK_BYTES;
 use std::ops::Range;
 
-/// Registered at a time: more is kept longer than anybody wants, less costs a call more often.
+/// Registered at a time: more keeps memory longer than needed, less costs a system call more often.
 const SLOT_BYTES: usize = 32 * BLOCK_BYTES;
 
 const FIRST_SHIFT: u32 = 32;
 const COUNT_SHIFT: u32 = 40;
 const RINGS_SHIFT: u32 = 48;
 
-/// What is known of a slot.
+/// The state of a slot.
 #[derive(Clone, Copy)]
 struct Slot {
-    /// A bit for each chunk that has memory.
+    /// One bit for each chunk with memory.
     filled: u32,
-    /// The run that is lent: chunks from the first on, and to how many rings.
+    /// The lent run: first chunk and length, and the number of rings.
     first: u8,
     count: u8,
     rings: u16,
@@ -49,7 +50,7 @@ impl Slot {
         self.rings > 0 && (u32::from(self.first)..u32::from(self.first + self.count)).contains(&at)
     }
 
-    /// The longest run with memory around a chunk; empty if that has none.
+    /// The longest run with memory around a chunk; empty if the chunk has none.
     fn run_around(self, at: u32) -> Range<u32> {
         let above = (self.filled >> at).trailing_ones();
         let below = (self.filled << (u32::BITS - 1 - at)).leading_ones();
@@ -60,29 +61,29 @@ impl Slot {
 /// The slots of one pool.
 pub(super) struct Leases {
     slots: Table<AtomicU64>,
-    /// Chunks of a slot, up to 32.
+    /// Chunks per slot, up to 32.
     chunks: u32,
 }
 
 impl Leases {
-    /// For a pool of so many chunks, of which none has memory.
+    /// For a pool of `max_chunks` chunks without memory.
     pub fn new(max_chunks: usize, chunk_bytes: usize) -> Result<Self> {
         let chunks = (SLOT_BYTES / chunk_bytes).clamp(1, u32::BITS as usize);
         Ok(Self { slots: Table::new(max_chunks.div_ceil(chunks))?, chunks: chunks as u32 })
     }
 
-    /// Chunks of a slot; the first begins with chunk 0.
+    /// Chunks per slot; the first slot begins with chunk 0.
     pub fn chunks(&self) -> u32 {
         self.chunks
     }
 
-    /// Lets a chunk be spoken of that was never used.
+    /// Opens the slot of a chunk that was never used.
     pub fn open(&self, chunk: u32) -> Result<()> {
         let slot = (chunk / self.chunks) as usize;
         if chunk.is_multiple_of(self.chunks) { self.slots.open(0, slot, slot + 1) } else { Ok(()) }
     }
 
-    /// Of slots with these chunks, bytes that are resident.
+    /// Resident bytes of the slots of `chunks` chunks.
     pub fn resident_bytes(&self, chunks: u32) -> u64 {
         self.slots.resident_bytes(0, chunks.div_ceil(self.chunks) as usize)
     }
@@ -95,7 +96,7 @@ impl Leases {
         result
     }
 
-    /// Says that a chunk has memory from here on, or has none.
+    /// Records whether a chunk has memory.
     pub fn note_filled(&self, chunk: u32, is_filled: bool) {
         self.change(chunk, |slot, at| {
             debug_assert!(is_filled || !slot.is_lent(at), "lent memory goes");
@@ -108,8 +109,8 @@ impl Leases {
         slot.is_lent(chunk % self.chunks)
     }
 
-    /// Lends the run around a chunk once more; says which, and whether it was not lent before. `None` if it has no memory, or another
-    /// run of its slot is lent.
+    /// Lends the run around a chunk once more; returns it, and whether it was not lent before. Returns `None` if it has
+    /// no memory, or another run of its slot is lent.
     pub fn lend(&self, chunk: u32) -> Option<(Range<u32>, bool)> {
         let begin = chunk - chunk % self.chunks;
         self.change(chunk, |slot, at| {
@@ -127,7 +128,7 @@ impl Leases {
         })
     }
 
-    /// One ring has given the run back that begins at a chunk; which it was, if no ring has it any more.
+    /// Ends one ring's lease of the run that begins at a chunk. Returns the run if no ring has it any more.
     pub fn end(&self, first: u32) -> Option<Range<u32>> {
         self.change(first, |slot, at| {
             assert!(slot.rings > 0 && u32::from(slot.first) == at, "not lent");
@@ -148,7 +149,8 @@ mod tests {
         leases
     }
 
-    /// The longest run with memory is lent, up to the ends of its slot; of what comes in beside it nothing is, until all have given it back.
+    /// The longest run with memory is lent, up to the ends of its slot. Chunks filled next to it are not lent until all
+    /// leases end.
     #[test]
     fn runs_end_where_memory_does() {
         let all: Vec<u32> = (0..96).filter(|chunk| ![3, 40, 62].contains(chunk)).collect();
@@ -170,7 +172,7 @@ mod tests {
         assert_eq!(leases.lend(61), Some((32..62, true)));
     }
 
-    /// Chunks longer than a slot are slots of their own.
+    /// Each chunk longer than a slot is a slot of its own.
     #[test]
     fn long_chunks_are_lent_one_by_one() {
         let leases = Leases::new(4, 4 * SLOT_BYTES).unwrap();

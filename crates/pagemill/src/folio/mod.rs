@@ -1,4 +1,4 @@
-//! Pages and folios: the memory of a cache, in software pages of one size, and who may do what with their bytes.
+//! Pages and folios: the memory of a cache, in software pages of one size, and the protocol for accessing it.
 //!
 //! ```text
 //!   Pool ---- window of addresses in the arena's pool zone, in chunks: a block, or a page if that is larger
@@ -6,14 +6,15 @@
 //!     |         `- pages: buddies of 1, 2, 4 .. pages, up to the chunk
 //!     `------ frames: 16 bytes for each page, out of line
 //!               word   state, order, pins, version        ([`word`])
-//!               owner  of a folio's first page: whose it is; of a free one: its neighbours in the list
+//!               owner  first page of a folio: its owner; free page: its neighbours in the free list
 //! ```
 //!
-//! A *folio* is 1, 2, 4 .. pages in a row, handled as one: the word of its first page speaks for it. Page and memory are found by
-//! arithmetic from the *frame number*, which is all that an index holds. A folio knows its owner as an opaque id and an index.
+//! A *folio* is 1, 2, 4 .. consecutive pages, handled as one: the word of its first page holds its state. Page and
+//! memory are found by arithmetic from the *frame number*, which is all that an index stores. A folio knows its owner
+//! as an opaque id and an index.
 //!
-//! Bytes are reached by copies ([`bytes`]) under the word's protocol. Below: `arena`. Locks: `books` (lists of free
-//! pages); never while memory is brought in or given back.
+//! Bytes are accessed by copies ([`bytes`]) under the word's protocol. Below: `arena`. Locks: `books` (free lists),
+//! never held while memory is brought in or given back.
 
 mod buddy;
 pub(crate) mod bytes;

@@ -1,5 +1,5 @@
 //! The memory of one cache: a window of addresses, carved into pages, and 16 bytes of metadata for each.
-#![allow(unsafe_code)] // copies to and from its own memory, gives it back
+#![allow(unsafe_code)] // copies to and from its memory, gives it back
 
 use super::buddy::Buddies;
 use super::bytes;
@@ -21,21 +21,21 @@ pub(crate) struct Frame {
     pub(super) owner: AtomicU64,
 }
 
-// SAFETY: atomics only, for which zero bits are a value.
+// SAFETY: atomics only, for which zero bits are valid.
 unsafe impl Zeroed for Frame {}
 
 const _: () = assert!(size_of::<Frame>() == 16);
 
-/// Frames take huge pages once so much of them is in use.
+/// Frames use huge pages once this much of them is in use.
 const HUGE_FRAMES_BYTES: usize = BLOCK_BYTES / 2;
 
-/// So much of the window is opened at a time.
+/// The window is opened in steps of this.
 const OPENED_BYTES: usize = 32 * BLOCK_BYTES;
 
-/// Bits of a page's index in its file. The rest of the owner word says whose file.
+/// Bits of a page's index in its file. The rest of the owner word is the file's id.
 const INDEX_BITS: u32 = 40;
 
-/// Whose page it is, to those who know owners.
+/// The owner of a folio, as an opaque id and an index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Owner {
     /// At most [`Owner::MAX_ID`].
@@ -56,7 +56,7 @@ impl Owner {
 }
 
 impl Frame {
-    /// Whose folio begins here. Of one that is not live it says nothing.
+    /// The owner of the folio that begins here. Valid for a live folio only.
     #[inline]
     pub fn owner(&self) -> Owner {
         let word = self.owner.load(Relaxed);
@@ -70,7 +70,7 @@ impl Frame {
     }
 }
 
-/// Pages that were taken: nobody else knows of them, and there is no second of these.
+/// Allocated but unpublished pages. Not `Clone`: each value is the only reference to its pages.
 #[derive(Debug)]
 pub(crate) struct Taken {
     pub number: u32,
@@ -79,36 +79,38 @@ pub(crate) struct Taken {
     pub is_zero: bool,
 }
 
-/// What is guarded by `books`.
+/// The state guarded by `books`.
 struct Books {
     buddies: Buddies,
     /// Chunks of the window used so far.
     chunks: u32,
-    /// Of these, neither free, nor empty, nor in use: somebody brings them in, or gives them back.
+    /// Chunks in transit: neither free, nor empty, nor in use, because they are being brought in or given back.
     moving: u32,
-    /// Of these, without memory: the last one given back, and so on; each frame holds the next.
+    /// Head of the list of chunks without memory; each first frame holds the next chunk.
     empty: Option<u32>,
 }
 
-/// The memory of one cache. Never taken down; one that nobody needs any more is empty and used again.
+/// The memory of one cache. Never destroyed: an unused pool is emptied and used again.
 ///
 /// # Invariants
 ///
-/// 1. Chunks from 0 to `Books::chunks` that are not in the list of empty ones are mapped, writable, resident as long as the process lets them
-///    be, and this pool's alone. Those that are lent stay so. Of a pool over reserved huge pages: while it has these.
-/// 2. Whoever took a page from the lists may change its bytes until its word says *Live*; from then on the word's protocol holds.
+/// 1. Chunks from 0 to `Books::chunks` that are not in the list of empty ones are mapped, writable, and this pool's
+///    alone. They are resident as far as the process allows. Lent chunks stay so. For a pool over reserved huge pages
+///    this holds while it has them.
+/// 2. A thread that took a page from the free lists may change its bytes until its word is *Live*. From then on the
+///    word's protocol holds.
 pub(crate) struct Pool {
     arena: &'static Arena,
     page: PageSize,
-    /// Log2 of a page's bytes.
+    /// Log2 of the bytes of a page.
     page_shift: u32,
     base: usize,
-    /// Log2 of a chunk's pages: the order of a huge folio.
+    /// Log2 of the pages of a chunk: the order of a huge folio.
     chunk_order: u8,
     max_chunks: u32,
     use_huge: AtomicBool,
     frames: Table<Frame>,
-    /// A word for each chunk, for who goes over them time and again.
+    /// One word per chunk, for code that scans chunks periodically.
     notes: Table<AtomicU64>,
     books: Guarded<Books>,
     has_huge_frames: AtomicBool,
@@ -116,30 +118,30 @@ pub(crate) struct Pool {
     free_chunks: AtomicU32,
     /// Chunks with memory.
     filled_chunks: AtomicU32,
-    /// Pages whose frames may be looked at.
+    /// Pages that have frames.
     opened_pages: AtomicU32,
     /// Bytes of a chunk.
     chunk_bytes: usize,
     node: usize,
-    /// Memory that is free, but lent, could not be given back.
+    /// Set while free memory cannot be given back because it is lent.
     is_wanted_back: AtomicBool,
-    /// Of one over reserved huge pages: [`CLOSED`] at first. Changed under `Caches::books` only.
+    /// For a pool over reserved huge pages: [`CLOSED`] at first. Changed under `Caches::books` only.
     reserve: Option<AtomicU8>,
 }
 
-/// There are no pages under the window.
+/// The window has no pages.
 const CLOSED: u8 = 0;
-/// There are pages under all of it.
+/// All of the window has pages.
 const PLACED: u8 = 1;
-/// The kernel has failed, and the addresses may be another's.
+/// The kernel failed; the addresses may belong to another mapping.
 const LOST: u8 = 2;
 
 impl Pool {
-    /// A pool of addresses for up to `max_bytes`, of which none are resident.
+    /// Creates a pool of addresses for up to `max_bytes`; none are resident.
     ///
     /// # Errors
     ///
-    /// [`Error::NoAddresses`]; [`Error::System`] for its metadata.
+    /// [`Error::NoAddresses`]; [`Error::System`] without memory for its metadata.
     pub fn new(
         arena: &'static Arena,
         page: PageSize,
@@ -185,26 +187,26 @@ impl Pool {
         })
     }
 
-    /// Whether it is one over reserved huge pages. These come with [`Pool::place_reserve`], all at once, and go with
-    /// [`Pool::end_reserve`]: until then none is given back.
+    /// Whether the pool uses reserved huge pages. These are placed by [`Pool::place_reserve`], all at once, and removed
+    /// by [`Pool::end_reserve`]. Until then none is given back.
     pub fn is_hugetlb(&self) -> bool {
         self.reserve.is_some()
     }
 
-    /// Whether there is nothing under the window of a pool over reserved huge pages, and something can be put there.
+    /// Whether a pool over reserved huge pages has none and can get some.
     pub fn is_closed(&self) -> bool {
         self.reserve.as_ref().is_some_and(|reserve| reserve.load(Relaxed) == CLOSED)
     }
 
-    /// Puts reserved pages under all of the window.
+    /// Places reserved pages at all of the window.
     ///
     /// # Errors
     ///
-    /// [`Error::System`]: it is of no use to anybody any more.
+    /// [`Error::System`]: the pool is unusable from then on.
     ///
     /// # Panics
     ///
-    /// If it is not closed, or as long as they are.
+    /// If the pool is not closed, or if `pages` has a different length.
     pub fn place_reserve(&self, pages: Reserve) -> Result<()> {
         assert!(self.is_closed());
         assert_eq!(pages.len_bytes() as u64, self.max_bytes());
@@ -216,11 +218,11 @@ impl Pool {
         Ok(())
     }
 
-    /// Gives the reserved pages back of a pool that nobody uses; those of one that is in use, or lent, stay.
+    /// Gives back the reserved pages if no page of the pool is in use or lent; otherwise keeps them.
     pub fn end_reserve(&self) {
         let Some(reserve) = self.reserve.as_ref().filter(|reserve| reserve.load(Relaxed) == PLACED) else { return };
         let is_empty = self.books.with(|books| {
-            // Chunks that are lent are not taken.
+            // Lent chunks are not taken.
             while let Some(number) = books.buddies.take_whole(&self.frames) {
                 let chunk = number >> self.chunk_order;
                 books.buddies.leases.note_filled(chunk, false);
@@ -231,7 +233,8 @@ impl Pool {
             self.filled_chunks.load(Relaxed) == 0 && books.moving == 0
         });
         if is_empty {
-            // SAFETY: all chunks are out of the lists, and nobody brings one in: nobody knows of their bytes, the kernel's rings neither.
+            // SAFETY: all chunks are out of the free lists, and none is being brought in. So nothing refers to their
+            // bytes, including the kernel's rings.
             let ended = unsafe { self.arena.end_reserve(self.base, self.max_chunks as usize * self.chunk_bytes) };
             reserve.store(if ended.is_ok() { CLOSED } else { LOST }, Relaxed);
         }
@@ -246,12 +249,12 @@ impl Pool {
         self.page_shift
     }
 
-    /// The memory node that its window was bound to.
+    /// The memory node that its window is bound to.
     pub fn node(&self) -> usize {
         self.node
     }
 
-    /// Whether no page of it is in use.
+    /// Whether no page of the pool is in use.
     pub fn is_idle(&self) -> bool {
         self.free_chunks.load(Relaxed) == self.filled_chunks.load(Relaxed)
     }
@@ -265,13 +268,13 @@ impl Pool {
         self.chunk_bytes
     }
 
-    /// Advances with each fork that this process is a child of.
+    /// Incremented with each fork that leads to this process.
     #[inline]
     pub fn generation(&self) -> u16 {
         self.arena.generation()
     }
 
-    /// Bytes that it could hold at most.
+    /// Maximum number of bytes that it can hold.
     pub fn max_bytes(&self) -> u64 {
         u64::from(self.max_chunks) * self.chunk_bytes() as u64
     }
@@ -281,15 +284,15 @@ impl Pool {
         self.frames.get(number as usize)
     }
 
-    /// The frame of a number that may be anything.
+    /// The frame of an unverified number; `None` if there is no such frame.
     #[inline]
     pub fn frame_if_any(&self, number: u64) -> Option<&Frame> {
-        // SAFETY: frames of opened pages are in the table: they were opened in it first.
+        // SAFETY: the frames of opened pages are in the table; they were opened before the count was raised.
         (number < u64::from(self.opened_pages.load(Relaxed)))
             .then(|| unsafe { self.frames.get_unchecked(number as usize) })
     }
 
-    /// Lets the processor fetch bytes that are about to be read.
+    /// Prefetches bytes that are about to be read.
     #[inline]
     pub fn prefetch(&self, number: u32, at: usize) {
         mem::prefetch(self.addr(number) + at);
@@ -304,7 +307,7 @@ impl Pool {
         self.frame(number).owner()
     }
 
-    /// Says whose folio begins here. Only who has it alone calls this.
+    /// Sets the owner of the folio that begins here. The caller must own it exclusively.
     pub fn set_owner(&self, number: u32, owner: Owner) {
         self.frame(number).owner.store(owner.pack(), Relaxed);
     }
@@ -314,17 +317,17 @@ impl Pool {
         self.base + ((number as usize) << self.page_shift)
     }
 
-    /// Whose page begins at an address of the pool.
+    /// The number of the page that begins at an address of the pool.
     pub fn number_at(&self, addr: usize) -> u32 {
         ((addr - self.base) >> self.page_shift) as u32
     }
 
-    /// Whether blocks come as huge pages from here on.
+    /// Sets whether new chunks use huge pages from here on.
     pub fn allow_huge(&self, is_allowed: bool) {
         self.use_huge.store(is_allowed, Relaxed);
     }
 
-    /// Takes 2^`order` pages that are free, or a new chunk for them. The folio is busy: the caller's.
+    /// Allocates 2^`order` free pages, bringing in a new chunk if needed. The folio is busy and owned by the caller.
     ///
     /// # Errors
     ///
@@ -336,7 +339,7 @@ impl Pool {
         }
     }
 
-    /// As [`Pool::take`], of what is there.
+    /// As [`Pool::take`], from free pages only.
     pub fn take_free(&self, order: u8) -> Option<Taken> {
         let taken = self.books.with(|books| {
             let taken = books.buddies.take(&self.frames, order);
@@ -346,7 +349,7 @@ impl Pool {
         taken.map(|(number, is_zero)| Taken { number, order, is_zero })
     }
 
-    /// Takes up to `most` single pages of what is there; says how many.
+    /// Allocates up to `most` free single pages; returns how many.
     pub fn take_free_pages(&self, most: usize, mut taken: impl FnMut(Taken)) -> usize {
         self.books.with(|books| {
             let free = std::iter::from_fn(|| books.buddies.take(&self.frames, 0));
@@ -356,7 +359,8 @@ impl Pool {
         })
     }
 
-    /// Takes so many pages that lie in a row, of what is there; returns the first. Each is busy, and goes by itself.
+    /// Allocates `pages` consecutive pages, from free pages only; returns the first. Each is busy, and is freed
+    /// separately.
     pub fn take_free_row(&self, pages: u32) -> Option<u32> {
         let order = pages.next_power_of_two().trailing_zeros() as u8;
         if order > self.chunk_order {
@@ -374,7 +378,7 @@ impl Pool {
     fn take_new(&self, order: u8) -> Result<Taken> {
         let mut patience = Patience::new();
         let chunk = loop {
-            // Others may bring one in for more than they need, or give one back.
+            // Other threads may bring in a chunk for more than they need, or give one back.
             let is_moving = self.books.with(|books| books.moving > 0);
             match self.claim_chunk() {
                 Ok(chunk) => break chunk,
@@ -394,7 +398,7 @@ impl Pool {
         };
         if let Err(error) = filled {
             self.leave_chunk(chunk);
-            // Somebody may have given some back meanwhile.
+            // Another thread may have freed pages meanwhile.
             return self.take_free(order).ok_or(error);
         }
         self.filled_chunks.fetch_add(1, Relaxed);
@@ -405,7 +409,7 @@ impl Pool {
             books.moving -= 1;
             books.buddies.leases.note_filled(chunk, true);
             books.buddies.give(&self.frames, number, self.chunk_order, true);
-            // This one is ours: no other could take it meanwhile.
+            // This chunk is ours: no other thread could take it meanwhile.
             let taken = books.buddies.take(&self.frames, order);
             self.note_free(books);
             taken.map(|(number, is_zero)| Taken { number, order, is_zero }).ok_or_else(|| self.is_full())
@@ -417,7 +421,7 @@ impl Pool {
         Error::NoMemory { wanted_bytes: self.chunk_bytes() as u64, used_bytes: used, limit_bytes: self.max_bytes() }
     }
 
-    /// A chunk without memory that is the caller's to fill.
+    /// Takes a chunk without memory for the caller to fill.
     fn claim_chunk(&self) -> Result<u32> {
         self.books.with(|books| {
             if let Some(chunk) = books.empty {
@@ -438,8 +442,8 @@ impl Pool {
         })
     }
 
-    /// Lets a chunk that was never used be used, with its frames. Addresses are opened some at a time: what is open counts
-    /// as promised by the system.
+    /// Opens a chunk that was never used, with its frames. Addresses are opened in steps, because open memory counts as
+    /// committed by the system.
     fn open(&self, chunk: u32) -> Result<()> {
         let pages = 1usize << self.chunk_order;
         let next = chunk as usize * pages;
@@ -480,7 +484,7 @@ impl Pool {
         self.chunk_bytes() / BLOCK_BYTES
     }
 
-    /// Takes pages back that the caller has alone: the words of all of them are his to write.
+    /// Frees pages that the caller owns exclusively, with the words of all of them.
     pub fn give(&self, number: u32, order: u8) {
         self.books.with(|books| {
             books.buddies.give(&self.frames, number, order, false);
@@ -488,8 +492,9 @@ impl Pool {
         });
     }
 
-    /// Lends the chunks with memory around a page to a ring, up to 64 MiB, for [`Pool::end_lease`]: none of them goes until then.
-    /// Returns the first, and how many. `None` if others have less or more of the same 64 MiB, or somebody wants memory back.
+    /// Lends the chunks with memory around a page to a ring, up to 64 MiB. None of them is given back until
+    /// [`Pool::end_lease`]. Returns their numbers. Returns `None` if a different run of the same 64 MiB is lent
+    /// already, or memory is wanted back.
     pub fn lend(&self, number: u32) -> Option<Range<u32>> {
         if self.is_wanted_back() {
             return None;
@@ -497,7 +502,7 @@ impl Pool {
         self.books.with(|books| books.buddies.lend(&self.frames, number >> self.chunk_order))
     }
 
-    /// The ring does not know the run any more that begins at a chunk.
+    /// Ends one ring's lease of the run that begins at a chunk.
     pub fn end_lease(&self, first: u32) {
         self.books.with(|books| {
             books.buddies.end_lease(&self.frames, first);
@@ -505,29 +510,29 @@ impl Pool {
         });
     }
 
-    /// Where the memory of chunks is, and how long.
+    /// Address and length of the memory of chunks.
     pub fn range_of(&self, chunks: &Range<u32>) -> (usize, usize) {
         (self.addr(chunks.start << self.chunk_order), chunks.len() * self.chunk_bytes())
     }
 
-    /// Memory is lent of pieces of the window that are so long, the first of which begins with it.
+    /// Length of the pieces of the window that memory is lent in; the first piece begins with the window.
     pub fn lease_bytes(&self) -> usize {
         self.books.with(|books| books.buddies.leases.chunks() as usize) * self.chunk_bytes
     }
 
-    /// Whether who was lent memory is asked to end that.
+    /// Whether leases should be ended, because memory is wanted back.
     #[inline]
     pub fn is_wanted_back(&self) -> bool {
         self.is_wanted_back.load(Relaxed)
     }
 
-    /// Asks for what is lent though it is free; says whether it had not been asked for yet.
+    /// Requests the end of leases on free chunks; returns whether this is a new request.
     pub fn want_back(&self) -> bool {
         !self.is_hugetlb()
             && self.books.with(|books| books.buddies.has_lent() && !self.is_wanted_back.swap(true, Relaxed))
     }
 
-    /// Bytes that [`Pool::shrink`] could give back, if it is not lent.
+    /// Bytes that [`Pool::shrink`] could give back, if they are not lent.
     pub fn giveable_bytes(&self) -> u64 {
         if self.is_hugetlb() {
             return 0;
@@ -535,13 +540,14 @@ impl Pool {
         u64::from(self.free_chunks.load(Relaxed)) * self.chunk_bytes() as u64
     }
 
-    /// Bytes with memory behind them, in use or free.
+    /// Bytes with memory, in use or free.
     pub fn filled_bytes(&self) -> u64 {
         u64::from(self.filled_chunks.load(Relaxed)) * self.chunk_bytes() as u64
     }
 
-    /// Gives free chunks back to the system that are not lent, up to about `want_bytes`; returns the bytes that the kernel took.
-    /// Of reserved huge pages none: they would be of use to nobody as long as they are reserved for this pool.
+    /// Gives free chunks that are not lent back to the system, up to about `want_bytes`; returns the bytes that the
+    /// kernel took. Reserved huge pages are never given back: while they are reserved for this pool they have no other
+    /// use.
     pub fn shrink(&self, want_bytes: u64) -> u64 {
         let mut freed = 0;
         while freed < want_bytes && !self.is_hugetlb() {
@@ -549,7 +555,7 @@ impl Pool {
                 let taken = books.buddies.take_whole(&self.frames);
                 books.moving += u32::from(taken.is_some());
                 if let Some(number) = taken {
-                    // From here on it is not lent.
+                    // From here on it cannot be lent.
                     books.buddies.leases.note_filled(number >> self.chunk_order, false);
                 }
                 self.note_free(books);
@@ -557,10 +563,11 @@ impl Pool {
             });
             let Some(number) = taken else { break };
             let chunk = number >> self.chunk_order;
-            // SAFETY: a chunk out of the lists, which nobody knows of, the kernel's rings neither; its contents are nobody's.
+            // SAFETY: the chunk is out of the free lists. Nothing refers to it, including the kernel's rings, and its
+            // contents are not needed.
             let bytes = unsafe { self.arena.discard(self.first_block(chunk), self.blocks_of_chunk()) };
             if bytes == 0 {
-                // The kernel keeps it (locked memory): so do we.
+                // The kernel keeps it (locked memory), so the pool does, too.
                 self.books.with(|books| {
                     books.buddies.leases.note_filled(chunk, true);
                     books.buddies.give(&self.frames, number, self.chunk_order, false);
@@ -576,7 +583,7 @@ impl Pool {
         freed
     }
 
-    /// Bytes of frames that are resident.
+    /// Resident bytes of the frames.
     pub fn frames_bytes(&self) -> u64 {
         let pages = self.pages();
         let chunks = pages >> self.chunk_order;
@@ -585,18 +592,17 @@ impl Pool {
             + self.books.with(|books| books.buddies.leases.resident_bytes(chunks))
     }
 
-    /// What was noted of the chunk that a page lies in: 0 at first, whatever becomes of the chunk.
+    /// The note of the chunk that contains a page: 0 at first, kept when the chunk is emptied.
     pub fn note(&self, number: u32) -> &AtomicU64 {
         self.notes.get((number >> self.chunk_order) as usize)
     }
 
-    /// Pages that it ever had: numbers end there.
+    /// Number of pages that ever had memory: an upper bound of page numbers.
     pub fn pages(&self) -> u32 {
         self.books.with(|books| books.chunks) << self.chunk_order
     }
 
-    /// Walks all folios, those in use and those that are free, while `see` wants more. What changes meanwhile is seen before
-    /// or after.
+    /// Walks all folios, used and free, while `see` returns true. Concurrent changes are seen either before or after.
     pub fn walk(&self, mut see: impl FnMut(u32, State) -> bool) {
         let (mut number, end) = (0, self.pages());
         while number < end {
@@ -608,11 +614,11 @@ impl Pool {
         }
     }
 
-    /// Copies bytes of a folio out. What they are worth its word tells.
+    /// Copies bytes of a folio out. Whether the copy is valid must be checked with the folio's word.
     #[inline]
     pub fn copy_out(&self, number: u32, at: usize, to: &mut [u8]) {
         assert!(at + to.len() <= self.chunk_bytes());
-        // In a model others may go on in the midst of it.
+        // In a model another thread may run in the middle of the copy.
         #[cfg(shuttle)]
         let (at, to) = {
             let (first, rest) = to.split_at_mut(to.len() / 2);
@@ -621,12 +627,12 @@ impl Pool {
             crate::sync::modelled::point();
             (at + first.len(), rest)
         };
-        // SAFETY: mapped by invariant 1: a number comes from an index or a guard, and memory goes only from chunks that are out of
-        // both; a copy that raced with that reads zeros, and is thrown away. `to` is the caller's alone.
+        // SAFETY: mapped by invariant 1. A number comes from an index or a guard, and memory is taken only from chunks
+        // that are in neither. A copy that races with that reads zeros and is discarded. `to` belongs to the caller.
         unsafe { bytes::copy(to.as_mut_ptr(), (self.addr(number) + at) as *const u8, to.len()) };
     }
 
-    /// Copies bytes into a folio that the caller has pinned, or alone.
+    /// Copies bytes into a folio that the caller has pinned or owns exclusively.
     #[inline]
     pub fn copy_in(&self, number: u32, at: usize, from: &[u8]) {
         assert!(at + from.len() <= self.chunk_bytes());
@@ -638,55 +644,59 @@ impl Pool {
             crate::sync::modelled::point();
             (at + first.len(), rest)
         };
-        // SAFETY: mapped by invariant 1; the caller's pin keeps it the folio's; others' copies may race and know it.
+        // SAFETY: mapped by invariant 1; the caller's pin keeps the folio in place; concurrent copies may race and
+        // detect it.
         unsafe { bytes::copy((self.addr(number) + at) as *mut u8, from.as_ptr(), from.len()) };
     }
 
-    /// As [`Pool::copy_in`], of zeros.
+    /// As [`Pool::copy_in`], but writes zeros.
     pub fn zero(&self, number: u32, at: usize, len_bytes: usize) {
         assert!(at + len_bytes <= self.chunk_bytes());
         // SAFETY: as in `copy_in`.
         unsafe { bytes::zero((self.addr(number) + at) as *mut u8, len_bytes) };
     }
 
-    /// Copies a page, or several, to pages that the caller has alone, from such that stay as they are.
+    /// Copies one or more pages to pages that the caller owns exclusively, from pages that do not change.
     pub fn copy_pages(&self, to: u32, from: u32, pages: u32) {
         let len_bytes = (pages as usize) << self.page_shift;
-        // SAFETY: mapped by invariant 1; the target is the caller's alone, and both are folios of their own, so they do not overlap.
+        // SAFETY: mapped by invariant 1. The target belongs to the caller, and both are separate folios, so they do not
+        // overlap.
         unsafe { bytes::copy(self.addr(to) as *mut u8, self.addr(from) as *const u8, len_bytes) };
     }
 
-    /// Whether a page's bytes are all zero.
+    /// Whether all bytes of a page are zero.
     pub fn is_page_zero(&self, number: u32) -> bool {
         // SAFETY: mapped by invariant 1, a whole page.
         unsafe { bytes::is_zero(self.addr(number) as *const u8, self.page.bytes()) }
     }
 
-    /// Lets `act` have the bytes of a folio that only the caller knows of.
+    /// Calls `act` with the bytes of an unpublished folio.
     pub fn with_bytes<R>(&self, taken: &mut Taken, len_bytes: usize, act: impl FnOnce(&mut [u8]) -> R) -> R {
         assert!(len_bytes <= self.page.bytes() << taken.order);
-        // SAFETY: mapped by invariant 1, and by invariant 2 the caller's, who cannot do anything else with it meanwhile.
+        // SAFETY: mapped by invariant 1; by invariant 2 they belong to the caller, which is blocked meanwhile by the
+        // borrow.
         act(unsafe { std::slice::from_raw_parts_mut(self.addr(taken.number) as *mut u8, len_bytes) })
     }
 
-    /// Lets `act` see the bytes of a folio that the caller keeps still.
+    /// Calls `act` with the bytes of a folio that the caller keeps *Still*.
     pub fn with_still_bytes<R>(&self, number: u32, len_bytes: usize, act: impl FnOnce(&[u8]) -> R) -> R {
         debug_assert_eq!(self.word(number).load().kind(), Kind::Still);
-        // SAFETY: mapped by invariant 1; nobody writes to a folio that is still, until the caller ends that.
+        // SAFETY: mapped by invariant 1; no thread writes to a still folio until the caller ends that.
         act(unsafe { std::slice::from_raw_parts(self.addr(number) as *const u8, len_bytes) })
     }
 
-    /// The bytes of a folio that `holder` holds alone ([`Word::hold`]) for as long as it lives.
+    /// The bytes of a folio that `holder` holds exclusively ([`Word::hold`]) as long as it lives.
     ///
     /// # Safety
     ///
-    /// That is so, and `len_bytes` are the folio's.
+    /// The folio must be held so, and must have `len_bytes` bytes.
     pub unsafe fn held_bytes<'held, H>(&self, _holder: &'held H, number: u32, len_bytes: usize) -> &'held [u8] {
-        // SAFETY: mapped by invariant 1 for the life of the process; only the holder changes them, through a unique borrow.
+        // SAFETY: mapped by invariant 1 for the life of the process; only the holder changes them, through a unique
+        // borrow.
         unsafe { std::slice::from_raw_parts(self.addr(number) as *const u8, len_bytes) }
     }
 
-    /// As [`Pool::held_bytes`], to be changed.
+    /// As [`Pool::held_bytes`], mutable.
     ///
     /// # Safety
     ///
@@ -697,12 +707,12 @@ impl Pool {
         number: u32,
         len_bytes: usize,
     ) -> &'held mut [u8] {
-        // SAFETY: as above, and the borrow is unique. Optimistic readers may copy from them, out of the compiler's sight, and
-        // throw the copy away.
+        // SAFETY: as above, and the borrow is unique. Optimistic readers may copy the bytes with opaque calls; they
+        // discard the copy.
         unsafe { std::slice::from_raw_parts_mut(self.addr(number) as *mut u8, len_bytes) }
     }
 
-    /// Tells how many chunks are free now, here and in the figures. Under the lock of the books.
+    /// Publishes the number of free chunks here and in the figures. The caller holds the books.
     fn note_free(&self, books: &Books) {
         if self.is_wanted_back() && !books.buddies.has_lent() {
             self.is_wanted_back.store(false, Relaxed);

@@ -1,4 +1,4 @@
-//! The state word of a page: who may do what with the bytes of the folio that begins there.
+//! The state word of a page: how the bytes of the folio that begins there may be accessed.
 //!
 //! ```text
 //!            take              publish                 hold
@@ -11,31 +11,32 @@
 //!     `------------------------------------------------'
 //! ```
 //!
-//! A *pin* keeps a live folio where it is: *Busy* and *Still* begin at pin 0 only, so nobody splits, moves or frees what
-//! somebody pinned. *Still* bytes do not change: who copies them out may go on. Pages of a folio but its first are *Tail*.
+//! A *pin* keeps a live folio in place: *Busy* and *Still* require 0 pins, so a pinned folio is never split, moved or
+//! freed. *Still* bytes do not change; readers may copy them. All pages of a folio except the first are *Tail*.
 //!
-//! Who reads without a pin looks at the word before and after: the *version* is bumped whenever the bytes may have
-//! become another's, or were changed by one who had them alone (recycling, split, merge, exclusive use). A version comes
-//! again after 2^32 of these, so that no reader can sleep through all of them unnoticed but by a freak. Checked under loom.
+//! A reader without a pin checks the word before and after its copy. The *version* is incremented whenever the bytes
+//! may have gone to another owner or were changed under exclusive access (recycling, split, merge, exclusive use). A
+//! version repeats after 2^32 of these; a reader would have to sleep through exactly that many to miss it. Checked
+//! under loom.
 
 use crate::sync::{Acquire, AtomicU64, Relaxed, Release, fence};
 use std::sync::atomic::Ordering::AcqRel;
 
-/// What may be done with the bytes.
+/// How the bytes may be accessed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
-    /// Nobody's.
+    /// No owner.
     Free = 0,
-    /// A file's: read, written in place, pinned.
+    /// Belongs to a file: read, written in place, pinned.
     Live = 1,
     /// Not the first page of its folio.
     Tail = 2,
-    /// One thread has the bytes alone.
+    /// One thread has exclusive access.
     Busy = 3,
-    /// Nobody changes the bytes, nobody pins them.
+    /// No thread changes the bytes or pins the folio.
     Still = 4,
-    /// No file's any more; whoever unpins it last frees it.
+    /// Removed from its file while pinned; the last unpin frees it.
     Gone = 5,
 }
 
@@ -47,12 +48,12 @@ const ORDER_MASK: u64 = 0xF;
 /// Never split: one folio from birth to death.
 const WHOLE: u64 = 1 << 7;
 const DIRTY: u64 = 1 << 8;
-/// How often it was used since the last look, up to [`MOST_USES`].
+/// Number of uses since the last scan, up to [`MOST_USES`].
 const USED_SHIFT: u32 = 9;
 const USED_MASK: u64 = 3;
 const MOST_USES: u64 = 2;
-/// In the place of [`ZERO`], of live folios: whoever it was brought in for has not used it yet. In the place of uses then stands
-/// for whom.
+/// For live folios, in place of [`ZERO`]: fetched and not used yet by the thread it was fetched for. The use bits then
+/// hold [`AHEAD`].
 const FETCHED: u64 = ZERO;
 const AHEAD: u64 = 1 << USED_SHIFT;
 /// Free pages: all bytes read zero.
@@ -62,22 +63,23 @@ const PIN: u64 = 1 << PIN_SHIFT;
 const PIN_MASK: u64 = 0xF_FFFF;
 const VERSION_SHIFT: u32 = 32;
 
-/// In the place of the pins of a busy or still folio: it left its file, whoever has it frees it.
+/// For a busy or still folio, in place of the pin count: it was removed from its file, and the thread that holds it
+/// frees it.
 const LEFT: u32 = 1;
 
-/// Pins that a folio can have.
+/// Maximum number of pins of a folio.
 pub(crate) const MAX_PINS: u32 = PIN_MASK as u32;
 
-/// For whom a folio was brought in that did not come by a call that needs it.
+/// Why a folio was fetched without a call that waits for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fetched {
-    /// Somebody asked for it.
+    /// Explicitly requested.
     Asked,
-    /// Nobody yet.
+    /// Read ahead.
     Ahead,
 }
 
-/// The word, as somebody saw it.
+/// A copy of the word.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct State(u64);
 
@@ -119,12 +121,12 @@ impl State {
         self.0 & ZERO != 0
     }
 
-    /// Whether it was brought in, and whoever it is for has not used it. Of live folios, and such as were live.
+    /// Whether it was fetched and not used yet. For live folios, and folios that were live.
     pub fn is_fetched(self) -> bool {
         self.0 & FETCHED != 0
     }
 
-    /// The same, of one that nobody had asked for.
+    /// Whether it was read ahead and not used yet.
     pub fn is_ahead(self) -> bool {
         self.0 & (FETCHED | USED_MASK << USED_SHIFT) == FETCHED | AHEAD
     }
@@ -133,7 +135,7 @@ impl State {
         !self.is_fetched() && self.0 & (USED_MASK << USED_SHIFT) > 0
     }
 
-    /// Whether its bytes may be copied out now; what was copied counts if [`Word::is_unchanged`] afterwards.
+    /// Whether its bytes may be copied now. The copy is valid if [`Word::is_unchanged`] afterwards.
     #[inline]
     pub fn is_readable(self) -> bool {
         self.is_live() || self.0 & KIND_MASK == Kind::Still as u64
@@ -160,16 +162,17 @@ impl std::fmt::Debug for State {
     }
 }
 
-/// What became of a folio that left its file.
+/// The result of removing a folio from its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[must_use = "somebody has to free it"]
+#[must_use = "the caller may have to free it"]
 pub(crate) struct Left {
-    /// By the caller: nobody has it pinned, held or kept still, and it is busy from here on. Else whoever has it frees it.
+    /// The caller must free it: it was not pinned, held or kept still, and is busy from here on. Otherwise the current
+    /// holder frees it.
     pub must_be_freed: bool,
     pub was_dirty: bool,
 }
 
-/// The word itself. Zero bits: free, of order 0.
+/// The state word. Zero bits: free, of order 0.
 #[repr(transparent)]
 pub(crate) struct Word(AtomicU64);
 
@@ -184,10 +187,10 @@ impl Word {
         State(self.0.load(Acquire))
     }
 
-    /// Whether what was copied since the word was `seen` are the bytes of that folio: nobody had them alone, nobody freed it.
+    /// Whether bytes copied since the word was `seen` are valid: the folio was neither accessed exclusively nor freed.
     #[inline]
     pub fn is_unchanged(&self, seen: State) -> bool {
-        // The copy comes before this look.
+        // Orders the copy before this load.
         fence(Acquire);
         let now = State(self.0.load(Relaxed));
         now.version() == seen.version() && now.is_readable()
@@ -197,11 +200,11 @@ impl Word {
         self.0.compare_exchange(seen.0, next.0, AcqRel, Relaxed).is_ok()
     }
 
-    /// Pins a live folio: its state then.
+    /// Pins a live folio; returns its state.
     ///
     /// # Errors
     ///
-    /// The state that is in the way: not live, or pinned [`MAX_PINS`] times.
+    /// The conflicting state: not live, or pinned [`MAX_PINS`] times.
     #[inline]
     pub fn pin(&self) -> Result<State, State> {
         let mut seen = self.load();
@@ -216,7 +219,7 @@ impl Word {
         }
     }
 
-    /// Ends a pin. Returns whether the caller has to free it: it is gone, and this was the last pin.
+    /// Ends a pin. Returns whether the caller must free the folio: it is gone, and this was the last pin.
     #[inline]
     #[must_use]
     pub fn unpin(&self) -> bool {
@@ -225,26 +228,26 @@ impl Word {
         debug_assert!(matches!(before.kind(), Kind::Live | Kind::Gone), "{before:?}");
         let is_last = before.0 & (KIND_MASK | PIN_MASK << PIN_SHIFT) == Kind::Gone as u64 | PIN;
         if is_last {
-            // What others did with the bytes comes before their next use.
+            // Orders other threads' accesses to the bytes before their next use.
             fence(Acquire);
         }
         is_last
     }
 
-    /// Notes that bytes are changed, by one who has it pinned; returns whether that is new.
+    /// Marks the folio dirty; the caller has it pinned. Returns whether it was clean before.
     pub fn set_dirty(&self) -> bool {
-        // Who sees it sees what its first writer has done to have it found.
+        // Release: a thread that sees the bit also sees what the first writer did to register the folio.
         self.0.fetch_or(DIRTY, Release) & DIRTY == 0
     }
 
-    /// Forgets that bytes were changed, if nothing has happened since the word was `seen`; returns whether that is so.
+    /// Clears the dirty mark if the word is still `seen`; returns whether it was.
     pub fn forget_dirty(&self, seen: State) -> bool {
         self.swap_from(seen, State(seen.0 & !DIRTY))
     }
 
-    /// Notes a use, up to two of them; one that meets another thread's is lost. Not on lines that others write all the time:
-    /// mostly it is only a look. The first use of what was fetched for it is none. Returns whether it is that of a folio that came
-    /// ahead of it: once for each.
+    /// Counts a use, up to two; a use concurrent with another thread's change is lost. Mostly this is only a load, so
+    /// contended lines are not written. The first use of a fetched folio, by the thread it was fetched for, is not
+    /// counted. Returns whether this was the first use of a folio that was read ahead: true once for each.
     #[inline]
     pub fn note_use(&self) -> bool {
         let seen = State(self.0.load(Relaxed));
@@ -267,12 +270,12 @@ impl Word {
         self.0.compare_exchange(seen.0, next, Relaxed, Relaxed).is_ok() && seen.is_ahead()
     }
 
-    /// Marks a folio that was just made live as fetched: whoever it is for has not come yet.
+    /// Marks a folio that was just made live as fetched and not used yet.
     pub fn set_fetched(&self, fetched: Fetched) {
         self.0.fetch_or(FETCHED | if fetched == Fetched::Ahead { AHEAD } else { 0 }, Relaxed);
     }
 
-    /// Takes one of the noted uses off; returns whether there was one.
+    /// Subtracts one counted use; returns whether there was one.
     pub fn forget_use(&self) -> bool {
         let seen = State(self.0.load(Relaxed));
         if seen.has_uses() {
@@ -281,11 +284,12 @@ impl Word {
         seen.has_uses()
     }
 
-    /// Takes all noted uses off; returns whether there was one.
+    /// Clears the counted uses; returns whether there was one.
     pub fn forget_uses(&self) -> bool {
         let is_used = State(self.0.load(Relaxed)).has_uses();
         if is_used {
-            // Another that was fetched to its place meanwhile may lose its mark: then nobody hears of its first use.
+            // Another folio fetched to this place meanwhile may lose its AHEAD mark; its first use is then not
+            // reported.
             self.0.fetch_and(!(USED_MASK << USED_SHIFT), Relaxed);
         }
         is_used
@@ -300,38 +304,39 @@ impl Word {
         if !self.swap_from(seen, next) {
             return Err(self.load());
         }
-        // No byte changes before all can see that it may.
+        // No byte changes before other threads can see that it may.
         fence(Release);
         Ok(next)
     }
 
-    /// Takes a live folio that nobody pinned for one thread alone. Readers wait.
+    /// Takes exclusive access to a live, unpinned folio. Readers wait.
     ///
     /// # Errors
     ///
-    /// The state that is in the way.
+    /// The conflicting state.
     pub fn hold(&self) -> Result<State, State> {
         self.claim(Kind::Busy)
     }
 
-    /// Keeps a live folio that nobody pinned as it is: nobody writes, pins or frees it. Readers go on.
+    /// Freezes a live, unpinned folio: it cannot be written, pinned or freed. Readers continue.
     ///
     /// # Errors
     ///
-    /// The state that is in the way.
+    /// The conflicting state.
     pub fn freeze(&self) -> Result<State, State> {
         self.claim(Kind::Still)
     }
 
-    /// Makes a folio of `order` live: one that was taken, held or made of another. Only who has it alone calls this.
+    /// Makes a folio of `order` live that was allocated, held or made from another. The caller must have exclusive
+    /// access.
     pub fn publish(&self, order: u8, is_whole: bool, is_dirty: bool) {
         let version = State(self.0.load(Relaxed)).next_version();
         let (whole, dirty) = (if is_whole { WHOLE } else { 0 }, if is_dirty { DIRTY } else { 0 });
         self.0.store(State::new(Kind::Live, order, version).0 | whole | dirty, Release);
     }
 
-    /// Makes a folio live again that one thread has, as `next` says. Returns whether it is; otherwise it left its file, and
-    /// the caller has to free it.
+    /// Makes a held or frozen folio live again, with the state that `next` returns. Returns whether it is live;
+    /// otherwise it was removed from its file, and the caller must free it.
     fn revive(&self, next: impl Fn(State) -> State) -> bool {
         loop {
             let seen = self.load();
@@ -345,53 +350,55 @@ impl Word {
         }
     }
 
-    /// Ends [`Word::hold`]. Returns whether the folio is live again; otherwise it left its file, and the caller has to free it.
+    /// Ends [`Word::hold`]. Returns whether the folio is live again; otherwise it was removed from its file, and the
+    /// caller must free it.
     #[must_use]
     pub fn end_hold(&self, is_dirty: bool) -> bool {
         let dirty = if is_dirty { DIRTY } else { 0 };
         self.revive(|seen| State(seen.with_kind(Kind::Live).0.wrapping_add(1 << VERSION_SHIFT) | dirty))
     }
 
-    /// Ends [`Word::freeze`] where nothing came of it; returns as [`Word::end_hold`].
+    /// Ends [`Word::freeze`] without a change; returns as [`Word::end_hold`].
     #[must_use]
     pub fn thaw(&self) -> bool {
         self.revive(|seen| seen.with_kind(Kind::Live))
     }
 
-    /// As [`Word::thaw`], of a folio whose bytes were written back.
+    /// As [`Word::thaw`], for a folio that was written back.
     #[must_use]
     pub fn thaw_clean(&self) -> bool {
         self.revive(|seen| State(seen.with_kind(Kind::Live).0 & !DIRTY))
     }
 
-    /// As [`Word::thaw`], of a part of a folio that was split: a page of its own from here on.
+    /// As [`Word::thaw`], for a part of a split folio, which is a separate page from here on.
     #[must_use]
     pub fn thaw_as_page(&self, is_dirty: bool) -> bool {
         let dirty = if is_dirty { DIRTY } else { 0 };
         self.revive(|seen| State(State::new(Kind::Live, 0, seen.next_version()).0 | dirty))
     }
 
-    /// A free page, or one of another folio, becomes what `kind` says. Only who has it alone calls this.
+    /// Changes a free page, or a page of another folio, to `kind`. The caller must have exclusive access.
     pub fn assign(&self, kind: Kind, order: u8) {
         let version = State(self.0.load(Relaxed)).next_version();
         self.0.store(State::new(kind, order, version).0, Release);
         fence(Release);
     }
 
-    /// As [`Word::assign`] to still: a page of a folio that is being split, as clean or dirty as that.
+    /// As [`Word::assign`] to *Still*: a page of a folio that is being split, as clean or dirty as that folio.
     pub fn assign_still(&self, is_dirty: bool) {
         let version = State(self.0.load(Relaxed)).next_version();
         let dirty = if is_dirty { DIRTY } else { 0 };
         self.0.store(State::new(Kind::Still, 0, version).0 | dirty, Release);
     }
 
-    /// As [`Word::assign`] to free, with what is known of its bytes.
+    /// As [`Word::assign`] to *Free*; `is_zero`: its bytes read zero.
     pub fn release(&self, order: u8, is_zero: bool) {
         let version = State(self.0.load(Relaxed)).next_version();
         self.0.store(State::new(Kind::Free, order, version).0 | if is_zero { ZERO } else { 0 }, Release);
     }
 
-    /// A folio leaves its file, in which nobody finds it any more; it is clean from here on, as nobody wants its bytes.
+    /// Removes a folio from its file; it is no longer reachable there. It becomes clean, because its bytes are not
+    /// needed any more.
     pub fn leave(&self) -> Left {
         loop {
             let seen = self.load();
@@ -432,7 +439,7 @@ mod tests {
         assert_eq!(word.load().kind(), Kind::Free);
     }
 
-    /// Still bytes may be read, busy ones not; what was read before somebody had it alone does not count.
+    /// Still bytes may be read, busy ones not. A copy from before exclusive access is invalid after it.
     #[test]
     fn versions_tell_what_a_copy_is_worth() {
         let word = Word::new();
@@ -453,7 +460,7 @@ mod tests {
         assert!(!word.leave().must_be_freed && !word.thaw(), "the same while it is kept still");
     }
 
-    /// Who forgets a change has seen all that came before, and whose folio it is.
+    /// A dirty mark is cleared only by a thread that saw the latest change of the same folio.
     #[test]
     fn a_change_is_forgotten_by_who_saw_the_last() {
         let word = Word::new();
@@ -514,7 +521,7 @@ mod loom_tests {
         Arc::new(page)
     }
 
-    /// A copy that counts is one of the folio's own bytes: never those of the next owner.
+    /// A valid copy has the folio's own bytes, never those of the next owner.
     #[test]
     fn a_reader_never_takes_the_next_owners_bytes() {
         loom::model(|| {
@@ -540,7 +547,7 @@ mod loom_tests {
         });
     }
 
-    /// Who has it pinned has its bytes, and exactly one frees it.
+    /// A pinned folio keeps its bytes, and exactly one thread frees it.
     #[test]
     fn the_last_pin_frees() {
         loom::model(|| {
@@ -556,7 +563,7 @@ mod loom_tests {
         });
     }
 
-    /// One who holds it and one who pins it exclude each other, and what the holder wrote is seen.
+    /// Holding and pinning exclude each other, and the holder's writes are seen.
     #[test]
     fn holding_excludes_pins() {
         loom::model(|| {
@@ -579,7 +586,7 @@ mod loom_tests {
         });
     }
 
-    /// One who keeps it still and one who takes it out of the file: exactly one frees it.
+    /// One thread freezes a folio, another removes it from the file: exactly one frees it.
     #[test]
     fn a_still_folio_that_leaves_is_freed_once() {
         loom::model(|| {
@@ -594,7 +601,7 @@ mod loom_tests {
         });
     }
 
-    /// Bytes copied out of a still folio count; those of a busy one never do.
+    /// Copies of a still folio are valid; copies of a busy one never are.
     #[test]
     fn readers_go_on_while_it_is_still() {
         loom::model(|| {

@@ -2,10 +2,10 @@
 
 use crate::units::BLOCK_BYTES;
 
-/// Smallest slot. Smaller sizes are the small allocator's.
+/// Smallest slot. Smaller sizes belong to the small allocator.
 pub const MIN_BYTES: usize = 64 << 10;
 
-/// Slots start in different granules, so a granule's number names a slot.
+/// Each slot starts in a different granule, so a granule's number identifies a slot.
 pub(crate) const GRANULE_BYTES: usize = MIN_BYTES;
 
 /// Every class size is a multiple of this.
@@ -53,18 +53,18 @@ impl Class {
         (4 + step) << (exponent - 2)
     }
 
-    /// Whether slots are made of whole blocks of their own.
+    /// Whether a slot consists of whole blocks of its own.
     #[inline]
     pub fn is_big(self) -> bool {
         self.bytes() >= BLOCK_BYTES
     }
 
-    /// Bytes from one slot to the next: blocks are not shared by big ones.
+    /// Distance between slots in bytes: big slots do not share blocks.
     pub fn stride(self) -> usize {
         if self.is_big() { self.bytes().next_multiple_of(BLOCK_BYTES) } else { self.bytes() }
     }
 
-    /// Blocks carved at once: as few as hold a whole number of slots.
+    /// Blocks carved at once: the smallest number that holds a whole number of slots.
     pub fn span_blocks(self) -> usize {
         if self.is_big() { self.stride() / BLOCK_BYTES } else { self.odd_part() }
     }
@@ -74,12 +74,12 @@ impl Class {
         self.span_blocks() * BLOCK_BYTES / self.stride()
     }
 
-    /// Multiple that every slot starts at.
+    /// Every slot starts at a multiple of this many bytes.
     pub fn align(self) -> usize {
         if self.is_big() && !self.bytes().is_power_of_two() { BLOCK_BYTES } else { 1 << self.bytes().trailing_zeros() }
     }
 
-    /// Multiple of blocks that a span starts at.
+    /// A span starts at a multiple of this many blocks.
     pub fn span_align_blocks(self) -> usize {
         (self.align() / BLOCK_BYTES).max(1)
     }

@@ -1,19 +1,18 @@
-//! The heap: slots of 64 KiB and up, handed to a program; free ones are volatile memory.
+//! The heap: slots of 64 KiB and up for a program. Free slots are volatile memory.
 //!
-//! A free slot keeps its memory, so the next allocation of its class costs two
-//! compare-and-swaps and no page fault. The memory goes back when somebody
-//! needs it (`purge`): the bytes of a free slot may vanish at any moment.
+//! A free slot keeps its memory, so the next allocation of its class costs two compare-and-swaps and no page fault. The
+//! memory is given back when it is needed elsewhere (`purge`): the bytes of a free slot may vanish at any moment.
 //!
-//! Lists of free slots are split into shards by CPU, so that threads seldom
-//! meet, and what was freed last is in the cache of the CPU that takes it; there
-//! is no state of a thread, hence nothing to do when one ends. Shards belong to nodes; a slot returns to a
-//! shard of the node it came from.
+//! The free lists are sharded by CPU, so that threads seldom contend, and a recently freed slot is in the cache of the
+//! CPU that takes it. There is no per-thread state, hence nothing to do at thread exit. Shards belong to nodes; a slot
+//! returns to a shard of the node it came from.
 //!
-//! Below: `arena`. Above: the malloc front. Locks: carving, purging; neither on
-//! the way of an allocation that finds a free slot.
+//! Below: `arena`. Above: the malloc front. Locks: carving, purging; an allocation that finds a free slot takes
+//! neither.
 #![allow(unsafe_code)] // zeroes and copies slots, gives their memory back
 
 pub(crate) mod class;
+mod inherited;
 mod offer;
 mod purge;
 mod recycle;
@@ -39,19 +38,21 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering::Relaxed};
 /// Largest number of shards per node.
 const MAX_SHARDS: usize = 16;
 
-/// A slot of which a larger part is not asked for is no reason for a huge page, which would make that part resident.
+/// If more than this part of a slot is unused, its blocks are not made huge, because a huge page would make that part
+/// resident.
 const TAIL_DIVISOR: usize = 10;
 
 /// Words of a cursor.
 const CURSOR_WORDS: usize = 3;
 
-/// Slots that an allocation puts aside because a purge has them, before it waits.
+/// Slots that an allocation sets aside because a purge holds them, before it waits.
 const MAX_ASIDE: usize = 8;
 
-/// What is free is published about every so many bytes.
+/// The free amount is published whenever it crosses a multiple of this.
 const PUBLISH_STEP: i64 = 8 << 20;
 
-/// From here on calloc of a used slot takes fresh pages instead of zeroing: they come zeroed, and only where touched.
+/// From this size, calloc of a used slot takes fresh pages instead of zeroing: they are zero, and resident only where
+/// touched.
 const REFRESH_FROM_BYTES: usize = 32 << 20;
 
 /// An allocation from a slot.
@@ -60,18 +61,18 @@ pub struct Allocation {
     pub addr: NonNull<u8>,
     /// All bytes are known to be zero.
     pub is_zero: bool,
-    /// The kernel may take bytes that nobody has written since.
+    /// The kernel may take bytes that were not written since.
     pub(crate) was_offered: bool,
 }
 
-/// What an allocation is to hold.
+/// Required contents of an allocation.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Contents {
     Any,
     Zero,
 }
 
-/// A slot and where it lies.
+/// A slot and its location.
 #[derive(Clone, Copy, Debug)]
 struct Place {
     number: u32,
@@ -82,9 +83,8 @@ struct Place {
 
 /// # Invariants
 ///
-/// The bytes of a slot belong to whoever brought its state word to *Live*
-/// (until it is freed) or to *Purging* (until it is restored), and to nobody
-/// else. A slot's bytes lie in the heap zone and overlap no other slot's.
+/// The bytes of a slot belong exclusively to the thread that changed its state word to *Live* (until it is freed) or to
+/// *Purging* (until it is restored). A slot's bytes lie in the heap zone and overlap no other slot's.
 pub struct Heap {
     arena: &'static Arena,
     account: &'static Account,
@@ -94,23 +94,23 @@ pub struct Heap {
     heads: Table<AtomicU64>,
     /// Next address to carve, end of the span, slots carved so far, by node and class. Written under `carving`.
     cursors: Table<AtomicU64>,
-    /// By block of the zone: class plus one where a span starts.
+    /// By block of the zone: class plus one where a span starts, else 0.
     spans: Table<AtomicU32>,
     carving: Lock,
     purging: Lock,
-    /// Resident bytes of free slots, by shard; only the sum has a meaning.
+    /// Resident bytes of free slots, by shard. Only the sum is meaningful.
     free_bytes: [Padded<AtomicI64>; MAX_SHARDS],
     shards_per_node: usize,
-    /// Whether pages can be moved from slot to slot here; until the first failure.
+    /// Whether pages can be moved between slots on this system; cleared at the first failure.
     can_refill: AtomicBool,
-    /// Block of the zone where a donor was last looked for.
+    /// Block of the zone where the last donor search stopped.
     donor_at: AtomicUsize,
-    /// When to look again after none was found.
+    /// Time of the next donor search after one found none.
     donors_after_ns: AtomicU64,
     offers: offer::Offers,
 }
 
-// SAFETY: atomic words, for which zero bits say: never handed out.
+// SAFETY: atomic words; zero bits mean: never allocated.
 unsafe impl Zeroed for Slot {}
 
 impl Slots for Heap {
@@ -120,12 +120,17 @@ impl Slots for Heap {
     }
 }
 
-/// Coarse time of freeing: ticks of 67 ms, wrapping after 73 minutes.
+/// A tick of [`stamp_now`] is 2^26 nanoseconds: 67 ms.
+const TICK_SHIFT: u32 = 26;
+
+/// Coarse time of freeing in ticks; wraps after 73 minutes.
 fn stamp_now() -> u16 {
-    (clock::coarse_ns() >> 26) as u16
+    (clock::coarse_ns() >> TICK_SHIFT) as u16
 }
 
 impl Heap {
+    /// Creates the heap in the arena's heap zone.
+    ///
     /// # Errors
     ///
     /// [`Error::System`] if its metadata cannot be mapped.
@@ -152,18 +157,18 @@ impl Heap {
         })
     }
 
-    /// Tells the account that an owner of memory above may have something to give from here on.
+    /// Notifies the account that an upper owner of memory may have something to give back from now on.
     pub(crate) fn note_more(&self) {
         self.account.note_more();
     }
 
-    /// Whether the address lies where slots are.
+    /// Whether the address lies in the heap zone.
     #[inline]
     pub fn contains(&self, addr: usize) -> bool {
         self.arena.heap.contains(addr)
     }
 
-    /// First address of the zone; everything below is not a slot.
+    /// First address of the zone; no slot lies below.
     pub fn base(&self) -> usize {
         self.arena.heap.base()
     }
@@ -178,10 +183,10 @@ impl Heap {
         Head(self.heads.get((node * self.shards_per_node + shard) * class::COUNT + class.index()))
     }
 
-    /// Allocates at least `size` bytes at a multiple of `align`, contents unknown unless said.
+    /// Allocates at least `size` bytes at a multiple of `align`. The contents are unknown unless reported as zero.
     ///
-    /// Cost: two compare-and-swaps where a free slot with memory is found;
-    /// else a huge page fault per 2 MiB, or none at all for slots from 2 MiB up.
+    /// Cost: two compare-and-swaps if a free slot with memory exists. Otherwise a huge page fault per 2 MiB; for slots
+    /// of 2 MiB and up the faults come on touch.
     ///
     /// # Errors
     ///
@@ -205,6 +210,7 @@ impl Heap {
                 carved => carved?,
             },
         };
+        let bytes = if self.arena.is_forked() { self.discard_inherited(place, bytes) } else { bytes };
         let is_recycled = self.make_usable(place, bytes, size, wanted)?;
         let addr = NonNull::new(place.addr as *mut u8).ok_or(Error::NoAddresses { wanted_bytes: size as u64 })?;
         Ok(Allocation { addr, is_zero: bytes.is_zero && !is_recycled, was_offered: bytes.is_offered })
@@ -219,9 +225,6 @@ impl Heap {
         let allocation = self.allocate_with(size, align, Contents::Zero)?;
         if allocation.is_zero {
             stats::add(Counter::CallocSkipped, size as u64);
-            if size >= BLOCK_BYTES {
-                self.account.make_up_for(size as u64);
-            }
             return Ok(allocation.addr);
         }
         if size >= REFRESH_FROM_BYTES {
@@ -238,8 +241,8 @@ impl Heap {
         Ok(allocation.addr)
     }
 
-    /// Allocates whole blocks whose bytes stay until somebody writes them: what the kernel may take of a free slot it may
-    /// take until then.
+    /// Allocates whole blocks whose unwritten bytes stay. (The kernel may take bytes of an offered slot until they are
+    /// written, so such a slot gets fresh memory.)
     ///
     /// # Errors
     ///
@@ -255,8 +258,8 @@ impl Heap {
         Ok(allocation.addr)
     }
 
-    /// Allocates a block that comes in small pages, so that parts of it can be given back. Its bytes may be anything where
-    /// the program locks its memory, else zero.
+    /// Allocates a block backed by small pages, so that parts of it can be given back. Its bytes are zero, except where
+    /// the program locks its memory; there they may be anything.
     ///
     /// # Errors
     ///
@@ -268,7 +271,7 @@ impl Heap {
         Ok(addr)
     }
 
-    /// A free slot of the class: of this CPU's shard, else of the others, this node's first.
+    /// Takes a free slot of the class: from this CPU's shard, else from the others, this node's first.
     fn take_free(&self, node: usize, class: Class) -> Option<(Place, Bytes)> {
         let own = self.shard_here();
         let shards = 0..self.shards_per_node;
@@ -288,14 +291,14 @@ impl Heap {
         None
     }
 
-    /// Where addresses have run out: a free slot of a larger class.
+    /// When addresses have run out: takes a free slot of a larger class.
     #[cold]
     fn take_larger(&self, node: usize, class: Class, align: usize) -> Option<(Place, Bytes)> {
         let larger = (class.index() + 1..class::COUNT).filter_map(Class::from_index);
         larger.filter(|class| class.align() >= align).find_map(|class| self.take_free(node, class))
     }
 
-    /// A free slot of one list that no purge has just now.
+    /// Takes a free slot of one list that no purge holds.
     fn take_from(&self, node: usize, shard: usize, own: usize, class: Class) -> Option<(Place, Bytes)> {
         let head = self.head(node, shard, class);
         if head.is_empty() {
@@ -313,7 +316,7 @@ impl Heap {
                     aside_count += 1;
                 }
                 None => {
-                    // A purge step lasts some hundred microseconds at most for shared blocks.
+                    // A purge step holds shared blocks for at most some hundred microseconds.
                     sync::pause();
                     head.push(self, number);
                 }
@@ -326,7 +329,7 @@ impl Heap {
         Some((place, bytes))
     }
 
-    /// The same, counted with what is resident behind the slot now.
+    /// `bytes`, with the count of what is resident behind the slot now.
     fn counted(&self, place: Place, bytes: Bytes) -> Bytes {
         if !place.class.is_big() {
             return bytes.with_count(if bytes.is_resident { place.class.bytes() as u64 } else { 0 });
@@ -336,7 +339,7 @@ impl Heap {
         bytes.with_count(blocks.map(|block| Arena::charged_bytes(self.arena.peek(block).charged_pages)).sum())
     }
 
-    /// Ends a claim, with what is known of the slot now.
+    /// Ends a claim, with updated knowledge of the slot's bytes.
     fn restore(&self, place: Place, claim: Claim, bytes: Bytes) {
         let bytes = self.counted(place, bytes);
         if claim.phase() == Phase::Free {
@@ -351,12 +354,12 @@ impl Heap {
         }
     }
 
-    /// Resident bytes of free slots: what a request would give back at once.
+    /// Resident bytes of free slots: what a reclaim request would give back at once.
     pub fn free_bytes(&self) -> u64 {
         self.free_bytes.iter().map(|shard| shard.0.load(Relaxed)).sum::<i64>().max(0) as u64
     }
 
-    /// A slot that was never handed out.
+    /// Allocates a slot for the first time.
     fn carve(&self, node: usize, class: Class, size: usize) -> Result<(Place, Bytes)> {
         let (addr, span_end) = self.next_carved(node, class)?;
         let granule = (addr - self.base()) / GRANULE_BYTES;
@@ -366,7 +369,7 @@ impl Heap {
         let bytes = loop {
             match slot.try_carve() {
                 Some(bytes) => break bytes,
-                None => sync::pause(), // a purge of the block has it for a moment
+                None => sync::pause(), // a purge of the block holds it for a moment
             }
         };
         stats::add(Counter::SlotsFresh, 1);
@@ -379,7 +382,7 @@ impl Heap {
         Ok((place, bytes))
     }
 
-    /// The next address of the class's span, or of a new one, and the end of that span.
+    /// The next address of the class's span, or of a new span, and the end of that span.
     fn next_carved(&self, node: usize, class: Class) -> Result<(usize, usize)> {
         let [next, end, carved] = self.cursor(node, class);
         let _guard = self.carving.lock();
@@ -404,7 +407,7 @@ impl Heap {
         std::array::from_fn(|word| self.cursors.get(first + word))
     }
 
-    /// Whether blocks of a slot's class fill up: it has filled one, and its slots hold what they could.
+    /// Whether blocks of a slot's class fill up: the class has filled one, and its slots are not mostly unused.
     fn filling(&self, place: Place, size: usize) -> Filling {
         if (place.class.bytes() - size.min(place.class.bytes())) * TAIL_DIVISOR > place.class.bytes() {
             return Filling::Never;
@@ -414,7 +417,7 @@ impl Heap {
         if is_full { Filling::Soon } else { Filling::Unknown }
     }
 
-    /// Fresh big slots: the kernel may answer touches with huge pages, in the last block too if that wastes little.
+    /// Allows huge pages for a fresh big slot, in the last block only if that wastes little.
     fn allow_huge(&self, place: Place, size: usize) {
         let whole = size & !(BLOCK_BYTES - 1);
         let waste = (BLOCK_BYTES - size % BLOCK_BYTES) % BLOCK_BYTES;
@@ -424,7 +427,7 @@ impl Heap {
         }
     }
 
-    /// The first slot of a block: the block after it, of the same span, will be wanted soon.
+    /// Requests the next block of the same span ahead of need, when the first slot of a block is allocated.
     fn want_next_block(&self, place: Place, size: usize, span_end: usize) {
         let next = (place.addr + BLOCK_BYTES) & !(BLOCK_BYTES - 1);
         let is_first = place.addr % BLOCK_BYTES < place.class.bytes();
@@ -435,8 +438,8 @@ impl Heap {
         }
     }
 
-    /// Brings in what is not behind the slot yet, from free slots if it may. Returns whether it did: the bytes are not zero
-    /// then. On error the slot is free again.
+    /// Makes the missing memory of a slot available, by moving it from free slots if possible. Returns whether it moved
+    /// any; the bytes are not zero then. On error the slot is free again.
     fn make_usable(&self, place: Place, bytes: Bytes, size: usize, wanted: Contents) -> Result<bool> {
         let taken = if bytes.is_offered { self.note_taken(place) } else { 0 };
         if bytes.is_resident && taken == 0 && !place.class.is_big() {
@@ -448,7 +451,7 @@ impl Heap {
         let filling = self.filling(place, size);
         let mut is_recycled = false;
         let result = if place.class.is_big() {
-            // What the kernel took comes in again without a further question.
+            // Memory that the kernel took becomes resident again without another charge.
             let room = if taken > 0 { self.arena.budget.expect(taken) } else { Ok(()) };
             room.and_then(|()| self.arena.lend(first, place.class.span_blocks(), Context::Outside))
         } else {
@@ -456,16 +459,18 @@ impl Heap {
                 if self.arena.peek(block).backing == Backing::Empty {
                     is_recycled |= self.recycle_block(place, block, filling);
                 }
-                if self.arena.peek(block).backing == Backing::Empty {
-                    self.account.make_up_for(BLOCK_BYTES as u64);
+                match self.arena.peek(block).backing {
+                    Backing::Empty => self.account.make_up_for(BLOCK_BYTES as u64),
+                    Backing::Lazy => self.account.make_up_for(part),
+                    Backing::Huge | Backing::Small => {}
                 }
                 self.arena.bring_in(block, filling)?;
-                // Open already, but emptied: its bytes are about to come in without a further question.
+                // The block is open but was emptied: its bytes become resident without another charge.
                 if self.arena.peek(block).backing == Backing::Lazy { self.arena.budget.expect(part) } else { Ok(()) }
             })
         };
         if result.is_err() {
-            // Part of it may have come from another slot.
+            // A part of it may have come from another slot.
             let bytes = Bytes { is_zero: bytes.is_zero && !is_recycled, ..bytes };
             let (shard, bytes) = (self.shard_here(), self.counted(place, bytes));
             let _ = self.slot(place.number).free(bytes, stamp_now());
@@ -473,8 +478,11 @@ impl Heap {
             self.head(place.node, shard, place.class).push(self, place.number);
         } else if !place.class.is_big() {
             self.arena.populate_pages(place.addr, place.class.bytes());
-        } else if wanted == Contents::Any && bytes.is_zero {
-            is_recycled = self.refill(place, size);
+        } else {
+            let missing_bytes = size.saturating_sub(bytes.counted_bytes() as usize);
+            let refilled_bytes = if wanted == Contents::Any { self.refill(place, size) } else { 0 };
+            is_recycled = refilled_bytes > 0;
+            self.account.make_up_for(missing_bytes.saturating_sub(refilled_bytes) as u64);
         }
         result.map(|()| is_recycled)
     }
@@ -506,7 +514,7 @@ impl Heap {
         }
     }
 
-    /// Bytes that the allocation at `addr` may use.
+    /// Usable bytes of the allocation at `addr`.
     ///
     /// # Errors
     ///
@@ -515,17 +523,16 @@ impl Heap {
         Ok(self.find_live(addr)?.class.bytes())
     }
 
-    /// Frees the allocation at `addr`: its memory stays until somebody needs it.
+    /// Frees the allocation at `addr`. Its memory stays until it is needed elsewhere.
     ///
     /// # Errors
     ///
-    /// [`Error::NotAllocated`] for an address that was not handed out (or lies
-    /// inside an allocation), [`Error::FreedBefore`] for the second free.
-    /// Nothing changed then.
+    /// [`Error::NotAllocated`] for an address that was not allocated (or lies inside an allocation),
+    /// [`Error::FreedBefore`] for a second free. Nothing has changed then.
     ///
     /// # Safety
     ///
-    /// The program does not use the allocation any more.
+    /// The program must not use the allocation any more.
     pub unsafe fn free(&self, addr: usize) -> Result<()> {
         let place = self.find(addr)?;
         self.free_place(place, Bytes::USED)
@@ -535,7 +542,7 @@ impl Heap {
         if place.class.is_big() && self.slot(place.number).phase() == Phase::Live {
             self.arena.settle(self.arena.block_of(place.addr), place.class.span_blocks());
         }
-        // Computed while it cannot be allocated again.
+        // Computed while the slot cannot be allocated again.
         let shard = self.shard_here();
         let bytes = self.counted(place, bytes);
         let free_bytes = bytes.counted_bytes() as i64;
@@ -552,14 +559,14 @@ impl Heap {
         Ok(())
     }
 
-    /// In a fork child: what is free and charged here, anew; inherited slots count for the parent.
+    /// Called in a fork child: recomputes what is free and charged here. Inherited slots count for the parent.
     pub(crate) fn recount_free(&self) {
         let mut bytes = 0;
         self.walk(|span| {
             for place in (0..span.class.span_slots()).filter_map(|index| self.slot_at(span, index)) {
                 let slot = self.slot(place.number);
                 if let Some(claim) = slot.try_claim() {
-                    // What the parent offered is the parent's.
+                    // What the parent offered belongs to the parent.
                     let own = Bytes { is_offered: false, ..claim.bytes() };
                     let counted = self.counted(place, own);
                     if claim.phase() == Phase::Free {
@@ -584,7 +591,7 @@ impl Heap {
         self.purging.release();
     }
 
-    /// Bytes of metadata that are resident.
+    /// Resident bytes of the metadata.
     pub fn metadata_bytes(&self) -> u64 {
         let used = self.arena.heap.used_bytes();
         self.slots.resident_bytes(0, used / GRANULE_BYTES)

@@ -1,14 +1,12 @@
-//! Offering free slots to the kernel (`MADV_FREE`): the last line of defence.
+//! Offers free slots to the kernel (`MADV_FREE`): the last line of defence.
 //!
-//! Should a control group run full while this process gets no time to notice
-//! (it is stopped, or others are faster), the kernel takes what was offered
-//! instead of killing somebody. Until then an offered slot is as good as any:
-//! whoever takes it writes to it, and the kernel keeps what was written.
+//! If a control group runs full before this process can react (it is stopped, or other processes are faster), the
+//! kernel takes offered memory instead of killing a process. Until then an offered slot can be allocated as usual: the
+//! program writes to it, and the kernel keeps what was written.
 //!
-//! Whole blocks only: a part of a huge page cannot be taken. What the kernel
-//! took is found out now and then, and the rest of such a block given back, so
-//! that it may come as a huge page again.
-#![allow(unsafe_code)] // gives the memory of claimed slots up
+//! Only whole blocks are offered: a part of a huge page cannot be taken. A periodic walk finds out what the kernel
+//! took, and gives back the rest of such a block, so that it may become a huge page again.
+#![allow(unsafe_code)] // gives up the memory of claimed slots
 
 use super::purge::{Span, age};
 use super::slot::{Bytes, Phase, Slot, Slots};
@@ -18,23 +16,24 @@ use crate::reclaim::Which;
 use pagemill_sys::{clock, process};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Free for so long (in powers of two of the tick): a seventh of a second. Who offers what is used again pays for it every
-/// time, a hundredth of that.
+/// Minimum age of offered memory, as a power of two of ticks: a seventh of a second. Reusing offered memory costs a
+/// hundredth of that time each time.
 const OFFERED_AGE: usize = 2;
 
-/// Walks are so far apart, and take at most one part in so many of a thread's time; in a hurry they may take more.
+/// Minimum distance of walks, and the largest share of a thread's time that they take. Urgent walks may come more
+/// often.
 const WALK_NS: u64 = 50_000_000;
 const WALK_SHARE: u64 = 100;
 const HURRIED_NS: u64 = 5_000_000;
 
-/// After the kernel refused (locked memory) nothing is offered for so long.
+/// After the kernel refused (locked memory) nothing is offered for this long.
 const REFUSED_NS: u64 = 10_000_000_000;
 
-/// Before this release the kernel may take offered memory into which a device is just reading (fixed by 6c8e2a256915, also
-/// in later releases of older series, which cannot be told by their number).
+/// Before this release the kernel may take offered memory into which a device is just reading. (Fixed by 6c8e2a256915,
+/// also in later releases of older series, which cannot be recognised by their number.)
 const SINCE: (u32, u32) = (5, 18);
 
-/// When to walk again.
+/// Times of the next walks.
 #[derive(Default)]
 pub(super) struct Offers {
     offer_after_ns: AtomicU64,
@@ -44,14 +43,14 @@ pub(super) struct Offers {
     reap_after_ns: AtomicU64,
 }
 
-/// When to walk again after a walk that began at `start_ns`.
+/// Time of the next walk after one that began at `start_ns`.
 fn after_walk(start_ns: u64) -> u64 {
     let end_ns = clock::fine_ns();
     end_ns + WALK_NS.max((end_ns - start_ns) * WALK_SHARE)
 }
 
 impl Heap {
-    /// Offers up to about `want_bytes` of what was not offered yet; returns how much it was.
+    /// Offers up to about `want_bytes` that were not offered yet; returns the bytes offered.
     pub(super) fn offer_free(&self, want_bytes: u64, which: Which) -> u64 {
         if process::kernel_release() < SINCE {
             return 0;
@@ -102,7 +101,7 @@ impl Heap {
         }
     }
 
-    /// A slot that owns its blocks.
+    /// Offers a slot that owns its blocks.
     fn offer_slot(&self, span: Span, offer: &mut Offer<'_>) {
         let Some(place) = self.slot_at(span, 0) else { return };
         let slot = self.slot(place.number);
@@ -119,7 +118,7 @@ impl Heap {
         slot.restore(claim, Bytes { is_offered, ..claim.bytes() });
     }
 
-    /// A block that several slots share, all of them free.
+    /// Offers a block that several slots share, if all of them are free.
     fn offer_block(&self, span: Span, block: usize, offer: &mut Offer<'_>) {
         let state = self.arena.peek(block);
         let slots = || self.slots_of_block(span, block).map(|index| self.slot(self.place_at(span, index).number));
@@ -137,14 +136,15 @@ impl Heap {
         }
     }
 
-    /// Before an offered slot is used again: finds out what the kernel took of it, in bytes.
+    /// Called before an offered slot is used again: ends the charge for what the kernel took of its blocks, and returns those
+    /// bytes.
     pub(super) fn note_taken(&self, place: Place) -> u64 {
         let (first, last) =
             (self.arena.block_of(place.addr), self.arena.block_of(place.addr + place.class.bytes() - 1));
         self.arena.note_taken(first, last + 1 - first)
     }
 
-    /// Finds out what the kernel took, and gives back what is left of such blocks.
+    /// Finds out what the kernel took, and gives back the rest of such blocks.
     pub(super) fn reap_offered(&self) {
         let start = clock::fine_ns();
         let due = self.offers.reap_after_ns.load(Relaxed);
@@ -163,7 +163,7 @@ impl Heap {
         self.offers.reap_after_ns.store(next, Relaxed);
     }
 
-    /// Returns whether anything of it is still offered.
+    /// Updates the slots of a span. Returns whether any of it is still offered.
     fn reap_span(&self, span: Span) -> bool {
         let slots = || (0..span.class.span_slots()).filter_map(|index| self.slot_at(span, index));
         let is_any_offered = || slots().any(|place| self.slot(place.number).is_offered());
@@ -209,7 +209,7 @@ impl Heap {
     }
 }
 
-/// What a walk offers.
+/// The state of an offering walk.
 struct Offer<'walk> {
     is_cold: &'walk dyn Fn(&Slot) -> bool,
     bytes: u64,
@@ -217,7 +217,7 @@ struct Offer<'walk> {
 }
 
 impl Offer<'_> {
-    /// Notes what became of one; returns whether it is offered now.
+    /// Records the result for one slot or block; returns whether it is offered now.
     fn note(&mut self, result: Option<u64>) -> bool {
         self.is_refused |= result.is_none();
         self.bytes += result.unwrap_or(0);
@@ -225,7 +225,7 @@ impl Offer<'_> {
     }
 }
 
-/// Of a slot that was never handed out as much as of one that was.
+/// Whether a slot does not prevent its block from being offered: it was never allocated, or it is offered.
 fn is_offered(slot: &Slot) -> bool {
     slot.phase() != Phase::Free || slot.is_offered()
 }
@@ -267,12 +267,12 @@ mod tests {
         unsafe { pagemill.heap.free(addr) }.unwrap();
     }
 
-    /// Lets the kernel reclaim the whole heap zone, as if memory were short: it takes what was offered.
+    /// Makes the kernel reclaim the whole heap zone, as under memory pressure: it takes what was offered.
     fn squeeze(pagemill: &Pagemill) {
         mem::reclaim(pagemill.heap.base(), pagemill.arena.heap.used_bytes());
     }
 
-    /// Both kinds of blocks: offered once, taken, noticed, and good for use afterwards.
+    /// Shared blocks and big slots: offered once, taken, noticed, and usable afterwards.
     #[test]
     fn what_was_offered_may_be_taken() {
         let pagemill = Pagemill::for_test();
@@ -332,7 +332,7 @@ mod tests {
         }
     }
 
-    /// What was taken and is used again before anybody looked is asked for as new memory is.
+    /// Memory that was taken and is used before the next walk is charged like new memory.
     #[test]
     fn taken_memory_comes_in_by_admission() {
         let (small, big) = (256 * KIB, 8 * MIB);
@@ -357,7 +357,7 @@ mod tests {
         assert!(pagemill.account.resident() <= 24 * MIB as u64);
     }
 
-    /// Locked memory cannot be offered: that is noticed once, and not tried again for a while.
+    /// Locked memory cannot be offered: that is noticed once, and not retried for a while.
     #[test]
     fn locked_memory_is_not_offered() {
         let pagemill = Pagemill::for_test();
@@ -387,7 +387,8 @@ mod tests {
         assert_eq!(pagemill.heap.offer_from(u64::MAX, 0), 4 * MIB as u64);
     }
 
-    /// Threads fill, check and free while everything free is offered and taken all the time; the books agree at the end.
+    /// Threads fill, check and free while everything free is constantly offered and taken. The counters agree at the
+    /// end.
     #[test]
     fn threads_never_lose_what_they_hold() {
         let layout = Layout { huge_from_bytes: 8 * MIB as u64, ..Layout::for_test() };

@@ -1,14 +1,11 @@
-//! Serving new allocations from the memory of free slots of other sizes, so that what is resident does not grow.
+//! Serves new allocations from the memory of free slots of other sizes, so that the resident size does not grow.
 //!
-//! A slot with nothing behind it gets the blocks of free slots: moved, not
-//! copied (some 5 us per 2 MiB with all that belongs to it, where a page fault
-//! costs 190). Where pages cannot be moved, or must be zero, the account has
-//! free memory that has been cold for a while given back instead, as much as
-//! comes in anew.
+//! A slot without memory gets the blocks of free slots. They are moved, not copied: some 5 us per 2 MiB in total, where
+//! a page fault costs 190. Where pages cannot be moved, or must be zero, the account gives back cold free memory
+//! instead, as much as becomes resident.
 //!
-//! Donors are looked for round and round, a few spans at a time, of the same
-//! node. What was moved is not zero: every slot that reaches into the block is
-//! claimed meanwhile, and knows it afterwards.
+//! Donors are searched round robin, a few spans at a time, on the same node. Moved memory is not zero: every slot that
+//! reaches into the block is claimed meanwhile and marked accordingly.
 #![allow(unsafe_code)] // moves pages between slots
 
 use super::purge::Span;
@@ -26,24 +23,24 @@ use std::sync::atomic::Ordering::Relaxed;
 const EPERM: i32 = 1;
 const ENOSYS: i32 = 38;
 
-/// Spans that are looked at for one recipient: some 50 us where all of them are in use.
+/// Maximum number of spans examined for one recipient: some 50 us if all of them are in use.
 const MAX_LOOKS: usize = 256;
 
-/// After a search in vain none is made for so many times as long: free memory may lie in pieces.
+/// After an unsuccessful search the next one waits this many times its duration: free memory may lie in pieces.
 const VAIN_FACTOR: u64 = 20;
 
-/// Where memory is to go.
+/// The destination of moved memory.
 struct Recipient {
     node: usize,
     /// The next block, and how many more.
     to: usize,
     blocks: usize,
-    /// In bytes: a move may stop inside a block, which is not zero then.
+    /// A move may stop inside a block, which is not zero then.
     done_bytes: usize,
 }
 
 impl Recipient {
-    /// Whether it wants more, and may have it: after a move that stopped inside a block nothing fits behind that.
+    /// Whether it can take more: after a move that stopped inside a block nothing can follow.
     fn is_open(&self) -> bool {
         self.blocks > 0 && self.done_bytes.is_multiple_of(BLOCK_BYTES)
     }
@@ -56,31 +53,42 @@ impl Recipient {
 }
 
 impl Heap {
-    /// Moves blocks of free slots behind a fresh big slot. Returns whether it did: the slot is not zero then.
-    pub(super) fn refill(&self, place: Place, size: usize) -> bool {
-        let (first, blocks) = (self.arena.block_of(place.addr), size / BLOCK_BYTES);
-        let is_untouched = |block| {
-            let state = self.arena.peek(block);
+    /// Moves blocks of free slots into the unbacked blocks of a live big slot. Returns the bytes moved; the slot is not
+    /// zero then.
+    pub(super) fn refill(&self, place: Place, size: usize) -> usize {
+        let first = self.arena.block_of(place.addr);
+        let (mut at, end) = (first, first + size / BLOCK_BYTES);
+        let is_untouched = |block: &usize| {
+            let state = self.arena.peek(*block);
             state.backing == Backing::Lazy && state.charged_pages == 0
         };
-        if blocks == 0 || !self.may_have_donors() || !(first..first + blocks).all(is_untouched) {
-            return false;
+        if !self.may_have_donors() || !(at..end).any(|block| is_untouched(&block)) {
+            return 0;
         }
-        let _guard = self.purging.lock();
-        let mut recipient = Recipient { node: place.node, to: first, blocks, done_bytes: 0 };
-        self.collect(&mut recipient);
-        recipient.done_bytes > 0
+        let Some(_guard) = self.purging.try_lock() else { return 0 };
+        let mut moved_bytes = 0;
+        while at < end {
+            let blocks = (at..end).take_while(is_untouched).count();
+            let mut recipient = Recipient { node: place.node, to: at, blocks, done_bytes: 0 };
+            self.collect(&mut recipient);
+            moved_bytes += recipient.done_bytes;
+            if blocks > 0 && recipient.blocks > 0 {
+                break;
+            }
+            at += blocks.max(1);
+        }
+        moved_bytes
     }
 
-    /// Moves a block of free slots behind an empty block that a slot shares with others. Returns whether anything was
-    /// moved: none of them is zero then. After a move that stopped in the middle the block is empty still.
+    /// Moves a block of free slots into an empty block that several slots share. Returns whether anything was moved;
+    /// then none of these slots is zero. After a move that stopped in the middle the block still counts as empty.
     pub(super) fn recycle_block(&self, place: Place, block: usize, filling: Filling) -> bool {
         if !self.may_have_donors() || !self.arena.may_take_huge(filling) {
             return false;
         }
-        let _guard = self.purging.lock();
+        let Some(_guard) = self.purging.try_lock() else { return false };
         let Some(span) = self.span_of(place) else { return false };
-        // Another thread may be about to use one of them, and believes that it is zero: then not.
+        // Another thread may be about to use one of them and rely on zeros: give up then.
         let Some(others) = self.claim_others(span, block, Some(place.number), |_| true) else { return false };
         let mut recipient = Recipient { node: place.node, to: block, blocks: 1, done_bytes: 0 };
         if self.arena.peek(block).backing == Backing::Empty {
@@ -99,8 +107,8 @@ impl Heap {
             && clock::fine_ns() >= self.donors_after_ns.load(Relaxed)
     }
 
-    /// The span that a slot lies in.
-    fn span_of(&self, place: Place) -> Option<Span> {
+    /// The span that contains a slot.
+    pub(super) fn span_of(&self, place: Place) -> Option<Span> {
         let block = (place.addr - self.base()) / BLOCK_BYTES;
         let starts = (block + 1).saturating_sub(place.class.span_blocks())..block + 1;
         let is_start = |block: &usize| self.spans.get(*block).load(Relaxed) as usize == place.class.index() + 1;
@@ -108,8 +116,11 @@ impl Heap {
         Some(Span { start: self.base() + start * BLOCK_BYTES, class: place.class })
     }
 
-    /// Looks for donors from where the last one was found, once round at most. Under `purging`.
+    /// Searches donors from where the last search stopped, at most one round. The caller holds `purging`.
     fn collect(&self, recipient: &mut Recipient) {
+        if recipient.blocks == 0 {
+            return;
+        }
         let (begun_ns, end, mut looks) = (clock::fine_ns(), self.zone_blocks(), 0);
         let start = self.donor_at.load(Relaxed).min(end);
         let mut look = |span: Span| {
@@ -151,12 +162,12 @@ impl Heap {
         self.restore(donor, claim, if has_moved { bytes } else { claim.bytes() });
     }
 
-    /// From run to run of blocks that are wholly there. Returns whether anything was moved.
+    /// Moves runs of fully resident blocks. Returns whether anything was moved.
     fn donate_runs(&self, blocks: Range<usize>, recipient: &mut Recipient) -> bool {
         let (before, mut at) = (recipient.done_bytes, blocks.start);
         while at < blocks.end && recipient.is_open() {
             let run = (at..blocks.end).take(recipient.blocks).take_while(|block| self.is_whole(*block)).count();
-            // SAFETY: the donor is claimed; the target is live or claimed, and unknown to any program.
+            // SAFETY: the donor is claimed; the target is live or claimed, and no program knows its address yet.
             if run > 0 && unsafe { !self.give_to(recipient, at, run) } {
                 break;
             }
@@ -165,7 +176,7 @@ impl Heap {
         recipient.done_bytes > before
     }
 
-    /// Moves blocks that free slots share, all of them free.
+    /// Moves blocks shared by several slots, if all of them are free.
     fn donate_blocks(&self, span: Span, recipient: &mut Recipient) {
         if self.slot_at(span, 0).is_none_or(|first| first.node != recipient.node) {
             return;
@@ -187,23 +198,23 @@ impl Heap {
         }
     }
 
-    /// Moves whole blocks to the recipient. Returns whether all of them went.
+    /// Moves whole blocks to the recipient. Returns whether all of them were moved.
     ///
     /// # Safety
     ///
-    /// Nobody uses the bytes of these blocks, nor of the recipient's.
+    /// No thread uses the bytes of these blocks, nor of the recipient's.
     unsafe fn give_to(&self, recipient: &mut Recipient, from: usize, blocks: usize) -> bool {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let result: Result<usize> = unsafe { self.arena.move_blocks(recipient.to, from, blocks) };
         let moved = *result.as_ref().unwrap_or(&0);
         recipient.note(moved);
-        // No such call, or a filter: for good. Busy or locked pages, several mappings: this donor only.
+        // Missing system call or a seccomp filter: permanent. Busy or locked pages, several mappings: this donor only.
         let is_for_good = result.is_err_and(|error| [EPERM, ENOSYS].contains(&error.errno()));
         self.can_refill.fetch_and(!is_for_good, Relaxed);
         moved == blocks * BLOCK_BYTES
     }
 
-    /// Whether all OS pages of a block are there.
+    /// Whether all OS pages of a block are resident.
     fn is_whole(&self, block: usize) -> bool {
         self.arena.peek(block).charged_pages as usize == crate::units::os_pages_per_block()
     }
@@ -235,14 +246,14 @@ mod tests {
         unsafe { std::slice::from_raw_parts(addr as *const u8, len) }.iter().all(|byte| *byte == 0)
     }
 
-    /// Bytes that were moved while `act` ran; the test that runs beside may add to it.
+    /// Bytes that were moved while `act` ran; tests that run concurrently may add to it.
     fn refilled(act: impl FnOnce()) -> u64 {
         let before = stats::get(Counter::Refilled);
         act();
         stats::get(Counter::Refilled) - before
     }
 
-    /// Free blocks of one class serve another, shared and big ones alike: what is resident does not grow.
+    /// Free blocks of one class serve another, shared and big ones alike: the resident size does not grow.
     #[test]
     fn free_memory_of_one_size_serves_others() {
         if pagemill_sys::moves::can_move().is_err() {
@@ -254,7 +265,7 @@ mod tests {
             let pagemill = Pagemill::for_test();
             let held: Vec<_> = (0..(24 << 20) / from).map(|_| allocate(pagemill, from)).collect();
             held.into_iter().for_each(|addr| free(pagemill, addr));
-            // What came in small pages is not charged before.
+            // Small pages are charged only when measured.
             pagemill.account.settle();
             let resident = pagemill.account.resident();
             let moved = refilled(|| (0..(12 << 20) / to).for_each(|_| _ = allocate(pagemill, to)));
@@ -265,7 +276,8 @@ mod tests {
         }
     }
 
-    /// Slots of a block that came from others are not taken for zero: never handed out, or free and once known to be.
+    /// Slots in a block with moved memory are not treated as zero, whether never allocated or free and known zero
+    /// before.
     #[test]
     fn recycled_memory_is_not_taken_for_zero() {
         let pagemill = Pagemill::for_test();
@@ -276,7 +288,7 @@ mod tests {
         heap.shrink(u64::MAX, Urgency::Limit);
         let donors: Vec<_> = (0..32).map(|_| allocate(pagemill, 256 * KIB)).collect();
         donors.into_iter().for_each(|addr| free(pagemill, addr));
-        // The first takes a block of the donors; of the others some were free, some never handed out.
+        // The first takes a block of the donors; some of the others were free, some never allocated.
         for _ in 0..8 {
             let addr = heap.allocate_zeroed(512 * KIB, 16).unwrap().as_ptr() as usize;
             assert!(is_zero(addr, 512 * KIB));

@@ -1,4 +1,4 @@
-//! Changing the size of an allocation: in place, by moving pages, by copying bytes.
+//! Changes the size of an allocation: in place, by moving pages, or by copying bytes.
 #![allow(unsafe_code)] // moves and copies slots
 
 use super::slot::Bytes;
@@ -9,15 +9,14 @@ use crate::stats::{self, Counter};
 use crate::units::BLOCK_BYTES;
 use std::ptr::NonNull;
 
-/// From here on pages are moved: below, copying two blocks is as fast as the calls.
+/// From this size pages are moved. Below, copying two blocks is as fast as the system calls.
 const MOVE_FROM_BYTES: usize = 2 * BLOCK_BYTES;
 
 impl Heap {
-    /// Makes the allocation at `addr` hold `size` bytes (64 KiB at least); contents up to the smaller size stay.
+    /// Resizes the allocation at `addr` to `size` bytes (at least 64 KiB). Contents up to the smaller size stay.
     ///
-    /// In place where the slot is large enough and not far too large; otherwise
-    /// the bytes move to another slot, from 4 MiB up as pages (1.8 us per
-    /// 2 MiB) where the kernel can.
+    /// Works in place if the slot is large enough and not far too large. Otherwise the bytes move to another slot: from
+    /// 4 MiB up as pages (1.8 us per 2 MiB) where the kernel can.
     ///
     /// # Errors
     ///
@@ -25,8 +24,7 @@ impl Heap {
     ///
     /// # Safety
     ///
-    /// The program does not use the allocation meanwhile, nor the old address
-    /// afterwards if another is returned.
+    /// The program must not use the allocation meanwhile, nor the old address afterwards if another is returned.
     pub unsafe fn resize(&self, addr: usize, size: usize) -> Result<NonNull<u8>> {
         let old = self.find_live(addr)?;
         let old_bytes = old.class.bytes();
@@ -39,13 +37,13 @@ impl Heap {
         }
         let new = match self.allocate_with(size, 1, Contents::Zero) {
             Ok(new) => new,
-            // A shrink never fails: there is room where it is.
+            // A shrink never fails: it can stay where it is.
             Err(_) if size <= old_bytes => return here(),
             Err(error) => return Err(error),
         };
         let target = self.find_live(new.addr.as_ptr() as usize)?;
         let keep = size.min(old_bytes);
-        // SAFETY: both slots are live and not used by anybody meanwhile.
+        // SAFETY: both slots are live and not used by any thread meanwhile.
         let moved = if new.is_zero { unsafe { self.move_blocks(old, target, keep) } } else { 0 };
         if moved < keep {
             // SAFETY: as above; the slots do not overlap.
@@ -58,21 +56,21 @@ impl Heap {
         Ok(new.addr)
     }
 
-    /// Gives back whole blocks beyond what a shrunken big slot needs. They stay open: the program may use all of its slot.
+    /// Gives back whole blocks that a shrunken big slot does not need. They stay open: the program may use all of its slot.
     fn trim(&self, place: Place, size: usize) {
         let kept = size.max(1).div_ceil(BLOCK_BYTES);
         let first = self.arena.block_of(place.addr);
         if kept < place.class.span_blocks() {
-            // SAFETY: the program gave these bytes of its own slot up.
+            // SAFETY: the program gave up these bytes of its slot.
             unsafe { self.arena.renew(first + kept, place.class.span_blocks() - kept) };
         }
     }
 
-    /// Moves whole blocks from one slot to another that has nothing behind it; returns the bytes moved.
+    /// Moves whole blocks from one slot to another without memory; returns the bytes moved.
     ///
     /// # Safety
     ///
-    /// Both slots are live and not used by anybody meanwhile.
+    /// Both slots are live and not used by any thread meanwhile.
     unsafe fn move_blocks(&self, old: Place, new: Place, keep: usize) -> usize {
         let blocks = keep / BLOCK_BYTES;
         if keep < MOVE_FROM_BYTES || !old.class.is_big() || !new.class.is_big() {
@@ -86,7 +84,7 @@ impl Heap {
         if !(to..to + blocks).all(is_untouched) {
             return 0;
         }
-        // SAFETY: the caller's promise; the target was never touched.
+        // SAFETY: guaranteed by the caller; the target was never touched.
         let moved = unsafe { self.arena.move_blocks(to, from, blocks) }.unwrap_or(0);
         stats::add(Counter::ReallocMoved, moved as u64);
         moved

@@ -9,47 +9,45 @@
 //!     `------ restore -'
 //! ```
 //!
-//! Free slots are the first volatile memory: who allocates takes *Free* to
-//! *Live* with one compare-and-swap, and only a purge that has the slot in
-//! *Purging* may throw its bytes away. A slot stays in its list while it is
-//! purged. The lists are last in, first out, so the cold end is purged first
-//! by age. Checked under loom (`cargo test` with `--cfg loom`).
+//! A free slot is volatile memory. An allocation changes *Free* to *Live* with one compare-and-swap. Only a purge that
+//! has set *Purging* may discard the slot's bytes. A slot stays in its list while it is purged. The lists are last in,
+//! first out; purges take the oldest slots first. Checked under loom (`cargo test` with `--cfg loom`).
 
 use crate::sync::{Acquire, AtomicU32, AtomicU64, Relaxed, Release};
 
-/// What may be done with a slot.
+/// The state of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// Never handed out.
+    /// Never allocated.
     None = 0,
-    /// The program has it.
+    /// Allocated to the program.
     Live = 1,
-    /// Free; its bytes may be thrown away.
+    /// Free; its bytes may be discarded.
     Free = 2,
-    /// A purge is throwing its bytes away.
+    /// A purge is discarding its bytes.
     Purging = 3,
 }
 
 /// What is known of a slot's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub(crate) struct Bytes {
-    /// Memory is behind it (or the kernel puts it there on touch): no need to bring it in.
+    /// Memory is behind it, or the kernel provides it on touch: it need not be brought in.
     pub is_resident: bool,
     /// All bytes read zero.
     pub is_zero: bool,
     /// Free, and offered to the kernel, which takes it when it runs short. Ends with the next use.
     pub is_offered: bool,
-    /// Free: what it is counted with among the free bytes, in units of 4 KiB. Whoever takes it takes that off again.
+    /// Free: its share of the free bytes, in units of 4 KiB. A thread that takes the slot subtracts it again.
     pub counted: u32,
 }
 
 impl Bytes {
-    /// Nothing is behind it.
+    /// No memory is behind it.
     pub const UNTOUCHED: Self = Self { is_resident: false, is_zero: true, is_offered: false, counted: 0 };
-    /// The program had it.
+    /// The program has used it.
     pub const USED: Self = Self { is_resident: true, is_zero: false, is_offered: false, counted: 0 };
 
-    /// The same, counted with so much.
+    /// The same, with a count of `bytes`.
     pub fn with_count(self, bytes: u64) -> Self {
         Self { counted: u32::try_from(bytes / COUNT_UNIT_BYTES).unwrap_or(u32::MAX), ..self }
     }
@@ -65,7 +63,7 @@ const PHASE: u64 = 3;
 const RESIDENT: u64 = 1 << 2;
 const ZERO: u64 = 1 << 3;
 const OFFERED: u64 = 1 << 4;
-/// Never handed out, but what is behind it was another slot's: not zero.
+/// Never allocated, but with memory of another slot behind it: not zero.
 const STALE: u64 = 1 << 5;
 const AGE_SHIFT: u32 = 16;
 const COUNT_SHIFT: u32 = 32;
@@ -97,7 +95,7 @@ fn bytes(word: u64) -> Bytes {
     }
 }
 
-/// A claimed slot's phase and bytes, to be restored.
+/// The phase and bytes of a claimed slot, for restoring it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Claim(u64);
 
@@ -119,17 +117,17 @@ impl Claim {
     }
 }
 
-/// Out-of-line metadata of one slot: 16 bytes, found by its granule's number.
+/// Out-of-line metadata of one slot: 16 bytes, indexed by the slot's granule number.
 #[repr(C)]
 pub(crate) struct Slot {
     state: AtomicU64,
     /// Next in the free list: slot number plus one.
     next: AtomicU32,
-    /// What [`Info`] packs.
+    /// A packed [`Info`].
     info: AtomicU32,
 }
 
-/// Which class a slot belongs to, and where in its granule it starts.
+/// The class of a slot, and its start within its granule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Info {
     pub class: u8,
@@ -149,7 +147,7 @@ impl Slot {
         (word != 0).then_some(Info { class: word as u8, node: (word >> 8) as u8, offset: (word >> 16) as u8 })
     }
 
-    /// Describes a slot before it is first handed out.
+    /// Describes a slot before its first allocation.
     pub fn describe(&self, info: Info) {
         let word = u32::from(info.class) | u32::from(info.node) << 8 | u32::from(info.offset) << 16 | 1 << 31;
         self.info.store(word, Release);
@@ -169,7 +167,7 @@ impl Slot {
         phase(word) == Phase::Free && bytes(word).is_offered
     }
 
-    /// Takes a slot that was never handed out. `None` while a purge has it.
+    /// Takes a slot that was never allocated. `None` while a purge holds it.
     #[inline]
     pub fn try_carve(&self) -> Option<Bytes> {
         let mut word = self.state.load(Relaxed);
@@ -183,7 +181,7 @@ impl Slot {
         None
     }
 
-    /// Takes a free slot for the program. `None` while a purge has it.
+    /// Takes a free slot for the program. `None` while a purge holds it.
     #[inline]
     pub fn try_allocate(&self) -> Option<Bytes> {
         let mut word = self.state.load(Relaxed);
@@ -197,7 +195,7 @@ impl Slot {
         None
     }
 
-    /// Ends the program's use. What is known of the bytes is said by the caller. `Err` with the phase if it was not live.
+    /// Frees a live slot; `bytes` is what the caller knows of its bytes. Returns the phase as `Err` if it was not live.
     #[inline]
     pub fn free(&self, bytes: Bytes, stamp: u16) -> Result<(), Phase> {
         let mut word = self.state.load(Relaxed);
@@ -210,7 +208,7 @@ impl Slot {
         Err(phase(word))
     }
 
-    /// Claims a slot that is free or was never handed out, so that its bytes may be thrown away.
+    /// Claims a slot that is free or was never allocated, so that its bytes may be discarded.
     pub fn try_claim(&self) -> Option<Claim> {
         let mut word = self.state.load(Relaxed);
         while matches!(phase(word), Phase::Free | Phase::None) {
@@ -222,7 +220,7 @@ impl Slot {
         None
     }
 
-    /// Ends a claim: the slot is what it was, with `bytes` known of it.
+    /// Ends a claim: restores the slot's phase, with `bytes` for a free slot.
     pub fn restore(&self, claim: Claim, bytes: Bytes) {
         let word = match claim.phase() {
             Phase::None => claim.0,
@@ -231,22 +229,22 @@ impl Slot {
         self.state.store(word, Release);
     }
 
-    /// When a free slot was freed.
+    /// The time stamp of freeing.
     pub fn stamp(&self) -> u16 {
         (self.state.load(Relaxed) >> AGE_SHIFT) as u16
     }
 }
 
-/// Where slots are found by number.
+/// Looks slots up by number.
 pub(crate) trait Slots {
     fn slot(&self, number: u32) -> &Slot;
 }
 
-/// The head of a list of free slots: slot number plus one, and a tag against reuse between two looks.
+/// The head of a free list: slot number plus one, and a tag against ABA.
 pub(crate) struct Head<'head>(pub &'head AtomicU64);
 
 impl Head<'_> {
-    /// Puts a slot on top. Only one who has taken it off (or just freed it) may.
+    /// Pushes a slot. The caller must have popped or just freed it.
     #[inline]
     pub fn push(&self, slots: &impl Slots, number: u32) {
         let mut head = self.0.load(Relaxed);
@@ -260,7 +258,7 @@ impl Head<'_> {
         }
     }
 
-    /// Takes the slot that was put there last.
+    /// Pops the slot that was pushed last.
     #[inline]
     pub fn pop(&self, slots: &impl Slots) -> Option<u32> {
         let mut head = self.0.load(Acquire);
@@ -279,7 +277,7 @@ impl Head<'_> {
     }
 }
 
-/// The next tag, in its place. It wraps after 2^32 changes between one thread's two looks.
+/// The next tag, shifted into place. It wraps after 2^32 changes between two reads of one thread.
 fn tag(head: u64) -> u64 {
     ((head >> 32) + 1) << 32
 }
@@ -294,7 +292,7 @@ mod loom_tests {
     struct Fixture {
         slots: Vec<Slot>,
         head: AtomicU64,
-        /// Per slot: who uses its bytes (1 program, 2 purge).
+        /// Per slot: the current user of its bytes (1 program, 2 purge).
         users: Vec<AtomicUsize>,
     }
 
@@ -348,7 +346,7 @@ mod loom_tests {
         }
     }
 
-    /// A purge and an allocation never have the same bytes, and no slot is lost.
+    /// A purge and an allocation never use the same bytes, and no slot is lost.
     #[test]
     fn allocation_and_purge_exclude_each_other() {
         loom::model(|| {
@@ -362,7 +360,7 @@ mod loom_tests {
         });
     }
 
-    /// Two threads that take and put back: each slot has one user, and all are there afterwards.
+    /// Two threads pop and push: each slot has one user, and all slots are there afterwards.
     #[test]
     fn the_list_loses_and_doubles_nothing() {
         loom::model(|| {
@@ -391,7 +389,7 @@ mod loom_tests {
         });
     }
 
-    /// A slot that was never handed out: a purge of its block and its first use exclude each other.
+    /// A slot that was never allocated: a purge of its block and its first use exclude each other.
     #[test]
     fn carving_and_purge_exclude_each_other() {
         loom::model(|| {
@@ -411,5 +409,47 @@ mod loom_tests {
             }
             purge.join().unwrap();
         });
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    /// Everything that a slot's word may know.
+    fn all_bytes() -> impl Iterator<Item = Bytes> {
+        let flags = |flags: u32| [flags & 1 != 0, flags & 2 != 0, flags & 4 != 0];
+        (0..8).map(flags).flat_map(|[is_resident, is_zero, is_offered]| {
+            [0, 1, u32::MAX].map(|counted| Bytes { is_resident, is_zero, is_offered, counted })
+        })
+    }
+
+    /// A word holds all its parts, whatever the others are.
+    #[test]
+    fn a_word_holds_all_its_parts() {
+        for known in all_bytes() {
+            for of in [Phase::None, Phase::Live, Phase::Free, Phase::Purging] {
+                for stamp in [0, 1, u16::MAX] {
+                    let word = pack(of, known, stamp);
+                    assert_eq!((phase(word), bytes(word), (word >> AGE_SHIFT) as u16), (of, known, stamp));
+                }
+            }
+        }
+        assert_eq!(bytes(pack(Phase::Free, Bytes::USED.with_count(12 << 10), 0)).counted_bytes(), 12 << 10);
+    }
+
+    /// An allocation returns what was known, and ends the offer and the count; residency and zeros stay known.
+    #[test]
+    fn an_allocation_ends_the_offer_and_the_count() {
+        for known in all_bytes() {
+            let slot = Slot {
+                state: AtomicU64::new(pack(Phase::Free, known, 7)),
+                next: AtomicU32::new(0),
+                info: AtomicU32::new(0),
+            };
+            assert_eq!((slot.try_allocate(), slot.phase()), (Some(known), Phase::Live));
+            assert_eq!(slot.bytes(), Bytes { is_offered: false, counted: 0, ..known });
+            assert_eq!(slot.try_allocate(), None);
+        }
     }
 }

@@ -1,24 +1,27 @@
-//! Answering: in the helper thread of the process that is asked.
+//! Answers requests, in the helper thread of the process that is asked.
 
 use super::clerk::Clerk;
+use super::figures::Values;
 use super::ranges::{RECORD_LEN, to_record};
-use super::{Head, MOST_RECORDS, caches, slabs};
+use super::{Head, MOST_RECORDS, Measured, caches, slabs};
 use crate::mapping::Caches;
 use crate::published::{self, Subject};
 use crate::reclaim::helper::Answer;
 use crate::slab::Slabs;
+use crate::stats;
 use crate::volatile::listed::Part;
 use crate::volatile::{Listed, Ranges, Vranges};
 use pagemill_sys::file::Blank;
 use std::io;
+use std::sync::OnceLock;
 
-/// Ranges copied before they are written: 12 KiB of stack, and some microseconds of the lock of marks.
+/// Ranges copied before they are written: 12 KiB of stack, and some microseconds under the lock of marks.
 const AT_A_TIME: usize = 128;
 
-/// The helper has other things to do: siblings wait for it 25 ms at most. What caches hold is looked at for so long.
+/// Time limit to inspect caches. The helper has other work, and siblings wait for it 25 ms at most.
 const MOST_LOOK_NS: u64 = 15_000_000;
 
-/// Errors without a number of the system's.
+/// The errno of errors without one of the system.
 const EIO: i32 = 5;
 
 /// Lists the ranges and the caches of one Pagemill, and passes orders on.
@@ -28,6 +31,7 @@ pub struct Lister {
     caches: &'static Caches,
     slabs: &'static Slabs,
     clerk: &'static Clerk,
+    measured: OnceLock<&'static dyn Measured>,
 }
 
 impl Lister {
@@ -37,19 +41,24 @@ impl Lister {
         slabs: &'static Slabs,
         clerk: &'static Clerk,
     ) -> Self {
-        Self { ranges, vranges, caches, slabs, clerk }
+        Self { ranges, vranges, caches, slabs, clerk, measured: OnceLock::new() }
     }
 
-    /// Writes all ranges into an empty file, and the head last: who sees it sees a whole list.
+    /// Sets the object that measures the figures.
+    pub(crate) fn set_measured(&self, measured: &'static dyn Measured) {
+        let _ = self.measured.set(measured);
+    }
+
+    /// Writes all ranges into an empty file, and the head last: a reader that sees the head sees a whole list.
     ///
     /// # Errors
     ///
-    /// What writing the head says. What writing records says stands in the head.
+    /// An error of writing the head. Errors of writing records are reported in the head.
     pub fn write(&self, file: &Blank, number: u32) -> io::Result<()> {
         self.write_list(file, number, Subject::Ranges)
     }
 
-    /// As [`Lister::write`] of what caches hold.
+    /// As [`Lister::write`], for the usage of caches.
     ///
     /// # Errors
     ///
@@ -58,7 +67,7 @@ impl Lister {
         self.write_list(file, number, Subject::Caches)
     }
 
-    /// As [`Lister::write`] of slab caches.
+    /// As [`Lister::write`], for slab caches.
     ///
     /// # Errors
     ///
@@ -77,9 +86,17 @@ impl Lister {
             Subject::Slabs => self
                 .slabs
                 .show(MOST_LOOK_NS, |id, info, node, figures| sheet.put(&slabs::to_record(id, info, node, figures))),
-            Subject::SlabOrder => Ok(()),
+            Subject::Figures => self.write_figures(&mut sheet),
+            Subject::Order => Ok(()),
         };
         sheet.end(number, subject, result)
+    }
+
+    fn write_figures(&self, sheet: &mut Sheet) -> io::Result<()> {
+        if let Some(measured) = self.measured.get() {
+            measured.measure();
+        }
+        sheet.put(&Values(*stats::snapshot().values()).to_record())
     }
 
     fn write_ranges(&self, sheet: &mut Sheet) -> io::Result<()> {
@@ -93,10 +110,11 @@ impl Answer for Lister {
         let Some(own) = published::own_file() else { return };
         for subject in Subject::ALL {
             let Some(path) = published::request_of(own.as_str(), subject, number) else { continue };
-            // Who asked has gone, asked for another list, or is not who may ask: there is nobody to tell.
+            // On failure the requester has ended, asks for another list, or lacks the right; there is no one to report
+            // to.
             match subject {
-                Subject::SlabOrder => self.clerk.take(path.as_c_str(), number),
-                Subject::Ranges | Subject::Caches | Subject::Slabs => {
+                Subject::Order => self.clerk.take(path.as_c_str(), number),
+                Subject::Ranges | Subject::Caches | Subject::Slabs | Subject::Figures => {
                     if let Ok(file) = Blank::open(path.as_c_str()) {
                         let _ = self.write_list(&file, number, subject);
                     }
@@ -106,7 +124,7 @@ impl Answer for Lister {
     }
 }
 
-/// A file that is being written, with its head at `from`.
+/// A file that is being written, with its head at offset `from`.
 pub(super) struct Sheet<'file> {
     file: &'file Blank,
     from: u64,
@@ -115,12 +133,12 @@ pub(super) struct Sheet<'file> {
 }
 
 impl<'file> Sheet<'file> {
-    /// An answer behind so many bytes of the request.
+    /// An answer after a request of `len` bytes.
     pub fn behind(file: &'file Blank, len: usize) -> Self {
         Self { file, from: len as u64, records: 0, left_out: 0 }
     }
 
-    /// Writes what `list` copies, part by part, from its start on.
+    /// Writes all records that `list` returns, part by part, from the start.
     fn take(&mut self, list: impl Fn(usize, &mut [Listed]) -> Part) -> io::Result<()> {
         let (mut part, mut from) = ([Listed::NONE; AT_A_TIME], Some(0));
         while let Some(start) = from {
@@ -151,16 +169,16 @@ impl<'file> Sheet<'file> {
         Ok(())
     }
 
-    /// Writes bytes behind the records that there are.
+    /// Writes bytes after the existing records.
     fn write(&self, bytes: &[u8], record_len: usize) -> io::Result<()> {
         self.file.write_at(bytes, self.from + Head::LEN as u64 + self.records * record_len as u64)
     }
 
-    /// Writes the head, of a list that ended so.
+    /// Writes the head of a list with this result.
     pub fn end(self, number: u32, subject: Subject, result: io::Result<()>) -> io::Result<()> {
         let errno = result.err().map_or(0, |error| error.raw_os_error().unwrap_or(EIO));
         let head = Head { number, errno: errno as u32, records: self.records, left_out: self.left_out };
-        // The magic last: who sees that sees a whole head.
+        // The magic is written last: a reader that sees it sees a whole head.
         let bytes = head.to_bytes(subject);
         let (magic, rest) = bytes.split_at(8);
         self.file.write_at(rest, self.from + 8)?;

@@ -1,12 +1,13 @@
-//! Asking: in a command. The answer comes from another process, and is checked like any stranger's.
+//! Sends requests, from a command. The answer comes from another process, so it is checked like any untrusted input.
 
+use super::figures::Values;
 use super::slabs::{self, Row};
 use super::{Head, MOST_RECORDS, Order, Outcome, Record, u32_at};
 use crate::mapping::{Holder, Usage};
 use crate::published::{self, Subject, TREE_FILE};
 use crate::reclaim::tree::TreePage;
 use crate::slab::SlabInfo;
-use crate::stats::{self, Figures};
+use crate::stats::{self, Figures, Snapshot};
 use crate::volatile::Listed;
 use pagemill_sys::file::{self, Path};
 use pagemill_sys::process::{self, Identity};
@@ -17,22 +18,22 @@ use std::marker::PhantomData;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::time::{Duration, Instant};
 
-/// The longest that an answer is waited for.
+/// Time limit of an answer.
 pub const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// Who finds that the number of his request is not new asks once more after this.
+/// If the number of a request is not new, the request is repeated after this.
 const ASK_AGAIN_AFTER: Duration = Duration::from_millis(100);
 
-/// Requests that may lie beside each other: of others who ask now, or were killed while they did.
+/// The most concurrent requests: of other commands that ask now, or were killed while they asked.
 const MOST_REQUESTS: u32 = 64;
 
-/// What a process answered of its ranges.
+/// The ranges that a process listed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct List {
     pub ranges: Vec<Listed>,
-    /// There were so many more than [`MOST_RECORDS`].
+    /// The number of ranges beyond [`MOST_RECORDS`].
     pub left_out: u64,
 }
 
@@ -45,13 +46,13 @@ pub enum Unanswered {
     Late,
     /// It has ended.
     Ended,
-    /// Whoever asked does not want it any more.
+    /// The caller no longer wants the answer.
     Stopped,
     /// The process could not write it.
     Failed(io::Error),
-    /// What it wrote is no list.
+    /// Its answer is no valid list.
     Damaged,
-    /// It took the order, has not done with it in time, and goes on.
+    /// It took the order, has not finished it in time, and goes on.
     UnderWay,
 }
 
@@ -69,12 +70,12 @@ impl fmt::Display for Unanswered {
     }
 }
 
-/// The file of a request: removed with this.
+/// The file of a request; removed on drop.
 struct Request {
     path: Path,
     file: File,
     number: u32,
-    /// Where the answer begins.
+    /// Offset of the answer.
     head_at: u64,
 }
 
@@ -84,17 +85,17 @@ impl Drop for Request {
     }
 }
 
-/// Asks the process that published its figures at `figures` for its ranges. Waits until it answers, `should_stop`, or
-/// [`ANSWER_WITHIN`] has passed; leaves no file behind, whatever comes.
+/// Asks the process that published its figures at `figures` for its ranges. Waits until it answers, `should_stop`
+/// returns true, or [`ANSWER_WITHIN`] has passed. In every case the file of the request is removed.
 ///
 /// # Errors
 ///
-/// [`Unanswered`] says why there is no list.
+/// [`Unanswered`] with the reason.
 pub fn ask(figures: &Path, who: Identity, should_stop: impl Fn() -> bool) -> Result<List, Unanswered> {
     ask_for(figures, who, None, should_stop).map(|(ranges, left_out)| List { ranges, left_out })
 }
 
-/// As [`ask`], for what its caches hold.
+/// As [`ask`], for the usage of its caches.
 ///
 /// # Errors
 ///
@@ -107,9 +108,10 @@ pub fn ask_for_caches(
     ask_for(figures, who, None, should_stop).map(|(holders, _)| holders)
 }
 
-/// As [`ask`], for the slab caches of several: asks all of them before it waits for any, so that whoever does not answer keeps
-/// nobody waiting for the others. For each its caches, under numbers, those with movable objects first, then by name; or why there are
-/// none ([`Unanswered::Stopped`] for those that had not answered when `should_stop`).
+/// As [`ask`], for the slab caches of several processes: sends all requests before the first wait, so a process that
+/// does not answer does not delay the others. Returns for each its caches with their numbers, relocatable ones first,
+/// then by name; or the reason why there are none ([`Unanswered::Stopped`] for those that had not answered when
+/// `should_stop` returned true).
 pub fn ask_for_slabs(
     whom: &[(&Path, Identity)],
     should_stop: impl Fn() -> bool,
@@ -120,11 +122,26 @@ pub fn ask_for_slabs(
     wait(asked, should_stop).into_iter().map(|told| told.and_then(gathered)).collect()
 }
 
-/// Has the process do something with one of its slab caches, and tells what became of it.
+/// As [`ask_for_slabs`], for figures: each process measures them first. `known` is what it has published.
+pub fn ask_for_figures(
+    whom: &[(&Path, &Snapshot)],
+    should_stop: impl Fn() -> bool,
+) -> Vec<Result<Snapshot, Unanswered>> {
+    let until = Instant::now() + ANSWER_WITHIN;
+    let asked = whom.iter().map(|(figures, known)| Asked::begin(figures, known.who, None, until)).collect();
+    let answers = wait(asked, should_stop).into_iter().zip(whom);
+    let measured = |(values, _): Records<Values>, known: &Snapshot| match values.as_slice() {
+        [Values(values)] => Ok(known.with_values(*values)),
+        _ => Err(Unanswered::Damaged),
+    };
+    answers.map(|(told, (_, known))| told.and_then(|records| measured(records, known))).collect()
+}
+
+/// Makes the process return memory, or act on one of its slab caches; returns the outcome.
 ///
 /// # Errors
 ///
-/// As [`ask`]; [`Unanswered::UnderWay`] where it takes longer.
+/// As [`ask`]; [`Unanswered::UnderWay`] if it takes longer.
 pub fn order(
     figures: &Path,
     who: Identity,
@@ -132,10 +149,10 @@ pub fn order(
     should_stop: impl Fn() -> bool,
 ) -> Result<Outcome, Unanswered> {
     let (outcomes, _) = ask_for::<Outcome>(figures, who, Some(order), should_stop)?;
-    outcomes.into_iter().find(|outcome| outcome.cache == order.cache).ok_or(Unanswered::Damaged)
+    outcomes.into_iter().find(|outcome| outcome.of == order.number()).ok_or(Unanswered::Damaged)
 }
 
-/// The records of a list, and how many more there were.
+/// The records of a list, and the number of those left out.
 type Records<R> = (Vec<R>, u64);
 
 fn ask_for<R: Record>(
@@ -161,7 +178,7 @@ impl<'a, R: Record> Asked<'a, R> {
         }
     }
 
-    /// Whether it is known what became of it.
+    /// Whether the result is known.
     fn is_told(&mut self) -> bool {
         if let Self::Waits(asking) = self
             && let Some(told) = asking.look()
@@ -179,7 +196,7 @@ impl<'a, R: Record> Asked<'a, R> {
     }
 }
 
-/// Waits until it is known of each what became of it, or nobody wants it any more.
+/// Waits until the result of each is known, or `should_stop` returns true.
 fn wait<R: Record>(
     mut asked: Vec<Asked<'_, R>>,
     should_stop: impl Fn() -> bool,
@@ -200,7 +217,8 @@ struct Asking<'a, R> {
     who: Identity,
     order: Option<Order>,
     request: Request,
-    /// Until when an answer is waited for, and until when one to this request: who may not have seen it is asked once more then.
+    /// Deadlines of the answer, and of this request: at the latter, a process that may not have seen the request is
+    /// asked again.
     until: Instant,
     until_again: Instant,
     records: PhantomData<R>,
@@ -212,12 +230,12 @@ impl<'a, R: Record> Asking<'a, R> {
         let is_new = stats::with_page_of_asked(figures.as_c_str(), |page| page.ask(request.number))
             .map_err(Unanswered::Refused)?;
         wake_in_tree(figures, who);
-        // The helper may have come by for somebody else's request of this number before the file was there.
+        // The helper may have looked for another request of this number before the file existed.
         let until_again = if is_new { until } else { until.min(Instant::now() + ASK_AGAIN_AFTER) };
         Ok(Self { figures, who, order, request, until, until_again, records: PhantomData })
     }
 
-    /// What became of it, once that is known.
+    /// The result, once it is known.
     fn look(&mut self) -> Option<Result<Records<R>, Unanswered>> {
         match head_of(&self.request, R::SUBJECT) {
             Ok(Some(head)) => return Some(read(&self.request, head)),
@@ -248,14 +266,14 @@ impl<'a, R: Record> Asking<'a, R> {
     }
 }
 
-/// Whether the process says that it took the order.
+/// Whether the process has marked the order as taken.
 fn is_taken(request: &Request) -> bool {
     let mut bytes = [0; size_of::<u32>()];
     let is_read = request.file.read_exact_at(&mut bytes, Order::TAKEN_AT as u64).is_ok();
     request.head_at > 0 && is_read && u32_at(&bytes, 0) == 1
 }
 
-/// Makes the file of the first request that nobody makes yet. What lies in the way is left alone, links too.
+/// Makes the file of the first free request number. Existing files are left alone, links too.
 fn make_request(figures: &Path, subject: Subject, order: Option<Order>) -> io::Result<Request> {
     let last = stats::with_page_of_asked(figures.as_c_str(), Figures::asked)?;
     for number in (1..=MOST_REQUESTS).filter_map(|more| last.checked_add(more)) {
@@ -278,7 +296,7 @@ fn make_request(figures: &Path, subject: Subject, order: Option<Order>) -> io::R
     Err(io::Error::other("too many ask it already"))
 }
 
-/// In a tree the helper sleeps on the tree's page.
+/// In a tree, wakes the helper, which sleeps on the tree's page.
 fn wake_in_tree(figures: &Path, who: Identity) {
     let folder = figures.as_str().rsplit_once('/').map_or("", |(folder, _)| folder);
     if let Some(path) = Path::format(format_args!("{folder}/{TREE_FILE}"))
@@ -288,14 +306,14 @@ fn wake_in_tree(figures: &Path, who: Identity) {
     }
 }
 
-/// The head, once it is there; an error for something else in its place.
+/// Reads the head, once it is there; an error for other contents.
 fn head_of(request: &Request, subject: Subject) -> io::Result<Option<Head>> {
     let mut magic = [0; 8];
     match request.file.read_exact_at(&mut magic, request.head_at) {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
         result => result?,
     }
-    // It comes last.
+    // The magic is written last.
     if magic == [0; 8] {
         return Ok(None);
     }
@@ -304,7 +322,7 @@ fn head_of(request: &Request, subject: Subject) -> io::Result<Option<Head>> {
     Head::from_bytes(&bytes, subject).map(Some).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
-/// Reads and checks what the head announces.
+/// Reads and checks the records that the head announces.
 fn read<R: Record>(request: &Request, head: Head) -> Result<(Vec<R>, u64), Unanswered> {
     if head.errno != 0 {
         return Err(Unanswered::Failed(io::Error::from_raw_os_error(i32::try_from(head.errno).unwrap_or(0))));

@@ -1,6 +1,6 @@
-//! A record a cache, 136 bytes: 0 name, padded with zeros; 40 bytes of a page; 48 number (u32); 52 node (u32); 56 whose it is (0 a
-//! cache's, 1 an idle pool's, 2 spare nodes'); 57 whether not all was looked at; 58 whether in reserved huge pages; 64 huge; 72 small; 80 locked; 88 free; 96 frames;
-//! 104 index; 112 charged; 120 limit; 128 dirty.
+//! One record per cache, 136 bytes: 0 name, padded with zeros; 40 bytes of a page; 48 number (u32); 52 node (u32); 56
+//! owner (0 a cache, 1 an idle pool, 2 spare nodes); 57 whether not all was inspected; 58 whether in reserved huge
+//! pages; 64 huge; 72 small; 80 locked; 88 free; 96 frames; 104 index; 112 charged; 120 limit; 128 dirty.
 
 use super::{Record, u32_at, u64_at};
 use crate::mapping::{Holder, Usage};
@@ -8,7 +8,7 @@ use crate::published::Subject;
 
 pub(super) const RECORD_LEN: usize = 136;
 
-/// Bytes of a name that are told.
+/// Bytes of a name in a record.
 const NAME_LEN: usize = 40;
 
 const HOLDERS: [Holder; 3] = [Holder::Cache, Holder::IdlePool, Holder::SpareNodes];
@@ -42,7 +42,7 @@ impl Record for (Holder, Usage) {
 
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let name = bytes[..NAME_LEN].split(|byte| *byte == 0).next().unwrap_or_default();
-        // It goes to a terminal: no control characters.
+        // The name is printed to a terminal, so control characters are replaced.
         let clean =
             |letter: char| if letter.is_control() || letter == char::REPLACEMENT_CHARACTER { '?' } else { letter };
         let [huge, small, locked, free, frames, index, charged, limit, dirty] =
@@ -92,7 +92,7 @@ mod tests {
         }
     }
 
-    /// What is written is read; a long name is cut between two letters.
+    /// A written record is read back; a long name is cut at a character boundary.
     #[test]
     fn records_go_and_come() {
         for holder in HOLDERS {
@@ -105,7 +105,7 @@ mod tests {
         assert_eq!((read, odd), (usage(&"ä".repeat(20)), usage(&format!("x{}", "ä".repeat(19)))));
     }
 
-    /// Nothing that cannot be is taken for a cache; names are made harmless.
+    /// Invalid records are rejected; control characters in names are replaced.
     #[test]
     fn damaged_records_are_refused() {
         let good = to_record(Holder::Cache, &usage("a\x1b[31m"));

@@ -1,13 +1,16 @@
-//! Carrying orders out: changes of settings at once, by the helper; what takes long by a thread that ends when there is nothing left to
-//! do. The helper has other things to do, and must not wait for anybody's callback.
+//! Executes orders: the helper changes settings at once; long orders run in a thread that ends when none is left. The
+//! helper has other work, and must not wait for callbacks of the program.
 //!
-//! Files are opened by the helper, whose table of descriptors is its own: the thread is started by it, and shares that. So it runs no
-//! code of the program, which would not find its files: that does the thread that defragments, and this one waits for it.
+//! The helper opens all files. It has a file table of its own, which the thread shares, since the helper starts it. So
+//! the thread must not run code of the program, which would not find the program's descriptors. The defragmentation
+//! thread runs that code, and this thread waits for it.
 
 use super::answer::Sheet;
 use super::orders::{Action, Order, Outcome};
+use crate::arena::Context;
 use crate::error::Result;
 use crate::published::Subject;
+use crate::reclaim::{Account, Reason, Urgency};
 use crate::slab::{ShrinkReport, Slabs};
 use crate::sync::Guarded;
 use pagemill_sys::file::Blank;
@@ -15,14 +18,17 @@ use pagemill_sys::thread;
 use std::ffi::CStr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Orders that may wait.
+/// The most orders that may wait.
 const MOST_WAITING: usize = 8;
+
+/// Bytes requested from the owners per step.
+const STEP_BYTES: u64 = 64 << 20;
 
 const ENOENT: i32 = 2;
 const EAGAIN: i32 = 11;
 const ECANCELED: i32 = 125;
 
-/// An order whose file says that it was taken.
+/// An order that is marked as taken in its file.
 struct Job {
     file: Blank,
     number: u32,
@@ -30,39 +36,40 @@ struct Job {
 }
 
 struct Desk {
-    /// The oldest first.
+    /// Oldest first.
     waiting: [Option<Job>; MOST_WAITING],
-    /// There is a thread, which will look here again.
+    /// A thread is running and will check the queue again.
     is_working: bool,
 }
 
 pub(crate) struct Clerk {
+    account: &'static Account,
     slabs: &'static Slabs,
     desk: Guarded<Desk>,
 }
 
 impl Clerk {
-    pub fn new(slabs: &'static Slabs) -> Self {
+    pub fn new(account: &'static Account, slabs: &'static Slabs) -> Self {
         let desk = Desk { waiting: [const { None }; MOST_WAITING], is_working: false };
-        Self { slabs, desk: Guarded::new(desk) }
+        Self { account, slabs, desk: Guarded::new(desk) }
     }
 
-    /// Takes an order, if there is one in the file. By the helper.
+    /// Takes the order in the file, if there is one. Called by the helper.
     pub fn take(&'static self, path: &CStr, number: u32) {
         let mut bytes = [0; Order::LEN];
-        // Who asked has gone, or is not who may ask: there is nobody to tell.
+        // On failure the requester has ended, or lacks the right; there is no one to report to.
         let Ok(file) = Blank::open_with(path, &mut bytes) else { return };
         let Some(order) = Order::from_bytes(&bytes, number) else { return };
         let job = Job { file, number, order };
-        match order.action {
-            Action::SetUsedRatio(_) | Action::SetRemoteRatio(_) => self.carry_out(&job),
-            Action::Shrink => self.put_off(job),
+        match order {
+            Order::Slab { action: Action::SetUsedRatio(_) | Action::SetRemoteRatio(_), .. } => self.carry_out(&job),
+            Order::Slab { action: Action::Shrink, .. } | Order::Trim { .. } => self.put_off(job),
         }
     }
 
-    /// Leaves it to the thread.
+    /// Queues the order for the thread.
     fn put_off(&'static self, job: Job) {
-        // Before it is on the desk: who asked must not find it done and not taken.
+        // Marked before it is queued: the requester must not find it finished but not taken.
         let _ = job.file.write_at(&1_u32.to_le_bytes(), Order::TAKEN_AT as u64);
         let (refused, is_idle) = self.desk.with(|desk| {
             let Some(place) = desk.waiting.iter_mut().find(|place| place.is_none()) else { return (Some(job), false) };
@@ -70,16 +77,16 @@ impl Clerk {
             (None, !std::mem::replace(&mut desk.is_working, true))
         });
         if let Some(job) = refused {
-            answer(&job, Outcome::failed(job.order.cache, EAGAIN));
+            answer(&job, Outcome::failed(job.order, EAGAIN));
         }
         if is_idle && thread::spawn(c"pagemill-orders", self).is_err() {
             while let Some(job) = self.next() {
-                answer(&job, Outcome::failed(job.order.cache, EAGAIN));
+                answer(&job, Outcome::failed(job.order, EAGAIN));
             }
         }
     }
 
-    /// The next order; without one the thread is over.
+    /// Takes the next order; without one the thread ends.
     fn next(&self) -> Option<Job> {
         self.desk.with(|desk| {
             let job = desk.waiting[0].take();
@@ -90,12 +97,19 @@ impl Clerk {
     }
 
     fn carry_out(&self, job: &Job) {
-        // Who is the last to have a cache ends what its user put into it, which may panic.
+        // Dropping the last reference to a cache drops its values, and their code may panic.
         let done = catch_unwind(AssertUnwindSafe(|| self.outcome(job.order)));
-        answer(job, done.unwrap_or_else(|_| Outcome::failed(job.order.cache, ECANCELED)));
+        answer(job, done.unwrap_or_else(|_| Outcome::failed(job.order, ECANCELED)));
     }
 
-    fn outcome(&self, Order { action, cache: id }: Order) -> Outcome {
+    fn outcome(&self, order: Order) -> Outcome {
+        let (action, id) = match order {
+            Order::Slab { action, cache } => (action, cache),
+            Order::Trim { want_bytes } => {
+                let shrunk = ShrinkReport { freed_bytes: self.give_back(want_bytes), ..ShrinkReport::default() };
+                return Outcome { of: want_bytes, shrunk, errno: 0 };
+            }
+        };
         let slabs = self.slabs;
         let done: Option<Result<ShrinkReport>> = match action {
             Action::SetUsedRatio(percent) => {
@@ -107,10 +121,28 @@ impl Clerk {
             Action::Shrink => slabs.shrink_one(id),
         };
         match done {
-            Some(Ok(shrunk)) => Outcome { cache: id, shrunk, errno: 0 },
-            Some(Err(error)) => Outcome::failed(id, error.errno()),
-            None => Outcome::failed(id, ENOENT),
+            Some(Ok(shrunk)) => Outcome { of: id, shrunk, errno: 0 },
+            Some(Err(error)) => Outcome::failed(order, error.errno()),
+            None => Outcome::failed(order, ENOENT),
         }
+    }
+
+    /// Makes the owners return free and volatile memory, whole blocks first. Works in steps, so that siblings that ask
+    /// meanwhile get their turn at each owner.
+    fn give_back(&self, want_bytes: u64) -> u64 {
+        let mut freed = 0;
+        for urgency in [Urgency::Request, Urgency::Split] {
+            while freed < want_bytes {
+                let part = STEP_BYTES.min(want_bytes - freed);
+                let given = self.account.give_back(part, Context::Outside, urgency, Reason::Program);
+                freed = freed.saturating_add(given);
+                // What a busy program frees meanwhile is not waited for.
+                if given < part {
+                    break;
+                }
+            }
+        }
+        freed
     }
 
     pub fn acquire_for_fork(&self) {
@@ -121,7 +153,7 @@ impl Clerk {
         self.desk.release();
     }
 
-    /// The child has neither the thread nor its files: their numbers may be others' here.
+    /// The child has neither the thread nor its files: their descriptor numbers may belong to other files here.
     pub fn begin_child(&self) {
         self.desk.with(|desk| {
             desk.waiting.iter_mut().for_each(|place| std::mem::forget(place.take()));
@@ -141,5 +173,5 @@ impl thread::Work for Clerk {
 fn answer(job: &Job, outcome: Outcome) {
     let mut sheet = Sheet::behind(&job.file, Order::LEN);
     let result = sheet.put(&outcome.to_record());
-    let _ = sheet.end(job.number, Subject::SlabOrder, result);
+    let _ = sheet.end(job.number, Subject::Order, result);
 }

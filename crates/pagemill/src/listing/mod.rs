@@ -1,45 +1,47 @@
-//! What a process does for other processes of its user: it lists its volatile ranges, what its caches hold, and its slab caches,
-//! which it shrinks as well.
+//! Requests from other processes of the same user. A process lists its volatile ranges, the usage of its caches, and
+//! its slab caches, which it also shrinks on request. It measures its figures, and returns memory.
 //!
-//! Nobody may look into another process's memory uninvited, so the process answers itself:
+//! A process must not read another process's memory, so the process answers itself:
 //!
 //! ```text
-//!   who asks                                          the process
+//!   requester                                         the process
 //!   makes an empty file beside its figures
 //!   raises the number on the page of figures,
-//!   wakes the helper                          ---->   the helper opens the file, if it is what it should be
-//!   waits for the head, 2 s at most           <----   writes a record a range, last the head
-//!   reads, believes nothing, removes the file
+//!   wakes the helper                          ---->   the helper opens the file, after checks
+//!   waits for the head, 2 s at most           <----   writes one record per range, the head last
+//!   reads, checks everything, removes the file
 //! ```
 //!
-//! All numbers are little-endian. Head, 32 bytes: 0 magic (`pm-vrng1` ranges, `pm-cach2` caches, `pm-slab2` slab caches, `pm-slan1`
-//! what became of an order); 8 number of the request (u32); 12 `errno` of what went wrong, or 0 (u32); 16 records; 24 records that
-//! were left out. The records: `ranges`, `caches`, `slabs`, `orders`.
+//! All numbers are little-endian. Head, 32 bytes: 0 magic (`pm-vrng1` ranges, `pm-cach2` caches, `pm-slab2` slab
+//! caches, `pm-figr1` figures, `pm-answ1` outcome of an order); 8 number of the request (u32); 12 `errno` of a failure,
+//! or 0 (u32); 16 records; 24 records left out. The records: `ranges`, `caches`, `slabs`, `figures`, `orders`.
 //!
-//! An order ([`Order`]) stands in the file already, and the answer behind it. What may call the program's own code is carried out
-//! by a thread that lives as long as there are orders (`clerk`); who asked waits no longer than for a list, and is told that it goes on.
+//! An order ([`Order`]) is in the file from the start, and the answer follows it. Orders that may call code of the
+//! program are executed by a thread that lives while there are orders (`clerk`). The requester waits no longer than for
+//! a list; then it learns that the order goes on.
 //!
-//! Answering (`answer`) takes no memory and, while it writes, no lock. Asking ([`mod@ask`]) is for commands.
+//! Answering (`answer`) allocates no memory and, while it writes, holds no lock. Asking ([`mod@ask`]) is for commands.
 
 mod answer;
 pub mod ask;
 mod caches;
 pub(crate) mod clerk;
+mod figures;
 mod orders;
 mod ranges;
 mod slabs;
 
 pub use answer::Lister;
-pub use ask::{List, Unanswered, ask, ask_for_caches, ask_for_slabs, order};
+pub use ask::{List, Unanswered, ask, ask_for_caches, ask_for_figures, ask_for_slabs, order};
 pub use orders::{Action, Order, Outcome};
 pub use slabs::shown_name;
 
 use crate::published::Subject;
 
-/// Most records of a file: 8 MiB of ranges.
+/// The most records of a file: 8 MiB of ranges.
 pub const MOST_RECORDS: u64 = 1 << 18;
 
-/// What stands before the records.
+/// The head of a list, before its records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Head {
     number: u32,
@@ -53,7 +55,8 @@ const fn magic_of(subject: Subject) -> u64 {
         Subject::Ranges => *b"pm-vrng1",
         Subject::Caches => *b"pm-cach2",
         Subject::Slabs => *b"pm-slab2",
-        Subject::SlabOrder => *b"pm-slan1",
+        Subject::Figures => *b"pm-figr1",
+        Subject::Order => *b"pm-answ1",
     })
 }
 
@@ -70,7 +73,7 @@ impl Head {
         bytes
     }
 
-    /// `None` for what is no head of such a list.
+    /// `None` if this is no valid head of such a list.
     fn from_bytes(bytes: &[u8; Self::LEN], subject: Subject) -> Option<Self> {
         let head = Self {
             number: u32_at(bytes, 8),
@@ -82,12 +85,18 @@ impl Head {
     }
 }
 
+/// Updates figures when another process asks for them.
+pub trait Measured: Sync {
+    /// Must neither allocate nor take long.
+    fn measure(&self);
+}
+
 /// A record of a list.
 trait Record: Sized {
     const SUBJECT: Subject;
     const LEN: usize;
 
-    /// `None` for what cannot be: another process wrote it.
+    /// `None` for an invalid record: another process wrote it.
     fn from_bytes(bytes: &[u8]) -> Option<Self>;
 }
 
@@ -103,7 +112,7 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
 mod tests {
     use super::*;
 
-    /// What is written is read; each list has its own magic.
+    /// A written head is read back; each list has its own magic.
     #[test]
     fn heads_go_and_come() {
         let head = Head { number: 3, errno: 28, records: 5, left_out: 6 };

@@ -1,18 +1,20 @@
-//! An order, 32 bytes: 0 magic `pm-slor1`; 8 number of the request, 12 what is to be done (1 shrink, 2 `defrag_used_ratio`, 3
-//! `remote_node_defrag_ratio`), 16 percent (u32 each); 20 1 once it was taken, which the process writes (u32); 24 number of the cache.
-//! Behind it the head of the answer, and a record of 64 bytes: 0 number of the cache; 8 bytes that went
-//! back; 16 objects moved; 24 slabs before, 28 after (u32); 32 resident bytes before, 40 after; 48 `errno` (u32); zeros.
+//! An order, 32 bytes: 0 magic `pm-ordr1`; 8 number of the request, 12 action (1 shrink, 2 `defrag_used_ratio`, 3
+//! `remote_node_defrag_ratio`, 4 return memory), 16 percent (u32 each); 20 set to 1 by the process when it takes the
+//! order (u32); 24 number of the cache, or the wanted bytes.
+//!
+//! The head of the answer follows, and a record of 64 bytes: 0 the value at 24 of the order; 8 bytes returned; 16
+//! objects moved; 24 slabs before, 28 after (u32); 32 resident bytes before, 40 after; 48 `errno` (u32); zeros.
 
 use super::{Record, u32_at, u64_at};
 use crate::published::Subject;
 use crate::slab::ShrinkReport;
 
-const MAGIC: u64 = u64::from_le_bytes(*b"pm-slor1");
+const MAGIC: u64 = u64::from_le_bytes(*b"pm-ordr1");
 
-/// What a process is told to do with its slab caches.
+/// An action on a slab cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Pack what can be moved, and give back what nothing is in.
+    /// Compact relocatable objects, and return empty slabs.
     Shrink,
     /// Set `defrag_used_ratio`, in percent.
     SetUsedRatio(u32),
@@ -20,63 +22,76 @@ pub enum Action {
     SetRemoteRatio(u32),
 }
 
-/// An order to one cache.
+/// An order to a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Order {
-    pub action: Action,
-    /// The cache by the number that the list has it under.
-    pub cache: u64,
+pub enum Order {
+    /// Act on the slab cache with this number in the list.
+    Slab { action: Action, cache: u64 },
+    /// Return about this many bytes.
+    Trim { want_bytes: u64 },
 }
 
-/// What became of an order.
+/// The outcome of an order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    pub cache: u64,
-    /// Zeros where nothing was shrunk.
+    /// The number of the cache, or the wanted bytes.
+    pub of: u64,
+    /// Zeros if nothing was shrunk; for returned memory only `freed_bytes` is set.
     pub shrunk: ShrinkReport,
-    /// 0, or why it was not done: `ENOENT` of a cache that has gone, `ECANCELED` where the program's own code panicked, `EAGAIN`
-    /// where too many orders wait or no thread was to be had.
+    /// 0, or the reason for a failure: `ENOENT` if the cache is gone, `ECANCELED` if code of the program panicked,
+    /// `EAGAIN` if too many orders wait or no thread could be started.
     pub errno: i32,
 }
 
 impl Order {
     pub(super) const LEN: usize = 32;
 
-    /// Where the process says that it has taken it: a 1 (u32).
+    /// Offset at which the process marks the order as taken: a 1 (u32).
     pub(super) const TAKEN_AT: usize = 20;
 
+    /// The value by which an answer identifies the order.
+    pub(super) fn number(self) -> u64 {
+        match self {
+            Self::Slab { cache, .. } => cache,
+            Self::Trim { want_bytes } => want_bytes,
+        }
+    }
+
     pub(super) fn to_bytes(self, number: u32) -> [u8; Self::LEN] {
-        let (action, percent) = match self.action {
-            Action::Shrink => (1, 0),
-            Action::SetUsedRatio(percent) => (2, percent),
-            Action::SetRemoteRatio(percent) => (3, percent),
+        let (action, percent) = match self {
+            Self::Slab { action: Action::Shrink, .. } => (1, 0),
+            Self::Slab { action: Action::SetUsedRatio(percent), .. } => (2, percent),
+            Self::Slab { action: Action::SetRemoteRatio(percent), .. } => (3, percent),
+            Self::Trim { .. } => (4, 0),
         };
         let mut bytes = [0; Self::LEN];
         bytes[..8].copy_from_slice(&MAGIC.to_le_bytes());
         for (place, word) in bytes[8..Self::TAKEN_AT].chunks_exact_mut(4).zip([number, action, percent]) {
             place.copy_from_slice(&u32::to_le_bytes(word));
         }
-        bytes[24..].copy_from_slice(&self.cache.to_le_bytes());
+        bytes[24..].copy_from_slice(&self.number().to_le_bytes());
         bytes
     }
 
-    /// `None` for what is no order of this number.
+    /// `None` if this is no valid order with this number.
     pub(super) fn from_bytes(bytes: &[u8; Self::LEN], number: u32) -> Option<Self> {
-        let percent = u32_at(bytes, 16);
-        let action = match u32_at(bytes, 12) {
-            1 => Action::Shrink,
-            2 => Action::SetUsedRatio(percent),
-            3 => Action::SetRemoteRatio(percent),
+        let (percent, of) = (u32_at(bytes, 16), u64_at(bytes, 24));
+        let slab = |action| Self::Slab { action, cache: of };
+        let order = match u32_at(bytes, 12) {
+            1 => slab(Action::Shrink),
+            2 => slab(Action::SetUsedRatio(percent)),
+            3 => slab(Action::SetRemoteRatio(percent)),
+            4 => Self::Trim { want_bytes: of },
             _ => return None,
         };
         let is_order = u64_at(bytes, 0) == MAGIC && u32_at(bytes, 8) == number && u32_at(bytes, Self::TAKEN_AT) == 0;
-        is_order.then(|| Self { action, cache: u64_at(bytes, 24) })
+        is_order.then_some(order)
     }
 }
 
 impl Outcome {
-    pub(super) fn failed(cache: u64, errno: i32) -> Self {
-        Self { cache, shrunk: ShrinkReport::default(), errno }
+    pub(super) fn failed(order: Order, errno: i32) -> Self {
+        Self { of: order.number(), shrunk: ShrinkReport::default(), errno }
     }
 
     pub(super) fn to_record(self) -> [u8; Self::LEN] {
@@ -84,8 +99,7 @@ impl Outcome {
         let ShrinkReport { freed_bytes, moved, slabs_before, slabs_after, resident_before, resident_after } =
             self.shrunk;
         let slabs = u64::from(slabs_after) << u32::BITS | u64::from(slabs_before);
-        let words =
-            [self.cache, freed_bytes, moved, slabs, resident_before, resident_after, u64::from(self.errno as u32)];
+        let words = [self.of, freed_bytes, moved, slabs, resident_before, resident_after, u64::from(self.errno as u32)];
         for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
             place.copy_from_slice(&word.to_le_bytes());
         }
@@ -94,7 +108,7 @@ impl Outcome {
 }
 
 impl Record for Outcome {
-    const SUBJECT: Subject = Subject::SlabOrder;
+    const SUBJECT: Subject = Subject::Order;
     const LEN: usize = 64;
 
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
@@ -106,7 +120,7 @@ impl Record for Outcome {
             resident_before: u64_at(bytes, 32),
             resident_after: u64_at(bytes, 40),
         };
-        Some(Self { cache: u64_at(bytes, 0), shrunk, errno: i32::try_from(u32_at(bytes, 48)).ok()? })
+        Some(Self { of: u64_at(bytes, 0), shrunk, errno: i32::try_from(u32_at(bytes, 48)).ok()? })
     }
 }
 
@@ -114,12 +128,15 @@ impl Record for Outcome {
 mod tests {
     use super::*;
 
-    /// What is written is read, of its number only; what is none is refused, and what somebody has taken.
+    /// A written order is read back under its own number only; an invalid one is rejected, and so is one that was
+    /// taken.
     #[test]
     fn orders_go_and_come() {
-        for action in [Action::Shrink, Action::SetUsedRatio(100), Action::SetRemoteRatio(7)] {
-            for cache in [0, 9, u64::MAX] {
-                let order = Order { action, cache };
+        let actions = [Some(Action::Shrink), Some(Action::SetUsedRatio(100)), Some(Action::SetRemoteRatio(7)), None];
+        for action in actions {
+            for of in [0, 9, u64::MAX] {
+                let slab = |action| Order::Slab { action, cache: of };
+                let order = action.map_or(Order::Trim { want_bytes: of }, slab);
                 let bytes = order.to_bytes(5);
                 assert_eq!((Order::from_bytes(&bytes, 5), Order::from_bytes(&bytes, 6)), (Some(order), None));
                 for at in [0, 15, Order::TAKEN_AT] {
@@ -141,7 +158,7 @@ mod tests {
             resident_before: 5,
             resident_after: 6,
         };
-        let outcome = Outcome { cache: 7, shrunk, errno: 16 };
+        let outcome = Outcome { of: 7, shrunk, errno: 16 };
         assert_eq!(Outcome::from_bytes(&outcome.to_record()), Some(outcome));
         assert_eq!(Outcome::from_bytes(&[0xFF; Outcome::LEN]), None);
     }

@@ -1,5 +1,6 @@
-//! A record a volatile range, 32 bytes: 0 address; 8 length; 16 bytes purged (all ones: some, how many is not known); 24 age in
-//! ticks of 2^22 ns (u32; all ones: not marked); 28 kind; 29 state; 30 behaviour; 31 whether it is strict.
+//! One record per volatile range, 32 bytes: 0 address; 8 length; 16 bytes purged (all ones: some, the number is
+//! unknown); 24 age in ticks of 2^22 ns (u32; all ones: not marked); 28 kind; 29 state; 30 behaviour; 31 whether it is
+//! strict.
 
 use super::{Record, u32_at, u64_at};
 use crate::published::Subject;
@@ -80,7 +81,7 @@ mod tests {
         }
     }
 
-    /// What is written is read; each field has its place.
+    /// A written record is read back; each field has its offset.
     #[test]
     fn records_go_and_come() {
         let states = [State::Held, State::Volatile, State::Pinned, State::Purging];
@@ -95,7 +96,7 @@ mod tests {
         }
     }
 
-    /// Nothing that cannot be is taken for a range, whichever byte is wrong.
+    /// Invalid records are rejected, whichever byte is wrong.
     #[test]
     fn damaged_records_are_refused() {
         let good = to_record(&listed());

@@ -1,10 +1,11 @@
-//! A record a slab cache and node, 256 bytes, nodes of a cache one after the other: 0 name, padded with zeros; 64 number of the cache;
-//! 72 object bytes; 80 bytes from one to the next; 88 bytes of a slab; 96 objects a slab (u32); 100 `defrag_used_ratio`, 104
-//! `remote_node_defrag_ratio` (u32); 108 kind (0 objects stay, 1 by owner, 2 by handle); 109 whether it has a constructor; 110 is
-//! watched; 111 the node could not be looked at; 112 node (u32); 116 whether the background has given it up; 117 to 119 zeros; 120 free objects in magazines; 128 moved; 136
-//! freed; 144 busy; 152 refused; 160 failed; 168 emptied; 176 from other nodes; 184 bytes of handles. Of the node: 192 used; 200
-//! objects; 208 slabs, 212 partial, 216 empty, 220 lost, 224 blocks (u32); 228 to 231 zeros; 232 resident bytes; 240 in its barn. Of the cache
-//! again: 248 waiting for readers.
+//! One record per slab cache and node, 256 bytes, nodes of a cache one after the other: 0 name, padded with zeros; 64
+//! number of the cache; 72 object bytes; 80 bytes from one object to the next; 88 bytes of a slab; 96 objects a slab
+//! (u32); 100 `defrag_used_ratio`, 104 `remote_node_defrag_ratio` (u32); 108 kind (0 fixed objects, 1 by owner, 2 by
+//! handle); 109 whether it has a constructor; 110 whether it is watched; 111 whether the node could not be inspected;
+//! 112 node (u32); 116 whether background defragmentation has given it up; 117 to 119 zeros; 120 free objects in
+//! magazines; 128 moved; 136 freed; 144 busy; 152 refused; 160 failed; 168 emptied; 176 from other nodes; 184 bytes of
+//! handles. Of the node: 192 used; 200 objects; 208 slabs, 212 partial, 216 empty, 220 lost, 224 blocks (u32); 228 to
+//! 231 zeros; 232 resident bytes; 240 in its barn. Of the cache again: 248 waiting for readers.
 
 use super::{Record, u32_at, u64_at};
 use crate::published::Subject;
@@ -12,12 +13,12 @@ use crate::slab::{Kind, NodeInfo, SlabInfo};
 
 pub(super) const RECORD_LEN: usize = 256;
 
-/// Bytes of a name that are told.
+/// Bytes of a name in a record.
 const NAME_LEN: usize = 64;
 
 const KINDS: [Kind; 3] = [Kind::Fixed, Kind::ByOwner, Kind::ByHandle];
 
-/// What is told of a cache on one node.
+/// One cache on one node.
 pub(super) struct Row {
     id: u64,
     info: SlabInfo,
@@ -25,13 +26,14 @@ pub(super) struct Row {
     figures: NodeInfo,
 }
 
-/// The part of a name that is told: what has room, up to the end of a letter.
+/// The part of a name that fits into a record, cut at a character boundary.
 fn told(name: &str) -> &str {
     let len = (0..=NAME_LEN.min(name.len())).rev().find(|len| name.is_char_boundary(*len)).unwrap_or(0);
     &name[..len]
 }
 
-/// A name as lists show it: it goes to a terminal, so without control characters, and not longer than is told.
+/// A name as lists show it: without control characters, since it is printed to a terminal, and not longer than a record
+/// holds.
 pub fn shown_name(name: &str) -> String {
     let clean = |letter: char| if letter.is_control() || letter == char::REPLACEMENT_CHARACTER { '?' } else { letter };
     told(name).chars().map(clean).collect()
@@ -126,7 +128,7 @@ impl Record for Row {
     }
 }
 
-/// Puts the nodes of each cache together, and the caches into the order of lists; `None` for what nobody lists in this order.
+/// Gathers the nodes of each cache, and sorts the caches as lists do; `None` if the rows are in an invalid order.
 pub(super) fn gather(rows: Vec<Row>) -> Option<Vec<(u64, SlabInfo)>> {
     let mut caches: Vec<(u64, SlabInfo)> = Vec::new();
     for Row { id, mut info, node, figures } in rows {
@@ -196,7 +198,8 @@ mod tests {
         Record::from_bytes(&to_record(id, info, node, &NODE)).unwrap()
     }
 
-    /// What is written is read, and the nodes of a cache are put together; a long name is cut between two letters.
+    /// Written records are read back, and the nodes of a cache are gathered; a long name is cut at a character
+    /// boundary.
     #[test]
     fn records_go_and_come() {
         for kind in KINDS {
@@ -211,7 +214,7 @@ mod tests {
         assert_eq!(shown_name("tab\tline\nred\x1b[31m"), "tab?line?red?[31m");
     }
 
-    /// Caches with movable objects come first, then the names count; two of one name are two.
+    /// Caches with relocatable objects come first, then they are sorted by name; two caches may have the same name.
     #[test]
     fn lists_have_an_order() {
         let rows =
@@ -221,7 +224,7 @@ mod tests {
         assert_eq!(names, ["3y", "1z", "2a", "4a", "0b"]);
     }
 
-    /// Nothing that cannot be is taken for a cache, nor an order of nodes that nobody writes; sums saturate.
+    /// Invalid records are rejected, and so is an invalid order of nodes; sums saturate.
     #[test]
     fn damaged_records_are_refused() {
         let good = to_record(1, &info("a", Kind::Fixed), 0, &NODE);

@@ -1,4 +1,4 @@
-//! Reading ahead of who reads in order, and hints of who knows what comes.
+//! Readahead for sequential reads, and hints of the program about coming reads.
 //!
 //! Noted are accesses that find nothing, and the first ones to what came ahead: [`streams`](super::streams) tells from these what
 //! comes next. Hits on all else are not, so they cost nothing.
@@ -24,7 +24,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8};
 
-/// The first proposal and the largest one, as elsewhere: 128 KiB and 2 MiB. Who says that he reads in order has twice as much.
+/// The first proposal and the largest one, as elsewhere: 128 KiB and 2 MiB. Declared sequential reads have twice as
+/// much.
 const FIRST_BYTES: u64 = BLOCK_BYTES as u64 / 16;
 const MOST_BYTES: u64 = BLOCK_BYTES as u64;
 
@@ -81,9 +82,10 @@ impl Mapping {
         }
     }
 
-    /// Starts reading what is missing of a range (`u64::MAX` bytes: up to the end), and returns at once with how many bytes that are (`POSIX_FADV_WILLNEED`). Fewer than
-    /// are missing where a 16th of the cache's limit is on its way already, or no room can be made; 0 for a store that only blocks
-    /// ([`crate::store::Store::is_asynchronous`]). What fails is read again by whoever needs it.
+    /// Starts reading what is missing of a range (`u64::MAX` bytes: up to the end), and returns at once with the number
+    /// of those bytes (`POSIX_FADV_WILLNEED`). Fewer than are missing where a 16th of the cache's limit is in flight
+    /// already, or no room can be made; 0 for a store that only blocks ([`crate::store::Store::is_asynchronous`]). A
+    /// failed read is repeated by the call that needs its bytes.
     ///
     /// Cost: some microseconds for each transfer of up to 2 MiB.
     ///
@@ -95,8 +97,8 @@ impl Mapping {
         Ok(self.0.read_ahead(std::iter::once(offset..offset + len_bytes)))
     }
 
-    /// Drops what lies in memory of a range (`u64::MAX` bytes: up to the end; `POSIX_FADV_DONTNEED`): clean folios that lie wholly in it, and that nobody has pinned. Written
-    /// bytes stay until [`Mapping::sync`]. Returns the bytes that came free.
+    /// Evicts the folios of a range (`u64::MAX` bytes: up to the end; `POSIX_FADV_DONTNEED`): clean ones that lie
+    /// wholly in it and are not pinned. Written bytes stay until [`Mapping::sync`]. Returns the bytes that came free.
     ///
     /// Cost: that of eviction, a few hundred instructions for each folio.
     ///
@@ -143,14 +145,15 @@ impl File {
         self.behind.as_ref().is_some_and(|behind| behind.reading.is_once.load(Relaxed))
     }
 
-    /// Somebody uses a folio that came ahead, for the first time.
+    /// Records the first use of a folio that was read ahead.
     #[cold]
     pub(super) fn note_first_use(&self, frame: &Frame, offset: u64, len_bytes: usize) {
         stats::add(Counter::ReadAheadUsed, self.cache.folio_bytes(frame.word.load().order()));
         self.note_access(offset, len_bytes);
     }
 
-    /// Somebody reads where nothing is in memory, or came ahead: what follows is started if he does so in order.
+    /// Records a read of bytes that are not in memory, or were read ahead. If reads are sequential, starts reading what
+    /// follows.
     pub(super) fn note_access(&self, offset: u64, len_bytes: usize) {
         let Some(behind) = &self.behind else { return };
         let advice = behind.reading.advice();
@@ -160,7 +163,7 @@ impl File {
         let Some(rules) = self.rules(advice, self.index_of(offset)) else { return };
         let access = offset..offset + len_bytes.max(1) as u64;
         let size_bytes = self.size_bytes();
-        // Who comes at the same time as another is not seen: better that than to wait.
+        // A concurrent access is not recorded, so that no thread waits here.
         let noted = behind.reading.streams.try_with(|streams| streams.note(access, size_bytes, &rules));
         if let Some(proposal) = noted.flatten() {
             self.read_ahead(proposal.ranges());

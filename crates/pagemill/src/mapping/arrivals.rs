@@ -19,13 +19,13 @@ pub(super) struct Arrivals {
 
 /// Where stores leave what they bring.
 struct Hall {
-    /// `None`: nobody comes for it any more.
+    /// `None`: the queue is gone.
     arrived: Guarded<Option<Vec<Arrived>>>,
     bell: RingBell,
 }
 
 impl Arrivals {
-    /// Whoever listens to the bell looks for what has arrived.
+    /// The owner of the bell checks for arrivals.
     pub fn new(bell: RingBell) -> Self {
         let hall = Hall { arrived: Guarded::new(Some(Vec::new())), bell };
         Self { hall: Arc::new(hall), cancel: Cancel::new(), underway: 0 }
@@ -61,7 +61,7 @@ impl Hall {
                 arrived.extend(arrival.take());
             }
         });
-        // If nobody comes for it, it goes here, and not under the lock.
+        // If the queue is gone, it is dropped here, and not under the lock.
         if arrival.is_none() {
             self.bell.ring();
         }

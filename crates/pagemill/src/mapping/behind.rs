@@ -1,7 +1,7 @@
 //! Reads that are started and go on behind: the store finishes them, on whatever thread, into folios that enter the index then.
 //!
 //! ```text
-//!   who wants pages                      the store's thread
+//!   a thread that wants pages            the store's thread
 //!     begin: flight, memory
 //!     Store::start ------------------->  transfer
 //!     waits: a thread sleeps,            land: into the index; the flight ends
@@ -25,7 +25,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Whoever drops a file waits so long for its reads to be given up; then they end when they do.
+/// Dropping a file waits this long for its reads to be cancelled. They end later if they must.
 const MOST_WAIT: Duration = Duration::from_secs(1);
 
 /// What goes on behind a file.
@@ -34,7 +34,7 @@ pub(super) struct Behind {
     /// Reads that were started and are not over.
     underway: AtomicU32,
     ended: Signal,
-    /// Nobody wants them any more.
+    /// Their pages are not wanted any more.
     cancel: Cancel,
     pub reading: Reading,
 }
@@ -45,7 +45,7 @@ impl Behind {
     }
 }
 
-/// Why a read failed, for who started it.
+/// The failure of a read, for the thread that started it.
 #[derive(Default)]
 pub(super) struct Outcome(Guarded<Option<Error>>);
 
@@ -204,7 +204,7 @@ impl File {
     }
 }
 
-/// A read is over. Its flight ends, and whoever waits goes on, once all is said.
+/// Ends a read. Its flight ends, and waiting threads go on, once all is recorded.
 fn land(mut filling: Filling, result: io::Result<()>, outcome: Option<&Outcome>) {
     let entered = result.map_err(failed(DOING)).and_then(|()| filling.enter());
     if filling.is_ahead() {

@@ -1,4 +1,5 @@
-//! A cache: files that share a software page size, a limit, a policy and a name; and all caches of a process.
+//! Caches: files that share a software page size, a limit, a policy and a name; and the list of all caches of a
+//! process.
 
 use super::flights::Flights;
 use super::flush::{Balance, Flusher, Writeback};
@@ -21,36 +22,38 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-/// Caches that a process can have at a time. One that went leaves its place to others with the same page and no larger limit.
+/// Most caches of a process. A dropped cache leaves its pool to a later one with the same page size and no larger
+/// limit.
 pub const MAX_CACHES: usize = 256;
 
-/// How a cache is to be.
+/// Settings of a cache.
 pub struct Settings {
-    /// A word for reports: which cache of the program this is.
+    /// Name of the cache in reports.
     pub name: String,
-    /// The software page: a folio is at least so long.
+    /// The software page: the smallest folio.
     pub page: PageSize,
-    /// Most bytes of folios at a time. The memory behind them may be half as much again, and a huge folio: blocks are in use in
-    /// part, and free ones stay until somebody wants memory.
+    /// Most bytes of folios at a time. The memory behind them may be half as much again, plus a huge folio: blocks are
+    /// partly used, and free ones stay until memory is needed.
     pub limit_bytes: u64,
-    /// Whether huge folios are made at all; [`Cache::set_huge`] changes it.
+    /// Whether huge folios are allocated at all; [`Cache::set_huge`] changes it.
     pub use_huge: bool,
-    /// Whether huge folios may be split again, so that parts of them can go. One that may not needs no look at its neighbours.
-    /// Those in reserved huge pages never are.
+    /// Whether huge folios may be split, so that parts of them can be freed. Unsplittable ones need no check of their
+    /// neighbours. Those in reserved huge pages are never split.
     pub may_split: bool,
     pub policy: Box<dyn Policy>,
     pub source: Source,
-    /// When what was written to files with a store goes back to it.
+    /// When dirty pages of files with a store are written back.
     pub writeback: Writeback,
-    /// How long a call waits for a store until it ends in an error ([`Error::Store`] with `ETIMEDOUT`): while the store reads what it
-    /// needs, or another's read of that goes on. The read itself goes on, and a later call finds what it brought. `None`: as
-    /// long as the store takes. So it is for the reads of a call's own, too, where the store only blocks
-    /// ([`Store::is_asynchronous`]).
+    /// Time limit of waits for a store; a call that exceeds it fails ([`Error::Store`] with `ETIMEDOUT`). This covers
+    /// reads for the call and in-flight reads of other threads that it needs. The read itself continues, and a later
+    /// call finds its bytes. `None`: no limit. A store with blocking calls only ([`Store::is_asynchronous`]) has no
+    /// limit for reads on the calling thread. A sync fails with [`Error::Busy`] if no write of its file completes for
+    /// this time.
     pub patience: Option<Duration>,
 }
 
 impl Settings {
-    /// The page of the system, huge folios by [`Auto`].
+    /// Settings with the OS page, and [`Auto`] as policy for huge folios.
     pub fn new(name: &str, limit_bytes: u64) -> Self {
         Self {
             name: name.to_owned(),
@@ -71,20 +74,20 @@ pub struct Caches {
     pub(super) arena: &'static Arena,
     pub(super) forests: &'static dyn Forests,
     pub(super) pools: [OnceLock<&'static Pool>; MAX_CACHES],
-    /// Of each pool.
+    /// Eviction order of each pool.
     orders: [OnceLock<&'static Order>; MAX_CACHES],
-    /// Which pools have a cache, and which.
+    /// Pools, each with its current cache.
     pub(super) books: Guarded<Vec<(&'static Pool, Weak<Inner>)>>,
-    /// So many pools are a parent's: locks of theirs may be held for good, and nothing of theirs is used.
+    /// Number of pools inherited from a parent process. Their locks may be held forever, so they are never used.
     pub(super) inherited: AtomicUsize,
     pub(super) worker: Worker,
     pub(super) flusher: Flusher,
-    /// Of queues, and whose memory they may have registered.
+    /// Wakers of queues, each with the pool of which the queue may have registered memory.
     bells: Guarded<Vec<(&'static Pool, RingBell)>>,
 }
 
 impl Caches {
-    /// No memory becomes resident. Nodes of indices come from a forest that is asked for with the first cache.
+    /// Makes no memory resident. The first cache requests the forest for nodes of indices.
     pub(crate) fn new(arena: &'static Arena, forests: &'static dyn Forests) -> Self {
         Self {
             arena,
@@ -99,21 +102,22 @@ impl Caches {
         }
     }
 
-    /// Makes a cache.
+    /// Creates a cache.
     ///
-    /// Cost: addresses for its limit, and for 16 bytes a page; memory as files are written.
+    /// Cost: address space for the limit and for 16 bytes a page; memory as files are written.
     ///
     /// # Errors
     ///
-    /// [`Error::BadLength`] for a limit below one page, [`Error::NoAddresses`] if it is too large, [`Error::TooMany`] if there are
-    /// [`MAX_CACHES`] already; [`Error::WrongState`] for shares of dirty pages that cannot be; what [`Source::Hugetlb`] says.
+    /// [`Error::BadLength`] for a limit below one page. [`Error::NoAddresses`] if the limit is too large.
+    /// [`Error::TooMany`] if there are [`MAX_CACHES`] already. [`Error::WrongState`] for invalid shares of dirty pages.
+    /// Errors of [`Source::Hugetlb`].
     pub fn make(&'static self, settings: Settings) -> Result<Cache> {
         if settings.limit_bytes < settings.page.bytes() as u64 {
             return Err(Error::BadLength { len_bytes: settings.limit_bytes });
         }
         let balance = Balance::new(&settings.writeback, settings.limit_bytes)?;
         let nodes = self.forests.forest()?;
-        // In one step: nobody else may find the pool without a cache.
+        // Under one lock, so that no other thread finds the pool without a cache.
         self.books.with(|books| {
             let at = self.pool(books, &settings)?;
             let (pool, user) = &mut books[at];
@@ -151,7 +155,7 @@ impl Caches {
         })
     }
 
-    /// The order in which folios of a pool make room.
+    /// Returns the eviction order of a pool's folios.
     fn order(&self, at: usize, pool: &Pool) -> Result<&'static Order> {
         if let Some(order) = self.orders[at].get() {
             return Ok(order);
@@ -165,8 +169,8 @@ impl Caches {
         self.pools.iter().skip(self.inherited.load(Relaxed)).map_while(|pool| pool.get().copied())
     }
 
-    /// Starts no thread from here on: small folios become huge by [`Cache::collapse_waiting`] alone, and sparse huge ones small by
-    /// [`Cache::thin_waiting`]; what is dirty for long goes back by [`Cache::write_back_due`].
+    /// Starts no thread from here on. The program then collapses small folios with [`Cache::collapse_waiting`], splits
+    /// sparse huge ones with [`Cache::thin_waiting`], and writes back with [`Cache::write_back_due`].
     pub fn collapse_by_hand(&self) {
         self.worker.do_by_hand();
     }
@@ -183,20 +187,20 @@ impl Caches {
         self.books.release();
     }
 
-    /// In a fork child: what there is of caches is the parent's, and no thread works here.
+    /// In a fork child: marks all caches as the parent's, and no thread as running.
     pub(crate) fn begin_child(&self) {
         self.inherited.store(self.books.with(|books| books.len()), Relaxed);
         self.worker.begin_child();
         self.flusher.begin_child();
     }
 
-    /// Brings the figures up to date that are found by measuring.
+    /// Updates the statistics that are measured.
     pub(crate) fn measure(&self) {
         stats::set(Counter::CacheFrames, self.frames_bytes());
         stats::set(Counter::CacheIndex, self.forests.node_bytes() + self.files_bytes());
     }
 
-    /// Bytes of metadata that are resident.
+    /// Returns the resident bytes of metadata.
     pub(crate) fn metadata_bytes(&self) -> u64 {
         self.frames_bytes() + self.forests.node_bytes()
     }
@@ -205,7 +209,7 @@ impl Caches {
         (self.inherited.load(Relaxed)..).zip(self.pools()).map(|(at, pool)| self.frames_bytes_of(at, pool)).sum()
     }
 
-    /// Of frames, and of the order of a pool, that are resident.
+    /// Returns the resident bytes of a pool's frames and eviction order.
     pub(super) fn frames_bytes_of(&self, at: usize, pool: &Pool) -> u64 {
         let order = self.orders[at].get().map_or(0, |order| order.resident_bytes(pool.pages() as usize));
         pool.frames_bytes() + order
@@ -225,7 +229,7 @@ impl Shrinker for Caches {
         self.pools().map(Pool::giveable_bytes).sum()
     }
 
-    /// Free chunks. At a limit what huge folios hold for nothing is taken out first.
+    /// Frees unused chunks. At a limit, first frees unused parts of huge folios.
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let mut freed = self.shrink_free(want_bytes);
         if urgency == Urgency::Limit && freed < want_bytes {
@@ -233,7 +237,7 @@ impl Shrinker for Caches {
             while freed < want_bytes
                 && let Some(cache) = self.next_cache(&mut at)
             {
-                // Of reserved huge pages nothing would go back.
+                // Reserved huge pages are not given back, so they are skipped.
                 if !cache.pool.is_hugetlb() && cache.make_room(want_bytes - freed) {
                     freed += self.shrink_free(want_bytes - freed);
                 }
@@ -247,7 +251,7 @@ impl Shrinker for Caches {
 }
 
 impl Caches {
-    /// The next cache from `at` on, which goes behind it.
+    /// Returns the next cache from `at` on, and moves `at` behind it.
     pub(super) fn next_cache(&self, at: &mut usize) -> Option<Arc<Inner>> {
         self.books.with(|books| {
             loop {
@@ -260,10 +264,11 @@ impl Caches {
         })
     }
 
-    /// A queue over a pool hears of it by its bell when memory is wanted back that it has registered.
+    /// Registers the waker of a queue. It is called when memory of the pool is wanted back that the queue has
+    /// registered.
     pub(super) fn hear_by(&self, pool: &'static Pool, bell: &RingBell) {
         let (mut new, mut room) = (Some((pool, bell.clone())), Vec::new());
-        // Room is made without the lock: an allocation may ask for memory back.
+        // The list grows outside of the lock, because an allocation may start reclaim.
         while new.is_some() {
             room.reserve(self.bells.with(|bells| bells.len()) + 1);
             self.bells.with(|bells| {
@@ -286,7 +291,7 @@ impl Caches {
         drop(own);
     }
 
-    /// Asks queues for memory that is free, but registered.
+    /// Requests free memory that queues have registered.
     fn want_back(&self, pool: &'static Pool) {
         if pool.want_back() {
             self.bells.with(|bells| {
@@ -296,7 +301,7 @@ impl Caches {
         }
     }
 
-    /// Gives free chunks back. Those of caches without a file go first, being of no use to anybody.
+    /// Frees unused chunks. Pools without a file go first, because nothing uses them.
     fn shrink_free(&self, want_bytes: u64) -> u64 {
         let mut freed = 0;
         for is_idle in [true, false] {
@@ -310,53 +315,54 @@ impl Caches {
     }
 }
 
-/// Files by their id, and ids that are free.
+/// Files by id, and free ids.
 #[derive(Default)]
 pub(super) struct Files {
     pub by_id: Vec<Weak<File>>,
     pub free: Vec<u32>,
 }
 
-/// The inside of a cache, which its files share.
+/// The shared state of a cache and its files.
 pub(crate) struct Inner {
     pub(super) caches: &'static Caches,
-    /// Of the indices of its files.
+    /// Nodes of its files' indices.
     pub(super) nodes: &'static Forest,
     pub(super) pool: &'static Pool,
-    /// Its pool's place among all: no two caches that are there at the same time have one number.
+    /// Index of its pool: unique among caches that exist at the same time.
     pub(super) number: u32,
     pub(super) generation: u16,
     pub(super) name: Arc<str>,
     pub(super) limit_bytes: u64,
     pub(super) charged_bytes: AtomicU64,
-    /// Of these, in huge folios.
+    /// The part of `charged_bytes` in huge folios.
     pub(super) huge_bytes: AtomicU64,
-    /// In dirty folios of files with a store.
+    /// Bytes of dirty folios of files with a store.
     pub(super) dirty_bytes: AtomicU64,
     pub(super) balance: Balance,
     use_huge: AtomicBool,
     pub(super) may_split: bool,
     pub(super) policy: Box<dyn Policy>,
     pub(super) patience: Option<Duration>,
-    /// Whose turn it is when room is to be made.
+    /// The eviction order.
     pub(super) order: &'static Order,
-    /// Whether the order is this cache's: it is from the first file with a store on.
+    /// Whether the order was started for this cache, which its first file with a store does.
     is_ordered: Guarded<bool>,
     /// Files with a store.
     pub(super) stored_files: AtomicU32,
-    /// Nothing was found to evict, or to thin: not looked for before.
+    /// Time of the next attempt to evict, or to thin, after one that found nothing.
     pub(super) evict_after_ns: AtomicU64,
-    /// Threads that look for a folio to drop, or have one in hand.
+    /// Threads that search for a folio to evict, or are evicting one.
     pub(super) in_hand: AtomicU32,
     pub(super) thin_after_ns: AtomicU64,
     pub(super) files: Guarded<Files>,
     pub(super) flights: Flights,
-    /// On their way ahead of who will want them.
+    /// Bytes of in-flight reads ahead.
     pub(super) ahead_bytes: AtomicU64,
 }
 
 impl Inner {
-    /// Refuses in a child of the process that made the cache: locks and pins of the parent's threads are here, they are not.
+    /// Fails in a child of the process that created the cache. The child has the locks and pins of the parent's
+    /// threads, but not the threads.
     #[inline]
     pub fn check(&self) -> Result<()> {
         if self.generation == self.caches.arena.generation() { Ok(()) } else { Err(Self::is_of_parent()) }
@@ -367,7 +373,7 @@ impl Inner {
         Error::WrongState { what: "a cache of the parent process: a fork child has to make its own" }
     }
 
-    /// Takes a folio, and counts it. It is busy: the caller's.
+    /// Allocates and charges a folio. It is busy: the caller owns it.
     ///
     /// # Errors
     ///
@@ -380,10 +386,11 @@ impl Inner {
         Ok(taken)
     }
 
-    /// Takes up to `most` more pages, of what is free and within the limit.
+    /// Allocates up to `most` more pages from free ones, within the limit.
     pub fn take_more(&self, most: usize, taken: impl FnMut(Taken)) {
         let page_bytes = self.folio_bytes(0);
-        // No more than there is room for: others who meet the limit meanwhile are refused.
+        // Requests no more than there is room for: a larger temporary charge would make other threads fail at the
+        // limit.
         let room = self.limit_bytes.saturating_sub(self.charged_bytes.load(Relaxed)) / page_bytes;
         let most = most.min(room as usize);
         let wanted = page_bytes * most as u64;
@@ -394,8 +401,8 @@ impl Inner {
         }
     }
 
-    /// Takes so many pages that lie in a row, if such are free and within the limit; while there is less memory than the limit says
-    /// also of a new chunk. Returns the first.
+    /// Allocates contiguous pages from free ones, within the limit. If the pool holds less memory than the limit,
+    /// splits a new chunk for it. Returns the first page.
     pub fn take_row(&self, pages: u32) -> Option<u32> {
         let bytes = self.folio_bytes(0) * u64::from(pages);
         self.charge(bytes).ok()?;
@@ -430,20 +437,20 @@ impl Inner {
         self.charged_bytes.fetch_sub(self.folio_bytes(order), Relaxed);
     }
 
-    /// Whether folios of an order are whole chunks.
+    /// Returns whether folios of an order are whole chunks.
     pub(super) fn is_huge(&self, order: u8) -> bool {
         order > 0 && order == self.pool.chunk_order() || self.pool.page().bytes() >= BLOCK_BYTES
     }
 
-    /// Changes the figures of the process: of what is charged to it, as reserved huge pages are not.
+    /// Changes the statistics of the process. They exclude reserved huge pages, which are not charged to it.
     fn publish(&self, order: u8, bytes: u64, change: fn(Counter, u64)) {
         if !self.pool.is_hugetlb() {
             change(if self.is_huge(order) { Counter::CacheHuge } else { Counter::CacheSmall }, bytes);
         }
     }
 
-    /// Takes a folio in the place of smaller ones of so many bytes: only what it has more is charged, so that nobody who writes
-    /// meanwhile meets the limit.
+    /// Allocates a folio that replaces smaller ones of `present_bytes`. Charges only the difference, so that concurrent
+    /// writers do not hit the limit.
     ///
     /// # Errors
     ///
@@ -458,20 +465,20 @@ impl Inner {
         Ok(taken)
     }
 
-    /// Nothing came of [`Inner::take_in_place`].
+    /// Reverts [`Inner::take_in_place`].
     pub fn give_in_place(&self, number: u32, order: u8, present_bytes: u64) {
         self.discount(order);
         self.charged_bytes.fetch_sub(self.folio_bytes(order) - present_bytes, Relaxed);
         self.pool.give(number, order);
     }
 
-    /// A page whose place another folio took, with its charge.
+    /// Frees a page that another folio replaced. The other folio keeps its charge.
     pub fn give_replaced(&self, number: u32) {
         self.discount(0);
         self.pool.give(number, 0);
     }
 
-    /// A folio that the caller has alone goes back.
+    /// Frees and uncharges a folio that the caller owns.
     pub fn give(&self, number: u32, order: u8) {
         self.discount(order);
         self.discharge(order);
@@ -494,7 +501,7 @@ impl Inner {
         }
     }
 
-    /// A huge folio has become small ones.
+    /// Updates the statistics after a split of a huge folio.
     pub fn count_split(&self) {
         let bytes = self.folio_bytes(self.pool.chunk_order());
         self.discount(self.pool.chunk_order());
@@ -510,7 +517,7 @@ impl Inner {
         self.use_huge.load(Relaxed)
     }
 
-    /// Ends a pin of a folio, and frees it if it was the last of one that left its file.
+    /// Unpins a folio. Frees it if this was the last pin and it has left its file.
     #[inline]
     pub fn unpin(&self, number: u32) {
         if self.pool.word(number).unpin() {
@@ -518,17 +525,17 @@ impl Inner {
         }
     }
 
-    /// Whether a huge folio is within the limit.
+    /// Returns whether a huge folio fits within the limit.
     pub fn has_room(&self) -> bool {
         self.has_room_for(self.folio_bytes(self.pool.chunk_order()))
     }
 
-    /// Whether so much more is within the limit.
+    /// Returns whether this many more bytes fit within the limit.
     pub fn has_room_for(&self, bytes: u64) -> bool {
         self.charged_bytes.load(Relaxed) + bytes <= self.limit_bytes
     }
 
-    /// The next file from `id` on, which goes behind it.
+    /// Returns the next file from `id` on, and moves `id` behind it.
     pub(super) fn next_file(&self, id: &mut u32) -> Option<Arc<File>> {
         self.files.with(|files| {
             loop {
@@ -579,7 +586,7 @@ impl Inner {
         });
     }
 
-    /// Makes room for `want_bytes` of folios. Returns whether it could.
+    /// Evicts or thins to free `want_bytes` of folios. Returns whether that succeeded.
     pub fn make_room(&self, want_bytes: u64) -> bool {
         self.evict_some(want_bytes) || self.thin_some(want_bytes)
     }
@@ -587,7 +594,7 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // A fork child counts its own.
+        // A fork child has its own statistics.
         if self.check().is_ok() {
             stats::sub(Counter::Caches, 1);
             if self.pool.is_hugetlb() {
@@ -597,7 +604,7 @@ impl Drop for Inner {
     }
 }
 
-/// A cache of files. Copies of the handle are the same cache; it ends with the last of them and of its files.
+/// A cache of files. Clones are handles of the same cache, which ends with the last handle and file.
 ///
 /// ```
 /// use pagemill::mapping::Settings;
@@ -615,7 +622,7 @@ impl Drop for Inner {
 pub struct Cache(pub(super) Arc<Inner>);
 
 impl Cache {
-    /// Makes an empty file in memory.
+    /// Creates an empty file in memory.
     ///
     /// Cost: some 200 bytes.
     ///
@@ -626,20 +633,20 @@ impl Cache {
         self.enter(None, 0)
     }
 
-    /// Makes a file in memory of what lies in a store. Bytes come in as they are read; what is written stays in memory for
-    /// some time ([`Writeback`]), and until [`Mapping::sync`] at most.
+    /// Opens a store as a file in memory. Reads bring in bytes as needed. Written bytes stay in memory until writeback
+    /// ([`Writeback`]) or [`Mapping::sync`].
     ///
-    /// Cost: about 1 KiB; for a cache's first such file 5 bytes for each page of the limit, as they are used.
+    /// Cost: about 1 KiB. The cache's first such file adds 5 bytes for each page of the limit, as they are used.
     ///
     /// # Errors
     ///
-    /// As [`Cache::create`]; [`Error::Store`] if the store does not tell its size, [`Error::FileTooLarge`];
-    /// [`Error::Unsupported`] if its blocks are larger than a page.
+    /// See [`Cache::create`]. [`Error::Store`] if the store cannot report its size. [`Error::FileTooLarge`].
+    /// [`Error::Unsupported`] if its block is larger than a page.
     pub fn open(&self, store: Arc<dyn Store>) -> Result<Mapping> {
         let size_bytes =
-            store.size_bytes().map_err(|cause| Error::Store { doing: "asking for the size of a file", cause })?;
+            store.size_bytes().map_err(|cause| Error::Store { doing: "getting the size of a file", cause })?;
         if !store.block_bytes().is_power_of_two() || store.block_bytes() > self.page().bytes() {
-            return Err(Error::Unsupported { what: "the store's block is no power of two up to the cache's page" });
+            return Err(Error::Unsupported { what: "the store's block is not a power of two up to the cache's page" });
         }
         self.enter(Some(store), size_bytes)
     }
@@ -657,7 +664,7 @@ impl Cache {
         Ok(file)
     }
 
-    /// Whether new folios may be huge from here on. Those that are stay.
+    /// Allows or forbids new huge folios. Existing ones stay.
     pub fn set_huge(&self, is_allowed: bool) {
         self.0.use_huge.store(is_allowed, Relaxed);
         self.0.pool.allow_huge(is_allowed);
@@ -667,43 +674,43 @@ impl Cache {
         self.0.pool.page()
     }
 
-    /// Bytes of a huge folio: a block, or a page that is larger.
+    /// Returns the bytes of a huge folio: a block, or a larger page.
     pub fn huge_bytes(&self) -> usize {
         self.0.pool.chunk_bytes()
     }
 
-    /// Bytes of the files' folios, which the limit bounds.
+    /// Returns the bytes of the files' folios. The limit bounds them.
     pub fn charged_bytes(&self) -> u64 {
         self.0.charged_bytes.load(Relaxed)
     }
 
-    /// Works on small folios that should be huge, for about `steps` blocks of some hundred microseconds. The background does so
-    /// by itself where it runs. Returns how many became huge.
+    /// Collapses small folios that should be huge: about `steps` blocks, some hundred microseconds each. The background
+    /// does this by itself where it runs. Returns the number of new huge folios.
     pub fn collapse_waiting(&self, steps: usize) -> usize {
         self.0.caches.worker.step(steps)
     }
 
-    /// Looks at up to `steps` huge folios whether they are sparse, a fraction of a millisecond each, and thins those that are: of
-    /// all caches, at most once around. Only those are looked at to which nothing has happened since the last time around. The
-    /// background does so by itself where it runs. Returns the bytes that came free.
+    /// Checks up to `steps` huge folios of all caches, a fraction of a millisecond each, and thins sparse ones. Passes
+    /// each chunk at most once. Checks only folios that were not written since the previous round. The background does
+    /// this by itself where it runs. Returns the bytes freed.
     pub fn thin_waiting(&self, steps: usize) -> u64 {
         super::sweep::step(self.0.caches, steps, usize::MAX).freed_bytes
     }
 
-    /// Writes back what has been dirty for long, and what is too much ([`Writeback`]). The background does so by itself where it runs.
-    /// Returns the bytes.
+    /// Writes back pages that are dirty for too long, and those above the background share ([`Writeback`]). The
+    /// background does this by itself where it runs. Returns the bytes written.
     pub fn write_back_due(&self) -> u64 {
         self.0.flush().0
     }
 
-    /// Bytes of its files that are in memory and not in their stores yet, in whole folios.
+    /// Returns the bytes of dirty folios: in memory, but not yet in their stores.
     pub fn dirty_bytes(&self) -> u64 {
         self.0.dirty_bytes()
     }
 
-    /// Gives free memory back to the system; returns the bytes. It goes by itself when somebody needs it. What a [`Queue`] has
-    /// registered goes once its thread has waited, asked for a page, or dropped it: it is asked to. Reserved huge pages go with the
-    /// cache only ([`Source::Hugetlb`]).
+    /// Gives free memory back to the system and returns its bytes. Reclaim does the same when memory is needed. Memory
+    /// registered by a [`Queue`] is only requested here; the queue's thread releases it when it waits, asks for a page,
+    /// or drops the queue. Reserved huge pages are given back when the cache ends ([`Source::Hugetlb`]).
     ///
     /// [`Queue`]: super::Queue
     pub fn give_back(&self) -> u64 {

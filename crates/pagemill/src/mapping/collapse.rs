@@ -1,4 +1,4 @@
-//! Making a huge folio of small ones: copied into a warm block, while readers go on.
+//! Collapsing: makes a huge folio of small ones. They are copied into a free block, and reads continue meanwhile.
 
 use super::{File, Mapping};
 use crate::epoch;
@@ -15,28 +15,28 @@ const MOST_PAGES: usize = 512;
 /// No page.
 const NONE: u32 = u32::MAX;
 
-/// Small folios of one range, kept still.
+/// The small folios of a range, frozen during the copy.
 struct Parts<'file> {
     file: &'file File,
     first: u64,
     numbers: [u32; MOST_PAGES],
     pages: usize,
-    /// Of these, so many are kept still.
+    /// The number of frozen entries, from the first on.
     frozen: usize,
     dirty_bytes: u64,
-    /// What had left the file when they were found.
+    /// Value of `File::left` before they were looked up.
     left: u32,
 }
 
 impl Mapping {
-    /// Makes one huge folio of the small ones around `offset`; holes among them become zeros. Returns whether it did: not where
-    /// there is one already, or nothing.
+    /// Collapses the small folios around `offset` into one huge folio; holes among them become zeros. Returns whether
+    /// it did. It does not if there is a huge folio already, or no folio.
     ///
     /// Cost: a copy of a huge folio, for which writers wait.
     ///
     /// # Errors
     ///
-    /// [`Error::Busy`] if somebody uses one of them; [`Error::NoMemory`] if no block is to be had.
+    /// [`Error::Busy`] if one of them is in use. [`Error::NoMemory`] if no block is available.
     pub fn collapse(&self, offset: u64) -> Result<bool> {
         self.0.check(offset, 1)?;
         self.0.collapse_at(self.0.index_of(offset), Counter::HugeCollapsedForCaller)
@@ -50,13 +50,13 @@ impl File {
         if order == 0 || self.offset_of(span.start) >= end {
             return Ok(false);
         }
-        // It puts gaps into the index, too.
+        // Taken because the collapse fills gaps of the index, too.
         let flight = self.store.is_some().then(|| self.try_fly(span.start, span.end - 1));
         if matches!(flight, Some(None)) {
-            return Err(Error::Busy { what: "a page of the range is on its way" });
+            return Err(Error::Busy { what: "a page of the range is being read in" });
         }
         let Some(mut parts) = Parts::find(self, span.start, 1 << order) else { return Ok(false) };
-        // What is not in memory may be in the store.
+        // Bytes of a gap may be in the store.
         let stored = self.index_of(self.stored_bytes.load(Relaxed).next_multiple_of(self.page_bytes() as u64));
         if self.store.is_some() && parts.first_gap().is_some_and(|index| index < stored) {
             return Ok(false);
@@ -87,7 +87,7 @@ impl File {
         Ok(true)
     }
 
-    /// Puts the huge folio into the index in place of its parts, if they are still all there is. Returns whether they were.
+    /// Replaces the parts by the huge folio in the index, if the parts are unchanged. Returns whether they were.
     fn join(&self, parts: &Parts<'_>, taken: &Taken) -> Result<bool> {
         let (number, order, first) = (taken.number, taken.order, parts.first);
         let word = self.pool().word(number);
@@ -103,7 +103,7 @@ impl File {
                 writer.get(index).map(|found| found.value) == (*number != NONE).then_some(u64::from(*number))
             });
         if is_same {
-            // Whoever finds it from here on may use it.
+            // Once it is in the index, other threads may use it.
             let is_dirty = parts.dirty_bytes > 0;
             if is_dirty {
                 self.count_dirty(self.cache.folio_bytes(order) - parts.dirty_bytes);
@@ -119,7 +119,7 @@ impl File {
 }
 
 impl<'file> Parts<'file> {
-    /// The small folios from `first` on; `None` if there are none, or a huge one.
+    /// Finds the small folios from `first` on; `None` if there are none, or a huge one.
     fn find(file: &'file File, first: u64, pages: usize) -> Option<Self> {
         let left = file.left.load(Acquire);
         let mut parts = Self { file, first, numbers: [NONE; MOST_PAGES], pages, frozen: 0, dirty_bytes: 0, left };
@@ -138,7 +138,7 @@ impl<'file> Parts<'file> {
         (at > first).then_some(parts)
     }
 
-    /// Index of the first page that is not there.
+    /// Returns the index of the first missing page.
     fn first_gap(&self) -> Option<u64> {
         let gap = self.numbers[..self.pages].iter().position(|number| *number == NONE);
         gap.map(|at| self.first + at as u64)
@@ -153,13 +153,13 @@ impl<'file> Parts<'file> {
         numbers.filter(|(_, number)| *number != NONE)
     }
 
-    /// Keeps all of them still, or none.
+    /// Freezes all of them. Returns whether it could.
     fn freeze(&mut self) -> bool {
         for at in 0..self.pages {
             let number = self.numbers[at];
             if number != NONE {
                 match self.file.pool().word(number).freeze() {
-                    // Should it be another's by now, the index will say so when they are to be joined.
+                    // The page may belong to another file by now. The check of the index in `join` detects that.
                     Ok(state) if state.order() == 0 => {
                         self.dirty_bytes += if state.is_dirty() { self.file.page_bytes() as u64 } else { 0 };
                     }
@@ -187,7 +187,7 @@ impl<'file> Parts<'file> {
         }
     }
 
-    /// They are in no index any more.
+    /// Frees the parts. They are in no index any more.
     fn free(&mut self) {
         for (_, number) in self.present() {
             debug_assert_eq!(self.file.pool().word(number).load().kind(), Kind::Still);

@@ -1,9 +1,9 @@
-//! Which folios of a file with a store are dirty: counted, and marked in the index, so that who writes them back finds them at once.
+//! Dirty folios of files with a store: their count, and marks in the index, by which writeback finds them.
 //!
-//! Whoever is about to change a folio, and has it pinned or alone, marks its entry, then makes its word dirty, then changes bytes:
-//! so who finds it dirty already knows that it can be found. Who writes it back takes the mark off under the index's lock
-//! while the folio is still, then makes the word clean. What leaves the file is taken off the count by whoever takes it out.
-//! Files in memory only have none of this.
+//! A thread that is about to change a folio, pinned or held, first marks its entry, then makes its word dirty, then
+//! changes bytes. So a thread that finds the word dirty knows that writeback will find the folio. Writeback clears the
+//! mark under the index's lock while the folio is frozen, then makes the word clean. The thread that removes a folio
+//! from the file subtracts its bytes from the count. Files in memory only use none of this.
 
 use super::cache::Inner;
 use super::fetch::Place;
@@ -16,18 +16,18 @@ use crate::xarray::Mark;
 use std::io;
 use std::sync::atomic::Ordering::{AcqRel, SeqCst};
 
-/// Of an entry whose folio is dirty, or about to be.
+/// Mark of an entry with a folio that is dirty, or about to be.
 pub(super) const DIRTY: Mark = Mark::A;
 
-/// What is known of the dirty folios of one file.
+/// State of the dirty folios of one file.
 pub(super) struct Dirty {
-    /// So much of it is dirty.
+    /// Bytes of dirty folios.
     bytes: AtomicU64,
-    /// When the oldest of that became dirty, or earlier.
+    /// Time when the oldest of them became dirty, or earlier.
     pub since_ns: AtomicU64,
-    /// Runs that a store has been given and that have not ended.
+    /// In-flight runs: given to the store and not ended.
     pub underway: AtomicU32,
-    /// How often writing back has failed, and above that the number of the last error.
+    /// Number of writeback failures in the lower half, and the last error number in the upper half.
     errors: AtomicU64,
     pub turns: Turns,
 }
@@ -43,18 +43,18 @@ impl Dirty {
         }
     }
 
-    /// Bytes of its folios that are dirty.
+    /// Returns the bytes of dirty folios.
     pub fn bytes(&self) -> u64 {
         self.bytes.load(SeqCst)
     }
 
-    /// How often writing back has failed, and the number of the last error.
+    /// Returns the number of writeback failures, and the last error number.
     pub fn errors(&self) -> (u32, i32) {
         let errors = self.errors.load(SeqCst);
         (errors as u32, (errors >> u32::BITS) as i32)
     }
 
-    /// What writing back failed of last.
+    /// Returns the last writeback error.
     pub fn failure(&self) -> Error {
         Error::Store { doing: "writing a file back", cause: io::Error::from_raw_os_error(self.errors().1) }
     }
@@ -72,8 +72,9 @@ impl Dirty {
 }
 
 impl Mapping {
-    /// Another handle of the same file, which goes with the last of them. Each is told once of what could not be written back
-    /// ([`Mapping::sync`]); what this one has not been told of yet, the other will be as well.
+    /// Returns another handle of the same file, which stays until the last handle is dropped. Each handle reports each
+    /// writeback failure once ([`Mapping::sync`]). The new handle also reports those that this one has not reported
+    /// yet.
     ///
     /// # Errors
     ///
@@ -84,12 +85,12 @@ impl Mapping {
         Ok(Self(self.0.clone(), AtomicU32::new(self.1.load(Relaxed))))
     }
 
-    /// Bytes of the file that are in memory and not in its store yet, in whole folios.
+    /// Returns the bytes of the file's dirty folios: in memory, but not yet in its store.
     pub fn dirty_bytes(&self) -> u64 {
         self.0.dirty.as_ref().map_or(0, |dirty| dirty.bytes())
     }
 
-    /// What a sync says in the end: its own failure, or one since the last sync by this handle.
+    /// Returns the result of a sync: its own failure, or else one since the last sync by this handle.
     pub(super) fn tell(&self, done: Result<()>) -> Result<()> {
         let Some(dirty) = &self.0.dirty else { return done };
         let (count, errno) = dirty.errors();
@@ -103,7 +104,7 @@ impl Mapping {
 }
 
 impl File {
-    /// Notes that what was written could not be brought to the store, for all handles.
+    /// Records a writeback failure for all handles.
     pub(super) fn note_error(&self, error: &Error) {
         if let Some(dirty) = &self.dirty {
             dirty.note_error(error.errno());
@@ -111,7 +112,7 @@ impl File {
         }
     }
 
-    /// A folio that the caller has pinned, inside the gate, is about to be changed, and was not dirty.
+    /// Marks a folio dirty that was clean and is about to change. The caller has pinned it, inside the gate.
     #[cold]
     pub(super) fn make_dirty(&self, place: &Place) {
         if self.dirty.is_some() {
@@ -122,7 +123,7 @@ impl File {
         }
     }
 
-    /// So many bytes in folios are dirty, or about to be. Not under the lock of the index: this may allocate.
+    /// Adds to the count of dirty bytes. Not under the lock of the index: this may allocate.
     pub(super) fn add_dirty(&self, bytes: u64) {
         let Some(dirty) = &self.dirty else { return };
         let was_clean = self.count_dirty(bytes);
@@ -132,7 +133,7 @@ impl File {
         self.cache.note_much_dirty();
     }
 
-    /// So many bytes more are dirty. Returns whether none of the file was.
+    /// Adds to the count of dirty bytes. Returns whether the file had none before.
     pub(super) fn count_dirty(&self, bytes: u64) -> bool {
         let Some(dirty) = self.dirty.as_ref().filter(|_| bytes > 0) else { return false };
         let was_clean = dirty.bytes.fetch_add(bytes, SeqCst) == 0;
@@ -141,7 +142,7 @@ impl File {
         was_clean
     }
 
-    /// So many bytes in folios are clean now, or have left the file.
+    /// Subtracts bytes that are clean now, or have left the file.
     pub(super) fn sub_dirty(&self, bytes: u64) {
         let Some(dirty) = self.dirty.as_ref().filter(|_| bytes > 0) else { return };
         dirty.bytes.fetch_sub(bytes, SeqCst);
@@ -152,7 +153,7 @@ impl File {
 }
 
 impl Inner {
-    /// Bytes of dirty folios of its files with a store.
+    /// Returns the bytes of dirty folios of its files with a store.
     pub fn dirty_bytes(&self) -> u64 {
         self.dirty_bytes.load(SeqCst)
     }
@@ -173,14 +174,14 @@ mod tests {
     const PAGE: usize = PageSize::MIN_BYTES;
     const FILE_BYTES: usize = 3 * BLOCK_BYTES;
 
-    /// The next of a fixed sequence of numbers (splitmix64), below `end`.
+    /// Returns the next number below `end` of a fixed sequence (splitmix64).
     fn next(random: &mut u64, end: usize) -> usize {
         *random = random.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mixed = (*random ^ *random >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         ((mixed ^ mixed >> 27) % end as u64) as usize
     }
 
-    /// What is counted is what all pages say, and what the marks say.
+    /// The counts agree with the words of all pages, and with the marks.
     fn check(cache: &Cache, files: &[Mapping]) {
         for file in files {
             let (mut dirty, mut marked) = (0, 0);
@@ -234,8 +235,8 @@ mod tests {
         }
     }
 
-    /// Two files with a store and one without, at which everything happens: after each act, count, marks and words agree, and
-    /// in the end nothing is dirty; nor is it when a dirty file goes.
+    /// Random operations on two files with a store and one without. After each one, counts, marks and words agree. In
+    /// the end nothing is dirty, also not after a dirty file was dropped.
     #[test]
     fn counts_marks_and_words_agree() {
         let page = PageSize::new(PAGE).unwrap();
@@ -262,7 +263,7 @@ mod tests {
         }
     }
 
-    /// Failures are told once to each handle: to whoever syncs, his own; to those that were there, that of another.
+    /// Each handle reports a failure once: a sync its own, other handles the failure of that sync.
     #[test]
     fn every_handle_hears_of_a_failure_once() {
         let cache = Pagemill::for_test().caches.make(Settings::new("told", 32 * BLOCK_BYTES as u64)).unwrap();
@@ -283,14 +284,14 @@ mod tests {
         }
         assert_eq!(store.inner().bytes(), [7; 100], "but it is there");
         first.try_clone().unwrap().sync().unwrap();
-        // Its own failure is told at once, and to others once.
+        // A sync reports its own failure at once, and other handles report it once.
         first.write_at(&[8; 100], 0).unwrap();
         store.set_faults(Faults { fail_per_mille: 1000, ..Faults::default() });
         assert_eq!(first.sync().unwrap_err().errno(), 5);
         store.set_faults(Faults::default());
         first.sync().unwrap();
         assert_eq!((second.sync().unwrap_err().errno(), second.sync().is_ok()), (5, true));
-        // The file stays for as long as a handle does.
+        // The file stays as long as a handle does.
         drop((first, second));
         assert_eq!(third.size_bytes(), 100);
         drop(third);

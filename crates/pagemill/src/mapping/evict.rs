@@ -1,4 +1,4 @@
-//! Making room: clean folios of files with a store are dropped, in the [`order`](super::order) of their use.
+//! Eviction of clean folios of files with a store, in the [`order`](super::order) of their use.
 
 use super::File;
 use super::cache::Inner;
@@ -10,10 +10,10 @@ use crate::stats::{self, Counter};
 use crate::sync::{Patience, Relaxed, coarse_ns};
 use std::sync::atomic::Ordering::SeqCst;
 
-/// After nothing was found, and until something is written back.
+/// Pause after a scan that found nothing; a writeback ends it early.
 const FUTILE_NS: u64 = 100_000_000;
 
-/// Looks in vain before it gives up beside others.
+/// Most scans while other threads are evicting or reading ahead.
 const HUNTS: usize = 64;
 
 impl Folios for Pool {
@@ -40,7 +40,7 @@ impl Folios for Pool {
 }
 
 impl Inner {
-    /// Drops clean folios until `want_bytes` have come free. Returns whether they have.
+    /// Evicts clean folios until `want_bytes` are freed. Returns whether they were.
     pub(super) fn evict_some(&self, want_bytes: u64) -> bool {
         if self.stored_files.load(Relaxed) == 0 || coarse_ns() < self.evict_after_ns.load(Relaxed) {
             return false;
@@ -52,8 +52,8 @@ impl Inner {
             if freed > 0 {
                 return freed >= want_bytes;
             }
-            // Others may have the last ones in hand, or they are on their way in, ahead of who wants them: once more, and a last time when
-            // nobody has.
+            // Other threads may be evicting the last candidates, or the remaining folios are reads ahead in flight. So
+            // it scans again, and a last time once neither is the case.
             let is_quiet = self.in_hand.load(SeqCst) == 0 && self.ahead_bytes.load(SeqCst) == 0;
             if is_quiet && was_quiet {
                 break;
@@ -63,7 +63,8 @@ impl Inner {
         }
         if self.ahead_bytes.load(SeqCst) == 0 {
             self.evict_after_ns.store(coarse_ns() + FUTILE_NS, SeqCst);
-            // What has become clean since it was looked at is there, whoever said so before this did.
+            // Folios that became clean during the scan must not wait. Their writeback may have reset the time before
+            // the store above.
             if self.balance.cleaned_bytes.load(SeqCst) != cleaned_bytes {
                 self.evict_after_ns.store(0, SeqCst);
             }
@@ -71,7 +72,7 @@ impl Inner {
         false
     }
 
-    /// As [`Inner::evict_some`], for what nobody waits for: one look, and others look as before.
+    /// As [`Inner::evict_some`], for background work: scans once, and does not delay later scans.
     pub(super) fn evict_idly(&self, want_bytes: u64) -> bool {
         let may_look = self.stored_files.load(Relaxed) > 0 && coarse_ns() >= self.evict_after_ns.load(Relaxed);
         may_look && self.hunt(want_bytes) >= want_bytes
@@ -91,10 +92,10 @@ impl Inner {
         freed
     }
 
-    /// Drops one folio if its bytes can be had again; returns how many came free.
+    /// Evicts one folio if its store has its bytes. Returns the bytes freed.
     fn evict(&self, candidate: &Candidate) -> u64 {
         let owner = self.pool.owner(candidate.number);
-        // Of a file in memory, by now: it is in no order.
+        // The page may belong to a file in memory by now, which is in no order.
         let Some(file) = self.file(owner.id).filter(|file| file.store.is_some()) else { return 0 };
         let Some(order) = file.evict_at(owner.index, candidate.number) else {
             self.order.put_back(candidate);
@@ -115,11 +116,11 @@ impl Inner {
 }
 
 impl File {
-    /// Before a folio of a file with a store comes in: what may fail of it.
+    /// Commits what a folio needs to enter the order, because entering must not fail.
     ///
     /// # Errors
     ///
-    /// [`crate::Error::System`] if it cannot enter the order: the system does not promise the memory.
+    /// [`crate::Error::System`] if the system cannot commit the memory.
     pub(super) fn reach_order(&self, number: u32, order: u8) -> Result<()> {
         if self.store.is_none() {
             return Ok(());
@@ -127,7 +128,8 @@ impl File {
         self.cache.order.reach(number as usize + (1 << order))
     }
 
-    /// A folio came in. Under the lock of the index: before it can leave again. Of files in memory none does this.
+    /// Enters a folio into the order. Under the lock of the index, so that it cannot be removed before. Does nothing
+    /// for files in memory.
     pub(super) fn enter_order(&self, index: u64, number: u32, order: u8) {
         if self.store.is_none() {
             return;
@@ -142,17 +144,17 @@ impl File {
         }
     }
 
-    /// Takes a folio out if it is clean and nobody's; returns its order if it did.
+    /// Evicts a folio if it is clean and unused; returns its order if it did.
     pub(super) fn evict_at(&self, index: u64, number: u32) -> Option<u8> {
         let state = self.pool().word(number).freeze().ok()?;
-        // Still: nobody makes it dirty or frees it, whosever it is by now.
+        // While frozen, the folio cannot become dirty or be freed, even if it belongs to another file by now.
         let is_ours = |value| value == u64::from(number) && !state.is_dirty();
         let mut writer = self.tree.lock();
         self.note_left();
         let is_out = writer.get(index).is_some_and(|found| is_ours(found.value)) && writer.erase(index).is_some();
         drop(writer);
         if !is_out {
-            // Whosever it is by now.
+            // The folio may belong to another file by now.
             self.thaw(number);
             return None;
         }

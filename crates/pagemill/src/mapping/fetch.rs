@@ -10,6 +10,7 @@ use crate::epoch;
 use crate::error::Result;
 use crate::folio::{Frame, Owner, Taken};
 use crate::stats::{self, Counter};
+use crate::store::fills_all;
 use crate::sync::{Acquire, Relaxed};
 use crate::trace::Event;
 use crate::xarray::Found;
@@ -102,7 +103,7 @@ impl File {
     ///
     /// # Errors
     ///
-    /// [`crate::Error::Busy`] if somebody holds it for long.
+    /// [`crate::Error::Busy`] if it is held for a second.
     #[inline]
     pub(super) fn pin_page(&self, index: u64) -> Result<Option<Place>> {
         match self.try_pin_page(index) {
@@ -113,13 +114,13 @@ impl File {
         }
     }
 
-    /// As [`File::pin_page`], where the index's hint is right, and nobody is in the way: all is there mostly. The order of
-    /// what is found is the folio's.
+    /// As [`File::pin_page`], for the common case: the index's hint is right and no other thread changes the folio. The
+    /// order in the result is the folio's.
     #[inline]
     pub(super) fn try_pin_page(&self, index: u64) -> Option<(Found, &'static Frame)> {
         let (found, frame) = self.hint(index)?;
         let state = frame.word.pin().ok()?;
-        // Nobody takes it away from its owner while it is pinned.
+        // While pinned it keeps its owner.
         if u32::from(state.order()) == found.order && self.is_of(frame, found.first) {
             if self.note_used(frame) {
                 self.note_first_use(frame, self.offset_of(index), 1);
@@ -143,7 +144,7 @@ impl File {
         frame.is_of(Owner { id: self.id, index: first })
     }
 
-    /// For who chooses what makes room. Returns whether it came ahead, and this is the first use.
+    /// Records a use for eviction. Returns whether the folio was read ahead, and this is its first use.
     #[inline]
     pub(super) fn note_used(&self, frame: &Frame) -> bool {
         self.store.is_some() && frame.word.note_use()
@@ -157,7 +158,7 @@ impl File {
             let Some(hit) = self.tree.find(index, &guard) else { return Ok(None) };
             let number = hit.value() as u32;
             match self.pool().word(number).pin() {
-                // Nobody takes it out of the file and gives it to another while it is pinned: what the index says now stays true.
+                // While pinned it cannot leave the file for another, so the index entry stays true.
                 Ok(state) if hit.is_still() => {
                     return Ok(Some(Place { number, first: hit.first(), order: state.order() }));
                 }
@@ -188,7 +189,7 @@ impl File {
         fresh.numbers().try_for_each(|number| self.reach_order(number, order))?;
         let is_dirty = matches!(content, Content::Written(..));
         let dirty_bytes = if is_dirty { self.offset_of(last + 1) - self.offset_of(first) } else { 0 };
-        // Before anybody can write it back.
+        // Before another thread can write it back.
         self.add_dirty(dirty_bytes);
         let locked = self.tree.lock_for(first, last, u32::from(order));
         let (mut writer, mut stock) = locked.inspect_err(|_| self.sub_dirty(dirty_bytes))?;
@@ -199,8 +200,8 @@ impl File {
         }
         for (first, number) in fresh.keep() {
             writer.store(first, u32::from(order), u64::from(number), &mut stock);
-            // It is busy yet: who finds it waits a moment. Who reads up to the new end finds it, and who writes it back knows how
-            // much of it counts.
+            // It is busy yet: a thread that finds it waits a moment. The length is set now: a thread that reads up to
+            // the new end finds the folio, and writeback knows how much of it is valid.
             if let Content::Written(offset, bytes) = content {
                 self.grow(self.offset_of(first + (1 << order)).min(offset + bytes.len() as u64));
             }
@@ -246,7 +247,7 @@ impl File {
             self.create(index, cause, &Content::Stored)?;
             return Ok(None);
         }
-        // Before memory is taken: who waits for another needs none.
+        // Before memory is taken: a thread that waits for another read needs none.
         let flight = self.fly(span.start, span.end - 1)?;
         // From here on nothing comes; what is there already must not be asked for.
         if self.tree.next(span.start, span.end - 1, &epoch::pin()).is_some() {
@@ -272,7 +273,7 @@ impl File {
             more[count] = Some(taken);
             count += 1;
         });
-        // All of them belong to somebody before one is filled.
+        // All of them are owned before one is filled.
         more.iter().flatten().for_each(|taken| fresh.push(taken));
         (fresh.first + 1..).zip(more.into_iter().flatten()).try_for_each(|(at, taken)| self.fill(taken, at, content))
     }
@@ -356,7 +357,7 @@ impl File {
         self.cache.policy.choose(&ask)
     }
 
-    /// Puts the first bytes into a folio that nobody knows of.
+    /// Puts the first bytes into an unpublished folio.
     fn fill(&self, mut taken: Taken, first: u64, content: &Content<'_>) -> Result<()> {
         let (pool, len_bytes) = (self.pool(), self.cache.folio_bytes(taken.order));
         let begin = self.offset_of(first);
@@ -403,15 +404,15 @@ impl File {
         self.note_revived(number, self.pool().word(number).thaw());
     }
 
-    /// Frees a folio that could not be made live again: it left its file while somebody had it.
+    /// Frees a folio that could not be made live again: it left its file while another thread used it.
     pub(super) fn note_revived(&self, number: u32, is_live: bool) {
         if !is_live {
             self.cache.give(number, self.pool().word(number).load().order());
         }
     }
 
-    /// Takes all pages from `first` to `last` out of the file that lie in folios wholly inside. Returns the bytes that came
-    /// free: what somebody has pinned or holds does with that.
+    /// Takes all pages from `first` to `last` out of the file that lie in folios wholly inside. Returns the bytes
+    /// freed; pinned and held folios are freed later.
     pub(super) fn remove_pages(&self, first: u64, last: u64) -> u64 {
         /// Folios taken out under the lock of the index at a time.
         const BATCH: usize = 256;
@@ -449,15 +450,15 @@ impl File {
         }
     }
 
-    /// Reads what the store has of a folio that nobody knows of.
+    /// Reads the store's bytes of an unpublished folio.
     fn load(&self, taken: &mut Taken, begin: u64, len_bytes: usize) -> Result<()> {
         let Some(store) = &self.store else { return Ok(()) };
         // What was cut off once must not come back.
         let stored = (self.stored_bytes.load(Relaxed).saturating_sub(begin) as usize).min(len_bytes);
         let is_zero = taken.is_zero;
         self.pool().with_bytes(taken, len_bytes, |bytes| {
-            // Nothing that was another's, should the store put in less than it says: files of the system do not.
-            let from = if store.as_file().is_some() { stored } else { 0 };
+            // Nothing that was another's, should the store put in less than it says.
+            let from = if fills_all(&**store) { stored } else { 0 };
             if !is_zero {
                 bytes[from..].fill(0);
             }

@@ -1,4 +1,4 @@
-//! How a file comes to be.
+//! Creation of files.
 #![allow(unsafe_code)] // its index stays where it is
 
 use super::behind::Behind;
@@ -13,8 +13,8 @@ use std::sync::atomic::AtomicBool;
 
 impl File {
     pub(super) fn new(cache: Arc<cache::Inner>, id: u32, store: Option<Arc<dyn Store>>, size_bytes: u64) -> Arc<Self> {
-        // SAFETY: nobody uses it before it lies in the `Arc` that is made here. Nothing takes a file out of that (`Arc::try_unwrap`,
-        // `Arc::get_mut` and what is like them are not for files), so it is dropped there, or stays.
+        // SAFETY: it is not used before it lies in the `Arc` that is created here. No code moves a file out of its
+        // `Arc` (files never use `Arc::try_unwrap`, `Arc::get_mut` and the like), so it is dropped there, or stays.
         let tree = unsafe { XArray::movable(cache.nodes) };
         Arc::new(Self {
             pool: cache.pool,

@@ -1,4 +1,4 @@
-//! Pages on their way in from a store: taken, somebody's to write to, in no index yet.
+//! Pages on their way in from a store: allocated and writable by their owner, but in no index yet.
 #![allow(unsafe_code)] // lends memory that it has alone
 
 use super::File;
@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::folio::word::Fetched;
 use crate::folio::{Owner, Taken};
 use crate::stats::{self, Counter};
-use crate::store::{Aligned, Buffer};
+use crate::store::{Aligned, Buffer, fills_all};
 use crate::sync::{Acquire, Relaxed};
 use crate::units::BLOCK_BYTES;
 use std::ops::Range;
@@ -61,12 +61,12 @@ impl Memory {
     }
 }
 
-/// A folio that nobody knows of, or several pages that follow each other in the file, under one flight. What is not in the
-/// index goes back when it is dropped, and the flight ends.
+/// An unpublished folio, or several pages that follow each other in the file, under one flight. Dropping it frees pages
+/// that are not in the index, and ends the flight.
 ///
 /// # Invariants
 ///
-/// Its pages from `entered` on were taken from the pool, and are given back by nobody else.
+/// Its pages from `entered` on were taken from the pool, and only this value frees them.
 pub(super) struct Filling {
     file: Arc<File>,
     ticket: Ticket,
@@ -81,9 +81,9 @@ pub(super) struct Filling {
     stored_bytes: usize,
     /// As of the beginning.
     revoked: u32,
-    /// For whom it comes.
+    /// Purpose of the read.
     fetched: Fetched,
-    /// The page that was asked for, and what whoever asked knows it by.
+    /// The requested page, and the requester's token.
     pub index: u64,
     pub token: u64,
 }
@@ -168,7 +168,7 @@ impl Filling {
         self.memory.number(0)
     }
 
-    /// Whether nobody has asked for it yet.
+    /// Returns whether no call has requested it yet.
     pub fn is_ahead(&self) -> bool {
         self.fetched == Fetched::Ahead
     }
@@ -192,9 +192,9 @@ impl Filling {
         self.stored_bytes > 0
     }
 
-    /// Zeroes what was another's, should the store put in less than it says: files of the system do not.
+    /// Zeroes what was another's, should the store put in less than it says.
     pub fn prepare(&mut self) {
-        if self.file.store.as_ref().is_some_and(|store| store.as_file().is_none()) {
+        if self.file.store.as_ref().is_some_and(|store| !fills_all(&**store)) {
             self.bytes_mut().fill(0);
         }
     }
@@ -300,8 +300,8 @@ impl Drop for Filling {
     }
 }
 
-// SAFETY: mapped and writable for as long as it is taken, which is until the value is dropped (type invariant), or the buffer's
-// own; nobody else knows of it.
+// SAFETY: mapped and writable for as long as it is taken, which is until the value is dropped (type invariant), or the
+// buffer's own; no other code knows of it.
 unsafe impl Buffer for Filling {
     fn addr(&self) -> NonNull<u8> {
         match &self.memory {
@@ -338,7 +338,7 @@ impl File {
         Ok((Memory::Row { number: taken.number, count: 1 }, taken.order, first))
     }
 
-    /// As [`File::take_for`], for what nobody waits for: it makes room once, and else there is none.
+    /// As [`File::take_for`], for a read without a waiting caller: evicts once, and fails if that frees too little.
     fn take_ahead(&self, index: u64, is_huge: bool) -> Result<(Taken, u64)> {
         let take = |order| match self.cache.take(order) {
             Err(_) if self.cache.evict_idly(self.cache.folio_bytes(order)) => self.cache.take(order),

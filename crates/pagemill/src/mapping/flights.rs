@@ -1,14 +1,15 @@
-//! Who brings a page of a stored file in: one at a time, so that the store is asked once, and nothing stale enters the index.
+//! In-flight reads of stored files: one for each page, so that the store is read once, and nothing stale enters the
+//! index.
 //!
-//! Whoever puts a folio of a file with a store into the index has a *flight* over its pages. He began it before he looked
-//! whether one is there, and before he asked the store. So no page comes, is changed, written back and dropped while
-//! somebody still reads what the store had of it before.
+//! A thread that puts a folio of a file with a store into the index has a *flight* over its pages. It began the flight
+//! before it looked for an existing folio, and before it read the store. So no page comes, is changed, written back and
+//! dropped while another thread still reads the store's bytes from before.
 //!
-//! | flight | who sees to its end | who finds it |
+//! | flight | ended by | a thread that finds it |
 //! |---|---|---|
 //! | *firm* | the thread that began it, at once | waits |
-//! | *behind* | whoever finishes a transfer that was started, a store's thread mostly | waits |
-//! | *loose* | its owner when he looks after it, which may be never, or the waiting thread's own | overtakes it: what it brings counts for nothing then |
+//! | *behind* | the thread that finishes its transfer, mostly one of the store | waits |
+//! | *loose* | its owner with a later call, which may never come, or the waiting thread's own | overtakes it: what it brings counts for nothing then |
 //!
 //! Threads sleep meanwhile ([`Flights::wait`]), tasks leave a waker ([`Landed`]).
 
@@ -63,16 +64,16 @@ pub(super) struct Ticket {
     number: u64,
 }
 
-/// Who sees to a flight's end.
+/// What ends a flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     /// This thread, at once.
     Firm,
-    /// Whoever finishes a transfer.
+    /// The thread that finishes a transfer.
     Behind,
-    /// Its owner, when he looks after it.
+    /// Its owner, with a later call.
     Loose,
-    /// The same, and he has waited for long.
+    /// The same, after a long wait.
     LooseAtLast,
 }
 
@@ -84,7 +85,7 @@ pub(super) struct Underway {
     pub pages: (u64, u64),
 }
 
-/// A flight that this thread sees to its end, or somebody else from some time on.
+/// A flight that this thread ends, or that another ends after [`Flight::go_on`].
 pub(super) struct Flight<'cache> {
     cache: &'cache Inner,
     ticket: Ticket,
@@ -99,7 +100,7 @@ impl<'cache> Flight<'cache> {
         self.ticket
     }
 
-    /// Leaves its end to who has the ticket.
+    /// Leaves its end to the owner of the ticket.
     pub fn go_on(self) -> Ticket {
         ManuallyDrop::new(self).ticket
     }
@@ -120,7 +121,7 @@ impl Flights {
         let shard = ((range + file).wrapping_mul(GOLDEN) >> (u64::BITS - SHARDS.ilog2())) as usize;
         self.shards[shard].entries.with(|entries| {
             let is_over = |entry: &Entry| entry.file == file && entry.first <= last && entry.last >= first;
-            // Of several the first one: up to there nobody is in the way.
+            // Of several the first one: up to there the pages are free.
             let in_the_way = |entry: &&Entry| is_over(entry) && (kind == Kind::Loose || !entry.is_loose);
             if let Some(other) = entries.iter().filter(in_the_way).min_by_key(|entry| entry.first) {
                 let ticket = Ticket { shard, number: other.ticket };
@@ -134,7 +135,7 @@ impl Flights {
         })
     }
 
-    /// Ends it; who waits goes on. Wakers are called, so no lock may be held.
+    /// Ends it and wakes waiting threads and tasks. Wakers are called, so no lock may be held.
     pub fn end(&self, ticket: Ticket) {
         let shard = &self.shards[ticket.shard];
         let ended = shard.entries.with(|entries| {
@@ -147,7 +148,7 @@ impl Flights {
         }
     }
 
-    /// Whether nobody has overtaken it, nor ended it.
+    /// Returns whether it was neither overtaken nor ended.
     pub fn is_on(&self, ticket: Ticket) -> bool {
         self.with_entry(ticket, |_| ()).is_some()
     }
@@ -201,7 +202,7 @@ impl Future for Landed<'_> {
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
         let flights = self.flights;
         let number = *self.number.get_or_insert_with(|| flights.numbers.fetch_add(1, Relaxed));
-        // Cloned and dropped outside of the lock: a waker is somebody else's code.
+        // Cloned and dropped outside of the lock: a waker runs foreign code.
         let mut waker = Some(context.waker().clone());
         let mut is_on = false;
         let before = flights.with_entry(self.ticket, |entry| {

@@ -1,20 +1,22 @@
-//! Writing back behind, by a thread that is there while something is dirty: what has been dirty for long, and what is too much.
+//! Background writeback: one thread, present while pages are dirty, writes back old dirty pages, and excess ones.
 //!
 //! ```text
 //!   dirty bytes of a cache     0 ---------- background ---------- half way ------------- most ---------- limit
-//!   who makes a page dirty       goes on     goes on, the thread    pauses: the more,     writes back,
-//!                                            is woken               the longer            or waits
+//!   a thread that writes        continues   continues, and wakes  pauses: the more,     writes back,
+//!                                           the thread            the longer            or waits
 //! ```
 //!
-//! A file is due when its oldest dirty page is, or when its cache has too many. Each gets a turn, the oldest first: so many bytes in
-//! the order of the file, from where the last turn ended. A file that fails rests for longer each time; one that is being synced, or whose store does not
-//! go on, is passed by. No lock is held meanwhile but the file's token.
+//! A file is due when its oldest dirty page is, or when its cache has too many dirty pages. Files get turns, the oldest
+//! first. A turn writes a number of bytes in the order of the file, from where the last turn ended. After a failed turn
+//! a file rests, each time longer. A file is skipped while it is synced, or while its store makes no progress. After a
+//! panic of the store, the file rests until the program syncs it. The only lock held meanwhile is the file's sync lock.
 #![cfg_attr(shuttle, allow(dead_code))] // no thread there
 
 use super::File;
 use super::cache::{Caches, Inner};
 use super::dirty::Dirty;
 use super::writeback::{Walk, Why};
+use crate::callback;
 use crate::error::{Error, Result};
 use crate::folio::Owner;
 use crate::sync::{AtomicU64, Guarded, Lock, Relaxed, coarse_ns};
@@ -24,35 +26,35 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-/// A file's turn.
+/// Bytes of a file's turn.
 const TURN_BYTES: u64 = 16 * BLOCK_BYTES as u64;
 
-/// The rest of a file whose store fails: at first, and at most.
+/// Rest of a file after a failure: the first, and the longest.
 const FIRST_REST_NS: u64 = 100_000_000;
 const LONGEST_REST_NS: u64 = 30_000_000_000;
 const MOST_DOUBLINGS: u32 = 16;
 
-/// A file that another has, or whose store has not told the end of all, is looked at again after this.
+/// A file that is busy, or has writes in flight, is checked again after this time.
 const LOOK_NS: u64 = 100_000_000;
 
-/// A store is left behind if it does not tell an end for so long.
+/// Time limit of a turn for a store without completions.
 const STUCK: Duration = Duration::from_secs(1);
 
-/// Turns that are too short say nothing about a store's pace.
+/// Shorter turns do not count for a store's pace.
 const TELLING_BYTES: u64 = BLOCK_BYTES as u64 / 8;
 
-/// When what was written goes back to its store by itself, and when writers wait for that. [`Writeback::default`] is made for
-/// programs that call [`Mapping::sync`](super::Mapping::sync) where they want to be sure.
+/// When dirty pages are written back in the background, and when writers are throttled. [`Writeback::default`] suits
+/// programs that call [`Mapping::sync`](super::Mapping::sync) where they need durability.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Writeback {
-    /// What has been dirty for so long is written back: 30 s.
+    /// Pages that are dirty for this time are written back: 30 s.
     pub age: Duration,
-    /// What is more than this percentage of the cache's limit is written back: 10.
+    /// Dirty pages above this percentage of the cache's limit are written back: 10.
     pub background_percent: u8,
-    /// Nobody makes more than this percentage of the cache's limit dirty by writing, a folio at a time excepted: 40. What is pinned or
-    /// held is not asked. Half way between this and the background's share writers begin to be slowed.
+    /// Writers do not exceed this percentage of the cache's limit in dirty pages, except for a folio at a time: 40.
+    /// Pins and holds are not limited. Writers are slowed from half way between this and the background's share on.
     pub most_percent: u8,
-    /// A writer waits for a store that does not go on for so long: 5 s.
+    /// A writer waits for a store without progress for this time: 5 s.
     pub patience: Duration,
 }
 
@@ -63,31 +65,31 @@ impl Default for Writeback {
     }
 }
 
-/// How much of a cache may be dirty, and what is done about it.
+/// Limits of a cache's dirty bytes, and the state of its writeback.
 pub(super) struct Balance {
     age_ns: u64,
     background_bytes: u64,
-    /// Below this nobody is slowed.
+    /// Writers are not slowed below this.
     pub free_bytes: u64,
     pub most_bytes: u64,
     pub patience: Duration,
-    /// Files that are dirty, each once.
+    /// Dirty files, each once.
     files: Guarded<Vec<Weak<File>>>,
-    /// One at a time looks through them: another would miss those that are being looked at.
+    /// Serializes scans of the list, because a second scan would miss the files that the first one has taken off.
     looking: Lock,
-    /// The thread knows that there is too much.
+    /// The thread was woken because too much is dirty.
     is_told: AtomicBool,
-    /// Made dirty so far, and made clean: what has been done, not what there is.
+    /// Totals of bytes made dirty and made clean so far.
     pub made_bytes: AtomicU64,
     pub cleaned_bytes: AtomicU64,
-    /// What a MiB took lately; 0 before the first.
+    /// Recent time to write a MiB; 0 before the first.
     pub ns_per_mib: AtomicU64,
 }
 
 impl Balance {
     /// # Errors
     ///
-    /// [`Error::WrongState`] for percentages that are none, or the wrong way round.
+    /// [`Error::WrongState`] for percentages above 100, or in the wrong order.
     pub fn new(settings: &Writeback, limit_bytes: u64) -> Result<Self> {
         let Writeback { age, background_percent, most_percent, patience } = settings;
         if background_percent > most_percent || *most_percent > 100 {
@@ -119,50 +121,57 @@ impl Balance {
     }
 }
 
-/// What the background knows of a dirty file.
+/// Background state of a dirty file.
 #[derive(Default)]
 pub(super) struct Turns {
     is_listed: AtomicBool,
-    /// Where the next turn begins: a page.
+    /// Page at which the next turn begins.
     cursor: AtomicU64,
-    /// When the walk through it began that goes on there.
+    /// Time when the current walk through the file began.
     lap_ns: AtomicU64,
-    /// Turns in a row of which only failures came, and until when it rests.
+    /// Number of consecutive failed turns, and the end of the rest.
     failures: AtomicU32,
     rests_until_ns: AtomicU64,
 }
 
 impl Turns {
-    /// Whether its store has failed just now.
+    /// Returns whether its store failed recently.
     pub fn is_failing(&self) -> bool {
         self.failures.load(Relaxed) > 0 && self.rests_until_ns.load(Relaxed) > coarse_ns()
     }
 
-    /// Whether the next turn begins behind pages that this one did not look at.
+    /// Returns whether the last turn ended before the end of the file.
     pub fn is_midway(&self) -> bool {
         self.cursor.load(Relaxed) > 0
     }
 
-    /// Nothing could be written: others have it.
+    /// Rests after a turn that wrote nothing because other threads use the folios.
     fn rest(&self) {
         self.rests_until_ns.store(coarse_ns() + LOOK_NS, Relaxed);
     }
 
-    /// Nothing could be written: each time it failed.
+    /// Rests after a failed turn, each time longer.
     fn rest_longer(&self) {
         let failures = self.failures.fetch_add(1, Relaxed);
         let rest_ns = FIRST_REST_NS.saturating_mul(1 << failures.min(MOST_DOUBLINGS)).min(LONGEST_REST_NS);
         self.rests_until_ns.store(coarse_ns() + rest_ns, Relaxed);
     }
 
-    fn go_on(&self) {
+    /// Rests forever: its store has panicked and is in an unknown state.
+    fn rest_for_good(&self) {
+        self.failures.fetch_add(1, Relaxed);
+        self.rests_until_ns.store(u64::MAX, Relaxed);
+    }
+
+    /// Ends the rest after a successful write.
+    pub fn go_on(&self) {
         self.failures.store(0, Relaxed);
         self.rests_until_ns.store(0, Relaxed);
     }
 }
 
 impl File {
-    /// It was clean until now. Not under the lock of its index: this allocates.
+    /// Called when the file gets its first dirty page. Not under the lock of its index: this allocates.
     #[cold]
     pub(super) fn note_first_dirty(&self, dirty: &Dirty) {
         dirty.since_ns.store(coarse_ns(), Relaxed);
@@ -179,11 +188,12 @@ impl File {
         }
     }
 
-    /// Writes some of it back, if nobody else does and its store has not failed just now. Returns how many bytes, or `None` where it was passed by.
+    /// Writes a part of the file back, unless another thread does, or its store failed recently. Returns the bytes, or
+    /// `None` if the file was skipped.
     ///
     /// # Errors
     ///
-    /// What the store says, if nothing could be written at all; [`Error::Busy`] if it does not go on for all of `patience`.
+    /// The store's error, if nothing could be written. [`Error::Busy`] if no write completes within `patience`.
     pub(super) fn write_some(self: &Arc<Self>, why: Why, most_bytes: u64, patience: Duration) -> Result<Option<u64>> {
         let (Some(store), Some(dirty)) = (&self.store, &self.dirty) else { return Ok(None) };
         let turns = &dirty.turns;
@@ -197,7 +207,8 @@ impl File {
             if first == 0 {
                 turns.lap_ns.store(coarse_ns(), Relaxed);
             }
-            let walk = Walk { why, pages: first..Owner::MAX_INDEX, most_bytes, patience: Some(patience) };
+            let (pages, patience) = (first..Owner::MAX_INDEX, Some(patience));
+            let walk = Walk { why, pages, most_bytes, patience, waits_for_others: false };
             let walked = self.walk_once(&**store, &walk).inspect_err(|error| match error {
                 Error::Busy { .. } => turns.rest(),
                 _ => turns.rest_longer(),
@@ -205,13 +216,13 @@ impl File {
             if first == 0 || walked.written_bytes > 0 || walked.next.is_some() {
                 break walked;
             }
-            // It ended in vain: what can be written lies before.
+            // The rest of the file had nothing to write: start again at its begin.
             first = 0;
         };
         self.cache.balance.note_pace(walked.written_bytes, clock::fine_ns() - began_ns);
         turns.cursor.store(walked.next.unwrap_or(0), Relaxed);
         if first == 0 && walked.next.is_none() {
-            // All that was dirty before has been written, or was in use, or failed.
+            // Pages that were dirty before this walk have been written, or were in use, or failed.
             dirty.since_ns.store(turns.lap_ns.load(Relaxed), Relaxed);
         }
         if walked.written_bytes > 0 {
@@ -219,7 +230,7 @@ impl File {
             return Ok(Some(walked.written_bytes));
         }
         match walked.failure {
-            // Nothing could be written, in all of it.
+            // Nothing could be written in the whole file.
             Some(error) if first == 0 => {
                 turns.rest_longer();
                 Err(error)
@@ -228,28 +239,28 @@ impl File {
                 turns.rest();
                 Ok(Some(0))
             }
-            // It goes on where this ended.
+            // The next turn begins where this one ended.
             _ => Ok(Some(0)),
         }
     }
 }
 
-/// What is to be done about a file.
+/// When and why a file is due.
 enum Due {
     Now(Why),
     At(u64),
 }
 
 impl Inner {
-    /// Its files that are dirty, the longest first.
+    /// Returns its dirty files, the longest dirty first.
     pub(super) fn dirty_files(&self) -> Vec<Weak<File>> {
-        // They go, if they do, when the lock is free again: with their stores.
+        // Files are dropped only after the lock is released: the last reference drops the store, too.
         let (mut held, mut files) = (Vec::new(), Vec::new());
         let looking = self.balance.looking.lock();
         for entry in self.balance.files.with(std::mem::take) {
             let Some(file) = entry.upgrade() else { continue };
             if let Some(dirty) = &file.dirty {
-                // Before the look at what is dirty: who makes it dirty after that lists it.
+                // Cleared before `bytes` is read: a thread that makes the file dirty afterwards lists it again.
                 dirty.turns.is_listed.store(false, SeqCst);
                 if dirty.bytes() > 0 {
                     file.list(dirty);
@@ -281,7 +292,7 @@ impl Inner {
         }
     }
 
-    /// More is dirty than should be: the thread learns of it.
+    /// Wakes the thread once if too much is dirty.
     pub(super) fn note_much_dirty(&self) {
         let balance = &self.balance;
         if self.dirty_bytes() > balance.background_bytes
@@ -292,7 +303,25 @@ impl Inner {
         }
     }
 
-    /// Writes back what is due. Returns the bytes, and when to look again, on the coarse clock; `None` if nothing is dirty.
+    /// Gives one file a turn. Returns as [`Inner::flush`].
+    fn flush_file(&self, entry: &Weak<File>) -> (u64, Option<u64>) {
+        // Kept for this turn only, because it keeps the store alive.
+        let Some(file) = entry.upgrade() else { return (0, None) };
+        let Some(dirty) = file.dirty.as_ref().filter(|dirty| dirty.bytes() > 0) else { return (0, None) };
+        let now_ns = coarse_ns();
+        let why = match self.due(dirty, now_ns) {
+            Due::Now(why) => why,
+            Due::At(ns) => return (0, Some(ns)),
+        };
+        match file.write_some(why, TURN_BYTES, STUCK) {
+            Ok(Some(bytes)) => (bytes, Some(dirty.turns.rests_until_ns.load(Relaxed).max(now_ns + 1))),
+            Ok(None) => (0, Some(now_ns + LOOK_NS)),
+            Err(_) => (0, Some(dirty.turns.rests_until_ns.load(Relaxed))),
+        }
+    }
+
+    /// Writes back what is due. Returns the bytes, and the time of the next check on the coarse clock; `None` if
+    /// nothing is dirty.
     pub(super) fn flush(&self) -> (u64, Option<u64>) {
         let mut written_bytes = 0;
         loop {
@@ -300,29 +329,19 @@ impl Inner {
             let (mut turn_bytes, mut next_ns) = (0, None);
             let mut at = |ns: u64| next_ns = Some(next_ns.map_or(ns, |next: u64| next.min(ns)));
             for entry in self.dirty_files() {
-                // No longer than for its turn: its store goes with it.
-                let Some(file) = entry.upgrade() else { continue };
-                let Some(dirty) = file.dirty.as_ref().filter(|dirty| dirty.bytes() > 0) else { continue };
-                let now_ns = coarse_ns();
-                let why = match self.due(dirty, now_ns) {
-                    Due::Now(why) => why,
-                    Due::At(ns) => {
-                        at(ns);
-                        continue;
+                let turn = callback::contain(|| self.flush_file(&entry)).unwrap_or_else(|| {
+                    if let Some(file) = entry.upgrade() {
+                        file.dirty.iter().for_each(|dirty| dirty.turns.rest_for_good());
                     }
-                };
-                match file.write_some(why, TURN_BYTES, STUCK) {
-                    Ok(Some(bytes)) => {
-                        turn_bytes += bytes;
-                        at(dirty.turns.rests_until_ns.load(Relaxed).max(now_ns + 1));
-                    }
-                    Ok(None) => at(now_ns + LOOK_NS),
-                    Err(_) => at(dirty.turns.rests_until_ns.load(Relaxed)),
-                }
+                    (0, Some(u64::MAX))
+                });
+                turn_bytes += turn.0;
+                turn.1.into_iter().for_each(&mut at);
             }
             written_bytes += turn_bytes;
             if turn_bytes == 0 {
-                // Who cannot be helped now is when that is due: no more of it has to be told.
+                // If too much is still dirty, those files are checked when they are due. Waking the thread before would
+                // not help.
                 self.balance.is_told.store(self.dirty_bytes() > self.balance.background_bytes, SeqCst);
                 return (written_bytes, next_ns);
             }
@@ -330,19 +349,19 @@ impl Inner {
     }
 }
 
-/// The thread, and what wakes it.
+/// The writeback thread and its wakeups.
 #[derive(Default)]
 pub(crate) struct Flusher {
     caches: std::sync::OnceLock<&'static Caches>,
-    /// It sleeps on this.
+    /// Futex on which the thread sleeps.
     bell: AtomicU32,
     is_running: AtomicBool,
-    /// When it looks again, on the coarse clock; 0 while it is at it.
+    /// Time of the next check on the coarse clock; 0 while the thread works.
     wakes_ns: std::sync::atomic::AtomicU64,
 }
 
 impl Flusher {
-    /// Something is due then: the thread is there, and awake in time.
+    /// Makes sure that the thread runs, and is awake at `due_ns`.
     #[cfg(shuttle)]
     pub fn attend(&'static self, _caches: &'static Caches, _due_ns: u64) {}
 
@@ -365,7 +384,7 @@ impl Flusher {
         }
     }
 
-    /// In a fork child, which has no thread for it.
+    /// In a fork child: marks the thread as not running.
     pub fn begin_child(&self) {
         self.is_running.store(false, SeqCst);
     }
@@ -376,7 +395,7 @@ use pagemill_sys::futex::{self, Scope};
 #[cfg(not(shuttle))]
 use pagemill_sys::thread;
 
-/// The thread ends when nothing has been dirty for so long.
+/// The thread exits when nothing has been dirty for this time.
 #[cfg(not(shuttle))]
 const IDLE_NS: u64 = 10_000_000_000;
 
@@ -397,7 +416,7 @@ impl thread::Work for Flusher {
                 }
                 None if now_ns >= *idle_since_ns.get_or_insert(now_ns) + IDLE_NS => {
                     self.is_running.store(false, SeqCst);
-                    // Who made something dirty before that counted on this thread.
+                    // A file that became dirty before this store relied on this thread.
                     if caches.is_all_clean() || self.is_running.swap(true, SeqCst) {
                         return;
                     }
@@ -412,7 +431,7 @@ impl thread::Work for Flusher {
 }
 
 impl Caches {
-    /// As [`Inner::flush`], of all.
+    /// As [`Inner::flush`], for all caches.
     pub(super) fn flush(&self) -> (u64, Option<u64>) {
         let (mut at, mut written_bytes, mut next_ns) = (self.inherited.load(Relaxed), 0, None);
         while let Some(cache) = self.next_cache(&mut at) {

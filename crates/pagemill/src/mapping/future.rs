@@ -1,21 +1,21 @@
-//! Calls that do not wait: futures of any executor. Nothing here knows one: a read that is over wakes whoever waits for it.
+//! Asynchronous calls: futures for any executor. A completed read wakes the tasks that wait for it.
 //!
-//! Bytes go from the store into folios, never straight into a caller's buffer. So a future may be dropped at any time: what it
-//! started goes on, and is there for the next one.
+//! Bytes go from the store into folios, never straight into a caller's buffer. So a future may be dropped at any time.
+//! The reads that it started continue, and later calls find their bytes.
 
 use super::ahead::SHARE_DIVISOR;
 use super::{File, Mapping, Pin};
 use crate::error::{Error, Result};
 use std::sync::Arc;
 
-/// A page that came, and had to make room for others before its task went on, comes once more; so often.
+/// Most attempts: a page may be evicted before its task runs, and is then read again.
 const MOST_TRIES: usize = 16;
 
-const GONE_AGAIN: Error = Error::Busy { what: "a page goes as soon as it has come" };
+const GONE_AGAIN: Error = Error::Busy { what: "the page is evicted repeatedly before its task runs" };
 
 impl Mapping {
-    /// As [`Mapping::pin`]; where that would wait for a store, this lets other tasks go on. Once it has resolved, nothing takes the
-    /// bytes away until the pin goes: it is kept over other `await`s, and sent to other threads, as one likes.
+    /// As [`Mapping::pin`], but other tasks can run while it waits for a store. Once the future has resolved, the bytes
+    /// stay until the pin is dropped. A pin may be kept across `await`s and sent to other threads.
     ///
     /// ```
     /// # use pagemill::{Pagemill, Result, mapping::{Mapping, Settings}, store::MemoryStore};
@@ -32,15 +32,17 @@ impl Mapping {
     /// # Ok::<(), pagemill::Error>(())
     /// ```
     ///
-    /// Of a store that only blocks ([`crate::store::Store::is_asynchronous`]) it waits in the executor's thread. So it does, briefly, for
-    /// room, and for whoever holds the folio.
+    /// For a store with blocking calls only ([`crate::store::Store::is_asynchronous`]) it blocks the executor's thread.
+    /// It also blocks briefly to make room, and while another thread holds the folio.
     ///
-    /// Cost: of what is in memory that of [`Mapping::pin`]; else some allocations, and a switch to the store's thread and back.
+    /// Cost: that of [`Mapping::pin`] for a page in memory. Else some allocations, and a switch to the store's thread
+    /// and back.
     ///
     /// # Errors
     ///
-    /// As [`Mapping::pin`]; [`Error::NoMemory`] also where what is on its way for others has all the room: it cannot be evicted, so tasks beyond
-    /// that have to be held back. [`Error::Busy`] if the page is evicted time and again before the task goes on.
+    /// See [`Mapping::pin`]. [`Error::NoMemory`] also if reads in flight take all the room: they cannot be evicted, so
+    /// the program must limit its concurrent tasks. [`Error::Busy`] if the page is evicted repeatedly before the task
+    /// runs.
     pub async fn pin_async(&self, offset: u64) -> Result<Pin<'_>> {
         for _ in 0..MOST_TRIES {
             if let Some(pin) = self.pin_present(offset)? {
@@ -74,12 +76,12 @@ impl Mapping {
     /// # Ok::<(), pagemill::Error>(())
     /// ```
     ///
-    /// What is missing of the range is read together, some hundred KiB at a time. Dropped before it has resolved, the future leaves
-    /// anything in `to`.
+    /// Missing pages of the range are read together, some hundred KiB at a time. If the future is dropped before it
+    /// resolves, the content of `to` is undefined.
     ///
     /// # Errors
     ///
-    /// As [`Mapping::read_at`], and [`Mapping::pin_async`].
+    /// See [`Mapping::read_at`] and [`Mapping::pin_async`].
     pub async fn read_async(&self, to: &mut [u8], offset: u64) -> Result<usize> {
         let file = &self.0;
         file.check(offset, to.len() as u64)?;
@@ -99,8 +101,9 @@ impl Mapping {
         Ok(done)
     }
 
-    /// Resolves once all of a range, to the end of the file at most, has come into memory: blocking calls find it there, until room is
-    /// made for others. What has to stay is pinned ([`Mapping::pin_async`]). It is [`Mapping::will_need`], and waits.
+    /// Reads a range into memory, up to the end of the file, and resolves once it is there. Blocking calls then find
+    /// it, until it is evicted. Use [`Mapping::pin_async`] for bytes that must stay. This is [`Mapping::will_need`]
+    /// with a wait.
     ///
     /// # Errors
     ///
@@ -117,7 +120,7 @@ impl Mapping {
             if at >= end {
                 return Ok(());
             }
-            // So that the store always has some of it to do.
+            // Read ahead, so that the store always has work.
             if at >= started && end - at > file.page_bytes() as u64 {
                 file.read_ahead(std::iter::once(at..end));
                 started = at + file.cache.limit_bytes / (2 * SHARE_DIVISOR);
@@ -132,14 +135,14 @@ impl Mapping {
 }
 
 impl File {
-    /// Copies from one folio, once it is there. Returns how many bytes.
+    /// Copies from one folio, once it is in memory. Returns the number of bytes.
     async fn read_piece_async(self: &Arc<Self>, to: &mut [u8], offset: u64) -> Result<usize> {
         for _ in 0..MOST_TRIES {
             if self.behind.is_none() {
                 return self.read_piece(to, offset);
             }
             if offset >= self.size_bytes() {
-                // Cut meanwhile: nothing is to come in behind the end.
+                // Truncated meanwhile: no page behind the end may come in.
                 return Ok(0);
             }
             let (index, last) = (self.index_of(offset), self.index_of(offset + to.len() as u64 - 1));

@@ -1,20 +1,20 @@
-//! Writers go in side by side; who removes pages of a file goes in alone.
+//! A gate of a file: shared for writers, exclusive for removing pages.
 //!
-//! Held for one folio's copy at a time, never while a caller waits for anything else. A fault handler takes no gate: the
-//! caller's buffer may lie in a view of the same file.
+//! Held for one folio's copy at a time, never while a caller waits for anything else. A fault handler takes no gate:
+//! the caller's buffer may lie in a view of the same file.
 
 use crate::sync::{Acquire, AtomicU32, Patience, Relaxed, Release};
 
-/// Somebody is inside alone, or waits for that.
+/// A thread holds the gate exclusively, or waits for that.
 const ALONE: u32 = 1 << 31;
 
 #[derive(Default)]
 pub(super) struct Gate(AtomicU32);
 
-/// Inside beside others.
+/// The gate, held shared.
 pub(super) struct Beside<'gate>(&'gate Gate);
 
-/// Inside alone.
+/// The gate, held exclusively.
 pub(super) struct Alone<'gate>(&'gate Gate);
 
 impl Gate {
@@ -40,7 +40,7 @@ impl Gate {
         }
     }
 
-    /// Waits for those inside, who copy one folio at most.
+    /// Takes the gate exclusively. Waits for shared holders, which copy one folio at most.
     pub fn alone(&self) -> Alone<'_> {
         let mut patience = Patience::new();
         loop {
@@ -66,7 +66,7 @@ impl Drop for Beside<'_> {
 
 impl Drop for Alone<'_> {
     fn drop(&mut self) {
-        // Who only looks in adds and takes away one.
+        // Subtracts, because a thread that tries the gate shared adds and subtracts one meanwhile.
         self.0.0.fetch_sub(ALONE, Release);
     }
 }

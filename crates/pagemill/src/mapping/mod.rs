@@ -1,27 +1,29 @@
-//! Files in memory, in huge pages: the page cache.
+//! The page cache: files in memory, in huge pages.
 //!
 //! ```text
-//!   Cache     files that share a page size, a limit, a policy           (cache, policy)
+//!   Cache     files that share a page size, a limit and a policy        (cache, policy)
 //!     Mapping   one file: read_at, write_at, pin, truncate ..           one file per verb
 //!       XArray    page index -> frame number; a huge folio is one entry   ../xarray
-//!       Pool      pages, their words and bytes                            ../folio
-//!     Worker    makes huge folios of small ones, behind                 (worker, collapse)
-//!               and small ones of those that hold little                (sweep, thin)
+//!       Pool      folios: their words and bytes                           ../folio
+//!     Worker    background: makes huge folios of small ones             (worker, collapse)
+//!               and small folios of sparse huge ones                    (sweep, thin)
 //! ```
 //!
-//! **Reading** takes no lock and writes to no shared line: look the index up, look at the folio's word and owner, copy, look
-//! at the word again; if it says that the bytes may have become another's, once more. **Writing** pins the
-//! folio, copies, unpins; where nothing is, a folio is filled first and enters the index then. **Removing** (truncate,
-//! punch_hole) goes alone through the file's `gate`, takes entries out of the index, then frees the folios; one that somebody has
-//! pinned is freed by its last pin. Reads beside it find old bytes or zeros, never another file's.
+//! **Reading** takes no lock and writes to no shared cache line. It looks up the index, loads the folio's word and
+//! owner, copies, and loads the word again. If the word shows that the folio may have changed its owner meanwhile, the
+//! read starts over. **Writing** pins the folio, copies and unpins. Where no folio exists, a new one is filled first
+//! and then entered into the index. **Removing** (truncate, punch_hole) takes the file's `gate` exclusively, takes
+//! entries out of the index, then frees the folios. A pinned folio is freed by its last unpin. Concurrent reads find
+//! old bytes or zeros, never another file's bytes.
 //!
-//! No caller's buffer is touched under a lock that the way of a fault would take: the buffer may lie in memory whose faults
-//! come here. (Writers are inside the gate then, which no fault takes.) Who meets a folio that another has alone or keeps still
-//! waits for a second at most, and ends in [`Error::Busy`]. Policies and stores are called inside the gate, too: they must
-//! not use the cache's files.
+//! No caller's buffer is touched under a lock that a page fault would take: a fault in the buffer's memory may be
+//! handled here. (Writers hold the gate then, which no fault takes.) A thread that meets a folio that is held or
+//! frozen waits for a second at most, then gets [`Error::Busy`]. Policies and stores are called inside the gate, too,
+//! so they must not use the cache's files.
 //!
-//! Below: `folio`, `xarray`. Above, by trait: [`Policy`], [`crate::store::Store`], [`crate::xarray::Forests`]. Locks, in order: gate, flight (of
-//! files with a store), index, the pool's books. Diagram and table: docs/states-and-locks.md.
+//! Uses `folio` and `xarray`. Calls upwards through traits: [`Policy`], [`crate::store::Store`],
+//! `crate::xarray::Forests`. Lock order: gate, in-flight list (of files with a store), index, the pool's state.
+//! Diagram and table: docs/states-and-locks.md.
 
 mod ahead;
 mod arrivals;
@@ -84,60 +86,62 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::AcqRel};
 
-/// Who holds a folio for so long is in the way of others; they hear of it.
+/// A wait for a held folio ends with an error after this time.
 const MOST_WAIT_NS: u64 = 1_000_000_000;
 
-/// Reads of a [`Queue`] have a file for longer than this.
+/// When the last handle is dropped, waits this long for temporary references to the file, at most.
 const MOST_LINGER_NS: u64 = 20_000_000;
 
-/// Of the next file.
+/// Serial number of the next file.
 static SERIALS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
 
-/// One file. It lies in an [`Arc`] and stays there (`file`).
+/// One file. It is created in an [`Arc`] and never moves out of it (`file`).
 pub(crate) struct File {
-    /// That of the cache, at hand.
+    /// The cache's pool, for fast access.
     pool: &'static Pool,
     cache: Arc<cache::Inner>,
     store: Option<Arc<dyn Store>>,
-    /// Nothing is written to a file whose store cannot be.
+    /// False if the store cannot be written; writes fail then.
     is_writable: bool,
     tree: XArray<Forest>,
     size_bytes: AtomicU64,
-    /// So much of the store counts; what it has behind that is not the file's. Changed under the lock of the index.
+    /// Valid bytes of the store; those behind are not part of the file. Changed under the lock of the index.
     stored_bytes: AtomicU64,
-    /// Odd while the store may hold more than counts, and moved on with every change of that. Changed as `stored_bytes`.
+    /// Odd while the store may hold more than `stored_bytes`; advances whenever that changes. Changed under the lock of
+    /// the index.
     cut: AtomicU32,
-    /// Moves on whenever a page leaves the file, or less of the store counts. Changed under the lock of the index.
+    /// Advances whenever a page leaves the file, or `stored_bytes` shrinks. Changed under the lock of the index.
     left: AtomicU32,
-    /// The same without evictions: what was read from the store before may have been cut off since.
+    /// As `left`, but without evictions. If it advanced, bytes read from the store before may have been cut off since.
     revoked: AtomicU32,
-    /// Of one with a store: what goes on behind.
+    /// Background reads; only for files with a store.
     behind: Option<Arc<Behind>>,
-    /// One at a time writes back.
+    /// Held by the thread that writes the file back.
     syncing: Lock,
-    /// Of a file with a store.
+    /// Only for files with a store.
     dirty: Option<Box<Dirty>>,
     handles: AtomicU32,
     gate: Gate,
     id: u32,
-    /// As `id`, but no other file ever has it.
+    /// As `id`, but never reused.
     serial: u64,
-    /// Nobody has its handle any more. Set before the lock of the index is taken for the last time by who had it.
+    /// The last handle was dropped. Set before the dropping thread takes the lock of the index for the last time.
     is_closed: AtomicBool,
-    /// Of the process that made it.
+    /// Generation of the process that created it.
     generation: u16,
-    /// Where the last write that made pages ended, and where its streak began.
+    /// End of the last write that created pages, and begin of its sequential run.
     streak_end: AtomicU64,
     streak_begin: AtomicU64,
 }
 
-/// A handle of a file in memory. Reached from all threads at once; the file goes when its last handle does. What was not written back
-/// by then is, if the store takes it in time ([`Writeback::patience`]); whether it did is not told ([`Mapping::close`]).
-/// What is read ahead of it is given up then; a store that does not let go of that is waited for, a second at most.
+/// A handle of a file in memory. All threads may use it at once; dropping the last handle closes the file. Dirty bytes
+/// are then written back, if the store accepts them in time ([`Writeback::patience`]). Errors of that are not reported;
+/// use [`Mapping::close`] for that. Reads ahead are cancelled; dropping waits for a store that does not end them, a
+/// second at most.
 ///
-/// A page is the cache's software page; offsets are bytes. What was never written reads zero.
+/// A page is the cache's software page; offsets are bytes. Bytes that were never written read zero.
 ///
-/// Beside the file: how many failures to write back this handle has been told of.
+/// Beside the file: the number of writeback failures reported to this handle so far.
 pub struct Mapping(Arc<File>, AtomicU32);
 
 impl Mapping {
@@ -145,7 +149,7 @@ impl Mapping {
         Self(file, AtomicU32::new(0))
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.0.size_bytes()
     }
@@ -159,17 +163,17 @@ impl std::fmt::Debug for Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // In a fork child the parent's locks may be held for good.
+        // In a fork child, threads of the parent may hold the locks forever.
         if self.0.cache.check().is_ok() && self.0.handles.fetch_sub(1, AcqRel) == 1 {
-            // Others may hold the file for longer, to collapse it, or to bring pages in; its pages go now, and none comes any
-            // more. Only then may another have its id: that is what folios are known by.
+            // Other threads may keep the file for longer, for a collapse or for reads. Its pages are freed now, and no
+            // new ones come in. Only then may another file get its id, because folios name their owner by it.
             self.0.write_back_at_last();
             self.0.is_closed.store(true, Relaxed);
             self.0.remove_pages(0, Owner::MAX_INDEX);
             self.0.end_behind();
             self.0.cache.leave(self.0.id, self.0.store.is_some());
-            // Who has the file for a moment (the background, a thread of the store's that has just told an end) has its store as
-            // well. Whoever lets it go may open that anew at once.
+            // A thread that has the file for a moment (the background, or a store's thread after a completion) also
+            // keeps its store. The caller may reopen the store's file at once, so wait for those threads.
             let mut patience = Patience::new();
             while self.0.store.is_some() && Arc::strong_count(&self.0) > 1 && patience.waited_ns() < MOST_LINGER_NS {
                 patience.pause();
@@ -184,7 +188,7 @@ impl File {
         u64::from(self.tree.node_count()) * size_of::<Node>() as u64
     }
 
-    /// Records what became of a folio of several pages.
+    /// Traces an event of a folio of several pages.
     fn trace(&self, event: Event, index: u64, order: u8) {
         let cache = u64::from(self.cache.number);
         trace::event_in_parts(event, [(index, u64::from(self.id)), (u64::from(order), cache)]);
@@ -205,7 +209,7 @@ impl File {
         1 << self.pool().page_shift()
     }
 
-    /// Index of the page that a byte lies in.
+    /// Index of the page that contains a byte.
     #[inline]
     fn index_of(&self, offset: u64) -> u64 {
         offset >> self.pool().page_shift()
@@ -216,20 +220,20 @@ impl File {
         index << self.pool().page_shift()
     }
 
-    /// Indices that one huge folio over `index` would take.
+    /// Indices that a huge folio over `index` would cover.
     fn span_of(&self, index: u64) -> Range<u64> {
         let pages = 1 << self.pool().chunk_order();
         let first = index & !(pages - 1);
         first..first + pages
     }
 
-    /// Most bytes that a file may have.
+    /// Largest length of a file.
     fn max_bytes(&self) -> u64 {
-        // The last index of all is left out, so that one past the end is an index, too.
+        // The last index is unused, so that one past the end is still an index.
         (i64::MAX as u64).min(Owner::MAX_INDEX.saturating_mul(self.page_bytes() as u64))
     }
 
-    /// Refuses offsets that no file has.
+    /// Rejects offsets beyond the range of a file.
     #[inline]
     fn check(&self, offset: u64, len_bytes: u64) -> Result<()> {
         if self.pool.generation() != self.generation {
@@ -244,30 +248,30 @@ impl File {
         if self.is_writable { Ok(()) } else { Err(Error::ReadOnly) }
     }
 
-    /// As [`File::check`], of a range that may be as long as it likes: it ends with the file. Returns a length that fits.
+    /// As [`File::check`], for a range that may extend past the largest offset. Returns the length cut to that.
     fn check_up_to(&self, offset: u64, len_bytes: u64) -> Result<u64> {
         let len_bytes = len_bytes.min((i64::MAX as u64).saturating_sub(offset));
         self.check(offset, len_bytes).map(|()| len_bytes)
     }
 
-    /// Refuses what would make the file longer than a file can be.
+    /// Rejects lengths beyond the largest one.
     fn check_size(&self, size_bytes: u64) -> Result<()> {
         let most_bytes = self.max_bytes();
         if size_bytes > most_bytes { Err(Error::FileTooLarge { size_bytes, most_bytes }) } else { Ok(()) }
     }
 
-    /// Under the lock of the index: pages are taken out of the file, or a part of its store.
+    /// Records that pages were removed, or a part of the store is not valid any more. Under the lock of the index.
     fn note_revoked(&self) {
         self.revoked.store(self.revoked.load(Relaxed).wrapping_add(1), Release);
         self.note_left();
     }
 
-    /// Under the lock of the index: a page leaves the file, to come again perhaps.
+    /// Records that a page leaves the file, perhaps to come back. Under the lock of the index.
     fn note_left(&self) {
         self.left.store(self.left.load(Relaxed).wrapping_add(1), Release);
     }
 
-    /// Makes the file at least so long.
+    /// Makes the file at least this long.
     fn grow(&self, size_bytes: u64) {
         let mut seen = self.size_bytes.load(Relaxed);
         while seen < size_bytes {
@@ -279,7 +283,7 @@ impl File {
     }
 }
 
-/// Does `act` from where it ended until it has done `len` bytes; what fails after a part makes it short.
+/// Calls `act` until `len` bytes are done. An error after the first part makes the result short.
 #[inline]
 fn in_pieces(len: usize, mut act: impl FnMut(usize) -> Result<usize>) -> Result<usize> {
     let mut done = 0;
@@ -293,7 +297,8 @@ fn in_pieces(len: usize, mut act: impl FnMut(usize) -> Result<usize>) -> Result<
     Ok(done)
 }
 
-/// Does `act` for one buffer after the other, until one is not used whole; what fails after a part makes it short.
+/// Calls `act` for one buffer after the other, until one is not used completely. An error after the first part makes
+/// the result short.
 fn in_turn<B: std::ops::Deref<Target = [u8]>>(
     buffers: impl Iterator<Item = B>,
     mut act: impl FnMut(B, u64) -> Result<usize>,
@@ -315,7 +320,7 @@ fn in_turn<B: std::ops::Deref<Target = [u8]>>(
     Ok(done)
 }
 
-/// Waits for a folio that somebody has for a moment.
+/// Waits for a folio that another thread holds for a moment.
 struct Turn(Option<Patience>);
 
 impl Turn {
@@ -325,7 +330,7 @@ impl Turn {
 
     /// # Errors
     ///
-    /// [`Error::Busy`] if that takes a second.
+    /// [`Error::Busy`] after a second.
     #[cold]
     fn wait(&mut self) -> Result<()> {
         let patience = self.0.get_or_insert_with(|| {

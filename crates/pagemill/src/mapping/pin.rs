@@ -1,4 +1,4 @@
-//! Guards: a folio that stays where it is, shared or alone.
+//! Guards of folios: shared pins, and exclusive holds.
 #![allow(unsafe_code)] // lends the bytes of held folios
 
 use super::dirty::DIRTY;
@@ -11,27 +11,28 @@ use crate::folio::word::Kind;
 use crate::folio::{Frame, bytes};
 use std::ops::{Deref, DerefMut};
 
-/// A folio of a file that stays in memory, and in its place, until this goes: for I/O, or for reading many times. It is not
-/// split, collapsed or evicted meanwhile. A `truncate` or `punch_hole` of all of it takes it out of the file all the same; its
-/// bytes stay until then. Of a part of it: that part is zeroed, and the folio stays the file's.
+/// A pinned folio of a file: it stays in memory at its address until this is dropped. For I/O, or for many reads. A
+/// pinned folio is not split, collapsed or evicted. A `truncate` or `punch_hole` of the whole folio still removes it
+/// from the file; its memory stays until the unpin. One of a part of it zeroes that part, and the folio stays in the
+/// file.
 ///
-/// Others may write to it at the same time, so its bytes are copied, never lent. A fork child must not use one that it inherited: the
-/// memory may not be mapped there (docs/files-behind.md).
+/// Other threads may write to it at the same time, so its bytes are copied, never borrowed. A fork child must not use
+/// an inherited pin: the memory may not be mapped there (docs/files-behind.md).
 ///
-/// Cost: one atomic operation to get and one to put, whatever part of a huge folio is meant.
+/// Cost: one atomic operation to pin and one to unpin, for any part of a huge folio.
 #[must_use = "it pins for as long as it is kept"]
 pub struct Pin<'file> {
     file: &'file File,
     frame: &'static Frame,
-    /// Where the byte is that was asked for.
+    /// Address of the requested byte.
     addr: usize,
-    /// From the folio's first byte to that one.
+    /// Offset of that byte in the folio.
     at: u32,
-    /// From there to its last.
+    /// Length from that byte to the end of the folio.
     len_bytes: u32,
 }
 
-/// The folios of a range, pinned, in order. One is kept without an allocation: a huge folio mostly is all of it.
+/// The pinned folios of a range, in order. A single one needs no allocation; a huge folio often covers the whole range.
 #[must_use = "it pins for as long as it is kept"]
 pub struct Pins<'file> {
     first: Option<Pin<'file>>,
@@ -39,12 +40,12 @@ pub struct Pins<'file> {
 }
 
 impl<'file> Pins<'file> {
-    /// How many folios.
+    /// Returns the number of folios.
     pub fn len(&self) -> usize {
         usize::from(self.first.is_some()) + self.others.len()
     }
 
-    /// Whether the range was empty, or lies behind the end of the file.
+    /// Returns whether the range was empty, or lies behind the end of the file.
     pub fn is_empty(&self) -> bool {
         self.first.is_none()
     }
@@ -59,24 +60,25 @@ impl<'file> Pins<'file> {
 }
 
 impl Mapping {
-    /// Pins the folio that holds the byte at `offset`: from there to its end. Makes one where nothing is, as a write would.
+    /// Pins the folio that contains the byte at `offset`, from there to its end. Allocates one if there is none, as a
+    /// write would.
     ///
     /// # Errors
     ///
-    /// [`Error::PastEnd`] at or past the end of the file; else as [`Mapping::write_at`].
+    /// [`Error::PastEnd`] at or past the end of the file; else see [`Mapping::write_at`].
     #[inline]
     pub fn pin(&self, offset: u64) -> Result<Pin<'_>> {
         match self.0.try_pin(offset) {
             Some(pin) => Ok(pin),
-            None => Ok(self.0.guard_of(self.0.pin_made(offset, offset + 1)?, offset)),
+            None => Ok(self.0.guard_of(self.0.pin_made(offset, offset.saturating_add(1))?, offset)),
         }
     }
 
-    /// As [`Mapping::pin`]; `None` where nothing is in memory.
+    /// As [`Mapping::pin`]; returns `None` if there is no folio in memory.
     ///
     /// # Errors
     ///
-    /// As [`Mapping::pin`].
+    /// See [`Mapping::pin`].
     #[inline]
     pub fn pin_present(&self, offset: u64) -> Result<Option<Pin<'_>>> {
         match self.0.try_pin(offset) {
@@ -85,17 +87,17 @@ impl Mapping {
         }
     }
 
-    /// Pins all folios from `offset` on for `len_bytes`, to the end of the file at most.
+    /// Pins all folios of `len_bytes` from `offset` on, to the end of the file at most.
     ///
-    /// Cost: as [`Mapping::pin`] for each folio.
+    /// Cost: that of [`Mapping::pin`] for each folio.
     ///
     /// # Errors
     ///
-    /// As [`Mapping::pin`]; none stays pinned then.
+    /// See [`Mapping::pin`]; no folio stays pinned then.
     #[inline]
     pub fn pin_range(&self, offset: u64, len_bytes: usize) -> Result<Pins<'_>> {
         if let Some(first) = self.0.try_pin(offset) {
-            // A huge folio mostly is all of it.
+            // A huge folio often covers the whole range.
             if len_bytes.wrapping_sub(1) < first.len_bytes() {
                 return Ok(Pins { first: Some(first), others: Vec::new() });
             }
@@ -104,12 +106,13 @@ impl Mapping {
         Ok(Pins { first: first.map(|place| self.0.guard_of(place, offset)), others })
     }
 
-    /// Takes the folio that holds the byte at `offset` for this thread alone: others that read, write or pin it wait, a second at
-    /// most. Makes one where nothing is.
+    /// Holds the folio that contains the byte at `offset` exclusively. Threads that read, write or pin it wait, a
+    /// second at most. Allocates one if there is none.
     ///
     /// # Errors
     ///
-    /// [`Error::Busy`] if it is pinned, or held, for a second; [`Error::ReadOnly`], since it counts as written to; else as [`Mapping::pin`].
+    /// [`Error::Busy`] if it is pinned or held for a second. [`Error::ReadOnly`], because a hold counts as a write.
+    /// Else see [`Mapping::pin`].
     pub fn hold(&self, offset: u64) -> Result<Exclusive<'_>> {
         let file = &*self.0;
         file.check_inside(offset)?;
@@ -124,7 +127,7 @@ impl Mapping {
                 continue;
             };
             let number = hit.value() as u32;
-            // A truncation that has begun counts on nobody coming in.
+            // Taken because a truncation that holds the gate relies on no new holds.
             let inside = file.gate.beside();
             match file.pool().word(number).hold() {
                 Ok(state) if hit.is_still() => {
@@ -145,14 +148,14 @@ impl Mapping {
 impl File {
     /// # Errors
     ///
-    /// Past the end; in a fork child.
+    /// Fails past the end of the file, and in a fork child.
     pub(super) fn check_inside(&self, offset: u64) -> Result<()> {
         self.check(offset, 1)?;
         let size_bytes = self.size_bytes();
         if offset >= size_bytes { Err(Error::PastEnd { offset, size_bytes }) } else { Ok(()) }
     }
 
-    /// Pins what the index seems to have; `None` where that takes a closer look.
+    /// Pins the folio that a lock-free lookup finds; `None` if the slow path is needed.
     #[inline]
     fn try_pin(&self, offset: u64) -> Option<Pin<'_>> {
         if offset >= self.size_bytes() || self.pool.generation() != self.generation {
@@ -169,7 +172,8 @@ impl File {
         self.pin_page(self.index_of(offset))
     }
 
-    /// Of a file with a store, what is missing up to `end` comes with it.
+    /// Pins the folio at `offset`; brings it in first if needed. In files with a store, reads all missing pages up to
+    /// `end` along with it.
     #[cold]
     fn pin_made(&self, offset: u64, end: u64) -> Result<Place> {
         loop {
@@ -187,7 +191,7 @@ impl File {
         }
     }
 
-    /// The first folio of a range, and guards of the others.
+    /// Pins a range: returns the first folio's place, and guards of the others.
     #[cold]
     fn pin_all(&self, offset: u64, len_bytes: usize) -> Result<(Option<Place>, Vec<Pin<'_>>)> {
         self.check(offset, len_bytes as u64)?;
@@ -195,7 +199,7 @@ impl File {
         if offset >= end {
             return Ok((None, Vec::new()));
         }
-        // A guard from the start: what follows may fail.
+        // Held as a guard from the start, because the following pins may fail.
         let first = self.pin_made(offset, end).map(|place| self.guard_of(place, offset))?;
         let (mut others, mut at) = (Vec::new(), offset + u64::from(first.len_bytes));
         while at < end {
@@ -212,8 +216,8 @@ impl File {
         self.guard(place, frame, offset)
     }
 
-    /// Of a place that is pinned, with its frame. Put together of what is in registers: a guard that was stored and is loaded
-    /// again at once would cost as much as all the rest.
+    /// Returns the guard of a pinned folio. Built from values in registers: storing the guard and loading it again
+    /// would cost as much as all the rest.
     #[inline]
     fn guard(&self, place: Place, frame: &'static Frame, offset: u64) -> Pin<'_> {
         let page_shift = self.pool.page_shift();
@@ -222,12 +226,12 @@ impl File {
         Pin { file: self, frame, addr: self.pool.addr(place.number) + at as usize, at, len_bytes }
     }
 
-    /// Gives a folio back that was held, and not changed; frees it if it left the file meanwhile.
+    /// Ends a hold without a change. Frees the folio if it left the file meanwhile.
     pub(super) fn end_hold(&self, number: u32) {
         self.note_revived(number, self.pool().word(number).end_hold(false));
     }
 
-    /// As [`File::end_hold`], of one that was changed perhaps.
+    /// As [`File::end_hold`], for a folio that may have been changed.
     fn end_hold_dirty(&self, number: u32, first: u64) {
         let word = self.pool().word(number);
         let state = word.load();
@@ -245,12 +249,12 @@ impl File {
 }
 
 impl Pin<'_> {
-    /// Bytes from the one that was asked for to the end of the folio.
+    /// Returns the bytes from the requested one to the end of the folio.
     pub fn len_bytes(&self) -> usize {
         self.len_bytes as usize
     }
 
-    /// Copies bytes out, from `at` bytes behind the one that was asked for.
+    /// Copies bytes out, from `at` bytes behind the requested one.
     ///
     /// # Panics
     ///
@@ -260,12 +264,12 @@ impl Pin<'_> {
         self.file.pool().copy_out(self.number(), self.at as usize + at, to);
     }
 
-    /// Copies bytes in, to where the file has some.
+    /// Copies bytes in, up to the end of the file.
     ///
     /// # Errors
     ///
-    /// [`Error::PastEnd`] past the end of the file, which may be shorter by now; [`Error::WrongState`] where the page is no
-    /// longer the file's (a hole, say); [`Error::ReadOnly`].
+    /// [`Error::PastEnd`] past the end of the file, which may have shrunk meanwhile. [`Error::WrongState`] if the page
+    /// has left the file (a hole, say). [`Error::ReadOnly`].
     ///
     /// # Panics
     ///
@@ -273,7 +277,8 @@ impl Pin<'_> {
     pub fn write_at(&self, from: &[u8], at: usize) -> Result<()> {
         self.check(at, from.len());
         self.file.check_writable()?;
-        // What is behind the end reads zero when the file grows: nobody may write there, and nobody shortens it meanwhile.
+        // Bytes behind the end must read zero when the file grows. So writes stop at the end, and the gate keeps the
+        // file from shrinking meanwhile.
         let _inside = self.file.gate.beside();
         let begin = self.file.offset_of(self.frame.owner().index) + u64::from(self.at);
         let (end, size_bytes) = (begin + (at + from.len()) as u64, self.file.size_bytes());
@@ -291,7 +296,7 @@ impl Pin<'_> {
         Ok(())
     }
 
-    /// Eight bytes, least significant first.
+    /// Returns eight bytes as a little-endian number.
     ///
     /// # Panics
     ///
@@ -299,22 +304,24 @@ impl Pin<'_> {
     #[inline]
     pub fn read_u64(&self, at: usize) -> u64 {
         self.check(at, size_of::<u64>());
-        // SAFETY: inside of the folio, as just checked, which is mapped for as long as it is pinned.
+        // SAFETY: inside of the folio, as just checked. The folio is mapped while it is pinned.
         unsafe { bytes::read_u64((self.addr + at) as *const u8) }
     }
 
-    /// Where the bytes are, for who does I/O to them: mapped and in place for as long as this is kept. Others may change them.
-    /// Such as lie past the end of the file have to stay zero; who changed others says so by [`Pin::set_dirty`].
+    /// Returns the address of the bytes, for I/O. They stay mapped there until this is dropped; other threads may
+    /// change them. Bytes past the end of the file must stay zero. After changing others, the caller must call
+    /// [`Pin::set_dirty`].
     pub fn as_ptr(&self) -> *mut u8 {
         self.addr as *mut u8
     }
 
-    /// Notes that bytes were changed, for the store; for one that is only read they last until room is made for others.
+    /// Marks the folio dirty, for the store. In a read-only file this does nothing, and changes last only until the
+    /// folio is evicted.
     pub fn set_dirty(&self) {
         if !self.file.is_writable {
             return;
         }
-        // It leaves the file before, or after.
+        // The gate orders this before or after a removal of the folio.
         let _inside = self.file.gate.beside();
         let state = self.frame.word.load();
         if !state.is_dirty() && state.kind() != Kind::Gone {
@@ -326,7 +333,7 @@ impl Pin<'_> {
         Place { number: self.number(), first: self.frame.owner().index, order: self.frame.word.load().order() }
     }
 
-    /// Lets go of the guard, not of the pin.
+    /// Forgets the guard and keeps the pin.
     fn into_place(self) -> Place {
         std::mem::ManuallyDrop::new(self).place()
     }
@@ -356,7 +363,8 @@ impl Drop for Pin<'_> {
     }
 }
 
-/// A folio that this thread has alone: its bytes are a slice. Others wait, a second at most, so it should not be kept long.
+/// A folio that this thread holds exclusively: its bytes are a slice. Other threads wait, a second at most, so it
+/// should not be kept long.
 #[must_use = "others wait for as long as it is kept"]
 pub struct Exclusive<'file> {
     file: &'file File,
@@ -366,7 +374,7 @@ pub struct Exclusive<'file> {
 }
 
 impl Exclusive<'_> {
-    /// Offset in the file of its first byte.
+    /// Returns the offset of its first byte in the file.
     pub fn offset(&self) -> u64 {
         self.file.offset_of(self.first)
     }
@@ -376,7 +384,7 @@ impl Deref for Exclusive<'_> {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: held since this guard was made, for as long as it lives; the length is the folio's.
+        // SAFETY: held since this guard was created, until it is dropped; the length is the folio's.
         unsafe { self.file.pool().held_bytes(self, self.number, self.len_bytes) }
     }
 }
@@ -391,7 +399,8 @@ impl DerefMut for Exclusive<'_> {
 
 impl Drop for Exclusive<'_> {
     fn drop(&mut self) {
-        // What the holder wrote past the end of the file is not part of it: it would show when the file grows.
+        // Bytes written past the end of the file are not part of it. They must be zeroed, or they would appear when the
+        // file grows.
         let end = self.file.size_bytes().saturating_sub(self.offset());
         if end < self.len_bytes as u64 {
             self.file.pool().zero(self.number, end as usize, self.len_bytes - end as usize);

@@ -1,17 +1,17 @@
-//! Huge or small: who decides for each range of a file, and on what grounds.
+//! Policies: choose huge or small folios for each range of a file.
 
-/// Why a folio is about to come into being.
+/// Why a folio is about to be allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
-    /// Somebody writes where nothing is.
+    /// A write where there is no folio.
     Write,
-    /// Somebody reads where nothing is. For a file in memory: a hole.
+    /// A read where there is no folio. In a file in memory: a hole.
     Read,
-    /// The background looks whether small folios should become a huge one.
+    /// The background considers collapsing small folios into a huge one.
     Collapse,
 }
 
-/// What is known of a range that could be one huge folio.
+/// Facts about a range that could be one huge folio.
 #[derive(Clone, Copy, Debug)]
 pub struct Ask {
     pub cause: Cause,
@@ -19,39 +19,42 @@ pub struct Ask {
     pub offset: u64,
     /// Bytes of the range: those of a huge folio.
     pub span_bytes: u64,
-    /// Of these, wanted by this call, from its first byte on.
+    /// Bytes of the range that this call wants, from its first byte on.
     pub wanted_bytes: u64,
-    /// Of these, present; for [`Cause::Collapse`] only.
+    /// Bytes of the range that are present; for [`Cause::Collapse`] only.
     pub present_bytes: u64,
-    /// Length of the file, counting what is being written.
+    /// Length of the file, including the current write.
     pub size_bytes: u64,
-    /// Bytes written in order right before this call, from wherever that began.
+    /// Length of the sequential run of writes right before this call.
     pub streak_bytes: u64,
 }
 
-/// What to take.
+/// The decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Choice {
     Huge,
     Small,
-    /// For [`Cause::Read`]: nothing, the answer is zeros. For [`Cause::Collapse`]: leave it as it is.
+    /// For [`Cause::Read`]: allocate nothing, the read returns zeros. For [`Cause::Collapse`]: leave the range as it
+    /// is.
     Nothing,
 }
 
-/// Decides for every range of every file of a cache. Called often, so it should be quick; where a file is written, its
-/// truncation waits meanwhile, so it must not use the cache's files.
+/// Decides for every range of every file of a cache. Called often, so it should be fast. A truncation of a file waits
+/// for it, so it must not use the cache's files. A panic unwinds through the call that needed the decision. In the
+/// background a panic is counted (`behind_panics`), and the range stays as it is.
 pub trait Policy: Send + Sync {
     fn choose(&self, ask: &Ask) -> Choice;
 }
 
-/// A file that has this many huge folios' length wastes a part of it at most by one more.
+/// Sequential writes to a file of at least this many huge folios use huge ones: one more wastes a part of its length at
+/// most.
 const LARGE_SPANS: u64 = 2;
 
-/// Small folios become a huge one where at least seven eighths of it are there.
+/// Small folios become a huge one if at least seven eighths of it are present.
 const DENSE: (u64, u64) = (7, 8);
 
-/// By size, density and order of access: huge where a call wants half of the range, or where a file that is large already is
-/// written in order. A small file, or one that is written here and there, stays in small folios until it is dense.
+/// Decides by size, density and order of access. Uses a huge folio if a call wants half of the range, or if a large
+/// file is written sequentially. A small file, or one with scattered writes, stays in small folios until it is dense.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Auto;
 
@@ -74,7 +77,7 @@ impl Policy for Auto {
     }
 }
 
-/// Huge wherever one fits, on writes and on reads of holes.
+/// Always chooses huge, for writes and for reads of holes.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Always;
 
@@ -84,7 +87,7 @@ impl Policy for Always {
     }
 }
 
-/// Pages one by one.
+/// Never chooses huge folios.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Never;
 
@@ -99,7 +102,8 @@ mod tests {
     use super::*;
     use crate::units::BLOCK_BYTES;
 
-    /// Small files and scattered writes stay small; large writes and large files in order are huge; dense is collapsed.
+    /// Small files and scattered writes stay small. Large writes, and sequential writes of large files, are huge. Dense
+    /// ranges are collapsed.
     #[test]
     fn auto_goes_by_size_density_and_order() {
         const SPAN: u64 = BLOCK_BYTES as u64;

@@ -4,16 +4,16 @@ use super::Mapping;
 use crate::error::{Error, Result};
 
 impl Mapping {
-    /// Takes a range out of the file: it reads zero, and its whole pages need no memory. Returns how many bytes of memory came
-    /// free, for other folios, or for who needs memory; what somebody has pinned does later.
+    /// Removes a range from the file: it reads zero, and its whole pages use no memory. Returns the bytes of memory
+    /// freed, for other folios or for reclaim. Pinned folios are freed later and not counted.
     ///
-    /// Pages that lie in it partly are zeroed as far as they do; so are parts of a huge folio that is pinned, or that the
+    /// Pages that lie partly in the range are zeroed there. So are parts of a huge folio that is pinned, or that the
     /// cache does not split. The file's length stays.
     ///
     /// # Errors
     ///
-    /// [`Error::BadOffset`]; [`Error::Busy`] where somebody holds a folio for a second, perhaps after a part;
-    /// [`Error::Unsupported`] for a file with a store, of which only zeros can be kept: [`Mapping::zero_range`].
+    /// [`Error::BadOffset`]. [`Error::Busy`] if a folio is held for a second, perhaps after a part was removed.
+    /// [`Error::Unsupported`] for a file with a store, which cannot keep holes: use [`Mapping::zero_range`].
     pub fn punch_hole(&self, offset: u64, len_bytes: u64) -> Result<u64> {
         let file = &*self.0;
         file.check(offset, len_bytes)?;
@@ -32,7 +32,7 @@ impl Mapping {
             file.open_up(last);
             freed = file.remove_pages(first, last - 1);
         }
-        // The edges, and what could not go.
+        // The edges, and folios that could not be removed.
         file.zero_present(offset, end)?;
         Ok(freed)
     }

@@ -33,7 +33,7 @@ pub struct Fetched {
     pub result: Result<()>,
 }
 
-/// A page that another read brings in, or whose reading was for nothing.
+/// A page that another read brings in, or that was read in vain.
 struct Wanted {
     file: Arc<File>,
     index: u64,
@@ -49,7 +49,7 @@ impl Wanted {
     }
 }
 
-/// After so long another queue's read is not waited for: perhaps nobody looks after it.
+/// Another queue's read is not waited for longer than this: its owner may never complete it.
 const MOST_WAIT_NS: u64 = 100_000_000;
 
 /// Reads are started this many at a time: one by one they cost most, all at once they leave the device idle before.
@@ -170,9 +170,9 @@ impl Queue {
         }
     }
 
-    /// Bytes of the cache's memory that the kernel has at hand for this queue: memory that it reads into time and again, about 64 MiB at a
-    /// time. They are pinned and in no fork child, and go back to the system only once this queue has given them up, which it does
-    /// with its next call after somebody wanted them.
+    /// Bytes of the cache's memory that the kernel has at hand for this queue: memory that it reads into time and
+    /// again, about 64 MiB at a time. They are pinned and in no fork child, and go back to the system only once this
+    /// queue has given them up, which it does with its next call after they are wanted back.
     pub fn registered_bytes(&self) -> usize {
         self.registered.bytes()
     }
@@ -277,7 +277,8 @@ impl Queue {
         Ok(is_there)
     }
 
-    /// Looks after what others bring in, and starts what has to be read after all: who waits for the descriptor hears of it.
+    /// Checks pages that other reads bring in, and reads those that are still missing. Submits at once, because the
+    /// caller may wait for the descriptor only.
     fn ask_again(&mut self) -> Result<()> {
         if self.wanted.is_empty() {
             return Ok(());

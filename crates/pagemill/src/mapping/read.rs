@@ -1,4 +1,4 @@
-//! Reading: copies out of folios, without a lock and without a pin.
+//! Reading: copies out of folios, without a lock or a pin.
 
 use super::fetch::Content;
 use super::policy::{Ask, Cause, Choice};
@@ -8,20 +8,20 @@ use crate::error::{Error, Result};
 use std::io::IoSliceMut;
 
 impl Mapping {
-    /// Copies bytes from `offset` on into `to`, up to the end of the file; returns how many. 0 at or past the end, and for an
-    /// empty buffer.
+    /// Copies bytes from `offset` on into `to`, up to the end of the file. Returns the number of bytes: 0 at or past
+    /// the end, and for an empty buffer.
     ///
-    /// Holes read zero. Beside writes it may find bytes of before and of after in one page, as in any file; beside
-    /// `truncate` and `punch_hole` old bytes or zeros.
+    /// Holes read zero. A concurrent write may leave old and new bytes in one page, as in any file. Beside `truncate`
+    /// and `punch_hole`, a read finds old bytes or zeros.
     ///
-    /// Cost: a look at the index for each folio (a huge one is one), and the copy. Writes to no shared memory; of files with a
-    /// store a use is noted now and then.
+    /// Cost: an index lookup for each folio (a huge one counts once), and the copy. Writes to no shared memory, except
+    /// that in files with a store it sometimes records the use of a folio.
     ///
     /// # Errors
     ///
-    /// [`Error::BadOffset`] past 2^63; [`Error::Busy`] if somebody holds a folio alone for a second;
-    /// [`Error::Store`], and [`Error::NoMemory`] where what a store has finds no room (what was written stays until
-    /// [`Mapping::sync`]); unless a part was read, which is returned instead. Behind that `to` is as it was, or zero.
+    /// [`Error::BadOffset`] past 2^63. [`Error::Busy`] if a folio is held for a second. [`Error::Store`].
+    /// [`Error::NoMemory`] if there is no room for bytes of the store (dirty pages stay until [`Mapping::sync`]). After
+    /// a part was read, returns its length instead of the error. The rest of `to` is then unchanged or zero.
     pub fn read_at(&self, to: &mut [u8], offset: u64) -> Result<usize> {
         let file = &*self.0;
         file.check(offset, to.len() as u64)?;
@@ -30,41 +30,41 @@ impl Mapping {
         in_pieces(len, |done| file.read_piece(&mut to[done..len], offset + done as u64))
     }
 
-    /// As [`Mapping::read_at`] into several buffers, one after the other.
+    /// As [`Mapping::read_at`], into several buffers, one after the other.
     ///
     /// # Errors
     ///
-    /// As [`Mapping::read_at`].
+    /// See [`Mapping::read_at`].
     pub fn read_vectored_at(&self, to: &mut [IoSliceMut<'_>], offset: u64) -> Result<usize> {
         self.0.check(offset, to.iter().fold(0, |sum: u64, buffer| sum.saturating_add(buffer.len() as u64)))?;
         in_turn(to.iter_mut().map(|buffer| &mut **buffer), |buffer, done| self.read_at(buffer, offset + done))
     }
 }
 
-/// What became of a read where nothing was.
+/// Outcome of a read where there was no folio.
 enum Hole {
-    /// So many bytes were read.
+    /// This many bytes were read as zeros.
     Zeros(usize),
-    /// This call has made a folio there.
+    /// This call created a folio there.
     Filled,
-    /// There is one, or was for a moment, that is not marked as used: another made it, or it came with others.
+    /// Another thread created a folio, or it was read along with others. It is not marked as used.
     FilledByOther,
 }
 
 impl File {
-    /// Copies from one folio, or zeros from a hole. Returns how many bytes.
+    /// Copies from one folio, or zeros from a hole. Returns the number of bytes.
     #[inline]
     pub(super) fn read_piece(&self, to: &mut [u8], offset: u64) -> Result<usize> {
         let index = self.index_of(offset);
         if let Some((found, frame)) = self.hint(index) {
             let (number, at) = (found.value as u32, (offset - self.offset_of(found.first)) as usize);
-            // The word and the bytes are both far away: at the same time, then.
+            // Word and bytes are both likely cache misses, so their loads overlap.
             self.pool.prefetch(number, at);
             let seen = frame.word.load();
             if seen.is_readable() && u32::from(seen.order()) == found.order && self.is_of(frame, found.first) {
                 let len = to.len().min(self.cache.folio_bytes(seen.order()) as usize - at);
                 self.pool.copy_out(number, at, &mut to[..len]);
-                // All the time, then, it was that owner's.
+                // The folio had the same owner during the whole copy.
                 if frame.word.is_unchanged(seen) {
                     if self.note_used(frame) {
                         self.note_first_use(frame, offset, to.len());
@@ -76,19 +76,19 @@ impl File {
         self.read_piece_slowly(to, offset).inspect_err(|_| self.wipe(to))
     }
 
-    /// A copy that was thrown away may have been of another file's bytes: where nothing took its place the caller must not see it.
+    /// A discarded copy may contain another file's bytes. The caller must not see them if no other copy replaced them.
     #[cold]
     fn wipe(&self, to: &mut [u8]) {
-        // No copy is of more than a folio.
+        // A copy is at most one folio.
         let most = to.len().min(self.pool.chunk_bytes());
         to[..most].fill(0);
     }
 
-    /// As [`File::read_piece`], where the index has to be believed: a hole, or somebody changes what is there.
+    /// As [`File::read_piece`], with a checked index lookup: for holes, and for folios that change.
     #[cold]
     fn read_piece_slowly(&self, to: &mut [u8], offset: u64) -> Result<usize> {
         let (pool, index) = (self.pool(), self.index_of(offset));
-        // To have brought it in is no use of it.
+        // The read that brings a folio in does not count as a use.
         let mut is_new = false;
         let mut turn = Turn::new();
         loop {
@@ -114,7 +114,8 @@ impl File {
                 continue;
             }
             let found = hit.found();
-            // What is copied now may be thrown away, but stays mapped: nothing waits for this reader.
+            // The copy may be discarded, but the memory stays mapped. Without the guard, this reader delays no
+            // reclamation.
             drop(guard);
             let at = (offset - self.offset_of(found.first)) as usize;
             let len = to.len().min(self.cache.folio_bytes(found.order as u8) as usize - at);
@@ -128,12 +129,12 @@ impl File {
         }
     }
 
-    /// Zeros, up to the end of the page; or a folio is there now.
+    /// Reads zeros up to the end of the page, or brings a folio in.
     #[cold]
     fn read_hole(&self, to: &mut [u8], offset: u64) -> Result<Hole> {
         let index = self.index_of(offset);
         let end = self.offset_of(index + 1);
-        // Cut meanwhile: nothing is to come in behind the end.
+        // The file was truncated meanwhile: no page behind its end may come in.
         if self.store.is_some() && offset >= self.size_bytes() {
             let len = to.len().min((end - offset) as usize);
             to[..len].fill(0);
@@ -149,7 +150,7 @@ impl File {
             match self.create(index, Cause::Read, &Content::Stored) {
                 Ok(Some(_)) => return Ok(Hole::Filled),
                 Ok(None) => return Ok(Hole::FilledByOther),
-                // A hole is zero without memory, too.
+                // A hole reads zero without memory, too.
                 Err(Error::NoMemory { .. }) if self.store.is_none() => {}
                 Err(error) => return Err(error),
             }
@@ -164,10 +165,10 @@ impl File {
         let is_wanted = match self.choose_for_hole(index) {
             Choice::Nothing => false,
             Choice::Small => true,
-            // Beside others it would be a small one.
+            // Next to other folios it would become a small one.
             Choice::Huge => self.tree.next(span.start, span.end - 1, &epoch::pin()).is_none(),
         };
-        // What cannot be had is zero without memory.
+        // Without room, the hole reads zero without memory.
         is_wanted && self.cache.has_room()
     }
 

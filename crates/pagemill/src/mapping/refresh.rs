@@ -1,4 +1,4 @@
-//! What somebody else did to the store: taken over when it is asked for.
+//! Refresh: adopts changes that other processes made to the store.
 
 use super::sync::failed;
 use super::{File, Mapping, Turn};
@@ -8,28 +8,30 @@ use crate::folio::Owner;
 use crate::sync::{Relaxed, Release};
 
 impl Mapping {
-    /// Takes over what somebody else did to the store since the file was opened, or refreshed: the file is as long as the store is
-    /// now, and what is in memory is dropped, to be read again. Until then a file keeps its length, pages in memory keep their bytes, and
-    /// what the store has lost reads zero. A file in memory only has nothing to do.
+    /// Adopts changes that other processes made to the store since the file was opened or refreshed. The file gets the
+    /// store's length, and its folios are evicted, to be read again. Until then a file keeps its length, pages in
+    /// memory keep their bytes, and bytes that the store has lost read zero. Does nothing for a file in memory only.
     ///
-    /// Reads beside it find bytes of before or of after; writes wait.
+    /// Concurrent reads find old or new bytes; writes wait.
     ///
-    /// Cost: a question to the store, some hundred instructions for each folio in memory.
+    /// Cost: a query of the store's size, and some hundred instructions for each folio in memory.
     ///
     /// # Errors
     ///
-    /// [`Error::WrongState`] if something was changed here and is not synced: nothing has changed then. [`Error::Busy`] where somebody
-    /// pins or holds a folio for a second: the length was taken over, and pages from there on are as they were.
-    /// [`Error::Store`] if the store does not tell its size; [`Error::FileTooLarge`].
+    /// [`Error::WrongState`] if the file has changes that are not synced; nothing has changed then. [`Error::Busy`] if
+    /// a folio is pinned or held for a second. The length was adopted then, and that folio and later ones are
+    /// unchanged. [`Error::Busy`] also if writes in flight do not complete (see [`Mapping::sync`]). [`Error::Store`] if
+    /// the store cannot report its size. [`Error::FileTooLarge`].
     pub fn refresh(&self) -> Result<()> {
         let file = &*self.0;
         file.check(0, 0)?;
         let Some(store) = &file.store else { return Ok(()) };
-        // Nobody writes; then nobody writes back. Who does may not wait for the gate, but who is inside waits for him.
+        // First the gate, which stops writers, then writeback. A thread that writes back must not wait for the gate,
+        // because threads inside the gate wait for it.
         let _alone = file.gate.alone();
         let _one = file.syncing.lock();
-        file.await_underway();
-        let size_bytes = store.size_bytes().map_err(failed("asking for the size of a file"))?;
+        file.await_underway()?;
+        let size_bytes = store.size_bytes().map_err(failed("getting the size of a file"))?;
         file.check_size(size_bytes)?;
         file.check_synced()?;
         let is_shorter = size_bytes < file.size_bytes();
@@ -47,10 +49,10 @@ impl Mapping {
     }
 }
 
-const CHANGED: Error = Error::WrongState { what: "the file was changed here, too, and is not synced" };
+const CHANGED: Error = Error::WrongState { what: "the file has changes that are not synced" };
 
 impl File {
-    /// Refuses where the store lacks something.
+    /// Fails if the file has changes that the store lacks.
     fn check_synced(&self) -> Result<()> {
         let is_longer = self.size_bytes() > self.stored_bytes.load(Relaxed);
         if is_longer || self.is_cut() {
@@ -66,21 +68,21 @@ impl File {
         Ok(())
     }
 
-    /// So much of the store counts from here on; what is being read of it is read again.
+    /// Sets the valid length of the store. Reads in flight start over.
     fn take_over(&self, size_bytes: u64) {
         let _writer = self.tree.lock();
         self.stored_bytes.store(size_bytes, Relaxed);
         self.note_revoked();
     }
 
-    /// Drops all folios, of which only pins make one dirty meanwhile.
+    /// Evicts all folios. Only pins can make one dirty meanwhile.
     fn drop_clean(&self) -> Result<()> {
         let (mut at, mut turn) = (0, Turn::new());
         while let Some(found) = { self.tree.next(at, Owner::MAX_INDEX - 1, &epoch::pin()) } {
             if self.evict_at(found.first, found.value as u32).is_some() {
                 (at, turn) = (found.last() + 1, Turn::new());
             } else {
-                // Somebody has it; or it is another by now.
+                // Another thread uses the folio, or the index has another one by now.
                 turn.wait()?;
             }
         }

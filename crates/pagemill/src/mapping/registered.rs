@@ -1,9 +1,10 @@
 //! What of a cache's memory a queue's ring has registered: the kernel has its pages at hand then, for less CPU a read.
 //!
-//! Of memory that reads go to time and again, 64 MiB at most at a time: once as much was read there as that has. What is registered is
-//! lent by the pool, and not given back to the system. A ring is its thread's alone, and nobody else can take memory
-//! out of it. So who wants memory back asks ([`Pool::want_back`]), and rings the queue's bell; its thread gives all of it back with the next
-//! call. One that neither calls nor listens keeps it, until the queue is dropped.
+//! Of memory that reads go to time and again, 64 MiB at most at a time: once as much was read there as that has. What
+//! is registered is lent by the pool, and not given back to the system. A ring is its thread's alone, and no other
+//! thread can take memory out of it. So reclaim sets a flag ([`Pool::want_back`]) and rings the queue's bell; the
+//! queue's thread gives all of it back with its next call. A thread that neither calls nor listens keeps it, until the
+//! queue is dropped.
 #![allow(unsafe_code)] // memory that it was lent
 
 use super::fill::Filling;
@@ -139,7 +140,7 @@ impl Registered {
         true
     }
 
-    /// Gives all back, if somebody wants it: what no read is under way in.
+    /// Gives all back that no read is in flight in, if the pool wants it back.
     #[inline]
     pub fn comply(&mut self, ring: &mut Ring<Filling>) {
         if self.count > 0 && self.pool.is_wanted_back() {

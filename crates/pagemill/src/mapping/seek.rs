@@ -5,8 +5,8 @@ use crate::epoch;
 use crate::error::{Error, Result};
 
 impl Mapping {
-    /// The first byte at or after `offset` that may hold data; `None` if only a hole follows. Pages of zeros count as data,
-    /// and so does all that a store has.
+    /// Returns the first byte at or after `offset` that may hold data; `None` if only a hole follows. Pages of zeros
+    /// count as data, and so do all bytes of a store.
     ///
     /// # Errors
     ///
@@ -21,11 +21,11 @@ impl Mapping {
         Ok(found.map(|found| file.offset_of(found.first).max(offset)))
     }
 
-    /// The first byte at or after `offset` that lies in a hole; the end of the file counts as one.
+    /// Returns the first byte at or after `offset` that lies in a hole; the end of the file counts as one.
     ///
     /// # Errors
     ///
-    /// As [`Mapping::seek_data`].
+    /// See [`Mapping::seek_data`].
     pub fn seek_hole(&self, offset: u64) -> Result<u64> {
         let size = self.check_seek(offset)?;
         let file = &*self.0;

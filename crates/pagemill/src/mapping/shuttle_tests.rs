@@ -1,8 +1,8 @@
-//! Threads that truncate what others read, write, split or collapse, step by step in orders drawn at random.
+//! Threads that truncate, read, write, split and collapse the same files, in randomly scheduled steps.
 //!
-//! Two files of one cache whose huge folios are two pages, so that few steps do all there is to do and memory goes from one
-//! file to the other. Bytes are looked at where pages begin and end. `SHUTTLE_RUNS` says how many of each model; a failure
-//! while others are at something ends in an abort, so run them with `--nocapture`.
+//! Two files of one cache with huge folios of two pages, so that a few steps cover all transitions, and memory moves
+//! between the files. Bytes are checked at page boundaries. `SHUTTLE_RUNS` sets the runs of each model. A failure
+//! during other threads' work ends in an abort, so run them with `--nocapture`.
 
 mod stored;
 
@@ -24,26 +24,26 @@ use std::sync::{Mutex, OnceLock};
 use std::task::{Context, Waker};
 use std::time::Duration;
 
-/// Preemptions that a schedule of PCT has.
+/// Preemptions of a PCT schedule.
 const DEPTH: usize = 4;
 
-/// No run is so long; one that is waits for something that never comes.
+/// Most steps of a run; a longer one waits for an event that never comes.
 const MOST_STEPS: usize = 300_000;
 
-/// For models whose threads have to meet at one point.
+/// Factor for models with a small window for the race.
 const MANY: usize = 20;
 
 const PAGE: usize = BLOCK_BYTES / 2;
 const PAGES: u64 = 4;
 
-/// Bytes of a page that are written and looked at.
+/// Bytes of a page that are written and checked.
 const SAMPLE: usize = 8;
 
 fn one_of(count: usize) -> usize {
     thread_rng().gen_range(0..count)
 }
 
-/// Small where it may be either, so that there is something to collapse.
+/// Chooses small for some writes, so that there is something to collapse.
 struct Either;
 
 impl Policy for Either {
@@ -73,12 +73,12 @@ fn cache_with(limit_bytes: u64, writeback: Writeback, patience: Option<Duration>
     caches.make(Settings { page, policy: Box::new(Either), writeback, patience, ..settings }).unwrap()
 }
 
-/// A file, and the byte that all of its pages are written with.
+/// A file, and the byte written to all of its pages.
 struct Model {
     file: Mapping,
     byte: u8,
     pages: u64,
-    /// Moves on when a pin or hold begins, and when it is about to end: odd while there is one. Only of one thread.
+    /// Advances when a pin or hold begins, and before it ends: odd while there is one. Used by one thread only.
     kept: std::sync::atomic::AtomicU32,
 }
 
@@ -112,7 +112,7 @@ impl Model {
         self.check(&bytes[..len]);
     }
 
-    /// What is kept stays one folio, at its place.
+    /// A pinned folio keeps its size and its place.
     fn pin(&self) {
         if let Ok(Some(pin)) = self.file.pin_present(self.a_page() * PAGE as u64) {
             self.kept.fetch_add(1, Relaxed);
@@ -138,7 +138,7 @@ impl Model {
         }
     }
 
-    /// Makes other folios of the same bytes; returns whether it did.
+    /// Splits or collapses folios; returns whether it did.
     fn reshape(&self) -> bool {
         let offset = self.a_page() * PAGE as u64;
         let done = match one_of(4) {
@@ -150,7 +150,7 @@ impl Model {
         done.unwrap_or(false)
     }
 
-    /// Takes pages out of the file, or their bytes.
+    /// Removes pages, or zeroes them.
     fn remove(&self) {
         let offset = self.a_page() * PAGE as u64 + one_of(2) as u64 * SAMPLE as u64;
         let len = [SAMPLE, PAGE, 2 * PAGE][one_of(3)] as u64;
@@ -166,7 +166,7 @@ impl Model {
         if one_of(7) < 3 { self.remove() } else { _ = self.reshape() }
     }
 
-    /// All that it has is its own.
+    /// All bytes of the file are its own.
     fn check_all(&self) {
         for page in 0..self.pages {
             let mut bytes = vec![0; PAGE];
@@ -188,8 +188,8 @@ impl Model {
     }
 }
 
-/// Runs threads over two files, each doing what its numbers say, in many orders. At the end all is there, and all memory
-/// comes back.
+/// Runs threads over two files in many schedules; each thread does the acts in its list. At the end all pages are
+/// there, and all memory comes back.
 fn model(threads: &'static [&'static [usize]]) {
     let awaited = stats::get(Counter::FoliosAwaited);
     let runs = run_in_many_orders(1, move || {
@@ -216,8 +216,8 @@ fn assert_is_empty(cache: &Cache) {
     assert_eq!((usage.charged, usage.huge, usage.small, usage.locked), (0, 0, 0, 0), "{usage:?}");
 }
 
-/// Two threads at one range of one file, each at one thing: a cell of the table in docs/states-and-locks.md, and the one across
-/// its diagonal. Whose folio is kept by a pin or a hold finds it as it was.
+/// Two threads at one range of one file, each with one act: a cell of the table in docs/states-and-locks.md, and its
+/// mirror cell. A pinned or held folio is unchanged when its thread looks at it again.
 fn beside(first: usize, then: usize) {
     run_in_many_orders(0, move || {
         let cache = cache();
@@ -246,11 +246,11 @@ fn beside(first: usize, then: usize) {
     });
 }
 
-/// Random ones, and such as have few preemptions; returns how many of the first. Of the second so many `times` as many;
-/// 0: of both a quarter.
+/// Runs random schedules, and schedules with few preemptions (PCT). Returns the number of random ones. Runs `times` as
+/// many PCT schedules; 0: a quarter of both.
 ///
-/// One model at a time: all share one arena, whose locks know nothing of another model's threads, and who waits for one that
-/// the system has taken the processor from makes any number of steps.
+/// One model at a time: all share one arena, and its locks do not see the threads of other models. A thread that waits
+/// for one that the system has preempted would make any number of steps.
 fn run_in_many_orders(times: usize, run: impl Fn() + Clone + Send + Sync + 'static) -> usize {
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock();
@@ -271,9 +271,9 @@ fn run_in_many_orders(times: usize, run: impl Fn() + Clone + Send + Sync + 'stat
     runs
 }
 
-/// A page goes from one file to the other while somebody reads it in the first, or pins it: what he gets is the first's, or
-/// nothing. Free pages are taken last in, first out, so it is the same memory. The other thread has to come in at one of
-/// few points, with all that it does, so there are many runs of few steps.
+/// A page moves from one file to the other while a thread reads or pins it in the first. The thread gets the first
+/// file's bytes, or none. Free pages are allocated last in, first out, so it is the same memory. The race needs all of
+/// the other thread's work at one of a few points, so there are many runs of few steps.
 #[test]
 fn a_page_that_another_file_takes() {
     run_in_many_orders(MANY, || {
@@ -305,7 +305,7 @@ const HOLD: usize = 3;
 const RESHAPE: usize = 4;
 const REMOVE: usize = 5;
 const DISTURB: usize = 6;
-/// What the background does.
+/// An act of the background.
 const FLUSH: usize = 7;
 
 #[test]
@@ -328,7 +328,7 @@ fn two_who_truncate_split_and_collapse() {
     model(&[&[DISTURB, DISTURB, WRITE], &[DISTURB, WRITE, DISTURB], &[READ, WRITE, READ]]);
 }
 
-/// A pin is what a write begins with: in the table they are one.
+/// A write begins with a pin, so the table treats them as one.
 #[test]
 fn pins_beside_splits() {
     beside(PIN, RESHAPE);
@@ -419,7 +419,7 @@ fn removals_beside_removals() {
     beside(REMOVE, REMOVE);
 }
 
-/// Who reads beside who appends finds the end of before, or the bytes of after: never zeros that nobody wrote.
+/// A read beside an append finds the old end, or the new bytes: never zeros that were not written.
 #[test]
 fn reads_beside_appends() {
     run_in_many_orders(MANY, || {
@@ -436,7 +436,7 @@ fn reads_beside_appends() {
     });
 }
 
-/// A store that has one byte everywhere, and is given no other but zeros.
+/// A store of one byte value everywhere. It accepts only that byte and zeros.
 struct Same(u8);
 
 impl Store for Same {
@@ -468,7 +468,7 @@ impl Store for Same {
 }
 
 impl Model {
-    /// As others do it, in a cache that may have no room.
+    /// As the other acts, in a cache that may have no room.
     fn act_in_little_room(&self, act: usize) {
         let at = one_of(PAGES as usize) as u64 * PAGE as u64;
         let mut bytes = [0; SAMPLE];
@@ -484,15 +484,15 @@ impl Model {
                 _ => self.file.split(at).map(|_| 0),
             },
         };
-        // Also of a read that failed: it may have copied another's, and thrown that away.
+        // Also after a failed read, which may have copied and discarded another file's bytes.
         self.check(&bytes);
         let is_fine = matches!(done, Ok(_) | Err(Error::Busy { .. } | Error::NoMemory { .. } | Error::PastEnd { .. }));
         assert!(is_fine, "{done:?}");
     }
 }
 
-/// Folios come in, leave, are split and made huge, and make room for each other, which three pages have. Once all is clean each
-/// of them is found, and nobody else is in the order.
+/// Folios come in, leave, are split and collapsed, and evict each other, in a cache of three pages. Once all are clean,
+/// the order contains each of them, and nothing else.
 #[test]
 fn folios_that_make_room_beside_such_as_leave() {
     const THREADS: [&[usize]; 3] = [&[READ, READ, READ], &[READ, WRITE, HOLD, PIN], &[WRITE, DISTURB, READ, DISTURB]];
@@ -512,8 +512,8 @@ fn folios_that_make_room_beside_such_as_leave() {
     });
 }
 
-/// Writers, who have to write back themselves in so little room, the background, syncs, truncations, folios that are made huge and
-/// that make room: in the end nothing is dirty that a sync has seen, and what is counted is what there is.
+/// Writers, which must write back in so little room, beside background writeback, syncs, truncations, collapses and
+/// evictions. In the end nothing is dirty that a sync covered, and the counts are correct.
 #[test]
 fn writing_back_beside_writers_truncations_and_such_as_make_room() {
     const THREADS: [&[usize]; 3] =
@@ -551,7 +551,7 @@ fn writing_back_beside_writers_truncations_and_such_as_make_room() {
     });
 }
 
-/// As [`Same`], whose reads somebody ends later, in any order; some fail.
+/// As [`Same`], but another thread ends its reads later, in any order; some fail.
 struct Late(Same, Mutex<Vec<Transfer>>);
 
 impl Late {
@@ -601,7 +601,7 @@ impl Store for Late {
     }
 
     fn start(&self, batch: Vec<Transfer>) {
-        // Who writes back waits for good, in a way that lets nobody else go on.
+        // Writes are done at once: writeback would wait for them outside of shuttle, which would stop all threads.
         let is_read = |transfer: &Transfer| transfer.direction() == Direction::Read;
         let (reads, writes): (Vec<_>, Vec<_>) = batch.into_iter().partition(is_read);
         writes.into_iter().for_each(|write| write.run(self));
@@ -610,7 +610,7 @@ impl Store for Late {
 }
 
 impl Model {
-    /// A task that begins to read, and is given up perhaps.
+    /// Starts an asynchronous read, and perhaps drops it.
     fn read_as_task(&self) {
         let mut bytes = [0; SAMPLE];
         let at = self.a_page() * PAGE as u64;
@@ -629,7 +629,7 @@ impl Model {
         self.check(&bytes);
     }
 
-    /// As [`Model::act_in_little_room`], of a store that ends reads behind, or not at all.
+    /// As [`Model::act_in_little_room`], with a store that ends reads in the background, or never.
     fn act_beside_reads(&self, act: usize) {
         let mut bytes = [0; SAMPLE];
         let at = self.a_page() * PAGE as u64;
@@ -652,8 +652,8 @@ impl Model {
 
 const TASK: usize = 7;
 
-/// Reads end on another thread, some of them in vain, beside such as read, write, truncate, split and make room: who waits goes
-/// on, what comes is the file's, and no memory is lost.
+/// Reads end on another thread, some with errors, beside reads, writes, truncations, splits and evictions. Waiting
+/// threads continue, the file gets its own bytes, and no memory is lost.
 #[test]
 fn reads_behind_beside_all_others() {
     const THREADS: [&[usize]; 3] = [&[READ, TASK, READ], &[TASK, WRITE, HOLD, TASK], &[DISTURB, TASK, DISTURB, READ]];
@@ -679,7 +679,7 @@ fn reads_behind_beside_all_others() {
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         is_over.store(true, Relaxed);
         ender.join().unwrap();
-        // A part of a huge folio that was split may be dirty behind the end: it is written back once it is inside.
+        // A part of a split huge folio may be dirty behind the end: it is written back once it is inside.
         model.file.truncate(PAGES * PAGE as u64).unwrap();
         model.file.sync().unwrap();
         cache.0.evict_after_ns.store(0, Relaxed);

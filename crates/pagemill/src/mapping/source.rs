@@ -1,4 +1,4 @@
-//! Where the memory of a cache comes from: pools of ordinary memory, and such over reserved huge pages.
+//! Memory of caches: pools of ordinary memory, and pools of reserved huge pages.
 
 use super::cache::{Caches, Inner, MAX_CACHES, Settings};
 use crate::arena::Reserve;
@@ -9,28 +9,28 @@ use crate::sync::Relaxed;
 use crate::units::BLOCK_BYTES;
 use std::sync::Weak;
 
-/// Where the blocks of a cache come from.
+/// The memory that a cache uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Source {
-    /// Memory of the process, charged to its limit: huge pages as far as such are to be had.
+    /// Memory of the process, charged to its limit. Uses huge pages as far as the kernel has some.
     #[default]
     Ordinary,
-    /// Huge pages that the administrator has reserved (hugetlb, `/proc/sys/vm/nr_hugepages`): for all of the cache's limit, and one
-    /// more that folios move by, from its making to its end. They are never split: [`Settings::may_split`] is as good as false. They count
-    /// against no limit of memory, and the cache gives none of them back before it ends. Without them there is no cache
-    /// ([`Error::NoHugetlb`]).
+    /// Huge pages that the administrator has reserved (hugetlb, `/proc/sys/vm/nr_hugepages`). Takes pages for the
+    /// cache's limit, and one more that is needed to move folios, from its creation to its end. They are never split,
+    /// as if [`Settings::may_split`] were false. They count against no memory limit, and the cache gives none of them
+    /// back before it ends. Without enough of them the cache is not created ([`Error::NoHugetlb`]).
     Hugetlb,
-    /// The same if as many are free, else [`Source::Ordinary`]. [`Usage::is_hugetlb`] tells which.
+    /// As `Hugetlb` if enough pages are free, else [`Source::Ordinary`]. [`Usage::is_hugetlb`] reports which.
     ///
     /// [`Usage::is_hugetlb`]: super::Usage::is_hugetlb
     TryHugetlb,
 }
 
-/// Pools, and who has each.
+/// Pools, each with its current cache.
 type Books = Vec<(&'static Pool, Weak<Inner>)>;
 
 impl Source {
-    /// Reserved pages for a cache, if it is to have such.
+    /// Takes the reserved huge pages of a new cache, if its settings ask for them.
     fn take(self, settings: &Settings) -> Result<Option<Reserve>> {
         if self == Self::Ordinary {
             return Ok(None);
@@ -52,10 +52,10 @@ impl Source {
 }
 
 impl Caches {
-    /// Where in the books a pool is that no cache has any more, or a new one.
+    /// Returns the index of an idle pool, or of a new one.
     pub(super) fn pool(&self, books: &mut Books, settings: &Settings) -> Result<usize> {
         if settings.source != Source::Ordinary {
-            // What could not go with its cache may be what is missing.
+            // Reserved pages of ended caches that could not be freed earlier may be the missing ones.
             self.end_reserves(books);
         }
         let reserve = settings.source.take(settings)?;
@@ -92,15 +92,15 @@ impl Caches {
         Ok(books.len() - 1)
     }
 
-    /// Gives the reserved huge pages back of caches that have ended.
+    /// Gives back the reserved huge pages of caches that have ended.
     pub(super) fn end_reserves(&self, books: &Books) {
         let own = books.iter().skip(self.inherited.load(Relaxed));
         own.filter(|(_, cache)| cache.strong_count() == 0).for_each(|(pool, _)| pool.end_reserve());
     }
 }
 
-/// Of a pool of ordinary memory: a power of two, so that others like this one can use the addresses again; half as much again as the
-/// limit, since chunks fill unevenly.
+/// Returns the size of a pool of ordinary memory. It is a power of two, so that similar caches can reuse the addresses.
+/// It is at least 1.5 times the limit, because chunks fill unevenly.
 fn ordinary_bytes(settings: &Settings) -> Result<u64> {
     let chunk_bytes = settings.page.bytes().max(BLOCK_BYTES) as u64;
     let wanted = settings.limit_bytes.saturating_add(settings.limit_bytes / 2).max(2 * chunk_bytes);

@@ -1,4 +1,4 @@
-//! Making small folios of a huge one, in place: words and index entries change, no byte moves.
+//! Splitting: makes small folios of a huge one in place. Words and index entries change; no bytes are copied.
 
 use super::{File, Mapping};
 use crate::epoch;
@@ -9,14 +9,15 @@ use crate::stats::{self, Counter};
 use crate::trace::Event;
 
 impl Mapping {
-    /// Splits the huge folio that holds the byte at `offset` into pages, so that each can go by itself. Returns whether there
-    /// was one.
+    /// Splits the huge folio that contains the byte at `offset` into pages, so that each can be freed separately.
+    /// Returns whether there was one.
     ///
-    /// Cost: some microseconds, and nine nodes of the index. Readers go on meanwhile.
+    /// Cost: some microseconds, and nine nodes of the index. Reads continue meanwhile.
     ///
     /// # Errors
     ///
-    /// [`Error::Busy`] if it is pinned or held, or never split; [`Error::NoAddresses`] without nodes.
+    /// [`Error::Busy`] if the folio is pinned or held, or can never be split. [`Error::NoAddresses`] if there are no
+    /// nodes.
     pub fn split(&self, offset: u64) -> Result<bool> {
         self.0.check(offset, 1)?;
         self.0.split_at(self.0.index_of(offset), Counter::HugeSplitForCaller)
@@ -39,7 +40,7 @@ impl File {
         }
         let mut stock = self.tree.prepare_split(u32::from(order), 0)?;
         let frozen = word.freeze().map_err(|_| BUSY)?;
-        // Now that it is frozen: is it the one that was found?
+        // Checked again after the freeze: the folio may be another one by now.
         if !hit.is_still() || frozen.order() != order {
             self.thaw(number);
             return Ok(false);
@@ -51,7 +52,7 @@ impl File {
             self.pool().word(part).assign_still(frozen.is_dirty());
         }
         let mut writer = self.tree.lock();
-        // Removing goes on beside this: it takes the entry out first, and then waits for the word.
+        // A removal may run concurrently: it takes the entry out first, and then waits for the word.
         let is_there = writer.get(hit.first()).is_some_and(|found| found.value == u64::from(number));
         if is_there {
             writer.split(hit.first(), 0, &mut stock, |index| u64::from(number) + (index - hit.first()));
@@ -66,10 +67,11 @@ impl File {
             return Ok(false);
         }
         self.cache.count_split();
-        // The first one first: who still reads by the word of the whole sees that it has changed before another part can go.
+        // The first page goes first. So a reader of the whole folio sees its word change before any other page can be
+        // freed.
         for part in number..number + pages {
             if !self.pool().word(part).thaw_as_page(frozen.is_dirty()) {
-                // The first one's word is that of the whole yet, if it left its file meanwhile.
+                // The first page's word is still that of the whole folio, if that left its file meanwhile.
                 self.cache.give(part, 0);
             }
         }

@@ -1,44 +1,44 @@
-//! Which reads of a file go on in order, and what they will want next. No I/O, no lock: numbers in, numbers out.
+//! Detection of read streams, and what to read ahead for each. Pure computation: no I/O, no lock.
 //!
-//! | stream | known by | goes on where |
+//! | stream | detected by | continues at |
 //! |---|---|---|
-//! | forward | three accesses, each going on from the page where the last one ended, or the one behind | the same, up to 16 pages skipped of what was proposed |
-//! | backward | the same, the other way round | the same |
-//! | strided | four accesses at the same distance in bytes, which is more than a page | that distance further, or a multiple of it in what was proposed |
+//! | forward | three accesses, each on the page where the previous one ended, or the next page | the same, or up to 16 pages further within the proposed range |
+//! | backward | the same, in the other direction | the same |
+//! | strided | four accesses at the same distance in bytes, which is more than a page | that distance further, or a multiple of it within the proposed range |
 //!
-//! What goes on no stream begins one, with the distance to the nearest other access as its stride: so streams are told apart that
-//! go on beside each other, and from random accesses between them. A stream proposes what comes next as its accesses come in,
-//! and nothing without them: it stops when they do. The first proposal is small; each time that accesses reach the latest one,
-//! the next one follows, twice as large up to a bound.
+//! An access that continues no stream begins a new one. Its stride is the distance to the nearest other access. So
+//! concurrent streams are told apart from each other, and from random accesses between them. A stream makes proposals
+//! only as its accesses arrive, so it stops when they stop. The first proposal is small. Each time accesses reach the
+//! latest proposal, the next one follows, twice as large up to a bound.
 //!
 //! Source: Linux, mm/readahead.c (windows that double, started when the one before is reached); stride detection as in
 //! J. Fu, J. Patel and B. Janssens, "Stride directed prefetching in scalar processors", MICRO 1992.
 
 use std::ops::Range;
 
-/// Streams that are known at a time, and places for accesses that may become some.
+/// Most detected streams, and entries including accesses that may become streams.
 const MOST_STREAMS: usize = 8;
 const PLACES: usize = MOST_STREAMS + 4;
 
-/// Accesses that have to go on as expected before anything is proposed.
+/// Expected accesses before the first proposal.
 const CONFIRMED: u32 = 2;
 
-/// What is in memory already is not noted: accesses may skip so much of what was proposed.
+/// Pages in memory may be read without a report here, so accesses may skip this much of the proposed range.
 const MOST_SKIPPED_PAGES: u64 = 16;
 
-/// A stream that was silent for so many accesses of others has ended.
+/// A stream has ended after this many accesses of others.
 const MOST_SILENT: u64 = 512;
 
-/// A proposal of a strided stream, in records: at first, at most.
+/// Size of a strided proposal in records: initial, largest.
 const FIRST_RECORDS: u64 = 4;
 const MOST_RECORDS: u64 = 32;
 
-/// What is proposed.
+/// A proposal: ranges to read ahead.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Proposal {
     /// The first range, in bytes of the file.
     pub range: Range<u64>,
-    /// Others follow, so many in all, at this distance.
+    /// Distance between ranges, and their number.
     pub step: i64,
     pub count: u64,
 }
@@ -51,15 +51,15 @@ impl Proposal {
     }
 }
 
-/// What a file's cache allows.
+/// Parameters of a file's cache.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rules {
-    /// What comes in at a time: a page, or a huge folio.
+    /// Unit of reads: a page, or a huge folio.
     pub page_bytes: u64,
-    /// The first proposal and the largest one: a page at least.
+    /// Size of the first and of the largest proposal: a page at least.
     pub first_bytes: u64,
     pub most_bytes: u64,
-    /// The caller says that it reads in order: the first access counts.
+    /// The caller declared sequential reads: the first access counts.
     pub is_eager: bool,
 }
 
@@ -79,7 +79,7 @@ enum Way {
     Backward,
     /// At this distance, which is larger than a page.
     Stride(i64),
-    /// There was one access.
+    /// Only one access so far.
     Unknown,
 }
 
@@ -89,21 +89,21 @@ struct Stream {
     begin: u64,
     end: u64,
     way: Way,
-    /// Accesses that went on as expected; 0: a place that may be had.
+    /// Number of accesses that continued the stream; a stream with 0 may be replaced.
     seen: u32,
-    /// Up to where it was proposed: an end of pages, or where the next record begins.
+    /// End of the proposed range: a page boundary, or the begin of the next record.
     ahead: u64,
-    /// What the latest proposal had and what the next one has, in bytes or records.
+    /// Size of the latest proposal and of the next one, in bytes or records.
     latest: u64,
     next: u64,
-    /// When it went on last.
+    /// Time of the last access, in accesses.
     at: u64,
 }
 
-/// How an access fits a stream.
+/// How an access relates to a stream.
 enum Fit {
     GoesOn(Way),
-    /// In what the last one covered: says nothing.
+    /// Within the last access: no evidence.
     Inside,
 }
 
@@ -155,13 +155,13 @@ impl Stream {
         }
     }
 
-    /// From the last access to the next record that was not proposed.
+    /// Returns the number of strides from the last access to the next record not yet proposed.
     fn steps_ahead(&self, step: i64) -> i64 {
         ((self.ahead.wrapping_sub(self.begin) as i64) / step).max(1)
     }
 
     fn go_on(&mut self, way: Way, access: Range<u64>, at: u64) {
-        // A stride to the one before was a guess; pages in a row are seen from their second access on.
+        // The initial stride was a guess. Sequential pages are recognized from their second access on.
         self.seen = if self.way == way { self.seen + 1 } else { 1 };
         if self.seen <= CONFIRMED {
             (self.ahead, self.latest, self.next) = (access.start, 0, 0);
@@ -175,7 +175,7 @@ impl Stream {
         (self.way, self.at) = (way, at);
     }
 
-    /// What is to be read now, if accesses have reached the latest proposal.
+    /// Returns what to read now, if accesses have reached the latest proposal.
     fn propose(&mut self, size_bytes: u64, rules: &Rules) -> Option<Proposal> {
         match self.way {
             Way::Forward => self.propose_forward(size_bytes, rules),
@@ -185,7 +185,7 @@ impl Stream {
         }
     }
 
-    /// Bytes of the next proposal.
+    /// Returns the size of the next proposal in bytes.
     fn grow(&mut self, rules: &Rules) -> u64 {
         if self.next == 0 {
             let wanted = if rules.is_eager { rules.most_bytes } else { 2 * (self.end - self.begin) };
@@ -230,7 +230,7 @@ impl Stream {
         self.latest = if self.next == 0 { FIRST_RECORDS.min(most) } else { self.next };
         self.next = (2 * self.latest).min(most);
         let start = self.begin.checked_add_signed(step.checked_mul(steps)?)?;
-        // As many as the file has.
+        // Limited to the records of the file.
         let room = if step > 0 {
             size_bytes.saturating_sub(start).div_ceil(step as u64)
         } else {
@@ -256,7 +256,7 @@ impl Default for Streams {
 }
 
 impl Streams {
-    /// Somebody reads these bytes, which were not in memory, or came ahead of him and are used for the first time.
+    /// Records a read of bytes that were not in memory, or that were read ahead and are used for the first time.
     pub fn note(&mut self, access: Range<u64>, size_bytes: u64, rules: &Rules) -> Option<Proposal> {
         self.clock += 1;
         let clock = self.clock;
@@ -270,7 +270,7 @@ impl Streams {
                     found = Some((at, fit));
                     break;
                 }
-                // One that goes on says more than one that covers it.
+                // A stream that the access continues is stronger evidence than one that covers it.
                 Some(fit @ Fit::GoesOn(_)) => found = Some((at, fit)),
                 Some(fit) if found.is_none() => found = Some((at, fit)),
                 _ => {}
@@ -294,7 +294,7 @@ impl Streams {
         if stream.is_confirmed() { stream.propose(size_bytes, rules) } else { None }
     }
 
-    /// A stream of one access. Returns its place.
+    /// Begins a stream with one access. Returns its entry.
     fn begin(&mut self, access: Range<u64>, rules: &Rules) -> usize {
         let used = self.places.iter().filter(|stream| stream.is_used());
         let distances = used.map(|stream| access.start.wrapping_sub(stream.begin) as i64);
@@ -308,7 +308,7 @@ impl Streams {
         at
     }
 
-    /// Another stream is known: of too many the one goes that was silent for longest.
+    /// Called when a stream is detected. If there are too many, drops the one that was silent for longest.
     fn make_place_for(&mut self, newest: usize) {
         let known = self.places.iter().enumerate().filter(|(_, stream)| stream.is_confirmed());
         if known.clone().count() > MOST_STREAMS {
@@ -333,11 +333,11 @@ mod tests {
         Rules { page_bytes: PAGE, first_bytes: 32 * PAGE, most_bytes: 512 * PAGE, is_eager: false }
     }
 
-    /// Streams of a file, and what came in: accesses are noted as a file would.
+    /// Simulates a file: its streams, and the pages in memory.
     struct Reader {
         streams: Streams,
         rules: Rules,
-        /// Pages in memory; of these, such as came ahead and were not used.
+        /// Pages in memory, and those that were read ahead and not used.
         present: BTreeSet<u64>,
         ahead: BTreeSet<u64>,
         misses: u64,
@@ -379,7 +379,8 @@ mod tests {
         }
     }
 
-    /// Forwards, in pieces of any length: after three accesses nothing is missed, proposals double, and little is left over.
+    /// Forward, in pieces of any length: after three accesses no page is missed, proposals double, and few pages are
+    /// left over.
     #[test]
     fn forward_streams_are_followed() {
         for len in [100, PAGE, 5000, 64 << 10] {
@@ -402,7 +403,7 @@ mod tests {
         }
     }
 
-    /// Records at one distance, in both directions: all but the first four are there, and nothing between them is proposed.
+    /// Records at one distance, in both directions: all but the first four are read ahead, and nothing between them is.
     #[test]
     fn strided_streams_are_followed() {
         for (step, len) in [(10_000, 100), (40_000, 9000), (1 << 20, PAGE), (-123_456, 8)] {
@@ -415,7 +416,7 @@ mod tests {
         }
     }
 
-    /// Streams of all kinds take turns, with random accesses between them.
+    /// Streams of all kinds alternate, with random accesses between them.
     #[test]
     fn streams_are_told_apart() {
         let mut reader = Reader::new(rules());
@@ -436,7 +437,7 @@ mod tests {
             .map(move |bits| (bits >> 20) % below)
     }
 
-    /// Nothing is proposed for random accesses; after a stream has ended they take over with no more than what it had begun.
+    /// Random accesses cause no proposals. After a stream has ended, they cause at most one more.
     #[test]
     fn random_accesses_propose_nothing() {
         for seed in 0..10 {
@@ -451,7 +452,7 @@ mod tests {
         assert!(reader.proposals.len() <= before + 1, "{} more", reader.proposals.len() - before);
     }
 
-    /// A caller who says that he reads in order is believed at once; huge folios come as a whole.
+    /// For declared sequential reads the first access causes a proposal. Huge folios are proposed as a whole.
     #[test]
     fn rules_are_kept() {
         let mut reader = Reader::new(Rules { is_eager: true, ..rules() });
@@ -460,7 +461,7 @@ mod tests {
         let mut streams = Streams::default();
         let page_bytes = 512 * PAGE;
         let huge = Rules { page_bytes, first_bytes: page_bytes, most_bytes: page_bytes, is_eager: false };
-        // Of each folio the first use is noted.
+        // Only the first use of each folio is recorded.
         let mut proposals = (0..6).map(|nth| streams.note(nth * page_bytes..nth * page_bytes + 10, SIZE, &huge));
         assert!(proposals.next().unwrap().is_none() && proposals.next().unwrap().is_none());
         for nth in 2..6 {
@@ -471,7 +472,7 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(200))]
-        /// Whatever is read: what is proposed lies in the file, and is no more than a few times what was read.
+        /// For any accesses: proposals lie inside the file.
         #[test]
         fn proposals_lie_in_the_file(steps in prop::collection::vec((0..6u64, 0..SIZE, 1..100_000u64), 1..300)) {
             let mut reader = Reader::new(rules());

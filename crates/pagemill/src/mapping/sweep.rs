@@ -1,17 +1,18 @@
-//! Looking for huge folios that hold little, when nobody needs memory yet: a hand goes around over the chunks of all caches.
+//! Background search for sparse huge folios, before memory is short: a clock hand passes over the chunks of all caches.
 //!
 //! ```text
-//!   made, or written to  --first time around-->  seen  --untouched the next time around: looked at-->  thinned
-//!          ^                                       |                                                     known: dense
-//!          `------------- written to --------------'------------------------------------------------------'
+//!   new, or written to  --first round-->  seen  --untouched until the next round: checked-->  thinned
+//!          ^                                |                                                  known: dense
+//!          `---------- written to ----------'---------------------------------------------------'
 //! ```
 //!
-//! Only files in memory are thinned, so the *dirty* bit of a huge folio is free to say whether it was written to since the hand
-//! came by; version and state stand in the chunk's note. What is written all the time is never looked at, and what was looked at
-//! once is passed over. What was thinned stays small folios until its last page is written: only that proposes a collapse.
+//! Only files in memory are thinned. They have no writeback, so the *dirty* bit of a huge folio records a write since
+//! the last round. Version and state are in the chunk's note. Folios that are written all the time are never checked,
+//! and folios checked once are skipped. Small folios of a thinned one stay small until its last page is written: only
+//! that proposes a collapse.
 //!
-//! The hand rests when it has been around and nothing was new. Made in part, zeroed in part, collapsed with holes: that starts
-//! it again ([`File::note_sparse`]). Zeros that are written over data do not, by themselves.
+//! The hand rests after a round with nothing new. A huge folio that is created partly, zeroed partly or collapsed with
+//! holes starts it again ([`File::note_sparse`]). Writing zeros over data does not.
 
 use super::File;
 use super::cache::{Caches, Inner};
@@ -24,65 +25,65 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
-/// Looks of a step in the background: 8 MiB. With the rest after it 64 MiB a second.
+/// Folios checked in a background step: 8 MiB. With the rest in between, 64 MiB a second.
 const STEP_LOOKS: usize = 4;
 
-/// Chunks of a step that are passed by: a cache line each.
+/// Chunks skipped in a step: a cache line each.
 const STEP_VISITS: usize = 1 << 12;
 
 const STEP_NS: u64 = 125_000_000;
 
-/// It does not go around faster: what is untouched for so long is not just about to be written.
+/// Shortest time of a round. A folio untouched for this long is not just about to be written.
 const ROUND_NS: u64 = 2_000_000_000;
 
-/// In a chunk's note, above the version of the folio that it is about.
+/// States in a chunk's note, above the version of the folio that it describes.
 const SEEN: u64 = 1 << 32;
 const KNOWN: u64 = 2 << 32;
 
-/// Where the hand is.
+/// Position of the clock hand.
 #[derive(Clone, Copy, Default)]
 struct Hand {
     cache: usize,
     chunk: u32,
-    /// Changes that there were when it began to go around.
+    /// Value of `Sweep::changes` when the round began.
     changes: u32,
-    /// This time around something was new.
+    /// This round met something new.
     is_unsettled: bool,
-    /// When it began to go around, and when it goes on.
+    /// Begin of the round, and time of the next step.
     begun_ns: u64,
     due_ns: u64,
 }
 
-/// The hand, and what starts it.
+/// The clock hand, and what wakes it.
 #[derive(Default)]
 pub(super) struct Sweep {
     hand: Guarded<Hand>,
-    /// How often something came up that may be sparse.
+    /// Counts events that may have made a folio sparse.
     changes: AtomicU32,
-    /// Otherwise it rests until the next change.
+    /// False while the hand rests until the next change.
     is_awake: AtomicBool,
 }
 
-/// What came of a step.
+/// Result of a step.
 #[derive(Default)]
 pub(super) struct Step {
     pub freed_bytes: u64,
-    /// The hand has been around.
+    /// The hand has completed a round.
     is_around: bool,
 }
 
-/// What came of a visit.
+/// Result of a visit to a chunk.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Visit {
-    /// There is nothing to be looked at.
+    /// Nothing to check.
     Passed,
-    /// Perhaps the next time around.
+    /// Noted; checked in the next round perhaps.
     Noted,
     Looked(Look),
 }
 
 impl File {
-    /// A huge folio of the file may hold little.
+    /// Records that a huge folio of the file may be sparse.
     pub(super) fn note_sparse(&self, number: u32) {
         if self.store.is_none() {
             self.pool().note(number).store(0, Relaxed);
@@ -91,7 +92,7 @@ impl File {
         }
     }
 
-    /// As [`File::note_sparse`], of one that is pinned, if it is huge.
+    /// As [`File::note_sparse`], for a pinned folio, if it is huge.
     pub(super) fn note_zeroed(&self, place: &Place) {
         if place.order > 0 {
             self.note_sparse(place.number);
@@ -107,7 +108,7 @@ impl Sweep {
         }
     }
 
-    /// Rests, unless something came up since the hand began to go around.
+    /// Makes the hand rest, unless something changed since the round began.
     fn fall_asleep(&self, hand: &Hand) -> bool {
         self.is_awake.store(false, SeqCst);
         let is_same = self.changes.load(SeqCst) == hand.changes;
@@ -131,7 +132,7 @@ impl Sweep {
     }
 }
 
-/// A step of the background's, if it is time for one. Returns how long to rest; `None`: until something changes.
+/// Does a background step if one is due. Returns the rest until the next; `None`: until something changes.
 pub(super) fn go_on(caches: &'static Caches) -> Option<Duration> {
     let (worker, now) = (&caches.worker, coarse_ns());
     let sweep = &worker.sweep;
@@ -152,7 +153,7 @@ pub(super) fn go_on(caches: &'static Caches) -> Option<Duration> {
     let mut rest_ns = STEP_NS;
     if is_around {
         let last = sweep.hand.with(|hand| *hand);
-        // What was new this time has to be looked at the next.
+        // Folios that were new in this round must be checked in the next.
         if !last.is_unsettled && sweep.fall_asleep(&last) {
             return None;
         }
@@ -162,7 +163,7 @@ pub(super) fn go_on(caches: &'static Caches) -> Option<Duration> {
     Some(Duration::from_nanos(rest_ns))
 }
 
-/// Goes on with the hand, until so many folios were looked at, so many chunks visited, or it has been around.
+/// Moves the hand until it has checked `most_looks` folios, visited `most_visits` chunks, or completed the round.
 pub(super) fn step(caches: &'static Caches, most_looks: usize, most_visits: usize) -> Step {
     let sweep = &caches.worker.sweep;
     let (mut done, mut looks, mut visits) = (Step::default(), 0, 0);
@@ -198,7 +199,7 @@ pub(super) fn step(caches: &'static Caches, most_looks: usize, most_visits: usiz
 }
 
 impl Caches {
-    /// The first cache from `at` on, and which it is.
+    /// Returns the first cache from `at` on, and its index.
     fn cache_from(&self, at: usize) -> Option<(usize, Arc<Inner>)> {
         let mut at = at.max(self.inherited.load(Relaxed));
         let cache = self.next_cache(&mut at)?;
@@ -207,7 +208,7 @@ impl Caches {
 }
 
 impl Inner {
-    /// None where a chunk is one page, or is not split.
+    /// Returns the number of chunks to sweep: 0 if a chunk is one page, or is never split.
     fn sweepable_chunks(&self) -> u32 {
         let order = self.pool.chunk_order();
         if order > 0 && self.may_split { self.pool.pages() >> order } else { 0 }
@@ -225,11 +226,11 @@ impl Inner {
         if !seen.is_dirty() && known == KNOWN | version {
             return Visit::Passed;
         }
-        // Whose it is stays true for as long as the version does.
+        // The owner is valid as long as the version is.
         let owner = pool.owner(number);
         let Some(file) = self.file(owner.id).filter(|file| file.store.is_none()) else { return Visit::Passed };
         if seen.is_dirty() {
-            // Only if nothing has happened since: it could be a page by now that a store has to hear of.
+            // Only if the word is unchanged: the folio could be a dirty page of a file with a store by now.
             if word.forget_dirty(seen) {
                 note.store(SEEN | version, Relaxed);
             }

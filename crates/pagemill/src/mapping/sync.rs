@@ -1,8 +1,8 @@
-//! Making what was written safe: all of it in the store, then the store's own word for it.
+//! Sync: writes all dirty pages to the store, then syncs the store.
 //!
-//! What was cut off must not come back, and what was written must not be cut off. So the store is cut first, when nothing
-//! is being written; a folio whose write met a truncation, or a store that still had more than counts, stays dirty, and
-//! the next round cuts and writes again.
+//! Bytes that were cut off must not come back, and written bytes must not be cut off. So the store is truncated first,
+//! while no write of the file is in flight. A folio stays dirty if a truncation ran beside its write, or if the store
+//! was still too long. The next round truncates and writes again.
 
 use super::dirty::DIRTY;
 use super::writeback::{Walk, Walked, Why};
@@ -19,33 +19,35 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
-/// Rounds before it gives up: each met a truncation.
+/// Rounds before a sync gives up; each ran beside a truncation.
 const ROUNDS: usize = 16;
 
 impl Mapping {
-    /// Writes all that was changed here to the store, in the order of the file, and returns when it is safe there. A file in
-    /// memory only has nothing to do. One at a time does this for a file; others wait.
+    /// Writes all dirty pages to the store, in the order of the file, and returns when they are durable. Does nothing
+    /// for a file in memory only. One thread at a time syncs a file; others wait.
     ///
-    /// Cost: a look at each dirty folio, and what the store takes. Many are under way at a time; such as follow each other are
-    /// written as one, up to 1 MiB.
+    /// Cost: a check of each dirty folio, and the store's time. Many writes are in flight at a time; adjacent folios
+    /// are written as one, up to 1 MiB.
     ///
     /// # Errors
     ///
-    /// [`Error::Store`] with what the store says: the bytes stay dirty, another call tries again. So it says, once to each handle
-    /// ([`Mapping::try_clone`]), if something could not be written back since the last sync by this handle, in the background or by
-    /// another: even if all is safe now. [`Error::Busy`] where somebody pins or holds a dirty folio for a second, or truncates all the time:
-    /// the other dirty folios are in the store then, though not safe there.
+    /// [`Error::Store`] with the store's error: the bytes stay dirty, and another call tries again. Also reported, once
+    /// to each handle ([`Mapping::try_clone`]), if a write has failed since the last sync by this handle, in the
+    /// background or by another handle, even if all is durable now. [`Error::Busy`] if a dirty folio is pinned or held
+    /// for a second, or the file is truncated all the time. The other dirty folios are then in the store, but not
+    /// durable. [`Error::Busy`] also if no write completes for as long as
+    /// [`Settings::patience`](super::Settings::patience).
     pub fn sync(&self) -> Result<()> {
         self.0.check(0, 0)?;
         self.tell(self.0.sync_pages(0..Owner::MAX_INDEX))
     }
 
-    /// As [`Mapping::sync`], of `len_bytes` from `offset` on (`u64::MAX`: up to the end) and what shares a folio with them; the file's length is made
-    /// safe, too.
+    /// As [`Mapping::sync`], for `len_bytes` from `offset` on (`u64::MAX`: up to the end) and all folios that contain a
+    /// part of it. The file's length becomes durable, too.
     ///
     /// # Errors
     ///
-    /// As [`Mapping::sync`]; [`Error::BadOffset`].
+    /// See [`Mapping::sync`]; [`Error::BadOffset`].
     pub fn sync_range(&self, offset: u64, len_bytes: u64) -> Result<()> {
         match self.0.pages_of(offset, len_bytes)? {
             Some(pages) => self.tell(self.0.sync_pages(pages)),
@@ -53,12 +55,12 @@ impl Mapping {
         }
     }
 
-    /// Writes what was changed in `len_bytes` from `offset` on to the store, and returns when that has it. It is not
-    /// safe there yet: [`Mapping::sync`] is quick afterwards.
+    /// Writes dirty pages in `len_bytes` from `offset` on to the store, and returns when the store has them. They are
+    /// not durable yet: a following [`Mapping::sync`] is quick.
     ///
     /// # Errors
     ///
-    /// As [`Mapping::sync_range`], but of what failed before nothing is told.
+    /// See [`Mapping::sync_range`]. Earlier failures are not reported.
     pub fn write_back(&self, offset: u64, len_bytes: u64) -> Result<()> {
         let file = &self.0;
         let (Some(pages), Some(store)) = (file.pages_of(offset, len_bytes)?, &file.store) else { return Ok(()) };
@@ -68,26 +70,28 @@ impl Mapping {
 }
 
 impl Mapping {
-    /// Makes all that was written safe, and lets the handle go.
+    /// Makes all writes durable, and drops the handle.
     ///
     /// # Errors
     ///
-    /// As [`Mapping::sync`], and the handle: nothing is lost yet.
+    /// See [`Mapping::sync`]. Returns the handle, too: nothing is lost yet.
     pub fn close(self) -> std::result::Result<(), (Self, Error)> {
         self.sync().map_err(|error| (self, error))
     }
 }
 
-/// The index after a folio, and what is kept still of it: index, number and state, if it is dirty.
+/// The index after a folio, and the folio if it is dirty and now frozen: index, number and state.
 type Frozen = (u64, Option<(u64, u32, State)>);
 
-/// For `map_err`: what was being done when the store failed.
+const STANDS_STILL: Error = Error::Busy { what: "the store makes no progress" };
+
+/// For `map_err`: adds the operation during which the store failed.
 pub(super) fn failed(doing: &'static str) -> impl FnOnce(std::io::Error) -> Error {
     move |cause| Error::Store { doing, cause }
 }
 
 impl File {
-    /// Pages that hold bytes of a range; `None` where that is empty.
+    /// Returns the pages of a range; `None` if it is empty.
     fn pages_of(&self, offset: u64, len_bytes: u64) -> Result<Option<Range<u64>>> {
         let len_bytes = self.check_up_to(offset, len_bytes)?;
         let Some(last) = len_bytes.checked_sub(1) else { return Ok(None) };
@@ -100,24 +104,27 @@ impl File {
         let _alone = self.syncing.lock();
         self.write_back_all(&**store, pages)?;
         let done = self.lengthen(&**store);
-        let done = done.and_then(|()| store.sync().map_err(failed("making a file safe")));
+        let done = done.and_then(|()| store.sync().map_err(failed("syncing a file")));
+        if done.is_ok() {
+            self.dirty.iter().for_each(|dirty| dirty.turns.go_on());
+        }
         done.inspect_err(|error| self.note_error(error))
     }
 
-    /// Writes until each folio that was dirty has been clean once. The caller has the file's token.
+    /// Writes until each folio that was dirty has been clean once. The caller holds the file's sync lock.
     fn write_back_all(self: &Arc<Self>, store: &dyn Store, pages: Range<u64>) -> Result<()> {
-        // What is appended meanwhile is not meant, however fast that goes on.
+        // Limited to the current length, so that concurrent appends cannot prolong it.
         let end = self.index_of(self.size_bytes().next_multiple_of(self.page_bytes() as u64));
-        let walk =
-            Walk { why: Why::Sync, pages: pages.start..pages.end.min(end), most_bytes: u64::MAX, patience: None };
-        self.await_underway();
+        let (pages_inside, patience) = (pages.start..pages.end.min(end), self.cache.patience);
+        let walk = Walk { why: Why::Sync, pages: pages_inside, most_bytes: u64::MAX, patience, waits_for_others: true };
+        self.await_underway()?;
         self.forget_needless(end, pages.end);
         for _ in 0..ROUNDS {
             let walked = self.walk_once(store, &walk)?;
             if let Some(error) = walked.failure {
                 return Err(error);
             }
-            // What a truncation took away meanwhile must not be in the store, either, as it was before it was written.
+            // Bytes that a truncation removed meanwhile must not stay in the store.
             if walked.is_clean && !self.is_cut() {
                 return Ok(());
             }
@@ -125,8 +132,8 @@ impl File {
         Err(Error::Busy { what: "the file is truncated all the time" })
     }
 
-    /// Cuts the store, and walks. The caller has the file's token; nothing of the file is under way. What fails is noted for all
-    /// handles.
+    /// Truncates the store, then walks the dirty folios. The caller holds the file's sync lock, and no write of the
+    /// file is in flight. Failures are recorded for all handles.
     pub(super) fn walk_once(self: &Arc<Self>, store: &dyn Store, walk: &Walk) -> Result<Walked> {
         self.cut(store).inspect_err(|error| self.note_error(error))?;
         let walked = self.walk(store, walk)?;
@@ -134,12 +141,13 @@ impl File {
         Ok(walked)
     }
 
-    /// The last handle goes: what was written reaches the store, if that takes it in time. Nobody can be told.
+    /// Called when the last handle is dropped: writes dirty pages to the store, if it accepts them in time. Errors
+    /// cannot be reported.
     pub(super) fn write_back_at_last(self: &Arc<Self>) {
         let (Some(store), Some(dirty)) = (&self.store, &self.dirty) else { return };
         let is_cut = self.is_cut() || self.size_bytes() > self.stored_bytes.load(Relaxed);
         if store.is_writable() && (is_cut || dirty.bytes() > 0) {
-            // A store that panics would take the program down where somebody only lets a file go.
+            // A panic of the store must not end the program when a file is dropped.
             let written = panic::catch_unwind(AssertUnwindSafe(|| self.write_back_in_time(&**store)));
             if !matches!(written, Ok(Ok(()))) {
                 stats::add(Counter::CacheWriteFailed, 1);
@@ -149,21 +157,21 @@ impl File {
     }
 
     fn write_back_in_time(self: &Arc<Self>, store: &dyn Store) -> Result<()> {
-        const LATE: Error = Error::Busy { what: "the store does not go on" };
         let (patience, mut waits) = (self.cache.balance.patience, Patience::new());
         let is_late = |waits: &Patience| u128::from(waits.waited_ns()) > patience.as_nanos();
         let _alone = loop {
             match self.syncing.try_lock() {
                 Some(alone) => break alone,
-                None if is_late(&waits) => return Err(LATE),
+                None if is_late(&waits) => return Err(STANDS_STILL),
                 None => waits.pause(),
             }
         };
-        let walk = Walk { why: Why::Sync, pages: 0..Owner::MAX_INDEX, most_bytes: u64::MAX, patience: Some(patience) };
+        let (pages, patience) = (0..Owner::MAX_INDEX, Some(patience));
+        let walk = Walk { why: Why::Sync, pages, most_bytes: u64::MAX, patience, waits_for_others: false };
         loop {
             if self.is_underway() {
                 if is_late(&waits) {
-                    return Err(LATE);
+                    return Err(STANDS_STILL);
                 }
                 waits.pause();
                 continue;
@@ -176,45 +184,53 @@ impl File {
                 return self.lengthen(store);
             }
             if is_late(&waits) {
-                return Err(LATE);
+                return Err(STANDS_STILL);
             }
-            // Whoever makes it huge, or small, is done soon.
+            // A concurrent collapse or split of the folio ends soon.
             waits.pause();
         }
     }
 
-    /// Whether a store has something of it that it has not told the end of.
+    /// Returns whether a write of the file is in flight.
     pub(super) fn is_underway(&self) -> bool {
         self.dirty.as_ref().is_some_and(|dirty| dirty.underway.load(SeqCst) > 0)
     }
 
-    /// Waits for what another has left with the store.
-    pub(super) fn await_underway(&self) {
-        let mut patience = Patience::new();
+    /// Waits for in-flight writes of other threads, within the cache's patience.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Busy`].
+    pub(super) fn await_underway(&self) -> Result<()> {
+        let mut waits = Patience::new();
         while self.is_underway() {
-            patience.pause();
+            if self.cache.patience.is_some_and(|most| u128::from(waits.waited_ns()) > most.as_nanos()) {
+                return Err(STANDS_STILL);
+            }
+            waits.pause();
         }
+        Ok(())
     }
 
-    /// Under the lock of the index: the store may hold more than counts.
+    /// Marks the store as perhaps too long. Under the lock of the index.
     pub(super) fn note_more_stored(&self) {
         let cut = self.cut.load(Relaxed);
         self.cut.store((cut | 1).wrapping_add(2 * (cut & 1)), Relaxed);
     }
 
-    /// Whether the store may hold more than counts.
+    /// Returns whether the store may be longer than its valid part.
     pub(super) fn is_cut(&self) -> bool {
         self.cut.load(Acquire) & 1 == 1
     }
 
-    /// Cuts the store down to what counts of it.
+    /// Truncates the store to its valid part.
     fn cut(&self, store: &dyn Store) -> Result<()> {
         let (before, stored) = {
             let _writer = self.tree.lock();
             (self.cut.load(Relaxed), self.stored_bytes.load(Relaxed))
         };
         if before & 1 == 1 {
-            store.set_size(stored).map_err(failed("cutting a file"))?;
+            store.set_size(stored).map_err(failed("truncating a file"))?;
             let _writer = self.tree.lock();
             if self.cut.load(Relaxed) == before {
                 self.cut.store(before.wrapping_add(1), Relaxed);
@@ -223,13 +239,13 @@ impl File {
         Ok(())
     }
 
-    /// Makes the store as long as the file was made here. What somebody else did to its length is left alone.
+    /// Extends the store to the file's length. Leaves other processes' changes of its length alone.
     fn lengthen(&self, store: &dyn Store) -> Result<()> {
         let size_bytes = self.size_bytes();
         if size_bytes > self.stored_bytes.load(Relaxed) {
             store.set_size(size_bytes).map_err(failed("setting the size of a file"))?;
             let _writer = self.tree.lock();
-            // Otherwise it was cut meanwhile, and the store will be.
+            // Otherwise the file was truncated meanwhile, and the store will be.
             if !self.is_cut() {
                 self.stored_bytes.store(self.stored_bytes.load(Relaxed).max(size_bytes), Relaxed);
             }
@@ -247,8 +263,8 @@ impl File {
         }
     }
 
-    /// Keeps the folio at `index` still if it is dirty: others read it, and nobody writes. Also the index after it. `None` if
-    /// somebody has it.
+    /// Freezes the folio at `index` if it is dirty: threads can read it but not write. Also returns the index after it.
+    /// `None` if another thread uses the folio.
     pub(super) fn try_freeze_dirty(&self, index: u64) -> Option<Frozen> {
         loop {
             let guard = epoch::pin();
@@ -267,7 +283,8 @@ impl File {
         }
     }
 
-    /// Makes what lies behind the end of the file clean, from `first` to before `end`. Stops at what is inside by now.
+    /// Marks folios behind the end of the file as clean, from `first` to before `end`. Stops at a folio that is inside
+    /// by now.
     fn forget_needless(&self, first: u64, end: u64) {
         let mut at = first;
         while at < end
@@ -283,7 +300,7 @@ impl File {
         }
     }
 
-    /// A still folio lies behind the end of the file, so the store needs nothing of it: lets it go on, clean.
+    /// Thaws a frozen folio behind the end of the file, as clean: the store needs none of it.
     pub(super) fn note_needless(&self, index: u64, number: u32, state: State) {
         self.tree.lock().clear_mark_of(index, u64::from(number), DIRTY);
         let is_live = self.pool().word(number).thaw_clean();
@@ -293,8 +310,8 @@ impl File {
         self.note_revived(number, is_live);
     }
 
-    /// Folios (index, number, order) were written to the store up to `end`, while so much had been cut. Lets them go on; returns
-    /// whether they are clean.
+    /// Thaws folios (index, number, order) that were written to the store up to `end`. `cut` is the value of
+    /// `File::cut` before the write. Returns whether they are clean.
     pub(super) fn note_written(
         &self,
         folios: impl Iterator<Item = (u64, u32, u8)> + Clone,
@@ -309,7 +326,7 @@ impl File {
                 writer.clear_mark_of(index, u64::from(number), DIRTY);
             }
         } else {
-            // What was just written may be behind the end by now.
+            // The bytes just written may lie behind the end by now.
             self.note_more_stored();
         }
         drop(writer);

@@ -1,4 +1,4 @@
-//! The reverse of collapsing: huge folios that hold little are split, and what of them is zero or past the end goes.
+//! Thinning, the reverse of collapsing: splits sparse huge folios, and frees pages that are zero or past the end.
 
 use super::cache::Inner;
 use super::policy::Choice;
@@ -9,28 +9,28 @@ use crate::folio::word::Kind;
 use crate::stats::{self, Counter};
 use crate::sync::{Relaxed, coarse_ns};
 
-/// After nothing was found.
+/// Pause after an attempt that freed nothing.
 const FUTILE_NS: u64 = 100_000_000;
 
-/// A huge folio is worth splitting if a quarter of it comes free.
+/// A huge folio is split only if a quarter of it can be freed.
 const WORTH_DIVISOR: u64 = 4;
 
-/// What came of a look at a huge folio.
+/// Result of a check of a huge folio.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Look {
-    /// It holds too much.
+    /// Not sparse enough.
     Dense,
-    /// Somebody uses it.
+    /// It is in use.
     Refused,
-    /// So many bytes came free.
+    /// This many bytes were freed.
     Thinned(u64),
 }
 
 impl Mapping {
-    /// Gives back what huge folios of the file hold for nothing: pages past its end, and such of zeros only, where that is a quarter
-    /// of a huge folio at least. Returns the bytes.
+    /// Frees unused pages in huge folios of the file: pages past its end, and pages of zeros. Splits a huge folio only
+    /// if that frees a quarter of it at least. Returns the bytes freed.
     ///
-    /// Cost: a look at all bytes in huge folios.
+    /// Cost: a check of all bytes in huge folios.
     ///
     /// # Errors
     ///
@@ -59,15 +59,15 @@ impl File {
         freed
     }
 
-    /// Thins one huge folio behind, where nobody waits for memory. Where the policy would make it anew for the next who reads a
-    /// hole, a page stays: beside others there is no room for a huge one.
+    /// Thins one huge folio in the background. If the policy would allocate a huge folio again for the next read of the
+    /// hole, one page stays, which prevents that.
     pub(super) fn thin_behind(&self, first: u64, number: u32) -> Look {
         self.thin_at(first, number, 1 << self.pool().chunk_order(), Counter::HugeSplitBehind)
     }
 
-    /// Thins one huge folio, if it is worth it.
+    /// Thins one huge folio, if enough of it can be freed.
     fn thin_at(&self, first: u64, number: u32, pages: u64, counter: Counter) -> Look {
-        // A first look without anything held: what is found is checked again, page by page.
+        // A first check without a pin or lock. Each page is checked again below.
         let end = self.index_of(self.size_bytes() + self.page_bytes() as u64 - 1);
         let is_live = self.pool().word(number).load().kind() == Kind::Live;
         let is_empty = |page: u64| is_live && (first + page >= end || self.pool().is_page_zero(number + page as u32));
@@ -86,7 +86,7 @@ impl File {
         Look::Thinned(bytes)
     }
 
-    /// Takes a small folio out if it holds zeros only; returns whether it did.
+    /// Frees a small folio if it holds zeros only; returns whether it did.
     fn drop_zero_page(&self, index: u64) -> bool {
         let number = {
             let guard = epoch::pin();
@@ -99,7 +99,7 @@ impl File {
             }
             number
         };
-        // Nobody writes to it, and who wants to write makes a new page once this is out.
+        // The hold keeps writers out. A later write allocates a new page once this one is out of the index.
         if !self.pool().is_page_zero(number) {
             self.end_hold(number);
             return false;
@@ -118,9 +118,9 @@ impl File {
 }
 
 impl Inner {
-    /// Gives pages of huge folios back that hold nothing, until `want_bytes` have come free. Returns whether they have.
+    /// Thins huge folios until `want_bytes` are freed. Returns whether they were.
     ///
-    /// Where there was nothing it is not tried again at once: that would be a look at all bytes for every write.
+    /// After an attempt that freed nothing, waits before the next: otherwise each write would check all bytes.
     pub(super) fn thin_some(&self, want_bytes: u64) -> bool {
         if coarse_ns() < self.thin_after_ns.load(Relaxed) {
             return false;

@@ -1,6 +1,8 @@
-//! Writers wait before memory is full of dirty pages, and never for ever; and room where all pages are dirty.
+//! Throttling of writers: they wait, for a bounded time, before memory is full of dirty pages. Also writeback to make
+//! room where all pages are dirty.
 //!
-//! Outside of the gate and of all locks. Who waits helps: he writes his own file back, unless another does.
+//! Called outside of the gate and of all locks. A thread that waits also writes its own file back, unless another
+//! thread does.
 
 use super::File;
 use super::cache::Inner;
@@ -13,21 +15,21 @@ use crate::sync::{Patience, Relaxed, sleep};
 use crate::units::BLOCK_BYTES;
 use std::time::Duration;
 
-/// Who makes this much dirty has written back as much, where too much is.
+/// Above the limit, a thread that waits writes back this much at a time.
 const HELP_BYTES: u64 = 2 * BLOCK_BYTES as u64;
 
-/// Writers are slowed once for so much that is made dirty, whoever it is: often enough for no pause to be long, and
-/// seldom enough for it to be one.
+/// A writer is slowed once for each of these amounts that the cache makes dirty. Small enough that no pause is long,
+/// and large enough that a pause is a real sleep.
 const PACED_BYTES: u64 = BLOCK_BYTES as u64 / 4;
 
 const LONGEST_PAUSE: Duration = Duration::from_millis(200);
 
-/// Between two looks whether another has made room.
+/// Interval of checks for progress by other threads.
 const STEP: Duration = Duration::from_millis(1);
 
 impl Balance {
-    /// How long whoever has made so much dirty pauses: as long as that takes to be written, half way from where writers are
-    /// slowed to the most; so it settles there.
+    /// Returns the pause of the writer that completes a `PACED_BYTES` amount. Half way from `free_bytes` to
+    /// `most_bytes` it is the time to write that amount, so dirty bytes settle there.
     fn pause(&self, dirty_bytes: u64) -> Duration {
         let (over, span) =
             (dirty_bytes.saturating_sub(self.free_bytes), self.most_bytes - self.free_bytes.min(self.most_bytes));
@@ -37,7 +39,7 @@ impl Balance {
     }
 }
 
-/// What has become clean so far, and since when nothing has.
+/// Measures the time without any writeback progress.
 struct Standstill {
     cleaned_bytes: u64,
     since: Patience,
@@ -48,7 +50,7 @@ impl Standstill {
         Self { cleaned_bytes: balance.cleaned_bytes.load(Relaxed), since: Patience::new() }
     }
 
-    /// Whether it lasts longer than anybody has to wait.
+    /// Returns whether it exceeds the time limit.
     fn is_too_long(&mut self, balance: &Balance) -> bool {
         let cleaned_bytes = balance.cleaned_bytes.load(Relaxed);
         if cleaned_bytes != self.cleaned_bytes {
@@ -59,11 +61,11 @@ impl Standstill {
 }
 
 fn stuck() -> Error {
-    Error::Store { doing: "waiting until what was written before is in the store", cause: errno::error(ETIMEDOUT) }
+    Error::Store { doing: "waiting for the writeback of dirty pages", cause: errno::error(ETIMEDOUT) }
 }
 
 impl File {
-    /// Whether who is about to make so much dirty has to wait first ([`File::throttle`]).
+    /// Returns whether a writer of `bytes` must call [`File::throttle`] first.
     #[cold]
     pub(super) fn must_wait(&self, bytes: u64) -> bool {
         if self.dirty.is_none() {
@@ -77,11 +79,12 @@ impl File {
         dirty_bytes >= balance.most_bytes || made / PACED_BYTES != (made + bytes) / PACED_BYTES
     }
 
-    /// Waits until this file may have another dirty folio. Not under a lock, nor inside the gate.
+    /// Waits until this file may have another dirty folio. Must not be called under a lock or inside the gate.
     ///
     /// # Errors
     ///
-    /// [`Error::Store`] with what the store says where nothing can be written back; as timed out if it does not go on.
+    /// [`Error::Store`] with the store's error if nothing can be written back; `ETIMEDOUT` if the store makes no
+    /// progress.
     #[cold]
     pub(super) fn throttle(&self) -> Result<()> {
         let (cache, began) = (&self.cache, Patience::new());
@@ -107,7 +110,7 @@ impl File {
                 Err(Error::Busy { .. }) => return Err(stuck()),
                 Err(error) => return Err(error),
             };
-            // Other files have it all: their stores are to blame, this one's works.
+            // This file has few dirty pages: the stores of other files are slow, so its writer need not wait.
             if dirty.bytes() < HELP_BYTES.min(balance.most_bytes / 4).max(1) {
                 return Ok(());
             }
@@ -127,11 +130,12 @@ impl File {
 }
 
 impl Inner {
-    /// Writes folios back that can make room then, where nothing clean is left. Returns whether some became clean.
+    /// Writes dirty folios back so that they can be evicted. Called when no clean ones are left. Returns whether some
+    /// became clean.
     ///
     /// # Errors
     ///
-    /// [`Error::Store`] as [`File::throttle`].
+    /// [`Error::Store`], see [`File::throttle`].
     pub(super) fn clean_some(&self, want_bytes: u64) -> Result<bool> {
         let balance = &self.balance;
         let mut standstill = Standstill::new(balance);
@@ -144,7 +148,7 @@ impl Inner {
                 match file.write_some(Why::Room, want_bytes.max(HELP_BYTES), balance.patience) {
                     Ok(Some(bytes)) => may_go_on |= bytes > 0 || dirty.turns.is_midway(),
                     Ok(None) if dirty.turns.is_failing() => failure = Some(dirty.failure()),
-                    // Another is at it, or was just now.
+                    // Another thread writes the file back, or did just now.
                     Ok(None) => may_go_on = true,
                     Err(Error::Busy { .. }) => failure = Some(stuck()),
                     Err(error) => failure = Some(error),

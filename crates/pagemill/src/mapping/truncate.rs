@@ -1,4 +1,4 @@
-//! Making a file shorter, or longer.
+//! Truncation: sets the length of a file.
 
 use super::{File, Mapping};
 use crate::epoch;
@@ -8,16 +8,16 @@ use crate::stats::Counter;
 use crate::sync::{Relaxed, Release};
 
 impl Mapping {
-    /// Makes the file `size_bytes` long. What is cut off is gone, and reads zero should the file grow again; what is added is a
-    /// hole.
+    /// Sets the file's length to `size_bytes`. Bytes that are cut off are lost, and read zero if the file grows again.
+    /// Bytes that are added are a hole.
     ///
-    /// A huge folio that the new end lies in is split, so that what is behind it can go; where it is pinned, its rest is
+    /// A huge folio across the new end is split, so that the part behind it can be freed. If it is pinned, that part is
     /// zeroed and stays.
     ///
     /// # Errors
     ///
-    /// [`crate::Error::FileTooLarge`], [`crate::Error::BadOffset`]; [`crate::Error::Busy`] if the folio at the new end is held by somebody for a second;
-    /// [`crate::Error::ReadOnly`]. Nothing has changed then.
+    /// [`crate::Error::FileTooLarge`], [`crate::Error::BadOffset`]. [`crate::Error::Busy`] if the folio at the new end
+    /// is held for a second. [`crate::Error::ReadOnly`]. Nothing has changed then.
     pub fn truncate(&self, size_bytes: u64) -> Result<()> {
         let file = &*self.0;
         file.check(size_bytes, 0)?;
@@ -28,9 +28,9 @@ impl Mapping {
             file.size_bytes.store(size_bytes, Release);
             return Ok(());
         }
-        // Nobody begins to hold a folio from here on: inside of the gate there is only this.
+        // No thread can begin a hold from here on: holds need the gate.
         file.check_free(size_bytes)?;
-        // Readers stop there first; then nobody can see what goes.
+        // Shortened first: readers then stop at the new end, and cannot see pages being removed.
         file.shorten(size_bytes);
         file.drop_behind(size_bytes);
         Ok(())
@@ -38,35 +38,36 @@ impl Mapping {
 }
 
 impl File {
-    /// Splits a huge folio that a page in its midst is to be the first to go, or to stay. Without success what is to go is
-    /// zeroed instead.
+    /// Splits the huge folio in which `index` is an inner page, so that a removal can begin or end there. If that
+    /// fails, the caller zeroes the pages instead.
     pub(super) fn open_up(&self, index: u64) {
         if index != self.span_of(index).start {
             let _ = self.split_at(index, Counter::HugeSplitForHole);
         }
     }
 
-    /// Ends the file there; what the store has behind does not count any more.
+    /// Sets the new end; bytes of the store behind it are not valid any more.
     fn shorten(&self, size_bytes: u64) {
         let _writer = self.tree.lock();
-        // Also where nothing of it was stored yet: it may just be written back.
+        // Also if nothing of it was stored yet: a writeback may be in flight.
         self.stored_bytes.store(self.stored_bytes.load(Relaxed).min(size_bytes), Relaxed);
         self.note_revoked();
         self.note_more_stored();
-        // At last: who writes back and finds nothing behind the end has to find that the store is to be cut.
+        // Last: if writeback finds nothing dirty behind the end, it must already find that the store has to be
+        // truncated.
         self.size_bytes.store(size_bytes, Release);
     }
 
-    /// Takes what is behind a new end out of memory.
+    /// Removes pages behind a new end.
     pub(super) fn drop_behind(&self, size_bytes: u64) {
         let first = size_bytes.div_ceil(self.page_bytes() as u64);
         self.open_up(first);
         self.remove_pages(first, Owner::MAX_INDEX);
-        // At last: until now the range might have become a huge folio again, with what was behind the end.
+        // Last: before, a collapse might have made a huge folio of the range again, with bytes behind the end.
         self.zero_rest(size_bytes);
     }
 
-    /// Refuses where the folio of the last byte is held.
+    /// Fails if the folio of the last byte is held.
     pub(super) fn check_free(&self, size_bytes: u64) -> Result<()> {
         let Some(last) = size_bytes.checked_sub(1) else { return Ok(()) };
         if let Some(place) = self.pin_page(self.index_of(last))? {
@@ -75,7 +76,8 @@ impl File {
         Ok(())
     }
 
-    /// Zeroes what the folio of the last byte holds behind it. Waits for who keeps it still, a store at most.
+    /// Zeroes the part behind the end of the last byte's folio. Waits while another thread has it frozen, at most for a
+    /// write to the store.
     fn zero_rest(&self, size_bytes: u64) {
         let Some(last) = size_bytes.checked_sub(1) else { return };
         let place = loop {
@@ -92,11 +94,11 @@ impl File {
         self.cache.unpin(place.number);
     }
 
-    /// Zeroes what is in memory from `from` to `to`, folio by folio.
+    /// Zeroes pages in memory from `from` to `to`, folio by folio.
     ///
     /// # Errors
     ///
-    /// [`crate::Error::Busy`] where somebody holds one.
+    /// [`crate::Error::Busy`] if one is held.
     pub(super) fn zero_present(&self, from: u64, to: u64) -> Result<()> {
         let mut at = from;
         while at < to {
@@ -111,7 +113,7 @@ impl File {
                     self.cache.unpin(place.number);
                     end
                 }
-                // What the store has must not come back.
+                // Bytes of the store must not come back.
                 None if self.store.is_some() => {
                     self.create_zeroed(index)?;
                     continue;
@@ -128,7 +130,7 @@ impl File {
 
     /// # Errors
     ///
-    /// As [`crate::Error::NoMemory`] says.
+    /// See [`crate::Error::NoMemory`].
     fn create_zeroed(&self, index: u64) -> Result<()> {
         self.create(index, super::policy::Cause::Write, &super::fetch::Content::Stored).map(drop)
     }

@@ -1,7 +1,7 @@
-//! What caches hold, each by its name: for the program, and for other processes.
+//! Memory use of caches, each by its name: for the program, and for other processes.
 //!
-//! What is huge and what is charged is counted where it changes; only for what is pinned or held all pages are walked, as far as
-//! the time reaches.
+//! Huge and charged bytes are counted as they change. Finding pinned and held folios takes a walk over all pages, as
+//! far as the time limit allows.
 
 use super::File;
 use super::cache::{Cache, Caches, Inner};
@@ -12,51 +12,52 @@ use crate::sync::Relaxed;
 use pagemill_sys::clock;
 use std::sync::{Arc, Weak};
 
-/// Whose memory a [`Usage`] is about.
+/// The holder of the memory in a [`Usage`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Holder {
-    /// A cache's.
+    /// A cache.
     Cache,
-    /// That of a cache that has ended: free, kept for the next one.
+    /// The pool of a cache that has ended: free memory, kept for the next one.
     IdlePool,
-    /// Nodes of indices that no file uses, kept for the next. They lie on no node of memory in particular.
+    /// Nodes of indices that no file uses, kept for later ones. They belong to no particular NUMA node.
     SpareNodes,
 }
 
-/// What a cache holds, in bytes: the rows from `huge` to `index` add up to what it has in memory.
+/// Memory of a cache in bytes. The rows from `huge` to `index` add up to its memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     pub name: Arc<str>,
-    /// Which one, in events of the trace. That of a cache that has ended may come again.
+    /// Number of the cache in trace events. A later cache may reuse it.
     pub number: u32,
-    /// Of memory.
+    /// NUMA node of its memory.
     pub node: usize,
     pub page_bytes: usize,
-    /// In huge folios that nobody has pinned.
+    /// In huge folios that are not pinned.
     pub huge: u64,
-    /// In smaller ones.
+    /// In smaller folios that are not pinned.
     pub small: u64,
-    /// In folios that somebody has pinned or holds: they stay for now.
+    /// In folios that are pinned or held: they cannot be freed now.
     pub locked: u64,
-    /// Pages without a use.
+    /// In unused pages.
     pub free: u64,
-    /// Metadata of the pages, with the order in which they make room.
+    /// Metadata of the pages, including the eviction order.
     pub frames: u64,
-    /// Nodes of the index of its files, and what stands for each file.
+    /// Nodes of the files' indices, and one structure for each file.
     pub index: u64,
-    /// What counts against the limit: folios of files.
+    /// Charged to the limit: folios of files.
     pub charged: u64,
     pub limit: u64,
-    /// In folios of files with a store that were written to since they were written back last.
+    /// In dirty folios of files with a store.
     pub dirty: u64,
-    /// It lies in reserved huge pages: not resident, and in no sum that the process publishes but `cache_hugetlb`.
+    /// The cache lies in reserved huge pages: not resident, and in no published sum of the process except
+    /// `cache_hugetlb`.
     pub is_hugetlb: bool,
-    /// Not all was looked at, for lack of time: more may be locked, and in the index.
+    /// The walk ran out of time: `locked` and `index` may be too low.
     pub is_partial: bool,
 }
 
 impl Usage {
-    /// All of it.
+    /// Returns the sum of the rows.
     pub fn total(&self) -> u64 {
         self.huge + self.small + self.locked + self.free + self.frames + self.index
     }
@@ -69,7 +70,7 @@ impl Usage {
     }
 }
 
-/// A time that is asked for now and then.
+/// A time limit that checks the clock only now and then.
 struct Deadline {
     ns: Option<u64>,
     asked: u32,
@@ -77,7 +78,7 @@ struct Deadline {
 }
 
 impl Deadline {
-    /// Things that are looked at between two looks at the clock: some microseconds.
+    /// Calls between two readings of the clock: some microseconds.
     const EVERY: u32 = 1 << 8;
 
     fn within(ns: Option<u64>) -> Self {
@@ -96,7 +97,7 @@ impl Deadline {
 }
 
 impl Inner {
-    /// Looks at pages and files for at most `most_ns` each.
+    /// Walks pages and files, for at most `most_ns` each.
     fn usage(&self, most_ns: Option<u64>) -> Usage {
         let pool = self.pool;
         let mut usage = Usage {
@@ -121,7 +122,7 @@ impl Inner {
                 if is_locked { self.folio_bytes(state.order()) } else { 0 };
             !deadline.is_over()
         });
-        // Counted a moment apart: nothing may be less than nothing.
+        // The counters are read at different times, so differences must not underflow.
         let huge = self.huge_bytes.load(Relaxed);
         usage.huge = huge.saturating_sub(locked_huge);
         usage.small = usage.charged.saturating_sub(huge).saturating_sub(locked_small);
@@ -131,10 +132,10 @@ impl Inner {
         usage
     }
 
-    /// Bytes of the nodes of its files' indices, and whether all files were looked at.
+    /// Returns the bytes of its files' index nodes, and whether all files were counted.
     fn node_bytes(&self, most_ns: Option<u64>) -> (u64, bool) {
         let (mut id, mut bytes, mut deadline) = (0, 0, Deadline::within(most_ns));
-        // One by one: the last who has a file may drop its store, which is not done under a lock.
+        // One file at a time, without a lock: dropping the last reference to a file may drop its store.
         while let Some(file) = self.next_file(&mut id) {
             bytes += file.node_bytes();
             if deadline.is_over() {
@@ -144,9 +145,9 @@ impl Inner {
         (bytes, true)
     }
 
-    /// Bytes of what stands for each file, and of the list of them.
+    /// Returns the bytes of the file structures, and of the file list.
     fn files_bytes(&self) -> u64 {
-        // An `Arc` counts its holders in two words.
+        // An `Arc` has two counters.
         let each = size_of::<File>() + 2 * size_of::<usize>();
         let dirty = self.stored_files.load(Relaxed) as usize * size_of::<Dirty>();
         let bytes = self.files.with(|files| {
@@ -158,29 +159,29 @@ impl Inner {
 }
 
 impl Cache {
-    /// What it holds now. Walks all pages.
+    /// Returns the current memory use. Walks all pages.
     pub fn usage(&self) -> Usage {
         self.0.usage(None)
     }
 }
 
 impl Caches {
-    /// What each cache holds. Walks all pages: some milliseconds for a gigabyte in small folios.
+    /// Returns the memory use of each cache. Walks all pages: some milliseconds for a gigabyte in small folios.
     pub fn usage(&self) -> Vec<Usage> {
         let mut at = self.inherited.load(Relaxed);
         std::iter::from_fn(|| self.next_cache(&mut at)).map(|cache| cache.usage(None)).collect()
     }
 
-    /// Shows all that caches hold, holder by holder, in about `most_ns`: no lock is held for longer than some stores take. What
-    /// is shown adds up, but for what changes meanwhile.
+    /// Passes the memory of all caches to `show`, holder by holder, in about `most_ns`. Holds no lock for longer than a
+    /// few stores. The values add up, except for concurrent changes.
     ///
     /// # Errors
     ///
-    /// What `show` says; the rest is not shown then.
+    /// The first error of `show`; the remaining holders are skipped then.
     pub(crate) fn show<E>(&self, most_ns: u64, mut show: impl FnMut(Holder, &Usage) -> Result<(), E>) -> Result<(), E> {
         let first = self.inherited.load(Relaxed);
         let count = self.books.with(|books| books.len()).saturating_sub(first);
-        // Pages, then files, of each: none takes the time of the others.
+        // The time is divided among the pages and files of each cache, so that no cache uses up the others' time.
         let each_ns = most_ns / (2 * count.max(1)) as u64;
         let (mut nodes, mut is_partial) = (0, false);
         for at in first..first + count {
@@ -198,7 +199,7 @@ impl Caches {
         show(Holder::SpareNodes, &Usage { index, is_partial, ..Usage::default() })
     }
 
-    /// Bytes of what stands for the files of all caches.
+    /// Returns the bytes of the file structures of all caches.
     pub(super) fn files_bytes(&self) -> u64 {
         let mut at = self.inherited.load(Relaxed);
         std::iter::from_fn(|| self.next_cache(&mut at)).map(|cache| cache.files_bytes()).sum()
@@ -211,7 +212,8 @@ mod tests {
     use crate::Pagemill;
     use crate::mapping::Settings;
 
-    /// Without time only a part is looked at, which is said; with time all of it is as the program sees it.
+    /// Without time only a part is walked, and the result is marked as partial. With time, the result equals that of
+    /// the program's own call.
     #[test]
     fn looks_end_in_time() {
         let caches = Pagemill::for_test().caches;

@@ -1,9 +1,10 @@
-//! Work that nobody waits for: small folios that became dense are made huge, huge ones that hold little are found ([`sweep`]).
+//! Background work: collapses small folios that became dense, and finds sparse huge ones ([`sweep`]).
 
 use super::File;
 use super::cache::Caches;
 use super::policy::{Ask, Cause, Choice};
 use super::sweep::{self, Sweep};
+use crate::callback;
 use crate::epoch;
 use crate::error::Error;
 use crate::stats::Counter;
@@ -14,10 +15,10 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::AcqRel};
 use std::sync::{Arc, Weak};
 
-/// Ranges that may wait; what is more than that is proposed again by later writes.
+/// Most ranges in the queue; later writes propose the others again.
 const MOST_WAITING: usize = 10_000;
 
-/// A range whose parts are in use is looked at so often.
+/// Attempts for a range with folios in use.
 const TRIES: u8 = 3;
 
 struct Waiting {
@@ -26,11 +27,11 @@ struct Waiting {
     tries: u8,
 }
 
-/// Ranges that wait, and the thread that sees to them.
+/// Queue of ranges, and the thread that works on them.
 #[derive(Default)]
 pub(crate) struct Worker {
     waiting: Guarded<VecDeque<Waiting>>,
-    /// The thread sleeps on it.
+    /// Futex on which the thread sleeps.
     bell: AtomicU32,
     is_started: AtomicBool,
     /// The program does the work itself.
@@ -39,7 +40,7 @@ pub(crate) struct Worker {
 }
 
 impl File {
-    /// A page was made at `index`: if that may have completed its range, it is looked at, behind.
+    /// Proposes a collapse if the page created at `index` may have completed its range.
     pub(super) fn propose_collapse(&self, index: u64) {
         let order = self.pool().chunk_order();
         if order > 0 && index + 1 == self.span_of(index).end && self.cache.is_huge_allowed() {
@@ -47,7 +48,8 @@ impl File {
         }
     }
 
-    /// Makes a range huge if the policy wants it. Returns whether it did; `None` if it may be tried again.
+    /// Collapses a range if the policy chooses a huge folio. Returns whether it did; `None` if a later attempt may
+    /// succeed.
     fn collapse_if_dense(&self, index: u64) -> Option<bool> {
         let span = self.span_of(index);
         let (mut present, mut at) = (0, span.start);
@@ -96,7 +98,7 @@ impl Worker {
         self.is_by_hand.load(Relaxed)
     }
 
-    /// There is work for the thread.
+    /// Wakes the thread, or spawns it.
     #[cfg(shuttle)]
     pub fn ring(&self, _caches: &'static Caches) {}
 
@@ -112,7 +114,7 @@ impl Worker {
         }
     }
 
-    /// Looks at up to `steps` ranges. Returns how many became huge.
+    /// Checks up to `steps` ranges. Returns the number of new huge folios.
     pub fn step(&self, steps: usize) -> usize {
         let mut made = 0;
         for _ in 0..steps {
@@ -129,7 +131,7 @@ impl Worker {
         made
     }
 
-    /// From here on no thread is started for it.
+    /// Starts no thread from here on.
     pub fn do_by_hand(&self) {
         self.is_by_hand.store(true, Relaxed);
     }
@@ -144,7 +146,7 @@ impl Worker {
         self.waiting.release();
     }
 
-    /// In a fork child, which has no thread for it.
+    /// In a fork child: marks the thread as not running.
     pub(super) fn begin_child(&self) {
         self.is_started.store(false, Relaxed);
         self.sweep.begin_child();
@@ -152,15 +154,16 @@ impl Worker {
 }
 
 impl thread::Work for Caches {
-    /// Sleeps until a range is proposed, or it is time to look for sparse folios; goes after all others.
+    /// Sleeps until a range is proposed, or a sweep is due; has the lowest scheduling priority.
     fn work(&'static self) {
         thread::defer();
         loop {
             let bell = self.worker.bell.load(Relaxed);
             while self.worker.waiting.with(|queue| !queue.is_empty()) {
-                self.worker.step(1);
+                // If the policy panics, the range is dropped; later writes propose it again.
+                callback::contain(|| self.worker.step(1));
             }
-            let rest = sweep::go_on(self);
+            let rest = callback::contain(|| sweep::go_on(self)).flatten();
             futex::wait(&self.worker.bell, bell, rest, Scope::Private);
         }
     }

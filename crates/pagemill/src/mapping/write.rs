@@ -1,4 +1,4 @@
-//! Writing: in place where a folio is, else into a new one, which enters the index filled.
+//! Writing: in place into an existing folio, else into a new one, which is filled before it enters the index.
 
 use super::fetch::{Content, Place};
 use super::policy::Cause;
@@ -7,20 +7,20 @@ use crate::error::Result;
 use std::io::IoSlice;
 
 impl Mapping {
-    /// Copies `from` to `offset` on; the file grows where it must. Returns how many bytes were written: all of them, or as
-    /// many as memory was found for.
+    /// Copies `from` to `offset`, and extends the file if needed. Returns the number of bytes written: all of them, or
+    /// as many as memory was found for.
     ///
-    /// Each folio's part is written before or after a `truncate` or `punch_hole` beside it, not in its midst.
+    /// Each folio's part is written before or after a concurrent `truncate` or `punch_hole`, never in the middle of it.
     ///
-    /// Cost: a look at the index, four atomic operations for each folio, and the copy; for new pages their memory, of which
-    /// only what is not written is zeroed.
+    /// Cost: an index lookup and four atomic operations for each folio, and the copy. New pages also cost their memory;
+    /// only the unwritten part is zeroed.
     ///
     /// # Errors
     ///
-    /// If nothing was written: [`crate::Error::NoMemory`] over the limit, with how much; [`crate::Error::BadOffset`] past 2^63,
-    /// [`crate::Error::FileTooLarge`]; [`crate::Error::Busy`] if somebody holds a folio alone for a second; [`crate::Error::Store`],
-    /// also where too much is dirty already and the store fails, or does not go on ([`super::Writeback`]);
-    /// [`crate::Error::ReadOnly`] of a store that is only read.
+    /// If nothing was written: [`crate::Error::NoMemory`] over the limit, with the numbers. [`crate::Error::BadOffset`]
+    /// past 2^63, [`crate::Error::FileTooLarge`]. [`crate::Error::Busy`] if a folio is held for a second.
+    /// [`crate::Error::Store`], also if too much is dirty and the store fails or does not complete writes
+    /// ([`super::Writeback`]). [`crate::Error::ReadOnly`] if the store is read-only.
     pub fn write_at(&self, from: &[u8], offset: u64) -> Result<usize> {
         let file = &*self.0;
         file.check(offset, from.len() as u64)?;
@@ -36,11 +36,11 @@ impl Mapping {
         in_pieces(from.len(), |done| file.write_piece(&from[done..], offset + done as u64))
     }
 
-    /// As [`Mapping::write_at`] from several buffers, one after the other.
+    /// As [`Mapping::write_at`], from several buffers, one after the other.
     ///
     /// # Errors
     ///
-    /// As [`Mapping::write_at`].
+    /// See [`Mapping::write_at`].
     pub fn write_vectored_at(&self, from: &[IoSlice<'_>], offset: u64) -> Result<usize> {
         self.0.check(offset, from.iter().fold(0, |sum: u64, buffer| sum.saturating_add(buffer.len() as u64)))?;
         in_turn(from.iter().map(|buffer| &**buffer), |buffer, done| self.write_at(buffer, offset + done))
@@ -48,7 +48,7 @@ impl Mapping {
 }
 
 impl File {
-    /// Writes into one folio. Returns how many bytes.
+    /// Writes into one folio. Returns the number of bytes.
     #[inline]
     fn write_piece(&self, from: &[u8], offset: u64) -> Result<usize> {
         {
@@ -78,14 +78,14 @@ impl File {
         let at = (offset - self.offset_of(place.first)) as usize;
         let len = from.len().min(self.cache.folio_bytes(place.order) as usize - at);
         self.pool().copy_in(place.number, at, &from[..len]);
-        // Before the pin ends: who writes the folio back then has to know how much of it counts.
+        // Before the unpin: a thread that writes the folio back then must know how much of it is valid.
         self.grow(offset + len as u64);
         self.cache.unpin(place.number);
         self.go_on_with_streak(offset, offset + len as u64);
         len
     }
 
-    /// Makes a folio dirty that is pinned; `false` if that has to wait: then it is not pinned any more.
+    /// Makes a pinned folio dirty. If the writer must wait first, unpins it and returns `false`.
     #[cold]
     fn may_make_dirty(&self, place: Place) -> bool {
         if self.must_wait(self.cache.folio_bytes(place.order)) {
@@ -96,7 +96,7 @@ impl File {
         true
     }
 
-    /// There may be too many dirty folios for another one: waits outside of the gate, then writes without asking.
+    /// Called if there may be too many dirty folios: waits outside of the gate, then writes without a further check.
     #[cold]
     fn write_piece_later(&self, from: &[u8], offset: u64) -> Result<usize> {
         self.throttle()?;
@@ -112,7 +112,7 @@ impl File {
         }
     }
 
-    /// Writes into a new folio; `None` if there is one now.
+    /// Writes into a new folio; `None` if one exists by now.
     #[cold]
     fn write_new(&self, from: &[u8], offset: u64) -> Result<Option<usize>> {
         let Some(end) = self.create(self.index_of(offset), Cause::Write, &Content::Written(offset, from))? else {

@@ -1,12 +1,13 @@
-//! Writing dirty folios back: a walk over those of one file, in its order, with many transfers under way.
+//! Writeback of dirty folios: a walk over those of one file, in order, with many transfers in flight.
 //!
 //! ```text
-//!   Pass    one walk: what is under way, what came of it        the walk fills it up as transfers end
-//!     Run     folios that follow each other, kept still           written as one, by a copy if they lie apart in memory
+//!   Pass    one walk: transfers in flight, and their results     the walk starts more as transfers complete
+//!     Run     adjacent folios, frozen                              written as one, from a copy if not contiguous in memory
 //! ```
 //!
-//! A run belongs to whoever has it: the walk, then the store, whose thread lets its folios go on. So a walk may leave a store behind
-//! that does not go on, and whoever writes to one of its folios waits for that one run, not for all.
+//! A run has one owner: first the walk, then the store. Its folios are thawed when the store's thread finishes the run.
+//! So a walk can give up on a store that makes no progress. A thread that writes to a frozen folio waits for that one
+//! run only.
 #![allow(unsafe_code)] // lends the bytes of folios that it keeps still
 
 use super::File;
@@ -26,19 +27,20 @@ use std::sync::atomic::{AtomicBool, Ordering::AcqRel, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// As much is under way at a time: it keeps a device busy. A large folio goes in any case.
+/// Most runs and bytes in flight: enough to keep a device busy. A folio larger than that is written, too.
 const MOST_RUNS: usize = 128;
 const MOST_BYTES: u64 = 16 * BLOCK_BYTES as u64;
 
-/// Runs are started together: handing them over one by one costs most, all at once leaves the device idle before.
+/// Runs are started in batches. Starting them one by one costs most; starting all at once leaves the device idle
+/// before.
 const STARTED_TOGETHER: usize = 8;
 const STARTED_BYTES: u64 = MOST_BYTES / 4;
 
-/// Small folios that follow each other are written as one, up to so many bytes: a device does few large transfers for
-/// the price of many small ones.
+/// Adjacent small folios are written as one transfer, up to this length. A few large transfers cost a device less than
+/// many small ones.
 const MERGED_BYTES: u64 = BLOCK_BYTES as u64 / 2;
 
-/// What a store has been lent is lent until it says so: it is only looked after.
+/// Interval of wakeups in a wait without a time limit. The store keeps the folios until it reports the end.
 const LOOK: Duration = Duration::from_secs(60);
 
 const DOING: &str = "writing a file back";
@@ -46,13 +48,13 @@ const DOING: &str = "writing a file back";
 /// Why a file is written back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Why {
-    /// It has been dirty for long.
+    /// The pages were dirty for too long.
     Age,
     /// Too much of the cache is dirty.
     Share,
-    /// Somebody asked for it.
+    /// The program syncs, writes back, or drops the file.
     Sync,
-    /// All pages are dirty, and somebody needs one.
+    /// All pages are dirty, and room is needed.
     Room,
 }
 
@@ -67,26 +69,28 @@ impl Why {
     }
 }
 
-/// How far a walk goes, and how long it waits.
+/// Range and limits of a walk.
 #[derive(Clone)]
 pub(super) struct Walk {
     pub why: Why,
     pub pages: Range<u64>,
-    /// It ends once so much was found.
+    /// The walk ends after this many bytes.
     pub most_bytes: u64,
-    /// Who is in the way, or a store that does not go on, is waited for for so long. `None`: a second, and as long as it takes.
+    /// Time limit for a store without completions. `None`: no limit.
     pub patience: Option<Duration>,
+    /// Whether the walk waits for users of a folio, a second at most. Otherwise it skips the folio.
+    pub waits_for_others: bool,
 }
 
-/// What came of a walk.
+/// Result of a walk.
 #[derive(Debug, Default)]
 pub(super) struct Walked {
     pub written_bytes: u64,
-    /// Nothing that was dirty when the walk came by had to stay so.
+    /// All folios that were dirty when the walk reached them are clean.
     pub is_clean: bool,
-    /// Where the next one goes on; `None` at the end.
+    /// Where the next walk continues; `None` at the end.
     pub next: Option<u64>,
-    /// What the store said first: what failed stays dirty, the others were written all the same.
+    /// The store's first error. Failed folios stay dirty, and the others were written.
     pub failure: Option<Error>,
 }
 
@@ -108,7 +112,7 @@ struct Pass {
 struct Progress {
     runs: usize,
     bytes: u64,
-    /// Whoever waits wants to know when no more than this is under way.
+    /// The waiting walk is woken when no more than this is in flight.
     awaited: (usize, u64),
     ended: u64,
     written_bytes: u64,
@@ -123,7 +127,7 @@ impl Progress {
 }
 
 impl Pass {
-    /// Held for some instructions, in which nobody else is called.
+    /// Held for a few instructions, without callbacks.
     fn state(&self) -> MutexGuard<'_, Progress> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -160,7 +164,7 @@ impl Pass {
         }
     }
 
-    /// Waits until no more than `most` is under way. Returns whether it is; not where for all of `patience` nothing has ended.
+    /// Waits until at most `most` is in flight. Returns `false` if nothing completes for all of `patience`.
     fn wait(&self, most: (usize, u64), patience: Option<Duration>) -> bool {
         let (mut seen, mut since) = (u64::MAX, Instant::now());
         let mut state = self.state();
@@ -179,22 +183,22 @@ impl Pass {
     }
 }
 
-/// Folios that follow each other in a file, and are written as one.
+/// Adjacent folios of a file, written as one.
 ///
 /// # Invariants
 ///
-/// 1. Its folios are kept still until it is settled, so nobody writes to their bytes.
+/// 1. Its folios are frozen until it is settled, so no thread writes to their bytes.
 /// 2. `copy`, if there is one, is never changed.
 struct Run {
     pass: Arc<Pass>,
     first: Part,
     others: Vec<Part>,
-    /// Where it lies in the file.
+    /// Its range in the file.
     bytes: Range<u64>,
-    /// Its folios lie in memory as they do in the file.
+    /// Its folios are contiguous in memory, in the order of the file.
     is_in_a_row: bool,
     copy: Option<Aligned>,
-    /// What had been cut off the store before.
+    /// Value of `File::cut` when the run was made.
     cut: u32,
     is_settled: AtomicBool,
 }
@@ -218,7 +222,7 @@ impl Run {
         })
     }
 
-    /// Takes a folio in that follows the others; says whether it did.
+    /// Adds a folio if it follows the others; returns whether it did.
     fn join(&mut self, part: &Part, bytes: &Range<u64>) -> bool {
         let fits = self.bytes.end == bytes.start && bytes.end - self.bytes.start <= MERGED_BYTES;
         if fits {
@@ -231,7 +235,7 @@ impl Run {
         fits
     }
 
-    /// Copies what lies apart.
+    /// Copies folios that are not contiguous.
     fn gather(&mut self) {
         if self.is_in_a_row {
             return;
@@ -253,16 +257,16 @@ impl Run {
         let (offset, len) = (self.bytes.start, self.len_bytes() as usize);
         let addr = match &self.copy {
             Some(copy) => copy.addr(),
-            // SAFETY: the first folio's bytes, which lie at no address 0.
+            // SAFETY: the first folio's bytes, which are never at address 0.
             None => unsafe { NonNull::new_unchecked(self.pass.file.pool().addr(self.first.number) as *mut u8) },
         };
         self.pass.begin(len as u64);
-        // SAFETY: a copy of its own, or folios that lie there in a row; nobody writes to either (invariants), as it is settled
-        // when its end is told at the earliest, and goes no sooner: the transfer has it.
+        // SAFETY: a copy of its own, or contiguous folios. No thread writes to either (invariants) until the run is
+        // settled. It is settled when its end is reported at the earliest, and lives until then: the transfer owns it.
         unsafe { Transfer::new(Direction::Write, offset, addr, len, Arc::new(self), 0) }
     }
 
-    /// Lets its folios go on; returns whether they are clean.
+    /// Thaws its folios; returns whether they are clean.
     fn settle(&self, is_written: bool) -> bool {
         let file = &self.pass.file;
         if is_written {
@@ -290,7 +294,7 @@ impl Drop for Run {
     }
 }
 
-/// Runs that a walk has, and the store has not.
+/// Runs of a walk that the store has not got yet.
 struct Ready<'store> {
     pass: Arc<Pass>,
     store: &'store dyn Store,
@@ -299,13 +303,14 @@ struct Ready<'store> {
 }
 
 impl Ready<'_> {
-    /// Adds a folio that is kept still, behind the others in the file.
+    /// Adds a frozen folio that lies behind the others in the file.
     fn push(&mut self, index: u64, number: u32, state: State, size_bytes: u64) -> u64 {
         let file = &self.pass.file;
         let (part, begin) = (Part { number, order: state.order() }, file.offset_of(index));
         let bytes = begin..(begin + file.cache.folio_bytes(part.order)).min(size_bytes);
         if bytes.is_empty() {
-            // What is behind the end is about to go, or was a part of a folio that could not be split then: zeros.
+            // It lies behind the end: it is about to be removed, or is the zero rest of a folio that could not be
+            // split.
             file.note_needless(index, number, state);
             return 0;
         }
@@ -321,7 +326,7 @@ impl Ready<'_> {
         len_bytes
     }
 
-    /// The last one may still grow.
+    /// The last run may still grow.
     fn is_full(&self) -> bool {
         let most = if self.store.is_asynchronous() { STARTED_TOGETHER } else { 1 };
         self.runs.len() > most || self.bytes >= STARTED_BYTES
@@ -336,11 +341,12 @@ impl Ready<'_> {
 }
 
 impl File {
-    /// Writes dirty folios back, each once. The caller has the file's token; nothing else of the file is under way.
+    /// Writes dirty folios back, each once. The caller holds the file's sync lock, and no other write of the file is in
+    /// flight.
     ///
     /// # Errors
     ///
-    /// [`Error::Busy`] where somebody is in the way for too long: the others were written. And where the store does not go on.
+    /// [`Error::Busy`] if a folio is in use for too long; the others were written. Also if the store makes no progress.
     pub(super) fn walk(self: &Arc<Self>, store: &dyn Store, walk: &Walk) -> Result<Walked> {
         let (state, changed) = (Mutex::new(Progress::default()), Condvar::new());
         let pass = Arc::new(Pass { file: self.clone(), why: walk.why, state, changed });
@@ -350,7 +356,7 @@ impl File {
         let is_over = pass.wait((0, 0), walk.patience);
         let mut state = pass.state();
         if !is_over {
-            return Err(Error::Busy { what: "the store does not go on with what it was given" });
+            return Err(Error::Busy { what: "the store makes no progress with its writes" });
         }
         let failure = state.failure.take().map(failed(DOING));
         let (next, is_clean) = match found {
@@ -360,7 +366,7 @@ impl File {
         Ok(Walked { written_bytes: state.written_bytes, is_clean: is_clean && !state.must_stay, next, failure })
     }
 
-    /// Returns where it left off, and whether nothing had to be passed by.
+    /// Returns where the walk ended, and whether it skipped no folio.
     fn find_and_start(self: &Arc<Self>, ready: &mut Ready<'_>, walk: &Walk) -> Result<(Option<u64>, bool)> {
         let (mut at, mut found_bytes, mut is_clean, mut busy) = (walk.pages.start, 0, true, None);
         while at < walk.pages.end
@@ -370,14 +376,14 @@ impl File {
             if found_bytes >= walk.most_bytes {
                 return Ok((Some(found.first), is_clean));
             }
-            // It may be split meanwhile: the next look begins where this folio ended.
+            // The folio may be split meanwhile: the search continues where the frozen folio ends.
             let (end, dirty) = match self.try_freeze_dirty(found.first) {
                 Some(frozen) => frozen,
                 None => {
-                    // Who has it may wait for one of those that were found.
+                    // The folio's user may wait for one of the runs found so far, so start them first.
                     ready.start();
-                    // One is waited for in vain at most: the others that somebody has keep nobody.
-                    let is_awaited = walk.patience.is_none() && busy.is_none();
+                    // Waits for at most one folio in vain; later ones in use are skipped.
+                    let is_awaited = walk.waits_for_others && busy.is_none();
                     match is_awaited.then(|| self.freeze_dirty(found.first)) {
                         Some(Ok(frozen)) => frozen,
                         passed => {
@@ -400,7 +406,7 @@ impl File {
                     return Ok((Some(at), false));
                 }
                 if pass.state().failure.as_ref().is_some_and(|error| error.kind() == io::ErrorKind::TimedOut) {
-                    // What takes so long for each is not waited for once more for each of the others.
+                    // A store that times out for each transfer would otherwise cost that time for each of the rest.
                     return Ok((Some(at), false));
                 }
             }

@@ -1,10 +1,9 @@
-//! What this process holds against what it may hold: asked before memory becomes resident.
+//! The account of one process: compares what it holds with its limits before memory becomes resident.
 //!
-//! A charge that meets the limit measures what is lent, gives back what is free
-//! here, asks the siblings of the process tree, counts the dead out, and only
-//! then fails. Inside the small allocator, whose locks forbid purging it, a
-//! charge may pass the limit once by what it wants: the next allocation outside
-//! reclaims first ([`Account::pay_debt`]).
+//! A charge that meets the limit measures lent memory, gives back free memory of this process, requests memory from the
+//! siblings of the process tree, and removes dead members. Only then does it fail.
+//! Inside the small allocator, whose locks forbid purging it, one charge may exceed the limit. The next allocation
+//! outside those locks reclaims first ([`Account::pay_debt`]).
 
 use super::governor;
 use super::helper::Helper;
@@ -22,59 +21,68 @@ use pagemill_sys::clock;
 use pagemill_sys::process::Identity;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
 /// Shortest time between two measurements of lent memory.
 const SETTLE_NS: u64 = 2_000_000;
 
-/// Lent memory beyond this part of what is known to be resident is measured before that is relied on.
+/// If more than this part of the known resident bytes is lent, lent memory is measured before that number is relied on.
 const LENT_DIVISOR: u64 = 8;
 
-/// So much is measured in some 20 us: whenever it is asked for.
+/// Measuring this much takes some 20 us: done whenever the room is queried.
 const QUICK_BYTES: u64 = 64 << 20;
 
-/// So much is measured in some 0.4 ms: whenever a limit is near.
+/// Measuring this much takes some 0.4 ms: done whenever a limit is near.
 const QUICK_AT_LIMIT_BYTES: u64 = 1 << 30;
 
-/// Measuring takes at most one part in so many of a thread's time.
+/// Measuring takes at most this part of a thread's time.
 const SETTLE_SHARE: u64 = 50;
 
-/// Of a loan at most so much is expected to be touched at once.
+/// Largest part of a loan that is expected to be touched at once.
 const SYSTEM_LOAN_BYTES: u64 = 16 << 20;
 
-/// Cold memory goes for new in steps of this.
+/// New memory is offset in steps of this, or of this part of the resident bytes: each step scans all free slots.
 const MAKE_UP_STEP_BYTES: u64 = 1 << 20;
+const MAKE_UP_DIVISOR: u64 = 128;
 
-/// After too little was cold, it is looked for again so much later.
+/// Free memory that was not reused for this long is cold. Faulting it in again costs a hundredth of that time.
+const COLD: Duration = Duration::from_millis(67);
+
+/// After too little cold memory was found, the next search waits this long.
 const MAKE_UP_PAUSE_NS: u64 = 100_000_000;
 
-/// Free memory up to this part of what is resident (and a block) is left alone.
+/// Free memory up to this part of the resident bytes (plus one block) is kept.
 const SPARE_DIVISOR: u64 = 16;
+
+/// Free memory beyond this part of the resident bytes is given back even if it is not cold.
+const MOST_SPARE_DIVISOR: u64 = 3;
 
 /// The account of one process.
 pub struct Account {
     resident: AtomicU64,
-    /// Lent to the program and not known to be touched.
+    /// Bytes lent to the program and not known to be touched.
     untouched: AtomicU64,
     own_limit: AtomicU64,
     membership: Membership,
     pub(super) owners: Owners,
-    /// When lent memory may be measured again.
+    /// Earliest time of the next measurement of lent memory.
     settle_after_ns: AtomicU64,
     /// What control groups and the machine allow.
     pub headroom: Headroom,
-    /// Giving back for them found nothing: not tried again before, and how long that pause is.
+    /// Until this time reclaim for groups and the machine is not retried, because it freed nothing; and the length of
+    /// that pause.
     pub(super) futile_until_ns: AtomicU64,
     pub(super) futile_pause_ns: AtomicU64,
-    /// Asking siblings before giving oneself did not help: not tried again before.
+    /// Until this time siblings are not asked before this process reclaims, because that did not help.
     pub(super) elsewhere_after_ns: AtomicU64,
-    /// Woken when there is something to give again.
+    /// Woken when there is memory to give back again.
     helper: OnceLock<&'static Helper>,
-    /// New memory for which none was given back yet.
+    /// New memory that was not yet offset by giving free memory back.
     to_make_up: AtomicU64,
-    /// When cold memory is looked for again after too little was found.
+    /// Earliest time of the next search for cold memory, after one found too little.
     make_up_after_ns: AtomicU64,
     has_debt: AtomicBool,
-    /// The last reclaim outside found too little: nested charges over the limit are refused.
+    /// The last reclaim outside freed too little. Nested charges over the limit are refused.
     is_exhausted: AtomicBool,
     /// Called when a nested charge has passed the limit. Must not allocate or lock.
     on_debt: OnceLock<fn()>,
@@ -84,7 +92,7 @@ pub struct Account {
 }
 
 impl Account {
-    /// An account that may hold `limit` bytes ([`UNLIMITED`] for no limit of its own).
+    /// Creates an account that may hold `limit` bytes ([`UNLIMITED`] for no limit of its own).
     pub fn new(limit: u64) -> Self {
         Self {
             resident: AtomicU64::new(0),
@@ -108,16 +116,16 @@ impl Account {
         }
     }
 
-    /// As [`Account::new`], in memory of its own that stays.
+    /// As [`Account::new`], in its own allocation, which is never freed.
     ///
     /// # Errors
     ///
-    /// [`Error::System`] if there is not even an OS page for it.
+    /// [`Error::System`] if not even one OS page can be allocated for it.
     pub fn make(limit: u64) -> Result<&'static Self> {
         arena::place(Self::new(limit))
     }
 
-    /// Adds an owner that can give memory back. Cheaper ones first.
+    /// Registers an owner that can give memory back. Cheaper owners must register first.
     ///
     /// # Panics
     ///
@@ -126,7 +134,7 @@ impl Account {
         self.owners.register(shrinker);
     }
 
-    /// As [`Account::register`], for one whose memory is dearer than that of all who register later.
+    /// As [`Account::register`], for an owner that is called after all that register later.
     ///
     /// # Panics
     ///
@@ -135,22 +143,24 @@ impl Account {
         self.owners.register_last(shrinker);
     }
 
-    /// Sets who is woken when there is something to give after there was nothing.
+    /// Sets the helper that is woken when there is memory to give back again.
     pub fn set_helper(&self, helper: &'static Helper) {
         let _ = self.helper.set(helper);
     }
 
-    /// Sets what to do when a nested charge has passed the limit: arrange that [`Account::pay_debt`] runs soon.
+    /// Sets the function called when a nested charge exceeds the limit. It must arrange that [`Account::pay_debt`] runs
+    /// soon.
     pub fn on_debt(&self, act: fn()) {
         let _ = self.on_debt.set(act);
     }
 
-    /// Sets what to do before the first charge of this process, and of every fork child: publish the figures, say.
+    /// Sets the function called before the first charge of this process and of every fork child, for example to publish
+    /// the figures.
     pub fn on_first_charge(&self, act: fn()) {
         let _ = self.on_first_charge.set(act);
     }
 
-    /// Joins a process tree: its limit counts from now on, and what is held here is seen there.
+    /// Joins a process tree: the tree's limit applies from now on, and this process's charge is published there.
     pub fn join(&self, page: &'static TreePage, who: Identity) {
         self.membership.set(page, page.enter(who));
         self.publish();
@@ -159,13 +169,14 @@ impl Account {
     /// Leaves the tree, at the end of the process.
     pub fn leave(&self) {
         if let Some(place) = self.membership.place() {
-            // Other threads and later destructors may go on allocating: they must not write to another's place.
+            // Other threads and later destructors may continue to allocate. They must not write to a slot that another
+            // process takes.
             self.membership.give_up_place();
             place.leave();
         }
     }
 
-    /// In a fork child: what the parent holds is the parent's; takes a place of its own.
+    /// Called in a fork child. The parent keeps its charge; the child takes its own slot in the tree.
     pub fn forked(&self, who: Identity) {
         self.resident.store(0, Relaxed);
         self.untouched.store(0, Relaxed);
@@ -174,6 +185,7 @@ impl Account {
         self.owners.forked();
         self.futile_until_ns.store(0, Relaxed);
         if let Some(page) = self.membership.page() {
+            page.count_start();
             self.membership.set(page, page.enter(who));
         }
         self.publish();
@@ -183,7 +195,7 @@ impl Account {
         self.membership.place()
     }
 
-    /// Whether anybody limits what this process holds, so that it may be asked to give back.
+    /// Whether any limit applies to this process, so that reclaim may be requested.
     pub fn is_limited(&self) -> bool {
         self.limit() != UNLIMITED
     }
@@ -194,12 +206,12 @@ impl Account {
         tree.min(self.own_limit.load(Relaxed))
     }
 
-    /// Bytes that this process has resident, as far as charged and measured.
+    /// Resident bytes of this process, as far as charged and measured.
     pub fn resident(&self) -> u64 {
         self.resident.load(Relaxed)
     }
 
-    /// What the limit is compared with: the tree's sums, or this process's.
+    /// The totals that the limit is compared with: those of the tree, or of this process alone.
     fn totals(&self) -> Totals {
         let own = Totals {
             resident: self.resident.load(Relaxed),
@@ -208,7 +220,7 @@ impl Account {
             members: 1,
         };
         match (self.membership.page(), self.membership.place()) {
-            // Of this process what it knows, not what it last published.
+            // For this process uses the current numbers, not those it last published.
             (Some(page), Some(place)) => page.totals_with(place, own),
             (Some(page), None) => {
                 let others = page.totals();
@@ -222,14 +234,14 @@ impl Account {
         }
     }
 
-    /// Bytes that this process and its siblings have resident.
+    /// Resident bytes of this process and its siblings.
     pub(super) fn tree_resident(&self) -> u64 {
         self.totals().resident
     }
 
-    /// Tells the tree and the figures what is held now, and notes peaks.
+    /// Publishes the current charge in the tree and in the figures, and updates the peaks.
     pub(crate) fn publish(&self) {
-        // Again where another thread changed it meanwhile: the last word published is a true one.
+        // Repeat if another thread changed it meanwhile, so that the last value published is a current one.
         loop {
             let resident = self.resident.load(Relaxed);
             self.publish_once(resident);
@@ -244,8 +256,8 @@ impl Account {
         stats::set(Counter::Resident, resident);
         stats::set(Counter::Untouched, untouched);
         let giveable = self.giveable();
-        if giveable >= governor::WORTHWHILE_BYTES
-            && let Some(helper) = self.helper.get()
+        if let Some(helper) = self.helper.get().filter(|helper| helper.is_parked())
+            && (giveable >= governor::WORTHWHILE_BYTES || self.may_have_more())
         {
             helper.unpark(self);
         }
@@ -258,35 +270,29 @@ impl Account {
         }
     }
 
-    /// Bytes that the owners here could give at once.
+    /// Bytes that the owners of this process could give back at once.
     pub fn giveable(&self) -> u64 {
         self.owners.giveable(Context::Outside)
     }
 
-    /// What of that is on the books, so that siblings and limits are helped by it.
+    /// The part of `giveable` that this account is charged for. Only that part helps siblings and limits.
     fn giveable_of_books(&self, giveable: u64) -> u64 {
         giveable.saturating_sub(self.owners.foreign())
     }
 
-    /// Whether a look may find more to give than is known.
+    /// Whether measuring may find more to give back than is known.
     pub(super) fn may_have_more(&self) -> bool {
         self.owners.may_have_more()
     }
 
-    /// From here on it may: the helper, which may sleep for lack of anything to give, begins to look.
+    /// Wakes the helper if it is parked, because there may be something to give back from now on.
     pub(crate) fn note_more(&self) {
         if let Some(helper) = self.helper.get() {
             helper.unpark(self);
         }
     }
 
-    /// Takes that look.
-    pub(super) fn look_for_more(&self) {
-        self.owners.measure();
-        self.publish();
-    }
-
-    /// Measures what of the lent memory is resident.
+    /// Measures how much of the lent memory is resident.
     pub fn settle(&self) {
         let start = clock::fine_ns();
         self.owners.settle();
@@ -294,14 +300,14 @@ impl Account {
         self.settle_after_ns.store(end + SETTLE_NS.max((end - start) * SETTLE_SHARE), Relaxed);
     }
 
-    /// Measures all that can only be known by measuring. Outside of every lock.
+    /// Measures everything that can only be known by measuring. Call it outside every lock.
     pub fn measure(&self) {
         self.settle();
         self.owners.measure();
         self.publish();
     }
 
-    /// As [`Account::settle`], unless more than `quick_bytes` are to be measured and that was done just now.
+    /// As [`Account::settle`], but skipped if more than `quick_bytes` are lent and the last measurement is recent.
     fn settle_sometimes(&self, quick_bytes: u64) {
         let untouched = self.untouched.load(Relaxed);
         if untouched == 0 {
@@ -312,7 +318,7 @@ impl Account {
         }
     }
 
-    /// Makes the owners here give back up to `want_bytes`; returns what the kernel took.
+    /// Makes the owners of this process give back up to `want_bytes`. Returns the bytes that the kernel took.
     pub fn give_back(&self, want_bytes: u64, context: Context, urgency: Urgency, reason: Reason) -> u64 {
         stats::add(Counter::PurgeRequests, 1);
         let freed = self.owners.give(want_bytes, context, urgency);
@@ -320,7 +326,25 @@ impl Account {
         freed
     }
 
-    /// Offers up to `want_bytes` of what is free to the kernel, in case it runs short before we notice.
+    /// Makes the owners of this process give back up to `want_bytes` that were not reused for `age`. Returns the bytes
+    /// that the kernel took.
+    pub fn give_aged(&self, want_bytes: u64, age: Duration) -> u64 {
+        let freed = self.owners.give_aged(want_bytes, age, Context::Outside);
+        if freed > 0 {
+            Reason::Age.note(want_bytes, freed);
+        }
+        freed
+    }
+
+    /// Gives back all free memory of this process, also parts of huge pages. Used when the program requests it.
+    pub fn give_all_back(&self) -> u64 {
+        let [cheap, rest] = [Urgency::Request, Urgency::Split]
+            .map(|urgency| self.give_back(u64::MAX, Context::Outside, urgency, Reason::Program));
+        cheap.saturating_add(rest)
+    }
+
+    /// Offers up to `want_bytes` of free memory to the kernel, in case the kernel runs short before this process
+    /// reacts.
     pub fn offer(&self, want_bytes: u64, which: Which) {
         let offered = self.owners.offer(want_bytes, which);
         if offered > 0 {
@@ -329,33 +353,43 @@ impl Account {
         }
     }
 
-    /// Finds out what the kernel took of what was offered to it; does nothing mostly.
+    /// Finds out how much of the offered memory the kernel took. Mostly does nothing.
     pub fn reap(&self) {
         self.owners.reap();
     }
 
-    /// New memory comes in: as much of what is free and cold goes, if much is free. So sizes that a program has done
-    /// with do not add up beside those it uses now.
+    /// Offsets `bytes` of new memory. If much memory is free, gives back as much of it as is cold. If very much is
+    /// free, gives back twice as much, cold or not. So size classes that a program no longer uses do not add up beside
+    /// those in use.
     pub fn make_up_for(&self, bytes: u64) {
         let due = self.to_make_up.fetch_add(bytes, Relaxed).saturating_add(bytes);
-        if due < MAKE_UP_STEP_BYTES {
+        if due < MAKE_UP_STEP_BYTES.max(self.resident() / MAKE_UP_DIVISOR) {
             return;
         }
         self.to_make_up.store(0, Relaxed);
-        let free = self.owners.giveable(Context::Nested);
-        let now = clock::coarse_ns();
-        if free <= self.resident() / SPARE_DIVISOR + BLOCK_BYTES as u64 || now < self.make_up_after_ns.load(Relaxed) {
+        let (free, resident) = (self.owners.giveable(Context::Nested), self.resident());
+        if free <= resident / SPARE_DIVISOR + BLOCK_BYTES as u64 {
             return;
         }
-        let freed = self.owners.give_cold(due);
+        let excess = free.saturating_sub(resident / MOST_SPARE_DIVISOR + BLOCK_BYTES as u64);
+        if excess > 0 {
+            let want = excess.min(2 * due);
+            Reason::New.note(want, self.owners.give_aged(want, Duration::ZERO, Context::Nested));
+            return;
+        }
+        let now = clock::coarse_ns();
+        if now < self.make_up_after_ns.load(Relaxed) {
+            return;
+        }
+        let freed = self.owners.give_aged(due, COLD, Context::Nested);
         Reason::New.note(due, freed);
         if freed < due / 2 {
-            // Free memory in pieces, none of which can go: not looked for again at every step.
+            // The free memory lies in pieces that cannot be given back. Do not search again at every step.
             self.make_up_after_ns.store(now + MAKE_UP_PAUSE_NS, Relaxed);
         }
     }
 
-    /// Answers a sibling's open request, if there is one.
+    /// Answers an open request of a sibling, if there is one.
     pub fn answer(&self) {
         let Some(place) = self.membership.place() else { return };
         self.measure();
@@ -370,12 +404,12 @@ impl Account {
         self.publish();
     }
 
-    /// Bytes over the limit if `bytes` more came in.
+    /// Bytes by which the limit would be exceeded if `bytes` more were charged.
     fn excess(&self, bytes: u64) -> u64 {
         self.totals().resident.saturating_add(bytes).saturating_sub(self.limit())
     }
 
-    /// Reclaims until `bytes` more fit under the limit, here and in the tree. Returns whether they do.
+    /// Reclaims until `bytes` more fit under the limit, in this process and in the tree. Returns whether they fit.
     fn make_room(&self, bytes: u64, context: Context) -> bool {
         self.settle_sometimes(QUICK_AT_LIMIT_BYTES);
         trace::event(Event::OverLimit, bytes, self.totals().resident);
@@ -386,7 +420,7 @@ impl Account {
             }
             self.give_back(excess, context, urgency, Reason::Limit);
         }
-        // Twice: who took a part of the first request may not have had it.
+        // Ask twice: a member that took a part of the first request may not have had that much.
         for _ in 0..2 {
             self.ask_siblings(bytes, u64::MAX);
         }
@@ -395,8 +429,8 @@ impl Account {
         has_room
     }
 
-    /// Counts out members that are gone and asks the others for what `bytes` more are over the limit by, at most
-    /// `most`. Waits for answers, but not long.
+    /// Removes dead members from the totals. Then requests from the siblings the excess that `bytes` more would cause,
+    /// at most `most`. Waits for answers for a bounded time.
     fn ask_siblings(&self, bytes: u64, most: u64) {
         let Some(page) = self.membership.page().filter(|_| self.excess(bytes) > 0) else { return };
         page.sweep();
@@ -406,7 +440,7 @@ impl Account {
         }
     }
 
-    /// Asks the siblings for `bytes`; returns by how much what they hold fell. Waits for answers, but not long.
+    /// Requests `bytes` from the siblings. Returns by how much their charge fell. Waits for answers for a bounded time.
     pub(super) fn ask_for(&self, bytes: u64, is_enough: impl Fn() -> bool) -> u64 {
         let Some(page) = self.membership.page() else { return 0 };
         let given = page.ask(bytes, self.membership.place(), is_enough);
@@ -420,13 +454,13 @@ impl Account {
         Error::NoMemory { wanted_bytes: bytes, used_bytes, limit_bytes: self.limit() }
     }
 
-    /// Whether a nested charge passed the limit since the last [`Account::pay_debt`].
+    /// Whether a nested charge exceeded the limit since the last [`Account::pay_debt`].
     #[inline]
     pub fn has_debt(&self) -> bool {
         self.has_debt.load(Relaxed)
     }
 
-    /// Reclaims what nested charges are over the limit by. Call it outside of every lock.
+    /// Reclaims what nested charges exceeded the limit by. Call it outside every lock.
     pub fn pay_debt(&self) {
         if self.has_debt.swap(false, Relaxed) {
             let is_paid = self.excess(0) == 0 || self.make_room(0, Context::Outside);
@@ -435,7 +469,8 @@ impl Account {
         }
     }
 
-    /// Whether a charge that found no room may run a debt: a nested one may, once.
+    /// Whether a charge that found no room may exceed the limit. Only nested charges may, until a reclaim outside
+    /// fails.
     pub(super) fn admit_on_debt(&self, context: Context) -> bool {
         if context == Context::Outside {
             return false;
@@ -448,7 +483,7 @@ impl Account {
         is_admitted
     }
 
-    /// Tells, once, that the process makes use of Pagemill: by its first charge, or, without any, by a mark.
+    /// Runs `on_first_charge` once: at the first charge, or at the first vrange mark.
     #[inline]
     pub fn note_use(&self) {
         if !self.has_charged.load(Relaxed)
@@ -467,7 +502,8 @@ impl Account {
 }
 
 impl Account {
-    /// Counts what the C library hands out (or gets back) while it serves the program: nobody is asked.
+    /// Counts memory that the C library allocates (or frees) while it serves the program. Never refuses, never
+    /// reclaims.
     pub fn count_c_library(&self, change_bytes: i64) {
         self.note_use();
         let amount = change_bytes.unsigned_abs();
@@ -483,8 +519,8 @@ impl Account {
 }
 
 impl Account {
-    /// At the end of a process that the C library served: the most that it held. If its figures are not published yet
-    /// they will not be; the tree notes the peak.
+    /// Records the peak of a process that the C library served, at its end. If its figures are not published by then,
+    /// they never are: the tree records the peak instead.
     pub fn note_small(&self, peak_bytes: u64) {
         if self.has_charged.load(Relaxed) {
             stats::raise(Counter::ResidentPeak, peak_bytes);
@@ -504,7 +540,7 @@ impl Budget for Account {
                 return Err(self.refuse(bytes));
             }
         } else if limit != UNLIMITED {
-            // What was lent may have come in meanwhile: look when it could matter.
+            // Lent memory may have become resident meanwhile: measure it if it could matter.
             let totals = self.totals();
             self.is_exhausted.store(false, Relaxed);
             if totals.resident.saturating_add(totals.untouched).saturating_add(bytes) > limit {
@@ -520,7 +556,7 @@ impl Budget for Account {
     }
 
     fn discharge(&self, bytes: u64) {
-        // Below zero everything would be over every limit.
+        // A charge below zero would wrap around and exceed every limit.
         let rest = |resident: u64| Some(resident.saturating_sub(bytes));
         let before = self.resident.fetch_update(Relaxed, Relaxed, rest).unwrap_or_default();
         stats::add(Counter::BooksMended, bytes.saturating_sub(before));
@@ -533,20 +569,21 @@ impl Budget for Account {
             let totals = self.totals();
             if totals.resident.saturating_add(totals.untouched).saturating_add(bytes) > limit {
                 self.settle_sometimes(QUICK_AT_LIMIT_BYTES);
-                // It will be touched without asking again, so room is made now, as far as there is something to give.
+                // The loan is touched without another charge, so reclaim now, as far as there is something to give
+                // back.
                 if self.excess(bytes) > 0 {
                     self.give_back(self.excess(bytes).min(bytes), context, Urgency::Request, Reason::Limit);
                 }
                 self.ask_siblings(bytes, bytes);
             }
-            // Refused only where not even one more page may become resident.
+            // Refuse only if not even one more byte may become resident.
             let has_room = self.excess(1) == 0 || self.make_room(1, context);
             if !(has_room || self.admit_on_debt(context)) {
                 return Err(self.refuse(bytes));
             }
         }
-        // Large loans are touched bit by bit, if ever; room is made for as much as comes in before the next look. Refused only where
-        // not even a block may become resident.
+        // Large loans are touched bit by bit, if ever. Reclaim only what may become resident before the next sample.
+        // Refuse only if not even one block may become resident.
         self.make_system_room_or(bytes.min(SYSTEM_LOAN_BYTES), bytes.min(BLOCK_BYTES as u64), context)?;
         self.note_use();
         self.untouched.fetch_add(bytes, Relaxed);
@@ -578,7 +615,7 @@ impl Budget for Account {
     }
 
     fn room(&self) -> (u64, u64) {
-        // Where much is lent, what is known to be resident says little.
+        // Where much is lent, the known resident bytes are inaccurate.
         if self.untouched.load(Relaxed) > self.resident.load(Relaxed) / LENT_DIVISOR {
             self.settle_sometimes(QUICK_BYTES);
         }
@@ -593,7 +630,7 @@ mod tests {
     use super::*;
     use crate::arena::place;
 
-    /// Gives from a hoard what it is asked for.
+    /// A shrinker that gives what is requested from a fixed stock.
     struct Hoard {
         account: &'static Account,
         held: AtomicU64,
@@ -626,7 +663,7 @@ mod tests {
         (account, hoard)
     }
 
-    /// Over the limit exactly what is missing is given back, and no more than there is.
+    /// A charge over the limit reclaims exactly what is missing. A charge that needs more than there is fails.
     #[test]
     fn a_charge_over_the_limit_reclaims_what_is_missing() {
         let (account, hoard) = account(100, 60, true);
@@ -637,7 +674,8 @@ mod tests {
         assert_eq!(account.resident(), 100 - hoard.held.swap(0, Relaxed) - 30, "nothing charged by a refusal");
     }
 
-    /// Inside the small allocator what cannot be purged there becomes a debt, is paid outside, and is then refused.
+    /// Memory that cannot be purged inside the small allocator becomes a debt. The debt is paid outside; once nothing
+    /// is left to pay with, nested charges are refused.
     #[test]
     fn nested_charges_run_a_debt_once() {
         let (account, hoard) = account(100, 90, false);

@@ -1,8 +1,8 @@
-//! What the kernel wakes the helper for: thresholds and limits of control groups, and stalls.
+//! The kernel events that wake the helper: thresholds and limits of control groups, and memory stalls.
 //!
-//! Planned by [`super::limits::Limits`], set and owned by the helper: the descriptors
-//! lie in its own table. A second thread, which only sleeps, passes the signs on, since
-//! nobody can wait for a futex and for descriptors at once before Linux 6.7.
+//! [`super::limits::Limits`] plans them; the helper sets and owns them, with the descriptors in its own descriptor
+//! table. A second thread, which only sleeps, passes the events on, because before Linux 6.7 a thread cannot wait for a
+//! futex and for descriptors at once.
 
 use super::limits::{alarm_bytes, margin_bytes};
 use crate::stats::{self, Counter};
@@ -12,39 +12,39 @@ use pagemill_sys::events::{Events, Sign, Source};
 use pagemill_sys::file::Path;
 use std::io;
 
-/// Alarms are set for so many limits, innermost first.
+/// Maximum number of limits with alarms, innermost first.
 pub const MAX_GROUPS: usize = 4;
 
-/// Two for each group, stalls of the group and of the machine.
+/// Two for each group, plus stalls of the group and of the machine.
 const MAX_ALARMS: usize = 2 * MAX_GROUPS + 2;
 
-/// Waiting for memory so long within two seconds counts as a stall.
+/// Waiting for memory for this long within two seconds counts as a stall.
 const STALL_US: u32 = 150_000;
 
-/// What was refused is tried again so much later: descriptors may have been short.
+/// A refused alarm is retried after this time: descriptors may have been short.
 const RETRY_NS: u64 = 60_000_000_000;
 
-/// What alarms are to be set for.
+/// The limits and files that alarms are to be set for.
 pub struct Plan {
-    /// Which state of the limits it is for.
+    /// The state number of the limits that the plan was made for.
     pub state: u32,
     pub version: Option<Version>,
     /// The groups with a limit, innermost first.
     pub groups: [Option<(Path, Limit)>; MAX_GROUPS],
-    /// There are no more groups with a limit than these.
+    /// No other group has a limit.
     pub is_complete: bool,
-    /// Where stalls of the group and of the machine are told.
+    /// The files that report stalls of the group and of the machine.
     pub stalls: [Option<Path>; 2],
 }
 
-/// What is covered.
+/// What the alarms cover.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Covered {
-    /// Passing three quarters of any group's limit wakes the helper: far from it nobody has to look.
+    /// Reaching three quarters of any group's limit wakes the helper. Far from it no polling is needed.
     pub has_thresholds: bool,
     /// Meeting a limit wakes the helper.
     pub has_limits: bool,
-    /// Waiting for memory wakes the helper.
+    /// Stalling on memory wakes the helper.
     pub has_stalls: bool,
 }
 
@@ -52,7 +52,7 @@ pub struct Covered {
 pub struct Alarms {
     events: Events,
     sources: [Option<Source>; MAX_ALARMS],
-    /// Which state of the limits they are for; `None` before the first.
+    /// The state number of the limits that the alarms are set for; `None` before the first.
     set_for: Option<u32>,
     /// Something was refused: when to try again.
     retry_ns: Option<u64>,
@@ -62,7 +62,7 @@ pub struct Alarms {
 impl Alarms {
     /// # Errors
     ///
-    /// What making a set of events says.
+    /// The error of creating the event set.
     pub fn new() -> io::Result<Self> {
         Ok(Self {
             events: Events::new()?,
@@ -78,15 +78,15 @@ impl Alarms {
         self.events.number()
     }
 
-    /// The state of the limits that needs no new plan; `None`: any does.
+    /// The state number of the limits that needs no new plan. `None`: every state needs one.
     pub fn set_for(&self) -> Option<u32> {
         self.set_for.filter(|_| self.retry_ns.is_none_or(|retry| clock::fine_ns() < retry))
     }
 
     /// Clears all alarms and sets those of the plan. May take some tens of milliseconds: the kernel waits for readers.
     ///
-    /// Version 1 warns at thresholds, set where a limit gets near and well before its margin begins; version 2 when a limit is
-    /// met, and when the group stalls. The machine's stalls come to both.
+    /// Cgroup version 1 reports thresholds: one where a limit gets near, one well before its margin begins. Version 2
+    /// reports when a limit is met and when the group stalls. Stalls of the machine are reported with both.
     pub fn set_all(&mut self, plan: &Plan) {
         self.sources = [const { None }; MAX_ALARMS];
         (self.set_for, self.retry_ns) = (Some(plan.state), None);
@@ -113,7 +113,7 @@ impl Alarms {
         self.publish();
     }
 
-    /// Of the signs that have come, as a sum of bits, those that are of something.
+    /// Filters `signs`, a set of bits: keeps the events that really happened.
     pub fn confirm(&mut self, signs: u64) -> u64 {
         let mut untrue = 0;
         for source in self.sources.iter_mut().flatten() {
@@ -125,7 +125,7 @@ impl Alarms {
         signs & !untrue
     }
 
-    /// Sets one. Returns whether that was done; it is counted if not.
+    /// Sets one alarm. Returns whether that succeeded; counts a failure.
     fn set(&mut self, make: impl FnOnce(&Events) -> io::Result<Source>) -> bool {
         let place = self.sources.iter_mut().find(|place| place.is_none());
         let is_set = place.is_some_and(|place| {
@@ -159,7 +159,7 @@ mod tests {
         Plan { state, version: Some(version), groups, is_complete: true, stalls: [const { None }; 2] }
     }
 
-    /// A refusal is counted, covers nothing, and is tried again after a while; a state that is covered is not.
+    /// A refusal is counted, covers nothing, and is retried after a while. A covered state is not planned again.
     #[test]
     fn refusals_are_counted_and_tried_again() {
         let mut alarms = Alarms::new().unwrap();
@@ -175,7 +175,7 @@ mod tests {
         assert_eq!((alarms.covered, alarms.set_for()), (Covered::default(), Some(2)));
     }
 
-    /// The group of this process, where it has one: its alarms can be set, and cover what its version can.
+    /// The alarms of this process's own group, if it has one, can be set and cover what its cgroup version can report.
     #[test]
     fn alarms_of_a_real_group_are_set() {
         let groups = match pagemill_sys::cgroup::Hierarchy::find("") {

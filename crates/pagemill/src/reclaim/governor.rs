@@ -1,73 +1,77 @@
-//! What the helper does by the clock: watches limits that others use up, and gives back what an idle process keeps.
+//! The helper's periodic work: watches the limits of groups and of the machine, and returns memory that has been free
+//! for long.
 //!
-//! It sleeps for good as long as there is nothing to give. Otherwise it looks
-//! at the room that is left, as often as somebody could have used it up, and
-//! every ten seconds (or as told) whether the process did anything. An idle one
-//! gives its free memory back in small steps. No wake-up is left then.
+//! Two independent tasks, each with its own next look. *Watch* samples the room below the limits of groups and of the
+//! machine, as often as other processes could use it up. Inside the margin it gives memory back. *Age* returns memory
+//! that was not reused for the age of [`Return`], in bounded steps, whether the process is busy or idle.
+//!
+//! The helper sleeps without a timeout while no owner has, or may have, anything to give back. An owner that cannot
+//! tell ([`super::Shrinker::may_have_more`]) keeps both tasks and the alarms running, because a free to the small
+//! allocator wakes nothing. If the process used no CPU since the last look, it freed nothing, so its looks become rare.
 
 use super::limits::{Bound, FASTEST_BYTES_PER_NS, NEAR_DIVISOR, Room};
-use super::{Account, Reason, Urgency, Which};
+use super::{Account, Reason, Return, Urgency, Which};
 use crate::arena::Context;
-use crate::stats::{self, Counter};
 use pagemill_sys::clock;
 use std::time::Duration;
 
 /// Less than this is not worth a wake-up.
 pub const WORTHWHILE_BYTES: u64 = 1 << 20;
 
-/// A process that is idle for so long gives back, unless told otherwise.
-pub const DEFAULT_IDLE: Duration = Duration::from_secs(10);
+/// Searches for aged memory per age of [`Return`]. More would cost CPU, fewer would return it later.
+const LOOKS_PER_AGE: u32 = 10;
 
-/// Idle is who uses less than one part in so many of a CPU.
-const IDLE_SHARE: u64 = 200;
+/// The shortest pause between two of these searches.
+const SHORTEST_AGE_LOOK: Duration = Duration::from_millis(100);
 
-/// An idle process gives so much at a time, and pauses so long: it may be just about to go on.
-const IDLE_STEP_BYTES: u64 = 16 << 20;
-const IDLE_PAUSE: Duration = Duration::from_millis(20);
+/// Bytes returned by one step, and the pause after a step that returned as much: at most 800 MiB a second.
+const AGED_STEP_BYTES: u64 = 16 << 20;
+const AGED_PAUSE: Duration = Duration::from_millis(20);
 
-/// Looks at the room that is left are so far apart.
+/// Bounds of the pause between two samples of the room: shortest, shortest if no limit is near, longest.
 const SHORTEST: Duration = Duration::from_millis(1);
 const NEAR: Duration = Duration::from_millis(5);
 const LONGEST: Duration = Duration::from_secs(5);
 
-/// Where the kernel would say that a group's limit gets near: limits may change.
+/// Longest pause where the kernel reports that a group's limit gets near: limits may change.
 const WARNED: Duration = Duration::from_secs(1);
 
-/// Near a limit, while nobody uses it up, the looks become rarer up to this, as far as the room allows: somebody may begin
-/// to, though not at the fastest.
+/// Near a limit that nothing uses up, the pause grows up to this, as far as the room allows. The factor assumes that
+/// other processes start slower than at the fastest rate.
 const CALMEST: Duration = Duration::from_millis(64);
 const CALM_SLOWER: u64 = 4;
 
-/// What others take is foreseen for so long, up to one part in so many of the limit.
+/// Usage by other processes is extrapolated for this long, up to this part of the limit.
 const FORESIGHT: Duration = Duration::from_millis(20);
 const FORESEEN_DIVISOR: u64 = 16;
 
-/// Who takes more than this in that time rushes.
+/// Other processes rush if they take more than this in that time.
 const RUSH_BYTES: u64 = 4 << 20;
 const CALM_BYTES: i64 = 1 << 20;
 
-/// The small allocator is asked what it keeps from here on.
-const ASKED_FROM_BYTES: u64 = 8 << 20;
+/// A process that used less CPU than this counts as idle.
+const MOVED_NS: u64 = 50_000;
 
-/// A process that used less CPU than this has not moved.
-const MOVED_NS: u64 = 1_000_000;
-
-/// The longest that a process is left alone which does nothing.
+/// The longest pause of a process that uses no CPU and has nothing to give back: with a threshold event that would wake
+/// the helper, and without one.
 const QUIETEST: Duration = Duration::from_secs(640);
+const QUIETEST_UNWARNED: Duration = Duration::from_secs(5);
 
-/// A machine is not used up as fast as a group's limit can be reached: others have to touch the memory first.
+/// The machine's memory is not used up as fast as a group's limit can be reached: other processes have to touch it
+/// first.
 const MACHINE_SLOWER: u64 = 4;
 
-/// When somebody waits for memory and a limit is near so much goes, the coldest first, or one part in so many of what could go.
+/// Bytes given back, coldest first, when a thread stalls on memory and a limit is near; or this part of what is
+/// giveable if that is more.
 const STALL_BYTES: u64 = 64 << 20;
 const STALL_DIVISOR: u64 = 8;
 
-/// With less than [`NEAR_DIVISOR`] of a limit left what is cold is offered to the kernel, so much at a time.
+/// With less than `1/NEAR_DIVISOR` of a limit left, cold memory is offered to the kernel in steps of this.
 const OFFER_BYTES: u64 = 32 << 20;
 
-/// Time as the governor sees it; tests bring their own.
+/// The governor's source of time. Tests supply their own.
 pub trait Clock {
-    /// Nanoseconds that pass.
+    /// Monotonic time in nanoseconds.
     fn now_ns(&self) -> u64;
     /// Nanoseconds of CPU that the other threads of this process used.
     fn cpu_ns(&self) -> u64;
@@ -91,54 +95,61 @@ impl Clock for SystemClock {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
     After(Duration),
-    /// There is nothing to give: not before there is, or this time is over.
-    WhenGiveable(Option<Duration>),
-    /// There is, and nobody to give it to: not before somebody asks.
+    /// Nothing to give back: sleep until an owner has something.
+    WhenGiveable,
+    /// Something to give back, but no limit and no age: sleep until a request.
     WhenAsked,
 }
 
-/// What the kernel says by itself.
+/// Kernel events since the last step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Signs {
-    /// Somebody waited for memory in this process's group.
+    /// A thread stalled on memory in this process's group.
     pub group_stalls: bool,
-    /// Somebody did on the machine.
+    /// A thread stalled on memory on the machine.
     pub machine_stalls: bool,
-    /// It would say if a group's limit got near.
+    /// The kernel would report that a group's limit gets near.
     pub has_thresholds: bool,
+    /// The kernel reported an event since the last step.
+    pub is_woken: bool,
 }
 
-/// What it remembers from look to look.
+/// The state kept between looks.
 #[derive(Debug)]
 pub struct Governor<C> {
     clock: C,
-    /// `None`: an idle process keeps what it has.
-    idle: Option<Duration>,
-    /// When the process was last looked at, and what CPU it had used.
-    looked: Option<(u64, u64)>,
-    is_giving: bool,
-    /// How long the process may be left alone, doubled while it does nothing and there is nothing to be had.
+    /// CPU that the process had used when it was last seen running.
+    moved_cpu_ns: u64,
+    /// It has run since it was last measured for being idle.
+    has_news: bool,
+    /// The pause while the process is idle and has nothing to give back; doubled each time.
     quiet: Duration,
-    /// The last look at the room.
+    /// Time of the next search for aged memory.
+    aged_at_ns: u64,
+    /// The age that this was decided for.
+    aged_for: Duration,
+    /// State of a generator: the looks must not keep step with a program's own rhythm.
+    jitter: u64,
+    /// The last sample of the room.
     last: Option<Look>,
-    /// The pause after it, doubled while nobody uses the room up.
+    /// The pause after it, doubled while nothing uses the room up.
     calm: Duration,
-    /// The pause after a look that could give nothing, doubled each time.
+    /// The pause after a look that could give nothing back, doubled each time.
     futile: Duration,
 }
 
-/// What a look found.
+/// The result of a look.
 #[derive(Clone, Copy, Debug)]
 struct Look {
     now_ns: u64,
     room_bytes: i64,
-    /// What this process and its siblings held: they look after themselves.
+    /// What this process and its siblings held. Their own charges reclaim for them.
     own_bytes: u64,
     giveable: u64,
 }
 
 impl Look {
-    /// What others will have taken after [`FORESIGHT`], if they go on as since an earlier look.
+    /// What other processes will have taken after [`FORESIGHT`], at the rate since an earlier look.
     fn foreseen(&self, earlier: &Self) -> u64 {
         let fell = i128::from(earlier.room_bytes) - i128::from(self.room_bytes);
         let own = i128::from(self.own_bytes) - i128::from(earlier.own_bytes);
@@ -148,52 +159,72 @@ impl Look {
 }
 
 impl<C: Clock> Governor<C> {
-    pub fn new(clock: C, idle: Option<Duration>) -> Self {
+    pub fn new(clock: C) -> Self {
         Self {
             clock,
-            idle,
-            looked: None,
-            is_giving: false,
-            quiet: idle.unwrap_or(DEFAULT_IDLE),
+            moved_cpu_ns: 0,
+            has_news: true,
+            quiet: SHORTEST_AGE_LOOK,
+            aged_at_ns: 0,
+            aged_for: Duration::ZERO,
+            jitter: 0x9E37_79B9_7F4A_7C15,
             last: None,
             calm: SHORTEST,
             futile: SHORTEST,
         }
     }
 
-    /// Looks once, gives back what is due.
-    pub fn step(&mut self, account: &Account, signs: Signs) -> Next {
-        if account.giveable() < WORTHWHILE_BYTES {
-            // What the small allocator keeps is only known by asking.
-            account.measure();
-            if account.giveable() < WORTHWHILE_BYTES {
-                self.is_giving = false;
-                return self.wait_for_small();
-            }
+    /// Looks once and gives back what is due.
+    pub fn step(&mut self, account: &Account, signs: Signs, policy: Return) -> Next {
+        if account.giveable() < WORTHWHILE_BYTES
+            && let Some(next) = self.step_without(account, signs)
+        {
+            return next;
         }
         let watch = self.watch(account, signs);
-        let idle = self.give_if_idle(account);
-        watch.into_iter().chain(idle).min().map_or(Next::WhenAsked, Next::After)
+        let aged = policy.age().map(|age| self.give_aged(account, age));
+        watch.into_iter().chain(aged).min().map_or(Next::WhenAsked, Next::After)
     }
 
-    /// What is freed to the small allocator wakes nobody. Where it holds much it is asked now and then, ever more seldom
-    /// while the process does nothing.
-    fn wait_for_small(&mut self) -> Next {
-        if self.idle.is_none() || stats::get(Counter::Small) < ASKED_FROM_BYTES {
-            self.looked = None;
-            return Next::WhenGiveable(None);
+    /// The step of a process that is not known to have anything to give back. Returns `None` if the limits must be
+    /// watched all the same.
+    fn step_without(&mut self, account: &Account, signs: Signs) -> Option<Next> {
+        let has_moved = self.has_moved();
+        if !account.may_have_more() {
+            account.measure();
+            let has_none = account.giveable() < WORTHWHILE_BYTES;
+            return has_none.then(|| {
+                self.aged_at_ns = 0;
+                Next::WhenGiveable
+            });
         }
-        let cpu = self.clock.cpu_ns();
-        let has_moved = self.looked.is_none_or(|(_, cpu_then)| cpu.saturating_sub(cpu_then) > MOVED_NS);
-        self.looked = Some((self.clock.now_ns(), cpu));
-        self.leave_alone(has_moved);
-        Next::WhenGiveable(Some(self.quiet))
+        if has_moved || signs.is_woken {
+            return None;
+        }
+        // The process is idle: what it freed is measured once and does not change after that.
+        if std::mem::take(&mut self.has_news) {
+            account.measure();
+        }
+        (account.giveable() < WORTHWHILE_BYTES).then(|| Next::After(self.stay_quiet(signs)))
     }
 
-    /// The next look at an idle process: soon after it moved, ever later while it does not.
-    fn leave_alone(&mut self, has_moved: bool) {
-        let idle = self.idle.unwrap_or(DEFAULT_IDLE);
-        self.quiet = if has_moved { idle } else { (2 * self.quiet).min(QUIETEST.max(idle)) };
+    /// Whether the process used CPU since this was last true.
+    fn has_moved(&mut self) -> bool {
+        let cpu = self.clock.cpu_ns();
+        let has_moved = cpu.saturating_sub(self.moved_cpu_ns) > MOVED_NS;
+        if has_moved {
+            self.moved_cpu_ns = cpu;
+            self.quiet = SHORTEST_AGE_LOOK;
+            self.has_news = true;
+        }
+        has_moved
+    }
+
+    /// The pause of a process that freed nothing, because it did not run.
+    fn stay_quiet(&mut self, signs: Signs) -> Duration {
+        let is_warned = signs.has_thresholds || self.last.is_none();
+        self.quiet = (2 * self.quiet).min(if is_warned { QUIETEST } else { QUIETEST_UNWARNED });
+        self.quiet
     }
 
     /// Gives back what a group or the machine is short of.
@@ -203,7 +234,7 @@ impl<C: Clock> Governor<C> {
         let (own_bytes, giveable) = (account.tree_resident(), account.giveable());
         let look = Look { now_ns: self.clock.now_ns(), room_bytes: room.bytes, own_bytes, giveable };
         let last = self.last.replace(look).unwrap_or(look);
-        // Others who rush are met earlier: this thread may be held up just when it matters, or its CPU.
+        // Reclaim earlier if other processes rush: this thread may not get a CPU when it matters.
         let foreseen = look.foreseen(&last).min(room.limit_bytes / FORESEEN_DIVISOR);
         if foreseen > RUSH_BYTES && room.bytes < (room.limit_bytes / NEAR_DIVISOR) as i64 {
             account.offer(u64::MAX, Which::All);
@@ -212,11 +243,11 @@ impl<C: Clock> Governor<C> {
             self.futile = SHORTEST;
             let is_calm = room.bytes.saturating_add(CALM_BYTES) >= last.room_bytes;
             self.calm = if is_calm { (2 * self.calm).min(CALMEST) } else { SHORTEST };
-            // Free memory that nobody took any of since the last look will hardly be taken before the next.
+            // Free memory of which nothing was reused since the last look is unlikely to be reused before the next.
             let which = if giveable >= last.giveable { Which::All } else { Which::Cold };
             be_polite(account, &room, signs, which);
             let is_warned = signs.has_thresholds && room.is_far && room.bound == Bound::Group;
-            // Nobody warns of the machine's memory in time.
+            // No event reports a shortage of the machine's memory in time.
             let longest = until_used_up(room.machine_bytes, MACHINE_SLOWER).clamp(NEAR, WARNED);
             return Some(if is_warned { longest } else { self.pause(&room)? });
         }
@@ -232,7 +263,7 @@ impl<C: Clock> Governor<C> {
         Some(self.futile)
     }
 
-    /// How long somebody would need to use up the room that is left; longer while nobody does.
+    /// How long other processes would need to use up the room that is left; longer while they do not.
     fn pause(&self, room: &Room) -> Option<Duration> {
         let slower = match room.bound {
             Bound::None => return None,
@@ -244,37 +275,44 @@ impl<C: Clock> Governor<C> {
         Some(until_used_up(room.bytes, slower).clamp(shortest, LONGEST).max(calm))
     }
 
-    /// Gives a step back if the process did nothing since the last look, or goes on giving.
-    fn give_if_idle(&mut self, account: &Account) -> Option<Duration> {
-        let idle = self.idle?;
-        let (now, cpu) = (self.clock.now_ns(), self.clock.cpu_ns());
-        let period = if self.is_giving { IDLE_PAUSE } else { self.quiet };
-        let Some((then, cpu_then)) = self.looked else {
-            self.looked = Some((now, cpu));
-            return Some(idle);
+    /// Returns one step of memory that has been free for `age`, if a search is due. Returns the pause until the next
+    /// search.
+    fn give_aged(&mut self, account: &Account, age: Duration) -> Duration {
+        let now_ns = self.clock.now_ns();
+        let period = (age / LOOKS_PER_AGE).max(SHORTEST_AGE_LOOK);
+        if std::mem::replace(&mut self.aged_for, age) != age {
+            self.aged_at_ns = 0;
+            self.quiet = SHORTEST_AGE_LOOK;
+        }
+        if self.aged_at_ns == 0 {
+            self.aged_at_ns = now_ns + period.as_nanos() as u64;
+        }
+        if now_ns < self.aged_at_ns {
+            return Duration::from_nanos(self.aged_at_ns - now_ns);
+        }
+        account.measure();
+        let freed = account.give_aged(AGED_STEP_BYTES, age);
+        let pause = if freed >= AGED_STEP_BYTES {
+            AGED_PAUSE
+        } else if freed > 0 || self.has_moved() {
+            self.quiet = SHORTEST_AGE_LOOK;
+            self.jittered(period)
+        } else {
+            // Memory ages without CPU. Once all of it is old, the rest lies in pieces that cannot be given back.
+            self.quiet = (self.quiet + self.quiet / LOOKS_PER_AGE).min(QUIETEST);
+            self.jittered(period).max(self.quiet)
         };
-        let passed = Duration::from_nanos(now.saturating_sub(then));
-        if passed < period {
-            return Some(period - passed);
-        }
-        self.looked = Some((now, cpu));
-        let used = cpu.saturating_sub(cpu_then);
-        // Over twenty milliseconds a share says little.
-        let share = if self.is_giving { IDLE_SHARE / 10 } else { IDLE_SHARE };
-        self.is_giving = used <= passed.as_nanos() as u64 / share;
-        if !self.is_giving {
-            self.leave_alone(true);
-            return Some(idle);
-        }
-        let freed = account.give_back(IDLE_STEP_BYTES, Context::Outside, Urgency::Request, Reason::Idleness);
-        if freed > 0 {
-            self.leave_alone(true);
-            return Some(IDLE_PAUSE);
-        }
-        // In pieces, none of which can go.
-        self.is_giving = false;
-        self.leave_alone(used > MOVED_NS);
-        Some(self.quiet)
+        self.aged_at_ns = now_ns + pause.as_nanos() as u64;
+        pause
+    }
+
+    /// A random length from half a period to one and a half.
+    fn jittered(&mut self, period: Duration) -> Duration {
+        // Xorshift (G. Marsaglia, 2003).
+        self.jitter ^= self.jitter << 13;
+        self.jitter ^= self.jitter >> 7;
+        self.jitter ^= self.jitter << 17;
+        period / 2 + period * (self.jitter % 1024) as u32 / 1024
     }
 }
 
@@ -282,8 +320,8 @@ fn until_used_up(bytes: i64, slower: u64) -> Duration {
     Duration::from_nanos((bytes.max(0) as u64 / FASTEST_BYTES_PER_NS).saturating_mul(slower))
 }
 
-/// Near a limit offers memory to the kernel, and gives some of it if somebody waits for memory below that same limit: who
-/// waits below another is not helped.
+/// Near a limit, offers memory to the kernel. Gives some back if a thread stalls below that same limit; stalls below
+/// another limit would not be helped.
 fn be_polite(account: &Account, room: &Room, signs: Signs, which: Which) {
     if room.bytes >= (room.limit_bytes / NEAR_DIVISOR) as i64 {
         return;
@@ -311,13 +349,17 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Gives from a hoard; a group with a limit of 256 MiB gets what it gives.
+    /// A shrinker with a fixed stock, in a group with a limit of 256 MiB that gains the room it gives back.
     #[derive(Default)]
     struct World {
         hoard: AtomicU64,
         offered: AtomicU64,
         room: AtomicI64,
         is_far: AtomicBool,
+        /// The part of `hoard` that was not reused.
+        aged: AtomicU64,
+        may_have_more: AtomicBool,
+        measured: AtomicU64,
     }
 
     impl Shrinker for World {
@@ -338,6 +380,20 @@ mod tests {
             self.hoard.fetch_sub(given, Relaxed);
             self.room.fetch_add(given as i64, Relaxed);
             given
+        }
+
+        fn shrink_aged(&self, want_bytes: u64, _age: Duration) -> Option<u64> {
+            let given = self.shrink(want_bytes.min(self.aged.load(Relaxed)), Urgency::Request);
+            self.aged.fetch_sub(given, Relaxed);
+            Some(given)
+        }
+
+        fn may_have_more(&self) -> bool {
+            self.may_have_more.load(Relaxed)
+        }
+
+        fn measure(&self) {
+            self.measured.fetch_add(1, Relaxed);
         }
 
         fn offer(&self, want_bytes: u64, which: Which) -> u64 {
@@ -406,145 +462,177 @@ mod tests {
         (world, account)
     }
 
-    /// Without anything to give, or anybody to give it to, there is no wake-up.
+    const AGE: Duration = Duration::from_secs(10);
+
+    /// The governor sets no timeout if there is nothing to give back, or if there is neither a limit nor an age.
     #[test]
-    fn it_sleeps_for_good_without_a_reason() {
+    fn without_a_reason_there_is_no_wake_up() {
         let clock = FakeClock::default();
         let (_, poor) = world(MIB - 1, Some(-5));
-        assert_eq!(Governor::new(&clock, Some(DEFAULT_IDLE)).step(&poor, Signs::default()), Next::WhenGiveable(None));
+        let signs = Signs::default();
+        assert_eq!(Governor::new(&clock).step(&poor, signs, Return::BALANCED), Next::WhenGiveable);
         let (_, alone) = world(100 * MIB, None);
-        assert_eq!(Governor::new(&clock, None).step(&alone, Signs::default()), Next::WhenAsked);
+        assert_eq!(Governor::new(&clock).step(&alone, signs, Return::Keep), Next::WhenAsked);
     }
 
-    /// Ten seconds without CPU: all goes, in steps with pauses between, and then it sleeps.
+    /// Memory that was not reused is returned in steps with pauses between, also by a busy process. The rest stays, and
+    /// is searched ten times in an age.
     #[test]
-    fn an_idle_process_gives_in_small_steps() {
-        let (world, account) = world(100 * MIB, None);
+    fn aged_memory_returns_in_steps() {
+        let (world, account) = world(200 * MIB, None);
         let clock = FakeClock::default();
-        let mut governor = Governor::new(&clock, Some(DEFAULT_IDLE));
-        assert_eq!(governor.step(&account, Signs::default()), Next::After(DEFAULT_IDLE));
-        clock.pass(DEFAULT_IDLE, Duration::from_millis(1));
-        let mut steps = 0;
-        while let Next::After(pause) = governor.step(&account, Signs::default()) {
-            assert_eq!(pause, IDLE_PAUSE);
-            steps += 1;
-            assert_eq!(world.hoard.load(Relaxed), 100 * MIB - (steps * IDLE_STEP_BYTES).min(100 * MIB));
-            clock.pass(pause, Duration::from_millis(1));
+        let mut governor = Governor::new(&clock);
+        let mut step = |account| pause_of(governor.step(account, Signs::default(), Return::After(AGE)));
+        let first = step(&account);
+        assert_eq!(first, AGE / LOOKS_PER_AGE);
+        world.aged.store(100 * MIB, Relaxed);
+        clock.pass(first, first);
+        for steps in 1..=6 {
+            assert_eq!(step(&account), AGED_PAUSE);
+            assert_eq!(world.hoard.load(Relaxed), 200 * MIB - steps * AGED_STEP_BYTES);
+            clock.pass(AGED_PAUSE, AGED_PAUSE);
         }
-        assert_eq!((steps, world.hoard.load(Relaxed)), (7, 0));
-    }
-
-    /// A process that works keeps what it has, also one that goes on working in the middle of giving.
-    #[test]
-    fn a_busy_process_keeps_its_memory() {
-        let (world, account) = world(100 * MIB, None);
-        let clock = FakeClock::default();
-        let mut governor = Governor::new(&clock, Some(DEFAULT_IDLE));
-        for _ in 0..5 {
-            assert_eq!(governor.step(&account, Signs::default()), Next::After(DEFAULT_IDLE));
-            clock.pass(DEFAULT_IDLE, Duration::from_secs(1));
+        for _ in 0..20 {
+            let pause = step(&account);
+            assert!(pause >= AGE / LOOKS_PER_AGE / 2 && pause <= AGE / LOOKS_PER_AGE * 2, "{pause:?}");
+            clock.pass(pause, pause);
         }
         assert_eq!(world.hoard.load(Relaxed), 100 * MIB);
-        governor.step(&account, Signs::default());
-        clock.pass(DEFAULT_IDLE, Duration::ZERO);
-        assert_eq!(governor.step(&account, Signs::default()), Next::After(IDLE_PAUSE));
-        let kept = world.hoard.load(Relaxed);
-        clock.pass(IDLE_PAUSE, IDLE_PAUSE);
-        assert_eq!(
-            (governor.step(&account, Signs::default()), world.hoard.load(Relaxed)),
-            (Next::After(DEFAULT_IDLE), kept)
-        );
     }
 
-    /// Others use a group's memory up: what is missing before the margin is given, and the looks come closer.
+    /// The pauses of an idle process with memory that cannot be given back grow. They become short as soon as it runs.
+    #[test]
+    fn looks_at_a_still_process_become_rare() {
+        let (_, account) = world(100 * MIB, None);
+        let clock = FakeClock::default();
+        let mut governor = Governor::new(&clock);
+        let mut pass = |cpu| {
+            let pause = pause_of(governor.step(&account, Signs::default(), Return::After(AGE)));
+            clock.pass(pause, cpu);
+            pause
+        };
+        let pauses: Vec<_> = (0..200).map(|_| pass(Duration::ZERO)).collect();
+        assert_eq!(pauses[199], QUIETEST);
+        assert!(pauses.iter().take_while(|pause| **pause < AGE).count() > LOOKS_PER_AGE as usize, "{pauses:?}");
+        pass(Duration::from_secs(1));
+        assert!(pass(Duration::ZERO) <= AGE / LOOKS_PER_AGE * 2);
+    }
+
+    /// An owner that may hold more than it knows keeps the limits watched. An idle process is measured once, and then
+    /// rarely looked at.
+    #[test]
+    fn limits_are_watched_for_memory_that_is_not_known() {
+        let (world, account) = world(0, Some(100 * MIB as i64));
+        world.may_have_more.store(true, Relaxed);
+        let clock = FakeClock::default();
+        let mut governor = Governor::new(&clock);
+        let mut step = |signs| {
+            let pause = pause_of(governor.step(&account, signs, Return::Keep));
+            (pause, governor.last.is_some_and(|last| last.now_ns == (&clock).now_ns()))
+        };
+        clock.pass(Duration::from_secs(1), Duration::from_secs(1));
+        assert!(step(Signs::default()).1, "watched");
+        clock.pass(Duration::from_secs(1), Duration::ZERO);
+        let steps: Vec<_> = (0..20).map(|_| step(Signs::default())).collect();
+        assert_eq!(world.measured.load(Relaxed), 1);
+        assert!(steps[0].0 < steps[1].0 && steps[19] == (QUIETEST_UNWARNED, false), "{steps:?}");
+        world.hoard.store(100 * MIB, Relaxed);
+        world.room.store(-(30 * MIB as i64), Relaxed);
+        step(Signs { is_woken: true, ..Signs::default() });
+        assert!(world.hoard.load(Relaxed) <= 70 * MIB, "what is missing, and what others are about to take");
+    }
+
+    /// Other processes use up a group's memory: what is missing before the margin is given back, and the pauses become
+    /// shorter.
     #[test]
     fn a_group_that_runs_short_is_given_to() {
         let (world, account) = world(100 * MIB, Some(200 * MIB as i64));
         let clock = FakeClock::default();
-        let mut governor = Governor::new(&clock, None);
-        let far = pause_of(governor.step(&account, Signs::default()));
+        let mut governor = Governor::new(&clock);
+        let far = pause_of(governor.step(&account, Signs::default(), Return::Keep));
         let minute = Duration::from_secs(60);
         clock.pass(minute, Duration::ZERO);
         world.room.store(20 * MIB as i64, Relaxed);
-        let near = pause_of(governor.step(&account, Signs::default()));
+        let near = pause_of(governor.step(&account, Signs::default(), Return::Keep));
         assert!(near < far && near >= SHORTEST, "{near:?} {far:?}");
         assert_eq!(world.hoard.load(Relaxed), 100 * MIB, "nothing is given without need");
         clock.pass(minute, Duration::ZERO);
         world.room.store(-(30 * MIB as i64), Relaxed);
-        governor.step(&account, Signs::default());
-        // A little more than is missing: it goes on at this rate.
+        governor.step(&account, Signs::default(), Return::Keep);
+        // Slightly more than is missing, because the usage is extrapolated at this rate.
         assert_eq!((world.hoard.load(Relaxed) / MIB, world.room.load(Relaxed) / MIB as i64), (69, 0));
     }
 
-    /// Others who rush towards a limit are met before its margin, by as much as they will take; the process's own growth
-    /// is its own care.
+    /// Other processes rush towards a limit: memory is given back before the margin, as much as they will take. The
+    /// process's own growth does not count.
     #[test]
     fn rushing_others_are_met_early() {
         let (world, account) = world(100 * MIB, Some(60 * MIB as i64));
         let clock = FakeClock::default();
-        let mut governor = Governor::new(&clock, None);
-        governor.step(&account, Signs::default());
+        let mut governor = Governor::new(&clock);
+        governor.step(&account, Signs::default(), Return::Keep);
         let take = |mib: u64| {
             world.room.fetch_sub((mib * MIB) as i64, Relaxed);
             clock.pass(Duration::from_millis(10), Duration::ZERO);
         };
         take(40);
-        governor.step(&account, Signs::default());
+        governor.step(&account, Signs::default(), Return::Keep);
         assert_eq!(world.hoard.load(Relaxed), 100 * MIB, "there is room for sixteen more");
         assert!(world.offered.load(Relaxed) >= 100 * MIB, "all is offered, in case this thread is held up");
         take(10);
-        governor.step(&account, Signs::default());
+        governor.step(&account, Signs::default(), Return::Keep);
         assert_eq!((world.hoard.load(Relaxed), world.room.load(Relaxed)), (94 * MIB, 16 * MIB as i64));
         world.room.store(60 * MIB as i64, Relaxed);
-        governor.step(&account, Signs::default());
+        governor.step(&account, Signs::default(), Return::Keep);
         account.admit(50 * MIB, Context::Outside).unwrap();
         take(50);
-        governor.step(&account, Signs::default());
+        governor.step(&account, Signs::default(), Return::Keep);
         assert_eq!(world.hoard.load(Relaxed), 94 * MIB, "its own charge");
     }
 
-    /// Somebody waits for memory: some of the coldest goes if a limit is near, nothing if not. What is cold is offered.
+    /// A thread stalls on memory: some of the coldest memory is given back if a limit is near, none if not. Cold memory
+    /// is offered.
     #[test]
     fn stalls_are_heard_near_a_limit() {
         let (world, account) = world(1000 * MIB, Some(200 * MIB as i64));
         let clock = FakeClock::default();
-        let mut governor = Governor::new(&clock, None);
+        let mut governor = Governor::new(&clock);
         let stalled = Signs { group_stalls: true, ..Signs::default() };
-        governor.step(&account, stalled);
+        governor.step(&account, stalled, Return::Keep);
         assert_eq!((world.hoard.load(Relaxed), world.offered.load(Relaxed)), (1000 * MIB, 0));
         clock.pass(Duration::from_secs(60), Duration::ZERO);
         world.room.store(30 * MIB as i64, Relaxed);
-        governor.step(&account, Signs::default());
+        governor.step(&account, Signs::default(), Return::Keep);
         assert_eq!((world.hoard.load(Relaxed), world.offered.load(Relaxed)), (1000 * MIB, OFFER_BYTES));
-        governor.step(&account, Signs { machine_stalls: true, ..Signs::default() });
+        governor.step(&account, Signs { machine_stalls: true, ..Signs::default() }, Return::Keep);
         assert_eq!(world.hoard.load(Relaxed), 1000 * MIB, "stalls of the machine, near the group's limit");
-        governor.step(&account, stalled);
+        governor.step(&account, stalled, Return::Keep);
         assert_eq!(world.hoard.load(Relaxed), 875 * MIB);
     }
 
-    /// Where the kernel warns in time nobody looks every few milliseconds.
+    /// With threshold events the governor does not look every few milliseconds.
     #[test]
     fn thresholds_save_looks() {
         let (world, account) = world(100 * MIB, Some(100 * MIB as i64));
         let clock = FakeClock::default();
-        let mut governor = Governor::new(&clock, None);
+        let mut governor = Governor::new(&clock);
         let warned = Signs { has_thresholds: true, ..Signs::default() };
-        assert!(pause_of(governor.step(&account, warned)) < WARNED, "near already");
+        assert!(pause_of(governor.step(&account, warned, Return::Keep)) < WARNED, "near already");
         world.is_far.store(true, Relaxed);
-        assert_eq!(pause_of(governor.step(&account, warned)), WARNED);
-        assert!(pause_of(governor.step(&account, Signs::default())) < WARNED);
+        assert_eq!(pause_of(governor.step(&account, warned, Return::Keep)), WARNED);
+        assert!(pause_of(governor.step(&account, Signs::default(), Return::Keep)) < WARNED);
     }
 
-    /// Nothing left to give, and still short: it looks ever more seldom.
+    /// Nothing left to give back and still short: the pauses grow.
     #[test]
     fn futile_looks_become_rare() {
         let (world, account) = world(2 * MIB, Some(-(500 * MIB as i64)));
         let clock = FakeClock::default();
-        let mut governor = Governor::new(&clock, None);
-        governor.step(&account, Signs::default());
+        let mut governor = Governor::new(&clock);
+        governor.step(&account, Signs::default(), Return::Keep);
         assert_eq!(world.hoard.load(Relaxed), 0);
-        assert_eq!(governor.step(&account, Signs::default()), Next::WhenGiveable(None));
-        // An owner that says it could give, and gives nothing.
+        assert_eq!(governor.step(&account, Signs::default(), Return::Keep), Next::WhenGiveable);
+        // An owner that reports giveable memory and gives nothing back.
         struct Liar;
         impl Shrinker for Liar {
             fn name(&self) -> &'static str {
@@ -561,11 +649,13 @@ mod tests {
             }
         }
         account.register(&Liar);
-        let pauses: Vec<_> = (0..20).map(|_| pause_of(governor.step(&account, Signs::default()))).collect();
+        let pauses: Vec<_> =
+            (0..20).map(|_| pause_of(governor.step(&account, Signs::default(), Return::Keep))).collect();
         assert!(pauses.windows(2).all(|pair| pair[0] <= pair[1]) && pauses[19] == LONGEST, "{pauses:?}");
     }
 
-    /// A charge near a group's limit makes the owners give; one that would pass the limit itself is refused.
+    /// A charge near a group's limit makes the owners give back. A charge that would exceed the limit itself is
+    /// refused.
     #[test]
     fn charges_stay_below_a_groups_limit() {
         let (world, account) = world(6 * MIB, Some(0));

@@ -1,15 +1,14 @@
-//! The helper thread: answers the siblings' requests, brings in blocks ahead of need, governs by the clock, sleeps
-//! otherwise.
+//! The helper thread: answers the siblings' requests, brings in blocks ahead of need and runs the governor. Otherwise
+//! it sleeps.
 //!
-//! Started when the process first holds enough for that to matter, outside
-//! every lock; a fork child has none until it needs one again. Where there is
-//! something to give and somebody to give it to, a second thread sleeps until
-//! the kernel gives a sign, and wakes the helper.
+//! It is started, outside every lock, when the process first holds enough memory for it to matter. A fork child has
+//! none until it needs one again. If there is memory to give back and a limit to watch, a second thread waits for
+//! kernel events and wakes the helper.
 
-use super::Account;
 use super::alarms::{Alarms, Covered};
 use super::governor::{Governor, Next, Signs, SystemClock, WORTHWHILE_BYTES};
 use super::limits::Bound;
+use super::{Account, Return};
 use crate::arena::Arena;
 use crate::stats::{self, Counter};
 use crate::trace::{self, Event};
@@ -23,41 +22,42 @@ use std::sync::atomic::{
 };
 use std::time::Duration;
 
-/// Resident bytes from which on a process of a limited tree or control group has a helper.
+/// Resident bytes from which a process in a limited tree or control group gets a helper.
 const HELPED_FROM_BYTES: u64 = 4 << 20;
 
-/// Resident bytes from which on any process has one: it may fall idle.
-const GOVERNED_FROM_BYTES: u64 = 64 << 20;
+/// Resident bytes from which every process gets a helper, which returns memory by age. Most smaller processes end
+/// before that.
+const GOVERNED_FROM_BYTES: u64 = 16 << 20;
 
-/// Signs come in swarms where a group's usage plays around a threshold: they are passed on at most so often.
+/// Shortest pause between two forwarded events: they come in bursts where a group's usage oscillates around a
+/// threshold.
 const SIGN_PAUSE: Duration = Duration::from_millis(5);
 
-/// Where something becomes giveable without a word, it is looked for so often.
-const LOOK_PAUSE: Duration = Duration::from_millis(200);
-
-/// A helper that wakes so much later than it wanted to is starved.
+/// A helper that wakes this much later than planned is starved of CPU.
 const LATE: Duration = Duration::from_millis(20);
 
-/// Of requests that came together at most so many are answered: those that came last.
+/// Of requests that arrived together, at most this many are answered: the latest ones.
 const MOST_ASKED: u32 = 8;
 
-/// What the helper does when another process asks, by a number on the page of figures.
+/// Answers requests of other processes, which are numbered on the page of figures.
 pub trait Answer: Sync {
-    /// Answers request `number`. Neither allocates nor trusts whoever asked.
+    /// Answers request `number`. Must not allocate and must not trust the requester.
     fn answer(&self, number: u32);
 }
 
-/// Whether there is a helper, and who answers what it is asked.
+/// The state of the helper thread, and the object that answers its requests.
 pub struct Helper {
     account: &'static Account,
     is_started: AtomicBool,
-    /// It sleeps until there is something to give.
+    /// The helper sleeps until there is something to give back.
     is_parked: AtomicBool,
     answers: OnceLock<&'static dyn Answer>,
-    /// Descriptor of the alarms, in the helper's own table.
+    /// Descriptor of the alarms, in the helper's own descriptor table.
     alarms: AtomicI32,
-    /// Signs of the kernel that were not looked at yet.
+    /// Kernel events that were not handled yet.
     signs: AtomicU64,
+    /// The age of [`Return`] in seconds; 0 for [`Return::Keep`].
+    return_after_s: AtomicU64,
 }
 
 impl Helper {
@@ -69,15 +69,26 @@ impl Helper {
             answers: OnceLock::new(),
             alarms: AtomicI32::new(-1),
             signs: AtomicU64::new(0),
+            return_after_s: AtomicU64::new(seconds_of(Return::BALANCED)),
         }
     }
 
-    /// Sets who answers other processes.
+    /// Sets when free memory returns to the system. Takes effect at the helper's next look.
+    pub fn set_return(&self, policy: Return) {
+        self.return_after_s.store(seconds_of(policy), Relaxed);
+        self.wake(self.account);
+    }
+
+    fn policy(&self) -> Return {
+        Return::after_seconds(self.return_after_s.load(Relaxed)).unwrap_or(Return::Keep)
+    }
+
+    /// Sets the object that answers other processes.
     pub fn set_answer(&self, answer: &'static dyn Answer) {
         let _ = self.answers.set(answer);
     }
 
-    /// Whether one should be started now: there is none, and the process holds enough.
+    /// Whether a helper should be started now: there is none, and the process holds enough.
     #[inline]
     pub fn is_due(&self, account: &Account) -> bool {
         if self.is_started.load(Relaxed) {
@@ -93,17 +104,23 @@ impl Helper {
         self.is_started.load(Relaxed)
     }
 
-    /// Claims the right to start the one helper.
+    /// Claims the right to start the helper. Returns whether the caller got it.
     pub fn claim(&self) -> bool {
         !self.is_started.swap(true, AcqRel)
     }
 
-    /// It could not be started, or was not copied by `fork`: another may be.
+    /// Undoes [`Helper::claim`]: the thread could not be started, or was not copied by `fork`. Another may be started.
     pub fn unclaim(&self) {
         self.is_started.store(false, Relaxed);
     }
 
-    /// Wakes the helper if it sleeps for lack of anything to give. Neither allocates nor locks.
+    /// Whether the helper sleeps until there is something to give back.
+    #[inline]
+    pub(super) fn is_parked(&self) -> bool {
+        self.is_parked.load(Relaxed)
+    }
+
+    /// Wakes the helper if it sleeps because there is nothing to give back. Neither allocates nor locks.
     #[inline]
     pub(super) fn unpark(&self, account: &Account) {
         if self.is_parked.load(Relaxed) && self.is_parked.swap(false, AcqRel) {
@@ -121,7 +138,7 @@ impl Helper {
         }
     }
 
-    /// Answers what other processes asked since request `answered`; returns the latest.
+    /// Answers the requests of other processes after number `answered`. Returns the number of the latest.
     fn answer_others(&self, answered: u32) -> u32 {
         let asked = stats::current().asked();
         if asked != answered
@@ -133,15 +150,15 @@ impl Helper {
         asked
     }
 
-    /// The thread's work, for as long as the process lives. A process that does nothing for `idle` gives back.
-    pub fn run(&'static self, arena: &Arena, idle: Option<Duration>) -> ! {
+    /// The main loop of the thread. Runs as long as the process lives.
+    pub fn run(&'static self, arena: &Arena) -> ! {
         let account = self.account;
-        // Who needs memory most may leave this thread no time; and a program may count on the number of its next file.
-        // Where either is not to be had it goes on as it is.
+        // Other threads may need memory and use all CPU time, so ask for preference. A program may rely on the number
+        // of its next descriptor, so use a separate descriptor table. If either fails the helper continues without.
         stats::set(Counter::HelpersPreferred, u64::from(thread::prefer()));
         let mut may_be_warned = thread::unshare_files();
         stats::set(Counter::Helpers, 1);
-        let mut governor = Governor::new(SystemClock, idle);
+        let mut governor = Governor::new(SystemClock);
         let mut alarms = None;
         let (place, mut answered) = (account.place(), 0);
         if let Some(place) = &place {
@@ -154,26 +171,21 @@ impl Helper {
             answered = self.answer_others(answered);
             account.answer();
             while arena.prefault() {}
-            let next = governor.step(account, self.take_signs(account, &mut alarms));
+            let next = governor.step(account, self.take_signs(account, &mut alarms), self.policy());
             if matches!(next, Next::After(_)) && may_be_warned {
                 may_be_warned = self.keep_alarms(&mut alarms);
             }
-            if matches!(next, Next::WhenGiveable(_)) {
+            if next == Next::WhenGiveable {
                 self.is_parked.store(true, SeqCst);
-                // What was freed since the look wakes nobody: look again.
-                if account.giveable() >= WORTHWHILE_BYTES {
+                // Memory freed since the look woke nothing: check again.
+                if account.giveable() >= WORTHWHILE_BYTES || account.may_have_more() {
                     self.is_parked.store(false, Relaxed);
                     continue;
                 }
             }
             let pause = match next {
                 Next::After(pause) => Some(pause),
-                Next::WhenGiveable(pause) if account.may_have_more() => {
-                    account.look_for_more();
-                    Some(pause.unwrap_or(LOOK_PAUSE).min(LOOK_PAUSE))
-                }
-                Next::WhenGiveable(pause) => pause,
-                Next::WhenAsked => None,
+                Next::WhenGiveable | Next::WhenAsked => None,
             };
             let due_ns = pause.map(|pause| clock::fine_ns().saturating_add((pause + LATE).as_nanos() as u64));
             futex::wait(word, seen, pause, Scope::Shared);
@@ -184,7 +196,7 @@ impl Helper {
         }
     }
 
-    /// What the kernel said since the last look.
+    /// Takes the kernel events since the last look.
     fn take_signs(&self, account: &Account, alarms: &mut Option<Alarms>) -> Signs {
         let mut signs = self.signs.swap(0, AcqRel);
         if let Some(alarms) = alarms {
@@ -200,11 +212,12 @@ impl Helper {
             group_stalls: has(Sign::GroupStall),
             machine_stalls: has(Sign::MachineStall),
             has_thresholds: covered.has_thresholds,
+            is_woken: signs != 0,
         }
     }
 
-    /// Keeps alarms set for the limits there are now; the first time a thread is started that waits for them. Returns
-    /// whether that can be done here.
+    /// Keeps alarms set for the current limits. The first call starts the thread that waits for them. Returns whether
+    /// alarms work here.
     fn keep_alarms(&'static self, alarms: &mut Option<Alarms>) -> bool {
         let headroom = &self.account.headroom;
         if headroom.known().bound == Bound::None {
@@ -227,10 +240,14 @@ impl Helper {
     }
 }
 
-/// The second thread's: sleeps, passes a sign on, sleeps.
+fn seconds_of(policy: Return) -> u64 {
+    policy.age().map_or(0, |age| age.as_secs().max(1))
+}
+
+/// The second thread: waits for an event, passes it on, pauses.
 impl thread::Work for Helper {
     fn work(&'static self) {
-        // As the helper: who needs memory most may leave no time.
+        // As for the helper: other threads may use all CPU time.
         thread::prefer();
         while let Ok(signs) = events::wait(self.alarms.load(Relaxed)) {
             self.signs.fetch_or(signs, AcqRel);

@@ -1,7 +1,7 @@
-//! What the kernel allows: the control groups that this process is charged to, and the machine's memory.
+//! The limits that the kernel sets: the control groups that this process is charged to, and the machine's memory.
 //!
-//! Below: `sys`. Locks: one, around what was found; tried, never waited for.
-#![allow(unsafe_code)] // a call on a stack of its own
+//! Below: `sys`. Locks: one, around `Found`; only tried, never waited for.
+#![allow(unsafe_code)] // a call on a separate stack
 
 use super::alarms::Plan;
 use super::limits::{self, Kill, Limits, Room};
@@ -13,35 +13,34 @@ use std::ffi::c_void;
 use std::io;
 use std::sync::Mutex;
 
-/// The kernel's answer: every visible control group above this process, and `MemAvailable`.
+/// The kernel as a source of limits: every visible control group above this process, and `MemAvailable`.
 ///
-/// What cannot be read does not bind: a group that vanished, figures that
-/// are no numbers, no `/proc`.
+/// A limit that cannot be read does not bind: a group that vanished, a file without a number, no `/proc`.
 pub struct Kernel {
-    /// Stands before every path: empty, or a folder with a made-up tree.
+    /// Prefix of every path: empty, or a folder with a test tree.
     root: &'static str,
-    /// Never waited for: [`super::limits::Headroom`] asks once at a time.
+    /// Only tried, never waited for: [`super::limits::Headroom`] allows one sample at a time.
     found: Mutex<Found>,
 }
 
 struct Found {
-    /// Counts up with every change of what is below.
+    /// Incremented with every change of the fields below.
     state: u32,
     groups: Option<Hierarchy>,
     /// Limits by level, innermost first.
     limits: [Limit; MAX_LEVELS],
     look_again_ns: u64,
-    /// Groups could not be looked for: no descriptor was free, or no memory.
+    /// Groups could not be searched for: no descriptor was free, or no memory.
     is_blind: bool,
 }
 
-/// Groups are looked for, and their limits read, so often: a move or a change is noticed within this.
+/// Interval of searching for groups and reading their limits: a move or a change is noticed within it.
 const LOOK_AGAIN_NS: u64 = 1_000_000_000;
 
-/// Where there are none they are looked for less often.
+/// The interval where there are no groups.
 const LOOK_IN_VAIN_NS: u64 = 10_000_000_000;
 
-/// Looking for groups takes more stack than a small thread has to spare inside malloc.
+/// Searching for groups takes more stack than a small thread has to spare inside malloc.
 const LOOK_STACK_BYTES: usize = 64 << 10;
 
 impl Kernel {
@@ -60,7 +59,7 @@ impl Found {
         }
         extern "C" fn look(argument: *mut c_void) {
             let look = argument.cast::<Look<'_>>();
-            // SAFETY: what is passed below, used by nobody else meanwhile.
+            // SAFETY: points to the `Look` passed below, which nothing else uses during the call.
             let look = unsafe { &mut *look };
             look.found.find(look.root);
         }
@@ -88,7 +87,7 @@ impl Found {
         });
         let has_moved = !is_current && self.groups.is_some();
         if has_moved || limits != self.limits {
-            // What is found first is no change.
+            // The first result is not a change.
             stats::add(Counter::LimitsChanged, u64::from(self.state > 0));
             self.state += 1;
         }
@@ -101,7 +100,7 @@ impl Found {
         levels.filter_map(|(level, limit)| Some((self.groups.as_ref()?.folder(level)?, *limit)))
     }
 
-    /// What alarms are to be set for.
+    /// The limits and files that alarms are to be set for.
     fn plan(&self, root: &str) -> Plan {
         let version = self.groups.as_ref().map(|groups| groups.version);
         let mut limited = self.limited();
@@ -118,7 +117,7 @@ impl Found {
         }
     }
 
-    /// The group with the least room, with the least that is left before a kill in any of them.
+    /// The room of the group with the least room, combined with the least room before a kill in any group.
     fn nearest(&self) -> Option<Room> {
         let groups = self.groups.as_ref()?;
         let rooms = self.limited().filter_map(|(folder, limit)| {
@@ -148,7 +147,7 @@ impl Limits for Kernel {
         let of_machine = |machine: &Machine| Room::of_machine(machine.total_bytes, machine.available_bytes);
         let room = machine.as_ref().map_or(Room::ENDLESS, of_machine);
         let Some(group) = group else { return room };
-        // Where there is swap the kernel writes out before it kills: nothing is refused then.
+        // With free swap the kernel writes pages out before it kills, so no charge is refused.
         let has_swap = machine.is_ok_and(|machine| machine.swap_free_bytes > 0);
         let kill = if has_swap { Kill::NONE } else { group.kill };
         let nearer = if group.bytes <= room.bytes { group } else { room };
@@ -172,7 +171,8 @@ mod tests {
         std::fs::write(path, text).unwrap();
     }
 
-    /// The nearest of all ancestors binds; file pages that the kernel can take do not count; nonsense binds nobody.
+    /// The nearest limit of all ancestors binds. File pages that the kernel can take do not count. Unreadable values
+    /// bind nothing.
     #[test]
     fn the_nearest_limit_of_a_tree_binds() {
         let folder = tempfile::tempdir().unwrap();

@@ -1,10 +1,10 @@
-//! What the system allows: how much may still become resident before somebody is killed for it.
+//! How much more may become resident before the kernel kills a process for it.
 //!
-//! [`Limits`] is asked for [`Room`]; [`super::kernel::Kernel`] asks the kernel, tests bring a fake.
-//! [`Headroom`] asks it as seldom as is safe: a sample gives credit for a part
-//! of the room that it found, and for as long as nobody else could use it up.
+//! [`Limits`] supplies the [`Room`]: [`super::kernel::Kernel`] reads it from the kernel, tests use a fake. [`Headroom`]
+//! samples it as seldom as is safe. A sample gives credit for a part of the room, for as long as no other process could
+//! have used that room up.
 //!
-//! Below: `sync`. Locks: one, around a sample; nobody waits for it who has credit.
+//! Below: `sync`. Locks: one, around a sample; a charge with credit does not take it.
 
 use super::alarms::Plan;
 use crate::stats::{self, Counter};
@@ -14,36 +14,36 @@ use pagemill_sys::clock;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::Relaxed};
 
-/// Who sets the nearest limit.
+/// Which limit is nearest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bound {
-    /// Nobody, as far as can be seen.
+    /// No known limit.
     None,
-    /// A control group: beyond its limit the kernel kills.
+    /// A control group's: beyond it the kernel kills.
     Group,
-    /// The machine's memory: a part of it is left to others.
+    /// The machine's memory: a part of it is left to other processes.
     Machine,
 }
 
-/// A limit beyond which processes are killed.
+/// A limit beyond which the kernel kills processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kill {
     /// `u64::MAX` for none.
     pub limit_bytes: u64,
-    /// What the kernel could not take even with effort.
+    /// Usage that the kernel could not reclaim even with effort.
     pub used_bytes: u64,
 }
 
 impl Kill {
     pub const NONE: Self = Self { limit_bytes: u64::MAX, used_bytes: 0 };
 
-    /// What may still come in. A part is kept, for which charges are refused while page tables, stacks, the C library and code that runs
-    /// still get theirs.
+    /// Bytes that may still become resident. A reserve is subtracted: charges inside it are refused, so that page
+    /// tables, stacks, the C library and executed code still get memory.
     pub fn room_bytes(&self) -> u64 {
         self.room_beside(self.kept_bytes())
     }
 
-    /// The same for debts, which may use half of what is kept.
+    /// As [`Kill::room_bytes`] for debts, which may use half of the reserve.
     pub fn debt_room_bytes(&self) -> u64 {
         self.room_beside(self.kept_bytes() / 2)
     }
@@ -65,15 +65,15 @@ impl Kill {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
     pub bound: Bound,
-    /// Before the margin, from which on free memory is given back; negative inside of it.
+    /// Room before the margin. Free memory is given back from there on; negative inside the margin.
     pub bytes: i64,
-    /// The nearest limit beyond which processes are killed, whichever binds.
+    /// The nearest limit beyond which processes are killed, whichever limit binds.
     pub kill: Kill,
     /// The limit that binds; `u64::MAX` for none.
     pub limit_bytes: u64,
-    /// No group has used three quarters of its limit, file pages and all: alarms set there will be heard.
+    /// No group has used three quarters of its limit, file pages included: an alarm set there still comes in time.
     pub is_far: bool,
-    /// Before the machine's margin; `i64::MAX` where that is not known.
+    /// Room before the machine's margin; `i64::MAX` if unknown.
     pub machine_bytes: i64,
 }
 
@@ -87,7 +87,8 @@ impl Room {
         machine_bytes: i64::MAX,
     };
 
-    /// Below a group's limits. Of what it uses the kernel can take `idle_bytes` easily, and `other_bytes` with effort.
+    /// The room below a group's limits. Of its usage the kernel can reclaim `idle_bytes` easily and `other_bytes` with
+    /// effort.
     pub fn of_group(limit: Limit, usage_bytes: u64, idle_bytes: u64, other_bytes: u64) -> Self {
         let soft = limit.soft_bytes;
         let working_set = usage_bytes.saturating_sub(idle_bytes);
@@ -106,7 +107,8 @@ impl Room {
         }
     }
 
-    /// On a machine of which a sixteenth is left to others: giving from there on leaves a twentieth free.
+    /// The room of the machine. A sixteenth is left to other processes: giving back from there on leaves a twentieth
+    /// free.
     pub fn of_machine(total_bytes: u64, available_bytes: u64) -> Self {
         let bytes = signed(available_bytes) - signed(total_bytes / MACHINE_MARGIN_DIVISOR);
         Self {
@@ -119,13 +121,13 @@ impl Room {
         }
     }
 
-    /// Bytes that must be given back before `bytes` more come in.
+    /// Bytes that must be given back before `bytes` more become resident.
     pub fn shortage(&self, bytes: u64) -> u64 {
         signed(bytes).saturating_sub(self.bytes).max(0) as u64
     }
 }
 
-/// From this usage on a group's limit is near.
+/// Usage from which a group's limit is near.
 pub(super) fn alarm_bytes(limit: Limit) -> u64 {
     limit.soft_bytes - limit.soft_bytes / NEAR_DIVISOR
 }
@@ -140,27 +142,27 @@ fn signed(bytes: u64) -> i64 {
     i64::try_from(bytes).unwrap_or(i64::MAX)
 }
 
-/// A group's limit is kept away from by a sixteenth, within bounds: what several threads bring in at once between two
-/// samples, page tables and stacks.
+/// The margin before a group's limit is a sixteenth, within bounds. It covers page tables, stacks, and what several
+/// threads bring in at once between two samples.
 const GROUP_MARGIN_DIVISOR: u64 = 16;
 const GROUP_MARGIN_BYTES: std::ops::Range<u64> = 8 << 20..128 << 20;
 
-/// Page tables of small pages alone are a 512th.
+/// Divisor and bounds of the reserve before a kill. The page tables of small pages alone take a 512th.
 const KEPT_DIVISOR: u64 = 64;
 const KEPT_BYTES: std::ops::Range<u64> = 1 << 20..16 << 20;
 const MOST_KEPT_DIVISOR: u64 = 8;
 
-/// Near is a group's limit of which less than this part is left: what the kernel could take is asked for from here on.
+/// A group's limit is near if less than this part of it is left. From there on the reclaimable bytes are read, too.
 pub(super) const NEAR_DIVISOR: u64 = 4;
 
 const MACHINE_MARGIN_DIVISOR: u64 = 16;
 
-/// Says how much the system allows.
+/// A source of limits.
 pub trait Limits: Sync {
     /// The nearest limit now. May take some 50 us; must not allocate or lock.
     fn sample(&self) -> Room;
 
-    /// What alarms would warn of these limits, unless that is what they are set for.
+    /// The alarms that would warn of these limits, or `None` if they are set already (`set_for`).
     fn plan(&self, _set_for: Option<u32>) -> Option<Plan> {
         None
     }
@@ -169,9 +171,9 @@ pub trait Limits: Sync {
 /// The room that is left, sampled no more often than is safe.
 pub struct Headroom {
     limits: OnceLock<&'static dyn Limits>,
-    /// Bytes that may come in before the next sample.
+    /// Bytes that may become resident before the next sample.
     credit: AtomicI64,
-    /// Until when the credit holds.
+    /// Time at which the credit expires.
     valid_until_ns: AtomicU64,
     /// The latest sample.
     bytes: AtomicI64,
@@ -180,13 +182,13 @@ pub struct Headroom {
     sampling: Lock,
 }
 
-/// A sample gives credit for so much of the room: a process is seldom alone.
+/// A sample gives credit for this part of the room, because other processes use it, too.
 const CREDIT_DIVISOR: i64 = 4;
 
-/// Nobody uses memory up faster: bytes a nanosecond.
+/// Upper bound of how fast memory can be used up, in bytes per nanosecond.
 pub(super) const FASTEST_BYTES_PER_NS: u64 = 16;
 
-/// A sample is believed no longer than this.
+/// A sample is valid no longer than this.
 const BELIEVED_NS: u64 = 100_000_000;
 
 impl Default for Headroom {
@@ -204,12 +206,12 @@ impl Default for Headroom {
 }
 
 impl Headroom {
-    /// Says whom to ask. Until then there is no end of room.
+    /// Sets the source of limits. Until then the room is endless.
     pub fn set_limits(&self, limits: &'static dyn Limits) {
         let _ = self.limits.set(limits);
     }
 
-    /// The latest sample, without asking again: whose limit is nearest, and how much is left.
+    /// The latest sample, without a new one: which limit is nearest, and the room that is left.
     pub fn known(&self) -> Room {
         let limit_bytes = self.limit_bytes.load(Relaxed);
         let bound = match (limit_bytes, self.is_group.load(Relaxed)) {
@@ -220,15 +222,15 @@ impl Headroom {
         Room { bound, bytes: self.bytes.load(Relaxed), limit_bytes, ..Room::ENDLESS }
     }
 
-    /// What alarms would warn of what is asked. They are set outside of the lock: that takes long.
+    /// The alarms that would warn of these limits. They are set outside the lock, because that takes long.
     pub(super) fn plan(&self, set_for: Option<u32>) -> Option<Plan> {
         let limits = self.limits.get()?;
-        // So that a fork finds it in order.
+        // Held so that a fork finds the state consistent.
         let _guard = self.sampling.lock();
         limits.plan(set_for)
     }
 
-    /// Asks now.
+    /// Samples now.
     pub fn sample(&self) -> Room {
         let Some(limits) = self.limits.get() else { return Room::ENDLESS };
         let _guard = self.sampling.lock();
@@ -248,8 +250,8 @@ impl Headroom {
         room
     }
 
-    /// The room there is if `bytes` more do not fit before the margin; `None` mostly, which costs one atomic subtraction
-    /// and a look at the clock.
+    /// Returns the room if `bytes` more do not fit before the margin. Mostly returns `None`, which costs one atomic
+    /// subtraction and a read of the clock.
     pub fn is_short(&self, bytes: u64) -> Option<Room> {
         let limits = self.limits.get()?;
         let amount = signed(bytes);
@@ -263,29 +265,29 @@ impl Headroom {
             return None;
         }
         let room = self.sample_locked(*limits);
-        // What this caller brings in is taken from what the next one finds.
+        // What this caller brings in is subtracted from the credit of the next charge.
         self.credit.fetch_sub(amount, Relaxed);
         (room.shortage(bytes) > 0).then_some(room)
     }
 
-    /// Gives credit although there is no room before the margin: nothing can be given for a moment, and asking again for
-    /// every charge would help nobody.
+    /// Gives credit although there is no room before the margin. Nothing can be given back for a moment, so sampling
+    /// for every charge would be useless.
     pub(super) fn grant(&self, bytes: u64, time_ns: u64) {
         self.credit.store(signed(bytes), Relaxed);
         self.valid_until_ns.store(clock::fine_ns() + time_ns, Relaxed);
     }
 
-    /// In a fork child: the parent's credit is the parent's.
+    /// Called in a fork child: drops the parent's credit.
     pub(super) fn forget(&self) {
         self.valid_until_ns.store(0, Relaxed);
     }
 
-    /// Before `fork`: waits until no sample is under way.
+    /// Called before `fork`: waits until no sample is under way.
     pub(crate) fn acquire_for_fork(&self) {
         self.sampling.acquire();
     }
 
-    /// After `fork`, on both sides.
+    /// Called after `fork`, in both processes.
     pub(crate) fn release_after_fork(&self) {
         self.sampling.release();
     }
@@ -296,7 +298,7 @@ mod tests {
     use super::*;
     use std::sync::atomic::AtomicUsize;
 
-    /// Says what it is told to, and counts how often it is asked.
+    /// Returns the room set by the test and counts samples.
     struct Fake {
         bytes: AtomicI64,
         asked: AtomicUsize,
@@ -317,7 +319,7 @@ mod tests {
         (headroom, fake)
     }
 
-    /// With much room a sample lasts for many charges; each takes its part of the credit.
+    /// With much room one sample lasts for many charges. Each charge takes its part of the credit.
     #[test]
     fn credit_saves_samples() {
         let (headroom, fake) = headroom(64 << 30);
@@ -329,7 +331,7 @@ mod tests {
         assert_eq!(headroom.is_short(1 << 40).unwrap().shortage(1 << 40), (1 << 40) - (64 << 30));
     }
 
-    /// With little room every charge is asked about, and the missing bytes are told.
+    /// With little room every charge takes a sample, which reports the missing bytes.
     #[test]
     fn near_the_limit_every_charge_is_sampled() {
         let (headroom, fake) = headroom(1000);
@@ -345,7 +347,7 @@ mod tests {
         assert_eq!(headroom.known().bound, Bound::Group);
     }
 
-    /// Nobody to ask: nothing is short.
+    /// Without a source of limits nothing is short.
     #[test]
     fn without_limits_there_is_no_end_of_room() {
         let headroom = Headroom::default();

@@ -1,50 +1,56 @@
-//! Who gives memory back, in which order, and when it must.
+//! Memory reclaim: which owners give memory back, in which order, and when.
 //!
-//! [`Account`] stands before every charge; `owners` of memory register as
-//! [`Shrinker`]s, cheapest first; [`tree`] is the page that a process tree
-//! shares; [`limits`] is the room that control groups and the machine leave, as
-//! [`kernel`] finds it, and `pressure` gives back before they are passed; [`helper`] is the one thread,
-//! which answers siblings and brings in blocks ahead of need, [`governor`] what
-//! it does by the clock, and [`alarms`] what the kernel wakes it for. No lock is
+//! Every charge passes through [`Account`]. Owners of memory register as [`Shrinker`]s, cheapest first (`owners`).
+//! [`tree`] is the page that a process tree shares. [`limits`] is the room that control groups and the machine leave,
+//! as measured by [`kernel`]; `pressure` gives memory back before they are exceeded.
+//! [`helper`] is the one background thread: it answers siblings and brings in blocks ahead of need. [`governor`] is its
+//! periodic work; [`alarms`] are the kernel events that wake it.
+//! No lock is held around a call to a shrinker.
 //! held around a shrinker.
 
 pub mod account;
+pub mod aging;
 pub mod alarms;
 pub mod governor;
 pub mod helper;
 pub mod kernel;
 pub mod limits;
 mod owners;
+pub mod policy;
 mod pressure;
 pub mod tree;
 
 pub use account::Account;
+pub use policy::Return;
 
 use crate::stats::{self, Counter};
 use crate::trace::{self, Event};
+use std::time::Duration;
 
-/// How hard to try.
+/// How much effort a reclaim request makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Urgency {
-    /// What can be given cheaply: whole blocks, coldest first.
+    /// Only what is cheap to return: whole blocks, coldest first.
     Request,
-    /// Also what costs more: blocks are split to give back their free parts.
+    /// Also free parts of huge pages, which are split for that. Nothing that is in use is reclaimed.
+    Split,
+    /// Also memory that is in use and can be recreated. Used where the charge is refused otherwise.
     Limit,
 }
 
-/// What is offered to the kernel.
+/// Which free memory is offered to the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Which {
-    /// What nobody is likely to use soon.
+    /// Only memory that is unlikely to be used soon.
     Cold,
-    /// Everything: somebody may be faster than we are.
+    /// All free memory: other processes may use up the room before this process reacts.
     All,
 }
 
-/// Why memory is given back. Each reason has a counter and an event.
+/// Why memory is given back. Each reason has a counter and a trace event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
-    /// The program asked.
+    /// The program requested it.
     Program,
     /// The limit of the process or of its tree.
     Limit,
@@ -52,13 +58,13 @@ pub enum Reason {
     Group,
     /// The machine's memory.
     Machine,
-    /// A sibling of the tree needs it.
+    /// A sibling of the process tree needs memory.
     Sibling,
-    /// Somebody waits for memory, here or elsewhere on the machine.
+    /// A thread stalls on memory, in this process's group or elsewhere on the machine.
     Stall,
-    /// Nothing happens here.
-    Idleness,
-    /// New memory comes in.
+    /// The memory was free, and not reused, for the age that [`Return`] sets.
+    Age,
+    /// New memory becomes resident.
     New,
 }
 
@@ -71,12 +77,12 @@ impl Reason {
             Self::Machine => (Counter::GivenForMachine, Event::GivenForMachine),
             Self::Sibling => (Counter::GivenForSibling, Event::GivenForSibling),
             Self::Stall => (Counter::GivenForStall, Event::GivenForStall),
-            Self::Idleness => (Counter::GivenForIdleness, Event::GivenForIdleness),
+            Self::Age => (Counter::GivenForAge, Event::GivenForAge),
             Self::New => (Counter::GivenForNew, Event::GivenForNew),
         }
     }
 
-    /// Notes that of `wanted` bytes `freed` went.
+    /// Records that `freed` of `wanted` bytes were given back.
     fn note(self, wanted: u64, freed: u64) {
         let (counter, event) = self.row();
         stats::add(counter, freed);
@@ -86,45 +92,52 @@ impl Reason {
 
 /// An owner of memory that can give some back.
 pub trait Shrinker: Sync {
-    /// A word for reports.
+    /// A short name for reports.
     fn name(&self) -> &'static str;
 
-    /// Whether it may be called while the small allocator holds its locks.
+    /// Whether the shrinker may be called while the small allocator holds its locks.
     fn may_nest(&self) -> bool;
 
-    /// Bytes it could give at once; an estimate, cheap.
+    /// Bytes that the shrinker could give back at once: an estimate, cheap to compute.
     fn giveable_bytes(&self) -> u64;
 
-    /// Whether a look ([`Shrinker::measure`]) may find more than it says now: nobody tells it what becomes giveable.
+    /// Whether [`Shrinker::measure`] may find more than [`Shrinker::giveable_bytes`] reports, because the owner is not
+    /// notified of what becomes giveable. Limits are watched as long as this holds.
     fn may_have_more(&self) -> bool {
         false
     }
 
-    /// What of that is memory which is on no account's books: no budget's limit is helped by it.
+    /// The part of [`Shrinker::giveable_bytes`] that no account is charged for. Giving it back lowers no budget's
+    /// usage.
     fn foreign_bytes(&self) -> u64 {
         0
     }
 
-    /// Gives up to about `want_bytes` and returns what the kernel really took back.
+    /// Gives back up to about `want_bytes`. Returns the bytes that the kernel took back.
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64;
 
-    /// Gives up to about `want_bytes` of what has been free for some hundred milliseconds; may nest if the owner may.
-    fn shrink_cold(&self, _want_bytes: u64) -> u64 {
-        0
+    /// Gives back up to about `want_bytes` of memory that has been free and not reused for `age`, oldest first. May be
+    /// called nested if [`Shrinker::may_nest`] holds. Never drops contents.
+    ///
+    /// Returns `None` if the owner tracks no ages. The caller then calls [`Shrinker::shrink`] for the least amount that
+    /// was giveable throughout `age`. An owner whose giveable memory has contents (volatile ranges) must therefore
+    /// return `Some`.
+    fn shrink_aged(&self, _want_bytes: u64, _age: Duration) -> Option<u64> {
+        None
     }
 
-    /// Lets the kernel take up to about `want_bytes` of what is free, should it run short, and returns how much that is:
-    /// what has been free for a while, or all of it. What was offered before does not count again.
+    /// Lets the kernel take up to about `want_bytes` of free memory if it runs short: memory that has been free for a
+    /// while, or all of it. Returns the bytes offered. Memory that was offered before does not count again.
     fn offer(&self, _want_bytes: u64, _which: Which) -> u64 {
         0
     }
 
-    /// Finds out, now and then, what the kernel took of what was offered.
+    /// Finds out how much of the offered memory the kernel took. Called now and then.
     fn reap(&self) {}
 
-    /// Measures what of its lent memory is resident.
+    /// Measures how much of the lent memory is resident.
     fn settle(&self) {}
 
-    /// Finds out what it could give, where that takes more than reading a number. Outside of every lock.
+    /// Measures what the owner could give back, where that takes more than reading a number. Called outside every lock.
     fn measure(&self) {}
 }

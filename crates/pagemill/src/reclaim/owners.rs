@@ -1,11 +1,13 @@
-//! The owners of memory that registered, and how they are called: in order of cost, in bounded steps, with no trust.
+//! The registered owners of memory. They are called in order of cost, in bounded steps, and are not trusted.
 //!
-//! An owner that panics is not called again (where panics unwind; the preload
-//! library aborts). One that does not come back is waited for by whoever called
-//! it, and by who would be refused without it; others pass it over. What an
-//! owner claims is added up without overflow; whether it helped is seen by the
-//! limit that had no room.
+//! An owner that panics is not called again (where panics unwind; the preload library aborts). A call that does not
+//! return blocks only the thread that made it and threads whose charge would be refused otherwise. Other threads skip
+//! that owner.
+//! Reported amounts are added with saturation. Whether an owner really freed memory is seen in the limit that had no
+//! room.
 
+use super::aging::LeastOver;
+use super::governor::WORTHWHILE_BYTES;
 use super::{Shrinker, Urgency, Which};
 use crate::arena::Context;
 use crate::stats::{self, Counter};
@@ -13,15 +15,16 @@ use pagemill_sys::clock;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Relaxed};
+use std::time::Duration;
 
 /// Owners that can register.
 pub const MAX_OWNERS: usize = 8;
 
-/// One call asks for so much at the most, or for one part in so many of what is wanted if that is more.
+/// Maximum bytes requested by one call, or `1/STEP_DIVISOR` of what is wanted if that is more.
 const STEP_BYTES: u64 = 64 << 20;
 const STEP_DIVISOR: u64 = 16;
 
-/// A step takes some milliseconds. Who shows no progress for so long is blocked.
+/// A step takes some milliseconds. An owner that shows no progress for this long is blocked.
 const BLOCKED_NS: u64 = 1_000_000_000;
 
 #[derive(Default)]
@@ -32,9 +35,11 @@ struct Owner {
     /// When the first of them entered, or the last one left.
     progress_ns: AtomicU64,
     has_failed: AtomicBool,
+    /// Least amount that was giveable throughout an age, for an owner that tracks no ages.
+    unused: LeastOver,
 }
 
-/// Counts a thread out however it leaves.
+/// Decrements [`Owner::inside`] on drop, also on unwind.
 struct Inside<'owner>(&'owner Owner);
 
 impl Drop for Inside<'_> {
@@ -45,7 +50,7 @@ impl Drop for Inside<'_> {
 }
 
 impl Owner {
-    /// A call that reads a number or two.
+    /// Makes a call that only reads a number or two.
     fn ask<T>(&self, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
         let shrinker = *self.shrinker.get()?;
         if self.has_failed.load(Relaxed) {
@@ -59,12 +64,12 @@ impl Owner {
         result.ok()
     }
 
-    /// A call that may take long: `None` where somebody is stuck in one already.
+    /// Makes a call that may take long. Returns `None` if another thread has been blocked in one for [`BLOCKED_NS`].
     fn call<T>(&self, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
         self.call_patiently(BLOCKED_NS, act)
     }
 
-    /// As [`Owner::call`], by who believes for so long that the others inside will come back.
+    /// As [`Owner::call`], but threads inside count as blocked only after `patience_ns` without progress.
     fn call_patiently<T>(&self, patience_ns: u64, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
         let now = clock::fine_ns();
         if self.inside.fetch_add(1, AcqRel) == 0 {
@@ -82,10 +87,25 @@ impl Owner {
         context == Context::Outside || self.ask(|shrinker| shrinker.may_nest()).unwrap_or(false)
     }
 
-    /// Asks for `want_bytes` in steps, until one of them brings less than it should.
+    /// Requests memory that was not reused for `age`.
+    fn give_aged(&self, want_bytes: u64, age: Duration) -> u64 {
+        if let Some(freed) = self.call(|shrinker| shrinker.shrink_aged(want_bytes, age)).flatten() {
+            return freed;
+        }
+        let giveable = self.ask(|shrinker| shrinker.giveable_bytes()).unwrap_or(0);
+        let unused = self.unused.least(giveable, clock::fine_ns(), age).min(want_bytes);
+        if unused < WORTHWHILE_BYTES {
+            return 0;
+        }
+        let freed = self.call(|shrinker| shrinker.shrink(unused, Urgency::Request)).unwrap_or(0);
+        self.unused.take(freed);
+        freed
+    }
+
+    /// Requests `want_bytes` in steps, until a step frees less than it requested.
     fn give(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let step = STEP_BYTES.max(want_bytes / STEP_DIVISOR);
-        // The last resort before a refusal waits: who is inside may only be stopped, or wait for a fork.
+        // The last attempt before a refusal waits: the thread inside may only be stopped, or wait for a fork.
         let patience_ns = if urgency == Urgency::Limit { u64::MAX } else { BLOCKED_NS };
         let mut freed = 0_u64;
         while freed < want_bytes {
@@ -100,12 +120,12 @@ impl Owner {
     }
 }
 
-/// All of them, cheapest first.
+/// All registered owners, cheapest first.
 #[derive(Default)]
 pub struct Owners([Owner; MAX_OWNERS]);
 
 impl Owners {
-    /// Adds one.
+    /// Registers an owner in the first free slot.
     ///
     /// # Panics
     ///
@@ -115,7 +135,7 @@ impl Owners {
         assert!(is_in, "more than {MAX_OWNERS} owners of memory");
     }
 
-    /// Adds one that is asked after all others, as long as there is a place behind them.
+    /// Registers an owner in the last free slot. It is called after all owners of [`Owners::register`].
     ///
     /// # Panics
     ///
@@ -129,24 +149,24 @@ impl Owners {
         self.0.iter().filter(move |owner| owner.may_be_called(context))
     }
 
-    /// Bytes that those who may be called could give at once.
+    /// Bytes that the owners callable in `context` could give back at once.
     pub fn giveable(&self, context: Context) -> u64 {
         let each = self.callable(context).filter_map(|owner| owner.ask(|shrinker| shrinker.giveable_bytes()));
         each.fold(0, u64::saturating_add)
     }
 
-    /// Of that, what is on no account's books.
+    /// The part of [`Owners::giveable`] that no account is charged for.
     pub fn foreign(&self) -> u64 {
         let each = self.callable(Context::Outside).filter_map(|owner| owner.ask(|shrinker| shrinker.foreign_bytes()));
         each.fold(0, u64::saturating_add)
     }
 
-    /// Whether one of them may have more than it knows.
+    /// Whether any owner may have more than it reports ([`Shrinker::may_have_more`]).
     pub fn may_have_more(&self) -> bool {
         self.0.iter().any(|owner| owner.ask(|shrinker| shrinker.may_have_more()).unwrap_or(false))
     }
 
-    /// Makes them give `want_bytes` back; returns what the kernel took, as they say.
+    /// Makes the owners give back `want_bytes`. Returns the bytes freed, as the owners report them.
     pub fn give(&self, want_bytes: u64, context: Context, urgency: Urgency) -> u64 {
         self.callable(context).fold(0, |freed, owner| match want_bytes.saturating_sub(freed) {
             0 => freed,
@@ -154,15 +174,15 @@ impl Owners {
         })
     }
 
-    /// Makes those who may nest give back cold memory.
-    pub fn give_cold(&self, want_bytes: u64) -> u64 {
-        self.callable(Context::Nested).fold(0, |freed, owner| {
-            let left = want_bytes.saturating_sub(freed);
-            freed.saturating_add(owner.call(|shrinker| shrinker.shrink_cold(left)).unwrap_or(0))
+    /// Makes the owners give back memory that was not reused for `age`.
+    pub fn give_aged(&self, want_bytes: u64, age: Duration, context: Context) -> u64 {
+        self.callable(context).fold(0, |freed, owner| match want_bytes.saturating_sub(freed) {
+            0 => freed,
+            left => freed.saturating_add(owner.give_aged(left, age)),
         })
     }
 
-    /// Makes them offer memory to the kernel; returns how much.
+    /// Makes the owners offer memory to the kernel. Returns the bytes offered.
     pub fn offer(&self, want_bytes: u64, which: Which) -> u64 {
         self.callable(Context::Outside).fold(0, |offered, owner| {
             let left = want_bytes.saturating_sub(offered);
@@ -170,22 +190,22 @@ impl Owners {
         })
     }
 
-    /// Makes them find out what the kernel took of what was offered.
+    /// Makes the owners find out how much of the offered memory the kernel took.
     pub fn reap(&self) {
         self.0.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.reap()));
     }
 
-    /// Makes them measure what of their lent memory is resident.
+    /// Makes the owners measure how much of their lent memory is resident.
     pub fn settle(&self) {
         self.0.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.settle()));
     }
 
-    /// Makes them find out what they could give.
+    /// Makes the owners measure what they could give back.
     pub fn measure(&self) {
         self.0.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.measure()));
     }
 
-    /// In a fork child: the threads that were inside do not exist here.
+    /// Called in a fork child. The threads that were inside do not exist there.
     pub fn forked(&self) {
         self.0.iter().for_each(|owner| owner.inside.store(0, Relaxed));
     }
@@ -198,7 +218,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Behaves as told: gives `gives` a call, claims to have `claims`.
+    /// A scripted shrinker: frees at most `gives` bytes a call and reports `claims` as giveable.
     #[derive(Default)]
     struct Odd {
         claims: AtomicU64,
@@ -241,7 +261,7 @@ mod tests {
         owners
     }
 
-    /// Much is asked for in steps, and no further once a step brings too little.
+    /// A large amount is requested in steps. The requests stop once a step frees too little.
     #[test]
     fn steps_are_bounded() {
         let willing = odd(1024 * MIB, u64::MAX, false);
@@ -253,7 +273,7 @@ mod tests {
         assert_eq!((willing.calls.load(Relaxed), owners.give(MIB, Context::Nested, Urgency::Request)), (1, 0));
     }
 
-    /// One that panics is counted and left alone; the next one is asked in its place.
+    /// An owner that panics is counted and not called again. The next owner is called in its place.
     #[test]
     fn a_panicking_owner_is_left_alone() {
         let (failing, willing) = (odd(MIB, MIB, true), odd(2 * MIB, 2 * MIB, false));
@@ -266,7 +286,7 @@ mod tests {
         assert!(stats::get(Counter::OwnersFailed) > before);
     }
 
-    /// Absurd claims neither overflow nor go on for ever.
+    /// Absurd reported amounts neither overflow nor cause an endless loop.
     #[test]
     fn lies_are_survived() {
         let owners = with(&[odd(u64::MAX, 0, false), odd(u64::MAX, u64::MAX, false)]);
@@ -274,7 +294,7 @@ mod tests {
         assert_eq!(owners.give(MIB, Context::Outside, Urgency::Limit), MIB);
     }
 
-    /// One that is stuck holds up whoever called it, and nobody else.
+    /// A blocked owner blocks only the thread that called it.
     #[test]
     fn a_blocked_owner_is_passed_over() {
         let (stuck, willing) = (odd(MIB, MIB, false), odd(MIB, MIB, false));
@@ -285,7 +305,7 @@ mod tests {
             while stuck.calls.load(Relaxed) == 0 {
                 std::thread::yield_now();
             }
-            // As if a second had passed.
+            // Simulates that a second has passed.
             owners.0[0].progress_ns.store(clock::fine_ns() - BLOCKED_NS - 1, Relaxed);
             assert_eq!(owners.give(MIB, Context::Outside, Urgency::Request), MIB);
             assert_eq!((stuck.calls.load(Relaxed), willing.calls.load(Relaxed)), (1, 1));

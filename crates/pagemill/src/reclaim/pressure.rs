@@ -1,8 +1,7 @@
-//! Giving back before a control group's limit is passed, or the machine runs short.
+//! Gives memory back before a control group's limit is exceeded or the machine runs short.
 //!
-//! Limits of others are approached, not owned: inside their margin free
-//! memory is given back, here and by the siblings. Nothing is refused for that,
-//! except what would touch the part that is kept below a limit which kills: `ENOMEM` instead.
+//! These limits are shared with other processes. Inside their margin free memory is given back, by this process and by
+//! its siblings. Only a charge that would use the reserve below a killing limit is refused, with `ENOMEM`.
 
 use super::governor::WORTHWHILE_BYTES;
 use super::limits::{Bound, Room};
@@ -13,30 +12,31 @@ use crate::stats::{self, Counter};
 use pagemill_sys::clock;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Given back at once at the least, so that not every block that comes in waits for another to go.
+/// Least amount given back at once, so that not every new block waits for another to go.
 const STEP_BYTES: u64 = 4 << 20;
 
-/// Meanwhile so much of what is left before the kill may come in without a look.
+/// While nothing can be given back, this part of the room before the kill may become resident without a sample.
 const GRANT_DIVISOR: u64 = 16;
 
-/// After siblings were asked in vain they are not asked first for so long.
+/// After the siblings could not help, they are not asked first for this long.
 const ELSEWHERE_PAUSE_NS: u64 = 100_000_000;
 
-/// After nothing could be given, nobody tries for so long; doubled each time, up to the second.
+/// After nothing could be given back, the pause before the next attempt; doubled each time, up to the second value.
 pub(super) const FUTILE_NS: std::ops::RangeInclusive<u64> = 1_000_000..=256_000_000;
 
 impl Account {
-    /// Makes room for `bytes` below the limits of groups and of the machine, as far as there is something to give.
+    /// Makes room for `bytes` below the limits of groups and of the machine, as far as there is something to give back.
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`] if what is kept below a group's limit would be touched, counting all its file pages as free.
+    /// [`Error::NoMemory`] if the reserve below a group's limit would be used, counting all the group's file pages as
+    /// free.
     #[inline]
     pub(super) fn make_system_room(&self, bytes: u64, context: Context) -> Result<()> {
         self.make_system_room_or(bytes, bytes, context)
     }
 
-    /// The same, refused only where not even `least_bytes` fit.
+    /// As [`Account::make_system_room`], but refuses only if not even `least_bytes` fit.
     #[inline]
     pub(super) fn make_system_room_or(&self, bytes: u64, least_bytes: u64, context: Context) -> Result<()> {
         match self.headroom.is_short(bytes) {
@@ -52,7 +52,8 @@ impl Account {
         if room.shortage(bytes) == 0 || least_bytes <= kill.room_bytes() {
             return Ok(());
         }
-        // Inside the small allocator most of what it keeps is out of reach: the next call outside gives it. Nobody is killed for that.
+        // Inside the small allocator most of its free memory is out of reach; the next call outside gives it back. The
+        // reserve prevents a kill meanwhile.
         if self.admit_on_debt(context) && least_bytes <= kill.debt_room_bytes() {
             return Ok(());
         }
@@ -60,7 +61,8 @@ impl Account {
         Err(Error::NoMemory { wanted_bytes: bytes, used_bytes: kill.used_bytes, limit_bytes: kill.limit_bytes })
     }
 
-    /// Gives back until `bytes` more fit before the margin, here first, then at the siblings. Returns the room there is.
+    /// Gives back until `bytes` more fit before the margin: first in this process, then in the siblings. Returns the
+    /// room.
     pub(super) fn give_for_system(&self, mut room: Room, bytes: u64, context: Context) -> Room {
         let is_pausing = clock::fine_ns() < self.futile_until_ns.load(Relaxed);
         if room.shortage(bytes) == 0 || (is_pausing && bytes <= room.kill.room_bytes()) {
@@ -74,7 +76,7 @@ impl Account {
             freed = given;
             room = self.headroom.sample();
             if room.shortage(bytes) >= short {
-                // In pieces, or charged to another group.
+                // What the siblings gave lay in pieces, or was charged to another group.
                 self.elsewhere_after_ns.store(clock::fine_ns() + ELSEWHERE_PAUSE_NS, Relaxed);
             }
         }
@@ -96,7 +98,7 @@ impl Account {
         room
     }
 
-    /// Whether a sibling could give much more than this process, whose own free memory is sooner needed again.
+    /// Whether a sibling could give back much more than this process, whose own free memory is needed again sooner.
     fn is_better_off_elsewhere(&self) -> bool {
         let Some(place) = self.place() else { return false };
         if clock::fine_ns() < self.elsewhere_after_ns.load(Relaxed) {
@@ -107,14 +109,15 @@ impl Account {
         elsewhere > WORTHWHILE_BYTES.max(own.saturating_mul(2))
     }
 
-    /// What nested charges passed a group's limit by is given back outside of every lock. Returns whether it was enough.
+    /// Gives back, outside every lock, what nested charges exceeded a group's limit by. Returns whether that was
+    /// enough.
     pub(super) fn pay_system_debt(&self) -> bool {
         let room = self.headroom.sample();
         // One byte, for which there is no room while there is a debt.
         self.give_for_system(room, 1, Context::Outside).kill.room_bytes() > 0
     }
 
-    /// Whether giving back had a use; if not, it is not tried again at once.
+    /// Records whether giving back helped. If it did not, it is not retried for a while.
     fn note_effort(&self, was_useful: bool, room: &Room) {
         let pause_ns = self.futile_pause_ns.load(Relaxed);
         if was_useful {

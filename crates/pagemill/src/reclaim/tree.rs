@@ -1,13 +1,12 @@
-//! The page that a process tree shares: its limit, what each member holds, and requests to give back.
+//! The page that a process tree shares: its limit, the charge of each member, and requests to give back.
 //!
-//! There is no lock in it, so no member can die holding one, and no total that
-//! could go stale: the total is the sum of the members' own words. A member
-//! that was killed is found by its identity and its charge ends. A request is
-//! an amount and a sequence number; members take their part of the amount with
-//! compare-and-swap, give, and note the number as answered.
+//! It contains no lock, so no member can die holding one. It contains no total that could go stale: the total is the
+//! sum of the members' own words. The charge of a killed member ends when its identity is found to be dead. A request
+//! is an amount and a sequence number. Members take their part of the amount with compare-and-swap, give it back, and
+//! record the number as answered.
 //!
-//! The page is untrusted: members check what they read as far as it matters to
-//! them, and wait for nobody longer than [`ANSWER_MS`].
+//! The page is untrusted: members check what they read as far as it matters to them, and wait for no answer longer than
+//! [`ANSWER_MS`].
 #![allow(unsafe_code)] // the shared page is reached through a pointer
 
 use crate::error::{Error, Result};
@@ -21,7 +20,7 @@ use std::sync::atomic::{
 };
 use std::time::Duration;
 
-/// Members that a tree can list. More go unlisted: they mind the limit, but nobody sees what they hold.
+/// Members that a tree can list. Further members obey the limit, but their charge is not counted.
 pub const CAPACITY: usize = 1024;
 
 /// Longest wait for siblings to answer a request.
@@ -37,16 +36,16 @@ pub const UNLIMITED: u64 = u64::MAX;
 
 #[repr(C, align(64))]
 struct Member {
-    /// Process id in the low half, low half of the start time in the high half; 0: free.
+    /// Process id in the low half, low half of the start time in the high half; 0 if the slot is free.
     id: AtomicU64,
     resident: AtomicU64,
     untouched: AtomicU64,
     giveable: AtomicU64,
-    /// Bumped to wake the member's helper.
+    /// Incremented to wake the member's helper.
     wake: AtomicU32,
     /// Latest request that the member has answered.
     answered: AtomicU32,
-    /// [`LISTENS`] while a helper listens, [`DEAF`] while one should but did not answer in time, else 0.
+    /// [`LISTENS`] while a helper listens, [`DEAF`] after one did not answer in time, else 0.
     is_listening: AtomicU32,
     reserved: AtomicU32,
 }
@@ -65,22 +64,22 @@ impl Member {
 pub struct TreePage {
     magic: AtomicU64,
     limit: AtomicU64,
-    /// Bytes asked for and not yet given.
+    /// Bytes requested and not yet given back.
     wanted: AtomicU64,
-    /// Largest sum of what the members had resident.
+    /// Largest sum of the members' resident bytes.
     peak: AtomicU64,
-    /// Largest sum less what they could have given at once.
+    /// Largest such sum less what the members could have given back at once.
     net_peak: AtomicU64,
-    /// Processes that found no place.
+    /// Processes that found no free slot.
     unlisted: AtomicU64,
     /// Number of the latest request.
     request: AtomicU32,
-    /// Bumped with every answer; requesters sleep on it.
+    /// Incremented with every answer; requesters sleep on it.
     answers: AtomicU32,
-    /// Places beyond this one were never used.
+    /// Slots from this one on were never used.
     high_water: AtomicU32,
-    /// Processes that ever entered, those too that published no figures.
-    entered: AtomicU32,
+    /// Programs that were started, and fork children that entered.
+    started: AtomicU32,
     members: [Member; CAPACITY],
 }
 
@@ -88,7 +87,7 @@ pub struct TreePage {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Totals {
     pub resident: u64,
-    /// Lent to programs, not known to be touched.
+    /// Bytes lent to programs and not known to be touched.
     pub untouched: u64,
     pub giveable: u64,
     pub members: usize,
@@ -96,9 +95,9 @@ pub struct Totals {
 
 impl TreePage {
     /// Bytes of the file.
-    pub const LEN: usize = size_of::<Self>().next_multiple_of(64 << 10);
+    pub const LEN: usize = size_of::<Self>();
 
-    /// Makes the page of a new tree.
+    /// Creates the page of a new tree.
     ///
     /// # Errors
     ///
@@ -114,7 +113,7 @@ impl TreePage {
     ///
     /// # Errors
     ///
-    /// [`Error::System`], also for a file that is no such page.
+    /// [`Error::System`], also for a file that is not such a page.
     pub fn join(path: &CStr) -> Result<&'static Self> {
         let page = Self::map(path, Access::Update)?;
         if page.magic.load(Acquire) == MAGIC {
@@ -146,13 +145,12 @@ impl TreePage {
         &self.members[..(self.high_water.load(Acquire) as usize).min(CAPACITY)]
     }
 
-    /// Takes a place for this process, the one it had before an `exec` if any. `None` if all are taken.
+    /// Takes a slot for this process: the one it had before an `exec`, or a free one. Returns `None` if all are taken.
     pub fn enter(&'static self, who: Identity) -> Option<Place> {
         let id = pack(who);
         if let Some(index) = self.used_places().iter().position(|member| member.id.load(Relaxed) == id) {
             return Some(self.take(index));
         }
-        self.entered.fetch_add(1, Relaxed);
         for round in 0..2 {
             for (index, member) in self.members.iter().enumerate() {
                 if member.id.load(Relaxed) == 0 && member.id.compare_exchange(0, id, AcqRel, Relaxed).is_ok() {
@@ -178,20 +176,25 @@ impl TreePage {
         Place { page: self, index }
     }
 
-    /// Ends the places of processes that are gone. Reads `/proc` once per member. Returns how many it ended.
+    /// Frees the slots of dead processes. Reads `/proc` once per member. Returns how many it freed.
     pub fn sweep(&self) -> usize {
         let mut ended = 0;
         for member in self.used_places() {
             let id = member.id.load(Acquire);
             if id != 0 && !is_alive(id) {
-                // Only the identity: its numbers count no more, and may be a newcomer's by now.
+                // Clear only the identity: the numbers count no more, and may belong to a new member by now.
                 ended += usize::from(member.id.compare_exchange(id, 0, AcqRel, Relaxed).is_ok());
             }
         }
         ended
     }
 
-    /// Sums up the members. Some nanoseconds per place that was ever used.
+    /// The members, some of which may have ended.
+    pub fn members(&self) -> impl Iterator<Item = MemberId> {
+        self.used_places().iter().map(|member| MemberId(member.id.load(Relaxed))).filter(|id| id.0 != 0)
+    }
+
+    /// Sums up the members. Costs some nanoseconds per slot that was ever used.
     pub fn totals(&self) -> Totals {
         let mut totals = Totals::default();
         for member in self.used_places() {
@@ -205,7 +208,7 @@ impl TreePage {
         totals
     }
 
-    /// As [`TreePage::totals`], with one member's own numbers instead of those it published.
+    /// As [`TreePage::totals`], with `own` in place of the numbers that the member at `place` published.
     pub fn totals_with(&self, place: Place, own: Totals) -> Totals {
         let (totals, published) = (self.totals(), place.member());
         let replace = |sum: u64, word: &AtomicU64, own: u64| sum.saturating_sub(word.load(Relaxed)).saturating_add(own);
@@ -222,34 +225,40 @@ impl TreePage {
         self.used_places().iter().filter(|member| member.id.load(Relaxed) == id).for_each(Member::wake);
     }
 
-    /// Notes what the members have now.
+    /// Updates the peaks with `totals`.
     pub fn note_peak(&self, totals: Totals) {
         self.peak.fetch_max(totals.resident, Relaxed);
         self.net_peak.fetch_max(totals.resident.saturating_sub(totals.giveable), Relaxed);
     }
 
-    /// The largest sum so far, and the largest less what could have been given back at once.
+    /// The largest sum so far, and the largest sum less what could have been given back at once.
     pub fn peak(&self) -> (u64, u64) {
         (self.peak.load(Relaxed), self.net_peak.load(Relaxed))
     }
 
-    /// Notes what a process held at most that ends and published nothing.
-    pub(super) fn note_small(&self, peak_bytes: u64) {
+    /// Counts a program, when it starts, or a fork child. Most programs end without an entry of their own.
+    pub fn count_start(&self) {
+        self.started.fetch_add(1, Relaxed);
+    }
+
+    /// Records the peak of a process that ends and published nothing.
+    pub fn note_small(&self, peak_bytes: u64) {
         let totals = self.totals();
         self.note_peak(Totals { resident: totals.resident.saturating_add(peak_bytes), ..totals });
     }
 
-    /// Processes that ever entered.
-    pub fn entered(&self) -> u32 {
-        self.entered.load(Relaxed)
+    /// Programs that were started, and fork children that entered. A process that executes another program counts twice.
+    pub fn started(&self) -> u32 {
+        self.started.load(Relaxed)
     }
 
-    /// Processes that found no place.
+    /// Processes that found no free slot.
     pub fn unlisted(&self) -> u64 {
         self.unlisted.load(Relaxed)
     }
 
-    /// Asks all members but `own` for `bytes` and waits until all who listen have answered, it is enough, or time is up.
+    /// Requests `bytes` from all members but `own`. Waits until all that listen have answered, `is_enough` returns
+    /// true, or [`ANSWER_MS`] have passed.
     ///
     /// Returns the bytes by which the others' total fell.
     pub fn ask(&self, bytes: u64, own: Option<Place>, is_enough: impl Fn() -> bool) -> u64 {
@@ -260,7 +269,7 @@ impl TreePage {
         let before = others();
         self.wanted.fetch_add(bytes, Relaxed);
         let request = self.request.fetch_add(1, AcqRel).wrapping_add(1);
-        // Who did not answer in time before is asked, but not waited for.
+        // A member that did not answer in time before gets the request, but is not waited for.
         let mut awaited = [0u64; CAPACITY / 64];
         for (index, member) in self.used_places().iter().enumerate() {
             let is_own = own.is_some_and(|place| place.index == index);
@@ -301,7 +310,22 @@ impl TreePage {
     }
 }
 
-/// This process's place in its tree.
+/// Identifies the process of a member.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemberId(u64);
+
+impl MemberId {
+    pub fn pid(self) -> u32 {
+        self.0 as u32
+    }
+
+    /// Whether that process is running. Reads `/proc` once.
+    pub fn is_alive(self) -> bool {
+        is_alive(self.0)
+    }
+}
+
+/// This process's slot in its tree.
 #[derive(Clone, Copy)]
 pub struct Place {
     page: &'static TreePage,
@@ -327,7 +351,7 @@ impl Place {
         self.member().wake();
     }
 
-    /// Publishes what this process holds.
+    /// Publishes the charge of this process.
     pub fn publish(&self, resident: u64, untouched: u64, giveable: u64) {
         let member = self.member();
         member.resident.store(resident, Relaxed);
@@ -335,18 +359,19 @@ impl Place {
         member.giveable.store(giveable, Relaxed);
     }
 
-    /// What this process last said it could give.
+    /// The giveable bytes that this process last published.
     pub fn published_giveable(&self) -> u64 {
         self.member().giveable.load(Relaxed)
     }
 
-    /// Says whether a helper answers requests.
+    /// Publishes whether a helper answers requests.
     pub fn listen(&self, is_listening: bool) {
         self.member().answered.store(self.page.request.load(Relaxed), Relaxed);
         self.member().is_listening.store(if is_listening { LISTENS } else { 0 }, Release);
     }
 
-    /// Answers an open request: `give` is told how much is wanted (at most what it can give) and says what it gave.
+    /// Answers an open request. `give` is called with the bytes wanted (at most `giveable`) and returns the bytes given
+    /// back.
     pub fn answer(&self, giveable: u64, give: impl FnOnce(u64) -> u64) -> Option<u64> {
         let (page, member) = (self.page, self.member());
         let request = page.request.load(Acquire);
@@ -367,7 +392,7 @@ impl Place {
         Some(given)
     }
 
-    /// Gives the place up, at the end of the process.
+    /// Frees the slot, at the end of the process.
     pub fn leave(&self) {
         self.publish(0, 0, 0);
         self.member().is_listening.store(0, Relaxed);
@@ -375,11 +400,11 @@ impl Place {
     }
 }
 
-/// What a process knows of its tree; replaced in a fork child.
+/// A process's link to its tree; replaced in a fork child.
 #[derive(Default)]
 pub(super) struct Membership {
     page: AtomicPtr<TreePage>,
-    /// Place in the page plus one; 0 for a process that found none.
+    /// Slot in the page plus one; 0 for a process without a slot.
     index: AtomicUsize,
 }
 
@@ -389,7 +414,7 @@ impl Membership {
         self.page.store(std::ptr::from_ref(page).cast_mut(), Release);
     }
 
-    /// Keeps the page and its limit, but has no place in it any more.
+    /// Drops the slot but keeps the page and its limit.
     pub fn give_up_place(&self) {
         self.index.store(0, Relaxed);
     }
@@ -433,7 +458,7 @@ mod tests {
         Identity { pid: 1 << 30 | number, start_ticks: 1 }
     }
 
-    /// The charge of a killed member ends when somebody sweeps; that of a living one stays.
+    /// The charge of a killed member ends with a sweep. That of a living member stays.
     #[test]
     fn the_dead_hold_nothing() {
         let (_folder, page) = page(UNLIMITED);
@@ -441,13 +466,15 @@ mod tests {
         own.publish(10, 0, 0);
         page.enter(nobody(1)).unwrap().publish(100, 5, 0);
         assert_eq!(page.totals().resident, 110);
+        let members: Vec<_> = page.members().map(|member| (member.pid(), member.is_alive())).collect();
+        assert_eq!(members, [(process::id(), true), (1 << 30 | 1, false)]);
         assert_eq!(page.sweep(), 1);
         assert_eq!(page.totals(), Totals { resident: 10, untouched: 0, giveable: 0, members: 1 });
         own.leave();
         assert_eq!(page.totals().members, 0);
     }
 
-    /// A full page takes no more living members, but the places of dead ones.
+    /// A full page accepts a living process only in the slot of a dead one.
     #[test]
     fn a_full_page_makes_room_for_the_living() {
         let (_folder, page) = page(UNLIMITED);
@@ -459,7 +486,7 @@ mod tests {
         assert_eq!(page.unlisted(), 0);
     }
 
-    /// Entering twice (as after exec) takes the same place.
+    /// Entering twice (as after exec) takes the same slot.
     #[test]
     fn a_process_has_one_place() {
         let (_folder, page) = page(UNLIMITED);
@@ -470,8 +497,8 @@ mod tests {
         assert_eq!(page.totals().resident, 0);
     }
 
-    /// Two members are asked for less than both hold: together they give what was asked, not more. They answer while they are
-    /// waited for, however long they take.
+    /// Two members get a request for less than both hold. Together they give back what was requested, not more. They
+    /// answer during the wait, whatever time they take.
     #[test]
     fn siblings_share_a_request() {
         let (_folder, page) = page(UNLIMITED);

@@ -1,9 +1,9 @@
-//! Barns: sheaves of free objects that wait for the next thread of a node that has none.
+//! Barns: per-node depots of full sheaves (arrays of free objects) that refill magazines.
 //!
-//! Without them a thread that frees what another allocates would look up the slab of every object. There are some for each node, so
-//! that threads which take and give more than a magazine holds mostly meet what they gave themselves, and wait for nobody; each has a
-//! lock of its own, whose holder takes no other.
-#![allow(unsafe_code)] // says that zero bits are a value
+//! Without them, a thread that frees what another allocates would look up the slab of every object. Each node has several
+//! barns. So a thread that needs more than its magazine holds mostly gets back its own sheaves, without contention. Each
+//! barn has its own lock; no other lock is taken under it.
+#![allow(unsafe_code)] // zero bits are a valid sheaf
 
 use super::meta::{Held32, Held64};
 use super::shape::MAX_SHEAF;
@@ -11,20 +11,20 @@ use crate::arena::{Table, Zeroed};
 use crate::error::Result;
 use crate::sync::Lock;
 
-/// Barns of a cache on each node: threads share them by their numbers.
+/// Barns of a cache on each node. A thread prefers one by its thread slot.
 pub(super) const BARNS: usize = 8;
 
-/// Sheaves that a barn has room for.
+/// Maximum number of sheaves in a barn.
 const PLACES: usize = 16;
 
-/// Objects that go from one magazine to another at once.
+/// Objects that move between magazine and barn at once.
 #[repr(C)]
 pub(super) struct Sheaf([Held64; MAX_SHEAF]);
 
 // SAFETY: atomic words.
 unsafe impl Zeroed for Sheaf {}
 
-/// Room for the barns of all caches.
+/// Memory of the barns of all caches.
 pub(super) struct Yard {
     sheaves: Table<Sheaf>,
 }
@@ -37,7 +37,7 @@ impl Yard {
         Ok(Self { sheaves: Table::new(barns * PLACES)? })
     }
 
-    /// Opens so many barns.
+    /// Opens `barns` barns.
     ///
     /// # Errors
     ///
@@ -46,24 +46,25 @@ impl Yard {
         self.sheaves.open(first * PLACES, first * PLACES, (first + barns) * PLACES)
     }
 
-    /// Of the first so many.
+    /// Resident bytes of the first `barns` barns.
     pub fn resident_bytes(&self, barns: usize) -> u64 {
         self.sheaves.resident_bytes(0, barns * PLACES)
     }
 }
 
+/// A bounded stack of full sheaves with its own lock, shared by some threads of a node.
 pub(super) struct Barn {
     yard: &'static Yard,
     first: usize,
-    /// Objects of each sheaf.
+    /// Objects in each sheaf.
     sheaf: usize,
     lock: Lock,
-    /// Changed under the lock.
+    /// Number of sheaves. Changed under the lock.
     full: Held32,
 }
 
 impl Barn {
-    /// The barn of this number; nobody else has it.
+    /// The barn with this number, which must be unused.
     pub fn new(yard: &'static Yard, number: usize, sheaf: usize) -> Self {
         Self { yard, first: number * PLACES, sheaf, lock: Lock::new(), full: Held32::default() }
     }
@@ -72,7 +73,7 @@ impl Barn {
         self.full.get() as usize * self.sheaf
     }
 
-    /// Puts a sheaf in, if it is one and there is a place.
+    /// Stores a sheaf; returns false if the length is not that of a sheaf or the barn is full.
     pub fn put(&self, objects: &[usize]) -> bool {
         if objects.len() != self.sheaf || self.full.get() as usize == PLACES {
             return false;
@@ -88,7 +89,7 @@ impl Barn {
         is_in
     }
 
-    /// Takes a sheaf out; says how many objects it has. One that is empty costs a look.
+    /// Removes a sheaf; returns the number of its objects. An empty barn costs one load.
     pub fn take(&self, objects: &mut [usize]) -> usize {
         if self.full.get() == 0 || objects.len() < self.sheaf {
             return 0;
@@ -107,7 +108,7 @@ mod tests {
     use super::*;
     use crate::arena::place;
 
-    /// What is put in comes out, each once; barns beside each other do not mix.
+    /// Each stored object is removed once; adjacent barns do not mix.
     #[test]
     fn sheaves_come_out_once() {
         let yard = place(Yard::new(2).unwrap()).unwrap();

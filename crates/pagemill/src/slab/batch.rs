@@ -1,7 +1,7 @@
-//! Emptied places wait for readers: what was moved away stays as it is until nobody can be at it any more.
+//! The retire list of emptied slabs: moved objects keep their old bytes until no reader can use them.
 //!
-//! One step of defragmentation makes one batch, and waits for one grace period ([`Grace`]), however many slabs it
-//! emptied. Until then its slabs are claimed: nothing new comes into them.
+//! Each step of defragmentation makes one batch with one grace period ([`Grace`]), however many slabs it emptied. Until
+//! the grace period is over, its slabs stay claimed: no object is allocated from them.
 
 use super::engine::Engine;
 use super::meta::{Objects, State};
@@ -15,18 +15,19 @@ use std::collections::vec_deque::Drain;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// Who wants memory back waits so long for readers.
+/// Calls that return memory wait for readers up to this long.
 pub(super) const GRACE_NS: u64 = 1_000_000_000;
 
-/// What is to be ended with a slab, a block, when readers have gone.
+/// A deferred action: what to finish after the grace period.
 pub(super) enum Left {
-    /// Objects that were moved away, and the slab, which is claimed.
+    /// Objects that were moved away, and their slab, which is claimed.
     Slab { node: usize, block: u32, slab: u32, objects: Objects },
-    /// A block that was being emptied; after its slabs.
+    /// A block that was being emptied; comes after its slabs.
     Block { node: usize, block: u32 },
 }
 
-/// Looks again and again whether readers have gone, as `have_gone` says, and has them go; for so long at most. Says whether they have.
+/// Polls `have_gone` until readers have finished, advancing the epoch between polls, for `most_ns` at most. Returns
+/// whether they have finished.
 pub(super) fn wait_for_readers(most_ns: u64, mut have_gone: impl FnMut() -> bool) -> bool {
     let mut patience = Patience::new();
     loop {
@@ -36,7 +37,7 @@ pub(super) fn wait_for_readers(most_ns: u64, mut have_gone: impl FnMut() -> bool
         if patience.waited_ns() > most_ns {
             return false;
         }
-        // Each goes an epoch on, if nobody is behind.
+        // Each flush advances the epoch if no participant lags behind.
         epoch::pin().flush();
         patience.pause();
     }
@@ -45,25 +46,25 @@ pub(super) fn wait_for_readers(most_ns: u64, mut have_gone: impl FnMut() -> bool
 pub(super) struct Batch {
     left: Vec<Left>,
     grace: Grace,
-    /// When it is back there is more room than before, or something to go on with.
+    /// When the batch is done there is more room than before, or a slab to continue with.
     is_news: bool,
 }
 
-/// Until who reads now has gone.
+/// A grace period: over when all readers of its beginning have finished.
 pub(super) struct Grace {
-    /// Of readers under [`super::pin`].
+    /// For readers under [`super::pin`].
     moment: Moment,
-    /// Of readers under [`crate::epoch::pin`]: true when it is over.
+    /// For readers under [`crate::epoch::pin`]: true once they have finished.
     epoch: Option<Arc<AtomicBool>>,
 }
 
 impl Grace {
-    /// Begins to wait for readers of values by handle.
+    /// Begins a grace period for readers of values by handle.
     pub fn of_handles() -> Self {
         Self { moment: readers::wait_until(), epoch: None }
     }
 
-    /// Begins to wait for readers under a guard of either kind.
+    /// Begins a grace period for readers under either kind of guard.
     pub fn of_all() -> Self {
         let is_over = Arc::new(AtomicBool::new(false));
         let grace = Self { epoch: Some(is_over.clone()), ..Self::of_handles() };
@@ -73,21 +74,21 @@ impl Grace {
         grace
     }
 
-    /// Where somebody reads since then.
+    /// Whether it is over. `oldest` is the oldest epoch of a reader.
     fn is_over(&self, oldest: Moment) -> bool {
         self.epoch.as_ref().is_none_or(|is_over| is_over.load(Acquire)) && oldest > self.moment
     }
 }
 
-/// Takes out what has waited long enough, so much at most. What waits is in the order in which it came: behind the first that has to wait
-/// nothing is looked at.
+/// Removes entries from the front while they are over, `most` at most. Entries are in order of arrival, so the first that
+/// has to wait ends the scan.
 pub(super) fn take_over<W>(waiting: &mut VecDeque<W>, most: usize, is_over: impl FnMut(&&W) -> bool) -> Drain<'_, W> {
     let count = waiting.iter().take(most).take_while(is_over).count();
     waiting.drain(..count)
 }
 
 impl Engine {
-    /// Ends a step: what it emptied comes back when readers have gone.
+    /// Ends a step: `left` becomes a batch that waits for readers.
     pub fn retire(&self, left: Vec<Left>) {
         if left.is_empty() {
             return;
@@ -102,12 +103,12 @@ impl Engine {
         self.batches.with(|batches| batches.push_back(Batch { left, grace, is_news }));
     }
 
-    /// Whether what waits for readers will be news: not such as was tried in vain.
+    /// Whether a waiting batch gives more room or a slab to continue with.
     pub fn awaits_news(&self) -> bool {
         self.batches.with(|batches| batches.iter().any(|batch| batch.is_news))
     }
 
-    /// Takes back what no reader can be at any more.
+    /// Finishes the batches after their grace period.
     pub fn settle(&self) {
         if !self.has_batches() {
             return;
@@ -118,7 +119,7 @@ impl Engine {
         ripe.into_iter().flat_map(|batch| batch.left).for_each(|left| self.end(left));
     }
 
-    /// Takes everything back, where it is known that nobody reads this cache any more.
+    /// Finishes all batches at once. For a cache that no thread reads any more.
     pub fn settle_at_once(&self) {
         let batches = self.batches.with(std::mem::take);
         batches.into_iter().flat_map(|batch| batch.left).for_each(|left| self.end(left));
@@ -144,8 +145,8 @@ impl Engine {
         }
     }
 
-    /// As [`Engine::settle`], for who comes by time and again: goes an epoch on, and gives back what is empty. Says whether
-    /// something waits still.
+    /// As [`Engine::settle`], for periodic callers: also advances the epoch and frees what is empty. Returns whether
+    /// something still waits.
     pub fn settle_behind(&self) -> bool {
         if self.has_batches() {
             epoch::pin().flush();
@@ -155,7 +156,7 @@ impl Engine {
         self.has_batches()
     }
 
-    /// Objects that were moved away and whose places are not back yet.
+    /// Objects that were moved away from places that are not free yet.
     pub fn in_batches(&self) -> u64 {
         let objects = |left: &Left| match left {
             Left::Slab { objects, .. } => u64::from(objects.count()),
@@ -168,13 +169,13 @@ impl Engine {
         self.batches.with(|batches| !batches.is_empty())
     }
 
-    /// Waits until all that was emptied is back, a second at most; says whether it is.
+    /// Waits until all batches are finished, at most one second. Returns whether they are.
     pub fn settle_all(&self) -> Result<bool> {
         self.check()?;
         Ok(self.settle_within(GRACE_NS))
     }
 
-    /// The same, for so long at most; of a cache of this process.
+    /// As [`Engine::settle_all`], for `most_ns` at most. The cache must be of this process.
     pub fn settle_within(&self, most_ns: u64) -> bool {
         wait_for_readers(most_ns, || {
             self.settle();
@@ -187,7 +188,7 @@ impl Engine {
 mod tests {
     use super::*;
 
-    /// Who comes by looks at what he takes and at one more, however much waits.
+    /// A scan visits the entries that it removes and one more, however many wait.
     #[test]
     fn what_waits_is_looked_at_in_order() {
         let mut waiting: VecDeque<u32> = (0..1000).collect();

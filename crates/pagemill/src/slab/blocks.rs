@@ -1,11 +1,11 @@
-//! The blocks that slabs lie in: one window of addresses for all caches, an equal part of it for each node.
+//! The blocks that hold slabs: one address window for all caches, with an equal part for each NUMA node.
 //!
-//! A block belongs to one cache at a time. It comes *whole* (2 MiB of memory, one huge page where there is one) or *sparse*
-//! (memory comes and goes slab by slab), as the arena says. Whole ones that are free keep their memory until somebody wants it.
+//! A block belongs to one cache at a time. The arena provides it *whole* (2 MiB of memory, one huge page if available) or
+//! *sparse* (memory comes and goes slab by slab). Whole blocks that are free keep their memory until it is reclaimed.
 //!
-//! Blocks for metadata have a window of their own, outside of the arena, and nobody is asked for their memory: who wants metadata
-//! may be giving memory back just now. They are whole once there are many, and keep none while they are free.
-#![allow(unsafe_code)] // opens a window of its own, gives the memory of free blocks and slabs back
+//! Metadata blocks have their own window outside of the arena. They are not charged and cause no reclaim, because their
+//! user may be running in reclaim. They are whole once there are many, and keep no memory while they are free.
+#![allow(unsafe_code)] // opens its own window; frees the memory of free blocks and slabs
 
 use super::meta::{Block, STANDING, Slab};
 use super::shape::MAX_SLABS;
@@ -19,50 +19,51 @@ use pagemill_sys::mem::{self, Backing};
 use pagemill_sys::numa::MAX_NODES;
 use std::ops::Range;
 
-/// The window is this part of what the arena has for pages, up to [`MAX_BLOCKS`].
+/// The window is this fraction of the arena's address range for pages, up to [`MAX_BLOCKS`].
 const WINDOW_DIVISOR: usize = 8;
 const MAX_BLOCKS: usize = 1 << 20;
 
-/// That of metadata has so many, as far as addresses are to be had: 64 GiB.
+/// Size of the metadata window, if enough addresses are available: 64 GiB.
 const METADATA_BLOCKS: usize = 1 << 15;
 
-/// So many blocks of metadata come sparse.
+/// Number of metadata blocks that come sparse, before the others come whole.
 const SPARSE_METADATA_BLOCKS: u32 = 16;
 
-/// So much of it is opened at a time.
+/// Blocks that are opened at a time.
 const OPENED_BLOCKS: u32 = 32;
 
-/// Blocks of one node that no cache has. Lists by number and one; 0 none.
+/// Free blocks of one node. List heads are block numbers plus one; 0: empty.
 #[derive(Clone, Copy, Default)]
 struct Free {
-    /// Of the node's blocks so many have been used.
+    /// Number of the node's blocks that were ever used.
     opened: u32,
-    /// Whole ones with their memory; in a fork child also the parent's, which are emptied when they are met.
+    /// Whole blocks with memory. In a fork child also those of the parent, which are emptied when they are taken.
     filled: u32,
-    /// Such as have none.
+    /// Blocks without memory.
     bare: u32,
 }
 
+/// The block allocator: one window of addresses, with free lists for each node.
 pub(super) struct Blocks {
     pub arena: &'static Arena,
     base: usize,
-    /// Whether they lie in the arena, which asks for their memory.
+    /// Whether the blocks lie in the arena, which charges their memory.
     is_charged: bool,
     /// Blocks of each node: a power of two.
     per_node: u32,
     blocks: Table<Block>,
     slabs: Table<Slab>,
     free: Guarded<[Free; MAX_NODES]>,
-    /// Free ones with memory that is charged here.
+    /// Number of free blocks with memory that is charged in this process.
     filled: AtomicU32,
-    /// How many have become such so far.
+    /// How many blocks have become free with their memory so far.
     gives: AtomicU32,
-    /// Those that caches have.
+    /// Number of blocks that caches use.
     taken: AtomicU32,
 }
 
 impl Blocks {
-    /// Takes addresses; no memory.
+    /// Reserves addresses; no memory.
     ///
     /// # Errors
     ///
@@ -74,7 +75,7 @@ impl Blocks {
         Self::over(arena, base, per_node, true)
     }
 
-    /// As [`Blocks::new`], of blocks for metadata. The bytes before the first one cannot be reached.
+    /// As [`Blocks::new`], for metadata. One block of addresses before the first block is reserved and inaccessible.
     ///
     /// # Errors
     ///
@@ -115,17 +116,17 @@ impl Blocks {
         })
     }
 
-    /// Whether they are charged; those for metadata are not, and are read where they are free.
+    /// Whether the blocks are charged. Metadata blocks are not, and they are read even while free.
     pub fn is_charged(&self) -> bool {
         self.is_charged
     }
 
-    /// Addresses of all blocks.
+    /// The addresses of all blocks.
     pub fn window(&self) -> Range<usize> {
         self.base..self.addr(self.per_node * self.arena.nodes.count() as u32)
     }
 
-    /// The block that an object's address lies in.
+    /// The block that contains an object's address.
     #[inline]
     pub fn number_of(&self, addr: usize) -> u32 {
         ((addr - self.base) / BLOCK_BYTES) as u32
@@ -136,7 +137,7 @@ impl Blocks {
         self.base + block as usize * BLOCK_BYTES
     }
 
-    /// Whose memory is behind a block.
+    /// The node of a block's memory.
     #[inline]
     pub fn node_of(&self, block: u32) -> usize {
         (block >> self.per_node.trailing_zeros()) as usize
@@ -152,12 +153,12 @@ impl Blocks {
         self.slabs.get(block as usize * MAX_SLABS + slab as usize)
     }
 
-    /// The arena's number of a block.
+    /// The number of a block within the arena.
     fn in_arena(&self, block: u32) -> usize {
         self.arena.block_of(self.addr(block))
     }
 
-    /// Takes a block of a node: whole where little of it will be wasted. Nothing is at any level of it.
+    /// Takes a block of a node: whole if little of it will be wasted. Its slabs are at no level.
     ///
     /// # Errors
     ///
@@ -183,22 +184,24 @@ impl Blocks {
         Ok(block)
     }
 
-    /// Whether there is memory of the parent's behind a block: nothing is charged for it here.
+    /// Whether the memory of a block was inherited by fork: it is not charged in this process.
     fn is_inherited(&self, block: u32) -> bool {
         self.is_charged && self.arena.peek(self.in_arena(block)).is_inherited
     }
 
-    /// Empties a block of the arena that nobody has; returns the bytes that were charged, `None` where the kernel keeps it (locked memory).
+    /// Frees the memory of an unused arena block. Returns the bytes that were charged; `None` if the kernel keeps the
+    /// memory (because it is locked).
     fn empty(&self, block: u32) -> Option<u64> {
-        // SAFETY: no cache has this block, and it is in no list: nobody refers to what is in it.
+        // SAFETY: no cache uses this block, and it is in no list: no reference to its contents exists.
         let bytes = unsafe { self.arena.discard(self.in_arena(block), 1) };
         (self.arena.peek(self.in_arena(block)).backing == Behind::Empty).then_some(bytes)
     }
 
-    /// Puts memory behind a block that has none, or lets it come slab by slab; says which.
+    /// Populates a block that has no memory, or prepares it to be populated slab by slab. Returns whether it is whole.
     fn open(&self, block: u32, is_whole_wanted: bool) -> Result<bool> {
         if self.is_charged {
-            // The parent's goes first, or what the kernel kept. Where it keeps it still the block has its charge, and stays in small pages.
+            // First drops memory of the parent, or memory that the kernel kept. If the kernel still keeps it, the block
+            // remains charged, in small pages.
             let is_empty = self.empty(block).is_some();
             let is_whole =
                 is_empty && is_whole_wanted && self.arena.bring_in_whole(self.in_arena(block), 1, true).is_ok();
@@ -211,12 +214,12 @@ impl Blocks {
         {
             return Ok(true);
         }
-        // It may have been whole before; who touches one slab is not to bring the others.
+        // It may have been whole before: touching one slab must not populate the others.
         mem::forbid_huge(self.addr(block), BLOCK_BYTES);
         Ok(false)
     }
 
-    /// A free block, and whether there is memory behind it.
+    /// A free block, and whether it has memory.
     fn find(&self, free: &mut Free, node: usize) -> Result<(u32, bool)> {
         if let Some(block) = self.pop(&mut free.filled) {
             return Ok((block, true));
@@ -237,7 +240,7 @@ impl Blocks {
             if self.is_charged {
                 self.arena.open_blocks(addr, bytes)?;
             } else {
-                // SAFETY: of the window, which is a reservation of its own.
+                // SAFETY: within the window, which is a reservation of its own.
                 unsafe { mem::open(addr, bytes) }.map_err(Error::system("opening memory of metadata"))?;
             }
         }
@@ -245,10 +248,10 @@ impl Blocks {
         Ok((block as u32, false))
     }
 
-    /// Notes a block without memory. What is known of its slabs goes, too: it is a page or more.
+    /// Adds a block without memory to the free list. The metadata of its slabs is freed, too: it is a page or more.
     fn put_bare(&self, block: u32) {
         if (MAX_SLABS * size_of::<Slab>()).is_multiple_of(os_page_bytes()) {
-            // Where the kernel keeps it (locked memory) it is zero all the same but for what passes leave, which says nothing here.
+            // If the kernel keeps it (locked memory), it is zero except for `tried` marks, which do not matter here.
             let _ = self.slabs.discard(block as usize * MAX_SLABS, MAX_SLABS);
         }
         let node = self.node_of(block);
@@ -266,11 +269,12 @@ impl Blocks {
         Some(block)
     }
 
-    /// Takes back a block that has no object. Of a sparse one the memory goes at once; returns the bytes of that which were charged.
+    /// Frees a block without objects. The memory of a sparse block is freed at once; returns its charged bytes.
     pub fn give(&self, block: u32) -> u64 {
         self.taken.fetch_sub(1, Relaxed);
         if !self.is_charged {
-            // SAFETY: no cache has this block: what is in it may become zero. Where the kernel keeps it (locked memory) it stays.
+            // SAFETY: no cache uses this block: its contents may become zero. If the kernel keeps it (locked memory), it
+            // stays.
             let _ = unsafe { mem::discard(self.addr(block), BLOCK_BYTES) };
             self.put_bare(block);
             return 0;
@@ -289,7 +293,7 @@ impl Blocks {
         0
     }
 
-    /// Brings the memory of one slab of a sparse block in, which is the caller's alone, and holds nothing.
+    /// Populates one empty slab of a sparse block. The caller must own the slab.
     ///
     /// # Errors
     ///
@@ -299,8 +303,8 @@ impl Blocks {
             self.arena.budget.expect(len_bytes as u64)?;
         }
         if let Err(error) = mem::populate(self.addr(block) + at, len_bytes) {
-            // What had come in until then goes back.
-            // SAFETY: the slab is being set up: nobody knows of it yet.
+            // Frees what was populated before the error.
+            // SAFETY: the slab is being set up, and not visible to other threads.
             let _ = unsafe { self.discard(block, at, len_bytes) };
             return Err(Error::system("bringing in a slab")(error));
         }
@@ -310,11 +314,11 @@ impl Blocks {
         Ok(())
     }
 
-    /// Gives the memory of one slab of a sparse block back; returns the bytes that were charged, `None` where the kernel refuses.
+    /// Frees the memory of one slab of a sparse block. Returns the bytes that were charged; `None` if the kernel refuses.
     ///
     /// # Safety
     ///
-    /// The slab is the caller's alone, and nobody refers to what is in it.
+    /// The caller owns the slab, and no reference to its contents exists.
     pub unsafe fn discard(&self, block: u32, at: usize, len_bytes: usize) -> Option<u64> {
         let addr = self.addr(block) + at;
         if !self.is_charged {
@@ -325,7 +329,7 @@ impl Blocks {
         unsafe { self.arena.discard_part(self.in_arena(block), addr, len_bytes) }
     }
 
-    /// How many blocks have become free so far that keep their memory.
+    /// How many blocks have become free with their memory so far.
     pub fn gives(&self) -> u32 {
         self.gives.load(Relaxed)
     }
@@ -335,7 +339,7 @@ impl Blocks {
         u64::from(self.filled.load(Relaxed)) * BLOCK_BYTES as u64
     }
 
-    /// Gives memory of free blocks back to the system, up to about `want_bytes`; returns what the kernel took.
+    /// Frees memory of free blocks, up to about `want_bytes`. Returns the bytes that the kernel took.
     pub fn shrink(&self, want_bytes: u64) -> u64 {
         let mut freed = 0;
         for node in 0..self.arena.nodes.count() {
@@ -343,7 +347,7 @@ impl Blocks {
                 let Some(block) = self.free.with(|free| self.pop(&mut free[node].filled)) else { break };
                 let is_inherited = self.is_inherited(block);
                 let Some(bytes) = self.empty(block) else {
-                    // The kernel keeps it: so do we.
+                    // The kernel keeps the memory, so the block keeps it, too.
                     self.free.with(|free| self.push(&mut free[node].filled, block));
                     break;
                 };
@@ -367,7 +371,7 @@ impl Blocks {
         Arena::charged_bytes(self.arena.peek(self.in_arena(block)).charged_pages)
     }
 
-    /// Bytes of metadata that are resident.
+    /// Resident bytes of metadata.
     pub fn metadata_bytes(&self) -> u64 {
         let each = (0..self.arena.nodes.count()).map(|node| {
             let (first, opened) = (node * self.per_node as usize, self.free.with(|free| free[node].opened) as usize);
@@ -376,7 +380,8 @@ impl Blocks {
         each.sum()
     }
 
-    /// In a fork child: what is free is the parent's, and charged there. It stays until it is met: who only runs another program pays nothing.
+    /// In a fork child: free memory is the parent's, and charged there. It stays until a block is taken, so a child that
+    /// only executes another program pays nothing.
     pub fn begin_child(&self) {
         self.filled.store(0, Relaxed);
     }

@@ -1,8 +1,9 @@
-//! Whose a magazine is for the moment: its thread's, at the cost of two plain stores, or somebody's who empties it.
+//! An asymmetric lock for a magazine: its thread enters at the cost of two plain stores; a drain pays for both sides.
 //!
-//! The thread says that it is inside before it looks whether the magazine was seized; who seizes says so before he looks
-//! whether the thread is inside. One of them sees the other, because a barrier lies between the two steps of each. Whose barriers these
-//! are the kernel decides, once for a process ([`Barriers`]).
+//! The thread sets `inside` before it reads `seized`. The draining thread sets `seized` before it reads `inside`. A
+//! barrier separates the two steps on each side, so at least one side sees the other. Either the draining thread executes
+//! a process-wide barrier (`membarrier`) for all, or each side has its own: the kernel decides once for a process
+//! ([`Barriers`]).
 
 use crate::sync::{Acquire, AtomicU32, Relaxed, Release, fence};
 #[cfg(not(loom))]
@@ -11,29 +12,30 @@ use pagemill_sys::barrier;
 use std::sync::OnceLock;
 use std::sync::atomic::Ordering::SeqCst;
 
-/// Who has the barriers between the two steps.
+/// Which side executes the barriers between the two steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Barriers {
-    /// Who seizes, for all threads at once ([`pagemill_sys::barrier`]): these have none of their own.
+    /// The draining thread, for all threads at once ([`pagemill_sys::barrier`]): they need no barrier of their own.
     OfSeizer,
-    /// Each its own: the kernel refuses the other.
+    /// Each side its own, because the kernel refuses the process-wide barrier.
     OfEach,
 }
 
 impl Barriers {
-    /// As the kernel lets this process. It is asked once: threads that sleep would not hear of a change.
+    /// What the kernel supports. Queried once: sleeping threads would not notice a change.
     #[cfg(not(loom))]
     pub fn of_process() -> Self {
         static ARE_OF_SEIZER: OnceLock<bool> = OnceLock::new();
         if *ARE_OF_SEIZER.get_or_init(barrier::register) { Self::OfSeizer } else { Self::OfEach }
     }
 
-    /// By who seizes, between his two steps; says whether it was done. One for however many magazines.
+    /// The draining thread's barrier between its two steps; returns whether it was executed. One call covers any number
+    /// of magazines.
     pub fn pass(self) -> bool {
         match self {
             #[cfg(not(loom))]
             Self::OfSeizer => barrier::all_threads(),
-            // In a model one of its own stands for it, with that of `order_own`.
+            // The model represents the process-wide barrier by one fence here and one in `order_own`.
             #[cfg(loom)]
             Self::OfSeizer => {
                 fence(SeqCst);
@@ -47,17 +49,19 @@ impl Barriers {
     }
 }
 
+/// The asymmetric lock of one magazine.
 #[derive(Default)]
 #[repr(C)]
 pub(crate) struct Claim {
-    /// 1 while its thread is inside. Nobody else writes it.
+    /// 1 while its thread is inside. Written by that thread only.
     inside: AtomicU32,
-    /// 1 while somebody else has it. Its thread never writes it.
+    /// 1 while another thread drains the magazine. Never written by its own thread.
     seized: AtomicU32,
 }
 
 impl Claim {
-    /// By the thread: whether the magazine is its own until [`Claim::leave`]. Where barriers are [`Barriers::OfSeizer`].
+    /// For the thread of the magazine: enters, and returns whether the magazine is its own until [`Claim::leave`]. For
+    /// [`Barriers::OfSeizer`].
     #[inline(always)]
     pub fn enter(&self) -> bool {
         self.inside.store(1, Relaxed);
@@ -65,7 +69,7 @@ impl Claim {
         self.is_own()
     }
 
-    /// As [`Claim::enter`], where they are [`Barriers::OfEach`].
+    /// As [`Claim::enter`], for [`Barriers::OfEach`].
     pub fn enter_fenced(&self) -> bool {
         self.inside.store(1, Relaxed);
         fence(SeqCst);
@@ -75,7 +79,7 @@ impl Claim {
     /// The second step of the thread.
     #[inline(always)]
     fn is_own(&self) -> bool {
-        // Acquires what a seizer left.
+        // Acquires what the draining thread left.
         let is_own = self.seized.load(Acquire) == 0;
         if !is_own {
             self.leave();
@@ -83,29 +87,29 @@ impl Claim {
         is_own
     }
 
-    /// Ends what [`Claim::enter`] began.
+    /// Leaves the magazine.
     #[inline(always)]
     pub fn leave(&self) {
         self.inside.store(0, Release);
     }
 
-    /// By another thread, one at a time: from [`Barriers::pass`] on its thread does not come in.
+    /// For the draining thread, one at a time: after the following [`Barriers::pass`] the magazine's thread cannot enter.
     pub fn seize(&self) {
         self.seized.store(1, Relaxed);
     }
 
-    /// After that: whether the thread is out, and the magazine the seizer's.
+    /// For the draining thread, after `pass`: whether the thread is outside, so that the magazine belongs to the caller.
     pub fn is_left(&self) -> bool {
         self.inside.load(Acquire) == 0
     }
 
-    /// Gives the magazine back to its thread.
+    /// Ends the drain: the thread can enter again.
     pub fn release(&self) {
         self.seized.store(0, Release);
     }
 }
 
-/// Keeps the compiler from exchanging what is before and after; the processor is kept by the seizer's barrier.
+/// Prevents the compiler from reordering the two steps; the barrier of the draining thread orders the processor.
 #[inline(always)]
 fn order_own() {
     #[cfg(not(loom))]
@@ -123,7 +127,7 @@ mod loom_tests {
     #[derive(Default)]
     struct Magazine {
         claim: Claim,
-        /// As the objects of a magazine: read, then written. Where two are at it at once a change is lost.
+        /// Stands for the objects of a magazine: read, then written. If two threads change it at once, a change is lost.
         objects: AtomicU32,
     }
 
@@ -133,7 +137,8 @@ mod loom_tests {
         }
     }
 
-    /// A thread adds objects while another takes all there are, twice: none is lost, none comes twice, and they never meet.
+    /// A thread adds objects while another drains them twice: no object is lost or duplicated, and the two are never
+    /// inside together.
     fn thread_and_seizer(barriers: Barriers, enter: fn(&Claim) -> bool) {
         loom::model(move || {
             let magazine = Arc::new(Magazine::default());
@@ -155,7 +160,7 @@ mod loom_tests {
             for _ in 0..2 {
                 magazine.claim.seize();
                 assert!(barriers.pass());
-                // A seizer that finds the thread inside tries again later.
+                // If the thread is inside, the drain is retried later.
                 if magazine.claim.is_left() {
                     magazine.change(|objects| {
                         taken += objects;
@@ -183,7 +188,7 @@ mod loom_tests {
         thread_and_seizer(Barriers::OfEach, Claim::enter_fenced);
     }
 
-    /// As many magazines as one seizes have one barrier of his: none of two threads is met.
+    /// One barrier of the draining thread covers two magazines of two threads: it is never inside together with either.
     #[test]
     fn one_barrier_is_enough_for_two_magazines() {
         for (barriers, enter) in

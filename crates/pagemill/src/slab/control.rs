@@ -1,4 +1,4 @@
-//! What other processes of the user may see of slab caches, and have done with them: each cache by a number of its own.
+//! What other processes of the user can see of slab caches and change in them. Each cache is named by a unique id.
 
 use super::{Kind, Member, NodeInfo, SlabInfo, Slabs, info};
 use crate::error::{Error, Result};
@@ -7,22 +7,22 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
-/// What became of a cache that somebody had shrunk.
+/// Result of shrinking a cache on request of another process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ShrinkReport {
-    /// Bytes that went back, as the cache's own `shrink` says.
+    /// Bytes that were freed, as the `shrink` of the cache returns.
     pub freed_bytes: u64,
     /// Objects that were moved meanwhile.
     pub moved: u64,
     pub slabs_before: u32,
     pub slabs_after: u32,
-    /// Bytes charged for its blocks.
+    /// Bytes charged for the blocks of the cache.
     pub resident_before: u64,
     pub resident_after: u64,
 }
 
 impl Slabs {
-    /// The first cache from a number on that is still there.
+    /// The first cache that still exists with an id of at least `from`.
     fn member_from(&self, from: u64) -> Option<(u64, Arc<dyn Member>)> {
         self.members.with(|members| {
             let rest = &members[members.partition_point(|(id, _)| *id < from)..];
@@ -34,12 +34,12 @@ impl Slabs {
         self.member_from(id).filter(|(found, _)| *found == id).map(|(_, member)| member)
     }
 
-    /// Shows all caches by number, each with one node after the other, the figures of which are apart. Takes no memory; waits
-    /// for locks for so long in all, and says of which node it could not know.
+    /// Calls `show` for every cache in order of ids, once for each node, with the statistics of that node. Allocates no
+    /// memory. Waits `most_ns` for locks in all, and reports a node as partial if it could not read its values.
     ///
     /// # Errors
     ///
-    /// What `show` says; the rest is not shown then.
+    /// Those of `show`; the remaining caches are not shown then.
     pub(crate) fn show(
         &self,
         most_ns: u64,
@@ -53,7 +53,8 @@ impl Slabs {
         Ok(())
     }
 
-    /// Shrinks one cache, as its user would: calls owners of objects. `None` where it has gone, be it before its turn came.
+    /// Shrinks one cache as its user would, which runs callbacks of owners. `None` if the cache was dropped, even while
+    /// it waited.
     ///
     /// # Errors
     ///
@@ -62,7 +63,7 @@ impl Slabs {
         let member = self.member(id)?;
         let shrink = || {
             let before = info::of(&*member)?;
-            // What may run code of the program is for a thread with the program's files.
+            // Code of the program must run on a thread that shares the program's open files.
             let freed_bytes = match member.kind() {
                 Kind::Fixed => member.shrink()?,
                 Kind::ByOwner | Kind::ByHandle => self.worker.order_shrink(member.engine())?,
@@ -82,11 +83,11 @@ impl Slabs {
         (!has_gone).then_some(done)
     }
 
-    /// Sets the ratio by which a cache is defragmented. `None` where it has gone.
+    /// Sets the used ratio below which a cache is defragmented. `None` if the cache was dropped.
     ///
     /// # Errors
     ///
-    /// [`Error::BadRatio`]; [`Error::Unsupported`] where nothing can be moved.
+    /// [`Error::BadRatio`]; [`Error::Unsupported`] if objects of the cache cannot be moved.
     pub(crate) fn set_used_ratio(&self, id: u64, percent: u32) -> Option<Result<()>> {
         let member = self.member(id)?;
         Some(match member.kind() {
@@ -95,7 +96,7 @@ impl Slabs {
         })
     }
 
-    /// Sets how often free objects of other nodes serve before there is a new slab. `None` where it has gone.
+    /// Sets how often free objects of other nodes are used before a new slab is set up. `None` if the cache was dropped.
     ///
     /// # Errors
     ///

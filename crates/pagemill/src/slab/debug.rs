@@ -1,12 +1,14 @@
-//! Debug mode: what is behind an object is watched, free objects are poisoned, and who took and gave it is known.
+//! Debug mode: redzones behind objects, poison in free objects, and the callers that allocated and freed each object.
 //!
-//! Behind each object lie a *redzone*, which says whether it is free, and the places in the source that took it and gave it
-//! last. All of it is looked at with every call, outside of magazines. Damage ends in a panic that names these places.
-#![allow(unsafe_code)] // looks behind objects, and into free ones
+//! Behind each object lie a *redzone*, which also records whether it is free, and the source locations of its last
+//! allocation and its last free. Every call checks all of it, without magazines. Damage causes a panic that names these
+//! locations.
+#![allow(unsafe_code)] // accesses the bytes behind objects, and free objects
 
 use std::panic::Location;
 
-/// The kernel's values, so that a dump looks familiar: redzones of objects in use and free ones, free bytes, the last of them.
+/// The kernel's values, so that a dump looks familiar: redzones of allocated and free objects, a free byte, and the last
+/// free byte.
 const IN_USE: u64 = 0xcccc_cccc_cccc_cccc;
 const FREE: u64 = 0xbbbb_bbbb_bbbb_bbbb;
 const POISON: u8 = 0x6b;
@@ -14,6 +16,7 @@ const LAST_POISON: u8 = 0xa5;
 
 type Place = &'static Location<'static>;
 
+/// The redzone behind an object, and the source locations of its last allocation and free.
 #[repr(C)]
 struct Trailer {
     redzone: u64,
@@ -23,12 +26,12 @@ struct Trailer {
 
 /// # Invariants
 ///
-/// A trailer lies behind each object of the cache, at the next multiple of eight; who took the object and has not given it has
-/// both alone, of a free one who is about to take it.
+/// A trailer lies behind each object of the cache, at the next multiple of eight. The owner of an allocated object has
+/// exclusive access to both; for a free object, the thread that is about to allocate it has.
 pub(super) struct Checks {
     name: String,
     object_bytes: usize,
-    /// Free objects of caches with a constructor keep what that made.
+    /// Free objects of caches with a constructor are not poisoned: they keep their constructed contents.
     is_poisoned: bool,
 }
 
@@ -46,7 +49,7 @@ impl Checks {
     fn poison(&self, object: usize) {
         if self.is_poisoned {
             let last = self.object_bytes - 1;
-            // SAFETY: the object is free, and ours alone (type invariant).
+            // SAFETY: the object is free, and accessed by this thread alone (type invariant).
             unsafe {
                 std::ptr::write_bytes(object as *mut u8, POISON, last);
                 std::ptr::write((object + last) as *mut u8, LAST_POISON);
@@ -54,7 +57,7 @@ impl Checks {
         }
     }
 
-    /// The first byte of a free object that is not what it was left as.
+    /// The first byte of a free object that differs from the poison.
     fn damage(&self, object: usize) -> Option<usize> {
         // SAFETY: as in `poison`; all bytes were written there.
         let byte = |at: usize| unsafe { std::ptr::read((object + at) as *const u8) };
@@ -63,7 +66,7 @@ impl Checks {
         bytes.find(|at| byte(*at) != expected(*at))
     }
 
-    /// An object of a slab that is set up.
+    /// Initializes the trailer and poison of an object in a new slab.
     pub fn note_new(&self, object: usize) {
         let trailer = Trailer { redzone: FREE, taken: None, given: None };
         // SAFETY: the slab is claimed, so the object is free (type invariant).
@@ -71,14 +74,14 @@ impl Checks {
         self.poison(object);
     }
 
-    /// An object was taken.
+    /// Records an allocation.
     ///
     /// # Panics
     ///
-    /// If it is not as it was when it was given.
+    /// If the redzone or the poison was overwritten while the object was free.
     #[track_caller]
     pub fn note_taken(&self, object: usize) {
-        // SAFETY: nobody else has taken it (type invariant).
+        // SAFETY: no other thread has allocated it (type invariant).
         let trailer = unsafe { &mut *self.trailer(object) };
         if trailer.redzone != FREE {
             self.report(object, trailer, "was written behind while it was free");
@@ -90,14 +93,15 @@ impl Checks {
         trailer.taken = Some(Location::caller());
     }
 
-    /// An object is about to be given back.
+    /// Records that an object is about to be freed.
     ///
     /// # Panics
     ///
-    /// If it is free already, or what is behind it was written.
+    /// If it is free already, or its redzone was overwritten.
     #[track_caller]
     pub fn note_given(&self, object: usize) {
-        // SAFETY: the caller has it (type invariant); if he has not, this is what finds out, at worst with a wrong name.
+        // SAFETY: the caller owns it (type invariant). If it does not, this check reports that, in the worst case with a
+        // wrong location.
         let trailer = unsafe { &mut *self.trailer(object) };
         match trailer.redzone {
             IN_USE => {}

@@ -1,6 +1,7 @@
-//! Defragmentation: which blocks and slabs are emptied, and when that has come to its end; moving from node to node.
+//! Defragmentation: which blocks and slabs are emptied, and when to stop; moving objects between nodes.
 //!
-//! Blocks go first, then slabs; of each the emptiest, whose objects find a place in fuller ones. A *pass* tries each once.
+//! Blocks are emptied first, then slabs. In both cases the emptiest go first, if their objects fit into fuller ones. A
+//! *pass* tries each candidate once.
 
 use super::engine::Engine;
 use super::looks::Search;
@@ -13,38 +14,39 @@ use pagemill_sys::clock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Who needs memory at once waits so long for readers, and for what they left.
+/// Reclaim waits up to this long for readers, and for freeing what they held up.
 pub(super) const MOMENT_NS: u64 = 5_000_000;
 
-/// All that is not full is worth emptying.
+/// Percentage with which everything that is not full is worth emptying.
 const ALL: u32 = 101;
 
-/// A cache where a pass freed nothing is left alone until this part of its objects has come or gone.
+/// After a pass that freed nothing, a cache is skipped until this fraction of its object count has changed.
 const CHANGE_DIVISOR: u64 = 64;
 
-/// A long defragmentation lets others have their magazines back so often.
+/// A long defragmentation re-enables magazines at this interval.
 const SLICE: Duration = Duration::from_millis(10);
 
-/// How far the defragmentation of a cache has come.
+/// Progress of the defragmentation of a cache.
 ///
-/// A pass ends when nothing is found any more and all that it moved from is back: until then there is less room than there will be, and
-/// what was left in the midst is not there.
+/// A pass ends when no candidate is left and all slabs that it emptied are open or freed again. Before that, room is
+/// still missing and slabs that were left half done are not available.
 pub(super) struct Passes {
-    /// The pass that it is at.
+    /// The current pass.
     number: AtomicU32,
-    /// Objects when that began; [`NONE`] before.
+    /// Number of objects when the pass began; [`NONE`] before its first step.
     used_before: AtomicU64,
     has_emptied: AtomicBool,
-    /// Nothing was found any more; it waits for what is not back.
+    /// No candidate was left; the pass waits for its batches.
     is_ending: AtomicBool,
-    /// Slabs and blocks in use when the last one ended, and objects when it had begun, where it freed nothing; else [`NONE`].
+    /// `footprint_before`: slabs and blocks in use when the last pass ended. `rest_at`: number of objects when the last
+    /// pass had begun, if it freed nothing; else [`NONE`].
     footprint_before: AtomicU64,
     rest_at: AtomicU64,
-    /// Memory is short: until a pass gains nothing all that is not full is worth emptying.
+    /// Memory is short: everything that is not full is worth emptying, until a pass gains nothing.
     is_pressed: AtomicBool,
 }
 
-/// No number of objects.
+/// No object count.
 const NONE: u64 = u64::MAX;
 
 impl Passes {
@@ -60,16 +62,16 @@ impl Passes {
         }
     }
 
-    /// The next pass; no other has its number.
+    /// Begins the next pass and returns its unique number.
     fn next(&self) -> u32 {
-        // 0 is never tried.
+        // 0 marks slabs that were never tried.
         match self.number.fetch_add(1, Relaxed).wrapping_add(1) {
             0 => self.next(),
             pass => pass,
         }
     }
 
-    /// A step of a pass, of so many objects when it began, was made.
+    /// Records a step of a pass. `used` is the number of objects when the step began.
     fn note(&self, used: u64, progress: &Progress) {
         if self.used_before.load(Relaxed) == NONE {
             self.used_before.store(used, Relaxed);
@@ -79,14 +81,14 @@ impl Passes {
         self.is_ending.store(progress.is_done, Relaxed);
     }
 
-    /// A pass has come to its end. Where it has freed nothing the next one waits for changes, from its beginning on.
+    /// Ends a pass. If it freed nothing, the next one waits for changes, counted from the beginning of this pass.
     fn end(&self, engine: &Engine, percent: u32) {
         self.next();
         self.is_ending.store(false, Relaxed);
         let (used, footprint) = (self.used_before.swap(NONE, Relaxed), engine.footprint());
         let has_gained = self.footprint_before.swap(footprint, Relaxed) > footprint;
         let may_gain = has_gained | self.has_emptied.swap(false, Relaxed);
-        // Another ratio, or that memory is short, may be news since the last step began.
+        // The ratio may have been raised, or memory become short, since the last step began.
         let is_over = !may_gain && percent >= engine.used_ratio.load(Relaxed);
         self.rest_at.store(if is_over { used } else { NONE }, Relaxed);
         if percent == ALL {
@@ -94,12 +96,12 @@ impl Passes {
         }
     }
 
-    /// What freed nothing may free something now.
+    /// Allows the next pass, although the last one freed nothing.
     pub fn wake(&self) {
         self.rest_at.store(NONE, Relaxed);
     }
 
-    /// A pass has freed nothing, and so the next waits for changes.
+    /// Whether the last pass freed nothing, so that the next waits for changes.
     #[cfg(all(test, not(shuttle)))]
     pub fn is_resting(&self) -> bool {
         self.rest_at.load(Relaxed) != NONE
@@ -110,18 +112,18 @@ impl Passes {
         self.is_pressed.load(Ordering::SeqCst)
     }
 
-    /// Says whether that was known.
+    /// Memory is short. Returns whether that was known already.
     pub fn press(&self) -> bool {
         self.is_pressed.swap(true, Ordering::SeqCst)
     }
 }
 
-/// Empties what is in use by less than the cache's ratio, for so long at most. When a pass over all has freed nothing there
-/// is no other before the number of objects has changed.
+/// Empties what is used by less than the cache's ratio, for about `budget`. After a pass that freed nothing, the next one
+/// begins only when the number of objects has changed.
 ///
 /// # Errors
 ///
-/// [`Error::Busy`] if somebody else empties the cache.
+/// [`Error::Busy`] if another thread drains the cache.
 pub(super) fn step(engine: &Engine, mover: &impl Mover, budget: Duration) -> Result<Progress> {
     assert_not_isolating();
     engine.check()?;
@@ -140,7 +142,7 @@ pub(super) fn step(engine: &Engine, mover: &impl Mover, budget: Duration) -> Res
     Ok(progress)
 }
 
-/// What a step should look for; nothing where the last pass has freed nothing and little has changed since.
+/// The search for a step; `None` if the last pass freed nothing and little has changed since.
 fn worthwhile(engine: &Engine, used: u64) -> Option<Search> {
     let passes = &engine.passes;
     let (ratio, is_pressed) = (engine.used_ratio.load(Relaxed), passes.is_pressed.load(Ordering::SeqCst));
@@ -151,7 +153,8 @@ fn worthwhile(engine: &Engine, used: u64) -> Option<Search> {
     (ratio > 0 && (is_pressed || !is_resting)).then_some(Search { percent, pass, round: Some(pass) })
 }
 
-/// Whether a step would find something, as far as can be seen while magazines are full: without a barrier. Or end a pass, for the next.
+/// Whether a step would find a candidate or could end a pass. An estimate without a barrier, because magazines are not
+/// drained.
 pub(super) fn is_worth_it(engine: &Engine) -> bool {
     worthwhile(engine, engine.used()).is_some_and(|search| {
         let can_end = engine.passes.is_ending.load(Relaxed) && !engine.awaits_news();
@@ -159,7 +162,7 @@ pub(super) fn is_worth_it(engine: &Engine) -> bool {
     })
 }
 
-/// A part of a pass, which goes on with the next.
+/// Runs a part of a pass.
 fn slice(engine: &Engine, seized: Seized<'_>, mover: &impl Mover, search: &Search, budget: Duration) -> Progress {
     let deadline_ns = clock::fine_ns().saturating_add(budget.as_nanos().min(u128::from(u64::MAX)) as u64);
     engine.settle();
@@ -171,8 +174,7 @@ fn slice(engine: &Engine, seized: Seized<'_>, mover: &impl Mover, search: &Searc
     run.end()
 }
 
-/// Packs what can be packed in a moment, for who needs memory, and may be in the midst of anything. What readers are still at
-/// comes back with a later call.
+/// Packs for one slice of time, for reclaim, which may run inside of any call. A later call frees what readers still use.
 pub(super) fn pack(engine: &Engine, mover: &impl Mover) {
     if let Some(seized) = engine.try_seize() {
         let pass = engine.passes.next();
@@ -182,8 +184,8 @@ pub(super) fn pack(engine: &Engine, mover: &impl Mover) {
     }
 }
 
-/// Packs all objects into as few slabs and blocks as can be, and gives the rest back. Returns the bytes that are no longer
-/// charged for the cache's blocks.
+/// Packs all objects into as few slabs and blocks as possible, and frees the rest. Returns by how many bytes the charge
+/// of the cache's blocks fell.
 ///
 /// # Errors
 ///
@@ -195,7 +197,7 @@ pub(super) fn shrink(engine: &Engine, mover: &impl Mover) -> Result<u64> {
     drop(engine.seize()?);
     engine.settle_all()?;
     let round = engine.passes.next();
-    // Blocks first; then what is left of them in as few slabs as can be.
+    // First empties blocks, then packs what is left into as few slabs as possible.
     for round in [Some(round), None] {
         loop {
             let footprint = engine.footprint();
@@ -206,7 +208,8 @@ pub(super) fn shrink(engine: &Engine, mover: &impl Mover) -> Result<u64> {
                 was_stopped |= !is_done;
                 if is_done {
                     let is_settled = engine.settle_all()?;
-                    // What was left in the midst is back, and gone on with: slabs that were tried are not tried again.
+                    // Slabs that were left half done are open again, so the pass continues. Slabs that were tried are not
+                    // tried again.
                     if !was_stopped || !is_settled {
                         break is_settled;
                     }
@@ -226,8 +229,8 @@ pub(super) fn shrink(engine: &Engine, mover: &impl Mover) -> Result<u64> {
     Ok(before.saturating_sub(engine.resident_bytes()))
 }
 
-/// What is left over mostly does not fill a block. One that is whole and in use by half at most is given up for small pages, where
-/// those are what a new one would come in.
+/// Splits up a whole block that is at most half used after packing: moves its objects to small pages, if a new block
+/// would come in small pages.
 ///
 /// # Errors
 ///
@@ -277,7 +280,7 @@ pub(super) fn move_objects(engine: &Engine, mover: &impl Mover, from: usize, to:
         let was_stopped = run.was_stopped;
         let part = run.end();
         whole.add(&Progress { is_done: true, ..part });
-        // A slab that was left in the midst can be gone on with when it is back.
+        // A slab that was left half done can be continued once it is open again.
         if !has_more && !was_stopped || was_stopped && !engine.settle_all()? {
             break;
         }
@@ -287,7 +290,7 @@ pub(super) fn move_objects(engine: &Engine, mover: &impl Mover, from: usize, to:
     Ok(whole)
 }
 
-/// Moves what nodes have more than their share to those that have less.
+/// Moves objects from nodes above the average to nodes below it.
 ///
 /// # Errors
 ///

@@ -1,4 +1,4 @@
-//! Defragmentation in steps: that it comes to its end, however small they are, and what is left then.
+//! Defragmentation in steps: it ends, however small the steps are, and with the expected result.
 
 use super::model_tests::Random;
 use super::owner_tests::{Book, Items, cache_of, pin};
@@ -8,12 +8,12 @@ use crate::units::BLOCK_BYTES;
 use crate::xarray;
 use std::collections::BTreeMap;
 
-/// Two slabs a block, and 512 objects a slab: many blocks of few items.
+/// Two slabs a block, and 512 objects a slab: many blocks with few items.
 const SLABS_EACH: u64 = 2;
 const SLAB_BYTES: usize = BLOCK_BYTES / SLABS_EACH as usize;
 const PER_BLOCK: u64 = SLABS_EACH * 512;
 
-/// A cache with so many full blocks, and the numbers of the items of each.
+/// A cache with `blocks` full blocks, and the numbers of the items in each.
 fn with_full_blocks(slabs: &'static Slabs, blocks: u64) -> (ByOwner<Book>, Vec<Vec<u64>>) {
     let cache = cache_of(slabs, Settings { slab_bytes: Some(SLAB_BYTES), ..Settings::new("steps") });
     (0..blocks * PER_BLOCK).for_each(|number| cache.add(number));
@@ -25,7 +25,7 @@ fn with_full_blocks(slabs: &'static Slabs, blocks: u64) -> (ByOwner<Book>, Vec<V
     (cache, by_block.into_values().collect())
 }
 
-/// Leaves so many items of a block, some in each slab, and says which. Nothing stays in magazines.
+/// Leaves `left` items of a block, some in each slab, and returns their numbers. Magazines are empty afterwards.
 fn thin_out(cache: &ByOwner<Book>, numbers: &[u64], left: usize) -> Vec<u64> {
     let is_left = |at: usize| at * left / numbers.len() != (at + 1) * left / numbers.len();
     let (kept, gone): (Vec<_>, Vec<_>) = numbers.iter().enumerate().partition(|(at, _)| is_left(*at));
@@ -34,7 +34,7 @@ fn thin_out(cache: &ByOwner<Book>, numbers: &[u64], left: usize) -> Vec<u64> {
     kept.into_iter().map(|(_, number)| *number).collect()
 }
 
-/// Makes steps of one slab each until the cache rests; says how many.
+/// Runs steps of one slab each until the cache rests; returns how many.
 fn steps_until_rest(cache: &ByOwner<Book>, most: u64) -> u64 {
     for steps in 0..most {
         cache.defrag_step(Duration::ZERO).unwrap();
@@ -46,8 +46,8 @@ fn steps_until_rest(cache: &ByOwner<Book>, most: u64) -> u64 {
     panic!("it does not come to its end in {most} steps: {:?}", cache.info());
 }
 
-/// Where more blocks than one look goes over have items that stay, all those behind them are emptied, in steps of one slab each. Forty
-/// blocks refuse, and come first in their list; twenty do not, and find a place in these.
+/// More blocks with pinned items than one search compares: all blocks behind them are still emptied, in steps of one slab
+/// each. Forty blocks have pinned items and come first in their list; the items of twenty others fit into these.
 #[test]
 fn blocks_that_refuse_do_not_hide_others() {
     let (cache, blocks) = with_full_blocks(slabs(), 60);
@@ -57,7 +57,7 @@ fn blocks_that_refuse_do_not_hide_others() {
         thin_out(&cache, numbers, 100).iter().for_each(|number| pin(&cache, *number));
     }
 
-    // Each slab is tried once in a pass; of passes there are few.
+    // Each slab is tried once in a pass, and there are few passes.
     steps_until_rest(&cache, 4 * 60 * SLABS_EACH);
 
     cache.engine().shrink().unwrap();
@@ -67,8 +67,8 @@ fn blocks_that_refuse_do_not_hide_others() {
     cache.engine().check_books();
 }
 
-/// Two blocks with an item that stays are not emptied into each other time and again, though each is in use by less than the ratio, and finds
-/// room in the other: each gives the other what it has, once.
+/// Two blocks with one pinned item each, both used by less than the ratio, are not emptied into each other forever: each
+/// moves its items to the other once.
 #[test]
 fn blocks_that_cannot_be_emptied_do_not_take_turns() {
     let (cache, blocks) = with_full_blocks(slabs(), 2);
@@ -85,8 +85,8 @@ fn blocks_that_cannot_be_emptied_do_not_take_turns() {
     cache.engine().check_books();
 }
 
-/// A slab that a step left in the midst is gone on with when readers have gone, though a step found nothing else meanwhile; so a cache does
-/// not come to rest before what can be freed is.
+/// A slab that a step left half done is continued once readers have finished, even if a step found nothing else
+/// meanwhile. So a cache does not rest before everything possible is freed.
 #[test]
 fn a_pass_waits_for_what_it_left_in_the_midst() {
     let (cache, blocks) = with_full_blocks(slabs(), 6);
@@ -106,9 +106,9 @@ fn a_pass_waits_for_what_it_left_in_the_midst() {
     assert_eq!((info.moved, info.total.blocks), (40, 5), "{info:?}");
 }
 
-/// Items of random numbers stay in some blocks, come and go beside steps of random lengths and readers. When a cache rests it has no more than the ratio
-/// says, and beside that on each node, in whole blocks, one that is in use by less and one that is kept idle; in small pages one such slab, and
-/// four that are kept.
+/// Random items stay in some blocks, and come and go beside steps of random lengths and readers. A resting cache has no
+/// more memory than the ratio allows. In addition, each node may have one whole block that is used by less and one idle
+/// block; with sparse blocks one such slab and four empty ones.
 #[test]
 fn at_rest_a_cache_has_what_its_ratio_says() {
     let mut random = Random::seeded("at rest");
@@ -138,7 +138,7 @@ fn at_rest_a_cache_has_what_its_ratio_says() {
                 settle(cache.engine());
             }
         }
-        // What has changed by less than one in 64 is worth no pass.
+        // A change of less than 1/64 of the objects would not start a pass.
         cache.engine().passes.wake();
         steps_until_rest(&cache, 1000);
         let (info, live_count) = (cache.info().unwrap(), live.len() as u64);

@@ -1,31 +1,32 @@
-//! Destructors of values that remove others: what these leave is ended by the call of the cache that is ending values already on this
-//! thread. So destructors are within each other once for each cache at most, however long the lists are that they take apart.
+//! Deferred drop: a destructor may remove further values of its cache. These are dropped later, by the call on this
+//! thread that is already dropping values of the cache. So destructors nest at most once per cache, even when they take
+//! apart a long list.
 
 use super::numbers;
 use std::cell::Cell;
 
-/// Caches of which a thread ends values in destructors of each other's. What is left beyond that waits for a later call.
+/// Maximum number of caches with destructors nested on one thread. Values of further caches wait for a later call.
 const DEPTH: usize = 8;
 
 thread_local! {
-    /// What is being ended on this thread. Without a destructor, so it is there to a thread's end.
+    /// The drops in progress on this thread. Without a destructor, so it is usable until the thread ends.
     static ENDING: [Slot; DEPTH] = const { [const { Slot { cache: Cell::new(0), has_more: Cell::new(false) } }; DEPTH] };
 }
 
 struct Slot {
-    /// 0 while it is free.
+    /// The address that names the cache; 0 if the slot is free.
     cache: Cell<usize>,
     has_more: Cell<bool>,
 }
 
-/// Values of a cache are being ended on this thread.
+/// A drop in progress on this thread, for one cache.
 pub(super) struct Ending(usize);
 
 impl Ending {
-    /// Begins to end values of a cache, which is named by its address. `None` within a destructor of one: who runs that is told that there is
-    /// more.
+    /// Begins to drop values of a cache, which is named by its address. `None` inside of a destructor of the same cache:
+    /// the outer call is notified that there is more. Also `None` if all [`DEPTH`] slots are taken.
     pub fn begin<T>(cache: &T) -> Option<Self> {
-        // Under shuttle all threads are one.
+        // Under shuttle all tasks share one thread.
         let thread = if cfg!(shuttle) { numbers::own_number() as usize } else { 0 };
         let cache = std::ptr::from_ref(cache) as usize + thread;
         ENDING.with(|slots| {
@@ -39,7 +40,7 @@ impl Ending {
         })
     }
 
-    /// Whether destructors have left something since the last time.
+    /// Whether destructors have retired more since the last call.
     pub fn take_more(&self) -> bool {
         ENDING.with(|slots| slots[self.0].has_more.take())
     }

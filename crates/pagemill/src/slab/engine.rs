@@ -1,4 +1,4 @@
-//! What all kinds of caches are made of: objects of one size, taken and given back.
+//! The engine: allocation and freeing of objects of one size, shared by all kinds of caches.
 //!
 //! ```text
 //!   thread   magazine: two sheaves, no lock
@@ -10,8 +10,9 @@
 //!   all      blocks (`blocks`), charged by the arena
 //! ```
 //!
-//! Slabs come and go in `supply`. Lock order: `emptying`, then one node's books, then the free blocks.
-#![allow(unsafe_code)] // a promise of who gives objects back
+//! `supply` sets slabs up and frees them. Lock order: `emptying`, then the state (`Books`) of one node, then the free
+//! blocks.
+#![allow(unsafe_code)] // the contract of freeing an object
 
 use super::barn::{BARNS, Barn};
 use super::batch::{Batch, Grace};
@@ -35,25 +36,25 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 
-/// Of a hundred draws each number comes once.
+/// A step prime to 100: a hundred draws yield each number once.
 const DRAW_STEP: u32 = 37;
 const PERCENT: u32 = 100;
 
-/// Called for each object of a slab before any of them is handed out.
+/// Called for each object of a slab before any of them is allocated.
 pub(super) type SetUp = Box<dyn Fn(usize) + Send + Sync>;
 
-/// What a slot is to hold, and what makes it ready.
+/// Layout and initialization of an object.
 pub(super) struct Object {
     pub layout: Layout,
-    /// Of that, bytes that the cache's user knows of.
+    /// The part of `layout` that the cache's user knows.
     pub user_bytes: usize,
-    /// Of that, bytes that nobody comes to while it is free.
+    /// The bytes that are not accessed while the object is free.
     pub closed: Range<usize>,
     pub set_up: Option<SetUp>,
     pub is_movable: bool,
-    /// Begins to wait for who reads objects.
+    /// Begins a grace period for readers of objects.
     pub grace: fn() -> Grace,
-    /// Where threads keep something beside their magazines.
+    /// The handle table, which also holds what threads keep beside their magazines.
     pub handles: Option<&'static Handles>,
 }
 
@@ -66,51 +67,51 @@ fn check_ratio(percent: u32) -> Result<()> {
 
 /// # Invariants
 ///
-/// Memory behind an object that was handed out stays until it is given back. Objects of slabs that are open have been set up.
+/// The memory of an allocated object stays until it is freed. Objects of open slabs have been set up.
 pub(super) struct Engine {
     pub ground: &'static Ground,
     pub name: Arc<str>,
-    /// Percents of [`Settings`], which may be changed.
+    /// The percentages of [`Settings`], which can be changed.
     pub used_ratio: AtomicU32,
     pub remote_ratio: AtomicU32,
-    /// Bytes of an object as its user knows it.
+    /// Bytes of an object as the user defined it.
     pub object_bytes: usize,
     pub shape: Shape,
-    /// Which cache of the ground it is.
+    /// The cache id within `ground`.
     pub number: usize,
     generation: u16,
-    /// Nobody opens one in debug mode.
+    /// The magazines, by thread slot. None is opened in debug mode.
     pub magazines: Shelf,
     handles: Option<&'static Handles>,
     has_one_node: bool,
     nodes: Box<[Padded<Guarded<Books>>]>,
     barns: Box<[Padded<Barn>]>,
-    /// Of each node whether it has filled a block: the next may be whole.
+    /// For each node, whether a block was filled completely: the next one may be whole.
     pub has_filled: Box<[AtomicBool]>,
     pub set_up: Option<SetUp>,
     pub checks: Option<Checks>,
-    /// A bit for the number of each thread that has opened a magazine; none in debug mode. Changed under `emptying`.
+    /// One bit for each thread slot that has opened a magazine; empty in debug mode. Changed under `emptying`.
     pub users: Box<[AtomicU64]>,
-    /// That one thread empties magazines and slabs at a time.
+    /// Held by the one thread that drains magazines or empties slabs.
     pub emptying: Lock,
-    /// Somebody does: magazines are out of use.
+    /// Magazines are being drained and out of use.
     pub is_seized: AtomicBool,
     draws: AtomicU32,
-    /// Emptied places that wait for readers.
+    /// Batches of emptied slabs that wait for readers.
     pub batches: Guarded<VecDeque<Batch>>,
     pub passes: Passes,
     pub is_movable: bool,
     closed: Range<usize>,
     pub grace: fn() -> Grace,
-    /// A callback has panicked in the background, which leaves the cache alone since.
+    /// A callback panicked in the background, which ignores the cache since.
     pub has_failed: AtomicBool,
     pub order: Guarded<Order>,
-    /// Its user has dropped it: nobody comes by for an order any more.
+    /// The user has dropped it: orders are not carried out any more.
     pub is_withdrawn: AtomicBool,
     pub counts: Counts,
 }
 
-/// What became of objects that were to be moved, and of slabs.
+/// Counts of moved objects by result, and of emptied slabs.
 #[derive(Default)]
 pub(super) struct Counts {
     pub moved: AtomicU64,
@@ -123,7 +124,7 @@ pub(super) struct Counts {
 }
 
 impl Engine {
-    /// Whatever the ratio was, the background tries the cache again.
+    /// Sets the used ratio. In any case the background tries a cache again that it had given up.
     ///
     /// # Errors
     ///
@@ -141,7 +142,7 @@ impl Engine {
         Ok(())
     }
 
-    /// A shrink got through, all callbacks included: the background, which may have given the cache up, goes on with it.
+    /// Records a shrink that succeeded, including all callbacks. The background resumes a cache that it had given up.
     pub fn note_shrunk(&self) {
         if self.has_failed.swap(false, Relaxed) {
             self.ring_if_worth_it();
@@ -163,7 +164,7 @@ impl Engine {
         Ok(())
     }
 
-    /// An engine with a number that nobody else has.
+    /// Creates an engine with an unused cache id.
     ///
     /// # Errors
     ///
@@ -173,7 +174,7 @@ impl Engine {
         let Object { layout, user_bytes, closed, set_up, is_movable, grace, handles } = object;
         [settings.defrag_used_ratio, settings.remote_node_defrag_ratio].into_iter().try_for_each(check_ratio)?;
         let checks = settings.debug.then(|| Checks::new(&settings.name, layout.size(), set_up.is_some()));
-        // Debug mode looks at free objects by itself.
+        // Debug mode checks free objects by itself.
         let closed = if checks.is_some() { 0..0 } else { closed };
         let trailer = checks.as_ref().map_or(0, |_| Checks::TRAILER_BYTES);
         let bytes =
@@ -219,7 +220,7 @@ impl Engine {
         self.nodes.len()
     }
 
-    /// Refuses in a child of the process that made the cache: locks of the parent's threads are here, they are not.
+    /// Fails in a fork child of the process that created the cache: threads that hold its locks do not exist there.
     ///
     /// # Errors
     ///
@@ -234,25 +235,25 @@ impl Engine {
         Err(Error::WrongState { what: "a slab cache of the parent process: a fork child has to make its own" })
     }
 
-    /// Lets `act` have the books of a node.
+    /// Calls `act` with the state of a node, under its lock.
     pub fn on<R>(&self, node: usize, act: impl FnOnce(&mut Node<'_>) -> R) -> R {
         let (shape, blocks) = (&self.shape, &self.ground.blocks);
         self.nodes[node].0.with(|books| act(&mut Node { shape, blocks, books }))
     }
 
-    /// As [`Engine::on`], unless somebody has them.
+    /// As [`Engine::on`], unless the lock is taken.
     pub fn try_on<R>(&self, node: usize, act: impl FnOnce(&mut Node<'_>) -> R) -> Option<R> {
         let (shape, blocks) = (&self.shape, &self.ground.blocks);
         self.nodes[node].0.try_with(|books| act(&mut Node { shape, blocks, books }))
     }
 
-    /// Lets the thread into its magazine.
+    /// Enters the magazine of this thread.
     #[inline(always)]
     fn enter(&self) -> Option<Inside<'_>> {
         self.magazines.enter(own_offset())
     }
 
-    /// Takes an object: of the thread's magazine mostly.
+    /// Allocates an object, mostly from the thread's magazine.
     ///
     /// # Errors
     ///
@@ -268,11 +269,11 @@ impl Engine {
         Ok(object)
     }
 
-    /// Gives an object back.
+    /// Frees an object.
     ///
     /// # Safety
     ///
-    /// It was taken from this cache, nobody refers to it any more, and it is as it was when it was set up.
+    /// It was allocated from this cache, no reference to it exists, and its contents are as after set-up.
     #[inline]
     #[track_caller]
     pub unsafe fn free(&self, object: usize) {
@@ -283,8 +284,8 @@ impl Engine {
         }
     }
 
-    /// Takes an object and what `beside`, which must not panic, takes of what this thread, by its number, keeps beside its magazine:
-    /// both, or neither where one is not at hand.
+    /// Allocates an object together with a result of `beside`, which takes something that this thread slot keeps beside
+    /// its magazine, and must not panic. Both, or neither if one is not available.
     #[inline(always)]
     pub fn allocate_with<R>(&self, beside: impl FnOnce(usize) -> Option<R>) -> Option<(usize, R)> {
         let found = self.enter()?.pop_with(|| beside(own_number() as usize))?;
@@ -292,7 +293,7 @@ impl Engine {
         Some(found)
     }
 
-    /// Gives objects back, about a sheaf at most.
+    /// Frees objects, about a sheaf at most.
     ///
     /// # Safety
     ///
@@ -309,22 +310,23 @@ impl Engine {
                 rest += self.fill(objects[rest..].iter().map(|object| *object as usize), 0);
             }
         }
-        // SAFETY: the caller's promise, of such as are not in the magazine.
+        // SAFETY: the caller's promise, for the objects that did not fit into the magazine.
         objects[rest..].iter().for_each(|object| unsafe { self.free(*object as usize) });
     }
 
-    /// Lets `act`, which must not panic, have what this thread, by its number, keeps beside its magazine. `None` while it has none.
+    /// Calls `act`, which must not panic, with the thread slot, inside of its magazine. `None` if the magazine is not
+    /// open.
     #[inline(always)]
     pub fn beside_magazine<R>(&self, act: impl FnOnce(usize) -> R) -> Option<R> {
         self.enter()?.act(|| act(own_number() as usize))
     }
 
-    /// As [`Inside::fill`] of the thread's magazine.
+    /// [`Inside::fill`] on the thread's magazine.
     fn fill(&self, objects: impl ExactSizeIterator<Item = usize>, node: usize) -> usize {
         self.enter().map_or(0, |inside| inside.fill(objects, node))
     }
 
-    /// As [`Inside::drain`] of the thread's magazine.
+    /// [`Inside::drain`] on the thread's magazine.
     fn drain(&self, sheaf: &mut [usize]) -> usize {
         self.enter().map_or(0, |inside| inside.drain(sheaf))
     }
@@ -334,18 +336,18 @@ impl Engine {
         self.has_one_node || magazine.node() == self.node_of(object)
     }
 
-    /// The node whose memory an object is in.
+    /// The node of an object's memory.
     pub fn node_of(&self, object: usize) -> usize {
         self.ground.blocks.node_of(self.ground.blocks.number_of(object))
     }
 
-    /// The number of an object in its slab.
+    /// The index of an object in its slab.
     pub fn place_of(&self, object: usize) -> u32 {
         let blocks = &self.ground.blocks;
         self.shape.place_of(object - blocks.addr(blocks.number_of(object))).1
     }
 
-    /// The thread's magazine, opened; none while all are being emptied.
+    /// Opens and returns the thread's magazine; `None` while magazines are drained.
     fn open_magazine(&self) -> Option<&Magazine> {
         if self.is_seized.load(Relaxed) {
             return None;
@@ -384,7 +386,7 @@ impl Engine {
         Ok(object)
     }
 
-    /// Takes one object of one node's memory.
+    /// Allocates one object from the memory of a node.
     ///
     /// # Errors
     ///
@@ -401,13 +403,13 @@ impl Engine {
         Ok(taken[0])
     }
 
-    /// An object that was free is about to be used.
+    /// Unpoisons an object that is about to be used.
     #[inline(always)]
     pub fn open_free(&self, object: usize) {
         poison::open(object + self.closed.start, self.closed.len());
     }
 
-    /// An object is free: nobody comes to it any more.
+    /// Poisons an object that is free.
     #[inline(always)]
     pub fn close_free(&self, object: usize) {
         poison::close(object + self.closed.start, self.closed.len());
@@ -441,7 +443,7 @@ impl Engine {
     fn free_slowly(&self, object: usize) {
         assert_not_isolating();
         if self.check().is_err() {
-            // The parent has it still; here nobody would use it again.
+            // The object belongs to the parent; in the child it is unused memory.
             return;
         }
         self.note_given(object);
@@ -460,7 +462,7 @@ impl Engine {
         self.put_back(node, &[object]);
     }
 
-    /// Gives objects of a node to its barn or its slabs.
+    /// Returns objects of a node to its barn or its slabs.
     pub fn put_back(&self, node: usize, objects: &[usize]) {
         if objects.is_empty() {
             return;
@@ -481,17 +483,18 @@ impl Engine {
         }
     }
 
-    /// Whether objects came back to slabs since the last call.
+    /// Whether users returned objects to slabs since the last call.
     pub fn take_given(&self) -> bool {
         let given = |node| self.on(node, |node| std::mem::take(&mut node.books.given));
         (0..self.node_count()).map(given).sum::<u64>() > 0
     }
 
-    /// Memory is short: the thread behind, where there is one, packs the cache. Who is first to say so shortens its rest.
+    /// Memory is short: has the background thread, if there is one, pack the cache. The first such call also shortens the
+    /// thread's rest.
     pub fn press(&self) {
         let worker = &self.ground.slabs.worker;
         if self.used_ratio.load(Relaxed) > 0 && !worker.is_by_hand() {
-            // Either the thread sees this, or it was not yet at the look that is rung for.
+            // Either the thread sees this, or it has not yet begun the round that this wake-up requests.
             if self.passes.press() {
                 worker.ring();
             } else {
@@ -500,8 +503,8 @@ impl Engine {
         }
     }
 
-    /// Takes objects of a node, or of others by so many percent of the times when the node has none set up; says which, and
-    /// how many: at least one.
+    /// Takes at least one object of a node, or of other nodes in `remote_percent` of the cases in which the node has none
+    /// set up. Returns the node and the number of objects.
     pub fn take(&self, node: usize, remote_percent: u32, taken: &mut [usize]) -> Result<(usize, usize)> {
         loop {
             let stored = self.barns(node).map(|barn| barn.take(taken)).find(|count| *count > 0);
@@ -518,14 +521,14 @@ impl Engine {
                 }
             }
             if let Err(error) = self.grow(node) {
-                // Looking for memory may have emptied magazines of others.
+                // Reclaim for this may have drained magazines of other threads.
                 let count = self.take_present(node, Room::Any, taken);
                 return if count > 0 { Ok((node, count)) } else { Err(error) };
             }
         }
     }
 
-    /// Takes objects of a node that are set up already; says how many.
+    /// Takes objects of a node from slabs that are set up; returns how many.
     pub fn take_present(&self, node: usize, room: Room, taken: &mut [usize]) -> usize {
         self.on(node, |node| node.take(room, taken))
     }
@@ -534,18 +537,18 @@ impl Engine {
         self.draws.fetch_add(DRAW_STEP, Relaxed) % PERCENT
     }
 
-    /// Barns of a node, this thread's first.
+    /// The barns of a node, this thread's first.
     fn barns(&self, node: usize) -> impl Iterator<Item = &Barn> {
         let own = own_number() as usize;
         (0..BARNS).map(move |step| &self.barns[node * BARNS + (own + step) % BARNS].0)
     }
 
-    /// Free objects in barns of a node, more or less.
+    /// Free objects in the barns of a node, approximately.
     pub fn in_barns(&self, node: usize) -> u64 {
         self.barns(node).map(|barn| barn.objects() as u64).sum()
     }
 
-    /// Gives what is in the barns of a node to its slabs.
+    /// Returns the contents of the barns of a node to its slabs.
     pub fn empty_barns(&self, node: usize) {
         let mut objects = [0; MAX_SHEAF];
         for barn in self.barns(node) {
@@ -559,14 +562,14 @@ impl Engine {
         }
     }
 
-    /// Gives all of its memory back that no object is in; blocks with objects left are lost.
+    /// Frees all memory that holds no object. Blocks with objects left are leaked.
     fn close(&mut self) {
-        // What readers may still be at is lost, with its blocks.
+        // Objects that readers may still use are leaked, with their blocks.
         let is_settled = self.settle_all().unwrap_or(false);
         if let Ok(seized) = self.seize() {
             seized.close();
             self.trim_all(Keep::Nothing);
-            // Before another cache has the magazines.
+            // Releases the magazines before another cache gets them.
             drop(seized);
             if is_settled {
                 self.ground.give_number(self.number);
@@ -574,13 +577,13 @@ impl Engine {
         }
     }
 
-    /// The books are true.
+    /// Checks the counters of all nodes.
     #[cfg(test)]
     pub fn check_books(&self) {
         (0..self.node_count()).for_each(|node| self.on(node, |node| node.check()));
     }
 
-    /// Slabs and blocks that objects are in.
+    /// Number of slabs and blocks with objects in use.
     pub fn footprint(&self) -> u64 {
         (0..self.node_count()).map(|node| self.on(node, |node| node.footprint())).sum()
     }
@@ -595,6 +598,15 @@ impl Engine {
         (0..self.node_count()).map(|node| self.on(node, |node| node.tally().resident_bytes)).sum()
     }
 
+    /// Bytes that [`Engine::trim`] would free with [`Keep::Nothing`]. Skips a node if its lock is held, maybe by a
+    /// callback.
+    pub fn kept_bytes(&self) -> u64 {
+        if self.check().is_err() {
+            return 0;
+        }
+        (0..self.node_count()).filter_map(|node| self.try_on(node, |node| node.kept_bytes())).sum()
+    }
+
     pub fn has_constructor(&self) -> bool {
         self.set_up.is_some()
     }
@@ -602,7 +614,7 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // A fork child counts its own only.
+        // A fork child counts only its own caches.
         if self.check().is_ok() {
             stats::sub(Counter::SlabCaches, 1);
         }

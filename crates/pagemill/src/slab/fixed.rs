@@ -1,4 +1,4 @@
-//! Objects that stay where they are: a [`Slot`] is a box whose memory is a cache's.
+//! Caches of objects with fixed addresses: a [`Slot`] is a box in the memory of a cache.
 #![allow(unsafe_code)] // values in slots
 
 use super::engine::Engine;
@@ -10,6 +10,7 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+/// The part of the cache that the list of all caches refers to.
 pub(super) struct Inner(Engine);
 
 impl Inner {
@@ -32,24 +33,24 @@ impl Member for Inner {
     }
 }
 
-/// A cache of values of one type, which stay where they are until they are dropped.
+/// A cache of values of one type. A value keeps its address until it is dropped.
 pub struct Fixed<T> {
     inner: Arc<Inner>,
     _values: PhantomData<fn(T) -> T>,
 }
 
-/// A value in a slab. Drops it, and gives its place back.
+/// An owned value in a slab, like a `Box`. Dropping the slot drops the value and frees the object.
 ///
 /// # Invariants
 ///
-/// `at` holds a value of this slot's alone, in an object of `cache`.
+/// `at` points to a valid value in an object of `cache`. Only this slot owns it.
 pub struct Slot<'cache, T> {
     cache: &'cache Engine,
     at: NonNull<T>,
     _value: PhantomData<T>,
 }
 
-// SAFETY: as a box: the value and nothing else is sent; engines are shared by threads.
+// SAFETY: as a box: only the value is sent to the other thread; engines are shared by threads.
 unsafe impl<T: Send> Send for Slot<'_, T> {}
 // SAFETY: as above.
 unsafe impl<T: Sync> Sync for Slot<'_, T> {}
@@ -59,9 +60,9 @@ impl<T> Fixed<T> {
         Self { inner, _values: PhantomData }
     }
 
-    /// Puts a value in.
+    /// Allocates an object and moves the value into it.
     ///
-    /// Cost: mostly that of taking a word from a stack of this thread's. A new slab is set up now and then, and a block.
+    /// Cost: mostly a pop from this thread's magazine. Sometimes a new slab has to be set up, and rarely a new block.
     ///
     /// # Errors
     ///
@@ -87,7 +88,7 @@ impl<T> Fixed<T> {
     #[inline]
     fn fill(&self, object: usize, value: T) -> Slot<'_, T> {
         let at = object as *mut T;
-        // SAFETY: an object that was taken: large and aligned enough for a `T`, and ours alone.
+        // SAFETY: an allocated object: large and aligned enough for a `T`, and owned by this call alone.
         let at = unsafe {
             at.write(value);
             NonNull::new_unchecked(at)
@@ -95,16 +96,18 @@ impl<T> Fixed<T> {
         Slot { cache: &self.inner.0, at, _value: PhantomData }
     }
 
-    /// Gives back all that no value is in: what threads and nodes keep for the next, empty slabs of blocks in small pages, idle
-    /// blocks. Says how many bytes less are charged for the cache.
+    /// Frees all memory that holds no value: free objects in magazines and barns, empty slabs of sparse blocks, idle
+    /// blocks. Returns by how many bytes the charge of the cache fell.
     ///
     /// # Errors
     ///
-    /// [`crate::Error::Busy`] if somebody else does the same for a second, or a thread was stopped in the midst of a call.
+    /// [`crate::Error::Busy`] if another thread drains the cache for a second, or a thread was stopped during a call.
     pub fn shrink(&self) -> Result<u64> {
         self.inner.shrink()
     }
 
+    /// Returns the statistics of the cache.
+    ///
     /// # Errors
     ///
     /// [`crate::Error::WrongState`] in a fork child.
@@ -121,12 +124,12 @@ impl<T> Fixed<T> {
 }
 
 impl<T> Slot<'_, T> {
-    /// The node whose memory it is in.
+    /// The NUMA node of the value's memory.
     pub fn node(&self) -> usize {
         self.cache.node_of(self.at.as_ptr() as usize)
     }
 
-    /// Takes the value out.
+    /// Moves the value out and frees the object.
     pub fn into_inner(self) -> T {
         let slot = std::mem::ManuallyDrop::new(self);
         // SAFETY: the slot's own value (type invariant), read once: the slot is not dropped.
@@ -160,8 +163,8 @@ impl<T> Drop for Slot<'_, T> {
     #[inline]
     #[track_caller]
     fn drop(&mut self) {
-        // SAFETY: the slot's own value (type invariant), of which nobody has a reference any more. Its place goes back also
-        // where its destructor panics.
+        // SAFETY: the slot's own value (type invariant); no reference to it is left. The object is freed even if the
+        // destructor panics.
         unsafe {
             let _place = Place(self.cache, self.at.as_ptr() as usize);
             self.at.drop_in_place();
@@ -169,14 +172,14 @@ impl<T> Drop for Slot<'_, T> {
     }
 }
 
-/// Gives a slot's place back, whatever happens.
+/// Frees the object of a slot when dropped, also during unwinding.
 struct Place<'cache>(&'cache Engine, usize);
 
 impl Drop for Place<'_> {
     #[inline]
     #[track_caller]
     fn drop(&mut self) {
-        // SAFETY: made by a slot's end, whose object it was.
+        // SAFETY: created by the drop of the slot that owned the object.
         unsafe { self.0.free(self.1) };
     }
 }

@@ -1,8 +1,10 @@
-//! Values that are reached by handle: the table says where each is, so they can be moved beside their readers.
+//! Values reached by handle: a table holds the address of each value, so it can be moved while it is read.
 //!
-//! Nobody has a `&mut` to a value that others can reach. A writer makes a new one, changes the word of the handle, and leaves the old
-//! one to its readers; so does who moves a value. What was left is dropped, or forgotten, when its readers have gone: by a later
-//! call of the cache, or the thread behind.
+//! No `&mut` to a reachable value exists. An update writes a new value, exchanges the word of the handle, and retires the
+//! old value; so does a move. A retired value is dropped (after a move: forgotten) when its readers have finished, by a
+//! later call of the cache or by the background thread.
+//!
+//! Names: [`Limbo`] is the retire list, [`Moment`] an epoch.
 #![allow(unsafe_code)] // values in slots
 
 use super::batch::{GRACE_NS, Grace, take_over};
@@ -29,12 +31,12 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize};
 use std::thread;
 use std::time::Duration;
 
-/// Values that may be copied to another place byte by byte while others read them.
+/// Values that may be copied byte by byte to another address while other threads read them.
 ///
 /// # Safety
 ///
-/// Nothing in the value refers to the value's own place, and nothing of its bytes changes while there is only a `&` to it: no
-/// `Cell`, no atomic, no lock, but behind a pointer.
+/// The value does not refer to its own address. Its bytes do not change while only `&` references exist: no `Cell`,
+/// atomic or lock, except behind a pointer.
 pub unsafe trait Movable: Send + Sync + 'static {}
 
 macro_rules! movable {
@@ -48,48 +50,48 @@ movable!((), bool, char, u8, u16, u32, u64, u128, usize, i8, i16, i32, i64, i128
 
 // SAFETY: as its items.
 unsafe impl<T: Movable, const N: usize> Movable for [T; N] {}
-// SAFETY: as what it may hold.
+// SAFETY: as the value that it may hold.
 unsafe impl<T: Movable> Movable for Option<T> {}
-// SAFETY: a pointer and lengths; what it points to stays.
+// SAFETY: a pointer and lengths; the buffer is not moved.
 unsafe impl<T: Send + Sync + 'static> Movable for Vec<T> {}
-// SAFETY: a pointer; what it points to stays.
+// SAFETY: a pointer; its target is not moved.
 unsafe impl<T: Send + Sync + 'static> Movable for Box<T> {}
-// SAFETY: a pointer; what it points to stays.
+// SAFETY: a pointer; its target is not moved.
 unsafe impl<T: Send + Sync + 'static> Movable for Arc<T> {}
 
-/// A value and the handle that stands for it.
+/// A value, and the index of its handle. The content of one object.
 #[repr(C)]
 struct Place<T> {
-    /// Of a free place that of its last value. Before the value, in the line of its first bytes, which are mostly at hand.
+    /// For a free place, that of its last value. Lies before the value, in the cache line of its first bytes.
     index: AtomicU32,
     value: T,
 }
 
-/// Places that no handle stands for any more, and readers may be at; but for what threads have in stock.
+/// The retire list: places without a handle that readers may still use. The stocks of threads hold more.
 #[derive(Default)]
 struct Limbo {
-    /// For which no grace period has begun.
+    /// Places whose grace period has not begun.
     open: Vec<u64>,
-    /// In the order in which they came, mostly by moments.
+    /// Batches with the epoch that each waits for, in order of arrival, which is mostly the order of epochs.
     closed: VecDeque<(Vec<u64>, Moment)>,
 }
 
-/// Parts of limbo that one thread ends on its way.
+/// Batches that one call ends at most.
 const PARTS_AT_ONCE: usize = 2;
 
 /// # Invariants
 ///
-/// A live word names a place with a value that was written before, of which nothing changes until the word has, and all guards of
-/// that moment have gone. Places in limbo hold values that no word names.
+/// A live word names a place with an initialized value. The value does not change until the word has changed and all
+/// guards of that time are dropped. Retired places hold values that no word names.
 pub(super) struct Inner<T> {
     engine: Engine,
     handles: &'static Handles,
-    /// Where places begin to be counted.
+    /// Address that places in words are relative to.
     base: usize,
     limbo: Padded<Guarded<Limbo>>,
-    /// Places in parts of limbo that are closed. Changed with these.
+    /// Number of places in `closed`. Changed together with it, under its lock.
     waiting: Padded<AtomicUsize>,
-    /// The table is another cache's by now. Changed by who has seized all magazines.
+    /// The handle table belongs to another cache now. Set while all magazines are drained.
     is_over: AtomicBool,
     _values: PhantomData<T>,
 }
@@ -100,19 +102,19 @@ impl<T: Movable> Inner<T> {
         (self.base + entry.place()) as *mut Place<T>
     }
 
-    /// Puts a value where nobody knows of it yet: into an object that was taken.
+    /// Writes a value into an allocated object that is not published yet.
     #[inline]
     fn write(&self, object: usize, value: T, index: u32) {
         let place = object as *mut Place<T>;
-        // SAFETY: an object that was taken: large and aligned enough, and ours alone; but for the index, at which a mover may look
-        // meanwhile.
+        // SAFETY: an allocated object: large and aligned enough, and owned by this call alone. Only the index may be read
+        // by a mover meanwhile, and it is atomic.
         unsafe {
             (&raw mut (*place).value).write(value);
             (*place).index.store(index, Release);
         }
     }
 
-    /// A place, and a handle that stands for nothing yet.
+    /// Allocates a place, and a handle that is not live yet.
     #[cold]
     #[inline(never)]
     #[track_caller]
@@ -120,7 +122,7 @@ impl<T: Movable> Inner<T> {
         let object = self.engine.allocate()?;
         let stocked = self.engine.beside_magazine(|thread| self.handles.stock(thread).keys.pop());
         let key = stocked.flatten().map_or_else(|| self.take_key_slowly(), |bits| Ok(Key::from_stock(bits)));
-        // SAFETY: it was taken, and nobody has seen it.
+        // SAFETY: it was allocated here, and no other thread has seen it.
         let key = key.inspect_err(|_| unsafe { self.engine.free(object) })?;
         Ok((object, key))
     }
@@ -131,17 +133,17 @@ impl<T: Movable> Inner<T> {
         let count = self.handles.take(&mut keys[..most])?;
         let kept = self.engine.beside_magazine(|thread| {
             let stock = &self.handles.stock(thread).keys;
-            // The lowest comes first.
+            // The lowest is popped first.
             keys[1..count].iter().rev().take_while(|key| stock.push(key.to_bits())).count()
         });
         self.handles.give(keys[1..count - kept.unwrap_or(0)].iter().copied());
         Ok(keys[0])
     }
 
-    /// Gives a handle back that stands for nothing, and leaves its place to readers.
+    /// Frees a handle that is not live, and retires its place.
     #[inline(always)]
     fn give_up(&self, key: Option<Key>, place: usize) {
-        // Nobody waits for memory of one place; what a value holds, which is to be dropped, may be any amount.
+        // One place may wait: it is small. A value may own much, so types with a destructor are not stocked.
         let is_done = !std::mem::needs_drop::<T>()
             && key.is_some_and(|key| {
                 let take_in = |thread| self.handles.stock(thread).take_in(key.to_bits(), place as u64);
@@ -155,7 +157,8 @@ impl<T: Movable> Inner<T> {
     #[cold]
     #[inline(never)]
     fn give_up_slowly(&self, key: Option<Key>, place: usize) {
-        // Whose look forked is a child: there the parent has it still, and locks of threads that are not there.
+        // If the closure of `remove_with` forked, this is the child. The value still belongs to the parent, and locks may
+        // be held by threads that do not exist here.
         if self.engine.check().is_err() {
             return;
         }
@@ -180,7 +183,7 @@ impl<T: Movable> Inner<T> {
         self.handles.give(key);
     }
 
-    /// Gives handles to the table, some for each time that its lock is taken.
+    /// Returns handles to the table, one run for each time that its lock is taken.
     fn give_keys(&self, keys: &[u64]) {
         keys.chunks(RUN).for_each(|run| self.handles.give(run.iter().map(|bits| Key::from_stock(*bits))));
     }
@@ -205,8 +208,8 @@ impl<T: Movable> Inner<T> {
         self.ring();
     }
 
-    /// Has the thread behind see to what is in limbo, where it may, and that is worth it: what values hold may be any amount, places alone
-    /// are when they are about a block.
+    /// Wakes the background thread for the retire list if the cache allows it and it is worth it: at once for values with
+    /// a destructor, which may own much, else for about a block of places.
     fn ring(&self) {
         let places = self.waiting.0.load(Relaxed);
         let is_worth_it = std::mem::needs_drop::<T>() || places >= self.engine.shape.block_capacity() as usize;
@@ -215,7 +218,7 @@ impl<T: Movable> Inner<T> {
         }
     }
 
-    /// Sorts the places of this thread's stock, and adds one; says whether it has one.
+    /// Sorts the retired places of this thread's stock and adds one. Returns whether the thread has a stock.
     fn leave_to_stock(&self, place: usize) -> bool {
         let mut places = [0; PLACES];
         let more = self.engine.shape.sheaf.div_ceil(2);
@@ -227,7 +230,7 @@ impl<T: Movable> Inner<T> {
         let Some((Sorted { count, until }, is_in)) = sorted else { return false };
         let places = &places[..count];
         match until {
-            // SAFETY: objects that were taken, of values without a destructor; no word names them, and no reader is at them.
+            // SAFETY: allocated objects with values without a destructor; no word names them, and no reader uses them.
             None => unsafe { self.engine.free_all(places) },
             Some(until) => {
                 self.limbo.0.with(|limbo| self.add_part(limbo, places.to_vec(), until));
@@ -237,7 +240,7 @@ impl<T: Movable> Inner<T> {
         is_in
     }
 
-    /// Lets what is open wait for who reads now.
+    /// Starts the grace period of the open places.
     fn close(&self, limbo: &mut Limbo) {
         if !limbo.open.is_empty() {
             let open = std::mem::take(&mut limbo.open);
@@ -250,7 +253,7 @@ impl<T: Movable> Inner<T> {
         limbo.closed.push_back((places, until));
     }
 
-    /// Takes out what no reader is at any more, so many parts at most.
+    /// Removes up to `most` batches that have no readers left.
     fn ripe(&self, limbo: &mut Limbo, most: usize) -> Vec<Vec<u64>> {
         let oldest = readers::oldest();
         let ripe = take_over(&mut limbo.closed, most, |(_, until)| *until < oldest);
@@ -259,13 +262,13 @@ impl<T: Movable> Inner<T> {
         ripe
     }
 
-    /// Takes out what no reader is at any more, to end it. `None` within a destructor: then it is left to who runs that.
+    /// As [`Inner::ripe`], for all batches. `None` inside of a destructor: the outer call ends them then.
     fn begin_end(&self, limbo: &mut Limbo) -> Option<(Ending, Vec<Vec<u64>>)> {
         let ending = Ending::begin(self)?;
         Some((ending, self.ripe(limbo, usize::MAX)))
     }
 
-    /// Ends what was taken out, and what destructors leave meanwhile. Outside of every lock.
+    /// Drops the values of these batches, and of those that destructors retire meanwhile. Called without locks.
     fn end(&self, begun: Option<(Ending, Vec<Vec<u64>>)>) {
         let Some((ending, mut ripe)) = begun else { return };
         loop {
@@ -277,29 +280,29 @@ impl<T: Movable> Inner<T> {
         }
     }
 
-    /// Drops values that nobody can reach any more, and gives their places back. Outside of every lock.
+    /// Drops values that no thread can reach, and frees their places. Called without locks.
     fn drop_all(&self, ripe: Vec<Vec<u64>>) {
         let mut panic = None;
         for place in ripe.iter().flatten().map(|place| *place as usize) {
             if std::mem::needs_drop::<T>() {
-                // SAFETY: out of limbo: a value that no word names, and no reader is at (type invariant); dropped here alone.
+                // SAFETY: it was retired: no word names the value, no reader uses it (type invariant). Dropped only here.
                 let dropped = catch_unwind(AssertUnwindSafe(|| unsafe {
                     (&raw mut (*(place as *mut Place<T>)).value).drop_in_place()
                 }));
                 panic = panic.or(dropped.err());
             }
-            // SAFETY: an object that was taken, of which the value is gone.
+            // SAFETY: an allocated object; its value is gone.
             unsafe { self.engine.free(place) };
         }
         match panic {
-            // Two at a time would end the process: that of a look, under which this is done, goes on.
+            // A second panic would abort: that of the `remove_with` closure, during which this runs, goes on.
             Some(panic) if thread::panicking() => std::mem::forget(panic),
             Some(panic) => resume_unwind(panic),
             None => {}
         }
     }
 
-    /// Ends values without a destructor that no reader is at any more, for who needs memory and may be in the midst of anything.
+    /// Frees retired values without a destructor after their readers. For reclaim, so it may run inside of any call.
     fn end_plain(&self) {
         let Some(seized) = self.engine.try_seize() else { return };
         self.collect(&seized);
@@ -315,11 +318,11 @@ impl<T: Movable> Inner<T> {
         }
     }
 
-    /// Ends all that is in limbo, as far as readers go within a second.
+    /// Ends all retired values, if their readers finish within a second.
     fn end_all(&self) {
         if let Ok(seized) = self.engine.seize() {
             self.collect(&seized);
-            // Of a cache that is over they are another's.
+            // After the end of the cache its handle table and stocks belong to another cache.
             if !self.is_over.load(Relaxed) {
                 seized.users().for_each(|thread| self.handles.strip_stock(thread));
             }
@@ -360,8 +363,8 @@ impl<T: Movable> Member for Inner<T> {
         stocked + in_limbo as u64 + self.engine.in_batches()
     }
 
-    /// Nobody's code runs when a value is moved, or forgotten: at a limit this cache packs itself, and ends what was removed if that has no
-    /// destructor.
+    /// Moving or forgetting a value runs no user code. So under `Limit` this cache packs itself, and frees retired values
+    /// if they have no destructor.
     fn compact(&self) {
         if !std::mem::needs_drop::<T>() {
             self.end_plain();
@@ -396,21 +399,21 @@ impl<T: Movable> Member for Inner<T> {
 }
 
 impl<T: Movable> Mover for Inner<T> {
-    /// What is copied is not dropped meanwhile.
+    /// The guard keeps the source of the copy from being dropped.
     type Isolated = Guard;
 
     fn isolate(&self, _chunk: &mut Chunk) -> Guard {
         pin()
     }
 
-    /// The word of the handle that stands for it: those are all over the table.
+    /// Prefetches the word of its handle: words are spread over the whole table.
     fn expect(&self, object: usize) {
-        // SAFETY: as in `migrate`; which value's it is by now is seen there.
+        // SAFETY: as in `migrate`, which also checks that the index still belongs to this value.
         let index = unsafe { &(*(object as *mut Place<T>)).index }.load(Relaxed);
         self.handles.fetch(index);
     }
 
-    /// Handles go to the table, places to the limbo of all.
+    /// Handles go to the table, places to the shared retire list.
     fn collect(&self, seized: &Seized<'_>) {
         if self.is_over.load(Relaxed) {
             return;
@@ -425,17 +428,17 @@ impl<T: Movable> Mover for Inner<T> {
 
     fn migrate(&self, object: usize, to: &mut Places<'_>, _guard: &mut Guard) -> Fate {
         let old = object as *mut Place<T>;
-        // SAFETY: an object of this cache: all of their indices were written, by `set_up` at first.
+        // SAFETY: an object of this cache: the index of each was initialized, first by `set_up`.
         let index = unsafe { &(*old).index }.load(Acquire);
-        // Of a place that is being filled, or is in limbo, no word says that it is there.
+        // If the place is being filled or is retired, its index leads to a word that does not name this place.
         let seen = self.handles.load(index);
         if !seen.is_live() || self.place(seen) != old || seen.pins() > 0 {
             return Fate::Busy;
         }
         let Some(target) = to.take() else { return Fate::Failed };
         let new = target as *mut Place<T>;
-        // SAFETY: the word was live after the guard was taken, so the value is there until the guard goes, and nothing of it
-        // changes (type invariant, and `Movable`); the target is an object that was taken, ours alone but for its index.
+        // SAFETY: the word was live after the guard was pinned: the value exists until it is dropped, and does not
+        // change (type invariant, `Movable`). Only this call uses the target, except for its index.
         unsafe {
             std::ptr::copy_nonoverlapping(&raw const (*old).value, &raw mut (*new).value, 1);
             (*new).index.store(index, Release);
@@ -449,7 +452,7 @@ impl<T: Movable> Mover for Inner<T> {
     }
 }
 
-/// A cache of values that are reached by handle, and move by themselves.
+/// A cache of values that are reached by handle, and that the cache moves by itself.
 ///
 /// ```
 /// use pagemill::{Pagemill, slab::{Settings, pin}};
@@ -464,15 +467,15 @@ impl<T: Movable> Mover for Inner<T> {
 /// ```
 pub struct ByHandle<T: Movable> {
     inner: Arc<Inner<T>>,
-    /// Of `inner`, for readers: what lies in the cache itself stays in registers from one call to the next.
+    /// As in `inner`. A copy in the cache itself stays in registers from one call of a reader to the next.
     words: &'static Words,
     base: usize,
 }
 
-/// A value that no handle stands for any more; it is given up when this goes, be it by a panic.
+/// A value that was removed from its handle. Dropping this retires it, also during unwinding.
 struct Ended<'cache, T: Movable> {
     cache: &'cache Inner<T>,
-    /// The one that stood for it.
+    /// Its former handle.
     key: Key,
     place: *mut Place<T>,
 }
@@ -484,7 +487,7 @@ impl<T: Movable> Drop for Ended<'_, T> {
     }
 }
 
-/// A value that stays where it is, and as it is, for as long as this lives. Up to seven of one value at a time.
+/// A pinned value: it keeps its address and contents while this exists. At most seven pins of one value at a time.
 pub struct Pinned<'cache, T: Movable> {
     cache: &'cache Inner<T>,
     index: u32,
@@ -492,14 +495,14 @@ pub struct Pinned<'cache, T: Movable> {
 }
 
 impl Slabs {
-    /// Makes a cache whose values are reached by handle.
+    /// Creates a cache of values that are reached by handle.
     ///
     /// # Errors
     ///
     /// As [`Slabs::fixed`].
     pub fn by_handle<T: Movable>(&'static self, settings: Settings) -> Result<ByHandle<T>> {
         let (index_at, value_at) = (std::mem::offset_of!(Place<T>, index), std::mem::offset_of!(Place<T>, value));
-        // SAFETY: an object of a slab that is being set up, of the layout below: nobody else's.
+        // SAFETY: an object of a slab that is being set up, with the layout below, and not shared yet.
         let set_up = move |object: usize| unsafe { ((object + index_at) as *mut AtomicU32).write(AtomicU32::new(0)) };
         let ground = self.members.with(|_| self.ground())?;
         let handles = ground.take_handles()?;
@@ -527,12 +530,13 @@ impl Slabs {
 }
 
 impl<T: Movable> ByHandle<T> {
-    /// Puts a value in.
+    /// Inserts a value and returns its handle.
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`], [`Error::NoAddresses`], [`Error::System`]: the value is dropped. [`Error::WrongState`] in a fork child.
-    // Always, so that a value is made where it will be, and nothing is copied of it that was never written.
+    /// [`Error::NoMemory`], [`Error::NoAddresses`], [`Error::System`]: the value is dropped. [`Error::WrongState`] in a
+    /// fork child.
+    // Always inlined, so that the value is built in place and uninitialized bytes of it are not copied.
     #[inline(always)]
     #[track_caller]
     pub fn insert(&self, value: T) -> Result<Handle<T>> {
@@ -548,20 +552,20 @@ impl<T: Movable> ByHandle<T> {
         Ok(Handle::new(key))
     }
 
-    /// The value of a handle, if it is there. Cost: its word, then the value.
+    /// Returns the value of a handle, if it is live. Cost: one load of its word, then the value.
     #[inline]
     pub fn get<'read>(&'read self, handle: Handle<T>, _guard: &'read Guard) -> Option<&'read T> {
         let entry = handle.key.find(self.words)?;
-        // SAFETY: a live word names a value, which stays until all guards of now have gone: `_guard` is one, and outlives the
-        // reference; so does the cache.
+        // SAFETY: a live word names a value that exists until all guards of this time are dropped. `_guard` is one of
+        // them and outlives the reference; so does the cache.
         Some(unsafe { &(*handle.key.address(entry, self.base).cast::<Place<T>>()).value })
     }
 
-    /// Takes a value out; says whether it was there. It is dropped by this or a later call, or by Pagemill's thread in the
-    /// background, when its readers have gone. With a ratio of 0, or by hand, that is one of the next removals, [`ByHandle::shrink`]
-    /// or [`ByHandle::defrag_step`].
+    /// Removes a value. Returns whether it existed. It is dropped when its readers have finished, by this or a later call
+    /// or by Pagemill's background thread. With a ratio of 0, or after [`Slabs::defrag_by_hand`], it is dropped by one of
+    /// the next removals, [`ByHandle::shrink`] or [`ByHandle::defrag_step`].
     ///
-    /// Cost: a compare-and-swap, and two words put by; of types with a destructor a short lock.
+    /// Cost: a compare-and-swap and two stores into the thread's stock; for types with a destructor also a short lock.
     ///
     /// # Errors
     ///
@@ -571,20 +575,20 @@ impl<T: Movable> ByHandle<T> {
         Ok(self.end(handle)?.is_some())
     }
 
-    /// As [`ByHandle::remove`], and has `look` see the value as it goes; what that returns, if the value was there. Of those who remove one
-    /// at the same time one sees it. No guard is needed, so it costs less than [`ByHandle::get`] and a removal.
+    /// As [`ByHandle::remove`], and returns the result of `look` on the value. Only one of concurrent removals sees it.
+    /// Needs no guard, so it costs less than [`ByHandle::get`] and a removal.
     ///
     /// # Errors
     ///
     /// As [`ByHandle::remove`].
     #[inline]
     pub fn remove_with<R>(&self, handle: Handle<T>, look: impl FnOnce(&T) -> R) -> Result<Option<R>> {
-        // SAFETY: a live word named the place until it was ended, so the value was written, and nothing of it changes (type invariant);
-        // nobody but us gives the place up, which is when the result goes.
+        // SAFETY: a live word named the place until this call ended it, so the value is initialized and does not change
+        // (type invariant). Only this call retires the place, when the result is dropped.
         Ok(self.end(handle)?.map(|ended| look(unsafe { &(*ended.place).value })))
     }
 
-    /// Ends what a handle stands for, if that is there.
+    /// Removes the value from its handle, if it is live.
     ///
     /// # Errors
     ///
@@ -604,9 +608,9 @@ impl<T: Movable> ByHandle<T> {
         Ok(None)
     }
 
-    /// Puts what `change` makes of a value in its place; says whether it was there. Where others change it at the same time
-    /// `change` is called again. Readers see the old value or the new one. `change` must not update the same value: it would be called
-    /// again without end.
+    /// Replaces a value by the result of `change`. Returns whether the value existed. If another thread changes it at the
+    /// same time, `change` is called again. Readers see the old or the new value. `change` must not update the same
+    /// value: it would be called again forever.
     ///
     /// # Errors
     ///
@@ -625,10 +629,10 @@ impl<T: Movable> ByHandle<T> {
             let new = change(unsafe { &(*inner.place(seen)).value });
             let object = inner.engine.allocate()?;
             inner.write(object, new, handle.key.index());
-            // Under the guard still: the place that was seen cannot be another value's by now.
+            // Still under the guard: the place that was read cannot hold another value by now.
             let is_in = inner.handles.exchange(handle.key.index(), seen, seen.at(object - inner.base));
             drop(guard);
-            // Of the new one, where it is not wanted, nobody knows; it goes the same way.
+            // An unused new value was never visible; it is retired in the same way.
             inner.give_up(None, if is_in { inner.place(seen) as usize } else { object });
             if is_in {
                 return Ok(true);
@@ -636,7 +640,7 @@ impl<T: Movable> ByHandle<T> {
         }
     }
 
-    /// Keeps a value where it is, and as it is; `None` if there is none.
+    /// Pins a value: it keeps its address and contents. `None` if the handle is not live.
     ///
     /// # Errors
     ///
@@ -645,7 +649,7 @@ impl<T: Movable> ByHandle<T> {
         let inner = &*self.inner;
         while let Some(seen) = handle.key.find(self.words) {
             if inner.handles.pin(handle.key.index(), seen) {
-                // SAFETY: the word is as it was seen but for the pin, which lets nobody change it.
+                // SAFETY: the word is as it was read except for the pin, which keeps all threads from changing it.
                 let value = unsafe { &(*inner.place(seen)).value };
                 return Ok(Some(Pinned { cache: inner, index: handle.key.index(), value }));
             }
@@ -656,8 +660,8 @@ impl<T: Movable> ByHandle<T> {
         Ok(None)
     }
 
-    /// Packs all values into as few slabs and blocks as can be, drops those that were removed, and gives the rest back, with the
-    /// pages of the table of handles that are free. As [`super::ByOwner::shrink`]; returns the bytes of both.
+    /// Packs all values into as few slabs and blocks as possible, drops removed ones, and frees the rest, including free
+    /// pages of the handle table. As [`super::ByOwner::shrink`]; returns the bytes of both.
     ///
     /// # Errors
     ///
@@ -702,6 +706,8 @@ impl<T: Movable> ByHandle<T> {
         self.inner.engine.set_used_ratio(percent)
     }
 
+    /// Returns the statistics of the cache.
+    ///
     /// # Errors
     ///
     /// [`Error::WrongState`] in a fork child.
@@ -709,7 +715,7 @@ impl<T: Movable> ByHandle<T> {
         info::of(&*self.inner)
     }
 
-    /// Bytes of the table of handles that are resident: 8 for each of the most that there were at a time, less free pages.
+    /// Resident bytes of the handle table: 8 for each handle of the highest count so far, less free pages.
     pub fn handle_bytes(&self) -> u64 {
         self.inner.handle_bytes()
     }
@@ -720,21 +726,21 @@ impl<T: Movable> Drop for ByHandle<T> {
     fn drop(&mut self) {
         withdraw(&self.inner);
         let inner = &*self.inner;
-        // Nobody else moves them meanwhile. Where that cannot be had, as in a fork child, they stay for good.
+        // Keeps other threads from moving values. If it fails, as in a fork child, the values stay allocated for good.
         let seized = loop {
             match inner.engine.seize() {
                 Ok(seized) => break seized,
-                // A long step of somebody who came by the list of caches: it ends.
+                // Another thread runs a long step that it began through the list of caches: it ends.
                 Err(Error::Busy { .. }) => {}
                 Err(_) => return,
             }
         };
-        // Readers borrow the cache, so guards that are there are for others.
+        // Readers borrow the cache, so guards that exist are for other caches.
         inner.engine.settle_at_once();
         let live: Vec<(u32, Entry)> = inner.handles.live().collect();
         let mut places = Vec::with_capacity(live.len());
         for (index, entry) in live {
-            // No reader is left, and no pin but such as was forgotten: they borrow the cache.
+            // Readers and pins borrow the cache, so none is left, except pins that were forgotten.
             let key = Key::new(index, entry.generation());
             inner.handles.close(key);
             inner.handles.give(key.next());
@@ -777,7 +783,7 @@ impl<T: Movable> ByHandle<T> {
             .with(|limbo| limbo.open.len() + limbo.closed.iter().map(|(places, _)| places.len()).sum::<usize>())
     }
 
-    /// Shrinks until readers of other tests have not been in the way: nothing waits for them, and nothing is left to be moved.
+    /// Shrinks until readers of other tests have finished: nothing waits for them, and nothing is left to move.
     pub(super) fn pack(&self) -> u64 {
         let mut freed = 0;
         loop {

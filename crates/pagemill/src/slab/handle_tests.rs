@@ -1,5 +1,5 @@
-//! Caches by handle, as behaviours.
-#![allow(unsafe_code)] // says that values are movable
+//! Behaviour of caches by handle.
+#![allow(unsafe_code)] // implements `Movable`
 
 use super::tests::{STUCK_AFTER, slabs, slabs_on_nodes, slabs_with, sparse_slabs, until_moved};
 use super::*;
@@ -18,7 +18,7 @@ fn value(number: u64) -> Value {
     std::array::from_fn(|at| number + at as u64)
 }
 
-/// One of a list, of whose destructors each removes the next, in one cache or in several by turns.
+/// An item of a list. Its destructor removes the next one, in the same cache or in the next of several.
 struct Link {
     next: Option<Handle<Link>>,
     number: usize,
@@ -28,7 +28,7 @@ struct Link {
 #[derive(Default)]
 struct Lists {
     caches: OnceLock<Vec<ByHandle<Link>>>,
-    /// Destructors that are under way on the one thread, and the most that were at a time.
+    /// Destructors that are running on the one thread, and their maximum so far.
     now: AtomicUsize,
     most: AtomicUsize,
     dropped: AtomicUsize,
@@ -49,7 +49,8 @@ impl Drop for Link {
     }
 }
 
-/// Destructors that remove others are not run within each other, but for one of each cache, of eight caches at most, and all come to be run.
+/// Destructors that remove other values do not nest, except once for each cache, of at most eight caches. All of them
+/// run.
 #[test]
 fn destructors_that_remove_others_do_not_nest() {
     const LISTS: usize = 256;
@@ -66,7 +67,7 @@ fn destructors_that_remove_others_do_not_nest() {
             }
         }
         heads.into_iter().flatten().for_each(|head| assert!(made[0].remove(head).unwrap()));
-        // Readers of other tests may have been in the way.
+        // Readers of other tests may delay them.
         while lists.dropped.load(Relaxed) < LISTS * LENGTH {
             made.iter().for_each(|cache| _ = cache.shrink().unwrap());
         }
@@ -75,7 +76,7 @@ fn destructors_that_remove_others_do_not_nest() {
     }
 }
 
-/// A value that may have a cache, the values of which do.
+/// A value that may own a cache of such values.
 struct Nest {
     _inner: Option<Box<ByHandle<Nest>>>,
     dropped: Arc<AtomicUsize>,
@@ -90,8 +91,8 @@ impl Drop for Nest {
     }
 }
 
-/// More caches than a thread ends removed values of may end within each other's destructors: each value is dropped once, those that were
-/// removed and wait for a reader, too, and all memory comes back.
+/// More caches than [`super::ending`] tracks are dropped inside of each other's destructors. Each value is dropped once,
+/// including removed values that wait for a reader, and all memory is freed.
 #[test]
 fn caches_end_within_each_other() {
     const CACHES: usize = 12;
@@ -104,7 +105,7 @@ fn caches_end_within_each_other() {
     for _ in 0..CACHES {
         let cache = Box::new(slabs.by_handle::<Nest>(Settings::new("nest")).unwrap());
         let handles: Vec<_> = (1..EACH).map(|_| cache.insert(nest(None)).unwrap()).collect();
-        // What is removed last, and waits, has the others.
+        // The value that is removed last, and waits, owns the other caches.
         let last = cache.insert(nest(outer.take())).unwrap();
         handles.iter().step_by(2).chain([&last]).for_each(|handle| assert!(cache.remove(*handle).unwrap()));
         outer = Some(cache);
@@ -117,7 +118,7 @@ fn caches_end_within_each_other() {
     assert_eq!(slabs.arena.budget.room().0, 0);
 }
 
-/// Counts how often values like it were dropped.
+/// Counts how often each number was dropped.
 struct Counted {
     number: u64,
     dropped: Arc<Vec<AtomicUsize>>,
@@ -136,7 +137,8 @@ fn counters(count: usize) -> Arc<Vec<AtomicUsize>> {
     Arc::new((0..count).map(|_| AtomicUsize::new(0)).collect())
 }
 
-/// Of many values nine of ten go: handles still find what is left, in as few slabs and blocks as can be; the others' find nothing.
+/// Nine of ten values are removed: the handles of the others find them, in as few slabs and blocks as possible; the
+/// removed handles find nothing.
 #[test]
 fn values_move_below_their_handles() {
     for slabs in [slabs(), sparse_slabs()] {
@@ -166,7 +168,7 @@ fn values_move_below_their_handles() {
     }
 }
 
-/// Each value is dropped once, when its readers have gone: removed, replaced, moved or left in the cache.
+/// Each value is dropped once, after its readers: removed, replaced, moved, or left in the cache.
 #[test]
 fn values_are_dropped_once() {
     const VALUES: usize = 30_000;
@@ -197,12 +199,12 @@ fn values_are_dropped_once() {
     assert_eq!(count(), VALUES + VALUES / 4);
 }
 
-/// A destructor that panics keeps no other from being called, neither of values that were removed nor of those that the cache
-/// ends with; the panic arrives at who called.
+/// A panicking destructor does not keep other destructors from running, neither for removed values nor at the drop of the
+/// cache. The panic reaches the caller.
 #[test]
 fn destructors_may_panic() {
     struct Failing(Counted);
-    // SAFETY: as what it holds.
+    // SAFETY: as the value that it holds.
     unsafe impl Movable for Failing {}
     impl Drop for Failing {
         fn drop(&mut self) {
@@ -232,7 +234,7 @@ fn destructors_may_panic() {
     assert!((0..400).all(is_gone));
 }
 
-/// A cache that is dropped while somebody empties it for long waits for him, and drops its values then.
+/// A cache that is dropped during a long drain by another thread waits for it, then drops its values.
 #[test]
 fn values_are_dropped_after_a_long_step() {
     let (slabs, dropped) = (slabs(), counters(10));
@@ -251,8 +253,8 @@ fn values_are_dropped_after_a_long_step() {
     assert!(dropped.iter().all(|count| count.load(Relaxed) == 1));
 }
 
-/// A cache that is dropped under a guard gives all of its memory back, also places that values were moved from: who reads
-/// under the guard reads something else.
+/// A cache that is dropped under a guard frees all of its memory, including places that values were moved from: the guard
+/// is for another cache.
 #[test]
 fn a_cache_is_dropped_under_a_guard() {
     let (slabs, account) = slabs_with(Layout::for_test(), UNLIMITED);
@@ -262,7 +264,7 @@ fn a_cache_is_dropped_under_a_guard() {
         .iter()
         .enumerate()
         .for_each(|(number, handle)| assert!(number % 100 == 0 || cache.remove(*handle).unwrap()));
-    // What was removed goes from its places, and nothing moves.
+    // Frees the places of removed values without moving anything.
     cache.set_defrag_used_ratio(0).unwrap();
     while cache.info().unwrap().active > 1_000 {
         cache.defrag_step(Duration::ZERO).unwrap();
@@ -279,7 +281,7 @@ fn a_cache_is_dropped_under_a_guard() {
     drop(guard);
 }
 
-/// What threads keep for themselves is taken from them while they sleep: another's shrink drops all that they removed.
+/// A shrink drops the values that sleeping threads removed and still keep in their stocks.
 #[test]
 fn what_threads_removed_is_dropped_by_another() {
     const THREADS: usize = 4;
@@ -322,14 +324,14 @@ fn assert_counted_while_they_wait<T: Movable + Clone>(value: T) {
     assert_eq!(figures(), (1_000, 0));
 }
 
-/// Values that were removed or replaced are told apart from what is in use while readers may be at them, with a destructor and without.
+/// Removed or replaced values are counted as waiting while readers may use them, with and without a destructor.
 #[test]
 fn what_waits_for_readers_is_counted() {
     assert_counted_while_they_wait(value(1));
     assert_counted_while_they_wait("a string".to_owned());
 }
 
-/// A pinned value stays where it is, and what it is; with the last pin all is as before.
+/// A pinned value keeps its address and contents; after the last pin is dropped it can be moved and removed again.
 #[test]
 fn pinned_values_stay() {
     let cache = slabs().by_handle::<Value>(Settings::new("pinned")).unwrap();
@@ -356,7 +358,8 @@ fn pinned_values_stay() {
     assert!(cache.remove(handles[0]).unwrap() && cache.pin_value(handles[0]).unwrap().is_none());
 }
 
-/// Who removes a value sees it as it goes, and nobody does twice; what is pinned stays; where the look panics the place comes back, too.
+/// `remove_with` shows a value to one removal only. Pinned values stay; if the closure panics, the place is freed
+/// nevertheless.
 #[test]
 fn a_value_is_seen_as_it_goes() {
     let slabs = slabs();
@@ -381,7 +384,8 @@ fn a_value_is_seen_as_it_goes() {
     assert_eq!(texts.info().unwrap().active, 0);
 }
 
-/// A child of `fork` that comes out of a look, or of a change, gives nothing up: locks of its parent's caches may be held by nobody there.
+/// A fork child that returns from the closure of `remove_with` or `update` retires nothing: locks of the parent's caches
+/// may be held forever there.
 #[test]
 fn a_child_that_comes_out_of_a_look_gives_nothing_up() {
     for is_removed in [true, false] {
@@ -402,14 +406,15 @@ fn a_child_that_comes_out_of_a_look_gives_nothing_up() {
     }
 }
 
-/// Where a look panics, and with it the destructor of what is ended on that occasion, the panic of the look goes on.
+/// If the closure of `remove_with` panics, and a destructor that runs at that moment, too, the panic of the closure
+/// propagates.
 #[test]
 fn a_look_and_a_destructor_may_both_panic() {
     static DROPPED: AtomicUsize = AtomicUsize::new(0);
 
     struct Bad;
 
-    // SAFETY: nothing.
+    // SAFETY: it has no bytes.
     unsafe impl Movable for Bad {}
 
     impl Drop for Bad {
@@ -422,7 +427,7 @@ fn a_look_and_a_destructor_may_both_panic() {
     let slabs = slabs();
     slabs.defrag_by_hand();
     let cache = slabs.by_handle::<Bad>(Settings::new("bad")).unwrap();
-    // With every 64th they are looked at; readers of other tests may be there.
+    // Every 64th removal runs destructors; readers of other tests may delay them.
     while DROPPED.load(Relaxed) == 0 {
         let bad = cache.insert(Bad).unwrap();
         let look = |_: &Bad| panic!("a look");
@@ -431,7 +436,7 @@ fn a_look_and_a_destructor_may_both_panic() {
     }
 }
 
-/// The table of handles gives free pages back; handles of before fit nothing that came after, nor in the next cache.
+/// The handle table frees pages; old handles match no later value, nor one of the next cache.
 #[test]
 fn the_table_of_handles_shrinks() {
     let slabs = slabs();
@@ -454,18 +459,18 @@ fn the_table_of_handles_shrinks() {
     assert!(next.get(Handle::from_bits(u64::MAX), &guard).is_none());
 }
 
-/// At a limit, values of a sparse cache are packed so that another can have the memory.
+/// At a limit, values of a sparsely used cache are packed, so that another cache gets the memory.
 #[test]
 fn a_limit_packs_values() {
     let (slabs, account) = slabs_with(Layout::for_test(), 8 * BLOCK_BYTES as u64);
     let cache = slabs.by_handle::<Value>(Settings::new("limit")).unwrap();
     let handles: Vec<_> = (0..70_000).map(|number| cache.insert(value(number)).unwrap()).collect();
     handles.iter().enumerate().for_each(|(number, handle)| assert!(number % 10 == 0 || cache.remove(*handle).unwrap()));
-    // What was removed last waits for a call.
+    // The values that were removed last wait for a call.
     while !cache.defrag_step(Duration::ZERO).unwrap().is_done && cache.info().unwrap().active > 7_100 {}
     assert!(account.resident() > 6 * BLOCK_BYTES as u64);
     let other = slabs.fixed::<[u8; 4000]>(Settings::new("other")).unwrap();
-    // Readers of other tests are waited for, too, and they may take longer than who is refused does.
+    // Readers of other tests are waited for, too, and may take longer than an allocation waits.
     let insert = |_| loop {
         match other.insert([1; 4000]) {
             Ok(slot) => break slot,
@@ -482,7 +487,7 @@ fn a_limit_packs_values() {
     drop(slots);
 }
 
-/// At a limit, values that were removed beside a reader go when he has gone, without a call of their cache.
+/// At a limit, values that were removed under a guard are freed after it is dropped, without a call to their cache.
 #[test]
 fn a_limit_ends_what_was_removed() {
     let (slabs, _) = slabs_with(Layout::for_test(), 8 * BLOCK_BYTES as u64);
@@ -502,7 +507,7 @@ fn a_limit_ends_what_was_removed() {
     drop(guard);
     let began = Instant::now();
     while slots.len() < 2_000 {
-        // Readers of other tests may be there, too.
+        // Readers of other tests may exist.
         assert!(began.elapsed() < STUCK_AFTER, "memory does not come");
         slots.extend(other.insert([1; 4000]).ok());
     }
@@ -523,8 +528,8 @@ fn values_move_between_nodes() {
     assert!(handles.iter().zip(0..).all(|(handle, number)| cache.get(*handle, &guard) == Some(&value(number))));
 }
 
-/// Threads insert, read, change and remove values while another packs them: each handle finds its own value, whole, or nothing
-/// once it has been removed, and each value is dropped once.
+/// Threads insert, read, change and remove values while another packs them: each handle finds its own value, undamaged,
+/// or nothing after its removal. Each value is dropped once.
 #[test]
 fn threads_use_values_that_move() {
     const THREADS: usize = 2;

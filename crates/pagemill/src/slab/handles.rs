@@ -1,19 +1,20 @@
-//! Handles and what they stand for: a table of words, one for each handle, which alone say where a value is.
+//! The handle table: one word for each handle, which alone holds the location of its value.
 //!
 //! ```text
 //!   bits 0-40 place, in 8 bytes from the window's start | 41-60 generation | 61-63 pins
 //! ```
 //!
-//! A word times eight is generation and place in bytes; the pins are out. Of a handle the generation is known before its word is, so from
-//! the word to the value is one load, which does the rest: a multiplication by eight and an addition.
+//! A word times eight is generation and place in bytes, without the pins. The generation is known from the handle before
+//! the word is loaded. So the way from the word to the value is one load: its addressing mode does the multiplication by
+//! eight and the addition.
 //!
-//! A generation is odd while a value is there. It goes on by one when a value goes, so a handle of an older one never fits; a
-//! handle's place in the table whose generations are used up is not used again. Pages of the table whose handles are all free
-//! give their memory back; the page remembers the generation that all of it has passed, which is half of them at most.
-//! Threads keep some in stock ([`stock`]).
+//! A generation is odd while the value exists. It is incremented when the value is removed, so a stale handle never
+//! matches. An index is not used again after its last generation. Pages of the table with free handles only return their
+//! memory. The page remembers the highest generation that it reached, at most half of all generations. Threads keep some
+//! handles in stock ([`stock`]).
 //!
 //! [`stock`]: super::stock
-#![allow(unsafe_code)] // words of keys, which are in the table
+#![allow(unsafe_code)] // unchecked access to words of the table
 
 use super::magazine::table_by_thread;
 use super::numbers::WORD_BITS;
@@ -26,30 +27,29 @@ use pagemill_sys::mem;
 use std::marker::PhantomData;
 use std::sync::atomic::Ordering::AcqRel;
 
-/// Most handles of a cache; a power of two. The last of them never comes: it stands for what is no handle.
+/// Maximum number of handles of a cache; a power of two. The last index is never given out: it marks an invalid handle.
 const MAX_HANDLES: usize = 1 << 26;
 const NOWHERE: u64 = MAX_HANDLES as u64 - 1;
 
-/// All words of a table. Those that are not open read as zero bits, which stand for nothing; so readers need not look how many
-/// are.
+/// All words of a table. Words that are not open read as zero, which is not live, so readers need no bounds check.
 pub(super) type Words = [AtomicU64; MAX_HANDLES];
 
 const PIN_BITS: u32 = 3;
 const ONE_PIN: u64 = 1 << (u64::BITS - PIN_BITS);
 const MOST_PINS: u64 = (1 << PIN_BITS) - 1;
-/// Of a key, and of a word times eight.
+/// In a key, and in a word times eight.
 const GENERATION_SHIFT: u32 = 44;
 const ONE_GENERATION: u64 = 1 << GENERATION_SHIFT;
 const PLACE: u64 = ONE_GENERATION - 1;
-/// Of a word as it is.
+/// In a word as it is stored.
 const GENERATION: u64 = !PLACE >> PIN_BITS;
 const MAX_GENERATION: u32 = (1 << (u64::BITS - GENERATION_SHIFT)) - 1;
 
-/// Which word a handle is about, and of which generation.
+/// Index and generation of a handle.
 ///
 /// # Invariants
 ///
-/// The generation is odd, as that of a value that is there. The index is below [`MAX_HANDLES`], and between the two all bits are 0.
+/// The generation is odd, as for a live value. The index is below [`MAX_HANDLES`], and the bits between the two are 0.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Key(u64);
 
@@ -64,7 +64,7 @@ impl Key {
         self.0
     }
 
-    /// One that [`Key::to_bits`] was asked of.
+    /// A key from the result of [`Key::to_bits`].
     #[inline]
     pub fn from_stock(bits: u64) -> Self {
         debug_assert!(Self::from_bits(bits).0 == bits);
@@ -88,48 +88,49 @@ impl Key {
 
     #[inline]
     fn word(self, words: &Words) -> &AtomicU64 {
-        // Not `index()`: the processor would have to mask what has been masked.
+        // Not `index()`: the processor would apply the same mask twice.
         let index = self.0 as u32 as usize;
         debug_assert_eq!(index, self.index() as usize);
         // SAFETY: below the table's length (type invariant).
         unsafe { words.get_unchecked(index) }
     }
 
-    /// From here on a handle that was taken stands for a value at a place.
+    /// Makes an allocated handle live: it refers to the value at a place.
     #[inline]
     pub fn publish(self, words: &Words, place: usize) {
         self.word(words).store(Entry::new(self.generation(), place).0, Release);
     }
 
-    /// Ends what it stands for, if its word is still as it was seen; says whether. [`Key::next`] is to be given back.
+    /// Ends the value of a handle if its word is still `seen`; returns whether it did. The caller then frees
+    /// [`Key::next`].
     #[inline]
     pub fn end(self, words: &Words, seen: Entry) -> bool {
         seen.pins() == 0 && self.word(words).compare_exchange(seen.0, self.ended().0, AcqRel, Relaxed).is_ok()
     }
 
-    /// The handle that takes the place of this one in the table; `None` when all generations are used up.
+    /// The next handle with the same index; `None` if all generations are used up.
     #[inline]
     pub fn next(self) -> Option<Self> {
         (self.generation() < MAX_GENERATION).then(|| Self(self.0 + 2 * ONE_GENERATION))
     }
 
-    /// The word when the value has gone: of generation 0, which is never any handle's, when all are used up.
+    /// The word after the value was removed. After the last generation it is 0, which no handle has.
     #[inline]
     fn ended(self) -> Entry {
-        // One more than the last is 0.
+        // One more than the last generation wraps to 0.
         Entry((self.0 & !PLACE).wrapping_add(ONE_GENERATION) >> PIN_BITS)
     }
 
-    /// The word of this handle while it stands for a value.
+    /// The word of this handle while it is live.
     #[inline]
     pub fn find(self, words: &Words) -> Option<Entry> {
         let entry = Entry(self.word(words).load(Acquire));
-        // The generation of a word that stands for nothing is even.
+        // The generation of a word that is not live is even.
         ((entry.0 ^ self.0 >> PIN_BITS) & GENERATION == 0).then_some(entry)
     }
 
-    /// Where the value is of what [`Key::find`] found: so far from `base` as the entry says. Pointers, as numbers would be added up in the
-    /// other order, one after the other when the entry is there.
+    /// Address of the value that [`Key::find`] found: `base` plus the place of the entry. Uses pointers, because integer
+    /// additions would be reordered into a chain after the load of the entry.
     #[inline]
     pub fn address(self, entry: Entry, base: usize) -> *mut u8 {
         let before = (base as *mut u8).wrapping_sub((self.0 & !PLACE) as usize);
@@ -139,7 +140,7 @@ impl Key {
     }
 }
 
-/// Stands for a value of a cache. Copies stand for the same; when the value has gone none of them fits any other.
+/// Refers to a value of a cache. Copies refer to the same value; once it is removed, no copy matches a later value.
 pub struct Handle<T> {
     pub(super) key: Key,
     _value: PhantomData<fn() -> T>,
@@ -150,12 +151,13 @@ impl<T> Handle<T> {
         Self { key, _value: PhantomData }
     }
 
-    /// As a number, for places that keep numbers. Never 0.
+    /// The handle as a number, for storage. Never 0.
     pub fn to_bits(self) -> u64 {
         self.key.to_bits()
     }
 
-    /// The handle of a number. One that was no handle's stands for nothing, or for any value of the cache; 0 for nothing.
+    /// The handle of a number. A number that did not come from [`Handle::to_bits`] refers to no value or to any value of
+    /// the cache; 0 refers to none.
     pub fn from_bits(bits: u64) -> Self {
         Self::new(Key::from_bits(bits))
     }
@@ -189,7 +191,7 @@ impl<T> std::fmt::Debug for Handle<T> {
     }
 }
 
-/// The word of a handle at one moment.
+/// A snapshot of the word of a handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Entry(u64);
 
@@ -199,7 +201,7 @@ impl Entry {
         Self((u64::from(generation) << GENERATION_SHIFT | place as u64) >> PIN_BITS)
     }
 
-    /// Generation and place, as those of a key.
+    /// Generation and place, laid out as in a key.
     #[inline]
     fn unpinned(self) -> u64 {
         self.0 << PIN_BITS
@@ -215,7 +217,7 @@ impl Entry {
         self.generation() % 2 == 1
     }
 
-    /// Where the value is, from the window's start; of a free one the next that is free.
+    /// Location of the value from the window's start; in a free entry, the next free entry.
     #[inline]
     pub fn place(self) -> usize {
         (self.unpinned() & PLACE) as usize
@@ -230,21 +232,21 @@ impl Entry {
         self.pins() == MOST_PINS
     }
 
-    /// The same value elsewhere.
+    /// The same generation at another place.
     pub fn at(self, place: usize) -> Self {
         Self::new(self.generation(), place)
     }
 }
 
-/// Handles of one page that are free. Under the lock of the table.
+/// Free handles of one page of the table. Under the lock of the table.
 #[derive(Clone, Copy)]
 struct Page {
-    /// The first free one, by its place in the page; the page's length if none is.
+    /// The first free entry of the page; the page's length if there is none.
     head: u32,
     free: u32,
-    /// All generations of the page were at most this when its memory went.
+    /// Upper bound of the generations of the page when its memory was freed.
     passed: u32,
-    /// Whether its words are there.
+    /// Whether its words are written.
     is_filled: bool,
 }
 
@@ -254,12 +256,12 @@ struct Books {
     with_free: Marks,
 }
 
-/// Pages that have a free handle.
+/// Set of the pages that have a free handle: a two-level bitmap.
 #[derive(Default)]
 struct Marks {
-    /// A bit for each page.
+    /// One bit for each page.
     pages: Vec<u64>,
-    /// A bit for each word of these that has one.
+    /// One bit for each nonzero word of `pages`.
     words: Vec<u64>,
 }
 
@@ -289,16 +291,16 @@ impl Marks {
     }
 }
 
-/// The handles of one cache. When the cache is gone the table serves another, and its generations go on.
+/// The handles of one cache. After the end of the cache another one takes the table over, and generations continue.
 pub(super) struct Handles {
     words: Table<AtomicU64>,
     books: Guarded<Books>,
     per_page: usize,
     page_shift: u32,
-    /// By number of the thread; open for so many of them.
+    /// By thread slot; the first `stocked` are open.
     stocks: Table<Stock>,
     stocked: AtomicUsize,
-    /// There are addresses for so many.
+    /// Number of threads that the table has addresses for.
     threads: usize,
 }
 
@@ -320,27 +322,28 @@ impl Handles {
         })
     }
 
-    /// Opens the table for the stock of a thread; says whether it has one. By one caller at a time.
+    /// Opens the stock of a thread slot; returns whether it has one. One caller at a time.
     pub fn reach(&self, number: usize) -> bool {
         let (stocked, end) = (self.stocked.load(Relaxed), number + 1);
         if end > self.threads || self.stocks.open(0, stocked, end).is_err() {
             return false;
         }
-        // Who ends the cache before may reach its own place yet.
+        // The end of the previous cache may still be reaching a slot of its own.
         self.stocked.fetch_max(end, Relaxed);
         true
     }
 
-    /// What a thread keeps. For who is inside of the thread's magazine, which is not open before it was [reached](Self::reach).
+    /// The stock of a thread slot. For a thread inside of its magazine, which is not open before the slot was
+    /// [reached](Self::reach).
     #[inline]
     pub fn stock(&self, number: usize) -> &Stock {
         self.stocks.get(number)
     }
 
-    /// Gives the memory of a stock back in which nothing is. For who has seized the thread's magazine.
+    /// Frees the memory of an empty stock. The caller drains the magazine of the slot.
     pub fn strip_stock(&self, number: usize) {
         if size_of::<Stock>().is_multiple_of(os_page_bytes()) {
-            // Where the kernel keeps it, it stays as it is.
+            // If the kernel keeps the memory, the stock stays as it is.
             let _ = self.stocks.discard(number, 1);
         }
     }
@@ -354,23 +357,23 @@ impl Handles {
         &self.words()[index as usize]
     }
 
-    /// The word of an index, whatever it is now.
+    /// The current word of an index.
     pub fn load(&self, index: u32) -> Entry {
         Entry(self.word(index).load(Acquire))
     }
 
-    /// Has the word of an index come near.
+    /// Prefetches the word of an index.
     pub fn fetch(&self, index: u32) {
         mem::prefetch(std::ptr::from_ref(self.word(index)).addr());
     }
 
-    /// Changes a word that is still as it was seen; says whether it was.
+    /// Replaces a word that is still `seen`; returns whether it was.
     #[inline]
     pub fn exchange(&self, index: u32, seen: Entry, new: Entry) -> bool {
         self.word(index).compare_exchange(seen.0, new.0, AcqRel, Relaxed).is_ok()
     }
 
-    /// One pin more; not if there are as many as can be, or the word has changed.
+    /// Adds a pin. Returns false if the pins are used up or the word has changed.
     pub fn pin(&self, index: u32, seen: Entry) -> bool {
         !seen.is_pinned_most() && self.exchange(index, seen, Entry(seen.0 + ONE_PIN))
     }
@@ -379,12 +382,12 @@ impl Handles {
         self.word(index).fetch_sub(ONE_PIN, Release);
     }
 
-    /// Takes handles that are free, at least one; says how many. Nobody else has them; they stand for nothing before
+    /// Allocates at least one handle; returns how many. They belong to the caller, and are not live before
     /// [`Key::publish`].
     ///
     /// # Errors
     ///
-    /// [`Error::NoAddresses`] when there are no more.
+    /// [`Error::NoAddresses`] if all handles are used up.
     pub fn take(&self, keys: &mut [Key]) -> Result<usize> {
         self.books.with(|books| {
             for (count, key) in keys.iter_mut().enumerate() {
@@ -416,7 +419,7 @@ impl Handles {
         Ok(Key::new(index, entry.generation() + 1))
     }
 
-    /// Lets one more page be used; says which.
+    /// Opens one more page of the table; returns its number.
     fn open(&self, books: &mut Books) -> Result<usize> {
         let next = books.pages.len() * self.per_page;
         if next + self.per_page > NOWHERE as usize {
@@ -429,7 +432,7 @@ impl Handles {
         Ok(number)
     }
 
-    /// Writes the words of a page of which all handles are free.
+    /// Writes the words of a page of free handles.
     fn fill(&self, number: usize, page: &mut Page) {
         for at in 0..self.per_page {
             let entry = Entry::new(page.passed, (at + 1) << PIN_BITS);
@@ -438,12 +441,12 @@ impl Handles {
         (page.head, page.is_filled) = (0, true);
     }
 
-    /// Ends what a handle stands for, where nobody else comes to it, whatever its pins say. As [`Key::end`].
+    /// Ends a value that no other thread can reach, regardless of its pins. As [`Key::end`].
     pub fn close(&self, key: Key) {
         self.word(key.index()).store(key.ended().0, Release);
     }
 
-    /// Takes handles back that were taken, and stand for nothing.
+    /// Frees handles that are not live.
     pub fn give(&self, keys: impl IntoIterator<Item = Key>) {
         self.books.with(|books| {
             for key in keys {
@@ -459,7 +462,7 @@ impl Handles {
         });
     }
 
-    /// Gives the memory of pages back that have no handle in use; returns the bytes.
+    /// Frees the memory of pages without a handle in use; returns the bytes.
     pub fn shrink(&self) -> u64 {
         self.books.with(|books| {
             let is_free = |page: &Page| page.is_filled && page.free as usize == self.per_page;
@@ -467,8 +470,8 @@ impl Handles {
             for (number, page) in books.pages.iter_mut().enumerate().filter(|(_, page)| is_free(page)) {
                 let words = (number * self.per_page..(number + 1) * self.per_page).map(|at| self.words.get(at));
                 let passed = words.map(|word| Entry(word.load(Relaxed)).generation()).max().unwrap_or(0);
-                // All of the page go on from there when it is used again. Where one of them was so busy that this costs the others more
-                // than half of what they ever have, the page keeps its memory.
+                // All handles of the page continue from this generation when it is used again. If one busy handle would
+                // cost the others more than half of their generations, the page keeps its memory.
                 let is_cheap = passed <= MAX_GENERATION / 2;
                 if is_cheap && self.words.discard(number * self.per_page, self.per_page).is_ok() {
                     *page = Page { passed, is_filled: false, ..*page };
@@ -479,7 +482,7 @@ impl Handles {
         })
     }
 
-    /// Handles that stand for something, with their words.
+    /// All live handles with their words.
     pub fn live(&self) -> impl Iterator<Item = (u32, Entry)> {
         let pages: Vec<bool> = self.books.with(|books| books.pages.iter().map(|page| page.is_filled).collect());
         let filled = pages.into_iter().enumerate().filter(|(_, is_filled)| *is_filled);
@@ -487,7 +490,7 @@ impl Handles {
         indices.map(|index| (index as u32, self.load(index as u32))).filter(|(_, entry)| entry.is_live())
     }
 
-    /// Bytes of the table that are resident.
+    /// Resident bytes of the table and the stocks.
     pub fn resident_bytes(&self) -> u64 {
         let opened = self.books.with(|books| books.pages.len()) * self.per_page;
         self.words.resident_bytes(0, opened) + self.stocks.resident_bytes(0, self.stocked.load(Relaxed))
@@ -504,7 +507,7 @@ mod tests {
         keys[0]
     }
 
-    /// A handle is taken by one at a time; one that was given back comes with another generation.
+    /// A handle has one owner at a time; a freed one comes back with another generation.
     #[test]
     fn generations_go_on() {
         let handles = Handles::place().unwrap();
@@ -524,7 +527,8 @@ mod tests {
         assert!(take(handles) == next);
     }
 
-    /// Whatever goes and comes back, what is lowest is taken first. Pages of three words of words, as a set has them.
+    /// The lowest page is taken first, in any order of marks. Compares with a `BTreeSet`; as many pages as three words of
+    /// `words` cover.
     #[test]
     fn the_lowest_page_comes_first() {
         let (mut marks, mut set) = (Marks::default(), std::collections::BTreeSet::new());
@@ -533,7 +537,7 @@ mod tests {
             draw = draw.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let page = (draw >> 33) % (3 * WORD_BITS * WORD_BITS);
             assert_eq!(marks.lowest(), set.first().copied());
-            // More come than go at first, then all go.
+            // First more are marked than unmarked, then all are unmarked.
             if round < 10_000 && draw >> 62 != 0 {
                 marks.mark(page);
                 set.insert(page);
@@ -544,7 +548,7 @@ mod tests {
         assert_eq!((marks.lowest(), set.len()), (None, 0));
     }
 
-    /// When all generations of an index are used up there is no next one, and its word stands for nothing.
+    /// When all generations of an index are used up there is no next handle, and its word is not live.
     #[test]
     fn generations_end() {
         let handles = Handles::place().unwrap();
@@ -555,7 +559,7 @@ mod tests {
         assert_ne!(take(handles).index(), last.index());
     }
 
-    /// A number that was no handle's finds nothing, whatever it is.
+    /// A number that is no handle finds nothing.
     #[test]
     fn numbers_are_no_handles() {
         let handles = Handles::place().unwrap();
@@ -568,7 +572,8 @@ mod tests {
         }
     }
 
-    /// A handle of very many values does not use up those beside it: when its page is used again each has half of its generations left.
+    /// A heavily used handle does not use up the generations of its page: when the page is used again, each handle has
+    /// half of them left.
     #[test]
     fn a_busy_handle_leaves_generations_to_others() {
         for (busy, freed) in [(MAX_GENERATION / 2 - 2, os_page_bytes() as u64), (MAX_GENERATION - 2, 0)] {
@@ -583,7 +588,7 @@ mod tests {
         }
     }
 
-    /// Pages without a handle in use give their memory back; handles of before do not fit what comes after.
+    /// Pages without a handle in use free their memory; old handles do not match new values.
     #[test]
     fn a_table_shrinks() {
         let handles = Handles::place().unwrap();

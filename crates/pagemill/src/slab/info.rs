@@ -1,4 +1,4 @@
-//! Figures of a cache, as Linux's `slabinfo` has them, and more.
+//! Statistics of a cache: those of Linux's `slabinfo`, and more.
 
 use super::migrate::assert_not_isolating;
 use super::node::Node;
@@ -8,61 +8,62 @@ use crate::sync::{Patience, Relaxed};
 use std::io;
 use std::sync::Arc;
 
-/// Figures of a cache at one moment; where others use it meanwhile, of nearly one.
+/// Statistics of a cache. If other threads use the cache meanwhile, the values are not from exactly one moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlabInfo {
     pub name: Arc<str>,
     pub kind: Kind,
-    /// Bytes of an object as its user knows it, and from one to the next.
+    /// `object_bytes`: size of an object as the user defined it. `stride_bytes`: distance from one object to the next.
     pub object_bytes: usize,
     pub stride_bytes: usize,
     pub slab_bytes: usize,
     pub objects_per_slab: u32,
     pub has_constructor: bool,
-    /// Whether its objects are watched ([`super::Settings::debug`]).
+    /// Whether debug mode is on ([`super::Settings::debug`]).
     pub is_debug: bool,
     pub defrag_used_ratio: u32,
     pub remote_node_defrag_ratio: u32,
-    /// Sums of the nodes.
+    /// Sums over the nodes.
     pub total: NodeInfo,
     pub nodes: Vec<NodeInfo>,
-    /// Objects that users have: less those in magazines and barns.
+    /// Objects allocated by users: without those in magazines and barns.
     pub active: u64,
-    /// Of these, such as nobody comes to any more, and readers may be at: values that were removed or replaced, places that were moved
-    /// from. Each call counts them anew. Nodes of indices that were retired are in use until they go back.
+    /// Of the active ones, objects that are unreachable but wait for readers: removed or replaced values, and places that
+    /// objects were moved from. Counted anew by each call. Retired index nodes count as active until they are freed.
     pub waiting: u64,
     /// Free objects in magazines and barns.
     pub cached: u64,
-    /// Objects that were moved, and such as their owner freed where it was to move them.
+    /// `moved`: objects that were moved. `freed`: objects that their owner freed instead of moving them.
     pub moved: u64,
     pub freed: u64,
-    /// Objects that stayed: in use (pinned), refused before they were touched, or without a place.
+    /// Objects that stayed. `busy`: in use or pinned. `refused`: rejected by `isolate`. `failed`: without a destination.
     pub busy: u64,
     pub refused: u64,
     pub failed: u64,
     /// Slabs that were emptied by moving.
     pub emptied: u64,
-    /// Objects that came from another node than the one that wanted them.
+    /// Objects that were allocated from another node than the preferred one.
     pub from_remote: u64,
-    /// Bytes of its table of handles, beside what is charged for its blocks.
+    /// Resident bytes of the handle table, in addition to what is charged for blocks.
     pub handle_bytes: u64,
-    /// A node was locked for too long to be looked at: its figures are missing.
+    /// The lock of a node was held for too long: its values are missing.
     pub is_partial: bool,
-    /// A callback panicked in the background, which leaves the cache alone since. It tries again when `defrag_used_ratio` is set, be it
-    /// to what it was, or when a shrink gets through. Slabs that are out of use (`lost`) stay so.
+    /// A callback panicked in the background, which ignores the cache since. It resumes when `defrag_used_ratio` is set,
+    /// even to the same value, or when a shrink succeeds. Slabs that are out of use (`lost`) stay so.
     pub is_given_up: bool,
 }
 
-/// Figures of one node.
+/// Statistics of one node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NodeInfo {
-    /// Objects outside of slabs: users', and in magazines and barns.
+    /// Objects outside of slabs: allocated by users, or in magazines and barns.
     pub used: u64,
-    /// Of these, free ones in its barns.
+    /// Of these, free objects in barns.
     pub cached: u64,
-    /// Objects that its slabs have room for.
+    /// Capacity of its slabs in objects.
     pub objects: u64,
-    /// Slabs that are set up; of these, some in use and some free, none in use, out of use for good.
+    /// `slabs`: number of slabs that are set up. `partial`, `empty`, `lost`: how many of them are partial, empty, or out
+    /// of use for good.
     pub slabs: u32,
     pub partial: u32,
     pub empty: u32,
@@ -73,7 +74,7 @@ pub struct NodeInfo {
 }
 
 impl NodeInfo {
-    /// Figures that another process tells may be any: sums saturate.
+    /// Sums saturate, because statistics that another process sent may have any value.
     fn add(&mut self, other: &Self) {
         self.used = self.used.saturating_add(other.used);
         self.cached = self.cached.saturating_add(other.cached);
@@ -103,7 +104,7 @@ impl NodeInfo {
 }
 
 impl SlabInfo {
-    /// Takes the figures of its next node in.
+    /// Adds the statistics of the next node.
     pub(crate) fn add_node(&mut self, node: NodeInfo) {
         self.total.add(&node);
         self.cached = self.cached.saturating_add(node.cached);
@@ -111,15 +112,17 @@ impl SlabInfo {
         self.nodes.push(node);
     }
 
-    /// The order of lists: caches with movable objects first, then by name.
+    /// Sort key of lists: caches with movable objects first, then by name.
     pub(crate) fn rank(&self) -> (bool, Arc<str>) {
         (self.kind == Kind::Fixed, self.name.clone())
     }
 }
 
+/// Returns the statistics of a cache.
+///
 /// # Errors
 ///
-/// [`crate::Error::WrongState`] of a parent's cache.
+/// [`crate::Error::WrongState`] for a cache of the parent process.
 pub(super) fn of(member: &dyn Member) -> Result<SlabInfo> {
     assert_not_isolating();
     let (mut info, engine) = (without_nodes(member)?, member.engine());
@@ -130,12 +133,12 @@ pub(super) fn of(member: &dyn Member) -> Result<SlabInfo> {
     Ok(info)
 }
 
-/// Shows a cache with each of its nodes, which `SlabInfo` has none of then: takes no memory, and waits for the lock of a node,
-/// under which `isolate` may run, until `patience` has waited so long at most.
+/// Calls `show` for each node with the statistics of the cache (without nodes) and of that node. Allocates no memory.
+/// Waits for the lock of a node, under which `isolate` may run, until `patience` has waited `most_ns` in all.
 ///
 /// # Errors
 ///
-/// What `show` says. A parent's cache is not shown.
+/// Those of `show`. A cache of the parent process is skipped.
 pub(super) fn show(
     member: &dyn Member,
     (patience, most_ns): (&mut Patience, u64),
@@ -157,7 +160,7 @@ pub(super) fn show(
     Ok(())
 }
 
-/// What is cached is what magazines have.
+/// `cached` counts objects in magazines only.
 fn without_nodes(member: &dyn Member) -> Result<SlabInfo> {
     let engine = member.engine();
     engine.check()?;
@@ -169,7 +172,7 @@ fn without_nodes(member: &dyn Member) -> Result<SlabInfo> {
         stride_bytes: shape.stride,
         slab_bytes: shape.slab_bytes,
         objects_per_slab: shape.capacity,
-        // What sets the places of handles up is nobody's.
+        // The set-up of places for handles is not a constructor of the user.
         has_constructor: engine.has_constructor() && member.kind() == Kind::ByOwner,
         is_debug: engine.checks.is_some(),
         defrag_used_ratio: engine.used_ratio.load(Relaxed),

@@ -1,9 +1,10 @@
-//! Lists of the blocks of one cache on one node, linked through their metadata: a block is in one of a kind at most.
+//! Doubly linked lists of the blocks of one cache on one node, linked through their metadata. A block is in at most one
+//! list of each kind.
 
 use super::blocks::Blocks;
 use super::meta::Links;
 
-/// First and last blocks: number and one; 0 none.
+/// Heads and tails are block numbers plus one; 0: empty.
 pub(super) struct Lists<const COUNT: usize, const KIND: usize> {
     heads: [u32; COUNT],
     tails: [u32; COUNT],
@@ -22,7 +23,7 @@ impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
         std::iter::successors(self.first(list), |number| Self::next(blocks, *number))
     }
 
-    /// The block after one in its list.
+    /// The next block in the same list.
     pub fn next(blocks: &Blocks, number: u32) -> Option<u32> {
         Self::links(blocks, number).next.get().checked_sub(1)
     }
@@ -31,7 +32,7 @@ impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
         &blocks.block(number).links[KIND]
     }
 
-    /// Puts a block that is in no list first in one.
+    /// Inserts a block that is in no list at the front.
     pub fn put_first(&mut self, blocks: &Blocks, list: usize, number: u32) {
         let links = Self::links(blocks, number);
         let after = std::mem::replace(&mut self.heads[list], number + 1);
@@ -44,7 +45,7 @@ impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
         }
     }
 
-    /// Puts a block that is in no list last in one.
+    /// Inserts a block that is in no list at the back.
     pub fn put_last(&mut self, blocks: &Blocks, list: usize, number: u32) {
         let links = Self::links(blocks, number);
         let before = std::mem::replace(&mut self.tails[list], number + 1);
@@ -57,13 +58,13 @@ impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
         }
     }
 
-    /// Puts a block last in its list.
+    /// Moves a block to the back of its list.
     pub fn move_last(&mut self, blocks: &Blocks, number: u32) {
         self.remove(blocks, number);
         self.put_last(blocks, Self::links(blocks, number).list.get() as usize, number);
     }
 
-    /// Takes a block out of its list.
+    /// Removes a block from its list.
     pub fn remove(&mut self, blocks: &Blocks, number: u32) {
         let links = Self::links(blocks, number);
         let (before, after) = (links.before.get(), links.next.get());
@@ -78,7 +79,7 @@ impl<const COUNT: usize, const KIND: usize> Lists<COUNT, KIND> {
         }
     }
 
-    /// Each list reads the same from both ends.
+    /// Checks that each list is the same in both directions.
     #[cfg(test)]
     pub fn check(&self, blocks: &Blocks) {
         for list in 0..COUNT {

@@ -1,46 +1,47 @@
-//! What is to be emptied next: the emptiest block, or slab, of a node whose objects find a place in others.
+//! Defragmentation candidates: finds the emptiest block or slab of a node with objects that fit elsewhere.
 //!
-//! Each look is at some blocks, however many there are, and under the lock of the node's [`super::node::Books`].
+//! Each search visits a bounded number of blocks under the lock of the node's [`super::node::Books`]. Identifiers call a
+//! search *look*.
 
 use super::lists::Lists;
 use super::meta::{LEVELS, Level, QUEUED, STANDING, SlabSet, State};
 use super::node::{BUCKETS, FULL, FULLEST, GROWING, IDLE, Node, PARTS, Room};
 
-/// What a look for the emptiest of a list goes over.
+/// Maximum number of suitable blocks that a search compares.
 pub(super) const LOOKS: usize = 16;
 
-/// A look for slabs however full they are.
+/// Ratio of a search for slabs of any use.
 const ANY_PERCENT: u32 = u32::MAX;
 
-/// Looks of one kind have a number each; 0 is that of none.
+/// Searches of each kind are numbered; 0: no search.
 const FIRST_LOOK: u32 = 1;
 
 type Standing = Lists<BUCKETS, STANDING>;
 type Queues = Lists<BUCKETS, QUEUED>;
 
-/// What is to be emptied next.
+/// The next candidate to empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Source {
-    /// A block, and those of its slabs that were claimed for it: not such as others have, who set them up, give their memory back,
-    /// or wait for readers. With it where its objects go.
+    /// A block, its slabs that were claimed with it, and where its objects may go. Slabs that were claimed before (to set
+    /// up, to free, or in a batch) are not included.
     Block(u32, SlabSet, Room),
-    /// A slab of a block, claimed now, of which so many objects find a place in other partial slabs.
+    /// A slab of a block, claimed now, and how many of its objects fit into other partial slabs.
     Slab(u32, u32, u32),
 }
 
-/// What is looked for to be emptied.
+/// What to search for.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Search {
-    /// In use by less than so much.
+    /// Candidates are used by less than this percentage.
     pub percent: u32,
-    /// Slabs are tried once in a pass.
+    /// Each slab is tried once in a pass.
     pub pass: u32,
-    /// Blocks are tried once in a round of passes: where an object stayed, what else is there would only go round. `None`:
-    /// slabs only.
+    /// Each block is tried once in a round of passes: if an object stayed, the other objects of the block would only be
+    /// moved back and forth. `None`: search for slabs only.
     pub round: Option<u32>,
 }
 
-/// For what a look is: a pass, or a round of passes, and percent; its number is no other's.
+/// Identity of a search: pass (or round of passes) and percentage, and its unique number.
 struct Look {
     of: (u32, u32),
     number: u32,
@@ -51,7 +52,7 @@ impl Look {
         Self { of: (0, 0), number: FIRST_LOOK }
     }
 
-    /// Goes on with a look; says whether it is a new one.
+    /// Continues the search, or begins a new one if `of` differs. Returns whether it is new.
     fn begin(&mut self, of: (u32, u32)) -> bool {
         let is_new = self.of != of;
         if is_new {
@@ -61,13 +62,13 @@ impl Look {
     }
 }
 
-/// Where a node's looks have come to.
+/// State of a node's searches.
 pub(super) struct Looks {
     for_slabs: Look,
     for_blocks: Look,
-    /// What the look for blocks is still to be at, list by list. What comes to a list meanwhile comes first.
+    /// Blocks that the search for blocks still has to visit, list by list. Blocks that enter a list meanwhile come first.
     queues: Queues,
-    /// Blocks that were looked at.
+    /// Number of blocks visited.
     #[cfg(test)]
     pub looked_at: u64,
 }
@@ -83,8 +84,9 @@ impl Looks {
         }
     }
 
-    /// The lists of which blocks may be in use by less than the look for blocks wants. Without room, but for slabs that are not set up,
-    /// they may be, too.
+    /// The lists in which a block may be less used than `percent`, the limit of the search for blocks: those of blocks with
+    /// room, by eighths in use, up to that limit; then `GROWING`. That one is not sorted by use, because its blocks have no
+    /// room in set-up slabs.
     fn lists_of_blocks(&self) -> impl Iterator<Item = usize> + use<> {
         let percent = self.for_blocks.of.1;
         let parts = (percent * PARTS).div_ceil(100).min(PARTS) as usize;
@@ -93,7 +95,7 @@ impl Looks {
 }
 
 impl Node<'_> {
-    /// Claims what should be emptied next: a block whose objects find a place in others, else a slab some objects of which do.
+    /// Claims the next candidate: a block if its objects fit into others, else a slab with some objects that do.
     pub fn claim_source(&mut self, search: &Search) -> Option<Source> {
         if let Some(number) = self.sparsest_block(search) {
             let room = self.room_for(number);
@@ -105,13 +107,13 @@ impl Node<'_> {
         Some(Source::Slab(number, slab, most))
     }
 
-    /// Whether there is something for [`Node::claim_source`].
+    /// Whether [`Node::claim_source`] would find a candidate.
     pub fn has_source(&mut self, search: &Search) -> bool {
         self.sparsest_block(search).is_some() || self.sparsest_slab(search).is_some()
     }
 
-    /// The emptiest of the first that fit. One that is in use too much for this look goes, and is not looked at again before it has come to
-    /// another list.
+    /// The emptiest of the first suitable blocks. A block that is used too much for this search is dequeued, and visited
+    /// again only after it has entered another list.
     fn sparsest_block(&mut self, search: &Search) -> Option<u32> {
         self.begin_for_blocks(search.round?, search.percent);
         let capacity = u64::from(self.shape.block_capacity());
@@ -123,7 +125,7 @@ impl Node<'_> {
                 self.note_look();
                 let block = self.blocks.block(number);
                 let used = u64::from(block.used.get());
-                // A sparse block has memory for no more than it has set up: without room there nothing is won.
+                // A sparse block has memory only for its set-up slabs. If these are full, emptying it gains nothing.
                 let is_packed = list == GROWING && block.is_sparse.get() == 1;
                 let was_tried = Some(block.tried.get()) == search.round;
                 if is_packed || was_tried || used * 100 >= capacity * u64::from(search.percent) {
@@ -143,14 +145,15 @@ impl Node<'_> {
         None
     }
 
-    /// Where what is in a block may go. Two in which objects have stayed would give each other the rest without end, so that only goes to
-    /// blocks that are as full.
+    /// Where the objects of a block may go. Two blocks with objects that cannot move would exchange the others forever.
+    /// So after such an attempt, objects only go to blocks that are at least as full.
     fn room_for(&self, number: u32) -> Room {
         let block = self.blocks.block(number);
         if block.has_refused.get() == 1 { Room::Fuller(block.used.get()) } else { Room::Used }
     }
 
-    /// Objects that other blocks have room for, of those that what is in a block may go to; in its own list those that are emptier count, too.
+    /// How many objects fit into the blocks that the objects of this block may go to. Emptier blocks of the same list are
+    /// counted, too.
     fn room_beside(&self, number: u32) -> u64 {
         let block = self.blocks.block(number);
         let first = match self.room_for(number) {
@@ -164,15 +167,15 @@ impl Node<'_> {
         room - u64::from(block.room.get()) + bare
     }
 
-    /// Of a list the first blocks that so many objects are in at least: such as look for room comes to first.
+    /// The first blocks of a list with at least `least` objects in use; they are the first that an allocation looks at.
     pub fn first_of(&self, list: usize, least: u32) -> impl Iterator<Item = u32> {
-        // Those that were tried, which may be emptier, come first in the list, and are in no queue.
+        // Blocks that were tried may be emptier. They come first in the list, and are in no queue.
         let queued = self.books.looks.queues.iter(self.blocks, list).take(LOOKS);
         let blocks = queued.chain(self.list(list).take(LOOKS));
         blocks.filter(move |number| self.blocks.block(*number).used.get() >= least)
     }
 
-    /// Where that is a new look it is to be at all blocks that may be in use by less than it wants.
+    /// Begins a search for blocks. If it is new, queues all blocks that may be used by less than it wants.
     fn begin_for_blocks(&mut self, round: u32, percent: u32) {
         if !self.books.looks.for_blocks.begin((round, percent)) {
             return;
@@ -188,7 +191,7 @@ impl Node<'_> {
         }
     }
 
-    /// The look for blocks is to be at a block, which has come to its list, unless that was tried in this round.
+    /// Queues a block that has entered its list for the search for blocks, unless it was tried in this round.
     pub fn queue(&mut self, number: u32) {
         let (block, looks) = (self.blocks.block(number), &mut self.books.looks);
         let list = block.bucket();
@@ -208,7 +211,7 @@ impl Node<'_> {
         queued.set(0);
     }
 
-    /// What the look for blocks is still to be at is in the list that it is in.
+    /// Checks that each queued block is queued under the list that it is in.
     #[cfg(test)]
     pub fn check_queues(&self) {
         let looks = &self.books.looks;
@@ -232,7 +235,8 @@ impl Node<'_> {
         }
     }
 
-    /// A slab, and how many objects of it find a place in other partial ones. In whole blocks that helps only where all is packed.
+    /// A slab, and how many of its objects fit into other partial slabs. In whole blocks this is only useful when
+    /// everything is packed.
     fn sparsest_slab(&mut self, search: &Search) -> Option<(u32, u32, u32)> {
         let capacity = self.shape.capacity;
         let partial_room = self.books.room - u64::from(self.books.empty) * u64::from(capacity);
@@ -254,8 +258,8 @@ impl Node<'_> {
         (elsewhere > 0).then(|| (number, slab, u64::from(used).min(elsewhere) as u32))
     }
 
-    /// The least of what the first blocks have, from the emptiest list to the `last`: of so many that have anything. The others go to
-    /// the end of their lists, where the same look does not come to them again before something in them has changed.
+    /// The minimum of `find` over the first `most` blocks that have a candidate, from the emptiest list to `last`. Blocks
+    /// without a candidate move to the end of their list. The same search visits them again only after a change.
     fn least<T: Ord + Copy>(
         &mut self,
         look: (u32, u32),
@@ -282,12 +286,12 @@ impl Node<'_> {
         least
     }
 
-    /// Whether the look that is under way has found nothing in a block. Such are last in their lists.
+    /// Whether the current search has found no candidate in a block. Such blocks are last in their lists.
     pub fn is_spent(&self, number: u32) -> bool {
         self.blocks.block(number).spent.get() == self.books.looks.for_slabs.number
     }
 
-    /// A slab of a block may be worth a look again.
+    /// A slab of a block changed, so the search may visit the block again.
     pub fn renew(&mut self, number: u32) {
         if self.is_spent(number) {
             let bucket = self.blocks.block(number).bucket();
@@ -296,7 +300,7 @@ impl Node<'_> {
         }
     }
 
-    /// Claims all that is open of a block, which is to be emptied; says which slabs that are.
+    /// Marks a block as leaving, and claims all of its open slabs. Returns them.
     fn leave(&mut self, number: u32, round: Option<u32>) -> SlabSet {
         let block = self.blocks.block(number);
         block.tried.set(round.unwrap_or(0));
@@ -312,7 +316,7 @@ impl Node<'_> {
         claimed
     }
 
-    /// Claims the block in use by the least parts, if it is whole and in use by half at most.
+    /// Claims the first block of the emptiest nonempty list, if it is whole, has no claimed slab and is at most half used.
     pub fn claim_emptiest(&mut self) -> Option<(u32, SlabSet)> {
         let number = (IDLE + 1..=FULLEST).flat_map(|list| self.list(list)).next()?;
         let block = self.blocks.block(number);
@@ -321,7 +325,7 @@ impl Node<'_> {
         is_it.then(|| (number, self.leave(number, None)))
     }
 
-    /// Claims a slab with objects that has not been tried in this pass, of the emptiest block that has one.
+    /// Claims a slab with objects that was not tried in this pass, of the emptiest block that has one.
     pub fn claim_next(&mut self, pass: u32) -> Option<(u32, u32)> {
         let (blocks, slabs) = (self.blocks, self.shape.slabs);
         let (number, slab) = self.least((pass, ANY_PERCENT), FULL, 1, |number| {
@@ -336,11 +340,11 @@ impl Node<'_> {
         Some((number, slab))
     }
 
-    /// Ends what [`Node::claim_source`] began with a block; claims of its slabs have been ended.
+    /// Ends the emptying of a block that [`Node::claim_source`] claimed, after the claims of its slabs.
     pub fn return_block(&mut self, number: u32) {
         let block = self.blocks.block(number);
         block.is_leaving.set(0);
-        // One that was left in the midst is gone on with.
+        // A block that was left half done is continued, not marked.
         if block.tried.get() != 0 && block.used.get() > 0 {
             block.has_refused.set(1);
         }

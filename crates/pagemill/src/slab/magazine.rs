@@ -1,9 +1,13 @@
-//! Magazines: what one thread has of a cache's free objects, taken and given back without a lock or an atomic exchange.
+//! Magazines: per-thread stacks of a cache's free objects, used without locks or atomic exchanges.
 //!
-//! A magazine belongs to its cache; a thread is only a number ([`super::numbers`]). It holds up to two sheaves as one stack, so
-//! that a thread at the edge of one does not go to the barn with every second object. When a thread ends nothing has to be
-//! done: its number goes to the next, with what lies there, and who empties a cache empties magazines of all numbers ([`Claim`]).
-#![allow(unsafe_code)] // magazines at addresses that are computed
+//! A magazine belongs to its cache and is indexed by the thread slot ([`super::numbers`]). It holds up to two sheaves as
+//! one stack. So a thread at the boundary of a sheaf does not access the barn for every second object. Nothing has to be
+//! done when a thread ends: the next thread in its slot takes the contents over, and a drain empties the magazines of all
+//! slots ([`Claim`]).
+//!
+//! Names: a [`Rack`] is the address range of the magazines under one cache id; a [`Shelf`] is the view of one cache on
+//! its rack.
+#![allow(unsafe_code)] // magazines at computed addresses
 
 use super::claim::{Barriers, Claim};
 use super::numbers::{MAX_THREADS, NONE};
@@ -15,24 +19,25 @@ use std::hint::assert_unchecked;
 use std::ops::Deref;
 use std::sync::atomic::{self, fence};
 
-/// Where there are not addresses for all threads: no cache is made without those for so many.
+/// The table is halved down to this many threads if addresses are short; below that no cache is created.
 const FEWEST_THREADS: usize = 1 << 10;
 
-/// Objects of two sheaves.
+/// Capacity: the objects of two sheaves.
 const PLACES: usize = 2 * MAX_SHEAF;
 
 /// # Invariants
 ///
-/// `len`, `room`, `node` and `objects` are changed by who is inside of `claim` alone: the thread of this number, or who seized it.
-/// At any moment the first `len` objects are free, and none is there twice: `fork` may copy a magazine while a thread is inside, and in the
-/// child its number is another's ([`super::numbers::begin_child`]).
+/// Only the side that is inside of `claim` changes `len`, `room`, `node` and `objects`: the thread in this slot, or a
+/// draining thread. At any moment the first `len` objects are free and distinct. This also holds in the middle of an
+/// operation: `fork` may copy a magazine while a thread is inside, and in the child the slot belongs to another thread
+/// ([`super::numbers::begin_child`]).
 #[repr(C, align(1024))]
 pub(super) struct Magazine {
     claim: Claim,
     len: AtomicU32,
-    /// Objects that it may hold: 0 until its thread has opened it.
+    /// Capacity now: 0 until its thread has opened it.
     room: AtomicU32,
-    /// The node that its objects are of.
+    /// The node of its objects.
     node: AtomicU32,
     objects: [AtomicU64; PLACES],
 }
@@ -40,11 +45,12 @@ pub(super) struct Magazine {
 // SAFETY: atomic words.
 unsafe impl Zeroed for Magazine {}
 
-/// A magazine and the thread inside of it, which leaves it with this. What is kept beside the magazine is the thread's as long, too.
+/// A magazine with its thread inside; dropping this leaves it. It also covers what the thread slot keeps beside the
+/// magazine.
 ///
 /// # Invariants
 ///
-/// The thread, whose magazine it is, has entered its claim.
+/// The magazine's thread has entered its claim.
 pub(super) struct Inside<'magazine>(&'magazine Magazine);
 
 impl Drop for Inside<'_> {
@@ -64,20 +70,21 @@ impl Deref for Inside<'_> {
 }
 
 impl Inside<'_> {
-    /// Takes the object that was given last.
+    /// Takes the object that was added last.
     #[inline(always)]
     pub fn pop(self) -> Option<usize> {
         self.last().map(|last| self.take_last(last))
     }
 
-    /// As [`Inside::pop`], together with what `beside`, which must not panic, takes of what is kept beside.
+    /// As [`Inside::pop`], together with the result of `beside`, which takes something kept beside the magazine and must
+    /// not panic.
     #[inline(always)]
     pub fn pop_with<R>(self, beside: impl FnOnce() -> Option<R>) -> Option<(usize, R)> {
         let last = self.last()?;
         beside().map(|result| (self.take_last(last), result))
     }
 
-    /// Where the object is that was given last.
+    /// The position of the object that was added last.
     #[inline(always)]
     fn last(&self) -> Option<u32> {
         self.len.load(Relaxed).checked_sub(1)
@@ -89,7 +96,7 @@ impl Inside<'_> {
         self.place(last).load(Relaxed) as usize
     }
 
-    /// Takes an object in, if there is room.
+    /// Adds an object, if there is room.
     #[inline(always)]
     pub fn push(self, object: usize) -> bool {
         let len = self.len.load(Relaxed);
@@ -101,13 +108,14 @@ impl Inside<'_> {
         has_room
     }
 
-    /// Lets `act`, which must not panic, have what is kept beside; not before the magazine is open.
+    /// Calls `act`, which must not panic and may use what is kept beside the magazine. `None` if the magazine is not
+    /// open.
     #[inline(always)]
     pub fn act<R>(self, act: impl FnOnce() -> R) -> Option<R> {
         (self.room.load(Relaxed) > 0).then(act)
     }
 
-    /// Takes in as many of these as there is room for, of a node; says how many.
+    /// Adds as many of these objects of a node as there is room for; returns how many.
     pub fn fill(self, objects: impl ExactSizeIterator<Item = usize>, node: usize) -> usize {
         let len = self.len.load(Relaxed);
         let is_of_node = len == 0 || self.node() == node;
@@ -120,12 +128,12 @@ impl Inside<'_> {
         count
     }
 
-    /// Takes a sheaf out, of those that were given longest ago; says how many.
+    /// Removes the oldest objects, up to a sheaf; returns how many.
     pub fn drain(self, sheaf: &mut [usize]) -> usize {
         self.take_oldest(sheaf)
     }
 
-    /// Lets it hold so many objects.
+    /// Opens the magazine with this capacity.
     pub fn open(self, room: usize) {
         debug_assert!(room <= PLACES);
         self.room.store(room as u32, Relaxed);
@@ -136,7 +144,7 @@ impl Magazine {
     #[inline(always)]
     fn place(&self, at: u32) -> &AtomicU64 {
         debug_assert!((at as usize) < PLACES);
-        // SAFETY: `len` never passes `room`, nor that the places (type invariant: two sheaves at most).
+        // SAFETY: `at` is below `len` or `room`, which never exceed the capacity (type invariant).
         unsafe { self.objects.get_unchecked(at as usize) }
     }
 
@@ -153,7 +161,7 @@ impl Magazine {
         count as usize
     }
 
-    /// What it holds now, more or less.
+    /// Objects that it holds, approximately.
     pub fn len(&self) -> usize {
         self.len.load(Relaxed) as usize
     }
@@ -163,12 +171,12 @@ impl Magazine {
         self.node.load(Relaxed) as usize
     }
 
-    /// By a seizer who has it: takes objects out; says how many.
+    /// For the draining thread: takes objects out; returns how many.
     pub fn take_seized(&self, objects: &mut [usize]) -> usize {
         self.take_oldest(objects)
     }
 
-    /// By a seizer who has it: it is as it was before its thread opened it.
+    /// For the draining thread: resets it to its state before its thread opened it.
     pub fn close_seized(&self) {
         debug_assert_eq!(self.len(), 0);
         self.room.store(0, Relaxed);
@@ -187,7 +195,7 @@ impl Magazine {
     }
 }
 
-/// A table with an entry for each thread that there are addresses for; says how many these are.
+/// Creates a table with an entry for each thread slot, as many as addresses are available for; returns their number, too.
 pub(super) fn table_by_thread<T: Zeroed>() -> Result<(Table<T>, usize)> {
     let mut threads = MAX_THREADS;
     loop {
@@ -199,11 +207,12 @@ pub(super) fn table_by_thread<T: Zeroed>() -> Result<(Table<T>, usize)> {
     }
 }
 
-/// Addresses for the magazines of a cache, and of the next one of its number. What the last has opened stays so.
+/// The addresses of the magazines of one cache id. Caches that use the id one after the other share them; opened memory
+/// stays open.
 pub(super) struct Rack {
     table: Table<Magazine>,
     threads: usize,
-    /// How many threads' are open.
+    /// Number of thread slots that are open.
     opened: atomic::AtomicU32,
 }
 
@@ -224,7 +233,8 @@ impl Rack {
     }
 }
 
-/// Where the magazine of a thread lies, in bytes from that of number 0 of the same cache: at hand, so that the usual way need not multiply.
+/// Byte offset of a thread's magazine from that of slot 0 of the same cache: precomputed, so that the fast path needs no
+/// multiplication.
 ///
 /// # Invariants
 ///
@@ -233,7 +243,7 @@ impl Rack {
 pub(super) struct Offset(usize);
 
 impl Offset {
-    /// From whatever place on it is beyond all addresses, and below the end of numbers.
+    /// Added to any base, it lies beyond all addresses but does not overflow.
     pub const NOWHERE: Self = Self(1 << (usize::BITS - 2));
 
     pub fn of(number: u32) -> Self {
@@ -241,16 +251,17 @@ impl Offset {
     }
 }
 
-/// The magazines of one cache, by number of the thread.
+/// The magazines of one cache, by thread slot.
 ///
 /// # Invariants
 ///
-/// `base` is where the table of the rack begins, which is open from there to `plain` or `fenced`, whole magazines, and stays so.
+/// `base` is the start of the rack's table. The table is open from there to `plain` or `fenced`, at a magazine boundary,
+/// and stays open.
 pub(super) struct Shelf {
     base: *const Magazine,
-    /// Where those end that their threads may enter without a barrier of their own.
+    /// End of the magazines that their threads enter without a barrier ([`Barriers::OfSeizer`]).
     plain: AtomicUsize,
-    /// Where those do that they enter with one. Either this or the other is 0.
+    /// End of the magazines that they enter with a barrier. One of the two is 0.
     fenced: AtomicUsize,
     rack: &'static Rack,
     barriers: Barriers,
@@ -262,7 +273,7 @@ unsafe impl Send for Shelf {}
 unsafe impl Sync for Shelf {}
 
 impl Shelf {
-    /// Of the one cache that has the rack; nobody can enter before [`Shelf::reach`].
+    /// For the one cache that uses the rack. No thread can enter before [`Shelf::reach`].
     pub fn new(rack: &'static Rack, barriers: Barriers) -> Self {
         Self { base: rack.table.start(), plain: AtomicUsize::new(0), fenced: AtomicUsize::new(0), rack, barriers }
     }
@@ -271,13 +282,14 @@ impl Shelf {
         self.barriers
     }
 
-    /// Lets the thread into its magazine, if it has one and nobody has seized it.
+    /// Enters the magazine of this thread, if it has one that is not seized.
     #[inline(always)]
     pub fn enter(&self, own: Offset) -> Option<Inside<'_>> {
         let magazine = self.at(own);
-        // Nothing is acquired: what is open stays so, and what is there is the thread's own.
+        // Needs no acquire: open memory stays open, and the contents belong to this thread.
         if magazine.addr() < self.plain.load(Relaxed) {
-            // SAFETY: one of those that are open (type invariant), of which none is at address 0: what the compiler would look at again.
+            // SAFETY: an open magazine (type invariant), never at address 0; the assertion removes a check from the fast
+            // path.
             let magazine = unsafe {
                 assert_unchecked(!magazine.is_null());
                 &*magazine
@@ -288,7 +300,7 @@ impl Shelf {
         }
     }
 
-    /// Out of the way of who enters without.
+    /// Out of line, off the path without barrier.
     #[cold]
     #[inline(never)]
     fn enter_fenced(&self, magazine: *const Magazine) -> Option<Inside<'_>> {
@@ -305,7 +317,7 @@ impl Shelf {
         self.base.wrapping_byte_add(offset.0)
     }
 
-    /// That of a thread for which it was [reached](Shelf::reach).
+    /// The magazine of a slot that was [reached](Shelf::reach).
     pub fn get(&self, number: usize) -> &Magazine {
         let magazine = self.at(Offset::of(number as u32));
         assert!(magazine.addr() < self.plain.load(Relaxed).max(self.fenced.load(Relaxed)));
@@ -313,7 +325,7 @@ impl Shelf {
         unsafe { &*magazine }
     }
 
-    /// Opens the table for the magazine of a thread; says whether it has one. By one caller at a time.
+    /// Opens the magazine of a thread slot; returns whether it has one. One caller at a time.
     pub fn reach(&self, number: usize) -> bool {
         let Rack { table, threads, opened } = self.rack;
         let (before, end) = (opened.load(Relaxed) as usize, number + 1);
@@ -338,7 +350,7 @@ mod tests {
     use crate::slab::numbers::UNKNOWN;
     use crate::units::os_page_bytes;
 
-    /// A thread's own, of a cache in a process with such barriers.
+    /// A thread's magazine, for a cache with either kind of barriers.
     struct Own(Shelf);
 
     impl Own {
@@ -378,7 +390,7 @@ mod tests {
 
     const BOTH: [Barriers; 2] = [Barriers::OfSeizer, Barriers::OfEach];
 
-    /// The object given last comes first; a sheaf goes from the other end; beyond its room nothing goes in.
+    /// The object added last comes first; a sheaf is taken from the other end; nothing is added beyond the capacity.
     #[test]
     fn a_magazine_is_a_stack() {
         for own in BOTH.map(Own::new) {
@@ -394,7 +406,7 @@ mod tests {
         }
     }
 
-    /// While it is seized its thread finds it neither full nor empty, and all is there afterwards.
+    /// While seized, the magazine cannot be used by its thread; afterwards its contents are unchanged.
     #[test]
     fn a_seized_magazine_is_left_alone() {
         for own in BOTH.map(Own::new) {
@@ -410,7 +422,7 @@ mod tests {
         }
     }
 
-    /// While its thread is inside, whatever it does there, a seizer sees that.
+    /// While its thread is inside, for any operation, a draining thread sees that.
     #[test]
     fn who_is_inside_is_seen() {
         for own in BOTH.map(Own::new) {
@@ -428,7 +440,7 @@ mod tests {
         }
     }
 
-    /// Room comes with the threads that ask for it, for those below them, too, and for none beyond the last.
+    /// Magazines become usable up to the highest slot that was reached, and none beyond the last slot.
     #[test]
     fn a_shelf_has_room_for_who_came() {
         for barriers in BOTH {
@@ -446,12 +458,12 @@ mod tests {
             }
             assert!(!is_in(&shelves[0], MAX_THREADS) && !shelves[0].reach(MAX_THREADS));
             assert!([UNKNOWN, NONE].into_iter().all(|number| !is_in(&shelves[0], number as usize)));
-            // The pages that four were in, and another's nothing.
+            // The pages that four slots use; none of the other rack.
             let page = os_page_bytes() as u64;
             assert_eq!(resident_bytes(), [4 * page, 0]);
             assert!(shelves[1].reach(MAX_THREADS - 1) && is_in(&shelves[1], MAX_THREADS - 1));
             assert_eq!(resident_bytes(), [4 * page, page]);
-            // The next cache that has a rack has its own say; the room is there.
+            // The next cache of a rack starts without magazines; the memory is open already.
             let next = Shelf::new(racks[0], barriers);
             assert!(!is_in(&next, 7) && next.reach(7) && is_in(&next, 7) && !is_in(&next, 8));
         }

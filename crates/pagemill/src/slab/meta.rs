@@ -1,7 +1,9 @@
-//! Metadata out of line: a line of bits and a line of words for each slab, and for each block which of its slabs have room.
+//! Slab metadata, out of line: for each slab a line of bits and a line of words, for each block the set of slabs at each
+//! level of use.
 //!
-//! All of it is changed under the lock of the node that has the block ([`super::node`]); atomic it is to lie in tables.
-#![allow(unsafe_code)] // says that zero bits are values
+//! All of it is changed under the lock of the node that has the block ([`super::node`]). The words are atomic only so
+//! that they can lie in shared tables.
+#![allow(unsafe_code)] // zero bits are valid metadata
 
 use super::shape::{MAX_OBJECTS, MAX_SLABS};
 use crate::arena::Zeroed;
@@ -9,7 +11,7 @@ use crate::sync::Relaxed;
 
 macro_rules! held {
     ($name:ident, $atomic:ident, $integer:ty) => {
-        /// A word under somebody's lock.
+        /// A word that a lock protects.
         #[derive(Default)]
         #[repr(transparent)]
         pub(super) struct $name(std::sync::atomic::$atomic);
@@ -43,7 +45,7 @@ impl Held32 {
 
 const WORDS: usize = MAX_OBJECTS / u64::BITS as usize;
 
-/// Some objects of a slab.
+/// A set of objects of one slab.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Objects([u64; WORDS]);
 
@@ -67,24 +69,24 @@ impl Objects {
     }
 }
 
-/// What may be done with a slab.
+/// State of a slab.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(super) enum State {
-    /// Objects are taken from it and given to it.
+    /// Objects are taken from it and returned to it.
     Open,
-    /// One thread has it alone, to set it up, empty it or give its memory back. Objects can still be given to it.
+    /// Owned by one thread that sets it up, empties it or frees its memory. Objects can still be returned to it.
     Claimed,
-    /// A callback panicked over it: nothing is ever taken from it again.
+    /// Unusable, because a callback panicked: no object is taken from it again.
     Lost,
 }
 
-/// One slab.
+/// Metadata of one slab.
 #[repr(C, align(128))]
 pub(super) struct Slab {
-    /// Set for each object that is not in the slab: a user's, or in a magazine or barn.
+    /// One bit for each object that is outside of the slab: allocated, or in a magazine or barn.
     bits: [Held64; WORDS],
-    /// How many that are.
+    /// Number of set bits.
     used: Held32,
     state: Held32,
     /// The last pass that tried to empty it.
@@ -111,7 +113,7 @@ impl Slab {
         self.state.set(state as u32);
     }
 
-    /// Takes up to `most` objects of `capacity`, lowest first; tells each.
+    /// Takes up to `most` of `capacity` objects, lowest first, and calls `taken` for each.
     pub fn take(&self, capacity: u32, most: usize, mut taken: impl FnMut(u32)) -> usize {
         let mut count = 0;
         for (at, word) in self.bits.iter().enumerate().take(capacity.div_ceil(64) as usize) {
@@ -132,7 +134,7 @@ impl Slab {
         count
     }
 
-    /// Takes one object back.
+    /// Returns one object.
     ///
     /// # Panics
     ///
@@ -145,11 +147,11 @@ impl Slab {
         self.used.sub(1);
     }
 
-    /// Takes objects back at once.
+    /// Returns several objects.
     ///
     /// # Panics
     ///
-    /// If one is free already.
+    /// If one of them is free already.
     pub fn give_all(&self, objects: &Objects) {
         for (word, given) in self.bits.iter().zip(objects.0) {
             assert!(word.get() & given == given, "an object of a slab is free already");
@@ -158,7 +160,7 @@ impl Slab {
         self.used.sub(objects.count());
     }
 
-    /// Objects from `from` on that are not in the slab, up to `most`.
+    /// Calls `found` for up to `most` objects outside of the slab, beginning at `from`.
     pub fn set_objects(&self, from: u32, most: usize, found: impl FnMut(u32)) -> usize {
         let first = from as usize / 64;
         let mut objects = Objects(std::array::from_fn(|at| if at < first { 0 } else { self.bits[at].get() }));
@@ -169,15 +171,15 @@ impl Slab {
     }
 }
 
-/// How much of a slab is free, coarsely; and slabs that nobody has set up.
+/// Level of use of a slab, or that it is not set up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub(super) enum Level {
-    /// No memory behind it, or never given to objects.
+    /// Not set up: it has no memory, or was never cut into objects.
     Bare,
-    /// All objects are in it.
+    /// All objects are free.
     Empty,
-    /// The first of four levels of being in use.
+    /// The first of four levels of partial slabs.
     Partial,
 }
 
@@ -187,7 +189,7 @@ pub(super) const LEVELS: usize = Level::Partial as usize + QUARTERS;
 const MASK_WORDS: usize = 2;
 const _: () = assert!(MAX_SLABS == u128::BITS as usize);
 
-/// The level of a slab that is set up and open; `None` where it is full.
+/// The level of an open slab; `None` if it is full.
 pub(super) fn level_of(used: u32, capacity: u32) -> Option<usize> {
     match used {
         0 => Some(Level::Empty as usize),
@@ -196,12 +198,13 @@ pub(super) fn level_of(used: u32, capacity: u32) -> Option<usize> {
     }
 }
 
-/// Kinds of lists: each block is in one of the first; of the second in one, where it is still to be looked at.
+/// Kinds of lists. Each block is in one `STANDING` list (by use), and in a `QUEUED` list while a search still has to
+/// visit it.
 pub(super) const STANDING: usize = 0;
 pub(super) const QUEUED: usize = 1;
 const LINKS: usize = QUEUED + 1;
 
-/// Neighbours in a list, by number and one, 0 none; and which list that is.
+/// Links of a block in a list, as block number plus one (0: none), and the index of that list.
 #[derive(Default)]
 pub(super) struct Links {
     pub next: Held32,
@@ -209,40 +212,40 @@ pub(super) struct Links {
     pub list: Held32,
 }
 
-/// One block.
+/// Metadata of one block.
 #[repr(C, align(64))]
 #[derive(Default)]
 pub(super) struct Block {
-    /// Of each level the slabs that are at it; those that are full, claimed or lost are at none.
+    /// The set of slabs at each level. Full, claimed and lost slabs are at none.
     levels: [[Held64; MASK_WORDS]; LEVELS],
-    /// Where it is in a list, for each kind of lists.
+    /// Links for each kind of list.
     pub links: [Links; LINKS],
-    /// Objects that are not in its slabs.
+    /// Objects outside of its slabs.
     pub used: Held32,
-    /// Objects that may be taken from its slabs.
+    /// Objects that can be taken from its slabs.
     pub room: Held32,
-    /// Slabs that are claimed or lost.
+    /// Number of slabs that are claimed or lost.
     pub claimed: Held32,
-    /// Slabs that are set up.
+    /// Number of slabs that are set up.
     pub slabs: Held32,
-    /// 1 where its memory comes and goes slab by slab.
+    /// 1 if its memory comes and goes slab by slab.
     pub is_sparse: Held32,
-    /// 1 while it is being emptied: nothing is taken from it.
+    /// 1 while it is being emptied: no object is taken from it.
     pub is_leaving: Held32,
     /// The last pass that tried to empty it.
     pub tried: Held32,
-    /// 1 where it was to be emptied, and objects stayed.
+    /// 1 if an attempt to empty it left objects behind.
     pub has_refused: Held32,
-    /// The last look for slabs to empty that found none left in it.
+    /// The last search for slabs that found no more candidate in it.
     pub spent: Held32,
-    /// The look for blocks to empty that is still to be at it; 0 none.
+    /// The search for blocks that still has to visit it; 0 none.
     pub queued: Held32,
 }
 
 // SAFETY: atomic words.
 unsafe impl Zeroed for Block {}
 
-/// Some slabs of a block.
+/// A set of slabs of one block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct SlabSet(u128);
 
@@ -261,7 +264,7 @@ impl SlabSet {
 }
 
 impl Block {
-    /// The list that it is in.
+    /// The list by use that it is in.
     pub fn bucket(&self) -> usize {
         self.links[STANDING].list.get() as usize
     }
@@ -277,7 +280,7 @@ impl Block {
         word.set(word.get() & !(1 << (slab % 64)));
     }
 
-    /// The first slab at a level.
+    /// The lowest slab at a level.
     #[inline]
     pub fn first_at(&self, level: usize) -> Option<u32> {
         let slabs = self.mask_at(level);
@@ -294,27 +297,27 @@ impl Block {
         SlabSet(self.mask_at(level)).iter()
     }
 
-    /// All slabs of so many that are set up.
+    /// All of the first `slabs` slabs that are set up.
     pub fn all_set_up(&self, slabs: u32) -> impl Iterator<Item = u32> + use<> {
         SlabSet(!self.mask_at(Level::Bare as usize) & u128::MAX >> (MAX_SLABS as u32 - slabs)).iter()
     }
 
-    /// Slabs at a level.
+    /// Number of slabs at a level.
     pub fn count_at(&self, level: usize) -> u32 {
         self.mask_at(level).count_ones()
     }
 
-    /// All of `slabs` are bare.
+    /// Marks the first `slabs` slabs as bare.
     pub fn strip(&self, slabs: u32) {
         (0..slabs).for_each(|slab| self.put(Level::Bare as usize, slab));
     }
 
-    /// No slab is at any level.
+    /// Removes all slabs from all levels.
     pub fn clear(&self) {
         self.levels.iter().flatten().for_each(|word| word.set(0));
     }
 
-    /// The partial slab that is in use most; else an empty one, where that is allowed.
+    /// The fullest partial slab; if there is none and `may_be_empty`, an empty one.
     pub fn fullest(&self, may_be_empty: bool) -> Option<u32> {
         let least = if may_be_empty { Level::Empty } else { Level::Partial } as usize;
         (least..LEVELS).rev().find_map(|level| self.first_at(level))
@@ -330,7 +333,7 @@ mod tests {
         unsafe { std::mem::zeroed() }
     }
 
-    /// Objects of a slab come each once, none beyond its capacity, and those given back come again.
+    /// Each object of a slab is taken once, none beyond its capacity; returned ones are taken again.
     #[test]
     fn objects_come_once() {
         for capacity in [1, 63, 64, 65, 341, 512] {
@@ -345,7 +348,7 @@ mod tests {
         }
     }
 
-    /// What is found from any place on is what was taken and not given back, some at once.
+    /// The objects found from any position on are those taken and not returned, also after several are returned at once.
     #[test]
     fn objects_are_found_and_given_at_once() {
         let slab = slab();
@@ -372,7 +375,7 @@ mod tests {
         slab.give(0);
     }
 
-    /// Levels go from empty to nearly full, and a full slab is at none.
+    /// Levels run from empty to nearly full; a full slab is at none.
     #[test]
     fn levels_are_quarters() {
         assert_eq!(level_of(0, 8), Some(Level::Empty as usize));
@@ -381,7 +384,7 @@ mod tests {
         assert_eq!(level_of(8, 8), None);
     }
 
-    /// The fullest slab comes first, an empty one only where that is allowed.
+    /// The fullest slab comes first; an empty one only if allowed.
     #[test]
     fn the_fullest_comes_first() {
         let block = Block::default();

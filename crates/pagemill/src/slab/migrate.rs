@@ -1,7 +1,7 @@
-//! Emptying slabs: objects of one, some at a time, go to places elsewhere.
+//! Emptying slabs: moves the objects of a slab to free objects elsewhere, in chunks.
 //!
-//! Of a slab that was claimed ([`super::defrag`] says which) the mover of the cache chooses objects (`isolate`, under the lock of the
-//! node), and moves each (`migrate`, without any lock). What was left waits for readers ([`super::batch`]).
+//! [`super::defrag`] chooses and claims a slab. The mover of the cache selects its objects (`isolate`, under the lock of
+//! the node) and moves each of them (`migrate`, without locks). The emptied places wait for readers ([`super::batch`]).
 //!
 //! ```text
 //!   open --claim--> claimed --isolate, migrate ... --> claimed, in a batch --readers gone--> open, or its memory back
@@ -22,17 +22,17 @@ use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::thread;
 
-/// Objects that are isolated at once: what an allocation may have to wait for.
+/// Objects that are isolated at once. Bounds how long an allocation waits for the node's lock.
 const CHUNK: usize = 64;
 
-/// Objects that lie all over a slab, and places for them, are fetched so many before their turn: each move ends with an exchange that
-/// the processor waits for, so that of itself it would fetch those of one alone.
+/// Objects to move and their destinations are spread over a slab, so they are prefetched this many moves ahead. Each move
+/// ends with an atomic exchange that stalls the processor, which would otherwise fetch only one object at a time.
 const AHEAD: usize = 4;
 
-/// Of an object no more is fetched before its turn.
+/// Bytes of an object that are prefetched at most.
 const AHEAD_BYTES: usize = 256;
 
-/// Bytes of a line.
+/// Bytes of a cache line.
 const LINE: usize = 64;
 
 /// Objects of one slab that may be moved.
@@ -42,7 +42,7 @@ pub(super) struct Chunk {
 }
 
 impl Chunk {
-    /// Leaves those out for which `is_kept` is false.
+    /// Rejects the objects for which `is_kept` returns false.
     pub fn retain(&mut self, mut is_kept: impl FnMut(usize) -> bool) {
         let mut kept = 0;
         for at in 0..self.len {
@@ -56,45 +56,46 @@ impl Chunk {
     }
 }
 
-/// What became of an object.
+/// Result of moving an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fate {
-    /// It is elsewhere.
+    /// The object was moved.
     Moved,
     /// Its owner freed it instead.
     Freed,
-    /// It stays: somebody uses it.
+    /// It stays, because it is in use.
     Busy,
-    /// It stays: there was no place, or it could not be moved.
+    /// It stays, because there was no destination, or it could not be moved.
     Failed,
 }
 
-/// Who knows how to move the objects of a cache.
+/// Moves the objects of a cache.
 pub(super) trait Mover {
-    /// What `isolate` tells `migrate`.
+    /// State that `isolate` passes to `migrate`.
     type Isolated;
 
-    /// Leaves those in that will be moved. Under the lock of the node: no call of the cache.
+    /// Rejects objects that must not be moved. Called under the lock of the node: must not call the cache.
     fn isolate(&self, chunk: &mut Chunk) -> Self::Isolated;
 
-    /// One of those that `isolate` left in is moved soon, and near by now: time to fetch what else [`Mover::migrate`] needs.
+    /// An object that `isolate` kept is moved soon, and is being prefetched. Prefetches what else [`Mover::migrate`]
+    /// needs.
     fn expect(&self, _object: usize) {}
 
-    /// Takes what threads keep beside their magazines.
+    /// Collects what threads keep beside their magazines.
     fn collect(&self, _seized: &Seized<'_>) {}
 
-    /// Moves one of them to a place of `to`.
+    /// Moves an object to a place of `to`.
     fn migrate(&self, object: usize, to: &mut Places<'_>, isolated: &mut Self::Isolated) -> Fate;
 }
 
-/// Places that objects may be moved to, of one node.
+/// Free objects of one node that objects can be moved to.
 pub(super) struct Places<'engine> {
     engine: &'engine Engine,
     node: usize,
     room: Room,
     taken: [usize; CHUNK],
     len: usize,
-    /// Objects that are still to be moved, at most.
+    /// Upper bound of the objects that are still to be moved.
     wanted: usize,
 }
 
@@ -103,7 +104,7 @@ impl<'engine> Places<'engine> {
         Self { engine, node, room, taken: [0; CHUNK], len: 0, wanted: CHUNK }
     }
 
-    /// A place that is nobody else's.
+    /// Allocates a destination.
     pub fn take(&mut self) -> Option<usize> {
         if self.len == 0 {
             let wanted = self.wanted.clamp(1, CHUNK);
@@ -130,7 +131,7 @@ impl<'engine> Places<'engine> {
         Some(object)
     }
 
-    /// Takes back a place that was not used.
+    /// Returns a destination that was not used.
     pub fn put(&mut self, object: usize) {
         self.engine.note_given(object);
         self.engine.close_free(object);
@@ -150,7 +151,7 @@ impl Drop for Places<'_> {
 }
 
 impl Engine {
-    /// Has an object come near that is about to be read or written.
+    /// Prefetches an object that is about to be read or written.
     fn fetch(&self, object: usize) {
         (0..self.shape.stride.min(AHEAD_BYTES)).step_by(LINE).for_each(|at| mem::prefetch(object + at));
     }
@@ -162,15 +163,16 @@ thread_local! {
 
 /// Whether this thread is inside of `isolate`, under the lock of a node.
 pub(super) fn is_isolating() -> bool {
-    // Under shuttle all threads are one.
+    // Under shuttle all tasks share one thread.
     cfg!(not(shuttle)) && IS_ISOLATING.get()
 }
 
-/// Refuses calls from inside of `isolate`: they would wait for the lock that its caller holds.
+/// Panics in calls from inside of `isolate`: they would wait for a lock that their own caller holds.
 pub(super) fn assert_not_isolating() {
     assert!(!is_isolating(), "a slab cache is called while its slab is locked for `isolate`");
 }
 
+/// Sets the thread's `IS_ISOLATING` flag until it is dropped.
 struct Isolating;
 
 impl Isolating {
@@ -186,7 +188,7 @@ impl Drop for Isolating {
     }
 }
 
-/// The first of two panics goes on. The other's value may have a destructor, which may panic.
+/// Returns the first of two panics. The other is forgotten, because its destructor may panic.
 fn first_panic(first: thread::Result<()>, other: thread::Result<()>) -> thread::Result<()> {
     if first.is_err() {
         std::mem::forget(other);
@@ -195,16 +197,16 @@ fn first_panic(first: thread::Result<()>, other: thread::Result<()>) -> thread::
     other
 }
 
-/// What a defragmentation did.
+/// Result of a defragmentation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// Objects that were moved, or freed by their owner instead.
+    /// Objects that were moved, or that their owner freed instead.
     pub moved: u64,
     /// Objects that stayed where they were.
     pub stayed: u64,
     /// Slabs that were emptied.
     pub emptied: u64,
-    /// Whether the pass over all that is worth emptying has come to its end. What it left may be worth another.
+    /// Whether the pass over all candidates has ended. A further pass may still find something.
     pub is_done: bool,
 }
 
@@ -217,7 +219,7 @@ impl Progress {
     }
 }
 
-/// A step under way.
+/// A step of defragmentation in progress.
 pub(super) struct Run<'engine, M: Mover> {
     engine: &'engine Engine,
     mover: &'engine M,
@@ -227,9 +229,9 @@ pub(super) struct Run<'engine, M: Mover> {
     most: u64,
     pub progress: Progress,
     left: Vec<Left>,
-    /// One slab is tried whatever the clock says, so that each step comes nearer to the end.
+    /// The first slab is finished regardless of the deadline, so that each step makes progress.
     has_tried: bool,
-    /// A slab was left in the midst: there is more to do when it is back.
+    /// A slab was left half done: there is more to do once it is open again.
     pub was_stopped: bool,
     panic: Option<Box<dyn Any + Send>>,
 }
@@ -255,7 +257,7 @@ impl<'engine, M: Mover> Run<'engine, M> {
         self.panic.is_some() || self.most == 0 || is_late
     }
 
-    /// Empties what is found on a node.
+    /// Empties what the search finds on a node.
     pub fn compact(&mut self, node: usize, search: &Search) {
         while !self.is_over()
             && let Some(source) = self.engine.on(node, |node| node.claim_source(search))
@@ -269,7 +271,7 @@ impl<'engine, M: Mover> Run<'engine, M> {
         }
     }
 
-    /// Moves the objects of those slabs of a block that were claimed for it.
+    /// Moves the objects of the slabs of a block that were claimed with it.
     pub fn empty_block(&mut self, node: usize, block: u32, slabs: SlabSet, (pass, room): (u32, Room)) {
         for slab in slabs.iter() {
             let was_tried = self.engine.ground.blocks.slab(block, slab).tried.get() == pass;
@@ -281,7 +283,7 @@ impl<'engine, M: Mover> Run<'engine, M> {
         self.left.push(Left::Block { node, block });
     }
 
-    /// Moves objects of a claimed slab; says whether all were tried. One that was not is tried again.
+    /// Moves objects of a claimed slab. Returns whether all were tried; if not, the slab is tried again later.
     pub fn empty_slab(&mut self, node: usize, block: u32, slab: u32, most: u32, to: (usize, Room)) -> bool {
         let mut objects = Objects::default();
         let (mut from, mut left) = (0, u64::from(most));
@@ -314,8 +316,8 @@ impl<'engine, M: Mover> Run<'engine, M> {
         is_whole
     }
 
-    /// Moves up to `most` objects of a slab from `from` on. Says how many there were and how many of them stayed; `None` if a
-    /// callback panicked.
+    /// Moves up to `most` objects of a slab, beginning at `from`. Returns how many there were and how many stayed; `None`
+    /// if a callback panicked.
     fn move_chunk(
         &mut self,
         node: usize,
@@ -336,7 +338,7 @@ impl<'engine, M: Mover> Run<'engine, M> {
                     count += 1;
                     *from = object + 1;
                 });
-                // `isolate` looks at each, mostly.
+                // `isolate` usually reads each object.
                 chunk.objects[..count].iter().for_each(|object| mem::prefetch(*object));
                 chunk.len = count;
                 let _isolating = Isolating::begin();
@@ -361,7 +363,7 @@ impl<'engine, M: Mover> Run<'engine, M> {
                     }
                 }
             }));
-            // Its destructor is the program's, too.
+            // The destructor is user code, too.
             let ended = catch_unwind(AssertUnwindSafe(|| drop(isolated)));
             first_panic(moved, ended)
         });
@@ -394,7 +396,7 @@ impl<'engine, M: Mover> Run<'engine, M> {
         self.most = self.most.saturating_sub(moved + freed);
     }
 
-    /// Leaves what was emptied to wait for readers; goes on with a panic of a callback.
+    /// Retires what was emptied until readers have finished. Resumes the panic of a callback, if there was one.
     pub fn end(self) -> Progress {
         stats::add(Counter::SlabEmptied, self.progress.emptied);
         self.engine.counts.emptied.fetch_add(self.progress.emptied, Relaxed);

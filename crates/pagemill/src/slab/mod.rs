@@ -1,15 +1,18 @@
-//! Slabs: caches of objects of one size, which give their memory back, and compact themselves where their objects can be moved.
+//! Slab allocator: caches of equally sized objects that return free memory to the system, and compact themselves if
+//! objects can move.
 //!
-//! Kinds on one `engine`: objects of a [`Fixed`] cache stay where they are until they are dropped; those of a [`ByOwner`] one
-//! are moved by who knows all that refer to them; those of a [`ByHandle`] one are reached through a table, and move by themselves.
+//! All kinds of caches share one `engine`. Objects of a [`Fixed`] cache keep their address until they are dropped.
+//! Objects of a [`ByOwner`] cache are moved by their owner, which updates all references. Values of a [`ByHandle`] cache
+//! are reached through a handle table, so the cache can move them by itself.
 //!
-//! What a cache has lies in blocks of 2 MiB (`blocks`), cut into slabs of 16 to 64 KiB (`shape`), whose metadata lie apart
-//! (`meta`). A thread takes and gives objects in a magazine of its own (`magazine`, `claim`, `numbers`), by sheaves from the `barn` and
-//! the slabs of a `node`, which are set up as they are needed (`supply`). Who empties slabs takes what is in magazines first
-//! (`seize`), chooses (`defrag`), moves objects (`migrate`), and waits for readers (`batch`, `readers`). A thread of all caches does that
-//! in the background (`worker`).
+//! A cache consists of blocks of 2 MiB (`blocks`), cut into slabs of 16 to 64 KiB (`shape`) with metadata out of line
+//! (`meta`). A thread allocates and frees through its own magazine (`magazine`, `claim`, `numbers`). Magazines are
+//! refilled from the `barn` sheaf by sheaf, or from the slabs of a `node`, which are set up on demand (`supply`).
+//! Defragmentation drains the magazines (`seize`), chooses slabs (`defrag`, `looks`), moves objects (`migrate`), and
+//! waits for readers (`batch`, `readers`). A background thread does this for all caches (`worker`).
 //!
-//! Below: `arena`, `sync`, `epoch`, `xarray` (whose nodes it keeps: `xnodes`). Above, by trait: `reclaim::Shrinker`. States, transitions, bounds: docs/slab.md.
+//! Uses `arena`, `sync`, `epoch`, and `xarray` (it allocates the nodes: `xnodes`). Implements `reclaim::Shrinker`.
+//! States, transitions and bounds: docs/slab.md.
 
 mod barn;
 mod batch;
@@ -74,6 +77,7 @@ pub use xnodes::NodeCache;
 use crate::arena::{Arena, place};
 use crate::error::{Error, Result};
 use crate::reclaim::{Shrinker, Urgency};
+use crate::stats::{self, Counter};
 use crate::sync::{Guarded, Relaxed};
 use barn::{BARNS, Yard};
 use batch::Grace;
@@ -90,32 +94,35 @@ use std::time::Duration;
 use worker::Worker;
 use xnodes::Nodes;
 
-/// Slab caches that a process can have at a time, that of nodes of indices among them, in a fork child those of the parent, too. Each has
-/// addresses set aside for the magazines of all threads, 32 MiB where they can be had; the next is not made ([`Error::TooMany`]).
+/// Maximum number of slab caches of a process at a time. The count includes the cache of index nodes and, in a fork
+/// child, the caches of the parent. Each cache reserves addresses for the magazines of all threads (32 MiB if available).
+/// One more cache fails with [`Error::TooMany`].
 pub const MAX_CACHES: usize = 1 << 10;
 
-/// A slab or block whose objects fill less than so many percent is worth emptying.
+/// A slab or block that is used by less than this percentage is worth emptying.
 const DEFRAG_USED_RATIO: u32 = 30;
 
-/// How a cache is to be.
+/// Parameters of a cache.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// A word for reports: which cache of the program this is.
+    /// Name of the cache in reports.
     pub name: String,
-    /// Bytes of a slab: a power of two from 16 KiB and the OS page to 2 MiB. Chosen by the size of objects where it is `None`.
+    /// Slab size in bytes: a power of two, at least 16 KiB and one OS page, at most 2 MiB. `None`: chosen by the object
+    /// size.
     pub slab_bytes: Option<usize>,
-    /// Defragmentation, by calls and in the background, empties what is in use by less than so many percent: 0 nothing, 100 all
-    /// that is not full. It calls owners of objects, and destructors of values by handle that were removed, on a thread of
-    /// Pagemill's, but for caches at 0, and after [`Slabs::defrag_by_hand`].
+    /// Defragmentation, by calls and in the background, empties slabs and blocks that are used by less than this
+    /// percentage: 0 none, 100 all that are not full. The background runs owners' callbacks and the destructors of
+    /// removed values on Pagemill's thread, except for caches with ratio 0 and after [`Slabs::defrag_by_hand`].
     pub defrag_used_ratio: u32,
-    /// In so many percent of the times when a node has no free object, those of other nodes serve before there is a new slab.
+    /// How often, in percent, a node without free objects takes those of other nodes before a new slab is set up.
     pub remote_node_defrag_ratio: u32,
-    /// Whether objects are watched: redzones, poison, owners. Costs a lock and a look at the object with every call.
+    /// Debug mode: redzones, poison, and the callers that allocated and freed an object. Each call then costs a lock and
+    /// a check of the object.
     pub debug: bool,
 }
 
 impl Settings {
-    /// Slabs by the size of objects, Linux's ratios, no checks.
+    /// Slab size chosen by the object size, Linux's ratios, no debug checks.
     pub fn new(name: &str) -> Self {
         Self {
             name: name.to_owned(),
@@ -127,21 +134,21 @@ impl Settings {
     }
 }
 
-/// Numbers of caches. One that could not be closed, or is a parent's, keeps its own.
+/// Cache ids in use. A cache that could not be closed, or belongs to the parent process, keeps its id.
 struct Numbers {
     are_taken: [bool; MAX_CACHES],
-    /// Of those that were ever anybody's. These have barns, too.
+    /// The rack of each id that was ever in use. These ids have barns, too.
     racks: Vec<&'static Rack>,
 }
 
-/// What all caches share; made with the first of them. That of metadata has blocks of its own.
+/// Shared state of all caches, created with the first one. The index nodes have a second one, with blocks of their own.
 struct Ground {
     slabs: &'static Slabs,
     blocks: Blocks,
     barriers: Barriers,
     yard: &'static Yard,
     numbers: &'static Guarded<Numbers>,
-    /// Tables of handles that no cache has.
+    /// Handle tables that no cache uses.
     handles: Guarded<Vec<&'static Handles>>,
 }
 
@@ -163,7 +170,7 @@ impl Ground {
         Ok(Self { blocks, handles, ..*self })
     }
 
-    /// The lowest number that nobody has, with room for magazines and barns.
+    /// Takes the lowest free cache id and prepares its magazines and barns.
     ///
     /// # Errors
     ///
@@ -173,7 +180,7 @@ impl Ground {
             let free = numbers.are_taken.iter().position(|is_taken| !is_taken);
             let number = free.ok_or(Error::TooMany { what: "slab caches", most: MAX_CACHES })?;
             if number == numbers.racks.len() {
-                // Who tries again opens the same barns; a table that is reserved stays.
+                // A retry after an error opens the same barns again; a table that is reserved stays.
                 let barns = self.barns_each();
                 self.yard.open(number * barns, barns)?;
                 numbers.racks.push(Box::leak(Box::new(Rack::new()?)));
@@ -183,17 +190,17 @@ impl Ground {
         })
     }
 
-    /// Of a number that was taken.
+    /// The rack of a cache id in use.
     fn rack(&self, number: usize) -> &'static Rack {
         self.numbers.with(|numbers| numbers.racks[number])
     }
 
-    /// Barns of a cache.
+    /// Number of barns of one cache.
     fn barns_each(&self) -> usize {
         self.slabs.arena.nodes.count() * BARNS
     }
 
-    /// Bytes of magazines and barns that are resident.
+    /// Resident bytes of magazines and barns.
     fn resident_bytes(&self) -> u64 {
         let of_magazines = |numbers: &mut Numbers| {
             (numbers.racks.len(), numbers.racks.iter().map(|rack| rack.resident_bytes()).sum::<u64>())
@@ -206,7 +213,7 @@ impl Ground {
         self.handles.with(Vec::pop).map_or_else(Handles::place, Ok)
     }
 
-    /// Takes a table back of which no handle stands for anything.
+    /// Returns a handle table to the free list. None of its handles may be live.
     fn give_handles(&self, handles: &'static Handles) {
         self.handles.with(|free| free.push(handles));
     }
@@ -216,43 +223,43 @@ impl Ground {
     }
 }
 
-/// A cache as all of them see it.
+/// What code that handles all caches needs of one, whatever its kind.
 trait Member: Send + Sync {
     fn engine(&self) -> &Engine;
 
     fn kind(&self) -> Kind;
 
-    /// Bytes of its table of handles, where it has one.
+    /// Resident bytes of the handle table, if the cache has one.
     fn handle_bytes(&self) -> u64 {
         0
     }
 
-    /// Objects in use that only wait for readers.
+    /// Objects that are no longer reachable but wait for readers.
     fn waiting(&self) -> u64 {
         self.engine().in_batches()
     }
 
-    /// Packs its objects, where that takes no callback of its user; else has it done.
+    /// Packs the objects if that runs no user callback; else requests it from the background thread.
     fn compact(&self) {}
 
-    /// As the cache's own call of that name.
+    /// The public `shrink` of the cache.
     fn shrink(&self) -> Result<u64>;
 
-    /// Takes back what readers are done with, where that takes no callback of its user.
+    /// Frees retired objects after their readers have finished, if that runs no user callback.
     fn tidy(&self) {}
 
-    /// Takes back what waited for readers, as far as they have gone; says whether something waits still.
+    /// Frees retired objects after their readers have finished. Returns whether some still wait.
     fn settle(&self) -> bool {
         self.engine().settle_behind()
     }
 
-    /// A step of defragmentation, where objects can be moved.
+    /// One step of defragmentation, if objects can be moved.
     fn defrag(&self, _budget: Duration) -> Result<Progress> {
         Ok(Progress { is_done: true, ..Progress::default() })
     }
 
-    /// Gives up what it can without a callback of its user; returns the bytes that went to the system, beside free blocks.
-    /// `Limit`: also what threads have in magazines.
+    /// Frees what it can without user callbacks. Returns the bytes that went to the system, not counting free blocks.
+    /// With `Limit`, magazines are drained, too.
     fn give_back(&self, urgency: Urgency) -> u64 {
         let engine = self.engine();
         if engine.check().is_err() {
@@ -271,14 +278,14 @@ trait Member: Send + Sync {
     }
 }
 
-/// What may be done with the objects of a cache.
+/// How objects of a cache can be moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// They stay where they are.
+    /// Objects keep their address.
     Fixed,
-    /// Their owner moves them.
+    /// The owner moves objects.
     ByOwner,
-    /// They are reached by handle, and move by themselves.
+    /// Values are reached by handle, and the cache moves them.
     ByHandle,
 }
 
@@ -286,27 +293,38 @@ pub enum Kind {
 pub struct Slabs {
     arena: &'static Arena,
     ground: OnceLock<&'static Ground>,
-    /// In the order in which they were made, each by a number that no other had.
+    /// In order of creation, each with a unique id.
     members: Guarded<Vec<(u64, Weak<dyn Member>)>>,
     made: AtomicU64,
+    /// Bytes of idle blocks and empty slabs that caches keep, as of the last `measure()`.
+    kept_bytes: AtomicU64,
     worker: Worker,
-    /// Nodes of indices, and what their blocks are from.
+    /// The cache of index nodes and its shared state.
     nodes: Nodes,
 }
 
 impl Slabs {
-    /// No memory, and no addresses, before the first cache.
+    /// Reserves neither memory nor addresses before the first cache.
     pub(crate) fn new(arena: &'static Arena) -> Self {
         let (members, made) = (Guarded::new(Vec::new()), AtomicU64::new(0));
-        Self { arena, ground: OnceLock::new(), members, made, worker: Worker::default(), nodes: Nodes::default() }
+        let kept_bytes = AtomicU64::new(0);
+        Self {
+            arena,
+            ground: OnceLock::new(),
+            members,
+            made,
+            kept_bytes,
+            worker: Worker::default(),
+            nodes: Nodes::default(),
+        }
     }
 
-    /// Makes a cache whose objects stay where they are.
+    /// Creates a cache of objects that keep their address.
     ///
     /// # Errors
     ///
-    /// [`Error::BadLength`], [`Error::BadAlignment`] for objects or slabs that cannot be, [`Error::BadRatio`],
-    /// [`Error::TooMany`] where there are [`MAX_CACHES`], [`Error::System`].
+    /// [`Error::BadLength`], [`Error::BadAlignment`] for unsupported object or slab sizes, [`Error::BadRatio`],
+    /// [`Error::TooMany`] if there are [`MAX_CACHES`], [`Error::System`].
     pub fn fixed<T>(&'static self, settings: Settings) -> Result<Fixed<T>> {
         let object = Object {
             layout: Layout::new::<T>(),
@@ -320,7 +338,7 @@ impl Slabs {
         self.make(settings, object, fixed::Inner::new).map(Fixed::new)
     }
 
-    /// Makes the inside of a cache, under a number of its own.
+    /// Creates the inner part of a cache under a new id and registers it.
     fn make<M: Member + 'static>(
         &'static self,
         settings: Settings,
@@ -333,7 +351,7 @@ impl Slabs {
         Ok(member)
     }
 
-    /// As [`Slabs::make`]; nobody knows of it before [`Slabs::enter`].
+    /// As [`Slabs::make`], without registration; [`Slabs::enter`] registers it.
     fn make_on<M: Member + 'static>(
         ground: &'static Ground,
         settings: Settings,
@@ -345,7 +363,7 @@ impl Slabs {
         Ok(Arc::new(inner(engine)))
     }
 
-    /// From here on a cache is one of all. It is whole: others call it at once.
+    /// Registers a cache. It must be complete, because other threads call it at once.
     fn enter<M: Member + 'static>(&'static self, member: &Arc<M>) {
         let weak: Weak<M> = Arc::downgrade(member);
         self.members.with(|members| {
@@ -357,7 +375,7 @@ impl Slabs {
         }
     }
 
-    /// Under the lock of the members.
+    /// The shared state, created on the first call. Called under the lock of `members`.
     fn ground(&'static self) -> Result<&'static Ground> {
         if let Some(ground) = self.ground.get() {
             return Ok(ground);
@@ -366,7 +384,7 @@ impl Slabs {
         Ok(self.ground.get_or_init(|| ground))
     }
 
-    /// As if the kernel refused seizers the barrier in all threads. Before there is a cache.
+    /// Makes the process behave as if the kernel refused the process-wide barrier. Before the first cache.
     #[cfg(test)]
     fn refuse_barrier(&'static self) {
         let ground = place(Ground::new(self, Barriers::OfEach).unwrap()).unwrap();
@@ -385,34 +403,36 @@ impl Slabs {
         self.members.with(|members| members.get(at).and_then(|(_, member)| member.upgrade()))
     }
 
-    /// All caches that are this process's own, those with movable objects first, then by name.
+    /// All caches of this process, not those of the parent: first those with movable objects, then by name.
     pub fn list(&self) -> Vec<SlabInfo> {
         let mut list: Vec<SlabInfo> = self.members().iter().filter_map(|member| info::of(&**member).ok()).collect();
         list.sort_by_cached_key(SlabInfo::rank);
         list
     }
 
-    /// From here on nothing is done in the background: caches are defragmented by calls alone, as [`Slabs::defrag_step`], and no
-    /// callback runs on a thread that is not the program's. Waits for the step that is under way, a second at most.
+    /// Stops background defragmentation. From here on caches are defragmented only by calls such as
+    /// [`Slabs::defrag_step`], and no callback runs on a thread of Pagemill. Waits for the step in progress, at most one
+    /// second.
     pub fn defrag_by_hand(&self) {
         self.worker.stop();
     }
 
-    /// A step of defragmentation of all caches, by their ratios: for a thread of the program, or an idle moment. It calls owners of
-    /// objects, so it must not be called where they could be waiting for the caller. Says what was done in all.
+    /// Runs one step of defragmentation over all caches, by their ratios. For a thread of the program or for idle time.
+    /// It calls the owners of objects: do not call it where they may wait for the caller. Returns the progress of all
+    /// caches together.
     pub fn defrag_step(&self, budget: Duration) -> Progress {
         let began_ns = clock::fine_ns();
         let mut whole = Progress { is_done: true, ..Progress::default() };
         for member in self.members().iter().filter(|member| member.engine().check().is_ok()) {
             let left = budget.saturating_sub(Duration::from_nanos(clock::fine_ns() - began_ns));
-            // One that somebody else is at is passed over.
+            // A cache that another thread is defragmenting is skipped.
             let part = if left.is_zero() { Ok(Progress::default()) } else { member.defrag(left) };
             whole.add(&part.unwrap_or_default());
         }
         whole
     }
 
-    /// Bytes of metadata that are resident.
+    /// Resident bytes of metadata.
     pub(crate) fn metadata_bytes(&self) -> u64 {
         let of_nodes = self.nodes.metadata_bytes();
         of_nodes + self.ground.get().map_or(0, |ground| ground.blocks.metadata_bytes() + ground.resident_bytes())
@@ -440,7 +460,7 @@ impl Slabs {
         self.worker.release_after_fork();
     }
 
-    /// In a fork child: caches are the parent's, and no thread works here.
+    /// In a fork child: the caches belong to the parent, and no background thread exists.
     pub(crate) fn begin_child(&self) {
         self.worker.begin_child();
         numbers::begin_child();
@@ -448,8 +468,9 @@ impl Slabs {
         if let Some(ground) = self.ground.get() {
             ground.blocks.begin_child();
         }
-        // Here nobody is to have an owner of the parent's in his hands, and be the last.
+        // The child must not hold an owner of the parent, and must not be the one that drops it.
         self.members.with(|members| std::mem::forget(std::mem::take(members)));
+        self.kept_bytes.store(0, Relaxed);
     }
 }
 
@@ -463,18 +484,30 @@ impl Shrinker for Slabs {
     }
 
     fn giveable_bytes(&self) -> u64 {
-        self.ground.get().map_or(0, |ground| ground.blocks.giveable_bytes())
+        self.ground.get().map_or(0, |ground| ground.blocks.giveable_bytes() + self.kept_bytes.load(Relaxed))
     }
 
-    /// Free blocks; then those that caches keep for their next object. At a limit magazines are emptied, too. From inside of
-    /// `isolate`, whose caller has the lock of a node, free blocks only.
+    /// Frees free blocks first, then the blocks and slabs that caches keep for their next objects. With `Limit`,
+    /// magazines are drained, too. A call from inside of `isolate`, under the lock of a node, frees free blocks only.
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let Some(ground) = self.ground.get() else { return 0 };
         let mut freed = ground.blocks.shrink(want_bytes);
         if freed < want_bytes && !migrate::is_isolating() {
             freed += self.members().iter().map(|member| member.give_back(urgency)).sum::<u64>();
             freed += ground.blocks.shrink(want_bytes.saturating_sub(freed));
+            self.measure();
         }
         freed
+    }
+
+    /// Updates `kept_bytes`: what caches keep for their next objects.
+    fn measure(&self) {
+        if migrate::is_isolating() {
+            return;
+        }
+        let members = (0..self.member_count()).filter_map(|at| self.member_at(at));
+        let kept = members.map(|member| member.engine().kept_bytes()).sum();
+        self.kept_bytes.store(kept, Relaxed);
+        stats::set(Counter::SlabKept, kept);
     }
 }

@@ -1,6 +1,6 @@
-//! Caches against a map: random calls, and all of it looked at time and again. The seed is printed; `PAGEMILL_TEST_SEED`
-//! repeats a run.
-#![allow(unsafe_code)] // says that values are movable
+//! Caches against a map: random calls, with regular checks of all contents. Prints the seed; `PAGEMILL_TEST_SEED` repeats
+//! a run.
+#![allow(unsafe_code)] // implements `Movable`
 
 use super::tests::slabs_with;
 use super::*;
@@ -31,7 +31,7 @@ impl Random {
     }
 }
 
-/// A value that adds itself up.
+/// A value that contributes to a sum while it lives.
 struct Summed<const WORDS: usize> {
     words: [u64; WORDS],
     sum: Arc<AtomicU64>,
@@ -54,7 +54,7 @@ impl<const WORDS: usize> Drop for Summed<WORDS> {
     }
 }
 
-/// One cache, and what it should hold.
+/// One cache, and its expected contents.
 struct Model<const WORDS: usize> {
     slabs: &'static Slabs,
     cache: ByHandle<Summed<WORDS>>,
@@ -107,7 +107,7 @@ impl<const WORDS: usize> Model<WORDS> {
         entry.1 = number;
     }
 
-    /// Packs, with a value pinned meanwhile.
+    /// Packs while a value is pinned.
     fn shrink(&mut self, random: &mut Random) {
         let pinned = self.some(random).map(|key| self.cache.pin_value(self.values[&key].0).unwrap().unwrap());
         let place = pinned.as_ref().map(|pinned| std::ptr::from_ref(&**pinned));

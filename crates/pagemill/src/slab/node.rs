@@ -1,7 +1,7 @@
-//! One cache on one node: its blocks by how full they are, and the slabs in them.
+//! State of one cache on one NUMA node: its blocks, listed by how full they are, and the slabs in them.
 //!
-//! Objects are taken from the fullest block, there from the fullest slab; so the emptiest empty themselves. Everything here is
-//! under the lock of the node's [`Books`]; nothing here asks for memory.
+//! Objects are taken from the fullest block, and there from the fullest slab, so sparse slabs drain by themselves.
+//! Everything here runs under the lock of the node's [`Books`] (the allocator state) and allocates no memory.
 
 use super::blocks::Blocks;
 use super::lists::Lists;
@@ -12,74 +12,74 @@ use super::meta::{Level, Objects, STANDING, State, level_of};
 use super::shape::Shape;
 use crate::units::BLOCK_BYTES;
 
-/// Parts of a block's capacity that its use is told in.
+/// Number of classes of block use.
 pub(super) const PARTS: u32 = 8;
 
-/// Lists of blocks, from those of which nothing is in use on.
+/// Lists of blocks. First the blocks without an object in use.
 pub(super) const IDLE: usize = 0;
 pub(super) const FULLEST: usize = PARTS as usize;
-/// No room, but slabs that are not set up.
+/// No room in slabs that are set up, but some slabs are bare (not set up).
 pub(super) const GROWING: usize = FULLEST + 1;
 pub(super) const FULL: usize = GROWING + 1;
-/// Being emptied.
+/// Blocks that are being emptied.
 const LEAVING: usize = FULL + 1;
 pub(super) const BUCKETS: usize = LEAVING + 1;
 
-/// An idle block stays for the next object, and so many empty slabs of sparse blocks.
+/// `KEPT_IDLE`: idle blocks kept for the next objects. `KEPT_EMPTY`: empty slabs of sparse blocks kept for them.
 const KEPT_IDLE: u32 = 1;
 const KEPT_EMPTY: u32 = 4;
 
-/// What stays for the next object where the rest goes.
+/// What to keep for the next objects when the rest is freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Keep {
-    /// As much as above.
+    /// [`KEPT_IDLE`] and [`KEPT_EMPTY`].
     Some,
     Nothing,
 }
 
-/// Where objects may be taken from.
+/// The slabs that objects may be taken from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Room {
-    /// Slabs that are partly in use.
+    /// Partial slabs.
     Partial,
-    /// Blocks that are partly in use, with their empty slabs; to move to, also with such as are not set up.
+    /// Partial and empty slabs of blocks in use; for moves, their bare slabs, too.
     Used,
-    /// Of these such as so many objects are in at least.
+    /// As `Used`, but only of blocks with at least this many objects in use.
     Fuller(u32),
-    /// All that is set up.
+    /// All slabs that are set up.
     Any,
 }
 
-/// What one cache has on one node.
+/// Allocator state of one cache on one node.
 pub(super) struct Books {
     pub lists: Lists<BUCKETS, STANDING>,
     pub looks: Looks,
     blocks: u32,
     idle: u32,
-    /// Blocks whose memory comes and goes as a whole.
+    /// Whole blocks: their memory comes and goes as a whole.
     whole: u32,
-    /// Slabs that are set up, and such in sparse blocks.
+    /// `slabs`: number of slabs that are set up. `sparse`: number of those in sparse blocks.
     slabs: u32,
     sparse: u32,
-    /// Of these, with objects and room; and without any object.
+    /// `partial`: number of partial slabs. `empty`: number of empty slabs.
     partial: u32,
     pub empty: u32,
-    /// Of the empty ones, in sparse blocks.
+    /// Number of empty slabs in sparse blocks.
     sparse_empty: u32,
-    /// Slabs that are not set up, of whole blocks that are in use: they have their memory. And of each list.
+    /// `bare`: number of bare slabs in whole blocks that are in use; they have memory. `bare_in`: the same for each list.
     pub bare: u32,
     pub bare_in: [u32; BUCKETS],
-    /// Objects that are not in slabs.
+    /// Objects outside of slabs: in use, or in magazines and barns.
     used: u64,
-    /// Objects that may be taken, and of each list.
+    /// `room`: objects that can be taken. `room_in`: the same for each list.
     pub room: u64,
     pub room_in: [u64; BUCKETS],
-    /// Objects that their users gave back, since somebody looked.
+    /// Objects that users returned to slabs since the last [`super::engine::Engine::take_given`].
     pub given: u64,
     lost: u32,
 }
 
-/// Figures of one node.
+/// Statistics of one node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Tally {
     pub blocks: u32,
@@ -92,7 +92,7 @@ pub(super) struct Tally {
     pub resident_bytes: u64,
 }
 
-/// The books of a node together with what they are about.
+/// The allocator state of a node, with the blocks that it describes.
 pub(super) struct Node<'a> {
     pub shape: &'a Shape,
     pub blocks: &'a Blocks,
@@ -128,7 +128,7 @@ impl Books {
 }
 
 impl Node<'_> {
-    /// Takes objects, up to as many as fit; tells where they are. 0 where nothing is set up that has room.
+    /// Takes up to `taken.len()` objects and writes their addresses. Returns how many: 0 if no suitable slab has room.
     pub fn take(&mut self, room: Room, taken: &mut [usize]) -> usize {
         let mut count = 0;
         while count < taken.len()
@@ -160,11 +160,11 @@ impl Node<'_> {
         found
     }
 
-    /// Takes an object back.
+    /// Returns an object to its slab.
     ///
     /// # Panics
     ///
-    /// If no object begins there, or it is free already.
+    /// If no object begins at `addr`, or it is free already.
     pub fn give(&mut self, addr: usize) {
         let block = self.blocks.number_of(addr);
         let (slab, object, is_object) = self.shape.place_of(addr - self.blocks.addr(block));
@@ -174,28 +174,28 @@ impl Node<'_> {
         self.note_change(block, slab, before, -1);
     }
 
-    /// Takes objects of one slab back at once.
+    /// Returns several objects of one slab.
     ///
     /// # Panics
     ///
-    /// If one is free already.
+    /// If one of them is free already.
     pub fn give_all(&mut self, block: u32, slab: u32, objects: &Objects) {
         let before = self.level(block, slab);
         self.blocks.slab(block, slab).give_all(objects);
         self.note_change(block, slab, before, -(objects.count() as i32));
     }
 
-    /// Whether more is kept for the next object than should be: idle blocks, or empty slabs of sparse ones.
+    /// Whether more is kept than [`Keep::Some`] allows: idle blocks, or empty slabs of sparse blocks.
     pub fn has_spare(&self) -> bool {
         self.books.idle > KEPT_IDLE || self.books.sparse_empty > KEPT_EMPTY
     }
 
-    /// The level at which an open slab stands.
+    /// The level of an open slab.
     fn level(&self, block: u32, slab: u32) -> Option<usize> {
         level_of(self.blocks.slab(block, slab).used(), self.shape.capacity)
     }
 
-    /// So many more objects of a slab are in use (or fewer).
+    /// Records that `more` objects of a slab were taken (negative: returned).
     fn note_change(&mut self, number: u32, slab: u32, before: Option<usize>, more: i32) {
         let block = self.blocks.block(number);
         self.books.used = self.books.used.wrapping_add_signed(i64::from(more));
@@ -232,13 +232,13 @@ impl Node<'_> {
         if let Some(level) = after {
             block.put(level, slab);
         }
-        // What changes within a quarter is seen by the next pass.
+        // Changes within a quarter are seen by the next pass.
         if partial(after) == 1 {
             self.renew(number);
         }
     }
 
-    /// Puts a block into the list that it belongs in.
+    /// Moves a block to the list that it belongs in.
     pub fn file(&mut self, number: u32) {
         let bucket = self.bucket_of(number);
         if bucket != self.blocks.block(number).bucket() {
@@ -262,7 +262,7 @@ impl Node<'_> {
         }
     }
 
-    /// The list of blocks with room that so many objects are in.
+    /// The list of blocks with room and this many objects in use.
     pub fn list_of(&self, used: u32) -> usize {
         IDLE + 1 + (used * PARTS / self.shape.block_capacity()).min(PARTS - 1) as usize
     }
@@ -286,7 +286,7 @@ impl Node<'_> {
         }
     }
 
-    /// What a block adds to the bare slabs of the books, in the list that it is in.
+    /// The bare slabs of a block that count in `bare` and `bare_in`: none if the block is sparse, idle or leaving.
     pub fn bare_in_use(&self, number: u32) -> u32 {
         let block = self.blocks.block(number);
         let is_counted = block.is_sparse.get() == 0 && ![IDLE, LEAVING].contains(&block.bucket());
@@ -306,7 +306,7 @@ impl Node<'_> {
         self.books.lists.iter(self.blocks, bucket)
     }
 
-    /// Adds a block that the cache was given, all of it bare.
+    /// Adds a block. All of its slabs are bare.
     pub fn add_block(&mut self, number: u32) {
         let block = self.blocks.block(number);
         for word in [&block.used, &block.room, &block.claimed, &block.slabs, &block.is_leaving, &block.tried] {
@@ -318,7 +318,7 @@ impl Node<'_> {
         self.link(number, IDLE);
     }
 
-    /// Takes an idle block off that is more than should be kept.
+    /// Removes an idle block if there are more than to be kept.
     pub fn remove_idle(&mut self, keep: Keep) -> Option<u32> {
         if self.books.idle <= if keep == Keep::Some { KEPT_IDLE } else { 0 } {
             return None;
@@ -337,7 +337,14 @@ impl Node<'_> {
         Some(number)
     }
 
-    /// Takes a slab that is not set up, to do that.
+    /// Bytes of idle whole blocks, and of empty slabs of sparse blocks.
+    pub fn kept_bytes(&self) -> u64 {
+        let whole = self.list(IDLE).filter(|block| self.blocks.block(*block).is_sparse.get() == 0).count();
+        let empty = u64::from(self.books.sparse_empty) * self.shape.slab_bytes as u64;
+        whole as u64 * BLOCK_BYTES as u64 + empty
+    }
+
+    /// Claims a bare slab, to set it up.
     pub fn claim_bare(&mut self) -> Option<(u32, u32)> {
         let number = [GROWING, IDLE].into_iter().find_map(|list| {
             self.list(list).find(|block| self.blocks.block(*block).first_at(Level::Bare as usize).is_some())
@@ -345,8 +352,8 @@ impl Node<'_> {
         self.claim_bare_of(number)
     }
 
-    /// As [`Node::claim_bare`], where that takes no more memory: of the fullest whole block in use that has one, and that so many objects
-    /// are in at least.
+    /// As [`Node::claim_bare`], but needs no additional memory: takes the slab from the fullest whole block in use that
+    /// has a bare slab and at least `least` objects in use.
     pub fn claim_bare_in_use(&mut self, least: u32) -> Option<(u32, u32)> {
         let is_it = |block: &u32| {
             let words = self.blocks.block(*block);
@@ -372,7 +379,7 @@ impl Node<'_> {
         Some((number, slab))
     }
 
-    /// Takes an empty slab of a sparse block whose memory can go, if there are more than should be kept.
+    /// Claims an empty slab of a sparse block, to free its memory, if there are more than to be kept.
     pub fn claim_empty(&mut self, keep: Keep) -> Option<(u32, u32)> {
         if self.books.sparse_empty <= if keep == Keep::Some { KEPT_EMPTY } else { 0 } {
             return None;
@@ -393,7 +400,7 @@ impl Node<'_> {
         self.file(number);
     }
 
-    /// Takes an open slab: nothing is taken from it until [`Node::open`].
+    /// Claims an open slab: no object is taken from it until [`Node::open`].
     pub fn claim(&mut self, number: u32, slab: u32) {
         let level = self.level(number, slab);
         self.replace(number, slab, level, None);
@@ -402,7 +409,7 @@ impl Node<'_> {
         self.hold(number, slab);
     }
 
-    /// Ends a claim: objects may be taken from the slab.
+    /// Ends a claim: objects may be taken from the slab again.
     pub fn open(&mut self, number: u32, slab: u32) {
         let words = self.blocks.slab(number, slab);
         debug_assert_eq!(words.state(), State::Claimed);
@@ -416,7 +423,7 @@ impl Node<'_> {
         self.file(number);
     }
 
-    /// Ends a claim: the slab has no memory, and has to be set up again.
+    /// Ends a claim: the slab is bare, and must be set up before use.
     pub fn strip(&mut self, number: u32, slab: u32) {
         let block = self.blocks.block(number);
         self.blocks.slab(number, slab).set_state(State::Open);
@@ -428,13 +435,13 @@ impl Node<'_> {
         self.file(number);
     }
 
-    /// Ends a claim: the slab is never used again. Its objects can be given back, to nobody's use.
+    /// Makes a claimed slab unusable for good. Its objects can be returned, but are not allocated again.
     pub fn lose(&mut self, number: u32, slab: u32) {
         self.blocks.slab(number, slab).set_state(State::Lost);
         self.books.lost += 1;
     }
 
-    /// Slabs and blocks that objects are in.
+    /// Number of slabs and blocks with objects in use.
     pub fn footprint(&self) -> u64 {
         u64::from(self.books.slabs - self.books.empty) + u64::from(self.books.blocks - self.books.idle)
     }
@@ -453,7 +460,7 @@ impl Node<'_> {
         }
     }
 
-    /// Lists read the same from both ends, blocks where nothing is left to be tried last.
+    /// Lists are consistent in both directions, with spent blocks last.
     #[cfg(test)]
     pub fn check_lists(&self) {
         self.books.lists.check(self.blocks);
@@ -461,7 +468,7 @@ impl Node<'_> {
         assert!((0..BUCKETS).all(|bucket| self.list(bucket).is_sorted_by_key(|number| self.is_spent(number))));
     }
 
-    /// What the books say is what the slabs say.
+    /// The counters match the slabs.
     #[cfg(test)]
     pub fn check(&self) {
         let (mut blocks, mut used, mut room, mut slabs, mut idle) = (0, 0, 0, 0, 0);

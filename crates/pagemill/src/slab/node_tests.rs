@@ -1,4 +1,5 @@
-//! What is found to be emptied on a node, and how much is looked at for that. Books alone: no object has memory here.
+//! Which slabs and blocks a search on a node finds, and how many blocks it visits. Uses the allocator state alone: no
+//! object has memory.
 
 use super::looks::{LOOKS, Search, Source};
 use super::node::{Books, Node, Room};
@@ -17,15 +18,15 @@ fn search(percent: u32) -> Search {
     Search { percent, pass: PASS, round: None }
 }
 
-/// How blocks get memory, as their words say.
+/// How blocks get memory, as `is_sparse` has it.
 #[derive(Clone, Copy)]
 enum Kind {
     Whole,
     Sparse,
 }
 
-/// Lets `act` have a node with so many blocks, all objects of which are taken; and the places of these, block by block and slab by
-/// slab.
+/// Calls `act` with a node that has `blocks` blocks with all objects taken, and with the addresses of these, block by
+/// block and slab by slab.
 fn with_full_blocks(kind: Kind, blocks: usize, act: impl FnOnce(&mut Node<'_>, &[usize])) {
     let slabs = sparse_slabs();
     let ground = slabs.members.with(|_| slabs.ground()).unwrap();
@@ -48,7 +49,7 @@ fn with_full_blocks(kind: Kind, blocks: usize, act: impl FnOnce(&mut Node<'_>, &
     node.check_lists();
 }
 
-/// Claims what is found until nothing is, and has each refuse; says how many that were.
+/// Claims and returns every slab that the search finds; returns how many these were.
 fn try_all(node: &mut Node<'_>, search: &Search) -> usize {
     let mut count = 0;
     while let Some(source) = node.claim_source(search) {
@@ -59,7 +60,7 @@ fn try_all(node: &mut Node<'_>, search: &Search) -> usize {
     count
 }
 
-/// Where all slabs refuse each is tried once in a pass, and for each so many blocks are looked at, however many there are.
+/// If all slabs are returned unchanged, each is tried once in a pass, and a bounded number of blocks is visited for each.
 #[test]
 fn a_pass_looks_at_few_blocks_for_each_slab() {
     for blocks in [50, 200] {
@@ -73,7 +74,7 @@ fn a_pass_looks_at_few_blocks_for_each_slab() {
     }
 }
 
-/// Has all blocks that are found refuse, and come back at once; says which these were, in order.
+/// Claims every block that the search finds and returns it at once; returns these blocks in order.
 fn try_blocks(node: &mut Node<'_>, search: &Search) -> Vec<u32> {
     let mut tried = Vec::new();
     while let Some(source) = node.claim_source(search) {
@@ -85,12 +86,13 @@ fn try_blocks(node: &mut Node<'_>, search: &Search) -> Vec<u32> {
     tried
 }
 
-/// Where all blocks refuse each is tried once in a round, the emptiest first, and for each so many are looked at, however many there are.
+/// If all blocks are returned unchanged, each is tried once in a round, the emptiest first, and a bounded number is
+/// visited for each.
 #[test]
 fn a_round_looks_at_few_blocks_for_each() {
     for blocks in [10, 50, 200] {
         with_full_blocks(Kind::Whole, blocks, |node, objects| {
-            // Of one in three so much is left that it is not worth it, though it is in the same list as others.
+            // One block in three has too many objects left, but is in the same list as others.
             let left = |block: usize| if block.is_multiple_of(3) { 10 } else { 1 + block % 2 * 8 };
             let (mut sparse, mut sparser) = (0, 0);
             for (at, block) in objects.chunks(SLABS * OBJECTS).enumerate() {
@@ -109,14 +111,14 @@ fn a_round_looks_at_few_blocks_for_each() {
                         && tried[sparser..].iter().all(|block| used(block) == 9)
                 );
                 let looked_at = (node.books.looks.looked_at - before) as usize;
-                // The other look, for slabs, goes over all once.
+                // The other search, for slabs, visits all blocks once.
                 assert!(looked_at <= sparse * LOOKS + 2 * blocks, "{looked_at} {sparse}");
             }
         });
     }
 }
 
-/// A block that becomes emptier in the midst of a round is found in it.
+/// A block that becomes emptier during a round is found in that round.
 #[test]
 fn what_changes_in_a_round_is_found_in_it() {
     with_full_blocks(Kind::Whole, 40, |node, objects| {
@@ -130,7 +132,7 @@ fn what_changes_in_a_round_is_found_in_it() {
     });
 }
 
-/// The same when objects are moved to another node, of full slabs, too.
+/// The same for moves to another node, which include full slabs.
 #[test]
 fn moving_away_looks_at_few_blocks_for_each_slab() {
     with_full_blocks(Kind::Sparse, 100, |node, objects| {
@@ -145,13 +147,13 @@ fn moving_away_looks_at_few_blocks_for_each_slab() {
     });
 }
 
-/// In a block where nothing was left a slab is found that is no longer full, or comes back without having been tried; and all of them
-/// by who looks for others.
+/// In a block without candidates, a slab is found once it is no longer full, or is returned without having been tried.
+/// The next pass finds all of them.
 #[test]
 fn what_changes_in_a_pass_is_found_in_it() {
     with_full_blocks(Kind::Sparse, 3, |node, objects| {
         let per_block = SLABS * OBJECTS;
-        // One slab of each block is half in use, but for the last.
+        // One slab of each block but the last is half used.
         [0, 1, per_block, per_block + 1].into_iter().for_each(|at| node.give(objects[at]));
         assert_eq!(try_all(node, &search(40)), 0);
         assert_eq!(try_all(node, &search(101)), 2);
@@ -163,7 +165,7 @@ fn what_changes_in_a_pass_is_found_in_it() {
             panic!("another pass tries all again");
         };
         assert_eq!(try_all(node, &Search { pass: PASS + 1, ..search(101) }), 3);
-        // One that was left in the midst.
+        // A slab that was left half done.
         node.blocks.slab(block, slab).tried.set(0);
         node.open(block, slab);
         assert_eq!(try_all(node, &Search { pass: PASS + 1, ..search(101) }), 1);

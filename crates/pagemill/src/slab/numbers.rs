@@ -1,4 +1,6 @@
-//! Numbers of threads: what a thread is to slab caches. It borrows one when it first comes by; when it ends the next has it.
+//! Thread slots: a small integer per thread that indexes its magazines; recycled at thread exit.
+//!
+//! A thread takes a slot at its first call that needs one. Identifiers and comments of this module call it *number*.
 
 use super::magazine::Offset;
 use super::readers;
@@ -6,27 +8,27 @@ use crate::sync::{Acquire, Relaxed, Release};
 use pagemill_sys::process;
 use std::sync::atomic::{self, Ordering::AcqRel};
 
-/// Threads that have magazines at a time; others go to the slabs. Linux lets a process have no more unless it is told to: a thread takes two
-/// of 65,530 mappings.
+/// Maximum number of threads that have magazines at a time; further threads use the slabs directly. Linux's default limit
+/// of mappings allows no more threads in a process: a thread takes two of 65,530.
 pub(super) const MAX_THREADS: usize = 1 << 15;
 
 pub(super) const WORD_BITS: usize = u64::BITS as usize;
 
-/// What is no number: not asked for yet, or there is none.
+/// Not a slot: not taken yet, or none is available.
 pub(super) const UNKNOWN: u32 = u32::MAX;
 pub(super) const NONE: u32 = u32::MAX - 1;
 
 static NUMBERS: Numbers = Numbers::new();
 
-/// One more than the highest number that any thread has had.
+/// One more than the highest slot that any thread has had.
 static HIGH_WATER: atomic::AtomicU32 = atomic::AtomicU32::new(0);
 
-/// Numbers from here on were never anybody's.
+/// Slots from here on have never been used.
 pub(super) fn high_water() -> usize {
     HIGH_WATER.load(Acquire) as usize
 }
 
-/// Numbers whose bits are set, in ascending order, of words that follow each other.
+/// Indices of the set bits of consecutive words, in ascending order.
 pub(super) fn numbers_in(words: impl Iterator<Item = u64>) -> impl Iterator<Item = usize> {
     words.enumerate().flat_map(|(at, mut bits)| {
         std::iter::from_fn(move || {
@@ -37,24 +39,24 @@ pub(super) fn numbers_in(words: impl Iterator<Item = u64>) -> impl Iterator<Item
     })
 }
 
-/// Numbers of threads that are there, or that have left a reader. Whoever has passed a barrier with his own before the caller has passed one is
-/// among them.
+/// Slots of threads that exist, or that have left a guard behind. A slot is included if its thread passed a barrier after
+/// taking it, before the caller passed one.
 #[cfg(not(shuttle))]
 pub(super) fn taken() -> impl Iterator<Item = usize> {
     NUMBERS.taken(high_water().div_ceil(WORD_BITS))
 }
 
-/// Under shuttle tasks take none.
+/// Under shuttle tasks take no slots.
 #[cfg(shuttle)]
 pub(super) fn taken() -> impl Iterator<Item = usize> {
     0..high_water()
 }
 
-/// Numbers that threads have.
+/// The slots in use.
 struct Numbers {
-    /// A bit each.
+    /// One bit for each slot.
     taken: [atomic::AtomicU64; MAX_THREADS / WORD_BITS],
-    /// The process in which one was taken last.
+    /// The process that took a slot last.
     taker: atomic::AtomicU32,
 }
 
@@ -64,13 +66,13 @@ impl Numbers {
     }
 
     fn take(&self, process: u32) -> Option<u32> {
-        // Before any bit is set, for who forgets.
+        // Before any bit is set: `forget` relies on it.
         self.taker.store(process, Relaxed);
         for (at, word) in self.taken.iter().enumerate() {
             let mut bits = word.load(Relaxed);
             while bits != u64::MAX {
                 let bit = bits.trailing_ones();
-                // Acquires what the number's last thread did with its magazines.
+                // Acquires what the last thread of this slot did with its magazines.
                 match word.compare_exchange(bits, bits | 1 << bit, AcqRel, Relaxed) {
                     Ok(_) => return Some(at as u32 * 64 + bit),
                     Err(now) => bits = now,
@@ -80,10 +82,10 @@ impl Numbers {
         None
     }
 
-    /// In ascending order, those of so many words.
+    /// Slots in use in the first `words` words, in ascending order.
     #[cfg_attr(shuttle, allow(dead_code))] // tasks take none
     fn taken(&self, words: usize) -> impl Iterator<Item = usize> {
-        // Acquires what threads did until they gave their numbers up.
+        // Acquires what threads did until they gave their slots back.
         numbers_in(self.taken[..words.min(self.taken.len())].iter().map(|word| word.load(Acquire)))
     }
 
@@ -91,7 +93,7 @@ impl Numbers {
         self.taken[number as usize / 64].fetch_and(!(1 << (number % 64)), Release);
     }
 
-    /// Gives all numbers back but one, which were taken in another process.
+    /// Frees all slots that were taken in another process, except `own`.
     fn forget(&self, process: u32, own: u32) {
         for (at, word) in self.taken.iter().enumerate() {
             let seen = word.load(Acquire);
@@ -104,22 +106,24 @@ impl Numbers {
     }
 }
 
-/// In a fork child: no thread but this one has a number. Nothing changes where threads of this process have taken some already, as with the
-/// second Pagemill's call, or where another thread than the first was the first to notice.
+/// In a fork child: frees all slots except that of this thread. Does nothing if threads of this process have taken slots
+/// already, as in the call of a second Pagemill. Also does nothing if it is called first by another thread than the first
+/// one.
 pub(super) fn begin_child() {
     if process::is_first_thread() {
         NUMBERS.forget(process::id(), own_number());
     }
 }
 
-/// Gives a thread's number to the next when it ends.
+/// Frees the slot of a thread when it ends.
 struct Number(u32);
 
 impl Drop for Number {
     fn drop(&mut self) {
-        // Destructors that come later do without a magazine.
+        // Destructors that run later have no magazine.
         note_own(NONE);
-        // A guard that outlives the thread's number keeps it for good: the reader's word is its own.
+        // If a guard outlives its thread, the slot stays taken for good: the guard uses the participant word of this
+        // slot.
         if !readers::is_reading(self.0) {
             NUMBERS.give(self.0);
         }
@@ -133,14 +137,14 @@ thread_local! {
     static NUMBER: std::cell::Cell<Option<Number>> = const { std::cell::Cell::new(None) };
 }
 
-/// This thread's number; [`UNKNOWN`] before [`find_number`].
+/// The slot of this thread; [`UNKNOWN`] before [`find_number`].
 #[cfg(not(shuttle))]
 #[inline(always)]
 pub(super) fn own_number() -> u32 {
     OWN.with(std::cell::Cell::get)
 }
 
-/// Under shuttle all threads are one: they are told apart by their task.
+/// Under shuttle all tasks share one thread, so the task id is used.
 #[cfg(shuttle)]
 pub(super) fn own_number() -> u32 {
     shuttle::current::try_get_current_task().map_or(OWN.with(std::cell::Cell::get), |task| {
@@ -150,7 +154,7 @@ pub(super) fn own_number() -> u32 {
     })
 }
 
-/// As [`own_number`], for magazines.
+/// As [`own_number`], as an offset into magazines.
 #[cfg(not(shuttle))]
 #[inline(always)]
 pub(super) fn own_offset() -> Offset {
@@ -162,7 +166,7 @@ pub(super) fn own_offset() -> Offset {
     Offset::of(own_number())
 }
 
-/// Takes a number for this thread, where it has none; [`NONE`] where there is none left, or the thread is ending.
+/// Takes a slot for this thread if it has none. [`NONE`] if all are taken or the thread is ending.
 #[cold]
 pub(super) fn find_number() -> u32 {
     if own_number() == UNKNOWN {
@@ -180,7 +184,7 @@ fn note_own(number: u32) {
     OFFSET.with(|own| own.set(Offset::of(number)));
 }
 
-/// A number that a test has, as if it were a thread's.
+/// A slot that a test holds in place of a thread.
 #[cfg(all(test, not(shuttle)))]
 pub(super) struct Held(u32);
 
@@ -191,7 +195,7 @@ impl Drop for Held {
     }
 }
 
-/// Takes so many, or what is left.
+/// Takes up to `most` slots.
 #[cfg(all(test, not(shuttle)))]
 pub(super) fn take_numbers(most: usize) -> Vec<Held> {
     let taken = std::iter::from_fn(|| NUMBERS.take(process::id()).map(Held));
@@ -213,8 +217,8 @@ mod tests {
         assert_eq!(numbers_in([u64::MAX; 2].into_iter()).count(), 128);
     }
 
-    /// In a child the numbers of its parent's threads are taken again, but that of the thread that forked; those that threads of its own have
-    /// taken stay theirs.
+    /// A fork child frees the slots of its parent's threads, except that of the forking thread. Slots that the child's
+    /// own threads have taken stay.
     #[test]
     fn a_child_forgets_the_numbers_of_its_parent() {
         let numbers = Numbers::new();
@@ -238,12 +242,12 @@ mod tests {
         assert_eq!((taken(), take(4, 2)), (vec![MAX_THREADS as u32 - 1], vec![0, 1]));
     }
 
-    /// Threads that are there at a time have different numbers; those of ended ones are used again.
+    /// Concurrent threads have different slots; slots of ended threads are reused.
     #[test]
     fn numbers_go_to_the_next_thread() {
         let number = || std::thread::spawn(find_number).join().unwrap();
         let own = find_number();
-        // Threads of tests beside this one, of which there are more on larger machines, take some of them.
+        // Threads of concurrent tests, more of them on larger machines, take some of the slots.
         let mut seen = std::collections::BTreeSet::from([own]);
         let again = (0..10_000).map(|_| number()).find(|number| !seen.insert(*number));
         assert!(again.is_some_and(|again| ![own, NONE].contains(&again)), "{again:?}");

@@ -1,5 +1,5 @@
-//! Objects that their owner moves: it knows who refers to them, and is asked.
-#![allow(unsafe_code)] // a contract that owners keep; objects in slots
+//! Caches of objects that their owner moves: the owner knows all references to an object and updates them.
+#![allow(unsafe_code)] // the contract of owners; objects in slots
 
 use super::batch::Grace;
 use super::defrag;
@@ -16,39 +16,46 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Who owns the objects of a cache, and can move them.
+/// The owner of a cache's objects, which can move them.
 ///
-/// An object is at any moment *free* or *live*: live from when its owner made it so, after [`ByOwner::allocate`], until its owner
-/// ended that, before [`ByOwner::free`]. The cache does not know which; an owner has to see it by the object, which is always
-/// what [`Migrate::construct`] made, or what the owner made of that. A count of references in the object, 0 while it is free,
-/// does.
+/// At any time an object is *free* or *live*. It is live from the moment when its owner makes it so, after
+/// [`ByOwner::allocate`], until the owner ends that, before [`ByOwner::free`]. The cache does not know which state an
+/// object is in. The owner must recognize it from the object itself, which always has the contents that
+/// [`Migrate::construct`] or the owner wrote. A reference count in the object that is 0 while the object is free is
+/// sufficient.
 ///
 /// # Safety
 ///
-/// - A free object needs no destructor, and is valid for whatever the owner does with objects it does not know to be live.
-/// - `isolate` keeps only objects that are live, and that stay so until `migrate` has them: nobody frees them meanwhile.
-/// - When `migrate` says *moved* or *freed*, nobody comes to the old object any more, but who came to it before, under a guard
-///   ([`crate::epoch::pin`], or [`super::pin`]); it is free when these guards have gone, and what it holds needs no destructor.
-/// - Who can panic in `migrate` does so before anybody can come to the object at its new place, which goes back then.
+/// - A free object needs no destructor, and is valid for every access that the owner makes before it knows that an object
+///   is live.
+/// - `isolate` keeps only live objects. They must stay live until `migrate` receives them: no thread frees them
+///   meanwhile.
+/// - After `migrate` reports *moved* or *freed*, no thread reaches the old object, except threads that reached it earlier
+///   under a guard ([`crate::epoch::pin`] or [`super::pin`]). The object is free once these guards are dropped, and needs
+///   no destructor.
+/// - If `migrate` can panic, it panics before any thread can reach the object at its new address. That address is freed
+///   then.
 pub unsafe trait Migrate: Send + Sync + 'static {
     type Object;
 
-    /// What `isolate` tells `migrate` about the objects of one slab. A panic of its destructor is as one of `migrate`.
+    /// State that `isolate` passes to `migrate` for the objects of one slab. A panic of its destructor counts as one of
+    /// `migrate`.
     type Isolated;
 
-    /// A free object. Called for each of a slab before the first of them is handed out.
+    /// Creates a free object. Called for every object of a slab before the first of them is allocated.
     fn construct(&self) -> Self::Object;
 
-    /// Refuses objects that are free, or cannot be moved, and takes hold of the others.
+    /// Selects the objects to move: rejects free and unmovable ones, and takes a reference to (or locks) the others.
     ///
-    /// The slab is locked: no object of it is taken or given meanwhile, calls of the cache panic (`info` and [`Slabs::list`], too), and all of its other users
-    /// wait. Must not wait for anybody who may be at such a call: where one lock covers the references and calls of the cache, that is tried
-    /// (`try_lock`), and all objects are refused where somebody has it. With busy threads little would move then: better keep calls of the
-    /// cache outside of that lock, or give each object a word that says who holds it, as the tree of names in `pagemill bench slab` does.
+    /// The slab is locked. No object of it is allocated or freed meanwhile, and other users of the slab wait. Calls to
+    /// the cache from here panic, and so do `info` and [`Slabs::list`]. This method must not wait for a thread that may
+    /// be inside such a call. If one lock covers both the references and calls to the cache, use `try_lock`, and reject
+    /// all objects if the lock is taken. Under load little is moved then. Better: call the cache outside of that lock, or
+    /// keep a lock word in each object, as the name tree in `pagemill bench slab` does.
     fn isolate(&self, objects: &mut Candidates<'_, Self::Object>) -> Self::Isolated;
 
-    /// Moves an object to a place of `to`, or ends its life, or lets it stay, and lets go of it. No lock is held. What became
-    /// of it is told by the one value that can be made of `object`.
+    /// Moves an object to a place from `to`, frees it, or leaves it where it is, and releases what `isolate` took. Called
+    /// without locks. The result can only be made from `object`.
     fn migrate<'object>(
         &self,
         object: Moving<'object, Self::Object>,
@@ -57,20 +64,20 @@ pub unsafe trait Migrate: Send + Sync + 'static {
     ) -> Done<'object>;
 }
 
-/// Objects of one slab, of which an owner says which will be moved.
+/// Objects of one slab, from which the owner selects those to move.
 pub struct Candidates<'slab, T> {
     chunk: &'slab mut Chunk,
     _objects: PhantomData<*mut T>,
 }
 
 impl<T> Candidates<'_, T> {
-    /// Leaves those out for which `is_kept` is false.
+    /// Rejects the objects for which `is_kept` returns false.
     pub fn retain(&mut self, mut is_kept: impl FnMut(NonNull<T>) -> bool) {
         self.chunk.retain(|object| is_kept(pointer(object)));
     }
 }
 
-/// An object that is being moved. `'object` is this one's alone: what is made of another does not fit.
+/// An object that is being moved. The lifetime `'object` is unique to it, so the result of another object does not fit.
 #[must_use]
 pub struct Moving<'object, T> {
     at: NonNull<T>,
@@ -79,7 +86,7 @@ pub struct Moving<'object, T> {
 
 type Brand<'object> = PhantomData<fn(&'object ()) -> &'object ()>;
 
-/// What became of an object: made of its [`Moving`], once.
+/// The result for one object. Made from its [`Moving`], once.
 #[must_use]
 pub struct Done<'object> {
     fate: Fate,
@@ -95,35 +102,35 @@ impl<'object, T> Moving<'object, T> {
         Done { fate, _brand: PhantomData }
     }
 
-    /// It is live at its new place. The cache takes the old one back.
+    /// The object is live at its new address. The cache frees the old one.
     pub fn moved(self, new: New<'_, T>) -> Done<'object> {
         let _ = ManuallyDrop::new(new);
         Self::end(Fate::Moved)
     }
 
-    /// It is free. The cache takes its place back: [`ByOwner::free`] must not be called for it.
+    /// The object is free. The cache frees its memory: do not call [`ByOwner::free`] for it.
     pub fn freed(self) -> Done<'object> {
         Self::end(Fate::Freed)
     }
 
-    /// It stays: somebody uses it.
+    /// The object stays, because it is in use.
     pub fn busy(self) -> Done<'object> {
         Self::end(Fate::Busy)
     }
 
-    /// It stays: there is no place, or it cannot be moved now.
+    /// The object stays, because there is no free place, or it cannot be moved now.
     pub fn failed(self) -> Done<'object> {
         Self::end(Fate::Failed)
     }
 }
 
-/// Places that objects may be moved to: those of one node, none of a slab that is being emptied.
+/// Destinations for moved objects: free objects of one node, none in a slab that is being emptied.
 pub struct Target<'step, T> {
     places: &'step mut (dyn Spare + 'step),
     _objects: PhantomData<*mut T>,
 }
 
-/// [`Places`], of whichever engine.
+/// [`Places`] of any engine.
 trait Spare {
     fn take(&mut self) -> Option<usize>;
     fn put(&mut self, object: usize);
@@ -140,14 +147,14 @@ impl Spare for Places<'_> {
 }
 
 impl<T> Target<'_, T> {
-    /// A place with a free object, if there is one. Where it is not used it goes back.
+    /// Takes a free object as destination; `None` if there is none. Dropping it unused frees it.
     pub fn take(&mut self) -> Option<New<'_, T>> {
         let object = self.places.take()?;
         Some(New { places: self.places, at: pointer(object) })
     }
 }
 
-/// A place that an object can be moved to.
+/// A free object that another object can be moved to.
 #[must_use]
 pub struct New<'target, T> {
     places: &'target mut (dyn Spare + 'target),
@@ -170,6 +177,7 @@ fn pointer<T>(object: usize) -> NonNull<T> {
     NonNull::new(object as *mut T).expect("objects lie in the arena")
 }
 
+/// The part of the cache that the list of all caches refers to.
 pub(super) struct Inner<M> {
     engine: Engine,
     owner: Arc<M>,
@@ -184,7 +192,8 @@ impl<M: Migrate> Member for Inner<M> {
         Kind::ByOwner
     }
 
-    /// Its owner is not called by who needs memory, and may hold anything: the thread behind packs the cache.
+    /// Reclaim does not call the owner, since the reclaiming thread may hold any lock. The background thread packs the
+    /// cache instead.
     fn compact(&self) {
         self.engine.press();
     }
@@ -212,19 +221,20 @@ impl<M: Migrate> Mover for Inner<M> {
     }
 }
 
-/// A cache of objects that their owner moves.
+/// A cache of objects that their owner can move.
 ///
-/// Dropped with objects that were not freed it keeps their memory for good. Its end waits for a step that is under way in the
-/// background, a second at most, so that the owner ends on the thread that drops the cache.
+/// If it is dropped with objects that were not freed, their memory stays allocated for good. The drop waits for a
+/// background step in progress, at most one second. So the owner is dropped on the thread that drops the cache.
 ///
-/// `isolate` and `migrate` are called by who defragments, by Pagemill's thread in the background
-/// ([`Settings::defrag_used_ratio`], [`Slabs::defrag_by_hand`]), and by it for who asks from outside (`pagemill slabinfo -s`).
+/// `isolate` and `migrate` run in calls that defragment, and on Pagemill's background thread
+/// ([`Settings::defrag_used_ratio`], [`Slabs::defrag_by_hand`]), also on request of another process (`pagemill slabinfo
+/// -s`).
 pub struct ByOwner<M: Migrate> {
     inner: Arc<Inner<M>>,
 }
 
 impl Slabs {
-    /// Makes a cache whose objects `owner` moves.
+    /// Creates a cache whose objects `owner` moves.
     ///
     /// # Errors
     ///
@@ -232,7 +242,7 @@ impl Slabs {
     pub fn by_owner<M: Migrate>(&'static self, settings: Settings, owner: M) -> Result<ByOwner<M>> {
         let owner = Arc::new(owner);
         let constructor = owner.clone();
-        // SAFETY: an object of a slab that is being set up: large and aligned enough, and nobody else's.
+        // SAFETY: an object of a slab that is being set up: large and aligned enough, and not shared yet.
         let set_up = move |object: usize| unsafe { (object as *mut M::Object).write(constructor.construct()) };
         let user_bytes = size_of::<M::Object>();
         let layout = Layout::new::<M::Object>();
@@ -248,9 +258,9 @@ impl<M: Migrate> ByOwner<M> {
         &self.inner.owner
     }
 
-    /// Takes a free object, which is as its owner left it.
+    /// Allocates an object. It is free, with the contents that its owner left.
     ///
-    /// Cost: mostly that of taking a word from a stack of this thread's. A new slab is set up now and then, and a block.
+    /// Cost: mostly a pop from this thread's magazine. Sometimes a new slab has to be set up, and rarely a new block.
     ///
     /// # Errors
     ///
@@ -258,7 +268,7 @@ impl<M: Migrate> ByOwner<M> {
     ///
     /// # Panics
     ///
-    /// Where the constructor does, whose slab is out of use then; and inside of [`Migrate::isolate`].
+    /// If the constructor panics (the slab is unusable afterwards), and inside of [`Migrate::isolate`].
     #[inline]
     #[track_caller]
     pub fn allocate(&self) -> Result<NonNull<M::Object>> {
@@ -275,12 +285,12 @@ impl<M: Migrate> ByOwner<M> {
         self.inner.engine.allocate_on(node).map(pointer)
     }
 
-    /// Gives an object back.
+    /// Frees an object.
     ///
     /// # Safety
     ///
-    /// It was taken from this cache, or an object was moved there; it is free as [`Migrate`] has it, and nobody comes to it any
-    /// more as to a live one.
+    /// The object was allocated from this cache, or an object was moved there. It is free in the sense of [`Migrate`],
+    /// and no thread reaches it as a live one any more.
     #[inline]
     #[track_caller]
     pub unsafe fn free(&self, object: NonNull<M::Object>) {
@@ -288,34 +298,36 @@ impl<M: Migrate> ByOwner<M> {
         unsafe { self.inner.engine.free(object.as_ptr() as usize) };
     }
 
-    /// The node whose memory an object of this cache is in.
+    /// The NUMA node of the memory of an object of this cache.
     pub fn node_of(&self, object: NonNull<M::Object>) -> usize {
         self.inner.engine.node_of(object.as_ptr() as usize)
     }
 
-    /// Packs all objects into as few slabs and blocks as can be, and gives the rest back.
+    /// Packs all objects into as few slabs and blocks as possible, and frees the rest.
     ///
-    /// Afterwards at most one slab of each node is partly in use, as far as no object had to stay. Returns the bytes that are
-    /// no longer charged for the cache. Ends when a pass over all has emptied nothing; waits for readers, a second at most,
-    /// so do not call it under a guard.
+    /// Afterwards each node has at most one partial slab, except for objects that could not be moved. Returns by how many
+    /// bytes the charge of the cache fell. Stops when a pass over all slabs empties nothing. Waits for readers, at most
+    /// one second: do not call it under a guard.
     ///
     /// # Errors
     ///
-    /// [`crate::Error::Busy`] if somebody else defragments it for a second, or a thread was stopped in the midst of a call.
+    /// [`crate::Error::Busy`] if another thread defragments the cache for a second, or a thread was stopped during a
+    /// call.
     ///
     /// # Panics
     ///
-    /// Where `isolate` or `migrate` does: the slab is out of use then.
+    /// If `isolate` or `migrate` panics: the slab is unusable afterwards.
     pub fn shrink(&self) -> Result<u64> {
         self.inner.shrink()
     }
 
-    /// Empties what is in use by less than the cache's ratio, for about so long at most: it looks at the clock after each 64
-    /// objects, once it has been through one slab. What it left is given back by a later call, when readers have gone.
+    /// Empties slabs and blocks that are used by less than the cache's ratio, for about `budget`. The time is checked
+    /// after every 64 objects, but only once one slab is done. A later call frees the emptied memory, when readers have
+    /// finished.
     ///
     /// # Errors
     ///
-    /// [`crate::Error::Busy`] if somebody else defragments it, or a thread was stopped in the midst of a call.
+    /// [`crate::Error::Busy`] if another thread defragments the cache, or a thread was stopped during a call.
     ///
     /// # Panics
     ///
@@ -333,7 +345,7 @@ impl<M: Migrate> ByOwner<M> {
         defrag::move_objects(&self.inner.engine, &*self.inner, from, to, most)
     }
 
-    /// Moves what nodes have more than their share to those that have less, and no more.
+    /// Moves objects from nodes above the average to nodes below it, and no more than that.
     ///
     /// # Errors
     ///
@@ -342,8 +354,8 @@ impl<M: Migrate> ByOwner<M> {
         defrag::balance(&self.inner.engine, &*self.inner)
     }
 
-    /// Below how many percent of use [`ByOwner::defrag_step`] empties slabs: 0 none, 100 all that are not full. If a callback has
-    /// panicked in the background, which has given the cache up since ([`SlabInfo::is_given_up`]), it tries again.
+    /// Sets the percentage of use below which [`ByOwner::defrag_step`] empties slabs: 0 none, 100 all that are not full.
+    /// If the background gave the cache up after a panic of a callback ([`SlabInfo::is_given_up`]), it tries again.
     ///
     /// # Errors
     ///
@@ -352,6 +364,8 @@ impl<M: Migrate> ByOwner<M> {
         self.inner.engine.set_used_ratio(percent)
     }
 
+    /// Returns the statistics of the cache.
+    ///
     /// # Errors
     ///
     /// [`crate::Error::WrongState`] in a fork child.

@@ -1,6 +1,6 @@
-//! Caches by owner, as behaviours. The owner here is a book of numbered items: it finds each by its number, and moves one by
-//! copying it and writing its new place down.
-#![allow(unsafe_code)] // an owner
+//! Behaviour of caches by owner. The owner here is a map of numbered items. It moves an item by copying it and storing
+//! its new address.
+#![allow(unsafe_code)] // implements an owner
 
 use super::tests::{STUCK_AFTER, settle, slabs, slabs_on_nodes, slabs_with, sparse_slabs, until_moved};
 use super::*;
@@ -20,7 +20,7 @@ const WORDS: usize = 22;
 
 #[repr(C)]
 pub(super) struct Item {
-    /// 0 free, 1 live, more: somebody has it.
+    /// 0 free, 1 live, more: pinned.
     references: AtomicU32,
     number: AtomicU64,
     body: [AtomicU64; WORDS],
@@ -33,16 +33,16 @@ const FREE: u64 = 0xfee;
 pub(super) enum Whim {
     #[default]
     Move,
-    /// Items of even numbers are freed instead.
+    /// Frees items with even numbers instead.
     FreeSome,
-    /// There is a place, which is not used.
+    /// Takes a destination, but does not use it.
     Fail,
     PanicInIsolate,
     PanicInMigrate,
-    /// In the destructor of what `isolate` hands on.
+    /// In the destructor of the result of `isolate`.
     PanicAfterwards,
     CallInIsolate,
-    /// Until it has another whim.
+    /// Waits until the whim changes.
     Wait,
 }
 
@@ -52,11 +52,11 @@ type Hook = Box<dyn FnOnce() + Send>;
 pub(super) struct Book {
     items: Mutex<BTreeMap<u64, usize>>,
     pub whim: Arc<Mutex<Whim>>,
-    /// It is in `migrate`, and waits.
+    /// Set while it waits in `migrate`.
     pub waits: AtomicBool,
     pub ended_on: Arc<OnceLock<ThreadId>>,
     panics_in_construct: AtomicBool,
-    /// Called once, by the next that constructs, or isolates.
+    /// Called once, by the next `construct` or `isolate`.
     on_construct: Mutex<Option<Hook>>,
     on_isolate: Mutex<Option<Hook>>,
     constructed: AtomicU64,
@@ -68,7 +68,7 @@ impl Drop for Book {
     }
 }
 
-/// Items that are still to be moved.
+/// Number of items that are still to be moved.
 pub(super) struct Left {
     count: usize,
     is_to_panic: bool,
@@ -80,7 +80,7 @@ impl Drop for Left {
     }
 }
 
-// SAFETY: items are found through the book and count who has them; the old place of a moved one is free.
+// SAFETY: items are found through the map and count their users; the old place of a moved item is free.
 unsafe impl Migrate for Book {
     type Object = Item;
     type Isolated = Left;
@@ -107,7 +107,7 @@ unsafe impl Migrate for Book {
         }
         let mut count = 0;
         items.retain(|item| {
-            // SAFETY: objects of the cache are items at all times.
+            // SAFETY: objects of the cache are always valid items.
             let references = unsafe { &item.as_ref().references };
             let is_kept = references.compare_exchange(1, 2, AcqRel, Acquire).is_ok();
             count += usize::from(is_kept);
@@ -146,7 +146,7 @@ unsafe impl Migrate for Book {
             old.references.fetch_sub(1, AcqRel);
             return item.failed();
         }
-        // SAFETY: a free item, this owner's.
+        // SAFETY: a free item, owned by this call.
         let copy = unsafe { new.object().as_ref() };
         assert_eq!(
             (copy.references.load(Acquire), copy.number.load(Relaxed)),
@@ -162,7 +162,7 @@ unsafe impl Migrate for Book {
     }
 }
 
-/// Makes an item free. Readers may still look at its body.
+/// Makes an item free. Readers may still read its body.
 fn release(item: &Item) {
     item.number.store(FREE, Relaxed);
     item.references.store(0, Relaxed);
@@ -190,7 +190,7 @@ pub(super) trait Items {
     fn remove(&self, number: u64) -> bool;
     fn check_all(&self) -> u64;
     fn item(&self, number: u64) -> NonNull<Item>;
-    /// Shrinks until readers of other tests have not been in the way: nothing waits for them, and nothing is left to be moved.
+    /// Shrinks until readers of other tests have finished: nothing waits for them, and nothing is left to move.
     fn pack(&self) -> u64;
 }
 
@@ -203,11 +203,11 @@ impl Items for ByOwner<Book> {
         enter(self, self.allocate_on(node).unwrap(), number);
     }
 
-    /// Takes an item out, if it is there and nobody has it.
+    /// Removes an item if it exists and is not in use.
     fn remove(&self, number: u64) -> bool {
         let mut items = self.owner().items.lock().unwrap();
         let Some(item) = items.get(&number).map(|at| NonNull::new(*at as *mut Item).unwrap()) else { return false };
-        // SAFETY: in the book, so live; the book is locked.
+        // SAFETY: in the map, so live; the map is locked.
         let words = unsafe { item.as_ref() };
         if words.references.compare_exchange(1, 0, AcqRel, Acquire).is_err() {
             return false;
@@ -216,19 +216,19 @@ impl Items for ByOwner<Book> {
         items.remove(&number);
         drop(items);
         words.number.store(FREE, Relaxed);
-        // SAFETY: free, and nobody's.
+        // SAFETY: free, and without users.
         unsafe { self.free(item) };
         true
     }
 
-    /// Each item is there once, whole, at a place of its own. Returns how many there are.
+    /// Checks that each item exists once, undamaged, at an address of its own. Returns the number of items.
     fn check_all(&self) -> u64 {
         let items = self.owner().items.lock().unwrap();
         let mut places: Vec<usize> = items.values().copied().collect();
         places.sort_unstable();
         assert!(places.windows(2).all(|pair| pair[1] - pair[0] >= size_of::<Item>()));
         for (number, at) in &*items {
-            // SAFETY: in the book.
+            // SAFETY: in the map.
             let item = unsafe { &*(*at as *const Item) };
             assert!(item.is_whole(*number) && item.references.load(Acquire) == 1, "item {number}");
         }
@@ -263,18 +263,18 @@ fn enter(cache: &ByOwner<Book>, at: NonNull<Item>, number: u64) {
     item.references.store(1, std::sync::atomic::Ordering::Release);
 }
 
-/// Pins an item, which then stays.
+/// Pins an item, so that it is not moved.
 pub(super) fn pin(cache: &ByOwner<Book>, number: u64) {
-    // SAFETY: in the book.
+    // SAFETY: in the map.
     unsafe { cache.item(number).as_ref() }.references.fetch_add(1, AcqRel);
 }
 
 pub(super) fn unpin(cache: &ByOwner<Book>, number: u64) {
-    // SAFETY: in the book.
+    // SAFETY: in the map.
     unsafe { cache.item(number).as_ref() }.references.fetch_sub(1, AcqRel);
 }
 
-/// Adds so many items and removes nine of ten, no matter where.
+/// Adds items and removes nine of ten, at pseudorandom positions.
 fn fragmented(cache: &ByOwner<Book>, items: u64) -> u64 {
     (0..items).for_each(|number| cache.add(number));
     let is_kept = |number: u64| number.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32 & 0xff < 26;
@@ -282,8 +282,8 @@ fn fragmented(cache: &ByOwner<Book>, items: u64) -> u64 {
     (0..items).filter(|number| is_kept(*number)).count() as u64
 }
 
-/// What is left over after packing lies in small pages, where a whole block for it would be a waste, and the kernel has no more than is
-/// charged: also at addresses that were a huge page before.
+/// After packing, a small rest lies in small pages where a whole block would be wasted on it. The kernel has no more
+/// memory resident than is charged, also at addresses of a former huge page.
 #[test]
 fn the_last_block_is_small_pages() {
     let layout = arena::Layout { huge_from_bytes: 3 * BLOCK_BYTES as u64 / 2, ..arena::Layout::for_test() };
@@ -294,14 +294,15 @@ fn the_last_block_is_small_pages() {
         let info = cache.info().unwrap();
         (BLOCK_BYTES / info.slab_bytes) as u64 * u64::from(info.objects_per_slab)
     };
-    // The first blocks are small pages, and go; of the others one item of six is left, in a little more than four.
+    // The first blocks are in small pages and are emptied; of the others one item in six is left, a little more than four
+    // blocks.
     let items = 27 * per_block + 600;
     let is_left = |number: &u64| *number >= 3 * per_block && number.is_multiple_of(6);
     (1..items).for_each(|number| cache.add(number));
     (0..items).filter(|number| !is_left(number)).for_each(|number| assert!(cache.remove(number)));
     let left = (0..items).filter(is_left).count() as u64;
 
-    // Blocks that are kept for any cache count where it is asked what would be a waste.
+    // Free blocks that are kept for any cache would count in the decision about waste.
     slabs.shrink(u64::MAX, Urgency::Request);
     cache.pack();
 
@@ -311,12 +312,12 @@ fn the_last_block_is_small_pages() {
     let window_bytes = 32 * BLOCK_BYTES;
     let in_memory = pagemill_sys::mem::resident_bytes(cache.engine().ground.blocks.addr(0), window_bytes).unwrap();
     assert!(in_memory as u64 <= info.total.resident_bytes, "{in_memory} {info:?}");
-    // What comes afterwards finds a place.
+    // Later items find room.
     (items..items + per_block).for_each(|number| cache.add(number));
     assert_eq!(cache.check_all(), left + per_block);
 }
 
-/// After a shrink one slab at most is partly in use, and no block is there that is not needed; each item is there once.
+/// After a shrink at most one slab is partial, there is no superfluous block, and each item exists once.
 fn assert_packed(cache: &ByOwner<Book>, items: u64) {
     let info = cache.info().unwrap();
     assert_eq!((cache.check_all(), info.active, info.cached), (items, items, 0));
@@ -328,7 +329,7 @@ fn assert_packed(cache: &ByOwner<Book>, items: u64) {
     cache.engine().check_books();
 }
 
-/// Of many items nine of ten are freed: what is left ends up in as few slabs and blocks as can be, and memory comes back.
+/// Nine of ten items are freed: the rest is packed into as few slabs and blocks as possible, and memory is freed.
 #[test]
 fn a_fragmented_cache_is_packed() {
     for slabs in [slabs(), sparse_slabs()] {
@@ -341,7 +342,7 @@ fn a_fragmented_cache_is_packed() {
         let after = cache.info().unwrap();
         assert_eq!(before.total.resident_bytes - after.total.resident_bytes, freed);
         assert!(after.moved > items / 2 && after.emptied > 100, "{after:?}");
-        // Nothing is left to do.
+        // A second pass finds nothing to do.
         assert_eq!((cache.pack(), cache.info().unwrap().moved), (0, after.moved));
         (0..100_000).for_each(|number| _ = cache.remove(number));
         cache.pack();
@@ -349,7 +350,7 @@ fn a_fragmented_cache_is_packed() {
     }
 }
 
-/// Objects per slab and one more, one of the first slab freed: two slabs become one.
+/// One slab of items plus one, then one item of the first slab is freed: two slabs become one.
 #[test]
 fn two_slabs_become_one() {
     let cache = cache_of(slabs(), Settings::new("two"));
@@ -365,14 +366,15 @@ fn two_slabs_become_one() {
     assert_eq!((info.total.partial, info.moved), (0, 1));
 }
 
-/// Of two whole blocks one is emptied into slabs of the other that were never set up. There are two such because nobody could use the one
-/// while it was left, and a reader was there.
+/// Of two whole blocks one is emptied into bare slabs of the other. Two blocks exist because the first was unusable while
+/// it was being emptied under a reader.
 #[test]
 fn slabs_that_were_not_set_up_are_room() {
     let cache = cache_of(slabs(), Settings::new("bare"));
     let info = cache.info().unwrap();
     let (per_slab, slabs_each) = (u64::from(info.objects_per_slab), (BLOCK_BYTES / info.slab_bytes) as u64);
-    // A block, half of which goes, and almost a quarter of another, whose items find a place in that; some must stay.
+    // One block that loses half of its items, and almost a quarter of another, whose items fit into the first; some of
+    // them are pinned.
     let (per_block, pinned) = (slabs_each * per_slab, 2 * per_slab);
     let end = per_block + slabs_each / 4 * per_slab - 1;
     (0..end).for_each(|number| cache.add(number));
@@ -381,7 +383,7 @@ fn slabs_that_were_not_set_up_are_room() {
     cache.set_defrag_used_ratio(100).unwrap();
     let guard = xarray::pin();
     while !cache.defrag_step(Duration::from_secs(1)).unwrap().is_done {}
-    // The first block is filled, and ten slabs of a third.
+    // Fills the first block, and ten slabs of a third.
     let more = end + per_block / 2 - (end - per_block - pinned);
     (end..more + 10 * per_slab).for_each(|number| cache.add(number));
     drop(guard);
@@ -401,7 +403,7 @@ fn slabs_that_were_not_set_up_are_room() {
     assert_packed(&cache, left.len() as u64);
 }
 
-/// Pinned items stay where they are and are counted; unpinned they go.
+/// Pinned items stay where they are and are counted; after unpinning they are moved.
 #[test]
 fn pinned_items_stay() {
     let cache = cache_of(slabs(), Settings::new("pinned"));
@@ -419,7 +421,7 @@ fn pinned_items_stay() {
     assert_packed(&cache, items);
 }
 
-/// Items that their owner frees, or fails to move, are counted so, and nothing else changes.
+/// Items that their owner frees or fails to move are counted as such, and nothing else changes.
 #[test]
 fn each_outcome_is_counted() {
     let cache = cache_of(slabs(), Settings::new("outcomes"));
@@ -436,7 +438,8 @@ fn each_outcome_is_counted() {
     assert_packed(&cache, items - info.freed);
 }
 
-/// Defragmentation by a ratio leaves no more than so many times what is live; nothing is done at 0, and steps end in time.
+/// Defragmentation by a ratio bounds resident memory relative to live items. A ratio of 0 does nothing, and steps end in
+/// time.
 #[test]
 fn a_ratio_bounds_what_is_resident() {
     let kinds = [slabs(), sparse_slabs()];
@@ -447,7 +450,7 @@ fn a_ratio_bounds_what_is_resident() {
         cache.set_defrag_used_ratio(ratio).unwrap();
         let mut steps = 0;
         loop {
-            // However fast it is: no step is done in no time.
+            // A budget of zero ends each step after one slab, on any machine.
             let progress = cache.defrag_step(Duration::ZERO).unwrap();
             settle(cache.engine());
             if progress.is_done && progress.moved == 0 {
@@ -471,13 +474,13 @@ fn a_ratio_bounds_what_is_resident() {
     assert!(matches!(cache.set_defrag_used_ratio(101), Err(Error::BadRatio { percent: 101 })));
 }
 
-/// A cache that rests is looked at again when its ratio is raised, though nothing has come or gone.
+/// Raising the ratio ends the rest of a cache, although no item was added or removed.
 #[test]
 fn a_ratio_that_is_raised_ends_a_rest() {
     let cache = cache_of(slabs(), Settings::new("raised"));
     (0..60_000).for_each(|number| cache.add(number));
     (0..60_000).filter(|number| number % 2 == 0).for_each(|number| assert!(cache.remove(number)));
-    // What the last block has may be in use by less than the ratio.
+    // The last block may be used by less than the ratio.
     for _ in 0..10 {
         cache.defrag_step(Duration::from_secs(1)).unwrap();
         settle(cache.engine());
@@ -486,7 +489,8 @@ fn a_ratio_that_is_raised_ends_a_rest() {
     assert!(cache.defrag_step(Duration::from_secs(1)).unwrap().moved > 0);
 }
 
-/// A step over all caches empties what their ratios say; it rests when a pass has freed nothing, until something changes.
+/// A step over all caches empties what their ratios demand. After a pass that freed nothing it rests until something
+/// changes.
 #[test]
 fn all_caches_are_defragmented() {
     let slabs = slabs();
@@ -508,8 +512,8 @@ fn all_caches_are_defragmented() {
     assert_eq!((rested.moved, rested.stayed, rested.is_done), (0, 0, true));
 }
 
-/// Where memory becomes short during a step by the ratio that gains nothing, the next steps are over all that is not full, until they
-/// gain nothing either.
+/// Memory becomes short during a step by the ratio that gains nothing: the next steps cover everything that is not full,
+/// until they gain nothing either.
 #[test]
 fn steps_go_on_where_memory_becomes_short() {
     let cache = Arc::new(cache_of(slabs(), Settings::new("pressed")));
@@ -529,7 +533,8 @@ fn steps_go_on_where_memory_becomes_short() {
     assert!(cache.info().unwrap().moved > 0 && cache.check_all() == items);
 }
 
-/// Who came to an item under a guard reads it where it was, though it was moved, and its slab is not used before he goes.
+/// An item that was looked up under a guard stays readable at its old address after a move; its slab is not reused before
+/// the guard is dropped.
 #[test]
 fn readers_are_waited_for() {
     let cache = cache_of(slabs(), Settings::new("readers"));
@@ -541,10 +546,10 @@ fn readers_are_waited_for() {
     cache.engine().settle();
     let moved: Vec<_> = (0..10_000).filter(|number| cache.item(number * 10) != old[*number as usize]).collect();
     assert!(moved.len() > 5_000);
-    // New items come elsewhere.
+    // New items are allocated elsewhere.
     (200_000..210_000).for_each(|number| cache.add(number));
     for number in moved {
-        // SAFETY: came to under the guard, which is still there.
+        // SAFETY: looked up under the guard, which still exists.
         let item = unsafe { old[number as usize].as_ref() };
         assert!(item.body.iter().zip(number * 10..).all(|(word, value)| word.load(Relaxed) == value));
     }
@@ -557,7 +562,7 @@ fn readers_are_waited_for() {
     assert_packed(&cache, 20_000);
 }
 
-/// Items move to a node and from it, as many as asked for; balancing moves the surplus and nothing else.
+/// Items move to and from a node, as many as requested; balancing moves the surplus and nothing else.
 #[test]
 fn items_move_between_nodes() {
     let cache = cache_of(slabs_on_nodes(3), Settings::new("nodes"));
@@ -587,7 +592,7 @@ fn panics(act: impl FnOnce()) -> bool {
     catch_unwind(AssertUnwindSafe(act)).is_err()
 }
 
-/// A callback that panics leaves its slab out of use: what is in it stays, can be freed, and nothing new comes in.
+/// A panicking callback makes its slab unusable: its items stay and can be freed, but nothing is allocated from it.
 #[test]
 fn a_panic_leaves_the_slab_out_of_use() {
     for whim in [Whim::PanicInIsolate, Whim::PanicInMigrate, Whim::PanicAfterwards, Whim::CallInIsolate] {
@@ -598,9 +603,9 @@ fn a_panic_leaves_the_slab_out_of_use() {
         cache.owner().whim.clear_poison();
         *cache.owner().whim.lock().unwrap() = Whim::Move;
         cache.owner().items.clear_poison();
-        // Of the lost slab references are held by the owner that failed.
+        // The failed owner still holds references in the lost slab.
         for (number, at) in &*cache.owner().items.lock().unwrap() {
-            // SAFETY: in the book.
+            // SAFETY: in the map.
             let item = unsafe { &*(*at as *const Item) };
             assert!(item.is_whole(*number));
             item.references.store(1, Relaxed);
@@ -614,7 +619,7 @@ fn a_panic_leaves_the_slab_out_of_use() {
         cache.pack();
         let info = cache.info().unwrap();
         assert_eq!((info.active, info.total.blocks, info.total.lost), (0, 1, 1), "its block stays");
-        // As many items as a block has room for do not all find it there.
+        // One block of items does not fit into the damaged block.
         let per_block = u64::from(info.objects_per_slab) * (BLOCK_BYTES / info.slab_bytes) as u64;
         (0..per_block).for_each(|number| cache.add(number));
         let info = cache.info().unwrap();
@@ -624,7 +629,7 @@ fn a_panic_leaves_the_slab_out_of_use() {
     }
 }
 
-/// Figures are refused in `isolate`, of one cache as of all: they would wait for the lock under which it is called.
+/// `info` and `list` panic in `isolate`: they would wait for the lock under which it is called.
 #[test]
 fn figures_are_refused_in_isolate() {
     let slabs = slabs();
@@ -641,8 +646,8 @@ fn figures_are_refused_in_isolate() {
     assert_packed(&cache, items);
 }
 
-/// Whoever asks for memory in `isolate`, at a limit, gets free blocks, and is not waited for by himself: a heap or a cache of pages of
-/// the same Pagemill may be what asks.
+/// A reclaim at a limit from inside of `isolate` frees free blocks and does not deadlock. The caller may be a heap or
+/// page cache of the same Pagemill.
 #[test]
 fn memory_can_be_short_in_isolate() {
     let slabs = slabs();
@@ -664,7 +669,7 @@ fn memory_can_be_short_in_isolate() {
     packer.join().unwrap();
 }
 
-/// A constructor that panics leaves its slab out of use; the next slab serves.
+/// A panicking constructor makes its slab unusable; the next slab is used.
 #[test]
 fn a_constructor_may_panic() {
     let cache = cache_of(slabs(), Settings::new("constructor"));
@@ -678,7 +683,7 @@ fn a_constructor_may_panic() {
     cache.engine().check_books();
 }
 
-/// Threads add, remove and read items while another packs them all the time: none is lost, none is two, none is torn.
+/// Threads add, remove and read items while another packs them continuously: no item is lost, duplicated or torn.
 #[test]
 fn threads_use_items_that_move() {
     const THREADS: u64 = 2;
@@ -700,7 +705,7 @@ fn threads_use_items_that_move() {
                         let at = random() % SPAN;
                         let number = thread * SPAN + at;
                         if live[at as usize] {
-                            // It may be on its way.
+                            // It may be in a move.
                             live[at as usize] = !cache.remove(number);
                         } else if random() % 8 == 0 {
                             cache.add(number);
@@ -728,7 +733,7 @@ fn threads_use_items_that_move() {
     });
 }
 
-/// A cache that is dropped while all of them are shrunk and listed gives back what it has.
+/// Caches that are dropped while all caches are shrunk and listed free their memory.
 #[test]
 fn threads_drop_caches_that_others_shrink() {
     let (slabs, is_done) = (slabs(), &AtomicBool::new(false));
@@ -751,14 +756,14 @@ fn threads_drop_caches_that_others_shrink() {
     assert_eq!(slabs.arena.budget.room().0, 0);
 }
 
-/// A slab that somebody sets up is his until that is done, though its block is emptied meanwhile: a constructor waits until
-/// defragmentation has been there, and readers have gone.
+/// A slab that is being set up is not emptied with its block: a constructor waits until defragmentation has run and
+/// readers have finished.
 #[test]
 fn a_slab_is_not_emptied_while_it_is_set_up() {
     let cache = cache_of(slabs(), Settings::new("set up"));
     let info = cache.info().unwrap();
     let per_block = u64::from(info.objects_per_slab) * (BLOCK_BYTES / info.slab_bytes) as u64;
-    // A full block, and a slab of another.
+    // A full block, and one slab of another.
     (0..per_block + u64::from(info.objects_per_slab)).for_each(|number| cache.add(number));
     let (begun, wait_begun) = std::sync::mpsc::channel();
     let (go_on, wait_go_on) = std::sync::mpsc::channel();
@@ -770,7 +775,7 @@ fn a_slab_is_not_emptied_while_it_is_set_up() {
         let cache = &cache;
         let adder = scope.spawn(move || cache.add(1 << 40));
         wait_begun.recv().unwrap();
-        // What is in the second block finds room in the first.
+        // The contents of the second block fit into the first.
         (0..per_block / 2).for_each(|number| assert!(cache.remove(number)));
         (per_block..per_block + 10).for_each(|number| assert!(cache.remove(number)));
         while !cache.defrag_step(Duration::from_secs(1)).unwrap().is_done {}

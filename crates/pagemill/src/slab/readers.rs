@@ -1,35 +1,38 @@
-//! Who reads values by handle, and since when: from that it follows when nobody can be at what was left.
+//! Epoch-based reclamation for values by handle: a retired object is freed once every pinned epoch is newer.
 //!
 //! ```text
-//!   reader   word = what the clock says, barrier, look for a value ... word = 0
-//!   leaver   no word leads to the place, barrier, look at the words of all readers
-//!              nobody reads, or only who began after the clock's moment --> it is free
-//!              else the clock goes on by one, and it waits until all who began up to then have gone
+//!   reader    word = global epoch, barrier, look up values ... word = 0
+//!   retiring  unlink the object, barrier, read the words of all participants
+//!               no reader, or only readers with a newer epoch --> free it
+//!               else advance the global epoch by one, and wait until all readers up to the old one have finished
 //! ```
 //!
-//! One of the two barriers comes first: either the leaver sees that the reader is there, or the reader does not come to the place. So
-//! nothing waits for time to pass: what nobody is at goes at the first look, and the clock stands still while leavers meet no reader.
-//! A thread's word is that of its number ([`super::numbers`]); such as have none share a list.
+//! One of the two barriers comes first. So either the retiring thread sees the reader, or the reader does not find the
+//! object. Nothing waits for time to pass: an object without readers is free at the first check, and the global epoch
+//! stands still while no reader is met. A thread's word is indexed by its thread slot ([`super::numbers`]). Threads
+//! without a slot share an overflow list.
+//!
+//! Names: [`Moment`] is an epoch, [`Clock`] the global epoch, [`Reader`] a participant, `leave` is retire.
 
 use crate::sync::{Acquire, AtomicU64, Relaxed, Release, fence};
 use std::sync::atomic::Ordering::{AcqRel, SeqCst};
 
-/// Of a reader's word: how many guards there are; above that the moment at which the first began.
+/// Bits of a participant's word that count its guards. The bits above hold the epoch at which the first guard began.
 const DEPTH_BITS: u32 = 16;
 const DEPTH: u64 = (1 << DEPTH_BITS) - 1;
 
-/// What the clock said.
+/// An epoch: a value of the global epoch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Moment(u64);
 
 impl Moment {
-    /// That of a reader who is not there.
+    /// The epoch of a participant that is not reading: newer than all others.
     const NEVER: Self = Self(u64::MAX);
 
-    /// Before any that the clock has ever said.
+    /// Older than any epoch that the global epoch has ever had.
     const BEFORE_ALL: Self = Self(0);
 
-    /// As it is kept in a word.
+    /// For storage in a word.
     pub fn to_bits(self) -> u64 {
         self.0
     }
@@ -39,14 +42,15 @@ impl Moment {
     }
 }
 
+/// The global epoch.
 pub(crate) struct Clock(AtomicU64);
 
-/// A reader's word: 0 while he does not read. Nobody else writes it.
+/// A participant of the epoch. The word is 0 while it does not read. Only its own thread writes it.
 #[repr(align(128))]
 pub(crate) struct Reader(AtomicU64);
 
 impl Reader {
-    /// Begins to read, or does so once more.
+    /// Begins to read, or nests.
     #[inline(always)]
     fn begin(&self, clock: &Clock) {
         match self.0.load(Relaxed) {
@@ -57,9 +61,9 @@ impl Reader {
 
     #[inline(always)]
     fn enter(&self, word: u64) {
-        // Of what the thread read before, who sees this knows that it is over.
+        // A thread that sees this store also sees that all earlier reads of this thread are done.
         if cfg!(all(target_arch = "x86_64", not(loom))) {
-            // An exchange is a whole barrier there, at half the price of one.
+            // On x86-64 a locked exchange is a full barrier, at half the price of a fence.
             self.0.swap(word, SeqCst);
             std::sync::atomic::compiler_fence(SeqCst);
         } else {
@@ -77,7 +81,7 @@ impl Reader {
     #[inline(always)]
     fn end(&self) {
         let word = self.0.load(Relaxed);
-        // 0 where a child began anew meanwhile.
+        // 0 if a fork child reset it meanwhile.
         self.0.store(if word & DEPTH <= 1 { 0 } else { word - 1 }, Release);
     }
 
@@ -86,7 +90,7 @@ impl Reader {
     }
 
     fn since(&self) -> Moment {
-        // Acquires what he did until he was done, or began anew.
+        // Acquires what the reader did until it finished or began anew.
         match self.0.load(Acquire) {
             0 => Moment::NEVER,
             word => Moment(word >> DEPTH_BITS),
@@ -94,20 +98,21 @@ impl Reader {
     }
 }
 
-/// Since when somebody reads.
+/// The oldest epoch of a participant that is reading.
 fn oldest_of<'all>(readers: impl IntoIterator<Item = &'all Reader>) -> Moment {
     readers.into_iter().map(Reader::since).min().unwrap_or(Moment::NEVER)
 }
 
 impl Clock {
-    /// After the last word that led to some places was changed: the moment up to which who reads may be at them, and since when
-    /// somebody reads. `readers` is called when their words can be looked at.
+    /// Retires objects after their last reference was unlinked. Returns the epoch up to which readers may still use
+    /// them, and the oldest epoch of a reader. `readers` is called once the words of the participants can be read.
     fn leave<'all, R: IntoIterator<Item = &'all Reader>>(&self, readers: impl FnOnce() -> R) -> (Moment, Moment) {
         fence(SeqCst);
         let now = self.0.load(Acquire);
         let oldest = oldest_of(readers());
         if oldest <= Moment(now) {
-            // Who begins from here on is known to have come later. If it fails another has done it.
+            // Readers that begin from here on are known to be newer. If the exchange fails, another thread has advanced
+            // the epoch.
             let _ = self.0.compare_exchange(now, now + 1, AcqRel, Relaxed);
         }
         (Moment(now), oldest)
@@ -130,22 +135,23 @@ mod here {
     use std::sync::atomic::Ordering::SeqCst;
     use std::sync::atomic::{AtomicBool, AtomicU32};
 
-    /// Readers without a number that a part of the list has room for.
+    /// Participants without a thread slot in one part of the overflow list.
     const CROWD: usize = 64;
 
     static CLOCK: Padded<Clock> = Padded(Clock(AtomicU64::new(1)));
 
-    /// By number of the thread.
+    /// Participants by thread slot.
     static READERS: [Reader; MAX_THREADS] = [const { Reader(AtomicU64::new(0)) }; MAX_THREADS];
 
-    /// Whether there was ever a reader without a number.
+    /// Whether the overflow list was ever used.
     static IS_CROWDED: AtomicBool = AtomicBool::new(false);
     static FIRST: Crowd = Crowd::new();
 
-    /// The process whose threads these are; 0 while there is none.
+    /// The process that these threads belong to; 0 while there is none.
     static OWNER: AtomicU32 = AtomicU32::new(0);
 
-    /// Readers whose threads have no number: there are too many of them, or they are ending. Each guard has a word of its own.
+    /// The overflow list: participants of threads without a slot, because all are taken or the thread is ending. Each
+    /// guard has its own word.
     struct Crowd {
         readers: [Reader; CROWD],
         next: OnceLock<Box<Crowd>>,
@@ -160,7 +166,7 @@ mod here {
             std::iter::successors(Some(self), |crowd| crowd.next.get().map(|next| &**next))
         }
 
-        /// Begins to read with the first word that is free.
+        /// Begins to read with the first free word.
         fn begin(&'static self) -> &'static Reader {
             let mut crowd = self;
             loop {
@@ -177,13 +183,14 @@ mod here {
         }
     }
 
-    /// For who reads: until it goes, values that he came to stay as they are.
+    /// Pins the epoch of a reader: until the guard is dropped, values that it has looked up stay valid and unchanged.
     pub struct Guard {
         reader: &'static Reader,
         _of_this_thread: PhantomData<*mut ()>,
     }
 
-    /// Begins reading. Some nanoseconds, no shared line is written; memory that was freed piles up for as long as the guard is kept.
+    /// Begins reading. Costs some nanoseconds, and writes no shared cache line. Retired memory accumulates while the
+    /// guard is kept.
     #[inline]
     pub fn pin() -> Guard {
         let reader = match READERS.get(numbers::own_number() as usize) {
@@ -203,7 +210,7 @@ mod here {
             reader.begin(&CLOCK.0);
             return reader;
         }
-        // Before the barrier of who begins, so that who looks for him sees it.
+        // Before the barrier of this reader, so that a retiring thread that looks for it sees the flag.
         IS_CROWDED.store(true, Relaxed);
         FIRST.begin()
     }
@@ -215,43 +222,45 @@ mod here {
         }
     }
 
-    /// All who may be reading; after a barrier.
+    /// All participants that may be reading. To be called after a barrier.
     fn readers() -> impl Iterator<Item = &'static Reader> {
         let crowd = IS_CROWDED.load(Relaxed).then(|| FIRST.all().flat_map(|crowd| &crowd.readers));
-        // Of a number that nobody has nobody reads.
+        // A slot that no thread has is not reading.
         numbers::taken().map(|number| &READERS[number]).chain(crowd.into_iter().flatten())
     }
 
-    /// Of places to which no word leads any more: the moment up to which who reads may be at them, and since when somebody reads. They
-    /// are free when the second is later than the first.
+    /// Retires unlinked objects. Returns the epoch up to which readers may use them, and the oldest epoch of a reader.
+    /// The objects are free if the second is newer than the first.
     pub fn leave() -> (Moment, Moment) {
         CLOCK.0.leave(readers)
     }
 
-    /// Until when what is left now has to wait, for [`oldest`] to be later: not at all where nobody reads.
+    /// The epoch that [`oldest`] has to pass before objects retired now are free. They are free at once if no thread
+    /// reads.
     pub fn wait_until() -> Moment {
         let (moment, oldest) = leave();
         if oldest > moment { Moment::BEFORE_ALL } else { moment }
     }
 
-    /// Since when somebody reads: what was left at an earlier moment is free.
+    /// The oldest epoch of a reader: objects retired at an earlier epoch are free.
     pub fn oldest() -> Moment {
         fence(SeqCst);
         oldest_of(readers())
     }
 
-    /// Whether the thread of this number reads.
+    /// Whether the thread in this slot is reading.
     pub fn is_reading(number: u32) -> bool {
         READERS[number as usize].is_reading()
     }
 
-    /// A thread of this process may read from now on.
+    /// Records that threads of this process may read from now on.
     pub fn note_process() {
         let _ = OWNER.compare_exchange(0, process::id(), Relaxed, Relaxed);
     }
 
-    /// In a fork child: nobody reads but this thread, if it does. Counts once for each process, of however many Pagemills; where another
-    /// thread than the first was the first to notice, not at all: the first may be reading.
+    /// In a fork child: resets all participants but that of this thread. Runs once for each process, however many
+    /// Pagemills it has. It does nothing if called first by another thread than the first one, because the first thread
+    /// may be reading.
     pub fn begin_child() {
         let own = process::id();
         if [0, own].contains(&OWNER.load(Relaxed)) || !process::is_first_thread() {
@@ -274,7 +283,7 @@ mod here {
     mod tests {
         use super::*;
 
-        /// What was left under guards waits for those that were there, whichever goes first, and for no other.
+        /// Objects retired under guards wait for the guards of that time, in any order of drops, and for no newer guard.
         #[test]
         fn what_is_left_waits_for_who_was_there() {
             let (first, second) = (pin(), pin());
@@ -289,12 +298,12 @@ mod here {
                     std::thread::yield_now();
                 }
             };
-            // Readers of other tests go, too.
+            // Readers of other tests finish, too.
             wait(&|| oldest() > moment);
             drop(later);
         }
 
-        /// Readers without a number of their own are waited for, more than a part of the list has room for.
+        /// Participants without a thread slot are waited for, even more than one part of the overflow list holds.
         #[test]
         fn readers_without_a_number_count() {
             let guards: Vec<_> = (0..CROWD + 2)
@@ -315,7 +324,7 @@ mod here {
             }
         }
 
-        /// A thread's number goes to nobody while a guard of it is there, which may be when all else of the thread has ended.
+        /// A thread slot is not reused while one of its guards exists, even if the thread has ended otherwise.
         #[test]
         fn numbers_of_readers_are_kept() {
             let (number, reader) = std::thread::spawn(|| {
@@ -345,14 +354,14 @@ mod loom_tests {
     struct Model {
         clock: Clock,
         reader: Reader,
-        /// Each leads to a place while it is 1.
+        /// Each makes a place reachable while it is 1.
         words: [AtomicU32; LEAVERS],
-        /// 1 when a place is used for something else.
+        /// 1 once the place is reused.
         places: [AtomicU32; LEAVERS],
     }
 
-    /// A reader who goes and comes again, beside two who take a place each out of reach and use it again when they may: he finds none
-    /// that is used again. With one leaver alone the clock would be his own.
+    /// A reader that begins twice, beside two threads that each unlink a place and reuse it when it is free. The reader
+    /// never sees a reused place. With only one retiring thread, no other thread would advance the global epoch.
     #[test]
     fn nobody_reads_what_is_used_again() {
         let mut model = loom::model::Builder::new();

@@ -1,7 +1,8 @@
-//! Emptying magazines and barns: what threads and nodes keep of free objects goes to its slabs, and stays there for a while.
+//! Draining magazines and barns: returns the free objects that threads and nodes keep to their slabs, and keeps magazines
+//! out of use meanwhile.
 //!
-//! Whoever wants to know which objects are in use takes everything out first. Threads do without a magazine meanwhile: they are
-//! slower, and wait for nobody.
+//! This precedes everything that must know which objects are in use. Threads work without magazines meanwhile: slower,
+//! but without blocking.
 
 use super::engine::Engine;
 use super::magazine::Magazine;
@@ -11,17 +12,18 @@ use crate::error::{Error, Result};
 use crate::sync::{Patience, Relaxed};
 use std::sync::atomic::Ordering::Acquire;
 
-/// Who empties a cache waits so long for another who does, and for a thread that was stopped inside of its magazine; who needs memory at
-/// once waits so long for the thread.
+/// `BUSY_NS`: how long a caller waits for another thread that drains the cache, or for a thread that was stopped inside
+/// of its magazine. `INSIDE_NS`: how long [`Engine::try_seize`] waits for the latter.
 const BUSY_NS: u64 = 1_000_000_000;
 const INSIDE_NS: u64 = 10_000_000;
 
 impl Engine {
-    /// Takes all free objects out of magazines and barns, and keeps magazines out of use as long as the result lives.
+    /// Drains all magazines and barns, and keeps magazines out of use until the result is dropped.
     ///
     /// # Errors
     ///
-    /// [`Error::Busy`] if another thread does the same, or one was stopped inside of its magazine.
+    /// [`Error::Busy`] if another thread drains the cache, or a thread was stopped inside of its magazine.
+    /// [`Error::Unsupported`] if the kernel refuses the barrier.
     pub fn seize(&self) -> Result<Seized<'_>> {
         self.check()?;
         let mut patience = Patience::new();
@@ -34,17 +36,17 @@ impl Engine {
         Seized::begin(self, BUSY_NS)
     }
 
-    /// As [`Engine::seize`], without waiting for another who does it.
+    /// As [`Engine::seize`], but does not wait for another thread that drains the cache.
     pub fn try_seize(&self) -> Option<Seized<'_>> {
         (self.check().is_ok() && self.emptying.try_acquire()).then(|| Seized::begin(self, INSIDE_NS).ok()).flatten()
     }
 
-    /// Free objects in magazines, more or less.
+    /// Free objects in magazines, approximately.
     pub fn in_magazines(&self) -> u64 {
         self.user_magazines().map(|magazine| magazine.len() as u64).sum()
     }
 
-    /// Numbers of threads that may keep something.
+    /// Thread slots that may hold objects.
     pub fn users(&self) -> impl Iterator<Item = usize> {
         let words = self.users.iter().take(numbers::high_water().div_ceil(WORD_BITS));
         numbers::numbers_in(words.map(|word| word.load(Acquire)))
@@ -55,11 +57,11 @@ impl Engine {
     }
 }
 
-/// Magazines of a cache are empty and out of use: objects come from slabs and go to them.
+/// A drain guard: magazines of a cache are empty and out of use, so objects come from slabs and return to them.
 pub(super) struct Seized<'engine>(&'engine Engine);
 
 impl<'engine> Seized<'engine> {
-    /// With `emptying` held, which it takes over.
+    /// The caller holds `emptying`; the result takes it over.
     fn begin(engine: &'engine Engine, most_ns: u64) -> Result<Self> {
         engine.is_seized.store(true, Relaxed);
         engine.user_magazines().for_each(Magazine::seize);
@@ -92,12 +94,12 @@ impl<'engine> Seized<'engine> {
         }
     }
 
-    /// Numbers of threads that may keep something beside their magazines, which is the seizer's now, too.
+    /// Thread slots that may keep something beside their magazines. The guard covers that, too.
     pub fn users(&self) -> impl Iterator<Item = usize> {
         self.0.users()
     }
 
-    /// Closes all magazines: nobody uses the cache any more.
+    /// Closes all magazines, at the end of the cache.
     pub fn close(&self) {
         self.0.user_magazines().for_each(Magazine::close_seized);
     }

@@ -1,52 +1,53 @@
-//! How objects of one size lie in slabs: stride, objects a slab, slabs a block.
+//! Layout of objects of one size: stride, objects per slab, slabs per block.
 
 use crate::error::{Error, Result};
 use crate::units::{BLOCK_BYTES, os_page_bytes};
 
-/// Most objects of a slab: their bits are one cache line.
+/// Maximum number of objects of a slab: their bits fill one cache line.
 pub(super) const MAX_OBJECTS: usize = 512;
 
-/// A slab is at least so large, and at least an OS page.
+/// A slab has at least this size, and at least that of an OS page.
 pub(super) const MIN_SLAB_BYTES: usize = 16 << 10;
 
-/// What slabs are mostly, and the most that is chosen for objects up to an eighth of it.
+/// Usual slab size, and the largest that is chosen for objects up to an eighth of it.
 const USUAL_SLAB_BYTES: usize = 64 << 10;
 
-/// Most slabs of a block.
+/// Maximum number of slabs of a block.
 pub(super) const MAX_SLABS: usize = BLOCK_BYTES / MIN_SLAB_BYTES;
 
-/// Of a slab at most this part is lost behind its last object, where the size is ours to choose.
+/// A chosen slab size loses at most this fraction of the slab behind the last object.
 const LOST_DIVISOR: usize = 8;
 
-/// What one thread keeps of free objects is about so large at most.
+/// Approximate limit of the free objects in one sheaf.
 const SHEAF_BYTES: usize = 32 << 10;
 
-/// Most objects of a sheaf.
+/// Maximum number of objects of a sheaf.
 pub(super) const MAX_SHEAF: usize = 62;
 
+/// The layout of objects in slabs, and of slabs in blocks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Shape {
-    /// From one object to the next.
+    /// Bytes from one object to the next.
     pub stride: usize,
     pub slab_bytes: usize,
-    /// Objects of a slab.
+    /// Objects per slab.
     pub capacity: u32,
-    /// Slabs of a block.
+    /// Slabs per block.
     pub slabs: u32,
-    /// Objects that go to a magazine and come from it at once.
+    /// Objects that move between magazine and barn at once.
     pub sheaf: usize,
     slab_shift: u32,
-    /// 2^32 over the stride, rounded up.
+    /// 2^32 divided by the stride, rounded up.
     reciprocal: u64,
 }
 
 impl Shape {
-    /// For objects of `bytes` at multiples of `align`.
+    /// The layout for objects of `bytes` at multiples of `align`.
     ///
     /// # Errors
     ///
-    /// [`Error::BadLength`] for objects larger than a slab, and for slabs that are no power of two from 16 KiB (and the OS page)
-    /// to 2 MiB; [`Error::BadAlignment`] beyond the slab.
+    /// [`Error::BadLength`] for objects larger than a slab, and for slab sizes that are not a power of two from 16 KiB
+    /// (and the OS page) to 2 MiB; [`Error::BadAlignment`] if `align` exceeds the slab size.
     pub fn new(bytes: usize, align: usize, slab_bytes: Option<usize>) -> Result<Self> {
         let least = MIN_SLAB_BYTES.max(os_page_bytes());
         let slab_bytes = match slab_bytes {
@@ -72,8 +73,8 @@ impl Shape {
         })
     }
 
-    /// The largest that as many objects as a slab may have fill: one beyond that would spread them. Larger ones for objects that would
-    /// waste much of it.
+    /// The largest size that [`MAX_OBJECTS`] objects fill; a larger one would spread the objects. Doubles it while too
+    /// much of it would be wasted.
     fn usual_slab(stride: usize, least: usize) -> usize {
         let filled = 1 << stride.saturating_mul(MAX_OBJECTS).ilog2();
         let full = filled.clamp(least, USUAL_SLAB_BYTES.max(least));
@@ -82,7 +83,7 @@ impl Shape {
         sizes.clone().find(|slab| !wastes(*slab)).or_else(|| sizes.last()).unwrap_or(full)
     }
 
-    /// Number of the slab in its block, and of the object in its slab; whether one begins there.
+    /// The slab within the block, the object within the slab, and whether an object begins at this offset.
     #[inline]
     pub fn place_of(&self, in_block: usize) -> (u32, u32, bool) {
         let offset = in_block & (self.slab_bytes - 1);
@@ -91,13 +92,13 @@ impl Shape {
         ((in_block >> self.slab_shift) as u32, object, is_object)
     }
 
-    /// Where an object begins in its block.
+    /// Offset of an object in its block.
     #[inline]
     pub fn offset_of(&self, slab: u32, object: u32) -> usize {
         ((slab as usize) << self.slab_shift) + object as usize * self.stride
     }
 
-    /// Objects of a block.
+    /// Objects per block.
     pub fn block_capacity(&self) -> u32 {
         self.slabs * self.capacity
     }
@@ -107,7 +108,7 @@ impl Shape {
 mod tests {
     use super::*;
 
-    /// For sizes all over the range: each object is found where it lies, and nothing else is taken for one.
+    /// For sizes over the whole range: each object is found at its offset, and no other offset is taken for one.
     #[test]
     fn objects_are_found_by_their_place() {
         for bytes in (1..600).chain([1000, 4096, 8192, 10_000, 40_000, 65_536, 100_000, 1 << 20]) {
@@ -123,7 +124,7 @@ mod tests {
         }
     }
 
-    /// Slabs that are chosen lose little behind their last object.
+    /// Chosen slab sizes waste little behind the last object.
     #[test]
     fn little_of_a_slab_is_lost() {
         for (bytes, slab_bytes) in [(32, 16), (64, 32), (192, 64), (576, 64), (4096, 64), (40_960, 128)] {

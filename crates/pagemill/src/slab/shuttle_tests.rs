@@ -1,9 +1,9 @@
-//! Whole caches, step by step in orders drawn at random: threads take and give objects while others empty their magazines and
-//! move what they hold.
+//! Whole caches in random schedules: threads allocate and free objects while others drain their magazines and move the
+//! objects.
 //!
-//! Objects are so large that a sheaf is two of them and a slab four: few steps do all there is to do. `SHUTTLE_RUNS` says how
-//! many of each model.
-#![allow(unsafe_code)] // says that values are movable, takes down what a run has made
+//! Objects are so large that a sheaf has two and a slab four of them, so a few steps reach every path. `SHUTTLE_RUNS`
+//! sets the number of runs of each model.
+#![allow(unsafe_code)] // implements `Movable`; frees a leaked box
 
 use super::*;
 use crate::arena::Layout;
@@ -19,13 +19,13 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
-/// Preemptions that a schedule of PCT has.
+/// Preemptions in a PCT schedule.
 const DEPTH: usize = 4;
 
-/// No run is so long; one that is waits for something that never comes.
+/// Bound on the steps of a run; a longer run waits for an event that never comes.
 const MOST_STEPS: usize = 300_000;
 
-/// Words of a value; with what the cache adds it is 16 KiB.
+/// Words of a value; with the cache's own bytes it is 16 KiB.
 const WORDS: usize = (16 << 10) / size_of::<u64>() - 3;
 
 fn one_of(count: usize) -> usize {
@@ -42,7 +42,7 @@ fn new_slabs() -> &'static Slabs {
     slabs
 }
 
-/// Whether runs are such as the kernel refuses the barrier in all threads.
+/// Whether runs behave as if the kernel refused the process-wide barrier.
 static IS_REFUSED: AtomicBool = AtomicBool::new(false);
 
 fn slabs() -> &'static Slabs {
@@ -55,7 +55,7 @@ fn run_in_many_orders(run: impl Fn() + Clone + Send + Sync + 'static) {
     run_in_orders(runs, run);
 }
 
-/// Of threads with magazines that they enter in either way.
+/// Runs with both kinds of barriers.
 fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock();
@@ -75,7 +75,7 @@ fn run_in_orders(runs: usize, run: impl Fn() + Clone + Send + Sync + 'static) {
     }
 }
 
-/// A value that says whose it is, and counts itself.
+/// A value with a known content that counts live values.
 struct Value {
     number: u64,
     live: Arc<AtomicUsize>,
@@ -108,8 +108,8 @@ fn is_fine<T>(done: Result<T>) {
     assert!(matches!(done, Ok(_) | Err(Error::Busy { .. })), "{:?}", done.err());
 }
 
-/// Two threads take and give objects, and one gives what the other took, while a third empties everything: none is two
-/// threads', and none is lost.
+/// Two threads allocate and free objects, some of them each other's, while a third drains everything: no object is given
+/// out twice or lost.
 #[test]
 fn magazines_that_are_emptied() {
     run_in_many_orders(|| {
@@ -127,7 +127,7 @@ fn magazines_that_are_emptied() {
                             let slot = cache.insert(Value::new(number, &live)).unwrap();
                             slots.push((number, slot));
                         } else if one_of(3) == 0 {
-                            // The other thread, or the end, gives it back.
+                            // The other thread, or the end of the test, frees it.
                             let (number, slot) = slots.swap_remove(one_of(slots.len()));
                             slot.check(number);
                             passed.with(|passed| passed.push(slot));
@@ -147,20 +147,20 @@ fn magazines_that_are_emptied() {
         cache.shrink().unwrap();
         cache.engine().check_books();
         assert_eq!((live.load(Relaxed), cache.info().unwrap().total.used), (0, 0));
-        // SAFETY: made above, by `Box::leak`; its slots have gone.
+        // SAFETY: made above by `Box::leak`; its slots are dropped.
         drop(unsafe { Box::from_raw(std::ptr::from_ref(cache).cast_mut()) });
     });
 }
 
-/// Threads insert, read, change, pin and remove values that another packs: each finds its own, or nothing once it is gone, and
-/// each value is dropped once.
+/// Threads insert, read, change, pin and remove values while another packs: each handle finds its own value, or nothing
+/// after its removal. Each value is dropped once.
 #[test]
 fn values_that_are_moved() {
     run_in_many_orders(|| {
         let cache = Arc::new(slabs().by_handle::<Value>(Settings::new("model")).unwrap());
         let live = Arc::new(AtomicUsize::new(0));
         let handles: Vec<_> = (0..9).map(|number| cache.insert(Value::new(number, &live)).unwrap()).collect();
-        // Of three slabs something is left in each.
+        // Leaves values in each of three slabs.
         for handle in [0, 1, 2, 4, 5, 7] {
             assert!(cache.remove(handles[handle]).unwrap());
         }
@@ -218,7 +218,7 @@ fn values_that_are_moved() {
     });
 }
 
-/// Nine values of which three are left, in as many slabs: for the thread behind, which is there anew.
+/// Nine values, of which one is left in each of three slabs, with a fresh background thread.
 fn sparse_values(live: &Arc<AtomicUsize>) -> (ByHandle<Value>, [Handle<Value>; 3]) {
     slabs().worker.reset();
     let settings = Settings { defrag_used_ratio: 100, ..Settings::new("model") };
@@ -242,7 +242,7 @@ fn linger(most: usize) {
     (0..one_of(most)).for_each(|_| shuttle::thread::yield_now());
 }
 
-/// From when it is turned off on nothing is moved or dropped behind, however near to it the thread was.
+/// Once the background is stopped nothing is moved or dropped by it, at any point of its work.
 #[test]
 fn nothing_begins_once_it_is_turned_off() {
     run_in_many_orders(|| {
@@ -259,7 +259,7 @@ fn nothing_begins_once_it_is_turned_off() {
     });
 }
 
-/// What was removed is dropped without another call: no sign to the thread behind is lost.
+/// Removed values are dropped without another call: no wake-up of the background thread is lost.
 #[test]
 fn no_sign_is_lost() {
     run_in_many_orders(|| {
@@ -277,12 +277,12 @@ fn no_sign_is_lost() {
     });
 }
 
-/// A value without a destructor, whose places threads keep until readers have gone.
+/// A value without a destructor: threads keep its place in stock until readers have finished.
 #[derive(Clone)]
 struct Plain {
     number: u64,
     _words: [u64; WORDS],
-    /// Behind what others may have begun to write.
+    /// At the end, to detect a partly overwritten value.
     last: u64,
 }
 
@@ -299,8 +299,8 @@ impl Plain {
     }
 }
 
-/// Threads read values under guards that stay for some steps, change and remove them and put others in, whose places are those that
-/// were left: no reader finds another value while his guard is there, whether or not somebody packs, and all places come back.
+/// Threads read values under guards for some steps, change and remove them, and insert others, which reuse the places. No
+/// reader sees another value under its guard, with or without packing, and all places are freed.
 #[test]
 fn places_that_are_used_again() {
     run_in_many_orders(|| {
@@ -349,8 +349,9 @@ fn places_that_are_used_again() {
     });
 }
 
-/// Values come and go beside the thread behind, beside another who shrinks all caches, which is held by a fork and turned off at any moment, and the cache is
-/// dropped at any: when that is done all values have gone, and when it is turned off nothing begins.
+/// Values come and go beside the background thread. Meanwhile another thread shrinks all caches, forks or stops the
+/// background, and the cache is dropped at any moment. Afterwards all values are dropped, and nothing starts after the
+/// stop.
 #[test]
 fn the_thread_behind() {
     run_in_many_orders(|| {
@@ -380,8 +381,8 @@ fn the_thread_behind() {
     });
 }
 
-/// Who goes over all caches while the first nodes are made finds their cache whole, or not at all; there is one, whoever makes it.
-/// What nodes lie in stays reserved, so there are few runs.
+/// A thread that visits all caches while the index nodes are first used finds their cache complete or not at all. Only
+/// one is created. The addresses of nodes stay reserved, so there are few runs.
 #[test]
 fn the_cache_of_nodes_is_seen_whole() {
     run_in_orders(30, || {

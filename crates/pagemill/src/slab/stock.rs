@@ -1,7 +1,8 @@
-//! What one thread keeps of a cache by handle: handles for its next values, and places that readers have to leave first.
+//! The stock: what a thread keeps for a cache by handle, namely free handles, and retired places that wait for readers.
 //!
-//! Beside the thread's magazine, and under the claim of that: for who is inside of it, or has seized it.
-#![allow(unsafe_code)] // says that zero bits are a value
+//! It lies beside the thread's magazine, under the same claim: only the thread inside of the magazine, or a draining
+//! thread, uses it.
+#![allow(unsafe_code)] // zero bits are a valid stock
 
 use super::meta::{Held32, Held64};
 use super::readers::{self, Moment};
@@ -9,15 +10,16 @@ use crate::arena::Zeroed;
 
 const STOCK_BYTES: usize = 16 << 10;
 
-/// Handles of a stock: what is left of it. Memory is behind as many as there ever were at a time.
+/// Capacity for handles: the rest of a stock. Its memory is populated up to the highest count so far.
 pub(super) const KEYS: usize = (STOCK_BYTES - size_of::<Leavings>()) / size_of::<u64>() - 1;
 
-/// Handles that come from the table at once: lines of it that no other thread has.
+/// Handles that are taken from the table at once: whole cache lines, not shared with other threads.
 pub(super) const RUN: usize = 64;
 
-/// Places that wait.
+/// Capacity for retired places.
 pub(super) const PLACES: usize = 64;
 
+/// What one thread slot keeps for a cache by handle.
 #[repr(C, align(1024))]
 pub(super) struct Stock {
     pub left: Leavings,
@@ -30,7 +32,7 @@ const _: () = assert!(size_of::<Stock>() == STOCK_BYTES);
 unsafe impl Zeroed for Stock {}
 
 impl Stock {
-    /// Takes a handle in and a place to which no word leads any more: both, or neither where there is no room for one.
+    /// Adds a free handle and a retired place: both, or neither if there is no room for one of them.
     #[inline(always)]
     pub fn take_in(&self, key: u64, place: u64) -> bool {
         let (keys, places) = (self.keys.len.get(), self.left.places.len.get());
@@ -48,32 +50,33 @@ impl Stock {
     }
 }
 
-/// Places that were left, in the order in which they were: first those that wait for readers of a moment, then those of later.
+/// A retire list: places in order of retirement. First those that wait for readers of the epoch `moment`, then later
+/// ones.
 #[repr(C)]
 pub(super) struct Leavings {
-    /// So many may be in before they are sorted; 0 at first.
+    /// How many places it may hold before it is sorted; 0 at first.
     room: Held32,
-    /// How many wait, and for whom.
+    /// `waiting`: how many places wait. `moment`: the epoch that they wait for.
     waiting: Held32,
     moment: Held64,
     places: Stack<PLACES>,
 }
 
-/// Places that came out: free, or to wait elsewhere.
+/// Places that were removed from the list: free, or still waiting.
 pub(super) struct Sorted {
     pub count: usize,
-    /// Readers of up to then may be at them.
+    /// Readers up to this epoch may use them; `None`: they are free.
     pub until: Option<Moment>,
 }
 
 impl Leavings {
-    /// Takes a place in to which no word leads any more, if there is room.
+    /// Retires a place that no word names, if there is room.
     pub fn push(&self, place: u64) -> bool {
         self.places.len.get() < self.room.get() && self.places.push(place)
     }
 
-    /// Takes out what no reader is at: all, or what has waited since the last time. Where not even that is free, it has to
-    /// wait elsewhere. Afterwards there is room for `more`.
+    /// Removes the places that no reader uses: all, or those that waited since the last call. If not even these are free,
+    /// they are removed to wait in the shared retire list. Afterwards there is room for `more`.
     pub fn sort(&self, more: usize, out: &mut [u64; PLACES]) -> Sorted {
         let (len, waiting) = (self.places.len.get() as usize, self.waiting.get() as usize);
         let (moment, oldest) = readers::leave();
@@ -90,12 +93,12 @@ impl Leavings {
         Sorted { count, until }
     }
 
-    /// Places that wait, for whoever wants to know it nearly.
+    /// Number of places, approximate for other threads.
     pub fn len(&self) -> u32 {
         self.places.len.get()
     }
 
-    /// Takes all out, whoever may be at them; says how many. It is as at first.
+    /// Removes all places, even if readers use them, and returns how many. Resets the list.
     pub fn take(&self, out: &mut [u64; PLACES]) -> usize {
         self.room.set(0);
         self.waiting.set(0);
@@ -103,6 +106,7 @@ impl Leavings {
     }
 }
 
+/// A bounded stack of words.
 #[repr(C)]
 pub(super) struct Stack<const N: usize> {
     len: Held32,
@@ -110,7 +114,7 @@ pub(super) struct Stack<const N: usize> {
 }
 
 impl<const N: usize> Stack<N> {
-    /// Takes a word in, if there is room.
+    /// Adds a word, if there is room.
     #[inline]
     pub fn push(&self, item: u64) -> bool {
         let len = self.len.get();
@@ -120,7 +124,7 @@ impl<const N: usize> Stack<N> {
         true
     }
 
-    /// Takes the word that came last.
+    /// Removes the word that was added last.
     #[inline]
     pub fn pop(&self) -> Option<u64> {
         let last = self.len.get().wrapping_sub(1);
@@ -129,7 +133,7 @@ impl<const N: usize> Stack<N> {
         Some(item)
     }
 
-    /// Takes all out but so many that came last, as far as there is room for them; says how many.
+    /// Removes all words but the last `kept`, oldest first, as many as `items` has room for. Returns how many.
     pub fn drain(&self, kept: usize, items: &mut [u64]) -> usize {
         let len = self.len.get() as usize;
         let gone = len.saturating_sub(kept).min(items.len());
@@ -144,7 +148,7 @@ impl<const N: usize> Stack<N> {
 mod tests {
     use super::*;
 
-    /// What came last goes first; from the other end all goes that is not to be kept; there is never more than there is room.
+    /// The last word is popped first; `drain` removes the oldest; the capacity is never exceeded.
     #[test]
     fn a_stack_gives_what_it_took() {
         // SAFETY: zero bits are a value.
@@ -160,7 +164,8 @@ mod tests {
         assert_eq!((stack.pop(), stack.pop()), (Some(3), None));
     }
 
-    /// Places wait for a guard that was there when they were left, in the stock first, then elsewhere; without one they are free at once.
+    /// Places wait for a guard that existed when they were retired, first in the stock, then elsewhere. Without one they
+    /// are free at once.
     #[test]
     fn leavings_wait_for_readers() {
         // SAFETY: zero bits are a value.
@@ -178,7 +183,7 @@ mod tests {
         assert!(left.push(5) && left.push(6) && !left.push(7));
         drop(guard);
         let mut seen = Vec::new();
-        // Readers of other tests may be there.
+        // Readers of other tests may exist.
         while seen.len() < 4 {
             let sorted = left.sort(2, &mut out);
             assert!(sorted.until.is_none_or(|until| until > second.until.unwrap()));

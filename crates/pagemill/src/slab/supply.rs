@@ -1,7 +1,7 @@
-//! Slabs come and go: what a node has none of is brought in, set up and opened; what is empty is claimed, and its memory given back.
+//! Supply of slabs: populates and sets up slabs when a node has no free object, and frees the memory of empty ones.
 //!
-//! Memory is asked for, and constructors are called, outside of every lock: the slab is claimed meanwhile.
-#![allow(unsafe_code)] // gives the memory of claimed slabs back
+//! Memory is requested and constructors run without locks. The slab is claimed meanwhile.
+#![allow(unsafe_code)] // frees the memory of claimed slabs
 
 use super::engine::Engine;
 use super::node::Keep;
@@ -14,7 +14,7 @@ use crate::units::BLOCK_BYTES;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 impl Engine {
-    /// Sets one more slab of a node up.
+    /// Sets up one more slab of a node.
     pub fn grow(&self, node: usize) -> Result<()> {
         let claimed = self.on(node, |node| node.claim_bare());
         let (block, slab) = match claimed {
@@ -31,7 +31,8 @@ impl Engine {
         self.set_up_slab(node, block, slab)
     }
 
-    /// Sets one more slab up in a block that has its memory, and so many objects at least; says whether there was one.
+    /// Sets up one more slab in a block that has memory and at least `least` objects in use. Returns whether there was
+    /// one.
     pub fn grow_in_use(&self, node: usize, least: u32) -> bool {
         let claimed = self.on(node, |node| node.claim_bare_in_use(least));
         claimed.is_some_and(|(block, slab)| self.set_up_slab(node, block, slab).is_ok())
@@ -55,7 +56,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Sets the objects of a claimed slab up. A panic leaves the slab out of use, and goes on.
+    /// Initializes the objects of a claimed slab. After a panic the slab is lost, and the panic resumes.
     fn construct(&self, node: usize, block: u32, slab: u32) {
         let base = self.ground.blocks.addr(block);
         let objects = || (0..self.shape.capacity).map(|object| base + self.shape.offset_of(slab, object));
@@ -72,19 +73,19 @@ impl Engine {
         objects().for_each(|object| self.close_free(object));
     }
 
-    /// Leaves a claimed slab out of use for good.
+    /// Makes a claimed slab unusable for good.
     pub fn lose(&self, node: usize, block: u32, slab: u32) {
         stats::add(Counter::SlabLost, 1);
         self.on(node, |node| node.lose(block, slab));
     }
 
-    /// Gives idle blocks of a node back, and the memory of empty slabs of sparse ones, but for what is kept.
-    /// Returns the bytes that went to the system; whole blocks keep theirs.
+    /// Frees idle blocks of a node, and the memory of empty slabs in sparse blocks, except for what is kept. Returns the
+    /// bytes that went to the system; free whole blocks keep their memory.
     pub fn trim(&self, node: usize, keep: Keep) -> u64 {
         let (blocks, mut freed) = (&self.ground.blocks, 0);
         while let Some((block, slab)) = self.on(node, |node| node.claim_empty(keep)) {
             let at = self.shape.offset_of(slab, 0);
-            // SAFETY: a claimed slab without an object in use: nobody refers to what is in it.
+            // SAFETY: a claimed slab without an allocated object: no reference to its contents exists.
             let bytes = unsafe { blocks.discard(block, at, self.shape.slab_bytes) };
             if bytes.is_some() && blocks.is_charged() {
                 poison::close(blocks.addr(block) + at, self.shape.slab_bytes);
@@ -102,7 +103,7 @@ impl Engine {
             }
             freed += blocks.give(block);
             if blocks.giveable_bytes() > 0 {
-                // It is in no cache, and keeps its memory: the thread behind sees whether it is needed again.
+                // The block is in no cache and keeps its memory: the background thread frees it if it stays unused.
                 self.ground.slabs.worker.ring();
             }
         }
@@ -113,7 +114,7 @@ impl Engine {
         (0..self.node_count()).for_each(|node| _ = self.trim(node, keep));
     }
 
-    /// Gives back all that no object is in; says how many bytes less are charged for the cache's blocks.
+    /// Frees all memory that holds no object. Returns by how many bytes the charge of the cache's blocks fell.
     ///
     /// # Errors
     ///
@@ -125,7 +126,8 @@ impl Engine {
         Ok(before.saturating_sub(self.resident_bytes()))
     }
 
-    /// Gives all back that no object is in. To the system goes what is charged less now than the cache was `before`.
+    /// Frees all memory that holds no object. Returns as much to the system as the charge of the cache fell below
+    /// `before`.
     ///
     /// # Errors
     ///
@@ -137,7 +139,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Whether a block of which it is not known that it will be filled comes in small pages.
+    /// Whether a block that may not be filled comes in small pages.
     pub fn comes_sparse(&self) -> bool {
         !self.ground.blocks.arena.may_take_huge(Filling::Unknown)
     }

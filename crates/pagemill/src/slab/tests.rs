@@ -1,5 +1,5 @@
-//! What all kinds of caches have in common, shown with objects that stay where they are.
-#![allow(unsafe_code)] // mistakes of programs
+//! Behaviour that all kinds of caches share, tested with objects that keep their address.
+#![allow(unsafe_code)] // faulty programs; locks and protects pages
 
 use super::*;
 use crate::arena::nodes::Nodes;
@@ -11,14 +11,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Instant;
 
-/// Nothing is done behind.
+/// Without background defragmentation.
 pub(super) fn slabs_with(layout: Layout, limit_bytes: u64) -> (&'static Slabs, &'static Account) {
     let (slabs, account) = slabs_behind(layout, limit_bytes);
     slabs.defrag_by_hand();
     (slabs, account)
 }
 
-/// Caches are defragmented in the background.
+/// With background defragmentation.
 pub(super) fn slabs_behind(layout: Layout, limit_bytes: u64) -> (&'static Slabs, &'static Account) {
     let account = Account::make(limit_bytes).unwrap();
     let arena = place(Arena::new(layout, account).unwrap()).unwrap();
@@ -27,12 +27,12 @@ pub(super) fn slabs_behind(layout: Layout, limit_bytes: u64) -> (&'static Slabs,
     (slabs, account)
 }
 
-/// Blocks are whole from the start.
+/// With whole blocks from the start.
 pub(super) fn slabs() -> &'static Slabs {
     slabs_with(Layout::for_test(), UNLIMITED).0
 }
 
-/// Blocks are sparse: memory comes and goes slab by slab.
+/// With sparse blocks: memory comes and goes slab by slab.
 pub(super) fn sparse_slabs() -> &'static Slabs {
     slabs_with(Layout { use_huge: false, ..Layout::for_test() }, UNLIMITED).0
 }
@@ -41,16 +41,16 @@ pub(super) fn slabs_on_nodes(nodes: usize) -> &'static Slabs {
     slabs_with(Layout { nodes: Nodes::logical(nodes), ..Layout::for_test() }, UNLIMITED).0
 }
 
-/// Waits for readers, those of other tests, too, which may take longer than a call waits.
+/// Waits for readers, including those of other tests, which may take longer than one call waits.
 pub(super) fn settle(engine: &Engine) {
     while !engine.settle_all().unwrap() {}
 }
 
-/// Far more than anything here takes, on a machine that is ever so loaded.
+/// Far longer than anything here takes, even on an overloaded machine.
 pub(super) const STUCK_AFTER: Duration = Duration::from_secs(600);
 
-/// So many rounds of who uses a cache beside another thread that packs it, and more until that has moved something: on one processor
-/// the rounds may be over before its turn comes.
+/// At least `rounds` rounds of a thread that uses a cache beside a thread that packs it, and more until that has moved
+/// something. On one processor, the rounds may end before the other thread runs.
 pub(super) fn until_moved(rounds: usize, moved: impl Fn() -> u64) -> impl Iterator<Item = usize> {
     let began = Instant::now();
     (0..).take_while(move |round| {
@@ -67,7 +67,7 @@ fn object(number: u64) -> Object {
     [number; 24]
 }
 
-/// Values keep what was put in, at places of their own, and come out as they were.
+/// Values keep their content, lie at distinct addresses, and are returned unchanged.
 #[test]
 fn values_are_kept() {
     let cache = slabs().fixed::<Object>(Settings::new("kept")).unwrap();
@@ -86,7 +86,7 @@ fn values_are_kept() {
     cache.engine().check_books();
 }
 
-/// Objects per slab and one more make two slabs; one of them freed and the cache shrunk, one is left.
+/// One slab of objects plus one makes two slabs; after one is freed and the cache shrunk, one slab is left.
 #[test]
 fn two_slabs_become_one() {
     for slabs in [slabs(), sparse_slabs()] {
@@ -101,7 +101,7 @@ fn two_slabs_become_one() {
         let info = cache.info().unwrap();
         let in_use = info.total.slabs - info.total.empty;
         assert_eq!((in_use, info.total.partial, info.active), (1, 0, per_slab));
-        // The empty slab of a whole block is a part of it.
+        // The empty slab of a whole block is part of the block.
         let bytes = if info.total.empty == 0 { info.slab_bytes } else { BLOCK_BYTES };
         assert_eq!(info.total.resident_bytes, bytes as u64);
         drop(slots);
@@ -111,7 +111,7 @@ fn two_slabs_become_one() {
     }
 }
 
-/// Without anybody who could move it nothing moves: where nine of ten objects went all slabs that hold any stay as they were.
+/// In a cache without a mover nothing moves: if nine of ten objects are freed, all slabs with objects stay as they are.
 #[test]
 fn nothing_moves_without_mobility() {
     for slabs in [slabs(), sparse_slabs()] {
@@ -133,7 +133,7 @@ fn nothing_moves_without_mobility() {
     }
 }
 
-/// What is charged is what blocks have, and all of it comes back.
+/// The charge is the memory of the blocks, and all of it is freed.
 #[test]
 fn memory_comes_back() {
     for layout in [Layout::for_test(), Layout { use_huge: false, ..Layout::for_test() }] {
@@ -145,7 +145,7 @@ fn memory_comes_back() {
         drop(slots);
         assert!(slabs.shrink(u64::MAX, Urgency::Limit) > 0);
         assert_eq!((account.resident(), cache.info().unwrap().total.blocks), (0, 0));
-        // And can be had again.
+        // And can be allocated again.
         drop(cache.insert([1; 1000]).unwrap());
         drop(cache);
         slabs.shrink(u64::MAX, Urgency::Request);
@@ -153,8 +153,8 @@ fn memory_comes_back() {
     }
 }
 
-/// A block in small pages that the kernel keeps (locked memory) is used again as it is, when whole ones are worth while: what it has is
-/// charged once.
+/// A block in small pages that the kernel keeps (locked memory) is reused as it is, even when a whole block is wanted:
+/// its memory is charged once.
 #[test]
 fn what_the_kernel_keeps_is_charged_once() {
     const OTHERS: u64 = 32 * BLOCK_BYTES as u64;
@@ -164,7 +164,7 @@ fn what_the_kernel_keeps_is_charged_once() {
     let slot = cache.insert(object(1)).unwrap();
     let at = cache.engine().ground.blocks.addr(0);
     let behind = || pagemill_sys::mem::resident_bytes(at, BLOCK_BYTES).unwrap() as u64;
-    // By the plain system call: the sanitizers' own mlock does nothing.
+    // A plain system call, because the sanitizers' own mlock does nothing.
     // SAFETY: locks pages of the test's own.
     if unsafe { libc::syscall(libc::SYS_mlock2, at, BLOCK_BYTES, libc::MLOCK_ONFAULT) } != 0 {
         return println!("skipped: nothing may be locked here");
@@ -187,8 +187,8 @@ fn what_the_kernel_keeps_is_charged_once() {
     assert_eq!((account.resident(), behind()), (OTHERS, 0));
 }
 
-/// What came in of a slab before the kernel refused the rest goes back, and is charged no longer than that. The last page of the second
-/// slab cannot be had.
+/// If the kernel refuses a part of a slab, the populated rest is freed, and its charge, too. The last page of the second
+/// slab cannot be populated.
 #[test]
 fn a_part_of_a_slab_goes_back() {
     let (slabs, account) = slabs_with(Layout { use_huge: false, ..Layout::for_test() }, UNLIMITED);
@@ -197,7 +197,7 @@ fn a_part_of_a_slab_goes_back() {
     let (at, page) = (cache.engine().ground.blocks.addr(0), os_page_bytes());
     let protect = |access| {
         let last = at + 2 * cache.engine().shape.slab_bytes - page;
-        // SAFETY: a page of the test's own, in which nothing is.
+        // SAFETY: a page of the test's own that holds nothing.
         assert_eq!(unsafe { libc::mprotect(last as *mut _, page, access) }, 0);
     };
     protect(libc::PROT_NONE);
@@ -216,7 +216,7 @@ fn a_part_of_a_slab_goes_back() {
     cache.engine().check_books();
 }
 
-/// Beyond its limit a cache is refused memory, and has it again when some has been freed.
+/// At its limit a cache gets no more memory; after frees it does.
 #[test]
 fn the_limit_is_minded() {
     let (slabs, account) = slabs_with(Layout::for_test(), 4 * BLOCK_BYTES as u64);
@@ -236,7 +236,7 @@ fn the_limit_is_minded() {
     cache.engine().check_books();
 }
 
-/// Another cache serves from the blocks that one gave up, without asking the kernel.
+/// Another cache uses the blocks that one freed, without a request to the kernel.
 #[test]
 fn blocks_go_from_cache_to_cache() {
     let slabs = slabs();
@@ -250,7 +250,7 @@ fn blocks_go_from_cache_to_cache() {
     drop(slot);
 }
 
-/// Threads pass objects to each other, which are freed where they arrive; none is lost, and none is two threads'.
+/// Threads pass objects to each other, which are freed by the receiver; none is lost or given out twice.
 #[test]
 fn threads_pass_objects_to_each_other() {
     let cache = slabs().fixed::<AtomicUsize>(Settings::new("threads")).unwrap();
@@ -285,7 +285,7 @@ fn threads_pass_objects_to_each_other() {
     cache.engine().check_books();
 }
 
-/// Values are dropped once, also where their destructor panics, and their place is used again.
+/// Values are dropped once, even if their destructor panics, and their memory is reused.
 #[test]
 fn values_are_dropped_once() {
     struct Counted<'count>(&'count AtomicUsize);
@@ -304,7 +304,7 @@ fn values_are_dropped_once() {
     assert_eq!((dropped.load(Relaxed), cache.info().unwrap().active), (10, 0));
 }
 
-/// Objects come from the node that is asked for, and are counted there; one that does not exist is refused.
+/// Objects come from the requested node and are counted there; a node that does not exist is refused.
 #[test]
 fn objects_come_from_their_node() {
     let cache = slabs_on_nodes(3).fixed::<Object>(Settings::new("nodes")).unwrap();
@@ -318,7 +318,7 @@ fn objects_come_from_their_node() {
     assert_eq!(cache.info().unwrap().total, NodeInfo::default());
 }
 
-/// Where a node has no free object, those of others serve as often as the ratio says.
+/// When a node has no free object, those of other nodes are used as often as the ratio demands.
 #[test]
 fn remote_objects_serve_by_ratio() {
     for (ratio, are_remote) in [(0, false), (100, true)] {
@@ -335,7 +335,7 @@ fn remote_objects_serve_by_ratio() {
     }
 }
 
-/// Ratios of more than all, and objects and slabs that cannot be, are refused, and leave nothing behind.
+/// Ratios above 100 and unsupported object and slab sizes are refused, and leave nothing behind.
 #[test]
 fn bad_settings_are_refused() {
     let slabs = slabs();
@@ -348,8 +348,20 @@ fn bad_settings_are_refused() {
     assert!(matches!(slabs.fixed::<[u8; 3 << 20]>(Settings::new("large")), Err(Error::BadLength { .. })));
 }
 
-/// A process can have a cache for each of a thousand tables: the next but is refused, all are listed, and each has magazines and barns, of which
-/// nothing is resident that no thread has used.
+/// Lists have caches with movable objects first, each kind by name, whatever the order in which they were made.
+#[test]
+fn lists_are_in_order() {
+    let slabs = slabs_on_nodes(1);
+    let names = |list: Vec<SlabInfo>| list.into_iter().map(|info| info.name.to_string()).collect::<Vec<_>>();
+    let (_last, _third) =
+        (slabs.fixed::<u64>(Settings::new("b")).unwrap(), slabs.fixed::<u64>(Settings::new("a")).unwrap());
+    let (_second, _first) =
+        (slabs.by_handle::<u64>(Settings::new("z")).unwrap(), slabs.by_handle::<u64>(Settings::new("c")).unwrap());
+    assert_eq!(names(slabs.list()), ["c", "z", "a", "b"]);
+}
+
+/// A process can have more than a thousand caches. One beyond the maximum is refused, all are listed, and each has
+/// magazines and barns, of which only used ones are resident.
 #[test]
 fn there_can_be_a_thousand_caches() {
     let slabs = slabs_on_nodes(2);
@@ -370,7 +382,7 @@ fn there_can_be_a_thousand_caches() {
     assert!(slabs.fixed::<u64>(Settings::new("again")).is_ok() && slabs.list().is_empty());
 }
 
-/// In debug mode what was written behind an object, written after it was freed, or freed twice is found, and its places named.
+/// Debug mode detects a write behind an object, a write after free, and a double free, and names the source locations.
 #[test]
 fn damage_is_found() {
     let slabs = slabs();
@@ -400,22 +412,22 @@ fn damage_is_found() {
     assert!(found.contains("was written at byte 19 while it was free"), "{found}");
 }
 
-/// What a program with a mistake does.
+/// Errors of a faulty program.
 mod damage {
     use super::Engine;
 
     pub fn free(engine: &Engine, object: usize) {
-        // SAFETY: none: a debug cache finds it out before anything is given back.
+        // SAFETY: none: a debug cache detects the error before the object is freed.
         unsafe { engine.free(object) };
     }
 
     pub fn write(addr: usize, byte: u8) {
-        // SAFETY: memory of a slab of the test, which nobody else uses.
+        // SAFETY: memory of a slab of the test, which no other code uses.
         unsafe { (addr as *mut u8).write(byte) };
     }
 }
 
-/// What the ways of one thread cost; a figure to look at, by `--ignored --nocapture` in a release build.
+/// Prints what the paths of one thread cost. Run it with `--ignored --nocapture` in a release build.
 #[test]
 #[ignore = "prints times"]
 fn cost_of_pairs_batches_and_churn() {
@@ -454,7 +466,8 @@ fn cost_of_pairs_batches_and_churn() {
     }
 }
 
-/// Who finds no memory takes what others had in magazines: all objects that there is room for come before the first refusal.
+/// An allocation without memory drains the magazines of other threads: all objects that fit are allocated before the
+/// first refusal.
 #[test]
 fn what_others_keep_comes_before_a_refusal() {
     let (slabs, _) = slabs_with(Layout::for_test(), BLOCK_BYTES as u64);
@@ -477,7 +490,7 @@ fn what_others_keep_comes_before_a_refusal() {
     cache.engine().check_books();
 }
 
-/// A slab whose memory cannot be had is none: when all is given back no block stays for it, and what comes later finds room.
+/// A slab without memory is given back: after everything is freed no block stays for it, and later objects find room.
 #[test]
 fn a_slab_without_memory_goes_back() {
     let layout = Layout { use_huge: false, ..Layout::for_test() };
@@ -493,7 +506,7 @@ fn a_slab_without_memory_goes_back() {
     }
 }
 
-/// When a shrink is over magazines serve again.
+/// Magazines are used again after a shrink.
 #[test]
 fn magazines_serve_after_a_shrink() {
     let cache = slabs().fixed::<Object>(Settings::new("again")).unwrap();

@@ -1,5 +1,6 @@
-//! Many threads, and such as the kernel refuses the barrier: they have magazines, too, and what is in them can be taken.
-#![allow(unsafe_code)] // says that values are movable; a filter of system calls, a limit of addresses
+//! Many threads, and processes that the kernel refuses the barrier: their threads have magazines, too, which can be
+//! drained.
+#![allow(unsafe_code)] // implements `Movable`; system call filter, address limit
 
 use super::numbers::{MAX_THREADS, NONE, find_number, high_water, take_numbers};
 use super::tests::{settle, slabs};
@@ -30,12 +31,12 @@ fn refused_slabs() -> &'static Slabs {
     slabs
 }
 
-/// Says to tests of this file that they are alone in their process.
+/// Set for tests of this file that run alone in their process.
 const ALONE: &str = "PAGEMILL_TEST_ALONE";
-/// Says that the kernel refuses the process the barrier.
+/// Set if the kernel refuses the barrier in this process.
 const REFUSED: &str = "PAGEMILL_TEST_REFUSED";
 
-/// This program anew, for some of its tests.
+/// Runs this test program again, for some of its tests.
 fn own_tests(arguments: &[&str]) -> Command {
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(arguments);
@@ -50,19 +51,19 @@ fn assert_passes(command: &mut Command) {
     assert!(!said.contains(" 0 passed"), "{said}");
 }
 
-/// From here on this process is refused the barrier, as in some containers and sandboxes.
+/// Makes the kernel refuse the barrier in this process, as in some containers and sandboxes.
 fn refuse_membarrier() -> io::Result<()> {
     let step =
         |code: u32, skipped: u8, value: u32| libc::sock_filter { code: code as u16, jt: 0, jf: skipped, k: value };
     let mut steps = [
-        // The number of the call; is it that one: an error, else go on.
+        // Loads the call number; if it is membarrier: an error, else allow.
         step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
         step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 1, libc::SYS_membarrier as u32),
         step(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
         step(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ALLOW),
     ];
     let filter = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
-    // SAFETY: numbers only, and a program of the length that is given.
+    // SAFETY: numbers only, and a program of the given length.
     let is_set = unsafe {
         libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
             && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter) == 0
@@ -70,19 +71,19 @@ fn refuse_membarrier() -> io::Result<()> {
     if is_set { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// All tests of slabs once more, in a process that is refused the barrier.
+/// All slab tests once more, in a process that is refused the barrier.
 #[test]
 fn all_is_the_same_where_the_barrier_is_refused() {
     if env::var_os(REFUSED).is_some() {
         return;
     }
     let mut command = own_tests(&["slab::"]);
-    // SAFETY: between fork and exec two system calls are made, and nothing is allocated.
+    // SAFETY: only two system calls between fork and exec, and no allocation.
     unsafe { command.env(REFUSED, "1").pre_exec(refuse_membarrier) };
     assert_passes(&mut command);
 }
 
-/// What the kernel says at first holds for the process.
+/// The kernel's first answer holds for the process.
 #[test]
 fn barriers_are_whose_the_kernel_lets_them_be() {
     let barriers = Barriers::of_process();
@@ -92,7 +93,7 @@ fn barriers_are_whose_the_kernel_lets_them_be() {
     assert_eq!(cache.engine().magazines.barriers(), barriers);
 }
 
-/// With whichever barriers: what a thread gives back is the next that it takes, until somebody takes it out.
+/// With either kind of barriers: a freed object is the next that its thread allocates, until a drain takes it.
 #[test]
 fn threads_take_from_their_magazines() {
     for slabs in [slabs(), refused_slabs()] {
@@ -114,7 +115,7 @@ fn threads_take_from_their_magazines() {
     }
 }
 
-/// Some take, give and read while one packs, in both ways: what they put in is there, and nothing else.
+/// Threads allocate, free and read while another packs, with either kind of barriers: they find exactly their own values.
 #[test]
 fn threads_and_seizers_never_meet() {
     const THREADS: u64 = 3;
@@ -159,7 +160,7 @@ fn threads_and_seizers_never_meet() {
     }
 }
 
-/// Where numbers of threads are a process's, tests have one of their own.
+/// Thread slots belong to the process, so these tests run in a process of their own.
 #[test]
 fn tests_that_are_alone() {
     assert_passes(own_tests(&["slab::threads_tests::alone", "--ignored", "--test-threads=1"]).env(ALONE, "1"));
@@ -176,15 +177,14 @@ mod alone {
         engine.users.iter().map(|word| word.load(Relaxed).count_ones()).sum()
     }
 
-    /// Threads, all at a time, put values in and take some of them out; says how many have magazines of either cache while they
-    /// are there.
+    /// Concurrent threads insert values and remove them. Returns how many of them have magazines of either cache.
     fn use_from_threads(cache: &ByHandle<Value>, fixed: &Fixed<Words>) -> [u32; 2] {
         const THREADS: usize = 8;
         const VALUES: u64 = 200;
         let turn = Guarded::new(());
         let end = Barrier::new(THREADS + 1);
         let use_both = |thread: u64| {
-            // One after the other: who finds another opening his does without for once.
+            // One after the other: a thread does not open its magazine while another opens one.
             turn.with(|()| {
                 let values = (0..VALUES).map(|value| thread * VALUES + value);
                 let held: Vec<_> = values
@@ -206,7 +206,7 @@ mod alone {
         [users(cache.engine()), users(fixed.engine())]
     }
 
-    /// A value that is removed beside a reader who is on a thread of his own stays until he has gone.
+    /// A value that is removed while another thread reads it stays until that thread has finished.
     fn assert_reader_counts(cache: &ByHandle<Value>) {
         let handle = cache.insert(Value::new(7)).unwrap();
         let (begun, removed) = (Barrier::new(2), Barrier::new(2));
@@ -229,8 +229,8 @@ mod alone {
         assert!(oldest > moment, "nobody reads");
     }
 
-    /// Threads beyond the first thousands have magazines, stocks and words as readers, in memory of their own and no more; so has the last,
-    /// and who comes when there is no number left does without. Numbers are taken as if threads had them.
+    /// Threads beyond the first thousands, and the last one, have magazines, stocks and participant words, each in memory
+    /// of their own. A thread without a slot works without them. Slots are taken in place of threads.
     #[test]
     #[ignore = "alone in its process"]
     fn thousands_of_threads() {
@@ -238,7 +238,7 @@ mod alone {
         if !is_alone() {
             return;
         }
-        // None of those that come and go.
+        // Takes a slot below those that come and go.
         find_number();
         for slabs in [slabs(), refused_slabs()] {
             let cache = slabs.by_handle::<Value>(Settings::new("many")).unwrap();
@@ -247,7 +247,7 @@ mod alone {
             assert_eq!(few.len(), FIRST);
             assert_eq!(use_from_threads(&cache, &fixed), [8, 8]);
             assert!(high_water() > FIRST);
-            // A page for each at most, of both caches, and that of the nodes.
+            // At most a page for each thread, of both caches and of the cache of nodes.
             let numbers = &slabs.ground().unwrap().numbers;
             let resident = numbers.with(|numbers| numbers.racks.iter().map(|rack| rack.resident_bytes()).sum::<u64>());
             assert!(resident > 0 && resident <= 3 * 9 * os_page_bytes() as u64, "{resident}");
@@ -255,7 +255,7 @@ mod alone {
             let rest = take_numbers(MAX_THREADS);
             assert_eq!(high_water(), MAX_THREADS);
             assert_eq!(thread::spawn(find_number).join().unwrap(), NONE);
-            // This thread itself has one by now.
+            // This thread has a magazine itself by now.
             assert_eq!(use_from_threads(&cache, &fixed), [9, 8]);
             assert_reader_counts(&cache);
             drop(rest);
@@ -268,7 +268,7 @@ mod alone {
         }
     }
 
-    /// Where there are no addresses for all threads some have magazines.
+    /// If addresses do not suffice for all threads, some threads have magazines.
     #[test]
     #[ignore = "alone in its process"]
     fn where_addresses_are_few() {

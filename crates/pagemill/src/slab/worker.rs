@@ -1,18 +1,19 @@
-//! The thread behind: it defragments caches in steps, and shrinks one that somebody outside wants shrunk.
+//! The background thread: defragments caches in steps, and carries out shrinks that another process requests.
 //!
-//! It begins with the first cache whose objects can be moved, on a thread of the program. It looks at each cache, makes a step where
-//! something can be emptied, and sleeps, for as long as nobody frees anything, when a round over all has found nothing.
+//! A thread of the program starts it with the first cache of movable objects. It visits each cache, and runs a
+//! step if something can be emptied. When a round over all caches finds nothing, it sleeps until something is freed.
 //!
 //! ```text
 //!           a cache                       a round finds nothing
 //!   none ---------------> at its rounds ----------------------> parked
-//!     ^                    |  ^   ^   `--- readers: a while ---'  |
+//!     ^                    |  ^   ^   `--- readers: timeout ---'  |
 //!     |   by hand          |  |   `------------- ring ------------'
 //!     '--------------------'  '-- a fork: nothing is begun
 //! ```
 //!
-//! Callbacks of the program run on it, and destructors of values by handle that were removed: one cache at a time, under no lock
-//! of its own. Who ends a cache, forks, or wants no more of it waits until it is out of what it is at, a second at most.
+//! It runs callbacks of the program and destructors of removed values by handle: for one cache at a time, without holding
+//! a lock of its own. A thread that drops a cache, forks, or stops the background waits until the current visit ends, at
+//! most one second.
 
 use super::engine::Engine;
 use super::{Kind, Member, Slabs, defrag};
@@ -31,55 +32,57 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-/// A step ends after about so long.
+/// Approximate length of a step.
 const STEP: Duration = Duration::from_millis(1);
 
-/// For each nanosecond of a processor it rests so many, so it takes a twentieth of one at most.
+/// Nanoseconds of rest for each nanosecond of processor time: it uses at most a twentieth of one processor.
 const REST_FACTOR: u64 = if cfg!(shuttle) { 0 } else { 19 };
 
-/// Rests are taken when so much has come together, and so much at least lies between two rounds.
+/// Rests are taken once this much has accumulated; also the minimum rest between two rounds.
 const REST_NS: u64 = if cfg!(shuttle) { 0 } else { 20_000_000 };
 
-/// It rests no longer at a time, however long a callback took: memory may become short meanwhile.
+/// Maximum length of one rest, however long a callback took: memory may become short meanwhile.
 const MOST_REST_NS: u64 = 1_000_000_000;
 
-/// Where readers are waited for, or another who is at a cache, it looks again after so long; each time after twice as long.
+/// While readers, or another thread that uses a cache, have to be waited for: the time until the next round, doubled each
+/// time.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LAST_PAUSE: Duration = Duration::from_secs(4);
 
-/// Where something was freed that was not worth a sign it looks once more after so long.
+/// After frees that were too few to wake it: the time until one more round.
 const SECOND_LOOK: Duration = Duration::from_secs(1);
 
-/// Free blocks that are in no cache wait so long for one to need them, and go so many bytes at a time.
+/// Free blocks of no cache are kept this long for reuse, then freed in portions of `GIVEN_AT_ONCE`.
 const UNUSED_NS: u64 = if cfg!(shuttle) { 0 } else { 1_000_000_000 };
 const GIVEN_AT_ONCE: u64 = 16 * BLOCK_BYTES as u64;
 
-/// Who waits until it is out of a cache waits so long; a fork, which may hold what a callback waits for, less.
+/// How long other threads wait until it has left a cache. A fork waits less, because it may hold what a callback waits
+/// for.
 const PATIENCE_NS: u64 = if cfg!(test) { 100_000_000_000 } else { 1_000_000_000 };
 const FORK_PATIENCE_NS: u64 = 20_000_000;
 
-/// Its callbacks may use as much of the stack as on a thread of the program.
+/// Callbacks may use as much stack as on a thread of the program.
 #[cfg(not(shuttle))]
 const STACK_BYTES: usize = 2048 << 10;
 
-/// How it sleeps, but for rests.
+/// States of `parked`: awake (or resting), asleep with a timeout, asleep without.
 const AWAKE: u32 = 0;
 const DOZING: u32 = 1;
 const ASLEEP: u32 = 2;
 
-/// What somebody outside of the process wants of a cache.
+/// A shrink that another process requests.
 #[derive(Debug, Default)]
 pub(super) enum Order {
     #[default]
     None,
     Wanted,
-    /// It is being shrunk.
+    /// The shrink is in progress.
     Taken,
     Done(Result<u64>),
 }
 
 impl Order {
-    /// Begins what is wanted; says whether something is.
+    /// Begins the requested shrink; returns whether there is one.
     fn take(&mut self) -> bool {
         let is_wanted = matches!(self, Self::Wanted);
         if is_wanted {
@@ -89,39 +92,39 @@ impl Order {
     }
 }
 
-/// What a look at a cache, or at all of them, has found.
+/// Result of a visit to a cache, or of a round over all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Found {
     Nothing,
-    /// Something was freed since the last look.
+    /// Objects were freed since the last visit.
     Changes,
-    /// Readers, or somebody else who is at it, have to go first.
+    /// Readers, or another thread that uses the cache, have to finish first.
     Waiting,
-    /// A step was made.
+    /// A step was run.
     Work,
-    /// An order was carried out: whoever gave it wanted that now, so nobody rests for it.
+    /// An order was carried out. It is urgent, so its time is not charged as rest.
     Order,
 }
 
-/// The thread, as others see it. Flags are 0 or 1.
+/// State of the background thread. Flags are 0 or 1.
 #[derive(Default)]
 pub(super) struct Worker {
     is_started: AtomicU32,
-    /// A look is worth it since something was freed.
+    /// A round is due, because something was freed.
     is_rung: AtomicU32,
-    /// Whether it sleeps until that is so, or for a while at most.
+    /// `AWAKE`, `DOZING` or `ASLEEP`.
     parked: AtomicU32,
-    /// It is at a cache, or about to see that it must not be.
+    /// It is visiting a cache, or about to check that it must not.
     is_inside: AtomicU32,
     is_by_hand: AtomicU32,
-    /// Forks under way.
+    /// Forks in progress.
     holds: AtomicU32,
-    /// It sleeps on this.
+    /// The event that it sleeps on.
     bell: Signal,
-    /// Nanoseconds of a processor that it took, and such that it rested for them.
+    /// `worked_ns`: processor time that it used. `rested_ns`: time that it rested for that.
     worked_ns: AtomicU64,
     rested_ns: AtomicU64,
-    /// Blocks that had become free by the last round, and when it saw that.
+    /// `gives_seen`: the count of freed blocks as of the last round. `given_ns`: the time of its last change.
     gives_seen: AtomicU32,
     given_ns: AtomicU64,
 }
@@ -132,8 +135,9 @@ thread_local! {
     static MADE_BY: MadeBy = const { MadeBy(Cell::new(None)) };
 }
 
-/// Whose caches a thread has made. With the first thread the process ends, mostly: what callbacks use may go from there on, by
-/// destructors of statics and the like, of which this comes before all.
+/// The `Slabs` in which a thread has created caches. When the first thread ends, the process usually ends, too. Later
+/// destructors of statics and the like may destroy what callbacks use, so this destructor, which runs before them, stops
+/// the background.
 #[cfg(not(shuttle))]
 struct MadeBy(Cell<Option<&'static Slabs>>);
 
@@ -153,30 +157,32 @@ impl Worker {
         self.is_by_hand.load(SeqCst) == 1
     }
 
-    /// Something was freed, or is wanted: the thread looks, where there is one. Can be called anywhere: takes no lock, and no memory.
+    /// Something was freed or requested: wakes the thread, if it sleeps. Takes no lock and no memory, so it can be called
+    /// anywhere.
     pub fn ring(&self) {
         if self.is_rung.swap(1, SeqCst) == 1 {
             return;
         }
-        // Either this is seen by who is about to park, or it is seen here that he has.
+        // Either the parking thread sees the flag, or this sees that it has parked.
         if self.parked.swap(AWAKE, SeqCst) != AWAKE {
             self.bell.raise();
         }
     }
 
-    /// As [`Worker::ring`], for what cannot wait: shortens its rest, too.
+    /// As [`Worker::ring`], for urgent work: also shortens the thread's rest.
     pub fn wake(&self) {
         self.is_rung.store(1, SeqCst);
         self.bell.raise();
     }
 
-    /// There is a cache with movable objects. By a thread of the program, whose open files callbacks expect: the helper has none of
-    /// them. Where no thread can be had, the next cache tries again.
+    /// Starts the thread, for the first cache with movable objects. Called on a thread of the program, because callbacks
+    /// expect its open files, which the helper thread does not have. If no thread can be created, the next cache tries
+    /// again.
     pub fn start(&self, slabs: &'static Slabs) {
         if self.is_by_hand() {
             return;
         }
-        // A thread that is ending makes caches, too.
+        // Fails on a thread that is ending.
         #[cfg(not(shuttle))]
         let _ = MADE_BY.try_with(|made_by| made_by.0.set(Some(slabs)));
         if self.is_started.swap(1, SeqCst) == 0 && spawn(slabs).is_err() {
@@ -184,12 +190,12 @@ impl Worker {
         }
     }
 
-    /// Has a cache shrunk by the thread, and waits for that, however long callbacks take.
+    /// Has the thread shrink a cache, and waits for the result, however long callbacks take.
     ///
     /// # Errors
     ///
-    /// As the cache's own `shrink`; [`Error::Busy`] where there is no such thread, somebody else waits for the same, or the cache is
-    /// dropped before its turn.
+    /// As the cache's own `shrink`; [`Error::Busy`] if there is no such thread, another request for the cache is pending,
+    /// or the cache is dropped before its turn.
     pub fn order_shrink(&self, engine: &Engine) -> Result<u64> {
         let none = || Error::Busy { what: "no thread of this process defragments its slab caches from outside" };
         let is_first = engine.order.with(|order| {
@@ -221,7 +227,7 @@ impl Worker {
         }
     }
 
-    /// From here on no step begins; returns when none is under way, or after a second.
+    /// Stops the thread: no further step begins. Returns when none is in progress, or after a second.
     pub fn stop(&self) {
         self.is_by_hand.store(1, SeqCst);
         self.bell.raise();
@@ -235,8 +241,9 @@ impl Worker {
         }
     }
 
-    /// Nothing is begun until [`Worker::release_after_fork`]. A child would have the epoch of a thread that it has not, so a fork
-    /// waits for what is under way; not for long, for a callback may wait for who forks.
+    /// Holds the thread off until [`Worker::release_after_fork`]. A child would inherit the pinned epoch of a thread that
+    /// it does not have, so a fork waits for the visit in progress. The wait is short, because a callback may wait for
+    /// the forking thread.
     pub fn acquire_for_fork(&self) {
         self.holds.fetch_add(1, SeqCst);
         self.wait_outside(FORK_PATIENCE_NS);
@@ -247,14 +254,14 @@ impl Worker {
         self.bell.raise();
     }
 
-    /// In a fork child, which has no such thread until a cache of its own wants one.
+    /// In a fork child: no background thread exists until a cache of the child starts one.
     pub fn begin_child(&self) {
         for flag in [&self.is_started, &self.is_rung, &self.parked, &self.is_inside] {
             flag.store(0, SeqCst);
         }
     }
 
-    /// Begins something; says whether it may be done.
+    /// Begins a visit; returns false if the background was stopped.
     fn enter(&self) -> bool {
         loop {
             let seen = self.bell.count();
@@ -275,11 +282,11 @@ impl Worker {
         self.is_inside.store(0, SeqCst);
     }
 
-    /// The thread's work, until the program does it itself.
+    /// The thread's main loop, until the background is stopped.
     fn run(&self, slabs: &'static Slabs) {
         let (mut pause, mut owed_ns) = (FIRST_PAUSE, 0);
         loop {
-            // Before the look at what it says: what is said between both is not slept through.
+            // Read before the flags, so that an event between the two ends the next wait.
             let seen = self.bell.count();
             if self.is_by_hand() {
                 break;
@@ -300,7 +307,7 @@ impl Worker {
         self.is_started.store(0, SeqCst);
     }
 
-    /// Sleeps until somebody rings.
+    /// Sleeps until it is woken.
     fn park(&self, seen: u32, timeout: Option<Duration>) {
         self.parked.store(if timeout.is_some() { DOZING } else { ASLEEP }, SeqCst);
         if self.is_rung.load(SeqCst) == 0 {
@@ -309,7 +316,7 @@ impl Worker {
         self.parked.store(AWAKE, SeqCst);
     }
 
-    /// Rests so long, unless no more is wanted; no longer than between two rounds where somebody wakes it.
+    /// Rests for `ns`, or until stopped. If it is woken meanwhile, the rest is limited to that between two rounds.
     fn rest(&self, mut ns: u64, seen: u32) {
         let (began_ns, mut last) = (clock::fine_ns(), seen);
         let mut rested_ns = 0;
@@ -322,7 +329,7 @@ impl Worker {
         self.rested_ns.fetch_add(rested_ns, Relaxed);
     }
 
-    /// Looks at each cache, the newest first: one that goes meanwhile changes the places of newer ones only.
+    /// Visits each cache, the newest first: a cache that is removed meanwhile changes only the positions of newer ones.
     pub fn round(&self, slabs: &'static Slabs, owed_ns: &mut u64) -> Found {
         let mut found = Found::Nothing;
         for at in (0..slabs.member_count()).rev() {
@@ -341,7 +348,7 @@ impl Worker {
         found.max(self.give_free(slabs, owed_ns))
     }
 
-    /// What is free, and in no cache, goes to the system when nothing has come to it for a while: until then it may be needed again.
+    /// Frees blocks that are in no cache, once no further block was freed for a while: until then they may be reused.
     fn give_free(&self, slabs: &'static Slabs, owed_ns: &mut u64) -> Found {
         let Some(blocks) = slabs.ground.get().map(|ground| &ground.blocks) else { return Found::Nothing };
         let gives = blocks.gives();
@@ -354,7 +361,7 @@ impl Worker {
         if clock::fine_ns() - self.given_ns.load(Relaxed) < UNUSED_NS {
             return Found::Changes;
         }
-        // Some at a time, since a fork waits meanwhile, or who wants nothing done behind.
+        // In portions, because a fork or a stop waits meanwhile.
         while blocks.gives() == gives && self.enter() {
             let (seen, before_ns) = (self.bell.count(), clock::own_cpu_ns());
             let freed = blocks.shrink(GIVEN_AT_ONCE);
@@ -380,8 +387,8 @@ impl Worker {
         self.worked_ns.fetch_add(took_ns, Relaxed);
     }
 
-    /// Lets `act` have a cache. One whose callbacks panic is left alone from then on, until somebody says that they are mended:
-    /// sets its ratio, or has it shrunk.
+    /// Runs `act` on a cache. If it panics, the background gives the cache up until its ratio is set or a shrink
+    /// succeeds.
     fn visit<T>(
         &self,
         find: impl FnOnce() -> Option<Arc<dyn Member>>,
@@ -393,7 +400,7 @@ impl Worker {
         let done = find().map(|member| {
             let done = catch_unwind(AssertUnwindSafe(|| act(&*member)));
             let done = done.unwrap_or_else(|panic| {
-                // It may have a destructor, which may panic.
+                // The payload may have a destructor, which may panic.
                 std::mem::forget(panic);
                 let engine = member.engine();
                 engine.has_failed.store(true, Relaxed);
@@ -406,7 +413,7 @@ impl Worker {
                 trace::event(Event::SlabBehindFailed, engine.number as u64, stats::get(Counter::SlabLost));
                 Err(Error::WrongState { what: "a callback of this slab cache panicked: its slab is out of use" })
             });
-            // Who is the last to have it ends what its user put into it.
+            // The last reference also drops what the user put into the cache.
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| drop(member))) {
                 std::mem::forget(panic);
             }
@@ -422,7 +429,7 @@ fn is_worker() -> bool {
     IS_WORKER.get()
 }
 
-/// Under shuttle all threads are one.
+/// Under shuttle all tasks share one thread.
 #[cfg(shuttle)]
 fn is_worker() -> bool {
     false
@@ -439,7 +446,8 @@ fn spawn(slabs: &'static Slabs) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Allocating threads wait for locks that this one holds for moments, so it goes as they do, and takes little of a processor.
+/// Allocating threads wait for locks that this thread holds briefly, so it runs with their priority and limits its
+/// processor time instead.
 impl pagemill_sys::thread::Work for Slabs {
     fn work(&'static self) {
         #[cfg(not(shuttle))]
@@ -448,18 +456,18 @@ impl pagemill_sys::thread::Work for Slabs {
     }
 }
 
-/// What it is to rest for when a look at a cache took so long, with what it was to before.
+/// The rest that is owed after a visit: previous debt plus that for `took_ns`.
 pub(super) fn owed_after(owed_ns: u64, took_ns: u64) -> u64 {
     owed_ns.saturating_add(took_ns.saturating_mul(REST_FACTOR)).min(MOST_REST_NS)
 }
 
-/// What an order ends with where the program's own code panicked.
+/// The result of an order if code of the program panicked.
 fn cancelled() -> std::io::Error {
     const ECANCELED: i32 = 125;
     std::io::Error::from_raw_os_error(ECANCELED)
 }
 
-/// What is done for a cache: an order from outside; what waited for readers is taken back, and a step is made where something can be emptied.
+/// A visit: carries out an order. Else frees what waited for readers, and runs a step if something can be emptied.
 fn tend(member: &dyn Member) -> Result<Found> {
     let engine = member.engine();
     if engine.check().is_ok() && engine.order.with(Order::take) {
@@ -472,7 +480,7 @@ fn tend(member: &dyn Member) -> Result<Found> {
         return Ok(Found::Nothing);
     }
     if engine.has_failed.load(Relaxed) {
-        // No callback, but what it had moved before.
+        // Runs no callback, but finishes what was moved before.
         return Ok(if engine.settle_behind() { Found::Waiting } else { Found::Nothing });
     }
     let before = engine.resident_bytes();
@@ -482,7 +490,7 @@ fn tend(member: &dyn Member) -> Result<Found> {
     if is_worth_it {
         member.defrag(STEP)?;
     }
-    // What was emptied goes to the system, as far as the cache does not need it again.
+    // Memory that the cache gave up goes to the system, less what it took again meanwhile.
     engine.ground.blocks.shrink(before.saturating_sub(engine.resident_bytes()));
     Ok(match (is_worth_it, is_waiting || engine.has_batches(), has_given) {
         (true, ..) => Found::Work,
@@ -492,8 +500,8 @@ fn tend(member: &dyn Member) -> Result<Found> {
     })
 }
 
-/// Ends a cache's being known, and waits for who is at it (the thread behind, the governor, another who goes over all caches), a
-/// second at most: what the cache's user put into it ends with the cache then, on the thread that ends that.
+/// Unregisters a cache and waits for other users (the background thread, the governor, other threads that visit all
+/// caches), at most one second. So the user's part of the cache is dropped on the thread that drops the cache.
 pub(super) fn withdraw<M: Member + 'static>(member: &Arc<M>) {
     let engine = member.engine();
     if engine.check().is_err() {
@@ -501,7 +509,7 @@ pub(super) fn withdraw<M: Member + 'static>(member: &Arc<M>) {
     }
     let is_it = |other: &Weak<dyn Member>| std::ptr::addr_eq(other.as_ptr(), Arc::as_ptr(member));
     engine.ground.slabs.members.with(|members| members.retain(|(_, other)| !is_it(other)));
-    // No round finds it from here on: who waits for an order that none has begun does so in vain.
+    // From here on no round finds it: an order that has not begun fails.
     engine.is_withdrawn.store(true, SeqCst);
     let mut patience = Patience::new();
     while Arc::strong_count(member) > 1 && !is_worker() && patience.waited_ns() < PATIENCE_NS {
@@ -515,13 +523,13 @@ impl Worker {
         self.is_started.load(SeqCst) == 1
     }
 
-    /// It sleeps until somebody rings, after a look that found nothing.
+    /// It sleeps without a timeout, after a round that found nothing.
     #[cfg(not(shuttle))]
     pub fn is_asleep(&self) -> bool {
         self.parked.load(SeqCst) == ASLEEP && self.is_rung.load(SeqCst) == 0
     }
 
-    /// How often it was waked.
+    /// How often it was woken.
     #[cfg(not(shuttle))]
     pub fn wakes(&self) -> u32 {
         self.bell.count()
@@ -537,7 +545,7 @@ impl Worker {
         self.rested_ns.load(Relaxed)
     }
 
-    /// As if nothing had been said yet.
+    /// Resets the state, as if it had never been woken or stopped.
     #[cfg(shuttle)]
     pub fn reset(&self) {
         self.begin_child();

@@ -1,5 +1,5 @@
-//! The thread behind: what it does without being called, and what it leaves alone.
-#![allow(unsafe_code)] // says that values are movable
+//! The background thread: what it does without being called, and what it leaves alone.
+#![allow(unsafe_code)] // implements `Movable`
 
 use super::owner_tests::{Book, Items, Whim, cache_of};
 use super::tests::{STUCK_AFTER, slabs_behind};
@@ -18,7 +18,7 @@ use std::time::Instant;
 
 const ITEMS: u64 = 60_000;
 
-/// Waits for what comes without a call.
+/// Waits for an event that comes without a call.
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let began = Instant::now();
     while !is_so() {
@@ -35,24 +35,25 @@ fn with_ratio(name: &str, percent: u32) -> Settings {
     Settings { defrag_used_ratio: percent, ..Settings::new(name) }
 }
 
-/// Adds items and removes all but one of so many, no matter where, while they may be moved. Says how many are left.
+/// Adds items and removes all but one in `one_of`, at pseudorandom positions, while they may be moved. Returns how many
+/// are left.
 fn fragmented(cache: &ByOwner<Book>, one_of: u64) -> u64 {
     (0..ITEMS).for_each(|number| cache.add(number));
     let stays = |number: &u64| (number.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32).is_multiple_of(one_of);
     (0..ITEMS).filter(|number| !stays(number)).for_each(|number| {
-        // One that is being moved is had a moment later.
+        // An item that is being moved can be removed a moment later.
         wait_until("an item", || cache.remove(number));
     });
     (0..ITEMS).filter(stays).count() as u64
 }
 
-/// Blocks that so many items need, and one.
+/// Blocks that `items` items need, plus one.
 fn blocks_for(cache: &ByOwner<Book>, items: u64) -> u32 {
     let engine = cache.engine();
     (items.div_ceil(u64::from(engine.shape.block_capacity())) + 1) as u32
 }
 
-/// A cache that the thread is at, in a callback, until its owner has another whim.
+/// A cache that keeps the background thread in a callback until the owner's whim changes.
 fn busy(slabs: &'static Slabs) -> ByOwner<Book> {
     let cache = cache_of(slabs, Settings::new("busy"));
     *cache.owner().whim.lock().unwrap() = Whim::Wait;
@@ -66,8 +67,8 @@ fn wait_for_sleep(slabs: &Slabs) {
     wait_until("sleep", || slabs.worker.is_asleep());
 }
 
-/// Of a fragmented cache memory comes back without any call, to the system; the thread takes a twentieth of a processor at most,
-/// and sleeps then.
+/// The memory of a fragmented cache returns to the system without any call. The thread uses at most a twentieth of a
+/// processor, and then sleeps.
 #[test]
 fn memory_comes_back_without_a_call() {
     for use_huge in [true, false] {
@@ -95,7 +96,7 @@ fn memory_comes_back_without_a_call() {
     }
 }
 
-/// Blocks that the program itself emptied, of a cache that it keeps or of one that goes, come back to the system without any call.
+/// Blocks that the program itself emptied return to the system without any call, whether their cache is kept or dropped.
 #[test]
 fn what_the_program_emptied_comes_back_without_a_call() {
     let (slabs, account) = slabs_behind(crate::arena::Layout::for_test(), UNLIMITED);
@@ -103,7 +104,7 @@ fn what_the_program_emptied_comes_back_without_a_call() {
     let fixed = slabs.fixed::<[u64; 24]>(Settings::new("fixed")).unwrap();
     for is_dropped in [false, true] {
         let slots: Vec<_> = (0..ITEMS).map(|number| fixed.insert([number; 24]).unwrap()).collect();
-        // Nothing of it waits for readers when it goes.
+        // With ratio 0 nothing of it waits for readers when it is dropped.
         let other = is_dropped.then(|| cache_of(slabs, with_ratio("goes", 0)));
         let cache = other.as_ref().unwrap_or(&kept);
         (0..ITEMS).for_each(|number| cache.add(number));
@@ -111,13 +112,13 @@ fn what_the_program_emptied_comes_back_without_a_call() {
         drop((other, slots));
         wait_until("memory", || slabs.ground.get().unwrap().blocks.giveable_bytes() == 0);
         wait_for_sleep(slabs);
-        // Each keeps one for its next objects, and what is in magazines.
+        // Each cache keeps a block for its next objects, and the objects in magazines.
         let bytes: u64 = slabs.list().iter().map(|cache| cache.total.resident_bytes).sum();
         assert_eq!(account.resident(), bytes);
     }
 }
 
-/// A value whose destructor removes the next, in the next cache.
+/// A value whose destructor removes the next value, in the next cache.
 struct Link {
     next: Option<Handle<Link>>,
     number: usize,
@@ -137,7 +138,8 @@ impl Drop for Link {
     }
 }
 
-/// What destructors remove that run on the thread itself is dropped, too, without a call: in the same cache, or in one that it has been at.
+/// Values that are removed by destructors on the background thread are dropped without a call, too: in the same cache, or
+/// in one already visited.
 #[test]
 fn what_destructors_remove_is_dropped() {
     for count in [1, 2] {
@@ -152,7 +154,7 @@ fn what_destructors_remove_is_dropped() {
         }
         assert!(made[0].remove(next.unwrap()).unwrap());
         wait_until("a destructor", || {
-            // The first alone would wait for a part to be full.
+            // Without this the first value would wait for a full batch.
             slabs.worker.ring();
             gone.load(Relaxed) > 0
         });
@@ -160,7 +162,7 @@ fn what_destructors_remove_is_dropped() {
     }
 }
 
-/// Counts itself when it goes.
+/// Counts its drops.
 struct Value {
     words: [u64; 20],
     gone: Arc<AtomicUsize>,
@@ -175,7 +177,7 @@ impl Drop for Value {
     }
 }
 
-/// Values by handle that were removed are dropped, all of them, and the others are packed, without a call.
+/// All removed values by handle are dropped, and the others packed, without a call.
 #[test]
 fn values_by_handle_are_dropped_and_packed() {
     let slabs = slabs(true);
@@ -200,11 +202,11 @@ fn values_by_handle_are_dropped_and_packed() {
     assert_eq!(gone.load(Relaxed) as u64, ITEMS);
 }
 
-/// What values hold that were removed goes without another call, however few they are.
+/// What removed values own is freed without another call, even for few values.
 #[test]
 fn what_was_removed_goes_without_a_call() {
     struct Held(Arc<()>);
-    // SAFETY: a pointer; what it points to stays.
+    // SAFETY: a pointer; its target is not moved.
     unsafe impl Movable for Held {}
     let (slabs, held) = (slabs(true), Arc::new(()));
     let cache = slabs.by_handle(Settings::new("few")).unwrap();
@@ -218,7 +220,8 @@ fn what_was_removed_goes_without_a_call() {
     wait_until("destructors", || Arc::strong_count(&held) == 1);
 }
 
-/// Places of values without a destructor, which were removed while a reader was there, come back without another call once he goes.
+/// Places of values without a destructor that were removed under a guard are freed without another call once it is
+/// dropped.
 #[test]
 fn what_was_removed_beside_a_reader_comes_back() {
     const VALUES: usize = 100_000;
@@ -234,13 +237,13 @@ fn what_was_removed_beside_a_reader_comes_back() {
         }
         assert_eq!(cache.get(handles[7], &guard), Some(&[7; 24]));
         drop(guard);
-        // Less than a block is worth nobody's while.
+        // Less than a block does not wake the background thread.
         let most = VALUES as u64 / 10 + 2 * u64::from(cache.engine().shape.block_capacity());
         wait_until("memory", || cache.info().unwrap().active <= most);
     }
 }
 
-/// At a ratio of 0 nothing moves; beside it another cache is packed.
+/// With ratio 0 nothing moves, while another cache is packed.
 #[test]
 fn nothing_moves_at_a_ratio_of_0() {
     let slabs = slabs(true);
@@ -255,7 +258,7 @@ fn nothing_moves_at_a_ratio_of_0() {
     assert!(info.total.blocks > blocks_for(&still, items), "{info:?}");
 }
 
-/// Done by hand nothing is done behind, from the moment on when that is said; the thread ends.
+/// After `defrag_by_hand` nothing is done in the background, and the thread ends.
 #[test]
 fn by_hand_nothing_is_done_behind() {
     let slabs = slabs(true);
@@ -274,8 +277,8 @@ fn by_hand_nothing_is_done_behind() {
     assert!(cache.info().unwrap().moved > moved && !slabs.worker.is_started());
 }
 
-/// A cache that is dropped while the thread is at it: who drops it waits, and its owner ends on that thread. What comes later finds
-/// the thread as it was.
+/// Dropping a cache that the thread is visiting waits for the visit, and the owner is dropped on the dropping thread. The
+/// background serves later caches as before.
 #[test]
 fn who_drops_a_cache_waits_for_the_thread() {
     let slabs = slabs(true);
@@ -306,7 +309,7 @@ fn who_drops_a_cache_waits_for_the_thread() {
     wait_until("a move", || cache.info().unwrap().moved > 0);
 }
 
-/// A panic of a callback is counted; its slab is out of use, its cache is left alone, and others are not.
+/// A panicking callback is counted; its slab is unusable and its cache is given up, but not other caches.
 #[test]
 fn a_panic_is_told_and_the_thread_goes_on() {
     let slabs = slabs(true);
@@ -327,8 +330,8 @@ fn a_panic_is_told_and_the_thread_goes_on() {
     assert!(info.is_given_up && !other.info().unwrap().is_given_up);
 }
 
-/// A cache that was given up is tried again when its ratio is set, to what it was, too, and goes on where callbacks get through;
-/// where they do not, it is given up again.
+/// A cache that was given up is tried again when its ratio is set, even to the same value. It stays in use if callbacks
+/// succeed, and is given up again if not.
 #[test]
 fn a_cache_that_was_given_up_is_tried_again() {
     let slabs = slabs(true);
@@ -350,7 +353,7 @@ fn a_cache_that_was_given_up_is_tried_again() {
     assert_eq!((after.is_given_up, after.total.lost, cache.check_all()), (false, 2, items));
 }
 
-/// A shrink by the program that gets through is as good as setting the ratio; one that panics is not.
+/// A successful shrink by the program has the same effect as setting the ratio; one that panics has not.
 #[test]
 fn a_shrink_that_gets_through_ends_giving_up() {
     let slabs = slabs(true);
@@ -376,8 +379,8 @@ fn a_shrink_that_gets_through_ends_giving_up() {
     assert_eq!((cache.info().unwrap().total.lost, cache.check_all()), (2, items + more));
 }
 
-/// An order from outside for a cache that is dropped while the thread is long at another: whoever gave it is told that it has gone, its
-/// owner ends on the thread that drops it, and later orders are served.
+/// A requested shrink of a cache that is dropped while the thread is busy elsewhere: the requester gets `None`, the owner
+/// is dropped on the dropping thread, and later requests are served.
 #[test]
 fn an_order_ends_with_its_cache() {
     let slabs = slabs(true);
@@ -396,7 +399,7 @@ fn an_order_ends_with_its_cache() {
     assert!(slabs.shrink_one(0).unwrap().is_ok());
 }
 
-/// For what somebody outside ordered the thread owes no rest; for what it does by itself a second at most, however long that took.
+/// The thread owes no rest for a requested shrink, and at most a second for its own work, however long that took.
 #[test]
 fn rests_are_not_long() {
     let slabs = slabs(true);
@@ -413,8 +416,8 @@ fn rests_are_not_long() {
     }
 }
 
-/// That memory is short is told to a thread that is awake, so that it rests no longer than between two rounds; once, until it has
-/// packed all.
+/// Short memory wakes a resting thread, so that its rest is no longer than between two rounds; once, until it has packed
+/// everything.
 #[test]
 fn short_memory_shortens_a_rest() {
     let slabs = slabs(true);
@@ -424,12 +427,12 @@ fn short_memory_shortens_a_rest() {
         slabs.shrink(u64::MAX, Urgency::Limit);
         slabs.worker.wakes() - before
     });
-    // Before anything can fail: who drops the cache waits for the thread.
+    // Before any assertion can fail, because dropping the cache waits for the thread.
     *busy.owner().whim.lock().unwrap() = Whim::Move;
     assert_eq!(wakes, [1; 3]);
 }
 
-/// At a limit caches that their owners move are packed, above their ratio, but not such as must not be.
+/// At a limit, caches by owner are packed even above their ratio, but not those with ratio 0.
 #[test]
 fn at_a_limit_caches_are_packed() {
     let slabs = slabs(true);
@@ -444,7 +447,7 @@ fn at_a_limit_caches_are_packed() {
     assert_eq!((still.info().unwrap().moved, [&half, &still].map(|cache| cache.check_all())), (0, items));
 }
 
-/// Nodes of an index that was emptied go back without a call, however few they are; done by hand they wait for one.
+/// Nodes of an emptied index are freed without a call, even few of them; after `defrag_by_hand` they wait for one.
 #[test]
 fn retired_nodes_go_back_without_a_call() {
     for is_by_hand in [false, true] {
@@ -475,7 +478,8 @@ fn retired_nodes_go_back_without_a_call() {
     }
 }
 
-/// A fork child has none of its parent's caches among its own: their owners end with who drops them.
+/// A fork child's list of caches does not contain those of the parent: their owners are dropped by the code that drops
+/// the caches.
 #[test]
 fn a_child_begins_without_caches() {
     let slabs = slabs(true);

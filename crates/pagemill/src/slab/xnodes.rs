@@ -1,8 +1,9 @@
-//! Nodes of indices ([`crate::xarray`]): a cache whose objects are moved under the locks of their arrays.
+//! The cache of index nodes ([`crate::xarray`]). Nodes are moved under the locks of their arrays.
 //!
-//! They lie in blocks for metadata, which nobody charges and nothing else is ever put in: an index grows while memory is given back,
-//! and is read without a guard. The cache is a process's own, made with its first cache of pages; a fork child makes another.
-#![allow(unsafe_code)] // nodes in slots, a promise about their memory
+//! Nodes lie in metadata blocks, which are not charged and hold nothing else: an index grows while memory is being
+//! reclaimed, and is read without a guard. Each process has one cache, created with its first page cache; a fork child
+//! creates another.
+#![allow(unsafe_code)] // nodes in slots; the contract of their memory
 
 use super::batch::{GRACE_NS, Grace, wait_for_readers};
 use super::defrag;
@@ -19,14 +20,14 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// As Linux has it.
+/// The name that Linux uses.
 const NAME: &str = "xarray_node";
 
-/// What there is for nodes, from the first of them on.
+/// State for index nodes, created with the first node.
 #[derive(Default)]
 pub(super) struct Nodes {
     ground: OnceLock<&'static Ground>,
-    /// That of this process, or of its parent's.
+    /// The cache of this process, or of its parent.
     cache: Guarded<Option<&'static NodeCache>>,
 }
 
@@ -35,7 +36,7 @@ impl Nodes {
         self.cache.with(|cache| *cache).filter(|cache| cache.inner.engine.check().is_ok())
     }
 
-    /// Bytes of metadata that are resident, but for nodes.
+    /// Resident bytes of metadata, without the nodes.
     pub fn metadata_bytes(&self) -> u64 {
         let blocks = self.ground.get().map_or(0, |ground| ground.blocks.metadata_bytes());
         blocks + self.find().map_or(0, |cache| cache.forest.metadata_bytes())
@@ -56,9 +57,10 @@ impl Nodes {
     }
 }
 
+/// The part of the cache that the list of all caches refers to.
 struct Inner {
     engine: Engine,
-    /// Set before anybody knows of the cache.
+    /// Set before the cache is visible to other threads.
     forest: OnceLock<&'static Forest>,
 }
 
@@ -67,7 +69,7 @@ impl Inner {
         self.forest.get().expect("a cache of nodes is known once it has a forest")
     }
 
-    /// Takes all nodes back that were retired, as far as readers go on within a second.
+    /// Frees all retired nodes, if their readers finish within a second.
     fn tidy_all(&self) {
         self.tidy();
         wait_for_readers(GRACE_NS, || !self.forest().is_waiting());
@@ -79,7 +81,8 @@ impl Inner {
 ///
 /// An object of the cache.
 unsafe fn node<'node>(object: usize) -> &'node Node {
-    // SAFETY: the caller's promise: it was set up as a node, is aligned to that, and stays, as the cache does.
+    // SAFETY: the caller's promise: it was set up as a node, is aligned to that, and stays, since the cache is never
+    // dropped.
     unsafe { &*(object as *const Node) }
 }
 
@@ -97,7 +100,7 @@ impl Member for Inner {
         defrag::shrink(&self.engine, self)
     }
 
-    /// Lets nodes that were retired wait for their readers, and takes those back that have waited.
+    /// Starts the grace period of retired nodes, and frees those with a grace period that is over.
     fn tidy(&self) {
         self.forest().seal();
         self.forest().settle();
@@ -107,16 +110,16 @@ impl Member for Inner {
         let forest = self.forest();
         forest.seal();
         if forest.is_waiting() {
-            // An epoch on, if nobody is behind.
+            // Advances the epoch if no participant lags behind.
             xarray::pin().flush();
         }
-        // Before the others are given back: what comes to its end between the two looks is come back for.
+        // Checked before the others are freed: if a grace period ends between the two, the next call finds the node.
         let is_waiting = forest.is_waiting();
         forest.settle();
         self.engine.settle_behind() || is_waiting
     }
 
-    /// Nobody's code runs when a node is moved, and no lock is waited for.
+    /// Moving a node runs no user code and waits for no lock.
     fn compact(&self) {
         defrag::pack(&self.engine, self);
     }
@@ -130,7 +133,7 @@ impl Member for Inner {
 impl Mover for Inner {
     type Isolated = ();
 
-    /// Only looks: what is found under the lock of an array counts.
+    /// A hint only: `relocate` checks again under the lock of the array.
     fn isolate(&self, chunk: &mut Chunk) {
         // SAFETY: objects of the cache.
         chunk.retain(|object| unsafe { node(object) }.may_move());
@@ -149,9 +152,10 @@ impl Mover for Inner {
 }
 
 // SAFETY:
-// 1. The window is the blocks of a ground that only nodes are put in; blocks that were never opened cannot be reached, nor can what
-//    lies before the first. Memory that goes back to the kernel reads zero; what is set up is written as nodes are, by atomic stores.
-// 2. Objects of the cache are of a node's size and alignment, and one user's at a time. The cache is never dropped.
+// 1. The window is the blocks of a shared state that only nodes are put in. Blocks that were never opened cannot be
+//    reached, nor can the bytes before the first one. Memory that was returned to the kernel reads zero. Slabs are set up
+//    with atomic stores, as nodes are written.
+// 2. Objects of the cache have a node's size and alignment, and one user at a time. The cache is never dropped.
 unsafe impl Source for Inner {
     fn window(&self) -> Range<usize> {
         self.engine.ground.blocks.window()
@@ -162,8 +166,8 @@ unsafe impl Source for Inner {
     }
 
     fn give(&self, node: usize) {
-        // SAFETY: a node that was taken, and that nobody comes to as to a live one. What it holds needs no destructor, and is looked at
-        // by who takes it next.
+        // SAFETY: an allocated node that no thread reaches as a live one. It needs no destructor, and the next user of
+        // the node checks its contents.
         unsafe { self.engine.free(node) };
     }
 
@@ -178,20 +182,20 @@ unsafe impl Source for Inner {
     }
 }
 
-/// The cache of nodes of indices.
+/// The cache of index nodes.
 pub struct NodeCache {
     inner: Arc<Inner>,
     forest: Forest,
 }
 
 impl Slabs {
-    /// The nodes of this process's indices: made with the first call, and anew in a fork child.
+    /// Returns the cache of index nodes of this process. Creates it on the first call, and again in a fork child.
     ///
     /// # Errors
     ///
     /// [`crate::Error::NoAddresses`], [`crate::Error::System`].
     pub fn nodes(&'static self) -> Result<&'static NodeCache> {
-        // One is made at a time. Who is first to make a cache of pages waits here for another who is.
+        // The lock serializes creation: concurrent first calls wait here.
         let (cache, is_new) = self.nodes.cache.with(|cache| {
             if let Some(own) = cache.filter(|cache| cache.inner.engine.check().is_ok()) {
                 return Ok((own, false));
@@ -201,7 +205,7 @@ impl Slabs {
             Ok((made, true))
         })?;
         if is_new {
-            // May start a thread: outside of the lock.
+            // May start a thread, so it runs outside of the lock.
             self.enter(&cache.inner);
         }
         Ok(cache)
@@ -250,7 +254,7 @@ impl NodeCache {
         &self.forest
     }
 
-    /// As [`super::ByOwner::shrink`]: packs all nodes. Those whose array somebody has the lock of just then stay.
+    /// As [`super::ByOwner::shrink`]: packs all nodes. Nodes of arrays that another thread has locked stay.
     ///
     /// # Errors
     ///
@@ -277,6 +281,8 @@ impl NodeCache {
         self.inner.engine.set_used_ratio(percent)
     }
 
+    /// Returns the statistics of the cache.
+    ///
     /// # Errors
     ///
     /// [`crate::Error::WrongState`] in a fork child.

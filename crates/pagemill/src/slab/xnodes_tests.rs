@@ -1,5 +1,5 @@
-//! Indices whose nodes move: what is in them stays, and memory comes back.
-#![allow(unsafe_code)] // arrays that stay where they are
+//! Indices with nodes that move: the contents stay, and memory is freed.
+#![allow(unsafe_code)] // arrays that keep their address
 
 use super::tests::{settle, slabs, slabs_on_nodes, sparse_slabs};
 use super::*;
@@ -8,11 +8,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 type Array = XArray<crate::xarray::Forest>;
 
-/// Indices that a node of the lowest level covers.
+/// Indices that a lowest-level node covers.
 const SPAN: u64 = 64;
 
 fn array(nodes: &'static NodeCache) -> Box<Array> {
-    // SAFETY: nobody uses it before it lies in its box, where it is dropped.
+    // SAFETY: not used before it lies in its box, where it is dropped.
     Box::new(unsafe { Array::movable(nodes.forest()) })
 }
 
@@ -26,7 +26,7 @@ fn all(array: &Array) -> Vec<Found> {
     std::iter::successors(next(0), |found| next(found.last() + 1)).collect()
 }
 
-/// Ten thousand entries, each in a node of its own, one of six of which stays.
+/// Ten thousand entries, each in its own node, of which one in six stays.
 fn one_of_six(nodes: &'static NodeCache) -> Box<Array> {
     let array = array(nodes);
     (0..10_000).for_each(|at| store(&array, at * SPAN, 0, at));
@@ -40,7 +40,7 @@ fn assert_one_of_six(array: &Array) {
     assert_eq!(all(array), kept);
 }
 
-/// Waits until another test's readers let all that was moved go.
+/// Shrinks, and waits for readers of other tests until everything that was moved is freed.
 fn shrink(nodes: &NodeCache) {
     nodes.shrink().unwrap();
     settle(nodes.engine());
@@ -50,7 +50,7 @@ fn shrink(nodes: &NodeCache) {
     nodes.engine().check_books();
 }
 
-/// Who reads nodes without a guard may come to where none is any more: he finds zeros, and is no mistake to AddressSanitizer.
+/// Reading without a guard at the address of a former node returns zeros, and AddressSanitizer reports no error.
 #[test]
 fn nodes_can_be_read_where_they_went() {
     for slabs in [slabs(), sparse_slabs()] {
@@ -59,19 +59,19 @@ fn nodes_can_be_read_where_they_went() {
         let (first, shape) = (nodes.engine().ground.blocks.window().start, &nodes.engine().shape);
         let sum = || {
             let places = (0..shape.capacity).map(|object| first + shape.offset_of(0, object));
-            // SAFETY: the window can be read where nodes have been.
+            // SAFETY: the window is readable where nodes have been.
             places.map(|node| unsafe { &*(node as *const AtomicU64) }.load(Relaxed)).fold(0, |sum, word| sum | word)
         };
         assert_ne!(sum(), 0);
         drop(array);
-        // What is free stays as it is while its slab is kept.
+        // Free objects stay readable while their slab is kept.
         let _ = sum();
         shrink(nodes);
         assert_eq!((nodes.info().unwrap().total.resident_bytes, sum()), (0, 0));
     }
 }
 
-/// Of ten thousand entries one of six stays, in order, each once; of the partial slabs one.
+/// Of ten thousand entries one in six stays, in order, each once; at most one slab per node is partial.
 #[test]
 fn an_index_that_became_sparse_is_packed() {
     for slabs in [slabs(), sparse_slabs(), slabs_on_nodes(2)] {
@@ -96,7 +96,7 @@ fn an_index_that_became_sparse_is_packed() {
     }
 }
 
-/// Without mobility nothing moves: with a ratio of 0, and with arrays that may move themselves.
+/// Nothing moves with a ratio of 0, nor in arrays that may be moved themselves.
 #[test]
 fn nothing_moves_where_nothing_may() {
     let nodes = slabs().nodes().unwrap();
@@ -116,7 +116,7 @@ fn nothing_moves_where_nothing_may() {
     assert_eq!(all(&staying).len(), 1000_usize.div_ceil(6));
 }
 
-/// The background's ratio bounds what is kept for what is live, also where somebody has the lock of an array now and then.
+/// The background's ratio bounds the resident memory, even if the lock of an array is taken now and then.
 #[test]
 fn steps_pack_as_far_as_the_ratio_says() {
     let slabs = sparse_slabs();
@@ -131,12 +131,12 @@ fn steps_pack_as_far_as_the_ratio_says() {
         let most = info.total.used * info.stride_bytes as u64 * 100 / 60;
         info.moved > 0 && info.total.resident_bytes <= most + (6 * info.slab_bytes) as u64
     };
-    // Readers of other tests may be in the way for a while.
+    // Readers of other tests may delay it.
     for round in 0..1000 {
         if round >= 20 && is_bounded(&nodes.info().unwrap()) {
             break;
         }
-        // Objects have to come or go before a cache that rests is looked at again.
+        // A resting cache is visited again only after its number of objects has changed.
         store(&array, MAX_INDEX, 0, 1);
         (0..40).for_each(|at| store(&array, (20_000 + at) * SPAN, 0, at));
         while !slabs.defrag_step(Duration::from_millis(1)).is_done {}
@@ -148,7 +148,7 @@ fn steps_pack_as_far_as_the_ratio_says() {
     assert!(is_bounded(&info), "{info:?}");
 }
 
-/// At a limit the governor packs it, too; what comes free is no part of what was charged, so nobody is told of it.
+/// At a limit the governor packs the cache, too. What that frees was never charged, so it is not reported.
 #[test]
 fn the_governor_packs_it() {
     let slabs = sparse_slabs();
@@ -165,12 +165,12 @@ fn the_governor_packs_it() {
     assert_one_of_six(&array);
 }
 
-/// A value tells its index; the lowest bits a round.
+/// A value contains its index, and in the lowest bits a round.
 fn value_of(index: u64, round: u64) -> u64 {
     index << 8 | round & 0xFF
 }
 
-/// Ends the others, also when one has failed.
+/// Ends the other threads, also when one has failed.
 struct Done<'a>(&'a AtomicBool);
 
 impl Drop for Done<'_> {
@@ -179,8 +179,8 @@ impl Drop for Done<'_> {
     }
 }
 
-/// Readers, two writers and two who move, while arrays come and go beside: what is always there is always found, with its mark; nobody
-/// finds what is another's.
+/// Readers, two writers and two movers, while arrays are created and dropped: a permanent entry is always found, with its
+/// mark, and no lookup returns an entry of another index.
 #[test]
 fn threads_read_and_write_while_nodes_move() {
     const ROUNDS: u64 = 60;
@@ -222,7 +222,7 @@ fn threads_read_and_write_while_nodes_move() {
             .map(|base| {
                 scope.spawn(move || {
                     let _done = Done(is_done);
-                    // So many, and more until those who move have had their turn.
+                    // At least `ROUNDS`, and more until the movers have run.
                     let nothing_moved = || nodes.info().unwrap().moved == 0 && !is_done.load(Relaxed);
                     for round in (1..).take_while(|round| *round <= ROUNDS || nothing_moved()) {
                         for at in 0..FILES {
@@ -232,7 +232,7 @@ fn threads_read_and_write_while_nodes_move() {
                                 assert!(array.lock().replace(at * SPAN, value_of(at * SPAN, round)).is_some());
                             }
                         }
-                        // An array of its own, which is dropped while its nodes may be moved.
+                        // A private array, which is dropped while its nodes may be moved.
                         let brief = self::array(nodes);
                         (0..50).for_each(|at| store(&brief, at * SPAN, 0, value_of(at * SPAN, round)));
                         for at in (0..FILES).filter(|at| at % 6 != round % 6) {

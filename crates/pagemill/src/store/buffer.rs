@@ -1,4 +1,4 @@
-//! Memory that transfers go into and come from.
+//! Memory of transfers.
 #![allow(unsafe_code)] // memory that a device writes to
 
 use std::alloc::{self, Layout};
@@ -9,21 +9,23 @@ use std::ptr::NonNull;
 ///
 /// # Safety
 ///
-/// 1. `len_bytes` bytes from `addr` on can be read and written until the value is dropped, also when it was moved or forgotten.
-/// 2. As long as somebody else has the value (a ring does, during a transfer), nobody looks at the bytes of a read or changes
-///    those of a write.
+/// 1. `len_bytes` bytes from `addr` on can be read and written until the value is dropped, also when it was moved or
+///    forgotten.
+/// 2. While another owner holds the value (a ring does, during a transfer), no other code reads the bytes of a read or
+///    changes those of a write.
 pub unsafe trait Buffer: 'static {
     fn addr(&self) -> NonNull<u8>;
 
     fn len_bytes(&self) -> usize;
 
-    /// Whether fork children never get the memory, registered or not: then registering does not change that.
+    /// Returns whether fork children never get the memory, registered or not. Registering then leaves the range's
+    /// setting as it is.
     fn is_kept_from_children(&self) -> bool {
         false
     }
 }
 
-// SAFETY: what the box holds promises it.
+// SAFETY: the value in the box keeps the promises.
 unsafe impl<B: Buffer + ?Sized> Buffer for Box<B> {
     fn addr(&self) -> NonNull<u8> {
         (**self).addr()
@@ -38,11 +40,11 @@ unsafe impl<B: Buffer + ?Sized> Buffer for Box<B> {
     }
 }
 
-/// Memory at an address that direct transfers can use, zeroed at first.
+/// Memory with the alignment that direct transfers need, zeroed at first.
 ///
 /// # Invariants
 ///
-/// `bytes` was allocated by `layout` and is this value's alone.
+/// `bytes` was allocated with `layout` and is owned by this value alone.
 pub struct Aligned {
     bytes: NonNull<u8>,
     len_bytes: usize,
@@ -50,11 +52,11 @@ pub struct Aligned {
 }
 
 impl Aligned {
-    /// `len_bytes` at a multiple of `align_bytes`.
+    /// Allocates `len_bytes` at a multiple of `align_bytes`.
     ///
     /// # Panics
     ///
-    /// If `align_bytes` is no power of two, or there is not so much memory.
+    /// If `align_bytes` is not a power of two, or memory is exhausted.
     pub fn new(len_bytes: usize, align_bytes: usize) -> Self {
         let layout = Layout::from_size_align(len_bytes.max(1), align_bytes);
         let layout = layout.unwrap_or_else(|_| panic!("no memory of {len_bytes} bytes at multiples of {align_bytes}"));
@@ -94,12 +96,12 @@ impl std::fmt::Debug for Aligned {
     }
 }
 
-// SAFETY: its memory is its own, as that of a box.
+// SAFETY: it owns its memory, as a box does.
 unsafe impl Send for Aligned {}
 // SAFETY: shared references only read.
 unsafe impl Sync for Aligned {}
 
-// SAFETY: allocated memory does not move with the value; who has the value alone reaches it.
+// SAFETY: allocated memory does not move with the value; only the value's owner accesses it.
 unsafe impl Buffer for Aligned {
     fn addr(&self) -> NonNull<u8> {
         self.bytes
@@ -110,10 +112,10 @@ unsafe impl Buffer for Aligned {
     }
 }
 
-/// Zeroes bytes of a buffer that somebody has for a read.
+/// Zeroes a read's buffer from `from` on. The caller owns the buffer.
 pub(super) fn zero(buffer: &impl Buffer, from: usize) {
     let len = buffer.len_bytes().saturating_sub(from);
-    // SAFETY: inside of the buffer, at which nobody else looks (both by the trait's promise).
+    // SAFETY: inside of the buffer, which no other code accesses (both by the trait's promise).
     unsafe { buffer.addr().as_ptr().add(from.min(buffer.len_bytes())).write_bytes(0, len) };
 }
 

@@ -1,12 +1,13 @@
-//! One thread with a ring, for who starts transfers of files and has no ring.
+//! One thread with a ring, for threads that start transfers of files without a ring of their own.
 //!
-//! It comes with the first batch and goes when it has had nothing to do for some time. The lock of its inbox is held for some
+//! The thread is spawned for the first batch and exits after an idle time. The lock of its inbox is held for a few
 //! instructions; transfers are finished outside of it.
 
 use super::errno::{self, ECANCELED};
 use super::file::Handle;
 use super::ring::{Event, Ring, RingBell, Settings};
 use super::transfer::{Direction, Transfer};
+use crate::callback;
 use crate::stats::{self, Counter};
 use pagemill_sys::ring::generation;
 use pagemill_sys::thread::{self, Work};
@@ -16,12 +17,12 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Wake, Waker};
 use std::time::Duration;
 
-/// Transfers that wait for room in the ring; who starts more does them itself.
+/// Most transfers that wait for room in the ring; a caller does those beyond it itself.
 const MOST_WAITING: usize = 16 << 10;
 
 const DEPTH: u32 = 128;
 
-/// It goes after so long without work.
+/// The thread exits after this time without work.
 const IDLE: Duration = if cfg!(test) { Duration::from_millis(50) } else { Duration::from_secs(10) };
 
 struct Job {
@@ -33,7 +34,7 @@ struct Job {
 struct Engine {
     generation: u32,
     inbox: Mutex<Inbox>,
-    /// The same for each of its threads: what is cancelled late, or never, keeps it.
+    /// Shared by all threads of this engine: a cancel may keep it for as long as the process runs.
     waker: OnceLock<Waker>,
 }
 
@@ -44,7 +45,7 @@ struct Inbox {
     bell: Option<RingBell>,
 }
 
-/// Rings for the thread that is there, if one is.
+/// Wakes the engine's thread, if it runs.
 struct EngineBell(&'static Engine);
 
 impl Wake for EngineBell {
@@ -62,7 +63,7 @@ pub(super) fn start(handle: &Arc<Handle>, batch: Vec<Transfer>) {
     engine.start(handle, batch);
 }
 
-/// Does one at once.
+/// Does one transfer with blocking calls.
 fn run(handle: &Handle, mut transfer: Transfer) {
     let offset = transfer.offset();
     let result = match transfer.direction() {
@@ -73,8 +74,13 @@ fn run(handle: &Handle, mut transfer: Transfer) {
     transfer.finish(result);
 }
 
+/// Finishes a transfer on the engine's thread.
+fn end(transfer: Transfer, result: io::Result<()>) {
+    callback::contain(|| transfer.finish(result));
+}
+
 impl Engine {
-    /// That of this process; `None` in a fork child of one that had it.
+    /// Returns the engine of this process; `None` in a fork child of a process that had one.
     fn of_process() -> Option<&'static Self> {
         static ENGINE: OnceLock<Engine> = OnceLock::new();
         let generation = generation().ok()?;
@@ -107,7 +113,7 @@ impl Engine {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// No thread is to be had, or no ring: what waits is done here.
+    /// Does the waiting jobs on the calling thread. Used when no thread or no ring is available.
     fn run_all(&self) {
         loop {
             let mut inbox = self.inbox();
@@ -116,7 +122,7 @@ impl Engine {
                 return;
             };
             drop(inbox);
-            run(&handle, transfer);
+            callback::contain(|| run(&handle, transfer));
         }
     }
 
@@ -130,10 +136,10 @@ impl Engine {
             let events = ring.wait(1, IDLE)?;
             while let Some(event) = ring.next() {
                 match event {
-                    Event::Done { buffer, result, .. } => buffer.finish(result),
+                    Event::Done { buffer, result, .. } => end(buffer, result),
                     Event::Late { ticket } => {
                         if let Some(transfer) = ring.buffer(ticket) {
-                            transfer.tell_late();
+                            callback::contain(|| transfer.tell_late());
                         }
                     }
                 }
@@ -148,7 +154,7 @@ impl Engine {
         }
     }
 
-    /// Whether nothing came in: then it has ended as far as others know.
+    /// Returns whether the inbox is empty, and marks the thread as ended if so.
     fn may_end(&self) -> bool {
         let mut inbox = self.inbox();
         let is_idle = inbox.jobs.is_empty();
@@ -158,7 +164,7 @@ impl Engine {
         is_idle
     }
 
-    /// Takes what the ring has room for.
+    /// Queues as many jobs as the ring has room for.
     fn take_in(&self, ring: &mut Ring<Transfer>, waker: &Waker) {
         while !ring.is_full() {
             let Some(Job { handle, transfer }) = self.inbox().jobs.pop_front() else { return };
@@ -166,14 +172,14 @@ impl Engine {
                 cancel.wake_when_cancelled(waker);
                 if cancel.is_cancelled() {
                     stats::add(Counter::TransfersCancelled, 1);
-                    transfer.finish(Err(errno::error(ECANCELED)));
+                    end(transfer, Err(errno::error(ECANCELED)));
                     continue;
                 }
             }
             let file = match ring.attach_handle(&handle) {
                 Ok(file) => file,
                 Err(error) => {
-                    transfer.finish(Err(error));
+                    end(transfer, Err(error));
                     continue;
                 }
             };
@@ -182,7 +188,7 @@ impl Engine {
                 Direction::Read => ring.read(file, offset, transfer),
                 Direction::Write => ring.write(file, offset, transfer),
             };
-            // It is not full; were it, the transfer would end as cancelled.
+            // The ring has room here; otherwise the transfer would end as cancelled.
             drop(queued);
         }
     }
@@ -203,7 +209,7 @@ mod tests {
     use crate::store::transfer::{Cancel, Finish, Gather};
     use crate::store::{Aligned, FileStore};
 
-    /// A cancel that is there for as long as a file is keeps nothing of the threads that came and went, and wakes the next one.
+    /// A long-lived cancel keeps one waker for all threads of the engine, and that waker wakes the current one.
     #[test]
     fn cancels_keep_no_thread() {
         let engine = place(Engine::new(generation().unwrap())).unwrap();

@@ -1,6 +1,6 @@
-//! A store that fails, for tests: as often as asked, at random but repeatable.
+//! A store for tests that injects faults: at set rates, random but repeatable.
 //!
-//! Locks: that of the state, for some instructions; never around calls of the store below.
+//! Locks: that of the state, for a few instructions; never around calls of the wrapped store.
 
 use super::errno::{self, ECANCELED, EIO, ETIMEDOUT};
 use super::{Direction, Store, Transfer};
@@ -9,31 +9,31 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Wake, Waker};
 use std::time::{Duration, Instant};
 
-/// Who is held ([`FaultyStore::hold`]) for so long goes on with an error.
+/// A call that is held ([`FaultyStore::hold`]) this long fails.
 const LONGEST_HOLD: Duration = Duration::from_secs(60);
 
-/// What goes wrong, and how often: of 1000 calls. A call is one read, write, change of size or sync.
+/// Faults to inject, as rates per 1000 calls. A call is one read, write, change of size or sync.
 #[derive(Clone, Debug)]
 pub struct Faults {
-    /// The same calls in the same order meet the same fate.
+    /// The same seed and the same order of calls give the same faults.
     pub seed: u64,
-    /// Calls that fail, and do nothing.
+    /// Calls that fail without any effect.
     pub fail_per_mille: u32,
-    /// Reads and writes that do a part, in whole blocks; half of them then go on, the others fail.
+    /// Reads and writes that are cut short, at a whole block. Half of them then do the rest, the others fail.
     pub short_per_mille: u32,
-    /// Calls that take up to `longest_delay` longer. Of those that are started together some end after others have.
+    /// Calls that take up to `longest_delay` longer. Delayed transfers of a batch may end after later ones.
     pub delay_per_mille: u32,
     pub longest_delay: Duration,
-    /// Transfers that are started together are done in any order.
+    /// Transfers of a batch are done in random order.
     pub is_reordered: bool,
-    /// Every call fails after so many, counted from when these faults were set.
+    /// After this number of calls every call fails, counted from when these faults were set.
     pub fails_after: Option<u64>,
-    /// The error number of all failures.
+    /// Error number of all failures.
     pub errno: i32,
 }
 
 impl Default for Faults {
-    /// None.
+    /// No faults.
     fn default() -> Self {
         Self {
             seed: 0,
@@ -48,27 +48,27 @@ impl Default for Faults {
     }
 }
 
-/// What was done so far.
+/// Numbers of calls so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Calls {
     pub reads: u64,
     pub writes: u64,
     pub set_sizes: u64,
     pub syncs: u64,
-    /// Of all these.
+    /// Included in the numbers above.
     pub failed: u64,
     pub shortened: u64,
     pub delayed: u64,
 }
 
 impl Calls {
-    /// All of them.
+    /// Returns the number of all calls.
     pub fn count(&self) -> u64 {
         self.reads + self.writes + self.set_sizes + self.syncs
     }
 }
 
-/// A store that fails as its [`Faults`] say. Clones are the same store: one goes to a cache, the other stays with the test.
+/// A store that injects [`Faults`]. Clones share one store: one goes to a cache, the other stays with the test.
 pub struct FaultyStore<S>(Arc<Shared<S>>);
 
 impl<S> Clone for FaultyStore<S> {
@@ -80,21 +80,21 @@ impl<S> Clone for FaultyStore<S> {
 struct Shared<S> {
     inner: S,
     state: Mutex<State>,
-    /// Somebody who is held may go on.
+    /// Signalled when held calls may go on.
     changed: Condvar,
 }
 
 struct State {
     faults: Faults,
     random: u64,
-    /// Calls that may still be made before all fail.
+    /// Calls until all fail.
     left: Option<u64>,
     is_held: bool,
     held: usize,
     calls: Calls,
 }
 
-/// What happens to one call.
+/// The outcome of one call.
 #[derive(Clone, Copy)]
 struct Fate {
     fails: bool,
@@ -105,7 +105,7 @@ struct Fate {
 }
 
 impl State {
-    /// The next of a fixed sequence of numbers (splitmix64).
+    /// Returns the next number of a fixed sequence (splitmix64).
     fn random(&mut self) -> u64 {
         self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mixed = (self.random ^ self.random >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -136,7 +136,7 @@ impl<S> Shared<S> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a call, and draws what happens to it.
+    /// Counts a call and draws its outcome.
     fn draw(&self, count: impl FnOnce(&mut Calls)) -> Fate {
         let mut state = self.state();
         count(&mut state.calls);
@@ -146,7 +146,7 @@ impl<S> Shared<S> {
         fate
     }
 
-    /// Waits as long as the call has to.
+    /// Waits for the call's delay, and while calls are held.
     fn pause(&self, fate: Fate, is_cancelled: impl Fn() -> bool) -> io::Result<()> {
         if let Some(delay) = fate.delay {
             std::thread::sleep(delay);
@@ -168,7 +168,7 @@ impl<S> Shared<S> {
 }
 
 impl<S: Store> Shared<S> {
-    /// What is done of a transfer that is cut short.
+    /// Counts a transfer that is cut short, and returns the length of its first part.
     fn cut(&self, len_bytes: usize) -> usize {
         self.state().calls.shortened += 1;
         let half = len_bytes / 2;
@@ -187,7 +187,7 @@ impl<S: Store> Shared<S> {
         if fate.is_repaired {
             return self.inner.read(offset + first.len() as u64, rest);
         }
-        // Whoever looks at it all the same shall notice.
+        // A caller that uses the bytes in spite of the error shall notice.
         rest.fill(0xEE);
         self.fail(fate)
     }
@@ -228,36 +228,36 @@ impl<S: Store + 'static> FaultyStore<S> {
         Self(Arc::new(Shared { inner, state: Mutex::new(state), changed: Condvar::new() }))
     }
 
-    /// The store below, without faults.
+    /// Returns the wrapped store.
     pub fn inner(&self) -> &S {
         &self.0.inner
     }
 
-    /// From here on these happen.
+    /// Injects these faults from here on.
     pub fn set_faults(&self, faults: Faults) {
         let mut state = self.0.state();
         (state.random, state.left) = (faults.seed, faults.fails_after);
         state.faults = faults;
     }
 
-    /// From here on calls hang, until [`FaultyStore::release`], or a minute later, when they fail with `ETIMEDOUT`.
+    /// Makes calls block until [`FaultyStore::release`]. After a minute they fail with `ETIMEDOUT`.
     pub fn hold(&self) {
         self.0.state().is_held = true;
     }
 
-    /// Lets all go on.
+    /// Unblocks all held calls.
     pub fn release(&self) {
         self.0.state().is_held = false;
         self.0.changed.notify_all();
     }
 
-    /// Calls that hang now.
+    /// Returns the number of calls that are held now.
     pub fn held(&self) -> usize {
         let state = self.0.state();
         if state.is_held { state.held } else { 0 }
     }
 
-    /// What was done so far.
+    /// Returns the numbers of calls so far.
     pub fn calls(&self) -> Calls {
         self.0.state().calls
     }
@@ -273,7 +273,7 @@ impl<S: Store + 'static> FaultyStore<S> {
     }
 }
 
-/// Fails before anything is done, if that is its fate.
+/// Returns the drawn failure, before anything is done.
 fn unless_failed(fate: Fate) -> io::Result<()> {
     if fate.fails { Err(errno::error(fate.errno)) } else { Ok(()) }
 }
@@ -313,7 +313,7 @@ impl<S: Store + 'static> Store for FaultyStore<S> {
         true
     }
 
-    /// Those that hang or are delayed go on in a thread of their own, the rest ends at once.
+    /// Runs held and delayed transfers on a thread of their own, all others at once on the caller's.
     fn start(&self, mut batch: Vec<Transfer>) {
         let is_reordered = self.0.state().faults.is_reordered;
         for last in (1..batch.len()).rev().filter(|_| is_reordered) {
@@ -343,10 +343,10 @@ impl<S: Store + 'static> Store for FaultyStore<S> {
     }
 }
 
-/// Who is held looks whether it was cancelled.
+/// Makes held calls check whether they were cancelled.
 impl<S: Send + Sync> Wake for Shared<S> {
     fn wake(self: Arc<Self>) {
-        // Whoever has looked and does not wait yet has the lock.
+        // Taking the lock once excludes a lost wakeup: a call that has checked but does not wait yet holds it.
         drop(self.state());
         self.changed.notify_all();
     }
@@ -364,7 +364,7 @@ mod tests {
         FaultyStore::new(MemoryStore::new((0..64).collect(), 4))
     }
 
-    /// The same seed makes the same calls fail; others do other ones.
+    /// The same seed makes the same calls fail; another seed makes others fail.
     #[test]
     fn faults_are_repeatable() {
         let run = |seed| {
@@ -376,7 +376,7 @@ mod tests {
         assert!(run(1).contains(&true) && run(1).contains(&false));
     }
 
-    /// A write that was cut short is whole or an error, and in whole blocks in any case.
+    /// A shortened write is either completed or reported as an error, and always ends at a whole block.
     #[test]
     fn short_writes_are_reported_or_repaired() {
         let store = store();
@@ -391,7 +391,7 @@ mod tests {
         assert!(calls.writes == 20 && calls.shortened == 20 && (1..20).contains(&calls.failed), "{calls:?}");
     }
 
-    /// After the third call all fail, until told otherwise.
+    /// After the third call all calls fail, until other faults are set.
     #[test]
     fn calls_fail_after_some() {
         let store = store();
@@ -424,7 +424,7 @@ mod tests {
         assert!(ended.iter().all(|(at, is_ok, byte)| *is_ok && *byte == at * 4));
     }
 
-    /// Calls hang until they are released; what is started and hangs can be given up.
+    /// Calls block until they are released. Started transfers that are held can be cancelled.
     #[test]
     fn calls_hang_until_released() {
         let store = store();

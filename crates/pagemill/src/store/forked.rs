@@ -1,4 +1,4 @@
-//! Forks of a process with stores: no child finds a lock of theirs held by a thread that it does not have.
+//! Fork handlers for stores: a child never inherits a lock that a thread of the parent held.
 
 use super::file::claims;
 use super::ring::regions;
@@ -15,9 +15,10 @@ extern "C" fn after() {
     claims::CLAIMED.release();
 }
 
-/// Hears of forks from here on. Called before one of the locks is taken for the first time.
+/// Registers the fork handlers once. Called before either lock is taken for the first time.
 pub(super) fn hear() {
     static HEARD: OnceLock<()> = OnceLock::new();
-    // Without memory for it a child of such a moment waits for good; nothing else is lost.
+    // If registration fails for lack of memory, a child forked while a lock is held blocks forever; there is no other
+    // effect.
     HEARD.get_or_init(|| drop(process::at_fork(before, after, after)));
 }

@@ -4,24 +4,24 @@ use super::Store;
 use std::io;
 use std::sync::{PoisonError, RwLock};
 
-/// Bytes in memory, as a store. Nothing of it outlasts the process: [`Store::sync`] does nothing.
+/// A store in memory. Its bytes are lost when the process ends: [`Store::sync`] does nothing.
 pub struct MemoryStore {
     bytes: RwLock<Vec<u8>>,
     block_bytes: usize,
 }
 
 impl MemoryStore {
-    /// A store that holds `bytes`.
+    /// Creates a store that holds `bytes`.
     ///
     /// # Panics
     ///
-    /// If `block_bytes` is no power of two.
+    /// If `block_bytes` is not a power of two.
     pub fn new(bytes: Vec<u8>, block_bytes: usize) -> Self {
         assert!(block_bytes.is_power_of_two(), "{block_bytes} is no power of two");
         Self { bytes: RwLock::new(bytes), block_bytes }
     }
 
-    /// A copy of all it holds.
+    /// Returns a copy of all bytes.
     pub fn bytes(&self) -> Vec<u8> {
         self.bytes.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -31,7 +31,7 @@ impl MemoryStore {
     }
 }
 
-/// A place in memory.
+/// Converts an offset to an index into the bytes.
 fn place(offset: u64) -> io::Result<usize> {
     usize::try_from(offset).ok().filter(|at| *at <= isize::MAX as usize).ok_or(io::ErrorKind::FileTooLarge.into())
 }

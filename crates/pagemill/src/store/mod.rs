@@ -1,16 +1,16 @@
-//! Where the bytes of a file come from and go to when they are not in memory.
+//! Stores: the backing storage of mappings.
 //!
 //! ```text
 //!   Store      the contract: size, block, read, write, sync; start for many at a time    (here)
-//!     Transfer   one read or write under way: memory, whom to tell, how to give it up      (transfer, buffer)
-//!     FileStore  a file or a block device, past the kernel's page cache                    (file/)
-//!     MemoryStore, FaultyStore   for tests: bytes in memory; a store that fails as told    (memory, faulty)
+//!     Transfer   one in-flight read or write: memory, completion, cancellation             (transfer, buffer)
+//!     FileStore  a file or a block device, with direct I/O where possible                  (file/)
+//!     MemoryStore, FaultyStore   for tests: bytes in memory; a store that injects faults   (memory, faulty)
 //!     Ring       transfers of one thread with files: io_uring, or threads instead          (ring/)
-//!     engine     one thread with a ring, for who starts transfers and has none             (engine)
+//!     engine     one thread with a ring, for threads that start transfers without a ring   (engine)
 //! ```
 //!
-//! Knows nothing of folios and caches. Below: `stats`, `sync`. Locks are held for some instructions (that of `regions` around
-//! a `madvise`), never around I/O or calls of somebody else's code; two at a time only for forks (`forked`: claims, then
+//! Does not use folios or caches. Uses `stats` and `sync`. Locks are held for a few instructions (the lock of `regions`
+//! around a `madvise`), never around I/O or callbacks. Only forks take two locks at a time (`forked`: claims, then
 //! regions). Diagram and fallbacks: docs/files-behind.md.
 
 pub mod buffer;
@@ -29,83 +29,95 @@ pub use memory::MemoryStore;
 pub use ring::Ring;
 pub use transfer::{Cancel, Direction, Finish, Gather, Transfer};
 
+use std::any::Any;
 use std::io;
 
-/// What lies behind a mapping.
+/// The backing storage of a mapping.
 ///
-/// A mapping calls it from any thread, several at a time. Calls may take long (an object far away: 100 ms): who truncates the
-/// file waits meanwhile, and who writes to a folio that is being written back. A store must not use the files of the cache that
-/// calls it. Calls are made for whole folios at offsets that are multiples of [`Store::block_bytes`], so a store never
-/// has to overwrite a part of a block. A length that ends beyond the store is the last, partial block.
+/// A mapping calls its store from any thread, several calls at a time. A call may take long (a remote object: 100 ms).
+/// A truncation of the file waits for it, and so does a write to a folio under writeback. A store must not use files of
+/// the cache that calls it. Calls cover whole folios at offsets that are multiples of [`Store::block_bytes`], so a
+/// store never overwrites a part of a block. A length that ends beyond the store means the last, partial block.
 ///
-/// Calls at the same time may be done in any order; who needs one waits for the first before making the second. No two at a
-/// time write to one block. A read may go on beside a write to the same block if nobody wants its answer any more.
-pub trait Store: Send + Sync {
-    /// Length of the file in bytes, as it is stored. Asked anew each time: somebody else may have changed it.
+/// Concurrent calls may complete in any order. A caller that needs an order waits for the first call before it makes
+/// the second. Two writes to one block never run at a time. A read may run beside a write to the same block if its
+/// result is no longer used.
+///
+/// A panic of a store unwinds through the call that needed it. A thread of this crate catches and counts it
+/// (`behind_panics`). The file then has no background writeback until a sync of it succeeds.
+pub trait Store: Any + Send + Sync {
+    /// Returns the stored length of the file in bytes. Queried anew each time, because other processes may change it.
     ///
     /// # Errors
     ///
-    /// What the store says.
+    /// Errors of the store.
     fn size_bytes(&self) -> io::Result<u64>;
 
-    /// The unit of its transfers: a power of two, up to the software page.
+    /// Returns the unit of transfers: a power of two, at most the software page.
     fn block_bytes(&self) -> usize;
 
-    /// Reads from `offset` into all of `to`; what lies beyond the end reads zero.
+    /// Reads from `offset` into all of `to`; bytes beyond the end read zero.
     ///
     /// # Errors
     ///
-    /// What the store says; nothing is kept of `to` then.
+    /// Errors of the store; the content of `to` is discarded then.
     fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()>;
 
-    /// Writes all of `from` at `offset`, growing the file where it must; a gap reads zero then.
+    /// Writes all of `from` at `offset` and extends the file if needed; a gap reads zero.
     ///
     /// # Errors
     ///
-    /// What the store says; the bytes stay dirty in memory then.
+    /// Errors of the store; the bytes stay dirty in memory then.
     fn write(&self, offset: u64, from: &[u8]) -> io::Result<()>;
 
-    /// Makes the file `size_bytes` long: what is cut off does not come back, what is added reads zero.
+    /// Sets the length of the file. Bytes that are cut off do not come back; bytes that are added read zero.
     ///
     /// # Errors
     ///
-    /// What the store says.
+    /// Errors of the store.
     fn set_size(&self, size_bytes: u64) -> io::Result<()>;
 
-    /// Returns when all that was done before is safe.
+    /// Makes all completed writes and size changes durable, then returns.
     ///
     /// # Errors
     ///
-    /// What the store says.
+    /// Errors of the store.
     fn sync(&self) -> io::Result<()>;
 
-    /// Whether it can be written to at all.
+    /// Returns whether the store accepts writes.
     fn is_writable(&self) -> bool {
         true
     }
 
     /// Starts transfers, in any order. Each is finished once, by any thread, perhaps before this returns: with the same
-    /// promises as [`Store::read`] and [`Store::write`], or with an error. One that is dropped unfinished ends as cancelled.
-    /// A store looks at [`Transfer::is_cancelled`] before it begins with one, and may while it goes on.
+    /// guarantees as [`Store::read`] and [`Store::write`], or with an error. A transfer that is dropped unfinished ends
+    /// as cancelled. A store checks [`Transfer::is_cancelled`] before it begins a transfer, and may check it while the
+    /// transfer runs.
     ///
-    /// A store that only blocks leaves this as it is: one after the other is done at once, by the caller.
+    /// The default is for stores with blocking calls only: the caller does the transfers one after the other.
     fn start(&self, batch: Vec<Transfer>) {
         batch.into_iter().for_each(|transfer| transfer.run(self));
     }
 
-    /// Whether [`Store::start`] returns before the transfers are done, and many go on beside each other: then what is written back
-    /// is started together.
+    /// Returns whether [`Store::start`] returns before the transfers are done and runs many concurrently. Writeback
+    /// then starts its transfers in batches.
     fn is_asynchronous(&self) -> bool {
         false
     }
 
-    /// Itself, if it is a file of the system: who has a [`Ring`] can do transfers with it there.
+    /// Returns the store as a file of the system, if it is one: a [`Ring`] can then do its transfers.
     fn as_file(&self) -> Option<&FileStore> {
         None
     }
 }
 
-/// Error numbers that are made here, not told by the system.
+/// Returns whether a store fills the whole buffer of a read or reports an error. True for [`FileStore`] only. Other
+/// types are not trusted, whatever their [`Store::as_file`] returns: a short read would expose stale memory.
+pub(crate) fn fills_all(store: &dyn Store) -> bool {
+    (store as &dyn Any).is::<FileStore>()
+}
+
+/// Error numbers that this crate creates itself.
 pub(crate) mod errno {
     use std::io;
 
@@ -126,7 +138,7 @@ pub(crate) mod errno {
         io::Error::from_raw_os_error(number)
     }
 
-    /// Whether it is the system's error of that number.
+    /// Returns whether `error` is the system's error of that number.
     pub fn is(error: &io::Error, number: i32) -> bool {
         error.raw_os_error() == Some(number)
     }

@@ -1,8 +1,8 @@
-//! A read or a write that is under way: its memory, whom to tell, how to give it up.
+//! In-flight reads and writes: their memory, completion and cancellation.
 //!
-//! Who makes a [`Transfer`] says what happens at its end; who got it ends it once ([`Transfer::finish`]), or drops it, which
-//! ends it as cancelled: nobody waits for ever. Many transfers share one [`Finish`] and one [`Cancel`], so that starting one
-//! allocates nothing.
+//! The maker of a [`Transfer`] names the completion callback. The store that gets the transfer ends it once
+//! ([`Transfer::finish`]), or drops it, which ends it as cancelled. So no caller waits forever. Many transfers share
+//! one [`Finish`] and one [`Cancel`], so that starting one allocates nothing.
 #![allow(unsafe_code)] // memory that its maker promises
 
 use super::buffer::Buffer;
@@ -15,7 +15,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-/// Which way bytes go.
+/// Direction of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From the store into memory.
@@ -24,13 +24,14 @@ pub enum Direction {
     Write,
 }
 
-/// Who hears how transfers ended.
+/// Completion callbacks of transfers.
 pub trait Finish: Send + Sync {
-    /// The transfer of that token is over: its memory is its maker's again. Called once for each, by any thread.
+    /// Reports the end of the transfer with that token; its maker owns the memory again. Called once for each transfer,
+    /// by any thread.
     fn finish(&self, token: u64, result: io::Result<()>);
 
-    /// The transfer takes longer than who does it allows, and is being cancelled. Its memory stays taken until
-    /// [`Finish::finish`] is called, which a device that hangs may put off for long.
+    /// Reports that the transfer exceeds its time limit and is being cancelled. Its memory stays in use until
+    /// [`Finish::finish`] is called; a device that hangs may delay that for long.
     fn late(&self, _token: u64) {}
 }
 
@@ -39,16 +40,16 @@ type Done = Box<dyn FnOnce(io::Result<()>) + Send>;
 enum End {
     Shared(Arc<dyn Finish>, u64),
     Once(Done),
-    /// It was told.
+    /// The end was reported.
     Told,
 }
 
-/// One transfer, whole or not at all from its maker's view: a failed read leaves anything in memory.
+/// One read or write. It succeeds as a whole or fails; after a failed read the content of its memory is undefined.
 ///
 /// # Invariants
 ///
-/// 1. Until the end is told, `len_bytes` from `addr` on can be read, and for [`Direction::Read`] written.
-/// 2. Meanwhile nobody else writes to them, and for [`Direction::Read`] nobody else reads them.
+/// 1. Until the end is reported, `len_bytes` from `addr` on can be read, and for [`Direction::Read`] written.
+/// 2. Meanwhile no other code writes to them, and for [`Direction::Read`] no other code reads them.
 pub struct Transfer {
     direction: Direction,
     offset: u64,
@@ -58,15 +59,15 @@ pub struct Transfer {
     end: End,
 }
 
-// SAFETY: whoever has it may use the memory, on any thread (invariants); the rest is Send.
+// SAFETY: the owner of the value may use the memory, on any thread (invariants); the rest is Send.
 unsafe impl Send for Transfer {}
 
 impl Transfer {
-    /// A transfer of memory that somebody keeps until `to` hears of its end under `token`.
+    /// Creates a transfer of memory that the caller keeps until `to` is called with `token`.
     ///
     /// # Safety
     ///
-    /// The caller keeps the type's invariants, of which [`Finish::finish`] tells the end.
+    /// The caller keeps the type's invariants until [`Finish::finish`] is called.
     pub unsafe fn new(
         direction: Direction,
         offset: u64,
@@ -78,12 +79,13 @@ impl Transfer {
         Self { direction, offset, addr, len_bytes, cancel: None, end: End::Shared(to, token) }
     }
 
-    /// Reads into memory that it owns, which `done` gets.
+    /// Reads into memory that the transfer owns and passes to `done`. If `done` panics on a thread of this crate, the
+    /// panic is caught and counted (`behind_panics`).
     pub fn read<B: Buffer + Send>(offset: u64, into: B, done: impl FnOnce(io::Result<()>, B) + Send + 'static) -> Self {
         Self::owning(Direction::Read, offset, into, done)
     }
 
-    /// Writes memory of its own, which `done` gets back.
+    /// Writes memory that the transfer owns and passes back to `done`.
     pub fn write<B: Buffer + Send>(
         offset: u64,
         from: B,
@@ -98,14 +100,14 @@ impl Transfer {
         memory: B,
         done: impl FnOnce(io::Result<()>, B) + Send + 'static,
     ) -> Self {
-        // The memory is in the closure, which goes, or is called, with the end, and does not move with it (its promise): both
-        // invariants.
+        // The closure owns the memory until the end is reported, and the bytes do not move with it (the trait's
+        // promise). That gives both invariants.
         let (addr, len_bytes) = (memory.addr(), memory.len_bytes());
         let end = End::Once(Box::new(move |result| done(result, memory)));
         Self { direction, offset, addr, len_bytes, cancel: None, end }
     }
 
-    /// Lets it be given up.
+    /// Makes the transfer cancellable by `cancel`.
     #[must_use]
     pub fn with_cancel(self, cancel: &Cancel) -> Self {
         let mut transfer = self;
@@ -125,34 +127,35 @@ impl Transfer {
         self.cancel.as_ref()
     }
 
-    /// Whether its maker has given it up.
+    /// Returns whether its maker has cancelled it.
     pub fn is_cancelled(&self) -> bool {
         self.cancel.as_ref().is_some_and(Cancel::is_cancelled)
     }
 
-    /// What is to be written, or what was read so far.
+    /// Returns the bytes to write, or those read so far.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: invariants 1 and 2.
         unsafe { std::slice::from_raw_parts(self.addr.as_ptr(), self.len_bytes) }
     }
 
-    /// Where to read into.
+    /// Returns the memory to read into.
     ///
     /// # Panics
     ///
-    /// If it is a write: its bytes are its maker's.
+    /// If the transfer is a write: its bytes must not change.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         assert_eq!(self.direction, Direction::Read, "the bytes of a write are not to be changed");
         // SAFETY: invariants 1 and 2.
         unsafe { std::slice::from_raw_parts_mut(self.addr.as_ptr(), self.len_bytes) }
     }
 
-    /// Tells its maker that it is over. An error names whether anything was done only if the store knows.
+    /// Ends the transfer and reports `result` to its maker. After an error, part of it may have been done.
     pub fn finish(mut self, result: io::Result<()>) {
         self.tell(result);
     }
 
-    /// Does it at once by the store's blocking calls, unless it was given up, and finishes it.
+    /// Does the transfer with the store's blocking calls and finishes it. A cancelled one ends with `ECANCELED`
+    /// instead.
     pub fn run(mut self, store: &(impl Store + ?Sized)) {
         let result = if self.is_cancelled() {
             Err(errno::error(ECANCELED))
@@ -166,7 +169,7 @@ impl Transfer {
         self.finish(result);
     }
 
-    /// Tells its maker that it takes longer than it may.
+    /// Reports to the maker that the transfer exceeds its time limit.
     pub fn tell_late(&self) {
         if let End::Shared(to, token) = &self.end {
             to.late(*token);
@@ -199,7 +202,7 @@ impl std::fmt::Debug for Transfer {
     }
 }
 
-// SAFETY: the end is told when it is dropped at the earliest; until then by invariants 1 and 2.
+// SAFETY: the end is not reported before the value is consumed or dropped; until then invariants 1 and 2 hold.
 unsafe impl buffer::Buffer for Transfer {
     fn addr(&self) -> NonNull<u8> {
         self.addr
@@ -214,9 +217,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Gives any number of transfers up. Clones are the same one.
+/// Cancels any number of transfers. Clones share one state.
 ///
-/// A transfer that is given up still ends once: as cancelled, or as it would have otherwise.
+/// A cancelled transfer still ends once: as cancelled, or with its normal result.
 #[derive(Clone, Default)]
 pub struct Cancel(Arc<Cancelling>);
 
@@ -231,7 +234,7 @@ impl Cancel {
         Self::default()
     }
 
-    /// Gives up what has not ended yet, for good. Returns at once.
+    /// Cancels all transfers that have not ended, permanently. Returns at once.
     pub fn cancel(&self) {
         self.0.is_cancelled.store(true, SeqCst);
         let wakers = std::mem::take(&mut *lock(&self.0.wakers));
@@ -242,8 +245,9 @@ impl Cancel {
         self.0.is_cancelled.load(SeqCst)
     }
 
-    /// For stores that sleep meanwhile: who waits is woken once this is cancelled, or at once if it is. The waker is kept for as long as
-    /// this is, which may be that of a file: one for each transfer would be too many.
+    /// Registers `waker`, for stores that sleep during a transfer. Wakes it on cancellation, or at once if already
+    /// cancelled. The waker is kept as long as this cancel, perhaps as long as a file exists, so callers should not
+    /// create one per transfer.
     pub fn wake_when_cancelled(&self, waker: &Waker) {
         let mut wakers = lock(&self.0.wakers);
         if !wakers.iter().any(|known| known.will_wake(waker)) {
@@ -267,25 +271,25 @@ impl std::fmt::Debug for Cancel {
     }
 }
 
-/// Waits for a number of transfers, whose tokens count from 0.
+/// Waits for a number of transfers, with tokens from 0.
 pub struct Gather {
     results: Mutex<Vec<Option<io::Result<()>>>>,
     is_told: Condvar,
 }
 
 impl Gather {
-    /// For `count` transfers.
+    /// Creates one for `count` transfers.
     pub fn new(count: usize) -> Arc<Self> {
         let results = (0..count).map(|_| None).collect();
         Arc::new(Self { results: Mutex::new(results), is_told: Condvar::new() })
     }
 
-    /// How many have not ended yet.
+    /// Returns the number of transfers that have not ended.
     pub fn missing(&self) -> usize {
         lock(&self.results).iter().filter(|result| result.is_none()).count()
     }
 
-    /// Waits until all have ended, and takes their results; `None` if that takes longer.
+    /// Waits until all transfers have ended, and takes their results; `None` on timeout.
     pub fn wait(&self, timeout: Duration) -> Option<Vec<io::Result<()>>> {
         let end = Instant::now() + timeout;
         let mut results = lock(&self.results);
@@ -312,7 +316,7 @@ mod tests {
     use crate::store::{Aligned, MemoryStore};
     use std::sync::mpsc;
 
-    /// One read, one write, one that is dropped: each tells its end once, and gives its memory back.
+    /// One read, one write, one dropped, one cancelled: each reports its end once, and returns its memory.
     #[test]
     fn every_transfer_tells_its_end_once() {
         let store = MemoryStore::new(vec![5; 100], 1);
@@ -335,7 +339,7 @@ mod tests {
         assert_eq!(ended, [(Ok(()), 5), (Ok(()), 9), (Err(Some(ECANCELED)), 0), (Err(Some(ECANCELED)), 0)]);
     }
 
-    /// Whoever waits for a cancel is woken by it, also if it came before.
+    /// A cancel wakes its wakers, also those registered after it.
     #[test]
     fn cancels_wake_once() {
         use std::sync::atomic::AtomicUsize;
@@ -356,7 +360,7 @@ mod tests {
         assert_eq!(count.0.load(SeqCst), 2);
     }
 
-    /// Results are told by token, whatever the order; a wait for what does not come ends.
+    /// Results are stored by token, in any order. A wait for a missing transfer times out.
     #[test]
     fn gathering_waits_for_all() {
         let gather = Gather::new(2);

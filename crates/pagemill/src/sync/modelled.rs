@@ -1,9 +1,10 @@
-//! What stands for atomics, waiting and the clock under `--cfg shuttle`: each use is a point at which another thread may go
-//! on, as shuttle decides.
+//! Replacements for atomics, waiting and the clock under `--cfg shuttle`. Each access is a point at which shuttle may
+//! switch to another thread.
 //!
-//! Shuttle's own atomics cannot lie in memory mapped by hand; these are the real ones with a point before each access, so
-//! zero bits are a value and layouts stay. Its threads are coroutines of one thread: whoever waits lets others go on, and
-//! never sleeps. Outside of a test that shuttle runs all is as it is elsewhere.
+//! Shuttle's own atomics cannot lie in memory that is mapped manually. These are the standard atomics with a switch
+//! point before each access, so zero bits are a valid value and layouts stay the same. Shuttle's threads are coroutines
+//! of one thread: a wait switches to another coroutine and never sleeps. Outside a shuttle test everything behaves as
+//! usual.
 
 use pagemill_sys::{clock, thread};
 use shuttle::current::try_get_current_task;
@@ -12,28 +13,28 @@ use std::cell::Cell;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// Ticks of an epoch are so long; the clock goes on by one or by none.
+/// Length of an epoch tick; the clock advances by one tick or by none.
 const TICK_NS: u64 = 1 << 22;
 
 fn is_modelled() -> bool {
     try_get_current_task().is_some()
 }
 
-/// Here another thread may go on.
+/// A point at which another thread may run.
 pub(crate) fn point() {
     if is_modelled() {
-        // A plain switch: unlike `yield_now` it says nothing about who should go on.
+        // A plain switch: unlike `yield_now` it gives the scheduler no hint.
         shuttle::thread::sleep(Duration::ZERO);
     }
 }
 
-/// Lets others go on until what is waited for may have come.
+/// Lets other threads run until the awaited change may have happened.
 pub(crate) fn pause() {
     if !is_modelled() {
         return thread::pause();
     }
     if std::thread::panicking() {
-        // The others do not go on any more; what failed has been printed.
+        // The other threads no longer run; the failure has been printed.
         std::process::abort();
     }
     shuttle::thread::yield_now();
@@ -45,7 +46,7 @@ thread_local! {
     static NOW_NS: Cell<u64> = const { Cell::new(0) };
 }
 
-/// The model's time: the next tick may have begun since the last look, or not.
+/// The model's time: since the last read the next tick may have begun, or not.
 pub(crate) fn coarse_ns() -> u64 {
     if !is_modelled() {
         return clock::coarse_ns();
@@ -56,12 +57,12 @@ pub(crate) fn coarse_ns() -> u64 {
     NOW_NS.get()
 }
 
-/// Lets time go by.
+/// Advances the clock.
 pub(crate) fn skip_ticks(ticks: u64) {
     NOW_NS.set(NOW_NS.get() + ticks * TICK_NS);
 }
 
-/// Sets the clock as each run of a model finds it.
+/// Resets the clock to the start value of each run of a model.
 #[cfg(test)]
 pub(crate) fn reset_clock() {
     NOW_NS.set(TICK_NS);
@@ -73,7 +74,7 @@ macro_rules! atomic {
         #[derive(Debug, Default)]
         pub(crate) struct $name(std::sync::atomic::$name);
 
-        #[allow(dead_code)] // of each what its users need
+        #[allow(dead_code)] // each type has what its users need
         impl $name {
             pub const fn new(value: $integer) -> Self {
                 Self(std::sync::atomic::$name::new(value))

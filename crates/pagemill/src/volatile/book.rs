@@ -1,4 +1,4 @@
-//! The marks on a program's own memory: what is kept of each, and sums over all. Used under a lock.
+//! The marks on the program's own memory, and sums over them. Used under a lock.
 
 use super::intervals::Intervals;
 use super::purge::STEP_BYTES;
@@ -7,26 +7,26 @@ use crate::error::Result;
 use crate::units::BLOCK_BYTES;
 use std::ops::Range;
 
-/// What a partial range loses at a time: a huge page, or a part of one where it is smaller.
+/// Bytes that a partial range loses at a time: a huge page, or a part of one if the range is smaller.
 const CHUNK_BYTES: usize = BLOCK_BYTES;
 const SMALL_CHUNK_BYTES: usize = BLOCK_BYTES / 32;
 
-/// What is known of a marked interval.
+/// The state of a marked interval.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Mark {
     pub epoch: u32,
     pub how: How,
-    /// Some of it was purged, or of what it took the place of.
+    /// Some of it was purged, or of a mark that it replaced.
     pub is_purged: bool,
-    /// All of it was.
+    /// All of it was purged.
     pub is_empty: bool,
-    /// A purge is at it, or somebody who takes its guards away.
+    /// A purge, or a thread that removes its guards, works on it.
     pub is_purging: bool,
     /// Purged pages are guarded.
     pub is_strict: bool,
-    /// Some of its pages are.
+    /// Some of its pages are guarded.
     pub is_guarded: bool,
-    /// Of which process it is: what a fork child inherited frees nothing there.
+    /// The process generation that made it: in a fork child an inherited mark frees nothing.
     pub generation: u16,
 }
 
@@ -35,32 +35,32 @@ impl Mark {
         !self.is_empty && !self.is_purging && self.generation == generation
     }
 
-    /// The part of an interval that goes next.
+    /// The part of an interval that is purged next.
     pub fn next_piece(&self, range: &Range<usize>) -> Range<usize> {
         let step = match self.how {
             How::Full => STEP_BYTES,
             How::Partial if range.len() > CHUNK_BYTES => CHUNK_BYTES,
             How::Partial => SMALL_CHUNK_BYTES,
         };
-        // Pieces end where huge pages do.
+        // Pieces end where huge pages end.
         let start = (range.end - 1) & !(step - 1);
         start.max(range.start)..range.end
     }
 }
 
-/// What the lock guards.
+/// The data that the lock guards.
 pub(super) struct Book {
     pub marks: Intervals<Mark>,
-    /// Pieces that a purge is at: mostly none, and then nobody need look whether his is one.
+    /// Number of claimed pieces: mostly 0, and then no search for a busy piece is needed.
     pub claimed: usize,
-    /// Some strict mark was purged so far.
+    /// A strict mark was purged at some time.
     may_have_guards: bool,
-    /// Those who wait for that. Nothing more is claimed until they have come.
+    /// Number of threads that wait for a claimed piece. Nothing more is claimed until they have proceeded.
     pub waiting: usize,
     pub sums: Sums,
-    /// Where the arena lies: all other memory is foreign.
+    /// Addresses of the arena: all other memory is foreign.
     own: Range<usize>,
-    /// Of this process: see [`Mark::generation`].
+    /// The generation of this process: see [`Mark::generation`].
     pub generation: u16,
 }
 
@@ -68,12 +68,12 @@ pub(super) struct Book {
 #[derive(Clone, Copy, Default)]
 pub(super) struct Sums {
     pub all: u64,
-    /// Of them, outside of the arena.
+    /// The part outside the arena.
     pub foreign: u64,
 }
 
 impl Sums {
-    /// What an interval adds, for a process of this generation whose arena lies there.
+    /// The contribution of an interval, for a process of this generation with the arena at `own`.
     fn of(own: &Range<usize>, generation: u16, range: &Range<usize>, mark: &Mark) -> Self {
         let counts = !mark.is_empty && mark.generation == generation;
         let all = if counts { range.len() as u64 } else { 0 };
@@ -113,7 +113,7 @@ impl Book {
         Ok(bytes)
     }
 
-    /// Whether a purge is at any of the range, or somebody who takes guards away.
+    /// Whether a purge, or a thread that removes guards, works on any of the range.
     pub fn is_busy(&mut self, range: &Range<usize>) -> bool {
         let mut is_busy = false;
         if self.claimed > 0 {
@@ -122,11 +122,11 @@ impl Book {
         is_busy
     }
 
-    /// Claims the first part of the range that has guards, in a mark of its own; returns it with its mark as it was.
+    /// Claims the first guarded part of the range as a separate mark; returns it with its previous mark.
     ///
     /// # Errors
     ///
-    /// Nothing is claimed without memory to split the mark.
+    /// Without memory to split the mark nothing is claimed.
     pub fn claim_guarded(&mut self, range: &Range<usize>) -> Result<Option<(Range<usize>, Mark)>> {
         if !self.may_have_guards {
             return Ok(None);
@@ -139,14 +139,14 @@ impl Book {
         Ok(Some((part, mark)))
     }
 
-    /// Marks a part of an interval as one that a purge is at, or whoever takes its guards away.
+    /// Marks a part of an interval as claimed, for a purge or for removing its guards.
     ///
     /// # Errors
     ///
     /// As [`Book::claim_guarded`].
     pub fn claim(&mut self, whole: &Range<usize>, part: &Range<usize>, mark: Mark) -> Result<()> {
         let claimed = Mark { is_purging: true, ..mark };
-        // Room for this, and for what is to be done afterwards.
+        // Memory for this split and for the changes afterwards.
         self.marks.prepare(6)?;
         if part == whole {
             self.change(part, claimed);
@@ -177,7 +177,7 @@ impl Book {
         });
     }
 
-    /// Makes two intervals that touch one, if there is room to do it.
+    /// Joins two adjacent intervals into one, if there is memory to do it.
     pub fn join(&mut self, whole: Range<usize>, mark: Mark) {
         if self.marks.prepare(1).is_ok() {
             let is_done = self.cut(whole.clone(), |_, _| ()).and_then(|_| self.insert(whole, mark));

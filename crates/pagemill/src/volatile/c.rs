@@ -1,4 +1,4 @@
-//! `pagemill_vrange`, as include/pagemill.h has it: for the library and for the preload.
+//! `pagemill_vrange`, as declared in include/pagemill.h: for the library and for the preload.
 #![allow(unsafe_code)] // a C program's pointers
 
 use super::vrange::{How, Mode, Vranges};
@@ -24,11 +24,11 @@ fn parse(mode: c_int, behaviour: c_int) -> Option<(Mode, How)> {
     Some((mode, how))
 }
 
-/// Does one call: bytes, or -1 and `errno`. `vranges` is asked for when the arguments are right.
+/// Executes one call. Returns bytes, or -1 with `errno` set. `vranges` is called only if the arguments are valid.
 ///
 /// # Safety
 ///
-/// That of [`Vranges::vrange`]. `purged` may be anything.
+/// As [`Vranges::vrange`]. `purged` may be any address.
 pub unsafe fn vrange(
     vranges: impl FnOnce() -> Result<&'static Vranges>,
     addr: *mut c_void,
@@ -41,10 +41,10 @@ pub unsafe fn vrange(
         -1
     };
     let Some((mode, how)) = parse(mode, behaviour) else { return fail(EINVAL) };
-    // Before anything changes.
+    // Write the result before anything changes.
     let tell = |is_purged: bool| {
         if !purged.is_null() {
-            // SAFETY: the kernel has written there. It may lie at any address.
+            // SAFETY: the kernel has just written there. The address may be unaligned.
             unsafe { purged.write_unaligned(c_int::from(is_purged)) };
         }
     };
@@ -53,7 +53,7 @@ pub unsafe fn vrange(
     }
     tell(false);
     let marked = vranges().and_then(|vranges| {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { vranges.vrange(addr as usize, len, mode, how) }
     });
     match marked {

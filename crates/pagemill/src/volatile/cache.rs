@@ -1,7 +1,8 @@
-//! A map whose values may be forgotten.
+//! A map whose values may be purged.
 //!
-//! Values lie in volatile ranges: when memory is short the least recently used are purged, and the map finds that out when
-//! it is asked for them. Whoever asks first makes the value anew; others who ask meanwhile wait for that one (so what makes a value must not ask for the same).
+//! Values lie in volatile ranges. Under memory pressure the least recently used are purged; the map notices that at the
+//! next lookup. The first thread that misses a value makes it; other threads that look it up meanwhile wait for it. So
+//! the function that makes a value must not look up the same key.
 //!
 //! Above `range`; uses the global allocator for keys and the table.
 
@@ -14,21 +15,21 @@ use std::hash::{BuildHasher, Hash, RandomState};
 use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
 
-/// Parts of the table with a lock each.
+/// Number of shards of the table, each with a lock.
 const PARTS: usize = 64;
 
-/// After so many new keys, and half as many as there are, the purged ones are dropped.
+/// Purged keys are dropped after this many new keys, plus half as many as there are keys.
 const SWEEP_AFTER: usize = 16;
 
-/// What a cache can hold: something that is a run of bytes, and can be made of it again.
+/// A value that a cache can hold: converts to bytes and back.
 pub trait Blob: Sized {
-    /// Bytes that [`Blob::store`] fills.
+    /// Number of bytes that [`Blob::store`] writes.
     fn len_bytes(&self) -> usize;
 
-    /// Writes all of `bytes`, which is as long as [`Blob::len_bytes`] says.
+    /// Fills `bytes`, whose length is [`Blob::len_bytes`].
     fn store(&self, bytes: &mut [u8]);
 
-    /// Reads what [`Blob::store`] wrote.
+    /// Rebuilds the value from the bytes that [`Blob::store`] wrote.
     fn load(bytes: &[u8]) -> Self;
 }
 
@@ -76,30 +77,30 @@ impl<const LEN: usize> Blob for [u8; LEN] {
     }
 }
 
-/// What is known of a value.
+/// The state of a value.
 #[derive(Default)]
 enum Value {
-    /// Not made yet, or its making failed.
+    /// Not made yet, or making it failed.
     #[default]
     Absent,
-    /// Of no bytes: nothing to purge.
+    /// A value of no bytes: nothing to purge.
     Empty,
     Stored(Range),
 }
 
-/// A value's place. Its lock is held for writing while the value is made.
+/// The cell of one value. Its lock is held for writing while the value is made.
 type Cell = Arc<RwLock<Value>>;
 
-/// A part of the table.
+/// A shard of the table.
 struct Part<K> {
     cells: HashMap<K, Cell>,
-    /// New keys until purged ones are looked for.
+    /// New keys until the next search for purged values.
     until_sweep: usize,
 }
 
-/// A map from keys to values that memory pressure may take away.
+/// A map from keys to values that memory pressure may purge.
 ///
-/// Cost of a hit: a lock of one of 64 parts, a pin, and a copy of the value ([`VolatileCache::get`]) or none
+/// Cost of a hit: the lock of one of 64 shards, a pin, and a copy of the value ([`VolatileCache::get`]) or none
 /// ([`VolatileCache::read`]).
 pub struct VolatileCache<K, V> {
     ranges: &'static Ranges,
@@ -109,7 +110,7 @@ pub struct VolatileCache<K, V> {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Whoever panicked held it for a look at the table, which is whole.
+    // A thread that panicked held it for a table lookup only, so the table is consistent.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -130,7 +131,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         self.part(key).cells.get(key).cloned()
     }
 
-    /// The value, if it is there. It counts as used now.
+    /// Returns a copy of the value if it is present, and counts it as used now.
     pub fn get<Q: Hash + Eq + ?Sized>(&self, key: &Q) -> Option<V>
     where
         K: Borrow<Q>,
@@ -138,8 +139,8 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         self.read(key, V::load)
     }
 
-    /// Lets `read` look at the value's bytes, if they are there; none goes meanwhile. It counts as used now. `read` must not
-    /// change the value of the same key.
+    /// Calls `read` with the value's bytes if they are present, and counts the value as used now. The bytes are pinned
+    /// during the call. `read` must not change the value of the same key.
     pub fn read<Q: Hash + Eq + ?Sized, T>(&self, key: &Q, read: impl FnOnce(&[u8]) -> T) -> Option<T>
     where
         K: Borrow<Q>,
@@ -147,11 +148,11 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         look(&self.cell(key)?, read)
     }
 
-    /// Puts a value in, in place of the one there may be. A `remove` at the same time may take it along.
+    /// Inserts a value, replacing an existing one. A concurrent `remove` may remove it, too.
     ///
     /// # Errors
     ///
-    /// As [`Ranges::allocate`]; the key has no value then.
+    /// As [`Ranges::allocate`]; the key then has no value.
     pub fn insert(&self, key: K, value: &V) -> Result<()> {
         let cell = self.cell_of(key);
         let mut place = cell.write().unwrap_or_else(PoisonError::into_inner);
@@ -160,12 +161,12 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         Ok(())
     }
 
-    /// The value, made by `make` if it is not there. Of several that ask for it at the same time one makes it.
+    /// Returns the value, making it with `make` if it is absent. Of several concurrent callers one makes it.
     ///
     /// # Errors
     ///
-    /// What `make` says; nothing is kept then, and the next who asks makes it. A value for which there is no memory is
-    /// returned and not kept.
+    /// The error of `make`. Nothing is stored then, and the next caller tries again. A value for which there is no
+    /// memory is returned but not stored.
     pub fn get_or_try_insert<E>(
         &self,
         key: K,
@@ -176,7 +177,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
             return Ok(value);
         }
         let mut place = cell.write().unwrap_or_else(PoisonError::into_inner);
-        // Another may have made it while this one waited.
+        // Another thread may have made it while this one waited.
         if let Some(value) = place.look(V::load) {
             return Ok(value);
         }
@@ -186,16 +187,17 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         Ok(value)
     }
 
-    /// Forgets a value. Says whether there was one.
+    /// Removes a value. Returns whether there was one.
     pub fn remove<Q: Hash + Eq + ?Sized>(&self, key: &Q) -> bool
     where
         K: Borrow<Q>,
     {
-        let cell = self.part(key).cells.remove(key);
-        cell.is_some_and(|cell| look(&cell, |_| ()).is_some())
+        // The key goes when the part is unlocked: its destructor may use the cache.
+        let removed = self.part(key).cells.remove_entry(key);
+        removed.is_some_and(|(_key, cell)| look(&cell, |_| ()).is_some())
     }
 
-    /// Keys that are known; the values of some may have been purged. Walks the parts.
+    /// Number of known keys; some of their values may have been purged. Walks the shards.
     pub fn len(&self) -> usize {
         self.parts.iter().map(|part| lock(part).cells.len()).sum()
     }
@@ -205,11 +207,13 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     }
 
     fn cell_of(&self, key: K) -> Cell {
+        // Declared before the part is locked, so that it goes after that is unlocked, also where a key's `Eq` panics.
+        let _purged;
         let mut part = self.part(&key);
         if let Some(cell) = part.cells.get(&key) {
             return cell.clone();
         }
-        part.sweep_if_due();
+        _purged = part.take_purged_if_due();
         part.cells.entry(key).or_default().clone()
     }
 
@@ -234,7 +238,7 @@ impl Value {
         };
         let pin = range.pin().ok()?;
         let whole = pin.whole()?;
-        // Used now, so others go before it.
+        // Counts as used now, so that others are purged first.
         let _ = range.refresh();
         Some(read(whole))
     }
@@ -253,19 +257,22 @@ fn look<T>(cell: &Cell, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
 }
 
 impl<K: Hash + Eq> Part<K> {
-    /// Drops keys whose values were purged, now and then.
-    fn sweep_if_due(&mut self) {
+    /// Takes out keys whose values were purged, now and then. They are dropped where the part is not locked: their destructors
+    /// may use the cache, or panic.
+    fn take_purged_if_due(&mut self) -> Vec<(K, Cell)> {
         self.until_sweep -= 1;
+        let mut purged = Vec::new();
         if self.until_sweep == 0 {
-            // Nobody else has such a cell, and nobody can get it while the part is locked.
+            // No other thread has such a cell, and none can get it while the shard is locked.
             let is_purged = |cell: &Cell| match cell.try_read() {
                 Ok(value) => value.is_purged(),
                 Err(TryLockError::Poisoned(value)) => value.into_inner().is_purged(),
                 Err(TryLockError::WouldBlock) => false,
             };
             let is_dead = |cell: &Cell| Arc::strong_count(cell) == 1 && is_purged(cell);
-            self.cells.retain(|_, cell| !is_dead(cell));
+            purged.extend(self.cells.extract_if(|_, cell| is_dead(cell)));
             self.until_sweep = SWEEP_AFTER + self.cells.len() / 2;
         }
+        purged
     }
 }

@@ -1,11 +1,12 @@
-//! Guards on purged pages of strict ranges: which pages have one, and whose a fault is.
+//! Guards on purged pages of strict ranges: which pages have one, and how a fault on them is resolved.
 //!
-//! A purge takes access to a part away, gives its pages back, puts guards in their place, and gives access again. So nobody
-//! ever sees zeros where his bytes were: a touch waits for the moment that this takes, and then is a `SIGBUS`.
+//! A purge removes access to a part, gives its pages back, installs guards in their place, and restores access. So the
+//! program never reads zeros where its bytes were: a touch waits for the short time that this takes, and then raises
+//! `SIGBUS`.
 //!
-//! A bit for each page is set from before its bytes go until after its guard has gone. The fault handler reads it without a
-//! lock, allocates nothing, and asks the kernel only where somebody else was faster than the fault. The table belongs to the
-//! process as addresses do, not to one Pagemill.
+//! A bit per page is set from before its bytes are purged until after its guard is removed. The fault handler reads it
+//! without a lock, allocates nothing, and calls the kernel only if the guard was removed after the fault. The table
+//! belongs to the process, as addresses do, not to one Pagemill.
 #![allow(unsafe_code)] // closes and opens the program's memory, reads its table
 
 use crate::error::Error;
@@ -22,23 +23,24 @@ use std::sync::atomic::{
     Ordering::SeqCst,
 };
 
-/// A leaf of the table is for so many bytes of addresses.
+/// Bytes of address space that a leaf of the table covers.
 const LEAF_SPAN: usize = 1 << 32;
-/// Programs have addresses below this, unless they ask for higher ones.
+/// Programs have addresses below this unless they request higher ones.
 const END: usize = 1 << 48;
 const LEAVES: usize = END / LEAF_SPAN;
 
-/// The kernel may be short of memory for a page table while others give theirs back: so many times a moment is waited.
+/// The kernel may lack memory for a page table while others give theirs back. Maximum number of retries, each after a
+/// pause.
 const TRIES: usize = 10_000;
 
 static TABLE: [AtomicPtr<AtomicU64>; LEAVES] = [const { AtomicPtr::new(std::ptr::null_mut()) }; LEAVES];
-/// Parts that are closed for a moment.
+/// Number of parts that are closed at the moment.
 static UNDER_WAY: AtomicU32 = AtomicU32::new(0);
 
-/// The table was a parent's: what it says is not enough to give memory up.
+/// The table was inherited from the parent: its contents do not justify discarding memory.
 static HAS_INHERITED: AtomicBool = AtomicBool::new(false);
 
-/// What the kernel was found to offer.
+/// Whether the kernel supports guards, once known.
 static SUPPORT: AtomicU32 = AtomicU32::new(UNKNOWN);
 const UNKNOWN: u32 = 0;
 const SUPPORTED: u32 = 1;
@@ -48,20 +50,20 @@ fn leaf_bytes() -> usize {
     LEAF_SPAN / os_page_bytes() / 8
 }
 
-/// The words for the pages of the leaf that `addr` lies in, if there are any.
+/// The table words of the leaf that contains `addr`, if it exists.
 fn leaf(addr: usize) -> Option<&'static [AtomicU64]> {
     let words = TABLE.get(addr / LEAF_SPAN)?.load(Acquire);
     // SAFETY: not null means a mapping of `leaf_bytes`, made by `prepare`, zeroed, and never unmapped.
     (!words.is_null()).then(|| unsafe { std::slice::from_raw_parts(words, leaf_bytes() / 8) })
 }
 
-/// The word that has the bit of a page, and the number of that bit.
+/// The word that contains the bit of a page, and the bit's number.
 fn place(addr: usize) -> Option<(&'static AtomicU64, u32)> {
     let page = addr % LEAF_SPAN / os_page_bytes();
     Some((&leaf(addr)?[page / 64], page as u32 % 64))
 }
 
-/// Calls with each word of the pages in `range`, and the bits there that are theirs.
+/// Calls `act` with each word of the pages in `range` and the bits of those pages.
 fn each_word(range: &Range<usize>, mut act: impl FnMut(&AtomicU64, u64)) {
     let page = os_page_bytes();
     let mut at = range.start;
@@ -91,7 +93,7 @@ fn is_set(addr: usize) -> bool {
     place(addr).is_some_and(|(word, bit)| word.load(Acquire) & 1 << bit != 0)
 }
 
-/// The first run of pages in `range` whose bits are all as wanted.
+/// The first run of pages in `range` whose bits all equal `wanted`.
 fn next_run(range: &Range<usize>, wanted: bool) -> Option<Range<usize>> {
     let first = next_page(range, wanted)?;
     Some(first..next_page(&(first..range.end), !wanted).unwrap_or(range.end))
@@ -112,12 +114,12 @@ fn next_page(range: &Range<usize>, wanted: bool) -> Option<usize> {
     None
 }
 
-/// Makes a range ready to be guarded: the kernel has guards, the table has room, faults are judged.
+/// Prepares a range for guards: checks kernel support, allocates the table, installs the fault handler.
 ///
 /// # Errors
 ///
-/// Nothing has changed then. [`Error::Unsupported`] before Linux 6.13; [`Error::BadRange`] for addresses beyond 2^48;
-/// [`Error::System`] without memory for the table.
+/// On an error nothing has changed. [`Error::Unsupported`] before Linux 6.13; [`Error::BadRange`] for addresses beyond
+/// 2^48; [`Error::System`] without memory for the table.
 pub(super) fn prepare(range: &Range<usize>) -> crate::error::Result<()> {
     check_support()?;
     if range.end > END {
@@ -127,28 +129,29 @@ pub(super) fn prepare(range: &Range<usize>) -> crate::error::Result<()> {
         if !slot.load(Acquire).is_null() {
             continue;
         }
-        let words = mem::map_sparse(leaf_bytes(), os_page_bytes()).map_err(Error::system("noting guarded pages"))?;
+        let words =
+            mem::map_sparse(leaf_bytes(), os_page_bytes()).map_err(Error::system("mapping the table of guards"))?;
         if slot.compare_exchange(std::ptr::null_mut(), words as *mut AtomicU64, AcqRel, Relaxed).is_err() {
-            // SAFETY: mapped above, and nobody else has seen it.
+            // SAFETY: mapped above, and no other thread has seen it.
             unsafe { mem::unreserve(words, leaf_bytes()) };
         }
     }
-    fault::install(judge).map_err(Error::system("hearing of faults"))
+    fault::install(judge).map_err(Error::system("installing the fault handler"))
 }
 
 fn check_support() -> crate::error::Result<()> {
     if SUPPORT.load(Relaxed) == UNKNOWN {
         let page = os_page_bytes();
-        let scratch = mem::map_sparse(page, page).map_err(Error::system("trying guard pages"))?;
-        // SAFETY: mapped above, and nobody else has seen it.
+        let scratch = mem::map_sparse(page, page).map_err(Error::system("testing guard pages"))?;
+        // SAFETY: mapped above, and no other thread has seen it.
         let result = unsafe { mem::install_guards(scratch, page) };
         let is_guarded = result.is_ok() && !fault::is_readable(scratch);
         // SAFETY: as above.
         unsafe { mem::unreserve(scratch, page) };
         match result {
-            // Passing.
+            // A temporary failure.
             Err(error) if error.kind() == io::ErrorKind::OutOfMemory => {
-                return Err(Error::System { doing: "trying guard pages", cause: error });
+                return Err(Error::System { doing: "testing guard pages", cause: error });
             }
             _ => SUPPORT.store(if is_guarded { SUPPORTED } else { MISSING }, Relaxed),
         }
@@ -159,7 +162,8 @@ fn check_support() -> crate::error::Result<()> {
     }
 }
 
-/// Lives while a part is closed. No handler of the program runs on this thread meanwhile: it would wait for itself.
+/// Held while a part is closed. Blocks the program's signal handlers on this thread: a handler that touches the part
+/// would wait for itself.
 struct Passage {
     _quiet: Quiet,
 }
@@ -178,30 +182,32 @@ impl Drop for Passage {
     }
 }
 
-/// The kernel, or whoever discards, refused a part; what had gone before that of the same part, if any did.
+/// The kernel, or `discard`, refused a part. `freed`: what had been freed of the same part before, if anything.
 pub(super) struct Refused {
     pub freed: Option<u64>,
 }
 
-/// Purges a part by `discard` and guards its pages. What is guarded there already stays so. Returns what the kernel took.
+/// Purges a part with `discard` and guards its pages. Pages that are guarded already stay guarded. Returns the bytes
+/// that the kernel took.
 ///
-/// Where no guard can be had any more (the program locks the memory just now) purged pages stay closed, which is the same
-/// for whoever touches them.
+/// If no guard can be installed (for example because the program just locked the memory), the purged pages stay closed.
+/// A touch then behaves the same.
 ///
 /// # Errors
 ///
-/// [`Refused`]: what is left is as it was.
+/// [`Refused`]: the rest is unchanged.
 ///
 /// # Safety
 ///
-/// The part is claimed: private, readable and writable memory inside one mapping, which the program can do without.
+/// The part is claimed: private, readable and writable memory inside one mapping, whose contents the program can
+/// recreate.
 pub(super) unsafe fn replace(
     part: Range<usize>,
     mut discard: impl FnMut(Range<usize>) -> Option<u64>,
 ) -> Result<u64, Refused> {
     let (mut freed, mut rest) = (None, part);
     while let Some(run) = next_run(&rest, false) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         match unsafe { replace_run(&run, &mut discard) } {
             Some(bytes) => freed = Some(freed.unwrap_or(0) + bytes),
             None => return Err(Refused { freed }),
@@ -215,11 +221,11 @@ pub(super) unsafe fn replace(
 ///
 /// As [`replace`]; none of the run has a guard.
 unsafe fn replace_run(run: &Range<usize>, discard: impl FnOnce(Range<usize>) -> Option<u64>) -> Option<u64> {
-    // Locked memory would be found out only when it is closed.
+    // Fail early for locked memory, which would be noticed only after closing.
     mem::cool(run.start, run.len()).ok()?;
     let _passage = Passage::begin();
     set(run);
-    // SAFETY: whoever touches it meanwhile faults, and waits (`judge`).
+    // SAFETY: a thread that touches it meanwhile faults and waits (`judge`).
     if unsafe { mem::close(run.start, run.len()) }.is_err() {
         clear(run);
         return None;
@@ -233,15 +239,15 @@ unsafe fn replace_run(run: &Range<usize>, discard: impl FnOnce(Range<usize>) -> 
         clear(run);
         return None;
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     if insist(|| unsafe { mem::install_guards(run.start, run.len()) }).is_ok() {
-        // Or it stays closed, until it is nonvolatile.
+        // Without a guard it stays closed until it is unmarked.
         let _ = insist(open);
     }
     Some(freed)
 }
 
-/// Tries again while the kernel is short of memory.
+/// Retries while the kernel is short of memory.
 fn insist(act: impl Fn() -> io::Result<()>) -> io::Result<()> {
     let mut result = act();
     for _ in 0..TRIES {
@@ -254,15 +260,15 @@ fn insist(act: impl Fn() -> io::Result<()>) -> io::Result<()> {
     result
 }
 
-/// Takes the guards in a range away: its pages read zero, and huge ones may come in again.
+/// Removes the guards in a range: its pages read zero, and huge pages become possible again.
 ///
 /// # Errors
 ///
-/// [`Error::System`] where closed memory cannot be opened again; what was not come to is guarded still.
+/// [`Error::System`] if closed memory cannot be opened again; the parts not reached are still guarded.
 ///
 /// # Safety
 ///
-/// Nothing purges there meanwhile.
+/// No purge works on the range meanwhile.
 pub(super) unsafe fn remove(range: &Range<usize>) -> crate::error::Result<()> {
     let (maps, mut rest) = (Maps::open().ok(), range.clone());
     while let Some(run) = next_run(&rest, true) {
@@ -279,14 +285,14 @@ pub(super) unsafe fn remove(range: &Range<usize>) -> crate::error::Result<()> {
     Ok(())
 }
 
-/// What may be done with private memory.
+/// What the mapping allows, for private memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Mapped {
     /// Reading and writing.
     Open,
-    /// Nothing: it stayed closed, or was when this process was forked.
+    /// No access: it stayed closed, or was closed when this process was forked.
     Closed,
-    /// The program's own wish, or it is other memory by now.
+    /// Access that the program chose, or a different kind of memory by now.
     Otherwise,
 }
 
@@ -306,11 +312,11 @@ fn remove_from(part: &Range<usize>, mapped: Mapped) -> io::Result<()> {
     let blocks = part.start.next_multiple_of(BLOCK_BYTES)..part.end & !(BLOCK_BYTES - 1);
     let may_discard = !HAS_INHERITED.load(Relaxed) && !blocks.is_empty();
     let _passage = Passage::begin();
-    // A huge page comes only where there is no page table. That goes with the next discard; closed, so that nobody
-    // has written there by then.
+    // A huge page is possible only without a page table, which the next discard removes. The part is closed, so that no
+    // thread writes there before the discard.
     let closed = match mapped {
         Mapped::Closed => part.clone(),
-        // SAFETY: whoever touches it meanwhile faults, and waits (`judge`).
+        // SAFETY: a thread that touches it meanwhile faults and waits (`judge`).
         Mapped::Open if may_discard && unsafe { mem::close(blocks.start, blocks.len()) }.is_ok() => blocks.clone(),
         _ => 0..0,
     };
@@ -318,7 +324,7 @@ fn remove_from(part: &Range<usize>, mapped: Mapped) -> io::Result<()> {
     let _ = mem::remove_guards(part.start, part.len());
     if !closed.is_empty() {
         if may_discard {
-            // SAFETY: where the guards were there is nothing, and nobody could write since.
+            // SAFETY: where the guards were there are no pages, and no thread could write since.
             let _ = unsafe { mem::discard(blocks.start, blocks.len()) };
         }
         // SAFETY: it was open before.
@@ -328,7 +334,7 @@ fn remove_from(part: &Range<usize>, mapped: Mapped) -> io::Result<()> {
     Ok(())
 }
 
-/// Whose a fault is. In a signal handler: neither allocates nor locks.
+/// Decides how a fault is resolved. Runs in a signal handler: neither allocates nor locks.
 fn judge(fault: &Fault) -> Verdict {
     let was_under_way = UNDER_WAY.load(SeqCst) > 0;
     if is_set(fault.addr) {
@@ -342,30 +348,31 @@ fn judge(fault: &Fault) -> Verdict {
     if leaf(fault.addr).is_none() {
         return Verdict::Program;
     }
-    // The guard may have gone since the fault.
+    // The guard may have been removed since the fault.
     let can_be_done = match fault.access {
         Some(Access::Read) => fault::is_readable(fault.addr),
         Some(Access::Write) => fault::is_writable(fault.addr),
         Some(Access::Fetch) | None => false,
     };
-    // Or another has come.
+    // Or a new one may have been installed.
     if can_be_done || is_set(fault.addr) { Verdict::Again } else { Verdict::Program }
 }
 
-/// For a program's own handler of `SIGSEGV` (with `SA_SIGINFO`) that it installed after its first strict mark: calls this
-/// first, and returns at once if it says true. Then the access is repeated, or `SIGBUS` comes where the fault was.
+/// For a program's own `SIGSEGV` handler (with `SA_SIGINFO`) that it installed after its first strict mark. The handler
+/// must call this first and return at once if it returns true. Then the access is repeated, or `SIGBUS` is raised at
+/// the fault.
 ///
 /// Neither allocates nor locks.
 ///
 /// # Safety
 ///
-/// The arguments are those that the handler was called with.
+/// The arguments must be those of the handler.
 pub unsafe fn handle_fault(signal: i32, info: *const c_void, context: *mut c_void) -> bool {
     // SAFETY: the caller's promise.
     unsafe { fault::handle(signal, info, context) }
 }
 
-/// In a fork child: nobody is at closed parts here, and what is noted may be mapped no more (`MADV_DONTFORK`).
+/// Called in a fork child: no thread closes parts here, and recorded pages may no longer be mapped (`MADV_DONTFORK`).
 pub(super) fn begin_child() {
     UNDER_WAY.store(0, Relaxed);
     HAS_INHERITED.store(true, Relaxed);
@@ -386,7 +393,7 @@ mod tests {
             static TURN: std::sync::Mutex<()> = std::sync::Mutex::new(());
             let _turn = TURN.lock();
             let page = os_page_bytes();
-            // Far from all that is mapped: a table without memory behind it.
+            // Far from all mappings: a table without memory behind it.
             let start = 5 * LEAF_SPAN - 300 * page;
             let all = start..start + 900 * page;
             if prepare(&all).is_err() {

@@ -6,9 +6,9 @@
 //!   leaves         [ entries ]     [ entries ]     [ entries ]         by start, 4 KiB each
 //! ```
 //!
-//! A lookup is two binary searches. A full leaf is split; two neighbours that fill less than half a leaf together
-//! become one, so churn leaves no trail of thin leaves. It serves inside `malloc`: nothing comes from the global
-//! allocator. It has no lock; its owner has one.
+//! A lookup is two binary searches. A full leaf is split. Two neighbours that together fill less than half a leaf are
+//! merged, so churn leaves no sparse leaves. It is used inside `malloc`: nothing comes from the global allocator. It
+//! has no lock; its owner locks.
 #![allow(unsafe_code)] // nodes in memory mapped by hand
 
 use crate::error::{Error, Result};
@@ -19,10 +19,10 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr;
 
-/// Room for some 100 million intervals, in 4 GiB of addresses.
+/// Maximum number of leaves: some 100 million intervals, in 4 GiB of addresses.
 const MAX_LEAVES: usize = 1 << 20;
 const LEAF_BYTES: usize = PageSize::MIN_BYTES;
-/// Memory is opened in such steps.
+/// Memory is opened in steps of this.
 const STEP_BYTES: usize = 1 << 20;
 
 /// An ordered map from disjoint, half-open, non-empty intervals of addresses to small values (to 16 bytes).
@@ -44,7 +44,7 @@ pub(super) struct Intervals<T> {
     bytes: u64,
 }
 
-/// What the directory knows of a leaf.
+/// The directory entry of a leaf.
 #[derive(Clone, Copy)]
 struct Leaf {
     first: usize,
@@ -62,7 +62,8 @@ struct Entry<T> {
 impl<T: Copy> Intervals<T> {
     const PER_LEAF: usize = LEAF_BYTES / size_of::<Entry<T>>();
 
-    /// No intervals, and no memory yet: no system call. What comes later stays for the life of the process.
+    /// Creates an empty map without memory: no system call. Memory that it opens later stays for the life of the
+    /// process.
     pub(super) const fn new() -> Self {
         let directory = Sparse::new(MAX_LEAVES);
         let entries = Sparse::new(MAX_LEAVES * Self::PER_LEAF);
@@ -80,10 +81,10 @@ impl<T: Copy> Intervals<T> {
         self.bytes
     }
 
-    /// Makes sure that the next so many insertions, and cuts that leave both ends of an interval, cannot fail.
+    /// Ensures that the next `insertions` insertions, and cuts that leave both ends of an interval, cannot fail.
     ///
     /// Cost: two comparisons, and a system call for each MiB of leaves; the first call reserves the addresses. Errors:
-    /// [`Error::NoAddresses`] if there would be too many leaves should each insertion split one, [`Error::System`] if
+    /// [`Error::NoAddresses`] if there would be too many leaves in case each insertion splits one, [`Error::System`] if
     /// the kernel refuses memory.
     pub(super) fn prepare(&mut self, insertions: usize) -> Result<()> {
         let leaves = self.leaves.saturating_add(insertions);
@@ -91,7 +92,7 @@ impl<T: Copy> Intervals<T> {
         self.entries.open(leaves.saturating_mul(Self::PER_LEAF))
     }
 
-    /// Adds an interval, which is not empty and overlaps none. Those that it touches stay separate.
+    /// Adds an interval, which must not be empty and must not overlap another. Adjacent intervals stay separate.
     ///
     /// Cost: a search, and a move of up to 4 KiB. Errors as [`Self::prepare`]; nothing has changed then.
     pub(super) fn insert(&mut self, range: Range<usize>, value: T) -> Result<()> {
@@ -100,10 +101,10 @@ impl<T: Copy> Intervals<T> {
         self.put(Entry { start: range.start, end: range.end, value })
     }
 
-    /// Removes what lies inside `range`; returns how many bytes that was.
+    /// Removes the parts of intervals inside `range`; returns how many bytes were removed.
     ///
-    /// What lies outside stays, with its value. `each` gets the removed parts in ascending order. Cost: a search, and
-    /// the parts. Errors as [`Self::prepare`], if one interval reaches beyond both ends; nothing has changed then, and
+    /// Parts outside stay, with their values. `each` gets the removed parts in ascending order. Cost: a search, and the
+    /// parts. Errors as [`Self::prepare`], if one interval reaches beyond both ends; nothing has changed then, and
     /// `each` was not called.
     pub(super) fn cut(&mut self, range: Range<usize>, mut each: impl FnMut(Range<usize>, T)) -> Result<u64> {
         if range.is_empty() {
@@ -129,7 +130,7 @@ impl<T: Copy> Intervals<T> {
         Ok(before - self.bytes)
     }
 
-    /// All intervals that end after `addr`, ascending. Cost: a search, then next to nothing each.
+    /// All intervals that end after `addr`, ascending. Cost: a search, then close to nothing for each.
     pub(super) fn from(&self, addr: usize) -> impl Iterator<Item = (Range<usize>, T)> {
         let (first, at) = self.seek(addr);
         let entries = (first..self.leaves).flat_map(move |index| self.leaf(index)).skip(at);
@@ -141,7 +142,7 @@ impl<T: Copy> Intervals<T> {
         self.from(range.start).take_while(move |(whole, _)| !range.is_empty() && whole.start < range.end)
     }
 
-    /// Lets `change` set the values of the intervals that [`Self::overlapping`] names.
+    /// Calls `change` to update the values of the intervals of [`Self::overlapping`].
     pub(super) fn update(&mut self, range: Range<usize>, mut change: impl FnMut(Range<usize>, &mut T)) {
         let (mut index, mut at) = self.seek(range.start);
         while !range.is_empty() && self.directory().get(index).is_some_and(|leaf| leaf.first < range.end) {
@@ -156,24 +157,24 @@ impl<T: Copy> Intervals<T> {
         &self.directory.items()[..self.leaves]
     }
 
-    /// Index of the leaf in which an interval with this start is or would be.
+    /// Index of the leaf that contains, or would contain, an interval with this start.
     fn leaf_for(&self, start: usize) -> usize {
         self.directory().partition_point(|leaf| leaf.first <= start).saturating_sub(1)
     }
 
-    /// Where the first interval is that ends after `addr`; past the end of a leaf if the next leaf begins with it.
+    /// Position of the first interval that ends after `addr`; past the end of a leaf if the next leaf begins with it.
     fn seek(&self, addr: usize) -> (usize, usize) {
         let index = self.leaf_for(addr);
         (index, self.leaf(index).partition_point(|entry| entry.end <= addr))
     }
 
-    /// Where the entries of a leaf lie among all, from `at` on.
+    /// Positions of a leaf's entries from `at` on, in the array of all entries.
     fn places(leaf: Leaf, at: usize) -> Range<usize> {
         let first = leaf.number as usize * Self::PER_LEAF;
         first + at..first + leaf.count as usize
     }
 
-    /// The entries of a leaf; none if there is no such leaf.
+    /// The entries of a leaf; empty if there is no such leaf.
     fn leaf(&self, index: usize) -> &[Entry<T>] {
         let Some(leaf) = self.directory().get(index) else { return &[] };
         let entries = &self.entries.items()[Self::places(*leaf, 0)];
@@ -188,7 +189,7 @@ impl<T: Copy> Intervals<T> {
         unsafe { &mut *(ptr::from_mut(entries) as *mut [Entry<T>]) }
     }
 
-    /// Puts an entry where it belongs. It fails before anything has changed.
+    /// Inserts an entry at its sorted position. Fails before anything has changed.
     fn put(&mut self, entry: Entry<T>) -> Result<()> {
         let mut index = self.leaf_for(entry.start);
         let mut at = self.leaf(index).partition_point(|other| other.start < entry.start);
@@ -198,7 +199,8 @@ impl<T: Copy> Intervals<T> {
         } else if self.leaf(index).len() == Self::PER_LEAF {
             self.prepare(1)?;
             let is_at_end = at == Self::PER_LEAF && index + 1 == self.leaves;
-            // In ascending order nothing comes back to this leaf: half of it would stay empty.
+            // With ascending insertions nothing is added to this leaf any more; a split in half would leave it half
+            // empty.
             let kept = if is_at_end { Self::PER_LEAF } else { Self::PER_LEAF / 2 };
             self.add_leaf(index + 1);
             self.move_entries(index, kept, index + 1);
@@ -218,7 +220,7 @@ impl<T: Copy> Intervals<T> {
         Ok(())
     }
 
-    /// Brings a leaf without entries into use. There is one: somebody called [`Self::prepare`].
+    /// Brings a leaf without entries into use. One is available, because the caller called [`Self::prepare`].
     fn add_leaf(&mut self, index: usize) {
         let directory = self.directory.items_mut();
         if self.leaves == self.numbered {
@@ -245,7 +247,7 @@ impl<T: Copy> Intervals<T> {
         }
     }
 
-    /// Removes what lies inside `range` from a leaf, which may be empty then. No entry reaches beyond both ends.
+    /// Removes the parts inside `range` from a leaf, which may be empty afterwards. No entry reaches beyond both ends.
     fn cut_leaf(&mut self, index: usize, range: &Range<usize>, each: &mut impl FnMut(Range<usize>, T)) {
         let entries = self.leaf_mut(index);
         let first = entries.partition_point(|entry| entry.end <= range.start);
@@ -270,18 +272,18 @@ impl<T: Copy> Intervals<T> {
         self.bytes -= removed;
     }
 
-    /// Takes the empty leaves out of use among those that a cut touched.
+    /// Frees the empty leaves among those that a cut touched.
     fn drop_empty(&mut self, touched: Range<usize>) {
         let directory = &mut self.directory.items_mut()[..self.leaves];
         let empty = directory[touched.clone()].iter().filter(|leaf| leaf.count == 0).count();
-        // Only the outermost can have kept something: the empty ones stand side by side.
+        // Only the outermost leaves can have entries left, so the empty ones are adjacent.
         if let Some(first) = directory[touched.clone()].iter().position(|leaf| leaf.count == 0) {
             directory[touched.start + first..].rotate_left(empty);
         }
         self.leaves -= empty;
     }
 
-    /// Merges thin neighbours after a cut, which left something of two leaves at most: at `index`, and behind it.
+    /// Merges sparse neighbours after a cut, which left entries in two leaves at most: at `index`, and behind it.
     fn merge_around(&mut self, index: usize) {
         for left in (index.saturating_sub(1)..=index + 1).rev() {
             let (here, next) = (self.leaf(left).len(), self.leaf(left + 1).len());
@@ -295,12 +297,13 @@ impl<T: Copy> Intervals<T> {
 
 /// An array in reserved addresses, opened from its start as far as it is used.
 ///
-/// Not mapped whole, or a program's `mlockall` would bring gigabytes in.
+/// It is not mapped as a whole, because `mlockall` of the program would make gigabytes resident.
 ///
 /// # Invariants
 ///
-/// Zero bits are a `U`. Unless `base` is 0, addresses for `max_len` items from there on are reserved for good, and this
-/// array's alone; the first `open_bytes` of them are readable and writable, zero at first, and hold values of `U`.
+/// Zero bits are a `U`. Unless `base` is 0, addresses for `max_len` items from there on are reserved for good and
+/// belong to this array only. The first `open_bytes` of them are readable and writable, zero at first, and hold values
+/// of `U`.
 struct Sparse<U> {
     base: usize,
     open_bytes: usize,
@@ -313,7 +316,7 @@ impl<U> Sparse<U> {
         Self { base: 0, open_bytes: 0, max_len, _items: PhantomData }
     }
 
-    /// Makes `len` items usable.
+    /// Makes the first `len` items usable.
     fn open(&mut self, len: usize) -> Result<()> {
         let wanted_bytes = len.saturating_mul(size_of::<U>());
         if len > self.max_len {
@@ -338,28 +341,28 @@ impl<U> Sparse<U> {
         (self.max_len * size_of::<U>()).next_multiple_of(STEP_BYTES)
     }
 
-    /// The open items, aligned as pages are; while there are none, an empty slice somewhere.
+    /// The open items, aligned to pages; without any, an empty slice at an arbitrary address.
     fn slice(&self) -> *mut [U] {
         ptr::slice_from_raw_parts_mut(self.base.max(align_of::<U>()) as *mut U, self.open_bytes / size_of::<U>())
     }
 
     fn items(&self) -> &[U] {
-        // SAFETY: readable values of ours alone (type invariant).
+        // SAFETY: readable values that belong to this array only (type invariant).
         unsafe { &*self.slice() }
     }
 
     fn items_mut(&mut self) -> &mut [U] {
-        // SAFETY: as above and writable; `&mut self`: nobody else looks at them.
+        // SAFETY: as above and writable; `&mut self` excludes other references.
         unsafe { &mut *self.slice() }
     }
 }
 
-/// Only a model is ever taken down: shuttle runs it thousands of times.
+/// Used by the model only: shuttle creates and drops thousands of arrays.
 #[cfg(all(test, shuttle))]
 impl<U> Drop for Sparse<U> {
     fn drop(&mut self) {
         if self.base != 0 {
-            // SAFETY: the reservation of this array, which nobody looks at any more.
+            // SAFETY: the reservation of this array, which nothing uses any more.
             unsafe { mem::unreserve(self.base, self.max_bytes()) };
         }
     }
@@ -374,7 +377,7 @@ mod tests {
     type Items = Vec<(Range<usize>, u32)>;
     const PER_LEAF: usize = Intervals::<u32>::PER_LEAF;
 
-    /// The type's invariants, and the sums.
+    /// Checks the type's invariants and the sums.
     fn check(tested: &Intervals<u32>) {
         let mut numbers: Vec<_> = tested.directory.items()[..tested.numbered].iter().map(|leaf| leaf.number).collect();
         numbers.sort_unstable();
@@ -390,7 +393,7 @@ mod tests {
         assert_eq!((tested.count(), tested.bytes()), (entries.len(), bytes as u64));
     }
 
-    /// Intervals, and a plain map to which the same is done.
+    /// The tested map, and a plain map that gets the same operations.
     struct Pair(Intervals<u32>, BTreeMap<usize, (usize, u32)>);
 
     impl Pair {
@@ -400,7 +403,7 @@ mod tests {
             all.filter(|(whole, _)| is_in(whole)).collect()
         }
 
-        /// Cuts, and puts a new interval in the place if there is a value for it.
+        /// Cuts `range`, then inserts a new interval there if `new` is given.
         fn replace(&mut self, range: Range<usize>, new: Option<u32>) {
             let (mut expected, mut parts) = (self.expected(&range), Items::new());
             for (whole, value) in &mut expected {
@@ -436,7 +439,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
-        /// All operations do what they do to a plain map; many leaves or none at first.
+        /// All operations match a plain map; with many leaves or none at first.
         #[test]
         fn it_is_an_ordered_map(
             filled in 0usize..1000,
@@ -456,7 +459,8 @@ mod tests {
         }
     }
 
-    /// Thousands come in random order, nine of ten go, twice; then long cuts leave thin leaves beside others.
+    /// Inserts thousands in random order and removes nine of ten, twice. Then long cuts leave sparse leaves next to
+    /// others.
     #[test]
     fn leaves_split_merge_and_serve_again() {
         let mix = |number: usize| (number ^ number >> 29).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -481,7 +485,7 @@ mod tests {
         pair.replace(8 * 100..8 * (2 * PER_LEAF - 10), None);
     }
 
-    /// Ascending insertion fills leaves. When no other is to be had, what needs one fails and changes nothing.
+    /// Ascending insertion fills leaves. Without a free leaf an operation that needs one fails and changes nothing.
     #[test]
     fn without_room_nothing_changes() {
         let mut tested: Intervals<u32> = Intervals::new();
@@ -499,7 +503,7 @@ mod tests {
         check(&tested);
     }
 
-    /// What was prepared for needs nothing of the kernel; what it refuses, or cannot be, is an error beforehand.
+    /// Prepared insertions need nothing from the kernel. A refusal or an impossible size is an error in advance.
     #[test]
     fn preparation_opens_what_is_needed() {
         let mut tested: Intervals<u32> = Intervals::new();

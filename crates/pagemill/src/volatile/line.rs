@@ -1,18 +1,18 @@
-//! Who is purged next: those that were marked first, some hundred at a time.
+//! The purge queue: the ranges that were marked first, some hundred at a time.
 
 use crate::sync::{AtomicU32, AtomicU64, AtomicUsize, Relaxed};
 
-/// Walks of one request: others may mark and unmark as fast as this purges.
+/// Maximum number of walks per request: others may mark and unmark as fast as this purges.
 const MOST_WALKS: usize = 64;
 
-/// What one walk finds.
+/// Maximum number of ranges that one walk selects.
 pub(super) const LENGTH: usize = 512;
 
-/// Those that are next, in order. Used under a lock of its owner.
+/// The next ranges to purge, in order. Used under a lock of its owner.
 pub(super) struct Line {
     /// Keys and epochs.
     places: [(AtomicU64, AtomicU32); LENGTH],
-    /// What part of it is left.
+    /// The part of `places` that is left.
     next: AtomicUsize,
     end: AtomicUsize,
 }
@@ -25,7 +25,7 @@ impl Default for Line {
 }
 
 impl Line {
-    /// Key and epoch of the next one. It may have been marked anew since.
+    /// Key and epoch of the next range. It may have been marked anew since.
     fn next(&self) -> Option<(u64, u32)> {
         let at = self.next.load(Relaxed);
         if at >= self.end.load(Relaxed) {
@@ -36,8 +36,8 @@ impl Line {
         Some((key.load(Relaxed), epoch.load(Relaxed)))
     }
 
-    /// Purges from the line, and from those that `walk` lines up after it, until `want_bytes` are freed. `purge` says what the
-    /// kernel took, `None` if nothing went; `walk` how many are in line.
+    /// Purges from the line, refilling it with `walk`, until `want_bytes` are freed. `purge` returns the bytes that the
+    /// kernel took, `None` if nothing was purged. `walk` returns the new length of the line.
     pub fn purge(
         &self,
         want_bytes: u64,
@@ -54,7 +54,7 @@ impl Line {
                 has_gone |= gone.is_some();
                 freed += gone.unwrap_or(0);
             }
-            // Of a whole line nothing went: what is left is in use or locked.
+            // Nothing of a whole line was purged: the rest is in use or locked.
             let is_futile = is_fresh && !has_gone;
             if freed >= want_bytes || is_futile || walk() == 0 {
                 break;
@@ -64,7 +64,7 @@ impl Line {
         freed
     }
 
-    /// Lines up what a walk has found. Returns how many.
+    /// Replaces the line by the result of a walk. Returns its length.
     pub fn set(&self, oldest: &mut Oldest) -> usize {
         let sorted = oldest.sorted();
         for (place, found) in self.places.iter().zip(sorted) {
@@ -84,7 +84,8 @@ struct Found {
     key: u64,
 }
 
-/// The oldest of what was offered to it: a heap with the youngest of them on top, which goes first when another is older.
+/// Keeps the oldest of the offered items: a heap with the youngest on top, which is replaced when an older one is
+/// offered.
 pub(super) struct Oldest {
     found: [Found; LENGTH],
     count: usize,
@@ -127,7 +128,7 @@ impl Oldest {
         }
     }
 
-    /// Oldest first; of one age in the order of their keys.
+    /// Oldest first; equal ages in the order of their keys.
     fn sorted(&mut self) -> &[Found] {
         let found = &mut self.found[..self.count];
         found.sort_unstable_by_key(|found| (u32::MAX - found.age, found.key));

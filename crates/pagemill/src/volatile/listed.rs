@@ -1,33 +1,33 @@
-//! Volatile ranges as listings show them: copied some at a time, without memory of one's own.
+//! Listings of volatile ranges: copied in parts, into memory of the caller.
 
 use super::vrange::{AT_A_TIME, How, Vranges};
 use super::word::{Phase, ticks_since};
 use super::{Ranges, now};
 use std::sync::atomic::Ordering::Acquire;
 
-/// How a range came to be one.
+/// How a range was made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Made by [`Ranges::allocate`].
+    /// Allocated by [`Ranges::allocate`].
     Handle,
-    /// Memory of the program's, marked by address.
+    /// Memory of the program, marked by address.
     Marked,
 }
 
-/// What may become of a range.
+/// The state of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
     /// Not marked: its bytes stay.
     Held,
-    /// Its bytes may go.
+    /// Its bytes may be purged.
     Volatile,
-    /// They may, once the last pin has ended.
+    /// Its bytes may be purged after the last pin ends.
     Pinned,
-    /// They are going.
+    /// Its bytes are being purged.
     Purging,
 }
 
-/// A volatile range at some moment.
+/// A volatile range at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Listed {
     pub addr: usize,
@@ -35,16 +35,16 @@ pub struct Listed {
     pub kind: Kind,
     pub state: State,
     pub how: How,
-    /// What is gone raises `SIGBUS` when it is touched.
+    /// Purged pages raise `SIGBUS` when touched.
     pub is_strict: bool,
-    /// Bytes that are gone since it was marked; `None`: some, and nobody knows how many.
+    /// Bytes purged since it was marked; `None`: some, but the number is unknown.
     pub purged_bytes: Option<usize>,
     /// Ticks of 4.2 ms since it was marked, or lost a chunk; they wrap after 19 hours. `None` while it is held.
     pub age_ticks: Option<u32>,
 }
 
 impl Listed {
-    /// What an array of them begins with.
+    /// The initial value of array elements.
     pub const NONE: Self = Self {
         addr: 0,
         len_bytes: 0,
@@ -60,13 +60,13 @@ impl Listed {
 /// The part of a listing that was copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// How many ranges.
+    /// Number of ranges copied.
     pub count: usize,
-    /// Where to go on; `None` behind the last.
+    /// Where to continue; `None` after the last.
     pub next: Option<usize>,
 }
 
-/// Fills `into` from `found` as far as there is room.
+/// Fills `into` from `found` as far as there is room. Returns the count.
 fn fill(into: &mut [Listed], found: impl Iterator<Item = Listed>) -> usize {
     into.iter_mut().zip(found).fold(0, |count, (place, listed)| {
         *place = listed;
@@ -75,10 +75,10 @@ fn fill(into: &mut [Listed], found: impl Iterator<Item = Listed>) -> usize {
 }
 
 impl Ranges {
-    /// Copies ranges with a handle, from the one with this number on (0: the first). Those made or dropped meanwhile may be
-    /// missing, or may be as they were. Cost: some nanoseconds each, no lock.
+    /// Copies ranges with a handle, from number `from` on (0: the first). Ranges allocated or dropped meanwhile may be
+    /// missing or outdated. Cost: some nanoseconds each, no lock.
     pub fn list(&self, from: usize, into: &mut [Listed]) -> Part {
-        // No more entries than there is room for: it is seen where to go on.
+        // Visits at most as many entries as there is room for, so that the position to continue at is known.
         let end = (self.count.load(Acquire) as usize).max(from);
         let to = end.min(from.saturating_add(into.len()));
         let count = fill(into, (from..to).filter_map(|number| self.listed(number as u32)));
@@ -120,15 +120,15 @@ impl Ranges {
         found
     }
 
-    /// In a fork child: what it has from its parent is there, too.
+    /// Called in a fork child: publishes the ranges inherited from the parent.
     pub(crate) fn begin_child(&self) {
         self.tell_bytes();
     }
 }
 
 impl Vranges {
-    /// Copies marks that end after `from`, ascending by address. Cost: some nanoseconds each, under the lock of marks, some
-    /// thousand of them at a time.
+    /// Copies marks that end after `from`, ascending by address. Cost: some nanoseconds each, under the lock of marks;
+    /// at most some thousand per call.
     pub fn list_from(&self, from: usize, into: &mut [Listed]) -> Part {
         let room = into.len().min(AT_A_TIME);
         let count = self.book.with(|book| {

@@ -1,9 +1,9 @@
-//! Volatile ranges: memory whose contents may vanish, and that says so.
+//! Volatile ranges: memory whose contents may be purged under pressure, and that reports it.
 //!
-//! A [`Range`] is *held* (its bytes stay) or *volatile* (a purge may take them). Marking and unmarking touch one word, that
-//! of the range: no system call, no lock, no line that another range shares. Bytes are reached through a
-//! [`Pin`], which keeps purges away and tells what is left; only memory pressure purges, the least recently
-//! marked first (`purge`).
+//! A [`Range`] is *held* (its bytes stay) or *volatile* (a purge may take them). Marking and unmarking change one word,
+//! that of the range: no system call, no lock, no cache line that another range shares. Bytes are accessed through a
+//! [`Pin`], which excludes purges and reports what was kept. Only memory pressure purges, least recently marked first
+//! (`purge`).
 //!
 //! ```
 //! use pagemill::Pagemill;
@@ -11,10 +11,10 @@
 //!
 //! let mut tile = Pagemill::of_process()?.ranges.allocate(1 << 20, Behaviour::Full)?;
 //! tile.bytes_mut()?.fill(7);
-//! tile.mark()?; // from here on it may go
+//! tile.mark()?; // from here on its bytes may be purged
 //! match tile.unmark()? {
 //!     Contents::Kept => assert_eq!(tile.pin()?[0], 7),
-//!     Contents::Purged { .. } => tile.bytes_mut()?.fill(7), // made anew
+//!     Contents::Purged { .. } => tile.bytes_mut()?.fill(7), // recreate the contents
 //! }
 //! # Ok::<(), pagemill::Error>(())
 //! ```
@@ -27,9 +27,9 @@
 //!     `--- Shrinker: walks the entries
 //! ```
 //!
-//! Below: `heap`, `arena`. Above, by trait: `reclaim::Shrinker`. Locks: `books` (taking and leaving entries), `purging`;
-//! neither on the way of a mark.
-#![allow(unsafe_code)] // entries in memory mapped by hand, gives slots back
+//! Below: `heap`, `arena`. Above, by trait: `reclaim::Shrinker`. Locks: `books` (allocating and freeing entries),
+//! `purging`; a mark takes neither.
+#![allow(unsafe_code)] // entries in memory mapped by hand, frees slots
 
 mod book;
 pub mod c;
@@ -40,6 +40,7 @@ mod line;
 pub mod listed;
 mod purge;
 pub mod range;
+mod residents;
 #[cfg(all(test, shuttle))]
 mod shuttle_tests;
 mod vpurge;
@@ -63,61 +64,61 @@ use std::ptr::NonNull;
 use std::sync::atomic::Ordering::SeqCst;
 use word::{Refused, Word, epoch_of};
 
-/// Most ranges of a process.
+/// Maximum number of ranges in a process.
 pub const MAX_RANGES: usize = 1 << 24;
 
-/// Ranges up to here share a pack with others of their class.
+/// Ranges up to this length share a pack with others of their class.
 const PACKED_BYTES: usize = BLOCK_BYTES / 2;
 
 /// Classes of packed ranges: powers of two from 4 KiB to 1 MiB.
 const CLASSES: usize = 9;
 const SMALLEST_BYTES: usize = PACKED_BYTES >> (CLASSES - 1);
 
-/// The class of ranges with a slot of their own.
+/// The class of ranges that have a slot of the heap.
 const OWN_SLOT: u32 = CLASSES as u32;
 
-/// Threads take entries from different shards. Words of different threads should lie far apart: lines and pages ahead
-/// of those that one walks are fetched along.
+/// Number of free lists; threads use different ones. Words of different threads should lie far apart, because the
+/// hardware prefetches neighbouring lines and pages.
 const SHARDS: usize = 64;
 
-/// Of a new range, or one that is marked, at most so much is expected to be touched at once.
+/// At most this much of a new or newly marked range is expected to be touched at once.
 const MOST_EXPECTED_BYTES: u64 = 8 * BLOCK_BYTES as u64;
 
-/// Entries that a shard takes at a time: 64 KiB. Few where shuttle goes into each step of a walk.
+/// Entries that a shard takes at a time: 64 KiB. Few under shuttle, which explores each step of a walk.
 const RUN: u32 = if cfg!(shuttle) { 4 } else { 512 };
 
-/// The list of this thread: who makes a range mostly marks it, wherever it runs.
+/// The shard of this thread: the thread that allocates a range mostly marks it, on whatever CPU.
 fn shard_here() -> usize {
-    // Thread pointers differ by the length of a stack, or little.
+    // Thread pointers differ by the length of a stack, or by little.
     (mem::thread_token().wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (usize::BITS - SHARDS.trailing_zeros())) % SHARDS
 }
 
-/// The present epoch.
+/// The current epoch.
 #[inline]
 fn now() -> u32 {
     epoch_of(sync::coarse_ns())
 }
 
-/// Out-of-line metadata of one range, on cache lines of its own (they are fetched in pairs): who marks one range disturbs
-/// nobody who marks another.
+/// Out-of-line metadata of one range, on two cache lines of its own (lines are fetched in pairs), so that marking one
+/// range does not slow down another.
 #[repr(C, align(128))]
 struct Entry {
     word: Word,
-    /// Where it is. An entry keeps its part of a pack for good; a slot is given back with the range.
+    /// Address of the bytes. An entry keeps its part of a pack for good; a slot is freed with the range.
     addr: AtomicU64,
     len_bytes: AtomicU64,
-    /// Bytes from the start on that no purge has taken; counts while the word says that some were lost.
+    /// Bytes from the start that no purge has taken. Valid while the word is marked lost.
     kept_bytes: AtomicU64,
-    /// What goes at a time, in bytes: all of it, or a chunk from its end.
+    /// Bytes purged at a time: the whole range, or a chunk from its end.
     chunk_bytes: AtomicU64,
     class: AtomicU32,
-    /// The list it returns to.
+    /// The shard whose free list it returns to.
     shard: AtomicU32,
-    /// Next in the list of free ones of its class: number plus one. Guarded by `books`.
+    /// Next in the free list of its class: number plus one. Guarded by `books`.
     next: AtomicU32,
 }
 
-// SAFETY: atomics only, for which zero bits are a value.
+// SAFETY: atomics only, for which zero bits are valid.
 unsafe impl Zeroed for Entry {}
 
 /// All ranges of a process.
@@ -125,22 +126,22 @@ pub struct Ranges {
     arena: &'static Arena,
     heap: &'static Heap,
     entries: Table<Entry>,
-    /// Entries taken so far.
+    /// Entries allocated so far.
     count: AtomicU32,
-    /// Free entries by shard and class, those without memory of their own last. Guarded by `books`.
+    /// Free lists by shard and class; last the class without own memory. Guarded by `books`.
     free: [[AtomicU32; CLASSES + 1]; SHARDS],
-    /// By shard: the next entry that nobody has had, and where those end. Guarded by `books`.
+    /// By shard: the next entry that was never used, and the end of the run. Guarded by `books`.
     runs: [[AtomicU32; 2]; SHARDS],
     books: Lock,
     purger: purge::Purger,
 }
 
 impl Ranges {
-    /// No memory becomes resident.
+    /// Creates the registry; no memory becomes resident.
     ///
     /// # Errors
     ///
-    /// [`Error::System`] if there are no addresses for its metadata.
+    /// [`Error::System`] if there is no address space for its metadata.
     pub(crate) fn new(arena: &'static Arena, heap: &'static Heap) -> Result<Self> {
         Ok(Self {
             arena,
@@ -154,17 +155,17 @@ impl Ranges {
         })
     }
 
-    /// Makes a range of `len_bytes`, held. Its bytes are zero, or what memory of this process held before it was freed. It goes
-    /// as `behaviour` says once it is marked.
+    /// Allocates a range of `len_bytes`, held. Its bytes are zero, or what memory of this process held before it was
+    /// freed. Once marked it is purged as `behaviour` defines.
     ///
-    /// Cost: an entry of 128 bytes; a slot of the heap from 1 MiB up, below that a power of two of addresses; memory where it
-    /// is touched.
+    /// Cost: an entry of 128 bytes; over 1 MiB a slot of the heap, below that a power of two of address space; memory
+    /// when touched.
     ///
     /// # Errors
     ///
-    /// [`Error::NoMemory`] over the limit, [`Error::NoAddresses`] if it is too long or there are [`MAX_RANGES`] already,
-    /// [`Error::BadLength`] for none, [`Error::BadChunk`] for chunks that are no multiple of an OS page, [`Error::System`] where
-    /// the kernel does not open so much memory.
+    /// [`Error::NoMemory`] over the limit, [`Error::NoAddresses`] if it is too long or there are [`MAX_RANGES`]
+    /// already, [`Error::BadLength`] for zero bytes, [`Error::BadChunk`] for chunks that are not a multiple of the OS
+    /// page, [`Error::System`] if the kernel refuses the memory.
     pub fn allocate(&'static self, len_bytes: usize, behaviour: Behaviour) -> Result<Range> {
         let chunk_bytes = match behaviour {
             Behaviour::Full => len_bytes,
@@ -177,7 +178,7 @@ impl Ranges {
         if chunk_bytes == 0 || (!is_full && !chunk_bytes.is_multiple_of(os_page_bytes())) {
             return Err(Error::BadChunk { chunk_bytes: chunk_bytes as u64 });
         }
-        // Much of a large one may never be touched.
+        // Much of a large range may never be touched.
         self.arena.budget.expect((len_bytes as u64).min(MOST_EXPECTED_BYTES))?;
         let (number, addr) = match class_of(len_bytes) {
             Some(class) => self.take_packed(class)?,
@@ -190,7 +191,7 @@ impl Ranges {
         entry.kept_bytes.store(len_bytes as u64, Relaxed);
         stats::add(Counter::RangesMade, 1);
         if self.purger.total_bytes.fetch_add(len_bytes as u64, SeqCst) == 0 {
-            // Marking tells nobody, so somebody has to look from here on.
+            // Marking notifies nothing, so the helper has to poll from here on.
             self.heap.note_more();
         }
         self.tell_bytes();
@@ -201,7 +202,7 @@ impl Ranges {
         self.entries.get(number as usize)
     }
 
-    /// A free entry of the class, or a part of a new pack.
+    /// Allocates a free entry of the class, or a part of a new pack.
     fn take_packed(&'static self, class: usize) -> Result<(u32, NonNull<u8>)> {
         let shard = shard_here();
         if let Some(taken) = self.take_free(shard, class) {
@@ -209,7 +210,7 @@ impl Ranges {
         }
         let pack = match self.heap.allocate_pack() {
             Ok(pack) => pack,
-            // What others have is better than nothing.
+            // Fall back to free entries of other shards.
             Err(error) => return (0..SHARDS).find_map(|other| self.take_free(other, class)).ok_or(error),
         };
         let size = SMALLEST_BYTES << class;
@@ -221,13 +222,13 @@ impl Ranges {
         Ok((first, pack))
     }
 
-    /// An entry, and a slot of the heap for it.
+    /// Allocates an entry and a slot of the heap for it.
     fn take_slot(&'static self, len_bytes: usize, chunk_bytes: usize) -> Result<(u32, NonNull<u8>)> {
         let slot = self.heap.allocate_own(len_bytes)?;
         if len_bytes == chunk_bytes || chunk_bytes.is_multiple_of(BLOCK_BYTES) {
             self.arena.allow_huge(slot.as_ptr() as usize, len_bytes & !(BLOCK_BYTES - 1));
         } else {
-            // A part of a huge page frees nothing.
+            // Discarding a part of a huge page frees nothing.
             let first = self.arena.block_of(slot.as_ptr() as usize);
             for block in first..first + len_bytes.div_ceil(BLOCK_BYTES) {
                 // SAFETY: a block of a slot that was just allocated here.
@@ -242,7 +243,7 @@ impl Ranges {
         Ok((number, slot))
     }
 
-    /// Takes a free entry that no purge has just now.
+    /// Takes a free entry that no purge holds at the moment.
     fn take_free(&self, shard: usize, class: usize) -> Option<(u32, NonNull<u8>)> {
         let _guard = self.books.lock();
         let mut link = &self.free[shard][class];
@@ -258,7 +259,7 @@ impl Ranges {
         }
     }
 
-    /// Under `books`.
+    /// Adds an entry to its free list. The caller holds `books`.
     fn put_free(&self, number: u32) {
         let entry = self.entry(number);
         let head = &self.free[entry.shard.load(Relaxed) as usize][entry.class.load(Relaxed) as usize];
@@ -266,7 +267,7 @@ impl Ranges {
         head.store(number + 1, Relaxed);
     }
 
-    /// New entries in a row. The first is held, the others are nobody's until [`Ranges::add_free`].
+    /// Allocates consecutive new entries. The first is held; the others are in no list until [`Ranges::add_free`].
     fn take_new(&self, shard: usize, class: usize, entries: usize) -> Result<u32> {
         let entries = entries as u32;
         let _guard = self.books.lock();
@@ -278,7 +279,7 @@ impl Ranges {
                 return Err(Error::NoAddresses { wanted_bytes: u64::from(entries) * size_of::<Entry>() as u64 });
             }
             self.entries.open(0, start as usize, count as usize)?;
-            // From here on purges look at them, too: they are free, with nothing behind them.
+            // From here on purges see these entries, too: free and without memory.
             self.count.store(count, Release);
             next.store(start, Relaxed);
             end.store(count, Relaxed);
@@ -294,18 +295,18 @@ impl Ranges {
         Ok(first)
     }
 
-    /// Makes entries known as free.
+    /// Adds entries to their free lists.
     fn add_free(&self, entries: std::ops::Range<u32>) {
         let _guard = self.books.lock();
         entries.rev().for_each(|number| self.put_free(number));
     }
 
-    /// Takes a range back that its owner dropped.
+    /// Frees a range that its owner dropped.
     fn leave(&self, number: u32) {
         let entry = self.entry(number);
         let class = entry.class.load(Relaxed) as usize;
         let has_slot = class == CLASSES;
-        // What was behind a slot is the heap's from here on.
+        // The memory of a slot belongs to the heap from here on.
         let slot = NonNull::new(entry.addr.load(Relaxed) as usize as *mut u8).filter(|_| has_slot);
         let is_released = self.insist(number, || entry.word.release(!has_slot));
         debug_assert!(is_released.is_ok());
@@ -319,12 +320,13 @@ impl Ranges {
     }
 
     fn leave_slot(&self, slot: NonNull<u8>) {
-        // SAFETY: allocated by this module; no range is there any more, so nobody uses it.
+        // SAFETY: allocated by this module; its range is gone, so nothing uses it.
         let result = unsafe { self.heap.free(slot.as_ptr() as usize) };
         debug_assert!(result.is_ok());
     }
 
-    /// Does what a purge may be in the way of. It is asked to end, and does within some hundred microseconds.
+    /// Runs `act`, which a purge of the range may block. Such a purge is asked to stop, and does within some hundred
+    /// microseconds.
     #[inline]
     fn insist<T>(
         &self,
@@ -356,7 +358,7 @@ impl Ranges {
         }
     }
 
-    /// Copies the sum of all lengths to the figures. Again where another thread changed it meanwhile.
+    /// Copies the sum of all lengths to the figures. Repeats if another thread changed it meanwhile.
     fn tell_bytes(&self) {
         loop {
             let bytes = self.purger.total_bytes.load(Relaxed);
@@ -367,7 +369,7 @@ impl Ranges {
         }
     }
 
-    /// Bytes of metadata that are resident.
+    /// Resident bytes of the metadata.
     pub fn metadata_bytes(&self) -> u64 {
         self.entries.resident_bytes(0, self.count.load(Acquire) as usize)
     }
@@ -383,7 +385,7 @@ impl Ranges {
     }
 }
 
-/// The class of packed ranges of this length.
+/// The class of packed ranges for this length; `None` for a range that needs a slot.
 fn class_of(len_bytes: usize) -> Option<usize> {
     let size = len_bytes.max(SMALLEST_BYTES.max(os_page_bytes()));
     (size <= PACKED_BYTES).then(|| (size.next_power_of_two() / SMALLEST_BYTES).trailing_zeros() as usize)

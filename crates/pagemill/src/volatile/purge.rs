@@ -1,42 +1,52 @@
-//! Purging ranges: the least recently marked first, in bounded steps.
+//! Purges ranges, least recently marked first, in bounded steps.
 //!
-//! Entries are walked for the oldest marks, some hundred at a time; these go in their order, and the walk is repeated when
-//! they are used up. A whole range goes with its turn; of one that goes by chunks the last chunk goes, and it is marked
-//! anew, so that the others have their turn before the next chunk. What free ranges of packs still have counts as oldest.
+//! A walk over the entries selects some hundred of the oldest marks. They are purged in order, and the walk is repeated
+//! when they are used up. A whole range is purged in its turn. Of a range with chunks the last chunk is purged and the
+//! range counts as marked anew, so that other ranges come before its next chunk. Memory left in free ranges of packs
+//! counts as oldest.
 //!
-//! A claimed range is out of its owner's reach. Whoever wants it says so in the word, and the purge ends after the step it
-//! is at: what it has not come to is kept.
+//! The owner cannot access a claimed range. A thread that needs it sets a bit in the word, and the purge ends after its
+//! current step: the rest is kept.
 #![allow(unsafe_code)] // gives the memory of claimed ranges back
 
 use super::line::{Line, Oldest};
+use super::residents::Residents;
 use super::word::{Phase, Seen, age};
 use super::{Entry, OWN_SLOT, Ranges, SMALLEST_BYTES, now};
+use crate::reclaim::aging::LeastOver;
+use crate::reclaim::governor::WORTHWHILE_BYTES;
 use crate::reclaim::{Shrinker, Urgency};
 use crate::stats::{self, Counter};
 use crate::sync::{Acquire, AtomicU64, Lock, Relaxed};
 use crate::trace::{self, Event};
 use crate::units::BLOCK_BYTES;
 use pagemill_sys::{clock, mem};
+use std::time::Duration;
 
-/// Given back by one system call: what a waiter may have to wait for, some 40 us. Small ranges have several under shuttle.
+/// Bytes given back by one system call. It bounds the wait of another thread: some 40 us. Small under shuttle, so that
+/// small ranges have several steps.
 pub(super) const STEP_BYTES: usize = if cfg!(shuttle) { BLOCK_BYTES / 8 } else { 4 * BLOCK_BYTES };
 
-/// A walk only to know what there is comes so much later than the one before, and takes at most one part in so many of the
-/// time.
+/// Shortest pause between two walks that only measure, and the largest share of time that they take.
 const MEASURE_PAUSE_NS: u64 = 100_000_000;
 const MEASURE_SHARE: u64 = 100;
 
-/// Who is next, and what there is.
+/// A measuring walk reads page states for this long; the remaining ranges are extrapolated from the average.
+pub(super) const MEASURE_NS: u64 = 10_000_000;
+
+/// The purge queue and the known amounts.
 #[derive(Default)]
 pub(super) struct Purger {
     pub lock: Lock,
-    /// Bytes of all ranges.
+    /// Length of all ranges.
     pub total_bytes: AtomicU64,
-    /// Bytes that were volatile, as far as kept, or free when that was last looked for.
+    /// Bytes that were volatile (as far as kept) or free at the last walk.
     giveable_bytes: AtomicU64,
-    /// When that may be looked for again only to know it.
+    /// Earliest time of the next walk that only measures.
     measure_after_ns: AtomicU64,
-    /// Numbers of the ranges marked first; guarded by `lock`.
+    /// Least amount of free bytes that was not reused.
+    unused: LeastOver,
+    /// The ranges marked first, by number; guarded by `lock`.
     line: Line,
 }
 
@@ -57,25 +67,72 @@ impl Shrinker for Ranges {
         self.purger.total_bytes.load(Relaxed) > 0
     }
 
+    /// Gives back memory of dropped ranges, which packs keep for reuse. Contents of marked ranges are purged under
+    /// pressure only.
+    fn shrink_aged(&self, want_bytes: u64, age: Duration) -> Option<u64> {
+        let now = now();
+        let free = || {
+            let numbers = 0..self.count.load(Acquire);
+            numbers.filter_map(|number| {
+                let (entry, seen) = (self.entry(number), self.entry(number).word.look());
+                let bytes = self.giveable_of(entry, seen, now);
+                (seen.phase() == Phase::Free && bytes > 0).then_some((number, seen.epoch(), bytes))
+            })
+        };
+        let unused = self.purger.unused.least(free().map(|(_, _, bytes)| bytes).sum(), clock::fine_ns(), age);
+        let want_bytes = unused.min(want_bytes);
+        if want_bytes < WORTHWHILE_BYTES {
+            return Some(0);
+        }
+        let _guard = self.purger.lock.lock();
+        let mut freed = 0;
+        for (number, epoch, _) in free() {
+            if freed >= want_bytes {
+                break;
+            }
+            freed += self.purge(number, epoch).unwrap_or(0);
+        }
+        self.purger.unused.take(freed);
+        Some(freed)
+    }
+
     fn shrink(&self, want_bytes: u64, _urgency: Urgency) -> u64 {
         let _guard = self.purger.lock.lock();
         self.purger.line.purge(want_bytes, |key, epoch| self.purge(key as u32, epoch), || self.look_for_oldest())
     }
 
     fn measure(&self) {
-        let begun = clock::fine_ns();
-        if begun < self.purger.measure_after_ns.load(Relaxed) {
-            return;
+        if clock::fine_ns() >= self.purger.measure_after_ns.load(Relaxed) {
+            self.measure_now();
         }
-        let _guard = self.purger.lock.lock();
-        self.look_for_oldest();
-        let took = clock::fine_ns() - begun;
-        self.purger.measure_after_ns.store(begun + MEASURE_PAUSE_NS.max(took * MEASURE_SHARE), Relaxed);
     }
 }
 
 impl Ranges {
-    /// Walks all entries, some nanoseconds each, for the line and for what there is. Returns the length of the line.
+    /// Measures what a purge of everything would free: the resident pages of each range that may be purged.
+    pub(crate) fn measure_now(&self) {
+        let begun = clock::fine_ns();
+        let _guard = self.purger.lock.lock();
+        let (now, mut residents) = (now(), Residents::new(begun + MEASURE_NS));
+        for number in 0..self.count.load(Acquire) {
+            let entry = self.entry(number);
+            let bytes = self.giveable_of(entry, entry.word.look(), now);
+            if bytes > 0 {
+                residents.add(entry.addr.load(Relaxed) as usize, bytes);
+            }
+        }
+        self.set_giveable(residents.bytes());
+        let took = clock::fine_ns() - begun;
+        self.purger.measure_after_ns.store(begun + MEASURE_PAUSE_NS.max(took * MEASURE_SHARE), Relaxed);
+    }
+
+    fn set_giveable(&self, bytes: u64) {
+        self.purger.giveable_bytes.store(bytes, Relaxed);
+        stats::set(Counter::RangesGiveable, bytes);
+    }
+
+    /// Walks all entries, some nanoseconds each, to fill the line and to sum up what is giveable. Returns the length of
+    /// the line.
     fn look_for_oldest(&self) -> usize {
         let (now, mut oldest, mut giveable) = (now(), Oldest::new(), 0);
         for number in 0..self.count.load(Acquire) {
@@ -88,12 +145,12 @@ impl Ranges {
                 oldest.offer(age, seen.epoch(), u64::from(number));
             }
         }
-        self.purger.giveable_bytes.store(giveable, Relaxed);
+        self.set_giveable(giveable);
         self.purger.line.set(&mut oldest)
     }
 
-    /// Purges a range, or its last chunk, if it is still volatile since that epoch, or free. Returns what the kernel took;
-    /// `None` if nothing went.
+    /// Purges a range or its last chunk, if it is free or still volatile since `epoch`. Returns the bytes that the
+    /// kernel took; `None` if nothing was purged.
     fn purge(&self, number: u32, epoch: u32) -> Option<u64> {
         let entry = self.entry(number);
         let (seen, begun) = (entry.word.look(), now());
@@ -103,14 +160,15 @@ impl Ranges {
         let addr = entry.addr.load(Relaxed) as usize;
         if seen.phase() == Phase::Free {
             let freed = self.discard(entry, addr, addr + entry.room_bytes());
-            // Where the kernel refused it is not asked again before the next use.
+            // If the kernel refused, the range is not tried again before its next use.
             entry.word.finish(true, epoch);
             return freed;
         }
         let (kept, chunk) = (entry.kept(seen), entry.chunk_bytes.load(Relaxed) as usize);
         let (left, freed) = self.purge_down_to(entry, kept, (kept - 1) / chunk * chunk);
         entry.kept_bytes.store(left as u64, Relaxed);
-        // Of several chunks one: the others have their turn first. So they have where the kernel refused.
+        // Only one of several chunks is purged, so that other ranges have their turn first. The same holds where the
+        // kernel refused.
         entry.word.finish(seen.is_lost() || left < kept, now());
         if left == kept {
             return None;
@@ -119,16 +177,16 @@ impl Ranges {
         Some(freed)
     }
 
-    /// Gives the end of a claimed range back, from its end on, step by step. Returns what is left of it, and what the
-    /// kernel took.
+    /// Gives back the end of a claimed range step by step, last step first. Returns the bytes left and the bytes that
+    /// the kernel took.
     fn purge_down_to(&self, entry: &Entry, kept: usize, down_to: usize) -> (usize, u64) {
         let addr = entry.addr.load(Relaxed) as usize;
         let is_whole = kept == entry.len_bytes.load(Relaxed) as usize;
-        // All that is behind the range's end is its own.
+        // All addresses behind the range's end are its own.
         let mut to = addr + if is_whole { entry.room_bytes() } else { kept };
         let (mut left, mut freed) = (kept, 0);
         while left > down_to && !(left < kept && entry.word.is_awaited()) {
-            // Steps end on multiples of their length, so that huge pages go as a whole.
+            // Steps end on multiples of their length, so that huge pages are discarded as a whole.
             let from = down_to.max((left - 1) / STEP_BYTES * STEP_BYTES);
             match self.discard(entry, addr + from, to) {
                 Some(bytes) => freed += bytes,
@@ -145,7 +203,7 @@ impl Ranges {
         (left, freed)
     }
 
-    /// What a purge of a range could take, at the most. Of what a parent process left, nothing is freed here.
+    /// Upper bound of what a purge of a range could free. Memory inherited from a parent process counts as 0.
     fn giveable_of(&self, entry: &Entry, seen: Seen, now: u32) -> u64 {
         let block = || self.arena.block_of(entry.addr.load(Relaxed) as usize);
         match seen.phase() {
@@ -155,7 +213,8 @@ impl Ranges {
         }
     }
 
-    /// Gives back whole pages of a claimed range; `None` if the kernel refused, and then nothing more is to be tried.
+    /// Gives back whole pages of a claimed range. Returns `None` if the kernel refused; then the caller must not
+    /// continue.
     fn discard(&self, entry: &Entry, from: usize, to: usize) -> Option<u64> {
         let has_slot = entry.class.load(Relaxed) == OWN_SLOT;
         let (mut at, mut freed) = (from, 0);
@@ -164,7 +223,7 @@ impl Ranges {
             let end = to.min(self.arena.block_addr(block) + BLOCK_BYTES);
             let blocks = (to - at) / BLOCK_BYTES;
             if has_slot && at == self.arena.block_addr(block) && blocks > 0 {
-                // SAFETY: whole blocks of a slot, claimed: nobody needs or reaches their contents.
+                // SAFETY: whole blocks of a slot, claimed: no thread needs or accesses their contents.
                 freed += unsafe { self.arena.renew(block, blocks) }?;
                 at += blocks * BLOCK_BYTES;
             } else {
@@ -177,7 +236,7 @@ impl Ranges {
     }
 }
 
-/// Tells that bytes of a range went, resident or not.
+/// Records that bytes of a range were purged, resident or not.
 pub(super) fn note_purged(addr: usize, bytes: usize) {
     stats::add(Counter::RangesPurged, 1);
     stats::add(Counter::RangeBytesPurged, bytes as u64);
@@ -185,7 +244,7 @@ pub(super) fn note_purged(addr: usize, bytes: usize) {
 }
 
 impl Entry {
-    /// What the range has of addresses: whole blocks, or its part of a pack.
+    /// Bytes of address space of the range: whole blocks, or its part of a pack.
     fn room_bytes(&self) -> usize {
         match self.class.load(Relaxed) {
             OWN_SLOT => (self.len_bytes.load(Relaxed) as usize).next_multiple_of(BLOCK_BYTES),
@@ -193,7 +252,7 @@ impl Entry {
         }
     }
 
-    /// Bytes from the start on that are there, of a volatile range.
+    /// Bytes from the start that are present, of a volatile range.
     fn kept(&self, seen: Seen) -> usize {
         let bytes = if seen.is_lost() { &self.kept_bytes } else { &self.len_bytes };
         bytes.load(Relaxed) as usize

@@ -1,5 +1,5 @@
 //! A range and its pins.
-#![allow(unsafe_code)] // hands out a range's bytes
+#![allow(unsafe_code)] // accesses a range's bytes
 
 use super::word::{Phase, Refused};
 use super::{Ranges, now};
@@ -9,31 +9,31 @@ use std::ops::Deref;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// How a volatile range goes.
+/// How the contents of a volatile range are purged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Behaviour {
     /// As a whole.
     Full,
-    /// From its end, a chunk at a time, in turn with the other ranges. Chunks are multiples of the OS page: 64 KiB, or
+    /// From the end, a chunk at a time, in turn with the other ranges. Chunks are multiples of the OS page: 64 KiB, or
     /// 2 MiB where huge pages are to stay whole.
     Partial { chunk_bytes: usize },
 }
 
-/// What became of the bytes of a range since it was marked.
+/// Whether the bytes of a range survived since it was marked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Contents {
-    /// All are what they were.
+    /// All bytes survived.
     Kept,
-    /// The first `kept_bytes` are what they were; each of the others is that, or zero.
+    /// The first `kept_bytes` bytes survived; each of the others is unchanged or zero.
     Purged { kept_bytes: usize },
 }
 
-/// Memory of a program that it can do without. Made by [`Ranges::allocate`], held at first; dropped it is freed.
+/// Memory whose contents the program can recreate. Allocated by [`Ranges::allocate`], held at first; freed on drop.
 ///
 /// # Invariants
 ///
-/// `addr` starts `len_bytes` readable and writable bytes that belong to this range's entry and to no other. They change by
-/// a purge only while the entry's word is *Purging*, which excludes *Held* and pins.
+/// `addr` starts `len_bytes` readable and writable bytes that belong to this range's entry and to no other. A purge
+/// changes them only while the entry's word is *Purging*, which excludes *Held* and pins.
 pub struct Range {
     ranges: &'static Ranges,
     number: u32,
@@ -55,17 +55,17 @@ impl Range {
         self.len_bytes
     }
 
-    /// Where its bytes are: for a page-aligned buffer's address, not to go around pins.
+    /// Address of its bytes, for use as a page-aligned buffer. Access still requires a pin.
     pub fn addr(&self) -> usize {
         self.addr.as_ptr() as usize
     }
 
-    /// Whether it is marked.
+    /// Whether it is marked volatile.
     pub fn is_volatile(&self) -> bool {
         matches!(self.entry().word.look().phase(), Phase::Volatile | Phase::Purging)
     }
 
-    /// Whether a purge is at it at this moment.
+    /// Whether a purge is working on it at this moment.
     pub fn is_being_purged(&self) -> bool {
         self.entry().word.look().phase() == Phase::Purging
     }
@@ -81,15 +81,15 @@ impl Range {
             what: match refused {
                 Refused::Phase(Phase::Held) => "the range is not volatile",
                 Refused::Phase(_) => "the range is volatile already",
-                Refused::Pins | Refused::Purging => "the range has as many pins as it can have, 65535",
+                Refused::Pins | Refused::Purging => "the range has the maximum number of pins, 65535",
             },
         })
     }
 
-    /// Lets its bytes go when memory is needed, from the moment on at which it has no pins.
+    /// Marks the range volatile: its bytes may be purged when memory is needed, as soon as it has no pins.
     ///
-    /// Cost: one compare-and-swap and a look at the clock, no system call. Of several ranges the one marked first goes first
-    /// (to 4 ms).
+    /// Cost: one compare-and-swap and a read of the clock, no system call. Of several ranges the one marked first is
+    /// purged first (accurate to 4 ms).
     ///
     /// # Errors
     ///
@@ -101,9 +101,9 @@ impl Range {
         self.insist(|| self.entry().word.mark(now()))
     }
 
-    /// Keeps its bytes from here on, and tells what became of them.
+    /// Takes the range back from reclaim and reports whether its bytes survived.
     ///
-    /// Cost: one compare-and-swap; while it is being purged, some hundred microseconds at most.
+    /// Cost: one compare-and-swap; while it is being purged, at most some hundred microseconds.
     ///
     /// # Errors
     ///
@@ -114,12 +114,13 @@ impl Range {
         Ok(if was_lost { self.note_loss() } else { Contents::Kept })
     }
 
-    /// What is left, and room for what will be written anew.
+    /// Reports what was kept, and requests room for what will be rewritten.
     #[cold]
     fn note_loss(&self) -> Contents {
         let kept_bytes = self.kept_bytes();
         self.entry().word.unpin();
-        // Asked for here, so that the memory need not be found on touch. Without room it is touched all the same.
+        // Reclaim now, so that the memory need not be found at the first touch. A failure is ignored: the range is
+        // touched all the same.
         let _ = self.ranges.arena.budget.expect((self.len_bytes - kept_bytes) as u64);
         Contents::Purged { kept_bytes }
     }
@@ -128,7 +129,7 @@ impl Range {
         (self.entry().kept_bytes.load(Relaxed) as usize).min(self.len_bytes)
     }
 
-    /// Counts a volatile range as marked now. For caches: what is used goes last.
+    /// Counts a volatile range as marked now. For caches: purges recently used ranges last.
     ///
     /// # Errors
     ///
@@ -138,7 +139,8 @@ impl Range {
         self.insist(|| self.entry().word.refresh(now()))
     }
 
-    /// Its bytes, as far as they were kept; none goes while the pin lives. A held range is kept as a whole.
+    /// Pins the range and gives access to the bytes that were kept; none is purged while the pin lives. A held range is
+    /// kept as a whole.
     ///
     /// # Errors
     ///
@@ -152,7 +154,7 @@ impl Range {
         Ok(Pin { range: self, kept_bytes, contents })
     }
 
-    /// The bytes of a held range, to be written. What was purged before reads zero, or what it was.
+    /// The bytes of a held range, for writing. Purged bytes read zero, or what they were before.
     ///
     /// # Errors
     ///
@@ -161,7 +163,8 @@ impl Range {
         if self.is_volatile() {
             return Err(Error::WrongState { what: "the range is volatile: unmark it to write" });
         }
-        // SAFETY: by the type's invariant ours alone; held, and `&mut self` keeps it so and excludes pins.
+        // SAFETY: the bytes belong to this range only (type invariant). It is held, and `&mut self` keeps it so and
+        // excludes pins.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.addr.as_ptr(), self.len_bytes) })
     }
 }
@@ -181,7 +184,7 @@ impl fmt::Debug for Range {
     }
 }
 
-/// Bytes of a range that stay while this lives: all of them, or what was kept from the start on.
+/// A pin: keeps the bytes of a range while it lives. Dereferences to all bytes, or to those that were kept.
 #[derive(Debug)]
 pub struct Pin<'range> {
     range: &'range Range,
@@ -190,12 +193,12 @@ pub struct Pin<'range> {
 }
 
 impl Pin<'_> {
-    /// Whether the bytes are all there.
+    /// Whether all bytes were kept.
     pub fn contents(&self) -> Contents {
         self.contents
     }
 
-    /// All of the bytes, if all were kept.
+    /// All bytes, if all were kept.
     pub fn whole(&self) -> Option<&[u8]> {
         (self.contents == Contents::Kept).then_some(self)
     }
@@ -205,8 +208,8 @@ impl Deref for Pin<'_> {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: inside the range, whose bytes no purge takes while this pin is counted, and that nobody writes while it
-        // is borrowed.
+        // SAFETY: inside the range. No purge takes its bytes while this pin is counted, and no thread writes them while
+        // the range is borrowed.
         unsafe { std::slice::from_raw_parts(self.range.addr.as_ptr(), self.kept_bytes) }
     }
 }

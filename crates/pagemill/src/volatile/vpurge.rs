@@ -1,24 +1,30 @@
-//! Purging a program's own memory that it marked: the least recently marked first, piece by piece.
+//! Purges the program's own memory that it marked volatile: least recently marked first, piece by piece.
 //!
-//! A piece is claimed in the book, given back without the book's lock, and entered as gone. Before a byte goes all of the
-//! piece is looked at: what is mapped there, and whether it can go. Where the kernel refuses a part nevertheless, the piece
-//! counts as purged if anything of it went.
+//! A piece is claimed in the book, given back without the book's lock, and recorded as purged. Before any byte is
+//! discarded, all mappings of the piece are checked. If the kernel refuses a part nevertheless, the piece counts as
+//! purged if anything of it was discarded.
 #![allow(unsafe_code)] // gives marked memory back
 
 use super::book::Mark;
 use super::guards::{self, Refused};
 use super::line::Oldest;
 use super::now;
-use super::purge::note_purged;
+use super::purge::{MEASURE_NS, note_purged};
+use super::residents::Residents;
 use super::vrange::{AT_A_TIME, How, Vranges};
 use super::word::age;
 use crate::arena::block::Backing;
 use crate::reclaim::{Shrinker, Urgency};
+use crate::stats::{self, Counter};
 use crate::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::maps::Maps;
-use pagemill_sys::mem;
+use pagemill_sys::{clock, mem};
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+/// Intervals copied at a time; their pages are then examined without the lock.
+const MEASURED_AT_A_TIME: usize = 64;
 
 impl Shrinker for Vranges {
     fn name(&self) -> &'static str {
@@ -30,41 +36,47 @@ impl Shrinker for Vranges {
     }
 
     fn giveable_bytes(&self) -> u64 {
-        self.giveable_bytes.load(Relaxed)
+        self.giveable_bytes.load(Relaxed).saturating_sub(self.absent_bytes.load(Relaxed))
     }
 
     fn foreign_bytes(&self) -> u64 {
-        self.foreign_bytes.load(Relaxed)
+        self.foreign_bytes.load(Relaxed).saturating_sub(self.absent_foreign_bytes.load(Relaxed))
+    }
+
+    /// Contents are purged under pressure only.
+    fn shrink_aged(&self, _want_bytes: u64, _age: Duration) -> Option<u64> {
+        Some(0)
     }
 
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
-        if self.giveable_bytes() == 0 {
+        if self.giveable_bytes.load(Relaxed) == 0 {
             return 0;
         }
         let _guard = self.purging.lock();
-        // Without it nobody knows what may be purged.
-        let Ok(maps) = Maps::open() else { return 0 };
-        // A limit of ours is not helped by memory that it does not count.
-        let takes_foreign = !self.account.is_limited() || self.account.headroom.is_short(0).is_some();
-        let pass = Pass { maps, urgency, takes_foreign };
+        let Some(pass) = self.pass(urgency) else { return 0 };
         let purge = |addr, epoch| self.purge(&pass, addr as usize, epoch);
         self.line.purge(want_bytes, purge, || self.look_for_oldest(&pass))
     }
+
+    /// Marked memory may have been touched since the figures were read last.
+    fn measure(&self) {
+        self.set_absent(0, 0);
+    }
 }
 
-/// What holds for one request.
+/// What holds for one reclaim request.
 struct Pass {
     maps: Maps,
     urgency: Urgency,
     takes_foreign: bool,
 }
 
-/// What became of a piece.
+/// The result of purging a piece.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Taken {
-    /// All of it is there.
+    /// All of it is still there.
     Nothing,
-    /// Some of it went before the kernel refused the rest.
+    /// Some of it was discarded before the kernel refused the rest.
     Some {
         bytes: u64,
     },
@@ -74,7 +86,64 @@ enum Taken {
 }
 
 impl Vranges {
-    /// Walks all marks for the line. Returns its length.
+    fn pass(&self, urgency: Urgency) -> Option<Pass> {
+        // Without `/proc/self/maps` it is unknown which mappings may be purged: purge nothing.
+        let maps = Maps::open().ok()?;
+        // Memory that our own limit does not count does not help that limit.
+        let takes_foreign = !self.account.is_limited() || self.account.headroom.is_short(0).is_some();
+        Some(Pass { maps, urgency, takes_foreign })
+    }
+
+    /// Measures what a purge of everything would free: the resident pages of marked memory that can be purged. The
+    /// result is valid until something is marked or unmarked.
+    pub(crate) fn measure_now(&self) {
+        self.set_absent(0, 0);
+        if self.giveable_bytes.load(Relaxed) == 0 {
+            return;
+        }
+        let Some(pass) = self.pass(Urgency::Request) else { return };
+        let until_ns = clock::fine_ns() + MEASURE_NS;
+        let (mut own, mut foreign) = (Residents::new(until_ns), Residents::new(until_ns));
+        let (mut from, mut intervals) = (0, [const { None }; MEASURED_AT_A_TIME]);
+        loop {
+            let count = self.book.with(|book| {
+                let generation = book.generation;
+                let found = book.marks.from(from).map(|(range, mark)| (range, mark, mark.is_claimable(generation)));
+                intervals.iter_mut().zip(found).fold(0, |count, (place, found)| {
+                    *place = Some(found);
+                    count + 1
+                })
+            });
+            for (range, mark, is_claimable) in intervals[..count].iter_mut().filter_map(Option::take) {
+                from = range.end;
+                let mut left = if is_claimable { range } else { 0..0 };
+                while !left.is_empty() {
+                    let piece = mark.next_piece(&left);
+                    left.end = piece.start;
+                    // Before Linux 6.11 finding the mappings takes long.
+                    if clock::fine_ns() > until_ns || self.may_all_go(&pass, &piece, mark.is_strict) {
+                        let of = if self.arena.contains(piece.start) { &mut own } else { &mut foreign };
+                        of.add(piece.start, piece.len() as u64);
+                    }
+                }
+            }
+            if count < MEASURED_AT_A_TIME {
+                break;
+            }
+        }
+        let (all, of_others) = (self.giveable_bytes.load(Relaxed), self.foreign_bytes.load(Relaxed));
+        let found = own.bytes().saturating_add(foreign.bytes());
+        self.set_absent(all.saturating_sub(found), of_others.saturating_sub(foreign.bytes()));
+    }
+
+    pub(super) fn set_absent(&self, bytes: u64, foreign_bytes: u64) {
+        self.absent_bytes.store(bytes, Relaxed);
+        self.absent_foreign_bytes.store(foreign_bytes, Relaxed);
+        stats::set(Counter::MarkedGiveable, self.giveable_bytes());
+        stats::set(Counter::MarkedForeign, Shrinker::foreign_bytes(self));
+    }
+
+    /// Walks all marks to fill the line. Returns its length.
     fn look_for_oldest(&self, pass: &Pass) -> usize {
         let (now, mut oldest, mut from) = (now(), Oldest::new(), 0);
         loop {
@@ -96,8 +165,8 @@ impl Vranges {
         self.line.set(&mut oldest)
     }
 
-    /// Purges the interval that begins at `addr`, or its last chunk, if it is still marked since that epoch. Returns what
-    /// the kernel took; `None` if nothing went.
+    /// Purges the interval that begins at `addr`, or its last chunk, if it is still marked since `epoch`. Returns the
+    /// bytes that the kernel took; `None` if nothing was purged.
     fn purge(&self, pass: &Pass, addr: usize, epoch: u32) -> Option<u64> {
         let mut freed = None;
         loop {
@@ -115,7 +184,7 @@ impl Vranges {
         }
     }
 
-    /// Takes a piece of an interval out of the program's reach; `None` while somebody waits for the last one.
+    /// Claims a piece of an interval. Returns `None` while a thread waits for an earlier claim.
     fn claim(&self, addr: usize, epoch: u32) -> Option<(Range<usize>, Mark)> {
         self.book.with(|book| {
             let (range, mark) = book.marks.from(addr).next()?;
@@ -133,7 +202,7 @@ impl Vranges {
     fn finish(&self, addr: usize, piece: &Range<usize>, mark: Mark, taken: Taken) {
         let is_all = matches!(taken, Taken::All { .. });
         let after = Mark {
-            // Where the kernel refused, others have their turn first; so they have after a chunk.
+            // After a refusal or after a chunk, other ranges have their turn first.
             epoch: if is_all { mark.epoch } else { now() },
             is_purged: mark.is_purged || taken != Taken::Nothing,
             is_empty: is_all,
@@ -144,7 +213,7 @@ impl Vranges {
             book.claimed -= 1;
             book.change(piece, after);
             let before = book.marks.overlapping(piece.start.saturating_sub(1)..piece.start).next();
-            // What the claim has left of its interval, if nobody has changed that since.
+            // What the claim left of its interval, if it was not changed since.
             let head = before.filter(|(head, found)| (head.start, head.end) == (addr, piece.start) && *found == mark);
             match (head, taken) {
                 (Some((head, _)), Taken::Nothing) => book.join(head.start..piece.end, after),
@@ -153,7 +222,7 @@ impl Vranges {
                 }
                 _ => {}
             }
-            // The steps of a purge leave one interval.
+            // Merge with the previous step, so that the steps of a purge leave one interval.
             let next = book.marks.from(piece.end).next();
             if let Some((next, _)) = next.filter(|(next, other)| next.start == piece.end && is_all && *other == after) {
                 book.join(piece.start..next.end, after);
@@ -165,7 +234,7 @@ impl Vranges {
         }
     }
 
-    /// Gives the pages of a claimed piece back, and guards their places where that is asked for.
+    /// Gives the pages of a claimed piece back, and guards their addresses for a strict mark.
     fn discard(&self, pass: &Pass, piece: &Range<usize>, is_strict: bool) -> Taken {
         if !self.may_all_go(pass, piece, is_strict) {
             return Taken::Nothing;
@@ -197,12 +266,12 @@ impl Vranges {
         Taken::All { bytes: freed }
     }
 
-    /// Whether nothing in a piece is known to stand against it.
+    /// Whether no known reason prevents purging the piece.
     fn may_all_go(&self, pass: &Pass, piece: &Range<usize>, is_strict: bool) -> bool {
         let mut at = piece.start;
         while at < piece.end {
             let Ok(Some(mapping)) = pass.maps.find(at) else { return false };
-            // Closed memory is opened again for reading and writing.
+            // A strict purge closes memory and opens it again for reading and writing.
             let is_open = mapping.is_readable && mapping.is_writable && !(is_strict && mapping.is_executable);
             let is_plain = is_open && !mapping.is_shared && !mapping.has_file;
             if mapping.addresses.start > at || !is_plain || mapping.is_stack {
@@ -215,7 +284,8 @@ impl Vranges {
         if from >= to {
             return pass.takes_foreign;
         }
-        // What the small allocator has is its own books'; a part of a huge page frees nothing until that is split.
+        // Memory of the small allocator is accounted elsewhere. A part of a huge page frees nothing before the page is
+        // split.
         let is_huge = |addr: usize| self.arena.peek(self.arena.block_of(addr)).backing == Backing::Huge;
         let is_part = |addr: usize| !addr.is_multiple_of(BLOCK_BYTES);
         let splits = is_part(from) && is_huge(from) || is_part(to) && is_huge(to - 1);
@@ -223,8 +293,8 @@ impl Vranges {
         is_one && self.arena.heap.contains(from) && (!splits || pass.urgency == Urgency::Limit)
     }
 
-    /// What of a piece goes by one call: inside one mapping, of which the kernel refuses all or nothing; and inside one block
-    /// of the arena.
+    /// The next part of a piece to discard with one call: inside one mapping, of which the kernel refuses all or
+    /// nothing, and inside one block of the arena.
     fn next_part(&self, pass: &Pass, at: usize, end: usize) -> Range<usize> {
         let mapping_end = match pass.maps.find(at) {
             Ok(Some(mapping)) if mapping.addresses.contains(&at) => mapping.addresses.end,
@@ -234,11 +304,11 @@ impl Vranges {
         at..end.min(mapping_end).min(block_end)
     }
 
-    /// As [`Vranges::discard`], for a part of one block that Pagemill handed out.
+    /// As [`Vranges::discard`], for a part of one block that Pagemill allocated.
     fn discard_own(&self, part: Range<usize>, urgency: Urgency) -> Option<u64> {
         let block = self.arena.block_of(part.start);
         if part.len() == BLOCK_BYTES {
-            // SAFETY: claimed: the program does without the bytes of this block (contract of `vrange`).
+            // SAFETY: claimed: the program can do without the bytes of this block (contract of `vrange`).
             return unsafe { self.arena.renew(block, 1) };
         }
         if self.arena.peek(block).backing == Backing::Huge {
@@ -256,10 +326,10 @@ impl Vranges {
 fn discard_foreign(part: Range<usize>) -> Option<u64> {
     let bytes = mem::resident_bytes(part.start, part.len()).ok()?;
     if !part.start.is_multiple_of(BLOCK_BYTES) || !part.end.is_multiple_of(BLOCK_BYTES) {
-        // Of a huge page nothing is freed by a part before it is split.
+        // Discarding a part of a huge page frees nothing before the page is split.
         let _ = mem::cool(part.start, part.len());
     }
-    // SAFETY: claimed: the program does without these bytes and has no reference to them (contract of `vrange`).
+    // SAFETY: claimed: the program can do without these bytes and has no reference to them (contract of `vrange`).
     unsafe { mem::discard(part.start, part.len()) }.ok()?;
     Some(bytes as u64)
 }

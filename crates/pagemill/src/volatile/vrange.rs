@@ -1,14 +1,14 @@
 //! Volatile ranges of the program's own memory, by address.
 //!
-//! Marks are kept beside the memory, in an ordered map under one lock; marking asks the kernel only whether the range is
-//! mapped. Bytes go as those of [`Range`](super::Range)s do: when memory is needed, the least recently marked first. While a
-//! step of a purge is at a piece, whoever wants that piece waits for the step.
+//! Marks are kept outside the memory, in an ordered map under one lock. Marking calls the kernel only to check that the
+//! range is mapped. Bytes are purged as those of [`Range`](super::Range)s: when memory is needed, least recently marked
+//! first. A thread that needs a piece which is being purged waits for the current step.
 //!
-//! What has no pages of its own to give (shared memory, files, hugetlbfs), cannot be read and written, is a stack, or is
-//! locked can be marked, and is never purged. docs/volatile.md has a row for each kind. Purged pages of strict ranges are
-//! guarded (`guards`); whoever ends such a mark takes the guards away first, with the mark claimed as by a purge.
+//! Shared memory, files and hugetlbfs, memory that is not readable and writable, stacks and locked memory can be marked
+//! but are never purged. docs/volatile.md has a row for each kind. Purged pages of strict ranges are guarded
+//! (`guards`). Unmarking them claims the mark as a purge does, and removes the guards first.
 //!
-//! Below: `book`, `guards`, `arena` (for memory that Pagemill handed out). Purging: `vpurge`.
+//! Below: `book`, `guards`, `arena` (for memory that Pagemill allocated). Purging: `vpurge`.
 #![allow(unsafe_code)] // a contract that callers keep
 
 use super::book::{Book, Mark, Sums};
@@ -23,53 +23,53 @@ use crate::units::os_page_bytes;
 use pagemill_sys::mem;
 use std::ops::Range;
 
-/// Intervals that a walk looks at while it has the lock: some 20 us.
+/// Intervals that a walk visits in one critical section: some 20 us.
 pub(super) const AT_A_TIME: usize = 4000;
 
-/// What there is to give is published about every so many bytes.
+/// The giveable amount is published whenever it crosses a multiple of this.
 const PUBLISH_STEP_BYTES: u64 = 1 << 20;
 
-/// What is to become of a range.
+/// What a call does with a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// What was purged reads zero.
+    /// Purged bytes read zero.
     Volatile,
-    /// What was purged raises `SIGBUS` when it is touched, in system calls `EFAULT`.
+    /// Purged pages raise `SIGBUS` when touched; system calls return `EFAULT`.
     VolatileStrict,
     Nonvolatile,
 }
 
-/// How a marked range goes.
+/// How a marked range is purged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
     /// As a whole.
     Full,
-    /// From its end, a chunk at a time, in turn with others.
+    /// From the end, a chunk at a time, in turn with others.
     Partial,
 }
 
-/// What a call did.
+/// The result of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Marked {
-    /// Bytes that are marked now; of unmarking, bytes that were.
+    /// Bytes that are marked now; for unmarking, bytes that were marked.
     pub bytes: u64,
-    /// Whether any of the range had been purged since it was marked.
+    /// Whether any of the range was purged since it was marked.
     pub purged: bool,
 }
 
-/// Whether guards stay when something is done with a range.
+/// Whether guards stay when the marks of a range change.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Guards {
     Keep,
     Remove,
 }
 
-/// What stands between a call and the marks it is for.
+/// The state of the marks that a call needs.
 enum Found<T> {
     Done(T),
-    /// Guards, claimed: they go first.
+    /// Guards, now claimed, that must be removed first.
     Guarded(Range<usize>, Mark),
-    /// A purge, or somebody who takes guards away.
+    /// A purge, or another thread that removes guards, holds a part.
     Busy,
 }
 
@@ -80,9 +80,13 @@ pub struct Vranges {
     pub(super) book: Guarded<Book>,
     pub(super) purging: Lock,
     pub(super) line: Line,
-    /// Copies of the book's sums, and all bytes that are marked, purged or not.
+    /// Copies of the book's sums.
     pub(super) giveable_bytes: AtomicU64,
     pub(super) foreign_bytes: AtomicU64,
+    /// The parts of these sums that a purge would not free, as measured last: not resident, or not purgeable. 0 after a
+    /// new mark. First of all bytes, then of foreign ones.
+    pub(super) absent_bytes: AtomicU64,
+    pub(super) absent_foreign_bytes: AtomicU64,
     marked_bytes: AtomicU64,
 }
 
@@ -96,34 +100,39 @@ impl Vranges {
             line: Line::default(),
             giveable_bytes: AtomicU64::new(0),
             foreign_bytes: AtomicU64::new(0),
+            absent_bytes: AtomicU64::new(0),
+            absent_foreign_bytes: AtomicU64::new(0),
             marked_bytes: AtomicU64::new(0),
         }
     }
 
-    /// Makes `len_bytes` from `addr` on volatile, or keeps them from here on and tells what became of them.
+    /// Marks `len_bytes` at `addr` volatile, or takes them back from reclaim and reports whether they survived.
     ///
-    /// Marking what is marked marks it anew, with the new behaviour; what was marked beyond the range stays as it was.
-    /// What was purged reads zero, but for what was written since; so it does of a strict range once that is nonvolatile,
-    /// and until then its pages raise `SIGBUS`. Unmarking what is not marked does nothing.
+    /// Marking a marked range marks it anew, with the new behaviour; marks outside the range stay unchanged. Purged
+    /// bytes read zero, except those written since. Purged pages of a strict range raise `SIGBUS` until the range is
+    /// nonvolatile, and read zero after that. Unmarking an unmarked range does nothing.
     ///
-    /// The first strict mark of a process puts a handler before that for `SIGSEGV`. A program that installs one later calls
-    /// [`handle_fault`](super::handle_fault) in it; under `pagemill run` that is not needed.
+    /// The first strict mark of a process installs a `SIGSEGV` handler in front of the existing one. A program that
+    /// installs its own later must call [`handle_fault`](super::handle_fault) in it; under `pagemill run` that is not
+    /// needed.
     ///
-    /// Cost: some hundred nanoseconds, and a system call of as much to mark; none to unmark, but where guards
-    /// are to go some microseconds for each run of them. While a piece is being purged, some hundred microseconds at most.
+    /// Cost of marking: some hundred nanoseconds, plus a system call of about the same. Unmarking needs no system call,
+    /// except some microseconds for each run of guards to remove. While a piece is being purged, at most some hundred
+    /// microseconds more.
     ///
     /// # Errors
     ///
-    /// Nothing has changed then, except that guards of a strict range may have gone where there is no memory for the rest: it
-    /// is marked and purged still. [`Error::BadRange`] where `addr` or `len_bytes` are no multiples of the OS page, or the end
-    /// lies beyond all addresses; [`Error::NotMapped`] where a part is not mapped; [`Error::System`] without memory for
-    /// the mark; [`Error::Unsupported`] for a strict mark where the kernel has no guard pages (before Linux 6.13).
+    /// On an error nothing has changed, with one exception: guards of a strict range may be gone if there is no memory
+    /// for the rest; the range is still marked and purged. [`Error::BadRange`] if `addr` or `len_bytes` is not a
+    /// multiple of the OS page, or the end lies beyond the address space; [`Error::NotMapped`] if a part is not mapped;
+    /// [`Error::System`] without memory for the mark; [`Error::Unsupported`] for a strict mark on a kernel without
+    /// guard pages (before Linux 6.13).
     ///
     /// # Safety
     ///
-    /// While it is volatile the program can do without the bytes of the range, at any moment, and holds no reference to
-    /// them. Before it unmaps, replaces, moves or frees a part, it unmarks that part; so it does before it protects a part
-    /// of a strict range.
+    /// While the range is volatile the program must be able to do without its bytes at any moment, and must hold no
+    /// reference to them. Before it unmaps, replaces, moves or frees a part, it must unmark that part. It must also do
+    /// so before it changes the protection of a part of a strict range.
     ///
     /// Source: M. Kim and J. Stultz, "vrange for anonymous page" v7, 2013, lwn.net/Articles/542504.
     pub unsafe fn vrange(&self, addr: usize, len_bytes: usize, mode: Mode, how: How) -> Result<Marked> {
@@ -149,7 +158,8 @@ impl Vranges {
             guards::prepare(&range)?;
         }
         let bytes = range.len() as u64;
-        // It was filled without asking anybody, and more will be: what is short is purged here, before the kernel notices.
+        // The range was filled without a charge, and more will be. Purge what is missing here, before the kernel runs
+        // short.
         let _ = self.arena.budget.expect(bytes.min(MOST_EXPECTED_BYTES));
         let fresh = Mark {
             epoch: now(),
@@ -162,7 +172,7 @@ impl Vranges {
             generation: 0,
         };
         let before = self.giveable_bytes.load(Relaxed);
-        // Strict marks leave guards where they are.
+        // A strict mark keeps existing guards.
         let guards = if is_strict { Guards::Keep } else { Guards::Remove };
         let marked = self.settled(&range, guards, |book| {
             book.marks.prepare(3)?;
@@ -178,7 +188,7 @@ impl Vranges {
             Ok(Marked { bytes, purged: mark.is_purged })
         })?;
         if before / PUBLISH_STEP_BYTES != self.giveable_bytes.load(Relaxed) / PUBLISH_STEP_BYTES {
-            // The helper may sleep until there is something to give.
+            // The helper may sleep until there is something to give back.
             self.account.publish();
         }
         Ok(marked)
@@ -196,11 +206,11 @@ impl Vranges {
         Ok(marked)
     }
 
-    /// Forgets all marks of a range that is going away, once no purge is at it. For whoever unmaps or frees it.
+    /// Removes all marks of a range before it is unmapped or freed, after waiting for purges of it.
     pub fn forget(&self, range: Range<usize>) {
         let forget =
             |range: Range<usize>| self.settled(&range, Guards::Remove, |book| book.cut(range.clone(), |_, _| ()));
-        // Without room to split a mark the whole mark goes: what is not marked is not purged.
+        // Without memory to split a mark the whole mark is removed: unmarked memory is not purged.
         let result = forget(range.clone()).or_else(|_| {
             let all = |book: &mut Book| {
                 let all = book.marks.overlapping(range.clone());
@@ -211,12 +221,12 @@ impl Vranges {
         debug_assert!(result.is_ok(), "whole marks are removed without splitting any");
     }
 
-    /// Whether nothing is marked: a look at a number.
+    /// Whether nothing is marked. Reads one number.
     pub fn is_empty(&self) -> bool {
         self.marked_bytes.load(Relaxed) == 0
     }
 
-    /// Does something with the marks when no purge is at any of the range, and no guards are left there that are to go.
+    /// Runs `act` on the marks when no purge holds any part of the range, after removing the guards that have to go.
     fn settled<T>(
         &self,
         range: &Range<usize>,
@@ -254,7 +264,7 @@ impl Vranges {
         }
     }
 
-    /// Ends the guards of a part that was claimed for that.
+    /// Removes the guards of a part that was claimed for that.
     fn remove_guards(&self, part: &Range<usize>, mark: Mark) -> Result<()> {
         // SAFETY: claimed: no purge is there.
         let result = unsafe { guards::remove(part) };
@@ -265,23 +275,25 @@ impl Vranges {
         result
     }
 
-    /// Copies the sums to where they are read without the lock.
+    /// Copies the sums to atomics that are read without the lock.
     pub(super) fn tell(&self, book: &Book) {
         self.giveable_bytes.store(book.sums.all, Relaxed);
         self.foreign_bytes.store(book.sums.foreign, Relaxed);
+        self.set_absent(0, 0);
         let marked_bytes = book.marks.bytes();
         self.marked_bytes.store(marked_bytes, Relaxed);
         stats::set(Counter::MarkedBytes, marked_bytes);
     }
 
-    /// In a fork child: the parent's marks hold, but nothing is purged for them; nobody of the parent waits here.
+    /// Called in a fork child: the parent's marks stay valid, but nothing is purged for them. No thread of the parent
+    /// waits here.
     pub(crate) fn begin_child(&self) {
         guards::begin_child();
-        // After a bare `clone` the lock may be that of a thread which does not exist here.
+        // After a bare `clone` the lock may be held by a thread that does not exist here.
         self.book.try_with(|book| {
             book.generation = book.generation.wrapping_add(1);
             if book.claimed > 0 {
-                // After a bare `clone` in the midst of something: what is closed then is opened when it is unmarked.
+                // After a bare `clone` during a purge: memory that was closed then is opened when it is unmarked.
                 book.marks.update(0..usize::MAX, |_, mark| {
                     mark.is_guarded |= mark.is_purging && mark.is_strict;
                     mark.is_purging = false;
@@ -291,12 +303,13 @@ impl Vranges {
         });
         self.giveable_bytes.store(0, Relaxed);
         self.foreign_bytes.store(0, Relaxed);
+        self.set_absent(0, 0);
         stats::set(Counter::MarkedBytes, self.marked_bytes.load(Relaxed));
     }
 
     pub(crate) fn acquire_for_fork(&self) {
         self.purging.acquire();
-        // Whoever takes guards away has closed memory: he comes to an end, and no purge begins.
+        // A thread that removes guards has closed memory: wait until it is done. No purge begins meanwhile.
         self.book.acquire_when(|book| book.claimed == 0);
     }
 

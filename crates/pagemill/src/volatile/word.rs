@@ -10,32 +10,32 @@
 //!                        finish (of a free one)
 //! ```
 //!
-//! Marking and unmarking are one compare-and-swap each, on the range's own word. A purge takes a range that is volatile
-//! and not pinned to *Purging*, throws bytes away, and says in the word what became of it; whoever wants the range
-//! meanwhile waits, and has the purge stop at the next step. A free one is claimed as well, for the memory it may have.
-//! The generation tells a range from the one that had the same word before. Checked under loom.
+//! Marking and unmarking are one compare-and-swap each, on the range's own word. A purge moves a volatile, unpinned
+//! range to *Purging*, discards bytes, and records the result in the word. A thread that needs the range meanwhile
+//! waits and requests the purge to stop at the next step. A free range is claimed as well, for the memory it may have.
+//! The generation distinguishes a range from the one that used the same word before. Checked under loom.
 
 use crate::sync::{Acquire, AtomicU64, Relaxed, Release};
 
-/// What may be done with a range.
+/// The state of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// Nobody's.
+    /// Has no owner.
     Free = 0,
     /// Nonvolatile: its bytes stay.
     Held = 1,
-    /// Its bytes may be thrown away.
+    /// Its bytes may be discarded.
     Volatile = 2,
-    /// A purge is throwing them away.
+    /// A purge is discarding its bytes.
     Purging = 3,
 }
 
 const PHASE: u64 = 3;
-/// Volatile: bytes were thrown away since it was marked.
+/// Volatile: bytes were discarded since it was marked.
 const LOST: u64 = 1 << 2;
-/// Purging: somebody waits for the end. Volatile: somebody waited, and has not come yet.
+/// Purging: a thread waits for the end. Volatile: a thread waited and has not taken the range yet.
 const AWAITED: u64 = 1 << 3;
-/// Purging: what is purged is free.
+/// Purging: the purged range is free.
 const FROM_FREE: u64 = 1 << 4;
 /// Free: memory of the last owner may be behind it.
 const BACKED: u64 = 1 << 5;
@@ -45,29 +45,29 @@ const GENERATION_SHIFT: u32 = 24;
 const GENERATION: u64 = 0xFFFF << GENERATION_SHIFT;
 const EPOCH_SHIFT: u32 = 40;
 
-/// So long a range is left to who waited for it.
+/// A range is reserved this long for the thread that waited for it.
 const GRACE_TICKS: u32 = 2;
 
 /// Bits of an epoch.
 const EPOCH_BITS: u32 = u64::BITS - EPOCH_SHIFT;
 
-/// The coarse time of marking, of some nanoseconds: ticks of 4.2 ms that wrap after 19 hours.
+/// The coarse time of marking: ticks of 4.2 ms that wrap after 19 hours.
 pub(crate) fn epoch_of(ns: u64) -> u32 {
     (ns >> 22) as u32 & (u32::MAX >> (u32::BITS - EPOCH_BITS))
 }
 
-/// How many ticks before `now` it was. What lies ahead of it was marked since `now` was read.
+/// Ticks from `epoch` to `now`. An epoch later than `now` was set after `now` was read: age 0.
 pub(crate) fn age(now: u32, epoch: u32) -> u32 {
     let ticks = ticks_since(now, epoch);
     if ticks >> (EPOCH_BITS - 1) == 0 { ticks } else { 0 }
 }
 
-/// Ticks from `epoch` to `now`, which was read after that was.
+/// Ticks from `epoch` to a later `now`.
 pub(crate) fn ticks_since(now: u32, epoch: u32) -> u32 {
     now.wrapping_sub(epoch) & (u32::MAX >> (u32::BITS - EPOCH_BITS))
 }
 
-/// A look at the word; it may have changed since.
+/// A copy of the word; the word may have changed since.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Seen(u64);
 
@@ -85,7 +85,7 @@ impl Seen {
         self.0 & LOST != 0
     }
 
-    /// Whether it is somebody's: free ones are purged, too.
+    /// Whether it has an owner: free ranges are purged, too.
     pub fn has_owner(self) -> bool {
         let is_free = self.phase() == Phase::Free || (self.phase() == Phase::Purging && self.0 & FROM_FREE != 0);
         !is_free
@@ -99,7 +99,8 @@ impl Seen {
         (self.0 >> EPOCH_SHIFT) as u32
     }
 
-    /// Whether a purge may take it at this epoch. Who waited for the last one comes first, for some milliseconds.
+    /// Whether a purge may claim it at this epoch. For some milliseconds a thread that waited for the last purge has
+    /// priority.
     pub fn is_claimable(self, now: u32) -> bool {
         let is_wanted = || self.0 & AWAITED != 0 && age(now, self.epoch()) < GRACE_TICKS;
         match self.phase() {
@@ -121,15 +122,15 @@ impl Seen {
 /// Why a change was not made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Refused {
-    /// A purge has it: wait, and try again.
+    /// A purge holds the range: wait, and try again.
     Purging,
     /// It is in this phase.
     Phase(Phase),
-    /// It has as many pins as the word counts.
+    /// It has the maximum number of pins.
     Pins,
 }
 
-/// The word itself. Zero bits say: free, and nothing is behind it.
+/// The state word. Zero bits mean: free, without memory.
 #[repr(transparent)]
 pub(crate) struct Word(AtomicU64);
 
@@ -143,7 +144,7 @@ impl Word {
         Seen(self.0.load(Acquire))
     }
 
-    /// Changes the word as `change` says, if it says so.
+    /// Applies `change` to the word, unless a purge holds it or `change` refuses.
     #[inline]
     fn update<T>(&self, change: impl Fn(Seen) -> Result<(u64, T), Refused>) -> Result<T, Refused> {
         let mut word = self.0.load(Relaxed);
@@ -152,7 +153,8 @@ impl Word {
                 return Err(Refused::Purging);
             }
             let (new, result) = change(Seen(word))?;
-            // Who waited has come. Bytes that were written before a mark are there for whoever unmarks or pins it.
+            // Clears AWAITED: the waiting thread has come. The ordering makes bytes written before a mark visible to a
+            // later unmark or pin.
             match self.0.compare_exchange_weak(word, new & !AWAITED, std::sync::atomic::Ordering::AcqRel, Relaxed) {
                 Ok(_) => return Ok(result),
                 Err(now) => word = now,
@@ -168,7 +170,7 @@ impl Word {
         })
     }
 
-    /// Ends the owner's use; `has_memory` if something is still behind it. Pins that were forgotten end with it.
+    /// Ends the owner's use. `has_memory`: memory is still behind it. Leaked pins end with it.
     pub fn release(&self, has_memory: bool) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
             Phase::Free => Err(Refused::Phase(Phase::Free)),
@@ -189,8 +191,8 @@ impl Word {
         })
     }
 
-    /// *Volatile* to *Held*. Says whether bytes were lost; then it is pinned, too, so that what was kept can be read before
-    /// another marks it again: end that with [`Word::unpin`].
+    /// *Volatile* to *Held*. Returns whether bytes were lost. In that case the range is also pinned, so that the kept
+    /// part can be read before another thread marks it again. The caller ends that with [`Word::unpin`].
     #[inline]
     pub fn unmark(&self) -> Result<bool, Refused> {
         self.update(|seen| match seen.phase() {
@@ -201,7 +203,7 @@ impl Word {
         })
     }
 
-    /// A volatile range was used: it counts as marked now.
+    /// Counts a volatile range as marked now, because it was used.
     #[inline]
     pub fn refresh(&self, epoch: u32) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
@@ -210,7 +212,7 @@ impl Word {
         })
     }
 
-    /// Keeps purges away until [`Word::unpin`]. Returns what it is now.
+    /// Excludes purges until [`Word::unpin`]. Returns the state before.
     #[inline]
     pub fn pin(&self) -> Result<Seen, Refused> {
         self.update(|seen| match seen.phase() {
@@ -227,36 +229,36 @@ impl Word {
         debug_assert!(Seen(before).pins() > 0);
     }
 
-    /// Takes what was seen for a purge, if it is still that and was claimable.
+    /// Claims the range for a purge, if the word is still `seen` and was claimable.
     pub fn claim(&self, seen: Seen, now: u32) -> bool {
         let from_free = if seen.phase() == Phase::Free { FROM_FREE } else { 0 };
         let new = seen.with_phase(Phase::Purging) & !AWAITED | from_free;
         seen.is_claimable(now) && self.0.compare_exchange(seen.0, new, Acquire, Relaxed).is_ok()
     }
 
-    /// Whether somebody waits for a claimed range.
+    /// Whether a thread waits for a claimed range.
     pub fn is_awaited(&self) -> bool {
         self.0.load(Relaxed) & AWAITED != 0
     }
 
-    /// Asks the purge that has the range to come to an end. Returns whether one has it.
+    /// Requests the purge that holds the range to stop. Returns whether there is one.
     pub fn await_end(&self) -> bool {
         let word = self.0.load(Relaxed);
         let is_purging = Seen(word).phase() == Phase::Purging;
         if is_purging && word & AWAITED == 0 {
-            // Did it end just now, there is nothing to ask for.
+            // If the purge ended just now, there is nothing to request.
             let _ = self.0.compare_exchange(word, word | AWAITED, Relaxed, Relaxed);
         }
         is_purging
     }
 
-    /// Ends a claim: `has_lost` if any byte went. It counts as marked at `epoch`. Of a free one nothing is behind it from
-    /// here on, or nothing that could be had.
+    /// Ends a claim. `has_lost`: bytes were discarded. The range counts as marked at `epoch`. A free range has no
+    /// memory from here on, or none that the kernel gives back.
     pub fn finish(&self, has_lost: bool, epoch: u32) {
         let mut word = self.0.load(Relaxed);
         loop {
             debug_assert_eq!(Seen(word).phase(), Phase::Purging);
-            // Requests to end may come until the last moment; they are kept, for whoever made them to come first.
+            // Requests to stop may arrive until the last moment. They are kept, so that the requester has priority.
             let new = match word & FROM_FREE {
                 0 => word & !PHASE | Phase::Volatile as u64 | if has_lost { LOST } else { 0 },
                 _ => word & !(PHASE | AWAITED | FROM_FREE | BACKED) | Phase::Free as u64,
@@ -273,7 +275,7 @@ impl Word {
 mod tests {
     use super::*;
 
-    /// The way of a range: marked, purged, unmarked; what is out of order is refused and changes nothing.
+    /// The life of a range: marked, purged, unmarked. Operations out of order are refused and change nothing.
     #[test]
     fn a_range_goes_its_way() {
         let word = Word::new();
@@ -296,7 +298,25 @@ mod tests {
         assert_eq!(word.unmark(), Ok(false), "a mark begins anew");
     }
 
-    /// Pinned ranges are not claimed; pins have a bound.
+    /// Every pin is counted, and the range is claimable once the last one has ended.
+    #[test]
+    fn the_last_unpin_ends_the_protection() {
+        let word = Word::new();
+        word.hold().unwrap();
+        word.mark(1).unwrap();
+        for pins in 1..=3 {
+            word.pin().unwrap();
+            assert_eq!(word.look().pins(), pins);
+        }
+        for pins in (0..3).rev() {
+            assert!(!word.look().is_claimable(1));
+            word.unpin();
+            assert_eq!(word.look().pins(), pins);
+        }
+        assert!(word.look().is_claimable(1));
+    }
+
+    /// Pinned ranges are not claimed; the number of pins is limited.
     #[test]
     fn pins_protect() {
         let word = Word::new();
@@ -316,7 +336,7 @@ mod tests {
         assert!(word.look().phase() == Phase::Free && !word.look().is_claimable(4));
     }
 
-    /// Ages go over the wrap.
+    /// Ages are correct across the wrap.
     #[test]
     fn ages_wrap() {
         assert_eq!(age(5, 3), 2);
@@ -356,7 +376,7 @@ mod loom_tests {
             }
         }
 
-        /// As a waiting owner does: asks the purge to end, waits, and tries again.
+        /// Acts as a waiting owner: requests the purge to stop, waits, and tries again.
         fn insist<T>(&self, purge: &mut Purge, act: impl Fn() -> Result<T, Refused>) -> Result<T, Refused> {
             match act() {
                 Err(Refused::Purging) => {
@@ -380,7 +400,7 @@ mod loom_tests {
         purge.into_iter().for_each(|purge| purge.join().unwrap());
     }
 
-    /// What unmarking says of the bytes is true, and they stay so.
+    /// The result of unmarking matches the bytes, and they do not change afterwards.
     #[test]
     fn unmarking_tells_the_truth() {
         loom::model(|| {
@@ -394,7 +414,7 @@ mod loom_tests {
         });
     }
 
-    /// While it is pinned nothing goes, and the pin says whether something had gone.
+    /// While it is pinned no byte is purged, and the pin reports whether bytes were lost before.
     #[test]
     fn a_pin_keeps_bytes() {
         loom::model(|| {
@@ -408,7 +428,7 @@ mod loom_tests {
         });
     }
 
-    /// A range that is released and held anew is not purged by who saw it before.
+    /// A range that is released and held anew is not purged by a thread that saw its previous state.
     #[test]
     fn a_purge_never_meets_the_next_owner() {
         loom::model(|| {
@@ -418,7 +438,7 @@ mod loom_tests {
             if fixture.insist(&mut purge, || fixture.word.hold()).is_ok() {
                 fixture.byte.store(2, Relaxed);
                 fixture.word.mark(1).unwrap();
-                // A purge of this mark is allowed; one of the former is not, and would leave no trace in the word.
+                // A purge of this mark is allowed. A purge of the former is not, and would leave no trace in the word.
                 let was_lost = fixture.insist(&mut purge, || fixture.word.unmark()).unwrap();
                 assert_eq!(fixture.byte.load(Relaxed), if was_lost { 0 } else { 2 });
             }

@@ -1,11 +1,11 @@
-//! Which arrays there are, by number: so that who meets a node finds its array, and finds it alive.
+//! Table of arrays by number: finds the array of a node, and keeps it from being dropped meanwhile.
 //!
-//! A node knows the number of its array. Who moves nodes has the entry of that number for as long as he is at the array; an array that
-//! is dropped takes its entry first, so it waits for one node at most.
+//! A node holds the number of its array. A thread that moves nodes holds the lock of that number's entry while it uses
+//! the array. An array that is dropped takes the lock of its entry first, so it waits for the move of at most one node.
 //!
-//! Lock order: an entry, then (only tried) the lock of its array, as an array that is dropped has nobody at it; the list of free
-//! numbers last.
-#![allow(unsafe_code)] // arrays at addresses that their makers promise; says that zero bits are an entry
+//! Lock order: an entry, then the lock of its array (only tried: an array that is dropped has no other user); the list
+//! of free numbers last.
+#![allow(unsafe_code)] // arrays at addresses that their makers promise; `Zeroed` for entries
 
 use super::nodes::Nodes;
 use super::{NO_ID_YET, XArray};
@@ -14,27 +14,27 @@ use crate::error::Result;
 use crate::sync::{Acquire, AtomicU32, AtomicUsize, Guarded, Lock, Relaxed, Release};
 use std::marker::PhantomData;
 
-/// Arrays with nodes that can be found at a time. Nodes of others stay where they are.
+/// The most arrays in the table at a time. Nodes of further arrays cannot be moved.
 const MAX_ARRAYS: usize = 1 << 22;
 
-/// One array, by number.
+/// The entry of one array.
 struct Entry {
-    /// Its address; 0 while no array has the number.
+    /// The array's address; 0 while no array has the number.
     array: AtomicUsize,
-    /// Who has it keeps the array from being dropped.
+    /// Held while the array is used through this entry; the array is not dropped meanwhile.
     lock: Lock,
-    /// Of free numbers: the next one.
+    /// For a free number: the next one in the free list.
     next: AtomicU32,
 }
 
-// SAFETY: atomic words, and a lock that is one: zero is free.
+// SAFETY: atomic words, and a lock that is one: zero bits are a free entry.
 unsafe impl Zeroed for Entry {}
 
 #[derive(Default)]
 struct Free {
-    /// The number that was given back last; 0 none.
+    /// The free number that was returned last; 0 if none.
     head: u32,
-    /// Numbers that have been used, from 1 on.
+    /// The count of numbers used so far, which start at 1.
     used: u32,
 }
 
@@ -46,17 +46,17 @@ pub struct Arrays<N: Nodes> {
 }
 
 impl<N: Nodes> Arrays<N> {
-    /// Reserves addresses.
+    /// Reserves address space for the table.
     ///
     /// # Errors
     ///
-    /// [`crate::Error::System`] if there are none.
+    /// [`crate::Error::System`] if there is none.
     pub fn new() -> Result<Self> {
         let (table, free) = (Table::new(MAX_ARRAYS)?, Guarded::new(Free::default()));
         Ok(Self { table, free, _arrays: PhantomData })
     }
 
-    /// Gives an array a number, if there is one.
+    /// Assigns a number to an array, if one is free.
     pub(super) fn enter(&self, array: &XArray<N>) -> Option<u32> {
         let id = self.free.with(|free| {
             if free.head != 0 {
@@ -75,13 +75,13 @@ impl<N: Nodes> Arrays<N> {
         Some(id)
     }
 
-    /// From here on nobody finds the array: waits for who is at it.
+    /// Removes the array from the table: later lookups fail. Waits for a thread that uses the array through its entry.
     pub(super) fn leave(&self, id: u32) {
         let _guard = self.entry(id).lock.lock();
         self.entry(id).array.store(0, Relaxed);
     }
 
-    /// Another array may have the number, as no node says it any more.
+    /// Frees the number for another array; no node may hold it any more.
     pub(super) fn give(&self, id: u32) {
         self.free.with(|free| {
             self.entry(id).next.store(free.head, Relaxed);
@@ -89,16 +89,16 @@ impl<N: Nodes> Arrays<N> {
         });
     }
 
-    /// Lets `act` have the array of a number that a node has had, and keeps it from being dropped meanwhile; unless it is gone, or
-    /// somebody else is at it.
+    /// Calls `act` with the array of a number that a node held, and keeps it from being dropped meanwhile. Returns none
+    /// if the array is gone, or if another thread holds its entry.
     pub(super) fn with<R>(&self, id: u32, act: impl FnOnce(&XArray<N>) -> R) -> Option<R> {
         let _guard = self.entry(id).lock.try_lock()?;
         let array = self.entry(id).array.load(Acquire) as *const XArray<N>;
         if array.is_null() {
             return None;
         }
-        // SAFETY: it entered as `XArray::movable` was promised that it stays at its address until its drop has ended, which begins
-        // with `leave`: that waits for this guard.
+        // SAFETY: the array entered under the promise of `XArray::movable` that it stays at its address until its drop
+        // has ended. That drop begins with `leave`, which waits for this guard.
         Some(act(unsafe { &*array }))
     }
 
@@ -106,7 +106,7 @@ impl<N: Nodes> Arrays<N> {
         self.table.get(id as usize)
     }
 
-    /// Bytes of metadata that are resident.
+    /// Resident bytes of the table.
     pub fn resident_bytes(&self) -> u64 {
         let used = self.free.with(|free| free.used);
         self.table.resident_bytes(0, used as usize + 1)
@@ -114,11 +114,12 @@ impl<N: Nodes> Arrays<N> {
 }
 
 impl<N: Nodes> XArray<N> {
-    /// An empty one, whose nodes can be moved ([`super::relocate()`]). Takes no node.
+    /// Makes an empty array with movable nodes (`relocate`). Allocates no node.
     ///
     /// # Safety
     ///
-    /// From the first call of one of its methods on it stays at its address, until it has been dropped there; or it stays for good.
+    /// From the first call of one of its methods on, it must stay at its address until it has been dropped there, or
+    /// for good.
     pub const unsafe fn movable(nodes: &'static N) -> Self {
         Self::with_id(nodes, NO_ID_YET)
     }

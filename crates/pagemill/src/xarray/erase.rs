@@ -1,4 +1,4 @@
-//! Writers: taking entries out, and nodes that are not needed any more.
+//! Writers: removing entries, and nodes that are no longer needed.
 
 use super::Found;
 use super::node::{MARKS, mask_of};
@@ -7,16 +7,16 @@ use super::store::{Place, Writer};
 use super::word::Word;
 
 impl<N: Nodes> Writer<'_, N> {
-    /// Takes the whole entry that covers the index out, with one store; returns it. Cost: a lookup, and nodes that become
-    /// empty.
+    /// Removes the whole entry that covers the index, with one store; returns it. Cost: a lookup, and the removal of
+    /// nodes that become empty.
     pub fn erase(&mut self, index: u64) -> Option<Found> {
         let place = self.place(index)?;
         self.take_out(&place);
         Some(place.found)
     }
 
-    /// Takes out the entries that lie inside `from..=to` as a whole, ascending; `each` gets them one by one, when no reader
-    /// can find them any more. Those that stick out stay.
+    /// Removes the entries that lie entirely inside `from..=to`, in ascending order, and passes each to `each` once no
+    /// reader can find it any more. Entries that reach beyond the range stay.
     pub fn erase_range(&mut self, from: u64, to: u64, mut each: impl FnMut(Found)) {
         let mut at = from;
         while let Some(found) = self.next(at, to) {
@@ -41,7 +41,7 @@ impl<N: Nodes> Writer<'_, N> {
         self.prune(place.node);
     }
 
-    /// Takes the node out if it is empty, then those above.
+    /// Removes the node if it is empty, then empty nodes above it.
     fn prune(&self, number: u32) {
         let mut number = number;
         while number != 0 && self.node(number).used() == 0 {
@@ -60,12 +60,13 @@ impl<N: Nodes> Writer<'_, N> {
         self.settle();
     }
 
-    /// Takes out levels at the top that nobody needs.
+    /// Removes unneeded levels at the top.
     pub(super) fn settle(&self) {
         while self.lower() {}
     }
 
-    /// Takes the root node out if only its first slot is in use and what is there can be the root. Says whether it did.
+    /// Removes the root node if only its first slot is in use and that slot's word can be the root. Returns whether it
+    /// did.
     fn lower(&self) -> bool {
         let root = self.array.root.peek();
         if !root.is_node() || self.node(root.number()).used() != 1 {

@@ -1,17 +1,18 @@
-//! Nodes in memory that somebody else has, at places that can change: what page caches use.
+//! Nodes in memory of another owner, which can be moved: used by page caches.
 //!
-//! A node's number is its place in a window of addresses, so it is found by a shift and an addition. The window holds nodes and
-//! nothing else, for as long as the process lives: who reads there without a guard ([`super::XArray::hint`]) finds a node, of whichever
-//! array, or zeros where the memory went.
+//! A node's number is its offset in a window of addresses, so it is found by a shift and an addition. For the life of
+//! the process the window holds only nodes. A read there without a guard ([`super::XArray::hint`]) finds a node, of any
+//! array, or zeros where the memory was returned.
 //!
 //! ```text
-//!   taken --hung--> in a tree --cut off--> limbo --32 of them--> waiting for readers --> ripe --> given back
+//!   taken --linked--> in a tree --unlinked--> retired --32 of them--> waiting for readers --> ripe --> returned
 //! ```
 //!
-//! What readers are done with is only noted by the collector of epochs, which runs anywhere. It goes back to its source when somebody
-//! takes a node, outside of all locks, or when the source is tidied up: soon, where it has somebody for that.
+//! When the grace period of a batch ends, the epoch collector, which may run in any thread, only puts the batch on the
+//! list `ripe`. The nodes are returned to their source when a thread takes a node, outside of all locks, or by
+//! [`Forest::settle`], which the source should call soon.
 //!
-//! Above, by trait: [`Source`] (whose memory it is), [`Forests`] (who has one).
+//! Traits for the modules above: [`Source`] (owner of the memory), [`Forests`] (holder of a forest).
 #![allow(unsafe_code)] // nodes at addresses that their source promises
 
 use super::arrays::Arrays;
@@ -22,48 +23,48 @@ use crate::sync::{Acquire, AtomicU32, AtomicU64, Padded, Relaxed, Release};
 use std::ops::Range;
 use std::sync::atomic::Ordering::AcqRel;
 
-/// Numbers count bytes of the window by so many.
+/// Node numbers count units of this many bytes in the window.
 const UNIT_BYTES: usize = align_of::<Node>();
 const UNIT_SHIFT: u32 = UNIT_BYTES.trailing_zeros();
 
-/// So many wait for readers together.
+/// Retired nodes per batch that waits for readers.
 const BATCH: u64 = 32;
 
-/// Half of a word that has two: the upper one counts.
+/// Bits of each half of a word with two parts: the upper half counts, the lower half is a node number.
 const HALF: u32 = 32;
 
-/// Whose memory nodes are in.
+/// Owner of the memory for nodes.
 ///
 /// # Safety
 ///
-/// - All of the window is memory of the process for good, or cannot be reached; what can be holds zeros or nodes, which are only
-///   reached as shared references from the first time on that they are taken.
-/// - What is taken lies in the window as a whole, at a multiple of its alignment, is nobody else's, and stays till it is given.
-pub unsafe trait Source: Sync {
-    /// Addresses that nodes may have, up to 256 GiB; the bytes before them cannot be reached.
+/// - All of the window stays memory of the process for good, or is inaccessible. Accessible memory holds zeros or
+///   nodes. From its first use on, a node is accessed only by shared references.
+/// - A node from `take` is entirely inside the window, aligned, has no other user, and stays valid until `give`.
+pub(crate) unsafe trait Source: Sync {
+    /// Addresses that nodes may have, up to 256 GiB; the bytes before them are inaccessible.
     fn window(&self) -> Range<usize>;
 
-    /// A node's address, its node in whatever state it was given, or zero.
+    /// Takes a node and returns its address. Its contents are those at its last `give`, or zero.
     ///
     /// # Errors
     ///
     /// As [`Nodes::take`].
     fn take(&self) -> Result<usize>;
 
-    /// Takes it back.
+    /// Returns a node.
     fn give(&self, node: usize);
 
-    /// Nodes have been retired: they go back by [`Forest::seal`] and [`Forest::settle`], which somebody should call before long.
-    /// Outside of every lock of an array.
+    /// Called after nodes have been retired: they are returned by [`Forest::seal`] and [`Forest::settle`], which should
+    /// be called soon. No lock of an array is held.
     fn note_retired(&self);
 
-    /// Whether this is a fork child, and all is its parent's.
+    /// Whether this is a forked child, and all nodes are its parent's.
     fn is_inherited(&self) -> bool;
 }
 
-/// Who has a forest.
-pub trait Forests: Sync {
-    /// The forest of this process: made with the first call, and anew in a fork child.
+/// Holder of a forest.
+pub(crate) trait Forests: Sync {
+    /// The forest of this process, made at the first call, and again in a forked child.
     ///
     /// # Errors
     ///
@@ -74,31 +75,31 @@ pub trait Forests: Sync {
     fn node_bytes(&self) -> u64;
 }
 
-/// Nodes of many arrays. Never taken down.
+/// Nodes of many arrays. Never dropped.
 ///
 /// # Invariants
 ///
-/// `base` lies one unit before the window of `source`, which ends `end` units behind it.
+/// `base` is one unit before the window of `source`, which ends `end` units after it.
 pub struct Forest {
     base: usize,
-    /// A number from here on is none of a node.
+    /// Numbers from here on are invalid.
     end: usize,
     source: &'static dyn Source,
     arrays: Arrays<Self>,
-    /// Apart from what readers look at.
+    /// On its own cache line, apart from fields that readers use.
     lists: Padded<Lists>,
 }
 
-/// Nodes that have been retired.
+/// Lists of retired nodes.
 #[derive(Default)]
 struct Lists {
-    /// The list of those that nobody waits for yet: the last one, and how many.
+    /// Retired nodes before their grace period: the last one, and their count.
     limbo: AtomicU64,
-    /// Lists of those that no reader can be in: the last one, and a count against its reuse between two looks.
+    /// Batches that no reader can use any more: the last one, and a counter against ABA.
     ripe: AtomicU64,
-    /// Lists that wait for readers.
+    /// Number of batches that wait for readers.
     waiting: AtomicU32,
-    /// Nodes that were taken, and have not been given back.
+    /// Nodes taken and not yet returned.
     #[cfg(test)]
     in_use: AtomicU32,
 }
@@ -106,8 +107,8 @@ struct Lists {
 impl Forest {
     /// # Errors
     ///
-    /// [`crate::Error::System`] if there are no addresses for what is known of arrays.
-    pub fn new(source: &'static dyn Source) -> Result<Self> {
+    /// [`crate::Error::System`] if there is no address space for the table of arrays.
+    pub(crate) fn new(source: &'static dyn Source) -> Result<Self> {
         let window = source.window();
         assert!(window.start.is_multiple_of(UNIT_BYTES), "nodes have an alignment");
         let units = window.len() >> UNIT_SHIFT;
@@ -118,12 +119,12 @@ impl Forest {
     }
 
     /// The number of the node at an address of the window.
-    pub fn number_of(&self, node: usize) -> u32 {
+    pub(crate) fn number_of(&self, node: usize) -> u32 {
         ((node - self.base) >> UNIT_SHIFT) as u32
     }
 
-    /// Lets those in limbo wait for the readers that are there now.
-    pub fn seal(&'static self) {
+    /// Starts the grace period of the retired nodes in `limbo`, as one batch.
+    pub(crate) fn seal(&'static self) {
         let list = self.lists.0.limbo.swap(0, AcqRel) as u32;
         if list == 0 {
             return;
@@ -137,17 +138,17 @@ impl Forest {
         guard.flush();
     }
 
-    /// Whether some wait for readers. Those that do no more are found by [`Forest::settle`] then.
-    pub fn is_waiting(&self) -> bool {
+    /// Whether batches wait for readers. After their grace period [`Forest::settle`] returns them.
+    pub(crate) fn is_waiting(&self) -> bool {
         self.lists.0.waiting.load(Acquire) > 0
     }
 
-    /// Gives back all that no reader can be in.
-    pub fn settle(&self) {
+    /// Returns all nodes that no reader can use any more.
+    pub(crate) fn settle(&self) {
         while self.settle_one() {}
     }
 
-    /// The same of one list; says whether there was one.
+    /// Returns the nodes of one batch; returns whether there was one.
     fn settle_one(&self) -> bool {
         let Some(mut number) = self.take_ripe() else { return false };
         while number != 0 {
@@ -178,7 +179,7 @@ impl Forest {
             if list == 0 {
                 return None;
             }
-            // Another may have taken it meanwhile: then the count has moved on.
+            // If another thread has taken it meanwhile, the counter has changed.
             let next = self.node(list).next_list();
             match ripe.compare_exchange_weak(seen, counted(seen, next), AcqRel, Acquire) {
                 Ok(_) => return Some(list),
@@ -187,8 +188,8 @@ impl Forest {
         }
     }
 
-    /// Bytes of what is known of arrays that are resident.
-    pub fn metadata_bytes(&self) -> u64 {
+    /// Resident bytes of the table of arrays.
+    pub(crate) fn metadata_bytes(&self) -> u64 {
         self.arrays.resident_bytes()
     }
 
@@ -198,7 +199,7 @@ impl Forest {
     }
 }
 
-/// A word with that number, whose count has moved on.
+/// A word with this number and the next counter value.
 fn counted(seen: u64, number: u32) -> u64 {
     (seen >> HALF).wrapping_add(1) << HALF | u64::from(number)
 }
@@ -208,8 +209,8 @@ impl Nodes for Forest {
     fn node(&self, number: u32) -> &Node {
         let units = number as usize;
         assert!(units < self.end);
-        // SAFETY: inside the window, or in the unit before it, which cannot be reached, at a multiple of the alignment. What is
-        // there are atomic words, of nodes or zero (contract of `Source`), for any of which zero bits are a value.
+        // SAFETY: inside the window, or in the inaccessible unit before it, and aligned. There are only atomic words,
+        // of nodes or zero (contract of `Source`), for which zero bits are valid.
         unsafe { &*((self.base + (units << UNIT_SHIFT)) as *const Node) }
     }
 
@@ -239,7 +240,7 @@ impl Nodes for Forest {
         }
     }
 
-    /// The collector allocates, which may be answered by making room: not under the lock of an array.
+    /// The collector allocates, which may trigger reclaim, so this must not run under the lock of an array.
     fn collect(&'static self) {
         if self.lists.0.limbo.load(Relaxed) >> HALF >= BATCH {
             self.seal();
@@ -265,7 +266,7 @@ mod shuttle_tests {
 
     const LISTS: usize = 3;
 
-    /// Threads take ripe lists and put them back: a list is one thread's at a time, and none is lost.
+    /// Threads take ripe batches and put them back: a batch belongs to one thread at a time, and none is lost.
     #[test]
     fn ripe_lists_are_taken_by_one() {
         run_in_many_orders(|| {

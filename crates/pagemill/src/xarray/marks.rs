@@ -1,11 +1,11 @@
-//! Marks: three bits of each entry, and of each slot with such an entry below.
+//! Marks: three bits of each entry. A slot that holds a node has the marks of the entries below it.
 
 use super::node::{MARKS, mask_of};
 use super::nodes::Nodes;
 use super::store::{Place, Writer};
 use crate::sync::{Relaxed, Release};
 
-/// One of an entry's marks; what it says is its users' affair.
+/// One of an entry's marks; its users define its meaning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mark {
     A = 0,
@@ -18,8 +18,8 @@ impl Mark {
 }
 
 impl<N: Nodes> Writer<'_, N> {
-    /// Marks the entry that covers the index; says whether there is one. Cost: a lookup, and a store for each level that has no
-    /// such mark yet.
+    /// Marks the entry that covers the index; returns whether there is one. Cost: a lookup, and a store for each level
+    /// that lacks the mark.
     pub fn set_mark(&mut self, index: u64, mark: Mark) -> bool {
         self.place(index).is_some_and(|place| self.mark_place(&place, mark))
     }
@@ -32,7 +32,7 @@ impl<N: Nodes> Writer<'_, N> {
         true
     }
 
-    /// Takes the mark off the entry that covers the index; says whether there is one. Cost: as [`Writer::set_mark`].
+    /// Clears the mark of the entry that covers the index; returns whether there is one. Cost: as [`Writer::set_mark`].
     pub fn clear_mark(&mut self, index: u64, mark: Mark) -> bool {
         self.place(index).is_some_and(|place| self.unmark_place(&place, mark))
     }
@@ -45,12 +45,12 @@ impl<N: Nodes> Writer<'_, N> {
         true
     }
 
-    /// As [`Writer::set_mark`], if the entry has that value: says whether it does.
+    /// As [`Writer::set_mark`], but only if the entry has that value; returns whether it has.
     pub fn set_mark_of(&mut self, index: u64, value: u64, mark: Mark) -> bool {
         self.place_of(index, value).is_some_and(|place| self.mark_place(&place, mark))
     }
 
-    /// As [`Writer::clear_mark`], if the entry has that value: says whether it does.
+    /// As [`Writer::clear_mark`], but only if the entry has that value; returns whether it has.
     pub fn clear_mark_of(&mut self, index: u64, value: u64, mark: Mark) -> bool {
         self.place_of(index, value).is_some_and(|place| self.unmark_place(&place, mark))
     }
@@ -76,7 +76,7 @@ impl<N: Nodes> Writer<'_, N> {
         self.array.root_marks.store(marks, Release);
     }
 
-    /// Sets a mark of a slot, and of the slots above.
+    /// Sets a mark of a slot, and of the slots above it.
     pub(super) fn add_mark(&self, number: u32, slot: usize, mark: usize) {
         let (mut number, mut slot) = (number, slot);
         while number != 0 {
@@ -90,7 +90,7 @@ impl<N: Nodes> Writer<'_, N> {
         }
     }
 
-    /// Takes a mark off these slots, and off the slots above that have nothing else of it below.
+    /// Clears a mark of these slots, and of slots above that have no other marked slot below.
     pub(super) fn remove_mark(&self, number: u32, mask: u64, mark: usize) {
         let (mut number, mut mask) = (number, mask);
         while number != 0 {
@@ -106,7 +106,7 @@ impl<N: Nodes> Writer<'_, N> {
         }
     }
 
-    /// Takes all marks off these slots.
+    /// Clears all marks of these slots.
     pub(super) fn remove_marks(&self, number: u32, mask: u64) {
         (0..MARKS).for_each(|mark| self.remove_mark(number, mask, mark));
     }

@@ -1,4 +1,4 @@
-//! The index of a page cache: from page indices to values, for many readers and one writer at a time.
+//! The index of a page cache: maps page indices to values, for many concurrent readers and one writer at a time.
 //!
 //! ```text
 //!   XArray  root -> node 9, shift 6                        indices up to 64 * 64 - 1
@@ -8,51 +8,59 @@
 //!            node 4       [ page a | page b | . | page c, order 1 | -> slot 3 | ... ]
 //! ```
 //!
-//! A tree of nodes with 64 slots (`word`, `node`). An entry of order *n* covers `1 << n` indices, aligned to that, in one
-//! node: it stands in its first slot, the later ones name that (`slots`), so it is one word that comes, changes and goes. An
-//! entry of order 0 at index 0, alone, stands in the root word. Each entry has three marks; a node's slots have those of
-//! what is below. After Linux's XArray (Documentation/core-api/xarray.rst), with its own protocol.
+//! A tree of nodes with 64 slots (`word`, `node`). An entry of order *n* covers `1 << n` aligned indices in one node.
+//! Its value is in its first slot, and the later slots name that slot (`slots`), so one word is stored to insert,
+//! change or remove the entry. A single entry of order 0 at index 0 is stored in the root word. Each entry has three
+//! marks; a slot that holds a node has the marks of all entries below. After Linux's XArray
+//! (Documentation/core-api/xarray.rst), with its own protocol.
 //!
 //! # Readers
 //!
-//! Readers take no lock. They hold a [`crossbeam_epoch::Guard`] of our own collector ([`pin`]), so no
-//! node is used anew under them; writers do not wait for them. For each index by itself what a reader finds was there at
-//! some moment of the call, and it finds nothing only if at some moment nothing was there:
+//! Readers take no lock. They hold a [`crate::epoch::Guard`], so no node is reused while they read
+//! it; writers do not wait for readers. For each single index, an entry that a reader finds was
+//! there at some moment of the call, and it finds nothing only if nothing was there at some moment:
 //!
-//! 1. A slot belongs to the same indices as long as its node is in the tree; a taller or lower tree changes the root word
-//!    and what hangs below it, never a node's place among the indices.
-//! 2. A reader that comes to a node by its word came while it was in the tree. What leaves is cut off first, then all of
-//!    its slots become DEAD. So a word read there that is not DEAD is what stood there at the cut, or before: as good as
-//!    having read at a moment between coming and the cut. DEAD sends the reader back to the root, where it sees the cut.
-//! 3. So it is when a tree grows (the former root's word moves into a new node, then that becomes the root), when it becomes
-//!    lower (the other way round, then the former root is DEAD), and when the entry alone moves to the root word or from it.
-//! 4. Inside of a node the rules of `slots` hold: a name of another slot that does not lead to an answer is out of date.
-//! 5. Beyond what the root word reaches there is nothing, by that word alone.
-//! 6. A node that moves ([`relocate()`]) leaves as any other; what hangs below it stays where it is.
+//! 1. While its node is in the tree, a slot covers the same indices. Growing or shrinking the tree changes the root
+//!    word and the levels at the top, but never the indices of a node.
+//! 2. A reader that reaches a node by its word reached it while it was in the tree. A node that is removed is unlinked
+//!    first, and then all of its slots become DEAD. So a word that a reader finds there, other than DEAD, was there at
+//!    the unlinking or before. It is a valid result for a moment between reaching the node and the unlinking. At DEAD
+//!    the reader restarts at the root, where it sees the unlinking.
+//! 3. The same holds when the tree grows (the word of the former root is copied into a new node, which becomes the
+//!    root), when it shrinks (the reverse, then the former root is DEAD), and when a single entry moves to the root
+//!    word or from it.
+//! 4. Inside a node the rules of `slots` hold: a slot that names another slot which does not lead to an answer is
+//!    stale.
+//! 5. Indices beyond the reach of the root word have no entry.
+//! 6. A node that moves (`relocate`) is removed as in 2; the nodes below it stay where they are.
 //!
-//! A reader begins again only when a writer has gone on, at most once for each of its changes.
+//! A reader restarts only after a writer has made progress, at most once for each of its changes.
 //!
 //! # The contract of [`Hit::is_still`]
 //!
-//! Whenever an entry leaves (erased, replaced, covered, split, joined, or moved with its node or to the root), the slot that
-//! a reader may have it from is overwritten before the call that does it returns; in [`Writer::erase_range`] before the
-//! callback has it. So whoever finds a value, pins what it stands for, and then sees `is_still`, has pinned what cannot have
-//! been released since: the releaser takes the entry out first, then looks for pins. The pin must be a read-modify-write
-//! with `Acquire` of a word which the releaser changes from "no pins" by one with `Release`; plain loads and
-//! stores of two words would pass each other. A `false` means: look again; the entry may only have moved.
+//! An entry leaves its slot when it is erased, replaced, covered, split, joined, or moved with its node or to the root
+//! word. The slot in which a reader may have found it is overwritten before that call returns; in
+//! [`Writer::erase_range`], before the callback gets the entry.
+//!
+//! So a reader may find a value, pin the object behind it, and then check `is_still`. If that is true, the object was
+//! not released since, because a releaser removes the entry first, then checks for pins. The pin must be a
+//! read-modify-write with `Acquire` of a word that the releaser changes from "no pins" by a read-modify-write with
+//! `Release`; plain loads and stores of two words could be reordered. If `is_still` is false, the reader must look up
+//! again: the entry may only have moved.
 //!
 //! # Writers
 //!
-//! [`XArray::prepare`] takes nodes; [`XArray::lock`] gives a [`Writer`], of which nothing fails and nothing allocates nodes.
-//! Marks are set before an entry that has them can be found, and taken off after. A reader that finds no mark looks at the
-//! slot again: so it may meet a mark too many while something is written, never one too few.
+//! [`XArray::prepare`] allocates nodes; [`XArray::lock`] returns a [`Writer`], whose methods neither fail nor allocate
+//! nodes. Marks are set before a marked entry becomes visible, and cleared after it is gone. A reader that finds no
+//! mark checks the slot again. So during a write it may see a mark too many, never one too few.
 //!
 //! # Nodes
 //!
-//! They come from whoever has [`Nodes`]: for page caches a [`Forest`], whose memory is above (`slab`), so that nodes can be moved
-//! together. Who moves one finds its array by number ([`Arrays`]); an array that is dropped waits for him.
+//! Nodes come from an implementation of `Nodes`. For page caches that is a [`Forest`], whose memory belongs to the
+//! layer above (`slab`), so that nodes can be moved together. A thread that moves a node finds its array by number
+//! (`arrays`); an array that is dropped waits for that thread.
 //!
-//! Below: `arena`, `epoch`. Lock order: an entry of [`Arrays`], the array (only tried there), the free numbers.
+//! Uses `arena`, `epoch`. Lock order: an entry of `arrays`, the array (only tried there), the free numbers.
 
 mod arrays;
 mod erase;
@@ -77,12 +85,13 @@ mod walk;
 mod word;
 
 pub use crate::epoch::pin;
-pub use arrays::Arrays;
-pub use forest::{Forest, Forests, Source};
+pub use forest::Forest;
+pub(crate) use forest::{Forests, Source};
 pub use marks::Mark;
-pub use node::Node;
-pub use nodes::Nodes;
-pub use relocate::relocate;
+pub(crate) use node::Node;
+// Not named outside of the crate: a caller could return a node that an array holds.
+pub(crate) use nodes::Nodes;
+pub(crate) use relocate::relocate;
 pub use stock::Stock;
 pub use store::Writer;
 #[cfg(test)]
@@ -95,36 +104,38 @@ use slots::Slot;
 use std::marker::PhantomPinned;
 use word::Word;
 
-/// From indices up to [`MAX_INDEX`] to values up to [`MAX_VALUE`]. Small: there may be hundreds of thousands.
+/// Maps indices up to [`MAX_INDEX`] to values up to [`MAX_VALUE`]. Small, since there may be hundreds of thousands.
 ///
 /// # Invariants
 ///
-/// While nobody has the lock:
+/// While the lock is free:
 ///
-/// 1. The root word is empty, a value of order 0 at index 0, or the lowest node that has a place for all entries.
-/// 2. Each node has a slot in use, knows how many, and where it hangs. A root node has more in use than a node, or an entry of
-///    order 0, in its first slot: the tree has no level too many.
-/// 3. No slot says GONE or DEAD.
+/// 1. The root word is empty, a value of order 0 at index 0, or the lowest node that covers all entries.
+/// 2. Each node has a slot in use, and records their number and its own parent and offset. A root node has more in use
+///    than a node, or an entry of order 0, in its first slot: the tree has no unneeded level.
+/// 3. No slot is GONE or DEAD.
 /// 4. A mark bit of a slot that holds a node is set exactly if the node has a bit of that mark.
 pub struct XArray<N: Nodes> {
     root: Slot,
     nodes: &'static N,
     lock: Lock,
-    /// Of an entry in the root word: bit per mark.
+    /// Marks of an entry in the root word, one bit each.
     root_marks: AtomicU32,
-    /// Nodes of the tree. Changed under the lock.
+    /// Number of nodes in the tree. Changed under the lock.
     count: AtomicU32,
-    /// Its number among [`Nodes::arrays`], once it has had a node; else whether it may have one. Changed under the lock.
+    /// Its number in [`Nodes::arrays`] once it has had a node; before that, whether it may get one. Changed under the
+    /// lock.
     id: AtomicU32,
-    /// Who moves nodes comes to it by its address.
+    /// Threads that move nodes access the array by its address.
     _pinned: PhantomPinned,
 }
 
-/// Numbers of arrays that have none: because they may move themselves, or there was none left; or because they had no node yet.
+/// Values of `id` for arrays without a number: never (the array may move, or no number was free), and not yet (it had
+/// no node).
 const NO_ID: u32 = 0;
 const NO_ID_YET: u32 = u32::MAX;
 
-/// What a reader found.
+/// An entry that a reader found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Found {
     pub value: u64,
@@ -142,7 +153,7 @@ impl Found {
 }
 
 impl<N: Nodes> XArray<N> {
-    /// An empty one, whose nodes stay where they are. Takes no node.
+    /// Makes an empty array with nodes that cannot be moved. Allocates no node.
     pub const fn new(nodes: &'static N) -> Self {
         Self::with_id(nodes, NO_ID)
     }
@@ -157,12 +168,12 @@ impl<N: Nodes> XArray<N> {
         self.root.look().is_empty()
     }
 
-    /// Nodes of the tree, each [`Node`]'s size.
+    /// Number of nodes of the tree, each of `Node`'s size.
     pub fn node_count(&self) -> u32 {
         self.count.load(Relaxed)
     }
 
-    /// What its nodes say: its number, which it gets with the first of them. Under the lock.
+    /// The number that its nodes hold; assigned with the first node. Under the lock.
     fn id(&self) -> u32 {
         let id = self.id.load(Relaxed);
         if id != NO_ID_YET {
@@ -173,7 +184,7 @@ impl<N: Nodes> XArray<N> {
         id
     }
 
-    /// Gives the nodes from here on down.
+    /// Returns this node and all nodes below.
     fn give_tree(&self, word: Word) {
         let node = self.nodes.node(word.number());
         node.slots.iter().map(Slot::peek).filter(|word| word.is_node()).for_each(|below| self.give_tree(below));
@@ -182,7 +193,7 @@ impl<N: Nodes> XArray<N> {
     }
 }
 
-/// Nobody reads any more: the nodes go back at once. Waits for who moves one of them.
+/// Drop excludes readers, so the nodes are returned at once. Waits for a thread that moves one of them.
 impl<N: Nodes> Drop for XArray<N> {
     fn drop(&mut self) {
         if self.nodes.are_inherited() {
@@ -197,7 +208,7 @@ impl<N: Nodes> Drop for XArray<N> {
         if root.is_node() {
             self.give_tree(root);
         }
-        // Now no node says it.
+        // From here on no node holds the number.
         if has_id {
             self.nodes.arrays().give(id);
         }

@@ -1,4 +1,4 @@
-//! All operations, at random and at every border, with nodes that move between, against an ordered map.
+//! Tests all operations against an ordered map, at random and at every border, with nodes moved in between.
 #![allow(unsafe_code)] // an array that stays where it is
 
 use super::node::MARKS;
@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-/// What an entry is, beside its first index.
+/// An entry of the model, beside its first index.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     order: u32,
@@ -43,7 +43,7 @@ impl Model {
         None
     }
 
-    /// Whether something sticks out of what an entry at `first` would cover.
+    /// Whether an entry at `first` of that order would cover only a part of an existing one.
     fn sticks_out(&self, first: u64, order: u32) -> bool {
         self.at(first).is_some_and(|(_, entry)| entry.order > order)
     }
@@ -59,7 +59,7 @@ impl Model {
         inside
     }
 
-    /// Nodes of the lowest tree that holds all of it, with nothing that is empty.
+    /// Number of nodes of the lowest tree that holds all entries, without empty nodes.
     fn nodes(&self) -> usize {
         let last = self.0.last_key_value().map_or(0, |(first, entry)| last_of(*first, entry.order));
         if last == 0 {
@@ -76,7 +76,7 @@ impl Model {
     }
 }
 
-/// Waits for the grace period of what was retired.
+/// Waits for the grace period of all retired nodes.
 pub(super) fn await_none_in_use(nodes: &'static Forest) {
     let start = Instant::now();
     while nodes.in_use() > 0 {
@@ -92,23 +92,23 @@ fn found(first: u64, entry: Entry) -> Found {
     Found { value: entry.value, first, order: entry.order }
 }
 
-/// The array and what should be in it.
+/// The array and the model of its contents.
 struct Pair {
     array: Box<XArray<Forest>>,
     model: Model,
-    /// Values come from here, so that no two are the same.
+    /// The last value used, so that all values differ.
     last_value: u64,
 }
 
 impl Pair {
     fn new() -> Self {
         let nodes = test_forest::forest_of(1 << 13);
-        // SAFETY: nobody uses it before it lies in its box, where it is dropped.
+        // SAFETY: it is first used when it is in its box, where it is dropped.
         let array = Box::new(unsafe { XArray::movable(nodes) });
         Self { array, model: Model::default(), last_value: 0 }
     }
 
-    /// Moves the nodes of the tree whose turn it is by the bits of a number.
+    /// Moves nodes of the tree; the bits of `which` select them.
     fn relocate(&mut self, which: u64) {
         let (nodes, mut numbers) = (self.array.nodes, Vec::new());
         let root = self.array.root.peek();
@@ -207,7 +207,7 @@ impl Pair {
         assert_eq!(writer.get_mark(index, mark_of), was_there && is_set);
     }
 
-    /// What readers and writers see from this index on is what the model has.
+    /// Checks that readers and writers see the contents of the model from this index on.
     fn check_at(&self, index: u64, to: u64) {
         let guard = &pin();
         let expected = self.model.at(index).map(|(first, entry)| found(first, entry));
@@ -227,7 +227,7 @@ impl Pair {
         }
     }
 
-    /// Looks at the borders, at `index` and around it, and at some entries.
+    /// Checks the borders, `index` and its neighbours, and some entries.
     fn check(&self, index: u64) {
         let step = (self.model.0.len() / 8).max(1);
         let edges = self.model.0.iter().step_by(step).flat_map(|(first, entry)| [*first, last_of(*first, entry.order)]);
@@ -242,7 +242,7 @@ impl Pair {
         audit(&self.array);
     }
 
-    /// All is erased; all nodes come back.
+    /// Erases everything; all nodes must be returned.
     fn end(mut self) {
         self.erase_range(0, MAX_INDEX);
         self.check(0);
@@ -256,7 +256,7 @@ fn numbers_below(nodes: &Forest, word: Word, numbers: &mut Vec<u32>) {
     below.for_each(|word| numbers_below(nodes, word, numbers));
 }
 
-/// The invariants of the type.
+/// Checks the invariants of the type.
 fn audit(array: &XArray<Forest>) {
     let root = array.root.peek();
     let count = if root.is_node() { audit_node(array, root, 0, 0) } else { 0 };
@@ -303,7 +303,7 @@ enum Act {
 }
 
 impl Act {
-    /// Does it; returns the index to look at then.
+    /// Runs the operation; returns the index to check then.
     fn run(self, pair: &mut Pair) -> u64 {
         match self {
             Self::Store(_, order) => pair.store(self.index(), order),
@@ -326,7 +326,7 @@ impl Act {
     }
 }
 
-/// Dense near zero and at a border, powers of 64, and anything.
+/// Indices that are dense near zero and at a border, powers of 64, and random ones.
 fn an_index() -> impl Strategy<Value = u64> {
     let borders: Vec<u64> = borders().collect();
     prop_oneof![
@@ -359,7 +359,7 @@ fn an_act() -> impl Strategy<Value = Act> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever is done, in whatever order: readers see what an ordered map would have, and no node is too many.
+    /// For any sequence of operations, readers see what an ordered map has, and there is no node too many.
     #[test]
     fn the_array_is_an_ordered_map(acts in proptest::collection::vec(an_act(), 1..48)) {
         let mut pair = Pair::new();
@@ -397,7 +397,7 @@ fn every_order_stands_at_every_border() {
     pair.end();
 }
 
-/// Every way to split and to join: all parts are there, with the marks, and back.
+/// Every way to split and to join: all parts are there, with their marks, and joining restores the entry.
 #[test]
 fn every_order_splits_into_every_smaller_one() {
     let mut pair = Pair::new();
@@ -416,7 +416,7 @@ fn every_order_splits_into_every_smaller_one() {
     pair.end();
 }
 
-/// The tree grows with what is stored, and becomes lower with what is erased; an entry alone needs no node.
+/// The tree grows with stores and shrinks with erasures; a single entry at index 0 needs no node.
 #[test]
 fn the_tree_is_as_tall_as_it_must_be() {
     let mut pair = Pair::new();
@@ -435,7 +435,7 @@ fn the_tree_is_as_tall_as_it_must_be() {
     pair.end();
 }
 
-/// An index of dense pages costs 9.5 bytes a page at most. A stock for all of them is enough and goes back.
+/// An index of dense pages costs at most 9.5 bytes a page. A stock for all of them suffices, and its rest is returned.
 #[test]
 fn a_dense_index_is_small() {
     const ENTRIES: u64 = 1 << 18;
@@ -455,13 +455,13 @@ fn a_dense_index_is_small() {
     assert_eq!(nodes.in_use(), 0, "nobody reads an array that is dropped");
 }
 
-/// An array is small, for there are many.
+/// An array is small, since there are many.
 #[test]
 fn an_array_is_small() {
     assert!(size_of::<XArray<Forest>>() <= 48);
 }
 
-/// Where there are no nodes it is known before the lock; those that were taken go back.
+/// A lack of nodes is reported before the lock is taken, and the nodes taken so far are returned.
 #[test]
 fn a_stock_that_cannot_be_had_takes_nothing() {
     let nodes = test_forest::forest_of(8);
@@ -476,7 +476,7 @@ fn a_stock_that_cannot_be_had_takes_nothing() {
     assert_eq!(nodes.in_use(), 2);
 }
 
-/// Only one writes at a time.
+/// There is only one writer at a time.
 #[test]
 fn the_lock_excludes_a_second_writer() {
     let array = XArray::new(test_forest::forest_of(1));
@@ -486,7 +486,7 @@ fn the_lock_excludes_a_second_writer() {
     assert!(array.try_lock().is_some());
 }
 
-/// An entry that sticks out of what is stored over it is a bug of the caller.
+/// Storing over a part of a larger entry is a bug of the caller.
 #[test]
 #[should_panic(expected = "sticks out")]
 fn a_part_of_a_larger_entry_is_not_stored_over() {
@@ -496,21 +496,21 @@ fn a_part_of_a_larger_entry_is_not_stored_over() {
     pair.array.lock().store(70, 0, 1, &mut stock);
 }
 
-/// An array with nodes, in which index 70 stands.
+/// An array with nodes and an entry at index 70.
 fn one_of_two(nodes: &'static Forest) -> Box<XArray<Forest>> {
-    // SAFETY: nobody uses it before it lies in its box, where it is dropped.
+    // SAFETY: it is first used when it is in its box, where it is dropped.
     let array = Box::new(unsafe { XArray::movable(nodes) });
     let mut stock = array.prepare(70, 70, 0).unwrap();
     array.lock().store(70, 0, 7, &mut stock);
     array
 }
 
-/// The node in which index 70 stands.
+/// The node that holds index 70.
 fn leaf(array: &XArray<Forest>) -> u32 {
     array.lock().place(70).unwrap().node
 }
 
-/// A node that came to another array after its own was looked up, or that is hung and not there yet, stays.
+/// A node is not moved if it went to another array after the lookup, or if no word points at it yet.
 #[test]
 fn what_is_not_there_any_more_is_not_moved() {
     let nodes = test_forest::forest_of(40);
@@ -528,7 +528,7 @@ fn what_is_not_there_any_more_is_not_moved() {
     nodes.node(unknown).kill();
 }
 
-/// Whoever has the lock of the array, or moves another of its nodes, is not waited for.
+/// A move does not wait for a thread that holds the array's lock or moves another of its nodes.
 #[test]
 fn nobody_is_waited_for() {
     let nodes = test_forest::forest_of(20);

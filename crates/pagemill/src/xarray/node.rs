@@ -1,33 +1,35 @@
-//! A node of the tree: slots, marks, where it hangs, and whose it is.
-#![allow(unsafe_code)] // says that zero bits are a node
+//! A node of the tree: slots, marks, its place in the tree, and its array.
+#![allow(unsafe_code)] // `Zeroed` for nodes
 
 use super::slots::Slot;
 use super::word::{SLOTS, Word};
 use crate::arena::Zeroed;
 use crate::sync::{AtomicU32, AtomicU64, Relaxed, Release};
 
-/// Marks of an entry.
+/// Number of marks of an entry.
 pub(super) const MARKS: usize = 3;
 
-/// 64 slots, and what is known of them. Zero bits are an empty node that is in no tree.
+/// 64 slots and their metadata. Zero bits are an empty node that is in no tree.
 ///
-/// All but slots and marks is for who has the lock of the array, or of a node in no tree for who has that. Parent and offset say
-/// which word points here, so that a node can be found from below, and moved.
+/// Except for slots and marks, the fields are accessed only by the thread that holds the array's lock or, for a node in
+/// no tree, by its owner. Parent and offset locate the word that points here, so that a node can be found from below,
+/// and moved.
 ///
-/// A node of no tree is *clean* (all zero but for its link) if its first slot is empty; else it has to be cleared before its next use.
+/// A node in no tree is *clean* (all zero except for its link) if its first slot is empty; otherwise it must be cleared
+/// before its next use.
 #[repr(C, align(64))]
 pub struct Node {
     pub(super) slots: [Slot; SLOTS],
-    /// Per mark and slot: the entry that begins there has it, or something below.
+    /// One bit per mark and slot: the entry that begins there has the mark, or an entry below it.
     pub(super) marks: [AtomicU64; MARKS],
-    /// Number of the node above; 0 below the root word. In no tree: the next of a list.
+    /// Number of the node above; 0 below the root word. In no tree: the next node of a list.
     parent: AtomicU32,
-    /// Slot of the node above, and from [`SHIFT_AT`] on the shift. In no tree: the next list of a list of them.
+    /// Slot in the node above, and from [`SHIFT_AT`] on the shift. In no tree: the next batch in a list of batches.
     place: AtomicU32,
-    /// Slots that are not empty.
+    /// Number of slots that are not empty.
     used: AtomicU32,
-    /// The array in whose tree it is, as [`super::Arrays`] knows it; 0 in none, or in one that nobody is to find. Written with the
-    /// lock of that array, or by who drops it.
+    /// Number of its array in [`super::Arrays`]; 0 if it has none, or if the array cannot be found. Written under the
+    /// lock of that array, or by its drop.
     array: AtomicU32,
 }
 
@@ -43,8 +45,8 @@ impl Default for Node {
 }
 
 impl Node {
-    /// An empty one, for those who keep nodes elsewhere than in a table of zero bits.
-    pub const fn new() -> Self {
+    /// An empty node, for owners that do not keep nodes in a table of zero bits.
+    pub(crate) const fn new() -> Self {
         Self {
             slots: [const { Slot::new() }; SLOTS],
             marks: [const { AtomicU64::new(0) }; MARKS],
@@ -55,33 +57,33 @@ impl Node {
         }
     }
 
-    /// Empties it. Only when no reader can have it any more.
-    pub fn clear(&self) {
+    /// Empties it. No reader may have access any more.
+    pub(crate) fn clear(&self) {
         self.slots.iter().for_each(|slot| slot.publish(Word::EMPTY));
         self.marks.iter().for_each(|marks| marks.store(0, Relaxed));
         self.head().into_iter().for_each(|word| word.store(0, Relaxed));
     }
 
-    /// Of a node in no tree: empties it, if it is not clean.
+    /// Empties a node in no tree, unless it is clean.
     pub(super) fn clean(&self) {
         if !self.slots[0].peek().is_empty() {
             self.clear();
         }
     }
 
-    /// Takes it out of use, once it has been cut off: readers that come to it begin again, and nobody moves it.
+    /// Takes an unlinked node out of use: readers that reach it restart, and it is not moved any more.
     pub(super) fn kill(&self) {
         self.slots.iter().for_each(|slot| slot.publish(Word::DEAD));
         self.array.store(0, Relaxed);
     }
 
-    /// The same where nobody reads: it is not clean.
+    /// As [`Node::kill`], if there are no readers. The node is not clean.
     pub(super) fn drop_out(&self) {
         self.slots[0].publish(Word::DEAD);
         self.array.store(0, Relaxed);
     }
 
-    /// Makes another, which nobody can find yet, what this one is.
+    /// Copies this node to another one, which no reader can find yet.
     pub(super) fn copy_to(&self, other: &Self) {
         self.slots.iter().zip(&other.slots).for_each(|(from, to)| to.publish(from.peek()));
         self.marks.iter().zip(&other.marks).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
@@ -94,8 +96,8 @@ impl Node {
         [&self.parent, &self.place, &self.used, &self.array]
     }
 
-    /// Whether it seems to be in a tree whose array can be found. Known for sure under that array's lock.
-    pub fn may_move(&self) -> bool {
+    /// Whether it seems to be in a tree of an array that can be found. Certain only under that array's lock.
+    pub(crate) fn may_move(&self) -> bool {
         self.array() != 0
     }
 
@@ -107,17 +109,17 @@ impl Node {
         self.array.store(id, Relaxed);
     }
 
-    /// While it is in no tree: puts it before another in a list (0: before none).
+    /// Links a node in no tree before another one in a list (0: end of the list).
     pub(super) fn set_next(&self, next: u32) {
         self.parent.store(next, Relaxed);
     }
 
-    /// Which one it was put before.
+    /// The next node of the list.
     pub(super) fn next(&self) -> u32 {
         self.parent.load(Relaxed)
     }
 
-    /// The same of lists, of each in its first node.
+    /// Links a batch before another one; uses the first node of each.
     pub(super) fn set_next_list(&self, next: u32) {
         self.place.store(next, Relaxed);
     }
@@ -138,12 +140,12 @@ impl Node {
         self.place.load(Relaxed) >> SHIFT_AT
     }
 
-    /// Says that the node above has another number now.
+    /// Sets a new number of the node above.
     pub(super) fn set_parent(&self, parent: u32) {
         self.parent.store(parent, Relaxed);
     }
 
-    /// Says where it hangs.
+    /// Sets its place in the tree.
     pub(super) fn hang(&self, parent: u32, offset: usize, shift: u32) {
         self.parent.store(parent, Relaxed);
         self.place.store(offset as u32 | shift << SHIFT_AT, Relaxed);
@@ -172,7 +174,7 @@ impl Node {
     }
 }
 
-/// The bits of `count` slots from `first` on.
+/// A mask with `count` bits from `first` on.
 pub(super) fn mask_of(first: usize, count: usize) -> u64 {
     (u64::MAX >> (SLOTS - count)) << first
 }
@@ -181,7 +183,7 @@ pub(super) fn mask_of(first: usize, count: usize) -> u64 {
 mod tests {
     use super::*;
 
-    /// A node is small enough for 9.5 bytes per index; lists leave no trace; masks go to the last slot.
+    /// A node is small enough for 9.5 bytes per index; links leave it clean; masks include the last slot.
     #[test]
     fn a_node_is_small_and_clears() {
         assert!(size_of::<Node>() <= 592);

@@ -1,37 +1,37 @@
-//! Where nodes come from: a trait, so that arrays need not know whose memory they are in.
+//! Source of nodes: a trait, so that arrays do not depend on the owner of the memory.
 
 use super::arrays::Arrays;
 use super::node::Node;
 use crate::error::Result;
 
-/// Who has the nodes of arrays; many arrays share one.
+/// Owner of the nodes of arrays; many arrays share one.
 ///
-/// Numbers are not 0, and 32 bits.
+/// Node numbers have 32 bits and are never 0.
 pub trait Nodes: Sized + Sync + 'static {
-    /// The node of this number, which was taken. Costs what a table's index does: readers call it at each level.
+    /// The node of a number that was taken. Must be as cheap as indexing a table: readers call it at each level.
     fn node(&self, number: u32) -> &Node;
 
-    /// A node that nobody else has, in whatever state.
+    /// Takes a node without any other user, with unspecified contents.
     ///
     /// # Errors
     ///
-    /// [`crate::Error::NoAddresses`] when there are no more, [`crate::Error::System`] if the kernel refuses memory.
+    /// [`crate::Error::NoAddresses`] if there are no more, [`crate::Error::System`] if the kernel refuses memory.
     fn take(&self) -> Result<u32>;
 
-    /// Takes back a node that no reader can have: clean, or with something in its first slot.
+    /// Returns a node that no reader can access: it is clean, or its first slot is not empty.
     fn give(&self, number: u32);
 
-    /// Takes back a node that was cut off, of whose slots all are DEAD: [`Nodes::give`] follows when all guards ([`super::pin`])
-    /// that are there now have gone. Called under the lock of an array.
+    /// Retires a node that was unlinked, with all slots DEAD: [`Nodes::give`] follows after all current guards
+    /// ([`super::pin`]) are dropped. Called under the lock of an array.
     fn retire(&'static self, number: u32);
 
-    /// Looks after what was retired: called outside of the lock, after [`Nodes::retire`].
+    /// Processes retired nodes: called after [`Nodes::retire`], without the lock.
     fn collect(&'static self) {}
 
-    /// The arrays that have nodes of these.
+    /// The table of the arrays with nodes of this owner.
     fn arrays(&self) -> &Arrays<Self>;
 
-    /// Whether this is a fork child, and they are its parent's: what is in their arrays stays there.
+    /// Whether this is a forked child, and the nodes are its parent's: their arrays are then not dropped here.
     fn are_inherited(&self) -> bool {
         false
     }

@@ -1,25 +1,26 @@
-//! Moving a node to another place, beside readers, writers and the end of its array.
+//! Moves a node to another address, concurrent with readers, writers and the drop of its array.
 //!
 //! ```text
 //!   node --array--> entry (held: the array is not dropped) --try--> lock of the array
-//!   is it there still?  its array's number, and the word that points at it
-//!   copy  ->  nodes below learn of it  ->  one store: the word above names the new place  ->  old slots DEAD
+//!   is it still there?  compares its array's number, and the word that points at it
+//!   copy  ->  set the parent of nodes below  ->  one store: the word above names the new node  ->  old slots DEAD
 //! ```
 //!
-//! For readers that is what any node is to them that leaves: cut off first, then DEAD (module header). Between the two nothing is
-//! written to either node, so what a reader finds in the old one is what stands in the new one. Entries leave their slots in the
-//! sense of [`super::Hit::is_still`].
+//! Readers see a node that is removed: it is unlinked first, and then DEAD (module header). In between neither node is
+//! written, so a reader of the old node finds the contents of the new one. Entries leave their slots in the sense of
+//! [`super::Hit::is_still`].
 
 use super::nodes::Nodes;
 use super::store::Writer;
 use super::word::Word;
 
-/// Moves the node `old` to `new`, a node that is the caller's alone, in whatever state; says whether it did. Then `old` is the
-/// caller's, not to be used before all guards ([`super::pin`]) that are there now have gone; else `new` is as it was.
+/// Moves the node `old` to `new`, a node of the caller with any contents; returns whether it did. After a move `old`
+/// belongs to the caller, which must not reuse it before all current guards ([`super::pin`]) are dropped. Otherwise
+/// `new` is unchanged.
 ///
-/// It does not where the node is in no tree, or of an array that cannot be found ([`super::XArray::movable`]), or somebody has that
-/// array: nobody is waited for. Cost: a copy of the node, and a store to each below.
-pub fn relocate<N: Nodes>(nodes: &'static N, old: u32, new: u32) -> bool {
+/// Does nothing if the node is in no tree, if its array cannot be found ([`super::XArray::movable`]), or if another
+/// thread holds the array's lock or entry: it never waits. Cost: a copy of the node, and a store to each node below.
+pub(crate) fn relocate<N: Nodes>(nodes: &'static N, old: u32, new: u32) -> bool {
     let id = nodes.node(old).array();
     if id == 0 {
         return false;
@@ -31,7 +32,7 @@ pub fn relocate<N: Nodes>(nodes: &'static N, old: u32, new: u32) -> bool {
 impl<N: Nodes> Writer<'_, N> {
     pub(super) fn relocate(&self, id: u32, old: u32, new: u32) -> bool {
         let node = self.node(old);
-        // Looked up without the lock: it may have left since, and be another's.
+        // It was looked up without the lock: it may have been removed since, and belong to another array.
         if node.array() != id {
             return false;
         }
@@ -39,7 +40,7 @@ impl<N: Nodes> Writer<'_, N> {
             0 => &self.array.root,
             parent => &self.node(parent).slots[node.offset()],
         };
-        // So it does, unless a change of the array was broken off by a panic.
+        // Always equal, unless a panic interrupted a change of the array.
         if above.peek() != Word::node(old, node.shift()) {
             return false;
         }

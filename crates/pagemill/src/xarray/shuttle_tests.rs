@@ -1,31 +1,30 @@
-//! Two readers and a writer over few indices, and who moves nodes, step by step in orders drawn at random.
+//! Two readers, a writer and a thread that moves nodes, over few indices, scheduled step by step in random orders.
 //!
-//! Nodes come from a few that are watched: one that was retired is used anew as soon as no reader is left who may be in it,
-//! and no later, so a reader that went on without its guard would meet another's slots. `SHUTTLE_RUNS` says how many of each
-//! model.
+//! There are only a few nodes, and they are watched: a retired node is reused as soon as no reader can access it. So a
+//! reader without its guard would find slots of another node. `SHUTTLE_RUNS` is the number of runs of each model.
 
-#![allow(unsafe_code)] // an array that stays where it is
+#![allow(unsafe_code)] // arrays with a stable address
 
+use super::arrays::Arrays;
 use super::*;
 use crate::error::Result;
 use crate::sync::modelled::reset_clock;
-use crossbeam_epoch::pin;
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::{Config, MaxSteps, Runner};
 use std::sync::Arc;
 use std::sync::Mutex;
 
-/// Preemptions that a schedule of PCT has.
+/// Number of preemptions in a PCT schedule.
 const DEPTH: usize = 4;
 
-/// No run is so long; one that is waits for something that never comes.
+/// No run is this long; a longer one waits for an event that never comes.
 const MOST_STEPS: usize = 100_000;
 
-/// Nodes of a model.
+/// Number of nodes in a model.
 const NODES: u32 = 40;
 
-/// Nodes with grace periods of their own: those of the default collector cannot be modelled.
+/// Nodes with their own grace periods: those of the default collector cannot be modelled.
 struct FewNodes {
     nodes: [Node; NODES as usize],
     arrays: Arrays<Self>,
@@ -36,15 +35,15 @@ struct FewNodes {
 struct State {
     free: Vec<u32>,
     in_use: u32,
-    /// Time goes by one for each reader that begins, and each node that is retired.
+    /// Time; increases by one when a reader begins, and when a node is retired.
     now: u64,
-    /// When the readers began that are there.
+    /// The start times of current readers.
     readers: Vec<u64>,
     retired: Vec<(u64, u32)>,
 }
 
 impl FewNodes {
-    /// One for the thread that runs models, one after the other; as new.
+    /// One per thread that runs models, one after the other; reset to its initial state.
     fn anew() -> &'static Self {
         thread_local! {
             static FEW: &'static FewNodes = Box::leak(Box::new(FewNodes {
@@ -59,8 +58,8 @@ impl FewNodes {
         few
     }
 
-    /// A reader, with its guard and its grace period, for as long as `read` goes on.
-    fn reading<T>(&self, read: impl FnOnce(&crossbeam_epoch::Guard) -> T) -> T {
+    /// Runs `read` as a reader, with its guard and its grace period.
+    fn reading<T>(&self, read: impl FnOnce(&crate::epoch::Guard) -> T) -> T {
         let began = {
             let mut state = self.state.lock().unwrap();
             state.now += 1;
@@ -74,7 +73,7 @@ impl FewNodes {
         result
     }
 
-    /// Gives those back that were retired before the first reader began who is still there.
+    /// Returns the nodes that were retired before the first current reader began.
     fn recycle(&self) {
         let mut state = self.state.lock().unwrap();
         let first = state.readers.iter().min().copied().unwrap_or(u64::MAX);
@@ -119,7 +118,7 @@ impl Nodes for FewNodes {
 struct Fixture {
     nodes: &'static FewNodes,
     array: Box<XArray<FewNodes>>,
-    /// Per frame its pins; [`RELEASED`] once nobody is to have it.
+    /// The pins of each frame; [`RELEASED`] once it must not be used.
     frames: [AtomicU32; FRAMES],
 }
 
@@ -127,7 +126,7 @@ const FRAMES: usize = 8;
 const RELEASED: u32 = 1 << 16;
 
 fn array_of(nodes: &'static FewNodes) -> Box<XArray<FewNodes>> {
-    // SAFETY: nobody uses it before it lies in its box, where it is dropped.
+    // SAFETY: it is first used when it is in its box, where it is dropped.
     Box::new(unsafe { XArray::movable(nodes) })
 }
 
@@ -147,7 +146,7 @@ impl Fixture {
         self.array.lock().join(first, order, value, &mut stock);
     }
 
-    /// Values count up from `value` on, from part to part.
+    /// The parts get ascending values from `value` on.
     fn split(&self, index: u64, into_order: u32, value: u64) {
         let found = self.array.lock().get(index).unwrap();
         let mut stock = self.array.prepare_split(found.order, into_order).unwrap();
@@ -158,7 +157,7 @@ impl Fixture {
         self.array.lock().erase(index);
     }
 
-    /// What is found there at some moment; each way to look must find something.
+    /// Looks up an entry that is always there; each kind of lookup must find it.
     fn load_always(&self, index: u64) -> Found {
         self.nodes.reading(|guard| match thread_rng().gen_range(0..3) {
             0 => self.array.load(index, guard).expect("it is always there"),
@@ -171,7 +170,7 @@ impl Fixture {
         assert!(self.array.lock().set_mark(index, Mark::A));
     }
 
-    /// Looks up, pins, looks again, and uses the frame.
+    /// Looks up, pins, checks again, and uses the frame.
     fn use_frame(&self, index: u64) {
         self.nodes.reading(|guard| {
             let Some(hit) = self.array.find(index, guard) else { return };
@@ -186,7 +185,7 @@ impl Fixture {
         });
     }
 
-    /// Moves a node, if it can; says whether it did. The old one waits for readers as what is retired does.
+    /// Moves a node, if possible; returns whether it did. The old node is retired.
     fn relocate(&self, old: u32) -> bool {
         let new = self.nodes.take().unwrap();
         let is_moved = relocate(self.nodes, old, new);
@@ -198,7 +197,7 @@ impl Fixture {
         is_moved
     }
 
-    /// Moves one of the nodes that seem to be in a tree; says whether it did.
+    /// Moves one of the nodes that seem to be in a tree; returns whether it did.
     fn move_one(&self) -> bool {
         let movable: Vec<u32> = (1..=NODES).filter(|number| self.nodes.node(*number).may_move()).collect();
         !movable.is_empty() && self.relocate(movable[thread_rng().gen_range(0..movable.len())])
@@ -208,7 +207,7 @@ impl Fixture {
         (0..thread_rng().gen_range(1..5)).for_each(|_| _ = self.move_one());
     }
 
-    /// The frame is in the array no more; unless it is pinned it is released for good.
+    /// After the frame's entry was removed: releases the frame for good, unless it is pinned.
     fn release(&self, frame: u64) {
         let acquire = crate::sync::Acquire;
         let _ = self.frames[frame as usize].compare_exchange(0, RELEASED, std::sync::atomic::Ordering::AcqRel, acquire);
@@ -221,17 +220,17 @@ impl Fixture {
     }
 }
 
-/// Lets others go on, for as long as some changes take.
+/// Yields for as long as some changes take.
 fn linger() {
     (0..thread_rng().gen_range(0..60)).for_each(|_| shuttle::thread::yield_now());
 }
 
-/// Runs `read` twice beside `write`, in many orders.
+/// Runs `read` twice, concurrent with `write`, in many orders.
 fn model(begin: fn(&Fixture), read: fn(&Fixture), write: fn(&Fixture)) {
     model_of(begin, [read, read, write]);
 }
 
-/// Runs threads beside each other in many orders.
+/// Runs threads concurrently in many orders.
 fn model_of<const N: usize>(begin: fn(&Fixture), acts: [fn(&Fixture); N]) {
     run_in_many_orders(move || {
         let fixture = Fixture::new();
@@ -245,7 +244,7 @@ fn model_of<const N: usize>(begin: fn(&Fixture), acts: [fn(&Fixture); N]) {
     });
 }
 
-/// Random ones, and such as have few preemptions.
+/// Random schedules, and schedules with few preemptions.
 pub(super) fn run_in_many_orders(run: impl Fn() + Clone + Send + Sync + 'static) {
     let runs = std::env::var("SHUTTLE_RUNS").map_or(2000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
     let config = || {
@@ -261,7 +260,7 @@ pub(super) fn run_in_many_orders(run: impl Fn() + Clone + Send + Sync + 'static)
     Runner::new(PctScheduler::new(DEPTH, runs), config()).run(begin);
 }
 
-/// Split inside of a node, a part erased, stored anew, and joined again: the other index is there at all times.
+/// An entry is split inside a node, a part is erased, stored again, and joined: the other index is always found.
 #[test]
 fn a_split_and_a_join_leave_no_gap() {
     model(
@@ -289,7 +288,7 @@ fn a_split_and_a_join_leave_no_gap() {
     );
 }
 
-/// An entry that is alone becomes a node of entries, and one again: the root changes under the readers.
+/// A single entry becomes a node of entries, and one entry again: the root changes under the readers.
 #[test]
 fn a_split_into_nodes_leaves_no_gap() {
     model(
@@ -310,7 +309,7 @@ fn a_split_into_nodes_leaves_no_gap() {
     );
 }
 
-/// The tree grows by levels and loses them while index 0 is there, and nothing is where nothing ever was.
+/// The tree grows and shrinks while index 0 is there; unused indices stay empty.
 #[test]
 fn a_root_that_changes_loses_nobody() {
     model(
@@ -334,7 +333,8 @@ fn a_root_that_changes_loses_nobody() {
     );
 }
 
-/// Whoever pins and then finds it still there has what was not released: small, huge, in the root word, split, joined.
+/// A reader that pins and then finds the entry unchanged has an unreleased frame: small, huge, in the root word, split,
+/// joined.
 #[test]
 fn what_is_still_there_was_not_released() {
     model(
@@ -366,7 +366,8 @@ fn what_is_still_there_was_not_released() {
     );
 }
 
-/// An entry that moves, from a node to the root word and on, is not still where it was: it is released from its last place.
+/// An entry that moves between a node and the root word fails `is_still` at its old place: it is released from its last
+/// place.
 #[test]
 fn what_has_moved_was_not_released() {
     model(
@@ -394,7 +395,7 @@ fn what_has_moved_was_not_released() {
     );
 }
 
-/// Parts whose node goes as a whole are not still there. Few steps, so that one may go by between any two.
+/// Parts that leave with their whole node fail `is_still`. Few steps, so that a schedule can place one between any two.
 #[test]
 fn what_was_joined_was_not_released() {
     model(
@@ -423,7 +424,7 @@ fn load_leaves(fixture: &Fixture) {
     assert_eq!(fixture.nodes.reading(|guard| fixture.array.next_gap(3, MAX_INDEX, guard)), Some(4));
 }
 
-/// Nodes move, the root, leaves, one after the other and again: what is there is found at all times, with its marks.
+/// Nodes move repeatedly, the root and leaves: entries are always found, with their marks.
 #[test]
 fn nodes_that_move_leave_no_gap() {
     model(three_leaves, load_leaves, |fixture| {
@@ -431,13 +432,13 @@ fn nodes_that_move_leave_no_gap() {
     });
 }
 
-/// Two move the same nodes: each is moved by one at a time.
+/// Two threads move the same nodes: each node is moved by one at a time.
 #[test]
 fn nodes_that_two_move_leave_no_gap() {
     model_of(three_leaves, [load_leaves, Fixture::move_some, Fixture::move_some]);
 }
 
-/// Nodes move while a writer splits, joins, stores, marks and erases: nothing of what it does is lost, nor done to an old node.
+/// Nodes move while a writer splits, joins, stores, marks and erases: no change is lost, or made to an old node.
 #[test]
 fn nodes_move_beside_a_writer() {
     model_of(
@@ -481,8 +482,8 @@ fn nodes_move_beside_a_writer() {
     );
 }
 
-/// Nodes move while arrays are dropped and others get their nodes and their numbers: nobody comes to an array that is gone, and no
-/// node is lost, or in two places.
+/// Nodes move while arrays are dropped and others get their nodes and numbers: no thread reaches a dropped array, and
+/// no node is lost or in two places.
 #[test]
 fn nodes_move_beside_the_end_of_their_array() {
     fn come_and_go(fixture: &Fixture) {
@@ -505,7 +506,8 @@ fn nodes_move_beside_the_end_of_their_array() {
     );
 }
 
-/// Nodes go from one array to another and back while they move: who found a node's array, and then has it, may have the wrong one.
+/// Nodes pass from one array to another and back while they move: a thread that looked up a node's array may then hold
+/// the wrong one.
 #[test]
 fn nodes_move_beside_their_next_array() {
     fn fill_and_empty(fixture: &Fixture) {
@@ -523,7 +525,8 @@ fn nodes_move_beside_their_next_array() {
     model_of(|_| (), [fill_and_empty, fill_and_empty, |fixture| (0..3).for_each(|_| fixture.move_some())]);
 }
 
-/// Whoever pins and then finds it still there has what was not released, when the entry's node has moved before it was erased.
+/// A reader that pins and then finds the entry unchanged has an unreleased frame, even if the entry's node moved before
+/// it was erased.
 #[test]
 fn what_has_moved_with_its_node_was_not_released() {
     model(

@@ -1,4 +1,4 @@
-//! The slots of one node: in which order words are written, and how a reader makes sense of what it meets.
+//! The slots of one node: the order in which words are written, and how readers interpret them.
 //!
 //! ```text
 //!   slot        8       9       10      11        an entry of four slots
@@ -7,22 +7,22 @@
 //!           +-------+-------+-------+-------+
 //! ```
 //!
-//! The rule that all writers keep: *while a slot names another, following the names leads to a VALUE or GONE that covers
-//! the slot* (or to DEAD, once the node is out of the tree). A reader that comes to something else has read a name which
-//! was overwritten since, before what it met was written; it begins again and sees more. So it never waits for a writer, and
-//! never takes a name that was overtaken for an answer:
+//! All writers keep this rule: *while a slot names another, following the names leads to a VALUE or GONE that covers
+//! the slot* (or to DEAD, once the node is out of the tree). A reader that finds anything else has read a stale name,
+//! which was overwritten before the word that it then found. It restarts and sees the newer words. So it never waits
+//! for a writer, and never takes a stale name for an answer:
 //!
-//! - [`enter`]: GONE into the first slot, names into the others, then the VALUE: it comes with one store.
-//! - [`leave`]: GONE instead of the VALUE: it leaves with one store; then the names go, then GONE.
-//! - [`cover`]: first the VALUE, then names over all that stood behind, upwards. Each slot is old, then new.
-//! - [`part`]: new words from the last slot to the first: the old entry's first slot is overwritten last.
+//! - [`enter`]: GONE into the first slot, names into the others, then the VALUE: one store inserts the entry.
+//! - [`leave`]: GONE instead of the VALUE: one store removes the entry; then the names are cleared, then GONE.
+//! - [`cover`]: first the VALUE, then names over all later slots, upwards. Each slot is old, then new.
+//! - [`part`]: new words from the last slot to the first: the first slot of the old entry is overwritten last.
 //!
-//! Nothing is written twice by different hands: the caller has the array's lock. Checked under loom.
+//! There is one writer at a time: the caller holds the array's lock. Checked with loom.
 
 use super::word::Word;
 use crate::sync::{Acquire, AtomicU64, Relaxed, Release};
 
-/// One slot, or the root.
+/// One slot, or the root word.
 #[repr(transparent)]
 pub(super) struct Slot(AtomicU64);
 
@@ -37,13 +37,13 @@ impl Slot {
         Self(AtomicU64::new(0))
     }
 
-    /// For readers: what is behind the word can be seen, too.
+    /// For readers: with `Acquire`, so the node behind the word is visible, too.
     #[inline]
     pub fn look(&self) -> Word {
         Word(self.0.load(Acquire))
     }
 
-    /// For who has the lock.
+    /// For the thread that holds the lock.
     #[inline]
     pub fn peek(&self) -> Word {
         Word(self.0.load(Relaxed))
@@ -55,11 +55,12 @@ impl Slot {
     }
 }
 
-/// What was read is out of date: begin again at the root.
+/// A stale word was read: restart at the root.
 #[derive(Debug)]
 pub(super) struct Again;
 
-/// What stands for `slot` in a node of that shift, and in which slot: a value, a node, or neither if nothing is there.
+/// The word that answers for `slot` in a node of that shift, and its slot: a value, a node, or neither if there is no
+/// entry.
 #[inline]
 pub(super) fn resolve<const N: usize>(slots: &[Slot; N], slot: usize, shift: u32) -> Result<(usize, Word), Again> {
     let word = slots[slot % N].look();
@@ -69,7 +70,7 @@ pub(super) fn resolve<const N: usize>(slots: &[Slot; N], slot: usize, shift: u32
 #[inline]
 fn follow<const N: usize>(slots: &[Slot; N], slot: usize, name: Word, shift: u32) -> Result<(usize, Word), Again> {
     let (mut at, mut word) = (slot, name);
-    // A name leads downwards, so this ends; more than one is followed only while a `cover` goes on.
+    // A name refers to a lower slot, so this ends; more than one name is followed only during a `cover`.
     while word.is_sibling() {
         at = word.first_slot();
         word = slots[at % N].look();
@@ -77,7 +78,7 @@ fn follow<const N: usize>(slots: &[Slot; N], slot: usize, name: Word, shift: u32
     if word.covers(at, slot, shift) { Ok((at, word)) } else { Err(Again) }
 }
 
-/// Puts an entry into slots that are empty.
+/// Inserts an entry into empty slots.
 pub(super) fn enter<const N: usize>(slots: &[Slot; N], first: usize, count: usize, word: Word) {
     if count > 1 {
         slots[first].publish(word.gone());
@@ -86,7 +87,7 @@ pub(super) fn enter<const N: usize>(slots: &[Slot; N], first: usize, count: usiz
     slots[first].publish(word);
 }
 
-/// Takes an entry out.
+/// Removes an entry.
 pub(super) fn leave<const N: usize>(slots: &[Slot; N], first: usize, count: usize) {
     if count > 1 {
         slots[first].publish(slots[first].peek().gone());
@@ -95,7 +96,7 @@ pub(super) fn leave<const N: usize>(slots: &[Slot; N], first: usize, count: usiz
     slots[first].publish(Word::EMPTY);
 }
 
-/// Puts an entry over all that stands in these slots. `replaced` gets each word when it is out of reach.
+/// Stores an entry over everything in these slots. Passes each old word to `replaced` once no reader can reach it.
 pub(super) fn cover<const N: usize>(
     slots: &[Slot; N],
     first: usize,
@@ -110,7 +111,7 @@ pub(super) fn cover<const N: usize>(
     }
 }
 
-/// Puts new words, of `each` slots, where an entry of `count` slots stands; `word_at` makes the one that begins at a slot.
+/// Replaces an entry of `count` slots by words of `each` slots; `word_at` makes the word for a slot.
 pub(super) fn part<const N: usize>(
     slots: &[Slot; N],
     first: usize,
@@ -120,7 +121,7 @@ pub(super) fn part<const N: usize>(
 ) {
     for begin in (first..first + count).step_by(each).rev() {
         slots[begin].publish(word_at(begin));
-        // Those of the first part name the right slot already.
+        // The slots of the first part name the right slot already.
         if begin != first {
             slots[begin + 1..begin + each].iter().for_each(|slot| slot.publish(Word::sibling(begin)));
         }
@@ -138,7 +139,7 @@ mod loom_tests {
     const COUNT: usize = 4;
     const ORDER: u32 = 2;
     const OLD: u64 = 7;
-    /// Pins of the frame behind the old entry; this bit says that the frame was released.
+    /// Pins of the frame behind the old entry; this bit marks the frame as released.
     const RELEASED: usize = 1 << 8;
 
     struct Fixture {
@@ -147,14 +148,14 @@ mod loom_tests {
     }
 
     impl Fixture {
-        /// With one entry of that order in the first slots.
+        /// A node with one entry of that order in its first slots.
         fn with_entry(order: u32) -> Arc<Self> {
             let fixture = Self { slots: std::array::from_fn(|_| Slot::new()), frame: AtomicUsize::new(0) };
             enter(&fixture.slots, 0, 1 << order, Word::value(OLD, order));
             Arc::new(fixture)
         }
 
-        /// The value for a slot, begun again as often as it takes.
+        /// The value for a slot, with as many restarts as necessary.
         fn value(&self, slot: usize) -> Option<(usize, Word)> {
             loop {
                 match resolve(&self.slots, slot, 0) {
@@ -164,7 +165,7 @@ mod loom_tests {
             }
         }
 
-        /// Looks up, pins, looks again: returns whether it may use the frame.
+        /// Looks up, pins, checks again; returns whether the frame may be used.
         fn try_pin(&self, slot: usize) -> bool {
             let Some((at, word)) = self.value(slot).filter(|(_, word)| word.to_value() == OLD) else { return false };
             self.frame.fetch_add(1, AcqRel);
@@ -175,13 +176,13 @@ mod loom_tests {
             is_still
         }
 
-        /// What the owner does who has taken the entry out: nobody who comes later pins for good.
+        /// Releases the frame after its entry was removed; later pins fail.
         fn release(&self) -> bool {
             self.frame.compare_exchange(0, RELEASED, AcqRel, Relaxed).is_ok()
         }
     }
 
-    /// Runs `write`, then releases the frame, beside a reader that pins it by way of `slot`.
+    /// Runs `write`, then releases the frame, concurrent with a reader that pins it through `slot`.
     fn pin_beside(slot: usize, write: fn(&Fixture)) {
         loom::model(move || {
             let fixture = Fixture::with_entry(ORDER);
@@ -206,7 +207,7 @@ mod loom_tests {
         pin_beside(3, |fixture| part(&fixture.slots, 0, COUNT, 2, |slot| Word::value(slot as u64, 1)));
     }
 
-    /// While an entry is split, then one of its parts taken out, the others are found at all times.
+    /// While an entry is split and one of its parts removed, the other parts are always found.
     #[test]
     fn a_split_leaves_no_gap() {
         loom::model(|| {
@@ -222,7 +223,7 @@ mod loom_tests {
         });
     }
 
-    /// While parts become one entry each index finds the old or the new one.
+    /// While parts are joined, each index finds the old entry or the new one.
     #[test]
     fn a_join_leaves_no_gap() {
         loom::model(|| {
@@ -236,7 +237,7 @@ mod loom_tests {
         });
     }
 
-    /// Whoever has found one slot of an entry that comes finds the others; so it is with nothing when one leaves.
+    /// A reader that finds one slot of a new entry finds the others; and after a removal it finds none of them.
     #[test]
     fn all_slots_come_and_leave_with_one_store() {
         for is_there in [false, true] {
@@ -259,7 +260,8 @@ mod loom_tests {
         }
     }
 
-    /// An entry comes, with all that was written before, and leaves; a smaller one in its first slot is not taken for it.
+    /// An entry is inserted, with all earlier writes visible, and removed; a smaller one in its first slot is not
+    /// mistaken for it.
     #[test]
     fn an_entry_comes_and_leaves_as_one() {
         loom::model(|| {

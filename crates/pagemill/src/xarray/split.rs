@@ -1,4 +1,5 @@
-//! Writers: one entry into smaller ones, and smaller ones into one, while readers find the old or the new at all times.
+//! Writers: splitting one entry into smaller ones and joining entries into one. Readers always find the old entries or
+//! the new ones.
 
 use super::Found;
 use super::node::{MARKS, mask_of};
@@ -10,11 +11,12 @@ use super::word::{self, SLOTS, Word};
 use crate::sync::Relaxed;
 
 impl<N: Nodes> Writer<'_, N> {
-    /// Makes entries of a smaller order of the one that covers `index`; `value_at` gets the first index of each, in no
-    /// promised order, and must not panic. They inherit its marks. Returns what was there; nothing changes if that is nothing.
+    /// Splits the entry that covers `index` into entries of a smaller order. `value_at` returns the value for the first
+    /// index of each part; it is called in unspecified order, and must not panic. The parts inherit the marks. Returns
+    /// the old entry; without one nothing changes.
     ///
-    /// No reader finds a gap. The slot in which the old entry stood is overwritten last: until then it may be found, and is
-    /// still. Cost: a store for each part and each slot. The stock: [`super::XArray::prepare_split`].
+    /// Readers find no gap. The slot of the old entry's value is overwritten last: until then the entry may be found,
+    /// and `is_still` is true. Cost: a store for each part and each slot. The stock: [`super::XArray::prepare_split`].
     pub fn split(
         &mut self,
         index: u64,
@@ -42,13 +44,13 @@ impl<N: Nodes> Writer<'_, N> {
             part(slots, place.slot, count, 1, |slot| {
                 self.parts_below(&place, slot, first_of_slot(slot), into_order, stock, &mut value_at)
             });
-            // An entry of 64 indices that was alone needed a level more than its parts.
+            // A single entry of 64 indices needs a level more than its parts.
             self.settle();
         }
         Some(old)
     }
 
-    /// Gives the slots at which the parts will begin the marks of the entry. Until then nobody looks at them.
+    /// Sets the marks of the entry at the first slots of its parts. Readers do not use them before the split.
     fn mark_parts(&self, place: &Place, count: usize, each: usize) {
         let node = self.node(place.node);
         let mask = (place.slot..place.slot + count).step_by(each).fold(0, |mask, slot| mask | mask_of(slot, 1));
@@ -56,7 +58,7 @@ impl<N: Nodes> Writer<'_, N> {
         (0..MARKS).filter(marked).for_each(|mark| node.add_mark(mark, mask));
     }
 
-    /// A node of parts, for one slot of the entry at `place`.
+    /// Makes a node of parts for one slot of the entry at `place`.
     fn parts_below(
         &self,
         place: &Place,
@@ -83,10 +85,11 @@ impl<N: Nodes> Writer<'_, N> {
         Word::node(number, shift)
     }
 
-    /// Makes one entry of all that lies in the `1 << order` indices from `first` on, with a mark where any of it had that.
+    /// Replaces all entries in the `1 << order` indices from `first` on by one entry, which has a mark if any of them
+    /// had it.
     ///
-    /// No reader finds a gap: each index has its old entry until it has the new one. Where nothing was, the new one comes.
-    /// Before this returns the slots of all parts are overwritten. The stock: [`super::XArray::prepare`].
+    /// Readers find no gap: each index has its old entry until it has the new one. An index without an entry gets the
+    /// new one. The slots of all parts are overwritten before this returns. The stock: [`super::XArray::prepare`].
     pub fn join(&mut self, first: u64, order: u32, value: u64, stock: &mut Stock<N>) {
         let word = checked(first, order, value);
         if order == 0 && !self.array.root.peek().is_node() && first == 0 {

@@ -1,4 +1,4 @@
-//! Nodes at hand before the lock is taken, so that nothing can fail under it.
+//! Nodes allocated before the lock is taken, so that nothing can fail under the lock.
 
 use super::XArray;
 use super::nodes::Nodes;
@@ -6,10 +6,10 @@ use super::store::Writer;
 use super::word::{self, MAX_INDEX, MAX_ORDER, MAX_SHIFT, SLOT_BITS};
 use crate::error::Result;
 
-/// Nodes for one or more changes, of any array that has them from the same [`Nodes`]. Those left go back with it.
+/// Preallocated nodes for one or more changes, of any array with the same `Nodes`. Unused nodes are returned on drop.
 pub struct Stock<N: Nodes> {
     nodes: &'static N,
-    /// The first of a list through the nodes; 0 none.
+    /// Head of a list through the nodes; 0 if empty.
     head: u32,
     count: u32,
 }
@@ -19,7 +19,7 @@ impl<N: Nodes> Stock<N> {
         Self { nodes, head: 0, count: 0 }
     }
 
-    /// Nodes at hand.
+    /// Number of nodes in the stock.
     pub fn count(&self) -> u32 {
         self.count
     }
@@ -58,24 +58,25 @@ impl<N: Nodes> Drop for Stock<N> {
 }
 
 impl<N: Nodes> XArray<N> {
-    /// Nodes for storing, or joining to, consecutive entries of that order over `first..=last` under one lock.
+    /// Allocates nodes to store, or join to, consecutive entries of that order over `first..=last` under one lock.
     ///
-    /// Cost: as many nodes as the tallest tree with nothing in it needs, taken and given back: six for one page, about one
-    /// more for every 64. Who changes much keeps a stock, and tops it up.
+    /// Cost: as many nodes as the tallest empty tree needs, taken and returned: six for one page, about one more for
+    /// every 64. A caller with many changes should keep a stock and use [`XArray::top_up`].
     ///
     /// # Errors
     ///
-    /// As [`Nodes::take`]; what was taken has gone back then.
+    /// As `Nodes::take`; the nodes taken so far have been returned then.
     pub fn prepare(&self, first: u64, last: u64, order: u32) -> Result<Stock<N>> {
         let mut stock = Stock::new(self.nodes);
         self.top_up(&mut stock, first, last, order)?;
         Ok(stock)
     }
 
-    /// The lock, and nodes for storing consecutive entries of that order over `first..=last`: none where the tree has all of
-    /// them, as it mostly has.
+    /// Takes the lock, with nodes to store consecutive entries of that order over `first..=last`. The stock is empty if
+    /// the tree has all nodes, the usual case.
     ///
-    /// Cost: a way down the tree; if a node is missing that of [`XArray::prepare`], and the lock once more. Errors as there.
+    /// Cost: a descent of the tree; if a node is missing, also the cost of [`XArray::prepare`] and a second lock.
+    /// Errors as there.
     pub fn lock_for(&self, first: u64, last: u64, order: u32) -> Result<(Writer<'_, N>, Stock<N>)> {
         let mut stock = Stock::new(self.nodes);
         let writer = self.lock();
@@ -87,7 +88,7 @@ impl<N: Nodes> XArray<N> {
         Ok((self.lock(), stock))
     }
 
-    /// Brings a stock to what [`XArray::prepare`] would have. Cost: only what is missing. Errors as there.
+    /// Fills a stock up to the size that [`XArray::prepare`] returns. Cost: only the missing nodes. Errors as there.
     pub fn top_up(&self, stock: &mut Stock<N>, first: u64, last: u64, order: u32) -> Result<()> {
         assert!(first <= last, "a range has an index");
         assert!(last <= MAX_INDEX, "an index is at most MAX_INDEX");
@@ -95,7 +96,7 @@ impl<N: Nodes> XArray<N> {
         stock.fill(nodes_to_store(first, last, order))
     }
 
-    /// Nodes for splitting one entry of `order` into entries of `into_order`. Errors as [`XArray::prepare`].
+    /// Allocates nodes to split one entry of `order` into entries of `into_order`. Errors as [`XArray::prepare`].
     pub fn prepare_split(&self, order: u32, into_order: u32) -> Result<Stock<N>> {
         assert!(order <= MAX_ORDER, "an order is at most MAX_ORDER");
         let mut stock = Stock::new(self.nodes);
@@ -104,14 +105,14 @@ impl<N: Nodes> XArray<N> {
     }
 }
 
-/// Nodes of one level that lie over the range.
+/// Number of nodes of one level over the range.
 fn span(first: u64, last: u64, shift: u32) -> u32 {
     let nodes = (last >> (shift + SLOT_BITS)) - (first >> (shift + SLOT_BITS)) + 1;
     u32::try_from(nodes).unwrap_or(u32::MAX)
 }
 
-/// Most nodes that such stores need, whatever the tree is like: the way down in a tree of full height, or a tree that
-/// grows, where what is there needs a chain up to the new top, too.
+/// The most nodes that such stores need for any tree: a descent in a tree of full height, or a tree that grows, in
+/// which existing entries need a chain up to the new top, too.
 fn nodes_to_store(first: u64, last: u64, order: u32) -> u32 {
     let lowest = word::shift_of(order);
     let levels = |from: u32, to: u32| (from..=to).step_by(SLOT_BITS as usize);
@@ -122,7 +123,7 @@ fn nodes_to_store(first: u64, last: u64, order: u32) -> u32 {
     way(MAX_SHIFT - SLOT_BITS).max(way(top).saturating_add(chain))
 }
 
-/// Shift of the lowest root that has a place for `last`, and for entries that stand in nodes of `lowest`.
+/// Shift of the lowest root that covers `last`, and entries in nodes of shift `lowest`.
 pub(super) fn top_for(last: u64, lowest: u32) -> u32 {
     let mut shift = lowest;
     while last >> (shift + SLOT_BITS) != 0 {
@@ -133,7 +134,7 @@ pub(super) fn top_for(last: u64, lowest: u32) -> u32 {
 
 fn nodes_to_split(order: u32, into_order: u32) -> u32 {
     let (from, to) = (word::shift_of(order), word::shift_of(into_order));
-    // One below each slot; orders have two levels, so there is nothing between.
+    // One node below each slot; orders span two levels, so there is none in between.
     if to < from { 1 << (order - from) } else { 0 }
 }
 

@@ -1,4 +1,4 @@
-//! Writers: the lock, and storing.
+//! Writers: the lock, and storing entries.
 
 use super::node::{MARKS, Node, mask_of};
 use super::nodes::Nodes;
@@ -8,39 +8,39 @@ use super::{Found, XArray, slots};
 use crate::sync::Relaxed;
 use std::cell::Cell;
 
-/// The one who may change an array. Ends with its drop.
+/// The exclusive writer of an array. Dropping it releases the lock.
 ///
-/// What only its caller can do wrong (an index that is not aligned to its order, an entry that sticks out of what is stored
-/// over it, a stock that is too small) are assertions.
+/// Errors of the caller are assertions: an index that is not aligned to its order, a store over a part of a larger
+/// entry, a stock that is too small.
 pub struct Writer<'a, N: Nodes> {
     pub(super) array: &'a XArray<N>,
     has_retired: Cell<bool>,
 }
 
 impl<'a, N: Nodes> Writer<'a, N> {
-    /// With the lock held, which it takes over.
+    /// Takes over the lock, which the caller holds.
     fn new(array: &'a XArray<N>) -> Self {
         Self { array, has_retired: Cell::new(false) }
     }
 }
 
-/// Where an entry stands.
+/// The slots of an entry.
 pub(super) struct Place {
     /// 0: the root word.
     pub node: u32,
-    /// The first of its slots.
+    /// Its first slot.
     pub slot: usize,
     pub found: Found,
 }
 
 impl<N: Nodes> XArray<N> {
-    /// Waits until nobody else writes. Nothing that takes time belongs under the lock.
+    /// Takes the lock; waits for another writer. Operations under the lock must be short.
     pub fn lock(&self) -> Writer<'_, N> {
         self.lock.acquire();
         Writer::new(self)
     }
 
-    /// As [`XArray::lock`], unless somebody has it.
+    /// As [`XArray::lock`]; returns none if another thread holds the lock.
     pub fn try_lock(&self) -> Option<Writer<'_, N>> {
         self.lock.try_acquire().then(|| Writer::new(self))
     }
@@ -56,10 +56,10 @@ impl<N: Nodes> Drop for Writer<'_, N> {
 }
 
 impl<N: Nodes> Writer<'_, N> {
-    /// Puts an entry, without marks, over `1 << order` indices from `index` on, in place of all that is there.
+    /// Stores an entry, without marks, over `1 << order` indices from `index` on, replacing everything there.
     ///
-    /// Readers find each index's old entry, then the new one; where nothing was the entry comes with one store. Cost: a way
-    /// down the tree, and what it replaces.
+    /// Readers find each index's old entry, then the new one; if there was none, one store inserts the entry. Cost: a
+    /// descent of the tree, and the removal of replaced entries.
     pub fn store(&mut self, index: u64, order: u32, value: u64, stock: &mut Stock<N>) {
         let word = checked(index, order, value);
         if word::last_of(index, order) == 0 && !self.array.root.peek().is_node() {
@@ -72,7 +72,7 @@ impl<N: Nodes> Writer<'_, N> {
         self.remove_marks(number, mask_of(slot, word.slots(node.shift())));
     }
 
-    /// What covers the index.
+    /// The entry that covers the index.
     pub fn get(&self, index: u64) -> Option<Found> {
         self.place(index).map(|place| place.found)
     }
@@ -82,8 +82,8 @@ impl<N: Nodes> Writer<'_, N> {
         self.array.next_locked(from, to)
     }
 
-    /// Gives the entry that covers the index another value, with one store; its order and marks stay. Returns what was
-    /// there; nothing changes if that is nothing.
+    /// Changes the value of the entry that covers the index, with one store; its order and marks stay. Returns the old
+    /// entry; without one nothing changes.
     pub fn replace(&mut self, index: u64, value: u64) -> Option<Found> {
         let place = self.place(index)?;
         let word = checked(place.found.first, place.found.order, value);
@@ -118,11 +118,11 @@ impl<N: Nodes> Writer<'_, N> {
         word.is_value().then(|| Place { node: number, slot, found: found() })
     }
 
-    /// Whether storing entries of that order over the range takes no new node: one that is there has all their slots.
+    /// Whether storing entries of that order over the range needs no new node: one node has all their slots.
     pub(super) fn has_nodes_for(&self, first: u64, last: u64, order: u32) -> bool {
         let (lowest, mut word) = (word::shift_of(order), self.array.root.peek());
         if last == 0 && !word.is_node() {
-            // It stands in the root's word.
+            // The entry is stored in the root word.
             return true;
         }
         let is_one_node = first >> (lowest + SLOT_BITS) == last >> (lowest + SLOT_BITS);
@@ -135,7 +135,7 @@ impl<N: Nodes> Writer<'_, N> {
         word.is_node() && word.shift() == lowest
     }
 
-    /// The node and the slot where an entry of that order at `index` belongs; makes the nodes on the way.
+    /// Returns the node and the slot for an entry of that order at `index`; makes the nodes above it.
     pub(super) fn make_way(&mut self, index: u64, order: u32, stock: &mut Stock<N>) -> (u32, usize) {
         assert!(stock.is_of(self.array.nodes), "a stock is for arrays with the same nodes");
         let lowest = word::shift_of(order);
@@ -155,7 +155,7 @@ impl<N: Nodes> Writer<'_, N> {
         }
     }
 
-    /// Makes the tree so tall that it has a place for `last`, and nodes of that shift. Returns its root's word.
+    /// Grows the tree until it covers `last` and has nodes of shift `lowest`. Returns the root word.
     fn grow(&mut self, last: u64, lowest: u32, stock: &mut Stock<N>) -> Word {
         let root = &self.array.root;
         loop {
@@ -179,7 +179,8 @@ impl<N: Nodes> Writer<'_, N> {
         }
     }
 
-    /// The root's word is about to move into slot 0 of a new node: its marks go there, and what hangs below learns of it.
+    /// Prepares the move of the root word into slot 0 of a new node: copies its marks there, and sets the parent of the
+    /// node below.
     fn move_below(&self, word: Word, number: u32) {
         let is_marked = |mark: usize| match word.is_node() {
             true => self.node(word.number()).is_marked(mark, u64::MAX),
@@ -191,7 +192,7 @@ impl<N: Nodes> Writer<'_, N> {
         }
     }
 
-    /// A node of the stock, for that place.
+    /// Takes a node of the stock for that place.
     pub(super) fn take(&self, parent: u32, slot: usize, shift: u32, stock: &mut Stock<N>) -> u32 {
         let number = stock.take();
         self.node(number).hang(parent, slot, shift);
@@ -200,7 +201,7 @@ impl<N: Nodes> Writer<'_, N> {
         number
     }
 
-    /// Hangs an empty node into an empty slot.
+    /// Links an empty node into an empty slot.
     fn hang_new(&self, parent: u32, slot: usize, shift: u32, stock: &mut Stock<N>) -> Word {
         let word = Word::node(self.take(parent, slot, shift, stock), shift);
         let above = self.node(parent);
@@ -209,7 +210,7 @@ impl<N: Nodes> Writer<'_, N> {
         word
     }
 
-    /// Puts the entry into its slots, in place of what is there.
+    /// Stores the entry into its slots, replacing everything there.
     pub(super) fn put(&self, number: u32, first: usize, word: Word) {
         let node = self.node(number);
         let count = word.slots(node.shift());
@@ -230,14 +231,14 @@ impl<N: Nodes> Writer<'_, N> {
         });
     }
 
-    /// Takes a node that has been cut off out of use, and all below.
+    /// Retires an unlinked node and all nodes below.
     fn bury_tree(&self, number: u32) {
         let below = self.node(number).slots.each_ref().map(slots::Slot::peek);
         self.bury(number);
         below.into_iter().filter(|word| word.is_node()).for_each(|word| self.bury_tree(word.number()));
     }
 
-    /// Takes a node that has been cut off out of use, but not what is below.
+    /// Retires an unlinked node, but not the nodes below.
     pub(super) fn bury(&self, number: u32) {
         self.node(number).kill();
         self.array.count.store(self.array.count.load(Relaxed) - 1, Relaxed);
@@ -246,7 +247,7 @@ impl<N: Nodes> Writer<'_, N> {
     }
 }
 
-/// The word of an entry that may stand at `index`.
+/// Makes the word of an entry at `index`, after checks.
 pub(super) fn checked(index: u64, order: u32, value: u64) -> Word {
     assert!(order <= MAX_ORDER, "an order is at most MAX_ORDER");
     assert!(word::first_of(index, order) == index, "an entry is aligned to its order");

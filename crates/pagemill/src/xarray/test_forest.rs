@@ -1,4 +1,4 @@
-//! Nodes for tests: in memory of their own, which stays.
+//! Nodes for tests, in memory of their own that is never unmapped.
 #![allow(unsafe_code)] // a source of nodes
 
 use super::forest::{Forest, Forests, Source};
@@ -11,10 +11,10 @@ use pagemill_sys::mem;
 use std::ops::Range;
 use std::sync::OnceLock;
 
-/// Nodes mostly enough for a test.
+/// Enough nodes for most tests.
 const MANY: usize = 1 << 20;
 
-/// A row of nodes.
+/// A reserved range of nodes.
 struct Row {
     base: usize,
     limit: usize,
@@ -24,11 +24,11 @@ struct Row {
 #[derive(Default)]
 struct Free {
     given: Vec<usize>,
-    /// Nodes that have been taken.
+    /// Number of nodes taken so far.
     used: usize,
 }
 
-// SAFETY: memory that is mapped for good, zeros at first; each node is taken by one at a time.
+// SAFETY: memory that is mapped for good, zeros at first; each node has one owner at a time.
 unsafe impl Source for Row {
     fn window(&self) -> Range<usize> {
         self.base..self.base + self.limit * size_of::<Node>()
@@ -58,18 +58,18 @@ unsafe impl Source for Row {
     }
 }
 
-/// A forest with room for so many nodes.
+/// Makes a forest with room for `limit` nodes.
 pub(super) fn forest_of(limit: usize) -> &'static Forest {
-    // What lies before the first node cannot be reached.
+    // The bytes before the first node are inaccessible.
     let bytes = limit * size_of::<Node>();
     let base = mem::reserve(bytes + BLOCK_BYTES, BLOCK_BYTES, 0).unwrap() + BLOCK_BYTES;
-    // SAFETY: of that reservation.
+    // SAFETY: a part of that reservation.
     unsafe { mem::open(base, bytes) }.unwrap();
     let row = place(Row { base, limit, free: Guarded::new(Free::default()) }).unwrap();
     place(Forest::new(row).unwrap()).unwrap()
 }
 
-/// One with room for what a test needs.
+/// Makes a forest with room for most tests.
 pub(super) fn forest() -> &'static Forest {
     forest_of(MANY)
 }

@@ -1,4 +1,4 @@
-//! Real threads: readers beside one writer that does all there is to do. ThreadSanitizer runs them, too.
+//! Real threads: readers concurrent with one writer that uses all operations. ThreadSanitizer runs them, too.
 
 use super::pin;
 use super::word::{first_of, last_of};
@@ -6,15 +6,15 @@ use super::*;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{Duration, Instant};
 
-/// Indices that always have an entry, from this one on.
+/// From this index on there is always an entry.
 const ALWAYS: u64 = 1 << MAX_ORDER;
-/// An index that comes and goes, and makes the tree tall.
+/// An index that is stored and erased, and makes the tree tall.
 const FAR: u64 = MAX_INDEX - 5;
-/// Retired nodes wait for readers, who may wait for a processor.
+/// Enough for retired nodes that wait for readers without a CPU.
 const MANY_NODES: usize = 1 << 22;
 const WRITING: Duration = Duration::from_millis(400);
 
-/// A value tells its entry, and a round so that it is never the same again.
+/// A value identifies its entry, and the round, so that values differ over time.
 fn value_of(first: u64, order: u32, round: u64) -> u64 {
     (round & 0xFFFF) << 32 | (first & 0xFFF_FFFF) << 4 | u64::from(order)
 }
@@ -24,7 +24,7 @@ fn assert_belongs(found: Found, index: u64) {
     assert_eq!(found.value & 0xFFFF_FFFF, value_of(found.first, found.order, 0), "of another entry");
 }
 
-/// Ends the readers, also when the writer has failed.
+/// Stops the readers, even if the writer has failed.
 struct Done<'a>(&'a AtomicBool);
 
 impl Drop for Done<'_> {
@@ -77,7 +77,7 @@ fn write_round(array: &XArray<Forest>, round: u64) {
     }
 }
 
-/// Comes and goes: small and large below, one far away.
+/// Stores and erases entries: small and large ones at low indices, one far away.
 fn low_and_far(array: &XArray<Forest>, round: u64, order: u32) {
     for (index, order) in [(0, 0), (33, 0), (70, order), (FAR, 1), (FAR - 1, 0)] {
         let first = first_of(index, order);
@@ -91,7 +91,8 @@ fn low_and_far(array: &XArray<Forest>, round: u64, order: u32) {
     array.lock().erase_range(2 * ALWAYS, MAX_INDEX, |found| assert_belongs(found, found.first));
 }
 
-/// Readers find what is always there, and never what belongs elsewhere, while threads split, join, store and erase.
+/// Readers always find the permanent entries, and never an entry of another index, while threads split, join, store and
+/// erase.
 #[test]
 fn threads_read_while_one_writes() {
     let nodes = test_forest::forest_of(MANY_NODES);
@@ -120,10 +121,10 @@ fn threads_read_while_one_writes() {
     super::model_tests::await_none_in_use(nodes);
 }
 
-/// What stands for a frame: pins, and a bit once it is released.
+/// The state of a frame: pins, and a bit once it is released.
 const RELEASED: u64 = 1 << 32;
 
-/// A frame that was found, pinned, and is still in the array is never released meanwhile.
+/// A frame that was found, pinned, and is still in the array is not released meanwhile.
 #[test]
 fn threads_pin_what_is_still_there() {
     const FRAMES: usize = 64;

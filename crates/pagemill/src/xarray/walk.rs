@@ -1,16 +1,16 @@
-//! Readers: from the root down, without a lock.
+//! Readers: descents from the root, without a lock.
 //!
-//! Each walk answers for one index, or says that it has met what is out of date, and is begun again. Iteration is a walk for
-//! each step, so nothing is carried from one to the next that a writer could take away.
+//! Each descent answers for one index, or finds a stale word and is restarted. Iteration is one descent per step, so no
+//! state is kept between steps that a writer could invalidate.
 
 use super::nodes::Nodes;
 use super::slots::{Again, Slot, resolve};
 use super::word::{self, SLOT_BITS, SLOTS, Word};
 use super::{Found, Mark, XArray};
+use crate::epoch::Guard;
 use crate::sync::{Acquire, Relaxed};
-use crossbeam_epoch::Guard;
 
-/// A value that was found, and the slot it stood in.
+/// A value that was found, and its slot.
 #[derive(Clone, Copy)]
 pub struct Hit<'g> {
     found: Found,
@@ -41,32 +41,32 @@ impl<'g> Hit<'g> {
         self.found.first
     }
 
-    /// Whether the same value of the same order stands where it was found. What that proves: see the module.
+    /// Whether the slot still holds the same value of the same order. See the module for what that proves.
     #[inline]
     pub fn is_still(&self) -> bool {
         self.slot.look() == self.word
     }
 }
 
-/// Nodes on the way to an index of 40 bits, 6 at a time.
+/// Levels down to an index of 40 bits, 6 bits each.
 const MAX_LEVELS: usize = 7;
 
-/// What a walk for an index found.
+/// Result of a lookup.
 enum Seen<'g> {
-    /// What covers the index.
+    /// The entry that covers the index.
     Entry(Hit<'g>),
-    /// Nothing, from the index to this one.
+    /// No entry, from the index to this one.
     Nothing { last: u64 },
 }
 
 impl<N: Nodes> XArray<N> {
-    /// What covers the index. Cost: two loads a level, and one if it is not the entry's first slot.
+    /// The entry that covers the index. Cost: two loads a level, and one more if it is not the entry's first slot.
     #[inline]
     pub fn load(&self, index: u64, guard: &Guard) -> Option<Found> {
         self.find(index, guard).map(|hit| hit.found)
     }
 
-    /// As [`XArray::load`], for who pins what the value stands for.
+    /// As [`XArray::load`], for readers that pin the object behind the value.
     #[inline]
     pub fn find<'g>(&'g self, index: u64, _guard: &'g Guard) -> Option<Hit<'g>> {
         loop {
@@ -76,9 +76,9 @@ impl<N: Nodes> XArray<N> {
         }
     }
 
-    /// What seems to cover the index, for who can tell by the value whether it does: no guard is held, so a node may be
-    /// another array's by now, and what is found anything that was ever stored with the same [`Nodes`], or nothing. Once a
-    /// value is known to be right, a second look is saved.
+    /// The entry that seems to cover the index, for callers that can validate the value. Without a guard a node may
+    /// belong to another array by now, so the result may be any entry that was ever stored with the same `Nodes`, or
+    /// none. For a value that is validated this saves a second lookup.
     ///
     /// Cost: as [`XArray::find`], without the guard.
     #[inline]
@@ -87,7 +87,7 @@ impl<N: Nodes> XArray<N> {
         if !word.reaches(index) {
             return None;
         }
-        // So deep is the deepest; nodes that go from hand to hand might lead on for ever.
+        // The deepest tree has this many levels; reused nodes might lead on endlessly.
         for _ in 0..MAX_LEVELS {
             if !word.is_node() {
                 break;
@@ -126,12 +126,12 @@ impl<N: Nodes> XArray<N> {
         self.search(from, to, |at| self.try_look(at, to))
     }
 
-    /// As [`XArray::next`], of the entries with the mark.
+    /// As [`XArray::next`], for entries with the mark.
     pub fn next_marked(&self, from: u64, to: u64, mark: Mark, _guard: &Guard) -> Option<Found> {
         self.search(from, to, |at| self.try_look_marked(at, mark as usize))
     }
 
-    /// The first index from `from` to `to` that no entry covers.
+    /// The first index from `from` to `to` without an entry.
     pub fn next_gap(&self, from: u64, to: u64, _guard: &Guard) -> Option<u64> {
         let mut at = from;
         while at <= to {
@@ -148,7 +148,7 @@ impl<N: Nodes> XArray<N> {
         self.next_marked(index, index, mark, guard).is_some()
     }
 
-    /// For who has the lock, and so needs no guard.
+    /// For the thread that holds the lock, which needs no guard.
     pub(super) fn next_locked(&self, from: u64, to: u64) -> Option<Found> {
         self.search(from, to, |at| self.try_look(at, to))
     }
@@ -172,7 +172,7 @@ impl<N: Nodes> XArray<N> {
         }
     }
 
-    /// As [`XArray::try_find`]; where nothing is, it looks how far that goes in the node, up to `to`.
+    /// As [`XArray::try_find`]; without an entry, returns the extent of the gap in this node, up to `to`.
     fn try_look(&self, index: u64, to: u64) -> Result<Seen<'_>, Again> {
         let mut slot = &self.root;
         let mut word = slot.look();
@@ -193,7 +193,7 @@ impl<N: Nodes> XArray<N> {
         Ok(Seen::Entry(Hit::new(slot, word, index)))
     }
 
-    /// As [`XArray::try_look`], where what has not the mark is nothing.
+    /// As [`XArray::try_look`], but entries without the mark count as a gap.
     fn try_look_marked(&self, index: u64, mark: usize) -> Result<Seen<'_>, Again> {
         let root = self.root.look();
         if !root.is_node() {
@@ -209,14 +209,15 @@ impl<N: Nodes> XArray<N> {
             let (node, shift) = (self.nodes.node(word.number()), word.shift());
             let wanted = word::slot_of(index, shift);
             let (at, below) = resolve(&node.slots, wanted, shift)?;
-            // After the slot: who put a marked entry there has marked it before.
+            // Read after the slot: a writer sets the mark before it stores a marked entry.
             let marks = node.marks[mark].load(Acquire);
             let is_marked = marks >> at & 1 != 0;
             if is_marked && below.is_value() {
                 return Ok(Seen::Entry(Hit::new(&node.slots[at], below, index)));
             }
             if !is_marked || !below.is_node() {
-                // A join writes the slots of its parts, then takes their marks off: did it, the mark is elsewhere now.
+                // A join writes the slots of its parts, then clears their marks. If one did, the mark is at another
+                // slot now.
                 let is_still = node.slots[at].look() == below;
                 let nothing = Seen::Nothing { last: last_unmarked(index, marks, wanted, shift) };
                 return if is_still { Ok(nothing) } else { Err(Again) };
@@ -226,7 +227,7 @@ impl<N: Nodes> XArray<N> {
     }
 }
 
-/// How far it is to the next mark after slot `wanted`, in which `index` lies, or to the end of the node.
+/// The last index before the next mark after slot `wanted`, which contains `index`, or the last index of the node.
 fn last_unmarked(index: u64, marks: u64, wanted: usize, shift: u32) -> u64 {
     let behind = marks.checked_shr(wanted as u32 + 1).unwrap_or(0);
     match behind {

@@ -1,46 +1,46 @@
-//! The words that slots hold.
+//! The words in slots.
 //!
 //! ```text
 //!   63                      32 31        16 15      8 7      0
-//!   |                value                 |  order  |  VALUE  |   an entry, in the first of its slots
-//!   |          node          |      0      |  shift  |  NODE   |   what lies below
-//!   |                  0                   |  order  |  GONE   |   as VALUE, but it is not there: it comes or goes just now
-//!   |                  0                   |  slot   | SIBLING |   a later slot of an entry: which slot is its first
-//!   |                              0                 |  DEAD   |   the node has left the tree: begin again at the root
+//!   |                value                 |  order  |  VALUE  |   an entry, in its first slot
+//!   |          node          |      0      |  shift  |  NODE   |   a node below
+//!   |                  0                   |  order  |  GONE   |   as VALUE, but absent: it is being inserted or removed
+//!   |                  0                   |  slot   | SIBLING |   a later slot of an entry: the index of its first slot
+//!   |                              0                 |  DEAD   |   the node has left the tree: restart at the root
 //!   |                              0                           |   empty
 //! ```
 //!
-//! A word that points at a node carries its shift, so a reader never looks at a node's head; a value carries its order,
-//! so the first index of an entry follows from the word and any of its indices.
+//! A word that points at a node has its shift, so a reader never reads a node's metadata. A value has its order, so the
+//! first index of an entry follows from the word and any of its indices.
 
-/// Bits of an index that one node looks at, and slots that it so has.
+/// Bits of an index per level, and slots of a node.
 pub(super) const SLOT_BITS: u32 = 6;
 pub(super) const SLOTS: usize = 1 << SLOT_BITS;
 
-/// Most index there is.
+/// The largest index.
 pub const MAX_INDEX: u64 = (1 << 40) - 1;
-/// Most value there is.
+/// The largest value.
 pub const MAX_VALUE: u64 = (1 << 48) - 1;
-/// Most order of an entry: it covers `1 << order` indices.
+/// The largest order of an entry; it covers `1 << order` indices.
 pub const MAX_ORDER: u32 = 11;
-/// Shift of the highest node there can be.
+/// Shift of the highest possible node.
 pub(super) const MAX_SHIFT: u32 = 36;
 
 const VALUE: u64 = 1;
 const NODE: u64 = 2;
 const GONE: u64 = 3;
-/// From here on a slot does not answer by itself.
+/// Words with tags from here on do not answer by themselves.
 const SIBLING: u64 = 4;
 const DEAD: u64 = 5;
 
 const TAG: u64 = 0xFF;
-/// Order, shift or slot.
+/// The field for order, shift or slot.
 const SMALL_SHIFT: u32 = 8;
 const SMALL: u64 = 0xFF;
 const VALUE_SHIFT: u32 = 16;
 const NUMBER_SHIFT: u32 = 32;
 
-/// What stands in a slot.
+/// The word in a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Word(pub u64);
 
@@ -60,7 +60,7 @@ impl Word {
         Self((first as u64) << SMALL_SHIFT | SIBLING)
     }
 
-    /// What stands for the entry of this word while it is not there, but its later slots are.
+    /// The word in the first slot of this entry while it is absent but its later slots are set.
     pub fn gone(self) -> Self {
         Self(self.0 & SMALL << SMALL_SHIFT | GONE)
     }
@@ -95,67 +95,67 @@ impl Word {
         self.tag() == SIBLING
     }
 
-    /// Whether the slot says by itself what is there; not so one that names another, and one of a node that has left.
+    /// Whether the word answers for its slot; not so SIBLING and DEAD.
     #[inline]
     pub fn answers(self) -> bool {
         self.tag() < SIBLING
     }
 
-    /// Of a value.
+    /// For a value.
     #[inline]
     pub fn to_value(self) -> u64 {
         self.0 >> VALUE_SHIFT
     }
 
-    /// Of a value.
+    /// For a value.
     #[inline]
     pub fn order(self) -> u32 {
         self.small()
     }
 
-    /// Of a node.
+    /// For a node.
     #[inline]
     pub fn number(self) -> u32 {
         (self.0 >> NUMBER_SHIFT) as u32
     }
 
-    /// Of a node: its slots cover `1 << shift` indices each.
+    /// For a node: each slot covers `1 << shift` indices.
     #[inline]
     pub fn shift(self) -> u32 {
         self.small()
     }
 
-    /// Of a sibling: the slot where its entry stands.
+    /// For a sibling: the first slot of its entry.
     #[inline]
     pub fn first_slot(self) -> usize {
         self.small() as usize
     }
 
-    /// As the root's word: whether the tree below has a place for the index.
+    /// For the root word: whether the tree covers the index.
     #[inline]
     pub fn reaches(self, index: u64) -> bool {
         if self.is_node() { index >> self.shift() < SLOTS as u64 } else { index == 0 }
     }
 
-    /// Slots that this value has in a node of that shift.
+    /// Number of slots of this value in a node of that shift.
     pub fn slots(self, shift: u32) -> usize {
         1 << (self.order() - shift)
     }
 
-    /// As the word of slot `first`: whether it speaks for the later slot `slot`, there or gone.
+    /// For the word of slot `first`: whether it answers for the later slot `slot`, present or GONE.
     #[inline]
     pub fn covers(self, first: usize, slot: usize, shift: u32) -> bool {
         matches!(self.tag(), VALUE | GONE) && (slot - first) >> (self.order() - shift) == 0
     }
 }
 
-/// Which slot of a node with that shift is the index's.
+/// The slot of the index in a node with that shift.
 #[inline]
 pub(super) fn slot_of(index: u64, shift: u32) -> usize {
     (index >> shift) as usize % SLOTS
 }
 
-/// Shift of the nodes in which entries of this order stand.
+/// Shift of the nodes that hold entries of this order.
 pub(super) fn shift_of(order: u32) -> u32 {
     order / SLOT_BITS * SLOT_BITS
 }
@@ -166,7 +166,7 @@ pub(super) fn first_of(index: u64, order: u32) -> u64 {
     index >> order << order
 }
 
-/// The last index that a slot, or an entry, of `1 << bits` indices around `index` covers.
+/// The last index of the slot, or entry, of `1 << bits` indices around `index`.
 #[inline]
 pub(super) fn last_of(index: u64, bits: u32) -> u64 {
     index | ((1 << bits) - 1)
@@ -176,7 +176,7 @@ pub(super) fn last_of(index: u64, bits: u32) -> u64 {
 mod tests {
     use super::*;
 
-    /// What goes in comes out, at the borders; no word is taken for another.
+    /// Fields are read as written, at the borders; no kind of word is mistaken for another.
     #[test]
     fn words_keep_what_they_are_given() {
         for value in [0, 1, MAX_VALUE - 1, MAX_VALUE] {
@@ -202,7 +202,7 @@ mod tests {
         assert!(Word::EMPTY.answers() && Word::EMPTY.is_empty() && !Word::EMPTY.is_value());
     }
 
-    /// An entry speaks for its own slots only.
+    /// An entry covers only its own slots.
     #[test]
     fn an_entry_covers_its_slots() {
         let word = Word::value(5, 9);
@@ -211,7 +211,7 @@ mod tests {
         assert!(!word.covers(8, 16, 6) && !Word::node(1, 0).covers(8, 9, 6) && !Word::EMPTY.covers(8, 9, 6));
     }
 
-    /// The root's word bounds the indices; the highest node has a place for all.
+    /// The root word bounds the indices; the highest node covers all of them.
     #[test]
     fn a_root_reaches_its_indices() {
         assert!(Word::value(1, 0).reaches(0) && !Word::value(1, 0).reaches(1) && !Word::EMPTY.reaches(1));

@@ -6,7 +6,7 @@ use pagemill::reclaim::{Shrinker, Urgency};
 use pagemill::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill::volatile::vrange::{How, Marked, Mode};
 
-/// A mapping of some kind; ended with this. Nobody has references to its bytes: they are read and written one by one.
+/// A mapping of some kind, unmapped on drop. No references to its bytes exist: they are read and written one by one.
 pub struct Area {
     pub addr: usize,
     pub len: usize,
@@ -26,7 +26,7 @@ impl Area {
         area
     }
 
-    /// Plain memory that begins with a block, to be taken in huge pages where there are any.
+    /// Plain memory that begins with a block, in huge pages if available.
     pub fn huge(blocks: usize, byte: u8) -> Self {
         let mut area = Self::map((blocks + 1) * BLOCK_BYTES, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1).unwrap();
         let start = area.addr.next_multiple_of(BLOCK_BYTES);
@@ -92,7 +92,7 @@ impl Drop for Area {
 }
 
 pub fn vrange(addr: usize, len: usize, mode: Mode, how: How) -> pagemill::Result<Marked> {
-    // SAFETY: the tests mark areas of their own, to whose bytes there are no references, and unmark before unmapping.
+    // SAFETY: the tests mark their own areas, to whose bytes no references exist, and unmark before unmapping.
     unsafe { pagemill().vranges.vrange(addr, len, mode, how) }
 }
 

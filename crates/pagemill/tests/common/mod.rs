@@ -1,4 +1,4 @@
-//! What the tests of volatile memory share.
+//! Code that the tests of volatile memory share.
 #![allow(dead_code)] // no test file uses all of it
 #![allow(unsafe_code)] // forks
 
@@ -6,25 +6,28 @@ use pagemill::Pagemill;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-/// Marks so far apart have different epochs.
+/// Marks this far apart have different epochs.
 pub const EPOCH: Duration = Duration::from_millis(12);
 
-/// One for all tests of a process: it is never taken down.
+/// One for all tests of a process; never dropped.
 pub fn pagemill() -> &'static Pagemill {
     static PAGEMILL: OnceLock<&'static Pagemill> = OnceLock::new();
     PAGEMILL.get_or_init(Pagemill::for_test)
 }
 
-/// Forks, as a program with this Pagemill does; the child must find what it looks at to be right. There `is_right` may
-/// neither allocate nor panic.
+/// Forks as a program with this Pagemill does; `is_right` must return true in the child, where it may neither allocate
+/// nor panic.
 #[track_caller]
 pub fn assert_in_child(is_right: impl FnOnce() -> bool) {
-    pagemill().before_fork();
+    // SAFETY: `after_fork` follows on both sides, nothing else before it.
+    unsafe { pagemill().before_fork() };
     // SAFETY: the child calls nothing that allocates, and ends by `_exit`.
     let child = unsafe { libc::fork() };
-    pagemill().after_fork();
+    // SAFETY: after `before_fork`.
+    unsafe { pagemill().after_fork() };
     if child == 0 {
-        pagemill().begin_child();
+        // SAFETY: a new child, whose one thread this is.
+        unsafe { pagemill().begin_child() };
         // SAFETY: ends the child without running anything else.
         unsafe { libc::_exit(i32::from(!is_right())) };
     }
@@ -34,7 +37,7 @@ pub fn assert_in_child(is_right: impl FnOnce() -> bool) {
     assert_eq!(status, 0);
 }
 
-/// Tests that purge take turns: each would purge what another is about to look at.
+/// Tests that purge run one at a time: each would purge what another is about to check.
 pub fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)

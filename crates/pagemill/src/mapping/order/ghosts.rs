@@ -1,12 +1,13 @@
-//! Who left not long ago: marks of folios that were dropped, in a table of fixed size.
+//! Ghosts: marks of recently evicted folios, in a table of fixed size.
 //!
 //! ```text
-//!   key of a folio --hash--> set of 16 marks, one cache line        each: 15 bits of the hash, new or main, 16 bits of when
+//!   key of a folio --hash--> set of 16 marks, one cache line        each: 15 bits of the hash, new or main, 16 bits of time
 //! ```
 //!
-//! Each part has a clock of its own, which goes on by the pages that were dropped from it. A mark is too old once as many went as
-//! the cache has pages; a set then holds twelve of the new part on the average, so that few are lost early. What is read beside
-//! a change is a mark or none: no lock. A wrong answer, one in two thousand, gives a page a better place than it earned.
+//! Each part has its own clock, which counts the pages evicted from it. A mark expires after as many pages as the cache
+//! has. A set then holds twelve marks of the new part on average, so that few are lost early. Reads take no lock: a
+//! read beside a change finds a whole mark or none. One lookup in two thousand gives a wrong answer, which puts a page
+//! into a better queue than it earned.
 
 use super::{Key, Part};
 use crate::arena::Table;
@@ -16,48 +17,48 @@ use crate::sync::{AtomicU32, AtomicU64, Padded, Relaxed};
 /// Marks of a set: a cache line.
 const WAYS: usize = 16;
 
-/// Of them, so many are in use where the table is full of marks that are not too old.
+/// Marks in use per set when the table is full of marks that have not expired.
 const MEANT_WAYS: u64 = 12;
 
-/// A life has so many ticks, or up to twice as many: a clock of 16 bits comes round after 64 lives, and no mark is left that
-/// long.
+/// Ticks of a mark's life; up to twice as many, by rounding. A clock of 16 bits wraps around after 64 lives, and no
+/// mark lasts that long.
 const LIFE_TICKS: u64 = 512;
 
-/// A clock's values in a mark: 1 to this. No mark is zero.
+/// A clock's values in a mark: 1 to this. So no mark is zero.
 const CLOCK: u64 = u16::MAX as u64;
 
 const PART_BIT: u32 = 1 << 16;
 const HASH_SHIFT: u32 = 17;
 const HASH_MASK: u32 = u32::MAX >> HASH_SHIFT;
 
-/// What places of a set are worth to who looks for one: older than any age.
+/// Ranks of entries when a mark is stored: higher than any age.
 const EMPTY: u32 = u32::MAX - 1;
 const SAME: u32 = u32::MAX;
 
-/// An odd number, so that many salts are different.
+/// An odd number, so that successive salts differ.
 const SALT: u32 = 0x9e37;
 
-/// What was dropped, and when.
+/// The ghosts of a cache.
 pub(super) struct Ghosts {
     marks: Table<AtomicU32>,
-    /// Of these, so many are in use.
+    /// Sets in use.
     sets: AtomicU64,
     /// Pages of a life.
     life_pages: AtomicU64,
     /// Log2 of the pages of a tick.
     tick_shift: AtomicU32,
-    /// Moves on with each cache that has the table: marks of another are none.
+    /// Advances with each cache that uses the table, which invalidates the marks of earlier caches.
     salt: AtomicU32,
-    /// Pages that went, of each part.
+    /// Pages evicted from each part.
     gone: [Padded<AtomicU64>; 2],
 }
 
 impl Ghosts {
-    /// A table for a cache of up to `most_pages`; addresses only.
+    /// Creates a table for a cache of up to `most_pages`; reserves addresses only.
     ///
     /// # Errors
     ///
-    /// [`crate::Error::System`] without addresses.
+    /// [`crate::Error::System`] if addresses are exhausted.
     pub fn new(most_pages: u64) -> Result<Self> {
         Ok(Self {
             marks: Table::new(WAYS * sets_for(most_pages) as usize)?,
@@ -69,8 +70,8 @@ impl Ghosts {
         })
     }
 
-    /// Remembers as many as a cache of `pages` has, and none of another cache. If the system does not promise the memory nothing is
-    /// remembered.
+    /// Starts the table for a cache of `pages`, without the marks of earlier caches. If the system cannot commit the
+    /// memory, the table stays empty.
     pub fn open(&self, pages: u64) {
         let sets = sets_for(pages);
         let is_open = self.marks.open(0, 0, WAYS * sets as usize).is_ok();
@@ -81,34 +82,34 @@ impl Ghosts {
         self.sets.store(if is_open { sets } else { 0 }, Relaxed);
     }
 
-    /// Bytes of it that are resident.
+    /// Returns the resident bytes.
     pub fn resident_bytes(&self) -> u64 {
         self.marks.resident_bytes(0, WAYS * self.sets.load(Relaxed) as usize)
     }
 
-    /// Marks a folio of so many pages as dropped.
+    /// Marks a folio of this many pages as evicted.
     pub fn note(&self, key: Key, part: Part, pages: u64) {
         let Some(set) = self.set(key) else { return };
         let (hash, now) = (self.hash(key), self.now());
         self.gone[part as usize].0.fetch_add(pages, Relaxed);
-        // The mark that was there of it; else an empty one; else the oldest.
+        // Replaces the mark of the same folio; else an empty entry; else the oldest mark.
         let worth = |mark: u32| match mark {
             0 => EMPTY,
             mark if mark >> HASH_SHIFT == hash => SAME,
             mark => age(mark, now),
         };
-        // Its place in the lowest bits: one number to compare, and no branch.
+        // The index in the lowest bits makes this a maximum of numbers, without a branch.
         let worths = set.iter().zip(0..).map(|(mark, at)| u64::from(worth(mark.load(Relaxed))) * WAYS as u64 + at);
         let found = worths.fold(0, u64::max) as usize % WAYS;
         let part_bit = if part == Part::Main { PART_BIT } else { 0 };
         set[found].store(hash << HASH_SHIFT | part_bit | now[part as usize], Relaxed);
     }
 
-    /// From which part a folio was dropped, and how many pages went after it, of that part. `None` if that is long ago, or was
-    /// never.
+    /// Returns the part that a folio was evicted from, and the pages evicted from that part since. `None` if the mark
+    /// has expired or does not exist.
     pub fn recall(&self, key: Key) -> Option<(Part, u64)> {
         let (set, hash) = (self.set(key)?, self.hash(key));
-        // Of most that come in there is none.
+        // Most lookups find no mark.
         let is_of_key = |mark: u32| mark != 0 && mark >> HASH_SHIFT == hash;
         if !set.iter().fold(false, |any, mark| any | is_of_key(mark.load(Relaxed))) {
             return None;
@@ -121,29 +122,29 @@ impl Ghosts {
         (age <= self.life_pages.load(Relaxed)).then_some((part, age))
     }
 
-    /// What the clocks of both parts say.
+    /// Returns the clocks of both parts.
     fn now(&self) -> [u32; 2] {
         let shift = self.tick_shift.load(Relaxed);
         [0, 1].map(|part: usize| ((self.gone[part].0.load(Relaxed) >> shift) % CLOCK) as u32 + 1)
     }
 
-    /// What a mark has of a key.
+    /// Returns the hash of a key that a mark stores.
     fn hash(&self, key: Key) -> u32 {
         (key.mark() ^ self.salt.load(Relaxed).wrapping_mul(SALT)) & HASH_MASK
     }
 
-    /// The marks that may be a key's.
+    /// Returns the set of a key.
     fn set(&self, key: Key) -> Option<&[AtomicU32; WAYS]> {
         let sets = self.sets.load(Relaxed);
         (sets > 0).then(|| self.marks.row(key.set_of(sets) as usize * WAYS))
     }
 }
 
-/// Ticks since a mark was made.
+/// Returns the ticks since a mark was stored.
 fn age(mark: u32, now: [u32; 2]) -> u32 {
     let now = if mark & PART_BIT == 0 { now[0] } else { now[1] };
     let ticks = now.wrapping_sub(mark & u32::from(u16::MAX));
-    // The clock may have come round.
+    // The clock may have wrapped around.
     ticks.min(ticks.wrapping_add(CLOCK as u32))
 }
 
@@ -161,7 +162,8 @@ mod tests {
         ghosts
     }
 
-    /// Of as many as the cache has pages nearly all are known again, with their part and age; older ones are not, nor strangers.
+    /// Nearly all of the latest evictions, as many as the cache has pages, are known, with their part and age. Older
+    /// ones and others are not.
     #[test]
     fn the_latest_are_known_again() {
         const PAGES: u64 = 10_000;
@@ -179,8 +181,8 @@ mod tests {
         }
     }
 
-    /// One part's time stands still while the other's goes on; a folio that goes again has one mark, and a huge one's age counts
-    /// its pages.
+    /// The clock of one part does not advance with the other's. A folio that is evicted again has one mark. A huge
+    /// folio counts all of its pages.
     #[test]
     fn parts_have_clocks_of_their_own() {
         let ghosts = ghosts(100);

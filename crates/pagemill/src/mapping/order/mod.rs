@@ -1,36 +1,39 @@
-//! Who goes next: the order in which the clean folios of a cache make room.
+//! Eviction order: which clean folio of a cache is evicted next.
 //!
 //! ```text
-//!                        comes in                          came back soon after it was dropped
+//!                        comes in                          comes back soon after eviction
 //!                           |                                             |
-//!                           v           after a fiftieth                  v
+//!                           v          after 1/50 of the cache            v
 //!      new part          window ---------------------> small -- used --> main <--.
 //!      (1 to 50 % of all)   uses do not count            |                 |     | used: one use off
 //!                                                        | not used        |-----'
 //!                                                        v                 v not used
-//!                                                     dropped           dropped
+//!                                                     evicted           evicted
 //!                                                        `--> ghosts <-----'
 //! ```
 //!
-//! It is S3-FIFO with four changes, chosen on traces (`pagemill bench traces`, docs/decisions.md):
+//! S3-FIFO with four changes, chosen on traces (`pagemill bench traces`, docs/decisions.md):
 //!
-//! 1. Uses in the *window* do not count: a page is mostly read in pieces, soon after it came in, and then no more.
-//! 2. The share of the new part is not a tenth for good: a folio that comes back right after it was dropped from a part says that
-//!    this part is too small.
-//! 3. What came back goes to *main* only as long as the hand that makes room there does not pass too many used folios for it
-//!    (`HAND_PACE`): a loop larger than the cache would else push out all of itself.
-//! 4. What was dropped from main and comes back begins anew.
+//! 1. Uses in the *window* do not count: a page is mostly read in pieces soon after it came in, and then no more.
+//! 2. The share of the new part adapts; it is not fixed at a tenth. If a folio comes back right after its eviction from
+//!    a part, that part is too small.
+//! 3. A returning folio enters *main* only while the clock hand in main does not pass too many used folios per
+//!    returning one (`HAND_PACE`). Otherwise a loop larger than the cache would evict all of itself.
+//! 4. A folio that was evicted from main and comes back starts in the window.
 //!
-//! A hit touches nothing here: uses are noted in the folio's word. Entering and each turn are some words under one lock,
-//! the last one that is taken; nothing is allocated. A folio that left its file stays linked until its turn. One that is dirty
-//! or in use when it has its turn steps *aside*, and has another once an eighth of the cache has gone by, or when
-//! nothing else is left. Sizes are pages, so a huge folio weighs as many as it has.
+//! A hit does not touch the order: uses are recorded in the folio's word. Entering a folio, and one step of the evict
+//! scan, change a few words under one lock, the last in the lock order. They allocate nothing. A folio that left its
+//! file stays linked until the scan reaches it. A folio that is dirty or in use then is deferred (an *aside* queue).
+//! Deferred folios are scanned again once an eighth of the cache was evicted, or when no other folio is left. Sizes are
+//! in pages, so a huge folio counts all of its pages.
 //!
-//! Links and ghosts lie in tables of their own (8 bytes a page that was in use, 5 bytes a page of the limit), not in the
-//! global allocator: a limit may be far larger than what is ever used, and an order is used again by the next cache in its place.
+//! Links and ghosts lie in tables of their own, not in the global allocator: 8 bytes for each page that was in use, and
+//! 5 bytes for each page of the limit. A limit may be far larger than the memory in use, and the next cache with this
+//! pool uses the order again.
 //!
-//! Source: J. Yang and others, "FIFO queues are all you need for cache eviction", SOSP 2023 (S3-FIFO); N. Megiddo and D. Modha, "ARC",
-//! FAST 2003 (ghosts of two parts set their shares); T. Johnson and D. Shasha, "2Q", VLDB 1994 (uses close together are one).
+//! Source: J. Yang and others, "FIFO queues are all you need for cache eviction", SOSP 2023 (S3-FIFO); N. Megiddo and
+//! D. Modha, "ARC", FAST 2003 (ghosts of two parts set their shares); T. Johnson and D. Shasha, "2Q", VLDB 1994 (uses
+//! close together count as one).
 
 mod ghosts;
 mod queues;
@@ -42,78 +45,78 @@ use crate::sync::{Acquire, AtomicUsize, Guarded, Lock, Relaxed, Release};
 use ghosts::Ghosts;
 use queues::{Links, Queue, Queues};
 
-/// The share of the new part, of 2^32: at first, at least, at most.
+/// The share of the new part, in units of 2^-32: initial, least, most.
 const FIRST_SHARE: u64 = ONE / 10;
 const LEAST_SHARE: u64 = ONE / 100;
 const MOST_SHARE: u64 = ONE / 2;
 const ONE: u64 = 1 << 32;
 
-/// The window is this part of the cache, or half of the new part.
+/// The window is this fraction of the cache, or half of the new part if that is less.
 const WINDOW_DIVISOR: u64 = 50;
 
-/// A folio tells that its part is too small if it comes back before as many pages were dropped from there as this part of the cache.
+/// A returning folio shows that its part is too small if at most this fraction of the cache was evicted from there since.
 const NEAR_DIVISOR: [u64; 2] = [12, 5];
 
-/// For each page that tells so, the share changes by so many.
+/// Change of the share, in pages, for each page of such a folio.
 const STEP_PAGES: u64 = 2;
 
-/// The hand in main may pass so many used pages for each page that comes back.
+/// Used pages that the clock hand in main may pass for each page that comes back.
 const HAND_PACE: u64 = 3;
 
-/// Turns under the lock at a time.
+/// Scan steps under one hold of the lock.
 const TURNS: u32 = 64;
 
-/// Those aside have another turn after this part of the cache was dropped.
+/// Deferred folios are scanned again after this fraction of the cache was evicted.
 const ASIDE_DIVISOR: u64 = 8;
 
-/// Links are opened for so many pages at a time: a mebibyte of them, and whole chunks.
+/// Links are committed for this many pages at a time: a mebibyte of links, and whole chunks.
 const OPENED_PAGES: usize = 1 << 17;
 
-/// Rounds before it gives up: a folio counts two uses, and may step from part to part.
+/// Scan limit, in rounds of the queues: a folio counts two uses, and may move between queues.
 const ROUNDS: u64 = 5;
 
-/// Which part of the cache a folio was dropped from.
+/// The part of the cache that a folio was evicted from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Part {
     New = 0,
     Main = 1,
 }
 
-/// What is known of a folio, as its word says.
+/// State of a folio, from its word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Look {
-    /// It may be dropped.
+    /// It may be evicted.
     Idle { order: u8 },
-    /// It is dirty, or somebody has it.
+    /// It is dirty or in use.
     Kept,
-    /// It is none any more.
+    /// It is no folio of a file any more.
     Gone,
 }
 
-/// Folios by the number of their first page. Asked under the order's lock: it takes none itself.
+/// Access to folios by the number of their first page. Called under the order's lock; takes no lock itself.
 pub trait Folios {
     fn look(&self, number: u32) -> Look;
 
-    /// Whether it was brought in, and whoever it is for has not used it. Never, where nothing comes ahead.
+    /// Returns whether the folio was fetched and its first user has not used it yet. Never without reads ahead.
     fn is_awaited(&self, _number: u32) -> bool {
         false
     }
 
-    /// Takes one noted use off; returns whether there was one.
+    /// Removes one recorded use; returns whether there was one.
     fn forget_use(&self, number: u32) -> bool;
 
-    /// Takes all noted uses off; returns whether there was one.
+    /// Removes all recorded uses; returns whether there were any.
     fn forget_uses(&self, number: u32) -> bool;
 }
 
-/// By what a folio is known again after it was dropped: whose it was.
+/// Hash that identifies a folio after its eviction: file, index and order.
 #[derive(Clone, Copy, Debug)]
 pub struct Key(u64);
 
 impl Key {
-    /// Of a folio of 2^`order` pages that begins at `index` of a file.
+    /// Returns the key of a folio of 2^`order` pages that begins at `index` of a file.
     pub fn of(file: u32, index: u64, order: u8) -> Self {
-        // The last step of splitmix64: all bits depend on all.
+        // The last step of splitmix64: every bit of the key affects every bit of the hash.
         let mut bits = (u64::from(file) << 40 ^ index ^ u64::from(order) << 32).wrapping_add(0x9e37_79b9_7f4a_7c15);
         bits = (bits ^ bits >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         bits = (bits ^ bits >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -129,18 +132,18 @@ impl Key {
     }
 }
 
-/// What is remembered of a folio that comes in.
+/// The ghost of a folio that comes in: part and age, if there is one.
 #[derive(Clone, Copy, Debug)]
 pub struct Recall(Option<(Part, u64)>);
 
 impl Recall {
-    /// Whether it was dropped not long ago.
+    /// Returns whether the folio was evicted not long ago.
     pub fn is_known(self) -> bool {
         self.0.is_some()
     }
 }
 
-/// A folio that is to go. It stands in no queue: [`Order::dropped`] or [`Order::put_back`] says what became of it.
+/// A folio to evict. It is in no queue. The caller must then call [`Order::dropped`] or [`Order::put_back`].
 #[derive(Debug, PartialEq, Eq)]
 pub struct Candidate {
     pub number: u32,
@@ -148,10 +151,10 @@ pub struct Candidate {
     pub part: Part,
 }
 
-/// The order of one cache.
+/// The eviction order of one cache.
 pub struct Order {
     links: Links,
-    /// So many pages can be linked; more under the lock.
+    /// Pages with committed links; grows under `opening`.
     opened_pages: AtomicUsize,
     opening: Lock,
     most_pages: usize,
@@ -159,14 +162,14 @@ pub struct Order {
     state: Guarded<State>,
 }
 
-/// What is behind the lock.
+/// State under the lock.
 struct State {
     queues: Queues,
-    /// Of the new part.
+    /// Share of the new part.
     share: u64,
-    /// Used pages that the hand passed in main, over what it might.
+    /// Used pages that the hand passed in main beyond its allowance.
     debt: u64,
-    /// Pages that were picked since those aside had a turn, and of these the ones that have it now.
+    /// Pages that were picked since deferred folios were last scanned, and deferred pages to scan now.
     picked: u64,
     again: [u64; 2],
 }
@@ -178,11 +181,11 @@ enum Turn {
 }
 
 impl Order {
-    /// Of a cache that has up to `most_pages`. Addresses only.
+    /// Creates the order of a cache of up to `most_pages`. Reserves addresses only.
     ///
     /// # Errors
     ///
-    /// [`crate::Error::System`] without addresses.
+    /// [`crate::Error::System`] if addresses are exhausted.
     pub fn new(most_pages: usize) -> Result<Self> {
         Ok(Self {
             links: Links::new(most_pages)?,
@@ -194,9 +197,9 @@ impl Order {
         })
     }
 
-    /// Begins anew, for a cache whose folios have up to `pages` at a time. Those of the one before are gone.
+    /// Resets the order for a cache of up to `pages` pages. The folios of the previous cache are gone.
     ///
-    /// Cost: a turn for each folio that stands here still.
+    /// Cost: one step for each folio that is still linked.
     pub fn begin(&self, pages: u64) {
         self.ghosts.open(pages);
         self.state.with(|state| {
@@ -207,11 +210,11 @@ impl Order {
         });
     }
 
-    /// Lets pages up to `end` enter. Mostly a look: some hundred thousand come at a time.
+    /// Commits links of all pages below `end`. Mostly a check: it commits for some hundred thousand pages at a time.
     ///
     /// # Errors
     ///
-    /// [`crate::Error::System`] if the system does not promise the memory.
+    /// [`crate::Error::System`] if the system cannot commit the memory.
     pub fn reach(&self, end: usize) -> Result<()> {
         if end <= self.opened_pages.load(Acquire) {
             return Ok(());
@@ -226,17 +229,17 @@ impl Order {
         Ok(())
     }
 
-    /// Bytes of it that are resident, of a cache whose pages have numbers below `pages`.
+    /// Returns the resident bytes, for a cache with page numbers below `pages`.
     pub fn resident_bytes(&self, pages: usize) -> u64 {
         self.links.resident_bytes(pages.min(self.opened_pages.load(Relaxed))) + self.ghosts.resident_bytes()
     }
 
-    /// What is remembered of a folio. No lock.
+    /// Looks up the ghost of a folio. Takes no lock.
     pub fn recall(&self, key: Key) -> Recall {
         Recall(self.ghosts.recall(key))
     }
 
-    /// A folio of a file with a store has come in. Its pages have been reached.
+    /// Enters a folio of a file with a store. The caller has called [`Order::reach`] for its pages.
     pub fn enter(&self, folios: &impl Folios, number: u32, order: u8, recall: Recall) {
         self.state.with(|state| {
             let queue = state.place_for(recall, 1 << order);
@@ -245,12 +248,12 @@ impl Order {
         });
     }
 
-    /// As [`Order::enter`], of a folio that is used once: it goes before all others.
+    /// As [`Order::enter`], for a folio that is used once (noreuse): it is evicted before all others.
     pub fn enter_once(&self, number: u32, order: u8) {
         self.state.with(|state| state.queues.push(&self.links, number, order, Queue::Once));
     }
 
-    /// A huge folio has become pages, of which each goes by itself: they stand where it stood.
+    /// Splits a huge folio into pages. They take its place in the queue.
     pub fn split(&self, number: u32, order: u8) {
         self.state.with(|state| {
             let queue = state.queues.shrink(&self.links, number).unwrap_or(Queue::Small);
@@ -260,7 +263,7 @@ impl Order {
         });
     }
 
-    /// Pages have become a huge folio, which stands in main if most of them did.
+    /// Enters a huge folio that replaces pages: into main if most of them were there.
     pub fn join(&self, parts: impl Iterator<Item = u32>, number: u32, order: u8) {
         self.state.with(|state| {
             let is_main = |part: &u32| matches!(self.links.queue(*part), Some(Queue::Main | Queue::AsideMain));
@@ -270,44 +273,45 @@ impl Order {
         });
     }
 
-    /// Looks for folios to drop, one after the other. It comes to an end: all had their turns.
+    /// Starts a scan for folios to evict. The scan ends after a bounded number of steps.
     pub fn hunt(&self) -> Hunt<'_> {
         Hunt { order: self, turns: None, is_last_round: false }
     }
 
-    /// The candidate was dropped.
+    /// Records the candidate as evicted.
     pub fn dropped(&self, candidate: &Candidate, key: Key) {
         self.ghosts.note(key, candidate.part, 1 << candidate.order);
     }
 
-    /// The candidate could not be dropped: somebody was faster. It steps aside.
+    /// Defers a candidate that could not be evicted because another thread took it.
     pub fn put_back(&self, candidate: &Candidate) {
         let queue = if candidate.part == Part::New { Queue::AsideNew } else { Queue::AsideMain };
         self.state.with(|state| {
-            // Unless it came in anew meanwhile.
+            // Unless it was entered again meanwhile.
             if self.links.queue(candidate.number).is_none() {
                 state.queues.push(&self.links, candidate.number, candidate.order, queue);
             }
         });
     }
 
-    /// Pages that stand in the new part and in main.
+    /// Returns the pages of the new part and of main.
     pub fn pages(&self) -> [u64; 2] {
         self.state.with(|state| [state.new_pages(), state.queues.total() - state.new_pages()])
     }
 }
 
-/// A search for folios to drop.
+/// A scan for folios to evict.
 pub struct Hunt<'order> {
     order: &'order Order,
-    /// Turns until it gives up, should hits add uses as fast as it takes them off, or what it finds not be dropped.
+    /// Steps until the scan gives up. Bounds it if hits add uses as fast as it removes them, or if candidates cannot be
+    /// evicted.
     turns: Option<u64>,
-    /// Those aside have had another turn, since there was nobody else.
+    /// Deferred folios were scanned again, because no others were left.
     is_last_round: bool,
 }
 
 impl Hunt<'_> {
-    /// The next one that may go; `None` if there is none.
+    /// Returns the next candidate; `None` if there is none.
     pub fn next(&mut self, folios: &impl Folios) -> Option<Candidate> {
         loop {
             let links = &self.order.links;
@@ -347,12 +351,12 @@ impl State {
         [Queue::Window, Queue::Small, Queue::AsideNew, Queue::Once].map(|queue| self.queues.pages(queue)).iter().sum()
     }
 
-    /// Pages that the new part should have.
+    /// Target size of the new part, in pages.
     fn target(&self) -> u64 {
         (u128::from(self.queues.total()) * u128::from(self.share) / u128::from(ONE)) as u64
     }
 
-    /// Where a folio goes that comes in; what is remembered of it changes the shares.
+    /// Chooses the queue of a folio that comes in; its ghost adjusts the shares.
     fn place_for(&mut self, recall: Recall, pages: u64) -> Queue {
         let Some((part, age)) = recall.0 else { return Queue::Window };
         let total = self.queues.total().max(1);
@@ -373,11 +377,11 @@ impl State {
         if is_welcome { Queue::Main } else { Queue::Window }
     }
 
-    /// Lets the oldest of the window go on, so that it keeps its width; a few at a time.
+    /// Moves the oldest folios of the window on, at most two per call, to keep its width.
     fn narrow_window(&mut self, links: &Links, folios: &impl Folios) {
         let width = (self.queues.total() / WINDOW_DIVISOR).min(self.target() / 2);
         for _ in 0..2 {
-            // The latest one stays: who made it reads it next.
+            // The newest one stays: the thread that entered it reads it next.
             if self.queues.pages(Queue::Window) <= width || !self.queues.has_several(Queue::Window) {
                 return;
             }
@@ -390,13 +394,13 @@ impl State {
         }
     }
 
-    /// Those aside that are there now have another turn.
+    /// Schedules a scan of the folios that are deferred now.
     fn call_aside(&mut self) {
         self.picked = 0;
         self.again = [self.queues.pages(Queue::AsideNew), self.queues.pages(Queue::AsideMain)];
     }
 
-    /// Whose turn it is in a part.
+    /// Returns the queue to scan next in a part.
     fn first_of(&self, part: Part) -> Option<Queue> {
         let (aside, queues) = match part {
             Part::New => (Queue::AsideNew, &[Queue::Small, Queue::Window][..]),
@@ -408,7 +412,7 @@ impl State {
         queues.iter().copied().find(|queue| !self.queues.is_empty(*queue))
     }
 
-    /// Gives one folio its turn.
+    /// Scans one folio.
     fn turn(&mut self, links: &Links, folios: &impl Folios) -> Turn {
         let is_new_large = self.new_pages() >= self.target().max(1);
         let parts = if is_new_large { [Part::New, Part::Main] } else { [Part::Main, Part::New] };
@@ -435,7 +439,7 @@ impl State {
             Look::Idle { order } => order,
         };
         let is_used = match part {
-            // However often it was used; but not before it was.
+            // A noreuse folio is evicted regardless of its uses, but not before its first one.
             Part::New if queue == Queue::Once && folios.is_awaited(number) => {
                 self.queues.push(links, number, order, Queue::Small);
                 return Turn::Next;

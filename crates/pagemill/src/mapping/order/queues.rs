@@ -1,8 +1,8 @@
-//! The queues of an order: links out of line, 8 bytes a page, that only who has the lock changes.
+//! The queues of an order. Links lie in a table of 8 bytes a page, and change only under the order's lock.
 //!
-//! A queue goes one way: the oldest knows who came after it. So nothing is taken out of its midst: whoever leaves its file stays
-//! linked until its turn comes, and is passed over. Should its page be another folio's by then, that one has noted so, and goes where
-//! new ones go.
+//! Queues are singly linked from the oldest to the newest folio, so no folio is removed from the middle. A folio that
+//! left its file stays linked until the scan reaches it, and is then skipped. If another folio uses the page by then,
+//! the link holds that folio's target queue, and the scan moves it there.
 
 use crate::arena::Table;
 use crate::error::Result;
@@ -15,28 +15,28 @@ const ORDER_SHIFT: u32 = 32;
 const QUEUE_SHIFT: u32 = 36;
 const AGAIN_SHIFT: u32 = 39;
 
-/// Where a folio waits for its turn.
+/// The queue of a folio.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Queue {
-    /// Came in just now: uses do not count yet.
+    /// Came in recently: uses do not count yet.
     Window,
-    /// Came in not long ago.
+    /// Left the window, and was not scanned since.
     Small,
-    /// Was used when it had its turn among the new ones, or came back soon after it was dropped.
+    /// Was used when it was scanned among the new ones, or came back soon after its eviction.
     Main,
-    /// Was dirty or in use when it had its turn in one of the first two.
+    /// Deferred: was dirty or in use when scanned in `Window` or `Small`.
     AsideNew,
-    /// The same, in `Main`.
+    /// Deferred: the same, in `Main`.
     AsideMain,
-    /// Is used once, as its reader says.
+    /// Noreuse: the reader declared that it uses the folio once.
     Once,
 }
 
 pub(super) const QUEUES: [Queue; 6] =
     [Queue::Window, Queue::Small, Queue::Main, Queue::AsideNew, Queue::AsideMain, Queue::Once];
 
-/// What stands in a page's link: 32 bits the next page, 4 the order, 3 the queue, 3 the queue to go to instead (0: none).
+/// A page's link: 32 bits next page, 4 bits order, 3 bits queue, 3 bits target queue of a new folio there (0: none).
 #[derive(Clone, Copy)]
 struct Link(u64);
 
@@ -65,7 +65,7 @@ impl Link {
         queue_of(self.0 >> AGAIN_SHIFT & 7)
     }
 
-    /// The same place, of a folio that is not the one that got it.
+    /// Returns the link with a new folio in the same position.
     fn renewed(self, order: u8, queue: Queue, again: Queue) -> Self {
         Self(Self::new(self.next(), order, queue).0 | (again as u64 + 1) << AGAIN_SHIFT)
     }
@@ -83,37 +83,37 @@ struct Ends {
     pages: u64,
 }
 
-/// A folio that had its turn.
+/// A folio that was taken off a queue.
 pub(super) struct Popped {
     pub number: u32,
     pub order: u8,
-    /// Another folio than the one that stood here: it goes there.
+    /// Target queue, if another folio uses the page now.
     pub again: Option<Queue>,
 }
 
-/// Links of all pages that a cache may have.
+/// Links of all pages of a cache.
 pub(super) struct Links(Table<AtomicU64>);
 
 impl Links {
-    /// Addresses only.
+    /// Reserves addresses only.
     ///
     /// # Errors
     ///
-    /// [`crate::Error::System`] without addresses.
+    /// [`crate::Error::System`] if addresses are exhausted.
     pub fn new(most_pages: usize) -> Result<Self> {
         Table::new(most_pages).map(Self)
     }
 
-    /// Lets pages from `next` to `end` be linked; those before can be.
+    /// Commits the links of pages from `next` to `end`; those before are committed.
     ///
     /// # Errors
     ///
-    /// [`crate::Error::System`] if the system does not promise the memory.
+    /// [`crate::Error::System`] if the system cannot commit the memory.
     pub fn open(&self, next: usize, end: usize) -> Result<()> {
         self.0.open(0, next, end)
     }
 
-    /// Bytes of the first `pages` that are resident.
+    /// Returns the resident bytes of the links of the first `pages`.
     pub fn resident_bytes(&self, pages: usize) -> u64 {
         self.0.resident_bytes(0, pages)
     }
@@ -126,14 +126,14 @@ impl Links {
         self.0.get(number as usize).store(link.0, Relaxed);
     }
 
-    /// Which queue a page stands in.
+    /// Returns the queue of a page, or its target queue.
     pub fn queue(&self, number: u32) -> Option<Queue> {
         let link = self.get(number);
         link.again().or(link.queue())
     }
 }
 
-/// The queues. Under the order's lock.
+/// All queues, under the order's lock.
 pub(super) struct Queues([Ends; QUEUES.len()]);
 
 impl Queues {
@@ -145,7 +145,7 @@ impl Queues {
         self.0[queue as usize].pages
     }
 
-    /// Pages in all of them.
+    /// Returns the pages in all queues.
     pub fn total(&self) -> u64 {
         self.0.iter().map(|ends| ends.pages).sum()
     }
@@ -159,7 +159,7 @@ impl Queues {
         ends.oldest != ends.newest
     }
 
-    /// Puts a folio behind all others. One that stands somewhere still goes there once its turn comes.
+    /// Appends a folio to a queue. If its page is still linked elsewhere, stores the queue as target instead.
     pub fn push(&mut self, links: &Links, number: u32, order: u8, queue: Queue) {
         let old = links.get(number);
         if let Some(stands) = old.queue() {
@@ -178,7 +178,7 @@ impl Queues {
         ends.pages += 1 << order;
     }
 
-    /// Takes the oldest out.
+    /// Removes the oldest folio.
     pub fn pop(&mut self, links: &Links, queue: Queue) -> Option<Popped> {
         let ends = &mut self.0[queue as usize];
         let number = ends.oldest;
@@ -196,7 +196,7 @@ impl Queues {
         Some(Popped { number, order: link.order(), again: link.again() })
     }
 
-    /// A folio has become smaller, where it stands.
+    /// Shrinks a linked folio to one page, in its position.
     pub fn shrink(&mut self, links: &Links, number: u32) -> Option<Queue> {
         let old = links.get(number);
         let stands = old.queue()?;
@@ -212,7 +212,7 @@ mod tests {
     use super::*;
     use std::collections::VecDeque;
 
-    /// Queues as a program would write them that has memory; a page stands in one place, first come first served.
+    /// The queues behave as a model of `VecDeque`s: a page is in one position, first in, first out.
     #[test]
     fn queues_are_first_in_first_out() {
         const PAGES: u32 = 50;

@@ -1,4 +1,4 @@
-//! The order against a cache of folios that a model plays.
+//! Model test of the eviction order: random operations on simulated folios.
 
 use super::*;
 use proptest::prelude::*;
@@ -6,7 +6,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 
 const PAGES: u32 = 256;
-/// A huge folio of the model: it begins where its length divides.
+/// Order of a huge folio of the model; it begins at a multiple of its length.
 const HUGE: u8 = 3;
 
 /// A folio of the model.
@@ -15,7 +15,7 @@ struct Folio {
     order: u8,
     uses: u8,
     is_kept: bool,
-    /// Of a file in memory: the order was never told of it.
+    /// In a file in memory, so never entered into the order.
     is_alone: bool,
 }
 
@@ -45,7 +45,7 @@ impl Folios for Model {
 }
 
 impl Model {
-    /// Pages of folios that the order knows of.
+    /// Pages of folios in the order.
     fn pages(&self) -> u64 {
         self.0.borrow().values().filter(|folio| !folio.is_alone).map(|folio| 1 << folio.order).sum()
     }
@@ -59,7 +59,7 @@ impl Model {
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// A folio comes in, where there is room; of a file in memory perhaps.
+    /// A folio comes in, if there is room; perhaps one of a file in memory.
     Enter(u32, bool, bool),
     Use(u32),
     Keep(u32, bool),
@@ -68,7 +68,7 @@ enum Step {
     Split(u32),
     Join(u32),
     Evict(u64),
-    /// One that was found could not be dropped.
+    /// A candidate could not be evicted.
     Miss,
 }
 
@@ -157,7 +157,7 @@ impl Run {
         self.order.split(number, HUGE);
     }
 
-    /// Into pages that are free, as a cache does it.
+    /// Joins pages into free ones, as a cache does.
     fn join(&self, first: u32) {
         let is_page = |number: &u32| self.find(*number).is_some_and(|(_, folio)| folio.order == 0 && !folio.is_alone);
         let to = (0..PAGES).step_by(1 << HUGE).find(|to| self.model.is_free(*to, HUGE));
@@ -177,7 +177,7 @@ impl Run {
         }
     }
 
-    /// What is found is there, may go, and is as large as it is said to be.
+    /// A candidate exists, may be evicted, and has the reported order.
     fn drop_candidate(&self, candidate: &Candidate) -> u64 {
         let found = self.model.0.borrow_mut().remove(&candidate.number);
         assert!(found.is_some_and(|folio| !folio.is_kept && folio.order == candidate.order), "{candidate:?} {found:?}");
@@ -189,8 +189,8 @@ impl Run {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
-    /// Random folios come, are used, kept, split, joined, dropped, and go. At the end, when nobody keeps any, a hunt finds each
-    /// folio that is there once, and no other; then nothing is left in the order, by count and by pages.
+    /// Random folios are entered, used, kept, split, joined, evicted and removed. At the end, with none kept, a scan
+    /// finds each folio once, and no other. Then the order is empty, by count and by pages.
     #[test]
     fn all_are_found_once(steps in prop::collection::vec(step(), 1..600)) {
         let run = Run::new();
@@ -203,7 +203,7 @@ proptest! {
         let mut found = BTreeSet::new();
         let mut hunt = run.order.hunt();
         while let Some(candidate) = hunt.next(&run.model) {
-            // One that took the place of one that had left is found, too; the cache looks whose it is.
+            // A folio in a page of one that had left is found, too. The cache checks the owner.
             let is_alone = run.model.0.borrow()[&candidate.number].is_alone;
             run.drop_candidate(&candidate);
             prop_assert!(is_alone || found.insert(candidate.number));
@@ -213,7 +213,7 @@ proptest! {
     }
 }
 
-/// Fills a cache of so many pages with those of `pages`, one after the other, as misses would.
+/// Reads `pages` through a cache of `size` pages; each miss enters a page.
 fn read(run: &Run, pages: std::ops::Range<u32>, size: u64) {
     for page in pages {
         if run.find(page).is_some() {
@@ -227,7 +227,7 @@ fn read(run: &Run, pages: std::ops::Range<u32>, size: u64) {
     }
 }
 
-/// A set that is used twice stays while four times as much is read once; what was read once is gone.
+/// A set that is used twice survives a scan of four times its size; pages of the scan are evicted.
 #[test]
 fn a_scan_passes_by() {
     let run = Run::new();
@@ -240,7 +240,7 @@ fn a_scan_passes_by() {
     assert!((40..50).all(|page| run.find(page).is_none()));
 }
 
-/// Uses soon after a page came in say nothing: all of a scan that reads each page three times passes by a set that is used.
+/// Uses soon after a page came in do not count: a scan that reads each page three times does not evict a set in use.
 #[test]
 fn uses_close_together_are_one() {
     let run = Run::new();
@@ -257,7 +257,7 @@ fn uses_close_together_are_one() {
     assert!(left >= 30, "{left}");
 }
 
-/// Dirty folios are passed over, and found once they are clean, however long that takes; clean ones go meanwhile.
+/// Dirty folios are deferred while clean ones are evicted. They are found once they are clean, however long that takes.
 #[test]
 fn who_is_kept_steps_aside() {
     let run = Run::new();
@@ -273,7 +273,7 @@ fn who_is_kept_steps_aside() {
     assert_eq!(run.order.hunt().next(&run.model), None);
 }
 
-/// A page that comes back soon is taken for one that is used: a scan does not push it out again.
+/// A page that comes back soon enters main, and a scan does not evict it again.
 #[test]
 fn who_comes_back_stays() {
     let run = Run::new();
@@ -285,7 +285,7 @@ fn who_comes_back_stays() {
     assert!(run.find(back).is_some());
 }
 
-/// A loop a little larger than the cache: most of it stays.
+/// A loop slightly larger than the cache: most of it stays.
 #[test]
 fn a_loop_does_not_push_itself_out() {
     let run = Run::new();
@@ -299,7 +299,7 @@ fn a_loop_does_not_push_itself_out() {
     assert!(stayed >= 80, "{stayed}");
 }
 
-/// What is found can fail to be dropped for as long as somebody else has it in hand, who may not get to run meanwhile: the search ends.
+/// A scan ends even if none of its candidates can be evicted, as when another thread that does not run has them.
 #[test]
 fn a_search_in_vain_comes_to_an_end() {
     let run = Run::new();

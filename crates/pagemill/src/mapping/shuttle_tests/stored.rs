@@ -1,8 +1,8 @@
-//! One file with a store: read, written, cut, written back, evicted, filled ahead and refreshed by several threads.
+//! One file with a store: several threads read, write, truncate, write back, evict, read ahead and refresh it.
 //!
-//! Each page has one value, the eight bytes that it begins with, and no value is written twice, but zero. What is read, and what is in
-//! the store after a sync, has to be as if each call had happened at one moment: a value does not count any more if another was
-//! written after it, and before the look began.
+//! Each page has one value, its first eight bytes. No value except zero is written twice. All reads, and the store
+//! after a sync, must match an order in which each call happens at one moment: a value is stale if another was written
+//! after it and before the check began.
 
 use super::*;
 use crate::mapping::fill::{Asked, Filling};
@@ -15,7 +15,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// A value that a page got, from when to when: never, while that goes on.
+/// A value of a page, and the time of its write: never, while the write runs.
 #[derive(Debug)]
 struct Written {
     page: u64,
@@ -24,7 +24,7 @@ struct Written {
     end: u64,
 }
 
-/// All that was written, by a clock that goes on with each look at it.
+/// All writes, by a clock that advances at each reading.
 #[derive(Default)]
 struct History {
     now: u64,
@@ -37,7 +37,7 @@ impl History {
         self.now
     }
 
-    /// Whether a page may have a value for somebody who began to look then.
+    /// Returns whether a check that began at `since` may find a value in a page.
     fn allows(&self, page: u64, value: u64, since: u64) -> bool {
         let of_page = || self.written.iter().filter(|written| written.page == page);
         let is_last = |one: &Written| !of_page().any(|other| other.begin > one.end && other.end < since);
@@ -45,7 +45,7 @@ impl History {
     }
 }
 
-/// Values of pages, in a store that does one thing at a time to each of them, and fails now and then if it is told to.
+/// A store of page values. It does one operation at a time on each page, and fails now and then if asked to.
 struct Pages {
     state: Mutex<(Vec<u64>, u64)>,
     /// Pages that are being written.
@@ -75,7 +75,7 @@ impl Pages {
         lock(&self.state).0[page as usize]
     }
 
-    /// Which pages begin in these bytes, and where there.
+    /// Pages that begin in these bytes, and where.
     fn pages(offset: u64, len: usize) -> impl Iterator<Item = (u64, usize)> {
         assert_eq!(offset % PAGE as u64, 0, "no whole blocks");
         (0..len).step_by(PAGE).map(move |at| ((offset + at as u64) / PAGE as u64, at))
@@ -137,7 +137,7 @@ impl Store for Pages {
     }
 }
 
-/// The file, what is behind it, and another that takes its memory.
+/// The file, its store, and another file that competes for memory.
 struct Stored {
     store: Arc<Pages>,
     file: Mapping,
@@ -145,7 +145,7 @@ struct Stored {
     history: Mutex<History>,
 }
 
-/// Whether it was done; what may fail is what a cache without room says, or a store.
+/// Whether the call succeeded. Allowed errors are those of a store, and of a cache without room.
 fn is_done<T>(result: Result<T>) -> bool {
     match result {
         Ok(_) => true,
@@ -171,7 +171,7 @@ impl Stored {
         lock(&self.history).tick()
     }
 
-    /// Gives pages values by something that may fail, and has done nothing then.
+    /// Sets values of pages by an operation that may fail, and then has no effect.
     fn change(&self, pages: std::ops::Range<u64>, value: impl Fn(u64) -> u64, act: impl FnOnce(&[u64]) -> bool) {
         let (begin, values) = {
             let mut history = lock(&self.history);
@@ -204,7 +204,7 @@ impl Stored {
         let (since, mut bytes) = (self.now(), [0xEE; SAMPLE]);
         let read = self.file.read_at(&mut bytes, page * PAGE as u64);
         match read {
-            // What lies behind the end is zero.
+            // Bytes behind the end are zero.
             Ok(0) => self.check(page, 0, since, "read"),
             Ok(len) => {
                 assert_eq!(len, SAMPLE);
@@ -218,7 +218,7 @@ impl Stored {
     }
 
     fn write(&self, page: u64) {
-        // Far from those of the beginning.
+        // Far from the pages at the beginning.
         self.change(
             page..page + 1,
             |begin| begin << 8 | 0xFF,
@@ -230,7 +230,7 @@ impl Stored {
         self.change(page..PAGES, |_| 0, |_| is_done(self.file.truncate(page * PAGE as u64)));
     }
 
-    /// After it the store has all that was written before it.
+    /// Afterwards the store has all that was written before.
     fn sync(&self, range: Option<u64>) {
         let since = self.now();
         let result = match range {
@@ -243,7 +243,7 @@ impl Stored {
         }
     }
 
-    /// As a queue does it, which looks after it now or never.
+    /// Fills a page as a queue does, which completes it now or never.
     fn fill(&self, page: u64) {
         match Filling::begin(&self.file.0, page, 0, one_of(2) == 0) {
             Ok(Asked::Begun(mut filling)) => {
@@ -264,7 +264,7 @@ impl Stored {
         }
     }
 
-    /// Nobody else changes the store, so nothing changes; refused where something is not synced.
+    /// The store has no other writers, so nothing changes. Fails if the file is not synced.
     fn refresh(&self) {
         let result = self.file.refresh();
         if !matches!(result, Err(Error::WrongState { .. })) {
@@ -289,8 +289,8 @@ impl Stored {
     }
 }
 
-/// Each thread does what its letters say (`Stored::act`), to pages drawn at random, in a cache of three. At the end the store is well,
-/// has all of it after a sync, and no memory is lost.
+/// Each thread does the acts of its letters (`Stored::act`), on random pages, in a cache of three. At the end the store
+/// works, has all bytes after a sync, and no memory is lost.
 fn model(threads: &'static [&'static str]) {
     run_in_many_orders(1, move || {
         let cache = cache_of(3 * PAGE as u64);
@@ -304,7 +304,7 @@ fn model(threads: &'static [&'static str]) {
             .collect();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         stored.store.fails.store(false, Relaxed);
-        // What failed before is told once, though all is written now.
+        // An earlier failure is reported once, although all is written now.
         is_done(stored.file.sync());
         stored.file.sync().unwrap();
         let now = stored.now();
@@ -346,7 +346,7 @@ fn other_folios_beside_writebacks_and_evictions() {
     model(&["cpcp", "wsrs", "retr"]);
 }
 
-/// Two at a time, with what they have to meet in: more of their orders.
+/// Pairs of acts on a common page: more of their orders.
 #[test]
 fn writebacks_beside_truncations() {
     model(&["wws", "tws"]);
@@ -357,7 +357,7 @@ fn reads_beside_evictions() {
     model(&["rrr", "eee"]);
 }
 
-/// Who needs a page where all are dirty is not refused because another just looks through the files that are.
+/// A page can be allocated where all are dirty, even if another thread is scanning the dirty files.
 #[test]
 fn room_is_made_beside_who_looks_for_it() {
     run_in_many_orders(1, || {

@@ -2,19 +2,20 @@
 //!
 //! ```text
 //!   FileStore   the contract, blocking                     here
-//!     Handle      two open files of it: past the kernel's page cache (O_DIRECT), and through it
-//!     progress    which of them the next piece of a transfer goes through; what a short one means
-//!     open        how it is opened, what it is, how it is aligned
-//!     claims      who writes to it: one store of one process
+//!     Handle      two descriptors of the file: direct (O_DIRECT), and buffered (the kernel's page cache)
+//!     progress    which descriptor the next piece of a transfer uses; how a short one is handled
+//!     open        opening: kind of file, alignment, locks
+//!     claims      one writing store per file in a process
 //! ```
 //!
-//! **Tails.** What is not aligned (the end of a file, memory of a caller at an odd address) goes through the kernel's page cache, by
-//! a second open file. The other way, a whole block padded with zeros and `ftruncate` behind it, would cut off what
-//! another thread appended in between, let others see the padding, and leave it there after a crash. The kernel keeps both ways coherent:
-//! a direct transfer first writes back what the cache has of its range, and a direct write then drops it. They
-//! race only where two transfers of one block do, which the contract of [`Store`] rules out.
+//! **Tails.** Unaligned parts (the end of a file, a caller's memory at an odd address) use the kernel's page cache,
+//! through a second descriptor. The alternative pads the last block with zeros and calls `ftruncate` afterwards. It
+//! would cut off what another thread appended in between, show the padding to other readers, and leave it there after a
+//! crash. The kernel keeps both ways coherent: a direct transfer first writes back the cached part of its range, and a
+//! direct write then drops it. They race only where two transfers of one block do, which the contract of [`Store`]
+//! rules out.
 //!
-//! Below: `sys::disk`. Locks: that of claims, for some instructions.
+//! Uses `sys::disk`. Locks: that of claims, for a few instructions.
 
 pub(super) mod claims;
 mod open;
@@ -35,19 +36,20 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
-/// An open file, shared by its store and the rings that do transfers with it.
+/// An open file, shared by its store and the rings that use it.
 pub(crate) struct Handle {
-    /// Through the kernel's page cache.
+    /// Descriptor through the kernel's page cache.
     pub(super) buffered: Disk,
-    /// Past it, where the file system allows.
+    /// Descriptor for direct I/O, where the file system supports it.
     pub(super) direct: Option<Disk>,
     pub(super) alignment: Alignment,
     pub(super) block_bytes: usize,
     pub(super) kind: Kind,
     pub(super) is_writable: bool,
-    /// `RLIMIT_FSIZE` was set when it was opened, so it is looked at before writes: going over it is a deadly signal.
+    /// `RLIMIT_FSIZE` was set when the file was opened. Writes then check it first, because exceeding it raises a fatal
+    /// signal.
     pub(super) is_limited: bool,
-    /// Its length was set since the last sync.
+    /// The length was set since the last sync.
     pub(super) is_resized: AtomicBool,
 }
 
@@ -67,7 +69,7 @@ impl Handle {
         self.direct.is_some()
     }
 
-    /// Refuses writes that cannot be done, before anything of them is.
+    /// Rejects writes that cannot succeed, before any part of them is done.
     pub fn check_write(&self, offset: u64, len_bytes: usize) -> io::Result<()> {
         if !self.is_writable {
             return Err(errno::error(EBADF));
@@ -101,8 +103,8 @@ impl Handle {
         Ok(())
     }
 
-    /// Does a transfer of `len_bytes` from `addr` on piece by piece: `act` does one, and returns how much of it was done.
-    /// Returns how much there was, which for reads is less where the file ends.
+    /// Does a transfer of `len_bytes` from `addr` on piece by piece. `act` does one piece and returns the number of
+    /// bytes done. Returns the total, which is less than `len_bytes` for a read that reaches the end of the file.
     fn in_pieces(
         &self,
         direction: Direction,
@@ -123,59 +125,62 @@ impl Handle {
     }
 }
 
-/// A file, or a block device, past the kernel's page cache where its file system allows.
+/// A file or a block device, with direct I/O where its file system supports it.
 ///
-/// It may be changed by others meanwhile, though not through another store of a process that knows of this one: what is cut off
-/// under it reads zero, and [`Store::size_bytes`] asks each time. A file that is replaced (another gets its name) stays the
-/// one that was opened. One store at a time writes to a file: of this process (by device and inode), and of those that heed
-/// advisory locks (`flock`). Reading stores are not counted; one beside a writer reads old or new blocks.
+/// The file may change meanwhile, but not through another store of this process. A range that is cut off meanwhile
+/// reads zero, and [`Store::size_bytes`] queries the file each time. If the file is replaced (another file gets its
+/// name), the store keeps the one that it opened. One store at a time writes to a file: within this process
+/// (by device and inode), and among processes that respect advisory locks (`flock`). Reading stores are not counted;
+/// one beside a writer reads old or new blocks.
 ///
-/// Its memory may lie anywhere; what is aligned as [`FileStore::alignment`] says, with offset and length, is not copied on its way.
+/// The memory of a transfer may lie anywhere. If memory, offset and length are aligned to [`FileStore::alignment`],
+/// nothing is copied on the way.
 pub struct FileStore {
     handle: Arc<Handle>,
-    /// Ends last.
+    /// Released last.
     claim: Option<claims::Claim>,
 }
 
 impl FileStore {
-    /// Opens an existing file or device to read and write it.
+    /// Opens an existing file or device for reading and writing.
     ///
     /// # Errors
     ///
-    /// As [`FileOptions::open`].
+    /// See [`FileOptions::open`].
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         FileOptions::new().open(path)
     }
 
-    /// Opens an existing file or device to read it.
+    /// Opens an existing file or device for reading.
     ///
     /// # Errors
     ///
-    /// As [`FileOptions::open`].
+    /// See [`FileOptions::open`].
     pub fn open_read_only(path: impl AsRef<Path>) -> Result<Self> {
         FileOptions::new().read_only().open(path)
     }
 
-    /// Opens a file to read and write it, and makes it if it is missing.
+    /// Opens a file for reading and writing, and creates it if it is missing.
     ///
     /// # Errors
     ///
-    /// As [`FileOptions::open`].
+    /// See [`FileOptions::open`].
     pub fn create(path: impl AsRef<Path>) -> Result<Self> {
         FileOptions::new().create().open(path)
     }
 
-    /// Whether it is read and written past the kernel's page cache.
+    /// Returns whether transfers bypass the kernel's page cache (`O_DIRECT`).
     pub fn is_direct(&self) -> bool {
         self.handle.is_direct()
     }
 
-    /// Whether it is a block device, whose length is fixed.
+    /// Returns whether it is a block device (of fixed length).
     pub fn is_device(&self) -> bool {
         self.handle.kind == Kind::Device
     }
 
-    /// What addresses and offsets (and lengths) are multiples of where nothing is copied on the way; ones where all is.
+    /// Returns the alignment of addresses, offsets and lengths at which nothing is copied on the way; 1 for a buffered
+    /// file, which always copies.
     pub fn alignment(&self) -> Alignment {
         if self.is_direct() { self.handle.alignment } else { Alignment { memory: 1, offset: 1 } }
     }
@@ -204,7 +209,7 @@ impl Store for FileStore {
 
     /// # Errors
     ///
-    /// `EINVAL` for a device, unless it is its length already; else as the trait says.
+    /// `EINVAL` for a device, unless it already has that length; else those of the trait.
     fn set_size(&self, size_bytes: u64) -> io::Result<()> {
         let handle = &*self.handle;
         if handle.kind == Kind::Device {
@@ -216,7 +221,7 @@ impl Store for FileStore {
             return Ok(());
         }
         handle.check_size(size_bytes)?;
-        // Before, so that a sync that begins behind it takes it along.
+        // Set before the size changes, so that a sync that begins afterwards includes it.
         handle.is_resized.store(true, SeqCst);
         handle.buffered.set_size(size_bytes)
     }
@@ -252,7 +257,7 @@ impl Store for FileStore {
 
 impl Drop for FileStore {
     fn drop(&mut self) {
-        // A ring may have the file open for longer, which does not write any more.
+        // A ring may keep the file open for longer, but it does not write any more.
         if self.claim.as_ref().is_some_and(claims::Claim::is_ours) {
             self.handle.buffered.unlock();
         }

@@ -1,4 +1,4 @@
-//! Opening: what the file is, who else writes to it, how direct transfers are aligned.
+//! Opening files: kind of file, exclusive writing, alignment of direct transfers.
 
 use super::claims::Claim;
 use super::{FileStore, Handle};
@@ -17,19 +17,19 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-/// Times that opening begins anew because the file was replaced meanwhile.
+/// Attempts to open a file that is replaced meanwhile.
 const TRIES: usize = 8;
 
-/// What is done about a file that is missing.
+/// Handling of a missing file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Creation {
     Never,
     IfMissing,
-    /// It must be missing.
+    /// Fails if the file exists.
     Always,
 }
 
-/// How a [`FileStore`] is opened. By default one that exists, to be read and written, past the kernel's page cache.
+/// Options of opening a [`FileStore`]. Default: an existing file, for reading and writing, with direct I/O.
 #[derive(Clone, Debug)]
 pub struct FileOptions {
     is_writable: bool,
@@ -49,43 +49,44 @@ impl FileOptions {
         Self::default()
     }
 
-    /// It is not written to. Any number of stores read a file.
+    /// Opens for reading only. Any number of stores may read a file.
     #[must_use]
     pub fn read_only(self) -> Self {
         Self { is_writable: false, ..self }
     }
 
-    /// A missing file is made.
+    /// Creates the file if it is missing.
     #[must_use]
     pub fn create(self) -> Self {
         Self { creation: Creation::IfMissing, ..self }
     }
 
-    /// The file is made, and must be missing.
+    /// Creates the file; it must be missing.
     #[must_use]
     pub fn create_new(self) -> Self {
         Self { creation: Creation::Always, ..self }
     }
 
-    /// The unit of transfers: a power of two. It is at least what direct transfers need.
+    /// Sets the unit of transfers: a power of two, raised to what direct transfers need.
     #[must_use]
     pub fn block_bytes(self, block_bytes: usize) -> Self {
         Self { block_bytes, ..self }
     }
 
-    /// Through the kernel's page cache, as if direct transfers were refused.
+    /// Uses the kernel's page cache, as if direct transfers were refused.
     #[must_use]
     pub fn buffered(self) -> Self {
         Self { use_direct: false, ..self }
     }
 
-    /// Opens it. Where the file system refuses direct transfers, [`FileStore::is_direct`] says so.
+    /// Opens the file. [`FileStore::is_direct`] returns false if the file system refuses direct transfers.
     ///
     /// # Errors
     ///
-    /// [`Error::Store`] with what the system says: it is missing, a folder (`EISDIR`), not to be written (`EACCES`, `EROFS`), a device
-    /// that is mounted (`EBUSY`). [`Error::Unsupported`] for pipes and terminals, [`Error::Busy`] if another store writes to it,
-    /// of this process or, by its advisory lock, of another. [`Error::BadAlignment`] if the block is no power of two.
+    /// [`Error::Store`] with the system's error: the file is missing, a folder (`EISDIR`), not writable (`EACCES`,
+    /// `EROFS`), a mounted device (`EBUSY`). [`Error::Unsupported`] for pipes and terminals. [`Error::Busy`] if another
+    /// store of this process writes to it, or a store of another process (by its advisory lock).
+    /// [`Error::BadAlignment`] if the block is not a power of two.
     pub fn open(&self, path: impl AsRef<Path>) -> Result<FileStore> {
         if !self.block_bytes.is_power_of_two() {
             return Err(Error::BadAlignment { align_bytes: self.block_bytes });
@@ -99,7 +100,7 @@ impl FileOptions {
         Err(Error::Busy { what: "the file is replaced all the time" })
     }
 
-    /// `None` if the file was replaced meanwhile.
+    /// Returns `None` if the file was replaced meanwhile.
     fn try_open(&self, path: &CStr) -> Result<Option<FileStore>> {
         let Some((buffered, is_new)) = self.open_buffered(path).map_err(failed)? else { return Ok(None) };
         let facts = buffered.facts().map_err(failed)?;
@@ -116,7 +117,7 @@ impl FileOptions {
             Second::Replaced => return Ok(None),
         };
         if is_new {
-            // Best effort: some file systems do not do this for folders, and some folders cannot be opened.
+            // Best effort: some file systems cannot sync folders, and some folders cannot be opened.
             let _ = disk::sync_folder(&folder_of(path));
         }
         let (direct, alignment) = direct.unzip();
@@ -137,7 +138,8 @@ impl FileOptions {
         Ok(Some(FileStore { handle: Arc::new(handle), claim }))
     }
 
-    /// Opens it through the page cache, and says whether it was made; `None` if it comes and goes.
+    /// Opens the file through the page cache, and returns whether it was created. `None` if it is created and removed
+    /// meanwhile.
     fn open_buffered(&self, path: &CStr) -> io::Result<Option<(Disk, bool)>> {
         let plain = Options { is_writable: self.is_writable, ..Options::default() };
         if self.creation != Creation::Always {
@@ -157,7 +159,8 @@ impl FileOptions {
         }
     }
 
-    /// A device to be written to must not be in use by the system; only who knows that it is one can ask for that.
+    /// Opens a writable device exclusively (`O_EXCL`), which fails if the system uses it. The kind must be known before
+    /// `O_EXCL` is used.
     fn claim_device(&self, path: &CStr, disk: Disk) -> io::Result<Option<Disk>> {
         let facts = disk.facts()?;
         if facts.kind != Kind::Device || !self.is_writable {
@@ -168,7 +171,7 @@ impl FileOptions {
         Ok((exclusive.facts()? == facts).then_some(exclusive))
     }
 
-    /// Opens it once more, past the page cache.
+    /// Opens the file a second time, for direct I/O.
     fn open_direct(&self, path: &CStr, buffered: &Disk, facts: Facts) -> io::Result<Second> {
         let told = match buffered.direct_alignment() {
             _ if !self.use_direct => None,
@@ -188,7 +191,7 @@ impl FileOptions {
         if (found.kind, found.device, found.inode) != (facts.kind, facts.device, facts.inode) {
             return Ok(Second::Replaced);
         }
-        // Some file systems open such a file, and then refuse the transfers.
+        // Some file systems accept `O_DIRECT` at open and then refuse the transfers.
         let mut block = Aligned::new(alignment.offset, alignment.memory);
         match direct.read_at(&mut block, 0) {
             Err(error) if is_refusal(&error) => Ok(Second::Refused),
@@ -199,13 +202,13 @@ impl FileOptions {
 
 /// Locks a file for this process.
 ///
-/// A process that was killed may have its files open for some moments more, and their locks: its ring is taken down behind.
-/// So it is tried for a while.
+/// A killed process may keep its files open, and locked, for a moment while the kernel tears down its ring. So the lock
+/// is retried for a while.
 fn lock(file: &Disk) -> Result<()> {
     const STEP: Duration = Duration::from_millis(5);
     const LOCK_TRIES: usize = 200;
     for _ in 0..LOCK_TRIES {
-        // Some file systems have no locks: then nobody else has one.
+        // A file system without locks: no other process holds one.
         if file.try_lock().unwrap_or(true) {
             return Ok(());
         }
@@ -214,11 +217,11 @@ fn lock(file: &Disk) -> Result<()> {
     Err(Error::Busy { what: "another process writes to the file" })
 }
 
-/// What came of opening a file once more, past the page cache.
+/// Outcome of opening a file a second time, for direct I/O.
 enum Second {
     Open(Disk, Alignment),
     Refused,
-    /// The path names another file by now.
+    /// The path names another file now.
     Replaced,
 }
 
@@ -240,7 +243,8 @@ fn is_refusal(error: &io::Error) -> bool {
     errno::is(error, EINVAL) || errno::is(error, EOPNOTSUPP)
 }
 
-/// Before Linux 6.1, and where the file system does not tell: what all of them take.
+/// Returns an alignment that all file systems accept. Needed before Linux 6.1, and where the file system does not
+/// report one.
 fn guess_alignment(disk: &Disk, facts: Facts) -> Alignment {
     let unit = match facts.kind {
         Kind::Device => disk.sector_bytes().unwrap_or(PageSize::MIN_BYTES),
@@ -256,6 +260,6 @@ fn is_usable(alignment: &Alignment) -> bool {
 fn folder_of(path: &CStr) -> CString {
     let folder = Path::new(std::ffi::OsStr::from_bytes(path.to_bytes())).parent();
     let folder = folder.map_or(&b"."[..], |folder| folder.as_os_str().as_bytes());
-    // It was a part of a C string.
+    // Cannot fail: the bytes come from a C string.
     CString::new(if folder.is_empty() { b"." } else { folder }).unwrap_or_default()
 }

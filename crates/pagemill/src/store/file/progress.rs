@@ -1,4 +1,4 @@
-//! How far a transfer has got, and how it goes on: the same for blocking calls, threads and rings.
+//! Progress of a transfer in pieces: the same for blocking calls, threads and rings.
 
 use super::Handle;
 use crate::stats::{self, Counter};
@@ -6,13 +6,13 @@ use crate::store::errno::{self, EAGAIN, EINTR, EINVAL};
 use crate::store::transfer::Direction;
 use std::io;
 
-/// Most bytes of a piece: the system does not do more than 2 GiB at a time.
+/// Largest piece: the system transfers at most 2 GiB at a time.
 const PIECE_BYTES: usize = 1 << 30;
 
-/// Times that a transfer is begun anew because the system was short of something.
+/// Retries of a transfer after `EAGAIN` or `EINTR`.
 const TRIES: u32 = 64;
 
-/// Which open file a piece goes through.
+/// Which descriptor a piece uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
     Direct,
@@ -20,32 +20,32 @@ pub(crate) enum Way {
     Buffered,
 }
 
-/// What is to be done next of a transfer, from where it is.
+/// The next piece of a transfer, from its current position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
     pub way: Way,
     pub len_bytes: usize,
 }
 
-/// Whether anything is left to be done.
+/// Whether the transfer continues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     More,
-    /// The file ends there.
+    /// The file ends here.
     End,
 }
 
-/// How far a transfer has got.
+/// Progress of one transfer.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Progress {
     pub done_bytes: usize,
-    /// The file refused a direct piece of it.
+    /// The file refused a direct piece of this transfer.
     is_refused: bool,
     tries: u32,
 }
 
 impl Progress {
-    /// The next piece of a transfer of `len_bytes`, whose memory begins at `addr`.
+    /// Returns the next piece of a transfer of `len_bytes` with memory at `addr`.
     pub fn next(&self, handle: &Handle, addr: usize, offset: u64, len_bytes: usize) -> Piece {
         let (at, left) = (self.done_bytes, (len_bytes - self.done_bytes).min(PIECE_BYTES));
         if !handle.is_direct() {
@@ -62,11 +62,11 @@ impl Progress {
         Piece { way: Way::Buffered, len_bytes: left }
     }
 
-    /// Notes what became of a piece.
+    /// Records the result of a piece.
     ///
     /// # Errors
     ///
-    /// That of the piece, unless the next one can do better.
+    /// The error of the piece, unless the next piece can avoid it.
     pub fn take(
         &mut self,
         handle: &Handle,
@@ -82,7 +82,7 @@ impl Progress {
                 if bytes >= piece.len_bytes {
                     return Ok(Step::More);
                 }
-                // Direct reads end between sectors only where the file does.
+                // A direct read ends between sectors only at the end of the file.
                 let unit = handle.alignment.offset;
                 if direction == Direction::Read && piece.way == Way::Direct && !bytes.is_multiple_of(unit) {
                     return Ok(Step::End);

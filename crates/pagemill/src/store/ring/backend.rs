@@ -1,4 +1,4 @@
-//! Who does the transfers of a ring: the kernel's io_uring, or threads where that is refused.
+//! Backends of a ring: the kernel's io_uring, or threads where that is refused.
 #![allow(unsafe_code)] // transfers name memory
 
 use super::threads::Crew;
@@ -12,18 +12,19 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// The token of the read that waits for the bell; no transfer has it.
+/// Token of the read of the bell's eventfd; no transfer has it.
 const BELL: u64 = u64::MAX - 1;
 
-/// A wait without end is one of so long.
+/// Longest single wait; stands for an infinite one.
 const LONG: Duration = Duration::from_secs(3600);
 
-/// What ends a wait. Threads that complete transfers ring the bell only.
+/// Ends a wait. Threads that complete transfers ring the bell only.
 pub(super) struct Call {
     is_called: AtomicBool,
     pub bell: Bell,
-    /// What loops of events wait for, once there is one. The ring would ring it, too, when it hears the bell, but of an eventfd that is rung
-    /// because another was the kernel passes on the first ring only (Linux 6.18).
+    /// The eventfd that event loops poll, if one was requested. It must be rung directly. The ring could signal it when
+    /// the bell's read completes, but the kernel (Linux 6.18) passes a signal from one eventfd on to another only the
+    /// first time.
     watch: OnceLock<Arc<Bell>>,
 }
 
@@ -41,10 +42,10 @@ impl Call {
     }
 }
 
-/// A bell that the kernel hears.
+/// A bell; the ring reads its eventfd.
 pub(super) struct Alarm {
     call: Arc<Call>,
-    /// The kernel writes here, until the ring is closed.
+    /// Target of that read; the kernel writes here until the ring is closed.
     count: Aligned,
     is_set: bool,
 }
@@ -54,7 +55,7 @@ pub(super) enum Backend {
     Kernel {
         ring: ring::Ring,
         alarm: Option<Box<Alarm>>,
-        /// Rung when completions come, for loops of events.
+        /// Signalled on completions, for event loops.
         watch: Option<Arc<Bell>>,
     },
     Threads(Crew),
@@ -75,7 +76,7 @@ impl Backend {
 
     /// # Errors
     ///
-    /// What submitting says where the queue was full.
+    /// The error of submitting, if the queue was full.
     ///
     /// # Safety
     ///
@@ -110,7 +111,7 @@ impl Backend {
         }
     }
 
-    /// Starts what is queued, or as much of it as the kernel has room for.
+    /// Starts the queued transfers, or as many as the kernel has room for.
     pub fn submit(&mut self) -> io::Result<()> {
         match self {
             Self::Kernel { ring, .. } => {
@@ -126,14 +127,15 @@ impl Backend {
         }
     }
 
-    /// Starts what is queued, and waits for `least` completions (0: takes what is there), the bell, a signal, or the time.
+    /// Starts the queued transfers. Waits for `least` completions (0 returns those that are there), the bell, a signal,
+    /// or the timeout.
     pub fn wait(&mut self, least: usize, timeout: Duration) -> io::Result<()> {
         match self {
             Self::Kernel { ring, alarm, watch } => {
                 if let Some(alarm) = alarm {
                     alarm.set(ring)?;
                 }
-                // Before completions are looked at: what comes later rings again.
+                // Cleared before the completions are checked: a later completion signals it again.
                 if let Some(watch) = watch {
                     watch.wait(Duration::ZERO);
                 }
@@ -146,7 +148,7 @@ impl Backend {
         }
     }
 
-    /// The next completion that is there. The bell's own are taken on the way.
+    /// Returns the next completion. Consumes those of the bell on the way.
     pub fn pop(&mut self) -> Option<Completion> {
         match self {
             Self::Kernel { ring, alarm, .. } => loop {
@@ -160,7 +162,7 @@ impl Backend {
         }
     }
 
-    /// What ends waits from here on. It takes a place in the kernel's queue.
+    /// Returns the handle that ends waits from here on. Its read uses one entry of the kernel's queue.
     pub fn bell(&mut self) -> io::Result<Arc<Call>> {
         match self {
             Self::Kernel { alarm: Some(alarm), .. } => Ok(alarm.call.clone()),
@@ -176,7 +178,7 @@ impl Backend {
         }
     }
 
-    /// A descriptor that can be read when completions have come since the last wait.
+    /// Returns a descriptor that becomes readable when completions have arrived since the last wait.
     pub fn watch(&mut self) -> io::Result<BorrowedFd<'_>> {
         match self {
             Self::Kernel { watch: Some(watch), .. } => Ok(Bell::as_fd(watch)),
@@ -186,7 +188,7 @@ impl Backend {
                 if let Some(alarm) = alarm {
                     let _ = alarm.call.watch.set(bell.clone());
                 }
-                // For what has come before.
+                // For completions that arrived before.
                 bell.ring();
                 Ok(Bell::as_fd(watch.insert(bell)))
             }
@@ -194,7 +196,7 @@ impl Backend {
         }
     }
 
-    /// Whether somebody called since the last time.
+    /// Returns whether the bell was rung since the last call.
     pub fn take_call(&self) -> bool {
         let call = match self {
             Self::Kernel { alarm, .. } => alarm.as_ref().map(|alarm| &alarm.call),
@@ -203,10 +205,10 @@ impl Backend {
         call.is_some_and(|call| call.is_called.swap(false, SeqCst))
     }
 
-    /// Ends the wait for the bell, so that the ring can be closed; says whether it has ended.
+    /// Ends the read of the bell, so that the ring can be closed. Returns whether it has ended.
     pub fn stop_bell(&mut self, timeout: Duration) -> bool {
         let Self::Kernel { ring, alarm: Some(alarm), .. } = self else { return true };
-        // A ring of its own accord: the read ends.
+        // Rings the bell, so that the read completes.
         alarm.call.bell.ring();
         let mut tries = 0;
         while alarm.is_set && tries < 8 {
@@ -219,7 +221,7 @@ impl Backend {
         !alarm.is_set
     }
 
-    /// The kernel's ring, for its tables.
+    /// Returns the kernel's ring, for its tables.
     pub fn tables(&mut self) -> io::Result<&mut ring::Ring> {
         match self {
             Self::Kernel { ring, .. } => Ok(ring),
@@ -228,7 +230,7 @@ impl Backend {
     }
 }
 
-/// Whoever has taken completions can try again: that is no failure.
+/// `EAGAIN` and `EBUSY` are no failures: the caller takes completions and tries again.
 fn unless_busy(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(error) if errno::is(&error, EAGAIN) || errno::is(&error, EBUSY) => {
@@ -252,7 +254,8 @@ impl Alarm {
             offset: 0,
             registered: None,
         };
-        // SAFETY: the alarm stays with its ring, which is closed when this has ended or is left as it is; nobody looks at the count.
+        // SAFETY: the alarm stays with its ring, which is closed after this read has ended, or never closed; no other
+        // code reads the count.
         unsafe { ring.queue(&read, BELL) }?;
         self.is_set = true;
         Ok(())

@@ -1,20 +1,21 @@
-//! Many transfers at a time with files, by one thread: an io_uring, or threads where the kernel refuses one.
+//! Concurrent file transfers of one thread: an io_uring, or threads where the kernel refuses one.
 //!
 //! ```text
-//!   attach(store) -> FileId       register(memory) -> RegionId       optional, for less CPU a transfer
+//!   attach(store) -> FileId       register(memory) -> RegionId       optional, for less CPU time per transfer
 //!   read(file, offset, buffer) -> Ticket ... write ... submit        queued, then started together
 //!   wait(least, timeout)                                             also starts; takes completions
 //!   next() -> Done(ticket, buffer, result) | Late(ticket)            each transfer ends once
 //!     backend   io_uring, or `threads`; both report bytes or an error number
-//!     regions   memory that the kernel knows the pages of
+//!     regions   memory registered with the kernel
 //! ```
 //!
-//! A transfer keeps the contract of [`super::Store`]: all of it or an error, zeros past the end of the file, whatever pieces the system does
-//! it in. The ring owns the buffer until the kernel is done with it. One that takes longer than
-//! [`Settings::patience`] is reported ([`Event::Late`]) and cancelled; its buffer comes back when the device lets go of it. A ring
-//! that is dropped cancels and waits for all; what a device holds on to even then is never freed.
+//! A transfer keeps the contract of [`super::Store`]: all of it or an error, zeros past the end of the file, in
+//! whatever pieces the system does it. The ring owns the buffer until the kernel has finished with it. A transfer that
+//! takes longer than [`Settings::patience`] is reported ([`Event::Late`]) and cancelled; its buffer comes back when the
+//! device releases it. Dropping a ring cancels all transfers and waits for them. Buffers that a device still holds
+//! after that are never freed.
 //!
-//! Below: `sys::ring`, `file`. No locks, but those of `regions` and `threads`. In a fork child a ring does nothing.
+//! Uses `sys::ring` and `file`. No locks, but those of `regions` and `threads`. In a fork child a ring does nothing.
 #![allow(unsafe_code)] // queues transfers of memory that it owns
 
 mod backend;
@@ -45,25 +46,25 @@ use std::sync::Arc;
 use std::time::Duration;
 use tables::REGIONS;
 
-/// Most transfers of a ring.
+/// Largest depth of a ring.
 const MOST_DEPTH: u32 = 4096;
 
-/// Who does the transfers.
+/// What does the transfers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Engine {
-    /// io_uring, or threads where the kernel refuses one; threads if the environment has `PAGEMILL_IO=threads`.
+    /// io_uring, or threads where the kernel refuses one. Threads also if the environment has `PAGEMILL_IO=threads`.
     #[default]
     Best,
-    /// Threads, in any case.
+    /// Always threads.
     Threads,
 }
 
-/// How a ring is made.
+/// Settings of a ring.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Most transfers in flight, or ended and not taken: 1 to 4096.
+    /// Most transfers that are in flight, or ended but not yet taken: 1 to 4096.
     pub depth: u32,
-    /// A transfer that takes longer is reported and cancelled.
+    /// Time limit: a transfer that takes longer is reported and cancelled.
     pub patience: Duration,
     pub engine: Engine,
 }
@@ -74,22 +75,22 @@ impl Default for Settings {
     }
 }
 
-/// One transfer of a ring. No other of the same ring has had it for a long time.
+/// Id of a transfer of a ring. The same ring reuses an id only after 2^31 transfers in its slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ticket(u64);
 
-/// What a ring has to tell.
+/// An event of a ring.
 #[derive(Debug)]
 pub enum Event<B> {
-    /// A transfer is over, and its buffer the caller's again. It was written or read whole, or there is an error: `ECANCELED` if it
-    /// was given up, `ETIMEDOUT` if that was for being late.
+    /// A transfer has ended, and the caller owns its buffer again. It was done as a whole, or `result` is an error:
+    /// `ECANCELED` if it was cancelled, `ETIMEDOUT` if it was cancelled for exceeding the time limit.
     Done { ticket: Ticket, buffer: B, result: io::Result<()> },
-    /// A transfer takes longer than allowed. It is being cancelled, and [`Event::Done`] follows when the device lets go of
-    /// the buffer: perhaps never.
+    /// A transfer exceeds the time limit. It is being cancelled. [`Event::Done`] follows when the device releases the
+    /// buffer, perhaps never.
     Late { ticket: Ticket },
 }
 
-/// A transfer that the backend has a piece of.
+/// An in-flight transfer; the backend has one piece of it.
 struct Flight<B> {
     buffer: B,
     file: FileId,
@@ -103,18 +104,18 @@ struct Flight<B> {
 }
 
 struct Slot<B> {
-    /// Moves on with each transfer.
+    /// Incremented with each transfer; part of its ticket.
     round: u32,
     flight: Option<Flight<B>>,
 }
 
-/// Transfers that one thread has in flight, each with a buffer `B` of its own.
+/// In-flight transfers of one thread, each with its own buffer `B`.
 ///
 /// # Invariants
 ///
-/// 1. What the backend was given, and has not completed, is in a slot: the slot's buffer is neither moved out nor dropped, its file
-///    not detached.
-/// 2. A place of the kernel's table of memory holds memory that its region in `regions` keeps.
+/// 1. A transfer that the backend got and has not completed is in a slot. The slot's buffer is neither moved out nor
+///    dropped, and its file is not detached.
+/// 2. An entry of the kernel's memory table names memory that its region in `regions` keeps.
 pub struct Ring<B: Buffer> {
     backend: ManuallyDrop<Backend>,
     slots: ManuallyDrop<Vec<Slot<B>>>,
@@ -125,17 +126,17 @@ pub struct Ring<B: Buffer> {
     regions: ManuallyDrop<Regions>,
     has_memory_table: Option<bool>,
     patience: Duration,
-    /// When lateness was looked for last.
+    /// Time of the last check for late transfers.
     looked_ns: u64,
     in_flight: usize,
     generation: u32,
     has_bell: bool,
     counts: Counts,
-    /// It belongs to one thread.
+    /// Makes the ring `!Send`: it belongs to one thread.
     here: PhantomData<*mut ()>,
 }
 
-/// Added to the figures now and then: they lie on a line that all threads share.
+/// Added to the statistics in batches, because all threads share their cache line.
 #[derive(Default)]
 struct Counts {
     read_bytes: u64,
@@ -144,11 +145,11 @@ struct Counts {
 }
 
 impl<B: Buffer> Ring<B> {
-    /// A ring of this thread.
+    /// Creates a ring for the calling thread.
     ///
     /// # Errors
     ///
-    /// Where neither rings nor threads can be had: `EMFILE`, `ENOMEM`.
+    /// `EMFILE`, `ENOMEM` if neither io_uring nor threads are available.
     pub fn new(settings: &Settings) -> io::Result<Self> {
         let depth = settings.depth.clamp(1, MOST_DEPTH);
         let is_forced = std::env::var_os("PAGEMILL_IO").is_some_and(|engine| engine == "threads");
@@ -180,7 +181,7 @@ impl<B: Buffer> Ring<B> {
         })
     }
 
-    /// Whether the kernel does the transfers, and not threads.
+    /// Returns whether the kernel does the transfers, and not threads.
     pub fn is_kernel(&self) -> bool {
         self.backend.is_kernel()
     }
@@ -193,17 +194,17 @@ impl<B: Buffer> Ring<B> {
         if self.is_ours() { Ok(()) } else { Err(errno::error(EBADF)) }
     }
 
-    /// Most transfers in flight, or ended and not taken.
+    /// Returns the most transfers that are in flight, or ended but not yet taken.
     pub fn depth(&self) -> usize {
         self.slots.len()
     }
 
-    /// Transfers that have not ended.
+    /// Returns the number of transfers that have not ended.
     pub fn in_flight(&self) -> usize {
         self.in_flight
     }
 
-    /// Whether another transfer has to wait until events were taken.
+    /// Returns whether the caller must take events before it can queue another transfer.
     pub fn is_full(&self) -> bool {
         self.in_flight + self.events.len() >= self.depth()
     }
@@ -212,7 +213,7 @@ impl<B: Buffer> Ring<B> {
     ///
     /// # Errors
     ///
-    /// The buffer, if the ring is full ([`Ring::is_full`]). All else is told by [`Ring::next`].
+    /// Returns the buffer if the ring is full ([`Ring::is_full`]). All other errors arrive by [`Ring::next`].
     ///
     /// # Panics
     ///
@@ -270,7 +271,7 @@ impl<B: Buffer> Ring<B> {
         Ok(ticket)
     }
 
-    /// Queues the next piece of a transfer, of which the backend has none.
+    /// Queues the next piece of a transfer. The backend has no piece of it at this time.
     fn go_on(&mut self, at: u32) {
         let slot = &mut self.slots[at as usize];
         let Some(flight) = &mut slot.flight else { return };
@@ -289,14 +290,15 @@ impl<B: Buffer> Ring<B> {
             registered: self.regions.find(addr + done, flight.piece.len_bytes),
         };
         let token = u64::from(slot.round) << u32::BITS | u64::from(at);
-        // SAFETY: the slot keeps the buffer, and `files` the file, until the completion has come (invariant 1); the piece lies
-        // inside of the buffer, which nobody else uses meanwhile (trait's promise). Its place is that of a region that holds it.
+        // SAFETY: the slot keeps the buffer, and `files` the file, until the completion has come (invariant 1). The
+        // piece lies inside of the buffer, which no other code uses meanwhile (trait's promise). The table entry is
+        // that of a region that holds it.
         if let Err(error) = unsafe { self.backend.queue(&transfer, token) } {
             self.end(at, Err(error));
         }
     }
 
-    /// Ends a transfer that the backend has nothing of any more.
+    /// Ends a transfer. The backend has no piece of it any more.
     fn end(&mut self, at: u32, result: io::Result<()>) {
         let slot = &mut self.slots[at as usize];
         let ticket = Ticket(u64::from(slot.round) << u32::BITS | u64::from(at));
@@ -328,27 +330,27 @@ impl<B: Buffer> Ring<B> {
         self.events.push_back(Event::Done { ticket, buffer: flight.buffer, result });
     }
 
-    /// Gives a transfer up, if it has not ended. It ends all the same, by an [`Event::Done`].
+    /// Cancels a transfer that has not ended. It still ends with an [`Event::Done`].
     pub fn cancel(&mut self, ticket: Ticket) {
         let Some(flight) = self.flight_mut(ticket).filter(|flight| !flight.is_cancelled) else { return };
         flight.is_cancelled = true;
-        // Otherwise it ends by itself, or late.
+        // If this fails, the transfer ends by itself, or late.
         let _ = self.backend.cancel(ticket.0);
     }
 
-    /// Gives up all transfers whose buffers say so.
+    /// Cancels the transfers with buffers that match.
     pub(crate) fn cancel_where(&mut self, is_meant: impl Fn(&B) -> bool) {
         let meant = self.flights().filter(|(_, flight)| !flight.is_cancelled && is_meant(&flight.buffer));
         let tickets: Vec<Ticket> = meant.map(|(ticket, _)| ticket).collect();
         tickets.into_iter().for_each(|ticket| self.cancel(ticket));
     }
 
-    /// Whether a transfer that has not ended is meant.
+    /// Returns whether the buffer of an in-flight transfer matches.
     pub(crate) fn any_in_flight(&self, is_meant: impl Fn(&B) -> bool) -> bool {
         self.flights().any(|(_, flight)| is_meant(&flight.buffer))
     }
 
-    /// The buffer of a transfer that has not ended. Its bytes are the device's.
+    /// Returns the buffer of an in-flight transfer. The device may change its bytes.
     pub(crate) fn buffer(&self, ticket: Ticket) -> Option<&B> {
         let slot = self.slots.get(ticket.0 as u32 as usize)?;
         let is_it = u64::from(slot.round) == ticket.0 >> u32::BITS;
@@ -368,29 +370,29 @@ impl<B: Buffer> Ring<B> {
         })
     }
 
-    /// Whether something was queued, and not started.
+    /// Returns whether a transfer is queued but not started.
     #[cfg(all(test, not(shuttle)))]
     pub(crate) fn has_queued(&mut self) -> bool {
         self.backend.has_queued()
     }
 
-    /// Starts what was queued, without waiting; [`Ring::wait`] does so, too.
+    /// Starts the queued transfers without waiting. [`Ring::wait`] starts them, too.
     ///
     /// # Errors
     ///
-    /// `EBADF` in a fork child; what `io_uring_enter` says.
+    /// `EBADF` in a fork child; errors of `io_uring_enter`.
     pub fn submit(&mut self) -> io::Result<()> {
         self.check()?;
         self.backend.submit()
     }
 
-    /// Starts what was queued and waits for at least `least` events, at most for `timeout`; returns how many there are. Returns
-    /// earlier when all that was in flight has ended, or somebody rings the [`Ring::bell`]; with a bell, it also waits for that
-    /// alone. 0 only takes what is there.
+    /// Starts the queued transfers and waits for at least `least` events, at most for `timeout`. Returns the number of
+    /// events. Returns earlier when no transfer is in flight any more, or when another thread rings the [`Ring::bell`].
+    /// A ring with a bell waits for it even if nothing is in flight. With `least` 0 it does not wait.
     ///
     /// # Errors
     ///
-    /// As [`Ring::submit`].
+    /// See [`Ring::submit`].
     pub fn wait(&mut self, least: usize, timeout: Duration) -> io::Result<usize> {
         self.check()?;
         if least == 0 {
@@ -411,13 +413,13 @@ impl<B: Buffer> Ring<B> {
             }
             let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
             end_ns.get_or_insert_with(|| fine_ns().saturating_add(timeout_ns));
-            // Late ones are looked for meanwhile.
+            // Wakes up in between to check for late transfers.
             let step = if self.in_flight > 0 { rest.min(self.patience / 4) } else { rest };
             self.backend.wait(missing.min(self.in_flight).max(1), step)?;
         }
     }
 
-    /// The next thing that has happened.
+    /// Takes the next event.
     #[allow(clippy::should_implement_trait)] // an iterator would hold the ring while its owner queues more
     pub fn next(&mut self) -> Option<Event<B>> {
         self.events.pop_front()
@@ -429,7 +431,7 @@ impl<B: Buffer> Ring<B> {
         }
     }
 
-    /// The backend has done a piece of a transfer.
+    /// Handles the completion of a piece.
     fn complete(&mut self, done: Completion) {
         let (at, round) = (done.token as u32, (done.token >> u32::BITS) as u32);
         let Some(slot) = self.slots.get_mut(at as usize).filter(|slot| slot.round == round) else { return };
@@ -446,7 +448,7 @@ impl<B: Buffer> Ring<B> {
         }
     }
 
-    /// Reports and cancels what takes too long.
+    /// Reports and cancels transfers that exceed the time limit.
     fn look_for_late(&mut self) {
         let (now_ns, patience_ns) = (coarse_ns(), self.patience.as_nanos() as u64);
         if self.in_flight == 0 || now_ns.saturating_sub(self.looked_ns) < patience_ns / 8 {
@@ -477,7 +479,7 @@ impl<B: Buffer> Ring<B> {
         }
     }
 
-    /// What other threads call to end a wait of this one.
+    /// Returns a waker with which other threads end a wait of this ring.
     ///
     /// # Errors
     ///
@@ -489,8 +491,8 @@ impl<B: Buffer> Ring<B> {
         Ok(RingBell(bell))
     }
 
-    /// A descriptor that can be read when something has happened: any loop of events can wait for it, and calls
-    /// [`Ring::wait`] with 0 then. From here on completions cost a little more.
+    /// Returns a descriptor that becomes readable when there are events. An event loop can poll it and then call
+    /// [`Ring::wait`] with 0. From here on completions cost a little more.
     ///
     /// # Errors
     ///
@@ -500,7 +502,7 @@ impl<B: Buffer> Ring<B> {
         self.backend.watch()
     }
 
-    /// Gives up and waits for all that is in flight; says whether all of it has ended.
+    /// Cancels all transfers and waits for them. Returns whether all of them have ended.
     fn settle(&mut self) -> bool {
         self.cancel_where(|_| true);
         let end_ns = coarse_ns().saturating_add(self.patience.as_nanos() as u64);
@@ -517,17 +519,18 @@ impl<B: Buffer> Ring<B> {
     }
 }
 
-/// Ends waits of a ring, from any thread.
+/// Ends waits of a ring, from any thread (a waker).
 #[derive(Clone)]
 pub struct RingBell(Arc<Call>);
 
 impl RingBell {
-    /// The ring's thread returns from [`Ring::wait`], now or the next time; the descriptor of [`Ring::watch`] can be read.
+    /// Makes the ring's thread return from [`Ring::wait`], now or the next time. The descriptor of [`Ring::watch`]
+    /// becomes readable.
     pub fn ring(&self) {
         self.0.call();
     }
 
-    /// Whether both are of one ring.
+    /// Returns whether both belong to one ring.
     pub(crate) fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -536,7 +539,7 @@ impl RingBell {
 impl<B: Buffer> Drop for Ring<B> {
     fn drop(&mut self) {
         if !self.is_ours() {
-            // All of it is the parent's. What was here is left alone, but for the descriptor.
+            // The transfers are the parent's. Only the descriptor is closed here.
             std::mem::forget(std::mem::take(&mut self.events));
             // SAFETY: not used again.
             unsafe { ManuallyDrop::drop(&mut self.backend) };
@@ -544,14 +547,14 @@ impl<B: Buffer> Drop for Ring<B> {
         }
         stats::sub(Counter::Rings, 1);
         let is_settled = self.settle();
-        // What has ended goes in any case.
+        // Buffers of ended transfers are freed in any case.
         self.events.clear();
         if !is_settled {
-            // A device may still write there: what it has stays for good.
+            // A device may still write to the remaining buffers, so they are never freed.
             stats::add(Counter::TransfersStuck, self.in_flight as u64);
             return;
         }
-        // What the kernel's tables hold would go some time after the descriptor.
+        // Otherwise the kernel would release the contents of its tables some time after the descriptor is closed.
         for at in 0..self.files.len() {
             let _ = self.detach(FileId(at as u32));
         }
@@ -562,7 +565,8 @@ impl<B: Buffer> Drop for Ring<B> {
             stats::sub(Counter::RegionsRegistered, 1);
             drop(self.regions.remove(id));
         }
-        // SAFETY: none of them is used again; nothing is in flight, and what is still registered stays in `regions`, which is kept.
+        // SAFETY: none of them is used again. Nothing is in flight. Memory that is still registered stays in `regions`,
+        // which is kept.
         unsafe {
             ManuallyDrop::drop(&mut self.backend);
             ManuallyDrop::drop(&mut self.slots);

@@ -1,8 +1,9 @@
-//! Memory that is registered with a ring: its pages are known to the kernel, and stay where they are.
+//! Memory registered with a ring: the kernel has pinned its pages.
 //!
-//! Registered memory is kept from fork children (`MADV_DONTFORK`): else the first write after a fork would leave the kernel with
-//! the child's pages, and forking would copy all of it (0.9 s for 512 MiB). The same range may be registered with several
-//! rings; the last one gives it back to children. What is never theirs ([`Buffer::is_kept_from_children`]) is left as it is.
+//! Registered memory is kept from fork children (`MADV_DONTFORK`). Otherwise the first write after a fork would leave
+//! the kernel with the child's pages, and the fork would copy all of it (0.9 s for 512 MiB). The same range may be
+//! registered with several rings; the last one to unregister it makes it inheritable again. Memory that children never
+//! get ([`Buffer::is_kept_from_children`]) is left as it is.
 
 use crate::store::buffer::Buffer;
 use crate::store::errno::{self, EBUSY, EINVAL, ENOSPC};
@@ -12,13 +13,13 @@ use pagemill_sys::disk;
 use std::collections::BTreeMap;
 use std::io;
 
-/// A place in a ring's table of memory.
+/// Index in a ring's memory table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionId(pub(super) u16);
 
 pub(super) struct Region {
     pub place: u16,
-    /// No transfer is to use it any more.
+    /// New transfers must not use it.
     is_retired: bool,
     addr: usize,
     len_bytes: usize,
@@ -28,9 +29,9 @@ pub(super) struct Region {
 
 /// The registered memory of one ring.
 pub(super) struct Regions {
-    /// By address; no two overlap.
+    /// Sorted by address; no two overlap.
     regions: Vec<Region>,
-    /// Places of the table that are free.
+    /// Free table entries.
     free: Vec<u16>,
 }
 
@@ -39,7 +40,7 @@ impl Regions {
         Self { regions: Vec::new(), free: (0..places).rev().collect() }
     }
 
-    /// Where memory is registered that all of these bytes lie in.
+    /// Returns the table entry of a region that contains all of these bytes.
     pub fn find(&self, addr: usize, len_bytes: usize) -> Option<u16> {
         let after = self.regions.partition_point(|region| region.addr <= addr);
         let region = &self.regions[after.checked_sub(1)?];
@@ -50,7 +51,7 @@ impl Regions {
         self.regions.iter_mut().filter(|region| region.place == id.0).for_each(|region| region.is_retired = true);
     }
 
-    /// Takes memory in, which `register` does at a place.
+    /// Adds memory; `register` registers it with the kernel at a table entry.
     pub fn add(
         &mut self,
         keeper: Box<dyn Buffer>,
@@ -85,13 +86,13 @@ impl Regions {
         Ok((at, kept, place))
     }
 
-    /// What is at a place: where it begins, and how long it is.
+    /// Returns address and length of a region.
     pub fn range(&self, id: RegionId) -> Option<(usize, usize)> {
         let region = self.regions.iter().find(|region| region.place == id.0)?;
         Some((region.addr, region.len_bytes))
     }
 
-    /// Gives memory back that is not at its place any more.
+    /// Returns memory that has been unregistered from the kernel.
     pub fn remove(&mut self, id: RegionId) -> Option<Box<dyn Buffer>> {
         let at = self.regions.iter().position(|region| region.place == id.0)?;
         let Region { place, kept, keeper, .. } = self.regions.remove(at);
@@ -113,10 +114,10 @@ fn range(keeper: &dyn Buffer) -> (usize, usize) {
     (keeper.addr().as_ptr() as usize, keeper.len_bytes())
 }
 
-/// Ranges that are kept from fork children, by address: length, and how many rings have them.
+/// Ranges that are kept from fork children. Key: address. Value: length, and number of rings that registered it.
 pub(in crate::store) static KEPT: Guarded<BTreeMap<usize, (usize, usize)>> = Guarded::new(BTreeMap::new());
 
-/// Keeps a range from fork children until it is dropped.
+/// Keeps a range from fork children until this is dropped.
 struct Kept {
     addr: usize,
     len_bytes: usize,
@@ -125,7 +126,7 @@ struct Kept {
 impl Kept {
     /// # Errors
     ///
-    /// `EBUSY` for one that overlaps others but is none of them; what `madvise` says.
+    /// `EBUSY` if the range overlaps another one but is not equal to it; errors of `madvise`.
     fn new(addr: usize, len_bytes: usize) -> io::Result<Self> {
         forked::hear();
         KEPT.with(|kept| {
@@ -154,7 +155,8 @@ impl Drop for Kept {
             *count -= 1;
             if *count == 0 {
                 kept.remove(&self.addr);
-                // It was mapped when it was registered; what is gone is in no child either.
+                // The range was mapped when it was registered. If it was unmapped since, children do not have it
+                // either.
                 let _ = disk::keep_from_children(self.addr, self.len_bytes, false);
             }
         });

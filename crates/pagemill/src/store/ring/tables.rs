@@ -1,4 +1,4 @@
-//! What a ring knows beforehand: files by number, memory by its pages.
+//! Tables of a ring in the kernel: registered files and registered memory.
 #![allow(unsafe_code)] // registers memory that it owns
 
 use super::Ring;
@@ -10,18 +10,18 @@ use crate::store::file::{FileStore, Handle, Way};
 use std::io;
 use std::sync::Arc;
 
-/// Places for memory in a ring's table: 64 GiB in pieces of 64 MiB.
+/// Entries of the memory table: 64 GiB in pieces of 64 MiB.
 pub(super) const REGIONS: u16 = 1024;
 
-/// Places for files in a ring's table, two for each.
+/// Entries of the file table, two for each file.
 const FILES: u32 = 256;
 
-/// A file that a ring knows ([`Ring::attach`]).
+/// A file attached to a ring ([`Ring::attach`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileId(pub(super) u32);
 
 impl FileId {
-    /// Where the kernel's table has it, if there is room for it.
+    /// Returns its entry in the kernel's table, if the table is large enough.
     pub(super) fn place(self, way: Way) -> Option<u32> {
         let place = 2 * self.0 + u32::from(way == Way::Buffered);
         (place < FILES).then_some(place)
@@ -29,7 +29,8 @@ impl FileId {
 }
 
 impl<B: Buffer> Ring<B> {
-    /// Lets transfers name a file. It stays open until it is detached. Attached twice it has one id.
+    /// Attaches a file, so that transfers can name it. The file stays open until it is detached. Attaching a file again
+    /// returns the same id.
     ///
     /// # Errors
     ///
@@ -54,18 +55,18 @@ impl<B: Buffer> Ring<B> {
         Ok(id)
     }
 
-    /// Best effort: what is not in the kernel's table goes by its descriptor.
+    /// Best effort: a file that is not in the kernel's table is used by its descriptor.
     fn register_file(&mut self, id: FileId, descriptors: [i32; 2]) {
         let Ok(tables) = self.backend.tables() else { return };
         let (Some(direct), Some(buffered)) = (id.place(Way::Direct), id.place(Way::Buffered)) else { return };
         self.has_file_table = self.has_file_table || tables.make_file_table(FILES).is_ok();
-        // Of one that failed the place may still be another's: none is used then.
+        // After a failure the entry may still name another file, so the table is not used any more.
         self.has_file_table = self.has_file_table
             && tables.register_file(direct, descriptors[0]).is_ok()
             && tables.register_file(buffered, descriptors[1]).is_ok();
     }
 
-    /// Forgets a file.
+    /// Detaches a file.
     ///
     /// # Errors
     ///
@@ -81,7 +82,8 @@ impl<B: Buffer> Ring<B> {
         Ok(())
     }
 
-    /// Forgets all files whose stores are gone and that no transfer is of. Otherwise these stay open.
+    /// Detaches all files with dropped stores and no transfers in flight. Otherwise those files stay
+    /// open.
     pub fn sweep(&mut self) {
         for at in 0..self.files.len() {
             if self.files[at].as_ref().is_some_and(|handle| Arc::strong_count(handle) == 1) {
@@ -90,15 +92,16 @@ impl<B: Buffer> Ring<B> {
         }
     }
 
-    /// Tells the kernel of memory that transfers will use: each finds its pages at once then, which for huge pages is most of
-    /// its CPU time. The memory is pinned, counts against `RLIMIT_MEMLOCK`, and is not in fork children. Some 64 MiB at a
-    /// time: more is kept longer than anybody wants, less costs a call more often.
+    /// Registers memory of transfers with the kernel, which then needs no page lookup for each. For huge pages the
+    /// lookup takes most of a transfer's CPU time. The memory is pinned, counts against `RLIMIT_MEMLOCK`, and is not in
+    /// fork children. Pieces of some 64 MiB are best: larger ones stay pinned longer than needed, smaller ones cost
+    /// more calls.
     ///
     /// # Errors
     ///
-    /// The memory comes back with it. `ENOMEM` over the limit, `EINVAL` for what overlaps other memory of this ring, `EBUSY` for
-    /// what overlaps a differently cut piece of another's, `ENOSPC` without a free place, `EOPNOTSUPP` where threads do the
-    /// transfers. These go on without it.
+    /// Returns the memory with the error; transfers work without registration, too. `ENOMEM` over the limit. `EINVAL`
+    /// if it overlaps other memory of this ring. `EBUSY` if it overlaps a range of another ring but is not equal to it.
+    /// `ENOSPC` if the table is full. `EOPNOTSUPP` if threads do the transfers.
     pub fn register(&mut self, memory: Box<dyn Buffer>) -> Result<RegionId, (io::Error, Box<dyn Buffer>)> {
         if let Err(error) = self.check() {
             return Err((error, memory));
@@ -119,16 +122,16 @@ impl<B: Buffer> Ring<B> {
         result
     }
 
-    /// No transfer that begins from here on uses registered memory as such. Those under way do.
+    /// Retires registered memory: transfers that begin later do not use its registration. In-flight ones still do.
     pub(crate) fn retire(&mut self, id: RegionId) {
         self.regions.retire(id);
     }
 
-    /// Takes memory back: the kernel does not know it any more when this returns.
+    /// Unregisters memory and returns it. The kernel does not use it any more when this returns.
     ///
     /// # Errors
     ///
-    /// `EBUSY` while transfers are in flight there, `EINVAL` for what is not registered.
+    /// `EBUSY` while transfers are in flight there, `EINVAL` if the id is not registered.
     pub fn unregister(&mut self, id: RegionId) -> io::Result<Box<dyn Buffer>> {
         self.check()?;
         let (addr, len_bytes) = self.regions.range(id).ok_or_else(|| errno::error(EINVAL))?;

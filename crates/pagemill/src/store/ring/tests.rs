@@ -1,4 +1,5 @@
-//! Rings on files, on both backends; what hangs is a read of an empty pipe, which is no store and so only made here.
+//! Rings on files, with both backends. The transfer that hangs is a read of an empty pipe, which only these tests can
+//! attach.
 #![allow(unsafe_code)] // buffers of its own kinds
 
 use super::*;
@@ -17,7 +18,7 @@ fn settings(engine: Engine) -> Settings {
     Settings { depth: 8, patience: LONG, engine }
 }
 
-/// Rings to try, of both kinds where the kernel lets us.
+/// Rings of both backends, if the kernel permits io_uring.
 fn rings() -> Vec<Ring<Aligned>> {
     [Engine::Best, Engine::Threads].map(|engine| Ring::new(&settings(engine)).unwrap()).into()
 }
@@ -36,7 +37,7 @@ fn done<B: Buffer>(ring: &mut Ring<B>) -> (Ticket, B, io::Result<()>) {
     }
 }
 
-/// A pipe behind the handle of a file: what is read from it does not end until somebody writes.
+/// Makes a pipe into the handle of a file: a read does not end until the test writes.
 fn pipe() -> (Arc<Handle>, io::PipeWriter) {
     let (reader, writer) = io::pipe().unwrap();
     let handle = Handle::of_descriptor(Disk::from_descriptor(reader.into()));
@@ -58,7 +59,7 @@ impl Handle {
     }
 }
 
-/// A ring of the kernel, or none with a word about it.
+/// A kernel ring, or none with a message.
 fn kernel_ring<B: Buffer>(patience: Duration) -> Option<Ring<B>> {
     let ring = Ring::new(&Settings { depth: 4, patience, engine: Engine::Best }).unwrap();
     if ring.is_kernel() {
@@ -68,7 +69,7 @@ fn kernel_ring<B: Buffer>(patience: Duration) -> Option<Ring<B>> {
     None
 }
 
-/// Tails of every kind: what is written is read, by the ring and by the store; past the end it reads zero.
+/// Tails of every kind: ring and store read back the bytes that were written, and zeros past the end.
 #[test]
 fn transfers_are_whole() {
     for mut ring in rings() {
@@ -102,7 +103,7 @@ fn transfers_are_whole() {
     }
 }
 
-/// As many as the ring is deep, then no more until events are taken; a transfer of nothing ends at once.
+/// A ring accepts as many transfers as it is deep, then none until events are taken. An empty transfer ends at once.
 #[test]
 fn depth_is_bounded() {
     for mut ring in rings() {
@@ -128,7 +129,7 @@ fn depth_is_bounded() {
     }
 }
 
-/// What cannot be done is told as an event, with the buffer; the next transfer is not disturbed.
+/// An impossible transfer is reported as an event, with its buffer. The next transfer is not affected.
 #[test]
 fn failures_are_told() {
     for mut ring in rings() {
@@ -150,7 +151,7 @@ fn failures_are_told() {
     }
 }
 
-/// Files whose stores are gone are forgotten; those of others, and of transfers in flight, stay.
+/// A file is detached once its store is dropped. Files of live stores, and of in-flight transfers, stay.
 #[test]
 fn files_go_with_their_stores() {
     for mut ring in rings() {
@@ -175,13 +176,13 @@ fn files_go_with_their_stores() {
     }
 }
 
-/// Registered memory is found by address and used by transfers; what is in use is not taken back.
+/// Transfers find registered memory by address and use it; memory in use cannot be unregistered.
 #[test]
 fn registered_memory_is_used() {
     /// A part of memory that the test keeps.
     #[derive(Debug)]
     struct Part(NonNull<u8>, usize);
-    // SAFETY: of memory that is kept until the ring is gone; each part is used by one transfer at a time.
+    // SAFETY: a part of memory that outlives the ring; one transfer at a time uses it.
     unsafe impl Buffer for Part {
         fn addr(&self) -> NonNull<u8> {
             self.0
@@ -225,7 +226,7 @@ fn registered_memory_is_used() {
     drop(memory);
 }
 
-/// A read that hangs ends as cancelled; one that has ended cannot be.
+/// A hanging read can be cancelled; an ended one cannot.
 #[test]
 fn transfers_are_given_up() {
     let Some(mut ring) = kernel_ring(LONG) else { return };
@@ -244,7 +245,7 @@ fn transfers_are_given_up() {
     assert!(ring.wait(0, LONG).unwrap() == 0 && ring.buffer(second).is_none());
 }
 
-/// A device that hangs: the wait ends with the news, the buffer stays until the device lets go of it.
+/// A hanging device: the wait ends with the `Late` event, and the buffer stays until the device releases it.
 #[test]
 fn late_transfers_are_told_of() {
     let Some(mut ring) = kernel_ring(Duration::from_millis(20)) else { return };
@@ -259,11 +260,11 @@ fn late_transfers_are_told_of() {
     assert!(stats::get(Counter::TransfersLate) > late_before);
 }
 
-/// A ring that is dropped gives up what is in flight, and frees its memory after that.
+/// Dropping a ring cancels its transfers and frees their memory afterwards.
 #[test]
 fn dropping_settles() {
     struct Told(Aligned, Arc<AtomicBool>);
-    // SAFETY: as of the memory it holds.
+    // SAFETY: as for the memory it holds.
     unsafe impl Buffer for Told {
         fn addr(&self) -> NonNull<u8> {
             self.0.addr()
@@ -290,7 +291,7 @@ fn dropping_settles() {
     assert_eq!(Arc::strong_count(&handle), 1);
 }
 
-/// Any thread ends a wait by the bell, also before it has begun; the next wait is not disturbed.
+/// Any thread ends a wait with the bell, also before the wait begins; the next wait is not affected.
 #[test]
 fn bells_end_waits() {
     for mut ring in rings() {
@@ -310,7 +311,7 @@ fn bells_end_waits() {
     }
 }
 
-/// Any loop of events can wait for a ring: its descriptor can be read once something has ended.
+/// An event loop can poll a ring: its descriptor becomes readable once a transfer has ended.
 #[test]
 fn rings_can_be_polled() {
     for mut ring in rings() {
@@ -326,7 +327,7 @@ fn rings_can_be_polled() {
     }
 }
 
-/// Who polls the descriptor hears the bell each time: before the ring was waited for, after, with nothing in flight.
+/// A poll of the descriptor notices every ring of the bell: before a wait, after it, and with nothing in flight.
 #[test]
 fn bells_are_heard_by_polls() {
     for mut ring in rings() {

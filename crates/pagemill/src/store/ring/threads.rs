@@ -1,7 +1,7 @@
-//! Threads that read and write, where the kernel refuses rings: the same transfers, by blocking calls.
+//! Threads that read and write where the kernel refuses rings: the same transfers, with blocking calls.
 //!
-//! One pool for all rings of the process. A thread comes when a transfer finds none that is idle, and goes when it has had
-//! nothing to do for some time. Locks: that of the pool, that of an outbox; never both.
+//! All rings of the process share one pool. A thread is spawned when more jobs wait than threads are idle, and exits
+//! after an idle time. Locks: that of the pool, and that of an outbox; never both.
 #![allow(unsafe_code)] // transfers name memory
 
 use super::backend::Call;
@@ -14,17 +14,17 @@ use std::sync::atomic::{AtomicPtr, Ordering::AcqRel, Ordering::Acquire};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Most threads: as many as keep a disk busy.
+/// Most threads: enough to keep a disk busy.
 const MOST_THREADS: usize = 16;
 
-/// A thread goes after so long without work.
+/// A thread exits after this time without work.
 const IDLE: Duration = Duration::from_secs(10);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Where the completions of one ring arrive.
+/// Completion queue of one ring.
 struct Outbox {
     done: Mutex<Vec<Completion>>,
     call: Arc<Call>,
@@ -49,7 +49,7 @@ impl Job {
         };
         let len = len_bytes as usize;
         let result = if is_write {
-            // SAFETY: whoever queued it promised that the memory lasts until the completion, which comes below.
+            // SAFETY: the caller of `queue` promised that the memory lasts until the completion, which comes below.
             unsafe { disk::write_at(number, addr, len, offset) }
         } else {
             // SAFETY: as above.
@@ -62,7 +62,7 @@ impl Job {
     }
 }
 
-/// The threads of a process, and what they have to do.
+/// The threads of a process, and their jobs.
 struct Pool {
     generation: u32,
     state: Mutex<State>,
@@ -76,13 +76,13 @@ struct State {
     idle: usize,
 }
 
-/// That of this process. A fork child makes its own: the parent's has no threads there.
+/// The pool of this process. A fork child creates its own, because the parent's pool has no threads there.
 static POOL: AtomicPtr<Pool> = AtomicPtr::new(std::ptr::null_mut());
 
 fn pool() -> &'static Pool {
     let generation = generation().unwrap_or_default();
     let seen = POOL.load(Acquire);
-    // SAFETY: never freed once it is there.
+    // SAFETY: never freed once it is stored there.
     if let Some(pool) = unsafe { seen.as_ref() }
         && pool.generation == generation
     {
@@ -90,12 +90,12 @@ fn pool() -> &'static Pool {
     }
     let new = Box::into_raw(Box::new(Pool { generation, state: Mutex::default(), more: Condvar::new() }));
     match POOL.compare_exchange(seen, new, AcqRel, Acquire) {
-        // SAFETY: just made, and never freed from here on.
+        // SAFETY: just created, and never freed from here on.
         Ok(_) => unsafe { &*new },
         Err(others) => {
-            // SAFETY: made above, and nobody else knows it.
+            // SAFETY: created above, and never shared.
             drop(unsafe { Box::from_raw(new) });
-            // SAFETY: never freed once it is there; only pools of this process come to be there.
+            // SAFETY: never freed once it is stored there; only pools of this process are stored.
             unsafe { &*others }
         }
     }
@@ -116,7 +116,7 @@ impl Pool {
         }
     }
 
-    /// A thread is gone, or could not be had. Without any its work is done here.
+    /// Called when a thread exits or could not be spawned. If no thread is left, runs the jobs here.
     fn leave(&self) {
         let mut state = lock(&self.state);
         state.threads -= 1;
@@ -125,7 +125,7 @@ impl Pool {
         left.iter().for_each(Job::run);
     }
 
-    /// Takes a transfer back that nobody has begun.
+    /// Removes a transfer from the pool if no thread has begun it.
     fn withdraw(&self, token: u64, outbox: &Arc<Outbox>) -> Option<Job> {
         let mut state = lock(&self.state);
         let is_it = |job: &Job| job.token == token && Arc::ptr_eq(&job.outbox, outbox);
@@ -159,7 +159,7 @@ impl Work for Pool {
     }
 }
 
-/// A ring's part: what it queued, and what has come back.
+/// The pool's interface for one ring: queued jobs, and completions.
 pub(super) struct Crew {
     queued: VecDeque<Job>,
     ready: VecDeque<Completion>,
@@ -204,7 +204,7 @@ impl Crew {
         }
     }
 
-    /// Waits for completions, for whoever rings the bell, or for some time.
+    /// Waits for completions, for the bell, or until the timeout.
     pub fn wait(&mut self, timeout: Duration) {
         self.submit();
         self.collect();

@@ -27,7 +27,7 @@ fn assert_all(bytes: &[u8], byte: u8, why: &str) {
     assert!(bytes.iter().step_by(PIECE).all(|found| *found == byte), "{why}");
 }
 
-/// A range that one thread has, and what it knows of it.
+/// A range that one thread owns, with the expected state.
 struct Mine {
     range: Range,
     byte: u8,
@@ -60,7 +60,7 @@ impl Mine {
         assert_all(self.range.bytes_mut().unwrap(), self.byte, "a held range changed");
     }
 
-    /// What is said of the bytes is true, and stays so.
+    /// The reported result matches the bytes, and they do not change.
     fn take_back(&mut self) {
         let contents = self.range.unmark().unwrap();
         self.is_marked = false;
@@ -77,7 +77,7 @@ impl Mine {
         self.check_held();
     }
 
-    /// While it is pinned nothing goes.
+    /// While it is pinned no byte is purged.
     fn look(&self) {
         let pin = self.range.pin().unwrap();
         let is_whole = pin.contents() == Contents::Kept;
@@ -89,7 +89,7 @@ impl Mine {
     }
 }
 
-/// Everything is free, nothing is left behind, and all books agree on that.
+/// Everything is free, nothing leaks, and all records agree.
 fn check_end(ranges: &Ranges) {
     skip_ticks(5);
     ranges.shrink(u64::MAX, Urgency::Limit);
@@ -100,7 +100,7 @@ fn check_end(ranges: &Ranges) {
         let seen = ranges.entry(number).word.look();
         assert_eq!((seen.phase(), seen.pins(), seen.is_claimable(0)), (Phase::Free, 0, false));
     }
-    // Each entry is in one list, or was never handed out.
+    // Each entry is in one list, or was never allocated.
     let mut found = vec![false; count as usize];
     let mut find =
         |number: u32| assert!(!std::mem::replace(&mut found[number as usize], true), "an entry is free twice");
@@ -115,12 +115,12 @@ fn check_end(ranges: &Ranges) {
             }
         }
     }
-    // What was left of a run when the next did not fit is nobody's for good.
+    // The rest of a run in which the next request did not fit stays unused for good.
     let lost = (0..count).filter(|number| !found[*number as usize]);
     assert_eq!(lost.map(|number| ranges.entry(number).addr.load(Relaxed)).max().unwrap_or(0), 0, "an entry is lost");
 }
 
-/// Two users and a purge. Ranges are dropped in any state, and their places and memory go to the next owner.
+/// Two users and a purge. Ranges are dropped in any state; their entries and memory go to the next owner.
 #[test]
 fn users_race_purges() {
     model(|fixture| {
@@ -139,10 +139,10 @@ fn users_race_purges() {
     });
 }
 
-/// What all threads that share a range know of it.
+/// The shared expected state of a range that several threads use.
 struct Shared {
     range: Range,
-    /// The least that was said to be kept.
+    /// The least number of bytes that was reported as kept.
     least_kept: AtomicUsize,
 }
 
@@ -152,13 +152,13 @@ impl Shared {
     }
 
     fn unmark(&self) {
-        // Another may have been faster.
+        // Another thread may have been faster.
         if let Ok(Contents::Purged { kept_bytes }) = self.range.unmark() {
             self.least_kept.fetch_min(kept_bytes, Relaxed);
         }
     }
 
-    /// One of the first so many kinds of turns.
+    /// One of the first `kinds` kinds of turns.
     fn turn(&self, kinds: usize) {
         match one_of(kinds) {
             0 => drop(self.range.mark()),
@@ -174,8 +174,8 @@ impl Shared {
     }
 }
 
-/// One range of several threads, each of which marks, unmarks, refreshes and pins it while purges run: no byte changes under
-/// a pin, and what went lies behind what was said to be kept.
+/// Several threads mark, unmark, refresh and pin one range while purges run. No byte changes under a pin, and lost
+/// bytes lie behind those reported as kept.
 #[test]
 fn sharers_race_purges() {
     model(|fixture| {
@@ -183,7 +183,7 @@ fn sharers_race_purges() {
         fill(&mut range, 7);
         let least_kept = AtomicUsize::new(range.len_bytes());
         let shared = Arc::new(Shared { range, least_kept });
-        // With few kinds of turns marks and losses follow each other closely.
+        // With few kinds of turns marks and losses alternate closely.
         let kinds = [2, 5][one_of(2)];
         let user = || {
             let shared = shared.clone();
@@ -200,7 +200,7 @@ fn sharers_race_purges() {
     });
 }
 
-/// A place changes hands while a purge looks at it: the slot goes to another owner of the heap, and the entry comes back with
+/// An entry changes owners during a purge: the slot goes to another owner of the heap, and the entry returns with
 /// another slot, marked as before.
 #[test]
 fn purges_never_meet_the_next_owner() {
@@ -239,7 +239,7 @@ fn purges_never_meet_the_next_owner() {
     });
 }
 
-/// A purge that is waited for ends after its step: of ranges that go as a whole, too, something is kept then.
+/// A purge that a thread waits for ends after its step: even a range purged as a whole keeps something then.
 #[test]
 fn purges_end_early() {
     static KEPT_PARTS: AtomicUsize = AtomicUsize::new(0);
@@ -260,7 +260,7 @@ fn purges_end_early() {
     assert!(KEPT_PARTS.load(Relaxed) > 0, "no purge ended early");
 }
 
-/// What is used again while a purge runs goes after those that were not, though a line was made before.
+/// A range that is used during a purge is purged after unused ones, although a line was made before.
 #[test]
 fn what_was_used_since_goes_last() {
     model(|fixture| {
@@ -271,7 +271,7 @@ fn what_was_used_since_goes_last() {
                 range
             })
             .collect();
-        // Making one may purge.
+        // Allocating one may purge.
         for range in &ranges {
             range.mark().unwrap();
             skip_ticks(2);
@@ -290,7 +290,7 @@ fn what_was_used_since_goes_last() {
         };
         let purge_one = move || assert!(fixture.ranges.shrink(1, Urgency::Limit) > 0);
         together([Box::new(user), Box::new(purge_one)]);
-        // Who was waited for is left alone for a while.
+        // A range that a thread waited for is spared for a while.
         skip_ticks(4);
         let is_kept = |range: &Range| range.is_volatile() && range.pin().unwrap().contents() == Contents::Kept;
         let mut kept: Vec<bool> = ranges.iter().map(is_kept).collect();

@@ -1,9 +1,9 @@
-//! Whole ranges under shuttle: users, purges and whoever needs memory, step by step in orders that nobody would think of.
+//! Whole ranges under shuttle: users, purges and memory requests, step by step in random orders.
 //!
-//! Loom goes into every order of a word's few steps, and into weak ones; here the orders of whole protocols are drawn at
-//! random, over real memory. `SHUTTLE_RUNS` says how many of each model, `SHUTTLE_RANDOM_SEED` repeats some. A failure while
-//! others are at something ends in an abort, so run them with `--nocapture`.
-#![allow(unsafe_code)] // takes down what a run has made, looks at bytes
+//! Loom explores every order of a word's few steps, including weak ones. Here the orders of whole protocols are drawn
+//! at random, over real memory. `SHUTTLE_RUNS` sets the runs of each model, `SHUTTLE_RANDOM_SEED` repeats some. A
+//! failure while other threads are inside an operation ends in an abort, so run them with `--nocapture`.
+#![allow(unsafe_code)] // drops what a run has made, reads bytes
 
 mod handles;
 mod vranges;
@@ -24,16 +24,16 @@ use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::{Config, MaxSteps, Runner};
 use std::sync::OnceLock;
 
-/// Bytes are written and checked at such distances. Steps of purges, and chunks, are multiples.
+/// Bytes are written and checked at this distance. Steps of purges, and chunks, are multiples of it.
 const PIECE: usize = BLOCK_BYTES / 32;
 
-/// Preemptions that a schedule of PCT has.
+/// Preemptions in a PCT schedule.
 const DEPTH: usize = 4;
 
-/// No run is so long; one that is waits for something that never comes.
+/// Upper bound of a run's length; a longer run waits for something that never happens.
 const MOST_STEPS: usize = 300_000;
 
-/// A part of a run, for all of it.
+/// A part of a run that lives as long as the run.
 struct Owned<T>(*mut T);
 
 impl<T> Owned<T> {
@@ -42,7 +42,7 @@ impl<T> Owned<T> {
     }
 
     fn get(&self) -> &'static T {
-        // SAFETY: it lives until `end`, when the run is over and nobody has the reference any more.
+        // SAFETY: it lives until `end`, when the run is over and no reference is left.
         unsafe { &*self.0 }
     }
 
@@ -60,7 +60,7 @@ struct Fixture {
     vranges: &'static Vranges,
 }
 
-/// A budget that is mostly not short, and purges where it is: wherever memory is asked for a purge may happen.
+/// A budget that is mostly not short and purges when it is: any request for memory may purge.
 #[derive(Default)]
 struct Tight {
     owners: OnceLock<Fixture>,
@@ -98,7 +98,8 @@ impl Budget for Tight {
 }
 
 impl Fixture {
-    /// Makes everything anew, so that a schedule that failed fails again, runs it and takes it down. After a failure it stays.
+    /// Builds everything anew, so that a failed schedule fails again; runs it and drops it. After a failure it is
+    /// leaked.
     fn run(run: impl Fn(Self)) {
         static ACCOUNT: OnceLock<(&'static Account, &'static Helper)> = OnceLock::new();
         let (account, helper) = ACCOUNT.get_or_init(|| {
@@ -130,14 +131,14 @@ impl Fixture {
         unsafe { mem::unreserve(addresses.start, addresses.len()) };
     }
 
-    /// One request to one of the owners.
+    /// Sends one request to one of the owners.
     fn purge_once(&self) {
         let owners: [&dyn Shrinker; 3] = [self.heap, self.ranges, self.vranges];
         purge(owners[one_of(owners.len())], 1);
     }
 }
 
-/// So many requests, each for a little or for all.
+/// Sends `requests` requests, each for a little or for everything.
 fn purge(owner: &dyn Shrinker, requests: usize) {
     for _ in 0..requests {
         owner.shrink([1, PIECE as u64, u64::MAX][one_of(3)], Urgency::Limit);
@@ -146,7 +147,7 @@ fn purge(owner: &dyn Shrinker, requests: usize) {
 
 /// A byte of the program's memory.
 fn byte_at(addr: usize) -> u8 {
-    // SAFETY: tests ask for mapped memory that is no Rust object.
+    // SAFETY: tests pass mapped memory that is not a Rust object.
     unsafe { (addr as *const u8).read_volatile() }
 }
 
@@ -159,12 +160,12 @@ fn one_of(count: usize) -> usize {
     thread_rng().gen_range(0..count)
 }
 
-/// Lets others go on, for some steps.
+/// Lets other threads run for some steps.
 fn linger() {
     (0..one_of(4)).for_each(|_| shuttle::thread::yield_now());
 }
 
-/// Runs it in many orders: random ones, and such as have few preemptions.
+/// Runs a model in many orders: random ones, and ones with few preemptions.
 fn model(run: impl Fn(Fixture) + Clone + Send + Sync + 'static) {
     let runs = std::env::var("SHUTTLE_RUNS").map_or(2000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
     let config = || {
@@ -182,7 +183,7 @@ fn model(run: impl Fn(Fixture) + Clone + Send + Sync + 'static) {
     assert!(runs < 100 || stats::get(Counter::RangesAwaited) > awaited, "nobody met a purge");
 }
 
-/// Runs all of them at the same time.
+/// Runs all of them concurrently.
 fn together<const COUNT: usize>(acts: [Box<dyn FnOnce() + Send>; COUNT]) {
     let threads = acts.map(|act| shuttle::thread::spawn(act));
     for thread in threads {

@@ -8,11 +8,11 @@ use pagemill_sys::fault;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-/// Pieces of an area; two areas lie side by side.
+/// Pieces of an area; two areas are adjacent.
 const PIECES: usize = 6;
 
 std::thread_local! {
-    /// Memory outside of the arena, one for all runs of a test.
+    /// Memory outside the arena, one for all runs of a test.
     static MAPPED: usize = mem::map_sparse(2 * PIECES * PIECE, PIECE).unwrap();
 }
 
@@ -24,7 +24,7 @@ struct Area {
 }
 
 impl Area {
-    /// Two that touch: of a slot of the heap, or of other memory.
+    /// Two adjacent areas: of a slot of the heap, or of other memory.
     fn two(fixture: &Fixture) -> [Self; 2] {
         let len = 2 * PIECES * PIECE;
         let addr = match one_of(2) {
@@ -35,11 +35,11 @@ impl Area {
     }
 
     fn call(self, part: &Range<usize>, mode: Mode, how: How) -> Marked {
-        // SAFETY: the memory stays mapped and nobody has references to it; its bytes are only compared.
+        // SAFETY: the memory stays mapped and nothing references it; its bytes are only compared.
         unsafe { self.vranges.vrange(self.addr + part.start * PIECE, part.len() * PIECE, mode, how) }.unwrap()
     }
 
-    /// One of the two ways to mark, as far as the kernel has both.
+    /// One of the two ways to mark, if the kernel supports both.
     fn some_mode(self) -> Mode {
         let has_guards = guards::prepare(&(self.addr..self.addr + PIECE)).is_ok();
         if has_guards && one_of(2) == 0 { Mode::VolatileStrict } else { Mode::Volatile }
@@ -72,7 +72,7 @@ fn some_how() -> How {
     if one_of(2) == 0 { How::Full } else { How::Partial }
 }
 
-/// An area of one thread, and what it knows of each piece: its byte, and whether it is marked.
+/// An area of one thread, with the expected state of each piece: its byte, and whether it is marked.
 struct Mine {
     area: Area,
     bytes: [u8; PIECES],
@@ -86,7 +86,7 @@ impl Mine {
         owned
     }
 
-    /// Writes something else to what is nonvolatile now.
+    /// Writes a new value to a part that is nonvolatile now.
     fn renew(&mut self, part: Range<usize>) {
         for piece in part {
             self.bytes[piece] = self.bytes[piece] % 0xFF + 1;
@@ -95,7 +95,7 @@ impl Mine {
         }
     }
 
-    /// What is not marked never changes.
+    /// Unmarked pieces never change.
     fn check(&self) {
         for piece in (0..PIECES).filter(|piece| !self.is_marked[*piece]) {
             assert_eq!(self.area.read(piece), self.bytes[piece], "nonvolatile memory changed");
@@ -117,7 +117,7 @@ impl Mine {
             }
             3..6 => self.unmark(part),
             6 => {
-                // As if the memory were given to somebody else.
+                // As if the memory went to another owner.
                 self.area.forget(&part);
                 self.renew(part);
             }
@@ -141,7 +141,7 @@ impl Mine {
     }
 }
 
-/// The sums agree with the marks, and nobody is at one or waits.
+/// The sums agree with the marks, and nothing is claimed or awaited.
 fn check_books(vranges: &Vranges) {
     vranges.book.with(|book| {
         assert_eq!((book.claimed, book.waiting), (0, 0));
@@ -158,7 +158,7 @@ fn check_books(vranges: &Vranges) {
     });
 }
 
-/// When nobody else is about all that is marked can go.
+/// Without other threads everything marked can be purged.
 fn purge_all(vranges: &Vranges) {
     skip_ticks(5);
     vranges.shrink(u64::MAX, Urgency::Limit);
@@ -166,8 +166,8 @@ fn purge_all(vranges: &Vranges) {
     assert_eq!(vranges.giveable_bytes(), 0, "what is marked can go");
 }
 
-/// Two owners of areas that touch mark, unmark and forget overlapping parts while purges run: what was not said to be
-/// gone is there, and what is not marked stays.
+/// Two owners of adjacent areas mark, unmark and forget overlapping parts while purges run. Bytes not reported as
+/// purged are there, and unmarked bytes stay.
 #[test]
 fn marks_race_purges() {
     model(|fixture| {
@@ -208,7 +208,7 @@ fn marks_race_purges() {
     });
 }
 
-/// Two threads mark and unmark the same memory: what went was told to one of them.
+/// Two threads mark and unmark the same memory: a purge is reported to one of them.
 #[test]
 fn one_of_several_is_told() {
     model(|fixture| {
@@ -238,13 +238,13 @@ fn one_of_several_is_told() {
     });
 }
 
-/// What is marked anew while a purge runs goes after what was not, though a line was made before.
+/// A piece marked anew during a purge is purged after the others, although a line was made before.
 #[test]
 fn what_was_marked_since_goes_last() {
     model(|fixture| {
         let [area, _] = Area::two(&fixture);
         (0..PIECES).for_each(|piece| area.write(piece, 7));
-        // Every other piece: marks that touch are separate as well, but pieces of theirs would be joined.
+        // Every other piece: adjacent marks are separate, too, but their pieces would be joined.
         let parts = [0, 2, 4].map(|piece| piece..piece + 1);
         for part in &parts {
             area.call(part, Mode::Volatile, How::Full);
@@ -261,7 +261,7 @@ fn what_was_marked_since_goes_last() {
         };
         together([Box::new(user), Box::new(move || purge(fixture.vranges, 1))]);
         let mut kept = parts.each_ref().map(|part| area.read(part.start) == 7);
-        // What was purged before it was unmarked is marked anew with nothing in it; that goes as well, unseen.
+        // A piece purged before it was unmarked is marked anew without content; it is purged as well, unnoticed.
         while let Some(oldest) = (0..3).filter(|index| kept[*index]).min_by_key(|index| (*index == used, *index)) {
             fixture.vranges.shrink(1, Urgency::Limit);
             let after = parts.each_ref().map(|part| area.read(part.start) == 7);

@@ -1,0 +1,108 @@
+//! When free memory returns to the system without a request and without pressure.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+/// How long free memory stays with the process before it returns to the system.
+///
+/// Text form, in `PAGEMILL_RETURN` and `pagemill run --return`: `keep`,
+/// `eager`, `balanced`, or `balanced=SECONDS`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Return {
+    /// Never by age, only on request and under pressure.
+    Keep,
+    /// After it has been free and not reused for this long. Memory that is reused earlier is never returned.
+    After(Duration),
+}
+
+/// The text is not one of the forms of [`Return`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NotAReturn;
+
+impl fmt::Display for NotAReturn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "expected keep, eager, balanced or balanced=SECONDS (1 to {})", Return::LONGEST.as_secs())
+    }
+}
+
+impl std::error::Error for NotAReturn {}
+
+impl Return {
+    /// `balanced`, the default.
+    pub const BALANCED: Self = Self::After(Duration::from_secs(10));
+
+    /// `eager`: within a second.
+    pub const EAGER: Self = Self::After(Duration::from_secs(1));
+
+    /// The longest age that is accepted: the stamps of free slots reach 36 minutes back.
+    pub const LONGEST: Duration = Duration::from_secs(30 * 60);
+
+    /// Parses the text form. Allocates nothing.
+    ///
+    /// # Errors
+    ///
+    /// [`NotAReturn`] for any other text, and for an age of 0 or above [`Return::LONGEST`].
+    pub fn parse(text: &str) -> Result<Self, NotAReturn> {
+        match text {
+            "keep" => Ok(Self::Keep),
+            "eager" => Ok(Self::EAGER),
+            "balanced" => Ok(Self::BALANCED),
+            _ => {
+                let seconds = text.strip_prefix("balanced=").ok_or(NotAReturn)?;
+                let seconds = seconds.parse().map_err(|_| NotAReturn)?;
+                Self::after_seconds(seconds).ok_or(NotAReturn)
+            }
+        }
+    }
+
+    /// After this many whole seconds; `None` for 0 or above [`Return::LONGEST`].
+    pub fn after_seconds(seconds: u64) -> Option<Self> {
+        (1..=Self::LONGEST.as_secs()).contains(&seconds).then(|| Self::After(Duration::from_secs(seconds)))
+    }
+
+    /// The age, if there is one.
+    pub fn age(self) -> Option<Duration> {
+        match self {
+            Self::Keep => None,
+            Self::After(age) => Some(age),
+        }
+    }
+}
+
+impl FromStr for Return {
+    type Err = NotAReturn;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Self::parse(text)
+    }
+}
+
+impl fmt::Display for Return {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Keep => f.write_str("keep"),
+            Self::EAGER => f.write_str("eager"),
+            Self::BALANCED => f.write_str("balanced"),
+            Self::After(age) => write!(f, "balanced={}", age.as_secs()),
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    /// Every form parses and prints back. Other texts are rejected.
+    #[test]
+    fn return_policies_round_trip() {
+        for text in ["keep", "eager", "balanced", "balanced=3", "balanced=1800"] {
+            assert_eq!(Return::parse(text).unwrap().to_string(), text);
+        }
+        for text in ["", "Keep", "balanced=", "balanced=0", "balanced=1.5", "balanced=86401", "balanced=-1", "3"] {
+            assert_eq!(Return::parse(text), Err(NotAReturn), "{text}");
+        }
+        assert_eq!(Return::parse("balanced=10"), Ok(Return::BALANCED));
+        assert_eq!(Return::Keep.age(), None);
+    }
+}

@@ -1,0 +1,304 @@
+//! Stores, policies and callers that break their contract: other files, the process and waiting threads come to no harm.
+
+use pagemill::mapping::policy::{Always, Ask, Cause, Choice, Never};
+use pagemill::mapping::{Advice, Cache, Mapping, Policy, Settings, Writeback};
+use pagemill::stats::{self, Counter};
+use pagemill::store::{Aligned, FileStore, MemoryStore, Store, Transfer};
+use pagemill::units::PageSize;
+use pagemill::{Error, Pagemill};
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, mpsc};
+use std::thread;
+use std::time::Duration;
+
+const PAGE: usize = 4 << 10;
+const MIB: usize = 1 << 20;
+
+/// A byte of one file that no other may show.
+const SECRET: u8 = 0x5a;
+
+fn settings(limit_bytes: usize) -> Settings {
+    Settings { page: PageSize::new(PAGE).unwrap(), ..Settings::new("hostile", limit_bytes as u64) }
+}
+
+fn by_hand(settings: Settings) -> Cache {
+    let caches = Pagemill::for_test().caches;
+    caches.collapse_by_hand();
+    caches.make(settings).unwrap()
+}
+
+#[track_caller]
+fn wait_until(is_so: impl Fn() -> bool) {
+    while !is_so() {
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Says that it is a file of the system and has read everything; it fills nothing.
+struct Empty {
+    file: FileStore,
+    size_bytes: u64,
+    is_asynchronous: bool,
+}
+
+impl Store for Empty {
+    fn size_bytes(&self) -> io::Result<u64> {
+        Ok(self.size_bytes)
+    }
+    fn block_bytes(&self) -> usize {
+        512
+    }
+    fn read(&self, _offset: u64, _to: &mut [u8]) -> io::Result<()> {
+        Ok(())
+    }
+    fn write(&self, _offset: u64, _from: &[u8]) -> io::Result<()> {
+        Ok(())
+    }
+    fn set_size(&self, _size_bytes: u64) -> io::Result<()> {
+        Ok(())
+    }
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+    fn start(&self, batch: Vec<Transfer>) {
+        batch.into_iter().for_each(|transfer| transfer.finish(Ok(())));
+    }
+    fn is_asynchronous(&self) -> bool {
+        self.is_asynchronous
+    }
+    fn as_file(&self) -> Option<&FileStore> {
+        Some(&self.file)
+    }
+}
+
+fn assert_no_secret(file: &Mapping, way: &str) {
+    let mut bytes = vec![1; 8 * MIB];
+    let len = file.read_at(&mut bytes, 0).unwrap();
+    assert!(len == bytes.len() && !bytes.contains(&SECRET), "{way}: bytes of a dropped file");
+}
+
+/// A store that passes for a file of the system and fills nothing shows zeros, not what a dropped file left in the memory:
+/// whichever call brings the pages in, huge or small.
+#[test]
+fn a_store_that_fills_nothing_shows_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    type Way = (&'static str, fn(&Cache, &Mapping));
+    let ways: [Way; 5] = [
+        ("read", |_, _| {}),
+        ("read ahead", |_, file| {
+            file.advise(Advice::Sequential);
+            file.will_need(0, 8 << 20).unwrap();
+        }),
+        ("pinned", |_, file| assert_ne!(file.pin(9000).unwrap().read_u64(0) as u8, SECRET)),
+        ("written to", |_, file| assert_eq!(file.write_at(b"x", 3 << 20).unwrap(), 1)),
+        ("queued", |cache, file| {
+            let mut queue = cache.queue(8).unwrap();
+            (0..8).for_each(|at| _ = queue.fetch(file, at << 20, at).unwrap());
+            while !queue.is_empty() {
+                queue.wait(1, Duration::from_secs(600)).unwrap();
+                while queue.next().is_some() {}
+            }
+        }),
+    ];
+    let policies: [fn() -> Box<dyn Policy>; 2] = [|| Box::new(Never), || Box::new(Always)];
+    for (number, (way, bring)) in ways.into_iter().enumerate() {
+        for policy in policies {
+            for is_asynchronous in [false, true] {
+                let cache = by_hand(Settings { policy: policy(), ..settings(8 * MIB) });
+                let secret = cache.create().unwrap();
+                secret.write_at(&vec![SECRET; 8 * MIB], 0).unwrap();
+                drop(secret);
+                let file = FileStore::create(folder.path().join(format!("{number}"))).unwrap();
+                let store = Arc::new(Empty { file, size_bytes: 8 * MIB as u64, is_asynchronous });
+                let file = cache.open(store).unwrap();
+                bring(&cache, &file);
+                assert_no_secret(&file, way);
+            }
+        }
+    }
+}
+
+/// Panics where it is to be written to, as long as it is told to.
+struct Panics(MemoryStore, AtomicBool);
+
+impl Store for Panics {
+    fn size_bytes(&self) -> io::Result<u64> {
+        self.0.size_bytes()
+    }
+    fn block_bytes(&self) -> usize {
+        self.0.block_bytes()
+    }
+    fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
+        self.0.read(offset, to)
+    }
+    fn write(&self, offset: u64, from: &[u8]) -> io::Result<()> {
+        assert!(!self.1.load(SeqCst), "as it was told");
+        self.0.write(offset, from)
+    }
+    fn set_size(&self, size_bytes: u64) -> io::Result<()> {
+        self.0.set_size(size_bytes)
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.0.sync()
+    }
+}
+
+/// A store that panics in the background: that is counted, other files are written back, and so is its own once a sync of it
+/// has succeeded.
+#[test]
+fn a_store_may_panic_in_the_background() {
+    let writeback = Writeback { age: Duration::from_millis(1), ..Writeback::default() };
+    let cache = Pagemill::for_test().caches.make(Settings { writeback, ..settings(8 * MIB) }).unwrap();
+    let panics = Arc::new(Panics(MemoryStore::new(Vec::new(), PAGE), AtomicBool::new(true)));
+    let good = Arc::new(MemoryStore::new(Vec::new(), PAGE));
+    let before = stats::get(Counter::BehindPanics);
+    let bad_file = cache.open(panics.clone()).unwrap();
+    bad_file.write_at(&[1; PAGE], 0).unwrap();
+    wait_until(|| stats::get(Counter::BehindPanics) > before);
+    let good_file = cache.open(good.clone()).unwrap();
+    for byte in 2..5 {
+        good_file.write_at(&[byte; PAGE], 0).unwrap();
+        wait_until(|| good.bytes() == [byte; PAGE]);
+    }
+    assert!(panics.0.bytes().is_empty() && bad_file.dirty_bytes() == PAGE as u64);
+    panics.1.store(false, SeqCst);
+    bad_file.sync().unwrap();
+    assert_eq!(panics.0.bytes(), [1; PAGE]);
+    bad_file.write_at(&[9; PAGE], 0).unwrap();
+    wait_until(|| panics.0.bytes() == [9; PAGE]);
+}
+
+/// Small folios; panics when it is asked about making them huge, as long as it is told to.
+struct Undecided(Arc<AtomicBool>);
+
+impl Policy for Undecided {
+    fn choose(&self, ask: &Ask) -> Choice {
+        match ask.cause {
+            Cause::Collapse if self.0.load(SeqCst) => panic!("as it was told"),
+            Cause::Collapse => Choice::Huge,
+            _ => Choice::Small,
+        }
+    }
+}
+
+/// A policy that panics in the background: that is counted, the range stays as it is, and later ones become huge.
+#[test]
+fn a_policy_may_panic_in_the_background() {
+    let does_panic = Arc::new(AtomicBool::new(true));
+    let policy = Box::new(Undecided(does_panic.clone()));
+    let cache = Pagemill::for_test().caches.make(Settings { policy, ..settings(16 * MIB) }).unwrap();
+    let before = stats::get(Counter::BehindPanics);
+    let first = cache.create().unwrap();
+    first.write_at(&[3; 2 * MIB], 0).unwrap();
+    wait_until(|| stats::get(Counter::BehindPanics) > before);
+    assert_eq!(cache.usage().huge, 0);
+    does_panic.store(false, SeqCst);
+    let second = cache.create().unwrap();
+    second.write_at(&[4; 2 * MIB], 0).unwrap();
+    wait_until(|| cache.usage().huge == 2 * MIB as u64);
+    let mut bytes = vec![0; 2 * MIB];
+    first.read_at(&mut bytes, 0).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == 3));
+}
+
+/// What a transfer calls at its end panics on the store's thread: the next transfer is done all the same.
+#[test]
+fn the_end_of_a_transfer_may_panic() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = FileStore::create(folder.path().join("file")).unwrap();
+    store.write(0, &[7; 512]).unwrap();
+    let before = stats::get(Counter::BehindPanics);
+    store.start(vec![Transfer::read(0, Aligned::new(512, 512), |_, _| panic!("as it was told"))]);
+    wait_until(|| stats::get(Counter::BehindPanics) > before);
+    let (sender, ends) = mpsc::channel();
+    let done = move |result: io::Result<()>, bytes: Aligned| sender.send((result.is_ok(), bytes[0])).unwrap();
+    store.start(vec![Transfer::read(0, Aligned::new(512, 512), done)]);
+    assert_eq!(ends.recv().unwrap(), (true, 7));
+}
+
+/// Keeps what is to be written, and ends nothing of it by itself.
+struct Keeps(MemoryStore, Mutex<Vec<Transfer>>);
+
+impl Store for Keeps {
+    fn size_bytes(&self) -> io::Result<u64> {
+        self.0.size_bytes()
+    }
+    fn block_bytes(&self) -> usize {
+        self.0.block_bytes()
+    }
+    fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
+        self.0.read(offset, to)
+    }
+    fn write(&self, offset: u64, from: &[u8]) -> io::Result<()> {
+        self.0.write(offset, from)
+    }
+    fn set_size(&self, size_bytes: u64) -> io::Result<()> {
+        self.0.set_size(size_bytes)
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.0.sync()
+    }
+    fn start(&self, batch: Vec<Transfer>) {
+        self.1.lock().unwrap().extend(batch);
+    }
+    fn is_asynchronous(&self) -> bool {
+        true
+    }
+}
+
+/// A store that never ends what it was given: with a patience, syncs say so, and succeed once it has ended.
+#[test]
+fn a_sync_ends_though_the_store_does_not() {
+    let patience = Some(Duration::from_millis(30));
+    let cache = by_hand(Settings { patience, policy: Box::new(Never), ..settings(4 * MIB) });
+    let store = Arc::new(Keeps(MemoryStore::new(Vec::new(), PAGE), Mutex::default()));
+    let file = cache.open(store.clone()).unwrap();
+    file.write_at(&[8; 3 * PAGE], 0).unwrap();
+    let is_busy = |result: pagemill::Result<()>| assert!(matches!(result, Err(Error::Busy { .. })), "{result:?}");
+    is_busy(file.sync());
+    is_busy(file.sync());
+    is_busy(file.sync_range(0, 1));
+    is_busy(file.write_back(0, 1));
+    is_busy(file.refresh());
+    assert!(!store.1.lock().unwrap().is_empty());
+    let kept = std::mem::take(&mut *store.1.lock().unwrap());
+    kept.into_iter().for_each(|transfer| transfer.run(&store.0));
+    file.sync().unwrap();
+    assert_eq!(store.0.bytes(), [8; 3 * PAGE]);
+}
+
+/// No offset and no length, however large, makes a call panic: it is refused, or ends with the file.
+#[test]
+fn extreme_offsets_and_lengths_are_answered() {
+    let page = PAGE as u64;
+    let extremes =
+        [0, 1, page - 1, page, i64::MAX as u64 - page, i64::MAX as u64 - 1, i64::MAX as u64, u64::MAX - page];
+    let extremes = extremes.into_iter().chain([u64::MAX - 1, u64::MAX]);
+    let cache = by_hand(Settings { policy: Box::new(Never), ..settings(4 * MIB) });
+    let stored = Arc::new(MemoryStore::new(vec![6; 2 * PAGE], PAGE));
+    for file in [cache.create().unwrap(), cache.open(stored).unwrap()] {
+        for offset in extremes.clone() {
+            file.write_at(&[6; 2 * PAGE], 0).unwrap();
+            let mut bytes = [0; 32];
+            let _ =
+                (file.read_at(&mut bytes, offset), file.read_vectored_at(&mut [io::IoSliceMut::new(&mut [0])], offset));
+            let _ = (file.pin(offset).is_ok(), file.pin_present(offset).is_ok(), file.hold(offset).is_ok());
+            let _ = (file.seek_data(offset), file.seek_hole(offset));
+            let _ = (file.split(offset), file.collapse(offset));
+            for len_bytes in extremes.clone() {
+                let _ = file.will_need(offset, len_bytes);
+                let _ = (file.dont_need(offset, len_bytes), file.sync_range(offset, len_bytes));
+                let _ = file.write_back(offset, len_bytes);
+                let _ = file.pin_range(offset, len_bytes as usize).is_ok();
+                let _ = file.punch_hole(offset, len_bytes);
+            }
+            if offset > page {
+                assert!(file.write_at(b"x", u64::MAX - 1).is_err() && file.zero_range(offset, u64::MAX).is_err());
+                assert!(file.pin(offset).is_err(), "nothing lies there");
+            }
+            let _ = file.truncate(offset);
+            file.truncate(2 * page).unwrap();
+        }
+    }
+}
