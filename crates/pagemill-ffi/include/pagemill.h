@@ -1,11 +1,12 @@
-/* Pagemill: big, fast memory that gives itself back. The C interface.
+/* Pagemill, a user-space memory manager: the C interface.
  *
- * Link with -lpagemill_ffi. Under `pagemill run` the same functions are there without it.
+ * Link with -lpagemill_ffi. Under `pagemill run` the functions are available without it.
  */
 #ifndef PAGEMILL_H
 #define PAGEMILL_H
 
 #include <stddef.h>
+#include <stdint.h>
 #include <sys/types.h>
 
 #ifdef __cplusplus
@@ -16,38 +17,55 @@ extern "C" {
 #define PAGEMILL_VOLATILE 1
 #define PAGEMILL_VOLATILE_STRICT 2
 
-/* A volatile range goes as a whole, or from its end, a chunk at a time, in turn with others. */
+/* How a volatile range is purged: as a whole, or from its end by chunks, in turn with other ranges. */
 #define PAGEMILL_FULL 0
 #define PAGEMILL_PARTIAL 1
 
-/* Makes `len` bytes from `addr` on volatile: their contents may go when memory is needed, the least recently marked
- * first. Or nonvolatile: they stay from here on, and *purged (which may be null) says whether any had gone; those read
+/* Marks `len` bytes from `addr` on as volatile or nonvolatile.
+ *
+ * PAGEMILL_VOLATILE: the contents may be purged when memory is needed, the least recently marked first. Purged bytes read
  * zero.
  *
- * What was purged of a strict range raises SIGBUS when it is touched, with the address in si_addr (system calls: EFAULT),
- * until it is nonvolatile; then it reads zero. This takes guard pages (Linux 6.13), and a handler before the program's own
- * for SIGSEGV: see pagemill_handle_fault.
+ * PAGEMILL_VOLATILE_STRICT: the same, but touching a purged page raises SIGBUS with the address in si_addr, until the page is
+ * nonvolatile. System calls return EFAULT. Needs guard pages (Linux 6.13). The first strict mark installs a handler for
+ * SIGSEGV in front of the program's: see pagemill_handle_fault.
  *
- * Marking what is marked marks it anew. Unmarking what is not marked does nothing. Before a part is unmapped, moved,
- * replaced or freed, or a part of a strict one is protected, it must be unmarked. Memory that is shared, of a file,
- * locked, protected or the first thread's stack can be marked and never goes.
+ * PAGEMILL_NONVOLATILE: the contents stay from now on. *purged (purged may be null) is set to whether any were purged; those
+ * read zero.
  *
- * The handler of such a SIGBUS may call this for the page that raised it. Other handlers may not: as malloc, it takes locks.
+ * Marking a marked range marks it anew. Unmarking an unmarked range does nothing. The program must unmark memory before it
+ * unmaps, moves, replaces or frees it, and strict memory before it changes its protection. Shared, file, locked and protected
+ * memory and the stack of the first thread can be marked but are never purged.
  *
- * Returns the bytes that are marked, or that were; -1 with errno, and nothing has changed but *purged, which is 0:
- *   EINVAL  addr or len are no multiples of the page size, or mode or behaviour are unknown
- *   ENOMEM  a part is not mapped (of what is unmarked: and nothing of it was marked), or there is no memory or address
- *           space for the mark
- *   EFAULT  purged is no address that can be written to
- *   EOPNOTSUPP  a strict mark, and the kernel has no guard pages
+ * The function takes locks, like malloc, so signal handlers must not call it. Exception: the handler of such a SIGBUS may call
+ * it for the page that raised the signal.
+ *
+ * Returns the number of bytes that are now marked, or that were marked. On error returns -1 and sets errno; nothing has
+ * changed except *purged, which is 0:
+ *   EINVAL  addr or len is no multiple of the page size, or mode or behaviour is unknown
+ *   ENOMEM  a part is not mapped (when unmarking: and no part was marked), or no memory or address space is left for the mark
+ *   EFAULT  purged is not a writable address
+ *   EOPNOTSUPP  strict mark, and the kernel has no guard pages
  */
 ssize_t pagemill_vrange(void *addr, size_t len, int mode, int behaviour, int *purged);
 
-/* For a program's own handler of SIGSEGV (SA_SIGINFO) that it installs after its first strict mark: call this first, with
- * the handler's arguments, and return at once if it is not 0. Then the access is repeated, or SIGBUS comes where the fault
- * was. A handler that was there before that mark, or any under `pagemill run`, need not.
+/* A SIGSEGV handler (SA_SIGINFO) that the program installs after its first strict mark must call this first, with its own
+ * arguments, and return at once if the result is not 0. The access is then repeated, or SIGBUS is delivered at the faulting
+ * instruction. Handlers installed before that mark, and all handlers under `pagemill run`, need not call it.
  */
 int pagemill_handle_fault(int signal, const void *info, void *context);
+
+/* Bytes of this process, as measured by the call. */
+struct pagemill_figures {
+    uint64_t resident; /* resident memory of Pagemill */
+    uint64_t giveable; /* can be given back at once: free and volatile memory, including volatile memory not from Pagemill */
+    uint64_t net;      /* resident memory that is not giveable */
+};
+
+/* Measures the process and fills `figures`. Costs some 20 us for each 64 MiB of volatile memory. Signal handlers must not call
+ * it. Returns 0, or -1 with errno if Pagemill cannot start.
+ */
+int pagemill_figures(struct pagemill_figures *figures);
 
 #ifdef __cplusplus
 }

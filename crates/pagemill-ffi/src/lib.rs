@@ -1,13 +1,15 @@
-//! Pagemill for C. `include/pagemill.h` says what each function does; here calls are only passed on.
+//! The C interface. Each function forwards to the crate; `include/pagemill.h` documents them.
 #![allow(unsafe_code)] // the C ABI
 
 use pagemill::Pagemill;
+use pagemill::stats::Amounts;
 use pagemill::volatile;
+use pagemill_sys::process;
 use std::ffi::{c_int, c_void};
 
 /// # Safety
 ///
-/// As include/pagemill.h has it, which is the contract of [`volatile::handle_fault`].
+/// As documented in include/pagemill.h: the contract of [`volatile::handle_fault`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagemill_handle_fault(signal: c_int, info: *const c_void, context: *mut c_void) -> c_int {
     // SAFETY: the caller's promise.
@@ -16,7 +18,25 @@ pub unsafe extern "C" fn pagemill_handle_fault(signal: c_int, info: *const c_voi
 
 /// # Safety
 ///
-/// As include/pagemill.h has it, which is the contract of [`volatile::Vranges::vrange`].
+/// As documented in include/pagemill.h: `amounts` points to writable memory.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagemill_figures(amounts: *mut Amounts) -> c_int {
+    match Pagemill::of_process() {
+        Ok(pagemill) => {
+            // SAFETY: the caller's promise.
+            unsafe { amounts.write(pagemill.figures().amounts()) };
+            0
+        }
+        Err(error) => {
+            process::set_errno(error.errno());
+            -1
+        }
+    }
+}
+
+/// # Safety
+///
+/// As documented in include/pagemill.h: the contract of [`volatile::Vranges::vrange`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagemill_vrange(
     addr: *mut c_void,

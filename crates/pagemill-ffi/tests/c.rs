@@ -1,4 +1,4 @@
-//! The C interface, from C.
+//! Tests of the C interface with C programs.
 
 #[allow(dead_code)] // shared with tests that use more of it
 #[path = "../../pagemill-cli/tests/common/group.rs"]
@@ -13,7 +13,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Builds the C program against the library that this crate was built into.
+/// Builds a C program against this crate's library.
 fn build(folder: &Path, source: &str) -> PathBuf {
     let crate_folder = Path::new(env!("CARGO_MANIFEST_DIR"));
     let library = std::env::current_exe().unwrap().parent().unwrap().to_path_buf();
@@ -44,7 +44,16 @@ fn c_programs_mark_and_unmark() {
     assert_eq!(String::from_utf8_lossy(&output.stdout), "0 of 16 gone\n", "without pressure nothing goes");
 }
 
-/// Twice as much as a group may have: what is marked goes in time, and the program is not killed.
+#[test]
+fn figures_follow_marks() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = Command::new(build(folder.path(), "figures.c")).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{:?}: {said}", output.status);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "64 MiB giveable while marked\n");
+}
+
+/// Marked memory is purged before a limit kills the program. Marks twice the group's limit.
 #[test]
 fn volatile_memory_survives_a_limit() {
     let folder = tempfile::tempdir().unwrap();
@@ -59,7 +68,7 @@ fn volatile_memory_survives_a_limit() {
     assert!((64..=118).contains(&gone), "{said}");
 }
 
-/// A program that marked its memory and sleeps gives it to another one of its group, which is not killed.
+/// A sleeping program gives its marked memory to another program of its group, which is not killed.
 #[test]
 fn a_sleeper_gives_to_its_group() {
     let folder = tempfile::tempdir().unwrap();
@@ -86,8 +95,8 @@ fn a_sleeper_gives_to_its_group() {
     assert!(gone >= 44, "{last}");
 }
 
-/// Twice as much strict memory as a group may have: what is gone raises `SIGBUS`, what is not reads as it was written, also
-/// with a handler of the program's own in between.
+/// Purged strict memory raises `SIGBUS`, other memory reads as written, also with a handler of the program's own. Marks twice
+/// the group's limit.
 #[test]
 fn strict_memory_raises_signals_under_a_limit() {
     let folder = tempfile::tempdir().unwrap();
@@ -105,22 +114,22 @@ fn strict_memory_raises_signals_under_a_limit() {
     assert!((64..=118).contains(&gone), "{said}");
 }
 
-/// What a process that publishes in this folder says to have; `None` if it does not publish.
+/// The ranges of a process that publishes in this folder; `None` if it does not publish.
 fn list(folder: &Path, pid: u32) -> Option<List> {
     let who = process::identity(pid).unwrap();
     let figures = published::file_of(folder.to_str().unwrap(), who).unwrap();
     std::fs::exists(figures.as_str()).unwrap().then(|| listing::ask(&figures, who, || false).unwrap())
 }
 
-/// Lengths of what is listed, in pages, ascending.
+/// Lengths of the listed ranges in pages, ascending.
 fn pages(list: &List) -> Vec<usize> {
     let mut pages: Vec<_> = list.ranges.iter().map(|range| range.len_bytes / os_page_bytes()).collect();
     pages.sort_unstable();
     pages
 }
 
-/// Programs with the library publish what they marked: a child what it has, too, under a name of its own and not before it
-/// calls; after exec only what is there then. At the end nothing is left of that.
+/// Programs with the library publish their marks. A child publishes under a name of its own, from its first call on; after
+/// exec only the new program's marks are listed. No file is left at the end.
 #[test]
 fn marks_are_listed() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,9 +1,9 @@
-//! `PAGEMILL_CHECK`: a bit for every place where a small allocation can start, so that freeing one twice, freeing
-//! its middle, or freeing what was never allocated is found at once.
+//! `PAGEMILL_CHECK`: a bit for every address where a small allocation can start. It detects at once a double free, a
+//! free inside an allocation, and a free of memory that was never allocated.
 //!
-//! Large allocations are always checked by their state words. For small ones
-//! the check costs a table look-up per call, so it is for testing.
-#![allow(unsafe_code)] // the table of bits is reached by address
+//! Large allocations are always checked by their state words. For small ones the check costs a table look-up per call,
+//! so it is for testing.
+#![allow(unsafe_code)] // the table of bits is accessed by address
 
 use pagemill::Error;
 use pagemill::Pagemill;
@@ -17,14 +17,14 @@ const STEP: usize = 8;
 /// Start and end of the addresses that have a bit.
 static BASE: AtomicUsize = AtomicUsize::new(0);
 static END: AtomicUsize = AtomicUsize::new(0);
-/// Address of the bits; 0: not checking.
+/// Address of the bits; 0 if checking is off.
 static BITS: AtomicUsize = AtomicUsize::new(0);
 
 pub fn is_on() -> bool {
     BITS.load(Relaxed) != 0
 }
 
-/// Turns checking on; says whether it could.
+/// Turns checking on; returns whether that succeeded.
 pub fn start(pagemill: &'static Pagemill) -> bool {
     let (base, end) = (pagemill.arena.base(), pagemill.heap.base());
     let Ok(bits) = mem::map_sparse((end - base) / STEP / 8, pagemill::units::BLOCK_BYTES) else { return false };
@@ -46,7 +46,7 @@ fn bit(addr: usize) -> Option<(&'static AtomicU64, u64)> {
     Some((word, 1 << (index % 64)))
 }
 
-/// Notes a small allocation.
+/// Records a small allocation.
 pub fn note(pointer: *mut c_void) {
     if let Some((word, bit)) = bit(pointer as usize) {
         word.fetch_or(bit, Relaxed);
@@ -61,7 +61,7 @@ pub fn verify(function: &str, pointer: *mut c_void) {
     }
 }
 
-/// Notes that a small allocation is freed; ends the process if there is none at this address.
+/// Records that a small allocation is freed; ends the process if there is none at this address.
 pub fn forget(function: &str, pointer: *mut c_void) {
     let addr = pointer as usize;
     if !is_on() {

@@ -1,8 +1,7 @@
-//! Around `fork`: whose locks are taken in which order, and what a child begins with.
+//! Fork handlers: the order in which locks are taken, and the initial state of a child.
 //!
-//! All handlers are registered as one, when the library's life begins. Those of
-//! jemalloc are kept from registering themselves (build.rs): it starts late, and
-//! what the program registered before would run inside its locks. In order:
+//! All handlers are registered as one when the library starts. jemalloc is kept from registering its own (build.rs): it
+//! starts late, and handlers that the program registered earlier would run inside its locks. The order:
 //!
 //! | before, in the parent | after, on both sides |
 //! |---|---|
@@ -14,8 +13,9 @@
 
 use crate::{small, start, young};
 use pagemill::stats;
+use pagemill::sync::Lock;
 use pagemill_sys::{mem, process};
-use std::ffi::c_int;
+use std::ffi::{CStr, c_int, c_void};
 use std::ptr;
 use std::sync::atomic::{
     AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
@@ -23,12 +23,61 @@ use std::sync::atomic::{
 
 type Handler = Option<unsafe extern "C" fn()>;
 
-unsafe extern "C" {
-    /// The C library's `pthread_atfork`, under the name the linker gives it (`--wrap`).
-    fn __real_pthread_atfork(prepare: Handler, parent: Handler, child: Handler) -> c_int;
+type Register = unsafe extern "C" fn(Handler, Handler, Handler, *mut c_void) -> c_int;
+
+/// Finds the C library's `__register_atfork`.
+///
+/// It has one version for each processor, the first that had it. Looked up by version no memory is allocated.
+fn register_of_c_library() -> Option<Register> {
+    const VERSION: &CStr = if cfg!(target_arch = "x86_64") { c"GLIBC_2.3.2" } else { c"GLIBC_2.17" };
+    // SAFETY: two C strings; looks among what is loaded.
+    let address = unsafe { libc::dlvsym(libc::RTLD_NEXT, c"__register_atfork".as_ptr(), VERSION.as_ptr()) } as usize;
+    // SAFETY: 0, or the address of a function of this type.
+    unsafe { std::mem::transmute::<usize, Option<Register>>(address) }
 }
 
-/// jemalloc's own handlers, by [`Moment`]; 0 until it has started.
+/// The registration of this library's own handlers: once in a process and its children.
+static REGISTRATION: Lock = Lock::new();
+static IS_REGISTERED: AtomicBool = AtomicBool::new(false);
+
+/// Registers what happens around a fork, unless that is done.
+pub fn register() {
+    if !IS_REGISTERED.load(Acquire)
+        && let Some(register_handlers) = register_of_c_library()
+    {
+        register_with(register_handlers);
+    }
+}
+
+fn register_with(register_handlers: Register) {
+    let _guard = REGISTRATION.lock();
+    if !IS_REGISTERED.load(Relaxed) {
+        // SAFETY: functions of this library, which stays (build.rs); so no library is named whose end would end them.
+        // It allocates from its 49th caller on only.
+        unsafe { register_handlers(Some(before), Some(in_parent), Some(in_child), ptr::null_mut()) };
+        IS_REGISTERED.store(true, Release);
+    }
+}
+
+/// Registers handlers of the program or of one of its libraries (`library`), behind this library's own.
+///
+/// # Safety
+///
+/// As `pthread_atfork`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn __register_atfork(
+    prepare: Handler,
+    parent: Handler,
+    child: Handler,
+    library: *mut c_void,
+) -> c_int {
+    let Some(register_handlers) = register_of_c_library() else { return libc::ENOMEM };
+    register_with(register_handlers);
+    // SAFETY: the caller's promise.
+    unsafe { register_handlers(prepare, parent, child, library) }
+}
+
+/// jemalloc's own handlers, indexed by [`Moment`]; 0 until it has started.
 static OF_JEMALLOC: [AtomicUsize; 3] = [const { AtomicUsize::new(0) }; 3];
 
 #[derive(Clone, Copy)]
@@ -38,7 +87,7 @@ enum Moment {
     InChild,
 }
 
-/// Takes the place of `pthread_atfork` in this library, where only jemalloc calls it.
+/// Replaces `pthread_atfork` in this library, where only jemalloc calls it.
 ///
 /// # Safety
 ///
@@ -54,15 +103,9 @@ pub unsafe extern "C" fn __wrap_pthread_atfork(prepare: Handler, parent: Handler
 fn call_jemallocs(moment: Moment) {
     let handler = OF_JEMALLOC[moment as usize].load(Acquire);
     if handler != 0 {
-        // SAFETY: what jemalloc gave for this moment.
+        // SAFETY: the handler that jemalloc registered for this moment.
         unsafe { std::mem::transmute::<usize, unsafe extern "C" fn()>(handler)() };
     }
-}
-
-/// Registers what happens around a fork: once, as early as can be.
-pub fn register() {
-    // SAFETY: functions of this library, which stays (build.rs).
-    unsafe { __real_pthread_atfork(Some(before), Some(in_parent), Some(in_child)) };
 }
 
 /// Whether the handlers of a grown process were run before the fork that is under way.
@@ -73,7 +116,8 @@ extern "C" fn before() {
     if let Some(pagemill) = start::pagemill() {
         small::before_fork();
         call_jemallocs(Moment::Before);
-        pagemill.before_fork();
+        // SAFETY: `after` follows on this thread, on both sides.
+        unsafe { pagemill.before_fork() };
         HAS_LOCKED.store(true, Relaxed);
     }
 }
@@ -82,7 +126,8 @@ fn after(moment: Moment) {
     if HAS_LOCKED.swap(false, Relaxed)
         && let Some(pagemill) = start::pagemill()
     {
-        pagemill.after_fork();
+        // SAFETY: `before` has taken the locks (`HAS_LOCKED`).
+        unsafe { pagemill.after_fork() };
         call_jemallocs(moment);
         small::after_fork();
     }
@@ -101,7 +146,7 @@ extern "C" fn in_child() {
     begin_child();
 }
 
-/// A page that reads zero in a child: the kernel wipes it, however the child was made.
+/// A page that reads zero in a child: the kernel wipes it, however the child was created.
 static MARK: AtomicPtr<AtomicU32> = AtomicPtr::new(ptr::null_mut());
 
 /// Marks this process as known.
@@ -117,7 +162,7 @@ pub fn mark_process() {
     };
     // SAFETY: a page that stays mapped, large enough and aligned.
     unsafe { (*page).store(1, Relaxed) };
-    // Not before it is marked: who looks in between would take this for a new process.
+    // Store it only after marking: another thread in between would take this for a new process.
     MARK.store(page, Release);
 }
 
@@ -132,13 +177,16 @@ pub fn notice_raw_clone() {
     }
 }
 
-/// In a child process: what is held is the parent's, and everything is counted anew.
+/// Runs in a child process: existing memory is the parent's, and everything is counted anew.
 fn begin_child() {
+    process::forget_own_identity();
     young::forked();
     match (start::pagemill(), start::account()) {
-        (Some(pagemill), _) => pagemill.begin_child(),
+        // SAFETY: a child that has this thread, at its first handler or its first call.
+        (Some(pagemill), _) => unsafe { pagemill.begin_child() },
         (None, Some(account)) => {
-            stats::detach_in_child();
+            // SAFETY: as above.
+            unsafe { stats::detach_in_child() };
             account.forked(process::own_identity());
         }
         (None, None) => {}

@@ -1,30 +1,30 @@
 //! The malloc family on Pagemill, for `LD_PRELOAD`.
 //!
-//! Sizes below 64 KiB go to jemalloc, whose extents come from the arena
-//! ([`small`]); from there up to [`pagemill::heap`]. The two exported functions
-//! that matter, [`malloc`] and [`free`], add one comparison and two jumps to
-//! jemalloc's own; everything rare lies behind them in [`slow`].
+//! Sizes below 64 KiB go to jemalloc, whose extents come from the arena ([`small`]); larger ones to [`pagemill::heap`].
+//! The two most important exported functions, [`malloc`] and [`free`], add one comparison and two jumps to jemalloc's
+//! own. Rare cases are in [`slow`].
 //!
-//! | file | what |
+//! | file | contents |
 //! |---|---|
-//! | `lib.rs` | the exported functions: which way a call goes |
+//! | `lib.rs` | the exported functions; selects the path of a call |
 //! | `slow.rs` | large sizes, start-up, debts, errors |
 //! | `small.rs` | jemalloc: its settings, its extents, its shrinker |
-//! | `young.rs` | a program while it is small: the C library's own malloc |
+//! | `young.rs` | libc fallback: the C library's malloc serves a small program |
 //! | `start.rs` | start, growth, exit; the helper thread |
-//! | `settings.rs` | what the environment says |
-//! | `fork.rs` | what happens around a fork, in which order |
-//! | `marks.rs` | `pagemill_vrange`, and the calls that end what it marked |
-//! | `signals.rs` | `sigaction` and `signal`: Pagemill hears of faults first |
+//! | `settings.rs` | environment variables |
+//! | `fork.rs` | the order of fork handlers |
+//! | `mallctl.rs` | jemalloc's control call, for programs that are linked to jemalloc |
+//! | `marks.rs` | `pagemill_vrange`, and the calls that end its marks |
+//! | `signals.rs` | `sigaction` and `signal`: Pagemill handles faults first |
 //! | `check.rs` | `PAGEMILL_CHECK`: a bit for every small allocation |
 //!
-//! Nothing here allocates, except through itself, or prints, except before it
-//! ends the process. No state of a thread is kept, so none has to be cleaned
-//! up. There is no policy here: that is the heap's and the account's.
+//! Nothing here allocates, except through the library itself, or prints, except before it ends the process. There is no
+//! per-thread state, so nothing is cleaned up at thread exit. There is no policy here: the heap and the account decide.
 #![allow(unsafe_code)] // the C ABI of malloc
 
 mod check;
 mod fork;
+mod mallctl;
 mod marks;
 mod settings;
 mod signals;
@@ -37,17 +37,28 @@ use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering::Acquire, Ordering::Relaxed};
 use tikv_jemalloc_sys as je;
 
-/// Sizes below this go straight to jemalloc. 0 until the program has grown, while something is due outside its locks, and when checking.
+/// Sizes below this go directly to jemalloc. 0 until the program has grown, while work is due outside jemalloc's locks,
+/// and when checking.
 static SMALL_LIMIT: AtomicUsize = AtomicUsize::new(0);
 
-/// Addresses below this go straight to jemalloc. 0 until the program has grown, and when checking.
-static SMALL_END: AtomicUsize = AtomicUsize::new(0);
+/// [`SMALL_BYTES`] addresses from here on go directly to jemalloc: the part of the arena below the heap. Far from all
+/// addresses until the program has grown.
+static SMALL_START: AtomicUsize = AtomicUsize::new(1 << 63);
 
-/// Allocates `size` bytes; null and `ENOMEM` if they cannot be had.
+/// 0 until the program has grown, and when checking. Stored after [`SMALL_START`].
+static SMALL_BYTES: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether jemalloc serves an address and its fast path is open.
+#[inline]
+fn is_small(pointer: *mut c_void) -> bool {
+    let bytes = SMALL_BYTES.load(Acquire);
+    (pointer as usize).wrapping_sub(SMALL_START.load(Relaxed)) < bytes
+}
+
+/// Allocates `size` bytes; returns null and `ENOMEM` on failure.
 ///
-/// Written out: one comparison with memory and two jumps, where the compiler
-/// would load an atomic first. Every instruction here is on the way of each
-/// small allocation.
+/// Written in assembly: one comparison with memory and two jumps, where the compiler would load an atomic first. Every
+/// small allocation executes these instructions.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
@@ -62,32 +73,35 @@ pub extern "C" fn malloc(size: usize) -> *mut c_void {
     )
 }
 
-/// Frees an allocation of this library; null is fine.
+/// Frees an allocation of this library; null is allowed.
 ///
-/// Written out for the same reason as [`malloc`].
+/// Written in assembly for the same reason as [`malloc`].
 ///
 /// # Safety
 ///
-/// The program does not use it any more.
+/// The program must not use it any more.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn free(pointer: *mut c_void) {
     core::arch::naked_asm!(
-        "cmp rdi, qword ptr [rip + {end}]",
+        "mov rax, rdi",
+        "sub rax, qword ptr [rip + {start}]",
+        "cmp rax, qword ptr [rip + {bytes}]",
         "jae {slow}",
         "jmp {small}",
-        end = sym SMALL_END,
+        start = sym SMALL_START,
+        bytes = sym SMALL_BYTES,
         slow = sym slow::free,
         small = sym je::free,
     )
 }
 
-/// Allocates `size` bytes; null and `ENOMEM` if they cannot be had.
+/// Allocates `size` bytes; returns null and `ENOMEM` on failure.
 #[cfg(not(target_arch = "x86_64"))]
 #[unsafe(no_mangle)]
 pub extern "C" fn malloc(size: usize) -> *mut c_void {
-    // Acquire: who sees the limit sees jemalloc started.
+    // Acquire: a thread that sees the limit sees jemalloc started.
     if size < SMALL_LIMIT.load(Acquire) {
         // SAFETY: jemalloc is initialised.
         return unsafe { je::malloc(size) };
@@ -95,23 +109,23 @@ pub extern "C" fn malloc(size: usize) -> *mut c_void {
     slow::malloc(size)
 }
 
-/// Frees an allocation of this library; null is fine.
+/// Frees an allocation of this library; null is allowed.
 ///
 /// # Safety
 ///
-/// The program does not use it any more.
+/// The program must not use it any more.
 #[cfg(not(target_arch = "x86_64"))]
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn free(pointer: *mut c_void) {
-    if (pointer as usize) < SMALL_END.load(Relaxed) {
-        // SAFETY: null, or an allocation of jemalloc's (the caller's promise).
+    if is_small(pointer) {
+        // SAFETY: an allocation of jemalloc's (guaranteed by the caller).
         return unsafe { je::free(pointer) };
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { slow::free(pointer) }
 }
 
-/// Allocates an array, zeroed; null and `ENOMEM` also if the size overflows.
+/// Allocates a zeroed array; returns null and `ENOMEM` on failure, also if the size overflows.
 #[unsafe(no_mangle)]
 pub extern "C" fn calloc(count: usize, size: usize) -> *mut c_void {
     match count.checked_mul(size) {
@@ -124,23 +138,22 @@ pub extern "C" fn calloc(count: usize, size: usize) -> *mut c_void {
     }
 }
 
-/// Changes the size of an allocation; a size of 0 frees it.
+/// Resizes an allocation; a size of 0 frees it.
 ///
 /// # Safety
 ///
-/// `pointer` is null or an allocation of this library; the old address is not used afterwards.
+/// `pointer` is null or an allocation of this library; the old address must not be used afterwards.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
-    let is_small = (pointer as usize) < SMALL_END.load(Relaxed) && size < SMALL_LIMIT.load(Acquire);
-    if is_small && size != 0 {
-        // SAFETY: the caller's promise.
+    if is_small(pointer) && size < SMALL_LIMIT.load(Acquire) && size != 0 {
+        // SAFETY: guaranteed by the caller.
         return unsafe { je::realloc(pointer, size) };
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { slow::realloc(pointer, size) }
 }
 
-/// As [`realloc`] for an array; null and `ENOMEM` if the size overflows.
+/// As [`realloc`] for an array; returns null and `ENOMEM` if the size overflows.
 ///
 /// # Safety
 ///
@@ -148,13 +161,13 @@ pub unsafe extern "C" fn realloc(pointer: *mut c_void, size: usize) -> *mut c_vo
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn reallocarray(pointer: *mut c_void, count: usize, size: usize) -> *mut c_void {
     match count.checked_mul(size) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         Some(bytes) => unsafe { realloc(pointer, bytes) },
         None => slow::out_of_memory(),
     }
 }
 
-/// Allocates at a multiple of `align`, a power of two; null and `EINVAL` for any other.
+/// Allocates at a multiple of `align`, a power of two; returns null and `EINVAL` for any other value.
 #[unsafe(no_mangle)]
 pub extern "C" fn aligned_alloc(align: usize, size: usize) -> *mut c_void {
     slow::aligned(align, size)
@@ -166,7 +179,8 @@ pub extern "C" fn memalign(align: usize, size: usize) -> *mut c_void {
     slow::aligned(align.checked_next_power_of_two().unwrap_or(0), size)
 }
 
-/// Stores an allocation at a multiple of `align`; returns `EINVAL` or `ENOMEM` and stores nothing otherwise.
+/// Stores an allocation at a multiple of `align` in `result`; on failure returns `EINVAL` or `ENOMEM` and stores
+/// nothing.
 ///
 /// # Safety
 ///
@@ -182,7 +196,7 @@ pub unsafe extern "C" fn posix_memalign(result: *mut *mut c_void, align: usize, 
     if pointer.is_null() {
         return libc::ENOMEM;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { result.write(pointer) };
     0
 }
@@ -203,18 +217,18 @@ pub extern "C" fn pvalloc(size: usize) -> *mut c_void {
     }
 }
 
-/// Bytes that may be used of an allocation; 0 for null.
+/// Usable bytes of an allocation; 0 for null.
 ///
 /// # Safety
 ///
 /// `pointer` is null or an allocation of this library.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn malloc_usable_size(pointer: *mut c_void) -> usize {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { slow::usable(pointer) }
 }
 
-/// Gives all free memory back to the system; 1 if there was some.
+/// Gives all free memory back to the system; returns 1 if there was some.
 #[unsafe(no_mangle)]
 pub extern "C" fn malloc_trim(_pad: usize) -> c_int {
     slow::trim()
@@ -227,7 +241,7 @@ pub extern "C" fn malloc_trim(_pad: usize) -> c_int {
 /// As [`free`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn free_sized(pointer: *mut c_void, _size: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { free(pointer) }
 }
 
@@ -238,6 +252,6 @@ pub unsafe extern "C" fn free_sized(pointer: *mut c_void, _size: usize) {
 /// As [`free`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn free_aligned_sized(pointer: *mut c_void, _align: usize, _size: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { free(pointer) }
 }

@@ -1,16 +1,17 @@
 //! Volatile ranges in a preloaded program: `pagemill_vrange`, and the calls that end a mapping.
 //!
-//! A purge must never hit what was mapped anew. So `munmap`, `mmap` with `MAP_FIXED`, `mremap` and the advices that throw
-//! contents away come here first, where programs call them through the C library: what they name is not marked any more,
-//! and no purge is at it. Without marks that is one look. Raw system calls, and the C library's own, are not seen.
+//! A purge must never hit memory that was mapped anew. So `munmap`, `mmap` with `MAP_FIXED`, `mremap` and the `madvise`
+//! values that discard contents are intercepted, if programs call them through the C library. The range is unmarked
+//! first, after waiting for purges of it. Without marks that costs one load. Raw system calls, and the C library's own,
+//! are not intercepted.
 #![allow(unsafe_code)] // the C ABI of the mapping calls
 
 use crate::{slow, start};
-use pagemill::volatile;
+use pagemill::{stats, volatile};
 use std::ffi::{c_int, c_long, c_void};
 use std::io;
 
-/// Ends the marks of a range that is about to go.
+/// Ends the marks of a range that is about to be unmapped or discarded.
 pub fn forget(addr: usize, len: usize) {
     let Some(pagemill) = start::pagemill().filter(|pagemill| !pagemill.vranges.is_empty()) else { return };
     let page = pagemill::units::os_page_bytes();
@@ -20,7 +21,7 @@ pub fn forget(addr: usize, len: usize) {
     }
 }
 
-/// As [`forget`], before a call that the kernel refuses where `addr` is no multiple of its pages: then nothing goes.
+/// As [`forget`], before a call that the kernel refuses if `addr` is not a multiple of its pages: then nothing changes.
 fn forget_mapped(addr: *mut c_void, len: usize) {
     if (addr as usize).is_multiple_of(pagemill::units::os_page_bytes()) {
         forget(addr as usize, len);
@@ -29,7 +30,7 @@ fn forget_mapped(addr: *mut c_void, len: usize) {
 
 /// # Safety
 ///
-/// As pagemill.h has it.
+/// As documented in pagemill.h.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagemill_vrange(
     addr: *mut c_void,
@@ -38,11 +39,11 @@ pub unsafe extern "C" fn pagemill_vrange(
     behaviour: c_int,
     purged: *mut c_int,
 ) -> isize {
-    // A young program grows for it; one that the C library serves for good has nothing that could purge.
+    // A young program grows for it. A program that the C library serves for good has nothing that could purge.
     let vranges = || match slow::grown() {
         Some(pagemill) => {
             start::helper(pagemill);
-            // A fork child may mark without ever being charged, and is to be found all the same.
+            // A fork child may mark without ever being charged, and must publish its figures nevertheless.
             pagemill.account.note_use();
             Ok(pagemill.vranges)
         }
@@ -51,16 +52,28 @@ pub unsafe extern "C" fn pagemill_vrange(
             cause: io::ErrorKind::OutOfMemory.into(),
         }),
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { volatile::c::vrange(vranges, addr, len, (mode, behaviour), purged) }
 }
 
 /// # Safety
 ///
-/// As pagemill.h has it.
+/// As documented in pagemill.h: `amounts` can be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagemill_figures(amounts: *mut stats::Amounts) -> c_int {
+    // While the C library serves a young program there is nothing to measure.
+    let figures = start::pagemill().map_or_else(stats::snapshot, |pagemill| pagemill.figures());
+    // SAFETY: guaranteed by the caller.
+    unsafe { amounts.write(figures.amounts()) };
+    0
+}
+
+/// # Safety
+///
+/// As documented in pagemill.h.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagemill_handle_fault(signal: c_int, info: *const c_void, context: *mut c_void) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     c_int::from(unsafe { volatile::handle_fault(signal, info, context) })
 }
 
@@ -70,7 +83,7 @@ pub unsafe extern "C" fn pagemill_handle_fault(signal: c_int, info: *const c_voi
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
     forget_mapped(addr, len);
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { libc::syscall(libc::SYS_munmap, addr, len) as c_int }
 }
 
@@ -89,11 +102,11 @@ pub unsafe extern "C" fn mmap(
     if flags & libc::MAP_FIXED != 0 {
         forget_mapped(addr, len);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { libc::syscall(libc::SYS_mmap, addr, len, prot, flags, fd, offset) as *mut c_void }
 }
 
-/// The same: files are large on 64-bit systems anyway.
+/// As [`mmap`]: files are large on 64-bit systems anyway.
 ///
 /// # Safety
 ///
@@ -107,11 +120,11 @@ pub unsafe extern "C" fn mmap64(
     fd: c_int,
     offset: libc::off_t,
 ) -> *mut c_void {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { mmap(addr, len, prot, flags, fd, offset) }
 }
 
-/// In C the last argument is optional; it is passed the same way, and the kernel looks at it only with `MREMAP_FIXED`.
+/// In C the last argument is optional; it is passed the same way, and the kernel reads it only with `MREMAP_FIXED`.
 ///
 /// # Safety
 ///
@@ -131,7 +144,7 @@ pub unsafe extern "C" fn mremap(
     if is_possible && flags & libc::MREMAP_FIXED != 0 {
         forget_mapped(new, new_len);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { libc::syscall(libc::SYS_mremap, old, old_len, new_len, flags as c_long, new) as *mut c_void }
 }
 
@@ -145,6 +158,6 @@ pub unsafe extern "C" fn madvise(addr: *mut c_void, len: usize, advice: c_int) -
     if throws_away {
         forget_mapped(addr, len);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { libc::syscall(libc::SYS_madvise, addr, len, advice) as c_int }
 }

@@ -1,32 +1,30 @@
-//! What the environment says, read once, when the library's life begins.
+//! Settings from environment variables, read once, when the library starts.
 //!
-//! Later is too late: another thread may be changing the environment while
-//! malloc reads it, and a program may clear it.
+//! Later would be unsafe: another thread may change the environment while malloc reads it, and a program may clear it.
 #![allow(unsafe_code)] // a static written once
 
 use pagemill::arena::Layout;
 use pagemill::arena::nodes::Nodes;
 use pagemill::published::TREE_VARIABLE;
-use pagemill::reclaim::governor::DEFAULT_IDLE;
+use pagemill::reclaim::Return;
 use pagemill::reclaim::tree::UNLIMITED;
 use pagemill::units::{PageSize, parse_plain_bytes};
 use pagemill_sys::file::{self, Path, Text};
 use std::cell::UnsafeCell;
 use std::ffi::CStr;
-use std::time::Duration;
 
 /// Settings of this process.
 pub struct Settings {
-    /// Most bytes that the arena may hold.
+    /// Maximum bytes that the arena may hold.
     pub limit_bytes: u64,
-    /// What the program holds before Pagemill serves it.
+    /// Bytes that the program holds before Pagemill serves it.
     pub after_bytes: Option<usize>,
     pub is_checking: bool,
     pub may_have_helper: bool,
-    /// Whether control groups and the machine's memory are minded.
+    /// Whether the limits of control groups and of the machine are observed.
     pub is_watching: bool,
-    /// Who does nothing for so long gives its free memory back.
-    pub idle: Option<Duration>,
+    /// When free memory returns to the system.
+    pub policy: Return,
     /// Folder of the process tree; empty for none.
     pub tree: Path,
     /// The user's folder for runtime files; empty for none.
@@ -45,33 +43,28 @@ enum Huge {
 
 struct Cell(UnsafeCell<Settings>);
 
-// SAFETY: written by `read` only, before anybody else can know of the library.
+// SAFETY: written by `read` only, before any other thread can use the library.
 unsafe impl Sync for Cell {}
 
 static SETTINGS: Cell = Cell(UnsafeCell::new(Settings::none()));
 
-/// The settings, once read.
+/// The settings; valid after [`read`].
 pub fn settings() -> &'static Settings {
     // SAFETY: not written any more (see `read`).
     unsafe { &*SETTINGS.0.get() }
 }
 
-/// Reads the environment. The thread that begins the library's life calls it, once, before the phase is told.
+/// Reads the environment. The thread that starts the library calls it, once, before it publishes the phase.
 pub fn read() {
-    // SAFETY: the first and only writer; readers come after it has told the phase.
+    // SAFETY: the first and only writer; readers come after the phase is published.
     let settings = unsafe { &mut *SETTINGS.0.get() };
     settings.limit_bytes = size(c"PAGEMILL_LIMIT").map_or(UNLIMITED, |bytes| bytes as u64);
     settings.after_bytes = size(c"PAGEMILL_AFTER");
-    settings.is_checking = variable(c"PAGEMILL_CHECK").is_some_and(|value| value != "0");
+    settings.is_checking =
+        word(c"PAGEMILL_CHECK", &[("1", true), ("0", false), ("on", true), ("off", false)]).unwrap_or(false);
     settings.may_have_helper = word(c"PAGEMILL_HELPER", &[("on", true), ("off", false)]).unwrap_or(true);
     settings.is_watching = word(c"PAGEMILL_WATCH", &[("on", true), ("off", false)]).unwrap_or(true);
-    settings.idle = match variable(c"PAGEMILL_IDLE") {
-        None => Some(DEFAULT_IDLE),
-        Some("off" | "0") => None,
-        Some(_) => {
-            size(c"PAGEMILL_IDLE").map_or(Some(DEFAULT_IDLE), |seconds| Some(Duration::from_secs(seconds as u64)))
-        }
-    };
+    settings.policy = policy().unwrap_or(Return::BALANCED);
     settings.page_bytes = size(c"PAGEMILL_PAGE_SIZE");
     settings.nodes = size(c"PAGEMILL_NODES");
     settings.huge =
@@ -79,6 +72,21 @@ pub fn read() {
     let path = |name| Path::format(format_args!("{}", variable(name)?));
     settings.tree = path(TREE_VARIABLE).unwrap_or_default();
     settings.runtime = path(c"XDG_RUNTIME_DIR").unwrap_or_default();
+}
+
+/// When free memory returns: `PAGEMILL_RETURN`, else its older name `PAGEMILL_IDLE` (seconds, `off`).
+fn policy() -> Option<Return> {
+    if let Some(text) = variable(c"PAGEMILL_RETURN") {
+        let policy = Return::parse(text);
+        if let Err(error) = policy {
+            warn_of_variable(format_args!("pagemill: PAGEMILL_RETURN={text}: {error}; ignored"));
+        }
+        return policy.ok();
+    }
+    match variable(c"PAGEMILL_IDLE")? {
+        "off" | "0" => Some(Return::Keep),
+        _ => Return::after_seconds(size(c"PAGEMILL_IDLE")? as u64),
+    }
 }
 
 impl Settings {
@@ -89,7 +97,7 @@ impl Settings {
             is_checking: false,
             may_have_helper: true,
             is_watching: true,
-            idle: Some(DEFAULT_IDLE),
+            policy: Return::BALANCED,
             tree: Path::new(),
             runtime: Path::new(),
             page_bytes: None,
@@ -98,20 +106,20 @@ impl Settings {
         }
     }
 
-    /// How the arena is to be laid out.
+    /// The layout of the arena.
     pub fn layout(&self) -> Layout {
-        // No caches here: they are for programs that use the crate.
+        // No pool zone: caches are for programs that use the crate.
         let mut layout = Layout { pool_bytes: 0, ..Layout::for_program() };
         if let Some(bytes) = self.page_bytes {
             match PageSize::new(bytes) {
                 Some(page) => layout.page = page,
-                None => warn(format_args!("pagemill: PAGEMILL_PAGE_SIZE={bytes} is no page size; ignored")),
+                None => warn_of_variable(format_args!("pagemill: PAGEMILL_PAGE_SIZE={bytes} is no page size; ignored")),
             }
         }
         if let Some(count) = self.nodes {
             layout.nodes = Nodes::logical(count);
             if layout.nodes.count() != count {
-                warn(format_args!("pagemill: PAGEMILL_NODES={count}: {} it is", layout.nodes.count()));
+                warn_of_variable(format_args!("pagemill: PAGEMILL_NODES={count}: {} it is", layout.nodes.count()));
             }
         }
         match self.huge {
@@ -123,10 +131,18 @@ impl Settings {
     }
 }
 
-/// Says something to whoever started the program.
+/// Prints a message to standard error.
 pub fn warn(message: std::fmt::Arguments<'_>) {
     if let Some(line) = Text::<512>::format(format_args!("{message}\n")) {
         file::write_stderr(line.as_bytes());
+    }
+}
+
+/// As [`warn`], of a variable that is passed over. In a process tree `run` has looked at them: each of many processes would say
+/// it again.
+fn warn_of_variable(message: std::fmt::Arguments<'_>) {
+    if variable(TREE_VARIABLE).is_none() {
+        warn(message);
     }
 }
 
@@ -134,24 +150,24 @@ fn variable(name: &CStr) -> Option<&'static str> {
     file::environment(name)?.to_str().ok().filter(|value| !value.is_empty())
 }
 
-/// One of several words from the environment; any other is named and passed over.
+/// Reads one of several words from the environment; warns about any other and ignores it.
 fn word<T: Copy>(name: &CStr, words: &[(&str, T)]) -> Option<T> {
     let value = variable(name)?;
     let found = words.iter().find(|(word, _)| *word == value).map(|(_, meaning)| *meaning);
     if found.is_none() {
         let (first, second) = (words[0].0, words[1].0);
         let name = name.to_str().unwrap_or("");
-        warn(format_args!("pagemill: {name}={value} is neither {first} nor {second}; ignored"));
+        warn_of_variable(format_args!("pagemill: {name}={value} is neither {first} nor {second}; ignored"));
     }
     found
 }
 
-/// A size from the environment; one that cannot be read is named and passed over.
+/// Reads a size from the environment; warns about an invalid one and ignores it.
 fn size(name: &CStr) -> Option<usize> {
     let value = variable(name)?;
     let bytes = parse_plain_bytes(value).and_then(|bytes| usize::try_from(bytes).ok());
     if bytes.is_none() {
-        warn(format_args!("pagemill: {}={value} is no number; ignored", name.to_str().unwrap_or("")));
+        warn_of_variable(format_args!("pagemill: {}={value} is no number; ignored", name.to_str().unwrap_or("")));
     }
     bytes
 }

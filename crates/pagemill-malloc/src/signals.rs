@@ -1,9 +1,9 @@
-//! `sigaction` and `signal` in a preloaded program: what it says of `SIGSEGV` is kept behind Pagemill's handler.
+//! `sigaction` and `signal` in a preloaded program: its action for `SIGSEGV` is kept behind Pagemill's handler.
 //!
-//! Strict volatile ranges hear of faults first ([`pagemill_sys::fault`]). Until a program marks one, and for all other
-//! signals, these calls do what the C library's do. `SIGBUS` needs no care: the kernel itself delivers it, as the program
-//! said. Nor does `sigaltstack`: our handler runs on the stack that the program's own would. Raw system calls are not seen,
-//! and neither is `sigset`, which POSIX has removed.
+//! Strict volatile ranges need to see faults first ([`pagemill_sys::fault`]). Until a program marks one, and for all
+//! other signals, these calls behave as the C library's. `SIGBUS` is not intercepted: the kernel delivers it directly
+//! to the program's handler. Neither is `sigaltstack`: our handler runs on the stack that the program's handler would
+//! use. Raw system calls are not intercepted, and neither is `sigset`, which POSIX has removed.
 #![allow(unsafe_code)] // the C ABI of the signal calls
 
 use pagemill_sys::fault::{self, Action};
@@ -23,10 +23,10 @@ unsafe extern "C" {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sigaction(signal: c_int, new: *const libc::sigaction, old: *mut libc::sigaction) -> c_int {
     if signal != libc::SIGSEGV {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         return unsafe { __sigaction(signal, new, old) };
     }
-    // SAFETY: the caller's promise: null, or an action.
+    // SAFETY: null, or an action (guaranteed by the caller).
     let new = unsafe { new.as_ref() }.map(|new| Action {
         handler: new.sa_sigaction,
         flags: new.sa_flags as u32 as u64,
@@ -35,7 +35,7 @@ pub unsafe extern "C" fn sigaction(signal: c_int, new: *const libc::sigaction, o
     });
     match fault::program_action(new.map(without_restorer)) {
         Ok(before) => {
-            // SAFETY: the caller's promise: null, or room for an action.
+            // SAFETY: null, or room for an action (guaranteed by the caller).
             if let Some(old) = unsafe { old.as_mut() } {
                 tell(before, old);
             }
@@ -48,13 +48,13 @@ pub unsafe extern "C" fn sigaction(signal: c_int, new: *const libc::sigaction, o
     }
 }
 
-/// The kernel's part of the C library's set.
+/// The part of the C library's signal set that the kernel uses.
 fn mask_of(set: &libc::sigset_t) -> u64 {
     // SAFETY: larger than a word, and as aligned.
     unsafe { std::ptr::from_ref(set).cast::<u64>().read() }
 }
 
-/// The C library's structure has a restorer of its own, which the caller need not have set.
+/// The C library's structure has its own restorer, which the caller need not have set.
 fn without_restorer(mut action: Action) -> Action {
     const RESTORER: u64 = 0x0400_0000;
     action.flags &= !RESTORER;
@@ -70,7 +70,7 @@ fn tell(action: Action, old: &mut libc::sigaction) {
     unsafe { (&raw mut old.sa_mask).cast::<u64>().write(action.mask) };
 }
 
-/// `signal` of either kind, for `SIGSEGV`: by [`sigaction`].
+/// Sets the handler for `SIGSEGV` for both variants of `signal`, as [`sigaction`] does.
 fn set_handler(handler: libc::sighandler_t, flags: c_int, mask: u64) -> libc::sighandler_t {
     match fault::program_action(Some(Action { handler, flags: flags as u32 as u64, restorer: 0, mask })) {
         Ok(before) => before.handler,
@@ -87,24 +87,24 @@ fn set_handler(handler: libc::sighandler_t, flags: c_int, mask: u64) -> libc::si
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn signal(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t {
     if signal != libc::SIGSEGV || handler == libc::SIG_ERR {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         return unsafe { ssignal(signal, handler) };
     }
     set_handler(handler, libc::SA_RESTART, 1 << (libc::SIGSEGV - 1))
 }
 
-/// The same, under the name that programs written for older BSDs use.
+/// As [`signal`], under the name that programs written for older BSDs use.
 ///
 /// # Safety
 ///
 /// As `signal(2)`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn bsd_signal(number: c_int, handler: libc::sighandler_t) -> libc::sighandler_t {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { signal(number, handler) }
 }
 
-/// `signal` for programs that ask for System V: once, and without blocking itself.
+/// `signal` with System V semantics: one shot, and without blocking the signal.
 ///
 /// # Safety
 ///
@@ -119,7 +119,7 @@ pub unsafe extern "C" fn sysv_signal(signal: c_int, handler: libc::sighandler_t)
         set_errno(libc::EINVAL);
         return libc::SIG_ERR;
     }
-    // SAFETY: plain data; the caller's promise.
+    // SAFETY: plain data; guaranteed by the caller.
     unsafe {
         let (mut new, mut old): (libc::sigaction, libc::sigaction) = (std::mem::zeroed(), std::mem::zeroed());
         (new.sa_sigaction, new.sa_flags) = (handler, FLAGS);
@@ -127,13 +127,13 @@ pub unsafe extern "C" fn sysv_signal(signal: c_int, handler: libc::sighandler_t)
     }
 }
 
-/// The same, under the name that headers give it.
+/// As [`sysv_signal`], under the name that headers use.
 ///
 /// # Safety
 ///
 /// As `sysv_signal(3)`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn __sysv_signal(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { sysv_signal(signal, handler) }
 }

@@ -1,11 +1,9 @@
-//! The rare ways through malloc: large sizes, start-up, what is due outside of jemalloc's locks, errors.
+//! The slow path of malloc: large sizes, start-up, work due outside jemalloc's locks, errors.
 #![allow(unsafe_code)] // the program's pointers
 
 use crate::start::{self, State};
 use crate::{SMALL_LIMIT, check, marks, small, young};
-use pagemill::arena::Context;
 use pagemill::heap::MIN_BYTES;
-use pagemill::reclaim::{Reason, Urgency};
 use pagemill::{Error, Pagemill};
 pub use pagemill_sys::process::set_errno;
 use std::ffi::{c_int, c_void};
@@ -22,11 +20,6 @@ pub fn out_of_memory() -> *mut c_void {
     ptr::null_mut()
 }
 
-fn fail(error: &Error) -> *mut c_void {
-    set_errno(error.errno());
-    ptr::null_mut()
-}
-
 /// Ends the process over a misused pointer, as the C library does, but with a name for it.
 fn misuse(function: &str, error: &Error) -> ! {
     let kind = match error {
@@ -37,7 +30,7 @@ fn misuse(function: &str, error: &Error) -> ! {
     pagemill_sys::fatal(format_args!("pagemill: {function}(): {kind}: {error}"))
 }
 
-/// What is due outside of every lock: a debt of the small allocator, a helper to be started.
+/// Does work that is due outside every lock: pays a debt of the small allocator, starts the helper.
 fn tick(pagemill: &'static Pagemill) {
     if SMALL_LIMIT.load(Relaxed) == 0 && !check::is_on() {
         SMALL_LIMIT.store(MIN_BYTES, Relaxed);
@@ -55,7 +48,7 @@ fn start_helper_if_due(pagemill: &'static Pagemill) {
     }
 }
 
-/// Which allocator serves a size.
+/// Whether an allocation must be zeroed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Zeroing {
     Any,
@@ -78,7 +71,7 @@ fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
                 let take = || small::allocate(size, align, zeroing == Zeroing::Zeroed);
                 let mut pointer = take();
                 if pointer.is_null() && pagemill.account.has_debt() {
-                    // Refused inside, where little could be given back.
+                    // Refused inside jemalloc's locks, where little could be given back.
                     tick(pagemill);
                     pointer = take();
                 }
@@ -89,14 +82,15 @@ fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
                 Zeroing::Any => pagemill.heap.allocate(size, align).map(|allocation| allocation.addr),
                 Zeroing::Zeroed => pagemill.heap.allocate_zeroed(size, align),
             };
-            result.map_or_else(|error| fail(&error), |addr| addr.as_ptr().cast())
+            // Whatever the kernel said: programs know this one error of malloc.
+            result.map_or_else(|_| out_of_memory(), |addr| addr.as_ptr().cast())
         }
     }
 }
 
-/// Tells a process tree what a young program of it holds.
+/// Charges a young program's memory to its process tree.
 fn charge_young() {
-    if let Some(account) = start::account() {
+    if let Some(account) = start::account_of_young() {
         young::charge_roughly(account);
     }
 }
@@ -119,11 +113,11 @@ pub fn aligned(align: usize, size: usize) -> *mut c_void {
     allocate(size, align, Zeroing::Any)
 }
 
-/// Whose allocation a pointer is.
+/// The allocator that owns a pointer.
 enum Owner {
     /// Null.
     Nobody,
-    /// Handed out while the program was young, or while the library started.
+    /// Allocated while the program was young, or while the library started.
     CLibrary,
     Small,
     Heap(&'static Pagemill),
@@ -147,11 +141,14 @@ fn owner(function: &str, pointer: *mut c_void) -> Owner {
 /// As [`crate::free`].
 #[cold]
 pub unsafe extern "C" fn free(pointer: *mut c_void) {
+    if pointer.is_null() {
+        return;
+    }
     let errno = errno();
     match owner("free", pointer) {
         Owner::Nobody => {}
         Owner::CLibrary => {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             unsafe { young::free(pointer) };
             match (start::pagemill(), start::account()) {
                 (Some(pagemill), _) => young::charge_exactly(pagemill.account),
@@ -161,23 +158,23 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
         }
         Owner::Small => {
             check::forget("free", pointer);
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             unsafe { small::free(pointer) };
         }
         Owner::Heap(pagemill) => {
             forget_marks(pagemill, pointer);
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             if let Err(error) = unsafe { pagemill.heap.free(pointer as usize) } {
                 misuse("free", &error);
             }
-            // What was lent is only known now, and this may be the last call for long.
+            // How much of lent memory was resident is known only now, and this may be the last call for long.
             start_helper_if_due(pagemill);
         }
     }
     set_errno(errno);
 }
 
-/// A slot that is freed or moved is volatile no more.
+/// Ends the volatile marks of a slot that is freed or moved.
 fn forget_marks(pagemill: &'static Pagemill, pointer: *mut c_void) {
     if !pagemill.vranges.is_empty()
         && let Ok(bytes) = pagemill.heap.usable_bytes(pointer as usize)
@@ -186,7 +183,7 @@ fn forget_marks(pagemill: &'static Pagemill, pointer: *mut c_void) {
     }
 }
 
-/// The arena of this process, which grows for it if it is young. `None` where the C library serves for good.
+/// The Pagemill of this process; a young program grows for it. `None` if the C library serves for good.
 pub fn grown() -> Option<&'static Pagemill> {
     loop {
         match start::state() {
@@ -198,7 +195,7 @@ pub fn grown() -> Option<&'static Pagemill> {
     }
 }
 
-/// Whether an allocation of this size would come from the C library now.
+/// Whether the C library would serve an allocation of this size now.
 fn is_served_by_c_library(size: usize) -> bool {
     match start::state() {
         State::Starting | State::Unmanaged => true,
@@ -213,9 +210,9 @@ fn is_served_by_c_library(size: usize) -> bool {
 pub unsafe fn usable(pointer: *mut c_void) -> usize {
     match owner("malloc_usable_size", pointer) {
         Owner::Nobody => 0,
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         Owner::CLibrary => unsafe { young::usable(pointer) },
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         Owner::Small => unsafe { small::usable(pointer) },
         Owner::Heap(pagemill) => match pagemill.heap.usable_bytes(pointer as usize) {
             Ok(bytes) => bytes,
@@ -233,7 +230,7 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
         return malloc(size);
     }
     if size == 0 {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { crate::free(pointer) };
         return ptr::null_mut();
     }
@@ -244,7 +241,7 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
     if let Owner::CLibrary = owner
         && is_served_by_c_library(size)
     {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let new = unsafe { young::resize(pointer, size) };
         charge_young();
         return new;
@@ -254,24 +251,24 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
     {
         tick(pagemill);
         forget_marks(pagemill, pointer);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let result: Result<NonNull<u8>, Error> = unsafe { pagemill.heap.resize(pointer as usize, size) };
         return match result {
             Ok(addr) => addr.as_ptr().cast(),
             Err(error @ (Error::NotAllocated { .. } | Error::FreedBefore { .. })) => misuse("realloc", &error),
-            Err(error) => fail(&error),
+            Err(_) => out_of_memory(),
         };
     }
     if let Owner::Heap(pagemill) = owner {
-        // What is read has no guards.
+        // Memory that is read must have no guards.
         forget_marks(pagemill, pointer);
     }
-    // Between two allocators: by copying.
-    // SAFETY: the caller's promise.
+    // Between two allocators: copy.
+    // SAFETY: guaranteed by the caller.
     let old_size = unsafe { usable(pointer) };
     let new = crate::malloc(size);
     if !new.is_null() {
-        // SAFETY: both are allocations of at least so many bytes, and do not overlap.
+        // SAFETY: both are allocations of at least that many bytes, and do not overlap.
         unsafe {
             ptr::copy_nonoverlapping(pointer.cast::<u8>(), new.cast::<u8>(), old_size.min(size));
             crate::free(pointer);
@@ -283,11 +280,12 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
 pub fn trim() -> c_int {
     let has_trimmed = young::trim();
     let State::Ready(pagemill) = start::state() else { return c_int::from(has_trimmed) };
-    let freed = pagemill.account.give_back(u64::MAX, Context::Outside, Urgency::Request, Reason::Program);
+    let freed = pagemill.account.give_all_back();
     c_int::from(has_trimmed || freed > 0)
 }
 
-/// Lets the next call of malloc come here: something is due outside of jemalloc's locks. Neither allocates nor locks.
+/// Makes the next call of malloc take the slow path, because work is due outside jemalloc's locks. Neither allocates
+/// nor locks.
 pub fn call_soon() {
     if start::pagemill().is_some() {
         SMALL_LIMIT.store(0, Relaxed);

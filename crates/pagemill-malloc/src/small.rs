@@ -1,28 +1,33 @@
-//! jemalloc for the sizes below 64 KiB: settings, extents from the arena, giving back.
+//! jemalloc for the sizes below 64 KiB: settings, extents from the arena, reclaim.
 //!
-//! It returns memory when reclaim asks, never by time (`dirty_decay_ms:-1`).
-//! Its extents grow block by block (`retain_grow_limit`), so that an extent and
-//! the huge page behind it begin and end together.
+//! Its own decay is off (`dirty_decay_ms:-1`): reclaim purges on request, and the helper by age ([`Extents`]). Its
+//! extents grow block by block (`retain_grow_limit`), so that an extent and its huge page begin and end together.
 #![allow(unsafe_code)] // jemalloc and its hooks
 
 use crate::{slow, start};
 use pagemill::Pagemill;
+use pagemill::reclaim::aging::LeastOver;
 use pagemill::reclaim::{Shrinker, Urgency};
 use pagemill::stats::{self, Counter};
 use pagemill::sync::Lock;
 use pagemill::units::BLOCK_BYTES;
+use pagemill_sys::clock;
 use pagemill_sys::file::Text;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt::Write as _;
 use std::ptr;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize, Ordering::Relaxed};
+use std::time::Duration;
 use tikv_jemalloc_sys as je;
 
 /// `MALLCTL_ARENAS_ALL` of jemalloc.
 const ALL_ARENAS: usize = 4096;
 
-/// Most arenas: each costs some ten microseconds at start.
+/// The page size that jemalloc uses.
+const JEMALLOC_PAGE_BYTES: usize = 4096;
+
+/// Maximum number of arenas: each costs some ten microseconds at start.
 const MAX_ARENAS: usize = 16;
 
 /// jemalloc reads its settings from this symbol when it starts.
@@ -47,7 +52,7 @@ static HOOKS: Hooks = Hooks(je::extent_hooks_t {
     merge: Some(merge),
 });
 
-/// A new extent. New address space reads zero; nothing is behind it until committed.
+/// Allocates an extent. New address space reads zero; it has no memory until committed.
 unsafe extern "C" fn alloc(
     _hooks: *mut je::extent_hooks_t,
     new_addr: *mut c_void,
@@ -62,7 +67,7 @@ unsafe extern "C" fn alloc(
         return ptr::null_mut();
     }
     let Ok(addr) = pagemill.arena.extent(size, align) else { return ptr::null_mut() };
-    // SAFETY: jemalloc passes two flags to be read and written.
+    // SAFETY: jemalloc passes two flags to be read and written; the extent was just taken.
     unsafe {
         if *is_committed && pagemill.arena.lend_extent(addr, size).is_err() {
             return ptr::null_mut();
@@ -72,7 +77,7 @@ unsafe extern "C" fn alloc(
     addr as *mut c_void
 }
 
-/// "Could not be freed": jemalloc keeps the addresses for itself.
+/// Reports that the extent could not be freed, so jemalloc retains the addresses.
 unsafe extern "C" fn keep(
     _hooks: *mut je::extent_hooks_t,
     _addr: *mut c_void,
@@ -92,7 +97,8 @@ unsafe extern "C" fn commit(
     _arena: c_uint,
 ) -> bool {
     let Some(pagemill) = start::pagemill_of_process() else { return true };
-    let result = pagemill.arena.commit(addr as usize + offset, len);
+    // SAFETY: jemalloc has pages committed that it has from `allocate`, and has not committed, or has decommitted.
+    let result = unsafe { pagemill.arena.commit(addr as usize + offset, len) };
     if pagemill.helper.is_due(pagemill.account) {
         slow::call_soon();
     }
@@ -108,7 +114,7 @@ unsafe extern "C" fn decommit(
     _arena: c_uint,
 ) -> bool {
     let Some(pagemill) = start::pagemill_of_process() else { return true };
-    // SAFETY: jemalloc gives the contents up.
+    // SAFETY: jemalloc does not need the contents any more.
     unsafe { pagemill.arena.decommit(addr as usize + offset, len) };
     false
 }
@@ -137,11 +143,11 @@ unsafe extern "C" fn merge(
     false
 }
 
-/// The arena that jemalloc's own mappings are taken from while it starts.
+/// The arena that serves jemalloc's own mappings while it starts.
 static MAPPING_FROM: AtomicPtr<Pagemill> = AtomicPtr::new(ptr::null_mut());
 
 unsafe extern "C" {
-    /// The C library's `mmap`, under the name the linker gives it (`--wrap`).
+    /// The C library's `mmap`, under the name that the linker gives it (`--wrap`).
     fn __real_mmap(
         addr: *mut c_void,
         len: usize,
@@ -152,10 +158,10 @@ unsafe extern "C" {
     ) -> *mut c_void;
 }
 
-/// Takes the place of `mmap` in this library: what jemalloc maps while it starts comes from the arena, too.
+/// Replaces `mmap` in this library: mappings that jemalloc makes while it starts come from the arena, too.
 ///
-/// It needs memory before it can be told where to get it, and hands out the
-/// rest of that later; so it would be outside of the arena for good.
+/// jemalloc needs memory before its hooks can be set, and allocates from the rest of that later. Without this it would
+/// be outside the arena for good.
 ///
 /// # Safety
 ///
@@ -169,20 +175,21 @@ pub unsafe extern "C" fn __wrap_mmap(
     fd: c_int,
     offset: libc::off_t,
 ) -> *mut c_void {
-    // SAFETY: null, or a reference that stays.
+    // SAFETY: null, or a reference to a value that is never freed.
     if let Some(pagemill) = unsafe { MAPPING_FROM.load(Relaxed).as_ref() }
         && addr.is_null()
         && fd == -1
         && let Ok(extent) = pagemill.arena.extent(len, BLOCK_BYTES)
-        && pagemill.arena.lend_extent(extent, len).is_ok()
+        // SAFETY: an extent of its own, just taken.
+        && unsafe { pagemill.arena.lend_extent(extent, len) }.is_ok()
     {
         return extent as *mut c_void;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { __real_mmap(addr, len, prot, flags, fd, offset) }
 }
 
-/// Reads or does what jemalloc knows under a name; says whether it could.
+/// Calls `mallctl` of jemalloc; returns whether it succeeded.
 fn control(name: &CStr, read: *mut c_void, read_len: *mut usize, write: *mut c_void, write_len: usize) -> bool {
     // SAFETY: the callers pass a value of the type that the name has.
     unsafe { je::mallctl(name.as_ptr(), read, read_len, write, write_len) == 0 }
@@ -195,12 +202,11 @@ fn act(name: &CStr) -> bool {
 /// Room for all settings.
 type Settings = Text<2048>;
 
-/// Slabs of about 32 KiB instead of mostly one page: fewer of them to make, and an eighth of the time to give back.
+/// Slabs of about 32 KiB instead of mostly one page: fewer slabs to make, and an eighth of the time to give back.
 ///
-/// Their pages come with the first touch, so a large slab costs no memory by
-/// itself. Each is a multiple of jemalloc's own size for its class, so that no
-/// more is lost at its end; jemalloc takes less where a slab would hold more
-/// than 512 objects.
+/// Their pages are faulted in on first touch, so a large slab costs no memory by itself. Each is a multiple of
+/// jemalloc's own size for its class, so that no more is lost at its end. jemalloc takes less where a slab would hold
+/// more than 512 objects.
 fn write_slab_sizes(settings: &mut Settings) {
     const PAGES_BY_STEP: [(usize, usize); 4] = [(4, 8), (5, 10), (6, 9), (7, 7)];
     const MAX_SMALL_CLASS: usize = 14 << 10;
@@ -216,8 +222,8 @@ fn write_slab_sizes(settings: &mut Settings) {
     }
 }
 
-/// Starts jemalloc, with extents from `pagemill`, and says whether it could. It has not run before: its constructor is
-/// left out (build.rs).
+/// Starts jemalloc, with extents from `pagemill`; returns whether that succeeded. It has not run before: its
+/// constructor is left out (build.rs).
 pub fn start(pagemill: &'static Pagemill) -> bool {
     static TEXT: OnceLock<Settings> = OnceLock::new();
     let arenas = pagemill_sys::process::cpu_count().clamp(1, MAX_ARENAS);
@@ -225,7 +231,7 @@ pub fn start(pagemill: &'static Pagemill) -> bool {
     let _ = write!(
         settings,
         "narenas:{arenas},dirty_decay_ms:-1,muzzy_decay_ms:0,retain:true,zero_realloc:free,\
-         oversize_threshold:0,tcache_max:65536,slab_sizes:"
+         oversize_threshold:0,tcache_max:65536,tcache_nslots_large:8,slab_sizes:"
     );
     write_slab_sizes(&mut settings);
     SETTINGS.store(TEXT.get_or_init(|| settings).as_c_str().as_ptr().cast_mut(), Relaxed);
@@ -237,7 +243,8 @@ pub fn start(pagemill: &'static Pagemill) -> bool {
         let hooks_ptr = (&raw mut hooks).cast();
         let is_told =
             control(name.as_c_str(), ptr::null_mut(), ptr::null_mut(), hooks_ptr, size_of::<*mut je::extent_hooks_t>());
-        // The first call has started jemalloc and told arena 0; the others are made with the hooks.
+        // The first call has started jemalloc and set the hooks of arena 0. The other arenas are created with the
+        // hooks.
         MAPPING_FROM.store(ptr::null_mut(), Relaxed);
         if !is_told {
             return false;
@@ -252,7 +259,7 @@ pub fn start(pagemill: &'static Pagemill) -> bool {
 }
 
 pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
-    // What malloc returns for up to 8 bytes is aligned to 8 only.
+    // malloc aligns sizes up to 8 bytes to 8 only.
     let flags = if align <= 8 { 0 } else { je::MALLOCX_ALIGN(align) };
     // SAFETY: plain calls; jemalloc sets errno by itself except in mallocx.
     let pointer = unsafe {
@@ -269,7 +276,7 @@ pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
 ///
 /// An allocation of jemalloc's that is not used any more.
 pub unsafe fn free(pointer: *mut c_void) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { je::free(pointer) };
 }
 
@@ -277,20 +284,75 @@ pub unsafe fn free(pointer: *mut c_void) {
 ///
 /// An allocation of jemalloc's.
 pub unsafe fn usable(pointer: *mut c_void) -> usize {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { je::malloc_usable_size(pointer) }
 }
 
-/// Gives back what the program freed: pages that jemalloc keeps for reuse.
-pub struct Extents(pub &'static Pagemill);
+/// Less than this is not worth the calls.
+const WORTHWHILE_BYTES: u64 = 256 << 10;
+
+/// From this size on, limits are watched even if no free memory is known: jemalloc reports its free bytes only on
+/// request.
+const HIDDEN_FROM_BYTES: u64 = 8 << 20;
+
+/// Gives back what the program freed: pages that jemalloc keeps for reuse, and stale pages inside huge pages.
+///
+/// jemalloc purges all pages of an arena at once, or by a decay that runs in the program's threads. A `fork` during
+/// such a decay would leave a child whose arena never purges again. So only the helper purges: an arena whose pages
+/// were not reused for the age, at a moment when few others are free.
+pub struct Extents {
+    pagemill: &'static Pagemill,
+    unused: [Unused; MAX_ARENAS],
+    /// Stale pages in huge pages that a split would free.
+    sparse: LeastOver,
+}
+
+/// Free pages of one arena.
+#[derive(Default)]
+struct Unused {
+    least: LeastOver,
+    /// Consecutive looks at which much was old, but much more was free.
+    postponed: AtomicU32,
+}
+
+impl Unused {
+    /// Maximum number of looks to wait for such a moment: two ages.
+    const MOST_POSTPONED: u32 = 20;
+
+    /// Whether to purge now, with `free_bytes` free: part of them was not reused for `age`.
+    fn is_due(&self, free_bytes: u64, age: Duration) -> bool {
+        let old_bytes = self.least.least(free_bytes, clock::fine_ns(), age);
+        if old_bytes < WORTHWHILE_BYTES {
+            self.postponed.store(0, Relaxed);
+            return false;
+        }
+        let is_mostly_old = free_bytes - old_bytes <= WORTHWHILE_BYTES.max(old_bytes / 4);
+        let is_due = is_mostly_old
+            || (old_bytes >= free_bytes / 2 && self.postponed.fetch_add(1, Relaxed) >= Self::MOST_POSTPONED);
+        if is_due {
+            self.postponed.store(0, Relaxed);
+            self.least.forget();
+        }
+        is_due
+    }
+}
 
 impl Extents {
+    pub fn new(pagemill: &'static Pagemill) -> Self {
+        Self { pagemill, unused: Default::default(), sparse: LeastOver::default() }
+    }
+
     fn purge_arena(&self, arena: usize) -> u64 {
         let before = stats::get(Counter::Small);
         if let Some(name) = Text::<64>::format(format_args!("arena.{arena}.purge")) {
             act(name.as_c_str());
         }
         before.saturating_sub(stats::get(Counter::Small))
+    }
+
+    /// Records the pages that a split would free.
+    fn note_stale(&self) {
+        stats::set(Counter::SmallStale, self.pagemill.arena.sparse_extent_bytes());
     }
 }
 
@@ -304,11 +366,15 @@ impl Shrinker for Extents {
     }
 
     fn giveable_bytes(&self) -> u64 {
-        stats::get(Counter::SmallFree)
+        stats::get(Counter::SmallFree) + stats::get(Counter::SmallStale)
+    }
+
+    fn may_have_more(&self) -> bool {
+        stats::get(Counter::Small) >= HIDDEN_FROM_BYTES
     }
 
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
-        // jemalloc lets a second purger go at once with nothing, while the first is still giving back.
+        // A second jemalloc purger returns at once without result, while the first is still giving back.
         let _guard = PURGING.lock();
         act(c"thread.tcache.flush");
         let mut freed = 0;
@@ -317,39 +383,70 @@ impl Shrinker for Extents {
                 freed += self.purge_arena(arena);
             }
         }
-        if urgency == Urgency::Limit && freed < want_bytes {
-            freed += self.0.arena.split_sparse_extents(want_bytes - freed);
+        if urgency >= Urgency::Split && freed < want_bytes {
+            freed += self.pagemill.arena.split_sparse_extents(want_bytes - freed);
         }
         stats::add(Counter::PurgeFreed, freed);
         stats::set(Counter::SmallFree, 0);
+        self.note_stale();
         freed
     }
 
+    fn shrink_aged(&self, want_bytes: u64, age: Duration) -> Option<u64> {
+        let _guard = PURGING.lock();
+        let mut freed = 0;
+        refresh();
+        for (arena, unused) in (0..ARENA_COUNT.load(Relaxed)).zip(&self.unused) {
+            if unused.is_due(free_bytes_of(arena), age) && freed < want_bytes {
+                freed += self.purge_arena(arena);
+            }
+        }
+        let sparse_bytes = self.sparse.least(self.pagemill.arena.sparse_extent_bytes(), clock::fine_ns(), age);
+        if sparse_bytes >= WORTHWHILE_BYTES && freed < want_bytes {
+            let split = self.pagemill.arena.split_sparse_extents(sparse_bytes.min(want_bytes - freed));
+            self.sparse.take(split);
+            freed += split;
+        }
+        stats::add(Counter::PurgeFreed, freed);
+        Some(freed)
+    }
+
     fn measure(&self) {
-        measure();
+        refresh();
+        stats::set(Counter::SmallFree, free_bytes_of(ALL_ARENAS));
+        self.note_stale();
     }
 }
 
-/// Held around purges of jemalloc, and across `fork`: a child would inherit one that nobody ends.
+/// Held around purges of jemalloc, and across `fork`: a child would inherit an unfinished purge.
 static PURGING: Lock = Lock::new();
 
-/// Before `fork`, outside of jemalloc's locks: waits until no purge is under way.
+/// Called before `fork`, outside jemalloc's locks: waits until no purge is under way.
 pub fn before_fork() {
     PURGING.acquire();
 }
 
-/// After `fork`, on both sides.
+/// Called after `fork`, in both processes.
 pub fn after_fork() {
     PURGING.release();
 }
 
-/// Asks jemalloc how much it keeps for reuse. Not to be called while it holds its locks.
-fn measure() {
+/// Updates jemalloc's statistics. Must not be called while jemalloc holds its locks.
+fn refresh() {
     let mut epoch = 1u64;
     control(c"epoch", ptr::null_mut(), ptr::null_mut(), (&raw mut epoch).cast(), size_of::<u64>());
+}
+
+/// Bytes of extents in use: all but the pages kept for reuse.
+pub fn used_bytes() -> u64 {
+    refresh();
+    stats::get(Counter::Small).saturating_sub(free_bytes_of(ALL_ARENAS))
+}
+
+/// Bytes that an arena keeps for reuse, as of the last [`refresh`].
+fn free_bytes_of(arena: usize) -> u64 {
     let (mut pages, mut len) = (0usize, size_of::<usize>());
-    let Some(name) = Text::<64>::format(format_args!("stats.arenas.{ALL_ARENAS}.pdirty")) else { return };
-    if control(name.as_c_str(), (&raw mut pages).cast(), &raw mut len, ptr::null_mut(), 0) {
-        stats::set(Counter::SmallFree, (pages * 4096) as u64);
-    }
+    let Some(name) = Text::<64>::format(format_args!("stats.arenas.{arena}.pdirty")) else { return 0 };
+    let is_known = control(name.as_c_str(), (&raw mut pages).cast(), &raw mut len, ptr::null_mut(), 0);
+    if is_known { (pages * JEMALLOC_PAGE_BYTES) as u64 } else { 0 }
 }

@@ -1,14 +1,12 @@
-//! Start, growth, fork, exit: the library's life in a process.
+//! Start, growth and exit of the library in a process.
 //!
-//! Its constructor begins it, or the first call of malloc where that comes
-//! before: from the loader, or from another library's constructor. Mostly the
-//! program is *young* then ([`crate::young`]), and the arena is made when it
-//! grows. What allocates while that goes on (on the same thread) gets memory
-//! from the C library.
+//! The library starts in its constructor, or in the first call of malloc if that comes earlier: from the loader, or
+//! from another library's constructor. Mostly the program is *young* then ([`crate::young`]), and the arena is created
+//! when it grows. Allocations of the same thread during that time are served by the C library.
 #![allow(unsafe_code)] // statics made at start
 
 use crate::settings::{self, settings, warn};
-use crate::{SMALL_END, SMALL_LIMIT, check, fork, slow, small, young};
+use crate::{SMALL_BYTES, SMALL_LIMIT, SMALL_START, check, fork, slow, small, young};
 use pagemill::Pagemill;
 use pagemill::heap::MIN_BYTES;
 use pagemill::published;
@@ -16,13 +14,13 @@ use pagemill::reclaim::Account;
 use pagemill::reclaim::kernel::Kernel;
 use pagemill::reclaim::tree::{TreePage, UNLIMITED};
 use pagemill::sync::Lock;
-use pagemill_sys::file::Path;
+use pagemill_sys::file::{self, Path};
 use pagemill_sys::{mem, process, stack, thread};
 use std::cell::UnsafeCell;
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::atomic::{
-    AtomicPtr, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst,
+    AtomicPtr, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
 };
 
 const UNSTARTED: usize = 0;
@@ -30,21 +28,22 @@ const YOUNG: usize = 1;
 const READY: usize = 2;
 const UNMANAGED: usize = 3;
 
-/// One of the above, or the thread that starts.
+/// One of the above, or the token of the thread that is starting the library.
 static PHASE: AtomicUsize = AtomicUsize::new(UNSTARTED);
 static PAGEMILL: AtomicPtr<Pagemill> = AtomicPtr::new(ptr::null_mut());
-/// Made with the arena, or before it where there is a process tree to be told.
+/// Created with the arena, or earlier if a member of a process tree holds enough to be charged.
 static ACCOUNT: AtomicPtr<Account> = AtomicPtr::new(ptr::null_mut());
-/// The page of the process tree, if this process is in one: there the figures stay after exit, for `run` to count.
+/// The page of the process tree, if this process is in one. There the figures stay after exit, for `run` to count.
 static TREE: AtomicPtr<TreePage> = AtomicPtr::new(ptr::null_mut());
 
-/// Held while the arena is made, and across forks. Never waited for by who would grow: it stays young meanwhile.
+/// Held while the arena is created, and across forks. A thread that wants to grow never waits for it: it stays young
+/// meanwhile.
 pub static GROWTH: Lock = Lock::new();
 
-/// How far the library is.
+/// The state of the library.
 #[derive(Clone, Copy)]
 pub enum State {
-    /// This very thread is starting it.
+    /// The current thread is starting it.
     Starting,
     /// The C library serves as long as the program is small.
     Young,
@@ -54,22 +53,22 @@ pub enum State {
 }
 
 pub fn pagemill() -> Option<&'static Pagemill> {
-    // SAFETY: null, or what `Pagemill::new` made, which stays.
+    // SAFETY: null, or created by `Pagemill::new` and never freed.
     unsafe { PAGEMILL.load(Acquire).as_ref() }
 }
 
-/// As [`pagemill`], after a look whether this is a new process.
+/// As [`pagemill`], after checking whether this is a new process.
 pub fn pagemill_of_process() -> Option<&'static Pagemill> {
     pagemill().inspect(|_| fork::notice_raw_clone())
 }
 
-/// The account, if anybody is to be told what this process holds.
+/// The account, if this process has to be charged.
 pub fn account() -> Option<&'static Account> {
-    // SAFETY: null, or what `Account::make` made, which stays.
+    // SAFETY: null, or created by `Account::make` and never freed.
     unsafe { ACCOUNT.load(Acquire).as_ref() }
 }
 
-/// Begins the library's life if need be.
+/// Returns the state; starts the library if needed.
 pub fn state() -> State {
     let own = mem::thread_token();
     loop {
@@ -94,10 +93,9 @@ pub fn state() -> State {
     }
 }
 
-/// The program has grown: from now on Pagemill serves it. Says whether somebody else than the C library serves now.
+/// Switches from the C library to Pagemill because the program has grown. Returns whether Pagemill serves now.
 ///
-/// Not while a fork is under way, or while another thread does this: then the
-/// program stays young a little longer.
+/// Does nothing while a fork is under way or another thread does this: then the program stays young a little longer.
 #[cold]
 pub fn grow() -> bool {
     if !GROWTH.try_acquire() {
@@ -110,45 +108,53 @@ pub fn grow() -> bool {
     PHASE.load(Relaxed) == READY
 }
 
-/// Begins a phase. The fast ways open last: who takes them must find the phase begun.
+/// Enters a phase. The fast paths open last: a thread that takes them must find the phase entered.
 fn enter(phase: usize) {
     PHASE.store(phase, Release);
     let Some(pagemill) = pagemill().filter(|_| phase == READY && !check::is_on()) else { return };
-    let heap_base = pagemill.heap.base();
-    // The fast way of `free` takes everything below for jemalloc's. Another thread may still be on its way out of the
-    // C library: it notes what it got and then looks here, as we look at what was noted after opening.
-    if young::lies_above(heap_base) {
-        SMALL_END.store(heap_base, SeqCst);
-        if !young::lies_above(heap_base) {
-            SMALL_END.store(0, SeqCst);
-        }
-    }
+    let start = pagemill.arena.base();
+    SMALL_START.store(start, Release);
+    SMALL_BYTES.store(pagemill.heap.base() - start, Release);
     SMALL_LIMIT.store(MIN_BYTES, Release);
 }
 
-/// Joins the tree if there is one, and decides who serves at first. Returns the phase that begins.
+/// Joins the tree if there is one, and selects the first allocator. Returns the phase to enter.
 fn begin_life() -> usize {
     settings::read();
     young::find_functions();
     fork::register();
     join_tree();
-    let limit = tree().map_or(UNLIMITED, TreePage::limit).min(settings().limit_bytes);
+    let limit = tree_limit().min(settings().limit_bytes);
     let may_be_young = limit == UNLIMITED && !settings().is_checking;
     let after_bytes = settings().after_bytes.unwrap_or(young::DEFAULT_AFTER_BYTES);
     if !young::begin(if may_be_young { after_bytes } else { 0 }) {
         return start_arena();
     }
-    if tree().is_some() {
-        // A tree wants to know of the smallest process; without one nobody asks before it has grown.
-        let _ = make_account();
-    }
     YOUNG
 }
 
-/// Makes the account, once.
+/// The account of a young program for its tree, created when the program holds enough to be charged. Most programs of a
+/// tree end before.
+pub fn account_of_young() -> Option<&'static Account> {
+    extern "C" fn on_new_stack(_: *mut c_void) {
+        let _ = make_account();
+    }
+    if account().is_none() && tree().is_some() && young::owes_charge() && GROWTH.try_acquire() {
+        // SAFETY: the function returns, and does not use its argument.
+        unsafe { stack::call_on_new(STACK_BYTES, on_new_stack, ptr::null_mut()) };
+        GROWTH.release();
+    }
+    account()
+}
+
+/// Creates the account, once. The caller holds [`GROWTH`], or is the thread that starts the library.
 fn make_account() -> pagemill::Result<&'static Account> {
     if let Some(account) = account() {
         return Ok(account);
+    }
+    // If the folder is gone, `run` has ended since this process began.
+    if tree_file().is_none_or(|path| !file::exists(path.as_c_str())) {
+        TREE.store(ptr::null_mut(), Release);
     }
     let account = Account::make(settings().limit_bytes)?;
     fork::mark_process();
@@ -164,15 +170,17 @@ fn make_account() -> pagemill::Result<&'static Account> {
     Ok(account)
 }
 
-/// Makes the arena and starts jemalloc in it, on a stack of its own: that of the caller may be a small thread's.
-/// Returns the phase that begins.
+/// Creates the arena and starts jemalloc in it, on a separate stack, because the caller's thread may have a small one.
+/// Returns the phase to enter.
 fn start_arena() -> usize {
     extern "C" fn on_new_stack(phase: *mut c_void) {
         let began = try_start_arena().unwrap_or_else(|error| {
-            warn(format_args!("pagemill: {error}; the C library serves this program"));
+            let is_bound = settings().is_checking || settings().limit_bytes != UNLIMITED || tree_limit() != UNLIMITED;
+            let lost = if is_bound { ", without the limit and the checks that were asked for" } else { "" };
+            warn(format_args!("pagemill: {error}; the C library serves this program{lost}"));
             UNMANAGED
         });
-        // SAFETY: the word that `start_arena` waits with.
+        // SAFETY: points to the local variable of `start_arena`, which waits for this call.
         unsafe { phase.cast::<usize>().write(began) };
     }
     let mut phase = UNMANAGED;
@@ -181,7 +189,7 @@ fn start_arena() -> usize {
     phase
 }
 
-/// jemalloc's start alone takes 11 KiB; what is built is moved into its place, in a debug build several times.
+/// jemalloc's start alone takes 11 KiB. Objects are built on the stack and moved, in a debug build several times.
 const STACK_BYTES: usize = 512 << 10;
 
 fn try_start_arena() -> pagemill::Result<usize> {
@@ -191,7 +199,7 @@ fn try_start_arena() -> pagemill::Result<usize> {
         static KERNEL: Kernel = Kernel::new("");
         account.headroom.set_limits(&KERNEL);
     }
-    // jemalloc's hooks look here.
+    // jemalloc's hooks read this.
     PAGEMILL.store(ptr::from_ref(pagemill).cast_mut(), Release);
     if !small::start(pagemill) {
         PAGEMILL.store(ptr::null_mut(), Release);
@@ -199,6 +207,7 @@ fn try_start_arena() -> pagemill::Result<usize> {
         return Err(pagemill::Error::System { doing: "starting jemalloc", cause });
     }
     register_extents(pagemill);
+    pagemill.helper.set_return(settings().policy);
     if settings().is_checking {
         check::start(pagemill);
     }
@@ -206,56 +215,62 @@ fn try_start_arena() -> pagemill::Result<usize> {
     Ok(READY)
 }
 
-/// The page of the tree that `pagemill run` made.
+/// The page of the tree that `pagemill run` created.
 fn tree() -> Option<&'static TreePage> {
     // SAFETY: null, or a page that `TreePage::join` mapped for good.
     unsafe { TREE.load(Acquire).as_ref() }
 }
 
-fn join_tree() {
+fn tree_limit() -> u64 {
+    tree().map_or(UNLIMITED, TreePage::limit)
+}
+
+fn tree_file() -> Option<Path> {
     let folder = settings().tree.as_str();
-    if folder.is_empty() {
-        return;
-    }
-    // A folder that is gone: `run` has ended, and this is a process it left behind.
-    if let Some(path) = Path::format(format_args!("{folder}/{}", published::TREE_FILE))
+    if folder.is_empty() { None } else { Path::format(format_args!("{folder}/{}", published::TREE_FILE)) }
+}
+
+fn join_tree() {
+    // If the folder is gone, `run` has ended and left this process behind.
+    if let Some(path) = tree_file()
         && let Ok(page) = TreePage::join(path.as_c_str())
     {
+        page.count_start();
         TREE.store(ptr::from_ref(page).cast_mut(), Release);
     }
 }
 
 fn register_extents(pagemill: &'static Pagemill) {
     struct Cell(UnsafeCell<Option<small::Extents>>);
-    // SAFETY: written once, by the thread that starts the library, before anybody reads.
+    // SAFETY: written once, by the thread that starts the library, before any read.
     unsafe impl Sync for Cell {}
     static EXTENTS: Cell = Cell(UnsafeCell::new(None));
     // SAFETY: as above.
-    let extents = unsafe { (*EXTENTS.0.get()).insert(small::Extents(pagemill)) };
+    let extents = unsafe { (*EXTENTS.0.get()).insert(small::Extents::new(pagemill)) };
     pagemill.account.register(extents);
 }
 
-/// Publishes the figures, at the first charge, which may come on a small stack.
+/// Publishes the figures at the first charge, on a separate stack, because the current one may be small.
 fn publish() {
     extern "C" fn on_new_stack(_: *mut c_void) {
         let _ = published::publish();
     }
-    // SAFETY: the function returns, and does not look at its argument.
+    // SAFETY: the function returns, and does not use its argument.
     unsafe { stack::call_on_new(STACK_BYTES, on_new_stack, ptr::null_mut()) };
 }
 
-/// The helper thread's work.
+/// The helper thread.
 struct Help;
 
 impl thread::Work for Help {
     fn work(&'static self) {
         if let Some(pagemill) = pagemill() {
-            pagemill.helper.run(pagemill.arena, settings().idle);
+            pagemill.helper.run(pagemill.arena);
         }
     }
 }
 
-/// Starts the helper thread. Outside of every lock: the C library allocates for it.
+/// Starts the helper thread. Must be called outside every lock: the C library allocates for it.
 pub fn helper(pagemill: &'static Pagemill) {
     if !settings().may_have_helper || !pagemill.helper.claim() {
         return;
@@ -265,9 +280,14 @@ pub fn helper(pagemill: &'static Pagemill) {
     }
 }
 
-/// At exit: the last figures, and the place in the tree is given up.
+/// Runs at exit: publishes the last figures and frees the slot in the tree.
 extern "C" fn end() {
-    let Some(account) = account() else { return };
+    let Some(account) = account() else {
+        if let Some(page) = tree() {
+            page.note_small(young::peak_bytes());
+        }
+        return;
+    };
     match pagemill() {
         Some(pagemill) => pagemill.measure(),
         None => young::note_end(account),
@@ -276,7 +296,7 @@ extern "C" fn end() {
     published::withdraw();
 }
 
-/// Begins before other constructors of this library and most of others: priorities run in order.
+/// Runs before other constructors of this library and most of others: priorities run in order.
 #[used]
 #[unsafe(link_section = ".init_array.00099")]
 static BEGIN: extern "C" fn() = begin;

@@ -1,4 +1,5 @@
-/* More strict memory than the group allows that it runs in, read while it is volatile; and a handler that came late. */
+/* Reads volatile strict memory that exceeds the limit of the program's group. Also installs a SIGSEGV handler after the first
+ * strict mark. */
 #include "pagemill.h"
 
 #include <assert.h>
@@ -33,7 +34,7 @@ static void set(int number, void (*handler)(int, siginfo_t *, void *))
 	assert(sigaction(number, &action, NULL) == 0);
 }
 
-/* The signal that reading here raises, or 0 where it is as it was written. */
+/* Returns the signal that reading here raises, or 0 if the byte is as written. */
 static int touch(volatile char *at)
 {
 	int number = sigsetjmp(back, 1);

@@ -1,4 +1,4 @@
-/* Marks, unmarks and misuses; then more volatile memory than a limit allows, in the group it is started in. */
+/* Tests marks, unmarks and wrong arguments. With an argument it then marks that many MiB, which may exceed the group's limit. */
 #include "pagemill.h"
 
 #include <assert.h>
@@ -48,7 +48,7 @@ static void marks(void)
 	munmap(area, 16 * page);
 }
 
-/* A child has the marks of its parent, and may end them. */
+/* A child inherits the marks of its parent, and may end them. */
 static void forks(void)
 {
 	char *area = map(16 * page);
@@ -62,7 +62,7 @@ static void forks(void)
 	munmap(area, 16 * page);
 }
 
-/* Each piece is filled, marked and forgotten about; the last ones are there. */
+/* Fills and marks pieces of 4 MiB, then unmarks all and counts those that were purged. */
 static void fill(size_t mib)
 {
 	size_t len = 4 << 20, count = mib / 4, gone = 0;
@@ -80,7 +80,7 @@ static void fill(size_t mib)
 	printf("%zu of %zu gone\n", gone, count);
 }
 
-/* Marks much and does nothing more until its input ends; then says how much went meanwhile. */
+/* Marks memory, waits until its input ends, then prints how much was purged meanwhile. */
 static void hold(size_t mib)
 {
 	size_t len = (size_t)mib << 20;

@@ -1,5 +1,5 @@
-/* Marks, and is looked at until its input ends: itself, a child that marks as well, one that does not, or what it has become
- * by exec. */
+/* Marks memory and prints three PIDs, which the test lists until the input ends: its own, a child that marks as well, and a
+ * child that does not. With one argument it first marks memory and then executes itself. */
 #include "pagemill.h"
 
 #include <assert.h>
@@ -19,7 +19,7 @@ static void mark(size_t pages)
 	assert(pagemill_vrange(addr, len, PAGEMILL_VOLATILE, PAGEMILL_FULL, NULL) == (ssize_t)len);
 }
 
-/* A child that marks so many pages and stays until the other end of the pipe is closed. */
+/* Forks a child that marks this many pages and stays until the other end of the pipe is closed. */
 static pid_t child(const int *ends, const int *ready, size_t pages)
 {
 	pid_t pid = fork();

@@ -1,0 +1,163 @@
+//! `mallctl`, jemalloc's control call, for programs that are linked to jemalloc (Debian's Redis) and run on Pagemill.
+//!
+//! Their malloc is Pagemill's, so jemalloc's purge would return nothing and its statistics would describe an empty
+//! allocator. Purges and the sums under `stats` are handled here. All other names are forwarded to the jemalloc that
+//! the program is linked to.
+#![allow(unsafe_code)] // the C ABI of mallctl
+
+use crate::start::{self, State};
+use crate::{slow, small, young};
+use pagemill::stats::{self, Counter};
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::mem::transmute;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+type Control = unsafe extern "C" fn(*const c_char, *mut c_void, *mut usize, *mut c_void, usize) -> c_int;
+
+/// The value of `version` in a program without jemalloc: such programs check for `mallctl` to name the allocator.
+static VERSION: &CStr =
+    match CStr::from_bytes_with_nul(concat!("pagemill-", env!("CARGO_PKG_VERSION"), "\0").as_bytes()) {
+        Ok(version) => version,
+        Err(_) => c"pagemill",
+    };
+
+/// The names that are handled here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Name {
+    /// `arena.N.purge` and `arena.N.decay`: gives free memory of all arenas back to the system, whatever N.
+    Purge,
+    /// `stats.allocated` and `stats.active`, which are equal here: the allocators count pages, not bytes.
+    Used,
+    /// `stats.resident`.
+    Resident,
+    /// `epoch`, by which a program has the statistics brought up to date.
+    Epoch,
+    Version,
+}
+
+impl Name {
+    fn of(name: &[u8]) -> Option<Self> {
+        let purged = name.strip_suffix(b".purge").or_else(|| name.strip_suffix(b".decay"));
+        if purged
+            .and_then(|name| name.strip_prefix(b"arena."))
+            .is_some_and(|arena| arena.iter().all(u8::is_ascii_digit))
+        {
+            return Some(Self::Purge);
+        }
+        match name {
+            b"stats.allocated" | b"stats.active" => Some(Self::Used),
+            b"stats.resident" => Some(Self::Resident),
+            b"epoch" => Some(Self::Epoch),
+            b"version" => Some(Self::Version),
+            _ => None,
+        }
+    }
+}
+
+/// Bytes in use in both allocators and the C library, without free memory. Not measured anew, because programs read it
+/// several times a second.
+fn used_bytes() -> usize {
+    let small = match start::state() {
+        State::Ready(_) => small::used_bytes(),
+        State::Starting | State::Young | State::Unmanaged => 0,
+    };
+    let slots = stats::get(Counter::Heap).saturating_sub(stats::get(Counter::HeapFree));
+    young::live_bytes() + (small + slots) as usize
+}
+
+fn resident_bytes() -> usize {
+    start::account().map_or(young::live_bytes(), |account| account.resident() as usize)
+}
+
+/// What [`next`] has found: 1 if there is none, 0 before the first look.
+static NEXT: AtomicUsize = AtomicUsize::new(0);
+
+/// The function of the jemalloc that the program is linked to. Looked for once: a failed look changes what `dlerror` returns.
+fn next() -> Option<Control> {
+    let mut address = NEXT.load(Relaxed);
+    if address == 0 {
+        // SAFETY: a C string; looks among what is loaded.
+        address = (unsafe { libc::dlsym(libc::RTLD_NEXT, c"mallctl".as_ptr()) } as usize).max(1);
+        NEXT.store(address, Relaxed);
+    }
+    // SAFETY: jemalloc's function of this name has this type.
+    (address > 1).then(|| unsafe { transmute::<usize, Control>(address) })
+}
+
+/// The sums as of the last write to `epoch`, plus 1; 0 before. Programs subtract one from another, so they belong together.
+static USED: AtomicUsize = AtomicUsize::new(0);
+static RESIDENT: AtomicUsize = AtomicUsize::new(0);
+
+fn begin_epoch() {
+    let used = used_bytes();
+    USED.store(used + 1, Relaxed);
+    RESIDENT.store(resident_bytes().max(used) + 1, Relaxed);
+}
+
+/// One of the sums.
+fn read(sum: &AtomicUsize) -> usize {
+    if sum.load(Relaxed) == 0 {
+        begin_epoch();
+    }
+    sum.load(Relaxed) - 1
+}
+
+/// Stores a value for the program, as jemalloc does: `EINVAL` if the sizes differ.
+///
+/// # Safety
+///
+/// As [`mallctl`].
+unsafe fn store<T>(value: T, old: *mut c_void, old_len: *mut usize) -> c_int {
+    if old.is_null() || old_len.is_null() {
+        return 0;
+    }
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        if *old_len != size_of::<T>() {
+            return libc::EINVAL;
+        }
+        old.cast::<T>().write_unaligned(value);
+    }
+    0
+}
+
+/// jemalloc's `mallctl`. Handles `arena.N.purge` and `arena.N.decay` (both return all free memory, whatever N), and reads of
+/// `stats.allocated`, `stats.active` and `stats.resident`. Other names are forwarded to the jemalloc that the program is linked to.
+/// Without one, `version` gives Pagemill's version and any other name returns `ENOENT`. `EINVAL` if `*old_len` is not the size of
+/// the value.
+///
+/// # Safety
+///
+/// As jemalloc's: `name` is a C string, `old` has room for `*old_len` bytes, `new` holds `new_len`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mallctl(
+    name: *const c_char,
+    old: *mut c_void,
+    old_len: *mut usize,
+    new: *mut c_void,
+    new_len: usize,
+) -> c_int {
+    // SAFETY: guaranteed by the caller.
+    let known = Name::of(unsafe { CStr::from_ptr(name) }.to_bytes());
+    let forward = || {
+        // SAFETY: the caller's promise, for the same arguments.
+        next().map(|next| unsafe { next(name, old, old_len, new, new_len) })
+    };
+    // SAFETY: the caller's promise, for each call.
+    unsafe {
+        match known {
+            Some(Name::Purge) => {
+                slow::trim();
+                0
+            }
+            Some(Name::Used) => store(read(&USED), old, old_len),
+            Some(Name::Resident) => store(read(&RESIDENT), old, old_len),
+            Some(Name::Epoch) => {
+                begin_epoch();
+                forward().unwrap_or(0)
+            }
+            Some(Name::Version) => forward().unwrap_or_else(|| store(VERSION.as_ptr(), old, old_len)),
+            None => forward().unwrap_or(libc::ENOENT),
+        }
+    }
+}
