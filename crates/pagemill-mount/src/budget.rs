@@ -1,37 +1,34 @@
-//! How much must go, and how large the file system may be: arithmetic without a system.
+//! Computes how much must be purged, and the size of the file system. No system calls.
 //!
-//! Two lines lie below each limit. Above the *mark* volatile files go, as fast as they can: best effort. The *size* of the
-//! file system is kept so that what it may still grow ends before the limit: there a writer gets ENOSPC, and nobody is killed.
+//! Each limit has two lines below it. Usage above the *mark* purges volatile files, as fast as possible: best effort.
+//! The *size* of the file system is set so that it cannot grow beyond the limit: a writer gets ENOSPC, and the kernel
+//! kills no process.
 
 use crate::door::Fill;
-use crate::groups::Sample;
+use crate::groups::{Sample, guard_bytes};
 use pagemill::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::Machine;
 use std::time::Duration;
 
-/// Least distance of the mark from its limit, and as a part of the limit.
+/// Distance of a mark from its limit before anything was measured; for a group also at least this part of its limit.
 const MARGIN_BYTES: u64 = 64 * BLOCK_BYTES as u64;
 const MARGIN_DIVISOR: u64 = 5;
 
-/// The same without real-time priority: 200 MiB survived what 64 MiB did not.
+/// The same without real-time priority: 200 MiB were enough in a test where 64 MiB were not.
 const WIDE_MARGIN_BYTES: u64 = 100 * BLOCK_BYTES as u64;
 
-/// What writers bring in while the size is being changed, page tables, and what is no file.
-const GUARD_BYTES: u64 = 4 * BLOCK_BYTES as u64;
-const GUARD_DIVISOR: u64 = 64;
-
-/// Of the machine's memory a sixteenth is left to others; the size ends at half of that.
+/// A sixteenth of the machine's memory is left to other programs; the size ends at half of that.
 const MACHINE_DIVISOR: u64 = 16;
 
-/// Nobody fills memory faster, in bytes a second.
+/// Upper bound for how fast memory can be filled, in bytes per second.
 const FASTEST: u64 = 32 << 30;
 
-/// Bounds of the pause between two looks. Whose group is not known may fill it between two of them: at most a hundred
-/// wake-ups a second, half a percent of a processor.
+/// Bounds of the pause between two looks. A group that is not known may fill its memory between two of them. At most a
+/// hundred wake-ups per second, half a percent of a CPU.
 pub const SHORTEST_PAUSE: Duration = Duration::from_millis(1);
 pub const LONGEST_PAUSE: Duration = Duration::from_millis(10);
 
-/// Whose limit is meant.
+/// The limit that a line belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bound {
     Size,
@@ -40,7 +37,7 @@ pub enum Bound {
 }
 
 impl Bound {
-    /// The limited group that is meant, if it is one.
+    /// Returns the limited group, if it is one.
     pub fn group(self) -> Option<usize> {
         match self {
             Self::Group(watch) => Some(watch),
@@ -49,7 +46,7 @@ impl Bound {
     }
 }
 
-/// A limit, as it stands.
+/// A limit and its usage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line {
     pub bound: Bound,
@@ -60,27 +57,27 @@ pub struct Line {
 }
 
 impl Line {
-    /// What must go.
+    /// Returns the bytes to purge.
     pub fn excess_bytes(&self) -> u64 {
         self.used_bytes.saturating_sub(self.mark_bytes)
     }
 
-    /// What may come before something must go.
+    /// Returns the bytes that fit below the mark.
     pub fn room_bytes(&self) -> u64 {
         self.mark_bytes.saturating_sub(self.used_bytes)
     }
 }
 
-/// What follows from a look.
+/// The result of one look at the limits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Budget {
     pub lines: Vec<Line>,
-    /// The size that the file system is to have.
+    /// The size to set.
     pub size_bytes: u64,
 }
 
 impl Budget {
-    /// `size_bytes` is what the user asked for, `held` says what the volatile files hold that count for a limit.
+    /// `size_bytes` is the requested size. `held` returns the memory of volatile files that count for a limit.
     pub fn new(
         size_bytes: u64,
         fill: Fill,
@@ -90,16 +87,16 @@ impl Budget {
         held: impl Fn(Bound) -> u64,
     ) -> Self {
         let line = |bound, name: &str, limit_bytes: u64, used_bytes: u64| {
-            let mark_bytes = margins.mark_bytes(limit_bytes, used_bytes.saturating_sub(held(bound)));
+            let mark_bytes = margins.mark_bytes(bound, limit_bytes, used_bytes.saturating_sub(held(bound)));
             Line { bound, name: name.to_owned(), limit_bytes, used_bytes, mark_bytes }
         };
         let mut lines = vec![line(Bound::Size, "size", size_bytes, fill.used_bytes)];
         let mut headroom = u64::MAX;
         for group in groups {
             lines.push(line(Bound::Group(group.watch), &group.name, group.limit_bytes, group.working_set_bytes));
-            // Who holds next to nothing here, and has not lately, does not set the size for all.
+            // A group that has brought next to nothing here does not determine the size for all.
             let guard_bytes = guard_bytes(group.limit_bytes);
-            if group.shared_bytes >= guard_bytes {
+            if group.here_bytes >= guard_bytes {
                 headroom = headroom.min(group.hard_room_bytes.saturating_sub(guard_bytes));
             }
         }
@@ -115,25 +112,25 @@ impl Budget {
             });
             headroom = headroom.min(available_bytes.saturating_sub(kept_bytes / 2));
         }
-        // Never less than is used, which tmpfs refuses, and never 0, which means without a limit.
+        // Never less than is used, which tmpfs refuses, and never 0, which means unlimited.
         let size_bytes =
             size_bytes.min(fill.used_bytes.saturating_add(headroom)).max(fill.used_bytes).max(BLOCK_BYTES as u64);
         Self { lines, size_bytes }
     }
 
-    /// The least that may come before something must go.
+    /// Returns the smallest room below any mark.
     pub fn room_bytes(&self) -> u64 {
         self.lines.iter().map(Line::room_bytes).min().unwrap_or(u64::MAX)
     }
 
-    /// Until when nobody can have used the room up.
+    /// Returns how long the room lasts at the fastest rate.
     pub fn pause(&self) -> Duration {
         Duration::from_nanos((u128::from(self.room_bytes()) * 1_000_000_000 / u128::from(FASTEST)) as u64)
             .clamp(SHORTEST_PAUSE, LONGEST_PAUSE)
     }
 
-    /// Whether the size in force is so far from the right one that it is to be changed: at once if it is too large; if it is
-    /// too small when that begins to matter, or there is much to win.
+    /// Returns whether to change the current size. At once if it is too large. If it is too small, when the file
+    /// system is nearly full or the gain is large.
     pub fn wants_size(&self, fill: Fill) -> bool {
         let (now, right) = (fill.size_bytes, self.size_bytes);
         let near_bytes = 16 * BLOCK_BYTES as u64;
@@ -145,28 +142,34 @@ impl Budget {
     }
 }
 
-/// What decides how far marks lie from their limits.
+/// Determines the distance of marks from their limits.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Margins {
-    /// The controller goes before others.
+    /// The controller has real-time priority.
     pub is_preferred: bool,
-    /// So much may come in before it looks again.
+    /// Predicted growth before the next look.
     pub foreseen_bytes: u64,
 }
 
 impl Margins {
-    /// Where the mark lies if so much of what is used cannot go. At most half a limit below it; where writers are that fast
-    /// five eighths, but for them alone a quarter of the limit is left to volatile files: the newest.
-    fn mark_bytes(self, limit_bytes: u64, fixed_bytes: u64) -> u64 {
+    /// Returns the mark, given that `fixed_bytes` of the usage cannot be purged.
+    ///
+    /// The mark is as far below the limit as the measured writers need. But for them alone it leaves a quarter of the
+    /// limit to the newest volatile files. Before anything was measured the distance of a group's mark is the larger of
+    /// 128 MiB and a fifth of the limit, at most a quarter (half without priority), because the kernel kills beyond that
+    /// limit. For the size, where a write only fails, it is at most an eighth (a quarter).
+    fn mark_bytes(self, bound: Bound, limit_bytes: u64, fixed_bytes: u64) -> u64 {
         let least = if self.is_preferred { MARGIN_BYTES } else { WIDE_MARGIN_BYTES };
-        let usual = limit_bytes - least.max(limit_bytes / MARGIN_DIVISOR).min(limit_bytes / 2);
-        let for_the_fast = limit_bytes - self.foreseen_bytes.min(limit_bytes / 8 * 5);
-        usual.min(for_the_fast.max(fixed_bytes.saturating_add(limit_bytes / 4)))
+        let part = if self.is_preferred { 1 } else { 2 };
+        let (unmeasured, most) = match bound {
+            Bound::Group(_) => {
+                (least.max(limit_bytes / MARGIN_DIVISOR).min(limit_bytes / 4 * part), limit_bytes / 8 * 5)
+            }
+            Bound::Size | Bound::Machine => (least.min(limit_bytes / 8 * part), limit_bytes / 8 * 3),
+        };
+        let for_the_fast = limit_bytes - self.foreseen_bytes.min(most);
+        (limit_bytes - unmeasured).min(for_the_fast.max(fixed_bytes.saturating_add(limit_bytes / 4)))
     }
-}
-
-fn guard_bytes(limit_bytes: u64) -> u64 {
-    GUARD_BYTES.max(limit_bytes / GUARD_DIVISOR).min(limit_bytes / 4)
 }
 
 #[cfg(test)]
@@ -192,11 +195,11 @@ mod tests {
             limit_bytes: limit * MIB,
             working_set_bytes: used * MIB,
             hard_room_bytes,
-            shared_bytes: used * MIB,
+            here_bytes: used * MIB,
         }
     }
 
-    /// A limited writer: files go from 128 MiB below the limit on, and the size ends 8 MiB before it.
+    /// Files of a limited group are purged from 128 MiB below the limit, and the size ends 8 MiB before it.
     #[test]
     fn a_group_bounds_the_size() {
         let budget = Budget::new(8192 * MIB, fill(8192, 400), &[group(512, 420)], None, PREFERRED, NOTHING);
@@ -208,30 +211,42 @@ mod tests {
         assert_eq!((budget.room_bytes(), budget.pause()), (0, SHORTEST_PAUSE));
     }
 
-    /// A group that has next to nothing here bounds nobody else; its volatile files go all the same.
+    /// A group with next to nothing here does not limit the size; its volatile files are purged nevertheless.
     #[test]
     fn strangers_limits_do_not_bound_the_size() {
-        let stranger = Sample { shared_bytes: MIB, ..group(64, 60) };
+        let stranger = Sample { here_bytes: MIB, ..group(64, 60) };
         let budget = Budget::new(8192 * MIB, fill(8192, 400), &[stranger], None, PREFERRED, NOTHING);
         assert_eq!(budget.size_bytes, 8192 * MIB);
-        assert_eq!(budget.lines[1].excess_bytes() / MIB, 28);
+        assert_eq!(budget.lines[1].excess_bytes() / MIB, 12);
     }
 
-    /// Without real-time priority the margin is wider; small limits keep half.
+    /// Without real-time priority margins are wider; small limits keep a quarter; fast writers get a wider margin.
     #[test]
     fn margins_fit_the_limit() {
-        let mark = |margins: Margins, limit: u64, fixed: u64| margins.mark_bytes(limit * MIB, fixed * MIB) / MIB;
+        let mark = |margins: Margins, limit: u64, fixed: u64| {
+            margins.mark_bytes(Bound::Group(0), limit * MIB, fixed * MIB) / MIB
+        };
         assert_eq!(mark(PREFERRED, 512, 0), 512 - 128);
         assert_eq!(mark(Margins::default(), 512, 0), 512 - 200);
-        assert_eq!(mark(PREFERRED, 100, 0), 50);
+        assert_eq!((mark(PREFERRED, 100, 0), mark(Margins::default(), 100, 0)), (75, 50));
         assert_eq!(mark(PREFERRED, 10_000, 0), 8000);
         let fast = Margins { foreseen_bytes: 300 * MIB, ..PREFERRED };
         assert_eq!((mark(fast, 1000, 0), mark(fast, 512, 0), mark(fast, 400, 0)), (700, 212, 150));
-        // What cannot go and the newest files stay, up to the usual mark.
+        // Memory that cannot be purged and the newest files stay, up to the usual mark.
         assert_eq!((mark(fast, 512, 100), mark(fast, 512, 300)), (228, 384));
     }
 
-    /// Far from every limit the size is the user's and there is time.
+    /// Small file systems use seven eighths of their size, and less only for fast writers.
+    #[test]
+    fn small_sizes_are_used() {
+        let mark = |margins: Margins, size: u64| margins.mark_bytes(Bound::Size, size * MIB, 0) / MIB;
+        assert_eq!([64, 200, 8192].map(|size| mark(PREFERRED, size)), [56, 175, 8064]);
+        assert_eq!([64, 200, 8192].map(|size| mark(Margins::default(), size)), [48, 150, 7992]);
+        let faster = |mib: u64| mark(Margins { foreseen_bytes: mib * MIB, ..PREFERRED }, 200);
+        assert_eq!([10, 40, 60, 1000].map(faster), [175, 160, 140, 125]);
+    }
+
+    /// Far from every limit the size is the requested one and the pause is the longest.
     #[test]
     fn far_from_limits_there_is_time() {
         let machine = Machine { total_bytes: 32_000 * MIB, available_bytes: 30_000 * MIB, swap_free_bytes: 0 };
@@ -244,7 +259,7 @@ mod tests {
         assert_eq!(budget.lines[1].excess_bytes() / MIB, 500);
     }
 
-    /// A size that has become too small is raised before anybody meets it.
+    /// A size that has become too small is raised before a writer reaches it.
     #[test]
     fn a_small_size_is_raised_in_time() {
         let budget = Budget::new(8192 * MIB, fill(1000, 900), &[group(4096, 1000)], None, PREFERRED, NOTHING);
@@ -255,11 +270,11 @@ mod tests {
     }
 
     proptest! {
-        /// Never less than is used, never more than was asked for unless that much is used, and no overflow anywhere.
+        /// Never less than is used, never more than requested unless that much is used, and no overflow.
         #[test]
         fn sizes_are_possible(size in 1u64.., used in 0u64.., limit in 1u64.., working in 0u64.., hard in 0u64.., total in 0u64.., available in 0u64..) {
             let fill = Fill { size_bytes: size, used_bytes: used, inodes: 0 };
-            let group = Sample { watch: 0, name: String::new(), limit_bytes: limit, working_set_bytes: working, hard_room_bytes: hard, shared_bytes: working };
+            let group = Sample { watch: 0, name: String::new(), limit_bytes: limit, working_set_bytes: working, hard_room_bytes: hard, here_bytes: working };
             let machine = Machine { total_bytes: total, available_bytes: available, swap_free_bytes: 0 };
             let budget = Budget::new(size, fill, &[group], Some(machine), PREFERRED, NOTHING);
             prop_assert!(budget.size_bytes >= used.max(BLOCK_BYTES as u64));

@@ -1,7 +1,7 @@
-//! A controller from start to end: the steward's thread, and a socket by which commands reach it.
+//! Runs a controller: the control loop's thread, and a socket for commands.
 //!
-//! The socket lies in the user's own folder, so only who mounted (and root) can ask. A request is a line of JSON, and so is
-//! its answer.
+//! The socket is in the user's own folder, so only the mounting user and root can connect. A request is one line of
+//! JSON, and so is its answer.
 
 use crate::door::Door;
 use crate::inbox::{Inbox, Request};
@@ -20,14 +20,14 @@ use std::sync::mpsc::{self, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Who asks slowly is not waited for.
+/// Timeout for slow clients.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Most who are answered at a time, and the longest line they may send.
+/// Maximum number of concurrent clients, and of bytes in a request.
 const MAX_CLIENTS: usize = 16;
 const MAX_LINE: u64 = 4096;
 
-/// What can be asked.
+/// A request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "ask")]
 enum Ask {
@@ -35,7 +35,7 @@ enum Ask {
     Purge { bytes: u64 },
 }
 
-/// What is answered.
+/// An answer.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "answer")]
 enum Answer {
@@ -44,18 +44,18 @@ enum Answer {
     Refused { why: String },
 }
 
-/// A steward at work in its thread.
+/// A running control loop and its thread.
 pub struct Keeper {
     inbox: Arc<Inbox>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Keeper {
-    /// Starts it; it has looked at everything when this returns.
+    /// Starts the control loop. The first scan is complete when this returns.
     ///
     /// # Errors
     ///
-    /// What looking and starting say.
+    /// Errors of the scan and of starting the thread.
     pub fn start(settings: Settings, door: Door) -> io::Result<Self> {
         let steward = Steward::new(settings, door)?;
         let inbox = steward.inbox();
@@ -64,7 +64,7 @@ impl Keeper {
     }
 }
 
-/// The steward's state; `None` if it does not answer.
+/// Returns the control loop's state; `None` if it does not answer.
 fn status(inbox: &Inbox) -> Option<Status> {
     let (reply, answer) = mpsc::channel();
     inbox.send(Request::Status(reply));
@@ -83,33 +83,43 @@ impl Drop for Keeper {
 /// Why a controller ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
-    /// This signal: the file system is to be unmounted.
+    /// This signal arrived: the file system is to be unmounted.
     Signal(i32),
-    /// It is mounted nowhere any more.
+    /// The file system is no longer mounted anywhere.
     Unmounted,
+    /// No other process uses its mount namespace ([`mounting::is_abandoned`]). Sent only with [`Until::Abandoned`].
+    Abandoned,
 }
 
-/// The socket of a controller; removed with it, once those who asked have their answers.
+/// When a controller ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Until {
+    Unmounted,
+    Abandoned,
+}
+
+/// A controller's socket. Dropping it removes the socket, once clients have their answers.
 pub struct Server {
     path: PathBuf,
     serving: Arc<Serving>,
 }
 
 impl Server {
-    /// Serves `keeper`'s mount from now on. `ends` is told when it is mounted no more.
+    /// Serves requests for `keeper`'s mount. Sends to `ends` when the file system is no longer mounted, and, with
+    /// [`Until::Abandoned`], when no process can reach it.
     ///
     /// # Errors
     ///
-    /// What making the socket says.
-    pub fn start(keeper: &Keeper, device: u64, ends: Sender<End>) -> io::Result<Self> {
+    /// Errors of creating the socket.
+    pub fn start(keeper: &Keeper, device: u64, until: Until, ends: Sender<End>) -> io::Result<Self> {
         let path = mounting::socket_path(device)?;
-        // Of a controller that is gone: it did not answer when this one took over.
+        // Left by a controller that has ended: it did not answer when this one took over.
         let _ = fs::remove_file(&path);
         let listener = UnixListener::bind(&path)?;
         let serving = Arc::new(Serving { inbox: keeper.inbox.clone(), clients: AtomicUsize::new(0) });
         let server = Self { path, serving: serving.clone() };
         thread::Builder::new().name("control".into()).spawn(move || accept(&listener, &serving))?;
-        thread::Builder::new().name("mounts".into()).spawn(move || watch_mounts(device, &ends))?;
+        thread::Builder::new().name("mounts".into()).spawn(move || watch_mounts(device, until, &ends))?;
         Ok(server)
     }
 }
@@ -132,7 +142,7 @@ struct Serving {
 fn accept(listener: &UnixListener, serving: &Arc<Serving>) {
     for client in listener.incoming() {
         let Ok(client) = client else {
-            // Out of descriptors, say.
+            // Out of descriptors, for example.
             thread::sleep(Duration::from_millis(100));
             continue;
         };
@@ -156,13 +166,13 @@ fn serve(client: UnixStream, serving: &Serving) -> io::Result<()> {
     client.set_write_timeout(Some(PATIENCE))?;
     let mut line = String::new();
     BufReader::new(client.try_clone()?.take(MAX_LINE)).read_line(&mut line)?;
-    // Somebody only looked whether there is a controller.
+    // The client only checked that a controller exists.
     if line.is_empty() {
         return Ok(());
     }
     let answer = match serde_json::from_str(&line) {
         Ok(ask) => serving.answer(&ask),
-        Err(error) => Answer::Refused { why: format!("this is no request: {error}") },
+        Err(error) => Answer::Refused { why: format!("this is not a request: {error}") },
     };
     write_line(&client, &answer)
 }
@@ -192,7 +202,7 @@ impl Serving {
     }
 }
 
-/// Unmounts, trying for a while if it is busy.
+/// Unmounts; retries for a while if the file system is busy.
 ///
 /// # Errors
 ///
@@ -207,12 +217,15 @@ pub fn unmount(point: &Path, device: u64, controller: u32, tries: Duration) -> R
     }
 }
 
-/// Waits until the file system is mounted nowhere any more.
-fn watch_mounts(device: u64, ends: &Sender<End>) {
-    // The kernel says when mounts change; now and then a look all the same.
-    const NOW_AND_THEN: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
+/// Waits until the file system is no longer mounted, or no process can reach it.
+fn watch_mounts(device: u64, until: Until, ends: &Sender<End>) {
+    // The kernel reports changes of mounts, but not the end of processes.
+    const NOW_AND_THEN: Timespec = Timespec { tv_sec: 2, tv_nsec: 0 };
     let Ok(table) = File::open("/proc/self/mountinfo") else { return };
     while mounting::is_mounted(device) {
+        if until == Until::Abandoned && mounting::is_abandoned(device) && ends.send(End::Abandoned).is_err() {
+            return;
+        }
         let mut fds = [PollFd::new(&table, PollFlags::PRI)];
         if poll(&mut fds, Some(&NOW_AND_THEN)).is_err_and(|error| error != rustix::io::Errno::INTR) {
             return;
@@ -221,13 +234,13 @@ fn watch_mounts(device: u64, ends: &Sender<End>) {
     let _ = ends.send(End::Unmounted);
 }
 
-/// What a command gets from a controller.
+/// Result of a request to a controller.
 #[derive(Debug)]
 pub enum Reached<T> {
     Answer(T),
-    /// It says why not.
+    /// It refused, for this reason.
     Refused(String),
-    /// There is none, or it does not answer.
+    /// No controller runs, or it does not answer.
     Nobody,
 }
 
@@ -247,7 +260,7 @@ fn ask<T>(device: u64, ask: &Ask, patience: Option<Duration>, read: impl FnOnce(
     }
 }
 
-/// Asks the controller of a file system for its state.
+/// Requests a file system's state from its controller.
 pub fn ask_status(device: u64) -> Reached<Status> {
     ask(device, &Ask::Status, Some(2 * PATIENCE), |answer| match answer {
         Answer::Status(status) => Some(*status),
@@ -255,7 +268,7 @@ pub fn ask_status(device: u64) -> Reached<Status> {
     })
 }
 
-/// Asks it to purge so much; answered with what went.
+/// Requests a purge of this many bytes; returns the bytes freed.
 pub fn ask_purge(device: u64, bytes: u64) -> Reached<u64> {
     ask(device, &Ask::Purge { bytes }, None, |answer| match answer {
         Answer::Purged { bytes } => Some(bytes),
@@ -263,7 +276,7 @@ pub fn ask_purge(device: u64, bytes: u64) -> Reached<u64> {
     })
 }
 
-/// Says that something was left mounted.
+/// Reports that the file system stays mounted.
 pub fn say_left(point: &Path, refusal: &Refusal) {
     say(&format!("{refusal}"));
     say(&format!("{0} stays mounted without a controller; `pagemill mount {0}` takes it over", point.display()));

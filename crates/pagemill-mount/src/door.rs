@@ -1,10 +1,10 @@
-//! The controller's own way into the file system: a private mount of it, and calls that follow no link.
+//! The controller's access to the file system: a private mount, and calls that follow no links.
 //!
-//! The private mount is a clone that appears nowhere. What the controller holds open in it therefore does not make the
-//! users' mount busy, and nothing that is mounted or moved at the users' path leads it astray. Every path
-//! starts at its root and stays below it.
+//! The private mount is a clone that appears at no path. So the controller's open files do not make the users' mount
+//! busy, and mounts or renames at the users' path cannot redirect it. Every path starts at its root and stays below
+//! it.
 
-use crate::policy::{HUGE, Marks, PURGED, VOLATILE};
+use crate::policy::{HUGE, Marks, PURGED, SIZE, VOLATILE};
 use rustix::fs::{self, AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, ResolveFlags, XattrFlags};
 use rustix::io::Errno;
 use rustix::mount::{self, FsPickFlags, OpenTreeFlags};
@@ -18,12 +18,12 @@ use std::str::FromStr;
 /// `f_type` of tmpfs.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
-/// Families of attributes, best first: users may set the first themselves.
+/// Families of attributes, in order of preference. Users may set the first.
 const FAMILIES: [&str; 2] = ["user.", "trusted."];
 
 const CLONE: OpenTreeFlags = OpenTreeFlags::OPEN_TREE_CLONE.union(OpenTreeFlags::OPEN_TREE_CLOEXEC);
 
-/// What a look at a file or folder found.
+/// Attributes of a file or folder.
 #[derive(Clone, Copy, Debug)]
 pub struct Seen {
     pub inode: u64,
@@ -32,9 +32,9 @@ pub struct Seen {
     pub mode: u32,
     pub links: u64,
     pub len_bytes: u64,
-    /// Memory that it holds.
+    /// Memory that it occupies.
     pub held_bytes: u64,
-    /// The later of last access and last change, which no user can set back.
+    /// The later of last access and last change; users cannot set the latter back.
     pub used_ns: i64,
     /// Last change of contents or attributes.
     pub changed_ns: i64,
@@ -68,19 +68,19 @@ impl Seen {
         self.kind == FileType::Directory
     }
 
-    /// Anybody may write to this file, and set its attributes.
+    /// Returns whether all users may write to this file and set its attributes.
     pub fn is_open_to_all(&self) -> bool {
         Mode::from_raw_mode(self.mode).contains(Mode::WOTH)
     }
 
-    /// Others than the owner may write here and delete what is inside.
+    /// Returns whether users other than the owner may write here and delete entries.
     pub fn is_open_to_others(&self) -> bool {
         let mode = Mode::from_raw_mode(self.mode);
         mode.intersects(Mode::WGRP | Mode::WOTH) && !mode.contains(Mode::SVTX)
     }
 }
 
-/// How full the file system is.
+/// Usage of the file system.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Fill {
     pub size_bytes: u64,
@@ -88,11 +88,11 @@ pub struct Fill {
     pub inodes: u64,
 }
 
-/// A value that was set directly and is none.
+/// An invalid value of a mark.
 #[derive(Debug)]
 pub struct BadMark(pub String);
 
-/// The way in.
+/// Access to one file system.
 pub struct Door {
     root: OwnedFd,
     device: u64,
@@ -104,7 +104,7 @@ impl Door {
     ///
     /// # Errors
     ///
-    /// What the kernel says: `EPERM` for who may not mount; `InvalidInput` if it is no tmpfs.
+    /// Errors of the kernel: `EPERM` without the right to mount; `InvalidInput` if it is not a tmpfs.
     pub fn open(path: &Path) -> io::Result<Self> {
         Self::clone(mount::open_tree(CWD, path, CLONE)?)
     }
@@ -123,14 +123,14 @@ impl Door {
         Self::of_root(fs::openat(&tree, ".", flags, Mode::empty())?)
     }
 
-    /// By a descriptor of its root.
+    /// Uses a descriptor of the root.
     ///
     /// # Errors
     ///
-    /// `InvalidInput` if it is no tmpfs; what `fstat` says.
+    /// `InvalidInput` if it is not a tmpfs; errors of `fstat`.
     pub fn of_root(root: OwnedFd) -> io::Result<Self> {
         if u64::try_from(fs::fstatfs(&root)?.f_type) != Ok(TMPFS_MAGIC) {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no tmpfs"));
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a tmpfs"));
         }
         let stat = fs::fstat(&root)?;
         Ok(Self { root, device: stat.st_dev, root_inode: stat.st_ino })
@@ -148,11 +148,11 @@ impl Door {
         self.root_inode
     }
 
-    /// How full it is.
+    /// Returns size and usage of the file system.
     ///
     /// # Errors
     ///
-    /// What `fstatvfs` says.
+    /// Errors of `fstatvfs`.
     pub fn fill(&self) -> io::Result<Fill> {
         let stat = fs::fstatvfs(&self.root)?;
         let size_bytes = stat.f_blocks.saturating_mul(stat.f_frsize);
@@ -161,22 +161,39 @@ impl Door {
         Ok(Fill { size_bytes, used_bytes, inodes: stat.f_files.saturating_sub(stat.f_ffree) })
     }
 
-    /// Changes the size: what is beyond it is refused (ENOSPC). Some 30 us.
+    /// Changes the size; writes beyond it fail with ENOSPC. Some 30 us.
     ///
     /// # Errors
     ///
-    /// `EINVAL` for less than is used, `EPERM` for who may not.
+    /// `EINVAL` for less than is used, `EPERM` without permission.
     pub fn set_size(&self, bytes: u64) -> io::Result<()> {
         let context = mount::fspick(&self.root, "", FsPickFlags::FSPICK_EMPTY_PATH | FsPickFlags::FSPICK_CLOEXEC)?;
         mount::fsconfig_set_string(&context, "size", bytes.to_string())?;
         Ok(mount::fsconfig_reconfigure(&context)?)
     }
 
-    /// Opens what lies at `path`, below the root, following nothing.
+    /// Returns the size requested when it was mounted, if that was recorded.
+    pub fn asked_size(&self) -> Option<u64> {
+        FAMILIES.iter().rev().find_map(|family| number(&self.root, family, SIZE))
+    }
+
+    /// Records the requested size for a controller that takes over. Uses root's attribute if possible, which other
+    /// users cannot change.
     ///
     /// # Errors
     ///
-    /// What `openat2` says: `ELOOP` for a link, `EXDEV` for a way out.
+    /// Errors of `fsetxattr`.
+    pub fn note_asked_size(&self, bytes: u64) -> io::Result<()> {
+        let value = bytes.to_string();
+        let set = |family| fs::fsetxattr(&self.root, format!("{family}{SIZE}"), value.as_bytes(), XattrFlags::empty());
+        Ok(set(FAMILIES[1]).or_else(|_| set(FAMILIES[0]))?)
+    }
+
+    /// Opens `path` below the root, following no links.
+    ///
+    /// # Errors
+    ///
+    /// Errors of `openat2`: `ELOOP` for a link, `EXDEV` for a path that leaves the mount.
     pub fn open_at(&self, path: &Path, flags: OFlags) -> io::Result<OwnedFd> {
         let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
         let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
@@ -194,29 +211,29 @@ impl Door {
     }
 }
 
-/// Looks at what is open.
+/// Returns the attributes of an open file.
 ///
 /// # Errors
 ///
-/// What `fstat` says.
+/// Errors of `fstat`.
 pub fn look(fd: impl AsFd) -> io::Result<Seen> {
     Ok(fs::fstat(fd)?.into())
 }
 
-/// Looks at a name in a folder; a link itself, not what it leads to.
+/// Returns the attributes of a name in a folder; of a link itself, not of its target.
 ///
 /// # Errors
 ///
-/// What `fstatat` says.
+/// Errors of `fstatat`.
 pub fn look_at(folder: impl AsFd, name: &OsStr) -> io::Result<Seen> {
     Ok(fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW)?.into())
 }
 
-/// Opens a file in a folder for `flags`, without waiting for anybody and without a trace in its access time.
+/// Opens a file in a folder without blocking and without changing its access time.
 ///
 /// # Errors
 ///
-/// What `openat` says: `EAGAIN` while somebody has a lease, `ELOOP` for a link.
+/// Errors of `openat`: `EAGAIN` while another process has a lease, `ELOOP` for a link.
 pub fn open_file(folder: impl AsFd, name: &OsStr, flags: OFlags) -> io::Result<OwnedFd> {
     let flags = flags | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC | OFlags::NOCTTY;
     match fs::openat(&folder, name, flags | OFlags::NOATIME, Mode::empty()) {
@@ -225,34 +242,34 @@ pub fn open_file(folder: impl AsFd, name: &OsStr, flags: OFlags) -> io::Result<O
     }
 }
 
-/// Gives a name in a folder another one that is free.
+/// Renames a file within a folder; the new name must be free.
 ///
 /// # Errors
 ///
-/// What `renameat2` says: `EEXIST` if it is not free.
+/// Errors of `renameat2`: `EEXIST` if the name is taken.
 pub fn rename(folder: impl AsFd, from: &OsStr, to: &OsStr) -> io::Result<()> {
     Ok(fs::renameat_with(&folder, from, &folder, to, RenameFlags::NOREPLACE)?)
 }
 
-/// Where a name in an open folder is, for calls that take no folder.
+/// Returns a path to a name in an open folder, for calls that take no folder descriptor.
 fn path_of(folder: impl AsFd, name: &OsStr) -> OsString {
     let mut path = format!("/proc/self/fd/{}/", folder.as_fd().as_raw_fd()).into_bytes();
     path.extend_from_slice(name.as_bytes());
     OsString::from_vec(path)
 }
 
-/// The marks of an open file or folder. Unknown values are passed over and told to `bad`.
+/// Reads the marks of an open file or folder. Unknown values are ignored and passed to `bad`.
 ///
 /// # Errors
 ///
-/// What reading says: who cannot be asked has not said that it has none.
+/// Errors of reading. A failed read does not mean that there are no marks.
 pub fn marks(fd: impl AsFd, bad: impl FnMut(BadMark)) -> io::Result<Marks> {
     let mut names = [0; 1024];
     let listed = fs::flistxattr(&fd, &mut names[..]);
     marks_among(fitting(&names, listed)?, |name, value| fs::fgetxattr(&fd, name, value), bad)
 }
 
-/// The marks of a name in a folder, as [`marks`].
+/// Reads the marks of a name in a folder, as [`marks`].
 ///
 /// # Errors
 ///
@@ -264,7 +281,7 @@ pub fn marks_at(folder: impl AsFd, name: &OsStr, bad: impl FnMut(BadMark)) -> io
     marks_among(fitting(&names, listed)?, |name, value| fs::lgetxattr(&path, name, value), bad)
 }
 
-/// The names that were listed; `None` if there are more than fit: each is asked for then.
+/// Returns the listed names; `None` if they do not fit, and then each attribute is queried.
 fn fitting(names: &[u8], listed: rustix::io::Result<usize>) -> io::Result<Option<&[u8]>> {
     match listed {
         Ok(len) => Ok(Some(&names[..len])),
@@ -273,13 +290,13 @@ fn fitting(names: &[u8], listed: rustix::io::Result<usize>) -> io::Result<Option
     }
 }
 
-/// `names` are those that there are, with zeros between; `None`: that is not known.
+/// `names` are the existing attributes, separated by zeros; `None` if they are unknown.
 fn marks_among(
     names: Option<&[u8]>,
     get: impl Fn(&str, &mut [u8]) -> rustix::io::Result<usize>,
     mut bad: impl FnMut(BadMark),
 ) -> io::Result<Marks> {
-    // Most files have none.
+    // Most files have no attributes.
     if names.is_some_and(<[u8]>::is_empty) {
         return Ok(Marks::default());
     }
@@ -290,7 +307,7 @@ fn marks_among(
             let mut value = [0; 16];
             match get(&name, &mut value) {
                 Ok(len) => return Ok(Some(String::from_utf8_lossy(&value[..len]).into_owned())),
-                // Longer than any value.
+                // Longer than any valid value.
                 Err(Errno::RANGE) => return Ok(Some("(too long)".into())),
                 Err(Errno::NODATA | Errno::OPNOTSUPP) => {}
                 Err(error) => return Err(error.into()),
@@ -304,11 +321,11 @@ fn marks_among(
     Ok(Marks { volatile: read(text(VOLATILE)?, &mut bad), huge: read(text(HUGE)?, &mut bad) })
 }
 
-/// Sets an attribute of an open file: as the users' where tmpfs has those, else as root's.
+/// Sets an attribute of an open file: in the `user.` family where tmpfs has it, else in `trusted.`.
 ///
 /// # Errors
 ///
-/// What `fsetxattr` says.
+/// Errors of `fsetxattr`.
 pub fn set_attribute(fd: impl AsFd, attribute: &str, value: &str) -> io::Result<()> {
     let set = |family| fs::fsetxattr(&fd, format!("{family}{attribute}"), value.as_bytes(), XattrFlags::empty());
     match set(FAMILIES[0]) {
@@ -317,25 +334,28 @@ pub fn set_attribute(fd: impl AsFd, attribute: &str, value: &str) -> io::Result<
     }
 }
 
-/// From which byte on an open file was purged, if it was.
+/// Returns the offset from which an open file was purged, if it was.
 pub fn purged_from(fd: impl AsFd) -> Option<u64> {
-    FAMILIES.iter().find_map(|family| {
-        let mut value = [0; 24];
-        let len = fs::fgetxattr(&fd, format!("{family}{PURGED}"), &mut value[..]).ok()?;
-        std::str::from_utf8(&value[..len]).ok()?.trim().parse().ok()
-    })
+    FAMILIES.iter().find_map(|family| number(&fd, family, PURGED))
 }
 
-/// Forgets that an open file was purged.
+/// Reads a number from an attribute of one family.
+fn number(fd: impl AsFd, family: &str, attribute: &str) -> Option<u64> {
+    let mut value = [0; 24];
+    let len = fs::fgetxattr(&fd, format!("{family}{attribute}"), &mut value[..]).ok()?;
+    std::str::from_utf8(&value[..len]).ok()?.trim().parse().ok()
+}
+
+/// Removes the record that an open file was purged.
 ///
 /// # Errors
 ///
-/// What `fremovexattr` says.
+/// Errors of `fremovexattr`.
 pub fn clear_purged(fd: impl AsFd) -> io::Result<()> {
     for family in FAMILIES {
         match fs::fremovexattr(&fd, format!("{family}{PURGED}")) {
             Ok(()) | Err(Errno::NODATA | Errno::OPNOTSUPP) => {}
-            // Another family than the users' own.
+            // The `trusted.` family, which only root may change.
             Err(Errno::PERM) if family != FAMILIES[0] => {}
             Err(error) => return Err(error.into()),
         }
@@ -348,8 +368,8 @@ mod tests {
     use super::*;
     use crate::policy::{Huge, Volatile};
 
-    /// Marks are found among other attributes, in either family; what is no value is told and passed over; what cannot be read
-    /// is no silence.
+    /// Marks are found among other attributes, in either family. Invalid values are reported and ignored; a read error
+    /// is not taken for a missing mark.
     #[test]
     fn marks_are_read() {
         let names = b"security.x\0user.pagemill.volatile\0trusted.pagemill.huge\0";
@@ -378,7 +398,7 @@ mod tests {
         assert!(marks_among(None, |_, _| Err(Errno::IO), |_| panic!()).is_err());
     }
 
-    /// What holds the way out of a folder shut.
+    /// A folder is open to other users if they may write to it and it is not sticky.
     #[test]
     fn others_may_write_where_it_is_not_sticky() {
         let seen = |mode| Seen {

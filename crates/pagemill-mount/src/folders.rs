@@ -1,7 +1,7 @@
-//! The folders of the file system by inode number: where each is, and what is marked there.
+//! The folders of the file system by inode number: their paths and marks.
 //!
-//! Events name folders by inode; paths may be old when somebody moves a folder, so whoever opens one here gets it only if
-//! the inode is the right one.
+//! Events identify folders by inode. Paths become stale when a folder is moved, so opening a folder here checks its
+//! inode.
 
 use crate::door::{self, Door, Seen};
 use crate::policy::Above;
@@ -13,10 +13,10 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
 use std::time::Instant;
 
-/// Deepest nesting that is followed.
+/// Maximum depth of folders.
 const MAX_DEPTH: usize = 256;
 
-/// Most folders that are kept in mind.
+/// Maximum number of folders in the table.
 const MAX_FOLDERS: usize = 1 << 20;
 
 struct Folder {
@@ -26,14 +26,14 @@ struct Folder {
     read_at: Instant,
 }
 
-/// What is known of folders.
+/// The table of folders.
 pub struct Folders {
     known: HashMap<u64, Folder>,
     root: u64,
 }
 
 fn above(fd: &OwnedFd, seen: &Seen) -> io::Result<Above> {
-    // A bad value is told by the look at everything.
+    // The next scan reports bad values.
     Ok(Above { marks: door::marks(fd, |_| ())?, owner: seen.owner, is_open_to_others: seen.is_open_to_others() })
 }
 
@@ -42,7 +42,7 @@ impl Folders {
         Self { known: HashMap::new(), root }
     }
 
-    /// Notes a folder as it was at `read_at`. Returns whether there was room.
+    /// Records a folder as it was at `read_at`. Returns whether there was room.
     pub fn learn(&mut self, inode: u64, parent: u64, name: &OsStr, above: Above, read_at: Instant) -> bool {
         if self.known.len() >= MAX_FOLDERS && !self.known.contains_key(&inode) {
             return false;
@@ -55,7 +55,7 @@ impl Folders {
         self.known.remove(&inode);
     }
 
-    /// The folder and those above it, up to the root; `None` where one of them is not known.
+    /// Returns the folder and its ancestors up to the root; `None` if one of them is unknown.
     fn chain(&self, inode: u64) -> Option<Vec<u64>> {
         let mut chain = vec![inode];
         while *chain.last()? != self.root {
@@ -67,17 +67,17 @@ impl Folders {
         Some(chain)
     }
 
-    /// Path of a folder from the root, as it was last known.
+    /// Returns the last known path of a folder from the root.
     pub fn path(&self, inode: u64) -> Option<PathBuf> {
         let chain = self.chain(inode)?;
         Some(chain.iter().rev().skip(1).filter_map(|inode| self.known.get(inode)).map(|folder| &folder.name).collect())
     }
 
-    /// Opens a folder; `NotFound` if it is not known, or is not where it was.
+    /// Opens a folder; `NotFound` if it is unknown or has been moved.
     ///
     /// # Errors
     ///
-    /// What opening says.
+    /// Errors of opening.
     pub fn open(&mut self, door: &Door, inode: u64) -> io::Result<OwnedFd> {
         let path = self.path(inode).ok_or(io::ErrorKind::NotFound)?;
         let fd = door.open_folder(&path).inspect_err(|_| self.forget(inode))?;
@@ -88,7 +88,7 @@ impl Folders {
         Err(io::ErrorKind::NotFound.into())
     }
 
-    /// Finds out where the folder of an event is, if it is not known. Only the privileged can; others look everywhere.
+    /// Finds the path of an event's folder, if it is unknown. Requires privileges; without them a scan is needed.
     pub fn find(&mut self, door: &Door, handle: Handle<'_>) -> Option<u64> {
         let inode = handle.inode()?;
         if self.chain(inode).is_some() {
@@ -100,7 +100,7 @@ impl Folders {
         self.chain(inode).map(|_| inode)
     }
 
-    /// Notes every folder on the way to this one.
+    /// Records every folder on the path to this one.
     fn learn_path(&mut self, door: &Door, path: &Path) -> Option<()> {
         let (mut parent, mut so_far) = (self.root, PathBuf::new());
         for part in path.components() {
@@ -114,7 +114,7 @@ impl Folders {
         Some(())
     }
 
-    /// Notes the folder that has this name in a folder. Returns whether there is one.
+    /// Records the subfolder with this name. Returns whether it exists.
     pub fn learn_name(&mut self, door: &Door, parent: u64, name: &OsStr) -> bool {
         let Some(path) = self.path(parent) else { return false };
         let Ok(fd) = door.open_folder(&path.join(name)) else { return false };
@@ -122,8 +122,7 @@ impl Folders {
         above(&fd, &seen).is_ok_and(|above| self.learn(seen.inode, parent, name, above, Instant::now()))
     }
 
-    /// The marks of a folder and of those above it, the nearest first, as they were read at `since` or later; `None` if that
-    /// cannot be told.
+    /// Returns the marks of a folder and its ancestors, nearest first, read at `since` or later; `None` if that fails.
     pub fn above(&mut self, door: &Door, folder: u64, since: Instant) -> Option<Vec<Above>> {
         let chain = self.chain(folder)?;
         for inode in &chain {
@@ -135,7 +134,7 @@ impl Folders {
         chain.iter().map(|inode| Some(self.known.get(inode)?.above)).collect()
     }
 
-    /// Reads a folder's marks anew.
+    /// Reads a folder's marks again.
     fn refresh(&mut self, door: &Door, inode: u64) -> io::Result<()> {
         let read_at = Instant::now();
         let fd = if inode == self.root { door.open_folder(Path::new(""))? } else { self.open(door, inode)? };

@@ -1,8 +1,11 @@
-//! The memory groups that files are charged to: whose limit is how near.
+//! The memory groups charged for files, their limits and usage.
 //!
-//! A file's memory is charged to the group of who wrote it first. Groups are learned from the processes that notification
-//! names, from the pages themselves where root may ask, and from `--cgroup`.
+//! The kernel charges a file's page to the group of the process that first wrote it. Groups are learned from the
+//! processes that events name, from page charges where root can read them, and from `--cgroup`. A group's memory in
+//! files proves nothing: it may belong to another file system. A group limits this file system only by what it is
+//! known to have written here.
 
+use crate::openfiles::Charged;
 use pagemill::reclaim::limits::Room;
 use pagemill::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::{Held, Hierarchy, Limit, MAX_LEVELS, Version};
@@ -13,53 +16,79 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::time::{Duration, Instant};
 
-/// A group's number here. 0: not known.
+/// Id of a group in this table. 0: unknown.
 pub type GroupId = u32;
 
 pub const UNKNOWN: GroupId = 0;
 
-/// Most groups that are watched. Whoever writes from one more is charged to "not known".
+/// Maximum number of watched groups. Writers of further groups count as unknown.
 const MAX_GROUPS: usize = 512;
 
-/// Limits may change: they are read anew so often.
+/// Interval at which limits are read again.
 const LIMITS_LAST: Duration = Duration::from_millis(500);
 
-/// A process may move: its group is looked up anew so often.
+/// Interval at which a process's group is looked up again, because processes can move.
 const PROCESSES_LAST: Duration = Duration::from_secs(1);
 
-/// Limited groups that do not write here are listed so often, oftener while the file system grows, as far as that takes no
-/// more than this part of the time; there are at most so many.
+/// Limited groups that do not write here are listed at this interval, more often while the file system grows. Listing
+/// takes at most 1/`LIST_SHARE` of the time and includes at most `MAX_SUSPECTS` groups.
 const SUSPECTS_LAST: Duration = Duration::from_secs(5);
 const LIST_SHARE: u32 = 20;
 const MAX_SUSPECTS: usize = 256;
 
-/// So much more in files in memory makes a suspect a writer.
+/// Growth of a suspect's memory in files from which its open files are examined.
 const WRITTEN_BYTES: u64 = 4 * BLOCK_BYTES as u64;
 
-/// A group that has written nothing for so long is forgotten: its limit is its own affair again.
+/// Room for writes during a change of the size, for page tables, and for memory that is not in files.
+const GUARD_BYTES: u64 = 4 * BLOCK_BYTES as u64;
+const GUARD_DIVISOR: u64 = 64;
+
+/// Returns the distance kept from a limit. A group must also have written this much here for its limit to count.
+pub fn guard_bytes(limit_bytes: u64) -> u64 {
+    GUARD_BYTES.max(limit_bytes / GUARD_DIVISOR).min(limit_bytes / 4)
+}
+
+/// A group that has not written for this long is forgotten and no longer limits the file system.
 const WRITERS_LAST: Duration = Duration::from_secs(60);
 
-/// What a group held at most counts for so long.
+/// How long a group's peak usage counts.
 const MOST_LASTS: Duration = Duration::from_secs(10);
 
-/// Most processes that are kept in mind.
+/// Maximum number of processes in the cache.
 const MAX_PROCESSES: usize = 4096;
 
 struct Group {
     hierarchy: Hierarchy,
-    /// The watches of this group and of those above, as far as they have a limit.
+    /// Indexes of the limited groups among this one and its ancestors.
     watches: Vec<usize>,
     inode: u64,
-    /// When it last wrote; `None` for one that is watched in any case.
-    wrote_at: Option<Instant>,
+    kind: Kind,
+    /// When it last wrote.
+    wrote_at: Instant,
+    /// Bytes that it is known to have written here: in files that it closed or has open.
+    brought_bytes: u64,
 }
 
-/// A limited group that is not known to write here. Before its first file is closed nobody tells of it, and that may be too
-/// late: what it holds in memory is compared when the file system grows.
+/// How long a group is watched, and what counts as its memory here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// Watched while it writes.
+    Writer,
+    /// Always watched; counts with what it wrote here.
+    Kept,
+    /// Always watched; all its memory in files counts. The user named it, or only it can write here.
+    Trusted,
+}
+
+/// A limited group that may write here. No event identifies it before its first file is closed, which may be too late.
+/// So when the file system grows, its memory in files is compared and the open files of its processes are examined.
 struct Suspect {
     folder: String,
     inode: u64,
+    limit_bytes: u64,
     shared_bytes: u64,
+    /// Index of its process to examine next.
+    next_process: usize,
 }
 
 /// A group with a limit.
@@ -68,30 +97,30 @@ struct Watch {
     name: String,
     version: Version,
     limit: Limit,
-    /// The most in files in memory only, and when that was.
+    /// Peak of memory in files that exist in memory only, and its time.
     most_shared: Option<(u64, Instant)>,
-    /// What was found last: it counts until something else can be read.
+    /// The last sample, used until the next successful read.
     last: Option<Sample>,
-    /// Usage at which the kernel is to wake the controller, and what does it (version 1).
+    /// Usage at which the kernel wakes the controller, and the source that does (version 1).
     alarm: Option<(u64, Source)>,
 }
 
-/// What a look at a limited group found.
+/// State of a limited group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sample {
     pub watch: usize,
     pub name: String,
     pub limit_bytes: u64,
-    /// Used, but for what the kernel would take by itself.
+    /// Usage less what the kernel would reclaim on its own.
     pub working_set_bytes: u64,
-    /// What may come before the kernel kills.
+    /// Bytes until the kernel kills.
     pub hard_room_bytes: u64,
-    /// Files in memory only, this file system's and others': the most of the last seconds, for who has filled memory once
-    /// does so again.
-    pub shared_bytes: u64,
+    /// Proved memory in this file system: bytes brought here, at most the group's recent peak of such memory. The peak
+    /// counts, because a group that has filled memory once may do so again.
+    pub here_bytes: u64,
 }
 
-/// The groups, and the limits above them.
+/// The groups and the limits above them.
 pub struct Groups {
     groups: BTreeMap<GroupId, Group>,
     last_id: GroupId,
@@ -101,14 +130,14 @@ pub struct Groups {
     watches: Vec<Watch>,
     limits_read_at: Option<Instant>,
     suspects: Vec<Suspect>,
-    /// When they were listed last, and how long that took.
+    /// When suspects were last listed, and how long that took.
     listed: Option<(Instant, Duration)>,
     events: Option<Events>,
     root: String,
 }
 
 impl Groups {
-    /// `root` stands before every path of the kernel: empty, or a made-up tree.
+    /// `root` is prepended to every kernel path: empty, or the folder of a test tree.
     pub fn new(root: &str) -> Self {
         Self {
             groups: BTreeMap::new(),
@@ -125,35 +154,43 @@ impl Groups {
         }
     }
 
-    /// Watches the group whose folder is given.
+    /// Watches the group with this folder.
     ///
     /// # Errors
     ///
-    /// `NotFound` if it is no memory group's.
+    /// `NotFound` if it is not the folder of a memory group.
     pub fn add_folder(&mut self, folder: &str) -> io::Result<GroupId> {
         let group = Hierarchy::find_at(&self.root, folder).map(|hierarchy| self.add(hierarchy))?;
-        self.keep(group);
+        self.trust(group);
         Ok(group)
     }
 
-    /// Watches a group whether it writes or not.
-    fn keep(&mut self, group: GroupId) {
+    /// Counts all memory that the group has in files as this file system's.
+    pub fn trust(&mut self, group: GroupId) {
         if let Some(group) = self.groups.get_mut(&group) {
-            group.wrote_at = None;
+            group.kind = Kind::Trusted;
         }
     }
 
-    /// The group of a process; [`UNKNOWN`] if it has ended, or no memory group is to be seen.
+    /// Records that a process of `group` closed a file here with this much memory.
+    pub fn brought(&mut self, group: GroupId, bytes: u64) {
+        if let Some(group) = self.groups.get_mut(&group) {
+            group.brought_bytes = group.brought_bytes.saturating_add(bytes);
+            group.wrote_at = Instant::now();
+        }
+    }
+
+    /// Returns the group of a process; [`UNKNOWN`] if it has ended or no memory group is visible.
     pub fn of_process(&mut self, pid: u32) -> GroupId {
         if let Some((group, at)) = self.by_process.get(&pid)
             && at.elapsed() < PROCESSES_LAST
             && let Some(known) = self.groups.get_mut(group)
         {
-            known.wrote_at = known.wrote_at.map(|_| Instant::now());
+            known.wrote_at = Instant::now();
             return *group;
         }
         let Ok(hierarchy) = Hierarchy::find_of(&self.root, &pid.to_string()) else {
-            // It has ended: what was found last is the best guess for what it wrote last.
+            // The process has ended: the last known group is the best guess.
             return self.by_process.get(&pid).map_or(UNKNOWN, |(group, _)| *group);
         };
         let group = self.add(hierarchy);
@@ -164,14 +201,16 @@ impl Groups {
         group
     }
 
-    /// The group of this process.
+    /// Returns the group of this process.
     pub fn of_self(&mut self) -> GroupId {
         let group = Hierarchy::find(&self.root).map_or(UNKNOWN, |hierarchy| self.add(hierarchy));
-        self.keep(group);
+        if let Some(group) = self.groups.get_mut(&group) {
+            group.kind = Kind::Kept;
+        }
         group
     }
 
-    /// The group with a folder of this inode number, looked for below the mount of what is known.
+    /// Returns the group with a folder of this inode number, searched below the mount of the known groups.
     pub fn of_inode(&mut self, inode: u64) -> GroupId {
         if let Some(group) = self.by_inode.get(&inode) {
             return *group;
@@ -185,48 +224,104 @@ impl Groups {
         group
     }
 
-    /// Where the controller is mounted, as far as that is visible.
+    /// Returns the topmost visible folder of the hierarchy.
     fn top(&self) -> Option<String> {
         let hierarchy = &self.groups.values().next()?.hierarchy;
         let folders = (0..MAX_LEVELS).map_while(|level| hierarchy.folder(level));
         folders.last().map(|path| path.as_str().to_owned())
     }
 
-    /// Finds limited groups that write here although no closed file has told so yet: those that hold more in memory than when
-    /// they were looked at last. To be called when the file system has grown. Some 40 us a limited group of the machine.
-    pub fn find_writers(&mut self) {
+    /// Finds limited groups that write here before any closed file shows it.
+    ///
+    /// For groups with more memory in files than before, `charged` examines the open files of their processes (arguments:
+    /// folders, index of the first process). Call it when the file system has grown. Takes some 40 us per limited
+    /// group of the machine, plus `charged`.
+    ///
+    /// Returns whether it is still undecided for one of them.
+    pub fn find_writers(&mut self, mut charged: impl FnMut(&[String], usize) -> Charged) -> bool {
         if self.listed.is_none_or(|(at, took)| at.elapsed() >= took * LIST_SHARE) {
             self.list_suspects();
         }
-        let Some(hierarchy) = self.groups.values().next().map(|group| &group.hierarchy) else { return };
-        let mut writers = Vec::new();
-        for suspect in &mut self.suspects {
+        let proved = |suspect: &Suspect| self.brought_below(&suspect.folder) >= guard_bytes(suspect.limit_bytes);
+        let proved: Vec<bool> = self.suspects.iter().map(proved).collect();
+        let Some(hierarchy) = self.groups.values().next().map(|group| &group.hierarchy) else { return false };
+        let mut grown = Vec::new();
+        for (at, suspect) in self.suspects.iter_mut().enumerate().filter(|(at, _)| !proved[*at]) {
             let Some(folder) = Path::format(format_args!("{}", suspect.folder)) else { continue };
             let Ok(Held { shared_bytes, .. }) = hierarchy.held(&folder) else { continue };
             if shared_bytes > suspect.shared_bytes.saturating_add(WRITTEN_BYTES) {
-                writers.push(suspect.folder.clone());
+                grown.push((at, shared_bytes));
             }
-            // Who is slow is found as well, only later.
+            // Slow writers are found too, only later.
             suspect.shared_bytes = suspect.shared_bytes.min(shared_bytes);
         }
-        for folder in writers {
-            if let Ok(hierarchy) = Hierarchy::find_at(&self.root, &folder) {
-                self.add(hierarchy);
+        let mut is_open = false;
+        for (at, shared_bytes) in grown {
+            is_open |= !self.look_for_proof(at, shared_bytes, &mut charged);
+        }
+        is_open
+    }
+
+    /// Returns the bytes that groups at or below a folder have brought here.
+    fn brought_below(&self, folder: &str) -> u64 {
+        let is_below =
+            |path: &str| path.strip_prefix(folder).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
+        let below = self.by_folder.iter().filter(|(path, _)| is_below(path));
+        below.filter_map(|(_, id)| self.groups.get(id)).map(|group| group.brought_bytes).fold(0, u64::saturating_add)
+    }
+
+    /// Examines the open files of a suspect's processes. Returns whether that proved enough for its limit to count.
+    fn look_for_proof(
+        &mut self,
+        at: usize,
+        shared_bytes: u64,
+        charged: &mut impl FnMut(&[String], usize) -> Charged,
+    ) -> bool {
+        let suspect = &mut self.suspects[at];
+        let mut folders = Vec::new();
+        find_folders(&(&suspect.folder).into(), 0, &mut folders);
+        let found = charged(&folders, suspect.next_process);
+        if found.is_whole {
+            // Skips it until it has grown by the same amount again.
+            (suspect.shared_bytes, suspect.next_process) = (shared_bytes, 0);
+        } else {
+            suspect.next_process += found.processes;
+        }
+        let (folder, guard) = (suspect.folder.clone(), guard_bytes(suspect.limit_bytes));
+        for (inode, bytes) in found.bytes {
+            let group = self.of_inode(inode);
+            if let Some(group) = self.groups.get_mut(&group) {
+                group.brought_bytes = group.brought_bytes.max(bytes);
+                group.wrote_at = Instant::now();
+            }
+        }
+        self.brought_below(&folder) >= guard
+    }
+
+    /// Keeps groups that are about to be forgotten but still have files open here.
+    pub fn renew_writers(&mut self, mut charged: impl FnMut(&[String], usize) -> Charged) {
+        let is_due = |group: &&mut Group| group.brought_bytes > 0 && group.wrote_at.elapsed() > WRITERS_LAST / 2;
+        for group in self.groups.values_mut().filter(is_due) {
+            let folder = group.hierarchy.folder(0).map(|folder| folder.as_str().to_owned());
+            if folder.is_some_and(|folder| charged(&[folder], 0).bytes.contains_key(&group.inode)) {
+                group.wrote_at = Instant::now();
             }
         }
     }
 
-    /// Lists limited groups now and then, so that it is known what they hold before they write.
-    pub fn list_suspects_if_due(&mut self) {
-        if self.listed.is_none_or(|(at, _)| at.elapsed() >= SUSPECTS_LAST) {
+    /// Lists limited groups periodically, so that their memory is known before they write. Returns whether it did.
+    pub fn list_suspects_if_due(&mut self) -> bool {
+        let is_due = self.listed.is_none_or(|(at, _)| at.elapsed() >= SUSPECTS_LAST);
+        if is_due {
             self.list_suspects();
         }
+        is_due
     }
 
-    /// Lists the limited groups of the machine that are not watched. What a new one holds it has written since the last list.
+    /// Lists the limited groups of the machine. All memory of a new one was written since the last list.
     fn list_suspects(&mut self) {
         let begun = Instant::now();
-        // Who was removed and made anew is another.
+        // A group that was removed and created again is a different one.
         self.drop_gone();
         let mut folders = Vec::new();
         if let Some(top) = self.top() {
@@ -234,19 +329,20 @@ impl Groups {
         }
         let Some(hierarchy) = self.groups.values().next().map(|group| &group.hierarchy) else { return };
         let is_first = self.listed.is_none();
-        let mut before: HashMap<_, _> =
-            self.suspects.drain(..).map(|suspect| ((suspect.folder, suspect.inode), suspect.shared_bytes)).collect();
+        let known = |suspect: Suspect| ((suspect.folder, suspect.inode), (suspect.shared_bytes, suspect.next_process));
+        let mut before: HashMap<_, _> = self.suspects.drain(..).map(known).collect();
         for folder in folders {
             let Some(path) = Path::format(format_args!("{folder}")) else { continue };
-            let is_limited = || hierarchy.limit(&path) != Limit::NONE;
-            if self.suspects.len() == MAX_SUSPECTS || self.by_folder.contains_key(&folder) || !is_limited() {
+            let limit = hierarchy.limit(&path);
+            if self.suspects.len() == MAX_SUSPECTS || limit == Limit::NONE {
                 continue;
             }
             let inode = std::fs::metadata(&folder).map_or(0, |metadata| metadata.ino());
             let now = || if is_first { hierarchy.held(&path).map_or(0, |held| held.shared_bytes) } else { 0 };
             let key = (folder, inode);
-            let shared_bytes = before.remove(&key).unwrap_or_else(now);
-            self.suspects.push(Suspect { folder: key.0, inode, shared_bytes });
+            let (shared_bytes, next_process) = before.remove(&key).unwrap_or_else(|| (now(), 0));
+            let limit_bytes = limit.soft_bytes;
+            self.suspects.push(Suspect { folder: key.0, inode, limit_bytes, shared_bytes, next_process });
         }
         self.listed = Some((Instant::now(), begun.elapsed()));
     }
@@ -255,7 +351,7 @@ impl Groups {
         let Some(folder) = hierarchy.folder(0) else { return UNKNOWN };
         if let Some(id) = self.by_folder.get(folder.as_str()) {
             if let Some(group) = self.groups.get_mut(id) {
-                group.wrote_at = group.wrote_at.map(|_| Instant::now());
+                group.wrote_at = Instant::now();
             }
             return *id;
         }
@@ -270,19 +366,22 @@ impl Groups {
         let inode = std::fs::metadata(folder.as_str()).map_or(0, |metadata| metadata.ino());
         self.by_folder.insert(folder.as_str().to_owned(), id);
         self.by_inode.insert(inode, id);
-        self.groups.insert(id, Group { hierarchy, watches: Vec::new(), inode, wrote_at: Some(Instant::now()) });
-        self.suspects.retain(|suspect| suspect.folder != folder.as_str());
+        let (kind, wrote_at) = (Kind::Writer, Instant::now());
+        self.groups.insert(id, Group { hierarchy, watches: Vec::new(), inode, kind, wrote_at, brought_bytes: 0 });
         self.limits_read_at = None;
         id
     }
 
-    /// Forgets groups that were removed, or have not written for long. Their numbers are not given again: what is charged to them is to nobody known.
+    /// Forgets groups that were removed or have not written for long. Ids are not reused: files charged to them count
+    /// as unknown.
     fn drop_gone(&mut self) {
-        let is_there = |group: &Group| {
+        let is_there = |group: &mut Group| {
             let folder = group.hierarchy.folder(0);
             let metadata = folder.and_then(|folder| std::fs::metadata(folder.as_str()).ok());
-            let is_writer = group.wrote_at.is_none_or(|at| at.elapsed() < WRITERS_LAST);
-            is_writer && metadata.is_some_and(|metadata| metadata.ino() == group.inode)
+            let is_writer = group.wrote_at.elapsed() < WRITERS_LAST;
+            group.brought_bytes = if is_writer { group.brought_bytes } else { 0 };
+            let is_watched = is_writer || group.kind != Kind::Writer;
+            is_watched && metadata.is_some_and(|metadata| metadata.ino() == group.inode)
         };
         self.groups.retain(|_, group| is_there(group));
         let groups = &self.groups;
@@ -290,17 +389,17 @@ impl Groups {
         self.by_inode.retain(|_, id| groups.contains_key(id));
     }
 
-    /// Folder of a group, while it is there.
+    /// Returns the folder of a group, while it exists.
     pub fn folder(&self, group: GroupId) -> Option<String> {
         self.groups.get(&group)?.hierarchy.folder(0).map(|folder| folder.as_str().to_owned())
     }
 
-    /// Whether giving back what is charged to `group` helps the limit of `watch`; perhaps, where the group is not known.
+    /// Returns whether freeing memory charged to `group` helps the limit of `watch`. An unknown group may help: true.
     pub fn helps(&self, group: GroupId, watch: usize) -> bool {
         self.groups.get(&group).is_none_or(|group| group.watches.contains(&watch))
     }
 
-    /// Reads the limits of all groups and of those above, if that was not done lately.
+    /// Reads the limits of all groups and their ancestors, unless that was done recently.
     fn read_limits(&mut self) {
         if self.limits_read_at.is_some_and(|at| at.elapsed() < LIMITS_LAST) {
             return;
@@ -317,7 +416,7 @@ impl Groups {
                     None => {
                         let old = before.iter().position(|watch| watch.folder.as_str() == folder.as_str());
                         let old = old.map(|old| before.swap_remove(old));
-                        // What cannot be read now (no descriptor is to be had, say) is as it was.
+                        // A limit that cannot be read now, for lack of a descriptor for example, keeps its last value.
                         let known = old.as_ref().map_or(Limit::NONE, |watch| watch.limit);
                         let limit = hierarchy.try_limit(&folder).unwrap_or(known);
                         if limit == Limit::NONE {
@@ -343,14 +442,15 @@ impl Groups {
         }
     }
 
-    /// How many groups were learned so far, those that were forgotten too.
+    /// Returns how many groups were learned so far, forgotten ones included.
     pub fn learned(&self) -> u32 {
         self.last_id
     }
 
-    /// How much of each limit is used. Some 30 us a limit.
+    /// Returns the usage of each limit. Some 30 us per limit.
     pub fn sample(&mut self) -> Vec<Sample> {
         self.read_limits();
+        let proved = self.proved_bytes();
         let Some(any) = self.groups.values().next() else { return Vec::new() };
         let hierarchy = &any.hierarchy;
         let look = |at: usize, watch: &mut Watch| -> io::Result<Sample> {
@@ -367,7 +467,7 @@ impl Groups {
                 limit_bytes: watch.limit.soft_bytes,
                 working_set_bytes: usage.saturating_sub(held.idle_bytes),
                 hard_room_bytes: room.kill.limit_bytes.saturating_sub(room.kill.used_bytes),
-                shared_bytes: watch.most_shared.map_or(0, |(most, _)| most),
+                here_bytes: watch.most_shared.map_or(0, |(most, _)| most).min(proved[at]),
             })
         };
         for (at, watch) in self.watches.iter_mut().enumerate() {
@@ -381,7 +481,19 @@ impl Groups {
         samples.filter_map(|(watch, known)| Some(Sample { watch, ..known.last.clone()? })).collect()
     }
 
-    /// Has the kernel wake the controller when a watch's usage passes `bytes`. Returns whether it will.
+    /// Returns for each limit the bytes that groups below it are known to have brought here.
+    fn proved_bytes(&self) -> Vec<u64> {
+        let mut proved = vec![0u64; self.watches.len()];
+        for group in self.groups.values() {
+            let bytes = if group.kind == Kind::Trusted { u64::MAX } else { group.brought_bytes };
+            for &watch in &group.watches {
+                proved[watch] = proved[watch].saturating_add(bytes);
+            }
+        }
+        proved
+    }
+
+    /// Sets an alarm: the kernel wakes the controller when the group's usage passes `bytes`. Returns whether it works.
     pub fn set_alarm(&mut self, watch: usize, bytes: u64) -> bool {
         let (Some(events), Some(watch)) = (&self.events, self.watches.get_mut(watch)) else { return false };
         if watch.version != Version::V1 {
@@ -394,12 +506,12 @@ impl Groups {
         watch.alarm.is_some()
     }
 
-    /// Descriptor that is readable when an alarm has come.
+    /// Returns the descriptor that becomes readable when an alarm fires.
     pub fn alarms(&self) -> Option<&Events> {
         self.events.as_ref()
     }
 
-    /// Takes the alarms that have come. Only once it is known that there are some: it waits otherwise.
+    /// Takes the alarms that have fired. Blocks if there are none.
     pub fn take_alarms(&self) {
         if let Some(events) = &self.events {
             let _ = events::wait(events.number());
@@ -407,7 +519,7 @@ impl Groups {
     }
 }
 
-/// All folders at or below `at`.
+/// Collects all folders at or below `at`.
 fn find_folders(at: &std::path::PathBuf, depth: usize, found: &mut Vec<String>) {
     const MOST: usize = 1024;
     if depth == MAX_LEVELS || found.len() >= MOST {
@@ -420,7 +532,7 @@ fn find_folders(at: &std::path::PathBuf, depth: usize, found: &mut Vec<String>) 
     }
 }
 
-/// The folder with this inode number at or below `at`.
+/// Returns the folder with this inode number at or below `at`.
 fn find_folder(at: std::path::PathBuf, inode: u64, depth: usize) -> Option<std::path::PathBuf> {
     if std::fs::metadata(&at).ok()?.ino() == inode {
         return Some(at);
@@ -466,7 +578,8 @@ mod tests {
         }
     }
 
-    /// Writers' groups are learned once, limits above them are watched, and giving helps where it is charged.
+    /// Writers' groups are learned once, the limits above them are watched, and freeing helps where the memory is
+    /// charged.
     #[test]
     fn limits_above_writers_are_watched() {
         let tree = Tree::new();
@@ -488,9 +601,29 @@ mod tests {
         assert!(!groups.set_alarm(0, 900), "version 2 has no thresholds");
     }
 
-    /// A limited group that fills memory before it closes a file is found; one that holds the same as before is not.
+    /// A group counts with what it brought here, at most what it holds; one that the user names, with all that it
+    /// holds.
     #[test]
-    fn writers_are_found_by_what_they_hold() {
+    fn what_was_brought_is_what_counts() {
+        let tree = Tree::new();
+        tree.group("/app", "1000", 400);
+        tree.group("/named", "1000", 400);
+        tree.set("/proc/7/cgroup", "0::/app\n");
+        let mut groups = Groups::new(tree.root());
+        let app = groups.of_process(7);
+        groups.add_folder(&format!("{}/cg/named", tree.root())).unwrap();
+        let here = |groups: &mut Groups| groups.sample().iter().map(|sample| sample.here_bytes).collect::<Vec<_>>();
+        assert_eq!(here(&mut groups), [0, 60]);
+        groups.brought(app, 50);
+        assert_eq!(here(&mut groups), [50, 60]);
+        groups.brought(app, 50);
+        assert_eq!(here(&mut groups), [60, 60], "it has deleted some of it");
+    }
+
+    /// Among groups that fill memory before closing a file, those with open files here are found. A group that fills
+    /// other memory is examined once, and again only after it has grown.
+    #[test]
+    fn writers_are_found_by_what_they_have_open() {
         let tree = Tree::new();
         for name in ["/own", "/a", "/b"] {
             tree.group(name, "1000000000", 0);
@@ -500,38 +633,52 @@ mod tests {
         let mut groups = Groups::new(tree.root());
         groups.of_self();
         groups.list_suspects();
-        assert_eq!(groups.suspects.len(), 2);
-        groups.find_writers();
-        assert_eq!(groups.learned(), 1);
+        assert_eq!(groups.suspects.len(), 3);
+        let inode = |name: &str| std::fs::metadata(format!("{}/cg/{name}", tree.root())).unwrap().ino();
+        let mut open = HashMap::new();
+        let asked = std::cell::Cell::new(0);
+        let find = |groups: &mut Groups, open: &HashMap<u64, u64>| {
+            asked.set(0);
+            groups.find_writers(|_, _| {
+                asked.set(asked.get() + 1);
+                Charged { bytes: open.clone(), is_whole: true, processes: 1 }
+            })
+        };
+        assert!(!find(&mut groups, &open) && groups.learned() == 1 && asked.get() == 0);
         let holds = |name: &str, bytes: u64| tree.set(&format!("/cg/{name}/memory.stat"), &format!("shmem {bytes}\n"));
         holds("b", 100 * WRITTEN_BYTES);
-        groups.find_writers();
-        assert_eq!((groups.learned(), groups.suspects.len()), (2, 1));
-        assert!(groups.sample().iter().any(|sample| sample.name == "/b"));
-        // One that is slow is found as well.
-        for step in 1..=4 {
-            assert_eq!(groups.learned(), 2);
-            holds("a", step * WRITTEN_BYTES / 3);
-            groups.find_writers();
-        }
-        assert_eq!(groups.learned(), 3);
-        // One that was made meanwhile, and one that was made anew, have written all that they hold.
-        tree.group("/new", "1000000000", 0);
-        holds("new", 2 * WRITTEN_BYTES);
+        assert!(find(&mut groups, &open), "it may write here");
+        assert_eq!((groups.learned(), asked.get()), (1, 1));
+        assert!(!find(&mut groups, &open) && asked.get() == 0, "it holds the same");
+        holds("b", 102 * WRITTEN_BYTES);
+        open.insert(inode("b"), 101 * WRITTEN_BYTES);
+        assert!(!find(&mut groups, &open), "it does");
+        let samples = groups.sample();
+        assert!(samples.iter().any(|sample| sample.name == "/b" && sample.here_bytes == 101 * WRITTEN_BYTES));
+        // All memory of a group that is new, or was created again, counts as written since.
         std::fs::remove_dir_all(format!("{}/cg/a", tree.root())).unwrap();
         tree.group("/other", "max", 0);
-        tree.group("/a", "1000000000", 0);
-        holds("a", 2 * WRITTEN_BYTES);
+        for name in ["new", "a"] {
+            tree.group(&format!("/{name}"), "1000000000", 0);
+            holds(name, 2 * WRITTEN_BYTES);
+        }
         groups.list_suspects();
-        groups.find_writers();
-        assert_eq!(groups.learned(), 5);
-        // It is forgotten when it writes no more.
-        groups.groups.get_mut(&2).unwrap().wrote_at = Instant::now().checked_sub(2 * WRITERS_LAST);
-        groups.limits_read_at = None;
+        assert!(find(&mut groups, &HashMap::new()) && asked.get() == 2);
+        // It is forgotten when it stops writing, unless it still has files open.
+        let age = |groups: &mut Groups, by: Duration| {
+            let id = groups.by_inode[&inode("b")];
+            groups.groups.get_mut(&id).unwrap().wrote_at = Instant::now().checked_sub(by).unwrap();
+            groups.limits_read_at = None;
+        };
+        age(&mut groups, WRITERS_LAST * 3 / 4);
+        groups.renew_writers(|_, _| Charged { bytes: open.clone(), is_whole: true, processes: 1 });
+        let id = groups.by_inode[&inode("b")];
+        assert!(groups.groups[&id].wrote_at.elapsed() < WRITERS_LAST / 2);
+        age(&mut groups, 2 * WRITERS_LAST);
         assert!(groups.sample().iter().all(|sample| sample.name != "/b"));
     }
 
-    /// A group that was removed counts for everybody: its pages were passed on to its parent.
+    /// A removed group counts for every limit: its pages were passed to its parent.
     #[test]
     fn removed_groups_are_unknown() {
         let tree = Tree::new();

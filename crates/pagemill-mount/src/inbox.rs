@@ -1,6 +1,6 @@
-//! Where others leave what they want of the steward, and what they found.
+//! Queue of requests and scan results for the control loop.
 //!
-//! The steward only tries to lock it: who has the lock may be of lower priority and off the processor.
+//! The control loop only tries to lock it: the thread that holds the lock may have lower priority and be off the CPU.
 
 use crate::scan::Found;
 use crate::status::Status;
@@ -11,26 +11,26 @@ use std::sync::mpsc::Sender;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// So much is left at a time, unless the steward does not come for so long: it may have ended.
+/// Maximum number of queued results, and how long a scan waits for room: the control loop may have ended.
 const MAX_FOUND: usize = 4096;
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What others want.
+/// A request to the control loop.
 pub enum Request {
     Status(Sender<Status>),
-    /// Purge so much; answered with what went.
+    /// Purge this many bytes; answered with the bytes freed.
     Purge(u64, Sender<u64>),
     Stop,
 }
 
-/// Where others leave what they want, and what they found.
+/// The queue and its waker.
 pub struct Inbox {
     requests: Mutex<Vec<Request>>,
     found: Mutex<Vec<Message>>,
     wake: OwnedFd,
 }
 
-/// What a look at everything tells.
+/// A message of a scan.
 pub enum Message {
     Found(Found),
     ScanEnded,
@@ -38,20 +38,21 @@ pub enum Message {
 
 impl Inbox {
     /// # Errors
+    /// # Errors
     ///
-    /// What `eventfd` says.
+    /// Errors of `eventfd`.
     pub fn new() -> io::Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Self { requests: Mutex::default(), found: Mutex::default(), wake })
     }
 
-    /// Leaves a request.
+    /// Queues a request.
     pub fn send(&self, request: Request) {
         self.requests.lock().unwrap_or_else(PoisonError::into_inner).push(request);
         self.wake();
     }
 
-    /// Leaves what was found; `messages` is empty afterwards. Waits while there is much that was not taken yet.
+    /// Queues scan results and empties `messages`. Blocks while too many results are queued.
     pub fn send_found(&self, messages: &mut Vec<Message>) {
         let lock = || self.found.lock().unwrap_or_else(PoisonError::into_inner);
         let begun = Instant::now();
@@ -70,7 +71,8 @@ impl Inbox {
         take(&self.found)
     }
 
-    /// Takes back what made it readable. Who held a lock just then is heard at the next look, ten milliseconds later at most.
+    /// Resets the waker. A message under a lock that was busy is taken at the next look, at most ten milliseconds
+    /// later.
     pub fn calm(&self) {
         let _ = rustix::io::read(&self.wake, &mut [0; 8]);
     }
@@ -80,14 +82,14 @@ impl Inbox {
     }
 }
 
-/// Readable when something was left.
+/// Readable when a message was queued.
 impl AsFd for Inbox {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
 }
 
-/// Takes what is there, if nobody holds the lock just now.
+/// Takes all messages, unless another thread holds the lock.
 fn take<T>(from: &Mutex<Vec<T>>) -> Vec<T> {
     let guard: Option<MutexGuard<'_, Vec<T>>> = from.try_lock().ok();
     guard.map_or_else(Vec::new, |mut guard| std::mem::take(&mut *guard))

@@ -1,20 +1,20 @@
-//! The volatile files, least recently used first, apart for each memory group they are charged to.
+//! The volatile files in LRU order, separately for each memory group that is charged for them.
 
 use crate::groups::GroupId;
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsString;
 
-/// Most files that are kept in mind (some 200 bytes each). Of more, some are purged only after others are gone.
+/// Maximum number of indexed files (some 200 bytes each). Further files are purged only after others are gone.
 pub const MAX_FILES: usize = 1 << 20;
 
-/// What of a file goes.
+/// Which part of a file is purged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     Whole,
     Tail,
 }
 
-/// A volatile file, as it was last seen.
+/// A volatile file as last seen.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct File {
     pub folder: u64,
@@ -25,14 +25,14 @@ pub struct File {
     pub group: GroupId,
 }
 
-/// The files by inode, and in their order of use.
+/// The files by inode, and in order of use.
 #[derive(Default)]
 pub struct Index {
     files: HashMap<u64, File>,
     groups: HashMap<GroupId, Charged>,
 }
 
-/// What is charged to one group.
+/// The files charged to one group.
 #[derive(Default)]
 struct Charged {
     order: BTreeSet<(i64, u64)>,
@@ -40,7 +40,7 @@ struct Charged {
 }
 
 impl Index {
-    /// Puts a file in, or anew. Returns whether there was room for it.
+    /// Inserts or replaces a file. Returns whether there was room for it.
     pub fn insert(&mut self, inode: u64, file: File) -> bool {
         self.remove(inode);
         if self.files.len() >= MAX_FILES {
@@ -69,23 +69,31 @@ impl Index {
         self.files.get(&inode)
     }
 
-    /// The file used least recently of those charged to a group that `counts`.
+    /// Returns the least recently used file of the groups for which `counts` is true.
     pub fn oldest(&self, counts: impl Fn(GroupId) -> bool) -> Option<u64> {
         let counted = self.groups.iter().filter(|(group, _)| counts(**group));
         counted.filter_map(|(_, charged)| charged.order.first()).min().map(|(_, inode)| *inode)
+    }
+
+    /// Returns all files, sorted by folder.
+    pub fn by_folder(&self) -> Vec<(u64, u64, OsString)> {
+        let mut files: Vec<_> =
+            self.files.iter().map(|(inode, file)| (file.folder, *inode, file.name.clone())).collect();
+        files.sort_unstable();
+        files
     }
 
     pub fn count(&self) -> usize {
         self.files.len()
     }
 
-    /// Memory of those charged to a group that `counts`, as last seen.
+    /// Returns the memory of the files in groups for which `counts` is true, as last seen.
     pub fn held_bytes(&self, counts: impl Fn(GroupId) -> bool) -> u64 {
         let counted = self.groups.iter().filter(|(group, _)| counts(**group));
         counted.map(|(_, charged)| charged.held_bytes).sum()
     }
 
-    /// Keeps the files for which `is_there` says so.
+    /// Keeps the files for which `is_there` returns true.
     pub fn retain(&mut self, mut is_there: impl FnMut(u64, &File) -> bool) {
         let gone: Vec<u64> =
             self.files.iter().filter(|(inode, file)| !is_there(**inode, file)).map(|(inode, _)| *inode).collect();
@@ -104,7 +112,7 @@ mod tests {
         File { folder: 1, name: "x".into(), part: Part::Whole, used_ns, held_bytes, group }
     }
 
-    /// The oldest of the groups that count, however they are mixed.
+    /// The oldest file of the selected groups is returned, whatever the order of insertion.
     #[test]
     fn the_oldest_goes_first() {
         let mut index = Index::default();
@@ -124,7 +132,7 @@ mod tests {
     }
 
     proptest! {
-        /// Sums and order are those of a plain list, whatever comes and goes.
+        /// Sums and order equal those of a plain list after any inserts and removals.
         #[test]
         fn it_is_a_sorted_list(steps in prop::collection::vec((0u64..20, 0i64..10, 0u64..99, 0u32..3, any::<bool>()), 0..200)) {
             let (mut index, mut list) = (Index::default(), HashMap::new());

@@ -1,4 +1,4 @@
-//! What is known of the files, and how one of them is purged.
+//! The state of the files, and how one of them is purged.
 
 use crate::door::{self, Door, Seen};
 use crate::folders::Folders;
@@ -21,31 +21,34 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-/// A file that was closed is left alone for so long before its pages are looked at: many are opened again at once, and a
-/// volatile one may be purged soon, in which the worker would only be in the way.
+/// How long a closed file waits before the worker examines its pages. Many files are reopened at once, and a volatile
+/// file may be purged soon, which the worker would block.
 const DELAY: Duration = Duration::from_millis(200);
 const VOLATILE_DELAY: Duration = Duration::from_millis(500);
 
-/// Marks of folders that a look at everything goes by may be so old.
+/// Maximum age of folder marks that a scan may rely on.
 const MARKS_LAST: Duration = Duration::from_millis(100);
 
-/// Most folders that are open at a time.
+/// Maximum number of folders open at a time.
 const MAX_OPEN: usize = 32;
 
-/// Most paths that a bad mark was told of.
+/// Maximum number of volatile files that are checked again for a status request.
+const MAX_LOOKED_AT: usize = 1024;
+
+/// Maximum number of paths with bad marks that are reported.
 const MAX_TOLD: usize = 100;
 
-/// Files that hold less are too many for each to be asked for its own marks when it is closed.
+/// Smaller files are too many to read each one's own marks when it is closed.
 const OWN_MARKS_FROM_BYTES: u64 = 64 << 10;
 
-/// A folder of the present batch of events, and what is marked on the way to it.
+/// A folder of the current batch of events, and the marks on the path to it.
 struct OpenFolder {
     inode: u64,
     fd: OwnedFd,
     above: Vec<Above>,
 }
 
-/// Files, folders, groups, and what is to be done with pages.
+/// Files, folders, groups, and the pages to work on.
 pub struct Ledger {
     door: Arc<Door>,
     folders: Folders,
@@ -53,31 +56,39 @@ pub struct Ledger {
     pub groups: Groups,
     pub pages: PageWork,
     pub counts: Counts,
-    /// Something is not known that a look at everything would show.
+    /// The state is incomplete, and a full scan is needed.
     pub wants_scan: bool,
-    /// A file could not be purged because the worker had it: a moment later it can.
+    /// The worker had a file open that was to be purged. A retry shortly later can succeed.
     pub met_worker: bool,
-    /// Files that the present look at everything has found.
+    /// Memory of the files that were closed.
+    pub closed_bytes: u64,
+    /// Files that the current scan has found.
     seen: HashSet<u64>,
     batch_began: Instant,
     /// Folders of the present batch of events.
     open: HashMap<u64, OpenFolder>,
-    /// Who closed the file before.
+    /// Process and group of the previous close.
     last_writer: Option<(u32, GroupId)>,
     own_pid: u32,
     own_group: GroupId,
     told: HashSet<PathBuf>,
 }
 
-/// Now, as the times of files are told.
+/// Returns the current time in the form of file times.
 pub fn now_ns() -> i64 {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
 }
 
 impl Ledger {
-    /// Knows nothing yet. `worker` is the program that looks after pages.
+    /// Creates an empty ledger. `worker` is the command line of the worker process.
     pub fn new(door: Arc<Door>, mut groups: Groups, worker: Vec<OsString>) -> Self {
+        let own_group = groups.of_self();
+        // Without permission to read page charges, events carry no process id either. All writers then count as this
+        // group.
+        if !pages::may_ask_for_group() {
+            groups.trust(own_group);
+        }
         Self {
             folders: Folders::new(door.root_inode()),
             index: Index::default(),
@@ -85,32 +96,32 @@ impl Ledger {
             counts: Counts::default(),
             wants_scan: false,
             met_worker: false,
+            closed_bytes: 0,
             seen: HashSet::new(),
             batch_began: Instant::now(),
             open: HashMap::new(),
             last_writer: None,
             own_pid: std::process::id(),
-            own_group: groups.of_self(),
+            own_group,
             told: HashSet::new(),
             door,
             groups,
         }
     }
 
-    /// The kernel had no room for events.
+    /// Records that the kernel's event queue overflowed.
     pub fn lost_events(&mut self) {
         self.counts.events_lost += 1;
         self.wants_scan = true;
     }
 
-    /// Events follow that belong together: a folder is opened once for them.
+    /// Starts a batch of events; each folder is opened once per batch.
     pub fn begin_batch(&mut self) {
-        self.open.clear();
         self.last_writer = None;
         self.batch_began = Instant::now();
     }
 
-    /// A folder has got a new name, and all below it new paths.
+    /// Handles a renamed folder: every path below it changes.
     pub fn folder_moved(&mut self, folder: Handle<'_>, name: &OsStr) {
         self.open.clear();
         let parent = self.folders.find(&self.door, folder);
@@ -118,7 +129,7 @@ impl Ledger {
         self.wants_scan |= !is_learned;
     }
 
-    /// A process closed a file that it had open for writing, or gave one this name.
+    /// Handles a file that a process closed after writing, or renamed to this name.
     pub fn written(&mut self, folder: Handle<'_>, name: &OsStr, pid: u32) {
         let is_own = pid != 0 && (pid == self.own_pid || pid == self.pages.worker_pid());
         if is_own {
@@ -137,7 +148,12 @@ impl Ledger {
         self.open.insert(opened.inode, opened);
     }
 
-    /// Opens a folder of this batch, and reads what holds in it.
+    /// Ends the batch and closes its folders: a deleted folder that is open could still be opened by its handle.
+    pub fn end_batch(&mut self) {
+        self.open.clear();
+    }
+
+    /// Opens a folder of this batch and reads the marks that apply in it.
     fn open_folder(&mut self, handle: Handle<'_>) -> Option<OpenFolder> {
         let inode = self.folders.find(&self.door, handle)?;
         let fd = self.folders.open(&self.door, inode).ok()?;
@@ -145,14 +161,14 @@ impl Ledger {
         Some(OpenFolder { inode, fd, above })
     }
 
-    /// Takes note of a file that was written.
+    /// Records a written file.
     fn observe(&mut self, folder: &OpenFolder, name: &OsStr, pid: u32) {
         let Ok(seen) = door::look_at(&folder.fd, name) else { return };
         if !seen.is_file() {
             return;
         }
         let mut own = Marks::default();
-        // A small one's own marks are found by the look at everything, and read before it goes: there are many of them.
+        // There are many small files: a scan finds their own marks, and a purge reads them first.
         if seen.held_bytes >= OWN_MARKS_FROM_BYTES {
             let mut bad = Vec::new();
             let Ok(marks) = door::marks_at(&folder.fd, name, |mark| bad.push(mark)) else { return };
@@ -162,12 +178,15 @@ impl Ledger {
                 self.tell_bad(path, &mark.0);
             }
         }
-        let marks = policy::effective(trusted(own, &seen), seen.owner, folder.above.iter().copied());
+        let marks = policy::effective(own.trusted(seen.is_open_to_all()), seen.owner, folder.above.iter().copied());
+        self.closed_bytes += seen.held_bytes;
         let group = self.group_of_writer(pid);
+        self.groups.brought(group, seen.held_bytes);
         self.note(folder.inode, name, &seen, marks, group, now_ns());
     }
 
-    /// The group of who closed a file. Where nobody says who it was (in a namespace of its own) all come from here.
+    /// Returns the group of the process that closed a file. Without process ids (in a user namespace) this is our own
+    /// group.
     fn group_of_writer(&mut self, pid: u32) -> GroupId {
         if pid == 0 {
             return self.own_group;
@@ -185,12 +204,12 @@ impl Ledger {
     fn tell_bad(&mut self, path: PathBuf, text: &str) {
         self.counts.bad_marks += 1;
         if self.told.len() < MAX_TOLD && self.told.insert(path.clone()) {
-            // Names are anybody's; what they hold must not reach a terminal.
-            say(&format!("{}: {text}: it is passed over", path.to_string_lossy().escape_debug()));
+            // Any user can choose names; control characters must not reach a terminal.
+            say(&format!("{}: {text}: ignored", path.to_string_lossy().escape_debug()));
         }
     }
 
-    /// Takes note of what a look at everything found.
+    /// Records an item that a scan found.
     pub fn found(&mut self, found: Found) {
         match found {
             Found::Folder { inode, parent, name, above, read_at } => {
@@ -204,17 +223,17 @@ impl Ledger {
                 }
                 let since = Instant::now().checked_sub(MARKS_LAST).unwrap_or(self.batch_began);
                 let Some(above) = self.folders.above(&self.door, folder, since) else {
-                    // It cannot be told now: it stays until it can.
+                    // The marks are unknown for now: the file stays until they are known.
                     self.index.remove(seen.inode);
                     return;
                 };
-                let marks = policy::effective(trusted(marks, &seen), seen.owner, above);
+                let marks = policy::effective(marks.trusted(seen.is_open_to_all()), seen.owner, above);
                 let known_ns = self.index.get(seen.inode).map(|file| file.used_ns);
                 self.note(folder, &name, &seen, marks, UNKNOWN, known_ns.unwrap_or(0).max(seen.used_ns));
                 if self.index.get(seen.inode).is_none() {
                     return;
                 }
-                // It may have gone since it was found.
+                // The file may have been removed since the scan found it.
                 if known_ns.is_none() && !self.is_there(folder, &name, seen.inode) {
                     self.index.remove(seen.inode);
                     return;
@@ -229,21 +248,21 @@ impl Ledger {
         folder.and_then(|folder| door::look_at(folder, name)).is_ok_and(|seen| seen.inode == inode)
     }
 
-    /// Ends what a controller that was killed began with a file.
+    /// Completes the purge of a file that a killed controller began.
     fn finish(&mut self, folder: u64, name: &OsStr) {
         let Ok(fd) = self.folders.open(&self.door, folder) else { return };
         let folders = RefCell::new(&mut self.folders);
         purge::finish(fd.as_fd(), name, |fd, seen| may_go(&folders, &self.door, folder, fd, seen));
     }
 
-    /// A look at everything that began then has ended: what it did not find is not there any more.
+    /// Removes the files that the completed scan, begun at `began_ns`, did not find.
     pub fn forget_unseen(&mut self, began_ns: i64) {
         let seen = std::mem::take(&mut self.seen);
         self.index.retain(|inode, file| seen.contains(&inode) || file.used_ns >= began_ns);
         self.counts.scans += 1;
     }
 
-    /// Hands the worker what is due, and takes what it has done.
+    /// Gives the worker the jobs that are due, and takes its results.
     pub fn work_on_pages(&mut self) {
         let charged = |groups: &mut Groups, folder: &Path, name: &OsStr| {
             let group = self.door.open_folder(folder).ok().and_then(|folder| charged_group(groups, &folder, name));
@@ -252,7 +271,7 @@ impl Ledger {
         self.pages.work(&self.door, &self.folders, &mut self.groups, &mut self.counts, charged);
     }
 
-    /// Puts a file where it belongs: among the volatile ones, among those whose pages are to be looked at.
+    /// Records a file in the index of volatile files and in the queue of the worker.
     fn note(&mut self, folder: u64, name: &OsStr, seen: &Seen, marks: Marks, group: GroupId, used_ns: i64) {
         let known = self.index.get(seen.inode).map(|file| file.group).filter(|group| *group != UNKNOWN);
         let group = known.unwrap_or(group);
@@ -272,24 +291,48 @@ impl Ledger {
         self.pages.note(folder, name, seen, marks.huge.unwrap_or_default(), group, delay);
     }
 
-    /// What the volatile files hold that count for a limited group, or all of them.
+    /// Checks the volatile files again, if they are few: some may have been removed or have shrunk. Returns whether it
+    /// did.
+    pub fn look_again_at_volatile(&mut self) -> bool {
+        if self.index.count() > MAX_LOOKED_AT {
+            return false;
+        }
+        let mut last: Option<(u64, Option<OwnedFd>)> = None;
+        for (folder, inode, name) in self.index.by_folder() {
+            if last.as_ref().is_none_or(|(at, _)| *at != folder) {
+                last = Some((folder, self.folders.open(&self.door, folder).ok()));
+            }
+            let Some((_, Some(fd))) = &last else {
+                // The folder was moved: a scan finds its files at their new place.
+                self.wants_scan = true;
+                continue;
+            };
+            let seen = door::look_at(fd, &name).ok().filter(|seen| seen.inode == inode && seen.held_bytes > 0);
+            let Some(file) = self.index.remove(inode) else { continue };
+            if let Some(seen) = seen {
+                self.index.insert(inode, File { held_bytes: seen.held_bytes, ..file });
+            }
+        }
+        true
+    }
+
+    /// Returns the memory of volatile files that count for a limited group, or of all.
     pub fn held_bytes(&self, watch: Option<usize>) -> u64 {
         self.index.held_bytes(|group| watch.is_none_or(|watch| self.groups.helps(group, watch)))
     }
 
-    /// Purges the file used least recently that helps; `None` if there is none that was used before `began_ns`. Some may turn
-    /// out to be in use: 0 then.
+    /// Purges the least recently used file that helps. Returns the bytes freed, 0 if the file turned out to be in use.
     ///
-    /// `watch`: only what is charged below this limited group.
+    /// `None` if no such file was last used before `began_ns`. `watch`: only files charged below this limited group.
     pub fn purge_one(&mut self, watch: Option<usize>, want_bytes: u64, began_ns: i64) -> Option<u64> {
         let groups = &self.groups;
         let inode = self.index.oldest(|group| watch.is_none_or(|watch| groups.helps(group, watch)))?;
-        // All others were found in use since, or have come since.
+        // All other files were used or arrived after `began_ns`.
         self.index.get(inode).filter(|file| file.used_ns < began_ns)?;
         let file = self.index.remove(inode)?;
         self.pages.forget(inode);
         let Ok(folder) = self.folders.open(&self.door, file.folder) else {
-            // It was moved, with its folder.
+            // The file's folder was moved.
             self.wants_scan = true;
             return Some(0);
         };
@@ -324,7 +367,8 @@ impl Ledger {
                 let is_worker = self.pages.is_given(inode);
                 self.counts.spared_open += u64::from(!is_worker);
                 self.met_worker |= is_worker;
-                // It is used, and goes to the end; what the worker has is not met again this time.
+                // The file is in use and moves to the end of the order. This purge does not retry a file that the
+                // worker has open.
                 let used_ns = if is_worker { began_ns.max(file.used_ns) } else { now_ns() };
                 self.index.insert(inode, File { used_ns, ..file });
                 Some(0)
@@ -334,27 +378,21 @@ impl Ledger {
     }
 }
 
-/// The group that a file's first page is charged to, where that can be asked and is known; nothing is said of one that is open.
+/// Returns the group charged for a file's first page, if it can be read and is known. `None` for a file that is open.
 fn charged_group(groups: &mut Groups, folder: &OwnedFd, name: &OsStr) -> Option<GroupId> {
     let fd = door::open_file(folder, name, OFlags::RDONLY).ok()?;
-    // To seek for data takes the file's lock, which a writer holds for as long as he is slow.
+    // Seeking for data takes the file's lock, which a slow writer can hold for long.
     pages::take_lease(fd.as_fd()).ok()?;
     let at = rustix::fs::seek(&fd, rustix::fs::SeekFrom::Data(0)).ok()?;
     let inode = pages::charged_group(fd.as_fd(), at).ok()?;
     Some(groups.of_inode(inode)).filter(|group| *group != UNKNOWN)
 }
 
-/// A file's own marks, as far as its owner can be held to them: anybody may have marked what anybody may write to.
-fn trusted(own: Marks, seen: &Seen) -> Marks {
-    let volatile = own.volatile.filter(|volatile| *volatile == Volatile::None || !seen.is_open_to_all());
-    Marks { volatile, ..own }
-}
-
-/// Whether an open file is volatile, by what is marked at this moment.
+/// Returns whether an open file is volatile by its current marks.
 fn may_go(folders: &RefCell<&mut Folders>, door: &Door, folder: u64, fd: &OwnedFd, seen: &Seen) -> bool {
     let Ok(own) = door::marks(fd, |_| ()) else { return false };
     let Some(above) = folders.borrow_mut().above(door, folder, Instant::now()) else { return false };
-    let marks = policy::effective(trusted(own, seen), seen.owner, above);
+    let marks = policy::effective(own.trusted(seen.is_open_to_all()), seen.owner, above);
     marks.volatile.is_some_and(|volatile| volatile != Volatile::None)
 }
 
@@ -362,7 +400,7 @@ fn may_go(folders: &RefCell<&mut Folders>, door: &Door, folder: u64, fd: &OwnedF
 mod tests {
     use super::*;
 
-    /// A file that somebody has open is not asked for its group: its lock may be held for long.
+    /// The group of a file that is open elsewhere is not read: its lock may be held for long.
     #[test]
     fn open_files_are_not_asked() {
         let Ok(path) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
@@ -372,7 +410,7 @@ mod tests {
         std::fs::write(path.path().join("file"), "text").unwrap();
         let mut asked = || charged_group(&mut groups, &folder, OsStr::new("file"));
         if own == UNKNOWN || asked().is_none() {
-            return println!("skipped: nobody says here which group a page is charged to");
+            return println!("skipped: page charges cannot be read here");
         }
         let writer = std::fs::File::options().append(true).open(path.path().join("file")).unwrap();
         assert_eq!(asked(), None);

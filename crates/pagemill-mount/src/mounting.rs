@@ -1,9 +1,10 @@
-//! Mounting, taking over, unmounting; and who is in the way.
+//! Mounts, takes over and unmounts file systems; finds the processes that block an unmount.
 
 use crate::door::Door;
 use pagemill::published;
 use pagemill::units::Bytes;
 use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
 use rustix::mount::{self, FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags};
 use std::ffi::OsString;
 use std::fmt;
@@ -15,7 +16,7 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
-/// Name of the source in `mountinfo`, by which a mount is known as ours.
+/// Name of the source in `mountinfo`, which identifies our mounts.
 const SOURCE: &str = "pagemill";
 
 /// A line of `/proc/self/mountinfo`.
@@ -39,13 +40,13 @@ impl MountLine {
         Some(Self { device: (major.parse().ok()?, minor.parse().ok()?), point, kind, source })
     }
 
-    /// A tmpfs that Pagemill mounted.
+    /// Returns whether it is a tmpfs that Pagemill mounted.
     pub fn is_ours(&self) -> bool {
         self.kind == "tmpfs" && self.source == SOURCE
     }
 }
 
-/// `\040` and its like, as the kernel writes blanks.
+/// Decodes `\040` and similar escapes, which the kernel uses for blanks.
 fn unescape(word: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
     let mut rest = word;
@@ -58,18 +59,18 @@ fn unescape(word: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// All mounts, in the order in which they lie upon each other.
+/// Returns all mounts in stacking order.
 fn mounts() -> io::Result<Vec<MountLine>> {
-    // Anybody's mount point may be of any bytes.
+    // A mount point may contain any bytes.
     let text = fs::read("/proc/self/mountinfo")?;
     Ok(text.split(|byte| *byte == b'\n').filter_map(MountLine::parse).collect())
 }
 
-/// The mount that is seen at a path, if one is right there.
+/// Returns the topmost mount at exactly this path.
 ///
 /// # Errors
 ///
-/// What reading `/proc` says.
+/// Errors of reading `/proc`.
 pub fn mount_at(point: &Path) -> io::Result<Option<MountLine>> {
     Ok(mounts()?.into_iter().rfind(|line| line.point == point))
 }
@@ -78,21 +79,22 @@ fn device_numbers(device: u64) -> (u32, u32) {
     (rustix::fs::major(device), rustix::fs::minor(device))
 }
 
-/// Whether the file system is mounted anywhere that this process can see.
+/// Returns whether the file system is mounted anywhere that this process can see.
 pub fn is_mounted(device: u64) -> bool {
     let numbers = device_numbers(device);
-    // Who cannot look does not conclude that it is gone.
+    // A read error does not mean that it is unmounted.
     mounts().map_or(true, |mounts| mounts.iter().any(|line| line.device == numbers))
 }
 
-/// Root's folder for sockets and locks, whatever its environment says: of all its sessions one may mount only.
+/// Root's folder for sockets and locks, independent of the environment: one lock must serialize all of root's
+/// sessions.
 const ROOT_FOLDER: &std::ffi::CStr = c"/run/pagemill";
 
-/// Where sockets, locks and logs of this user's mounts lie.
+/// Returns the folder for the sockets, locks and logs of this user's mounts.
 ///
 /// # Errors
 ///
-/// What making it says.
+/// Errors of creating it.
 pub fn folder() -> io::Result<PathBuf> {
     if rustix::process::geteuid().is_root() && pagemill_sys::file::make_private_dir(ROOT_FOLDER).is_ok() {
         return Ok(PathBuf::from(ROOT_FOLDER.to_string_lossy().into_owned()));
@@ -100,17 +102,17 @@ pub fn folder() -> io::Result<PathBuf> {
     Ok(PathBuf::from(published::user_folder()?.as_str()))
 }
 
-/// Where the controller of a file system listens.
+/// Returns the socket path of a file system's controller.
 ///
 /// # Errors
 ///
-/// What making the user's folder says.
+/// Errors of creating the user's folder.
 pub fn socket_path(device: u64) -> io::Result<PathBuf> {
     let (major, minor) = device_numbers(device);
     Ok(folder()?.join(format!("mount-{major}-{minor}.sock")))
 }
 
-/// Why something is not mounted, or not unmounted.
+/// Why a mount or unmount was refused.
 #[derive(Debug)]
 pub enum Refusal {
     Missing(PathBuf),
@@ -154,16 +156,13 @@ impl fmt::Display for Refusal {
             Self::Busy { point, holders, below } => {
                 write!(f, "{} is busy", point.display())?;
                 if holders.is_empty() && below.is_empty() {
-                    write!(
-                        f,
-                        ": in use by what cannot be seen from here (another user's process, a loop device, swap)"
-                    )?;
+                    write!(f, ": its users are not visible here (another user's process, a loop device, swap)")?;
                 }
                 below.iter().try_for_each(|point| write!(f, "\n  mounted below it: {}", point.display()))?;
                 holders.iter().try_for_each(|holder| write!(f, "\n  {holder}"))
             }
             Self::NotAllowed { what, error } => {
-                write!(f, "{what}: {error}; as an ordinary user `pagemill run --ram DIR -- PROGRAM` does it")
+                write!(f, "{what}: {error}; an ordinary user can run `pagemill run --ram DIR -- PROGRAM`")
             }
             Self::NoLock { path, error } => write!(f, "{} cannot be locked: {error}", path.display()),
             Self::System { what, error } => write!(f, "{what}: {error}"),
@@ -178,36 +177,44 @@ fn system(what: &'static str) -> impl FnOnce(io::Error) -> Refusal {
     }
 }
 
-/// What a mount is to be.
+/// A mount request.
 #[derive(Clone, Debug)]
 pub struct Wanted {
     pub point: PathBuf,
-    pub size_bytes: u64,
-    /// Permissions of its root.
+    /// `None`: the recorded size, if it is taken over; else [`default_size`].
+    pub size_bytes: Option<u64>,
+    /// Permissions of the root folder.
     pub mode: u32,
 }
 
-/// A file system that is mounted, and the way in.
+/// Half of the machine's memory.
+pub fn default_size() -> u64 {
+    pagemill_sys::cgroup::machine("").map_or(1 << 30, |machine| machine.total_bytes / 2)
+}
+
+/// A mounted file system and the access to it.
 pub struct Mounted {
     pub point: PathBuf,
     pub door: Door,
-    /// It was there; its controller was not.
+    /// The requested size.
+    pub size_bytes: u64,
+    /// The file system was already mounted, without a controller.
     pub was_taken_over: bool,
-    /// The kernel has no huge pages for it.
+    /// The kernel has no huge pages for tmpfs.
     pub has_no_huge: bool,
 }
 
 impl Wanted {
-    /// Mounts it, or takes over what is mounted there without a controller.
+    /// Mounts the file system, or takes over one that is mounted there without a controller.
     ///
     /// # Errors
     ///
-    /// A [`Refusal`] that says what is in the way.
+    /// A [`Refusal`] that names the obstacle.
     pub fn mount(&self) -> Result<Mounted, Refusal> {
         self.check_size()?;
         let point = canonical(&self.point)?;
-        // Of two that mount here at the same time the second shall see what the first has done.
-        let no_folder = "no folder for its socket can be made, by XDG_RUNTIME_DIR or below /run, /dev/shm, /tmp";
+        // Of two processes that mount here at the same time, the second must see the first one's mount.
+        let no_folder = "no folder for its socket can be created in XDG_RUNTIME_DIR, /run, /dev/shm or /tmp";
         let path = folder().map_err(system(no_folder))?.join("mount.lock");
         let lock = fs::File::create(&path).and_then(|lock| {
             rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive)?;
@@ -225,8 +232,8 @@ impl Wanted {
     fn check_size(&self) -> Result<(), Refusal> {
         let machine = pagemill_sys::cgroup::machine("").map_err(system("the machine's memory cannot be read"))?;
         match self.size_bytes {
-            0 => Err(Refusal::NoSize),
-            size_bytes if size_bytes > machine.total_bytes => {
+            Some(0) => Err(Refusal::NoSize),
+            Some(size_bytes) if size_bytes > machine.total_bytes => {
                 Err(Refusal::TooLarge { size_bytes, machine_bytes: machine.total_bytes })
             }
             _ => Ok(()),
@@ -238,11 +245,19 @@ impl Wanted {
         if is_controlled(door.device()) {
             return Err(Refusal::Running(point));
         }
-        Ok(Mounted { point, door, was_taken_over: true, has_no_huge: false })
+        let now = door.fill().map_err(system("the mount cannot be read"))?.size_bytes;
+        let size_bytes = self.size_bytes.or_else(|| door.asked_size()).unwrap_or(now);
+        Ok(Self::noted(Mounted { point, door, size_bytes, was_taken_over: true, has_no_huge: false }))
+    }
+
+    /// Records the requested size. If that fails, a controller that takes over uses the current size.
+    fn noted(mounted: Mounted) -> Mounted {
+        let _ = mounted.door.note_asked_size(mounted.size_bytes);
+        mounted
     }
 
     fn mount_new(&self, point: PathBuf) -> Result<Mounted, Refusal> {
-        // From here on it is this folder that is meant, whatever is renamed.
+        // From here on this descriptor identifies the folder, even if it is renamed.
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let open = || -> io::Result<OwnedFd> { Ok(rustix::fs::open(&point, flags, Mode::empty())?) };
         let below = open().map_err(system("the mount point cannot be opened"))?;
@@ -255,25 +270,26 @@ impl Wanted {
             let first = first.file_name().to_string_lossy().into_owned();
             return Err(Refusal::NotEmpty { point, entries: 1 + entries.count(), first });
         }
-        let (mount, has_no_huge) = self.make().map_err(system("tmpfs cannot be mounted"))?;
+        let size_bytes = self.size_bytes.unwrap_or_else(default_size);
+        let (mount, has_no_huge) = self.make(size_bytes).map_err(system("tmpfs cannot be mounted"))?;
         let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
         mount::move_mount(&mount, "", &below, "", flags)
             .map_err(|error| system("tmpfs cannot be mounted")(error.into()))?;
-        // Only now: what is mounted nowhere could not be cloned before Linux 6.15.
+        // Only now: before Linux 6.15 a mount that is attached nowhere could not be cloned.
         let door = Door::of_mount(&mount).map_err(|error| {
             drop(mount);
             let _ = mount::unmount(&point, UnmountFlags::NOFOLLOW);
             system("the mount cannot be opened")(error)
         })?;
-        Ok(Mounted { point, door, was_taken_over: false, has_no_huge })
+        Ok(Self::noted(Mounted { point, door, size_bytes, was_taken_over: false, has_no_huge }))
     }
 
-    /// A new tmpfs that is mounted nowhere yet, and whether it has no huge pages.
-    fn make(&self) -> io::Result<(OwnedFd, bool)> {
+    /// Creates a tmpfs that is not attached yet. Returns whether it has no huge pages.
+    fn make(&self, size_bytes: u64) -> io::Result<(OwnedFd, bool)> {
         let context = mount::fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
         let set = |key: &str, value: String| mount::fsconfig_set_string(context.as_fd(), key, value);
         set("source", SOURCE.into())?;
-        set("size", self.size_bytes.to_string())?;
+        set("size", size_bytes.to_string())?;
         set("mode", format!("{:o}", self.mode))?;
         let has_no_huge = set("huge", "within_size".into()).is_err();
         mount::fsconfig_create(context.as_fd())?;
@@ -282,16 +298,16 @@ impl Wanted {
     }
 }
 
-/// The folder's path without links.
+/// Returns the folder's path without links.
 fn canonical(point: &Path) -> Result<PathBuf, Refusal> {
     let found = fs::canonicalize(point).map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => Refusal::Missing(point.to_owned()),
-        _ => system("the mount point cannot be looked at")(error),
+        _ => system("the mount point cannot be read")(error),
     })?;
     if found.is_dir() { Ok(found) } else { Err(Refusal::NoFolder(found)) }
 }
 
-/// Removes the sockets of controllers that were killed: nobody listens there any more.
+/// Removes the sockets of controllers that were killed.
 fn sweep() {
     let Ok(entries) = folder().and_then(fs::read_dir) else { return };
     for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
@@ -303,20 +319,20 @@ fn sweep() {
     }
 }
 
-/// Whether a controller answers for the file system.
+/// Returns whether a controller listens for the file system.
 pub fn is_controlled(device: u64) -> bool {
     socket_path(device).is_ok_and(|path| UnixStream::connect(path).is_ok())
 }
 
-/// The file system of ours that is mounted right at `point`: its canonical path, and its device.
+/// Returns the canonical path and the device of our file system that is mounted at exactly `point`.
 ///
 /// # Errors
 ///
-/// A [`Refusal`] that says what is there instead.
+/// A [`Refusal`] that describes what is there instead.
 pub fn find(point: &Path) -> Result<(PathBuf, u64), Refusal> {
     let point = canonical(point)?;
     let line = mount_at(&point).map_err(system("the mounts cannot be read"))?;
-    let device = fs::metadata(&point).map_err(system("the mount cannot be looked at"))?.dev();
+    let device = fs::metadata(&point).map_err(system("the mount cannot be read"))?.dev();
     match line {
         None => Err(Refusal::NotMounted(point)),
         Some(line) if !line.is_ours() || line.device != device_numbers(device) => Err(Refusal::NotOurs(point)),
@@ -324,12 +340,12 @@ pub fn find(point: &Path) -> Result<(PathBuf, u64), Refusal> {
     }
 }
 
-/// Unmounts the file system with this device from `point`, if it is what is mounted there. (Who mounts something on it between
-/// that look and the call has that unmounted.)
+/// Unmounts the file system with this device from `point`, if it is the one mounted there. (A file system that another
+/// process mounts on it between the check and the call is unmounted instead.)
 ///
 /// # Errors
 ///
-/// [`Refusal::Busy`] with who is in the way; `controller` and its children never are.
+/// [`Refusal::Busy`] with the processes that block it, except `controller` and its children.
 pub fn unmount(point: &Path, device: u64, controller: u32) -> Result<(), Refusal> {
     let line = mount_at(point).map_err(system("the mounts cannot be read"))?;
     if !line.is_some_and(|line| line.is_ours() && line.device == device_numbers(device)) {
@@ -337,27 +353,51 @@ pub fn unmount(point: &Path, device: u64, controller: u32) -> Result<(), Refusal
     }
     match mount::unmount(point, UnmountFlags::NOFOLLOW) {
         Ok(()) => Ok(()),
-        Err(rustix::io::Errno::BUSY) => {
+        Err(Errno::BUSY) => {
             Err(Refusal::Busy { point: point.to_owned(), holders: holders(device, controller), below: below(point) })
         }
         Err(error) => Err(system("it cannot be unmounted")(error.into())),
     }
 }
 
-/// What is mounted below a path.
+/// Returns the mounts below a path.
 fn below(point: &Path) -> Vec<PathBuf> {
     let all = mounts().unwrap_or_default().into_iter().map(|line| line.point);
     all.filter(|other| other != point && other.starts_with(point)).collect()
 }
 
-/// Where else a file system is mounted, as far as can be seen.
+/// Returns all visible mount points of a file system.
 pub fn places(device: u64) -> Vec<PathBuf> {
     let numbers = device_numbers(device);
     let all = mounts().unwrap_or_default().into_iter();
     all.filter(|line| line.device == numbers).map(|line| line.point).collect()
 }
 
-/// Whether a file system is one that Pagemill mounted.
+/// Returns whether only the controller and its children can reach the file system. True if no other process is in this
+/// mount namespace, sees the file system mounted, uses it, or keeps the namespace by a mount. A process that cannot be
+/// inspected counts as one that can reach it.
+pub fn is_abandoned(device: u64) -> bool {
+    let namespace = |pid: u32| fs::read_link(format!("/proc/{pid}/ns/mnt"));
+    let own_pid = std::process::id();
+    let (Ok(own), Ok(entries)) = (namespace(own_pid), fs::read_dir("/proc")) else { return false };
+    let is_reached_by = |line: &[u8]| {
+        let root = line.split(|byte| *byte == b' ').nth(3);
+        root == Some(own.as_os_str().as_encoded_bytes())
+            || MountLine::parse(line).is_some_and(|line| line.device == device_numbers(device))
+    };
+    let reaches = |pid: u32| match fs::read(format!("/proc/{pid}/mountinfo")) {
+        Ok(mounts) => {
+            mounts.split(|byte| *byte == b'\n').any(is_reached_by) || namespace(pid).is_ok_and(|other| other == own)
+        }
+        // The process has ended; a zombie has no mounts.
+        Err(error) => !matches!(Errno::from_io_error(&error), Some(Errno::NOENT | Errno::SRCH | Errno::INVAL)),
+    };
+    let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
+    let mut others = pids.filter(|pid| *pid != own_pid && parent(*pid) != Some(own_pid));
+    !others.any(reaches) && holders(device, own_pid).is_empty()
+}
+
+/// Returns whether Pagemill mounted the file system.
 pub fn is_ours(device: u64) -> bool {
     let numbers = device_numbers(device);
     mounts().is_ok_and(|mounts| mounts.iter().any(|line| line.device == numbers && line.is_ours()))
@@ -378,7 +418,7 @@ impl fmt::Display for Holder {
     }
 }
 
-/// Who uses a file system, as far as may be seen; not this process, nor `controller` and its children.
+/// Returns the visible processes that use a file system, except this one, `controller` and their children.
 pub fn holders(device: u64, controller: u32) -> Vec<Holder> {
     const MOST: usize = 20;
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
@@ -423,7 +463,7 @@ fn holder(pid: u32, device: u64) -> Option<Holder> {
 mod tests {
     use super::*;
 
-    /// Lines are read with optional fields and escaped blanks; ours are told from others.
+    /// Lines are parsed with optional fields and escaped blanks; our mounts are distinguished from others.
     #[test]
     fn mount_lines_are_read() {
         let line = b"36 35 0:79 / /mnt/a\\040b rw,nosuid shared:9 master:1 - tmpfs pagemill rw,size=8k";
@@ -434,11 +474,11 @@ mod tests {
         assert_eq!(unescape(b"a\\134b\\9"), b"a\\b\\9");
     }
 
-    /// What is in the way is named, before anything is done.
+    /// The error names the obstacle, before anything is changed.
     #[test]
     fn refusals_name_what_is_in_the_way() {
         let folder = tempfile::tempdir().unwrap();
-        let wanted = |point: &Path, size_bytes| Wanted { point: point.to_owned(), size_bytes, mode: 0o1777 };
+        let wanted = |point: &Path, size| Wanted { point: point.to_owned(), size_bytes: Some(size), mode: 0o1777 };
         let refusal = |point: &Path, size| wanted(point, size).mount().err().unwrap().to_string();
         assert_eq!(refusal(folder.path(), 0), "a size of 0 holds no file");
         assert!(refusal(folder.path(), u64::MAX).contains("is beyond the machine's memory"));

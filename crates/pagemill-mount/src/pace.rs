@@ -1,32 +1,34 @@
-//! How much may come in before the controller looks again: from how fast writers were, and how late it was.
+//! Predicts the growth before the controller looks again, from the rate of writers and its own delays.
 //!
-//! Even with real-time priority it may be late by tens of milliseconds: a virtual machine's processors are taken away, and
-//! who holds the lock of a folder may have to wait for his turn, while the purge waits for him. Marks therefore lie further from their limits while writers are fast.
+//! Even with real-time priority the controller may be late by tens of milliseconds: a virtual machine's CPUs are taken
+//! away, or a purge waits for a folder's lock whose holder does not run. So marks are further from their limits while
+//! writers are fast.
 
 use std::time::{Duration, Instant};
 
-/// So late it is now and then; writers must not meet the limit meanwhile.
+/// A delay that occurs now and then. Writers must not reach the limit meanwhile.
 const LATENESS: Duration = Duration::from_millis(40);
 
-/// A rate is taken over so long, and the fastest counts for so many of these.
+/// Duration of one measurement, number of measurements whose maximum counts, and number that count as recent.
 const WINDOW: Duration = Duration::from_millis(100);
-const WINDOWS: usize = 20;
+const WINDOWS: usize = 300;
+const LATELY: usize = 20;
 
-/// What came in less than this is no rate yet.
+/// A shorter measurement gives no rate.
 const SHORTEST: Duration = Duration::from_millis(10);
 
-/// What has come in lately.
+/// Recent growth.
 #[derive(Clone, Debug)]
 pub struct Pace {
     used_bytes: u64,
-    /// Since the window began.
+    /// Growth since the window began.
     came_bytes: u64,
     began: Instant,
-    /// What came in each of the last windows, and the most that came between two looks in it.
+    /// Growth in each of the last windows, and the largest growth between two looks in it.
     windows: [(u64, u64); WINDOWS],
     next: usize,
     worst_step_bytes: u64,
-    /// The rate of the window that has not ended: writers that have just begun are fast, too.
+    /// Rate in the current window, so that new writers count at once.
     present_rate: u64,
 }
 
@@ -43,12 +45,12 @@ impl Pace {
         }
     }
 
-    /// Memory of `bytes` was given back by purging.
+    /// Records that purging freed `bytes`.
     pub fn freed(&mut self, bytes: u64) {
         self.used_bytes = self.used_bytes.saturating_sub(bytes);
     }
 
-    /// Takes note of how full it is now.
+    /// Records the current usage.
     pub fn look(&mut self, used_bytes: u64, now: Instant) {
         let step_bytes = used_bytes.saturating_sub(self.used_bytes);
         self.used_bytes = used_bytes;
@@ -64,12 +66,22 @@ impl Pace {
         }
     }
 
-    /// What may come in before the next look, if that is late.
+    /// Predicts the growth before the next look if that is late, from the last half minute.
     pub fn foreseen_bytes(&self) -> u64 {
-        let rate = self.windows.iter().map(|(rate, _)| *rate).max().unwrap_or(0).max(self.present_rate);
-        let step = self.windows.iter().map(|(_, step)| *step).max().unwrap_or(0).max(self.worst_step_bytes);
+        self.foreseen_by(WINDOWS)
+    }
+
+    /// The same, from the last two seconds only.
+    pub fn lately_foreseen_bytes(&self) -> u64 {
+        self.foreseen_by(LATELY)
+    }
+
+    fn foreseen_by(&self, windows: usize) -> u64 {
+        let last = || (1..=windows).map(|back| self.windows[(self.next + WINDOWS - back) % WINDOWS]);
+        let rate = last().map(|(rate, _)| rate).max().unwrap_or(0).max(self.present_rate);
+        let step = last().map(|(_, step)| step).max().unwrap_or(0).max(self.worst_step_bytes);
         let late = u128::from(rate) * LATENESS.as_nanos() / WINDOW.as_nanos();
-        // What has happened may happen again, and worse.
+        // Adds a quarter to the largest growth seen.
         (late as u64).max(step.saturating_add(step / 4))
     }
 }
@@ -80,7 +92,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A fast writer is foreseen for two seconds, a late look as well; what is purged in between counts as room, not as rest.
+    /// A fast writer and a late look count for half a minute; memory purged in between counts as room, not as a pause.
     #[test]
     fn fast_writers_are_foreseen() {
         let mut now = Instant::now();
@@ -99,14 +111,17 @@ mod tests {
         pace.look(400 * MIB, now);
         assert_eq!(pace.foreseen_bytes(), 500 * MIB);
         pace.freed(400 * MIB);
-        for _ in 0..30 {
-            now += WINDOW;
-            pace.look(0, now);
-        }
-        assert_eq!(pace.foreseen_bytes(), 0);
+        let mut rest = |windows: usize| {
+            for _ in 0..windows {
+                now += WINDOW;
+                pace.look(0, now);
+            }
+            (pace.lately_foreseen_bytes(), pace.foreseen_bytes())
+        };
+        assert_eq!((rest(30), rest(WINDOWS)), ((0, 500 * MIB), (0, 0)));
     }
 
-    /// Files that users delete are no negative growth.
+    /// Deleted files do not count as negative growth.
     #[test]
     fn deleting_is_no_growth() {
         let now = Instant::now();

@@ -1,27 +1,27 @@
-//! Which files the [`worker`](crate::worker) is to look at, and when.
+//! Queue of files for the [`worker`](crate::worker).
 
 use crate::door::{Door, Seen};
 use crate::folders::Folders;
 use crate::groups::{GroupId, Groups, UNKNOWN};
-use crate::policy::Huge;
+use crate::policy::{Huge, Marks};
 use crate::status::Counts;
 use crate::steward::say;
 use crate::worker::{Done, Job, Worker};
-use pagemill::units::BLOCK_BYTES;
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Who is busy is asked again later and later, so many times; so is whoever needs the processors, and at last not asked.
+/// A busy file is retried with growing delays, this many times. A job postponed for lack of CPU time is retried at
+/// once.
 const RETRY: Duration = Duration::from_millis(250);
 const MAX_TRIES: u32 = 6;
 
-/// Most files that wait; of more, a later look at everything reminds.
+/// Maximum number of waiting files; a later scan finds the others again.
 const MAX_WAITING: usize = 1 << 16;
 
-/// Most files whose last look is remembered.
+/// Maximum number of finished files that are remembered.
 const MAX_KNOWN: usize = 1 << 18;
 
 struct Waiting {
@@ -34,11 +34,11 @@ struct Waiting {
     due: Instant,
 }
 
-/// The files that wait, those that are being looked at, and those that were.
+/// Files that wait, files that the worker has, and files that are done.
 pub struct PageWork {
     program: Vec<OsString>,
     worker: Option<Worker>,
-    /// When to try again to start one.
+    /// Earliest time to start a worker again.
     retry_at: Option<Instant>,
     waiting: HashMap<u64, Waiting>,
     order: BTreeMap<(Instant, u64), ()>,
@@ -47,7 +47,7 @@ pub struct PageWork {
 }
 
 impl PageWork {
-    /// Without a program nothing is looked at.
+    /// Creates the queue. Without a program it does nothing.
     pub fn new(program: Vec<OsString>) -> Self {
         Self {
             program,
@@ -60,12 +60,9 @@ impl PageWork {
         }
     }
 
-    /// Takes note of a file as it was seen: it is due after `delay`.
+    /// Queues a file as it was seen; it is due after `delay`.
     pub fn note(&mut self, folder: u64, name: &OsStr, seen: &Seen, huge: Huge, group: GroupId, delay: Duration) {
-        let is_large = match huge {
-            Huge::Auto | Huge::Never => seen.held_bytes >= BLOCK_BYTES as u64,
-            Huge::Always => seen.held_bytes > 0,
-        };
+        let is_large = !Marks { volatile: None, huge: Some(huge) }.leave_alone(seen.held_bytes);
         let is_known = self.known.get(&seen.inode) == Some(&(seen.changed_ns, huge));
         if self.program.is_empty() || !is_large || is_known || self.waiting.len() >= MAX_WAITING {
             return;
@@ -76,14 +73,14 @@ impl PageWork {
         self.put(seen.inode, Waiting { folder, name, huge, group, changed_ns, tries: 0, due });
     }
 
-    /// It will soon be gone.
+    /// Removes a file that is about to be purged.
     pub fn forget(&mut self, inode: u64) {
         if let Some(waiting) = self.waiting.remove(&inode) {
             self.order.remove(&(waiting.due, inode));
         }
     }
 
-    /// The worker has it just now.
+    /// Returns whether the worker has this file.
     pub fn is_given(&self, inode: u64) -> bool {
         self.given.contains_key(&inode)
     }
@@ -96,7 +93,7 @@ impl PageWork {
         self.order.insert((due, inode), ());
     }
 
-    /// Takes what the worker has done and hands it what is due. `charged` finds out whom a file is charged to.
+    /// Takes the worker's results and gives it the jobs that are due. `charged` finds the group charged for a file.
     pub fn work(
         &mut self,
         door: &Door,
@@ -118,8 +115,7 @@ impl PageWork {
                 UNKNOWN => charged(groups, &folder, &waiting.name),
                 group => group,
             };
-            let job = Job::new(inode, &folder, &waiting.name, waiting.huge, groups.folder(group))
-                .insisting(waiting.tries == MAX_TRIES);
+            let job = Job::new(inode, &folder, &waiting.name, waiting.huge, groups.folder(group));
             let is_given = self.worker.as_mut().is_some_and(|worker| worker.give(&job).is_ok());
             if is_given {
                 self.given.insert(inode, waiting);
@@ -129,7 +125,7 @@ impl PageWork {
         }
     }
 
-    /// Whether a worker has time; one is started if there is none.
+    /// Returns whether a worker is free. Starts one if there is none.
     fn is_ready(&mut self, door: &Door, now: Instant, counts: &mut Counts) -> bool {
         if self.worker.as_ref().is_some_and(Worker::is_stuck) {
             self.lose(now, counts);
@@ -138,7 +134,7 @@ impl PageWork {
             match Worker::start(&self.program, door) {
                 Ok(worker) => (self.worker, self.retry_at) = (Some(worker), None),
                 Err(error) => {
-                    say(&format!("huge pages are left to the kernel: their worker cannot be started: {error}"));
+                    say(&format!("huge pages are left to the kernel: the worker cannot be started: {error}"));
                     self.retry_at = Some(now + Duration::from_secs(60));
                 }
             }
@@ -146,7 +142,7 @@ impl PageWork {
         self.worker.as_ref().is_some_and(Worker::is_free)
     }
 
-    /// The worker is lost; what it had is left as it is.
+    /// Drops a lost worker; its jobs stay unfinished.
     fn lose(&mut self, now: Instant, counts: &mut Counts) {
         self.worker = None;
         self.retry_at = Some(now + Duration::from_secs(1));
@@ -170,25 +166,30 @@ impl PageWork {
         counts.collapse_postponed += u64::from(done.is_postponed);
         counts.collapse_no_memory += u64::from(done.has_no_memory);
         let Some(mut waiting) = self.given.remove(&done.inode) else { return };
-        let is_unfinished = done.is_busy || done.is_postponed || done.has_no_memory;
+        if done.is_postponed && !self.waiting.contains_key(&done.inode) {
+            waiting.due = Instant::now() + RETRY;
+            self.put(done.inode, waiting);
+            return;
+        }
+        let is_unfinished = done.is_busy || done.has_no_memory;
         if is_unfinished && waiting.tries < MAX_TRIES && !self.waiting.contains_key(&done.inode) {
             waiting.due = Instant::now() + RETRY * (1 << waiting.tries);
             waiting.tries += 1;
             self.put(done.inode, waiting);
             return;
         }
-        // The next look at everything reminds.
+        // The next scan queues it again.
         if is_unfinished {
             return;
         }
         if self.known.len() >= MAX_KNOWN {
             self.known.clear();
         }
-        // What the worker itself changes comes in once more, and is found as it should be.
+        // The worker's own change queues the file once more, and finds nothing left to do.
         self.known.insert(done.inode, (waiting.changed_ns, waiting.huge));
     }
 
-    /// When something is due next, if the worker has time.
+    /// Returns when the next job is due, if the worker is free.
     pub fn due(&self) -> Option<Instant> {
         let first = self.order.first_key_value().map(|((due, _), ())| *due)?;
         match &self.worker {
@@ -202,12 +203,12 @@ impl PageWork {
         self.worker.as_ref().map(AsFd::as_fd)
     }
 
-    /// 0 without one.
+    /// Process id of the worker; 0 if there is none.
     pub fn worker_pid(&self) -> u32 {
         self.worker.as_ref().map_or(0, Worker::pid)
     }
 
-    /// Files that wait or are being looked at.
+    /// Number of files that wait or that the worker has.
     pub fn count(&self) -> usize {
         self.waiting.len() + self.given.len()
     }

@@ -1,39 +1,43 @@
-//! What users say of their files, by extended attributes: may it vanish, shall it be huge.
+//! Marks that users set on files with extended attributes: whether a file is volatile, and its huge pages.
 
+use pagemill::units::BLOCK_BYTES;
 use std::fmt;
 use std::str::FromStr;
 
-/// The attributes, without their family (`user.`, or `trusted.` where tmpfs has no other: before Linux 6.6).
+/// Names of the attributes without their family: `user.`, or `trusted.` where tmpfs has no other (before Linux 6.6).
 pub const VOLATILE: &str = "pagemill.volatile";
 pub const HUGE: &str = "pagemill.huge";
-/// From which byte on a partial file was purged; set by Pagemill, taken away by who fills it again.
+/// Offset from which a partially volatile file was purged. Set by Pagemill; a program that refills the file removes
+/// it.
 pub const PURGED: &str = "pagemill.purged";
+/// On the root folder: the requested size, regardless of the current one.
+pub const SIZE: &str = "pagemill.size";
 
-/// What may go under pressure.
+/// What may be purged under pressure.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Volatile {
     /// Nothing.
     #[default]
     None,
-    /// Bytes from the end, a bit at a time: [`PURGED`] says from where on.
+    /// The end of the file, in steps; [`PURGED`] has the offset.
     Partial,
-    /// The file as a whole.
+    /// The whole file.
     Full,
 }
 
-/// Which pages a file is to have.
+/// Page size of a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Huge {
-    /// Huge where it is dense, small where it is sparse, looked at once it is closed.
+    /// Huge where it is dense, small where it is sparse. Examined after the close.
     #[default]
     Auto,
-    /// Huge wherever there is a byte, the end included.
+    /// Huge for every block with any data, the last one included.
     Always,
     /// Small.
     Never,
 }
 
-/// A word for each value, as users write it.
+/// Keywords of the values, as users write them.
 trait Words: Copy + PartialEq + 'static {
     const ATTRIBUTE: &'static str;
     const WORDS: &'static [(Self, &'static str)];
@@ -80,7 +84,7 @@ macro_rules! by_words {
 }
 by_words!(Volatile, Huge);
 
-/// What is said of one file or folder itself.
+/// The marks of one file or folder itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Marks {
     pub volatile: Option<Volatile>,
@@ -88,27 +92,45 @@ pub struct Marks {
 }
 
 impl Marks {
-    /// What this says, and where it is silent what `outer` says.
+    /// Fills missing marks from `outer`.
     pub fn or(self, outer: Self) -> Self {
         Self { volatile: self.volatile.or(outer.volatile), huge: self.huge.or(outer.huge) }
     }
+
+    /// Returns the marks of a file that are attributable to its owner. If all users may write the file, any of them
+    /// may have set its mark, so a volatile mark is ignored.
+    #[must_use]
+    pub fn trusted(self, is_open_to_all: bool) -> Self {
+        let volatile = self.volatile.filter(|volatile| *volatile == Volatile::None || !is_open_to_all);
+        Self { volatile, ..self }
+    }
+
+    /// Returns whether nothing is to be done for a file with these marks and this much memory.
+    pub fn leave_alone(self, held_bytes: u64) -> bool {
+        let is_small = match self.huge.unwrap_or_default() {
+            Huge::Auto | Huge::Never => held_bytes < BLOCK_BYTES as u64,
+            Huge::Always => held_bytes == 0,
+        };
+        is_small && self.volatile.unwrap_or_default() == Volatile::None
+    }
 }
 
-/// A folder on the way to a file, as far as its marks are concerned.
+/// A folder on the path to a file, with what matters for marks.
 #[derive(Clone, Copy, Debug)]
 pub struct Above {
     pub marks: Marks,
     pub owner: u32,
-    /// Others than its owner may write to it and delete what is in it: group or world writable, and not sticky.
+    /// Users other than the owner may write to it and delete its entries: group or world writable, and not sticky.
     pub is_open_to_others: bool,
 }
 
-/// What holds for a file of `owner` with these marks of its own, below these folders, the nearest first.
+/// Returns the effective marks of a file of `owner`, from its own marks and those of the folders above, nearest first.
 ///
-/// (A file that anybody may write to does not speak for its owner: leave its own mark out.)
+/// For a file that all users may write, `own` must not contain its volatile mark ([`Marks::trusted`]).
 ///
-/// A mark must not reach further than who could set it: a folder's mark counts for the files right in it, which its owner
-/// can delete anyway; further down only for files of its owner, or if root set it, and never if others may write to it.
+/// A mark must not have more effect than the rights of the user that could set it. A folder's mark applies to the
+/// files directly in it, which its owner can delete anyway. Further down it applies only to files of the folder's
+/// owner, or if root owns the folder, and never if other users may write to the folder.
 pub fn effective(own: Marks, owner: u32, above: impl IntoIterator<Item = Above>) -> Marks {
     let mut marks = own;
     for (level, folder) in above.into_iter().enumerate() {
@@ -131,7 +153,7 @@ mod tests {
         Above { marks, owner, is_open_to_others }
     }
 
-    /// Every value has its word, and what is none is named with what would be.
+    /// Every value has its keyword; the error for an invalid value lists the valid ones.
     #[test]
     fn values_are_words() {
         for (value, word) in [(Volatile::None, "none"), (Volatile::Partial, "partial"), (Volatile::Full, "full")] {
@@ -144,7 +166,18 @@ mod tests {
         assert_eq!(error, "`Full\\n` is no value of user.pagemill.volatile: none, partial, full");
     }
 
-    /// The nearest mark wins, each attribute by itself.
+    /// Only small files without a mark are left alone. A volatile mark on a file that all users may write is ignored.
+    #[test]
+    fn small_plain_files_are_left_alone() {
+        let (small, block) = (100, BLOCK_BYTES as u64);
+        let huge = |huge| Marks { volatile: None, huge: Some(huge) };
+        assert!(SILENT.leave_alone(small) && !SILENT.leave_alone(block) && !FULL.leave_alone(small));
+        assert!(huge(Huge::Never).leave_alone(small) && !huge(Huge::Always).leave_alone(small));
+        assert_eq!((FULL.trusted(false), FULL.trusted(true)), (FULL, SILENT));
+        assert_eq!(huge(Huge::Always).trusted(true), huge(Huge::Always));
+    }
+
+    /// The nearest mark applies, for each attribute separately.
     #[test]
     fn the_nearest_mark_wins() {
         let huge = Marks { volatile: None, huge: Some(Huge::Never) };
@@ -155,7 +188,7 @@ mod tests {
         assert_eq!(effective(SILENT, 5, []), SILENT);
     }
 
-    /// A stranger's mark on a folder reaches the files in it, which he could delete, and nothing below.
+    /// Another user's mark on a folder applies to the files in it, which that user could delete, and to nothing below.
     #[test]
     fn marks_reach_no_further_than_rights() {
         let plain = above(SILENT, 5, false);

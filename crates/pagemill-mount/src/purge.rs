@@ -1,12 +1,12 @@
-//! One file's memory, given back: as a whole or from its end.
+//! Frees one file's memory: the whole file, or its end.
 //!
-//! A lease comes first: it is refused while anybody has the file open or mapped, and keeps whoever opens it waiting until the
-//! descriptor is closed here. Nobody's mapping is pulled away.
+//! Takes a lease first. The kernel refuses it while the file is open or mapped, and blocks later openers until the
+//! descriptor is closed here. So no mapping loses its pages.
 //!
-//! Names can change hands while this runs. A whole file therefore goes by a rename to a name of ours, a look at what was
-//! really renamed, and only then an unlink; what should not have been taken is given its name back, and so is a file that
-//! somebody waits for. The name of ours holds the old one and the inode, so that a controller that was killed in
-//! between leaves nothing in doubt.
+//! Names can change while this runs. A whole file is therefore renamed to a private name, checked, and only then
+//! unlinked. If the renamed file is the wrong one, or a process waits to open it, it gets its name back. The private
+//! name contains the old name and the inode, so that a new controller can finish or undo the purge if this one is
+//! killed.
 
 use crate::door::{self, Seen};
 use crate::index::Part;
@@ -21,29 +21,29 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
-/// Names of ours begin so; the inode number follows, and the old name.
+/// Prefix of private names; the inode number and the old name follow.
 const TAKEN: &str = ".pagemill-purge-";
 
-/// A file whose name was taken by another while it was renamed is put beside that one under its name, this and its inode.
+/// Infix for a file that lost its name to a new file while renamed: its name, this and its inode number.
 const RESCUED: &str = ".pagemill-rescued-";
 
-/// Longest name.
+/// Maximum length of a name.
 const MAX_NAME: usize = 255;
 
-/// What became of it.
+/// Result of a purge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// It is gone, or its end is; so much memory with it. Of a tail so much is left.
+    /// The file, or its end, was removed. `left_bytes` of a tail's file remain.
     Freed { bytes: u64, left_bytes: u64 },
-    /// Somebody has used it since: at this time.
+    /// The file was used later than expected, at this time.
     Used(i64),
-    /// Somebody has it open.
+    /// The file is open or mapped elsewhere.
     Open,
-    /// It is not there any more, or not volatile, or not to be had.
+    /// The file is missing, is not volatile, or cannot be opened.
     Gone,
 }
 
-/// The file that is meant.
+/// The file to purge.
 pub struct Target<'a> {
     pub folder: BorrowedFd<'a>,
     pub name: &'a OsStr,
@@ -59,12 +59,12 @@ fn outcome_of(error: io::Error) -> Outcome {
     }
 }
 
-/// Whether a file may go: asked under the lease, with what is open and what it looks like.
+/// Decides whether a file may be purged. Called under the lease, with the open file and its attributes.
 pub trait MayGo: Fn(&OwnedFd, &Seen) -> bool {}
 
 impl<T: Fn(&OwnedFd, &Seen) -> bool> MayGo for T {}
 
-/// Gives back about `want_bytes` of a file, or all of it if it goes as a whole.
+/// Frees about `want_bytes` of a file, or the whole file.
 pub fn purge(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> Outcome {
     let result = match target.part {
         Part::Whole => purge_whole(target, may_go),
@@ -73,7 +73,7 @@ pub fn purge(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> Outcom
     result.unwrap_or_else(outcome_of)
 }
 
-/// Opens the file and takes the lease, if it is still the one that was meant and nobody used it.
+/// Opens the file and takes the lease, if it is the expected file and has not been used since.
 fn take(target: &Target<'_>, flags: OFlags) -> io::Result<Result<(OwnedFd, Seen), Outcome>> {
     let fd = door::open_file(target.folder, target.name, flags)?;
     let seen = door::look(&fd)?;
@@ -88,7 +88,7 @@ fn take(target: &Target<'_>, flags: OFlags) -> io::Result<Result<(OwnedFd, Seen)
 }
 
 fn purge_whole(target: &Target<'_>, may_go: impl MayGo) -> io::Result<Outcome> {
-    // Without room for a name of ours it could not be done without a doubt.
+    // Without room for a private name the purge could not be undone safely.
     let Some(ours) = taken_name(target.inode, target.name) else { return Ok(Outcome::Gone) };
     let (fd, seen) = match take(target, OFlags::RDONLY)? {
         Ok(taken) => taken,
@@ -101,13 +101,13 @@ fn purge_whole(target: &Target<'_>, may_go: impl MayGo) -> io::Result<Outcome> {
     Ok(finish_whole(target, &fd, &seen, &ours, may_go))
 }
 
-/// Ends what the rename to `ours` began: from here on nobody finds the file by its name.
+/// Completes a purge after the rename to `ours`. From here on the file cannot be found by its name.
 fn finish_whole(target: &Target<'_>, fd: &OwnedFd, seen: &Seen, ours: &OsStr, may_go: impl MayGo) -> Outcome {
     let is_right = || {
         let now = door::look_at(target.folder, ours).is_ok_and(|now| now.inode == target.inode && now.links == 1);
         now && may_go(fd, seen)
     };
-    // Somebody found it before and waits for the lease to end: he is to get a file with a name.
+    // A process that opened it before the rename waits for the lease: it must get a file with a name.
     let is_awaited = !pages::has_lease(fd.as_fd());
     if is_awaited || !is_right() {
         give_back(target.folder, ours, target.name, target.inode);
@@ -119,7 +119,7 @@ fn finish_whole(target: &Target<'_>, fd: &OwnedFd, seen: &Seen, ours: &OsStr, ma
     }
 }
 
-/// Gives a file its name back. Has somebody made a new one of that name, both are kept, and it is said how.
+/// Restores a file's name. If a new file has that name, keeps both and reports the new name.
 fn give_back(folder: BorrowedFd<'_>, ours: &OsStr, name: &OsStr, inode: u64) {
     let Err(error) = door::rename(folder, ours, name) else { return };
     if error.kind() == io::ErrorKind::AlreadyExists {
@@ -129,7 +129,7 @@ fn give_back(folder: BorrowedFd<'_>, ours: &OsStr, name: &OsStr, inode: u64) {
         let rescued = OsString::from_vec(rescued);
         let _ = door::rename(folder, ours, &rescued);
         let (name, rescued) = (name.to_string_lossy(), rescued.to_string_lossy());
-        say(&format!("`{}` was made anew meanwhile: what it was is `{}`", name.escape_debug(), rescued.escape_debug()));
+        say(&format!("a new file `{}` exists: the old one is now `{}`", name.escape_debug(), rescued.escape_debug()));
     }
 }
 
@@ -141,16 +141,18 @@ fn purge_tail(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> io::R
     let (mut len_bytes, mut left_bytes) = (seen.len_bytes, seen.held_bytes);
     let freed = |left_bytes| Ok(Outcome::Freed { bytes: seen.held_bytes - left_bytes, left_bytes });
     while len_bytes > 0 && seen.held_bytes - left_bytes < want_bytes {
-        // Each time anew: it may have been moved to where it must stay, or somebody waits for it.
+        // Repeats the checks: the file may have been moved to a place where it must stay, or a process may wait for
+        // it.
         let is_there =
             door::look_at(target.folder, target.name).is_ok_and(|now| now.inode == target.inode && now.links == 1);
         if !is_there || !may_go(&fd, &seen) || !pages::has_lease(fd.as_fd()) {
             return if left_bytes < seen.held_bytes { freed(left_bytes) } else { Ok(Outcome::Gone) };
         }
         let missing = want_bytes - (seen.held_bytes - left_bytes);
-        // Where the end is a hole nothing comes of it: an eighth at least, so that this comes to an end.
+        // A hole at the end frees nothing: cuts at least an eighth, so that the loop ends.
         len_bytes = cut(len_bytes, missing.max(len_bytes / 8));
-        // Said before it is done: who is killed in between has lost nothing, and nobody trusts what is not there.
+        // Records the new length before truncating: a crash in between loses nothing, and no reader trusts missing
+        // bytes.
         let from = door::purged_from(&fd).map_or(len_bytes, |from| from.min(len_bytes));
         door::set_attribute(&fd, PURGED, &from.to_string())?;
         fs::ftruncate(&fd, len_bytes)?;
@@ -159,21 +161,21 @@ fn purge_tail(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> io::R
     freed(left_bytes)
 }
 
-/// A length that is shorter by `bytes` or more: to a whole block where that is no more than twice as much, else to a page.
+/// Returns a length shorter by `bytes` or more: a multiple of a block if `bytes` is at least a block, else of a page.
 fn cut(len_bytes: u64, bytes: u64) -> u64 {
     let rest = len_bytes.saturating_sub(bytes.max(1));
     let unit = if bytes >= BLOCK_BYTES as u64 { BLOCK_BYTES } else { os_page_bytes() } as u64;
     rest - rest % unit
 }
 
-/// The name of ours for a file; `None` if that would be too long.
+/// Returns the private name for a file; `None` if it would be too long.
 fn taken_name(inode: u64, name: &OsStr) -> Option<OsString> {
     let mut ours = format!("{TAKEN}{inode:x}-").into_bytes();
     ours.extend_from_slice(name.as_bytes());
     (ours.len() <= MAX_NAME).then(|| OsString::from_vec(ours))
 }
 
-/// The inode and the old name that a name of ours tells.
+/// Parses a private name into the inode and the old name.
 fn parse_taken(name: &OsStr) -> Option<(u64, &OsStr)> {
     let rest = name.as_bytes().strip_prefix(TAKEN.as_bytes())?;
     let at = rest.iter().position(|byte| *byte == b'-')?;
@@ -181,20 +183,20 @@ fn parse_taken(name: &OsStr) -> Option<(u64, &OsStr)> {
     Some((inode, OsStr::from_bytes(&rest[at + 1..]))).filter(|(_, name)| !name.is_empty())
 }
 
-/// Whether the name looks like one of ours.
+/// Returns whether the name is a private one.
 pub fn is_ours(name: &OsStr) -> bool {
     parse_taken(name).is_some()
 }
 
-/// Finishes what a killed controller began, should this name be one of ours: the right file goes, if it may; any other gets its
-/// name back. Returns whether it was one of ours.
+/// Finishes what a killed controller began, if this is a private name. Removes the right file if `may_go` allows it;
+/// gives any other file its name back. Returns whether it was a private name.
 pub fn finish(folder: BorrowedFd<'_>, name: &OsStr, may_go: impl MayGo) -> bool {
     let Some((inode, old)) = parse_taken(name) else { return false };
     let Ok(fd) = door::open_file(folder, name, OFlags::RDONLY) else { return true };
     let Ok(seen) = door::look(&fd) else { return true };
     let target = Target { folder, name: old, inode, part: Part::Whole, used_ns: i64::MAX };
     if seen.inode == inode && seen.is_file() && seen.links == 1 && may_go(&fd, &seen) {
-        // Who has it open ends with it: then at the next look.
+        // If the file is still open, the next scan removes it.
         if pages::take_lease(fd.as_fd()).is_ok() {
             finish_whole(&target, &fd, &seen, name, may_go);
         }
@@ -215,7 +217,7 @@ mod tests {
     }
 
     impl Folder {
-        /// On tmpfs, if there is one to write to.
+        /// On tmpfs; `None` if there is none to write to.
         fn new() -> Option<Self> {
             let path = tempfile::tempdir_in("/dev/shm").ok()?;
             let fd = File::open(path.path()).unwrap().into();
@@ -244,7 +246,7 @@ mod tests {
         }
     }
 
-    /// A file goes whole; one that is open, was replaced, was used, has a second name or is no longer volatile stays.
+    /// A file is removed whole. One that is open, replaced, used, hard-linked or no longer volatile stays.
     #[test]
     fn only_what_was_meant_goes() {
         let Some(folder) = Folder::new() else { return println!("skipped: no /dev/shm") };
@@ -273,24 +275,24 @@ mod tests {
         assert_eq!(folder.names(), ["link", &long]);
     }
 
-    /// A file that takes the name between look and rename keeps its contents and gets the name back.
+    /// A file that takes the name between check and rename keeps its contents and gets the name back.
     #[test]
     fn a_replaced_file_gets_its_name_back() {
         let Some(folder) = Folder::new() else { return println!("skipped: no /dev/shm") };
         let (old, new) = (folder.write("a", 10), folder.write("other", 20));
         let ours = taken_name(old, OsStr::new("a")).unwrap();
-        // As `purge_whole` has it when somebody was faster.
+        // As in `purge_whole` when another process was faster.
         std::fs::rename(folder.at("other"), folder.at("a")).unwrap();
         door::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();
         assert!(finish(folder.fd.as_fd(), &ours, |_, _| true));
         assert_eq!(folder.names(), ["a"]);
         assert_eq!(door::look_at(&folder.fd, OsStr::new("a")).unwrap().inode, new);
-        // Killed after the rename of the right one: it goes, unless it may not.
+        // Killed after the rename of the right file: it is removed, unless `may_go` forbids it.
         let ours = taken_name(new, OsStr::new("a")).unwrap();
         door::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();
         assert!(finish(folder.fd.as_fd(), &ours, |_, _| false));
         assert_eq!(folder.names(), ["a"]);
-        // Somebody has made a new one of the name: both are kept.
+        // A new file has the name: both are kept.
         door::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();
         folder.write("a", 5);
         assert!(finish(folder.fd.as_fd(), &ours, |_, _| false));
@@ -303,7 +305,7 @@ mod tests {
         assert!(!finish(folder.fd.as_fd(), OsStr::new(".pagemill-purge-zz"), |_, _| true));
     }
 
-    /// Who waits for the lease to end gets the file with its name.
+    /// A process that waits for the lease gets the file with its name.
     #[test]
     fn who_waits_for_a_file_gets_it() {
         let Some(folder) = Folder::new() else { return println!("skipped: no /dev/shm") };
@@ -313,7 +315,7 @@ mod tests {
         let path = folder.at("a");
         let asked = std::cell::Cell::new(0);
         let opener = std::cell::RefCell::new(None);
-        // Somebody comes while it is looked at.
+        // Another process opens the file during the check.
         let outcome = purge(&target, 1, |fd, _| {
             if asked.replace(asked.get() + 1) == 0 {
                 let path = path.clone();
@@ -329,7 +331,7 @@ mod tests {
         opener.into_inner().unwrap().join().unwrap().unwrap();
     }
 
-    /// From the end, by whole pages, and said beforehand; what is left is unchanged.
+    /// Tails are cut by whole pages, and the new length is recorded first; the remaining bytes are unchanged.
     #[test]
     fn tails_go_and_say_so() {
         let Some(folder) = Folder::new() else { return println!("skipped: no /dev/shm") };
@@ -350,7 +352,7 @@ mod tests {
         assert!(matches!(folder.purge("b", sparse, Part::Tail, 1), Outcome::Freed { left_bytes: 0, .. }));
     }
 
-    /// Cuts end on pages or blocks and always cut something.
+    /// Cuts end on pages or blocks, and always cut something.
     #[test]
     fn cuts_end_on_pages() {
         let (page, block) = (os_page_bytes() as u64, BLOCK_BYTES as u64);

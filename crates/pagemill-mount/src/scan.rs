@@ -1,10 +1,11 @@
-//! A look at everything: the only way to learn of what was there before, of what notification lost, and of marks that were
-//! set on files afterwards.
+//! A full scan of the file system. Finds files that existed before, files with lost events, and marks that were
+//! set on closed files.
 
 use crate::door::{self, BadMark, Door, Fill, Seen};
 use crate::inbox::{Inbox, Message};
 use crate::ledger::now_ns;
-use crate::policy::{Above, Marks};
+use crate::policy::{self, Above, Marks};
+use crate::purge;
 use rustix::fs::Dir;
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -12,21 +13,28 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// Bounds of the time between two looks at everything.
+/// Bounds of the interval between two scans.
 const SCAN_EVERY: std::ops::Range<Duration> = Duration::from_secs(30)..Duration::from_secs(600);
 
-/// A look at everything may take this part of the time.
+/// A scan may take 1/`SCAN_SHARE` of the time.
 const SCAN_SHARE: u32 = 100;
 
-/// One that is wanted comes so soon after the last.
+/// Minimum interval before a requested scan, and the part of the time that such scans may take.
 const WANTED_PAUSE: Duration = Duration::from_millis(500);
+const WANTED_SHARE: u32 = 4;
 
-/// Deepest nesting that is followed.
+/// After `REST_AFTER` entries a scan that no request waits for pauses `REST_TIMES` as long as they took. Users' own
+/// walks need the same locks and CPUs.
+const REST_AFTER: u32 = 256;
+const REST_TIMES: u32 = 3;
+
+/// Maximum depth of folders.
 const MAX_DEPTH: usize = 256;
 
-/// Something that was found.
+/// An item that a scan found.
 #[derive(Debug)]
 pub enum Found {
     Folder { inode: u64, parent: u64, name: OsString, above: Above, read_at: Instant },
@@ -34,15 +42,23 @@ pub enum Found {
     Bad { path: PathBuf, mark: BadMark },
 }
 
-/// A folder that is still to be looked at: its name, and the way to it, which others share.
+/// A folder still to be scanned: its name, and its parent, which other entries share.
 struct Place {
     parent: Option<Rc<Place>>,
+    above: Above,
     name: OsString,
     inode: u64,
     depth: usize,
 }
 
 impl Place {
+    /// Returns whether nothing is to be done with a file here, by its current marks. This holds for most files.
+    fn leaves_alone(&self, name: &OsStr, seen: &Seen, own: Marks) -> bool {
+        let above = std::iter::successors(Some(self), |place| place.parent.as_deref()).map(|place| place.above);
+        let marks = policy::effective(own.trusted(seen.is_open_to_all()), seen.owner, above);
+        marks.leave_alone(seen.held_bytes) && !purge::is_ours(name)
+    }
+
     fn path(&self) -> PathBuf {
         let mut names = vec![&self.name];
         let mut at = &self.parent;
@@ -54,15 +70,27 @@ impl Place {
     }
 }
 
-/// Walks over everything below the root and tells it, a folder before what is in it. What vanishes meanwhile is passed over,
-/// and so is what lies too deep.
+/// Walks everything below the root and passes it to `tell`, a folder before its contents. Skips entries that vanish
+/// meanwhile, files with which nothing is to be done, and folders that are too deep.
 ///
 /// # Errors
 ///
-/// What opening the root says.
-pub fn scan(door: &Door, mut tell: impl FnMut(Found)) -> io::Result<()> {
-    door.open_folder(Path::new(""))?;
-    let mut open = vec![Rc::new(Place { parent: None, name: OsString::new(), inode: door.root_inode(), depth: 0 })];
+/// Errors of opening the root.
+pub fn scan(door: &Door, is_hurried: &AtomicBool, mut tell: impl FnMut(Found)) -> io::Result<()> {
+    let (mut entries_done, mut rested) = (0, Instant::now());
+    let mut rest_now_and_then = || {
+        entries_done += 1;
+        if entries_done % REST_AFTER == 0 && !is_hurried.load(Relaxed) {
+            std::thread::sleep(rested.elapsed() * REST_TIMES);
+            rested = Instant::now();
+        }
+    };
+    let root = door.open_folder(Path::new(""))?;
+    let seen = door::look(&root)?;
+    let marks = door::marks(&root, |mark| tell(Found::Bad { path: PathBuf::new(), mark }))?;
+    let above = Above { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() };
+    let inode = door.root_inode();
+    let mut open = vec![Rc::new(Place { parent: None, above, name: OsString::new(), inode, depth: 0 })];
     while let Some(place) = open.pop() {
         let path = place.path();
         let Ok(fd) = door.open_folder(&path) else { continue };
@@ -72,6 +100,7 @@ pub fn scan(door: &Door, mut tell: impl FnMut(Found)) -> io::Result<()> {
             if name == "." || name == ".." {
                 continue;
             }
+            rest_now_and_then();
             let (read_at, Ok(seen)) = (Instant::now(), door::look_at(&fd, name)) else { continue };
             if !seen.is_file() && !seen.is_folder() {
                 continue;
@@ -80,7 +109,9 @@ pub fn scan(door: &Door, mut tell: impl FnMut(Found)) -> io::Result<()> {
             let Ok(marks) = door::marks_at(&fd, name, bad) else { continue };
             let name = name.to_owned();
             if seen.is_file() {
-                tell(Found::File { folder: place.inode, name, seen, marks });
+                if !place.leaves_alone(&name, &seen, marks) {
+                    tell(Found::File { folder: place.inode, name, seen, marks });
+                }
                 continue;
             }
             let above = Above { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() };
@@ -88,6 +119,7 @@ pub fn scan(door: &Door, mut tell: impl FnMut(Found)) -> io::Result<()> {
             if place.depth < MAX_DEPTH {
                 open.push(Rc::new(Place {
                     parent: Some(place.clone()),
+                    above,
                     name,
                     inode: seen.inode,
                     depth: place.depth + 1,
@@ -98,15 +130,20 @@ pub fn scan(door: &Door, mut tell: impl FnMut(Found)) -> io::Result<()> {
     Ok(())
 }
 
-/// When everything is looked at: in a thread of its own, the seldomer the less happens.
+/// Schedules scans in a separate thread; less often while nothing changes.
 pub struct Scanning {
     is_running: bool,
+    /// A request waits for the current scan.
+    is_hurried: Arc<AtomicBool>,
     is_wanted: bool,
     began: Instant,
     began_ns: i64,
     next: Instant,
     every: Duration,
-    /// How full it was at the last.
+    /// When the last completed scan began, and how long it took.
+    looked: Instant,
+    took: Duration,
+    /// Usage at the last scan.
     fill: Fill,
 }
 
@@ -115,11 +152,14 @@ impl Scanning {
         let now = Instant::now();
         Self {
             is_running: false,
+            is_hurried: Arc::default(),
             is_wanted: false,
             began: now,
             began_ns: 0,
             next: now + SCAN_EVERY.start,
             every: SCAN_EVERY.start,
+            looked: now,
+            took: Duration::ZERO,
             fill,
         }
     }
@@ -128,26 +168,37 @@ impl Scanning {
         self.is_running
     }
 
-    /// When the present one began, as the times of files are told.
+    /// Returns the age of the last completed scan's results.
+    pub fn age(&self) -> Duration {
+        self.looked.elapsed()
+    }
+
+    /// Returns when the current scan began, in the form of file times.
     pub fn began_ns(&self) -> i64 {
         self.began_ns
     }
 
-    /// Begins one if it is time, or if one `is_wanted` and the last was not just now, or if somebody waits for it.
+    /// Sets whether the current and later scans skip their pauses.
+    pub fn hurry(&self, is_hurried: bool) {
+        self.is_hurried.store(is_hurried, Relaxed);
+    }
+
+    /// Starts a scan if one is due, if one `is_wanted` and the last is old enough, or if a request waits for it.
     pub fn start_if_due(&mut self, door: &Arc<Door>, inbox: &Arc<Inbox>, is_wanted: bool, is_waited_for: bool) {
         self.is_wanted |= is_wanted;
         let now = Instant::now();
-        let is_due = now >= self.next || is_waited_for || (self.is_wanted && now >= self.began + WANTED_PAUSE);
+        let pause = WANTED_PAUSE.max(self.took * WANTED_SHARE);
+        let is_due = now >= self.next || is_waited_for || (self.is_wanted && now >= self.began + pause);
         if self.is_running || !is_due {
             return;
         }
         (self.is_running, self.is_wanted) = (true, false);
         (self.began, self.began_ns) = (now, now_ns());
-        let (door, inbox) = (door.clone(), inbox.clone());
+        let (door, inbox, is_hurried) = (door.clone(), inbox.clone(), self.is_hurried.clone());
         let work = move || {
             const BATCH: usize = 512;
             let mut batch = Vec::new();
-            let _ = scan(&door, |found| {
+            let _ = scan(&door, &is_hurried, |found| {
                 batch.push(Message::Found(found));
                 if batch.len() == BATCH {
                     inbox.send_found(&mut batch);
@@ -162,11 +213,12 @@ impl Scanning {
         }
     }
 
-    /// It has ended: when is the next?
+    /// Ends the current scan and schedules the next.
     pub fn end(&mut self, fill: Fill) {
         self.is_running = false;
+        (self.looked, self.took) = (self.began, self.began.elapsed());
         let every = if self.fill == fill { self.every * 2 } else { SCAN_EVERY.start };
-        self.every = every.max(self.began.elapsed() * SCAN_SHARE).clamp(SCAN_EVERY.start, SCAN_EVERY.end);
+        self.every = every.max(self.took * SCAN_SHARE).clamp(SCAN_EVERY.start, SCAN_EVERY.end);
         self.fill = fill;
         self.next = Instant::now() + self.every;
     }

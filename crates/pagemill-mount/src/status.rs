@@ -1,8 +1,8 @@
-//! What the controller tells of itself.
+//! Status of a controller.
 
 use serde::{Deserialize, Serialize};
 
-/// A limit, as it stands. All in bytes.
+/// A limit and its usage, in bytes.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LineStatus {
     /// `size`, `group` or `machine`.
@@ -10,67 +10,70 @@ pub struct LineStatus {
     pub name: String,
     pub limit_bytes: u64,
     pub used_bytes: u64,
-    /// From here on volatile files go.
+    /// Usage above this purges volatile files.
     pub mark_bytes: u64,
 }
 
-/// What was done so far.
+/// Totals since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Counts {
-    /// Volatile files that went as a whole, and their memory.
+    /// Volatile files that were purged whole, and their memory.
     pub purged_files: u64,
     pub purged_bytes: u64,
-    /// Times that a partial file lost its end, and that memory.
+    /// Times that a partially volatile file was cut, and the memory freed.
     pub cut_files: u64,
     pub cut_bytes: u64,
-    /// Volatile files that were due and open: they were passed over.
+    /// Volatile files that were due but open, and therefore skipped.
     pub spared_open: u64,
-    /// Looks at which memory was to go and nothing could.
+    /// Times that memory had to be freed and nothing could be. A period counts once.
     pub nothing_to_purge: u64,
-    /// Changes of the size by remount, and those that were refused.
+    /// Changes of the size by remount, and refused ones.
     pub size_changes: u64,
     pub size_refused: u64,
-    /// Files that were written and closed, as notification told; queues that ran over; looks at everything.
+    /// Close events received; overflows of the event queue; full scans.
     pub events: u64,
     pub events_lost: u64,
     pub scans: u64,
-    /// Marks with unknown values, passed over.
+    /// Times that close events were turned off during many closes of small files.
+    pub quiet_times: u64,
+    /// Marks with unknown values, which were ignored.
     pub bad_marks: u64,
-    /// Volatile files there was no room to keep in mind.
+    /// Volatile files that did not fit in the index.
     pub not_indexed: u64,
-    /// Blocks that are huge after a look at their file; those that were split, as users want; memory of sparse ones given back.
+    /// Blocks made huge; blocks split as users requested; memory of sparse blocks freed.
     pub huge_blocks: u64,
     pub split_blocks: u64,
     pub sparse_bytes: u64,
-    /// Files whose pages were in use when they were to be collapsed, those that others needed the processors for, and those
-    /// for which there was no memory.
+    /// Files that could not be collapsed: pages in use, CPU needed by other processes, no memory.
     pub collapse_busy: u64,
     pub collapse_postponed: u64,
     pub collapse_no_memory: u64,
-    /// Times the process that does this was started anew.
+    /// Restarts of the process that does this.
     pub worker_restarts: u64,
 }
 
-/// The state of a mount.
+/// State of a mount.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Status {
     pub mount_point: String,
-    /// The controller; none is running where this is missing.
+    /// Process id of the controller; missing if none is running.
     pub controller_pid: Option<u32>,
-    /// As the user asked for it, and as it is now: less near a limit.
+    /// The size that the user requested, and the current size, which is smaller near a limit.
     pub asked_bytes: u64,
     pub size_bytes: u64,
     pub used_bytes: u64,
     pub inodes: u64,
     pub volatile_files: u64,
     pub volatile_bytes: u64,
+    /// Maximum age of these two; 0 if the files are few enough to be checked for each answer.
+    pub volatile_age_seconds: f64,
     pub lines: Vec<LineStatus>,
     pub counts: Counts,
-    /// It goes before others, by real-time priority; without that its margins are wider.
+    /// The controller has real-time priority; without it its margins are wider.
     pub is_preferred: bool,
-    /// Its kernel tells of what is written; else it looks at everything now and then.
+    /// The kernel reports writes; otherwise the controller scans periodically.
     pub is_notified: bool,
-    /// Files whose pages are still to be looked at.
+    /// Files that the worker has still to examine.
     pub files_waiting_for_pages: u64,
     pub uptime_seconds: f64,
 }

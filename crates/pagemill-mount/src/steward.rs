@@ -1,12 +1,14 @@
-//! The one thread that decides: takes notes of what was written, looks at the limits, purges, keeps the size.
+//! The control loop: one thread that records writes, checks limits, purges, and sets the size.
 //!
-//! Nothing that it knows is shared, so it holds no lock while it works; others reach it through the [`Inbox`].
+//! It shares no state, so it holds no lock while it works. Other threads reach it through the [`Inbox`].
 
 use crate::budget::{Bound, Budget, LONGEST_PAUSE, Line, Margins};
+use crate::closes::{Change, Closes};
 use crate::door::{Door, Fill};
 use crate::groups::Groups;
 use crate::inbox::{Inbox, Message, Request};
 use crate::ledger::{Ledger, now_ns};
+use crate::openfiles;
 use crate::pace::Pace;
 use crate::scan::{self, Scanning};
 use crate::status::{LineStatus, Status};
@@ -22,52 +24,58 @@ use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-/// Notification is drained so often: each wake-up of a reader would cost the writer three times as much.
+/// Pause between reads of events: waking a reader for each event would cost the writer three times as much.
 const DRAIN_PAUSE: Duration = Duration::from_millis(5);
 
-/// Bytes of one read of notification, some fifty events, and how long draining may take at a time: anybody may close files as
-/// fast as he can, and this thread goes before others. What is too much for that is lost, and looked for.
+/// Bytes of one read of events, some fifty of them, and the time limit of draining. Any user can close files at any rate,
+/// and this thread runs at high priority. Events beyond that are lost, and a scan finds the files.
 const EVENT_BYTES: usize = 4 << 10;
 const DRAIN_SLICE: Duration = Duration::from_millis(1);
 
-/// Purging is interrupted after so long to look at limits again, and to drain.
+/// Purging pauses after this time to check limits and to drain events.
 const SLICE: Duration = Duration::from_millis(2);
 
-/// From this much room on no alarm is needed.
+/// With this much room no alarm is needed.
 const ROOM_FOR_EASE: u64 = 512 * BLOCK_BYTES as u64;
 
-/// The pause where nothing moves and no alarm will come; and where nothing can go.
+/// Pause while usage is stable but no alarm is set, and while nothing can be purged.
 const STILL_PAUSE: Duration = Duration::from_millis(4);
 const NOTHING_PAUSE: Duration = Duration::from_millis(16);
 
-/// By so much the file system has to grow for an unknown writer to be looked for, and so long it has to be since the last time.
+/// The file system must grow this much, and this much time must pass, before unknown writers are searched for again.
 const GROWN_BYTES: u64 = 8 * BLOCK_BYTES as u64;
 const GROWN_PAUSE: Duration = Duration::from_millis(20);
 
-/// A purge that met the worker goes on so much later, one that waits for a look at everything so often.
+/// Delay of a purge that met the worker, and of one that waits for a scan.
 const WORKER_PAUSE: Duration = Duration::from_millis(5);
 const SCAN_PAUSE: Duration = Duration::from_millis(2);
 
-/// Limits are asked for so often while nothing moves.
+/// Close events may be off while this many times the predicted growth (some two seconds of it), and at least this much,
+/// fits below every mark.
+const QUIET_TIMES: u64 = 50;
+const QUIET_ROOM: u64 = 128 * BLOCK_BYTES as u64;
+
+/// Interval at which limits are read while usage is stable.
 const SAMPLE_LASTS: Duration = Duration::from_millis(200);
 
-/// Looks without a change after which nothing moves.
+/// Number of looks without a change after which usage counts as stable.
 const STILL_LOOKS: u32 = 16;
 
-/// The machine's memory is asked for so often while there is much of it.
+/// Interval at which the machine's memory is read while there is much of it.
 const MACHINE_LASTS: Duration = Duration::from_millis(10);
 
-/// How the mount is to be kept.
+/// Settings of a mount.
 #[derive(Clone, Debug)]
 pub struct Settings {
     pub mount_point: PathBuf,
     pub size_bytes: u64,
     /// Folders of memory groups to watch besides those of the writers.
     pub groups: Vec<String>,
-    /// The program, with its arguments, that serves as worker; none without.
+    /// Command line of the worker process; empty for none.
     pub worker: Vec<OsString>,
 }
 
@@ -75,14 +83,14 @@ struct PendingPurge {
     left_bytes: u64,
     freed_bytes: u64,
     began_ns: i64,
-    /// Not before then.
+    /// Earliest time to continue.
     next: Instant,
-    /// A look at everything was asked for when nothing more was known; it has ended if this is not the latest.
+    /// Number of the scan to wait for, requested when no more candidates were known. `None` before that.
     scans: Option<u64>,
     reply: Sender<u64>,
 }
 
-/// The thread's state.
+/// State of the control loop.
 pub struct Steward {
     settings: Settings,
     door: Arc<Door>,
@@ -95,34 +103,39 @@ pub struct Steward {
     pace: Pace,
     machine: Option<(Machine, Instant)>,
     is_preferred: bool,
-    /// Fill when writers were looked for last.
+    /// Usage and time when writers were last searched for.
     grown: (u64, Instant),
-    /// Groups that were known at the last look.
+    /// Number of known groups at the last look.
     learned: u32,
     purges: Vec<PendingPurge>,
     backlog: VecDeque<Message>,
     scanning: Scanning,
+    closes: Closes,
+    /// The last look had to purge and found nothing.
+    is_blocked: bool,
+    /// A group that has not been identified may be writing.
+    has_suspects: bool,
     drained: Instant,
     has_events: bool,
     look_at: Instant,
-    /// When limits were asked for last.
+    /// When limits were last read.
     sampled: Instant,
     still_looks: u32,
 }
 
 impl Steward {
-    /// Takes the file system over: looks at everything there is, sets the size.
+    /// Takes over the file system: scans it and sets the size.
     ///
     /// # Errors
     ///
-    /// What looking says. Without notification it goes on.
+    /// Errors of the scan. Without events the control loop runs nevertheless.
     pub fn new(settings: Settings, door: Door) -> io::Result<Self> {
         let door = Arc::new(door);
         let listener = Listener::new(door.root());
         if let Err(error) = &listener {
-            say(&format!("the kernel does not tell what is written ({error}): new files are found now and then only"));
+            say(&format!("the kernel does not report writes ({error}): only periodic scans find new files"));
         }
-        // Many folders may be open at a time, and without a descriptor no limit can be read.
+        // Many folders may be open at a time, and without a free descriptor no limit can be read.
         let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
         let raised = rustix::process::Rlimit { current: limit.maximum, ..limit };
         let _ = rustix::process::setrlimit(rustix::process::Resource::Nofile, raised);
@@ -132,7 +145,7 @@ impl Steward {
         for folder in &settings.groups {
             groups.add_folder(folder).map_err(|error| {
                 let text = format!("{folder} is not the folder of a memory control group: {error}");
-                io::Error::new(io::ErrorKind::InvalidInput, text)
+                io::Error::new(error.kind(), text)
             })?;
         }
         let mut steward = Self {
@@ -148,6 +161,9 @@ impl Steward {
             purges: Vec::new(),
             backlog: VecDeque::new(),
             scanning: Scanning::new(fill),
+            closes: Closes::new(now),
+            is_blocked: false,
+            has_suspects: false,
             drained: now,
             has_events: false,
             look_at: now,
@@ -158,23 +174,25 @@ impl Steward {
             settings,
             door,
         };
-        scan::scan(&steward.door, |found| steward.ledger.found(found))?;
+        scan::scan(&steward.door, &AtomicBool::new(true), |found| steward.ledger.found(found))?;
         steward.ledger.counts.scans = 1;
         steward.look();
         Ok(steward)
     }
 
-    /// Where others reach it.
+    /// Returns the queue through which other threads reach the control loop.
     pub fn inbox(&self) -> Arc<Inbox> {
         self.inbox.clone()
     }
 
-    /// Works until it is asked to stop.
+    /// Runs until a stop request arrives.
     pub fn run(mut self) {
-        // Writers at full speed leave others no time; it works in bounded steps, and sleeps when nothing happens.
+        // Writers at full speed leave other threads no CPU time. This thread works in bounded steps and sleeps when
+        // idle.
         self.is_preferred = thread::prefer_by_deadline();
         loop {
             self.drain();
+            self.listen();
             self.take_found();
             for request in self.inbox.take_requests() {
                 match request {
@@ -199,13 +217,14 @@ impl Steward {
             self.work_on_purges();
             let is_asked = self.purges.iter().any(|purge| purge.scans.is_some());
             let is_wanted = std::mem::take(&mut self.ledger.wants_scan);
+            self.scanning.hurry(is_asked || self.is_blocked);
             self.scanning.start_if_due(&self.door, &self.inbox, is_wanted, is_asked);
             self.ledger.work_on_pages();
             self.wait();
         }
     }
 
-    /// Takes note of a part of what a look at everything found: a little at a time, limits come first.
+    /// Records some of the scan results: a few at a time, because limits come first.
     fn take_found(&mut self) {
         const AT_A_TIME: usize = 256;
         if self.backlog.len() < AT_A_TIME {
@@ -223,7 +242,7 @@ impl Steward {
         }
     }
 
-    /// Sleeps until there is something to do.
+    /// Sleeps until there is work.
     fn wait(&mut self) {
         let now = Instant::now();
         let mut until = self.look_at;
@@ -240,7 +259,7 @@ impl Steward {
             until = now;
         }
         let mut polled = vec![PollFd::from_borrowed_fd(self.inbox.as_fd(), PollFlags::IN)];
-        // Between two drains nobody is woken.
+        // Between two drains no event wakes this thread.
         let is_listening = !self.has_events && self.drained.elapsed() >= DRAIN_PAUSE;
         if !is_listening {
             until = until.min(self.drained + DRAIN_PAUSE);
@@ -268,7 +287,7 @@ impl Steward {
         self.has_events |= has_events;
     }
 
-    /// Takes what notification has, if that was not done just now.
+    /// Reads the queued events, unless it did so just now.
     fn drain(&mut self) {
         if !self.has_events || self.drained.elapsed() < DRAIN_PAUSE {
             return;
@@ -276,9 +295,10 @@ impl Steward {
         let Some(listener) = self.listener.take() else { return };
         (self.has_events, self.drained) = (false, Instant::now());
         let mut buffer = vec![0; EVENT_BYTES];
-        // What comes meanwhile is for the next time: writers may be faster than this.
+        // Events that arrive meanwhile wait for the next time: writers may be faster than this loop.
         let until = self.drained + DRAIN_SLICE;
         self.ledger.begin_batch();
+        let before = (self.ledger.counts.events, self.ledger.closed_bytes);
         while Instant::now() < until {
             let result = listener.drain(&mut buffer, |event| match event {
                 Event::Lost => self.ledger.lost_events(),
@@ -289,24 +309,42 @@ impl Steward {
                 Ok(true) => {}
                 Ok(false) => break,
                 Err(error) => {
-                    say(&format!("notification fails ({error}): new files are found now and then only"));
+                    say(&format!("reading events fails ({error}): only periodic scans find new files"));
                     return;
                 }
             }
         }
+        self.ledger.end_batch();
+        self.closes.count(self.ledger.counts.events - before.0, self.ledger.closed_bytes - before.1);
         self.has_events = Instant::now() >= until;
         self.listener = Some(listener);
-        // Somebody writes: what nothing moved for no longer holds; and a new group's limit is not known.
+        // Usage changes again: stable intervals no longer apply. The limit of a new group is not known yet.
         if self.still_looks > STILL_LOOKS || self.ledger.groups.learned() != self.learned {
             self.still_looks = 0;
             self.look_at = Instant::now();
         }
     }
 
-    /// Looks at every limit, keeps the size, purges what is over a mark; decides when to look again.
+    /// Turns close events on or off, and requests a scan for files that were missed.
+    fn listen(&mut self) {
+        let now = Instant::now();
+        let room = self.budget.room_bytes();
+        let has_room =
+            room >= QUIET_ROOM.max(self.pace.lately_foreseen_bytes().saturating_mul(QUIET_TIMES)) && !self.has_suspects;
+        if let (Some(listener), Some(change)) = (&self.listener, self.closes.decide(now, has_room)) {
+            // If turning off fails, nothing is lost. If turning on fails, only scans remain.
+            if listener.listen_to_closes(self.door.root(), change == Change::Tell).is_err() && change == Change::Tell {
+                say("the kernel no longer reports closes: only periodic scans find new files");
+            }
+            self.ledger.counts.quiet_times += u64::from(change == Change::DoNotTell);
+        }
+        self.ledger.wants_scan |= self.closes.is_look_due(now, has_room);
+    }
+
+    /// Checks every limit, sets the size, purges above marks, and decides when to look again.
     fn look(&mut self) {
         let (begun, worked) = (Instant::now(), processor_time());
-        // Nothing moved for long, here at least, and nothing is near: whether somebody writes is all there is to know.
+        // Usage has been stable for long and no limit is near: only check whether the file system has changed.
         let is_still = self.still_looks >= STILL_LOOKS && self.budget.room_bytes() >= ROOM_FOR_EASE;
         if is_still && begun < self.sampled + SAMPLE_LASTS && self.door.fill().is_ok_and(|fill| fill == self.fill) {
             self.look_at = begun + LONGEST_PAUSE;
@@ -323,8 +361,7 @@ impl Steward {
             let freed = self.purge_for(&line);
             if freed == 0 {
                 blocked.push(line.bound);
-                self.ledger.counts.nothing_to_purge += 1;
-                // Something may have been marked, or was used by a name that is not known.
+                // New marks may exist, or an unknown name was used.
                 self.ledger.wants_scan = true;
             }
             if begun.elapsed() > DRAIN_PAUSE {
@@ -332,10 +369,13 @@ impl Steward {
                 break;
             }
         }
+        self.ledger.counts.nothing_to_purge += u64::from(!blocked.is_empty() && !self.is_blocked);
+        self.is_blocked = !blocked.is_empty();
         let has_moved = was != (self.fill.used_bytes, self.used_of_groups());
         self.still_looks = if has_moved { 0 } else { self.still_looks.saturating_add(1) };
-        // Half of a processor at most, however many limits there are. Who had to wait for a lock or for his turn is late already.
-        // Who is still purging does not rest: a writer on the other processor does not either.
+        // At most half of a CPU, however many limits there are. Only CPU time counts: a wait for a lock or for the CPU
+        // has already delayed this thread. A purge that is not finished does not pause, because a writer on another
+        // CPU does not either.
         let worked = processor_time().saturating_sub(worked);
         let pause = if is_behind { Duration::ZERO } else { self.pause(!blocked.is_empty()).max(worked) };
         self.look_at = Instant::now() + pause;
@@ -354,7 +394,7 @@ impl Steward {
         if is_blocked {
             return pause.max(NOTHING_PAUSE);
         }
-        // Near a limit of a group the kernel may do the looking.
+        // Near a group's limit the kernel can watch the usage.
         let groups = &mut self.ledger.groups;
         let is_alarmed = |line: &Line| match line.bound {
             Bound::Group(watch) => {
@@ -371,11 +411,14 @@ impl Steward {
         }
     }
 
-    /// Asks the kernel how full everything is, and sets the size that follows.
+    /// Reads usage and limits from the kernel, and sets the resulting size.
     fn sample(&mut self) {
         self.sampled = Instant::now();
         self.fill = self.door.fill().unwrap_or(self.fill);
-        self.ledger.groups.list_suspects_if_due();
+        if self.ledger.groups.list_suspects_if_due() {
+            let device = self.door.device();
+            self.ledger.groups.renew_writers(|folders, from| openfiles::charged(device, folders, from));
+        }
         self.find_writers();
         self.learned = self.ledger.groups.learned();
         let groups = self.ledger.groups.sample();
@@ -393,23 +436,25 @@ impl Steward {
         if self.budget.wants_size(self.fill) {
             match self.door.set_size(self.budget.size_bytes) {
                 Ok(()) => self.ledger.counts.size_changes += 1,
-                // Somebody wrote meanwhile, so that more is used: next time.
+                // Another process wrote meanwhile, so that usage has grown: next time.
                 Err(_) => self.ledger.counts.size_refused += 1,
             }
         }
     }
 
-    /// Looks who it is if the file system has grown: before the first file is closed nobody says so.
+    /// Searches for writers if the file system has grown: before a file is closed no event identifies its writer.
     fn find_writers(&mut self) {
         let (used, at) = self.grown;
         if self.fill.used_bytes >= used.saturating_add(GROWN_BYTES) && at.elapsed() >= GROWN_PAUSE {
-            self.ledger.groups.find_writers();
+            let device = self.door.device();
+            let charged = |folders: &[String], from| openfiles::charged(device, folders, from);
+            self.has_suspects = self.ledger.groups.find_writers(charged);
             self.grown = (self.fill.used_bytes, Instant::now());
         }
         self.grown.0 = self.grown.0.min(self.fill.used_bytes);
     }
 
-    /// Purges for a limit, for a moment. Returns what went.
+    /// Purges for a limit within one slice. Returns the bytes freed.
     fn purge_for(&mut self, line: &Line) -> u64 {
         let (begun, began_ns, mut freed) = (Instant::now(), now_ns(), 0);
         while freed < line.excess_bytes() && begun.elapsed() < SLICE {
@@ -424,7 +469,7 @@ impl Steward {
         freed
     }
 
-    /// Does a part of what was asked for by [`Request::Purge`].
+    /// Does a part of the work of each [`Request::Purge`].
     fn work_on_purges(&mut self) {
         let begun = Instant::now();
         let mut purges = std::mem::take(&mut self.purges);
@@ -443,7 +488,7 @@ impl Steward {
                         (purge.began_ns, purge.next) = (now_ns(), begun + WORKER_PAUSE);
                         return true;
                     }
-                    // Once more after a look at everything that begins now, and then no more.
+                    // Tries once more after a scan that begins now, and then ends.
                     None => match purge.scans {
                         None => {
                             purge.scans = Some(self.ledger.counts.scans + 1 + u64::from(self.scanning.is_running()));
@@ -466,7 +511,9 @@ impl Steward {
         self.purges.append(&mut purges);
     }
 
-    fn status(&self) -> Status {
+    fn status(&mut self) -> Status {
+        let is_fresh = self.ledger.look_again_at_volatile();
+        let volatile_age = if is_fresh { Duration::ZERO } else { self.scanning.age() };
         let line = |line: &Line| LineStatus {
             kind: match line.bound {
                 Bound::Size => "size",
@@ -489,6 +536,7 @@ impl Steward {
             inodes: fill.inodes,
             volatile_files: self.ledger.index.count() as u64,
             volatile_bytes: self.ledger.held_bytes(None),
+            volatile_age_seconds: volatile_age.as_secs_f64(),
             lines: self.budget.lines.iter().map(line).collect(),
             counts: self.ledger.counts,
             is_preferred: self.is_preferred,
@@ -499,13 +547,13 @@ impl Steward {
     }
 }
 
-/// For how long this thread has had a processor.
+/// Returns the CPU time of this thread.
 fn processor_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Says something to whoever started the controller.
+/// Prints a message to standard error.
 pub fn say(message: &str) {
     let _ = writeln!(io::stderr(), "pagemill: {message}");
 }

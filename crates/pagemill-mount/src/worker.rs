@@ -1,8 +1,8 @@
-//! Huge pages where they pay, small ones where they do not: a process of its own, of low priority.
+//! The worker: makes dense blocks huge and keeps sparse ones small, in a separate process of low priority.
 //!
-//! A process, because a huge page is charged to the memory group of who collapses: the worker moves into the group of who
-//! wrote the file, and home again. It gets its root by standard output (nothing is printed there), and files to look at, a line
-//! of JSON each, by standard input, which is a socket, and answers there.
+//! It is a process because the kernel charges a huge page to the memory group of the process that collapses it. So the
+//! worker moves into the writer's group and back. It receives the mount's root as standard output (it prints nothing).
+//! Standard input is a socket: requests arrive there, one line of JSON per file, and answers are written to it.
 
 use crate::door::{self, Door, Seen};
 use crate::policy::Huge;
@@ -28,92 +28,142 @@ use std::time::{Duration, Instant};
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
-/// Of a block's pages so many must hold something other than zeros for it to be made huge, in eighths.
+/// At least this share of a block's pages, in eighths, must contain nonzero bytes for it to be made huge.
 const DENSE_EIGHTHS: u64 = 7;
 
-/// Of so few it is sparse: its zero pages are given back, in eighths.
+/// At most this share, in eighths, makes a block sparse: its zero pages are freed.
 const SPARSE_EIGHTHS: u64 = 4;
 
-/// Pages that are looked at first; a block in which more than half of them hold something is not read whole.
+/// Number of pages sampled first. If more than half contain nonzero bytes, the block is not read whole.
 const SAMPLES: u64 = 8;
 
-/// A file to look at.
+/// A file to examine.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Job {
     pub inode: u64,
-    /// From the root, as bytes: names need not be UTF-8.
+    /// Path from the root, as bytes: names need not be UTF-8.
     pub folder: Vec<u8>,
     pub name: Vec<u8>,
     huge: String,
-    /// It has waited long enough for an idle processor.
-    insists: bool,
-    /// Folder of the memory group it is charged to. Where that is not known nothing is collapsed: that would move the charge.
+    /// Folder of the charged memory group. If unknown, nothing is collapsed, because that would move the charge.
     group: Option<String>,
 }
 
 impl Job {
     pub fn new(inode: u64, folder: &Path, name: &OsStr, huge: Huge, group: Option<String>) -> Self {
         let folder = folder.as_os_str().as_bytes().to_vec();
-        Self { inode, folder, name: name.as_bytes().to_vec(), huge: huge.to_string(), insists: false, group }
-    }
-
-    /// The same, to be done though others need the processors.
-    #[must_use]
-    pub fn insisting(self, insists: bool) -> Self {
-        Self { insists, ..self }
+        Self { inode, folder, name: name.as_bytes().to_vec(), huge: huge.to_string(), group }
     }
 }
 
-/// What was done with a file.
+/// Result for a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Done {
     pub inode: u64,
-    /// Blocks that are huge now.
+    /// Blocks that are huge: collapsed now, or huge already.
     pub huge_blocks: u64,
-    /// Blocks that were looked at to be split.
+    /// Blocks of a file marked never huge that the kernel was asked to split. Small blocks count, too: whether one was huge is
+    /// not known.
     pub split_blocks: u64,
-    /// Memory of zero pages that was given back.
+    /// Memory of zero pages that was freed.
     pub freed_bytes: u64,
-    /// Somebody uses it: later, perhaps.
+    /// The file is in use; a retry may succeed.
     pub is_busy: bool,
-    /// Others need the processors: later.
+    /// Other processes need the CPUs; retry later.
     pub is_postponed: bool,
     pub has_no_memory: bool,
 }
 
-/// A moment in which a block is looked at or changed.
-///
-/// Whoever opens the file or touches the block meanwhile waits. So this begins only while a processor is idle, and then goes
-/// before others: with the least priority alone it would stand still, with what it holds, as soon as somebody needs the
-/// processors.
-struct Turn {
-    _preferred: Preferred,
+/// The worker's guaranteed part of one CPU while other processes need the CPUs: 1/50.
+const SHARE: u32 = 50;
+
+/// Maximum wait for a CPU share with a file open, and maximum total time with one file open; then the file is queued
+/// again. A share is granted after `LATEST` in any case.
+const WAITS_OPEN: Duration = Duration::from_millis(300);
+const HAS_OPEN: Duration = Duration::from_secs(2);
+const LATEST: Duration = Duration::from_millis(500);
+
+/// Limits the worker's use of CPUs that other processes need.
+struct Share {
+    due: Instant,
+    /// Latest time until which it may wait with the current file open.
+    until: Instant,
 }
 
-impl Turn {
-    fn begin(job: &Job, done: &mut Done) -> Option<Self> {
-        done.is_postponed = !job.insists && !has_idle_processor();
-        (!done.is_postponed).then(|| Self { _preferred: Preferred::begin() })
+impl Share {
+    fn new(now: Instant) -> Self {
+        Self { due: now, until: now }
+    }
+
+    /// Starts a file: waits, with nothing open, until a share is granted.
+    fn begin_file(&mut self) {
+        self.wait(LATEST, has_idle_processor);
+        self.until = Instant::now() + HAS_OPEN;
+    }
+
+    /// Waits until the share is due or a CPU is idle; `false` if neither happens in time.
+    fn wait(&self, at_most: Duration, is_idle: impl Fn() -> bool) -> bool {
+        const PAUSE: Duration = Duration::from_millis(5);
+        let until = Instant::now() + at_most;
+        loop {
+            let now = Instant::now();
+            if now >= self.due || is_idle() {
+                return true;
+            }
+            if now >= until {
+                return false;
+            }
+            std::thread::sleep(PAUSE.min(self.due.min(until).saturating_duration_since(now)));
+        }
+    }
+
+    fn charge(&mut self, took: Duration) {
+        self.due = Instant::now() + (took * SHARE).min(LATEST);
     }
 }
 
-/// Whether threads that run or could are no more than processors, this one among them.
+/// Permission to examine or change one block.
+///
+/// Other processes that open the file or touch the block wait meanwhile. So a turn starts only while a CPU is idle or
+/// the share is due, and then runs at raised priority. At the lowest priority alone it would stall, with what it
+/// holds, as soon as other processes need the CPUs.
+struct Turn<'share> {
+    share: &'share mut Share,
+    began: Instant,
+    _preferred: Preferred,
+}
+
+impl<'share> Turn<'share> {
+    fn begin(share: &'share mut Share, done: &mut Done) -> Option<Self> {
+        let left = share.until.saturating_duration_since(Instant::now());
+        done.is_postponed = !share.wait(WAITS_OPEN.min(left), has_idle_processor);
+        (!done.is_postponed).then(|| Self { share, began: Instant::now(), _preferred: Preferred::begin() })
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.share.charge(self.began.elapsed());
+    }
+}
+
+/// Returns whether at most as many threads are runnable as there are CPUs, this one included.
 fn has_idle_processor() -> bool {
-    // "0.20 0.18 0.12 3/80 11206": of all there are, how many.
+    // "0.20 0.18 0.12 3/80 11206": runnable threads of all threads.
     let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let running = load.split(' ').nth(3).and_then(|counts| counts.split_once('/')?.0.parse::<usize>().ok());
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     running.is_none_or(|running| running <= processors)
 }
 
-/// Where the worker is charged.
+/// The memory group that the worker is charged to.
 struct Place {
     home: Option<String>,
     is_away: bool,
 }
 
 impl Place {
-    /// Goes where the file is charged. Returns whether it is there.
+    /// Moves into the file's group. Returns whether the worker is there.
     fn go(&mut self, group: Option<&String>) -> bool {
         match group {
             // Without groups nothing is charged.
@@ -126,7 +176,7 @@ impl Place {
         }
     }
 
-    /// Goes home: whose group it is may want to remove it, or stop all that is in it.
+    /// Returns to the worker's own group: the other group may be about to be removed or frozen.
     fn go_home(&mut self) {
         if let Some(home) = self.home.as_ref().filter(|_| self.is_away) {
             self.is_away = std::fs::write(format!("{home}/cgroup.procs"), "0").is_err();
@@ -134,14 +184,14 @@ impl Place {
     }
 }
 
-/// Serves until standard input ends.
+/// Serves requests until standard input ends.
 ///
 /// # Errors
 ///
-/// What reading and writing say.
+/// Errors of reading and writing.
 pub fn serve() -> io::Result<()> {
     thread::defer_process();
-    // Where it goes it is a guest: let it be killed first.
+    // As a guest in other groups it should be the first process that the OOM killer chooses.
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
     let root = rustix::io::dup(io::stdout())?;
     let door = Door::of_root(root)?;
@@ -149,6 +199,7 @@ pub fn serve() -> io::Result<()> {
     let mut answers = socket.try_clone()?;
     let home = Hierarchy::find("").ok().and_then(|own| Some(own.folder(0)?.as_str().to_owned()));
     let mut place = Place { home, is_away: false };
+    let mut share = Share::new(Instant::now());
     let mut lines = BufReader::new(socket);
     let mut line = String::new();
     loop {
@@ -158,7 +209,8 @@ pub fn serve() -> io::Result<()> {
         }
         let job: Job =
             serde_json::from_str(&line).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
-        let mut done = look_at(&door, &job, &mut place).unwrap_or_default();
+        share.begin_file();
+        let mut done = look_at(&door, &job, &mut place, &mut share).unwrap_or_default();
         place.go_home();
         done.inode = job.inode;
         let mut answer = serde_json::to_string(&done).map_err(io::Error::other)?;
@@ -167,8 +219,8 @@ pub fn serve() -> io::Result<()> {
     }
 }
 
-/// Does what its policy wants with a file.
-fn look_at(door: &Door, job: &Job, place: &mut Place) -> io::Result<Done> {
+/// Applies the file's huge page policy.
+fn look_at(door: &Door, job: &Job, place: &mut Place, share: &mut Share) -> io::Result<Done> {
     let folder = door.open_folder(Path::new(OsStr::from_bytes(&job.folder)))?;
     let name = OsStr::from_bytes(&job.name);
     let fd = door::open_file(&folder, name, OFlags::RDONLY)?;
@@ -181,8 +233,8 @@ fn look_at(door: &Door, job: &Job, place: &mut Place) -> io::Result<Done> {
     let huge = job.huge.parse().unwrap_or_default();
     let (mut dense, mut sparse) = (Vec::new(), Vec::new());
     let found = {
-        let Some(_turn) = Turn::begin(job, &mut done) else { return Ok(done) };
-        // To look where its holes are keeps writers waiting.
+        let Some(_turn) = Turn::begin(share, &mut done) else { return Ok(done) };
+        // Searching for holes makes writers wait.
         if !pages::is_alone(file.as_fd()) {
             done.is_busy = true;
             return Ok(done);
@@ -190,8 +242,8 @@ fn look_at(door: &Door, job: &Job, place: &mut Place) -> io::Result<Done> {
         blocks(&file, &seen)?
     };
     for Block { place: block, data_bytes } in found {
-        let Some(_turn) = Turn::begin(job, &mut done) else { return Ok(done) };
-        // A file that was deleted goes when the last lets go of it; and whoever uses it is not to be held up.
+        let Some(_turn) = Turn::begin(share, &mut done) else { return Ok(done) };
+        // A deleted file must be freed with its last user, and a process that uses the file must not be delayed.
         if door::look(&file)?.links == 0 {
             return Ok(done);
         }
@@ -200,7 +252,7 @@ fn look_at(door: &Door, job: &Job, place: &mut Place) -> io::Result<Done> {
             return Ok(done);
         }
         match huge {
-            // One whose first page is a hole is not huge.
+            // A block that starts with a hole is not huge.
             Huge::Never if fs::seek(&file, SeekFrom::Data(block.start)) == Ok(block.start) => {
                 done.split_blocks += u64::from(pages::split(file.as_fd(), block.start, BLOCK_BYTES).is_ok());
             }
@@ -214,26 +266,26 @@ fn look_at(door: &Door, job: &Job, place: &mut Place) -> io::Result<Done> {
         }
     }
     if !dense.is_empty() && place.go(job.group.as_ref()) {
-        collapse(job, &file, &dense, &mut done);
+        collapse(share, &file, &dense, &mut done);
     }
     drop(file);
     for block in &sparse {
         place.go_home();
-        let Some(_turn) = Turn::begin(job, &mut done) else { return Ok(done) };
+        let Some(_turn) = Turn::begin(share, &mut done) else { return Ok(done) };
         give_zeros_back(&folder, name, &seen, block, &mut done)?;
     }
     Ok(done)
 }
 
-/// Makes blocks huge, for as long as nobody else has the file open.
-fn collapse(job: &Job, file: &File, blocks: &[u64], done: &mut Done) {
+/// Makes blocks huge, as long as no other process has the file open.
+fn collapse(share: &mut Share, file: &File, blocks: &[u64], done: &mut Done) {
     for at in blocks {
-        let Some(_turn) = Turn::begin(job, done) else { return };
-        // A file that was deleted goes when the last lets go of it.
+        let Some(_turn) = Turn::begin(share, done) else { return };
+        // A deleted file must be freed with its last user.
         if door::look(file).map_or(0, |seen| seen.links) == 0 {
             return;
         }
-        // Whoever uses it is not to be held up, and finds out soon enough.
+        // A process that uses the file must not be delayed; the file is retried later.
         if !pages::is_alone(file.as_fd()) {
             done.is_busy = true;
             return;
@@ -250,17 +302,17 @@ fn collapse(job: &Job, file: &File, blocks: &[u64], done: &mut Done) {
     }
 }
 
-/// A block of a file that holds memory.
+/// A block of a file that has memory.
 #[derive(Debug, PartialEq, Eq)]
 struct Block {
-    /// Up to the end of the file.
+    /// Ends at the end of the file, if that comes first.
     place: Range<u64>,
-    /// What is no hole.
+    /// Bytes that are not in holes.
     data_bytes: u64,
 }
 
-/// The blocks of a file that hold any memory. Each hole is looked for once: the kernel goes from one to the next page by page,
-/// while writers wait.
+/// Returns the blocks of a file that have memory. Searches for each hole once: the kernel walks page by page while
+/// writers wait.
 fn blocks(file: &File, seen: &Seen) -> io::Result<Vec<Block>> {
     let (mut found, mut at): (Vec<Block>, u64) = (Vec::new(), 0);
     while at < seen.len_bytes {
@@ -285,15 +337,15 @@ fn blocks(file: &File, seen: &Seen) -> io::Result<Vec<Block>> {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Density {
-    /// To be huge.
+    /// Should be huge.
     Dense,
-    /// To be small, without the zeros that it holds.
+    /// Should be small, without its zero pages.
     Sparse,
-    /// To be left as it is.
+    /// Should stay as it is.
     Between,
 }
 
-/// How much of a block is more than zeros.
+/// Classifies a block by its share of nonzero pages.
 fn density(file: &File, block: &Range<u64>, data: u64) -> io::Result<Density> {
     let page = os_page_bytes() as u64;
     let count = (block.end - block.start).div_ceil(page);
@@ -303,13 +355,13 @@ fn density(file: &File, block: &Range<u64>, data: u64) -> io::Result<Density> {
     let filled = count - zero_pages(file, block)?.iter().map(|run| (run.end - run.start).div_ceil(page)).sum::<u64>();
     Ok(match filled * 8 {
         eighths if eighths >= count * DENSE_EIGHTHS => Density::Dense,
-        // Where all that it holds is filled there is nothing to win.
+        // If all allocated pages are nonzero, nothing can be freed.
         eighths if eighths <= count * SPARSE_EIGHTHS && data > filled * page => Density::Sparse,
         _ => Density::Between,
     })
 }
 
-/// How many of a few pages, spread over the block, begin with anything but zeros.
+/// Returns how many of a few pages, spread over the block, begin with nonzero bytes.
 fn sample(file: &File, block: &Range<u64>) -> io::Result<u64> {
     let (mut filled, page) = (0, os_page_bytes() as u64);
     for index in 0..SAMPLES {
@@ -321,7 +373,7 @@ fn sample(file: &File, block: &Range<u64>) -> io::Result<u64> {
     Ok(filled)
 }
 
-/// The runs of pages of a block that are zeros.
+/// Returns the runs of zero pages in a block.
 fn zero_pages(file: &File, block: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
     let page = os_page_bytes();
     let mut bytes = vec![0u8; (block.end - block.start) as usize];
@@ -334,7 +386,7 @@ fn zero_pages(file: &File, block: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
     }
     let mut runs: Vec<Range<u64>> = Vec::new();
     for (index, page_bytes) in bytes[..len].chunks(page).enumerate() {
-        // Without a branch for each byte: this is most of what the worker does.
+        // No branch for each byte: the worker spends most of its time here.
         if page_bytes.chunks(64).any(|part| part.iter().fold(0, |sum, byte| sum | byte) != 0) {
             continue;
         }
@@ -348,9 +400,11 @@ fn zero_pages(file: &File, block: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
     Ok(runs)
 }
 
-/// Punches holes where a block has zeros, which reads the same. Under a lease, which is asked for again before each hole: nobody
-/// writes meanwhile, and nobody waits for long. (Who keeps this process from running for the whole of `lease-break-time`
-/// between that question and the hole, 45 seconds by default, gets zeros for what was written meanwhile: hence at home.)
+/// Punches holes where a block has zero pages, which reads the same. Holds a lease, checked before each hole, so that
+/// nothing is written meanwhile and no opener waits for long.
+///
+/// If this process does not run for the whole of `lease-break-time` (45 seconds by default) between the check and the
+/// hole, data written meanwhile is lost. That is why it runs in the worker's own group.
 fn give_zeros_back(folder: &OwnedFd, name: &OsStr, seen: &Seen, block: &Range<u64>, done: &mut Done) -> io::Result<()> {
     let fd = match door::open_file(folder, name, OFlags::RDWR) {
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -376,38 +430,38 @@ fn give_zeros_back(folder: &OwnedFd, name: &OsStr, seen: &Seen, block: &Range<u6
             break;
         }
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        // Up to a whole page, also where the file ends before: else the last one stays.
+        // Ends at a whole page even if the file ends before; otherwise the last page would stay.
         fs::fallocate(&file, flags, run.start, run.end.next_multiple_of(page) - run.start)?;
     }
     done.freed_bytes += before.held_bytes.saturating_sub(door::look(&file)?.held_bytes);
-    // What it holds has not changed, whatever the kernel thinks.
+    // The contents have not changed, so the modification time is restored.
     let last_modification = Timespec { tv_sec: modified.st_mtime as _, tv_nsec: modified.st_mtime_nsec as _ };
     let last_access = Timespec { tv_sec: 0, tv_nsec: fs::UTIME_OMIT };
     let _ = fs::futimens(&file, &Timestamps { last_access, last_modification });
     Ok(())
 }
 
-/// The worker, as the controller has it.
+/// The controller's side of a worker.
 pub struct Worker {
-    /// `None` only while this is dropped.
+    /// `None` only during drop.
     process: Option<Child>,
     socket: UnixStream,
     received: Vec<u8>,
     waiting: VecDeque<(u64, Instant)>,
 }
 
-/// Most files that the worker has at a time.
+/// Maximum number of files given to the worker at a time.
 const MAX_WAITING: usize = 8;
 
-/// A worker that says nothing for so long is started anew: it may have been moved into a group that was frozen.
+/// A worker without an answer for this long is restarted: it may have moved into a frozen group.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 impl Worker {
-    /// Starts one: `program` and its arguments end in [`serve`].
+    /// Starts a worker: `program` and its arguments run [`serve`].
     ///
     /// # Errors
     ///
-    /// What starting says.
+    /// Errors of starting the process.
     pub fn start(program: &[OsString], door: &Door) -> io::Result<Self> {
         let (name, arguments) = program.split_first().ok_or(io::ErrorKind::InvalidInput)?;
         let (socket, theirs) = UnixStream::pair()?;
@@ -426,30 +480,30 @@ impl Worker {
         self.waiting.len() < MAX_WAITING
     }
 
-    /// It has had a file for too long.
+    /// Returns whether the worker has had a file for too long.
     pub fn is_stuck(&self) -> bool {
         self.waiting.front().is_some_and(|(_, since)| since.elapsed() > PATIENCE)
     }
 
-    /// Hands a file over.
+    /// Sends a file to the worker.
     ///
     /// # Errors
     ///
-    /// What writing says: it has ended.
+    /// Errors of writing: the worker has ended.
     pub fn give(&mut self, job: &Job) -> io::Result<()> {
         let mut line = serde_json::to_string(job).map_err(io::Error::other)?;
         line.push('\n');
-        // A few short lines always fit into a socket.
+        // A few short lines always fit into a socket's buffer.
         self.socket.write_all(line.as_bytes())?;
         self.waiting.push_back((job.inode, Instant::now()));
         Ok(())
     }
 
-    /// What it has done since the last look.
+    /// Returns the results since the last call.
     ///
     /// # Errors
     ///
-    /// `UnexpectedEof` if it has ended.
+    /// `UnexpectedEof` if the worker has ended.
     pub fn take(&mut self) -> io::Result<Vec<Done>> {
         let mut bytes = [0; 4096];
         loop {
@@ -466,6 +520,10 @@ impl Worker {
             let line: Vec<u8> = self.received.drain(..=end).collect();
             done.push(serde_json::from_slice(&line).map_err(io::Error::other)?);
             self.waiting.pop_front();
+            // The worker starts the next file only now.
+            if let Some((_, since)) = self.waiting.front_mut() {
+                *since = Instant::now();
+            }
         }
         Ok(done)
     }
@@ -479,7 +537,7 @@ impl AsFd for Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // In a group that is frozen it does not die at once: nobody waits for that here.
+        // A process in a frozen group does not die at once, so another thread waits for it.
         let Some(mut process) = self.process.take() else { return };
         let _ = process.kill();
         let _ = std::thread::Builder::new().name("reaper".into()).spawn(move || process.wait());
@@ -492,6 +550,24 @@ mod tests {
 
     const PAGE: usize = 4096;
 
+    /// Under load the worker gets a fiftieth of the time and no more; an idle CPU is free to use.
+    #[test]
+    fn a_share_is_guaranteed() {
+        let mut share = Share::new(Instant::now());
+        assert!(share.wait(Duration::ZERO, || false), "nothing was taken yet");
+        let begun = Instant::now();
+        share.charge(Duration::from_millis(2));
+        assert!(!share.wait(Duration::from_millis(10), || false), "that was taken");
+        assert!(share.wait(Duration::ZERO, || true), "nobody needs it");
+        assert!(share.wait(Duration::from_secs(600), || false) && begun.elapsed() >= Duration::from_millis(100));
+        let begun = Instant::now();
+        share.charge(Duration::from_secs(600));
+        assert!(
+            share.wait(Duration::from_secs(600), || false) && begun.elapsed() >= LATEST,
+            "once it was taken away for long"
+        );
+    }
+
     fn file(write: impl Fn(&File)) -> Option<(tempfile::TempDir, File, Seen)> {
         let folder = tempfile::tempdir_in("/dev/shm").ok()?;
         let path = folder.path().join("file");
@@ -501,7 +577,8 @@ mod tests {
         Some((folder, file, seen))
     }
 
-    /// Full blocks are dense, those with little in much memory sparse, those with holes instead of zeros neither.
+    /// Full blocks are dense. Blocks with few nonzero pages in much memory are sparse; those with holes instead of
+    /// zeros are neither.
     #[test]
     fn blocks_are_told_apart() {
         let block = |index: u64| index * BLOCK..(index + 1) * BLOCK;
@@ -517,7 +594,7 @@ mod tests {
         let found = blocks(&file, &seen).unwrap();
         let places: Vec<_> = found.iter().map(|block| block.place.clone()).collect();
         assert_eq!(places, [block(0), block(1), block(2), 4 * BLOCK..4 * BLOCK + 10]);
-        // A machine may have been set to huge pages for all of /dev/shm.
+        // The machine may use huge pages for all of /dev/shm.
         let is_small = found[2].data_bytes == PAGE as u64;
         let densities = found.iter().map(|block| density(&file, &block.place, block.data_bytes).unwrap());
         let one = if is_small { Density::Between } else { Density::Sparse };
@@ -526,7 +603,7 @@ mod tests {
         assert_eq!(zero_pages(&file, &block(1)).unwrap().len(), 2);
     }
 
-    /// Zeros go, everything else stays, length and all; a file that is open elsewhere is left alone.
+    /// Zero pages are freed; contents, length and modification time stay. A file open elsewhere is skipped.
     #[test]
     fn zeros_are_given_back() {
         let fill = |file: &File| {

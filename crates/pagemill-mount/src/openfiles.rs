@@ -1,0 +1,152 @@
+//! Files of one file system that processes of given memory groups have open or mapped, and the groups charged for
+//! their pages. This shows that a group writes here before it has closed a file.
+//!
+//! Requires root, to inspect other processes and pages. Opens only files of this file system, which never wait for a
+//! device or a network.
+
+use pagemill_sys::pages;
+use rustix::fs::{self, CWD, Mode, OFlags};
+use std::collections::{HashMap, HashSet};
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// Time limit of one call; the next call continues with the following processes.
+const SLICE: Duration = Duration::from_millis(3);
+
+/// Maximum number of files examined per process.
+const MAX_FILES: usize = 1024;
+
+/// Result of [`charged`].
+#[derive(Clone, Debug, Default)]
+pub struct Charged {
+    /// Memory of the open files, by the inode of the charged group's folder.
+    pub bytes: HashMap<u64, u64>,
+    /// Whether every process was examined.
+    pub is_whole: bool,
+    /// Number of processes examined.
+    pub processes: usize,
+}
+
+/// Examines the processes of the groups with these folders, starting at index `from`.
+pub fn charged(device: u64, folders: &[String], from: usize) -> Charged {
+    let begun = Instant::now();
+    let procs = folders.iter().filter_map(|folder| std::fs::read_to_string(format!("{folder}/cgroup.procs")).ok());
+    let mut pids: Vec<u32> = procs.flat_map(|text| text.lines().flat_map(str::parse).collect::<Vec<_>>()).collect();
+    let from = if pids.is_empty() { 0 } else { from % pids.len() };
+    pids.rotate_left(from);
+    let (mut found, mut seen) = (Charged::default(), HashSet::new());
+    for pid in &pids {
+        if begun.elapsed() > SLICE {
+            return found;
+        }
+        for file in files(*pid, device) {
+            add(&file, device, &mut seen, &mut found.bytes);
+        }
+        found.processes += 1;
+    }
+    found.is_whole = true;
+    found
+}
+
+/// Returns paths below `/proc` of the files that a process has open or mapped in the file system. A process that does
+/// not see it mounted has none.
+fn files(pid: u32, device: u64) -> Vec<PathBuf> {
+    let (major, minor) = (fs::major(device), fs::minor(device));
+    // There are many lines, and not all are UTF-8.
+    let read = |name: &str| std::fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
+    let mounts = read("mountinfo");
+    let number = format!("{major}:{minor}");
+    let mounts: HashSet<&[u8]> = lines(&mounts).filter_map(|line| mount_id(line, number.as_bytes())).collect();
+    if mounts.is_empty() {
+        return Vec::new();
+    }
+    let mut found = Vec::new();
+    let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().filter_map(Result::ok);
+    for name in entries.filter_map(|entry| entry.file_name().into_string().ok()).take(MAX_FILES) {
+        let info = read(&format!("fdinfo/{name}"));
+        let mount = lines(&info).find_map(|line| line.strip_prefix(b"mnt_id:")).map(<[u8]>::trim_ascii);
+        if mount.is_some_and(|mount| mounts.contains(mount)) {
+            found.push(format!("/proc/{pid}/fd/{name}").into());
+        }
+    }
+    let number = format!("{major:02x}:{minor:02x}");
+    let maps = read("maps");
+    let ranges = lines(&maps).filter_map(|line| mapped_range(line, number.as_bytes())).take(MAX_FILES);
+    found.extend(ranges.map(|range| format!("/proc/{pid}/map_files/{range}").into()));
+    found
+}
+
+fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
+    text.split(|byte| *byte == b'\n')
+}
+
+/// Parses a line of `mountinfo`: the mount id, if the mount is of the device.
+fn mount_id<'line>(line: &'line [u8], device: &[u8]) -> Option<&'line [u8]> {
+    let mut words = line.split(|byte| *byte == b' ');
+    let id = words.next()?;
+    (words.nth(1)? == device).then_some(id)
+}
+
+/// Parses a line of `maps`: the addresses, if the mapping is of the device.
+fn mapped_range(line: &[u8], device: &[u8]) -> Option<String> {
+    let mut words = line.split(|byte| *byte == b' ');
+    let range = std::str::from_utf8(words.next()?).ok()?;
+    (words.nth(2)? == device).then(|| range.to_owned())
+}
+
+/// Adds a file's memory to the groups charged for it, in proportion to the sampled pages.
+fn add(path: &PathBuf, device: u64, seen: &mut HashSet<u64>, bytes: &mut HashMap<u64, u64>) {
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOATIME | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let Ok(file) = fs::openat(CWD, path, flags, Mode::empty()) else { return };
+    let Ok(seen_file) = crate::door::look(&file) else { return };
+    let is_of_device = fs::fstat(&file).is_ok_and(|stat| stat.st_dev == device);
+    if !is_of_device || !seen_file.is_file() || seen_file.held_bytes == 0 || !seen.insert(seen_file.inode) {
+        return;
+    }
+    let groups = pages::charged_groups(file.as_fd(), seen_file.len_bytes).unwrap_or_default();
+    for group in &groups {
+        *bytes.entry(*group).or_default() += seen_file.held_bytes / groups.len() as u64;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::MetadataExt;
+
+    /// Lines are selected by their device.
+    #[test]
+    fn lines_are_read_by_device() {
+        let mount = b"36 35 0:79 / /mnt/a rw - tmpfs pagemill rw";
+        assert_eq!(mount_id(mount, b"0:79"), Some(&b"36"[..]));
+        assert_eq!((mount_id(mount, b"0:7"), mount_id(b"", b"0:79")), (None, None));
+        let map = b"7f0000000000-7f0000200000 rw-s 00000000 00:4f 12                         /mnt/a/file";
+        assert_eq!(mapped_range(map, b"00:4f").as_deref(), Some("7f0000000000-7f0000200000"));
+        assert_eq!(mapped_range(map, b"00:50"), None);
+    }
+
+    /// An open file is charged to this process's group, on this file system and on no other; a group without processes
+    /// has nothing.
+    #[test]
+    fn open_files_are_found() {
+        let Ok(folder) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
+        let path = folder.path().join("file");
+        std::fs::write(&path, vec![1u8; 1 << 20]).unwrap();
+        let file = std::fs::File::open(&path).unwrap();
+        let metadata = file.metadata().unwrap();
+        let Ok(groups) = pages::charged_groups(file.as_fd(), metadata.len()) else {
+            return println!("skipped: page charges cannot be read here");
+        };
+        let group = folder.path().join("group");
+        std::fs::create_dir(&group).unwrap();
+        std::fs::write(group.join("cgroup.procs"), format!("{}\n", std::process::id())).unwrap();
+        let of = |device: u64| charged(device, &[group.to_string_lossy().into_owned()], 5);
+        // Parallel tests may have files open there, too.
+        assert!(of(metadata.dev()).bytes[&groups[0]] >= metadata.blocks() * 512);
+        let other = of(std::fs::metadata("/proc/self").unwrap().dev());
+        assert!(other.bytes.is_empty() && other.is_whole && other.processes == 1);
+        std::fs::write(group.join("cgroup.procs"), "").unwrap();
+        assert!(of(metadata.dev()).bytes.is_empty());
+    }
+}
