@@ -1,5 +1,5 @@
-//! What commands that ask a process have in common: they end by a signal without leaving a request behind, and say why there is
-//! no answer.
+//! Shared by the commands that send a request to a process: a signal ends them without leaving a request behind, and
+//! they report why there is no answer.
 
 use pagemill::listing::Unanswered;
 use pagemill::stats::{Counter, Snapshot};
@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// The signal that came, once one has: the file of the request is removed before the command ends.
+/// The signal that arrived, if any. The request's file is removed before the command ends.
 pub struct Interrupt(Arc<AtomicUsize>);
 
 impl Interrupt {
@@ -24,7 +24,7 @@ impl Interrupt {
         self.0.load(Relaxed) != 0
     }
 
-    /// Ends as the signal would have ended it.
+    /// Ends the command as the signal would have.
     pub fn end(&self) -> ExitCode {
         let signal = self.0.load(Relaxed);
         let _ = signal_hook::low_level::emulate_default_handler(signal as i32);
@@ -32,11 +32,11 @@ impl Interrupt {
     }
 }
 
-/// What is known of why a process does not answer.
+/// Returns the likely reason why a process does not answer.
 pub fn reason(error: &Unanswered, snapshot: &Snapshot) -> &'static str {
     match error {
         Unanswered::Late if snapshot.get(Counter::Helpers) == 0 => {
-            " (it has no helper thread: it is a fork child that has not marked anything itself, or PAGEMILL_HELPER is off)"
+            " (it has no helper thread: it is a fork child without marks of its own, or PAGEMILL_HELPER is off)"
         }
         Unanswered::Late => " (it may be stopped, or see other folders)",
         _ => "",

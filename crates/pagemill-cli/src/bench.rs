@@ -1,19 +1,111 @@
-//! `pagemill bench`: hands over to the experiments, which are a program of their own so that their peers stay out of this one.
+//! `pagemill bench`: executes the experiments, a separate program that links the allocators it compares.
 
 use crate::fail;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
+/// The experiments and what they measure, for when they are not built. `the_experiments_are_listed` compares them.
+const EXPERIMENTS: &[(&str, &str)] = &[
+    (
+        "ebizzy",
+        "Records per second of a search server's workload with 1 to 24 threads, with and without a memory \
+         hog; cost of watching limits",
+    ),
+    ("small", "Small allocations through the preload against the same allocator without it"),
+    ("giveback", "Returning 1 GiB of free memory on request, and the longest malloc meanwhile"),
+    ("startup", "Startup cost of a preload in a program that does nothing"),
+    ("footprint", "Memory of Redis, CPython, sqlite3, git and a cargo build under every allocator"),
+    (
+        "survive",
+        "OOM kills while free memory could be returned: writers, a handover, a sibling's request, a full \
+         machine",
+    ),
+    (
+        "iozone",
+        "Files read and written in records of 4 KiB by 1 to 200 threads, mapped and not, beside tmpfs and the \
+         original",
+    ),
+    ("waste", "Bytes that small, middle, sparse and large files take in memory, and which of them get huge pages"),
+    ("metadata", "Create, stat, read, list and remove many small files, beside tmpfs"),
+    (
+        "volatile",
+        "Memory marked volatile and taken back, beside MADV_FREE and MADV_DONTNEED; cost of a purge; ebizzy \
+         on volatile handles",
+    ),
+    (
+        "hit",
+        "Resident pages copied out and pinned at random: the page cache beside memcpy, files and other \
+         caches; its metadata",
+    ),
+    ("refs", "Huge folios pinned by range, split and merged, beside a count for each 4 KiB and a copy"),
+    ("traces", "Hit rate on generated traces: the page cache's eviction beside LRU, CLOCK, S3-FIFO and SIEVE"),
+    (
+        "miss",
+        "Random 4 KiB reads of a file six times the cache, by 1 to 32 threads and by one thread with many \
+         requests in flight, beside fio",
+    ),
+    (
+        "orion",
+        "Reads and writes of 64 KiB to 2 MiB at depth 1 to 64, into huge pages and small ones, beside fio and \
+         the original",
+    ),
+    (
+        "writeback",
+        "Scattered 4 KiB pages made dirty in a file of 1 GiB, and written back, beside fio writing to the \
+         same places",
+    ),
+    (
+        "slab",
+        "Objects of one size in slabs, beside allocators and keyed maps: allocate and free, read, move \
+         concurrently with readers; memory left after nine tenths are freed at random, stalls, walks of \
+         relocatable objects",
+    ),
+    ("settings", "The settings that make each allocator return memory at once, as a Markdown table"),
+];
+
+const BUILD: &str = "This builds them, with the allocators they compare:\n\n    \
+                     cargo build --release -p pagemill-cli -p pagemill-bench\n";
+
 pub fn bench(args: &[OsString]) -> ExitCode {
     let beside = std::env::current_exe().ok().map(|path| path.with_file_name("pagemill-bench"));
-    let Some(program) = beside.filter(|path| path.is_file()) else {
-        return fail(
-            2,
-            "the experiments are not built. This builds them, with the allocators they compare:\n\n    \
-             cargo build --release -p pagemill-cli -p pagemill-bench\n",
-        );
-    };
-    let error = Command::new(&program).args(args).exec();
-    fail(2, &format!("cannot start {}: {error}", program.display()))
+    if let Some(program) = beside.filter(|path| path.is_file()) {
+        let error = Command::new(&program).args(args).exec();
+        return fail(2, &format!("cannot start {}: {error}", program.display()));
+    }
+    let asks_for_help = args.first().is_some_and(|word| ["--help", "-h", "help"].iter().any(|help| word == help));
+    if asks_for_help {
+        println!("Experiments (not built yet):\n");
+        EXPERIMENTS.iter().for_each(|(name, meaning)| println!("  {name:<12} {meaning}"));
+        println!("\n{BUILD}");
+        return ExitCode::SUCCESS;
+    }
+    fail(2, &format!("the experiments are not built. {BUILD}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    /// The list has the name and the help of each experiment.
+    #[test]
+    fn the_experiments_are_listed() {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../pagemill-bench/src/main.rs");
+        let source = std::fs::read_to_string(source).unwrap();
+        let variants = source.split_once("enum Experiment {").unwrap().1.split_once("#[command").unwrap().0;
+        let (mut listed, mut meaning) = (Vec::new(), Vec::new());
+        for line in variants.lines().map(str::trim) {
+            if let Some(text) = line.strip_prefix("/// ") {
+                meaning.push(text);
+            } else if !meaning.is_empty() {
+                let name: String = line.chars().take_while(char::is_ascii_alphanumeric).collect();
+                listed.push((name.to_lowercase(), meaning.join(" ")));
+                meaning.clear();
+            }
+        }
+        let expected: Vec<_> =
+            EXPERIMENTS.iter().map(|(name, meaning)| ((*name).to_owned(), (*meaning).to_owned())).collect();
+        assert_eq!(listed, expected);
+    }
 }

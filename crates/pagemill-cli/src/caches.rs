@@ -1,4 +1,4 @@
-//! What the caches of a process hold, each by its name and by node: asked of the process itself.
+//! Memory of a process's caches, by name and by node, as the process reports it.
 
 use crate::asking::{Interrupt, reason};
 use pagemill::listing::{self, Unanswered};
@@ -10,21 +10,21 @@ use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-/// What a process says of its caches.
+/// A process's report on its caches.
 pub enum Answer {
-    /// One row after the other; none where it has no cache.
+    /// One row per cache; empty if it has none.
     Rows(Vec<(Holder, Usage)>),
-    /// There is none, and why.
+    /// No report, with the reason.
     None(String),
 }
 
-/// The answers of all Pagemills of the process, unless somebody interrupts.
+/// Requests reports from all Pagemill instances of the process. `None` if a signal interrupts.
 pub fn ask(found: &[(Path, Snapshot)], interrupt: &Interrupt) -> Option<Answer> {
     let mut rows = Vec::new();
-    // Who has none is not woken to say so.
+    // An instance without caches is not woken.
     let has_caches = |snapshot: &Snapshot| snapshot.get(Counter::Caches) > 0 || snapshot.get(Counter::Cache) > 0;
     for (path, snapshot) in found.iter().filter(|(_, snapshot)| has_caches(snapshot)) {
-        // Nobody would answer.
+        // No helper thread would answer.
         let answer = if snapshot.get(Counter::Helpers) == 0 {
             Err(Unanswered::Late)
         } else {
@@ -39,10 +39,10 @@ pub fn ask(found: &[(Path, Snapshot)], interrupt: &Interrupt) -> Option<Answer> 
     Some(Answer::Rows(rows))
 }
 
-/// A column: its name, and where it is found.
+/// A column: its name and value.
 type Part = (&'static str, fn(&Usage) -> u64);
 
-/// Columns that add up to what a cache has in memory.
+/// Columns that add up to a cache's memory.
 const PARTS: [Part; 6] = [
     ("huge", |usage| usage.huge),
     ("small", |usage| usage.small),
@@ -52,7 +52,7 @@ const PARTS: [Part; 6] = [
     ("index", |usage| usage.index),
 ];
 
-/// Sums of the parts. They come from another process: they saturate.
+/// Sums of the parts. The values come from another process, so additions saturate.
 type Sums = [u64; PARTS.len()];
 
 fn add(sums: &mut Sums, usage: &Usage) {
@@ -67,7 +67,7 @@ fn sums_of(rows: &[(Holder, Usage)]) -> Sums {
     sums
 }
 
-/// Nodes of indices that nobody uses lie on none of them.
+/// Sums by node. Unused index nodes belong to no memory node.
 fn nodes_of(rows: &[(Holder, Usage)]) -> BTreeMap<usize, Sums> {
     let mut nodes: BTreeMap<usize, Sums> = BTreeMap::new();
     for (_, usage) in rows.iter().filter(|(holder, _)| *holder != Holder::SpareNodes) {
@@ -85,7 +85,7 @@ fn holder_name(holder: Holder, usage: &Usage) -> String {
 }
 
 impl Answer {
-    /// A figure as of now, where it is published as of the last measurement only.
+    /// Returns a statistic as of now, where the published value is that of the last measurement.
     pub fn now(&self, counter: Counter) -> Option<u64> {
         let Self::Rows(rows) = self else { return None };
         let [.., frames, index] = sums_of(rows);
@@ -96,13 +96,13 @@ impl Answer {
         }
     }
 
-    /// A table, behind that of the process; nothing where there is no cache.
+    /// Returns the table that follows the process's; empty without caches.
     pub fn text(&self) -> String {
         let mut text = String::new();
         let rows = match self {
             Self::Rows(rows) => rows,
             Self::None(why) => {
-                let _ = writeln!(text, "  caches one by one: not known, only the sums above: {why}");
+                let _ = writeln!(text, "  single caches: not known, only the sums above: {why}");
                 return text;
             }
         };
@@ -144,12 +144,12 @@ impl Answer {
         }
         row("all", String::new(), String::new(), &sums_of(rows), String::new());
         if rows.iter().any(|(_, usage)| usage.is_partial) {
-            text.push_str("  in part: not all was looked at in time; more may be locked, and in the index\n");
+            text.push_str("  in part: not everything was examined in time; more may be locked and in the index\n");
         }
         text
     }
 
-    /// Puts its rows into an object.
+    /// Adds its rows to a JSON object.
     pub fn json_into(&self, object: &mut Map<String, Value>) {
         let rows = match self {
             Self::Rows(rows) => rows,
@@ -202,7 +202,7 @@ mod tests {
         Usage { name: name.into(), node, frames: bytes, index: bytes, charged: bytes, limit: bytes, ..parts }
     }
 
-    /// A row for each holder, by node, and all; what nobody has is on no node.
+    /// One row for each holder, for each node, and for all; unused nodes belong to no node.
     #[test]
     fn rows_add_up() {
         const KIB: u64 = 1 << 10;
@@ -235,7 +235,7 @@ mod tests {
         assert_eq!(object["cache_nodes"]["1"]["free"], 6 * KIB);
     }
 
-    /// Sums that nobody can have overflow nothing; without caches there is nothing to say, without an answer that is said.
+    /// Impossible sums do not overflow; without caches the text is empty, without an answer it gives the reason.
     #[test]
     fn absurd_answers_are_survived() {
         let absurd = Answer::Rows(vec![(Holder::Cache, usage("x", usize::MAX, u64::MAX)); 3]);

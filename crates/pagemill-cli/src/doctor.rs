@@ -1,4 +1,4 @@
-//! `pagemill doctor`: what this kernel and these privileges offer, what is lost, the command that fixes it.
+//! `pagemill doctor`: features of this kernel and these privileges, the effect of missing ones, and the fix.
 //!
 //! Rendered from the table of [`pagemill_sys::probe`], for people or as one JSON object.
 
@@ -9,16 +9,16 @@ use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write as _};
 use std::process::ExitCode;
 
-/// Columns where the terminal does not say.
+/// Width if the terminal does not report one.
 const DEFAULT_COLUMNS: usize = 100;
-/// Narrower is not worth wrapping for.
+/// Minimum width for wrapping.
 const FEWEST_COLUMNS: usize = 60;
-/// Where names begin: behind the mark.
+/// Column of names, after the mark.
 const NAME_COLUMN: usize = 11;
-/// Where commands begin that are too long for the column of the texts.
+/// Column of commands that are too long for the text column.
 const COMMAND_COLUMN: usize = 4;
 
-/// What one can ask of Pagemill, and the row that answers.
+/// Features in the summary, and the row that decides each.
 const QUESTIONS: &[(&str, &str)] = &[
     ("huge pages", "huge_page"),
     ("realloc moves pages", "uffd_move"),
@@ -28,7 +28,7 @@ const QUESTIONS: &[(&str, &str)] = &[
     ("direct I/O through rings", "io_uring"),
 ];
 
-/// Tries everything and prints what was found. 0 if Pagemill works here, 2 if not, 1 if nothing can be printed.
+/// Tries every feature and prints the results. Returns 0 if Pagemill works here, 2 if not, 1 if printing fails.
 pub fn doctor(json: bool) -> ExitCode {
     let report = probe::probe();
     let layers = running::layers();
@@ -43,7 +43,7 @@ pub fn doctor(json: bool) -> ExitCode {
         render_table(&report, &layers, style)
     };
     match io::stdout().write_all(text.as_bytes()).and_then(|()| io::stdout().flush()) {
-        // Whoever reads may have seen enough: a closed pipe is no failure.
+        // A closed pipe is no error.
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
             eprintln!("pagemill doctor: cannot write: {error}");
             return ExitCode::FAILURE;
@@ -53,7 +53,7 @@ pub fn doctor(json: bool) -> ExitCode {
     if report.is_supported() { ExitCode::SUCCESS } else { ExitCode::from(2) }
 }
 
-/// How the table looks.
+/// Formatting of the table.
 #[derive(Clone, Copy)]
 struct Style {
     columns: usize,
@@ -61,7 +61,7 @@ struct Style {
 }
 
 impl Style {
-    /// `text` in that colour (the parameter of SGR), if colours are wanted.
+    /// Returns `text` in that colour (the parameter of SGR), if colours are enabled.
     fn paint(self, colour: &str, text: &str) -> String {
         if self.is_coloured { format!("\x1b[{colour}m{text}\x1b[0m") } else { text.to_string() }
     }
@@ -136,21 +136,21 @@ fn render_line(text: &mut String, row: &Line<'_>, name_columns: usize, style: St
     if row.state == State::Available {
         return;
     }
-    // Where nothing could be tried, nothing is known to be lost.
+    // A feature that could not be tried has no known effect.
     let (label, text_below) = match row.state {
         State::Unknown => ("    for", row.needed_for),
         _ => ("   lost", row.lost),
     };
     let _ = write!(text, "  {}  {}", style.paint("2", label), hang(text_below, NAME_COLUMN, style.columns));
     if let Some(fix) = row.fix {
-        // A command is copied whole, so it is never broken.
+        // A command is copied whole, so it is never wrapped.
         let is_wide = NAME_COLUMN + fix.chars().count() > style.columns;
         let gap = if is_wide { format!("\n{:COMMAND_COLUMN$}", "") } else { "  ".to_string() };
         let _ = writeln!(text, "  {}{gap}{}", style.paint("2", "    fix"), style.paint("36", fix));
     }
 }
 
-/// Wraps `text` to `columns`; lines after the first begin at `indent`. The first is expected to begin there.
+/// Wraps `text` to `columns`. Lines after the first are indented by `indent`; the first is expected to start there.
 fn hang(text: &str, indent: usize, columns: usize) -> String {
     let mut wrapped = String::new();
     let mut at = indent;
@@ -171,7 +171,7 @@ fn hang(text: &str, indent: usize, columns: usize) -> String {
     wrapped
 }
 
-/// One sentence: whether Pagemill works, what works best, how much does not.
+/// Returns the summary: whether Pagemill works, the main features, the number of rows that are not ok.
 fn verdict(report: &Report) -> String {
     if !report.is_supported() {
         let reasons: Vec<_> = report
@@ -212,7 +212,7 @@ struct Object<'report> {
     kernel: &'report str,
     supported: bool,
     rows: Vec<Entry<'report>>,
-    /// The governors of this user's running processes; empty where none publishes figures.
+    /// Governors of this user's running processes; empty if none publishes figures.
     running: Vec<Running<'report>>,
     verdict: String,
 }
@@ -233,11 +233,11 @@ struct Entry<'report> {
     name: &'report str,
     state: &'report str,
     found: &'report str,
-    /// Null where every kernel has it.
+    /// Null if every kernel has it.
     since: Option<&'report str>,
     needed_for: &'report str,
     lost: &'report str,
-    /// Null where nothing is to be mended, or nothing can be.
+    /// Null if nothing needs a fix, or none exists.
     fix: Option<&'report str>,
 }
 
@@ -270,7 +270,7 @@ fn render_json(report: &Report, layers: &[Layer]) -> String {
         running: running.collect(),
         verdict: verdict(report),
     };
-    // Text and booleans only: nothing that JSON cannot hold.
+    // Text and booleans only, which always serialize.
     format!("{}\n", serde_json::to_string(&object).expect("plain data"))
 }
 
@@ -281,7 +281,7 @@ mod tests {
 
     const PLAIN: Style = Style { columns: 80, is_coloured: false };
 
-    /// A report with every state in turn.
+    /// A report that cycles through all states.
     fn mixed() -> Report {
         let states = [State::Available, State::Limited, State::Missing, State::Unknown];
         let rows = probe::table().zip(states.into_iter().cycle()).map(|(feature, state)| Row {
@@ -293,7 +293,7 @@ mod tests {
         Report { kernel: "6.18.0".to_string(), rows: rows.collect() }
     }
 
-    /// JSON of this machine: one object on one line, every key once, the words that scripts rely on.
+    /// JSON of this machine: one object on one line, unique keys, and the words that scripts rely on.
     #[test]
     fn json_is_one_object() {
         let text = render_json(&probe::probe(), &[]);
@@ -312,7 +312,7 @@ mod tests {
         }
     }
 
-    /// Every line fits, at any width; without colour there is no escape.
+    /// Every line fits, at any width; without colour there are no escapes.
     #[test]
     fn lines_fit_the_terminal() {
         for columns in [FEWEST_COLUMNS, 80, 100, 120, 200] {
@@ -325,7 +325,7 @@ mod tests {
         }
     }
 
-    /// Colour changes nothing but colour.
+    /// Colour adds escape sequences and nothing else.
     #[test]
     fn colour_adds_escapes_only() {
         let report = mixed();
@@ -337,7 +337,7 @@ mod tests {
         assert_eq!(plain, render_table(&report, &[], PLAIN));
     }
 
-    /// What works needs no advice; what does not says what is lost and what mends it.
+    /// Only rows that are not ok have advice: the effect and the fix.
     #[test]
     fn advice_stands_under_what_is_not_ok() {
         let mut report = mixed();

@@ -1,17 +1,21 @@
-//! The command `pagemill`: run programs on memory that gives itself back, and see what it does.
+//! The command `pagemill`: runs programs on memory that is returned when free, and shows what it does.
 //!
-//! One file per subcommand. Usage errors and what cannot be done here end with
-//! 2; `run` ends as its program does.
+//! One file per subcommand. Exit status 2 reports usage errors and unavailable features; `run` ends with its program's
+//! status.
 
 mod asking;
 mod bench;
 mod caches;
 mod doctor;
 mod elf;
+mod figures;
+mod kernel_limit;
+mod limit;
 mod mark;
 mod meminfo;
 mod mount;
 mod preload;
+mod proc_status;
 mod ram;
 mod report;
 mod run;
@@ -19,6 +23,8 @@ mod running;
 mod slabinfo;
 mod status;
 mod trace;
+mod tree_memory;
+mod trim;
 mod vmstat;
 mod vranges;
 
@@ -36,36 +42,40 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Run a program, and all that it starts, on Pagemill's allocator.
+    /// Run a program and its children on Pagemill's allocator.
     Run(run::Run),
-    /// Show what this kernel and these privileges offer, what is lost, and the command that fixes it.
+    /// Show which features this kernel and these privileges offer, the effect of missing ones, and the fix.
     Doctor {
         /// One JSON object instead of a table.
         #[arg(long)]
         json: bool,
     },
-    /// Show the latest events of a running process: what its memory manager decided, and when.
+    /// Show the latest events of running processes: decisions of the memory manager, with their times.
     Trace(trace::Trace),
-    /// Show what a running process holds, and what of it could be given back at once.
+    /// Show the memory that running processes hold, and how much of it could be returned at once.
     Meminfo(meminfo::Meminfo),
-    /// Show what the memory manager of a running process has done, or does from second to second.
+    /// Show what the memory managers of running processes have done, or do each second.
     Vmstat(vmstat::Vmstat),
-    /// List the volatile ranges of a running process: what may go, what has gone, and since when.
+    /// Make running processes return free and volatile memory now, and show how much.
+    Trim(trim::Trim),
+    /// List the volatile ranges of a running process: their state, purged bytes and age.
     Vranges(vranges::Vranges),
-    /// Show the slab caches of running processes, with what they could give back; shrink them, set their ratios.
+    /// Show the slab caches of running processes and their free memory; shrink them, set their ratios.
     Slabinfo(slabinfo::Slabinfo),
-    /// Mount a RAM file system that gives memory back, in huge pages where they pay.
+    /// Mount a RAM file system that returns memory, with huge pages where they pay.
     Mount(mount::Mount),
-    /// Show how full a `pagemill mount` is, what of it could go, and what its controller has done.
+    /// Show the usage of a `pagemill mount`, its volatile memory, and what its controller has done.
     Status(status::Status),
-    /// Let volatile files of a `pagemill mount` go, least recently used first.
+    /// Purge volatile files of a `pagemill mount`, least recently used first.
     Purge(mount::Purge),
-    /// Unmount a `pagemill mount`; says who uses it if it is busy.
+    /// Unmount a `pagemill mount`; if it is busy, list the processes that use it.
     Umount(mount::Umount),
-    /// Say, or show, which files of a `pagemill mount` may vanish, and which pages they get.
+    /// Set or show which files of a `pagemill mount` are volatile, and which pages they get.
     Mark(mark::Mark),
     #[command(hide = true)]
     MountWorker,
+    #[command(hide = true)]
+    RunGuard { folder: std::path::PathBuf },
     /// Measure Pagemill beside its peers (`pagemill bench --help` lists the experiments).
     #[command(disable_help_flag = true)]
     Bench {
@@ -76,13 +86,19 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    let command = Cli::parse().command;
     pagemill::published::sweep();
-    match Cli::parse().command {
+    // Every program that `run` starts waits for it, so it sweeps groups only where it creates one.
+    if !matches!(command, Command::Run(_)) {
+        kernel_limit::sweep();
+    }
+    match command {
         Command::Run(run) => run.main(),
         Command::Doctor { json } => doctor::doctor(json),
         Command::Trace(trace) => trace.main(),
         Command::Meminfo(meminfo) => meminfo.main(),
         Command::Vmstat(vmstat) => vmstat.main(),
+        Command::Trim(trim) => trim.main(),
         Command::Vranges(vranges) => vranges.main(),
         Command::Slabinfo(slabinfo) => slabinfo.main(),
         Command::Mount(mount) => mount.main(),
@@ -91,11 +107,12 @@ fn main() -> ExitCode {
         Command::Umount(umount) => umount.main(),
         Command::Mark(mark) => mark.main(),
         Command::MountWorker => mount::worker(),
+        Command::RunGuard { folder } => kernel_limit::guard(&folder),
         Command::Bench { args } => bench::bench(&args),
     }
 }
 
-/// Says on standard error what went wrong, and returns the status for it.
+/// Prints an error to standard error and returns its exit status.
 fn fail(status: u8, message: &str) -> ExitCode {
     let _ = writeln!(std::io::stderr(), "pagemill: {message}");
     ExitCode::from(status)

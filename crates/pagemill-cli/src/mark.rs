@@ -1,4 +1,4 @@
-//! `pagemill mark`: which files of a mount may vanish, and which pages they get.
+//! `pagemill mark`: sets or shows which files of a mount are volatile, and which pages they get.
 
 use crate::fail;
 use pagemill_mount::door::{self, Seen};
@@ -14,24 +14,24 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Without options: show what holds for files and folders. That is their own mark, or else that of the nearest folder above
-/// that has one.
+/// Without options: show the effective marks of files and folders. A file's own mark applies, or else that of the
+/// nearest folder above with a mark.
 #[derive(clap::Args)]
 pub struct Mark {
-    /// May it vanish when memory runs short: `full` (as a whole), `partial` (from its end), `none`.
+    /// What may be purged when memory is short: `full` (the whole file), `partial` (its end), `none`.
     #[arg(long, value_name = "WHAT", value_parser = |text: &str| text.parse::<Volatile>())]
     volatile: Option<Volatile>,
     /// Huge pages: `auto` (where they pay), `always`, `never`.
     #[arg(long, value_name = "WHEN", value_parser = |text: &str| text.parse::<Huge>())]
     huge: Option<Huge>,
-    /// A partial file that was purged is whole again: take the attribute user.pagemill.purged away, which says from which
-    /// byte on it was cut.
+    /// A purged partial file was refilled: remove the attribute user.pagemill.purged, which holds the offset from
+    /// which it was cut.
     #[arg(long)]
     refilled: bool,
-    /// Files and folders on a `pagemill mount`. A folder's marks hold for all below it.
+    /// Files and folders on a `pagemill mount`. A folder's marks apply to everything below it.
     #[arg(required = true)]
     paths: Vec<PathBuf>,
-    /// One JSON object a line.
+    /// Print one JSON object per line.
     #[arg(long)]
     json: bool,
 }
@@ -59,7 +59,7 @@ impl Mark {
         let (fd, seen) = open(path)?;
         let device = fs::symlink_metadata(path).map_err(said)?.dev();
         if !mounting::is_ours(device) {
-            return Err("it is not on a `pagemill mount`: nobody would mind a mark there".into());
+            return Err("it is not on a `pagemill mount`: a mark there has no effect".into());
         }
         self.set(&fd, &seen)?;
         let mut bad = Vec::new();
@@ -91,7 +91,7 @@ impl Mark {
         };
         writeln!(io::stdout(), "{line}").map_err(said)?;
         for bad in bad {
-            say(&format!("{}: {bad}: it is passed over", path.display()));
+            say(&format!("{}: {bad}: ignored", path.display()));
         }
         Ok(())
     }
@@ -104,7 +104,7 @@ impl Mark {
         }
         let is_marked = matches!(self.volatile, Some(Volatile::Full | Volatile::Partial));
         if is_marked && seen.is_file() && seen.is_open_to_all() {
-            return Err("anybody may write to it, and so mark it: such a mark would be passed over (chmod o-w)".into());
+            return Err("all users may write to it, so its mark would be ignored (chmod o-w)".into());
         }
         for (attribute, word) in [(VOLATILE, optional(self.volatile)), (HUGE, optional(self.huge))] {
             let Some(word) = word else { continue };
@@ -122,13 +122,13 @@ impl Mark {
     }
 }
 
-/// Opens a file or folder itself, and nothing that it leads to.
+/// Opens a file or folder itself; does not follow links.
 fn open(path: &Path) -> Result<(OwnedFd, Seen), String> {
     use rustix::fs::{Mode, OFlags};
     let kind = fs::symlink_metadata(path).map_err(|error| error.to_string())?.file_type();
     if !kind.is_file() && !kind.is_dir() {
         let what =
-            if kind.is_symlink() { "it is a link: mark what it leads to" } else { "it is neither file nor folder" };
+            if kind.is_symlink() { "it is a link: mark its target" } else { "it is neither a file nor a folder" };
         return Err(what.into());
     }
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
@@ -137,7 +137,7 @@ fn open(path: &Path) -> Result<(OwnedFd, Seen), String> {
     Ok((fd, seen))
 }
 
-/// The folders above that lie on the same file system, the nearest first.
+/// Returns the folders above on the same file system, nearest first.
 fn above(path: &Path, device: u64) -> io::Result<Vec<Above>> {
     let mut found = Vec::new();
     let path = fs::canonicalize(path)?;

@@ -1,13 +1,12 @@
-//! `pagemill meminfo PID`: what a process holds on Pagemill, what of it could be given at once, on which nodes, in
-//! which caches.
+//! `pagemill meminfo [PID]`: memory that processes hold on Pagemill, how much could be returned at once, by node and
+//! by cache.
 
 use crate::asking::Interrupt;
 use crate::caches::{self, Answer};
 use crate::fail;
-use pagemill::published;
+use crate::figures::{self, Column, Process, Target, Trouble, giveable, net, resident};
 use pagemill::stats::{Counter, Snapshot};
 use pagemill::units::Bytes;
-use pagemill_sys::file::Path;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -19,22 +18,29 @@ use std::time::{Duration, Instant};
 
 #[derive(clap::Args)]
 #[command(
-    after_help = "Caches of files in memory are shown one by one: the process says what they hold, within 2 seconds. HUGE to INDEX add \
-up. LOCKED: pinned or held. FREE: pages without a use. #: which cache it is in `pagemill trace`. (no cache): kept from one that \
+    after_help = "A process measures its figures on request; otherwise the last ones are shown with their age. Root sees the \
+processes of all users. `pagemill trim` returns what is giveable.\n\n\
+Each page cache is shown: the process reports its memory within 2 seconds. HUGE to INDEX add \
+up. LOCKED: pinned or held. FREE: unused pages. #: the cache's number in `pagemill trace`. (no cache): kept from one that \
 has ended. A process that does not answer is shown with its sums only."
 )]
 pub struct Meminfo {
-    /// A running process on Pagemill.
-    pid: u32,
-    /// Every second anew, until the process ends or Ctrl-C.
-    #[arg(long)]
+    /// A running process on Pagemill, or a `pagemill run`, which stands for its tree. Default: one line for each
+    /// process.
+    pid: Option<u32>,
+    /// Repeat every second, until the process ends or Ctrl-C.
+    #[arg(long, requires = "pid")]
     watch: bool,
-    /// One JSON object (with --watch one a second) instead of a table.
+    /// Print one JSON object per process (with --watch every second; for a tree one with its members) instead of a
+    /// table.
     #[arg(long)]
     json: bool,
+    /// Also show zero values.
+    #[arg(long)]
+    all: bool,
 }
 
-/// Rows that add up to what is resident.
+/// Rows that add up to resident memory.
 const PARTS: &[(Counter, &str)] = &[
     (Counter::Heap, "slots, 64 KiB and up, live or free"),
     (Counter::Small, "the small allocator's extents"),
@@ -42,49 +48,66 @@ const PARTS: &[(Counter, &str)] = &[
     (Counter::Cache, "pages of caches and slabs, in use or free"),
 ];
 
-/// Rows that are parts of those above, or lie beside them.
-const ASIDE: &[(Counter, &str)] = &[
-    (Counter::HeapFree, "of the heap: free slots, given back on request"),
-    (Counter::SmallFree, "of small: free, given back on request; as of the last measurement"),
-    (Counter::CacheHuge, "of cache: huge folios"),
-    (Counter::CacheSmall, "of cache: small folios"),
-    (Counter::CacheFree, "of cache: free blocks, given back on request"),
-    (Counter::CacheDirty, "of cache: written to, and not in the store behind it yet"),
-    (Counter::CacheWriteback, "of that: being written back"),
-    (Counter::SlabFree, "of cache: free blocks of slab caches, given back on request"),
-    (Counter::CacheFrames, "metadata of the pages of caches; as of the last measurement"),
-    (Counter::CacheIndex, "nodes of the indices of caches; as of the last measurement"),
-    (Counter::CacheHugetlb, "reserved huge pages of caches: beside the above, not resident"),
-    (Counter::Untouched, "lent and not known to be touched; not resident"),
-    (Counter::Metadata, "bookkeeping, beside the above; as of the last measurement"),
-    (Counter::ResidentPeak, "the most that was resident"),
+/// Giveable bytes by owner.
+const GIVEABLE: &[(Counter, &str)] = &[
+    (Counter::HeapFree, "giveable, of heap: free slots"),
+    (Counter::RangesGiveable, "giveable, of heap: volatile ranges, also freed ones"),
+    (Counter::SmallFree, "giveable, of small: free pages"),
+    (Counter::SmallStale, "giveable, of small: freed parts of huge pages"),
+    (Counter::CacheFree, "giveable, of cache: free blocks"),
+    (Counter::SlabFree, "giveable, of cache: free blocks of slab caches"),
+    (Counter::SlabKept, "giveable, of cache: empty slabs that slab caches keep"),
+    (Counter::MarkedGiveable, "giveable: memory marked volatile by address"),
+    (Counter::MarkedForeign, "of that: not from Pagemill, so no part of resident"),
 ];
 
-/// The figures of all Pagemills of a process, and where its arenas lie.
-struct Figures {
-    sum: Snapshot,
-    arenas: Vec<Range<u64>>,
-    /// Each by itself.
-    found: Vec<(Path, Snapshot)>,
-}
+/// Rows that are parts of those above, or not included in them.
+const ASIDE: &[(Counter, &str)] = &[
+    (Counter::CacheHuge, "of cache: huge folios"),
+    (Counter::CacheSmall, "of cache: small folios"),
+    (Counter::CacheDirty, "of cache: dirty, not yet in the store"),
+    (Counter::CacheWriteback, "of that: being written back"),
+    (Counter::CacheFrames, "metadata of the pages of caches"),
+    (Counter::CacheIndex, "nodes of the indices of caches"),
+    (Counter::CacheHugetlb, "reserved huge pages of caches: not included above, not resident"),
+    (Counter::Untouched, "handed out, not known to be touched; not resident"),
+    (Counter::Metadata, "metadata, not included above"),
+    (Counter::ResidentPeak, "the peak of resident"),
+];
 
-impl Figures {
-    fn of(pid: u32) -> Option<Self> {
-        let found = published::find_all(pid);
-        let mut sum = found.first()?.1.clone();
-        found.iter().skip(1).for_each(|(_, other)| sum.add(other));
-        Some(Self { sum, arenas: found.iter().map(|(_, snapshot)| snapshot.arena.clone()).collect(), found })
-    }
+const COLUMNS: [Column; 3] = [("RESIDENT", resident), ("GIVEABLE", |sum| giveable(sum).0), ("NET", net)];
+
+/// A process or a tree to show.
+struct Shown<'a> {
+    title: String,
+    sum: Snapshot,
+    nodes: BTreeMap<u32, Node>,
+    answer: Option<Answer>,
+    members: Option<&'a [Process]>,
 }
 
 impl Meminfo {
     pub fn main(&self) -> ExitCode {
-        let Some(mut figures) = Figures::of(self.pid) else { return fail(2, &published::missing(self.pid)) };
-        let Ok(interrupt) = Interrupt::watch() else { return fail(1, "signals cannot be watched for") };
+        let Ok(interrupt) = Interrupt::watch() else { return fail(1, "signals cannot be handled") };
+        let mut first = None;
         loop {
-            let Some(answer) = caches::ask(&figures.found, &interrupt) else { return interrupt.end() };
-            match self.write(&figures, &answer) {
-                // A reader that stops reading (head, less) ends it.
+            let shown = match self.pid {
+                Some(pid) => self.text_of_pid(pid, &interrupt),
+                None => figures::of_all(&interrupt).map(|all| (0, self.text_of_all(&all))),
+            };
+            let (start, text) = match shown {
+                Ok(shown) => shown,
+                Err(Trouble::Interrupted) => return interrupt.end(),
+                Err(Trouble::Missing(_)) if first.is_some() => return ExitCode::SUCCESS,
+                Err(Trouble::Missing(why)) => return fail(2, &why),
+            };
+            // Looked up again each time: the id may have been reused.
+            if *first.get_or_insert(start) != start {
+                return ExitCode::SUCCESS;
+            }
+            let mut out = std::io::stdout().lock();
+            match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+                // A reader that closes the pipe (head, less) ends the command.
                 Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => return ExitCode::SUCCESS,
                 Err(error) => return fail(1, &format!("the figures cannot be written: {error}")),
                 Ok(()) if !self.watch => return ExitCode::SUCCESS,
@@ -93,29 +116,140 @@ impl Meminfo {
             if !pause(&interrupt) {
                 return interrupt.end();
             }
-            // Looked up anew: another process may have got its number.
-            match Figures::of(self.pid).filter(|now| now.sum.who == figures.sum.who) {
-                Some(now) => figures = now,
-                None => return ExitCode::SUCCESS,
+        }
+    }
+
+    /// Returns the text for one process id, and the start time of its process.
+    fn text_of_pid(&self, pid: u32, interrupt: &Interrupt) -> Result<(u64, String), Trouble> {
+        match figures::of(pid, interrupt)? {
+            Target::One(process) => {
+                let answer = if process.published.is_own() {
+                    caches::ask(&process.published.found, interrupt).ok_or(Trouble::Interrupted)?
+                } else {
+                    Answer::None("another user's process".to_owned())
+                };
+                let shown = Shown {
+                    title: process.title(),
+                    sum: process.sum.clone(),
+                    nodes: nodes_of(&process),
+                    answer: Some(answer),
+                    members: None,
+                };
+                Ok((process.published.who.start_ticks, self.text(&shown, pid, process.age())))
+            }
+            Target::Tree(members) => {
+                let shown = Shown {
+                    title: format!("{pid} pagemill run: {} on Pagemill\n", figures::processes(members.len())),
+                    sum: figures::sum_of(&members),
+                    nodes: BTreeMap::new(),
+                    answer: None,
+                    members: Some(&members),
+                };
+                let start = pagemill_sys::process::identity(pid).map_or(0, |who| who.start_ticks);
+                Ok((start, self.text(&shown, pid, None)))
             }
         }
     }
 
-    fn write(&self, figures: &Figures, answer: &Answer) -> std::io::Result<()> {
-        let numa_maps = std::fs::read_to_string(format!("/proc/{}/numa_maps", self.pid)).unwrap_or_default();
-        let nodes = nodes(&numa_maps, &figures.arenas);
-        let text = if self.json {
-            format!("{}\n", json_of(&figures.sum, &nodes, answer))
-        } else {
-            text_of(&figures.sum, &nodes, answer)
+    fn text(&self, shown: &Shown<'_>, pid: u32, age: Option<String>) -> String {
+        if !self.json {
+            return self.text_of(shown);
+        }
+        let mut rows = self.rows_of(&shown.sum, shown.answer.as_ref());
+        rows.insert("pid".into(), json!(pid));
+        rows.insert("age".into(), json!(age));
+        match shown.members {
+            Some(members) => {
+                rows.insert("name".into(), json!("run"));
+                rows.insert("members".into(), members.iter().map(|member| self.json_of(member)).collect());
+            }
+            None => {
+                let on = |of: fn(&Node) -> u64| -> Value {
+                    shown.nodes.iter().map(|(number, node)| (number.to_string(), json!(of(node)))).collect()
+                };
+                rows.insert("nodes".into(), on(|node| node.arena));
+                rows.insert("process_nodes".into(), on(|node| node.process));
+            }
+        }
+        if let Some(answer) = &shown.answer {
+            answer.json_into(&mut rows);
+        }
+        format!("{}\n", Value::Object(rows))
+    }
+
+    fn text_of_all(&self, processes: &[Process]) -> String {
+        match (self.json, processes.is_empty()) {
+            (true, _) => processes.iter().map(|process| format!("{}\n", self.json_of(process))).collect(),
+            (false, true) => "no process of yours is on Pagemill\n".to_owned(),
+            (false, false) => figures::table(processes, &COLUMNS),
+        }
+    }
+
+    /// Returns the JSON object of one process in a list.
+    fn json_of(&self, process: &Process) -> Value {
+        let mut rows = self.rows_of(&process.sum, None);
+        rows.insert("pid".into(), json!(process.pid()));
+        rows.insert("user".into(), json!(process.published.user));
+        rows.insert("age".into(), json!(process.age()));
+        Value::Object(rows)
+    }
+
+    /// Returns the rows of the sums. Parts of resident memory are included even if zero.
+    fn rows_of(&self, sum: &Snapshot, answer: Option<&Answer>) -> Map<String, Value> {
+        let mut rows = Map::new();
+        rows.insert("name".into(), json!(sum.name()));
+        rows.insert("resident".into(), json!(resident(sum)));
+        rows.extend(PARTS.iter().map(|(counter, _)| (counter.name().to_owned(), json!(sum.get(*counter)))));
+        rows.insert("giveable".into(), json!(giveable(sum).0));
+        rows.insert("net".into(), json!(net(sum)));
+        for (counter, _) in GIVEABLE.iter().chain(ASIDE) {
+            let bytes = figure(sum, answer, *counter);
+            if bytes > 0 || self.all {
+                rows.insert(counter.name().into(), json!(bytes));
+            }
+        }
+        rows
+    }
+
+    fn text_of(&self, shown: &Shown<'_>) -> String {
+        let sum = &shown.sum;
+        let mut text = shown.title.clone();
+        let mut row = |name: &str, bytes: u64, meaning: &str| {
+            let _ = writeln!(text, "  {name:<15} {:>12}  {meaning}", Bytes(bytes).to_string());
         };
-        let mut out = std::io::stdout().lock();
-        out.write_all(text.as_bytes())?;
-        out.flush()
+        let of = |counter: Counter| figure(sum, shown.answer.as_ref(), counter);
+        let is_shown = |(counter, _): &&(Counter, &str)| self.all || of(*counter) > 0;
+        row("resident", resident(sum), "on Pagemill: the sum of heap, small, c_library and cache");
+        PARTS.iter().filter(is_shown).for_each(|(counter, meaning)| row(counter.name(), of(*counter), meaning));
+        row("giveable", giveable(sum).0, "could be returned at once: the sum of the giveable rows (pagemill trim)");
+        GIVEABLE.iter().filter(is_shown).for_each(|(counter, meaning)| row(counter.name(), of(*counter), meaning));
+        row("net", net(sum), "resident without its giveable part: what the program needs");
+        ASIDE.iter().filter(is_shown).for_each(|(counter, meaning)| row(counter.name(), of(*counter), meaning));
+        for (number, node) in &shown.nodes {
+            row(&format!("node {number}"), node.arena, "of heap and small on this node, as the kernel counts it");
+        }
+        for (number, node) in &shown.nodes {
+            row(&format!("all on {number}"), node.process, "the whole process on this node, Pagemill or not");
+        }
+        if let Some(members) = shown.members {
+            text += &figures::table(members, &COLUMNS);
+        }
+        text + &shown.answer.as_ref().map_or_else(String::new, Answer::text)
     }
 }
 
-/// Waits a second; false if somebody interrupts.
+fn nodes_of(process: &Process) -> BTreeMap<u32, Node> {
+    let numa_maps = std::fs::read_to_string(format!("/proc/{}/numa_maps", process.pid())).unwrap_or_default();
+    let arenas: Vec<Range<u64>> = process.published.found.iter().map(|(_, found)| found.arena.clone()).collect();
+    nodes(&numa_maps, &arenas)
+}
+
+/// Returns a statistic; from the caches' report if it has it.
+fn figure(sum: &Snapshot, answer: Option<&Answer>, counter: Counter) -> u64 {
+    answer.and_then(|answer| answer.now(counter)).unwrap_or_else(|| sum.get(counter))
+}
+
+/// Waits a second; false if a signal arrives.
 fn pause(interrupt: &Interrupt) -> bool {
     let begun = Instant::now();
     while begun.elapsed() < Duration::from_secs(1) && !interrupt.has_come() {
@@ -124,25 +258,16 @@ fn pause(interrupt: &Interrupt) -> bool {
     !interrupt.has_come()
 }
 
-/// The sum of the parts: the counter `resident` may be a moment older than they are.
-fn resident(snapshot: &Snapshot) -> u64 {
-    PARTS.iter().fold(0u64, |sum, (counter, _)| sum.saturating_add(snapshot.get(*counter)))
-}
-
-fn giveable(snapshot: &Snapshot) -> u64 {
-    snapshot.giveable_bytes().min(resident(snapshot))
-}
-
 /// Resident bytes of one node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Node {
-    /// In the arena: what Pagemill handed out or keeps.
+    /// In the arena: memory that Pagemill handed out or keeps.
     arena: u64,
     /// In the whole process.
     process: u64,
 }
 
-/// Resident bytes by node, from `numa_maps`; empty where the kernel does not tell.
+/// Returns resident bytes by node, from `numa_maps`; empty if the kernel does not provide it.
 fn nodes(numa_maps: &str, arenas: &[Range<u64>]) -> BTreeMap<u32, Node> {
     let mut nodes: BTreeMap<u32, Node> = BTreeMap::new();
     for line in numa_maps.lines() {
@@ -162,58 +287,12 @@ fn nodes(numa_maps: &str, arenas: &[Range<u64>]) -> BTreeMap<u32, Node> {
     nodes
 }
 
-/// A figure and what it is; that of now where the process was asked.
-fn figure(snapshot: &Snapshot, answer: &Answer, counter: Counter, meaning: &'static str) -> (u64, &'static str) {
-    match answer.now(counter) {
-        Some(bytes) => (bytes, meaning.split(';').next().unwrap_or(meaning)),
-        None => (snapshot.get(counter), meaning),
-    }
-}
-
-fn text_of(snapshot: &Snapshot, nodes: &BTreeMap<u32, Node>, answer: &Answer) -> String {
-    let mut text = format!("{} {}\n", snapshot.who.pid, snapshot.name());
-    let mut row = |name: &str, bytes: u64, meaning: &str| {
-        let _ = writeln!(text, "  {name:<14} {:>12}  {meaning}", Bytes(bytes).to_string());
-    };
-    row("resident", resident(snapshot), "on Pagemill: the sum of the next four");
-    PARTS.iter().for_each(|(counter, meaning)| row(counter.name(), snapshot.get(*counter), meaning));
-    row("giveable", giveable(snapshot), "of it could be given back at once");
-    row("net", resident(snapshot) - giveable(snapshot), "resident less giveable: what the program needs");
-    for (counter, meaning) in ASIDE {
-        let (bytes, meaning) = figure(snapshot, answer, *counter, meaning);
-        row(counter.name(), bytes, meaning);
-    }
-    for (number, node) in nodes {
-        row(&format!("node {number}"), node.arena, "of heap and small on this node, as the kernel counts it");
-    }
-    for (number, node) in nodes {
-        row(&format!("all on {number}"), node.process, "the whole process on this node, Pagemill or not");
-    }
-    text + &answer.text()
-}
-
-fn json_of(snapshot: &Snapshot, nodes: &BTreeMap<u32, Node>, answer: &Answer) -> Value {
-    let mut rows = Map::new();
-    rows.insert("pid".into(), json!(snapshot.who.pid));
-    rows.insert("name".into(), json!(snapshot.name()));
-    rows.insert("resident".into(), json!(resident(snapshot)));
-    for (counter, meaning) in PARTS.iter().chain(ASIDE) {
-        rows.insert(counter.name().into(), json!(figure(snapshot, answer, *counter, meaning).0));
-    }
-    rows.insert("giveable".into(), json!(giveable(snapshot)));
-    rows.insert("net".into(), json!(resident(snapshot) - giveable(snapshot)));
-    rows.insert("nodes".into(), nodes.iter().map(|(number, node)| (number.to_string(), json!(node.arena))).collect());
-    let of_process = nodes.iter().map(|(number, node)| (number.to_string(), json!(node.process))).collect();
-    rows.insert("process_nodes".into(), of_process);
-    answer.json_into(&mut rows);
-    Value::Object(rows)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagemill::stats::TABLE;
 
-    /// Pages of all sizes count, and nonsense does not.
+    /// Pages of all sizes count; malformed entries do not.
     #[test]
     fn nodes_are_summed_over_mappings() {
         let text = "7f00 default anon=3 dirty=3 N0=2 N1=1 kernelpagesize_kB=4\n\
@@ -224,11 +303,16 @@ mod tests {
         assert!(nodes("", std::slice::from_ref(&(0..u64::MAX))).is_empty());
     }
 
-    /// A page full of ones, which anybody could have written: no overflow, no underflow.
+    /// Impossible figures, which any user could have written, cause no overflow and no underflow.
     #[test]
     fn absurd_figures_are_survived() {
-        let (snapshot, answer) = (Snapshot::default(), Answer::Rows(Vec::new()));
-        assert!(text_of(&snapshot, &BTreeMap::new(), &answer).contains("resident"));
-        assert_eq!(json_of(&snapshot, &BTreeMap::new(), &answer)["net"], 0);
+        let mut sum = Snapshot::default();
+        TABLE.iter().for_each(|row| sum.set(row.counter, u64::MAX));
+        let meminfo = Meminfo { pid: None, watch: false, json: false, all: false };
+        let shown = Shown { title: String::new(), sum, nodes: BTreeMap::new(), answer: None, members: None };
+        assert!(meminfo.text_of(&shown).contains("resident"));
+        assert_eq!(meminfo.rows_of(&shown.sum, None)["resident"], u64::MAX);
+        let rows = meminfo.rows_of(&Snapshot::default(), None);
+        assert_eq!((&rows["net"], rows.get("heap_free")), (&json!(0), None), "what is zero is left out");
     }
 }

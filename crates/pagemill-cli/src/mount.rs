@@ -2,9 +2,10 @@
 
 use crate::fail;
 use pagemill::units::{Bytes, parse_bytes};
-use pagemill_mount::control::{self, End, Keeper, Reached, Server};
+use pagemill_mount::control::{self, End, Keeper, Reached, Server, Until};
 use pagemill_mount::mounting::{self, Mounted, Wanted};
 use pagemill_mount::steward::{Settings, say};
+use pagemill_sys::cgroup::Hierarchy;
 use serde_json::json;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -16,53 +17,54 @@ use std::process::{Command, ExitCode, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
-/// At the end a busy mount is tried to be unmounted for so long.
+/// How long a busy mount is retried at the end.
 const UNMOUNT_TRIES: Duration = Duration::from_secs(5);
 
-/// Memory is taken and given back as files come and go. A file or folder with the attribute user.pagemill.volatile may
-/// vanish before a limit is met: `full` as a whole, `partial` from its end; see `pagemill mark`.
+/// Memory is used and returned as files come and go. A file or folder with the attribute user.pagemill.volatile may be
+/// purged before a limit is reached: `full` as a whole, `partial` from its end; see `pagemill mark`.
 ///
-/// The size is one for all: near a memory control group's limit it is held down so that no writer of that group is killed,
-/// and everybody who writes meanwhile meets it.
+/// There is one size: near a memory control group's limit it is reduced so that no writer of that group is killed, and
+/// it then applies to all writers.
 ///
-/// Runs until it is unmounted: by Ctrl-C, SIGTERM, `pagemill umount` or umount(8). Mounting again where a controller was
-/// killed takes over what is there.
+/// Runs until it is unmounted: by Ctrl-C, SIGTERM, `pagemill umount` or umount(8). Mounting again after a controller
+/// was killed takes over the mount, with its size. A --daemon in a private mount namespace ends with the last other
+/// process there.
 #[derive(clap::Args)]
 pub struct Mount {
     /// An empty folder.
     dir: PathBuf,
-    /// Most memory for files (8G, 512M) [default: half of the machine's memory]
+    /// Maximum memory for files (8G, 512M) [default: half of the machine's memory; on a takeover, the mount's size]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     size: Option<u64>,
-    /// A memory control group whose limit is to be minded, besides those of the writers: its folder, or its name.
+    /// A memory control group to watch besides those of the writers: its folder or its name.
     #[arg(long, value_name = "GROUP")]
     cgroup: Vec<PathBuf>,
     /// Permissions of the file system's root, in octal.
     #[arg(long, value_name = "MODE", default_value = "1777", value_parser = parse_mode)]
     mode: u32,
-    /// Return once it is mounted; the controller goes on by itself.
+    /// Return once it is mounted; the controller continues in the background.
     #[arg(long)]
     daemon: bool,
-    /// Say where it is mounted as one JSON object.
+    /// Print the mount as one JSON object.
     #[arg(long)]
     json: bool,
-    /// This is the process that --daemon leaves behind.
+    /// Set in the background process of --daemon.
     #[arg(long, hide = true)]
     as_daemon: bool,
 }
 
 fn parse_mode(text: &str) -> Result<u32, String> {
     let mode = u32::from_str_radix(text, 8).ok().filter(|mode| *mode <= 0o7777);
-    mode.ok_or_else(|| format!("{text} are no permissions: octal, up to 7777"))
+    mode.ok_or_else(|| format!("{text} is not a mode: octal, up to 7777"))
 }
 
-/// The command that starts the worker of a mount.
+/// Returns the command line of a mount's worker.
 pub fn worker_program() -> Vec<OsString> {
     let own = std::env::current_exe().map_or_else(|_| "/proc/self/exe".into(), PathBuf::into_os_string);
     vec![own, "mount-worker".into()]
 }
 
-/// The hidden command itself.
+/// The hidden command `mount-worker`.
 pub fn worker() -> ExitCode {
     match pagemill_mount::worker::serve() {
         Ok(()) => ExitCode::SUCCESS,
@@ -70,17 +72,16 @@ pub fn worker() -> ExitCode {
     }
 }
 
-/// The folder of a group that is given by folder or by name.
-fn group_folder(given: &Path) -> String {
+/// Returns the folder of a group given by folder or by name.
+fn group_folder(given: &Path) -> Result<String, String> {
     let name = given.strip_prefix("/").unwrap_or(given);
-    let candidates = ["/sys/fs/cgroup/memory", "/sys/fs/cgroup"].map(|mount| Path::new(mount).join(name));
-    let found = [given.to_owned()].into_iter().chain(candidates).find(|path| path.is_dir());
-    found.unwrap_or_else(|| given.to_owned()).to_string_lossy().into_owned()
-}
-
-/// Half of what the machine has.
-pub fn default_size() -> u64 {
-    pagemill_sys::cgroup::machine("").map_or(1 << 30, |machine| machine.total_bytes / 2)
+    let [first, second] = ["/sys/fs/cgroup/memory", "/sys/fs/cgroup"].map(|mount| Path::new(mount).join(name));
+    let is_group = |path: &Path| Hierarchy::find_at("", &path.to_string_lossy()).is_ok();
+    let found = [given, &first, &second].into_iter().find(|path| is_group(path));
+    found.map(|path| path.to_string_lossy().into_owned()).ok_or_else(|| {
+        let (given, first, second) = (given.display(), first.display(), second.display());
+        format!("--cgroup {given}: there is no such memory control group (also tried: {first}, {second})")
+    })
 }
 
 impl Mount {
@@ -91,33 +92,35 @@ impl Mount {
         if self.as_daemon {
             let _ = rustix::process::setsid();
         }
-        // Before anything is mounted: a signal that comes meanwhile is not lost, and ends nothing half-way.
+        // Before anything is mounted: a signal that arrives meanwhile is kept and does not interrupt the mount.
         let signals = match Signals::new([SIGINT, SIGTERM, SIGHUP]) {
             Ok(signals) => signals,
-            Err(error) => return fail(2, &format!("signals cannot be waited for: {error}")),
+            Err(error) => return fail(2, &format!("signals cannot be handled: {error}")),
         };
-        let wanted =
-            Wanted { point: self.dir.clone(), size_bytes: self.size.unwrap_or_else(default_size), mode: self.mode };
-        let mounted = match wanted.mount() {
-            Ok(mounted) => mounted,
-            Err(refusal) => return fail(2, &refusal.to_string()),
+        let groups = match self.cgroup.iter().map(|group| group_folder(group)).collect() {
+            Ok(groups) => groups,
+            Err(why) => return fail(2, &why),
         };
-        self.keep(wanted.size_bytes, mounted, signals)
+        let wanted = Wanted { point: self.dir.clone(), size_bytes: self.size, mode: self.mode };
+        match wanted.mount() {
+            Ok(mounted) => self.keep(groups, mounted, signals),
+            Err(refusal) => fail(2, &refusal.to_string()),
+        }
     }
 
-    /// Keeps what is mounted until its end.
-    fn keep(&self, size_bytes: u64, mounted: Mounted, mut signals: Signals) -> ExitCode {
-        let Mounted { point, door, was_taken_over, has_no_huge } = mounted;
+    /// Runs the controller until the mount ends.
+    fn keep(&self, groups: Vec<String>, mounted: Mounted, mut signals: Signals) -> ExitCode {
+        let Mounted { point, door, size_bytes, was_taken_over, has_no_huge } = mounted;
         let device = door.device();
-        let groups = self.cgroup.iter().map(|group| group_folder(group)).collect();
+        let until = if self.as_daemon { Until::Abandoned } else { Until::Unmounted };
         let settings = Settings { mount_point: point.clone(), size_bytes, groups, worker: worker_program() };
         let (ends, end) = mpsc::channel();
         let signalled = ends.clone();
         let handle = signals.handle();
         let started = Keeper::start(settings, door).and_then(|keeper| {
-            let server = Server::start(&keeper, device, ends)?;
+            let server = Server::start(&keeper, device, until, ends)?;
             std::thread::Builder::new().name("signals".into()).spawn(move || {
-                // A terminal that closes does not end a daemon, nor anything else that is asked for.
+                // After the terminal closes, a daemon continues; every other signal ends it.
                 while signals.forever().next().is_some_and(|signal| signalled.send(End::Signal(signal)).is_ok()) {}
             })?;
             Ok((keeper, server))
@@ -125,7 +128,7 @@ impl Mount {
         let (keeper, server) = match started {
             Ok(started) => started,
             Err(error) => {
-                // What was there before stays.
+                // A mount that existed before stays.
                 if !was_taken_over {
                     let _ = control::unmount(&point, device, std::process::id(), UNMOUNT_TRIES);
                 }
@@ -139,13 +142,15 @@ impl Mount {
         let status = loop {
             match end.recv() {
                 Ok(End::Signal(SIGHUP)) if self.as_daemon => {}
-                Ok(End::Signal(_)) => match control::unmount(&point, device, std::process::id(), UNMOUNT_TRIES) {
-                    Ok(()) => break ExitCode::SUCCESS,
-                    Err(refusal) => {
-                        control::say_left(&point, &refusal);
-                        break ExitCode::from(1);
+                Ok(End::Signal(_) | End::Abandoned) => {
+                    match control::unmount(&point, device, std::process::id(), UNMOUNT_TRIES) {
+                        Ok(()) => break ExitCode::SUCCESS,
+                        Err(refusal) => {
+                            control::say_left(&point, &refusal);
+                            break ExitCode::from(1);
+                        }
                     }
-                },
+                }
                 Ok(End::Unmounted) | Err(_) => break ExitCode::SUCCESS,
             }
         };
@@ -153,7 +158,7 @@ impl Mount {
         drop(server);
         drop(keeper);
         handle.close();
-        // Nothing was said: nobody is to find an empty file.
+        // No messages: remove the empty log.
         if self.as_daemon
             && let Ok(log) = log_path(device)
             && std::fs::metadata(&log).is_ok_and(|metadata| metadata.len() == 0)
@@ -163,7 +168,7 @@ impl Mount {
         status
     }
 
-    /// Says that it is there: to people, to whoever waits for a daemon, to systemd.
+    /// Reports that the mount is ready: to the user, to the parent of a daemon, to systemd.
     fn tell_ready(&self, point: &Path, size_bytes: u64, was_taken_over: bool, device: u64) {
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
         let (pid, size) = (std::process::id(), Bytes(size_bytes));
@@ -186,7 +191,7 @@ impl Mount {
         }
     }
 
-    /// From now on messages go to a file beside the socket.
+    /// Redirects messages to a file beside the socket.
     fn leave_terminal(&self, device: u64) {
         let log = log_path(device).and_then(|log| File::options().create(true).append(true).open(log));
         if let Ok(log) = log {
@@ -198,7 +203,7 @@ impl Mount {
     }
 }
 
-/// Where a daemon's messages go.
+/// Returns the path of a daemon's log.
 fn log_path(device: u64) -> std::io::Result<PathBuf> {
     mounting::socket_path(device).map(|socket| socket.with_extension("log"))
 }
@@ -219,12 +224,12 @@ fn daemonize() -> ExitCode {
         print!("{line}");
         return ExitCode::SUCCESS;
     }
-    // It has said why.
+    // The child has printed the reason.
     let status = child.wait().ok().and_then(|status| status.code());
     ExitCode::from(status.and_then(|status| u8::try_from(status).ok()).unwrap_or(2))
 }
 
-/// Says what went wrong: on standard error, and for machines on standard output.
+/// Reports an error on standard error, and as JSON on standard output.
 pub fn refuse(status: u8, is_json: bool, why: &str) -> ExitCode {
     if is_json {
         let _ = writeln!(std::io::stdout(), "{}", json!({ "error": why }));
@@ -232,7 +237,7 @@ pub fn refuse(status: u8, is_json: bool, why: &str) -> ExitCode {
     fail(status, why)
 }
 
-/// Writes a line to standard output; who has stopped reading is no failure.
+/// Writes a line to standard output. A closed pipe is no error.
 fn tell(line: &str) -> Result<(), String> {
     match writeln!(std::io::stdout(), "{line}") {
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(format!("this cannot be written: {error}")),
@@ -242,12 +247,12 @@ fn tell(line: &str) -> Result<(), String> {
 
 #[derive(clap::Args)]
 pub struct Purge {
-    /// Where it is mounted.
+    /// The mount point.
     dir: PathBuf,
-    /// How much is to go (512M, 1G): whole files go, so that it may be more.
+    /// How much to purge (512M, 1G): whole files are purged, so it may be more.
     #[arg(value_parser = parse_bytes)]
     size: u64,
-    /// One JSON object.
+    /// Print one JSON object.
     #[arg(long)]
     json: bool,
 }
@@ -263,8 +268,8 @@ impl Purge {
                 tell(&json!({ "asked_bytes": self.size, "purged_bytes": bytes }).to_string())
             }
             Reached::Answer(bytes) => {
-                let short = if bytes < self.size { "; nothing else is volatile, closed and of one name" } else { "" };
-                tell(&format!("{} purged, {} asked for{short}", Bytes(bytes), Bytes(self.size)))
+                let short = if bytes < self.size { "; no other volatile file is closed and has one name" } else { "" };
+                tell(&format!("{} purged, {} requested{short}", Bytes(bytes), Bytes(self.size)))
             }
             Reached::Refused(why) => return refuse(1, self.json, &why),
             Reached::Nobody => return refuse(2, self.json, &unreachable(&point)),
@@ -273,7 +278,7 @@ impl Purge {
     }
 }
 
-/// What can be said where no controller answers.
+/// Returns the message for a controller that does not answer.
 pub fn unreachable(point: &Path) -> String {
     let point = point.display();
     format!(
@@ -283,9 +288,9 @@ pub fn unreachable(point: &Path) -> String {
 
 #[derive(clap::Args)]
 pub struct Umount {
-    /// Where it is mounted.
+    /// The mount point.
     dir: PathBuf,
-    /// One JSON object.
+    /// Print one JSON object.
     #[arg(long)]
     json: bool,
 }
@@ -301,11 +306,11 @@ impl Umount {
             Reached::Answer(status) => status.controller_pid.unwrap_or(0),
             Reached::Refused(_) | Reached::Nobody => 0,
         };
-        // By who asks, and from where he asks: it may be mounted at several places.
+        // Unmounts only the mount point given; the file system may be mounted at several places.
         if let Err(refusal) = control::unmount(&point, device, controller, TRIES) {
             return refuse(1, self.json, &refusal.to_string());
         }
-        // Its memory is free once the controller has ended.
+        // Memory is free only after the controller has ended.
         let begun = std::time::Instant::now();
         while !mounting::is_mounted(device) && mounting::is_controlled(device) && begun.elapsed() < UNMOUNT_TRIES {
             std::thread::sleep(Duration::from_millis(5));

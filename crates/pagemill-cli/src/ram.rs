@@ -1,10 +1,10 @@
 //! `pagemill run --ram DIR`: a RAM file system for one program and its children, without privileges.
 //!
-//! This process enters a mount namespace of its own, inside a user namespace where it has no privileges; the program
-//! inherits both. Its controller is a thread here, and ends with the program.
+//! This process enters a private mount namespace, inside a user namespace if it has no privileges; the program
+//! inherits both. The controller is a thread here and ends with the program.
 
 use crate::mount::worker_program;
-use pagemill_mount::control::{End, Keeper, Server};
+use pagemill_mount::control::{End, Keeper, Server, Until};
 use pagemill_mount::mounting::{self, Mounted, Wanted};
 use pagemill_mount::steward::{Settings, say};
 use pagemill_sys::namespace;
@@ -12,20 +12,20 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver};
 
-/// A private file system, for as long as the program runs.
+/// A private file system that lives as long as the program.
 pub struct Ram {
-    // In this order: nobody is answered any more, then the steward ends.
+    // Drop order: the server stops first, then the control loop.
     _server: Option<Server>,
     _keeper: Keeper,
     _ends: Receiver<End>,
     point: PathBuf,
     device: u64,
-    /// The mount point, if it was made for this.
+    /// The mount point, if it was created here.
     made: Option<PathBuf>,
 }
 
 impl Ram {
-    /// Mounts it, for this process and its children only. To be called while there is one thread.
+    /// Mounts it for this process and its children only. Must be called while the process has one thread.
     pub fn mount(dir: &Path, size_bytes: u64) -> Result<Self, String> {
         let made = make(dir)?;
         let result = Self::mount_at(dir, size_bytes);
@@ -42,15 +42,17 @@ impl Ram {
 
     fn mount_at(dir: &Path, size_bytes: u64) -> Result<Self, String> {
         namespace::enter_mounts().map_err(|error| {
-            format!("no mount namespace of its own ({error}): user namespaces may be forbidden here; as root it works")
+            format!(
+                "no mount namespace can be created ({error}): user namespaces may be forbidden here; root needs none"
+            )
         })?;
-        // Only its user can be there, but root's files stay root's alone.
-        let wanted = Wanted { point: dir.to_owned(), size_bytes, mode: 0o700 };
+        // Only this user can be in the namespace, but root's files must stay private to root.
+        let wanted = Wanted { point: dir.to_owned(), size_bytes: Some(size_bytes), mode: 0o700 };
         let Mounted { point, door, has_no_huge, .. } = wanted.mount().map_err(|refusal| refusal.to_string())?;
         if has_no_huge {
             say("this kernel has no huge pages for tmpfs: files stay in small ones");
         }
-        // Who stands in the folder would stay below what is mounted now.
+        // If the current folder is the mount point, this process would stay below the mount.
         if std::env::current_dir().is_ok_and(|here| here == point) {
             std::env::set_current_dir(&point).map_err(|error| error.to_string())?;
         }
@@ -59,7 +61,7 @@ impl Ram {
             Settings { mount_point: point.clone(), size_bytes, groups: Vec::new(), worker: worker_program() };
         let keeper = Keeper::start(settings, door).map_err(|error| error.to_string())?;
         let (ends, end) = mpsc::channel();
-        let server = Server::start(&keeper, device, ends);
+        let server = Server::start(&keeper, device, Until::Unmounted, ends);
         if let Err(error) = &server {
             say(&format!("`pagemill status` will not reach the file system: {error}"));
         }
@@ -67,17 +69,14 @@ impl Ram {
     }
 }
 
-/// Makes the mount point if it is not there; returns it if so.
+/// Creates the mount point if it is missing, and returns its path then.
 fn make(dir: &Path) -> Result<Option<PathBuf>, String> {
     if dir.exists() {
         return Ok(None);
     }
     let made = fs::create_dir(dir);
     made.map(|()| Some(dir.to_owned())).map_err(|error| {
-        format!(
-            "{} does not exist and cannot be made ({error}): any folder that exists does, an empty one",
-            dir.display()
-        )
+        format!("{} does not exist and cannot be created ({error}); use an existing empty folder", dir.display())
     })
 }
 
@@ -86,12 +85,12 @@ impl Drop for Ram {
         let holders = mounting::holders(self.device, 0);
         if !holders.is_empty() {
             say(&format!(
-                "{} stays for who still uses it, and nothing in it is purged any more:",
+                "{} stays for the processes that still use it; nothing in it is purged any more:",
                 self.point.display()
             ));
             holders.iter().for_each(|holder| say(&holder.to_string()));
         }
-        // Who still uses it keeps it, and the folder with it.
+        // Processes that still use it keep it, and the folder as well.
         if let Some(made) = &self.made
             && rustix::mount::unmount(made, rustix::mount::UnmountFlags::NOFOLLOW).is_ok()
         {

@@ -1,30 +1,35 @@
-//! The report at the end of `pagemill run`: what the process tree held, gave back, and was refused.
+//! The report at the end of `pagemill run`: memory of the process tree, returned memory, and refusals.
+//!
+//! It has two counts. The kernel's ([`crate::tree_memory`]) includes all memory of all processes. Pagemill's includes
+//! what its allocator holds and how much of that could have been returned.
 
+use crate::kernel_limit::Outcome;
+use crate::tree_memory::{Excess, LISTED, Peak, Process, TreeMemory};
 use pagemill::published::{self, Published};
 use pagemill::reclaim::tree::{TreePage, UNLIMITED};
 use pagemill::stats::{Counter, Kind, Snapshot, TABLE, Unit};
 use pagemill::units::Bytes;
 use pagemill_sys::child::End;
+use pagemill_sys::process;
 use serde_json::{Map, Value, json};
+use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::fs::File;
 use std::io::{self, Write as _};
 use std::time::Duration;
 
-/// Processes that are listed by themselves.
-const LISTED: usize = 5;
-
-/// Figures of processes that have ended, added up as they end.
+/// Statistics of ended processes, added up as they end.
 #[derive(Default)]
 pub struct Collected {
     sum: Snapshot,
-    count: usize,
     largest: Vec<Snapshot>,
+    /// Peak of each process's allocator, by process id.
+    peaks: HashMap<u32, u64>,
 }
 
 impl Collected {
-    /// Takes in the figures of processes that have ended since the last time.
+    /// Adds the statistics of processes that have ended since the last call.
     pub fn absorb_ended(&mut self, folder: &str) {
         for process in published::list(folder, true).unwrap_or_default() {
             if !process.is_alive {
@@ -35,55 +40,91 @@ impl Collected {
 
     fn absorb(&mut self, snapshot: &Snapshot) {
         self.sum.absorb_ended(snapshot);
-        self.count += 1;
+        let peak = self.peaks.entry(snapshot.who.pid).or_default();
+        *peak = (*peak).max(snapshot.get(Counter::ResidentPeak));
         self.largest.push(snapshot.clone());
         self.largest.sort_by_key(|snapshot| std::cmp::Reverse(snapshot.get(Counter::ResidentPeak)));
         self.largest.truncate(LISTED);
     }
 }
 
-/// All that is reported.
+/// A program that has ended.
+pub struct Ran<'run> {
+    pub program: &'run OsStr,
+    pub end: End,
+    pub wall: Duration,
+}
+
+/// The limit that the kernel enforced, and its effect.
+pub struct KernelBound {
+    pub limit_bytes: u64,
+    pub outcome: Outcome,
+}
+
+/// Contents of the report.
 pub struct Report {
     program: String,
     end: End,
     wall: Duration,
     limit: Option<u64>,
+    kernel: Option<KernelBound>,
+    /// Counts of the kernel.
+    tree: Peak,
+    largest: Vec<Row>,
+    /// Counts of the allocator.
     peak: u64,
     net_peak: u64,
     unlisted: u64,
-    /// All processes, those too that held so little that they published nothing.
+    /// Number of all processes, including those too small to publish statistics.
     processes: usize,
     running: Vec<Published>,
     collected: Collected,
 }
 
+/// A process in both counts; `None` if one of them has missed it.
+struct Row {
+    pid: u32,
+    name: String,
+    resident: Option<u64>,
+    allocator: Option<u64>,
+    is_running: bool,
+}
+
+impl Row {
+    fn most(&self) -> u64 {
+        self.resident.max(self.allocator).unwrap_or(0)
+    }
+}
+
 impl Report {
     pub fn new(
-        program: &OsStr,
-        end: End,
-        wall: Duration,
+        ran: Ran<'_>,
         page: &TreePage,
         folder: &str,
+        memory: &TreeMemory,
         mut collected: Collected,
+        kernel: Option<KernelBound>,
     ) -> Self {
         let running = published::list(folder, false).unwrap_or_default();
         for process in &running {
             collected.absorb(&process.snapshot);
         }
         let (peak, net_peak) = page.peak();
-        // The page knows the tree's sum; a single process may have measured more at its end.
+        // The page has the tree's sum; a single process may have measured more at its end.
         let single = |counter| collected.largest.iter().map(|snapshot| snapshot.get(counter)).max().unwrap_or(0);
         let (peak, net_peak) = (peak.max(single(Counter::ResidentPeak)), net_peak.max(single(Counter::NetPeak)));
-        let limit = Some(page.limit()).filter(|limit| *limit != UNLIMITED);
         Self {
-            program: program.to_string_lossy().into_owned(),
-            end,
-            wall,
-            limit,
+            program: ran.program.to_string_lossy().into_owned(),
+            end: ran.end,
+            wall: ran.wall,
+            limit: Some(page.limit()).filter(|limit| *limit != UNLIMITED),
+            kernel,
+            tree: memory.peak.clone(),
+            largest: rows(memory.largest(), &collected),
             peak,
             net_peak: net_peak.min(peak),
             unlisted: page.unlisted(),
-            processes: page.entered() as usize,
+            processes: memory.count().max(page.started() as usize),
             running,
             collected,
         }
@@ -93,7 +134,7 @@ impl Report {
     ///
     /// # Errors
     ///
-    /// What writing to the file says. A reader of standard error that has gone is none.
+    /// Errors of writing to the file. Errors of standard error are ignored.
     pub fn write(&self, as_json: bool, file: Option<&mut File>) -> io::Result<()> {
         let text = if as_json { format!("{}\n", self.json()) } else { self.text() };
         match file {
@@ -105,7 +146,7 @@ impl Report {
         }
     }
 
-    /// By how much the peak was higher than it had to be.
+    /// Returns how much of the peak could have been returned.
     fn spare(&self) -> u64 {
         self.peak - self.net_peak
     }
@@ -127,15 +168,48 @@ impl Report {
             self.processes,
             if self.processes == 1 { "" } else { "es" },
         );
+        self.write_kernels_count(&mut text);
+        self.write_allocators_count(&mut text);
+        self.write_largest(&mut text);
+        text
+    }
+
+    fn write_kernels_count(&self, text: &mut String) {
+        let _ = writeln!(text, "  all memory, as the kernel counts it (what processes share counts in each)");
+        let mut row = |name, bytes, meaning: &str| write_row(text, name, &Bytes(bytes).to_string(), meaning);
+        row("resident peak", self.tree.resident_bytes, "whole tree at one moment");
+        row("without files", self.tree.anonymous_bytes, "whole tree at one moment: anonymous and shared memory");
+        row(
+            "not allocator's",
+            self.tree.outside_bytes,
+            "of that, what processes share counted in each: mapped directly, stacks, programs without Pagemill",
+        );
+        row("largest process", self.end.max_resident_bytes, "most that a single one had resident");
+        if let Some(kernel) = &self.kernel {
+            let peak = kernel.outcome.peak_bytes.map_or("-".to_owned(), |bytes| Bytes(bytes).to_string());
+            let meaning = format!("file pages and all, of {} (--limit-kernel)", Bytes(kernel.limit_bytes));
+            write_row(text, "in the group", &peak, &meaning);
+            if let Some(kills) = kernel.outcome.kills.filter(|kills| *kills > 0) {
+                write_row(text, "killed", &kills.to_string(), "by the kernel, at that limit");
+            }
+        }
+        if let Some(excess) = &self.tree.excess {
+            let over = Bytes(excess.over_bytes()).to_string();
+            write_row(text, "over the limit", &over, &describe(excess));
+        }
+    }
+
+    fn write_allocators_count(&self, text: &mut String) {
         let limit = self.limit.map_or("no limit".to_owned(), |limit| format!("limit {}", Bytes(limit)));
-        let mut row = |name: &str, value: String, meaning: &str| {
-            let _ = writeln!(text, "  {name:<18} {value:>12}  {meaning}");
-        };
-        row("peak", Bytes(self.peak).to_string(), &format!("allocator memory resident, whole tree ({limit})"));
+        let _ = writeln!(text, "  memory of the allocator, as Pagemill counts it ({limit})");
+        let mut row = |name, value: String, meaning: &str| write_row(text, name, &value, meaning);
+        row("peak", Bytes(self.peak).to_string(), "resident, whole tree");
         row("net peak", Bytes(self.net_peak).to_string(), "most at any time without what could be given back at once");
-        row("could be given", Bytes(self.spare()).to_string(), "the difference: kept because nobody asked");
-        let largest = Bytes(self.end.max_resident_bytes).to_string();
-        row("largest process", largest, "its whole resident set, as the kernel counts it");
+        row(
+            "could be given",
+            Bytes(self.spare()).to_string(),
+            "the difference: giveable memory that no request asked for",
+        );
         for table_row in TABLE.iter().filter(|row| row.kind == Kind::Sum) {
             let value = self.collected.sum.get(table_row.counter);
             if value > 0 {
@@ -145,36 +219,39 @@ impl Report {
         if self.unlisted > 0 {
             row("unlisted", self.unlisted.to_string(), "processes that found no place in the tree's page");
         }
-        self.list_largest(&mut text);
-        text
     }
 
-    fn list_largest(&self, text: &mut String) {
-        if self.collected.count < 2 {
+    fn write_largest(&self, text: &mut String) {
+        if self.processes < 2 || self.largest.is_empty() {
             return;
         }
-        let _ = writeln!(text, "  largest processes:");
-        for snapshot in &self.collected.largest {
-            let is_running = self.running.iter().any(|process| process.who == snapshot.who);
+        let _ = writeln!(text, "  largest processes {:>20} {:>12}", "resident", "allocator");
+        for row in &self.largest {
+            let bytes = |bytes: Option<u64>| bytes.map_or("-".to_owned(), |bytes| Bytes(bytes).to_string());
             let _ = writeln!(
                 text,
-                "    {:>8} {:<15} {:>12}{}",
-                snapshot.who.pid,
-                snapshot.name(),
-                Bytes(snapshot.get(Counter::ResidentPeak)).to_string(),
-                if is_running { "  still running" } else { "" },
+                "  {:>10} {:<15} {:>10} {:>12}{}",
+                row.pid,
+                row.name,
+                bytes(row.resident),
+                bytes(row.allocator),
+                if row.is_running { "  still running" } else { "" },
             );
         }
     }
 
     fn json(&self) -> Value {
         let counters = |snapshot: &Snapshot| -> Map<String, Value> {
-            let rows = TABLE.iter().filter(|row| row.kind != Kind::Gauge);
+            let rows = TABLE.iter().filter(|row| matches!(row.kind, Kind::Sum | Kind::Peak));
             rows.map(|row| (row.name.to_owned(), json!(snapshot.get(row.counter)))).collect()
         };
         let largest = self.collected.largest.iter().map(|snapshot| {
             let is_running = self.running.iter().any(|process| process.who == snapshot.who);
             json!({"pid": snapshot.who.pid, "name": snapshot.name(), "running": is_running, "counters": counters(snapshot)})
+        });
+        let rows = self.largest.iter().map(|row| {
+            json!({"pid": row.pid, "name": row.name, "running": row.is_running,
+                "resident_peak_bytes": row.resident, "allocator_peak_bytes": row.allocator})
         });
         json!({
             "program": self.program,
@@ -190,13 +267,77 @@ impl Report {
             "giveable_at_peak_bytes": self.spare(),
             "net_peak_bytes": self.net_peak,
             "max_resident_bytes": self.end.max_resident_bytes,
+            "tree_resident_peak_bytes": self.tree.resident_bytes,
+            "tree_anonymous_peak_bytes": self.tree.anonymous_bytes,
+            "tree_outside_allocator_bytes": self.tree.outside_bytes,
+            "over_limit": self.tree.excess.as_ref().map(excess_json),
+            "kernel_limit": self.kernel.as_ref().map(|kernel| json!({
+                "limit_bytes": kernel.limit_bytes,
+                "peak_bytes": kernel.outcome.peak_bytes,
+                "kills": kernel.outcome.kills,
+            })),
+            "largest_processes": rows.collect::<Vec<_>>(),
             "counters": counters(&self.collected.sum),
             "largest": largest.collect::<Vec<_>>(),
         })
     }
 }
 
-/// A counter's meaning as a part of a line: no capital at its start, no full stop at its end.
+/// Merges the largest processes of both counts.
+fn rows(by_kernel: Vec<Process>, collected: &Collected) -> Vec<Row> {
+    let allocator = |pid| collected.peaks.get(&pid).copied();
+    let of_kernel = |process: Process| Row {
+        pid: process.who.pid,
+        is_running: process::is_alive(process.who),
+        name: process.name,
+        resident: Some(process.bytes),
+        allocator: allocator(process.who.pid),
+    };
+    let mut rows: Vec<Row> = by_kernel.into_iter().map(of_kernel).collect();
+    for snapshot in &collected.largest {
+        let who = snapshot.who;
+        if rows.iter().all(|row| row.pid != who.pid) {
+            let (name, is_running) = (snapshot.name().to_string(), process::is_alive(who));
+            rows.push(Row { pid: who.pid, name, resident: None, allocator: allocator(who.pid), is_running });
+        }
+    }
+    rows.sort_by_key(|row| std::cmp::Reverse(row.most()));
+    rows.truncate(LISTED);
+    rows
+}
+
+fn write_row(text: &mut String, name: &str, value: &str, meaning: &str) {
+    let _ = writeln!(text, "    {name:<18} {value:>10}  {meaning}");
+}
+
+/// Describes how a limit was exceeded, as part of a sentence.
+pub fn describe(excess: &Excess) -> String {
+    let names = excess.largest.iter().take(3);
+    let names: Vec<_> =
+        names.map(|process| format!("{} ({}) {}", process.name, process.who.pid, Bytes(process.bytes))).collect();
+    format!(
+        "{} without files at one moment, shared memory counted once; of it the allocator had at most {}; most in {}",
+        Bytes(excess.held_bytes),
+        Bytes(excess.allocator_bytes.min(excess.held_bytes)),
+        names.join(", ")
+    )
+}
+
+fn excess_json(excess: &Excess) -> Value {
+    let largest = excess
+        .largest
+        .iter()
+        .map(|process| json!({"pid": process.who.pid, "name": process.name, "bytes": process.bytes}));
+    json!({
+        "bytes": excess.over_bytes(),
+        "held_bytes": excess.held_bytes,
+        "allocator_bytes": excess.allocator_bytes,
+        "outside_allocator_bytes": excess.outside_bytes(),
+        "largest": largest.collect::<Vec<_>>(),
+    })
+}
+
+/// Returns a counter's meaning as part of a line: lower case at the start, no full stop.
 fn sentence_part(meaning: &str) -> String {
     let mut letters = meaning.trim_end_matches('.').chars();
     letters.next().map_or(String::new(), |first| first.to_lowercase().chain(letters).collect())

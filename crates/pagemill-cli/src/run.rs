@@ -1,47 +1,80 @@
-//! `pagemill run`: a program and all that it starts, on Pagemill's allocator, under one budget.
+//! `pagemill run`: runs a program and its children on Pagemill's allocator, under one limit.
 
+use crate::elf::{self, Obstacle};
+use crate::kernel_limit::{self, KernelLimit};
+use crate::limit::Size;
 use crate::ram::Ram;
-use crate::report::{Collected, Report};
-use crate::{elf, fail, preload};
+use crate::report::{self, Collected, KernelBound, Ran, Report};
+use crate::tree_memory::{Excess, TreeMemory};
+use crate::{fail, preload};
 use pagemill::published::{self, TREE_FILE, TREE_VARIABLE};
+use pagemill::reclaim::Return;
 use pagemill::reclaim::tree::{TreePage, UNLIMITED};
 use pagemill::units::{Bytes, PageSize, parse_bytes};
-use pagemill_sys::child;
-use std::ffi::{CString, OsString};
+use pagemill_sys::child::{self, StoodFor};
+use pagemill_sys::process;
+use std::ffi::{CString, OsStr, OsString};
 use std::fs::File;
-use std::io::{ErrorKind, Write};
-use std::path::PathBuf;
+use std::io::{self, ErrorKind, Write};
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-/// Exit status ends as the program's: its own status, 128 + signal if it was killed, 127 if it is not found, 126 if it
-/// cannot be started, 2 for a usage error of `run` itself.
+/// Variables that only the allocator reads, and their values.
+const WORDS: [(&str, [&str; 2]); 3] =
+    [("PAGEMILL_HELPER", ["on", "off"]), ("PAGEMILL_WATCH", ["on", "off"]), ("PAGEMILL_HUGE", ["never", "always"])];
+
+/// How often statistics of ended processes are added up.
+const ABSORB_EVERY: Duration = Duration::from_secs(1);
+
+/// The exit status is the program's: its own status, 128 + signal if it was killed, 127 if it is not found, 126 if it
+/// cannot be started or limited, 2 for a usage error of `run` itself.
+///
+/// If `run` is killed (SIGKILL), the kernel kills the program too; with a group of --limit-kernel, also its children.
 #[derive(clap::Args)]
 pub struct Run {
-    /// Most memory that the allocator may hold resident, for the program and all its children together (512M, 2G).
-    /// Over it, free memory is given back first; then allocations fail with ENOMEM. [env: PAGEMILL_LIMIT]
-    #[arg(long, value_name = "SIZE", value_parser = parse_limit)]
-    limit: Option<u64>,
+    /// Maximum memory that the allocator may hold resident, for the program and all its children together: 512M, 2G,
+    /// or 50% of the smallest memory limit around this process, else of the machine's memory. Above it, free memory is
+    /// returned first; then allocations fail with ENOMEM. A program that the allocator cannot reach is refused (126).
+    /// [env: PAGEMILL_LIMIT]
+    #[arg(long, value_name = "SIZE")]
+    limit: Option<Size>,
 
-    /// Unit in which memory is brought in where no huge page serves: 4K to 8M. [env: PAGEMILL_PAGE_SIZE]
+    /// With --limit, run a program that the allocator cannot reach (static, set-uid, foreign) without a limit.
+    #[arg(long)]
+    force: bool,
+
+    /// Maximum memory of all kinds that the kernel allows the program and its children; beyond it, the kernel kills.
+    /// Sizes as for --limit. Creates a systemd scope, or a control group where permitted, and removes it at the end.
+    #[arg(long, value_name = "SIZE")]
+    limit_kernel: Option<Size>,
+
+    /// When free memory is returned to the system: keep (on request or under pressure), eager (within a second),
+    /// balanced[=SECONDS] (once unused for that long). [default: balanced=10] [env: PAGEMILL_RETURN]
+    #[arg(long = "return", value_name = "WHEN")]
+    return_after: Option<Return>,
+
+    /// Unit in which memory is populated where no huge page is used: 4K to 8M. [env: PAGEMILL_PAGE_SIZE]
     #[arg(long, value_name = "SIZE", value_parser = parse_page_size)]
     page_size: Option<PageSize>,
 
-    /// What a process holds before Pagemill serves it; until then the C library does. 0: from the first call on, as
+    /// Memory that a process allocates from the C library before Pagemill serves it. 0: from the first call on, as
     /// always under a limit. [default: 4M] [env: PAGEMILL_AFTER]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     after: Option<u64>,
 
-    /// Mount a RAM file system there, for the program and its children only; no privileges needed. It gives memory back as
-    /// `pagemill mount` does, and is gone at the end.
+    /// Mount a RAM file system there, for the program and its children only; needs no privileges. It returns memory as
+    /// `pagemill mount` does, and is removed at the end.
     #[arg(long, value_name = "DIR")]
     ram: Option<PathBuf>,
 
-    /// Most memory for files in it. [default: half of the machine's memory]
+    /// Maximum memory for files in it. [default: half of the machine's memory]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, requires = "ram")]
     ram_size: Option<u64>,
 
-    /// Print a report to standard error at the end, as time(1) does.
+    /// Print a report to standard error at the end, as time(1) does: memory of the whole tree as the kernel counts it
+    /// (sampled, so short peaks are missed; shared memory counts in each process), and memory of the allocator.
     #[arg(long)]
     report: bool,
 
@@ -49,11 +82,11 @@ pub struct Run {
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
 
-    /// The report as one JSON object. Implies --report.
+    /// Print the report as one JSON object. Implies --report.
     #[arg(long)]
     json: bool,
 
-    /// Check every free: a second one, or one of an address that was not handed out, ends the program. Slower.
+    /// Check every free: a double free, or a free of an invalid address, ends the program. Slower.
     #[arg(long)]
     check: bool,
 
@@ -61,7 +94,12 @@ pub struct Run {
     #[arg(long)]
     no_huge: bool,
 
-    /// Tell memory apart by this many nodes that do not really exist, to try node code.
+    /// Allow huge pages only where the program or Pagemill requests them (madvise), whatever the machine's setting.
+    /// Needs Linux 6.18.
+    #[arg(long, conflicts_with = "no_huge")]
+    huge_advised: bool,
+
+    /// Act as if the machine had this many memory nodes, to test node code.
     #[arg(long, value_name = "COUNT", hide = true, value_parser = clap::value_parser!(u32).range(1..=64))]
     nodes: Option<u32>,
 
@@ -70,30 +108,23 @@ pub struct Run {
     program: Vec<OsString>,
 }
 
-fn parse_limit(text: &str) -> Result<u64, String> {
-    match parse_bytes(text)? {
-        0 => Err("a limit of 0 leaves a program no memory at all".into()),
-        bytes => Ok(bytes),
-    }
-}
-
 fn parse_page_size(text: &str) -> Result<PageSize, String> {
     text.parse()
 }
 
-/// Of a run inside a run: the outer tree's limit.
+/// Returns the outer tree's limit, for a run inside a run.
 fn outer_limit() -> Option<u64> {
     let folder = std::env::var(TREE_VARIABLE.to_str().unwrap_or_default()).ok()?;
     let path = CString::new(format!("{folder}/{TREE_FILE}")).ok()?;
     TreePage::join(&path).ok().map(TreePage::limit)
 }
 
-/// Says something beside the program's own output.
+/// Prints a message to standard error.
 fn say(message: &str) {
     let _ = writeln!(std::io::stderr(), "pagemill: {message}");
 }
 
-/// A process tree's folder, removed when its processes are gone.
+/// A process tree's folder. Dropping it removes the folder once the processes have ended.
 struct Tree {
     folder: String,
     page: &'static TreePage,
@@ -115,9 +146,94 @@ impl Drop for Tree {
         // Processes that outlive the command keep the folder; a later command sweeps it.
         self.page.sweep();
         if self.page.totals().members == 0 {
-            let _ = std::fs::remove_dir_all(&self.folder);
+            published::remove_tree_folder(&self.folder);
         }
     }
+}
+
+/// Limits in bytes; `None` for none.
+struct Limits {
+    /// Limit of the tree's allocators.
+    own: Option<u64>,
+    /// Limit that the kernel enforces on the tree.
+    kernel: Option<u64>,
+}
+
+/// A program that was started.
+struct Running<'tree> {
+    child: StoodFor,
+    start: Instant,
+    folder: Option<&'tree str>,
+    memory: Option<TreeMemory>,
+}
+
+impl<'tree> Running<'tree> {
+    /// Starts the program. If it is `watched`, the memory of its tree is sampled.
+    ///
+    /// # Errors
+    ///
+    /// The exit status and a message.
+    fn start(
+        command: Command,
+        tree: Option<&'tree Tree>,
+        kernel: Option<&KernelLimit>,
+        watched: bool,
+    ) -> Result<Self, (u8, String)> {
+        let group = kernel.map(KernelLimit::entrance).transpose().map_err(|message| (126, message))?.flatten();
+        let inside = if group.is_some() { " (inside its control group)" } else { "" };
+        let start = Instant::now();
+        let child = child::spawn(command, group).map_err(|error| {
+            let status = if error.kind() == ErrorKind::NotFound { 127 } else { 126 };
+            (status, format!("{error}{inside}"))
+        })?;
+        let memory = tree.filter(|_| watched).map(|tree| TreeMemory::new(tree.page, child.id()));
+        Ok(Self { child, start, folder: tree.map(|tree| tree.folder.as_str()), memory })
+    }
+
+    /// Waits for the program's end and adds up statistics meanwhile.
+    fn wait(self, program: &OsStr) -> io::Result<(Ran<'_>, Option<TreeMemory>, Collected)> {
+        let Self { child, start, folder, mut memory } = self;
+        let mut collected = Collected::default();
+        let mut absorb_next = start + ABSORB_EVERY;
+        let mut absorb = || folder.into_iter().for_each(|folder| collected.absorb_ended(folder));
+        let end = child.wait(|| {
+            if Instant::now() >= absorb_next {
+                absorb();
+                absorb_next = Instant::now() + ABSORB_EVERY;
+            }
+            memory.as_mut().map_or(ABSORB_EVERY, TreeMemory::sample)
+        })?;
+        let wall = start.elapsed();
+        absorb();
+        if let Some(memory) = &mut memory {
+            memory.note_end(end.max_resident_bytes);
+        }
+        Ok((Ran { program, end, wall }, memory, collected))
+    }
+}
+
+/// Reports, if there is no report, a limit that was exceeded or enforced by killing.
+fn say_what_limits_did(memory: Option<&TreeMemory>, kernel: Option<&KernelBound>) {
+    if let Some(excess) = memory.and_then(|memory| memory.peak.excess.as_ref()).filter(|excess| is_notable(excess)) {
+        say(&format!(
+            "memory outside the allocator exceeded --limit {} by {}: {} (--limit-kernel bounds all memory)",
+            Bytes(excess.limit_bytes),
+            Bytes(excess.over_bytes()),
+            report::describe(excess),
+        ));
+    }
+    if let Some(kernel) = kernel
+        && let Some(kills) = kernel.outcome.kills.filter(|kills| *kills > 0)
+    {
+        let processes = if kills == 1 { "process" } else { "processes" };
+        say(&format!("the kernel killed {kills} {processes} at --limit-kernel {}", Bytes(kernel.limit_bytes)));
+    }
+}
+
+/// Stacks and library data are outside the allocator too; a small excess is not reported.
+fn is_notable(excess: &Excess) -> bool {
+    let usual = (excess.limit_bytes / 16).max(8 << 20);
+    excess.over_bytes().min(excess.outside_bytes()) > usual
 }
 
 impl Run {
@@ -129,48 +245,78 @@ impl Run {
 
     fn run(mut self) -> Result<ExitCode, ExitCode> {
         self.read_environment().map_err(|message| fail(2, &message))?;
-        let name = &self.program[0].clone();
-        let Some(path) = elf::find(name) else {
-            return Err(fail(127, &format!("{}: no such program", name.display())));
-        };
-        if let Some(obstacle) = elf::obstacle(&path) {
-            say(&obstacle.explain(&path));
+        if self.huge_advised {
+            process::allow_huge_where_advised()
+                .map_err(|error| fail(2, &format!("--huge-advised needs Linux 6.18: {error}")))?;
         }
-        // First of all that starts a thread.
-        let ram_size = self.ram_size.unwrap_or_else(crate::mount::default_size);
-        let ram = self.ram.as_ref().map(|dir| Ram::mount(dir, ram_size)).transpose();
+        let name = &self.program[0].clone();
+        let path = elf::find(name).ok_or_else(|| fail(127, &format!("{}: no such program", name.display())))?;
+        let mut limits = self.limits().map_err(|message| fail(2, &message))?;
+        self.check_reach(&path, &limits).map_err(|message| fail(126, &message))?;
+        // Before any thread is started.
+        let ram_size = || self.ram_size.unwrap_or_else(pagemill_mount::mounting::default_size);
+        let ram = self.ram.as_ref().map(|dir| Ram::mount(dir, ram_size())).transpose();
         let _ram = ram.map_err(|message| fail(2, &message))?;
         let mut output = self.open_output().map_err(|message| fail(2, &message))?;
         let library = preload::locate().map_err(|message| fail(126, &message))?;
-        let tree = self.tree().map_err(|message| fail(126, &message))?;
-        let folder = tree.as_ref().map(|tree| tree.folder.as_str());
+        let tree = self.tree(&mut limits).map_err(|message| fail(126, &message))?;
+        let kernel = limits.kernel.map(KernelLimit::new).transpose().map_err(|message| fail(126, &message))?;
 
-        let start = Instant::now();
-        let child = child::spawn(self.command(&library, folder)).map_err(|error| {
-            let status = if error.kind() == ErrorKind::NotFound { 127 } else { 126 };
-            fail(status, &format!("{}: {error}", name.display()))
-        })?;
-        let mut collected = Collected::default();
-        let mut absorb = || folder.into_iter().for_each(|folder| collected.absorb_ended(folder));
-        let end =
-            child.wait(&mut absorb).map_err(|error| fail(126, &format!("waiting for {}: {error}", name.display())))?;
-        let wall = start.elapsed();
-        absorb();
-        if let Some(tree) = tree.as_ref().filter(|_| self.wants_report()) {
-            let report = Report::new(name, end, wall, tree.page, &tree.folder, collected);
-            // The program's status stays: it ran.
-            if let Err(error) = report.write(self.json, output.as_mut()) {
-                say(&format!("the report cannot be written: {error}"));
-            }
+        let folder = tree.as_ref().map(|tree| tree.folder.as_str());
+        let command = self.command(&path, &library, folder, limits.own, kernel.as_ref());
+        let run = Running::start(command, tree.as_ref(), kernel.as_ref(), limits.own.is_some() || self.wants_report())
+            .map_err(|(status, message)| fail(status, &format!("{}: {message}", name.display())))?;
+        let (ran, memory, collected) =
+            run.wait(name).map_err(|error| fail(126, &format!("waiting for {}: {error}", name.display())))?;
+        let code = ExitCode::from(ran.end.code as u8);
+        if ran.end.signal == Some(libc::SIGSYS) {
+            say(&format!(
+                "a system call filter (seccomp) ended {}: it may forbid a call of the allocator (docs/kernel.md)",
+                name.display()
+            ));
         }
-        Ok(ExitCode::from(end.code as u8))
+        let kernel = kernel
+            .as_ref()
+            .zip(limits.kernel)
+            .map(|(kernel, limit_bytes)| KernelBound { limit_bytes, outcome: kernel.outcome() });
+        match tree.as_ref().zip(memory.as_ref()) {
+            Some((tree, memory)) if self.wants_report() => {
+                let report = Report::new(ran, tree.page, &tree.folder, memory, collected, kernel);
+                // The program has run, so its status is returned even if the report fails.
+                if let Err(error) = report.write(self.json, output.as_mut()) {
+                    say(&format!("the report cannot be written: {error}"));
+                }
+            }
+            _ => say_what_limits_did(memory.as_ref(), kernel.as_ref()),
+        }
+        Ok(code)
+    }
+
+    /// Returns the limits in bytes.
+    fn limits(&self) -> Result<Limits, String> {
+        let resolve = |size: Option<Size>| size.map(Size::resolve).transpose();
+        Ok(Limits { own: resolve(self.limit)?, kernel: resolve(self.limit_kernel)? })
+    }
+
+    /// Refuses a program on which a limit would have no effect; reports any program that the allocator cannot reach.
+    fn check_reach(&self, path: &Path, limits: &Limits) -> Result<(), String> {
+        let Some(obstacle) = elf::obstacle(path) else { return Ok(()) };
+        if obstacle == Obstacle::Sanitized {
+            return Err(obstacle.refuse(path));
+        }
+        let is_bounded = limits.kernel.is_some() || kernel_limit::surrounds();
+        if limits.own.is_some() && !is_bounded && !self.force {
+            return Err(obstacle.refuse(path));
+        }
+        say(&obstacle.explain(path));
+        Ok(())
     }
 
     fn wants_report(&self) -> bool {
         self.report || self.json || self.output.is_some()
     }
 
-    /// What the variables say that mirror a flag that was not given. An empty one says nothing.
+    /// Reads the variables that replace missing options. An empty variable counts as unset.
     fn read_environment(&mut self) -> Result<(), String> {
         fn value<T>(name: &str, parse: impl Fn(&str) -> Result<T, String>) -> Result<Option<T>, String> {
             let text = std::env::var(name).unwrap_or_default();
@@ -179,48 +325,66 @@ impl Run {
             }
             parse(&text).map(Some).map_err(|message| format!("{name}: {message}"))
         }
-        self.limit = self.limit.or(value("PAGEMILL_LIMIT", parse_limit)?);
+        self.limit = self.limit.or(value("PAGEMILL_LIMIT", str::parse)?);
         self.page_size = self.page_size.or(value("PAGEMILL_PAGE_SIZE", parse_page_size)?);
         self.after = self.after.or(value("PAGEMILL_AFTER", parse_bytes)?);
+        let parse_return = |text: &str| Return::parse(text).map_err(|error| error.to_string());
+        self.return_after = self.return_after.or(value("PAGEMILL_RETURN", parse_return)?);
+        // These are for the allocator. It does not report wrong values in a process tree, because each process would.
+        value("PAGEMILL_IDLE", |text| if text == "off" { Ok(0) } else { parse_bytes(text) })?;
+        value("PAGEMILL_NODES", |text| text.parse::<usize>().map_err(|error| error.to_string()))?;
+        for (name, words) in WORDS {
+            value(
+                name,
+                |text| if words.contains(&text) { Ok(()) } else { Err(format!("one of {}", words.join(", "))) },
+            )?;
+        }
         Ok(())
     }
 
-    /// The file of the report: before the program runs, so that a mistake costs nothing.
+    /// Opens the report's file before the program runs, so that an error shows at once.
     fn open_output(&self) -> Result<Option<File>, String> {
         let Some(path) = &self.output else { return Ok(None) };
         let file = File::create(path);
         file.map(Some).map_err(|error| format!("the report cannot be written to {}: {error}", path.display()))
     }
 
-    /// The process tree: a new one; none inside another run that this one neither limits nor reports on, whose tree
-    /// serves; none where none can be made and nobody would miss it.
-    fn tree(&mut self) -> Result<Option<Tree>, String> {
+    /// Creates the process tree. None inside another run (its tree is used), if this run sets no lower limit and no
+    /// report; none if it cannot be created and is not needed.
+    fn tree(&self, limits: &mut Limits) -> Result<Option<Tree>, String> {
         if let Some(outer) = outer_limit() {
-            let limit = self.limit.unwrap_or(outer);
+            let limit = limits.own.unwrap_or(outer);
             if limit >= outer && !self.wants_report() {
-                self.limit = Some(outer).filter(|limit| *limit != UNLIMITED);
+                limits.own = Some(outer).filter(|limit| *limit != UNLIMITED);
                 return Ok(None);
             }
             if limit > outer {
-                say(&format!("--limit {} is cut to {}, that of the run around this one", Bytes(limit), Bytes(outer)));
+                say(&format!("--limit {} is reduced to {}, the limit of the outer run", Bytes(limit), Bytes(outer)));
             }
-            self.limit = Some(limit.min(outer)).filter(|limit| *limit != UNLIMITED);
+            limits.own = Some(limit.min(outer)).filter(|limit| *limit != UNLIMITED);
         }
-        match Tree::new(self.limit.unwrap_or(UNLIMITED)) {
+        match Tree::new(limits.own.unwrap_or(UNLIMITED)) {
             Ok(tree) => Ok(Some(tree)),
-            Err(message) if self.limit.is_some() || self.wants_report() => Err(message),
+            Err(message) if limits.own.is_some() || self.wants_report() => Err(message),
             Err(message) => {
-                say(&format!("{message}; every process is on its own"));
+                say(&format!("{message}; the processes do not share a budget"));
                 Ok(None)
             }
         }
     }
 
-    /// The program with the environment that brings the allocator to it and to what it starts.
-    fn command(&self, library: &std::path::Path, tree: Option<&str>) -> Command {
+    /// Returns the command with the environment that loads the allocator into the program and its children.
+    fn command(
+        &self,
+        path: &Path,
+        library: &Path,
+        tree: Option<&str>,
+        limit: Option<u64>,
+        kernel: Option<&KernelLimit>,
+    ) -> Command {
         let mut preloads = OsString::from(library);
         if let Some(others) = std::env::var_os("LD_PRELOAD") {
-            // A run inside a run has it already, from the same or another place.
+            // A run inside a run has the library already, from the same or another path.
             let is_ours = |path: &str| path.ends_with("libpagemill_malloc.so");
             let others = others.to_string_lossy().into_owned();
             for other in others.split([' ', ':']).filter(|path| !path.is_empty() && !is_ours(path)) {
@@ -228,12 +392,24 @@ impl Run {
                 preloads.push(other);
             }
         }
-        let mut command = Command::new(&self.program[0]);
-        command.args(&self.program[1..]).env("LD_PRELOAD", preloads);
+        let mut command = match kernel.and_then(|kernel| kernel.launcher().split_first()) {
+            Some((launcher, arguments)) => {
+                let mut command = Command::new(launcher);
+                command.args(arguments).args(&self.program);
+                command
+            }
+            None => {
+                // By the path that was already resolved.
+                let mut command = Command::new(path);
+                command.arg0(&self.program[0]).args(&self.program[1..]);
+                command
+            }
+        };
+        command.env("LD_PRELOAD", preloads);
         if let Some(folder) = tree {
             command.env(TREE_VARIABLE.to_str().unwrap_or_default(), folder);
         }
-        if let Some(limit) = self.limit {
+        if let Some(limit) = limit {
             command.env("PAGEMILL_LIMIT", limit.to_string());
         }
         if let Some(after) = self.after {
@@ -241,6 +417,9 @@ impl Run {
         }
         if let Some(page) = self.page_size {
             command.env("PAGEMILL_PAGE_SIZE", page.bytes().to_string());
+        }
+        if let Some(when) = self.return_after {
+            command.env("PAGEMILL_RETURN", when.to_string());
         }
         if self.check {
             command.env("PAGEMILL_CHECK", "1");

@@ -1,20 +1,20 @@
-//! What the governors of the running processes had to do without, as far as they publish it: a part of `doctor`.
+//! Failures and fallbacks that the governors of running processes publish: a part of `doctor`.
 
 use pagemill::published;
 use pagemill::stats::{Counter, Snapshot};
 use pagemill_sys::probe::State;
 
-/// A layer of the governor, over all running processes.
+/// One aspect of the governor, over all running processes.
 pub struct Layer {
     pub key: &'static str,
     pub name: &'static str,
     pub state: State,
     pub found: String,
-    /// What takes its place.
+    /// The fallback.
     pub lost: &'static str,
 }
 
-/// Something that should not happen: its counter, and what it means.
+/// A failure: its counter and its meaning.
 struct Mishap {
     counter: Counter,
     name: &'static str,
@@ -27,31 +27,31 @@ const MISHAPS: &[Mishap] = &[
         counter: Counter::AlarmsRefused,
         name: "alarms set",
         what: "alarms could not be set",
-        lost: "limits are looked at every 1 to 64 ms instead of being woken; stalls of others are not heard",
+        lost: "limits are polled every 1 to 64 ms; stalls of other processes are not noticed",
     },
     Mishap {
         counter: Counter::HelperLate,
         name: "helpers in time",
         what: "times a helper woke over 20 ms late",
-        lost: "what others take of a limit is answered late; every charge of the process itself still gives first",
+        lost: "growth of other processes is handled late; every charge of the process itself still reclaims first",
     },
     Mishap {
         counter: Counter::LimitsUnread,
         name: "limits read",
-        what: "looks at a group or at the machine's memory told nothing",
-        lost: "that limit did not bind meanwhile; --limit, other groups and what was offered to the kernel did",
+        what: "reads of a group's or the machine's memory failed",
+        lost: "that limit had no effect meanwhile; --limit, other groups and memory offered to the kernel did",
     },
     Mishap {
         counter: Counter::OwnersFailed,
         name: "owners of memory",
-        what: "owners failed and are not asked any more",
-        lost: "what they hold is not given back; the others are asked in their place",
+        what: "owners failed and are not called any more",
+        lost: "their memory is not returned; other owners are called instead",
     },
     Mishap {
         counter: Counter::OwnersBlocked,
         name: "owners that answer",
-        what: "times an owner was passed over that did not come back",
-        lost: "what it holds could not be given just then; the others were asked in its place",
+        what: "times an owner that did not return was skipped",
+        lost: "its memory could not be returned then; other owners were called instead",
     },
     Mishap {
         counter: Counter::PurgeFailed,
@@ -69,17 +69,17 @@ const MISHAPS: &[Mishap] = &[
         counter: Counter::RegionsRefused,
         name: "memory known to rings",
         what: "pieces of memory could not be registered (memlock)",
-        lost: "each direct transfer looks its pages up: more CPU per large read",
+        lost: "each direct transfer looks up its pages: more CPU per large read",
     },
     Mishap {
         counter: Counter::HugetlbRefused,
         name: "reserved pages for caches",
-        what: "caches wanted more reserved huge pages than were free",
+        what: "caches requested more reserved huge pages than were free",
         lost: "ordinary memory, which is charged and may come in small pages",
     },
 ];
 
-/// The layers, summed over this user's running processes; nothing where none publishes figures.
+/// Returns the layers, summed over this user's running processes; empty if none publishes figures.
 pub fn layers() -> Vec<Layer> {
     layers_of(&published::running())
 }
@@ -89,7 +89,7 @@ fn layers_of(running: &[Snapshot]) -> Vec<Layer> {
         return Vec::new();
     }
     let sum = |counter| running.iter().fold(0u64, |sum, process| sum.saturating_add(process.get(counter)));
-    // One helper a process at most, whatever a damaged file says.
+    // At most one helper per process, even if a file is damaged.
     let processes_with = |counter| running.iter().filter(|process| process.get(counter) > 0).count();
     let helpers = processes_with(Counter::Helpers);
     let preferred = processes_with(Counter::HelpersPreferred);
@@ -111,7 +111,7 @@ fn layers_of(running: &[Snapshot]) -> Vec<Layer> {
             name: "helpers go first",
             state: if preferred < helpers { State::Limited } else { State::Available },
             found: format!("{preferred} of {helpers} by real-time priority"),
-            lost: "on a busy machine they come late; every charge of the process itself still gives first",
+            lost: "on a busy machine they run late; every charge of the process itself still reclaims first",
         },
         Layer {
             key: "running_warned",
@@ -138,7 +138,7 @@ fn layers_of(running: &[Snapshot]) -> Vec<Layer> {
 mod tests {
     use super::*;
 
-    /// Nobody running: nothing to say. One process without figures: all is well.
+    /// Without running processes there are no layers; for a process without figures every layer is available.
     #[test]
     fn mishaps_are_told_only_where_they_happened() {
         assert!(layers_of(&[]).is_empty());

@@ -1,4 +1,4 @@
-//! `pagemill status DIR`: how full a mount is, what of it could go, what its controller has done.
+//! `pagemill status DIR`: usage of a mount, its volatile memory, and what its controller has done.
 
 use crate::fail;
 use crate::mount::{refuse, unreachable};
@@ -15,12 +15,12 @@ use std::time::Duration;
 
 #[derive(clap::Args)]
 pub struct Status {
-    /// Where it is mounted.
+    /// The mount point.
     dir: PathBuf,
-    /// Every second anew, until it is unmounted or Ctrl-C.
+    /// Repeat every second, until it is unmounted or Ctrl-C.
     #[arg(long)]
     watch: bool,
-    /// One JSON object (with --watch one a second) instead of a table.
+    /// Print one JSON object (with --watch one per second) instead of a table.
     #[arg(long)]
     json: bool,
 }
@@ -58,7 +58,7 @@ impl Status {
         let text = if self.json {
             serde_json::to_string(state).map_err(std::io::Error::other)? + "\n"
         } else {
-            // A picture after the other, the newest on a clear screen.
+            // Each state replaces the previous one on a cleared screen.
             let clear = if self.watch { "\x1b[H\x1b[2J" } else { "" };
             format!("{clear}{}", text_of(state))
         };
@@ -68,7 +68,7 @@ impl Status {
     }
 }
 
-/// What can be seen from outside.
+/// Returns the state as seen without a controller.
 fn without_controller(point: &Path) -> State {
     let mut state = State { mount_point: point.to_string_lossy().into_owned(), ..State::default() };
     if let Ok(stat) = rustix::fs::statvfs(point) {
@@ -79,26 +79,49 @@ fn without_controller(point: &Path) -> State {
     state
 }
 
-/// Rows of what was done that are shown where they are not 0: name, value, whether in bytes, meaning.
-fn rows(counts: &Counts) -> Vec<(&'static str, u64, bool, &'static str)> {
+/// Unit of a value.
+#[derive(Clone, Copy)]
+enum Unit {
+    Bytes,
+    Files,
+    Blocks,
+    Times,
+}
+
+impl Unit {
+    fn text(self, value: u64) -> String {
+        let word = match self {
+            Self::Bytes => return Bytes(value).to_string(),
+            Self::Files => "file",
+            Self::Blocks => "block",
+            Self::Times => "time",
+        };
+        format!("{value} {word}{}", if value == 1 { "" } else { "s" })
+    }
+}
+
+/// Rows of totals, shown if not 0: name, value, unit, meaning.
+fn rows(counts: &Counts) -> Vec<(&'static str, u64, Unit, &'static str)> {
+    use Unit::{Blocks, Files, Times};
     vec![
-        ("purged", counts.purged_bytes, true, "of volatile files, gone as a whole"),
-        ("purged files", counts.purged_files, false, "so many files"),
-        ("cut off", counts.cut_bytes, true, "of partial files, from their ends"),
-        ("spared", counts.spared_open, false, "times a file was due and open"),
-        ("could not give", counts.nothing_to_purge, false, "times memory was to go and nothing volatile was left"),
-        ("huge", counts.huge_blocks, false, "blocks of 2 MiB found or made huge"),
-        ("split", counts.split_blocks, false, "blocks of files that are never to be huge"),
-        ("sparse", counts.sparse_bytes, true, "of zeros given back from sparse files"),
-        ("busy", counts.collapse_busy, false, "times a file's pages were in use"),
-        ("postponed", counts.collapse_postponed, false, "times others needed the processors"),
-        ("no huge page", counts.collapse_no_memory, false, "times there was none to be had"),
-        ("size changed", counts.size_changes, false, "times, to keep writers below a limit"),
-        ("files written", counts.events, false, "as the kernel told"),
-        ("events lost", counts.events_lost, false, "times: everything was looked at instead"),
-        ("bad marks", counts.bad_marks, false, "with unknown values, passed over"),
-        ("not in mind", counts.not_indexed, false, "volatile files beyond what is kept in mind"),
-        ("worker", counts.worker_restarts, false, "times its process for pages was started anew"),
+        ("purged", counts.purged_bytes, Unit::Bytes, "of volatile files, purged whole"),
+        ("purged files", counts.purged_files, Files, "purged whole"),
+        ("cut off", counts.cut_bytes, Unit::Bytes, "of partial files, from their ends"),
+        ("spared", counts.spared_open, Times, "a file was due but open"),
+        ("nothing to give", counts.nothing_to_purge, Times, "a limit was near and no volatile file could be purged"),
+        ("huge", counts.huge_blocks, Blocks, "of 2 MiB found or made huge"),
+        ("split", counts.split_blocks, Blocks, "of files marked never huge"),
+        ("sparse", counts.sparse_bytes, Unit::Bytes, "of zero pages freed in sparse files"),
+        ("busy", counts.collapse_busy, Times, "a file's pages were in use"),
+        ("postponed", counts.collapse_postponed, Times, "other processes needed the CPUs"),
+        ("no huge page", counts.collapse_no_memory, Times, "none was available"),
+        ("size changed", counts.size_changes, Times, "to keep writers below a limit"),
+        ("written", counts.events, Files, "closed or renamed, as the kernel reported"),
+        ("events off", counts.quiet_times, Times, "during many closes of small files; a scan finds them later"),
+        ("events lost", counts.events_lost, Times, "a full scan replaced them"),
+        ("bad marks", counts.bad_marks, Times, "a value was unknown and ignored"),
+        ("not indexed", counts.not_indexed, Files, "volatile, beyond the size of the index"),
+        ("worker", counts.worker_restarts, Times, "the process for pages was restarted"),
     ]
 }
 
@@ -110,12 +133,12 @@ fn text_of(state: &State) -> String {
     };
     let asked = match state.size_bytes {
         size if state.controller_pid.is_some() && size != state.asked_bytes => {
-            format!("for now: {} were asked for, and a limit is near", Bytes(state.asked_bytes))
+            format!("{} requested; reduced near a limit", Bytes(state.asked_bytes))
         }
         _ => String::new(),
     };
     let mut row = |name: &str, value: String, meaning: &str| {
-        let line = format!("  {name:<16} {value:>10}  {meaning}");
+        let line = format!("  {name:<16} {value:>12}  {meaning}");
         let _ = writeln!(text, "{}", line.trim_end());
     };
     row("size", Bytes(state.size_bytes).to_string(), &asked);
@@ -127,13 +150,17 @@ fn text_of(state: &State) -> String {
     if state.controller_pid.is_none() {
         return text;
     }
-    let files = format!("in {} files: goes first, least recently used before others", state.volatile_files);
+    let age = match state.volatile_age_seconds {
+        seconds if seconds >= 1.0 => format!(", up to {seconds:.0} s ago"),
+        _ => String::new(),
+    };
+    let files = format!("in {} files{age}: purged first, in LRU order", state.volatile_files);
     row("volatile", Bytes(state.volatile_bytes).to_string(), &files);
-    for (name, value, is_bytes, meaning) in rows(&state.counts).into_iter().filter(|row| row.1 > 0) {
-        row(name, if is_bytes { Bytes(value).to_string() } else { value.to_string() }, meaning);
+    for (name, value, unit, meaning) in rows(&state.counts).into_iter().filter(|row| row.1 > 0) {
+        row(name, unit.text(value), meaning);
     }
     if state.files_waiting_for_pages > 0 {
-        row("waiting", state.files_waiting_for_pages.to_string(), "files whose pages are to be looked at");
+        row("waiting", Unit::Files.text(state.files_waiting_for_pages), "with pages to examine");
     }
     let _ = writeln!(text, "  {:<16} {:>10} {:>10} {:>10}", "limits", "used", "purge from", "limit");
     for line in &state.lines {
@@ -146,7 +173,7 @@ fn text_of(state: &State) -> String {
         let _ = writeln!(text, "  without real-time priority: margins are wider");
     }
     if !state.is_notified {
-        let _ = writeln!(text, "  the kernel does not tell what is written: new files are found now and then");
+        let _ = writeln!(text, "  the kernel does not report writes: scans find new files");
     }
     text
 }
@@ -155,23 +182,29 @@ fn text_of(state: &State) -> String {
 mod tests {
     use super::*;
 
-    /// What is 0 is not shown, a size that is held down is explained, no controller is said so.
+    /// Zero rows are omitted, a reduced size is explained, and a missing controller is reported.
     #[test]
     fn states_are_told() {
-        let counts = Counts { purged_bytes: 3 << 20, purged_files: 2, ..Counts::default() };
+        let counts = Counts { purged_bytes: 3 << 20, purged_files: 2, nothing_to_purge: 3643, ..Counts::default() };
         let state = State {
             mount_point: "/mnt/ram".into(),
             controller_pid: Some(7),
             asked_bytes: 8 << 30,
             size_bytes: 1 << 30,
             counts,
+            volatile_age_seconds: 12.3,
             is_preferred: true,
             is_notified: true,
             ..State::default()
         };
         let text = text_of(&state);
-        assert!(text.contains("purged                3 MiB  of volatile files"), "{text}");
-        assert!(text.contains("8 GiB were asked for") && !text.contains("cut off"), "{text}");
+        assert!(text.contains("purged                  3 MiB  of volatile files"), "{text}");
+        assert!(
+            text.contains("nothing to give    3643 times  a limit was near and no volatile file could be purged"),
+            "{text}"
+        );
+        assert!(text.contains("in 0 files, up to 12 s ago: purged first"), "{text}");
+        assert!(text.contains("8 GiB requested") && !text.contains("cut off"), "{text}");
         let text = text_of(&State { controller_pid: None, ..state });
         assert!(text.starts_with("no controller of /mnt/ram answers") && !text.contains("volatile "), "{text}");
     }

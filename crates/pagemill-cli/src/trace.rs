@@ -1,53 +1,91 @@
-//! `pagemill trace PID`: the latest events of a process.
+//! `pagemill trace [PID]`: the latest events of a process, of the members of a tree, or of all processes.
 
 use crate::fail;
-use pagemill::published;
+use pagemill::published::{self, Process};
 use pagemill::trace::{self, Recorded};
 use std::io::Write;
 use std::process::ExitCode;
 
 #[derive(clap::Args)]
 pub struct Trace {
-    /// A running process on Pagemill.
-    pid: u32,
-    /// One JSON object a line.
+    /// A running process on Pagemill, or a `pagemill run`, which stands for its tree. Default: all processes.
+    pid: Option<u32>,
+    /// Print one JSON object per line.
     #[arg(long)]
     json: bool,
 }
 
+/// An event and its process.
+struct Line {
+    pid: u32,
+    name: String,
+    event: Recorded,
+}
+
 impl Trace {
     pub fn main(&self) -> ExitCode {
-        let Some((path, _)) = published::find(self.pid) else {
-            return fail(2, &published::missing(self.pid));
+        let (lines, is_one) = match self.pid {
+            Some(pid) => match published::read(pid) {
+                // Of several Pagemill instances in a process, the first: that of the preload library.
+                Some(process) => match events_of(&process, 1) {
+                    Ok(lines) => (lines, true),
+                    Err(error) => return fail(2, &format!("cannot read the events of {pid}: {error}")),
+                },
+                None => match published::read_tree(pid) {
+                    Some(members) => (merged(&members), false),
+                    None => return fail(2, &published::unreadable(pid)),
+                },
+            },
+            None => (merged(&published::read_all()), false),
         };
-        match trace::read(path.as_c_str()) {
-            Ok(events) => {
-                let mut out = std::io::stdout().lock();
-                let written = events.iter().try_for_each(|event| writeln!(out, "{}", self.line(event, &events)));
-                match written.and_then(|()| out.flush()) {
-                    // A reader that stops reading (head, less) ends the listing.
-                    Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
-                        fail(1, &format!("the events cannot be written: {error}"))
-                    }
-                    _ => ExitCode::SUCCESS,
-                }
+        if lines.is_empty() && !is_one && !self.json {
+            println!("no process of {} is on Pagemill", if self.pid.is_some() { "the tree" } else { "yours" });
+        }
+        let mut out = std::io::stdout().lock();
+        let start = lines.first().map_or(0, |first| first.event.time_ns);
+        let written = lines.iter().try_for_each(|line| writeln!(out, "{}", self.text(line, start, is_one)));
+        match written.and_then(|()| out.flush()) {
+            // A reader that closes the pipe (head, less) ends the listing.
+            Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+                fail(1, &format!("the events cannot be written: {error}"))
             }
-            Err(error) => fail(2, &format!("cannot read the events of {}: {error}", self.pid)),
+            _ => ExitCode::SUCCESS,
         }
     }
 
-    fn line(&self, event: &Recorded, all: &[Recorded]) -> String {
+    fn text(&self, line: &Line, start_ns: u64, is_one: bool) -> String {
+        let event = &line.event;
         if self.json {
-            let mut line = serde_json::Map::new();
-            line.insert("sequence".into(), event.sequence.into());
-            line.insert("time_ns".into(), event.time_ns.into());
-            line.insert("event".into(), event.event.into());
-            line.extend(event.numbers.iter().map(|(name, number)| ((*name).to_owned(), (*number).into())));
-            return serde_json::Value::Object(line).to_string();
+            let mut object = serde_json::Map::new();
+            object.insert("pid".into(), line.pid.into());
+            object.insert("sequence".into(), event.sequence.into());
+            object.insert("time_ns".into(), event.time_ns.into());
+            object.insert("event".into(), event.event.into());
+            // An event may contain another process's id under that name.
+            let told = event.numbers.iter().filter(|(name, _)| *name != "pid" || event.event != "start");
+            object.extend(told.map(|(name, number)| ((*name).to_owned(), (*number).into())));
+            return serde_json::Value::Object(object).to_string();
         }
-        let start = all.first().map_or(0, |first| first.time_ns);
-        let seconds = event.time_ns.saturating_sub(start) as f64 / 1e9;
+        let seconds = event.time_ns.saturating_sub(start_ns) as f64 / 1e9;
         let numbers: Vec<String> = event.numbers.iter().map(|(name, number)| format!("{name} {number}")).collect();
-        format!("{seconds:>12.6} s  {:<14}  {}", event.event, numbers.join(", "))
+        let whose = if is_one { String::new() } else { format!("{:>8} {:<15}  ", line.pid, line.name) };
+        format!("{seconds:>12.6} s  {whose}{:<14}  {}", event.event, numbers.join(", "))
     }
+}
+
+fn events_of(process: &Process, parts: usize) -> std::io::Result<Vec<Line>> {
+    let mut lines = Vec::new();
+    for (path, snapshot) in process.found.iter().take(parts) {
+        let events = trace::read(path.as_c_str(), process.owner())?;
+        lines.extend(events.into_iter().map(|event| Line { pid: process.who.pid, name: snapshot.name(), event }));
+    }
+    Ok(lines)
+}
+
+/// Merges the events of several processes, sorted by time. A process that has ended contributes none.
+fn merged(processes: &[Process]) -> Vec<Line> {
+    let each = processes.iter().filter_map(|process| events_of(process, usize::MAX).ok());
+    let mut lines: Vec<Line> = each.flatten().collect();
+    lines.sort_by_key(|line| line.event.time_ns);
+    lines
 }

@@ -1,73 +1,186 @@
-//! `pagemill vmstat PID`: what a process's memory manager has done so far, or does from second to second.
+//! `pagemill vmstat [PID]`: what the memory managers of processes have done so far, or one does each second.
 
+use crate::asking::Interrupt;
 use crate::fail;
-use pagemill::published;
+use crate::figures::{self, Column, Process, Target, Trouble, giveable, resident};
 use pagemill::stats::{Counter, Kind, Row, Snapshot, TABLE, Unit};
 use pagemill::units::Bytes;
 use serde_json::{Map, Value, json};
-use std::io::{ErrorKind, Write};
+use std::fmt::Write as _;
+use std::io::{ErrorKind, Write as _};
 use std::process::ExitCode;
 use std::thread;
 use std::time::Duration;
 
 #[derive(clap::Args)]
 pub struct Vmstat {
-    /// A running process on Pagemill.
-    pid: u32,
-    /// Every second what was added, until the process ends or Ctrl-C.
-    #[arg(long)]
+    /// A running process on Pagemill, or a `pagemill run`, which stands for its tree. Default: one line for each
+    /// process.
+    pid: Option<u32>,
+    /// Show the changes of every second, until the process ends or Ctrl-C.
+    #[arg(long, requires = "pid")]
     watch: bool,
-    /// One JSON object (with --watch one a second) instead of a table.
+    /// Print one JSON object per process (with --watch one per second; for a tree one with its members) instead of a
+    /// table.
     #[arg(long)]
     json: bool,
+    /// Also show zero values.
+    #[arg(long)]
+    all: bool,
+}
+
+const COLUMNS: [Column; 4] = [
+    ("RESIDENT", resident),
+    ("GIVEABLE", |sum| giveable(sum).0),
+    ("RETURNED", |sum| sum.get(Counter::PurgeFreed)),
+    ("PEAK", |sum| sum.get(Counter::ResidentPeak)),
+];
+
+/// A process or a tree, with its sums.
+struct Shown {
+    title: String,
+    start_ticks: u64,
+    sum: Snapshot,
+    age: Option<String>,
+    members: Option<Vec<Process>>,
+}
+
+impl Shown {
+    fn of(pid: u32, interrupt: &Interrupt) -> Result<Self, Trouble> {
+        Ok(match figures::of(pid, interrupt)? {
+            Target::One(process) => Self {
+                title: process.title(),
+                start_ticks: process.published.who.start_ticks,
+                sum: process.sum.clone(),
+                age: process.age(),
+                members: None,
+            },
+            Target::Tree(members) => Self {
+                title: format!("{pid} pagemill run: {} on Pagemill\n", figures::processes(members.len())),
+                start_ticks: pagemill_sys::process::identity(pid).map_or(0, |who| who.start_ticks),
+                sum: figures::sum_of(&members),
+                age: None,
+                members: Some(members),
+            },
+        })
+    }
 }
 
 impl Vmstat {
     pub fn main(&self) -> ExitCode {
-        let Some((_, mut last)) = published::find(self.pid) else { return fail(2, &published::missing(self.pid)) };
-        let mut written = self.write(&Snapshot::default(), &last);
-        while self.watch && written.is_ok() {
-            thread::sleep(Duration::from_secs(1));
-            // Looked up anew: another process may have got its number.
-            let Some((_, now)) = published::find(self.pid).filter(|(_, now)| now.who == last.who) else { break };
-            written = self.write(&last, &now);
-            last = now;
-        }
-        match written {
-            Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+        let Ok(interrupt) = Interrupt::watch() else { return fail(1, "signals cannot be handled") };
+        let shown = match self.pid {
+            Some(pid) => self.show(pid, &interrupt),
+            None => figures::of_all(&interrupt).map(|all| self.write(&self.text_of_all(&all))),
+        };
+        match shown {
+            Ok(Err(error)) if error.kind() != ErrorKind::BrokenPipe => {
                 fail(1, &format!("the figures cannot be written: {error}"))
             }
-            _ => ExitCode::SUCCESS,
+            Ok(_) => ExitCode::SUCCESS,
+            Err(Trouble::Interrupted) => interrupt.end(),
+            Err(Trouble::Missing(why)) => fail(2, &why),
         }
     }
 
-    fn write(&self, before: &Snapshot, now: &Snapshot) -> std::io::Result<()> {
-        let mut out = std::io::stdout().lock();
-        let sums = || TABLE.iter().filter(|row| row.kind == Kind::Sum);
-        // Of the gauges those that count; those in bytes are meminfo's.
-        let states = || TABLE.iter().filter(|row| row.kind == Kind::Gauge && row.unit == Unit::Count);
-        let added = |row: &Row| now.get(row.counter).saturating_sub(before.get(row.counter));
-        if self.json {
-            let mut rows: Map<String, Value> = sums().map(|row| (row.name.to_owned(), json!(added(row)))).collect();
-            rows.extend(states().map(|row| (row.name.to_owned(), json!(now.get(row.counter)))));
-            rows.insert("resident".into(), json!(now.get(Counter::Resident)));
-            rows.insert("giveable".into(), json!(now.giveable_bytes()));
-            writeln!(out, "{}", Value::Object(rows))?;
-            return out.flush();
-        }
-        let (resident, giveable) = (Bytes(now.get(Counter::Resident)), Bytes(now.giveable_bytes()));
-        writeln!(out, "{} {}: {resident} resident, {giveable} of it could be given at once", now.who.pid, now.name())?;
-        for row in states().filter(|row| !self.watch || now.get(row.counter) != before.get(row.counter)) {
-            writeln!(out, "  {:<25} {:>12}  {}", row.name, now.get(row.counter), row.meaning)?;
-        }
-        // Watching, only what moved is of interest.
-        for row in sums().filter(|row| !self.watch || added(row) > 0) {
-            let amount = match row.unit {
-                Unit::Bytes => Bytes(added(row)).to_string(),
-                Unit::Count => added(row).to_string(),
+    fn show(&self, pid: u32, interrupt: &Interrupt) -> Result<std::io::Result<()>, Trouble> {
+        let mut last = Shown::of(pid, interrupt)?;
+        let mut written = self.write(&self.text(pid, &Snapshot::default(), &last));
+        while self.watch && written.is_ok() {
+            thread::sleep(Duration::from_secs(1));
+            if interrupt.has_come() {
+                return Err(Trouble::Interrupted);
+            }
+            // Looked up again: the id may have been reused.
+            let now = match Shown::of(pid, interrupt) {
+                Ok(now) if now.start_ticks == last.start_ticks => now,
+                Err(Trouble::Interrupted) => return Err(Trouble::Interrupted),
+                _ => break,
             };
-            writeln!(out, "  {:<25} {amount:>12}  {}", row.name, row.meaning)?;
+            written = self.write(&self.text(pid, &last.sum, &now));
+            last = now;
         }
+        Ok(written)
+    }
+
+    fn write(&self, text: &str) -> std::io::Result<()> {
+        let mut out = std::io::stdout().lock();
+        out.write_all(text.as_bytes())?;
         out.flush()
     }
+
+    fn text_of_all(&self, processes: &[Process]) -> String {
+        match (self.json, processes.is_empty()) {
+            (true, _) => processes.iter().map(|process| format!("{}\n", self.json_of(process))).collect(),
+            (false, true) => "no process of yours is on Pagemill\n".to_owned(),
+            (false, false) => figures::table(processes, &COLUMNS),
+        }
+    }
+
+    fn text(&self, pid: u32, before: &Snapshot, now: &Shown) -> String {
+        if self.json {
+            let mut rows = self.rows_of(before, &now.sum);
+            rows.insert("pid".into(), json!(pid));
+            rows.insert("age".into(), json!(now.age));
+            if let Some(members) = &now.members {
+                rows.insert("members".into(), members.iter().map(|member| self.json_of(member)).collect());
+            }
+            return format!("{}\n", Value::Object(rows));
+        }
+        let (resident, giveable) = (Bytes(resident(&now.sum)), Bytes(giveable(&now.sum).0));
+        let mut text = now.title.clone();
+        let _ = writeln!(text, "  {resident} resident, {giveable} could be returned at once");
+        for row in states().filter(|row| self.is_shown(row, before, &now.sum)) {
+            let _ = writeln!(text, "  {:<25} {:>12}  {}", row.name, now.sum.get(row.counter), row.meaning);
+        }
+        for row in sums().filter(|row| self.is_shown(row, before, &now.sum)) {
+            let amount = match row.unit {
+                Unit::Bytes => Bytes(added(row, before, &now.sum)).to_string(),
+                Unit::Count => added(row, before, &now.sum).to_string(),
+            };
+            let _ = writeln!(text, "  {:<25} {amount:>12}  {}", row.name, row.meaning);
+        }
+        text + &now.members.as_ref().map_or_else(String::new, |members| figures::table(members, &COLUMNS))
+    }
+
+    /// Returns whether to show a row: nonzero, or changed when watching.
+    fn is_shown(&self, row: &Row, before: &Snapshot, now: &Snapshot) -> bool {
+        let is_sum = row.kind == Kind::Sum || self.watch;
+        self.all || if is_sum { now.get(row.counter) != before.get(row.counter) } else { now.get(row.counter) > 0 }
+    }
+
+    fn rows_of(&self, before: &Snapshot, now: &Snapshot) -> Map<String, Value> {
+        let mut rows = Map::new();
+        rows.insert("name".into(), json!(now.name()));
+        rows.insert("resident".into(), json!(resident(now)));
+        rows.insert("giveable".into(), json!(giveable(now).0));
+        let values = sums().map(|row| (row.name, added(row, before, now)));
+        let values = values.chain(states().map(|row| (row.name, now.get(row.counter))));
+        rows.extend(
+            values.filter(|(_, value)| self.all || *value > 0).map(|(name, value)| (name.to_owned(), json!(value))),
+        );
+        rows
+    }
+
+    /// The JSON object of one process in a list: its rows, PID, user and age.
+    fn json_of(&self, process: &Process) -> Value {
+        let mut rows = self.rows_of(&Snapshot::default(), &process.sum);
+        rows.insert("pid".into(), json!(process.pid()));
+        rows.insert("user".into(), json!(process.published.user));
+        rows.insert("age".into(), json!(process.age()));
+        Value::Object(rows)
+    }
+}
+
+fn sums() -> impl Iterator<Item = &'static Row> {
+    TABLE.iter().filter(|row| row.kind == Kind::Sum)
+}
+
+/// Gauges in counts; meminfo shows those in bytes.
+fn states() -> impl Iterator<Item = &'static Row> {
+    TABLE.iter().filter(|row| row.kind == Kind::Gauge && row.unit == Unit::Count)
+}
+
+fn added(row: &Row, before: &Snapshot, now: &Snapshot) -> u64 {
+    now.get(row.counter).saturating_sub(before.get(row.counter))
 }

@@ -1,4 +1,5 @@
-//! `pagemill vranges PID`: the volatile ranges of a process, with a handle or marked by address, and what became of them.
+//! `pagemill vranges PID`: the volatile ranges of a process, by handle or marked by address, with state and purged
+//! bytes.
 
 use crate::asking::{Interrupt, reason};
 use crate::fail;
@@ -20,15 +21,15 @@ const SECONDS_A_TICK: f64 = (1 << 22) as f64 / 1e9;
 
 #[derive(clap::Args)]
 #[command(
-    after_help = "The process answers itself, within 2 seconds. STATE: held (not marked, its bytes stay), volatile (they \
-may go), pinned (they may when the last pin ends), purging (they are going). GOES: full (as a whole), partial (from its \
-end, a part at a time), strict (what is gone raises SIGBUS). AGE: seconds since it was marked or lost a part, to 4 ms; it begins anew after 19 hours. PURGED: \
-what of it is gone; `some`: memory that went was marked again, or the kernel took a part."
+    after_help = "The process answers within 2 seconds. STATE: held (not marked, its bytes stay), volatile (they \
+may be purged), pinned (may be purged after the last unpin), purging. GOES: full (as a whole), partial (from its \
+end, a part at a time), strict (purged pages raise SIGBUS). AGE: seconds since it was marked or lost a part, \
+to 4 ms; it restarts after 19 hours. PURGED: purged bytes; `some`: purged memory was marked again, or the kernel took a part."
 )]
 pub struct Vranges {
-    /// A running process on Pagemill, by preload, C library or crate.
+    /// A running process on Pagemill, by preload library, C library or crate.
     pid: u32,
-    /// One JSON object instead of a table.
+    /// Print one JSON object instead of a table.
     #[arg(long)]
     json: bool,
 }
@@ -37,7 +38,7 @@ impl Vranges {
     pub fn main(&self) -> ExitCode {
         let found = published::find_all(self.pid);
         let Some((_, snapshot)) = found.first() else { return fail(2, &published::missing(self.pid)) };
-        let Ok(interrupt) = Interrupt::watch() else { return fail(1, "signals cannot be watched for") };
+        let Ok(interrupt) = Interrupt::watch() else { return fail(1, "signals cannot be handled") };
         let mut list = List::default();
         for (path, snapshot) in &found {
             match ask(path, snapshot, &interrupt) {
@@ -53,7 +54,7 @@ impl Vranges {
         let text = if self.json { format!("{}\n", json_of(snapshot, &list)) } else { text_of(snapshot, &list) };
         let mut out = std::io::stdout().lock();
         match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-            // A reader that stops reading (head, less) ends the listing.
+            // A reader that closes the pipe (head, less) ends the listing.
             Err(error) if error.kind() != ErrorKind::BrokenPipe => {
                 fail(1, &format!("the list cannot be written: {error}"))
             }
@@ -62,7 +63,7 @@ impl Vranges {
     }
 }
 
-/// The ranges of one Pagemill of the process. One that has none is not woken to say so.
+/// Requests the ranges of one Pagemill instance of the process. One without ranges is not woken.
 fn ask(path: &Path, snapshot: &Snapshot, interrupt: &Interrupt) -> Result<List, Unanswered> {
     let bytes = [Counter::RangesBytes, Counter::MarkedBytes].map(|counter| snapshot.get(counter));
     if bytes == [0, 0] {
@@ -71,14 +72,14 @@ fn ask(path: &Path, snapshot: &Snapshot, interrupt: &Interrupt) -> Result<List, 
     listing::ask(path, snapshot.who, || interrupt.has_come())
 }
 
-/// Sums over a list. Lengths come from another process: they saturate.
+/// Sums over a list. The lengths come from another process, so additions saturate.
 #[derive(Default)]
 struct Totals {
     bytes: u64,
-    /// Ranges and their bytes, by [`STATES`].
+    /// Count and bytes of ranges, in the order of [`STATES`].
     states: [(usize, u64); STATES.len()],
     purged_bytes: u64,
-    /// Of some ranges nobody knows how much is gone.
+    /// For some ranges the purged bytes are unknown.
     is_at_least: bool,
 }
 
@@ -123,7 +124,7 @@ fn how_of(range: &Listed) -> &'static str {
     }
 }
 
-/// How much of it is gone, in a word.
+/// Returns how much of it was purged, as a keyword.
 fn purged_of(range: &Listed) -> &'static str {
     match range.purged_bytes {
         Some(0) => "no",
@@ -213,7 +214,7 @@ mod tests {
         }
     }
 
-    /// A row for each range, sums below; what is not known is not made up.
+    /// One row for each range, sums below; unknown values are shown as unknown.
     #[test]
     fn a_list_is_shown_with_its_sums() {
         let held = Listed { age_ticks: None, ..range(State::Held, Some(0)) };
@@ -238,7 +239,7 @@ mod tests {
         assert_eq!((&json["totals"]["volatile"], &json["totals"]["not_listed"]), (&json!(8 * MIB), &json!(7)));
     }
 
-    /// Lengths that nobody can have overflow nothing.
+    /// Impossible lengths do not overflow.
     #[test]
     fn absurd_lengths_are_survived() {
         let endless =

@@ -1,4 +1,4 @@
-//! `pagemill meminfo` and `trace` of a program with caches: each by its name, and sums that are right.
+//! `pagemill meminfo` and `trace` of a program with caches: each cache is shown by its name, and all sums are correct.
 
 mod common;
 
@@ -19,16 +19,17 @@ const MIB: u64 = 1 << 20;
 
 const PARTS: [&str; 6] = ["huge", "small", "locked", "free", "frames", "index"];
 
-/// The program of these tests: this file, started with a variable that tells it to be one.
+/// The program of these tests is this test binary, started with this variable set.
 const BE_PROGRAM: &str = "CACHES_TEST_PROGRAM";
 
-/// Says its process id, and what its caches hold as it sees that itself: the parts of each, what is charged, and what is dirty.
+/// Prints its process id and the usage of its caches, as it reads them itself: the parts of each, the charge, and the
+/// dirty bytes.
 fn say(caches: &[&Cache]) {
     let parts = |Usage { huge, small, locked, free, frames, index, charged, dirty, .. }: Usage| {
         [huge, small, locked, free, frames, index, charged, dirty].map(|bytes| bytes.to_string()).join(" ")
     };
     let usage: Vec<String> = caches.iter().map(|cache| parts(cache.usage())).collect();
-    // Not through the harness, which keeps what tests print.
+    // Bypasses the test harness, which captures the output of tests.
     let line = format!("\n{} {}\n", std::process::id(), usage.join(" "));
     std::io::stdout().write_all(line.as_bytes()).unwrap();
     let _ = std::io::stdin().read_line(&mut String::new());
@@ -79,10 +80,10 @@ fn look(place: &Place, holder: &Holder, command: &str, options: &[&str]) -> Stri
 }
 
 fn meminfo(place: &Place, holder: &Holder) -> Value {
-    serde_json::from_str(&look(place, holder, "meminfo", &["--json"])).unwrap()
+    serde_json::from_str(&look(place, holder, "meminfo", &["--json", "--all"])).unwrap()
 }
 
-/// Once the program answers: a busy machine may keep it from that for a while.
+/// Waits until the program answers, since a busy machine may delay it.
 fn answered(place: &Place, holder: &Holder) -> Value {
     let begun = Instant::now();
     loop {
@@ -97,7 +98,7 @@ fn number(row: &Value, name: &str) -> u64 {
     row[name].as_u64().unwrap_or_else(|| panic!("no {name} in {row}"))
 }
 
-/// Rows add up to what is published of the process, by node and in all.
+/// Checks that the rows add up to the published sums of the process, by node and in all.
 fn assert_adds_up(info: &Value) {
     let rows = info["caches"].as_array().unwrap();
     let sum = |names: &[&str]| -> u64 { rows.iter().flat_map(|row| names.iter().map(|name| number(row, name))).sum() };
@@ -114,7 +115,7 @@ fn assert_adds_up(info: &Value) {
     }
 }
 
-/// What each cache says of itself is what is shown of it.
+/// Checks that the usage shown for each cache is what the program read itself.
 fn assert_as_said(info: &Value, names: &[&str], said: &[u64]) {
     let rows = info["caches"].as_array().unwrap();
     for (name, said) in names.iter().zip(said.chunks_exact(PARTS.len() + 2)) {
@@ -125,7 +126,8 @@ fn assert_as_said(info: &Value, names: &[&str], said: &[u64]) {
     assert_eq!(rows.iter().filter(|row| row["holder"] == "cache").count(), names.len());
 }
 
-/// The caches of a program by their names: what is dropped moves from row to row, and all adds up at each time.
+/// The caches of a program are shown by their names. After a drop, bytes move from row to row, and the sums are correct
+/// each time.
 #[test]
 fn caches_are_shown_by_their_names() {
     const NAMES: [&str; 2] = ["tiles", "rows of ? tables"];
@@ -164,7 +166,7 @@ fn caches_are_shown_by_their_names() {
     place.assert_swept();
 }
 
-/// A program that is preloaded as well has two Pagemills: its figures are those of both.
+/// A program that also has the preload has two Pagemills; its figures are the sum of both.
 #[test]
 fn caches_of_a_preloaded_program_are_shown() {
     let place = Place::new();
@@ -176,7 +178,7 @@ fn caches_of_a_preloaded_program_are_shown() {
     holder.end();
 }
 
-/// Who does not answer is shown with the sums that it published, and why there is no more.
+/// A program that does not answer is shown with the sums that it published, and with the reason why there is no more.
 #[test]
 fn who_does_not_answer_is_shown_with_sums() {
     let place = Place::new();
@@ -191,7 +193,7 @@ fn who_does_not_answer_is_shown_with_sums() {
     holder.end();
 }
 
-/// Events of folios say whose they are: the first file of the first cache has two huge ones.
+/// Events of folios name their file and cache: the first file of the first cache has two huge folios.
 #[test]
 fn the_trace_names_file_and_cache() {
     let place = Place::new();

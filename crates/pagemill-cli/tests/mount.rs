@@ -3,6 +3,7 @@
 mod common;
 
 use common::group::Group;
+use common::ram::{MIB, Ram, pattern, start, wait_until};
 use common::{Guard, PAGEMILL, Place, STUCK_AFTER, finish, is_root, may_mount};
 use serde_json::Value;
 use std::fs::{self, File};
@@ -15,114 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread;
 use std::time::{Duration, Instant};
 
-const MIB: usize = 1 << 20;
 const BLOCK: usize = MIB + MIB;
-
-/// A mount of one test; unmounted at its end, whoever holds it.
-struct Ram {
-    place: Place,
-    point: PathBuf,
-    controller: Guard,
-}
-
-impl Ram {
-    fn new(options: &[&str]) -> Option<Self> {
-        if !may_mount() {
-            return None;
-        }
-        let place = Place::new();
-        let point = place.path("ram");
-        fs::create_dir(&point).unwrap();
-        let controller = start(&place, &point, options);
-        Some(Self { place, point, controller })
-    }
-
-    fn at(&self, name: &str) -> PathBuf {
-        self.point.join(name)
-    }
-
-    fn command(&self, arguments: &[&str]) -> common::End {
-        let mut command = self.place.command(PAGEMILL);
-        command.args(arguments);
-        finish(command, STUCK_AFTER)
-    }
-
-    /// A folder with a mark on all that is in it.
-    fn folder(&self, name: &str, mark: &[&str]) -> PathBuf {
-        let path = self.at(name);
-        fs::create_dir(&path).unwrap();
-        self.mark(&path, mark);
-        path
-    }
-
-    fn mark(&self, path: &Path, mark: &[&str]) {
-        self.command(&[&["mark"], mark, &[path.to_str().unwrap()]].concat()).assert_success();
-    }
-
-    fn status(&self) -> Value {
-        let end = self.command(&["status", "--json", self.point.to_str().unwrap()]);
-        end.assert_success();
-        serde_json::from_str(&end.out).unwrap()
-    }
-
-    fn count(&self, name: &str) -> u64 {
-        self.status()["counts"][name].as_u64().unwrap()
-    }
-
-    /// Purges so many MiB; returns the bytes that went.
-    fn purge(&self, mib: usize) -> u64 {
-        let end = self.command(&["purge", "--json", self.point.to_str().unwrap(), &format!("{mib}M")]);
-        end.assert_success();
-        serde_json::from_str::<Value>(&end.out).unwrap()["purged_bytes"].as_u64().unwrap()
-    }
-
-    fn is_mounted(&self) -> bool {
-        fs::metadata(&self.point).unwrap().dev() != fs::metadata(self.place.path("home")).unwrap().dev()
-    }
-
-    /// Waits until the controller knows of as many volatile files.
-    fn wait_for_volatile(&self, files: u64) {
-        wait_until("volatile files are known", || self.status()["volatile_files"] == files);
-    }
-}
-
-impl Drop for Ram {
-    fn drop(&mut self) {
-        if !self.controller.has_ended() {
-            self.controller.signal("KILL");
-            self.controller.wait(STUCK_AFTER);
-        }
-        while self.is_mounted() && common::shell(&format!("umount -l {}", self.point.display())).success() {}
-    }
-}
-
-#[track_caller]
-fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let begun = Instant::now();
-    while !is_so() {
-        assert!(begun.elapsed() < STUCK_AFTER, "never so: {what}");
-        thread::sleep(Duration::from_millis(10));
-    }
-}
-
-/// Starts a controller and waits until it has mounted.
-fn start(place: &Place, point: &Path, options: &[&str]) -> Guard {
-    let mut command = place.command(PAGEMILL);
-    command.arg("mount").arg(point).args(options);
-    command.stdout(File::create(place.path("out")).unwrap()).stderr(File::create(place.path("err")).unwrap());
-    let mut controller = Guard::new(command);
-    wait_until("it says that it is mounted", || {
-        let err = || fs::read_to_string(place.path("err")).unwrap();
-        assert!(!controller.has_ended(), "{}", err());
-        fs::read_to_string(place.path("out")).unwrap().contains('\n')
-    });
-    controller
-}
-
-/// Bytes that tell where they belong.
-fn pattern(seed: usize, len: usize) -> Vec<u8> {
-    (0..len).map(|at| (at / 64 + seed * 31 + 1) as u8 | 1).collect()
-}
 
 /// Least recently used first, as a whole; what is open or mapped or not volatile stays, byte for byte.
 #[test]
@@ -286,7 +180,7 @@ fn pages_follow_contents_and_marks() {
     assert_eq!(bytes.iter().filter(|byte| **byte != 0).count(), 1);
 }
 
-/// Who looks after pages gives way to everybody, whatever shares the processors out: he has the last place of all in a
+/// The worker of huge pages gives way to every other thread, whatever the scheduler: it has the last place of all in a
 /// session of his own.
 #[test]
 fn the_worker_gives_way() {
@@ -316,7 +210,7 @@ fn the_worker_gives_way() {
     }
 }
 
-/// Writers in a limited group go on for ever: old files go, nobody is killed, no write fails, and what is not volatile stays.
+/// Writers in a limited group go on for ever: old files go, no process is killed, no write fails, and what is not volatile stays.
 #[test]
 fn writers_survive_their_groups_limit() {
     let Some(ram) = Ram::new(&["--size", "4G"]) else { return };
@@ -349,7 +243,7 @@ fn writers_survive_their_groups_limit() {
     }
 }
 
-/// The size is the guarantee: who passes it gets ENOSPC, and what was there stays.
+/// The size is the guarantee: a write beyond it fails with ENOSPC, and what was there stays.
 #[test]
 fn a_full_file_system_says_so() {
     let Some(ram) = Ram::new(&["--size", "64M"]) else { return };
@@ -407,7 +301,93 @@ fn a_killed_controller_is_replaced() {
     let _ = fs::remove_file(dead);
 }
 
-/// While a controller runs another is refused; a busy mount names who is busy, and ends when nobody is.
+/// Mounting again keeps the size that was asked for, unless another is.
+#[test]
+fn a_mount_that_is_taken_over_keeps_its_size() {
+    let Some(mut ram) = Ram::new(&["--size", "200M"]) else { return };
+    for (options, mib) in [(&[][..], 200), (&["--size", "100M"][..], 100), (&[][..], 100)] {
+        ram.controller.signal("KILL");
+        ram.controller.wait(STUCK_AFTER);
+        ram.controller = start(&ram.place, &ram.point, options);
+        let status = ram.status();
+        assert_eq!((&status["asked_bytes"], &status["size_bytes"]), (&(mib * MIB).into(), &(mib * MIB).into()));
+    }
+}
+
+/// A small mount uses its space: three fifths of it full of volatile files, written at any speed, none goes.
+#[test]
+fn small_mounts_use_their_space() {
+    let Some(ram) = Ram::new(&["--size", "200M"]) else { return };
+    let cache = ram.folder("cache", &["--volatile", "full"]);
+    for index in 0..120 {
+        fs::write(cache.join(index.to_string()), pattern(index, MIB)).unwrap();
+    }
+    ram.wait_for_volatile(120);
+    let status = ram.status();
+    let is_near = |line: &Value| line["kind"] != "size" && line["used_bytes"].as_u64() > line["mark_bytes"].as_u64();
+    if status["lines"].as_array().unwrap().iter().any(is_near) {
+        return println!("skipped: another limit is near: {status}");
+    }
+    assert_eq!(status["counts"]["purged_files"], 0, "{status}");
+}
+
+/// What is told of volatile files is so now: of one that was deleted, which no event tells, and of one whose zeros were given
+/// back by the controller's own worker.
+#[test]
+fn volatile_bytes_are_true_when_they_are_told() {
+    let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
+    let cache = ram.folder("cache", &["--volatile", "full"]);
+    fs::write(cache.join("a"), pattern(1, MIB)).unwrap();
+    fs::write(cache.join("b"), [vec![1; 4096], vec![0; 2 * BLOCK]].concat()).unwrap();
+    ram.wait_for_volatile(2);
+    fs::remove_file(cache.join("a")).unwrap();
+    let held = || fs::metadata(cache.join("b")).unwrap().blocks() * 512;
+    wait_until("its zeros were given back", || held() <= 64 << 10);
+    let status = ram.status();
+    let told = ["volatile_files", "volatile_bytes"].map(|name| status[name].as_u64().unwrap());
+    assert_eq!((told, &status["volatile_age_seconds"]), ([1, held()], &0.0.into()));
+}
+
+/// A daemon does not keep a mount namespace without other processes.
+#[test]
+fn a_daemon_ends_with_its_namespace() {
+    if !may_mount() || !is_root() || common::lacks("unshare") {
+        return;
+    }
+    let place = Place::new();
+    let point = place.path("ram");
+    fs::create_dir(&point).unwrap();
+    let mut command = place.command("unshare");
+    let script = format!("{PAGEMILL} mount {} --size 64M --daemon --json && read line", point.display());
+    command.args(["-m", "sh", "-c", &script]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut inside = Guard::new(command);
+    let mut line = String::new();
+    std::io::BufRead::read_line(&mut std::io::BufReader::new(inside.child().stdout.take().unwrap()), &mut line)
+        .unwrap();
+    let said: Value = serde_json::from_str(&line).unwrap();
+    let daemon = format!("/proc/{}/exe", said["controller_pid"].as_u64().unwrap());
+    // Longer than between two looks.
+    thread::sleep(Duration::from_secs(5));
+    assert!(Path::new(&daemon).exists(), "a shell is still there");
+    drop(inside.child().stdin.take());
+    wait_until("the daemon has ended", || !Path::new(&daemon).exists());
+}
+
+/// A group that is none is named before anything is mounted.
+#[test]
+fn a_group_that_is_none_is_named() {
+    let place = Place::new();
+    let point = place.path("ram");
+    fs::create_dir(&point).unwrap();
+    let mut command = place.command(PAGEMILL);
+    command.arg("mount").arg(&point).args(["--size", "64M", "--cgroup", "no/such"]);
+    let end = finish(command, STUCK_AFTER);
+    assert_eq!(end.code(), 2);
+    assert!(end.err.contains("--cgroup no/such: there is no such memory control group"), "{}", end.err);
+    assert_eq!(fs::metadata(&point).unwrap().dev(), fs::metadata(place.path("home")).unwrap().dev());
+}
+
+/// While a controller runs another is refused; a busy mount names its users, and ends when there are none.
 #[test]
 fn busy_mounts_name_who_is_busy() {
     let Some(mut ram) = Ram::new(&["--size", "64M"]) else { return };
@@ -423,7 +403,7 @@ fn busy_mounts_name_who_is_busy() {
     assert_eq!(refused.code(), 1);
     let named = format!("process {} (sleep): works in {point}", sleeper.id());
     assert!(refused.err.contains(&named), "{}", refused.err);
-    // A signal ends the controller all the same; what is mounted stays for who is in it, and can be taken over.
+    // A signal ends the controller all the same; the mount stays for the processes in it, and can be taken over.
     ram.controller.signal("TERM");
     assert_eq!(ram.controller.wait(STUCK_AFTER).code(), Some(1));
     let err = fs::read_to_string(ram.place.path("err")).unwrap();
@@ -459,7 +439,7 @@ fn what_is_no_longer_marked_stays() {
     }
 }
 
-/// A mount point of bytes that are no text is in nobody's way.
+/// A mount point whose name is not text does no harm.
 #[test]
 fn odd_names_are_in_nobodys_way() {
     use std::os::unix::ffi::OsStrExt;
@@ -479,7 +459,7 @@ fn odd_names_are_in_nobodys_way() {
     assert_eq!(controller.wait(STUCK_AFTER).code(), Some(0));
 }
 
-/// Unmounted by somebody else, the controller ends; in the background, the command returns once it is mounted.
+/// Unmounted by another command, the controller ends; in the background, the command returns once it is mounted.
 #[test]
 fn a_daemon_goes_on_by_itself() {
     if !may_mount() {
@@ -527,6 +507,38 @@ fn lost_events_are_made_up_for() {
     ram.controller.signal("CONT");
     wait_until("all are known", || ram.status()["volatile_files"] == files);
     assert!(ram.count("events_lost") > 0);
+}
+
+/// Many small files in a row are not told of one by one, and are all known in the end; and no folder stays open for them: one that
+/// is deleted meanwhile is gone.
+#[test]
+fn many_small_files_are_known_in_the_end() {
+    const FILES: usize = 60_000;
+    let Some(ram) = Ram::new(&["--size", "4G"]) else { return };
+    let cache = ram.folder("cache", &["--volatile", "full"]);
+    for index in 0..FILES {
+        fs::write(cache.join(index.to_string()), b"x").unwrap();
+    }
+    fs::write(cache.join("large"), pattern(1, BLOCK)).unwrap();
+    ram.wait_for_volatile(FILES as u64 + 1);
+    let (quiet_times, events) = (ram.count("quiet_times"), ram.count("events"));
+    if quiet_times == 0 {
+        println!("files were made too slowly here to be too many");
+    } else {
+        assert!(events < FILES as u64, "{events} events, {quiet_times} quiet times");
+    }
+    // Listening goes on.
+    wait_until("a single file is told of", || {
+        fs::write(ram.at("single"), b"x").unwrap();
+        ram.count("events") > events
+    });
+    let open = || {
+        let links = fs::read_dir(format!("/proc/{}/fd", ram.controller.id())).unwrap().map(|link| link.unwrap().path());
+        links.filter_map(|link| fs::read_link(link).ok()).any(|target| target.ends_with("cache"))
+    };
+    wait_until("no folder is open", || !open());
+    assert!(ram.purge(4096) >= BLOCK as u64);
+    assert_eq!(fs::read_dir(&cache).unwrap().count(), 0);
 }
 
 /// Files that are written under one name and moved to another, and whole folders that are moved, are known by their last
@@ -603,7 +615,7 @@ fn readers_get_whole_files_or_none() {
     assert!(!ram.controller.has_ended());
 }
 
-/// Folders that move and links that lead elsewhere lead nobody astray: all the while files are purged, and nothing else goes.
+/// Folders that move and links that lead elsewhere do not mislead a purge: files are purged meanwhile, and nothing else goes.
 #[test]
 fn moving_folders_lead_nobody_astray() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
@@ -654,7 +666,7 @@ fn moving_folders_lead_nobody_astray() {
     assert_eq!(fs::read_dir(kept.join("a")).unwrap().count(), 8);
 }
 
-/// Without privileges, for one program and its children: seen by nobody else, and gone at the end.
+/// Without privileges, for one program and its children: not visible to others, and gone at the end.
 #[test]
 fn anybody_may_run_on_a_private_one() {
     let place = Place::new();

@@ -1,7 +1,7 @@
-//! The other kernel: Debian's, with control groups of version 2 and two memory nodes, booted in software.
+//! Another kernel: Debian's, with control groups of version 2 and two memory nodes, booted in an emulator.
 //!
-//! The kernel of the machine that runs the tests need not have either. One
-//! boot runs all cases; `tests/c/init.c` is the first process in there.
+//! The kernel of the machine that runs the tests may lack both. One boot runs all cases; `tests/c/init.c` is the first
+//! process in the machine.
 
 mod common;
 #[path = "other_kernel/initramfs.rs"]
@@ -17,8 +17,8 @@ use machine::Case;
 use serde_json::Value;
 use std::path::Path;
 
-/// Name, `memory.max`, `memory.high`, command. What `phases` and `squeeze` take in all fits into no limit here. They are
-/// told how much to do, not how long: nobody knows how slow this machine is.
+/// Name, `memory.max`, `memory.high`, command. The memory that `phases` and `squeeze` use in all exceeds every limit
+/// here. Their arguments are amounts of work, not times, since the speed of the emulator is unknown.
 const CASES: &str = "\
 doctor max max /bin/pagemill doctor --json
 phases-2 128M max /bin/pagemill run --json --output /tmp/report.json -- /bin/phases 2 72 0 3
@@ -32,8 +32,8 @@ nodes max max /bin/pagemill run --after 0 -- /bin/nodes /bin/pagemill
 slabs max max PAGEMILL_TEST_IN_MACHINE=1 /bin/slabs --exact slabs_lie_on_real_nodes --nocapture
 ";
 
-/// The kernel sees what Pagemill asks of it, and Pagemill what the kernel offers: limits of either kind are survived,
-/// and memory comes from the node of the thread that asks.
+/// Pagemill and Debian's kernel work together: programs survive limits of either kind, and memory comes from the node
+/// of the thread that allocates.
 #[test]
 fn debians_kernel_is_served() {
     let Some(kernel) = machine::kernel() else { return };
@@ -58,7 +58,7 @@ fn debians_kernel_is_served() {
     assert!(slabs.end == "exit 0" && slabs.text("output").contains("1 passed"), "{slabs:?}");
 }
 
-/// In the machine, started as one of the cases above: `slabs`.
+/// Runs inside the machine, as the case `slabs`.
 #[test]
 fn slabs_lie_on_real_nodes() {
     if std::env::var_os("PAGEMILL_TEST_IN_MACHINE").is_none() {
@@ -68,7 +68,7 @@ fn slabs_lie_on_real_nodes() {
     slabs::move_between_nodes().unwrap();
 }
 
-/// The command with its library, the programs of the cases, their list. `None` without a compiler.
+/// The command with its library, the programs of the cases, and the list of cases. `None` without a compiler.
 fn initramfs(place: &Place) -> Option<Vec<u8>> {
     let mut archive = Initramfs::default();
     for folder in ["proc", "sys", "dev", "tmp", "run"] {
@@ -78,10 +78,10 @@ fn initramfs(place: &Place) -> Option<Vec<u8>> {
     for name in ["phases", "squeeze", "nodes", "ram"] {
         archive.add_program(format!("bin/{name}"), &place.compile(&format!("{name}.c"), &[])?);
     }
-    // This program itself.
+    // This test binary.
     archive.add_program("bin/slabs", &std::env::current_exe().unwrap());
     archive.add_program("bin/pagemill", Path::new(PAGEMILL));
-    // Cargo has the library in a folder of its own; missing here, the command would unpack it for every case.
+    // Cargo places the library in a folder of its own. Without it, the command would unpack its library for every case.
     let library = Path::new(PAGEMILL).with_file_name("deps").join("libpagemill_malloc.so");
     if library.exists() {
         archive.add_program("bin/libpagemill_malloc.so", &library);
@@ -90,7 +90,7 @@ fn initramfs(place: &Place) -> Option<Vec<u8>> {
     Some(archive.finish())
 }
 
-/// Pagemill works on this kernel, in a group of version 2, with two nodes.
+/// `doctor` reports that Pagemill works on this kernel, in a group of version 2, with two nodes.
 fn assert_what_the_doctor_sees(case: &Case) {
     assert_eq!(case.end, "exit 0", "{case:?}");
     let table: Value = serde_json::from_str(case.text("output")).unwrap();
@@ -104,8 +104,8 @@ fn assert_what_the_doctor_sees(case: &Case) {
     assert_eq!(found("numa"), "nodes 0-1, mbind works");
 }
 
-/// Nobody was killed and nothing refused, because free memory went back in time, for these reasons. (On a machine as
-/// slow as this one, what `phases` frees has mostly gone for new memory before the limit is near.)
+/// No process was killed and no call refused, because free memory was returned in time, for these reasons. On a machine
+/// as slow as this one, most of what `phases` frees is reused for new memory before the limit is near.
 fn assert_survived(case: &Case, reasons: &[&str]) {
     assert_eq!(case.end, "exit 0", "{case:?}");
     let report: Value = serde_json::from_str(case.text("report")).unwrap();
@@ -116,13 +116,14 @@ fn assert_survived(case: &Case, reasons: &[&str]) {
     assert!(case.has_event("oom_kill 0"), "{case:?}");
 }
 
-/// The kernel means it: with closed eyes the same program is killed.
+/// The kernel enforces the limit: without watching it, the same program is killed.
 fn assert_killed(case: &Case) {
     assert_eq!(case.end, "exit 137", "{case:?}");
     assert!(case.has_event("oom_kill 1"), "{case:?}");
 }
 
-/// On a kernel whose tmpfs has no attributes of users: volatile files went before the group's limit, nothing else did.
+/// On a kernel whose tmpfs lacks user attributes: volatile files were removed before the group's limit was reached, and
+/// nothing else.
 fn assert_files_made_room(case: &Case) {
     assert_eq!(case.end, "exit 0", "{case:?}");
     assert!(case.has_event("oom_kill 0"), "{case:?}");
@@ -131,7 +132,7 @@ fn assert_files_made_room(case: &Case) {
     assert!(status["counts"]["purged_bytes"].as_u64().is_some_and(|bytes| bytes > 64 << 20), "{status}");
 }
 
-/// Whoever asked got memory of its own node, both nodes had a CPU, and `meminfo` shows both.
+/// Each thread got memory of its own node, both nodes had a CPU, and `meminfo` shows both.
 fn assert_memory_is_near(case: &Case) {
     assert_eq!(case.end, "exit 0", "{case:?}");
     let mut used = Vec::new();

@@ -1,14 +1,14 @@
 //! The malloc family through the preload library, as C and C++ programs see it.
 //!
-//! Each program of `tests/c` checks itself and ends with 0; what goes wrong it
-//! says with file and line. What they do is told at their first lines.
+//! Each program of `tests/c` checks itself and exits with 0. On an error it prints file and line. Its first lines
+//! describe it.
 
 mod common;
 
 use common::{End, Place, STUCK_AFTER, finish, finish_with_input};
 use std::process::Command;
 
-/// Compiles a program, runs it under `pagemill run OPTIONS`; `None` where it cannot be compiled.
+/// Compiles a program and runs it under `pagemill run OPTIONS`; `None` if it cannot be compiled.
 fn run_with(options: &[&str], source: &str, flags: &[&str], arguments: &[&str]) -> Option<End> {
     let place = Place::new();
     let program = place.compile(source, flags)?;
@@ -25,7 +25,7 @@ fn succeeds(options: &[&str], source: &str, arguments: &[&str]) {
     }
 }
 
-/// All option sets that change how memory is brought in or told apart.
+/// All sets of options that change how memory is mapped or checked.
 const WAYS: &[&[&str]] = &[
     &[],
     &["--no-huge"],
@@ -87,7 +87,7 @@ mod family {
         holds("errno");
     }
 
-    /// Not under `--check`, nor in other ways: how much is resident is told by one way alone.
+    /// With default options only: how much is resident depends on them.
     #[test]
     fn trim_gives_back_and_tells() {
         succeeds(&[], "family.c", &["trim"]);
@@ -117,7 +117,35 @@ mod family {
     }
 }
 
-/// As it comes: the C library serves until the program has grown.
+/// jemalloc's control call, for programs that are linked to jemalloc and for those that test whether it exists.
+mod mallctl {
+    use super::*;
+
+    #[test]
+    fn purges_return_memory_and_sums_count_it() {
+        for options in [&[] as &[&str], &["--return", "keep"], &["--after", "0"]] {
+            let Some(end) = run_with(options, "mallctl.c", &[], &[]) else { return };
+            end.assert_success();
+            assert!(end.out.starts_with("pagemill-"), "{}", end.out);
+        }
+    }
+
+    #[test]
+    fn a_program_linked_to_jemalloc_is_served() {
+        let folders = std::fs::read_dir("/usr/lib").into_iter().flatten().flatten();
+        let Some(library) = folders.map(|entry| entry.path().join("libjemalloc.so.2")).find(|path| path.exists())
+        else {
+            println!("skipped: no libjemalloc.so.2");
+            return;
+        };
+        let flags = ["-Wl,--no-as-needed", library.to_str().unwrap()];
+        let Some(end) = run_with(&[], "mallctl.c", &flags, &[]) else { return };
+        end.assert_success();
+        assert!(!end.out.contains("pagemill"), "{}", end.out);
+    }
+}
+
+/// With default options: the C library serves a program until it has grown.
 mod young {
     use super::*;
 
@@ -143,7 +171,7 @@ mod young {
         }
     }
 
-    /// Threads, forks and patterns in all memory, growing at different moments.
+    /// Threads, forks and patterns in all memory, with programs that grow at different moments.
     #[test]
     fn contents_stay_whole_while_growing() {
         for after in ["1", "64K", "1M", "4M", "32M"] {
@@ -159,7 +187,8 @@ mod young {
         }
     }
 
-    /// A small program has no arena and no jemalloc; once grown it has both, and what it held before is still counted.
+    /// A small program has no arena and no jemalloc. Once grown it has both, and the memory that it held before is
+    /// still counted.
     #[test]
     fn programs_grow_once_they_hold_enough() {
         let Some(small) = run(&[], "young.c", &["1000"]) else { return };
@@ -173,7 +202,7 @@ mod young {
         assert!((6000..11000).contains(&peak_kib), "{peak_kib} KiB");
     }
 
-    /// Many calls make a program grow, too, however little it holds.
+    /// Many calls make a program grow, too, however little memory it holds.
     #[test]
     fn programs_grow_when_they_call_often() {
         let Some(end) = run(&[], "young.c", &["0", "200000"]) else { return };
@@ -190,17 +219,18 @@ mod young {
         assert!((1000..1600).contains(&peak_kib), "{peak_kib} KiB");
     }
 
-    /// Misuse ends the program, named by the C library.
+    /// Misuse ends the program with a message of the C library.
     #[test]
     fn misuse_is_named_by_the_c_library() {
         for case in ["stack", "small-twice"] {
             let Some(end) = run(&[], "misuse.c", &[case]) else { return };
             assert_eq!(end.code(), 128 + 6, "{case}: {}", end.err);
-            assert!(end.err.contains("free()"), "{case}: {}", end.err);
+            // `free()` or `munmap_chunk()`, depending on the bytes before the pointer.
+            assert!(end.err.contains("invalid pointer") || end.err.contains("double free"), "{case}: {}", end.err);
         }
     }
 
-    /// The moments at which growing is hardest: see the program. Each ends, and what it held is reported.
+    /// The hardest moments to grow; see the program. Each case ends, and the memory that it held is reported.
     #[test]
     fn programs_grow_at_awkward_moments() {
         for case in ["handlers", "forks", "clearenv", "stack", "keys"] {
@@ -208,16 +238,16 @@ mod young {
             assert!(end.status.success(), "{case}: {} {}", end.status, end.err);
             let report = end.err.lines().rfind(|line| line.starts_with('{')).unwrap_or_default();
             let report: serde_json::Value = serde_json::from_str(report).unwrap();
-            assert!(report["peak_bytes"].as_u64().unwrap() > 5 << 20, "{case}: {report}");
+            assert!(report["peak_bytes"].as_u64().unwrap() > 10 << 20, "{case}: {report}");
         }
     }
 
-    /// No file may be written: a deadly signal for who tries. Figures are not published then.
+    /// A limit of zero on file sizes: a write would raise a deadly signal. Figures are not published then.
     #[test]
     fn no_file_need_be_written() {
         let place = Place::new();
         let Some(program) = place.compile("young.c", &[]) else { return };
-        for kib in [100, 6000] {
+        for kib in [100, 12000] {
             let script = format!("ulimit -f 0; exec {} {kib}", program.display());
             let mut command = place.shell(&[], &script);
             command.env_remove("PAGEMILL_AFTER");
@@ -225,7 +255,7 @@ mod young {
         }
     }
 
-    /// Where addresses are limited a program has as many as without Pagemill: it never grows.
+    /// With a limited address space a program has as much of it as without Pagemill: it never grows.
     #[test]
     fn few_addresses_are_left_to_the_program() {
         let place = Place::new();
@@ -240,7 +270,7 @@ mod young {
         }
     }
 
-    /// A limit is a limit from the first byte on.
+    /// A limit applies from the first byte on.
     #[test]
     fn limits_leave_no_youth() {
         let Some(end) = run(&["--limit", "1G"], "young.c", &["1000"]) else { return };
@@ -251,7 +281,7 @@ mod young {
 mod misuse {
     use super::*;
 
-    /// The misuse is named on standard error, by function and kind, and ends the program as `abort` does.
+    /// The misuse is reported on standard error, by function and kind, and ends the program as `abort` does.
     #[track_caller]
     fn is_named(options: &[&str], flags: &[&str], case: &str, words: &[&str]) {
         let Some(end) = run_with(options, "misuse.c", flags, &[case]) else { return };
@@ -269,12 +299,12 @@ mod misuse {
         is_named(&[], &[], "realloc-stack", &["realloc()", "invalid pointer"]);
     }
 
-    /// Data of a program at fixed addresses lies below the arena: named when checking, else the program ends all the same.
+    /// Static data of a program at fixed addresses is below the arena.
     #[test]
     fn foreign_memory_of_a_fixed_program_is_not_freed() {
-        is_named(&["--check"], &["-no-pie"], "data", &["free()", "invalid pointer"]);
-        let Some(end) = run_with(&[], "misuse.c", &["-no-pie"], &["data"]) else { return };
-        assert!(end.code() > 128, "ended with {}: {}", end.code(), end.err);
+        for options in [&[] as &[&str], &["--after", "0"], &["--check"]] {
+            is_named(options, &["-no-pie"], "data", &["free()", "invalid pointer"]);
+        }
     }
 
     #[test]
@@ -316,14 +346,14 @@ mod threads {
         }
     }
 
-    /// Small sizes only, many steps: what goes through the linked allocator.
+    /// Small sizes only, many steps: calls that the linked allocator serves.
     #[test]
     fn small_contents_stay_whole() {
         succeeds(&[], "mixed.c", &["6", "200000", "60"]);
         succeeds(&["--check"], "mixed.c", &["6", "50000", "60"]);
     }
 
-    /// Far more is wanted than allowed; calls fail, contents stay.
+    /// Far more is requested than allowed; calls fail, contents stay intact.
     #[test]
     fn contents_stay_whole_at_the_limit() {
         succeeds(&["--limit", "64M"], "mixed.c", &["4", "1000", "16384", "may-fail"]);
@@ -423,7 +453,7 @@ mod large {
 mod lacking {
     use super::*;
 
-    /// The address space is limited: a smaller arena, or none, and large wishes are refused.
+    /// With a limited address space there is a smaller arena, or none, and large requests are refused.
     #[test]
     fn little_address_space_is_enough() {
         let place = Place::new();
@@ -435,7 +465,7 @@ mod lacking {
         }
     }
 
-    /// With hardly any address space a shell still works as it does without.
+    /// With very little address space, a shell works as it does without Pagemill.
     #[test]
     fn hardly_any_address_space_is_survived() {
         let place = Place::new();
@@ -449,7 +479,7 @@ mod lacking {
         }
     }
 
-    /// `malloc` never takes more than the address space has, and says so with a null.
+    /// `malloc` never takes more than the address space has, and returns null then.
     #[test]
     fn the_address_space_runs_out_in_order() {
         let place = Place::new();
@@ -465,7 +495,7 @@ mod lacking {
         without
     }
 
-    /// No `/proc` for the command itself, and for the program alone.
+    /// Without `/proc`, for the command itself and for the program alone.
     #[test]
     fn proc_is_not_needed() {
         let place = Place::new();
@@ -480,20 +510,20 @@ mod lacking {
         finish(place.shell(&["--report"], &script), STUCK_AFTER).assert_success();
     }
 
-    /// File descriptors are all taken before the first allocation of many a helper file.
+    /// No file descriptor is free for helper files when the program allocates first.
     #[test]
     fn no_file_descriptor_is_needed_later() {
         let place = Place::new();
         let Some(program) = place.compile("mixed.c", &[]) else { return };
         let script = format!("ulimit -n 3; exec {} 2 3000 4096", program.display());
         let end = finish(place.shell(&["--limit", "1G"], &script), STUCK_AFTER);
-        // The loader itself needs one: where not even that is possible, the program cannot start.
+        // The loader itself needs one descriptor. Without it the program cannot start.
         if !end.err.contains("error while loading shared libraries") {
             end.assert_success();
         }
     }
 
-    /// Threads are forbidden: there is no helper, and nothing else is missed.
+    /// Threads cannot be created: there is no helper, and everything else works.
     #[test]
     fn the_helper_thread_is_not_needed() {
         let place = Place::new();
@@ -503,7 +533,8 @@ mod lacking {
         finish(command, STUCK_AFTER).assert_success();
     }
 
-    /// Standard streams closed: nothing of ours takes their place and nothing is written into the program's files.
+    /// With closed standard streams, no file of Pagemill takes their place, and nothing is written into the program's
+    /// files.
     #[test]
     fn closed_standard_streams_stay_closed() {
         let place = Place::new();

@@ -1,7 +1,7 @@
 //! Real programs give the same results on Pagemill as without it.
 //!
-//! Each is run both ways where that is quick; suites with a verdict of their
-//! own are run on Pagemill only. What is not installed is skipped, and says so.
+//! Quick ones are run both ways; test suites with their own verdict are run on Pagemill only. A program that is not
+//! installed is skipped, with a message.
 
 mod common;
 
@@ -12,16 +12,16 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Options that each program is tried with: as it comes, on Pagemill from the first call on, and under a limit with software pages.
+/// Options for each program: default; on Pagemill from the first call on; under a limit with software pages.
 const WAYS: &[&[&str]] = &[&[], &["--after", "0"], &["--limit", "2G", "--page-size", "64K"]];
 
-/// Served by the C library until it has grown, as for everybody.
+/// The default: the C library serves the program until it has grown.
 fn as_it_comes(mut command: Command) -> Command {
     command.env_remove("PAGEMILL_AFTER");
     command
 }
 
-/// Runs a program without Pagemill and on it in every way; all outputs are the same.
+/// Runs a program without Pagemill, and on it with each set of options; all outputs must be equal.
 #[track_caller]
 fn is_the_same(place: &Place, program: &str, arguments: &[&str], prepare: impl Fn(&mut Command)) -> String {
     let run = |mut command: Command| {
@@ -86,7 +86,7 @@ print(len(bytes(10**9)))
         assert_eq!(out.lines().count(), 5);
     }
 
-    /// Long: about a minute. The interpreter's own tests, where they are installed.
+    /// Takes about a minute. The interpreter's own tests, if they are installed.
     #[test]
     fn its_own_tests_pass() {
         if lacks("python3") {
@@ -285,7 +285,7 @@ mod bash {
 mod redis {
     use super::*;
 
-    /// Long: some ten seconds. Fifty clients set, get and push; nothing fails, and what was set is there.
+    /// Takes some ten seconds. Fifty clients set, get and push; no request fails, and all values are there.
     #[test]
     fn clients_are_served_without_errors() {
         if ["redis-server", "redis-benchmark", "redis-cli"].into_iter().any(lacks) {
@@ -334,7 +334,7 @@ mod redis {
         assert_eq!(client("redis-cli", false, &["set", "large", &value[..100_000]]), "OK");
         assert_eq!(client("redis-cli", true, &["append", "large", &value[..100_000]]), "200000");
         assert_eq!(client("redis-cli", false, &["get", "large"]), &value[..200_000]);
-        // A fork that writes the data down, and reading it back.
+        // A save by the server and one by a fork; the data stays the same.
         assert_eq!(client("redis-cli", false, &["save"]), "OK");
         let before = client("redis-cli", false, &["debug", "digest"]);
         let keys = client("redis-cli", false, &["dbsize"]);
@@ -379,7 +379,7 @@ mod cargo {
         }
     "#;
 
-    /// A crate without dependencies, debug and release; the program made is the same, byte by byte.
+    /// A crate without dependencies, debug and release; the built program is the same, byte by byte.
     #[test]
     fn the_same_program_is_built() {
         let place = Place::new();

@@ -1,4 +1,4 @@
-//! `pagemill run` as its user sees it: statuses, streams, signals, reports, limits of a process tree.
+//! `pagemill run` from the user's point of view: statuses, streams, signals, reports, limits of a process tree.
 
 mod common;
 
@@ -18,7 +18,7 @@ fn report(mut run: impl FnMut(&[&str]) -> Command) -> Value {
     parse(&end)
 }
 
-/// The JSON object among what a run wrote to standard error.
+/// The JSON object in the standard error of a run.
 fn parse(end: &End) -> Value {
     let line = end.err.lines().find(|line| line.starts_with('{')).unwrap_or_else(|| panic!("no report: {}", end.err));
     serde_json::from_str(line).unwrap()
@@ -75,7 +75,7 @@ mod status {
         place.assert_swept();
     }
 
-    /// Variables that mirror flags: an empty one says nothing, a wrong one is named.
+    /// Variables that mirror flags: an empty one has no effect, a wrong one is named in the error.
     #[test]
     fn variables_are_read_as_flags_are() {
         let place = Place::new();
@@ -124,7 +124,10 @@ mod status {
             assert_eq!((end.code(), end.out.as_str()), (2, ""), "{options:?}: {}", end.err);
             assert!(!end.err.is_empty());
         }
-        for (name, value) in [("PAGEMILL_LIMIT", "0"), ("PAGEMILL_LIMIT", "x"), ("PAGEMILL_PAGE_SIZE", "48K")] {
+        let of_flags = [("PAGEMILL_LIMIT", "0"), ("PAGEMILL_LIMIT", "x"), ("PAGEMILL_PAGE_SIZE", "48K")];
+        let of_the_allocator =
+            ["RETURN", "IDLE", "HELPER", "WATCH", "HUGE", "NODES"].map(|name| format!("PAGEMILL_{name}"));
+        for (name, value) in of_flags.into_iter().chain(of_the_allocator.iter().map(|name| (name.as_str(), "x"))) {
             let mut command = place.shell(&[], "echo started");
             command.env(name, value);
             let end = finish(command, STUCK_AFTER);
@@ -136,7 +139,16 @@ mod status {
         place.assert_swept();
     }
 
-    /// A misspelt option is not taken for a program.
+    /// A variable that a program of the tree sets wrongly is passed over, and not told of by each process.
+    #[test]
+    fn wrong_variables_are_told_of_once_at_most() {
+        let place = Place::new();
+        let script = "PAGEMILL_HELPER=x; export PAGEMILL_HELPER; for i in 1 2 3 4 5; do sh -c true; done";
+        let end = finish(place.shell(&[], script), STUCK_AFTER);
+        assert_eq!((end.code(), end.err.as_str()), (0, ""));
+    }
+
+    /// A misspelt option is not taken as a program.
     #[test]
     fn an_unknown_option_is_a_usage_error() {
         let place = Place::new();
@@ -161,7 +173,7 @@ mod status {
 mod streams {
     use super::*;
 
-    /// What is closed stays closed: a program that would fail to write fails here, too.
+    /// Closed streams stay closed: a program that would fail to write fails here, too.
     #[test]
     fn closed_streams_are_not_replaced() {
         let place = Place::new();
@@ -204,7 +216,8 @@ mod streams {
 mod signals {
     use super::*;
 
-    /// A shell that says when it is ready and how it was reached.
+    /// Checks that a signal reaches the program: a shell that prints a line when it is ready, and another at the
+    /// signal.
     fn reached_by(name: &str) {
         let place = Place::new();
         let script = format!("trap 'echo got {name}; exit 9' {name}; echo ready; while :; do sleep 0.05; done");
@@ -283,8 +296,8 @@ mod reports {
         place.assert_swept();
     }
 
-    /// Without exit handlers: by `_exit`, as shells do, and by a signal. (Blocks from 2 MiB up are counted when they are
-    /// measured, so one that is touched just before the end may go uncounted.)
+    /// Programs that end without exit handlers: by `_exit`, as shells do, and by a signal. (Blocks from 2 MiB up are
+    /// counted when they are measured, so one that is touched just before the end may not be counted.)
     #[test]
     fn what_a_process_held_is_reported_however_it_ends() {
         let place = Place::new();
@@ -303,7 +316,7 @@ mod reports {
         }
     }
 
-    /// What was held at the peak does not become giveable by being freed later.
+    /// Memory that was live at the peak does not count as giveable because it was freed later.
     #[test]
     fn what_was_held_at_the_peak_was_not_giveable() {
         let place = Place::new();
@@ -331,7 +344,7 @@ mod reports {
         assert_eq!(bytes(&report, "limit_bytes"), 700 * MIB);
         let peaks: Vec<_> = report["largest"].as_array().unwrap().iter().map(|process| &process["name"]).collect();
         assert!(peaks.iter().all(|name| name.as_str().unwrap().starts_with("held")), "{peaks:?}");
-        // One after the other: the tree never held much more than one of them.
+        // The processes ran one after the other, so the tree never held much more than one of them.
         assert!(bytes(&report, "peak_bytes") < 40 * MIB, "{report}");
     }
 
@@ -342,13 +355,13 @@ mod reports {
         let report = report(|json| {
             let mut command = place.pagemill_run(&[json, &["--limit", "1G"]].concat(), &program);
             command.args(["100", "1024", "100", "1024", "calm"]);
-            // However long the second takes, the first keeps what it has.
+            // However long the second process takes, the first keeps its memory.
             command.env("PAGEMILL_IDLE", "off");
             command
         });
         adds_up(&report);
         assert!((190 * MIB..260 * MIB).contains(&bytes(&report, "peak_bytes")), "{report}");
-        // One of the two had freed all it had.
+        // One of the two processes had freed all its memory.
         assert!((85 * MIB..150 * MIB).contains(&bytes(&report, "net_peak_bytes")), "{report}");
     }
 
@@ -390,7 +403,7 @@ mod reports {
         assert!(end.err.contains("no/such/folder/report"), "{}", end.err);
     }
 
-    /// The inner tree is the inner run's; the outer one reports itself, and both end well.
+    /// The inner tree belongs to the inner run; the outer run reports itself, and both succeed.
     #[test]
     fn a_run_inside_a_run() {
         let place = Place::new();
@@ -409,7 +422,7 @@ mod reports {
         place.assert_swept();
     }
 
-    /// An inner run may ask for more than the outer limit, and does not get it.
+    /// An inner run may request more than the outer limit, but the outer limit applies.
     #[test]
     fn a_run_inside_a_run_keeps_the_outer_limit() {
         let place = Place::new();
@@ -419,7 +432,7 @@ mod reports {
         assert_eq!(bytes(&inner, "limit_bytes"), 300 * MIB, "{inner}");
     }
 
-    /// An inner run that neither limits nor reports is a part of the outer tree: its memory counts there.
+    /// An inner run without limit and report is a part of the outer tree: its memory counts there.
     #[test]
     fn a_plain_run_inside_a_run_is_a_part_of_it() {
         let place = Place::new();
@@ -433,7 +446,8 @@ mod reports {
         place.assert_swept();
     }
 
-    /// A file that cannot be written is told before the program runs; one that fills up does not change its status.
+    /// A file that cannot be written is reported before the program runs. A file that fills up does not change the
+    /// status.
     #[test]
     fn the_reports_file_is_opened_first() {
         let place = Place::new();
@@ -444,7 +458,7 @@ mod reports {
         assert!(end.err.contains("cannot be written"), "{}", end.err);
     }
 
-    /// Small processes are counted, though they publish nothing.
+    /// Small processes are counted although they publish nothing.
     #[test]
     fn small_processes_are_counted() {
         let place = Place::new();
@@ -470,7 +484,7 @@ mod obstacles {
             println!("skipped: no static program can be made");
             return;
         }
-        let end = finish(place.pagemill_run(&["--limit", "1G"], "./static"), STUCK_AFTER);
+        let end = finish(place.pagemill_run(&[], "./static"), STUCK_AFTER);
         assert_eq!(end.code(), 7);
         assert!(end.err.starts_with("pagemill: ./static is linked statically"), "{}", end.err);
         fs::write(place.path("script"), "#!./static\n").unwrap();
@@ -556,7 +570,7 @@ mod obstacles {
         assert!(end.out.starts_with(place.path("runtime").to_str().unwrap()), "{}", end.out);
     }
 
-    /// No room anywhere: every place is named, the status is 126, nothing half-written stays.
+    /// Without room in any folder: every folder is named, the status is 126, and no partial file stays.
     #[test]
     fn no_room_for_the_library_is_told() {
         let place = Place::beside_target();
@@ -586,14 +600,14 @@ mod obstacles {
         }
     }
 
-    /// No folder for the figures in `XDG_RUNTIME_DIR`: another is found.
+    /// Without a folder for the figures in `XDG_RUNTIME_DIR`, another one is used.
     #[test]
     fn the_runtime_folder_may_be_missing() {
         let place = Place::new();
         let mut command = place.shell(&["--limit", "300M", "--report"], "exit 6");
         command.env("XDG_RUNTIME_DIR", place.path("missing/deeper"));
         assert_eq!(finish(command, STUCK_AFTER).code(), 6);
-        // The folder that was found instead belongs to all of this user's processes: removed if it is empty.
+        // The folder used instead is shared by all processes of this user, so it is removed only if it is empty.
         let user = finish(place.shell(&[], "id -u"), STUCK_AFTER).out;
         let _ = fs::remove_dir(format!("/dev/shm/pagemill-{}", user.trim()));
     }
@@ -629,8 +643,8 @@ mod limits {
         holds("256M", "limit.c", &["1", "200", "264"]);
     }
 
-    /// Random sizes from several threads, far more than allowed: what is resident passes the limit by no more than two
-    /// of the largest blocks per thread (realloc holds two), granted untouched while there was room.
+    /// Random sizes from several threads, far more than allowed: resident memory exceeds the limit by at most two of
+    /// the largest blocks per thread (realloc holds two), which were granted untouched while there was room.
     #[test]
     fn the_peak_stays_near_the_limit() {
         let place = Place::new();
@@ -652,7 +666,7 @@ mod limits {
         holds("16M", "limit.c", &["4", "10", "18"]);
     }
 
-    /// A limit below what any program needs: it fails or goes on, soon, and is never killed.
+    /// A limit below the needs of any program: the program fails or goes on, soon, and is never killed.
     #[test]
     fn a_tiny_limit_does_not_hang() {
         let place = Place::new();
@@ -697,21 +711,33 @@ mod limits {
         holds("4G", "crowd.c", &["1100"]);
     }
 
-    /// The command is killed with its program running: the next command cleans up once the program has ended.
+    /// The command and its program are killed while another process of the tree runs on. The next command cleans up
+    /// after that process has ended.
     #[test]
     fn a_killed_command_is_swept_by_the_next() {
         let place = Place::new();
-        // It ends with its input.
-        let mut command = place.shell(&[], "echo $$; exec cat");
+        // It ends when its input is closed.
+        let mut command = place.shell(&[], "exec 3<&0; cat <&3 & echo $!; wait");
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut guard = Guard::new(command);
         let input = guard.child().stdin.take();
         let mut lines = BufReader::new(guard.child().stdout.take().unwrap()).lines();
         let program = lines.next().unwrap().unwrap();
+        let has_published = || {
+            let is_its = |path: &std::path::PathBuf| {
+                path.file_name().unwrap().to_string_lossy().starts_with(&format!("{program}-"))
+            };
+            common::walk(&place.path("runtime/pagemill")).iter().any(is_its)
+        };
+        let begun = Instant::now();
+        while !has_published() {
+            assert!(begun.elapsed() < STUCK_AFTER, "it publishes nothing");
+            thread::sleep(Duration::from_millis(1));
+        }
         guard.signal("KILL");
         guard.wait(STUCK_AFTER);
         assert_eq!(finish(place.pagemill_run(&[], "true"), STUCK_AFTER).code(), 0);
-        assert!(!common::walk(&place.path("runtime/pagemill")).is_empty(), "the program's figures are still in use");
+        assert!(!common::walk(&place.path("runtime/pagemill")).is_empty(), "figures are still in use");
         drop(input);
         let begun = Instant::now();
         while fs::exists(format!("/proc/{program}")).unwrap() {

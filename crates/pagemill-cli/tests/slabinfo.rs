@@ -1,4 +1,4 @@
-//! `pagemill slabinfo`: what programs have in slab caches, and what becomes of that when somebody shrinks them from outside.
+//! `pagemill slabinfo`: the slab caches of programs, and shrinking them from another process.
 
 mod common;
 
@@ -28,7 +28,8 @@ fn program() {
     slab_program::run();
 }
 
-/// Caches as their program sees them, movable ones first, with sums that are right; names do no harm to a terminal.
+/// Caches are listed as their program sees them, relocatable ones first, with correct sums. Names cannot harm a
+/// terminal.
 #[test]
 fn caches_are_listed() {
     let place = Place::new();
@@ -81,7 +82,7 @@ fn caches_are_listed() {
     place.assert_swept();
 }
 
-/// A report of one cache, by its name as it is or as it is shown.
+/// A report of one cache, by its real name or its displayed name.
 #[test]
 fn a_cache_is_reported() {
     let place = Place::new();
@@ -106,8 +107,8 @@ fn a_cache_is_reported() {
     holder.end();
 }
 
-/// What is shown of caches with usual names fits 80 columns; a terminal that has fewer gets names that are cut, anybody else whole ones,
-/// and exact numbers who wants them.
+/// Tables of caches with usual names fit 80 columns. A narrower terminal gets truncated names; other outputs get whole
+/// names, and exact numbers on request.
 #[test]
 fn tables_are_as_wide_as_they_may_be() {
     let place = Place::new();
@@ -134,7 +135,8 @@ fn tables_are_as_wide_as_they_may_be() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// Shrunk from outside a cache gives its slabs back, and no other does; all of them where none is named. Nothing is lost.
+/// A cache that is shrunk from another process returns its slabs, and no other cache does; without a name all of them
+/// do. Nothing is lost.
 #[test]
 fn caches_are_shrunk() {
     let place = Place::new();
@@ -167,17 +169,17 @@ fn caches_are_shrunk() {
     place.assert_swept();
 }
 
-/// Gives an order past the command.
+/// Sends an order directly, without the command.
 fn order(figures: &FigurePath, who: Identity, action: Action, cache: u64) -> Result<Outcome, Unanswered> {
-    listing::order(figures, who, Order { action, cache }, || false)
+    listing::order(figures, who, Order::Slab { action, cache }, || false)
 }
 
-/// Where a program of a place publishes.
+/// The file in which a program of this place publishes its figures.
 fn figures_of(place: &Place, who: Identity) -> FigurePath {
     published::file_of(place.path("runtime/pagemill").to_str().unwrap(), who).unwrap()
 }
 
-/// Ratios of a running program are set; what is none is refused, by the command and by the process.
+/// Ratios of a running program are set. Invalid ones are refused, by the command and by the process.
 #[test]
 fn ratios_are_set() {
     let place = Place::new();
@@ -212,7 +214,8 @@ fn ratios_are_set() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// What takes longer than somebody waits goes on, others are listed meanwhile, and the end is as if he had waited.
+/// An order that outlasts the command's wait goes on, other lists work meanwhile, and the result is the same as after
+/// waiting.
 #[test]
 fn what_takes_long_goes_on() {
     let place = Place::new();
@@ -241,7 +244,7 @@ fn what_takes_long_goes_on() {
     place.assert_swept();
 }
 
-/// A node that is locked by a callback is left out, which is said; the others are shown.
+/// A node that a callback has locked is left out, with a message; the others are shown.
 #[test]
 fn locked_nodes_are_left_out() {
     let place = Place::new();
@@ -268,8 +271,8 @@ fn locked_nodes_are_left_out() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// A callback that panics takes one slab out of use, not the process; that is told, and that the background leaves the cache alone, until
-/// its ratio is set or it is shrunk.
+/// A callback that panics takes one slab out of use, but does not end the process. That is reported, and also that
+/// background defragmentation skips the cache until its ratio is set or it is shrunk.
 #[test]
 fn panics_of_callbacks_are_told() {
     let place = Place::new();
@@ -286,7 +289,7 @@ fn panics_of_callbacks_are_told() {
         let nodes = nodes();
         json!([nodes["lost"], nodes["flags"], nodes["given_up"]])
     };
-    // On a machine that is busy it comes later.
+    // On a busy machine it takes longer.
     let becomes = |expected: Value| {
         let begun = Instant::now();
         while state() != expected {
@@ -300,7 +303,7 @@ fn panics_of_callbacks_are_told() {
         report.lines().find(|line| line.trim_start().starts_with(name)).unwrap_or_else(|| panic!("no {name}: {report}"))
     };
     assert!(row("lost").contains(" 1  ") && row("given up").contains("--set-ratio"), "{report}");
-    // To what it is already.
+    // Sets the ratio to its current value.
     show(&place, &holder, &["--set-ratio=nodes=0"]);
     becomes(json!([1, "MCL", false]));
     assert_eq!(finish(slabinfo(&place, &[&pid, "--shrink=nodes"]), STUCK_AFTER).code(), 1);
@@ -313,7 +316,7 @@ fn panics_of_callbacks_are_told() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// A program that is preloaded as well has two Pagemills, in the folder of a tree: it is asked that has the caches.
+/// A program that also has the preload has two Pagemills, in the folder of a tree: the one with the caches is asked.
 #[test]
 fn caches_of_a_preloaded_program_are_shrunk() {
     let place = Place::new();
@@ -328,7 +331,7 @@ fn caches_of_a_preloaded_program_are_shrunk() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// A child that is forked in the midst of an order lists and shrinks its own caches, and none of its parent's.
+/// A child that is forked during an order lists and shrinks its own caches, and none of its parent's.
 #[test]
 fn a_child_answers_for_itself() {
     let place = Place::new();
@@ -354,7 +357,7 @@ fn a_child_answers_for_itself() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// Many ask for different things at once, whose requests have the same numbers: all are answered.
+/// Many processes send different requests at once, with the same numbers: all are answered.
 #[test]
 fn many_ask_at_once() {
     let place = Place::new();
@@ -376,8 +379,8 @@ fn many_ask_at_once() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// A stopped process does not answer; one without caches is not asked; one without Pagemill has no figures. One that ends
-/// meanwhile is told as such.
+/// A stopped process does not answer, one without caches is not asked, and one without Pagemill has no figures. A
+/// process that ends meanwhile is reported as such.
 #[test]
 fn who_has_none_is_told_apart() {
     let place = Place::new();
@@ -415,7 +418,8 @@ fn who_has_none_is_told_apart() {
     assert_eq!(requests(&place), Vec::<PathBuf>::new());
 }
 
-/// All are asked before one is waited for, so that two that do not answer cost no more than one; both are told, and the others listed.
+/// All processes are asked before the first wait, so two that do not answer cost no more time than one. Both are
+/// reported, and the others listed.
 #[test]
 fn who_does_not_answer_keeps_nobody_waiting() {
     let place = Place::new();
@@ -436,7 +440,7 @@ fn who_does_not_answer_keeps_nobody_waiting() {
     let figures = whos.map(|who| figures_of(&place, who));
     let whom = [(&figures[0], whos[0]), (&figures[1], whos[1])];
     let asked = Cell::new(0);
-    // What is there when the waiting begins.
+    // The requests that exist when the wait begins.
     let should_stop = || {
         asked.set(requests(&place).len());
         true
@@ -448,8 +452,8 @@ fn who_does_not_answer_keeps_nobody_waiting() {
     holders.into_iter().for_each(|holder| assert_eq!(holder.end(), [1]));
 }
 
-/// Another user may neither see nor shrink: not by the command, whose folder is another, and not by a request of his own in the
-/// folder. Root as that user may.
+/// Another user may neither list nor shrink: not by the command, which uses another folder, and not by a request of its
+/// own in the folder. Root, as that user, may.
 #[test]
 fn others_are_refused() {
     if !is_root() || lacks("setpriv") {
@@ -474,7 +478,7 @@ fn others_are_refused() {
         }
         assert_refused(&end, "is another user's: it answers user 0 only");
     }
-    // A request that somebody smuggled in is passed over: of another user, or writable by one.
+    // A request placed by another user, or writable by another user, is ignored.
     let who = process::identity(holder.pid()).unwrap();
     let figures = figures_of(&place, who);
     let stopped = |change: &dyn Fn(&Path)| {
@@ -497,7 +501,7 @@ fn others_are_refused() {
     assert_eq!(order(&figures, who, Action::SetUsedRatio(77), 1).unwrap().errno, 0, "its own user may");
     assert_eq!(holder.end(), [1]);
 
-    // Root as the other user.
+    // Root, as the other user.
     fs::set_permissions(place.path("runtime"), fs::Permissions::from_mode(0o700)).unwrap();
     std::os::unix::fs::chown(place.path("runtime"), Some(NOBODY), Some(NOBODY)).unwrap();
     fs::remove_dir_all(place.path("runtime/pagemill")).unwrap();
@@ -507,7 +511,7 @@ fn others_are_refused() {
     let pid = holder.pid().to_string();
     assert_refused(
         &finish(slabinfo(&place, &[&pid]), STUCK_AFTER),
-        "it answers user 65534 only, as whom root can ask it",
+        "it answers user 65534 only; root can send requests as that user",
     );
     let mut command = place.command("setpriv");
     command.args(["--reuid=65534", "--regid=65534", "--clear-groups", PAGEMILL, "slabinfo", &pid, "--shrink=nodes"]);
@@ -517,7 +521,7 @@ fn others_are_refused() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// Figures of a process that claims to have slab caches, as anybody could write them.
+/// Forged figures of a process that claims to have slab caches.
 fn forge_figures(place: &Place, who: Identity) {
     let mut page = vec![0u8; stats::Figures::LEN];
     page[..8].copy_from_slice(b"pagemill");
@@ -533,7 +537,8 @@ fn forge_figures(place: &Place, who: Identity) {
     fs::write(figures_of(place, who).as_str(), page).unwrap();
 }
 
-/// Lists and answers to orders that another process may write: none of them is believed, and none harms. They come from here.
+/// Lists and answers that another process may have written are not trusted, and do no harm. The test writes them
+/// itself.
 #[test]
 fn garbage_is_refused() {
     let place = Place::new();
@@ -559,7 +564,7 @@ fn garbage_is_refused() {
         (head(list, 1, libc::ENOSPC as u32, 0), "could not write its list"),
         (Vec::new(), "no helper thread"),
     ];
-    // What stands there once somebody asks.
+    // Writes an answer once there is a request.
     let answered = |answer: &[u8], from: usize, ask: &(dyn Fn() -> String + Sync)| {
         forge_figures(&place, who);
         let told = thread::scope(|scope| {
@@ -568,7 +573,7 @@ fn garbage_is_refused() {
                 thread::sleep(Duration::from_millis(1));
             }
             if let Some(path) = requests(&place).first() {
-                // Not made anew where it is gone; an order is written at once after it was made.
+                // Does not create the file again if it is gone; an order is written immediately after its file is made.
                 while fs::metadata(path).is_ok_and(|metadata| metadata.len() < from as u64) {}
                 let file = fs::OpenOptions::new().write(true).open(path);
                 let _ = file.map(|file| std::os::unix::fs::FileExt::write_all_at(&file, answer, from as u64));
@@ -582,7 +587,7 @@ fn garbage_is_refused() {
         let told = answered(answer, 0, &|| finish(slabinfo(&place, &[&sleeper.id().to_string()]), STUCK_AFTER).err);
         assert!(told.contains(words), "{told}");
     }
-    let told = b"pm-slan1";
+    let told = b"pm-answ1";
     let outcome = |cache: u64| [cache.to_le_bytes().to_vec(), vec![0; 56]].concat();
     let orders = [
         (vec![0xFF; 100], "no list"),

@@ -1,4 +1,4 @@
-//! `pagemill slabinfo`: what it says to people, where they typed something else, or have to wait.
+//! `pagemill slabinfo`: its messages for wrong arguments and for waits.
 
 mod common;
 
@@ -17,7 +17,8 @@ fn program() {
     slab_program::run();
 }
 
-/// Of a shrink that goes on, and of caches that it was not begun at, nothing stands where results do; of one that was done before, it does.
+/// For a shrink that goes on, and for caches where it was not begun, the output has no results; for a cache that was
+/// finished before, it has.
 #[test]
 fn what_goes_on_is_no_result() {
     let place = Place::new();
@@ -42,7 +43,7 @@ fn what_goes_on_is_no_result() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// Who names a cache that is not there, or a process where a cache is wanted, is told what to type.
+/// An unknown cache name, or a process id where a cache is expected, is answered with the right command line.
 #[test]
 fn what_to_type_is_told() {
     let place = Place::new();
@@ -74,7 +75,7 @@ fn what_to_type_is_told() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// A signal ends a command that waits for an answer as it ends any other, and no request is left: the status is what a shell or a
+/// A signal ends a waiting command as it ends any other, and no request is left: the status is what a shell or a
 /// service manager expects.
 #[test]
 fn signals_end_a_command_that_waits() {
@@ -105,7 +106,7 @@ fn signals_end_a_command_that_waits() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// The help explains each column of the table and each flag, shows how to type what is usual, and fits 100 columns.
+/// The help explains each column and each flag, shows the usual command lines, and fits 100 columns.
 #[test]
 fn help_explains_what_is_shown() {
     let place = Place::new();

@@ -1,4 +1,4 @@
-//! Strict volatile ranges in preloaded programs, and in runtimes that live on faults of their own.
+//! Strict volatile ranges in preloaded programs, and in runtimes that handle faults themselves.
 
 mod common;
 
@@ -14,7 +14,7 @@ fn foreign(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/foreign").join(name)
 }
 
-/// A purged page raises `SIGBUS`, all other faults what they always did, whichever way and whenever handlers are set.
+/// A purged page raises `SIGBUS`, and all other faults raise their usual signal, however and whenever handlers are set.
 #[test]
 fn handlers_get_what_is_theirs() {
     let place = Place::new();
@@ -26,7 +26,7 @@ fn handlers_get_what_is_theirs() {
     }
 }
 
-/// Without a handler the program ends by the signal that it would end by.
+/// Without a handler the program ends by the signal that it would end by without Pagemill.
 #[test]
 fn programs_end_by_the_right_signal() {
     let place = Place::new();
@@ -46,12 +46,12 @@ fn programs_end_by_the_right_signal() {
             return println!("{}", end.out);
         }
         assert_eq!(end.out, "marked\n", "{how}");
-        // `run` ends as its program does.
+        // `run` exits as its program does.
         assert_eq!(end.code(), 128 + signal, "{how}: {:?} {}", end.status, end.err);
     }
 }
 
-/// The first process of a container: no signal that it sends itself ends it, but its own faults do.
+/// The first process of a container: a signal that it sends itself does not end it, but its own faults do.
 #[test]
 fn the_first_process_ends_as_well() {
     let place = Place::new();
@@ -69,7 +69,7 @@ fn the_first_process_ends_as_well() {
     assert!([128 + SIGBUS, 128 + SIGSEGV].contains(&end.code()), "{:?} {}", end.status, end.err);
 }
 
-/// A C++ handler throws out of a fault, as programs do that are compiled for it.
+/// A C++ handler throws out of a fault, in a program compiled for that.
 #[test]
 fn handlers_may_throw() {
     let place = Place::new();
@@ -77,7 +77,8 @@ fn handlers_may_throw() {
     finish(place.pagemill_run(&[], &program), STUCK_AFTER).assert_success();
 }
 
-/// `pagemill run` of a program beside the library that purges before it starts and looks once more at its end.
+/// `pagemill run` of a program with a preloaded library that purges pages before the program starts and checks them at
+/// its end.
 fn with_purged_pages(place: &Place, program: &Path, arguments: &[&str]) -> Option<Command> {
     let library = place.compile("strict_first.c", &["-shared", "-fPIC"])?;
     let mut command = place.pagemill_run(&[], program);
@@ -85,7 +86,7 @@ fn with_purged_pages(place: &Place, program: &Path, arguments: &[&str]) -> Optio
     Some(command)
 }
 
-/// Null references and full stacks of a Java program.
+/// Null references and stack overflows of a Java program.
 #[test]
 fn java_keeps_its_faults() {
     let place = Place::new();
@@ -125,7 +126,7 @@ fn go_keeps_its_faults() {
     assert_eq!(end.out, format!("[1000 1000 1000 1000] {SIGBUS}\n"));
 }
 
-/// Rust finds the end of a stack, and says so.
+/// Rust detects and reports a stack overflow.
 #[test]
 fn rust_keeps_its_stack_guard() {
     let place = Place::new();

@@ -1,22 +1,20 @@
-//! The house rules that a program can check, over the source of the whole workspace.
+//! Checks the rules of ARCHITECTURE.md and CONVENTIONS.md that a program can check, over the whole workspace.
 //!
-//! The rules stand in ARCHITECTURE.md and CONVENTIONS.md. Comments and strings
-//! are blanked before code is looked at; lines keep their numbers.
+//! Checks of code see the source with comments and strings blanked; line numbers stay the same.
 
 use std::collections::BTreeSet;
-use std::fmt::Write;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Most lines of a file.
+/// Maximum lines of a file.
 const MAX_FILE_LINES: usize = 800;
 
-/// Lines of a function that are mentioned, and that fail.
+/// Lines of a function: above the first limit a warning, above the second a failure.
 const LONG_FN_LINES: usize = 70;
 const MAX_FN_LINES: usize = 100;
 
-/// Modules of `crates/pagemill/src`, each with its layer: a module names lower ones and itself only.
+/// Modules of `crates/pagemill/src` and their layers. A module may name itself and modules of lower layers.
 const LAYERS: &[(&str, usize)] = &[
     ("units", 0),
     ("error", 1),
@@ -24,6 +22,7 @@ const LAYERS: &[(&str, usize)] = &[
     ("stats", 3),
     ("sync", 3),
     ("epoch", 3),
+    ("callback", 4),
     ("arena", 4),
     ("reclaim", 5),
     ("xarray", 5),
@@ -37,14 +36,17 @@ const LAYERS: &[(&str, usize)] = &[
     ("listing", 9),
     ("pagemill", 10),
     ("process", 11),
+    ("refused", 12),
 ];
 
-/// Who may name whom against the order, and why.
+/// Exceptions to the layers: the module, the module that it names, and the reason.
 const EXCEPTIONS: &[(&str, &str, &str)] = &[("trace", "stats", "the ring of events lies on the page of figures")];
 
-/// Bounds of the list in ARCHITECTURE.md.
-const LIST_START: &str = "<!-- unsafe files -->";
-const LIST_END: &str = "<!-- end -->";
+/// Pronouns for people. CONVENTIONS.md wants the thread, the caller or the function named instead.
+const PRONOUNS: &[&str] = &["who", "whom", "whoever", "somebody", "nobody", "anybody"];
+
+/// Maximum number of [`PRONOUNS`] in comments and in Markdown files. CONVENTIONS.md quotes them.
+const MAX_PRONOUNS: usize = 5;
 
 const ALLOW_UNSAFE: &str = "#![allow(unsafe_code)]";
 
@@ -67,7 +69,7 @@ impl File {
         self.path.starts_with("crates/")
     }
 
-    /// Part of a product, not of its tests.
+    /// Whether the file is part of a product, not of its integration tests.
     fn is_product(&self) -> bool {
         self.is_rust() && self.is_in_crates() && !self.path.contains("/tests/")
     }
@@ -75,9 +77,20 @@ impl File {
     fn code(&self) -> String {
         blank_comments_and_strings(&self.text)
     }
+
+    /// The text that people read: all of a Markdown file, the comments of a Rust file of a crate.
+    fn prose(&self) -> String {
+        if self.path.ends_with(".md") {
+            self.text.clone()
+        } else if self.is_rust() && self.is_in_crates() {
+            blank_all_but(Part::Comment, &self.text)
+        } else {
+            String::new()
+        }
+    }
 }
 
-/// What belongs to the repository, tracked or about to be; without git all that is not built.
+/// The files of the repository, tracked or untracked but not ignored. Without git, all files but build output.
 fn files() -> Vec<File> {
     let root = root();
     let listed = Command::new("git")
@@ -108,22 +121,38 @@ fn walk(root: &Path, below: &str) -> Vec<String> {
     paths
 }
 
+/// The parts of a source file.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Part {
+    Code,
+    Comment,
+    /// A string or a character.
+    Literal,
+}
+
 /// The text with comments, strings and characters replaced by spaces; newlines stay.
 fn blank_comments_and_strings(text: &str) -> String {
-    let mut code = String::with_capacity(text.len());
+    blank_all_but(Part::Code, text)
+}
+
+/// The text with all other parts replaced by spaces; newlines stay.
+fn blank_all_but(kept: Part, text: &str) -> String {
+    let mut result = String::with_capacity(text.len());
     let mut rest = text;
     while let Some(first) = rest.chars().next() {
-        let skipped = len_of_comment(rest).or_else(|| len_of_literal(rest, &code));
-        let len = skipped.unwrap_or(first.len_utf8());
-        let (part, after) = rest.split_at(len);
-        if skipped.is_some() {
-            code.extend(part.chars().map(|character| if character == '\n' { '\n' } else { ' ' }));
+        let before = &text[..text.len() - rest.len()];
+        let comment = len_of_comment(rest).map(|len| (Part::Comment, len));
+        let literal = || len_of_literal(rest, before).map(|len| (Part::Literal, len));
+        let (part, len) = comment.or_else(literal).unwrap_or((Part::Code, first.len_utf8()));
+        let (piece, after) = rest.split_at(len);
+        if part == kept {
+            result.push_str(piece);
         } else {
-            code.push_str(part);
+            result.extend(piece.chars().map(|character| if character == '\n' { '\n' } else { ' ' }));
         }
         rest = after;
     }
-    code
+    result
 }
 
 fn len_of_comment(rest: &str) -> Option<usize> {
@@ -140,7 +169,7 @@ fn len_of_comment(rest: &str) -> Option<usize> {
     rest.starts_with("/*").then_some(at.min(rest.len()))
 }
 
-/// Bytes of the string or character that starts here, if one does; `before` is the code so far.
+/// Bytes of the string or character that starts here, if one does; `before` is the text up to here.
 fn len_of_literal(rest: &str, before: &str) -> Option<usize> {
     let is_in_word = before.ends_with(|last: char| last.is_alphanumeric() || last == '_');
     if !is_in_word && let Some(raw) = rest.trim_start_matches(['b', 'c']).strip_prefix('r') {
@@ -167,7 +196,7 @@ fn len_of_literal(rest: &str, before: &str) -> Option<usize> {
     Some(rest.len())
 }
 
-/// Code without the modules of tests, which stand at a file's end.
+/// Code without the test modules, which stand at the end of a file.
 fn without_tests(code: &str) -> &str {
     let mut at = 0;
     let mut lines = code.split_inclusive('\n').peekable();
@@ -181,7 +210,7 @@ fn without_tests(code: &str) -> &str {
     code
 }
 
-/// Places where `word` stands as a word of its own.
+/// Offsets of `word` as a whole word.
 fn words<'code>(code: &'code str, word: &'code str) -> impl Iterator<Item = usize> + 'code {
     let is_part = |character: char| character.is_alphanumeric() || character == '_';
     code.match_indices(word)
@@ -197,7 +226,7 @@ fn assert_none(problems: &[String]) {
     assert!(problems.is_empty(), "{} problem(s):\n  {}\n", problems.len(), problems.join("\n  "));
 }
 
-/// First names of the paths that start at the crate's root, with their places.
+/// First names of the paths that start at `crate::`, with their offsets.
 fn crate_names(code: &str) -> Vec<(usize, &str)> {
     let name_at = |at: usize| {
         let rest = &code[at..];
@@ -230,7 +259,7 @@ fn crate_names(code: &str) -> Vec<(usize, &str)> {
     names
 }
 
-/// Modules of the core name lower modules only.
+/// Modules of the core name only modules of lower layers.
 #[test]
 fn modules_use_lower_ones_only() {
     let layer = |name: &str| LAYERS.iter().find(|(module, _)| *module == name).map(|(_, layer)| *layer);
@@ -247,7 +276,7 @@ fn modules_use_lower_ones_only() {
         };
         let code = file.code();
         for (at, name) in crate_names(without_tests(&code)) {
-            let is_exception = EXCEPTIONS.iter().any(|(who, whom, _)| (*who, *whom) == (module, name));
+            let is_exception = EXCEPTIONS.iter().any(|(from, to, _)| (*from, *to) == (module, name));
             let is_lower = name == module || layer(name).is_some_and(|layer| layer < own);
             if !is_lower && !is_exception {
                 problems.push(format!("{}:{}: {module} names {name}", file.path, line_of(&code, at)));
@@ -257,7 +286,8 @@ fn modules_use_lower_ones_only() {
     assert_none(&problems);
 }
 
-/// `unsafe` stands only where it is allowed, with a reason beside it, and nowhere is it allowed without need.
+/// `unsafe` compiles only in files with `#![allow(unsafe_code)]`. Each such line has a reason behind it
+/// (`#![allow(unsafe_code)] // the C ABI`), and no file has the line without need.
 #[test]
 fn unsafe_is_allowed_with_a_reason() {
     let mut problems = Vec::new();
@@ -276,26 +306,24 @@ fn unsafe_is_allowed_with_a_reason() {
     assert_none(&problems);
 }
 
-/// The product's files that hold `unsafe` are those that ARCHITECTURE.md lists.
+/// How many of [`PRONOUNS`] a text has, in any case.
+fn pronouns_in(text: &str) -> usize {
+    let text = text.to_ascii_lowercase();
+    PRONOUNS.iter().map(|pronoun| words(&text, pronoun).count()).sum()
+}
+
+/// Comments and Markdown files name threads, callers and functions instead of [`PRONOUNS`]. Prints the counts of all files
+/// where the limit is passed, the largest first.
 #[test]
-fn unsafe_files_are_listed() {
-    let is_unsafe = |file: &&File| file.is_product() && words(&file.code(), "unsafe").next().is_some();
+fn sentences_name_their_subject() {
     let files = files();
-    let found: BTreeSet<&str> = files.iter().filter(is_unsafe).map(|file| file.path.as_str()).collect();
-    let text = files.iter().find(|file| file.path == "ARCHITECTURE.md").map_or("", |file| &file.text);
-    let section = text.split_once(LIST_START).and_then(|(_, rest)| rest.split_once(LIST_END)).map_or("", |part| part.0);
-    let listed: BTreeSet<&str> =
-        section.lines().filter_map(|line| line.split('`').nth(1)).filter(|path| path.ends_with(".rs")).collect();
-    if found != listed {
-        let mut list = String::new();
-        found.iter().for_each(|path| writeln!(list, "- `{path}`").unwrap());
-        let missing: Vec<_> = found.difference(&listed).collect();
-        let extra: Vec<_> = listed.difference(&found).collect();
-        panic!(
-            "ARCHITECTURE.md lists other files with unsafe code than there are (missing: {missing:?}, \
-             extra: {extra:?}). The list to paste:\n\n{LIST_START}\n\n{list}\n{LIST_END}\n"
-        );
-    }
+    let counted = files.iter().map(|file| (pronouns_in(&file.prose()), &file.path)).filter(|(count, _)| *count > 0);
+    let mut counts: Vec<(usize, &String)> = counted.collect();
+    counts.sort_by(|one, other| other.cmp(one));
+    let total: usize = counts.iter().map(|(count, _)| count).sum();
+    println!("{total} pronouns for people; at most {MAX_PRONOUNS}");
+    let list: Vec<String> = counts.iter().map(|(count, path)| format!("{count:5} {path}")).collect();
+    assert!(total <= MAX_PRONOUNS, "{total} of {PRONOUNS:?}, at most {MAX_PRONOUNS}:\n{}", list.join("\n"));
 }
 
 #[test]
@@ -307,7 +335,7 @@ fn files_are_short() {
     assert_none(&files().iter().filter(|file| file.is_rust()).filter_map(long).collect::<Vec<_>>());
 }
 
-/// Functions with a body: line, name, lines from the signature to the closing brace.
+/// Functions with a body: line, name, and number of lines from the signature to the closing brace.
 fn functions(code: &str) -> Vec<(usize, &str, usize)> {
     let mut functions = Vec::new();
     for at in words(code, "fn") {
@@ -334,7 +362,7 @@ fn functions(code: &str) -> Vec<(usize, &str, usize)> {
     functions
 }
 
-/// A function over 70 lines is mentioned, one over 100 fails.
+/// Warns of functions over [`LONG_FN_LINES`], fails for those over [`MAX_FN_LINES`].
 #[test]
 fn functions_are_short() {
     let mut problems = Vec::new();
@@ -350,7 +378,7 @@ fn functions_are_short() {
     assert_none(&problems);
 }
 
-/// The OS page and the block are named, not written as numbers.
+/// The sizes of the OS page and the block are named constants, not numbers.
 #[test]
 fn page_and_block_sizes_are_named() {
     let mut problems = Vec::new();
@@ -369,7 +397,7 @@ fn page_and_block_sizes_are_named() {
     assert_none(&problems);
 }
 
-/// Nothing is left to do later, and nothing prints for its author only.
+/// No marks of unfinished work, no debug output.
 #[test]
 fn nothing_is_left_over() {
     let marks = [concat!("TO", "DO"), concat!("FIX", "ME"), concat!("XX", "X")];
@@ -397,7 +425,7 @@ fn tests_in(text: &str) -> Vec<&str> {
     after_marks.filter_map(|after| name(after).map(|(start, end)| &after[start..end])).collect()
 }
 
-/// Each cell of the table of operations on a folio names a test, and what that chapter calls a test is one.
+/// Each cell of the table of operations on a folio names a test, and every test that the chapter names exists.
 #[test]
 fn the_table_of_locks_is_tested() {
     let files = files();
@@ -427,7 +455,7 @@ fn the_table_of_locks_is_tested() {
     assert_none(&problems);
 }
 
-/// No file tells where on some machine it was made.
+/// No file names a folder of the machine where it was written.
 #[test]
 fn no_file_names_a_machine() {
     let paths = ["work", "root", "home"].map(|folder| format!("/{folder}/"));
@@ -442,7 +470,7 @@ fn no_file_names_a_machine() {
     assert_none(&problems);
 }
 
-/// Every package obeys the workspace's lints.
+/// Every package uses the lints of the workspace.
 #[test]
 fn every_package_has_the_lints() {
     let mut problems = Vec::new();
@@ -456,13 +484,16 @@ fn every_package_has_the_lints() {
     assert_none(&problems);
 }
 
-/// The checker reads source as the compiler does: what is in comments and strings is not code.
+/// Comments and strings are not code; comments alone are prose.
 #[test]
 fn comments_and_strings_are_no_code() {
     let text = "fn a<'x>() { \"unsafe\"; 'u'; '\\''; r#\"unsafe \" \"#; b\"unsafe\" } // unsafe\n/* unsafe /* */ unsafe */ unsafe";
     let code = blank_comments_and_strings(text);
     assert_eq!(words(&code, "unsafe").collect::<Vec<_>>(), [text.rfind("unsafe").unwrap()]);
     assert!(code.contains("fn a<'x>() {") && code.len() == text.len());
+    let comments = blank_all_but(Part::Comment, text);
+    assert_eq!(words(&comments, "unsafe").count(), 3);
+    assert_eq!(pronouns_in("Who asks? Whoever asked `who_asks`, whose answer nobody has."), 3);
     assert_eq!(functions(&code), [(1, "a", 1)]);
     let names: Vec<&str> =
         crate_names("use crate::{b::{c, d}, e}; crate::f()").into_iter().map(|(_, name)| name).collect();

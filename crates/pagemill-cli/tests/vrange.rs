@@ -1,4 +1,4 @@
-//! `pagemill_vrange` in preloaded C programs: what ends a mark, and more volatile memory than a group allows.
+//! `pagemill_vrange` in preloaded C programs: calls that end a mark, and more volatile memory than a group allows.
 
 mod common;
 
@@ -7,7 +7,8 @@ use common::{Place, STUCK_AFTER, finish};
 
 const MIB: u64 = 1 << 20;
 
-/// What is unmapped, replaced, moved, thrown away or freed is volatile no more; in a grown program and in a young one.
+/// Memory that is unmapped, replaced, moved, discarded or freed is no longer volatile; in a grown program and in a
+/// young one.
 #[test]
 fn what_goes_is_not_marked() {
     let place = Place::new();
@@ -18,7 +19,8 @@ fn what_goes_is_not_marked() {
     finish(young, STUCK_AFTER).assert_success();
 }
 
-/// Twice as much as the group may have, of memory that Pagemill never handed out: nobody is killed, and the newest is there.
+/// Twice as much marked memory as the group allows, which Pagemill did not allocate: no process is killed, and the
+/// newest bytes are there.
 #[test]
 fn volatile_memory_survives_a_groups_limit() {
     let place = Place::new();

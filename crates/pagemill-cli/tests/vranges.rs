@@ -1,4 +1,4 @@
-//! `pagemill vranges`: what programs marked, with preload and without; and who does not answer.
+//! `pagemill vranges`: marked ranges of programs, with and without preload, and processes that do not answer.
 #![allow(unsafe_code)] // marks memory of its own by address
 
 mod common;
@@ -50,7 +50,7 @@ fn sum(ranges: &[&Value], of: &str) -> u64 {
     ranges.iter().map(|range| range[of].as_u64().unwrap()).sum()
 }
 
-/// Requests that lie about.
+/// Requests that are left in the folder.
 fn requests(place: &Place) -> Vec<PathBuf> {
     walk(&place.path("runtime")).into_iter().filter(|path| path.to_string_lossy().contains(".vranges-")).collect()
 }
@@ -60,7 +60,7 @@ fn assert_refused(end: &End, words: &str) {
     assert!(end.code() == 2 && end.out.is_empty() && end.err.contains(words), "{}: {}{}", end.status, end.out, end.err);
 }
 
-/// A fork child that marks memory and does nothing else on Pagemill is listed, too.
+/// A forked child that only marks memory is listed, too.
 #[test]
 fn a_child_that_only_marks_is_listed() {
     let place = Place::new();
@@ -73,7 +73,7 @@ fn a_child_that_only_marks_is_listed() {
     holder.end();
 }
 
-/// A preloaded program over its limit: what the list says is gone is what unmarking says is gone. In a tree.
+/// A preloaded program over its limit: the list reports the same bytes as purged as unmarking does. In a tree.
 #[test]
 fn a_preloaded_program_is_listed() {
     const LEN: u64 = 16 * MIB;
@@ -105,7 +105,7 @@ fn a_preloaded_program_is_listed() {
     place.assert_swept();
 }
 
-/// Seconds that a process has run, and some.
+/// Seconds that a process has run, and a margin.
 fn holder_age(holder: &Holder) -> f64 {
     let stat = fs::read_to_string(format!("/proc/{}/stat", holder.pid())).unwrap();
     let ticks: f64 = stat[stat.rfind(')').unwrap()..].split(' ').nth(20).unwrap().parse().unwrap();
@@ -113,7 +113,8 @@ fn holder_age(holder: &Holder) -> f64 {
     up - ticks / 100.0 + 1.0
 }
 
-/// More ranges than are copied at a time, in order and each once; several ask at once; a reader may stop reading.
+/// More ranges than are copied at a time are listed in order, each once. Several processes ask at once; a reader may
+/// stop reading.
 #[test]
 fn many_ranges_are_listed_to_many() {
     const COUNT: u64 = 3000;
@@ -149,10 +150,10 @@ fn many_ranges_are_listed_to_many() {
     holder.end();
 }
 
-/// The program of the next tests: this file, started with a variable that tells it to be one.
+/// The program of the next tests is this test binary, started with this variable set.
 const BE_PROGRAM: &str = "VRANGES_TEST_PROGRAM";
 
-/// What it makes with handles, in this order; and one range marked by address.
+/// The handles that it makes, in this order, and one range marked by address.
 const EXPECTED: [(&str, &str, &str, u64); 6] = [
     ("held", "full", "no", 0),
     ("volatile", "full", "all", 3 * MIB),
@@ -187,12 +188,12 @@ fn program() {
     let calm = make(1, Behaviour::Full);
     calm.mark().unwrap();
     let marked = make(2, Behaviour::Full);
-    // SAFETY: the bytes of a held range, to which there are no references; unmarked before it is dropped.
+    // SAFETY: the bytes of a held range without references to them; unmarked before it is dropped.
     let mark = |mode| unsafe { pagemill.vranges.vrange(marked.addr(), marked.len_bytes(), mode, How::Full) };
     mark(Mode::Volatile).unwrap();
     let ranges = [&held, &lost, &part, &pinned, &calm, &marked];
     let addrs: Vec<String> = ranges.iter().map(|range| range.addr().to_string()).collect();
-    // Not through the harness, which keeps what tests print.
+    // Bypasses the test harness, which captures the output of tests.
     writeln!(std::io::stdout(), "\n{} {}", std::process::id(), addrs.join(" ")).unwrap();
     let _ = std::io::stdin().read_line(&mut String::new());
     mark(Mode::Nonvolatile).unwrap();
@@ -208,7 +209,7 @@ fn assert_handles(place: &Place, holder: &Holder) {
     for (addr, (state, behaviour, purged, purged_bytes)) in holder.numbers[1..].iter().zip(EXPECTED) {
         let is_marked = addr == holder.numbers.last().unwrap();
         let at = ranges_in(&list, *addr, 1);
-        // The last one is a handle, held, and marked by address as well.
+        // The last one is a held handle that is also marked by address.
         let range = at.iter().find(|range| !is_marked || range["kind"] == "marked").unwrap();
         assert_eq!(
             [&range["state"], &range["behaviour"], &range["purged"]],
@@ -223,7 +224,7 @@ fn assert_handles(place: &Place, holder: &Holder) {
     assert_eq!(range_at(&list, holder.numbers[1])["size"], MIB);
 }
 
-/// A program that uses the crate alone publishes itself, is listed, and leaves nothing behind.
+/// A program that uses the crate alone publishes itself, is listed, and leaves no file behind.
 #[test]
 fn a_program_with_handles_is_listed() {
     let place = Place::new();
@@ -238,7 +239,7 @@ fn a_program_with_handles_is_listed() {
     place.assert_swept();
 }
 
-/// Preloaded it has two Pagemills, and is listed all the same: in a tree, and where both publish into one folder.
+/// With the preload it has two Pagemills and is listed all the same: in a tree, and if both publish into one folder.
 #[test]
 fn a_preloaded_program_with_handles_is_listed() {
     let place = Place::new();
@@ -258,8 +259,8 @@ fn a_preloaded_program_with_handles_is_listed() {
     }
 }
 
-/// A stopped process does not answer: that is said in time, and nothing is left behind; neither after Ctrl-C. When it goes on it
-/// answers again.
+/// A stopped process does not answer: the command reports that in time and leaves no file behind, nor does it after
+/// Ctrl-C. Once continued, the process answers again.
 #[test]
 fn who_is_stopped_does_not_answer() {
     let place = Place::new();
@@ -283,7 +284,7 @@ fn who_is_stopped_does_not_answer() {
     holder.end();
 }
 
-/// No such process; one without Pagemill; one with no ranges, which is not even asked.
+/// A process that does not exist; one without Pagemill; one without ranges, which is not even asked.
 #[test]
 fn who_has_none_is_told_apart() {
     let place = Place::new();
@@ -311,7 +312,7 @@ fn who_has_none_is_told_apart() {
     assert!(end.out.contains("PURGED"), "{}", end.out);
 }
 
-/// Figures of a process that claims to have ranges, as anybody could write them.
+/// Forged figures of a process that claims to have ranges.
 fn forge_figures(place: &Place, who: Identity) -> PathBuf {
     let mut page = vec![0u8; stats::Figures::LEN];
     page[..8].copy_from_slice(b"pagemill");
@@ -329,7 +330,7 @@ fn forge_figures(place: &Place, who: Identity) -> PathBuf {
     path.as_str().into()
 }
 
-/// Lists that another process may write: none of them is believed, and none harms. The answer comes from here.
+/// Lists that another process may have written are not trusted, and do no harm. The test writes them itself.
 #[test]
 fn garbage_is_refused() {
     let place = Place::new();
@@ -360,7 +361,7 @@ fn garbage_is_refused() {
                 thread::sleep(Duration::from_millis(1));
             }
             if let Some(path) = requests(&place).first() {
-                // Not made anew where it is gone.
+                // Does not create the file again if it is gone.
                 let file = fs::OpenOptions::new().write(true).open(path);
                 let _ = file.and_then(|mut file| file.write_all(&answer));
             }
@@ -368,7 +369,7 @@ fn garbage_is_refused() {
         });
         assert_refused(&end, words);
         assert_eq!(requests(&place), Vec::<PathBuf>::new());
-        // The number that was asked for begins anew.
+        // The sequence of requests starts anew.
         forge_figures(&place, who);
     }
     fs::write(&figures, b"short").unwrap();

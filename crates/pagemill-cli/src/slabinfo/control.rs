@@ -1,4 +1,4 @@
-//! Orders to a process: it shrinks its slab caches itself, and changes how they are.
+//! Commands to a process, which shrinks its slab caches or changes their settings itself.
 
 use super::table::{self, Style};
 use super::{Cache, Process, Slabinfo, unanswered, write};
@@ -9,22 +9,22 @@ use pagemill::units::Bytes;
 use serde_json::{Value, json};
 use std::process::ExitCode;
 
-/// The status where an order was refused, or goes on.
+/// Exit status if a command was refused or is still running.
 const NOT_DONE: u8 = 1;
 
-/// What became of an order at a cache, by its name.
+/// Result of a command for a cache, by its name.
 struct Told {
     name: String,
     outcome: Outcome,
 }
 
-/// Gives orders to caches one after the other, up to the first that is not answered. Says what became of them, and why of that one there
-/// is no answer.
+/// Sends commands to caches one after the other, up to the first without an answer. Returns the results, and the error
+/// of that one.
 fn give(process: &Process, orders: &[(&Cache, Action)], interrupt: &Interrupt) -> (Vec<Told>, Option<Unanswered>) {
     let mut told = Vec::new();
     for (cache, action) in orders {
         let (path, snapshot) = &process.found[cache.at];
-        let order = Order { action: *action, cache: cache.id };
+        let order = Order::Slab { action: *action, cache: cache.id };
         match listing::order(path, snapshot.who, order, || interrupt.has_come()) {
             Ok(outcome) => told.push(Told { name: cache.info.name.to_string(), outcome }),
             Err(error) => return (told, Some(error)),
@@ -33,21 +33,21 @@ fn give(process: &Process, orders: &[(&Cache, Action)], interrupt: &Interrupt) -
     (told, None)
 }
 
-/// Why an order was not carried out.
+/// Returns why a command was not carried out.
 fn why(errno: i32) -> Option<String> {
     Some(match errno {
         0 => return None,
-        libc::ENOENT => "it has gone".to_owned(),
-        libc::EBUSY => "somebody else empties it, or is stopped in a call".to_owned(),
-        libc::EAGAIN => "too many orders wait, or no thread can be had".to_owned(),
+        libc::ENOENT => "it does not exist any more".to_owned(),
+        libc::EBUSY => "another thread empties it, or is stopped in a call".to_owned(),
+        libc::EAGAIN => "too many commands wait, or no thread is available".to_owned(),
         libc::ECANCELED => "code of the program panicked: a slab is out of use".to_owned(),
         libc::EOPNOTSUPP => "its objects stay where they are".to_owned(),
         errno => std::io::Error::from_raw_os_error(errno).to_string(),
     })
 }
 
-/// Gives orders, writes what became of them, as `text` has it, and ends as they did, or as the writing did. What goes on, or was not
-/// begun, is no result: that is told on standard error.
+/// Sends commands, writes their results as `text` formats them, and returns the exit status. Commands that are still
+/// running or were not started are reported on standard error instead.
 fn carry_out(
     process: &Process,
     orders: &[(&Cache, Action)],
@@ -68,12 +68,12 @@ fn carry_out(
     let at = left.next().unwrap_or_default();
     let left: Vec<&str> = left.collect();
     let left = if left.is_empty() { String::new() } else { format!("; not begun: {}", left.join(", ")) };
-    // What was begun is not taken back.
+    // A command that was started is not undone.
     let status = if matches!(error, Unanswered::UnderWay) { NOT_DONE } else { 2 };
     fail(status, &format!("{at}: {}{left}", unanswered(&process.found, &error)))
 }
 
-/// Shrinks the caches of a name, or all that are wanted.
+/// Shrinks the caches with a name, or all selected ones.
 pub fn shrink(options: &Slabinfo, process: &Process, name: Option<&str>, interrupt: &Interrupt) -> ExitCode {
     let named = match name.map(|name| process.named(name)).transpose() {
         Ok(named) => named.unwrap_or_else(|| process.caches.iter().collect()),
@@ -125,14 +125,14 @@ fn shrunk_json(told: &[Told]) -> Value {
     json!({"shrunk": caches.collect::<Vec<_>>(), "totals": {"freed_bytes": freed(told)}})
 }
 
-/// A ratio as it is called, and what it was.
+/// A ratio's name, its present value, and its command.
 type Setting = (&'static str, fn(&Cache) -> u32, fn(u32) -> Action);
 
 const USED: Setting = ("defrag_used_ratio", |cache| cache.info.defrag_used_ratio, Action::SetUsedRatio);
 const REMOTE: Setting =
     ("remote_node_defrag_ratio", |cache| cache.info.remote_node_defrag_ratio, Action::SetRemoteRatio);
 
-/// Sets ratios: of none if a name is wrong.
+/// Sets ratios; sets none if a name is wrong.
 pub fn set(options: &Slabinfo, process: &Process, interrupt: &Interrupt) -> ExitCode {
     let used = options.set_ratio.iter().map(|wanted| (USED, wanted));
     let wanted = used.chain(options.set_remote_ratio.iter().map(|wanted| (REMOTE, wanted)));

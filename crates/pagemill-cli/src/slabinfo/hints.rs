@@ -1,16 +1,16 @@
-//! What to type instead: names that are like one that is not there, the process that a cache is in.
+//! Suggestions in error messages: names similar to an unknown one, and the process that has a cache.
 
 use super::{Process, Slabinfo};
 use pagemill::listing;
 use std::collections::BTreeSet;
 
-/// Names that are more alike than this are taken for misspelt.
+/// Names with a higher similarity are suggested.
 const ALIKE: f64 = 0.8;
 
-/// So many names are told.
+/// Maximum number of names listed.
 const MOST_NAMES: usize = 8;
 
-/// Behind "there is no such name": those that are like it, else such as there are.
+/// Returns the suggestion for an unknown name: similar names, or else the existing ones.
 pub fn instead_of<'name>(name: &str, known: impl Iterator<Item = &'name str>) -> String {
     let wanted = name.to_lowercase();
     let known: BTreeSet<&str> = known.collect();
@@ -36,7 +36,7 @@ pub fn instead_of<'name>(name: &str, known: impl Iterator<Item = &'name str>) ->
     format!("; there are {}{more}", words(&known).join(", "))
 }
 
-/// A name as a shell takes it for one word.
+/// Quotes a name so that a shell takes it as one word.
 fn word(name: &str) -> String {
     let is_plain = |letter: char| letter.is_alphanumeric() || "_-.:/+@%".contains(letter);
     let is_word = !name.is_empty() && name.chars().all(is_plain);
@@ -44,7 +44,7 @@ fn word(name: &str) -> String {
 }
 
 impl Slabinfo {
-    /// What is wrong with words that are no number of a process.
+    /// Returns the error for arguments that are not one process id.
     pub fn misread(&self) -> Option<String> {
         if let (Some(pid), Some(other)) = (&self.pid, &self.other) {
             let name = word(if pid.parse::<u32>().is_ok() { other } else { pid });
@@ -63,7 +63,7 @@ impl Slabinfo {
     }
 }
 
-/// Who asks for a shrink has to say of which process: those that have such caches.
+/// Returns the error for a shrink without a process: lists those that have such caches.
 pub fn of_which(name: Option<&str>, processes: &[Process]) -> String {
     let name = name.map(listing::shown_name);
     let option = name.as_ref().map_or_else(|| "--shrink".to_owned(), |name| format!("--shrink={}", word(name)));
@@ -85,7 +85,7 @@ pub fn of_which(name: Option<&str>, processes: &[Process]) -> String {
 mod tests {
     use super::*;
 
-    /// Names that are alike are told before others; others only where none is.
+    /// Similar names are suggested first; other names only if there are none.
     #[test]
     fn names_are_found_that_are_meant() {
         let instead = |name: &str| instead_of(name, ["entries", "nodes", "boxes", "red line"].into_iter());

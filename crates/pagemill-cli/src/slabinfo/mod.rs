@@ -1,4 +1,4 @@
-//! `pagemill slabinfo [PID]`: the slab caches of a process, or of all of the user's; and orders to those of one.
+//! `pagemill slabinfo [PID]`: the slab caches of one process or of all of the user's; commands to those of one.
 
 mod control;
 mod hints;
@@ -18,92 +18,94 @@ use std::io::{ErrorKind, Write as _};
 use std::process::ExitCode;
 use table::Style;
 
-/// What `--help` says below the options.
+/// Text of `--help` after the options.
 const MORE_HELP: &str = "\
 Columns:
   OBJECTS           objects in use
-  OBJSIZE           bytes of one (K, M, G: times 1024)
-  SPACE             memory that the cache has, in use or not
-  SLABS/PART/EMPTY  slabs; of them in use in part; not in use at all
-  O/S, O            objects that a slab has room for; a slab has 2^O pages
-  %FR               slabs in use in part, of all
-  %EF               objects in use, of SPACE: where it is low, -s gives much back
-  FLG               M objects can be moved, C constructor, D watched (debug mode),
-                    L slabs out of use, F given up by the background (-r NAME says
-                    more), P in part: a node could not be looked at
+  OBJSIZE           bytes per object (K, M, G: times 1024)
+  SPACE             memory of the cache, in use or not
+  SLABS/PART/EMPTY  slabs; partially used; unused
+  O/S, O            objects per slab; a slab has 2^O pages
+  %FR               partially used slabs, of all
+  %EF               objects in use, of SPACE: if low, -s returns much
+  FLG               M objects can be moved, C constructor, D debug mode,
+                    L lost slabs, F no more background defragmentation (see
+                    -r NAME), P partial data: a node could not be examined
 
 Examples:
-  pagemill slabinfo                               all processes of yours
-  pagemill slabinfo 123 -r entries                all about one cache
-  pagemill slabinfo 123 -s                        all caches packed, now
-  pagemill slabinfo 123 -s=entries                one of them
-  pagemill slabinfo 123 --set-ratio entries=50    kept at least half full, from now on
+  pagemill slabinfo                               all your processes
+  pagemill slabinfo 123 -r entries                details of one cache
+  pagemill slabinfo 123 -s                        pack all caches now
+  pagemill slabinfo 123 -s=entries                pack one cache
+  pagemill slabinfo 123 --set-ratio entries=50    keep it at least half full
 
-The process does all that itself, and answers within 2 seconds; what takes longer
-goes on. -s and ratios have code of the program that owns objects called, in a
-thread of the process. Only its user may; root goes by `setpriv --reuid=USER`.";
+The process does this itself and answers within 2 seconds; longer work
+continues. -s and ratios call code of the program that owns objects, in a
+thread of the process. Only its user may do so; root uses `setpriv --reuid=USER`.";
 
 #[derive(clap::Args)]
 #[command(after_help = MORE_HELP)]
 pub struct Slabinfo {
-    /// A running process that uses the crate; without one all of yours that have slab caches.
+    /// A running process that uses the crate. Default: all of yours that have slab caches.
     pid: Option<String>,
-    /// No process has two numbers.
+    /// A second argument, which is an error.
     #[arg(hide = true)]
     other: Option<String>,
     /// Only caches with a constructor.
     #[arg(short = 'C', long)]
     ctor: bool,
-    /// Only caches whose objects can be moved.
+    /// Only caches with movable objects.
     #[arg(short = 'M', long)]
     movable: bool,
-    /// All about the caches of this name: settings, what kept objects from moving, nodes.
+    /// Show details of the caches with this name: settings, why objects stayed, nodes.
     #[arg(short, long, value_name = "NAME")]
     report: Option<String>,
-    /// Pack the caches of PID, or those of this name, and give back what nothing is in.
+    /// Pack the caches of PID, or those with this name, and return the memory of empty slabs.
     #[arg(short, long, value_name = "NAME", num_args = 0..=1, require_equals = true, conflicts_with = "report")]
     shrink: Option<Option<String>>,
-    /// Of a cache of PID, empty in the background what is in use by less than so many percent: 0 nothing, 100 all that is not full.
+    /// Set the ratio of a cache of PID: in the background, empty slabs that are used by less than this percentage. 0:
+    /// none, 100: all that are not full.
     #[arg(long, value_name = "NAME=PERCENT", value_parser = ratio, requires = "pid", conflicts_with_all = ["report", "shrink"])]
     set_ratio: Vec<(String, u32)>,
-    /// Of a cache of PID, let free objects of other memory nodes serve before there is a new slab: so many times of a hundred.
+    /// Set how often, in percent, free objects of other memory nodes are used before a new slab, for a cache of PID.
     #[arg(long, value_name = "NAME=PERCENT", value_parser = ratio, requires = "pid", conflicts_with_all = ["report", "shrink"])]
     set_remote_ratio: Vec<(String, u32)>,
-    /// Whole names, exact numbers and long units, however wide the table gets.
+    /// Show whole names, exact numbers and long units, however wide the table gets.
     #[arg(short, long, conflicts_with = "report")]
     verbose: bool,
-    /// One JSON object for each process instead of tables: all about all caches.
+    /// Print one JSON object per process instead of tables: all details of all caches.
     #[arg(long)]
     json: bool,
 }
 
-/// A name, which may have any characters, and a share.
+/// Parses a name, which may contain any characters, and a percentage.
 fn ratio(text: &str) -> Result<(String, u32), String> {
-    let (name, percent) = text.rsplit_once('=').ok_or("NAME=PERCENT is wanted")?;
-    let percent = percent.parse().map_err(|_| format!("{percent} is no number of percent"))?;
+    let (name, percent) = text.rsplit_once('=').ok_or("expected NAME=PERCENT")?;
+    let percent = percent.parse().map_err(|_| format!("{percent} is not a percentage"))?;
     if percent > 100 { Err(Error::BadRatio { percent }.to_string()) } else { Ok((name.to_owned(), percent)) }
 }
 
-/// A slab cache of a process, and which of its Pagemills has it.
+/// A slab cache of a process, and the index of its Pagemill instance.
 struct Cache {
     at: usize,
     id: u64,
     info: SlabInfo,
 }
 
-/// A process as it answered.
+/// A process's answer.
 struct Process {
     found: Vec<(Path, Snapshot)>,
     caches: Vec<Cache>,
 }
 
-/// What the processes say of which this is published, and of those that have not answered, why. None of them waits for another.
+/// Requests the slab caches of these processes, all at once. Returns each process with its caches, and the error if it
+/// has not answered.
 fn ask(published: Vec<Vec<(Path, Snapshot)>>, interrupt: &Interrupt) -> Vec<(Process, Option<Unanswered>)> {
     let unasked = |found| (Process { found, caches: Vec::new() }, None);
     let mut processes: Vec<(Process, Option<Unanswered>)> = published.into_iter().map(unasked).collect();
     let (mut parts, mut whom) = (Vec::new(), Vec::new());
     for (number, (process, _)) in processes.iter().enumerate() {
-        // Who has none is not woken to say so.
+        // A process without slab caches is not woken.
         for (at, (path, snapshot)) in process.found.iter().enumerate().filter(|(_, (_, part))| has_caches(part)) {
             parts.push((number, at));
             whom.push((path, snapshot.who));
@@ -144,7 +146,7 @@ impl Process {
         format!("{object}\n")
     }
 
-    /// All caches of a name, as it is shown; what to say where there is none.
+    /// Returns all caches with a name as shown; the error message if there is none.
     fn named(&self, name: &str) -> Result<Vec<&Cache>, String> {
         let shown = listing::shown_name(name);
         let named: Vec<&Cache> = self.caches.iter().filter(|cache| *cache.info.name == *shown).collect();
@@ -164,13 +166,13 @@ fn has_caches(snapshot: &Snapshot) -> bool {
     snapshot.get(Counter::SlabCaches) > 0
 }
 
-/// What to say of a process that has not answered.
+/// Returns the message for a process that has not answered.
 fn unanswered(found: &[(Path, Snapshot)], error: &Unanswered) -> String {
     let snapshot = &found[0].1;
     format!("process {}: {error}{}", snapshot.who.pid, reason(error, snapshot))
 }
 
-/// Writes to standard output. A reader that stops reading (head, less) ends it.
+/// Writes to standard output. A closed pipe (head, less) is no error.
 fn write(text: &str) -> ExitCode {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -179,12 +181,12 @@ fn write(text: &str) -> ExitCode {
     }
 }
 
-/// All of the user's processes that have slab caches, and the status for those that have not answered, which is told. One that ends
-/// meanwhile is none of them.
+/// Returns all of the user's processes that have slab caches, and an exit status. Processes that have not answered are
+/// reported; those that have ended are skipped.
 ///
 /// # Errors
 ///
-/// Whoever asked does not want it any more.
+/// `Stopped` if a signal interrupted the request.
 fn all(interrupt: &Interrupt) -> Result<(Vec<Process>, ExitCode), Unanswered> {
     let mut pids: Vec<u32> = published::running().iter().map(|snapshot| snapshot.who.pid).collect();
     pids.sort_unstable();
@@ -208,7 +210,7 @@ impl Slabinfo {
         if let Some(message) = self.misread() {
             return fail(2, &message);
         }
-        let Ok(interrupt) = Interrupt::watch() else { return fail(1, "signals cannot be watched for") };
+        let Ok(interrupt) = Interrupt::watch() else { return fail(1, "signals cannot be handled") };
         if let Some(pid) = self.pid.as_ref().and_then(|pid| pid.parse().ok()) {
             return self.one(pid, &interrupt);
         }
@@ -281,7 +283,7 @@ pub(super) mod tests {
     use super::*;
     use pagemill::slab::NodeInfo;
 
-    /// A cache with two nodes, one of which is empty.
+    /// A cache with two nodes, one of them empty.
     pub fn info(name: &str, kind: Kind) -> SlabInfo {
         let node = NodeInfo {
             used: 1100,
@@ -323,11 +325,11 @@ pub(super) mod tests {
         }
     }
 
-    /// Names may have any character; shares are shares.
+    /// Names may contain any character; percentages are checked.
     #[test]
     fn ratios_are_read() {
         assert_eq!(ratio("a=b=30"), Ok(("a=b".to_owned(), 30)));
         assert_eq!((ratio("a=100").is_ok(), ratio("a").is_err(), ratio("a=x").is_err()), (true, true, true));
-        assert_eq!(ratio("a=101"), Err("101 is no share in percent: 0 to 100 is".to_owned()));
+        assert_eq!(ratio("a=101"), Err("101 is not a percentage: expected 0 to 100".to_owned()));
     }
 }

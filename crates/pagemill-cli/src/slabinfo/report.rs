@@ -1,4 +1,4 @@
-//! All about slab caches: one as rows for people, any as JSON.
+//! Details of slab caches: one as text rows, any number as JSON.
 
 use super::table::{self, Totals};
 use pagemill::slab::{Kind, NodeInfo, SlabInfo};
@@ -36,10 +36,10 @@ pub fn text_of(info: &SlabInfo) -> String {
         &format!("{} objects, order {}", info.objects_per_slab, table::order(info)),
     );
     row("objects", info.active.to_string(), &format!("in use: {}", amount(table::in_use(info))));
-    row("waiting", info.waiting.to_string(), "of them for readers: removed, replaced, moved away");
-    row("cached", info.cached.to_string(), "free ones that threads and nodes keep for the next");
+    row("waiting", info.waiting.to_string(), "of them for readers: removed, replaced, moved");
+    row("cached", info.cached.to_string(), "free ones in magazines of threads and nodes");
     row("slabs", total.slabs.to_string(), "set up");
-    row("partial", total.partial.to_string(), "of them in use in part");
+    row("partial", total.partial.to_string(), "of them partially used");
     row("empty", total.empty.to_string(), "of them without an object in use");
     row("lost", total.lost.to_string(), "of them out of use: a callback panicked");
     let used = table::percent(table::in_use(info), total.resident_bytes);
@@ -47,26 +47,26 @@ pub fn text_of(info: &SlabInfo) -> String {
     row("blocks", total.blocks.to_string(), "of 2 MiB, for its slabs only");
     row("resident", amount(total.resident_bytes), &used);
     if info.kind == Kind::ByHandle {
-        row("handles", amount(info.handle_bytes), "the table that says where values are, beside that");
+        row("handles", amount(info.handle_bytes), "the handle table, not included in resident");
     }
     if info.kind != Kind::Fixed {
         let percent = format!("{} %", info.defrag_used_ratio);
-        row("used ratio", percent, "what is used by less is emptied (--set-ratio)");
+        row("used ratio", percent, "slabs used by less are emptied (--set-ratio)");
     }
     if info.is_given_up {
         row("given up", "yes".to_owned(), "a callback panicked; --set-ratio or -s tries again");
     }
-    let remote = "how often other nodes serve (--set-remote-ratio)";
+    let remote = "how often other nodes are used (--set-remote-ratio)";
     row("remote ratio", format!("{} %", info.remote_node_defrag_ratio), remote);
     row("moved", info.moved.to_string(), "objects");
     row("emptied", info.emptied.to_string(), "slabs, by moving");
     row("freed", info.freed.to_string(), "objects that their owner gave up instead");
     row("busy", info.busy.to_string(), "stayed: in use");
-    row("refused", info.refused.to_string(), "stayed: their owner would not have them moved");
-    row("failed", info.failed.to_string(), "stayed: no place, or they could not be moved");
-    row("from remote", info.from_remote.to_string(), "objects that came from another node than wanted");
+    row("refused", info.refused.to_string(), "stayed: their owner refused the move");
+    row("failed", info.failed.to_string(), "stayed: no free slot, or the move failed");
+    row("from remote", info.from_remote.to_string(), "objects from another node than requested");
     if info.is_partial {
-        row("in part", "yes".to_owned(), "a node was locked for too long to be looked at");
+        row("in part", "yes".to_owned(), "a node was locked for too long to be examined");
     }
     text + &nodes_of(info)
 }
@@ -90,7 +90,7 @@ fn nodes_of(info: &SlabInfo) -> String {
     text
 }
 
-/// Caches and their sums.
+/// Returns caches and their sums.
 pub fn json_of(caches: &[&SlabInfo]) -> Value {
     let totals = Totals::of(caches);
     json!({
@@ -134,7 +134,7 @@ mod tests {
     use super::super::tests::info;
     use super::*;
 
-    /// A report tells settings, what kept objects, and each node.
+    /// A report has settings, the reasons why objects stayed, and each node.
     #[test]
     fn a_report_tells_all() {
         let info = info("entries", Kind::ByHandle);

@@ -1,11 +1,11 @@
-//! The table of slab caches: Linux's columns, a row each, sums below.
+//! The table of slab caches: Linux's columns, one row each, sums below.
 
 use pagemill::slab::{Kind, SlabInfo};
 use pagemill::units::{Bytes, os_page_bytes};
 use std::fmt::Write as _;
 use std::io::IsTerminal;
 
-/// Sums over caches. Figures come from another process: they saturate.
+/// Sums over caches. The values come from another process, so additions saturate.
 #[derive(Default)]
 pub struct Totals {
     pub objects: u64,
@@ -36,7 +36,7 @@ pub fn in_use(info: &SlabInfo) -> u64 {
     info.active.saturating_mul(info.object_bytes as u64)
 }
 
-/// A share in percent; nothing of nothing is none.
+/// Returns a share in percent; `None` if the whole is 0.
 pub fn percent(part: u64, whole: u64) -> Option<u64> {
     let percent = u128::from(part) * 100 / u128::from(whole).max(1);
     (whole > 0).then(|| u64::try_from(percent).unwrap_or(u64::MAX))
@@ -46,7 +46,7 @@ fn shown(percent: Option<u64>) -> String {
     percent.map_or_else(|| "-".to_owned(), |percent| percent.to_string())
 }
 
-/// A slab has two to the power of this pages.
+/// Returns the order: a slab has two to the power of this pages.
 pub fn order(info: &SlabInfo) -> u32 {
     (info.slab_bytes / os_page_bytes()).checked_ilog2().unwrap_or(0)
 }
@@ -63,17 +63,17 @@ pub fn flags(info: &SlabInfo) -> String {
     flags.into_iter().filter(|(_, is_set)| *is_set).map(|(flag, _)| flag).collect()
 }
 
-/// How a table is to look.
+/// Formatting of a table.
 #[derive(Clone, Copy, Default)]
 pub struct Style {
     /// Numbers to the last digit, units in full.
     pub is_exact: bool,
-    /// Columns that a row may have: long names are cut then.
+    /// Maximum width of a row; longer names are truncated.
     pub most_columns: Option<usize>,
 }
 
 impl Style {
-    /// As standard output takes it: a file or a pipe gets names as they are.
+    /// Returns the style for standard output: a file or a pipe gets whole names.
     pub fn of_output(is_exact: bool) -> Self {
         let is_terminal = std::io::stdout().is_terminal() && !is_exact;
         let columns = || terminal_size::terminal_size().map_or(USUAL_COLUMNS, |(width, _)| width.0.into());
@@ -84,7 +84,7 @@ impl Style {
         let exact = Bytes(bytes).to_string();
         match exact.split_once(' ') {
             Some((number, unit)) if !self.is_exact => {
-                // Three digits tell enough.
+                // Three digits are enough.
                 let number = if number.len() > 4 { number.split('.').next().unwrap_or(number) } else { number };
                 format!("{number}{}", unit.trim_end_matches(['i', 'B']))
             }
@@ -92,7 +92,7 @@ impl Style {
         }
     }
 
-    /// A number in so many digits, or thousands of it, or millions, ...
+    /// Formats a number with at most this many digits, in thousands, millions and so on.
     fn count(self, count: u64, digits: usize) -> String {
         const UNITS: [&str; 6] = ["K", "M", "G", "T", "P", "E"];
         let exact = count.to_string();
@@ -104,10 +104,10 @@ impl Style {
     }
 }
 
-/// Columns of a terminal that does not say.
+/// Width if the terminal does not report one.
 const USUAL_COLUMNS: usize = 80;
 
-/// No name is cut to less.
+/// Minimum width of a truncated name.
 const SHORTEST_NAME: usize = 8;
 
 const COLUMNS: [&str; 10] =
@@ -130,7 +130,7 @@ fn row(info: &SlabInfo, style: Style) -> [String; COLUMNS.len()] {
     ]
 }
 
-/// Its first characters, where it has more.
+/// Truncates a name to `most` characters.
 fn cut(name: &str, most: usize) -> String {
     if name.chars().count() <= most { name.to_owned() } else { name.chars().take(most - 1).collect::<String>() + "…" }
 }
@@ -144,8 +144,8 @@ pub fn text_of(caches: &[&SlabInfo], style: Style) -> String {
     aligned(&rows, style, false) + &footer(caches)
 }
 
-/// Rows behind two spaces, the first of which has names of all columns: each as wide as what stands in it, the first to the left, the
-/// others to the right, and the last as well, if it is said so. Behind the last cell of a row that has fewer there is nothing to align.
+/// Aligns rows, indented by two spaces. The first row has the names of all columns. The first column is aligned to the
+/// left, the others to the right, the last one only if `is_last_right`. The last cell of a shorter row is not aligned.
 pub fn aligned(rows: &[Vec<String>], style: Style, is_last_right: bool) -> String {
     let count = rows.first().map_or(0, Vec::len);
     let width_of = |column: usize| {
@@ -154,7 +154,7 @@ pub fn aligned(rows: &[Vec<String>], style: Style, is_last_right: bool) -> Strin
     };
     let mut widths: Vec<usize> = (0..count).map(width_of).collect();
     if let Some(most) = style.most_columns {
-        // Two before it, one before each other.
+        // Two spaces before the first column, one before each other.
         let others = widths[1..].iter().map(|width| width + 1).sum::<usize>() + 2;
         widths[0] = widths[0].min(most.saturating_sub(others).max(SHORTEST_NAME));
     }
@@ -189,10 +189,10 @@ fn footer(caches: &[&SlabInfo]) -> String {
     }
     text.push('\n');
     if caches.iter().any(|info| info.is_partial) {
-        text.push_str("  P: not all of it: a node was locked for too long to be looked at\n");
+        text.push_str("  P: not all of it: a node was locked for too long to be examined\n");
     }
     if caches.iter().any(|info| info.is_given_up) {
-        text.push_str("  F: left alone in the background since a callback failed: `-r NAME` says more\n");
+        text.push_str("  F: left alone in the background since a callback failed: see `-r NAME`\n");
     }
     text
 }
@@ -206,7 +206,7 @@ mod tests {
         text.lines().map(|line| line.split_ascii_whitespace().collect::<Vec<_>>().join(" ")).collect()
     }
 
-    /// A row for each cache with Linux's columns, sums below; exact if that is wanted.
+    /// One row for each cache with Linux's columns, sums below; exact on request.
     #[test]
     fn a_table_has_rows_and_sums() {
         let (owner, handle) = (info("nodes", Kind::ByOwner), info("entries", Kind::ByHandle));
@@ -230,7 +230,7 @@ mod tests {
         assert_eq!(super::tests::lines(&exact)[1], expected);
     }
 
-    /// Names and numbers that are usual fit 80 columns; long names are cut to what there is, but never to nothing.
+    /// Usual names and numbers fit 80 columns; long names are truncated to the width, but never to nothing.
     #[test]
     fn a_table_is_as_wide_as_it_may_be() {
         let mut large = info("directory_entries", Kind::ByOwner);
@@ -249,7 +249,7 @@ mod tests {
         assert!(text_of(&[&large], Style::default()).contains(&*large.name));
     }
 
-    /// Numbers have three digits or four, and a unit.
+    /// Numbers have three or four digits and a unit.
     #[test]
     fn numbers_are_short() {
         let short = Style::default();
@@ -259,7 +259,7 @@ mod tests {
         assert_eq!(counts, ["99999", "100K", "9999K", "10M", "18E"]);
     }
 
-    /// A row that has fewer cells ends with what is not aligned, and makes no column wider.
+    /// A shorter row ends with an unaligned cell, which does not widen a column.
     #[test]
     fn short_rows_are_free() {
         let rows = [vec!["NAME", "A", "B"], vec!["long_name", "10", "20"], vec!["x", "a long sentence"]];
@@ -268,7 +268,7 @@ mod tests {
         assert_eq!(text, "  NAME       A  B\n  long_name 10 20\n  x         a long sentence\n");
     }
 
-    /// Figures that nobody can have overflow nothing.
+    /// Impossible figures do not overflow.
     #[test]
     fn absurd_figures_are_survived() {
         let mut absurd = info("x", Kind::Fixed);

@@ -1,4 +1,4 @@
-/* One allocation grows from 64 KiB to 512 MiB and shrinks again; every page says where it belongs. */
+/* One allocation grows from 64 KiB to 512 MiB and shrinks again; every page holds its own number. */
 #include "check.h"
 
 static void check(uint64_t *words, size_t size, uint64_t salt) {

@@ -1,4 +1,4 @@
-/* What the test programs share: checks that name their line, and patterns that notice strange hands. */
+/* Shared by the test programs: checks that print their line, and patterns that detect foreign writes. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <malloc.h>
@@ -21,7 +21,7 @@
         }                                                                                 \
     } while (0)
 
-/* Keeps a value from the compiler's reasoning. */
+/* Hides a value from the optimizer. */
 static inline size_t hidden(size_t value) {
     volatile size_t copy = value;
     return copy;

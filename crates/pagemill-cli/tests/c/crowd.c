@@ -1,4 +1,4 @@
-/* crowd COUNT: more processes at once than the tree's page lists; each allocates, all end well. */
+/* crowd COUNT: more concurrent processes than the tree's page has entries; each allocates, all succeed. */
 #include "check.h"
 
 int main(int argc, char **argv) {

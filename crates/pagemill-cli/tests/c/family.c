@@ -1,4 +1,4 @@
-/* The meaning of every function of the malloc family; the argument names the case. */
+/* The behaviour of every function of the malloc family; the argument names the case. */
 #include "check.h"
 
 static void zero(void) {
@@ -177,7 +177,7 @@ static void keeps_errno(void) {
     CHECK(errno == 1234);
 }
 
-/* Freed memory goes back when asked for, and only then is there some. */
+/* Freed memory is returned on request; a repeated request finds none. */
 static void trim(void) {
     enum { COUNT = 128, SMALL = 20000 };
     static void *large[COUNT], *small[SMALL];
@@ -200,7 +200,7 @@ static void trim(void) {
         CHECK(is_zero(large[i] = calloc(1, MIB), MIB));
 }
 
-/* Memory is zero whatever was there before: dirtied, freed, given back, moved, shrunken. */
+/* Memory is zero whatever happened to it before: written, freed, returned, moved, shrunk. */
 static void zeroed(void) {
     size_t sizes[] = {1, 8, 100, 1000, 4096, 14000, 33000, 65535, 65536, 65537, 100000, 500000, MIB, 2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 3 * MIB, 5 * MIB, 20 * MIB, 33 * MIB, 70 * MIB};
     for (int round = 0; round < 3; round++)
@@ -231,7 +231,7 @@ static void zeroed(void) {
         }
 }
 
-/* The C library's own callers of malloc are served, too. */
+/* Calls of malloc inside the C library are served, too. */
 static void borrowed(void) {
     char *line = NULL;
     size_t room = 0;

@@ -1,4 +1,4 @@
-/* fork CHILDREN: forks beside threads that allocate all the time; every child allocates, some fork again, some exec. */
+/* fork CHILDREN: forks while other threads allocate all the time; every child allocates, some fork again, some exec. */
 #include "check.h"
 
 static volatile int is_over;
@@ -48,7 +48,7 @@ static void child(int number, void *held) {
         int status;
         CHECK(waitpid(grandchild, &status, 0) == grandchild && status == 0);
     }
-    /* Written here, the parent must not see it. */
+    /* The parent must not see what the child writes here. */
     mark(held, 5 * MIB, 43);
     free(held);
     if (number % 5 == 0)

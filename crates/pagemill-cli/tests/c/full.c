@@ -1,5 +1,5 @@
-// Fills memory with live blocks of one size until three in a row are refused, gives a hundredth back, and goes on to use what
-// it has: every block holds its number.
+// Allocates blocks of one size until three allocations in a row fail, frees a hundredth, and goes on to use the rest. Every
+// block holds its number.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,9 +1,9 @@
-/* Growing at an awkward moment, by argv[1]:
+/* Grows at an awkward moment, chosen by argv[1]:
    handlers  the program's own fork handlers, registered while young, allocate after it has grown
    forks     one thread grows while others fork and register handlers; children allocate and end
-   clearenv  the environment is cleared before
-   stack     the thread that grows has hardly more stack than the least there can be
-   keys      all thread keys are taken before: jemalloc cannot start, and the C library goes on */
+   clearenv  the environment is cleared before it grows
+   stack     the thread that grows has hardly more stack than the minimum
+   keys      all thread keys are taken before: jemalloc cannot start, so the C library goes on serving */
 #include "check.h"
 #include <limits.h>
 
@@ -30,7 +30,7 @@ static void fork_once(void) {
     CHECK(child >= 0);
     if (child == 0) {
         allocate();
-        hold(6000);
+        hold(12000);
         _exit(0);
     }
     end_well(child);
@@ -45,7 +45,7 @@ static void *forker(void *unused) {
 }
 
 static void *grower(void *unused) {
-    hold(6000);
+    hold(12000);
     return NULL;
 }
 
@@ -53,7 +53,7 @@ int main(int argc, char **argv) {
     const char *what = argv[1];
     if (!strcmp(what, "handlers")) {
         CHECK(pthread_atfork(allocate, allocate, allocate) == 0);
-        hold(6000);
+        hold(12000);
         for (int i = 0; i < 5; i++) fork_once();
     } else if (!strcmp(what, "forks")) {
         pthread_t threads[4];
@@ -61,7 +61,7 @@ int main(int argc, char **argv) {
         for (int i = 0; i < 4; i++) pthread_join(threads[i], NULL);
     } else if (!strcmp(what, "clearenv")) {
         clearenv();
-        hold(6000);
+        hold(12000);
     } else if (!strcmp(what, "stack")) {
         pthread_attr_t attributes;
         pthread_t thread;
@@ -74,7 +74,7 @@ int main(int argc, char **argv) {
         pthread_key_t key;
         while (pthread_key_create(&key, NULL) == 0) {
         }
-        hold(6000);
+        hold(12000);
         allocate();
     } else {
         CHECK(!"a known case");

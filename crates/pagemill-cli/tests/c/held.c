@@ -1,4 +1,4 @@
-/* held MIB PIECE-KIB [free|exit|kill]: holds so much at its peak; says how much of it lies in huge pages. */
+/* held MIB PIECE-KIB [free|exit|kill]: holds so much at its peak; prints how much of it is in huge pages. */
 #include "check.h"
 #include <signal.h>
 

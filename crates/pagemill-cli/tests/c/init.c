@@ -1,10 +1,10 @@
 /* The first process of a machine that lives for one test: runs what /cases lists, each line in a control group of its
-   own, tells on the second serial line what came of it, and turns the machine off. (The first line is the kernel's.)
+   own, writes the results to the second serial line, and turns the machine off. (The first line is the kernel's.)
 
        NAME MAX HIGH [VARIABLE=VALUE...] PROGRAM [ARGUMENT...]
                                                a line of /cases; MAX and HIGH as memory.max and memory.high take them
 
-       @begin NAME WHAT                        what is told: texts, then how the program ended; after the last case
+       @begin NAME WHAT                        the results: texts, then how the program ended; after the last case
        a text                                  `@done`
        @end
        @case NAME exit STATUS                  or `signal NUMBER` */
@@ -40,7 +40,7 @@ static void open_results(void) {
     CHECK(tcsetattr(fileno(results), TCSANOW, &raw) == 0);
 }
 
-/* Whether there is such a file, and took it all. */
+/* Writes a text to an existing file; returns whether all of it was written. */
 static int put(const char *folder, const char *file, const char *text) {
     char path[256];
     snprintf(path, sizeof path, "%s/%s", folder, file);
@@ -52,7 +52,7 @@ static int put(const char *folder, const char *file, const char *text) {
     return is_put;
 }
 
-/* Passes a file on; one that is not there is not mentioned. */
+/* Copies a file to the results, if it exists. */
 static void tell(const char *name, const char *what, const char *path) {
     FILE *from = fopen(path, "r");
     if (!from)
@@ -79,7 +79,7 @@ static void run_case(const char *name, const char *max, const char *high, char *
     snprintf(events, sizeof events, "%s/memory.events", group);
     CHECK(mkdir(group, 0755) == 0);
     CHECK(put(group, "memory.max", max) && put(group, "memory.high", high));
-    put(group, "memory.swap.max", "0"); /* not there without swap */
+    put(group, "memory.swap.max", "0"); /* missing without swap */
     pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0)
@@ -120,5 +120,5 @@ int main(void) {
     tcdrain(fileno(results));
     sync();
     reboot(RB_POWER_OFF);
-    return 1; /* the end of the first process is a panic, which ends the machine as well */
+    return 1; /* if the first process ends, the kernel panics, which ends the machine, too */
 }

@@ -1,4 +1,4 @@
-/* Members of the tree are killed at any moment, also while they change the shared page; the others go on. */
+/* Members of the tree are killed at random moments, also while they change the shared page; the others go on. */
 #include "check.h"
 #include <signal.h>
 
@@ -35,7 +35,7 @@ int main(void) {
             CHECK(waitpid(children[i], NULL, 0) == children[i]);
         }
     }
-    /* Everything that the dead held is free again. */
+    /* Everything that the killed processes held is free again. */
     for (int i = 0; i < 200; i++) {
         void *memory = malloc(MIB);
         if (!memory)

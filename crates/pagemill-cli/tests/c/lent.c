@@ -1,4 +1,4 @@
-/* Takes 180 MiB that were lent to it, touches and frees them, and never calls the allocator again. */
+/* Allocates 180 MiB as lent memory, touches and frees them, and never calls the allocator again. */
 #include "check.h"
 
 int main(void) {

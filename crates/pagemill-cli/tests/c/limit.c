@@ -1,5 +1,5 @@
-/* limit BLOCK-KIB LEAST-MIB MOST-MIB [same]: allocates and touches until refused, then goes on with what it frees,
-   in other sizes, too, unless told to stay with the same. */
+/* limit BLOCK-KIB LEAST-MIB MOST-MIB [same]: allocates and touches until a call fails, then goes on with the memory
+   that it frees, in other sizes, too, unless the last argument is `same`. */
 #include "check.h"
 
 enum { MOST = 1 << 20 };
@@ -27,7 +27,7 @@ int main(int argc, char **argv) {
     long count = fill(0, size);
     fprintf(stderr, "refused after %zu MiB\n", count * size / MIB);
     CHECK(count * size >= least && count * size <= most);
-    /* Refused again and again, or granted untouched, and nothing breaks. */
+    /* Further calls fail, or return untouched memory, and nothing breaks. */
     for (int i = 0; i < 10; i++) {
         errno = 0;
         void *more = malloc(size > MIB ? size : MIB);
@@ -44,7 +44,7 @@ int main(int argc, char **argv) {
     }
     for (long i = 0; i < count; i++)
         CHECK(is_marked(blocks[i], size, size, i));
-    /* Half of it freed: as much can be had again, in other sizes too. */
+    /* After half of it is freed, as much can be allocated again, in other sizes, too. */
     long half = count / 2;
     for (long i = half; i < count; i++)
         free(blocks[i]);

@@ -1,4 +1,4 @@
-/* loader PLUGIN: loads and unloads a library that allocates, beside threads that allocate. */
+/* loader PLUGIN: loads and unloads a library that allocates, while other threads allocate. */
 #include "check.h"
 #include <dlfcn.h>
 

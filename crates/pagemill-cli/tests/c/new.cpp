@@ -18,7 +18,7 @@
         }                                                                    \
     } while (0)
 
-// What is stored here cannot be optimised away.
+// Prevents the compiler from removing an allocation.
 static char *volatile sink;
 
 struct alignas(4096) Page {

@@ -1,7 +1,7 @@
-/* On each CPU in turn asks for 48 MiB in pieces of 256 KiB, which the next CPU writes: pages come from the node of who
-   asked only if the allocator sees to it. All is freed, and asked for once more from the last CPU to the first. Prints
-   for each the node of who asked, and how many of the pages lie there as the kernel tells: `cpu C node N pages P here H`.
-   In the end `argv[1] meminfo --json` looks at this process. */
+/* On each CPU in turn allocates 48 MiB in pieces of 256 KiB, which the next CPU writes: pages come from the node of the
+   allocating CPU only if the allocator binds them. All is freed, and allocated once more from the last CPU to the first.
+   Prints for each CPU its node, and how many of the pages are there according to the kernel:
+   `cpu C node N pages P here H`. In the end runs `argv[1] meminfo --json` on this process. */
 #include "check.h"
 #include <sched.h>
 #include <sys/syscall.h>
@@ -11,7 +11,7 @@ enum { PIECES = 192, PIECE_PAGES = 64, MOST_CPUS = 8 };
 static char *held[MOST_CPUS][PIECES];
 static int cpus;
 
-/* Moves this thread, and tells the node it is on then. */
+/* Moves this thread to a CPU; returns the node of that. */
 static unsigned move_to(int cpu) {
     cpu_set_t only;
     unsigned cpu_now, node;
@@ -27,7 +27,7 @@ static int pages_on(char *piece, unsigned node) {
     void *pages[PIECE_PAGES];
     int nodes[PIECE_PAGES], here = 0;
     for (int i = 0; i < PIECE_PAGES; i++) pages[i] = (char *)((uintptr_t)piece & ~(uintptr_t)4095) + i * 4096;
-    /* Told no nodes to move them to, the call only says where pages are. */
+    /* Without target nodes, the call only reports where pages are. */
     CHECK(syscall(SYS_move_pages, 0, (long)PIECE_PAGES, pages, NULL, nodes, 0) == 0);
     for (int i = 0; i < PIECE_PAGES; i++) here += nodes[i] == (int)node;
     return here;

@@ -1,5 +1,5 @@
 /* argv[1] threads hold argv[2] MiB together, phase after phase in pieces of another size, for argv[3] ms and at least
-   argv[4] phases (or one); what a phase freed is of no use to the next. All memory is written and checked. */
+   argv[4] phases (or one); memory freed by a phase does not fit the next. All memory is written and checked. */
 #include "check.h"
 #include <time.h>
 

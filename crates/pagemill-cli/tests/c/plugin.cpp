@@ -9,7 +9,7 @@ static std::vector<std::string> words(1000, std::string(100, 'x'));
 static std::map<int, std::vector<char>> blocks;
 static void *raw;
 
-// Constructed after what is above.
+// Constructed after the objects above.
 static struct Loaded {
     Loaded() {
         raw = std::malloc(300000);
@@ -32,7 +32,7 @@ extern "C" size_t plugin_sum() {
     return sum;
 }
 
-// Freed by whoever loaded the library, after it was unloaded.
+// The loading program frees this block after it unloaded the library.
 extern "C" void *plugin_gift(size_t size) {
     return std::malloc(size);
 }

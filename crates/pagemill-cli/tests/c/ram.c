@@ -1,5 +1,5 @@
 /* Writes more volatile files into a mount of Pagemill than the group may hold, and keeps one that is not: ram PAGEMILL.
-   Nobody is killed, a file system found full has room again soon, the newest file and the one that is kept are whole. */
+   No process is killed, a full file system has room again soon, and the newest file and the kept one are whole. */
 #include "check.h"
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -18,8 +18,8 @@ static void run(char *const arguments[]) {
     CHECK(waitpid(child, &status, 0) == child && status == 0);
 }
 
-/* Writes a piece, again and again while the file system is full: on a machine in software its controller may be late by
-   any time, and that there is room again is what it owes. */
+/* Writes a piece; repeats that while the file system is full. On an emulated machine the controller may be late by any
+   time, but it must make room. */
 static void write_all(int fd, const char *piece, size_t len) {
     for (int tries = 0; len > 0;) {
         ssize_t count = write(fd, piece, len);

@@ -1,4 +1,4 @@
-/* refused: at the limit, realloc to larger and smaller sizes; whether refused or not, no byte of the old is lost. */
+/* refused: at the limit, realloc to larger and smaller sizes; whether it fails or not, no byte of the block is lost. */
 #include "check.h"
 
 static char *filler[4096];

@@ -1,5 +1,5 @@
 /* sibling FREED-MIB FREED-KIB WANTED-MIB WANTED-KIB [keep|calm]: one child fills memory in pieces and frees it, stays idle;
- * another then needs room, which the first must give unless `calm`. With `keep` the first keeps all, and is killed
+ * another then needs room, which the first must return unless `calm`. With `keep` the first keeps all, and is killed
  * before the second starts. */
 #include "check.h"
 #include <signal.h>

@@ -1,4 +1,4 @@
-/* What mmap would grant is granted: 10 GB of zeros, touched here and there. */
+/* malloc grants as much as mmap would: 10 GB of zeros, touched in places. */
 #include "check.h"
 
 int main(void) {

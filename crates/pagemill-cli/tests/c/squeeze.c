@@ -1,5 +1,5 @@
-/* Frees argv[1] MiB that it held, then maps as much beside malloc, a MiB every few milliseconds: memory that an
-   allocator sees in the figures of its control group only. */
+/* Frees argv[1] MiB, then maps as much without malloc, a MiB every few milliseconds: an allocator can see that memory only
+   in the figures of its control group. */
 #include "check.h"
 #include <sys/mman.h>
 

@@ -1,4 +1,4 @@
-/* Thousands of short threads, sixteen at a time; each frees what another one allocated, and leaves some to the next. */
+/* Thousands of short threads, sixteen at a time; each frees blocks that another one allocated, and leaves some to the next. */
 #include "check.h"
 
 enum { ROUNDS = 250, AT_ONCE = 16, BOXES = 64 };
@@ -35,7 +35,7 @@ int main(void) {
         if (round == 50)
             early = resident();
     }
-    /* Nothing of an ended thread stays behind for ever. */
+    /* All memory of an ended thread is reused. */
     fprintf(stderr, "resident: %zu early, %zu at the end\n", early, resident());
     CHECK(resident() < early * 3 / 2 + 64 * MIB);
     return 0;

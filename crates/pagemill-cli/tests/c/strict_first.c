@@ -1,5 +1,5 @@
-/* Preloaded beside Pagemill into runtimes with handlers of their own: purged pages before the runtime starts, and a look at
- * its end whether they still raise what they should. */
+/* Preloaded beside Pagemill into runtimes with handlers of their own: makes purged pages before the runtime starts, and
+ * checks at its end that they still raise the right signal. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -25,14 +25,14 @@ __attribute__((constructor)) static void begin(void)
 	ssize_t (*vrange)(void *, size_t, int, int, int *) = (void *)dlsym(RTLD_DEFAULT, "pagemill_vrange");
 	size_t len = 1 << 20;
 	if (!vrange)
-		return; /* a process that `pagemill run` only starts others from */
+		return; /* a process without Pagemill, from which `pagemill run` starts the program */
 	area = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	memset(area, 7, len);
 	is_unsupported = vrange(area, len, 2, 0, NULL) < 0 && errno == EOPNOTSUPP;
 	malloc_trim(0);
 }
 
-/* Which signal a purged page raises now. */
+/* The signal that a purged page raises now. */
 int strict_signal(void)
 {
 	if (is_unsupported)

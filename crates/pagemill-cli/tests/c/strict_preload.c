@@ -1,4 +1,5 @@
-/* Strict ranges in a preloaded program: who gets which signal, in which order handlers were set, and how programs end. */
+/* Strict ranges in a preloaded program: the signal for each fault, for every order of setting handlers, and how programs
+ * end. */
 #define _GNU_SOURCE
 #include <assert.h>
 #include <dlfcn.h>
@@ -86,7 +87,7 @@ static void *in_thread(void *area)
 	return NULL;
 }
 
-/* What a program sets before and after its first strict mark is its own, and is told so. */
+/* Handlers that a program sets before and after its first strict mark stay in effect, and sigaction returns them. */
 static void handlers(void)
 {
 	struct sigaction action;
@@ -98,7 +99,7 @@ static void handlers(void)
 	assert(sigaction(SIGSEGV, NULL, &action) == 0);
 	assert(action.sa_sigaction == jump && (action.sa_flags & SA_SIGINFO) && !(action.sa_flags & SA_ONSTACK));
 
-	/* Set anew, by each of the calls. */
+	/* Set again, by each of the calls. */
 	set(SIGSEGV, SA_NODEFER);
 	assert(touch(area) == SIGBUS && touch(none) == SIGSEGV && !nested_blocked);
 	assert(signal(SIGSEGV, (sighandler_t)jump) == (sighandler_t)jump);
@@ -109,7 +110,7 @@ static void handlers(void)
 	assert(sigaction(SIGSEGV, NULL, &action) == 0 && action.sa_handler == SIG_DFL);
 	assert(touch(area) == SIGBUS);
 
-	/* On the stack that the program wants. */
+	/* On the stack that the program chose. */
 	stack_t stack = { .ss_sp = malloc(1 << 16), .ss_size = 1 << 16 };
 	assert(sigaltstack(&stack, NULL) == 0);
 	set(SIGSEGV, SA_ONSTACK);
@@ -149,7 +150,7 @@ static void handlers(void)
 	assert(munmap(area + 1, page) == -1 && madvise(area + 1, page, MADV_DONTNEED) == -1);
 	assert(mremap(area, len, 0, 0) == MAP_FAILED && touch(area) == SIGBUS);
 
-	/* What is unmapped, thrown away or freed has no guards; what is protected raises what that raises. */
+	/* Unmapped, discarded or freed memory has no guards; protected memory raises the signal of its protection. */
 	assert(madvise(area, page, MADV_DONTNEED) == 0 && touch(area) == 0 && touch(area + page) == SIGBUS);
 	assert(munmap(area, 4 * page) == 0 && touch(area + page) == SIGSEGV);
 	char *other = map();

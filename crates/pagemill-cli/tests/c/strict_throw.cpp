@@ -1,4 +1,4 @@
-// A handler that throws, through the signal's frame: nothing of Pagemill lies in between.
+// A handler that throws through the signal's frame: no frame of Pagemill is in between.
 #include <csignal>
 #include <cstdio>
 #include <dlfcn.h>

@@ -1,4 +1,4 @@
-/* Somebody else: takes MIB of memory as fast as it can, checks it, holds it for MS, and ends well. */
+/* A neighbour: touches MIB of memory as fast as it can, checks it, holds it for MS, and exits with 0. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>

@@ -1,4 +1,4 @@
-/* vfork and posix_spawn beside allocating threads: the child shares the memory until it execs. */
+/* vfork and posix_spawn while other threads allocate: the child shares the memory until it execs. */
 #include "check.h"
 #include <spawn.h>
 

@@ -1,5 +1,5 @@
-/* Marks in a preloaded program: what is unmapped, replaced, moved or freed is volatile no more. Then more volatile memory
- * than the group allows that it runs in. */
+/* Marks in a preloaded program: memory that is unmapped, replaced, moved or freed is no longer volatile. Then more volatile
+ * memory than the program's group allows. */
 #define _GNU_SOURCE
 #include <assert.h>
 #include <dlfcn.h>

@@ -1,4 +1,4 @@
-/* Marks memory, has some of it purged by a limit, and holds it until its input ends. Then it says what unmarking said. */
+/* Marks memory, has some of it purged by a limit, and holds it until its input is closed. Then prints what unmarking reported. */
 #include "check.h"
 
 #include <dlfcn.h>
@@ -33,12 +33,12 @@ static int unmark(char *addr, size_t len) {
     return purged;
 }
 
-/* `limited`: one range that goes, one that goes in part or not, one that the limit does not concern. */
+/* `limited`: a range that is purged, one that is purged in part or not, and one that the limit does not cover. */
 static void limited(void) {
     size_t len = 16 * MIB;
     char *old = allocate(len), *new = allocate(len), *foreign = map(len);
     mark_volatile(old, len, 0);
-    /* Whoever is marked first goes first, to some milliseconds. */
+    /* The range marked first is purged first; the order is exact to some milliseconds. */
     struct timespec moment = {0, 50000000};
     nanosleep(&moment, NULL);
     mark_volatile(new, len, 1);
@@ -63,7 +63,7 @@ static void many(size_t count) {
     getchar();
 }
 
-/* `child`: a process that marks, and a child of it that marks a page of its own and tells of that. */
+/* `child`: a process that marks, and its child, which marks a page of its own and prints that. */
 static void child(void) {
     size_t page = sysconf(_SC_PAGESIZE);
     mark_volatile(map(MIB), MIB, 0);

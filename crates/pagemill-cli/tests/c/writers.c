@@ -28,7 +28,7 @@ static void *write_files(void *argument) {
                 failed[thread]++;
         close(fd);
         written[thread]++;
-        /* The newest file is whole: what goes first was used less recently. */
+        /* The newest file is whole, since files are removed in order of their last use. */
         fd = open(name, O_RDONLY);
         CHECK(fd >= 0 && lseek(fd, 0, SEEK_END) == mib << 20);
         close(fd);

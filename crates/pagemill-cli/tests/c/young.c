@@ -1,5 +1,5 @@
-// Holds argv[1] KiB in pieces of 10 KiB, then allocates and frees argv[2] times, and says whether an arena of
-// terabytes is reserved. Everything held keeps its pattern.
+// Holds argv[1] KiB in pieces of 10 KiB, then allocates and frees argv[2] times, and prints whether an arena of
+// terabytes is reserved. All live pieces keep their pattern.
 #include "check.h"
 
 static int has_arena(void) {

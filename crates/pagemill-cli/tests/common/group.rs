@@ -1,18 +1,18 @@
-//! Control groups with a limit, made for one test.
+//! Control groups with a limit, each made for one test.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// A control group with a memory limit, removed at the end. Its members are processes of one test.
+/// A control group with a memory limit, removed on drop. Its members are processes of one test.
 pub struct Group {
     pub folder: PathBuf,
     limit_file: &'static str,
 }
 
 impl Group {
-    /// Says why not, and returns `None`, where groups cannot be made.
+    /// Makes a group; prints the reason and returns `None` if that is impossible.
     pub fn new(name: &str, limit_bytes: u64) -> Option<Self> {
         let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         let path = |controller: &str| {
@@ -43,12 +43,12 @@ impl Group {
         fs::write(self.folder.join(self.limit_file), limit_bytes.to_string())
     }
 
-    /// Moves a process here.
+    /// Moves a process into the group.
     pub fn take(&self, pid: u32) {
         fs::write(self.folder.join("cgroup.procs"), pid.to_string()).unwrap();
     }
 
-    /// The command, started inside.
+    /// The command, started inside the group.
     pub fn enter(&self, command: &Command) -> Command {
         let mut inside = Command::new("sh");
         let script = format!("echo 0 > {}/cgroup.procs && exec \"$@\"", self.folder.display());
@@ -66,7 +66,7 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // The dead leave a group a moment after they have ended.
+        // A process leaves its group a moment after it has ended.
         for _ in 0..200 {
             if fs::remove_dir(&self.folder).is_ok() {
                 return;

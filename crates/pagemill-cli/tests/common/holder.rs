@@ -1,10 +1,10 @@
-//! Programs that hold something while others look at them.
+//! Programs that hold memory while tests inspect them.
 
 use super::{Guard, STUCK_AFTER, shell, stop};
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::process::{ChildStdin, ChildStdout, Command, Stdio};
 
-/// A program that says some numbers once it is ready, its process id first, and goes on when its input ends.
+/// A program that prints numbers once it is ready, its process id first, and ends when its input is closed.
 pub struct Holder {
     guard: Guard,
     input: Option<ChildStdin>,
@@ -26,13 +26,13 @@ impl Holder {
         self.numbers[0] as u32
     }
 
-    /// Lets it do the next of what it does, and waits until it has.
+    /// Makes it do its next step, and waits for its numbers.
     pub fn next(&mut self) {
         self.input.as_mut().unwrap().write_all(b"\n").unwrap();
         self.numbers = next_numbers(&mut self.said);
     }
 
-    /// Lets it go on to its end; returns what it says then.
+    /// Closes its input and waits for its end; returns the numbers that it prints then.
     pub fn end(mut self) -> Vec<u64> {
         drop(self.input.take());
         let numbers = next_numbers(&mut self.said);
@@ -40,7 +40,7 @@ impl Holder {
         numbers
     }
 
-    /// Stops it, not those that started it.
+    /// Stops the process, not its parents.
     pub fn stop(&self) {
         stop(self.pid());
     }
@@ -50,7 +50,7 @@ impl Holder {
     }
 }
 
-/// The first line of numbers only; others are a test harness's. None at the end.
+/// The next line that has only numbers; other lines come from a test harness. Empty at the end.
 fn next_numbers(said: &mut Lines<BufReader<ChildStdout>>) -> Vec<u64> {
     let numbers = |line: String| line.split(' ').map(str::parse).collect::<Result<Vec<u64>, _>>().ok();
     said.by_ref().find_map(|line| numbers(line.unwrap())).unwrap_or_default()

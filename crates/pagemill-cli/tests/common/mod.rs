@@ -1,8 +1,9 @@
-//! What the end-to-end tests share: a place of their own on disk, programs compiled there, processes that always end.
+//! Shared parts of the end-to-end tests: a private folder, programs compiled there, processes that always end.
 #![allow(dead_code)] // no test file uses all of it
 
 pub mod group;
 pub mod holder;
+pub mod ram;
 pub mod slab_program;
 
 use std::ffi::OsStr;
@@ -19,10 +20,10 @@ use tempfile::TempDir;
 /// The command under test.
 pub const PAGEMILL: &str = env!("CARGO_BIN_EXE_pagemill");
 
-/// Far more than any test program takes, so that reaching it means: stuck.
+/// Far longer than any test program takes, so reaching it means that the program is stuck.
 pub const STUCK_AFTER: Duration = Duration::from_secs(600);
 
-/// A folder for one test, with runtime and cache folders that no other test sees; removed at its end.
+/// A folder for one test, with private runtime and cache folders; removed on drop.
 pub struct Place {
     folder: TempDir,
 }
@@ -49,14 +50,14 @@ impl Place {
         self.folder.path().join(name)
     }
 
-    /// As [`Place::command_as_it_comes`], with Pagemill serving from the first call on: what is tested is mostly small.
+    /// As [`Place::command_as_it_comes`], with Pagemill from the first call on, since most tested programs are small.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = self.command_as_it_comes(program);
         command.env("PAGEMILL_AFTER", "0");
         command
     }
 
-    /// A command that sees this place only, and no settings of whoever started the tests.
+    /// A command with the folders of this place only, and without the settings of the tests' environment.
     pub fn command_as_it_comes(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = Command::new(program);
         for (name, _) in std::env::vars_os() {
@@ -84,7 +85,7 @@ impl Place {
         command
     }
 
-    /// Compiles a source file of `tests/c`; prints why not and returns `None` where there is no compiler.
+    /// Compiles a source file of `tests/c`; prints the reason and returns `None` without a compiler.
     pub fn compile(&self, source: &str, flags: &[&str]) -> Option<PathBuf> {
         let compiler = if source.ends_with(".cpp") { "c++" } else { "cc" };
         if !is_installed(compiler) {
@@ -94,14 +95,14 @@ impl Place {
         let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c").join(source);
         let to = self.path(&format!("{source}.out"));
         let mut command = self.command(compiler);
-        // Not optimised away: a compiler may drop a malloc whose result it sees freed.
+        // Keeps the compiler from removing a malloc if its block is only freed.
         command.args(["-O1", "-g", "-w", "-fno-builtin", "-pthread"]).arg(from).arg("-o").arg(&to).args(flags);
         let end = finish(command, STUCK_AFTER);
         assert!(end.status.success(), "{source} does not compile: {}", end.err);
         Some(to)
     }
 
-    /// Nothing of a run is left: no figures, no folders of trees.
+    /// Checks that a run left nothing behind: no figures, no folders of trees.
     pub fn assert_swept(&self) {
         let left: Vec<_> = walk(&self.path("runtime")).into_iter().filter(|path| !path.is_dir()).collect();
         assert!(left.is_empty(), "left behind: {left:?}");
@@ -110,7 +111,7 @@ impl Place {
     }
 }
 
-/// Everything below a folder.
+/// Returns all paths below a folder.
 pub fn walk(folder: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
     let mut found = Vec::new();
@@ -126,7 +127,7 @@ pub fn is_installed(program: &str) -> bool {
     std::env::split_paths(&path).any(|folder| folder.join(program).is_file())
 }
 
-/// Says why a test cannot be done here.
+/// Whether a program is missing; prints that the test is skipped.
 pub fn lacks(program: &str) -> bool {
     let is_missing = !is_installed(program);
     if is_missing {
@@ -135,7 +136,7 @@ pub fn lacks(program: &str) -> bool {
     is_missing
 }
 
-/// Whether this process may do what only root may, mounting included; says why not.
+/// Whether this process has root's rights, including mounting; prints the reason if not.
 pub fn may_mount() -> bool {
     let mut command = Command::new("unshare");
     command.args(["-m", "true"]).stderr(Stdio::null());
@@ -150,7 +151,7 @@ pub fn is_root() -> bool {
     Command::new("id").arg("-u").output().is_ok_and(|output| output.stdout == b"0\n")
 }
 
-/// How a process ended, and what it said.
+/// How a process ended, and its output.
 pub struct End {
     pub status: ExitStatus,
     pub out: String,
@@ -159,7 +160,7 @@ pub struct End {
 }
 
 impl End {
-    /// The exit status; of a process that a signal killed, a panic that says so.
+    /// The exit status; panics if a signal killed the process.
     pub fn code(&self) -> i32 {
         self.status.code().unwrap_or_else(|| panic!("killed by signal {:?}\n{}", self.status.signal(), self.err))
     }
@@ -176,7 +177,7 @@ pub fn tail(text: &str) -> String {
     lines[lines.len().saturating_sub(60)..].join("\n")
 }
 
-/// A process with a group of its own, which is killed whole when this is dropped before the process has ended.
+/// A process with its own process group. Dropping this before the process has ended kills the whole group.
 pub struct Guard {
     child: Child,
     is_ended: bool,
@@ -233,7 +234,7 @@ impl Drop for Guard {
     }
 }
 
-/// Stops a process. Its threads stop one after the other, some after the signal was sent.
+/// Stops a process. Its threads stop one after the other, some of them after the signal was sent.
 pub fn stop(pid: u32) {
     assert!(shell(&format!("kill -s STOP {pid}")).success());
     let stat_of = |task: fs::DirEntry| fs::read_to_string(task.path().join("stat")).unwrap();
@@ -248,12 +249,13 @@ pub fn shell(script: &str) -> ExitStatus {
     Command::new("sh").args(["-c", script]).status().unwrap()
 }
 
-/// Runs a command to its end; panics, and ends it with all that it started, after `at_most`.
+/// Runs a command to its end. After `at_most`, kills it with all its children, and panics.
 pub fn finish(command: Command, at_most: Duration) -> End {
     finish_with_input(command, Vec::new(), at_most)
 }
 
-/// As [`finish`], of a command that asks a process; once more where a busy machine kept that from answering in time.
+/// As [`finish`], for a command that asks a process; repeats it if a busy machine kept the process from answering in
+/// time.
 pub fn finish_answered(command: impl Fn() -> Command) -> End {
     let begun = Instant::now();
     loop {
@@ -264,7 +266,7 @@ pub fn finish_answered(command: impl Fn() -> Command) -> End {
     }
 }
 
-/// As [`finish`], with bytes on its standard input (none: as the command has it).
+/// As [`finish`], with bytes on standard input; without any, the command's own input is used.
 pub fn finish_with_input(mut command: Command, input: Vec<u8>, at_most: Duration) -> End {
     let (end, out) = finish_bytes(&mut command, input, at_most);
     End { out: String::from_utf8_lossy(&out).into_owned(), ..end }

@@ -1,4 +1,4 @@
-//! A program with slab caches of all kinds, whose callbacks do as they are told, and what tests look at it with.
+//! A program with slab caches of all kinds and controllable callbacks, and helpers for tests that inspect it.
 #![allow(unsafe_code)] // an owner of objects
 
 use super::holder::Holder;
@@ -14,28 +14,29 @@ use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering::Relaxed};
 use std::thread;
 use std::time::Duration;
 
-/// The test `program` of whose file this is, started with a variable that names the folder where it finds what it is to do.
+/// The program is the test `program` of the file that includes this one. This variable names the folder of files that
+/// control it.
 const BE_PROGRAM: &str = "SLABINFO_TEST_PROGRAM";
 
-/// Values of each cache, of which one in ten stays.
+/// Values of each cache; one in ten is kept.
 pub const COUNT: u64 = 20_000;
 pub const KEPT: u64 = COUNT / 10;
 
 pub const ODD_NAME: &str = "tab\tred \x1b[31m\nline=1";
 
-/// As it is shown.
+/// The name as it is displayed.
 pub const ODD_SHOWN: &str = "tab?red ?[31m?line=1";
 
 pub const NAMES: [&str; 4] = ["entries", "nodes", "boxes", ODD_SHOWN];
 
-/// What callbacks do is told by files of this folder.
+/// Files in this folder control the callbacks.
 struct Book {
     folder: PathBuf,
     objects: Vec<AtomicPtr<Object>>,
 }
 
 impl Book {
-    /// Waits as long as there is such a file.
+    /// Waits while this file exists.
     fn mind(&self, file: &str) {
         while self.folder.join(file).exists() {
             thread::sleep(Duration::from_millis(1));
@@ -43,11 +44,11 @@ impl Book {
     }
 }
 
-/// Its number and one, while it is live.
+/// Its number plus one, while it is live.
 struct Object([AtomicU64; 24]);
 
-// SAFETY: all calls of this program but those of its helper threads are of one thread, which waits while they run; so live objects
-// stay live while they are isolated and moved.
+// SAFETY: except for helper threads, all calls of this program come from one thread, which waits while they run. So
+// live objects stay live while they are isolated and moved.
 unsafe impl Migrate for Book {
     type Object = Object;
     type Isolated = ();
@@ -93,7 +94,7 @@ fn fill_nodes(cache: &ByOwner<Book>) {
     }
     for (_, at) in cache.owner().objects.iter().enumerate().filter(|(number, _)| !stays(*number as u64)) {
         let object = NonNull::new(at.swap(std::ptr::null_mut(), Relaxed)).unwrap();
-        // SAFETY: its only reference has gone.
+        // SAFETY: its only reference was removed.
         unsafe {
             object.as_ref().0[0].store(0, Relaxed);
             cache.free(object);
@@ -101,7 +102,7 @@ fn fill_nodes(cache: &ByOwner<Book>) {
     }
 }
 
-/// Says its process id, and of each cache: objects in use, slabs, partial ones, resident bytes, ratios.
+/// Prints its process id and, for each cache: objects in use, slabs, partial slabs, resident bytes, ratios.
 fn say(infos: &[SlabInfo]) {
     let words = |info: &SlabInfo| {
         let total = &info.total;
@@ -116,15 +117,15 @@ fn say(infos: &[SlabInfo]) {
         words.map(|word| word.to_string()).join(" ")
     };
     let line: Vec<String> = infos.iter().map(words).collect();
-    // Not through the harness, which keeps what tests print.
+    // Bypasses the test harness, which captures the output of tests.
     let line = format!("\n{} {}\n", std::process::id(), line.join(" "));
     std::io::stdout().write_all(line.as_bytes()).unwrap();
 }
 
-/// What the test `program` of a file does for the others of that file.
+/// The program, as which the test `program` of a file runs for the other tests of that file.
 pub fn run() {
     let Some(folder) = std::env::var_os(BE_PROGRAM) else { return };
-    // Nothing moves that nobody asked for.
+    // A ratio of 0: no object moves without an order.
     let settings = |name| Settings { defrag_used_ratio: 0, ..Settings::new(name) };
     let slabs = Pagemill::of_process().unwrap().slabs;
     let entries = slabs.by_handle::<[u64; 24]>(settings("entries")).unwrap();
@@ -138,7 +139,7 @@ pub fn run() {
     }
     fill_nodes(&nodes);
     let kept: Vec<_> = (0..100).map(|number| boxes.insert(number).unwrap()).collect();
-    // A child has caches of its own only.
+    // A child has only caches of its own.
     let folder = &nodes.owner().folder;
     loop {
         if folder.join("forking").exists() {
@@ -156,17 +157,17 @@ pub fn run() {
     }
     drop(guard);
     for (number, at) in nodes.owner().objects.iter().enumerate() {
-        // SAFETY: objects of the book are live, or there is none.
+        // SAFETY: the table holds live objects or null.
         let object = unsafe { at.load(Relaxed).as_ref() };
         assert_eq!(object.map(|object| object.0[0].load(Relaxed)), stays(number as u64).then_some(number as u64 + 1));
     }
     assert_eq!(kept.iter().map(|number| **number).sum::<u64>(), 4950);
     drop(odd);
-    // All is as it was.
+    // All contents are intact.
     std::io::stdout().write_all(b"1\n").unwrap();
 }
 
-/// Makes a child that has a cache of its own and says so, and waits for its end.
+/// Forks a child that makes a cache, prints a line, and ends after input; waits for its end.
 fn be_parent() {
     // SAFETY: the child makes a cache, writes a line, reads one and ends.
     let child = unsafe { libc::fork() };
@@ -195,7 +196,7 @@ pub fn program_of(place: &Place, mut command: Command) -> Command {
     command
 }
 
-/// What the program says of a cache: objects, slabs, partial ones, resident bytes, ratios.
+/// The numbers that the program printed for a cache: objects, slabs, partial slabs, resident bytes, ratios.
 pub fn said<'holder>(holder: &'holder Holder, name: &str) -> &'holder [u64] {
     let at = NAMES.iter().position(|known| *known == name).unwrap();
     holder.numbers[1..].chunks_exact(6).nth(at).unwrap()
@@ -207,7 +208,7 @@ pub fn slabinfo(place: &Place, options: &[&str]) -> Command {
     command
 }
 
-/// What it shows of a program.
+/// The output of the command for a program.
 pub fn show(place: &Place, holder: &Holder, options: &[&str]) -> String {
     let pid = holder.pid().to_string();
     let end = finish_answered(|| slabinfo(place, &[&[pid.as_str()], options].concat()));
@@ -233,9 +234,12 @@ pub fn names(list: &Value) -> Vec<&str> {
     list["caches"].as_array().unwrap().iter().map(|cache| cache["name"].as_str().unwrap()).collect()
 }
 
-/// Requests that lie about.
+/// Requests that are left in the folder.
 pub fn requests(place: &Place) -> Vec<PathBuf> {
-    walk(&place.path("runtime")).into_iter().filter(|path| path.to_string_lossy().contains(".slab")).collect()
+    walk(&place.path("runtime"))
+        .into_iter()
+        .filter(|path| [".slabs-", ".order-"].iter().any(|word| path.to_string_lossy().contains(word)))
+        .collect()
 }
 
 #[track_caller]

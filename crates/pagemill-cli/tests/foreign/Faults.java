@@ -1,4 +1,4 @@
-/** Faults that the virtual machine makes its living of: null references, and the end of a stack. */
+/** Faults that the Java virtual machine handles: null references and stack overflows. */
 public class Faults {
     int value;
     static int depth;

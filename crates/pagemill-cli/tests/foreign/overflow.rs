@@ -1,4 +1,4 @@
-//! The end of a stack, which Rust names before it ends the program.
+//! A stack overflow, which Rust reports before it ends the program.
 #[inline(never)]
 fn recurse(depth: u64) -> u64 {
     let block = std::hint::black_box([depth; 64]);

@@ -1,4 +1,4 @@
-//! The first root of a machine: an archive in cpio's "newc" format, which the kernel unpacks into memory.
+//! The initial root file system of a machine: a cpio archive in "newc" format, which the kernel unpacks into memory.
 //!
 //! Format: Documentation/driver-api/early-userspace/buffer-format.rst in the kernel's source.
 
@@ -12,7 +12,7 @@ use std::process::Command;
 const FOLDER: u32 = 0o040_755;
 const FILE: u32 = 0o100_755;
 
-/// An archive that grows, and knows what it has.
+/// An archive that records which paths it has.
 #[derive(Default)]
 pub struct Initramfs {
     bytes: Vec<u8>,
@@ -28,7 +28,8 @@ impl Initramfs {
         self.add(path.as_ref(), FILE, contents);
     }
 
-    /// A program or library as `path`, and every library that it asks for, where the loader found it here.
+    /// Adds a program or library as `path`, and every library that it needs, at the path where the loader found it
+    /// here.
     pub fn add_program(&mut self, path: impl AsRef<Path>, from: &Path) {
         self.add_file(path, &fs::read(from).unwrap());
         for library in libraries(from) {
@@ -37,13 +38,13 @@ impl Initramfs {
         }
     }
 
-    /// The whole archive.
+    /// Returns the whole archive.
     pub fn finish(mut self) -> Vec<u8> {
         self.write(Path::new("TRAILER!!!"), 0, &[]);
         self.bytes
     }
 
-    /// Once each, and folders before what lies in them: the kernel makes none on its own.
+    /// Adds a path once, and its folders before it: the kernel does not make missing folders.
     fn add(&mut self, path: &Path, mode: u32, contents: &[u8]) {
         let path = path.strip_prefix("/").unwrap_or(path);
         if path.as_os_str().is_empty() || !self.names.insert(path.to_owned()) {
@@ -55,7 +56,8 @@ impl Initramfs {
 
     fn write(&mut self, path: &Path, mode: u32, contents: &[u8]) {
         let name = path.as_os_str().as_bytes();
-        // Index, mode, user, group, links, time, length, device and its number (two each), length of the name, checksum.
+        // Index, mode, user, group, links, time, length, device and its number (two each), length of the name,
+        // checksum.
         let (index, len) = (self.names.len(), contents.len());
         let fields = [index, mode as usize, 0, 0, 1, 0, len, 0, 0, 0, 0, name.len() + 1, 0];
         self.bytes.extend(b"070701");
@@ -74,7 +76,7 @@ impl Initramfs {
     }
 }
 
-/// Every path in what `ldd` says: the libraries, and the loader.
+/// Every path in the output of `ldd`: the libraries and the loader.
 fn libraries(program: &Path) -> Vec<PathBuf> {
     let mut ldd = Command::new("ldd");
     ldd.arg(program);

@@ -1,4 +1,4 @@
-//! A machine in software: Debian's kernel under qemu, with two made-up memory nodes and no disk.
+//! An emulated machine: Debian's kernel under qemu, with two fake memory nodes and no disk.
 
 use crate::common::{Guard, Place, lacks, tail};
 use std::cmp::Reverse;
@@ -11,17 +11,19 @@ use std::time::Duration;
 
 const QEMU: &str = "qemu-system-x86_64";
 
-/// Every instruction is translated, and the host may be busy: some ten times of what it takes.
+/// About ten times the usual duration: every instruction is translated, and the host may be busy.
 const STUCK_AFTER: Duration = Duration::from_secs(600);
 
-/// One of Intel's: on AMD's (which `max` is one of) the kernel puts CPUs that share a cache on one made-up node. Strings
-/// (`erms`) are translated byte by byte, and Linux would fill pages so. Half of the time that `max` takes.
+/// An Intel CPU model: on AMD's (including `max`) the kernel puts CPUs that share a cache on one fake node. String
+/// instructions (`erms`) are translated byte by byte, and Linux would use them to fill pages. Takes half of the time of
+/// `max`.
 const PROCESSOR: &str = "Haswell-noTSX,erms=off";
 
-/// Panics end the machine (with `-no-reboot`) instead of halting it. Other processors' mistakes are none of ours.
+/// Panics end the machine (with `-no-reboot`) instead of halting it. Mitigations of CPU bugs are not needed.
 const COMMAND_LINE: &str = "console=ttyS0 quiet panic=-1 numa=fake=2 mitigations=off";
 
-/// What has to be in the kernel itself: there are no modules to load. Debian's cloud kernel has no made-up nodes.
+/// Options that must be built into the kernel, since there are no modules to load. Debian's cloud kernel has no fake
+/// nodes.
 const BUILT_IN: &[&str] = &[
     "CONFIG_BLK_DEV_INITRD",
     "CONFIG_DEVTMPFS",
@@ -31,12 +33,12 @@ const BUILT_IN: &[&str] = &[
     "CONFIG_TMPFS",
 ];
 
-/// What a case came to.
+/// The result of a case.
 #[derive(Debug, Default)]
 pub struct Case {
     /// `exit STATUS` or `signal NUMBER`; empty if it never ended.
     pub end: String,
-    /// What it left, by kind: `output`, `report`, `events`.
+    /// Its texts, by kind: `output`, `report`, `events`.
     pub texts: BTreeMap<String, String>,
 }
 
@@ -51,7 +53,7 @@ impl Case {
     }
 }
 
-/// The kernel to boot; says why not, and returns `None`, where there is no machine to be had.
+/// The kernel to boot; prints the reason and returns `None` if there is none that can be booted.
 pub fn kernel() -> Option<PathBuf> {
     if !cfg!(target_arch = "x86_64") {
         println!("skipped: the other kernel is one for x86-64");
@@ -73,7 +75,8 @@ pub fn kernel() -> Option<PathBuf> {
     })
 }
 
-/// The kernel that the environment names, and no other; else what .ci/run has fetched, then what is installed.
+/// Candidates for the kernel: only the one that the environment names, if any; else the one that .ci/run has fetched,
+/// then the installed ones.
 fn candidates() -> Vec<PathBuf> {
     if let Some(path) = std::env::var_os("PAGEMILL_TEST_KERNEL") {
         return vec![path.into()];
@@ -82,7 +85,7 @@ fn candidates() -> Vec<PathBuf> {
     [target.join("kernel"), "/boot".into()].iter().flat_map(|folder| kernels_in(folder)).collect()
 }
 
-/// Every `vmlinuz-*`, the highest release first: numbers count as numbers.
+/// Every `vmlinuz-*`, the highest release first; numbers are compared as numbers.
 fn kernels_in(folder: &Path) -> Vec<PathBuf> {
     let release = |path: &PathBuf| -> Vec<u64> {
         path.to_string_lossy().split(|byte: char| !byte.is_ascii_digit()).filter_map(|part| part.parse().ok()).collect()
@@ -95,7 +98,7 @@ fn kernels_in(folder: &Path) -> Vec<PathBuf> {
     kernels
 }
 
-/// Why a kernel does not do, as far as its file and the `config-*` beside it tell.
+/// Why a kernel is not suitable, according to its file and the `config-*` beside it.
 fn obstacle(kernel: &Path) -> Option<String> {
     if let Err(error) = fs::File::open(kernel) {
         return Some(error.to_string());
@@ -107,7 +110,7 @@ fn obstacle(kernel: &Path) -> Option<String> {
     Some(format!("{lacking} is not built in"))
 }
 
-/// Boots, waits for the machine to turn itself off, and returns what its first process told of every case.
+/// Boots, waits until the machine turns itself off, and returns the results of every case.
 pub fn boot(place: &Place, kernel: &Path, initramfs: &[u8]) -> BTreeMap<String, Case> {
     fs::write(place.path("initramfs"), initramfs).unwrap();
     let status = run(place, kernel);
@@ -122,12 +125,12 @@ pub fn boot(place: &Place, kernel: &Path, initramfs: &[u8]) -> BTreeMap<String, 
         tail(&console),
         tail(&results),
     );
-    // Who was killed, and why, if a case fails.
+    // If a case fails, this shows which processes were killed, and why.
     println!("console:\n{}", tail(&console));
     parse(&results)
 }
 
-/// How qemu ended; `None` if it had to be stopped. The kernel's console and the results go to files of their own.
+/// How qemu ended; `None` if it had to be stopped. The kernel's console and the results go to separate files.
 fn run(place: &Place, kernel: &Path) -> Option<ExitStatus> {
     let mut qemu = place.command(QEMU);
     qemu.args(["-machine", "pc", "-cpu", PROCESSOR, "-accel", "tcg", "-m", "1G", "-smp", "2"]);
@@ -139,7 +142,7 @@ fn run(place: &Place, kernel: &Path) -> Option<ExitStatus> {
     Guard::new(qemu).wait_for(STUCK_AFTER)
 }
 
-/// Reads what `tests/c/init.c` writes.
+/// Parses the output of `tests/c/init.c`.
 fn parse(results: &str) -> BTreeMap<String, Case> {
     let mut cases = BTreeMap::<String, Case>::new();
     let mut lines = results.lines();

@@ -1,0 +1,280 @@
+//! A control group with a memory limit, of either version of the controller.
+//!
+//! It is a child of the group that `run` is in. A process of that group may be
+//! moved there by the group's owner, and the limits above go on to bind it.
+
+use super::guard::Guard;
+use super::{Outcome, PREFIX, owner_of};
+use pagemill::units::Bytes;
+use pagemill_sys::cgroup::{self, Version};
+use pagemill_sys::process;
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
+
+/// `rmdir` of a group fails with `EBUSY` until exited processes have left it: number of tries, and the pause between them.
+const TRIES: usize = 100;
+const TRY_EVERY: Duration = Duration::from_millis(10);
+
+/// A group that is removed when this is dropped, or when this process is killed.
+pub struct Group {
+    folder: PathBuf,
+    /// `None` in a made-up tree.
+    guard: Option<Guard>,
+}
+
+impl Group {
+    /// Makes a group below this process's own. `root` stands before every path: empty, or a folder with a made-up tree.
+    ///
+    /// # Errors
+    ///
+    /// What is missing, and what would help.
+    pub fn new(root: &str, name: &str, limit_bytes: u64) -> Result<Self, String> {
+        let (version, parent) = cgroup::own_group(root)
+            .map_err(|_| "no control group with a memory controller is visible here (/proc/self/cgroup)".to_owned())?;
+        let parent = Path::new(parent.as_str());
+        if version == Version::V2 {
+            hand_down_memory(parent)?;
+        }
+        let folder = parent.join(name);
+        fs::create_dir(&folder).map_err(|error| no_group(parent, &error))?;
+        let mut group = Self { folder, guard: None };
+        let file = match version {
+            Version::V1 => "memory.limit_in_bytes",
+            Version::V2 => "memory.max",
+        };
+        fs::write(group.folder.join(file), limit_bytes.to_string()).map_err(|error| {
+            format!("{} takes no limit of {}: {error}", group.folder.join(file).display(), Bytes(limit_bytes))
+        })?;
+        if root.is_empty() {
+            group.guard = Some(Guard::start(&group.folder).map_err(|error| {
+                format!("no process that removes the group if this one is killed can be started: {error}")
+            })?);
+        }
+        Ok(group)
+    }
+
+    /// # Errors
+    ///
+    /// A message for the user if the file cannot be opened for writing.
+    pub fn entrance(&self) -> Result<File, String> {
+        let path = self.folder.join("cgroup.procs");
+        let file = File::options().write(true).open(&path);
+        file.map_err(|error| format!("no process can be moved to {}: {error}", path.display()))
+    }
+
+    pub fn outcome(&self) -> Outcome {
+        let read = |name| fs::read_to_string(self.folder.join(name)).ok();
+        let number = |name| read(name)?.trim().parse().ok();
+        let kills = |name| read(name)?.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok());
+        Outcome {
+            peak_bytes: number("memory.max_usage_in_bytes").or_else(|| number("memory.peak")),
+            kills: kills("memory.oom_control").or_else(|| kills("memory.events")),
+        }
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        if let Some(guard) = self.guard.take() {
+            guard.dismiss();
+        }
+        if !remove(&self.folder) {
+            let folder = self.folder.display();
+            let _ = writeln!(
+                io::stderr(),
+                "pagemill: processes still run in {folder}; a later `pagemill` command removes it"
+            );
+        }
+    }
+}
+
+/// Enables the memory controller for the children of `parent`: writes `+memory` to `cgroup.subtree_control` (version 2).
+fn hand_down_memory(parent: &Path) -> Result<(), String> {
+    let has_memory = |file: &str| {
+        let names = fs::read_to_string(parent.join(file)).unwrap_or_default();
+        names.split_ascii_whitespace().any(|name| name == "memory")
+    };
+    let at = parent.display();
+    if !has_memory("cgroup.controllers") {
+        return Err(format!(
+            "{at} has no memory controller: `echo +memory > cgroup.subtree_control` in the groups above gives it one"
+        ));
+    }
+    if has_memory("cgroup.subtree_control") {
+        return Ok(());
+    }
+    match fs::write(parent.join("cgroup.subtree_control"), "+memory") {
+        Ok(()) => Ok(()),
+        // Only a group without processes of its own hands controllers down.
+        Err(error) if error.kind() == ErrorKind::ResourceBusy => Err(format!(
+            "{at} has processes of its own, so that no group inside it can have a limit: move them to one first, \
+             `mkdir {at}/shell && for pid in $(cat {at}/cgroup.procs); do echo $pid > {at}/shell/cgroup.procs; done`, \
+             `echo +memory > {at}/cgroup.subtree_control`, and run this there"
+        )),
+        Err(error) => Err(no_group(parent, &error)),
+    }
+}
+
+fn no_group(parent: &Path, error: &io::Error) -> String {
+    let parent = parent.display();
+    format!(
+        "no control group can be made in {parent} ({error}): as root it works where the file system is writable, \
+         without root where the group belongs to the user (`chown -R USER {parent}`, or a systemd unit with Delegate=yes)"
+    )
+}
+
+/// Removes a group and those below it, once no process is left in them. `false` if processes stay.
+pub fn remove(folder: &Path) -> bool {
+    for _ in 0..TRIES {
+        match remove_empty(folder) {
+            Err(error) if error.kind() == ErrorKind::ResourceBusy => {}
+            _ => return true,
+        }
+        let has_members = fs::read_to_string(folder.join("cgroup.procs")).is_ok_and(|members| has_living(&members));
+        if has_members {
+            return false;
+        }
+        thread::sleep(TRY_EVERY);
+    }
+    false
+}
+
+/// Whether one of these processes runs still.
+fn has_living(members: &str) -> bool {
+    members.lines().filter_map(|pid| pid.parse().ok()).any(|pid| process::identity(pid).is_some())
+}
+
+fn remove_empty(folder: &Path) -> io::Result<()> {
+    for inner in inner_groups(folder) {
+        remove_empty(&inner)?;
+    }
+    fs::remove_dir(folder)
+}
+
+fn inner_groups(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())).map(|entry| entry.path()).collect()
+}
+
+/// Removes groups whose `run` and processes have gone: children of this process's group, and of those above it.
+///
+/// Nothing is killed: a `run` in another PID namespace looks as if it had ended.
+pub fn sweep() {
+    let Ok((_, own)) = cgroup::own_group("") else { return };
+    let mut level = Some(Path::new(own.as_str()));
+    while let Some(folder) = level.filter(|folder| is_group(folder)) {
+        sweep_children(folder);
+        level = folder.parent();
+    }
+}
+
+fn is_group(folder: &Path) -> bool {
+    folder.join("cgroup.procs").exists()
+}
+
+fn sweep_children(folder: &Path) {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    for entry in entries {
+        let name = entry.file_name();
+        let run = name.to_str().filter(|name| name.starts_with(PREFIX)).and_then(owner_of);
+        if run.is_some_and(|run| !process::is_alive(run)) {
+            // One with processes stays.
+            let _ = remove_empty(&entry.path());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A made-up machine with this process in `/app`; files below it as told.
+    fn tree(version: Version, files: &[(&str, &str)]) -> (tempfile::TempDir, String) {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().to_str().unwrap().to_owned();
+        let (mount, own) = match version {
+            Version::V1 => ("30 23 0:26 / /groups rw - cgroup cgroup rw,memory\n", "4:memory:/app\n0::/\n"),
+            Version::V2 => ("30 23 0:26 / /groups rw - cgroup2 cgroup2 rw\n", "0::/app\n"),
+        };
+        let app = files.iter().map(|(name, text)| (format!("/groups/app/{name}"), *text));
+        let proc = [("/proc/self/mountinfo".to_owned(), mount), ("/proc/self/cgroup".to_owned(), own)];
+        for (path, text) in app.chain(proc) {
+            let path = PathBuf::from(format!("{root}{path}"));
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        (folder, root)
+    }
+
+    fn read(path: &str) -> String {
+        fs::read_to_string(path).unwrap()
+    }
+
+    /// The limit is written to the file of the version; figures are read from those of the version.
+    #[test]
+    fn a_group_of_either_version_is_limited() {
+        let v2 = [("cgroup.controllers", "cpu memory\n"), ("cgroup.subtree_control", "cpu\n")];
+        let (_folder, root) = tree(Version::V2, &v2);
+        let group = Group::new(&root, "new", 5 << 20).unwrap();
+        let at = format!("{root}/groups/app/new");
+        assert_eq!(read(&format!("{at}/memory.max")), "5242880");
+        assert_eq!(read(&format!("{root}/groups/app/cgroup.subtree_control")), "+memory");
+        assert!(group.entrance().is_err(), "there is no such file yet");
+        for (name, text) in [("memory.peak", "77\n"), ("memory.events", "oom 3\noom_kill 2\n"), ("cgroup.procs", "")] {
+            fs::write(format!("{at}/{name}"), text).unwrap();
+        }
+        let outcome = group.outcome();
+        assert_eq!((outcome.peak_bytes, outcome.kills), (Some(77), Some(2)));
+        assert!(group.entrance().is_ok());
+        assert!(Group::new(&root, "new", 1).is_err(), "it is there");
+        fs::remove_dir_all(&at).unwrap();
+
+        let (_folder, root) = tree(Version::V1, &[("memory.limit_in_bytes", "1")]);
+        let group = Group::new(&root, "new", 5 << 20).unwrap();
+        let at = format!("{root}/groups/app/new");
+        assert_eq!(read(&format!("{at}/memory.limit_in_bytes")), "5242880");
+        fs::write(format!("{at}/memory.max_usage_in_bytes"), "78\n").unwrap();
+        fs::write(format!("{at}/memory.oom_control"), "under_oom 0\noom_kill 1\n").unwrap();
+        let outcome = group.outcome();
+        assert_eq!((outcome.peak_bytes, outcome.kills), (Some(78), Some(1)));
+        fs::remove_dir_all(&at).unwrap();
+    }
+
+    /// A controller that is handed down already is left alone; one that is not there is named.
+    #[test]
+    fn what_is_missing_is_told() {
+        let (_folder, root) = tree(Version::V2, &[("cgroup.controllers", "cpu\n")]);
+        let message = Group::new(&root, "new", 1 << 20).err().unwrap();
+        assert!(message.contains("/groups/app has no memory controller"), "{message}");
+        let v2 = [("cgroup.controllers", "memory\n"), ("cgroup.subtree_control", "memory\n")];
+        let (_folder, root) = tree(Version::V2, &v2);
+        let group = Group::new(&root, "new", 1 << 20).unwrap();
+        assert_eq!(read(&format!("{root}/groups/app/cgroup.subtree_control")), "memory\n");
+        fs::remove_dir_all(&group.folder).unwrap();
+        let (_folder, root) = tree(Version::V1, &[]);
+        let message = Group::new(&root, "new", 1 << 20).err().unwrap();
+        assert!(message.contains("no control group can be made in"), "{message}");
+        assert!(Group::new("/nowhere/at/all", "new", 1).is_err());
+    }
+
+    /// Empty groups of dead runs go, with those below them; others stay.
+    #[test]
+    fn groups_of_the_dead_are_swept() {
+        let folder = tempfile::tempdir().unwrap();
+        let own = process::own_identity();
+        let make = |name: &str| {
+            let path = folder.path().join(name);
+            fs::create_dir_all(&path).unwrap();
+            path
+        };
+        let dead = make("pagemill-run-1073741824-1");
+        make("pagemill-run-1073741824-1/pagemill-run-1073741825-2");
+        let living = make(&format!("pagemill-run-{}-{}", own.pid, own.start_ticks));
+        let foreign = make("other");
+        sweep_children(folder.path());
+        assert_eq!([dead, living, foreign].map(|path| path.exists()), [false, true, true]);
+    }
+}

@@ -1,0 +1,122 @@
+//! `pagemill run --limit-kernel`: a limit that the kernel enforces on a program and its children.
+//!
+//! Uses a transient scope where systemd runs; elsewhere, or if that fails, a child control group of this process's own
+//! group. The allocator in the program handles the limit like that of any control group: it returns memory before the
+//! limit is reached, and refuses allocations beyond it. If other memory exceeds it, the kernel kills.
+
+mod group;
+mod guard;
+mod scope;
+
+pub use group::sweep;
+pub use guard::main as guard;
+
+use group::Group;
+use pagemill_sys::process::{self, Identity};
+use scope::Scope;
+use std::ffi::OsString;
+use std::fs::File;
+
+/// Names of groups and scopes: this prefix, the process id of `run` and the tick at which it started.
+const PREFIX: &str = "pagemill-run-";
+
+/// A limit on the process that is started next.
+pub enum KernelLimit {
+    Scope(Scope),
+    Group(Group),
+}
+
+/// The kernel's statistics of a limit; `None` if unavailable.
+pub struct Outcome {
+    /// Peak usage of the group, file pages and kernel memory included.
+    pub peak_bytes: Option<u64>,
+    /// Processes that were killed because the limit was reached.
+    pub kills: Option<u64>,
+}
+
+impl KernelLimit {
+    /// Creates the limit.
+    ///
+    /// # Errors
+    ///
+    /// Messages that name what is missing and how to provide it.
+    pub fn new(limit_bytes: u64) -> Result<Self, String> {
+        sweep();
+        let name = name_of(process::own_identity());
+        let mut missing = Vec::new();
+        if scope::is_systemd_running() {
+            match Scope::new(&name, limit_bytes) {
+                Ok(scope) => return Ok(Self::Scope(scope)),
+                Err(message) => missing.push(message),
+            }
+        }
+        match Group::new("", &name, limit_bytes) {
+            Ok(group) => Ok(Self::Group(group)),
+            Err(message) => {
+                missing.push(message);
+                Err(format!("--limit-kernel cannot be had: {}", missing.join("; ")))
+            }
+        }
+    }
+
+    /// Returns the words that precede the program and its arguments on the command line.
+    pub fn launcher(&self) -> &[OsString] {
+        match self {
+            Self::Scope(scope) => scope.launcher(),
+            Self::Group(_) => &[],
+        }
+    }
+
+    /// Opens the file through which a process enters the limit's group.
+    ///
+    /// # Errors
+    ///
+    /// A message.
+    pub fn entrance(&self) -> Result<Option<File>, String> {
+        match self {
+            Self::Scope(_) => Ok(None),
+            Self::Group(group) => group.entrance().map(Some),
+        }
+    }
+
+    pub fn outcome(&self) -> Outcome {
+        match self {
+            // Systemd removes the scope, and its statistics, as soon as it is empty.
+            Self::Scope(_) => Outcome { peak_bytes: None, kills: None },
+            Self::Group(group) => group.outcome(),
+        }
+    }
+}
+
+/// Returns whether this process is already inside such a limit.
+pub fn surrounds() -> bool {
+    let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    groups.lines().any(|line| line.split('/').any(|name| owner_of(name).is_some()))
+}
+
+fn name_of(run: Identity) -> String {
+    format!("{PREFIX}{}-{}", run.pid, run.start_ticks)
+}
+
+/// Returns the `run` that owns a group or scope with this name.
+fn owner_of(name: &str) -> Option<Identity> {
+    let name = name.strip_suffix(".scope").unwrap_or(name);
+    let (pid, start_ticks) = name.strip_prefix(PREFIX)?.split_once('-')?;
+    Some(Identity { pid: pid.parse().ok()?, start_ticks: start_ticks.parse().ok()? })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_tell_their_owner() {
+        let run = Identity { pid: 12, start_ticks: 345 };
+        let name = name_of(run);
+        assert_eq!((name.as_str(), owner_of(&name)), ("pagemill-run-12-345", Some(run)));
+        assert_eq!(owner_of("pagemill-run-12-345.scope"), Some(run));
+        for other in ["pagemill-run-12", "pagemill-run-a-1", "pagemill-test-1-2", "run-1-2", ""] {
+            assert_eq!(owner_of(other), None, "{other}");
+        }
+    }
+}

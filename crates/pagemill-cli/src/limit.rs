@@ -1,0 +1,110 @@
+//! Sizes of limits: bytes, or a percentage of the memory that this process may use.
+
+use pagemill::units::parse_bytes;
+use pagemill_sys::cgroup::{self, Hierarchy};
+use std::io;
+use std::str::FromStr;
+
+/// A limit as given: `512M`, `50%`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Size {
+    /// Greater than 0.
+    Bytes(u64),
+    /// 1 to 100 percent of [`available_bytes`].
+    Percent(u64),
+}
+
+impl FromStr for Size {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if let Some(number) = text.trim().strip_suffix('%') {
+            let percent = number.trim_end().parse().ok().filter(|percent| (1..=100).contains(percent));
+            return percent.map(Self::Percent).ok_or_else(|| format!("'{text}' is not a percentage from 1% to 100%"));
+        }
+        match parse_bytes(text)? {
+            0 => Err("a limit of 0 bytes is too small".into()),
+            bytes => Ok(Self::Bytes(bytes)),
+        }
+    }
+}
+
+impl Size {
+    /// Returns the limit in bytes.
+    ///
+    /// # Errors
+    ///
+    /// A message, if the memory that a percentage refers to is unknown.
+    pub fn resolve(self) -> Result<u64, String> {
+        match self {
+            Self::Bytes(bytes) => Ok(bytes),
+            Self::Percent(percent) => {
+                let all = available_bytes("").map_err(|error| {
+                    format!(
+                        "{percent}% cannot be computed: the machine's memory is unknown ({error}); give a size instead"
+                    )
+                })?;
+                Ok((u128::from(all) * u128::from(percent) / 100) as u64)
+            }
+        }
+    }
+}
+
+/// Returns the smallest memory limit of this process's control groups and their ancestors, at most the machine's
+/// memory.
+///
+/// `root` is prepended to every path, as in [`Hierarchy::find`].
+///
+/// # Errors
+///
+/// Errors of reading `/proc/meminfo`.
+fn available_bytes(root: &str) -> io::Result<u64> {
+    let of_groups = Hierarchy::find(root).map_or(u64::MAX, |groups| groups.smallest_limit_bytes());
+    Ok(cgroup::machine(root)?.total_bytes.min(of_groups))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn sizes_and_shares_are_read() {
+        for (text, size) in [
+            ("512M", Size::Bytes(512 << 20)),
+            (" 1 ", Size::Bytes(1)),
+            ("50%", Size::Percent(50)),
+            ("1%", Size::Percent(1)),
+            (" 100 % ", Size::Percent(100)),
+        ] {
+            assert_eq!(text.parse(), Ok(size), "{text}");
+        }
+        for text in ["", "0", "0%", "101%", "-1%", "1.5%", "%", "50%%", "half", "1e2%"] {
+            assert!(text.parse::<Size>().is_err(), "{text}");
+        }
+    }
+
+    /// The smallest limit of any level counts; without one, the machine's memory.
+    #[test]
+    fn a_share_is_of_the_smallest_limit() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().to_str().unwrap();
+        let write = |path: &str, text: &str| {
+            let path = folder.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        assert!(available_bytes(root).is_err());
+        write("proc/meminfo", "MemTotal: 4096 kB\nMemAvailable: 1 kB\nSwapFree: 0 kB\n");
+        assert_eq!(available_bytes(root).unwrap(), 4 << 20);
+        write("proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
+        write("proc/self/cgroup", "0::/outer/inner\n");
+        write("sys/fs/cgroup/outer/inner/memory.current", "1\n");
+        write("sys/fs/cgroup/outer/inner/memory.max", "max\n");
+        assert_eq!(available_bytes(root).unwrap(), 4 << 20);
+        write("sys/fs/cgroup/outer/memory.max", "1048576\n");
+        assert_eq!(available_bytes(root).unwrap(), 1 << 20);
+        write("sys/fs/cgroup/outer/inner/memory.max", "8388608\n");
+        assert_eq!(available_bytes(root).unwrap(), 1 << 20, "the outer limit binds");
+    }
+}

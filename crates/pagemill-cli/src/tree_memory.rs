@@ -1,0 +1,315 @@
+//! Memory of a run's processes as the kernel counts it, sampled from `/proc`.
+//!
+//! A sample finds the program's descendants by parent links, and adds the members of the tree's page and processes
+//! that it has seen before: a daemon adopted by another process still counts. A page that processes share (library
+//! code, memory after a fork) counts in each of them, as in `ps`. Only where that sum exceeds a limit, each process's
+//! proportional share is read, which counts such a page once and costs far more.
+//!
+//! Processes that end between two samples are missed. The pause after a sample depends on its cost: below 1 % of a
+//! CPU.
+
+use crate::proc_status::{Status, children_of, proportional_bytes};
+use pagemill::reclaim::tree::{TreePage, UNLIMITED};
+use pagemill_sys::clock;
+use pagemill_sys::process::{self, Identity};
+use std::collections::HashMap;
+use std::time::Duration;
+
+/// Number of processes that are listed individually.
+pub const LISTED: usize = 5;
+
+const SHORTEST_PAUSE: Duration = Duration::from_millis(10);
+
+/// A pause is this many times the cost of the sample before it.
+const PAUSE_FACTOR: u32 = 120;
+
+/// A process and the memory that it held.
+#[derive(Clone, Debug)]
+pub struct Process {
+    pub who: Identity,
+    /// Its name when it held most.
+    pub name: String,
+    pub bytes: u64,
+}
+
+/// A time at which the processes held more than a limit.
+#[derive(Clone, Debug)]
+pub struct Excess {
+    pub limit_bytes: u64,
+    /// Anonymous and shared memory of all processes; shared memory counts once.
+    pub held_bytes: u64,
+    /// Memory of their allocators at that time.
+    pub allocator_bytes: u64,
+    /// The processes with the largest shares of `held_bytes`, largest first; at most [`LISTED`].
+    pub largest: Vec<Process>,
+}
+
+impl Excess {
+    pub fn over_bytes(&self) -> u64 {
+        self.held_bytes - self.limit_bytes
+    }
+
+    pub fn outside_bytes(&self) -> u64 {
+        self.held_bytes.saturating_sub(self.allocator_bytes)
+    }
+}
+
+/// Largest sums so far.
+#[derive(Clone, Debug, Default)]
+pub struct Peak {
+    /// Resident memory of all processes at one time.
+    pub resident_bytes: u64,
+    /// Anonymous and shared memory of all processes at one time, that is all but file pages.
+    pub anonymous_bytes: u64,
+    /// The part of it that no allocator of the tree had at that time.
+    pub outside_bytes: u64,
+    pub excess: Option<Excess>,
+}
+
+/// The memory of one process tree over time.
+pub struct TreeMemory {
+    page: &'static TreePage,
+    program: u32,
+    /// Running processes, by their ids.
+    seen: HashMap<u32, Process>,
+    /// The largest processes that have ended.
+    ended: Vec<Process>,
+    ended_count: usize,
+    pub peak: Peak,
+    /// Earliest time to read proportional shares again.
+    next_shares_ns: u64,
+}
+
+impl TreeMemory {
+    /// `program` is the process at the tree's root.
+    pub fn new(page: &'static TreePage, program: u32) -> Self {
+        Self {
+            page,
+            program,
+            seen: HashMap::new(),
+            ended: Vec::new(),
+            ended_count: 0,
+            peak: Peak::default(),
+            next_shares_ns: 0,
+        }
+    }
+
+    /// Samples all processes. Returns the pause until the next sample.
+    ///
+    /// Cost: some 20 us a process.
+    pub fn sample(&mut self) -> Duration {
+        let start_ns = clock::own_cpu_ns();
+        let found = self.find();
+        self.note_processes(&found);
+        let resident_bytes = found.values().map(Status::resident_bytes).sum();
+        self.peak.resident_bytes = self.peak.resident_bytes.max(resident_bytes);
+        let anonymous_bytes = found.values().map(|status| status.anonymous_bytes).sum();
+        let totals = self.page.totals();
+        let allocator_bytes = totals.resident.saturating_add(totals.untouched);
+        if anonymous_bytes > self.peak.anonymous_bytes {
+            self.peak.anonymous_bytes = anonymous_bytes;
+            self.peak.outside_bytes = anonymous_bytes.saturating_sub(allocator_bytes);
+        }
+        let pause = pause_after(clock::own_cpu_ns() - start_ns);
+        let limit_bytes = self.page.limit();
+        if limit_bytes != UNLIMITED && anonymous_bytes > limit_bytes && clock::fine_ns() >= self.next_shares_ns {
+            let start_ns = clock::own_cpu_ns();
+            self.note_shares(&found, limit_bytes, allocator_bytes);
+            let cost_ns = clock::own_cpu_ns() - start_ns;
+            self.next_shares_ns = clock::fine_ns() + pause_after(cost_ns).as_nanos() as u64;
+        }
+        pause
+    }
+
+    /// Returns all running processes of the tree, by id.
+    fn find(&self) -> HashMap<u32, Status> {
+        let mut found = HashMap::new();
+        walk(self.program, &mut found);
+        for member in self.page.members() {
+            if !found.contains_key(&member.pid()) && member.is_alive() {
+                walk(member.pid(), &mut found);
+            }
+        }
+        for (pid, process) in &self.seen {
+            if !found.contains_key(pid) && process::is_alive(process.who) {
+                walk(*pid, &mut found);
+            }
+        }
+        found
+    }
+
+    fn note_processes(&mut self, found: &HashMap<u32, Status>) {
+        for (pid, status) in found {
+            if let Some(process) = self.seen.get_mut(pid) {
+                if status.peak_bytes > process.bytes {
+                    (process.bytes, process.name) = (status.peak_bytes, status.name.clone());
+                }
+            } else if let Some(who) = process::identity(*pid) {
+                self.seen.insert(*pid, Process { who, name: status.name.clone(), bytes: status.peak_bytes });
+            }
+        }
+        let (ended, count) = (&mut self.ended, &mut self.ended_count);
+        self.seen.retain(|pid, process| {
+            let stays = found.contains_key(pid);
+            if !stays {
+                *count += 1;
+                ended.push(process.clone());
+            }
+            stays
+        });
+        keep_largest(ended);
+    }
+
+    /// Reads proportional shares, and records them if they are the largest excess so far.
+    fn note_shares(&mut self, found: &HashMap<u32, Status>, limit_bytes: u64, allocator_bytes: u64) {
+        // A process by itself shares nothing.
+        let is_alone = found.len() == 1;
+        let share = |pid: u32, status: &Status| {
+            share_of(status.anonymous_bytes, Some(pid).filter(|_| !is_alone).and_then(proportional_bytes))
+        };
+        let mut largest: Vec<_> = found
+            .iter()
+            .filter_map(|(pid, status)| {
+                let who = self.seen.get(pid)?.who;
+                Some(Process { who, name: status.name.clone(), bytes: share(*pid, status) })
+            })
+            .collect();
+        let held_bytes = largest.iter().map(|process| process.bytes).sum();
+        let before = self.peak.excess.as_ref().map_or(limit_bytes, |excess| excess.held_bytes);
+        if held_bytes > before {
+            keep_largest(&mut largest);
+            self.peak.excess = Some(Excess { limit_bytes, held_bytes, allocator_bytes, largest });
+        }
+    }
+
+    /// Records the kernel's value at the program's end: the largest resident set of any process that was waited for.
+    pub fn note_end(&mut self, max_resident_bytes: u64) {
+        self.peak.resident_bytes = self.peak.resident_bytes.max(max_resident_bytes);
+        // With a single process the value is its own.
+        if self.ended_count + self.seen.len() == 1
+            && let Some(process) = self.seen.get_mut(&self.program)
+        {
+            process.bytes = process.bytes.max(max_resident_bytes);
+        }
+    }
+
+    /// Returns the number of processes seen.
+    pub fn count(&self) -> usize {
+        self.ended_count + self.seen.len()
+    }
+
+    /// Returns the processes with the largest resident memory at any time, largest first.
+    pub fn largest(&self) -> Vec<Process> {
+        let mut largest: Vec<_> = self.seen.values().chain(&self.ended).cloned().collect();
+        keep_largest(&mut largest);
+        largest
+    }
+}
+
+/// Returns the share of a process with `anonymous_bytes` in the sample.
+///
+/// `proportional_bytes` is read after the sample, and the process may have grown since: the share is at most what the
+/// sample counted, or the shares would exceed the sum that was compared with the limit. `None`, a process of another
+/// user, counts in full.
+fn share_of(anonymous_bytes: u64, proportional_bytes: Option<u64>) -> u64 {
+    proportional_bytes.unwrap_or(anonymous_bytes).min(anonymous_bytes)
+}
+
+fn keep_largest(processes: &mut Vec<Process>) {
+    processes.retain(|process| process.bytes > 0);
+    processes.sort_by_key(|process| std::cmp::Reverse(process.bytes));
+    processes.truncate(LISTED);
+}
+
+fn pause_after(cost_ns: u64) -> Duration {
+    (Duration::from_nanos(cost_ns) * PAUSE_FACTOR).max(SHORTEST_PAUSE)
+}
+
+/// Adds a process and its descendants to `found`.
+fn walk(root: u32, found: &mut HashMap<u32, Status>) {
+    let mut open = vec![(root, None)];
+    while let Some((pid, parents_memory)) = open.pop() {
+        if found.contains_key(&pid) {
+            continue;
+        }
+        let Some(mut status) = Status::of(pid) else { continue };
+        let memory = Some(status.memory_mark);
+        if memory == parents_memory {
+            // Between vfork and exec a child runs in its parent's memory, which is counted there.
+            status.forget_memory();
+        }
+        open.extend(children_of(pid, status.threads).into_iter().map(|child| (child, memory)));
+        found.insert(pid, status);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::ffi::CString;
+    use std::process::{Child, Command, Stdio};
+
+    fn page(limit: u64) -> (tempfile::TempDir, &'static TreePage) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = CString::new(folder.path().join("tree").to_str().unwrap()).unwrap();
+        (folder, TreePage::create(&path, limit).unwrap())
+    }
+
+    /// A shell with two children that wait for its input to end; `read` returns when they run.
+    fn family() -> Child {
+        let mut command = Command::new("sh");
+        command.args(["-c", "exec 3<&0; cat <&3 & sh -c 'echo; cat; true'; wait"]);
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        std::io::Read::read(child.stdout.as_mut().unwrap(), &mut [0]).unwrap();
+        child
+    }
+
+    /// Children and their children are found by parent links, counted, and end.
+    #[test]
+    fn descendants_are_found() {
+        let (_folder, page) = page(UNLIMITED);
+        let mut child = family();
+        let mut memory = TreeMemory::new(page, child.id());
+        while memory.sample() > Duration::ZERO && memory.seen.len() < 4 {
+            std::thread::yield_now();
+        }
+        assert!(memory.peak.resident_bytes > 400 << 10 && memory.peak.excess.is_none());
+        assert_eq!(memory.peak.outside_bytes, memory.peak.anonymous_bytes, "no member published anything");
+        let orphans: Vec<u32> = memory.seen.keys().copied().filter(|pid| *pid != child.id()).collect();
+        // The orphans run while their input is open, and `Child::wait` would close it.
+        let input = child.stdin.take();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        memory.sample();
+        assert!(orphans.iter().all(|pid| memory.seen.contains_key(pid)), "processes seen before still count");
+        drop(input);
+        while memory.sample() > Duration::ZERO && !memory.seen.is_empty() {
+            std::thread::yield_now();
+        }
+        assert!(memory.count() >= 4 && !memory.largest().is_empty());
+    }
+
+    /// A process that grows between the sample and the reading of its share counts as in the sample.
+    #[test]
+    fn a_share_is_at_most_what_the_sample_counted() {
+        assert_eq!(share_of(4096, Some(1024)), 1024);
+        assert_eq!(share_of(4096, Some(8192)), 4096);
+        assert_eq!(share_of(4096, None), 4096);
+    }
+
+    /// A limit below the memory of a shell: the excess is recorded with the process that holds it.
+    #[test]
+    fn what_passes_a_limit_is_noted() {
+        let (_folder, page) = page(4 << 10);
+        let mut child = family();
+        let mut memory = TreeMemory::new(page, child.id());
+        memory.sample();
+        drop(child.stdin.take());
+        child.wait().unwrap();
+        let excess = memory.peak.excess.unwrap();
+        assert_eq!(excess.over_bytes() + (4 << 10), excess.held_bytes);
+        assert_eq!((excess.allocator_bytes, excess.outside_bytes()), (0, excess.held_bytes));
+        assert!(excess.largest.iter().map(|process| process.bytes).sum::<u64>() <= excess.held_bytes);
+        assert!(excess.held_bytes <= memory.peak.anonymous_bytes, "a share is at most the whole");
+    }
+}

@@ -1,0 +1,272 @@
+//! `pagemill trim`: has processes give memory back now, and tells how much went.
+
+use crate::asking::{Interrupt, reason};
+use crate::fail;
+use crate::figures::{self, Process};
+use pagemill::listing::{self, Order, Unanswered};
+use pagemill::published;
+use pagemill::stats::Counter;
+use pagemill::units::{self, Bytes};
+use pagemill_sys::process;
+use serde_json::json;
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+use std::io::{ErrorKind, Write as _};
+use std::process::ExitCode;
+
+/// One order asks for so much at the most: some ten milliseconds, so that Ctrl-C stops it soon.
+const ORDER_BYTES: u64 = 256 << 20;
+
+/// Without SIZE at most so much more than is giveable is asked for: a program that goes on freeing is not followed for ever.
+const MORE_BYTES: u64 = 1 << 30;
+
+#[derive(clap::Args)]
+#[command(
+    override_usage = "pagemill trim [--json] PID [SIZE]\n       pagemill trim [--json] --tree PID [SIZE]\n       pagemill trim [--json] --all [SIZE]",
+    after_help = "Returns free memory, and volatile memory, which a program said that it can do without. With SIZE about so much, of the \
+processes that have most first; small allocations go by the whole arena. RETURNED is what the kernel took back as the process counts it, \
+RSS the kernel's own count of the process before and after. `pagemill meminfo` shows what is giveable. Only the user of a process can \
+trim it."
+)]
+pub struct Trim {
+    /// A process on Pagemill (a `pagemill run` stands for its tree), then how much: bytes, or with K, M, G. With --all SIZE only.
+    #[arg(value_name = "PID | SIZE", num_args = 0..=2)]
+    words: Vec<String>,
+    /// The process and all that descend from it.
+    #[arg(long, value_name = "PID", conflicts_with = "all")]
+    tree: Option<u32>,
+    /// All processes of yours.
+    #[arg(long)]
+    all: bool,
+    /// One JSON object for each process instead of a table.
+    #[arg(long)]
+    json: bool,
+}
+
+/// The processes to trim.
+enum Whom {
+    One(u32),
+    Tree(u32),
+    All,
+}
+
+/// What became of one process.
+struct Done {
+    process: Process,
+    before: u64,
+    after: u64,
+    returned: u64,
+    trouble: Option<String>,
+}
+
+impl Trim {
+    pub fn main(&self) -> ExitCode {
+        let (whom, size) = match self.read() {
+            Ok(read) => read,
+            Err(message) => return fail(2, &message),
+        };
+        let Ok(interrupt) = Interrupt::watch() else { return fail(1, "signals cannot be watched for") };
+        let found = match found(&whom) {
+            Ok(found) => found,
+            Err(message) => return fail(2, &message),
+        };
+        let mut processes = match figures::measured(found, &interrupt) {
+            Ok(processes) => processes,
+            Err(_) => return interrupt.end(),
+        };
+        processes.sort_by_key(|process| u64::MAX - figures::giveable(&process.sum).0);
+        let (mut left, mut done) = (size, Vec::new());
+        for process in processes {
+            if left == Some(0) {
+                break;
+            }
+            let trimmed = trim(process, left, &interrupt);
+            left = left.map(|left| left.saturating_sub(trimmed.returned));
+            done.push(trimmed);
+            if interrupt.has_come() {
+                break;
+            }
+        }
+        let status = self.show(&done);
+        if interrupt.has_come() { interrupt.end() } else { status }
+    }
+
+    fn read(&self) -> Result<(Whom, Option<u64>), String> {
+        let mut words = self.words.iter();
+        let whom = match (self.all, self.tree) {
+            (true, _) => Whom::All,
+            (false, Some(pid)) => Whom::Tree(pid),
+            (false, None) => {
+                let word = words.next().ok_or("which process? `pagemill trim PID`, --tree PID, or --all")?;
+                Whom::One(word.parse().map_err(|_| format!("{word} is no process id"))?)
+            }
+        };
+        let size = words.next();
+        // In `meminfo PID --all` the word is a process.
+        if let (Whom::All, Some(word)) = (&whom, size)
+            && word.parse::<u32>().is_ok_and(|pid| process::identity(pid).is_some())
+        {
+            return Err(format!(
+                "{word} is a process, and --all means every process; as a size, write it with a unit, such as {word}B"
+            ));
+        }
+        let size = size.map(|word| units::parse_bytes(word));
+        match words.next() {
+            Some(word) => {
+                Err(format!("{word} is one word too many: PID [SIZE] is wanted, with --tree and --all [SIZE]"))
+            }
+            None => Ok((whom, size.transpose()?)),
+        }
+    }
+
+    fn show(&self, done: &[Done]) -> ExitCode {
+        let text = if self.json { json_of(done) } else { text_of(done) };
+        let mut out = std::io::stdout().lock();
+        match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+            Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+                return fail(1, &format!("it cannot be written: {error}"));
+            }
+            _ => {}
+        }
+        let mut status = ExitCode::SUCCESS;
+        for (done, trouble) in done.iter().filter_map(|done| Some((done, done.trouble.as_ref()?))) {
+            status = fail(2, &format!("process {}: {trouble}", done.process.pid()));
+        }
+        status
+    }
+}
+
+/// Finds the processes to trim.
+fn found(whom: &Whom) -> Result<Vec<published::Process>, String> {
+    let of_pid = |pid: u32| published::read(pid).filter(published::Process::is_own);
+    let found = match whom {
+        Whom::All => published::read_all().into_iter().filter(published::Process::is_own).collect(),
+        Whom::One(pid) => match of_pid(*pid) {
+            Some(process) => vec![process],
+            None => own_tree(*pid).ok_or_else(|| published::missing(*pid))?,
+        },
+        Whom::Tree(pid) => {
+            if pagemill_sys::process::identity(*pid).is_none() {
+                return Err(published::missing(*pid));
+            }
+            let members = own_tree(*pid).unwrap_or_default();
+            let mut pids: BTreeSet<u32> = members.iter().map(|member| member.who.pid).collect();
+            pids.extend(descendants(*pid));
+            pids.into_iter().filter_map(of_pid).collect()
+        }
+    };
+    match (found.is_empty(), whom) {
+        (true, Whom::All) => Err("no process of yours is on Pagemill".to_owned()),
+        (true, Whom::One(pid) | Whom::Tree(pid)) => {
+            Err(format!("no process of {pid} and below is on Pagemill and yours"))
+        }
+        (false, _) => Ok(found),
+    }
+}
+
+fn own_tree(pid: u32) -> Option<Vec<published::Process>> {
+    Some(published::read_tree(pid)?.into_iter().filter(published::Process::is_own).collect())
+}
+
+/// A process and all that descend from it.
+fn descendants(pid: u32) -> Vec<u32> {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten();
+    let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
+    let parents: Vec<(u32, u32)> = pids.filter_map(|pid| Some((pid, parent_of(pid)?))).collect();
+    let mut found = vec![pid];
+    let mut at = 0;
+    while let Some(parent) = found.get(at).copied() {
+        at += 1;
+        let children = parents.iter().filter(|(child, of)| *of == parent && !found.contains(child));
+        let children: Vec<u32> = children.map(|(child, _)| *child).collect();
+        found.extend(children);
+    }
+    found
+}
+
+fn parent_of(pid: u32) -> Option<u32> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name stands in parentheses and may itself hold any character.
+    stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
+}
+
+/// Resident bytes as the kernel counts them.
+fn rss(pid: u32) -> u64 {
+    let statm = std::fs::read_to_string(format!("/proc/{pid}/statm")).unwrap_or_default();
+    let pages: u64 = statm.split(' ').nth(1).and_then(|pages| pages.parse().ok()).unwrap_or(0);
+    pages.saturating_mul(units::os_page_bytes() as u64)
+}
+
+fn trim(process: Process, most: Option<u64>, interrupt: &Interrupt) -> Done {
+    let before = rss(process.pid());
+    let mut done = Done { before, after: before, returned: 0, trouble: None, process };
+    for (path, snapshot) in &done.process.published.found {
+        let mut left = match most {
+            Some(most) => most.saturating_sub(done.returned),
+            None => snapshot.giveable_bytes().saturating_add(MORE_BYTES),
+        };
+        // A process without a helper thread answers no orders: report it as late at once.
+        let has_helper = snapshot.get(Counter::Helpers) > 0;
+        while left > 0 {
+            let order = Order::Trim { want_bytes: left.min(ORDER_BYTES) };
+            let answer = match has_helper {
+                true => listing::order(path, snapshot.who, order, || interrupt.has_come()),
+                false => Err(Unanswered::Late),
+            };
+            match answer {
+                Ok(outcome) if outcome.errno == 0 => {
+                    let freed_bytes = outcome.shrunk.freed_bytes;
+                    done.returned = done.returned.saturating_add(freed_bytes);
+                    left = if freed_bytes == 0 { 0 } else { left.saturating_sub(freed_bytes) };
+                }
+                Ok(outcome) => {
+                    let error = std::io::Error::from_raw_os_error(outcome.errno);
+                    done.trouble = Some(format!("it cannot give back now: {error}"));
+                    break;
+                }
+                Err(Unanswered::Stopped) => break,
+                Err(error) => {
+                    done.trouble = Some(format!("{error}{}", reason(&error, snapshot)));
+                    break;
+                }
+            }
+        }
+    }
+    done.after = rss(done.process.pid());
+    done
+}
+
+fn text_of(done: &[Done]) -> String {
+    let sum = |of: fn(&Done) -> u64| done.iter().fold(0u64, |sum, done| sum.saturating_add(of(done)));
+    let all = format!("all {}", done.len());
+    let width = done.iter().map(|done| done.process.sum.name().len()).max().unwrap_or(0).max(all.len());
+    let mut text = String::new();
+    let _ =
+        writeln!(text, "{:>8} {:<width$} {:>10} {:>12} {:>12}", "PID", "NAME", "RETURNED", "RSS BEFORE", "RSS AFTER");
+    let mut line = |pid: String, name: &str, bytes: [u64; 3]| {
+        let [returned, before, after] = bytes.map(|bytes| Bytes(bytes).to_string());
+        let _ = writeln!(text, "{pid:>8} {name:<width$} {returned:>10} {before:>12} {after:>12}");
+    };
+    for done in done {
+        line(done.process.pid().to_string(), &done.process.sum.name(), [done.returned, done.before, done.after]);
+    }
+    if done.len() > 1 {
+        line(String::new(), &all, [sum(|done| done.returned), sum(|done| done.before), sum(|done| done.after)]);
+    }
+    text
+}
+
+fn json_of(done: &[Done]) -> String {
+    let object = |done: &Done| {
+        json!({
+            "pid": done.process.pid(),
+            "name": done.process.sum.name(),
+            "giveable": figures::giveable(&done.process.sum).0,
+            "returned": done.returned,
+            "rss_before": done.before,
+            "rss_after": done.after,
+            "trouble": done.trouble,
+        })
+    };
+    done.iter().map(|done| format!("{}\n", object(done))).collect()
+}

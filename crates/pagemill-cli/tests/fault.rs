@@ -1,0 +1,313 @@
+//! The n-th kernel call fails, with each error that it can have: nothing aborts, no byte is lost, nothing stays taken, and the error
+//! says what failed.
+//!
+//! `strace` makes the calls fail, so the programs are as they are used. Each scenario is a process: this executable, or a C program
+//! under the preload library. What it does before `getppid` is its start: calls are counted from there on, on its first thread.
+//! A test of its own, without the harness, whose threads would make calls beside it. `PAGEMILL_FAULT` names the scenario of a process.
+
+mod common;
+
+use common::{End, Place, STUCK_AFTER, finish, lacks};
+use pagemill::arena::Layout;
+use pagemill::mapping::policy::Always;
+use pagemill::mapping::{Mapping, Settings};
+use pagemill::reclaim::tree::UNLIMITED;
+use pagemill::store::FileStore;
+use pagemill::units::{BLOCK_BYTES, PageSize};
+use pagemill::volatile::{Behaviour, VolatileCache};
+use pagemill::{Pagemill, slab};
+use std::fmt::Display;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+
+const MIB: usize = 1 << 20;
+
+/// Kernel calls, and the errors that are tried with each.
+const CALLS: &[(&str, &[&str])] = &[
+    ("mmap", &["ENOMEM", "EPERM"]),
+    ("munmap", &["ENOMEM"]),
+    ("mprotect", &["ENOMEM", "EACCES"]),
+    ("mremap", &["ENOMEM", "EFAULT"]),
+    ("madvise", &["ENOMEM", "EINVAL", "EAGAIN", "EBUSY"]),
+    ("process_madvise", &["EPERM", "EAGAIN", "ENOSYS"]),
+    ("mincore", &["EAGAIN", "ENOSYS"]),
+    ("mbind", &["EPERM", "ENOSYS"]),
+    ("userfaultfd", &["EPERM", "ENOSYS"]),
+    ("membarrier", &["EPERM", "ENOSYS"]),
+    ("clone3", &["EAGAIN", "EPERM"]),
+    ("openat", &["EMFILE", "ENOENT", "EACCES", "EINTR"]),
+    ("read", &["EIO", "EINTR"]),
+    ("pread64", &["EIO", "EINTR"]),
+    ("pwrite64", &["EIO", "ENOSPC", "EINTR"]),
+    ("fallocate", &["ENOSPC", "EOPNOTSUPP", "EINTR"]),
+    ("ftruncate", &["EIO", "EINTR"]),
+    ("fsync", &["EIO"]),
+    ("fdatasync", &["EIO"]),
+    ("mkdir", &["EACCES", "ENOSPC"]),
+    ("prlimit64", &["EPERM"]),
+    ("sched_setscheduler", &["EPERM"]),
+    ("close_range", &["ENOSYS"]),
+    ("io_uring_setup", &["EPERM", "ENOSYS", "ENOMEM"]),
+    ("io_uring_enter", &["EAGAIN", "EBUSY", "EINTR"]),
+    ("io_uring_register", &["ENOMEM", "EINVAL"]),
+];
+
+/// The first calls are tried one by one, then every second as often.
+const ONE_BY_ONE: usize = 6;
+
+/// What is tried twice as one call fails: the second time it must succeed. Says what failed.
+fn twice<T, E: Display>(doing: &str, mut act: impl FnMut() -> Result<T, E>) -> T {
+    match act() {
+        Ok(done) => done,
+        Err(error) => {
+            let text = error.to_string();
+            // An error of the system alone says what the kernel said.
+            assert!(text.len() > 10, "{doing}: {text:?} says nothing");
+            println!("{doing}: {text}");
+            act().unwrap_or_else(|error| panic!("{doing}, where no call failed: {error}"))
+        }
+    }
+}
+
+fn pattern(len: usize, seed: u64) -> Vec<u8> {
+    (0..len as u64).map(|at| (at.wrapping_mul(0x9E37_79B9).wrapping_add(seed) >> 7) as u8).collect()
+}
+
+fn begin() -> &'static Pagemill {
+    let _ = std::os::unix::process::parent_id();
+    let pagemill = twice("making Pagemill", || Pagemill::new(Layout::for_test(), UNLIMITED));
+    pagemill.caches.collapse_by_hand();
+    pagemill.slabs.defrag_by_hand();
+    pagemill
+}
+
+/// Free memory can go back: nothing stays taken.
+fn assert_nothing_left(pagemill: &Pagemill) {
+    // A call that gives back may be the one that fails.
+    (0..3).for_each(|_| _ = pagemill.account.give_all_back());
+    let left = pagemill.figures();
+    let resident = left.get(pagemill::stats::Counter::Resident);
+    assert!(resident <= BLOCK_BYTES as u64, "{resident} bytes stay resident");
+}
+
+fn volatile() {
+    let pagemill = begin();
+    let mut ranges = Vec::new();
+    for seed in 0..6 {
+        let mut range = twice("allocating a range", || pagemill.ranges.allocate(2 * MIB + 5000, Behaviour::Full));
+        let bytes = pattern(range.len_bytes(), seed);
+        range.bytes_mut().unwrap().copy_from_slice(&bytes);
+        twice("marking", || range.mark());
+        ranges.push((range, bytes));
+    }
+    pagemill.account.give_back(
+        5 * MIB as u64,
+        pagemill::arena::Context::Outside,
+        pagemill::reclaim::Urgency::Limit,
+        pagemill::reclaim::Reason::Program,
+    );
+    for (range, bytes) in &ranges {
+        let pin = twice("pinning", || range.pin());
+        let kept = pin.whole().map(<[u8]>::to_vec);
+        assert!(kept.is_none_or(|kept| kept == *bytes), "bytes that were kept are others");
+    }
+    drop(ranges);
+    let cache: VolatileCache<u32, Vec<u8>> = VolatileCache::new(pagemill.ranges);
+    for key in 0..20 {
+        twice("inserting", || cache.insert(key, &pattern(100_000, key.into())));
+    }
+    (0..20).for_each(|key| assert!(cache.get(&key).is_none_or(|value| value == pattern(100_000, key.into()))));
+    drop(cache);
+    assert_nothing_left(pagemill);
+}
+
+fn assert_read(file: &Mapping, expected: &[u8]) {
+    let (mut bytes, mut at) = (vec![0; expected.len()], 0);
+    while at < bytes.len() {
+        // Up to where a read failed; the next begins there.
+        let len = twice("reading", || file.read_at(&mut bytes[at..], at as u64));
+        assert!(len > 0, "nothing is read at {at}");
+        at += len;
+    }
+    assert!(bytes == expected, "other bytes are read");
+}
+
+fn cache(path: &Path) {
+    let pagemill = begin();
+    let page = PageSize::new(16 << 10).unwrap();
+    for policy in [true, false] {
+        let settings = || match policy {
+            true => Settings { page, policy: Box::new(Always), ..Settings::new("fault", 8 * MIB as u64) },
+            false => Settings { page, ..Settings::new("fault", 8 * MIB as u64) },
+        };
+        let cache = twice("making a cache", || pagemill.caches.make(settings()));
+        let file = twice("making a file", || cache.open(Arc::new(FileStore::create(path)?)));
+        let bytes = pattern(5 * MIB + 777, u64::from(policy));
+        let mut at = 0;
+        while at < bytes.len() {
+            at += twice("writing", || file.write_at(&bytes[at..bytes.len().min(at + MIB)], at as u64));
+        }
+        // What could not be written at first is told once more of, by the next sync: then all is safe.
+        if let Err(error) = file.sync() {
+            println!("syncing: {error}");
+            let _ = file.sync();
+        }
+        twice("syncing", || file.sync());
+        assert!(twice("looking", || std::fs::read(path)) == bytes, "bytes that were synced are not in the file");
+        twice("refreshing", || file.refresh());
+        assert_read(&file, &bytes);
+        twice("truncating", || file.truncate(0));
+        let _ = file.sync();
+        twice("syncing a cut", || file.sync());
+        drop((file, cache));
+        std::fs::remove_file(path).unwrap();
+    }
+    assert_nothing_left(pagemill);
+}
+
+fn slabs() {
+    let pagemill = begin();
+    let fixed = twice("making a cache", || pagemill.slabs.fixed::<[u64; 24]>(slab::Settings::new("fixed")));
+    let slots: Vec<_> = (0..40_000).map(|at| twice("inserting", || fixed.insert([at; 24]))).collect();
+    assert!(slots.iter().zip(0..).all(|(slot, at)| **slot == [at; 24]), "objects are others");
+    let kept: Vec<_> = slots.into_iter().step_by(10).collect();
+    twice("shrinking", || fixed.shrink());
+    assert!(kept.iter().zip((0..).step_by(10)).all(|(slot, at)| **slot == [at; 24]), "objects are others");
+    let handles = twice("making a cache", || pagemill.slabs.by_handle::<u64>(slab::Settings::new("handles")));
+    let keys: Vec<_> = (0..60_000).map(|at| twice("inserting", || handles.insert(at))).collect();
+    for key in keys.iter().skip(1).step_by(2) {
+        twice("removing", || handles.remove(*key));
+    }
+    twice("shrinking", || handles.shrink());
+    let guard = slab::pin();
+    let is_right = |(key, at): (&slab::Handle<u64>, u64)| handles.get(*key, &guard).is_none_or(|value| *value == at);
+    assert!(keys.iter().zip(0..).all(is_right), "values are others");
+    drop((guard, kept));
+    drop((fixed, handles));
+    assert_nothing_left(pagemill);
+}
+
+/// A scenario: its name, and the program that goes through it.
+struct Scenario {
+    name: &'static str,
+    program: Box<dyn Fn(&Place) -> Command>,
+}
+
+impl Scenario {
+    fn own(name: &'static str) -> Self {
+        let program = move |place: &Place| {
+            let mut command = place.command("strace");
+            // The C library asks the kernel for memory once: what the program's own vectors do is not what is tried.
+            command.env("GLIBC_TUNABLES", "glibc.malloc.top_pad=402653184:glibc.malloc.mmap_threshold=1073741824");
+            command.env("PAGEMILL_FAULT", name).env("PAGEMILL_FAULT_FILE", place.path("stored"));
+            command
+        };
+        Self { name, program: Box::new(program) }
+    }
+
+    fn run(name: &'static str, options: &'static [&'static str]) -> Self {
+        let program = move |place: &Place| {
+            let mut command = place.pagemill_run(options, "strace");
+            command.env_remove("PAGEMILL_AFTER");
+            command
+        };
+        Self { name, program: Box::new(program) }
+    }
+
+    /// Runs it under strace, which writes to `trace`.
+    fn trace(&self, place: &Place, executable: &Path, calls: &str, inject: Option<&str>) -> (End, String) {
+        let mut command = (self.program)(place);
+        let path = place.path("trace");
+        let _ = std::fs::remove_file(&path);
+        command.args(["-f", "-qq", "--seccomp-bpf", "-e", "signal=none", "-o"]).arg(&path);
+        command.arg(format!("-etrace={calls},getppid"));
+        command.args(inject.map(|inject| format!("-einject={inject}")));
+        command.arg(executable);
+        let end = finish(command, STUCK_AFTER);
+        (end, std::fs::read_to_string(path).unwrap_or_default())
+    }
+}
+
+/// Calls of the first thread: how many of this name before its start was over, and how many after.
+fn count(trace: &str, call: &str) -> (usize, usize) {
+    let first = trace.split_ascii_whitespace().next().unwrap_or_default();
+    let own = trace.lines().filter_map(|line| line.strip_prefix(first)).map(str::trim_start);
+    let (mut before, mut after, mut has_started) = (0, 0, false);
+    for line in own {
+        has_started |= line.starts_with("getppid(");
+        let is_it = line.strip_prefix(call).is_some_and(|rest| rest.starts_with('('));
+        *if has_started { &mut after } else { &mut before } += usize::from(is_it);
+    }
+    (before, after)
+}
+
+/// Which of so many calls are tried.
+fn tried(calls: usize) -> Vec<usize> {
+    let doubled = std::iter::successors(Some(ONE_BY_ONE), |at| Some(at * 2)).skip(1);
+    let rare = doubled.take_while(|at| *at < calls).chain((calls > ONE_BY_ONE).then_some(calls));
+    (1..=calls.min(ONE_BY_ONE)).chain(rare).collect()
+}
+
+#[derive(Default)]
+struct Sweep {
+    runs: usize,
+    failed_calls: usize,
+    kinds: usize,
+    problems: Vec<String>,
+}
+
+impl Sweep {
+    fn go(&mut self, place: &Place, scenario: &Scenario, executable: &Path) {
+        let all: Vec<_> = CALLS.iter().map(|(call, _)| *call).collect();
+        let (end, trace) = scenario.trace(place, executable, &all.join(","), None);
+        assert!(end.status.success() && end.out.contains("fine"), "{}: {}\n{}", scenario.name, end.out, end.err);
+        for (call, errors) in CALLS {
+            let (before, after) = count(&trace, call);
+            for at in tried(after) {
+                for error in *errors {
+                    let inject = format!("{call}:error={error}:when={}", before + at);
+                    let (end, trace) = scenario.trace(place, executable, call, Some(&inject));
+                    self.runs += 1;
+                    self.failed_calls += trace.matches("(INJECTED)").count();
+                    if !end.status.success() || !end.out.contains("fine") {
+                        let said = format!("{}{}", common::tail(&end.out), common::tail(&end.err));
+                        self.problems.push(format!("{}, {inject}: {}\n{said}", scenario.name, end.status));
+                    }
+                }
+            }
+            self.kinds += if after > 0 { errors.len() } else { 0 };
+        }
+        println!("{}: {} runs so far, {} problems", scenario.name, self.runs, self.problems.len());
+    }
+}
+
+fn sweep() {
+    if lacks("strace") {
+        return;
+    }
+    let place = Place::new();
+    let Some(program) = place.compile("fault.c", &[]) else { return };
+    let own = std::env::current_exe().unwrap();
+    let mut sweep = Sweep::default();
+    for scenario in ["volatile", "cache", "slabs"] {
+        sweep.go(&place, &Scenario::own(scenario), &own);
+    }
+    for (name, options) in [("run", &["--after", "0"] as &[&str]), ("run, growing", &["--after", "1M"])] {
+        sweep.go(&place, &Scenario::run(name, options), &program);
+    }
+    let Sweep { runs, failed_calls, kinds, problems } = sweep;
+    println!("{runs} runs, {failed_calls} calls failed, {kinds} pairs of a call and an error in 5 scenarios");
+    assert!(failed_calls >= runs / 2, "strace makes calls fail");
+    assert!(problems.is_empty(), "{} problems:\n{}", problems.len(), problems.join("\n\n"));
+}
+
+fn main() {
+    match std::env::var("PAGEMILL_FAULT").as_deref() {
+        Ok("volatile") => volatile(),
+        Ok("cache") => cache(Path::new(&std::env::var("PAGEMILL_FAULT_FILE").unwrap())),
+        Ok("slabs") => slabs(),
+        _ => return sweep(),
+    }
+    println!("fine");
+}

@@ -1,0 +1,22 @@
+//! `run --huge-advised`, and what `doctor` says of a process that may have huge pages where they are advised.
+
+mod common;
+
+use common::{PAGEMILL, Place, STUCK_AFTER, finish};
+use serde_json::Value;
+
+/// Since Linux 6.18 the program gets huge pages where they are advised, and `doctor` finds nothing missing. Before that the
+/// option is refused.
+#[test]
+fn huge_pages_where_they_are_advised() {
+    let place = Place::new();
+    let mut command = place.pagemill_run(&["--huge-advised"], PAGEMILL);
+    command.args(["doctor", "--json"]);
+    let end = finish(command, STUCK_AFTER);
+    if pagemill_sys::process::kernel_release() < (6, 18) {
+        return assert!(end.code() == 2 && end.err.contains("Linux 6.18"), "{}", end.err);
+    }
+    let report: Value = serde_json::from_str(&end.out).unwrap();
+    let text = report.to_string();
+    assert!(text.contains("PR_THP_DISABLE_EXCEPT_ADVISED") && !text.contains("PR_SET_THP_DISABLE is set"), "{text}");
+}

@@ -1,0 +1,135 @@
+//! `pagemill mount` beside memory groups with a limit: those that write here bound it, and no others.
+
+mod common;
+
+use common::group::Group;
+use common::ram::{MIB, Ram, wait_until};
+use common::{Guard, STUCK_AFTER, finish, lacks};
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+const GIB: u64 = 1 << 30;
+
+/// What a group uses.
+fn used(group: &Group) -> u64 {
+    let read = |name: &str| fs::read_to_string(group.folder.join(name)).ok()?.trim().parse().ok();
+    read("memory.usage_in_bytes").or_else(|| read("memory.current")).unwrap_or(0)
+}
+
+/// Runs a script in the group until it holds 400 MiB there.
+fn fill(group: &Group, ram: &Ram, script: &str) -> Guard {
+    let mut command = ram.place.command("sh");
+    command.args(["-c", script]);
+    let guard = Guard::new(group.enter(&command));
+    wait_until("the neighbour has filled its memory", || used(group) >= 400 * MIB as u64);
+    guard
+}
+
+/// The mount is empty: while a file of a GiB comes and goes, all but a twentieth of it can be had.
+fn assert_free(ram: &Ram, beside: &str) {
+    let file = ram.at("file");
+    for round in 0..5 {
+        // It grows, so that writers are looked for; and then by and by, for as long as that goes on.
+        let end = finish(allocate(&file, GIB), STUCK_AFTER);
+        assert!(end.status.success(), "{beside}, round {round}: {}", end.err);
+        for _ in 0..20 {
+            let status = ram.status();
+            let [size, used] = ["size_bytes", "used_bytes"].map(|name| status[name].as_u64().unwrap());
+            assert!(used >= GIB);
+            assert!((size - used) * 100 >= (2 * GIB - used) * 95, "{beside}: {size} in all, {used} used: {status}");
+            assert!(
+                status["lines"]
+                    .as_array()
+                    .unwrap()
+                    .iter()
+                    .all(|line| !line["name"].as_str().unwrap().contains("stranger"))
+            );
+        }
+        fs::remove_file(&file).unwrap();
+    }
+}
+
+fn allocate(file: &Path, bytes: u64) -> Command {
+    let mut command = Command::new("fallocate");
+    command.args(["-l", &bytes.to_string()]).arg(file);
+    command
+}
+
+/// A limited group that fills anonymous memory, a plain tmpfs of its own, or another mount of Pagemill's bounds only itself.
+#[test]
+fn strangers_bound_only_themselves() {
+    let Some(ram) = Ram::new(&["--size", "2G"]) else { return };
+    if lacks("fallocate") {
+        return;
+    }
+    let group = |name: &str| Group::new(&format!("stranger-{name}"), 512 * MIB as u64);
+    {
+        let Some(group) = group("anonymous") else { return };
+        // The buffer is full and is never read.
+        let _neighbour = fill(&group, &ram, "dd if=/dev/zero bs=420M count=1 2> /dev/null | sleep 100000");
+        assert_free(&ram, "anonymous memory");
+    }
+    {
+        let Some(group) = group("tmpfs") else { return };
+        let place = ram.place.path("plain");
+        fs::create_dir(&place).unwrap();
+        let mounted = format!("mount -t tmpfs -o size=480M pagemill-test {}", place.display());
+        assert!(common::shell(&mounted).success());
+        let script = format!("head -c 420M /dev/zero > {}/file; exec sleep 100000", place.display());
+        let neighbour = fill(&group, &ram, &script);
+        let result = std::panic::catch_unwind(|| assert_free(&ram, "a plain tmpfs"));
+        drop(neighbour);
+        assert!(common::shell(&format!("umount {}", place.display())).success());
+        result.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    }
+    {
+        let Some(group) = group("mount") else { return };
+        let Some(other) = Ram::new(&["--size", "480M"]) else { return };
+        let script = format!("exec 3> {}; head -c 420M /dev/zero >&3; exec sleep 100000", other.at("file").display());
+        let _neighbour = fill(&group, &ram, &script);
+        assert_free(&ram, "another mount");
+    }
+}
+
+/// A group that has not closed a file yet bounds the mount by what it has open here, or mapped: `ENOSPC` before the limit, no process
+/// is killed.
+#[test]
+fn open_files_prove_a_writer() {
+    let Some(ram) = Ram::new(&["--size", "2G"]) else { return };
+    if lacks("python3") {
+        return;
+    }
+    let mapped = "import mmap, sys, time
+f = open(sys.argv[1], 'wb+'); part = b'x' * (1 << 20)
+f.truncate(300 << 20); m = mmap.mmap(f.fileno(), 300 << 20); f.close()
+for at in range(300): m[at << 20:(at + 1) << 20] = part
+print('full', flush=True); time.sleep(100000)";
+    let written = "import sys, time
+f = open(sys.argv[1], 'wb', buffering=0); part = b'x' * (1 << 20)
+try:
+    while True: f.write(part)
+except OSError as error: print(error.errno, flush=True)
+time.sleep(100000)";
+    for (name, script, said) in [("written", written, "28\n"), ("mapped", mapped, "full\n")] {
+        let Some(group) = Group::new(&format!("open-{name}"), 512 * MIB as u64) else { return };
+        let out = ram.place.path("python");
+        let mut command = ram.place.command("sh");
+        let script = format!("exec python3 -c \"{script}\" {} > {}", ram.at(name).display(), out.display());
+        command.args(["-c", &script]);
+        fs::write(&out, "").unwrap();
+        let mut writer = Guard::new(group.enter(&command));
+        wait_until("it is full", || {
+            assert!(!writer.has_ended(), "{name}: it was killed");
+            fs::read_to_string(&out).unwrap().ends_with('\n')
+        });
+        assert_eq!(fs::read_to_string(&out).unwrap(), said, "{name}");
+        wait_until("its group bounds the mount", || {
+            let status = ram.status();
+            let is_there = |line: &serde_json::Value| line["name"].as_str().unwrap().contains(&format!("open-{name}"));
+            status["lines"].as_array().unwrap().iter().any(is_there) && status["size_bytes"].as_u64().unwrap() < GIB
+        });
+        drop(writer);
+        fs::remove_file(ram.at(name)).unwrap();
+    }
+}
