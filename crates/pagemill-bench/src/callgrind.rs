@@ -1,4 +1,4 @@
-//! Instructions that a workload takes for each of its acts, through valgrind: exact, and the same on every machine of a kind.
+//! Instructions per operation of a workload, counted by valgrind: exact, and the same on all machines of one kind.
 
 use std::process::Command;
 use std::time::Duration;
@@ -6,12 +6,13 @@ use std::time::Duration;
 use crate::child::{self, Outcome, Running};
 use crate::error::Result;
 
-/// Acts of a run that is counted; another one has twice as many.
+/// Operations of the first counted run; the second run has twice as many.
 const COUNTED_ACTS: u64 = 100_000;
 
-/// Instructions of an act, or a sentence for the list of gaps. `complete` adds arguments and environment of a run of so many acts.
+/// Instructions per operation; the inner error is a sentence for the list of gaps. `complete` adds the arguments and
+/// environment of a run of the given number of operations.
 ///
-/// Two runs, one with twice the acts: their difference is free of start and end.
+/// Runs twice, the second time with twice the operations. The difference is free of startup and exit.
 ///
 /// # Errors
 ///
@@ -32,14 +33,14 @@ pub fn instructions(name: &str, complete: impl Fn(&mut Command, u64)) -> Result<
         }
         match collected(&String::from_utf8_lossy(&finished.stderr)) {
             Some(collected) => *count = collected,
-            None => return Ok(Err("callgrind told no count".to_owned())),
+            None => return Ok(Err("callgrind printed no count".to_owned())),
         }
     }
     let [once, twice] = counts;
     Ok(Ok(twice.saturating_sub(once) as f64 / COUNTED_ACTS as f64))
 }
 
-/// The count in callgrind's last lines: `==7== Collected : 123456`.
+/// Parses the count in callgrind's last lines: `==7== Collected : 123456`.
 fn collected(text: &str) -> Option<u64> {
     let (_, count) = text.lines().find(|line| line.contains("Collected"))?.split_once(" : ")?;
     count.split_whitespace().next()?.parse().ok()

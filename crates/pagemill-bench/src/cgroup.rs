@@ -1,7 +1,7 @@
-//! A memory limit around a workload: one child cgroup, removed on drop with whatever still runs in it.
+//! A memory limit around a workload: one child cgroup, removed on drop with every process still in it.
 //!
-//! Both generations of the memory controller are known. Which one holds is read from the process's own
-//! membership, not assumed; a hierarchy that cannot be written is an answer, not an error.
+//! Supports cgroup v1 and v2. The version is read from the process's own membership, not assumed. A hierarchy that
+//! cannot be written is reported as a gap, not as an error.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,31 +11,31 @@ use std::time::Duration;
 
 use crate::native;
 
-/// How our groups are called: this, the number of the process that made it, and a count.
+/// Group names are this prefix, the number of the process that made the group, and a count.
 const PREFIX: &str = "pagemill-bench-";
 
-/// Which generation's file names hold.
+/// The version of the memory controller, which determines the names of its files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Version {
     V1,
     V2,
 }
 
-/// Where new groups can be made.
+/// The group below which new groups are made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Parent {
     version: Version,
     folder: PathBuf,
 }
 
-/// A cgroup of our own with a memory limit.
+/// A cgroup made by this process, with or without a memory limit.
 #[derive(Debug)]
 pub struct Cgroup {
     folder: PathBuf,
 }
 
 impl Cgroup {
-    /// Makes a group below the one this process is in and limits its memory.
+    /// Makes a group below this process's own group and limits its memory.
     ///
     /// # Errors
     ///
@@ -64,13 +64,14 @@ impl Cgroup {
         make(&parent, &name, limit_bytes)
     }
 
-    /// The most that the group ever held, page cache and all; none where the kernel does not keep it (v2 before 5.19).
+    /// The peak memory charge of the group, page cache included; none if the kernel does not record it (v2 before
+    /// 5.19).
     pub fn peak_bytes(&self) -> Option<u64> {
         let read = |name| fs::read_to_string(self.folder.join(name)).ok()?.trim().parse().ok();
         read("memory.max_usage_in_bytes").or_else(|| read("memory.peak"))
     }
 
-    /// How often the kernel killed for want of memory in the group; none where it does not count that.
+    /// The number of OOM kills in the group; none if the kernel does not count them.
     pub fn kills(&self) -> Option<u64> {
         let text = ["memory.oom_control", "memory.events"].map(|name| fs::read_to_string(self.folder.join(name)).ok());
         text.into_iter().flatten().find_map(|text| {
@@ -79,7 +80,7 @@ impl Cgroup {
         })
     }
 
-    /// The file to which a process writes 0 to enter.
+    /// The file to which a process writes 0 to join the group.
     pub fn entrance(&self) -> PathBuf {
         self.folder.join("cgroup.procs")
     }
@@ -87,7 +88,7 @@ impl Cgroup {
 
 impl Drop for Cgroup {
     fn drop(&mut self) {
-        // Everything in here was started by us. The dead leave the group a moment after they are killed.
+        // Every process in here was started by this bench. A killed process leaves the group a moment later.
         for _ in 0..200 {
             let members = fs::read_to_string(self.folder.join("cgroup.procs")).unwrap_or_default();
             for pid in members.lines().filter_map(|line| line.parse().ok()) {
@@ -102,14 +103,14 @@ impl Drop for Cgroup {
     }
 }
 
-/// Removes groups that a bench left behind when it was killed outright; they are empty, its workloads died with it.
+/// Removes groups that a killed bench left behind. They are empty, since its workloads died with it.
 fn sweep(parent: &Path) {
     let entries = fs::read_dir(parent).into_iter().flatten().flatten();
     for entry in entries {
         let name = entry.file_name().to_string_lossy().into_owned();
         let maker = name.strip_prefix(PREFIX).and_then(|rest| rest.split('-').next());
         if maker.is_some_and(|maker| !Path::new("/proc").join(maker).exists()) {
-            // A group that is not empty is not removed by this, and is left alone.
+            // `rmdir` fails on a group that is not empty, which is then left alone.
             let _ = fs::remove_dir(entry.path());
         }
     }
@@ -117,7 +118,7 @@ fn sweep(parent: &Path) {
 
 fn make(parent: &Parent, name: &str, limit_bytes: Option<u64>) -> Result<Cgroup, String> {
     if parent.version == Version::V2 {
-        // Fails where the group has processes of its own; then the child lacks memory.max, which is told below.
+        // Fails if the group has processes of its own. Then the child lacks memory.max, which is reported below.
         let _ = fs::write(parent.folder.join("cgroup.subtree_control"), "+memory");
     }
     let folder = parent.folder.join(name);
@@ -135,13 +136,13 @@ fn make(parent: &Parent, name: &str, limit_bytes: Option<u64>) -> Result<Cgroup,
         write(limit_file, &limit_bytes.to_string())?;
     }
     if parent.version == Version::V2 {
-        // Swap would hide what is asked here: whether free memory is given back in time.
+        // Swap would hide what is measured here: whether free memory is returned in time.
         let _ = write("memory.swap.max", "0");
     }
     Ok(group)
 }
 
-/// The folder of this process's own group in the hierarchy that controls memory.
+/// Finds this process's own group in the hierarchy that controls memory.
 fn find_parent(own: &str, mount: &Path) -> Option<Parent> {
     let (mut v1, mut v2) = (None, None);
     for line in own.lines() {
@@ -158,7 +159,8 @@ fn find_parent(own: &str, mount: &Path) -> Option<Parent> {
         (None, Some(path)) => (Version::V2, mount.to_owned(), path),
         (None, None) => return None,
     };
-    // In a container the path may be of another view of the tree: then the mount's root is ours.
+    // In a container the path may belong to another view of the tree. Then the root of the mount is this process's
+    // group.
     let own_folder = hierarchy.join(path.trim_start_matches('/'));
     let folder = [own_folder, hierarchy].into_iter().find(|folder| folder.is_dir())?;
     let has_memory = match version {
@@ -173,7 +175,7 @@ fn find_parent(own: &str, mount: &Path) -> Option<Parent> {
 mod tests {
     use super::*;
 
-    /// A made-up tree of either generation; v1 wins where both are mounted, as its controller is bound there.
+    /// A fake tree of each version; v1 wins if both are mounted, since its controller is bound there.
     #[test]
     fn both_generations_are_found() {
         let tree = tempfile::tempdir().expect("a temporary folder");
@@ -191,7 +193,7 @@ mod tests {
         assert_eq!(find_parent("1:cpu:/\n", tree.path()), None);
     }
 
-    /// Really made, limited and removed, where this user may.
+    /// A real group is made, limited and removed, if this user may.
     #[test]
     fn a_group_is_removed_on_drop() {
         match Cgroup::with_limit(64 << 20) {

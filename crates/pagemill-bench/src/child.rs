@@ -1,7 +1,7 @@
-//! Starting, ending and reading the workloads, each in a process group of its own.
+//! Starts workloads, ends them, and reads their output. Each has a process group of its own.
 //!
-//! A group, so that a workload's own children end with it, and so that Ctrl-C reaches the bench alone: the
-//! bench then ends every group it started, and its open cgroups and folders are removed on the way out.
+//! With a group, a workload's children end with it, and Ctrl-C reaches the bench alone. The bench then ends every group
+//! that it started and removes its cgroups and folders.
 
 use std::collections::BTreeSet;
 use std::io::{self, Read};
@@ -17,13 +17,13 @@ use signal_hook::iterator::Signals;
 use signal_hook::low_level::emulate_default_handler;
 
 use crate::error::{Error, Result, doing};
-use crate::native;
+use crate::native::{self, Usage};
 use crate::subject::Ready;
 
-/// The exit status by which a workload says that its memory held a wrong answer.
+/// Exit status of a workload that found wrong bytes in its memory.
 pub const WRONG_ANSWER: i32 = 70;
 
-/// The first signal that asked the bench to end; 0 before one has.
+/// The first signal that asked the bench to end; 0 before that.
 static SIGNAL: AtomicI32 = AtomicI32::new(0);
 static GROUPS: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
@@ -31,7 +31,7 @@ fn groups() -> MutexGuard<'static, BTreeSet<u32>> {
     GROUPS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// From here on Ctrl-C, SIGTERM and SIGHUP end the workloads and let the bench clean up.
+/// Handles Ctrl-C, SIGTERM and SIGHUP from here on: they end the workloads and let the bench clean up.
 pub fn handle_interrupts() -> Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(doing("watching for signals"))?;
     thread::spawn(move || {
@@ -45,13 +45,13 @@ pub fn handle_interrupts() -> Result<()> {
     Ok(())
 }
 
-/// Ends the bench as the signal would have, once all is cleaned up: who started it sees that it did not end by itself.
+/// Ends the bench by the signal's default action, so that the parent process sees the signal. Call it after cleanup.
 pub fn end_by(signal: i32) {
-    // Where that cannot be done the status says it.
+    // If that fails, the exit status reports the signal.
     let _ = emulate_default_handler(signal);
 }
 
-/// Fails once the user asked to stop.
+/// Returns an error once the user has asked to stop.
 pub fn check_interrupt() -> Result<()> {
     match SIGNAL.load(Ordering::SeqCst) {
         0 => Ok(()),
@@ -59,7 +59,7 @@ pub fn check_interrupt() -> Result<()> {
     }
 }
 
-/// Sleeps, but not past an interrupt.
+/// Sleeps; returns early at an interrupt.
 pub fn sleep(duration: Duration) -> Result<()> {
     let until = Instant::now() + duration;
     loop {
@@ -72,14 +72,14 @@ pub fn sleep(duration: Duration) -> Result<()> {
     }
 }
 
-/// This bench as a workload: one of its hidden subcommands.
+/// A command that runs this executable with one of its hidden subcommands.
 pub fn workload(arguments: &[&str]) -> Result<Command> {
     let mut command = Command::new(own_executable()?);
     command.args(arguments);
     Ok(command)
 }
 
-/// Options of a workload that are numbers, as words of its command line.
+/// Numeric options of a workload, as words of its command line.
 pub fn numbers(options: &[(&str, u64)]) -> impl Iterator<Item = String> {
     options.iter().flat_map(|(name, value)| [(*name).to_owned(), value.to_string()])
 }
@@ -89,7 +89,7 @@ pub fn own_executable() -> Result<std::path::PathBuf> {
     std::env::current_exe().map_err(doing("finding the own executable"))
 }
 
-/// A running process group; dropped, it is killed.
+/// A running process group. Dropping it kills the group.
 #[derive(Debug)]
 pub struct Running {
     child: Child,
@@ -98,13 +98,15 @@ pub struct Running {
     is_ended: bool,
 }
 
-/// What a process left behind.
+/// Status, output and resource usage of a process that ended.
 #[derive(Debug)]
 pub struct Finished {
     pub status: ExitStatus,
     pub stdout: Vec<u8>,
     pub stderr: Vec<u8>,
     pub wall: Duration,
+    /// CPU time of the process and of all children that it waited for.
+    pub usage: Usage,
 }
 
 impl Running {
@@ -114,7 +116,7 @@ impl Running {
         command.process_group(0).stdin(Stdio::null());
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let name = command.get_program().to_string_lossy().into_owned();
-        // Under the lock, so that an interrupt finds either no child or a registered one.
+        // The lock is held across the spawn, so that an interrupt finds either no child or a registered one.
         let mut groups = groups();
         let mut child = command.spawn().map_err(doing(format!("starting {name}")))?;
         groups.insert(child.id());
@@ -124,17 +126,17 @@ impl Running {
         Ok(Self { child, stdout, stderr, is_ended: false })
     }
 
-    /// The process that leads the group.
+    /// The process id of the group's leader.
     pub fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// Whether it ended by itself. It stays unreaped, so that its number cannot come to mean somebody else.
+    /// Whether the leader ended by itself. It stays unreaped, so its process id cannot be reused.
     pub fn has_ended(&self) -> bool {
         native::has_ended(self.child.id())
     }
 
-    /// Asks the leader to end by itself.
+    /// Sends SIGTERM to the leader.
     pub fn terminate(&self) {
         if !self.has_ended() {
             native::terminate(self.child.id());
@@ -153,12 +155,13 @@ impl Running {
         }
         let wall = started.elapsed();
         self.end_group();
-        let status = self.child.wait().map_err(doing("waiting for a workload"))?;
+        let (status, usage) = native::reap(self.child.id()).map_err(doing("waiting for a workload"))?;
+        let status = ExitStatus::from_raw(status);
         check_interrupt()?;
-        Ok(Finished { status, stdout: collect(self.stdout.take()), stderr: collect(self.stderr.take()), wall })
+        Ok(Finished { status, stdout: collect(self.stdout.take()), stderr: collect(self.stderr.take()), wall, usage })
     }
 
-    /// Kills what is left of the group and forgets it; the leader is yet to be reaped.
+    /// Kills the rest of the group and removes it from the set. The leader is not yet reaped.
     fn end_group(&mut self) {
         if !self.is_ended {
             native::kill_group(self.child.id());
@@ -172,7 +175,7 @@ impl Drop for Running {
     fn drop(&mut self) {
         if !self.is_ended {
             self.end_group();
-            // It was killed just now: this only reaps it.
+            // It was killed just now; this only reaps it.
             let _ = self.child.wait();
         }
     }
@@ -181,7 +184,7 @@ impl Drop for Running {
 fn drain(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
     thread::spawn(move || {
         let mut bytes = Vec::new();
-        // A pipe that breaks ends the output; what came before is kept.
+        // A broken pipe ends the output; the bytes before it are kept.
         let _: io::Result<usize> = pipe.read_to_end(&mut bytes);
         bytes
     })
@@ -196,17 +199,17 @@ fn collect(reader: Option<JoinHandle<Vec<u8>>>) -> Vec<u8> {
 pub enum Outcome {
     /// It printed its line of JSON.
     Measured(serde_json::Value),
-    /// It was killed from outside: out of memory.
+    /// It was killed by SIGKILL: out of memory.
     Killed,
-    /// It failed, with this to say.
+    /// It failed, with this message.
     Failed(String),
 }
 
-/// Runs a hidden subcommand under a subject and reads the line it prints.
+/// Runs a hidden subcommand under a subject and reads the line that it prints.
 ///
 /// # Errors
 ///
-/// [`Error::WrongAnswer`] where the workload found its memory wrong; [`Error::Interrupted`].
+/// [`Error::WrongAnswer`] if the workload found wrong bytes in its memory; [`Error::Interrupted`].
 pub fn measure(ready: &Ready, arguments: &[&str], limit: Duration) -> Result<Outcome> {
     let mut command = workload(arguments)?;
     ready.apply(&mut command);
@@ -214,7 +217,7 @@ pub fn measure(ready: &Ready, arguments: &[&str], limit: Duration) -> Result<Out
     outcome(ready.name(), &finished)
 }
 
-/// Reads a finished workload: its JSON line, its death or its complaint.
+/// Classifies a finished workload: JSON line, killed, or failed with a message.
 pub fn outcome(subject: &str, finished: &Finished) -> Result<Outcome> {
     let complaint = String::from_utf8_lossy(&finished.stderr);
     let complaint = complaint.trim();
@@ -224,7 +227,7 @@ pub fn outcome(subject: &str, finished: &Finished) -> Result<Outcome> {
             Err(cause) => Ok(Outcome::Failed(format!("unreadable result: {cause}"))),
         },
         (Some(WRONG_ANSWER), _) => Err(Error::WrongAnswer { subject: subject.to_owned(), what: complaint.to_owned() }),
-        // 137 is how a launcher reports a child that SIGKILL ended.
+        // Launchers report a child that SIGKILL ended as 137.
         (Some(137), _) | (None, Some(libc::SIGKILL)) => Ok(Outcome::Killed),
         (Some(code), _) => Ok(Outcome::Failed(format!("status {code}: {complaint}"))),
         (None, signal) => Ok(Outcome::Failed(format!("signal {}: {complaint}", signal.unwrap_or_default()))),
@@ -233,8 +236,8 @@ pub fn outcome(subject: &str, finished: &Finished) -> Result<Outcome> {
 
 /// Touches and frees as much memory as is about to be used, in a process that then ends.
 ///
-/// The first touch of memory that the host has not backed yet is 5 to 30 times slower than later ones:
-/// without this the first subject pays for all.
+/// The first touch of memory that the host has not backed yet is 5 to 30 times slower than later ones. Without this,
+/// the first subject would pay for all.
 pub fn warm(mib: u64) -> Result<()> {
     let mut command = workload(&["__touch", "--mib", &mib.to_string()])?;
     crate::subject::clear_foreign_settings(&mut command);
@@ -256,7 +259,7 @@ mod tests {
         running.finish(Duration::from_secs(60)).expect("sh ends")
     }
 
-    /// Result, kill, failure and wrong answer are told apart.
+    /// Result, kill, failure and wrong answer are distinguished.
     #[test]
     fn outcomes_are_told_apart() {
         let read = |script| outcome("glibc", &shell(script));
@@ -267,7 +270,15 @@ mod tests {
         assert!(matches!(read("exit 70"), Err(Error::WrongAnswer { .. })));
     }
 
-    /// A group member that outlives its leader is killed, and so keeps no pipe open.
+    /// The CPU time of a process includes that of its children.
+    #[test]
+    fn usage_is_that_of_the_tree() {
+        let used = shell("sh -c 'i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); done'; true").usage;
+
+        assert!(used.cpu() >= Duration::from_millis(5), "{used:?}");
+    }
+
+    /// A group member that outlives its leader is killed, so that it keeps no pipe open.
     #[test]
     fn the_whole_group_ends() {
         let started = Instant::now();

@@ -1,8 +1,9 @@
-//! ebizzy again, its copies in chunks that a program gives up between records: on volatile handles, by `MADV_FREE` and
-//! `MADV_DONTNEED`, beside malloc and free. A part of `bench volatile`.
+//! ebizzy again, with its copies in chunks that the program gives up between records: volatile handles, `MADV_FREE` and
+//! `MADV_DONTNEED`, beside malloc and free. Part of `bench volatile`.
 //!
-//! Every way is the same [workload](crate::workload::ebizzy); only where a copy is differs. Beside free memory that stays (malloc)
-//! handles have to be no slower; and where a neighbour needs it by turns, nobody is killed.
+//! All variants run the same [workload](crate::workload::ebizzy); they differ only in where a copy is stored. Targets:
+//! handles are no slower than malloc, which keeps its free memory; and no process is killed while a neighbour needs
+//! memory periodically.
 
 use std::time::Duration;
 
@@ -14,7 +15,7 @@ use crate::report::{Bound, Place, Report, Verdict};
 use crate::stats::{self, Better};
 use crate::subject;
 
-/// A way to have copies, and the settings of its process.
+/// A way to store the copies, and the environment of its process.
 struct Way {
     name: &'static str,
     memory: &'static str,
@@ -23,7 +24,7 @@ struct Way {
 
 const HANDLES: &str = "ebizzy-handles";
 const MALLOC: &str = "ebizzy-malloc";
-/// glibc that never returns memory: its best at this.
+/// glibc with settings that never return memory: its fastest at this workload.
 const KEEPING: &str = "ebizzy-malloc-keeping";
 const FREE: &str = "ebizzy-madv-free";
 const DONTNEED: &str = "ebizzy-madv-dontneed";
@@ -42,13 +43,13 @@ const WAYS: [Way; 5] = [
 
 const SIZES: [&str; 2] = ["fixed", "mixed"];
 const THREADS: [u64; 2] = [1, 2];
-/// Of so many records one has its whole copy summed up and compared.
+/// One record in so many has its whole copy summed up and compared.
 const SUM_EVERY: u64 = 64;
 
 const RECORDS: &str = "records_per_second";
 const METRICS: [&str; 5] = [RECORDS, "faults_per_record", "purged_per_record", "refused", "hog_rounds"];
 
-/// What is copied, threads, and whether a neighbour needs memory by turns.
+/// Sizes of the copies, number of threads, and whether a neighbour needs memory periodically.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     sizes: &'static str,
@@ -71,16 +72,16 @@ impl Case {
     }
 }
 
-/// Ways of keeping chunks, by name.
+/// Names of the ways to store copies.
 pub fn names() -> impl Iterator<Item = &'static str> {
     WAYS.iter().map(|way| way.name)
 }
 
-/// Measures what is wanted and adds its rows and verdicts.
+/// Measures the ways that are wanted; adds rows and verdicts to the report.
 ///
 /// # Errors
 ///
-/// [`crate::error::Error::WrongAnswer`] where a copy was not what it was made of.
+/// [`crate::error::Error::WrongAnswer`] if a copy differs from its source.
 pub fn run(common: &Common, is_wanted: impl Fn(&str) -> bool, report: &mut Report) -> Result<()> {
     let ways: Vec<&Way> = WAYS.iter().filter(|way| is_wanted(way.name)).collect();
     if ways.is_empty() {
@@ -172,7 +173,7 @@ fn verdicts(report: &mut Report, book: &Book<Case>, cases: &[Case]) {
     }
 }
 
-/// Handles against the best of these that came through.
+/// Compares handles with the fastest of `peers` that survived.
 fn against_best(book: &Book<Case>, case: &Case, target: &str, peers: &[&'static str], least: f64) -> Verdict {
     let blank = |why: &str| not_measured(target, Bound::AtLeast(least), "x", why);
     let Some(own) = book.get(case, HANDLES, RECORDS) else {
@@ -183,7 +184,7 @@ fn against_best(book: &Book<Case>, case: &Case, target: &str, peers: &[&'static 
     let median = |series: &crate::report::Series| series.median().unwrap_or_default();
     let best = survivors.max_by(|(_, a), (_, b)| median(a).total_cmp(&median(b)));
     let Some((name, best)) = best else {
-        return Verdict { is_lost: !own.survived(), ..blank("no peer of this kind came through") };
+        return Verdict { is_lost: !own.survived(), ..blank("no peer of this kind survived") };
     };
     Verdict {
         estimate: stats::estimate(&own.ratios(best, Better::Higher)),

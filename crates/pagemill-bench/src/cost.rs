@@ -1,6 +1,6 @@
-//! What minding limits costs where nobody is short: Pagemill as it comes against Pagemill that looks at nothing.
+//! Cost of watching limits without memory pressure: Pagemill with its defaults against Pagemill without watching.
 //!
-//! On the workload of [`ebizzy`](crate::ebizzy), and in wake-ups of a process that does nothing.
+//! Measured on the workload of [`ebizzy`](crate::ebizzy), and as wake-ups of an idle process.
 
 use std::time::{Duration, Instant};
 
@@ -13,26 +13,26 @@ use crate::report::{Bound, Place, Report, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, PAGEMILL, Ready, UNWATCHED};
 
-/// Memory touched beforehand: more than either holds.
+/// Memory touched beforehand: more than either variant holds.
 const WARM_MIB: u64 = 256;
 const THREADS: [u16; 2] = [2, 8];
-/// A hundredth of a difference is sought: more and shorter samples than elsewhere (quick, full).
+/// The target is a difference of 1 %, which takes more and shorter samples than other experiments (quick, full).
 const SAMPLES: (usize, usize) = (3, 15);
 
-/// The idle process held so much before.
+/// Memory that the idle process allocated and freed.
 const IDLE_MIB: u64 = 128;
-/// Resident memory below which it has given that back.
+/// Resident memory below which the process counts as having returned its free memory.
 const GIVEN_BACK_BYTES: u64 = 32 << 20;
-/// It is told to be idle after a second; by then it must have given back.
+/// The setting makes it idle after one second; [`GIVES_BACK_WITHIN`] is its deadline to return the memory.
 const IDLE_SETTING: (&str, &str) = ("PAGEMILL_IDLE", "1");
 const GIVES_BACK_WITHIN: Duration = Duration::from_secs(15);
-/// After that it is left alone, then its wake-ups are counted.
+/// Pause between that and counting its wake-ups.
 const SETTLE: Duration = Duration::from_secs(1);
 
 const WAKE_UPS: &str = "wake_ups_per_second";
 const IDLE_CASE: &str = "idle";
 
-/// Runs both and gives the report.
+/// Runs both parts and returns the report.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let both = [PAGEMILL.to_owned(), UNWATCHED.to_owned()];
@@ -127,7 +127,7 @@ fn idle(common: &Common, pagemill: &Ready, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// How often a second any thread of an idle process wakes up; the inner error is a sentence for the list of gaps.
+/// Wake-ups per second of all threads of an idle process; the inner error is a sentence for the list of gaps.
 fn wake_ups(pagemill: &Ready, watched: Duration) -> Result<std::result::Result<f64, String>> {
     let mib = IDLE_MIB.to_string();
     let mut command = child::workload(&["__idle", "--mib", &mib, "--seconds", "60"])?;
@@ -144,7 +144,7 @@ fn wake_ups(pagemill: &Ready, watched: Duration) -> Result<std::result::Result<f
         }
         if running.has_ended() || begun.elapsed() > GIVES_BACK_WITHIN {
             let held = resident >> 20;
-            return Ok(Err(format!("idle: {held} MiB of {IDLE_MIB} were left when it should have given all back")));
+            return Ok(Err(format!("idle: {held} of {IDLE_MIB} MiB were still resident after the time limit")));
         }
     }
     child::sleep(SETTLE)?;

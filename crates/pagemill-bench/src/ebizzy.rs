@@ -1,31 +1,31 @@
-//! The experiment of idea B: the speed of never returning memory.
+//! The speed gained by never returning memory (experiment of idea B).
 //!
-//! Every allocator runs the [workload](crate::workload::ebizzy) with its defaults and returning at once.
-//! Pagemill is judged against the best of each kind *of the same run*, per number of threads.
+//! Every allocator runs the [workload](crate::workload::ebizzy) twice: with its defaults, and with settings that return
+//! memory at once. For each number of threads, Pagemill is compared with the fastest of each kind *in the same run*.
 
 use std::time::Duration;
 
 use crate::child;
 use crate::error::Result;
-use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
+use crate::experiment::{self, Book, Common, Metric, Progress, not_measured, report_row};
 use crate::report::{Bound, Entry, Place, Report, Series, Verdict};
 use crate::stats::{self, Better};
-use crate::subject::{self, PAGEMILL, Ready, Role};
+use crate::subject::{self, KEEPING, PAGEMILL, Ready, Role};
 
 /// Memory touched beforehand: more than any subject holds at 24 threads.
 const WARM_MIB: (u64, u64) = (384, 1024);
 
-/// The whole quick run shall end well within 30 seconds; this much of it is measured.
+/// Measured time of a quick run, which shall take well below 30 seconds in all.
 const QUICK_BUDGET_MS: u64 = 22_000;
 
-/// What starting and ending a workload takes, beside its measured time.
+/// Time to start and end a workload, beside its measured time.
 const OVERHEAD_MS: u64 = 25;
 
-/// Below this many page faults a record (of 64 pages and more) a subject does not return memory at once,
-/// whatever it was told: it is no peer of those that do.
+/// A subject with fewer page faults a record (of 64 pages and more) does not return memory at once, whatever its
+/// settings. It is then no baseline for those that do.
 pub const RETURNING_FAULTS: f64 = 1.0;
 
-/// Copies of one size: what the targets are about.
+/// Copies of one size; the targets are about these.
 const FIXED: &str = "fixed";
 
 pub const RECORDS: &str = "records_per_second";
@@ -43,7 +43,8 @@ pub struct Options {
     /// Only the case with a memory hog in the same limit (the full run has it too)
     #[arg(long)]
     pub hog: bool,
-    /// Only what minding limits costs while nobody is short, at 2 and 8 threads, and how often an idle process wakes up
+    /// Only the cost of watching limits without memory pressure, at 2 and 8 threads, and the wake-ups of an idle
+    /// process
     #[arg(long, conflicts_with = "hog")]
     pub cost: bool,
 }
@@ -55,7 +56,7 @@ struct Case {
     threads: u16,
 }
 
-/// Runs it and gives the report.
+/// Runs the experiment and returns the report.
 pub fn run(options: &Options) -> Result<Report> {
     if options.cost {
         return crate::cost::run(options);
@@ -90,7 +91,7 @@ fn cases(options: &Options) -> Vec<Case> {
     }
 }
 
-/// Warm-up and measured time of a sample. A quick run has a budget; the full one a second each.
+/// Warm-up and measured time of a sample. The quick run divides a budget; the full run takes one second each.
 fn durations(common: &Common, runs: usize) -> (u64, u64) {
     match common.quick {
         true => {
@@ -122,7 +123,7 @@ fn measure(cases: &[Case], ready: &[Ready], common: &Common) -> Result<Book<Case
             case.sizes,
         ];
         for round in 0..common.rounds() {
-            // Each round begins with another subject, so that nobody always follows the same neighbour.
+            // Each round begins with another subject, so that no subject always follows the same one.
             for index in 0..ready.len() {
                 let subject = &ready[(index + round) % ready.len()];
                 progress.step(&format!("{} threads, {}", case.threads, subject.name()));
@@ -175,7 +176,7 @@ fn note_refusals(report: &mut Report, book: &Book<Case>, case: &Case, subject: &
     }
 }
 
-/// Says who was told to return memory at once and does not, and so is no baseline.
+/// Adds a gap for a subject that keeps its memory despite its settings; it is no baseline for returning at once.
 fn note_keepers(report: &mut Report, book: &Book<Case>, case: &Case, ready: &Ready) {
     let faults = book.get(case, ready.name(), FAULTS).and_then(Series::median);
     let is_eager = ready.subject.role == Role::ReturningAtOnce;
@@ -188,7 +189,7 @@ fn note_keepers(report: &mut Report, book: &Book<Case>, case: &Case, ready: &Rea
     }
 }
 
-/// A row of Pagemill against the best of a kind, for machines; people read the verdict.
+/// A row of Pagemill against the best of a kind, for the JSON output; the tables show the verdict instead.
 fn against_best(report: &mut Report, book: &Book<Case>, case: &Case, ready: &[Ready], role: Role) {
     let pagemill = book.get(case, PAGEMILL, RECORDS);
     let (Some(series), Some((_, best))) = (pagemill, best(book, case, ready, role)) else {
@@ -209,14 +210,13 @@ fn baseline_name(role: Role) -> &'static str {
     match role {
         Role::Default => "best-default",
         Role::ReturningAtOnce => "best-eager",
-        Role::Pagemill | Role::Unwatched => PAGEMILL,
+        Role::Pagemill | Role::Unwatched | Role::Keeping => PAGEMILL,
     }
 }
 
-/// The best default allocator of the run: one for all numbers of threads, with the highest geometric mean.
+/// The best default allocator of the run: one for all numbers of threads, by geometric mean.
 ///
-/// Choosing anew for each number of threads would compare with the luckiest of
-/// several near-equal peers each time.
+/// A separate choice for each number of threads would compare with the luckiest of several near-equal peers each time.
 fn champion(book: &Book<Case>, ready: &[Ready]) -> Option<&'static str> {
     let mean = |ready: &&Ready| {
         let cases = book.cases().into_iter().filter(|case| case.sizes == FIXED);
@@ -227,7 +227,7 @@ fn champion(book: &Book<Case>, ready: &[Ready]) -> Option<&'static str> {
     defaults.max_by(|a, b| mean(a).total_cmp(&mean(b))).map(Ready::name)
 }
 
-/// The fastest of a kind that came through every round, and that does what its kind is about.
+/// The fastest of a kind that survived every round and behaves as its kind should.
 fn best<'a>(book: &'a Book<Case>, case: &Case, ready: &[Ready], role: Role) -> Option<(&'static str, &'a Series)> {
     let champion = if role == Role::Default { champion(book, ready) } else { None };
     let of_role = ready.iter().filter(|ready| {
@@ -272,6 +272,21 @@ fn verdicts(report: &mut Report, book: &Book<Case>, cases: &[Case], ready: &[Rea
             if is_whole { "" } else { "a side is missing" },
         )
     });
+    against_keeping(report, book, &fixed);
+}
+
+/// Cost of returning memory by age, if both variants were run.
+fn against_keeping(report: &mut Report, book: &Book<Case>, fixed: &[&Case]) {
+    let ratios: Vec<Vec<f64>> = fixed
+        .iter()
+        .filter_map(|case| {
+            let (own, keeping) = (book.get(case, PAGEMILL, RECORDS)?, book.get(case, KEEPING, RECORDS)?);
+            Some(own.ratios(keeping, Better::Higher))
+        })
+        .collect();
+    if let Some(verdict) = experiment::against_keeping("ebizzy", &ratios) {
+        report.verdict(verdict);
+    }
 }
 
 fn one_case(target: &str, bound: f64, book: &Book<Case>, case: &Case, ready: &[Ready], role: Role) -> Verdict {
@@ -282,7 +297,7 @@ fn one_case(target: &str, bound: f64, book: &Book<Case>, case: &Case, ready: &[R
     let Some((name, best)) = best(book, case, ready, role) else {
         return Verdict {
             is_lost: !series.survived(),
-            ..not_measured(target, bound, "x", "no peer of this kind came through")
+            ..not_measured(target, bound, "x", "no peer of this kind survived")
         };
     };
     Verdict {
@@ -293,7 +308,7 @@ fn one_case(target: &str, bound: f64, book: &Book<Case>, case: &Case, ready: &[R
     }
 }
 
-/// Who was best, and how much of each copy it really had to fault in again.
+/// The name of the best peer, and the page faults that each of its copies caused.
 fn note(book: &Book<Case>, case: &Case, name: &'static str) -> String {
     let faults = book.get(case, name, FAULTS).and_then(Series::median);
     match faults.filter(|&faults| faults >= RETURNING_FAULTS) {
@@ -321,7 +336,7 @@ mod tests {
         (book, case)
     }
 
-    /// An allocator that was told to return at once and does not is no baseline for those that do.
+    /// An allocator that keeps its memory despite its settings is no baseline for those that return it at once.
     #[test]
     fn the_best_eager_one_really_returns() {
         let (book, case) = book();

@@ -1,4 +1,4 @@
-//! What can end a run before its result.
+//! Errors that end a run before its result.
 
 use std::fmt;
 use std::io;
@@ -6,21 +6,21 @@ use std::io;
 /// Why an experiment stopped. Killed workloads and missing peers are results and gaps, not errors.
 #[derive(Debug)]
 pub enum Error {
-    /// The user pressed Ctrl-C, or somebody asked the bench to end; everything started was ended too.
+    /// A signal asked the bench to end, such as Ctrl-C. All processes that it started were ended, too.
     Interrupted { signal: i32 },
-    /// A workload found a wrong answer in its memory: whatever it measured is worthless.
+    /// A workload found wrong bytes in its memory, so its measurements are worthless.
     WrongAnswer { subject: String, what: String },
-    /// Nothing can be measured here, and why.
+    /// Nothing can be measured here, for this reason.
     CannotRun(String),
-    /// The system refused something the bench needs for itself.
+    /// A system call that the bench itself needs failed.
     System { doing: String, cause: io::Error },
 }
 
-/// What the bench's functions return.
+/// The result type of the bench's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// 2 for what could not run, 1 for a wrong answer, 128 and the signal as a shell reports it.
+    /// 2 for what could not run, 1 for a wrong answer, 128 plus the signal's number as a shell reports it.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Interrupted { signal } => 128 + *signal as u8,
@@ -30,7 +30,7 @@ impl Error {
     }
 }
 
-/// Says what was being done when a system call failed.
+/// Wraps an I/O error with the operation that failed.
 pub fn doing(what: impl Into<String>) -> impl FnOnce(io::Error) -> Error {
     move |cause| Error::System { doing: what.into(), cause }
 }

@@ -1,4 +1,4 @@
-//! What the experiments share: options, the book of samples, progress.
+//! Code shared by all experiments: options, samples, progress.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -9,6 +9,7 @@ use crate::child::Outcome;
 use crate::error::{Error, Result};
 use crate::report::{Bound, Entry, Place, Report, Series, Verdict};
 use crate::stats::{self, Better};
+use crate::subject::KEEPING;
 
 /// Options of every experiment.
 #[derive(Clone, Debug, clap::Args)]
@@ -16,7 +17,7 @@ pub struct Common {
     /// Fewer and shorter samples: seconds instead of minutes, and wider intervals
     #[arg(long)]
     pub quick: bool,
-    /// One JSON object a line instead of tables
+    /// Print one JSON object per line instead of tables
     #[arg(long)]
     pub json: bool,
     /// Interleaved samples of each case (default 5, with --quick 3)
@@ -25,28 +26,28 @@ pub struct Common {
     /// Only these subjects, separated by commas
     #[arg(long, value_delimiter = ',', value_name = "SUBJECT")]
     pub only: Vec<String>,
-    /// End with status 1 where a target falls short
+    /// Exit with status 1 if a target is missed
     #[arg(long)]
     pub strict: bool,
 }
 
 impl Common {
-    /// How many rounds to run.
+    /// The number of rounds to run.
     pub fn rounds(&self) -> usize {
         let usual = if self.quick { 3 } else { 5 };
         self.samples.map_or(usual, usize::from)
     }
 
-    /// Whether `--only` names a subject, or none.
+    /// Whether `--only` names this subject, or is not given.
     pub fn is_wanted(&self, name: &str) -> bool {
         self.only.is_empty() || self.only.iter().any(|only| only == name)
     }
 
-    /// Refuses names in `--only` that are no subject's.
+    /// Rejects names in `--only` that match no subject.
     ///
     /// # Errors
     ///
-    /// [`Error::CannotRun`] with the names that there are.
+    /// [`Error::CannotRun`] with the list of known names.
     pub fn check_only(&self, known: &[&str]) -> Result<()> {
         match self.only.iter().find(|name| !known.contains(&name.as_str())) {
             Some(name) => Err(Error::CannotRun(format!("no subject {name}; there are {}", known.join(", ")))),
@@ -60,19 +61,19 @@ impl Common {
     }
 }
 
-/// Every sample of a run: by case, subject and metric.
+/// All samples of a run, by case, subject and metric.
 #[derive(Debug)]
 pub struct Book<Case> {
     series: BTreeMap<(Case, &'static str, &'static str), Series>,
 }
 
 impl<Case: Ord + Clone> Book<Case> {
-    /// An empty book.
+    /// Makes an empty book.
     pub fn new() -> Self {
         Self { series: BTreeMap::new() }
     }
 
-    /// Enters one round of one subject: a value for each metric that the workload's line names.
+    /// Records one round of one subject: a value for each metric in the workload's JSON line.
     pub fn enter(&mut self, case: &Case, subject: &'static str, metrics: &[&'static str], outcome: &Outcome) {
         for metric in metrics {
             let series = self.series.entry((case.clone(), subject, metric)).or_default();
@@ -90,13 +91,13 @@ impl<Case: Ord + Clone> Book<Case> {
         }
     }
 
-    /// Enters one number.
+    /// Records one value.
     pub fn enter_value(&mut self, case: &Case, subject: &'static str, metric: &'static str, value: f64) {
         let series = self.series.entry((case.clone(), subject, metric)).or_default();
         series.rounds.push(Some(value));
     }
 
-    /// The cases that have samples, each once.
+    /// The cases that have samples.
     pub fn cases(&self) -> BTreeSet<&Case> {
         self.series.keys().map(|(case, _, _)| case).collect()
     }
@@ -107,7 +108,7 @@ impl<Case: Ord + Clone> Book<Case> {
     }
 }
 
-/// How a metric is reported: its unit, and against whom.
+/// How a metric is reported: its unit, and its baseline.
 #[derive(Clone, Copy, Debug)]
 pub struct Metric {
     pub name: &'static str,
@@ -116,7 +117,7 @@ pub struct Metric {
     pub baseline: Option<&'static str>,
 }
 
-/// Adds the row of one subject, case and metric to the report, where it was measured.
+/// Adds the row of one subject, case and metric to the report, if it was measured.
 pub fn report_row<Case: Ord + Clone>(
     report: &mut Report,
     book: &Book<Case>,
@@ -134,7 +135,7 @@ pub fn report_row<Case: Ord + Clone>(
     report.series(entry, series);
 }
 
-/// A verdict that could not be formed, and why.
+/// A verdict without an estimate, and the reason.
 pub fn not_measured(target: impl Into<String>, bound: Bound, unit: &'static str, why: &str) -> Verdict {
     Verdict {
         target: target.into(),
@@ -155,7 +156,7 @@ pub struct Side<'a, Case> {
     pub metric: &'static str,
 }
 
-/// A verdict on two times: at least so many times as fast as the baseline, or at most so many times its time.
+/// A verdict on two times: at least this many times as fast as the baseline, or at most this many times its time.
 pub fn compare_times<Case: Ord + Clone>(
     book: &Book<Case>,
     target: impl Into<String>,
@@ -179,7 +180,7 @@ pub fn compare_times<Case: Ord + Clone>(
     }
 }
 
-/// A verdict on what was measured of one subject alone.
+/// A verdict on a value of one subject alone.
 pub fn judge<Case: Ord + Clone>(
     book: &Book<Case>,
     target: impl Into<String>,
@@ -198,12 +199,26 @@ pub fn judge<Case: Ord + Clone>(
     }
 }
 
-/// A bar on stderr; nothing where stderr is no terminal, or for what is over in two seconds.
+/// Pagemill that returns memory by age must reach at least this fraction of the speed of Pagemill that keeps it.
+const AGAINST_KEEPING: f64 = 0.98;
+
+/// A verdict on the cost of returning memory by age, over all cases in which both variants were run; none without such
+/// a case. `ratios`: for each case, the speed relative to the variant that keeps its memory.
+pub fn against_keeping(experiment: &str, ratios: &[Vec<f64>]) -> Option<Verdict> {
+    let target = format!("{experiment}: balanced against keep, geometric mean of {} cases", ratios.len());
+    (!ratios.is_empty()).then(|| Verdict {
+        estimate: stats::estimate(&stats::geometric_means(ratios)),
+        baseline: KEEPING.to_owned(),
+        ..not_measured(target, Bound::AtLeast(AGAINST_KEEPING), "x", "")
+    })
+}
+
+/// A progress bar on stderr; hidden if stderr is no terminal, and in the first two seconds.
 #[derive(Debug)]
 pub struct Progress(ProgressBar);
 
 impl Progress {
-    /// A bar of so many steps.
+    /// Makes a bar of so many steps.
     pub fn new(steps: usize) -> Self {
         let bar = ProgressBar::new(steps as u64);
         let style = ProgressStyle::with_template("{elapsed_precise} {wide_bar} {pos}/{len} {msg} {eta}");
@@ -214,7 +229,7 @@ impl Progress {
         Self(bar)
     }
 
-    /// Says what is being done; a step begins.
+    /// Begins a step and shows its name.
     pub fn step(&self, what: &str) {
         self.0.set_message(what.to_owned());
         self.0.inc(1);
@@ -224,5 +239,20 @@ impl Progress {
 impl Drop for Progress {
     fn drop(&mut self) {
         self.0.finish_and_clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::State;
+
+    /// 2 % slower is allowed, 4 % is too much; without cases there is no verdict.
+    #[test]
+    fn keeping_is_compared_over_all_cases() {
+        let state = |ratio: f64| against_keeping("x", &[vec![ratio; 3], vec![ratio; 3]]).map(|verdict| verdict.state());
+
+        assert_eq!((state(0.985), state(0.96)), (Some(State::Reached), Some(State::FallsShort)));
+        assert!(against_keeping("x", &[]).is_none());
     }
 }

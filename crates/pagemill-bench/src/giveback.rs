@@ -1,4 +1,4 @@
-//! A gibibyte of free memory given back on request, and what others notice of it.
+//! Returning 1 GiB of free memory on request, and how long that delays other threads.
 
 use std::time::Duration;
 
@@ -10,10 +10,10 @@ use crate::report::{Bound, Place, Report, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, PAGEMILL, Ready, Role};
 
-/// Sizes of the pieces that the memory is taken in.
+/// Sizes of the pieces.
 const PIECES: [usize; 2] = [256 << 10, 4 << 10];
 
-/// The targets are about this much.
+/// The targets apply to this amount.
 const FULL_MIB: u64 = 1024;
 
 const BASELINE: &str = "glibc";
@@ -30,7 +30,7 @@ pub struct Options {
     pub common: Common,
 }
 
-/// Runs it and gives the report.
+/// Runs the experiment and returns the report.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let is_wanted = |subject: &subject::Subject| !common.only.is_empty() || subject.role != Role::ReturningAtOnce;
@@ -84,7 +84,7 @@ fn rows(report: &mut Report, book: &Book<usize>, ready: &[Ready], piece: usize, 
     for subject in ready {
         for (metric, unit, better, column) in metrics {
             let place = Place { table: format!("{name}, freed, then asked for"), column: column.to_owned() };
-            // Who has nothing to give is quick: only the pause of others can be compared as it is.
+            // A subject with nothing to return is quick. Only the pause of other threads can be compared directly.
             let baseline = (metric == LONGEST).then_some(BASELINE);
             let metric = Metric { name: metric, unit, better, baseline };
             report_row(report, book, (&piece, &name), subject.name(), metric, Some(place));
@@ -106,7 +106,7 @@ fn verdicts(report: &mut Report, book: &Book<usize>, piece: usize, mib: u64) {
                 let (returned, held) = (returned.median().unwrap_or(0.0), held.median().unwrap_or(0.0));
                 Verdict {
                     estimate: stats::estimate(&series.values()),
-                    // Quickly returning nothing is no success; what was not held need not be returned.
+                    // Returning nothing quickly is no success, but memory that was not held need not be returned.
                     is_lost: !series.survived() || held - returned > 0.1 * mib as f64,
                     note: format!("{returned:.0} of {held:.0} MiB returned"),
                     ..verdict

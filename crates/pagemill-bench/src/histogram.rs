@@ -1,12 +1,12 @@
-//! Times in buckets that grow with them: a million of them in a fixed place, counted without an allocation.
+//! Histogram of times with buckets that grow exponentially: counts a million times in fixed memory, without allocation.
 
 use std::time::Duration;
 
-/// Buckets of each doubling: a bucket's end is at most an eighth above what is in it.
+/// Buckets per doubling. The upper end of a bucket is at most an eighth above the times in it.
 const PER_DOUBLING: usize = 8;
 const BUCKETS: usize = 64 * PER_DOUBLING;
 
-/// Counts of times by bucket, and the longest.
+/// Number of times per bucket, and the longest time.
 #[derive(Clone, Debug)]
 pub struct Histogram {
     counts: [u64; BUCKETS],
@@ -14,7 +14,7 @@ pub struct Histogram {
 }
 
 impl Histogram {
-    /// Nothing counted yet.
+    /// Makes an empty histogram.
     pub const fn new() -> Self {
         Self { counts: [0; BUCKETS], longest_ns: 0 }
     }
@@ -26,12 +26,12 @@ impl Histogram {
         self.longest_ns = self.longest_ns.max(ns);
     }
 
-    /// How many were counted.
+    /// The number of times counted.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
 
-    /// The end of the bucket in which the value lies that `share` of all do not exceed, in milliseconds.
+    /// The percentile in milliseconds: the upper end of the bucket in which it lies.
     pub fn percentile_ms(&self, share: f64) -> f64 {
         let rank = (share * self.count() as f64).ceil() as u64;
         let mut below = 0;
@@ -44,7 +44,7 @@ impl Histogram {
         0.0
     }
 
-    /// The longest of all, exactly.
+    /// The longest time, exact.
     pub fn longest_ms(&self) -> f64 {
         self.longest_ns as f64 / 1e6
     }
@@ -52,12 +52,12 @@ impl Histogram {
 
 fn bucket(ns: u64) -> usize {
     let doubling = ns.max(1).ilog2() as usize;
-    // The three bits below the highest one; short times have fewer.
+    // The three bits below the highest one; times below 8 ns have fewer.
     let eighth = if doubling >= 3 { (ns >> (doubling - 3)) as usize & 7 } else { (ns << (3 - doubling)) as usize & 7 };
     doubling * PER_DOUBLING + eighth
 }
 
-/// The largest time of a bucket.
+/// The largest time that a bucket counts.
 fn end_ns(bucket: usize) -> u64 {
     let (doubling, eighth) = ((bucket / PER_DOUBLING) as u32, (bucket % PER_DOUBLING) as u128);
     let end = ((9 + eighth) << doubling).div_ceil(8) - 1;
@@ -68,7 +68,7 @@ fn end_ns(bucket: usize) -> u64 {
 mod tests {
     use super::*;
 
-    /// Every time lies in a bucket that ends no more than an eighth above it; the buckets ascend.
+    /// Every time lies in a bucket that ends no more than an eighth above it. Buckets ascend.
     #[test]
     fn buckets_hold_their_times() {
         let mut last = 0;
@@ -80,7 +80,7 @@ mod tests {
         }
     }
 
-    /// A thousand short ones and two long: the 99.9th is long, the 99th is not, the longest is exact.
+    /// A thousand short times and two long ones: the 99.9th percentile is long, the 99th is not, the longest is exact.
     #[test]
     fn percentiles_find_the_tail() {
         let mut times = Histogram::new();

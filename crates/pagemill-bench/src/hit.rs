@@ -1,5 +1,5 @@
-//! What a hit costs: pages that are in memory, copied out and pinned at random, beside memory itself, the kernel's files and
-//! other caches; and what is kept beside the pages.
+//! Cost of a cache hit: resident pages copied out and pinned at random, beside plain memory, the kernel's files and
+//! other caches. Also measures the memory that each cache takes beside its pages.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ const FRAMES: &str = "frames";
 const PREAD_NEVER: &str = "pread-huge-never";
 const PREAD_ALWAYS: &str = "pread-huge-always";
 const FOYER: &str = "foyer";
-/// Many small files, beside the subjects.
+/// Part of the experiment beside the subjects: many small files.
 const FILES: &str = "files";
 
 const COPY: &str = "copy_ns";
@@ -35,13 +35,13 @@ const OWN: &[&str] = &[COPY, PIN, FRAME_BYTES, INDEX_BYTES, BESIDE_BYTES, HUGE_S
 const PINNED: &[&str] = &[COPY, PIN, BESIDE_BYTES, HUGE_SHARE];
 const MAPPED: &[&str] = &[COPY, HUGE_SHARE];
 
-/// glibc asks for huge pages for all that it hands out: the best for who keeps pages in it.
+/// glibc asks for huge pages for all its memory: the best setting for a subject that keeps its pages in malloc.
 const HUGE_MALLOC: &[(&str, &str)] = &[("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")];
 
-/// Whose pages, how they come to be there, and what is measured of them.
+/// A subject: where its pages are, how they are filled, and its settings.
 struct Subject {
     name: &'static str,
-    /// The workload's word.
+    /// The subject's name on the workload's command line.
     word: &'static str,
     mount: Option<FileSystem>,
     settings: &'static [(&'static str, &'static str)],
@@ -71,9 +71,9 @@ const MIB: (u64, u64) = (256, 1024);
 const RUN_MS: (u64, u64) = (50, 500);
 const SMALL_FILES: (u64, u64) = (10_000, 100_000);
 const SMALL_BYTES: u64 = 1 << 10;
-/// A bound of a twentieth takes more samples than others do.
+/// Samples (quick, full). A bound of 5 % takes more samples than usual.
 const ROUNDS: (usize, usize) = (3, 9);
-/// From here on memory counts as being in huge pages; what a process has beside its data may not be.
+/// From this share on, memory counts as being in huge pages; the rest may be memory that a process has beside its data.
 const HUGE_FROM: f64 = 0.98;
 
 /// Options of the experiment.
@@ -92,14 +92,15 @@ pub struct Options {
 /// Threads, all on the same pages.
 type Case = u64;
 const THREADS: [Case; 2] = [1, 2];
-/// The case of what has to do with no time, and of the small files.
+/// The case of metrics that are no times, and of the small files.
 const SIZES: Case = 1;
 
-/// Runs it and gives the report.
+/// Runs the experiment and returns the report.
 ///
 /// # Errors
 ///
-/// [`crate::error::Error::WrongAnswer`] where a page was another one; [`crate::error::Error::CannotRun`] for an unknown subject.
+/// [`crate::error::Error::WrongAnswer`] if a page had wrong contents; [`crate::error::Error::CannotRun`] for an unknown
+/// subject.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let mut report = Report::new("hit", common.json);
@@ -154,7 +155,7 @@ fn measure(options: &Options, subjects: &[&Subject], has_files: bool, mounter: O
     Ok(book)
 }
 
-/// One process; of files on a mount of its own.
+/// Runs one process; a subject on files gets a mount of its own.
 fn sample(subject: &Subject, mut line: Vec<String>, mounter: Option<&Mounter>, mib: u64) -> Result<Outcome> {
     let mounted = match (subject.mount, mounter) {
         (Some(system), Some(mounter)) => match mounter.mount(system, (mib + mib / 4 + 16) << 20)? {
@@ -208,7 +209,7 @@ fn rows(report: &mut Report, book: &Book<Case>, subjects: &[&Subject]) {
     }
 }
 
-/// Says why a figure or a baseline is not what it should be.
+/// Adds gaps for implausible figures and for baselines without huge pages.
 fn doubts(report: &mut Report, book: &Book<Case>, subjects: &[&Subject]) {
     for subject in subjects.iter().filter(|subject| [MEMCPY, FRAMES].contains(&subject.name)) {
         let share = book.get(&SIZES, subject.name, HUGE_SHARE).and_then(Series::median);
@@ -218,7 +219,7 @@ fn doubts(report: &mut Report, book: &Book<Case>, subjects: &[&Subject]) {
     }
     let get = |metric| book.get(&SIZES, DENSE, metric);
     if get(COPY).is_some_and(Series::survived) && get(INDEX_BYTES).is_some_and(|series| !series.survived()) {
-        report.gap(format!("{DENSE}: the cache says that its index takes less than 8 B a page, which cannot be"));
+        report.gap(format!("{DENSE}: the cache reports an index of less than 8 B a page, which is impossible"));
     }
 }
 

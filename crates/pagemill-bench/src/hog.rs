@@ -1,8 +1,8 @@
 //! ebizzy with a memory hog in the same limit: free memory must move from one process to the other.
 //!
-//! Workload and hog need their memory by turns. What both hold at once always fits; what both hold *and keep
-//! free* does not. Whoever keeps it is killed, whoever returns it at once pays at every record, and what
-//! should happen lies between. Being killed is a result.
+//! Workload and hog need their memory in turns. The memory that both use at once always fits; that memory plus what
+//! both *keep free* does not. An allocator that keeps its free memory is killed; one that returns it at once pays at
+//! every record. Pagemill should do better than both. A kill is a result, not an error.
 
 use std::fs::File;
 use std::path::Path;
@@ -19,9 +19,9 @@ use crate::stats::{self, Better};
 use crate::subject::{self, PAGEMILL, Ready, Role};
 use crate::workload::hog::LOCK;
 
-/// The limit around both.
+/// The memory limit around both processes.
 const LIMIT_MIB: u64 = 512;
-/// What each takes when it is its turn: one fits, two do not.
+/// Memory that each process uses in its turn: it fits once, not twice.
 const TURN_MIB: u64 = 300;
 const THREADS: u16 = 2;
 const CASE: &str = "hog, 512 MiB, 2 threads";
@@ -29,7 +29,7 @@ const CASE: &str = "hog, 512 MiB, 2 threads";
 const RECORDS: &str = "records_per_second";
 const METRICS: &[&str] = &[FAULTS, RECORDS, "hog_rounds", "refused", "hog_refused", "bursts"];
 
-/// Times of a sample.
+/// Warm-up and measured time of a sample.
 pub struct Times {
     warm_ms: u64,
     measure_ms: u64,
@@ -37,7 +37,7 @@ pub struct Times {
     pause_ms: u64,
 }
 
-/// Runs the case under every subject and adds rows and verdict to the report.
+/// Runs the case under every subject; adds rows and verdict to the report.
 pub fn run(common: &Common, ready: &[Ready], report: &mut Report) -> Result<()> {
     let is_limited = match limit() {
         Ok(()) => true,
@@ -65,7 +65,7 @@ pub fn run(common: &Common, ready: &[Ready], report: &mut Report) -> Result<()> 
     Ok(())
 }
 
-/// One sample in a fresh cgroup; the inner error is a sentence for the list of gaps.
+/// Takes one sample in a fresh cgroup; the inner error is a sentence for the list of gaps.
 fn sample(ready: &Ready, times: &Times, is_limited: bool) -> Result<std::result::Result<Outcome, String>> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for the lock"))?;
     let launcher = match launcher(ready, folder.path(), times, is_limited)? {
@@ -75,8 +75,8 @@ fn sample(ready: &Ready, times: &Times, is_limited: bool) -> Result<std::result:
     sample_of(ready.name(), &launcher, folder.path(), is_limited, &[])
 }
 
-/// A sample of the pair that this command line starts, in a fresh cgroup if it is limited, with these settings; the inner
-/// error is a sentence for the list of gaps.
+/// Takes a sample of the pair that this command line starts, with these settings, in a fresh cgroup if it is limited.
+/// The inner error is a sentence for the list of gaps.
 pub fn sample_of(
     subject: &str,
     launcher: &[String],
@@ -106,12 +106,12 @@ pub fn sample_of(
     subject::clear_foreign_settings(&mut command);
     command.envs(settings.iter().copied());
     let finished = Running::start(&mut command)?.finish(Duration::from_secs(90))?;
-    // The group outlives its members, and no error keeps it from being removed.
+    // The group is removed after its members ended, and also after an error.
     drop(group);
     child::outcome(subject, &finished).map(Ok)
 }
 
-/// Why no group with the limit can be made here, if so.
+/// Returns an error with the reason if no group with the limit can be made here.
 pub fn limit() -> std::result::Result<(), String> {
     Cgroup::with_limit(LIMIT_MIB << 20).map(|_probe| ()).map_err(|why| why.to_string())
 }
@@ -124,7 +124,7 @@ impl Times {
         }
     }
 
-    /// The pair with these times, as words of a command line.
+    /// The words of the command line that starts the pair with these times.
     pub fn pair(&self, folder: &Path) -> impl Iterator<Item = String> {
         let options = [
             ("--threads", u64::from(THREADS)),
@@ -141,7 +141,8 @@ impl Times {
     }
 }
 
-/// The command line that starts both under the subject. In a group Pagemill is told nothing: it has to see the limit.
+/// The command line that starts both under the subject. In a group Pagemill gets no `--limit`: it must detect the
+/// group's.
 fn launcher(
     ready: &Ready,
     folder: &Path,
@@ -199,7 +200,7 @@ fn verdict(book: &Book<&'static str>, ready: &[Ready]) -> Verdict {
     let best = best_survivor(book, eager);
     let is_lost = !series.survived() || refusals > 0.0;
     let Some((name, best)) = best else {
-        let why = "nobody who returns at once came through";
+        let why = "no subject that returns at once survived";
         return Verdict { is_lost, ..not_measured(target, bound, "x", why) };
     };
     let note = match is_lost {
@@ -210,7 +211,7 @@ fn verdict(book: &Book<&'static str>, ready: &[Ready]) -> Verdict {
     let note = match best_survivor(book, peers) {
         Some((name, peer)) if !is_lost => {
             let ratio = stats::median(&series.ratios(peer, Better::Higher)).unwrap_or_default();
-            format!("{note}; {ratio:.2} x the best of all that came through, {name}")
+            format!("{note}; {ratio:.2} x the best of all survivors, {name}")
         }
         _ => note,
     };

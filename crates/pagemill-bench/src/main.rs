@@ -1,10 +1,11 @@
 //! Pagemill's experiments: every claim as a ratio against its peers, measured in one run.
 //!
-//! Workloads are hidden subcommands of this executable, started as processes of their own under the
-//! allocator to be measured. This process measures nothing in itself: it starts, waits and counts.
+//! Workloads are hidden subcommands of this executable. Each runs as a process of its own under the allocator to be
+//! measured. The main process starts them, waits, and collects their numbers; it measures nothing in its own process.
 
 mod callgrind;
 mod cgroup;
+mod chain;
 mod child;
 mod chunks;
 mod cost;
@@ -45,8 +46,8 @@ use crate::report::Report;
 
 /// Measures Pagemill against glibc, jemalloc, mimalloc and tcmalloc, in one run on this machine.
 ///
-/// Ends with 0 when done, 1 where a wrong answer was found (or, with --strict, a target fell short), 2 where
-/// nothing could be run. Interrupted it ends by the signal, when all that it started has ended.
+/// Exit status: 0 on success; 1 if a wrong answer was found or, with --strict, a target was missed; 2 if nothing could
+/// be measured. After an interrupt it stops all processes that it started, then ends by the same signal.
 #[derive(Debug, Parser)]
 #[command(name = "pagemill bench", bin_name = "pagemill bench", version)]
 struct Arguments {
@@ -56,46 +57,47 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Experiment {
-    /// Records a second of a search server's workload, 1 to 24 threads, with and without a memory hog; cost of minding
-    /// limits
+    /// Records per second of a search server's workload with 1 to 24 threads, with and without a memory hog; cost of
+    /// watching limits
     Ebizzy(ebizzy::Options),
-    /// Small allocations through the preload against the same allocator alone
+    /// Small allocations through the preload against the same allocator without it
     Small(small::Options),
-    /// A gibibyte of free memory given back on request, and the longest malloc meanwhile
+    /// Returning 1 GiB of free memory on request, and the longest malloc meanwhile
     Giveback(giveback::Options),
-    /// What a preload costs a program that does nothing
+    /// Startup cost of a preload in a program that does nothing
     Startup(startup::Options),
     /// Memory of Redis, CPython, sqlite3, git and a cargo build under every allocator
     Footprint(footprint::Options),
-    /// Who is killed where free memory could be given: writers, a handover, a sibling's request, a full machine
+    /// OOM kills while free memory could be returned: writers, a handover, a sibling's request, a full machine
     Survive(survive::Options),
     /// Files read and written in records of 4 KiB by 1 to 200 threads, mapped and not, beside tmpfs and the original
     Iozone(files::iozone::Options),
     /// Bytes that small, middle, sparse and large files take in memory, and which of them get huge pages
     Waste(files::FileOptions),
-    /// Many small files made, looked at, read, found and removed, beside tmpfs
+    /// Create, stat, read, list and remove many small files, beside tmpfs
     Metadata(files::FileOptions),
-    /// Memory given up and taken back: words and marks beside MADV_FREE and MADV_DONTNEED; what purging costs; ebizzy on
+    /// Memory marked volatile and taken back, beside MADV_FREE and MADV_DONTNEED; cost of a purge; ebizzy on volatile
     /// handles
     Volatile(volatile::Options),
-    /// Pages that are in memory, copied out and pinned at random: the page cache beside memcpy, files and other caches; its
+    /// Resident pages copied out and pinned at random: the page cache beside memcpy, files and other caches; its
     /// metadata
     Hit(hit::Options),
-    /// Huge folios pinned for a range, split and made again, beside a count for each 4 KiB and a copy
+    /// Huge folios pinned by range, split and merged, beside a count for each 4 KiB and a copy
     Refs(refs::Options),
-    /// How often a page is there that is wanted: the page cache's order of eviction beside LRU, CLOCK, S3-FIFO and SIEVE on
-    /// generated traces
+    /// Hit rate on generated traces: the page cache's eviction beside LRU, CLOCK, S3-FIFO and SIEVE
     Traces(traces::Options),
-    /// 4 KiB read at random from a file six times the cache, by 1 to 32 threads and by one that asks for many, beside fio
+    /// Random 4 KiB reads of a file six times the cache, by 1 to 32 threads and by one thread with many requests in
+    /// flight, beside fio
     Miss(storage::miss::Options),
-    /// 64 KiB to 2 MiB read and written, 1 to 64 at a time, into huge pages and small ones, beside fio and the original
+    /// Reads and writes of 64 KiB to 2 MiB at depth 1 to 64, into huge pages and small ones, beside fio and the
+    /// original
     Orion(storage::orion::Options),
-    /// 4 KiB pages made dirty here and there in a file of a GiB, and written back, beside fio writing to the same places
+    /// Scattered 4 KiB pages made dirty in a file of 1 GiB, and written back, beside fio writing to the same places
     Writeback(storage::writeback::Options),
-    /// Objects of one size in slabs, beside allocators and maps by key: taken and given back, read, moved beside their users; what is left
-    /// when a random nine tenths go, who waits, walks of what moves
+    /// Objects of one size in slabs, beside allocators and keyed maps: allocate and free, read, move concurrently with
+    /// readers; memory left after nine tenths are freed at random, stalls, walks of relocatable objects
     Slab(slab::Options),
-    /// The settings by which each allocator returns memory at once, as a Markdown table
+    /// The settings that make each allocator return memory at once, as a Markdown table
     Settings,
     #[command(name = "__touch", hide = true)]
     Touch(workload::Touch),
@@ -111,6 +113,12 @@ enum Experiment {
     WritersWork(workload::writers::Writers),
     #[command(name = "__keeper", hide = true)]
     KeeperWork(workload::handover::Keeper),
+    #[command(name = "__piece-keeper", hide = true)]
+    PieceKeeperWork(workload::pieces::PieceKeeper),
+    #[command(name = "__churn", hide = true)]
+    ChurnWork(workload::churn::Churn),
+    #[command(name = "__returning", hide = true)]
+    ReturningWork(workload::returning::Returning),
     #[command(name = "__newcomer", hide = true)]
     NewcomerWork(workload::handover::Newcomer),
     #[command(name = "__asker", hide = true)]
@@ -193,6 +201,9 @@ fn main() -> ExitCode {
         Experiment::PairWork(arguments) => workload::run(|| workload::pair::run(&arguments)),
         Experiment::WritersWork(arguments) => workload::run(|| workload::writers::run(&arguments)),
         Experiment::KeeperWork(arguments) => workload::run(|| workload::handover::keep(&arguments)),
+        Experiment::PieceKeeperWork(arguments) => workload::run(|| workload::pieces::keep(&arguments)),
+        Experiment::ChurnWork(arguments) => workload::run(|| workload::churn::run(&arguments)),
+        Experiment::ReturningWork(arguments) => workload::run(|| workload::returning::run(&arguments)),
         Experiment::NewcomerWork(arguments) => workload::run(|| workload::handover::come(&arguments)),
         Experiment::AskerWork(arguments) => workload::run(|| workload::reaction::ask(&arguments)),
         Experiment::HoarderWork(arguments) => workload::run(|| workload::reaction::hoard(&arguments)),
@@ -221,10 +232,10 @@ fn main() -> ExitCode {
     }
 }
 
-/// The status where nothing could be run.
+/// Exit status if nothing could be measured.
 const NOTHING_RUN: u8 = 2;
 
-/// Runs an experiment to its report, or to a sentence and the status that says what happened.
+/// Runs an experiment and prints its report, or its error; returns the exit status.
 fn experiment(common: &Common, run: impl FnOnce() -> Result<Report>) -> ExitCode {
     let outcome = child::handle_interrupts().and_then(|()| run());
     match outcome {

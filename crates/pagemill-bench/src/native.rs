@@ -1,8 +1,7 @@
-//! The few C calls that no safe wrapper covers: the malloc under test, process groups, locks.
+//! The few C calls without a safe wrapper: the malloc under test, process groups, locks.
 //!
-//! Every block of memory that a workload measures comes from [`Piece`], by way of the C symbol `malloc`, so
-//! that it is the preloaded allocator that answers. The safe standard library goes there too, but it may
-//! round, cache or over-allocate.
+//! Every block that a workload measures comes from the C symbol `malloc`, mostly through [`Piece`], so that the
+//! preloaded allocator serves it. The safe standard library calls it, too, but may round, cache or over-allocate.
 
 #![allow(unsafe_code)] // calls the C library directly, as the programs under test do
 
@@ -15,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::ptr::{self, NonNull};
 use std::slice;
 use std::sync::atomic::AtomicU64;
+use std::time::Duration;
 
 use pagemill::units::BLOCK_BYTES;
 
@@ -22,44 +22,45 @@ use pagemill::units::BLOCK_BYTES;
 ///
 /// # Invariants
 ///
-/// `start` is what `malloc` returned for `len_words * 8` bytes, ours alone, each word written.
+/// `start` is the result of `malloc` for `len_words * 8` bytes. This value alone owns them, and each word is
+/// initialized.
 pub struct Piece {
     start: NonNull<u64>,
     len_words: usize,
 }
 
-// SAFETY: a piece owns its bytes alone (type invariant), and malloc and free work across threads.
+// SAFETY: a piece is the only owner of its bytes (type invariant), and malloc and free work across threads.
 unsafe impl Send for Piece {}
 
 // SAFETY: a shared piece is only read.
 unsafe impl Sync for Piece {}
 
 impl Piece {
-    /// Copies `words` into a fresh block; none where the allocator has no memory.
+    /// Copies `words` into a new block; returns none if the allocator is out of memory.
     pub fn copy_of(words: &[u64]) -> Option<Self> {
         let start = raw_malloc(size_of_val(words))?.cast::<u64>();
         // SAFETY:
-        // 1. `start` has room for the bytes of `words`, which malloc aligned for any fundamental type.
-        // 2. A fresh block overlaps nothing that can be borrowed.
+        // 1. `start` has room for the bytes of `words`; malloc aligned it for any fundamental type.
+        // 2. A fresh block overlaps no borrowed memory.
         unsafe { ptr::copy_nonoverlapping(words.as_ptr(), start.as_ptr(), words.len()) };
         Some(Self {
-            // The optimizer knows malloc: without this it may search the source and drop the copy.
+            // The optimizer knows malloc: without `black_box` it may read the source instead and drop the copy.
             start: black_box(start),
             len_words: words.len(),
         })
     }
 
-    /// Writes `word` all over a fresh block; none where the allocator has no memory.
+    /// Allocates a block and fills it with `word`; returns none if the allocator is out of memory.
     pub fn filled(len_words: usize, word: u64) -> Option<Self> {
         let start = raw_malloc(len_words * size_of::<u64>())?.cast::<u64>();
         for index in 0..len_words {
-            // SAFETY: `index` lies within the block just taken, which malloc aligned for any fundamental type.
+            // SAFETY: `index` lies within the new block, which malloc aligned for any fundamental type.
             unsafe { start.as_ptr().add(index).write(word) };
         }
         Some(Self { start: black_box(start), len_words })
     }
 
-    /// The words that were written.
+    /// The block's words.
     pub fn words(&self) -> &[u64] {
         // SAFETY: `start` begins `len_words` initialized words that live as long as `self` (type invariant).
         unsafe { slice::from_raw_parts(self.start.as_ptr(), self.len_words) }
@@ -68,57 +69,58 @@ impl Piece {
 
 impl Drop for Piece {
     fn drop(&mut self) {
-        // SAFETY: `start` came from malloc and is given back once (type invariant).
+        // SAFETY: `start` came from malloc and is freed once (type invariant).
         unsafe { libc::free(self.start.as_ptr().cast()) };
     }
 }
 
-/// A block from the C `malloc` of which only the first word is known: a tag to check later.
+/// A block from the C `malloc` that starts with a tag, which can be checked later.
 ///
 /// # Invariants
 ///
-/// `start` is what `malloc` returned for at least eight bytes, ours alone; its first word is written.
+/// `start` is the result of `malloc` for at least eight bytes. This value alone owns them, and the first word is
+/// initialized.
 pub struct Tagged {
     start: NonNull<u64>,
 }
 
-// SAFETY: the block is owned alone (type invariant), and malloc and free work across threads.
+// SAFETY: the block has one owner (type invariant), and malloc and free work across threads.
 unsafe impl Send for Tagged {}
 
 impl Tagged {
-    /// Takes `size` bytes (at least eight) and writes `tag` at their start.
+    /// Allocates `size` bytes (at least eight) and writes `tag` at their start.
     #[inline]
     pub fn new(size: usize, tag: u64) -> Option<Self> {
         debug_assert!(size >= size_of::<u64>());
         let start = raw_malloc(size)?.cast::<u64>();
-        // SAFETY: the block has at least eight bytes, aligned by malloc.
+        // SAFETY: the block has at least eight bytes, and malloc aligned it.
         unsafe { start.as_ptr().write(tag) };
         Some(Self { start: black_box(start) })
     }
 
-    /// The same with one byte written into each 4 KiB, so that all of it becomes resident.
+    /// As [`Tagged::new`], and writes one byte into each 4 KiB, so that the whole block is resident.
     pub fn touched(size: usize, tag: u64) -> Option<Self> {
         let tagged = Self::new(size, tag)?;
         for offset in (size_of::<u64>()..size).step_by(4096) {
-            // SAFETY: `offset` lies within the `size` bytes just taken, past the tag.
+            // SAFETY: `offset` lies within the `size` bytes just allocated, past the tag.
             unsafe { tagged.start.as_ptr().cast::<u8>().add(offset).write_volatile(1) };
         }
         Some(tagged)
     }
 
-    /// The same with every byte written.
+    /// As [`Tagged::new`], and writes every byte.
     pub fn filled(size: usize, tag: u64) -> Option<Self> {
         let tagged = Self::new(size, tag)?;
         let rest = tagged.start.as_ptr().wrapping_add(1).cast::<u8>();
-        // SAFETY: the `size - 8` bytes after the tag are ours.
+        // SAFETY: the `size - 8` bytes after the tag belong to the new block.
         unsafe { rest.write_bytes(tag as u8, size - size_of::<u64>()) };
         Some(tagged)
     }
 
-    /// The tag as memory has it now.
+    /// Reads the tag from memory.
     #[inline]
     pub fn tag(&self) -> u64 {
-        // SAFETY: the first word is initialized and ours (type invariant).
+        // SAFETY: the first word is initialized and owned (type invariant).
         unsafe { self.start.as_ptr().read_volatile() }
     }
 }
@@ -126,7 +128,7 @@ impl Tagged {
 impl Drop for Tagged {
     #[inline]
     fn drop(&mut self) {
-        // SAFETY: `start` came from malloc and is given back once (type invariant).
+        // SAFETY: `start` came from malloc and is freed once (type invariant).
         unsafe { libc::free(self.start.as_ptr().cast()) };
     }
 }
@@ -137,33 +139,33 @@ fn raw_malloc(size: usize) -> Option<NonNull<c_void>> {
     NonNull::new(unsafe { libc::malloc(size) })
 }
 
-/// Asks the loaded allocator, through its own call, to give all free memory back.
+/// Asks the loaded allocator, through its own call, to return all free memory.
 pub fn give_back(how: GiveBack) -> Result<(), String> {
     match how {
         GiveBack::MallocTrim => {
             let address = symbol(c"malloc_trim")?;
-            // SAFETY: `malloc_trim` of glibc, and of any allocator that takes its place, has this type.
+            // SAFETY: `malloc_trim` has this type in glibc and in every allocator that replaces it.
             let trim: unsafe extern "C" fn(usize) -> c_int = unsafe { std::mem::transmute(address) };
-            // SAFETY: trimming may be asked for at any time.
+            // SAFETY: `malloc_trim` may be called at any time.
             unsafe { trim(0) };
         }
         GiveBack::Mallctl => {
             mallctl(c"thread.tcache.flush")?;
-            // 4096 is jemalloc's word for all arenas.
+            // jemalloc defines 4096 as the index of all arenas.
             mallctl(c"arena.4096.purge")?;
         }
         GiveBack::MiCollect => {
             let address = symbol(c"peer_mi_collect")?;
-            // SAFETY: our peer library exports it with this type.
+            // SAFETY: the peer library exports it with this type.
             let collect: unsafe extern "C" fn(bool) = unsafe { std::mem::transmute(address) };
-            // SAFETY: collecting may be asked for at any time.
+            // SAFETY: `mi_collect` may be called at any time.
             unsafe { collect(true) };
         }
         GiveBack::ReleaseFreeMemory => {
             let address = symbol(c"MallocExtension_ReleaseFreeMemory")?;
-            // SAFETY: tcmalloc's C shim declares it without arguments and value.
+            // SAFETY: tcmalloc's C shim declares it without arguments and result.
             let release: unsafe extern "C" fn() = unsafe { std::mem::transmute(address) };
-            // SAFETY: releasing may be asked for at any time.
+            // SAFETY: it may be called at any time.
             unsafe { release() };
         }
         GiveBack::MeshCompact => (0..MESH_PASSES).try_for_each(|_| mesh_compact())?,
@@ -171,7 +173,7 @@ pub fn give_back(how: GiveBack) -> Result<(), String> {
     Ok(())
 }
 
-/// By which call an allocator is asked for its free memory.
+/// The call by which an allocator is asked to return its free memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum GiveBack {
     /// `malloc_trim(0)`
@@ -182,21 +184,21 @@ pub enum GiveBack {
     MiCollect,
     /// `MallocExtension_ReleaseFreeMemory()`
     ReleaseFreeMemory,
-    /// `mesh_mallctl("mesh.compact")`, again and again: each pass joins some thousand pairs of pages
+    /// `mesh_mallctl("mesh.compact")`, repeated: each pass merges some thousand pairs of pages
     MeshCompact,
 }
 
-/// So often Mesh is asked: more than it has use for.
+/// Number of compaction passes of Mesh: more than it needs.
 const MESH_PASSES: usize = 100;
 
 type Mallctl = unsafe extern "C" fn(*const c_char, *mut c_void, *mut usize, *mut c_void, usize) -> c_int;
 
 fn mesh_compact() -> Result<(), String> {
     let address = symbol(c"mesh_mallctl")?;
-    // SAFETY: `mesh_mallctl` of Mesh has the type of jemalloc's.
+    // SAFETY: `mesh_mallctl` of Mesh has the type of jemalloc's `mallctl`.
     let call: Mallctl = unsafe { std::mem::transmute(address) };
     let (mut value, mut len) = (0_usize, size_of::<usize>());
-    // SAFETY: every control of Mesh wants room for a word, which this one does not fill; it takes no value.
+    // SAFETY: every control of Mesh requires room for a result word, which this one does not fill. It takes no value.
     match unsafe { call(c"mesh.compact".as_ptr(), (&raw mut value).cast(), &raw mut len, ptr::null_mut(), 0) } {
         0 => Ok(()),
         status => Err(format!("mesh_mallctl: status {status}")),
@@ -207,7 +209,7 @@ fn mallctl(name: &CStr) -> Result<(), String> {
     let address = symbol(c"mallctl")?;
     // SAFETY: `mallctl` of jemalloc has this type.
     let call: Mallctl = unsafe { std::mem::transmute(address) };
-    // SAFETY: these two controls take no value and give none.
+    // SAFETY: these two controls take no value and return none.
     match unsafe { call(name.as_ptr(), ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), 0) } {
         0 => Ok(()),
         errno => Err(format!("mallctl {name:?}: error {errno}")),
@@ -223,51 +225,97 @@ fn symbol(name: &CStr) -> Result<*mut c_void, String> {
     }
 }
 
-/// The file whose `malloc` answers in this process.
+/// The file that provides `malloc` in this process.
 pub fn malloc_home() -> Option<PathBuf> {
     let address = symbol(c"malloc").ok()?;
     // SAFETY: all zeroes is a valid Dl_info.
     let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
-    // SAFETY: dladdr only looks the address up; `info` is a live Dl_info.
+    // SAFETY: dladdr only looks up the address; `info` is a live Dl_info.
     let found = unsafe { libc::dladdr(address, &mut info) };
     if found == 0 || info.dli_fname.is_null() {
         return None;
     }
-    // SAFETY: dladdr found it, so the name is a C string that lives as long as its library is loaded.
+    // SAFETY: dladdr succeeded, so the name is a C string that lives as long as its library is loaded.
     let name = unsafe { CStr::from_ptr(info.dli_fname) };
     Path::new(name.to_str().ok()?).canonicalize().ok()
 }
 
-/// Ends this process when the one that started it ends, so that nothing outlives a killed bench.
+/// Kills this process when its parent ends, so that no workload outlives a killed bench.
 pub fn die_with_parent() {
     // SAFETY: PR_SET_PDEATHSIG takes a signal number and touches no memory.
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
 }
 
-/// Whether a child of ours has ended. It is not reaped.
+/// Whether a child of this process has ended. Does not reap it.
 pub fn has_ended(child: u32) -> bool {
     // SAFETY: all zeroes is a valid siginfo_t.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
     let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
     // SAFETY: `info` is a live siginfo_t.
     let result = unsafe { libc::waitid(libc::P_PID, child, &mut info, flags) };
-    // SAFETY: waitid filled `info`, or left it zero; its process number is then zero too.
+    // SAFETY: waitid filled `info`, or left it zero, and then the process id is zero, too.
     result != 0 || unsafe { info.si_pid() } != 0
 }
 
-/// Kills the process group that a child of ours leads; one that is gone is no error.
+/// CPU time of a child that ended, including the children that it waited for.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Usage {
+    pub user: Duration,
+    pub system: Duration,
+}
+
+impl Usage {
+    /// User and system time.
+    pub fn cpu(&self) -> Duration {
+        self.user + self.system
+    }
+}
+
+/// Waits for a child of this process and reaps it. Returns its status, as `wait` encodes it, and its CPU time.
+pub fn reap(child: u32) -> io::Result<(i32, Usage)> {
+    let mut status = 0;
+    // SAFETY: all zeroes is a valid rusage.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    loop {
+        // SAFETY: `status` and `usage` are live and have the types that wait4 fills.
+        let reaped = unsafe { libc::wait4(child as libc::pid_t, &raw mut status, 0, &raw mut usage) };
+        match reaped {
+            -1 if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
+            -1 => return Err(io::Error::last_os_error()),
+            _ => return Ok((status, Usage::from(&usage))),
+        }
+    }
+}
+
+/// User and system time of this process so far, over all its threads.
+pub fn own_cpu() -> Duration {
+    // SAFETY: all zeroes is a valid rusage.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: `usage` is live and has the type that getrusage fills.
+    unsafe { libc::getrusage(libc::RUSAGE_SELF, &raw mut usage) };
+    Usage::from(&usage).cpu()
+}
+
+impl From<&libc::rusage> for Usage {
+    fn from(usage: &libc::rusage) -> Self {
+        let time = |time: libc::timeval| Duration::new(time.tv_sec as u64, time.tv_usec as u32 * 1000);
+        Self { user: time(usage.ru_utime), system: time(usage.ru_stime) }
+    }
+}
+
+/// Kills the process group that a child of this process leads. A group that is gone is no error.
 pub fn kill_group(leader: u32) {
-    // SAFETY: kill touches no memory. The group is led by a child that we started and have not reaped.
+    // SAFETY: kill touches no memory. The group's leader is a child of this process that is not yet reaped.
     unsafe { libc::kill(-(leader as libc::pid_t), libc::SIGKILL) };
 }
 
-/// Asks a child of ours, not yet reaped, to end by itself.
+/// Sends SIGTERM to a child of this process that is not yet reaped.
 pub fn terminate(child: u32) {
-    // SAFETY: kill touches no memory. The number is still the child's as long as it is not reaped.
+    // SAFETY: kill touches no memory. The process id is the child's until it is reaped.
     unsafe { libc::kill(child as libc::pid_t, libc::SIGTERM) };
 }
 
-/// Gives the calling thread, and what it starts from here on, mounts of its own.
+/// Moves the calling thread, and the threads and processes that it starts later, into a mount namespace of their own.
 pub fn unshare_mounts() -> io::Result<()> {
     // SAFETY: unshare touches no memory.
     match unsafe { libc::unshare(libc::CLONE_NEWNS) } {
@@ -276,37 +324,37 @@ pub fn unshare_mounts() -> io::Result<()> {
     }
 }
 
-/// Kills one process of a cgroup that we made.
+/// Kills one process of a cgroup that the bench made.
 pub fn kill_process(pid: u32) {
     // SAFETY: kill touches no memory.
     unsafe { libc::kill(pid as libc::pid_t, libc::SIGKILL) };
 }
 
-/// Takes the file's lock, waiting for it.
+/// Locks the file; blocks until the lock is free.
 pub fn lock(file: BorrowedFd<'_>) -> io::Result<()> {
     flock(file, libc::LOCK_EX)
 }
 
-/// Takes the file's lock if nobody has it.
+/// Locks the file if the lock is free; returns whether it did.
 pub fn try_lock(file: BorrowedFd<'_>) -> bool {
     flock(file, libc::LOCK_EX | libc::LOCK_NB).is_ok()
 }
 
-/// Gives the file's lock back.
+/// Unlocks the file.
 pub fn unlock(file: BorrowedFd<'_>) {
-    // Unlocking a lock that we hold cannot fail; and closing the file would end it too.
+    // Unlocking a held lock cannot fail, and closing the file would also release it.
     let _ = flock(file, libc::LOCK_UN);
 }
 
 fn flock(file: BorrowedFd<'_>, operation: c_int) -> io::Result<()> {
-    // SAFETY: the descriptor is open as long as it is borrowed; flock touches no memory.
+    // SAFETY: the descriptor is open while it is borrowed; flock touches no memory.
     match unsafe { libc::flock(file.as_raw_fd(), operation) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// Private anonymous memory of this process, in small pages, unmapped with this.
+/// Private anonymous memory of this process in small pages; dropping it unmaps it.
 #[derive(Debug)]
 pub struct Pages {
     addr: *mut u8,
@@ -314,12 +362,12 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// Bytes of a page.
+    /// The size of an OS page in bytes.
     pub fn page_bytes() -> usize {
         pagemill::units::os_page_bytes()
     }
 
-    /// Maps it; nothing is resident yet.
+    /// Maps the memory; no page is resident yet.
     pub fn new(len_bytes: usize) -> Result<Self, String> {
         let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         // SAFETY: a new mapping replaces nothing.
@@ -330,22 +378,23 @@ impl Pages {
         }
     }
 
-    /// Maps it from a huge page's boundary on, in huge pages where the kernel has any; all of it is resident.
+    /// Maps memory that starts at a huge page's boundary, in huge pages if the kernel has any. All of it is resident.
     pub fn huge(len_bytes: usize) -> Result<Self, String> {
         let spare = ManuallyDrop::new(Self::new(len_bytes + BLOCK_BYTES)?);
         let head_bytes = spare.addr.align_offset(BLOCK_BYTES);
         let mut pages = Self { addr: spare.at(head_bytes, len_bytes), len_bytes };
-        // SAFETY: the part of our own mapping before what is kept, of which nobody knows; nothing is no error that matters.
+        // SAFETY: this part of the new mapping, before the kept one, is not referred to anywhere. Failure for zero
+        // bytes is harmless.
         unsafe { libc::munmap(spare.addr.cast(), head_bytes) };
         let tail = spare.at(head_bytes + len_bytes, BLOCK_BYTES - head_bytes);
-        // SAFETY: the same of the part behind it.
+        // SAFETY: as above, for the part after the kept one.
         unsafe { libc::munmap(tail.cast(), BLOCK_BYTES - head_bytes) };
         pages.allow_huge()?;
         pages.touch(0, len_bytes);
         Ok(pages)
     }
 
-    /// Maps it in small pages, whatever the system prefers; all of it is resident.
+    /// Maps memory in small pages, whatever the system's default is. All of it is resident.
     pub fn small(len_bytes: usize) -> Result<Self, String> {
         let mut pages = Self::new(len_bytes)?;
         pages.advise(0, len_bytes, libc::MADV_NOHUGEPAGE)?;
@@ -353,57 +402,58 @@ impl Pages {
         Ok(pages)
     }
 
-    /// Where a part is.
+    /// The address of a part.
     pub fn at(&self, at: usize, len_bytes: usize) -> *mut u8 {
         assert!(at + len_bytes <= self.len_bytes);
-        // SAFETY: inside the mapping, as asserted.
+        // SAFETY: inside the mapping, by the assertion above.
         unsafe { self.addr.add(at) }
     }
 
     /// Writes a byte of each page.
     pub fn touch(&mut self, at: usize, len_bytes: usize) {
         for page in (0..len_bytes).step_by(Self::page_bytes()) {
-            // SAFETY: inside the mapping, which `&mut self` has for itself.
+            // SAFETY: inside the mapping, and `&mut self` excludes other access.
             unsafe { self.at(at + page, 1).write_volatile(1) };
         }
     }
 
-    /// The first bytes, which were written since they were offered.
+    /// The first bytes. The caller must have written them since the last `MADV_FREE`.
     pub fn bytes(&self, len_bytes: usize) -> &[u8] {
-        // SAFETY: inside the mapping, which lives as long as `self`; the kernel takes nothing that was written.
+        // SAFETY: inside the mapping, which lives as long as `self`. The kernel does not free pages written after
+        // `MADV_FREE`.
         unsafe { slice::from_raw_parts(self.at(0, len_bytes), len_bytes) }
     }
 
-    /// The first bytes, to be written.
+    /// The first bytes, for writing.
     pub fn bytes_mut(&mut self, len_bytes: usize) -> &mut [u8] {
-        // SAFETY: inside the mapping, which `&mut self` has for itself; whatever is read there is a byte.
+        // SAFETY: inside the mapping, and `&mut self` excludes other access. Any bit pattern is a valid byte.
         unsafe { slice::from_raw_parts_mut(self.at(0, len_bytes), len_bytes) }
     }
 
     fn advise(&mut self, at: usize, len_bytes: usize, advice: i32) -> Result<(), String> {
-        // SAFETY: inside the mapping; `&mut self`: nobody reads what goes.
+        // SAFETY: inside the mapping, and `&mut self` excludes readers of the bytes that are discarded.
         match unsafe { libc::madvise(self.at(at, len_bytes).cast(), len_bytes, advice) } {
             0 => Ok(()),
             _ => Err(format!("madvise({advice}): {}", std::io::Error::last_os_error())),
         }
     }
 
-    /// `MADV_FREE`.
+    /// Calls `MADV_FREE` on a part.
     pub fn offer(&mut self, at: usize, len_bytes: usize) -> Result<(), String> {
         self.advise(at, len_bytes, libc::MADV_FREE)
     }
 
-    /// `MADV_DONTNEED`.
+    /// Calls `MADV_DONTNEED` on a part.
     pub fn discard(&mut self, at: usize, len_bytes: usize) -> Result<(), String> {
         self.advise(at, len_bytes, libc::MADV_DONTNEED)
     }
 
-    /// Lets it come in huge pages, where the kernel has any.
+    /// Calls `MADV_HUGEPAGE` on all of it, so that the kernel may use huge pages.
     pub fn allow_huge(&mut self) -> Result<(), String> {
         self.advise(0, self.len_bytes, libc::MADV_HUGEPAGE)
     }
 
-    /// Marks a part, or unmarks it; says whether any was purged.
+    /// Marks a part volatile or nonvolatile; returns whether any of it was purged.
     pub fn mark(
         &self,
         pagemill: &pagemill::Pagemill,
@@ -412,13 +462,13 @@ impl Pages {
         mode: pagemill::volatile::vrange::Mode,
     ) -> Result<bool, pagemill::Error> {
         use pagemill::volatile::vrange::How;
-        // SAFETY: inside the mapping; nobody has a reference to its bytes, which mean nothing; what is marked at the end
-        // goes with the process.
+        // SAFETY: inside the mapping. There is no reference to its bytes, and their contents do not matter. Marks left
+        // at the end vanish with the process.
         let marked = unsafe { pagemill.vranges.vrange(self.at(at, len_bytes) as usize, len_bytes, mode, How::Full) };
         marked.map(|marked| marked.purged)
     }
 
-    /// Marks a part, or unmarks it, where nothing is purged.
+    /// Marks a part volatile or nonvolatile, and fails if any of it was purged.
     pub fn vrange(
         &self,
         pagemill: &pagemill::Pagemill,
@@ -435,14 +485,14 @@ impl Pages {
         }
     }
 
-    /// Whether the page at this place can be read.
+    /// Whether the page at this offset can be read.
     pub fn is_readable(&self, at: usize) -> bool {
         pagemill_sys::fault::is_readable(self.at(at, 1) as usize)
     }
 
     /// Page faults of this thread so far.
     pub fn faults() -> u64 {
-        // SAFETY: plain data, filled by the call.
+        // SAFETY: rusage is plain data, and the call fills it.
         unsafe {
             let mut usage: libc::rusage = std::mem::zeroed();
             libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage);
@@ -451,25 +501,25 @@ impl Pages {
     }
 }
 
-// SAFETY: the mapping is owned alone, and written through `&mut Pages` only.
+// SAFETY: the mapping has one owner, and is written through `&mut Pages` only.
 unsafe impl Send for Pages {}
 
-// SAFETY: a shared mapping is only read; what `mark` does meanwhile is its contract's concern.
+// SAFETY: a shared mapping is only read; the contract of `mark` covers concurrent purges.
 unsafe impl Sync for Pages {}
 
 impl Drop for Pages {
     fn drop(&mut self) {
-        // SAFETY: our own mapping, of which no part is known to anybody.
+        // SAFETY: this value owns the mapping, and no reference into it is left.
         unsafe { libc::munmap(self.addr.cast(), self.len_bytes) };
     }
 }
 
-/// Counters in huge pages, which many threads change.
+/// Counters in huge pages, shared by many threads.
 #[derive(Debug)]
 pub struct Counts(Pages);
 
 impl Counts {
-    /// So many, all zero.
+    /// Makes `count` counters, all zero.
     pub fn new(count: usize) -> Result<Self, String> {
         let bytes = (count * size_of::<AtomicU64>()).next_multiple_of(BLOCK_BYTES);
         let mut pages = Pages::huge(bytes)?;
@@ -477,12 +527,12 @@ impl Counts {
         Ok(Self(pages))
     }
 
-    /// One of them.
+    /// Returns one counter.
     #[inline]
     pub fn at(&self, index: usize) -> &AtomicU64 {
         let word = self.0.at(index * size_of::<AtomicU64>(), size_of::<AtomicU64>()).cast::<AtomicU64>();
-        // SAFETY: inside the mapping, aligned to the counter's size, and reached as such counters only, for as long as `self`
-        // lives.
+        // SAFETY: inside the mapping and aligned to the counter's size. The bytes are accessed only as such counters
+        // while `self` lives.
         unsafe { &*word }
     }
 }
@@ -491,7 +541,7 @@ impl Counts {
 mod tests {
     use super::*;
 
-    /// What goes in comes out, at the alignment that words need.
+    /// Words are read back as written, at the alignment that they need.
     #[test]
     fn pieces_hold_their_words() {
         let words: Vec<u64> = (0..4096).collect();
@@ -502,7 +552,7 @@ mod tests {
         assert_eq!(Tagged::new(16, 42).expect("16 bytes are there").tag(), 42);
     }
 
-    /// glibc answers its own call; a name that nobody has is an error, not a crash.
+    /// glibc's own call succeeds; a symbol that no library has is an error, not a crash.
     #[test]
     fn absent_symbols_are_reported() {
         assert_eq!(give_back(GiveBack::MallocTrim), Ok(()));

@@ -1,42 +1,42 @@
-//! What the bench writes into files, so that every record tells where it belongs.
+//! Contents that the bench writes into files: every record identifies its file and offset.
 
-/// The unit of reading and writing: IOzone's usual record, and a page.
+/// The unit of reading and writing: IOzone's default record, and a page.
 pub const RECORD_BYTES: usize = 4096;
 
-/// What fills a record behind its first word.
+/// The byte that fills a record after its first word.
 const FILLING: u8 = 0xa5;
 
 /// A buffer of whole records.
 #[derive(Clone, Debug)]
 pub struct Records(Vec<u8>);
 
-/// The first word of a record: other files, places and generations give other words.
+/// The first word of a record, a hash of file, offset and generation.
 #[inline]
 pub fn word(file: u64, offset: u64, generation: u64) -> u64 {
     let mixed = file.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ offset.wrapping_mul(0xd6e8_feb8_6659_fd93);
     mixed.wrapping_add(generation.wrapping_mul(0xff51_afd7_ed55_8ccd)) | 1
 }
 
-/// Writes the first word alone: one store a record, which no measurement notices.
+/// Writes only the first word: one store per record, which is too cheap to affect a measurement.
 #[inline]
 pub fn stamp(record: &mut [u8], file: u64, offset: u64, generation: u64) {
     record[..8].copy_from_slice(&word(file, offset, generation).to_le_bytes());
 }
 
-/// Whether a record has the first word that belongs there.
+/// Whether a record starts with its expected word.
 #[inline]
 pub fn is_stamped(record: &[u8], file: u64, offset: u64, generation: u64) -> bool {
     record[..8] == word(file, offset, generation).to_le_bytes()
 }
 
 impl Records {
-    /// So many bytes of records that are yet to be stamped.
+    /// Makes records of this many bytes in all, not yet stamped.
     pub fn filled(len_bytes: usize) -> Self {
         assert!(len_bytes.is_multiple_of(RECORD_BYTES));
         Self(vec![FILLING; len_bytes])
     }
 
-    /// The records as they would stand at `offset` of a file.
+    /// Stamps the records for this file from `offset` on, and returns them.
     pub fn at(&mut self, file: u64, offset: u64) -> &[u8] {
         for (record, place) in self.0.chunks_exact_mut(RECORD_BYTES).zip((offset..).step_by(RECORD_BYTES)) {
             stamp(record, file, place, 0);
@@ -45,13 +45,13 @@ impl Records {
     }
 }
 
-/// Whether every byte is what [`Records`] wrote there.
+/// Whether every byte is what [`Records`] writes there.
 pub fn is_whole(bytes: &[u8], file: u64, offset: u64) -> bool {
     let mut records = bytes.chunks(RECORD_BYTES).zip((offset..).step_by(RECORD_BYTES));
     records.all(|(record, place)| is_record(record, file, place, 0))
 }
 
-/// The same of one record, whose first word is of that generation.
+/// As [`is_whole`] for one record of this generation.
 pub fn is_record(record: &[u8], file: u64, offset: u64, generation: u64) -> bool {
     record.len() == RECORD_BYTES
         && is_stamped(record, file, offset, generation)
@@ -62,7 +62,7 @@ pub fn is_record(record: &[u8], file: u64, offset: u64, generation: u64) -> bool
 mod tests {
     use super::*;
 
-    /// A record is right at its own place in its own file and generation only; one byte changed is seen.
+    /// A record is valid only at its own offset in its own file and generation; one changed byte is detected.
     #[test]
     fn records_know_their_place() {
         let mut records = Records::filled(2 * RECORD_BYTES);

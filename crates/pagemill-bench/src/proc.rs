@@ -1,40 +1,52 @@
-//! What `/proc` tells about a process: memory, parent, start, faults.
+//! Reads memory, parent, start time and faults of processes from `/proc`.
 
 use std::fs;
+use std::io::Read;
+
+use crate::native::Pages;
 
 /// Memory of one process, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Resident {
-    /// All pages in memory, files and shared ones too.
+    /// All resident pages, including those of files and shared memory.
     pub all: u64,
-    /// Anonymous ones.
+    /// Anonymous pages.
     pub anonymous: u64,
-    /// The most that `all` ever was, as the kernel kept it.
+    /// The peak of `all`, as the kernel recorded it.
     pub peak: u64,
 }
 
-/// Family and age of one process.
+/// Parent, start time and faults of one process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kinship {
     pub pid: u32,
     pub parent: u32,
-    /// In clock ticks since boot: with the number it names a process for good.
+    /// In clock ticks since boot. Together with the process id it identifies a process even if the id is reused.
     pub start_time: u64,
-    /// Page faults that needed no input.
+    /// Page faults that needed no I/O.
     pub minor_faults: u64,
 }
 
-/// Memory of a process; none once it is gone or a zombie.
+/// Memory of a process; none if it has ended or is a zombie.
 pub fn resident(pid: u32) -> Option<Resident> {
     parse_status(&fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
 }
 
-/// Family of a process; none once it is gone.
+/// Resident bytes of this process, by the kernel's count; 0 if they cannot be read. Allocates nothing.
+pub fn own_resident_bytes() -> u64 {
+    let mut bytes = [0; 128];
+    let read = fs::File::open("/proc/self/statm").and_then(|mut file| file.read(&mut bytes));
+    let text = read.ok().and_then(|len| std::str::from_utf8(&bytes[..len]).ok()).unwrap_or_default();
+    let pages: u64 = text.split_whitespace().nth(1).and_then(|field| field.parse().ok()).unwrap_or(0);
+    pages * Pages::page_bytes() as u64
+}
+
+/// Parent and start time of a process; none if it has ended.
 pub fn kinship(pid: u32) -> Option<Kinship> {
     parse_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// Every process there is.
+/// All processes.
 pub fn all() -> Vec<Kinship> {
     let Ok(entries) = fs::read_dir("/proc") else {
         return Vec::new();
@@ -43,7 +55,7 @@ pub fn all() -> Vec<Kinship> {
     numbers.filter_map(kinship).collect()
 }
 
-/// A process and everything that descends from it.
+/// A process and all its descendants.
 pub fn tree(root: u32) -> Vec<Kinship> {
     let everyone = all();
     let mut family: Vec<Kinship> = everyone.iter().copied().filter(|process| process.pid == root).collect();
@@ -56,35 +68,35 @@ pub fn tree(root: u32) -> Vec<Kinship> {
     family
 }
 
-/// Whether a file is mapped in a process: whether a preload took effect.
+/// Whether a process has mapped a file, that is, whether a preload took effect.
 pub fn has_mapped(pid: u32, path: &str) -> bool {
     fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|maps| maps.contains(path))
 }
 
-/// Memory that programs can have without anything being swapped out or killed.
+/// Memory available to programs without swapping or OOM kills.
 pub fn available_bytes() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     field(&text, "MemAvailable:")
 }
 
-/// All of the machine's memory.
+/// Total memory of the machine.
 pub fn total_bytes() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     field(&text, "MemTotal:")
 }
 
-/// Bytes of a file that this process sees through huge entries of its page table, in the mapping that holds `address`.
+/// Bytes of the mapping that holds `address` which are mapped by huge page table entries; for mapped files.
 pub fn huge_mapped_bytes(address: usize) -> Option<u64> {
     parse_huge(&fs::read_to_string("/proc/self/smaps").ok()?, address)
 }
 
-/// Bytes that this process has in huge pages, its own and those of files.
+/// Bytes of this process in huge pages: anonymous memory, shared memory and files.
 pub fn huge_bytes() -> Option<u64> {
     let text = fs::read_to_string("/proc/self/smaps_rollup").ok()?;
     ["AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:"].iter().map(|name| field(&text, name)).sum()
 }
 
-/// Bytes of this process in memory that are no file's: what it made, and not what it runs. A page that is mapped twice counts
+/// Anonymous and shared memory of this process in bytes; file mappings do not count. A page that is mapped twice counts
 /// once.
 pub fn own_bytes() -> Option<u64> {
     let text = fs::read_to_string("/proc/self/smaps_rollup").ok()?;
@@ -103,21 +115,21 @@ fn parse_huge(smaps: &str, address: usize) -> Option<u64> {
     Some(field(&text, "ShmemPmdMapped:")? + field(&text, "FilePmdMapped:").unwrap_or(0))
 }
 
-/// How often the threads of a process gave up the CPU by themselves, to wake up later; none once it is gone.
+/// Number of voluntary context switches of a process, over its threads; none if it has ended.
 pub fn wake_ups(pid: u32) -> Option<u64> {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).ok()?;
     let statuses = threads.filter_map(|thread| fs::read_to_string(thread.ok()?.path().join("status")).ok());
     statuses.map(|status| number(&status, "voluntary_ctxt_switches:")).sum()
 }
 
-/// Clock ticks of all CPUs since boot: those in which something ran, and all.
+/// Clock ticks of all CPUs since boot: busy ticks, and all ticks.
 pub fn cpu_ticks() -> Option<(u64, u64)> {
     parse_ticks(&fs::read_to_string("/proc/stat").ok()?)
 }
 
 fn parse_ticks(text: &str) -> Option<(u64, u64)> {
     let line = text.lines().find_map(|line| line.strip_prefix("cpu "))?;
-    // user, nice, system, idle, iowait, irq, softirq, steal; guests are in user already.
+    // user, nice, system, idle, iowait, irq, softirq, steal. The user field includes guests.
     let fields: Vec<u64> = line.split_whitespace().take(8).filter_map(|field| field.parse().ok()).collect();
     let idle = fields.get(3)? + fields.get(4)?;
     let all: u64 = fields.iter().sum();
@@ -138,7 +150,7 @@ fn number(text: &str, name: &str) -> Option<u64> {
 }
 
 fn parse_stat(text: &str) -> Option<Kinship> {
-    // The name stands in parentheses and may itself hold spaces and parentheses.
+    // The name is in parentheses, and can itself contain spaces and parentheses.
     let (head, tail) = text.rsplit_once(')')?;
     let (pid, _) = head.split_once(' ')?;
     let fields: Vec<&str> = tail.split_whitespace().collect();
@@ -154,7 +166,7 @@ fn parse_stat(text: &str) -> Option<Kinship> {
 mod tests {
     use super::*;
 
-    /// A name that tries to look like the rest of the line.
+    /// A process name that imitates the rest of the line.
     #[test]
     fn names_with_parentheses_are_skipped() {
         let line = "7 (a) R (b) S 3 1 1 0 -1 0 55 0 0 0 1 2 0 0 20 0 1 0 999 8 9";
@@ -163,7 +175,7 @@ mod tests {
         assert_eq!(parse_stat(line), Some(expected));
     }
 
-    /// As the kernel writes it; iowait is idle, guests are counted once.
+    /// Input as the kernel writes it; iowait counts as idle, and guests count once.
     #[test]
     fn ticks_are_busy_or_idle() {
         let text = "cpu  10 1 5 100 20 1 1 2 7 7\ncpu0 1 1 1 1 1 1 1 1 0 0\n";
@@ -171,7 +183,7 @@ mod tests {
         assert!(cpu_ticks().is_some_and(|(busy, all)| busy <= all));
     }
 
-    /// Two mappings: the one that holds the address counts, not its neighbour.
+    /// Of two mappings, only the one that holds the address counts.
     #[test]
     fn huge_entries_are_those_of_the_mapping() {
         let smaps = "1000-2000 rw-s 0 0:1 7 /a b\nRss: 4 kB\nShmemPmdMapped: 2048 kB\nFilePmdMapped: 0 kB\n\
@@ -181,7 +193,7 @@ mod tests {
         assert_eq!(parse_huge(smaps, 0x4000), None);
     }
 
-    /// This very process: in its own tree, with memory, and with its program mapped.
+    /// This process is in its own tree, has memory, and has its program mapped.
     #[test]
     fn the_own_process_is_seen() {
         let own = std::process::id();
@@ -190,7 +202,7 @@ mod tests {
         assert!(memory.peak >= memory.all && memory.all > memory.anonymous);
         assert!(has_mapped(own, "libc"));
         assert_eq!(resident(u32::MAX), None);
-        // Tests beside this one take and give memory all the time.
+        // Concurrent tests allocate and free memory all the time.
         let own_bytes = own_bytes().expect("the kernel tells it");
         assert!(own_bytes > 0 && own_bytes < resident(own).expect("a live process").peak);
         assert!(wake_ups(own).is_some() && total_bytes() > available_bytes());

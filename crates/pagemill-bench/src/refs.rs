@@ -1,5 +1,5 @@
-//! What it costs to keep a range of a huge folio in its place, beside a count for each 4 KiB of it; to split a huge folio, and
-//! to make it again, beside a copy.
+//! Cost to pin a range of a huge folio, beside one reference count for each 4 KiB of it; and to split and collapse a
+//! huge folio, beside a copy.
 
 use std::time::Duration;
 
@@ -12,9 +12,9 @@ use crate::subject;
 
 const SPLITTABLE: &str = "splittable";
 const NEVER_SPLIT: &str = "never-split";
-/// What direct I/O did to each huge page until 2013.
+/// One count for each 4 KiB of a huge page, as direct I/O did until 2013.
 const PER_PAGE: &str = "per-4-KiB";
-/// Names as reported, and as the workload knows them.
+/// Names in the report, and on the workload's command line.
 const WAYS: [(&str, &str); 3] = [(SPLITTABLE, "splittable"), (NEVER_SPLIT, "never-split"), (PER_PAGE, "per-page")];
 
 const SPLIT: &str = "split-collapse";
@@ -28,7 +28,7 @@ const COPY_NS: &str = "copy_ns";
 const SIZES_KIB: [u64; 2] = [64, 1024];
 const RUN_MS: (u64, u64) = (20, 200);
 const CHANGE_MS: (u64, u64) = (100, 1000);
-/// More than caches hold, as folios are that wait to be made.
+/// Number of folios: more than the CPU caches hold, like folios that wait for a collapse.
 const FOLIOS: (u64, u64) = (16, 64);
 
 /// Options of the experiment.
@@ -38,7 +38,7 @@ pub struct Options {
     pub common: Common,
 }
 
-/// KiB of a range, threads, and whether each has a folio of its own.
+/// KiB of a range, threads, and whether each thread has a folio of its own.
 type Case = (u64, u64, bool);
 const CHANGE_CASE: Case = (0, 0, false);
 
@@ -55,11 +55,12 @@ fn name((kib, threads, is_own): Case) -> String {
     format!("{kib} KiB, {threads}")
 }
 
-/// Runs it and gives the report.
+/// Runs the experiment and returns the report.
 ///
 /// # Errors
 ///
-/// [`crate::error::Error::WrongAnswer`] where a reference stayed or bytes changed; [`crate::error::Error::CannotRun`] for an unknown subject.
+/// [`crate::error::Error::WrongAnswer`] if a reference leaked or bytes changed; [`crate::error::Error::CannotRun`] for
+/// an unknown subject.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let known: Vec<&str> = WAYS.iter().map(|(name, _)| *name).chain([SPLIT, MEMCPY]).collect();

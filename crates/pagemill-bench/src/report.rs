@@ -1,7 +1,7 @@
-//! What a run prints: a JSON object a line, or aligned tables, and the verdict on the targets.
+//! Output of a run: one JSON object per line, or aligned tables, and the verdicts on the targets.
 //!
-//! A row is printed or kept the moment it is known. What could not be measured is a gap, on stderr beside
-//! JSON so that stdout holds rows alone.
+//! In JSON mode a row is printed as soon as it is known; otherwise it is kept for the tables. What could not be
+//! measured is a gap. With JSON, gaps go to stderr, so that stdout has rows only.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use crate::stats::{self, Better, Estimate};
 
-/// One result. `ratio` is how many times better than `baseline` in the same run; larger is better.
+/// One result. `ratio` is how many times better than `baseline` it is in the same run; larger is better.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
     pub experiment: &'static str,
@@ -24,19 +24,19 @@ pub struct Row {
     pub ratio: Option<f64>,
     pub spread: f64,
     pub samples: usize,
-    /// Where it goes in the readable tables; rows without a place are for machines alone.
+    /// Its cell in the tables; a row without a place appears in the JSON only.
     #[serde(skip)]
     pub place: Option<Place>,
 }
 
-/// A cell: the table's title and the column's; the row is the subject.
+/// A table cell: title of the table and of the column. The line is the subject.
 #[derive(Clone, Debug)]
 pub struct Place {
     pub table: String,
     pub column: String,
 }
 
-/// The samples of one subject in one case; none for a round in which it did not come through.
+/// The samples of one subject in one case; none for a lost round.
 #[derive(Clone, Debug, Default)]
 pub struct Series {
     pub rounds: Vec<Option<f64>>,
@@ -45,63 +45,63 @@ pub struct Series {
 }
 
 impl Series {
-    /// The rounds that were measured.
+    /// The values of the rounds that were measured.
     pub fn values(&self) -> Vec<f64> {
         self.rounds.iter().copied().flatten().collect()
     }
 
-    /// The middle of the rounds that were measured.
+    /// The median of the rounds that were measured.
     pub fn median(&self) -> Option<f64> {
         stats::median(&self.values())
     }
 
-    /// Whether every round came through.
+    /// Whether no round was lost.
     pub fn survived(&self) -> bool {
         !self.rounds.is_empty() && self.rounds.iter().all(Option::is_some)
     }
 
-    /// How many times better than the baseline, round by round.
+    /// Ratio to the baseline, round by round; above 1 is better.
     pub fn ratios(&self, baseline: &Self, better: Better) -> Vec<f64> {
         stats::ratios(&self.rounds, &baseline.rounds, better)
     }
 }
 
-/// The interval of fewer samples than this is no interval: it condemns nothing.
+/// Estimates from fewer samples have no usable interval, so no target falls short by them.
 const CONDEMNING_SAMPLES: usize = 3;
 
-/// What an estimate has to reach.
+/// The bound that an estimate must meet.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Bound {
     AtLeast(f64),
     AtMost(f64),
 }
 
-/// A target and what was measured against it.
+/// A target and its estimate.
 #[derive(Clone, Debug)]
 pub struct Verdict {
     pub target: String,
     pub baseline: String,
     pub bound: Bound,
     pub unit: &'static str,
-    /// None where it could not be measured; `note` says why.
+    /// None if it could not be measured; `note` has the reason.
     pub estimate: Option<Estimate>,
-    /// Survival and intactness allow no doubt: set where a round was lost.
+    /// Set if a round was lost. Then the target falls short whatever the estimate is.
     pub is_lost: bool,
     pub note: String,
 }
 
-/// How a target ended.
+/// The outcome of a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
     Reached,
-    /// The median misses, the 95 % interval does not lie wholly beyond: no claim either way.
+    /// The median misses the bound, but the 95 % interval is not wholly beyond it: no claim either way.
     WithinDoubt,
     FallsShort,
     NotMeasured,
 }
 
 impl Verdict {
-    /// Falls short only where the whole interval does, or where a round was lost.
+    /// A target falls short only if the whole interval does, or if a round was lost.
     pub fn state(&self) -> State {
         if self.is_lost {
             return State::FallsShort;
@@ -133,7 +133,7 @@ impl Verdict {
             Bound::AtMost(bound) => format!("<= {bound}"),
         };
         let unit = self.unit;
-        // A bound within a hundredth of one is told apart from what just misses it.
+        // A bound between 0.98 and 1 is printed with three digits, to distinguish it from a near miss.
         let digits = match self.bound {
             Bound::AtLeast(bound) | Bound::AtMost(bound) if (0.98..1.0).contains(&bound) => 3,
             _ => 2,
@@ -152,11 +152,11 @@ impl Verdict {
     }
 }
 
-/// Rounds that were lost: to the kernel, or to a fault of the workload.
+/// Metrics for lost rounds: killed by the kernel, or failed.
 const KILLED: &str = "killed";
 const FAILED: &str = "failed";
 
-/// Collects a run's rows, gaps and verdicts.
+/// Collects the rows, gaps and verdicts of a run.
 #[derive(Debug)]
 pub struct Report {
     experiment: &'static str,
@@ -165,18 +165,18 @@ pub struct Report {
     gaps: Vec<String>,
     notes: Vec<String>,
     verdicts: Vec<Verdict>,
-    /// Titles of tables with a line for each column and a column for each subject.
+    /// Titles of the tables that are transposed: a line per column, a column per subject.
     turned: Vec<String>,
 }
 
 impl Report {
-    /// A report on one experiment.
+    /// Makes an empty report of one experiment.
     pub fn new(experiment: &'static str, is_json: bool) -> Self {
         let (rows, gaps, notes, verdicts, turned) = Default::default();
         Self { experiment, is_json, rows, gaps, notes, verdicts, turned }
     }
 
-    /// Adds a row made of a series: its median, its spread, how often it was killed.
+    /// Adds a row for a series: its median, its spread, and its lost rounds.
     pub fn series(&mut self, entry: Entry<'_>, series: &Series) {
         let baseline = entry.baseline;
         let ratio = baseline.and_then(|(_, baseline, better)| stats::median(&series.ratios(baseline, better)));
@@ -202,7 +202,7 @@ impl Report {
     fn losses(&mut self, entry: &Entry<'_>, series: &Series) {
         let lost = [(KILLED, series.killed), (FAILED, series.failures.len())];
         for (metric, count) in lost.into_iter().filter(|&(_, count)| count > 0) {
-            // A lost round is lost for all its metrics: it is told once.
+            // A lost round is lost for all its metrics, so it is reported once.
             let is_it = |row: &Row| row.metric == metric && row.subject == entry.subject && row.case == entry.case;
             if self.rows.iter().any(is_it) {
                 continue;
@@ -226,16 +226,16 @@ impl Report {
         }
     }
 
-    /// Adds a row as it is.
+    /// Adds a finished row.
     pub fn row(&mut self, row: Row) {
         if self.is_json {
-            // A row is strings and numbers: nothing in it can fail to serialize.
+            // A row consists of strings and numbers, so its serialization cannot fail.
             println!("{}", serde_json::to_string(&row).unwrap_or_default());
         }
         self.rows.push(row);
     }
 
-    /// Notes what could not be measured; the same is said once.
+    /// Adds a gap, unless it was added before.
     pub fn gap(&mut self, what: impl Into<String>) {
         let what = what.into();
         if !self.gaps.contains(&what) {
@@ -243,17 +243,17 @@ impl Report {
         }
     }
 
-    /// Says something beside the numbers that is no gap.
+    /// Adds a note that is no gap.
     pub fn note(&mut self, what: impl Into<String>) {
         self.notes.push(what.into());
     }
 
-    /// Shows a table with its subjects side by side: for many columns and few subjects.
+    /// Transposes a table: for many columns and few subjects.
     pub fn turn(&mut self, table: impl Into<String>) {
         self.turned.push(table.into());
     }
 
-    /// Notes how a target ended.
+    /// Adds a verdict.
     pub fn verdict(&mut self, verdict: Verdict) {
         if self.is_json
             && let Some(estimate) = verdict.estimate
@@ -276,17 +276,23 @@ impl Report {
         self.verdicts.push(verdict);
     }
 
+    /// The verdicts so far.
+    #[cfg(test)]
+    pub fn verdicts(&self) -> &[Verdict] {
+        &self.verdicts
+    }
+
     /// Whether any target fell short.
     pub fn fell_short(&self) -> bool {
         self.verdicts.iter().any(|verdict| verdict.state() == State::FallsShort)
     }
 
-    /// Whether anything was measured: who did not come through is a result, a workload that failed is none.
+    /// Whether anything was measured. A killed workload is a result; a failed one is not.
     pub fn has_results(&self) -> bool {
         self.rows.iter().any(|row| row.metric != FAILED)
     }
 
-    /// Prints tables, gaps and verdicts; beside JSON the last two go to stderr.
+    /// Prints tables, gaps and verdicts; with JSON, gaps and verdicts go to stderr.
     pub fn finish(&self) {
         let mut text = String::new();
         if !self.is_json {
@@ -313,7 +319,7 @@ impl Report {
         let placed = || self.rows.iter().filter_map(|row| Some((row, row.place.as_ref()?)));
         for title in unique(placed().map(|(_, place)| place.table.as_str())) {
             let is_turned = self.turned.iter().any(|turned| turned == title);
-            // Of each row: its line, its column, and what stands there.
+            // For each row: its line, its column, and its text.
             let rows: Vec<_> = placed()
                 .filter(|(_, place)| place.table == title)
                 .map(|(row, place)| match is_turned {
@@ -342,7 +348,7 @@ impl Report {
     }
 }
 
-/// What a row made of a series says beside the numbers.
+/// The parts of a series' row that are not numbers.
 #[derive(Clone, Debug)]
 pub struct Entry<'a> {
     pub case: &'a str,
@@ -367,7 +373,7 @@ fn cell(row: &Row) -> String {
     text
 }
 
-/// Three or four digits that can be compared by eye.
+/// Formats a number with three or four significant digits.
 fn number(value: f64) -> String {
     match value.abs() {
         size if size >= 100_000.0 => format!("{:.0}k", value / 1000.0),
@@ -388,7 +394,7 @@ fn unique<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     seen
 }
 
-/// The machine in a line: what a reader needs to know before comparing numbers.
+/// Describes the machine in one line, for readers that compare numbers.
 pub fn machine() -> String {
     let read = |path: &str| fs::read_to_string(path).map(|text| text.trim().to_owned());
     let unknown = || "unknown".to_owned();
@@ -420,7 +426,7 @@ mod tests {
         }
     }
 
-    /// The ten keys that others parse, in their order, and nothing of the table's layout.
+    /// The ten keys that other programs parse, in their order, and no layout of tables.
     #[test]
     fn rows_have_the_settled_shape() {
         let row = Row {
@@ -445,7 +451,7 @@ mod tests {
         );
     }
 
-    /// Only an interval wholly beyond the bound condemns; a lost round always does.
+    /// A target falls short only by an interval wholly beyond the bound; a lost round always counts.
     #[test]
     fn targets_fall_short_only_beyond_doubt() {
         let state = |value, low, high| verdict(Bound::AtLeast(15.0), value, low, high).state();
@@ -463,7 +469,7 @@ mod tests {
         assert_eq!(unknown.state(), State::NotMeasured);
     }
 
-    /// A subject's cells share one line, and a kill is shown beside what was measured.
+    /// The cells of a subject share one line, and kills appear beside the measured value.
     #[test]
     fn tables_align_by_subject_and_column() {
         let mut report = Report::new("ebizzy", false);

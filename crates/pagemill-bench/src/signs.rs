@@ -1,7 +1,7 @@
-//! Files by which the bench and its workloads tell each other how far they are.
+//! Files that signal progress between the bench and its workloads.
 //!
-//! A sign is an empty file in a folder of the run: it works between processes under any allocator, on either side of a
-//! launcher, and vanishes with the folder.
+//! A sign is an empty file in a folder of the run. It works between processes under any allocator and through a
+//! launcher, and it is removed with the folder.
 
 use std::fs::File;
 use std::io;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use crate::child::{self, Running};
 use crate::error::{Error, Result};
 
-/// How often somebody looks for a sign.
+/// Interval at which a waiter checks for a sign.
 const INTERVAL: Duration = Duration::from_millis(1);
 
 /// A folder of signs.
@@ -22,16 +22,16 @@ pub struct Signs {
 }
 
 impl Signs {
-    /// Signs in a folder that is there.
+    /// Uses a folder that exists.
     pub fn new(folder: &Path) -> Self {
         Self { folder: folder.to_owned() }
     }
 
-    /// Gives a sign.
+    /// Creates the sign.
     ///
     /// # Errors
     ///
-    /// What making the file says.
+    /// An I/O error if the file cannot be created.
     pub fn give(&self, name: &str) -> io::Result<()> {
         File::create(self.folder.join(name)).map(drop)
     }
@@ -41,11 +41,11 @@ impl Signs {
         self.folder.join(name).exists()
     }
 
-    /// Waits for a sign of a workload; false if it ended without.
+    /// Waits for a workload's sign. Returns false if the workload ended without it.
     ///
     /// # Errors
     ///
-    /// [`Error::Interrupted`]; [`Error::CannotRun`] where the sign does not come within `limit`.
+    /// [`Error::Interrupted`]; [`Error::CannotRun`] if the sign is not there within `limit`.
     pub fn wait_for(&self, name: &str, giver: &Running, limit: Duration) -> Result<bool> {
         let begun = Instant::now();
         while !self.is_given(name) {
@@ -54,7 +54,7 @@ impl Signs {
             }
             if begun.elapsed() > limit {
                 let seconds = limit.as_secs();
-                return Err(Error::CannotRun(format!("a workload did not come to `{name}` within {seconds} s")));
+                return Err(Error::CannotRun(format!("a workload did not give the sign `{name}` within {seconds} s")));
             }
             child::check_interrupt()?;
             thread::sleep(INTERVAL);
@@ -68,7 +68,7 @@ mod tests {
     use super::*;
     use std::process::Command;
 
-    /// A sign that is given is found; who ends without giving one is not waited for.
+    /// A given sign is found. If the process ends without a sign, the wait ends, too.
     #[test]
     fn signs_are_given_and_missed() {
         let folder = tempfile::tempdir().expect("a temporary folder");

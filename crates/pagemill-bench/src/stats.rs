@@ -1,15 +1,15 @@
-//! Medians, spreads and intervals: how a handful of samples becomes a claim.
+//! Medians, spreads and intervals: the statistics behind each verdict.
 //!
-//! Machines drift by a quarter within minutes, so nothing here judges an absolute time: samples of one round
-//! were taken next to each other, ratios are formed within a round, and the interval is that of those ratios.
+//! Machines drift by a quarter within minutes, so no verdict rests on times of different rounds. Samples of one round
+//! are taken next to each other, ratios are formed within a round, and the interval is over those ratios.
 
-/// How many resamples the bootstrap takes; more than this changes the third digit only.
+/// Resamples of the bootstrap; more of them would change the third digit only.
 const RESAMPLES: usize = 2000;
 
 /// Which way a metric improves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Better {
-    /// Rates and bytes given back.
+    /// Rates and bytes returned.
     Higher,
     /// Times and bytes held.
     Lower,
@@ -21,7 +21,7 @@ pub struct Estimate {
     pub value: f64,
     pub low: f64,
     pub high: f64,
-    /// How many values it rests on; a count that is exact rests on as many as one likes.
+    /// Number of samples; `usize::MAX` for an exact count.
     pub samples: usize,
 }
 
@@ -32,7 +32,7 @@ pub struct Estimate {
 pub struct Random(u64);
 
 impl Random {
-    /// Different seeds give unrelated sequences: the output is mixed, not the seed shown.
+    /// Different seeds give unrelated sequences, since the output is mixed.
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
@@ -46,12 +46,12 @@ impl Random {
         bits ^ (bits >> 31)
     }
 
-    /// A number below `bound`, by multiplication: no division in the measured loop.
+    /// A random number below `bound`, by multiplication: there is no division in the measured loop.
     pub fn below(&mut self, bound: usize) -> usize {
         ((u128::from(self.next()) * bound as u128) >> 64) as usize
     }
 
-    /// Puts them into any order.
+    /// Shuffles the slice.
     pub fn shuffle<T>(&mut self, all: &mut [T]) {
         for last in (1..all.len()).rev() {
             all.swap(last, self.below(last + 1));
@@ -59,7 +59,7 @@ impl Random {
     }
 }
 
-/// The middle of the values, the mean of the two middle ones where their number is even; none of none.
+/// The median, the mean of the two middle values if their number is even; none without values.
 pub fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -71,7 +71,7 @@ pub fn median(values: &[f64]) -> Option<f64> {
     }
 }
 
-/// The value that `share` of all values do not exceed, one that occurred; none of none.
+/// The smallest value that at least `share` of all values do not exceed; none without values.
 pub fn percentile(values: &[f64], share: f64) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -89,7 +89,7 @@ pub fn spread(values: &[f64]) -> f64 {
     }
 }
 
-/// The ratios of each round in which both were measured: how many times better `subject` was.
+/// For each round in which both were measured: how many times better `subject` was.
 pub fn ratios(subject: &[Option<f64>], baseline: &[Option<f64>], better: Better) -> Vec<f64> {
     let rounds = subject.iter().zip(baseline);
     rounds
@@ -103,7 +103,7 @@ pub fn ratios(subject: &[Option<f64>], baseline: &[Option<f64>], better: Better)
         .collect()
 }
 
-/// The geometric mean of each round over several cases; rounds that lack a case are left out.
+/// The geometric mean over several cases, for each round; rounds that lack a case are left out.
 pub fn geometric_means(cases: &[Vec<f64>]) -> Vec<f64> {
     let rounds = cases.iter().map(Vec::len).min().unwrap_or(0);
     (0..rounds)
@@ -114,7 +114,7 @@ pub fn geometric_means(cases: &[Vec<f64>]) -> Vec<f64> {
         .collect()
 }
 
-/// The median of the values and the 95 % interval of that median, by bootstrap with a fixed seed.
+/// The median and its 95 % interval, by bootstrap with a fixed seed.
 pub fn estimate(values: &[f64]) -> Option<Estimate> {
     let value = median(values)?;
     let mut random = Random::new(0x7061_6765_6d69_6c6c);
@@ -133,7 +133,7 @@ pub fn estimate(values: &[f64]) -> Option<Estimate> {
 mod tests {
     use super::*;
 
-    /// Odd, even and empty, by hand.
+    /// Odd, even and empty inputs.
     #[test]
     fn median_takes_the_middle() {
         assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
@@ -141,7 +141,7 @@ mod tests {
         assert_eq!(median(&[]), None);
     }
 
-    /// Of a hundred values the 99th; of few the largest; of none none.
+    /// The 99th of a hundred values; the largest of few; none of none.
     #[test]
     fn percentiles_are_values() {
         let hundred: Vec<f64> = (1..=100).rev().map(f64::from).collect();
@@ -150,7 +150,7 @@ mod tests {
         assert_eq!(percentile(&[], 0.99), None);
     }
 
-    /// The definition, and the two cases where it would divide by zero.
+    /// The definition, and the two cases that would divide by zero.
     #[test]
     fn spread_is_range_over_median() {
         assert!((spread(&[90.0, 100.0, 120.0]) - 0.3).abs() < 1e-12);
@@ -158,7 +158,7 @@ mod tests {
         assert_eq!(spread(&[0.0, 0.0]), 0.0);
     }
 
-    /// Both directions; a round in which one side is missing does not count.
+    /// Both directions; a round that lacks one side does not count.
     #[test]
     fn ratios_are_formed_within_a_round() {
         let subject = [Some(10.0), None, Some(30.0)];
@@ -168,7 +168,7 @@ mod tests {
         assert_eq!(ratios(&subject, &baseline, Better::Lower)[0], 0.5);
     }
 
-    /// Known distribution: the interval covers the median and shrinks to a point without noise.
+    /// Known distribution: the interval covers the median, and is a point without noise.
     #[test]
     fn interval_holds_the_median() {
         let noisy = estimate(&[1.0, 1.1, 0.9, 1.2, 1.05]).expect("values were given");
@@ -180,7 +180,7 @@ mod tests {
         assert_eq!(estimate(&[]), None);
     }
 
-    /// The mean of 2 and 8 is 4, of each round apart.
+    /// The mean of 2 and 8 is 4, separately for each round.
     #[test]
     fn geometric_mean_is_taken_per_round() {
         let means = geometric_means(&[vec![2.0, 1.0], vec![8.0, 1.0]]);
@@ -188,7 +188,7 @@ mod tests {
         assert!((means[0] - 4.0).abs() < 1e-9 && (means[1] - 1.0).abs() < 1e-9);
     }
 
-    /// The generator leaves zero, two seeds differ, and the bound is kept and nearly reached.
+    /// The generator leaves zero, two seeds differ, and numbers stay below the bound and come close to it.
     #[test]
     fn random_numbers_fill_their_range() {
         let mut random = Random::new(0);

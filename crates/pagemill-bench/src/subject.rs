@@ -1,7 +1,7 @@
-//! The allocators that are compared, and the one table of settings that makes each return memory at once.
+//! The allocators that are compared, and the one table of settings that make each return memory at once.
 //!
-//! `pagemill-bench settings` renders [`SUBJECTS`] for docs/benchmarks.md, so that the text cannot differ from
-//! what was run. A subject whose library is missing is a gap, printed with the way to close it.
+//! `pagemill-bench settings` renders [`SUBJECTS`] for docs/benchmarks.md, so the documented settings are those that
+//! were run. A subject without its library is a gap, printed with the way to install it.
 
 use std::env;
 use std::ffi::OsStr;
@@ -11,25 +11,27 @@ use std::process::Command;
 use crate::error::{Error, Result};
 use crate::native::GiveBack;
 
-/// What a subject stands for in a comparison.
+/// The part of a subject in a comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// An allocator as it comes.
+    /// An allocator with default settings.
     Default,
-    /// The same, set to return memory as soon as it is free.
+    /// An allocator with settings that return memory as soon as it is free.
     ReturningAtOnce,
-    /// What is being judged.
+    /// Pagemill with default settings: the subject of the verdicts.
     Pagemill,
-    /// The same, minding no limits: it tells what minding them costs, and is compared with nobody else.
+    /// Pagemill without watching limits: shows the cost of watching them, and is compared only with Pagemill.
     Unwatched,
+    /// Pagemill that returns memory only on request and under pressure: shows the cost of returning it by age.
+    Keeping,
 }
 
-/// Where a subject's library is.
+/// Where the library of a subject is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Library {
-    /// In the C library; nothing is preloaded.
+    /// The C library; nothing is preloaded.
     System,
-    /// Built with this bench: beside its executable or in `deps` there.
+    /// Built with this bench: beside its executable, or in `deps` there.
     Built(&'static str),
     /// Installed by the distribution under one of these names.
     Installed(&'static [&'static str]),
@@ -38,17 +40,17 @@ pub enum Library {
 /// One allocator with one set of settings.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Subject {
-    /// The stable word for it, in tables, JSON and `--only`.
+    /// Its stable name, in tables, JSON and `--only`.
     pub name: &'static str,
     pub role: Role,
     pub library: Library,
     /// Environment variables of the workload.
     pub settings: &'static [(&'static str, &'static str)],
-    /// By which call it is asked for its free memory.
+    /// The call that makes it return its free memory.
     pub give_back: GiveBack,
     /// What the settings do.
     pub why: &'static str,
-    /// How to get it where it is missing.
+    /// How to install it.
     pub obtain: &'static str,
 }
 
@@ -149,15 +151,24 @@ pub const SUBJECTS: &[Subject] = &[
         name: UNWATCHED,
         role: Role::Unwatched,
         library: Library::Built("libpagemill_malloc.so"),
-        settings: &[("PAGEMILL_WATCH", "off"), ("PAGEMILL_IDLE", "off")],
+        settings: &[("PAGEMILL_WATCH", "off"), ("PAGEMILL_RETURN", "keep")],
         give_back: GiveBack::MallocTrim,
         why: "looks at no limits and gives nothing back unasked: what `ebizzy --cost` compares with",
         obtain: BUILD,
     },
+    Subject {
+        name: KEEPING,
+        role: Role::Keeping,
+        library: Library::Built("libpagemill_malloc.so"),
+        settings: &[("PAGEMILL_RETURN", "keep")],
+        give_back: GiveBack::MallocTrim,
+        why: "returns free memory only on request and under pressure, not by age; runs where `--only` names it",
+        obtain: BUILD,
+    },
 ];
 
-/// An allocator that gives pages back by mapping two of them to one place, where their blocks do not overlap. Only what it
-/// is made for is measured beside it.
+/// An allocator that compacts by meshing: it maps two virtual pages to one physical page if their blocks do not
+/// overlap. It takes part only in measurements of compaction.
 pub const MESH: Subject = Subject {
     name: "mesh",
     role: Role::Default,
@@ -168,20 +179,30 @@ pub const MESH: Subject = Subject {
     obtain: "no distribution has it; build github.com/plasma-umass/Mesh, put its libmesh.so into /usr/local/lib",
 };
 
-/// The name of what is judged.
+/// The name of Pagemill with default settings.
 pub const PAGEMILL: &str = "pagemill";
 
-/// The name of the same without the minding of limits.
+/// The name of Pagemill that does not watch limits.
 pub const UNWATCHED: &str = "pagemill-unwatched";
 
-/// Tells a workload which library must be mapped in it: the loader only warns when a preload fails.
+/// The name of Pagemill that does not return memory by age.
+pub const KEEPING: &str = "pagemill-keep";
+
+impl Role {
+    /// Whether it runs only if `--only` names it.
+    fn is_on_request(self) -> bool {
+        matches!(self, Self::Unwatched | Self::Keeping)
+    }
+}
+
+/// Variable with the library that a workload must have mapped: the loader only warns if a preload fails.
 pub const EXPECTED_LIBRARY: &str = "BENCH_EXPECTED_LIBRARY";
 
-/// Variables that steer an allocator; the caller's own must not reach a workload.
+/// Prefixes of variables that affect an allocator. Values from the caller's environment must not reach a workload.
 const FOREIGN_SETTINGS: &[&str] =
     &["LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_", "_RJEM_", "MIMALLOC_", "TCMALLOC_", "PAGEMILL_"];
 
-/// A subject that can be run here.
+/// A subject that is available on this machine.
 #[derive(Clone, Debug)]
 pub struct Ready {
     pub subject: &'static Subject,
@@ -189,7 +210,7 @@ pub struct Ready {
 }
 
 impl Ready {
-    /// The stable word for it.
+    /// Its stable name.
     pub fn name(&self) -> &'static str {
         self.subject.name
     }
@@ -199,17 +220,17 @@ impl Ready {
         self.preload.as_deref()
     }
 
-    /// Whether it publishes what it could give back.
+    /// Whether it publishes how much memory it could return.
     pub fn publishes(&self) -> bool {
         self.is_pagemill()
     }
 
     fn is_pagemill(&self) -> bool {
-        matches!(self.subject.role, Role::Pagemill | Role::Unwatched)
+        matches!(self.subject.role, Role::Pagemill | Role::Unwatched | Role::Keeping)
     }
 
-    /// The start of a command line that runs a whole tree under this allocator: env(1) with the settings, so that what
-    /// starts the tree has them not, and with the preload or Pagemill's own command, which makes one tree of it.
+    /// The first words of a command line that runs a process tree under this allocator. They are env(1) with the
+    /// settings, so that they apply only to the tree; then the preload, or `pagemill run`, which makes it one tree.
     ///
     /// # Errors
     ///
@@ -231,7 +252,7 @@ impl Ready {
         Ok(line)
     }
 
-    /// Puts the workload under this allocator, and under no other setting of the caller's.
+    /// Runs the workload under this allocator, without any allocator setting of the caller.
     pub fn apply(&self, command: &mut Command) {
         clear_foreign_settings(command);
         for (name, value) in self.subject.settings {
@@ -244,7 +265,7 @@ impl Ready {
     }
 }
 
-/// Takes from the command's environment whatever would steer an allocator.
+/// Removes every variable that affects an allocator from the command's environment.
 pub fn clear_foreign_settings(command: &mut Command) {
     for (name, _) in env::vars_os() {
         if is_foreign(&name) {
@@ -259,11 +280,11 @@ fn is_foreign(name: &OsStr) -> bool {
     FOREIGN_SETTINGS.iter().any(|start| name.starts_with(start))
 }
 
-/// The subjects wanted that can run, and a sentence for each that cannot.
+/// Returns the wanted subjects that are available, and a gap for each that is not.
 ///
 /// # Errors
 ///
-/// [`Error::CannotRun`] for a name in `only` that none of those wanted has, or where nothing is left to run.
+/// [`Error::CannotRun`] for a name in `only` that matches no wanted subject, or if no subject is left.
 pub fn select(only: &[String], is_wanted: impl Fn(&Subject) -> bool) -> Result<(Vec<Ready>, Vec<String>)> {
     let known = || SUBJECTS.iter().filter(|subject| is_wanted(subject)).map(|subject| subject.name);
     if let Some(name) = only.iter().find(|name| !known().any(|known| known == *name)) {
@@ -273,7 +294,7 @@ pub fn select(only: &[String], is_wanted: impl Fn(&Subject) -> bool) -> Result<(
     let (mut ready, mut gaps) = (Vec::new(), Vec::new());
     for subject in SUBJECTS {
         let is_named = only.iter().any(|name| name == subject.name);
-        let is_of_all = only.is_empty() && subject.role != Role::Unwatched;
+        let is_of_all = only.is_empty() && !subject.role.is_on_request();
         if !(is_named || is_of_all) || !is_wanted(subject) {
             continue;
         }
@@ -288,7 +309,7 @@ pub fn select(only: &[String], is_wanted: impl Fn(&Subject) -> bool) -> Result<(
     Ok((ready, gaps))
 }
 
-/// The subject, if it can be run here.
+/// Returns the subject if it is available here.
 ///
 /// # Errors
 ///
@@ -310,7 +331,7 @@ fn find(library: Library) -> std::result::Result<Option<PathBuf>, String> {
     }
 }
 
-/// A file of this build. Cargo leaves the libraries of dependencies in `deps`; of two, the newer is meant.
+/// A file of this build. Cargo leaves the libraries of dependencies in `deps`; the newer of two copies is returned.
 pub fn built_file(name: &str) -> Option<PathBuf> {
     let executable = env::current_exe().ok()?;
     let folder = executable.parent()?;
@@ -320,7 +341,7 @@ pub fn built_file(name: &str) -> Option<PathBuf> {
     found.max_by_key(|path| path.metadata().and_then(|file| file.modified()).ok())
 }
 
-/// A library in the system's folders, by its resolved name as `/proc/self/maps` shows it.
+/// A library in the system's folders, by its resolved path as in `/proc/self/maps`.
 pub fn installed_file(name: &str) -> Option<PathBuf> {
     const FOLDERS: &[&str] = &[
         "/usr/lib/x86_64-linux-gnu",
@@ -336,7 +357,7 @@ pub fn installed_file(name: &str) -> Option<PathBuf> {
     found.filter_map(|path| path.canonicalize().ok()).next()
 }
 
-/// The settings as a table for docs/benchmarks.md.
+/// Renders the settings as a table for docs/benchmarks.md.
 pub fn settings_markdown() -> String {
     let mut text = String::from("| subject | environment | what that does |\n|---|---|---|\n");
     for subject in SUBJECTS {
@@ -356,34 +377,36 @@ mod tests {
 
     use super::*;
 
-    /// Names are stable words and unique; settings are what tells "returning at once" from a default.
+    /// Names are stable and unique; settings distinguish "returning at once" from the default.
     #[test]
     fn subjects_are_well_formed() {
         let names: BTreeSet<&str> = SUBJECTS.iter().map(|subject| subject.name).collect();
         assert_eq!(names.len(), SUBJECTS.len());
         for subject in SUBJECTS {
             let is_eager = subject.role == Role::ReturningAtOnce;
-            let is_set = is_eager || subject.role == Role::Unwatched;
+            let is_set = is_eager || subject.role.is_on_request();
             assert_eq!(is_set, !subject.settings.is_empty(), "{}", subject.name);
             assert_eq!(is_eager, subject.name.ends_with("-eager"), "{}", subject.name);
             assert!(subject.library == Library::System || !subject.obtain.is_empty());
         }
     }
 
-    /// Who is no peer of anybody runs only where it is named.
+    /// Pagemill with other settings runs only if named.
     #[test]
-    fn the_unwatched_one_is_run_on_request() {
-        let names = |only: &[String]| -> Vec<&str> {
-            let (ready, gaps) = select(only, |_| true).unwrap_or_default();
-            let gaps = gaps.into_iter().filter(|gap| gap.starts_with(UNWATCHED)).map(|_| UNWATCHED);
-            ready.iter().map(Ready::name).chain(gaps).collect()
-        };
+    fn other_settings_are_run_on_request() {
+        for own in [UNWATCHED, KEEPING] {
+            let names = |only: &[String]| -> Vec<&str> {
+                let (ready, gaps) = select(only, |_| true).unwrap_or_default();
+                let gaps = gaps.into_iter().filter(|gap| gap.starts_with(own)).map(|_| own);
+                ready.iter().map(Ready::name).chain(gaps).collect()
+            };
 
-        assert!(!names(&[]).contains(&UNWATCHED));
-        assert_eq!(names(&["glibc".to_owned(), UNWATCHED.to_owned()]), ["glibc", UNWATCHED]);
+            assert!(!names(&[]).contains(&own));
+            assert_eq!(names(&["glibc".to_owned(), own.to_owned()]), ["glibc", own]);
+        }
     }
 
-    /// Every setting is one that `clear_foreign_settings` would have taken from the caller.
+    /// `clear_foreign_settings` removes each variable that a setting uses.
     #[test]
     fn settings_are_ours_alone() {
         for (name, _) in SUBJECTS.iter().flat_map(|subject| subject.settings) {
@@ -392,7 +415,7 @@ mod tests {
         assert!(!is_foreign(OsStr::new("PATH")));
     }
 
-    /// The rendered table has a line for each subject; an unknown name is refused with the known ones.
+    /// The rendered table has a line for each subject; an unknown name is refused with the list of known ones.
     #[test]
     fn settings_and_names_are_complete() {
         assert_eq!(settings_markdown().lines().count(), SUBJECTS.len() + 2);

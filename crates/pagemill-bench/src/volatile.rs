@@ -1,4 +1,4 @@
-//! What it costs to give memory up and to take it back, and to purge it: words and marks beside system calls.
+//! Cost to mark memory volatile, to take it back, and to purge it: state words and marks beside system calls.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::experiment::{Book, Common, Metric, Progress, Side, compare_times, jud
 use crate::report::{Bound, Place, Report};
 use crate::stats::Better;
 
-/// Names of the ways, as reported, and as the workload knows them.
+/// Names in the report and on the workload's command line.
 const HANDLES: &str = "handle-mark-unmark";
 const PIN: &str = "handle-pin-unpin";
 const VRANGE: &str = "vrange-among-100000";
@@ -21,9 +21,9 @@ const PURGING: &str = "handles-purged";
 
 const SIZES_KIB: [u64; 4] = [4, 64, 512, 2048];
 const THREADS: [u64; 2] = [1, 2];
-/// The size that targets speak of.
+/// The size of the targets.
 const TARGET_KIB: u64 = 64;
-/// Purged at a time.
+/// MiB that are purged at a time.
 const PURGED_MIB: u64 = 1024;
 
 const NS: &str = "ns";
@@ -40,15 +40,15 @@ pub struct Options {
     pub common: Common,
 }
 
-/// KiB of a range, and threads.
+/// KiB of a range, and number of threads.
 type Case = (u64, u64);
 const PURGE_CASE: Case = (0, 0);
 
-/// Runs it and gives the report.
+/// Runs the experiment and returns the report.
 ///
 /// # Errors
 ///
-/// [`crate::error::Error::WrongAnswer`] where bytes changed without pressure.
+/// [`crate::error::Error::WrongAnswer`] if bytes changed without pressure.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let known: Vec<&str> = WAYS.iter().map(|(name, _)| *name).chain([PURGING]).chain(chunks::names()).collect();

@@ -1,6 +1,6 @@
-//! Every experiment in its tiniest form, as a test: that the workloads run, check their answers and report.
+//! Runs every experiment in its smallest form: the workloads run, check their answers and report.
 //!
-//! What needs a library that is not built or installed is skipped, and says so.
+//! A test that needs a library that is not built or installed is skipped, and prints that.
 
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, Output, Stdio};
@@ -11,7 +11,7 @@ fn bench(arguments: &[&str]) -> Output {
     command.args(arguments).output().expect("the bench starts")
 }
 
-/// The JSON rows of a run that must succeed.
+/// The JSON rows of a run, which must succeed.
 fn rows(arguments: &[&str]) -> Vec<serde_json::Value> {
     let output = bench(arguments);
     let complaint = String::from_utf8_lossy(&output.stderr);
@@ -25,7 +25,7 @@ fn value(rows: &[serde_json::Value], subject: &str, metric: &str) -> Option<f64>
     row.and_then(|row| row["value"].as_f64())
 }
 
-/// Fifty milliseconds of the workload itself: records were made, and every search ended at its key.
+/// Fifty milliseconds of the workload itself: it makes records, and every search ends at its key.
 #[test]
 fn ebizzy_counts_right_answers() {
     for sizes in ["fixed", "mixed"] {
@@ -36,7 +36,7 @@ fn ebizzy_counts_right_answers() {
     }
 }
 
-/// Copies in every memory: none is damaged, and only `MADV_DONTNEED` faults all of them in again.
+/// Copies in every kind of memory: none is damaged, and only `MADV_DONTNEED` faults all of them in again.
 #[test]
 fn ebizzy_runs_in_every_memory() {
     for memory in ["malloc", "handles", "free", "dontneed"] {
@@ -54,7 +54,7 @@ fn ebizzy_runs_in_every_memory() {
     }
 }
 
-/// Parent, child and JSON together. Returning at once costs page faults: else the settings did nothing.
+/// Parent, child and JSON together. Returning at once must cost page faults; otherwise the settings had no effect.
 #[test]
 fn ebizzy_tells_keeping_from_returning() {
     let rows =
@@ -67,7 +67,8 @@ fn ebizzy_tells_keeping_from_returning() {
     assert_eq!(eager["baseline"], "glibc");
 }
 
-/// A tenth of a second of the writers, one process and two: they write, and nothing is refused or wrong.
+/// A tenth of a second of the writers, with one process and with two: they write, and no call fails or finds a wrong
+/// tag.
 #[test]
 fn writers_write_and_check() {
     for processes in ["1", "2"] {
@@ -78,7 +79,7 @@ fn writers_write_and_check() {
     }
 }
 
-/// A handover in its smallest form. Needs cgroups; without, it says so and ends with 2.
+/// A handover in its smallest form. Needs cgroups; without them the bench prints that and exits with 2.
 #[test]
 fn a_handover_lets_the_eager_live() {
     let arguments = ["survive", "--handover", "--quick", "--json", "--samples", "1", "--only", "glibc-eager"];
@@ -93,7 +94,28 @@ fn a_handover_lets_the_eager_live() {
     assert!(value(&rows, "glibc-eager", "gib_per_second").is_some_and(|speed| speed > 0.0));
 }
 
-/// Eight threads' worth of a newcomer's memory, checked word by word.
+/// Every variant of the handover with pieces of one size; impossible sizes are refused. Needs cgroups; without them the
+/// bench prints that and exits with 2.
+#[test]
+fn pieces_of_one_size_are_handed_over() {
+    let arguments = ["survive", "--handover", "--quick", "--json", "--trials", "1", "--sizes"];
+    let all = "all,runs,random,several,busy,limit";
+    let run = |size, only| [&arguments[..], &[size, "--variants", all, "--only", only]].concat();
+    assert_eq!(bench(&run("8", "glibc-eager")).status.code(), Some(2), "a piece has sixteen bytes at least");
+    let output = bench(&run("1M", "glibc-eager"));
+    if output.status.code() == Some(2) {
+        println!("skipped: {}", String::from_utf8_lossy(&output.stderr));
+        return;
+    }
+    let rows = rows(&run("1M", "glibc-eager"));
+
+    let survived: Vec<_> = rows.iter().filter(|row| row["metric"] == "survived").collect();
+    // Only Pagemill supports the limit of a tree.
+    assert_eq!(survived.len(), 5, "{rows:?}");
+    assert!(survived.iter().all(|row| row["value"] == 1.0), "{rows:?}");
+}
+
+/// A newcomer's memory, filled by eight threads and checked word by word.
 #[test]
 fn newcomers_check_every_word() {
     let line = rows(&["__newcomer", "--mib", "16", "--threads", "8"]);
@@ -101,12 +123,12 @@ fn newcomers_check_every_word() {
     assert!(line[0]["ms"].as_f64().is_some_and(|time| time > 0.0) && line[0]["refused"] == 0, "{line:?}");
 }
 
-/// A sibling's request is met and timed, where the command is built; who asks without a tree is told.
+/// A request to a sibling is met and timed, if the command is built. An asker without a tree reports an error.
 #[test]
 fn requests_are_timed() {
     let rows = rows(&["survive", "--reaction", "--quick", "--json", "--samples", "1", "--only", "pagemill,glibc"]);
     match value(&rows, "pagemill", "median_us") {
-        // How many were late is the machine's matter.
+        // How many requests were late depends on the machine.
         Some(time) => assert!(time > 0.0 && value(&rows, "pagemill", "late").is_some(), "{rows:?}"),
         None => println!("skipped: the command or the library is not built"),
     }
@@ -115,7 +137,7 @@ fn requests_are_timed() {
     assert!(String::from_utf8_lossy(&alone.stderr).contains("no tree to ask"));
 }
 
-/// Three short samples of one subject of the cost, named so that nothing is compared; the idle one is left out with it.
+/// Three short samples of one subject of `--cost`; naming it leaves out comparisons and the idle process.
 #[test]
 fn cost_names_its_own_subjects() {
     let rows = rows(&["ebizzy", "--cost", "--quick", "--json", "--threads", "2", "--only", "glibc"]);
@@ -124,7 +146,7 @@ fn cost_names_its_own_subjects() {
     assert_eq!(bench(&["ebizzy", "--cost", "--hog"]).status.code(), Some(2));
 }
 
-/// The filler of a machine takes what it is told, or nothing where that would pass its floor.
+/// The filler of a machine takes the memory that it should, and none that would pass its floor.
 #[test]
 fn fillers_stop_at_their_floor() {
     for (floor_mib, stopped) in [("16", 0), ("99999999", 1)] {
@@ -146,7 +168,7 @@ fn fillers_stop_at_their_floor() {
     }
 }
 
-/// The peers really answer malloc, or the workload would say so and fail.
+/// The peers serve malloc; otherwise the workload would fail.
 #[test]
 fn peers_are_what_they_say() {
     for subject in ["jemalloc", "mimalloc", "tcmalloc", "pagemill"] {
@@ -176,7 +198,7 @@ fn small_allocations_keep_their_tags() {
     assert_eq!(line[0]["pairs"], 3000);
 }
 
-/// Sixteen MiB in small pieces below a kept one: glibc holds them, and gives them when asked.
+/// Sixteen MiB in small pieces below a kept one: glibc holds them, and returns them when asked.
 #[test]
 fn giveback_sees_memory_go() {
     let line = rows(&["__giveback", "--mib", "16", "--piece", "4096", "--how", "malloc-trim"]);
@@ -192,13 +214,130 @@ fn startup_measures_true() {
     assert!(value(&rows, "none", "ms").is_some_and(|time| time > 0.0));
 }
 
-/// The smallest real program; skipped where there is no sqlite3.
+/// The memory that a process still holds is reported second by second: glibc returns blocks that it mapped separately
+/// at once.
+#[test]
+fn footprint_sees_memory_return() {
+    let rows =
+        rows(&["footprint", "--return", "--quick", "--json", "--samples", "1", "--only", "glibc", "--sizes", "1M"]);
+
+    assert!(value(&rows, "glibc", "filled_mib").is_some_and(|mib| mib > 60.0), "{rows:?}");
+    let held: Vec<_> = rows.iter().filter(|row| row["metric"] == "more_mib").collect();
+    assert!(held.len() == 3 && held.iter().all(|row| row["value"].as_f64().is_some_and(|mib| mib < 16.0)), "{rows:?}");
+    assert_eq!(bench(&["footprint", "--return", "--programs", "git"]).status.code(), Some(2));
+}
+
+/// Random churn reports three phases and a time. A program without its sources is a gap with the way to get them.
+#[test]
+fn footprint_watches_churn() {
+    let arguments = ["footprint", "--quick", "--json", "--samples", "1", "--only", "glibc", "--programs"];
+    let churn = rows(&[&arguments[..], &["churn"]].concat());
+    for metric in ["process_peak_mib", "steady_mib", "last_quarter_mib", "after_mib", "live_mib", "cpu_us_per_act"] {
+        assert!(value(&churn, "glibc", metric).is_some_and(|value| value > 0.0), "{metric}: {churn:?}");
+    }
+    // The first sample is taken while the threads still fill their share.
+    let live = value(&churn, "glibc", "live_mib").expect("it is there");
+    assert!((10.0..200.0).contains(&live), "{churn:?}");
+
+    let output = bench(&[&arguments[..], &["mstress"]].concat());
+    let complaint = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(2) && complaint.contains("--mimalloc-bench DIR"), "{complaint}");
+}
+
+/// Programs are compiled from the named checkout: here a test program that prints like larson. pandas runs if it is
+/// installed.
+#[test]
+fn footprint_watches_foreign_loads() {
+    let checkout = tempfile::tempdir().expect("a temporary folder");
+    let sources = checkout.path().join("bench/larson");
+    std::fs::create_dir_all(&sources).expect("made");
+    let program = "#include <cstdio>\n#include <cstdlib>\n#include <unistd.h>\n\
+        int main(int n, char **) { void *p = malloc(64); usleep(50000); free(p); printf(\"Throughput = %d operations per second\", n); }\n";
+    std::fs::write(sources.join("larson.cpp"), program).expect("written");
+    let folder = checkout.path().display().to_string();
+    let arguments =
+        ["footprint", "--quick", "--json", "--samples", "1", "--only", "glibc", "--mimalloc-bench", &folder];
+    let output = bench(&[&arguments[..], &["--programs", "larson,rptest,pandas"]].concat());
+    let complaint = String::from_utf8_lossy(&output.stderr);
+    assert!(complaint.contains("rptest/rptest.c is not there"), "{complaint}");
+    let text = String::from_utf8_lossy(&output.stdout);
+    let rows: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    let of = |case: &str, metric: &str| {
+        let row = rows.iter().find(|row| row["case"] == case && row["metric"] == metric);
+        row.and_then(|row| row["value"].as_f64())
+    };
+
+    match complaint.contains("larson: c++ is not installed") {
+        true => println!("skipped: {complaint}"),
+        false => assert!(of("larson", "cpu_us_per_act").is_some_and(|time| time > 0.0), "{text}{complaint}"),
+    }
+    match complaint.contains("gap: pandas") {
+        true => println!("skipped: {complaint}"),
+        false => assert!(of("pandas", "after_mib").is_some_and(|mib| mib > 10.0), "{text}{complaint}"),
+    }
+}
+
+/// `true` in a run beside a spawner, short programs in a run, a test configure script: each has a row. A script that
+/// fails in either is a wrong answer. Skipped if the command is not built.
+#[test]
+fn startup_measures_trees() {
+    let source = tempfile::tempdir().expect("a temporary folder");
+    let script = source.path().join("configure");
+    let write = |text: &str| {
+        std::fs::write(&script, text).expect("written");
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(&script, mode).expect("it is ours");
+    };
+    let folder = source.path().display().to_string();
+    let arguments = ["startup", "--quick", "--json", "--samples", "1", "--only", "pagemill", "--configure", &folder];
+    write("#!/bin/sh\nfor i in 1 2 3; do /bin/true; done; echo done > config.status; echo configured\n");
+    let output = bench(&arguments);
+    let complaint = String::from_utf8_lossy(&output.stderr);
+    if complaint.contains("not built") || complaint.contains("not found") {
+        println!("skipped: {complaint}");
+        return;
+    }
+    let rows = rows(&arguments);
+
+    let of = |case: &str, subject: &str, metric: &str| {
+        let is_it =
+            |row: &&serde_json::Value| row["case"] == case && row["subject"] == subject && row["metric"] == metric;
+        rows.iter().find(is_it).and_then(|row| row["value"].as_f64())
+    };
+    for case in ["run true", "short programs", "configure"] {
+        for subject in ["none", "pagemill"] {
+            assert!(of(case, subject, "cpu_ms").is_some_and(|time| time > 0.0), "{case}, {subject}: {rows:?}");
+        }
+    }
+    if !complaint.contains("cc is not installed") {
+        assert!(of("run true", "spawner", "cpu_ms_added").is_some(), "{rows:?}");
+    }
+    write("#!/bin/sh\necho $$; exit 0\n");
+    assert_eq!(bench(&arguments).status.code(), Some(1), "it prints something else each time");
+}
+
+/// Pagemill that keeps its memory is compared with Pagemill that returns it by age, if both are named.
+#[test]
+fn balanced_is_compared_with_keep() {
+    let arguments =
+        ["ebizzy", "--quick", "--json", "--samples", "1", "--threads", "1", "--only", "pagemill,pagemill-keep"];
+    let output = bench(&arguments);
+    let complaint = String::from_utf8_lossy(&output.stderr);
+    if complaint.contains("not found") {
+        println!("skipped: {complaint}");
+        return;
+    }
+    assert!(output.status.success() && complaint.contains("ebizzy: balanced against keep"), "{complaint}");
+    assert!(value(&rows(&arguments), "pagemill-keep", "records_per_second").is_some_and(|rate| rate > 0.0));
+}
+
+/// The smallest real program; skipped without sqlite3.
 #[test]
 fn footprint_watches_a_program() {
     let arguments = ["footprint", "--quick", "--json", "--samples", "1", "--only", "glibc", "--programs", "sqlite3"];
     let output = bench(&arguments);
     let complaint = String::from_utf8_lossy(&output.stderr);
-    // Nothing was measured then, which is no success.
+    // Nothing was measured then, which counts as failure.
     if output.status.code() == Some(2) && complaint.contains("gap: sqlite3") {
         return println!("skipped: {complaint}");
     }
@@ -207,7 +346,8 @@ fn footprint_watches_a_program() {
     assert!(value(&rows, "glibc", "peak_mib").is_some_and(|peak| peak > 1.0), "{rows:?}");
 }
 
-/// A hog and a workload whose turns fit by returning: both live. Needs cgroups; without, they run unlimited.
+/// A hog and a workload that fit by turns, since glibc returns memory at once: both survive. Without cgroups they run
+/// unlimited.
 #[test]
 fn workload_and_hog_take_turns() {
     let rows = rows(&["ebizzy", "--quick", "--hog", "--json", "--samples", "1", "--only", "glibc-eager"]);
@@ -216,7 +356,7 @@ fn workload_and_hog_take_turns() {
     assert_eq!(value(&rows, "glibc-eager", "killed"), None);
 }
 
-/// Bad usage is status 2: of the parser's finding and of our own.
+/// Bad usage exits with 2, whether the parser or the bench finds it.
 #[test]
 fn bad_usage_is_told() {
     for arguments in [
@@ -229,8 +369,8 @@ fn bad_usage_is_told() {
     }
 }
 
-/// Who is asked to end while a workload runs ends that, and then by the very signal: the status that a shell or a service manager
-/// expects. In a group of its own.
+/// A signal during a workload ends the workload, and then the bench by the same signal: the status that a shell or a
+/// service manager expects. The bench has a process group of its own.
 #[test]
 fn signals_end_a_run() {
     for (name, number) in [("INT", 2), ("TERM", 15), ("HUP", 1)] {
@@ -257,7 +397,7 @@ fn signals_end_a_run() {
     }
 }
 
-/// The table for the documentation names every setting.
+/// The table for the documentation has every setting.
 #[test]
 fn settings_are_rendered() {
     let output = bench(&["settings"]);
@@ -266,7 +406,7 @@ fn settings_are_rendered() {
     assert!(text.contains("`MIMALLOC_PURGE_DELAY=0`") && text.contains("tcmalloc-eager"));
 }
 
-/// A workload on files, in a folder of the shared memory that every Linux has as a tmpfs.
+/// The rows of a workload on files, in a folder of /dev/shm, which every Linux has as a tmpfs.
 fn rows_on_files(arguments: &[&str]) -> Vec<serde_json::Value> {
     use std::os::unix::fs::MetadataExt;
     let folder = tempfile::tempdir_in("/dev/shm").expect("a folder in /dev/shm");
@@ -291,7 +431,7 @@ fn records_are_found_in_every_way() {
     }
 }
 
-/// The same in a page cache of the process; there is neither a mapping nor a process to combine it with.
+/// The same in a page cache of the process, which cannot be combined with mappings and processes.
 #[test]
 fn records_are_found_in_a_cache() {
     let numbers = ["--workers", "3", "--total-bytes", "12000000", "--cell-ms", "1", "--pause-ms", "0"];
@@ -303,7 +443,7 @@ fn records_are_found_in_a_cache() {
     assert!(!bench(&[&["__iozone", "--cached", "--mapped"], &numbers[..]].concat()).status.success());
 }
 
-/// All of 16 MiB is compared, then found at random, by two threads: in the cache, in memory and in its peers.
+/// 16 MiB are compared, then read at random by two threads: in the cache, in plain memory and in the peers.
 #[test]
 fn hits_find_their_pages() {
     for (subject, has_pins) in
@@ -325,7 +465,7 @@ fn hits_find_their_pages() {
     }
 }
 
-/// The whole way, with verdicts; small files take some of what their pages do, and not twice that.
+/// A complete run with verdicts. Small files take between a half and four times the memory of their pages.
 #[test]
 fn hit_compares_its_subjects() {
     let arguments = ["hit", "--quick", "--json", "--samples", "1", "--mib", "8", "--files", "2000"];
@@ -335,12 +475,13 @@ fn hit_compares_its_subjects() {
     assert!(copy["baseline"] == "memcpy" && copy["ratio"].as_f64().is_some_and(|ratio| ratio > 0.0), "{copy}");
     assert!(value(&rows, "frames", "pin_ns").is_some_and(|ns| ns > 0.0));
     let resident = value(&rows, "files", "resident_ratio").expect("it ran");
-    // Two thousand files are four huge pages: what else the process grew by is as much again.
+    // Two thousand files are four huge pages; the process grows by about as much for other reasons.
     assert!((0.5..4.0).contains(&resident), "{resident}");
     assert_eq!(bench(&["hit", "--only", "hoard"]).status.code(), Some(2));
 }
 
-/// Objects of every subject keep their tags, in every pattern, by two threads; a pattern for an instruction counter, too.
+/// Objects of every subject keep their tags, in every pattern, with two threads; a pattern for an instruction counter,
+/// too.
 #[test]
 fn objects_keep_their_tags() {
     for subject in ["fixed", "by-owner", "by-handle", "malloc", "slotmap", "sharded-slab"] {
@@ -355,8 +496,8 @@ fn objects_keep_their_tags() {
     }
 }
 
-/// Caches beside an allocator and a map; values by handle and by pointer; users of objects that are moved, and of such as are
-/// left alone.
+/// Caches beside an allocator and a map; values by handle and by pointer; users of objects with and without concurrent
+/// moves.
 #[test]
 fn slab_compares_its_subjects() {
     let part = |arguments: &[&str]| rows(&[&["slab", "--quick", "--json", "--samples", "1"], arguments].concat());
@@ -378,8 +519,8 @@ fn slab_compares_its_subjects() {
     }
 }
 
-/// What would measure nothing is refused before anything runs, and says what there is: of slabs by part and subject, and in every
-/// experiment that leaves some of the allocators out.
+/// Arguments that would measure nothing are refused before anything runs, with the list of valid ones: for slab by part
+/// and subject, and in every experiment that leaves out some of the allocators.
 #[test]
 fn what_measures_nothing_is_refused() {
     let walks = "walks has still, moving, fragmented, packed";
@@ -409,7 +550,8 @@ fn what_measures_nothing_is_refused() {
     }
 }
 
-/// References come and go on both kinds of folio and on counts; a folio is split and made again, and is what it was.
+/// References are taken and dropped on both kinds of folio and on counts. A folio is split and collapsed, and keeps its
+/// bytes.
 #[test]
 fn references_are_given_back() {
     let rows = rows(&["refs", "--quick", "--json", "--samples", "1"]);
@@ -425,8 +567,8 @@ fn references_are_given_back() {
     }
 }
 
-/// What is fragmented is packed where objects move, beside an allocator that cannot; somebody waits meanwhile, by both ways; a tree
-/// is walked while it moves, and after. Part by part.
+/// Fragmented memory is compacted if objects can move, beside an allocator that cannot. A thread's latency is measured
+/// meanwhile, in both ways. A tree is walked during moves, and after. Part by part.
 #[test]
 fn slabs_are_packed_and_walked() {
     let part = |part: &str, only: &str| {
@@ -438,7 +580,7 @@ fn slabs_are_packed_and_walked() {
 
     let rows = part("fragments", "by-owner,by-handle,fixed,glibc");
     assert_eq!(rows_of(&rows, "left_ratio"), 8, "{rows:?}");
-    // Nine tenths of what is left where it was fragmented are free.
+    // Without compaction, nine tenths of the memory left are free.
     let left = |subject| value(&rows, subject, "left_ratio").expect("it ran");
     assert!(left("by-owner") < left("glibc") && left("by-handle") < left("fixed"), "{rows:?}");
     assert!(value(&rows, "by-handle", "times_copy").is_some_and(|times| times > 0.0));
@@ -455,8 +597,8 @@ fn slabs_are_packed_and_walked() {
     assert_eq!(bench(&["slab", "--only", "hoard"]).status.code(), Some(2));
 }
 
-/// A file that is larger than its cache: read by threads, by a queue, by a bare ring and, where it is installed, by fio. Needs a
-/// file system on a device; without, it says so and ends with 2.
+/// A file larger than its cache: read by threads, by a queue, by a bare io_uring and, if installed, by fio. Needs a
+/// file system on a device; without it the bench prints that and exits with 2.
 #[test]
 fn misses_are_read_and_found() {
     let arguments = ["miss", "--quick", "--json", "--samples", "1", "--mib", "64", "--cache-mib", "32", "--only"];
@@ -487,8 +629,8 @@ fn misses_are_read_and_found() {
     assert_eq!(bench(&["miss", "--only", "hoard"]).status.code(), Some(2));
 }
 
-/// Large transfers of both ways with memory of both kinds, and with a cache's pages of that size: what came is compared as it comes, what
-/// went is read again.
+/// Large transfers in both directions, with both kinds of memory and with a cache's pages of that size. Reads are
+/// compared as they complete; writes are read back.
 #[test]
 fn large_transfers_are_read_and_written() {
     assert_eq!(bench(&["orion", "--targets", "--depths", "4"]).status.code(), Some(2), "one or the other");
@@ -509,8 +651,9 @@ fn large_transfers_are_read_and_written() {
     assert_eq!(value(&rows, "original-2013: v2.6.39", "mb_per_second"), Some(5629.0));
 }
 
-/// Pages that are dirty here and there are written back, by the cache, a ring and fio; the workload compares all of them, and their neighbours.
-/// Who merges neighbours makes fewer transfers, by as much as there are neighbours.
+/// Scattered dirty pages are written back by the cache, by a bare io_uring and by fio; the workload compares all of
+/// them and their neighbours. The cache merges neighbours, so it makes fewer transfers by the number of dirty
+/// neighbours.
 #[test]
 fn dirty_pages_are_written_back() {
     let refused = |more: &[&str]| bench(&[&["writeback"], more].concat());
@@ -531,7 +674,7 @@ fn dirty_pages_are_written_back() {
     let of = |subject: &str, metric: &str| value(&rows, subject, metric).unwrap_or_default();
     assert!(["cache", "ring-64"].iter().all(|subject| of(subject, "mib_per_second") > 0.0), "{rows:?}");
     assert_eq!(of("ring-64", "transfers_per_page"), 1.0);
-    // One of eight has the one before it dirty, too.
+    // For one dirty page in eight, the page before it is dirty, too.
     assert!((0.8..0.95).contains(&of("cache", "transfers_per_page")), "{rows:?}");
     if String::from_utf8_lossy(&output.stderr).contains("fio is not there") {
         println!("skipped: fio");
@@ -542,7 +685,8 @@ fn dirty_pages_are_written_back() {
     assert!(value(&all, "cache", "transfers_per_page").is_some_and(|transfers| transfers < 0.05), "{all:?}");
 }
 
-/// Small files live their lives; a hole takes no memory; writers count what they wrote and find what they closed last.
+/// Small files are created, used and removed; a hole takes no memory; writers count what they wrote and find the files
+/// closed last.
 #[test]
 fn files_are_written_and_found() {
     let metadata = rows_on_files(&["__metadata", "--files", "50", "--per-directory", "20"]);
@@ -558,7 +702,8 @@ fn files_are_written_and_found() {
     assert!(losses.iter().all(|loss| writers[0][loss] == 0), "{writers:?}");
 }
 
-/// The whole way: mounted, measured, unmounted. Needs the right to mount; without, it says so and ends with 2.
+/// A complete run: mounted, measured, unmounted. Needs the right to mount; without it the bench prints that and exits
+/// with 2.
 #[test]
 fn a_plain_tmpfs_is_mounted_and_measured() {
     let arguments = ["iozone", "--json", "--samples", "1", "--threads", "2", "--total", "4M", "--cell-seconds", "0"];
@@ -580,8 +725,8 @@ fn a_plain_tmpfs_is_mounted_and_measured() {
     assert_eq!(rows.iter().filter(|row| row["subject"] == "cache").count(), 7);
 }
 
-/// Two traces on small footprints: a hit is a hit for everybody, the cache's own order stands beside its peers, a target each and
-/// the mean; the same numbers each time.
+/// Two traces on small footprints: the cache's policy is reported beside its peers, with a verdict for each trace and
+/// for the mean. The numbers are the same each time.
 #[test]
 fn traces_are_counted() {
     let line = ["traces", "--json", "--samples", "1", "--pages", "2000", "--traces", "zipf-1.0,loop"];

@@ -1,4 +1,5 @@
-//! A file mapped to be measured: records are copied in and out, and no reference to its bytes is ever made.
+//! Memory-maps a file for measurements. Records are copied in and out; no Rust reference to the file's bytes is ever
+//! made.
 
 #![allow(unsafe_code)] // mmap, and copies to and from what it mapped
 
@@ -11,7 +12,7 @@ use pagemill::units::os_page_bytes;
 
 use crate::pattern::RECORD_BYTES;
 
-/// What a mapping is for.
+/// Whether a mapping is read or written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     Read,
@@ -22,8 +23,8 @@ pub enum Access {
 ///
 /// # Invariants
 ///
-/// `start` begins `len_bytes` bytes mapped shared with a file, readable, and writable where `access` says so; nothing else
-/// in this process refers to them.
+/// `start` is the first of `len_bytes` bytes mapped shared with a file. They are readable, and writable if `access` is
+/// `Write`. Nothing else in this process refers to them.
 #[derive(Debug)]
 pub struct Mapping {
     start: NonNull<u8>,
@@ -36,13 +37,13 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// What `mmap` says.
+    /// The error of `mmap`.
     pub fn new(file: &File, len_bytes: usize, access: Access) -> io::Result<Self> {
         let protection = match access {
             Access::Read => libc::PROT_READ,
             Access::Write => libc::PROT_READ | libc::PROT_WRITE,
         };
-        // SAFETY: a new mapping at an address of the kernel's choice replaces nothing.
+        // SAFETY: the kernel chooses the address of the new mapping, so it replaces nothing.
         let start =
             unsafe { libc::mmap(ptr::null_mut(), len_bytes, protection, libc::MAP_SHARED, file.as_raw_fd(), 0) };
         match NonNull::new(start.cast::<u8>()) {
@@ -51,7 +52,7 @@ impl Mapping {
         }
     }
 
-    /// Where it lies.
+    /// The address of the mapping.
     pub fn address(&self) -> usize {
         self.start.as_ptr() as usize
     }
@@ -62,8 +63,8 @@ impl Mapping {
         assert!(offset + RECORD_BYTES <= self.len_bytes);
         // SAFETY:
         // 1. The record lies within the mapping (assertion above, type invariant), and is readable.
-        // 2. `record` is ours alone, so that the two do not overlap.
-        // 3. While a file is measured nobody but the thread that it belongs to writes it.
+        // 2. Only this function refers to `record`, so the two ranges do not overlap.
+        // 3. While a file is measured, only the thread that owns the file writes it.
         unsafe { ptr::copy_nonoverlapping(self.start.as_ptr().add(offset), record.as_mut_ptr(), RECORD_BYTES) };
     }
 
@@ -73,7 +74,7 @@ impl Mapping {
         assert!(offset + RECORD_BYTES <= self.len_bytes && self.access == Access::Write);
         // SAFETY:
         // 1. The record lies within the mapping and is writable (assertion above, type invariant).
-        // 2. Nothing refers to these bytes (type invariant), so that the two do not overlap.
+        // 2. Nothing refers to these bytes (type invariant), so the two ranges do not overlap.
         unsafe { ptr::copy_nonoverlapping(record.as_ptr(), self.start.as_ptr().add(offset), RECORD_BYTES) };
     }
 
@@ -90,15 +91,15 @@ impl Mapping {
 #[derive(Debug)]
 pub struct Shared(Mapping);
 
-// SAFETY: it is mapped for reading alone, and nobody writes the file while it is measured.
+// SAFETY: the mapping is read-only, and the file is not written while it is measured.
 unsafe impl Sync for Shared {}
 
 impl Shared {
-    /// Maps a file that is at least `len_bytes` long, and takes all page faults.
+    /// Maps a file that is at least `len_bytes` long, and takes all page faults at once.
     ///
     /// # Errors
     ///
-    /// What `mmap` says.
+    /// The error of `mmap`.
     pub fn new(file: &File, len_bytes: usize) -> io::Result<Self> {
         let mapping = Mapping::new(file, len_bytes, Access::Read)?;
         mapping.touch();
@@ -114,7 +115,7 @@ impl Shared {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours alone and not used again (type invariant).
+        // SAFETY: nothing else refers to the mapping, and it is not used again (type invariant).
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.len_bytes) };
     }
 }
@@ -123,7 +124,7 @@ impl Drop for Mapping {
 mod tests {
     use super::*;
 
-    /// What is stored through one mapping is read through another, and by nobody past the end.
+    /// Bytes stored through one mapping are read through another; a read past the end fails.
     #[test]
     fn records_go_in_and_out() {
         let file = tempfile::tempfile().expect("a temporary file");

@@ -1,4 +1,4 @@
-//! Experiments on file systems in memory: plain tmpfs with each setting for huge pages, and the one that Pagemill steers.
+//! Experiments on file systems in memory: plain tmpfs with each setting for huge pages, and Pagemill's mount.
 
 pub mod iozone;
 pub mod mapping;
@@ -17,25 +17,25 @@ use crate::report::Report;
 use crate::subject;
 use mount::{FileSystem, Mounted, Mounter};
 
-/// Options of all of them.
+/// Options of all experiments on files.
 #[derive(Clone, Debug, clap::Args)]
 pub struct FileOptions {
     #[command(flatten)]
     pub common: Common,
-    /// A folder that `pagemill mount` serves already (default: one is mounted for each sample, which takes root)
+    /// A folder that `pagemill mount` already serves (default: one mount for each sample, which needs root)
     #[arg(long, value_name = "DIR")]
     pub dir: Option<PathBuf>,
 }
 
-/// What a workload is told that has its files in itself.
+/// Option of a workload that keeps its files in its own process.
 const CACHED: &str = "--cached";
 
-/// Cases, and how each is run on a mounted file system: by a workload with these arguments.
+/// Cases, and the arguments with which a workload runs each of them on a mounted file system.
 pub struct Plan<'a, Case> {
     pub cases: &'a [Case],
     pub rounds: usize,
     pub size_bytes: u64,
-    /// What the workload's line holds.
+    /// The fields of the workload's JSON line.
     pub metrics: &'a [&'static str],
     pub arguments: &'a dyn Fn(&Case) -> Vec<String>,
     pub name: &'a dyn Fn(&Case) -> String,
@@ -43,11 +43,11 @@ pub struct Plan<'a, Case> {
 }
 
 impl<Case: Ord + Clone> Plan<'_, Case> {
-    /// Runs every case on every file system, interleaved, each sample on a mount of its own.
+    /// Runs every case on every file system, interleaved. Each sample has a mount of its own.
     ///
     /// # Errors
     ///
-    /// A wrong answer, an interrupt, or a tmpfs that cannot be mounted any more.
+    /// A wrong answer, an interrupt, or a tmpfs that can no longer be mounted.
     pub fn measure(&self, mounter: &Mounter, ready: &[FileSystem], report: &mut Report) -> Result<Book<Case>> {
         let progress = Progress::new(self.cases.len() * self.rounds * ready.len());
         let mut book = Book::new();
@@ -84,16 +84,17 @@ impl<Case: Ord + Clone> Plan<'_, Case> {
     }
 }
 
-/// Where a workload works, and by what it knows that it still works there.
+/// Arguments of a workload: its folder, and the device number by which it checks that the mount is still there.
 pub fn place(mounted: &Mounted) -> [String; 4] {
     let folder = mounted.folder().display().to_string();
     ["--folder".to_owned(), folder, "--device".to_owned(), mounted.device().to_string()]
 }
 
-/// The same as a workload's options.
+/// The same, as parsed by a workload.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Place {
-    // Who takes a place or none could not do without one if these were required; who needs one is told so all the same.
+    // Workloads with an optional place could not be parsed if these were required. Workloads that need one check it
+    // themselves.
     /// The file system's root, or a folder in it
     #[arg(long, required = false, requires = "device")]
     pub folder: PathBuf,
@@ -103,7 +104,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// Fails where the file system is not what it was.
+    /// Fails if another file system is mounted there now.
     pub fn check(&self) -> std::result::Result<(), String> {
         mount::assert_tmpfs(&self.folder, self.device)
     }

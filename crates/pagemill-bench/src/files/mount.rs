@@ -1,7 +1,7 @@
-//! File systems in memory: mounted for a sample, asserted while it runs, gone after it.
+//! File systems in memory: mounted for a sample, checked while it runs, unmounted after it.
 //!
-//! All mounts are made in a mount namespace of the bench's own. Even where the bench is killed outright they go with its
-//! last process, and nobody else ever sees them. Only what was mounted here is unmounted.
+//! All mounts are made in a private mount namespace. Even if the bench is killed, they go with its last process, and no
+//! other process sees them. The bench unmounts only what it mounted.
 
 use std::ffi::CString;
 use std::fs;
@@ -18,24 +18,24 @@ use crate::error::{Error, Result, doing};
 use crate::native;
 use crate::subject::{self, PAGEMILL};
 
-/// What `statfs` calls a tmpfs.
+/// The type that `statfs` reports for tmpfs.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
-/// How long `pagemill mount` may take to mount, and to unmount.
+/// Time limit of `pagemill mount` to mount, and to unmount.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What is compared.
+/// A subject of the comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileSystem {
-    /// The stable word for it, in tables, JSON and `--only`.
+    /// Its stable name, in tables, JSON and `--only`.
     pub name: &'static str,
     kind: Kind,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
-    /// With its own setting for huge pages.
+    /// tmpfs with this setting for huge pages.
     Tmpfs(&'static str),
-    /// Pagemill's mount, which chooses per file.
+    /// Pagemill's mount, which chooses huge pages per file.
     Steered,
     /// A page cache in the workload's process: nothing to mount.
     Cache,
@@ -48,23 +48,23 @@ pub const STEERED: FileSystem = FileSystem { name: PAGEMILL, kind: Kind::Steered
 pub const CACHE: FileSystem = FileSystem { name: "cache", kind: Kind::Cache };
 
 impl FileSystem {
-    /// Whether there is something to mount; else the workload has its files in itself.
+    /// Whether there is something to mount; otherwise the workload keeps its files in its own process.
     pub fn is_mounted(self) -> bool {
         self.kind != Kind::Cache
     }
 }
 
-/// Where a file system came from, and so what has to be done at its end.
+/// How a file system was made, and so how it is removed.
 #[derive(Debug)]
 enum Origin {
-    /// Somebody else's; only our folder in it is removed.
+    /// Mounted before by the user; only the bench's folder in it is removed.
     Given,
     Mounted,
-    /// A resident controller mounted it and unmounts it when it is asked to end.
+    /// Mounted by a resident controller, which unmounts it when asked to end.
     Steered(Running),
 }
 
-/// A file system to work in, gone when dropped.
+/// A mounted file system; dropping it unmounts it.
 #[derive(Debug)]
 pub struct Mounted {
     origin: Option<Origin>,
@@ -72,28 +72,28 @@ pub struct Mounted {
     folder: TempDir,
 }
 
-/// How a file system ended.
+/// The result of an unmount.
 #[derive(Debug, Default)]
 pub struct Ended {
-    /// A sentence where the controller did not unmount by itself.
+    /// A message if the controller did not unmount by itself.
     pub complaint: Option<String>,
-    /// What the controller wrote to standard error, in one line.
+    /// Standard error of the controller, in one line.
     pub said: String,
 }
 
-/// Makes file systems.
+/// Mounts file systems.
 #[derive(Debug)]
 pub struct Mounter {
-    /// A folder of the user's that Pagemill steers already.
+    /// A folder that Pagemill already serves, given by the user.
     given: Option<PathBuf>,
 }
 
 impl Mounter {
-    /// Takes this thread and all that it starts into a mount namespace of their own.
+    /// Moves this thread, and all threads and processes that it starts, into a mount namespace of their own.
     ///
     /// # Errors
     ///
-    /// [`Error::CannotRun`] where mounting is not permitted, or the folder is no tmpfs.
+    /// [`Error::CannotRun`] if mounting is not permitted, or if the folder is no tmpfs.
     pub fn new(given: Option<&Path>) -> Result<Self> {
         let refused = |cause| Error::CannotRun(format!("mounting is not permitted here ({cause}); it takes root"));
         if let Some(folder) = given {
@@ -101,17 +101,17 @@ impl Mounter {
             assert_tmpfs(folder, device).map_err(Error::CannotRun)?;
         }
         native::unshare_mounts().map_err(refused)?;
-        // What others mount and unmount still reaches us; what we mount stays here.
+        // Later mounts and unmounts of the host still propagate to the bench; mounts of the bench stay here.
         let inwards = MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC;
         rustix::mount::mount_change("/", inwards).map_err(|errno| refused(errno.into()))?;
         Ok(Self { given: given.map(Path::to_owned) })
     }
 
-    /// Those of `known` that were asked for and can be mounted, and a sentence for each that cannot.
+    /// Returns the file systems of `known` that are wanted and can be mounted, and a gap for each that cannot.
     ///
     /// # Errors
     ///
-    /// [`Error::CannotRun`] for an unknown name, where a plain tmpfs cannot be mounted, or where nothing is left to run.
+    /// [`Error::CannotRun`] for an unknown name, if a plain tmpfs cannot be mounted, or if nothing is left to run.
     pub fn select(&self, only: &[String], known: &[FileSystem]) -> Result<(Vec<FileSystem>, Vec<String>)> {
         if let Some(name) = only.iter().find(|name| known.iter().all(|known| known.name != **name)) {
             let names: Vec<&str> = known.iter().map(|known| known.name).collect();
@@ -144,7 +144,7 @@ impl Mounter {
     ///
     /// # Errors
     ///
-    /// [`Error::CannotRun`] where a plain tmpfs cannot be mounted; [`Error::Interrupted`].
+    /// [`Error::CannotRun`] if a plain tmpfs cannot be mounted; [`Error::Interrupted`].
     pub fn mount(&self, subject: FileSystem, size_bytes: u64) -> Result<std::result::Result<Mounted, String>> {
         let builder = || tempfile::Builder::new().prefix("pagemill-bench-").to_owned();
         let Kind::Tmpfs(huge) = subject.kind else {
@@ -167,7 +167,7 @@ impl Mounter {
     }
 }
 
-/// Starts `pagemill mount` and waits until the folder has become a mount.
+/// Starts `pagemill mount` and waits until the folder is a mount point.
 fn start_controller(folder: &Path, size_bytes: u64) -> Result<std::result::Result<Running, String>> {
     let Some(program) = subject::built_file("pagemill") else {
         return Ok(Err("pagemill: the command is not built: cargo build --release -p pagemill-cli".to_owned()));
@@ -183,7 +183,7 @@ fn start_controller(folder: &Path, size_bytes: u64) -> Result<std::result::Resul
         if running.has_ended() {
             let finished = running.finish(Duration::ZERO)?;
             let complaint = String::from_utf8_lossy(&finished.stderr);
-            let complaint = complaint.lines().find(|line| !line.trim().is_empty()).unwrap_or("it said nothing");
+            let complaint = complaint.lines().find(|line| !line.trim().is_empty()).unwrap_or("it printed nothing");
             return Ok(Err(format!("pagemill: `pagemill mount` ended with {}: {complaint}", finished.status)));
         }
         if begun.elapsed() > PATIENCE {
@@ -202,12 +202,12 @@ impl Mounted {
         Ok(mounted)
     }
 
-    /// Where to work.
+    /// The folder for the workload's files.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }
 
-    /// The number of its device: another one, and it has been unmounted.
+    /// The device number of the mount; it changes if the file system is unmounted.
     pub fn device(&self) -> u64 {
         self.device
     }
@@ -224,7 +224,8 @@ impl Mounted {
             Some(Origin::Steered(running)) => self.end_controller(running),
         };
         if self.is_mounted() {
-            // Ours by its device number. Detached, since a killed workload may hold it for a moment.
+            // Its device number shows that it is the bench's mount. Detached, since a killed workload may hold it for a
+            // moment.
             let result = rustix::mount::unmount(self.folder(), UnmountFlags::DETACH);
             let stays = result.err().map(|errno| format!("{} stays: {errno}", self.folder().display()));
             ended.complaint = ended.complaint.or(stays);
@@ -236,10 +237,10 @@ impl Mounted {
         running.terminate();
         let finished = match running.finish(PATIENCE) {
             Ok(finished) => finished,
-            // The interrupt has killed it.
+            // The interrupt killed the controller.
             Err(Error::Interrupted { .. }) => return Ended::default(),
             Err(error) => {
-                let complaint = Some(format!("pagemill: the controller did not end when it was asked to: {error}"));
+                let complaint = Some(format!("pagemill: the controller did not end on request: {error}"));
                 return Ended { complaint, ..Ended::default() };
             }
         };
@@ -251,7 +252,7 @@ impl Mounted {
         Ended { complaint, said }
     }
 
-    /// Whether our folder still is the file system that was mounted on it.
+    /// Whether the folder still is the file system that was mounted on it.
     fn is_mounted(&self) -> bool {
         device_of(self.folder()).is_ok_and(|device| device == self.device)
     }
@@ -269,7 +270,7 @@ fn device_of(path: &Path) -> std::io::Result<u64> {
     fs::metadata(path).map(|metadata| metadata.dev())
 }
 
-/// Fails where the folder is no tmpfs, or not the one it was: a mount that vanished measures the disk below it.
+/// Fails if the folder is no tmpfs, or not the same one: if the mount vanished, the disk below it would be measured.
 pub fn assert_tmpfs(folder: &Path, device: u64) -> std::result::Result<(), String> {
     let at = |cause: std::io::Error| format!("{}: {cause}", folder.display());
     let kind = rustix::fs::statfs(folder).map_err(|errno| at(errno.into()))?.f_type as u64;
@@ -292,10 +293,10 @@ pub fn used_bytes(folder: &Path) -> std::result::Result<u64, String> {
 mod tests {
     use super::*;
 
-    /// Where mounting is permitted: a mount is a tmpfs of its own, counts its bytes, and leaves nothing behind.
+    /// If mounting is permitted: a mount is a separate tmpfs, counts its bytes, and leaves nothing behind.
     #[test]
     fn mounts_are_made_and_unmade() {
-        // A thread of its own: the tests beside it keep their mounts.
+        // In a thread of its own, so that the other tests keep their mount namespace.
         let test = thread::spawn(|| {
             let mounter = Mounter::new(None).map_err(|error| error.to_string())?;
             let mounted = mounter.mount(NEVER, 1 << 20).map_err(|error| error.to_string())??;
@@ -313,7 +314,7 @@ mod tests {
         }
     }
 
-    /// Names are told where one is unknown; a folder on no tmpfs is refused before anything is mounted.
+    /// An unknown name is answered with the known ones. A folder outside tmpfs is refused before anything is mounted.
     #[test]
     fn what_cannot_be_is_refused() {
         let mounter = Mounter { given: None };

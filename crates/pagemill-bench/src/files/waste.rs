@@ -1,4 +1,5 @@
-//! What files take beyond their content under each setting for huge pages, and whether large ones get them.
+//! Memory that files take beyond their content under each setting for huge pages, and whether large files get huge
+//! pages.
 
 use std::time::Duration;
 
@@ -13,11 +14,11 @@ use crate::stats::{self, Better};
 const AT_ONCE: &str = "used_at_once";
 const LATER: &str = "used_after_second";
 const SHARE: &str = "huge_share";
-/// What all but the hungriest setting may take of plain small pages, after a second.
+/// After a second, files may take at most this many times the memory that they take in small pages.
 const MOST: f64 = 1.1;
 const LEAST_SHARE: f64 = 0.95;
 
-/// What a kind of files is judged by.
+/// The criterion for a kind of files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Judged {
     Not,
@@ -31,7 +32,7 @@ struct Kind {
     name: &'static str,
     files: u64,
     bytes: u64,
-    /// Written at a time; 0: one byte in the middle of a hole.
+    /// Bytes per write; 0: one byte in the middle of a hole.
     step: u64,
     judged: Judged,
 }
@@ -51,18 +52,18 @@ const KINDS: [Kind; 6] = [
     appended("64 MiB in steps of 1 MiB", 1 << 20),
 ];
 
-/// Runs it and gives the report.
+/// Runs the experiment and returns the report.
 ///
 /// # Errors
 ///
-/// [`crate::error::Error::CannotRun`] where mounting is not permitted.
+/// [`crate::error::Error::CannotRun`] if mounting is not permitted.
 pub fn run(options: &super::FileOptions) -> Result<Report> {
     let common = &options.common;
     let mounter = Mounter::new(options.dir.as_deref())?;
     let (ready, gaps) = mounter.select(&common.only, &[NEVER, WITHIN_SIZE, ALWAYS, STEERED])?;
     let mut report = Report::new("waste", common.json);
     gaps.into_iter().for_each(|gap| report.gap(gap));
-    // The small ones take 2 MiB each where all is huge.
+    // Small files take 2 MiB each if all pages are huge.
     child::warm(2100)?;
     let plan = Plan {
         cases: &KINDS,
@@ -113,7 +114,7 @@ fn size_verdict(book: &Book<Kind>, kind: Kind) -> Verdict {
     let verdict = not_measured(target, Bound::AtMost(MOST), "x", "one side was not run");
     match (book.get(&kind, STEERED.name, LATER), book.get(&kind, NEVER.name, LATER)) {
         (Some(series), Some(never)) => Verdict {
-            // Bytes over bytes: here more is worse.
+            // Bytes divided by bytes: a larger ratio is worse here.
             estimate: stats::estimate(&series.ratios(never, Better::Higher)),
             baseline: NEVER.name.to_owned(),
             is_lost: !series.survived(),
@@ -142,7 +143,7 @@ fn share_verdict(book: &Book<Kind>, kind: Kind) -> Verdict {
 mod tests {
     use super::*;
 
-    /// Each kind is told to the workload with its numbers, and the kinds are the ones that are judged.
+    /// The workload receives the numbers of each kind, and exactly the kinds of the target are judged.
     #[test]
     fn kinds_are_told_to_the_workload() {
         assert_eq!(arguments(&KINDS[2]), ["__waste", "--files", "100", "--bytes", "67108864", "--step", "0"]);
@@ -150,7 +151,7 @@ mod tests {
         assert_eq!((count(Judged::BySize), count(Judged::ByHugePages)), (2, 3));
     }
 
-    /// A share is judged by itself, bytes by the ratio; a missing side is no verdict.
+    /// A share is judged by itself, bytes by the ratio; without one side there is no verdict.
     #[test]
     fn verdicts_need_both_sides() {
         let (mut book, small, large) = (Book::new(), KINDS[0], KINDS[3]);

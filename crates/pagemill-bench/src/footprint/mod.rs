@@ -1,18 +1,21 @@
-//! Real programs under every allocator: what they hold at most, at rest, and net of what could be given.
+//! Real programs under every allocator: their peak memory, their memory at rest, and the peak net of returnable memory.
 
+mod loads;
 mod programs;
 mod redis;
+mod returning;
 mod tree;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::child::{self, Finished, Outcome, Running};
 use crate::error::{Error, Result, doing};
-use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
+use crate::experiment::{self, Book, Common, Metric, Progress, not_measured, report_row};
 use crate::report::{Bound, Place, Report, Verdict};
 use crate::stats::{self, Better};
-use crate::subject::{self, PAGEMILL, Ready, Role};
+use crate::subject::{self, KEEPING, PAGEMILL, Ready, Role};
+pub use programs::is_installed;
 use programs::{PROGRAMS, Program};
 use tree::{Moment, Peaks, Watch};
 
@@ -25,24 +28,39 @@ const LARGEST: &str = "largest_process_mib";
 const IDLE: &str = "idle_mib";
 const IDLE_NET: &str = "idle_net_mib";
 const WALL: &str = "wall_s";
-const METRICS: [&str; 7] = [PEAK, PEAK_ANONYMOUS, NET_PEAK, LARGEST, IDLE, IDLE_NET, WALL];
+const REQUESTS: &str = "requests_per_second";
+const METRICS: [&str; 8] = [PEAK, PEAK_ANONYMOUS, NET_PEAK, LARGEST, IDLE, IDLE_NET, WALL, REQUESTS];
 
 /// Options of the experiment.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     #[command(flatten)]
     pub common: Common,
-    /// Only these programs: redis, python, python-tests, sqlite3, git, cargo-build
+    /// Only these programs: redis, python, python-tests, sqlite3, git, cargo-build, or the loads of --churn
     #[arg(long, value_delimiter = ',', value_name = "PROGRAM")]
     pub programs: Vec<String>,
+    /// Run loads that are hard on an allocator instead: churn, pandas, mstress, malloc-large, larson, rptest
+    #[arg(long, conflicts_with_all = ["programs", "returning"])]
+    pub churn: bool,
+    /// A checkout of mimalloc-bench, from which the last four loads are compiled
+    #[arg(long, value_name = "DIR")]
+    pub mimalloc_bench: Option<PathBuf>,
+    /// Measure instead a process that frees 400 MiB and goes on working: the memory that it still holds 15 s later
+    #[arg(long = "return", conflicts_with = "programs")]
+    pub returning: bool,
+    /// With --return: only pieces of these sizes, such as 512,4K,1M
+    #[arg(long, value_name = "SIZES", requires = "returning", value_delimiter = ',', value_parser = pagemill::units::parse_bytes)]
+    pub sizes: Vec<u64>,
 }
 
 /// One run of one program.
 struct Sample {
     peaks: Peaks,
-    /// Of servers, after a rest.
+    /// Memory after a rest; servers only.
     idle: Option<Moment>,
     wall: Duration,
+    /// Throughput, measured after the memory; servers only.
+    requests_per_second: Option<f64>,
 }
 
 impl Sample {
@@ -57,19 +75,24 @@ impl Sample {
             IDLE: self.idle.map(|idle| mib(idle.resident)),
             IDLE_NET: idle_net.map(mib),
             WALL: self.wall.as_secs_f64(),
+            REQUESTS: self.requests_per_second,
         })
     }
 }
 
-/// Runs it and gives the report.
+/// Runs the experiment and returns the report.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let is_wanted = |subject: &subject::Subject| subject.role != Role::ReturningAtOnce;
     let (ready, gaps) = subject::select(&common.only, is_wanted)?;
     let mut report = Report::new("footprint", common.json);
     gaps.into_iter().for_each(|gap| report.gap(gap));
-    let names = wanted_names(&options.programs)?;
-    child::warm(common.pick(256, 512))?;
+    if options.returning {
+        returning::run(options, &ready, &mut report)?;
+        return Ok(report);
+    }
+    let (names, loads) = wanted_names(options)?;
+    child::warm(common.pick(256, 1024))?;
     let progress = Progress::new(names.len() * common.rounds() * ready.len());
     let mut book = Book::new();
     for &name in &names {
@@ -83,16 +106,24 @@ pub fn run(options: &Options) -> Result<Report> {
         rows(&mut report, &book, name, &ready);
         verdicts(&mut report, &book, name);
     }
+    loads::run(options, &loads, &ready, &mut report)?;
     Ok(report)
 }
 
-fn wanted_names(given: &[String]) -> Result<Vec<&'static str>> {
-    let known: Vec<&'static str> = [REDIS].into_iter().chain(PROGRAMS.iter().map(|program| program.name)).collect();
+/// The programs and loads that were named; if none, all of the chosen kind.
+fn wanted_names(options: &Options) -> Result<(Vec<&'static str>, Vec<&'static str>)> {
+    let given = &options.programs;
+    let programs: Vec<&'static str> = [REDIS].into_iter().chain(PROGRAMS.iter().map(|program| program.name)).collect();
+    let loads: Vec<&'static str> = loads::names().collect();
+    let known = [programs.as_slice(), &loads].concat();
     if let Some(unknown) = given.iter().find(|name| !known.contains(&name.as_str())) {
         return Err(Error::CannotRun(format!("no program {unknown}; there are {}", known.join(", "))));
     }
-    let is_given = |name: &&str| given.is_empty() || given.iter().any(|given| given == name);
-    Ok(known.into_iter().filter(is_given).collect())
+    let wanted = |names: Vec<&'static str>, is_usual: bool| -> Vec<&'static str> {
+        let is_given = |name: &str| given.iter().any(|given| given == name);
+        names.into_iter().filter(|name| if given.is_empty() { is_usual } else { is_given(name) }).collect()
+    };
+    Ok((wanted(programs, !options.churn), wanted(loads, options.churn)))
 }
 
 fn measure(
@@ -108,7 +139,7 @@ fn measure(
         report.gap(gap);
         return Ok(());
     }
-    // Once unmeasured, without a preload: what is right, and everything in the page cache.
+    // One unmeasured run without a preload: it yields the reference output and fills the page cache.
     let reference = run_once(program, None, folder.path())?.0;
     if !reference.status.success() {
         let complaint = String::from_utf8_lossy(&reference.stderr).trim().to_owned();
@@ -123,7 +154,7 @@ fn measure(
             check(program, subject, &reference, &finished)?;
             let outcome = match (finished.status.success(), sample.peaks.saw_library) {
                 (true, true) => Outcome::Measured(sample.line()),
-                (true, false) => Outcome::Failed("the preload was not seen in it".to_owned()),
+                (true, false) => Outcome::Failed("the preload was not mapped in it".to_owned()),
                 (false, _) => child::outcome(subject.name(), &finished)?,
             };
             book.enter(&program.name, subject.name(), &METRICS, &outcome);
@@ -140,11 +171,11 @@ fn run_once(program: &Program, ready: Option<&Ready>, folder: &Path) -> Result<(
     let running = Running::start(&mut command)?;
     let watch = Watch::start(running.id(), ready.and_then(Ready::preload), ready.is_some_and(Ready::publishes));
     let finished = running.finish(Duration::from_secs(300))?;
-    let sample = Sample { peaks: watch.stop(), idle: None, wall: finished.wall };
+    let sample = Sample { peaks: watch.stop(), idle: None, wall: finished.wall, requests_per_second: None };
     Ok((finished, sample))
 }
 
-/// A program that succeeds with another output than without the preload was given wrong memory.
+/// If a program succeeds with other output than without the preload, its memory was wrong.
 fn check(program: &Program, ready: &Ready, reference: &Finished, finished: &Finished) -> Result<()> {
     let is_same = !program.is_repeatable || reference.stdout == finished.stdout;
     match is_same || !finished.status.success() {
@@ -174,7 +205,7 @@ fn measure_redis(
             progress.step(&format!("{REDIS}, {}", subject.name()));
             let outcome = match redis::run(subject, folder.path())? {
                 Ok(sample) if sample.peaks.saw_library => Outcome::Measured(sample.line()),
-                Ok(_) => Outcome::Failed("the preload was not seen in it".to_owned()),
+                Ok(_) => Outcome::Failed("the preload was not mapped in it".to_owned()),
                 Err(why) => Outcome::Failed(why),
             };
             book.enter(&REDIS, subject.name(), &METRICS, &outcome);
@@ -207,9 +238,22 @@ fn rows(report: &mut Report, book: &Book<&'static str>, name: &'static str, read
             report_row(report, book, (&name, name), subject.name(), metric, Some(place));
         }
     }
+    for subject in ready {
+        let place = Place { table: format!("{name}: requests a second"), column: "GET and SET".to_owned() };
+        let metric = Metric { name: REQUESTS, unit: "1/s", better: Better::Higher, baseline: Some(BASELINE) };
+        if book.get(&name, subject.name(), REQUESTS).is_some_and(|series| series.median().is_some()) {
+            report_row(report, book, (&name, name), subject.name(), metric, Some(place));
+        }
+    }
 }
 
 fn verdicts(report: &mut Report, book: &Book<&'static str>, name: &'static str) {
+    let requests = |subject| book.get(&name, subject, REQUESTS).filter(|series| series.median().is_some());
+    if let (Some(own), Some(keeping)) = (requests(PAGEMILL), requests(KEEPING))
+        && let Some(verdict) = experiment::against_keeping(name, &[own.ratios(keeping, Better::Higher)])
+    {
+        report.verdict(verdict);
+    }
     let Some(glibc) = book.get(&name, BASELINE, PEAK) else {
         return;
     };
@@ -220,10 +264,10 @@ fn verdicts(report: &mut Report, book: &Book<&'static str>, name: &'static str) 
         report.verdict(match pagemill {
             None => Verdict { note: "pagemill was not run".to_owned(), ..verdict },
             Some(series) if series.median().is_none() && series.killed + series.failures.len() == 0 => {
-                Verdict { note: "it was not seen what could be given".to_owned(), ..verdict }
+                Verdict { note: "the giveable memory was not published".to_owned(), ..verdict }
             }
             Some(series) => Verdict {
-                // Held memory over held memory: here more is worse.
+                // Memory divided by memory: a larger ratio is worse here.
                 estimate: stats::estimate(&series.ratios(glibc, Better::Higher)),
                 baseline: BASELINE.to_owned(),
                 is_lost: !series.survived(),

@@ -1,7 +1,7 @@
-//! The real programs: what they are given to do, and what they need.
+//! The real programs: their scripts and what they need.
 //!
-//! Each is one shell script in a folder of its own, without network, user settings or the time of day, so
-//! that its output is the same under every allocator. The outputs are compared.
+//! Each is one shell script in a folder of its own. It uses no network, no user settings and no time of day, so its
+//! output is the same under every allocator. The outputs are compared.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -12,21 +12,21 @@ use crate::error::{Result, doing};
 use crate::stats::Random;
 use crate::subject;
 
-/// One program's work.
+/// One program and its work.
 #[derive(Clone, Debug)]
 pub struct Program {
     pub name: &'static str,
-    /// Commands that must be there.
+    /// Commands that must be installed.
     pub needs: &'static [&'static str],
-    /// Run by `sh -e` in the prepared folder.
+    /// The script, run by `sh -e` in the prepared folder.
     pub script: &'static str,
-    /// Whether the output is the same each time; if not, only the status is compared.
+    /// Whether the output is the same each time. If not, only the status is compared.
     pub is_repeatable: bool,
-    /// Makes what the script works on.
+    /// Creates the script's input.
     prepare: fn(&Path) -> std::io::Result<()>,
 }
 
-/// All of them but Redis, which is a server and has a file of its own.
+/// All programs except Redis, which is a server and has a file of its own.
 pub const PROGRAMS: &[Program] = &[
     Program {
         name: "python",
@@ -97,7 +97,7 @@ pragma integrity_check;
 ";
 
 impl Program {
-    /// Makes the folder ready; the inner error is a sentence for the list of gaps.
+    /// Prepares the folder; the inner error is a sentence for the list of gaps.
     pub fn prepare(&self, folder: &Path) -> Result<std::result::Result<(), String>> {
         if let Some(missing) = self.needs.iter().find(|name| !is_installed(name)) {
             return Ok(Err(format!("{}: {missing} is not installed", self.name)));
@@ -109,7 +109,7 @@ impl Program {
         Ok(Ok(()))
     }
 
-    /// The command that does the work, under nobody's settings yet.
+    /// The command that does the work, without the settings of any subject.
     pub fn command(&self, folder: &Path) -> Command {
         let mut command = Command::new("sh");
         command.args(["-e", "-c", self.script]).current_dir(folder);
@@ -131,19 +131,24 @@ pub fn is_installed(name: &str) -> bool {
     std::env::split_paths(&path).any(|folder| folder.join(name).is_file())
 }
 
-/// Writes the script, and where the interpreter really is: what is on the path may be a wrapper in shell.
-fn prepare_python(folder: &Path) -> std::io::Result<()> {
+/// Writes the script, and the path of the real interpreter: `python3` on the path may be a shell wrapper.
+pub fn prepare_python(folder: &Path) -> std::io::Result<()> {
     let mut command = Command::new("python3");
     command.args(["-c", "import sys; print(sys.executable)"]).stdin(Stdio::null());
     fs::write(folder.join("python"), command.output()?.stdout)?;
     fs::write(folder.join("work.py"), PYTHON)
 }
 
+/// Returns the interpreter that [`prepare_python`] found.
+pub fn python(folder: &Path) -> std::io::Result<String> {
+    fs::read_to_string(folder.join("python")).map(|path| path.trim().to_owned())
+}
+
 fn has_python_tests(folder: &Path) -> bool {
-    let Ok(python) = fs::read_to_string(folder.join("python")) else {
+    let Ok(python) = python(folder) else {
         return false;
     };
-    let mut command = Command::new(python.trim());
+    let mut command = Command::new(python);
     command.args(["-c", "import test.test_json, test.test_dict"]);
     command.stdin(Stdio::null()).stderr(Stdio::null());
     command.status().is_ok_and(|status| status.success())
@@ -153,7 +158,7 @@ fn prepare_sqlite(folder: &Path) -> std::io::Result<()> {
     fs::write(folder.join("work.sql"), SQL)
 }
 
-/// Six hundred files of text that compresses like text.
+/// Writes six hundred text files that compress like text.
 fn prepare_git(folder: &Path) -> std::io::Result<()> {
     const WORDS: [&str; 8] = ["page", "folio", "range", "block", "limit", "slab", "node", "store"];
     let tree = folder.join("tree");
@@ -171,11 +176,11 @@ fn prepare_git(folder: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
-/// A crate without dependencies, in sixty modules.
+/// Writes a crate without dependencies, in sixty modules.
 fn prepare_cargo(folder: &Path) -> std::io::Result<()> {
     let source = folder.join("work/src");
     fs::create_dir_all(&source)?;
-    // An empty [workspace] keeps cargo from looking for one in the folders above.
+    // An empty [workspace] keeps cargo from searching the parent folders for one.
     let manifest = "[package]\nname = \"work\"\nversion = \"0.0.0\"\nedition = \"2021\"\n[workspace]\n";
     fs::write(folder.join("work/Cargo.toml"), manifest)?;
     let mut main = String::new();

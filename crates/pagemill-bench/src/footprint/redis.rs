@@ -10,6 +10,7 @@ use super::tree::{self, Watch};
 use super::{Sample, programs};
 use crate::child::{self, Running};
 use crate::error::{Error, Result, doing};
+use crate::stats;
 use crate::subject::{self, Ready};
 
 const NAME: &str = "redis";
@@ -17,10 +18,10 @@ const KEYS: u32 = 200_000;
 const VALUE_BYTES: usize = 500;
 const IDLE: Duration = Duration::from_secs(2);
 
-/// Commands sent before their answers are read.
+/// Commands sent before their replies are read.
 const PIPELINE: u32 = 1000;
 
-/// What is missing to run it.
+/// A gap if a program is missing.
 pub fn gap() -> Option<String> {
     let missing = ["redis-server", "redis-benchmark"].into_iter();
     let missing = missing.filter(|name| !programs::is_installed(name));
@@ -31,10 +32,10 @@ pub fn gap() -> Option<String> {
     })
 }
 
-/// Runs the server under the subject and works it over.
+/// Runs the server under the subject, with its load.
 pub fn run(ready: &Ready, folder: &Path) -> Result<std::result::Result<Sample, String>> {
     let socket = folder.join("socket");
-    // Of an earlier server; if it is not there, all the better.
+    // Removes the socket of an earlier server, if there is one.
     let _ = std::fs::remove_file(&socket);
     let mut command = Command::new("redis-server");
     command.args(["--port", "0", "--save", "", "--appendonly", "no", "--daemonize", "no"]);
@@ -44,7 +45,7 @@ pub fn run(ready: &Ready, folder: &Path) -> Result<std::result::Result<Sample, S
     if ready.preload().is_none()
         && let Some(libc) = subject::installed_file("libc.so.6")
     {
-        // Distributions link Redis with jemalloc. The C library preloaded comes first again.
+        // Distributions link Redis with jemalloc. Preloading the C library puts glibc's malloc first again.
         command.env("LD_PRELOAD", libc);
     }
     let begun = Instant::now();
@@ -60,14 +61,19 @@ pub fn run(ready: &Ready, folder: &Path) -> Result<std::result::Result<Sample, S
         Err(_) => None,
     };
     let peaks = watch.stop();
-    let ended = worked.and_then(|mut client| client.send(&["SHUTDOWN", "NOSAVE"]));
+    // Runs after the memory was measured, so its effect on the server's memory is not counted.
+    let ended = worked.and_then(|mut client| {
+        let requests = throughput(&socket)?;
+        client.send(&["SHUTDOWN", "NOSAVE"])?;
+        Ok(requests)
+    });
     match ended {
-        Ok(()) => {
+        Ok(requests) => {
             let finished = server.finish(Duration::from_secs(30))?;
             if !finished.status.success() {
                 return Ok(Err(format!("{NAME}: the server ended with {}", finished.status)));
             }
-            Ok(Ok(Sample { peaks, idle, wall }))
+            Ok(Ok(Sample { peaks, idle, wall, requests_per_second: Some(requests) }))
         }
         Err(Trouble::Wrong(what)) => Err(Error::WrongAnswer { subject: ready.name().to_owned(), what }),
         Err(Trouble::Lost(why)) => {
@@ -77,11 +83,11 @@ pub fn run(ready: &Ready, folder: &Path) -> Result<std::result::Result<Sample, S
     }
 }
 
-/// What can go wrong with a server.
+/// Failures of a server.
 enum Trouble {
-    /// It answered something else than what was stored.
+    /// A reply differs from what was stored.
     Wrong(String),
-    /// It did not answer.
+    /// No reply.
     Lost(String),
 }
 
@@ -120,15 +126,31 @@ fn work(server: &Running, socket: &Path) -> std::result::Result<Client, Trouble>
 }
 
 fn own_benchmark(socket: &Path) -> std::result::Result<(), Trouble> {
+    benchmark(socket, &["-t", "set,get,lpush", "-n", "20000", "-r", "1000", "-P", "16", "-q"]).map(drop)
+}
+
+/// Requests per second, the geometric mean of SET and GET of 500 bytes.
+fn throughput(socket: &Path) -> std::result::Result<f64, Trouble> {
+    let csv = benchmark(socket, &["-t", "set,get", "-n", "200000", "-r", "100000", "-P", "16", "-d", "500", "--csv"])?;
+    rates(&csv).ok_or_else(|| Trouble::Lost(format!("redis-benchmark printed no rates: {csv:.100}")))
+}
+
+/// The geometric mean of the rates in redis-benchmark's CSV: the second field of each line in which it is a number.
+fn rates(csv: &str) -> Option<f64> {
+    let fields = csv.lines().filter_map(|line| line.split(',').nth(1)?.trim_matches('"').parse::<f64>().ok());
+    let rates: Vec<Vec<f64>> = fields.map(|rate| vec![rate]).collect();
+    (rates.len() == 2).then(|| stats::geometric_means(&rates)[0])
+}
+
+fn benchmark(socket: &Path, arguments: &[&str]) -> std::result::Result<String, Trouble> {
     let mut command = Command::new("redis-benchmark");
-    command.args(["-t", "set,get,lpush", "-n", "20000", "-r", "1000", "-P", "16", "-q", "-s"]);
-    command.arg(socket);
+    command.args(arguments).arg("-s").arg(socket);
     subject::clear_foreign_settings(&mut command);
     let lost = |error: Error| Trouble::Lost(error.to_string());
     let running = Running::start(&mut command).map_err(lost)?;
     let finished = running.finish(Duration::from_secs(120)).map_err(lost)?;
     match finished.status.success() {
-        true => Ok(()),
+        true => Ok(String::from_utf8_lossy(&finished.stdout).into_owned()),
         false => Err(Trouble::Lost(format!("redis-benchmark ended with {}", finished.status))),
     }
 }
@@ -141,7 +163,7 @@ fn value(key: u32) -> String {
     format!("{key:09}.").repeat(VALUE_BYTES / 10)
 }
 
-/// A connection that speaks the few words of Redis needed here.
+/// A connection with the few commands of Redis that are needed here.
 struct Client {
     reader: BufReader<UnixStream>,
     writer: std::io::BufWriter<UnixStream>,
@@ -200,7 +222,21 @@ impl Client {
     }
 }
 
-/// A folder whose path is short enough for the name of a socket.
+/// Makes a folder with a path short enough for a socket's name.
 pub fn folder() -> Result<tempfile::TempDir> {
     tempfile::tempdir().map_err(doing("making a folder for Redis"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The header of the table is no rate; both tests must be there.
+    #[test]
+    fn rates_are_read_from_csv() {
+        let csv = "\"test\",\"rps\",\"avg_latency_ms\"\n\"SET\",\"200.00\",\"0.1\"\n\"GET\",\"800.00\",\"0.1\"\n";
+
+        assert!(rates(csv).is_some_and(|rate| (rate - 400.0).abs() < 1e-6));
+        assert!(rates("\"SET\",\"200.00\"\n").is_none());
+    }
 }

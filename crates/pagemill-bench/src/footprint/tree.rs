@@ -1,4 +1,4 @@
-//! Watching the memory of a process and all its descendants, every ten milliseconds.
+//! Samples the memory of a process and all its descendants every ten milliseconds.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,17 +12,17 @@ use crate::proc;
 
 const INTERVAL: Duration = Duration::from_millis(10);
 
-/// The most that a tree held at one moment, in bytes.
+/// The peaks of a tree, in bytes.
 #[derive(Clone, Debug, Default)]
 pub struct Peaks {
-    /// Sum over the tree; pages shared by several are counted for each, under every allocator alike.
+    /// Sum over the tree. Shared pages count once for each process, under every allocator alike.
     pub resident: u64,
     pub anonymous: u64,
-    /// The most of resident less giveable; none where the allocator does not publish what it could give.
+    /// The peak of resident minus returnable memory; none if the allocator does not publish the latter.
     pub net: Option<u64>,
-    /// The largest peak of a single process, as the kernel kept it: no sample can miss it.
+    /// The largest peak of a single process, as recorded by the kernel, so sampling cannot miss it.
     pub largest_process: u64,
-    /// Whether the preloaded library was seen in the root.
+    /// Whether the root process has mapped the preloaded library.
     pub saw_library: bool,
 }
 
@@ -31,11 +31,11 @@ pub struct Peaks {
 pub struct Moment {
     pub resident: u64,
     pub anonymous: u64,
-    /// None where the allocator does not publish it.
+    /// Returnable bytes; none if the allocator does not publish them.
     pub giveable: Option<u64>,
 }
 
-/// A thread that looks at a tree until it is told to stop.
+/// A thread that samples a tree until it is stopped.
 #[derive(Debug)]
 pub struct Watch {
     is_over: Arc<AtomicBool>,
@@ -43,7 +43,8 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Begins to look at the tree below `root`. `publishes`: what a process of it has not published yet, it cannot give.
+    /// Starts to sample the tree below `root`. If `publishes`, a process that has not published yet counts as having
+    /// nothing to return.
     pub fn start(root: u32, library: Option<&Path>, publishes: bool) -> Self {
         let is_over = Arc::new(AtomicBool::new(false));
         let library = library.map(|library| library.display().to_string());
@@ -54,7 +55,7 @@ impl Watch {
         Self { is_over, thread: Some(thread) }
     }
 
-    /// Ends the watching and tells the peaks.
+    /// Stops the sampling and returns the peaks.
     pub fn stop(mut self) -> Peaks {
         self.is_over.store(true, Ordering::Relaxed);
         let peaks = self.thread.take().and_then(|thread| thread.join().ok());
@@ -68,7 +69,7 @@ impl Drop for Watch {
     }
 }
 
-/// What the tree below `root` holds now.
+/// Samples the tree below `root` once.
 pub fn moment(root: u32, publishes: bool) -> Moment {
     look(root, publishes, &mut BTreeMap::new())
 }
@@ -76,7 +77,7 @@ pub fn moment(root: u32, publishes: bool) -> Moment {
 fn watch(root: u32, library: Option<&str>, publishes: bool, is_over: &AtomicBool) -> Peaks {
     let mut peaks = Peaks { saw_library: library.is_none(), ..Peaks::default() };
     let mut largest = BTreeMap::new();
-    // One look at least.
+    // Samples at least once.
     loop {
         let now = look(root, publishes, &mut largest);
         peaks.resident = peaks.resident.max(now.resident);
@@ -118,12 +119,12 @@ fn look(root: u32, publishes: bool, largest: &mut BTreeMap<(u32, u64), u64>) -> 
 mod tests {
     use super::*;
 
-    /// A tree is seen with its children: this process alone, then with one more.
+    /// A tree includes its children: first this process alone, then with one child.
     #[test]
     fn children_are_counted() {
         let root = std::process::id();
         let watch = Watch::start(root, None, false);
-        // It ends with its input.
+        // `cat` ends when its input is closed.
         let child = std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn();
         let mut child = child.expect("cat starts");
         let both = proc::tree(root);

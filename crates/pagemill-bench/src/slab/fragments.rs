@@ -1,4 +1,5 @@
-//! Two million objects of which a random nine tenths go: what the process still has when everybody gave back what he could.
+//! Two million objects, of which nine tenths are freed at random: the memory that the process still has after each
+//! allocator returned what it could.
 
 use super::keepers::{self, Keeper, MOVERS};
 use super::{BY_HANDLE, BY_OWNER, Options};
@@ -9,13 +10,13 @@ use crate::proc;
 use crate::report::{Bound, Place, Report, Verdict};
 use crate::stats::{self, Better};
 
-/// Bytes of an object.
+/// Sizes of the objects in bytes.
 pub const SIZES: [u64; 2] = [192, 576];
 
-/// Objects, quickly and for real. Targets are about the latter.
+/// Number of objects (quick, full). The targets are about the latter.
 const OBJECTS: (u64, u64) = (500_000, 2_000_000);
 
-/// For each object of the larger size: what it takes in the worst allocator, and where it is copied from.
+/// Memory needed per object of the larger size: in the worst allocator, plus its source.
 const NEEDED_BYTES: u64 = 2 * 1024;
 
 const BASELINE: &str = "glibc";
@@ -33,23 +34,24 @@ const TIMES_COPY: &str = "times_copy";
 const OF_ALL: [&str; 5] = [HELD, LEFT_MIB, LEFT, HANDLES_MIB, MS];
 const OF_MOVERS: [&str; 4] = [MOVED, MOVE_NS, COPY_NS, TIMES_COPY];
 
-/// At most so many times what is live; by handle beside 8 bytes for each of the most that there were.
+/// Bound on the memory left, relative to the live bytes; for handles, 8 bytes for each object of the peak are not
+/// counted.
 const MOST_RATIO: f64 = 1.10;
-/// Others hold at least so many times as much.
+/// Peers must have at least this many times as much memory left.
 const OTHERS: [(&str, f64); 2] = [(BY_OWNER, 5.0), (BY_HANDLE, 4.0)];
-/// A move takes at most so many times the time of a copy.
+/// Bound on the time of a move, relative to a copy.
 const MOST_COPIES: f64 = 6.0;
 
-/// How many objects are wanted.
+/// The number of objects.
 pub fn objects(options: &Options) -> u64 {
     options.objects.map_or(options.common.pick(OBJECTS.0, OBJECTS.1), u64::from)
 }
 
-/// Refuses to begin where memory would not do, and touches what will be used.
+/// Checks that enough memory is available, and touches what will be used.
 ///
 /// # Errors
 ///
-/// [`Error::CannotRun`].
+/// [`Error::CannotRun`] without enough memory.
 pub fn prepare(options: &Options) -> Result<()> {
     let needed = objects(options) * NEEDED_BYTES;
     match proc::available_bytes() {
@@ -60,11 +62,11 @@ pub fn prepare(options: &Options) -> Result<()> {
     }
 }
 
-/// Measures what is wanted, and adds rows and verdicts.
+/// Measures the wanted subjects; adds rows and verdicts.
 ///
 /// # Errors
 ///
-/// [`Error::WrongAnswer`], [`Error::CannotRun`] without the memory for it.
+/// [`Error::WrongAnswer`]; [`Error::CannotRun`] without enough memory.
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let keepers = keepers::wanted(&options.common, report)?;
     if keepers.is_empty() {
@@ -126,7 +128,7 @@ fn rows(report: &mut Report, book: &Book<u64>, keepers: &[Keeper], (size, object
 
 fn verdicts(report: &mut Report, book: &Book<u64>, size: u64, is_small: bool) {
     let mut add = |verdict: Verdict| {
-        let note = "fewer objects than the target speaks of".to_owned();
+        let note = "fewer objects than the target requires".to_owned();
         report.verdict(if is_small { Verdict { estimate: None, note, ..verdict } } else { verdict });
     };
     for subject in MOVERS {
@@ -146,7 +148,7 @@ fn verdicts(report: &mut Report, book: &Book<u64>, size: u64, is_small: bool) {
     }
 }
 
-/// How many times as much a peer has left, handles and all.
+/// Memory that a peer has left, relative to `subject` with its handles.
 fn compare_bytes(
     book: &Book<u64>,
     target: String,

@@ -1,4 +1,4 @@
-//! Who keeps the objects that are fragmented: allocators, each preloaded, and caches in a workload of their own.
+//! Subjects that hold the fragmented objects: allocators, each preloaded, and caches in workloads of their own.
 
 use std::time::Duration;
 
@@ -9,15 +9,15 @@ use crate::experiment::Common;
 use crate::report::Report;
 use crate::subject::{self, MESH, Ready};
 
-/// Caches: the name as reported, which is the workload's word too.
+/// Caches, by their names in the report and on the workload's command line.
 pub const CACHES: [&str; 3] = [BY_OWNER, BY_HANDLE, FIXED];
 
-/// Caches whose objects move.
+/// Caches with relocatable objects.
 pub const MOVERS: [&str; 2] = [BY_OWNER, BY_HANDLE];
 
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// One of them.
+/// An allocator or a cache.
 pub enum Keeper {
     Allocator(Ready),
     Cache(&'static str),
@@ -35,7 +35,7 @@ impl Keeper {
         MOVERS.contains(&self.name())
     }
 
-    /// Runs a workload of `__slab` with it.
+    /// Runs a workload of `__slab` with this subject.
     pub fn sample(&self, work: &str, numbers: &[(&str, u64)], flag: Option<&str>) -> Result<Outcome> {
         let mut line = vec!["__slab".to_owned(), work.to_owned(), "--subject".to_owned()];
         match self {
@@ -63,7 +63,7 @@ pub fn alone(name: &str, line: &[&str]) -> Result<Outcome> {
     child::outcome(name, &Running::start(&mut command)?.finish(LIMIT)?)
 }
 
-/// Those that are wanted and there; who is wanted and is not becomes a gap.
+/// Returns the wanted subjects that are available; adds a gap for each that is not.
 pub fn wanted(common: &Common, report: &mut Report) -> Result<Vec<Keeper>> {
     let caches = CACHES.into_iter().filter(|name| common.is_wanted(name)).map(Keeper::Cache);
     let (mut ready, gaps) = allocators(common)?;
@@ -77,12 +77,12 @@ pub fn wanted(common: &Common, report: &mut Report) -> Result<Vec<Keeper>> {
     Ok(caches.chain(ready.into_iter().map(Keeper::Allocator)).collect())
 }
 
-/// All that there can be.
+/// The names of all subjects.
 pub fn names() -> impl Iterator<Item = &'static str> {
     CACHES.into_iter().chain(peers())
 }
 
-/// All that are no caches of Pagemill.
+/// The names of all subjects that are not caches of Pagemill.
 pub fn peers() -> impl Iterator<Item = &'static str> {
     allocator_names().chain([MESH.name])
 }

@@ -1,7 +1,7 @@
-//! Slabs: what it costs to take an object and to give it back, and to read it; what its users notice of its being moved; what is left of
-//! fragmented memory, who waits while it is packed, and how fast it is walked.
+//! Slabs: cost to allocate, free and read an object; effect of moves on concurrent users; memory left after
+//! fragmentation, stalls during compaction, and the speed of walks.
 //!
-//! The parts have books, rows and targets of their own; each adds them to the one report.
+//! Each part has its own samples, rows and targets, and adds them to the common report.
 
 mod fragments;
 mod keepers;
@@ -18,7 +18,7 @@ use crate::experiment::Common;
 use crate::report::Report;
 use crate::subject::{self, Ready, Role, SUBJECTS};
 
-/// Names of the caches, as reported.
+/// Names of the caches in the report.
 pub const FIXED: &str = "fixed";
 pub const BY_OWNER: &str = "by-owner";
 pub const BY_HANDLE: &str = "by-handle";
@@ -26,21 +26,21 @@ pub const BY_HANDLE: &str = "by-handle";
 /// A part of the experiment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Part {
-    /// Objects taken and given back
+    /// Allocate and free objects
     Speed,
     /// Values read by handle
     Reads,
-    /// A reader and a writer while objects are moved
+    /// A reader and a writer while objects are moved concurrently
     Moves,
-    /// Two million objects, a random nine tenths freed, all memory given back that can be
+    /// Two million objects, nine tenths of them freed at random, then all free memory returned
     Fragments,
-    /// A thread that takes and frees objects meanwhile
+    /// Latency of a thread that allocates and frees objects during that compaction
     Stalls,
-    /// A tree of names and the index of a file walked while objects move, and after
+    /// Walks of a tree of names and of a file's index, while objects are moved and after that
     Walks,
 }
 
-/// What `--help` says below the options.
+/// The text that `--help` prints below the options.
 const MORE_HELP: &str = "\
 Subjects (--only) of the parts (--parts):
   speed      fixed, by-owner, by-handle: Pagemill's caches
@@ -49,16 +49,16 @@ Subjects (--only) of the parts (--parts):
   moves      by-handle, by-owner
   fragments  by-owner, by-handle, fixed, glibc, jemalloc, mimalloc, tcmalloc, mesh
   stalls     the same
-  walks      still, moving, fragmented, packed: trees and files, while nothing moves,
-             while objects move, after most went, after the rest was packed
+  walks      still, moving, fragmented, packed: trees and files, without moves,
+             during moves, after most objects were freed, after compaction
 
 Examples:
   pagemill bench slab --quick --parts reads
   pagemill bench slab --parts speed --sizes 192 --only fixed,tcmalloc
   pagemill bench slab --parts fragments --only by-owner,glibc
 
-All of speed takes some eight minutes, reads and moves two. What is measured, how,
-and figures: docs/benchmarks-slab.md.";
+The part speed takes about eight minutes, reads and moves two. Methods and figures:
+docs/benchmarks-slab.md.";
 
 /// Options of the experiment.
 #[derive(Clone, Debug, clap::Args)]
@@ -69,24 +69,24 @@ pub struct Options {
     /// Only these parts, separated by commas
     #[arg(long, value_delimiter = ',', value_name = "PART")]
     pub parts: Vec<Part>,
-    /// Bytes of the objects of speed, separated by commas (default 64,192,576,1024,4096)
+    /// Object sizes of the part speed in bytes, separated by commas (default 64,192,576,1024,4096)
     #[arg(long, value_delimiter = ',', value_name = "BYTES", value_parser = speed::size)]
     pub sizes: Vec<usize>,
-    /// Count the instructions of speed, too, through valgrind
+    /// Also count the instructions of the part speed, through valgrind
     #[arg(long)]
     pub callgrind: bool,
-    /// How many objects fragments and stalls begin with (default 2,000,000, with --quick 500,000)
+    /// Initial number of objects of the parts fragments and stalls (default 2,000,000, with --quick 500,000)
     #[arg(long, value_parser = clap::value_parser!(u32).range(1000..))]
     pub objects: Option<u32>,
 }
 
 impl Part {
-    /// As `--parts` has it.
+    /// The part's name as an argument of `--parts`.
     fn name(self) -> String {
         self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
     }
 
-    /// What `--only` may name of it.
+    /// The part's subjects, as arguments of `--only`.
     fn subjects(self) -> Vec<&'static str> {
         match self {
             Self::Speed => speed::names().collect(),
@@ -99,17 +99,17 @@ impl Part {
 }
 
 impl Options {
-    /// Whether a part is run: it was named, or none was, and it has a subject that is wanted.
+    /// Whether a part is run: it is named, or no part is, and it has a wanted subject.
     fn has(&self, part: Part) -> bool {
         let is_named = self.parts.is_empty() || self.parts.contains(&part);
         is_named && part.subjects().into_iter().any(|name| self.common.is_wanted(name))
     }
 
-    /// Refuses what would measure nothing: a part, a subject, an option.
+    /// Rejects a part, a subject or an option that would measure nothing.
     ///
     /// # Errors
     ///
-    /// [`Error::CannotRun`] with the subjects or parts that there are.
+    /// [`Error::CannotRun`] with the list of known subjects or parts.
     fn check(&self) -> Result<()> {
         self.common.check_only(&known())?;
         let list = |part: &Part| format!("{} has {}", part.name(), part.subjects().join(", "));
@@ -140,11 +140,11 @@ impl Options {
     }
 }
 
-/// Runs it and gives the report.
+/// Runs the experiment and returns the report.
 ///
 /// # Errors
 ///
-/// [`Error::WrongAnswer`] where an object was not what was put there; [`Error::CannotRun`] for an unknown subject, and where a part or
+/// [`Error::WrongAnswer`] if an object had wrong contents; [`Error::CannotRun`] for an unknown subject, or if a part or
 /// an option would measure nothing.
 pub fn run(options: &Options) -> Result<Report> {
     options.check()?;
@@ -170,7 +170,7 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-/// Subjects of all parts.
+/// The subjects of all parts.
 fn known() -> Vec<&'static str> {
     let mut all: Vec<_> = Part::value_variants().iter().flat_map(|part| part.subjects()).collect();
     all.sort_unstable();
@@ -178,12 +178,12 @@ fn known() -> Vec<&'static str> {
     all
 }
 
-/// Allocators as they come.
+/// The names of the allocators with default settings.
 fn allocator_names() -> impl Iterator<Item = &'static str> {
     SUBJECTS.iter().filter(|subject| subject.role == Role::Default).map(|subject| subject.name)
 }
 
-/// The default allocators that are wanted and there, and a sentence for each that is wanted and is not.
+/// Returns the wanted default allocators that are available, and a gap for each that is not.
 fn allocators(common: &Common) -> Result<(Vec<Ready>, Vec<String>)> {
     let is_default = |subject: &subject::Subject| subject.role == Role::Default;
     let only: Vec<String> = allocator_names().filter(|name| common.is_wanted(name)).map(str::to_owned).collect();
@@ -194,7 +194,7 @@ fn allocators(common: &Common) -> Result<(Vec<Ready>, Vec<String>)> {
 mod tests {
     use super::*;
 
-    /// The help names every part with its subjects, and every size.
+    /// The help lists every part with its subjects, and every size.
     #[test]
     fn help_names_all() {
         let parts: Vec<&str> = MORE_HELP.split("\n  ").collect();

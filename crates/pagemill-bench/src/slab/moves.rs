@@ -1,4 +1,4 @@
-//! A reader and a writer while the background defragments, beside the same two left alone.
+//! A reader and a writer during background defragmentation, beside the same two without it.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::report::{Bound, Place, Report, Verdict};
 use crate::stats::{self, Better};
 use crate::subject;
 
-/// As reported; also the workload's words.
+/// Names in the report and on the workload's command line.
 pub const KINDS: [&str; 2] = [BY_HANDLE, BY_OWNER];
 
 const READS: &str = "reads_per_second";
@@ -22,21 +22,21 @@ const MOVED: &str = "moved";
 type Case = bool;
 const CASES: [Case; 2] = [false, true];
 
-/// 38 MB of objects, more than caches hold.
+/// 38 MB of objects, more than CPU caches hold.
 const OBJECTS: u64 = 200_000;
 const RUN_MS: (u64, u64) = (200, 1000);
-/// A bound of a tenth takes more samples than others do.
+/// Samples (quick, full). A bound of 10 % takes more samples than usual.
 const ROUNDS: (usize, usize) = (3, 9);
 
 fn name(case: Case) -> &'static str {
     if case { "defragmented meanwhile" } else { "left alone" }
 }
 
-/// Measures it, and adds rows and verdicts.
+/// Measures the part; adds rows and verdicts.
 ///
 /// # Errors
 ///
-/// [`crate::error::Error::WrongAnswer`] where an object or a change of one was lost.
+/// [`crate::error::Error::WrongAnswer`] if an object or a write to one was lost.
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let kinds: Vec<&'static str> = KINDS.into_iter().filter(|kind| options.common.is_wanted(kind)).collect();
     let book = measure(&options.common, &kinds)?;
@@ -107,7 +107,7 @@ mod tests {
     use super::*;
     use crate::report::State;
 
-    /// 80 reads beside 100 fall short; a round that moved nothing failed, and is a lost one.
+    /// 80 reads against 100 fall short. A round without moves failed, and counts as lost.
     #[test]
     fn a_reader_that_is_held_up_falls_short() {
         let mut book = Book::new();

@@ -1,4 +1,4 @@
-//! Values read by handle, beside pointers to the very same values.
+//! Values read by handle, beside pointers to the same values.
 
 use std::time::Duration;
 
@@ -12,14 +12,14 @@ use crate::subject;
 
 const HANDLE: &str = "handle-read";
 const POINTER: &str = "pointer-read";
-/// Both are measured by one process, since it is the same memory; also what the workload calls them.
+/// Names in the report and on the workload's command line. One process measures both, since they read the same memory.
 pub const SUBJECTS: [&str; 2] = [HANDLE, POINTER];
 
-/// Reads that do not wait for each other, and such of which each says where the next is.
+/// Metrics: independent reads, and dependent reads, each of which yields the address of the next.
 const NS: &str = "ns";
 const CHAIN_NS: &str = "chain_ns";
 
-/// Values: as many as the first level of a processor's cache has lines for, with their handles and words; and more than the second has.
+/// Number of values: as many as fit into L1 with their handles and words, and more than fit into L2.
 type Case = u64;
 const CASES: [Case; 2] = [100, 100_000];
 const RUN_MS: (u64, u64) = (100, 500);
@@ -29,11 +29,11 @@ fn name(case: Case) -> String {
     format!("{case} values of 192 B, {fits}")
 }
 
-/// Measures it, and adds rows and verdicts.
+/// Measures the part; adds rows and verdicts.
 ///
 /// # Errors
 ///
-/// [`crate::error::Error::WrongAnswer`] where a value was another one.
+/// [`crate::error::Error::WrongAnswer`] if a value had wrong contents.
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     let progress = Progress::new(common.rounds() * CASES.len());
@@ -69,7 +69,7 @@ fn sample(objects: u64, run_ms: u64) -> Result<Outcome> {
     child::outcome(HANDLE, &Running::start(&mut command)?.finish(Duration::from_secs(60))?)
 }
 
-/// What the line says of one subject.
+/// The fields of one subject in the workload's JSON line.
 fn part(outcome: &Outcome, subject: &str) -> Outcome {
     match outcome {
         Outcome::Measured(line) => Outcome::Measured(line[subject].clone()),
@@ -92,7 +92,7 @@ fn verdicts(report: &mut Report, book: &Book<Case>) {
 mod tests {
     use super::*;
 
-    /// One line is of two subjects; a run that failed is lost for both.
+    /// One line has both subjects; a failed run is lost for both.
     #[test]
     fn a_line_is_of_both() {
         let line = serde_json::json!({ HANDLE: { NS: 3.0, CHAIN_NS: 9.0 }, POINTER: { NS: 2.0, CHAIN_NS: 3.0 } });

@@ -1,4 +1,4 @@
-//! Objects taken and given back: Pagemill's caches beside allocators and maps by key.
+//! Speed of allocating and freeing objects: Pagemill's caches beside allocators and keyed maps.
 
 use std::process::Command;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::report::{Bound, Place, Report, Series, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, Ready};
 
-/// What is no allocator: the name as reported, and the workload's word.
+/// Subjects that are no allocators: the name in the report, and on the workload's command line.
 pub const CACHES: [(&str, &str); 5] = [
     (FIXED, "fixed"),
     (BY_OWNER, "by-owner"),
@@ -21,25 +21,26 @@ pub const CACHES: [(&str, &str); 5] = [
     ("sharded-slab", "sharded-slab"),
 ];
 
-/// All that there can be.
+/// The names of all subjects.
 pub fn names() -> impl Iterator<Item = &'static str> {
     CACHES.into_iter().map(|(name, _)| name).chain(super::allocator_names())
 }
 
-/// Who is judged, and beside whom: the faster of these.
+/// The subjects of verdicts, and their peers: the faster peer counts.
 const JUDGED: [&str; 2] = [FIXED, BY_OWNER];
 const PEERS: [&str; 2] = ["tcmalloc", "jemalloc"];
 const BEST: &str = "best-of-tcmalloc-and-jemalloc";
-/// What rows are compared with.
+/// The baseline of the rows.
 const BASELINE: &str = "jemalloc";
 
 const PATTERNS: [&str; 3] = ["pair", "batch", "churn"];
 const SIZES: [usize; 5] = [64, 192, 576, 1024, 4096];
-/// The size that targets speak of.
+/// The size of the targets.
 const TARGET_SIZE: usize = 192;
 const THREADS: [u64; 2] = [1, 2];
 
-/// Objects that live at a time while one is replaced; fewer of those of which so many would take more than this.
+/// Number of live objects while one is replaced, and a bound on their bytes, which reduces the number for large
+/// objects.
 const LIVE: usize = 100_000;
 const LIVE_BYTES: usize = 128 << 20;
 const RUN_MS: (u64, u64) = (20, 100);
@@ -53,7 +54,7 @@ type Shape = (&'static str, usize);
 /// Pattern, size, number of threads.
 type Case = (&'static str, usize, u64);
 
-/// Whose objects: an allocator under which a workload runs, or a cache in it.
+/// An allocator under which a workload runs, or a cache inside the workload.
 enum Subject {
     Allocator(Ready),
     Cache(&'static str, &'static str),
@@ -67,7 +68,7 @@ impl Subject {
         }
     }
 
-    /// Makes a command the workload, under the allocator.
+    /// Adds the workload's arguments to a command, and the allocator's preload.
     fn complete(&self, command: &mut Command, (pattern, size): Shape, numbers: &[(&str, u64)]) {
         let word = match self {
             Self::Allocator(_) => "malloc",
@@ -90,11 +91,11 @@ impl Subject {
     }
 }
 
-/// Measures what is wanted, and adds rows and verdicts.
+/// Measures the wanted subjects; adds rows and verdicts.
 ///
 /// # Errors
 ///
-/// [`crate::error::Error::WrongAnswer`] where an object lost its tag.
+/// [`crate::error::Error::WrongAnswer`] if an object's tag changed.
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     let (ready, gaps) = allocators(common)?;
@@ -118,7 +119,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// A size that can be measured.
+/// Parses one of the supported sizes.
 pub fn size(text: &str) -> std::result::Result<usize, String> {
     let size = text.parse().ok().filter(|size| SIZES.contains(size));
     size.ok_or_else(|| format!("there are objects of {SIZES:?} bytes"))
@@ -136,7 +137,7 @@ fn threads_name(threads: u64) -> String {
     format!("{threads} thread{}", if threads == 1 { "" } else { "s" })
 }
 
-/// One and two threads of a subject run next to each other: they are compared, too.
+/// Runs of one and two threads of a subject follow each other, since they are compared, too.
 fn measure(subjects: &[Subject], sizes: &[usize], common: &Common) -> Result<Book<Case>> {
     let run_ms = common.pick(RUN_MS.0, RUN_MS.1);
     let progress = Progress::new(shapes(sizes).count() * THREADS.len() * common.rounds() * subjects.len());
@@ -182,7 +183,7 @@ fn verdicts(report: &mut Report, book: &Book<Case>) {
     }
 }
 
-/// A cache beside the faster of its peers, which is chosen by the medians of this run.
+/// A cache against the faster of its peers, chosen by the medians of this run.
 fn against_best(book: &Book<Case>, name: &'static str, case: Case) -> Verdict {
     let target = format!("{}: {name}, as fast as the best of tcmalloc and jemalloc", case_name(case));
     let blank = not_measured(target, Bound::AtLeast(0.95), "x", "one side was not run");
@@ -202,7 +203,7 @@ fn against_best(book: &Book<Case>, name: &'static str, case: Case) -> Verdict {
     }
 }
 
-/// What two threads do in all beside one.
+/// Throughput of two threads relative to one.
 fn scaling(book: &Book<Case>, name: &'static str, (pattern, size): Shape) -> Verdict {
     let target = format!("{pattern}, {size} B: {name}, all of 2 threads against 1");
     let blank = not_measured(target, Bound::AtLeast(1.8), "x", "it was not run");
@@ -217,7 +218,7 @@ fn scaling(book: &Book<Case>, name: &'static str, (pattern, size): Shape) -> Ver
     }
 }
 
-/// Few enough that setting them up under valgrind takes no minute.
+/// Number of live objects under valgrind: few enough to set up within a minute.
 const COUNTED_LIVE: u64 = 20_000;
 
 fn count_instructions(report: &mut Report, subjects: &[Subject], sizes: &[usize]) -> Result<()> {
@@ -259,7 +260,8 @@ mod tests {
         book
     }
 
-    /// 8 ns beside 6 and 9: the faster of the peers counts; where it is not there, the other, and the run says so.
+    /// 8 ns against 6 and 9: the faster peer counts. If it is missing, the other one counts, and the verdict notes
+    /// that.
     #[test]
     fn the_faster_peer_is_the_baseline() {
         let all = [(FIXED, 1, 8.0), ("tcmalloc", 1, 6.0), ("jemalloc", 1, 9.0), ("slotmap", 1, 1.0)];
@@ -278,7 +280,7 @@ mod tests {
         assert_eq!(alone.state(), crate::report::State::NotMeasured);
     }
 
-    /// Two threads that take 10 ns each beside one that takes 9 do 1.8 times as much in all.
+    /// Two threads at 10 ns each against one at 9 ns have 1.8 times the throughput.
     #[test]
     fn scaling_is_of_all_threads() {
         let both = scaling(&book(&[(FIXED, 1, 9.0), (FIXED, 2, 10.0)]), FIXED, ("pair", TARGET_SIZE));
@@ -288,7 +290,7 @@ mod tests {
         assert_eq!(one.state(), crate::report::State::NotMeasured);
     }
 
-    /// A subject is an allocator or a cache, and each name is one's alone.
+    /// A subject is either an allocator or a cache, and its name is unique.
     #[test]
     fn names_are_known_once() {
         let known = super::super::known();

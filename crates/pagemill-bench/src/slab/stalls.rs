@@ -1,4 +1,5 @@
-//! How long a thread waits that takes and frees objects, while what nine tenths of others left is packed, or given back.
+//! Latency of a thread that allocates and frees objects while the tenth that others left is compacted, or memory is
+//! returned.
 
 use super::Options;
 use super::fragments::{self, SIZES};
@@ -10,7 +11,7 @@ use crate::stats::Better;
 
 const BASELINE: &str = "glibc";
 
-/// Metric, and its column. All in microseconds.
+/// Metrics and their columns, all in microseconds.
 const TIMES: [(&str, &str); 8] = [
     ("quiet_p50_us", "alone, 50 %"),
     ("quiet_p99_us", "99 %"),
@@ -25,13 +26,13 @@ const WORST: &str = "p9999_us";
 const CALLS: &str = "calls";
 const MS: &str = "ms";
 
-/// The 99.99th percentile is at most a millisecond.
+/// The bound is on the 99.99th percentile: at most one millisecond.
 const MOST_US: f64 = 1000.0;
 
-/// For how long the thread is watched alone.
+/// How long the thread runs alone.
 const QUIET_MS: (u64, u64) = (100, 500);
 
-/// Size of the objects, and whether they are packed by steps in the background.
+/// Size of the objects, and whether they are compacted in steps in the background.
 type Case = (u64, bool);
 
 fn name((size, steps): Case) -> String {
@@ -39,11 +40,11 @@ fn name((size, steps): Case) -> String {
     format!("{size} B, {how}")
 }
 
-/// Measures what is wanted, and adds rows and verdicts.
+/// Measures the wanted subjects; adds rows and verdicts.
 ///
 /// # Errors
 ///
-/// [`crate::error::Error::WrongAnswer`], [`crate::error::Error::CannotRun`] without the memory for it.
+/// [`crate::error::Error::WrongAnswer`]; [`crate::error::Error::CannotRun`] without enough memory.
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let keepers = keepers::wanted(&options.common, report)?;
     if keepers.is_empty() {

@@ -1,4 +1,4 @@
-//! Walks of a tree of names, as `find` does it, and of the index of a file: while objects are moved, and after.
+//! Walks of a tree of names, as `find` does it, and of a file's index: while objects are moved, and after that.
 
 use super::Options;
 use super::keepers::alone;
@@ -8,7 +8,7 @@ use crate::experiment::{Book, Common, Metric, Progress, Side, compare_times, not
 use crate::report::{Bound, Place, Report};
 use crate::stats::Better;
 
-/// Nothing is moved meanwhile; a thread in the background moves what it can; nine of ten objects went; the rest was packed.
+/// Subjects: no moves; a background thread moves objects; nine of ten objects were freed; the rest was compacted.
 const STILL: &str = "still";
 const MOVING: &str = "moving";
 const FRAGMENTED: &str = "fragmented";
@@ -18,16 +18,16 @@ pub const NAMES: [&str; 4] = [STILL, MOVING, FRAGMENTED, PACKED];
 const NS: &str = "ns";
 const MOVED: &str = "moved";
 
-/// Quickly, and for real.
+/// Sizes of the parts (quick, full).
 const ENTRIES: (u64, u64) = (20_000, 100_000);
 const PAGES: (u64, u64) = (6_000, 30_000);
 const TURNS: (u64, u64) = (2, 5);
 const TURN_MS: (u64, u64) = (100, 300);
 
-/// As fast, but for a twentieth.
+/// Bound on the speed: at most 5 % slower.
 const LEAST: f64 = 0.95;
 
-/// What is walked.
+/// The data structure that is walked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Case {
     Tree,
@@ -46,7 +46,7 @@ impl Case {
         }
     }
 
-    /// Who is judged, and beside whom.
+    /// The subject of the verdict, and its baseline.
     fn sides(self) -> [&'static str; 2] {
         match self {
             Self::Packed => [PACKED, FRAGMENTED],
@@ -55,11 +55,11 @@ impl Case {
     }
 }
 
-/// Measures what is wanted, and adds rows and verdicts.
+/// Measures the wanted subjects; adds rows and verdicts.
 ///
 /// # Errors
 ///
-/// [`crate::error::Error::WrongAnswer`] where a walk came by something else than what was there.
+/// [`crate::error::Error::WrongAnswer`] if a walk found a wrong entry.
 pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     child::warm(1024)?;
@@ -79,7 +79,7 @@ pub fn run_part(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Where nothing was moved there is nothing to say of moves.
+/// If nothing was moved, there is no verdict.
 fn verdict(report: &mut Report, book: &Book<Case>, case: Case) {
     let [own, base] = case.sides();
     let target = format!("walk, {}: {own}, as fast as {base}", case.name());
@@ -106,7 +106,7 @@ fn measure(common: &Common) -> Result<Book<Case>> {
                 sample_packed(common, &mut book)?;
                 continue;
             }
-            // Each round begins with another one.
+            // Each round begins with the other subject.
             for index in 0..2 {
                 let subject = case.sides()[(index + round) % 2];
                 if common.is_wanted(subject) {
@@ -128,7 +128,7 @@ fn sample(common: &Common, case: Case, subject: &str) -> Result<Outcome> {
     run(work, subject, &numbers, (subject == MOVING).then_some("--moving"))
 }
 
-/// One process walks before and after.
+/// One process walks before and after the compaction.
 fn sample_packed(common: &Common, book: &mut Book<Case>) -> Result<()> {
     let entries = ("--entries", common.pick(ENTRIES.0, ENTRIES.1));
     let turn = ("--turn-ms", common.pick(TURN_MS.0, TURN_MS.1));

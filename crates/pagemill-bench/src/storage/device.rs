@@ -1,13 +1,14 @@
-//! What the device below a file counts by itself, whoever writes to it.
+//! Writes counted by the block device below a file, from any process.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
-/// Which field of a device's line counts writes, after what the kernel merged.
+/// Index of the field that counts writes; the kernel counts them after merging.
 const WRITES: usize = 4;
 
-/// Writes that the device of a file has done; `None` where several devices, or none that counts, are below its file system.
+/// Number of writes that the device of a file has completed; none if its file system has several devices, or none with
+/// a count.
 pub fn writes(path: &Path) -> Option<u64> {
     let metadata = fs::metadata(path).ok()?;
     let device = if metadata.file_type().is_block_device() { metadata.rdev() } else { metadata.dev() };
@@ -23,7 +24,7 @@ fn writes_of(line: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// The fifth number of the kernel's line; of files that have no device there is none.
+    /// The fifth number of the line; a file without a device has none.
     #[test]
     fn writes_are_found() {
         assert_eq!(writes_of("  100  2  300 4  57 6  700 8 0 10 11\n"), Some(57));

@@ -1,4 +1,4 @@
-//! fio as a peer: one job by its arguments, its JSON read into the same figures as ours.
+//! fio as a peer: runs one job from its arguments and converts fio's JSON into the bench's metrics.
 
 use std::io::{self, BufWriter, Write as _};
 use std::path::Path;
@@ -13,10 +13,10 @@ use crate::error::{Error, Result};
 use crate::report::Report;
 use crate::subject;
 
-/// glibc asks for huge pages for fio's buffers, which it takes by one `malloc`.
+/// glibc asks for huge pages for fio's buffers, which fio allocates with one `malloc`.
 const HUGE_MALLOC: (&str, &str) = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1");
 
-/// What every run has.
+/// Arguments of every run.
 const ALWAYS: [&str; 6] = [
     "--direct=1",
     "--thread",
@@ -26,29 +26,29 @@ const ALWAYS: [&str; 6] = [
     "--percentile_list=50:99:99.9",
 ];
 
-/// Otherwise it changes what it writes, each time.
+/// By default fio changes the bytes of each write.
 const SAME_BYTES: &str = "--scramble_buffers=0";
 
-/// How fio does its transfers.
+/// An I/O engine of fio, and its settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Engine {
     pub name: &'static str,
     pub settings: &'static [&'static str],
-    /// Buffers in transparent huge pages.
+    /// Whether the buffers are in transparent huge pages.
     pub is_huge: bool,
 }
 
-/// fio tells whole milliseconds of the processor's time, cut off, of the user's and the system's each: on average it was so much more.
+/// fio reports user and system CPU time in whole milliseconds, truncated. On average this loses so much of each.
 const CUT_OFF_MS: f64 = 0.5;
 
 /// Blocking calls.
 pub const PSYNC: Engine = Engine { name: "psync", settings: &[], is_huge: false };
 pub const LIBAIO: Engine = Engine { name: "libaio", settings: &[], is_huge: false };
 pub const URING: Engine = Engine { name: "io_uring", settings: &[], is_huge: false };
-/// Buffers and file registered.
+/// Registered buffers and file.
 pub const URING_FIXED: Engine =
     Engine { name: "io_uring", settings: &["--fixedbufs=1", "--registerfiles=1"], is_huge: false };
-/// Buffers alone: of a list fio opens the file too late to register it.
+/// Registered buffers only: with a list, fio opens the file too late to register it.
 pub const URING_FIXED_BUFFERS: Engine = Engine { name: "io_uring", settings: &["--fixedbufs=1"], is_huge: false };
 
 /// One run of fio.
@@ -65,11 +65,11 @@ pub struct Job<'a> {
     pub run_ms: u64,
 }
 
-/// Leaves out what is fio's where that is not there, which becomes a gap.
+/// Removes fio's subjects if fio is missing, and adds a gap for that.
 ///
 /// # Errors
 ///
-/// [`Error::CannotRun`] where nothing is left.
+/// [`Error::CannotRun`] if no subject is left.
 pub fn leave_out_missing<S>(subjects: &mut Vec<S>, is_fio: impl Fn(&S) -> bool, report: &mut Report) -> Result<()> {
     if subjects.iter().any(&is_fio)
         && let Some(gap) = gap()
@@ -83,7 +83,7 @@ pub fn leave_out_missing<S>(subjects: &mut Vec<S>, is_fio: impl Fn(&S) -> bool, 
     Ok(())
 }
 
-/// Why fio cannot be run, if it cannot.
+/// The reason why fio cannot be run; none if it can.
 fn gap() -> Option<String> {
     let version = Command::new("fio").arg("--version").stdin(Stdio::null()).output();
     match version {
@@ -100,7 +100,7 @@ impl Job<'_> {
             (false, false) => "read",
             (false, true) => "write",
         };
-        // A colon separates names of files.
+        // fio splits file names at colons.
         let path = self.path.display().to_string().replace(':', "\\:");
         let words = [
             "--name=pagemill".to_owned(),
@@ -120,25 +120,25 @@ impl Job<'_> {
         words.into_iter().chain(rest.map(str::to_owned)).collect()
     }
 
-    /// Runs it to its figures.
+    /// Runs the job and returns its metrics.
     ///
     /// # Errors
     ///
     /// If the bench is interrupted, or fio does not end.
     pub fn run(&self) -> Result<Outcome> {
         let limit = Duration::from_millis(self.run_ms * 2) + Duration::from_secs(60);
-        // What it completed in that time; `total_ios` is what it began.
+        // Operations completed within the run; `total_ios` counts those started.
         let ios = |side: &Value| side["io_bytes"].as_f64().map(|bytes| bytes / self.io_bytes as f64);
         run(self.engine, self.arguments(), limit, |stdout| figures(stdout, self.is_write, self.io_bytes, ios))
     }
 }
 
-/// Writes of one length, at places that are told by a list.
+/// Writes of one length, at offsets from a list.
 #[derive(Clone, Copy, Debug)]
 pub struct Replay<'a> {
     pub engine: Engine,
     pub path: &'a Path,
-    /// As [`write_list`] makes it.
+    /// A list from [`write_list`].
     pub list: &'a Path,
     pub io_bytes: u64,
     pub depth: u64,
@@ -149,7 +149,7 @@ impl Replay<'_> {
         let words = [
             "--name=pagemill".to_owned(),
             format!("--read_iolog={}", self.list.display().to_string().replace(':', "\\:")),
-            // The list names any file; its names have neither spaces nor more than 255 bytes.
+            // The list has a placeholder as its file name, since names in it must have no spaces and at most 255 bytes.
             format!("--replay_redirect={}", self.path.display()),
             format!("--ioengine={}", self.engine.name),
             format!("--iodepth={}", self.depth),
@@ -158,23 +158,23 @@ impl Replay<'_> {
         words.into_iter().chain(rest.map(str::to_owned)).collect()
     }
 
-    /// Runs it to its figures; all of the list was written, or it failed.
+    /// Runs the job and returns its metrics. Fails unless all writes of the list were done.
     ///
     /// # Errors
     ///
     /// As [`Job::run`].
     pub fn run(&self) -> Result<Outcome> {
-        // Here `io_bytes` lacks what was completed last.
+        // In a replay `io_bytes` lacks the operations completed last.
         let ios = |side: &Value| side["total_ios"].as_f64();
         run(self.engine, self.arguments(), Duration::from_secs(300), |stdout| figures(stdout, true, self.io_bytes, ios))
     }
 }
 
-/// A list of writes for [`Replay`], in the form that fio calls iolog, version 2. The last thing that it tells is to make them safe.
+/// Writes a list of writes for [`Replay`], in fio's iolog format, version 2. Its last entry is a datasync.
 ///
 /// # Errors
 ///
-/// What the file system says.
+/// An I/O error of the file system.
 pub fn write_list(to: &Path, places: &[u64], io_bytes: u64) -> io::Result<()> {
     let mut list = BufWriter::new(std::fs::File::create(to)?);
     writeln!(list, "fio version 2 iolog\nfile add\nfile open")?;
@@ -206,23 +206,24 @@ fn run(
     })
 }
 
-/// What fio says of its one group of jobs, whose transfers `ios` counts. The processor's time is that of its jobs, without its start.
+/// Extracts the metrics of fio's one group of jobs; `ios` counts its operations. The CPU time is that of the jobs,
+/// without fio's startup.
 fn figures(
     stdout: &[u8],
     is_write: bool,
     io_bytes: u64,
     ios: impl FnOnce(&Value) -> Option<f64>,
 ) -> std::result::Result<Value, String> {
-    // Before the JSON it may say something else.
-    let begin = stdout.iter().position(|byte| *byte == b'{').ok_or("it said nothing")?;
+    // Text may precede the JSON.
+    let begin = stdout.iter().position(|byte| *byte == b'{').ok_or("fio printed nothing")?;
     let said: Value = serde_json::from_slice(&stdout[begin..]).map_err(|cause| cause.to_string())?;
     let job = &said["jobs"][0];
     let side = &job[if is_write { "write" } else { "read" }];
     if let Some(error) = job["error"].as_i64().filter(|error| *error != 0) {
         return Err(std::io::Error::from_raw_os_error(error as i32).to_string());
     }
-    let number = |value: &Value, name: &str| value[name].as_f64().ok_or_else(|| format!("it does not say {name}"));
-    let ios = ios(side).ok_or("it does not say how much it did")?;
+    let number = |value: &Value, name: &str| value[name].as_f64().ok_or_else(|| format!("fio's output lacks {name}"));
+    let ios = ios(side).ok_or("fio's output lacks the number of transfers")?;
     if ios == 0.0 {
         return Err("it did nothing".to_owned());
     }
@@ -249,7 +250,7 @@ fn figures(
 mod tests {
     use super::*;
 
-    /// Rates, times and the processor's share, after a line that is no JSON; errors and silence are told.
+    /// Rates, times and CPU time are read after a line that is no JSON. Errors and missing output are reported.
     #[test]
     fn output_is_read() {
         let said = |error: i64| {
@@ -261,14 +262,14 @@ mod tests {
         let read = |text: &str, is_write| figures(text.as_bytes(), is_write, 4096, |side| side["total_ios"].as_f64());
         let line = read(&said(0), false).expect("it can be read");
         let of = |name: &str| line[name].as_f64();
-        // Of no time at all nothing was cut off.
+        // Nothing is truncated from a time of zero.
         assert_eq!((of(IOS), of(CPU), of(P50)), (Some(2000.0), Some(400.5), Some(1.5)));
         assert_eq!(of(MIB), Some(7.8125));
         assert!(read(&said(5), false).is_err_and(|why| why.contains("os error 5")));
         assert!(read(&said(0), true).is_err() && read("", false).is_err());
     }
 
-    /// fio itself takes a list, whatever the file's name is, and writes what it says, no more and no less.
+    /// fio accepts a list for any file name, and writes exactly its entries.
     #[test]
     fn lists_are_replayed() {
         if let Some(gap) = gap() {

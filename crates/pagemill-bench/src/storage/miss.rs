@@ -1,4 +1,5 @@
-//! What a miss costs: 4 KiB at random from a file six times the cache, beside fio on the same file and a bare ring.
+//! Cost of a cache miss: random 4 KiB reads of a file six times the cache, beside fio on the same file and a bare
+//! io_uring.
 
 use std::time::Duration;
 
@@ -12,7 +13,8 @@ use crate::pattern::RECORD_BYTES;
 use crate::report::{Bound, Place, Report};
 use crate::stats::Better;
 
-/// Of who copies what is in memory: alone, beside misses, their quotient, misses a second, and copies that had to be read.
+/// Metrics of copying resident pages: alone, concurrent with misses, the quotient of both, misses per second, and
+/// copies that were misses.
 pub const ALONE: &str = "alone_per_second";
 pub const BESIDE: &str = "beside_per_second";
 pub const KEPT: &str = "kept_ratio";
@@ -25,7 +27,7 @@ const FIO_URING: &str = "fio-io_uring-32";
 const FIO_LIBAIO: &str = "fio-libaio-32";
 const HITS: &str = "hits";
 const HITS_PLAIN: &str = "hits-memcpy";
-/// Who waits, with so many threads, and fio with as many jobs.
+/// Blocking reads by so many threads, and by fio with as many jobs.
 const WAITING: [(&str, &str, u64); 4] = [
     ("threads-1", "fio-psync-1", 1),
     ("threads-2", "fio-psync-2", 2),
@@ -34,14 +36,14 @@ const WAITING: [(&str, &str, u64); 4] = [
 ];
 
 const DEPTH: u64 = 32;
-/// Reads that the bare ring hands over together.
+/// Reads that the bare io_uring submits together.
 const BATCH: u64 = 4;
 const RUN_MS: (u64, u64) = (500, 2000);
 const CACHE_MIB: (u64, u64) = (32, 256);
-/// The file is so many times the cache.
+/// The file is this many times the cache.
 const TIMES: u64 = 6;
 
-/// What runs for a sample.
+/// The workload of a sample.
 #[derive(Clone, Copy, Debug)]
 enum Work {
     Threads(u64),
@@ -54,7 +56,7 @@ enum Work {
 #[derive(Clone, Copy, Debug)]
 struct Subject {
     name: &'static str,
-    /// The fio that does as much at a time.
+    /// The fio job with the same number of reads in flight.
     baseline: Option<&'static str>,
     work: Work,
 }
@@ -97,19 +99,19 @@ pub struct Options {
     pub common: Common,
     #[command(flatten)]
     pub place: PlaceOptions,
-    /// Memory for pages (default a sixth of the file: 256, with --quick 32)
+    /// Memory for cached pages (default a sixth of the file: 256, with --quick 32)
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(2..))]
     pub cache_mib: Option<u64>,
 }
 
 type Case = ();
 
-/// Runs it and gives the report.
+/// Runs the experiment and returns the report.
 ///
 /// # Errors
 ///
-/// [`Error::WrongAnswer`] where a page was another one; [`Error::CannotRun`] for an unknown subject, without a file to
-/// read, and with a cache that holds all of it.
+/// [`Error::WrongAnswer`] if a page had wrong contents; [`Error::CannotRun`] for an unknown subject, without a file,
+/// and if the cache could hold the whole file.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let mut report = Report::new("miss", common.json);
@@ -119,7 +121,7 @@ pub fn run(options: &Options) -> Result<Report> {
     fio::leave_out_missing(&mut subjects, Subject::is_fio, &mut report)?;
     let target = options.place.ready(TIMES * common.pick(CACHE_MIB.0, CACHE_MIB.1))?;
     if !target.has_pattern {
-        report.note("what is in the file is not known: what was read is not compared");
+        report.note("the file's content is unknown, so reads are not compared");
     }
     let (file_mib, cache_mib) =
         (target.len_bytes >> 20, options.cache_mib.unwrap_or((target.len_bytes / TIMES) >> 20).max(2));

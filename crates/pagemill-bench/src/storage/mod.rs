@@ -1,4 +1,4 @@
-//! Experiments on files behind the page cache of this library: read past the kernel's, beside fio on the same file.
+//! Experiments on files behind Pagemill's page cache: O_DIRECT transfers, beside fio on the same file.
 
 pub mod device;
 pub mod fio;
@@ -18,34 +18,34 @@ use crate::stats::{self, Better};
 use crate::subject;
 use target::Target;
 
-/// What is measured of every subject, fio's or ours, by these names.
+/// Metrics of every subject, fio's and Pagemill's.
 pub const IOS: &str = "ios_per_second";
 pub const MIB: &str = "mib_per_second";
 pub const P50: &str = "p50_us";
 pub const P99: &str = "p99_us";
 pub const P999: &str = "p999_us";
 pub const CPU: &str = "cpu_us";
-/// Of a cache: reads, of which some go to the file and some do not.
+/// Metrics of a cache: all reads, and the share of hits.
 pub const READS: &str = "reads_per_second";
 pub const HIT_RATIO: &str = "hit_ratio";
 
-/// Where the file is.
+/// Options for the file.
 #[derive(Clone, Debug, clap::Args)]
 pub struct PlaceOptions {
-    /// A file or block device that is there already; nothing is written to it unless an option
-    /// of the experiment says so (default: one is made, and removed)
+    /// A file or block device that exists already; the experiment does not write to it unless an option says so
+    /// (default: a temporary file)
     #[arg(long, value_name = "PATH", conflicts_with = "dir")]
     pub file: Option<PathBuf>,
-    /// Where to make the file: a folder of a file system on a device (default: the temporary folder, or /var/tmp)
+    /// The folder for the temporary file, on a file system on a device (default: the temporary folder, or /var/tmp)
     #[arg(long, value_name = "DIR")]
     pub dir: Option<PathBuf>,
-    /// Length of the file that is made, or how much is used of the one given
+    /// Length of the temporary file, or of the part of --file that is used
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(16..))]
     pub mib: Option<u64>,
 }
 
 impl PlaceOptions {
-    /// Opens the file or makes one.
+    /// Opens the given file, or makes a temporary one.
     fn ready(&self, mib: u64) -> Result<Target> {
         let bytes = self.mib.unwrap_or(mib) << 20;
         match &self.file {
@@ -55,7 +55,7 @@ impl PlaceOptions {
     }
 }
 
-/// Runs one of the hidden subcommands on the file.
+/// Runs a hidden subcommand on the file.
 fn sample(subject: &str, target: &Target, mut line: Vec<String>, limit: Duration) -> Result<Outcome> {
     line.extend(target.arguments());
     let line: Vec<&str> = line.iter().map(String::as_str).collect();
@@ -65,7 +65,7 @@ fn sample(subject: &str, target: &Target, mut line: Vec<String>, limit: Duration
     child::outcome(subject, &finished)
 }
 
-/// Of several subjects the one with the best median of a rate. Not the best of each round, which is the luckiest of them.
+/// The subject with the best median of a rate. Not the best of each round, which would be the luckiest one.
 fn best<'a, Case: Ord + Clone>(
     book: &'a Book<Case>,
     case: &Case,
@@ -78,7 +78,7 @@ fn best<'a, Case: Ord + Clone>(
     best.map_or(("none of them", None), |(_, subject, series)| (subject, Some(series)))
 }
 
-/// A verdict on a rate beside the best of several subjects, which it names.
+/// A verdict on a rate against the best of several subjects; it names that subject.
 fn against_best<Case: Ord + Clone>(
     book: &Book<Case>,
     (target, bound): (String, Bound),
@@ -93,7 +93,7 @@ fn against_best<Case: Ord + Clone>(
     }
 }
 
-/// A verdict on how many times better, or how many times as much, one is than the other.
+/// A verdict on the quotient of two series.
 fn compare(
     target: impl Into<String>,
     bound: Bound,
@@ -103,7 +103,7 @@ fn compare(
     let blank = not_measured(target, bound, "x", "one side was not run");
     let (Some(own), Some(base)) = (own, base) else { return blank };
     Verdict {
-        // The quotient as it stands: rates are to be large, costs small.
+        // The plain quotient: rates should be large, costs small.
         estimate: stats::estimate(&own.ratios(base, Better::Higher)),
         baseline: name.to_owned(),
         is_lost: !own.survived(),
@@ -116,7 +116,8 @@ fn compare(
 mod tests {
     use super::*;
 
-    /// Who is best most of the time is compared with, not who had the luckiest round; without peers there is no verdict.
+    /// The baseline is the subject with the best median, not with the best single round. Without peers there is no
+    /// verdict.
     #[test]
     fn the_best_has_the_best_median() {
         let mut book = Book::new();

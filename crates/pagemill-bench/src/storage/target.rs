@@ -1,4 +1,4 @@
-//! The file that is read: made of records that tell their place, or somebody's own.
+//! The file that is read: temporary, with records that identify their offset; or given by the user.
 
 use std::path::{Path, PathBuf};
 
@@ -10,13 +10,13 @@ use crate::child;
 use crate::error::{Error, Result};
 use crate::pattern::{self, RECORD_BYTES, Records};
 
-/// File systems that are memory: `statfs` calls them tmpfs and ramfs.
+/// File systems in memory, by the type that `statfs` reports: tmpfs and ramfs.
 const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
 
-/// Left free on the file system.
+/// Bytes left free on the file system.
 const SPARE_BYTES: u64 = 256 << 20;
 
-/// A file, and how much of it is used. One that was made goes with this.
+/// A file, and the length of the part in use. Dropping this removes a temporary file.
 #[derive(Debug)]
 pub struct Target {
     path: PathBuf,
@@ -31,11 +31,11 @@ fn cannot(path: &Path, why: impl std::fmt::Display) -> Error {
 }
 
 impl Target {
-    /// Makes a file and writes all of it.
+    /// Makes a temporary file and writes all of it.
     ///
     /// # Errors
     ///
-    /// [`Error::CannotRun`] in memory, without room, or where direct transfers are refused.
+    /// [`Error::CannotRun`] on a file system in memory, without room, or without O_DIRECT.
     pub fn make(dir: Option<&Path>, len_bytes: u64) -> Result<Self> {
         let dir = dir.map_or_else(default_folder, |dir| Ok(dir.to_owned()))?;
         check_folder(&dir, len_bytes)?;
@@ -56,16 +56,16 @@ impl Target {
         Ok(Self { path, len_bytes, has_pattern: true, _folder: Some(folder) })
     }
 
-    /// Takes a file that is there.
+    /// Opens an existing file.
     ///
     /// # Errors
     ///
-    /// [`Error::CannotRun`] if it cannot be read directly, or is too short.
+    /// [`Error::CannotRun`] if it does not support O_DIRECT, or is too short.
     pub fn existing(path: &Path, len_bytes: Option<u64>) -> Result<Self> {
         let path = path.canonicalize().map_err(|cause| cannot(path, cause))?;
         let store = FileStore::open_read_only(&path).map_err(|error| cannot(&path, error))?;
         check_direct(&path, &store)?;
-        // What the kernel still has to write of it would be written while something is measured.
+        // Dirty pages in the kernel's cache would otherwise be written during a measurement.
         store.sync().map_err(|cause| cannot(&path, cause))?;
         let size = store.size_bytes().map_err(|cause| cannot(&path, cause))?;
         let blocks = len_bytes.unwrap_or(size).min(size) / BLOCK_BYTES as u64;
@@ -86,7 +86,7 @@ impl Target {
         &self.path
     }
 
-    /// As a workload is told of it.
+    /// The arguments by which a workload finds the file.
     pub fn arguments(&self) -> impl Iterator<Item = String> {
         let words = ["--file".to_owned(), self.path.display().to_string()];
         let pattern = self.has_pattern.then(|| "--pattern".to_owned());
@@ -131,7 +131,7 @@ fn check_direct(path: &Path, store: &FileStore) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// A file is made where there is a device, found again by its content, and gone afterwards; not in memory.
+    /// A file is made on a device, reopened by its path, and removed afterwards; a file system in memory is refused.
     #[test]
     fn files_come_and_go() {
         let refused = Target::make(Some(Path::new("/dev/shm")), 16 << 20);
@@ -148,7 +148,7 @@ mod tests {
         assert!(!path.exists());
     }
 
-    /// More than there is room for is refused before anything is written.
+    /// A file larger than the free space is refused before anything is written.
     #[test]
     fn room_is_looked_for() {
         if let Ok(folder) = default_folder() {

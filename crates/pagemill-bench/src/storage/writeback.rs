@@ -1,5 +1,5 @@
-//! What writing back costs: pages of 4 KiB that were made dirty here and there in a file of a GiB, beside fio and a bare ring that
-//! write to the same places in the same order.
+//! Cost of writeback: scattered dirty pages of 4 KiB in a file of 1 GiB, beside fio and a bare io_uring that write to
+//! the same offsets in the same order.
 
 use std::path::Path;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::pattern::RECORD_BYTES;
 use crate::report::{Bound, Place, Report};
 use crate::stats::{Better, Random};
 
-/// Writes that were made, and such as reached the device, for each page.
+/// Metrics per page: write operations, and writes counted by the device.
 pub const TRANSFERS: &str = "transfers_per_page";
 const DEVICE_WRITES: &str = "device_writes_per_page";
 
@@ -26,8 +26,8 @@ const FIO_URING: &str = "fio-io_uring-64";
 const DEPTH: u64 = 64;
 const FILE_MIB: (u64, u64) = (256, 1024);
 
-/// One page of so many is dirty: enough of them for half a second, and so few that seven of eight have no dirty neighbour. Who
-/// writes neighbours as one gains little by it then; what is compared is the writing of single pages.
+/// On average one page in so many is dirty: enough for half a second, and so few that seven of eight have no dirty
+/// neighbour. Merging neighbours gains little then, so the writing of single pages is compared.
 const ONE_OF: u64 = 8;
 
 #[derive(Clone, Copy, Debug)]
@@ -68,15 +68,15 @@ pub struct Options {
     pub common: Common,
     #[command(flatten)]
     pub place: PlaceOptions,
-    /// Needed with --file, WHOSE CONTENT IS LOST
+    /// Required with --file, WHOSE CONTENT IS LOST
     #[arg(long, requires = "file")]
     pub writes: bool,
-    /// One page of so many is made dirty
+    /// Make one page in so many dirty
     #[arg(long, value_name = "PAGES", default_value_t = ONE_OF, value_parser = clap::value_parser!(u64).range(1..=1024))]
     pub one_of: u64,
 }
 
-/// The places of the pages that are made dirty, in the order of the file: one of `one_of` on average, others for each seed.
+/// Offsets of the dirty pages, ascending: one page in `one_of` on average, chosen by the seed.
 pub fn places(len_bytes: u64, io_bytes: u64, one_of: u64, seed: u64) -> Vec<u64> {
     let mut random = Random::new(seed);
     let all = (0..len_bytes / io_bytes).map(|index| index * io_bytes);
@@ -85,20 +85,18 @@ pub fn places(len_bytes: u64, io_bytes: u64, one_of: u64, seed: u64) -> Vec<u64>
 
 type Case = ();
 
-/// Runs it and gives the report.
+/// Runs the experiment and returns the report.
 ///
 /// # Errors
 ///
-/// [`Error::WrongAnswer`] where the file has something else afterwards; [`Error::CannotRun`] for an unknown subject, without a
-/// file, and for a file of the user's that he did not give away.
+/// [`Error::WrongAnswer`] if the file has wrong contents afterwards; [`Error::CannotRun`] for an unknown subject,
+/// without a file, and for `--file` without `--writes`.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     common.check_only(&SUBJECTS.map(|subject| subject.name))?;
     if let Some(path) = options.place.file.as_ref().filter(|_| !options.writes) {
         let path = path.display();
-        return Err(Error::CannotRun(format!(
-            "{path}: nothing is written to it without --writes: what it holds is lost"
-        )));
+        return Err(Error::CannotRun(format!("{path}: writing to it needs --writes, since its content is lost")));
     }
     let mut report = Report::new("writeback", common.json);
     let mut subjects: Vec<&Subject> = SUBJECTS.iter().filter(|subject| common.is_wanted(subject.name)).collect();
@@ -108,7 +106,7 @@ pub fn run(options: &Options) -> Result<Report> {
     report.note(format!("the file has {} MiB, of which about {pages} pages are made dirty", target.len_bytes >> 20));
     report.note("all subjects end with one fdatasync, which is timed; processor and rates are for each page");
     if device::writes(target.path()).is_none() {
-        report.gap("the device of the file is not known: what the kernel merges is not told");
+        report.gap("the file's device is unknown: writes that the kernel merges are not counted");
     }
     let book = measure(options, &subjects, &target)?;
     rows(&mut report, &book, &subjects);
@@ -150,7 +148,7 @@ fn one(subject: &Subject, target: &Target, list: &Path, (one_of, seed): (u64, u6
             let replay = Replay { engine, path: target.path(), list, io_bytes: RECORD_BYTES as u64, depth };
             let mut outcome = replay.run()?;
             if let Outcome::Measured(line) = &mut outcome {
-                // It does what it is told, one by one.
+                // It writes each page separately.
                 line[TRANSFERS] = 1.0.into();
             }
             return Ok(outcome);
@@ -191,7 +189,8 @@ fn verdicts(report: &mut Report, book: &Book<Case>) {
 mod tests {
     use super::*;
 
-    /// A seed has its places, in order, inside of the file, about as many as were asked for; all of them where that is one of one.
+    /// A seed determines the offsets: ascending, inside the file, about as many as requested; all of them with one of
+    /// one.
     #[test]
     fn places_are_drawn() {
         let (len_bytes, io_bytes) = (64 << 20, RECORD_BYTES as u64);

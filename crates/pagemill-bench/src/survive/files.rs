@@ -1,5 +1,5 @@
-//! Files that may vanish, written at full speed into memory that does not hold them: by a group's limit they have to go
-//! in time, the oldest first, and nothing else may.
+//! Volatile files, written at full speed into memory that is too small for them. Under a group's limit they must be
+//! removed in time, the oldest first, and no other file may be.
 
 use std::time::Duration;
 
@@ -15,18 +15,18 @@ use crate::stats::{self, Better};
 use crate::subject;
 use crate::workload::file_writers::{KEPT, LONGEST_FILL, VOLATILE};
 
-/// Of all files that may not vanish.
+/// Total size of the files that are kept.
 const KEPT_MIB: u64 = 64;
-/// Without a group's limit, files go only when the file system is full: late.
+/// Without a group's limit, files are removed only when the file system is full, which takes longer.
 const UNLIMITED_SIZE: u64 = 4 << 30;
 const LIMITED_SIZE: u64 = 8 << 30;
-/// A tmpfs that nobody steers shows its end in less.
+/// A tmpfs without a controller fills up in less time.
 const PLAIN_SECONDS: u64 = 2;
 
 const SPEED: &str = "gib_per_second";
 const PEAK: &str = "peak_mib";
 const UNLIMITED: &str = "unlimited";
-/// Of these not one is allowed.
+/// Losses, none of which is allowed.
 const LOSSES: [(&str, &str); 5] = [
     ("failed_writes", "failed writes"),
     ("lost_newest", "newest lost"),
@@ -36,7 +36,7 @@ const LOSSES: [(&str, &str); 5] = [
 ];
 const METRICS: &[&str] = &[SPEED, "files", "failed_writes", "lost_newest", "lost_kept", "torn", "kills", PEAK];
 
-/// So many writers of files of one size, in a group of this limit or in one without.
+/// A number of writers of files of one size, in a group with this limit. The first case also runs without a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     file_mib: u64,
@@ -52,18 +52,18 @@ impl Case {
         format!("{} writer{plural}, files of {} MiB, in {} MiB", self.writers, self.file_mib, self.limit_mib)
     }
 
-    /// What cannot go: files that are being written, and those that may not vanish.
+    /// MiB that cannot be removed: files that are being written, and files that are kept.
     fn fixed_mib(&self) -> u64 {
         self.writers * self.file_mib + KEPT_MIB
     }
 
-    /// Whether what cannot go leaves anything to decide.
+    /// Whether the files that cannot be removed fit, so that there is a result to judge.
     fn fits(&self) -> bool {
         self.fixed_mib() < self.limit_mib
     }
 
-    /// How many of the files closed last must be there at the end: two a writer, or one, or none, as fits below the mark
-    /// from which files have to go.
+    /// Number of the last closed files that must be there at the end: two per writer, one per writer, or none,
+    /// depending on what fits below the mark from which files are removed.
     fn newest(&self) -> u64 {
         let mark = self.limit_mib - (self.limit_mib / 5).max(128);
         let fits = |count: &u64| self.fixed_mib() + count * self.file_mib <= mark;
@@ -71,7 +71,7 @@ impl Case {
     }
 }
 
-/// Runs the cases and adds rows and verdicts.
+/// Runs the cases; adds rows and verdicts.
 pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let common = &options.common;
     let mounter = Mounter::new(None)?;
@@ -85,7 +85,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     let groups: Vec<&[Case]> = cases.chunk_by(same_writers).collect();
     let progress = Progress::new((cases.len() + groups.len()) * rounds);
     for cases in groups {
-        // The last of them is the one without a limit, with which all others are compared.
+        // The last setup has no limit; all others are compared with it.
         let limited = cases.iter().map(|&case| (case, Some(case.limit_mib)));
         let setups: Vec<_> = limited.chain([(cases[0], None)]).collect();
         for round in 0..rounds {
@@ -115,7 +115,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// All cases, those of the same writers side by side.
+/// All cases, ordered by file size and number of writers.
 fn cases(options: &Options) -> Result<Vec<Case>> {
     let mut cases = Vec::new();
     for file_mib in [4, 64] {
@@ -132,7 +132,7 @@ fn cases(options: &Options) -> Result<Vec<Case>> {
     }
 }
 
-/// One sample in a fresh group on a fresh mount.
+/// Takes one sample in a fresh group on a fresh mount.
 fn sample(
     mounter: &Mounter,
     subject: FileSystem,
@@ -153,8 +153,8 @@ fn sample(
     if let Err(why) = lay_out(&mounted, subject) {
         return Ok(Outcome::Failed(why));
     }
-    // Speed counts from when as much was written as there is room for. Until then memory may be taken that has long been
-    // free: where the host took it back, its first touch is many times slower, and touching other memory does not help.
+    // The speed counts once as much was written as fits. Before that, the files may take memory that was free for long.
+    // If the host took it back, its first touch is many times slower, and touching other memory does not help.
     let fill_mib = if subject == STEERED { limit_mib.unwrap_or(UNLIMITED_SIZE >> 20) } else { 0 };
     let options = [
         ("--writers", case.writers),
@@ -174,7 +174,7 @@ fn sample(
             report.gap(format!("{}, {}{limit}: {complaint}", subject.name, case.name()));
         }
     }
-    // Its files are charged to the group: they go first.
+    // The files are charged to the group, so they are removed first.
     let ended = mounted.end();
     ended.complaint.into_iter().for_each(|gap| report.gap(gap));
     drop(group);
@@ -185,7 +185,7 @@ fn sample(
     Ok(outcome)
 }
 
-/// The two folders, one of them marked for all that will be made in it.
+/// Makes the two folders; marks one of them, so that files made in it are volatile.
 fn lay_out(mounted: &Mounted, subject: FileSystem) -> std::result::Result<(), String> {
     let [volatile, kept] = [VOLATILE, KEPT].map(|name| mounted.folder().join(name));
     for folder in [&volatile, &kept] {
@@ -242,7 +242,7 @@ fn verdict(book: &Book<Case>, case: &Case) -> Verdict {
     let is_lost = !series.survived() || !losses.is_empty();
     let note = match (losses.is_empty(), case.newest()) {
         (false, _) => losses.join(", "),
-        (true, 0) => "nothing lost; no room for the newest files, which were not looked for".to_owned(),
+        (true, 0) => "nothing lost; no room for the newest files, which were not checked".to_owned(),
         (true, newest) => format!("nothing lost, the {newest} newest files were there"),
     };
     let ratios = book.get(case, UNLIMITED, SPEED).map(|unlimited| series.ratios(unlimited, Better::Higher));
@@ -257,7 +257,7 @@ mod tests {
 
     const SMALL: Case = Case { file_mib: 4, writers: 8, limit_mib: 512 };
 
-    /// By hand: what must be there at the end never passes the mark, and what cannot fit is told.
+    /// By hand: the files that must be there at the end never pass the mark, and cases that cannot fit are detected.
     #[test]
     fn the_newest_are_those_that_fit() {
         let newest = |file_mib, writers, limit_mib| Case { file_mib, writers, limit_mib }.newest();
@@ -278,7 +278,8 @@ mod tests {
         book
     }
 
-    /// A slow survivor falls short, a fast one that lost a write does too; without a limit's baseline nothing is judged.
+    /// A slow survivor falls short, and so does a fast one that lost a write. Without the baseline, which has no limit,
+    /// there is no verdict.
     #[test]
     fn losses_allow_no_doubt() {
         assert_eq!(verdict(&book(9.0, 0.0), &SMALL).state(), State::Reached);

@@ -1,6 +1,8 @@
-//! One process frees much and goes on doing little; then another one of its group, on the plain C library, needs it.
+//! One process frees much memory and goes on with little work; then another process of its group, on the plain C
+//! library, needs the memory.
 //!
-//! Several times in a sample, and both ways: between two turns of the newcomer the first process fills its memory again.
+//! A sample repeats this several times: after each turn of the second process (the newcomer) the first one (the keeper)
+//! fills its memory again.
 
 use std::time::Duration;
 
@@ -16,9 +18,9 @@ use crate::workload::handover::{freed_sign, taken_sign};
 
 use super::LIMIT_MIB;
 
-/// What the first process fills and frees: either fits, both do not.
+/// Memory that the keeper fills and frees. The limit holds this or the newcomer's memory, not both.
 const KEEPER_MIB: u64 = 200;
-/// What the newcomer needs.
+/// Memory that the newcomer needs.
 const NEWCOMER_MIB: u64 = 180;
 const NEWCOMER_THREADS: u64 = 4;
 
@@ -27,11 +29,11 @@ const SPEED: &str = "gib_per_second";
 const SLOWEST: &str = "slowest_ms";
 const REFUSED: &str = "refused";
 const USED: &str = "used_share";
-/// 1 for a sample in which nobody was killed, else 0.
+/// 1 for a sample in which no process was killed, else 0.
 const SURVIVED: &str = "survived";
 const METRICS: &[&str] = &[SPEED, SLOWEST, REFUSED, USED];
 
-/// Runs it under every allocator and adds rows and verdict.
+/// Runs the experiment under every allocator; adds rows and verdict.
 pub fn run(common: &Common, ready: &[Ready], report: &mut Report) -> Result<()> {
     let turns = common.pick(2, 5);
     let progress = Progress::new(ready.len() * common.rounds());
@@ -56,7 +58,7 @@ pub fn run(common: &Common, ready: &[Ready], report: &mut Report) -> Result<()> 
     Ok(())
 }
 
-/// One sample in a fresh group; the inner error is a sentence for the list of gaps.
+/// Takes one sample in a fresh group; the inner error is a sentence for the list of gaps.
 fn sample(ready: &Ready, turns: u64) -> Result<std::result::Result<Outcome, String>> {
     let folder = tempfile::tempdir().map_err(doing("making a folder for signs"))?;
     let signs = Signs::new(folder.path());
@@ -78,7 +80,7 @@ fn sample(ready: &Ready, turns: u64) -> Result<std::result::Result<Outcome, Stri
     let keeper = start(&group, &line)?;
     let mut newcomers = Vec::new();
     for turn in 0..turns {
-        // Who ended early was killed or has something to say: `finish` below tells.
+        // A keeper that ended early was killed or failed; `finish` below reports which.
         if !signs.wait_for(&freed_sign(turn), &keeper, Duration::from_secs(60))? {
             break;
         }
@@ -96,7 +98,7 @@ fn sample(ready: &Ready, turns: u64) -> Result<std::result::Result<Outcome, Stri
     }))
 }
 
-/// The second process, from its start to its end.
+/// Runs the newcomer from start to end.
 fn newcomer(group: &Cgroup) -> Result<Outcome> {
     let (mib, threads) = (NEWCOMER_MIB.to_string(), NEWCOMER_THREADS.to_string());
     let own = child::own_executable()?.display().to_string();
@@ -105,8 +107,8 @@ fn newcomer(group: &Cgroup) -> Result<Outcome> {
     child::outcome("the newcomer's glibc", &finished)
 }
 
-/// Starts a command in the group, under no setting of the caller's.
-fn start(group: &Cgroup, line: &[String]) -> Result<Running> {
+/// Starts a command in the group, without any allocator setting of the caller.
+pub fn start(group: &Cgroup, line: &[String]) -> Result<Running> {
     let entrance = group.entrance().display().to_string();
     let mut command = child::workload(&["__enter", "--entrance", &entrance, "--"])?;
     command.args(line);
@@ -114,7 +116,7 @@ fn start(group: &Cgroup, line: &[String]) -> Result<Running> {
     Running::start(&mut command)
 }
 
-/// A sample's line: the middle and the slowest of the newcomer's turns, all refusals.
+/// The JSON line of a sample: the median and the slowest of the newcomer's turns, and all refused calls.
 fn summary(keeper: &serde_json::Value, newcomers: &[serde_json::Value], used_share: f64) -> serde_json::Value {
     let of = |metric: &str| -> Vec<f64> { newcomers.iter().filter_map(|line| line[metric].as_f64()).collect() };
     let refused = of(REFUSED).iter().sum::<f64>() + keeper[REFUSED].as_f64().unwrap_or(0.0);
@@ -130,7 +132,7 @@ fn rows(report: &mut Report, book: &Book<&'static str>, ready: &[Ready]) {
         (REFUSED, "calls", Better::Lower, "refused"),
     ];
     let table = format!(
-        "survive: {KEEPER_MIB} MiB filled and freed, then {NEWCOMER_MIB} MiB needed by somebody else, \
+        "survive: {KEEPER_MIB} MiB filled and freed, then {NEWCOMER_MIB} MiB needed by another process, \
          in {LIMIT_MIB} MiB"
     );
     for subject in ready {
@@ -145,7 +147,7 @@ fn rows(report: &mut Report, book: &Book<&'static str>, ready: &[Ready]) {
 }
 
 fn verdict(book: &Book<&'static str>, ready: &[Ready]) -> Verdict {
-    let target = "survive, handover: samples in which nobody was killed";
+    let target = "survive, handover: samples in which no process was killed";
     let blank = not_measured(target, Bound::AtLeast(1.0), "of all", "pagemill was not run");
     let Some(survived) = book.get(&CASE, PAGEMILL, SURVIVED) else { return blank };
     let sum = |name, metric| book.get(&CASE, name, metric).map_or(0.0, |series| series.values().iter().sum());
@@ -164,7 +166,7 @@ fn verdict(book: &Book<&'static str>, ready: &[Ready]) -> Verdict {
     if refused > 0.0 {
         note = format!("{refused} calls were refused; {note}");
     }
-    // Survival is counted, not estimated: the interval is a point.
+    // Survival is counted, not estimated, so the interval is a point.
     let estimate = stats::Estimate { value: share, low: share, high: share, samples: survived.len() };
     Verdict { estimate: Some(estimate), is_lost: share < 1.0 || refused > 0.0, note, ..blank }
 }
@@ -173,7 +175,7 @@ fn verdict(book: &Book<&'static str>, ready: &[Ready]) -> Verdict {
 mod tests {
     use super::*;
 
-    /// The middle speed, the slowest turn, everybody's refusals.
+    /// The median speed, the slowest turn, and the refused calls of both processes.
     #[test]
     fn a_sample_sums_up_its_turns() {
         let turn = |speed: f64, ms: f64, refused: u64| serde_json::json!({ SPEED: speed, "ms": ms, REFUSED: refused });
@@ -184,7 +186,7 @@ mod tests {
         assert_eq!(line, serde_json::json!({ SPEED: 2.0, SLOWEST: 90.0, REFUSED: 3.0, USED: 0.5 }));
     }
 
-    /// One lost sample is too many, whatever the others say; killed peers are named.
+    /// One lost sample is too many, whatever the others are. Killed peers are named.
     #[test]
     fn survival_allows_no_doubt() {
         let (ready, _) = subject::select(&[], |_| true).expect("glibc is always there");

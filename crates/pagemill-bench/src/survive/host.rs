@@ -1,7 +1,7 @@
-//! A machine that somebody else fills at 1 GiB/s: memory that is held free has to go as fast, and in time.
+//! A machine that another process fills at 1 GiB/s: held free memory must be returned at the same rate, and in time.
 //!
-//! The only experiment that uses most of the machine's memory. Whoever fills it stops at a floor, and is the one whom
-//! the kernel would kill.
+//! The only experiment that uses most of the machine's memory. The filler stops at a floor of available memory, and is
+//! the process that the kernel would kill.
 
 use std::time::{Duration, Instant};
 
@@ -18,23 +18,23 @@ use crate::stats::{self, Better};
 use crate::subject::{self, PAGEMILL, Ready, Role};
 use crate::workload::host::{NEAR, READY, STOP, TAKEN};
 
-/// Without so much there is nothing to try.
+/// Memory below which the experiment refuses to run.
 const LEAST_BYTES: u64 = 4 << 30;
-/// More of one CPU than this in use by others, and the machine is not idle.
+/// If other processes use more of one CPU than this, the machine is not idle.
 const BUSY_CPUS: f64 = 0.3;
 
 const RATE_MIB: u64 = 1024;
 const LIVE_MIB: u64 = 64;
-/// How often the machine and both processes are looked at.
+/// Interval between samples of the machine and both processes.
 const INTERVAL: Duration = Duration::from_millis(5);
-/// The machine is watched for so long after the last byte was taken.
+/// The machine is watched for this long after the last byte was taken.
 const AFTER: Duration = Duration::from_millis(500);
-/// The server has begun to give when it holds so much less: its own work moves less than this.
+/// The server has begun to return memory once it holds this much less; its own work moves less than this.
 const GAVE_BYTES: u64 = 128 << 20;
 
-/// Little is left when it is no more than this above the least that was left at all.
+/// Little memory is left once it is within this of the minimum of the run.
 const LITTLE_BYTES: u64 = 256 << 20;
-/// Longer than this no sample takes.
+/// Time limit of a sample.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 const CASE: &str = "host";
@@ -60,15 +60,15 @@ const METRICS: &[&str] = &[
     "refused",
 ];
 
-/// How much of this machine is used for what.
+/// The amounts of memory for each purpose on this machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Plan {
     total: u64,
-    /// Pagemill shall leave so much to others.
+    /// Pagemill should leave this much available.
     margin: u64,
-    /// The filler leaves so much whatever happens.
+    /// The filler always leaves this much available.
     floor: u64,
-    /// What the server holds free.
+    /// Free memory that the server holds.
     free: u64,
 }
 
@@ -77,7 +77,8 @@ impl Plan {
         Self { total, margin: total / 20, floor: total / 40, free: (total / 5 * 2).min(available / 2) }
     }
 
-    /// What the filler takes: all that is available before the margin, and four fifths of what the server could give.
+    /// Memory that the filler takes: all that is available down to the margin, and four fifths of the server's free
+    /// memory.
     fn filler_mib(&self, available: u64) -> u64 {
         (available + self.free / 5 * 4).saturating_sub(self.margin) >> 20
     }
@@ -93,7 +94,7 @@ struct Moment {
     is_filling: bool,
 }
 
-/// Says whether this machine may be filled now.
+/// Checks whether this machine may be filled now.
 ///
 /// # Errors
 ///
@@ -127,11 +128,11 @@ fn busy_cpus((busy, all): (u64, u64), (busy_after, all_after): (u64, u64), cpus:
     busy_after.saturating_sub(busy) as f64 / passed as f64 * cpus as f64
 }
 
-/// Runs it and adds rows and verdicts: Pagemill in every round, its peers once.
+/// Runs the experiment; adds rows and verdicts. Pagemill runs in every round, each peer once.
 pub fn run(common: &Common, ready: &[Ready], report: &mut Report) -> Result<()> {
     let total = proc::total_bytes().ok_or_else(|| Error::CannotRun("there is no /proc/meminfo".to_owned()))?;
     let plan = Plan::new(total, proc::available_bytes().unwrap_or(0));
-    // All of it once, but what the machine needs for itself.
+    // Touches all memory once, except what the machine itself needs.
     let warm = proc::available_bytes().unwrap_or(0).saturating_sub(2 * plan.margin);
     child::warm(warm >> 20)?;
     let rounds = common.samples.map_or(common.pick(1, 3), usize::from);
@@ -180,7 +181,7 @@ fn sample(ready: &Ready, plan: &Plan) -> Result<Outcome> {
     })
 }
 
-/// Looks until all is taken and a moment longer, or until one of both ends.
+/// Samples until all is taken and [`AFTER`] has passed, or until either process ends.
 fn watch(plan: &Plan, signs: &Signs, server: &Running, filler: &Running) -> Result<Vec<Moment>> {
     let (begun, mut taken, mut is_near) = (Instant::now(), None, false);
     let mut trace = Vec::with_capacity(1 << 13);
@@ -202,7 +203,7 @@ fn watch(plan: &Plan, signs: &Signs, server: &Running, filler: &Running) -> Resu
             taken = Some(Instant::now());
         }
         let is_over = taken.is_some_and(|taken| taken.elapsed() > AFTER);
-        // The filler stops before; this is for one that hangs.
+        // The filler stops earlier by itself; this is for a filler that hangs.
         let is_in_danger = now.available < plan.floor / 2 || begun.elapsed() > PATIENCE;
         if is_over || is_in_danger || server.has_ended() || filler.has_ended() {
             return Ok(trace);
@@ -215,7 +216,7 @@ fn resident_bytes(running: &Running) -> u64 {
     proc::resident(running.id()).map_or(0, |memory| memory.all)
 }
 
-/// A sample's line: what the trace shows, beside what both processes tell.
+/// The JSON line of a sample: figures of the trace, and what both processes report.
 fn summary(plan: &Plan, trace: &[Moment], server: &serde_json::Value, filler: &serde_json::Value) -> serde_json::Value {
     let mut line = server.clone();
     let least = trace.iter().map(|moment| moment.available).min().unwrap_or(0);
@@ -233,8 +234,9 @@ fn summary(plan: &Plan, trace: &[Moment], server: &serde_json::Value, filler: &s
     line
 }
 
-/// GiB a second that the server gave and that the filler took, from the moment when little was left and the server had
-/// begun to give until all was taken; none if it never began. What it gave before, out of politeness, was not missed.
+/// GiB/s that the server returned and that the filler took, from the moment when little was left and the server had
+/// begun to return memory, until all was taken. None if that moment never came. Earlier returns do not count, since the
+/// memory was not yet needed.
 fn rates(trace: &[Moment]) -> Option<(f64, f64)> {
     let held = trace.first()?.server;
     let little = trace.iter().map(|moment| moment.available).min()? + LITTLE_BYTES;
@@ -259,7 +261,8 @@ fn rows(report: &mut Report, book: &Book<&'static str>, ready: &[Ready], plan: &
         ("quiet_longest_ms", "ms", Better::Lower, "longest before, ms"),
     ];
     let free = plan.free as f64 / f64::from(1 << 30);
-    let table = format!("survive: {free:.1} GiB held free, while somebody fills the machine at {RATE_MIB} MiB/s");
+    let table =
+        format!("survive: {free:.1} GiB held free, while another process fills the machine at {RATE_MIB} MiB/s");
     for subject in ready {
         for (name, unit, better, column) in metrics {
             let place = Place { table: table.clone(), column: column.to_owned() };
@@ -287,7 +290,7 @@ fn verdicts(book: &Book<&'static str>) -> [Verdict; 3] {
         let is_stopped = book.get(&CASE, PAGEMILL, STOPPED).is_some_and(|stopped| stopped.values().contains(&1.0));
         let took = book.get(&CASE, PAGEMILL, TOOK).and_then(|series| series.median()).unwrap_or(0.0);
         let note = match is_stopped {
-            true => "whoever fills was stopped at the floor".to_owned(),
+            true => "the filler was stopped at the floor".to_owned(),
             false => format!("filled at {took:.2} GiB/s"),
         };
         let is_lost = series.killed > 0 || !series.failures.is_empty() || is_stopped;
@@ -301,7 +304,7 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// A server of eight GiB that holds still for four seconds, then gives half of what is taken for four more.
+    /// A server of 8 GiB that returns nothing for four seconds, then half of what is taken for four more.
     #[test]
     fn rates_count_from_the_first_gift() {
         let trace: Vec<Moment> = (0..=900)
@@ -324,7 +327,8 @@ mod tests {
         assert!(rates(&trace[..300]).is_none() && rates(&[]).is_none());
     }
 
-    /// Margin and floor are shares; the filler needs what is before the margin and most of what is held free.
+    /// Margin and floor are shares of the machine; the filler takes what is above the margin, and most of the server's
+    /// free memory.
     #[test]
     fn the_plan_leaves_the_machine_its_part() {
         let plan = Plan::new(20 * GIB, 19 * GIB);

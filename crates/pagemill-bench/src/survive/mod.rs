@@ -1,11 +1,12 @@
-//! Nobody is killed, and nobody waits long, while memory could be given back: by a group's limit, by a sibling's
-//! request, by a machine that runs full.
+//! No process is killed, and none waits long, while free memory could be returned: under a group's limit, at a
+//! sibling's request, on a full machine.
 //!
-//! Being killed is a result, of every allocator. Pagemill is told nothing of any limit; it has to see it.
+//! A kill is a result, under every allocator. Pagemill is given no limit by an option; it must detect each one.
 
 mod files;
 mod handover;
 mod host;
+mod pieces;
 mod reaction;
 mod writers;
 
@@ -27,44 +28,54 @@ pub struct Options {
     /// How long each sample of the writers lasts (default 60, with --quick 1)
     #[arg(long)]
     pub seconds: Option<u64>,
-    /// Only the writers in a group that does not hold what they freed
+    /// Only the writers, in a group too small for the memory that they freed
     #[arg(long)]
     pub writers: bool,
-    /// Only the handover: one process frees much, then another in its group needs it
+    /// Only the handover: one process frees much memory, then another in its group needs it; pieces of all sizes, and
+    /// of one size
     #[arg(long)]
     pub handover: bool,
-    /// Only the time from a sibling's request until the bytes are there
+    /// With --handover and pieces of one size: samples of each case (default as --samples, with --quick 1)
+    #[arg(long, value_name = "COUNT", requires = "handover", value_parser = clap::value_parser!(u16).range(1..))]
+    pub trials: Option<u16>,
+    /// With --handover: only pieces of these sizes, such as 512,4K,1M
+    #[arg(long, value_name = "SIZES", requires = "handover", value_delimiter = ',', value_parser = pagemill::units::parse_bytes)]
+    pub sizes: Vec<u64>,
+    /// With --handover: only these variants (with --quick the first)
+    #[arg(long, value_name = "VARIANTS", requires = "handover", value_delimiter = ',')]
+    pub variants: Vec<pieces::Variant>,
+    /// Only the time from a sibling's request until the memory is returned
     #[arg(long)]
     pub reaction: bool,
-    /// Only a machine that another process fills at 1 GiB/s. Uses nearly all memory; never part of the others
+    /// Only a machine that another process fills at 1 GiB/s. Uses nearly all memory; runs only if named
     #[arg(long)]
     pub host: bool,
-    /// Only files that may vanish, on a `pagemill mount`, written at full speed in a group that does not hold them.
-    /// Takes root; never part of the others
+    /// Only volatile files on a `pagemill mount`, written at full speed in a group too small for them. Needs root; runs
+    /// only if named
     #[arg(long)]
     pub files: bool,
-    /// Of --files only the cases whose name contains this
+    /// With --files: only cases with this text in their name
     #[arg(long, value_name = "TEXT", requires = "files")]
     pub case: Option<String>,
 }
 
 impl Options {
-    /// Whether a part is to be run: it was named, or none was.
+    /// Whether a part is run: it is named, or no part is.
     fn wants(&self, is_named: bool) -> bool {
         is_named || !(self.writers || self.handover || self.reaction || self.host || self.files)
     }
 
-    /// Whether anything is to be run under allocators.
+    /// Whether any part that runs under allocators is run.
     fn wants_allocators(&self) -> bool {
         !self.files || self.writers || self.handover || self.reaction || self.host
     }
 }
 
-/// Runs it and gives the report.
+/// Runs the experiment and returns the report.
 ///
 /// # Errors
 ///
-/// [`Error::CannotRun`] where no control group can be made for the parts that need one.
+/// [`Error::CannotRun`] if no control group can be made for the parts that need one.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let (is_writing, is_handing_over) = (options.wants(options.writers), options.wants(options.handover));
@@ -88,7 +99,10 @@ pub fn run(options: &Options) -> Result<Report> {
         writers::run(options, &ready, &mut report)?;
     }
     if is_handing_over {
-        handover::run(common, &ready, &mut report)?;
+        if options.sizes.is_empty() && options.variants.is_empty() {
+            handover::run(common, &ready, &mut report)?;
+        }
+        pieces::run(options, &ready, &mut report)?;
     }
     if options.wants(options.reaction) {
         reaction::run(common, &ready, &mut report)?;
@@ -110,7 +124,7 @@ mod tests {
         options: Options,
     }
 
-    /// Without a name all run that leave the machine usable; with names only those.
+    /// Without names, all parts run that leave the machine usable; with names, only those.
     #[test]
     fn parts_are_chosen_by_name() {
         let wanted = |line: &[&str]| {
@@ -124,5 +138,6 @@ mod tests {
         assert_eq!(wanted(&["--handover", "--reaction"]), [false, true, true, false, false]);
         assert_eq!(wanted(&["--files", "--case", "64 MiB"]), [false, false, false, false, true]);
         assert!(Line::try_parse_from(["x", "--case", "4 MiB"]).is_err());
+        assert!(Line::try_parse_from(["x", "--sizes", "4K"]).is_err());
     }
 }

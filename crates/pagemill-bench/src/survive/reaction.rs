@@ -1,4 +1,4 @@
-//! How long a request to a sibling takes until the bytes are given. Pagemill alone has such requests.
+//! Latency from a request to a sibling until the memory is returned. Only Pagemill has such requests.
 
 use std::process::Command;
 use std::time::Duration;
@@ -10,17 +10,17 @@ use crate::report::{Place, Report};
 use crate::stats::Better;
 use crate::subject::{self, PAGEMILL, Ready};
 
-/// What the sibling holds free: (quick, full).
+/// Free memory that the sibling holds (quick, full).
 const HOARD_MIB: (u64, u64) = (256, 1024);
 
-/// Asked for at a time, and how often: (quick, full).
+/// MiB per request, and number of requests (quick, full).
 const CASES: [(u64, (u64, u64)); 2] = [(2, (50, 300)), (64, (9, 150))];
 
 const MEDIAN: &str = "median_us";
 const P99: &str = "p99_us";
 const LATE: &str = "late";
 
-/// Runs it under Pagemill, if that is among the subjects, and adds rows.
+/// Runs the experiment under Pagemill, if that is among the subjects; adds rows.
 pub fn run(common: &Common, ready: &[Ready], report: &mut Report) -> Result<()> {
     let Some(pagemill) = ready.iter().find(|ready| ready.name() == PAGEMILL) else { return Ok(()) };
     let hoard_mib = common.pick(HOARD_MIB.0, HOARD_MIB.1);

@@ -1,11 +1,11 @@
-//! Traces: which page is wanted next, request by request.
+//! Generates traces: sequences of page requests.
 //!
-//! Each comes from a footprint of pages, the size of the cache (where the trace is made for it) and a seed; the same three give
-//! the same trace.
+//! A trace depends on the number of pages (its footprint), on the size of the cache for some kinds, and on a seed. The
+//! same three give the same trace.
 
 use crate::stats::Random;
 
-/// Zipf within a set of pages, in an order that has nothing to do with their numbers.
+/// A Zipf distribution over a set of pages, in random order.
 struct Zipf {
     sums: Vec<f64>,
     pages: Vec<u32>,
@@ -34,28 +34,28 @@ impl Zipf {
     }
 }
 
-/// What a trace is like.
+/// The kinds of traces.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kind {
-    /// Each request by itself, the page of rank r as often as r to the minus this.
+    /// Independent requests; the page of rank r has a frequency proportional to r^-x, with this exponent x.
     Zipf(f64),
-    /// Half of the requests go round and round a twentieth of the footprint, half once through all the rest, and again.
+    /// Half of the requests loop over a twentieth of the footprint; the other half scan the rest repeatedly.
     ScanLoop,
-    /// Round and round a tenth more pages than the cache has.
+    /// A loop over a tenth more pages than the cache has.
     Loop,
-    /// Nine of ten requests want any page of a set, a twentieth of the footprint; one wants any page at all. After ten requests
-    /// for each page of the set, half of it is replaced by others.
+    /// Nine of ten requests are for random pages of a set, a twentieth of the footprint; one is for any page. After ten
+    /// requests for each page of the set, half of the set is replaced.
     Shift,
-    /// Any page of a set of a twentieth of the footprint, which loses one page and gets another every forty requests.
+    /// Random pages of a set, a twentieth of the footprint. Every forty requests, one page of the set is replaced.
     Slide,
-    /// Zipf 1.0 on half of the footprint; now and then a scan over a tenth of the footprint, of the other half. One request of
-    /// six is a scan's.
+    /// Zipf 1.0 on half of the footprint, interrupted by scans in the other half, each over a tenth of the footprint.
+    /// One request in six belongs to a scan.
     Polluted,
-    /// Zipf 0.9; each page that was drawn is wanted one to four times more, each time within the next 63 draws.
+    /// Zipf 0.9. Each drawn page is requested one to four times more, each time within the next 63 draws.
     Bursts,
 }
 
-/// All of them, with their names.
+/// All kinds, with their names.
 pub const KINDS: [(&str, Kind); 11] = [
     ("zipf-0.8", Kind::Zipf(0.8)),
     ("zipf-0.9", Kind::Zipf(0.9)),
@@ -70,7 +70,7 @@ pub const KINDS: [(&str, Kind); 11] = [
     ("bursts", Kind::Bursts),
 ];
 
-/// Makes a trace of so many requests, of pages below `pages`, for a cache of `size` of them.
+/// Makes a trace of `requests` page numbers below `pages`, for a cache of `size` pages.
 pub fn trace(kind: Kind, pages: usize, size: usize, requests: usize, seed: u64) -> Vec<u32> {
     let random = &mut Random::new(seed);
     let set = pages / 20;
@@ -142,7 +142,7 @@ fn bursts(pages: usize, requests: usize, random: &mut Random) -> Vec<u32> {
 mod tests {
     use super::*;
 
-    /// As long as was asked, inside the footprint, the same for the same seed.
+    /// A trace has the requested length, stays inside the footprint, and is the same for the same seed.
     #[test]
     fn traces_are_what_was_asked_for() {
         for (name, kind) in KINDS {
@@ -153,7 +153,7 @@ mod tests {
         }
     }
 
-    /// The most wanted page of Zipf 1.0 on 2000 pages is wanted by one of 8.2 requests.
+    /// The most frequent page of Zipf 1.0 on 2000 pages gets one of 8.2 requests.
     #[test]
     fn zipf_has_its_shape() {
         let made = trace(Kind::Zipf(1.0), 2000, 0, 100_000, 1);

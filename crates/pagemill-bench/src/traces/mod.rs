@@ -1,8 +1,7 @@
-//! How often a page is there that is wanted: the order in which the page cache drops folios, beside others, on generated
-//! traces.
+//! Hit ratios on generated traces: the page cache's eviction policy beside others.
 //!
-//! Pages are numbers here and nothing is timed: what is counted is the same on every machine. The order is the cache's own
-//! module.
+//! Pages are only numbers here, and nothing is timed, so the results are the same on every machine. The policy is the
+//! module that the page cache itself uses.
 
 mod generate;
 mod own;
@@ -21,13 +20,13 @@ const PEERS: [&str; 4] = ["lru", "clock", S3_FIFO, "sieve"];
 const HIT_RATIO: &str = "hit_percent";
 
 const PAGES: (usize, usize) = (20_000, 100_000);
-/// For each page of the footprint.
+/// Requests for each page of the footprint.
 const REQUESTS: usize = 20;
-/// Of the footprint.
+/// Sizes of the cache, in percent of the footprint.
 const PERCENT: [usize; 3] = [1, 10, 25];
-/// Of all requests, the first ones that do not count: the cache fills.
+/// The first requests fill the cache and do not count: one in so many of all requests.
 const WARM_DIVISOR: usize = 5;
-/// That of a round comes from it.
+/// The seed from which the seed of each round is derived.
 const SEED: u64 = 0x7061_6765_6d69_6c6c;
 
 /// Options of the experiment.
@@ -46,7 +45,7 @@ pub struct Options {
 /// Trace, and the cache's share of the footprint.
 type Case = (usize, usize);
 
-/// Runs it and gives the report.
+/// Runs the experiment and returns the report.
 ///
 /// # Errors
 ///
@@ -130,7 +129,7 @@ fn ratios(book: &Book<Case>, case: &Case, subject: &'static str) -> Option<Vec<f
     book.get(case, subject, HIT_RATIO).map(|series| series.values())
 }
 
-/// How many points the cache's order is ahead of the best of the peers, by round.
+/// The lead of the cache's policy over the best peer, in percentage points, by round.
 fn ahead_of_best(book: &Book<Case>, case: &Case) -> Option<Vec<f64>> {
     let peers: Option<Vec<_>> = PEERS.iter().map(|peer| ratios(book, case, peer)).collect();
     let (own, peers) = (ratios(book, case, PAGEMILL)?, peers?);
@@ -168,7 +167,7 @@ fn verdicts(report: &mut Report, book: &Book<Case>) {
     report.verdict(mean);
 }
 
-/// How many points the mean of all cases is ahead of S3-FIFO's, by round.
+/// The lead of the mean of all cases over S3-FIFO's mean, in percentage points, by round.
 fn ahead_of_s3(book: &Book<Case>) -> Option<Vec<f64>> {
     let cases = book.cases();
     let both = |case: &&Case| Some((ratios(book, case, PAGEMILL)?, ratios(book, case, S3_FIFO)?));

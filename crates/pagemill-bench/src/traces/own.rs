@@ -1,4 +1,4 @@
-//! Pagemill's own order on a trace: the module that the page cache uses, with pages that are numbers.
+//! Pagemill's own eviction policy on a trace: the module of the page cache, with numbers as pages.
 
 use std::cell::Cell;
 
@@ -6,10 +6,10 @@ use pagemill::mapping::order::{Folios, Key, Look, Order};
 
 use super::peers::Policy;
 
-/// Uses that a folio's word counts.
+/// The most uses that a folio's state word counts.
 const MOST_USES: u8 = 2;
 
-/// Uses of each frame.
+/// Number of uses of each frame.
 struct Frames(Vec<Cell<u8>>);
 
 impl Folios for Frames {
@@ -27,10 +27,10 @@ impl Folios for Frames {
     }
 }
 
-/// No frame.
+/// Marks the absence of a frame.
 const NONE: u32 = u32::MAX;
 
-/// A cache of frames in that order.
+/// A cache of frames with this policy.
 pub struct Own {
     order: Order,
     frames: Frames,
@@ -40,9 +40,11 @@ pub struct Own {
 }
 
 impl Own {
+    /// Makes an empty cache of `size` frames.
+    ///
     /// # Errors
     ///
-    /// Without addresses for its tables.
+    /// If there is no address space for its tables.
     pub fn new(pages: usize, size: usize) -> pagemill::Result<Self> {
         let order = Order::new(size)?;
         order.begin(size as u64);
@@ -51,7 +53,7 @@ impl Own {
         Ok(Self { order, frames, page_of: Vec::new(), frame_of: vec![NONE; pages], size })
     }
 
-    /// A frame for another page; `None` if there is none to be had.
+    /// Returns a frame for another page, evicting if necessary; `None` if no frame can be freed.
     fn make_room(&mut self) -> Option<u32> {
         if self.page_of.len() < self.size {
             self.page_of.push(NONE);

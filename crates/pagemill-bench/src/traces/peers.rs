@@ -1,24 +1,25 @@
-//! Orders of eviction, each as its paper describes it, on pages of one size: who is in the cache, request by request.
+//! Eviction policies as their papers describe them, on pages of one size.
 //!
-//! - LRU: the page that was not wanted for longest goes.
-//! - CLOCK: a ring; the hand takes the mark of a use off and goes on, until it comes to a page without. F. Corbato, 1968.
-//! - S3-FIFO: a small queue of a tenth, a main queue, and a queue of ghosts as long as the main one may be. J. Yang and others, SOSP
-//!   2023, algorithm 1.
-//! - SIEVE: one queue; the hand goes from the oldest to the latest, takes marks off where pages stay, and drops the first without. Y.
-//!   Zhang and others, NSDI 2024, algorithm 1.
+//! - LRU: evicts the least recently used page.
+//! - CLOCK: a ring of pages with reference bits. The hand clears set bits and evicts the first page without one. F.
+//!   Corbato, 1968.
+//! - S3-FIFO: a small queue of a tenth, a main queue, and a ghost queue as long as the main queue may be. J. Yang and
+//!   others, SOSP 2023, algorithm 1.
+//! - SIEVE: one queue. The hand moves from the oldest to the newest page, clears set bits, and evicts the first page
+//!   without one; pages that stay are not moved. Y. Zhang and others, NSDI 2024, algorithm 1.
 
 use std::collections::VecDeque;
 
 /// A cache of pages, by their numbers.
 pub trait Policy {
-    /// A page is wanted, and in the cache from then on. Returns whether it was there.
+    /// Requests a page, which is in the cache afterwards. Returns whether it was a hit.
     fn access(&mut self, page: u32) -> bool;
 }
 
-/// No page.
+/// Marks the absence of a page.
 const NONE: u32 = u32::MAX;
 
-/// Pages in a row, of which any can be taken out.
+/// A doubly linked list of pages, from which any page can be removed.
 struct List {
     newer: Vec<u32>,
     older: Vec<u32>,
@@ -158,7 +159,7 @@ impl Policy for Sieve {
     }
 }
 
-/// Where S3-FIFO has a page.
+/// The queue of S3-FIFO in which a page is.
 #[derive(Clone, Copy, PartialEq)]
 enum Place {
     Out,
@@ -169,7 +170,7 @@ enum Place {
 pub struct S3Fifo {
     small: VecDeque<u32>,
     main: VecDeque<u32>,
-    /// Pages with the number of their entry: one that is not the page's latest stands for nothing.
+    /// Pages with the number of their entry. An entry is stale unless its number is the page's latest.
     ghosts: VecDeque<(u32, u32)>,
     ghost_of: Vec<u32>,
     next_ghost: u32,
@@ -271,18 +272,20 @@ mod tests {
         trace.iter().map(|page| if policy.access(*page) { '+' } else { '-' }).collect()
     }
 
-    /// By hand, three pages of room: which pages are there in the end tells who went.
+    /// By hand, with room for three pages: the pages that are left show which ones were evicted.
     #[test]
     fn each_drops_whom_its_paper_says() {
-        // LRU: 0 is the latest of the first three, so 1 goes for 3, and 2 for 1.
+        // LRU: 0 is the most recent of the first three, so 3 evicts 1, and 1 evicts 2.
         assert_eq!(hits(&mut Lru::new(9, 3), &[0, 1, 2, 0, 3, 0, 1, 2]), "---+-+--");
-        // CLOCK: 0 has a mark and stays, 1 goes for 3; then the hand is at 2.
+        // CLOCK: the bit of 0 is set, so it stays and 3 evicts 1; then the hand is at 2.
         assert_eq!(hits(&mut Clock::new(9, 3), &[0, 1, 2, 0, 3, 0, 2, 1, 0]), "---+-++-+");
-        // SIEVE: 0 has a mark and stays, 1 goes; the hand stays behind it: 2 goes for 4, though 0 is older.
+        // SIEVE: the bit of 0 is set, so it stays and 1 is evicted. The hand stays behind it, so 4 evicts 2, though 0
+        // is older.
         assert_eq!(hits(&mut Sieve::new(9, 3), &[0, 1, 2, 0, 3, 4, 0, 3, 2]), "---+--++-");
     }
 
-    /// Ten pages of room. A page used twice goes on to main, a scan passes by; one that comes back soon goes to main, too.
+    /// With room for ten pages: a page used twice moves to main, and a scan does not. A page that returns soon moves to
+    /// main, too.
     #[test]
     fn s3_fifo_lets_scans_pass() {
         let mut cache = S3Fifo::new(100, 10);

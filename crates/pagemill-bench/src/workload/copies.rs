@@ -1,7 +1,7 @@
-//! Where the copies of a search server's records are: in blocks of malloc, or in chunks that are kept for the next record
-//! and given up meanwhile.
+//! Memory for the copies of a search server's records: blocks of malloc, or chunks that are kept for the next record
+//! and given up in between.
 //!
-//! Who keeps chunks takes the one that was left last, as allocators do.
+//! Kept chunks are reused in LIFO order, as allocators do.
 
 use pagemill::Pagemill;
 use pagemill::volatile::{Behaviour, Contents, Range};
@@ -9,26 +9,26 @@ use pagemill::volatile::{Behaviour, Contents, Range};
 use super::Failure;
 use crate::native::{Pages, Piece};
 
-/// What a copy is in, and what becomes of it after its record.
+/// The memory of a copy, and what is done with it after its record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Memory {
-    /// A block of malloc, freed.
+    /// A block of malloc; freed.
     Malloc,
-    /// A volatile handle: marked, and unmarked for the next record.
+    /// A volatile handle; marked volatile, and taken back for the next record.
     Handles,
-    /// Pages: `MADV_FREE`.
+    /// Anonymous pages; `MADV_FREE`.
     Free,
-    /// Pages: `MADV_DONTNEED`.
+    /// Anonymous pages; `MADV_DONTNEED`.
     Dontneed,
 }
 
-/// The chunks of one thread that no record has just now.
+/// The chunks of one thread that are not in use.
 pub struct Copies {
     memory: Memory,
     pagemill: Option<&'static Pagemill>,
     chunk_bytes: usize,
     kept: Vec<Chunk>,
-    /// Chunks that had lost bytes when they were taken.
+    /// Number of chunks that were purged before their reuse.
     pub purged: u64,
 }
 
@@ -49,7 +49,7 @@ enum Home {
 }
 
 impl Copies {
-    /// No chunks yet; each will have room for `chunk_bytes`.
+    /// Starts without chunks; each chunk will have room for `chunk_bytes`.
     pub fn new(memory: Memory, chunk_bytes: usize) -> Result<Self, Failure> {
         let pagemill = match memory {
             Memory::Handles => Some(Pagemill::of_process().map_err(|error| error.to_string())?),
@@ -58,7 +58,7 @@ impl Copies {
         Ok(Self { memory, pagemill, chunk_bytes, kept: Vec::new(), purged: 0 })
     }
 
-    /// Copies `words`, as many as a chunk has room for at the most; none where there is no memory.
+    /// Copies `words`, which must fit into a chunk; returns none without memory.
     pub fn copy_of(&mut self, words: &[u64]) -> Option<Copy> {
         let len_bytes = size_of_val(words);
         if self.memory == Memory::Malloc {
@@ -82,17 +82,17 @@ impl Copies {
 
     fn taken_back(&mut self, chunk: Chunk) -> Option<Chunk> {
         if let Chunk::Range(range) = &chunk {
-            // What it held means nothing any more: it is written anew, purged or not.
+            // The old contents do not matter: the chunk is overwritten, purged or not.
             self.purged += u64::from(range.unmark().ok()? != Contents::Kept);
         }
         Some(chunk)
     }
 
-    /// Ends a record's use of its copy.
+    /// Ends the use of a copy.
     ///
     /// # Errors
     ///
-    /// A sentence, where the chunk cannot be given up.
+    /// A message if the chunk cannot be given up.
     pub fn leave(&mut self, copy: Copy) -> Result<(), String> {
         let Home::Chunk(mut chunk) = copy.home else {
             return Ok(());
@@ -117,7 +117,8 @@ impl Chunk {
 }
 
 impl Copy {
-    /// Lets `look` see the words as eight bytes each; nothing where they cannot be had.
+    /// Passes the words of a chunk to `look`, as arrays of eight bytes; none for a block of malloc, or if the chunk
+    /// cannot be pinned.
     fn see<T>(&self, look: impl FnOnce(&[[u8; 8]]) -> T) -> Option<T> {
         match &self.home {
             Home::Piece(_) => None,
@@ -129,7 +130,7 @@ impl Copy {
         }
     }
 
-    /// Where the key is among ascending ones.
+    /// The index of the key among the ascending words.
     pub fn find(&self, key: u64) -> Option<usize> {
         match &self.home {
             Home::Piece(piece) => piece.words().binary_search(&key).ok(),
@@ -139,7 +140,7 @@ impl Copy {
         }
     }
 
-    /// The sum of the words.
+    /// The wrapping sum of the words.
     pub fn sum(&self) -> Option<u64> {
         match &self.home {
             Home::Piece(piece) => Some(sum(piece.words().iter().copied())),
@@ -148,7 +149,7 @@ impl Copy {
     }
 }
 
-/// The sum of words, over the end.
+/// The wrapping sum of words.
 pub fn sum(words: impl Iterator<Item = u64>) -> u64 {
     words.fold(0, u64::wrapping_add)
 }
@@ -157,7 +158,7 @@ pub fn sum(words: impl Iterator<Item = u64>) -> u64 {
 mod tests {
     use super::*;
 
-    /// In every memory a copy holds its words, chunk after chunk.
+    /// A copy holds its words in every kind of memory, and chunks are reused.
     #[test]
     fn copies_hold_their_words() {
         let words: Vec<u64> = (0..8192).map(|word| word * 3).collect();

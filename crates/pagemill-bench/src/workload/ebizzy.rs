@@ -1,11 +1,11 @@
-//! The workload of a search server: copy a chunk, search the copy, free it, as fast as it goes.
+//! The workload of a search server: copy a chunk, search the copy, free it, as fast as possible.
 //!
-//! The shape is ebizzy's (V. Henson, 2006), the code is our own, and its random generator works. Every record
-//! checks its answer: keys are unique and ascending, so a search that ends elsewhere found damaged memory.
+//! It follows ebizzy (V. Henson, 2006) in new code, with a random generator that works. Every record checks its answer:
+//! keys are unique and ascending, so a search with another result found damaged memory.
 //!
-//! With a lock file it also makes *bursts*: results that are all held before they are searched. Bursts and
-//! the [`hog`](super::hog) take turns by the lock, so that live memory always fits into the limit, and
-//! whoever runs out of memory did so holding free memory.
+//! With a lock file it also makes *bursts*: results that are all held before they are searched. Bursts and the
+//! [`hog`](super::hog) take turns by the lock, so the live memory always fits into the limit. A process that runs out
+//! of memory thus failed because of free memory that was held.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -21,18 +21,18 @@ use crate::native::{self, Piece};
 use crate::proc;
 use crate::stats::Random;
 
-/// Words of 256 KiB, the size of ebizzy's chunks.
+/// 256 KiB in words, the size of ebizzy's chunks.
 const FIXED_WORDS: usize = 256 * 1024 / 8;
 
-/// Sizes of the mixed case, in words: 64 KiB to 1 MiB.
+/// Range of sizes in the mixed case, in words: 64 KiB to 1 MiB.
 const MIXED_WORDS: (usize, usize) = (64 * 1024 / 8, 1024 * 1024 / 8);
 
-/// Each thread makes so many records before any count, and as many that do, however long that takes: the first ones meet memory that
-/// nobody has touched, and a thread may be without a processor for a while.
+/// Each thread makes so many records before counting starts, and as many that count, however long that takes. The first
+/// records touch new memory, and a thread may be without a CPU for a while.
 const FEW_RECORDS: u64 = 4;
 const FEW_WITHIN: Duration = Duration::from_secs(30);
 
-/// How large the copies are.
+/// The sizes of the copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Sizes {
     /// 256 KiB each
@@ -41,7 +41,7 @@ pub enum Sizes {
     Mixed,
 }
 
-/// One run of the workload.
+/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Ebizzy {
     #[arg(long)]
@@ -52,27 +52,27 @@ pub struct Ebizzy {
     pub measure_ms: u64,
     #[arg(long, default_value = "fixed")]
     pub sizes: Sizes,
-    /// What copies are in, and what becomes of them.
+    /// The memory of the copies.
     #[arg(long, default_value = "malloc")]
     pub memory: Memory,
-    /// Of so many records one has its whole copy summed up; 0 for none.
+    /// One record in so many has its whole copy summed up; 0 for none.
     #[arg(long, default_value_t = 0)]
     pub sum_every: u64,
     /// Chunks in the working set.
     #[arg(long, default_value_t = 10)]
     pub chunks: usize,
-    /// Memory that a burst holds at once; 0 for none.
+    /// Memory that a burst holds at once; 0 for no bursts.
     #[arg(long, default_value_t = 0)]
     pub burst_mib: usize,
-    /// Time from one burst to the next.
+    /// Time between the starts of two bursts.
     #[arg(long, default_value_t = 500)]
     pub burst_every_ms: u64,
-    /// The lock by which bursts and the hog take turns.
+    /// The lock file by which bursts and the hog take turns.
     #[arg(long)]
     pub lock: Option<PathBuf>,
 }
 
-/// What the threads share.
+/// State shared by all threads.
 struct Shared {
     chunks: Vec<Piece>,
     sizes: Sizes,
@@ -82,7 +82,7 @@ struct Shared {
     bursts: AtomicU64,
 }
 
-/// One thread's counts, on cache lines of its own.
+/// Counters of one thread, on cache lines of their own.
 #[derive(Default)]
 #[repr(align(128))]
 struct Tally {
@@ -92,7 +92,7 @@ struct Tally {
     refused: AtomicU64,
 }
 
-/// Bursts of the first thread.
+/// The bursts of the first thread.
 struct Bursts {
     lock: File,
     bytes: usize,
@@ -100,7 +100,7 @@ struct Bursts {
     next: Instant,
 }
 
-/// Runs the workload; its line tells records a second, faults a record, and how often malloc refused.
+/// Runs the workload. Its JSON line has records per second, faults per record, and the number of failed allocations.
 pub fn run(arguments: &Ebizzy) -> Outcome {
     let words = match arguments.sizes {
         Sizes::Fixed => FIXED_WORDS,
@@ -138,7 +138,7 @@ pub fn run(arguments: &Ebizzy) -> Outcome {
     measured
 }
 
-/// Chunks of ascending keys; a chunk's number is in the upper bits, so that no key is in two.
+/// Chunks of ascending keys. The upper bits hold the chunk's number, so that no two chunks share a key.
 fn working_set(chunks: usize, words: usize) -> Result<Vec<Piece>, Failure> {
     let mut random = Random::new(0x6562_697a_7a79);
     (0..chunks)
@@ -168,7 +168,7 @@ fn open_bursts(arguments: &Ebizzy) -> Result<Option<Bursts>, Failure> {
     }))
 }
 
-/// Warms up (past the first burst, where there are any), then counts for the fixed time.
+/// Warms up (until after the first burst, if there are bursts), then counts for the fixed time.
 fn measure(shared: &Shared, arguments: &Ebizzy) -> Outcome {
     let begun = Instant::now();
     thread::sleep(Duration::from_millis(arguments.warm_ms));
@@ -215,7 +215,7 @@ fn work(shared: &Shared, index: usize, mut copies: Copies, mut bursts: Option<Bu
     }
 }
 
-/// Copies until the burst's bytes are held, then searches all of them, and frees.
+/// Makes copies until they have the burst's bytes, then searches all of them, and frees them.
 fn burst(shared: &Shared, bursts: &mut Bursts, tally: &Tally, copies: &mut Copies, random: &mut Random) {
     let (mut held, mut held_bytes) = (Vec::new(), 0);
     while held_bytes < bursts.bytes && !shared.is_over.load(Ordering::Relaxed) {
@@ -241,7 +241,7 @@ fn burst(shared: &Shared, bursts: &mut Bursts, tally: &Tally, copies: &mut Copie
     shared.bursts.fetch_add(1, Ordering::Relaxed);
 }
 
-/// One record: a copy, the key to find in it and where it must be.
+/// One record: a copy, and the place of the key to find in it.
 struct Query {
     copy: Copy,
     chunk: usize,
@@ -262,12 +262,12 @@ impl Query {
         Some(Self { copy, chunk, words, place })
     }
 
-    /// Whether the search ends where it must.
+    /// Whether the search finds the key at its place.
     fn is_right(&self, shared: &Shared) -> bool {
         self.copy.find(shared.chunks[self.chunk].words()[self.place]) == Some(self.place)
     }
 
-    /// Whether the whole copy is what it was made of.
+    /// Whether the whole copy equals its source, by their sums.
     fn is_whole(&self, shared: &Shared) -> bool {
         let source = &shared.chunks[self.chunk].words()[..self.words];
         self.copy.sum() == Some(copies::sum(source.iter().copied()))
@@ -276,7 +276,7 @@ impl Query {
 
 impl Tally {
     fn count(&self, shared: &Shared, query: &Query) {
-        // Only its own thread writes a tally: a load and a store are enough.
+        // Only its own thread writes a tally, so a load and a store suffice.
         let count = |counter: &AtomicU64| {
             counter.store(counter.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         };
@@ -287,10 +287,10 @@ impl Tally {
         }
     }
 
-    /// Ends a record's use of its copy.
+    /// Ends the use of a record's copy.
     fn leave(&self, query: Query, copies: &mut Copies) {
         self.purged.store(copies.purged, Ordering::Relaxed);
-        // A thread that panics ends the run.
+        // A panic in a thread ends the run.
         copies.leave(query.copy).expect("a chunk that was written can be given up");
     }
 
@@ -307,13 +307,13 @@ impl Bursts {
 }
 
 impl Shared {
-    /// What each thread has made, and been refused.
+    /// Records of each thread, including refused ones.
     fn made(&self) -> Vec<u64> {
         let made = |tally: &Tally| tally.records.load(Ordering::Relaxed) + tally.refused.load(Ordering::Relaxed);
         self.tallies.iter().map(made).collect()
     }
 
-    /// Waits until each thread has made a few more than before.
+    /// Waits until each thread has made a few more records than before.
     fn await_records(&self, before: &[u64]) -> Result<(), Failure> {
         let begun = Instant::now();
         while self.made().iter().zip(before).any(|(made, before)| *made < before + FEW_RECORDS) {
@@ -346,7 +346,7 @@ mod tests {
         }
     }
 
-    /// Keys ascend within a chunk and across chunks: a search has one right answer.
+    /// Keys ascend within a chunk and across chunks, so a search has one right answer.
     #[test]
     fn keys_are_unique() {
         let shared = shared();
@@ -355,7 +355,7 @@ mod tests {
         assert!(keys.is_sorted_by(|a, b| a < b));
     }
 
-    /// A right record is right, and one whose copy differs is counted as a mismatch.
+    /// A correct record passes; a record with a damaged copy is counted as a mismatch.
     #[test]
     fn damaged_copies_are_noticed() {
         let shared = shared();
@@ -365,7 +365,7 @@ mod tests {
 
         let source = &shared.chunks[query.chunk].words()[..query.words];
         let mut damaged: Vec<u64> = source.iter().map(|key| key ^ 1 << 63).collect();
-        // The highest bits of an even number of words add up to nothing.
+        // The highest bits of an even number of words cancel out in the sum.
         damaged[0] += 1;
         query.copy = copies.copy_of(&damaged).expect("1 MiB is there");
         assert!(!query.is_right(&shared) && !query.is_whole(&shared));

@@ -1,4 +1,5 @@
-//! Writers at full speed of files that may vanish, beside files that may not: who fails, and what is gone that should not.
+//! Writes volatile files at full speed, beside files that are kept. Counts failed writes, and files that vanished
+//! although they should not.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -12,54 +13,54 @@ use super::{Failure, Outcome};
 use crate::files::Place;
 use crate::pattern::{self, Records};
 
-/// Written at a time.
+/// Bytes per write.
 const PIECE_BYTES: usize = 1 << 20;
 const KEPT_FILES: u64 = 16;
-/// Who has not filled by then is measured as he is.
+/// Time limit of the fill; after it, the measurement starts with what was written.
 pub const LONGEST_FILL: Duration = Duration::from_secs(60);
-/// The folder whose files may vanish: it is marked before the writers start.
+/// The folder of volatile files: it is marked before the writers start.
 pub const VOLATILE: &str = "volatile";
-/// The folder whose files may not.
+/// The folder of files that are kept.
 pub const KEPT: &str = "kept";
 
-/// One run of the workload.
+/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct FileWriters {
     #[command(flatten)]
     pub place: Place,
     #[arg(long)]
     pub writers: u64,
-    /// Length of each file that may vanish
+    /// Length of each volatile file
     #[arg(long)]
     pub file_mib: u64,
-    /// Of all files that may not vanish
+    /// Total length of the kept files
     #[arg(long)]
     pub kept_mib: u64,
-    /// How many of the files closed last must be there at the end
+    /// Number of the last closed files that must be there at the end
     #[arg(long)]
     pub newest: usize,
-    /// Written before the time begins
+    /// MiB to write before the measurement starts
     #[arg(long)]
     pub fill_mib: u64,
     #[arg(long)]
     pub run_ms: u64,
 }
 
-/// What all writers did.
+/// Counters of all writers.
 #[derive(Default)]
 struct Tally {
     next: AtomicU64,
-    /// Numbers of the order in which files are closed, taken just before: whoever lost his turn after it would pass for
-    /// newer than he is.
+    /// Sequence of closes; a writer takes its number just before the close. Taken after it, the number could be
+    /// delayed, and the file would seem newer than it is.
     closing: AtomicU64,
     closed: AtomicU64,
     failed: AtomicU64,
-    /// When the time began, and how many files were closed until then.
+    /// Start of the measurement, and the number of files closed before it.
     start: OnceLock<(Instant, u64)>,
 }
 
 impl Tally {
-    /// Whether the time is up; it begins here, once enough is written or has taken too long.
+    /// Whether the time is up. The measurement starts here, once enough is written or the fill took too long.
     fn is_over(&self, arguments: &FileWriters, begun: Instant) -> bool {
         let closed = self.closed.load(Ordering::Relaxed);
         if closed * arguments.file_mib >= arguments.fill_mib || begun.elapsed() >= LONGEST_FILL {
@@ -70,15 +71,15 @@ impl Tally {
     }
 }
 
-/// One writer's memory: what it closed last, and why it first failed.
+/// One writer's record: the files that it closed, and its first error.
 #[derive(Default)]
 struct Diary {
-    /// When in the order of all, and which.
+    /// Sequence number of the close, and the file.
     closed: Vec<(u64, u64)>,
     complaint: Option<String>,
 }
 
-/// Writes until the time is up, then looks at everything that is there.
+/// Writes until the time is up, then checks all files.
 pub fn run(arguments: &FileWriters) -> Outcome {
     let (volatile, kept) = (arguments.place.folder.join(VOLATILE), arguments.place.folder.join(KEPT));
     arguments.place.check()?;
@@ -118,7 +119,7 @@ fn path(folder: &Path, file: u64) -> PathBuf {
     folder.join(file.to_string())
 }
 
-/// One writer: file after file. What fails is counted, and tried again a moment later.
+/// One writer: writes file after file. A failure is counted; the next file follows a moment later.
 fn keep_writing(arguments: &FileWriters, folder: &Path, begun: Instant, tally: &Tally) -> Diary {
     let mut diary = Diary::default();
     while !tally.is_over(arguments, begun) {
@@ -133,7 +134,7 @@ fn keep_writing(arguments: &FileWriters, folder: &Path, begun: Instant, tally: &
             Err(cause) => {
                 tally.failed.fetch_add(1, Ordering::Relaxed);
                 diary.complaint.get_or_insert_with(|| format!("writing file {file}: {cause}"));
-                // It may not have come into being.
+                // The file may not exist.
                 let _ = fs::remove_file(&path);
                 thread::sleep(Duration::from_millis(1));
             }
@@ -156,7 +157,7 @@ fn is_there(path: &Path, file: u64, len_bytes: u64) -> bool {
     matches!(check(path, file, len_bytes), Ok(true))
 }
 
-/// Whether every byte is right; the length counts.
+/// Whether every byte and the length are right.
 fn check(path: &Path, file: u64, len_bytes: u64) -> io::Result<bool> {
     let mut input = File::open(path)?;
     let mut piece = vec![0; PIECE_BYTES];
@@ -171,7 +172,7 @@ fn check(path: &Path, file: u64, len_bytes: u64) -> io::Result<bool> {
     Ok(input.read(&mut piece)? == 0)
 }
 
-/// How many files are there in part: they may vanish, but only as a whole.
+/// Number of files that are incomplete: a volatile file may vanish, but only as a whole.
 fn torn(folder: &Path, len_bytes: u64) -> Result<usize, Failure> {
     let failed = |cause: io::Error| Failure::Other(format!("looking at what is left: {cause}"));
     let mut torn = 0;
@@ -180,7 +181,7 @@ fn torn(folder: &Path, len_bytes: u64) -> Result<usize, Failure> {
         let Some(file) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         match check(&entry.path(), file, len_bytes) {
             Ok(is_whole) => torn += usize::from(!is_whole),
-            // It vanished between the look at the folder and this one.
+            // The file vanished after the folder was listed.
             Err(cause) if cause.kind() == io::ErrorKind::NotFound => {}
             Err(cause) => return Err(failed(cause)),
         }
@@ -192,7 +193,8 @@ fn torn(folder: &Path, len_bytes: u64) -> Result<usize, Failure> {
 mod tests {
     use super::*;
 
-    /// Whole files are there; a shortened, a changed, a lengthened and a missing one are not, and three of them are torn.
+    /// Whole files count as there. A shortened, a changed, a lengthened and a missing one do not; three of them are
+    /// torn.
     #[test]
     fn torn_files_are_told_from_missing_ones() {
         let folder = tempfile::tempdir().expect("a temporary folder");

@@ -1,4 +1,4 @@
-//! A gibibyte freed and asked for back, while another thread keeps allocating.
+//! Frees 1 GiB and asks the allocator to return it, while another thread keeps allocating.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -8,13 +8,13 @@ use super::{Failure, Outcome};
 use crate::native::{self, GiveBack, Tagged};
 use crate::proc;
 
-/// What the unrelated thread takes, in turn: small ones and one that an allocator may map.
+/// Sizes that the unrelated thread allocates in turn: small ones, and one that an allocator may map.
 const UNRELATED: [usize; 4] = [64, 1024, 16 << 10, 96 << 10];
 
-/// For how long the unrelated thread is watched alone, to know the machine's own pauses.
+/// Time for which the unrelated thread runs alone, to measure the machine's own pauses.
 const QUIET: Duration = Duration::from_millis(100);
 
-/// One run.
+/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Giveback {
     #[arg(long)]
@@ -25,9 +25,9 @@ pub struct Giveback {
     pub how: GiveBack,
 }
 
-/// Takes, touches, frees, asks; its line tells how long that took and what became of the memory.
+/// Allocates, touches, frees, and asks for the return. The JSON line has its duration and the memory before and after.
 pub fn run(arguments: &Giveback) -> Outcome {
-    // Taken last and kept: what lies below the end of a heap cannot simply be cut off with it.
+    // Allocated last and kept, so the freed memory is not at the end of a heap and cannot simply be trimmed.
     let last = take_and_free(arguments)?;
     let longest_ns = AtomicU64::new(0);
     let is_over = AtomicBool::new(false);
@@ -58,7 +58,7 @@ pub fn run(arguments: &Giveback) -> Outcome {
     })
 }
 
-/// Takes and touches all, then frees all but the last piece.
+/// Allocates and touches all pieces, then frees all but the last.
 fn take_and_free(arguments: &Giveback) -> Result<Option<Tagged>, Failure> {
     let count = (arguments.mib << 20) / arguments.piece;
     let mut held = Vec::with_capacity(count);
@@ -72,7 +72,7 @@ fn take_and_free(arguments: &Giveback) -> Result<Option<Tagged>, Failure> {
     }
 }
 
-/// Takes and frees until told; keeps the longest it took. True if every tag was kept.
+/// Allocates and frees until stopped, and records the longest call. Returns true if every tag was intact.
 fn keep_allocating(longest_ns: &AtomicU64, is_over: &AtomicBool) -> bool {
     let mut is_right = true;
     while !is_over.load(Ordering::Relaxed) {

@@ -1,4 +1,4 @@
-//! The two sides of a handover: who frees much and stays, and who needs it then.
+//! The two sides of a handover: a keeper, which frees much memory and stays; and a newcomer, which needs it then.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,31 +10,31 @@ use crate::native::{Piece, Tagged};
 use crate::signs::Signs;
 use crate::stats::Random;
 
-/// Sizes of the large pieces.
+/// Range of sizes of the large pieces.
 const LARGE: (usize, usize) = (64 << 10, 1 << 20);
-/// With each large piece come so many small ones.
+/// Small pieces for each large one.
 const SMALL_EACH: usize = 4;
 const SMALL: (usize, usize) = (16, 4 << 10);
 
-/// What the newcomer takes at a time.
+/// Bytes of each piece of the newcomer.
 const NEWCOMER_PIECE: usize = 1 << 20;
 
-/// What a process takes and frees each millisecond that has little to do.
+/// Bytes that an almost idle process allocates and frees each millisecond.
 const LITTLE: usize = 512;
 
-/// Who frees and stays.
+/// Arguments of the keeper, which frees and stays.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Keeper {
     #[arg(long)]
     pub mib: usize,
     #[arg(long)]
     pub turns: u64,
-    /// Where the signs are.
+    /// The folder of signs.
     #[arg(long)]
     pub folder: PathBuf,
 }
 
-/// Who needs memory, all of it at once.
+/// Arguments of the newcomer, which needs all its memory at once.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Newcomer {
     #[arg(long)]
@@ -43,17 +43,17 @@ pub struct Newcomer {
     pub threads: usize,
 }
 
-/// The keeper's sign: all is free.
+/// The keeper's sign: all is freed.
 pub fn freed_sign(turn: u64) -> String {
     format!("freed-{turn}")
 }
 
-/// The bench's sign: the newcomer has come and gone.
+/// The bench's sign: the newcomer has ended.
 pub fn taken_sign(turn: u64) -> String {
     format!("taken-{turn}")
 }
 
-/// Fills and frees, turn by turn, and does little until the newcomer has gone.
+/// In each turn, fills and frees memory, then does little until the newcomer has ended.
 pub fn keep(arguments: &Keeper) -> Outcome {
     let signs = Signs::new(&arguments.folder);
     let mut random = Random::new(0x6b65_6570);
@@ -70,7 +70,7 @@ pub fn keep(arguments: &Keeper) -> Outcome {
     Ok(serde_json::json!({ "refused": refused }))
 }
 
-/// Says how often malloc refused.
+/// Fills and frees memory; returns the number of failed allocations.
 fn fill_and_free(bytes: usize, random: &mut Random) -> Result<u64, Failure> {
     let (mut held, mut held_bytes, mut refused) = (Vec::new(), 0, 0);
     while held_bytes < bytes {
@@ -96,7 +96,7 @@ fn fill_and_free(bytes: usize, random: &mut Random) -> Result<u64, Failure> {
     }
 }
 
-/// Takes and fills with all threads at full speed, then checks every word.
+/// Allocates and fills memory with all threads at full speed, then checks every word.
 pub fn come(arguments: &Newcomer) -> Outcome {
     let refused = AtomicU64::new(0);
     let begun = Instant::now();
@@ -122,7 +122,7 @@ pub fn come(arguments: &Newcomer) -> Outcome {
     }))
 }
 
-/// One thread's part.
+/// The part of one thread.
 fn take(arguments: &Newcomer, index: usize, refused: &AtomicU64) -> Vec<(u64, Piece)> {
     let count = (arguments.mib << 20) / NEWCOMER_PIECE / arguments.threads;
     let mut taken = Vec::with_capacity(count);

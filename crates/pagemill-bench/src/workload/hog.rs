@@ -1,4 +1,4 @@
-//! A neighbour that needs memory now and then: takes, touches, checks, frees, pauses.
+//! A neighbour that needs memory periodically: allocates, touches, checks, frees, pauses.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -11,24 +11,24 @@ use crate::native::{self, Tagged};
 
 const PIECE: usize = 1 << 20;
 
-/// One neighbour.
+/// Arguments of one neighbour.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Hog {
     #[arg(long)]
     pub mib: usize,
     #[arg(long)]
     pub pause_ms: u64,
-    /// Holds the lock by which it takes turns with the workload, and the sign to stop.
+    /// The folder with the lock that it shares with the workload, and with the stop file.
     #[arg(long)]
     pub folder: PathBuf,
 }
 
-/// The name of the lock in the folder that hog and workload share.
+/// Name of the lock in the folder that hog and workload share.
 pub const LOCK: &str = "turn";
-/// The name of the file whose appearance stops the hog.
+/// Name of the file that stops the hog once it appears.
 pub const STOP: &str = "stop";
 
-/// Goes round until told to stop; its line tells how often, and how often malloc refused.
+/// Runs rounds until stopped. The JSON line has the number of rounds and of failed allocations.
 pub fn run(arguments: &Hog) -> Outcome {
     let path = arguments.folder.join(LOCK);
     let lock = File::open(&path).map_err(|cause| format!("{}: {cause}", path.display()))?;

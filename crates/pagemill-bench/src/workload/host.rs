@@ -1,4 +1,5 @@
-//! A machine that runs full: a server that holds much free and goes on allocating, and who takes memory steadily.
+//! A machine that runs full: a server that holds much free memory and goes on allocating, and a filler that takes
+//! memory steadily.
 
 use std::path::PathBuf;
 use std::thread;
@@ -13,55 +14,55 @@ use crate::stats::Random;
 
 const PIECE: usize = 1 << 20;
 
-/// The server's sign: it holds what it shall.
+/// The server's sign: it holds its memory.
 pub const READY: &str = "ready";
 /// The filler's sign: it has taken all, or was stopped.
 pub const TAKEN: &str = "taken";
-/// The bench's sign: memory is nearly short, times count from now on.
+/// The bench's sign: memory is nearly short; times count from here.
 pub const NEAR: &str = "near";
-/// The bench's sign: both shall end.
+/// The bench's sign: both processes must end.
 pub const STOP: &str = "stop";
 
-/// Blocks that the server keeps of those it takes and frees, one of which is replaced each time.
+/// Live blocks of the server's own work; each step replaces one of them.
 const LIVE_BLOCKS: usize = 256;
-/// Sizes of those blocks, each doubling as often as the next.
+/// Smallest size of those blocks, and number of doublings; each doubling is equally frequent.
 const SIZES: (usize, u32) = (1 << 10, 10);
 
-/// Blocks that the server takes at a time; then it has nothing to do for a millisecond, as servers do.
+/// Blocks that the server replaces at a time; then it sleeps for a millisecond, as servers do.
 const BATCH: usize = 64;
 
-/// Who holds much free.
+/// Arguments of the server, which holds much free memory.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Server {
     #[arg(long)]
     pub free_mib: usize,
     #[arg(long)]
     pub live_mib: usize,
-    /// Where the signs are.
+    /// The folder of signs.
     #[arg(long)]
     pub folder: PathBuf,
 }
 
-/// Who takes memory at a steady rate.
+/// Arguments of the filler, which takes memory at a steady rate.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Filler {
     #[arg(long)]
     pub mib: usize,
     #[arg(long)]
     pub mib_per_second: u64,
-    /// It takes nothing that would leave the machine less.
+    /// It takes no memory that would leave the machine less than this.
     #[arg(long)]
     pub floor_mib: u64,
-    /// Where the signs are.
+    /// The folder of signs.
     #[arg(long)]
     pub folder: PathBuf,
 }
 
-/// Serves until told to stop; its line tells how long mallocs took before memory was nearly short, and from then on.
+/// Serves until stopped. The JSON line has the latency of malloc before memory was nearly short, and after that.
 pub fn serve(arguments: &Server) -> Outcome {
     let signs = Signs::new(&arguments.folder);
     let mut held = hold(arguments.live_mib + arguments.free_mib)?;
-    // Kept are pieces between the others, so that what is free lies in many places.
+    // The live pieces are between the freed ones, so the free memory is scattered.
     let every = held.len() / arguments.live_mib.max(1);
     let mut index = 0;
     held.retain(|_| {
@@ -73,7 +74,7 @@ pub fn serve(arguments: &Server) -> Outcome {
     let mut work = Work::new();
     let (mut is_near, mut is_over) = (false, false);
     while !is_over {
-        // Who is told both at once still has a batch of the time that counts.
+        // If both signs are seen at once, one more batch is still timed.
         is_over = signs.is_given(STOP);
         is_near = is_near || signs.is_given(NEAR);
         let times = if is_near { &mut near } else { &mut before };
@@ -84,7 +85,7 @@ pub fn serve(arguments: &Server) -> Outcome {
     if work.wrong > 0 || !is_right {
         return Err(Failure::WrongAnswer("a block lost its tag".to_owned()));
     }
-    // Where memory never came near its end there is nothing to tell of that time.
+    // If memory was never nearly short, there are no times for that phase.
     let of_near = |value: f64| (near.count() > 0).then_some(value);
     Ok(serde_json::json!({
         "quiet_p999_ms": before.percentile_ms(0.999),
@@ -103,7 +104,7 @@ fn hold(mib: usize) -> Result<Vec<(u64, Tagged)>, Failure> {
     pieces.collect::<Option<_>>().ok_or(Failure::Other("no memory to hold free later".to_owned()))
 }
 
-/// What a server does all the time: one block goes, another comes.
+/// The server's permanent work: it frees one block and allocates another.
 struct Work {
     blocks: Vec<Option<(u64, Tagged)>>,
     random: Random,
@@ -118,7 +119,7 @@ impl Work {
         Self { blocks, random: Random::new(0x686f_7374), count: 0, refused: 0, wrong: 0 }
     }
 
-    /// Frees a block and takes another in its place, timing that with the touch of its first page.
+    /// Frees a block and allocates another in its place; times that and the touch of its first page.
     fn replace_one(&mut self, times: &mut Histogram) {
         let place = self.random.below(self.blocks.len());
         let old = self.blocks[place].take();
@@ -134,9 +135,9 @@ impl Work {
     }
 }
 
-/// Takes piece by piece at its rate, says so, and holds all until told to stop.
+/// Takes memory piece by piece at its rate, gives its sign, and holds all until stopped.
 pub fn fill(arguments: &Filler) -> Outcome {
-    // If it comes to that after all, this process shall be the one that is killed.
+    // If the kernel has to kill after all, it should choose this process.
     std::fs::write("/proc/self/oom_score_adj", "1000").map_err(|cause| cause.to_string())?;
     let signs = Signs::new(&arguments.folder);
     let mut held = Vec::with_capacity(arguments.mib);
@@ -168,7 +169,8 @@ pub fn fill(arguments: &Filler) -> Outcome {
 mod tests {
     use super::*;
 
-    /// A server with eight MiB free that is told all at once, as soon as it is ready: it counts, and loses nothing.
+    /// A server with 8 MiB free gets all signs at once, as soon as it is ready: it still times a batch, and no block is
+    /// damaged.
     #[test]
     fn a_server_counts_what_is_near() {
         let folder = tempfile::tempdir().expect("a temporary folder");

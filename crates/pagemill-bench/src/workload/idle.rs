@@ -1,4 +1,4 @@
-//! A process that held much, freed it, and does nothing any more.
+//! A process that held much memory, freed it, and does nothing afterwards.
 
 use std::thread;
 use std::time::Duration;
@@ -8,12 +8,12 @@ use crate::native::Tagged;
 
 const PIECE: usize = 1 << 20;
 
-/// One idle process.
+/// Arguments of one idle process.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Idle {
     #[arg(long)]
     pub mib: usize,
-    /// How long it lives; whoever watches it may end it before.
+    /// Its lifetime; the bench may end it earlier.
     #[arg(long)]
     pub seconds: u64,
 }

@@ -1,4 +1,4 @@
-//! Many small files made, looked at, read, found and removed, one after the other.
+//! Many small files that are created, checked by stat, read, found and removed, one after the other.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -11,12 +11,12 @@ use crate::files::Place;
 use crate::pattern;
 
 const FILE_BYTES: usize = 100;
-/// What is over quickly is done several times over.
+/// Repetitions of fast operations.
 const STATS: usize = 4;
 const READS: usize = 2;
 const FINDS: usize = 4;
 
-/// One life of all files.
+/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Metadata {
     #[command(flatten)]
@@ -26,14 +26,17 @@ pub struct Metadata {
     /// Files of each directory
     #[arg(long)]
     pub per_directory: usize,
+    /// The files are never to be in huge pages
+    #[arg(long)]
+    pub huge_never: bool,
 }
 
-/// Does it; the line has the operations a second of each kind.
+/// Runs all operations; the JSON line has the operations per second of each kind.
 pub fn run(arguments: &Metadata) -> Outcome {
     let root = arguments.place.folder.join("tree");
     let paths = lay_out(arguments, &root)?;
     arguments.place.check()?;
-    // Once unmeasured: memory that the host has not backed yet would be part of the first creation.
+    // One unmeasured round: the first creation would include memory that the host has not backed yet.
     rate(1, &paths, create)?;
     rate(1, &paths, unlink)?;
     let create = rate(1, &paths, create)?;
@@ -50,8 +53,13 @@ pub fn run(arguments: &Metadata) -> Outcome {
     Ok(serde_json::json!({ "create": create, "stat": stat, "read": read, "find": find, "unlink": unlink }))
 }
 
-/// Makes the directories and names the files.
+/// Makes the directories, and returns the paths of the files.
 fn lay_out(arguments: &Metadata, root: &Path) -> Result<Vec<PathBuf>, Failure> {
+    fs::create_dir_all(root).map_err(|cause| at(root, &cause))?;
+    if arguments.huge_never {
+        let flags = rustix::fs::XattrFlags::empty();
+        rustix::fs::setxattr(root, "user.pagemill.huge", b"never", flags).map_err(|errno| at(root, &errno.into()))?;
+    }
     let mut paths = Vec::with_capacity(arguments.files);
     for index in 0..arguments.files {
         let directory = root.join(format!("d{}", index / arguments.per_directory));
@@ -67,7 +75,7 @@ fn at(path: &Path, cause: &io::Error) -> Failure {
     Failure::Other(format!("{}: {cause}", path.display()))
 }
 
-/// Does one thing to all files, so many times over; operations a second.
+/// Performs one operation on all files, `times` times; returns the operations per second.
 fn rate(
     times: usize,
     paths: &[PathBuf],
@@ -114,7 +122,7 @@ fn unlink(_: usize, path: &PathBuf) -> Result<(), Failure> {
     fs::remove_file(path).map_err(|cause| at(path, &cause))
 }
 
-/// The program `find`, which must see each file; where it is not installed, a walk of our own.
+/// Runs the program `find`, which must see each file; if it is not installed, walks the tree instead.
 fn find(root: &Path, files: usize) -> Result<(), Failure> {
     let mut command = Command::new("find");
     command.arg(root).args(["-type", "f"]).stdin(Stdio::null());
@@ -144,12 +152,13 @@ fn walk(directory: &Path) -> io::Result<usize> {
 mod tests {
     use super::*;
 
-    /// Both ways of finding see the same; a file that is missing is a wrong answer of every kind.
+    /// Both ways to find files see the same; a missing file is a wrong answer for each operation.
     #[test]
     fn files_are_made_and_found() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let place = Place { folder: folder.path().to_owned(), device: 0 };
-        let paths = lay_out(&Metadata { place, files: 25, per_directory: 10 }, folder.path()).expect("laid out");
+        let paths = lay_out(&Metadata { place, files: 25, per_directory: 10, huge_never: false }, folder.path())
+            .expect("laid out");
         rate(1, &paths, create).expect("they are made");
 
         assert_eq!(walk(folder.path()).expect("a walk"), 25);

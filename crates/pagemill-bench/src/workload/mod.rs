@@ -1,9 +1,10 @@
 //! The workloads: hidden subcommands, each a process of its own under one preloaded allocator.
 //!
-//! A workload prints one line of JSON, checks its own answers, and ends with [`WRONG_ANSWER`] where one was
-//! wrong. It first looks whether the allocator it was promised really answers: a failed preload is only a
-//! warning of the loader, and would measure glibc under another name.
+//! A workload prints one line of JSON, checks its own answers, and exits with [`WRONG_ANSWER`] if one was wrong. First
+//! it checks that the requested allocator serves `malloc`: after a failed preload the loader only warns, and glibc
+//! would be measured under another name.
 
+pub mod churn;
 pub mod copies;
 pub mod ebizzy;
 pub mod file_writers;
@@ -16,8 +17,10 @@ pub mod idle;
 pub mod iozone;
 pub mod metadata;
 pub mod pair;
+pub mod pieces;
 pub mod reaction;
 pub mod refs;
+pub mod returning;
 pub mod slab;
 pub mod small;
 pub mod steps;
@@ -35,17 +38,17 @@ use crate::child::WRONG_ANSWER;
 use crate::native;
 use crate::subject::EXPECTED_LIBRARY;
 
-/// What a workload returns: its line, or why there is none.
+/// Result of a workload: its JSON line, or the reason why there is none.
 pub type Outcome = Result<serde_json::Value, Failure>;
 
 /// Why a workload has no result.
 #[derive(Debug)]
 pub enum Failure {
-    /// Memory did not hold what was put there.
+    /// Memory did not hold what was written.
     WrongAnswer(String),
     /// Anything else.
     Other(String),
-    /// A child of a launcher was killed: out of memory.
+    /// A launcher's child was killed: out of memory.
     Killed,
 }
 
@@ -55,7 +58,7 @@ impl From<String> for Failure {
     }
 }
 
-/// Touches and frees memory, so that later runs find it backed by the host.
+/// Touches and frees memory, so that the host has backed it for later runs.
 #[derive(Debug, clap::Args)]
 pub struct Touch {
     #[arg(long)]
@@ -71,7 +74,7 @@ pub struct Enter {
     command: Vec<String>,
 }
 
-/// Runs a workload as this process and turns its result into output and exit status.
+/// Runs a workload in this process and turns its result into output and exit status.
 pub fn run(work: impl FnOnce() -> Outcome) -> ExitCode {
     native::die_with_parent();
     let outcome = check_library().and_then(|()| work());
@@ -92,7 +95,7 @@ pub fn run(work: impl FnOnce() -> Outcome) -> ExitCode {
     }
 }
 
-/// The work of [`Touch`].
+/// Runs [`Touch`].
 pub fn touch(arguments: &Touch) -> Outcome {
     const PIECE: usize = 64 << 20;
     let mut held = Vec::new();
@@ -102,7 +105,7 @@ pub fn touch(arguments: &Touch) -> Outcome {
     Ok(serde_json::json!({ "pieces": held.len() }))
 }
 
-/// The work of [`Enter`]; returns only when it failed.
+/// Runs [`Enter`]; returns only on failure.
 pub fn enter(arguments: &Enter) -> ExitCode {
     native::die_with_parent();
     if let Some(entrance) = &arguments.entrance

@@ -1,4 +1,4 @@
-//! Workload and hog side by side: one launcher, so that both stand in one process tree and one cgroup.
+//! Runs workload and hog from one launcher, so that both are in one process tree and one cgroup.
 
 use std::fs;
 use std::io::Read;
@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use super::{Failure, Outcome, hog};
 use crate::child::WRONG_ANSWER;
 
-/// How long a hog may take to notice that it shall stop: it may be in the middle of a round.
+/// Time limit for the hog to stop: it may be in the middle of a round.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Both sets of arguments; the lock is the one in the hog's folder.
+/// Arguments of both; the lock is in the hog's folder.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Pair {
     #[arg(long)]
@@ -26,10 +26,10 @@ pub struct Pair {
     pub burst_mib: usize,
     #[arg(long)]
     pub burst_every_ms: u64,
-    /// What the workload's copies are in.
+    /// The memory of the workload's copies.
     #[arg(long, default_value = "malloc")]
     pub memory: String,
-    /// Of so many records one has its whole copy summed up; 0 for none.
+    /// One record in so many has its whole copy summed up; 0 for none.
     #[arg(long, default_value_t = 0)]
     pub sum_every: u64,
     #[command(flatten)]
@@ -41,13 +41,13 @@ struct Member(Child);
 
 impl Drop for Member {
     fn drop(&mut self) {
-        // Both fail only where it is already over.
+        // Both calls fail only if it has already ended.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// Starts both, waits for the workload, stops the hog. A kill of either is a kill of the pair.
+/// Starts both, waits for the workload, stops the hog. If either is killed, the pair counts as killed.
 pub fn run(arguments: &Pair) -> Outcome {
     let folder = &arguments.hog.folder;
     let lock = folder.join(hog::LOCK).display().to_string();
@@ -74,7 +74,7 @@ pub fn run(arguments: &Pair) -> Outcome {
         }
         if let Some(status) = ended(&mut hog)? {
             check(status)?;
-            return Err(Failure::Other("the hog ended before it was told to".to_owned()));
+            return Err(Failure::Other("the hog ended too early".to_owned()));
         }
         thread::sleep(Duration::from_millis(5));
     };
@@ -121,7 +121,7 @@ fn check(status: ExitStatus) -> Result<(), Failure> {
     }
 }
 
-/// A member's line; it has ended, and a line fits into a pipe.
+/// Reads a member's JSON line. The member has ended, and a line fits into a pipe.
 fn line(member: &mut Member) -> Outcome {
     let mut text = String::new();
     let pipe: Option<&mut ChildStdout> = member.0.stdout.as_mut();

@@ -1,4 +1,4 @@
-//! Two members of one tree: a hoarder that holds much free, and an asker that times how long its request takes.
+//! Two members of one tree: a hoarder that holds much free memory, and an asker that times its requests.
 
 use std::ffi::CString;
 use std::io::{self, BufRead, BufReader, Write};
@@ -16,16 +16,16 @@ use crate::stats;
 
 const PIECE: usize = 1 << 20;
 
-/// After a refill the hoarder is left alone for so long: its helper starts, and its figures settle.
+/// Pause after a refill: the hoarder's helper starts, and its figures settle.
 const SETTLE: Duration = Duration::from_millis(100);
 
-/// A request that is not met within this is late, and counts with this time.
+/// A request that takes longer than this is late, and counts with this time.
 const LATE: Duration = Duration::from_secs(1);
 
-/// Who asks; it starts the hoarder.
+/// Arguments of the asker, which starts the hoarder.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Asker {
-    /// What the hoarder holds free before the first request and after each refill.
+    /// Free memory of the hoarder before the first request and after each refill.
     #[arg(long)]
     pub hoard_mib: usize,
     #[arg(long)]
@@ -34,14 +34,14 @@ pub struct Asker {
     pub asks: usize,
 }
 
-/// Who holds much free.
+/// Arguments of the hoarder.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Hoarder {
     #[arg(long)]
     pub mib: usize,
 }
 
-/// The hoarder and the pipes to it; it ends with its input.
+/// The hoarder and the pipes to it; it ends when its input is closed.
 struct Hoard {
     child: Child,
     orders: ChildStdin,
@@ -60,7 +60,7 @@ impl Hoard {
         }
     }
 
-    /// Has it fill and free all again.
+    /// Makes it fill and free its memory again.
     fn refill(&mut self) -> Result<(), Failure> {
         let mut answer = String::new();
         writeln!(self.orders).map_err(|cause| cause.to_string())?;
@@ -75,23 +75,24 @@ impl Hoard {
 
 impl Drop for Hoard {
     fn drop(&mut self) {
-        // Both fail only where it is already over.
+        // Both calls fail only if it has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Asks again and again; its line tells the middle and the 99th percentile of the times until the bytes were there.
+/// Sends requests; the JSON line has the median and the 99th percentile of the times until the memory was returned.
 pub fn ask(arguments: &Asker) -> Outcome {
     let page = tree()?;
     let bytes = (arguments.ask_mib << 20) as u64;
-    // A refill lasts for so many requests, with one to spare: the last bytes of a hoard may lie in pieces.
+    // Requests per refill, less one: the last bytes of a hoard may be scattered.
     let asks_each = (arguments.hoard_mib / arguments.ask_mib).saturating_sub(1).max(1);
     let mut hoard = Hoard::start(arguments.hoard_mib)?;
     let (mut times, mut late) = (Vec::with_capacity(arguments.asks), 0_u64);
     while times.len() < arguments.asks {
         hoard.refill()?;
-        // A request for nothing: lent memory is measured now, and does not count as new while it is given.
+        // A request for zero bytes: the tree measures its lent memory now, which then does not count as new during the
+        // requests.
         page.ask(0, None, || false);
         for _ in 0..asks_each.min(arguments.asks - times.len()) {
             let took = time_one(page, bytes);
@@ -106,13 +107,13 @@ pub fn ask(arguments: &Asker) -> Outcome {
     }))
 }
 
-/// From the request until the tree's published total has fallen by it; none if that takes too long.
+/// Time from the request until the tree's published total has fallen by it; none if that takes too long.
 fn time_one(page: &TreePage, bytes: u64) -> Option<Duration> {
     let before = page.totals().resident;
     let is_given = || before.saturating_sub(page.totals().resident) >= bytes;
     let begun = Instant::now();
     page.ask(bytes, None, is_given);
-    // Whoever answered publishes its total a moment after.
+    // A sibling publishes its total a moment after it answered.
     while !is_given() {
         if begun.elapsed() > LATE {
             return None;
@@ -129,7 +130,7 @@ fn tree() -> Result<&'static TreePage, Failure> {
     TreePage::join(&path).map_err(|cause| Failure::Other(cause.to_string()))
 }
 
-/// Fills and frees at each line that it reads, and says so.
+/// Fills and frees at each line of input, and answers with a line.
 pub fn hoard(arguments: &Hoarder) -> Outcome {
     let (mut refills, mut answers) = (0_u64, io::stdout());
     for order in io::stdin().lines() {

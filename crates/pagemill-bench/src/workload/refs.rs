@@ -1,4 +1,4 @@
-//! Huge folios: references to a range of one, and making small ones of it and a huge one of those again.
+//! Huge folios: references to a range of one; and splitting a huge folio and collapsing it again.
 
 use std::sync::Barrier;
 use std::sync::atomic::Ordering::{AcqRel, Acquire};
@@ -15,18 +15,18 @@ use crate::native::{Counts, Pages};
 use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::stats;
 
-/// How a range is kept.
+/// The way a range is pinned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Way {
     /// A pin of a folio that may be split.
     Splittable,
-    /// A pin of one that is never split.
+    /// A pin of a folio that is never split.
     NeverSplit,
-    /// A count for each 4 KiB.
+    /// One count for each 4 KiB.
     PerPage,
 }
 
-/// References taken and given back again and again.
+/// Arguments: references taken and dropped repeatedly.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Refs {
     #[arg(long)]
@@ -35,7 +35,7 @@ pub struct Refs {
     pub threads: usize,
     #[arg(long)]
     pub range_kib: usize,
-    /// Each thread on a folio of its own.
+    /// Each thread uses a folio of its own.
     #[arg(long)]
     pub own: bool,
     #[arg(long)]
@@ -88,10 +88,10 @@ pub fn run(arguments: &Refs) -> Outcome {
     Ok(serde_json::json!({ "ns": ns }))
 }
 
-/// A file of huge folios.
+/// Makes a file of huge folios.
 fn huge_file(folios: usize, may_split: bool) -> Result<(Cache, Mapping), Failure> {
     let bytes = (folios * BLOCK_BYTES) as u64;
-    // As many again, and some: what is to be collapsed needs a block beside it.
+    // Twice the memory and some more, since a collapse needs a new block.
     let cache = cache(2 * bytes + 16 * BLOCK_BYTES as u64, Box::new(Always), may_split)?;
     let file = cache.create().map_err(failed)?;
     fill(&file, folios)?;
@@ -133,7 +133,7 @@ fn by_threads(arguments: &Refs, act: impl Fn(usize) -> Result<(), Failure> + Syn
     };
     let work = |thread: usize| {
         start.wait();
-        // A tenth of it beforehand: processors that slept wake up.
+        // A tenth of the time as warm-up: CPUs leave idle states.
         repeat(thread, run / 10).and_then(|_| repeat(thread, run))
     };
     let results: Vec<Result<f64, Failure>> = thread::scope(|scope| {
@@ -146,10 +146,10 @@ fn by_threads(arguments: &Refs, act: impl Fn(usize) -> Result<(), Failure> + Syn
     Ok(each.iter().sum::<f64>() / each.len() as f64)
 }
 
-/// Huge folios split and collapsed by turns, or as much memory copied.
+/// Arguments: huge folios split and collapsed alternately, or as much memory copied.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Change {
-    /// Copies of a huge page instead, each to the place that the one before left.
+    /// Copy huge pages instead; each copy goes to the source of the one before.
     #[arg(long)]
     pub copy: bool,
     #[arg(long)]
@@ -158,13 +158,13 @@ pub struct Change {
     pub run_ms: u64,
 }
 
-/// Median nanoseconds of each.
+/// Median nanoseconds of each operation.
 pub fn change(arguments: &Change) -> Outcome {
     let run = Duration::from_millis(arguments.run_ms);
     if arguments.copy { copy(arguments.folios, run) } else { split_and_collapse(arguments.folios, run) }
 }
 
-/// Times of an act, in nanoseconds, which counts if it did something.
+/// Times an operation in nanoseconds; an operation that did nothing is an error.
 fn time(times: &mut Vec<f64>, act: impl FnOnce() -> pagemill::Result<bool>) -> Result<(), Failure> {
     let begun = Instant::now();
     let is_done = act();
@@ -179,7 +179,7 @@ fn split_and_collapse(folios: usize, run: Duration) -> Outcome {
     let (cache, file) = huge_file(folios, true)?;
     let (mut splits, mut collapses) = (Vec::new(), Vec::new());
     let begun = Instant::now();
-    // The first turn over all of them makes the nodes and blocks that the others find.
+    // The first round over all folios allocates the nodes and blocks that later rounds reuse.
     while begun.elapsed() < run || splits.len() < 2 * folios {
         for offset in (0..folios).map(|folio| (folio * BLOCK_BYTES) as u64) {
             time(&mut splits, || file.split(offset))?;
@@ -195,7 +195,7 @@ fn split_and_collapse(folios: usize, run: Duration) -> Outcome {
     Ok(serde_json::json!({ "split_ns": median(&splits), "collapse_ns": median(&collapses), "turns": splits.len() }))
 }
 
-/// A copy goes where the source of the one before was, as with collapsing, whose blocks come back.
+/// Each copy goes to the source of the one before, as in a collapse, which reuses blocks.
 fn copy(folios: usize, run: Duration) -> Outcome {
     let mut memory = Pages::huge((folios + 1) * BLOCK_BYTES)?;
     let bytes = memory.bytes_mut((folios + 1) * BLOCK_BYTES);

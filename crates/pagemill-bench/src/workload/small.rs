@@ -1,4 +1,4 @@
-//! Small allocations: nanoseconds, or a known number of pairs for an instruction counter.
+//! Small allocations: timed, or a known number of pairs for an instruction counter.
 
 use std::time::{Duration, Instant};
 
@@ -7,25 +7,25 @@ use super::{Failure, Outcome};
 use crate::native::Tagged;
 use crate::stats::Random;
 
-/// Pairs of malloc and free that one step makes, in every pattern; also the size of batch and table.
+/// Pairs of malloc and free in a step, in every pattern; also the size of batch and table.
 pub const STEP_PAIRS: u64 = 1000;
 
-/// In which order blocks are taken and freed.
+/// The order in which blocks are allocated and freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Pattern {
-    /// Freed at once
+    /// Each block freed at once
     Pair,
-    /// A thousand taken, then a thousand freed
+    /// A thousand blocks allocated, then all freed
     Batch,
-    /// A random one of a thousand replaced
+    /// A random block of a thousand replaced
     Churn,
 }
 
-/// Pairs of each thread before anything is measured.
+/// Warm-up: pairs of each thread, and its time limit.
 const WARM_PAIRS: u64 = 150_000;
 const WARM_AT_MOST: Duration = Duration::from_millis(500);
 
-/// One run.
+/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Small {
     #[arg(long)]
@@ -34,15 +34,15 @@ pub struct Small {
     pub pattern: Pattern,
     #[arg(long, default_value_t = 1)]
     pub threads: usize,
-    /// For how long; without it, for `--pairs`.
+    /// Duration of the measurement; without it, `--pairs` applies.
     #[arg(long)]
     pub measure_ms: Option<u64>,
-    /// For how many pairs on one thread.
+    /// Number of pairs on one thread.
     #[arg(long, default_value_t = 100_000)]
     pub pairs: u64,
 }
 
-/// One thread's blocks.
+/// The blocks of one thread.
 struct Bench {
     size: usize,
     pattern: Pattern,
@@ -51,7 +51,7 @@ struct Bench {
     wrong: u64,
 }
 
-/// Runs the pattern; its line tells nanoseconds a pair, or nothing but the number of pairs.
+/// Runs the pattern. The JSON line has nanoseconds per pair, or only the number of pairs.
 pub fn run(arguments: &Small) -> Outcome {
     match arguments.measure_ms {
         Some(milliseconds) => timed(arguments, Duration::from_millis(milliseconds)),
@@ -89,8 +89,8 @@ impl Bench {
         Ok(Self { size: arguments.size, pattern: arguments.pattern, table, random: Random::new(seed), wrong: 0 })
     }
 
-    /// After so many pairs, or so much time, that every allocator serves as it will go on serving: Pagemill leaves the first
-    /// hundred thousand calls of a program to the C library.
+    /// Warms up for a number of pairs or a time, until every allocator is in its steady state: Pagemill leaves the
+    /// first hundred thousand calls of a program to the C library.
     fn warmed(mut self) -> Result<Self, Failure> {
         let end = Instant::now() + WARM_AT_MOST;
         for _ in 0..WARM_PAIRS / STEP_PAIRS {
@@ -104,7 +104,7 @@ impl Bench {
 }
 
 impl Work for Bench {
-    /// [`STEP_PAIRS`] pairs. Each block carries a tag, which is looked at before the block is freed.
+    /// Does [`STEP_PAIRS`] pairs. Each block has a tag, which is checked before the block is freed.
     fn step(&mut self) -> Result<(), Failure> {
         match self.pattern {
             Pattern::Pair => {

@@ -1,4 +1,4 @@
-//! Threads that do the same work, step by step, for a while that all of them are measured in.
+//! Threads that do the same work step by step, measured over an interval in which all of them run.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,19 +7,19 @@ use std::time::{Duration, Instant};
 
 use super::Failure;
 
-/// What one thread does.
+/// The work of one thread.
 pub trait Work {
-    /// So many acts that the clock need not be looked at within.
+    /// Does several operations; the clock is read only between steps.
     fn step(&mut self) -> Result<(), Failure>;
 
     /// Whether every answer was right.
     fn verdict(&mut self) -> Result<(), Failure>;
 }
 
-/// What the threads did while they were measured.
+/// Operations and times of the threads in the measured interval.
 pub struct Times(Vec<Time>);
 
-/// The acts of one thread, and how long it was at them.
+/// Operations of one thread, and the time that they took.
 #[derive(Clone, Copy)]
 struct Time {
     nanoseconds: u64,
@@ -27,24 +27,24 @@ struct Time {
 }
 
 impl Times {
-    /// Acts of all threads.
+    /// Operations of all threads.
     pub fn acts(&self) -> u64 {
         self.0.iter().map(|time| time.acts).sum::<u64>().max(1)
     }
 
-    /// Nanoseconds of an act, as its thread sees it.
+    /// Nanoseconds per operation, as its thread sees it.
     pub fn ns(&self) -> f64 {
         self.0.iter().map(|time| time.nanoseconds).sum::<u64>() as f64 / self.acts() as f64
     }
 
-    /// Acts a second of one thread, or none without the thread.
+    /// Operations per second of one thread; 0 if there is no such thread.
     pub fn per_second(&self, thread: usize) -> f64 {
         self.0.get(thread).map_or(0.0, |time| time.acts as f64 * 1e9 / time.nanoseconds as f64)
     }
 }
 
-/// Has threads work for so long. Each makes its work itself, all begin together, and a quarter of the time goes by before any of it
-/// counts.
+/// Runs work in threads for a duration. Each thread makes its own work, all start together, and the first quarter of
+/// the time is warm-up.
 pub fn timed<W: Work>(
     threads: usize,
     duration: Duration,
@@ -61,7 +61,7 @@ pub fn timed<W: Work>(
             work.step()?;
         }
         let (begun, mut steps) = (Instant::now(), 0);
-        // One at least, also where the time goes by before this thread has a processor.
+        // At least one step, even if the time is over before this thread gets a CPU.
         loop {
             work.step()?;
             steps += 1;

@@ -1,4 +1,4 @@
-//! Memory given up and taken back: by a word, by a mark beside it, or by a system call.
+//! Memory given up and taken back: by a state word, by a mark of its address, or by a system call.
 
 use std::sync::Barrier;
 use std::thread;
@@ -17,20 +17,20 @@ use crate::stats;
 
 /// Memory of one thread.
 const AREA_BYTES: usize = 64 << 20;
-/// Ranges marked besides those that are measured, where marks lie beside the memory.
+/// Number of other marked ranges while marks by address are measured.
 const OTHER_MARKS: usize = 100_000;
-/// Of purging: ranges of this length.
+/// Length of the ranges that are purged.
 const HUGE_RANGE_BYTES: usize = 64 << 20;
 const BLOCK_BYTES: usize = 2 << 20;
 
-/// Ways to do it.
+/// Ways to give memory up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Way {
-    /// Handles: mark, unmark.
+    /// Handles: mark volatile, take back.
     Handles,
     /// Handles: pin, unpin.
     Pin,
-    /// `vrange` among 100,000 others.
+    /// `vrange` among 100,000 other ranges.
     Vrange,
     /// `MADV_FREE`, and a write to each page.
     Free,
@@ -38,7 +38,7 @@ pub enum Way {
     Dontneed,
 }
 
-/// What is done again and again.
+/// Arguments: operations repeated on ranges.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Toggle {
     #[arg(long)]
@@ -51,7 +51,7 @@ pub struct Toggle {
     pub run_ms: u64,
 }
 
-/// What purging costs, and whoever wants a range meanwhile.
+/// Arguments: cost of a purge, and of taking a range back meanwhile.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Purging {
     #[arg(long)]
@@ -60,7 +60,7 @@ pub struct Purging {
     pub run_ms: u64,
 }
 
-/// Nanoseconds of giving up and taking back, per thread, and page faults of all of it.
+/// Nanoseconds per thread to give a range up and take it back, and the page faults of that.
 pub fn toggle(arguments: &Toggle) -> Outcome {
     let pagemill = pagemill()?;
     let start = Barrier::new(arguments.threads);
@@ -107,7 +107,7 @@ fn toggle_by(
         }
         Way::Vrange => {
             let area = Pages::new(AREA_BYTES)?;
-            // Every other page of another area, so that they stay as many.
+            // Every other page of another area, so that the ranges do not merge.
             let others = Pages::new(OTHER_MARKS / arguments.threads * 2 * Pages::page_bytes())?;
             for page in 0..OTHER_MARKS / arguments.threads {
                 others.vrange(pagemill, page * 2 * Pages::page_bytes(), Pages::page_bytes(), true)?;
@@ -128,7 +128,7 @@ fn toggle_by(
     }
 }
 
-/// Mean nanoseconds of an act, and faults of this thread meanwhile. The clock is read once in a hundred acts.
+/// Mean nanoseconds per operation, and page faults of this thread. The clock is read once per hundred operations.
 fn repeat(until: Duration, mut act: impl FnMut(usize) -> Result<(), String>) -> Result<(f64, u64), Failure> {
     const BATCH: usize = 100;
     let (faults, begun, mut done) = (Pages::faults(), Instant::now(), 0);
@@ -162,7 +162,7 @@ fn pin_all(ranges: &[Range], until: Duration) -> Result<(f64, u64), Failure> {
     })
 }
 
-/// Only the calls are timed, and what a write costs after them where it faults: a write that does not is no part of it.
+/// Times only the calls and the faults of writes after them; a write without a fault is not counted.
 fn by_calls(area: &mut Pages, way: Way, range_bytes: usize, until: Duration) -> Result<(f64, u64), Failure> {
     let (faults, begun, mut took, mut done) = (Pages::faults(), Instant::now(), Duration::ZERO, 0u32);
     let count = AREA_BYTES / range_bytes;
@@ -202,11 +202,11 @@ fn check(ranges: &[Range], byte: u8) -> Result<(), Failure> {
     }
 }
 
-/// Bytes a second of purging huge pages; then how long unmarking takes while purges run, at the 99.9th percentile.
+/// Bytes per second of purging huge pages; then the 99.9th percentile of the time to take a range back during purges.
 pub fn purging(arguments: &Purging) -> Outcome {
     let pagemill = pagemill()?;
     let bytes = arguments.mib << 20;
-    // Once unmeasured: memory that the host has not backed yet would be part of it.
+    // One unmeasured round: it would include memory that the host has not backed yet.
     let (mut best, mut total) = (Vec::new(), 0);
     for round in 0..6 {
         let ranges = ranges(pagemill, bytes / HUGE_RANGE_BYTES, HUGE_RANGE_BYTES, 1)?;
@@ -237,7 +237,8 @@ pub fn purging(arguments: &Purging) -> Outcome {
     }))
 }
 
-/// Bytes a second of purging huge pages that were marked by address; of strict ones what follows is a signal, else zeros.
+/// Bytes per second of purging huge pages that were marked by address. Later reads get a signal in strict mode, else
+/// zeros.
 fn purge_marks(pagemill: &'static Pagemill, bytes: usize, mode: Mode) -> Result<f64, Failure> {
     let mut area = Pages::new(bytes)?;
     area.allow_huge()?;
@@ -267,7 +268,7 @@ fn purge_marks(pagemill: &'static Pagemill, bytes: usize, mode: Mode) -> Result<
     stats::median(&rates).ok_or_else(|| Failure::Other("no rounds".to_owned()))
 }
 
-/// Microseconds of each unmarking that met a purge: one thread purges all the time, this one marks and unmarks.
+/// Microseconds to take a range back during a purge: one thread purges all the time, this one marks and takes back.
 fn waits(pagemill: &'static Pagemill, run: Duration) -> Result<Vec<f64>, Failure> {
     use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
     let mut range = ranges(pagemill, 1, HUGE_RANGE_BYTES, 1)?.remove(0);
@@ -282,12 +283,12 @@ fn waits(pagemill: &'static Pagemill, run: Duration) -> Result<Vec<f64>, Failure
         let begun = Instant::now();
         let result = (|| {
             while begun.elapsed() < run {
-                // All of it resident, so that a purge has to do.
+                // All of it is resident, so that there is something to purge.
                 for at in (0..HUGE_RANGE_BYTES).step_by(BLOCK_BYTES) {
                     range.bytes_mut()?[at] = 1;
                 }
                 range.mark()?;
-                // Until a purge is at it.
+                // Waits until a purge of the range has begun.
                 let marked = Instant::now();
                 while !range.is_being_purged() && marked.elapsed() < Duration::from_millis(2) {
                     std::hint::spin_loop();

@@ -1,4 +1,4 @@
-//! Files of one kind, written and closed: what they take on the file system, at once and a second later.
+//! Files of one kind, written and closed: the memory that they take on the file system, at once and a second later.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -14,25 +14,26 @@ use crate::files::mount::used_bytes;
 use crate::pattern::{self, RECORD_BYTES};
 use crate::proc;
 
-/// When the second look is taken.
+/// Time of the second measurement.
 const LATER: Duration = Duration::from_secs(1);
 
-/// So many files of one kind.
+/// Arguments: number and kind of the files.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Waste {
     #[command(flatten)]
     pub place: Place,
     #[arg(long)]
     pub files: usize,
-    /// Length of each
+    /// Length of each file
     #[arg(long)]
     pub bytes: usize,
-    /// Written at a time; 0: a single byte in the middle, the rest is a hole
+    /// Bytes per write; 0: a single byte in the middle of a hole
     #[arg(long)]
     pub step: usize,
 }
 
-/// Writes, waits, looks; the line has the bytes used, and of large files the share that a mapping has in huge pages.
+/// Writes, waits, measures. The JSON line has the bytes used and, for large files, the share that is mapped by huge
+/// pages.
 pub fn run(arguments: &Waste) -> Outcome {
     let folder = &arguments.place.folder;
     arguments.place.check()?;
@@ -74,7 +75,7 @@ fn write(path: &Path, index: u64, arguments: &Waste) -> io::Result<()> {
     Ok(())
 }
 
-/// Maps the file, reads all of it, and asks the kernel in what pages it is seen.
+/// Maps the file, reads all of it, and returns the share that the kernel maps by huge pages.
 fn huge_share(path: &Path, len_bytes: usize) -> io::Result<Option<f64>> {
     let mapping = Mapping::new(&File::open(path)?, len_bytes, Access::Read)?;
     mapping.touch();
@@ -85,7 +86,7 @@ fn huge_share(path: &Path, len_bytes: usize) -> io::Result<Option<f64>> {
 mod tests {
     use super::*;
 
-    /// A file has its length whatever the step, and a sparse one a single byte of content.
+    /// A file has its length for every step size, and a sparse one has a single byte of content.
     #[test]
     fn files_have_their_length() {
         let folder = tempfile::tempdir().expect("a temporary folder");

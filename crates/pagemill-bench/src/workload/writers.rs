@@ -1,5 +1,5 @@
-//! Writers at full speed that hold the same amount all the time, in pieces of another size in each phase: what one
-//! phase freed is of no use to the next, and has to go before it comes in.
+//! Writers at full speed with constant live memory, in pieces of a different size in each phase. Memory freed by one
+//! phase does not fit the next, and has to be returned before that one allocates.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Stdio};
@@ -11,26 +11,26 @@ use super::{Failure, Outcome};
 use crate::child::{self, WRONG_ANSWER};
 use crate::native::Tagged;
 
-/// Piece sizes of the phases, in KiB.
+/// Sizes of the pieces in each phase, in KiB.
 const PHASES: [usize; 8] = [100, 300, 8, 700, 1500, 40, 3072, 170];
 
-/// One run of the workload.
+/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Writers {
-    /// Processes; all but the first are started by it.
+    /// Number of processes; the first one starts the others.
     #[arg(long, default_value_t = 1)]
     pub processes: usize,
-    /// Writers of each process.
+    /// Writers in each process.
     #[arg(long)]
     pub threads: usize,
-    /// Held by each process.
+    /// Live memory of each process.
     #[arg(long)]
     pub mib: usize,
     #[arg(long)]
     pub run_ms: u64,
 }
 
-/// Counts of all writers of a process.
+/// Counters of all writers of a process.
 #[derive(Default)]
 struct Tally {
     bytes: AtomicU64,
@@ -38,7 +38,7 @@ struct Tally {
     wrong: AtomicU64,
 }
 
-/// Writes until the time is up; its line tells how much, and how often malloc refused.
+/// Writes until the time is up. The JSON line has the rate and the number of failed allocations.
 pub fn run(arguments: &Writers) -> Outcome {
     let siblings = (1..arguments.processes).map(|_| start_sibling(arguments)).collect::<Result<Vec<_>, _>>()?;
     let (start, tally) = (Instant::now(), Tally::default());
@@ -78,14 +78,14 @@ fn start_sibling(arguments: &Writers) -> Result<Child, Failure> {
     command.spawn().map_err(|cause| Failure::Other(cause.to_string()))
 }
 
-/// One writer: phase after phase, one at least, each filled, checked and freed whole.
+/// One writer: runs phases, at least one; each is filled, checked and freed as a whole.
 fn write(arguments: &Writers, index: usize, end: Instant, tally: &Tally) {
     let share = (arguments.mib << 20) / arguments.threads;
     for phase in index.. {
         let size = PHASES[phase % PHASES.len()] << 10;
         let mut held = Vec::with_capacity(share / size);
         for tag in 0..(share / size) as u64 {
-            // A phase at least, also of who had no processor until now.
+            // At least one phase, even if this thread had no CPU until now.
             if phase > index && Instant::now() >= end {
                 return;
             }

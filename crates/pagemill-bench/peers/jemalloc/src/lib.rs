@@ -1,40 +1,40 @@
 //! jemalloc under the names of the malloc family, with its own defaults.
 //!
-//! Every function is one jump to the crate's prefixed symbol, so that what is measured is jemalloc.
+//! Each function only forwards to the crate's prefixed symbol, so the measurement is of jemalloc itself.
 
-// Exporting C symbols and calling C is all that this file does.
+// This file only exports C symbols and calls C functions.
 #![allow(unsafe_code)] // the C ABI of malloc
 
 use core::ffi::{c_int, c_void};
 use tikv_jemalloc_sys as jemalloc;
 
-/// The smallest page of the systems this is built for; a larger one only costs alignment.
+/// The smallest OS page of the supported systems; on systems with larger pages this only over-aligns.
 const PAGE_BYTES: usize = if cfg!(target_arch = "x86_64") { 4096 } else { 65536 };
 
-/// Rounds up to whole pages; what overflows stays too large to be granted.
+/// Rounds up to whole pages. On overflow returns `size` itself, which is too large to be granted.
 fn whole_pages(size: usize) -> usize {
     size.checked_next_multiple_of(PAGE_BYTES).unwrap_or(size)
 }
 
-/// Takes `size` bytes.
+/// Allocates `size` bytes.
 ///
 /// # Safety
 ///
-/// As for `malloc` of C: the caller keeps that function's contract.
+/// The caller must keep the contract of C's `malloc`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn malloc(size: usize) -> *mut c_void {
-    // SAFETY: the arguments come unchanged from a caller who keeps the contract of `malloc`.
+    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `malloc`.
     unsafe { jemalloc::malloc(size) }
 }
 
-/// Takes `count * size` zeroed bytes.
+/// Allocates `count * size` zeroed bytes.
 ///
 /// # Safety
 ///
-/// As for `calloc` of C: the caller keeps that function's contract.
+/// The caller must keep the contract of C's `calloc`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn calloc(count: usize, size: usize) -> *mut c_void {
-    // SAFETY: the arguments come unchanged from a caller who keeps the contract of `calloc`.
+    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `calloc`.
     unsafe { jemalloc::calloc(count, size) }
 }
 
@@ -42,65 +42,65 @@ pub unsafe extern "C" fn calloc(count: usize, size: usize) -> *mut c_void {
 ///
 /// # Safety
 ///
-/// As for `realloc` of C: the caller keeps that function's contract.
+/// The caller must keep the contract of C's `realloc`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn realloc(ptr: *mut c_void, size: usize) -> *mut c_void {
-    // SAFETY: the arguments come unchanged from a caller who keeps the contract of `realloc`.
+    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `realloc`.
     unsafe { jemalloc::realloc(ptr, size) }
 }
 
-/// Gives a block back.
+/// Frees a block.
 ///
 /// # Safety
 ///
-/// As for `free` of C: the caller keeps that function's contract.
+/// The caller must keep the contract of C's `free`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn free(ptr: *mut c_void) {
-    // SAFETY: the arguments come unchanged from a caller who keeps the contract of `free`.
+    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `free`.
     unsafe { jemalloc::free(ptr) }
 }
 
-/// Takes an aligned block.
+/// Allocates an aligned block.
 ///
 /// # Safety
 ///
-/// As for `aligned_alloc` of C: the caller keeps that function's contract.
+/// The caller must keep the contract of C's `aligned_alloc`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aligned_alloc(alignment: usize, size: usize) -> *mut c_void {
-    // SAFETY: the arguments come unchanged from a caller who keeps the contract of `aligned_alloc`.
+    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `aligned_alloc`.
     unsafe { jemalloc::aligned_alloc(alignment, size) }
 }
 
-/// Takes an aligned block.
+/// Allocates an aligned block.
 ///
 /// # Safety
 ///
-/// As for `memalign` of C: the caller keeps that function's contract.
+/// The caller must keep the contract of C's `memalign`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn memalign(alignment: usize, size: usize) -> *mut c_void {
-    // SAFETY: the arguments come unchanged from a caller who keeps the contract of `memalign`.
+    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `memalign`.
     unsafe { jemalloc::aligned_alloc(alignment, size) }
 }
 
-/// Takes an aligned block; reports errors as its value.
+/// Allocates an aligned block; returns 0 or an errno.
 ///
 /// # Safety
 ///
-/// As for `posix_memalign` of C: the caller keeps that function's contract.
+/// The caller must keep the contract of C's `posix_memalign`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn posix_memalign(out: *mut *mut c_void, alignment: usize, size: usize) -> c_int {
-    // SAFETY: the arguments come unchanged from a caller who keeps the contract of `posix_memalign`.
+    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `posix_memalign`.
     unsafe { jemalloc::posix_memalign(out, alignment, size) }
 }
 
-/// Tells how many bytes a block really has.
+/// Returns the usable size of a block.
 ///
 /// # Safety
 ///
-/// As for `malloc_usable_size` of C: the caller keeps that function's contract.
+/// The caller must keep the contract of C's `malloc_usable_size`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn malloc_usable_size(ptr: *mut c_void) -> usize {
-    // SAFETY: the arguments come unchanged from a caller who keeps the contract of `malloc_usable_size`.
+    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `malloc_usable_size`.
     unsafe { jemalloc::malloc_usable_size(ptr) }
 }
 
@@ -108,40 +108,40 @@ pub unsafe extern "C" fn malloc_usable_size(ptr: *mut c_void) -> usize {
 ///
 /// # Safety
 ///
-/// As for `reallocarray` of C: the caller keeps that function's contract.
+/// The caller must keep the contract of C's `reallocarray`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn reallocarray(ptr: *mut c_void, count: usize, size: usize) -> *mut c_void {
-    // SAFETY: the arguments come unchanged from a caller who keeps the contract of `reallocarray`.
+    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `reallocarray`.
     unsafe { jemalloc::realloc(ptr, count.saturating_mul(size)) }
 }
 
-/// Takes a block that starts a page.
+/// Allocates a page-aligned block.
 ///
 /// # Safety
 ///
-/// As for `valloc` of C: the caller keeps that function's contract.
+/// The caller must keep the contract of C's `valloc`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn valloc(size: usize) -> *mut c_void {
-    // SAFETY: the arguments come unchanged from a caller who keeps the contract of `valloc`.
+    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `valloc`.
     unsafe { jemalloc::aligned_alloc(PAGE_BYTES, size) }
 }
 
-/// Takes whole pages.
+/// Allocates whole pages.
 ///
 /// # Safety
 ///
-/// As for `pvalloc` of C: the caller keeps that function's contract.
+/// The caller must keep the contract of C's `pvalloc`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvalloc(size: usize) -> *mut c_void {
-    // SAFETY: the arguments come unchanged from a caller who keeps the contract of `pvalloc`.
+    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `pvalloc`.
     unsafe { jemalloc::aligned_alloc(PAGE_BYTES, whole_pages(size)) }
 }
 
-/// jemalloc's control call, by which `giveback` asks for free memory.
+/// jemalloc's control call, which `giveback` uses to request a purge.
 ///
 /// # Safety
 ///
-/// As for `mallctl` of jemalloc: the caller keeps that function's contract.
+/// The caller must keep the contract of jemalloc's `mallctl`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mallctl(
     name: *const core::ffi::c_char,
@@ -150,6 +150,6 @@ pub unsafe extern "C" fn mallctl(
     new: *mut c_void,
     new_len: usize,
 ) -> c_int {
-    // SAFETY: the arguments come unchanged from a caller who keeps the contract of `mallctl`.
+    // SAFETY: the arguments are forwarded unchanged; the caller keeps the contract of `mallctl`.
     unsafe { jemalloc::mallctl(name, old, old_len, new, new_len) }
 }

@@ -1,4 +1,4 @@
-//! Reading and writing records of 4 KiB by many workers at once, beside tmpfs and beside the original's table of 2013.
+//! Reads and writes of 4 KiB records by many concurrent workers, beside tmpfs and beside the original's table of 2013.
 
 mod original;
 mod verdicts;
@@ -15,16 +15,16 @@ use crate::stats::Better;
 use crate::workload::iozone::Operation;
 use original::Original;
 
-/// Worker counts of the original's table.
+/// Numbers of workers in the original's table.
 const THREADS: &[u16] = &[1, 2, 4, 8, 10, 20, 30, 40, 50, 60, 70, 80, 120, 160, 200];
 const QUICK_THREADS: &[u16] = &[1, 2, 8];
 const TOTAL: (u64, u64) = (256 << 20, 2 << 30);
 const CELL_SECONDS: (f64, f64) = (0.1, 1.0);
-/// What Pagemill may take to make huge pages of what was written and closed; everybody waits for as long.
+/// Time for Pagemill to put closed files into huge pages; every file system gets the same pause.
 const PAUSE_MS: (u64, u64) = (500, 2000);
 const UNIT: &str = "MiB/s";
 
-/// How the records are reached.
+/// The way to access the records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Mode {
     Mapped,
@@ -32,7 +32,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// The original's word for it.
+    /// The name in the original's table.
     fn name(self) -> &'static str {
         match self {
             Self::Mapped => "mapped",
@@ -46,22 +46,22 @@ impl Mode {
 pub struct Options {
     #[command(flatten)]
     pub files: files::FileOptions,
-    /// Worker counts, separated by commas (default: the original's fifteen, with --quick 1,2,8)
+    /// Numbers of workers, separated by commas (default: the original's fifteen, with --quick 1,2,8)
     #[arg(long, value_delimiter = ',', value_name = "LIST", value_parser = clap::value_parser!(u16).range(1..))]
     pub threads: Vec<u16>,
-    /// Workers are processes instead of threads
+    /// Use processes as workers instead of threads
     #[arg(long)]
     pub processes: bool,
-    /// Files in a page cache of the workers' own process, read and written by its calls, beside tmpfs
+    /// Use files in a page cache of the workers' own process, read and written by its calls, beside tmpfs
     #[arg(long, conflicts_with_all = ["processes", "mode", "dir"])]
     pub cache: bool,
-    /// Bytes of all files together (default 2G, with --quick 256M)
+    /// Total size of all files (default 2G, with --quick 256M)
     #[arg(long, value_name = "SIZE", value_parser = pagemill::units::parse_bytes)]
     pub total: Option<u64>,
-    /// How long a cell lasts at least (default 1, with --quick 0.1)
+    /// Minimum time of a cell in seconds (default 1, with --quick 0.1)
     #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
     pub cell_seconds: Option<f64>,
-    /// Only this way to reach the records
+    /// Only this way to access the records
     #[arg(long, value_enum)]
     pub mode: Option<Mode>,
 }
@@ -73,7 +73,7 @@ fn parse_seconds(text: &str) -> std::result::Result<f64, String> {
     }
 }
 
-/// So many workers in one mode; each sample of it has all seven ways of access.
+/// A number of workers in one mode; each sample has all seven ways of access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     mode: Mode,
@@ -91,11 +91,11 @@ impl Case {
     }
 }
 
-/// Runs it and gives the report.
+/// Runs the experiment and returns the report.
 ///
 /// # Errors
 ///
-/// [`crate::error::Error::CannotRun`] where mounting is not permitted.
+/// [`crate::error::Error::CannotRun`] if mounting is not permitted.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.files.common;
     let mounter = Mounter::new(options.files.dir.as_deref())?;
@@ -153,7 +153,7 @@ fn arguments(options: &Options, total: u64, case: &Case) -> Vec<String> {
     ["__iozone".to_owned()].into_iter().chain(child::numbers(&numbers)).chain(flags).collect()
 }
 
-/// One table per mode, with a line for each worker count as the original has it.
+/// Adds one table per mode, with a line for each number of workers as in the original.
 fn rows(
     report: &mut Report,
     book: &Book<Case>,
@@ -209,7 +209,7 @@ mod tests {
         Line::try_parse_from([&["x"], line].concat()).map(|line| line.options)
     }
 
-    /// The original's counts in both modes unless others are given; what makes no sense is refused.
+    /// The original's counts in both modes unless others are given; contradictory options are refused.
     #[test]
     fn cases_follow_the_options() {
         let count = |line: &[&str]| cases(&parse(line).expect("known options")).len();
@@ -223,7 +223,7 @@ mod tests {
         assert!(parse(&["--total", "much"]).is_err());
     }
 
-    /// What the workload is told, in its own words.
+    /// The arguments of the workload.
     #[test]
     fn the_workload_is_told_all() {
         let options = parse(&["--processes", "--cell-seconds", "0.5"]).expect("known options");

@@ -1,4 +1,4 @@
-//! The table of the original's experiment, as it was told in 2013.
+//! The table of the original's experiment, as published in 2013.
 
 use crate::workload::iozone::Operation;
 
@@ -10,7 +10,7 @@ pub struct Original {
     lines: Vec<Vec<&'static str>>,
 }
 
-/// The original's word for a way of access.
+/// The original's name of a way of access.
 pub fn name(operation: Operation) -> &'static str {
     match operation {
         Operation::InitialWrite => "initial writers",
@@ -24,13 +24,13 @@ pub fn name(operation: Operation) -> &'static str {
 }
 
 impl Original {
-    /// Reads the table that was built in.
+    /// Parses the built-in table.
     pub fn load() -> Self {
         let lines = TABLE.lines().filter(|line| !line.starts_with('#')).skip(1);
         Self { lines: lines.map(|line| line.split(',').collect()).collect() }
     }
 
-    /// MiB/s with the patches and how many times the speed without, where the original has this cell.
+    /// MiB/s with the patches, and the ratio to the speed without them, if the original has this cell.
     pub fn find(&self, mode: &str, operation: Operation, threads: u16) -> Option<(f64, f64)> {
         let key = [mode, name(operation), &threads.to_string()];
         let line = self.lines.iter().find(|line| line.len() == 6 && line[..3] == key)?;
@@ -43,7 +43,7 @@ impl Original {
 mod tests {
     use super::*;
 
-    /// All 210 cells can be read, and each ratio is that of its two speeds.
+    /// All 210 cells are parsed, and each ratio is that of its two speeds.
     #[test]
     fn the_table_is_whole() {
         let original = Original::load();

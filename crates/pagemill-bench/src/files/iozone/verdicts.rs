@@ -1,4 +1,4 @@
-//! What "all cells" means: none whose interval lies wholly below the bound.
+//! Verdicts on all cells: a target is met if no cell's interval is wholly below the bound.
 
 use super::{Case, Mode};
 use crate::experiment::{Book, not_measured};
@@ -15,7 +15,7 @@ struct Cell {
 }
 
 impl Cell {
-    /// What would be said of this cell alone.
+    /// The verdict on this cell alone.
     fn verdict(&self, bound: Bound) -> Verdict {
         let blank = not_measured(self.name.clone(), bound, "x", "");
         Verdict { estimate: stats::estimate(&self.ratios), is_lost: self.is_lost, ..blank }
@@ -26,7 +26,7 @@ impl Cell {
     }
 }
 
-/// Adds the targets, and the cells in which huge pages everywhere are slower than nowhere.
+/// Adds the verdicts, and notes the cells in which huge pages everywhere are slower than none.
 pub fn add(report: &mut Report, book: &Book<Case>, cases: &[Case]) {
     for (mode, against, bound) in [(Mode::Mapped, ALWAYS, 0.95), (Mode::ReadWrite, WITHIN_SIZE, 0.97)] {
         if cases.iter().any(|case| case.mode == mode) {
@@ -51,7 +51,7 @@ pub fn add(report: &mut Report, book: &Book<Case>, cases: &[Case]) {
     }
 }
 
-/// The targets of files in a page cache.
+/// Adds the verdicts on files in a page cache.
 pub fn add_cached(report: &mut Report, book: &Book<Case>, cases: &[Case]) {
     for (against, bound) in [(NEVER, 1.3), (ALWAYS, 1.0)] {
         let target = format!("in a cache, all cells, against {}", against.name);
@@ -80,10 +80,10 @@ fn cells(book: &Book<Case>, cases: &[Case], mode: Mode, subject: FileSystem, aga
     cells
 }
 
-/// One verdict on many cells: its numbers are those of the worst one, which it names.
+/// One verdict on many cells: it has the numbers of the worst cell, and names it.
 fn all_of(cells: &[Cell], target: String, bound: Bound, baseline: &'static str) -> Verdict {
     let mut verdicts: Vec<Verdict> = cells.iter().map(|cell| cell.verdict(bound)).collect();
-    // A cell that falls short stands for all, even where one within doubt has a lower median.
+    // A cell that falls short is worse than one within doubt, even if the latter has a lower median.
     let rank = |verdict: &Verdict| match verdict.state() {
         State::FallsShort => 0,
         State::WithinDoubt => 1,
@@ -132,7 +132,7 @@ mod tests {
         all_of(cells, "all".to_owned(), Bound::AtLeast(0.95), "tmpfs-always")
     }
 
-    /// One cell wholly below condemns all and is named, though another one has a lower median in doubt.
+    /// One cell wholly below the bound misses the target and is named, although a doubtful cell has a lower median.
     #[test]
     fn the_worst_cell_stands_for_all() {
         let (good, doubtful) = (cell("good", &[1.0; 3]), cell("doubtful", &[0.5, 0.5, 1.5]));
@@ -146,7 +146,7 @@ mod tests {
         assert_eq!(judge(&[]).state(), State::NotMeasured);
     }
 
-    /// A sample that did not come through is never made good by the others.
+    /// Other samples never make up for a lost one.
     #[test]
     fn a_lost_round_condemns() {
         let lost = Cell { is_lost: true, ..cell("lost", &[2.0; 3]) };

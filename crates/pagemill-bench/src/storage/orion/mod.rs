@@ -1,4 +1,5 @@
-//! Large transfers with a file, into huge pages and small ones, as ORION did it in 2013: through the cache, by a bare ring, by fio.
+//! Large transfers to and from a file, into huge pages and small ones, as ORION did in 2013: by the cache, by a bare
+//! io_uring, by fio.
 
 mod original;
 mod subjects;
@@ -18,7 +19,7 @@ use subjects::{SUBJECTS, Subject, Work};
 
 const METRICS: &[&str] = &[IOS, MIB, CPU, P50, P99, P999];
 
-/// Bytes of a transfer: those of the original, and those of a huge folio.
+/// Sizes of transfers: those of the original, and a huge folio.
 const KIB_64: u64 = 64 << 10;
 const MIB_1: u64 = 1 << 20;
 const FOLIO: u64 = pagemill::units::BLOCK_BYTES as u64;
@@ -26,11 +27,11 @@ const SIZES: [u64; 3] = [KIB_64, MIB_1, FOLIO];
 
 const DEPTHS: (&[u64], &[u64]) = (&[8], &[1, 8, 64]);
 const RUN_MS: (u64, u64) = (150, 500);
-/// Of a target: longer, since the processor's time for it is some milliseconds.
+/// Samples of a target are longer, since they use only some milliseconds of CPU time.
 const TARGET_RUN_MS: u64 = 1000;
 const TARGET_DEPTH: u64 = 64;
 const FILE_MIB: (u64, u64) = (256, 2048);
-/// A quarter of the file is in the cache, or all that is on its way twice.
+/// The cache holds a quarter of the file, or twice the bytes in flight if that is more.
 const CACHE_SHARE: u64 = 4;
 
 /// Options of the experiment.
@@ -40,21 +41,21 @@ pub struct Options {
     pub common: Common,
     #[command(flatten)]
     pub place: PlaceOptions,
-    /// Writes as well, also to a file of --file, WHOSE CONTENT IS LOST (default: to a file that was made here)
+    /// Also writes, even to a file given by --file, WHOSE CONTENT IS LOST (default: writes only to a temporary file)
     #[arg(long, conflicts_with = "reads")]
     pub writes: bool,
     /// Reads only
     #[arg(long)]
     pub reads: bool,
-    /// Only what the targets are about: 64 at a time of 64 KiB and 1 MiB, a second each; seven minutes with 3 samples
+    /// Only the cases of the targets: depth 64 with 64 KiB and 1 MiB, one second each; seven minutes with 3 samples
     #[arg(long, conflicts_with = "depths")]
     pub targets: bool,
-    /// Transfers at a time, separated by commas (default 1, 8, 64; with --quick 8)
+    /// Transfers in flight, separated by commas (default 1, 8, 64; with --quick 8)
     #[arg(long, value_delimiter = ',', value_name = "DEPTH", value_parser = clap::value_parser!(u64).range(1..=256))]
     pub depths: Vec<u64>,
 }
 
-/// Writes come last: what they leave is no pattern.
+/// One kind of transfer. Writes sort last, since they destroy the pattern.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Case {
     is_write: bool,
@@ -97,7 +98,7 @@ impl Options {
         self.common.pick(RUN_MS.0, usual)
     }
 
-    /// What is on its way goes into a small part of the file.
+    /// The bytes in flight are at most a quarter of the file.
     fn file_mib(&self) -> u64 {
         let on_its_way = self.depths().iter().max().unwrap_or(&1) * self.sizes().iter().max().unwrap_or(&FOLIO);
         self.common.pick(FILE_MIB.0, FILE_MIB.1).max((4 * on_its_way) >> 20)
@@ -127,11 +128,12 @@ fn deepest(cases: &[Case]) -> u64 {
     cases.iter().map(|case| case.depth).max().unwrap_or(0)
 }
 
-/// Runs it and gives the report.
+/// Runs the experiment and returns the report.
 ///
 /// # Errors
 ///
-/// [`crate::error::Error::WrongAnswer`] where something else was read; [`crate::error::Error::CannotRun`] for an unknown subject, and without a file.
+/// [`crate::error::Error::WrongAnswer`] if wrong bytes were read; [`crate::error::Error::CannotRun`] for an unknown
+/// subject, and without a file.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     common.check_only(&SUBJECTS.iter().map(|subject| subject.name).collect::<Vec<_>>())?;
@@ -140,14 +142,14 @@ pub fn run(options: &Options) -> Result<Report> {
     fio::leave_out_missing(&mut subjects, |subject| subject.is_fio(), &mut report)?;
     let target = options.place.ready(options.file_mib())?;
     if !target.has_pattern {
-        report.note("what is in the file is not known: what was read is not compared");
+        report.note("the file's content is unknown, so reads are not compared");
     }
     report.note(format!("the file has {} MiB", target.len_bytes >> 20));
     report
         .note("fio's huge buffers are transparent huge pages of its malloc; --iomem=mmaphuge would need reserved ones");
     let cases = cases(options);
     if cases.iter().any(|case| case.is_write) && subjects.iter().any(|subject| matches!(subject.work, Work::Cache)) {
-        report.note("the cache writes back as many at a time as it thinks fit: that stands beside the deepest queue");
+        report.note("the cache chooses its own depth of writeback: its writes are in the row of the deepest queue");
     }
     let book = measure(options, &cases, &subjects, &target)?;
     rows(&mut report, &book, &cases, &subjects);
@@ -166,7 +168,7 @@ fn measure(options: &Options, cases: &[Case], subjects: &[&Subject], target: &Ta
     };
     let progress = Progress::new(common.rounds() * cases.iter().map(|case| does(case).len()).sum::<usize>());
     let mut book = Book::new();
-    // All reads before all writes.
+    // All reads run before all writes.
     for is_write in [false, true] {
         for round in 0..common.rounds() {
             for case in cases.iter().filter(|case| case.is_write == is_write) {
@@ -196,7 +198,7 @@ fn one(subject: &Subject, case: Case, target: &Target, run_ms: u64) -> Result<Ou
             (words, vec![("--depth", depth)])
         }
         Work::Cache if is_write => {
-            // What is dirty is a small part of it.
+            // The dirty pages are a small part of the cache.
             let words = ["__overwrite"].into_iter().chain(is_random.then_some("--random")).collect();
             (words, vec![("--cache-mib", target.len_bytes >> 20)])
         }

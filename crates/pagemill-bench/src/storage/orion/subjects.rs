@@ -1,4 +1,4 @@
-//! Who transfers, and into what memory.
+//! Subjects of the experiment: what does the transfers, and into which memory.
 
 use super::{Case, MIB_1};
 use crate::storage::fio::{self, Engine};
@@ -8,12 +8,12 @@ pub const RING_HUGE_FIXED: &str = "ring-huge-registered";
 pub const RING_SMALL: &str = "ring-4-KiB-pages";
 pub const FIO_HUGE_FIXED: &str = "fio-io_uring-fixed-huge";
 
-/// What runs for a sample.
+/// The workload of a sample.
 #[derive(Clone, Copy, Debug)]
 pub enum Work {
-    /// A queue that reads folios; writing back.
+    /// The cache: a queue that reads folios; for writes, writeback.
     Cache,
-    /// A bare ring, with these words for its workload.
+    /// A bare io_uring; these are arguments of its workload.
     Ring(&'static [&'static str]),
     Fio(Engine),
 }
@@ -29,12 +29,13 @@ impl Subject {
         matches!(self.work, Work::Fio(_))
     }
 
-    /// How many pages are written back at a time is the cache's affair: that stands beside the deepest queue.
+    /// Whether the subject runs this case. The cache chooses its own depth of writeback, so its writes run once, in the
+    /// case of the deepest queue.
     pub fn does(&self, case: Case, deepest: u64) -> bool {
         !matches!(self.work, Work::Cache) || !case.is_write || case.depth == deepest
     }
 
-    /// Whether a target needs it: all of fio, for the best of it, the cache, and what it is compared with.
+    /// Whether a target needs this subject: fio for the best of its variants, the cache, and the cache's baselines.
     pub fn has_target(&self, case: Case) -> bool {
         match self.work {
             Work::Cache | Work::Fio(_) => true,

@@ -1,4 +1,4 @@
-//! The targets, at the deepest queue of each kind of transfer.
+//! Verdicts on the targets, at the deepest queue of each kind of transfer.
 
 use super::subjects::{CACHE, FIO_HUGE_FIXED, RING_SMALL, SUBJECTS};
 use super::{Case, MIB_1, deepest};
@@ -16,7 +16,7 @@ pub fn add(report: &mut Report, book: &Book<Case>, cases: &[Case]) {
     }
 }
 
-/// The best of all that fio can, and the processor's time of the most frugal of its ways.
+/// Compares the cache with fio's best rate, and its CPU time with fio in huge pages with registered buffers.
 fn against_fio(report: &mut Report, book: &Book<Case>, case: Case) {
     let name = case.name();
     let target = format!("{name}: {CACHE}, against the best of fio");
@@ -26,11 +26,11 @@ fn against_fio(report: &mut Report, book: &Book<Case>, case: Case) {
     report.verdict(compare(target, Bound::AtMost(1.0), book.get(&case, CACHE, CPU), base));
 }
 
-/// What the original found: 256 pages for each transfer instead of one.
+/// Compares the cache with small pages, of which the original needed 256 per transfer instead of one.
 fn against_small_pages(report: &mut Report, book: &Book<Case>, case: Case) {
     let name = case.name();
     let get = |subject, metric| book.get(&case, subject, metric);
-    // Whoever has the device do all it can is not asked for twice as much.
+    // Twice the rate of small pages may exceed what the device can do; then fio's best rate is the bound.
     let (_, limit) = best(book, &case, &fio_names(), MIB);
     let wanted = get(RING_SMALL, MIB).map(|small| twice_or_limit(small, limit));
     let target = format!("{name}: {CACHE}, of 2x {RING_SMALL} or of the best of fio, if that is less");
@@ -57,7 +57,7 @@ fn twice_or_limit(small: &Series, limit: Option<&Series>) -> Series {
 mod tests {
     use super::*;
 
-    /// Twice the small, or the limit where that is less; a round that is missing stays so.
+    /// Twice the rate of small pages, or the limit if that is less. A missing round stays missing.
     #[test]
     fn the_device_bounds_what_is_asked() {
         let series = |rounds: &[Option<f64>]| Series { rounds: rounds.to_vec(), ..Series::default() };

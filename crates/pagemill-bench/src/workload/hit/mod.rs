@@ -1,7 +1,7 @@
-//! Pages that are in memory, copied out and pinned at random: the page cache, what it is made of, and its peers.
+//! Resident pages copied out and pinned at random: the page cache, its building blocks, and its peers.
 //!
-//! Every subject holds the same records ([`crate::pattern`]). Before any time all of them are read and compared byte by byte;
-//! in the timed loop the first word of each is, and what was wrong is counted without a branch.
+//! Every subject holds the same records ([`crate::pattern`]). Before the measurement all of them are compared byte by
+//! byte. The timed loop checks the first word of each record, and counts wrong ones without a branch.
 
 mod own;
 mod peers;
@@ -22,18 +22,18 @@ use crate::proc;
 use crate::stats::Random;
 pub use own::{Files, cache, cache_of, failed, files, write};
 
-/// Whose pages.
+/// The subjects, by where their pages are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Subject {
-    /// The page cache, huge folios.
+    /// The page cache with huge folios.
     Huge,
-    /// The page cache, folios of one page.
+    /// The page cache with folios of one page.
     Dense,
-    /// Memory in huge pages, copied from.
+    /// Plain memory in huge pages.
     Memcpy,
-    /// The same with a state word a page.
+    /// Plain memory in huge pages, with a state word for each page.
     Frames,
-    /// A file, mapped.
+    /// A file, mapped into memory.
     Mmap,
     /// A file, read by system calls.
     Pread,
@@ -41,7 +41,7 @@ pub enum Subject {
     QuickCache,
 }
 
-/// Times of one subject.
+/// Arguments of one run, for one subject.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Hit {
     #[arg(long)]
@@ -52,31 +52,31 @@ pub struct Hit {
     pub mib: usize,
     #[arg(long)]
     pub run_ms: u64,
-    /// Of files.
+    /// For subjects on files.
     #[command(flatten)]
     pub place: Option<Place>,
 }
 
 type Record = [u8; RECORD_BYTES];
 
-/// Pages of a subject, filled.
+/// The pages of a subject, filled.
 trait Data: Sync {
-    /// Copies a page; whether it was there.
+    /// Copies a page out; returns whether it was resident.
     fn copy(&self, page: usize, to: &mut Record) -> bool;
 
-    /// The first word of a page that stays where it is meanwhile.
+    /// Pins a page, reads its first word, and unpins it.
     fn pin(&self, page: usize) -> u64;
 
-    /// Whether [`Data::pin`] means anything.
+    /// Whether the subject supports [`Data::pin`].
     const CAN_PIN: bool;
 
-    /// Names of figures and their values, bytes a page.
+    /// Names and values of further metrics, in bytes per page.
     fn figures(&self) -> Vec<(&'static str, f64)> {
         Vec::new()
     }
 }
 
-/// Fills a subject, checks it, and takes its times.
+/// Fills a subject, checks its contents, and measures it.
 pub fn run(arguments: &Hit) -> Outcome {
     let pages = (arguments.mib << 20) / RECORD_BYTES;
     let place = || arguments.place.as_ref().ok_or_else(|| Failure::Other("a file needs a place".to_owned()));
@@ -124,7 +124,7 @@ fn word_of(page: usize) -> u64 {
     pattern::word(0, (page * RECORD_BYTES) as u64, 0)
 }
 
-/// All that the subjects hold, some records at a time, from the first on.
+/// Passes all records of a subject to `act`, in batches, in ascending order.
 fn for_all_records(pages: usize, mut act: impl FnMut(usize, &[u8]) -> Result<(), Failure>) -> Result<(), Failure> {
     let bytes = pages * RECORD_BYTES;
     let mut records = Records::filled(BLOCK_BYTES);
@@ -134,7 +134,7 @@ fn for_all_records(pages: usize, mut act: impl FnMut(usize, &[u8]) -> Result<(),
     Ok(())
 }
 
-/// Every byte of every page.
+/// Checks every byte of every page.
 fn check<D: Data>(data: &D, pages: usize) -> Result<(), Failure> {
     let mut record = [0; RECORD_BYTES];
     for page in 0..pages {
@@ -149,7 +149,7 @@ fn check<D: Data>(data: &D, pages: usize) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Some acts at random pages; how many found something else than they should.
+/// Some operations on random pages; returns the number of wrong results.
 type Act<D> = fn(&D, usize, &mut Random, &mut Record, usize) -> u64;
 
 #[inline]
@@ -158,7 +158,7 @@ fn copy_some<D: Data>(data: &D, pages: usize, random: &mut Random, to: &mut Reco
     for _ in 0..acts {
         let page = random.below(pages);
         let is_there = data.copy(page, to);
-        // All of it has to be copied, whatever is looked at.
+        // `black_box` makes the compiler copy all of the record, not only the checked word.
         let record = black_box(&*to);
         let is_right = pattern::is_stamped(record, 0, (page * RECORD_BYTES) as u64, 0);
         wrong += u64::from(!(is_there & is_right));
@@ -176,18 +176,18 @@ fn pin_some<D: Data>(data: &D, pages: usize, random: &mut Random, _to: &mut Reco
     wrong
 }
 
-/// Nanoseconds of one act, as each thread sees it: all on the same pages, each in an order of its own.
+/// Nanoseconds per operation, as each thread sees it. All threads use the same pages, each in its own order.
 fn by_threads<D: Data>(arguments: &Hit, pages: usize, data: &D, act: Act<D>) -> Result<f64, Failure> {
     let start = Barrier::new(arguments.threads);
     let run = Duration::from_millis(arguments.run_ms);
     let work = |index: usize| {
         let mut random = Random::new(index as u64 + 1);
-        // A buffer at a page's start, as every subject gets it.
+        // A page-aligned buffer, the same for every subject.
         let mut buffer = Pages::new(RECORD_BYTES)?;
         buffer.touch(0, RECORD_BYTES);
         let to: &mut Record = buffer.bytes_mut(RECORD_BYTES).try_into().map_err(|_| "a short buffer".to_owned())?;
         start.wait();
-        // A tenth of it beforehand: processors that slept wake up, caches hold what they can.
+        // A tenth of the time as warm-up: CPUs leave idle states, and caches fill.
         repeat(run / 10, || act(data, pages, &mut random, to, BATCH))?;
         repeat(run, || act(data, pages, &mut random, to, BATCH))
     };
@@ -201,7 +201,7 @@ fn by_threads<D: Data>(arguments: &Hit, pages: usize, data: &D, act: Act<D>) -> 
     Ok(each.iter().sum::<f64>() / each.len() as f64)
 }
 
-/// Acts between two looks at the clock.
+/// Operations between two reads of the clock.
 const BATCH: usize = 128;
 
 fn repeat(run: Duration, mut act: impl FnMut() -> u64) -> Result<f64, Failure> {

@@ -1,4 +1,4 @@
-//! The page cache: one large file, and many small ones.
+//! The page cache as a subject: one large file, and many small ones.
 
 use pagemill::Pagemill;
 use pagemill::mapping::policy::{Always, Never};
@@ -9,34 +9,34 @@ use super::{Data, Record, for_all_records, resident};
 use crate::pattern::RECORD_BYTES;
 use crate::workload::{Failure, Outcome};
 
-/// Beside the data, so that no limit is near.
+/// Memory beside the data, so that the cache stays far from its limit.
 const SPARE_BYTES: u64 = 32 * BLOCK_BYTES as u64;
 
-/// What the file is to lie in.
+/// The folios in which the file should be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Folios {
     Huge,
     Dense,
 }
 
-/// A file that is wholly in the cache.
+/// A file with all its pages resident.
 pub struct Cached {
     cache: Cache,
     file: Mapping,
     pages: usize,
 }
 
-/// Says an error of the library's.
+/// Converts an error of the library.
 pub fn failed(error: pagemill::Error) -> Failure {
     Failure::Other(error.to_string())
 }
 
-/// A cache of pages of a record's size.
+/// Makes a cache with pages of a record's size.
 pub fn cache(limit_bytes: u64, policy: Box<dyn Policy>, may_split: bool) -> Result<Cache, Failure> {
     cache_of(RECORD_BYTES, limit_bytes, policy, may_split)
 }
 
-/// A cache of pages of any size.
+/// Makes a cache with pages of any size.
 pub fn cache_of(
     page_bytes: usize,
     limit_bytes: u64,
@@ -45,16 +45,16 @@ pub fn cache_of(
 ) -> Result<Cache, Failure> {
     let page = PageSize::new(page_bytes).ok_or_else(|| Failure::Other("no such page size here".to_owned()))?;
     let pagemill = Pagemill::of_process().map_err(failed)?;
-    // What is small is to stay so.
+    // Small folios must stay small, so nothing is collapsed in the background.
     pagemill.caches.collapse_by_hand();
-    // What is dirty goes back when the workload says so.
+    // Dirty pages are written back only when the workload requests it.
     let writeback = Writeback { background_percent: 100, most_percent: 100, ..Writeback::default() };
     let settings = Settings { page, policy, may_split, writeback, ..Settings::new("bench", limit_bytes) };
     pagemill.caches.make(settings).map_err(failed)
 }
 
 impl Cached {
-    /// Fills a file and looks whether it lies in what was asked for.
+    /// Fills a file and checks that its folios are of the requested kind.
     pub fn new(pages: usize, folios: Folios) -> Result<Self, Failure> {
         let bytes = (pages * RECORD_BYTES) as u64;
         let policy: Box<dyn Policy> = if folios == Folios::Huge { Box::new(Always) } else { Box::new(Never) };
@@ -70,7 +70,7 @@ impl Cached {
     }
 }
 
-/// Writes all of it.
+/// Writes all bytes.
 pub fn write(file: &Mapping, bytes: &[u8], offset: u64) -> Result<(), Failure> {
     match file.write_at(bytes, offset).map_err(failed)? {
         written if written == bytes.len() => Ok(()),
@@ -95,7 +95,7 @@ impl Data for Cached {
         let usage = self.cache.usage();
         let each = |bytes: u64| bytes as f64 / self.pages as f64;
         let mut figures = vec![("frames_bytes", each(usage.frames))];
-        // An index of single pages that takes less than a pointer for each cannot be: then the figure is wrong, and no figure.
+        // An index of single pages needs at least a pointer per page. A smaller value is an error and is not reported.
         if usage.small == 0 || each(usage.index) >= 8.0 {
             figures.push(("index_bytes", each(usage.index)));
         }
@@ -112,7 +112,7 @@ pub struct Files {
     pub bytes: usize,
 }
 
-/// What they take, over their bytes rounded up to pages: as the kernel counts it, and as the cache does.
+/// Memory of the files, relative to their bytes rounded up to pages: as the kernel counts it, and as the cache does.
 pub fn files(arguments: &Files) -> Outcome {
     let rounded = (arguments.files * arguments.bytes.next_multiple_of(RECORD_BYTES)) as f64;
     let mut files: Vec<Mapping> = Vec::with_capacity(arguments.files);

@@ -1,4 +1,4 @@
-//! Caches of other people, at their best for hits: room for everything, so that nothing is evicted; many shards.
+//! Other caches, configured for the fastest hits: enough room that nothing is evicted, and many shards.
 
 use std::sync::Arc;
 
@@ -10,12 +10,12 @@ use super::{Data, Record, first_word};
 use crate::pattern::{RECORD_BYTES, Records};
 use crate::workload::Failure;
 
-/// Shards of each: both say that those beside each other are reached in parallel.
+/// Number of shards; both caches document that different shards are accessed in parallel.
 const SHARDS: usize = 64;
-/// Room for so many times the entries: shards fill unevenly.
+/// Capacity relative to the number of entries, since shards fill unevenly.
 const ROOM: usize = 2;
 
-/// Gives each record its key.
+/// Inserts each record under its key.
 fn fill(pages: usize, mut insert: impl FnMut(u64, &[u8])) {
     let mut records = Records::filled(RECORD_BYTES);
     for page in 0..pages as u64 {
@@ -23,7 +23,7 @@ fn fill(pages: usize, mut insert: impl FnMut(u64, &[u8])) {
     }
 }
 
-/// foyer with first-in first-out: the one of its ways to evict that a hit has nothing to do for, under a shared lock.
+/// foyer with FIFO eviction: its only policy without work at a hit, under a shared lock.
 pub struct Foyer(Cache<u64, Box<[u8]>, DefaultHashBuilder>);
 
 impl Foyer {
@@ -54,7 +54,7 @@ impl Data for Foyer {
     }
 }
 
-/// quick_cache as it comes; a hit is a shared lock and a count of the value's own.
+/// quick_cache with default settings; a hit takes a shared lock and the value's reference count.
 pub struct Quick(QuickCache<u64, Arc<[u8]>>);
 
 impl Quick {

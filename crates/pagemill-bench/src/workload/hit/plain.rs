@@ -1,4 +1,4 @@
-//! What a page cache is made of: memory, state words, and files of the kernel's.
+//! Building blocks of a page cache: plain memory, state words, and files of the kernel.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
@@ -12,7 +12,7 @@ use crate::native::{Counts, Pages};
 use crate::pattern::RECORD_BYTES;
 use crate::workload::Failure;
 
-/// Memory in huge pages.
+/// Plain memory in huge pages.
 pub struct Memory {
     pages: Pages,
     len_bytes: usize,
@@ -50,7 +50,7 @@ impl Data for Memory {
     }
 }
 
-/// The same, with a state word a page as any cache needs one: no index, no lock.
+/// The same with a state word for each page, as any cache needs: no index, no lock.
 pub struct Frames {
     words: Counts,
     memory: Memory,
@@ -94,7 +94,7 @@ fn file(pages: usize, place: &Place) -> Result<File, Failure> {
     Ok(file)
 }
 
-/// A file that is mapped.
+/// A memory-mapped file.
 pub struct Mapped(Shared);
 
 impl Mapped {
@@ -119,7 +119,7 @@ impl Data for Mapped {
     }
 }
 
-/// A file that is read.
+/// A file read by system calls.
 pub struct OnFile(File);
 
 impl OnFile {

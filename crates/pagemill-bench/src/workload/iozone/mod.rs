@@ -1,8 +1,9 @@
-//! Records of 4 KiB written to and read from one file per worker, in the seven ways that IOzone does it, by system calls
-//! through a mapping, or in a page cache of this process. Own code; only the terms are IOzone's.
+//! Records of 4 KiB written to and read from one file per worker, in IOzone's seven ways: by system calls, through a
+//! mapping, or in a page cache of this process. New code; only the terms are IOzone's.
 //!
-//! A cell is one way of access by so many workers. All open and map their files, wait for each other, and start; the time
-//! runs from the first start to the last end. A cell that was too short is run again, and what it took is added up.
+//! A cell is one way of access by a number of workers. All of them open and map their files, wait for each other, and
+//! start. The time is from the first start to the last end. A cell that was too short is repeated, and the times are
+//! added.
 
 mod worker;
 
@@ -36,7 +37,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// In the order in which they run: each finds what the ones before it left.
+    /// In the order in which they run: each finds the data that the ones before it left.
     pub const ALL: [Self; 7] = [
         Self::InitialWrite,
         Self::Rewrite,
@@ -47,7 +48,7 @@ impl Operation {
         Self::RandomWrite,
     ];
 
-    /// The metric's name.
+    /// The name of the metric.
     pub fn metric(self) -> &'static str {
         match self {
             Self::InitialWrite => "initial_write",
@@ -65,13 +66,13 @@ impl Operation {
     }
 }
 
-/// All ways of access by so many workers.
+/// Arguments: all ways of access by a number of workers.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Iozone {
-    /// Of files; none of files in a cache.
+    /// For files on a file system; none for files in a cache.
     #[command(flatten)]
     pub place: Option<Place>,
-    /// Files in a page cache of this process
+    /// Use files in a page cache of this process
     #[arg(long, conflicts_with_all = ["folder", "device", "mapped", "processes"])]
     pub cached: bool,
     #[arg(long)]
@@ -84,19 +85,19 @@ pub struct Iozone {
     pub total_bytes: u64,
     #[arg(long)]
     pub cell_ms: u64,
-    /// Between writing and reading what is mapped.
+    /// Pause between writing and reading mapped files.
     #[arg(long)]
     pub pause_ms: u64,
 }
 
-/// One worker's part of a pass, as the hidden subcommand of a process.
+/// Arguments of one worker of a pass, if it is a process.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Part {
     #[arg(long)]
     job: String,
 }
 
-/// What one worker does in one pass.
+/// The work of one worker in one pass.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Job {
     path: PathBuf,
@@ -104,11 +105,11 @@ struct Job {
     records: usize,
     operation: Operation,
     is_mapped: bool,
-    /// Of what is written, or of what must be found.
+    /// Generation of the records that are written, or that must be found.
     generation: u64,
 }
 
-/// When a worker began and ended, in nanoseconds of the monotonic clock, which all processes share.
+/// Start and end of a worker, in nanoseconds of the monotonic clock, which all processes share.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 struct Span {
     start: u64,
@@ -120,19 +121,19 @@ fn now() -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// Runs all cells; the line has the MiB/s of each.
+/// Runs all cells; the JSON line has the MiB/s of each.
 pub fn run(arguments: &Iozone) -> Outcome {
     let home = Home::new(arguments)?;
     home.check()?;
-    // Once unmeasured: memory that the host has not backed yet is many times slower at its first touch, and huge pages come
-    // from other places than small ones, so that each file system has to warm its own.
+    // One unmeasured pass: memory that the host has not backed yet is many times slower at its first touch. Huge pages
+    // come from other memory than small ones, so each file system must be warmed up.
     home.remove(arguments.workers)?;
     pass(arguments, &home, Operation::InitialWrite, 0)?;
     let mut line = serde_json::Map::new();
     let mut generation = 0;
     for operation in Operation::ALL {
         if operation == Operation::Read && arguments.mapped {
-            // Who makes huge pages of what was written gets the time for it, and so does everybody else.
+            // Time for Pagemill to make huge pages of the files; every file system gets the same pause.
             thread::sleep(Duration::from_millis(arguments.pause_ms));
         }
         home.check()?;
@@ -140,13 +141,13 @@ pub fn run(arguments: &Iozone) -> Outcome {
         home.check()?;
         line.insert(operation.metric().to_owned(), rate.into());
     }
-    // What was written last is checked as well, outside of any time.
+    // The records written last are checked, too, outside the measured time.
     pass(arguments, &home, Operation::Read, generation)?;
     home.remove(arguments.workers)?;
     Ok(line.into())
 }
 
-/// Repeats one way of access until it took long enough.
+/// Repeats one way of access until it has taken long enough.
 fn cell(arguments: &Iozone, home: &Home, operation: Operation, generation: &mut u64) -> Result<f64, Failure> {
     let (mut passes, mut busy_ns) = (0_u64, 0_u64);
     while passes == 0 || busy_ns < arguments.cell_ms * 1_000_000 {
@@ -163,12 +164,12 @@ fn cell(arguments: &Iozone, home: &Home, operation: Operation, generation: &mut 
     Ok(bytes as f64 / f64::from(1 << 20) / (busy_ns as f64 / 1e9))
 }
 
-/// Records of each file: the same for all, so that all have the same to do.
+/// Number of records in each file; equal for all workers.
 fn records(arguments: &Iozone) -> usize {
     (arguments.total_bytes as usize / RECORD_BYTES / arguments.workers).max(1)
 }
 
-/// Where the files are.
+/// Where the files are stored.
 enum Home {
     Mount(Place),
     Cache(Shelf),
@@ -183,7 +184,7 @@ impl Home {
         }
     }
 
-    /// Fails where it is not what it was.
+    /// Fails if another file system is mounted there now.
     fn check(&self) -> Result<(), Failure> {
         match self {
             Self::Mount(place) => Ok(place.check()?),
@@ -191,7 +192,7 @@ impl Home {
         }
     }
 
-    /// A file's name. In the cache it is only said where something is wrong.
+    /// The name of a file. In the cache it is only used in messages.
     fn path(&self, index: usize) -> PathBuf {
         let name = format!("file-{index}");
         match self {
@@ -223,7 +224,7 @@ impl Home {
     }
 }
 
-/// All workers once; nanoseconds from the first start to the last end.
+/// Runs all workers once; returns the nanoseconds from the first start to the last end.
 fn pass(arguments: &Iozone, home: &Home, operation: Operation, generation: u64) -> Result<u64, Failure> {
     let job = |index| Job {
         path: home.path(index),
@@ -254,7 +255,7 @@ fn by_threads(jobs: &[Job], shelf: Option<&Shelf>) -> Result<Vec<Span>, Failure>
     })
 }
 
-/// Each worker a process. They start when the pipe closes on which all of them wait.
+/// Runs each worker as a process. They start when the pipe on which they wait is closed.
 fn by_processes(jobs: &[Job]) -> Result<Vec<Span>, Failure> {
     let failed = |cause: io::Error| Failure::Other(format!("a process of its own for each worker: {cause}"));
     let (reader, writer): (PipeReader, PipeWriter) = io::pipe().map_err(failed)?;
@@ -283,12 +284,12 @@ fn by_processes(jobs: &[Job]) -> Result<Vec<Span>, Failure> {
     workers.into_iter().map(end).collect()
 }
 
-/// The work of one such process: says that it is ready, waits for the pipe's end, works, tells its times.
+/// One such process: prints that it is ready, waits for the end of the pipe, works, prints its times.
 pub fn part(arguments: &Part) -> Outcome {
     let job: Job = serde_json::from_str(&arguments.job).map_err(|cause| cause.to_string())?;
     let span = perform(&job, None, || {
         println!("ready");
-        // Any end of it is the sign to start.
+        // End of file or an error: both start the work.
         let _ = io::stdin().read_to_end(&mut Vec::new());
     })?;
     Ok(serde_json::json!(span))
@@ -302,7 +303,8 @@ mod tests {
         Job { path, file: 3, records: 10, operation, is_mapped, generation }
     }
 
-    /// All seven, mapped, not, and in a cache: what one wrote the next ones find; what an older pass wrote is a wrong answer.
+    /// All seven ways, mapped, unmapped, and in a cache: each finds the data of the ones before it. Records of an older
+    /// pass are a wrong answer.
     #[test]
     fn operations_find_what_was_written() {
         let folder = tempfile::tempdir().expect("a temporary folder");

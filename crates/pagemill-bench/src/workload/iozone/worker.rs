@@ -1,4 +1,4 @@
-//! One worker: what it holds of its file, and how it reads and writes a record of it.
+//! One worker: its access to its file, and its reads and writes of records.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -14,7 +14,7 @@ use crate::pattern::{self, RECORD_BYTES};
 use crate::stats::Random;
 use crate::workload::Failure;
 
-/// Opens, maps, waits, works. Who cannot open waits too: the others count on it.
+/// Opens, maps, waits, works. A worker that cannot open its file waits, too, since the others wait for all.
 pub fn perform(job: &Job, shelf: Option<&Shelf>, wait: impl FnOnce()) -> Result<Span, Failure> {
     let worker = Worker::prepare(job, shelf);
     wait();
@@ -24,17 +24,17 @@ pub fn perform(job: &Job, shelf: Option<&Shelf>, wait: impl FnOnce()) -> Result<
     Ok(Span { start, end: now() })
 }
 
-/// Files in a page cache of this process: what a folder is to others.
+/// Files in a page cache of this process, in place of a folder.
 pub struct Shelf {
     cache: Cache,
     files: Vec<Mutex<Option<Arc<Cached>>>>,
 }
 
 impl Shelf {
-    /// A cache as it comes, with its worker in the background, and a limit that is far away.
+    /// A cache with default settings, with its background worker, and a limit far above the data.
     pub fn new(files: usize, total_bytes: u64) -> Result<Self, Failure> {
         let page = PageSize::new(RECORD_BYTES).ok_or_else(|| "no pages of a record's size here".to_owned())?;
-        // A huge folio for each file beside its bytes, twice.
+        // Twice the bytes, with a huge folio for each file.
         let limit_bytes = 2 * (total_bytes + ((files + 1) * BLOCK_BYTES) as u64);
         let settings = Settings { page, ..Settings::new("iozone", limit_bytes) };
         let cache = pagemill::Pagemill::of_process().and_then(|pagemill| pagemill.caches.make(settings));
@@ -64,7 +64,7 @@ impl Shelf {
     }
 }
 
-/// How a worker reaches its file.
+/// The way in which a worker accesses its file.
 enum Reach {
     Calls(File),
     Mapped(Mapping),
@@ -115,7 +115,7 @@ impl Reach {
     }
 }
 
-/// Whether a record went through as a whole.
+/// Checks that a whole record was transferred.
 #[inline]
 fn whole(doing: &str, result: pagemill::Result<usize>) -> Result<(), String> {
     match result {
@@ -125,10 +125,10 @@ fn whole(doing: &str, result: pagemill::Result<usize>) -> Result<(), String> {
     }
 }
 
-/// What a worker has in hand when the time starts.
+/// The state of a worker when the time starts.
 struct Worker {
     reach: Reach,
-    /// Records in the order of a random access: each of them once.
+    /// All records, each once, in random order.
     shuffled: Vec<u32>,
 }
 
@@ -168,7 +168,7 @@ impl Worker {
     fn read(&self, job: &Job, index: usize, record: &mut [u8; RECORD_BYTES]) -> Result<(), Failure> {
         let offset = index * RECORD_BYTES;
         self.reach.read(record, offset)?;
-        // All of the record has to be copied, whatever of it is looked at.
+        // `black_box` makes the compiler copy all of the record, not only the checked word.
         let record = std::hint::black_box(&*record);
         match pattern::is_stamped(record, job.file, offset as u64, job.generation) {
             true => Ok(()),
@@ -177,7 +177,7 @@ impl Worker {
     }
 }
 
-/// All numbers below `count`, each once, in an order that the seed decides.
+/// All numbers below `count`, each once, in an order that depends on the seed.
 fn shuffle(count: usize, seed: u64) -> Vec<u32> {
     let mut order: Vec<u32> = (0..count as u32).collect();
     Random::new(seed).shuffle(&mut order);
@@ -188,7 +188,7 @@ fn shuffle(count: usize, seed: u64) -> Vec<u32> {
 mod tests {
     use super::*;
 
-    /// Each record once, in another order for another seed.
+    /// Each record occurs once; another seed gives another order.
     #[test]
     fn a_shuffle_leaves_nothing_out() {
         let mut order = shuffle(1000, 7);

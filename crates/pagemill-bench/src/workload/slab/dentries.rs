@@ -1,6 +1,6 @@
-//! Names in directories, as a file system keeps them: objects by owner that refer to each other, changed by one thread, walked by
-//! many, and moved beside both.
-#![allow(unsafe_code)] // an owner of objects that move, and refer to each other
+//! Names in directories, as a file system caches them: by-owner objects that refer to each other. One thread changes
+//! them, many walk them, and defragmentation moves them concurrently.
+#![allow(unsafe_code)] // an owner of relocatable objects that refer to each other
 
 use std::hint;
 use std::iter;
@@ -18,12 +18,12 @@ use crate::workload::hit::failed;
 /// Words of a name.
 const NAME_WORDS: usize = 5;
 
-/// States. A free one is what `construct` makes.
+/// States of an entry. `construct` makes a free one.
 const FREE: u64 = 0;
 const LIVE: u64 = 1;
 const MOVING: u64 = 2;
 
-/// 192 bytes, as Linux's.
+/// An entry of 192 bytes, like Linux's dentry.
 pub struct Dentry {
     state: AtomicU64,
     number: AtomicU64,
@@ -39,7 +39,7 @@ pub struct Dentry {
 
 const _: () = assert!(size_of::<Dentry>() == 192);
 
-/// The bytes of a name in words that compare as they do.
+/// The name of a serial number, as words with the same order as the bytes.
 fn name_of(serial: u64) -> [u64; NAME_WORDS] {
     let text = format!("{serial:020}.entry");
     let mut bytes = [0; NAME_WORDS * size_of::<u64>()];
@@ -51,7 +51,7 @@ fn name_of(serial: u64) -> [u64; NAME_WORDS] {
     name
 }
 
-/// What a walk came by, in its order.
+/// A checksum of the entries that a walk found, in order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sum {
     pub entries: u64,
@@ -71,7 +71,7 @@ impl Sum {
     }
 }
 
-/// Where each entry is by its number, and who changes what refers to them.
+/// The table of entries by number, and the lock for changes to references.
 pub struct Owner {
     places: Vec<AtomicPtr<Dentry>>,
     changing: Mutex<()>,
@@ -87,7 +87,8 @@ impl Owner {
         change()
     }
 
-    /// Where the one before, or the directory, refers to an entry; and the one behind, or the directory. While it is changed.
+    /// The references to an entry: from the entry before it or from the directory, and from the entry behind it or from
+    /// the directory. Only within a change.
     fn referrers<'a>(&self, entry: &'a Dentry) -> (Option<&'a AtomicPtr<Dentry>>, Option<&'a AtomicPtr<Dentry>>) {
         let parent = at(&entry.parent);
         let from_before = at(&entry.before).map(|before| &before.next).or(parent.map(|parent| &parent.first));
@@ -96,20 +97,21 @@ impl Owner {
     }
 }
 
-/// The entry that a place refers to: to be looked at under a guard, or within a change, for so long it stays one.
+/// The entry that a reference points to. The caller must hold a guard or be within a change, which keep the entry
+/// valid.
 fn at<'a>(place: &AtomicPtr<Dentry>) -> Option<&'a Dentry> {
     let dentry = NonNull::new(place.load(Acquire));
     // SAFETY:
-    // 1. Places refer to objects of the cache alone, which are constructed.
-    // 2. Who comes here holds a guard or changes the tree, so that what it refers to is not used for anything else.
+    // 1. References point only to objects of the cache, which are constructed.
+    // 2. The caller holds a guard or changes the tree, so the object is not reused.
     dentry.map(|dentry| unsafe { dentry.as_ref() })
 }
 
 // SAFETY:
-// 1. A free entry has state FREE, which `isolate` refuses; nothing in it needs a destructor.
-// 2. `isolate` marks what it keeps, and `Tree::remove` ends only entries that are not marked.
-// 3. All that refers to an entry is in the entries around it and in the table, and is changed by one at a time. Walks come from
-//    there, under a guard.
+// 1. A free entry has state FREE, which `isolate` skips; it needs no destructor.
+// 2. `isolate` marks the entries that it keeps, and `Tree::remove` frees only unmarked ones.
+// 3. All references to an entry are in its neighbours and in the table, and one thread at a time changes them. Walks
+//    follow these references under a guard.
 unsafe impl Migrate for Owner {
     type Object = Dentry;
     type Isolated = ();
@@ -174,7 +176,7 @@ fn words(dentry: &Dentry) -> impl Iterator<Item = &AtomicU64> {
     [&dentry.number, &dentry.is_directory].into_iter().chain(&dentry.name).chain(&dentry.attributes)
 }
 
-/// All but the state.
+/// Copies everything except the state.
 fn copy(from: &Dentry, to: &Dentry) {
     pointers(from).into_iter().zip(pointers(to)).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
     words(from).zip(words(to)).for_each(|(from, to)| to.store(from.load(Relaxed), Relaxed));
@@ -183,24 +185,24 @@ fn copy(from: &Dentry, to: &Dentry) {
 /// Directories and files. Number 0 is the root.
 pub struct Tree {
     cache: ByOwner<Owner>,
-    /// Numbers that no entry has.
+    /// Unused numbers.
     free: Vec<u64>,
 }
 
 impl Tree {
-    /// With room for so many entries.
+    /// Makes a tree with room for `capacity` entries.
     pub fn new(slabs: &'static Slabs, capacity: usize) -> Result<Self, Failure> {
         let places = (0..capacity).map(|_| AtomicPtr::default()).collect();
         let owner = Owner { places, changing: Mutex::new(()) };
         let cache = slabs.by_owner(Settings::new("dentries"), owner).map_err(failed)?;
-        // All that is not full is packed: directories come and go by halves here.
+        // Every partial slab is defragmented: here, directories are added and removed by halves.
         cache.set_defrag_used_ratio(100).map_err(failed)?;
         let mut tree = Self { cache, free: (0..capacity as u64).rev().collect() };
         tree.make(None, 0, true)?;
         Ok(tree)
     }
 
-    /// Adds an entry to a directory, behind its others: its serial number is larger than theirs. Says its number.
+    /// Appends an entry to a directory; its serial number must be larger than those of the others. Returns its number.
     pub fn add(&mut self, parent: u64, serial: u64, is_directory: bool) -> Result<u64, Failure> {
         self.make(Some(parent), serial, is_directory)
     }
@@ -229,7 +231,7 @@ impl Tree {
         Ok(number)
     }
 
-    /// Removes a file, or a directory without entries.
+    /// Removes a file or an empty directory.
     pub fn remove(&mut self, number: u64) -> Result<(), Failure> {
         let owner = self.cache.owner();
         let entry = loop {
@@ -248,13 +250,13 @@ impl Tree {
             from_behind.into_iter().for_each(|referrer| referrer.store(before, Release));
             owner.place(number).store(ptr::null_mut(), Release);
         });
-        // SAFETY: it was live until we ended that, nobody refers to it, and `&mut self`: nobody walks.
+        // SAFETY: this thread ended its live state and removed all references to it; `&mut self` excludes walks.
         unsafe { self.cache.free(NonNull::from(entry)) };
         self.free.push(number);
         Ok(())
     }
 
-    /// Walks all directories: the entries of each in the order of their names, then those of the directories among them.
+    /// Walks all directories: the entries of each in the order of their names, then those of its subdirectories.
     pub fn walk(&self) -> Result<Sum, Failure> {
         let mut sum = Sum::default();
         self.walk_directory(0, &mut sum)?;
@@ -264,7 +266,8 @@ impl Tree {
     fn walk_directory(&self, number: u64, sum: &mut Sum) -> Result<(), Failure> {
         let mut directories = Vec::new();
         {
-            // Entries that are moved meanwhile stay what they were, and so does where they lead, until the guard goes.
+            // Under the guard, entries that are moved concurrently keep their contents, and so do the entries that they
+            // lead to.
             let _guard = xarray::pin();
             let directory = at(self.cache.owner().place(number));
             let directory = directory.ok_or_else(|| Failure::WrongAnswer(format!("there is no directory {number}")))?;
@@ -285,12 +288,12 @@ impl Tree {
         directories.into_iter().try_for_each(|directory| self.walk_directory(directory, sum))
     }
 
-    /// Packs all entries.
+    /// Compacts all entries.
     pub fn pack(&self) -> Result<(), Failure> {
         self.cache.shrink().map(|_| ()).map_err(failed)
     }
 
-    /// Entries moved so far.
+    /// Number of entries moved so far.
     pub fn moved(&self) -> Result<u64, Failure> {
         self.cache.info().map(|info| info.moved).map_err(failed)
     }
@@ -301,7 +304,7 @@ mod tests {
     use super::*;
     use crate::workload::slab::of_test;
 
-    /// Entries are walked in order, directory by directory, also when they have moved; one that went is not.
+    /// Entries are walked in order, directory by directory, also after moves; a removed one is not found.
     #[test]
     fn entries_are_walked_in_order() {
         let mut tree = Tree::new(of_test().expect("slabs"), 4000).expect("a tree");
@@ -324,7 +327,7 @@ mod tests {
         assert!(tree.remove(files[1]).is_err());
     }
 
-    /// Names compare as their numbers do, and the order counts.
+    /// Names compare as their numbers do, and the sum depends on the order.
     #[test]
     fn sums_depend_on_the_order() {
         assert!(name_of(9) < name_of(10) && name_of(u64::MAX) > name_of(1 << 40));

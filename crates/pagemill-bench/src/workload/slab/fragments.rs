@@ -1,4 +1,5 @@
-//! Two million objects of which a random nine tenths go, and what is left of their memory when all that can be is given back.
+//! Two million objects, of which nine tenths are freed at random; and the memory left after all free memory was
+//! returned.
 
 use std::hint;
 use std::time::Instant;
@@ -13,29 +14,29 @@ use crate::proc;
 use crate::stats::Random;
 use crate::workload::{Failure, Outcome};
 
-/// The same for all, so that the same objects go in the same order.
+/// The same seed for all subjects, so that the same objects are freed in the same order.
 const SEED: u64 = 0x736c_6162;
 
-/// Of so many objects one stays.
+/// One object in so many is kept.
 const STAYING: usize = 10;
 
-/// Numbers above those of the objects, for who allocates meanwhile.
+/// Numbers beyond those of the objects, for allocations during the compaction.
 pub const SPARE: usize = 64;
 
-/// Bytes of a table of handles for each that there was at a time.
+/// Bytes per entry of a handle table, for each object of the peak.
 const HANDLE_BYTES: u64 = 8;
 
-/// Who keeps the objects.
+/// The subject that holds the objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Subject {
     ByOwner,
     ByHandle,
     Fixed,
-    /// The allocator that is preloaded.
+    /// The preloaded allocator.
     Malloc,
 }
 
-/// Who keeps how many objects of which size.
+/// The subject, and the number and size of its objects.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Chosen {
     #[arg(long)]
@@ -45,25 +46,25 @@ pub struct Chosen {
     pub size: usize,
     #[arg(long)]
     pub objects: usize,
-    /// How the allocator is asked.
+    /// The call that makes the allocator return memory.
     #[arg(long, default_value = "malloc-trim")]
     pub how: GiveBack,
 }
 
-/// One run.
+/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Fragments {
     #[command(flatten)]
     pub chosen: Chosen,
 }
 
-/// Something to be done with whichever keeper was chosen.
+/// Work that is generic over the subject.
 pub trait Work {
     fn with<const WORDS: usize, K: Keeper<WORDS>>(&self, open: impl FnOnce() -> Result<K, Failure>) -> Outcome;
 }
 
 impl Chosen {
-    /// Does it. What is there before the keeper is opened is none of its.
+    /// Runs the work with the chosen subject. Memory in use before `open` is not the subject's.
     pub fn run(&self, home: Home, work: &impl Work) -> Outcome {
         match self.size {
             192 => self.with_words::<24>(home, work),
@@ -85,11 +86,12 @@ impl Chosen {
     }
 }
 
-/// What is to become of the objects, and what their user has of them: all of it resident before the first is made.
+/// The objects that are freed and kept, and the user's references to them. All of it is resident before the first
+/// object is made.
 pub struct Plan<Kept> {
-    /// By number.
+    /// References by number.
     pub kept: Vec<Option<Kept>>,
-    /// All numbers in random order: the first go, the last stay.
+    /// All numbers in random order: the first are freed, the last are kept.
     order: Vec<u32>,
 }
 
@@ -99,7 +101,7 @@ impl<Kept> Plan<Kept> {
         Random::new(SEED).shuffle(&mut order);
         let mut kept = Vec::with_capacity(objects);
         kept.resize_with(objects, || None);
-        // Out of the compiler's sight, so that they are written, and not come by as zeros that are not there yet.
+        // `black_box` makes the compiler write the entries, so that their pages are resident.
         hint::black_box(&mut kept).iter_mut().for_each(|kept| *kept = None);
         Self { kept, order }
     }
@@ -108,14 +110,14 @@ impl<Kept> Plan<Kept> {
         &self.order[..self.order.len() - self.order.len() / STAYING]
     }
 
-    /// Numbers of those that stay, from the first to the last.
+    /// The kept numbers, ascending.
     fn staying(&self) -> Vec<u32> {
         let mut staying = self.order[self.going().len()..].to_vec();
         staying.sort_unstable();
         staying
     }
 
-    /// Makes all objects, and ends nine tenths of them.
+    /// Makes all objects, and frees nine tenths of them.
     pub fn fragment<const WORDS: usize>(&mut self, keeper: &impl Keeper<WORDS, Kept = Kept>) -> Result<(), Failure> {
         for (number, kept) in (0..).zip(&mut self.kept) {
             *kept = Some(keeper.put(number)?);
@@ -129,7 +131,7 @@ impl<Kept> Plan<Kept> {
         Ok(())
     }
 
-    /// Looks whether those that stayed, and no others, are there, and how they were made.
+    /// Checks that exactly the kept objects are there, with their contents.
     pub fn check<const WORDS: usize>(&self, keeper: &impl Keeper<WORDS, Kept = Kept>) -> Result<(), Failure> {
         let kept = (0..).zip(&self.kept).filter_map(|(number, kept)| Some((number, kept.as_ref()?)));
         let wrong = kept.clone().filter(|(number, kept)| !keeper.is_whole(kept, *number)).count();
@@ -142,7 +144,7 @@ impl<Kept> Plan<Kept> {
     }
 }
 
-/// Makes them, frees them, has the memory given back, and looks at what is left.
+/// Makes the objects, frees nine tenths, has the memory returned, and measures what is left.
 pub fn run(arguments: &Fragments, home: Home) -> Outcome {
     arguments.chosen.run(home, arguments)
 }
@@ -160,7 +162,7 @@ impl Work for Fragments {
         let left = resident()?.saturating_sub(at_first);
         plan.check(&keeper)?;
         let (handles, moved) = (keeper.handle_bytes(), keeper.moved()?);
-        // By handle, 8 bytes for each of the most that there were are told apart.
+        // For handles, 8 bytes for each object of the peak are counted separately.
         let apart = handles.min(HANDLE_BYTES * self.chosen.objects as u64);
         let live = (plan.staying().len() * self.chosen.size) as f64;
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
@@ -184,13 +186,13 @@ impl Work for Fragments {
     }
 }
 
-/// Bytes of this process that no file has: what it made, and not what it runs.
+/// Resident bytes of this process that belong to no file.
 fn resident() -> Result<u64, Failure> {
     proc::own_bytes().ok_or_else(|| Failure::Other("no /proc/self/smaps_rollup".to_owned()))
 }
 
-/// Nanoseconds for a copy of an object: as many as were moved, from where they would lie if none had gone to one beside the
-/// other, in huge pages. Before that the others are written to, as when they went.
+/// Nanoseconds to copy an object: copies as many objects as were moved, out of huge pages in which the kept objects are
+/// scattered as at first. Before that the other objects are written to, as when they were freed.
 fn copy_ns<const WORDS: usize, Kept>(plan: &Plan<Kept>, moved: usize) -> Result<f64, Failure> {
     let size = WORDS * size_of::<u64>();
     let staying = plan.staying();
@@ -225,7 +227,8 @@ mod tests {
         Chosen { subject, size, objects: 20_000, how: GiveBack::MallocTrim }
     }
 
-    /// Each keeper comes through, with the objects that stay; those that can be moved are, and take less than before.
+    /// Each subject completes the run with its kept objects. Relocatable ones are moved, and take less memory than
+    /// before.
     #[test]
     fn fragments_are_packed() {
         for (subject, size, can_move) in [
@@ -244,7 +247,7 @@ mod tests {
         assert!(run(&Fragments { chosen: chosen(Subject::Fixed, 193) }, of_test).is_err());
     }
 
-    /// An object that is not what it was is found, and so is one that is missing.
+    /// A changed object is detected, and so is a missing one.
     #[test]
     fn what_is_wrong_is_found() {
         let keeper = Malloc { how: GiveBack::MallocTrim };

@@ -1,4 +1,4 @@
-//! The index of a file in memory, of which one page of six is there, walked from page to page.
+//! The index of a file of which one page in six is resident, walked from page to page.
 
 use pagemill::mapping::policy::Never;
 use pagemill::mapping::{Cache, Mapping};
@@ -11,35 +11,35 @@ use crate::stats;
 use crate::workload::hit::{cache, failed, write};
 use crate::workload::{Failure, Outcome};
 
-/// One of so many pages is there.
+/// One page in so many is resident.
 const STRIDE: u64 = 6;
 
-/// Pages of a node of the index.
+/// Pages covered by a node of the index.
 const NODE_PAGES: u64 = 64;
 
-/// For each node of the file so many of another come and go.
+/// For each node of the file, so many nodes of another file are made and freed.
 const OTHERS: u64 = 9;
 
-/// One run.
+/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Index {
-    /// Pages that are there.
+    /// Number of resident pages.
     #[arg(long)]
     pub pages: u64,
-    /// With each the file is made anew, and the one before goes.
+    /// Each turn makes the file anew and drops the previous one.
     #[command(flatten)]
     pub turns: Turns,
 }
 
-/// Nanoseconds a page that is there.
+/// Nanoseconds per resident page.
 pub fn run(arguments: &Index) -> Outcome {
     let pages = arguments.pages;
     let nodes = pages * STRIDE / NODE_PAGES + 1;
-    // Two generations of the file, and the other one.
+    // Room for two generations of the file, and for the other file.
     let bytes = (2 * pages + OTHERS * nodes) * RECORD_BYTES as u64;
     let cache = cache(bytes + 32 * BLOCK_BYTES as u64, Box::new(Never), true)?;
     let mut walks = Vec::new();
-    // The nodes of a page cache are the process's.
+    // The nodes of a page cache are in the process's slabs.
     let slabs = super::by_hand()?;
     let moved = move_count(slabs);
     let mut kept = None;
@@ -48,17 +48,17 @@ pub fn run(arguments: &Index) -> Outcome {
         let file = kept.insert(new);
         walk_for(time, &mut walks, || walk(file, pages))
     })?;
-    // Caches of others may have gone meanwhile, with what they counted.
+    // Other caches may have been dropped meanwhile, together with their counts.
     let moved = move_count(slabs).saturating_sub(moved);
     Ok(serde_json::json!({ "ns": stats::median(&walks), "walks": walks.len(), "moved": moved }))
 }
 
-/// Objects of all slabs that were moved.
+/// Number of objects moved so far, over all slabs.
 fn move_count(slabs: &Slabs) -> u64 {
     slabs.list().iter().map(|info| info.moved).sum()
 }
 
-/// A file, written by turns with another one that then goes: what is left of their index is one node here and there.
+/// Makes a file, interleaved with another one that is dropped then: the nodes of the file are left scattered.
 fn make(cache: &Cache, pages: u64) -> Result<Mapping, Failure> {
     let (file, other) = (cache.create().map_err(failed)?, cache.create().map_err(failed)?);
     let mut nodes = 0;
@@ -75,7 +75,7 @@ fn make(cache: &Cache, pages: u64) -> Result<Mapping, Failure> {
     Ok(file)
 }
 
-/// Goes from page to page; says how many there are, which are all, where they were.
+/// Walks all pages and returns their number, after a check that all are there.
 fn walk(file: &Mapping, pages: u64) -> Result<u64, Failure> {
     let (size, page_bytes) = (file.size_bytes(), RECORD_BYTES as u64);
     let (mut count, mut sum, mut from) = (0, 0, 0);
@@ -85,7 +85,7 @@ fn walk(file: &Mapping, pages: u64) -> Result<u64, Failure> {
         sum += offset / page_bytes;
         from = (offset / page_bytes + 1) * page_bytes;
     }
-    // Each by its number: one in so many is there.
+    // The sum of the page numbers, of which one in `STRIDE` is resident.
     if (count, sum) == (pages, STRIDE * (pages * pages.saturating_sub(1) / 2)) {
         Ok(count)
     } else {
@@ -97,7 +97,7 @@ fn walk(file: &Mapping, pages: u64) -> Result<u64, Failure> {
 mod tests {
     use super::*;
 
-    /// All pages are come by, with a thread that packs and without.
+    /// A walk finds all pages, with a concurrent compaction and without.
     #[test]
     fn all_pages_are_there() {
         for moving in [false, true] {

@@ -1,4 +1,4 @@
-//! Who keeps objects of one size, each of which holds its number in every word: an allocator, or a cache of one of three kinds.
+//! Holders of objects of one size, each with its number in every word: the allocator, or a cache of one of three kinds.
 
 use std::time::Duration;
 
@@ -8,40 +8,40 @@ use crate::native::{self, GiveBack, Piece};
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
-/// Keeps objects of so many words.
+/// Holds objects of `WORDS` words.
 pub trait Keeper<const WORDS: usize>: Sync {
-    /// What its user has of an object.
+    /// The user's reference to an object.
     type Kept: Send;
 
     /// Makes an object that holds this number.
     fn put(&self, number: u64) -> Result<Self::Kept, Failure>;
 
-    /// Ends an object.
+    /// Frees an object.
     fn take(&self, kept: Self::Kept) -> Result<(), Failure>;
 
     /// Whether each word of an object is this number.
     fn is_whole(&self, kept: &Self::Kept, number: u64) -> bool;
 
-    /// Gives all memory back that it can do without, in its own way.
+    /// Returns all free memory, in the subject's own way.
     fn give_back(&self) -> Result<(), Failure>;
 
-    /// A step of what it does in the background; none for who does nothing there.
+    /// Does a step of background work; none if the subject has no background work.
     fn step(&self, _budget: Duration) -> Result<Option<Progress>, Failure> {
         Ok(None)
     }
 
-    /// Objects moved so far.
+    /// Number of objects moved so far.
     fn moved(&self) -> Result<u64, Failure> {
         Ok(0)
     }
 
-    /// Bytes of a table between its users and its objects.
+    /// Bytes of a handle table.
     fn handle_bytes(&self) -> u64 {
         0
     }
 }
 
-/// What a step did: nothing, where somebody else was at it.
+/// Converts the result of a step: no progress if another thread was busy with it.
 pub fn stepped(step: pagemill::Result<Progress>) -> Result<Option<Progress>, Failure> {
     match step {
         Err(pagemill::Error::Busy { .. }) => Ok(Some(Progress::default())),
@@ -49,7 +49,7 @@ pub fn stepped(step: pagemill::Result<Progress>) -> Result<Option<Progress>, Fai
     }
 }
 
-/// The allocator that answers in this process.
+/// The allocator that serves `malloc` in this process.
 pub struct Malloc {
     pub how: GiveBack,
 }
@@ -77,13 +77,13 @@ impl<const WORDS: usize> Keeper<WORDS> for Malloc {
     }
 }
 
-/// Objects that stay where they are.
+/// Objects that do not move.
 pub struct Still<const WORDS: usize>(&'static Fixed<[u64; WORDS]>);
 
 impl<const WORDS: usize> Still<WORDS> {
     pub fn new(slabs: &'static Slabs) -> Result<Self, Failure> {
         let cache = slabs.fixed(Settings::new("fixed")).map_err(failed)?;
-        // Its objects refer to it, beside each other in the workload.
+        // Its objects refer to it, and the workload stores both side by side.
         Ok(Self(Box::leak(Box::new(cache))))
     }
 }
@@ -111,7 +111,7 @@ impl<const WORDS: usize> Keeper<WORDS> for Still<WORDS> {
     }
 }
 
-/// Values that are reached by handle.
+/// Values that are accessed by handle.
 pub struct Handled<const WORDS: usize>(ByHandle<[u64; WORDS]>);
 
 impl<const WORDS: usize> Handled<WORDS> {

@@ -1,4 +1,4 @@
-//! Slabs: the same objects of one size, taken, given back, moved and looked at, beside allocators and maps by key.
+//! Slabs: objects of one size that are allocated, freed, moved and checked, beside allocators and keyed maps.
 
 mod dentries;
 mod fragments;
@@ -22,7 +22,7 @@ use super::{Failure, Outcome};
 use pagemill::Pagemill;
 use pagemill::slab::Slabs;
 
-/// One run of one of them.
+/// Arguments of one workload.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Slab {
     #[command(subcommand)]
@@ -42,7 +42,7 @@ pub enum Work {
     Torture(random::Torture),
 }
 
-/// Its line.
+/// Runs the workload and returns its JSON line.
 pub fn run(arguments: &Slab) -> Outcome {
     match &arguments.work {
         Work::Speed(arguments) => speed::run(arguments),
@@ -57,17 +57,17 @@ pub fn run(arguments: &Slab) -> Outcome {
     }
 }
 
-/// Where caches are to be, once they are wanted.
+/// Returns the slabs in which caches are made; called when they are needed.
 type Home = fn() -> Result<&'static Slabs, Failure>;
 
-/// The slabs of this process, in which nothing is moved but by the workload itself.
+/// The slabs of this process, in which only the workload itself moves objects.
 fn by_hand() -> Result<&'static Slabs, Failure> {
     let pagemill = Pagemill::of_process().map_err(failed)?;
     pagemill.slabs.defrag_by_hand();
     Ok(pagemill.slabs)
 }
 
-/// Slabs of one test, as a program's: a step of another test moves nothing there.
+/// Slabs of one test, as a program has them: the steps of other tests move nothing in them.
 #[cfg(test)]
 fn of_test() -> Result<&'static Slabs, Failure> {
     use pagemill::arena::Layout;
@@ -77,13 +77,13 @@ fn of_test() -> Result<&'static Slabs, Failure> {
     Ok(pagemill.slabs)
 }
 
-/// One thread's way to objects of one size.
+/// One thread's access to objects of one size.
 pub trait Access {
     type Object;
 
-    /// An object whose first word is `tag`; none where there is no memory.
+    /// Allocates an object with `tag` as its first word; returns none without memory.
     fn take(&mut self, tag: u64) -> Option<Self::Object>;
 
-    /// Gives it back, and says what its first word was.
+    /// Frees an object and returns its first word.
     fn give(&mut self, object: Self::Object) -> u64;
 }

@@ -1,7 +1,7 @@
-//! A reader and a writer, whose objects are moved by somebody else meanwhile, or not.
+//! A reader and a writer; a third thread moves their objects concurrently, or does not.
 //!
-//! The writer makes holes all the time: of one group of objects after the other nine of ten go, in any order, and come back when half of
-//! the groups have had their turn. So at any moment half of the slabs hold little.
+//! The writer makes holes all the time. It frees nine of ten objects of one group after the other, in random order, and
+//! makes them again after half of the groups have had their turn. So at any moment half of the slabs are sparse.
 
 use std::time::{Duration, Instant};
 
@@ -13,19 +13,19 @@ use crate::stats::Random;
 use crate::workload::steps::{self, Work};
 use crate::workload::{Failure, Outcome};
 
-/// Who knows where objects are.
+/// What maps a number to an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Kind {
     ByOwner,
     ByHandle,
 }
 
-/// One run.
+/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Moves {
     #[arg(long)]
     pub kind: Kind,
-    /// Defragment meanwhile.
+    /// Defragment concurrently.
     #[arg(long)]
     pub defrag: bool,
     #[arg(long)]
@@ -35,18 +35,18 @@ pub struct Moves {
 }
 
 const GROUPS: usize = 16;
-/// Of so many objects of a group one stays.
+/// One object in so many of a group is kept.
 const KEPT_OF: usize = 10;
-/// Acts between two looks at the clock; reads under one guard.
+/// Operations between two reads of the clock; and reads under one guard.
 const STEP_ACTS: usize = 1024;
 const GUARDED_READS: usize = 64;
 
-/// Who defragments rests so many times as long as a step took: he takes a twentieth of a processor.
+/// The defragmenting thread sleeps this many times as long as a step took, so it takes a twentieth of a CPU.
 const REST_FACTOR: u32 = 19;
 const REST_AT_LEAST: Duration = Duration::from_millis(1);
 const USED_RATIO: u32 = 30;
 
-/// Reads and writes a second, and how many objects were moved.
+/// Reads and writes per second, and the number of moved objects.
 pub fn run(arguments: &Moves, slabs: &'static Slabs) -> Outcome {
     match arguments.kind {
         Kind::ByHandle => measure(arguments, slabs, &Handled::new(slabs, arguments.objects)?),
@@ -78,7 +78,7 @@ fn measure<O: Objects>(arguments: &Moves, slabs: &'static Slabs, objects: &O) ->
     }))
 }
 
-/// What each thread is.
+/// The work of one thread.
 enum Role<'objects, O> {
     Reader(Reader<'objects, O>),
     Writer(Writer<'objects, O>),
@@ -103,7 +103,7 @@ impl<O: Objects> Work for Role<'_, O> {
     }
 }
 
-/// Looks at any objects.
+/// Reads random objects.
 struct Reader<'objects, O> {
     objects: &'objects O,
     count: usize,
@@ -131,21 +131,21 @@ impl<O: Objects> Reader<'_, O> {
     }
 }
 
-/// Makes, changes and ends objects.
+/// Makes, changes and frees objects.
 struct Writer<'objects, O> {
     objects: &'objects O,
-    /// Of each object its changes, or none while it is not there.
+    /// The number of changes of each object; none while it does not exist.
     expected: Vec<Option<u64>>,
-    /// Places in a group, in the order in which its objects go and come.
+    /// Indexes in a group, in the order in which its objects are freed and made.
     order: Vec<usize>,
-    /// The group whose turn it is, and the place in the order.
+    /// The current group, and the index in the order.
     group: usize,
     at: usize,
     random: Random,
 }
 
 impl<'objects, O: Objects> Writer<'objects, O> {
-    /// After a turn of each group.
+    /// Makes all objects and lets each group have one turn.
     fn new(objects: &'objects O, count: usize) -> Result<Self, Failure> {
         let mut random = Random::new(1);
         let mut order: Vec<usize> = (0..count / GROUPS).collect();
@@ -166,7 +166,7 @@ impl<'objects, O: Objects> Writer<'objects, O> {
         Ok(())
     }
 
-    /// One object of a group goes, but for some; one of another comes back; any other is changed.
+    /// Frees one object of a group, unless it is kept; makes one of another group; changes a random one.
     fn act(&mut self) -> Result<(), Failure> {
         let number = |group: usize| (group % GROUPS) * self.order.len() + self.order[self.at];
         let (goes, comes) = (number(self.group), number(self.group + GROUPS / 2));
@@ -192,7 +192,7 @@ impl<O: Objects> Writer<'_, O> {
         (0..STEP_ACTS).try_for_each(|_| self.act())
     }
 
-    /// Every object is there or not, and as often changed, as it should be.
+    /// Checks that every object exists as expected, with the expected number of changes.
     fn verdict(&mut self) -> Result<(), Failure> {
         for (number, expected) in self.expected.iter().enumerate() {
             let found = self.objects.read(number, &slab::pin()).ok();
@@ -209,7 +209,7 @@ mod tests {
     use super::*;
     use crate::workload::slab::of_test;
 
-    /// An object that is lost, or a change of one, is noticed.
+    /// A lost object and a lost change are detected.
     #[test]
     fn what_is_lost_is_noticed() {
         fn losing(objects: &impl Objects, lose: impl Fn(usize)) -> [bool; 2] {
@@ -227,7 +227,7 @@ mod tests {
         assert_eq!(losing(&owned, |number| owned.change(number).expect("it is there")), [true, false]);
     }
 
-    /// While objects move all of them are found, by handle and by owner; where they are to stay none moves.
+    /// All objects are found while they move, by handle and by owner. Without defragmentation none moves.
     #[test]
     fn objects_are_found_while_they_move() {
         for kind in [Kind::ByHandle, Kind::ByOwner] {

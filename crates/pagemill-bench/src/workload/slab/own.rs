@@ -1,5 +1,5 @@
 //! Pagemill's three kinds of cache.
-#![allow(unsafe_code)] // an owner of objects, and what can be moved
+#![allow(unsafe_code)] // an owner of objects, and movable values
 
 use std::mem::MaybeUninit;
 use std::ptr::NonNull;
@@ -13,7 +13,7 @@ use super::Access;
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
-/// An object of which the first word is known; the rest is as it was found.
+/// An object with a tag as its first word; the rest is uninitialized.
 pub struct Object<Rest> {
     pub tag: u64,
     _rest: MaybeUninit<Rest>,
@@ -26,15 +26,15 @@ impl<Rest> Object<Rest> {
     }
 }
 
-// SAFETY: plain data.
+// SAFETY: plain data, which may be moved as bytes.
 unsafe impl<Rest: Copy + Send + Sync + 'static> Movable for Object<Rest> {}
 
-/// The one account of this process.
+/// The account of this process.
 fn pagemill() -> Result<&'static Pagemill, Failure> {
     Pagemill::of_process().map_err(failed)
 }
 
-/// A cache of values that stay.
+/// Makes a cache of values that do not move.
 pub fn fixed<Rest>() -> Result<Fixed<Object<Rest>>, Failure> {
     pagemill()?.slabs.fixed(Settings::new("fixed")).map_err(failed)
 }
@@ -53,16 +53,16 @@ impl<'cache, Rest: Copy + Send + Sync> Access for &'cache Fixed<Object<Rest>> {
     }
 }
 
-/// An object of an owner: 0 is the tag of a free one.
+/// An object of an owner; a free one has tag 0.
 pub struct Owned<Rest> {
     tag: AtomicU64,
     _rest: MaybeUninit<Rest>,
 }
 
-/// An owner that lets nothing be moved: what taking and giving cost is asked here.
+/// An owner that refuses all moves: only the cost to allocate and free is measured.
 pub struct Still<Rest>(MaybeUninit<Rest>);
 
-// SAFETY: nothing is ever isolated.
+// SAFETY: `isolate` never keeps an object.
 unsafe impl<Rest: Copy + Send + Sync + 'static> Migrate for Still<Rest> {
     type Object = Owned<Rest>;
     type Isolated = ();
@@ -85,7 +85,7 @@ unsafe impl<Rest: Copy + Send + Sync + 'static> Migrate for Still<Rest> {
     }
 }
 
-/// A cache of objects that an owner has.
+/// Makes a cache of by-owner objects.
 pub fn by_owner<Rest: Copy + Send + Sync + 'static>() -> Result<ByOwner<Still<Rest>>, Failure> {
     pagemill()?.slabs.by_owner(Settings::new("by owner"), Still(MaybeUninit::uninit())).map_err(failed)
 }
@@ -96,24 +96,24 @@ impl<Rest: Copy + Send + Sync + 'static> Access for &ByOwner<Still<Rest>> {
     #[inline]
     fn take(&mut self, tag: u64) -> Option<Self::Object> {
         let object = self.allocate().ok()?;
-        // SAFETY: an object that was taken just now, and was constructed.
+        // SAFETY: an object that was just allocated, and was constructed.
         unsafe { object.as_ref() }.tag.store(tag, Relaxed);
         Some(object)
     }
 
     #[inline]
     fn give(&mut self, object: Self::Object) -> u64 {
-        // SAFETY: an object of `take`, which is given back once: there is no copy of it.
+        // SAFETY: `take` returned the object, and it is freed once: there is no copy of the reference.
         let word = unsafe { &object.as_ref().tag };
         let tag = word.load(Relaxed);
         word.store(0, Relaxed);
-        // SAFETY: as above; it is free by its owner's word.
+        // SAFETY: as above; its tag marks it as free.
         unsafe { self.free(object) };
         tag
     }
 }
 
-/// A cache of values that are reached by handle.
+/// Makes a cache of values that are accessed by handle.
 pub fn by_handle<Rest: Copy + Send + Sync + 'static>() -> Result<ByHandle<Object<Rest>>, Failure> {
     pagemill()?.slabs.by_handle(Settings::new("by handle")).map_err(failed)
 }

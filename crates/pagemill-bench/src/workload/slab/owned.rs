@@ -1,5 +1,5 @@
-//! Objects by owner: a book says where each is by its number, and nobody else refers to them.
-#![allow(unsafe_code)] // an owner of objects that move
+//! By-owner objects: a table maps each number to its object, and holds the only references.
+#![allow(unsafe_code)] // an owner of relocatable objects
 
 use std::hint;
 use std::ptr::{self, NonNull};
@@ -14,11 +14,11 @@ use super::keepers::{Keeper, stepped};
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
-/// In the first word of an object that is on its way.
+/// Bit of an object's first word that is set during its move.
 const MOVING: u64 = 1 << 63;
 
-/// An object. Its first word is its state: 0 while it is free, else its number and one, and whether it is being moved. The
-/// others are its number.
+/// An object. Its first word is its state: 0 while it is free, else its number plus one, and the bit `MOVING`. The
+/// other words hold its number.
 pub struct Object<const WORDS: usize>([AtomicU64; WORDS]);
 
 impl<const WORDS: usize> Object<WORDS> {
@@ -26,17 +26,17 @@ impl<const WORDS: usize> Object<WORDS> {
         &self.0[0]
     }
 
-    /// From live to another state, if nobody moves it.
+    /// Changes the state, unless it differs from `from` (for example during a move).
     fn change(&self, from: u64, to: u64) -> bool {
         self.state().compare_exchange(from, to, AcqRel, Relaxed).is_ok()
     }
 }
 
-/// Where each object is, by its number.
+/// The address of each object, by its number.
 pub struct Book<const WORDS: usize>(Vec<AtomicPtr<Object<WORDS>>>);
 
 impl<const WORDS: usize> Book<WORDS> {
-    /// For objects of numbers below `count`. All of it is resident.
+    /// Makes a table for objects with numbers below `count`. All of it is resident.
     pub fn new(count: usize) -> Self {
         let places: Vec<_> = (0..count).map(|_| AtomicPtr::default()).collect();
         let book = hint::black_box(Self(places));
@@ -50,9 +50,10 @@ impl<const WORDS: usize> Book<WORDS> {
 }
 
 // SAFETY:
-// 1. A free object has state 0, which `isolate` refuses; nothing in it needs a destructor.
-// 2. `isolate` marks what it keeps, and only who finds the state unmarked ends an object (`Owned::take`).
-// 3. The book says the new place before the old object is free, and users come to objects by the book, under a guard.
+// 1. A free object has state 0, which `isolate` skips; it needs no destructor.
+// 2. `isolate` marks the objects that it keeps, and an object is freed only by a thread that finds its state unmarked
+//    (`Owned::take`).
+// 3. The table has the new address before the old object is free. Users read addresses from the table, under a guard.
 unsafe impl<const WORDS: usize> Migrate for Book<WORDS> {
     type Object = Object<WORDS>;
     type Isolated = ();
@@ -93,7 +94,7 @@ unsafe impl<const WORDS: usize> Migrate for Book<WORDS> {
     }
 }
 
-/// A cache of objects by owner. What its user has of an object is its number.
+/// A cache of by-owner objects. The user's reference to an object is its number.
 pub struct Owned<const WORDS: usize>(ByOwner<Book<WORDS>>);
 
 impl<const WORDS: usize> Owned<WORDS> {
@@ -123,10 +124,10 @@ impl<const WORDS: usize> Keeper<WORDS> for Owned<WORDS> {
             let place = self.0.owner().place(number);
             let object = NonNull::new(place.load(Acquire));
             let object = object.ok_or_else(|| Failure::WrongAnswer(format!("object {number} is not there")))?;
-            // SAFETY: an object of the cache, which stays what it was under the guard, also where it is moved.
+            // SAFETY: an object of the cache. Under the guard its memory is not reused, even if it is moved.
             if unsafe { object.as_ref() }.change(number + 1, 0) {
                 place.store(ptr::null_mut(), Relaxed);
-                // SAFETY: it was live, and nobody moves it: it is free, by us.
+                // SAFETY: it was live and is not being moved, and this thread changed its state to free.
                 unsafe { self.0.free(object) };
                 return Ok(());
             }

@@ -1,4 +1,4 @@
-//! Other people's: malloc, whoever answers it, and maps by key.
+//! Peers: the preloaded malloc, and keyed maps.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -28,7 +28,7 @@ impl Access for Malloc {
     }
 }
 
-/// slotmap, of one thread.
+/// slotmap, one for each thread.
 pub type Alone<Rest> = SlotMap<DefaultKey, Object<Rest>>;
 
 impl<Rest> Access for Alone<Rest> {
@@ -45,7 +45,7 @@ impl<Rest> Access for Alone<Rest> {
     }
 }
 
-/// slotmap: all threads have one map, under a lock.
+/// slotmap: all threads share one map, under a lock.
 pub struct Locked<Rest>(Mutex<Alone<Rest>>);
 
 impl<Rest> Locked<Rest> {

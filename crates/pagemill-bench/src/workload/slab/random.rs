@@ -1,25 +1,25 @@
-//! Random calls of slab caches: the command around [`super::torture`].
+//! Random operations on slab caches: the command for [`super::torture`].
 
 use super::torture::{self, Found, Plan};
 use crate::workload::{Failure, Outcome};
 use serde_json::json;
 use std::time::Instant;
 
-/// Random calls of slab caches of all kinds and sizes, while their objects are moved.
+/// Random operations on slab caches of all kinds and sizes, while their objects are moved.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Torture {
-    /// Of each kind of cache.
+    /// Number of operations for each kind of cache.
     #[arg(long, default_value_t = 100_000_000)]
     pub operations: u64,
-    /// For each of five sizes of objects.
+    /// Number of threads for each of five sizes of objects.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=100))]
     pub threads: u64,
-    /// Even: whole blocks, odd: sparse ones. By the clock where it is left out.
+    /// Seed; an even one uses whole blocks, an odd one sparse blocks. Default: from the clock.
     #[arg(long)]
     pub seed: Option<u64>,
 }
 
-/// What was found of each kind; a wrong answer where anything was.
+/// Runs all kinds of caches; a wrong answer if any error was found.
 pub fn run(arguments: &Torture) -> Outcome {
     let seed = arguments.seed.unwrap_or_else(pagemill_sys::clock::fine_ns);
     eprintln!("seed {seed}");

@@ -1,4 +1,4 @@
-//! Values read by handle under one guard, and through pointers to the very same values.
+//! Values read by handle under one guard, and through pointers to the same values.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use crate::stats::Random;
 use crate::workload::hit::failed;
 use crate::workload::{Failure, Outcome};
 
-/// One run.
+/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Reads {
     #[arg(long)]
@@ -20,15 +20,15 @@ pub struct Reads {
     pub run_ms: u64,
 }
 
-/// 192 bytes, of which the first word is read: the place of another one, so that all are one cycle.
+/// A value of 192 bytes. Its first word is the index of another value, so that all values form one cycle.
 type Value = Object<Words<23>>;
 
-/// Reads between two looks at the clock, about.
+/// Approximate number of reads between two reads of the clock.
 const BATCH: u64 = 100_000;
-/// So often the ways take turns.
+/// Number of rounds; each measures every way once.
 const TURNS: u32 = 10;
 
-/// Values in any order, and two ways to each.
+/// Values in random order, with a handle and a pointer to each.
 struct Values<'cache> {
     cache: &'cache ByHandle<Value>,
     guard: &'cache Guard,
@@ -36,10 +36,10 @@ struct Values<'cache> {
     pointers: Vec<&'cache Value>,
 }
 
-/// Reads every value once; returns the sum of what they hold.
+/// Reads every value once; returns the sum of their first words.
 type Pass = fn(&Values<'_>) -> u64;
 
-/// By the names of subject and figure.
+/// Subject, metric, and the pass that measures it.
 const WAYS: [(&str, &str, Pass); 4] = [
     ("handle-read", "ns", |values| values.all_by_handle()),
     ("pointer-read", "ns", |values| values.all_by_pointer()),
@@ -47,7 +47,7 @@ const WAYS: [(&str, &str, Pass); 4] = [
     ("pointer-read", "chain_ns", |values| values.chain_by_pointer()),
 ];
 
-/// Nanoseconds of a read: each by itself, and each of where the one before said.
+/// Nanoseconds per read: independent reads, and dependent reads.
 pub fn run(arguments: &Reads) -> Outcome {
     let cache = own::by_handle::<Words<23>>()?;
     let handles = fill(&cache, arguments.objects)?;
@@ -55,7 +55,7 @@ pub fn run(arguments: &Reads) -> Outcome {
     let values = Values::new(&cache, &guard, handles)?;
     let run = Duration::from_millis(arguments.run_ms) / TURNS;
     let mut sums = [0.0; WAYS.len()];
-    // The first turn wakes the processor up, and does not count.
+    // The first round warms up the CPU and does not count.
     for turn in 0..=TURNS {
         for (sum, (.., pass)) in sums.iter_mut().zip(WAYS) {
             let ns = repeat(run, arguments.objects as u64, || pass(black_box(&values)))?;
@@ -69,7 +69,8 @@ pub fn run(arguments: &Reads) -> Outcome {
     Ok(line)
 }
 
-/// Values of which each holds the place of the next: handles by place, which has nothing to do with where a value is.
+/// Makes values that each hold the index of the next. Returns the handles by index; a value's index is unrelated to its
+/// address.
 fn fill(cache: &ByHandle<Value>, count: usize) -> Result<Vec<Handle<Value>>, Failure> {
     let mut random = Random::new(count as u64);
     let mut any_order = || {
@@ -109,7 +110,7 @@ impl<'cache> Values<'cache> {
         self.pointers.iter().fold(0, |sum, value| sum.wrapping_add(value.tag))
     }
 
-    /// From place to place, as many as there are. A value that is none leads nowhere.
+    /// Follows the cycle for as many steps as there are values. A missing value ends it.
     fn chain(&self, read: impl Fn(usize) -> u64) -> u64 {
         let (mut place, mut sum) = (0, 0u64);
         for _ in 0..self.handles.len() {
@@ -129,7 +130,8 @@ impl<'cache> Values<'cache> {
     }
 }
 
-/// Nanoseconds of a read, by passes over so many values. The numbers from 0 on are their sum, whatever the order.
+/// Nanoseconds per read, over passes of `count` values. Each pass must return the sum of the numbers below `count`, in
+/// any order.
 fn repeat(run: Duration, count: u64, pass: impl Fn() -> u64) -> Result<f64, Failure> {
     let (begun, mut done) = (Instant::now(), 0);
     while begun.elapsed() < run || done == 0 {
@@ -148,7 +150,7 @@ fn repeat(run: Duration, count: u64, pass: impl Fn() -> u64) -> Result<f64, Fail
 mod tests {
     use super::*;
 
-    /// All values are read in every way, as one cycle; one that has gone is missed.
+    /// All values are read in every way, as one cycle; a removed one is missed.
     #[test]
     fn every_value_is_read() {
         assert!(run(&Reads { objects: 1000, run_ms: 1 }).is_ok());
@@ -158,7 +160,7 @@ mod tests {
         let values = Values::new(&cache, &guard, handles.clone()).expect("values");
 
         assert!(WAYS.iter().all(|(.., pass)| pass(&values) == 99 * 100 / 2));
-        assert!(cache.remove(handles[7]).expect("nobody has it pinned"));
+        assert!(cache.remove(handles[7]).expect("it is not pinned"));
         let by_handle: Vec<u64> = [WAYS[0], WAYS[2]].iter().map(|(.., pass)| pass(&values)).collect();
         assert!(by_handle.iter().all(|sum| *sum != 99 * 100 / 2), "{by_handle:?}");
         assert_eq!(values.all_by_pointer(), 99 * 100 / 2, "under the guard it is still there");

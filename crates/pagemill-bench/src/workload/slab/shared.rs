@@ -1,4 +1,4 @@
-//! Objects by number, which one thread replaces and changes while another reads them, and a third one moves them.
+//! Objects by number: one thread replaces and changes them, another reads them, and a third one moves them.
 #![allow(unsafe_code)] // an owner of objects
 
 use std::ptr::{self, NonNull};
@@ -13,47 +13,47 @@ use pagemill::slab::{
 use crate::workload::Failure;
 use crate::workload::hit::failed;
 
-/// 192 bytes.
+/// Words of an object: 192 bytes.
 const WORDS: usize = 24;
 
-/// Where the number of changes is. All other words tell which object it is.
+/// Index of the word that counts changes. All other words identify the object.
 const CHANGES: usize = 1;
 
-/// What is in the words of an object.
+/// The contents of an object's other words.
 fn word_of(number: usize) -> u64 {
     (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// Objects of which one thread reads, and another one makes, changes and ends them.
+/// A set of objects: one thread reads them; another makes, changes and frees them.
 pub trait Objects: Sync {
-    /// Makes an object that is not there.
+    /// Makes an object that does not exist.
     fn put(&self, number: usize) -> Result<(), Failure>;
 
-    /// Ends one that is there.
+    /// Frees an object that exists.
     fn remove(&self, number: usize) -> Result<(), Failure>;
 
-    /// Adds a change to one that is there.
+    /// Adds a change to an object that exists.
     fn change(&self, number: usize) -> Result<(), Failure>;
 
-    /// How many changes an object has had; none where it is not there, and an answer of its own where it is another one.
+    /// Returns the number of changes of an object; none if it does not exist, and [`Wrong`] if another object was read.
     fn read(&self, number: usize, guard: &Guard) -> Result<Option<u64>, Wrong>;
 
-    /// Below how many percent of use slabs are emptied.
+    /// Sets the percentage of use below which slabs are defragmented.
     fn set_used_ratio(&self, percent: u32) -> Result<(), Failure>;
 
     fn info(&self) -> Result<SlabInfo, Failure>;
 }
 
-/// An object was another one, or was lost.
+/// Another object was read, or the object was lost.
 #[derive(Debug)]
 pub struct Wrong;
 
 type Value = [u64; WORDS];
 
-/// Objects by handle.
+/// Objects accessed by handle.
 pub struct Handled {
     cache: ByHandle<Value>,
-    /// Handles as numbers. No handle is 0.
+    /// Handles as bits. No handle is 0.
     table: Vec<AtomicU64>,
 }
 
@@ -83,7 +83,7 @@ impl Objects for Handled {
 
     fn remove(&self, number: usize) -> Result<(), Failure> {
         let handle = self.handle(number);
-        // Who finds a handle here finds its value.
+        // The handle is removed first, so that a reader that finds a handle finds its value.
         self.table[number].store(0, Release);
         must(self.cache.remove(handle).map_err(failed)?)
     }
@@ -122,16 +122,16 @@ impl Objects for Handled {
     }
 }
 
-/// An object of an owner.
+/// A by-owner object.
 ///
-/// Its state is 0 while it is free, else twice its number and 2, and one more while somebody holds it, who alone may change, move
-/// or free it.
+/// Its state is 0 while it is free. Otherwise it is twice its number plus 2, and one more while a thread holds it. Only
+/// the holder may change, move or free it.
 pub struct Object {
     state: AtomicU64,
     words: [AtomicU64; WORDS - 1],
 }
 
-/// The last word of those.
+/// Index of the last of those words.
 const LAST: usize = WORDS - 2;
 
 fn state_of(number: usize) -> u64 {
@@ -140,19 +140,19 @@ fn state_of(number: usize) -> u64 {
 
 const HELD: u64 = 1;
 
-/// Refers to objects by number, and nobody else does.
+/// The table of references to objects, by number. There are no other references.
 ///
 /// # Invariants
 ///
-/// An address in the table is that of an object with this number's state, or about to have it. One is changed by who holds the
-/// object that it refers to, or by the one thread that puts objects where there is none.
+/// An address in the table is that of an object with this number's state, or of one that is about to have it. An entry
+/// is changed only by the holder of the object that it refers to, or by the one thread that fills empty entries.
 pub struct Owner {
     table: Vec<AtomicPtr<Object>>,
 }
 
-// SAFETY: `isolate` keeps what it could take hold of, which is live, and which nobody else frees or moves meanwhile. Old objects are out of
-// the table, and free, before their end is told; who read their address before looks at words that stay as they are until guards
-// have gone.
+// SAFETY: `isolate` keeps only live objects that it could hold, so no other thread frees or moves them. Before the end
+// of a move is reported, the old object is out of the table, and free. A reader with its old address reads words that
+// do not change until all current guards are dropped.
 unsafe impl Migrate for Owner {
     type Object = Object;
     type Isolated = ();
@@ -195,12 +195,12 @@ unsafe impl Migrate for Owner {
     }
 }
 
-/// Objects that an owner has.
+/// By-owner objects.
 pub struct Owned(ByOwner<Owner>);
 
-/// So often an object that looks like another one is looked at again.
+/// Number of attempts to read an object that looks like another one.
 const LOOKS: usize = 100;
-/// After so many looks at an object that is held, the processor is left to others.
+/// Attempts to hold an object before the thread yields.
 const SPINS: usize = 1000;
 
 impl Owned {
@@ -213,14 +213,14 @@ impl Owned {
         &self.0.owner().table[number]
     }
 
-    /// Under a guard. Takes hold of an object wherever it is.
+    /// Holds an object at its current address. The guard keeps the memory from reuse.
     fn hold(&self, number: usize, _guard: &Guard) -> Result<NonNull<Object>, Failure> {
         for spin in 1.. {
             let Some(at) = NonNull::new(self.entry(number).load(Acquire)) else { break };
-            // SAFETY: an object of the cache, whose memory stays until guards of now have gone.
+            // SAFETY: an object of the cache; its memory is not reused while current guards live.
             let state = unsafe { &at.as_ref().state };
             let live = state_of(number);
-            // Where this is so it is no old one: that was held until it was free.
+            // Success shows that it is the current object: an old one stays held until it is free.
             if state.compare_exchange_weak(live, live | HELD, Acquire, Relaxed).is_ok() {
                 return Ok(at);
             }
@@ -233,7 +233,7 @@ impl Owned {
 impl Objects for Owned {
     fn put(&self, number: usize) -> Result<(), Failure> {
         let at = self.0.allocate().map_err(failed)?;
-        // SAFETY: an object that was taken just now, and was constructed.
+        // SAFETY: an object that was just allocated, and was constructed.
         let object = unsafe { at.as_ref() };
         object.words.iter().for_each(|word| word.store(word_of(number), Relaxed));
         object.words[CHANGES].store(0, Relaxed);
@@ -246,8 +246,8 @@ impl Objects for Owned {
     fn remove(&self, number: usize) -> Result<(), Failure> {
         let at = self.hold(number, &slab::pin())?;
         self.entry(number).store(ptr::null_mut(), Release);
-        // SAFETY: it is held: an object of this cache, and given back once. Nobody refers to it; who reads it still, by an address
-        // of before, sees by the table that it is another one's.
+        // SAFETY: a held object of this cache, freed once. Nothing refers to it. A reader with its old address detects
+        // by the words that it belongs to another number.
         unsafe {
             at.as_ref().state.store(0, Release);
             self.0.free(at);
@@ -269,11 +269,11 @@ impl Objects for Owned {
         for _ in 0..LOOKS {
             let seen = self.entry(number).load(Acquire);
             let Some(at) = NonNull::new(seen) else { return Ok(None) };
-            // SAFETY: an object of the cache, whose memory stays until the guard has gone.
+            // SAFETY: an object of the cache; its memory is not reused while the guard lives.
             let words = unsafe { &at.as_ref().words };
             let (first, changes, last) =
                 (words[0].load(Relaxed), words[CHANGES].load(Relaxed), words[LAST].load(Relaxed));
-            // It may have been given back meanwhile, and be another one's; it has moved, or gone, then.
+            // Otherwise it was freed and reused meanwhile, or moved.
             if first == word_of(number) && last == first {
                 return Ok(Some(changes));
             }

@@ -1,7 +1,7 @@
-//! Objects taken and given back: at once, by the thousand, and one at random of many.
+//! Objects allocated and freed: at once, in batches of a thousand, and one random object of many replaced.
 //!
-//! The first word of each is its tag, which is written when it is taken and looked at when it is given back; at the end of a run
-//! all that are left are. Whose objects they are, the tags and the order are the same.
+//! The first word of an object is its tag. It is written at allocation and checked when the object is freed; at the end
+//! of a run all live objects are checked. Tags and order are the same for every subject.
 
 use std::time::{Duration, Instant};
 
@@ -13,24 +13,24 @@ use crate::workload::small::Pattern;
 use crate::workload::steps::{self, Work};
 use crate::workload::{Failure, Outcome};
 
-/// Whose objects.
+/// The subjects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Subject {
-    /// A cache of values that stay
+    /// A cache of values that do not move
     Fixed,
     /// A cache of objects that their owner moves
     ByOwner,
-    /// A cache of values that are reached by handle
+    /// A cache of values that are accessed by handle
     ByHandle,
-    /// Blocks of the C library, or of who is preloaded
+    /// Blocks of the C library, or of the preloaded allocator
     Malloc,
-    /// A map by key: one each of a single thread, of more one under a lock
+    /// A keyed map: one per thread for a single thread, else one under a lock
     Slotmap,
-    /// A map by key that threads share
+    /// A keyed map that threads share
     ShardedSlab,
 }
 
-/// One run.
+/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Speed {
     #[arg(long)]
@@ -42,28 +42,28 @@ pub struct Speed {
     pub size: usize,
     #[arg(long, default_value_t = 1)]
     pub threads: usize,
-    /// Objects that live at a time while one at random is replaced: of all threads together.
+    /// Number of live objects of all threads, of which a random one is replaced.
     #[arg(long, default_value_t = 100_000)]
     pub live: usize,
-    /// For how long; without it, for `--pairs`.
+    /// Duration of the measurement; without it, `--pairs` applies.
     #[arg(long)]
     pub measure_ms: Option<u64>,
-    /// For how many pairs on one thread.
+    /// Number of pairs on one thread.
     #[arg(long, default_value_t = 100_000)]
     pub pairs: u64,
 }
 
-/// Pairs of taking and giving back that one step makes, in every pattern; also the size of a batch.
+/// Pairs of allocation and free in a step, in every pattern; also the size of a batch.
 pub const STEP_PAIRS: u64 = 1000;
 
-/// Pairs of each thread before anything is measured, beside two for each object that lives.
+/// Warm-up: pairs of each thread, beside two for each live object; and its time limit.
 const WARM_PAIRS: u64 = 100_000;
 const WARM_AT_MOST: Duration = Duration::from_secs(2);
 
 /// Words of an object after the first.
 pub type Words<const COUNT: usize> = [u64; COUNT];
 
-/// Runs the pattern; its line tells nanoseconds of a pair and pairs a second, or nothing but the number of pairs.
+/// Runs the pattern. The JSON line has nanoseconds per pair and pairs per second, or only the number of pairs.
 pub fn run(arguments: &Speed) -> Outcome {
     match arguments.size {
         64 => of_size::<Words<7>>(arguments),
@@ -94,7 +94,7 @@ fn of_size<Rest: Copy + Send + Sync + 'static>(arguments: &Speed) -> Outcome {
     }
 }
 
-/// By threads that each have a way to objects.
+/// Measures threads that each have their own access to objects.
 fn measure<A: Access>(arguments: &Speed, access: impl Fn() -> A + Sync) -> Outcome {
     let Some(milliseconds) = arguments.measure_ms else {
         let mut bench = Bench::new(arguments, access(), 0)?;
@@ -110,12 +110,12 @@ fn measure<A: Access>(arguments: &Speed, access: impl Fn() -> A + Sync) -> Outco
     Ok(serde_json::json!({ "ns": times.ns(), "pairs_per_second": pairs_per_second, "pairs": times.acts() }))
 }
 
-/// One thread's objects.
+/// The objects of one thread.
 struct Bench<A: Access> {
     access: A,
     pattern: Pattern,
     objects: Vec<Option<A::Object>>,
-    /// The order in which every other batch is given back: any one.
+    /// The random order in which every other batch is freed.
     order: Vec<usize>,
     is_in_order: bool,
     random: Random,
@@ -141,7 +141,8 @@ impl<A: Access> Bench<A> {
         Ok(bench)
     }
 
-    /// After so many pairs, or so much time, that memory has been touched and is held as it will go on being.
+    /// Warms up for a number of pairs or a time, after which memory is touched and the allocator is in its steady
+    /// state.
     fn warmed(mut self) -> Result<Self, Failure> {
         let end = Instant::now() + WARM_AT_MOST;
         let pairs = WARM_PAIRS + 2 * self.objects.len() as u64;
@@ -161,7 +162,7 @@ impl<A: Access> Bench<A> {
         Ok(())
     }
 
-    /// Gives back what is in a place of the table.
+    /// Frees the object at an index of the table.
     #[inline]
     fn give(&mut self, place: usize) {
         let tag = self.objects[place].take().map_or(0, |object| self.access.give(object));
@@ -169,7 +170,7 @@ impl<A: Access> Bench<A> {
     }
 }
 
-/// The tag of a place of the table: none is 0, nor another one's.
+/// The tag for an index of the table: never 0, and unique.
 #[inline]
 fn tag_of(place: usize) -> u64 {
     place as u64 + 1
@@ -180,7 +181,7 @@ fn refused() -> Failure {
 }
 
 impl<A: Access> Work for Bench<A> {
-    /// [`STEP_PAIRS`] pairs.
+    /// Does [`STEP_PAIRS`] pairs.
     #[inline]
     fn step(&mut self) -> Result<(), Failure> {
         match self.pattern {
@@ -210,7 +211,7 @@ impl<A: Access> Work for Bench<A> {
         Ok(())
     }
 
-    /// Of all objects, with those that are still there.
+    /// Checks all objects, including those still live.
     fn verdict(&mut self) -> Result<(), Failure> {
         for place in 0..self.objects.len() {
             if self.objects[place].is_some() {

@@ -1,4 +1,5 @@
-//! How long a thread waits that takes and frees objects all the time, while another has the same memory packed or given back.
+//! Latency of a thread that allocates and frees objects all the time, while another thread compacts the same memory or
+//! returns it.
 
 use std::sync::atomic::AtomicU8;
 use std::sync::atomic::Ordering::{Acquire, Release};
@@ -12,28 +13,28 @@ use super::turns::{PAUSE, STEP};
 use crate::histogram::Histogram;
 use crate::workload::{Failure, Outcome};
 
-/// Who never comes to an end is ended.
+/// Limit on the background steps.
 const MOST_STEPS: usize = 2000;
 
-/// What is going on; each has its own times.
+/// The phases; each has its own times.
 const QUIET: u8 = 0;
 const MOVING: u8 = 1;
 const OVER: u8 = 2;
 
-/// One run.
+/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Stalls {
     #[command(flatten)]
     pub chosen: Chosen,
-    /// By steps in the background instead of all at once.
+    /// Compact in steps in the background instead of all at once.
     #[arg(long)]
     pub steps: bool,
-    /// For how long the thread is watched alone before.
+    /// Time for which the thread runs alone before.
     #[arg(long)]
     pub quiet_ms: u64,
 }
 
-/// Watches it; its line tells percentiles of both times.
+/// Measures the thread; the JSON line has the percentiles of both phases.
 pub fn run(arguments: &Stalls, home: Home) -> Outcome {
     arguments.chosen.run(home, arguments)
 }
@@ -58,7 +59,7 @@ impl Work for Stalls {
         plan.check(&keeper)?;
         let mut line = serde_json::json!({ "ms": took.as_secs_f64() * 1e3, "moved": keeper.moved()? });
         for (phase, times) in ["quiet_", ""].into_iter().zip(&times) {
-            // Of a few calls there is no such thing as the longest of ten thousand.
+            // A percentile needs enough calls: the 99.99th needs ten thousand.
             let us =
                 |one_of: u64| (times.count() >= one_of).then(|| times.percentile_ms(1.0 - 1.0 / one_of as f64) * 1e3);
             let longest = (times.count() > 0).then(|| times.longest_ms() * 1e3);
@@ -70,7 +71,7 @@ impl Work for Stalls {
     }
 }
 
-/// Steps in the background until there is nothing more to do.
+/// Does background steps until nothing is left to do.
 fn step<const WORDS: usize>(keeper: &impl Keeper<WORDS>) -> Result<(), Failure> {
     for _ in 0..MOST_STEPS {
         match keeper.step(STEP)? {
@@ -82,7 +83,7 @@ fn step<const WORDS: usize>(keeper: &impl Keeper<WORDS>) -> Result<(), Failure> 
     Err("the steps come to no end".to_owned().into())
 }
 
-/// Frees the oldest of its objects and takes another, until told; has the time of each call by what was going on.
+/// Frees its oldest object and allocates another, until stopped. Records the time of each call by the phase.
 fn take_and_free<const WORDS: usize>(
     keeper: &impl Keeper<WORDS>,
     first: u64,
@@ -120,7 +121,7 @@ mod tests {
     use crate::workload::slab::fragments::Subject;
     use crate::workload::slab::of_test;
 
-    /// Objects are taken and freed beside moves, at once and by steps, and all are what they were.
+    /// Objects are allocated and freed during moves, at once and in steps, and none is damaged.
     #[test]
     fn calls_are_timed_beside_moves() {
         for (subject, steps) in [(Subject::ByOwner, true), (Subject::ByHandle, false), (Subject::Malloc, false)] {

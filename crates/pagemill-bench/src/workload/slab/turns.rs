@@ -1,4 +1,4 @@
-//! What comes and goes turn by turn, and is walked after each, alone or beside a thread that packs it.
+//! Turns: objects are freed and made, then walked, alone or with a concurrent thread that compacts them.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
@@ -9,26 +9,26 @@ use pagemill::slab::Slabs;
 
 use crate::workload::Failure;
 
-/// Steps as a thread in the background makes them: so long, with such pauses.
+/// Length of a background step, and pause between two steps.
 pub const STEP: Duration = Duration::from_millis(1);
 pub const PAUSE: Duration = Duration::from_millis(10);
 
-/// How often, for how long, and beside what.
+/// Number and length of turns, and whether objects are moved concurrently.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Turns {
-    /// How often as much comes and goes as there is.
+    /// Number of turns; each replaces as many objects as there are.
     #[arg(long)]
     pub turns: usize,
-    /// For how long it is walked after each.
+    /// Time of the walks after each turn.
     #[arg(long)]
     pub turn_ms: u64,
-    /// A thread in the background packs what is not full.
+    /// Compact partial slabs in a background thread.
     #[arg(long)]
     pub moving: bool,
 }
 
 impl Turns {
-    /// Makes `turn` again and again, which gets the time that it has.
+    /// Runs `turn` repeatedly, with the time that it has.
     pub fn run(
         &self,
         slabs: &'static Slabs,
@@ -40,8 +40,8 @@ impl Turns {
     }
 }
 
-/// Does something, where slabs are given beside a thread that packs what is not full in them, and rests after each step as long as
-/// `rest` makes of the time that it took.
+/// Runs `work`. If slabs are given, a concurrent thread compacts their partial slabs; after each step it sleeps for the
+/// time that `rest` computes from the duration of the step.
 pub fn beside_steps<T>(
     slabs: Option<&'static Slabs>,
     rest: impl Fn(Duration) -> Duration + Sync,
@@ -55,7 +55,7 @@ pub fn beside_steps<T>(
                 let begun = Instant::now();
                 let progress = slabs.defrag_step(STEP);
                 has_moved |= progress.moved > 0;
-                // The work may have ended before this thread had a processor.
+                // The work may have ended before this thread got a CPU.
                 if is_over.load(Relaxed) && (has_moved || progress.is_done) {
                     return;
                 }
@@ -72,7 +72,8 @@ pub fn beside_steps<T>(
     })
 }
 
-/// Walks for so long, once at least, each time by `walk`, which says of how many entries; adds nanoseconds an entry of each walk.
+/// Walks for `time`, at least once. `walk` returns its number of entries; adds the nanoseconds per entry of each walk
+/// to `walks`.
 pub fn walk_for(
     time: Duration,
     walks: &mut Vec<f64>,

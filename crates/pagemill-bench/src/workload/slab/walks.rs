@@ -1,4 +1,4 @@
-//! A tree of names walked as `find` does, beside nothing and beside moves, before its objects are packed and after.
+//! A tree of names walked as `find` does: alone, during moves, and before and after its objects are compacted.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,16 +10,16 @@ use super::turns::{Turns, walk_for};
 use crate::stats::{self, Random};
 use crate::workload::{Failure, Outcome};
 
-/// Entries for each directory.
+/// Entries per directory.
 const PER_DIRECTORY: usize = 100;
 
-/// Directories of a directory.
+/// Subdirectories per directory.
 const FAN_OUT: usize = 10;
 
-/// Times of what is there at a time before nine tenths go.
+/// Size of the tree before nine tenths are removed, relative to the size after that.
 const SPARSE: usize = 10;
 
-/// A tree that changes between walks.
+/// Arguments: a tree that changes between walks.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Tree {
     #[arg(long)]
@@ -28,7 +28,7 @@ pub struct Tree {
     pub turns: Turns,
 }
 
-/// A tree of which nine tenths go, walked before and after it is packed.
+/// Arguments: a tree of which nine tenths are removed, walked before and after compaction.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Packed {
     #[arg(long)]
@@ -37,10 +37,10 @@ pub struct Packed {
     pub turn_ms: u64,
 }
 
-/// A tree and what must be in it.
+/// A tree, and a model of its contents.
 struct Watched {
     tree: Dentries,
-    /// Of each directory, by number: its entries by serial number, with their own.
+    /// For each directory by number: its entries by serial number, with their numbers.
     model: BTreeMap<u64, BTreeMap<u64, (u64, bool)>>,
     directories: Vec<u64>,
     /// Directory, serial number and number of each file.
@@ -71,7 +71,7 @@ impl Watched {
         Ok(number)
     }
 
-    /// Adds files, here and there.
+    /// Adds files to random directories.
     fn grow(&mut self, files: usize) -> Result<(), Failure> {
         for _ in 0..files {
             let directory = self.directories[self.random.below(self.directories.len())];
@@ -81,7 +81,7 @@ impl Watched {
         Ok(())
     }
 
-    /// Removes as many, any of them.
+    /// Removes this many random files.
     fn thin(&mut self, files: usize) -> Result<(), Failure> {
         for _ in 0..files {
             let at = self.random.below(self.files.len());
@@ -98,13 +98,13 @@ impl Watched {
         while let Some(directory) = left.pop() {
             let entries = self.model.get(&directory).into_iter().flatten();
             entries.clone().for_each(|(serial, _)| sum.add(*serial));
-            // The first of them is next.
+            // In reverse, so that the first of them is popped next.
             left.extend(entries.filter(|(_, (_, is_directory))| *is_directory).map(|(_, (number, _))| number).rev());
         }
         sum
     }
 
-    /// Walks it for so long; nanoseconds an entry of each walk.
+    /// Walks the tree for `time`; adds the nanoseconds per entry of each walk.
     fn walk(&self, time: Duration, walks: &mut Vec<f64>) -> Result<(), Failure> {
         let expected = self.expected();
         walk_for(time, walks, || match self.tree.walk()? {
@@ -114,7 +114,7 @@ impl Watched {
     }
 }
 
-/// Turn by turn: as many files come and go as there are entries, then it is walked.
+/// In each turn replaces as many files as there are entries, then walks the tree.
 pub fn tree(arguments: &Tree, slabs: &'static Slabs) -> Outcome {
     let mut watched = Watched::new(slabs, arguments.entries, 2 * arguments.entries)?;
     let mut walks = Vec::new();
@@ -127,7 +127,7 @@ pub fn tree(arguments: &Tree, slabs: &'static Slabs) -> Outcome {
     Ok(serde_json::json!({ "ns": stats::median(&walks), "walks": walks.len(), "moved": watched.tree.moved()? }))
 }
 
-/// Walks before and after.
+/// Walks before and after compaction.
 pub fn packed(arguments: &Packed, slabs: &'static Slabs) -> Outcome {
     let time = Duration::from_millis(arguments.turn_ms);
     let mut watched = Watched::new(slabs, arguments.entries, SPARSE * arguments.entries)?;
@@ -147,7 +147,7 @@ mod tests {
     use super::*;
     use crate::workload::slab::of_test;
 
-    /// Walks come by what must be there, beside moves and without, before packing and after.
+    /// Walks find exactly the expected entries: during moves and without, before compaction and after.
     #[test]
     fn walks_are_right_beside_moves() {
         let slabs = || of_test().expect("slabs");
@@ -160,7 +160,7 @@ mod tests {
         assert!(line["moved"].as_u64() > Some(0) && line["packed_ns"].as_f64() > Some(0.0), "{line}");
     }
 
-    /// An entry that is missing in the tree, or lies elsewhere, is found.
+    /// A missing or misplaced entry is detected.
     #[test]
     fn what_is_wrong_is_found() {
         let mut watched = Watched::new(of_test().expect("slabs"), 500, 600).expect("a tree");

@@ -1,6 +1,6 @@
-//! Memory for bare rings: pages of the size that is measured, cut into parts, one for each transfer.
+//! Memory for a bare io_uring: pages of the measured size, divided into one part for each transfer.
 
-#![allow(unsafe_code)] // lends memory that it owns to rings
+#![allow(unsafe_code)] // passes memory that it owns to io_uring
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -10,10 +10,10 @@ use pagemill::store::Buffer;
 
 use crate::native::Pages;
 
-/// Registered at a time; a part lies in one of these.
+/// Size of one registered buffer; each part lies within one.
 const MOST_BYTES: usize = 64 << 20;
 
-/// In which pages the memory is.
+/// The size of the pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Kind {
     /// 2 MiB
@@ -22,14 +22,14 @@ pub enum Kind {
     Small,
 }
 
-/// A piece of memory, of which [`Part`]s are.
+/// A mapping, divided into [`Part`]s.
 pub struct Memory(Arc<Pages>, usize);
 
-/// Memory of one transfer, with what it is about.
+/// Memory of one transfer, and the transfer's parameters.
 ///
 /// # Invariants
 ///
-/// No other part has these bytes, nor does anything else reach them.
+/// No other part has these bytes, and they are accessed only through this part.
 pub struct Part {
     memory: Arc<Pages>,
     at: usize,
@@ -38,7 +38,7 @@ pub struct Part {
     pub began: Instant,
 }
 
-/// So many parts, and the memory that they are of.
+/// Makes `count` parts, and the mappings that they belong to.
 pub fn parts(kind: Kind, count: usize, len_bytes: usize) -> Result<(Vec<Memory>, Vec<Part>), String> {
     let (mut memories, mut parts) = (Vec::new(), Vec::new());
     let most = (MOST_BYTES / len_bytes).max(1);
@@ -49,7 +49,7 @@ pub fn parts(kind: Kind, count: usize, len_bytes: usize) -> Result<(Vec<Memory>,
             Kind::Small => Pages::small(some * len_bytes)?,
         };
         let memory = Arc::new(pages);
-        // Each place of the memory once, of which nobody else knows: the invariant.
+        // Each offset of the mapping is used once, and nothing else refers to it: the invariant.
         let of = |part: usize| Part {
             memory: memory.clone(),
             at: part * len_bytes,
@@ -65,12 +65,13 @@ pub fn parts(kind: Kind, count: usize, len_bytes: usize) -> Result<(Vec<Memory>,
 
 impl Part {
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: inside the mapping, which lives as long as `self`; nobody else has these bytes (type invariant).
+        // SAFETY: inside the mapping, which lives as long as `self`; nothing else accesses these bytes (type
+        // invariant).
         unsafe { std::slice::from_raw_parts(self.memory.at(self.at, self.len_bytes), self.len_bytes) }
     }
 
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: the same; borrowed as the value is.
+        // SAFETY: as above, and `&mut self` is exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.memory.at(self.at, self.len_bytes), self.len_bytes) }
     }
 }
@@ -80,7 +81,7 @@ fn address(pages: &Pages, at: usize, len_bytes: usize) -> NonNull<u8> {
     unsafe { NonNull::new_unchecked(pages.at(at, len_bytes)) }
 }
 
-// SAFETY: mapped until the last part and memory of it go; who has the part alone reaches its bytes (type invariant).
+// SAFETY: mapped until the last part and its memory are dropped; only the part accesses its bytes (type invariant).
 unsafe impl Buffer for Part {
     fn addr(&self) -> NonNull<u8> {
         address(&self.memory, self.at, self.len_bytes)
@@ -91,7 +92,7 @@ unsafe impl Buffer for Part {
     }
 }
 
-// SAFETY: mapped for as long; it is registered only, and its bytes are reached through parts.
+// SAFETY: mapped as long as that; it is only registered, and its bytes are accessed through parts.
 unsafe impl Buffer for Memory {
     fn addr(&self) -> NonNull<u8> {
         address(&self.0, 0, self.1)

@@ -1,4 +1,4 @@
-//! Pages that are in memory, copied by one thread, while another has the device busy: by turns alone and beside it.
+//! Resident pages copied by one thread, alternately alone and while another thread keeps the device busy.
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
@@ -17,26 +17,26 @@ use crate::stats::Random;
 use crate::storage::miss::{ALONE, BESIDE, KEPT, LOST, MISSES};
 use crate::workload::{Failure, Outcome};
 
-/// What is hit: small beside the cache, so that all of it stays.
+/// The pages that are hit: few compared with the cache, so that all of them stay resident.
 const HOT_BYTES: u64 = 16 << 20;
 
-/// Reads on their way.
+/// Reads in flight.
 const DEPTH: u32 = 32;
 
-/// Turns, each with a stretch alone and one beside.
+/// Number of turns, each with a measurement alone and one with concurrent misses.
 const TURNS: u32 = 4;
 
-/// Copies between two looks at the clock.
+/// Copies between two reads of the clock.
 const BATCH: usize = 64;
 
-/// Hits of a cache, or copies from memory beside a bare ring: what the machine itself takes.
+/// Arguments: hits of a cache, or copies from plain memory beside a bare io_uring, which show the machine's own share.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Hits {
     #[command(flatten)]
     pub source: Source,
     #[arg(long)]
     pub cache_mib: u64,
-    /// Memory and a bare ring instead of the cache
+    /// Plain memory and a bare io_uring instead of the cache
     #[arg(long)]
     pub plain: bool,
     #[arg(long)]
@@ -49,7 +49,7 @@ const PAUSED: u8 = 0;
 const BUSY: u8 = 1;
 const OVER: u8 = 2;
 
-/// Copies and misses of the stretches, and how long they were.
+/// Copies, misses and duration of the measurements of one kind.
 #[derive(Default)]
 struct Stretch {
     copies: u64,
@@ -74,7 +74,7 @@ fn cached(arguments: &Hits) -> Outcome {
         let read = cached.file.read_at(record, offset).map_err(super::super::hit::failed)?;
         check(read == RECORD_BYTES && source.is_right(black_box(record), offset))
     };
-    // What is hit comes in, and is used often enough to stay.
+    // Makes the hot pages resident, with enough uses to keep them so.
     let mut record = [0; RECORD_BYTES];
     for _ in 0..TURNS {
         (0..HOT_BYTES).step_by(RECORD_BYTES).try_for_each(|offset| copy(&mut record, offset))?;
@@ -98,7 +98,7 @@ fn cached(arguments: &Hits) -> Outcome {
         }
         Ok(told + asking.drain()?)
     })?;
-    // What was read beside the misses is what was hit, had gone, and came again.
+    // Reads beyond the misses are hot pages that were evicted and read again.
     let read = (stats::get(Counter::StoreRead) - before) / RECORD_BYTES as u64;
     line[LOST] = json!(read.saturating_sub(begun));
     Ok(line)
@@ -136,7 +136,8 @@ fn check(is_right: bool) -> Result<(), Failure> {
     if is_right { Ok(()) } else { Err(Failure::WrongAnswer("a copy is something else".to_owned())) }
 }
 
-/// Copies at random, by turns while `miss` pauses and while it does what it can. Also returns what `miss` does.
+/// Copies random pages, alternately while `miss` pauses and while it runs at full speed. Also returns the result of
+/// `miss`.
 fn by_turns(
     arguments: &Hits,
     copy: impl Fn(&mut Record, u64) -> Result<(), Failure>,
@@ -162,7 +163,7 @@ fn by_turns(
         let (state, misses) = (&state, &misses);
         let other = scope.spawn(move || miss(state, misses));
         let turns = (0..TURNS).try_for_each(|_| {
-            // Half of it beforehand: what was under way ends, or begins.
+            // Half of the time as warm-up: in-flight reads end, or begin.
             state.store(PAUSED, Relaxed);
             copy_for(time / 2, &mut Stretch::default())?;
             copy_for(time, &mut alone)?;

@@ -1,4 +1,4 @@
-//! Pages of a file that is larger than its cache, read at random: by threads that wait, or by one that asks for many.
+//! Random reads of pages of a file that is larger than its cache: by blocking threads, or by one thread with a queue.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
@@ -19,36 +19,36 @@ use crate::storage::{HIT_RATIO, READS};
 use crate::workload::hit::{cache_of, failed};
 use crate::workload::{Failure, Outcome};
 
-/// Longer than any device takes.
+/// Time limit of a transfer, longer than any device takes.
 const LONG: Duration = Duration::from_secs(20);
 
-/// Pages on their way while the cache is filled.
+/// Reads in flight while the cache is filled.
 const FILL_DEPTH: u32 = 64;
 
-/// Reads of one kind.
+/// Arguments of one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Miss {
     #[command(flatten)]
     pub source: Source,
     #[arg(long)]
     pub cache_mib: u64,
-    /// Threads that wait for each page
+    /// Number of blocking threads
     #[arg(long, conflicts_with = "depth")]
     pub threads: Option<usize>,
-    /// Pages that one thread asks for at a time
+    /// Number of pages that one thread has in flight
     #[arg(long)]
     pub depth: Option<u32>,
-    /// Bytes of a page, which is read as one
+    /// Bytes of a page, which is read at once
     #[arg(long, default_value_t = RECORD_BYTES)]
     pub io_bytes: usize,
-    /// One after the other
+    /// Read sequentially
     #[arg(long)]
     pub sequential: bool,
     #[arg(long)]
     pub run_ms: u64,
 }
 
-/// A cache whose folios have that length: huge ones of small pages, or its pages.
+/// Makes a cache with folios of this length: huge folios of small pages, or single pages.
 pub fn cache_of_folios(limit_bytes: u64, folio_bytes: usize) -> Result<Cache, Failure> {
     match folio_bytes {
         BLOCK_BYTES => cache_of(RECORD_BYTES, limit_bytes, Box::new(Always), true),
@@ -56,7 +56,7 @@ pub fn cache_of_folios(limit_bytes: u64, folio_bytes: usize) -> Result<Cache, Fa
     }
 }
 
-/// A file through a cache that holds a part of it.
+/// A file behind a cache that holds a part of it.
 pub struct Cached<'a> {
     pub cache: Cache,
     pub file: Mapping,
@@ -71,12 +71,12 @@ impl<'a> Cached<'a> {
         Ok(Self { cache, file, source, io_bytes })
     }
 
-    /// Reads at random until the cache is full, and compares every byte.
+    /// Reads random pages until the cache is full, and compares every byte.
     pub fn fill(&self, from: u64) -> Result<(), Failure> {
         let full_bytes = self.cache.usage().limit.min(self.source.len_bytes - from) * 9 / 10;
         let mut random = Random::new(99);
         let places = (self.source.len_bytes - from) as usize / self.io_bytes;
-        // What is on its way stays: it must not be all that there is room for.
+        // In-flight folios cannot be evicted, so they must not fill the cache.
         let most = self.cache.usage().limit / 4 / self.io_bytes as u64;
         let mut asking = Asking::new(self, FILL_DEPTH.min(most as u32).max(1))?;
         let mut bytes = vec![0; self.io_bytes];
@@ -95,7 +95,7 @@ impl<'a> Cached<'a> {
         asking.drain().map(drop)
     }
 
-    /// Reads a page or folio that should be there; of a folio nothing is copied.
+    /// Reads a page that should be resident; for a larger folio copies nothing.
     fn take(&self, record: &mut [u8; RECORD_BYTES], offset: u64) -> Result<(), Failure> {
         let is_right = if self.io_bytes == RECORD_BYTES {
             self.file.read_at(record, offset).map_err(failed)? == RECORD_BYTES && self.source.is_right(record, offset)
@@ -117,10 +117,10 @@ fn wrong(offset: u64) -> Failure {
 pub struct Asking<'a> {
     file: &'a Mapping,
     queue: Queue,
-    /// By token: the place, and when it was asked for.
+    /// By token: the offset, and the time of the request.
     asked: Vec<(u64, Instant)>,
     free: Vec<u64>,
-    /// Of those that were told, from asking to telling.
+    /// Latencies of the completed requests.
     pub times: Vec<u32>,
     pub present: u64,
 }
@@ -133,7 +133,7 @@ impl<'a> Asking<'a> {
         Ok(Self { file: &cached.file, queue, asked, free, times: Vec::with_capacity(1 << 20), present: 0 })
     }
 
-    /// Asks for as many as it may, waits for one at least, and takes all that came. `take` reads each.
+    /// Fills the queue, waits for at least one completion, and handles all completions. `take` reads each page.
     pub fn step(
         &mut self,
         mut next: impl FnMut() -> u64,
@@ -159,7 +159,7 @@ impl<'a> Asking<'a> {
         Ok(())
     }
 
-    /// Waits for all that is on its way; returns how many came.
+    /// Waits for all requests in flight; returns the number of completions.
     pub fn drain(&mut self) -> Result<u64, Failure> {
         let mut came = 0;
         while !self.queue.is_empty() {
@@ -174,7 +174,7 @@ impl<'a> Asking<'a> {
     }
 }
 
-/// Pages that came from the file so far.
+/// Number of pages read from the file so far.
 fn read_from_store(io_bytes: usize) -> u64 {
     stats::get(Counter::StoreRead) / io_bytes as u64
 }
@@ -190,7 +190,7 @@ pub fn run(arguments: &Miss) -> Outcome {
     }
 }
 
-/// The figures: transfers are those with the file, beside which some reads found their page in memory.
+/// The metrics: transfers are reads of the file; other reads were hits.
 fn line(took: &Took, reads: u64, ios: u64, io_bytes: usize, times: &mut [u32]) -> Outcome {
     let mut figures = took.figures(ios, io_bytes, times)?;
     figures.insert(READS.to_owned(), Value::from(reads as f64 / took.seconds));
@@ -258,7 +258,7 @@ fn waiting(arguments: &Miss, cached: &Cached<'_>, threads: usize) -> Outcome {
             times.extend(worker.join().unwrap_or_else(|_| Err("a thread panicked".to_owned().into()))?);
         }
         let reads = times.len() as u64;
-        // Who found its page was quicker than any device: what is left is those that went there.
+        // Hits are faster than any device, so the slowest times are those of the transfers.
         times.sort_unstable();
         let hits = reads.saturating_sub(ios) as usize;
         line(&took, reads, ios, cached.io_bytes, &mut times[hits..])

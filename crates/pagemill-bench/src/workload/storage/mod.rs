@@ -1,4 +1,4 @@
-//! Transfers with a file, past the kernel's page cache: through the page cache of this library, and by a bare ring.
+//! Transfers with a file by O_DIRECT: through Pagemill's page cache, and by a bare io_uring.
 
 pub mod buffers;
 pub mod hits;
@@ -18,15 +18,15 @@ use super::Failure;
 use crate::pattern::{self, RECORD_BYTES};
 use crate::storage::{CPU, IOS, MIB, P50, P99, P999};
 
-/// The file, as [`crate::storage::target::Target`] tells of it.
+/// The file, described by [`crate::storage::target::Target`].
 #[derive(Clone, Debug, clap::Args)]
 pub struct Source {
     #[arg(long)]
     pub file: PathBuf,
-    /// So much of it is used
+    /// Length of the part in use
     #[arg(long)]
     pub len_bytes: u64,
-    /// Its records tell their place
+    /// Its records identify their offset
     #[arg(long)]
     pub pattern: bool,
 }
@@ -44,13 +44,13 @@ impl Source {
         Ok(store)
     }
 
-    /// Whether a record is the one of that place, as far as the file has any.
+    /// Whether a record is the one of this offset; always true if the file has no pattern.
     #[inline]
     fn is_right(&self, record: &[u8], offset: u64) -> bool {
         !self.pattern || pattern::is_stamped(record, 0, offset, 0)
     }
 
-    /// The same of the first and the last record of a longer part.
+    /// As [`Self::is_right`], for the first and the last record of a longer part.
     fn is_right_around(&self, bytes: &[u8], offset: u64) -> bool {
         let last = bytes.len() - RECORD_BYTES;
         self.is_right(bytes, offset) && self.is_right(&bytes[last..], offset + last as u64)
@@ -61,19 +61,19 @@ fn check_direct(store: &FileStore) -> Result<(), Failure> {
     if store.is_direct() { Ok(()) } else { Err("O_DIRECT is refused".to_owned().into()) }
 }
 
-/// User and system time of this process so far.
+/// CPU time of this process so far, user and system.
 fn cpu_time() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// The beginning of a stretch of time.
+/// The start of an interval.
 struct Span {
     begun: Instant,
     cpu: Duration,
 }
 
-/// How long one was, and for how long it kept processors busy.
+/// Duration and CPU time of an interval.
 struct Took {
     seconds: f64,
     cpu_seconds: f64,
@@ -91,7 +91,7 @@ impl Span {
 }
 
 impl Took {
-    /// The figures of so many transfers of a length.
+    /// Rates of `ios` transfers of one length.
     fn rates(&self, ios: u64, io_bytes: usize) -> Result<Map<String, Value>, Failure> {
         if ios == 0 {
             return Err("nothing was transferred in that time".to_owned().into());
@@ -102,7 +102,7 @@ impl Took {
         Ok(figures.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect())
     }
 
-    /// The same, and the times they took.
+    /// Rates and latencies.
     fn figures(&self, ios: u64, io_bytes: usize, times: &mut [u32]) -> Result<Map<String, Value>, Failure> {
         let mut figures = self.rates(ios, io_bytes)?;
         for (name, share) in [(P50, 0.5), (P99, 0.99), (P999, 0.999)] {
@@ -112,12 +112,12 @@ impl Took {
     }
 }
 
-/// Nanoseconds since then; none takes four seconds.
+/// Nanoseconds since then; saturates at four seconds.
 fn nanoseconds(since: Instant) -> u32 {
     u32::try_from(since.elapsed().as_nanos()).unwrap_or(u32::MAX)
 }
 
-/// The time that `share` of all do not exceed, one that occurred, in microseconds.
+/// The percentile of the times in microseconds: a value that occurred.
 fn percentile_us(times: &mut [u32], share: f64) -> f64 {
     let rank = (share * times.len() as f64).ceil() as usize;
     match times.len() {

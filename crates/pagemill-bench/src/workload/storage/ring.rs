@@ -1,4 +1,4 @@
-//! A bare ring of the library with buffers of its own: what a cache above it could reach at best.
+//! A bare io_uring of the library with its own buffers: the upper bound for a cache above it.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -13,13 +13,13 @@ use crate::pattern::{self, RECORD_BYTES, Records};
 use crate::stats::Random;
 use crate::workload::{Failure, Outcome};
 
-/// Longer than any device takes.
+/// Time limit of a transfer, longer than any device takes.
 const LONG: Duration = Duration::from_secs(20);
 
-/// Places that are read again after they were written.
+/// Number of offsets that are read again after they were written.
 const READ_AGAIN: usize = 32;
 
-/// Transfers of one length, always as many as the depth says.
+/// Arguments: transfers of one length, with `depth` of them in flight.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Ring {
     #[command(flatten)]
@@ -28,25 +28,25 @@ pub struct Ring {
     pub io_bytes: usize,
     #[arg(long)]
     pub depth: usize,
-    /// So many are handed to the kernel together: a device that gets all at once rests meanwhile
+    /// Transfers that are submitted together; a device that gets all at once is idle meanwhile
     #[arg(long, default_value_t = 1)]
     pub batch: usize,
     #[arg(long)]
     pub memory: Kind,
-    /// The kernel knows the buffers beforehand
+    /// Register the buffers with the kernel beforehand
     #[arg(long)]
     pub registered: bool,
-    /// In any order, not one after the other
+    /// Random offsets instead of sequential ones
     #[arg(long)]
     pub random: bool,
-    /// What the file holds is lost
+    /// Write; the file's content is lost
     #[arg(long)]
     pub write: bool,
     #[arg(long)]
     pub run_ms: u64,
 }
 
-/// Places of a file, one after the other or at random.
+/// Offsets in a file, sequential or random.
 pub struct Offsets {
     random: Option<Random>,
     count: usize,
@@ -81,24 +81,24 @@ impl Iterator for Offsets {
 }
 
 impl Ring {
-    /// Reads at random, into what is registered.
+    /// Random reads into registered buffers.
     pub fn random_reads(source: &Source, io_bytes: usize, depth: usize) -> Self {
         let (memory, source) = (Kind::Huge, source.clone());
         Self { source, io_bytes, depth, batch: 4, memory, registered: true, random: true, write: false, run_ms: 0 }
     }
 
-    /// Writes, from what is registered.
+    /// Writes from registered buffers.
     pub fn writes(source: &Source, io_bytes: usize, depth: usize) -> Self {
         Self { random: false, write: true, ..Self::random_reads(source, io_bytes, depth) }
     }
 
-    /// Where its transfers go, without an end.
+    /// Endless offsets for its transfers.
     pub fn offsets(&self) -> Offsets {
         Offsets::new(self.source.len_bytes, self.io_bytes, self.random)
     }
 }
 
-/// What is under way, and what came of it.
+/// Transfers in flight, and their results.
 pub struct Loop<'a> {
     arguments: &'a Ring,
     ring: StoreRing<Part>,
@@ -107,13 +107,13 @@ pub struct Loop<'a> {
     offsets: Box<dyn Iterator<Item = u64> + 'a>,
     idle: Vec<Part>,
     pub times: Vec<u32>,
-    /// Tells this process's writes from all others.
+    /// Distinguishes this process's writes from all others.
     generation: u64,
     written: BTreeSet<u64>,
 }
 
 impl<'a> Loop<'a> {
-    /// Transfers with these places.
+    /// Makes a loop of transfers at these offsets.
     pub fn new(arguments: &'a Ring, offsets: impl Iterator<Item = u64> + 'a) -> Result<Self, Failure> {
         let source = &arguments.source;
         let store = if arguments.write { source.open_writable()? } else { source.open_read_only()? };
@@ -136,13 +136,13 @@ impl<'a> Loop<'a> {
         Ok(Self { arguments, ring, store, file, offsets, idle, times, generation, written })
     }
 
-    /// Starts as many as it may, and takes what has ended, one at least.
+    /// Submits as many transfers as allowed, and handles completions, at least one.
     pub fn step(&mut self) -> Result<(), Failure> {
         self.start_all()?;
         self.take_some()
     }
 
-    /// Waits for all that is under way.
+    /// Waits for all transfers in flight.
     pub fn drain(&mut self) -> Result<(), Failure> {
         while self.ring.in_flight() > 0 {
             self.take_some()?;
@@ -150,7 +150,7 @@ impl<'a> Loop<'a> {
         Ok(())
     }
 
-    /// Goes on until there are no places any more, and all has ended.
+    /// Runs until no offsets are left and all transfers have completed.
     pub fn run_to_end(&mut self) -> Result<(), Failure> {
         loop {
             self.start_all()?;
@@ -161,7 +161,7 @@ impl<'a> Loop<'a> {
         }
     }
 
-    /// Makes what was written safe.
+    /// Syncs the file.
     pub fn sync(&self) -> Result<(), Failure> {
         self.store.sync().map_err(|error| error.to_string().into())
     }
@@ -221,7 +221,7 @@ impl<'a> Loop<'a> {
         Ok(())
     }
 
-    /// What was written must be there.
+    /// Reads back written offsets and compares them.
     fn read_again(&self) -> Result<(), Failure> {
         let io_bytes = self.arguments.io_bytes;
         let mut bytes = Aligned::new(io_bytes, RECORD_BYTES);
@@ -247,7 +247,7 @@ fn stamp_around(bytes: &mut [u8], offset: u64, generation: u64) {
 pub fn run(arguments: &Ring) -> Outcome {
     let mut work = Loop::new(arguments, arguments.offsets())?;
     let run = Duration::from_millis(arguments.run_ms);
-    // A tenth of it beforehand, as everywhere.
+    // A tenth of the time as warm-up, as in the other workloads.
     work.run_for(run / 10)?;
     work.times.clear();
     let span = Span::begin();

@@ -1,4 +1,5 @@
-//! Pages here and there in a file, written in its order: by a cache that has them dirty, or from memory by a bare ring.
+//! Scattered pages of a file, written in ascending order: from a cache in which they are dirty, or from memory by a
+//! bare io_uring.
 
 use std::sync::Arc;
 
@@ -15,33 +16,33 @@ use crate::storage::writeback::{TRANSFERS, places};
 use crate::workload::hit::{cache, failed, write};
 use crate::workload::{Failure, Outcome};
 
-/// Pages beside those that are written, which must stay as they are.
+/// Number of neighbours of written pages that are checked for changes.
 const NEIGHBOURS: usize = 256;
 
-/// Writes to a file, whose content is lost.
+/// Arguments: writes to a file; its content is lost.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Writeback {
     #[command(flatten)]
     pub source: Source,
-    /// One page of so many is written
+    /// One page in so many is written
     #[arg(long)]
     pub one_of: u64,
-    /// Which
+    /// Seed of their choice
     #[arg(long)]
     pub seed: u64,
-    /// A bare ring of this depth instead of the cache
+    /// Use a bare io_uring of this depth instead of the cache
     #[arg(long)]
     pub ring: Option<usize>,
 }
 
-/// A stretch of time, and what was written to files in it.
+/// An interval, and the bytes written to files since its start.
 struct Writing {
     span: Span,
     bytes: u64,
     writes: u64,
 }
 
-/// How long one was, and what was written.
+/// The duration of an interval, and the bytes written in it.
 struct Written {
     took: Took,
     bytes: u64,
@@ -61,11 +62,11 @@ impl Writing {
     }
 }
 
-/// Writes, and compares all of it afterwards.
+/// Writes the pages, and compares all of them afterwards.
 pub fn run(arguments: &Writeback) -> Outcome {
     let source = &arguments.source;
     let places = places(source.len_bytes, RECORD_BYTES as u64, arguments.one_of, arguments.seed);
-    // Tells this process's writes from all others.
+    // Distinguishes this process's writes from all others.
     let generation = u64::from(std::process::id());
     let neighbours = neighbours(&source.open_read_only()?, &places, source.len_bytes)?;
     let written = match arguments.ring {
@@ -82,7 +83,7 @@ pub fn run(arguments: &Writeback) -> Outcome {
     Ok(figures.into())
 }
 
-/// Pages are made dirty in any order: written whole, so that none is read before.
+/// Makes pages dirty in random order. They are written whole, so none is read first.
 fn by_cache(source: &Source, places: &[u64], generation: u64) -> Result<Written, Failure> {
     let cache = cache(source.len_bytes, Box::new(Never), true)?;
     let file = cache.open(Arc::new(source.open_writable()?)).map_err(failed)?;
@@ -107,7 +108,7 @@ fn by_ring(source: &Source, places: &[u64], depth: usize) -> Result<Written, Fai
     Ok(writing.end())
 }
 
-/// What stands right behind some of the places, and is not one of them.
+/// The contents directly behind some of the written pages, where no page is written.
 fn neighbours(store: &FileStore, places: &[u64], len_bytes: u64) -> Result<Vec<(u64, Aligned)>, Failure> {
     let mut random = Random::new(5);
     let mut found = Vec::new();
@@ -126,7 +127,7 @@ fn read(store: &FileStore, offset: u64, len_bytes: usize) -> Result<Aligned, Fai
     Ok(bytes)
 }
 
-/// Every byte that was written, and the neighbours, as the file has them.
+/// Compares every written byte and the neighbours with the file.
 fn check(source: &Source, places: &[u64], generation: u64, neighbours: &[(u64, Aligned)]) -> Result<(), Failure> {
     let store = source.open_read_only()?;
     let mut places = places.iter().copied().peekable();

@@ -1,5 +1,5 @@
-//! Values by handle. Those on the board are changed by all threads: each change counts one on.
-#![allow(unsafe_code)] // says that values are movable
+//! Values by handle. All threads change the values on the board; each change adds one to a count.
+#![allow(unsafe_code)] // implements `Movable` for the values
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -10,19 +10,19 @@ use pagemill::{Error, Result};
 use super::stamped::{Random, Stamp, Stamped, Tally};
 use super::{BOARD, NODES, Removed, Subject};
 
-// SAFETY: numbers and a pointer.
+// SAFETY: numbers and a reference, which may be moved as bytes.
 unsafe impl<const WORDS: usize> Movable for Stamped<WORDS> {}
 
 pub struct Values<const WORDS: usize> {
     cache: ByHandle<Stamped<WORDS>>,
     tally: &'static Tally,
     board: Vec<Handle<Stamped<WORDS>>>,
-    /// How often each value of the board was changed.
+    /// Number of changes to each value of the board.
     changes: Vec<AtomicU64>,
 }
 
 impl<const WORDS: usize> Values<WORDS> {
-    /// Whether the change was made; `None` if the value was not there.
+    /// Whether the change was made; `None` if the value is missing.
     fn change(&self, handle: Handle<Stamped<WORDS>>, is_right: &mut bool, old: impl Fn(Stamp) -> bool) -> Option<bool> {
         let changed = self.cache.update(handle, |value| {
             *is_right &= old(value.stamp()) && value.is_whole();
@@ -54,7 +54,7 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
         let guard = slab::pin();
         let Some(value) = self.cache.get(*handle, &guard) else { return false };
         let was_whole = value.is(stamp);
-        // It may be moved now; this place stays as it was.
+        // The value may be moved now, but the old copy does not change under the guard.
         stamp.linger();
         was_whole && value.is(stamp)
     }
@@ -125,7 +125,7 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
         self.cache.info().expect("a cache of this process")
     }
 
-    /// Half of the values are removed, the others go with the cache.
+    /// Removes half of the values; the others are dropped with the cache.
     fn end(self, left: Vec<(Self::Key, Stamp)>) -> u64 {
         let wrong = |at: &usize| {
             let guard = slab::pin();
@@ -137,7 +137,7 @@ impl<const WORDS: usize> Subject for Values<WORDS> {
         let active = self.info().active;
         let removed = left.iter().step_by(2).filter(|(handle, _)| matches!(self.cache.remove(*handle), Ok(true)));
         let missing = left.len().div_ceil(2) - removed.count();
-        // Readers may keep what was removed for longer than a shrink waits.
+        // Removed values may outlast a shrink, as long as readers hold guards.
         wrong + missing as u64 + u64::from(active < left.len() as u64 + BOARD)
     }
 }

@@ -1,4 +1,5 @@
-//! Items that their owner moves: cells say where each is, and readers find them under a guard. Those on the board never change.
+//! Items that their owner moves. Cells hold their addresses, and readers access them under a guard. Items on the board
+//! never change.
 #![allow(unsafe_code)] // an owner
 
 use std::ptr::NonNull;
@@ -21,8 +22,8 @@ const MOVING: u32 = 3;
 
 /// # Invariants
 ///
-/// Words are changed by who has brought the state from free or live to held; those of an item that was moved away stay until the
-/// cache hands it out again.
+/// Only the thread that changed the state from free or live to held may write the words. The words of an item that was
+/// moved away do not change until the cache reuses it.
 #[repr(C)]
 pub struct Item<const WORDS: usize> {
     state: AtomicU32,
@@ -51,8 +52,8 @@ pub struct Cells<const WORDS: usize> {
     tally: &'static Tally,
 }
 
-// SAFETY: items say what they are; those that are kept by `isolate` are nobody else's until `migrate` lets go of them; a cell names
-// the new place before the old one is free, whose words stay.
+// SAFETY: the state of an item records whether it is free. Items kept by `isolate` are not changed by others until
+// `migrate` releases them. A cell has the new address before the old item is free, and the words of the old item stay.
 unsafe impl<const WORDS: usize> Migrate for Cells<WORDS> {
     type Object = Item<WORDS>;
     type Isolated = ();
@@ -85,7 +86,7 @@ unsafe impl<const WORDS: usize> Migrate for Cells<WORDS> {
             old.state.store(LIVE, Release);
             return item.failed();
         };
-        // SAFETY: a free item, this owner's.
+        // SAFETY: a free item of this owner.
         let new = unsafe { place.object().as_ref() };
         let is_free = new.go(FREE, HELD);
         self.tally.corrupted.fetch_add(u64::from(!is_free), Relaxed);
@@ -106,14 +107,14 @@ pub struct Items<const WORDS: usize> {
     tally: &'static Tally,
 }
 
-/// An item that stays.
+/// An item that cannot be moved while this exists.
 pub struct Held<'a, const WORDS: usize>(&'a Item<WORDS>);
 
 impl<const WORDS: usize> Items<WORDS> {
-    /// The item of a cell. Under a guard; the item is not freed meanwhile.
+    /// The item of a cell. The caller must hold a guard, and the item must not be freed meanwhile.
     fn item(&self, cell: u32) -> &Item<WORDS> {
         let item = self.cache.owner().cells[cell as usize].load(Acquire);
-        // SAFETY: cells in use name live items; where this one is moved its place stays for as long as the guard does.
+        // SAFETY: cells in use refer to live items. If the item is moved, its old memory stays while the guard lives.
         unsafe { &*item }
     }
 
@@ -121,12 +122,12 @@ impl<const WORDS: usize> Items<WORDS> {
         let _guard = xarray::pin();
         let item = self.item(cell);
         let was_whole = item.is(stamp);
-        // It may be moved now; this place stays as it was.
+        // The item may be moved now, but the old copy does not change under the guard.
         stamp.linger();
         was_whole && item.is(stamp)
     }
 
-    /// Keeps an item from being moved; `None` while it is.
+    /// Keeps an item from being moved; `None` if it is being moved.
     fn keep(&self, cell: u32) -> Option<&Item<WORDS>> {
         let _guard = xarray::pin();
         let item = self.item(cell);
@@ -155,13 +156,13 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
             Some(node) => self.cache.allocate_on(node)?,
             None => self.cache.allocate()?,
         };
-        // SAFETY: an item, free and this thread's.
+        // SAFETY: a free item that only this thread has.
         let item = unsafe { at.as_ref() };
         let is_free = item.go(FREE, HELD);
         self.tally.corrupted.fetch_add(u64::from(!is_free), Relaxed);
         self.tally.created.fetch_add(1, Relaxed);
         let owner = self.cache.owner();
-        let cell = owner.free.lock().expect("nobody panics with it").pop().expect("more cells than items");
+        let cell = owner.free.lock().expect("the lock is not poisoned").pop().expect("more cells than items");
         item.fill(stamp);
         item.cell.store(cell, Relaxed);
         owner.cells[cell as usize].store(at.as_ptr(), Release);
@@ -186,10 +187,10 @@ impl<const WORDS: usize> Subject for Items<WORDS> {
         let was_whole = item.is(stamp);
         let owner = self.cache.owner();
         owner.cells[cell as usize].store(std::ptr::null_mut(), Relaxed);
-        owner.free.lock().expect("nobody panics with it").push(cell);
+        owner.free.lock().expect("the lock is not poisoned").push(cell);
         self.tally.dropped.fetch_add(1, Relaxed);
         item.state.store(FREE, Release);
-        // SAFETY: this thread's own, and free.
+        // SAFETY: this thread holds it, and it is free.
         unsafe { self.cache.free(NonNull::from(item)) };
         if was_whole { Removed::Gone } else { Removed::Missing }
     }

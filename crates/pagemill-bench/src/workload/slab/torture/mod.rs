@@ -1,9 +1,9 @@
-//! Random calls of slab caches by many threads, while another moves their objects all the time: nothing may be torn, lost, there
-//! twice or dropped twice.
+//! Random operations on slab caches by many threads, while another thread moves their objects: no object may be torn,
+//! lost, duplicated or dropped twice.
 //!
-//! Each object is filled by its stamp: who put it in, his how manieth it is, how often it was changed. A thread knows the stamps
-//! of its own, and looks at all words of an object whenever it reads, changes or removes it. Objects go from thread to thread
-//! by a pool; those on the board are everybody's.
+//! Each object is filled from its stamp: the number of the thread that inserted it, a serial number, and its number of
+//! changes. A thread knows the stamps of its own objects, and checks all words of an object whenever it reads, changes
+//! or removes it. Objects pass from thread to thread through a pool; all threads use those on the board.
 
 mod by_handle;
 mod by_owner;
@@ -24,41 +24,41 @@ use pagemill::{Pagemill, Result};
 pub use stamped::Random;
 use stamped::{Stamp, Tally};
 
-/// Logical nodes that the caches of one run have.
+/// Logical nodes of the caches in a run.
 const NODES: usize = 3;
 
-/// Objects that a thread has of one cache, at most.
+/// The most objects that a thread has in one cache.
 const MOST: u64 = 1_500;
 
-/// After so many calls a thread wants another number of objects.
+/// After this many operations a thread chooses a new target number of objects.
 const TIDE: u64 = 10_000;
 
-/// Objects that a thread keeps in place at a time.
+/// Objects that a thread pins at a time.
 const HELD: usize = 4;
 
-/// Objects that are everybody's.
+/// Objects that all threads share.
 const BOARD: u64 = 64;
 
-/// What is to be done.
+/// Parameters of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
-    /// By all threads together.
+    /// Number of operations of all threads together.
     pub operations: u64,
-    /// For each of five sizes.
+    /// Number of threads for each of five sizes.
     pub threads: u64,
     pub seed: u64,
 }
 
-/// What was done, and what was wrong.
+/// Operations done, and errors found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Found {
     pub operations: u64,
     pub inserted: u64,
     pub moved: u64,
     pub emptied: u64,
-    /// Objects that were not what was put in.
+    /// Objects with wrong contents.
     pub corrupted: u64,
-    /// Objects that were gone, or never dropped.
+    /// Objects that were missing, or never dropped.
     pub lost: u64,
     pub dropped_twice: u64,
 }
@@ -79,46 +79,46 @@ impl Found {
     }
 }
 
-/// What became of an object that was to be removed.
+/// Result of an attempt to remove an object.
 enum Removed<K> {
     Gone,
-    /// Somebody is at it: it is there still.
+    /// Another thread uses it, so it is still there.
     Busy(K),
     Missing,
 }
 
-/// A cache of one kind and size, as threads use it.
+/// A cache of one kind and size, with its operations.
 trait Subject: Sync + Sized + 'static {
-    /// By which a thread finds an object.
+    /// The reference by which a thread finds an object.
     type Key: Send;
-    /// An object that stays where it is.
+    /// A pinned object.
     type Held<'a>
     where
         Self: 'a;
 
     fn new(slabs: &'static Slabs, tally: &'static Tally) -> Result<Self>;
     fn insert(&self, stamp: Stamp, node: Option<usize>) -> Result<Self::Key>;
-    /// Whether the object is there, and what was put in.
+    /// Whether the object is there, with the contents of its stamp.
     fn is_whole(&self, key: &Self::Key, stamp: Stamp) -> bool;
-    /// Changes an object; `None` if it may not be changed now, else whether it was there, and whole.
+    /// Changes an object. `None` if it may not be changed now; else whether it was there and intact.
     fn update(&self, key: &mut Self::Key, old: Stamp, new: Stamp) -> Option<bool>;
     fn remove(&self, key: Self::Key, stamp: Stamp) -> Removed<Self::Key>;
     fn hold(&self, key: &Self::Key) -> Option<Self::Held<'_>>;
     fn is_held_whole(held: &Self::Held<'_>, stamp: Stamp) -> bool;
-    /// Lets go of an object that was held.
+    /// Unpins an object.
     fn let_go(&self, held: Self::Held<'_>);
-    /// Where an object is, if it is there.
+    /// The address of an object, if it is there.
     fn place(&self, key: &Self::Key) -> usize;
-    /// Uses an object that is everybody's; says whether it was right.
+    /// Uses a shared object; returns whether it was intact.
     fn use_board(&self, at: u64, random: &mut Random) -> bool;
-    /// Moves objects somehow.
+    /// Moves some objects.
     fn disturb(&self, random: &mut Random);
     fn info(&self) -> SlabInfo;
-    /// Looks at the board, and ends the cache with what is left in it; says how many were not right.
+    /// Checks the board and drops the cache with its remaining objects; returns the number of wrong ones.
     fn end(self, left: Vec<(Self::Key, Stamp)>) -> u64;
 }
 
-/// One cache under way.
+/// One cache in a run.
 struct Ring<S: Subject> {
     subject: S,
     pool: Mutex<Vec<(S::Key, Stamp)>>,
@@ -127,7 +127,7 @@ struct Ring<S: Subject> {
     removed: AtomicU64,
 }
 
-/// What a thread has of a cache.
+/// One thread's state for a cache.
 struct User<'a, S: Subject> {
     ring: &'a Ring<S>,
     random: Random,
@@ -160,7 +160,7 @@ impl<S: Subject> Ring<S> {
         user.leave();
     }
 
-    /// All threads have gone: each object is there once.
+    /// After all threads ended: checks that each object is there once.
     fn end(self, operations: u64) -> Found {
         let left = self.pool.into_inner().unwrap_or_default();
         let present = self.inserted.load(Relaxed) - self.removed.load(Relaxed);
@@ -257,10 +257,10 @@ impl<S: Subject> User<'_, S> {
         self.held.extend(self.ring.subject.hold(key).map(|held| (held, *stamp)));
     }
 
-    /// Gives an object to the pool, and takes one from there.
+    /// Passes an object to the pool, and takes one from it.
     fn pass_on(&mut self) {
         let given = self.some().map(|at| self.own.swap_remove(at));
-        let mut pool = self.ring.pool.lock().expect("nobody panics with the pool");
+        let mut pool = self.ring.pool.lock().expect("the lock is not poisoned");
         let at = self.random.below(pool.len().max(1) as u64) as usize;
         let taken = (pool.len() > 32).then(|| pool.swap_remove(at));
         pool.extend(given);
@@ -274,11 +274,11 @@ impl<S: Subject> User<'_, S> {
             self.ring.subject.let_go(held);
         }
         self.ring.inserted.fetch_add(self.inserted, Relaxed);
-        self.ring.pool.lock().expect("nobody panics with the pool").append(&mut self.own);
+        self.ring.pool.lock().expect("the lock is not poisoned").append(&mut self.own);
     }
 }
 
-/// A cache of whatever size, with its users.
+/// A cache of any size, with its users.
 trait Round: Sync {
     fn work(&self, plan: Plan, number: u64, operations: u64);
     fn disturb(&self, random: &mut Random);
@@ -306,7 +306,7 @@ fn ring<S: Subject>(slabs: &'static Slabs) -> Result<Box<dyn Round>> {
     Ok(Box::new(Ring::new(S::new(slabs, tally)?, tally)))
 }
 
-/// Caches of five sizes, on logical nodes, in whole blocks or sparse ones by the seed.
+/// Runs caches of five sizes on logical nodes, in whole blocks or sparse ones depending on the seed.
 fn run_all<A: Subject, B: Subject, C: Subject, D: Subject, E: Subject>(plan: Plan) -> Result<Found> {
     let layout = Layout { nodes: Nodes::logical(NODES), use_huge: plan.seed.is_multiple_of(2), ..Layout::for_test() };
     let slabs = Pagemill::new(layout, UNLIMITED)?.slabs;
@@ -331,10 +331,10 @@ fn run(slabs: &'static Slabs, plan: Plan, rounds: Rounds) -> Found {
         });
         let ended: Vec<_> = users.into_iter().map(|user| user.join()).collect();
         is_done.store(true, Relaxed);
-        mover.join().expect("nobody panics who moves objects");
-        ended.into_iter().for_each(|user| user.expect("nobody panics who uses a cache"));
+        mover.join().expect("the mover does not panic");
+        ended.into_iter().for_each(|user| user.expect("no user panics"));
     });
-    // What is counted now stays where it is: the background has helped to move it until here.
+    // From here on nothing must move, so that the counts are stable. Until here background defragmentation ran, too.
     slabs.defrag_by_hand();
     let mut found = Found::default();
     rounds.into_iter().for_each(|round| found.add(round.end(each * plan.threads)));
@@ -356,13 +356,13 @@ fn disturb(slabs: &'static Slabs, rounds: &Rounds, random: &mut Random) {
 ///
 /// # Errors
 ///
-/// What making caches ends in.
+/// An error of making the caches.
 pub fn run_by_handle(plan: Plan) -> Result<Found> {
     use by_handle::Values;
     run_all::<Values<6>, Values<22>, Values<70>, Values<254>, Values<510>>(plan)
 }
 
-/// Items that their owner moves, busy ones and such as fail among them.
+/// Items that their owner moves; some moves are refused as busy, and some fail.
 ///
 /// # Errors
 ///
@@ -372,7 +372,7 @@ pub fn run_by_owner(plan: Plan) -> Result<Found> {
     run_all::<Items<7>, Items<23>, Items<71>, Items<255>, Items<511>>(plan)
 }
 
-/// Values that stay where they are.
+/// Values that do not move.
 ///
 /// # Errors
 ///

@@ -1,8 +1,8 @@
-//! What objects are filled with, and what is counted of them.
+//! Contents of the objects, and counters of them.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Words of an object that was dropped.
+/// The words of a dropped object.
 const DEAD: u64 = 0xdead_dead_dead_dead;
 
 fn mix(word: u64) -> u64 {
@@ -11,7 +11,7 @@ fn mix(word: u64) -> u64 {
     mixed ^ mixed >> 31
 }
 
-/// Numbers that look random, the same ones for the same seed.
+/// Pseudorandom numbers, reproducible from a seed.
 pub struct Random(u64);
 
 impl Random {
@@ -25,7 +25,7 @@ impl Random {
     }
 }
 
-/// Which object it is, and how often it was changed: no two are equal.
+/// Identifies an object and its number of changes; unique.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stamp(u64);
 
@@ -34,7 +34,7 @@ impl Stamp {
         Self(thread << 56 | number << 16)
     }
 
-    /// Of the object that is everybody's and has this number.
+    /// The stamp of the shared object with this number.
     pub fn of_board(at: u64) -> Self {
         Self::new(0, at + 1)
     }
@@ -43,7 +43,7 @@ impl Stamp {
         Self(self.0 & !0xffff | self.0.wrapping_add(1) & 0xffff)
     }
 
-    /// How often it was changed, of so many times and less.
+    /// The number of changes, modulo 65536.
     pub fn changes(self) -> u64 {
         self.0 & 0xffff
     }
@@ -52,14 +52,14 @@ impl Stamp {
         self.0 >> 16 == other.0 >> 16
     }
 
-    /// At some objects readers stay until others have run.
+    /// Yields the CPU for some objects, so that other threads run while they are read.
     pub fn linger(self) {
         if (self.0 >> 16).is_multiple_of(32) {
             std::thread::yield_now();
         }
     }
 
-    /// The words of an object with this stamp, the first of which is the stamp.
+    /// A word of an object with this stamp; word 0 is the stamp itself.
     pub fn word(self, at: usize) -> u64 {
         if at == 0 { self.0 } else { mix(self.0.wrapping_add(at as u64)) }
     }
@@ -69,7 +69,7 @@ impl Stamp {
     }
 }
 
-/// What is counted of the objects of one cache.
+/// Counters of the objects in one cache.
 #[derive(Default)]
 pub struct Tally {
     pub created: AtomicU64,
@@ -79,13 +79,13 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// Values refer to it for as long as there are any.
+    /// Makes counters that are never freed, since values refer to them.
     pub fn new() -> &'static Self {
         Box::leak(Box::default())
     }
 }
 
-/// A value that says what it is, and counts its end.
+/// A value filled from its stamp, which counts its drop.
 pub struct Stamped<const WORDS: usize> {
     words: [u64; WORDS],
     tally: &'static Tally,
@@ -120,7 +120,7 @@ impl<const WORDS: usize> Drop for Stamped<WORDS> {
         } else if !self.is_whole() {
             tally.corrupted.fetch_add(1, Relaxed);
         }
-        // Who still reads it, or drops it again, is to see that.
+        // A later read or second drop finds these words.
         self.words.iter_mut().for_each(|word| *word = std::hint::black_box(DEAD));
     }
 }

@@ -1,5 +1,9 @@
-//! What a preload costs a program that does nothing.
+//! Startup cost of a preload in a program that does nothing, and the CPU time that `pagemill run` adds to trees of
+//! short programs.
 
+mod trees;
+
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
@@ -10,10 +14,10 @@ use crate::report::{Bound, Place, Report, Verdict};
 use crate::stats::{self, Better};
 use crate::subject::{self, PAGEMILL, Ready, Role};
 
-/// Runs of each subject in a sample; their median is the sample, so that a sample is no single accident.
+/// Runs per sample. A sample is the median of its runs, so that one outlier does not matter.
 const RUNS_PER_SAMPLE: (usize, usize) = (30, 50);
 
-/// glibc without a preload is what all are compared with.
+/// The baseline of all subjects: glibc without a preload.
 const BASELINE: &str = "none";
 const MILLISECONDS: &str = "ms";
 const MORE: &str = "ms_more";
@@ -24,9 +28,12 @@ const CASE: &str = "true";
 pub struct Options {
     #[command(flatten)]
     pub common: Common,
+    /// A folder with a configure script, which is run with and without `pagemill run`
+    #[arg(long, value_name = "DIR")]
+    pub configure: Option<PathBuf>,
 }
 
-/// Runs it and gives the report.
+/// Runs the experiment and returns the report.
 pub fn run(options: &Options) -> Result<Report> {
     let common = &options.common;
     let is_wanted = |subject: &subject::Subject| subject.role != Role::ReturningAtOnce;
@@ -49,10 +56,13 @@ pub fn run(options: &Options) -> Result<Report> {
         }
         None => Verdict { note: "pagemill was not run".to_owned(), ..verdict },
     });
+    if common.is_wanted(PAGEMILL) {
+        trees::run(options, &mut report)?;
+    }
     Ok(report)
 }
 
-/// The subjects by the names they have here: glibc is what is there without a preload.
+/// The names of the subjects here; glibc is the baseline without a preload.
 fn names(ready: &[Ready]) -> impl Iterator<Item = &'static str> {
     let preloaded = ready.iter().filter(|ready| ready.preload().is_some());
     [BASELINE].into_iter().chain(preloaded.map(Ready::name))
@@ -92,7 +102,7 @@ fn program() -> Result<&'static str> {
     found.ok_or_else(|| Error::CannotRun("there is no program `true`".to_owned()))
 }
 
-/// Milliseconds of one run. It ends by itself at once, so that it needs no group and no watching.
+/// Milliseconds of one run. The program ends at once, so it needs no process group and no timeout.
 fn start_and_end(program: &str, ready: Option<&Ready>) -> Result<f64> {
     let mut command = Command::new(program);
     match ready {

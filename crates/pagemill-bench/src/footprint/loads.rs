@@ -1,0 +1,393 @@
+//! Loads that are hard on an allocator: random churn, pandas, programs of mimalloc-bench. Measures the memory that they
+//! hold in each phase, and their CPU time.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use super::programs::{is_installed, prepare_python, python};
+use super::tree::Watch;
+use super::{BASELINE, Options, WALL};
+use crate::child::{self, Outcome, Running};
+use crate::error::{Error, Result, doing};
+use crate::experiment::{Book, Common, Metric, Progress, not_measured, report_row};
+use crate::report::{Bound, Place, Report, Verdict};
+use crate::stats::{self, Better};
+use crate::subject::{self, PAGEMILL, Ready};
+
+const PEAK: &str = "process_peak_mib";
+const STEADY: &str = "steady_mib";
+const LAST_QUARTER: &str = "last_quarter_mib";
+const LIVE: &str = "live_mib";
+const AFTER: &str = "after_mib";
+const CPU: &str = "cpu_s";
+/// CPU time of one allocation, for loads of a fixed duration.
+const CPU_PER_ACT: &str = "cpu_us_per_act";
+const METRICS: &[&str] = &[PEAK, STEADY, LAST_QUARTER, LIVE, AFTER, CPU, CPU_PER_ACT, WALL];
+
+/// Limits of the verdicts: memory in each phase relative to glibc, and CPU time relative to jemalloc.
+const MOST_HELD: f64 = 1.10;
+const MOST_CPU: f64 = 1.10;
+const CPU_BASELINE: &str = "jemalloc";
+
+/// A program of mimalloc-bench: its sources below the folder `bench`, extra compiler flags, and arguments as in its
+/// bench.sh (N is the number of CPUs).
+struct Foreign {
+    name: &'static str,
+    compiler: &'static str,
+    sources: &'static [&'static str],
+    flags: &'static [&'static str],
+    arguments: &'static [&'static str],
+    /// Its duration, if that is fixed; the program then prints its operations per second.
+    seconds: Option<f64>,
+}
+
+const FOREIGN: &[Foreign] = &[
+    Foreign {
+        name: "mstress",
+        compiler: "cc",
+        sources: &["mstress/mstress.c"],
+        flags: &[],
+        arguments: &["N", "50", "25"],
+        seconds: None,
+    },
+    Foreign {
+        name: "malloc-large",
+        compiler: "c++",
+        sources: &["malloc-large/malloc-large.cpp"],
+        flags: &["-std=c++17"],
+        arguments: &[],
+        seconds: None,
+    },
+    Foreign {
+        name: "larson",
+        compiler: "c++",
+        sources: &["larson/larson.cpp"],
+        flags: &["-std=c++17", "-fsized-deallocation", "-DCPP=1", "-DSIZED=1"],
+        arguments: &["5", "8", "1000", "5000", "100", "4141", "N"],
+        seconds: Some(5.0),
+    },
+    Foreign {
+        name: "rptest",
+        compiler: "cc",
+        sources: &["rptest/rptest.c", "rptest/thread.c", "rptest/timer.c"],
+        flags: &[],
+        arguments: &["N", "0", "1", "2", "500", "1000", "100", "8", "16000"],
+        seconds: None,
+    },
+];
+
+const CHURN: &str = "churn";
+const PANDAS: &str = "pandas";
+
+/// Builds tables, joins, groups and appends them, drops them all, and sleeps. Prints the memory that it held then, and
+/// a sum by which runs are compared.
+const PANDAS_SCRIPT: &str = "
+import gc, json, os, sys, time
+import pandas
+rows, rest = int(sys.argv[1]), float(sys.argv[2])
+def resident():
+    with open('/proc/self/statm') as statm:
+        return int(statm.read().split()[1]) * os.sysconf('SC_PAGE_SIZE') / 2**20
+numbers = pandas.Series(range(rows))
+left = pandas.DataFrame({'key': numbers * 7919 % 5003, 'value': numbers / 3, 'name': ('n' + (numbers % 1009).astype(str))})
+right = pandas.DataFrame({'key': range(5003), 'weight': [i % 17 / 4 for i in range(5003)]})
+total = 0.0
+for turn in range(4):
+    joined = left.merge(right, on='key')
+    joined['product'] = joined['value'] * joined['weight']
+    grouped = joined.groupby('name').agg({'product': 'sum', 'value': 'mean'})
+    longer = pandas.concat([joined, left], ignore_index=True)
+    texts = longer['name'].str.upper()
+    total += float(grouped['product'].sum()) + float(longer['value'].sum()) + len(set(texts))
+    left.loc[left.index % 4 == turn, 'value'] += 1
+full = resident()
+del numbers, left, right, joined, grouped, longer, texts
+gc.collect()
+time.sleep(rest)
+print(json.dumps({'steady_mib': full, 'after_mib': resident(), 'answer': repr(round(total, 3))}))
+";
+
+/// The names of all loads.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    [CHURN, PANDAS].into_iter().chain(FOREIGN.iter().map(|foreign| foreign.name))
+}
+
+/// One load, ready to run.
+struct Load {
+    name: &'static str,
+    command: Box<dyn Fn() -> Result<Command>>,
+    /// Converts the program's output into a JSON line.
+    read: fn(&[u8]) -> std::result::Result<serde_json::Value, String>,
+    seconds: Option<f64>,
+}
+
+/// Runs the named loads; adds rows and verdicts.
+pub fn run(options: &Options, names: &[&'static str], ready: &[Ready], report: &mut Report) -> Result<()> {
+    let common = &options.common;
+    let progress = Progress::new(names.len() * common.rounds() * ready.len());
+    let mut book = Book::new();
+    for &name in names {
+        let folder = tempfile::tempdir().map_err(doing("making a folder for a load"))?;
+        match prepare(options, name, folder.path())? {
+            Ok(load) => measure(&load, common, ready, &mut book, &progress)?,
+            Err(gap) => report.gap(gap),
+        }
+    }
+    drop(progress);
+    for &name in names {
+        rows(report, &book, name, ready);
+    }
+    for &name in names {
+        verdicts(report, &book, name);
+    }
+    Ok(())
+}
+
+/// Prepares a load; the inner error is a sentence for the list of gaps.
+fn prepare(options: &Options, name: &'static str, folder: &Path) -> Result<std::result::Result<Load, String>> {
+    let common = &options.common;
+    Ok(match FOREIGN.iter().find(|foreign| foreign.name == name) {
+        Some(foreign) => compile(foreign, options.mimalloc_bench.as_deref(), folder)?,
+        None if name == PANDAS => pandas(common, folder)?,
+        None => Ok(churn(common)),
+    })
+}
+
+fn churn(common: &Common) -> Load {
+    let numbers = common.pick(
+        [("--threads", 4), ("--mib", 64), ("--run-ms", 300), ("--rest-ms", 200)],
+        [("--threads", 8), ("--mib", 350), ("--run-ms", 20_000), ("--rest-ms", 15_000)],
+    );
+    let command = move || {
+        let mut command = child::workload(&["__churn"])?;
+        command.args(child::numbers(&numbers));
+        Ok(command)
+    };
+    Load { name: CHURN, command: Box::new(command), read: json, seconds: None }
+}
+
+fn pandas(common: &Common, folder: &Path) -> Result<std::result::Result<Load, String>> {
+    if !is_installed("python3") {
+        return Ok(Err(format!("{PANDAS}: python3 is not installed")));
+    }
+    prepare_python(folder).map_err(doing("preparing pandas"))?;
+    let python = python(folder).map_err(doing("finding python3"))?;
+    let mut probe = Command::new(&python);
+    probe.args(["-c", "import pandas"]).stdin(Stdio::null()).stderr(Stdio::null());
+    subject::clear_foreign_settings(&mut probe);
+    if !probe.status().is_ok_and(|status| status.success()) {
+        return Ok(Err(format!("{PANDAS}: python3 cannot import it; to have it: pip install pandas")));
+    }
+    let script = folder.join("tables.py");
+    fs::write(&script, PANDAS_SCRIPT).map_err(doing("preparing pandas"))?;
+    let (rows, rest) = common.pick(("20000", "0.2"), ("2000000", "15"));
+    let command = move || {
+        let mut command = Command::new(&python);
+        command.arg(&script).args([rows, rest]).env("PYTHONHASHSEED", "0");
+        Ok(command)
+    };
+    Ok(Ok(Load { name: PANDAS, command: Box::new(command), read: json, seconds: None }))
+}
+
+/// Compiles a program of mimalloc-bench with the flags of its CMakeLists.txt.
+fn compile(
+    foreign: &'static Foreign,
+    checkout: Option<&Path>,
+    folder: &Path,
+) -> Result<std::result::Result<Load, String>> {
+    let name = foreign.name;
+    let Some(checkout) = checkout else {
+        return Ok(Err(format!(
+            "{name}: --mimalloc-bench DIR names no checkout; to have one: git clone https://github.com/daanx/mimalloc-bench"
+        )));
+    };
+    let sources: Vec<PathBuf> = foreign.sources.iter().map(|source| checkout.join("bench").join(source)).collect();
+    if let Some(missing) = sources.iter().find(|source| !source.is_file()) {
+        return Ok(Err(format!("{name}: {} is not there", missing.display())));
+    }
+    let program = folder.join(name);
+    let mut compiler = Command::new(foreign.compiler);
+    compiler.args(["-O3", "-DNDEBUG", "-w"]).args(foreign.flags).args(&sources).arg("-o").arg(&program);
+    compiler.args(sources.iter().filter_map(|source| Some(format!("-I{}", source.parent()?.display()))));
+    compiler.args(["-pthread", "-lm"]);
+    if !is_installed(foreign.compiler) {
+        return Ok(Err(format!("{name}: {} is not installed", foreign.compiler)));
+    }
+    let finished = Running::start(&mut compiler)?.finish(Duration::from_secs(120))?;
+    if !finished.status.success() {
+        let complaint = String::from_utf8_lossy(&finished.stderr).lines().next().unwrap_or_default().to_owned();
+        return Ok(Err(format!("{name}: does not compile: {complaint}")));
+    }
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from).to_string();
+    let folder = folder.to_owned();
+    let command = move || {
+        let mut command = Command::new(&program);
+        command.args(foreign.arguments.iter().map(|word| if *word == "N" { cpus.as_str() } else { *word }));
+        command.current_dir(&folder);
+        Ok(command)
+    };
+    Ok(Ok(Load { name, command: Box::new(command), read: printed, seconds: foreign.seconds }))
+}
+
+fn json(stdout: &[u8]) -> std::result::Result<serde_json::Value, String> {
+    serde_json::from_slice(stdout).map_err(|cause| format!("unreadable result: {cause}"))
+}
+
+/// Parses the operations per second that a program of fixed duration prints.
+fn printed(stdout: &[u8]) -> std::result::Result<serde_json::Value, String> {
+    let text = String::from_utf8_lossy(stdout);
+    let rate =
+        text.split_once("Throughput =").and_then(|(_, rest)| rest.split_whitespace().next()?.parse::<f64>().ok());
+    Ok(serde_json::json!({ RATE: rate }))
+}
+
+const RATE: &str = "operations_per_second";
+
+fn measure(
+    load: &Load,
+    common: &Common,
+    ready: &[Ready],
+    book: &mut Book<&'static str>,
+    progress: &Progress,
+) -> Result<()> {
+    let mut answer = None;
+    for round in 0..common.rounds() {
+        for index in 0..ready.len() {
+            let subject = &ready[(index + round) % ready.len()];
+            progress.step(&format!("{}, {}", load.name, subject.name()));
+            let outcome = sample(load, subject)?;
+            if let Outcome::Measured(line) = &outcome {
+                let expected = answer.get_or_insert_with(|| line["answer"].clone());
+                if *expected != line["answer"] {
+                    let what = format!("{} came to {}, not to {expected}", load.name, line["answer"]);
+                    return Err(Error::WrongAnswer { subject: subject.name().to_owned(), what });
+                }
+            }
+            book.enter(&load.name, subject.name(), METRICS, &outcome);
+        }
+    }
+    Ok(())
+}
+
+fn sample(load: &Load, ready: &Ready) -> Result<Outcome> {
+    let mut command = (load.command)()?;
+    ready.apply(&mut command);
+    let running = Running::start(&mut command)?;
+    let watch = Watch::start(running.id(), ready.preload(), false);
+    let finished = running.finish(Duration::from_secs(300))?;
+    let peaks = watch.stop();
+    if !finished.status.success() {
+        return child::outcome(ready.name(), &finished);
+    }
+    if !peaks.saw_library {
+        return Ok(Outcome::Failed("the preload was not mapped in it".to_owned()));
+    }
+    let mut line = match (load.read)(&finished.stdout) {
+        Ok(line) => line,
+        Err(why) => return Ok(Outcome::Failed(why)),
+    };
+    line[PEAK] = (peaks.largest_process as f64 / f64::from(1 << 20)).into();
+    line[WALL] = finished.wall.as_secs_f64().into();
+    let cpu = finished.usage.cpu().as_secs_f64();
+    match load.seconds {
+        Some(seconds) => match line[RATE].as_f64() {
+            Some(rate) => line[CPU_PER_ACT] = (cpu * 1e6 / (rate * seconds)).into(),
+            None => return Ok(Outcome::Failed("it printed no rate".to_owned())),
+        },
+        // The bench's own load of fixed duration reports its CPU time per operation itself.
+        None if line[CPU_PER_ACT].is_null() => line[CPU] = cpu.into(),
+        None => {}
+    }
+    Ok(Outcome::Measured(line))
+}
+
+fn rows(report: &mut Report, book: &Book<&'static str>, name: &'static str, ready: &[Ready]) {
+    let metrics = [
+        (PEAK, "MiB", BASELINE, "peak, MiB"),
+        (STEADY, "MiB", BASELINE, "steady"),
+        (LAST_QUARTER, "MiB", BASELINE, "last quarter"),
+        (AFTER, "MiB", BASELINE, "after freeing, at rest"),
+        (LIVE, "MiB", BASELINE, "live"),
+        (CPU, "s", CPU_BASELINE, "CPU, s"),
+        (CPU_PER_ACT, "us", CPU_BASELINE, "CPU, us an act"),
+        (WALL, "s", BASELINE, "wall, s"),
+    ];
+    for (metric, unit, baseline, column) in metrics {
+        for subject in ready {
+            let series = book.get(&name, subject.name(), metric);
+            if metric != PEAK && series.is_none_or(|series| series.median().is_none()) {
+                continue;
+            }
+            let place = Place {
+                table: format!("{name}: memory, half the spread, times {BASELINE}; CPU, times {CPU_BASELINE}"),
+                column: column.to_owned(),
+            };
+            // The live bytes depend on the load, not on the allocator.
+            let baseline = (metric != LIVE).then_some(baseline);
+            let metric = Metric { name: metric, unit, better: Better::Lower, baseline };
+            report_row(report, book, (&name, name), subject.name(), metric, Some(place));
+        }
+    }
+}
+
+fn verdicts(report: &mut Report, book: &Book<&'static str>, name: &'static str) {
+    let held = [(PEAK, "peak"), (STEADY, "steady"), (LAST_QUARTER, "last quarter"), (AFTER, "after freeing")];
+    let held = held.map(|(metric, what)| (metric, what, MOST_HELD, BASELINE));
+    let cpu = [(CPU, "CPU", MOST_CPU, CPU_BASELINE), (CPU_PER_ACT, "CPU", MOST_CPU, CPU_BASELINE)];
+    for (metric, what, most, baseline) in held.into_iter().chain(cpu) {
+        let (Some(own), Some(base)) = (book.get(&name, PAGEMILL, metric), book.get(&name, baseline, metric)) else {
+            continue;
+        };
+        let was_lost = own.killed + own.failures.len() > 0;
+        // The load lacks this phase or this kind of time.
+        if own.median().is_none() && !(was_lost && metric == PEAK) {
+            continue;
+        }
+        let target = format!("{name}, {what}, against {baseline}");
+        report.verdict(Verdict {
+            // Memory divided by memory, time by time: a larger ratio is worse here.
+            estimate: stats::estimate(&own.ratios(base, Better::Higher)),
+            baseline: baseline.to_owned(),
+            is_lost: was_lost,
+            ..not_measured(target, Bound::AtMost(most), "x", "")
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each phase and the time are judged once, against the right peer. A metric that the load lacks is left out.
+    #[test]
+    fn every_phase_is_judged() {
+        let mut book = Book::new();
+        for (name, mib, cpu) in [(BASELINE, 100.0, 1.0), (CPU_BASELINE, 300.0, 2.0), (PAGEMILL, 120.0, 2.1)] {
+            let line = serde_json::json!({ PEAK: mib, AFTER: mib, CPU: cpu });
+            (0..3).for_each(|_| book.enter(&CHURN, name, METRICS, &Outcome::Measured(line.clone())));
+        }
+        let mut report = Report::new("footprint", false);
+
+        verdicts(&mut report, &book, CHURN);
+
+        let lines: Vec<(String, f64)> = report
+            .verdicts()
+            .iter()
+            .map(|verdict| (verdict.target.clone(), verdict.estimate.expect("both were run").value))
+            .collect();
+        let expected = [("churn, peak, against glibc", 1.2), ("churn, after freeing, against glibc", 1.2)];
+        let expected = expected.into_iter().chain([("churn, CPU, against jemalloc", 1.05)]);
+        assert!(lines.iter().map(|(target, value)| (target.as_str(), *value)).eq(expected), "{lines:?}");
+    }
+
+    /// larson's line is parsed; other programs print no rate.
+    #[test]
+    fn rates_are_read() {
+        let larson = b"Throughput = 51871522 operations per second, relative time: 19.278s.\nDone sleeping...\n";
+
+        assert_eq!(printed(larson).expect("any text will do")[RATE], 51_871_522.0);
+        assert!(printed(b"done\n").expect("any text will do")[RATE].is_null());
+    }
+}

@@ -1,0 +1,245 @@
+//! CPU time that `pagemill run` adds to a tree: one short program, a thousand of them, a configure script.
+
+use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Stdio};
+use std::time::Duration;
+
+use super::{Options, program};
+use crate::child::{self, Finished, Running};
+use crate::error::{Error, Result, doing};
+use crate::experiment::{Book, Metric, Progress, not_measured, report_row};
+use crate::footprint::is_installed;
+use crate::native;
+use crate::report::{Bound, Place, Report, Verdict};
+use crate::stats::{self, Better};
+use crate::subject::{self, PAGEMILL};
+
+/// Starts of `true` per sample, with `--quick` and in a full run; their CPU times are summed.
+const STARTS: (usize, usize) = (20, 100);
+/// Programs that one shell starts: with `--quick`, and in a full run.
+const PROGRAMS: (u32, u32) = (50, 1000);
+
+/// Bounds: CPU time that `pagemill run` adds, relative to what a minimal spawner adds; and CPU times relative to plain
+/// runs.
+const MOST_ADDED: f64 = 1.5;
+const MOST_FOR_PROGRAMS: f64 = 1.15;
+const MOST_FOR_CONFIGURE: f64 = 1.05;
+
+/// Subjects: without a launcher, and under the spawner.
+const PLAIN: &str = "none";
+const SPAWNER: &str = "spawner";
+
+const RUN: &str = "run true";
+const SHORT: &str = "short programs";
+const CONFIGURE: &str = "configure";
+
+const CPU: &str = "cpu_ms";
+const ADDED: &str = "cpu_ms_added";
+const WALL: &str = "wall_ms";
+
+/// Starts a program, waits for it and exits with its status: the minimum for a launcher that stays.
+const SPAWNER_SOURCE: &str = "
+#include <sys/wait.h>
+#include <unistd.h>
+int main(int argc, char **argv) {
+    int status = 0;
+    pid_t child = fork();
+    if (child == 0) {
+        execvp(argv[1], argv + 1);
+        _exit(127);
+    }
+    if (child < 0 || waitpid(child, &status, 0) < 0 || !WIFEXITED(status)) return 126;
+    return WEXITSTATUS(status);
+}
+";
+
+/// Runs the three cases; adds rows and verdicts.
+pub fn run(options: &Options, report: &mut Report) -> Result<()> {
+    let Some(pagemill) = subject::built_file("pagemill") else {
+        report.gap("startup, trees: the command is not built: cargo build --release -p pagemill-cli");
+        return Ok(());
+    };
+    let mut book = Book::new();
+    let folder = tempfile::tempdir().map_err(doing("making a folder for a program"))?;
+    match spawner(folder.path())? {
+        Ok(spawner) => run_true(options, &pagemill, &spawner, &mut book)?,
+        Err(gap) => report.gap(gap),
+    }
+    short_programs(options, &pagemill, &mut book)?;
+    match &options.configure {
+        Some(source) => configure(options, &pagemill, source, &mut book)?,
+        None => report.gap(
+            "startup, configure: --configure DIR names no folder with a configure script, such as the source of GNU hello",
+        ),
+    }
+    rows(report, &book);
+    verdicts(report, &book, options);
+    Ok(())
+}
+
+/// Compiles the spawner; the inner error is a sentence for the list of gaps.
+fn spawner(folder: &Path) -> Result<std::result::Result<PathBuf, String>> {
+    if !is_installed("cc") {
+        return Ok(Err(
+            "startup, run true: cc is not installed, which compiles the spawner that it is compared with".to_owned()
+        ));
+    }
+    let (source, program) = (folder.join("spawner.c"), folder.join("spawner"));
+    fs::write(&source, SPAWNER_SOURCE).map_err(doing("writing the spawner"))?;
+    let mut compiler = Command::new("cc");
+    compiler.arg("-O2").arg(&source).arg("-o").arg(&program);
+    let finished = Running::start(&mut compiler)?.finish(Duration::from_secs(60))?;
+    Ok(match finished.status.success() {
+        true => Ok(program),
+        false => Err("startup, run true: the spawner does not compile".to_owned()),
+    })
+}
+
+fn run_true(options: &Options, pagemill: &Path, spawner: &Path, book: &mut Book<&'static str>) -> Result<()> {
+    let (common, program) = (&options.common, program()?);
+    let starts = common.pick(STARTS.0, STARTS.1);
+    let launchers: [(&'static str, Vec<&Path>); 3] =
+        [(PLAIN, vec![]), (SPAWNER, vec![spawner]), (PAGEMILL, vec![pagemill, Path::new("run"), Path::new("--")])];
+    let progress = Progress::new(common.rounds() * starts);
+    for round in 0..common.rounds() {
+        let mut cpu = [Duration::ZERO; 3];
+        for start in 0..starts {
+            progress.step(RUN);
+            for index in 0..launchers.len() {
+                let index = (index + start + round) % launchers.len();
+                let (name, words) = &launchers[index];
+                let mut words = words.iter().copied().chain([Path::new(program)]);
+                cpu[index] += words.next().map_or(Ok(Duration::ZERO), |first| cpu_of(name, first, words))?;
+            }
+        }
+        let each = cpu.map(|cpu| cpu.as_secs_f64() * 1e3 / starts as f64);
+        for ((name, _), own) in launchers.iter().zip(each) {
+            book.enter_value(&RUN, name, CPU, own);
+            if *name != PLAIN {
+                book.enter_value(&RUN, name, ADDED, own - each[0]);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// CPU time of a command that must succeed, and of all its descendants that are waited for. It ends at once, so it
+/// needs no process group and no timeout.
+fn cpu_of<'a>(name: &str, first: &Path, rest: impl Iterator<Item = &'a Path>) -> Result<Duration> {
+    child::check_interrupt()?;
+    let mut command = Command::new(first);
+    command.args(rest).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    subject::clear_foreign_settings(&mut command);
+    let running = command.spawn().map_err(doing(format!("starting {}", first.display())))?;
+    let (status, usage) = native::reap(running.id()).map_err(doing("waiting for a program"))?;
+    let status = ExitStatus::from_raw(status);
+    match status.success() {
+        true => Ok(usage.cpu()),
+        false => Err(Error::WrongAnswer { subject: name.to_owned(), what: format!("`true` ended with {status}") }),
+    }
+}
+
+fn short_programs(options: &Options, pagemill: &Path, book: &mut Book<&'static str>) -> Result<()> {
+    let (count, program) = (options.common.pick(PROGRAMS.0, PROGRAMS.1), program()?);
+    let script = format!("i=0; while [ $i -lt {count} ]; do {program} || exit 1; i=$((i + 1)); done");
+    both(options, SHORT, pagemill, book, || {
+        let mut command = Command::new("sh");
+        command.args(["-c", &script]);
+        Ok((command, None))
+    })
+}
+
+/// Runs the script in a new folder, as an out-of-tree build.
+fn configure(options: &Options, pagemill: &Path, source: &Path, book: &mut Book<&'static str>) -> Result<()> {
+    let script = source.join("configure");
+    let script = script.canonicalize().map_err(doing(format!("looking for {}", script.display())))?;
+    both(options, CONFIGURE, pagemill, book, || {
+        let folder = tempfile::tempdir().map_err(doing("making a folder for configure"))?;
+        let mut command = Command::new(&script);
+        command.current_dir(folder.path()).env("CONFIG_SITE", "/dev/null");
+        Ok((command, Some(folder)))
+    })
+}
+
+/// Runs a command alone and under `pagemill run`, round by round. Both must succeed and print the same.
+fn both(
+    options: &Options,
+    case: &'static str,
+    pagemill: &Path,
+    book: &mut Book<&'static str>,
+    make: impl Fn() -> Result<(Command, Option<tempfile::TempDir>)>,
+) -> Result<()> {
+    let common = &options.common;
+    let progress = Progress::new(common.rounds() * 2);
+    // One unmeasured run fills the page cache.
+    let reference = once(make()?, None)?;
+    for round in 0..common.rounds() {
+        for index in 0..2 {
+            progress.step(case);
+            let is_own = (index + round) % 2 == 1;
+            let name = if is_own { PAGEMILL } else { PLAIN };
+            let finished = once(make()?, is_own.then_some(pagemill))?;
+            if !finished.status.success() || finished.stdout != reference.stdout {
+                let complaint = String::from_utf8_lossy(&finished.stderr).trim().to_owned();
+                let what = format!("{case} ended with {}, or printed something else: {complaint}", finished.status);
+                return Err(Error::WrongAnswer { subject: name.to_owned(), what });
+            }
+            book.enter_value(&case, name, CPU, finished.usage.cpu().as_secs_f64() * 1e3);
+            book.enter_value(&case, name, WALL, finished.wall.as_secs_f64() * 1e3);
+        }
+    }
+    Ok(())
+}
+
+fn once((command, folder): (Command, Option<tempfile::TempDir>), pagemill: Option<&Path>) -> Result<Finished> {
+    let mut whole = match pagemill {
+        None => command,
+        Some(pagemill) => {
+            let mut whole = Command::new(pagemill);
+            whole.args(["run", "--"]).arg(command.get_program()).args(command.get_args());
+            whole.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+            if let Some(folder) = &folder {
+                whole.current_dir(folder.path());
+            }
+            whole
+        }
+    };
+    subject::clear_foreign_settings(&mut whole);
+    Running::start(&mut whole)?.finish(Duration::from_secs(300))
+}
+
+fn rows(report: &mut Report, book: &Book<&'static str>) {
+    let table = "`pagemill run`: CPU of the whole tree, half the spread, times none";
+    for case in [RUN, SHORT, CONFIGURE] {
+        for name in [PLAIN, SPAWNER, PAGEMILL] {
+            let place = |what: &str| Some(Place { table: table.to_owned(), column: format!("{case}, {what}") });
+            let metric = |name, baseline| Metric { name, unit: "ms", better: Better::Lower, baseline };
+            report_row(report, book, (&case, case), name, metric(CPU, Some(PLAIN)), place("ms"));
+            report_row(report, book, (&case, case), name, metric(ADDED, Some(SPAWNER)), place("ms added"));
+            report_row(report, book, (&case, case), name, metric(WALL, Some(PLAIN)), None);
+        }
+    }
+}
+
+fn verdicts(report: &mut Report, book: &Book<&'static str>, options: &Options) {
+    let count = options.common.pick(PROGRAMS.0, PROGRAMS.1);
+    for (case, metric, baseline, most, target) in [
+        (RUN, ADDED, SPAWNER, MOST_ADDED, "CPU that `pagemill run true` adds, against a minimal spawner".to_owned()),
+        (SHORT, CPU, PLAIN, MOST_FOR_PROGRAMS, format!("CPU of {count} short programs in a run, against none")),
+        (CONFIGURE, CPU, PLAIN, MOST_FOR_CONFIGURE, "CPU of a configure script in a run, against none".to_owned()),
+    ] {
+        let blank = not_measured(target, Bound::AtMost(most), "x", "it was not run");
+        report.verdict(match (book.get(&case, PAGEMILL, metric), book.get(&case, baseline, metric)) {
+            (Some(own), Some(base)) => Verdict {
+                // Time divided by time: a larger ratio is worse here.
+                estimate: stats::estimate(&own.ratios(base, Better::Higher)),
+                baseline: baseline.to_owned(),
+                note: String::new(),
+                ..blank
+            },
+            _ => blank,
+        });
+    }
+}
