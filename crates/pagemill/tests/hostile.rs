@@ -1,5 +1,8 @@
 //! Stores, policies and callers that break their contract: other files, the process and waiting threads come to no harm.
 
+#[path = "common/stores.rs"]
+mod stores;
+
 use pagemill::mapping::policy::{Always, Ask, Cause, Choice, Never};
 use pagemill::mapping::{Advice, Cache, Mapping, Policy, Settings, Writeback};
 use pagemill::stats::{self, Counter};
@@ -8,9 +11,10 @@ use pagemill::units::PageSize;
 use pagemill::{Error, Pagemill};
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
+use stores::Broken;
 
 const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
@@ -119,38 +123,13 @@ fn a_store_that_fills_nothing_shows_nothing() {
     }
 }
 
-/// Panics where it is to be written to, as long as it is told to.
-struct Panics(MemoryStore, AtomicBool);
-
-impl Store for Panics {
-    fn size_bytes(&self) -> io::Result<u64> {
-        self.0.size_bytes()
-    }
-    fn block_bytes(&self) -> usize {
-        self.0.block_bytes()
-    }
-    fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
-        self.0.read(offset, to)
-    }
-    fn write(&self, offset: u64, from: &[u8]) -> io::Result<()> {
-        assert!(!self.1.load(SeqCst), "as it was told");
-        self.0.write(offset, from)
-    }
-    fn set_size(&self, size_bytes: u64) -> io::Result<()> {
-        self.0.set_size(size_bytes)
-    }
-    fn sync(&self) -> io::Result<()> {
-        self.0.sync()
-    }
-}
-
 /// A store that panics in the background: that is counted, other files are written back, and so is its own once a sync of it
 /// has succeeded.
 #[test]
 fn a_store_may_panic_in_the_background() {
     let writeback = Writeback { age: Duration::from_millis(1), ..Writeback::default() };
     let cache = Pagemill::for_test().caches.make(Settings { writeback, ..settings(8 * MIB) }).unwrap();
-    let panics = Arc::new(Panics(MemoryStore::new(Vec::new(), PAGE), AtomicBool::new(true)));
+    let panics = Arc::new(Broken::that_panics(PAGE));
     let good = Arc::new(MemoryStore::new(Vec::new(), PAGE));
     let before = stats::get(Counter::BehindPanics);
     let bad_file = cache.open(panics.clone()).unwrap();
@@ -161,12 +140,12 @@ fn a_store_may_panic_in_the_background() {
         good_file.write_at(&[byte; PAGE], 0).unwrap();
         wait_until(|| good.bytes() == [byte; PAGE]);
     }
-    assert!(panics.0.bytes().is_empty() && bad_file.dirty_bytes() == PAGE as u64);
-    panics.1.store(false, SeqCst);
+    assert!(panics.inner.bytes().is_empty() && bad_file.dirty_bytes() == PAGE as u64);
+    panics.panics.store(false, SeqCst);
     bad_file.sync().unwrap();
-    assert_eq!(panics.0.bytes(), [1; PAGE]);
+    assert_eq!(panics.inner.bytes(), [1; PAGE]);
     bad_file.write_at(&[9; PAGE], 0).unwrap();
-    wait_until(|| panics.0.bytes() == [9; PAGE]);
+    wait_until(|| panics.inner.bytes() == [9; PAGE]);
 }
 
 /// Small folios; panics when it is asked about making them huge, as long as it is told to.
@@ -175,7 +154,7 @@ struct Undecided(Arc<AtomicBool>);
 impl Policy for Undecided {
     fn choose(&self, ask: &Ask) -> Choice {
         match ask.cause {
-            Cause::Collapse if self.0.load(SeqCst) => panic!("as it was told"),
+            Cause::Collapse if self.0.load(SeqCst) => panic!("the test asked for a panic"),
             Cause::Collapse => Choice::Huge,
             _ => Choice::Small,
         }
@@ -209,7 +188,7 @@ fn the_end_of_a_transfer_may_panic() {
     let store = FileStore::create(folder.path().join("file")).unwrap();
     store.write(0, &[7; 512]).unwrap();
     let before = stats::get(Counter::BehindPanics);
-    store.start(vec![Transfer::read(0, Aligned::new(512, 512), |_, _| panic!("as it was told"))]);
+    store.start(vec![Transfer::read(0, Aligned::new(512, 512), |_, _| panic!("the test asked for a panic"))]);
     wait_until(|| stats::get(Counter::BehindPanics) > before);
     let (sender, ends) = mpsc::channel();
     let done = move |result: io::Result<()>, bytes: Aligned| sender.send((result.is_ok(), bytes[0])).unwrap();
@@ -217,42 +196,12 @@ fn the_end_of_a_transfer_may_panic() {
     assert_eq!(ends.recv().unwrap(), (true, 7));
 }
 
-/// Keeps what is to be written, and ends nothing of it by itself.
-struct Keeps(MemoryStore, Mutex<Vec<Transfer>>);
-
-impl Store for Keeps {
-    fn size_bytes(&self) -> io::Result<u64> {
-        self.0.size_bytes()
-    }
-    fn block_bytes(&self) -> usize {
-        self.0.block_bytes()
-    }
-    fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
-        self.0.read(offset, to)
-    }
-    fn write(&self, offset: u64, from: &[u8]) -> io::Result<()> {
-        self.0.write(offset, from)
-    }
-    fn set_size(&self, size_bytes: u64) -> io::Result<()> {
-        self.0.set_size(size_bytes)
-    }
-    fn sync(&self) -> io::Result<()> {
-        self.0.sync()
-    }
-    fn start(&self, batch: Vec<Transfer>) {
-        self.1.lock().unwrap().extend(batch);
-    }
-    fn is_asynchronous(&self) -> bool {
-        true
-    }
-}
-
 /// A store that never ends what it was given: with a patience, syncs say so, and succeed once it has ended.
 #[test]
 fn a_sync_ends_though_the_store_does_not() {
     let patience = Some(Duration::from_millis(30));
     let cache = by_hand(Settings { patience, policy: Box::new(Never), ..settings(4 * MIB) });
-    let store = Arc::new(Keeps(MemoryStore::new(Vec::new(), PAGE), Mutex::default()));
+    let store = Arc::new(Broken::that_keeps(PAGE));
     let file = cache.open(store.clone()).unwrap();
     file.write_at(&[8; 3 * PAGE], 0).unwrap();
     let is_busy = |result: pagemill::Result<()>| assert!(matches!(result, Err(Error::Busy { .. })), "{result:?}");
@@ -261,11 +210,11 @@ fn a_sync_ends_though_the_store_does_not() {
     is_busy(file.sync_range(0, 1));
     is_busy(file.write_back(0, 1));
     is_busy(file.refresh());
-    assert!(!store.1.lock().unwrap().is_empty());
-    let kept = std::mem::take(&mut *store.1.lock().unwrap());
-    kept.into_iter().for_each(|transfer| transfer.run(&store.0));
+    let kept = store.take_kept();
+    assert!(!kept.is_empty());
+    kept.into_iter().for_each(|transfer| transfer.run(&store.inner));
     file.sync().unwrap();
-    assert_eq!(store.0.bytes(), [8; 3 * PAGE]);
+    assert_eq!(store.inner.bytes(), [8; 3 * PAGE]);
 }
 
 /// No offset and no length, however large, makes a call panic: it is refused, or ends with the file.

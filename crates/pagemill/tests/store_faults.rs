@@ -1,19 +1,22 @@
 //! Files whose store fails, hangs, is full, is read-only, or is changed by another process under the cache.
 
+#[path = "common/stores.rs"]
+mod stores;
+
 use pagemill::mapping::policy::{Always, Never};
 use pagemill::mapping::{Cache, Fetch, Mapping, Policy, Queue, Settings, Writeback};
 use pagemill::stats::{self, Counter};
-use pagemill::store::{Faults, FaultyStore, FileStore, MemoryStore, Store};
+use pagemill::store::{Faults, FaultyStore, FileStore, MemoryStore};
 use pagemill::units::PageSize;
 use pagemill::{Error, Pagemill};
 use std::fs::{self, File};
-use std::io;
 use std::os::unix::fs::FileExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
+use stores::Broken;
 
 const PAGE: usize = 4 << 10;
 const MIB: usize = 1 << 20;
@@ -406,40 +409,10 @@ fn pages_behind_the_end_become_clean() {
     assert!(read(&file, 0, 2 * PAGE) == pattern(PAGE + 100, 1));
 }
 
-/// Panics on a write, if requested.
-struct Panics(MemoryStore, AtomicBool);
-
-impl Store for Panics {
-    fn size_bytes(&self) -> io::Result<u64> {
-        self.0.size_bytes()
-    }
-
-    fn block_bytes(&self) -> usize {
-        self.0.block_bytes()
-    }
-
-    fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
-        self.0.read(offset, to)
-    }
-
-    fn write(&self, offset: u64, from: &[u8]) -> io::Result<()> {
-        assert!(!self.1.load(SeqCst), "as it was told");
-        self.0.write(offset, from)
-    }
-
-    fn set_size(&self, size_bytes: u64) -> io::Result<()> {
-        self.0.set_size(size_bytes)
-    }
-
-    fn sync(&self) -> io::Result<()> {
-        self.0.sync()
-    }
-}
-
 /// A store panics while another file's page needs room: that thread is lost, but no other thread blocks, in that file
 /// or the other.
 #[test]
-fn who_panics_keeps_nobody_waiting() {
+fn a_panicking_store_blocks_no_thread() {
     let writeback = Writeback { background_percent: 100, most_percent: 100, ..Writeback::default() };
     let page = PageSize::new(PAGE).unwrap();
     let caches = Pagemill::for_test().caches;
@@ -448,7 +421,7 @@ fn who_panics_keeps_nobody_waiting() {
     // A thread that waits nevertheless gets an error.
     let patience = Some(Duration::from_millis(100));
     let cache = caches.make(Settings { policy: Box::new(Never), page, writeback, patience, ..settings }).unwrap();
-    let store = Arc::new(Panics(MemoryStore::new(Vec::new(), PAGE), AtomicBool::new(true)));
+    let store = Arc::new(Broken::that_panics(PAGE));
     let dirty = cache.open(store.clone()).unwrap();
     write(&dirty, &pattern(MIB, 1), 0);
     let other = cache.open(Arc::new(MemoryStore::new(pattern(MIB, 2), PAGE))).unwrap();
@@ -456,7 +429,7 @@ fn who_panics_keeps_nobody_waiting() {
         let lost = catch_unwind(AssertUnwindSafe(|| read(&other, 0, len)));
         assert!(lost.is_err());
     }
-    store.1.store(false, SeqCst);
+    store.panics.store(false, SeqCst);
     assert_eq!(read(&other, 0, 2 * PAGE), pattern(2 * PAGE, 2));
     dirty.sync().unwrap();
     assert_eq!(read(&dirty, 0, MIB), pattern(MIB, 1));
