@@ -13,5 +13,7 @@ fn main() {
     let _ = std::fs::OpenOptions::new().write(true).create_new(true).open(&library);
     // The unwinder is linked in: one library less to load at each start.
     println!("cargo:rustc-link-lib=static:-bundle=gcc_eh");
+    // At a fixed address, pages of constants need no relocation at each start.
+    println!("cargo:rustc-link-arg-bins=-no-pie");
     println!("cargo:rustc-env=PAGEMILL_PRELOAD_FILE={}", library.display());
 }

@@ -85,8 +85,33 @@ enum Command {
     },
 }
 
+/// The command line of `run` alone.
+///
+/// Building the parsers of all subcommands costs more than the rest of `run`'s start, and every program that it starts
+/// waits for it. Texts are those of [`Cli`].
+#[derive(Parser)]
+#[command(name = "pagemill", version, max_term_width = 100)]
+struct RunCli {
+    #[command(subcommand)]
+    command: RunCommand,
+}
+
+#[derive(Subcommand)]
+enum RunCommand {
+    /// Run a program and its children on Pagemill's allocator.
+    Run(run::Run),
+}
+
+fn parse() -> Command {
+    if std::env::args_os().nth(1).is_some_and(|word| word == "run") {
+        let RunCommand::Run(run) = RunCli::parse().command;
+        return Command::Run(run);
+    }
+    Cli::parse().command
+}
+
 fn main() -> ExitCode {
-    let command = Cli::parse().command;
+    let command = parse();
     pagemill::published::sweep();
     // Every program that `run` starts waits for it, so it sweeps groups only where it creates one.
     if !matches!(command, Command::Run(_)) {
@@ -116,4 +141,20 @@ fn main() -> ExitCode {
 fn fail(status: u8, message: &str) -> ExitCode {
     let _ = writeln!(std::io::stderr(), "pagemill: {message}");
     ExitCode::from(status)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    /// `run` shows the same help from its own parser as from the parser of all subcommands.
+    #[test]
+    fn run_is_described_once() {
+        let help = |mut command: clap::Command| {
+            command.build();
+            command.find_subcommand_mut("run").unwrap().render_long_help().to_string()
+        };
+        assert_eq!(help(RunCli::command()), help(Cli::command()));
+    }
 }

@@ -13,12 +13,12 @@ use pagemill::reclaim::tree::{TreePage, UNLIMITED};
 use pagemill::units::{Bytes, PageSize, parse_bytes};
 use pagemill_sys::child::{self, StoodFor};
 use pagemill_sys::process;
+use std::collections::BTreeMap;
 use std::ffi::{CString, OsStr, OsString};
 use std::fs::File;
 use std::io::{self, ErrorKind, Write};
-use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 /// Variables that only the allocator reads, and their values.
@@ -174,7 +174,7 @@ impl<'tree> Running<'tree> {
     ///
     /// The exit status and a message.
     fn start(
-        command: Command,
+        program: &child::Program,
         tree: Option<&'tree Tree>,
         kernel: Option<&KernelLimit>,
         watched: bool,
@@ -182,7 +182,7 @@ impl<'tree> Running<'tree> {
         let group = kernel.map(KernelLimit::entrance).transpose().map_err(|message| (126, message))?.flatten();
         let inside = if group.is_some() { " (inside its control group)" } else { "" };
         let start = Instant::now();
-        let child = child::spawn(command, group).map_err(|error| {
+        let child = child::spawn(program, group.as_ref()).map_err(|error| {
             let status = if error.kind() == ErrorKind::NotFound { 127 } else { 126 };
             (status, format!("{error}{inside}"))
         })?;
@@ -236,6 +236,10 @@ fn is_notable(excess: &Excess) -> bool {
     excess.over_bytes().min(excess.outside_bytes()) > usual
 }
 
+fn text(value: impl ToString) -> OsString {
+    value.to_string().into()
+}
+
 impl Run {
     pub fn main(self) -> ExitCode {
         match self.run() {
@@ -264,7 +268,8 @@ impl Run {
 
         let folder = tree.as_ref().map(|tree| tree.folder.as_str());
         let command = self.command(&path, &library, folder, limits.own, kernel.as_ref());
-        let run = Running::start(command, tree.as_ref(), kernel.as_ref(), limits.own.is_some() || self.wants_report())
+        let command = command.map_err(|error| fail(126, &format!("{}: {error}", name.display())))?;
+        let run = Running::start(&command, tree.as_ref(), kernel.as_ref(), limits.own.is_some() || self.wants_report())
             .map_err(|(status, message)| fail(status, &format!("{}: {message}", name.display())))?;
         let (ran, memory, collected) =
             run.wait(name).map_err(|error| fail(126, &format!("waiting for {}: {error}", name.display())))?;
@@ -373,7 +378,7 @@ impl Run {
         }
     }
 
-    /// Returns the command with the environment that loads the allocator into the program and its children.
+    /// Returns the program with the environment that loads the allocator into it and its children.
     fn command(
         &self,
         path: &Path,
@@ -381,7 +386,7 @@ impl Run {
         tree: Option<&str>,
         limit: Option<u64>,
         kernel: Option<&KernelLimit>,
-    ) -> Command {
+    ) -> io::Result<child::Program> {
         let mut preloads = OsString::from(library);
         if let Some(others) = std::env::var_os("LD_PRELOAD") {
             // A run inside a run has the library already, from the same or another path.
@@ -392,44 +397,25 @@ impl Run {
                 preloads.push(other);
             }
         }
-        let mut command = match kernel.and_then(|kernel| kernel.launcher().split_first()) {
-            Some((launcher, arguments)) => {
-                let mut command = Command::new(launcher);
-                command.args(arguments).args(&self.program);
-                command
-            }
-            None => {
-                // By the path that was already resolved.
-                let mut command = Command::new(path);
-                command.arg0(&self.program[0]).args(&self.program[1..]);
-                command
+        let mut environment: BTreeMap<OsString, OsString> = std::env::vars_os().collect();
+        let mut set = |name: &str, value: Option<OsString>| {
+            if let Some(value) = value {
+                environment.insert(name.into(), value);
             }
         };
-        command.env("LD_PRELOAD", preloads);
-        if let Some(folder) = tree {
-            command.env(TREE_VARIABLE.to_str().unwrap_or_default(), folder);
-        }
-        if let Some(limit) = limit {
-            command.env("PAGEMILL_LIMIT", limit.to_string());
-        }
-        if let Some(after) = self.after {
-            command.env("PAGEMILL_AFTER", after.to_string());
-        }
-        if let Some(page) = self.page_size {
-            command.env("PAGEMILL_PAGE_SIZE", page.bytes().to_string());
-        }
-        if let Some(when) = self.return_after {
-            command.env("PAGEMILL_RETURN", when.to_string());
-        }
-        if self.check {
-            command.env("PAGEMILL_CHECK", "1");
-        }
-        if self.no_huge {
-            command.env("PAGEMILL_HUGE", "never");
-        }
-        if let Some(nodes) = self.nodes {
-            command.env("PAGEMILL_NODES", nodes.to_string());
-        }
-        command
+        set("LD_PRELOAD", Some(preloads));
+        set(TREE_VARIABLE.to_str().unwrap_or_default(), tree.map(OsString::from));
+        set("PAGEMILL_LIMIT", limit.map(text));
+        set("PAGEMILL_AFTER", self.after.map(text));
+        set("PAGEMILL_PAGE_SIZE", self.page_size.map(|page| text(page.bytes())));
+        set("PAGEMILL_RETURN", self.return_after.map(text));
+        set("PAGEMILL_CHECK", self.check.then(|| "1".into()));
+        set("PAGEMILL_HUGE", self.no_huge.then(|| "never".into()));
+        set("PAGEMILL_NODES", self.nodes.map(text));
+        // By the path that was already resolved, unless a launcher resolves it.
+        let launcher = kernel.map(KernelLimit::launcher).unwrap_or_default();
+        let executed = launcher.first().map_or_else(|| path.into(), OsString::from);
+        let arguments = launcher.iter().map(OsString::from).chain(self.program.iter().cloned());
+        child::Program::new(executed, arguments, environment)
     }
 }

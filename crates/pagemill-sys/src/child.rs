@@ -1,13 +1,14 @@
 //! Runs a child process in place of this one: forwards signals to it and returns its exit status.
 //!
 //! If this process ends, the kernel kills the child.
-#![allow(unsafe_code)] // signal masks, wait4, prctl
+#![allow(unsafe_code)] // clone, signal masks, wait4, prctl
 
+use std::ffi::{CStr, CString, OsString, c_char, c_int, c_void};
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
-use std::os::unix::process::CommandExt;
-use std::process::{Child, Command};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::ffi::OsStringExt;
+use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
@@ -64,9 +65,41 @@ fn mask() -> libc::sigset_t {
     }
 }
 
+/// A program to execute: the arguments start with its name, the environment has entries `NAME=VALUE`.
+pub struct Program {
+    path: CString,
+    arguments: Vec<CString>,
+    environment: Vec<CString>,
+}
+
+impl Program {
+    /// `path` without a slash is searched in `PATH`, as by `execvp`.
+    ///
+    /// # Errors
+    ///
+    /// A text contains a zero byte.
+    pub fn new(
+        path: OsString,
+        arguments: impl IntoIterator<Item = OsString>,
+        environment: impl IntoIterator<Item = (OsString, OsString)>,
+    ) -> io::Result<Self> {
+        let text = |text: OsString| Ok::<_, io::Error>(CString::new(text.into_vec())?);
+        let entry = |(mut name, value): (OsString, OsString)| {
+            name.push("=");
+            name.push(value);
+            text(name)
+        };
+        Ok(Self {
+            path: text(path)?,
+            arguments: arguments.into_iter().map(text).collect::<io::Result<_>>()?,
+            environment: environment.into_iter().map(entry).collect::<io::Result<_>>()?,
+        })
+    }
+}
+
 /// A running child. This thread blocks the forwarded signals until this is dropped.
 pub struct StoodFor {
-    child: Child,
+    pid: libc::pid_t,
     /// This thread's previous signal mask.
     before: libc::sigset_t,
 }
@@ -78,21 +111,92 @@ impl Drop for StoodFor {
     }
 }
 
-/// Makes the kernel kill this process when the thread that started it ends. Called in the child before `exec`.
-///
-/// The setting survives `exec`, except of a program that changes its user.
-fn die_with(parent: libc::pid_t) -> io::Result<()> {
-    // SAFETY: sets a number of this process.
-    if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } != 0 {
+/// What a new child reads, and the error that it leaves, in memory shared with its parent.
+struct Start<'a> {
+    parent: libc::pid_t,
+    path: &'a CStr,
+    /// Ends with a null pointer, like `environment`.
+    arguments: &'a [*const c_char],
+    environment: &'a [*const c_char],
+    /// `cgroup.procs` of the control group to enter.
+    group: Option<RawFd>,
+    mask: libc::sigset_t,
+    /// `errno` of the call that failed; 0 once the program runs.
+    error: c_int,
+}
+
+impl Start<'_> {
+    /// Runs in the child. Returns the error of the call that failed, if the program could not be executed.
+    ///
+    /// The parent is suspended meanwhile and shares all memory: no allocation, no lock, no panic.
+    fn execute(&self) -> io::Error {
+        // SAFETY: system calls on valid arguments; the arrays of texts end with null pointers.
+        unsafe {
+            // Survives `exec`, except of a program that changes its user.
+            if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
+                return io::Error::last_os_error();
+            }
+            // A parent that ended before the call sends nothing.
+            if libc::getppid() != self.parent {
+                libc::_exit(128 + libc::SIGKILL);
+            }
+            if let Some(group) = self.group
+                && libc::write(group, b"0".as_ptr().cast(), 1) != 1
+            {
+                return io::Error::last_os_error();
+            }
+            // Rust's runtime ignores this signal; the child has its own table of handlers.
+            libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+            libc::sigprocmask(libc::SIG_SETMASK, &raw const self.mask, ptr::null_mut());
+            for stream in (0..3).filter(|stream| WERE_CLOSED.load(Relaxed) >> stream & 1 == 1) {
+                libc::close(stream);
+            }
+            libc::execvpe(self.path.as_ptr(), self.arguments.as_ptr(), self.environment.as_ptr());
+            io::Error::last_os_error()
+        }
+    }
+}
+
+/// First function of the child; `start` points to a [`Start`].
+extern "C" fn child_main(start: *mut c_void) -> c_int {
+    // SAFETY: `start_child` passes a `Start`, and is suspended while this runs.
+    let start = unsafe { &mut *start.cast::<Start>() };
+    start.error = start.execute().raw_os_error().unwrap_or(libc::EINVAL);
+    127
+}
+
+/// Stack of the child until it executes the program; `execvpe` places a copy of the arguments on it for a script without
+/// an interpreter line.
+const STACK_BYTES: usize = 64 << 10;
+
+/// Starts a child that shares this process's memory until it executes the program (`vfork`), which saves the copy of
+/// the page tables that a fork makes.
+fn start_child(start: &mut Start) -> io::Result<libc::pid_t> {
+    let stack_bytes = STACK_BYTES + size_of_val(start.arguments);
+    // SAFETY: new memory, nothing is replaced.
+    let stack = unsafe {
+        let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        libc::mmap(ptr::null_mut(), stack_bytes, access, kind | libc::MAP_STACK, -1, 0)
+    };
+    if stack == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    // A parent that ended before the call sends nothing.
-    // SAFETY: no arguments.
-    if unsafe { libc::getppid() } != parent {
-        // SAFETY: ends this process.
-        unsafe { libc::_exit(128 + libc::SIGKILL) };
+    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::SIGCHLD;
+    // SAFETY: the stack grows down from the mapping's end; with CLONE_VFORK this thread goes on once the child no longer
+    // uses the stack and `start`.
+    let pid = unsafe { libc::clone(child_main, stack.byte_add(stack_bytes), flags, ptr::from_mut(start).cast()) };
+    let failed = (pid < 0).then(io::Error::last_os_error);
+    // SAFETY: the child executes another program, or ended.
+    unsafe { libc::munmap(stack, stack_bytes) };
+    if let Some(error) = failed {
+        return Err(error);
     }
-    Ok(())
+    if start.error != 0 {
+        // SAFETY: waits for the child, which ends.
+        unsafe { libc::waitpid(pid, ptr::null_mut(), 0) };
+        return Err(io::Error::from_raw_os_error(start.error));
+    }
+    Ok(pid)
 }
 
 /// Starts a child and blocks the forwarded signals in this thread until [`StoodFor::wait`] handles them.
@@ -103,35 +207,30 @@ fn die_with(parent: libc::pid_t) -> io::Result<()> {
 /// # Errors
 ///
 /// Errors of entering the group or of starting the program.
-pub fn spawn(mut command: Command, group: Option<File>) -> io::Result<StoodFor> {
-    // SAFETY: no arguments.
-    let own = unsafe { libc::getpid() };
+pub fn spawn(program: &Program, group: Option<&File>) -> io::Result<StoodFor> {
+    let pointers = |texts: &[CString]| -> Vec<*const c_char> {
+        texts.iter().map(|text| text.as_ptr()).chain([ptr::null()]).collect()
+    };
+    let held = mask();
     // SAFETY: plain data, written by the call before it is read.
     let mut before: libc::sigset_t = unsafe { std::mem::zeroed() };
-    let held = mask();
     // SAFETY: sets this thread's mask; other threads are not started yet.
     unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const held, &raw mut before) };
-    // SAFETY: the closure makes system calls only. The child gets the original mask and streams of this process.
-    unsafe {
-        command.pre_exec(move || {
-            die_with(own)?;
-            if let Some(group) = &group
-                && libc::write(group.as_raw_fd(), b"0".as_ptr().cast(), 1) != 1
-            {
-                return Err(io::Error::last_os_error());
-            }
-            libc::sigprocmask(libc::SIG_SETMASK, &raw const before, std::ptr::null_mut());
-            for stream in (0..3).filter(|stream| WERE_CLOSED.load(Relaxed) >> stream & 1 == 1) {
-                libc::close(stream);
-            }
-            Ok(())
-        });
-    }
-    match command.spawn() {
-        Ok(child) => Ok(StoodFor { child, before }),
+    let mut start = Start {
+        // SAFETY: no arguments.
+        parent: unsafe { libc::getpid() },
+        path: &program.path,
+        arguments: &pointers(&program.arguments),
+        environment: &pointers(&program.environment),
+        group: group.map(AsRawFd::as_raw_fd),
+        mask: before,
+        error: 0,
+    };
+    match start_child(&mut start) {
+        Ok(pid) => Ok(StoodFor { pid, before }),
         Err(error) => {
             // SAFETY: sets this thread's mask back.
-            unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, std::ptr::null_mut()) };
+            unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, ptr::null_mut()) };
             Err(error)
         }
     }
@@ -140,7 +239,7 @@ pub fn spawn(mut command: Command, group: Option<File>) -> io::Result<StoodFor> 
 impl StoodFor {
     /// The child's process id.
     pub fn id(&self) -> u32 {
-        self.child.id()
+        self.pid as u32
     }
 
     /// Waits for the child and forwards signals. Calls `meanwhile` at once, and again after each pause that it
@@ -153,7 +252,7 @@ impl StoodFor {
     ///
     /// Errors of `wait4`.
     pub fn wait(self, mut meanwhile: impl FnMut() -> Duration) -> io::Result<End> {
-        let pid = self.child.id() as libc::pid_t;
+        let pid = self.pid;
         let held = mask();
         let mut pause = Duration::ZERO;
         loop {
@@ -205,10 +304,13 @@ fn try_wait(pid: libc::pid_t) -> io::Result<Option<End>> {
 mod tests {
     use super::*;
 
+    fn shell(script: &str) -> Program {
+        let arguments = ["sh", "-c", script].map(OsString::from);
+        Program::new("sh".into(), arguments, std::env::vars_os()).unwrap()
+    }
+
     fn end_of(script: &str) -> End {
-        let mut command = Command::new("sh");
-        command.args(["-c", script]);
-        spawn(command, None).unwrap().wait(|| Duration::from_secs(1)).unwrap()
+        spawn(&shell(script), None).unwrap().wait(|| Duration::from_secs(1)).unwrap()
     }
 
     #[test]
@@ -221,35 +323,53 @@ mod tests {
     /// `meanwhile` runs repeatedly, with the pauses that it returns; the child's end is noticed between calls.
     #[test]
     fn work_goes_on_meanwhile() {
-        let mut command = Command::new("sh");
-        command.args(["-c", "read line; exit 3"]).stdin(std::process::Stdio::piped());
-        let mut child = spawn(command, None).unwrap();
-        let mut input = child.child.stdin.take();
+        let file = std::env::temp_dir().join(format!("pagemill-child-{}", std::process::id()));
+        let script = format!("while [ ! -e {} ]; do sleep 0.01; done; exit 3", file.display());
+        let child = spawn(&shell(&script), None).unwrap();
         let mut calls = 0;
         let end = child.wait(|| {
             calls += 1;
             if calls == 5 {
-                input = None;
+                File::create(&file).unwrap();
             }
             Duration::from_millis(1)
         });
+        std::fs::remove_file(&file).unwrap();
         assert_eq!(end.unwrap().code, 3);
         assert!(calls >= 5);
+    }
+
+    /// The program gets the environment of the call, and only that; a script without an interpreter line runs in a
+    /// shell; a program that does not exist is an error.
+    #[test]
+    fn programs_are_executed() {
+        let mut program = shell("test \"$GIVEN\" = 1 -a -z \"$PAGEMILL_ABSENT\" || exit 4");
+        program.environment = vec![c"GIVEN=1".to_owned()];
+        assert_eq!(spawn(&program, None).unwrap().wait(|| Duration::from_secs(1)).unwrap().code, 0);
+        let script = std::env::temp_dir().join(format!("pagemill-script-{}", std::process::id()));
+        std::fs::write(&script, "exit $1\n").unwrap();
+        std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
+        let many = std::iter::repeat_n("9".into(), 20_000);
+        let program = Program::new(script.clone().into(), std::iter::once("x".into()).chain(many), []).unwrap();
+        let end = spawn(&program, None).map(|child| child.wait(|| Duration::from_secs(1)));
+        std::fs::remove_file(&script).unwrap();
+        assert_eq!(end.unwrap().unwrap().code, 9);
+        let absent = Program::new("/pagemill/absent".into(), ["absent".into()], []).unwrap();
+        assert_eq!(spawn(&absent, None).err().unwrap().raw_os_error(), Some(libc::ENOENT));
+        assert!(Program::new("a\0b".into(), [], []).is_err());
     }
 
     /// `spawn` returns an error of the child before `exec`, here a failed write to `cgroup.procs`.
     #[test]
     fn a_group_that_refuses_is_told() {
         let full = File::options().write(true).open("/dev/full").unwrap();
-        let error = spawn(Command::new("true"), Some(full)).err().unwrap();
+        let error = spawn(&shell("true"), Some(&full)).err().unwrap();
         assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
     }
 
     /// The child does not inherit the mask that blocks this process's signals.
     #[test]
     fn the_child_gets_signals() {
-        let mut command = Command::new("sh");
-        command.args(["-c", "trap 'exit 5' USR1; kill -USR1 $$; sleep 5; exit 6"]);
-        assert_eq!(spawn(command, None).unwrap().wait(|| Duration::from_secs(1)).unwrap().code, 5);
+        assert_eq!(end_of("trap 'exit 5' USR1; kill -USR1 $$; sleep 5; exit 6").code, 5);
     }
 }
