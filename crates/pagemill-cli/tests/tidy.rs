@@ -78,12 +78,12 @@ impl File {
         blank_comments_and_strings(&self.text)
     }
 
-    /// The text that people read: all of a Markdown file, the comments of a Rust file of a crate.
+    /// The text that people read: all of a Markdown file, the comments of a Rust file of a crate without code.
     fn prose(&self) -> String {
         if self.path.ends_with(".md") {
             self.text.clone()
         } else if self.is_rust() && self.is_in_crates() {
-            blank_all_but(Part::Comment, &self.text)
+            comments_without_code(&self.text)
         } else {
             String::new()
         }
@@ -153,6 +153,17 @@ fn blank_all_but(kept: Part, text: &str) -> String {
         rest = after;
     }
     result
+}
+
+/// The comments of a source file, without the code blocks of its documentation.
+fn comments_without_code(text: &str) -> String {
+    let comments = blank_all_but(Part::Comment, text);
+    let mut is_code = false;
+    let is_prose = |line: &&str| {
+        is_code ^= line.trim_start().trim_start_matches(['/', '!']).trim_start().starts_with("```");
+        !is_code
+    };
+    comments.lines().filter(is_prose).collect::<Vec<_>>().join("\n")
 }
 
 fn len_of_comment(rest: &str) -> Option<usize> {
@@ -326,6 +337,53 @@ fn sentences_name_their_subject() {
     assert!(total <= MAX_PRONOUNS, "{total} of {PRONOUNS:?}, at most {MAX_PRONOUNS}:\n{}", list.join("\n"));
 }
 
+/// Public types of a file of the core without an example: line and name. A type has one if its documentation, or that of
+/// its re-export, has a code block, or names the type with the example (``Example: [`Cache`].``).
+fn types_without_example<'text>(text: &'text str, reexports: &str) -> Vec<(usize, &'text str)> {
+    let (mut missing, mut documentation) = (Vec::new(), String::new());
+    for (number, line) in text.lines().enumerate().map(|(number, line)| (number + 1, line.trim())) {
+        if line.starts_with("///") {
+            documentation.push_str(line);
+        } else if !line.starts_with("#[") {
+            let item = line.strip_prefix("pub ").map(|item| item.strip_prefix("unsafe ").unwrap_or(item));
+            let name = ["struct ", "enum ", "trait "].iter().find_map(|kind| item?.strip_prefix(*kind));
+            let name = name.map(|name| name.split(|part: char| !part.is_alphanumeric()).next().unwrap());
+            let is_shown = documentation.contains("```") || documentation.contains("Example");
+            let missed = name.filter(|name| !is_shown && words(reexports, name).next().is_none());
+            missing.extend(missed.map(|name| (number, name)));
+            documentation.clear();
+        }
+    }
+    missing
+}
+
+/// The lines of `pub use` that follow an example.
+fn reexports_with_example(text: &str) -> String {
+    let is_example = |line: &str| line.starts_with("/// ```") || line.starts_with("/// Example");
+    let follows = |(before, line): &(&str, &str)| is_example(before) && line.starts_with("pub use ");
+    text.lines().zip(text.lines().skip(1)).filter(follows).map(|(_, line)| line).collect()
+}
+
+/// Every public type of the core has an example that compiles, or names the type whose example shows it.
+#[test]
+fn public_types_have_examples() {
+    let files = files();
+    let core = files.iter().filter(|file| file.is_product() && file.path.starts_with("crates/pagemill/src/"));
+    let mut problems = Vec::new();
+    for file in core.filter(|file| !file.path.contains("tests")) {
+        let parent = file.path.rsplit_once('/').map_or("", |(folder, _)| folder);
+        let parent = files.iter().find(|other| other.path.strip_suffix("/mod.rs") == Some(parent));
+        let reexports = parent.map_or(String::new(), |parent| reexports_with_example(&parent.text));
+        for (line, name) in types_without_example(&file.text, &reexports) {
+            problems.push(format!("{}:{line}: {name} has no example", file.path));
+        }
+    }
+    assert_none(&problems);
+    let text = "/// A.\n///\n/// ```\npub struct A;\n/// B.\n#[derive(Debug)]\npub enum B {}\npub unsafe trait C {}\npub fn d() {}";
+    assert_eq!(types_without_example(text, ""), [(7, "B"), (8, "C")]);
+    assert_eq!(types_without_example(text, &reexports_with_example("/// ```\npub use c::{B, E};")), [(8, "C")]);
+}
+
 #[test]
 fn files_are_short() {
     let long = |file: &File| {
@@ -493,6 +551,10 @@ fn comments_and_strings_are_no_code() {
     assert!(code.contains("fn a<'x>() {") && code.len() == text.len());
     let comments = blank_all_but(Part::Comment, text);
     assert_eq!(words(&comments, "unsafe").count(), 3);
+    assert_eq!(
+        comments_without_code("/// a\n/// ```\n/// b\n/// ```\nfn c() {} // d").matches(char::is_alphabetic).count(),
+        2
+    );
     assert_eq!(pronouns_in("Who asks? Whoever asked `who_asks`, whose answer nobody has."), 3);
     assert_eq!(functions(&code), [(1, "a", 1)]);
     let names: Vec<&str> =

@@ -1,6 +1,15 @@
 /* Pagemill, a user-space memory manager: the C interface.
  *
  * Link with -lpagemill_ffi. Under `pagemill run` the functions are available without it.
+ *
+ *     memset(tile, 7, len);
+ *     pagemill_vrange(tile, len, PAGEMILL_VOLATILE, PAGEMILL_FULL, NULL);
+ *     ...
+ *     int purged;
+ *     if (pagemill_vrange(tile, len, PAGEMILL_NONVOLATILE, PAGEMILL_FULL, &purged) > 0 && purged)
+ *         memset(tile, 7, len);
+ *
+ * Complete programs, which the tests compile and run: tests/c of the crate pagemill-ffi.
  */
 #ifndef PAGEMILL_H
 #define PAGEMILL_H

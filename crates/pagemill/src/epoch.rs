@@ -18,6 +18,8 @@ use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering::AcqRel, Ordering::Acquir
 
 /// Keeps what its thread comes to from being used for anything else, until it goes. Made by [`pin`] alone: a guard of another
 /// collector would keep nothing here.
+///
+/// Example: [`XArray`](crate::xarray::XArray).
 pub struct Guard(crossbeam_epoch::Guard);
 
 impl Guard {

@@ -17,6 +17,20 @@ use crate::volatile::{Ranges, Vranges};
 use pagemill_sys::{clock, process};
 
 /// All parts of one process's memory manager. Built once and never torn down.
+///
+/// ```
+/// use pagemill::{Pagemill, stats::Counter};
+///
+/// let pagemill = Pagemill::of_process()?;
+/// let block = pagemill.heap.allocate(1 << 20, 64)?;
+/// // SAFETY: a new block of a MiB, not used after it was freed.
+/// unsafe {
+///     block.addr.as_ptr().write_bytes(1, 1 << 20);
+///     assert!(pagemill.figures().get(Counter::Resident) >= 1 << 20);
+///     pagemill.heap.free(block.addr.as_ptr() as usize)?;
+/// }
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub struct Pagemill {
     pub account: &'static Account,
     pub arena: &'static Arena,

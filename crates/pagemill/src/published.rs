@@ -243,6 +243,18 @@ fn sweep_requests(folder: &str) {
 }
 
 /// A published process.
+///
+/// ```
+/// use pagemill::{Pagemill, published};
+///
+/// Pagemill::of_process()?;
+/// let folder = published::user_folder().unwrap();
+/// let processes = published::list(folder.as_str(), false).unwrap();
+/// for process in processes.iter().filter(|process| process.is_alive) {
+///     println!("{} {}", process.who.pid, process.snapshot.name());
+/// }
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub struct Published {
     pub path: Path,
     pub who: Identity,
@@ -319,6 +331,16 @@ fn own_folders() -> Vec<String> {
 }
 
 /// A running process and its published figures: one part for each Pagemill in it, that of the preload first.
+///
+/// ```
+/// use pagemill::{Pagemill, published, stats::Counter};
+///
+/// Pagemill::of_process()?;
+/// let process = published::read(std::process::id()).expect("this process publishes");
+/// let (_file, figures) = &process.found[0];
+/// assert!(process.is_own() && figures.get(Counter::Resident) < 1 << 40);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub struct Process {
     pub who: Identity,
     /// The user that publishes the figures. Root reads other users' figures but sends them no requests.

@@ -16,6 +16,8 @@ use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Relaxed, Orde
 use std::time::Duration;
 
 /// The unit of a counter.
+///
+/// Example: [`Row`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     Bytes,
@@ -23,6 +25,8 @@ pub enum Unit {
 }
 
 /// How a counter changes, and how the figures of several processes combine.
+///
+/// Example: [`Row`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Only grows; processes add up.
@@ -36,6 +40,14 @@ pub enum Kind {
 }
 
 /// One row of the table that all output is rendered from.
+///
+/// ```
+/// use pagemill::stats::{Counter, Kind, TABLE, Unit};
+///
+/// let row = TABLE.iter().find(|row| row.name == "resident").unwrap();
+/// assert_eq!((row.counter, row.unit, row.kind), (Counter::Resident, Unit::Bytes, Kind::Gauge));
+/// println!("{}: {}", row.name, row.meaning);
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Row {
     pub counter: Counter,
@@ -48,6 +60,8 @@ pub struct Row {
 macro_rules! counters {
     ($(#[doc = $meaning:literal] $name:ident: $variant:ident, $kind:ident, $unit:ident;)*) => {
         /// A counter's index on the page. New counters are appended; any other change needs a new [`VERSION`].
+        ///
+        /// Example: [`Snapshot`].
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(usize)]
         pub enum Counter { $(#[doc = $meaning] $variant),* }
@@ -355,6 +369,8 @@ const MAGIC: u64 = u64::from_le_bytes(*b"pagemill");
 /// # Invariants
 ///
 /// All bits are valid: it may be mapped from any file.
+///
+/// Example: [`Snapshot`], which copies the page.
 #[repr(C)]
 pub struct Figures {
     magic: AtomicU64,
@@ -506,6 +522,16 @@ pub(crate) fn describe_arena(addresses: Range<usize>) {
 }
 
 /// Figures of one process at one moment.
+///
+/// ```
+/// use pagemill::{Pagemill, stats::Counter};
+///
+/// let figures = Pagemill::of_process()?.figures();
+/// assert_eq!(figures.who.pid, std::process::id());
+/// let (resident, giveable) = (figures.get(Counter::Resident), figures.giveable_of_resident());
+/// assert!(giveable <= resident && figures.amounts().net <= resident);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Snapshot {
     pub who: process::Identity,
@@ -587,6 +613,8 @@ impl Snapshot {
 }
 
 /// The result of `pagemill_figures`, laid out as in include/pagemill.h.
+///
+/// Example: [`Snapshot`].
 #[repr(C)]
 pub struct Amounts {
     pub resident: u64,

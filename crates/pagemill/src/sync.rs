@@ -38,6 +38,16 @@ use std::sync::atomic::AtomicU32 as Word;
 ///
 /// It guards code, not data: each protected field names its lock. If the forking thread holds it across `fork`, it is
 /// released in both processes.
+///
+/// ```
+/// use pagemill::sync::Lock;
+///
+/// static LOCK: Lock = Lock::new();
+/// let guard = LOCK.lock();
+/// assert!(LOCK.try_lock().is_none());
+/// drop(guard);
+/// assert!(LOCK.try_lock().is_some());
+/// ```
 #[derive(Default)]
 pub struct Lock {
     /// 0: free; 1: held; 2: held, with sleepers.
@@ -132,6 +142,7 @@ fn sleep_while_held(_word: &Word) {
 #[cfg(shuttle)]
 fn wake_one(_word: &Word) {}
 
+/// Example: [`Lock`].
 pub struct Guard<'lock>(&'lock Lock);
 
 impl Drop for Guard<'_> {

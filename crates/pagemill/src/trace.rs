@@ -41,6 +41,8 @@ macro_rules! events {
        ($first:literal $($bits:literal $above:literal)?, $second:literal $($second_bits:literal $second_above:literal)?);)*
     ) => {
         /// An event, with two numbers, each of which may hold two values.
+        ///
+        /// Example: [`Recorded`].
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(u8)]
         pub enum Event { $(#[doc = $meaning] $name),* }
@@ -115,6 +117,8 @@ struct Entry {
 }
 
 /// A ring of events.
+///
+/// Example: [`Recorded`].
 #[repr(C)]
 pub struct Ring {
     next: AtomicU64,
@@ -164,6 +168,18 @@ impl Entry {
 }
 
 /// An event as read from a page.
+///
+/// ```
+/// use pagemill::trace::{self, Event};
+/// use pagemill::{Pagemill, published};
+///
+/// Pagemill::of_process()?;
+/// trace::event(Event::Forked, 1 << 30, 1);
+/// let (file, _) = published::find(std::process::id()).expect("a folder for this user's figures");
+/// let events = trace::read(file.as_c_str(), None).unwrap();
+/// assert!(events.iter().any(|recorded| recorded.numbers[0].1 == 1 << 30));
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Recorded {
     pub sequence: u64,

@@ -36,6 +36,8 @@ use pagemill_sys::mem;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering::Relaxed};
 
 /// The context of a request for memory.
+///
+/// Example: [`Budget`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Context {
     /// Outside every lock.
@@ -45,6 +47,15 @@ pub enum Context {
 }
 
 /// Decides how much memory may become resident. Implemented by `reclaim`.
+///
+/// ```
+/// use pagemill::{Pagemill, arena::{Budget, Context}};
+///
+/// let account = Pagemill::of_process()?.account;
+/// account.admit(1 << 20, Context::Outside)?; // before a MiB becomes resident
+/// account.discharge(1 << 20); // after it was returned
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub trait Budget: Sync {
     /// Charges `bytes` if there is room, reclaiming if there is not.
     ///
@@ -94,6 +105,16 @@ impl Generation {
 }
 
 /// The layout of an arena.
+///
+/// ```
+/// use pagemill::arena::{Layout, nodes::Nodes};
+/// use pagemill::{Pagemill, reclaim::tree::UNLIMITED};
+///
+/// let layout = Layout { nodes: Nodes::logical(2), use_huge: false, ..Layout::for_test() };
+/// let pagemill = Pagemill::new(layout, UNLIMITED)?;
+/// assert!(pagemill.arena.contains(pagemill.heap.base()));
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Layout {
     /// Address space for the small allocator's extents.
@@ -185,6 +206,8 @@ impl Zone {
 }
 
 /// The address space, its block words, and the rules for backing blocks.
+///
+/// Example: [`Layout`].
 pub struct Arena {
     pub(crate) small: Zone,
     pub(crate) heap: Zone,

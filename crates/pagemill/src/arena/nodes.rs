@@ -3,6 +3,8 @@
 use pagemill_sys::numa;
 
 /// The nodes that blocks are assigned to.
+///
+/// Example: [`Layout`](super::Layout).
 #[derive(Clone, Copy, Debug)]
 pub struct Nodes {
     count: usize,

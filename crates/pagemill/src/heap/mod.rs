@@ -56,6 +56,8 @@ const PUBLISH_STEP: i64 = 8 << 20;
 const REFRESH_FROM_BYTES: usize = 32 << 20;
 
 /// An allocation from a slot.
+///
+/// Example: [`Heap`].
 #[derive(Clone, Copy, Debug)]
 pub struct Allocation {
     pub addr: NonNull<u8>,
@@ -85,6 +87,16 @@ struct Place {
 ///
 /// The bytes of a slot belong exclusively to the thread that changed its state word to *Live* (until it is freed) or to
 /// *Purging* (until it is restored). A slot's bytes lie in the heap zone and overlap no other slot's.
+///
+/// ```
+/// let heap = pagemill::Pagemill::of_process()?.heap;
+/// let block = heap.allocate(3 << 20, 4096)?;
+/// let addr = block.addr.as_ptr() as usize;
+/// assert!(addr % 4096 == 0 && heap.usable_bytes(addr)? >= 3 << 20);
+/// // SAFETY: the block is not used any more. Its memory stays for the next one until reclaim wants it.
+/// unsafe { heap.free(addr)? };
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub struct Heap {
     arena: &'static Arena,
     account: &'static Account,

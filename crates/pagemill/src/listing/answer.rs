@@ -25,6 +25,8 @@ const MOST_LOOK_NS: u64 = 15_000_000;
 const EIO: i32 = 5;
 
 /// Lists the ranges and the caches of one Pagemill, and passes orders on.
+///
+/// Example: [`List`](super::List).
 pub struct Lister {
     ranges: &'static Ranges,
     vranges: &'static Vranges,

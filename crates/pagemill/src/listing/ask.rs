@@ -30,6 +30,18 @@ const ASK_AGAIN_AFTER: Duration = Duration::from_millis(100);
 const MOST_REQUESTS: u32 = 64;
 
 /// The ranges that a process listed.
+///
+/// ```
+/// use pagemill::{Pagemill, listing, published, volatile::Behaviour};
+///
+/// let range = Pagemill::of_process()?.ranges.allocate(1 << 20, Behaviour::Full)?;
+/// let (file, figures) = published::find(std::process::id()).expect("this process publishes");
+/// match listing::ask(&file, figures.who, || false) { // of any process of this user
+///     Ok(list) => assert!(list.ranges.iter().any(|listed| listed.addr == range.addr())),
+///     Err(reason) => println!("no answer: {reason}"),
+/// }
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct List {
     pub ranges: Vec<Listed>,
@@ -38,6 +50,8 @@ pub struct List {
 }
 
 /// Why there is no list.
+///
+/// Example: [`List`].
 #[derive(Debug)]
 pub enum Unanswered {
     /// It cannot be asked.

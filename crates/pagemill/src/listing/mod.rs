@@ -86,6 +86,8 @@ impl Head {
 }
 
 /// Updates figures when another process asks for them.
+///
+/// Example: [`List`].
 pub trait Measured: Sync {
     /// Must neither allocate nor take long.
     fn measure(&self);

@@ -12,6 +12,8 @@ use crate::slab::ShrinkReport;
 const MAGIC: u64 = u64::from_le_bytes(*b"pm-ordr1");
 
 /// An action on a slab cache.
+///
+/// Example: [`Order`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Compact relocatable objects, and return empty slabs.
@@ -23,6 +25,18 @@ pub enum Action {
 }
 
 /// An order to a process.
+///
+/// ```
+/// use pagemill::{Pagemill, listing::{self, Order}, published};
+///
+/// Pagemill::of_process()?;
+/// let (file, figures) = published::find(std::process::id()).expect("this process publishes");
+/// match listing::order(&file, figures.who, Order::Trim { want_bytes: 1 << 20 }, || false) {
+///     Ok(outcome) => assert_eq!((outcome.of, outcome.errno), (1 << 20, 0)),
+///     Err(reason) => println!("no answer: {reason}"),
+/// }
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
     /// Act on the slab cache with this number in the list.
@@ -32,6 +46,8 @@ pub enum Order {
 }
 
 /// The outcome of an order.
+///
+/// Example: [`Order`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outcome {
     /// The number of the cache, or the wanted bytes.

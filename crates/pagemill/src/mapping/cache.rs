@@ -27,6 +27,24 @@ use std::time::Duration;
 pub const MAX_CACHES: usize = 256;
 
 /// Settings of a cache.
+///
+/// ```
+/// use pagemill::Pagemill;
+/// use pagemill::mapping::{Settings, Source, Writeback, policy::Never};
+/// use pagemill::units::PageSize;
+/// use std::time::Duration;
+///
+/// let writeback = Writeback { age: Duration::from_secs(5), ..Writeback::default() };
+/// let cache = Pagemill::of_process()?.caches.make(Settings {
+///     page: PageSize::new(64 << 10).unwrap(),
+///     policy: Box::new(Never), // no huge folios
+///     source: Source::TryHugetlb,
+///     writeback,
+///     ..Settings::new("index", 32 << 20)
+/// })?;
+/// assert_eq!(cache.page().bytes(), 65_536);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub struct Settings {
     /// Name of the cache in reports.
     pub name: String,
@@ -70,6 +88,8 @@ impl Settings {
 }
 
 /// All caches of a process.
+///
+/// Example: [`Cache`].
 pub struct Caches {
     pub(super) arena: &'static Arena,
     pub(super) forests: &'static dyn Forests,

@@ -45,6 +45,8 @@ const TELLING_BYTES: u64 = BLOCK_BYTES as u64 / 8;
 
 /// When dirty pages are written back in the background, and when writers are throttled. [`Writeback::default`] suits
 /// programs that call [`Mapping::sync`](super::Mapping::sync) where they need durability.
+///
+/// Example: [`Settings`](super::Settings).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Writeback {
     /// Pages that are dirty for this time are written back: 30 s.

@@ -64,12 +64,54 @@ mod write;
 mod writeback;
 mod zero;
 
-pub use ahead::{Advice, Reuse};
+/// Hints for the readahead and eviction of a file.
+///
+/// ```
+/// use pagemill::mapping::{Advice, Reuse, Settings};
+/// # use pagemill::{Pagemill, store::MemoryStore};
+///
+/// # let cache = Pagemill::of_process()?.caches.make(Settings::new("scans", 64 << 20))?;
+/// let file = cache.open(std::sync::Arc::new(MemoryStore::new(vec![7; 1 << 20], 512)))?;
+/// file.advise(Advice::Random); // no readahead
+/// file.advise_reuse(Reuse::Usual); // no early eviction
+/// assert_eq!(file.read_at(&mut [0; 100], 5000)?, 100);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
+pub use ahead::Advice;
+/// Example: [`Advice`].
+pub use ahead::Reuse;
 pub use cache::{Cache, Caches, MAX_CACHES, Settings};
 pub use flush::Writeback;
 pub use pin::{Exclusive, Pin, Pins};
 pub use policy::Policy;
-pub use queue::{Fetch, Fetched, Queue};
+/// Reads many pages of files for one thread, without blocking in between.
+///
+/// ```
+/// use pagemill::mapping::{Fetch, Settings};
+/// # use pagemill::{Pagemill, store::FileStore};
+/// use std::time::Duration;
+///
+/// # let path = std::env::temp_dir().join(format!("pagemill-doc-queue-{}", std::process::id()));
+/// # std::fs::write(&path, vec![7; 1 << 20]).unwrap();
+/// # let cache = Pagemill::of_process()?.caches.make(Settings::new("records", 64 << 20))?;
+/// let file = cache.open(std::sync::Arc::new(FileStore::open_read_only(&path)?))?;
+/// let mut queue = cache.queue(32)?;
+/// for page in 0..4 {
+///     assert_eq!(queue.fetch(&file, page << 18, page)?, Fetch::Started); // request id: the page
+/// }
+/// while !queue.is_empty() {
+///     queue.wait(1, Duration::from_secs(60))?;
+///     while let Some(fetched) = queue.next() {
+///         fetched.result?;
+///         assert_eq!(file.read_at(&mut [0; 8], fetched.token << 18)?, 8); // from memory
+///     }
+/// }
+/// # std::fs::remove_file(&path).unwrap();
+/// # Ok::<(), pagemill::Error>(())
+/// ```
+pub use queue::Queue;
+/// Example: [`Queue`].
+pub use queue::{Fetch, Fetched};
 pub use source::Source;
 pub use usage::{Holder, Usage};
 
@@ -142,6 +184,22 @@ pub(crate) struct File {
 /// A page is the cache's software page; offsets are bytes. Bytes that were never written read zero.
 ///
 /// Beside the file: the number of writeback failures reported to this handle so far.
+///
+/// ```
+/// use pagemill::{Pagemill, mapping::Settings, store::MemoryStore};
+/// use std::sync::Arc;
+///
+/// let store = Arc::new(MemoryStore::new(vec![7; 10_000], 512));
+/// let cache = Pagemill::of_process()?.caches.make(Settings::new("records", 64 << 20))?;
+/// let file = cache.open(store.clone())?;
+/// file.write_at(b"new", 5000)?;
+/// let mut bytes = [0; 4];
+/// assert_eq!((file.read_at(&mut bytes, 5000)?, &bytes), (4, b"new\x07"));
+/// file.sync()?; // the store has the change from here on
+/// file.close().map_err(|(_file, error)| error)?;
+/// assert_eq!(&store.bytes()[5000..5003], b"new");
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub struct Mapping(Arc<File>, AtomicU32);
 
 impl Mapping {

@@ -20,6 +20,20 @@ use std::ops::{Deref, DerefMut};
 /// an inherited pin: the memory may not be mapped there (docs/files-behind.md).
 ///
 /// Cost: one atomic operation to pin and one to unpin, for any part of a huge folio.
+///
+/// ```
+/// use pagemill::{Pagemill, mapping::Settings};
+///
+/// let cache = Pagemill::of_process()?.caches.make(Settings::new("records", 64 << 20))?;
+/// let file = cache.create()?;
+/// file.write_at(&7_u64.to_ne_bytes(), 8)?;
+/// let pin = file.pin(0)?; // the folio with offset 0
+/// assert_eq!(pin.read_u64(8), 7);
+/// drop(pin);
+/// let pins = file.pin_range(0, 16)?;
+/// assert_eq!((pins.len(), file.pin(0)?.as_ptr()), (1, pins.first().unwrap().as_ptr()));
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 #[must_use = "it pins for as long as it is kept"]
 pub struct Pin<'file> {
     file: &'file File,
@@ -33,6 +47,8 @@ pub struct Pin<'file> {
 }
 
 /// The pinned folios of a range, in order. A single one needs no allocation; a huge folio often covers the whole range.
+///
+/// Example: [`Pin`].
 #[must_use = "it pins for as long as it is kept"]
 pub struct Pins<'file> {
     first: Option<Pin<'file>>,
@@ -365,6 +381,20 @@ impl Drop for Pin<'_> {
 
 /// A folio that this thread holds exclusively: its bytes are a slice. Other threads wait, a second at most, so it
 /// should not be kept long.
+///
+/// ```
+/// use pagemill::{Pagemill, mapping::Settings};
+///
+/// let file = Pagemill::of_process()?.caches.make(Settings::new("records", 64 << 20))?.create()?;
+/// file.write_at(&[1; 100], 0)?;
+/// let mut folio = file.hold(0)?;
+/// folio[..100].reverse(); // a slice of the cached bytes
+/// folio[0] = 9;
+/// drop(folio);
+/// let mut first = [0];
+/// assert_eq!((file.read_at(&mut first, 0)?, first), (1, [9]));
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 #[must_use = "others wait for as long as it is kept"]
 pub struct Exclusive<'file> {
     file: &'file File,

@@ -1,6 +1,8 @@
 //! Policies: choose huge or small folios for each range of a file.
 
 /// Why a folio is about to be allocated.
+///
+/// Example: [`Policy`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
     /// A write where there is no folio.
@@ -12,6 +14,8 @@ pub enum Cause {
 }
 
 /// Facts about a range that could be one huge folio.
+///
+/// Example: [`Policy`].
 #[derive(Clone, Copy, Debug)]
 pub struct Ask {
     pub cause: Cause,
@@ -30,6 +34,8 @@ pub struct Ask {
 }
 
 /// The decision.
+///
+/// Example: [`Policy`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Choice {
     Huge,
@@ -42,6 +48,25 @@ pub enum Choice {
 /// Decides for every range of every file of a cache. Called often, so it should be fast. A truncation of a file waits
 /// for it, so it must not use the cache's files. A panic unwinds through the call that needed the decision. In the
 /// background a panic is counted (`behind_panics`), and the range stays as it is.
+///
+/// ```
+/// use pagemill::{Pagemill, mapping::{Settings, policy::{Ask, Cause, Choice, Policy}}};
+///
+/// /// Huge folios for large writes only.
+/// struct LargeWrites;
+///
+/// impl Policy for LargeWrites {
+///     fn choose(&self, ask: &Ask) -> Choice {
+///         let is_large = ask.cause == Cause::Write && ask.wanted_bytes >= ask.span_bytes / 4;
+///         if is_large { Choice::Huge } else { Choice::Small }
+///     }
+/// }
+///
+/// let settings = Settings { policy: Box::new(LargeWrites), ..Settings::new("blobs", 64 << 20) };
+/// let file = Pagemill::of_process()?.caches.make(settings)?.create()?;
+/// assert_eq!(file.write_at(&[1; 1 << 20], 0)?, 1 << 20);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub trait Policy: Send + Sync {
     fn choose(&self, ask: &Ask) -> Choice;
 }
@@ -55,6 +80,8 @@ const DENSE: (u64, u64) = (7, 8);
 
 /// Decides by size, density and order of access. Uses a huge folio if a call wants half of the range, or if a large
 /// file is written sequentially. A small file, or one with scattered writes, stays in small folios until it is dense.
+///
+/// Example: [`Settings`](super::Settings).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Auto;
 
@@ -78,6 +105,8 @@ impl Policy for Auto {
 }
 
 /// Always chooses huge, for writes and for reads of holes.
+///
+/// Example: [`Settings`](super::Settings).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Always;
 
@@ -88,6 +117,8 @@ impl Policy for Always {
 }
 
 /// Never chooses huge folios.
+///
+/// Example: [`Settings`](super::Settings).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Never;
 

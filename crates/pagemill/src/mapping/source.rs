@@ -10,6 +10,8 @@ use crate::units::BLOCK_BYTES;
 use std::sync::Weak;
 
 /// The memory that a cache uses.
+///
+/// Example: [`Settings`](super::Settings).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Source {
     /// Memory of the process, charged to its limit. Uses huge pages as far as the kernel has some.

@@ -13,6 +13,8 @@ use pagemill_sys::clock;
 use std::sync::{Arc, Weak};
 
 /// The holder of the memory in a [`Usage`].
+///
+/// Example: [`Usage`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Holder {
     /// A cache.
@@ -24,6 +26,17 @@ pub enum Holder {
 }
 
 /// Memory of a cache in bytes. The rows from `huge` to `index` add up to its memory.
+///
+/// ```
+/// use pagemill::{Pagemill, mapping::Settings};
+///
+/// let cache = Pagemill::of_process()?.caches.make(Settings::new("tiles", 64 << 20))?;
+/// let file = cache.create()?;
+/// file.write_at(&[1; 100], 0)?;
+/// let usage = cache.usage();
+/// assert!(usage.small > 0 && usage.total() >= usage.small);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     pub name: Arc<str>,

@@ -58,6 +58,23 @@ const SPARE_DIVISOR: u64 = 16;
 const MOST_SPARE_DIVISOR: u64 = 3;
 
 /// The account of one process.
+///
+/// ```
+/// use pagemill::arena::Context;
+/// use pagemill::reclaim::{Reason, Urgency};
+///
+/// let pagemill = pagemill::Pagemill::of_process()?;
+/// let block = pagemill.heap.allocate(2 << 20, 64)?;
+/// // SAFETY: the block is written while it is allocated, and not used after it was freed.
+/// unsafe {
+///     block.addr.as_ptr().write_bytes(1, 2 << 20);
+///     pagemill.heap.free(block.addr.as_ptr() as usize)?;
+/// }
+/// let freed = pagemill.account.give_back(1 << 20, Context::Outside, Urgency::Request, Reason::Program);
+/// println!("{freed} bytes returned");
+/// assert!(pagemill.account.giveable() < 2 << 20);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub struct Account {
     resident: AtomicU64,
     /// Bytes lent to the program and not known to be touched.

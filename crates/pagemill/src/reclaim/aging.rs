@@ -12,6 +12,17 @@ const PARTS: u64 = 4;
 const KEPT: usize = PARTS as usize + 1;
 
 /// The least value of an amount over an age. One thread updates it; others may read.
+///
+/// ```
+/// use pagemill::reclaim::aging::LeastOver;
+/// use std::time::Duration;
+///
+/// let (free, second) = (LeastOver::default(), 1_000_000_000);
+/// for (now, amount) in [(0, 80), (4, 30), (8, 50), (12, 60)] {
+///     free.least(amount, now * second, Duration::from_secs(10));
+/// }
+/// assert_eq!(free.least(70, 13 * second, Duration::from_secs(10)), 30); // free for ten seconds
+/// ```
 #[derive(Default)]
 pub struct LeastOver {
     short: LeastOverOne,

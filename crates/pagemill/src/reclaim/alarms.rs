@@ -25,6 +25,8 @@ const STALL_US: u32 = 150_000;
 const RETRY_NS: u64 = 60_000_000_000;
 
 /// The limits and files that alarms are to be set for.
+///
+/// Example: [`Alarms`].
 pub struct Plan {
     /// The state number of the limits that the plan was made for.
     pub state: u32,
@@ -38,6 +40,8 @@ pub struct Plan {
 }
 
 /// What the alarms cover.
+///
+/// Example: [`Alarms`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Covered {
     /// Reaching three quarters of any group's limit wakes the helper. Far from it no polling is needed.
@@ -49,6 +53,12 @@ pub struct Covered {
 }
 
 /// The alarms that are set.
+///
+/// ```
+/// let alarms = pagemill::reclaim::alarms::Alarms::new()?;
+/// assert!(alarms.set_for().is_none() && !alarms.covered.has_limits); // none is set yet
+/// # Ok::<(), std::io::Error>(())
+/// ```
 pub struct Alarms {
     events: Events,
     sources: [Option<Source>; MAX_ALARMS],

@@ -70,6 +70,8 @@ const STALL_DIVISOR: u64 = 8;
 const OFFER_BYTES: u64 = 32 << 20;
 
 /// The governor's source of time. Tests supply their own.
+///
+/// Example: [`Governor`].
 pub trait Clock {
     /// Monotonic time in nanoseconds.
     fn now_ns(&self) -> u64;
@@ -78,6 +80,8 @@ pub trait Clock {
 }
 
 /// The kernel's clocks.
+///
+/// Example: [`Governor`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SystemClock;
 
@@ -92,6 +96,8 @@ impl Clock for SystemClock {
 }
 
 /// When to look again.
+///
+/// Example: [`Governor`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
     After(Duration),
@@ -102,6 +108,8 @@ pub enum Next {
 }
 
 /// Kernel events since the last step.
+///
+/// Example: [`Governor`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Signs {
     /// A thread stalled on memory in this process's group.
@@ -115,6 +123,15 @@ pub struct Signs {
 }
 
 /// The state kept between looks.
+///
+/// ```
+/// use pagemill::reclaim::governor::{Governor, Signs, SystemClock};
+/// use pagemill::{Pagemill, reclaim::Return};
+///
+/// let pagemill = Pagemill::for_test(); // without a helper of its own
+/// let next = Governor::new(SystemClock).step(pagemill.account, Signs::default(), Return::BALANCED);
+/// println!("looks again: {next:?}");
+/// ```
 #[derive(Debug)]
 pub struct Governor<C> {
     clock: C,

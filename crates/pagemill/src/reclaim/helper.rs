@@ -40,12 +40,21 @@ const LATE: Duration = Duration::from_millis(20);
 const MOST_ASKED: u32 = 8;
 
 /// Answers requests of other processes, which are numbered on the page of figures.
+///
+/// Example: [`Helper`].
 pub trait Answer: Sync {
     /// Answers request `number`. Must not allocate and must not trust the requester.
     fn answer(&self, number: u32);
 }
 
 /// The state of the helper thread, and the object that answers its requests.
+///
+/// ```
+/// let pagemill = pagemill::Pagemill::of_process()?; // starts the helper
+/// assert!(pagemill.helper.is_running());
+/// assert!(!pagemill.helper.claim()); // one thread per process
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub struct Helper {
     account: &'static Account,
     is_started: AtomicBool,

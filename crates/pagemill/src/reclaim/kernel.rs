@@ -16,6 +16,13 @@ use std::sync::Mutex;
 /// The kernel as a source of limits: every visible control group above this process, and `MemAvailable`.
 ///
 /// A limit that cannot be read does not bind: a group that vanished, a file without a number, no `/proc`.
+///
+/// ```
+/// use pagemill::reclaim::{kernel::Kernel, limits::Limits};
+///
+/// static KERNEL: Kernel = Kernel::new(""); // a prefix of /proc and /sys, for tests
+/// assert!(KERNEL.sample().limit_bytes > 0);
+/// ```
 pub struct Kernel {
     /// Prefix of every path: empty, or a folder with a test tree.
     root: &'static str,

@@ -15,6 +15,8 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::Relaxed};
 
 /// Which limit is nearest.
+///
+/// Example: [`Room`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bound {
     /// No known limit.
@@ -26,6 +28,8 @@ pub enum Bound {
 }
 
 /// A limit beyond which the kernel kills processes.
+///
+/// Example: [`Room`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kill {
     /// `u64::MAX` for none.
@@ -62,6 +66,14 @@ impl Kill {
 }
 
 /// How much may still become resident.
+///
+/// ```
+/// use pagemill::reclaim::limits::{Bound, Kill, Room};
+///
+/// let room = Room::of_machine(16 << 30, 3 << 30); // 3 of 16 GiB are available
+/// assert_eq!((room.bound, room.kill), (Bound::Machine, Kill::NONE));
+/// assert_eq!((room.bytes, room.shortage(5 << 30)), (2 << 30, 3 << 30)); // a sixteenth stays for others
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
     pub bound: Bound,
@@ -158,6 +170,23 @@ pub(super) const NEAR_DIVISOR: u64 = 4;
 const MACHINE_MARGIN_DIVISOR: u64 = 16;
 
 /// A source of limits.
+///
+/// ```
+/// use pagemill::reclaim::limits::{Headroom, Limits, Room};
+///
+/// /// A fixed limit instead of the kernel's.
+/// struct Fixed;
+///
+/// impl Limits for Fixed {
+///     fn sample(&self) -> Room {
+///         Room { bytes: 1 << 20, limit_bytes: 8 << 20, ..Room::ENDLESS }
+///     }
+/// }
+///
+/// let headroom = Headroom::default();
+/// headroom.set_limits(&Fixed);
+/// assert_eq!(headroom.sample().shortage(3 << 20), 2 << 20);
+/// ```
 pub trait Limits: Sync {
     /// The nearest limit now. May take some 50 us; must not allocate or lock.
     fn sample(&self) -> Room;
@@ -169,6 +198,8 @@ pub trait Limits: Sync {
 }
 
 /// The room that is left, sampled no more often than is safe.
+///
+/// Example: [`Limits`].
 pub struct Headroom {
     limits: OnceLock<&'static dyn Limits>,
     /// Bytes that may become resident before the next sample.

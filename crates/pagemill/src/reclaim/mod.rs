@@ -28,6 +28,8 @@ use crate::trace::{self, Event};
 use std::time::Duration;
 
 /// How much effort a reclaim request makes.
+///
+/// Example: [`Shrinker`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Urgency {
     /// Only what is cheap to return: whole blocks, coldest first.
@@ -39,6 +41,8 @@ pub enum Urgency {
 }
 
 /// Which free memory is offered to the kernel.
+///
+/// Example: [`Shrinker::offer`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Which {
     /// Only memory that is unlikely to be used soon.
@@ -48,6 +52,8 @@ pub enum Which {
 }
 
 /// Why memory is given back. Each reason has a counter and a trace event.
+///
+/// Example: [`Account`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
     /// The program requested it.
@@ -91,6 +97,38 @@ impl Reason {
 }
 
 /// An owner of memory that can give some back.
+///
+/// ```
+/// use pagemill::Pagemill;
+/// use pagemill::reclaim::{Shrinker, Urgency};
+/// use std::sync::Mutex;
+///
+/// /// A cache of a program that a limit or pressure may empty.
+/// static SPARE: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+/// struct Spare;
+///
+/// impl Shrinker for Spare {
+///     fn name(&self) -> &'static str {
+///         "spare"
+///     }
+///     fn may_nest(&self) -> bool {
+///         false // frees through the global allocator
+///     }
+///     fn giveable_bytes(&self) -> u64 {
+///         SPARE.try_lock().map_or(0, |spare| spare.capacity() as u64)
+///     }
+///     fn shrink(&self, _want_bytes: u64, _urgency: Urgency) -> u64 {
+///         SPARE.try_lock().map_or(0, |mut spare| std::mem::take(&mut *spare).capacity() as u64)
+///     }
+/// }
+///
+/// *SPARE.lock().unwrap() = vec![0; 1 << 20];
+/// let account = Pagemill::of_process()?.account;
+/// account.register(&Spare);
+/// account.give_all_back();
+/// assert_eq!(SPARE.lock().unwrap().capacity(), 0);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub trait Shrinker: Sync {
     /// A short name for reports.
     fn name(&self) -> &'static str;

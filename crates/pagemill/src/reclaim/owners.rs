@@ -121,6 +121,8 @@ impl Owner {
 }
 
 /// All registered owners, cheapest first.
+///
+/// Example: [`Shrinker`].
 #[derive(Default)]
 pub struct Owners([Owner; MAX_OWNERS]);
 

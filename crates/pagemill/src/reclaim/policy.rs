@@ -8,6 +8,16 @@ use std::time::Duration;
 ///
 /// Text form, in `PAGEMILL_RETURN` and `pagemill run --return`: `keep`,
 /// `eager`, `balanced`, or `balanced=SECONDS`.
+///
+/// ```
+/// use pagemill::{Pagemill, reclaim::Return};
+///
+/// let policy: Return = "balanced=30".parse().unwrap();
+/// assert_eq!(policy, Return::after_seconds(30).unwrap());
+/// assert!("soon".parse::<Return>().is_err());
+/// Pagemill::of_process()?.set_return(policy);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Return {
     /// Never by age, only on request and under pressure.
@@ -17,6 +27,8 @@ pub enum Return {
 }
 
 /// The text is not one of the forms of [`Return`].
+///
+/// Example: [`Return`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NotAReturn;
 

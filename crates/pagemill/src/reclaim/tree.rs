@@ -60,6 +60,20 @@ impl Member {
 /// # Invariants
 ///
 /// All bits are valid: it may be mapped from any file.
+///
+/// ```
+/// use pagemill::{Pagemill, reclaim::tree::TreePage};
+///
+/// # let path = std::env::temp_dir().join(format!("pagemill-doc-tree-{}", std::process::id()));
+/// let file = std::ffi::CString::new(path.to_str().unwrap()).unwrap();
+/// let tree = TreePage::create(&file, 512 << 20)?; // as `pagemill run --limit 512M` does
+/// let place = tree.enter(Pagemill::of_process()?.figures().who).unwrap();
+/// place.publish(30 << 20, 0, 10 << 20); // resident, untouched, giveable
+/// assert_eq!((tree.totals().resident, tree.totals().members), (30 << 20, 1));
+/// place.leave();
+/// # std::fs::remove_file(&path).unwrap();
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 #[repr(C)]
 pub struct TreePage {
     magic: AtomicU64,
@@ -84,6 +98,8 @@ pub struct TreePage {
 }
 
 /// Totals of a tree at one moment.
+///
+/// Example: [`TreePage`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Totals {
     pub resident: u64,
@@ -311,6 +327,8 @@ impl TreePage {
 }
 
 /// Identifies the process of a member.
+///
+/// Example: [`TreePage`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemberId(u64);
 
@@ -326,6 +344,8 @@ impl MemberId {
 }
 
 /// This process's slot in its tree.
+///
+/// Example: [`TreePage`].
 #[derive(Clone, Copy)]
 pub struct Place {
     page: &'static TreePage,

@@ -8,6 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
 /// Result of shrinking a cache on request of another process.
+///
+/// Example: [`listing::Order`](crate::listing::Order).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ShrinkReport {
     /// Bytes that were freed, as the `shrink` of the cache returns.

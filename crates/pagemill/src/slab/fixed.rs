@@ -34,6 +34,18 @@ impl Member for Inner {
 }
 
 /// A cache of values of one type. A value keeps its address until it is dropped.
+///
+/// ```
+/// use pagemill::{Pagemill, slab::Settings};
+///
+/// let cache = Pagemill::of_process()?.slabs.fixed::<String>(Settings::new("names"))?;
+/// let mut name = cache.insert("page".to_owned())?; // a `Slot`, used as a `Box`
+/// name.push_str("mill");
+/// assert_eq!(name.into_inner(), "pagemill");
+/// cache.shrink()?; // the empty slab returns to the system
+/// assert_eq!(cache.info()?.total.used, 0);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub struct Fixed<T> {
     inner: Arc<Inner>,
     _values: PhantomData<fn(T) -> T>,
@@ -44,6 +56,8 @@ pub struct Fixed<T> {
 /// # Invariants
 ///
 /// `at` points to a valid value in an object of `cache`. Only this slot owns it.
+///
+/// Example: [`Fixed`].
 pub struct Slot<'cache, T> {
     cache: &'cache Engine,
     at: NonNull<T>,

@@ -36,7 +36,7 @@ use std::time::Duration;
 /// # Safety
 ///
 /// The value does not refer to its own address. Its bytes do not change while only `&` references exist: no `Cell`,
-/// atomic or lock, except behind a pointer.
+/// atomic or lock, except behind a pointer. Example of a cache of such values: [`ByHandle`].
 pub unsafe trait Movable: Send + Sync + 'static {}
 
 macro_rules! movable {
@@ -460,9 +460,10 @@ impl<T: Movable> Mover for Inner<T> {
 /// let cache = Pagemill::of_process()?.slabs.by_handle::<String>(Settings::new("names"))?;
 /// let handle = cache.insert("one".into())?;
 /// assert_eq!(cache.get(handle, &pin()).map(|name| name.len()), Some(3)); // stays as it is while the guard is there
-/// let kept = cache.get(handle, &pin()).cloned(); // for longer, without a guard
-/// cache.remove(handle)?;
-/// assert_eq!((cache.get(handle, &pin()), kept.as_deref()), (None, Some("one")));
+/// let pinned = cache.pin_value(handle)?; // for longer, without a guard
+/// assert_eq!(pinned.as_deref().map(String::len), Some(3));
+/// drop(pinned);
+/// assert!(cache.remove(handle)? && cache.get(handle, &pin()).is_none());
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 pub struct ByHandle<T: Movable> {
@@ -488,6 +489,7 @@ impl<T: Movable> Drop for Ended<'_, T> {
 }
 
 /// A pinned value: it keeps its address and contents while this exists. At most seven pins of one value at a time.
+/// Example: [`ByHandle`].
 pub struct Pinned<'cache, T: Movable> {
     cache: &'cache Inner<T>,
     index: u32,

@@ -141,6 +141,8 @@ impl Key {
 }
 
 /// Refers to a value of a cache. Copies refer to the same value; once it is removed, no copy matches a later value.
+///
+/// Example: [`ByHandle`](super::ByHandle).
 pub struct Handle<T> {
     pub(super) key: Key,
     _value: PhantomData<fn() -> T>,

@@ -9,6 +9,18 @@ use std::io;
 use std::sync::Arc;
 
 /// Statistics of a cache. If other threads use the cache meanwhile, the values are not from exactly one moment.
+///
+/// ```
+/// use pagemill::{Pagemill, slab::Settings};
+///
+/// let cache = Pagemill::of_process()?.slabs.fixed::<[u64; 8]>(Settings::new("lines"))?;
+/// let kept = cache.insert([1; 8])?;
+/// let info = cache.info()?;
+/// assert_eq!((info.object_bytes, info.active), (64, 1));
+/// assert!(info.total.slabs == 1 && info.total.objects >= info.total.used);
+/// # drop(kept);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlabInfo {
     pub name: Arc<str>,
@@ -54,6 +66,8 @@ pub struct SlabInfo {
 }
 
 /// Statistics of one node.
+///
+/// Example: [`SlabInfo`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NodeInfo {
     /// Objects outside of slabs: allocated by users, or in magazines and barns.

@@ -198,6 +198,16 @@ fn first_panic(first: thread::Result<()>, other: thread::Result<()>) -> thread::
 }
 
 /// Result of a defragmentation.
+///
+/// ```
+/// use pagemill::{Pagemill, slab::Settings};
+/// use std::time::Duration;
+///
+/// let cache = Pagemill::of_process()?.slabs.by_handle::<u64>(Settings::new("numbers"))?;
+/// let progress = cache.defrag_step(Duration::from_millis(1))?;
+/// assert_eq!((progress.moved, progress.emptied), (0, 0)); // the cache is empty
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
     /// Objects that were moved, or that their owner freed instead.

@@ -103,6 +103,15 @@ pub const MAX_CACHES: usize = 1 << 10;
 const DEFRAG_USED_RATIO: u32 = 30;
 
 /// Parameters of a cache.
+///
+/// ```
+/// use pagemill::{Pagemill, slab::Settings};
+///
+/// let settings = Settings { defrag_used_ratio: 50, debug: true, ..Settings::new("sessions") };
+/// let cache = Pagemill::of_process()?.slabs.by_handle::<u64>(settings)?;
+/// assert!(cache.info()?.is_debug);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Name of the cache in reports.
@@ -279,6 +288,8 @@ trait Member: Send + Sync {
 }
 
 /// How objects of a cache can be moved.
+///
+/// Example: [`Slabs`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Objects keep their address.
@@ -290,6 +301,17 @@ pub enum Kind {
 }
 
 /// All slab caches of a process.
+///
+/// ```
+/// use pagemill::{Pagemill, slab::{Kind, Settings}};
+///
+/// let slabs = Pagemill::of_process()?.slabs;
+/// let cache = slabs.fixed::<u64>(Settings::new("numbers"))?;
+/// let info = slabs.list().into_iter().find(|info| &*info.name == "numbers").unwrap();
+/// assert_eq!(info.kind, Kind::Fixed);
+/// # drop(cache);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub struct Slabs {
     arena: &'static Arena,
     ground: OnceLock<&'static Ground>,

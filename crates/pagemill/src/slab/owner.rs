@@ -35,6 +35,38 @@ use std::time::Duration;
 ///   no destructor.
 /// - If `migrate` can panic, it panics before any thread can reach the object at its new address. That address is freed
 ///   then.
+///
+/// ```
+/// # use pagemill::{Pagemill, slab::{Candidates, Done, Migrate, Moving, Settings, Target}};
+/// # use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+/// /// Objects are numbers, 0 while free. The owner has the only references: none, so it moves nothing.
+/// struct Numbers;
+///
+/// // SAFETY: no object is kept for a move.
+/// unsafe impl Migrate for Numbers {
+///     type Object = AtomicU64;
+///     type Isolated = ();
+///     fn construct(&self) -> AtomicU64 {
+///         AtomicU64::new(0)
+///     }
+///     fn isolate(&self, objects: &mut Candidates<'_, AtomicU64>) {
+///         objects.retain(|_| false);
+///     }
+///     fn migrate<'o>(&self, object: Moving<'o, AtomicU64>, _: &mut Target<'_, AtomicU64>, (): &mut ()) -> Done<'o> {
+///         object.busy() // a mover takes a `New` from the target, copies, and returns `object.moved(new)`
+///     }
+/// }
+///
+/// let cache = Pagemill::of_process()?.slabs.by_owner(Settings::new("numbers"), Numbers)?;
+/// let object = cache.allocate()?;
+/// // SAFETY: a constructed object, used and freed by this thread only.
+/// unsafe {
+///     assert_eq!(object.as_ref().swap(7, Relaxed), 0);
+///     object.as_ref().store(0, Relaxed);
+///     cache.free(object);
+/// }
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub unsafe trait Migrate: Send + Sync + 'static {
     type Object;
 
@@ -65,6 +97,8 @@ pub unsafe trait Migrate: Send + Sync + 'static {
 }
 
 /// Objects of one slab, from which the owner selects those to move.
+///
+/// Example: [`Migrate`].
 pub struct Candidates<'slab, T> {
     chunk: &'slab mut Chunk,
     _objects: PhantomData<*mut T>,
@@ -78,6 +112,8 @@ impl<T> Candidates<'_, T> {
 }
 
 /// An object that is being moved. The lifetime `'object` is unique to it, so the result of another object does not fit.
+///
+/// Example: [`Migrate`].
 #[must_use]
 pub struct Moving<'object, T> {
     at: NonNull<T>,
@@ -87,6 +123,8 @@ pub struct Moving<'object, T> {
 type Brand<'object> = PhantomData<fn(&'object ()) -> &'object ()>;
 
 /// The result for one object. Made from its [`Moving`], once.
+///
+/// Example: [`Migrate`].
 #[must_use]
 pub struct Done<'object> {
     fate: Fate,
@@ -125,6 +163,8 @@ impl<'object, T> Moving<'object, T> {
 }
 
 /// Destinations for moved objects: free objects of one node, none in a slab that is being emptied.
+///
+/// Example: [`Migrate`].
 pub struct Target<'step, T> {
     places: &'step mut (dyn Spare + 'step),
     _objects: PhantomData<*mut T>,
@@ -155,6 +195,8 @@ impl<T> Target<'_, T> {
 }
 
 /// A free object that another object can be moved to.
+///
+/// Example: [`Migrate`].
 #[must_use]
 pub struct New<'target, T> {
     places: &'target mut (dyn Spare + 'target),
@@ -229,6 +271,8 @@ impl<M: Migrate> Mover for Inner<M> {
 /// `isolate` and `migrate` run in calls that defragment, and on Pagemill's background thread
 /// ([`Settings::defrag_used_ratio`], [`Slabs::defrag_by_hand`]), also on request of another process (`pagemill slabinfo
 /// -s`).
+///
+/// Example: [`Migrate`].
 pub struct ByOwner<M: Migrate> {
     inner: Arc<Inner<M>>,
 }

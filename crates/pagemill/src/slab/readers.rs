@@ -184,6 +184,8 @@ mod here {
     }
 
     /// Pins the epoch of a reader: until the guard is dropped, values that it has looked up stay valid and unchanged.
+    ///
+    /// Example: [`ByHandle`](crate::slab::ByHandle).
     pub struct Guard {
         reader: &'static Reader,
         _of_this_thread: PhantomData<*mut ()>,

@@ -183,6 +183,8 @@ unsafe impl Source for Inner {
 }
 
 /// The cache of index nodes.
+///
+/// Example: [`XArray`](crate::xarray::XArray).
 pub struct NodeCache {
     inner: Arc<Inner>,
     forest: Forest,

@@ -13,6 +13,8 @@ use std::ptr::NonNull;
 ///    forgotten.
 /// 2. While another owner holds the value (a ring does, during a transfer), no other code reads the bytes of a read or
 ///    changes those of a write.
+///
+/// Example: [`Aligned`], the usual buffer.
 pub unsafe trait Buffer: 'static {
     fn addr(&self) -> NonNull<u8>;
 
@@ -45,6 +47,14 @@ unsafe impl<B: Buffer + ?Sized> Buffer for Box<B> {
 /// # Invariants
 ///
 /// `bytes` was allocated with `layout` and is owned by this value alone.
+///
+/// ```
+/// use pagemill::store::{Aligned, Buffer};
+///
+/// let mut memory = Aligned::new(4096, 4096);
+/// memory[..4].copy_from_slice(b"page"); // dereferences to a slice
+/// assert_eq!((memory.len_bytes(), memory.addr().as_ptr() as usize % 4096), (4096, 0));
+/// ```
 pub struct Aligned {
     bytes: NonNull<u8>,
     len_bytes: usize,

@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 const LONGEST_HOLD: Duration = Duration::from_secs(60);
 
 /// Faults to inject, as rates per 1000 calls. A call is one read, write, change of size or sync.
+///
+/// Example: [`FaultyStore`].
 #[derive(Clone, Debug)]
 pub struct Faults {
     /// The same seed and the same order of calls give the same faults.
@@ -49,6 +51,8 @@ impl Default for Faults {
 }
 
 /// Numbers of calls so far.
+///
+/// Example: [`FaultyStore`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Calls {
     pub reads: u64,
@@ -69,6 +73,15 @@ impl Calls {
 }
 
 /// A store that injects [`Faults`]. Clones share one store: one goes to a cache, the other stays with the test.
+///
+/// ```
+/// use pagemill::store::{Faults, FaultyStore, MemoryStore, Store};
+///
+/// let store = FaultyStore::new(MemoryStore::new(vec![0; 512], 512));
+/// store.set_faults(Faults { fails_after: Some(1), ..Faults::default() });
+/// assert!(store.sync().is_ok() && store.sync().is_err());
+/// assert_eq!((store.calls().syncs, store.calls().failed), (2, 1));
+/// ```
 pub struct FaultyStore<S>(Arc<Shared<S>>);
 
 impl<S> Clone for FaultyStore<S> {

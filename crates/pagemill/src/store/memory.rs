@@ -5,6 +5,15 @@ use std::io;
 use std::sync::{PoisonError, RwLock};
 
 /// A store in memory. Its bytes are lost when the process ends: [`Store::sync`] does nothing.
+///
+/// ```
+/// use pagemill::store::{MemoryStore, Store};
+///
+/// let store = MemoryStore::new(vec![0; 1024], 512); // blocks of 512 bytes
+/// store.write(512, &[7; 512])?;
+/// assert_eq!((store.size_bytes()?, store.bytes()[512]), (1024, 7));
+/// # Ok::<(), std::io::Error>(())
+/// ```
 pub struct MemoryStore {
     bytes: RwLock<Vec<u8>>,
     block_bytes: usize,

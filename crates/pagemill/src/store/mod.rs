@@ -45,6 +45,46 @@ use std::io;
 ///
 /// A panic of a store unwinds through the call that needed it. A thread of this crate catches and counts it
 /// (`behind_panics`). The file then has no background writeback until a sync of it succeeds.
+///
+/// ```
+/// use pagemill::store::{MemoryStore, Store};
+/// use std::io;
+///
+/// /// A read-only store that computes its bytes.
+/// struct Sevens;
+///
+/// impl Store for Sevens {
+///     fn size_bytes(&self) -> io::Result<u64> {
+///         Ok(1 << 20)
+///     }
+///     fn block_bytes(&self) -> usize {
+///         1
+///     }
+///     fn read(&self, _offset: u64, to: &mut [u8]) -> io::Result<()> {
+///         to.fill(7);
+///         Ok(())
+///     }
+///     fn write(&self, _offset: u64, _from: &[u8]) -> io::Result<()> {
+///         Err(io::ErrorKind::ReadOnlyFilesystem.into())
+///     }
+///     fn set_size(&self, _size_bytes: u64) -> io::Result<()> {
+///         Err(io::ErrorKind::ReadOnlyFilesystem.into())
+///     }
+///     fn sync(&self) -> io::Result<()> {
+///         Ok(())
+///     }
+///     fn is_writable(&self) -> bool {
+///         false
+///     }
+/// }
+///
+/// # use pagemill::{Pagemill, mapping::Settings};
+/// let cache = Pagemill::of_process()?.caches.make(Settings::new("computed", 64 << 20))?;
+/// let file = cache.open(std::sync::Arc::new(Sevens))?;
+/// let mut bytes = [0; 3];
+/// assert_eq!((file.read_at(&mut bytes, 99)?, bytes), (3, [7; 3]));
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub trait Store: Any + Send + Sync {
     /// Returns the stored length of the file in bytes. Queried anew each time, because other processes may change it.
     ///

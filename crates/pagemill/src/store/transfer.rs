@@ -16,6 +16,8 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 /// Direction of a transfer.
+///
+/// Example: [`Transfer`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From the store into memory.
@@ -25,6 +27,8 @@ pub enum Direction {
 }
 
 /// Completion callbacks of transfers.
+///
+/// Example: [`Gather`].
 pub trait Finish: Send + Sync {
     /// Reports the end of the transfer with that token; its maker owns the memory again. Called once for each transfer,
     /// by any thread.
@@ -50,6 +54,20 @@ enum End {
 ///
 /// 1. Until the end is reported, `len_bytes` from `addr` on can be read, and for [`Direction::Read`] written.
 /// 2. Meanwhile no other code writes to them, and for [`Direction::Read`] no other code reads them.
+///
+/// ```
+/// use pagemill::store::{Aligned, Cancel, Direction, MemoryStore, Transfer};
+///
+/// let store = MemoryStore::new(vec![7; 512], 512);
+/// let (sender, results) = std::sync::mpsc::channel();
+/// let done = move |result, memory: Aligned| sender.send((result, memory)).unwrap();
+/// let cancel = Cancel::new(); // `cancel.cancel()` would end the transfer with ECANCELED
+/// let transfer = Transfer::read(0, Aligned::new(512, 512), done).with_cancel(&cancel);
+/// assert_eq!((transfer.direction(), transfer.is_cancelled()), (Direction::Read, false));
+/// transfer.run(&store);
+/// let (result, memory): (std::io::Result<()>, Aligned) = results.recv().unwrap();
+/// assert!(result.is_ok() && memory[511] == 7);
+/// ```
 pub struct Transfer {
     direction: Direction,
     offset: u64,
@@ -220,6 +238,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Cancels any number of transfers. Clones share one state.
 ///
 /// A cancelled transfer still ends once: as cancelled, or with its normal result.
+///
+/// Example: [`Transfer`].
 #[derive(Clone, Default)]
 pub struct Cancel(Arc<Cancelling>);
 
@@ -272,6 +292,17 @@ impl std::fmt::Debug for Cancel {
 }
 
 /// Waits for a number of transfers, with tokens from 0.
+///
+/// ```
+/// use pagemill::store::{Finish, Gather};
+/// use std::time::Duration;
+///
+/// let gather = Gather::new(2);
+/// gather.finish(0, Ok(())); // called by a store, on any thread
+/// gather.finish(1, Err(std::io::ErrorKind::TimedOut.into()));
+/// let results = gather.wait(Duration::from_secs(60)).unwrap();
+/// assert!(results[0].is_ok() && results[1].is_err());
+/// ```
 pub struct Gather {
     results: Mutex<Vec<Option<io::Result<()>>>>,
     is_told: Condvar,

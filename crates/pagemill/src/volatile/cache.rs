@@ -22,6 +22,30 @@ const PARTS: usize = 64;
 const SWEEP_AFTER: usize = 16;
 
 /// A value that a cache can hold: converts to bytes and back.
+///
+/// ```
+/// use pagemill::{Pagemill, volatile::{VolatileCache, cache::Blob}};
+///
+/// #[derive(Debug, PartialEq)]
+/// struct Point(u64);
+///
+/// impl Blob for Point {
+///     fn len_bytes(&self) -> usize {
+///         8
+///     }
+///     fn store(&self, bytes: &mut [u8]) {
+///         bytes.copy_from_slice(&self.0.to_ne_bytes());
+///     }
+///     fn load(bytes: &[u8]) -> Self {
+///         Self(u64::from_ne_bytes(bytes.try_into().unwrap()))
+///     }
+/// }
+///
+/// let cache = VolatileCache::<u32, Point>::new(Pagemill::of_process()?.ranges);
+/// cache.insert(1, &Point(7))?;
+/// assert!(cache.get(&1).is_none_or(|point| point == Point(7)));
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub trait Blob: Sized {
     /// Number of bytes that [`Blob::store`] writes.
     fn len_bytes(&self) -> usize;
@@ -102,6 +126,17 @@ struct Part<K> {
 ///
 /// Cost of a hit: the lock of one of 64 shards, a pin, and a copy of the value ([`VolatileCache::get`]) or none
 /// ([`VolatileCache::read`]).
+///
+/// ```
+/// use pagemill::{Error, Pagemill, volatile::VolatileCache};
+///
+/// let cache = VolatileCache::<String, Vec<u8>>::new(Pagemill::of_process()?.ranges);
+/// let thumbnail = cache.get_or_try_insert("a.png".to_owned(), || Ok::<_, Error>(vec![7; 100_000]))?;
+/// assert_eq!(thumbnail.len(), 100_000);
+/// // Later: `None` if the value was purged.
+/// assert!(cache.read("a.png", |bytes| bytes[0]).is_none_or(|first| first == 7));
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub struct VolatileCache<K, V> {
     ranges: &'static Ranges,
     parts: Box<[Mutex<Part<K>>]>,

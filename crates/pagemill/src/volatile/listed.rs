@@ -6,6 +6,8 @@ use super::{Ranges, now};
 use std::sync::atomic::Ordering::Acquire;
 
 /// How a range was made.
+///
+/// Example: [`Listed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Allocated by [`Ranges::allocate`].
@@ -15,6 +17,8 @@ pub enum Kind {
 }
 
 /// The state of a range.
+///
+/// Example: [`Listed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
     /// Not marked: its bytes stay.
@@ -28,6 +32,19 @@ pub enum State {
 }
 
 /// A volatile range at one moment.
+///
+/// ```
+/// use pagemill::volatile::listed::{Kind, State};
+/// use pagemill::{Pagemill, volatile::{Behaviour, Listed}};
+///
+/// let ranges = Pagemill::of_process()?.ranges;
+/// let range = ranges.allocate(1 << 20, Behaviour::Full)?;
+/// let mut listed = [Listed::NONE; 16];
+/// let part = ranges.list(0, &mut listed); // 16 ranges at most; `part.next` is where to continue
+/// assert!(listed[..part.count].iter().any(|listed| listed.addr == range.addr()
+///     && listed.kind == Kind::Handle && listed.state == State::Held));
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Listed {
     pub addr: usize,
@@ -58,6 +75,8 @@ impl Listed {
 }
 
 /// The part of a listing that was copied.
+///
+/// Example: [`Listed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
     /// Number of ranges copied.

@@ -122,6 +122,8 @@ struct Entry {
 unsafe impl Zeroed for Entry {}
 
 /// All ranges of a process.
+///
+/// Example: [`Range`].
 pub struct Ranges {
     arena: &'static Arena,
     heap: &'static Heap,

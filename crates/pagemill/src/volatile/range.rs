@@ -10,6 +10,8 @@ use std::ptr::NonNull;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// How the contents of a volatile range are purged.
+///
+/// Example: [`Range`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Behaviour {
     /// As a whole.
@@ -20,6 +22,8 @@ pub enum Behaviour {
 }
 
 /// Whether the bytes of a range survived since it was marked.
+///
+/// Example: [`Range`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Contents {
     /// All bytes survived.
@@ -34,6 +38,19 @@ pub enum Contents {
 ///
 /// `addr` starts `len_bytes` readable and writable bytes that belong to this range's entry and to no other. A purge
 /// changes them only while the entry's word is *Purging*, which excludes *Held* and pins.
+///
+/// ```
+/// use pagemill::{Pagemill, volatile::{Behaviour, Contents}};
+///
+/// let mut range = Pagemill::of_process()?.ranges.allocate(1 << 20, Behaviour::Full)?;
+/// range.bytes_mut()?.fill(7);
+/// range.mark()?; // from here on reclaim may purge the bytes
+/// match range.unmark()? {
+///     Contents::Kept => assert!(range.pin()?.iter().all(|byte| *byte == 7)),
+///     Contents::Purged { .. } => println!("make the contents again"),
+/// }
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub struct Range {
     ranges: &'static Ranges,
     number: u32,
@@ -185,6 +202,18 @@ impl fmt::Debug for Range {
 }
 
 /// A pin: keeps the bytes of a range while it lives. Dereferences to all bytes, or to those that were kept.
+///
+/// ```
+/// use pagemill::{Pagemill, volatile::Behaviour};
+///
+/// let mut range = Pagemill::of_process()?.ranges.allocate(1 << 20, Behaviour::Full)?;
+/// range.bytes_mut()?[0] = 7;
+/// range.mark()?;
+/// let pin = range.pin()?; // still volatile, but not purged while pinned
+/// assert!(pin.whole().is_none_or(|bytes| bytes[0] == 7)); // `None`: purged before
+/// # drop(pin);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Pin<'range> {
     range: &'range Range,

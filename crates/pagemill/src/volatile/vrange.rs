@@ -30,6 +30,8 @@ pub(super) const AT_A_TIME: usize = 4000;
 const PUBLISH_STEP_BYTES: u64 = 1 << 20;
 
 /// What a call does with a range.
+///
+/// Example: [`Vranges`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// Purged bytes read zero.
@@ -40,6 +42,8 @@ pub enum Mode {
 }
 
 /// How a marked range is purged.
+///
+/// Example: [`Vranges`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
     /// As a whole.
@@ -49,6 +53,8 @@ pub enum How {
 }
 
 /// The result of a call.
+///
+/// Example: [`Vranges`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Marked {
     /// Bytes that are marked now; for unmarking, bytes that were marked.
@@ -74,6 +80,21 @@ enum Found<T> {
 }
 
 /// All marks of a process.
+///
+/// ```
+/// use pagemill::volatile::vrange::{How, Mode};
+/// use pagemill::{Pagemill, store::Aligned};
+///
+/// let (vranges, memory) = (Pagemill::of_process()?.vranges, Aligned::new(1 << 20, 1 << 16));
+/// let addr = memory.as_ptr() as usize;
+/// // SAFETY: nothing needs or refers to the bytes while they are marked; the mark ends before they are freed.
+/// let marked = unsafe { vranges.vrange(addr, 1 << 20, Mode::Volatile, How::Full)? };
+/// assert_eq!(marked.bytes, 1 << 20);
+/// // SAFETY: as above.
+/// let unmarked = unsafe { vranges.vrange(addr, 1 << 20, Mode::Nonvolatile, How::Full)? };
+/// println!("purged: {}", unmarked.purged);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub struct Vranges {
     pub(super) arena: &'static Arena,
     pub(super) account: &'static Account,

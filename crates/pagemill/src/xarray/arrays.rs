@@ -39,6 +39,8 @@ struct Free {
 }
 
 /// The arrays with nodes of one [`Nodes`].
+///
+/// Example: [`XArray`](super::XArray).
 pub struct Arrays<N: Nodes> {
     table: Table<Entry>,
     free: Guarded<Free>,

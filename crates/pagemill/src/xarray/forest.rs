@@ -80,6 +80,8 @@ pub(crate) trait Forests: Sync {
 /// # Invariants
 ///
 /// `base` is one unit before the window of `source`, which ends `end` units after it.
+///
+/// Example: [`XArray`](super::XArray).
 pub struct Forest {
     base: usize,
     /// Numbers from here on are invalid.

@@ -6,6 +6,8 @@ use super::store::{Place, Writer};
 use crate::sync::{Relaxed, Release};
 
 /// One of an entry's marks; its users define its meaning.
+///
+/// Example: [`XArray`](super::XArray).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mark {
     A = 0,

@@ -115,6 +115,23 @@ use word::Word;
 ///    than a node, or an entry of order 0, in its first slot: the tree has no unneeded level.
 /// 3. No slot is GONE or DEAD.
 /// 4. A mark bit of a slot that holds a node is set exactly if the node has a bit of that mark.
+///
+/// ```
+/// use pagemill::{Pagemill, epoch, xarray::{Mark, XArray}};
+///
+/// let array = XArray::new(Pagemill::of_process()?.slabs.nodes()?.forest());
+/// let (mut writer, mut nodes) = array.lock_for(100, 100, 0)?;
+/// writer.store(100, 0, 7, &mut nodes); // value 7 at index 100, order 0: one index
+/// writer.set_mark(100, Mark::A);
+/// drop(writer);
+///
+/// let guard = epoch::pin();
+/// let found = array.load(100, &guard).unwrap();
+/// assert_eq!((found.value, found.first, found.last()), (7, 100, 100));
+/// assert_eq!(array.next_marked(0, 1000, Mark::A, &guard), Some(found));
+/// assert!(array.find(100, &guard).is_some_and(|hit| hit.is_still()));
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub struct XArray<N: Nodes> {
     root: Slot,
     nodes: &'static N,
@@ -136,6 +153,8 @@ const NO_ID: u32 = 0;
 const NO_ID_YET: u32 = u32::MAX;
 
 /// An entry that a reader found.
+///
+/// Example: [`XArray`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Found {
     pub value: u64,

@@ -17,6 +17,8 @@ pub(super) const MARKS: usize = 3;
 ///
 /// A node in no tree is *clean* (all zero except for its link) if its first slot is empty; otherwise it must be cleared
 /// before its next use.
+///
+/// Example: [`XArray`](super::XArray).
 #[repr(C, align(64))]
 pub struct Node {
     pub(super) slots: [Slot; SLOTS],

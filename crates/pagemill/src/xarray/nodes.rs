@@ -7,6 +7,8 @@ use crate::error::Result;
 /// Owner of the nodes of arrays; many arrays share one.
 ///
 /// Node numbers have 32 bits and are never 0.
+///
+/// Example: [`XArray`](super::XArray).
 pub trait Nodes: Sized + Sync + 'static {
     /// The node of a number that was taken. Must be as cheap as indexing a table: readers call it at each level.
     fn node(&self, number: u32) -> &Node;

@@ -7,6 +7,8 @@ use super::word::{self, MAX_INDEX, MAX_ORDER, MAX_SHIFT, SLOT_BITS};
 use crate::error::Result;
 
 /// Preallocated nodes for one or more changes, of any array with the same `Nodes`. Unused nodes are returned on drop.
+///
+/// Example: [`XArray`](super::XArray).
 pub struct Stock<N: Nodes> {
     nodes: &'static N,
     /// Head of a list through the nodes; 0 if empty.

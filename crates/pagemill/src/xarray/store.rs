@@ -12,6 +12,8 @@ use std::cell::Cell;
 ///
 /// Errors of the caller are assertions: an index that is not aligned to its order, a store over a part of a larger
 /// entry, a stock that is too small.
+///
+/// Example: [`XArray`](super::XArray).
 pub struct Writer<'a, N: Nodes> {
     pub(super) array: &'a XArray<N>,
     has_retired: Cell<bool>,

@@ -11,6 +11,8 @@ use crate::epoch::Guard;
 use crate::sync::{Acquire, Relaxed};
 
 /// A value that was found, and its slot.
+///
+/// Example: [`XArray`](super::XArray).
 #[derive(Clone, Copy)]
 pub struct Hit<'g> {
     found: Found,

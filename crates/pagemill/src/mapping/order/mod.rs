@@ -76,6 +76,8 @@ const OPENED_PAGES: usize = 1 << 17;
 const ROUNDS: u64 = 5;
 
 /// The part of the cache that a folio was evicted from.
+///
+/// Example: [`Folios`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Part {
     New = 0,
@@ -83,6 +85,8 @@ pub enum Part {
 }
 
 /// State of a folio, from its word.
+///
+/// Example: [`Folios`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Look {
     /// It may be evicted.
@@ -94,6 +98,33 @@ pub enum Look {
 }
 
 /// Access to folios by the number of their first page. Called under the order's lock; takes no lock itself.
+///
+/// ```
+/// use pagemill::mapping::order::{Folios, Key, Look, Order};
+///
+/// /// Single pages that are never used again.
+/// struct Idle;
+///
+/// impl Folios for Idle {
+///     fn look(&self, _number: u32) -> Look {
+///         Look::Idle { order: 0 }
+///     }
+///     fn forget_use(&self, _number: u32) -> bool {
+///         false
+///     }
+///     fn forget_uses(&self, _number: u32) -> bool {
+///         false
+///     }
+/// }
+///
+/// let order = Order::new(64)?;
+/// order.begin(64);
+/// order.reach(64)?;
+/// let key = Key::of(1, 0, 0); // file 1, index 0, order 0
+/// order.enter(&Idle, 5, 0, order.recall(key));
+/// assert_eq!(order.pages().iter().sum::<u64>(), 1);
+/// # Ok::<(), pagemill::Error>(())
+/// ```
 pub trait Folios {
     fn look(&self, number: u32) -> Look;
 
@@ -110,6 +141,8 @@ pub trait Folios {
 }
 
 /// Hash that identifies a folio after its eviction: file, index and order.
+///
+/// Example: [`Folios`].
 #[derive(Clone, Copy, Debug)]
 pub struct Key(u64);
 
@@ -133,6 +166,8 @@ impl Key {
 }
 
 /// The ghost of a folio that comes in: part and age, if there is one.
+///
+/// Example: [`Folios`].
 #[derive(Clone, Copy, Debug)]
 pub struct Recall(Option<(Part, u64)>);
 
@@ -144,6 +179,8 @@ impl Recall {
 }
 
 /// A folio to evict. It is in no queue. The caller must then call [`Order::dropped`] or [`Order::put_back`].
+///
+/// Example: [`Folios`].
 #[derive(Debug, PartialEq, Eq)]
 pub struct Candidate {
     pub number: u32,
@@ -152,6 +189,8 @@ pub struct Candidate {
 }
 
 /// The eviction order of one cache.
+///
+/// Example: [`Folios`].
 pub struct Order {
     links: Links,
     /// Pages with committed links; grows under `opening`.
@@ -301,6 +340,8 @@ impl Order {
 }
 
 /// A scan for folios to evict.
+///
+/// Example: [`Folios`].
 pub struct Hunt<'order> {
     order: &'order Order,
     /// Steps until the scan gives up. Bounds it if hits add uses as fast as it removes them, or if candidates cannot be

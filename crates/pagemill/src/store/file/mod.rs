@@ -135,6 +135,20 @@ impl Handle {
 ///
 /// The memory of a transfer may lie anywhere. If memory, offset and length are aligned to [`FileStore::alignment`],
 /// nothing is copied on the way.
+///
+/// ```
+/// use pagemill::store::{FileStore, Store};
+///
+/// # let path = std::env::temp_dir().join(format!("pagemill-doc-file-{}", std::process::id()));
+/// let store = FileStore::create(&path)?;
+/// let block = vec![7; store.block_bytes()];
+/// store.set_size(block.len() as u64)?;
+/// store.write(0, &block)?;
+/// store.sync()?;
+/// assert_eq!(std::fs::read(&path)?, block);
+/// # std::fs::remove_file(&path).unwrap();
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct FileStore {
     handle: Arc<Handle>,
     /// Released last.

@@ -50,6 +50,8 @@ use tables::REGIONS;
 const MOST_DEPTH: u32 = 4096;
 
 /// What does the transfers.
+///
+/// Example: [`Ring`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Engine {
     /// io_uring, or threads where the kernel refuses one. Threads also if the environment has `PAGEMILL_IO=threads`.
@@ -60,6 +62,8 @@ pub enum Engine {
 }
 
 /// Settings of a ring.
+///
+/// Example: [`Ring`].
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Most transfers that are in flight, or ended but not yet taken: 1 to 4096.
@@ -76,10 +80,14 @@ impl Default for Settings {
 }
 
 /// Id of a transfer of a ring. The same ring reuses an id only after 2^31 transfers in its slot.
+///
+/// Example: [`Ring`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ticket(u64);
 
 /// An event of a ring.
+///
+/// Example: [`Ring`].
 #[derive(Debug)]
 pub enum Event<B> {
     /// A transfer has ended, and the caller owns its buffer again. It was done as a whole, or `result` is an error:
@@ -116,6 +124,25 @@ struct Slot<B> {
 /// 1. A transfer that the backend got and has not completed is in a slot. The slot's buffer is neither moved out nor
 ///    dropped, and its file is not detached.
 /// 2. An entry of the kernel's memory table names memory that its region in `regions` keeps.
+///
+/// ```
+/// use pagemill::store::ring::{Engine, Event, Ring, Settings};
+/// use pagemill::store::{Aligned, FileStore};
+/// use std::time::Duration;
+///
+/// # let path = std::env::temp_dir().join(format!("pagemill-doc-ring-{}", std::process::id()));
+/// # std::fs::write(&path, vec![7; 8192]).unwrap();
+/// let store = FileStore::open_read_only(&path)?;
+/// let mut ring = Ring::new(&Settings { depth: 8, engine: Engine::Best, ..Settings::default() })?;
+/// let file = ring.attach(&store)?;
+/// let read = ring.read(file, 4096, Aligned::new(4096, 4096)).unwrap(); // queued
+/// ring.wait(1, Duration::from_secs(60))?; // submits, then waits for one completion
+/// let Some(Event::Done { buffer, result, .. }) = ring.next() else { panic!("{read:?} is late") };
+/// result?;
+/// assert_eq!(buffer[0], 7);
+/// # std::fs::remove_file(&path).unwrap();
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Ring<B: Buffer> {
     backend: ManuallyDrop<Backend>,
     slots: ManuallyDrop<Vec<Slot<B>>>,
@@ -520,6 +547,8 @@ impl<B: Buffer> Ring<B> {
 }
 
 /// Ends waits of a ring, from any thread (a waker).
+///
+/// Example: [`Ring`].
 #[derive(Clone)]
 pub struct RingBell(Arc<Call>);
 

@@ -14,6 +14,8 @@ use std::collections::BTreeMap;
 use std::io;
 
 /// Index in a ring's memory table.
+///
+/// Example: [`Ring`](super::Ring).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionId(pub(super) u16);
 

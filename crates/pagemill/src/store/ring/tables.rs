@@ -17,6 +17,8 @@ pub(super) const REGIONS: u16 = 1024;
 const FILES: u32 = 256;
 
 /// A file attached to a ring ([`Ring::attach`]).
+///
+/// Example: [`Ring`](super::Ring).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileId(pub(super) u32);
 
