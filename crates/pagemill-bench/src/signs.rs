@@ -27,7 +27,7 @@ impl Signs {
         Self { folder: folder.to_owned() }
     }
 
-    /// Creates the sign.
+    /// Creates the file that signals `name` to the other process.
     ///
     /// # Errors
     ///

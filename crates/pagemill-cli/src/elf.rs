@@ -71,7 +71,7 @@ pub fn find(name: &OsStr) -> Option<PathBuf> {
     std::env::split_paths(&path).map(|folder| folder.join(name)).find(is_program)
 }
 
-/// What keeps the allocator from this program; scripts are judged by their interpreter.
+/// Why the allocator cannot reach this program; scripts are judged by their interpreter.
 pub fn obstacle(program: &Path) -> Option<Obstacle> {
     let mut path = program.to_owned();
     for _ in 0..4 {
@@ -104,7 +104,7 @@ fn interpreter(head: &[u8]) -> Option<PathBuf> {
     Some(first.to_owned())
 }
 
-/// What the headers of an ELF file tell; `None` for any other file. Reads only the parts that it needs.
+/// Facts from the headers of an ELF file; `None` for any other file. Reads only the parts that it needs.
 fn elf_obstacle<'data>(data: impl ReadRef<'data>) -> Option<Obstacle> {
     let machine = if cfg!(target_arch = "aarch64") { elf::EM_AARCH64 } else { elf::EM_X86_64 };
     if data.read_bytes_at(0, elf::ELFMAG.len() as u64) != Ok(&elf::ELFMAG[..]) {

@@ -138,7 +138,7 @@ pub fn processes(count: usize) -> String {
     if count == 1 { "1 process".to_owned() } else { format!("{count} processes") }
 }
 
-/// What could be given back at once, and how much of it is none of `resident`.
+/// Returns what could be given back at once, and the part of it that is not in `resident`.
 pub fn giveable(snapshot: &Snapshot) -> (u64, u64) {
     let foreign = snapshot.get(Counter::MarkedForeign);
     (snapshot.giveable_of_resident().min(resident(snapshot)).saturating_add(foreign), foreign)

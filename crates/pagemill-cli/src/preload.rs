@@ -15,7 +15,7 @@ static EMBEDDED: &[u8] = include_bytes!(env!("PAGEMILL_PRELOAD_FILE"));
 ///
 /// # Errors
 ///
-/// A sentence that names every place tried, and why it did not do.
+/// A sentence with every folder that was tried, and why the library there was not usable.
 pub fn locate() -> Result<PathBuf, String> {
     // Without /proc the path of the command is unknown.
     let folder = std::env::current_exe().ok().and_then(|path| Some(path.parent()?.to_owned()));

@@ -61,7 +61,7 @@ pub struct Peak {
     pub resident_bytes: u64,
     /// Anonymous and shared memory of all processes at one time, that is all but file pages.
     pub anonymous_bytes: u64,
-    /// The part of it that no allocator of the tree had at that time.
+    /// The part of it that was no memory of an allocator of the tree at that time.
     pub outside_bytes: u64,
     pub excess: Option<Excess>,
 }

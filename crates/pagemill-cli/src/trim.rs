@@ -1,4 +1,4 @@
-//! `pagemill trim`: has processes give memory back now, and tells how much went.
+//! `pagemill trim`: makes processes return memory now, and reports how much.
 
 use crate::asking::{Interrupt, reason};
 use crate::fail;
@@ -14,10 +14,11 @@ use std::fmt::Write as _;
 use std::io::{ErrorKind, Write as _};
 use std::process::ExitCode;
 
-/// One order asks for so much at the most: some ten milliseconds, so that Ctrl-C stops it soon.
+/// Maximum of one request: some ten milliseconds of work, so that Ctrl-C stops it soon.
 const ORDER_BYTES: u64 = 256 << 20;
 
-/// Without SIZE at most so much more than is giveable is asked for: a program that goes on freeing is not followed for ever.
+/// Without SIZE: requests at most this much more than was giveable at first. A program that keeps freeing would
+/// prolong the command forever.
 const MORE_BYTES: u64 = 1 << 30;
 
 #[derive(clap::Args)]
@@ -50,7 +51,7 @@ enum Whom {
     All,
 }
 
-/// What became of one process.
+/// The result for one process.
 struct Done {
     process: Process,
     before: u64,

@@ -79,8 +79,8 @@ fn what_cannot_be_reached_is_named() {
     says(&["-fsanitize=thread"], &["--force"], 126, "run it without pagemill");
 }
 
-/// A filter that refuses the calls that a program itself does not make: the allocator does without. One that kills for them
-/// ends the program, and `run` says why.
+/// System-call filters. With one that refuses calls which only the allocator makes, the program runs without them. One
+/// that kills for such a call ends the program, and `run` reports why.
 #[test]
 fn filters_of_system_calls() {
     let place = Place::new();

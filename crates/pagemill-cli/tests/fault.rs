@@ -56,7 +56,7 @@ const CALLS: &[(&str, &[&str])] = &[
 /// The first calls are tried one by one, then every second as often.
 const ONE_BY_ONE: usize = 6;
 
-/// What is tried twice as one call fails: the second time it must succeed. Says what failed.
+/// Tries `act` again if it fails because of the injected error: the second time it must succeed. Reports the failure.
 fn twice<T, E: Display>(doing: &str, mut act: impl FnMut() -> Result<T, E>) -> T {
     match act() {
         Ok(done) => done,

@@ -147,8 +147,8 @@ print(sum(int(re.search(r'ShmemPmdMapped: +(\\d+)', part).group(1)) for part in 
     end.out.trim().parse::<usize>().unwrap() * 1024
 }
 
-/// A large file that was written bit by bit is huge soon after it is closed, one that must not be is small, one that is mostly
-/// zeros holds what it must; every byte stays.
+/// Soon after its last close a large file that was written in pieces is in huge pages, one that must not be huge in
+/// small pages, and one that is mostly zeros holds only its data. Every byte stays.
 #[test]
 fn pages_follow_contents_and_marks() {
     let Some(ram) = Ram::new(&["--size", "512M"]) else { return };
@@ -331,8 +331,8 @@ fn small_mounts_use_their_space() {
     assert_eq!(status["counts"]["purged_files"], 0, "{status}");
 }
 
-/// What is told of volatile files is so now: of one that was deleted, which no event tells, and of one whose zeros were given
-/// back by the controller's own worker.
+/// The reported bytes of volatile files are current: without a deleted file, which no event reports, and without zeros
+/// that the controller's own worker gave back.
 #[test]
 fn volatile_bytes_are_true_when_they_are_told() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };

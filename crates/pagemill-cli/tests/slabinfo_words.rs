@@ -17,8 +17,8 @@ fn program() {
     slab_program::run();
 }
 
-/// For a shrink that goes on, and for caches where it was not begun, the output has no results; for a cache that was
-/// finished before, it has.
+/// The output has no results of a shrink that continues or was not begun. It has those of caches that were finished
+/// before.
 #[test]
 fn what_goes_on_is_no_result() {
     let place = Place::new();

@@ -1,4 +1,5 @@
-//! What another local user can do to a run: nothing, though folders of both lie side by side. As root, for other users.
+//! Another local user cannot affect a run, although the folders of both lie side by side. Runs as root, for other
+//! users.
 
 mod common;
 
@@ -86,7 +87,7 @@ fn another_user_cannot_stop_a_limit() {
     assert_eq!(own_folders(), Vec::<PathBuf>::new());
 }
 
-/// What a run that was killed has left goes with the next command.
+/// The next command removes the files that a killed run has left.
 #[test]
 fn what_a_killed_run_leaves_is_swept() {
     if cannot_be_others() {

@@ -181,7 +181,7 @@ fn system(what: &'static str) -> impl FnOnce(io::Error) -> Refusal {
 #[derive(Clone, Debug)]
 pub struct Wanted {
     pub point: PathBuf,
-    /// `None`: the recorded size, if it is taken over; else [`default_size`].
+    /// `None`: the recorded size of a mount that is taken over, else [`default_size`].
     pub size_bytes: Option<u64>,
     /// Permissions of the root folder.
     pub mode: u32,

@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-/// A delay that occurs now and then. Writers must not reach the limit meanwhile.
+/// Delay of the controller that occurs now and then. Writers must not reach the limit within it.
 const LATENESS: Duration = Duration::from_millis(40);
 
 /// Duration of one measurement, number of measurements whose maximum counts, and number that count as recent.

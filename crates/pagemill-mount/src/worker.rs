@@ -163,7 +163,7 @@ struct Place {
 }
 
 impl Place {
-    /// Moves into the file's group. Returns whether the worker is there.
+    /// Moves the worker into the file's group. Returns whether it is there.
     fn go(&mut self, group: Option<&String>) -> bool {
         match group {
             // Without groups nothing is charged.
@@ -341,7 +341,7 @@ enum Density {
     Dense,
     /// Should be small, without its zero pages.
     Sparse,
-    /// Should stay as it is.
+    /// Neither dense nor sparse: left unchanged.
     Between,
 }
 

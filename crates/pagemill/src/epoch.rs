@@ -16,20 +16,20 @@ use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed};
 
-/// Keeps what its thread comes to from being used for anything else, until it goes. Made by [`pin`] alone: a guard of another
-/// collector would keep nothing here.
+/// Keeps the objects that its thread reaches from being freed or reused until it is dropped. Only [`pin`] makes one: a
+/// guard of another collector would protect nothing here.
 ///
 /// Example: [`XArray`](crate::xarray::XArray).
 pub struct Guard(crossbeam_epoch::Guard);
 
 impl Guard {
-    /// Calls this when all guards that are there now have gone, in whatever thread and under whatever lock of this crate: so it is
-    /// not for functions of programs.
+    /// Runs `act` once all guards that exist now are dropped, on any thread and under any lock of this crate. So it
+    /// must not run functions of programs.
     pub(crate) fn defer<R>(&self, act: impl FnOnce() -> R + Send + 'static) {
         self.0.defer(act);
     }
 
-    /// Lets epochs go on, and calls what is due.
+    /// Advances the epoch if possible, and runs the deferred functions that are due.
     pub(crate) fn flush(&self) {
         self.0.flush();
     }

@@ -522,7 +522,7 @@ pub fn remove_tree_folder(folder: &str) {
     }
 }
 
-/// What [`make_tree_folder`] made with a name of its own goes once it is empty.
+/// Removes an empty folder that [`make_tree_folder`] created under a name of its own.
 fn remove_if_for_one_tree(folder: &str) {
     if SHARED.iter().any(|shared| folder.starts_with(&format!("{shared}/pagemill-{}-", process::user_id()))) {
         let _ = std::fs::remove_dir(folder);

@@ -225,7 +225,7 @@ fn huge_folios_come_ahead() {
     assert!(ahead == used && used == (LEN - 3 * cache.huge_bytes()) as u64, "{ahead} {used}");
 }
 
-/// System files: the bytes are right, in every order, with other threads that do the same.
+/// Reads of system files return the right bytes in every order, also beside other threads that read.
 #[test]
 fn files_of_the_system_come_ahead() {
     let _alone = alone();

@@ -181,7 +181,7 @@ fn a_policy_may_panic_in_the_background() {
     assert!(bytes.iter().all(|byte| *byte == 3));
 }
 
-/// What a transfer calls at its end panics on the store's thread: the next transfer is done all the same.
+/// A completion callback panics on the store's thread: the next transfer is done nevertheless.
 #[test]
 fn the_end_of_a_transfer_may_panic() {
     let folder = tempfile::tempdir().unwrap();

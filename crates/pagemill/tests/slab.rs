@@ -216,7 +216,7 @@ fn thin_out<M: Migrate>(cache: &ByOwner<M>, objects: usize) {
     }
 }
 
-/// A ratio that triggers nothing in the background before another is set.
+/// Settings with a ratio that triggers nothing in the background.
 fn still(name: &str) -> Settings {
     Settings { defrag_used_ratio: 0, ..Settings::new(name) }
 }

@@ -18,7 +18,7 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Answers of a probe other than a byte.
+/// Results of a probe that read no byte.
 const BUS: i32 = -1;
 const SEGV: i32 = -2;
 const WRONG: i32 = -3;

@@ -26,7 +26,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// A subject of the comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileSystem {
-    /// Its stable name, in tables, JSON and `--only`.
+    /// Stable name of the file system in tables, JSON and `--only`.
     pub name: &'static str,
     kind: Kind,
 }

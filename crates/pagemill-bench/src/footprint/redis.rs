@@ -21,7 +21,7 @@ const IDLE: Duration = Duration::from_secs(2);
 /// Commands sent before their replies are read.
 const PIPELINE: u32 = 1000;
 
-/// A gap if a program is missing.
+/// Returns the reason why Redis cannot be measured, if a program is missing.
 pub fn gap() -> Option<String> {
     let missing = ["redis-server", "redis-benchmark"].into_iter();
     let missing = missing.filter(|name| !programs::is_installed(name));

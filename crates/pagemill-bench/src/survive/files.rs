@@ -20,7 +20,7 @@ const KEPT_MIB: u64 = 64;
 /// Without a group's limit, files are removed only when the file system is full, which takes longer.
 const UNLIMITED_SIZE: u64 = 4 << 30;
 const LIMITED_SIZE: u64 = 8 << 30;
-/// A tmpfs without a controller fills up in less time.
+/// Seconds of a run on plain tmpfs, which fills up sooner.
 const PLAIN_SECONDS: u64 = 2;
 
 const SPEED: &str = "gib_per_second";

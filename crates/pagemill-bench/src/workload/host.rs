@@ -14,7 +14,7 @@ use crate::stats::Random;
 
 const PIECE: usize = 1 << 20;
 
-/// The server's sign: it holds its memory.
+/// Printed by the server once it holds its memory.
 pub const READY: &str = "ready";
 /// The filler's sign: it has taken all, or was stopped.
 pub const TAKEN: &str = "taken";

@@ -191,7 +191,7 @@ fn sweep_children(folder: &Path) {
 mod tests {
     use super::*;
 
-    /// A made-up machine with this process in `/app`; files below it as told.
+    /// A simulated machine with this process in `/app`, and the given files below it.
     fn tree(version: Version, files: &[(&str, &str)]) -> (tempfile::TempDir, String) {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path().to_str().unwrap().to_owned();

@@ -72,7 +72,7 @@ impl Ram {
         fs::metadata(&self.point).unwrap().dev() != fs::metadata(self.place.path("home")).unwrap().dev()
     }
 
-    /// Waits until the controller knows of as many volatile files.
+    /// Waits until the controller has found this many volatile files.
     pub fn wait_for_volatile(&self, files: u64) {
         wait_until("volatile files are known", || self.status()["volatile_files"] == files);
     }
@@ -111,7 +111,7 @@ pub fn start(place: &Place, point: &Path, options: &[&str]) -> Guard {
     controller
 }
 
-/// Bytes that tell where they belong.
+/// Bytes that depend on the seed and on their position.
 pub fn pattern(seed: usize, len: usize) -> Vec<u8> {
     (0..len).map(|at| (at / 64 + seed * 31 + 1) as u8 | 1).collect()
 }

@@ -66,7 +66,7 @@ pub(super) struct Leases {
 }
 
 impl Leases {
-    /// For a pool of `max_chunks` chunks without memory.
+    /// Creates the leases of a pool of `max_chunks` chunks without memory.
     pub fn new(max_chunks: usize, chunk_bytes: usize) -> Result<Self> {
         let chunks = (SLOT_BYTES / chunk_bytes).clamp(1, u32::BITS as usize);
         Ok(Self { slots: Table::new(max_chunks.div_ceil(chunks))?, chunks: chunks as u32 })

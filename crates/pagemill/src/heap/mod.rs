@@ -106,7 +106,7 @@ pub struct Heap {
     heads: Table<AtomicU64>,
     /// Next address to carve, end of the span, slots carved so far, by node and class. Written under `carving`.
     cursors: Table<AtomicU64>,
-    /// By block of the zone: class plus one where a span starts, else 0.
+    /// For each block of the zone: the class plus one if a span starts there, else 0.
     spans: Table<AtomicU32>,
     carving: Lock,
     purging: Lock,
@@ -419,7 +419,7 @@ impl Heap {
         std::array::from_fn(|word| self.cursors.get(first + word))
     }
 
-    /// Whether blocks of a slot's class fill up: the class has filled one, and its slots are not mostly unused.
+    /// Whether blocks of the slot's class are likely to fill up: one has, and slots of the class are mostly used.
     fn filling(&self, place: Place, size: usize) -> Filling {
         if (place.class.bytes() - size.min(place.class.bytes())) * TAIL_DIVISOR > place.class.bytes() {
             return Filling::Never;

@@ -306,7 +306,7 @@ mod tests {
         assert!(is_filled(zeroed, 8 * MIB, 0));
     }
 
-    /// Slots that reach into two blocks: what was taken of either is found out, block for block.
+    /// Slots that reach into two blocks: what the kernel took is found for each block.
     #[test]
     fn straddling_slots_are_found_out() {
         let pagemill = Pagemill::for_test();

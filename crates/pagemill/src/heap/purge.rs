@@ -358,7 +358,7 @@ impl Heap {
         freed
     }
 
-    /// Whether nothing is behind a block: what comes in later reads zero.
+    /// Whether a block has no memory, so that its pages read zero when they become resident.
     fn is_empty(&self, block: usize) -> bool {
         self.arena.peek(block).backing == Backing::Empty
     }

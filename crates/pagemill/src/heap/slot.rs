@@ -31,7 +31,7 @@ pub(crate) enum Phase {
 /// What is known of a slot's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub(crate) struct Bytes {
-    /// Memory is behind it, or the kernel provides it on touch: it need not be brought in.
+    /// The slot has memory, or the kernel provides it on touch.
     pub is_resident: bool,
     /// All bytes read zero.
     pub is_zero: bool,

@@ -54,19 +54,19 @@ pub struct List {
 /// Example: [`List`].
 #[derive(Debug)]
 pub enum Unanswered {
-    /// It cannot be asked.
+    /// No request can be made of the process.
     Refused(io::Error),
     /// No answer came in time.
     Late,
-    /// It has ended.
+    /// The process has ended.
     Ended,
     /// The caller no longer wants the answer.
     Stopped,
     /// The process could not write it.
     Failed(io::Error),
-    /// Its answer is no valid list.
+    /// The answer is no valid list.
     Damaged,
-    /// It took the order, has not finished it in time, and goes on.
+    /// The process has taken the order, but not finished it in time. It continues.
     UnderWay,
 }
 

@@ -165,7 +165,7 @@ impl Turns {
         self.rests_until_ns.store(u64::MAX, Relaxed);
     }
 
-    /// Ends the rest after a successful write.
+    /// Ends the pause that follows failures: a write succeeded.
     pub fn go_on(&self) {
         self.failures.store(0, Relaxed);
         self.rests_until_ns.store(0, Relaxed);

@@ -19,7 +19,7 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
-/// Rounds before a sync gives up; each ran beside a truncation.
+/// Attempts before a sync gives up. An attempt is repeated if a truncation ran at the same time.
 const ROUNDS: usize = 16;
 
 impl Mapping {

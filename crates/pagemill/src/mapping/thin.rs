@@ -20,7 +20,7 @@ const WORTH_DIVISOR: u64 = 4;
 pub(super) enum Look {
     /// Not sparse enough.
     Dense,
-    /// It is in use.
+    /// The folio is in use.
     Refused,
     /// This many bytes were freed.
     Thinned(u64),

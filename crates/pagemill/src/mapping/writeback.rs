@@ -326,7 +326,7 @@ impl Ready<'_> {
         len_bytes
     }
 
-    /// The last run may still grow.
+    /// Whether the collected runs should be started. The last run does not count, since it may still grow.
     fn is_full(&self) -> bool {
         let most = if self.store.is_asynchronous() { STARTED_TOGETHER } else { 1 };
         self.runs.len() > most || self.bytes >= STARTED_BYTES

@@ -84,7 +84,7 @@ pub struct Account {
     pub(super) owners: Owners,
     /// Earliest time of the next measurement of lent memory.
     settle_after_ns: AtomicU64,
-    /// What control groups and the machine allow.
+    /// The room that control groups and the machine leave.
     pub headroom: Headroom,
     /// Until this time reclaim for groups and the machine is not retried, because it freed nothing; and the length of
     /// that pause.
@@ -370,14 +370,14 @@ impl Account {
         }
     }
 
-    /// Finds out how much of the offered memory the kernel took. Mostly does nothing.
+    /// Records how much of the offered memory the kernel took. Usually there is nothing to do.
     pub fn reap(&self) {
         self.owners.reap();
     }
 
-    /// Offsets `bytes` of new memory. If much memory is free, gives back as much of it as is cold. If very much is
-    /// free, gives back twice as much, cold or not. So size classes that a program no longer uses do not add up beside
-    /// those in use.
+    /// Returns free memory to offset `bytes` of new memory. If much is free, returns as much as is cold. If very much
+    /// is free, returns twice as much, cold or not. So free memory of size classes that a program no longer uses does
+    /// not accumulate.
     pub fn make_up_for(&self, bytes: u64) {
         let due = self.to_make_up.fetch_add(bytes, Relaxed).saturating_add(bytes);
         if due < MAKE_UP_STEP_BYTES.max(self.resident() / MAKE_UP_DIVISOR) {

@@ -29,15 +29,15 @@ pub struct LeastOver {
     long: LeastOverOne,
 }
 
-/// Shorter ages than this are of looks that make up for new memory.
+/// Ages below this are used only to make up for new memory.
 const LONG_FROM: Duration = Duration::from_secs(1);
 
 impl LeastOver {
-    /// Notes the amount at `now_ns`; returns the least of all looks of at least one `age`, 0 until so much time was seen. For an age
-    /// of 0 the amount itself.
+    /// Records the amount at `now_ns`. Returns the least amount of the last `age`, or 0 if the records do not reach
+    /// back that far. For an age of 0 returns the amount.
     ///
-    /// Time without a look counts as if the amount had not changed: looks stop only while the process stands still. Not so for short
-    /// ages, where a gap begins anew.
+    /// A gap in the records counts as unchanged, since looks stop only while the process uses no CPU. For ages below a
+    /// second a gap starts the records anew.
     pub fn least(&self, amount: u64, now_ns: u64, age: Duration) -> u64 {
         if age.is_zero() {
             amount
@@ -48,20 +48,20 @@ impl LeastOver {
         }
     }
 
-    /// So much of it went on request: what is left was there as well.
+    /// Subtracts memory that was returned on request: the rest was free over the same time.
     pub fn take(&self, amount: u64) {
         self.short.take(amount);
         self.long.take(amount);
     }
 
-    /// Forgets what was seen.
+    /// Forgets all records.
     pub fn forget(&self) {
         self.short.forget();
         self.long.forget();
     }
 }
 
-/// What a part of an age without a look is.
+/// Meaning of a gap in the records.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Gap {
     /// As if the amount had not changed.

@@ -191,7 +191,7 @@ impl<C: Clock> Governor<C> {
         }
     }
 
-    /// Looks once and gives back what is due.
+    /// Samples the limits once and returns the memory that is due.
     pub fn step(&mut self, account: &Account, signs: Signs, policy: Return) -> Next {
         if account.giveable() < WORTHWHILE_BYTES
             && let Some(next) = self.step_without(account, signs)
@@ -244,7 +244,7 @@ impl<C: Clock> Governor<C> {
         self.quiet
     }
 
-    /// Gives back what a group or the machine is short of.
+    /// Returns memory if a group or the machine is short of it.
     fn watch(&mut self, account: &Account, signs: Signs) -> Option<Duration> {
         account.reap();
         let room = account.headroom.sample();
@@ -280,7 +280,8 @@ impl<C: Clock> Governor<C> {
         Some(self.futile)
     }
 
-    /// How long other processes would need to use up the room that is left; longer while they do not.
+    /// Returns the pause until the next sample: the time that other processes need to use up the room that is left,
+    /// longer while they use none.
     fn pause(&self, room: &Room) -> Option<Duration> {
         let slower = match room.bound {
             Bound::None => return None,

@@ -83,7 +83,7 @@ pub struct Room {
     pub kill: Kill,
     /// The limit that binds; `u64::MAX` for none.
     pub limit_bytes: u64,
-    /// No group has used three quarters of its limit, file pages included: an alarm set there still comes in time.
+    /// No group has used three quarters of its limit, file pages included, so an alarm is early enough.
     pub is_far: bool,
     /// Room before the machine's margin; `i64::MAX` if unknown.
     pub machine_bytes: i64,

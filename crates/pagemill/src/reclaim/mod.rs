@@ -170,7 +170,7 @@ pub trait Shrinker: Sync {
         0
     }
 
-    /// Finds out how much of the offered memory the kernel took. Called now and then.
+    /// Records how much of the offered memory the kernel took. Called periodically.
     fn reap(&self) {}
 
     /// Measures how much of the lent memory is resident.

@@ -74,7 +74,7 @@ impl Grace {
         grace
     }
 
-    /// Whether it is over. `oldest` is the oldest epoch of a reader.
+    /// Whether no reader can use the objects any more. `oldest` is the oldest epoch of a reader.
     fn is_over(&self, oldest: Moment) -> bool {
         self.epoch.as_ref().is_none_or(|is_over| is_over.load(Acquire)) && oldest > self.moment
     }

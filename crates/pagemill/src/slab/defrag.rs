@@ -14,7 +14,7 @@ use pagemill_sys::clock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Reclaim waits up to this long for readers, and for freeing what they held up.
+/// Maximum time that reclaim waits for readers, and for freeing the objects that they used.
 pub(super) const MOMENT_NS: u64 = 5_000_000;
 
 /// Percentage with which everything that is not full is worth emptying.

@@ -489,8 +489,8 @@ impl Engine {
         (0..self.node_count()).map(given).sum::<u64>() > 0
     }
 
-    /// Memory is short: has the background thread, if there is one, pack the cache. The first such call also shortens the
-    /// thread's rest.
+    /// Called when memory is short: makes the background thread, if there is one, pack the cache. The first such call
+    /// also shortens the thread's rest.
     pub fn press(&self) {
         let worker = &self.ground.slabs.worker;
         if self.used_ratio.load(Relaxed) > 0 && !worker.is_by_hand() {

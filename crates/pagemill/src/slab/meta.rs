@@ -228,7 +228,7 @@ pub(super) struct Block {
     pub claimed: Held32,
     /// Number of slabs that are set up.
     pub slabs: Held32,
-    /// 1 if its memory comes and goes slab by slab.
+    /// 1 if its memory is charged and returned slab by slab.
     pub is_sparse: Held32,
     /// 1 while it is being emptied: no object is taken from it.
     pub is_leaving: Held32,
@@ -238,7 +238,7 @@ pub(super) struct Block {
     pub has_refused: Held32,
     /// The last search for slabs that found no more candidate in it.
     pub spent: Held32,
-    /// The search for blocks that still has to visit it; 0 none.
+    /// The search for blocks that has not visited it yet; 0 if none.
     pub queued: Held32,
 }
 

@@ -77,8 +77,8 @@ pub(super) trait Mover {
     /// Rejects objects that must not be moved. Called under the lock of the node: must not call the cache.
     fn isolate(&self, chunk: &mut Chunk) -> Self::Isolated;
 
-    /// An object that `isolate` kept is moved soon, and is being prefetched. Prefetches what else [`Mover::migrate`]
-    /// needs.
+    /// Called for an object that `isolate` kept, which is being prefetched and will be moved soon. Prefetches what
+    /// else [`Mover::migrate`] needs.
     fn expect(&self, _object: usize) {}
 
     /// Collects what threads keep beside their magazines.

@@ -232,7 +232,7 @@ impl Ground {
     }
 }
 
-/// What code that handles all caches needs of one, whatever its kind.
+/// Operations on a cache of any kind, for code that handles all caches.
 trait Member: Send + Sync {
     fn engine(&self) -> &Engine;
 

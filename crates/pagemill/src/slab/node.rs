@@ -29,7 +29,7 @@ pub(super) const BUCKETS: usize = LEAVING + 1;
 const KEPT_IDLE: u32 = 1;
 const KEPT_EMPTY: u32 = 4;
 
-/// What to keep for the next objects when the rest is freed.
+/// Memory to keep for the next objects when the rest is freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Keep {
     /// [`KEPT_IDLE`] and [`KEPT_EMPTY`].
@@ -56,7 +56,7 @@ pub(super) struct Books {
     pub looks: Looks,
     blocks: u32,
     idle: u32,
-    /// Whole blocks: their memory comes and goes as a whole.
+    /// Number of whole blocks: each is charged and returned as a whole.
     whole: u32,
     /// `slabs`: number of slabs that are set up. `sparse`: number of those in sparse blocks.
     slabs: u32,

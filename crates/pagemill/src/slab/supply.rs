@@ -139,7 +139,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Whether a block that may not be filled comes in small pages.
+    /// Whether a block that may stay partly unused gets small pages.
     pub fn comes_sparse(&self) -> bool {
         !self.ground.blocks.arena.may_take_huge(Filling::Unknown)
     }

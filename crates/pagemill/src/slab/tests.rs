@@ -490,7 +490,8 @@ fn what_others_keep_comes_before_a_refusal() {
     cache.engine().check_books();
 }
 
-/// A slab without memory is given back: after everything is freed no block stays for it, and later objects find room.
+/// A slab that got no memory is returned: once all objects are freed no block is kept for it, and later objects find
+/// room.
 #[test]
 fn a_slab_without_memory_goes_back() {
     let layout = Layout { use_huge: false, ..Layout::for_test() };

@@ -61,7 +61,7 @@ const GIVEN_AT_ONCE: u64 = 16 * BLOCK_BYTES as u64;
 const PATIENCE_NS: u64 = if cfg!(test) { 100_000_000_000 } else { 1_000_000_000 };
 const FORK_PATIENCE_NS: u64 = 20_000_000;
 
-/// Callbacks may use as much stack as on a thread of the program.
+/// Size of the stack: callbacks may need as much as on a thread of the program.
 #[cfg(not(shuttle))]
 const STACK_BYTES: usize = 2048 << 10;
 
@@ -114,7 +114,7 @@ pub(super) struct Worker {
     is_rung: AtomicU32,
     /// `AWAKE`, `DOZING` or `ASLEEP`.
     parked: AtomicU32,
-    /// It is visiting a cache, or about to check that it must not.
+    /// The thread is visiting a cache, or about to check whether it may.
     is_inside: AtomicU32,
     is_by_hand: AtomicU32,
     /// Forks in progress.

@@ -93,7 +93,7 @@ impl<S> Clone for FaultyStore<S> {
 struct Shared<S> {
     inner: S,
     state: Mutex<State>,
-    /// Signalled when held calls may go on.
+    /// Signalled when held calls may continue.
     changed: Condvar,
 }
 

@@ -16,7 +16,7 @@ const SMALL_CHUNK_BYTES: usize = BLOCK_BYTES / 32;
 pub(super) struct Mark {
     pub epoch: u32,
     pub how: How,
-    /// Some of it was purged, or of a mark that it replaced.
+    /// Part of it was purged, or part of a mark that it replaced.
     pub is_purged: bool,
     /// All of it was purged.
     pub is_empty: bool,

@@ -327,8 +327,8 @@ impl Ranges {
         debug_assert!(result.is_ok());
     }
 
-    /// Runs `act`, which a purge of the range may block. Such a purge is asked to stop, and does within some hundred
-    /// microseconds.
+    /// Runs `act`, which may have to wait for a purge of the range. Such a purge is asked to stop, and does within
+    /// some hundred microseconds.
     #[inline]
     fn insist<T>(
         &self,

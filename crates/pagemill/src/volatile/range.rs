@@ -171,7 +171,7 @@ impl Range {
         Ok(Pin { range: self, kept_bytes, contents })
     }
 
-    /// The bytes of a held range, for writing. Purged bytes read zero, or what they were before.
+    /// Returns the bytes of a held range for writing. Purged bytes have their old value or read zero.
     ///
     /// # Errors
     ///

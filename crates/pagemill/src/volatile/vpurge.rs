@@ -64,7 +64,7 @@ impl Shrinker for Vranges {
     }
 }
 
-/// What holds for one reclaim request.
+/// Parameters of one reclaim request.
 struct Pass {
     maps: Maps,
     urgency: Urgency,

@@ -124,9 +124,9 @@ impl Seen {
 pub(crate) enum Refused {
     /// A purge holds the range: wait, and try again.
     Purging,
-    /// It is in this phase.
+    /// The range is in this phase.
     Phase(Phase),
-    /// It has the maximum number of pins.
+    /// The range has the maximum number of pins.
     Pins,
 }
 

@@ -43,7 +43,7 @@ struct State {
 }
 
 impl FewNodes {
-    /// One per thread that runs models, one after the other; reset to its initial state.
+    /// Returns the state of this thread, which runs one model after the other, reset to its initial contents.
     fn anew() -> &'static Self {
         thread_local! {
             static FEW: &'static FewNodes = Box::leak(Box::new(FewNodes {

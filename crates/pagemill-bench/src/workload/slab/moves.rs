@@ -13,7 +13,7 @@ use crate::stats::Random;
 use crate::workload::steps::{self, Work};
 use crate::workload::{Failure, Outcome};
 
-/// What maps a number to an object.
+/// A map from numbers to objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Kind {
     ByOwner,

@@ -89,11 +89,11 @@ pub enum Part {
 /// Example: [`Folios`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Look {
-    /// It may be evicted.
+    /// The folio may be evicted.
     Idle { order: u8 },
-    /// It is dirty or in use.
+    /// The folio is dirty or in use.
     Kept,
-    /// It is no folio of a file any more.
+    /// The page is no folio of a file any more.
     Gone,
 }
 
@@ -165,7 +165,7 @@ impl Key {
     }
 }
 
-/// The ghost of a folio that comes in: part and age, if there is one.
+/// The ghost of a folio that is read again: part and age, if one was found.
 ///
 /// Example: [`Folios`].
 #[derive(Clone, Copy, Debug)]
@@ -344,8 +344,8 @@ impl Order {
 /// Example: [`Folios`].
 pub struct Hunt<'order> {
     order: &'order Order,
-    /// Steps until the scan gives up. Bounds it if hits add uses as fast as it removes them, or if candidates cannot be
-    /// evicted.
+    /// Steps until the scan gives up. Bounds a scan whose folios are used as fast as it clears their uses, or cannot
+    /// be evicted.
     turns: Option<u64>,
     /// Deferred folios were scanned again, because no others were left.
     is_last_round: bool,
@@ -397,7 +397,7 @@ impl State {
         (u128::from(self.queues.total()) * u128::from(self.share) / u128::from(ONE)) as u64
     }
 
-    /// Chooses the queue of a folio that comes in; its ghost adjusts the shares.
+    /// Chooses the queue of a new folio. Its ghost, if there is one, adjusts the shares.
     fn place_for(&mut self, recall: Recall, pages: u64) -> Queue {
         let Some((part, age)) = recall.0 else { return Queue::Window };
         let total = self.queues.total().max(1);

@@ -19,7 +19,7 @@ const AGAIN_SHIFT: u32 = 39;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Queue {
-    /// Came in recently: uses do not count yet.
+    /// Entered recently; uses do not count yet.
     Window,
     /// Left the window, and was not scanned since.
     Small,
