@@ -64,7 +64,7 @@ pub struct Alarms {
     sources: [Option<Source>; MAX_ALARMS],
     /// The state number of the limits that the alarms are set for; `None` before the first.
     set_for: Option<u32>,
-    /// Something was refused: when to try again.
+    /// Time of the next attempt, after an alarm was refused.
     retry_ns: Option<u64>,
     pub covered: Covered,
 }
