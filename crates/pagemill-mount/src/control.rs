@@ -21,7 +21,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 /// Timeout for slow clients.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum number of concurrent clients, and of bytes in a request.
 const MAX_CLIENTS: usize = 16;
@@ -68,7 +68,7 @@ impl Keeper {
 fn status(inbox: &Inbox) -> Option<Status> {
     let (reply, answer) = mpsc::channel();
     inbox.send(Request::Status(reply));
-    answer.recv_timeout(PATIENCE).ok()
+    answer.recv_timeout(TIMEOUT).ok()
 }
 
 impl Drop for Keeper {
@@ -162,8 +162,8 @@ fn accept(listener: &UnixListener, serving: &Arc<Serving>) {
 }
 
 fn serve(client: UnixStream, serving: &Serving) -> io::Result<()> {
-    client.set_read_timeout(Some(PATIENCE))?;
-    client.set_write_timeout(Some(PATIENCE))?;
+    client.set_read_timeout(Some(TIMEOUT))?;
+    client.set_write_timeout(Some(TIMEOUT))?;
     let mut line = String::new();
     BufReader::new(client.try_clone()?.take(MAX_LINE)).read_line(&mut line)?;
     // The client only checked that a controller exists.
@@ -244,10 +244,10 @@ pub enum Reached<T> {
     Nobody,
 }
 
-fn ask<T>(device: u64, ask: &Ask, patience: Option<Duration>, read: impl FnOnce(Answer) -> Option<T>) -> Reached<T> {
+fn ask<T>(device: u64, ask: &Ask, timeout: Option<Duration>, read: impl FnOnce(Answer) -> Option<T>) -> Reached<T> {
     let answer = || -> io::Result<Answer> {
         let socket = UnixStream::connect(mounting::socket_path(device)?)?;
-        socket.set_read_timeout(patience)?;
+        socket.set_read_timeout(timeout)?;
         write_line(&socket, ask)?;
         let mut line = String::new();
         BufReader::new(socket).read_line(&mut line)?;
@@ -262,7 +262,7 @@ fn ask<T>(device: u64, ask: &Ask, patience: Option<Duration>, read: impl FnOnce(
 
 /// Requests a file system's state from its controller.
 pub fn ask_status(device: u64) -> Reached<Status> {
-    ask(device, &Ask::Status, Some(2 * PATIENCE), |answer| match answer {
+    ask(device, &Ask::Status, Some(2 * TIMEOUT), |answer| match answer {
         Answer::Status(status) => Some(*status),
         _ => None,
     })

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 /// Maximum number of queued results, and how long a scan waits for room: the control loop may have ended.
 const MAX_FOUND: usize = 4096;
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A request to the control loop.
 pub enum Request {
@@ -56,7 +56,7 @@ impl Inbox {
     pub fn send_found(&self, messages: &mut Vec<Message>) {
         let lock = || self.found.lock().unwrap_or_else(PoisonError::into_inner);
         let begun = Instant::now();
-        while lock().len() >= MAX_FOUND && begun.elapsed() < PATIENCE {
+        while lock().len() >= MAX_FOUND && begun.elapsed() < TIMEOUT {
             std::thread::sleep(Duration::from_millis(1));
         }
         lock().append(messages);

@@ -454,7 +454,7 @@ pub struct Worker {
 const MAX_WAITING: usize = 8;
 
 /// A worker without an answer for this long is restarted: it may have moved into a frozen group.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 impl Worker {
     /// Starts a worker: `program` and its arguments run [`serve`].
@@ -482,7 +482,7 @@ impl Worker {
 
     /// Returns whether the worker has had a file for too long.
     pub fn is_stuck(&self) -> bool {
-        self.waiting.front().is_some_and(|(_, since)| since.elapsed() > PATIENCE)
+        self.waiting.front().is_some_and(|(_, since)| since.elapsed() > TIMEOUT)
     }
 
     /// Sends a file to the worker.

@@ -15,7 +15,7 @@
 //! | [`barrier`] | a memory barrier in all threads at once (membarrier) |
 //! | [`futex`], [`thread`], [`stack`], [`clock`] | waiting, threads, a stack for one call, time |
 //! | [`file`](mod@file) | small kernel and shared files without allocating |
-//! | [`disk`], [`ring`], [`bell`] | files and block devices; io_uring; an eventfd waker |
+//! | [`disk`], [`ring`], [`waker`] | files and block devices; io_uring; an eventfd waker |
 //! | [`process`], [`child`] | process identity and limits; running a child process and forwarding its signals |
 //! | [`cgroup`] | memory control groups, the machine's memory |
 //! | [`events`] | kernel notifications about memory pressure |
@@ -24,7 +24,6 @@
 //! | [`probe`] | which features this kernel has, as readable text |
 
 pub mod barrier;
-pub mod bell;
 pub mod cgroup;
 pub mod child;
 pub mod clock;
@@ -46,6 +45,7 @@ pub mod process;
 pub mod ring;
 pub mod stack;
 pub mod thread;
+pub mod waker;
 
 /// Prints one line to standard error and ends the process with `SIGABRT`.
 ///

@@ -5,8 +5,8 @@
 //! the parent's: its memory is not mapped there, and every call returns `EBADF`.
 #![allow(unsafe_code)] // queue entries name memory, registering pins it
 
-use crate::bell::Bell;
 use crate::process;
+use crate::waker::Waker;
 use io_uring::types::{Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
 use std::io;
@@ -266,9 +266,9 @@ impl Ring {
     /// # Errors
     ///
     /// `EBUSY` if a waker is already registered.
-    pub fn ring_on_completion(&mut self, bell: &Bell) -> io::Result<()> {
+    pub fn wake_on_completion(&mut self, waker: &Waker) -> io::Result<()> {
         self.check()?;
-        self.uring.submitter().register_eventfd(bell.number())
+        self.uring.submitter().register_eventfd(waker.number())
     }
 }
 

@@ -208,13 +208,13 @@ impl<T> Guarded<T> {
 /// A repeated event on which threads can sleep. Without sleepers, raising it costs two accesses to one cache line.
 #[cfg(not(loom))]
 #[derive(Default)]
-pub(crate) struct Signal {
+pub(crate) struct EventCount {
     count: Word,
     sleepers: Word,
 }
 
 #[cfg(not(loom))]
-impl Signal {
+impl EventCount {
     /// Number of events so far.
     pub fn count(&self) -> u32 {
         self.count.load(SeqCst)
@@ -241,12 +241,12 @@ impl Signal {
 
 /// Backoff for a wait: first spins (100 us), then yields the processor.
 #[cfg(not(loom))]
-pub(crate) struct Patience {
+pub(crate) struct Backoff {
     began_ns: u64,
 }
 
 #[cfg(not(loom))]
-impl Patience {
+impl Backoff {
     const SPIN_NS: u64 = 100_000;
 
     pub fn new() -> Self {
@@ -309,12 +309,12 @@ mod tests {
 
     /// Two threads wait for each other in turn, without a timeout: no wake-up is lost.
     #[test]
-    fn signals_are_not_lost() {
-        let signals = [Signal::default(), Signal::default()];
+    fn events_are_not_lost() {
+        let events = [EventCount::default(), EventCount::default()];
         let play = |own: usize| {
             for round in 0..1000 {
-                signals[own].raise();
-                let other = &signals[1 - own];
+                events[own].raise();
+                let other = &events[1 - own];
                 while other.count() <= round {
                     other.wait(round, None);
                 }
@@ -324,6 +324,6 @@ mod tests {
             scope.spawn(|| play(0));
             play(1);
         });
-        assert!(signals.iter().all(|signal| signal.count() == 1000 && signal.sleepers.load(Relaxed) == 0));
+        assert!(events.iter().all(|event| event.count() == 1000 && event.sleepers.load(Relaxed) == 0));
     }
 }

@@ -363,8 +363,8 @@ fn files_of_the_system_are_read_by_tasks() {
 /// A store that hangs: calls return when their patience ends, the read continues, and its data serves later calls.
 #[test]
 fn calls_wait_no_longer_than_they_may() {
-    let patience = Some(Duration::from_millis(20));
-    let (cache, store) = (cache_with(Settings { patience, ..settings(MIB) }), slow(MIB / 2));
+    let timeout = Some(Duration::from_millis(20));
+    let (cache, store) = (cache_with(Settings { timeout, ..settings(MIB) }), slow(MIB / 2));
     let file = open(&cache, &store);
     store.hold();
     let late = stats::get(Counter::ReadsLate);

@@ -199,8 +199,8 @@ fn the_end_of_a_transfer_may_panic() {
 /// A store that never ends what it was given: with a patience, syncs say so, and succeed once it has ended.
 #[test]
 fn a_sync_ends_though_the_store_does_not() {
-    let patience = Some(Duration::from_millis(30));
-    let cache = by_hand(Settings { patience, policy: Box::new(Never), ..settings(4 * MIB) });
+    let timeout = Some(Duration::from_millis(30));
+    let cache = by_hand(Settings { timeout, policy: Box::new(Never), ..settings(4 * MIB) });
     let store = Arc::new(Broken::that_keeps(PAGE));
     let file = cache.open(store.clone()).unwrap();
     file.write_at(&[8; 3 * PAGE], 0).unwrap();

@@ -419,8 +419,8 @@ fn a_panicking_store_blocks_no_thread() {
     caches.collapse_by_hand();
     let settings = Settings::new("panics", MIB as u64);
     // A thread that waits nevertheless gets an error.
-    let patience = Some(Duration::from_millis(100));
-    let cache = caches.make(Settings { policy: Box::new(Never), page, writeback, patience, ..settings }).unwrap();
+    let timeout = Some(Duration::from_millis(100));
+    let cache = caches.make(Settings { policy: Box::new(Never), page, writeback, timeout, ..settings }).unwrap();
     let store = Arc::new(Broken::that_panics(PAGE));
     let dirty = cache.open(store.clone()).unwrap();
     write(&dirty, &pattern(MIB, 1), 0);

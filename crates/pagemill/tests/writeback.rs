@@ -25,7 +25,7 @@ type Faulty = FaultyStore<MemoryStore>;
 
 /// Nothing is written back except above a dirty share.
 fn shares(background_percent: u8, most_percent: u8) -> Writeback {
-    Writeback { age: NEVER, background_percent, most_percent, patience: LONG }
+    Writeback { age: NEVER, background_percent, most_percent, timeout: LONG }
 }
 
 /// A cache with small folios, with or without a background thread.
@@ -150,8 +150,8 @@ fn writers_wait_for_the_store() {
 #[test]
 fn writers_do_not_wait_for_ever() {
     for is_by_hand in [false, true] {
-        let patience = Duration::from_millis(50);
-        let cache = cache(4 * MIB, Writeback { patience, ..shares(10, 25) }, is_by_hand);
+        let timeout = Duration::from_millis(50);
+        let cache = cache(4 * MIB, Writeback { timeout, ..shares(10, 25) }, is_by_hand);
         let ((store, file), (other_store, other)) = (open(&cache), open(&cache));
         store.hold();
         let (mut page, error) = (
@@ -361,7 +361,7 @@ fn absurd_shares_are_refused() {
 /// Writers, background, syncs and truncations of one file concurrently: the final contents are those written last.
 #[test]
 fn writers_beside_everything_lose_nothing() {
-    let writeback = Writeback { age: Duration::from_millis(2), patience: LONG, ..shares(5, 15) };
+    let writeback = Writeback { age: Duration::from_millis(2), timeout: LONG, ..shares(5, 15) };
     let cache = cache(4 * MIB, writeback, false);
     let (store, file) = open(&cache);
     store.set_faults(Faults { seed: 9, delay_per_mille: 50, is_reordered: true, ..Faults::default() });
@@ -400,8 +400,8 @@ fn writers_beside_everything_lose_nothing() {
 /// is waited for a limited time, and lost bytes are counted. `close` returns the handle on failure.
 #[test]
 fn the_last_handle_writes_back() {
-    let of_patience = |patience| cache(64 * MIB, Writeback { patience, ..shares(100, 100) }, true);
-    let cache = of_patience(LONG);
+    let of_timeout = |timeout| cache(64 * MIB, Writeback { timeout, ..shares(100, 100) }, true);
+    let cache = of_timeout(LONG);
     let (store, file) = open(&cache);
     let other = file.try_clone().unwrap();
     for page in [0, 5, 6] {
@@ -427,7 +427,7 @@ fn the_last_handle_writes_back() {
     drop(file);
     assert!(stats::get(Counter::CacheLost) - lost >= PAGE as u64);
     store.set_faults(Faults::default());
-    let hasty = of_patience(Duration::from_millis(50));
+    let hasty = of_timeout(Duration::from_millis(50));
     let file = hasty.open(Arc::new(store.clone())).unwrap();
     write_page(&file, 0, 3).unwrap();
     store.hold();

@@ -21,7 +21,7 @@ use crate::subject::{self, PAGEMILL};
 /// The type that `statfs` reports for tmpfs.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 /// Time limit of `pagemill mount` to mount, and to unmount.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A subject of the comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -186,8 +186,8 @@ fn start_controller(folder: &Path, size_bytes: u64) -> Result<std::result::Resul
             let complaint = complaint.lines().find(|line| !line.trim().is_empty()).unwrap_or("it printed nothing");
             return Ok(Err(format!("pagemill: `pagemill mount` ended with {}: {complaint}", finished.status)));
         }
-        if begun.elapsed() > PATIENCE {
-            return Ok(Err(format!("pagemill: `pagemill mount` did not mount within {} s", PATIENCE.as_secs())));
+        if begun.elapsed() > TIMEOUT {
+            return Ok(Err(format!("pagemill: `pagemill mount` did not mount within {} s", TIMEOUT.as_secs())));
         }
         thread::sleep(Duration::from_millis(2));
     }
@@ -235,7 +235,7 @@ impl Mounted {
 
     fn end_controller(&self, running: Running) -> Ended {
         running.terminate();
-        let finished = match running.finish(PATIENCE) {
+        let finished = match running.finish(TIMEOUT) {
             Ok(finished) => finished,
             // The interrupt killed the controller.
             Err(Error::Interrupted { .. }) => return Ended::default(),

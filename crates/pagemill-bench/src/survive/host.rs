@@ -35,7 +35,7 @@ const GAVE_BYTES: u64 = 128 << 20;
 /// Little memory is left once it is within this of the minimum of the run.
 const LITTLE_BYTES: u64 = 256 << 20;
 /// Time limit of a sample.
-const PATIENCE: Duration = Duration::from_secs(300);
+const TIMEOUT: Duration = Duration::from_secs(300);
 
 const CASE: &str = "host";
 const AVAILABLE: &str = "least_available_percent";
@@ -160,8 +160,8 @@ fn sample(ready: &Ready, plan: &Plan) -> Result<Outcome> {
     let mut command = child::workload(&["__server", "--free-mib", &free, "--live-mib", &live, "--folder", &folder])?;
     ready.apply(&mut command);
     let server = Running::start(&mut command)?;
-    if !signs.wait_for(READY, &server, PATIENCE)? {
-        return child::outcome(ready.name(), &server.finish(PATIENCE)?);
+    if !signs.wait_for(READY, &server, TIMEOUT)? {
+        return child::outcome(ready.name(), &server.finish(TIMEOUT)?);
     }
     let available = proc::available_bytes().unwrap_or(0);
     let (mib, rate) = (plan.filler_mib(available).to_string(), RATE_MIB.to_string());
@@ -172,7 +172,7 @@ fn sample(ready: &Ready, plan: &Plan) -> Result<Outcome> {
     let filler = Running::start(&mut command)?;
     let trace = watch(plan, &signs, &server, &filler)?;
     signs.give(STOP).map_err(doing("giving a sign"))?;
-    let (filler, server) = (filler.finish(PATIENCE)?, server.finish(PATIENCE)?);
+    let (filler, server) = (filler.finish(TIMEOUT)?, server.finish(TIMEOUT)?);
     Ok(match (child::outcome(ready.name(), &server)?, child::outcome("the filler's glibc", &filler)?) {
         (Outcome::Measured(server), Outcome::Measured(filler)) => {
             Outcome::Measured(summary(plan, &trace, &server, &filler))
@@ -204,7 +204,7 @@ fn watch(plan: &Plan, signs: &Signs, server: &Running, filler: &Running) -> Resu
         }
         let is_over = taken.is_some_and(|taken| taken.elapsed() > AFTER);
         // The filler stops earlier by itself; this is for a filler that hangs.
-        let is_in_danger = now.available < plan.floor / 2 || begun.elapsed() > PATIENCE;
+        let is_in_danger = now.available < plan.floor / 2 || begun.elapsed() > TIMEOUT;
         if is_over || is_in_danger || server.has_ended() || filler.has_ended() {
             return Ok(trace);
         }

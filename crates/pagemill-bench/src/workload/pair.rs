@@ -11,7 +11,7 @@ use super::{Failure, Outcome, hog};
 use crate::child::WRONG_ANSWER;
 
 /// Time limit for the hog to stop: it may be in the middle of a round.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Arguments of both; the lock is in the hog's folder.
 #[derive(Clone, Debug, clap::Args)]
@@ -84,7 +84,7 @@ pub fn run(arguments: &Pair) -> Outcome {
     let hog_status = loop {
         match ended(&mut hog)? {
             Some(status) => break status,
-            None if told.elapsed() > PATIENCE => {
+            None if told.elapsed() > TIMEOUT => {
                 return Err(Failure::Other("the hog did not stop".to_owned()));
             }
             None => thread::sleep(Duration::from_millis(5)),

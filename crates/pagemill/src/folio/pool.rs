@@ -8,7 +8,7 @@ use super::word::{Kind, State, Word};
 use crate::arena::{Arena, Reserve, Table, Zeroed, place};
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
-use crate::sync::{AtomicU32, AtomicU64, Guarded, Patience, Relaxed};
+use crate::sync::{AtomicU32, AtomicU64, Backoff, Guarded, Relaxed};
 use crate::units::{BLOCK_BYTES, PageSize};
 use pagemill_sys::mem;
 use std::ops::Range;
@@ -376,7 +376,7 @@ impl Pool {
     }
 
     fn take_new(&self, order: u8) -> Result<Taken> {
-        let mut patience = Patience::new();
+        let mut backoff = Backoff::new();
         let chunk = loop {
             // Other threads may bring in a chunk for more than they need, or give one back.
             let is_moving = self.books.with(|books| books.moving > 0);
@@ -385,7 +385,7 @@ impl Pool {
                 Err(error) => match self.take_free(order) {
                     Some(taken) => return Ok(taken),
                     None if !is_moving => return Err(error),
-                    None => patience.pause(),
+                    None => backoff.pause(),
                 },
             }
         };

@@ -1,7 +1,7 @@
 //! Pages on their way to a queue from stores that are no files of the system: these end their reads on whatever thread they like.
 
 use super::fill::Filling;
-use crate::store::ring::RingBell;
+use crate::store::ring::RingWaker;
 use crate::store::{Cancel, Store, Transfer};
 use crate::sync::Guarded;
 use std::io;
@@ -21,12 +21,12 @@ pub(super) struct Arrivals {
 struct Hall {
     /// `None`: the queue is gone.
     arrived: Guarded<Option<Vec<Arrived>>>,
-    bell: RingBell,
+    bell: RingWaker,
 }
 
 impl Arrivals {
     /// The owner of the bell checks for arrivals.
-    pub fn new(bell: RingBell) -> Self {
+    pub fn new(bell: RingWaker) -> Self {
         let hall = Hall { arrived: Guarded::new(Some(Vec::new())), bell };
         Self { hall: Arc::new(hall), cancel: Cancel::new(), underway: 0 }
     }
@@ -63,7 +63,7 @@ impl Hall {
         });
         // If the queue is gone, it is dropped here, and not under the lock.
         if arrival.is_none() {
-            self.bell.ring();
+            self.bell.wake();
         }
     }
 }

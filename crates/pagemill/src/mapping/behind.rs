@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::folio::word::Fetched;
 use crate::store::errno::{self, ETIMEDOUT};
 use crate::store::{Cancel, Transfer};
-use crate::sync::{Acquire, AtomicU32, Guarded, Release, Signal};
+use crate::sync::{Acquire, AtomicU32, EventCount, Guarded, Release};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -33,7 +33,7 @@ const MOST_WAIT: Duration = Duration::from_secs(1);
 pub(super) struct Behind {
     /// Reads that were started and are not over.
     underway: AtomicU32,
-    ended: Signal,
+    ended: EventCount,
     /// Their pages are not wanted any more.
     cancel: Cancel,
     pub reading: Reading,
@@ -124,7 +124,7 @@ impl File {
 
     /// Whether there is a bound to how long a read may take, and the store can read behind.
     fn has_patience(&self) -> bool {
-        self.cache.patience.is_some() && self.is_asynchronous()
+        self.cache.timeout.is_some() && self.is_asynchronous()
     }
 
     /// Brings the first of some pages in, and some behind it, if there is a bound to how long that may take. Returns whether it did; the

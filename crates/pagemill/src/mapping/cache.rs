@@ -14,7 +14,7 @@ use crate::folio::{Owner, Pool, Taken};
 use crate::reclaim::{Shrinker, Urgency};
 use crate::stats::{self, Counter};
 use crate::store::Store;
-use crate::store::ring::RingBell;
+use crate::store::ring::RingWaker;
 use crate::sync::{AtomicU32, AtomicU64, AtomicUsize, Guarded, Relaxed};
 use crate::units::{BLOCK_BYTES, PageSize};
 use crate::xarray::{Forest, Forests};
@@ -67,7 +67,7 @@ pub struct Settings {
     /// call finds its bytes. `None`: no limit. A store with blocking calls only ([`Store::is_asynchronous`]) has no
     /// limit for reads on the calling thread. A sync fails with [`Error::Busy`] if no write of its file completes for
     /// this time.
-    pub patience: Option<Duration>,
+    pub timeout: Option<Duration>,
 }
 
 impl Settings {
@@ -82,7 +82,7 @@ impl Settings {
             policy: Box::new(Auto),
             source: Source::default(),
             writeback: Writeback::default(),
-            patience: None,
+            timeout: None,
         }
     }
 }
@@ -103,7 +103,7 @@ pub struct Caches {
     pub(super) worker: Worker,
     pub(super) flusher: Flusher,
     /// Wakers of queues, each with the pool of which the queue may have registered memory.
-    bells: Guarded<Vec<(&'static Pool, RingBell)>>,
+    wakers: Guarded<Vec<(&'static Pool, RingWaker)>>,
 }
 
 impl Caches {
@@ -118,7 +118,7 @@ impl Caches {
             inherited: AtomicUsize::new(0),
             worker: Worker::default(),
             flusher: Flusher::default(),
-            bells: Guarded::new(Vec::new()),
+            wakers: Guarded::new(Vec::new()),
         }
     }
 
@@ -158,7 +158,7 @@ impl Caches {
                 use_huge: AtomicBool::new(settings.use_huge),
                 may_split: settings.may_split && !pool.is_hugetlb(),
                 policy: settings.policy,
-                patience: settings.patience,
+                timeout: settings.timeout,
                 order,
                 is_ordered: Guarded::new(false),
                 stored_files: AtomicU32::new(0),
@@ -197,13 +197,13 @@ impl Caches {
 
     pub(crate) fn acquire_for_fork(&self) {
         self.books.acquire_when(|_| true);
-        self.bells.acquire_when(|_| true);
+        self.wakers.acquire_when(|_| true);
         self.worker.acquire_for_fork();
     }
 
     pub(crate) fn release_after_fork(&self) {
         self.worker.release_after_fork();
-        self.bells.release();
+        self.wakers.release();
         self.books.release();
     }
 
@@ -286,27 +286,27 @@ impl Caches {
 
     /// Registers the waker of a queue. It is called when memory of the pool is wanted back that the queue has
     /// registered.
-    pub(super) fn hear_by(&self, pool: &'static Pool, bell: &RingBell) {
-        let (mut new, mut room) = (Some((pool, bell.clone())), Vec::new());
+    pub(super) fn hear_by(&self, pool: &'static Pool, waker: &RingWaker) {
+        let (mut new, mut room) = (Some((pool, waker.clone())), Vec::new());
         // The list grows outside of the lock, because an allocation may start reclaim.
         while new.is_some() {
-            room.reserve(self.bells.with(|bells| bells.len()) + 1);
-            self.bells.with(|bells| {
-                if bells.len() == bells.capacity() && bells.len() < room.capacity() {
-                    room.append(bells);
-                    std::mem::swap(bells, &mut room);
+            room.reserve(self.wakers.with(|wakers| wakers.len()) + 1);
+            self.wakers.with(|wakers| {
+                if wakers.len() == wakers.capacity() && wakers.len() < room.capacity() {
+                    room.append(wakers);
+                    std::mem::swap(wakers, &mut room);
                 }
-                if bells.len() < bells.capacity() {
-                    bells.extend(new.take());
+                if wakers.len() < wakers.capacity() {
+                    wakers.extend(new.take());
                 }
             });
         }
     }
 
-    pub(super) fn hear_no_more_by(&self, bell: &RingBell) {
-        let own = self.bells.with(|bells| {
-            let at = bells.iter().position(|(_, known)| known.is(bell))?;
-            Some(bells.swap_remove(at))
+    pub(super) fn hear_no_more_by(&self, waker: &RingWaker) {
+        let own = self.wakers.with(|wakers| {
+            let at = wakers.iter().position(|(_, known)| known.is(waker))?;
+            Some(wakers.swap_remove(at))
         });
         drop(own);
     }
@@ -314,9 +314,9 @@ impl Caches {
     /// Requests free memory that queues have registered.
     fn want_back(&self, pool: &'static Pool) {
         if pool.want_back() {
-            self.bells.with(|bells| {
-                let own = bells.iter().filter(|(known, _)| std::ptr::eq(*known, pool));
-                own.for_each(|(_, bell)| bell.ring());
+            self.wakers.with(|wakers| {
+                let own = wakers.iter().filter(|(known, _)| std::ptr::eq(*known, pool));
+                own.for_each(|(_, waker)| waker.wake());
             });
         }
     }
@@ -362,7 +362,7 @@ pub(crate) struct Inner {
     use_huge: AtomicBool,
     pub(super) may_split: bool,
     pub(super) policy: Box<dyn Policy>,
-    pub(super) patience: Option<Duration>,
+    pub(super) timeout: Option<Duration>,
     /// The eviction order.
     pub(super) order: &'static Order,
     /// Whether the order was started for this cache, which its first file with a store does.

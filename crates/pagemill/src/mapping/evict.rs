@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::folio::Pool;
 use crate::folio::word::Kind;
 use crate::stats::{self, Counter};
-use crate::sync::{Patience, Relaxed, coarse_ns};
+use crate::sync::{Backoff, Relaxed, coarse_ns};
 use std::sync::atomic::Ordering::SeqCst;
 
 /// Pause after a scan that found nothing; a writeback ends it early.
@@ -46,7 +46,7 @@ impl Inner {
             return false;
         }
         let cleaned_bytes = self.balance.cleaned_bytes.load(SeqCst);
-        let (mut patience, mut was_quiet) = (None, false);
+        let (mut backoff, mut was_quiet) = (None, false);
         for _ in 0..HUNTS {
             let freed = self.hunt(want_bytes);
             if freed > 0 {
@@ -59,7 +59,7 @@ impl Inner {
                 break;
             }
             was_quiet = is_quiet;
-            patience.get_or_insert_with(Patience::new).pause();
+            backoff.get_or_insert_with(Backoff::new).pause();
         }
         if self.ahead_bytes.load(SeqCst) == 0 {
             self.evict_after_ns.store(coarse_ns() + FUTILE_NS, SeqCst);

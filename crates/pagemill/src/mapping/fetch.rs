@@ -5,7 +5,7 @@ use super::fill::DOING;
 use super::flights::Flight;
 use super::policy::{Ask, Cause, Choice};
 use super::sync::failed;
-use super::{File, Turn};
+use super::{File, TimedWait};
 use crate::epoch;
 use crate::error::Result;
 use crate::folio::{Frame, Owner, Taken};
@@ -152,7 +152,7 @@ impl File {
 
     #[cold]
     pub(super) fn pin_page_slowly(&self, index: u64) -> Result<Option<Place>> {
-        let mut turn = Turn::new();
+        let mut turn = TimedWait::new();
         loop {
             let guard = epoch::pin();
             let Some(hit) = self.tree.find(index, &guard) else { return Ok(None) };

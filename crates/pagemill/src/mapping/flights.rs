@@ -18,7 +18,7 @@ use super::cache::Inner;
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
 use crate::store::errno::{self, ETIMEDOUT};
-use crate::sync::{Guarded, Signal};
+use crate::sync::{EventCount, Guarded};
 use std::mem::ManuallyDrop;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -42,7 +42,7 @@ pub(super) struct Flights {
 struct Shard {
     entries: Guarded<Vec<Entry>>,
     /// A flight has ended.
-    ended: Signal,
+    ended: EventCount,
 }
 
 struct Entry {
@@ -268,7 +268,7 @@ impl File {
 
     /// Until when a call that begins now waits for others' reads, and for its own where the store can do them behind.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        self.cache.patience.and_then(|patience| Instant::now().checked_add(patience))
+        self.cache.timeout.and_then(|patience| Instant::now().checked_add(patience))
     }
 
     /// # Errors

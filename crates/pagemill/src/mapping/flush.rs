@@ -57,13 +57,13 @@ pub struct Writeback {
     /// Pins and holds are not limited. Writers are slowed from half way between this and the background's share on.
     pub most_percent: u8,
     /// A writer waits for a store without progress for this time: 5 s.
-    pub patience: Duration,
+    pub timeout: Duration,
 }
 
 impl Default for Writeback {
     fn default() -> Self {
-        let (age, patience) = (Duration::from_secs(30), Duration::from_secs(5));
-        Self { age, background_percent: 10, most_percent: 40, patience }
+        let (age, timeout) = (Duration::from_secs(30), Duration::from_secs(5));
+        Self { age, background_percent: 10, most_percent: 40, timeout }
     }
 }
 
@@ -74,7 +74,7 @@ pub(super) struct Balance {
     /// Writers are not slowed below this.
     pub free_bytes: u64,
     pub most_bytes: u64,
-    pub patience: Duration,
+    pub timeout: Duration,
     /// Dirty files, each once.
     files: Guarded<Vec<Weak<File>>>,
     /// Serializes scans of the list, because a second scan would miss the files that the first one has taken off.
@@ -93,7 +93,7 @@ impl Balance {
     ///
     /// [`Error::WrongState`] for percentages above 100, or in the wrong order.
     pub fn new(settings: &Writeback, limit_bytes: u64) -> Result<Self> {
-        let Writeback { age, background_percent, most_percent, patience } = settings;
+        let Writeback { age, background_percent, most_percent, timeout } = settings;
         if background_percent > most_percent || *most_percent > 100 {
             return Err(Error::WrongState { what: "shares of dirty pages: background <= most <= 100 percent" });
         }
@@ -104,7 +104,7 @@ impl Balance {
             background_bytes,
             free_bytes: background_bytes + (most_bytes - background_bytes) / 2,
             most_bytes: most_bytes.max(1),
-            patience: *patience,
+            timeout: *timeout,
             files: Guarded::new(Vec::new()),
             looking: Lock::new(),
             is_told: AtomicBool::new(false),
@@ -195,8 +195,8 @@ impl File {
     ///
     /// # Errors
     ///
-    /// The store's error, if nothing could be written. [`Error::Busy`] if no write completes within `patience`.
-    pub(super) fn write_some(self: &Arc<Self>, why: Why, most_bytes: u64, patience: Duration) -> Result<Option<u64>> {
+    /// The store's error, if nothing could be written. [`Error::Busy`] if no write completes within `timeout`.
+    pub(super) fn write_some(self: &Arc<Self>, why: Why, most_bytes: u64, timeout: Duration) -> Result<Option<u64>> {
         let (Some(store), Some(dirty)) = (&self.store, &self.dirty) else { return Ok(None) };
         let turns = &dirty.turns;
         let is_free = !turns.is_failing() && !self.is_closed.load(Relaxed);
@@ -209,8 +209,8 @@ impl File {
             if first == 0 {
                 turns.lap_ns.store(coarse_ns(), Relaxed);
             }
-            let (pages, patience) = (first..Owner::MAX_INDEX, Some(patience));
-            let walk = Walk { why, pages, most_bytes, patience, waits_for_others: false };
+            let (pages, timeout) = (first..Owner::MAX_INDEX, Some(timeout));
+            let walk = Walk { why, pages, most_bytes, timeout, waits_for_others: false };
             let walked = self.walk_once(&**store, &walk).inspect_err(|error| match error {
                 Error::Busy { .. } => turns.rest(),
                 _ => turns.rest_longer(),
@@ -356,7 +356,7 @@ impl Inner {
 pub(crate) struct Flusher {
     caches: std::sync::OnceLock<&'static Caches>,
     /// Futex on which the thread sleeps.
-    bell: AtomicU32,
+    wakeups: AtomicU32,
     is_running: AtomicBool,
     /// Time of the next check on the coarse clock; 0 while the thread works.
     wakes_ns: std::sync::atomic::AtomicU64,
@@ -381,8 +381,8 @@ impl Flusher {
         }
         let wakes_ns = self.wakes_ns.load(SeqCst);
         if wakes_ns == 0 || due_ns < wakes_ns {
-            self.bell.fetch_add(1, SeqCst);
-            futex::wake(&self.bell, 1, Scope::Private);
+            self.wakeups.fetch_add(1, SeqCst);
+            futex::wake(&self.wakeups, 1, Scope::Private);
         }
     }
 
@@ -407,7 +407,7 @@ impl thread::Work for Flusher {
         let Some(caches) = self.caches.get() else { return };
         let mut idle_since_ns = None;
         loop {
-            let bell = self.bell.load(SeqCst);
+            let wakeups = self.wakeups.load(SeqCst);
             self.wakes_ns.store(0, SeqCst);
             let next_ns = caches.flush().1;
             let now_ns = coarse_ns();
@@ -427,7 +427,7 @@ impl thread::Work for Flusher {
                 None => now_ns + IDLE_NS,
             };
             self.wakes_ns.store(wakes_ns, SeqCst);
-            futex::wait(&self.bell, bell, Some(Duration::from_nanos(wakes_ns - now_ns)), Scope::Private);
+            futex::wait(&self.wakeups, wakeups, Some(Duration::from_nanos(wakes_ns - now_ns)), Scope::Private);
         }
     }
 }

@@ -3,7 +3,7 @@
 //! Held for one folio's copy at a time, never while a caller waits for anything else. A fault handler takes no gate:
 //! the caller's buffer may lie in a view of the same file.
 
-use crate::sync::{Acquire, AtomicU32, Patience, Relaxed, Release};
+use crate::sync::{Acquire, AtomicU32, Backoff, Relaxed, Release};
 
 /// A thread holds the gate exclusively, or waits for that.
 const ALONE: u32 = 1 << 31;
@@ -28,11 +28,11 @@ impl Gate {
 
     #[cold]
     fn wait_for_the_one(&self) {
-        let mut patience = Patience::new();
+        let mut backoff = Backoff::new();
         loop {
             self.0.fetch_sub(1, Release);
             while self.0.load(Relaxed) & ALONE != 0 {
-                patience.pause();
+                backoff.pause();
             }
             if self.0.fetch_add(1, Acquire) & ALONE == 0 {
                 return;
@@ -42,16 +42,16 @@ impl Gate {
 
     /// Takes the gate exclusively. Waits for shared holders, which copy one folio at most.
     pub fn alone(&self) -> Alone<'_> {
-        let mut patience = Patience::new();
+        let mut backoff = Backoff::new();
         loop {
             let seen = self.0.load(Relaxed);
             if seen & ALONE == 0 && self.0.compare_exchange(seen, seen | ALONE, Acquire, Relaxed).is_ok() {
                 break;
             }
-            patience.pause();
+            backoff.pause();
         }
         while self.0.load(Acquire) != ALONE {
-            patience.pause();
+            backoff.pause();
         }
         Alone(self)
     }

@@ -118,7 +118,7 @@ pub use usage::{Holder, Usage};
 use crate::error::{Error, Result};
 use crate::folio::{Owner, Pool};
 use crate::store::Store;
-use crate::sync::{Acquire, AtomicU32, AtomicU64, Lock, Patience, Relaxed, Release};
+use crate::sync::{Acquire, AtomicU32, AtomicU64, Backoff, Lock, Relaxed, Release};
 use crate::trace::{self, Event};
 use crate::xarray::{Forest, Node, XArray};
 use behind::Behind;
@@ -177,7 +177,7 @@ pub(crate) struct File {
 }
 
 /// A handle of a file in memory. All threads may use it at once; dropping the last handle closes the file. Dirty bytes
-/// are then written back, if the store accepts them in time ([`Writeback::patience`]). Errors of that are not reported;
+/// are then written back, if the store accepts them in time ([`Writeback::timeout`]). Errors of that are not reported;
 /// use [`Mapping::close`] for that. Reads ahead are cancelled; dropping waits for a store that does not end them, a
 /// second at most.
 ///
@@ -232,9 +232,9 @@ impl Drop for Mapping {
             self.0.cache.leave(self.0.id, self.0.store.is_some());
             // A thread that has the file for a moment (the background, or a store's thread after a completion) also
             // keeps its store. The caller may reopen the store's file at once, so wait for those threads.
-            let mut patience = Patience::new();
-            while self.0.store.is_some() && Arc::strong_count(&self.0) > 1 && patience.waited_ns() < MOST_LINGER_NS {
-                patience.pause();
+            let mut backoff = Backoff::new();
+            while self.0.store.is_some() && Arc::strong_count(&self.0) > 1 && backoff.waited_ns() < MOST_LINGER_NS {
+                backoff.pause();
             }
         }
     }
@@ -357,7 +357,7 @@ fn in_pieces(len: usize, mut act: impl FnMut(usize) -> Result<usize>) -> Result<
 
 /// Calls `act` for one buffer after the other, until one is not used completely. An error after the first part makes
 /// the result short.
-fn in_turn<B: std::ops::Deref<Target = [u8]>>(
+fn one_by_one<B: std::ops::Deref<Target = [u8]>>(
     buffers: impl Iterator<Item = B>,
     mut act: impl FnMut(B, u64) -> Result<usize>,
 ) -> Result<usize> {
@@ -379,9 +379,9 @@ fn in_turn<B: std::ops::Deref<Target = [u8]>>(
 }
 
 /// Waits for a folio that another thread holds for a moment.
-struct Turn(Option<Patience>);
+struct TimedWait(Option<Backoff>);
 
-impl Turn {
+impl TimedWait {
     fn new() -> Self {
         Self(None)
     }
@@ -391,14 +391,14 @@ impl Turn {
     /// [`Error::Busy`] after a second.
     #[cold]
     fn wait(&mut self) -> Result<()> {
-        let patience = self.0.get_or_insert_with(|| {
+        let backoff = self.0.get_or_insert_with(|| {
             crate::stats::add(crate::stats::Counter::FoliosAwaited, 1);
-            Patience::new()
+            Backoff::new()
         });
-        if patience.waited_ns() > MOST_WAIT_NS {
+        if backoff.waited_ns() > MOST_WAIT_NS {
             return Err(Error::Busy { what: "a page of the file has been pinned or held for a second" });
         }
-        patience.pause();
+        backoff.pause();
         Ok(())
     }
 }

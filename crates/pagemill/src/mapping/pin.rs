@@ -4,7 +4,7 @@
 use super::dirty::DIRTY;
 use super::fetch::{Content, Place};
 use super::policy::Cause;
-use super::{File, Mapping, Turn};
+use super::{File, Mapping, TimedWait};
 use crate::epoch;
 use crate::error::{Error, Result};
 use crate::folio::word::Kind;
@@ -134,7 +134,7 @@ impl Mapping {
         file.check_inside(offset)?;
         file.check_writable()?;
         let index = file.index_of(offset);
-        let mut turn = Turn::new();
+        let mut timed_wait = TimedWait::new();
         loop {
             let guard = epoch::pin();
             let Some(hit) = file.tree.find(index, &guard) else {
@@ -154,7 +154,7 @@ impl Mapping {
                 Err(_) if !hit.is_still() => {}
                 Err(_) => {
                     drop((inside, guard));
-                    turn.wait()?;
+                    timed_wait.wait()?;
                 }
             }
         }

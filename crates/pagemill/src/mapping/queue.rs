@@ -6,7 +6,7 @@ use super::flights::Ticket;
 use super::registered::Registered;
 use super::{Cache, File, Mapping};
 use crate::error::{Error, Result};
-use crate::store::ring::{Event, FileId, RingBell, Settings};
+use crate::store::ring::{Event, FileId, RingWaker, Settings};
 use crate::store::{Buffer, FileStore, Ring};
 use crate::sync::{Relaxed, coarse_ns};
 use std::collections::VecDeque;
@@ -71,7 +71,7 @@ pub struct Queue {
     /// What other stores were asked for, once there is something.
     arrivals: Option<Arrivals>,
     /// Rung when something has arrived, or memory is wanted back.
-    bell: Option<RingBell>,
+    bell: Option<RingWaker>,
     /// Goes last: reserved huge pages are given back with it, and none may be registered then.
     cache: Cache,
 }
@@ -194,11 +194,11 @@ impl Queue {
     }
 
     /// Others ring it for this queue; the cache knows it, too.
-    fn bell(&mut self) -> Result<RingBell> {
+    fn bell(&mut self) -> Result<RingWaker> {
         if let Some(bell) = &self.bell {
             return Ok(bell.clone());
         }
-        let bell = self.ring.bell().map_err(Error::system("making a queue's bell"))?;
+        let bell = self.ring.waker().map_err(Error::system("making a queue's bell"))?;
         self.cache.0.caches.hear_by(self.cache.0.pool, &bell);
         Ok(self.bell.insert(bell).clone())
     }

@@ -2,7 +2,7 @@
 
 use super::fetch::Content;
 use super::policy::{Ask, Cause, Choice};
-use super::{File, Mapping, Turn, in_pieces, in_turn};
+use super::{File, Mapping, TimedWait, in_pieces, one_by_one};
 use crate::epoch;
 use crate::error::{Error, Result};
 use std::io::IoSliceMut;
@@ -37,7 +37,7 @@ impl Mapping {
     /// See [`Mapping::read_at`].
     pub fn read_vectored_at(&self, to: &mut [IoSliceMut<'_>], offset: u64) -> Result<usize> {
         self.0.check(offset, to.iter().fold(0, |sum: u64, buffer| sum.saturating_add(buffer.len() as u64)))?;
-        in_turn(to.iter_mut().map(|buffer| &mut **buffer), |buffer, done| self.read_at(buffer, offset + done))
+        one_by_one(to.iter_mut().map(|buffer| &mut **buffer), |buffer, done| self.read_at(buffer, offset + done))
     }
 }
 
@@ -90,7 +90,7 @@ impl File {
         let (pool, index) = (self.pool(), self.index_of(offset));
         // The read that brings a folio in does not count as a use.
         let mut is_new = false;
-        let mut turn = Turn::new();
+        let mut timed_wait = TimedWait::new();
         loop {
             let guard = epoch::pin();
             let Some(hit) = self.tree.find(index, &guard) else {
@@ -110,7 +110,7 @@ impl File {
             }
             if !seen.is_readable() {
                 drop(guard);
-                turn.wait()?;
+                timed_wait.wait()?;
                 continue;
             }
             let found = hit.found();

@@ -1,7 +1,7 @@
 //! Refresh: adopts changes that other processes made to the store.
 
 use super::sync::failed;
-use super::{File, Mapping, Turn};
+use super::{File, Mapping, TimedWait};
 use crate::epoch;
 use crate::error::{Error, Result};
 use crate::folio::Owner;
@@ -77,13 +77,13 @@ impl File {
 
     /// Evicts all folios. Only pins can make one dirty meanwhile.
     fn drop_clean(&self) -> Result<()> {
-        let (mut at, mut turn) = (0, Turn::new());
+        let (mut at, mut timed_wait) = (0, TimedWait::new());
         while let Some(found) = { self.tree.next(at, Owner::MAX_INDEX - 1, &epoch::pin()) } {
             if self.evict_at(found.first, found.value as u32).is_some() {
-                (at, turn) = (found.last() + 1, Turn::new());
+                (at, timed_wait) = (found.last() + 1, TimedWait::new());
             } else {
                 // Another thread uses the folio, or the index has another one by now.
-                turn.wait()?;
+                timed_wait.wait()?;
             }
         }
         Ok(())

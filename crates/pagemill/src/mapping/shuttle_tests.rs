@@ -60,7 +60,7 @@ fn cache_of(limit_bytes: u64) -> Cache {
     cache_with(limit_bytes, Writeback::default(), None)
 }
 
-fn cache_with(limit_bytes: u64, writeback: Writeback, patience: Option<Duration>) -> Cache {
+fn cache_with(limit_bytes: u64, writeback: Writeback, timeout: Option<Duration>) -> Cache {
     static CACHES: OnceLock<&'static Caches> = OnceLock::new();
     let caches = CACHES.get_or_init(|| {
         let layout = Layout { use_huge: false, ..Layout::for_test() };
@@ -70,7 +70,7 @@ fn cache_with(limit_bytes: u64, writeback: Writeback, patience: Option<Duration>
     });
     let page = PageSize::new(PAGE).unwrap();
     let settings = Settings::new("model", limit_bytes);
-    caches.make(Settings { page, policy: Box::new(Either), writeback, patience, ..settings }).unwrap()
+    caches.make(Settings { page, policy: Box::new(Either), writeback, timeout, ..settings }).unwrap()
 }
 
 /// A file, and the byte written to all of its pages.

@@ -6,14 +6,14 @@
 
 use super::dirty::DIRTY;
 use super::writeback::{Walk, Walked, Why};
-use super::{File, Mapping, Turn};
+use super::{File, Mapping, TimedWait};
 use crate::epoch;
 use crate::error::{Error, Result};
 use crate::folio::Owner;
 use crate::folio::word::State;
 use crate::stats::{self, Counter};
 use crate::store::Store;
-use crate::sync::{Acquire, Patience, Relaxed};
+use crate::sync::{Acquire, Backoff, Relaxed};
 use std::ops::Range;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
@@ -36,7 +36,7 @@ impl Mapping {
     /// background or by another handle, even if all is durable now. [`Error::Busy`] if a dirty folio is pinned or held
     /// for a second, or the file is truncated all the time. The other dirty folios are then in the store, but not
     /// durable. [`Error::Busy`] also if no write completes for as long as
-    /// [`Settings::patience`](super::Settings::patience).
+    /// [`Settings::timeout`](super::Settings::timeout).
     pub fn sync(&self) -> Result<()> {
         self.0.check(0, 0)?;
         self.tell(self.0.sync_pages(0..Owner::MAX_INDEX))
@@ -115,8 +115,8 @@ impl File {
     fn write_back_all(self: &Arc<Self>, store: &dyn Store, pages: Range<u64>) -> Result<()> {
         // Limited to the current length, so that concurrent appends cannot prolong it.
         let end = self.index_of(self.size_bytes().next_multiple_of(self.page_bytes() as u64));
-        let (pages_inside, patience) = (pages.start..pages.end.min(end), self.cache.patience);
-        let walk = Walk { why: Why::Sync, pages: pages_inside, most_bytes: u64::MAX, patience, waits_for_others: true };
+        let (pages_inside, timeout) = (pages.start..pages.end.min(end), self.cache.timeout);
+        let walk = Walk { why: Why::Sync, pages: pages_inside, most_bytes: u64::MAX, timeout, waits_for_others: true };
         self.await_underway()?;
         self.forget_needless(end, pages.end);
         for _ in 0..ROUNDS {
@@ -157,8 +157,8 @@ impl File {
     }
 
     fn write_back_in_time(self: &Arc<Self>, store: &dyn Store) -> Result<()> {
-        let (patience, mut waits) = (self.cache.balance.patience, Patience::new());
-        let is_late = |waits: &Patience| u128::from(waits.waited_ns()) > patience.as_nanos();
+        let (timeout, mut waits) = (self.cache.balance.timeout, Backoff::new());
+        let is_late = |waits: &Backoff| u128::from(waits.waited_ns()) > timeout.as_nanos();
         let _alone = loop {
             match self.syncing.try_lock() {
                 Some(alone) => break alone,
@@ -166,8 +166,8 @@ impl File {
                 None => waits.pause(),
             }
         };
-        let (pages, patience) = (0..Owner::MAX_INDEX, Some(patience));
-        let walk = Walk { why: Why::Sync, pages, most_bytes: u64::MAX, patience, waits_for_others: false };
+        let (pages, timeout) = (0..Owner::MAX_INDEX, Some(timeout));
+        let walk = Walk { why: Why::Sync, pages, most_bytes: u64::MAX, timeout, waits_for_others: false };
         loop {
             if self.is_underway() {
                 if is_late(&waits) {
@@ -202,9 +202,9 @@ impl File {
     ///
     /// [`Error::Busy`].
     pub(super) fn await_underway(&self) -> Result<()> {
-        let mut waits = Patience::new();
+        let mut waits = Backoff::new();
         while self.is_underway() {
-            if self.cache.patience.is_some_and(|most| u128::from(waits.waited_ns()) > most.as_nanos()) {
+            if self.cache.timeout.is_some_and(|most| u128::from(waits.waited_ns()) > most.as_nanos()) {
                 return Err(STANDS_STILL);
             }
             waits.pause();
@@ -254,12 +254,12 @@ impl File {
     }
 
     pub(super) fn freeze_dirty(&self, index: u64) -> Result<Frozen> {
-        let mut turn = Turn::new();
+        let mut timed_wait = TimedWait::new();
         loop {
             if let Some(frozen) = self.try_freeze_dirty(index) {
                 return Ok(frozen);
             }
-            turn.wait()?;
+            timed_wait.wait()?;
         }
     }
 

@@ -11,7 +11,7 @@ use super::writeback::Why;
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
 use crate::store::errno::{self, ETIMEDOUT};
-use crate::sync::{Patience, Relaxed, sleep};
+use crate::sync::{Backoff, Relaxed, sleep};
 use crate::units::BLOCK_BYTES;
 use std::time::Duration;
 
@@ -42,21 +42,21 @@ impl Balance {
 /// Measures the time without any writeback progress.
 struct Standstill {
     cleaned_bytes: u64,
-    since: Patience,
+    since: Backoff,
 }
 
 impl Standstill {
     fn new(balance: &Balance) -> Self {
-        Self { cleaned_bytes: balance.cleaned_bytes.load(Relaxed), since: Patience::new() }
+        Self { cleaned_bytes: balance.cleaned_bytes.load(Relaxed), since: Backoff::new() }
     }
 
     /// Returns whether it exceeds the time limit.
     fn is_too_long(&mut self, balance: &Balance) -> bool {
         let cleaned_bytes = balance.cleaned_bytes.load(Relaxed);
         if cleaned_bytes != self.cleaned_bytes {
-            *self = Self { cleaned_bytes, since: Patience::new() };
+            *self = Self { cleaned_bytes, since: Backoff::new() };
         }
-        u128::from(self.since.waited_ns()) > balance.patience.as_nanos()
+        u128::from(self.since.waited_ns()) > balance.timeout.as_nanos()
     }
 }
 
@@ -87,7 +87,7 @@ impl File {
     /// progress.
     #[cold]
     pub(super) fn throttle(&self) -> Result<()> {
-        let (cache, began) = (&self.cache, Patience::new());
+        let (cache, began) = (&self.cache, Backoff::new());
         let dirty_bytes = cache.dirty_bytes();
         let done = if dirty_bytes < cache.balance.most_bytes {
             sleep(cache.balance.pause(dirty_bytes));
@@ -105,7 +105,7 @@ impl File {
         let mut standstill = Standstill::new(balance);
         while cache.dirty_bytes() >= balance.most_bytes {
             let Some((file, dirty)) = cache.file(self.id).zip(self.dirty.as_ref()) else { return Ok(()) };
-            let is_helped = match file.write_some(Why::Share, HELP_BYTES, balance.patience) {
+            let is_helped = match file.write_some(Why::Share, HELP_BYTES, balance.timeout) {
                 Ok(bytes) => bytes.is_some_and(|bytes| bytes > 0),
                 Err(Error::Busy { .. }) => return Err(stuck()),
                 Err(error) => return Err(error),
@@ -145,7 +145,7 @@ impl Inner {
             for entry in self.dirty_files() {
                 let Some(file) = entry.upgrade() else { continue };
                 let Some(dirty) = &file.dirty else { continue };
-                match file.write_some(Why::Room, want_bytes.max(HELP_BYTES), balance.patience) {
+                match file.write_some(Why::Room, want_bytes.max(HELP_BYTES), balance.timeout) {
                     Ok(Some(bytes)) => may_go_on |= bytes > 0 || dirty.turns.is_midway(),
                     Ok(None) if dirty.turns.is_failing() => failure = Some(dirty.failure()),
                     // Another thread writes the file back, or did just now.

@@ -32,7 +32,7 @@ struct Waiting {
 pub(crate) struct Worker {
     waiting: Guarded<VecDeque<Waiting>>,
     /// Futex on which the thread sleeps.
-    bell: AtomicU32,
+    wakeups: AtomicU32,
     is_started: AtomicBool,
     /// The program does the work itself.
     is_by_hand: AtomicBool,
@@ -104,13 +104,13 @@ impl Worker {
 
     #[cfg(not(shuttle))]
     pub fn ring(&self, caches: &'static Caches) {
-        self.bell.fetch_add(1, Relaxed);
+        self.wakeups.fetch_add(1, Relaxed);
         if !self.is_started.swap(true, AcqRel) {
             if thread::spawn(c"pagemill-pages", caches).is_err() {
                 self.is_started.store(false, Relaxed);
             }
         } else {
-            futex::wake(&self.bell, 1, Scope::Private);
+            futex::wake(&self.wakeups, 1, Scope::Private);
         }
     }
 
@@ -158,13 +158,13 @@ impl thread::Work for Caches {
     fn work(&'static self) {
         thread::defer();
         loop {
-            let bell = self.worker.bell.load(Relaxed);
+            let wakeups = self.worker.wakeups.load(Relaxed);
             while self.worker.waiting.with(|queue| !queue.is_empty()) {
                 // If the policy panics, the range is dropped; later writes propose it again.
                 callback::contain(|| self.worker.step(1));
             }
             let rest = callback::contain(|| sweep::go_on(self)).flatten();
-            futex::wait(&self.worker.bell, bell, rest, Scope::Private);
+            futex::wait(&self.worker.wakeups, wakeups, rest, Scope::Private);
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::fetch::{Content, Place};
 use super::policy::Cause;
-use super::{File, Mapping, in_pieces, in_turn};
+use super::{File, Mapping, in_pieces, one_by_one};
 use crate::error::Result;
 use std::io::IoSlice;
 
@@ -43,7 +43,7 @@ impl Mapping {
     /// See [`Mapping::write_at`].
     pub fn write_vectored_at(&self, from: &[IoSlice<'_>], offset: u64) -> Result<usize> {
         self.0.check(offset, from.iter().fold(0, |sum: u64, buffer| sum.saturating_add(buffer.len() as u64)))?;
-        in_turn(from.iter().map(|buffer| &**buffer), |buffer, done| self.write_at(buffer, offset + done))
+        one_by_one(from.iter().map(|buffer| &**buffer), |buffer, done| self.write_at(buffer, offset + done))
     }
 }
 

@@ -77,7 +77,7 @@ pub(super) struct Walk {
     /// The walk ends after this many bytes.
     pub most_bytes: u64,
     /// Time limit for a store without completions. `None`: no limit.
-    pub patience: Option<Duration>,
+    pub timeout: Option<Duration>,
     /// Whether the walk waits for users of a folio, a second at most. Otherwise it skips the folio.
     pub waits_for_others: bool,
 }
@@ -164,8 +164,8 @@ impl Pass {
         }
     }
 
-    /// Waits until at most `most` is in flight. Returns `false` if nothing completes for all of `patience`.
-    fn wait(&self, most: (usize, u64), patience: Option<Duration>) -> bool {
+    /// Waits until at most `most` is in flight. Returns `false` if nothing completes for all of `timeout`.
+    fn wait(&self, most: (usize, u64), timeout: Option<Duration>) -> bool {
         let (mut seen, mut since) = (u64::MAX, Instant::now());
         let mut state = self.state();
         state.awaited = most;
@@ -173,7 +173,7 @@ impl Pass {
             if state.ended != seen {
                 (seen, since) = (state.ended, Instant::now());
             }
-            let rest = patience.map_or(LOOK, |patience| patience.saturating_sub(since.elapsed()));
+            let rest = timeout.map_or(LOOK, |timeout| timeout.saturating_sub(since.elapsed()));
             if rest.is_zero() {
                 return false;
             }
@@ -353,7 +353,7 @@ impl File {
         let mut ready = Ready { pass: pass.clone(), store, runs: Vec::new(), bytes: 0 };
         let found = self.find_and_start(&mut ready, walk);
         ready.start();
-        let is_over = pass.wait((0, 0), walk.patience);
+        let is_over = pass.wait((0, 0), walk.timeout);
         let mut state = pass.state();
         if !is_over {
             return Err(Error::Busy { what: "the store makes no progress with its writes" });
@@ -402,7 +402,7 @@ impl File {
                 ready.start();
                 let pass = &ready.pass;
                 let most = (MOST_RUNS - STARTED_TOGETHER, MOST_BYTES - STARTED_BYTES);
-                if !pass.wait(most, walk.patience) {
+                if !pass.wait(most, walk.timeout) {
                     return Ok((Some(at), false));
                 }
                 if pass.state().failure.as_ref().is_some_and(|error| error.kind() == io::ErrorKind::TimedOut) {

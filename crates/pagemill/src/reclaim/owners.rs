@@ -66,15 +66,15 @@ impl Owner {
 
     /// Makes a call that may take long. Returns `None` if another thread has been blocked in one for [`BLOCKED_NS`].
     fn call<T>(&self, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
-        self.call_patiently(BLOCKED_NS, act)
+        self.call_within(BLOCKED_NS, act)
     }
 
-    /// As [`Owner::call`], but threads inside count as blocked only after `patience_ns` without progress.
-    fn call_patiently<T>(&self, patience_ns: u64, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
+    /// As [`Owner::call`], but threads inside count as blocked only after `timeout_ns` without progress.
+    fn call_within<T>(&self, timeout_ns: u64, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
         let now = clock::fine_ns();
         if self.inside.fetch_add(1, AcqRel) == 0 {
             self.progress_ns.store(now, Relaxed);
-        } else if now.saturating_sub(self.progress_ns.load(Relaxed)) > patience_ns {
+        } else if now.saturating_sub(self.progress_ns.load(Relaxed)) > timeout_ns {
             self.inside.fetch_sub(1, AcqRel);
             stats::add(Counter::OwnersBlocked, 1);
             return None;
@@ -106,11 +106,11 @@ impl Owner {
     fn give(&self, want_bytes: u64, urgency: Urgency) -> u64 {
         let step = STEP_BYTES.max(want_bytes / STEP_DIVISOR);
         // The last attempt before a refusal waits: the thread inside may only be stopped, or wait for a fork.
-        let patience_ns = if urgency == Urgency::Limit { u64::MAX } else { BLOCKED_NS };
+        let timeout_ns = if urgency == Urgency::Limit { u64::MAX } else { BLOCKED_NS };
         let mut freed = 0_u64;
         while freed < want_bytes {
             let part = step.min(want_bytes - freed);
-            let given = self.call_patiently(patience_ns, |shrinker| shrinker.shrink(part, urgency)).unwrap_or(0);
+            let given = self.call_within(timeout_ns, |shrinker| shrinker.shrink(part, urgency)).unwrap_or(0);
             freed = freed.saturating_add(given);
             if given < part {
                 break;

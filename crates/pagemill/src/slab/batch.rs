@@ -9,7 +9,7 @@ use super::node::Keep;
 use super::readers::{self, Moment};
 use crate::epoch;
 use crate::error::Result;
-use crate::sync::{Acquire, Patience, Release};
+use crate::sync::{Acquire, Backoff, Release};
 use std::collections::VecDeque;
 use std::collections::vec_deque::Drain;
 use std::sync::Arc;
@@ -29,17 +29,17 @@ pub(super) enum Left {
 /// Polls `have_gone` until readers have finished, advancing the epoch between polls, for `most_ns` at most. Returns
 /// whether they have finished.
 pub(super) fn wait_for_readers(most_ns: u64, mut have_gone: impl FnMut() -> bool) -> bool {
-    let mut patience = Patience::new();
+    let mut backoff = Backoff::new();
     loop {
         if have_gone() {
             return true;
         }
-        if patience.waited_ns() > most_ns {
+        if backoff.waited_ns() > most_ns {
             return false;
         }
         // Each flush advances the epoch if no participant lags behind.
         epoch::pin().flush();
-        patience.pause();
+        backoff.pause();
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::{Kind, Member, NodeInfo, SlabInfo, Slabs, info};
 use crate::error::{Error, Result};
-use crate::sync::Patience;
+use crate::sync::Backoff;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
@@ -47,9 +47,9 @@ impl Slabs {
         most_ns: u64,
         mut show: impl FnMut(u64, &SlabInfo, usize, &NodeInfo) -> io::Result<()>,
     ) -> io::Result<()> {
-        let (mut patience, mut from) = (Patience::new(), 0);
+        let (mut backoff, mut from) = (Backoff::new(), 0);
         while let Some((id, member)) = self.member_from(from) {
-            info::show(&*member, (&mut patience, most_ns), |info, node, figures| show(id, info, node, figures))?;
+            info::show(&*member, (&mut backoff, most_ns), |info, node, figures| show(id, info, node, figures))?;
             from = id + 1;
         }
         Ok(())

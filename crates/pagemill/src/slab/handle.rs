@@ -20,7 +20,7 @@ use super::stock::{KEYS, PLACES, RUN, Sorted};
 use super::worker::withdraw;
 use super::{Kind, Member, Settings, Slabs};
 use crate::error::{Error, Result};
-use crate::sync::{Acquire, Guarded, Padded, Patience, Relaxed, Release};
+use crate::sync::{Acquire, Backoff, Guarded, Padded, Relaxed, Release};
 use std::alloc::Layout;
 use std::collections::VecDeque;
 use std::marker::PhantomData;
@@ -308,8 +308,8 @@ impl<T: Movable> Inner<T> {
         self.collect(&seized);
         drop(seized);
         self.limbo.0.try_with(|limbo| self.close(limbo));
-        let patience = Patience::new();
-        while patience.waited_ns() < MOMENT_NS {
+        let backoff = Backoff::new();
+        while backoff.waited_ns() < MOMENT_NS {
             let ripe = self.limbo.0.try_with(|limbo| self.ripe(limbo, PARTS_AT_ONCE)).unwrap_or_default();
             if ripe.is_empty() {
                 return;
@@ -327,16 +327,16 @@ impl<T: Movable> Inner<T> {
                 seized.users().for_each(|thread| self.handles.strip_stock(thread));
             }
         }
-        let mut patience = Patience::new();
+        let mut backoff = Backoff::new();
         self.limbo.0.with(|limbo| self.close(limbo));
         loop {
             let (ripe, left) = self.limbo.0.with(|limbo| (self.begin_end(limbo), limbo.closed.len()));
             let is_within = ripe.is_none();
             self.end(ripe);
-            if is_within || left == 0 || patience.waited_ns() > GRACE_NS {
+            if is_within || left == 0 || backoff.waited_ns() > GRACE_NS {
                 return;
             }
-            patience.pause();
+            backoff.pause();
         }
     }
 }

@@ -4,7 +4,7 @@ use super::migrate::assert_not_isolating;
 use super::node::Node;
 use super::{Kind, Member};
 use crate::error::Result;
-use crate::sync::{Patience, Relaxed};
+use crate::sync::{Backoff, Relaxed};
 use std::io;
 use std::sync::Arc;
 
@@ -148,14 +148,14 @@ pub(super) fn of(member: &dyn Member) -> Result<SlabInfo> {
 }
 
 /// Calls `show` for each node with the statistics of the cache (without nodes) and of that node. Allocates no memory.
-/// Waits for the lock of a node, under which `isolate` may run, until `patience` has waited `most_ns` in all.
+/// Waits for the lock of a node, under which `isolate` may run, until `backoff` has waited `most_ns` in all.
 ///
 /// # Errors
 ///
 /// Those of `show`. A cache of the parent process is skipped.
 pub(super) fn show(
     member: &dyn Member,
-    (patience, most_ns): (&mut Patience, u64),
+    (backoff, most_ns): (&mut Backoff, u64),
     mut show: impl FnMut(&SlabInfo, usize, &NodeInfo) -> io::Result<()>,
 ) -> io::Result<()> {
     let Ok(mut info) = without_nodes(member) else { return Ok(()) };
@@ -163,10 +163,10 @@ pub(super) fn show(
         let found = loop {
             let cached = member.engine().in_barns(node);
             let found = member.engine().try_on(node, |node| NodeInfo::of(node, cached));
-            if found.is_some() || patience.waited_ns() > most_ns {
+            if found.is_some() || backoff.waited_ns() > most_ns {
                 break found;
             }
-            patience.pause();
+            backoff.pause();
         };
         info.is_partial = found.is_none();
         show(&info, node, &found.unwrap_or_default())?;

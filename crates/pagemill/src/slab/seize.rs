@@ -9,7 +9,7 @@ use super::magazine::Magazine;
 use super::numbers::{self, WORD_BITS};
 use super::shape::MAX_SHEAF;
 use crate::error::{Error, Result};
-use crate::sync::{Patience, Relaxed};
+use crate::sync::{Backoff, Relaxed};
 use std::sync::atomic::Ordering::Acquire;
 
 /// `BUSY_NS`: how long a caller waits for another thread that drains the cache, or for a thread that was stopped inside
@@ -26,12 +26,12 @@ impl Engine {
     /// [`Error::Unsupported`] if the kernel refuses the barrier.
     pub fn seize(&self) -> Result<Seized<'_>> {
         self.check()?;
-        let mut patience = Patience::new();
+        let mut backoff = Backoff::new();
         while !self.emptying.try_acquire() {
-            if patience.waited_ns() > BUSY_NS {
+            if backoff.waited_ns() > BUSY_NS {
                 return Err(Error::Busy { what: "another thread empties this slab cache" });
             }
-            patience.pause();
+            backoff.pause();
         }
         Seized::begin(self, BUSY_NS)
     }
@@ -69,13 +69,13 @@ impl<'engine> Seized<'engine> {
         if engine.users().next().is_some() && !engine.magazines.barriers().pass() {
             return Err(Error::Unsupported { what: "the kernel refuses a memory barrier in all threads" });
         }
-        let mut patience = Patience::new();
+        let mut backoff = Backoff::new();
         for magazine in engine.user_magazines() {
             while !magazine.is_left() {
-                if patience.waited_ns() > most_ns {
+                if backoff.waited_ns() > most_ns {
                     return Err(Error::Busy { what: "a thread was stopped while it took or gave an object" });
                 }
-                patience.pause();
+                backoff.pause();
             }
             seized.empty(magazine);
         }

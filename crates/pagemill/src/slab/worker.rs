@@ -19,7 +19,7 @@ use super::engine::Engine;
 use super::{Kind, Member, Slabs, defrag};
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
-use crate::sync::{AtomicU32, AtomicU64, Patience, Relaxed, Signal};
+use crate::sync::{AtomicU32, AtomicU64, Backoff, EventCount, Relaxed};
 use crate::trace::{self, Event};
 use crate::units::BLOCK_BYTES;
 use pagemill_sys::clock;
@@ -120,7 +120,7 @@ pub(super) struct Worker {
     /// Forks in progress.
     holds: AtomicU32,
     /// The event that it sleeps on.
-    bell: Signal,
+    bell: EventCount,
     /// `worked_ns`: processor time that it used. `rested_ns`: time that it rested for that.
     worked_ns: AtomicU64,
     rested_ns: AtomicU64,
@@ -209,7 +209,7 @@ impl Worker {
             return Err(none());
         }
         self.wake();
-        let mut patience = Patience::new();
+        let mut backoff = Backoff::new();
         loop {
             let is_over = self.is_by_hand() || self.is_started.load(SeqCst) == 0 || engine.is_withdrawn.load(SeqCst);
             let done = engine.order.with(|order| match std::mem::take(order) {
@@ -222,7 +222,7 @@ impl Worker {
             });
             match done {
                 Some(freed) => return freed,
-                None => patience.pause(),
+                None => backoff.pause(),
             }
         }
     }
@@ -235,9 +235,9 @@ impl Worker {
     }
 
     fn wait_outside(&self, patience_ns: u64) {
-        let mut patience = Patience::new();
-        while self.is_inside.load(SeqCst) == 1 && !is_worker() && patience.waited_ns() < patience_ns {
-            patience.pause();
+        let mut backoff = Backoff::new();
+        while self.is_inside.load(SeqCst) == 1 && !is_worker() && backoff.waited_ns() < patience_ns {
+            backoff.pause();
         }
     }
 
@@ -511,9 +511,9 @@ pub(super) fn withdraw<M: Member + 'static>(member: &Arc<M>) {
     engine.ground.slabs.members.with(|members| members.retain(|(_, other)| !is_it(other)));
     // From here on no round finds it: an order that has not begun fails.
     engine.is_withdrawn.store(true, SeqCst);
-    let mut patience = Patience::new();
-    while Arc::strong_count(member) > 1 && !is_worker() && patience.waited_ns() < PATIENCE_NS {
-        patience.pause();
+    let mut backoff = Backoff::new();
+    while Arc::strong_count(member) > 1 && !is_worker() && backoff.waited_ns() < PATIENCE_NS {
+        backoff.pause();
     }
 }
 

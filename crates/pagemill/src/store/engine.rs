@@ -5,7 +5,7 @@
 
 use super::errno::{self, ECANCELED};
 use super::file::Handle;
-use super::ring::{Event, Ring, RingBell, Settings};
+use super::ring::{Event, Ring, RingWaker, Settings};
 use super::transfer::{Direction, Transfer};
 use crate::callback;
 use crate::stats::{self, Counter};
@@ -33,25 +33,25 @@ struct Job {
 /// The thread of one process.
 struct Engine {
     generation: u32,
-    inbox: Mutex<Inbox>,
+    submissions: Mutex<SubmissionQueue>,
     /// Shared by all threads of this engine: a cancel may keep it for as long as the process runs.
     waker: OnceLock<Waker>,
 }
 
 #[derive(Default)]
-struct Inbox {
+struct SubmissionQueue {
     jobs: VecDeque<Job>,
     is_running: bool,
-    bell: Option<RingBell>,
+    ring_waker: Option<RingWaker>,
 }
 
 /// Wakes the engine's thread, if it runs.
-struct EngineBell(&'static Engine);
+struct EngineWaker(&'static Engine);
 
-impl Wake for EngineBell {
+impl Wake for EngineWaker {
     fn wake(self: Arc<Self>) {
-        let bell = self.0.inbox().bell.clone();
-        bell.iter().for_each(RingBell::ring);
+        let ring_waker = self.0.submissions().ring_waker.clone();
+        ring_waker.iter().for_each(RingWaker::wake);
     }
 }
 
@@ -89,19 +89,19 @@ impl Engine {
     }
 
     fn new(generation: u32) -> Self {
-        Self { generation, inbox: Mutex::default(), waker: OnceLock::new() }
+        Self { generation, submissions: Mutex::default(), waker: OnceLock::new() }
     }
 
     fn start(&'static self, handle: &Arc<Handle>, batch: Vec<Transfer>) {
-        let mut inbox = self.inbox();
-        let room = MOST_WAITING.saturating_sub(inbox.jobs.len());
+        let mut submissions = self.submissions();
+        let room = MOST_WAITING.saturating_sub(submissions.jobs.len());
         let mut batch = batch.into_iter();
-        inbox.jobs.extend(batch.by_ref().take(room).map(|transfer| Job { handle: handle.clone(), transfer }));
-        let must_spawn = !std::mem::replace(&mut inbox.is_running, true);
-        let bell = inbox.bell.clone();
-        drop(inbox);
-        if let Some(bell) = bell {
-            bell.ring();
+        submissions.jobs.extend(batch.by_ref().take(room).map(|transfer| Job { handle: handle.clone(), transfer }));
+        let must_spawn = !std::mem::replace(&mut submissions.is_running, true);
+        let ring_waker = submissions.ring_waker.clone();
+        drop(submissions);
+        if let Some(ring_waker) = ring_waker {
+            ring_waker.wake();
         }
         if must_spawn && thread::spawn(c"pagemill-ring", self).is_err() {
             self.run_all();
@@ -109,36 +109,36 @@ impl Engine {
         batch.for_each(|transfer| run(handle, transfer));
     }
 
-    fn inbox(&self) -> MutexGuard<'_, Inbox> {
-        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    fn submissions(&self) -> MutexGuard<'_, SubmissionQueue> {
+        self.submissions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Does the waiting jobs on the calling thread. Used when no thread or no ring is available.
     fn run_all(&self) {
         loop {
-            let mut inbox = self.inbox();
-            let Some(Job { handle, transfer }) = inbox.jobs.pop_front() else {
-                (inbox.is_running, inbox.bell) = (false, None);
+            let mut submissions = self.submissions();
+            let Some(Job { handle, transfer }) = submissions.jobs.pop_front() else {
+                (submissions.is_running, submissions.ring_waker) = (false, None);
                 return;
             };
-            drop(inbox);
+            drop(submissions);
             callback::contain(|| run(&handle, transfer));
         }
     }
 
     fn drive(&'static self) -> io::Result<()> {
         let mut ring = Ring::new(&Settings { depth: DEPTH, ..Settings::default() })?;
-        let waker = self.waker.get_or_init(|| Waker::from(Arc::new(EngineBell(self))));
-        let bell = ring.bell()?;
-        self.inbox().bell = Some(bell);
+        let waker = self.waker.get_or_init(|| Waker::from(Arc::new(EngineWaker(self))));
+        let ring_waker = ring.waker()?;
+        self.submissions().ring_waker = Some(ring_waker);
         loop {
             self.take_in(&mut ring, waker);
             let events = ring.wait(1, IDLE)?;
             while let Some(event) = ring.next() {
                 match event {
                     Event::Done { buffer, result, .. } => end(buffer, result),
-                    Event::Late { ticket } => {
-                        if let Some(transfer) = ring.buffer(ticket) {
+                    Event::Late { id } => {
+                        if let Some(transfer) = ring.buffer(id) {
                             callback::contain(|| transfer.tell_late());
                         }
                     }
@@ -156,10 +156,10 @@ impl Engine {
 
     /// Returns whether the inbox is empty, and marks the thread as ended if so.
     fn may_end(&self) -> bool {
-        let mut inbox = self.inbox();
-        let is_idle = inbox.jobs.is_empty();
+        let mut submissions = self.submissions();
+        let is_idle = submissions.jobs.is_empty();
         if is_idle {
-            (inbox.is_running, inbox.bell) = (false, None);
+            (submissions.is_running, submissions.ring_waker) = (false, None);
         }
         is_idle
     }
@@ -167,7 +167,7 @@ impl Engine {
     /// Queues as many jobs as the ring has room for.
     fn take_in(&self, ring: &mut Ring<Transfer>, waker: &Waker) {
         while !ring.is_full() {
-            let Some(Job { handle, transfer }) = self.inbox().jobs.pop_front() else { return };
+            let Some(Job { handle, transfer }) = self.submissions().jobs.pop_front() else { return };
             if let Some(cancel) = transfer.cancel() {
                 cancel.wake_when_cancelled(waker);
                 if cancel.is_cancelled() {
@@ -225,10 +225,10 @@ mod tests {
             let transfer = Transfer::read(0, Aligned::new(512, 512), done).with_cancel(&cancel);
             engine.start(store.handle(), vec![transfer]);
             assert!(gather.wait(Duration::from_secs(600)).unwrap()[0].is_ok());
-            while engine.inbox().is_running {
+            while engine.submissions().is_running {
                 std::thread::yield_now();
             }
-            assert!(engine.inbox().bell.is_none());
+            assert!(engine.submissions().ring_waker.is_none());
         }
         assert_eq!(cancel.wakers(), 1);
         cancel.cancel();

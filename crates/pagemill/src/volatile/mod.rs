@@ -57,7 +57,7 @@ use crate::arena::{Arena, Table, Zeroed};
 use crate::error::{Error, Result};
 use crate::heap::Heap;
 use crate::stats::{self, Counter};
-use crate::sync::{self, Acquire, AtomicU32, AtomicU64, Lock, Patience, Relaxed, Release};
+use crate::sync::{self, Acquire, AtomicU32, AtomicU64, Backoff, Lock, Relaxed, Release};
 use crate::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::mem;
 use std::ptr::NonNull;
@@ -348,10 +348,10 @@ impl Ranges {
         act: impl Fn() -> std::result::Result<T, Refused>,
     ) -> std::result::Result<T, Refused> {
         stats::add(Counter::RangesAwaited, 1);
-        let mut patience = Patience::new();
+        let mut backoff = Backoff::new();
         loop {
             if self.entry(number).word.await_end() {
-                patience.pause();
+                backoff.pause();
             }
             match act() {
                 Err(Refused::Purging) => {}

@@ -18,7 +18,7 @@ use crate::arena::Arena;
 use crate::error::{Error, Result};
 use crate::reclaim::Account;
 use crate::stats::{self, Counter};
-use crate::sync::{AtomicU64, Guarded, Lock, Patience, Relaxed};
+use crate::sync::{AtomicU64, Backoff, Guarded, Lock, Relaxed};
 use crate::units::os_page_bytes;
 use pagemill_sys::mem;
 use std::ops::Range;
@@ -254,14 +254,14 @@ impl Vranges {
         guards: Guards,
         mut act: impl FnMut(&mut Book) -> Result<T>,
     ) -> Result<T> {
-        let mut patience = None;
+        let mut backoff = None;
         loop {
             let found = self.book.with(|book| {
                 if book.is_busy(range) {
-                    book.waiting += usize::from(patience.is_none());
+                    book.waiting += usize::from(backoff.is_none());
                     return Found::Busy;
                 }
-                book.waiting -= usize::from(patience.take().is_some());
+                book.waiting -= usize::from(backoff.take().is_some());
                 let guarded = if guards == Guards::Remove { book.claim_guarded(range) } else { Ok(None) };
                 let result = match guarded {
                     Ok(Some((part, mark))) => return Found::Guarded(part, mark),
@@ -275,11 +275,11 @@ impl Vranges {
                 Found::Done(result) => return result,
                 Found::Guarded(part, mark) => self.remove_guards(&part, mark)?,
                 Found::Busy => {
-                    let patience = patience.get_or_insert_with(|| {
+                    let backoff = backoff.get_or_insert_with(|| {
                         stats::add(Counter::RangesAwaited, 1);
-                        Patience::new()
+                        Backoff::new()
                     });
-                    patience.pause();
+                    backoff.pause();
                 }
             }
         }

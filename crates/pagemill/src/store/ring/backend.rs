@@ -4,8 +4,8 @@
 use super::threads::Crew;
 use crate::store::buffer::{Aligned, Buffer};
 use crate::store::errno::{self, EAGAIN, EBUSY, EOPNOTSUPP};
-use pagemill_sys::bell::Bell;
 use pagemill_sys::ring::{self, Completion, Target, Transfer};
+use pagemill_sys::waker::Waker;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -13,7 +13,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// Token of the read of the bell's eventfd; no transfer has it.
-const BELL: u64 = u64::MAX - 1;
+const WAKER_READ: u64 = u64::MAX - 1;
 
 /// Longest single wait; stands for an infinite one.
 const LONG: Duration = Duration::from_secs(3600);
@@ -21,23 +21,23 @@ const LONG: Duration = Duration::from_secs(3600);
 /// Ends a wait. Threads that complete transfers ring the bell only.
 pub(super) struct Call {
     is_called: AtomicBool,
-    pub bell: Bell,
+    pub waker: Waker,
     /// The eventfd that event loops poll, if one was requested. It must be rung directly. The ring could signal it when
     /// the bell's read completes, but the kernel (Linux 6.18) passes a signal from one eventfd on to another only the
     /// first time.
-    watch: OnceLock<Arc<Bell>>,
+    watch: OnceLock<Arc<Waker>>,
 }
 
 impl Call {
     pub fn new() -> io::Result<Arc<Self>> {
-        Ok(Arc::new(Self { is_called: AtomicBool::new(false), bell: Bell::new()?, watch: OnceLock::new() }))
+        Ok(Arc::new(Self { is_called: AtomicBool::new(false), waker: Waker::new()?, watch: OnceLock::new() }))
     }
 
     pub fn call(&self) {
         self.is_called.store(true, SeqCst);
-        self.bell.ring();
+        self.waker.wake();
         if let Some(watch) = self.watch.get() {
-            watch.ring();
+            watch.wake();
         }
     }
 }
@@ -56,7 +56,7 @@ pub(super) enum Backend {
         ring: ring::Ring,
         alarm: Option<Box<Alarm>>,
         /// Signalled on completions, for event loops.
-        watch: Option<Arc<Bell>>,
+        watch: Option<Arc<Waker>>,
     },
     Threads(Crew),
 }
@@ -154,7 +154,7 @@ impl Backend {
             Self::Kernel { ring, alarm, .. } => loop {
                 let done = ring.pop()?;
                 match alarm {
-                    Some(alarm) if done.token == BELL => alarm.is_set = false,
+                    Some(alarm) if done.token == WAKER_READ => alarm.is_set = false,
                     _ => return Some(done),
                 }
             },
@@ -163,7 +163,7 @@ impl Backend {
     }
 
     /// Returns the handle that ends waits from here on. Its read uses one entry of the kernel's queue.
-    pub fn bell(&mut self) -> io::Result<Arc<Call>> {
+    pub fn waker(&mut self) -> io::Result<Arc<Call>> {
         match self {
             Self::Kernel { alarm: Some(alarm), .. } => Ok(alarm.call.clone()),
             Self::Kernel { alarm, watch, .. } => {
@@ -181,18 +181,18 @@ impl Backend {
     /// Returns a descriptor that becomes readable when completions have arrived since the last wait.
     pub fn watch(&mut self) -> io::Result<BorrowedFd<'_>> {
         match self {
-            Self::Kernel { watch: Some(watch), .. } => Ok(Bell::as_fd(watch)),
+            Self::Kernel { watch: Some(watch), .. } => Ok(Waker::as_fd(watch)),
             Self::Kernel { ring, watch, alarm } => {
-                let bell = Arc::new(Bell::new()?);
-                ring.ring_on_completion(&bell)?;
+                let waker = Arc::new(Waker::new()?);
+                ring.wake_on_completion(&waker)?;
                 if let Some(alarm) = alarm {
-                    let _ = alarm.call.watch.set(bell.clone());
+                    let _ = alarm.call.watch.set(waker.clone());
                 }
                 // For completions that arrived before.
-                bell.ring();
-                Ok(Bell::as_fd(watch.insert(bell)))
+                waker.wake();
+                Ok(Waker::as_fd(watch.insert(waker)))
             }
-            Self::Threads(crew) => Ok(crew.call().bell.as_fd()),
+            Self::Threads(crew) => Ok(crew.call().waker.as_fd()),
         }
     }
 
@@ -206,16 +206,16 @@ impl Backend {
     }
 
     /// Ends the read of the bell, so that the ring can be closed. Returns whether it has ended.
-    pub fn stop_bell(&mut self, timeout: Duration) -> bool {
+    pub fn stop_waker(&mut self, timeout: Duration) -> bool {
         let Self::Kernel { ring, alarm: Some(alarm), .. } = self else { return true };
         // Rings the bell, so that the read completes.
-        alarm.call.bell.ring();
+        alarm.call.waker.wake();
         let mut tries = 0;
         while alarm.is_set && tries < 8 {
             tries += 1;
             let _ = ring.wait(1, timeout / 8);
             while let Some(done) = ring.pop() {
-                alarm.is_set &= done.token != BELL;
+                alarm.is_set &= done.token != WAKER_READ;
             }
         }
         !alarm.is_set
@@ -247,7 +247,7 @@ impl Alarm {
             return Ok(());
         }
         let read = Transfer {
-            target: Target::Descriptor(self.call.bell.number()),
+            target: Target::Descriptor(self.call.waker.number()),
             is_write: false,
             addr: self.count.addr().as_ptr() as usize,
             len_bytes: size_of::<u64>() as u32,
@@ -256,7 +256,7 @@ impl Alarm {
         };
         // SAFETY: the alarm stays with its ring, which is closed after this read has ended, or never closed; no other
         // code reads the count.
-        unsafe { ring.queue(&read, BELL) }?;
+        unsafe { ring.queue(&read, WAKER_READ) }?;
         self.is_set = true;
         Ok(())
     }

@@ -11,7 +11,7 @@
 //!
 //! A transfer keeps the contract of [`super::Store`]: all of it or an error, zeros past the end of the file, in
 //! whatever pieces the system does it. The ring owns the buffer until the kernel has finished with it. A transfer that
-//! takes longer than [`Settings::patience`] is reported ([`Event::Late`]) and cancelled; its buffer comes back when the
+//! takes longer than [`Settings::timeout`] is reported ([`Event::Late`]) and cancelled; its buffer comes back when the
 //! device releases it. Dropping a ring cancels all transfers and waits for them. Buffers that a device still holds
 //! after that are never freed.
 //!
@@ -69,13 +69,13 @@ pub struct Settings {
     /// Most transfers that are in flight, or ended but not yet taken: 1 to 4096.
     pub depth: u32,
     /// Time limit: a transfer that takes longer is reported and cancelled.
-    pub patience: Duration,
+    pub timeout: Duration,
     pub engine: Engine,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { depth: 64, patience: Duration::from_secs(30), engine: Engine::Best }
+        Self { depth: 64, timeout: Duration::from_secs(30), engine: Engine::Best }
     }
 }
 
@@ -83,7 +83,7 @@ impl Default for Settings {
 ///
 /// Example: [`Ring`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Ticket(u64);
+pub struct RequestId(u64);
 
 /// An event of a ring.
 ///
@@ -92,14 +92,14 @@ pub struct Ticket(u64);
 pub enum Event<B> {
     /// A transfer has ended, and the caller owns its buffer again. It was done as a whole, or `result` is an error:
     /// `ECANCELED` if it was cancelled, `ETIMEDOUT` if it was cancelled for exceeding the time limit.
-    Done { ticket: Ticket, buffer: B, result: io::Result<()> },
+    Done { id: RequestId, buffer: B, result: io::Result<()> },
     /// A transfer exceeds the time limit. It is being cancelled. [`Event::Done`] follows when the device releases the
     /// buffer, perhaps never.
-    Late { ticket: Ticket },
+    Late { id: RequestId },
 }
 
 /// An in-flight transfer; the backend has one piece of it.
-struct Flight<B> {
+struct InFlight<B> {
     buffer: B,
     file: FileId,
     direction: Direction,
@@ -114,7 +114,7 @@ struct Flight<B> {
 struct Slot<B> {
     /// Incremented with each transfer; part of its ticket.
     round: u32,
-    flight: Option<Flight<B>>,
+    request: Option<InFlight<B>>,
 }
 
 /// In-flight transfers of one thread, each with its own buffer `B`.
@@ -152,12 +152,12 @@ pub struct Ring<B: Buffer> {
     has_file_table: bool,
     regions: ManuallyDrop<Regions>,
     has_memory_table: Option<bool>,
-    patience: Duration,
+    timeout: Duration,
     /// Time of the last check for late transfers.
     looked_ns: u64,
     in_flight: usize,
     generation: u32,
-    has_bell: bool,
+    has_waker: bool,
     counts: Counts,
     /// Makes the ring `!Send`: it belongs to one thread.
     here: PhantomData<*mut ()>,
@@ -188,7 +188,7 @@ impl<B: Buffer> Ring<B> {
             _ => Backend::threads()?,
         };
         stats::add(Counter::Rings, 1);
-        let slots = (0..depth).map(|_| Slot { round: 0, flight: None }).collect();
+        let slots = (0..depth).map(|_| Slot { round: 0, request: None }).collect();
         Ok(Self {
             backend: ManuallyDrop::new(backend),
             slots: ManuallyDrop::new(slots),
@@ -198,11 +198,11 @@ impl<B: Buffer> Ring<B> {
             has_file_table: false,
             regions: ManuallyDrop::new(Regions::new(REGIONS)),
             has_memory_table: None,
-            patience: settings.patience,
+            timeout: settings.timeout,
             looked_ns: 0,
             in_flight: 0,
             generation: generation()?,
-            has_bell: false,
+            has_waker: false,
             counts: Counts::default(),
             here: PhantomData,
         })
@@ -245,7 +245,7 @@ impl<B: Buffer> Ring<B> {
     /// # Panics
     ///
     /// If the file is not attached.
-    pub fn read(&mut self, file: FileId, offset: u64, buffer: B) -> Result<Ticket, B> {
+    pub fn read(&mut self, file: FileId, offset: u64, buffer: B) -> Result<RequestId, B> {
         self.begin(Direction::Read, file, offset, buffer)
     }
 
@@ -258,11 +258,11 @@ impl<B: Buffer> Ring<B> {
     /// # Panics
     ///
     /// As [`Ring::read`].
-    pub fn write(&mut self, file: FileId, offset: u64, buffer: B) -> Result<Ticket, B> {
+    pub fn write(&mut self, file: FileId, offset: u64, buffer: B) -> Result<RequestId, B> {
         self.begin(Direction::Write, file, offset, buffer)
     }
 
-    fn begin(&mut self, direction: Direction, file: FileId, offset: u64, buffer: B) -> Result<Ticket, B> {
+    fn begin(&mut self, direction: Direction, file: FileId, offset: u64, buffer: B) -> Result<RequestId, B> {
         let Some(handle) = self.files.get(file.0 as usize).and_then(Option::as_ref) else {
             panic!("no file is attached as {file:?}");
         };
@@ -277,7 +277,7 @@ impl<B: Buffer> Ring<B> {
         });
         let slot = &mut self.slots[at as usize];
         slot.round = slot.round.wrapping_add(1) & (u32::MAX >> 1);
-        let flight = Flight {
+        let request = InFlight {
             buffer,
             file,
             direction,
@@ -288,33 +288,33 @@ impl<B: Buffer> Ring<B> {
             is_late: false,
             is_cancelled: false,
         };
-        let ticket = Ticket(u64::from(slot.round) << u32::BITS | u64::from(at));
-        slot.flight = Some(flight);
+        let id = RequestId(u64::from(slot.round) << u32::BITS | u64::from(at));
+        slot.request = Some(request);
         self.in_flight += 1;
         match allowed {
             Ok(()) if len_bytes > 0 => self.go_on(at),
             result => self.end(at, result),
         }
-        Ok(ticket)
+        Ok(id)
     }
 
     /// Queues the next piece of a transfer. The backend has no piece of it at this time.
     fn go_on(&mut self, at: u32) {
         let slot = &mut self.slots[at as usize];
-        let Some(flight) = &mut slot.flight else { return };
-        let Some(handle) = &self.files[flight.file.0 as usize] else { return };
-        let (addr, len_bytes) = (flight.buffer.addr().as_ptr() as usize, flight.buffer.len_bytes());
-        let done = flight.progress.done_bytes;
-        flight.piece = flight.progress.next(handle, addr, flight.offset, len_bytes);
-        let place = flight.file.place(flight.piece.way).filter(|_| self.has_file_table);
-        let target = place.map_or_else(|| Target::Descriptor(handle.descriptor(flight.piece.way)), Target::Registered);
+        let Some(request) = &mut slot.request else { return };
+        let Some(handle) = &self.files[request.file.0 as usize] else { return };
+        let (addr, len_bytes) = (request.buffer.addr().as_ptr() as usize, request.buffer.len_bytes());
+        let done = request.progress.done_bytes;
+        request.piece = request.progress.next(handle, addr, request.offset, len_bytes);
+        let place = request.file.place(request.piece.way).filter(|_| self.has_file_table);
+        let target = place.map_or_else(|| Target::Descriptor(handle.descriptor(request.piece.way)), Target::Registered);
         let transfer = Transfer {
             target,
-            is_write: flight.direction == Direction::Write,
+            is_write: request.direction == Direction::Write,
             addr: addr + done,
-            len_bytes: flight.piece.len_bytes as u32,
-            offset: flight.offset + done as u64,
-            registered: self.regions.find(addr + done, flight.piece.len_bytes),
+            len_bytes: request.piece.len_bytes as u32,
+            offset: request.offset + done as u64,
+            registered: self.regions.find(addr + done, request.piece.len_bytes),
         };
         let token = u64::from(slot.round) << u32::BITS | u64::from(at);
         // SAFETY: the slot keeps the buffer, and `files` the file, until the completion has come (invariant 1). The
@@ -328,17 +328,17 @@ impl<B: Buffer> Ring<B> {
     /// Ends a transfer. The backend has no piece of it any more.
     fn end(&mut self, at: u32, result: io::Result<()>) {
         let slot = &mut self.slots[at as usize];
-        let ticket = Ticket(u64::from(slot.round) << u32::BITS | u64::from(at));
-        let Some(flight) = slot.flight.take() else { return };
+        let id = RequestId(u64::from(slot.round) << u32::BITS | u64::from(at));
+        let Some(request) = slot.request.take() else { return };
         self.in_flight -= 1;
         self.free.push(at);
         let is_cancelled = result.as_ref().is_err_and(|error| errno::is(error, ECANCELED));
         let result = match result {
             Ok(()) => {
-                let len_bytes = flight.buffer.len_bytes();
-                match flight.direction {
+                let len_bytes = request.buffer.len_bytes();
+                match request.direction {
                     Direction::Read => {
-                        buffer::zero(&flight.buffer, flight.progress.done_bytes);
+                        buffer::zero(&request.buffer, request.progress.done_bytes);
                         self.counts.read_bytes += len_bytes as u64;
                     }
                     Direction::Write => {
@@ -348,52 +348,52 @@ impl<B: Buffer> Ring<B> {
                 }
                 Ok(())
             }
-            Err(_) if is_cancelled && flight.is_late => Err(errno::error(ETIMEDOUT)),
+            Err(_) if is_cancelled && request.is_late => Err(errno::error(ETIMEDOUT)),
             Err(error) => Err(error),
         };
         if is_cancelled {
             stats::add(Counter::TransfersCancelled, 1);
         }
-        self.events.push_back(Event::Done { ticket, buffer: flight.buffer, result });
+        self.events.push_back(Event::Done { id, buffer: request.buffer, result });
     }
 
     /// Cancels a transfer that has not ended. It still ends with an [`Event::Done`].
-    pub fn cancel(&mut self, ticket: Ticket) {
-        let Some(flight) = self.flight_mut(ticket).filter(|flight| !flight.is_cancelled) else { return };
-        flight.is_cancelled = true;
+    pub fn cancel(&mut self, id: RequestId) {
+        let Some(request) = self.request_mut(id).filter(|request| !request.is_cancelled) else { return };
+        request.is_cancelled = true;
         // If this fails, the transfer ends by itself, or late.
-        let _ = self.backend.cancel(ticket.0);
+        let _ = self.backend.cancel(id.0);
     }
 
     /// Cancels the transfers with buffers that match.
     pub(crate) fn cancel_where(&mut self, is_meant: impl Fn(&B) -> bool) {
-        let meant = self.flights().filter(|(_, flight)| !flight.is_cancelled && is_meant(&flight.buffer));
-        let tickets: Vec<Ticket> = meant.map(|(ticket, _)| ticket).collect();
-        tickets.into_iter().for_each(|ticket| self.cancel(ticket));
+        let meant = self.requests().filter(|(_, request)| !request.is_cancelled && is_meant(&request.buffer));
+        let ids: Vec<RequestId> = meant.map(|(id, _)| id).collect();
+        ids.into_iter().for_each(|id| self.cancel(id));
     }
 
     /// Returns whether the buffer of an in-flight transfer matches.
     pub(crate) fn any_in_flight(&self, is_meant: impl Fn(&B) -> bool) -> bool {
-        self.flights().any(|(_, flight)| is_meant(&flight.buffer))
+        self.requests().any(|(_, request)| is_meant(&request.buffer))
     }
 
     /// Returns the buffer of an in-flight transfer. The device may change its bytes.
-    pub(crate) fn buffer(&self, ticket: Ticket) -> Option<&B> {
-        let slot = self.slots.get(ticket.0 as u32 as usize)?;
-        let is_it = u64::from(slot.round) == ticket.0 >> u32::BITS;
-        slot.flight.as_ref().filter(|_| is_it).map(|flight| &flight.buffer)
+    pub(crate) fn buffer(&self, id: RequestId) -> Option<&B> {
+        let slot = self.slots.get(id.0 as u32 as usize)?;
+        let is_it = u64::from(slot.round) == id.0 >> u32::BITS;
+        slot.request.as_ref().filter(|_| is_it).map(|request| &request.buffer)
     }
 
-    fn flight_mut(&mut self, ticket: Ticket) -> Option<&mut Flight<B>> {
-        let slot = self.slots.get_mut(ticket.0 as u32 as usize)?;
-        let is_it = u64::from(slot.round) == ticket.0 >> u32::BITS;
-        slot.flight.as_mut().filter(|_| is_it)
+    fn request_mut(&mut self, id: RequestId) -> Option<&mut InFlight<B>> {
+        let slot = self.slots.get_mut(id.0 as u32 as usize)?;
+        let is_it = u64::from(slot.round) == id.0 >> u32::BITS;
+        slot.request.as_mut().filter(|_| is_it)
     }
 
-    fn flights(&self) -> impl Iterator<Item = (Ticket, &Flight<B>)> {
+    fn requests(&self) -> impl Iterator<Item = (RequestId, &InFlight<B>)> {
         self.slots.iter().enumerate().filter_map(|(at, slot)| {
-            let ticket = Ticket(u64::from(slot.round) << u32::BITS | at as u64);
-            slot.flight.as_ref().map(|flight| (ticket, flight))
+            let id = RequestId(u64::from(slot.round) << u32::BITS | at as u64);
+            slot.request.as_ref().map(|request| (id, request))
         })
     }
 
@@ -414,8 +414,8 @@ impl<B: Buffer> Ring<B> {
     }
 
     /// Starts the queued transfers and waits for at least `least` events, at most for `timeout`. Returns the number of
-    /// events. Returns earlier when no transfer is in flight any more, or when another thread rings the [`Ring::bell`].
-    /// A ring with a bell waits for it even if nothing is in flight. With `least` 0 it does not wait.
+    /// events. Returns earlier when no transfer is in flight any more, or when another thread rings the
+    /// [`Ring::waker`]. A ring with a bell waits for it even if nothing is in flight. With `least` 0 it does not wait.
     ///
     /// # Errors
     ///
@@ -430,10 +430,10 @@ impl<B: Buffer> Ring<B> {
             self.reap();
             self.look_for_late();
             let missing = least.saturating_sub(self.events.len());
-            let can_come = self.in_flight > 0 || (self.has_bell && self.events.is_empty());
+            let can_come = self.in_flight > 0 || (self.has_waker && self.events.is_empty());
             let rest = end_ns.map_or(timeout, |end_ns: u64| Duration::from_nanos(end_ns.saturating_sub(fine_ns())));
             let is_over = end_ns.is_some() && rest.is_zero();
-            if missing == 0 || !can_come || is_over || (self.has_bell && self.backend.take_call()) {
+            if missing == 0 || !can_come || is_over || (self.has_waker && self.backend.take_call()) {
                 self.backend.submit()?;
                 self.flush_counts();
                 return Ok(self.events.len());
@@ -441,7 +441,7 @@ impl<B: Buffer> Ring<B> {
             let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
             end_ns.get_or_insert_with(|| fine_ns().saturating_add(timeout_ns));
             // Wakes up in between to check for late transfers.
-            let step = if self.in_flight > 0 { rest.min(self.patience / 4) } else { rest };
+            let step = if self.in_flight > 0 { rest.min(self.timeout / 4) } else { rest };
             self.backend.wait(missing.min(self.in_flight).max(1), step)?;
         }
     }
@@ -462,13 +462,13 @@ impl<B: Buffer> Ring<B> {
     fn complete(&mut self, done: Completion) {
         let (at, round) = (done.token as u32, (done.token >> u32::BITS) as u32);
         let Some(slot) = self.slots.get_mut(at as usize).filter(|slot| slot.round == round) else { return };
-        let Some(flight) = &mut slot.flight else { return };
-        let Some(handle) = &self.files[flight.file.0 as usize] else { return };
+        let Some(request) = &mut slot.request else { return };
+        let Some(handle) = &self.files[request.file.0 as usize] else { return };
         let result = usize::try_from(done.result).map_err(|_| errno::error(-done.result));
-        let step = flight.progress.take(handle, flight.direction, flight.piece, result);
-        let is_whole = flight.progress.done_bytes == flight.buffer.len_bytes();
+        let step = request.progress.take(handle, request.direction, request.piece, result);
+        let is_whole = request.progress.done_bytes == request.buffer.len_bytes();
         match step {
-            Ok(Step::More) if !is_whole && flight.is_cancelled => self.end(at, Err(errno::error(ECANCELED))),
+            Ok(Step::More) if !is_whole && request.is_cancelled => self.end(at, Err(errno::error(ECANCELED))),
             Ok(Step::More) if !is_whole => self.go_on(at),
             Ok(_) => self.end(at, Ok(())),
             Err(error) => self.end(at, Err(error)),
@@ -477,21 +477,21 @@ impl<B: Buffer> Ring<B> {
 
     /// Reports and cancels transfers that exceed the time limit.
     fn look_for_late(&mut self) {
-        let (now_ns, patience_ns) = (coarse_ns(), self.patience.as_nanos() as u64);
-        if self.in_flight == 0 || now_ns.saturating_sub(self.looked_ns) < patience_ns / 8 {
+        let (now_ns, timeout_ns) = (coarse_ns(), self.timeout.as_nanos() as u64);
+        if self.in_flight == 0 || now_ns.saturating_sub(self.looked_ns) < timeout_ns / 8 {
             return;
         }
         self.looked_ns = now_ns;
-        let is_late = |flight: &Flight<B>| !flight.is_late && now_ns.saturating_sub(flight.began_ns) >= patience_ns;
-        let late = self.flights().filter(|(_, flight)| is_late(flight));
-        let tickets: Vec<Ticket> = late.map(|(ticket, _)| ticket).collect();
-        for ticket in tickets {
-            self.cancel(ticket);
-            if let Some(flight) = self.flight_mut(ticket) {
-                flight.is_late = true;
+        let is_late = |request: &InFlight<B>| !request.is_late && now_ns.saturating_sub(request.began_ns) >= timeout_ns;
+        let late = self.requests().filter(|(_, request)| is_late(request));
+        let ids: Vec<RequestId> = late.map(|(id, _)| id).collect();
+        for id in ids {
+            self.cancel(id);
+            if let Some(request) = self.request_mut(id) {
+                request.is_late = true;
             }
             stats::add(Counter::TransfersLate, 1);
-            self.events.push_back(Event::Late { ticket });
+            self.events.push_back(Event::Late { id });
         }
     }
 
@@ -511,11 +511,11 @@ impl<B: Buffer> Ring<B> {
     /// # Errors
     ///
     /// `EMFILE`.
-    pub fn bell(&mut self) -> io::Result<RingBell> {
+    pub fn waker(&mut self) -> io::Result<RingWaker> {
         self.check()?;
-        let bell = self.backend.bell()?;
-        self.has_bell = true;
-        Ok(RingBell(bell))
+        let waker = self.backend.waker()?;
+        self.has_waker = true;
+        Ok(RingWaker(waker))
     }
 
     /// Returns a descriptor that becomes readable when there are events. An event loop can poll it and then call
@@ -530,10 +530,10 @@ impl<B: Buffer> Ring<B> {
     }
 
     /// Cancels all transfers and waits for them. Returns whether all of them have ended.
-    fn settle(&mut self) -> bool {
+    fn cancel_and_wait(&mut self) -> bool {
         self.cancel_where(|_| true);
-        let end_ns = coarse_ns().saturating_add(self.patience.as_nanos() as u64);
-        self.has_bell = false;
+        let end_ns = coarse_ns().saturating_add(self.timeout.as_nanos() as u64);
+        self.has_waker = false;
         while self.in_flight > 0 {
             self.events.clear();
             let rest = Duration::from_nanos(end_ns.saturating_sub(coarse_ns()));
@@ -542,7 +542,7 @@ impl<B: Buffer> Ring<B> {
             }
         }
         self.flush_counts();
-        self.backend.stop_bell(self.patience)
+        self.backend.stop_waker(self.timeout)
     }
 }
 
@@ -550,12 +550,12 @@ impl<B: Buffer> Ring<B> {
 ///
 /// Example: [`Ring`].
 #[derive(Clone)]
-pub struct RingBell(Arc<Call>);
+pub struct RingWaker(Arc<Call>);
 
-impl RingBell {
+impl RingWaker {
     /// Makes the ring's thread return from [`Ring::wait`], now or the next time. The descriptor of [`Ring::watch`]
     /// becomes readable.
-    pub fn ring(&self) {
+    pub fn wake(&self) {
         self.0.call();
     }
 
@@ -575,10 +575,10 @@ impl<B: Buffer> Drop for Ring<B> {
             return;
         }
         stats::sub(Counter::Rings, 1);
-        let is_settled = self.settle();
+        let have_ended = self.cancel_and_wait();
         // Buffers of ended transfers are freed in any case.
         self.events.clear();
-        if !is_settled {
+        if !have_ended {
             // A device may still write to the remaining buffers, so they are never freed.
             stats::add(Counter::TransfersStuck, self.in_flight as u64);
             return;

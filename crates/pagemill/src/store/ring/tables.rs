@@ -75,7 +75,7 @@ impl<B: Buffer> Ring<B> {
     /// `EBUSY` while transfers of it are in flight.
     pub fn detach(&mut self, file: FileId) -> io::Result<()> {
         self.check()?;
-        if self.flights().any(|(_, flight)| flight.file == file) {
+        if self.requests().any(|(_, request)| request.file == file) {
             return Err(errno::error(EBUSY));
         }
         if self.files.get_mut(file.0 as usize).and_then(Option::take).is_some() {
@@ -138,7 +138,7 @@ impl<B: Buffer> Ring<B> {
         self.check()?;
         let (addr, len_bytes) = self.regions.range(id).ok_or_else(|| errno::error(EINVAL))?;
         let is_inside = |at: usize| (addr..addr + len_bytes).contains(&at);
-        if self.flights().any(|(_, flight)| is_inside(flight.buffer.addr().as_ptr() as usize)) {
+        if self.requests().any(|(_, request)| is_inside(request.buffer.addr().as_ptr() as usize)) {
             return Err(errno::error(EBUSY));
         }
         self.backend.tables()?.unregister_memory(id.0)?;

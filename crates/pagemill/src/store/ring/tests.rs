@@ -15,7 +15,7 @@ const KIB: usize = 1 << 10;
 const LONG: Duration = Duration::from_secs(600);
 
 fn settings(engine: Engine) -> Settings {
-    Settings { depth: 8, patience: LONG, engine }
+    Settings { depth: 8, timeout: LONG, engine }
 }
 
 /// Rings of both backends, if the kernel permits io_uring.
@@ -29,11 +29,11 @@ fn buffer(len: usize, fill: u8) -> Aligned {
     buffer
 }
 
-fn done<B: Buffer>(ring: &mut Ring<B>) -> (Ticket, B, io::Result<()>) {
+fn done<B: Buffer>(ring: &mut Ring<B>) -> (RequestId, B, io::Result<()>) {
     ring.wait(1, LONG).unwrap();
     match ring.next().expect("it takes too long") {
-        Event::Done { ticket, buffer, result } => (ticket, buffer, result),
-        Event::Late { ticket } => panic!("{ticket:?} is late"),
+        Event::Done { id, buffer, result } => (id, buffer, result),
+        Event::Late { id } => panic!("{id:?} is late"),
     }
 }
 
@@ -60,8 +60,8 @@ impl Handle {
 }
 
 /// A kernel ring, or none with a message.
-fn kernel_ring<B: Buffer>(patience: Duration) -> Option<Ring<B>> {
-    let ring = Ring::new(&Settings { depth: 4, patience, engine: Engine::Best }).unwrap();
+fn kernel_ring<B: Buffer>(timeout: Duration) -> Option<Ring<B>> {
+    let ring = Ring::new(&Settings { depth: 4, timeout, engine: Engine::Best }).unwrap();
     if ring.is_kernel() {
         return Some(ring);
     }
@@ -83,10 +83,10 @@ fn transfers_are_whole() {
                 .enumerate()
         {
             let fill = round as u8 + 1;
-            let ticket = ring.write(file, offset as u64, buffer(len, fill)).unwrap();
+            let id = ring.write(file, offset as u64, buffer(len, fill)).unwrap();
             let (ended, written, result) = done(&mut ring);
             result.unwrap();
-            assert!(ended == ticket && written.len() == len);
+            assert!(ended == id && written.len() == len);
             let size = store.size_bytes().unwrap() as usize;
             assert!(size >= offset + len);
             ring.read(file, offset as u64, buffer(len + 8 * KIB, 0xEE)).unwrap();
@@ -116,16 +116,16 @@ fn depth_is_bounded() {
         assert!(ring.is_full() && ring.write(file, 0, buffer(1, 0)).is_err());
         assert_eq!(ring.wait(8, LONG).unwrap(), 8);
         assert!(ring.is_full() && ring.in_flight() == 0);
-        let mut tickets = Vec::new();
-        while let Some(Event::Done { ticket, result, .. }) = ring.next() {
+        let mut ids = Vec::new();
+        while let Some(Event::Done { id, result, .. }) = ring.next() {
             result.unwrap();
-            assert!(!tickets.contains(&ticket));
-            tickets.push(ticket);
+            assert!(!ids.contains(&id));
+            ids.push(id);
         }
-        assert_eq!(tickets.len(), 8);
-        let ticket = ring.read(file, 0, buffer(0, 0)).unwrap();
-        assert_eq!(done(&mut ring).0, ticket);
-        assert!(!tickets.contains(&ticket));
+        assert_eq!(ids.len(), 8);
+        let id = ring.read(file, 0, buffer(0, 0)).unwrap();
+        assert_eq!(done(&mut ring).0, id);
+        assert!(!ids.contains(&id));
     }
 }
 
@@ -236,11 +236,11 @@ fn transfers_are_given_up() {
     let second = ring.read(file, 0, buffer(4, 0)).unwrap();
     ring.submit().unwrap();
     ring.cancel(first);
-    let (ticket, _, result) = done(&mut ring);
-    assert!(ticket == first && result.unwrap_err().raw_os_error() == Some(ECANCELED));
+    let (id, _, result) = done(&mut ring);
+    assert!(id == first && result.unwrap_err().raw_os_error() == Some(ECANCELED));
     writer.write_all(b"four").unwrap();
-    let (ticket, bytes, result) = done(&mut ring);
-    assert!(ticket == second && result.is_ok() && &bytes[..] == b"four");
+    let (id, bytes, result) = done(&mut ring);
+    assert!(id == second && result.is_ok() && &bytes[..] == b"four");
     ring.cancel(second);
     assert!(ring.wait(0, LONG).unwrap() == 0 && ring.buffer(second).is_none());
 }
@@ -252,11 +252,11 @@ fn late_transfers_are_told_of() {
     let late_before = stats::get(Counter::TransfersLate);
     let (handle, _writer) = pipe();
     let file = ring.attach_handle(&handle).unwrap();
-    let ticket = ring.read(file, 0, buffer(8, 0)).unwrap();
+    let id = ring.read(file, 0, buffer(8, 0)).unwrap();
     ring.wait(1, LONG).unwrap();
-    assert!(matches!(ring.next(), Some(Event::Late { ticket: late }) if late == ticket));
+    assert!(matches!(ring.next(), Some(Event::Late { id: late }) if late == id));
     let (ended, _, result) = done(&mut ring);
-    assert!(ended == ticket && result.unwrap_err().raw_os_error() == Some(ETIMEDOUT));
+    assert!(ended == id && result.unwrap_err().raw_os_error() == Some(ETIMEDOUT));
     assert!(stats::get(Counter::TransfersLate) > late_before);
 }
 
@@ -279,7 +279,7 @@ fn dropping_settles() {
         }
     }
     let Some(mut ring) = kernel_ring(LONG) else { return };
-    ring.bell().unwrap();
+    ring.waker().unwrap();
     let (handle, _writer) = pipe();
     let file = ring.attach_handle(&handle).unwrap();
     let is_freed = Arc::new(AtomicBool::new(false));
@@ -293,13 +293,13 @@ fn dropping_settles() {
 
 /// Any thread ends a wait with the bell, also before the wait begins; the next wait is not affected.
 #[test]
-fn bells_end_waits() {
+fn wakes_end_waits() {
     for mut ring in rings() {
-        let bell = ring.bell().unwrap();
-        bell.ring();
+        let waker = ring.waker().unwrap();
+        waker.wake();
         assert_eq!(ring.wait(1, LONG).unwrap(), 0);
         std::thread::scope(|scope| {
-            scope.spawn(|| bell.ring());
+            scope.spawn(|| waker.wake());
             assert_eq!(ring.wait(1, LONG).unwrap(), 0);
         });
         let folder = tempfile::tempdir().unwrap();
@@ -321,7 +321,7 @@ fn rings_can_be_polled() {
         ring.write(file, 0, buffer(64 * KIB, 1)).unwrap();
         ring.submit().unwrap();
         while ring.wait(0, LONG).unwrap() == 0 {
-            assert!(pagemill_sys::bell::is_readable(ring.watch().unwrap(), LONG));
+            assert!(pagemill_sys::waker::is_readable(ring.watch().unwrap(), LONG));
         }
         done(&mut ring).2.unwrap();
     }
@@ -329,15 +329,15 @@ fn rings_can_be_polled() {
 
 /// A poll of the descriptor notices every ring of the bell: before a wait, after it, and with nothing in flight.
 #[test]
-fn bells_are_heard_by_polls() {
+fn wakes_are_seen_by_polls() {
     for mut ring in rings() {
-        let bell = ring.bell().unwrap();
+        let waker = ring.waker().unwrap();
         for _ in 0..3 {
-            while pagemill_sys::bell::is_readable(ring.watch().unwrap(), Duration::ZERO) {
+            while pagemill_sys::waker::is_readable(ring.watch().unwrap(), Duration::ZERO) {
                 assert_eq!(ring.wait(0, LONG).unwrap(), 0);
             }
-            bell.ring();
-            assert!(pagemill_sys::bell::is_readable(ring.watch().unwrap(), LONG));
+            waker.wake();
+            assert!(pagemill_sys::waker::is_readable(ring.watch().unwrap(), LONG));
         }
     }
 }

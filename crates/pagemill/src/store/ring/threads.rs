@@ -25,7 +25,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Completion queue of one ring.
-struct Outbox {
+struct CompletionQueue {
     done: Mutex<Vec<Completion>>,
     call: Arc<Call>,
 }
@@ -33,13 +33,13 @@ struct Outbox {
 struct Job {
     transfer: Transfer,
     token: u64,
-    outbox: Arc<Outbox>,
+    completions: Arc<CompletionQueue>,
 }
 
 impl Job {
     fn complete(&self, result: i32) {
-        lock(&self.outbox.done).push(Completion { token: self.token, result });
-        self.outbox.call.bell.ring();
+        lock(&self.completions.done).push(Completion { token: self.token, result });
+        self.completions.call.waker.wake();
     }
 
     fn run(&self) {
@@ -126,9 +126,9 @@ impl Pool {
     }
 
     /// Removes a transfer from the pool if no thread has begun it.
-    fn withdraw(&self, token: u64, outbox: &Arc<Outbox>) -> Option<Job> {
+    fn withdraw(&self, token: u64, completions: &Arc<CompletionQueue>) -> Option<Job> {
         let mut state = lock(&self.state);
-        let is_it = |job: &Job| job.token == token && Arc::ptr_eq(&job.outbox, outbox);
+        let is_it = |job: &Job| job.token == token && Arc::ptr_eq(&job.completions, completions);
         let at = state.jobs.iter().position(is_it)?;
         state.jobs.remove(at)
     }
@@ -163,7 +163,7 @@ impl Work for Pool {
 pub(super) struct Crew {
     queued: VecDeque<Job>,
     ready: VecDeque<Completion>,
-    outbox: Arc<Outbox>,
+    completions: Arc<CompletionQueue>,
 }
 
 impl Crew {
@@ -171,19 +171,19 @@ impl Crew {
     ///
     /// `EMFILE` for its bell.
     pub fn new() -> std::io::Result<Self> {
-        let outbox = Arc::new(Outbox { done: Mutex::default(), call: Call::new()? });
-        Ok(Self { queued: VecDeque::new(), ready: VecDeque::new(), outbox })
+        let completions = Arc::new(CompletionQueue { done: Mutex::default(), call: Call::new()? });
+        Ok(Self { queued: VecDeque::new(), ready: VecDeque::new(), completions })
     }
 
     pub fn call(&self) -> &Arc<Call> {
-        &self.outbox.call
+        &self.completions.call
     }
 
     /// # Safety
     ///
     /// As `sys::ring::Ring::queue`; the file stays open until the completion has come.
     pub unsafe fn queue(&mut self, transfer: &Transfer, token: u64) {
-        self.queued.push_back(Job { transfer: *transfer, token, outbox: self.outbox.clone() });
+        self.queued.push_back(Job { transfer: *transfer, token, completions: self.completions.clone() });
     }
 
     #[cfg(all(test, not(shuttle)))]
@@ -199,7 +199,7 @@ impl Crew {
 
     pub fn cancel(&mut self, token: u64) {
         let queued = self.queued.iter().position(|job| job.token == token).and_then(|at| self.queued.remove(at));
-        if let Some(job) = queued.or_else(|| pool().withdraw(token, &self.outbox)) {
+        if let Some(job) = queued.or_else(|| pool().withdraw(token, &self.completions)) {
             job.complete(-ECANCELED);
         }
     }
@@ -209,13 +209,13 @@ impl Crew {
         self.submit();
         self.collect();
         if self.ready.is_empty() {
-            self.outbox.call.bell.wait(timeout);
+            self.completions.call.waker.wait(timeout);
             self.collect();
         }
     }
 
     fn collect(&mut self) {
-        self.ready.extend(lock(&self.outbox.done).drain(..));
+        self.ready.extend(lock(&self.completions.done).drain(..));
     }
 
     pub fn pop(&mut self) -> Option<Completion> {

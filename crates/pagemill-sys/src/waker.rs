@@ -7,9 +7,9 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
 /// Wakes that arrive before the wait are merged into one.
-pub struct Bell(Fd);
+pub struct Waker(Fd);
 
-impl Bell {
+impl Waker {
     /// # Errors
     ///
     /// Errors of `eventfd`: `EMFILE`.
@@ -20,7 +20,7 @@ impl Bell {
     }
 
     /// Wakes the waiting thread, or makes the next wait return at once.
-    pub fn ring(&self) {
+    pub fn wake(&self) {
         let one = 1u64;
         // SAFETY: reads eight bytes. The write could fail only after 2^64 unread wakes.
         unsafe { libc::syscall(libc::SYS_write, self.number(), &raw const one, size_of::<u64>()) };
@@ -42,7 +42,7 @@ impl Bell {
     }
 }
 
-impl AsFd for Bell {
+impl AsFd for Waker {
     fn as_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: open for as long as `self` lives.
         unsafe { BorrowedFd::borrow_raw(self.number()) }
@@ -70,16 +70,16 @@ mod tests {
 
     /// Wakes before the wait are merged into one; a second wait finds none.
     #[test]
-    fn rings_are_heard_once() {
-        let bell = Bell::new().unwrap();
-        assert!(!bell.wait(Duration::ZERO));
-        bell.ring();
-        bell.ring();
-        assert!(bell.wait(Duration::from_secs(600)));
-        assert!(!bell.wait(Duration::ZERO));
+    fn wakes_are_merged() {
+        let waker = Waker::new().unwrap();
+        assert!(!waker.wait(Duration::ZERO));
+        waker.wake();
+        waker.wake();
+        assert!(waker.wait(Duration::from_secs(600)));
+        assert!(!waker.wait(Duration::ZERO));
         std::thread::scope(|scope| {
-            scope.spawn(|| bell.ring());
-            assert!(bell.wait(Duration::from_secs(600)));
+            scope.spawn(|| waker.wake());
+            assert!(waker.wait(Duration::from_secs(600)));
         });
     }
 }
