@@ -43,12 +43,12 @@ mod refused;
 #[cfg(not(loom))]
 pub mod slab;
 #[cfg(all(loom, test))]
-#[path = "slab/claim.rs"]
-mod slab_claim;
+#[path = "slab/asymmetric_lock.rs"]
+mod slab_asymmetric_lock;
 #[cfg(all(loom, test))]
-#[path = "slab/readers.rs"]
+#[path = "slab/epochs.rs"]
 #[allow(dead_code)] // the parts that only caches use
-mod slab_readers;
+mod slab_epochs;
 #[cfg(all(loom, test))]
 #[path = "heap/slot.rs"]
 #[allow(dead_code)] // the parts that only the heap uses

@@ -25,11 +25,11 @@ pub(super) struct Sheaf([Held64; MAX_SHEAF]);
 unsafe impl Zeroed for Sheaf {}
 
 /// Memory of the barns of all caches.
-pub(super) struct Yard {
+pub(super) struct BarnMemory {
     sheaves: Table<Sheaf>,
 }
 
-impl Yard {
+impl BarnMemory {
     /// # Errors
     ///
     /// [`crate::Error::System`] without addresses.
@@ -54,7 +54,7 @@ impl Yard {
 
 /// A bounded stack of full sheaves with its own lock, shared by some threads of a node.
 pub(super) struct Barn {
-    yard: &'static Yard,
+    barn_memory: &'static BarnMemory,
     first: usize,
     /// Objects in each sheaf.
     sheaf: usize,
@@ -65,8 +65,8 @@ pub(super) struct Barn {
 
 impl Barn {
     /// The barn with this number, which must be unused.
-    pub fn new(yard: &'static Yard, number: usize, sheaf: usize) -> Self {
-        Self { yard, first: number * PLACES, sheaf, lock: Lock::new(), full: Held32::default() }
+    pub fn new(barn_memory: &'static BarnMemory, number: usize, sheaf: usize) -> Self {
+        Self { barn_memory, first: number * PLACES, sheaf, lock: Lock::new(), full: Held32::default() }
     }
 
     pub fn objects(&self) -> usize {
@@ -82,7 +82,7 @@ impl Barn {
         let full = self.full.get() as usize;
         let is_in = full < PLACES;
         if is_in {
-            let words = &self.yard.sheaves.get(self.first + full).0;
+            let words = &self.barn_memory.sheaves.get(self.first + full).0;
             words.iter().zip(objects).for_each(|(word, object)| word.set(*object as u64));
             self.full.set(full as u32 + 1);
         }
@@ -97,7 +97,7 @@ impl Barn {
         let _guard = self.lock.lock();
         let Some(last) = self.full.get().checked_sub(1) else { return 0 };
         self.full.set(last);
-        let words = &self.yard.sheaves.get(self.first + last as usize).0;
+        let words = &self.barn_memory.sheaves.get(self.first + last as usize).0;
         objects.iter_mut().zip(&words[..self.sheaf]).for_each(|(object, word)| *object = word.get() as usize);
         self.sheaf
     }
@@ -111,9 +111,9 @@ mod tests {
     /// Each stored object is removed once; adjacent barns do not mix.
     #[test]
     fn sheaves_come_out_once() {
-        let yard = place(Yard::new(2).unwrap()).unwrap();
-        yard.open(0, 2).unwrap();
-        let barns = [Barn::new(yard, 0, 3), Barn::new(yard, 1, 3)];
+        let barn_memory = place(BarnMemory::new(2).unwrap()).unwrap();
+        barn_memory.open(0, 2).unwrap();
+        let barns = [Barn::new(barn_memory, 0, 3), Barn::new(barn_memory, 1, 3)];
         let mut inside = Vec::new();
         for number in 0..2 * PLACES {
             let objects = [number * 3, number * 3 + 1, number * 3 + 2];

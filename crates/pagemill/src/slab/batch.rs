@@ -4,9 +4,9 @@
 //! the grace period is over, its slabs stay claimed: no object is allocated from them.
 
 use super::engine::Engine;
+use super::epochs::{self, Epoch};
 use super::meta::{Objects, State};
 use super::node::Keep;
-use super::readers::{self, Moment};
 use crate::epoch;
 use crate::error::Result;
 use crate::sync::{Acquire, Backoff, Release};
@@ -19,7 +19,7 @@ use std::sync::atomic::AtomicBool;
 pub(super) const GRACE_NS: u64 = 1_000_000_000;
 
 /// A deferred action: what to finish after the grace period.
-pub(super) enum Left {
+pub(super) enum Deferred {
     /// Objects that were moved away, and their slab, which is claimed.
     Slab { node: usize, block: u32, slab: u32, objects: Objects },
     /// A block that was being emptied; comes after its slabs.
@@ -44,7 +44,7 @@ pub(super) fn wait_for_readers(most_ns: u64, mut have_gone: impl FnMut() -> bool
 }
 
 pub(super) struct Batch {
-    left: Vec<Left>,
+    deferred: Vec<Deferred>,
     grace: Grace,
     /// When the batch is done there is more room than before, or a slab to continue with.
     is_news: bool,
@@ -53,7 +53,7 @@ pub(super) struct Batch {
 /// A grace period: over when all readers of its beginning have finished.
 pub(super) struct Grace {
     /// For readers under [`super::pin`].
-    moment: Moment,
+    handle_epoch: Epoch,
     /// For readers under [`crate::epoch::pin`]: true once they have finished.
     epoch: Option<Arc<AtomicBool>>,
 }
@@ -61,7 +61,7 @@ pub(super) struct Grace {
 impl Grace {
     /// Begins a grace period for readers of values by handle.
     pub fn of_handles() -> Self {
-        Self { moment: readers::wait_until(), epoch: None }
+        Self { handle_epoch: epochs::wait_until(), epoch: None }
     }
 
     /// Begins a grace period for readers under either kind of guard.
@@ -75,8 +75,8 @@ impl Grace {
     }
 
     /// Whether no reader can use the objects any more. `oldest` is the oldest epoch of a reader.
-    fn is_over(&self, oldest: Moment) -> bool {
-        self.epoch.as_ref().is_none_or(|is_over| is_over.load(Acquire)) && oldest > self.moment
+    fn is_over(&self, oldest: Epoch) -> bool {
+        self.epoch.as_ref().is_none_or(|is_over| is_over.load(Acquire)) && oldest > self.handle_epoch
     }
 }
 
@@ -88,19 +88,19 @@ pub(super) fn take_over<W>(waiting: &mut VecDeque<W>, most: usize, is_over: impl
 }
 
 impl Engine {
-    /// Ends a step: `left` becomes a batch that waits for readers.
-    pub fn retire(&self, left: Vec<Left>) {
-        if left.is_empty() {
+    /// Ends a step: `deferred` becomes a batch that waits for readers.
+    pub fn retire(&self, deferred: Vec<Deferred>) {
+        if deferred.is_empty() {
             return;
         }
-        let is_news = left.iter().any(|left| match left {
-            Left::Slab { block, slab, objects, .. } => {
-                objects.count() > 0 || self.ground.blocks.slab(*block, *slab).tried.get() == 0
+        let is_news = deferred.iter().any(|deferred| match deferred {
+            Deferred::Slab { block, slab, objects, .. } => {
+                objects.count() > 0 || self.shared.blocks.slab(*block, *slab).tried.get() == 0
             }
-            Left::Block { .. } => false,
+            Deferred::Block { .. } => false,
         });
         let grace = (self.grace)();
-        self.batches.with(|batches| batches.push_back(Batch { left, grace, is_news }));
+        self.batches.with(|batches| batches.push_back(Batch { deferred, grace, is_news }));
     }
 
     /// Whether a waiting batch gives more room or a slab to continue with.
@@ -109,26 +109,26 @@ impl Engine {
     }
 
     /// Finishes the batches after their grace period.
-    pub fn settle(&self) {
+    pub fn finish_retired(&self) {
         if !self.has_batches() {
             return;
         }
-        let oldest = readers::oldest();
+        let oldest = epochs::oldest();
         let ripe: Vec<Batch> =
             self.batches.with(|batches| take_over(batches, usize::MAX, |batch| batch.grace.is_over(oldest)).collect());
-        ripe.into_iter().flat_map(|batch| batch.left).for_each(|left| self.end(left));
+        ripe.into_iter().flat_map(|batch| batch.deferred).for_each(|deferred| self.end(deferred));
     }
 
     /// Finishes all batches at once. For a cache that no thread reads any more.
-    pub fn settle_at_once(&self) {
+    pub fn finish_retired_at_once(&self) {
         let batches = self.batches.with(std::mem::take);
-        batches.into_iter().flat_map(|batch| batch.left).for_each(|left| self.end(left));
+        batches.into_iter().flat_map(|batch| batch.deferred).for_each(|deferred| self.end(deferred));
     }
 
-    fn end(&self, left: Left) {
-        match left {
-            Left::Slab { node, block, slab, objects } => {
-                let base = self.ground.blocks.addr(block);
+    fn end(&self, deferred: Deferred) {
+        match deferred {
+            Deferred::Slab { node, block, slab, objects } => {
+                let base = self.shared.blocks.addr(block);
                 let each = || objects.iter().map(|object| base + self.shape.offset_of(slab, object));
                 each().for_each(|object| {
                     self.note_given(object);
@@ -141,16 +141,16 @@ impl Engine {
                     }
                 });
             }
-            Left::Block { node, block } => self.on(node, |node| node.return_block(block)),
+            Deferred::Block { node, block } => self.on(node, |node| node.return_block(block)),
         }
     }
 
-    /// As [`Engine::settle`], for periodic callers: also advances the epoch and frees what is empty. Returns whether
-    /// something still waits.
-    pub fn settle_behind(&self) -> bool {
+    /// As [`Engine::finish_retired`], for periodic callers: also advances the epoch and frees what is empty. Returns
+    /// whether something still waits.
+    pub fn finish_retired_behind(&self) -> bool {
         if self.has_batches() {
             epoch::pin().flush();
-            self.settle();
+            self.finish_retired();
             self.trim_all(Keep::Some);
         }
         self.has_batches()
@@ -158,11 +158,11 @@ impl Engine {
 
     /// Objects that were moved away from places that are not free yet.
     pub fn in_batches(&self) -> u64 {
-        let objects = |left: &Left| match left {
-            Left::Slab { objects, .. } => u64::from(objects.count()),
-            Left::Block { .. } => 0,
+        let objects = |deferred: &Deferred| match deferred {
+            Deferred::Slab { objects, .. } => u64::from(objects.count()),
+            Deferred::Block { .. } => 0,
         };
-        self.batches.with(|batches| batches.iter().flat_map(|batch| &batch.left).map(objects).sum())
+        self.batches.with(|batches| batches.iter().flat_map(|batch| &batch.deferred).map(objects).sum())
     }
 
     pub fn has_batches(&self) -> bool {
@@ -170,15 +170,15 @@ impl Engine {
     }
 
     /// Waits until all batches are finished, at most one second. Returns whether they are.
-    pub fn settle_all(&self) -> Result<bool> {
+    pub fn finish_all_retired(&self) -> Result<bool> {
         self.check()?;
-        Ok(self.settle_within(GRACE_NS))
+        Ok(self.finish_retired_within(GRACE_NS))
     }
 
-    /// As [`Engine::settle_all`], for `most_ns` at most. The cache must be of this process.
-    pub fn settle_within(&self, most_ns: u64) -> bool {
+    /// As [`Engine::finish_all_retired`], for `most_ns` at most. The cache must be of this process.
+    pub fn finish_retired_within(&self, most_ns: u64) -> bool {
         wait_for_readers(most_ns, || {
-            self.settle();
+            self.finish_retired();
             !self.has_batches()
         })
     }

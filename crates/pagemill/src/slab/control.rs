@@ -68,7 +68,7 @@ impl Slabs {
             // Code of the program must run on a thread that shares the program's open files.
             let freed_bytes = match member.kind() {
                 Kind::Fixed => member.shrink()?,
-                Kind::ByOwner | Kind::ByHandle => self.worker.order_shrink(member.engine())?,
+                Kind::ByOwner | Kind::ByHandle => self.worker.request_shrink(member.engine())?,
             };
             let after = info::of(&*member)?;
             Ok(ShrinkReport {

@@ -3,11 +3,11 @@
 //! Blocks are emptied first, then slabs. In both cases the emptiest go first, if their objects fit into fuller ones. A
 //! *pass* tries each candidate once.
 
+use super::candidates::Criteria;
+use super::drain::DrainGuard;
 use super::engine::Engine;
-use super::looks::Search;
 use super::migrate::{Mover, Progress, Run, assert_not_isolating};
 use super::node::{Keep, Room};
-use super::seize::Seized;
 use crate::error::{Error, Result};
 use crate::sync::Relaxed;
 use pagemill_sys::clock;
@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Maximum time that reclaim waits for readers, and for freeing the objects that they used.
-pub(super) const MOMENT_NS: u64 = 5_000_000;
+pub(super) const SHORT_GRACE_NS: u64 = 5_000_000;
 
 /// Percentage with which everything that is not full is worth emptying.
 const ALL: u32 = 101;
@@ -127,60 +127,66 @@ impl Passes {
 pub(super) fn step(engine: &Engine, mover: &impl Mover, budget: Duration) -> Result<Progress> {
     assert_not_isolating();
     engine.check()?;
-    engine.settle();
+    engine.finish_retired();
     let used = engine.used();
-    let Some(search) = worthwhile(engine, used) else {
+    let Some(criteria) = worthwhile(engine, used) else {
         return Ok(Progress { is_done: true, ..Progress::default() });
     };
-    let seized = engine.try_seize().ok_or(Error::Busy { what: "another thread empties this slab cache" })?;
-    let progress = slice(engine, seized, mover, &search, budget);
+    let drained = engine.try_drain_magazines().ok_or(Error::Busy { what: "another thread empties this slab cache" })?;
+    let progress = slice(engine, drained, mover, &criteria, budget);
     engine.passes.note(used, &progress);
     if progress.is_done && !engine.awaits_news() {
-        engine.passes.end(engine, search.percent);
+        engine.passes.end(engine, criteria.percent);
     }
     engine.trim_all(Keep::Some);
     Ok(progress)
 }
 
 /// The search for a step; `None` if the last pass freed nothing and little has changed since.
-fn worthwhile(engine: &Engine, used: u64) -> Option<Search> {
+fn worthwhile(engine: &Engine, used: u64) -> Option<Criteria> {
     let passes = &engine.passes;
     let (ratio, is_pressed) = (engine.used_ratio.load(Relaxed), passes.is_pressed.load(Ordering::SeqCst));
     let rested = passes.rest_at.load(Relaxed);
     let is_resting = used.abs_diff(rested) <= rested / CHANGE_DIVISOR;
     let pass = passes.number.load(Relaxed);
     let percent = if is_pressed { ALL } else { ratio };
-    (ratio > 0 && (is_pressed || !is_resting)).then_some(Search { percent, pass, round: Some(pass) })
+    (ratio > 0 && (is_pressed || !is_resting)).then_some(Criteria { percent, pass, round: Some(pass) })
 }
 
 /// Whether a step would find a candidate or could end a pass. An estimate without a barrier, because magazines are not
 /// drained.
 pub(super) fn is_worth_it(engine: &Engine) -> bool {
-    worthwhile(engine, engine.used()).is_some_and(|search| {
+    worthwhile(engine, engine.used()).is_some_and(|criteria| {
         let can_end = engine.passes.is_ending.load(Relaxed) && !engine.awaits_news();
-        can_end || (0..engine.node_count()).any(|node| engine.on(node, |node| node.has_source(&search)))
+        can_end || (0..engine.node_count()).any(|node| engine.on(node, |node| node.has_candidate(&criteria)))
     })
 }
 
 /// Runs a part of a pass.
-fn slice(engine: &Engine, seized: Seized<'_>, mover: &impl Mover, search: &Search, budget: Duration) -> Progress {
+fn slice(
+    engine: &Engine,
+    drained: DrainGuard<'_>,
+    mover: &impl Mover,
+    criteria: &Criteria,
+    budget: Duration,
+) -> Progress {
     let deadline_ns = clock::fine_ns().saturating_add(budget.as_nanos().min(u128::from(u64::MAX)) as u64);
-    engine.settle();
-    mover.collect(&seized);
-    let mut run = Run::new(engine, mover, search.pass, deadline_ns, u64::MAX);
-    (0..engine.node_count()).for_each(|node| run.compact(node, search));
+    engine.finish_retired();
+    mover.collect(&drained);
+    let mut run = Run::new(engine, mover, criteria.pass, deadline_ns, u64::MAX);
+    (0..engine.node_count()).for_each(|node| run.compact(node, criteria));
     run.progress.is_done = !run.is_over() && !run.was_stopped;
-    drop(seized);
+    drop(drained);
     run.end()
 }
 
 /// Packs for one slice of time, for reclaim, which may run inside of any call. A later call frees what readers still use.
 pub(super) fn pack(engine: &Engine, mover: &impl Mover) {
-    if let Some(seized) = engine.try_seize() {
+    if let Some(drained) = engine.try_drain_magazines() {
         let pass = engine.passes.next();
-        let search = Search { percent: ALL, pass, round: Some(pass) };
-        slice(engine, seized, mover, &search, SLICE);
-        engine.settle_within(MOMENT_NS);
+        let criteria = Criteria { percent: ALL, pass, round: Some(pass) };
+        slice(engine, drained, mover, &criteria, SLICE);
+        engine.finish_retired_within(SHORT_GRACE_NS);
     }
 }
 
@@ -189,41 +195,41 @@ pub(super) fn pack(engine: &Engine, mover: &impl Mover) {
 ///
 /// # Errors
 ///
-/// As [`Engine::seize`].
+/// As [`Engine::drain_magazines`].
 pub(super) fn shrink(engine: &Engine, mover: &impl Mover) -> Result<u64> {
     assert_not_isolating();
     engine.check()?;
     let before = engine.resident_bytes();
-    drop(engine.seize()?);
-    engine.settle_all()?;
+    drop(engine.drain_magazines()?);
+    engine.finish_all_retired()?;
     let round = engine.passes.next();
     // First empties blocks, then packs what is left into as few slabs as possible.
     for round in [Some(round), None] {
         loop {
             let footprint = engine.footprint();
-            let search = Search { percent: ALL, pass: engine.passes.next(), round };
+            let criteria = Criteria { percent: ALL, pass: engine.passes.next(), round };
             let mut was_stopped = false;
-            let is_settled = loop {
-                let is_done = slice(engine, engine.seize()?, mover, &search, SLICE).is_done;
+            let is_finished = loop {
+                let is_done = slice(engine, engine.drain_magazines()?, mover, &criteria, SLICE).is_done;
                 was_stopped |= !is_done;
                 if is_done {
-                    let is_settled = engine.settle_all()?;
+                    let is_finished = engine.finish_all_retired()?;
                     // Slabs that were left half done are open again, so the pass continues. Slabs that were tried are not
                     // tried again.
-                    if !was_stopped || !is_settled {
-                        break is_settled;
+                    if !was_stopped || !is_finished {
+                        break is_finished;
                     }
                     was_stopped = false;
                 }
             };
-            if !is_settled || engine.footprint() >= footprint {
+            if !is_finished || engine.footprint() >= footprint {
                 break;
             }
         }
     }
     engine.give_rest(before)?;
     for node in 0..engine.node_count() {
-        thin(engine, mover, node)?;
+        make_sparse(engine, mover, node)?;
     }
     engine.note_shrunk();
     Ok(before.saturating_sub(engine.resident_bytes()))
@@ -234,20 +240,20 @@ pub(super) fn shrink(engine: &Engine, mover: &impl Mover) -> Result<u64> {
 ///
 /// # Errors
 ///
-/// As [`Engine::seize`].
-fn thin(engine: &Engine, mover: &impl Mover, node: usize) -> Result<()> {
+/// As [`Engine::drain_magazines`].
+fn make_sparse(engine: &Engine, mover: &impl Mover, node: usize) -> Result<()> {
     if !engine.comes_sparse() {
         return Ok(());
     }
-    let (before, seized) = (engine.resident_bytes(), engine.seize()?);
+    let (before, drained) = (engine.resident_bytes(), engine.drain_magazines()?);
     let pass = engine.passes.next();
     let Some((block, slabs)) = engine.on(node, |node| node.claim_emptiest()) else { return Ok(()) };
-    engine.expect_little(node);
+    engine.reserve_little(node);
     let mut run = Run::new(engine, mover, pass, u64::MAX, u64::MAX);
     run.empty_block(node, block, slabs, (pass, Room::Any));
-    drop(seized);
+    drop(drained);
     run.end();
-    engine.settle_all()?;
+    engine.finish_all_retired()?;
     engine.give_rest(before)
 }
 
@@ -255,7 +261,7 @@ fn thin(engine: &Engine, mover: &impl Mover, node: usize) -> Result<()> {
 ///
 /// # Errors
 ///
-/// [`crate::Error::BadNode`]; as [`Engine::seize`].
+/// [`crate::Error::BadNode`]; as [`Engine::drain_magazines`].
 pub(super) fn move_objects(engine: &Engine, mover: &impl Mover, from: usize, to: usize, most: u64) -> Result<Progress> {
     assert_not_isolating();
     engine.check()?;
@@ -263,8 +269,8 @@ pub(super) fn move_objects(engine: &Engine, mover: &impl Mover, from: usize, to:
     let mut whole = Progress { is_done: true, ..Progress::default() };
     let pass = engine.passes.next();
     while from != to && whole.moved < most {
-        engine.settle();
-        let seized = engine.seize()?;
+        engine.finish_retired();
+        let drained = engine.drain_magazines()?;
         let deadline_ns = clock::fine_ns() + SLICE.as_nanos() as u64;
         let mut run = Run::new(engine, mover, pass, deadline_ns, most - whole.moved);
         let mut has_more = true;
@@ -276,16 +282,16 @@ pub(super) fn move_objects(engine: &Engine, mover: &impl Mover, from: usize, to:
                 }
             }
         }
-        drop(seized);
+        drop(drained);
         let was_stopped = run.was_stopped;
         let part = run.end();
         whole.add(&Progress { is_done: true, ..part });
         // A slab that was left half done can be continued once it is open again.
-        if !has_more && !was_stopped || was_stopped && !engine.settle_all()? {
+        if !has_more && !was_stopped || was_stopped && !engine.finish_all_retired()? {
             break;
         }
     }
-    engine.settle_all()?;
+    engine.finish_all_retired()?;
     engine.trim_all(Keep::Some);
     Ok(whole)
 }
@@ -294,10 +300,10 @@ pub(super) fn move_objects(engine: &Engine, mover: &impl Mover, from: usize, to:
 ///
 /// # Errors
 ///
-/// As [`Engine::seize`].
+/// As [`Engine::drain_magazines`].
 pub(super) fn balance(engine: &Engine, mover: &impl Mover) -> Result<Progress> {
     assert_not_isolating();
-    drop(engine.seize()?);
+    drop(engine.drain_magazines()?);
     let nodes = engine.node_count();
     let mut used: Vec<u64> = (0..nodes).map(|node| engine.on(node, |node| node.tally().used)).collect();
     let share = used.iter().sum::<u64>().div_ceil(nodes as u64);

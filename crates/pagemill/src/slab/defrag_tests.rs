@@ -2,7 +2,7 @@
 
 use super::model_tests::Random;
 use super::owner_tests::{Book, Items, cache_of, pin};
-use super::tests::{settle, slabs, sparse_slabs};
+use super::tests::{finish_retired, slabs, sparse_slabs};
 use super::*;
 use crate::units::BLOCK_BYTES;
 use crate::xarray;
@@ -30,7 +30,7 @@ fn thin_out(cache: &ByOwner<Book>, numbers: &[u64], left: usize) -> Vec<u64> {
     let is_left = |at: usize| at * left / numbers.len() != (at + 1) * left / numbers.len();
     let (kept, gone): (Vec<_>, Vec<_>) = numbers.iter().enumerate().partition(|(at, _)| is_left(*at));
     gone.iter().for_each(|(_, number)| assert!(cache.remove(**number)));
-    drop(cache.engine().seize().unwrap());
+    drop(cache.engine().drain_magazines().unwrap());
     kept.into_iter().map(|(_, number)| *number).collect()
 }
 
@@ -41,7 +41,7 @@ fn steps_until_rest(cache: &ByOwner<Book>, most: u64) -> u64 {
         if cache.engine().passes.is_resting() {
             return steps;
         }
-        settle(cache.engine());
+        finish_retired(cache.engine());
     }
     panic!("it does not come to its end in {most} steps: {:?}", cache.info());
 }
@@ -64,7 +64,7 @@ fn blocks_that_refuse_do_not_hide_others() {
     let info = cache.info().unwrap();
     assert_eq!((info.total.blocks, info.moved), (40, 20 * 100), "{info:?}");
     assert_eq!(info.active, 60 * 100);
-    cache.engine().check_books();
+    cache.engine().check_state();
 }
 
 /// Two blocks with one pinned item each, both used by less than the ratio, are not emptied into each other forever: each
@@ -82,7 +82,7 @@ fn blocks_that_cannot_be_emptied_do_not_take_turns() {
     }
     let info = cache.info().unwrap();
     assert!(info.moved <= 129 + 2 * 129 && info.total.blocks == 2, "{info:?}");
-    cache.engine().check_books();
+    cache.engine().check_state();
 }
 
 /// A slab that a step left half done is continued once readers have finished, even if a step found nothing else
@@ -99,7 +99,7 @@ fn a_pass_waits_for_what_it_left_in_the_midst() {
     }
     assert_eq!(cache.info().unwrap().moved, 20, "one of two slabs");
     drop(guard);
-    settle(cache.engine());
+    finish_retired(cache.engine());
     steps_until_rest(&cache, 4 * 6 * SLABS_EACH);
     cache.engine().shrink().unwrap();
     let info = cache.info().unwrap();
@@ -135,7 +135,7 @@ fn at_rest_a_cache_has_what_its_ratio_says() {
             }
             drop(guard);
             if random.below(2) == 0 {
-                settle(cache.engine());
+                finish_retired(cache.engine());
             }
         }
         // A change of less than 1/64 of the objects would not start a pass.
@@ -147,6 +147,6 @@ fn at_rest_a_cache_has_what_its_ratio_says() {
         let per_unit = PER_BLOCK * unit as u64 / BLOCK_BYTES as u64;
         let more = (info.total.resident_bytes / unit as u64).saturating_sub(kept);
         assert!(more * per_unit * u64::from(ratio) <= live_count * 100, "{ratio} {info:?}");
-        cache.engine().check_books();
+        cache.engine().check_state();
     }
 }

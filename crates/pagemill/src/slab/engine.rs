@@ -10,8 +10,8 @@
 //!   all      blocks (`blocks`), charged by the arena
 //! ```
 //!
-//! `supply` sets slabs up and frees them. Lock order: `emptying`, then the state (`Books`) of one node, then the free
-//! blocks.
+//! `supply` sets slabs up and frees them. Lock order: `emptying`, then the state (`NodeState`) of one node, then the
+//! free blocks.
 #![allow(unsafe_code)] // the contract of freeing an object
 
 use super::barn::{BARNS, Barn};
@@ -19,14 +19,14 @@ use super::batch::{Batch, Grace};
 use super::debug::Checks;
 use super::defrag::{Passes, is_worth_it};
 use super::handles::Handles;
-use super::magazine::{Inside, Magazine, Shelf};
+use super::magazine::{Magazine, MagazineGuard, Magazines};
 use super::migrate::assert_not_isolating;
-use super::node::{Books, Keep, Node, Room};
-use super::numbers::{MAX_THREADS, WORD_BITS, find_number, own_number, own_offset};
+use super::node::{Keep, Node, NodeState, Room};
 use super::poison;
 use super::shape::{MAX_SHEAF, Shape};
-use super::worker::Order;
-use super::{Ground, Settings};
+use super::thread_slots::{MAX_THREADS, WORD_BITS, find_slot, own_offset, own_slot};
+use super::worker::ShrinkRequest;
+use super::{Settings, SharedState};
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
 use crate::sync::{AtomicU64, Guarded, Lock, Padded, Relaxed, Release};
@@ -69,7 +69,7 @@ fn check_ratio(percent: u32) -> Result<()> {
 ///
 /// The memory of an allocated object stays until it is freed. Objects of open slabs have been set up.
 pub(super) struct Engine {
-    pub ground: &'static Ground,
+    pub shared: &'static SharedState,
     pub name: Arc<str>,
     /// The percentages of [`Settings`], which can be changed.
     pub used_ratio: AtomicU32,
@@ -77,14 +77,14 @@ pub(super) struct Engine {
     /// Bytes of an object as the user defined it.
     pub object_bytes: usize,
     pub shape: Shape,
-    /// The cache id within `ground`.
+    /// The cache id within `shared`.
     pub number: usize,
     generation: u16,
     /// The magazines, by thread slot. None is opened in debug mode.
-    pub magazines: Shelf,
+    pub magazines: Magazines,
     handles: Option<&'static Handles>,
     has_one_node: bool,
-    nodes: Box<[Padded<Guarded<Books>>]>,
+    nodes: Box<[Padded<Guarded<NodeState>>]>,
     barns: Box<[Padded<Barn>]>,
     /// For each node, whether a block was filled completely: the next one may be whole.
     pub has_filled: Box<[AtomicBool]>,
@@ -95,7 +95,7 @@ pub(super) struct Engine {
     /// Held by the one thread that drains magazines or empties slabs.
     pub emptying: Lock,
     /// Magazines are being drained and out of use.
-    pub is_seized: AtomicBool,
+    pub is_draining: AtomicBool,
     draws: AtomicU32,
     /// Batches of emptied slabs that wait for readers.
     pub batches: Guarded<VecDeque<Batch>>,
@@ -105,7 +105,7 @@ pub(super) struct Engine {
     pub grace: fn() -> Grace,
     /// A callback panicked in the background, which ignores the cache since.
     pub has_failed: AtomicBool,
-    pub order: Guarded<Order>,
+    pub request: Guarded<ShrinkRequest>,
     /// The user has dropped it: orders are not carried out any more.
     pub is_withdrawn: AtomicBool,
     pub counts: Counts,
@@ -151,7 +151,7 @@ impl Engine {
 
     fn ring_if_worth_it(&self) {
         if self.is_movable && is_worth_it(self) {
-            self.ground.slabs.worker.ring();
+            self.shared.slabs.worker.notify();
         }
     }
 
@@ -169,8 +169,8 @@ impl Engine {
     /// # Errors
     ///
     /// [`Error::BadRatio`], and those of [`Shape::new`].
-    pub fn new(ground: &'static Ground, number: usize, settings: Settings, object: Object) -> Result<Self> {
-        let nodes = ground.blocks.arena.nodes.count();
+    pub fn new(shared: &'static SharedState, number: usize, settings: Settings, object: Object) -> Result<Self> {
+        let nodes = shared.blocks.arena.nodes.count();
         let Object { layout, user_bytes, closed, set_up, is_movable, grace, handles } = object;
         [settings.defrag_used_ratio, settings.remote_node_defrag_ratio].into_iter().try_for_each(check_ratio)?;
         let checks = settings.debug.then(|| Checks::new(&settings.name, layout.size(), set_up.is_some()));
@@ -180,28 +180,28 @@ impl Engine {
         let bytes =
             if trailer > 0 { layout.size().next_multiple_of(size_of::<u64>()) + trailer } else { layout.size() };
         let shape = Shape::new(bytes, layout.align(), settings.slab_bytes)?;
-        let barn = |at| Padded(Barn::new(ground.yard, number * nodes * BARNS + at, shape.sheaf));
+        let barn = |at| Padded(Barn::new(shared.barn_memory, number * nodes * BARNS + at, shape.sheaf));
         let user_words = if checks.is_some() { 0 } else { MAX_THREADS / WORD_BITS };
         stats::add(Counter::SlabCaches, 1);
         Ok(Self {
-            ground,
+            shared,
             number,
             used_ratio: AtomicU32::new(settings.defrag_used_ratio),
             remote_ratio: AtomicU32::new(settings.remote_node_defrag_ratio),
             name: settings.name.into(),
             object_bytes: user_bytes,
-            generation: ground.blocks.arena.generation(),
-            magazines: Shelf::new(ground.rack(number), ground.barriers),
+            generation: shared.blocks.arena.generation(),
+            magazines: Magazines::new(shared.range(number), shared.barriers),
             handles,
             has_one_node: nodes == 1,
-            nodes: (0..nodes).map(|_| Padded(Guarded::new(Books::new()))).collect(),
+            nodes: (0..nodes).map(|_| Padded(Guarded::new(NodeState::new()))).collect(),
             barns: (0..nodes * BARNS).map(barn).collect(),
             has_filled: (0..nodes).map(|_| AtomicBool::new(false)).collect(),
             set_up,
             checks,
             users: (0..user_words).map(|_| AtomicU64::new(0)).collect(),
             emptying: Lock::new(),
-            is_seized: AtomicBool::new(false),
+            is_draining: AtomicBool::new(false),
             draws: AtomicU32::new(0),
             batches: Guarded::new(VecDeque::new()),
             passes: Passes::new(),
@@ -209,7 +209,7 @@ impl Engine {
             closed,
             grace,
             has_failed: AtomicBool::new(false),
-            order: Guarded::new(Order::None),
+            request: Guarded::new(ShrinkRequest::None),
             is_withdrawn: AtomicBool::new(false),
             counts: Counts::default(),
             shape,
@@ -227,7 +227,7 @@ impl Engine {
     /// [`Error::WrongState`].
     #[inline]
     pub fn check(&self) -> Result<()> {
-        if self.generation == self.ground.blocks.arena.generation() { Ok(()) } else { Self::refuse() }
+        if self.generation == self.shared.blocks.arena.generation() { Ok(()) } else { Self::refuse() }
     }
 
     #[cold]
@@ -237,19 +237,19 @@ impl Engine {
 
     /// Calls `act` with the state of a node, under its lock.
     pub fn on<R>(&self, node: usize, act: impl FnOnce(&mut Node<'_>) -> R) -> R {
-        let (shape, blocks) = (&self.shape, &self.ground.blocks);
-        self.nodes[node].0.with(|books| act(&mut Node { shape, blocks, books }))
+        let (shape, blocks) = (&self.shape, &self.shared.blocks);
+        self.nodes[node].0.with(|state| act(&mut Node { shape, blocks, state }))
     }
 
     /// As [`Engine::on`], unless the lock is taken.
     pub fn try_on<R>(&self, node: usize, act: impl FnOnce(&mut Node<'_>) -> R) -> Option<R> {
-        let (shape, blocks) = (&self.shape, &self.ground.blocks);
-        self.nodes[node].0.try_with(|books| act(&mut Node { shape, blocks, books }))
+        let (shape, blocks) = (&self.shape, &self.shared.blocks);
+        self.nodes[node].0.try_with(|state| act(&mut Node { shape, blocks, state }))
     }
 
     /// Enters the magazine of this thread.
     #[inline(always)]
-    fn enter(&self) -> Option<Inside<'_>> {
+    fn enter(&self) -> Option<MagazineGuard<'_>> {
         self.magazines.enter(own_offset())
     }
 
@@ -261,7 +261,7 @@ impl Engine {
     #[inline]
     #[track_caller]
     pub fn allocate(&self) -> Result<usize> {
-        let object = match self.enter().and_then(Inside::pop) {
+        let object = match self.enter().and_then(MagazineGuard::pop) {
             Some(object) => object,
             None => self.allocate_slowly()?,
         };
@@ -278,7 +278,7 @@ impl Engine {
     #[track_caller]
     pub unsafe fn free(&self, object: usize) {
         self.close_free(object);
-        let is_in = self.enter().is_some_and(|inside| self.is_of(&inside, object) && inside.push(object));
+        let is_in = self.enter().is_some_and(|magazine| self.is_of(&magazine, object) && magazine.push(object));
         if !is_in {
             self.free_slowly(object);
         }
@@ -288,7 +288,7 @@ impl Engine {
     /// its magazine, and must not panic. Both, or neither if one is not available.
     #[inline(always)]
     pub fn allocate_with<R>(&self, beside: impl FnOnce(usize) -> Option<R>) -> Option<(usize, R)> {
-        let found = self.enter()?.pop_with(|| beside(own_number() as usize))?;
+        let found = self.enter()?.pop_with(|| beside(own_slot() as usize))?;
         self.open_free(found.0);
         Some(found)
     }
@@ -318,17 +318,17 @@ impl Engine {
     /// open.
     #[inline(always)]
     pub fn beside_magazine<R>(&self, act: impl FnOnce(usize) -> R) -> Option<R> {
-        self.enter()?.act(|| act(own_number() as usize))
+        self.enter()?.act(|| act(own_slot() as usize))
     }
 
-    /// [`Inside::fill`] on the thread's magazine.
+    /// [`MagazineGuard::fill`] on the thread's magazine.
     fn fill(&self, objects: impl ExactSizeIterator<Item = usize>, node: usize) -> usize {
-        self.enter().map_or(0, |inside| inside.fill(objects, node))
+        self.enter().map_or(0, |magazine| magazine.fill(objects, node))
     }
 
-    /// [`Inside::drain`] on the thread's magazine.
+    /// [`MagazineGuard::drain`] on the thread's magazine.
     fn drain(&self, sheaf: &mut [usize]) -> usize {
-        self.enter().map_or(0, |inside| inside.drain(sheaf))
+        self.enter().map_or(0, |magazine| magazine.drain(sheaf))
     }
 
     #[inline(always)]
@@ -338,28 +338,28 @@ impl Engine {
 
     /// The node of an object's memory.
     pub fn node_of(&self, object: usize) -> usize {
-        self.ground.blocks.node_of(self.ground.blocks.number_of(object))
+        self.shared.blocks.node_of(self.shared.blocks.number_of(object))
     }
 
     /// The index of an object in its slab.
     pub fn place_of(&self, object: usize) -> u32 {
-        let blocks = &self.ground.blocks;
+        let blocks = &self.shared.blocks;
         self.shape.place_of(object - blocks.addr(blocks.number_of(object))).1
     }
 
     /// Opens and returns the thread's magazine; `None` while magazines are drained.
     fn open_magazine(&self) -> Option<&Magazine> {
-        if self.is_seized.load(Relaxed) {
+        if self.is_draining.load(Relaxed) {
             return None;
         }
-        let number = find_number() as usize;
+        let number = find_slot() as usize;
         let (word, bit) = (self.users.get(number / WORD_BITS)?, 1 << (number % WORD_BITS));
         if word.load(Relaxed) & bit == 0 {
             let _emptying = self.emptying.try_lock()?;
             let has_stock = self.handles.is_none_or(|handles| handles.reach(number));
             let has_room = has_stock && self.magazines.reach(number);
-            let inside = has_room.then(|| self.enter()).flatten()?;
-            inside.open(2 * self.shape.sheaf);
+            let magazine = has_room.then(|| self.enter()).flatten()?;
+            magazine.open(2 * self.shape.sheaf);
             word.fetch_or(bit, Release);
         }
         Some(self.magazines.get(number))
@@ -374,7 +374,7 @@ impl Engine {
         let has_magazine = self.open_magazine().is_some();
         let mut taken = [0; MAX_SHEAF];
         let most = if has_magazine { self.shape.sheaf } else { 1 };
-        let node = self.ground.blocks.arena.current_node();
+        let node = self.shared.blocks.arena.current_node();
         let (node, count) = self.take(node, self.remote_ratio.load(Relaxed), &mut taken[..most])?;
         let object = taken[count - 1];
         if has_magazine {
@@ -472,31 +472,31 @@ impl Engine {
         }
         let (has_spare, is_due) = self.on(node, |node| {
             objects.iter().for_each(|object| node.give(*object));
-            node.books.given += objects.len() as u64;
-            (node.has_spare(), node.books.given >= u64::from(self.shape.block_capacity()))
+            node.state.given += objects.len() as u64;
+            (node.has_spare(), node.state.given >= u64::from(self.shape.block_capacity()))
         });
         if has_spare {
             self.trim(node, Keep::Some);
         }
         if is_due && self.is_movable && self.used_ratio.load(Relaxed) > 0 {
-            self.ground.slabs.worker.ring();
+            self.shared.slabs.worker.notify();
         }
     }
 
     /// Whether users returned objects to slabs since the last call.
     pub fn take_given(&self) -> bool {
-        let given = |node| self.on(node, |node| std::mem::take(&mut node.books.given));
+        let given = |node| self.on(node, |node| std::mem::take(&mut node.state.given));
         (0..self.node_count()).map(given).sum::<u64>() > 0
     }
 
     /// Called when memory is short: makes the background thread, if there is one, pack the cache. The first such call
     /// also shortens the thread's rest.
     pub fn press(&self) {
-        let worker = &self.ground.slabs.worker;
+        let worker = &self.shared.slabs.worker;
         if self.used_ratio.load(Relaxed) > 0 && !worker.is_by_hand() {
             // Either the thread sees this, or it has not yet begun the round that this wake-up requests.
             if self.passes.press() {
-                worker.ring();
+                worker.notify();
             } else {
                 worker.wake();
             }
@@ -539,7 +539,7 @@ impl Engine {
 
     /// The barns of a node, this thread's first.
     fn barns(&self, node: usize) -> impl Iterator<Item = &Barn> {
-        let own = own_number() as usize;
+        let own = own_slot() as usize;
         (0..BARNS).map(move |step| &self.barns[node * BARNS + (own + step) % BARNS].0)
     }
 
@@ -565,21 +565,21 @@ impl Engine {
     /// Frees all memory that holds no object. Blocks with objects left are leaked.
     fn close(&mut self) {
         // Objects that readers may still use are leaked, with their blocks.
-        let is_settled = self.settle_all().unwrap_or(false);
-        if let Ok(seized) = self.seize() {
-            seized.close();
+        let is_finished = self.finish_all_retired().unwrap_or(false);
+        if let Ok(drained) = self.drain_magazines() {
+            drained.close();
             self.trim_all(Keep::Nothing);
             // Releases the magazines before another cache gets them.
-            drop(seized);
-            if is_settled {
-                self.ground.give_number(self.number);
+            drop(drained);
+            if is_finished {
+                self.shared.give_id(self.number);
             }
         }
     }
 
     /// Checks the counters of all nodes.
     #[cfg(test)]
-    pub fn check_books(&self) {
+    pub fn check_state(&self) {
         (0..self.node_count()).for_each(|node| self.on(node, |node| node.check()));
     }
 
@@ -590,7 +590,7 @@ impl Engine {
 
     /// Objects outside of slabs.
     pub fn used(&self) -> u64 {
-        (0..self.node_count()).map(|node| self.on(node, |node| node.books.used())).sum()
+        (0..self.node_count()).map(|node| self.on(node, |node| node.state.used())).sum()
     }
 
     /// Bytes charged for its blocks.

@@ -4,18 +4,18 @@
 //! old value; so does a move. A retired value is dropped (after a move: forgotten) when its readers have finished, by a
 //! later call of the cache or by the background thread.
 //!
-//! Names: [`Limbo`] is the retire list, [`Moment`] an epoch.
+//! Names: [`SharedRetireList`] is the retire list, [`Epoch`] an epoch.
 #![allow(unsafe_code)] // values in slots
 
 use super::batch::{GRACE_NS, Grace, take_over};
-use super::defrag::{self, MOMENT_NS};
-use super::ending::Ending;
+use super::deferred_drop::DeferredDrop;
+use super::defrag::{self, SHORT_GRACE_NS};
+use super::drain::DrainGuard;
 use super::engine::{Engine, Object};
+use super::epochs::{self, Epoch, Guard, pin};
 use super::handles::{Entry, Handle, Handles, Key, Words};
 use super::info::{self, SlabInfo};
 use super::migrate::{Chunk, Fate, Mover, Places, Progress};
-use super::readers::{self, Guard, Moment, pin};
-use super::seize::Seized;
 use super::stock::{KEYS, PLACES, RUN, Sorted};
 use super::worker::withdraw;
 use super::{Kind, Member, Settings, Slabs};
@@ -69,11 +69,11 @@ struct Place<T> {
 
 /// The retire list: places without a handle that readers may still use. The stocks of threads hold more.
 #[derive(Default)]
-struct Limbo {
+struct SharedRetireList {
     /// Places whose grace period has not begun.
     open: Vec<u64>,
     /// Batches with the epoch that each waits for, in order of arrival, which is mostly the order of epochs.
-    closed: VecDeque<(Vec<u64>, Moment)>,
+    closed: VecDeque<(Vec<u64>, Epoch)>,
 }
 
 /// Batches that one call ends at most.
@@ -88,7 +88,7 @@ pub(super) struct Inner<T> {
     handles: &'static Handles,
     /// Address that places in words are relative to.
     base: usize,
-    limbo: Padded<Guarded<Limbo>>,
+    retired: Padded<Guarded<SharedRetireList>>,
     /// Number of places in `closed`. Changed together with it, under its lock.
     waiting: Padded<AtomicUsize>,
     /// The handle table belongs to another cache now. Set while all magazines are drained.
@@ -164,7 +164,7 @@ impl<T: Movable> Inner<T> {
         }
         let are_in = self.engine.beside_magazine(|thread| {
             let stock = self.handles.stock(thread);
-            let is_stocked = !std::mem::needs_drop::<T>() && stock.left.push(place as u64);
+            let is_stocked = !std::mem::needs_drop::<T>() && stock.retired.push(place as u64);
             (key.is_none_or(|key| stock.keys.push(key.to_bits())), is_stocked)
         });
         let (has_key, has_place) = are_in.unwrap_or((key.is_none(), false));
@@ -172,7 +172,7 @@ impl<T: Movable> Inner<T> {
             self.give_key_slowly(key);
         }
         if !has_place {
-            self.leave_slowly(place);
+            self.retire_slowly(place);
         }
     }
 
@@ -188,42 +188,42 @@ impl<T: Movable> Inner<T> {
         keys.chunks(RUN).for_each(|run| self.handles.give(run.iter().map(|bits| Key::from_stock(*bits))));
     }
 
-    fn leave_slowly(&self, place: usize) {
-        if !std::mem::needs_drop::<T>() && self.leave_to_stock(place) {
+    fn retire_slowly(&self, place: usize) {
+        if !std::mem::needs_drop::<T>() && self.retire_to_stock(place) {
             if self.waiting.0.load(Relaxed) > 0 {
-                let ripe = self.limbo.0.try_with(|limbo| self.ripe(limbo, PARTS_AT_ONCE));
+                let ripe = self.retired.0.try_with(|retired| self.ripe(retired, PARTS_AT_ONCE));
                 self.drop_all(ripe.unwrap_or_default());
             }
             return;
         }
-        let ripe = self.limbo.0.with(|limbo| {
-            limbo.open.push(place as u64);
-            if limbo.open.len() < PLACES {
+        let ripe = self.retired.0.with(|retired| {
+            retired.open.push(place as u64);
+            if retired.open.len() < PLACES {
                 return None;
             }
-            self.close(limbo);
-            self.begin_end(limbo)
+            self.close(retired);
+            self.begin_end(retired)
         });
         self.end(ripe);
-        self.ring();
+        self.notify();
     }
 
     /// Wakes the background thread for the retire list if the cache allows it and it is worth it: at once for values with
     /// a destructor, which may own much, else for about a block of places.
-    fn ring(&self) {
+    fn notify(&self) {
         let places = self.waiting.0.load(Relaxed);
         let is_worth_it = std::mem::needs_drop::<T>() || places >= self.engine.shape.block_capacity() as usize;
         if is_worth_it && self.engine.used_ratio.load(Relaxed) > 0 {
-            self.engine.ground.slabs.worker.ring();
+            self.engine.shared.slabs.worker.notify();
         }
     }
 
     /// Sorts the retired places of this thread's stock and adds one. Returns whether the thread has a stock.
-    fn leave_to_stock(&self, place: usize) -> bool {
+    fn retire_to_stock(&self, place: usize) -> bool {
         let mut places = [0; PLACES];
         let more = self.engine.shape.sheaf.div_ceil(2);
         let sorted = self.engine.beside_magazine(|thread| {
-            let left = &self.handles.stock(thread).left;
+            let left = &self.handles.stock(thread).retired;
             let sorted = left.sort(more, &mut places);
             (sorted, left.push(place as u64))
         });
@@ -233,50 +233,50 @@ impl<T: Movable> Inner<T> {
             // SAFETY: allocated objects with values without a destructor; no word names them, and no reader uses them.
             None => unsafe { self.engine.free_all(places) },
             Some(until) => {
-                self.limbo.0.with(|limbo| self.add_part(limbo, places.to_vec(), until));
-                self.ring();
+                self.retired.0.with(|retired| self.add_part(retired, places.to_vec(), until));
+                self.notify();
             }
         }
         is_in
     }
 
     /// Starts the grace period of the open places.
-    fn close(&self, limbo: &mut Limbo) {
-        if !limbo.open.is_empty() {
-            let open = std::mem::take(&mut limbo.open);
-            self.add_part(limbo, open, readers::wait_until());
+    fn close(&self, retired: &mut SharedRetireList) {
+        if !retired.open.is_empty() {
+            let open = std::mem::take(&mut retired.open);
+            self.add_part(retired, open, epochs::wait_until());
         }
     }
 
-    fn add_part(&self, limbo: &mut Limbo, places: Vec<u64>, until: Moment) {
+    fn add_part(&self, retired: &mut SharedRetireList, places: Vec<u64>, until: Epoch) {
         self.waiting.0.fetch_add(places.len(), Relaxed);
-        limbo.closed.push_back((places, until));
+        retired.closed.push_back((places, until));
     }
 
     /// Removes up to `most` batches that have no readers left.
-    fn ripe(&self, limbo: &mut Limbo, most: usize) -> Vec<Vec<u64>> {
-        let oldest = readers::oldest();
-        let ripe = take_over(&mut limbo.closed, most, |(_, until)| *until < oldest);
+    fn ripe(&self, retired: &mut SharedRetireList, most: usize) -> Vec<Vec<u64>> {
+        let oldest = epochs::oldest();
+        let ripe = take_over(&mut retired.closed, most, |(_, until)| *until < oldest);
         let ripe: Vec<Vec<u64>> = ripe.map(|(places, _)| places).collect();
         self.waiting.0.fetch_sub(ripe.iter().map(Vec::len).sum(), Relaxed);
         ripe
     }
 
     /// As [`Inner::ripe`], for all batches. `None` inside of a destructor: the outer call ends them then.
-    fn begin_end(&self, limbo: &mut Limbo) -> Option<(Ending, Vec<Vec<u64>>)> {
-        let ending = Ending::begin(self)?;
-        Some((ending, self.ripe(limbo, usize::MAX)))
+    fn begin_end(&self, retired: &mut SharedRetireList) -> Option<(DeferredDrop, Vec<Vec<u64>>)> {
+        let dropping = DeferredDrop::begin(self)?;
+        Some((dropping, self.ripe(retired, usize::MAX)))
     }
 
     /// Drops the values of these batches, and of those that destructors retire meanwhile. Called without locks.
-    fn end(&self, begun: Option<(Ending, Vec<Vec<u64>>)>) {
-        let Some((ending, mut ripe)) = begun else { return };
+    fn end(&self, begun: Option<(DeferredDrop, Vec<Vec<u64>>)>) {
+        let Some((dropping, mut ripe)) = begun else { return };
         loop {
             self.drop_all(ripe);
-            if !ending.take_more() {
+            if !dropping.take_more() {
                 return;
             }
-            ripe = self.limbo.0.with(|limbo| self.ripe(limbo, usize::MAX));
+            ripe = self.retired.0.with(|retired| self.ripe(retired, usize::MAX));
         }
     }
 
@@ -304,13 +304,13 @@ impl<T: Movable> Inner<T> {
 
     /// Frees retired values without a destructor after their readers. For reclaim, so it may run inside of any call.
     fn end_plain(&self) {
-        let Some(seized) = self.engine.try_seize() else { return };
-        self.collect(&seized);
-        drop(seized);
-        self.limbo.0.try_with(|limbo| self.close(limbo));
+        let Some(drained) = self.engine.try_drain_magazines() else { return };
+        self.collect(&drained);
+        drop(drained);
+        self.retired.0.try_with(|retired| self.close(retired));
         let backoff = Backoff::new();
-        while backoff.waited_ns() < MOMENT_NS {
-            let ripe = self.limbo.0.try_with(|limbo| self.ripe(limbo, PARTS_AT_ONCE)).unwrap_or_default();
+        while backoff.waited_ns() < SHORT_GRACE_NS {
+            let ripe = self.retired.0.try_with(|retired| self.ripe(retired, PARTS_AT_ONCE)).unwrap_or_default();
             if ripe.is_empty() {
                 return;
             }
@@ -320,17 +320,17 @@ impl<T: Movable> Inner<T> {
 
     /// Ends all retired values, if their readers finish within a second.
     fn end_all(&self) {
-        if let Ok(seized) = self.engine.seize() {
-            self.collect(&seized);
+        if let Ok(drained) = self.engine.drain_magazines() {
+            self.collect(&drained);
             // After the end of the cache its handle table and stocks belong to another cache.
             if !self.is_over.load(Relaxed) {
-                seized.users().for_each(|thread| self.handles.strip_stock(thread));
+                drained.users().for_each(|thread| self.handles.strip_stock(thread));
             }
         }
         let mut backoff = Backoff::new();
-        self.limbo.0.with(|limbo| self.close(limbo));
+        self.retired.0.with(|retired| self.close(retired));
         loop {
-            let (ripe, left) = self.limbo.0.with(|limbo| (self.begin_end(limbo), limbo.closed.len()));
+            let (ripe, left) = self.retired.0.with(|retired| (self.begin_end(retired), retired.closed.len()));
             let is_within = ripe.is_none();
             self.end(ripe);
             if is_within || left == 0 || backoff.waited_ns() > GRACE_NS {
@@ -358,9 +358,9 @@ impl<T: Movable> Member for Inner<T> {
         if self.engine.check().is_err() || self.is_over.load(Relaxed) {
             return 0;
         }
-        let stocked: u64 = self.engine.users().map(|thread| u64::from(self.handles.stock(thread).left.len())).sum();
-        let in_limbo = self.limbo.0.with(|limbo| limbo.open.len() + self.waiting.0.load(Relaxed));
-        stocked + in_limbo as u64 + self.engine.in_batches()
+        let stocked: u64 = self.engine.users().map(|thread| u64::from(self.handles.stock(thread).retired.len())).sum();
+        let in_retire_list = self.retired.0.with(|retired| retired.open.len() + self.waiting.0.load(Relaxed));
+        stocked + in_retire_list as u64 + self.engine.in_batches()
     }
 
     /// Moving or forgetting a value runs no user code. So under `Limit` this cache packs itself, and frees retired values
@@ -379,19 +379,19 @@ impl<T: Movable> Member for Inner<T> {
         Ok(freed + self.handles.shrink())
     }
 
-    fn settle(&self) -> bool {
-        let (ripe, is_left) = self.limbo.0.with(|limbo| {
-            self.close(limbo);
-            (self.begin_end(limbo), !limbo.closed.is_empty())
+    fn finish_retired(&self) -> bool {
+        let (ripe, is_left) = self.retired.0.with(|retired| {
+            self.close(retired);
+            (self.begin_end(retired), !retired.closed.is_empty())
         });
         self.end(ripe);
-        self.engine.settle_behind() || is_left
+        self.engine.finish_retired_behind() || is_left
     }
 
     fn defrag(&self, budget: Duration) -> Result<Progress> {
-        let ripe = self.limbo.0.with(|limbo| {
-            self.close(limbo);
-            self.begin_end(limbo)
+        let ripe = self.retired.0.with(|retired| {
+            self.close(retired);
+            self.begin_end(retired)
         });
         self.end(ripe);
         defrag::step(&self.engine, self, budget)
@@ -414,15 +414,15 @@ impl<T: Movable> Mover for Inner<T> {
     }
 
     /// Handles go to the table, places to the shared retire list.
-    fn collect(&self, seized: &Seized<'_>) {
+    fn collect(&self, drained: &DrainGuard<'_>) {
         if self.is_over.load(Relaxed) {
             return;
         }
-        for stock in seized.users().map(|thread| self.handles.stock(thread)) {
+        for stock in drained.users().map(|thread| self.handles.stock(thread)) {
             let (mut keys, mut places) = ([0; KEYS], [0; PLACES]);
-            let (free, left) = (stock.keys.drain(0, &mut keys), stock.left.take(&mut places));
+            let (free, left) = (stock.keys.drain(0, &mut keys), stock.retired.take(&mut places));
             self.give_keys(&keys[..free]);
-            self.limbo.0.with(|limbo| limbo.open.extend_from_slice(&places[..left]));
+            self.retired.0.with(|retired| retired.open.extend_from_slice(&places[..left]));
         }
     }
 
@@ -506,8 +506,8 @@ impl Slabs {
         let (index_at, value_at) = (std::mem::offset_of!(Place<T>, index), std::mem::offset_of!(Place<T>, value));
         // SAFETY: an object of a slab that is being set up, with the layout below, and not shared yet.
         let set_up = move |object: usize| unsafe { ((object + index_at) as *mut AtomicU32).write(AtomicU32::new(0)) };
-        let ground = self.members.with(|_| self.ground())?;
-        let handles = ground.take_handles()?;
+        let shared = self.members.with(|_| self.shared())?;
+        let handles = shared.take_handles()?;
         let object = Object {
             layout: Layout::new::<Place<T>>(),
             user_bytes: size_of::<T>(),
@@ -518,15 +518,15 @@ impl Slabs {
             handles: Some(handles),
         };
         let inner = self.make(settings, object, |engine| Inner {
-            base: engine.ground.blocks.addr(0),
+            base: engine.shared.blocks.addr(0),
             engine,
             handles,
-            limbo: Padded::default(),
+            retired: Padded::default(),
             waiting: Padded::default(),
             is_over: AtomicBool::new(false),
             _values: PhantomData,
         });
-        let inner = inner.inspect_err(|_| ground.give_handles(handles))?;
+        let inner = inner.inspect_err(|_| shared.give_handles(handles))?;
         Ok(ByHandle { base: inner.base, inner, words: handles.words() })
     }
 }
@@ -729,16 +729,16 @@ impl<T: Movable> Drop for ByHandle<T> {
         withdraw(&self.inner);
         let inner = &*self.inner;
         // Keeps other threads from moving values. If it fails, as in a fork child, the values stay allocated for good.
-        let seized = loop {
-            match inner.engine.seize() {
-                Ok(seized) => break seized,
+        let drained = loop {
+            match inner.engine.drain_magazines() {
+                Ok(drained) => break drained,
                 // Another thread runs a long step that it began through the list of caches: it ends.
                 Err(Error::Busy { .. }) => {}
                 Err(_) => return,
             }
         };
         // Readers borrow the cache, so guards that exist are for other caches.
-        inner.engine.settle_at_once();
+        inner.engine.finish_retired_at_once();
         let live: Vec<(u32, Entry)> = inner.handles.live().collect();
         let mut places = Vec::with_capacity(live.len());
         for (index, entry) in live {
@@ -748,13 +748,13 @@ impl<T: Movable> Drop for ByHandle<T> {
             inner.handles.give(key.next());
             places.push(inner.place(entry) as u64);
         }
-        inner.collect(&seized);
+        inner.collect(&drained);
         inner.is_over.store(true, Relaxed);
-        drop(seized);
-        let limbo = inner.limbo.0.with(std::mem::take);
+        drop(drained);
+        let retired = inner.retired.0.with(std::mem::take);
         inner.handles.shrink();
-        inner.engine.ground.give_handles(inner.handles);
-        inner.drop_all(limbo.closed.into_iter().map(|(left, _)| left).chain([places, limbo.open]).collect());
+        inner.engine.shared.give_handles(inner.handles);
+        inner.drop_all(retired.closed.into_iter().map(|(left, _)| left).chain([places, retired.open]).collect());
     }
 }
 
@@ -778,11 +778,11 @@ impl<T: Movable> ByHandle<T> {
         &self.inner.engine
     }
 
-    pub(super) fn in_limbo(&self) -> usize {
+    pub(super) fn in_retire_list(&self) -> usize {
         self.inner
-            .limbo
+            .retired
             .0
-            .with(|limbo| limbo.open.len() + limbo.closed.iter().map(|(places, _)| places.len()).sum::<usize>())
+            .with(|retired| retired.open.len() + retired.closed.iter().map(|(places, _)| places.len()).sum::<usize>())
     }
 
     /// Shrinks until readers of other tests have finished: nothing waits for them, and nothing is left to move.
@@ -791,7 +791,7 @@ impl<T: Movable> ByHandle<T> {
         loop {
             let before = self.info().unwrap().moved;
             freed += self.shrink().unwrap();
-            let is_waiting = self.inner.engine.has_batches() || self.in_limbo() > 0;
+            let is_waiting = self.inner.engine.has_batches() || self.in_retire_list() > 0;
             if !is_waiting && self.info().unwrap().moved == before {
                 return freed;
             }

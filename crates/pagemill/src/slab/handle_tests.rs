@@ -91,8 +91,8 @@ impl Drop for Nest {
     }
 }
 
-/// More caches than [`super::ending`] tracks are dropped inside of each other's destructors. Each value is dropped once,
-/// including removed values that wait for a reader, and all memory is freed.
+/// More caches than [`super::deferred_drop`] tracks are dropped inside of each other's destructors. Each value is
+/// dropped once, including removed values that wait for a reader, and all memory is freed.
 #[test]
 fn caches_end_within_each_other() {
     const CACHES: usize = 12;
@@ -164,7 +164,7 @@ fn values_move_below_their_handles() {
         assert_eq!((info.active, u64::from(info.total.slabs - info.total.empty)), (10_000, needed));
         assert!(info.total.partial <= 1 && info.stride_bytes == 200, "{info:?}");
         assert_eq!(u64::from(info.total.blocks), needed.div_ceil(32));
-        cache.engine().check_books();
+        cache.engine().check_state();
     }
 }
 
@@ -242,11 +242,11 @@ fn values_are_dropped_after_a_long_step() {
     (0..10).for_each(|number| _ = cache.insert(Counted { number, dropped: dropped.clone() }).unwrap());
     std::thread::scope(|scope| {
         let member = slabs.members().remove(0);
-        let seized = member.engine().seize().unwrap();
+        let drained = member.engine().drain_magazines().unwrap();
         let dropper = scope.spawn(move || drop(cache));
         // Longer than a shrink would wait.
         std::thread::sleep(Duration::from_millis(1_200));
-        drop(seized);
+        drop(drained);
         drop(member);
         dropper.join().unwrap();
     });
@@ -402,7 +402,7 @@ fn a_child_that_comes_out_of_a_look_gives_nothing_up() {
         } else {
             assert!(texts.update(text, fork).unwrap());
         }
-        assert_eq!(texts.in_limbo(), 0);
+        assert_eq!(texts.in_retire_list(), 0);
     }
 }
 
@@ -503,7 +503,7 @@ fn a_limit_ends_what_was_removed() {
             Err(error) => break error,
         }
     };
-    assert!(matches!(error, Error::NoMemory { .. }) && slots.len() < 1_000 && cache.in_limbo() > 69_000);
+    assert!(matches!(error, Error::NoMemory { .. }) && slots.len() < 1_000 && cache.in_retire_list() > 69_000);
     drop(guard);
     let began = Instant::now();
     while slots.len() < 2_000 {
@@ -601,7 +601,7 @@ fn threads_use_values_that_move() {
         cache.pack();
         assert_eq!((live.load(Relaxed), cache.info().unwrap().active), (left, left as u64));
     });
-    cache.engine().check_books();
+    cache.engine().check_state();
     drop(cache);
     assert_eq!(live.load(Relaxed), 0);
 }

@@ -17,8 +17,8 @@
 #![allow(unsafe_code)] // unchecked access to words of the table
 
 use super::magazine::table_by_thread;
-use super::numbers::WORD_BITS;
 use super::stock::Stock;
+use super::thread_slots::WORD_BITS;
 use crate::arena::{Table, place};
 use crate::error::{Error, Result};
 use crate::sync::{Acquire, AtomicU64, AtomicUsize, Guarded, Relaxed, Release};
@@ -253,7 +253,7 @@ struct Page {
 }
 
 #[derive(Default)]
-struct Books {
+struct TableState {
     pages: Vec<Page>,
     with_free: Marks,
 }
@@ -296,7 +296,7 @@ impl Marks {
 /// The handles of one cache. After the end of the cache another one takes the table over, and generations continue.
 pub(super) struct Handles {
     words: Table<AtomicU64>,
-    books: Guarded<Books>,
+    state: Guarded<TableState>,
     per_page: usize,
     page_shift: u32,
     /// By thread slot; the first `stocked` are open.
@@ -315,7 +315,7 @@ impl Handles {
         let (stocks, threads) = table_by_thread()?;
         place(Self {
             words: Table::new_readable(MAX_HANDLES)?,
-            books: Guarded::default(),
+            state: Guarded::default(),
             per_page,
             page_shift: per_page.trailing_zeros(),
             stocks,
@@ -391,9 +391,9 @@ impl Handles {
     ///
     /// [`Error::NoAddresses`] if all handles are used up.
     pub fn take(&self, keys: &mut [Key]) -> Result<usize> {
-        self.books.with(|books| {
+        self.state.with(|state| {
             for (count, key) in keys.iter_mut().enumerate() {
-                *key = match self.take_one(books) {
+                *key = match self.take_one(state) {
                     Ok(key) => key,
                     Err(error) => return if count > 0 { Ok(count) } else { Err(error) },
                 };
@@ -402,12 +402,12 @@ impl Handles {
         })
     }
 
-    fn take_one(&self, books: &mut Books) -> Result<Key> {
-        let number = match books.with_free.lowest() {
+    fn take_one(&self, state: &mut TableState) -> Result<Key> {
+        let number = match state.with_free.lowest() {
             Some(number) => number,
-            None => self.open(books)?,
+            None => self.open(state)?,
         };
-        let page = &mut books.pages[number];
+        let page = &mut state.pages[number];
         if !page.is_filled {
             self.fill(number, page);
         }
@@ -416,21 +416,21 @@ impl Handles {
         page.head = (entry.place() >> PIN_BITS) as u32;
         page.free -= 1;
         if page.free == 0 {
-            books.with_free.unmark(number);
+            state.with_free.unmark(number);
         }
         Ok(Key::new(index, entry.generation() + 1))
     }
 
     /// Opens one more page of the table; returns its number.
-    fn open(&self, books: &mut Books) -> Result<usize> {
-        let next = books.pages.len() * self.per_page;
+    fn open(&self, state: &mut TableState) -> Result<usize> {
+        let next = state.pages.len() * self.per_page;
         if next + self.per_page > NOWHERE as usize {
             return Err(Error::NoAddresses { wanted_bytes: size_of::<AtomicU64>() as u64 });
         }
         self.words.open(0, next, next + self.per_page)?;
-        let number = books.pages.len();
-        books.pages.push(Page { head: 0, free: self.per_page as u32, passed: 0, is_filled: false });
-        books.with_free.mark(number);
+        let number = state.pages.len();
+        state.pages.push(Page { head: 0, free: self.per_page as u32, passed: 0, is_filled: false });
+        state.with_free.mark(number);
         Ok(number)
     }
 
@@ -450,26 +450,26 @@ impl Handles {
 
     /// Frees handles that are not live.
     pub fn give(&self, keys: impl IntoIterator<Item = Key>) {
-        self.books.with(|books| {
+        self.state.with(|state| {
             for key in keys {
                 let (number, at) =
                     (key.index() as usize >> self.page_shift, key.index() as usize & (self.per_page - 1));
-                let page = &mut books.pages[number];
+                let page = &mut state.pages[number];
                 let entry = Entry::new(key.generation() - 1, (page.head as usize) << PIN_BITS);
                 self.word(key.index()).store(entry.0, Relaxed);
                 page.head = at as u32;
                 page.free += 1;
-                books.with_free.mark(number);
+                state.with_free.mark(number);
             }
         });
     }
 
     /// Frees the memory of pages without a handle in use; returns the bytes.
     pub fn shrink(&self) -> u64 {
-        self.books.with(|books| {
+        self.state.with(|state| {
             let is_free = |page: &Page| page.is_filled && page.free as usize == self.per_page;
             let mut freed = 0;
-            for (number, page) in books.pages.iter_mut().enumerate().filter(|(_, page)| is_free(page)) {
+            for (number, page) in state.pages.iter_mut().enumerate().filter(|(_, page)| is_free(page)) {
                 let words = (number * self.per_page..(number + 1) * self.per_page).map(|at| self.words.get(at));
                 let passed = words.map(|word| Entry(word.load(Relaxed)).generation()).max().unwrap_or(0);
                 // All handles of the page continue from this generation when it is used again. If one busy handle would
@@ -486,7 +486,7 @@ impl Handles {
 
     /// All live handles with their words.
     pub fn live(&self) -> impl Iterator<Item = (u32, Entry)> {
-        let pages: Vec<bool> = self.books.with(|books| books.pages.iter().map(|page| page.is_filled).collect());
+        let pages: Vec<bool> = self.state.with(|state| state.pages.iter().map(|page| page.is_filled).collect());
         let filled = pages.into_iter().enumerate().filter(|(_, is_filled)| *is_filled);
         let indices = filled.flat_map(|(number, _)| number * self.per_page..(number + 1) * self.per_page);
         indices.map(|index| (index as u32, self.load(index as u32))).filter(|(_, entry)| entry.is_live())
@@ -494,7 +494,7 @@ impl Handles {
 
     /// Resident bytes of the table and the stocks.
     pub fn resident_bytes(&self) -> u64 {
-        let opened = self.books.with(|books| books.pages.len()) * self.per_page;
+        let opened = self.state.with(|state| state.pages.len()) * self.per_page;
         self.words.resident_bytes(0, opened) + self.stocks.resident_bytes(0, self.stocked.load(Relaxed))
     }
 }

@@ -1,17 +1,17 @@
 //! Magazines: per-thread stacks of a cache's free objects, used without locks or atomic exchanges.
 //!
-//! A magazine belongs to its cache and is indexed by the thread slot ([`super::numbers`]). It holds up to two sheaves as
-//! one stack. So a thread at the boundary of a sheaf does not access the barn for every second object. Nothing has to be
-//! done when a thread ends: the next thread in its slot takes the contents over, and a drain empties the magazines of all
-//! slots ([`Claim`]).
+//! A magazine belongs to its cache and is indexed by the thread slot ([`super::thread_slots`]). It holds up to two
+//! sheaves as one stack. So a thread at the boundary of a sheaf does not access the barn for every second object.
+//! Nothing has to be done when a thread ends: the next thread in its slot takes the contents over, and a drain empties
+//! the magazines of all slots ([`AsymmetricLock`]).
 //!
-//! Names: a [`Rack`] is the address range of the magazines under one cache id; a [`Shelf`] is the view of one cache on
-//! its rack.
+//! Names: a [`MagazineRange`] is the address range of the magazines under one cache id; a [`Magazines`] is the view of
+//! one cache on its rack.
 #![allow(unsafe_code)] // magazines at computed addresses
 
-use super::claim::{Barriers, Claim};
-use super::numbers::{MAX_THREADS, NONE};
+use super::asymmetric_lock::{AsymmetricLock, Barriers};
 use super::shape::MAX_SHEAF;
+use super::thread_slots::{MAX_THREADS, NONE};
 use crate::arena::{Table, Zeroed};
 use crate::error::Result;
 use crate::sync::{AtomicU32, AtomicU64, AtomicUsize, Relaxed, Release};
@@ -27,13 +27,13 @@ const PLACES: usize = 2 * MAX_SHEAF;
 
 /// # Invariants
 ///
-/// Only the side that is inside of `claim` changes `len`, `room`, `node` and `objects`: the thread in this slot, or a
+/// Only the side that is inside of `lock` changes `len`, `room`, `node` and `objects`: the thread in this slot, or a
 /// draining thread. At any moment the first `len` objects are free and distinct. This also holds in the middle of an
 /// operation: `fork` may copy a magazine while a thread is inside, and in the child the slot belongs to another thread
-/// ([`super::numbers::begin_child`]).
+/// ([`super::thread_slots::begin_child`]).
 #[repr(C, align(1024))]
 pub(super) struct Magazine {
-    claim: Claim,
+    lock: AsymmetricLock,
     len: AtomicU32,
     /// Capacity now: 0 until its thread has opened it.
     room: AtomicU32,
@@ -51,16 +51,16 @@ unsafe impl Zeroed for Magazine {}
 /// # Invariants
 ///
 /// The magazine's thread has entered its claim.
-pub(super) struct Inside<'magazine>(&'magazine Magazine);
+pub(super) struct MagazineGuard<'magazine>(&'magazine Magazine);
 
-impl Drop for Inside<'_> {
+impl Drop for MagazineGuard<'_> {
     #[inline(always)]
     fn drop(&mut self) {
-        self.0.claim.leave();
+        self.0.lock.leave();
     }
 }
 
-impl Deref for Inside<'_> {
+impl Deref for MagazineGuard<'_> {
     type Target = Magazine;
 
     #[inline(always)]
@@ -69,15 +69,15 @@ impl Deref for Inside<'_> {
     }
 }
 
-impl Inside<'_> {
+impl MagazineGuard<'_> {
     /// Takes the object that was added last.
     #[inline(always)]
     pub fn pop(self) -> Option<usize> {
         self.last().map(|last| self.take_last(last))
     }
 
-    /// As [`Inside::pop`], together with the result of `beside`, which takes something kept beside the magazine and must
-    /// not panic.
+    /// As [`MagazineGuard::pop`], together with the result of `beside`, which takes something kept beside the magazine
+    /// and must not panic.
     #[inline(always)]
     pub fn pop_with<R>(self, beside: impl FnOnce() -> Option<R>) -> Option<(usize, R)> {
         let last = self.last()?;
@@ -172,26 +172,26 @@ impl Magazine {
     }
 
     /// For the draining thread: takes objects out; returns how many.
-    pub fn take_seized(&self, objects: &mut [usize]) -> usize {
+    pub fn take_drained(&self, objects: &mut [usize]) -> usize {
         self.take_oldest(objects)
     }
 
     /// For the draining thread: resets it to its state before its thread opened it.
-    pub fn close_seized(&self) {
+    pub fn close_drained(&self) {
         debug_assert_eq!(self.len(), 0);
         self.room.store(0, Relaxed);
     }
 
-    pub fn seize(&self) {
-        self.claim.seize();
+    pub fn begin_drain(&self) {
+        self.lock.begin_drain();
     }
 
-    pub fn is_left(&self) -> bool {
-        self.claim.is_left()
+    pub fn is_outside(&self) -> bool {
+        self.lock.is_outside()
     }
 
     pub fn release(&self) {
-        self.claim.release();
+        self.lock.release();
     }
 }
 
@@ -209,14 +209,14 @@ pub(super) fn table_by_thread<T: Zeroed>() -> Result<(Table<T>, usize)> {
 
 /// The addresses of the magazines of one cache id. Caches that use the id one after the other share them; opened memory
 /// stays open.
-pub(super) struct Rack {
+pub(super) struct MagazineRange {
     table: Table<Magazine>,
     threads: usize,
     /// Number of thread slots that are open.
     opened: atomic::AtomicU32,
 }
 
-impl Rack {
+impl MagazineRange {
     /// # Errors
     ///
     /// [`crate::Error::System`] without addresses.
@@ -257,25 +257,25 @@ impl Offset {
 ///
 /// `base` is the start of the rack's table. The table is open from there to `plain` or `fenced`, at a magazine boundary,
 /// and stays open.
-pub(super) struct Shelf {
+pub(super) struct Magazines {
     base: *const Magazine,
-    /// End of the magazines that their threads enter without a barrier ([`Barriers::OfSeizer`]).
+    /// End of the magazines that their threads enter without a barrier ([`Barriers::OfDrainer`]).
     plain: AtomicUsize,
     /// End of the magazines that they enter with a barrier. One of the two is 0.
     fenced: AtomicUsize,
-    rack: &'static Rack,
+    range: &'static MagazineRange,
     barriers: Barriers,
 }
 
 // SAFETY: the pointer is to entries of a table, which are `Sync`.
-unsafe impl Send for Shelf {}
+unsafe impl Send for Magazines {}
 // SAFETY: as above.
-unsafe impl Sync for Shelf {}
+unsafe impl Sync for Magazines {}
 
-impl Shelf {
-    /// For the one cache that uses the rack. No thread can enter before [`Shelf::reach`].
-    pub fn new(rack: &'static Rack, barriers: Barriers) -> Self {
-        Self { base: rack.table.start(), plain: AtomicUsize::new(0), fenced: AtomicUsize::new(0), rack, barriers }
+impl Magazines {
+    /// For the one cache that uses the rack. No thread can enter before [`Magazines::reach`].
+    pub fn new(range: &'static MagazineRange, barriers: Barriers) -> Self {
+        Self { base: range.table.start(), plain: AtomicUsize::new(0), fenced: AtomicUsize::new(0), range, barriers }
     }
 
     pub fn barriers(&self) -> Barriers {
@@ -284,7 +284,7 @@ impl Shelf {
 
     /// Enters the magazine of this thread, if it has one that is not seized.
     #[inline(always)]
-    pub fn enter(&self, own: Offset) -> Option<Inside<'_>> {
+    pub fn enter(&self, own: Offset) -> Option<MagazineGuard<'_>> {
         let magazine = self.at(own);
         // Needs no acquire: open memory stays open, and the contents belong to this thread.
         if magazine.addr() < self.plain.load(Relaxed) {
@@ -294,7 +294,7 @@ impl Shelf {
                 assert_unchecked(!magazine.is_null());
                 &*magazine
             };
-            magazine.claim.enter().then(|| Inside(magazine))
+            magazine.lock.enter().then(|| MagazineGuard(magazine))
         } else {
             self.enter_fenced(magazine)
         }
@@ -303,13 +303,13 @@ impl Shelf {
     /// Out of line, off the path without barrier.
     #[cold]
     #[inline(never)]
-    fn enter_fenced(&self, magazine: *const Magazine) -> Option<Inside<'_>> {
+    fn enter_fenced(&self, magazine: *const Magazine) -> Option<MagazineGuard<'_>> {
         if magazine.addr() >= self.fenced.load(Relaxed) {
             return None;
         }
         // SAFETY: as in `enter`.
         let magazine = unsafe { &*magazine };
-        magazine.claim.enter_fenced().then(|| Inside(magazine))
+        magazine.lock.enter_fenced().then(|| MagazineGuard(magazine))
     }
 
     #[inline(always)]
@@ -317,7 +317,7 @@ impl Shelf {
         self.base.wrapping_byte_add(offset.0)
     }
 
-    /// The magazine of a slot that was [reached](Shelf::reach).
+    /// The magazine of a slot that was [reached](Magazines::reach).
     pub fn get(&self, number: usize) -> &Magazine {
         let magazine = self.at(Offset::of(number as u32));
         assert!(magazine.addr() < self.plain.load(Relaxed).max(self.fenced.load(Relaxed)));
@@ -327,14 +327,14 @@ impl Shelf {
 
     /// Opens the magazine of a thread slot; returns whether it has one. One caller at a time.
     pub fn reach(&self, number: usize) -> bool {
-        let Rack { table, threads, opened } = self.rack;
+        let MagazineRange { table, threads, opened } = self.range;
         let (before, end) = (opened.load(Relaxed) as usize, number + 1);
         if end > *threads || table.open(0, before, end).is_err() {
             return false;
         }
         opened.store(end.max(before) as u32, Relaxed);
         let may_enter = match self.barriers {
-            Barriers::OfSeizer => &self.plain,
+            Barriers::OfDrainer => &self.plain,
             Barriers::OfEach => &self.fenced,
         };
         let end = self.at(Offset::of(end as u32)).addr();
@@ -347,22 +347,22 @@ impl Shelf {
 mod tests {
     use super::*;
     use crate::arena::place;
-    use crate::slab::numbers::UNKNOWN;
+    use crate::slab::thread_slots::UNKNOWN;
     use crate::units::os_page_bytes;
 
     /// A thread's magazine, for a cache with either kind of barriers.
-    struct Own(Shelf);
+    struct Own(Magazines);
 
     impl Own {
         const NUMBER: u32 = 3;
 
         fn new(barriers: Barriers) -> Self {
-            let shelf = Shelf::new(place(Rack::new().unwrap()).unwrap(), barriers);
-            assert!(shelf.enter(Offset::of(Self::NUMBER)).is_none() && shelf.reach(Self::NUMBER as usize));
-            Self(shelf)
+            let magazines = Magazines::new(place(MagazineRange::new().unwrap()).unwrap(), barriers);
+            assert!(magazines.enter(Offset::of(Self::NUMBER)).is_none() && magazines.reach(Self::NUMBER as usize));
+            Self(magazines)
         }
 
-        fn enter(&self) -> Option<Inside<'_>> {
+        fn enter(&self) -> Option<MagazineGuard<'_>> {
             self.0.enter(Offset::of(Self::NUMBER))
         }
 
@@ -372,7 +372,7 @@ mod tests {
         }
 
         fn push(&self, object: usize) -> bool {
-            self.enter().is_some_and(|inside| inside.push(object))
+            self.enter().is_some_and(|entered| entered.push(object))
         }
 
         fn pop(&self) -> Option<usize> {
@@ -380,7 +380,7 @@ mod tests {
         }
 
         fn fill(&self, objects: &[usize], node: usize) -> usize {
-            self.enter().map_or(0, |inside| inside.fill(objects.iter().copied(), node))
+            self.enter().map_or(0, |entered| entered.fill(objects.iter().copied(), node))
         }
 
         fn drain(&self, sheaf: &mut [usize]) -> usize {
@@ -388,7 +388,7 @@ mod tests {
         }
     }
 
-    const BOTH: [Barriers; 2] = [Barriers::OfSeizer, Barriers::OfEach];
+    const BOTH: [Barriers; 2] = [Barriers::OfDrainer, Barriers::OfEach];
 
     /// The object added last comes first; a sheaf is taken from the other end; nothing is added beyond the capacity.
     #[test]
@@ -408,15 +408,15 @@ mod tests {
 
     /// While seized, the magazine cannot be used by its thread; afterwards its contents are unchanged.
     #[test]
-    fn a_seized_magazine_is_left_alone() {
+    fn a_drained_magazine_is_unused() {
         for own in BOTH.map(Own::new) {
             let magazine = own.open(4);
             assert!(own.push(1) && own.push(2));
-            magazine.seize();
-            assert!(magazine.is_left());
+            magazine.begin_drain();
+            assert!(magazine.is_outside());
             assert!(own.pop().is_none() && !own.push(3) && own.fill(&[3], 0) == 0);
             let mut objects = [0; 1];
-            assert_eq!((magazine.take_seized(&mut objects), objects), (1, [1]));
+            assert_eq!((magazine.take_drained(&mut objects), objects), (1, [1]));
             magazine.release();
             assert_eq!(own.pop(), Some(2));
         }
@@ -424,47 +424,47 @@ mod tests {
 
     /// While its thread is inside, for any operation, a draining thread sees that.
     #[test]
-    fn who_is_inside_is_seen() {
+    fn an_entered_magazine_is_seen() {
         for own in BOTH.map(Own::new) {
             let magazine = own.open(4);
-            let is_seen = |inside: Inside<'_>| {
-                let is_left = magazine.is_left();
-                drop(inside);
-                !is_left && magazine.is_left()
+            let is_seen = |entered: MagazineGuard<'_>| {
+                let is_outside = magazine.is_outside();
+                drop(entered);
+                !is_outside && magazine.is_outside()
             };
             assert!(own.enter().is_some_and(is_seen));
-            assert_eq!(own.enter().unwrap().act(|| magazine.is_left()), Some(false));
-            assert!(own.push(7) && magazine.is_left());
-            assert_eq!(own.enter().unwrap().pop_with(|| Some(magazine.is_left())), Some((7, false)));
-            assert!(magazine.is_left());
+            assert_eq!(own.enter().unwrap().act(|| magazine.is_outside()), Some(false));
+            assert!(own.push(7) && magazine.is_outside());
+            assert_eq!(own.enter().unwrap().pop_with(|| Some(magazine.is_outside())), Some((7, false)));
+            assert!(magazine.is_outside());
         }
     }
 
     /// Magazines become usable up to the highest slot that was reached, and none beyond the last slot.
     #[test]
-    fn a_shelf_has_room_for_who_came() {
+    fn magazines_open_up_to_the_highest_slot() {
         for barriers in BOTH {
-            let racks = [(); 2].map(|()| place(Rack::new().unwrap()).unwrap());
-            let shelves = racks.map(|rack| Shelf::new(rack, barriers));
-            let resident_bytes = || racks.map(Rack::resident_bytes);
-            let is_in = |shelf: &Shelf, number: usize| shelf.enter(Offset::of(number as u32)).is_some();
-            for shelf in &shelves {
-                assert!([0, 1, MAX_THREADS - 1].into_iter().all(|number| !is_in(shelf, number)));
+            let ranges = [(); 2].map(|()| place(MagazineRange::new().unwrap()).unwrap());
+            let caches = ranges.map(|range| Magazines::new(range, barriers));
+            let resident_bytes = || ranges.map(MagazineRange::resident_bytes);
+            let is_in = |magazines: &Magazines, number: usize| magazines.enter(Offset::of(number as u32)).is_some();
+            for magazines in &caches {
+                assert!([0, 1, MAX_THREADS - 1].into_iter().all(|number| !is_in(magazines, number)));
             }
             assert_eq!(resident_bytes(), [0, 0]);
             for (number, below) in [(2_000, 7), (7, 2_000), (MAX_THREADS - 1, 20_000)] {
-                assert!(shelves[0].reach(number) && is_in(&shelves[0], number) && is_in(&shelves[0], below));
-                assert!(!is_in(&shelves[1], number));
+                assert!(caches[0].reach(number) && is_in(&caches[0], number) && is_in(&caches[0], below));
+                assert!(!is_in(&caches[1], number));
             }
-            assert!(!is_in(&shelves[0], MAX_THREADS) && !shelves[0].reach(MAX_THREADS));
-            assert!([UNKNOWN, NONE].into_iter().all(|number| !is_in(&shelves[0], number as usize)));
+            assert!(!is_in(&caches[0], MAX_THREADS) && !caches[0].reach(MAX_THREADS));
+            assert!([UNKNOWN, NONE].into_iter().all(|number| !is_in(&caches[0], number as usize)));
             // The pages that four slots use; none of the other rack.
             let page = os_page_bytes() as u64;
             assert_eq!(resident_bytes(), [4 * page, 0]);
-            assert!(shelves[1].reach(MAX_THREADS - 1) && is_in(&shelves[1], MAX_THREADS - 1));
+            assert!(caches[1].reach(MAX_THREADS - 1) && is_in(&caches[1], MAX_THREADS - 1));
             assert_eq!(resident_bytes(), [4 * page, page]);
             // The next cache of a rack starts without magazines; the memory is open already.
-            let next = Shelf::new(racks[0], barriers);
+            let next = Magazines::new(ranges[0], barriers);
             assert!(!is_in(&next, 7) && next.reach(7) && is_in(&next, 7) && !is_in(&next, 8));
         }
     }

@@ -8,12 +8,12 @@
 //!                      `------- a callback panics ---> lost
 //! ```
 
-use super::batch::Left;
+use super::batch::Deferred;
+use super::candidates::{Criteria, DefragCandidate};
+use super::drain::DrainGuard;
 use super::engine::Engine;
-use super::looks::{Search, Source};
 use super::meta::{Objects, SlabSet};
 use super::node::Room;
-use super::seize::Seized;
 use crate::stats::{self, Counter};
 use crate::sync::Relaxed;
 use pagemill_sys::{clock, mem};
@@ -82,7 +82,7 @@ pub(super) trait Mover {
     fn expect(&self, _object: usize) {}
 
     /// Collects what threads keep beside their magazines.
-    fn collect(&self, _seized: &Seized<'_>) {}
+    fn collect(&self, _drained: &DrainGuard<'_>) {}
 
     /// Moves an object to a place of `to`.
     fn migrate(&self, object: usize, to: &mut Places<'_>, isolated: &mut Self::Isolated) -> Fate;
@@ -238,7 +238,7 @@ pub(super) struct Run<'engine, M: Mover> {
     /// Objects that may still be moved.
     most: u64,
     pub progress: Progress,
-    left: Vec<Left>,
+    deferred: Vec<Deferred>,
     /// The first slab is finished regardless of the deadline, so that each step makes progress.
     has_tried: bool,
     /// A slab was left half done: there is more to do once it is open again.
@@ -255,7 +255,7 @@ impl<'engine, M: Mover> Run<'engine, M> {
             deadline_ns,
             most,
             progress: Progress::default(),
-            left: Vec::new(),
+            deferred: Vec::new(),
             has_tried: false,
             was_stopped: false,
             panic: None,
@@ -268,15 +268,17 @@ impl<'engine, M: Mover> Run<'engine, M> {
     }
 
     /// Empties what the search finds on a node.
-    pub fn compact(&mut self, node: usize, search: &Search) {
+    pub fn compact(&mut self, node: usize, criteria: &Criteria) {
         while !self.is_over()
-            && let Some(source) = self.engine.on(node, |node| node.claim_source(search))
+            && let Some(candidate) = self.engine.on(node, |node| node.claim_candidate(criteria))
         {
-            match source {
-                Source::Slab(block, slab, most) => {
+            match candidate {
+                DefragCandidate::Slab(block, slab, most) => {
                     self.empty_slab(node, block, slab, most, (node, Room::Partial));
                 }
-                Source::Block(block, slabs, room) => self.empty_block(node, block, slabs, (search.pass, room)),
+                DefragCandidate::Block(block, slabs, room) => {
+                    self.empty_block(node, block, slabs, (criteria.pass, room))
+                }
             }
         }
     }
@@ -284,13 +286,13 @@ impl<'engine, M: Mover> Run<'engine, M> {
     /// Moves the objects of the slabs of a block that were claimed with it.
     pub fn empty_block(&mut self, node: usize, block: u32, slabs: SlabSet, (pass, room): (u32, Room)) {
         for slab in slabs.iter() {
-            let was_tried = self.engine.ground.blocks.slab(block, slab).tried.get() == pass;
+            let was_tried = self.engine.shared.blocks.slab(block, slab).tried.get() == pass;
             let objects = if was_tried { 0 } else { u32::MAX };
             if !self.empty_slab(node, block, slab, objects, (node, room)) {
                 self.engine.on(node, |node| node.blocks.block(block).tried.set(0));
             }
         }
-        self.left.push(Left::Block { node, block });
+        self.deferred.push(Deferred::Block { node, block });
     }
 
     /// Moves objects of a claimed slab. Returns whether all were tried; if not, the slab is tried again later.
@@ -322,7 +324,7 @@ impl<'engine, M: Mover> Run<'engine, M> {
         self.progress.emptied += u64::from(is_empty && objects.count() > 0);
         self.was_stopped |= !is_whole;
         self.has_tried |= is_whole && most > 0;
-        self.left.push(Left::Slab { node, block, slab, objects });
+        self.deferred.push(Deferred::Slab { node, block, slab, objects });
         is_whole
     }
 
@@ -410,7 +412,7 @@ impl<'engine, M: Mover> Run<'engine, M> {
     pub fn end(self) -> Progress {
         stats::add(Counter::SlabEmptied, self.progress.emptied);
         self.engine.counts.emptied.fetch_add(self.progress.emptied, Relaxed);
-        self.engine.retire(self.left);
+        self.engine.retire(self.deferred);
         if let Some(panic) = self.panic {
             resume_unwind(panic);
         }

@@ -6,25 +6,28 @@
 //! are reached through a handle table, so the cache can move them by itself.
 //!
 //! A cache consists of blocks of 2 MiB (`blocks`), cut into slabs of 16 to 64 KiB (`shape`) with metadata out of line
-//! (`meta`). A thread allocates and frees through its own magazine (`magazine`, `claim`, `numbers`). Magazines are
+//! (`meta`). A thread allocates and frees through its own magazine (`magazine`, `claim`, `ids`). Magazines are
 //! refilled from the `barn` sheaf by sheaf, or from the slabs of a `node`, which are set up on demand (`supply`).
-//! Defragmentation drains the magazines (`seize`), chooses slabs (`defrag`, `looks`), moves objects (`migrate`), and
-//! waits for readers (`batch`, `readers`). A background thread does this for all caches (`worker`).
+//! Defragmentation drains the magazines (`drain_magazines`), chooses slabs (`defrag`, `looks`), moves objects
+//! (`migrate`), and waits for readers (`batch`, `readers`). A background thread does this for all caches (`worker`).
 //!
 //! Uses `arena`, `sync`, `epoch`, and `xarray` (it allocates the nodes: `xnodes`). Implements `reclaim::Shrinker`.
 //! States, transitions and bounds: docs/slab.md.
 
+mod asymmetric_lock;
 mod barn;
 mod batch;
 mod blocks;
-mod claim;
+mod candidates;
 mod control;
 mod debug;
+mod deferred_drop;
 mod defrag;
 #[cfg(all(test, not(shuttle)))]
 mod defrag_tests;
-mod ending;
+mod drain;
 mod engine;
+mod epochs;
 mod fixed;
 mod handle;
 #[cfg(all(test, not(shuttle)))]
@@ -32,7 +35,6 @@ mod handle_tests;
 mod handles;
 mod info;
 mod lists;
-mod looks;
 mod magazine;
 mod meta;
 mod migrate;
@@ -41,13 +43,10 @@ mod model_tests;
 mod node;
 #[cfg(all(test, not(shuttle)))]
 mod node_tests;
-mod numbers;
 mod owner;
 #[cfg(all(test, not(shuttle)))]
 mod owner_tests;
 mod poison;
-mod readers;
-mod seize;
 mod shape;
 #[cfg(all(test, shuttle))]
 mod shuttle_tests;
@@ -55,6 +54,7 @@ mod stock;
 mod supply;
 #[cfg(all(test, not(shuttle)))]
 mod tests;
+mod thread_slots;
 #[cfg(all(test, not(shuttle)))]
 mod threads_tests;
 mod worker;
@@ -65,13 +65,13 @@ mod xnodes;
 mod xnodes_tests;
 
 pub use control::ShrinkReport;
+pub use epochs::{Guard, pin};
 pub use fixed::{Fixed, Slot};
 pub use handle::{ByHandle, Movable, Pinned};
 pub use handles::Handle;
 pub use info::{NodeInfo, SlabInfo};
 pub use migrate::Progress;
 pub use owner::{ByOwner, Candidates, Done, Migrate, Moving, New, Target};
-pub use readers::{Guard, pin};
 pub use xnodes::NodeCache;
 
 use crate::arena::{Arena, place};
@@ -79,13 +79,13 @@ use crate::error::{Error, Result};
 use crate::reclaim::{Shrinker, Urgency};
 use crate::stats::{self, Counter};
 use crate::sync::{Guarded, Relaxed};
-use barn::{BARNS, Yard};
+use asymmetric_lock::Barriers;
+use barn::{BARNS, BarnMemory};
 use batch::Grace;
 use blocks::Blocks;
-use claim::Barriers;
 use engine::{Engine, Object};
 use handles::Handles;
-use magazine::Rack;
+use magazine::MagazineRange;
 use pagemill_sys::clock;
 use std::alloc::Layout;
 use std::sync::atomic::AtomicU64;
@@ -144,32 +144,32 @@ impl Settings {
 }
 
 /// Cache ids in use. A cache that could not be closed, or belongs to the parent process, keeps its id.
-struct Numbers {
+struct CacheIds {
     are_taken: [bool; MAX_CACHES],
     /// The rack of each id that was ever in use. These ids have barns, too.
-    racks: Vec<&'static Rack>,
+    ranges: Vec<&'static MagazineRange>,
 }
 
 /// Shared state of all caches, created with the first one. The index nodes have a second one, with blocks of their own.
-struct Ground {
+struct SharedState {
     slabs: &'static Slabs,
     blocks: Blocks,
     barriers: Barriers,
-    yard: &'static Yard,
-    numbers: &'static Guarded<Numbers>,
+    barn_memory: &'static BarnMemory,
+    ids: &'static Guarded<CacheIds>,
     /// Handle tables that no cache uses.
     handles: Guarded<Vec<&'static Handles>>,
 }
 
-impl Ground {
+impl SharedState {
     fn new(slabs: &'static Slabs, barriers: Barriers) -> Result<Self> {
         let arena = slabs.arena;
         Ok(Self {
             slabs,
             blocks: Blocks::new(arena)?,
             barriers,
-            yard: place(Yard::new(MAX_CACHES * arena.nodes.count() * BARNS)?)?,
-            numbers: place(Guarded::new(Numbers { are_taken: [false; MAX_CACHES], racks: Vec::new() }))?,
+            barn_memory: place(BarnMemory::new(MAX_CACHES * arena.nodes.count() * BARNS)?)?,
+            ids: place(Guarded::new(CacheIds { are_taken: [false; MAX_CACHES], ranges: Vec::new() }))?,
             handles: Guarded::new(Vec::new()),
         })
     }
@@ -184,24 +184,24 @@ impl Ground {
     /// # Errors
     ///
     /// [`Error::TooMany`], [`Error::System`].
-    fn take_number(&self) -> Result<usize> {
-        self.numbers.with(|numbers| {
-            let free = numbers.are_taken.iter().position(|is_taken| !is_taken);
+    fn take_id(&self) -> Result<usize> {
+        self.ids.with(|ids| {
+            let free = ids.are_taken.iter().position(|is_taken| !is_taken);
             let number = free.ok_or(Error::TooMany { what: "slab caches", most: MAX_CACHES })?;
-            if number == numbers.racks.len() {
+            if number == ids.ranges.len() {
                 // A retry after an error opens the same barns again; a table that is reserved stays.
                 let barns = self.barns_each();
-                self.yard.open(number * barns, barns)?;
-                numbers.racks.push(Box::leak(Box::new(Rack::new()?)));
+                self.barn_memory.open(number * barns, barns)?;
+                ids.ranges.push(Box::leak(Box::new(MagazineRange::new()?)));
             }
-            numbers.are_taken[number] = true;
+            ids.are_taken[number] = true;
             Ok(number)
         })
     }
 
     /// The rack of a cache id in use.
-    fn rack(&self, number: usize) -> &'static Rack {
-        self.numbers.with(|numbers| numbers.racks[number])
+    fn range(&self, number: usize) -> &'static MagazineRange {
+        self.ids.with(|ids| ids.ranges[number])
     }
 
     /// Number of barns of one cache.
@@ -211,11 +211,10 @@ impl Ground {
 
     /// Resident bytes of magazines and barns.
     fn resident_bytes(&self) -> u64 {
-        let of_magazines = |numbers: &mut Numbers| {
-            (numbers.racks.len(), numbers.racks.iter().map(|rack| rack.resident_bytes()).sum::<u64>())
-        };
-        let (caches, bytes) = self.numbers.with(of_magazines);
-        bytes + self.yard.resident_bytes(caches * self.barns_each())
+        let of_magazines =
+            |ids: &mut CacheIds| (ids.ranges.len(), ids.ranges.iter().map(|range| range.resident_bytes()).sum::<u64>());
+        let (caches, bytes) = self.ids.with(of_magazines);
+        bytes + self.barn_memory.resident_bytes(caches * self.barns_each())
     }
 
     fn take_handles(&self) -> Result<&'static Handles> {
@@ -227,8 +226,8 @@ impl Ground {
         self.handles.with(|free| free.push(handles));
     }
 
-    fn give_number(&self, number: usize) {
-        self.numbers.with(|numbers| numbers.are_taken[number] = false);
+    fn give_id(&self, number: usize) {
+        self.ids.with(|ids| ids.are_taken[number] = false);
     }
 }
 
@@ -258,8 +257,8 @@ trait Member: Send + Sync {
     fn tidy(&self) {}
 
     /// Frees retired objects after their readers have finished. Returns whether some still wait.
-    fn settle(&self) -> bool {
-        self.engine().settle_behind()
+    fn finish_retired(&self) -> bool {
+        self.engine().finish_retired_behind()
     }
 
     /// One step of defragmentation, if objects can be moved.
@@ -278,7 +277,7 @@ trait Member: Send + Sync {
         if urgency == Urgency::Limit {
             self.compact();
         }
-        let _seized = (urgency == Urgency::Limit).then(|| engine.try_seize());
+        let _drained = (urgency == Urgency::Limit).then(|| engine.try_drain_magazines());
         let each = (0..engine.node_count()).map(|node| {
             engine.empty_barns(node);
             engine.trim(node, node::Keep::Nothing)
@@ -314,7 +313,7 @@ pub enum Kind {
 /// ```
 pub struct Slabs {
     arena: &'static Arena,
-    ground: OnceLock<&'static Ground>,
+    shared: OnceLock<&'static SharedState>,
     /// In order of creation, each with a unique id.
     members: Guarded<Vec<(u64, Weak<dyn Member>)>>,
     made: AtomicU64,
@@ -332,7 +331,7 @@ impl Slabs {
         let kept_bytes = AtomicU64::new(0);
         Self {
             arena,
-            ground: OnceLock::new(),
+            shared: OnceLock::new(),
             members,
             made,
             kept_bytes,
@@ -367,21 +366,21 @@ impl Slabs {
         object: Object,
         inner: impl FnOnce(Engine) -> M,
     ) -> Result<Arc<M>> {
-        let ground = self.members.with(|_| self.ground())?;
-        let member = Self::make_on(ground, settings, object, inner)?;
+        let shared = self.members.with(|_| self.shared())?;
+        let member = Self::make_on(shared, settings, object, inner)?;
         self.enter(&member);
         Ok(member)
     }
 
     /// As [`Slabs::make`], without registration; [`Slabs::enter`] registers it.
     fn make_on<M: Member + 'static>(
-        ground: &'static Ground,
+        shared: &'static SharedState,
         settings: Settings,
         object: Object,
         inner: impl FnOnce(Engine) -> M,
     ) -> Result<Arc<M>> {
-        let number = ground.take_number()?;
-        let engine = Engine::new(ground, number, settings, object).inspect_err(|_| ground.give_number(number))?;
+        let number = shared.take_id()?;
+        let engine = Engine::new(shared, number, settings, object).inspect_err(|_| shared.give_id(number))?;
         Ok(Arc::new(inner(engine)))
     }
 
@@ -398,19 +397,19 @@ impl Slabs {
     }
 
     /// The shared state, created on the first call. Called under the lock of `members`.
-    fn ground(&'static self) -> Result<&'static Ground> {
-        if let Some(ground) = self.ground.get() {
-            return Ok(ground);
+    fn shared(&'static self) -> Result<&'static SharedState> {
+        if let Some(shared) = self.shared.get() {
+            return Ok(shared);
         }
-        let ground = place(Ground::new(self, Barriers::of_process())?)?;
-        Ok(self.ground.get_or_init(|| ground))
+        let shared = place(SharedState::new(self, Barriers::of_process())?)?;
+        Ok(self.shared.get_or_init(|| shared))
     }
 
     /// Makes the process behave as if the kernel refused the process-wide barrier. Before the first cache.
     #[cfg(test)]
     fn refuse_barrier(&'static self) {
-        let ground = place(Ground::new(self, Barriers::OfEach).unwrap()).unwrap();
-        assert!(self.ground.set(ground).is_ok());
+        let shared = place(SharedState::new(self, Barriers::OfEach).unwrap()).unwrap();
+        assert!(self.shared.set(shared).is_ok());
     }
 
     fn members(&self) -> Vec<Arc<dyn Member>> {
@@ -457,25 +456,25 @@ impl Slabs {
     /// Resident bytes of metadata.
     pub(crate) fn metadata_bytes(&self) -> u64 {
         let of_nodes = self.nodes.metadata_bytes();
-        of_nodes + self.ground.get().map_or(0, |ground| ground.blocks.metadata_bytes() + ground.resident_bytes())
+        of_nodes + self.shared.get().map_or(0, |shared| shared.blocks.metadata_bytes() + shared.resident_bytes())
     }
 
     pub(crate) fn acquire_for_fork(&self) {
         self.worker.acquire_for_fork();
         self.nodes.acquire_for_fork();
         self.members.acquire_when(|_| true);
-        if let Some(ground) = self.ground.get() {
-            ground.numbers.acquire_when(|_| true);
-            ground.handles.acquire_when(|_| true);
-            ground.blocks.acquire_for_fork();
+        if let Some(shared) = self.shared.get() {
+            shared.ids.acquire_when(|_| true);
+            shared.handles.acquire_when(|_| true);
+            shared.blocks.acquire_for_fork();
         }
     }
 
     pub(crate) fn release_after_fork(&self) {
-        if let Some(ground) = self.ground.get() {
-            ground.blocks.release_after_fork();
-            ground.handles.release();
-            ground.numbers.release();
+        if let Some(shared) = self.shared.get() {
+            shared.blocks.release_after_fork();
+            shared.handles.release();
+            shared.ids.release();
         }
         self.members.release();
         self.nodes.release_after_fork();
@@ -485,10 +484,10 @@ impl Slabs {
     /// In a fork child: the caches belong to the parent, and no background thread exists.
     pub(crate) fn begin_child(&self) {
         self.worker.begin_child();
-        numbers::begin_child();
-        readers::begin_child();
-        if let Some(ground) = self.ground.get() {
-            ground.blocks.begin_child();
+        thread_slots::begin_child();
+        epochs::begin_child();
+        if let Some(shared) = self.shared.get() {
+            shared.blocks.begin_child();
         }
         // The child must not hold an owner of the parent, and must not be the one that drops it.
         self.members.with(|members| std::mem::forget(std::mem::take(members)));
@@ -506,17 +505,17 @@ impl Shrinker for Slabs {
     }
 
     fn giveable_bytes(&self) -> u64 {
-        self.ground.get().map_or(0, |ground| ground.blocks.giveable_bytes() + self.kept_bytes.load(Relaxed))
+        self.shared.get().map_or(0, |shared| shared.blocks.giveable_bytes() + self.kept_bytes.load(Relaxed))
     }
 
     /// Frees free blocks first, then the blocks and slabs that caches keep for their next objects. With `Limit`,
     /// magazines are drained, too. A call from inside of `isolate`, under the lock of a node, frees free blocks only.
     fn shrink(&self, want_bytes: u64, urgency: Urgency) -> u64 {
-        let Some(ground) = self.ground.get() else { return 0 };
-        let mut freed = ground.blocks.shrink(want_bytes);
+        let Some(shared) = self.shared.get() else { return 0 };
+        let mut freed = shared.blocks.shrink(want_bytes);
         if freed < want_bytes && !migrate::is_isolating() {
             freed += self.members().iter().map(|member| member.give_back(urgency)).sum::<u64>();
-            freed += ground.blocks.shrink(want_bytes.saturating_sub(freed));
+            freed += shared.blocks.shrink(want_bytes.saturating_sub(freed));
             self.measure();
         }
         freed

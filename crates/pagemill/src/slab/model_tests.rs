@@ -143,7 +143,7 @@ impl<const WORDS: usize> Model<WORDS> {
             assert_eq!(self.cache.get(*handle, &guard).unwrap().words, [*number; WORDS]);
         }
         assert!(self.gone.iter().all(|handle| self.cache.get(*handle, &guard).is_none()));
-        self.cache.engine().check_books();
+        self.cache.engine().check_state();
     }
 
     fn end(self) {

@@ -1,11 +1,11 @@
 //! State of one cache on one NUMA node: its blocks, listed by how full they are, and the slabs in them.
 //!
 //! Objects are taken from the fullest block, and there from the fullest slab, so sparse slabs drain by themselves.
-//! Everything here runs under the lock of the node's [`Books`] (the allocator state) and allocates no memory.
+//! Everything here runs under the lock of the node's [`NodeState`] (the allocator state) and allocates no memory.
 
 use super::blocks::Blocks;
+use super::candidates::Searches;
 use super::lists::Lists;
-use super::looks::Looks;
 #[cfg(test)]
 use super::meta::LEVELS;
 use super::meta::{Level, Objects, STANDING, State, level_of};
@@ -51,9 +51,9 @@ pub(super) enum Room {
 }
 
 /// Allocator state of one cache on one node.
-pub(super) struct Books {
+pub(super) struct NodeState {
     pub lists: Lists<BUCKETS, STANDING>,
-    pub looks: Looks,
+    pub searches: Searches,
     blocks: u32,
     idle: u32,
     /// Number of whole blocks: each is charged and returned as a whole.
@@ -96,14 +96,14 @@ pub(super) struct Tally {
 pub(super) struct Node<'a> {
     pub shape: &'a Shape,
     pub blocks: &'a Blocks,
-    pub books: &'a mut Books,
+    pub state: &'a mut NodeState,
 }
 
-impl Books {
+impl NodeState {
     pub fn new() -> Self {
         Self {
             lists: Lists::new(),
-            looks: Looks::new(),
+            searches: Searches::new(),
             blocks: 0,
             idle: 0,
             whole: 0,
@@ -187,7 +187,7 @@ impl Node<'_> {
 
     /// Whether more is kept than [`Keep::Some`] allows: idle blocks, or empty slabs of sparse blocks.
     pub fn has_spare(&self) -> bool {
-        self.books.idle > KEPT_IDLE || self.books.sparse_empty > KEPT_EMPTY
+        self.state.idle > KEPT_IDLE || self.state.sparse_empty > KEPT_EMPTY
     }
 
     /// The level of an open slab.
@@ -198,7 +198,7 @@ impl Node<'_> {
     /// Records that `more` objects of a slab were taken (negative: returned).
     fn note_change(&mut self, number: u32, slab: u32, before: Option<usize>, more: i32) {
         let block = self.blocks.block(number);
-        self.books.used = self.books.used.wrapping_add_signed(i64::from(more));
+        self.state.used = self.state.used.wrapping_add_signed(i64::from(more));
         block.used.set(block.used.get().wrapping_add_signed(more));
         if self.blocks.slab(number, slab).state() == State::Open {
             self.replace(number, slab, before, self.level(number, slab));
@@ -210,7 +210,7 @@ impl Node<'_> {
     fn add_room(&mut self, number: u32, more: i32) {
         let block = self.blocks.block(number);
         block.room.set(block.room.get().wrapping_add_signed(more));
-        for room in [&mut self.books.room, &mut self.books.room_in[block.bucket()]] {
+        for room in [&mut self.state.room, &mut self.state.room_in[block.bucket()]] {
             *room = room.wrapping_add_signed(i64::from(more));
         }
     }
@@ -222,10 +222,10 @@ impl Node<'_> {
         let block = self.blocks.block(number);
         let empty = |level: Option<usize>| u32::from(level == Some(Level::Empty as usize));
         let partial = |level: Option<usize>| u32::from(level.is_some_and(|level| level >= Level::Partial as usize));
-        let (books, is_sparse) = (&mut *self.books, block.is_sparse.get());
-        books.partial = books.partial + partial(after) - partial(before);
-        books.empty = books.empty + empty(after) - empty(before);
-        books.sparse_empty = books.sparse_empty + is_sparse * empty(after) - is_sparse * empty(before);
+        let (state, is_sparse) = (&mut *self.state, block.is_sparse.get());
+        state.partial = state.partial + partial(after) - partial(before);
+        state.empty = state.empty + empty(after) - empty(before);
+        state.sparse_empty = state.sparse_empty + is_sparse * empty(after) - is_sparse * empty(before);
         if let Some(level) = before {
             block.remove(level, slab);
         }
@@ -270,18 +270,18 @@ impl Node<'_> {
     pub fn link(&mut self, number: u32, bucket: usize) {
         let block = self.blocks.block(number);
         block.spent.set(0);
-        self.books.lists.put_first(self.blocks, bucket, number);
+        self.state.lists.put_first(self.blocks, bucket, number);
         self.queue(number);
-        self.books.room_in[bucket] += u64::from(block.room.get());
+        self.state.room_in[bucket] += u64::from(block.room.get());
         self.add_bare(number, self.bare_in_use(number) as i32);
         if bucket == IDLE {
-            self.books.idle += 1;
+            self.state.idle += 1;
             block.has_refused.set(0);
         }
     }
 
     fn add_bare(&mut self, number: u32, more: i32) {
-        for bare in [&mut self.books.bare, &mut self.books.bare_in[self.blocks.block(number).bucket()]] {
+        for bare in [&mut self.state.bare, &mut self.state.bare_in[self.blocks.block(number).bucket()]] {
             *bare = bare.wrapping_add_signed(more);
         }
     }
@@ -296,14 +296,14 @@ impl Node<'_> {
     pub fn unlink(&mut self, number: u32) {
         let block = self.blocks.block(number);
         self.add_bare(number, -(self.bare_in_use(number) as i32));
-        self.books.room_in[block.bucket()] -= u64::from(block.room.get());
-        self.books.idle -= u32::from(block.bucket() == IDLE);
-        self.books.lists.remove(self.blocks, number);
+        self.state.room_in[block.bucket()] -= u64::from(block.room.get());
+        self.state.idle -= u32::from(block.bucket() == IDLE);
+        self.state.lists.remove(self.blocks, number);
         self.dequeue(number);
     }
 
     pub fn list(&self, bucket: usize) -> impl Iterator<Item = u32> {
-        self.books.lists.iter(self.blocks, bucket)
+        self.state.lists.iter(self.blocks, bucket)
     }
 
     /// Adds a block. All of its slabs are bare.
@@ -313,34 +313,34 @@ impl Node<'_> {
             word.set(0);
         }
         block.strip(self.shape.slabs);
-        self.books.blocks += 1;
-        self.books.whole += 1 - block.is_sparse.get();
+        self.state.blocks += 1;
+        self.state.whole += 1 - block.is_sparse.get();
         self.link(number, IDLE);
     }
 
     /// Removes an idle block if there are more than to be kept.
     pub fn remove_idle(&mut self, keep: Keep) -> Option<u32> {
-        if self.books.idle <= if keep == Keep::Some { KEPT_IDLE } else { 0 } {
+        if self.state.idle <= if keep == Keep::Some { KEPT_IDLE } else { 0 } {
             return None;
         }
-        let number = self.books.lists.first(IDLE)?;
+        let number = self.state.lists.first(IDLE)?;
         let block = self.blocks.block(number);
         self.unlink(number);
-        self.books.blocks -= 1;
-        self.books.whole -= 1 - block.is_sparse.get();
-        self.books.slabs -= block.slabs.get();
-        self.books.sparse -= block.slabs.get() * block.is_sparse.get();
-        self.books.room -= u64::from(block.room.get());
+        self.state.blocks -= 1;
+        self.state.whole -= 1 - block.is_sparse.get();
+        self.state.slabs -= block.slabs.get();
+        self.state.sparse -= block.slabs.get() * block.is_sparse.get();
+        self.state.room -= u64::from(block.room.get());
         let empty = block.count_at(Level::Empty as usize);
-        self.books.empty -= empty;
-        self.books.sparse_empty -= empty * block.is_sparse.get();
+        self.state.empty -= empty;
+        self.state.sparse_empty -= empty * block.is_sparse.get();
         Some(number)
     }
 
     /// Bytes of idle whole blocks, and of empty slabs of sparse blocks.
     pub fn kept_bytes(&self) -> u64 {
         let whole = self.list(IDLE).filter(|block| self.blocks.block(*block).is_sparse.get() == 0).count();
-        let empty = u64::from(self.books.sparse_empty) * self.shape.slab_bytes as u64;
+        let empty = u64::from(self.state.sparse_empty) * self.shape.slab_bytes as u64;
         whole as u64 * BLOCK_BYTES as u64 + empty
     }
 
@@ -361,7 +361,7 @@ impl Node<'_> {
         };
         let lists = [GROWING].into_iter().chain((self.list_of(least)..=FULLEST).rev());
         let number =
-            (self.books.bare > 0).then(|| lists.into_iter().find_map(|list| self.list(list).find(is_it)))??;
+            (self.state.bare > 0).then(|| lists.into_iter().find_map(|list| self.list(list).find(is_it)))??;
         self.claim_bare_of(number)
     }
 
@@ -373,15 +373,15 @@ impl Node<'_> {
         self.add_bare(number, self.bare_in_use(number) as i32 - before as i32);
         block.slabs.add(1);
         self.blocks.slab(number, slab).tried.set(0);
-        self.books.slabs += 1;
-        self.books.sparse += block.is_sparse.get();
+        self.state.slabs += 1;
+        self.state.sparse += block.is_sparse.get();
         self.hold(number, slab);
         Some((number, slab))
     }
 
     /// Claims an empty slab of a sparse block, to free its memory, if there are more than to be kept.
     pub fn claim_empty(&mut self, keep: Keep) -> Option<(u32, u32)> {
-        if self.books.sparse_empty <= if keep == Keep::Some { KEPT_EMPTY } else { 0 } {
+        if self.state.sparse_empty <= if keep == Keep::Some { KEPT_EMPTY } else { 0 } {
             return None;
         }
         let is_it = |block: &u32| {
@@ -429,8 +429,8 @@ impl Node<'_> {
         self.blocks.slab(number, slab).set_state(State::Open);
         block.put(Level::Bare as usize, slab);
         block.slabs.sub(1);
-        self.books.slabs -= 1;
-        self.books.sparse -= block.is_sparse.get();
+        self.state.slabs -= 1;
+        self.state.sparse -= block.is_sparse.get();
         block.claimed.sub(1);
         self.file(number);
     }
@@ -438,24 +438,24 @@ impl Node<'_> {
     /// Makes a claimed slab unusable for good. Its objects can be returned, but are not allocated again.
     pub fn lose(&mut self, number: u32, slab: u32) {
         self.blocks.slab(number, slab).set_state(State::Lost);
-        self.books.lost += 1;
+        self.state.lost += 1;
     }
 
     /// Number of slabs and blocks with objects in use.
     pub fn footprint(&self) -> u64 {
-        u64::from(self.books.slabs - self.books.empty) + u64::from(self.books.blocks - self.books.idle)
+        u64::from(self.state.slabs - self.state.empty) + u64::from(self.state.blocks - self.state.idle)
     }
 
     pub fn tally(&self) -> Tally {
-        let books = &self.books;
-        let (whole, sparse) = (books.whole as usize * BLOCK_BYTES, books.sparse as usize * self.shape.slab_bytes);
+        let state = &self.state;
+        let (whole, sparse) = (state.whole as usize * BLOCK_BYTES, state.sparse as usize * self.shape.slab_bytes);
         Tally {
-            blocks: books.blocks,
-            slabs: books.slabs,
-            partial: books.partial,
-            empty: books.empty,
-            lost: books.lost,
-            used: books.used,
+            blocks: state.blocks,
+            slabs: state.slabs,
+            partial: state.partial,
+            empty: state.empty,
+            lost: state.lost,
+            used: state.used,
             resident_bytes: (whole + sparse) as u64,
         }
     }
@@ -463,7 +463,7 @@ impl Node<'_> {
     /// Lists are consistent in both directions, with spent blocks last.
     #[cfg(test)]
     pub fn check_lists(&self) {
-        self.books.lists.check(self.blocks);
+        self.state.lists.check(self.blocks);
         self.check_queues();
         assert!((0..BUCKETS).all(|bucket| self.list(bucket).is_sorted_by_key(|number| self.is_spent(number))));
     }
@@ -477,7 +477,7 @@ impl Node<'_> {
         for bucket in 0..BUCKETS {
             let room_in: u32 = self.list(bucket).map(|number| self.blocks.block(number).room.get()).sum();
             let bare_in: u32 = self.list(bucket).map(|number| self.bare_in_use(number)).sum();
-            assert_eq!((u64::from(room_in), bare_in), (self.books.room_in[bucket], self.books.bare_in[bucket]));
+            assert_eq!((u64::from(room_in), bare_in), (self.state.room_in[bucket], self.state.bare_in[bucket]));
             for number in self.list(bucket) {
                 let block = self.blocks.block(number);
                 assert_eq!((bucket, bucket), (self.bucket_of(number), block.bucket()), "block {number}");
@@ -514,9 +514,9 @@ impl Node<'_> {
                 bare += self.bare_in_use(number);
             }
         }
-        let books = &self.books;
-        assert_eq!((books.blocks, books.idle, books.slabs), (blocks, idle, slabs));
-        assert_eq!((books.partial, books.bare, self.tally().resident_bytes), (partial, bare, resident));
-        assert_eq!((books.used, books.room, books.empty, books.sparse_empty), (used, room, empty, sparse_empty));
+        let state = &self.state;
+        assert_eq!((state.blocks, state.idle, state.slabs), (blocks, idle, slabs));
+        assert_eq!((state.partial, state.bare, self.tally().resident_bytes), (partial, bare, resident));
+        assert_eq!((state.used, state.room, state.empty, state.sparse_empty), (used, room, empty, sparse_empty));
     }
 }

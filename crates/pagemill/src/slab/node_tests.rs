@@ -1,8 +1,8 @@
 //! Which slabs and blocks a search on a node finds, and how many blocks it visits. Uses the allocator state alone: no
 //! object has memory.
 
-use super::looks::{LOOKS, Search, Source};
-use super::node::{Books, Node, Room};
+use super::candidates::{Criteria, DefragCandidate, MAX_COMPARED};
+use super::node::{Node, NodeState, Room};
 use super::shape::Shape;
 use super::tests::sparse_slabs;
 use crate::arena::Filling;
@@ -14,8 +14,8 @@ const OBJECTS: usize = 4;
 
 const PASS: u32 = 7;
 
-fn search(percent: u32) -> Search {
-    Search { percent, pass: PASS, round: None }
+fn criteria(percent: u32) -> Criteria {
+    Criteria { percent, pass: PASS, round: None }
 }
 
 /// How blocks get memory, as `is_sparse` has it.
@@ -29,14 +29,14 @@ enum Kind {
 /// block and slab by slab.
 fn with_full_blocks(kind: Kind, blocks: usize, act: impl FnOnce(&mut Node<'_>, &[usize])) {
     let slabs = sparse_slabs();
-    let ground = slabs.members.with(|_| slabs.ground()).unwrap();
+    let shared = slabs.members.with(|_| slabs.shared()).unwrap();
     let slab_bytes = BLOCK_BYTES / SLABS;
     let shape = Shape::new(slab_bytes / OBJECTS, 8, Some(slab_bytes)).unwrap();
-    let mut books = Books::new();
-    let mut node = Node { shape: &shape, blocks: &ground.blocks, books: &mut books };
+    let mut state = NodeState::new();
+    let mut node = Node { shape: &shape, blocks: &shared.blocks, state: &mut state };
     for _ in 0..blocks {
-        let block = ground.blocks.take(0, Filling::Unknown).unwrap();
-        ground.blocks.block(block).is_sparse.set(kind as u32);
+        let block = shared.blocks.take(0, Filling::Unknown).unwrap();
+        shared.blocks.block(block).is_sparse.set(kind as u32);
         node.add_block(block);
         while let Some((block, slab)) = node.claim_bare() {
             node.open(block, slab);
@@ -50,10 +50,10 @@ fn with_full_blocks(kind: Kind, blocks: usize, act: impl FnOnce(&mut Node<'_>, &
 }
 
 /// Claims and returns every slab that the search finds; returns how many these were.
-fn try_all(node: &mut Node<'_>, search: &Search) -> usize {
+fn try_all(node: &mut Node<'_>, criteria: &Criteria) -> usize {
     let mut count = 0;
-    while let Some(source) = node.claim_source(search) {
-        let Source::Slab(block, slab, _) = source else { panic!("{source:?}") };
+    while let Some(source) = node.claim_candidate(criteria) {
+        let DefragCandidate::Slab(block, slab, _) = source else { panic!("{source:?}") };
         node.open(block, slab);
         count += 1;
     }
@@ -62,23 +62,23 @@ fn try_all(node: &mut Node<'_>, search: &Search) -> usize {
 
 /// If all slabs are returned unchanged, each is tried once in a pass, and a bounded number of blocks is visited for each.
 #[test]
-fn a_pass_looks_at_few_blocks_for_each_slab() {
+fn a_pass_visits_few_blocks_for_each_slab() {
     for blocks in [50, 200] {
         with_full_blocks(Kind::Sparse, blocks, |node, objects| {
             objects.iter().step_by(2).for_each(|object| node.give(*object));
-            let tried = try_all(node, &search(101));
+            let tried = try_all(node, &criteria(101));
             assert_eq!(tried, blocks * SLABS);
-            let most = tried * LOOKS + blocks;
-            assert!(node.books.looks.looked_at as usize <= most, "{} {most}", node.books.looks.looked_at);
+            let most = tried * MAX_COMPARED + blocks;
+            assert!(node.state.searches.visited as usize <= most, "{} {most}", node.state.searches.visited);
         });
     }
 }
 
 /// Claims every block that the search finds and returns it at once; returns these blocks in order.
-fn try_blocks(node: &mut Node<'_>, search: &Search) -> Vec<u32> {
+fn try_blocks(node: &mut Node<'_>, criteria: &Criteria) -> Vec<u32> {
     let mut tried = Vec::new();
-    while let Some(source) = node.claim_source(search) {
-        let Source::Block(block, slabs, _) = source else { panic!("{source:?}") };
+    while let Some(source) = node.claim_candidate(criteria) {
+        let DefragCandidate::Block(block, slabs, _) = source else { panic!("{source:?}") };
         slabs.iter().for_each(|slab| node.open(block, slab));
         node.return_block(block);
         tried.push(block);
@@ -89,7 +89,7 @@ fn try_blocks(node: &mut Node<'_>, search: &Search) -> Vec<u32> {
 /// If all blocks are returned unchanged, each is tried once in a round, the emptiest first, and a bounded number is
 /// visited for each.
 #[test]
-fn a_round_looks_at_few_blocks_for_each() {
+fn a_round_visits_few_blocks_for_each() {
     for blocks in [10, 50, 200] {
         with_full_blocks(Kind::Whole, blocks, |node, objects| {
             // One block in three has too many objects left, but is in the same list as others.
@@ -101,8 +101,8 @@ fn a_round_looks_at_few_blocks_for_each() {
                 sparser += usize::from(left(at) == 1);
             }
             for round in [PASS, PASS + 1] {
-                let before = node.books.looks.looked_at;
-                let tried = try_blocks(node, &Search { percent: 30, pass: round, round: Some(round) });
+                let before = node.state.searches.visited;
+                let tried = try_blocks(node, &Criteria { percent: 30, pass: round, round: Some(round) });
                 assert_eq!(tried.iter().collect::<std::collections::BTreeSet<_>>().len(), sparse);
                 assert_eq!(tried.len(), sparse, "each once");
                 let used = |block: &u32| node.blocks.block(*block).used.get();
@@ -110,9 +110,9 @@ fn a_round_looks_at_few_blocks_for_each() {
                     tried[..sparser].iter().all(|block| used(block) == 1)
                         && tried[sparser..].iter().all(|block| used(block) == 9)
                 );
-                let looked_at = (node.books.looks.looked_at - before) as usize;
+                let visited = (node.state.searches.visited - before) as usize;
                 // The other search, for slabs, visits all blocks once.
-                assert!(looked_at <= sparse * LOOKS + 2 * blocks, "{looked_at} {sparse}");
+                assert!(visited <= sparse * MAX_COMPARED + 2 * blocks, "{visited} {sparse}");
             }
         });
     }
@@ -124,17 +124,17 @@ fn what_changes_in_a_round_is_found_in_it() {
     with_full_blocks(Kind::Whole, 40, |node, objects| {
         let block_of = |at: usize| &objects[at * SLABS * OBJECTS..][..SLABS * OBJECTS];
         (0..20).for_each(|at| block_of(at)[9..].iter().for_each(|object| node.give(*object)));
-        let search = Search { percent: 30, pass: PASS, round: Some(PASS) };
-        assert_eq!(try_blocks(node, &search).len(), 20);
-        assert!(!node.has_source(&search));
+        let criteria = Criteria { percent: 30, pass: PASS, round: Some(PASS) };
+        assert_eq!(try_blocks(node, &criteria).len(), 20);
+        assert!(!node.has_candidate(&criteria));
         block_of(30)[9..].iter().for_each(|object| node.give(*object));
-        assert_eq!(try_blocks(node, &search).len(), 1);
+        assert_eq!(try_blocks(node, &criteria).len(), 1);
     });
 }
 
 /// The same for moves to another node, which include full slabs.
 #[test]
-fn moving_away_looks_at_few_blocks_for_each_slab() {
+fn moving_away_visits_few_blocks_for_each_slab() {
     with_full_blocks(Kind::Sparse, 100, |node, objects| {
         node.give(objects[0]);
         let mut tried = 0;
@@ -143,7 +143,7 @@ fn moving_away_looks_at_few_blocks_for_each_slab() {
             tried += 1;
         }
         assert_eq!(tried, 100 * SLABS);
-        assert!(node.books.looks.looked_at as usize <= 2 * tried, "{}", node.books.looks.looked_at);
+        assert!(node.state.searches.visited as usize <= 2 * tried, "{}", node.state.searches.visited);
     });
 }
 
@@ -155,19 +155,21 @@ fn what_changes_in_a_pass_is_found_in_it() {
         let per_block = SLABS * OBJECTS;
         // One slab of each block but the last is half used.
         [0, 1, per_block, per_block + 1].into_iter().for_each(|at| node.give(objects[at]));
-        assert_eq!(try_all(node, &search(40)), 0);
-        assert_eq!(try_all(node, &search(101)), 2);
-        assert!(!node.has_source(&search(101)));
+        assert_eq!(try_all(node, &criteria(40)), 0);
+        assert_eq!(try_all(node, &criteria(101)), 2);
+        assert!(!node.has_candidate(&criteria(101)));
         node.give(objects[2 * per_block]);
         node.give(objects[per_block - 1]);
-        assert_eq!(try_all(node, &search(101)), 2);
-        let Some(Source::Slab(block, slab, _)) = node.claim_source(&Search { pass: PASS + 1, ..search(101) }) else {
+        assert_eq!(try_all(node, &criteria(101)), 2);
+        let Some(DefragCandidate::Slab(block, slab, _)) =
+            node.claim_candidate(&Criteria { pass: PASS + 1, ..criteria(101) })
+        else {
             panic!("another pass tries all again");
         };
-        assert_eq!(try_all(node, &Search { pass: PASS + 1, ..search(101) }), 3);
+        assert_eq!(try_all(node, &Criteria { pass: PASS + 1, ..criteria(101) }), 3);
         // A slab that was left half done.
         node.blocks.slab(block, slab).tried.set(0);
         node.open(block, slab);
-        assert_eq!(try_all(node, &Search { pass: PASS + 1, ..search(101) }), 1);
+        assert_eq!(try_all(node, &Criteria { pass: PASS + 1, ..criteria(101) }), 1);
     });
 }

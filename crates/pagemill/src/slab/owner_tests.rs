@@ -2,7 +2,7 @@
 //! its new address.
 #![allow(unsafe_code)] // implements an owner
 
-use super::tests::{STUCK_AFTER, settle, slabs, slabs_on_nodes, slabs_with, sparse_slabs, until_moved};
+use super::tests::{STUCK_AFTER, finish_retired, slabs, slabs_on_nodes, slabs_with, sparse_slabs, until_moved};
 use super::*;
 use crate::arena;
 use crate::reclaim::tree::UNLIMITED;
@@ -69,12 +69,12 @@ impl Drop for Book {
 }
 
 /// Number of items that are still to be moved.
-pub(super) struct Left {
+pub(super) struct Deferred {
     count: usize,
     is_to_panic: bool,
 }
 
-impl Drop for Left {
+impl Drop for Deferred {
     fn drop(&mut self) {
         assert!(!self.is_to_panic, "an owner that fails, as it should here");
     }
@@ -83,7 +83,7 @@ impl Drop for Left {
 // SAFETY: items are found through the map and count their users; the old place of a moved item is free.
 unsafe impl Migrate for Book {
     type Object = Item;
-    type Isolated = Left;
+    type Isolated = Deferred;
 
     fn construct(&self) -> Item {
         assert!(!self.panics_in_construct.load(Relaxed), "a constructor that fails, as it should here");
@@ -97,7 +97,7 @@ unsafe impl Migrate for Book {
         }
     }
 
-    fn isolate(&self, items: &mut Candidates<'_, Item>) -> Left {
+    fn isolate(&self, items: &mut Candidates<'_, Item>) -> Deferred {
         let hook = self.on_isolate.lock().unwrap().take();
         hook.into_iter().for_each(|hook| hook());
         let whim = *self.whim.lock().unwrap();
@@ -113,14 +113,14 @@ unsafe impl Migrate for Book {
             count += usize::from(is_kept);
             is_kept
         });
-        Left { count, is_to_panic: whim == Whim::PanicAfterwards }
+        Deferred { count, is_to_panic: whim == Whim::PanicAfterwards }
     }
 
     fn migrate<'object>(
         &self,
         item: Moving<'object, Item>,
         to: &mut Target<'_, Item>,
-        left: &mut Left,
+        left: &mut Deferred,
     ) -> Done<'object> {
         left.count -= 1;
         while *self.whim.lock().unwrap() == Whim::Wait {
@@ -248,7 +248,7 @@ impl Items for ByOwner<Book> {
             if !self.engine().has_batches() && (before.moved, before.freed) == (after.moved, after.freed) {
                 return freed;
             }
-            settle(self.engine());
+            finish_retired(self.engine());
         }
     }
 }
@@ -310,7 +310,7 @@ fn the_last_block_is_small_pages() {
     let info = cache.info().unwrap();
     assert!(info.total.resident_bytes < 5 * BLOCK_BYTES as u64, "{info:?}");
     let window_bytes = 32 * BLOCK_BYTES;
-    let in_memory = pagemill_sys::mem::resident_bytes(cache.engine().ground.blocks.addr(0), window_bytes).unwrap();
+    let in_memory = pagemill_sys::mem::resident_bytes(cache.engine().shared.blocks.addr(0), window_bytes).unwrap();
     assert!(in_memory as u64 <= info.total.resident_bytes, "{in_memory} {info:?}");
     // Later items find room.
     (items..items + per_block).for_each(|number| cache.add(number));
@@ -326,7 +326,7 @@ fn assert_packed(cache: &ByOwner<Book>, items: u64) {
     assert!(info.total.partial <= 1, "{info:?}");
     let per_block = (BLOCK_BYTES / info.slab_bytes) as u64;
     assert_eq!(u64::from(info.total.blocks), slabs.div_ceil(per_block), "{info:?}");
-    cache.engine().check_books();
+    cache.engine().check_state();
 }
 
 /// Nine of ten items are freed: the rest is packed into as few slabs and blocks as possible, and memory is freed.
@@ -387,7 +387,7 @@ fn slabs_that_were_not_set_up_are_room() {
     let more = end + per_block / 2 - (end - per_block - pinned);
     (end..more + 10 * per_slab).for_each(|number| cache.add(number));
     drop(guard);
-    settle(cache.engine());
+    finish_retired(cache.engine());
     let block_of = |number| cache.item(number).as_ptr() as usize / BLOCK_BYTES;
     let (first, second) = (block_of(1), block_of(end - 1));
     let numbers: Vec<u64> = cache.owner().items.lock().unwrap().keys().copied().collect();
@@ -452,7 +452,7 @@ fn a_ratio_bounds_what_is_resident() {
         loop {
             // A budget of zero ends each step after one slab, on any machine.
             let progress = cache.defrag_step(Duration::ZERO).unwrap();
-            settle(cache.engine());
+            finish_retired(cache.engine());
             if progress.is_done && progress.moved == 0 {
                 break;
             }
@@ -483,7 +483,7 @@ fn a_ratio_that_is_raised_ends_a_rest() {
     // The last block may be used by less than the ratio.
     for _ in 0..10 {
         cache.defrag_step(Duration::from_secs(1)).unwrap();
-        settle(cache.engine());
+        finish_retired(cache.engine());
     }
     cache.set_defrag_used_ratio(100).unwrap();
     assert!(cache.defrag_step(Duration::from_secs(1)).unwrap().moved > 0);
@@ -498,7 +498,7 @@ fn all_caches_are_defragmented() {
     let items = caches.each_ref().map(|cache| fragmented(cache, 60_000));
     loop {
         let progress = slabs.defrag_step(Duration::from_millis(5));
-        caches.iter().for_each(|cache| settle(cache.engine()));
+        caches.iter().for_each(|cache| finish_retired(cache.engine()));
         if progress.is_done && progress.moved == 0 {
             break;
         }
@@ -528,7 +528,7 @@ fn steps_go_on_where_memory_becomes_short() {
     *cache.owner().whim.lock().unwrap() = Whim::Move;
     while is_pressed() {
         step();
-        settle(cache.engine());
+        finish_retired(cache.engine());
     }
     assert!(cache.info().unwrap().moved > 0 && cache.check_all() == items);
 }
@@ -543,7 +543,7 @@ fn readers_are_waited_for() {
     let guard = xarray::pin();
     let old: Vec<_> = (0..10_000).map(|number| cache.item(number * 10)).collect();
     while !cache.defrag_step(Duration::from_secs(1)).unwrap().is_done {}
-    cache.engine().settle();
+    cache.engine().finish_retired();
     let moved: Vec<_> = (0..10_000).filter(|number| cache.item(number * 10) != old[*number as usize]).collect();
     assert!(moved.len() > 5_000);
     // New items are allocated elsewhere.
@@ -555,7 +555,7 @@ fn readers_are_waited_for() {
     }
     let before = cache.info().unwrap().total.blocks;
     drop(guard);
-    settle(cache.engine());
+    finish_retired(cache.engine());
     cache.engine().shrink().unwrap();
     assert!(cache.info().unwrap().total.blocks < before);
     cache.pack();
@@ -585,7 +585,7 @@ fn items_move_between_nodes() {
     assert_eq!(cache.check_all(), 3_000);
     let info = cache.info().unwrap();
     assert!(info.nodes.iter().all(|node| node.partial <= 1) && info.nodes[2].blocks == 0, "{info:?}");
-    cache.engine().check_books();
+    cache.engine().check_state();
 }
 
 fn panics(act: impl FnOnce()) -> bool {
@@ -625,7 +625,7 @@ fn a_panic_leaves_the_slab_out_of_use() {
         let info = cache.info().unwrap();
         assert_eq!((info.active, info.total.blocks, info.total.lost), (per_block, 2, 1), "it is not used again");
         (0..per_block).for_each(|number| assert!(cache.remove(number)));
-        cache.engine().check_books();
+        cache.engine().check_state();
     }
 }
 
@@ -680,7 +680,7 @@ fn a_constructor_may_panic() {
     let info = cache.info().unwrap();
     assert_eq!((info.active, info.total.lost, info.total.slabs), (1, 1, 2));
     assert_eq!(cache.owner().constructed.load(Relaxed), u64::from(info.objects_per_slab), "each is constructed once");
-    cache.engine().check_books();
+    cache.engine().check_state();
 }
 
 /// Threads add, remove and read items while another packs them continuously: no item is lost, duplicated or torn.
@@ -779,8 +779,8 @@ fn a_slab_is_not_emptied_while_it_is_set_up() {
         (0..per_block / 2).for_each(|number| assert!(cache.remove(number)));
         (per_block..per_block + 10).for_each(|number| assert!(cache.remove(number)));
         while !cache.defrag_step(Duration::from_secs(1)).unwrap().is_done {}
-        settle(cache.engine());
-        cache.engine().check_books();
+        finish_retired(cache.engine());
+        cache.engine().check_state();
         go_on.send(()).unwrap();
         adder.join().unwrap();
     });

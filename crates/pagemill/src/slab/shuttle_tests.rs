@@ -145,7 +145,7 @@ fn magazines_that_are_emptied() {
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         drop(passed.with(std::mem::take));
         cache.shrink().unwrap();
-        cache.engine().check_books();
+        cache.engine().check_state();
         assert_eq!((live.load(Relaxed), cache.info().unwrap().total.used), (0, 0));
         // SAFETY: made above by `Box::leak`; its slots are dropped.
         drop(unsafe { Box::from_raw(std::ptr::from_ref(cache).cast_mut()) });
@@ -206,7 +206,7 @@ fn values_that_are_moved() {
         }
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         cache.shrink().unwrap();
-        cache.engine().check_books();
+        cache.engine().check_state();
         let info = cache.info().unwrap();
         assert_eq!(info.active, live.load(Relaxed) as u64);
         assert!(info.total.partial <= 1, "{info:?}");
@@ -248,7 +248,7 @@ fn nothing_begins_once_it_is_turned_off() {
     run_in_many_orders(|| {
         let live = Arc::new(AtomicUsize::new(0));
         let (cache, _) = sparse_values(&live);
-        slabs().worker.ring();
+        slabs().worker.notify();
         linger(40);
         slabs().defrag_by_hand();
         let done = || (cache.info().unwrap().moved, live.load(Relaxed));
@@ -343,7 +343,7 @@ fn places_that_are_used_again() {
         }
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         cache.shrink().unwrap();
-        cache.engine().check_books();
+        cache.engine().check_state();
         let left = handles.iter().filter(|handle| cache.get(**handle, &pin()).is_some()).count();
         assert_eq!(cache.info().unwrap().active, left as u64);
     });
@@ -358,7 +358,7 @@ fn the_thread_behind() {
         let (slabs, live) = (slabs(), Arc::new(AtomicUsize::new(0)));
         let failed = stats::get(Counter::SlabBehindFailed);
         let (cache, left) = sparse_values(&live);
-        slabs.worker.ring();
+        slabs.worker.notify();
         let other = shuttle::thread::spawn(move || match one_of(3) {
             0 => slabs.defrag_by_hand(),
             1 => {

@@ -4,14 +4,14 @@
 //! thread, uses it.
 #![allow(unsafe_code)] // zero bits are a valid stock
 
+use super::epochs::{self, Epoch};
 use super::meta::{Held32, Held64};
-use super::readers::{self, Moment};
 use crate::arena::Zeroed;
 
 const STOCK_BYTES: usize = 16 << 10;
 
 /// Capacity for handles: the rest of a stock. Its memory is populated up to the highest count so far.
-pub(super) const KEYS: usize = (STOCK_BYTES - size_of::<Leavings>()) / size_of::<u64>() - 1;
+pub(super) const KEYS: usize = (STOCK_BYTES - size_of::<ThreadRetireList>()) / size_of::<u64>() - 1;
 
 /// Handles that are taken from the table at once: whole cache lines, not shared with other threads.
 pub(super) const RUN: usize = 64;
@@ -22,7 +22,7 @@ pub(super) const PLACES: usize = 64;
 /// What one thread slot keeps for a cache by handle.
 #[repr(C, align(1024))]
 pub(super) struct Stock {
-    pub left: Leavings,
+    pub retired: ThreadRetireList,
     pub keys: Stack<KEYS>,
 }
 
@@ -35,14 +35,14 @@ impl Stock {
     /// Adds a free handle and a retired place: both, or neither if there is no room for one of them.
     #[inline(always)]
     pub fn take_in(&self, key: u64, place: u64) -> bool {
-        let (keys, places) = (self.keys.len.get(), self.left.places.len.get());
-        let has_room = places < self.left.room.get();
-        match (self.keys.items.get(keys as usize), self.left.places.items.get(places as usize)) {
+        let (keys, places) = (self.keys.len.get(), self.retired.places.len.get());
+        let has_room = places < self.retired.room.get();
+        match (self.keys.items.get(keys as usize), self.retired.places.items.get(places as usize)) {
             (Some(key_at), Some(place_at)) if has_room => {
                 key_at.set(key);
                 place_at.set(place);
                 self.keys.len.set(keys + 1);
-                self.left.places.len.set(places + 1);
+                self.retired.places.len.set(places + 1);
                 true
             }
             _ => false,
@@ -50,15 +50,15 @@ impl Stock {
     }
 }
 
-/// A retire list: places in order of retirement. First those that wait for readers of the epoch `moment`, then later
+/// A retire list: places in order of retirement. First those that wait for readers of the epoch `epoch`, then later
 /// ones.
 #[repr(C)]
-pub(super) struct Leavings {
+pub(super) struct ThreadRetireList {
     /// How many places it may hold before it is sorted; 0 at first.
     room: Held32,
-    /// `waiting`: how many places wait. `moment`: the epoch that they wait for.
+    /// `waiting`: how many places wait. `epoch`: the epoch that they wait for.
     waiting: Held32,
-    moment: Held64,
+    epoch: Held64,
     places: Stack<PLACES>,
 }
 
@@ -66,10 +66,10 @@ pub(super) struct Leavings {
 pub(super) struct Sorted {
     pub count: usize,
     /// Readers up to this epoch may use them; `None`: they are free.
-    pub until: Option<Moment>,
+    pub until: Option<Epoch>,
 }
 
-impl Leavings {
+impl ThreadRetireList {
     /// Retires a place that no word names, if there is room.
     pub fn push(&self, place: u64) -> bool {
         self.places.len.get() < self.room.get() && self.places.push(place)
@@ -79,16 +79,16 @@ impl Leavings {
     /// they are removed to wait in the shared retire list. Afterwards there is room for `more`.
     pub fn sort(&self, more: usize, out: &mut [u64; PLACES]) -> Sorted {
         let (len, waiting) = (self.places.len.get() as usize, self.waiting.get() as usize);
-        let (moment, oldest) = readers::leave();
-        let waited_for = Moment::from_bits(self.moment.get());
-        let (count, until) = if oldest > moment {
+        let (epoch, oldest) = epochs::retire();
+        let waited_for = Epoch::from_bits(self.epoch.get());
+        let (count, until) = if oldest > epoch {
             (len, None)
         } else {
             (waiting, (waiting > 0 && oldest <= waited_for).then_some(waited_for))
         };
         let rest = len - self.places.drain(len - count, out);
         self.waiting.set(rest as u32);
-        self.moment.set(moment.to_bits());
+        self.epoch.set(epoch.to_bits());
         self.room.set((rest + more).min(PLACES) as u32);
         Sorted { count, until }
     }
@@ -167,30 +167,30 @@ mod tests {
     /// Places wait for a guard that existed when they were retired, first in the stock, then elsewhere. Without one they
     /// are free at once.
     #[test]
-    fn leavings_wait_for_readers() {
+    fn retired_places_wait_for_readers() {
         // SAFETY: zero bits are a value.
-        let left: Leavings = unsafe { std::mem::zeroed() };
+        let retired: ThreadRetireList = unsafe { std::mem::zeroed() };
         let mut out = [0; PLACES];
-        assert!(!left.push(1), "it has not been opened");
-        assert_eq!(left.sort(2, &mut out).count, 0);
-        assert!(left.push(1) && left.push(2) && !left.push(3));
-        let guard = readers::pin();
-        let first = left.sort(2, &mut out);
-        assert_eq!((first.count, left.push(3), left.push(4), left.push(5)), (0, true, true, false));
-        let second = left.sort(2, &mut out);
-        assert!(second.until.is_some_and(|until| readers::oldest() <= until));
+        assert!(!retired.push(1), "it has not been opened");
+        assert_eq!(retired.sort(2, &mut out).count, 0);
+        assert!(retired.push(1) && retired.push(2) && !retired.push(3));
+        let guard = epochs::pin();
+        let first = retired.sort(2, &mut out);
+        assert_eq!((first.count, retired.push(3), retired.push(4), retired.push(5)), (0, true, true, false));
+        let second = retired.sort(2, &mut out);
+        assert!(second.until.is_some_and(|until| epochs::oldest() <= until));
         assert_eq!((second.count, &out[..2]), (2, &[1, 2][..]));
-        assert!(left.push(5) && left.push(6) && !left.push(7));
+        assert!(retired.push(5) && retired.push(6) && !retired.push(7));
         drop(guard);
         let mut seen = Vec::new();
         // Readers of other tests may exist.
         while seen.len() < 4 {
-            let sorted = left.sort(2, &mut out);
+            let sorted = retired.sort(2, &mut out);
             assert!(sorted.until.is_none_or(|until| until > second.until.unwrap()));
             seen.extend_from_slice(&out[..sorted.count]);
         }
         assert_eq!(seen, [3, 4, 5, 6]);
-        assert!(left.push(7));
-        assert_eq!((left.take(&mut out), out[0], left.push(8)), (1, 7, false));
+        assert!(retired.push(7));
+        assert_eq!((retired.take(&mut out), out[0], retired.push(8)), (1, 7, false));
     }
 }

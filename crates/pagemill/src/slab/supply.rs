@@ -21,7 +21,7 @@ impl Engine {
             Some(claimed) => claimed,
             None => {
                 let has_filled = self.has_filled[node].load(Relaxed);
-                let block = self.ground.blocks.take(node, if has_filled { Filling::Soon } else { Filling::Unknown })?;
+                let block = self.shared.blocks.take(node, if has_filled { Filling::Soon } else { Filling::Unknown })?;
                 self.on(node, |node| {
                     node.add_block(block);
                     node.claim_bare().expect("a block that is new has slabs to set up")
@@ -39,7 +39,7 @@ impl Engine {
     }
 
     fn set_up_slab(&self, node: usize, block: u32, slab: u32) -> Result<()> {
-        let blocks = &self.ground.blocks;
+        let blocks = &self.shared.blocks;
         let at = self.shape.offset_of(slab, 0);
         if blocks.block(block).is_sparse.get() == 1
             && let Err(error) = blocks.bring_in(block, at, self.shape.slab_bytes)
@@ -58,7 +58,7 @@ impl Engine {
 
     /// Initializes the objects of a claimed slab. After a panic the slab is lost, and the panic resumes.
     fn construct(&self, node: usize, block: u32, slab: u32) {
-        let base = self.ground.blocks.addr(block);
+        let base = self.shared.blocks.addr(block);
         let objects = || (0..self.shape.capacity).map(|object| base + self.shape.offset_of(slab, object));
         poison::open(base + self.shape.offset_of(slab, 0), self.shape.slab_bytes);
         if let Some(set_up) = &self.set_up
@@ -82,7 +82,7 @@ impl Engine {
     /// Frees idle blocks of a node, and the memory of empty slabs in sparse blocks, except for what is kept. Returns the
     /// bytes that went to the system; free whole blocks keep their memory.
     pub fn trim(&self, node: usize, keep: Keep) -> u64 {
-        let (blocks, mut freed) = (&self.ground.blocks, 0);
+        let (blocks, mut freed) = (&self.shared.blocks, 0);
         while let Some((block, slab)) = self.on(node, |node| node.claim_empty(keep)) {
             let at = self.shape.offset_of(slab, 0);
             // SAFETY: a claimed slab without an allocated object: no reference to its contents exists.
@@ -104,7 +104,7 @@ impl Engine {
             freed += blocks.give(block);
             if blocks.giveable_bytes() > 0 {
                 // The block is in no cache and keeps its memory: the background thread frees it if it stays unused.
-                self.ground.slabs.worker.ring();
+                self.shared.slabs.worker.notify();
             }
         }
         freed
@@ -118,7 +118,7 @@ impl Engine {
     ///
     /// # Errors
     ///
-    /// As [`Engine::seize`].
+    /// As [`Engine::drain_magazines`].
     pub fn shrink(&self) -> Result<u64> {
         self.check()?;
         let before = self.resident_bytes();
@@ -131,21 +131,21 @@ impl Engine {
     ///
     /// # Errors
     ///
-    /// As [`Engine::seize`].
+    /// As [`Engine::drain_magazines`].
     pub fn give_rest(&self, before: u64) -> Result<()> {
-        drop(self.seize()?);
+        drop(self.drain_magazines()?);
         self.trim_all(Keep::Nothing);
-        self.ground.blocks.shrink(before.saturating_sub(self.resident_bytes()));
+        self.shared.blocks.shrink(before.saturating_sub(self.resident_bytes()));
         Ok(())
     }
 
     /// Whether a block that may stay partly unused gets small pages.
     pub fn comes_sparse(&self) -> bool {
-        !self.ground.blocks.arena.may_take_huge(Filling::Unknown)
+        !self.shared.blocks.arena.may_take_huge(Filling::Unknown)
     }
 
     /// The next block of a node will not be filled soon.
-    pub fn expect_little(&self, node: usize) {
+    pub fn reserve_little(&self, node: usize) {
         self.has_filled[node].store(false, Relaxed);
     }
 }

@@ -42,8 +42,8 @@ pub(super) fn slabs_on_nodes(nodes: usize) -> &'static Slabs {
 }
 
 /// Waits for readers, including those of other tests, which may take longer than one call waits.
-pub(super) fn settle(engine: &Engine) {
-    while !engine.settle_all().unwrap() {}
+pub(super) fn finish_retired(engine: &Engine) {
+    while !engine.finish_all_retired().unwrap() {}
 }
 
 /// Far longer than anything here takes, even on an overloaded machine.
@@ -83,7 +83,7 @@ fn values_are_kept() {
     let info = cache.info().unwrap();
     assert_eq!((info.active, info.object_bytes, info.slab_bytes), (slots.len() as u64, 192, 64 << 10));
     assert_eq!(slots.pop().unwrap().into_inner(), object(8_999));
-    cache.engine().check_books();
+    cache.engine().check_state();
 }
 
 /// One slab of objects plus one makes two slabs; after one is freed and the cache shrunk, one slab is left.
@@ -107,7 +107,7 @@ fn two_slabs_become_one() {
         drop(slots);
         cache.shrink().unwrap();
         assert_eq!(cache.info().unwrap().total, NodeInfo::default());
-        cache.engine().check_books();
+        cache.engine().check_state();
     }
 }
 
@@ -162,7 +162,7 @@ fn what_the_kernel_keeps_is_charged_once() {
     let (slabs, account) = slabs_with(layout, UNLIMITED);
     let cache = slabs.fixed::<Object>(Settings::new("locked")).unwrap();
     let slot = cache.insert(object(1)).unwrap();
-    let at = cache.engine().ground.blocks.addr(0);
+    let at = cache.engine().shared.blocks.addr(0);
     let behind = || pagemill_sys::mem::resident_bytes(at, BLOCK_BYTES).unwrap() as u64;
     // A plain system call, because the sanitizers' own mlock does nothing.
     // SAFETY: locks pages of the test's own.
@@ -176,7 +176,7 @@ fn what_the_kernel_keeps_is_charged_once() {
     let next = slabs.fixed::<Object>(Settings::new("next")).unwrap();
     let slot = next.insert(object(2)).unwrap();
     assert_eq!(
-        (next.engine().ground.blocks.number_of(&raw const *slot as usize), account.resident()),
+        (next.engine().shared.blocks.number_of(&raw const *slot as usize), account.resident()),
         (0, OTHERS + behind())
     );
     drop(slot);
@@ -194,7 +194,7 @@ fn a_part_of_a_slab_goes_back() {
     let (slabs, account) = slabs_with(Layout { use_huge: false, ..Layout::for_test() }, UNLIMITED);
     let cache = slabs.fixed::<Object>(Settings::new("part")).unwrap();
     let mut slots = vec![cache.insert(object(0)).unwrap()];
-    let (at, page) = (cache.engine().ground.blocks.addr(0), os_page_bytes());
+    let (at, page) = (cache.engine().shared.blocks.addr(0), os_page_bytes());
     let protect = |access| {
         let last = at + 2 * cache.engine().shape.slab_bytes - page;
         // SAFETY: a page of the test's own that holds nothing.
@@ -213,7 +213,7 @@ fn a_part_of_a_slab_goes_back() {
     assert_eq!((account.resident(), behind), (first, first));
     protect(libc::PROT_READ | libc::PROT_WRITE);
     slots.push(cache.insert(object(1)).unwrap());
-    cache.engine().check_books();
+    cache.engine().check_state();
 }
 
 /// At its limit a cache gets no more memory; after frees it does.
@@ -233,7 +233,7 @@ fn the_limit_is_minded() {
     assert!(account.resident() <= 4 * BLOCK_BYTES as u64);
     slots.truncate(10);
     slots.extend((0..1_000).map(|number| cache.insert(object(number)).unwrap()));
-    cache.engine().check_books();
+    cache.engine().check_state();
 }
 
 /// Another cache uses the blocks that one freed, without a request to the kernel.
@@ -282,7 +282,7 @@ fn threads_pass_objects_to_each_other() {
     });
     cache.shrink().unwrap();
     assert_eq!((cache.info().unwrap().active, cache.info().unwrap().total.slabs), (0, 0));
-    cache.engine().check_books();
+    cache.engine().check_state();
 }
 
 /// Values are dropped once, even if their destructor panics, and their memory is reused.
@@ -370,7 +370,7 @@ fn there_can_be_a_thousand_caches() {
     assert!(MAX_CACHES > 1000 && matches!(more(), Err(Error::TooMany { most: MAX_CACHES, .. })));
     let list = slabs.list();
     assert!(list.len() == MAX_CACHES && list.iter().all(|info| *info.name == *"many"));
-    assert_eq!(slabs.ground.get().unwrap().resident_bytes(), 0);
+    assert_eq!(slabs.shared.get().unwrap().resident_bytes(), 0);
     for cache in [&caches[0], &caches[255], &caches[256], &caches[MAX_CACHES - 1]] {
         let slots: Vec<_> = (0..5_000).map(|number| cache.insert(object(number)).unwrap()).collect();
         assert!(slots.iter().zip(0..).all(|(slot, number)| **slot == object(number)));
@@ -487,7 +487,7 @@ fn what_others_keep_comes_before_a_refusal() {
         end.send(()).unwrap();
         assert_eq!(slots.len(), per_block);
     });
-    cache.engine().check_books();
+    cache.engine().check_state();
 }
 
 /// A slab that got no memory is returned: once all objects are freed no block is kept for it, and later objects find
@@ -500,7 +500,7 @@ fn a_slab_without_memory_goes_back() {
     for _ in 0..2 {
         let slots: Vec<_> = std::iter::from_fn(|| cache.insert(object(1)).ok()).collect();
         assert!(slots.len() > 1_000 && matches!(cache.insert(object(2)), Err(Error::NoMemory { .. })));
-        cache.engine().check_books();
+        cache.engine().check_state();
         drop(slots);
         cache.shrink().unwrap();
         assert_eq!(cache.info().unwrap().total, NodeInfo::default());

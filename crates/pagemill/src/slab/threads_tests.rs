@@ -2,8 +2,8 @@
 //! drained.
 #![allow(unsafe_code)] // implements `Movable`; system call filter, address limit
 
-use super::numbers::{MAX_THREADS, NONE, find_number, high_water, take_numbers};
-use super::tests::{settle, slabs};
+use super::tests::{finish_retired, slabs};
+use super::thread_slots::{MAX_THREADS, NONE, find_slot, high_water, take_slots};
 use super::*;
 use crate::units::os_page_bytes;
 use pagemill_sys::barrier;
@@ -87,7 +87,7 @@ fn all_is_the_same_where_the_barrier_is_refused() {
 #[test]
 fn barriers_are_whose_the_kernel_lets_them_be() {
     let barriers = Barriers::of_process();
-    assert_eq!(barriers == Barriers::OfSeizer, barrier::register());
+    assert_eq!(barriers == Barriers::OfDrainer, barrier::register());
     assert!(env::var_os(REFUSED).is_none() || barriers == Barriers::OfEach);
     let cache = slabs().fixed::<Words>(Settings::new("barriers")).unwrap();
     assert_eq!(cache.engine().magazines.barriers(), barriers);
@@ -106,12 +106,12 @@ fn threads_take_from_their_magazines() {
         assert_eq!(cache.engine().in_magazines(), cached + 1);
         let slot = cache.insert([2; 22]).unwrap();
         assert_eq!((place(&slot), cache.engine().in_magazines()), (first, cached));
-        let seized = cache.engine().seize().unwrap();
+        let drained = cache.engine().drain_magazines().unwrap();
         let other = cache.insert([3; 22]).unwrap();
         drop(slot);
         assert_eq!(cache.engine().in_magazines(), 0);
-        drop((seized, other));
-        cache.engine().check_books();
+        drop((drained, other));
+        cache.engine().check_state();
     }
 }
 
@@ -154,9 +154,9 @@ fn threads_and_seizers_never_meet() {
         fixed.shrink().unwrap();
         cache.pack();
         assert_eq!((fixed.info().unwrap().active, cache.info().unwrap().active), (0, left));
-        settle(cache.engine());
-        cache.engine().check_books();
-        fixed.engine().check_books();
+        finish_retired(cache.engine());
+        cache.engine().check_state();
+        fixed.engine().check_state();
     }
 }
 
@@ -207,7 +207,7 @@ mod alone {
     }
 
     /// A value that is removed while another thread reads it stays until that thread has finished.
-    fn assert_reader_counts(cache: &ByHandle<Value>) {
+    fn assert_participant_counts(cache: &ByHandle<Value>) {
         let handle = cache.insert(Value::new(7)).unwrap();
         let (begun, removed) = (Barrier::new(2), Barrier::new(2));
         thread::scope(|scope| {
@@ -220,13 +220,13 @@ mod alone {
             });
             begun.wait();
             assert!(cache.remove(handle).unwrap());
-            let (moment, oldest) = readers::leave();
-            assert!(oldest <= moment);
+            let (epoch, oldest) = epochs::retire();
+            assert!(oldest <= epoch);
             removed.wait();
             reader.join().unwrap();
         });
-        let (moment, oldest) = readers::leave();
-        assert!(oldest > moment, "nobody reads");
+        let (epoch, oldest) = epochs::retire();
+        assert!(oldest > epoch, "nobody reads");
     }
 
     /// Threads beyond the first thousands, and the last one, have magazines, stocks and participant words, each in memory
@@ -239,32 +239,32 @@ mod alone {
             return;
         }
         // Takes a slot below those that come and go.
-        find_number();
+        find_slot();
         for slabs in [slabs(), refused_slabs()] {
             let cache = slabs.by_handle::<Value>(Settings::new("many")).unwrap();
             let fixed = slabs.fixed::<Words>(Settings::new("many")).unwrap();
-            let few = take_numbers(FIRST);
+            let few = take_slots(FIRST);
             assert_eq!(few.len(), FIRST);
             assert_eq!(use_from_threads(&cache, &fixed), [8, 8]);
             assert!(high_water() > FIRST);
             // At most a page for each thread, of both caches and of the cache of nodes.
-            let numbers = &slabs.ground().unwrap().numbers;
-            let resident = numbers.with(|numbers| numbers.racks.iter().map(|rack| rack.resident_bytes()).sum::<u64>());
+            let ids = &slabs.shared().unwrap().ids;
+            let resident = ids.with(|ids| ids.ranges.iter().map(|range| range.resident_bytes()).sum::<u64>());
             assert!(resident > 0 && resident <= 3 * 9 * os_page_bytes() as u64, "{resident}");
-            assert_reader_counts(&cache);
-            let rest = take_numbers(MAX_THREADS);
+            assert_participant_counts(&cache);
+            let rest = take_slots(MAX_THREADS);
             assert_eq!(high_water(), MAX_THREADS);
-            assert_eq!(thread::spawn(find_number).join().unwrap(), NONE);
+            assert_eq!(thread::spawn(find_slot).join().unwrap(), NONE);
             // This thread has a magazine itself by now.
             assert_eq!(use_from_threads(&cache, &fixed), [9, 8]);
-            assert_reader_counts(&cache);
+            assert_participant_counts(&cache);
             drop(rest);
             cache.pack();
             fixed.shrink().unwrap();
             let active = (cache.info().unwrap().active, fixed.info().unwrap().active);
             assert_eq!((active, cache.engine().in_magazines()), ((0, 0), 0));
-            cache.engine().check_books();
-            fixed.engine().check_books();
+            cache.engine().check_state();
+            fixed.engine().check_state();
         }
     }
 
@@ -286,7 +286,8 @@ mod alone {
             limit.rlim_cur = (mapped + (FEW + FEW / 2) * each) as u64;
             assert_eq!(libc::setrlimit(libc::RLIMIT_AS, &raw const limit), 0);
         }
-        let shelf = magazine::Shelf::new(place(magazine::Rack::new().unwrap()).unwrap(), Barriers::OfSeizer);
-        assert!(shelf.reach(FEW - 1) && !shelf.reach(FEW) && shelf.get(FEW - 1).len() == 0);
+        let magazines =
+            magazine::Magazines::new(place(magazine::MagazineRange::new().unwrap()).unwrap(), Barriers::OfDrainer);
+        assert!(magazines.reach(FEW - 1) && !magazines.reach(FEW) && magazines.get(FEW - 1).len() == 0);
     }
 }

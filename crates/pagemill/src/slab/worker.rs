@@ -58,8 +58,8 @@ const GIVEN_AT_ONCE: u64 = 16 * BLOCK_BYTES as u64;
 
 /// How long other threads wait until it has left a cache. A fork waits less, because it may hold what a callback waits
 /// for.
-const PATIENCE_NS: u64 = if cfg!(test) { 100_000_000_000 } else { 1_000_000_000 };
-const FORK_PATIENCE_NS: u64 = 20_000_000;
+const TIMEOUT_NS: u64 = if cfg!(test) { 100_000_000_000 } else { 1_000_000_000 };
+const FORK_TIMEOUT_NS: u64 = 20_000_000;
 
 /// Size of the stack: callbacks may need as much as on a thread of the program.
 #[cfg(not(shuttle))]
@@ -72,7 +72,7 @@ const ASLEEP: u32 = 2;
 
 /// A shrink that another process requests.
 #[derive(Debug, Default)]
-pub(super) enum Order {
+pub(super) enum ShrinkRequest {
     #[default]
     None,
     Wanted,
@@ -81,7 +81,7 @@ pub(super) enum Order {
     Done(Result<u64>),
 }
 
-impl Order {
+impl ShrinkRequest {
     /// Begins the requested shrink; returns whether there is one.
     fn take(&mut self) -> bool {
         let is_wanted = matches!(self, Self::Wanted);
@@ -103,7 +103,7 @@ pub(super) enum Found {
     /// A step was run.
     Work,
     /// An order was carried out. It is urgent, so its time is not charged as rest.
-    Order,
+    ShrinkRequest,
 }
 
 /// State of the background thread. Flags are 0 or 1.
@@ -111,7 +111,7 @@ pub(super) enum Found {
 pub(super) struct Worker {
     is_started: AtomicU32,
     /// A round is due, because something was freed.
-    is_rung: AtomicU32,
+    is_notified: AtomicU32,
     /// `AWAKE`, `DOZING` or `ASLEEP`.
     parked: AtomicU32,
     /// The thread is visiting a cache, or about to check whether it may.
@@ -120,7 +120,7 @@ pub(super) struct Worker {
     /// Forks in progress.
     holds: AtomicU32,
     /// The event that it sleeps on.
-    bell: EventCount,
+    wakeups: EventCount,
     /// `worked_ns`: processor time that it used. `rested_ns`: time that it rested for that.
     worked_ns: AtomicU64,
     rested_ns: AtomicU64,
@@ -159,20 +159,20 @@ impl Worker {
 
     /// Something was freed or requested: wakes the thread, if it sleeps. Takes no lock and no memory, so it can be called
     /// anywhere.
-    pub fn ring(&self) {
-        if self.is_rung.swap(1, SeqCst) == 1 {
+    pub fn notify(&self) {
+        if self.is_notified.swap(1, SeqCst) == 1 {
             return;
         }
         // Either the parking thread sees the flag, or this sees that it has parked.
         if self.parked.swap(AWAKE, SeqCst) != AWAKE {
-            self.bell.raise();
+            self.wakeups.raise();
         }
     }
 
-    /// As [`Worker::ring`], for urgent work: also shortens the thread's rest.
+    /// As [`Worker::notify`], for urgent work: also shortens the thread's rest.
     pub fn wake(&self) {
-        self.is_rung.store(1, SeqCst);
-        self.bell.raise();
+        self.is_notified.store(1, SeqCst);
+        self.wakeups.raise();
     }
 
     /// Starts the thread, for the first cache with movable objects. Called on a thread of the program, because callbacks
@@ -196,12 +196,12 @@ impl Worker {
     ///
     /// As the cache's own `shrink`; [`Error::Busy`] if there is no such thread, another request for the cache is pending,
     /// or the cache is dropped before its turn.
-    pub fn order_shrink(&self, engine: &Engine) -> Result<u64> {
+    pub fn request_shrink(&self, engine: &Engine) -> Result<u64> {
         let none = || Error::Busy { what: "no thread of this process defragments its slab caches from outside" };
-        let is_first = engine.order.with(|order| {
-            let is_first = matches!(order, Order::None) && self.is_started.load(SeqCst) == 1;
+        let is_first = engine.request.with(|request| {
+            let is_first = matches!(request, ShrinkRequest::None) && self.is_started.load(SeqCst) == 1;
             if is_first {
-                *order = Order::Wanted;
+                *request = ShrinkRequest::Wanted;
             }
             is_first
         });
@@ -212,11 +212,11 @@ impl Worker {
         let mut backoff = Backoff::new();
         loop {
             let is_over = self.is_by_hand() || self.is_started.load(SeqCst) == 0 || engine.is_withdrawn.load(SeqCst);
-            let done = engine.order.with(|order| match std::mem::take(order) {
-                Order::Done(freed) => Some(freed),
-                Order::Wanted if is_over => Some(Err(none())),
+            let done = engine.request.with(|request| match std::mem::take(request) {
+                ShrinkRequest::Done(freed) => Some(freed),
+                ShrinkRequest::Wanted if is_over => Some(Err(none())),
                 other => {
-                    *order = other;
+                    *request = other;
                     None
                 }
             });
@@ -230,13 +230,13 @@ impl Worker {
     /// Stops the thread: no further step begins. Returns when none is in progress, or after a second.
     pub fn stop(&self) {
         self.is_by_hand.store(1, SeqCst);
-        self.bell.raise();
-        self.wait_outside(PATIENCE_NS);
+        self.wakeups.raise();
+        self.wait_outside(TIMEOUT_NS);
     }
 
-    fn wait_outside(&self, patience_ns: u64) {
+    fn wait_outside(&self, timeout_ns: u64) {
         let mut backoff = Backoff::new();
-        while self.is_inside.load(SeqCst) == 1 && !is_worker() && backoff.waited_ns() < patience_ns {
+        while self.is_inside.load(SeqCst) == 1 && !is_worker() && backoff.waited_ns() < timeout_ns {
             backoff.pause();
         }
     }
@@ -246,17 +246,17 @@ impl Worker {
     /// the forking thread.
     pub fn acquire_for_fork(&self) {
         self.holds.fetch_add(1, SeqCst);
-        self.wait_outside(FORK_PATIENCE_NS);
+        self.wait_outside(FORK_TIMEOUT_NS);
     }
 
     pub fn release_after_fork(&self) {
         self.holds.fetch_sub(1, SeqCst);
-        self.bell.raise();
+        self.wakeups.raise();
     }
 
     /// In a fork child: no background thread exists until a cache of the child starts one.
     pub fn begin_child(&self) {
-        for flag in [&self.is_started, &self.is_rung, &self.parked, &self.is_inside] {
+        for flag in [&self.is_started, &self.is_notified, &self.parked, &self.is_inside] {
             flag.store(0, SeqCst);
         }
     }
@@ -264,7 +264,7 @@ impl Worker {
     /// Begins a visit; returns false if the background was stopped.
     fn enter(&self) -> bool {
         loop {
-            let seen = self.bell.count();
+            let seen = self.wakeups.count();
             self.is_inside.store(1, SeqCst);
             if self.is_by_hand() {
                 self.leave();
@@ -274,7 +274,7 @@ impl Worker {
                 return true;
             }
             self.leave();
-            self.bell.wait(seen, Some(FIRST_PAUSE));
+            self.wakeups.wait(seen, Some(FIRST_PAUSE));
         }
     }
 
@@ -287,15 +287,15 @@ impl Worker {
         let (mut pause, mut owed_ns) = (FIRST_PAUSE, 0);
         loop {
             // Read before the flags, so that an event between the two ends the next wait.
-            let seen = self.bell.count();
+            let seen = self.wakeups.count();
             if self.is_by_hand() {
                 break;
             }
-            self.is_rung.store(0, SeqCst);
+            self.is_notified.store(0, SeqCst);
             let found = self.round(slabs, &mut owed_ns);
             self.rest(std::mem::take(&mut owed_ns).max(REST_NS), seen);
             match found {
-                Found::Work | Found::Order => pause = FIRST_PAUSE,
+                Found::Work | Found::ShrinkRequest => pause = FIRST_PAUSE,
                 Found::Waiting => {
                     self.park(seen, Some(pause));
                     pause = (2 * pause).min(LAST_PAUSE);
@@ -310,8 +310,8 @@ impl Worker {
     /// Sleeps until it is woken.
     fn park(&self, seen: u32, timeout: Option<Duration>) {
         self.parked.store(if timeout.is_some() { DOZING } else { ASLEEP }, SeqCst);
-        if self.is_rung.load(SeqCst) == 0 {
-            self.bell.wait(seen, timeout);
+        if self.is_notified.load(SeqCst) == 0 {
+            self.wakeups.wait(seen, timeout);
         }
         self.parked.store(AWAKE, SeqCst);
     }
@@ -321,8 +321,8 @@ impl Worker {
         let (began_ns, mut last) = (clock::fine_ns(), seen);
         let mut rested_ns = 0;
         while rested_ns < ns && !self.is_by_hand() {
-            self.bell.wait(last, Some(Duration::from_nanos(ns - rested_ns)));
-            last = self.bell.count();
+            self.wakeups.wait(last, Some(Duration::from_nanos(ns - rested_ns)));
+            last = self.wakeups.count();
             ns = if last == seen { ns } else { ns.min(REST_NS) };
             rested_ns = clock::fine_ns() - began_ns;
         }
@@ -333,12 +333,12 @@ impl Worker {
     pub fn round(&self, slabs: &'static Slabs, owed_ns: &mut u64) -> Found {
         let mut found = Found::Nothing;
         for at in (0..slabs.member_count()).rev() {
-            let (seen, before_ns) = (self.bell.count(), clock::own_cpu_ns());
+            let (seen, before_ns) = (self.wakeups.count(), clock::own_cpu_ns());
             let done = self.visit(|| slabs.member_at(at), tend);
-            let owes = (!matches!(done, Some(Ok(Found::Order)))).then_some(&mut *owed_ns);
+            let owes = (!matches!(done, Some(Ok(Found::ShrinkRequest)))).then_some(&mut *owed_ns);
             self.note_work(before_ns, owes);
             if let Some(done) = done {
-                stats::add(Counter::SlabBehindSteps, u64::from(matches!(done, Ok(Found::Work | Found::Order))));
+                stats::add(Counter::SlabBehindSteps, u64::from(matches!(done, Ok(Found::Work | Found::ShrinkRequest))));
                 found = found.max(done.unwrap_or(Found::Waiting));
             }
             if *owed_ns >= REST_NS {
@@ -350,7 +350,7 @@ impl Worker {
 
     /// Frees blocks that are in no cache, once no further block was freed for a while: until then they may be reused.
     fn give_free(&self, slabs: &'static Slabs, owed_ns: &mut u64) -> Found {
-        let Some(blocks) = slabs.ground.get().map(|ground| &ground.blocks) else { return Found::Nothing };
+        let Some(blocks) = slabs.shared.get().map(|shared| &shared.blocks) else { return Found::Nothing };
         let gives = blocks.gives();
         if self.gives_seen.swap(gives, Relaxed) != gives {
             self.given_ns.store(clock::fine_ns(), Relaxed);
@@ -363,7 +363,7 @@ impl Worker {
         }
         // In portions, because a fork or a stop waits meanwhile.
         while blocks.gives() == gives && self.enter() {
-            let (seen, before_ns) = (self.bell.count(), clock::own_cpu_ns());
+            let (seen, before_ns) = (self.wakeups.count(), clock::own_cpu_ns());
             let freed = blocks.shrink(GIVEN_AT_ONCE);
             self.leave();
             self.note_work(before_ns, Some(owed_ns));
@@ -404,9 +404,10 @@ impl Worker {
                 std::mem::forget(panic);
                 let engine = member.engine();
                 engine.has_failed.store(true, Relaxed);
-                engine.order.with(|order| {
-                    if matches!(order, Order::Taken) {
-                        *order = Order::Done(Err(Error::system("shrinking, in code of the program")(cancelled())));
+                engine.request.with(|request| {
+                    if matches!(request, ShrinkRequest::Taken) {
+                        *request =
+                            ShrinkRequest::Done(Err(Error::system("shrinking, in code of the program")(cancelled())));
                     }
                 });
                 stats::add(Counter::SlabBehindFailed, 1);
@@ -470,10 +471,10 @@ fn cancelled() -> std::io::Error {
 /// A visit: carries out an order. Else frees what waited for readers, and runs a step if something can be emptied.
 fn tend(member: &dyn Member) -> Result<Found> {
     let engine = member.engine();
-    if engine.check().is_ok() && engine.order.with(Order::take) {
+    if engine.check().is_ok() && engine.request.with(ShrinkRequest::take) {
         let freed = member.shrink();
-        engine.order.with(|order| *order = Order::Done(freed));
-        return Ok(Found::Order);
+        engine.request.with(|request| *request = ShrinkRequest::Done(freed));
+        return Ok(Found::ShrinkRequest);
     }
     let is_wanted = member.kind() != Kind::Fixed && engine.used_ratio.load(Relaxed) > 0;
     if !is_wanted || engine.check().is_err() {
@@ -481,17 +482,17 @@ fn tend(member: &dyn Member) -> Result<Found> {
     }
     if engine.has_failed.load(Relaxed) {
         // Runs no callback, but finishes what was moved before.
-        return Ok(if engine.settle_behind() { Found::Waiting } else { Found::Nothing });
+        return Ok(if engine.finish_retired_behind() { Found::Waiting } else { Found::Nothing });
     }
     let before = engine.resident_bytes();
     let has_given = engine.take_given();
-    let is_waiting = member.settle();
+    let is_waiting = member.finish_retired();
     let is_worth_it = defrag::is_worth_it(engine);
     if is_worth_it {
         member.defrag(STEP)?;
     }
     // Memory that the cache gave up goes to the system, less what it took again meanwhile.
-    engine.ground.blocks.shrink(before.saturating_sub(engine.resident_bytes()));
+    engine.shared.blocks.shrink(before.saturating_sub(engine.resident_bytes()));
     Ok(match (is_worth_it, is_waiting || engine.has_batches(), has_given) {
         (true, ..) => Found::Work,
         (_, true, _) => Found::Waiting,
@@ -508,11 +509,11 @@ pub(super) fn withdraw<M: Member + 'static>(member: &Arc<M>) {
         return;
     }
     let is_it = |other: &Weak<dyn Member>| std::ptr::addr_eq(other.as_ptr(), Arc::as_ptr(member));
-    engine.ground.slabs.members.with(|members| members.retain(|(_, other)| !is_it(other)));
+    engine.shared.slabs.members.with(|members| members.retain(|(_, other)| !is_it(other)));
     // From here on no round finds it: an order that has not begun fails.
     engine.is_withdrawn.store(true, SeqCst);
     let mut backoff = Backoff::new();
-    while Arc::strong_count(member) > 1 && !is_worker() && backoff.waited_ns() < PATIENCE_NS {
+    while Arc::strong_count(member) > 1 && !is_worker() && backoff.waited_ns() < TIMEOUT_NS {
         backoff.pause();
     }
 }
@@ -526,13 +527,13 @@ impl Worker {
     /// It sleeps without a timeout, after a round that found nothing.
     #[cfg(not(shuttle))]
     pub fn is_asleep(&self) -> bool {
-        self.parked.load(SeqCst) == ASLEEP && self.is_rung.load(SeqCst) == 0
+        self.parked.load(SeqCst) == ASLEEP && self.is_notified.load(SeqCst) == 0
     }
 
     /// How often it was woken.
     #[cfg(not(shuttle))]
     pub fn wakes(&self) -> u32 {
-        self.bell.count()
+        self.wakeups.count()
     }
 
     #[cfg(not(shuttle))]

@@ -3,7 +3,7 @@
 
 use super::owner_tests::{Book, Items, Whim, cache_of};
 use super::tests::{STUCK_AFTER, slabs_behind};
-use super::worker::{Found, Order, Worker, owed_after};
+use super::worker::{Found, ShrinkRequest, Worker, owed_after};
 use super::*;
 use crate::reclaim::tree::UNLIMITED;
 use crate::stats::{self, Counter};
@@ -83,7 +83,7 @@ fn memory_comes_back_without_a_call() {
             (items * cache.info().unwrap().stride_bytes as u64 * 100 / 30).next_multiple_of(block_bytes) + block_bytes;
         wait_until("memory", || {
             cache.info().unwrap().total.resident_bytes <= most
-                && slabs.ground.get().unwrap().blocks.giveable_bytes() == 0
+                && slabs.shared.get().unwrap().blocks.giveable_bytes() == 0
         });
         wait_for_sleep(slabs);
         let info = cache.info().unwrap();
@@ -92,7 +92,7 @@ fn memory_comes_back_without_a_call() {
         let (worked, rested) = (slabs.worker.worked_ns(), slabs.worker.rested_ns());
         assert!(worked > 0 && rested >= 19 * worked, "{worked} {rested}");
         assert!(stats::get(Counter::SlabBehindSteps) > 0);
-        cache.engine().check_books();
+        cache.engine().check_state();
     }
 }
 
@@ -110,7 +110,7 @@ fn what_the_program_emptied_comes_back_without_a_call() {
         (0..ITEMS).for_each(|number| cache.add(number));
         (0..ITEMS).for_each(|number| wait_until("an item", || cache.remove(number)));
         drop((other, slots));
-        wait_until("memory", || slabs.ground.get().unwrap().blocks.giveable_bytes() == 0);
+        wait_until("memory", || slabs.shared.get().unwrap().blocks.giveable_bytes() == 0);
         wait_for_sleep(slabs);
         // Each cache keeps a block for its next objects, and the objects in magazines.
         let bytes: u64 = slabs.list().iter().map(|cache| cache.total.resident_bytes).sum();
@@ -155,7 +155,7 @@ fn what_destructors_remove_is_dropped() {
         assert!(made[0].remove(next.unwrap()).unwrap());
         wait_until("a destructor", || {
             // Without this the first value would wait for a full batch.
-            slabs.worker.ring();
+            slabs.worker.notify();
             gone.load(Relaxed) > 0
         });
         wait_until("the others", || gone.load(Relaxed) == 5);
@@ -388,7 +388,7 @@ fn an_order_ends_with_its_cache() {
     let ordered = cache_of(slabs, Settings::new("ordered"));
     let ended_on = ordered.owner().ended_on.clone();
     let order = thread::spawn(move || slabs.shrink_one(1));
-    wait_until("the order", || ordered.engine().order.with(|order| matches!(order, Order::Wanted)));
+    wait_until("the order", || ordered.engine().request.with(|request| matches!(request, ShrinkRequest::Wanted)));
     let dropper = thread::spawn(move || drop(ordered));
     wait_until("an answer", || order.is_finished());
     assert!(order.join().unwrap().is_none());
@@ -406,11 +406,11 @@ fn rests_are_not_long() {
     slabs.defrag_by_hand();
     let cache = cache_of(slabs, Settings::new("ordered"));
     (0..100).for_each(|number| cache.add(number));
-    cache.engine().order.with(|order| *order = Order::Wanted);
+    cache.engine().request.with(|request| *request = ShrinkRequest::Wanted);
     let (worker, mut owed_ns) = (Worker::default(), 0);
-    assert_eq!(worker.round(slabs, &mut owed_ns), Found::Order);
+    assert_eq!(worker.round(slabs, &mut owed_ns), Found::ShrinkRequest);
     assert_eq!((owed_ns, worker.rested_ns()), (0, 0));
-    assert!(cache.engine().order.with(|order| matches!(order, Order::Done(Ok(_)))));
+    assert!(cache.engine().request.with(|request| matches!(request, ShrinkRequest::Done(Ok(_)))));
     for (took_ms, owed_ms) in [(1, 19), (10, 190), (10_000, 1_000), (u64::MAX / 1_000_000, 1_000)] {
         assert_eq!(owed_after(0, took_ms * 1_000_000), owed_ms * 1_000_000);
     }

@@ -10,7 +10,7 @@ use super::defrag;
 use super::engine::{Engine, Object};
 use super::info::{self, SlabInfo};
 use super::migrate::{Chunk, Fate, Mover, Places, Progress};
-use super::{Ground, Kind, Member, Settings, Slabs};
+use super::{Kind, Member, Settings, SharedState, Slabs};
 use crate::arena::place;
 use crate::error::Result;
 use crate::sync::{Guarded, Relaxed};
@@ -26,7 +26,7 @@ const NAME: &str = "xarray_node";
 /// State for index nodes, created with the first node.
 #[derive(Default)]
 pub(super) struct Nodes {
-    ground: OnceLock<&'static Ground>,
+    shared: OnceLock<&'static SharedState>,
     /// The cache of this process, or of its parent.
     cache: Guarded<Option<&'static NodeCache>>,
 }
@@ -38,20 +38,20 @@ impl Nodes {
 
     /// Resident bytes of metadata, without the nodes.
     pub fn metadata_bytes(&self) -> u64 {
-        let blocks = self.ground.get().map_or(0, |ground| ground.blocks.metadata_bytes());
+        let blocks = self.shared.get().map_or(0, |shared| shared.blocks.metadata_bytes());
         blocks + self.find().map_or(0, |cache| cache.forest.metadata_bytes())
     }
 
     pub fn acquire_for_fork(&self) {
         self.cache.acquire_when(|_| true);
-        if let Some(ground) = self.ground.get() {
-            ground.blocks.acquire_for_fork();
+        if let Some(shared) = self.shared.get() {
+            shared.blocks.acquire_for_fork();
         }
     }
 
     pub fn release_after_fork(&self) {
-        if let Some(ground) = self.ground.get() {
-            ground.blocks.release_after_fork();
+        if let Some(shared) = self.shared.get() {
+            shared.blocks.release_after_fork();
         }
         self.cache.release();
     }
@@ -103,10 +103,10 @@ impl Member for Inner {
     /// Starts the grace period of retired nodes, and frees those with a grace period that is over.
     fn tidy(&self) {
         self.forest().seal();
-        self.forest().settle();
+        self.forest().free_retired();
     }
 
-    fn settle(&self) -> bool {
+    fn finish_retired(&self) -> bool {
         let forest = self.forest();
         forest.seal();
         if forest.is_waiting() {
@@ -115,8 +115,8 @@ impl Member for Inner {
         }
         // Checked before the others are freed: if a grace period ends between the two, the next call finds the node.
         let is_waiting = forest.is_waiting();
-        forest.settle();
-        self.engine.settle_behind() || is_waiting
+        forest.free_retired();
+        self.engine.finish_retired_behind() || is_waiting
     }
 
     /// Moving a node runs no user code and waits for no lock.
@@ -158,7 +158,7 @@ impl Mover for Inner {
 // 2. Objects of the cache have a node's size and alignment, and one user at a time. The cache is never dropped.
 unsafe impl Source for Inner {
     fn window(&self) -> Range<usize> {
-        self.engine.ground.blocks.window()
+        self.engine.shared.blocks.window()
     }
 
     fn take(&self) -> Result<usize> {
@@ -173,7 +173,7 @@ unsafe impl Source for Inner {
 
     fn note_retired(&self) {
         if self.engine.used_ratio.load(Relaxed) > 0 {
-            self.engine.ground.slabs.worker.ring();
+            self.engine.shared.slabs.worker.notify();
         }
     }
 
@@ -214,11 +214,11 @@ impl Slabs {
     }
 
     fn make_nodes(&'static self) -> Result<&'static NodeCache> {
-        let ground = match self.nodes.ground.get() {
-            Some(ground) => ground,
+        let shared = match self.nodes.shared.get() {
+            Some(shared) => shared,
             None => {
-                let ground = place(self.members.with(|_| self.ground())?.for_metadata()?)?;
-                self.nodes.ground.get_or_init(|| ground)
+                let shared = place(self.members.with(|_| self.shared())?.for_metadata()?)?;
+                self.nodes.shared.get_or_init(|| shared)
             }
         };
         // SAFETY: an object of a slab that is being set up, in memory that has only ever held nodes or zeros.
@@ -233,7 +233,7 @@ impl Slabs {
             handles: None,
         };
         let inner = |engine| Inner { engine, forest: OnceLock::new() };
-        let inner = Self::make_on(ground, Settings::new(NAME), object, inner)?;
+        let inner = Self::make_on(shared, Settings::new(NAME), object, inner)?;
         let source: &'static Arc<Inner> = place(inner.clone())?;
         let cache = place(NodeCache { forest: Forest::new(&**source)?, inner })?;
         let _ = cache.inner.forest.set(&cache.forest);

@@ -1,7 +1,7 @@
 //! Indices with nodes that move: the contents stay, and memory is freed.
 #![allow(unsafe_code)] // arrays that keep their address
 
-use super::tests::{settle, slabs, slabs_on_nodes, sparse_slabs};
+use super::tests::{finish_retired, slabs, slabs_on_nodes, sparse_slabs};
 use super::*;
 use crate::xarray::{Found, MAX_INDEX, MAX_ORDER, Mark, XArray, pin};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -43,11 +43,11 @@ fn assert_one_of_six(array: &Array) {
 /// Shrinks, and waits for readers of other tests until everything that was moved is freed.
 fn shrink(nodes: &NodeCache) {
     nodes.shrink().unwrap();
-    settle(nodes.engine());
+    finish_retired(nodes.engine());
     nodes.shrink().unwrap();
-    settle(nodes.engine());
+    finish_retired(nodes.engine());
     nodes.engine().shrink().unwrap();
-    nodes.engine().check_books();
+    nodes.engine().check_state();
 }
 
 /// Reading without a guard at the address of a former node returns zeros, and AddressSanitizer reports no error.
@@ -56,7 +56,7 @@ fn nodes_can_be_read_where_they_went() {
     for slabs in [slabs(), sparse_slabs()] {
         let nodes = slabs.nodes().unwrap();
         let array = one_of_six(nodes);
-        let (first, shape) = (nodes.engine().ground.blocks.window().start, &nodes.engine().shape);
+        let (first, shape) = (nodes.engine().shared.blocks.window().start, &nodes.engine().shape);
         let sum = || {
             let places = (0..shape.capacity).map(|object| first + shape.offset_of(0, object));
             // SAFETY: the window is readable where nodes have been.
@@ -140,7 +140,7 @@ fn steps_pack_as_far_as_the_ratio_says() {
         store(&array, MAX_INDEX, 0, 1);
         (0..40).for_each(|at| store(&array, (20_000 + at) * SPAN, 0, at));
         while !slabs.defrag_step(Duration::from_millis(1)).is_done {}
-        settle(nodes.engine());
+        finish_retired(nodes.engine());
         array.lock().erase_range(20_000 * SPAN, MAX_INDEX, drop);
     }
     assert_one_of_six(&array);

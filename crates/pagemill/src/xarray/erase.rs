@@ -57,11 +57,11 @@ impl<N: Nodes> Writer<'_, N> {
             self.bury(number);
             number = above;
         }
-        self.settle();
+        self.free_retired();
     }
 
     /// Removes unneeded levels at the top.
-    pub(super) fn settle(&self) {
+    pub(super) fn free_retired(&self) {
         while self.lower() {}
     }
 

@@ -10,7 +10,7 @@
 //!
 //! When the grace period of a batch ends, the epoch collector, which may run in any thread, only puts the batch on the
 //! list `ripe`. The nodes are returned to their source when a thread takes a node, outside of all locks, or by
-//! [`Forest::settle`], which the source should call soon.
+//! [`Forest::free_retired`], which the source should call soon.
 //!
 //! Traits for the modules above: [`Source`] (owner of the memory), [`Forests`] (holder of a forest).
 #![allow(unsafe_code)] // nodes at addresses that their source promises
@@ -54,8 +54,8 @@ pub(crate) unsafe trait Source: Sync {
     /// Returns a node.
     fn give(&self, node: usize);
 
-    /// Called after nodes have been retired: they are returned by [`Forest::seal`] and [`Forest::settle`], which should
-    /// be called soon. No lock of an array is held.
+    /// Called after nodes have been retired: they are returned by [`Forest::seal`] and [`Forest::free_retired`], which
+    /// should be called soon. No lock of an array is held.
     fn note_retired(&self);
 
     /// Whether this is a forked child, and all nodes are its parent's.
@@ -96,7 +96,7 @@ pub struct Forest {
 #[derive(Default)]
 struct Lists {
     /// Retired nodes before their grace period: the last one, and their count.
-    limbo: AtomicU64,
+    retired: AtomicU64,
     /// Batches that no reader can use any more: the last one, and a counter against ABA.
     ripe: AtomicU64,
     /// Number of batches that wait for readers.
@@ -125,9 +125,9 @@ impl Forest {
         ((node - self.base) >> UNIT_SHIFT) as u32
     }
 
-    /// Starts the grace period of the retired nodes in `limbo`, as one batch.
+    /// Starts the grace period of the retired nodes in `retired`, as one batch.
     pub(crate) fn seal(&'static self) {
-        let list = self.lists.0.limbo.swap(0, AcqRel) as u32;
+        let list = self.lists.0.retired.swap(0, AcqRel) as u32;
         if list == 0 {
             return;
         }
@@ -140,18 +140,18 @@ impl Forest {
         guard.flush();
     }
 
-    /// Whether batches wait for readers. After their grace period [`Forest::settle`] returns them.
+    /// Whether batches wait for readers. After their grace period [`Forest::free_retired`] returns them.
     pub(crate) fn is_waiting(&self) -> bool {
         self.lists.0.waiting.load(Acquire) > 0
     }
 
     /// Returns all nodes that no reader can use any more.
-    pub(crate) fn settle(&self) {
-        while self.settle_one() {}
+    pub(crate) fn free_retired(&self) {
+        while self.free_retired_batch() {}
     }
 
     /// Returns the nodes of one batch; returns whether there was one.
-    fn settle_one(&self) -> bool {
+    fn free_retired_batch(&self) -> bool {
         let Some(mut number) = self.take_ripe() else { return false };
         while number != 0 {
             let next = self.node(number).next();
@@ -217,7 +217,7 @@ impl Nodes for Forest {
     }
 
     fn take(&self) -> Result<u32> {
-        self.settle_one();
+        self.free_retired_batch();
         let node = self.source.take()?;
         #[cfg(test)]
         self.lists.0.in_use.fetch_add(1, Relaxed);
@@ -231,11 +231,11 @@ impl Nodes for Forest {
     }
 
     fn retire(&'static self, number: u32) {
-        let limbo = &self.lists.0.limbo;
-        let mut seen = limbo.load(Relaxed);
+        let retired = &self.lists.0.retired;
+        let mut seen = retired.load(Relaxed);
         loop {
             self.node(number).set_next(seen as u32);
-            match limbo.compare_exchange_weak(seen, counted(seen, number), AcqRel, Relaxed) {
+            match retired.compare_exchange_weak(seen, counted(seen, number), AcqRel, Relaxed) {
                 Ok(_) => return,
                 Err(now) => seen = now,
             }
@@ -244,7 +244,7 @@ impl Nodes for Forest {
 
     /// The collector allocates, which may trigger reclaim, so this must not run under the lock of an array.
     fn collect(&'static self) {
-        if self.lists.0.limbo.load(Relaxed) >> HALF >= BATCH {
+        if self.lists.0.retired.load(Relaxed) >> HALF >= BATCH {
             self.seal();
         }
         self.source.note_retired();

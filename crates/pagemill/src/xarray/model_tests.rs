@@ -82,7 +82,7 @@ pub(super) fn await_none_in_use(nodes: &'static Forest) {
     while nodes.in_use() > 0 {
         nodes.seal();
         pin().flush();
-        nodes.settle();
+        nodes.free_retired();
         assert!(start.elapsed() < Duration::from_secs(600), "{} nodes do not come back", nodes.in_use());
         std::thread::yield_now();
     }

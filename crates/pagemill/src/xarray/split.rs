@@ -45,7 +45,7 @@ impl<N: Nodes> Writer<'_, N> {
                 self.parts_below(&place, slot, first_of_slot(slot), into_order, stock, &mut value_at)
             });
             // A single entry of 64 indices needs a level more than its parts.
-            self.settle();
+            self.free_retired();
         }
         Some(old)
     }

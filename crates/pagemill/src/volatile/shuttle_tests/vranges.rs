@@ -142,7 +142,7 @@ impl Mine {
 }
 
 /// The sums agree with the marks, and nothing is claimed or awaited.
-fn check_books(vranges: &Vranges) {
+fn check_state(vranges: &Vranges) {
     vranges.book.with(|book| {
         assert_eq!((book.claimed, book.waiting), (0, 0));
         let (mut all, mut foreign) = (0, 0);
@@ -162,7 +162,7 @@ fn check_books(vranges: &Vranges) {
 fn purge_all(vranges: &Vranges) {
     skip_ticks(5);
     vranges.shrink(u64::MAX, Urgency::Limit);
-    check_books(vranges);
+    check_state(vranges);
     assert_eq!(vranges.giveable_bytes(), 0, "what is marked can go");
 }
 
@@ -193,7 +193,7 @@ fn marks_race_purges() {
             Box::new(move || purge(fixture.vranges, 3)),
             Box::new(others),
         ]);
-        check_books(fixture.vranges);
+        check_state(fixture.vranges);
         purge_all(fixture.vranges);
         for owned in left.lock().unwrap().iter() {
             owned.check();
@@ -203,7 +203,7 @@ fn marks_race_purges() {
         areas.iter().for_each(|area| area.forget(&(0..PIECES)));
         let can_be_read = |area: &Area| (0..PIECES).all(|piece| fault::is_readable(area.addr + piece * PIECE));
         assert!(areas.iter().all(can_be_read), "guards are left");
-        check_books(fixture.vranges);
+        check_state(fixture.vranges);
         assert!(fixture.vranges.is_empty());
     });
 }
@@ -228,7 +228,7 @@ fn one_of_several_is_told() {
             }
         };
         together([Box::new(user()), Box::new(user()), Box::new(move || purge(fixture.vranges, 4))]);
-        check_books(fixture.vranges);
+        check_state(fixture.vranges);
         for piece in 0..PIECES {
             let was_told =
                 area.call(&(piece..piece + 1), Mode::Nonvolatile, How::Full).purged || told.lock().unwrap()[piece];
@@ -269,6 +269,6 @@ fn what_was_marked_since_goes_last() {
             assert_eq!(after, kept, "another went than {oldest}; used: {used}");
         }
         area.forget(&(0..PIECES));
-        check_books(fixture.vranges);
+        check_state(fixture.vranges);
     });
 }

@@ -2,7 +2,7 @@
 //! thread that is already dropping values of the cache. So destructors nest at most once per cache, even when they take
 //! apart a long list.
 
-use super::numbers;
+use super::thread_slots;
 use std::cell::Cell;
 
 /// Maximum number of caches with destructors nested on one thread. Values of further caches wait for a later call.
@@ -10,7 +10,7 @@ const DEPTH: usize = 8;
 
 thread_local! {
     /// The drops in progress on this thread. Without a destructor, so it is usable until the thread ends.
-    static ENDING: [Slot; DEPTH] = const { [const { Slot { cache: Cell::new(0), has_more: Cell::new(false) } }; DEPTH] };
+    static DROPPING: [Slot; DEPTH] = const { [const { Slot { cache: Cell::new(0), has_more: Cell::new(false) } }; DEPTH] };
 }
 
 struct Slot {
@@ -20,16 +20,16 @@ struct Slot {
 }
 
 /// A drop in progress on this thread, for one cache.
-pub(super) struct Ending(usize);
+pub(super) struct DeferredDrop(usize);
 
-impl Ending {
+impl DeferredDrop {
     /// Begins to drop values of a cache, which is named by its address. `None` inside of a destructor of the same cache:
     /// the outer call is notified that there is more. Also `None` if all [`DEPTH`] slots are taken.
     pub fn begin<T>(cache: &T) -> Option<Self> {
         // Under shuttle all tasks share one thread.
-        let thread = if cfg!(shuttle) { numbers::own_number() as usize } else { 0 };
+        let thread = if cfg!(shuttle) { thread_slots::own_slot() as usize } else { 0 };
         let cache = std::ptr::from_ref(cache) as usize + thread;
-        ENDING.with(|slots| {
+        DROPPING.with(|slots| {
             if let Some(outer) = slots.iter().find(|slot| slot.cache.get() == cache) {
                 outer.has_more.set(true);
                 return None;
@@ -42,13 +42,13 @@ impl Ending {
 
     /// Whether destructors have retired more since the last call.
     pub fn take_more(&self) -> bool {
-        ENDING.with(|slots| slots[self.0].has_more.take())
+        DROPPING.with(|slots| slots[self.0].has_more.take())
     }
 }
 
-impl Drop for Ending {
+impl Drop for DeferredDrop {
     fn drop(&mut self) {
         self.take_more();
-        ENDING.with(|slots| slots[self.0].cache.set(0));
+        DROPPING.with(|slots| slots[self.0].cache.set(0));
     }
 }

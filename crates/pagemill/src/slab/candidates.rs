@@ -1,27 +1,27 @@
 //! Defragmentation candidates: finds the emptiest block or slab of a node with objects that fit elsewhere.
 //!
-//! Each search visits a bounded number of blocks under the lock of the node's [`super::node::Books`]. Identifiers call a
-//! search *look*.
+//! Each search visits a bounded number of blocks under the lock of the node's [`super::node::NodeState`]. Identifiers
+//! call a search *look*.
 
 use super::lists::Lists;
 use super::meta::{LEVELS, Level, QUEUED, STANDING, SlabSet, State};
 use super::node::{BUCKETS, FULL, FULLEST, GROWING, IDLE, Node, PARTS, Room};
 
 /// Maximum number of suitable blocks that a search compares.
-pub(super) const LOOKS: usize = 16;
+pub(super) const MAX_COMPARED: usize = 16;
 
 /// Ratio of a search for slabs of any use.
 const ANY_PERCENT: u32 = u32::MAX;
 
 /// Searches of each kind are numbered; 0: no search.
-const FIRST_LOOK: u32 = 1;
+const FIRST_SEARCH: u32 = 1;
 
 type Standing = Lists<BUCKETS, STANDING>;
-type Queues = Lists<BUCKETS, QUEUED>;
+type BlockQueues = Lists<BUCKETS, QUEUED>;
 
 /// The next candidate to empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Source {
+pub(super) enum DefragCandidate {
     /// A block, its slabs that were claimed with it, and where its objects may go. Slabs that were claimed before (to set
     /// up, to free, or in a batch) are not included.
     Block(u32, SlabSet, Room),
@@ -31,7 +31,7 @@ pub(super) enum Source {
 
 /// What to search for.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Search {
+pub(super) struct Criteria {
     /// Candidates are used by less than this percentage.
     pub percent: u32,
     /// Each slab is tried once in a pass.
@@ -42,45 +42,45 @@ pub(super) struct Search {
 }
 
 /// Identity of a search: pass (or round of passes) and percentage, and its unique number.
-struct Look {
+struct SearchId {
     of: (u32, u32),
     number: u32,
 }
 
-impl Look {
+impl SearchId {
     fn new() -> Self {
-        Self { of: (0, 0), number: FIRST_LOOK }
+        Self { of: (0, 0), number: FIRST_SEARCH }
     }
 
     /// Continues the search, or begins a new one if `of` differs. Returns whether it is new.
     fn begin(&mut self, of: (u32, u32)) -> bool {
         let is_new = self.of != of;
         if is_new {
-            *self = Self { of, number: self.number.checked_add(1).unwrap_or(FIRST_LOOK) };
+            *self = Self { of, number: self.number.checked_add(1).unwrap_or(FIRST_SEARCH) };
         }
         is_new
     }
 }
 
 /// State of a node's searches.
-pub(super) struct Looks {
-    for_slabs: Look,
-    for_blocks: Look,
+pub(super) struct Searches {
+    for_slabs: SearchId,
+    for_blocks: SearchId,
     /// Blocks that the search for blocks still has to visit, list by list. Blocks that enter a list meanwhile come first.
-    queues: Queues,
+    queues: BlockQueues,
     /// Number of blocks visited.
     #[cfg(test)]
-    pub looked_at: u64,
+    pub visited: u64,
 }
 
-impl Looks {
+impl Searches {
     pub fn new() -> Self {
         Self {
-            for_slabs: Look::new(),
-            for_blocks: Look::new(),
+            for_slabs: SearchId::new(),
+            for_blocks: SearchId::new(),
             queues: Lists::new(),
             #[cfg(test)]
-            looked_at: 0,
+            visited: 0,
         }
     }
 
@@ -96,39 +96,39 @@ impl Looks {
 
 impl Node<'_> {
     /// Claims the next candidate: a block if its objects fit into others, else a slab with some objects that do.
-    pub fn claim_source(&mut self, search: &Search) -> Option<Source> {
-        if let Some(number) = self.sparsest_block(search) {
+    pub fn claim_candidate(&mut self, criteria: &Criteria) -> Option<DefragCandidate> {
+        if let Some(number) = self.sparsest_block(criteria) {
             let room = self.room_for(number);
-            return Some(Source::Block(number, self.leave(number, search.round), room));
+            return Some(DefragCandidate::Block(number, self.begin_emptying(number, criteria.round), room));
         }
-        let (number, slab, most) = self.sparsest_slab(search)?;
-        self.blocks.slab(number, slab).tried.set(search.pass);
+        let (number, slab, most) = self.sparsest_slab(criteria)?;
+        self.blocks.slab(number, slab).tried.set(criteria.pass);
         self.claim(number, slab);
-        Some(Source::Slab(number, slab, most))
+        Some(DefragCandidate::Slab(number, slab, most))
     }
 
-    /// Whether [`Node::claim_source`] would find a candidate.
-    pub fn has_source(&mut self, search: &Search) -> bool {
-        self.sparsest_block(search).is_some() || self.sparsest_slab(search).is_some()
+    /// Whether [`Node::claim_candidate`] would find a candidate.
+    pub fn has_candidate(&mut self, criteria: &Criteria) -> bool {
+        self.sparsest_block(criteria).is_some() || self.sparsest_slab(criteria).is_some()
     }
 
     /// The emptiest of the first suitable blocks. A block that is used too much for this search is dequeued, and visited
     /// again only after it has entered another list.
-    fn sparsest_block(&mut self, search: &Search) -> Option<u32> {
-        self.begin_for_blocks(search.round?, search.percent);
+    fn sparsest_block(&mut self, criteria: &Criteria) -> Option<u32> {
+        self.begin_for_blocks(criteria.round?, criteria.percent);
         let capacity = u64::from(self.shape.block_capacity());
-        for list in self.books.looks.lists_of_blocks() {
+        for list in self.state.searches.lists_of_blocks() {
             let (mut least, mut count) = (None, 0);
-            let mut at = self.books.looks.queues.first(list);
-            while let Some(number) = at.filter(|_| count < LOOKS) {
-                at = Queues::next(self.blocks, number);
-                self.note_look();
+            let mut at = self.state.searches.queues.first(list);
+            while let Some(number) = at.filter(|_| count < MAX_COMPARED) {
+                at = BlockQueues::next(self.blocks, number);
+                self.note_visit();
                 let block = self.blocks.block(number);
                 let used = u64::from(block.used.get());
                 // A sparse block has memory only for its set-up slabs. If these are full, emptying it gains nothing.
                 let is_packed = list == GROWING && block.is_sparse.get() == 1;
-                let was_tried = Some(block.tried.get()) == search.round;
-                if is_packed || was_tried || used * 100 >= capacity * u64::from(search.percent) {
+                let was_tried = Some(block.tried.get()) == criteria.round;
+                if is_packed || was_tried || used * 100 >= capacity * u64::from(criteria.percent) {
                     self.dequeue(number);
                     continue;
                 }
@@ -162,7 +162,7 @@ impl Node<'_> {
         };
         let lists = (first..=FULLEST).chain([GROWING]);
         let (room, bare) =
-            lists.fold((0, 0), |(room, bare), list| (room + self.books.room_in[list], bare + self.books.bare_in[list]));
+            lists.fold((0, 0), |(room, bare), list| (room + self.state.room_in[list], bare + self.state.bare_in[list]));
         let bare = u64::from(bare - self.bare_in_use(number)) * u64::from(self.shape.capacity);
         room - u64::from(block.room.get()) + bare
     }
@@ -170,43 +170,44 @@ impl Node<'_> {
     /// The first blocks of a list with at least `least` objects in use; they are the first that an allocation looks at.
     pub fn first_of(&self, list: usize, least: u32) -> impl Iterator<Item = u32> {
         // Blocks that were tried may be emptier. They come first in the list, and are in no queue.
-        let queued = self.books.looks.queues.iter(self.blocks, list).take(LOOKS);
-        let blocks = queued.chain(self.list(list).take(LOOKS));
+        let queued = self.state.searches.queues.iter(self.blocks, list).take(MAX_COMPARED);
+        let blocks = queued.chain(self.list(list).take(MAX_COMPARED));
         blocks.filter(move |number| self.blocks.block(*number).used.get() >= least)
     }
 
     /// Begins a search for blocks. If it is new, queues all blocks that may be used by less than it wants.
     fn begin_for_blocks(&mut self, round: u32, percent: u32) {
-        if !self.books.looks.for_blocks.begin((round, percent)) {
+        if !self.state.searches.for_blocks.begin((round, percent)) {
             return;
         }
-        self.books.looks.queues = Lists::new();
-        for list in self.books.looks.lists_of_blocks() {
-            let mut at = self.books.lists.first(list);
+        self.state.searches.queues = Lists::new();
+        for list in self.state.searches.lists_of_blocks() {
+            let mut at = self.state.lists.first(list);
             while let Some(number) = at {
                 at = Standing::next(self.blocks, number);
-                self.blocks.block(number).queued.set(self.books.looks.for_blocks.number);
-                self.books.looks.queues.put_last(self.blocks, list, number);
+                self.blocks.block(number).queued.set(self.state.searches.for_blocks.number);
+                self.state.searches.queues.put_last(self.blocks, list, number);
             }
         }
     }
 
     /// Queues a block that has entered its list for the search for blocks, unless it was tried in this round.
     pub fn queue(&mut self, number: u32) {
-        let (block, looks) = (self.blocks.block(number), &mut self.books.looks);
+        let (block, searches) = (self.blocks.block(number), &mut self.state.searches);
         let list = block.bucket();
-        let is_wanted = block.tried.get() != looks.for_blocks.of.0 && looks.lists_of_blocks().any(|of| of == list);
-        block.queued.set(if is_wanted { looks.for_blocks.number } else { 0 });
+        let is_wanted =
+            block.tried.get() != searches.for_blocks.of.0 && searches.lists_of_blocks().any(|of| of == list);
+        block.queued.set(if is_wanted { searches.for_blocks.number } else { 0 });
         if is_wanted {
-            looks.queues.put_first(self.blocks, list, number);
+            searches.queues.put_first(self.blocks, list, number);
         }
     }
 
     pub fn dequeue(&mut self, number: u32) {
-        let looks = &mut self.books.looks;
+        let searches = &mut self.state.searches;
         let queued = &self.blocks.block(number).queued;
-        if queued.get() == looks.for_blocks.number {
-            looks.queues.remove(self.blocks, number);
+        if queued.get() == searches.for_blocks.number {
+            searches.queues.remove(self.blocks, number);
         }
         queued.set(0);
     }
@@ -214,46 +215,46 @@ impl Node<'_> {
     /// Checks that each queued block is queued under the list that it is in.
     #[cfg(test)]
     pub fn check_queues(&self) {
-        let looks = &self.books.looks;
-        looks.queues.check(self.blocks);
+        let searches = &self.state.searches;
+        searches.queues.check(self.blocks);
         for list in 0..BUCKETS {
             let is_there = |number: &u32| {
                 let block = self.blocks.block(*number);
-                block.bucket() == list && block.queued.get() == looks.for_blocks.number
+                block.bucket() == list && block.queued.get() == searches.for_blocks.number
             };
-            assert!(looks.queues.iter(self.blocks, list).all(|number| is_there(&number)));
+            assert!(searches.queues.iter(self.blocks, list).all(|number| is_there(&number)));
             let queued =
-                self.list(list).filter(|number| self.blocks.block(*number).queued.get() == looks.for_blocks.number);
-            assert_eq!(queued.count(), looks.queues.iter(self.blocks, list).count());
+                self.list(list).filter(|number| self.blocks.block(*number).queued.get() == searches.for_blocks.number);
+            assert_eq!(queued.count(), searches.queues.iter(self.blocks, list).count());
         }
     }
 
-    fn note_look(&mut self) {
+    fn note_visit(&mut self) {
         #[cfg(test)]
         {
-            self.books.looks.looked_at += 1;
+            self.state.searches.visited += 1;
         }
     }
 
     /// A slab, and how many of its objects fit into other partial slabs. In whole blocks this is only useful when
     /// everything is packed.
-    fn sparsest_slab(&mut self, search: &Search) -> Option<(u32, u32, u32)> {
+    fn sparsest_slab(&mut self, criteria: &Criteria) -> Option<(u32, u32, u32)> {
         let capacity = self.shape.capacity;
-        let partial_room = self.books.room - u64::from(self.books.empty) * u64::from(capacity);
+        let partial_room = self.state.room - u64::from(self.state.empty) * u64::from(capacity);
         let blocks = self.blocks;
         let sparsest_of = |number| {
             let block = blocks.block(number);
-            let is_worth_it = block.is_sparse.get() == 1 || search.percent > 100;
+            let is_worth_it = block.is_sparse.get() == 1 || criteria.percent > 100;
             let slabs = (Level::Partial as usize..LEVELS).flat_map(|level| block.all_at(level));
             let used = |slab: u32| blocks.slab(number, slab).used();
             let fits = |slab: &u32| {
-                let is_sparse_enough = u64::from(used(*slab)) * 100 < u64::from(capacity) * u64::from(search.percent);
-                is_sparse_enough && blocks.slab(number, *slab).tried.get() != search.pass
+                let is_sparse_enough = u64::from(used(*slab)) * 100 < u64::from(capacity) * u64::from(criteria.percent);
+                is_sparse_enough && blocks.slab(number, *slab).tried.get() != criteria.pass
             };
             let slab = is_worth_it.then(|| slabs.filter(fits).min_by_key(|slab| used(*slab)))??;
             Some((used(slab), number, slab))
         };
-        let (used, number, slab) = self.least((search.pass, search.percent), FULLEST, LOOKS, sparsest_of)?;
+        let (used, number, slab) = self.least((criteria.pass, criteria.percent), FULLEST, MAX_COMPARED, sparsest_of)?;
         let elsewhere = partial_room - u64::from(capacity - used);
         (elsewhere > 0).then(|| (number, slab, u64::from(used).min(elsewhere) as u32))
     }
@@ -262,21 +263,21 @@ impl Node<'_> {
     /// without a candidate move to the end of their list. The same search visits them again only after a change.
     fn least<T: Ord + Copy>(
         &mut self,
-        look: (u32, u32),
+        search_id: (u32, u32),
         last: usize,
         most: usize,
         find: impl Fn(u32) -> Option<T>,
     ) -> Option<T> {
-        self.books.looks.for_slabs.begin(look);
+        self.state.searches.for_slabs.begin(search_id);
         let (mut least, mut count) = (None, 0);
         for list in IDLE + 1..=last {
-            let mut at = self.books.lists.first(list);
+            let mut at = self.state.lists.first(list);
             while let Some(number) = at.filter(|number| count < most && !self.is_spent(*number)) {
                 at = Standing::next(self.blocks, number);
-                self.note_look();
+                self.note_visit();
                 let Some(found) = find(number) else {
-                    self.blocks.block(number).spent.set(self.books.looks.for_slabs.number);
-                    self.books.lists.move_last(self.blocks, number);
+                    self.blocks.block(number).spent.set(self.state.searches.for_slabs.number);
+                    self.state.lists.move_last(self.blocks, number);
                     continue;
                 };
                 least = Some(least.map_or(found, |before: T| before.min(found)));
@@ -288,7 +289,7 @@ impl Node<'_> {
 
     /// Whether the current search has found no candidate in a block. Such blocks are last in their lists.
     pub fn is_spent(&self, number: u32) -> bool {
-        self.blocks.block(number).spent.get() == self.books.looks.for_slabs.number
+        self.blocks.block(number).spent.get() == self.state.searches.for_slabs.number
     }
 
     /// A slab of a block changed, so the search may visit the block again.
@@ -301,7 +302,7 @@ impl Node<'_> {
     }
 
     /// Marks a block as leaving, and claims all of its open slabs. Returns them.
-    fn leave(&mut self, number: u32, round: Option<u32>) -> SlabSet {
+    fn begin_emptying(&mut self, number: u32, round: Option<u32>) -> SlabSet {
         let block = self.blocks.block(number);
         block.tried.set(round.unwrap_or(0));
         block.is_leaving.set(1);
@@ -322,7 +323,7 @@ impl Node<'_> {
         let block = self.blocks.block(number);
         let is_half_used = 2 * block.used.get() <= self.shape.block_capacity();
         let is_it = is_half_used && block.is_sparse.get() == 0 && block.claimed.get() == 0;
-        is_it.then(|| (number, self.leave(number, None)))
+        is_it.then(|| (number, self.begin_emptying(number, None)))
     }
 
     /// Claims a slab with objects that was not tried in this pass, of the emptiest block that has one.
@@ -340,7 +341,7 @@ impl Node<'_> {
         Some((number, slab))
     }
 
-    /// Ends the emptying of a block that [`Node::claim_source`] claimed, after the claims of its slabs.
+    /// Ends the emptying of a block that [`Node::claim_candidate`] claimed, after the claims of its slabs.
     pub fn return_block(&mut self, number: u32) {
         let block = self.blocks.block(number);
         block.is_leaving.set(0);

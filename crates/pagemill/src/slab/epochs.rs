@@ -9,10 +9,10 @@
 //!
 //! One of the two barriers comes first. So either the retiring thread sees the reader, or the reader does not find the
 //! object. Nothing waits for time to pass: an object without readers is free at the first check, and the global epoch
-//! stands still while no reader is met. A thread's word is indexed by its thread slot ([`super::numbers`]). Threads
-//! without a slot share an overflow list.
+//! stands still while no reader is met. A thread's word is indexed by its thread slot ([`super::thread_slots`]).
+//! Threads without a slot share an overflow list.
 //!
-//! Names: [`Moment`] is an epoch, [`Clock`] the global epoch, [`Reader`] a participant, `leave` is retire.
+//! Names: [`Epoch`] is an epoch, [`GlobalEpoch`] the global epoch, [`Participant`] a participant, `retire` is retire.
 
 use crate::sync::{Acquire, AtomicU64, Relaxed, Release, fence};
 use std::sync::atomic::Ordering::{AcqRel, SeqCst};
@@ -23,9 +23,9 @@ const DEPTH: u64 = (1 << DEPTH_BITS) - 1;
 
 /// An epoch: a value of the global epoch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Moment(u64);
+pub(crate) struct Epoch(u64);
 
-impl Moment {
+impl Epoch {
     /// The epoch of a participant that is not reading: newer than all others.
     const NEVER: Self = Self(u64::MAX);
 
@@ -43,18 +43,18 @@ impl Moment {
 }
 
 /// The global epoch.
-pub(crate) struct Clock(AtomicU64);
+pub(crate) struct GlobalEpoch(AtomicU64);
 
 /// A participant of the epoch. The word is 0 while it does not read. Only its own thread writes it.
 #[repr(align(128))]
-pub(crate) struct Reader(AtomicU64);
+pub(crate) struct Participant(AtomicU64);
 
-impl Reader {
+impl Participant {
     /// Begins to read, or nests.
     #[inline(always)]
-    fn begin(&self, clock: &Clock) {
+    fn begin(&self, global: &GlobalEpoch) {
         match self.0.load(Relaxed) {
-            0 => self.enter(clock.0.load(Acquire) << DEPTH_BITS | 1),
+            0 => self.enter(global.0.load(Acquire) << DEPTH_BITS | 1),
             word => self.begin_again(word),
         }
     }
@@ -89,45 +89,48 @@ impl Reader {
         self.0.load(Relaxed) != 0
     }
 
-    fn since(&self) -> Moment {
+    fn since(&self) -> Epoch {
         // Acquires what the reader did until it finished or began anew.
         match self.0.load(Acquire) {
-            0 => Moment::NEVER,
-            word => Moment(word >> DEPTH_BITS),
+            0 => Epoch::NEVER,
+            word => Epoch(word >> DEPTH_BITS),
         }
     }
 }
 
 /// The oldest epoch of a participant that is reading.
-fn oldest_of<'all>(readers: impl IntoIterator<Item = &'all Reader>) -> Moment {
-    readers.into_iter().map(Reader::since).min().unwrap_or(Moment::NEVER)
+fn oldest_of<'all>(participants: impl IntoIterator<Item = &'all Participant>) -> Epoch {
+    participants.into_iter().map(Participant::since).min().unwrap_or(Epoch::NEVER)
 }
 
-impl Clock {
+impl GlobalEpoch {
     /// Retires objects after their last reference was unlinked. Returns the epoch up to which readers may still use
-    /// them, and the oldest epoch of a reader. `readers` is called once the words of the participants can be read.
-    fn leave<'all, R: IntoIterator<Item = &'all Reader>>(&self, readers: impl FnOnce() -> R) -> (Moment, Moment) {
+    /// them, and the oldest epoch of a reader. `participants` is called once the words of the participants can be read.
+    fn retire<'all, R: IntoIterator<Item = &'all Participant>>(
+        &self,
+        participants: impl FnOnce() -> R,
+    ) -> (Epoch, Epoch) {
         fence(SeqCst);
         let now = self.0.load(Acquire);
-        let oldest = oldest_of(readers());
-        if oldest <= Moment(now) {
+        let oldest = oldest_of(participants());
+        if oldest <= Epoch(now) {
             // Readers that begin from here on are known to be newer. If the exchange fails, another thread has advanced
             // the epoch.
             let _ = self.0.compare_exchange(now, now + 1, AcqRel, Relaxed);
         }
-        (Moment(now), oldest)
+        (Epoch(now), oldest)
     }
 }
 
 #[cfg(not(loom))]
 pub use here::{Guard, pin};
 #[cfg(not(loom))]
-pub(super) use here::{begin_child, is_reading, leave, note_process, oldest, wait_until};
+pub(super) use here::{begin_child, is_reading, note_process, oldest, retire, wait_until};
 
 #[cfg(not(loom))]
 mod here {
-    use super::super::numbers::{self, MAX_THREADS, NONE};
-    use super::{Clock, DEPTH_BITS, Moment, Reader, oldest_of};
+    use super::super::thread_slots::{self, MAX_THREADS, NONE};
+    use super::{DEPTH_BITS, Epoch, GlobalEpoch, Participant, oldest_of};
     use crate::sync::{Acquire, AtomicU64, Padded, Relaxed, Release, fence};
     use pagemill_sys::process;
     use std::marker::PhantomData;
@@ -136,49 +139,49 @@ mod here {
     use std::sync::atomic::{AtomicBool, AtomicU32};
 
     /// Participants without a thread slot in one part of the overflow list.
-    const CROWD: usize = 64;
+    const OVERFLOW_LEN: usize = 64;
 
-    static CLOCK: Padded<Clock> = Padded(Clock(AtomicU64::new(1)));
+    static GLOBAL_EPOCH: Padded<GlobalEpoch> = Padded(GlobalEpoch(AtomicU64::new(1)));
 
     /// Participants by thread slot.
-    static READERS: [Reader; MAX_THREADS] = [const { Reader(AtomicU64::new(0)) }; MAX_THREADS];
+    static PARTICIPANTS: [Participant; MAX_THREADS] = [const { Participant(AtomicU64::new(0)) }; MAX_THREADS];
 
     /// Whether the overflow list was ever used.
-    static IS_CROWDED: AtomicBool = AtomicBool::new(false);
-    static FIRST: Crowd = Crowd::new();
+    static HAS_OVERFLOW: AtomicBool = AtomicBool::new(false);
+    static FIRST: Overflow = Overflow::new();
 
     /// The process that these threads belong to; 0 while there is none.
     static OWNER: AtomicU32 = AtomicU32::new(0);
 
     /// The overflow list: participants of threads without a slot, because all are taken or the thread is ending. Each
     /// guard has its own word.
-    struct Crowd {
-        readers: [Reader; CROWD],
-        next: OnceLock<Box<Crowd>>,
+    struct Overflow {
+        participants: [Participant; OVERFLOW_LEN],
+        next: OnceLock<Box<Overflow>>,
     }
 
-    impl Crowd {
+    impl Overflow {
         const fn new() -> Self {
-            Self { readers: [const { Reader(AtomicU64::new(0)) }; CROWD], next: OnceLock::new() }
+            Self { participants: [const { Participant(AtomicU64::new(0)) }; OVERFLOW_LEN], next: OnceLock::new() }
         }
 
         fn all(&'static self) -> impl Iterator<Item = &'static Self> {
-            std::iter::successors(Some(self), |crowd| crowd.next.get().map(|next| &**next))
+            std::iter::successors(Some(self), |overflow| overflow.next.get().map(|next| &**next))
         }
 
         /// Begins to read with the first free word.
-        fn begin(&'static self) -> &'static Reader {
-            let mut crowd = self;
+        fn begin(&'static self) -> &'static Participant {
+            let mut overflow = self;
             loop {
-                let word = CLOCK.0.0.load(Acquire) << DEPTH_BITS | 1;
-                let found = crowd.readers.iter().find(|reader| {
-                    reader.0.load(Relaxed) == 0 && reader.0.compare_exchange(0, word, SeqCst, Relaxed).is_ok()
+                let word = GLOBAL_EPOCH.0.0.load(Acquire) << DEPTH_BITS | 1;
+                let found = overflow.participants.iter().find(|participant| {
+                    participant.0.load(Relaxed) == 0 && participant.0.compare_exchange(0, word, SeqCst, Relaxed).is_ok()
                 });
-                if let Some(reader) = found {
+                if let Some(participant) = found {
                     fence(SeqCst);
-                    return reader;
+                    return participant;
                 }
-                crowd = crowd.next.get_or_init(|| Box::new(Crowd::new()));
+                overflow = overflow.next.get_or_init(|| Box::new(Overflow::new()));
             }
         }
     }
@@ -187,7 +190,7 @@ mod here {
     ///
     /// Example: [`ByHandle`](crate::slab::ByHandle).
     pub struct Guard {
-        reader: &'static Reader,
+        participant: &'static Participant,
         _of_this_thread: PhantomData<*mut ()>,
     }
 
@@ -195,64 +198,64 @@ mod here {
     /// guard is kept.
     #[inline]
     pub fn pin() -> Guard {
-        let reader = match READERS.get(numbers::own_number() as usize) {
-            Some(reader) => {
-                reader.begin(&CLOCK.0);
-                reader
+        let participant = match PARTICIPANTS.get(thread_slots::own_slot() as usize) {
+            Some(participant) => {
+                participant.begin(&GLOBAL_EPOCH.0);
+                participant
             }
             None => pin_slowly(),
         };
-        Guard { reader, _of_this_thread: PhantomData }
+        Guard { participant, _of_this_thread: PhantomData }
     }
 
     #[cold]
     #[inline(never)]
-    fn pin_slowly() -> &'static Reader {
-        if let Some(reader) = READERS.get(numbers::find_number() as usize) {
-            reader.begin(&CLOCK.0);
-            return reader;
+    fn pin_slowly() -> &'static Participant {
+        if let Some(participant) = PARTICIPANTS.get(thread_slots::find_slot() as usize) {
+            participant.begin(&GLOBAL_EPOCH.0);
+            return participant;
         }
         // Before the barrier of this reader, so that a retiring thread that looks for it sees the flag.
-        IS_CROWDED.store(true, Relaxed);
+        HAS_OVERFLOW.store(true, Relaxed);
         FIRST.begin()
     }
 
     impl Drop for Guard {
         #[inline]
         fn drop(&mut self) {
-            self.reader.end();
+            self.participant.end();
         }
     }
 
     /// All participants that may be reading. To be called after a barrier.
-    fn readers() -> impl Iterator<Item = &'static Reader> {
-        let crowd = IS_CROWDED.load(Relaxed).then(|| FIRST.all().flat_map(|crowd| &crowd.readers));
+    fn participants() -> impl Iterator<Item = &'static Participant> {
+        let overflow = HAS_OVERFLOW.load(Relaxed).then(|| FIRST.all().flat_map(|overflow| &overflow.participants));
         // A slot that no thread has is not reading.
-        numbers::taken().map(|number| &READERS[number]).chain(crowd.into_iter().flatten())
+        thread_slots::taken().map(|slot| &PARTICIPANTS[slot]).chain(overflow.into_iter().flatten())
     }
 
     /// Retires unlinked objects. Returns the epoch up to which readers may use them, and the oldest epoch of a reader.
     /// The objects are free if the second is newer than the first.
-    pub fn leave() -> (Moment, Moment) {
-        CLOCK.0.leave(readers)
+    pub fn retire() -> (Epoch, Epoch) {
+        GLOBAL_EPOCH.0.retire(participants)
     }
 
     /// The epoch that [`oldest`] has to pass before objects retired now are free. They are free at once if no thread
     /// reads.
-    pub fn wait_until() -> Moment {
-        let (moment, oldest) = leave();
-        if oldest > moment { Moment::BEFORE_ALL } else { moment }
+    pub fn wait_until() -> Epoch {
+        let (epoch, oldest) = retire();
+        if oldest > epoch { Epoch::BEFORE_ALL } else { epoch }
     }
 
     /// The oldest epoch of a reader: objects retired at an earlier epoch are free.
-    pub fn oldest() -> Moment {
+    pub fn oldest() -> Epoch {
         fence(SeqCst);
-        oldest_of(readers())
+        oldest_of(participants())
     }
 
     /// Whether the thread in this slot is reading.
-    pub fn is_reading(number: u32) -> bool {
-        READERS[number as usize].is_reading()
+    pub fn is_reading(slot: u32) -> bool {
+        PARTICIPANTS[slot as usize].is_reading()
     }
 
     /// Records that threads of this process may read from now on.
@@ -269,15 +272,18 @@ mod here {
             return;
         }
         OWNER.store(own, Relaxed);
-        let number = numbers::own_number();
-        let all = READERS.iter().take(numbers::high_water()).enumerate();
-        all.filter(|(at, _)| *at != number as usize).for_each(|(_, reader)| {
-            if reader.is_reading() {
-                reader.0.store(0, Release)
+        let slot = thread_slots::own_slot();
+        let all = PARTICIPANTS.iter().take(thread_slots::high_water()).enumerate();
+        all.filter(|(at, _)| *at != slot as usize).for_each(|(_, participant)| {
+            if participant.is_reading() {
+                participant.0.store(0, Release)
             }
         });
-        if number != NONE {
-            FIRST.all().flat_map(|crowd| &crowd.readers).for_each(|reader| reader.0.store(0, Release));
+        if slot != NONE {
+            FIRST
+                .all()
+                .flat_map(|overflow| &overflow.participants)
+                .for_each(|participant| participant.0.store(0, Release));
         }
     }
 
@@ -289,10 +295,10 @@ mod here {
         #[test]
         fn what_is_left_waits_for_who_was_there() {
             let (first, second) = (pin(), pin());
-            let (moment, oldest_then) = leave();
-            assert!(oldest_then <= moment);
+            let (epoch, oldest_then) = retire();
+            assert!(oldest_then <= epoch);
             drop(first);
-            assert!(oldest() <= moment, "the second guard is there");
+            assert!(oldest() <= epoch, "the second guard is there");
             drop(second);
             let later = pin();
             let wait = |is_so: &dyn Fn() -> bool| {
@@ -301,27 +307,27 @@ mod here {
                 }
             };
             // Readers of other tests finish, too.
-            wait(&|| oldest() > moment);
+            wait(&|| oldest() > epoch);
             drop(later);
         }
 
         /// Participants without a thread slot are waited for, even more than one part of the overflow list holds.
         #[test]
         fn readers_without_a_number_count() {
-            let guards: Vec<_> = (0..CROWD + 2)
+            let guards: Vec<_> = (0..OVERFLOW_LEN + 2)
                 .map(|_| {
-                    IS_CROWDED.store(true, Relaxed);
-                    Guard { reader: FIRST.begin(), _of_this_thread: PhantomData }
+                    HAS_OVERFLOW.store(true, Relaxed);
+                    Guard { participant: FIRST.begin(), _of_this_thread: PhantomData }
                 })
                 .collect();
-            let (moment, oldest_then) = leave();
-            assert!(oldest_then <= moment);
+            let (epoch, oldest_then) = retire();
+            assert!(oldest_then <= epoch);
             let mut guards = guards.into_iter();
             let last = guards.next_back();
             guards.for_each(drop);
-            assert!(oldest() <= moment);
+            assert!(oldest() <= epoch);
             drop(last);
-            while oldest() <= moment {
+            while oldest() <= epoch {
                 std::thread::yield_now();
             }
         }
@@ -329,17 +335,17 @@ mod here {
         /// A thread slot is not reused while one of its guards exists, even if the thread has ended otherwise.
         #[test]
         fn numbers_of_readers_are_kept() {
-            let (number, reader) = std::thread::spawn(|| {
+            let (slot, participant) = std::thread::spawn(|| {
                 let guard = pin();
-                let reader = guard.reader;
+                let participant = guard.participant;
                 std::mem::forget(guard);
-                (numbers::own_number(), reader)
+                (thread_slots::own_slot(), participant)
             })
             .join()
             .unwrap();
-            let others = (0..100).map(|_| std::thread::spawn(numbers::find_number).join().unwrap());
-            assert!(others.into_iter().all(|other| other != number));
-            reader.end();
+            let others = (0..100).map(|_| std::thread::spawn(thread_slots::find_slot).join().unwrap());
+            assert!(others.into_iter().all(|other| other != slot));
+            participant.end();
         }
     }
 }
@@ -351,15 +357,15 @@ mod loom_tests {
     use loom::sync::Arc;
     use loom::thread;
 
-    const LEAVERS: usize = 2;
+    const RETIRERS: usize = 2;
 
     struct Model {
-        clock: Clock,
-        reader: Reader,
+        global: GlobalEpoch,
+        participant: Participant,
         /// Each makes a place reachable while it is 1.
-        words: [AtomicU32; LEAVERS],
+        words: [AtomicU32; RETIRERS],
         /// 1 once the place is reused.
-        places: [AtomicU32; LEAVERS],
+        places: [AtomicU32; RETIRERS],
     }
 
     /// A reader that begins twice, beside two threads that each unlink a place and reuse it when it is free. The reader
@@ -370,36 +376,36 @@ mod loom_tests {
         model.preemption_bound = Some(3);
         model.check(|| {
             let model = Arc::new(Model {
-                clock: Clock(AtomicU64::new(1)),
-                reader: Reader(AtomicU64::new(0)),
+                global: GlobalEpoch(AtomicU64::new(1)),
+                participant: Participant(AtomicU64::new(0)),
                 words: [AtomicU32::new(1), AtomicU32::new(1)],
                 places: [AtomicU32::new(0), AtomicU32::new(0)],
             });
-            let leave = |at: usize| {
+            let retire = |at: usize| {
                 let model = model.clone();
                 move || {
                     model.words[at].store(0, Release);
-                    let (moment, oldest) = model.clock.leave(|| [&model.reader]);
-                    let is_free = oldest > moment || {
+                    let (epoch, oldest) = model.global.retire(|| [&model.participant]);
+                    let is_free = oldest > epoch || {
                         fence(SeqCst);
-                        oldest_of([&model.reader]) > moment
+                        oldest_of([&model.participant]) > epoch
                     };
                     if is_free {
                         model.places[at].store(1, Relaxed);
                     }
                 }
             };
-            let leavers = [thread::spawn(leave(0)), thread::spawn(leave(1))];
+            let retirers = [thread::spawn(retire(0)), thread::spawn(retire(1))];
             for _ in 0..2 {
-                model.reader.begin(&model.clock);
-                for at in 0..LEAVERS {
+                model.participant.begin(&model.global);
+                for at in 0..RETIRERS {
                     if model.words[at].load(Acquire) == 1 {
                         assert_eq!(model.places[at].load(Relaxed), 0, "a place is used again under its reader");
                     }
                 }
-                model.reader.end();
+                model.participant.end();
             }
-            leavers.into_iter().for_each(|leaver| leaver.join().unwrap());
+            retirers.into_iter().for_each(|retirer| retirer.join().unwrap());
         });
     }
 }

@@ -1,9 +1,9 @@
 //! An asymmetric lock for a magazine: its thread enters at the cost of two plain stores; a drain pays for both sides.
 //!
-//! The thread sets `inside` before it reads `seized`. The draining thread sets `seized` before it reads `inside`. A
-//! barrier separates the two steps on each side, so at least one side sees the other. Either the draining thread executes
-//! a process-wide barrier (`membarrier`) for all, or each side has its own: the kernel decides once for a process
-//! ([`Barriers`]).
+//! The thread sets `entered` before it reads `draining`. The draining thread sets `draining` before it reads `entered`.
+//! A barrier separates the two steps on each side, so at least one side sees the other. Either the draining thread
+//! executes a process-wide barrier (`membarrier`) for all, or each side has its own: the kernel decides once for a
+//! process ([`Barriers`]).
 
 use crate::sync::{Acquire, AtomicU32, Relaxed, Release, fence};
 #[cfg(not(loom))]
@@ -16,7 +16,7 @@ use std::sync::atomic::Ordering::SeqCst;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Barriers {
     /// The draining thread, for all threads at once ([`pagemill_sys::barrier`]): they need no barrier of their own.
-    OfSeizer,
+    OfDrainer,
     /// Each side its own, because the kernel refuses the process-wide barrier.
     OfEach,
 }
@@ -25,8 +25,8 @@ impl Barriers {
     /// What the kernel supports. Queried once: sleeping threads would not notice a change.
     #[cfg(not(loom))]
     pub fn of_process() -> Self {
-        static ARE_OF_SEIZER: OnceLock<bool> = OnceLock::new();
-        if *ARE_OF_SEIZER.get_or_init(barrier::register) { Self::OfSeizer } else { Self::OfEach }
+        static ARE_OF_DRAINER: OnceLock<bool> = OnceLock::new();
+        if *ARE_OF_DRAINER.get_or_init(barrier::register) { Self::OfDrainer } else { Self::OfEach }
     }
 
     /// The draining thread's barrier between its two steps; returns whether it was executed. One call covers any number
@@ -34,10 +34,10 @@ impl Barriers {
     pub fn pass(self) -> bool {
         match self {
             #[cfg(not(loom))]
-            Self::OfSeizer => barrier::all_threads(),
+            Self::OfDrainer => barrier::all_threads(),
             // The model represents the process-wide barrier by one fence here and one in `order_own`.
             #[cfg(loom)]
-            Self::OfSeizer => {
+            Self::OfDrainer => {
                 fence(SeqCst);
                 true
             }
@@ -52,26 +52,26 @@ impl Barriers {
 /// The asymmetric lock of one magazine.
 #[derive(Default)]
 #[repr(C)]
-pub(crate) struct Claim {
+pub(crate) struct AsymmetricLock {
     /// 1 while its thread is inside. Written by that thread only.
-    inside: AtomicU32,
+    entered: AtomicU32,
     /// 1 while another thread drains the magazine. Never written by its own thread.
-    seized: AtomicU32,
+    draining: AtomicU32,
 }
 
-impl Claim {
-    /// For the thread of the magazine: enters, and returns whether the magazine is its own until [`Claim::leave`]. For
-    /// [`Barriers::OfSeizer`].
+impl AsymmetricLock {
+    /// For the thread of the magazine: enters, and returns whether the magazine is its own until
+    /// [`AsymmetricLock::leave`]. For [`Barriers::OfDrainer`].
     #[inline(always)]
     pub fn enter(&self) -> bool {
-        self.inside.store(1, Relaxed);
+        self.entered.store(1, Relaxed);
         order_own();
         self.is_own()
     }
 
-    /// As [`Claim::enter`], for [`Barriers::OfEach`].
+    /// As [`AsymmetricLock::enter`], for [`Barriers::OfEach`].
     pub fn enter_fenced(&self) -> bool {
-        self.inside.store(1, Relaxed);
+        self.entered.store(1, Relaxed);
         fence(SeqCst);
         self.is_own()
     }
@@ -80,7 +80,7 @@ impl Claim {
     #[inline(always)]
     fn is_own(&self) -> bool {
         // Acquires what the draining thread left.
-        let is_own = self.seized.load(Acquire) == 0;
+        let is_own = self.draining.load(Acquire) == 0;
         if !is_own {
             self.leave();
         }
@@ -90,22 +90,22 @@ impl Claim {
     /// Leaves the magazine.
     #[inline(always)]
     pub fn leave(&self) {
-        self.inside.store(0, Release);
+        self.entered.store(0, Release);
     }
 
     /// For the draining thread, one at a time: after the following [`Barriers::pass`] the magazine's thread cannot enter.
-    pub fn seize(&self) {
-        self.seized.store(1, Relaxed);
+    pub fn begin_drain(&self) {
+        self.draining.store(1, Relaxed);
     }
 
     /// For the draining thread, after `pass`: whether the thread is outside, so that the magazine belongs to the caller.
-    pub fn is_left(&self) -> bool {
-        self.inside.load(Acquire) == 0
+    pub fn is_outside(&self) -> bool {
+        self.entered.load(Acquire) == 0
     }
 
     /// Ends the drain: the thread can enter again.
     pub fn release(&self) {
-        self.seized.store(0, Release);
+        self.draining.store(0, Release);
     }
 }
 
@@ -126,7 +126,7 @@ mod loom_tests {
 
     #[derive(Default)]
     struct Magazine {
-        claim: Claim,
+        lock: AsymmetricLock,
         /// Stands for the objects of a magazine: read, then written. If two threads change it at once, a change is lost.
         objects: AtomicU32,
     }
@@ -139,7 +139,7 @@ mod loom_tests {
 
     /// A thread adds objects while another drains them twice: no object is lost or duplicated, and the two are never
     /// inside together.
-    fn thread_and_seizer(barriers: Barriers, enter: fn(&Claim) -> bool) {
+    fn thread_and_drainer(barriers: Barriers, enter: fn(&AsymmetricLock) -> bool) {
         loom::model(move || {
             let magazine = Arc::new(Magazine::default());
             let owner = {
@@ -147,10 +147,10 @@ mod loom_tests {
                 thread::spawn(move || {
                     let mut added = 0;
                     for _ in 0..2 {
-                        if enter(&magazine.claim) {
+                        if enter(&magazine.lock) {
                             magazine.change(|objects| objects + 1);
                             added += 1;
-                            magazine.claim.leave();
+                            magazine.lock.leave();
                         }
                     }
                     added
@@ -158,19 +158,19 @@ mod loom_tests {
             };
             let mut taken = 0;
             for _ in 0..2 {
-                magazine.claim.seize();
+                magazine.lock.begin_drain();
                 assert!(barriers.pass());
                 // If the thread is inside, the drain is retried later.
-                if magazine.claim.is_left() {
+                if magazine.lock.is_outside() {
                     magazine.change(|objects| {
                         taken += objects;
                         0
                     });
                 }
-                magazine.claim.release();
+                magazine.lock.release();
             }
             let added = owner.join().unwrap();
-            assert!(enter(&magazine.claim));
+            assert!(enter(&magazine.lock));
             magazine.change(|objects| {
                 assert_eq!(objects + taken, added);
                 0
@@ -179,46 +179,47 @@ mod loom_tests {
     }
 
     #[test]
-    fn a_thread_and_a_seizer_never_meet() {
-        thread_and_seizer(Barriers::OfSeizer, Claim::enter);
+    fn a_thread_and_a_drainer_never_meet() {
+        thread_and_drainer(Barriers::OfDrainer, AsymmetricLock::enter);
     }
 
     #[test]
-    fn a_thread_with_barriers_of_its_own_and_a_seizer_never_meet() {
-        thread_and_seizer(Barriers::OfEach, Claim::enter_fenced);
+    fn a_thread_with_barriers_of_its_own_and_a_drainer_never_meet() {
+        thread_and_drainer(Barriers::OfEach, AsymmetricLock::enter_fenced);
     }
 
     /// One barrier of the draining thread covers two magazines of two threads: it is never inside together with either.
     #[test]
     fn one_barrier_is_enough_for_two_magazines() {
-        for (barriers, enter) in
-            [(Barriers::OfSeizer, Claim::enter as fn(&Claim) -> bool), (Barriers::OfEach, Claim::enter_fenced)]
-        {
+        for (barriers, enter) in [
+            (Barriers::OfDrainer, AsymmetricLock::enter as fn(&AsymmetricLock) -> bool),
+            (Barriers::OfEach, AsymmetricLock::enter_fenced),
+        ] {
             loom::model(move || {
                 let magazines = Arc::new([Magazine::default(), Magazine::default()]);
                 let threads = [0, 1].map(|own| {
                     let magazines = magazines.clone();
                     thread::spawn(move || {
-                        let Magazine { claim, .. } = &magazines[own];
-                        let is_in = enter(claim);
+                        let Magazine { lock, .. } = &magazines[own];
+                        let is_in = enter(lock);
                         if is_in {
                             magazines[own].change(|objects| objects + 1);
-                            claim.leave();
+                            lock.leave();
                         }
                         u32::from(is_in)
                     })
                 });
                 let mut taken = [0; 2];
-                magazines.iter().for_each(|magazine| magazine.claim.seize());
+                magazines.iter().for_each(|magazine| magazine.lock.begin_drain());
                 assert!(barriers.pass());
                 for (magazine, taken) in magazines.iter().zip(&mut taken) {
-                    if magazine.claim.is_left() {
+                    if magazine.lock.is_outside() {
                         magazine.change(|objects| {
                             *taken = objects;
                             0
                         });
                     }
-                    magazine.claim.release();
+                    magazine.lock.release();
                 }
                 let added = threads.map(|thread| thread.join().unwrap());
                 let left = [0, 1].map(|own| magazines[own].objects.load(Relaxed));

@@ -6,14 +6,14 @@
 
 use super::engine::Engine;
 use super::magazine::Magazine;
-use super::numbers::{self, WORD_BITS};
 use super::shape::MAX_SHEAF;
+use super::thread_slots::{self, WORD_BITS};
 use crate::error::{Error, Result};
 use crate::sync::{Backoff, Relaxed};
 use std::sync::atomic::Ordering::Acquire;
 
 /// `BUSY_NS`: how long a caller waits for another thread that drains the cache, or for a thread that was stopped inside
-/// of its magazine. `INSIDE_NS`: how long [`Engine::try_seize`] waits for the latter.
+/// of its magazine. `INSIDE_NS`: how long [`Engine::try_drain_magazines`] waits for the latter.
 const BUSY_NS: u64 = 1_000_000_000;
 const INSIDE_NS: u64 = 10_000_000;
 
@@ -24,7 +24,7 @@ impl Engine {
     ///
     /// [`Error::Busy`] if another thread drains the cache, or a thread was stopped inside of its magazine.
     /// [`Error::Unsupported`] if the kernel refuses the barrier.
-    pub fn seize(&self) -> Result<Seized<'_>> {
+    pub fn drain_magazines(&self) -> Result<DrainGuard<'_>> {
         self.check()?;
         let mut backoff = Backoff::new();
         while !self.emptying.try_acquire() {
@@ -33,12 +33,12 @@ impl Engine {
             }
             backoff.pause();
         }
-        Seized::begin(self, BUSY_NS)
+        DrainGuard::begin(self, BUSY_NS)
     }
 
-    /// As [`Engine::seize`], but does not wait for another thread that drains the cache.
-    pub fn try_seize(&self) -> Option<Seized<'_>> {
-        (self.check().is_ok() && self.emptying.try_acquire()).then(|| Seized::begin(self, INSIDE_NS).ok()).flatten()
+    /// As [`Engine::drain_magazines`], but does not wait for another thread that drains the cache.
+    pub fn try_drain_magazines(&self) -> Option<DrainGuard<'_>> {
+        (self.check().is_ok() && self.emptying.try_acquire()).then(|| DrainGuard::begin(self, INSIDE_NS).ok()).flatten()
     }
 
     /// Free objects in magazines, approximately.
@@ -48,8 +48,8 @@ impl Engine {
 
     /// Thread slots that may hold objects.
     pub fn users(&self) -> impl Iterator<Item = usize> {
-        let words = self.users.iter().take(numbers::high_water().div_ceil(WORD_BITS));
-        numbers::numbers_in(words.map(|word| word.load(Acquire)))
+        let words = self.users.iter().take(thread_slots::high_water().div_ceil(WORD_BITS));
+        thread_slots::set_bits(words.map(|word| word.load(Acquire)))
     }
 
     fn user_magazines(&self) -> impl Iterator<Item = &Magazine> {
@@ -58,35 +58,35 @@ impl Engine {
 }
 
 /// A drain guard: magazines of a cache are empty and out of use, so objects come from slabs and return to them.
-pub(super) struct Seized<'engine>(&'engine Engine);
+pub(super) struct DrainGuard<'engine>(&'engine Engine);
 
-impl<'engine> Seized<'engine> {
+impl<'engine> DrainGuard<'engine> {
     /// The caller holds `emptying`; the result takes it over.
     fn begin(engine: &'engine Engine, most_ns: u64) -> Result<Self> {
-        engine.is_seized.store(true, Relaxed);
-        engine.user_magazines().for_each(Magazine::seize);
-        let seized = Self(engine);
+        engine.is_draining.store(true, Relaxed);
+        engine.user_magazines().for_each(Magazine::begin_drain);
+        let drained = Self(engine);
         if engine.users().next().is_some() && !engine.magazines.barriers().pass() {
             return Err(Error::Unsupported { what: "the kernel refuses a memory barrier in all threads" });
         }
         let mut backoff = Backoff::new();
         for magazine in engine.user_magazines() {
-            while !magazine.is_left() {
+            while !magazine.is_outside() {
                 if backoff.waited_ns() > most_ns {
                     return Err(Error::Busy { what: "a thread was stopped while it took or gave an object" });
                 }
                 backoff.pause();
             }
-            seized.empty(magazine);
+            drained.empty(magazine);
         }
         (0..engine.node_count()).for_each(|node| engine.empty_barns(node));
-        Ok(seized)
+        Ok(drained)
     }
 
     fn empty(&self, magazine: &Magazine) {
         let mut objects = [0; MAX_SHEAF];
         loop {
-            let count = magazine.take_seized(&mut objects);
+            let count = magazine.take_drained(&mut objects);
             if count == 0 {
                 break;
             }
@@ -101,14 +101,14 @@ impl<'engine> Seized<'engine> {
 
     /// Closes all magazines, at the end of the cache.
     pub fn close(&self) {
-        self.0.user_magazines().for_each(Magazine::close_seized);
+        self.0.user_magazines().for_each(Magazine::close_drained);
     }
 }
 
-impl Drop for Seized<'_> {
+impl Drop for DrainGuard<'_> {
     fn drop(&mut self) {
         self.0.user_magazines().for_each(Magazine::release);
-        self.0.is_seized.store(false, Relaxed);
+        self.0.is_draining.store(false, Relaxed);
         self.0.emptying.release();
     }
 }
