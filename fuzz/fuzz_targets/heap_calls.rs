@@ -77,7 +77,7 @@ impl Machine {
             4..6 => self.free(operation),
             6 => self.resize(operation),
             7 => self.purge(operation),
-            8 => self.pagemill.account.settle(),
+            8 => self.pagemill.account.reconcile(),
             _ => self.misuse(operation),
         }
     }
@@ -179,7 +179,7 @@ impl Machine {
             unsafe { self.pagemill.heap.free(addr) }.unwrap();
         }
         self.pagemill.heap.shrink(u64::MAX, Urgency::Limit);
-        self.pagemill.account.settle();
+        self.pagemill.account.reconcile();
         assert_eq!((self.pagemill.account.resident(), self.pagemill.heap.free_bytes()), (0, 0));
     }
 }

@@ -246,9 +246,9 @@ fn an_idle_process_gives_back() {
 
 /// Lent memory is accounted only when it is freed, and no allocator call follows. It is returned all the same.
 #[test]
-fn lent_memory_is_given_back_after_a_last_free() {
+fn overcommitted_memory_is_given_back_after_a_last_free() {
     let place = Place::new();
-    let Some(program) = place.compile("lent.c", &[]) else { return };
+    let Some(program) = place.compile("overcommitted.c", &[]) else { return };
     let mut command = place.pagemill_run(&[], program);
     command.env("PAGEMILL_IDLE", "1").env_remove("PAGEMILL_AFTER").stdout(Stdio::null()).stderr(Stdio::null());
     let guard = Guard::new(command);

@@ -69,7 +69,7 @@ unsafe extern "C" fn alloc(
     let Ok(addr) = pagemill.arena.extent(size, align) else { return ptr::null_mut() };
     // SAFETY: jemalloc passes two flags to be read and written; the extent was just taken.
     unsafe {
-        if *is_committed && pagemill.arena.lend_extent(addr, size).is_err() {
+        if *is_committed && pagemill.arena.overcommit_extent(addr, size).is_err() {
             return ptr::null_mut();
         }
         *zero = true;
@@ -181,7 +181,7 @@ pub unsafe extern "C" fn __wrap_mmap(
         && fd == -1
         && let Ok(extent) = pagemill.arena.extent(len, BLOCK_BYTES)
         // SAFETY: an extent of its own, just taken.
-        && unsafe { pagemill.arena.lend_extent(extent, len) }.is_ok()
+        && unsafe { pagemill.arena.overcommit_extent(extent, len) }.is_ok()
     {
         return extent as *mut c_void;
     }

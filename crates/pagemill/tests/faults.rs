@@ -69,8 +69,8 @@ fn purge(pagemill: &Pagemill) -> u64 {
     pagemill.heap.shrink(u64::MAX, Urgency::Limit)
 }
 
-fn settled(pagemill: &Pagemill) -> u64 {
-    pagemill.account.settle();
+fn reconciled(pagemill: &Pagemill) -> u64 {
+    pagemill.account.reconcile();
     pagemill.account.resident()
 }
 
@@ -111,7 +111,7 @@ fn absurd_sizes_are_refused() {
     assert_ne!(first, second);
     assert!(pagemill.heap.usable_bytes(first).unwrap() > 0);
     let kept = filled(pagemill, 300 * KIB, 5);
-    let before = settled(pagemill);
+    let before = reconciled(pagemill);
     for size in [usize::MAX, usize::MAX - 4095, isize::MAX as usize, 1 << 62, 1 << 45, (16 << 40) + 1] {
         for error in [
             pagemill.heap.allocate(size, 1).map(drop).unwrap_err(),
@@ -125,7 +125,7 @@ fn absurd_sizes_are_refused() {
         }
     }
     assert_eq!(first_other(kept, 300 * KIB, 5), None);
-    assert_eq!(settled(pagemill), before);
+    assert_eq!(reconciled(pagemill), before);
 }
 
 /// The second free of a slot is an error with its address and size, before and after a purge; other slots stay
@@ -139,7 +139,7 @@ fn a_double_free_is_named() {
             let len = pagemill.heap.usable_bytes(freed).unwrap();
             free(pagemill, freed);
             for _ in 0..2 {
-                let before = (settled(pagemill), pagemill.heap.free_bytes());
+                let before = (reconciled(pagemill), pagemill.heap.free_bytes());
                 let is_named = |error: Error| matches!(error, Error::FreedBefore { addr, len_bytes } if (addr, len_bytes) == (freed, len));
                 // SAFETY: wrong on purpose; the heap refuses.
                 unsafe {
@@ -148,7 +148,7 @@ fn a_double_free_is_named() {
                     assert!(is_named(pagemill.heap.resize(freed, 1).unwrap_err()));
                 }
                 assert!(is_named(pagemill.heap.usable_bytes(freed).unwrap_err()));
-                assert_eq!((settled(pagemill), pagemill.heap.free_bytes()), before);
+                assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), before);
                 purge(pagemill);
             }
             assert_eq!(first_other(kept, size, 2), None);
@@ -171,7 +171,7 @@ fn foreign_and_interior_frees_are_named() {
     let on_stack = 0u64;
     let other = Pagemill::for_test();
     let others = filled(other, 80 * KIB, 3);
-    let before = (settled(pagemill), pagemill.heap.free_bytes());
+    let before = (reconciled(pagemill), pagemill.heap.free_bytes());
     for addr in [
         0,
         1,
@@ -196,7 +196,7 @@ fn foreign_and_interior_frees_are_named() {
             assert_eq!(error.errno(), libc::EINVAL);
         }
     }
-    assert_eq!((settled(pagemill), pagemill.heap.free_bytes()), before);
+    assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), before);
     assert_eq!((first_other(small, 80 * KIB, 1), first_other(big, 5 * MIB, 2)), (None, None));
     free(pagemill, small);
     free(pagemill, big);
@@ -245,12 +245,12 @@ fn small_pages_serve_and_are_counted() {
     let addr = filled(pagemill, 500 * KIB, 9);
     assert_eq!(stats::get(Counter::BlocksHuge), huge);
     assert!(stats::get(Counter::BlocksSmall) > small, "the block is not counted");
-    let charged = settled(pagemill);
+    let charged = reconciled(pagemill);
     assert_eq!(charged, resident(pagemill.heap.base(), BLOCK_BYTES));
     assert!(charged >= 500 << 10);
     free(pagemill, addr);
     assert_eq!(purge(pagemill), charged);
-    assert_eq!(settled(pagemill), 0);
+    assert_eq!(reconciled(pagemill), 0);
 }
 
 /// A slot that was never touched is purged like any other, and brought in and charged when it is used again.
@@ -261,10 +261,10 @@ fn an_untouched_slot_is_charged_later() {
         let addr = allocate(pagemill, 256 * KIB);
         free(pagemill, addr);
         purge(pagemill);
-        assert_eq!((settled(pagemill), pagemill.heap.free_bytes()), (0, 0), "{name}: nothing is there");
+        assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), (0, 0), "{name}: nothing is there");
         let again = filled(pagemill, 256 * KIB, 1);
         assert_eq!(again, addr);
-        assert!(settled(pagemill) >= 256 << 10, "{name}: written, but not charged");
+        assert!(reconciled(pagemill) >= 256 << 10, "{name}: written, but not charged");
     }
 }
 
@@ -284,14 +284,14 @@ fn refused_huge_pages_fall_back_to_small_ones() {
     // SAFETY: as above.
     unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 0, 0, 0, 0) };
     assert_eq!(stats::get(Counter::BlocksFallback), fallbacks + 2);
-    let charged = settled(pagemill);
+    let charged = reconciled(pagemill);
     assert!((564 << 10..=580 << 10).contains(&charged), "{charged} bytes are charged");
     assert_eq!((first_other(addr, 500 * KIB, 9), first_other(extent, 64 * KIB, 8)), (None, None));
     free(pagemill, addr);
     purge(pagemill);
     // SAFETY: committed, not used again.
     unsafe { pagemill.arena.decommit(extent, 64 * KIB) };
-    assert_eq!(settled(pagemill), 0);
+    assert_eq!(reconciled(pagemill), 0);
 }
 
 /// A software page is populated as a whole: slots are resident before they are touched, extents by whole pages.
@@ -304,12 +304,12 @@ fn software_pages_come_in_whole() {
         let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
         let addr = allocate(pagemill, 200 * KIB);
         let usable = pagemill.heap.usable_bytes(addr).unwrap();
-        assert!(settled(pagemill) >= usable as u64, "untouched, but there");
+        assert!(reconciled(pagemill) >= usable as u64, "untouched, but there");
         assert!(stats::get(Counter::PagesPopulated) > populated);
         fill(addr, usable, 3);
         free(pagemill, addr);
         purge(pagemill);
-        assert_eq!(settled(pagemill), 0);
+        assert_eq!(reconciled(pagemill), 0);
         let extent = pagemill.arena.extent(2 * BLOCK_BYTES, 1).unwrap();
         // SAFETY: a new extent.
         unsafe { pagemill.arena.commit(extent + bytes / 2, os_page_bytes()) }.unwrap();
@@ -382,7 +382,7 @@ fn a_refusal_tells_the_numbers_and_ends_with_the_need() {
     all.drain(..).for_each(|addr| free(pagemill, addr));
     let big = filled(pagemill, 8 * MIB, 1);
     assert_eq!(first_other(big, 8 * MIB, 1), None);
-    assert!(settled(pagemill) <= 16 << 20);
+    assert!(reconciled(pagemill) <= 16 << 20);
 }
 
 /// A limit of zero: every request is refused, none ends the process.
@@ -425,7 +425,7 @@ fn a_refused_shrink_loses_no_byte() {
     let pagemill = limited(8 * MIB);
     let addrs = [allocate(pagemill, 8 * MIB), allocate(pagemill, 8 * MIB)];
     addrs.iter().for_each(|addr| fill(*addr, 8 * MIB, 1));
-    assert_eq!(settled(pagemill), 16 << 20, "over the limit");
+    assert_eq!(reconciled(pagemill), 16 << 20, "over the limit");
     // SAFETY: live; the old address is used again only if it is returned.
     let kept = match unsafe { pagemill.heap.resize(addrs[0], MIB) } {
         Ok(_) => MIB,
@@ -465,11 +465,11 @@ fn a_moved_allocation_is_charged() {
     let pagemill = on_small_pages();
     let addr = filled(pagemill, 16 * MIB, 1);
     let addr = resize(pagemill, addr, MIB);
-    assert!(settled(pagemill) <= 2 << 20, "the rest was given back");
+    assert!(reconciled(pagemill) <= 2 << 20, "the rest was given back");
     let addr = resize(pagemill, addr, 32 * MIB);
     assert_eq!(first_other(addr, MIB, 1), None);
     fill(addr, 32 * MIB, 2);
-    assert_eq!(settled(pagemill), 32 << 20);
+    assert_eq!(reconciled(pagemill), 32 << 20);
 }
 
 /// The same with a slot that is purged in several steps: all of it is zero afterwards.
@@ -519,10 +519,10 @@ fn a_split_block_goes_back_whole() {
     free(pagemill, first);
     assert!(purge(pagemill) >= 512 << 10, "split");
     assert_eq!(first_other(second, 512 * KIB, 2), None);
-    assert_eq!(settled(pagemill), 512 << 10, "what was never handed out is given back, too");
+    assert_eq!(reconciled(pagemill), 512 << 10, "what was never handed out is given back, too");
     free(pagemill, second);
     purge(pagemill);
-    assert_eq!((settled(pagemill), pagemill.heap.free_bytes()), (0, 0));
+    assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), (0, 0));
 }
 
 /// A slot that reaches from a whole huge page into a split one is given back in both. Slots of 384 KiB; the sixth
@@ -537,10 +537,10 @@ fn a_slot_across_blocks_goes_back_whole() {
     assert!(purge(pagemill) > 0, "split");
     slots[..7].iter().chain(&slots[10..]).for_each(|addr| free(pagemill, *addr));
     purge(pagemill);
-    assert_eq!((settled(pagemill), pagemill.heap.free_bytes()), (384 << 10, 0), "one slot is live");
+    assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), (384 << 10, 0), "one slot is live");
     free(pagemill, slots[9]);
     purge(pagemill);
-    assert_eq!((settled(pagemill), pagemill.heap.free_bytes()), (0, 0));
+    assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), (0, 0));
 }
 
 /// A block that was once a huge page and is lent later may become resident as a whole with one touch; it is also given
@@ -551,16 +551,16 @@ fn a_block_that_came_in_by_touch_goes_back_whole() {
     let layout = Layout { huge_from_bytes: 4 << 20, ..Layout::for_test() };
     let pagemill = Pagemill::new(layout, UNLIMITED).unwrap();
     let big = filled(pagemill, 8 * MIB, 1);
-    settled(pagemill);
+    reconciled(pagemill);
     let first = filled(pagemill, 112 * KIB, 1); // in a huge page, since much is resident
     free(pagemill, first);
     free(pagemill, big);
     purge(pagemill);
-    assert_eq!(settled(pagemill), 0);
+    assert_eq!(reconciled(pagemill), 0);
     let again = filled(pagemill, 112 * KIB, 1); // lent, since little is resident
     free(pagemill, again);
     purge(pagemill);
-    assert_eq!((settled(pagemill), pagemill.heap.free_bytes()), (0, 0));
+    assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), (0, 0));
 }
 
 /// Memory that a slot gave back because of the limit is charged again before the slot is reused. Half of each block is
@@ -572,11 +572,11 @@ fn a_purged_part_is_admitted_again() {
     let slots: Vec<usize> = (0..16).map(|_| filled(pagemill, 512 * KIB, 1)).collect();
     slots.iter().step_by(2).for_each(|addr| free(pagemill, *addr));
     purge(pagemill);
-    assert_eq!(settled(pagemill), 4 << 20);
+    assert_eq!(reconciled(pagemill), 4 << 20);
     for _ in 0..4 {
         filled(pagemill, MIB, 2);
     }
-    assert_eq!(settled(pagemill), 8 << 20, "at the limit");
+    assert_eq!(reconciled(pagemill), 8 << 20, "at the limit");
     let mut more = 0;
     while more < 8
         && pagemill.heap.allocate(512 * KIB, 1).is_ok_and(|found| {
@@ -586,7 +586,7 @@ fn a_purged_part_is_admitted_again() {
     {
         more += 1;
     }
-    let over = settled(pagemill).saturating_sub(8 << 20);
+    let over = reconciled(pagemill).saturating_sub(8 << 20);
     assert!(more == 0 && over == 0, "{more} more allocations, {over} bytes over the limit");
 }
 
@@ -650,7 +650,7 @@ fn a_fork_child_leaves_the_parent_alone() {
         let live: Vec<(usize, usize)> = FORKED_SIZES.map(|size| (filled(pagemill, size, 11), size)).into();
         let idle = filled(pagemill, 300 * KIB, 12);
         free(pagemill, idle);
-        let before = settled(pagemill);
+        let before = reconciled(pagemill);
         let has_failed = in_child(pagemill, || {
             for (addr, size) in &live {
                 assert_eq!(first_other(*addr, *size, 11), None);
@@ -675,10 +675,10 @@ fn a_fork_child_leaves_the_parent_alone() {
         for (addr, size) in &live {
             assert_eq!(first_other(*addr, *size, 11), None, "the parent's bytes changed");
         }
-        assert_eq!(settled(pagemill), before);
+        assert_eq!(reconciled(pagemill), before);
         live.iter().for_each(|(addr, _)| free(pagemill, *addr));
         purge(pagemill);
-        assert_eq!((settled(pagemill), pagemill.heap.free_bytes()), (0, 0));
+        assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), (0, 0));
     }
 }
 
@@ -692,13 +692,13 @@ fn a_fork_child_counts_for_itself() {
             assert_eq!(pagemill.account.resident(), 0, "{name}: nothing is charged at first");
             live.iter().for_each(|addr| free(pagemill, *addr));
             purge(pagemill);
-            let (charged, free_bytes) = (settled(pagemill), pagemill.heap.free_bytes());
+            let (charged, free_bytes) = (reconciled(pagemill), pagemill.heap.free_bytes());
             let untouched = stats::get(Counter::Untouched);
             assert!(untouched < 1 << 40, "{name}: {untouched:#x} bytes are said to be lent and untouched");
             assert_eq!((charged, free_bytes), (0, 0), "{name}: charged and free bytes after giving all back");
             let again = FORKED_SIZES.map(|size| filled(pagemill, size, 12));
             let written: usize = FORKED_SIZES.iter().sum();
-            let charged = settled(pagemill);
+            let charged = reconciled(pagemill);
             assert!(charged >= written as u64, "{name}: {written} bytes written, {charged} charged");
             again.iter().for_each(|addr| free(pagemill, *addr));
         });
@@ -736,7 +736,7 @@ fn realloc_beside_a_fork_child_keeps_every_byte() {
         assert_eq!(lost, (None, None), "{name}: bytes were lost");
         free(pagemill, addr);
         purge(pagemill);
-        assert_eq!(settled(pagemill), 0);
+        assert_eq!(reconciled(pagemill), 0);
     }
 }
 
@@ -746,9 +746,9 @@ fn touched_loans_are_charged() {
     let _alone = alone();
     let pagemill = limited(16 * MIB);
     let big = allocate(pagemill, 1 << 30);
-    assert_eq!(settled(pagemill), 0);
+    assert_eq!(reconciled(pagemill), 0);
     fill(big, 24 * MIB, 1);
-    assert!(settled(pagemill) >= 24 << 20);
+    assert!(reconciled(pagemill) >= 24 << 20);
     assert!(matches!(pagemill.heap.allocate(MIB, 1), Err(Error::NoMemory { .. })));
     let freed = pagemill.account.give_back(u64::MAX, Context::Outside, Urgency::Limit, Reason::Program);
     assert_eq!(freed, 0, "nothing is free");
@@ -787,5 +787,5 @@ fn pages_moved_in_part_are_not_called_zero() {
     assert!(!found.is_zero || other.is_none(), "called zero, with old bytes at {other:?}");
     free(pagemill, addr);
     purge(pagemill);
-    assert_eq!((settled(pagemill), pagemill.heap.free_bytes()), (0, 0));
+    assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), (0, 0));
 }

@@ -231,7 +231,7 @@ impl Model {
             70..85 => self.resize(),
             85..95 => self.purge(),
             _ => {
-                self.pagemill.account.settle();
+                self.pagemill.account.reconcile();
                 "settle"
             }
         }
@@ -349,7 +349,7 @@ impl Model {
 
     /// The account covers what is written, and does not exceed what the kernel reports.
     fn compare_with_kernel(&self, step: usize) {
-        self.pagemill.account.settle();
+        self.pagemill.account.reconcile();
         let charged = self.pagemill.account.resident();
         let written: usize = self.live.iter().map(|(addr, live)| live.contents.least_resident(*addr)).sum();
         assert!(charged >= written as u64, "step {step}: {written} bytes are written, {charged} are charged");
@@ -364,7 +364,7 @@ impl Model {
             self.free();
         }
         self.pagemill.heap.shrink(u64::MAX, Urgency::Limit);
-        self.pagemill.account.settle();
+        self.pagemill.account.reconcile();
         let there = resident_in_memory(self.pagemill.heap.base(), self.top);
         let (charged, free) = (self.pagemill.account.resident(), self.pagemill.heap.free_bytes());
         assert_eq!((charged, free, there), (0, 0, 0), "charged, free, resident bytes at the end");
@@ -408,16 +408,16 @@ fn the_limit_holds() {
     const LIMIT: u64 = 48 << 20;
     let mut model = Model::new("limit", Layout::for_test(), LIMIT, BLOCK_BYTES - 1);
     // Blocks split under the limit are lent again: an allocation that fits may add two blocks to it.
-    const LENT: u64 = 2 * BLOCK_BYTES as u64;
+    const OVERCOMMITTED: u64 = 2 * BLOCK_BYTES as u64;
     for step in 0..1000 {
         if model.random.below(3) == 0 {
             model.allocate()
         } else {
             model.step()
         };
-        model.pagemill.account.settle();
+        model.pagemill.account.reconcile();
         let resident = model.pagemill.account.resident();
-        assert!(resident <= LIMIT + LENT, "step {step}: {resident} bytes under a limit of {LIMIT}");
+        assert!(resident <= LIMIT + OVERCOMMITTED, "step {step}: {resident} bytes under a limit of {LIMIT}");
         model.check(&format!("step {step}"));
     }
     assert!(model.refusals > 0, "the limit was never met");
@@ -428,7 +428,7 @@ fn the_limit_holds() {
 
 /// Lent memory may exceed the limit by the lent amount; refusals report the numbers, and room is regained.
 #[test]
-fn the_limit_holds_but_for_what_was_lent() {
+fn the_limit_holds_but_for_overcommitted_memory() {
     const LIMIT: u64 = 64 << 20;
     let mut model = Model::new("limit, lent", Layout::for_test(), LIMIT, 32 << 20);
     has_collapsed();
@@ -439,9 +439,12 @@ fn the_limit_holds_but_for_what_was_lent() {
             model.step()
         };
         let big = model.live.values().filter(|live| live.usable >= BLOCK_BYTES);
-        let lent: usize = big.map(|live| live.usable.next_multiple_of(BLOCK_BYTES)).sum();
+        let overcommitted: usize = big.map(|live| live.usable.next_multiple_of(BLOCK_BYTES)).sum();
         let resident = model.pagemill.account.resident();
-        assert!(resident <= LIMIT + lent as u64 || has_collapsed(), "step {step}: {resident} bytes, {lent} lent");
+        assert!(
+            resident <= LIMIT + overcommitted as u64 || has_collapsed(),
+            "step {step}: {resident} bytes, {overcommitted} lent"
+        );
         model.check(&format!("step {step}"));
     }
     assert!(model.refusals > 0, "the limit was never met");
@@ -675,7 +678,7 @@ fn stress(what: &str, layout: Layout, millis: u64) {
             let urgency = if random.below(2) == 0 { Urgency::Request } else { Urgency::Limit };
             let want = random.below(96 << 20);
             pagemill.heap.shrink(want, urgency);
-            pagemill.account.settle();
+            pagemill.account.reconcile();
             std::thread::yield_now();
         }
         passed.stop.store(true, Relaxed);
@@ -688,7 +691,7 @@ fn stress(what: &str, layout: Layout, millis: u64) {
         }
     }
     pagemill.heap.shrink(u64::MAX, Urgency::Limit);
-    pagemill.account.settle();
+    pagemill.account.reconcile();
     let (charged, free) = (pagemill.account.resident(), pagemill.heap.free_bytes());
     assert_eq!(charged, 0, "{what}: bytes charged at the end");
     assert_eq!(free, 0, "{what}: free bytes at the end");

@@ -264,7 +264,7 @@ fn reclaim_allocates_nothing_elsewhere() {
                 // SAFETY: allocated just now.
                 unsafe { std::ptr::write_bytes(found.addr.as_ptr(), 1, MIB) };
             }
-            pagemill.account.settle();
+            pagemill.account.reconcile();
             require(pagemill.heap.allocate(MIB, 1).is_err(), "the limit was met");
             let Ok(extent) = pagemill.arena.extent(8 * BLOCK_BYTES, 1) else { fatal(format_args!("no extent")) };
             for part in 0..8 {
@@ -300,10 +300,10 @@ fn extents_allocate_nothing_elsewhere() {
             arena.split_sparse_extents(u64::MAX);
             // SAFETY: decommitted above.
             require(unsafe { arena.commit(addr + 2 * page, page) }.is_ok(), "commit again");
-            let Ok(lent) = arena.extent(BLOCK_BYTES, 1) else { fatal(format_args!("no extent")) };
+            let Ok(overcommitted) = arena.extent(BLOCK_BYTES, 1) else { fatal(format_args!("no extent")) };
             // SAFETY: a new extent.
-            require(unsafe { arena.lend_extent(lent, BLOCK_BYTES) }.is_ok(), "lend");
-            arena.settle_extents();
+            require(unsafe { arena.overcommit_extent(overcommitted, BLOCK_BYTES) }.is_ok(), "lend");
+            arena.reconcile_extents();
             require(arena.extent(usize::MAX, 1).is_err(), "no addresses");
             while arena.prefault() {}
         }

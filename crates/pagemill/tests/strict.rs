@@ -424,7 +424,7 @@ fn own_slots_are_guarded() {
         let addr = pagemill().heap.allocate(len, BLOCK_BYTES.min(len)).unwrap().addr.as_ptr();
         // SAFETY: a live slot of that length, owned by this test.
         unsafe { addr.write_bytes(6, len) };
-        pagemill().account.settle();
+        pagemill().account.reconcile();
         let before = pagemill().account.resident();
         let area = Area { addr: addr as usize, len };
         let is_marked = mark(&area, 0, area.pages(), How::Full);
@@ -434,7 +434,7 @@ fn own_slots_are_guarded() {
             assert!(area.unmark(0, area.pages()).purged);
             area.fill(5);
             assert!(area.holds(5));
-            pagemill().account.settle();
+            pagemill().account.reconcile();
             assert_eq!(pagemill().account.resident(), before);
         }
         std::mem::forget(area);

@@ -42,7 +42,7 @@ fn member() {
             "free" => held.free(number),
             "churn" => held.churn(Duration::from_millis(number as u64)),
             "resident" => {
-                pagemill.account.settle();
+                pagemill.account.reconcile();
                 pagemill.account.resident() as usize
             }
             _ => break,
@@ -68,7 +68,7 @@ impl Held {
             // SAFETY: allocated just now.
             unsafe { std::ptr::write_bytes(found.addr.as_ptr(), byte, MIB) };
             // Without huge pages it is charged when it is measured.
-            self.pagemill.account.settle();
+            self.pagemill.account.reconcile();
             self.addrs.push((found.addr.as_ptr() as usize, byte));
         }
         count
@@ -97,7 +97,7 @@ impl Held {
         while start.elapsed() < time {
             self.allocate(1 + rounds % 7);
             self.free(rounds % 9);
-            self.pagemill.account.settle();
+            self.pagemill.account.reconcile();
             rounds += 1;
         }
         self.free(usize::MAX);

@@ -50,7 +50,7 @@ fn faults() -> i64 {
 }
 
 fn resident_bytes(range: &Range) -> usize {
-    pagemill().account.settle();
+    pagemill().account.reconcile();
     pagemill_sys::mem::resident_bytes(range.addr(), range.len_bytes().next_multiple_of(os_page_bytes())).unwrap()
 }
 

@@ -286,13 +286,13 @@ fn ranges_that_changed_are_left_alone() {
 
 /// Slots of the heap: their memory is discharged from the account.
 #[test]
-fn own_slots_go_by_the_books() {
+fn own_slots_are_purged_by_their_state() {
     let _turn = turn();
     for len in [2 * BLOCK_BYTES, BLOCK_BYTES / 4] {
         let addr = pagemill().heap.allocate(len, BLOCK_BYTES.min(len)).unwrap().addr;
         // SAFETY: a live slot of that length, owned by this test.
         unsafe { addr.as_ptr().write_bytes(6, len) };
-        pagemill().account.settle();
+        pagemill().account.reconcile();
         let before = pagemill().account.resident();
         vrange(addr.as_ptr() as usize, len, Mode::Volatile, How::Full).unwrap();
         let freed = purge(usize::MAX);

@@ -211,7 +211,7 @@ pub fn purging(arguments: &Purging) -> Outcome {
     for round in 0..6 {
         let ranges = ranges(pagemill, bytes / HUGE_RANGE_BYTES, HUGE_RANGE_BYTES, 1)?;
         ranges.iter().try_for_each(Range::mark).map_err(|error| error.to_string())?;
-        pagemill.account.settle();
+        pagemill.account.reconcile();
         let begun = Instant::now();
         let freed = pagemill.ranges.shrink(bytes as u64, Urgency::Request);
         let took = begun.elapsed();

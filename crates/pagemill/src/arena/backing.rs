@@ -35,12 +35,12 @@ impl Arena {
         }
         if !self.may_take_huge(filling) {
             stats::add(Counter::BlocksSmall, 1);
-            return self.lend(block, 1, Context::Outside);
+            return self.overcommit(block, 1, Context::Outside);
         }
         // Admission may purge, so it comes before the lock. Check the state again afterwards.
         if self.budget.admit(BLOCK_BYTES as u64, Context::Outside).is_err() {
             // A whole block does not fit. The part that is touched may.
-            return self.lend(block, 1, Context::Outside);
+            return self.overcommit(block, 1, Context::Outside);
         }
         let mut locked = self.word(block).lock(&self.generation);
         if locked.state.backing == Backing::Empty {
@@ -50,7 +50,7 @@ impl Arena {
                 return Ok(());
             }
             // Use small pages, charged when measured: the block is lent from here on.
-            self.budget.settled(0, -(BLOCK_BYTES as i64));
+            self.budget.reconciled(0, -(BLOCK_BYTES as i64));
         }
         drop(locked);
         self.budget.discharge(BLOCK_BYTES as u64);
@@ -87,7 +87,7 @@ impl Arena {
         let mut locked = self.word(block).lock(&self.generation);
         debug_assert_eq!(locked.state.backing, Backing::Empty);
         let addr = self.block_addr(block);
-        let state = if is_huge_wanted { self.populate(block) } else { State::LENT };
+        let state = if is_huge_wanted { self.populate(block) } else { State::OVERCOMMITTED };
         if state.backing != Backing::Huge {
             let populated = mem::populate(addr, BLOCK_BYTES).map_err(Error::system("bringing in pages"));
             if let Err(error) = populated {
@@ -113,7 +113,7 @@ impl Arena {
             Ok(mem::Backing::Small) | Err(_) => {
                 stats::add(Counter::BlocksFallback, 1);
                 trace::event(Event::BlockFallback, block as u64, resident);
-                State::LENT
+                State::OVERCOMMITTED
             }
         }
     }
@@ -123,22 +123,22 @@ impl Arena {
     /// # Errors
     ///
     /// [`Error::NoMemory`] if the limit is reached already.
-    pub(crate) fn lend(&self, first: usize, blocks: usize, context: Context) -> Result<()> {
+    pub(crate) fn overcommit(&self, first: usize, blocks: usize, context: Context) -> Result<()> {
         let empty = (first..first + blocks).filter(|block| self.peek(*block).backing == Backing::Empty).count();
         if empty == 0 {
             return Ok(());
         }
         // Lending may purge, so it comes before the locks. Check the states again afterwards.
-        self.budget.lend((empty * BLOCK_BYTES) as u64, context)?;
-        let mut lent = 0;
+        self.budget.overcommit((empty * BLOCK_BYTES) as u64, context)?;
+        let mut overcommitted = 0;
         for block in first..first + blocks {
             let mut locked = self.word(block).lock(&self.generation);
             if locked.state.backing == Backing::Empty {
-                locked.state = State::LENT;
-                lent += 1;
+                locked.state = State::OVERCOMMITTED;
+                overcommitted += 1;
             }
         }
-        self.budget.settled(0, ((empty - lent) * BLOCK_BYTES) as i64);
+        self.budget.reconciled(0, ((empty - overcommitted) * BLOCK_BYTES) as i64);
         Ok(())
     }
 
@@ -147,8 +147,8 @@ impl Arena {
         for block in first..first + blocks {
             let mut locked = self.word(block).lock(&self.generation);
             if locked.state.backing == Backing::Empty {
-                locked.state = State::LENT;
-                self.budget.settled(0, -(BLOCK_BYTES as i64));
+                locked.state = State::OVERCOMMITTED;
+                self.budget.reconciled(0, -(BLOCK_BYTES as i64));
             }
         }
     }
@@ -194,7 +194,7 @@ impl Arena {
     }
 
     /// Measures how much of lent blocks is resident, and charges it.
-    pub(crate) fn settle(&self, first: usize, blocks: usize) {
+    pub(crate) fn reconcile(&self, first: usize, blocks: usize) {
         for block in first..first + blocks {
             let full = os_pages_per_block() as u32;
             let state = self.peek(block);
@@ -226,7 +226,7 @@ impl Arena {
         let change = Self::charged_bytes(pages) as i64 - Self::charged_bytes(state.charged_pages) as i64;
         if change != 0 {
             Self::count(self.counter_of(block), state.charged_pages, pages);
-            self.budget.settled(change, change);
+            self.budget.reconciled(change, change);
             state.charged_pages = pages;
         }
     }
@@ -257,7 +257,7 @@ impl Arena {
             return 0;
         }
         // Measure first, so that the count is the kernel's and not an estimate.
-        self.settle(first, blocks);
+        self.reconcile(first, blocks);
         // SAFETY: the caller owns the bytes, and no reference to them exists.
         if unsafe { mem::discard(self.block_addr(first), blocks * BLOCK_BYTES) }.is_err() {
             stats::add(Counter::PurgeFailed, 1);
@@ -312,7 +312,7 @@ impl Arena {
             self.budget.discharge(bytes);
         }
         if state.backing == Backing::Lazy && !state.is_inherited {
-            self.budget.settled(0, BLOCK_BYTES as i64 - bytes as i64);
+            self.budget.reconciled(0, BLOCK_BYTES as i64 - bytes as i64);
         }
         *state = State::EMPTY;
         bytes
@@ -430,7 +430,7 @@ impl Arena {
             debug_assert_eq!(target.state.charged_pages, 0);
             if target.state.backing == Backing::Lazy && !target.state.is_inherited {
                 // What was lent to the target is covered by the source's memory.
-                self.budget.settled(0, BLOCK_BYTES as i64);
+                self.budget.reconciled(0, BLOCK_BYTES as i64);
             }
             target.state = std::mem::replace(&mut source.state, State::EMPTY);
         }

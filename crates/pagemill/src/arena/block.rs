@@ -41,7 +41,7 @@ const CHARGED_SHIFT: u32 = 32;
 impl State {
     pub const EMPTY: Self = Self { backing: Backing::Empty, charged_pages: 0, is_inherited: false };
     /// Open to be touched, nothing known to be resident.
-    pub const LENT: Self = Self { backing: Backing::Lazy, charged_pages: 0, is_inherited: false };
+    pub const OVERCOMMITTED: Self = Self { backing: Backing::Lazy, charged_pages: 0, is_inherited: false };
 
     pub fn huge() -> Self {
         Self { backing: Backing::Huge, charged_pages: os_pages_per_block() as u32, is_inherited: false }

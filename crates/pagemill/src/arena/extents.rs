@@ -83,8 +83,8 @@ impl Arena {
     /// # Safety
     ///
     /// The range begins an extent of the caller's, of which nothing is committed or lent.
-    pub unsafe fn lend_extent(&self, addr: usize, len_bytes: usize) -> Result<()> {
-        self.lend(self.block_of(addr), len_bytes.div_ceil(BLOCK_BYTES), Context::Nested)
+    pub unsafe fn overcommit_extent(&self, addr: usize, len_bytes: usize) -> Result<()> {
+        self.overcommit(self.block_of(addr), len_bytes.div_ceil(BLOCK_BYTES), Context::Nested)
     }
 
     /// The parts of each block that a range covers.
@@ -245,7 +245,7 @@ impl Arena {
         for part in self.parts(addr, len_bytes) {
             let mut locked = self.word(part.block).lock(&self.generation);
             if locked.state.backing == Backing::Lazy {
-                freed += self.drop_lent(&mut locked, &part);
+                freed += self.drop_overcommitted(&mut locked, &part);
             } else if locked.state.backing != Backing::Empty {
                 let maps = self.maps.get(part.block);
                 maps.committed.set(part.pages.clone(), false);
@@ -257,7 +257,7 @@ impl Arena {
     }
 
     /// Gives back lent pages (the allocator's first extents). They are zero afterwards, even if the kernel refuses.
-    fn drop_lent(&self, locked: &mut Locked<'_>, part: &Part) -> u64 {
+    fn drop_overcommitted(&self, locked: &mut Locked<'_>, part: &Part) -> u64 {
         let addr = self.block_addr(part.block) + part.pages.start * os_page_bytes();
         let len_bytes = part.pages.len() * os_page_bytes();
         let before = locked.state.charged_pages;
@@ -343,7 +343,7 @@ impl Arena {
     }
 
     /// Measures the allocator's own metadata.
-    pub fn settle_extents(&self) {
-        self.settle(0, self.small.used_bytes() / BLOCK_BYTES);
+    pub fn reconcile_extents(&self) {
+        self.reconcile(0, self.small.used_bytes() / BLOCK_BYTES);
     }
 }

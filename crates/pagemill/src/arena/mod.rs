@@ -12,7 +12,7 @@
 //! ```
 //!
 //! Every byte is admitted by the [`Budget`] before it becomes resident. The exception is lent memory, which the program
-//! may touch as if `mmap` had granted it: its resident part is measured (`Arena::settle`).
+//! may touch as if `mmap` had granted it: its resident part is measured (`Arena::reconcile`).
 //!
 //! Below: `units`, `sync`, `stats`, `trace`. Locks: a zone's lock, then a block's.
 
@@ -72,18 +72,18 @@ pub trait Budget: Sync {
     /// # Errors
     ///
     /// [`Error::NoMemory`] if the resident bytes are at the limit already, after reclaim.
-    fn lend(&self, bytes: u64, context: Context) -> Result<()>;
+    fn overcommit(&self, bytes: u64, context: Context) -> Result<()>;
 
     /// Makes room for `bytes` that were lent before and are about to be touched.
     ///
     /// # Errors
     ///
     /// [`Error::NoMemory`] if there is no room after reclaim.
-    fn expect(&self, bytes: u64) -> Result<()>;
+    fn reserve(&self, bytes: u64) -> Result<()>;
 
-    /// Updates the charge of lent bytes: `resident` more (or fewer) are resident, and `settled` are no longer counted
-    /// as untouched.
-    fn settled(&self, resident: i64, settled: i64);
+    /// Updates the charge of lent bytes: `resident` more (or fewer) are resident, and `reconciled` are no longer
+    /// counted as untouched.
+    fn reconciled(&self, resident: i64, reconciled: i64);
 
     /// Resident bytes now, and how many more may become resident.
     fn room(&self) -> (u64, u64);

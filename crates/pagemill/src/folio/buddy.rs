@@ -2,7 +2,7 @@
 //!
 //! A free run of pages is described by its first frame: the word stores that it is free, its order, and whether its
 //! bytes are zero; the owner word holds its neighbours in the free list. All other frames are *Tail*. Whole chunks that
-//! are lent ([`super::leases`]) have a separate list. Guarded by the pool's `books`.
+//! are lent ([`super::leases`]) have a separate list. Guarded by the pool's `state`.
 
 use super::leases::Leases;
 use super::pool::Frame;
@@ -18,7 +18,7 @@ pub(super) const ORDERS: usize = 10;
 const NONE: u32 = u32::MAX;
 
 /// The list of whole chunks that are lent: used first, never given back.
-const LENT: usize = ORDERS;
+const LEASED: usize = ORDERS;
 
 /// The free lists.
 pub(super) struct Buddies {
@@ -35,8 +35,8 @@ impl Buddies {
     }
 
     fn list_of(&self, number: u32, order: u8) -> usize {
-        let is_lent = order == self.max_order && self.leases.is_lent(number >> self.max_order);
-        if is_lent { LENT } else { usize::from(order) }
+        let is_leased = order == self.max_order && self.leases.is_leased(number >> self.max_order);
+        if is_leased { LEASED } else { usize::from(order) }
     }
 
     fn put(&mut self, frames: &Table<Frame>, number: u32, order: u8, is_zero: bool) {
@@ -104,19 +104,19 @@ impl Buddies {
     }
 
     fn first_of(&self, order: u8) -> u32 {
-        let lent = self.first[LENT];
-        if order == self.max_order && lent != NONE { lent } else { self.first[usize::from(order)] }
+        let leased = self.first[LEASED];
+        if order == self.max_order && leased != NONE { leased } else { self.first[usize::from(order)] }
     }
 
     /// Whether a whole free chunk is lent.
-    pub fn has_lent(&self) -> bool {
-        self.first[LENT] != NONE
+    pub fn has_leased(&self) -> bool {
+        self.first[LEASED] != NONE
     }
 
     /// Lends the run of chunks with memory around one to one more ring; none of it is given back until the ring ends
     /// that.
-    pub fn lend(&mut self, frames: &Table<Frame>, chunk: u32) -> Option<Range<u32>> {
-        let (run, is_new) = self.leases.lend(chunk)?;
+    pub fn lease(&mut self, frames: &Table<Frame>, chunk: u32) -> Option<Range<u32>> {
+        let (run, is_new) = self.leases.lease(chunk)?;
         if is_new {
             self.move_whole(frames, run.clone(), usize::from(self.max_order));
         }
@@ -126,7 +126,7 @@ impl Buddies {
     /// Ends one ring's lease of the run that begins at a chunk.
     pub fn end_lease(&mut self, frames: &Table<Frame>, first: u32) {
         if let Some(run) = self.leases.end(first) {
-            self.move_whole(frames, run, LENT);
+            self.move_whole(frames, run, LEASED);
         }
     }
 
@@ -189,23 +189,23 @@ mod tests {
     /// Lent whole chunks are not given back, and are used first. After the lease they are like any other. Chunks freed
     /// during the lease are lent, too.
     #[test]
-    fn what_is_lent_stays() {
+    fn leased_chunks_stay() {
         let frames = frames();
         let mut buddies = Buddies::new(MAX_ORDER, leases());
         buddies.leases.note_filled(1, false);
         [0, 2].into_iter().for_each(|chunk| buddies.give(&frames, chunk << MAX_ORDER, MAX_ORDER, true));
-        assert_eq!(buddies.lend(&frames, 0), Some(0..1));
-        assert!(buddies.has_lent());
+        assert_eq!(buddies.lease(&frames, 0), Some(0..1));
+        assert!(buddies.has_leased());
         let (page, _) = buddies.take(&frames, 0).unwrap();
-        assert!(page < 1 << MAX_ORDER && !buddies.has_lent());
+        assert!(page < 1 << MAX_ORDER && !buddies.has_leased());
         assert_eq!(buddies.take_whole(&frames), Some(2 << MAX_ORDER));
-        assert_eq!((buddies.lend(&frames, 0), buddies.take_whole(&frames)), (Some(0..1), None));
+        assert_eq!((buddies.lease(&frames, 0), buddies.take_whole(&frames)), (Some(0..1), None));
         buddies.give(&frames, page, 0, false);
-        assert!(buddies.has_lent() && buddies.whole_count == 1);
+        assert!(buddies.has_leased() && buddies.whole_count == 1);
         buddies.end_lease(&frames, 0);
         assert_eq!(buddies.take_whole(&frames), None);
         buddies.end_lease(&frames, 0);
-        assert!(!buddies.has_lent());
+        assert!(!buddies.has_leased());
         assert_eq!(buddies.take_whole(&frames), Some(0));
         assert_eq!((buddies.take_whole(&frames), buddies.whole_count), (None, 0));
     }

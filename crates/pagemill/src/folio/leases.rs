@@ -3,7 +3,7 @@
 //!
 //! Lent memory must not be given back: the kernel would continue to use the old pages, and data that it reads would be
 //! lost. The window is divided into slots of 64 MiB. At most one run of chunks per slot is lent, to any number of
-//! rings. Rings with different runs would disagree about what fork children inherit. Guarded by the pool's `books`.
+//! rings. Rings with different runs would disagree about what fork children inherit. Guarded by the pool's `state`.
 
 use crate::arena::Table;
 use crate::error::Result;
@@ -46,7 +46,7 @@ impl Slot {
             | u64::from(self.rings) << RINGS_SHIFT
     }
 
-    fn is_lent(self, at: u32) -> bool {
+    fn is_leased(self, at: u32) -> bool {
         self.rings > 0 && (u32::from(self.first)..u32::from(self.first + self.count)).contains(&at)
     }
 
@@ -99,19 +99,19 @@ impl Leases {
     /// Records whether a chunk has memory.
     pub fn note_filled(&self, chunk: u32, is_filled: bool) {
         self.change(chunk, |slot, at| {
-            debug_assert!(is_filled || !slot.is_lent(at), "lent memory goes");
+            debug_assert!(is_filled || !slot.is_leased(at), "lent memory goes");
             slot.filled = slot.filled & !(1 << at) | u32::from(is_filled) << at;
         });
     }
 
-    pub fn is_lent(&self, chunk: u32) -> bool {
+    pub fn is_leased(&self, chunk: u32) -> bool {
         let slot = Slot::unpack(self.slots.get((chunk / self.chunks) as usize).load(Relaxed));
-        slot.is_lent(chunk % self.chunks)
+        slot.is_leased(chunk % self.chunks)
     }
 
     /// Lends the run around a chunk once more; returns it, and whether it was not lent before. Returns `None` if it has
     /// no memory, or another run of its slot is lent.
-    pub fn lend(&self, chunk: u32) -> Option<(Range<u32>, bool)> {
+    pub fn lease(&self, chunk: u32) -> Option<(Range<u32>, bool)> {
         let begin = chunk - chunk % self.chunks;
         self.change(chunk, |slot, at| {
             let is_new = slot.rings == 0;
@@ -156,30 +156,30 @@ mod tests {
         let all: Vec<u32> = (0..96).filter(|chunk| ![3, 40, 62].contains(chunk)).collect();
         let leases = leases(&all);
         for (chunk, run) in [(0, 0..3), (31, 4..32), (32, 32..40), (63, 63..64), (64, 64..96)] {
-            assert_eq!(leases.lend(chunk), Some((run.clone(), true)), "{chunk}");
-            assert!(leases.is_lent(run.start) && leases.is_lent(run.end - 1));
-            assert!(run.start % 32 == 0 || !leases.is_lent(run.start - 1));
+            assert_eq!(leases.lease(chunk), Some((run.clone(), true)), "{chunk}");
+            assert!(leases.is_leased(run.start) && leases.is_leased(run.end - 1));
+            assert!(run.start % 32 == 0 || !leases.is_leased(run.start - 1));
             assert_eq!(leases.end(run.start), Some(run.clone()));
-            assert!(!run.clone().any(|chunk| leases.is_lent(chunk)));
+            assert!(!run.clone().any(|chunk| leases.is_leased(chunk)));
         }
-        assert_eq!(leases.lend(3), None, "it has no memory");
-        assert_eq!(leases.lend(41), Some((41..62, true)));
+        assert_eq!(leases.lease(3), None, "it has no memory");
+        assert_eq!(leases.lease(41), Some((41..62, true)));
         leases.note_filled(40, true);
-        assert_eq!((leases.lend(40), leases.lend(35)), (None, None), "another run is lent");
-        assert_eq!(leases.lend(61), Some((41..62, false)), "to two");
-        assert_eq!((leases.end(41), leases.is_lent(50)), (None, true));
+        assert_eq!((leases.lease(40), leases.lease(35)), (None, None), "another run is lent");
+        assert_eq!(leases.lease(61), Some((41..62, false)), "to two");
+        assert_eq!((leases.end(41), leases.is_leased(50)), (None, true));
         assert_eq!(leases.end(41), Some(41..62));
-        assert_eq!(leases.lend(61), Some((32..62, true)));
+        assert_eq!(leases.lease(61), Some((32..62, true)));
     }
 
     /// Each chunk longer than a slot is a slot of its own.
     #[test]
-    fn long_chunks_are_lent_one_by_one() {
+    fn long_chunks_are_leased_one_by_one() {
         let leases = Leases::new(4, 4 * SLOT_BYTES).unwrap();
         (0..4).for_each(|chunk| leases.open(chunk).unwrap());
         (0..2).for_each(|chunk| leases.note_filled(chunk, true));
-        assert_eq!(leases.lend(1), Some((1..2, true)));
-        assert_eq!((leases.lend(0), leases.lend(2)), (Some((0..1, true)), None));
-        assert!(leases.is_lent(0) && leases.is_lent(1) && !leases.is_lent(2));
+        assert_eq!(leases.lease(1), Some((1..2, true)));
+        assert_eq!((leases.lease(0), leases.lease(2)), (Some((0..1, true)), None));
+        assert!(leases.is_leased(0) && leases.is_leased(1) && !leases.is_leased(2));
     }
 }

@@ -13,7 +13,7 @@
 //! memory are found by arithmetic from the *frame number*, which is all that an index stores. A folio knows its owner
 //! as an opaque id and an index.
 //!
-//! Bytes are accessed by copies ([`bytes`]) under the word's protocol. Below: `arena`. Locks: `books` (free lists),
+//! Bytes are accessed by copies ([`bytes`]) under the word's protocol. Below: `arena`. Locks: `state` (free lists),
 //! never held while memory is brought in or given back.
 
 mod buddy;

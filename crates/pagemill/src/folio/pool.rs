@@ -79,8 +79,8 @@ pub(crate) struct Taken {
     pub is_zero: bool,
 }
 
-/// The state guarded by `books`.
-struct Books {
+/// The state guarded by `state`.
+struct PoolState {
     buddies: Buddies,
     /// Chunks of the window used so far.
     chunks: u32,
@@ -94,7 +94,7 @@ struct Books {
 ///
 /// # Invariants
 ///
-/// 1. Chunks from 0 to `Books::chunks` that are not in the list of empty ones are mapped, writable, and this pool's
+/// 1. Chunks from 0 to `PoolState::chunks` that are not in the list of empty ones are mapped, writable, and this pool's
 ///    alone. They are resident as far as the process allows. Lent chunks stay so. For a pool over reserved huge pages
 ///    this holds while it has them.
 /// 2. A thread that took a page from the free lists may change its bytes until its word is *Live*. From then on the
@@ -112,7 +112,7 @@ pub(crate) struct Pool {
     frames: Table<Frame>,
     /// One word per chunk, for code that scans chunks periodically.
     notes: Table<AtomicU64>,
-    books: Guarded<Books>,
+    state: Guarded<PoolState>,
     has_huge_frames: AtomicBool,
     /// Whole chunks that are free, as of the last change.
     free_chunks: AtomicU32,
@@ -125,7 +125,7 @@ pub(crate) struct Pool {
     node: usize,
     /// Set while free memory cannot be given back because it is lent.
     is_wanted_back: AtomicBool,
-    /// For a pool over reserved huge pages: [`CLOSED`] at first. Changed under `Caches::books` only.
+    /// For a pool over reserved huge pages: [`CLOSED`] at first. Changed under `Caches::users` only.
     reserve: Option<AtomicU8>,
 }
 
@@ -170,7 +170,7 @@ impl Pool {
             use_huge: AtomicBool::new(true),
             frames,
             notes: Table::new(chunks)?,
-            books: Guarded::new(Books {
+            state: Guarded::new(PoolState {
                 buddies: Buddies::new(chunk_order, Leases::new(chunks, chunk_bytes)?),
                 chunks: 0,
                 moving: 0,
@@ -221,16 +221,16 @@ impl Pool {
     /// Gives back the reserved pages if no page of the pool is in use or lent; otherwise keeps them.
     pub fn end_reserve(&self) {
         let Some(reserve) = self.reserve.as_ref().filter(|reserve| reserve.load(Relaxed) == PLACED) else { return };
-        let is_empty = self.books.with(|books| {
+        let is_empty = self.state.with(|state| {
             // Lent chunks are not taken.
-            while let Some(number) = books.buddies.take_whole(&self.frames) {
+            while let Some(number) = state.buddies.take_whole(&self.frames) {
                 let chunk = number >> self.chunk_order;
-                books.buddies.leases.note_filled(chunk, false);
+                state.buddies.leases.note_filled(chunk, false);
                 self.filled_chunks.fetch_sub(1, Relaxed);
-                self.add_empty(books, chunk);
+                self.add_empty(state, chunk);
             }
-            self.note_free(books);
-            self.filled_chunks.load(Relaxed) == 0 && books.moving == 0
+            self.note_free(state);
+            self.filled_chunks.load(Relaxed) == 0 && state.moving == 0
         });
         if is_empty {
             // SAFETY: all chunks are out of the free lists, and none is being brought in. So nothing refers to their
@@ -341,9 +341,9 @@ impl Pool {
 
     /// As [`Pool::take`], from free pages only.
     pub fn take_free(&self, order: u8) -> Option<Taken> {
-        let taken = self.books.with(|books| {
-            let taken = books.buddies.take(&self.frames, order);
-            self.note_free(books);
+        let taken = self.state.with(|state| {
+            let taken = state.buddies.take(&self.frames, order);
+            self.note_free(state);
             taken
         });
         taken.map(|(number, is_zero)| Taken { number, order, is_zero })
@@ -351,10 +351,10 @@ impl Pool {
 
     /// Allocates up to `most` free single pages; returns how many.
     pub fn take_free_pages(&self, most: usize, mut taken: impl FnMut(Taken)) -> usize {
-        self.books.with(|books| {
-            let free = std::iter::from_fn(|| books.buddies.take(&self.frames, 0));
+        self.state.with(|state| {
+            let free = std::iter::from_fn(|| state.buddies.take(&self.frames, 0));
             let count = free.take(most).map(|(number, is_zero)| taken(Taken { number, order: 0, is_zero })).count();
-            self.note_free(books);
+            self.note_free(state);
             count
         })
     }
@@ -366,11 +366,11 @@ impl Pool {
         if order > self.chunk_order {
             return None;
         }
-        self.books.with(|books| {
-            let (number, is_zero) = books.buddies.take(&self.frames, order)?;
+        self.state.with(|state| {
+            let (number, is_zero) = state.buddies.take(&self.frames, order)?;
             (number..number + (1 << order)).for_each(|page| self.word(page).assign(Kind::Busy, 0));
-            (number + pages..number + (1 << order)).for_each(|page| books.buddies.give(&self.frames, page, 0, is_zero));
-            self.note_free(books);
+            (number + pages..number + (1 << order)).for_each(|page| state.buddies.give(&self.frames, page, 0, is_zero));
+            self.note_free(state);
             Some(number)
         })
     }
@@ -379,7 +379,7 @@ impl Pool {
         let mut backoff = Backoff::new();
         let chunk = loop {
             // Other threads may bring in a chunk for more than they need, or give one back.
-            let is_moving = self.books.with(|books| books.moving > 0);
+            let is_moving = self.state.with(|state| state.moving > 0);
             match self.claim_chunk() {
                 Ok(chunk) => break chunk,
                 Err(error) => match self.take_free(order) {
@@ -405,13 +405,13 @@ impl Pool {
         let number = chunk << self.chunk_order;
         self.note_frames(number);
         (number..number + (1 << self.chunk_order)).for_each(|page| self.word(page).assign(Kind::Tail, 0));
-        self.books.with(|books| {
-            books.moving -= 1;
-            books.buddies.leases.note_filled(chunk, true);
-            books.buddies.give(&self.frames, number, self.chunk_order, true);
+        self.state.with(|state| {
+            state.moving -= 1;
+            state.buddies.leases.note_filled(chunk, true);
+            state.buddies.give(&self.frames, number, self.chunk_order, true);
             // This chunk is ours: no other thread could take it meanwhile.
-            let taken = books.buddies.take(&self.frames, order);
-            self.note_free(books);
+            let taken = state.buddies.take(&self.frames, order);
+            self.note_free(state);
             taken.map(|(number, is_zero)| Taken { number, order, is_zero }).ok_or_else(|| self.is_full())
         })
     }
@@ -423,22 +423,22 @@ impl Pool {
 
     /// Takes a chunk without memory for the caller to fill.
     fn claim_chunk(&self) -> Result<u32> {
-        self.books.with(|books| {
-            if let Some(chunk) = books.empty {
+        self.state.with(|state| {
+            if let Some(chunk) = state.empty {
                 let next = self.frame(chunk << self.chunk_order).owner.load(Relaxed);
-                books.empty = u32::try_from(next).ok();
-                books.moving += 1;
+                state.empty = u32::try_from(next).ok();
+                state.moving += 1;
                 return Ok(chunk);
             }
-            if books.chunks == self.max_chunks {
+            if state.chunks == self.max_chunks {
                 return Err(self.is_full());
             }
-            self.open(books.chunks)?;
-            books.buddies.leases.open(books.chunks)?;
-            books.chunks += 1;
-            books.moving += 1;
-            self.opened_pages.store(books.chunks << self.chunk_order, Relaxed);
-            Ok(books.chunks - 1)
+            self.open(state.chunks)?;
+            state.buddies.leases.open(state.chunks)?;
+            state.chunks += 1;
+            state.moving += 1;
+            self.opened_pages.store(state.chunks << self.chunk_order, Relaxed);
+            Ok(state.chunks - 1)
         })
     }
 
@@ -458,16 +458,16 @@ impl Pool {
     }
 
     fn leave_chunk(&self, chunk: u32) {
-        self.books.with(|books| {
-            self.add_empty(books, chunk);
-            books.moving -= 1;
+        self.state.with(|state| {
+            self.add_empty(state, chunk);
+            state.moving -= 1;
         });
     }
 
-    fn add_empty(&self, books: &mut Books, chunk: u32) {
-        let next = books.empty.map_or(u64::MAX, u64::from);
+    fn add_empty(&self, state: &mut PoolState, chunk: u32) {
+        let next = state.empty.map_or(u64::MAX, u64::from);
         self.frame(chunk << self.chunk_order).owner.store(next, Relaxed);
-        books.empty = Some(chunk);
+        state.empty = Some(chunk);
     }
 
     fn note_frames(&self, number: u32) {
@@ -486,27 +486,27 @@ impl Pool {
 
     /// Frees pages that the caller owns exclusively, with the words of all of them.
     pub fn give(&self, number: u32, order: u8) {
-        self.books.with(|books| {
-            books.buddies.give(&self.frames, number, order, false);
-            self.note_free(books);
+        self.state.with(|state| {
+            state.buddies.give(&self.frames, number, order, false);
+            self.note_free(state);
         });
     }
 
     /// Lends the chunks with memory around a page to a ring, up to 64 MiB. None of them is given back until
     /// [`Pool::end_lease`]. Returns their numbers. Returns `None` if a different run of the same 64 MiB is lent
     /// already, or memory is wanted back.
-    pub fn lend(&self, number: u32) -> Option<Range<u32>> {
+    pub fn lease(&self, number: u32) -> Option<Range<u32>> {
         if self.is_wanted_back() {
             return None;
         }
-        self.books.with(|books| books.buddies.lend(&self.frames, number >> self.chunk_order))
+        self.state.with(|state| state.buddies.lease(&self.frames, number >> self.chunk_order))
     }
 
     /// Ends one ring's lease of the run that begins at a chunk.
     pub fn end_lease(&self, first: u32) {
-        self.books.with(|books| {
-            books.buddies.end_lease(&self.frames, first);
-            self.note_free(books);
+        self.state.with(|state| {
+            state.buddies.end_lease(&self.frames, first);
+            self.note_free(state);
         });
     }
 
@@ -517,7 +517,7 @@ impl Pool {
 
     /// Length of the pieces of the window that memory is lent in; the first piece begins with the window.
     pub fn lease_bytes(&self) -> usize {
-        self.books.with(|books| books.buddies.leases.chunks() as usize) * self.chunk_bytes
+        self.state.with(|state| state.buddies.leases.chunks() as usize) * self.chunk_bytes
     }
 
     /// Whether leases should be ended, because memory is wanted back.
@@ -529,7 +529,7 @@ impl Pool {
     /// Requests the end of leases on free chunks; returns whether this is a new request.
     pub fn want_back(&self) -> bool {
         !self.is_hugetlb()
-            && self.books.with(|books| books.buddies.has_lent() && !self.is_wanted_back.swap(true, Relaxed))
+            && self.state.with(|state| state.buddies.has_leased() && !self.is_wanted_back.swap(true, Relaxed))
     }
 
     /// Bytes that [`Pool::shrink`] could give back, if they are not lent.
@@ -551,14 +551,14 @@ impl Pool {
     pub fn shrink(&self, want_bytes: u64) -> u64 {
         let mut freed = 0;
         while freed < want_bytes && !self.is_hugetlb() {
-            let taken = self.books.with(|books| {
-                let taken = books.buddies.take_whole(&self.frames);
-                books.moving += u32::from(taken.is_some());
+            let taken = self.state.with(|state| {
+                let taken = state.buddies.take_whole(&self.frames);
+                state.moving += u32::from(taken.is_some());
                 if let Some(number) = taken {
                     // From here on it cannot be lent.
-                    books.buddies.leases.note_filled(number >> self.chunk_order, false);
+                    state.buddies.leases.note_filled(number >> self.chunk_order, false);
                 }
-                self.note_free(books);
+                self.note_free(state);
                 taken
             });
             let Some(number) = taken else { break };
@@ -568,11 +568,11 @@ impl Pool {
             let bytes = unsafe { self.arena.discard(self.first_block(chunk), self.blocks_of_chunk()) };
             if bytes == 0 {
                 // The kernel keeps it (locked memory), so the pool does, too.
-                self.books.with(|books| {
-                    books.buddies.leases.note_filled(chunk, true);
-                    books.buddies.give(&self.frames, number, self.chunk_order, false);
-                    books.moving -= 1;
-                    self.note_free(books);
+                self.state.with(|state| {
+                    state.buddies.leases.note_filled(chunk, true);
+                    state.buddies.give(&self.frames, number, self.chunk_order, false);
+                    state.moving -= 1;
+                    self.note_free(state);
                 });
                 break;
             }
@@ -589,7 +589,7 @@ impl Pool {
         let chunks = pages >> self.chunk_order;
         self.frames.resident_bytes(0, pages as usize)
             + self.notes.resident_bytes(0, chunks as usize)
-            + self.books.with(|books| books.buddies.leases.resident_bytes(chunks))
+            + self.state.with(|state| state.buddies.leases.resident_bytes(chunks))
     }
 
     /// The note of the chunk that contains a page: 0 at first, kept when the chunk is emptied.
@@ -599,7 +599,7 @@ impl Pool {
 
     /// Number of pages that ever had memory: an upper bound of page numbers.
     pub fn pages(&self) -> u32 {
-        self.books.with(|books| books.chunks) << self.chunk_order
+        self.state.with(|state| state.chunks) << self.chunk_order
     }
 
     /// Walks all folios, used and free, while `see` returns true. Concurrent changes are seen either before or after.
@@ -713,11 +713,11 @@ impl Pool {
     }
 
     /// Publishes the number of free chunks here and in the figures. The caller holds the books.
-    fn note_free(&self, books: &Books) {
-        if self.is_wanted_back() && !books.buddies.has_lent() {
+    fn note_free(&self, state: &PoolState) {
+        if self.is_wanted_back() && !state.buddies.has_leased() {
             self.is_wanted_back.store(false, Relaxed);
         }
-        let now = books.buddies.whole_count;
+        let now = state.buddies.whole_count;
         let before = self.free_chunks.load(Relaxed);
         if now != before {
             self.free_chunks.store(now, Relaxed);

@@ -464,8 +464,8 @@ impl Heap {
         let mut is_recycled = false;
         let result = if place.class.is_big() {
             // Memory that the kernel took becomes resident again without another charge.
-            let room = if taken > 0 { self.arena.budget.expect(taken) } else { Ok(()) };
-            room.and_then(|()| self.arena.lend(first, place.class.span_blocks(), Context::Outside))
+            let room = if taken > 0 { self.arena.budget.reserve(taken) } else { Ok(()) };
+            room.and_then(|()| self.arena.overcommit(first, place.class.span_blocks(), Context::Outside))
         } else {
             (first..=last).try_for_each(|block| {
                 if self.arena.peek(block).backing == Backing::Empty {
@@ -478,7 +478,7 @@ impl Heap {
                 }
                 self.arena.bring_in(block, filling)?;
                 // The block is open but was emptied: its bytes become resident without another charge.
-                if self.arena.peek(block).backing == Backing::Lazy { self.arena.budget.expect(part) } else { Ok(()) }
+                if self.arena.peek(block).backing == Backing::Lazy { self.arena.budget.reserve(part) } else { Ok(()) }
             })
         };
         if result.is_err() {
@@ -552,7 +552,7 @@ impl Heap {
 
     fn free_place(&self, place: Place, bytes: Bytes) -> Result<()> {
         if place.class.is_big() && self.slot(place.number).phase() == Phase::Live {
-            self.arena.settle(self.arena.block_of(place.addr), place.class.span_blocks());
+            self.arena.reconcile(self.arena.block_of(place.addr), place.class.span_blocks());
         }
         // Computed while the slot cannot be allocated again.
         let shard = self.shard_here();

@@ -349,11 +349,11 @@ mod tests {
             return println!("skipped: this kernel takes nothing when asked to");
         }
         (0..32).for_each(|tag| _ = allocate(pagemill, small, tag));
-        pagemill.account.settle();
+        pagemill.account.reconcile();
         let resident = pagemill.account.resident();
         assert_eq!(resident, 16 * MIB as u64, "charged once");
         assert!(pagemill.heap.allocate(9 * MIB, 16).is_ok(), "lent");
-        pagemill.account.settle();
+        pagemill.account.reconcile();
         assert!(pagemill.account.resident() <= 24 * MIB as u64);
     }
 

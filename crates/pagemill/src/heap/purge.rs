@@ -131,9 +131,9 @@ impl Shrinker for Heap {
         self.reap_offered();
     }
 
-    fn settle(&self) {
-        self.arena.settle(self.arena.block_of(self.base()), self.arena.heap.used_bytes() / BLOCK_BYTES);
-        self.arena.settle_extents();
+    fn reconcile(&self) {
+        self.arena.reconcile(self.arena.block_of(self.base()), self.arena.heap.used_bytes() / BLOCK_BYTES);
+        self.arena.reconcile_extents();
     }
 }
 

@@ -266,11 +266,11 @@ mod tests {
             let held: Vec<_> = (0..(24 << 20) / from).map(|_| allocate(pagemill, from)).collect();
             held.into_iter().for_each(|addr| free(pagemill, addr));
             // Small pages are charged only when measured.
-            pagemill.account.settle();
+            pagemill.account.reconcile();
             let resident = pagemill.account.resident();
             let moved = refilled(|| (0..(12 << 20) / to).for_each(|_| _ = allocate(pagemill, to)));
             assert!(moved >= 8 * MIB, "{from} to {to}: {moved}");
-            pagemill.account.settle();
+            pagemill.account.reconcile();
             let grown = pagemill.account.resident().saturating_sub(resident);
             assert!(grown <= 2 * MIB, "{from} to {to}: {grown} more than {resident}");
         }

@@ -97,7 +97,7 @@ pub struct Caches {
     /// Eviction order of each pool.
     orders: [OnceLock<&'static Order>; MAX_CACHES],
     /// Pools, each with its current cache.
-    pub(super) books: Guarded<Vec<(&'static Pool, Weak<Inner>)>>,
+    pub(super) users: Guarded<Vec<(&'static Pool, Weak<Inner>)>>,
     /// Number of pools inherited from a parent process. Their locks may be held forever, so they are never used.
     pub(super) inherited: AtomicUsize,
     pub(super) worker: Worker,
@@ -114,7 +114,7 @@ impl Caches {
             forests,
             pools: [const { OnceLock::new() }; MAX_CACHES],
             orders: [const { OnceLock::new() }; MAX_CACHES],
-            books: Guarded::new(Vec::new()),
+            users: Guarded::new(Vec::new()),
             inherited: AtomicUsize::new(0),
             worker: Worker::default(),
             flusher: Flusher::default(),
@@ -138,9 +138,9 @@ impl Caches {
         let balance = Balance::new(&settings.writeback, settings.limit_bytes)?;
         let nodes = self.forests.forest()?;
         // Under one lock, so that no other thread finds the pool without a cache.
-        self.books.with(|books| {
-            let at = self.pool(books, &settings)?;
-            let (pool, user) = &mut books[at];
+        self.users.with(|users| {
+            let at = self.pool(users, &settings)?;
+            let (pool, user) = &mut users[at];
             let order = self.order(at, pool)?;
             pool.allow_huge(settings.use_huge);
             let inner = Arc::new(Inner {
@@ -196,7 +196,7 @@ impl Caches {
     }
 
     pub(crate) fn acquire_for_fork(&self) {
-        self.books.acquire_when(|_| true);
+        self.users.acquire_when(|_| true);
         self.wakers.acquire_when(|_| true);
         self.worker.acquire_for_fork();
     }
@@ -204,12 +204,12 @@ impl Caches {
     pub(crate) fn release_after_fork(&self) {
         self.worker.release_after_fork();
         self.wakers.release();
-        self.books.release();
+        self.users.release();
     }
 
     /// In a fork child: marks all caches as the parent's, and no thread as running.
     pub(crate) fn begin_child(&self) {
-        self.inherited.store(self.books.with(|books| books.len()), Relaxed);
+        self.inherited.store(self.users.with(|users| users.len()), Relaxed);
         self.worker.begin_child();
         self.flusher.begin_child();
     }
@@ -273,9 +273,9 @@ impl Shrinker for Caches {
 impl Caches {
     /// Returns the next cache from `at` on, and moves `at` behind it.
     pub(super) fn next_cache(&self, at: &mut usize) -> Option<Arc<Inner>> {
-        self.books.with(|books| {
+        self.users.with(|users| {
             loop {
-                let cache = books.get(*at)?.1.upgrade();
+                let cache = users.get(*at)?.1.upgrade();
                 *at += 1;
                 if cache.is_some() {
                     return cache;
@@ -618,7 +618,7 @@ impl Drop for Inner {
         if self.check().is_ok() {
             stats::sub(Counter::Caches, 1);
             if self.pool.is_hugetlb() {
-                self.caches.books.with(|books| self.caches.end_reserves(books));
+                self.caches.users.with(|users| self.caches.end_reserves(users));
             }
         }
     }

@@ -112,7 +112,7 @@ impl Registered {
         if !self.unregister(ring, at) {
             return false;
         }
-        let Some(chunks) = self.pool.lend(number) else { return false };
+        let Some(chunks) = self.pool.lease(number) else { return false };
         let (addr, len_bytes) = self.pool.range_of(&chunks);
         match ring.register(Box::new(Lease { pool: self.pool, chunks })) {
             Ok(region) => {

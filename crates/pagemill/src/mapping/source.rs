@@ -29,7 +29,7 @@ pub enum Source {
 }
 
 /// Pools, each with its current cache.
-type Books = Vec<(&'static Pool, Weak<Inner>)>;
+type Pools = Vec<(&'static Pool, Weak<Inner>)>;
 
 impl Source {
     /// Takes the reserved huge pages of a new cache, if its settings ask for them.
@@ -55,10 +55,10 @@ impl Source {
 
 impl Caches {
     /// Returns the index of an idle pool, or of a new one.
-    pub(super) fn pool(&self, books: &mut Books, settings: &Settings) -> Result<usize> {
+    pub(super) fn pool(&self, users: &mut Pools, settings: &Settings) -> Result<usize> {
         if settings.source != Source::Ordinary {
             // Reserved pages of ended caches that could not be freed earlier may be the missing ones.
-            self.end_reserves(books);
+            self.end_reserves(users);
         }
         let reserve = settings.source.take(settings)?;
         let max_bytes = match &reserve {
@@ -73,30 +73,30 @@ impl Caches {
             };
             is_right && pool.page() == settings.page && pool.is_idle()
         };
-        let mut own = self.inherited.load(Relaxed)..books.len();
-        let at = match own.find(|at| is_free(&books[*at].1) && fits(books[*at].0)) {
+        let mut own = self.inherited.load(Relaxed)..users.len();
+        let at = match own.find(|at| is_free(&users[*at].1) && fits(users[*at].0)) {
             Some(at) => at,
-            None => self.new_pool(books, settings, max_bytes, reserve.is_some())?,
+            None => self.new_pool(users, settings, max_bytes, reserve.is_some())?,
         };
         if let Some(reserve) = reserve {
-            books[at].0.place_reserve(reserve)?;
+            users[at].0.place_reserve(reserve)?;
         }
         Ok(at)
     }
 
-    fn new_pool(&self, books: &mut Books, settings: &Settings, max_bytes: u64, is_hugetlb: bool) -> Result<usize> {
-        if books.len() == MAX_CACHES {
+    fn new_pool(&self, users: &mut Pools, settings: &Settings, max_bytes: u64, is_hugetlb: bool) -> Result<usize> {
+        if users.len() == MAX_CACHES {
             return Err(Error::TooMany { what: "page caches", most: MAX_CACHES });
         }
         let pool = Pool::new(self.arena, settings.page, max_bytes, self.arena.current_node(), is_hugetlb)?;
-        let _ = self.pools[books.len()].set(pool);
-        books.push((pool, Weak::new()));
-        Ok(books.len() - 1)
+        let _ = self.pools[users.len()].set(pool);
+        users.push((pool, Weak::new()));
+        Ok(users.len() - 1)
     }
 
     /// Gives back the reserved huge pages of caches that have ended.
-    pub(super) fn end_reserves(&self, books: &Books) {
-        let own = books.iter().skip(self.inherited.load(Relaxed));
+    pub(super) fn end_reserves(&self, users: &Pools) {
+        let own = users.iter().skip(self.inherited.load(Relaxed));
         own.filter(|(_, cache)| cache.strong_count() == 0).for_each(|(pool, _)| pool.end_reserve());
     }
 }

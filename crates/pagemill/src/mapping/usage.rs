@@ -193,12 +193,12 @@ impl Caches {
     /// The first error of `show`; the remaining holders are skipped then.
     pub(crate) fn show<E>(&self, most_ns: u64, mut show: impl FnMut(Holder, &Usage) -> Result<(), E>) -> Result<(), E> {
         let first = self.inherited.load(Relaxed);
-        let count = self.books.with(|books| books.len()).saturating_sub(first);
+        let count = self.users.with(|users| users.len()).saturating_sub(first);
         // The time is divided among the pages and files of each cache, so that no cache uses up the others' time.
         let each_ns = most_ns / (2 * count.max(1)) as u64;
         let (mut nodes, mut is_partial) = (0, false);
         for at in first..first + count {
-            let (pool, cache) = self.books.with(|books| (books[at].0, books[at].1.upgrade()));
+            let (pool, cache) = self.users.with(|users| (users[at].0, users[at].1.upgrade()));
             let Some(cache) = cache else {
                 show(Holder::IdlePool, &Usage::of_pool(self, pool, at))?;
                 continue;

@@ -200,7 +200,7 @@ struct Run {
     copy: Option<Aligned>,
     /// Value of `File::cut` when the run was made.
     cut: u32,
-    is_settled: AtomicBool,
+    is_complete: AtomicBool,
 }
 
 impl Run {
@@ -267,7 +267,7 @@ impl Run {
     }
 
     /// Thaws its folios; returns whether they are clean.
-    fn settle(&self, is_written: bool) -> bool {
+    fn complete(&self, is_written: bool) -> bool {
         let file = &self.pass.file;
         if is_written {
             return file.note_written(self.folios(), self.bytes.end, self.cut);
@@ -279,8 +279,8 @@ impl Run {
 
 impl Finish for Run {
     fn finish(&self, _token: u64, result: io::Result<()>) {
-        if !self.is_settled.swap(true, AcqRel) {
-            let is_clean = self.settle(result.is_ok());
+        if !self.is_complete.swap(true, AcqRel) {
+            let is_clean = self.complete(result.is_ok());
             self.pass.end(self.len_bytes(), result.map(|()| is_clean));
         }
     }
@@ -288,8 +288,8 @@ impl Finish for Run {
 
 impl Drop for Run {
     fn drop(&mut self) {
-        if !self.is_settled.swap(true, AcqRel) {
-            self.settle(false);
+        if !self.is_complete.swap(true, AcqRel) {
+            self.complete(false);
         }
     }
 }
@@ -318,9 +318,9 @@ impl Ready<'_> {
         self.bytes += len_bytes;
         if !self.runs.last_mut().is_some_and(|run| run.join(&part, &bytes)) {
             let (pass, cut) = (self.pass.clone(), file.cut.load(Relaxed));
-            let is_settled = AtomicBool::new(false);
+            let is_complete = AtomicBool::new(false);
             let run =
-                Run { pass, first: part, others: Vec::new(), bytes, is_in_a_row: true, copy: None, cut, is_settled };
+                Run { pass, first: part, others: Vec::new(), bytes, is_in_a_row: true, copy: None, cut, is_complete };
             self.runs.push(run);
         }
         len_bytes

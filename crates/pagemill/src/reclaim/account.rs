@@ -24,10 +24,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 /// Shortest time between two measurements of lent memory.
-const SETTLE_NS: u64 = 2_000_000;
+const RECONCILE_NS: u64 = 2_000_000;
 
 /// If more than this part of the known resident bytes is lent, lent memory is measured before that number is relied on.
-const LENT_DIVISOR: u64 = 8;
+const OVERCOMMIT_DIVISOR: u64 = 8;
 
 /// Measuring this much takes some 20 us: done whenever the room is queried.
 const QUICK_BYTES: u64 = 64 << 20;
@@ -36,7 +36,7 @@ const QUICK_BYTES: u64 = 64 << 20;
 const QUICK_AT_LIMIT_BYTES: u64 = 1 << 30;
 
 /// Measuring takes at most this part of a thread's time.
-const SETTLE_SHARE: u64 = 50;
+const RECONCILE_SHARE: u64 = 50;
 
 /// Largest part of a loan that is expected to be touched at once.
 const SYSTEM_LOAN_BYTES: u64 = 16 << 20;
@@ -83,7 +83,7 @@ pub struct Account {
     membership: Membership,
     pub(super) owners: Owners,
     /// Earliest time of the next measurement of lent memory.
-    settle_after_ns: AtomicU64,
+    reconcile_after_ns: AtomicU64,
     /// The room that control groups and the machine leave.
     pub headroom: Headroom,
     /// Until this time reclaim for groups and the machine is not retried, because it freed nothing; and the length of
@@ -117,7 +117,7 @@ impl Account {
             own_limit: AtomicU64::new(limit),
             membership: Membership::default(),
             owners: Owners::default(),
-            settle_after_ns: AtomicU64::new(0),
+            reconcile_after_ns: AtomicU64::new(0),
             headroom: Headroom::default(),
             futile_until_ns: AtomicU64::new(0),
             futile_pause_ns: AtomicU64::new(*FUTILE_NS.start()),
@@ -279,7 +279,7 @@ impl Account {
             helper.unpark(self);
         }
         stats::raise(Counter::ResidentPeak, resident);
-        let giveable = self.giveable_of_books(giveable);
+        let giveable = self.giveable_of_state(giveable);
         stats::raise(Counter::NetPeak, resident.saturating_sub(giveable));
         if let Some(place) = self.membership.place() {
             place.publish(resident, untouched, giveable.min(resident));
@@ -293,7 +293,7 @@ impl Account {
     }
 
     /// The part of `giveable` that this account is charged for. Only that part helps siblings and limits.
-    fn giveable_of_books(&self, giveable: u64) -> u64 {
+    fn giveable_of_state(&self, giveable: u64) -> u64 {
         giveable.saturating_sub(self.owners.foreign())
     }
 
@@ -310,28 +310,28 @@ impl Account {
     }
 
     /// Measures how much of the lent memory is resident.
-    pub fn settle(&self) {
+    pub fn reconcile(&self) {
         let start = clock::fine_ns();
-        self.owners.settle();
+        self.owners.reconcile();
         let end = clock::fine_ns();
-        self.settle_after_ns.store(end + SETTLE_NS.max((end - start) * SETTLE_SHARE), Relaxed);
+        self.reconcile_after_ns.store(end + RECONCILE_NS.max((end - start) * RECONCILE_SHARE), Relaxed);
     }
 
     /// Measures everything that can only be known by measuring. Call it outside every lock.
     pub fn measure(&self) {
-        self.settle();
+        self.reconcile();
         self.owners.measure();
         self.publish();
     }
 
-    /// As [`Account::settle`], but skipped if more than `quick_bytes` are lent and the last measurement is recent.
-    fn settle_sometimes(&self, quick_bytes: u64) {
+    /// As [`Account::reconcile`], but skipped if more than `quick_bytes` are lent and the last measurement is recent.
+    fn reconcile_sometimes(&self, quick_bytes: u64) {
         let untouched = self.untouched.load(Relaxed);
         if untouched == 0 {
             return;
         }
-        if untouched <= quick_bytes || clock::fine_ns() >= self.settle_after_ns.load(Relaxed) {
-            self.settle();
+        if untouched <= quick_bytes || clock::fine_ns() >= self.reconcile_after_ns.load(Relaxed) {
+            self.reconcile();
         }
     }
 
@@ -411,7 +411,7 @@ impl Account {
         let Some(place) = self.membership.place() else { return };
         self.measure();
         let mut asked = 0;
-        let given = place.answer(self.giveable_of_books(self.giveable()), |part| {
+        let given = place.answer(self.giveable_of_state(self.giveable()), |part| {
             asked = part;
             self.give_back(part, Context::Outside, Urgency::Limit, Reason::Sibling)
         });
@@ -428,7 +428,7 @@ impl Account {
 
     /// Reclaims until `bytes` more fit under the limit, in this process and in the tree. Returns whether they fit.
     fn make_room(&self, bytes: u64, context: Context) -> bool {
-        self.settle_sometimes(QUICK_AT_LIMIT_BYTES);
+        self.reconcile_sometimes(QUICK_AT_LIMIT_BYTES);
         trace::event(Event::OverLimit, bytes, self.totals().resident);
         for urgency in [Urgency::Request, Urgency::Limit] {
             let excess = self.excess(bytes);
@@ -561,7 +561,7 @@ impl Budget for Account {
             let totals = self.totals();
             self.is_exhausted.store(false, Relaxed);
             if totals.resident.saturating_add(totals.untouched).saturating_add(bytes) > limit {
-                self.settle_sometimes(QUICK_AT_LIMIT_BYTES);
+                self.reconcile_sometimes(QUICK_AT_LIMIT_BYTES);
             }
         }
         self.make_system_room(bytes, context)?;
@@ -580,12 +580,12 @@ impl Budget for Account {
         self.publish();
     }
 
-    fn lend(&self, bytes: u64, context: Context) -> Result<()> {
+    fn overcommit(&self, bytes: u64, context: Context) -> Result<()> {
         let limit = self.limit();
         if limit != UNLIMITED {
             let totals = self.totals();
             if totals.resident.saturating_add(totals.untouched).saturating_add(bytes) > limit {
-                self.settle_sometimes(QUICK_AT_LIMIT_BYTES);
+                self.reconcile_sometimes(QUICK_AT_LIMIT_BYTES);
                 // The loan is touched without another charge, so reclaim now, as far as there is something to give
                 // back.
                 if self.excess(bytes) > 0 {
@@ -608,7 +608,7 @@ impl Budget for Account {
         Ok(())
     }
 
-    fn expect(&self, bytes: u64) -> Result<()> {
+    fn reserve(&self, bytes: u64) -> Result<()> {
         self.make_system_room(bytes, Context::Outside)?;
         let limit = self.limit();
         if limit == UNLIMITED {
@@ -616,7 +616,7 @@ impl Budget for Account {
         }
         let totals = self.totals();
         if totals.resident.saturating_add(totals.untouched) > limit {
-            self.settle_sometimes(QUICK_AT_LIMIT_BYTES);
+            self.reconcile_sometimes(QUICK_AT_LIMIT_BYTES);
         }
         if self.excess(bytes) == 0 || self.make_room(bytes, Context::Outside) {
             Ok(())
@@ -625,16 +625,16 @@ impl Budget for Account {
         }
     }
 
-    fn settled(&self, resident: i64, settled: i64) {
+    fn reconciled(&self, resident: i64, reconciled: i64) {
         self.resident.fetch_add(resident as u64, Relaxed);
-        self.untouched.fetch_sub(settled as u64, Relaxed);
+        self.untouched.fetch_sub(reconciled as u64, Relaxed);
         self.publish();
     }
 
     fn room(&self) -> (u64, u64) {
         // Where much is lent, the known resident bytes are inaccurate.
-        if self.untouched.load(Relaxed) > self.resident.load(Relaxed) / LENT_DIVISOR {
-            self.settle_sometimes(QUICK_BYTES);
+        if self.untouched.load(Relaxed) > self.resident.load(Relaxed) / OVERCOMMIT_DIVISOR {
+            self.reconcile_sometimes(QUICK_BYTES);
         }
         let limit = self.limit();
         let room = if limit == UNLIMITED { u64::MAX } else { limit.saturating_sub(self.totals().resident) };
@@ -709,11 +709,11 @@ mod tests {
 
     /// Lending is refused only at the limit itself.
     #[test]
-    fn untouched_memory_is_lent_far_beyond_the_limit() {
+    fn untouched_memory_is_overcommitted_far_beyond_the_limit() {
         let (account, _) = account(100, 0, true);
-        account.lend(1 << 40, Context::Outside).unwrap();
-        account.settled(100, 100);
+        account.overcommit(1 << 40, Context::Outside).unwrap();
+        account.reconciled(100, 100);
         assert_eq!(account.resident(), 100);
-        assert!(account.lend(1, Context::Outside).is_err());
+        assert!(account.overcommit(1, Context::Outside).is_err());
     }
 }

@@ -77,8 +77,8 @@ impl Found {
         let mut argument = Look { found: self, root };
         // SAFETY: `look` returns, and its argument outlives the call.
         unsafe { stack::call_on_new(LOOK_STACK_BYTES, look, (&raw mut argument).cast()) };
-        let is_settled = self.groups.is_none() && !self.is_blind;
-        self.look_again_ns = now + if is_settled { LOOK_IN_VAIN_NS } else { LOOK_AGAIN_NS };
+        let is_final = self.groups.is_none() && !self.is_blind;
+        self.look_again_ns = now + if is_final { LOOK_IN_VAIN_NS } else { LOOK_AGAIN_NS };
     }
 
     fn find(&mut self, root: &str) {

@@ -174,7 +174,7 @@ pub trait Shrinker: Sync {
     fn reap(&self) {}
 
     /// Measures how much of the lent memory is resident.
-    fn settle(&self) {}
+    fn reconcile(&self) {}
 
     /// Measures what the owner could give back, where that takes more than reading a number. Called outside every lock.
     fn measure(&self) {}

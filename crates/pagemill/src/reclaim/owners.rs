@@ -198,8 +198,8 @@ impl Owners {
     }
 
     /// Makes the owners measure how much of their lent memory is resident.
-    pub fn settle(&self) {
-        self.0.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.settle()));
+    pub fn reconcile(&self) {
+        self.0.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.reconcile()));
     }
 
     /// Makes the owners measure what they could give back.

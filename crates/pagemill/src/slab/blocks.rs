@@ -208,7 +208,7 @@ impl Blocks {
             if is_whole {
                 return Ok(true);
             }
-            self.arena.lend(self.in_arena(block), 1, Context::Outside)?;
+            self.arena.overcommit(self.in_arena(block), 1, Context::Outside)?;
         } else if is_whole_wanted
             && mem::populate_huge(self.addr(block), BLOCK_BYTES).is_ok_and(|got| got == Backing::Huge)
         {
@@ -300,7 +300,7 @@ impl Blocks {
     /// [`Error::NoMemory`], [`Error::System`].
     pub fn bring_in(&self, block: u32, at: usize, len_bytes: usize) -> Result<()> {
         if self.is_charged {
-            self.arena.budget.expect(len_bytes as u64)?;
+            self.arena.budget.reserve(len_bytes as u64)?;
         }
         if let Err(error) = mem::populate(self.addr(block) + at, len_bytes) {
             // Frees what was populated before the error.
@@ -309,7 +309,7 @@ impl Blocks {
             return Err(Error::system("bringing in a slab")(error));
         }
         if self.is_charged {
-            self.arena.settle(self.in_arena(block), 1);
+            self.arena.reconcile(self.in_arena(block), 1);
         }
         Ok(())
     }

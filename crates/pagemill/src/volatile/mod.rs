@@ -27,8 +27,8 @@
 //!     `--- Shrinker: walks the entries
 //! ```
 //!
-//! Below: `heap`, `arena`. Above, by trait: `reclaim::Shrinker`. Locks: `books` (allocating and freeing entries),
-//! `purging`; a mark takes neither.
+//! Below: `heap`, `arena`. Above, by trait: `reclaim::Shrinker`. Locks: `free_lists_lock` (allocating and freeing
+//! entries), `purging`; a mark takes neither.
 #![allow(unsafe_code)] // entries in memory mapped by hand, frees slots
 
 mod book;
@@ -82,7 +82,7 @@ const OWN_SLOT: u32 = CLASSES as u32;
 const SHARDS: usize = 64;
 
 /// At most this much of a new or newly marked range is expected to be touched at once.
-const MOST_EXPECTED_BYTES: u64 = 8 * BLOCK_BYTES as u64;
+const MOST_RESERVED_BYTES: u64 = 8 * BLOCK_BYTES as u64;
 
 /// Entries that a shard takes at a time: 64 KiB. Few under shuttle, which explores each step of a walk.
 const RUN: u32 = if cfg!(shuttle) { 4 } else { 512 };
@@ -114,7 +114,7 @@ struct Entry {
     class: AtomicU32,
     /// The shard whose free list it returns to.
     shard: AtomicU32,
-    /// Next in the free list of its class: number plus one. Guarded by `books`.
+    /// Next in the free list of its class: number plus one. Guarded by `free_lists_lock`.
     next: AtomicU32,
 }
 
@@ -130,11 +130,11 @@ pub struct Ranges {
     entries: Table<Entry>,
     /// Entries allocated so far.
     count: AtomicU32,
-    /// Free lists by shard and class; last the class without own memory. Guarded by `books`.
+    /// Free lists by shard and class; last the class without own memory. Guarded by `free_lists_lock`.
     free: [[AtomicU32; CLASSES + 1]; SHARDS],
-    /// By shard: the next entry that was never used, and the end of the run. Guarded by `books`.
+    /// By shard: the next entry that was never used, and the end of the run. Guarded by `free_lists_lock`.
     runs: [[AtomicU32; 2]; SHARDS],
-    books: Lock,
+    free_lists_lock: Lock,
     purger: purge::Purger,
 }
 
@@ -152,7 +152,7 @@ impl Ranges {
             count: AtomicU32::new(0),
             free: std::array::from_fn(|_| Default::default()),
             runs: std::array::from_fn(|_| Default::default()),
-            books: Lock::new(),
+            free_lists_lock: Lock::new(),
             purger: purge::Purger::default(),
         })
     }
@@ -181,7 +181,7 @@ impl Ranges {
             return Err(Error::BadChunk { chunk_bytes: chunk_bytes as u64 });
         }
         // Much of a large range may never be touched.
-        self.arena.budget.expect((len_bytes as u64).min(MOST_EXPECTED_BYTES))?;
+        self.arena.budget.reserve((len_bytes as u64).min(MOST_RESERVED_BYTES))?;
         let (number, addr) = match class_of(len_bytes) {
             Some(class) => self.take_packed(class)?,
             None => self.take_slot(len_bytes, chunk_bytes)?,
@@ -247,7 +247,7 @@ impl Ranges {
 
     /// Takes a free entry that no purge holds at the moment.
     fn take_free(&self, shard: usize, class: usize) -> Option<(u32, NonNull<u8>)> {
-        let _guard = self.books.lock();
+        let _guard = self.free_lists_lock.lock();
         let mut link = &self.free[shard][class];
         loop {
             let number = link.load(Relaxed).checked_sub(1)?;
@@ -261,7 +261,7 @@ impl Ranges {
         }
     }
 
-    /// Adds an entry to its free list. The caller holds `books`.
+    /// Adds an entry to its free list. The caller holds `free_lists_lock`.
     fn put_free(&self, number: u32) {
         let entry = self.entry(number);
         let head = &self.free[entry.shard.load(Relaxed) as usize][entry.class.load(Relaxed) as usize];
@@ -272,7 +272,7 @@ impl Ranges {
     /// Allocates consecutive new entries. The first is held; the others are in no list until [`Ranges::add_free`].
     fn take_new(&self, shard: usize, class: usize, entries: usize) -> Result<u32> {
         let entries = entries as u32;
-        let _guard = self.books.lock();
+        let _guard = self.free_lists_lock.lock();
         let [next, end] = &self.runs[shard];
         if end.load(Relaxed) - next.load(Relaxed) < entries {
             let start = self.count.load(Relaxed);
@@ -299,7 +299,7 @@ impl Ranges {
 
     /// Adds entries to their free lists.
     fn add_free(&self, entries: std::ops::Range<u32>) {
-        let _guard = self.books.lock();
+        let _guard = self.free_lists_lock.lock();
         entries.rev().for_each(|number| self.put_free(number));
     }
 
@@ -317,7 +317,7 @@ impl Ranges {
         if let Some(slot) = slot {
             self.leave_slot(slot);
         }
-        let _guard = self.books.lock();
+        let _guard = self.free_lists_lock.lock();
         self.put_free(number);
     }
 
@@ -378,11 +378,11 @@ impl Ranges {
 
     pub(crate) fn acquire_for_fork(&self) {
         self.purger.lock.acquire();
-        self.books.acquire();
+        self.free_lists_lock.acquire();
     }
 
     pub(crate) fn release_after_fork(&self) {
-        self.books.release();
+        self.free_lists_lock.release();
         self.purger.lock.release();
     }
 }

@@ -138,7 +138,7 @@ impl Range {
         self.entry().word.unpin();
         // Reclaim now, so that the memory need not be found at the first touch. A failure is ignored: the range is
         // touched all the same.
-        let _ = self.ranges.arena.budget.expect((self.len_bytes - kept_bytes) as u64);
+        let _ = self.ranges.arena.budget.reserve((self.len_bytes - kept_bytes) as u64);
         Contents::Purged { kept_bytes }
     }
 

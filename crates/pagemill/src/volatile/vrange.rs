@@ -13,7 +13,7 @@
 
 use super::book::{Book, Mark, Sums};
 use super::line::Line;
-use super::{MOST_EXPECTED_BYTES, guards, now};
+use super::{MOST_RESERVED_BYTES, guards, now};
 use crate::arena::Arena;
 use crate::error::{Error, Result};
 use crate::reclaim::Account;
@@ -181,7 +181,7 @@ impl Vranges {
         let bytes = range.len() as u64;
         // The range was filled without a charge, and more will be. Purge what is missing here, before the kernel runs
         // short.
-        let _ = self.arena.budget.expect(bytes.min(MOST_EXPECTED_BYTES));
+        let _ = self.arena.budget.reserve(bytes.min(MOST_RESERVED_BYTES));
         let fresh = Mark {
             epoch: now(),
             how,
@@ -195,7 +195,7 @@ impl Vranges {
         let before = self.giveable_bytes.load(Relaxed);
         // A strict mark keeps existing guards.
         let guards = if is_strict { Guards::Keep } else { Guards::Remove };
-        let marked = self.settled(&range, guards, |book| {
+        let marked = self.after_purges(&range, guards, |book| {
             book.marks.prepare(3)?;
             let mut mark = Mark { generation: book.generation, ..fresh };
             let mut empty_bytes = 0;
@@ -216,7 +216,7 @@ impl Vranges {
     }
 
     fn unmark(&self, range: Range<usize>) -> Result<Marked> {
-        let marked = self.settled(&range, Guards::Remove, |book| {
+        let marked = self.after_purges(&range, Guards::Remove, |book| {
             let mut purged = false;
             let bytes = book.cut(range.clone(), |_, mark| purged |= mark.is_purged)?;
             Ok(Marked { bytes, purged })
@@ -230,7 +230,7 @@ impl Vranges {
     /// Removes all marks of a range before it is unmapped or freed, after waiting for purges of it.
     pub fn forget(&self, range: Range<usize>) {
         let forget =
-            |range: Range<usize>| self.settled(&range, Guards::Remove, |book| book.cut(range.clone(), |_, _| ()));
+            |range: Range<usize>| self.after_purges(&range, Guards::Remove, |book| book.cut(range.clone(), |_, _| ()));
         // Without memory to split a mark the whole mark is removed: unmarked memory is not purged.
         let result = forget(range.clone()).or_else(|_| {
             let all = |book: &mut Book| {
@@ -248,7 +248,7 @@ impl Vranges {
     }
 
     /// Runs `act` on the marks when no purge holds any part of the range, after removing the guards that have to go.
-    fn settled<T>(
+    fn after_purges<T>(
         &self,
         range: &Range<usize>,
         guards: Guards,

@@ -82,15 +82,15 @@ impl Budget for Tight {
 
     fn discharge(&self, _bytes: u64) {}
 
-    fn lend(&self, _bytes: u64, _context: Context) -> Result<()> {
+    fn overcommit(&self, _bytes: u64, _context: Context) -> Result<()> {
         self.press()
     }
 
-    fn expect(&self, _bytes: u64) -> Result<()> {
+    fn reserve(&self, _bytes: u64) -> Result<()> {
         self.press()
     }
 
-    fn settled(&self, _resident: i64, _settled: i64) {}
+    fn reconciled(&self, _resident: i64, _reconciled: i64) {}
 
     fn room(&self) -> (u64, u64) {
         (0, u64::MAX)
