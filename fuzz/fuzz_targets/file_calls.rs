@@ -71,8 +71,8 @@ fn step(file: &Mapping, model: &mut Vec<u8>, kind: u8, at: usize, len: usize) {
         }
         5 => drop(file.split(at as u64).unwrap()),
         6 => drop(file.collapse(at as u64).unwrap()),
-        7 if kind & 8 == 0 => drop(file.thin().unwrap()),
-        _ => _ = cache().thin_waiting(usize::MAX),
+        7 if kind & 8 == 0 => drop(file.split_sparse().unwrap()),
+        _ => _ = cache().split_sparse_waiting(usize::MAX),
     }
     let mut bytes = vec![0xEE; len + 1];
     let count = file.read_at(&mut bytes, at as u64).unwrap();

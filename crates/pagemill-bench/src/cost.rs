@@ -27,7 +27,7 @@ const GIVEN_BACK_BYTES: u64 = 32 << 20;
 const IDLE_SETTING: (&str, &str) = ("PAGEMILL_IDLE", "1");
 const GIVES_BACK_WITHIN: Duration = Duration::from_secs(15);
 /// Pause between that and counting its wake-ups.
-const SETTLE: Duration = Duration::from_secs(1);
+const PAUSE: Duration = Duration::from_secs(1);
 
 const WAKE_UPS: &str = "wake_ups_per_second";
 const IDLE_CASE: &str = "idle";
@@ -147,7 +147,7 @@ fn wake_ups(pagemill: &Ready, watched: Duration) -> Result<std::result::Result<f
             return Ok(Err(format!("idle: {held} of {IDLE_MIB} MiB were still resident after the time limit")));
         }
     }
-    child::sleep(SETTLE)?;
+    child::sleep(PAUSE)?;
     let before = proc::wake_ups(running.id());
     child::sleep(watched)?;
     let after = proc::wake_ups(running.id());

@@ -126,13 +126,13 @@ impl Expected {
     fn end(&mut self, round: &Round) {
         self.sizes = self.size..self.size;
         match round.ranges.last() {
-            Some((range, _)) if round.is_partial => self.settle(range.clone()),
-            _ => self.settle(0..MOST_BYTES),
+            Some((range, _)) if round.is_partial => self.forget_others(range.clone()),
+            _ => self.forget_others(0..MOST_BYTES),
         }
     }
 
     /// From here on only the last of the possible values is allowed in `range`.
-    fn settle(&mut self, range: Range<usize>) {
+    fn forget_others(&mut self, range: Range<usize>) {
         self.bytes[range].iter_mut().for_each(|may_be| drop(may_be.drain(..may_be.len() - 1)));
     }
 }

@@ -153,7 +153,7 @@ fn reserved_pages_are_not_split() {
     let (file, bytes) = (cache.create().unwrap(), pattern(2 * BLOCK_BYTES, 0));
     file.write_at(&bytes, 0).unwrap();
     file.truncate((BLOCK_BYTES + PAGE) as u64).unwrap();
-    assert_eq!((cache.usage().huge, file.thin().unwrap()), (bytes.len() as u64, 0));
+    assert_eq!((cache.usage().huge, file.split_sparse().unwrap()), (bytes.len() as u64, 0));
     check(&file, &bytes[..BLOCK_BYTES + PAGE]);
     file.truncate(bytes.len() as u64).unwrap();
     let mut end = vec![0xEE; BLOCK_BYTES - PAGE];

@@ -49,7 +49,7 @@ enum Step {
     Zero { at: Place, len: Length },
     Split(Place),
     Collapse(Place),
-    Thin,
+    SplitSparse,
     Hold { at: Place, byte: u8 },
     Pin { at: Place, byte: u8 },
 }
@@ -100,7 +100,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (place(), length()).prop_map(|(at, len)| Step::Zero { at, len }),
         2 => place().prop_map(Step::Split),
         2 => place().prop_map(Step::Collapse),
-        1 => Just(Step::Thin),
+        1 => Just(Step::SplitSparse),
         1 => (place(), 1..=255u8).prop_map(|(at, byte)| Step::Hold { at, byte }),
         1 => (place(), 1..=255u8).prop_map(|(at, byte)| Step::Pin { at, byte }),
     ]
@@ -138,7 +138,7 @@ fn apply(file: &Mapping, model: &mut Vec<u8>, page: usize, step: &Step) {
         }
         Step::Split(at) => drop(file.split(at.bytes(page) as u64).unwrap()),
         Step::Collapse(at) => drop(file.collapse(at.bytes(page) as u64).unwrap()),
-        Step::Thin => drop(file.thin().unwrap()),
+        Step::SplitSparse => drop(file.split_sparse().unwrap()),
         Step::Hold { at, byte } => match file.hold(at.bytes(page) as u64) {
             Ok(mut held) => {
                 let offset = held.offset() as usize;
@@ -206,7 +206,7 @@ fn behaves(page: usize, choose: impl Fn(Settings) -> Settings, steps: &[Step]) {
     }
     cache.collapse_waiting(usize::MAX);
     // Recently written folios are examined in the second pass.
-    (0..2).for_each(|_| _ = cache.thin_waiting(usize::MAX));
+    (0..2).for_each(|_| _ = cache.split_sparse_waiting(usize::MAX));
     assert!(read(&file, 0, model.len() + 1) == model);
     seeks_agree(&file, &model);
     let usage = cache.usage();
@@ -349,7 +349,7 @@ fn free_blocks_go_back() {
 
 /// The process limit also frees the unused parts of huge folios: sixteen with a page each fit into one block.
 #[test]
-fn a_limit_of_the_process_thins_huge_folios() {
+fn a_limit_of_the_process_splits_sparse_huge_folios() {
     let pagemill = Pagemill::new(Layout::for_test(), 64 * MIB as u64).unwrap();
     let cache = pagemill.caches.make(Settings { policy: Box::new(Always), ..settings(4 * KIB, 256 * MIB) }).unwrap();
     let file = cache.create().unwrap();

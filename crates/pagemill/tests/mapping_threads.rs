@@ -60,7 +60,7 @@ fn disturb(file: &Mapping, seed: &mut u64) {
         1 | 2 => file.punch_hole(offset, len).map(drop),
         3 => file.zero_range(offset, len % PAGE as u64),
         4 => file.split(offset).map(drop),
-        5 => file.thin().map(drop),
+        5 => file.split_sparse().map(drop),
         _ => file.collapse(offset).map(drop),
     };
     match done {

@@ -104,9 +104,9 @@ fn apply(cache: &Cache, file: &Mapping, model: &mut Vec<u8>, page: usize, seed: 
             file.punch_hole(at as u64, len as u64).unwrap();
             model.get_mut(at..end).unwrap_or_default().fill(0);
         }
-        6 => drop((file.split(at as u64).unwrap(), file.thin().unwrap())),
+        6 => drop((file.split(at as u64).unwrap(), file.split_sparse().unwrap())),
         7 => drop((file.collapse(at as u64).unwrap(), cache.collapse_waiting(1))),
-        _ => drop((cache.thin_waiting(usize::MAX), cache.give_back())),
+        _ => drop((cache.split_sparse_waiting(usize::MAX), cache.give_back())),
     }
     if let Ok(pin) = file.pin(at as u64) {
         let mut bytes = vec![0; pin.len_bytes().min(model.len() - at)];

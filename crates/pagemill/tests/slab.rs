@@ -207,7 +207,7 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
 }
 
 /// Allocates objects, of which one of ten stays.
-fn thin_out<M: Migrate>(cache: &ByOwner<M>, objects: usize) {
+fn remove_most<M: Migrate>(cache: &ByOwner<M>, objects: usize) {
     let objects: Vec<_> = (0..objects).map(|_| cache.allocate().unwrap()).collect();
     for (number, object) in objects.into_iter().enumerate().filter(|(number, _)| number % 10 != 0) {
         // SAFETY: allocated above, and freed once.
@@ -230,7 +230,7 @@ fn an_owner_may_fail_to_end_behind() {
     let flags = Arc::new(Flags::default());
     let slow = Slow { flags: flags.clone(), fails_at_end: true };
     let cache = pagemill.slabs.by_owner(still("slow"), slow).unwrap();
-    thin_out(&cache, 20_000);
+    remove_most(&cache, 20_000);
     cache.set_defrag_used_ratio(30).unwrap();
     wait_until("isolate", || flags.is_inside.load(SeqCst));
     drop(cache);
@@ -248,7 +248,7 @@ fn a_fork_child_waits_for_no_callback_of_its_parent() {
     let flags = Arc::new(Flags::default());
     let slow = Slow { flags: flags.clone(), fails_at_end: false };
     let cache = pagemill.slabs.by_owner(Settings::new("slow"), slow).unwrap();
-    thin_out(&cache, 20_000);
+    remove_most(&cache, 20_000);
     let is_done = std::thread::scope(|scope| {
         scope.spawn(|| cache.shrink().unwrap());
         wait_until("isolate", || flags.is_inside.load(SeqCst));
@@ -304,7 +304,7 @@ fn a_fork_waits_for_no_callback_that_waits_for_it() {
     let (lock, is_inside) = (Arc::default(), Arc::default());
     let owner = Waiting { lock: Arc::clone(&lock), is_inside: Arc::clone(&is_inside) };
     let cache = pagemill.slabs.by_owner(still("waiting"), owner).unwrap();
-    thin_out(&cache, 20_000);
+    remove_most(&cache, 20_000);
     let held = lock.lock().unwrap();
     cache.set_defrag_used_ratio(30).unwrap();
     wait_until("a callback", || is_inside.load(SeqCst));
@@ -323,7 +323,7 @@ fn a_fork_waits_for_no_callback_that_waits_for_it() {
         assert!(matches!(cache.shrink(), Err(Error::WrongState { .. })));
         let own = pagemill.slabs.by_owner(Settings::new("own"), Slow::default()).unwrap();
         own.owner().flags.may_go.store(true, SeqCst);
-        thin_out(&own, 20_000);
+        remove_most(&own, 20_000);
         wait_until("a thread of its own", || own.owner().flags.is_inside.load(SeqCst));
         wait_for_memory(&fragmented(pagemill.slabs));
     });
@@ -388,7 +388,7 @@ fn no_callback_runs_beside_handlers_of_the_end() {
             let cache = std::mem::ManuallyDrop::new(slabs.by_owner(Settings::new("lasting"), Lasting).unwrap());
             // SAFETY: a function that is never unloaded.
             assert_eq!(unsafe { libc::atexit(look_for_calls) }, 0);
-            thin_out(&cache, 100_000);
+            remove_most(&cache, 100_000);
             wait_until("a callback", || CALLS.load(SeqCst) > 0);
         });
         // SAFETY: no other thread exists here.

@@ -59,7 +59,7 @@ impl Own {
             self.page_of.push(NONE);
             return Some(self.page_of.len() as u32 - 1);
         }
-        let candidate = self.order.hunt().next(&self.frames)?;
+        let candidate = self.order.scan().next(&self.frames)?;
         let page = self.page_of[candidate.number as usize];
         self.frame_of[page as usize] = NONE;
         self.order.dropped(&candidate, Key::of(0, page.into(), 0));

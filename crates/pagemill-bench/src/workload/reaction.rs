@@ -17,7 +17,7 @@ use crate::stats;
 const PIECE: usize = 1 << 20;
 
 /// Pause after a refill: the hoarder's helper starts, and its figures settle.
-const SETTLE: Duration = Duration::from_millis(100);
+const PAUSE: Duration = Duration::from_millis(100);
 
 /// A request that takes longer than this is late, and counts with this time.
 const LATE: Duration = Duration::from_secs(1);
@@ -68,7 +68,7 @@ impl Hoard {
         if answer.trim() != "free" {
             return Err(Failure::Other(format!("the hoarder answered {answer:?}")));
         }
-        thread::sleep(SETTLE);
+        thread::sleep(PAUSE);
         Ok(())
     }
 }

@@ -46,7 +46,7 @@ const TAIL_DIVISOR: usize = 10;
 const CURSOR_WORDS: usize = 3;
 
 /// Slots that an allocation sets aside because a purge holds them, before it waits.
-const MAX_ASIDE: usize = 8;
+const MAX_SKIPPED: usize = 8;
 
 /// The free amount is published whenever it crosses a multiple of this.
 const PUBLISH_STEP: i64 = 8 << 20;
@@ -316,16 +316,16 @@ impl Heap {
         if head.is_empty() {
             return None;
         }
-        let mut aside = [0u32; MAX_ASIDE];
-        let mut aside_count = 0;
+        let mut skipped = [0u32; MAX_SKIPPED];
+        let mut skipped_count = 0;
         let mut found = None;
         while found.is_none() {
             let Some(number) = head.pop(self) else { break };
             match self.slot(number).try_allocate() {
                 Some(bytes) => found = Some((number, bytes)),
-                None if aside_count < MAX_ASIDE => {
-                    aside[aside_count] = number;
-                    aside_count += 1;
+                None if skipped_count < MAX_SKIPPED => {
+                    skipped[skipped_count] = number;
+                    skipped_count += 1;
                 }
                 None => {
                     // A purge step holds shared blocks for at most some hundred microseconds.
@@ -334,7 +334,7 @@ impl Heap {
                 }
             }
         }
-        aside[..aside_count].iter().rev().for_each(|number| head.push(self, *number));
+        skipped[..skipped_count].iter().rev().for_each(|number| head.push(self, *number));
         let (number, bytes) = found?;
         let place = self.place(number)?;
         self.count_free(own, -(bytes.counted_bytes() as i64));

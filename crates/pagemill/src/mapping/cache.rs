@@ -164,7 +164,7 @@ impl Caches {
                 stored_files: AtomicU32::new(0),
                 evict_after_ns: AtomicU64::new(0),
                 in_hand: AtomicU32::new(0),
-                thin_after_ns: AtomicU64::new(0),
+                split_sparse_after_ns: AtomicU64::new(0),
                 files: Guarded::new(Files::default()),
                 flights: Flights::default(),
                 ahead_bytes: AtomicU64::new(0),
@@ -190,7 +190,7 @@ impl Caches {
     }
 
     /// Starts no thread from here on. The program then collapses small folios with [`Cache::collapse_waiting`], splits
-    /// sparse huge ones with [`Cache::thin_waiting`], and writes back with [`Cache::write_back_due`].
+    /// sparse huge ones with [`Cache::split_sparse_waiting`], and writes back with [`Cache::write_back_due`].
     pub fn collapse_by_hand(&self) {
         self.worker.do_by_hand();
     }
@@ -373,7 +373,7 @@ pub(crate) struct Inner {
     pub(super) evict_after_ns: AtomicU64,
     /// Threads that search for a folio to evict, or are evicting one.
     pub(super) in_hand: AtomicU32,
-    pub(super) thin_after_ns: AtomicU64,
+    pub(super) split_sparse_after_ns: AtomicU64,
     pub(super) files: Guarded<Files>,
     pub(super) flights: Flights,
     /// Bytes of in-flight reads ahead.
@@ -608,7 +608,7 @@ impl Inner {
 
     /// Evicts or thins to free `want_bytes` of folios. Returns whether that succeeded.
     pub fn make_room(&self, want_bytes: u64) -> bool {
-        self.evict_some(want_bytes) || self.thin_some(want_bytes)
+        self.evict_some(want_bytes) || self.split_sparse_some(want_bytes)
     }
 }
 
@@ -713,7 +713,7 @@ impl Cache {
     /// Checks up to `steps` huge folios of all caches, a fraction of a millisecond each, and thins sparse ones. Passes
     /// each chunk at most once. Checks only folios that were not written since the previous round. The background does
     /// this by itself where it runs. Returns the bytes freed.
-    pub fn thin_waiting(&self, steps: usize) -> u64 {
+    pub fn split_sparse_waiting(&self, steps: usize) -> u64 {
         super::sweep::step(self.0.caches, steps, usize::MAX).freed_bytes
     }
 

@@ -7,7 +7,7 @@
 
 use super::cache::Inner;
 use super::fetch::Place;
-use super::flush::Turns;
+use super::flush::FlushTurns;
 use super::{File, Mapping};
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
@@ -26,10 +26,10 @@ pub(super) struct Dirty {
     /// Time when the oldest of them became dirty, or earlier.
     pub since_ns: AtomicU64,
     /// In-flight runs: given to the store and not ended.
-    pub underway: AtomicU32,
+    pub in_flight: AtomicU32,
     /// Number of writeback failures in the lower half, and the last error number in the upper half.
     errors: AtomicU64,
-    pub turns: Turns,
+    pub turns: FlushTurns,
 }
 
 impl Dirty {
@@ -37,9 +37,9 @@ impl Dirty {
         Self {
             bytes: AtomicU64::new(0),
             since_ns: AtomicU64::new(0),
-            underway: AtomicU32::new(0),
+            in_flight: AtomicU32::new(0),
             errors: AtomicU64::new(0),
-            turns: Turns::default(),
+            turns: FlushTurns::default(),
         }
     }
 

@@ -48,7 +48,7 @@ impl Inner {
         let cleaned_bytes = self.balance.cleaned_bytes.load(SeqCst);
         let (mut backoff, mut was_quiet) = (None, false);
         for _ in 0..HUNTS {
-            let freed = self.hunt(want_bytes);
+            let freed = self.evict_scan(want_bytes);
             if freed > 0 {
                 return freed >= want_bytes;
             }
@@ -75,14 +75,14 @@ impl Inner {
     /// As [`Inner::evict_some`], for background work: scans once, and does not delay later scans.
     pub(super) fn evict_idly(&self, want_bytes: u64) -> bool {
         let may_look = self.stored_files.load(Relaxed) > 0 && coarse_ns() >= self.evict_after_ns.load(Relaxed);
-        may_look && self.hunt(want_bytes) >= want_bytes
+        may_look && self.evict_scan(want_bytes) >= want_bytes
     }
 
-    fn hunt(&self, want_bytes: u64) -> u64 {
-        let (mut hunt, mut freed) = (self.order.hunt(), 0);
+    fn evict_scan(&self, want_bytes: u64) -> u64 {
+        let (mut scan, mut freed) = (self.order.scan(), 0);
         while freed < want_bytes {
             self.in_hand.fetch_add(1, SeqCst);
-            let candidate = hunt.next(self.pool);
+            let candidate = scan.next(self.pool);
             freed += candidate.as_ref().map_or(0, |candidate| self.evict(candidate));
             self.in_hand.fetch_sub(1, SeqCst);
             if candidate.is_none() {
@@ -135,7 +135,7 @@ impl File {
             return;
         }
         if self.is_once() {
-            return self.cache.order.enter_once(number, order);
+            return self.cache.order.enter_noreuse(number, order);
         }
         let recall = self.cache.order.recall(Key::of(self.id, index, order));
         self.cache.order.enter(self.pool, number, order, recall);

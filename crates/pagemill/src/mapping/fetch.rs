@@ -243,7 +243,7 @@ impl File {
                 return Ok(Some((fresh, Some(self.fly(span.start, span.end - 1)?))));
             }
             // What is not written comes first; then it is as any page that is there.
-            self.note_streak(*offset, *offset);
+            self.note_sequential(*offset, *offset);
             self.create(index, cause, &Content::Stored)?;
             return Ok(None);
         }
@@ -344,7 +344,7 @@ impl File {
             Content::Stored => (self.offset_of(index), self.offset_of(index + 1)),
             Content::Written(offset, bytes) => (*offset, offset + bytes.len() as u64),
         };
-        let is_in_order = from == self.streak_end.load(Relaxed);
+        let is_in_order = from == self.sequential_end.load(Relaxed);
         let ask = Ask {
             cause,
             offset: begin,
@@ -352,7 +352,7 @@ impl File {
             wanted_bytes: to.min(end) - from.max(begin),
             present_bytes: 0,
             size_bytes: self.size_bytes().max(to),
-            streak_bytes: if is_in_order { from.saturating_sub(self.streak_begin.load(Relaxed)) } else { 0 },
+            sequential_bytes: if is_in_order { from.saturating_sub(self.sequential_begin.load(Relaxed)) } else { 0 },
         };
         self.cache.policy.choose(&ask)
     }
@@ -385,18 +385,18 @@ impl File {
 
     /// A write in place goes on where the last one ended, perhaps.
     #[inline]
-    pub(super) fn go_on_with_streak(&self, offset: u64, end: u64) {
-        if self.streak_end.load(Relaxed) == offset {
-            self.streak_end.store(end, Relaxed);
+    pub(super) fn continue_sequential(&self, offset: u64, end: u64) {
+        if self.sequential_end.load(Relaxed) == offset {
+            self.sequential_end.store(end, Relaxed);
         }
     }
 
     /// Notes that a write made pages from `offset` to `end`: in order as before, or anew.
-    pub(super) fn note_streak(&self, offset: u64, end: u64) {
-        if self.streak_end.load(Relaxed) != offset {
-            self.streak_begin.store(offset, Relaxed);
+    pub(super) fn note_sequential(&self, offset: u64, end: u64) {
+        if self.sequential_end.load(Relaxed) != offset {
+            self.sequential_begin.store(offset, Relaxed);
         }
-        self.streak_end.store(end, Relaxed);
+        self.sequential_end.store(end, Relaxed);
     }
 
     /// A folio that was kept still goes on; or it left its file meanwhile, and is freed.

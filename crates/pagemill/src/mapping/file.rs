@@ -36,8 +36,8 @@ impl File {
             id,
             serial: SERIALS.fetch_add(1, Relaxed),
             is_closed: AtomicBool::new(false),
-            streak_end: AtomicU64::new(0),
-            streak_begin: AtomicU64::new(0),
+            sequential_end: AtomicU64::new(0),
+            sequential_begin: AtomicU64::new(0),
         })
     }
 }

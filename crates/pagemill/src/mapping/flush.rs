@@ -114,7 +114,7 @@ impl Balance {
         })
     }
 
-    fn note_pace(&self, bytes: u64, took_ns: u64) {
+    fn note_speed(&self, bytes: u64, took_ns: u64) {
         if bytes >= TELLING_BYTES {
             let now = (u128::from(took_ns) * (BLOCK_BYTES as u128 / 2) / u128::from(bytes)).max(1) as u64;
             let before = self.ns_per_mib.load(Relaxed);
@@ -125,7 +125,7 @@ impl Balance {
 
 /// Background state of a dirty file.
 #[derive(Default)]
-pub(super) struct Turns {
+pub(super) struct FlushTurns {
     is_listed: AtomicBool,
     /// Page at which the next turn begins.
     cursor: AtomicU64,
@@ -136,7 +136,7 @@ pub(super) struct Turns {
     rests_until_ns: AtomicU64,
 }
 
-impl Turns {
+impl FlushTurns {
     /// Returns whether its store failed recently.
     pub fn is_failing(&self) -> bool {
         self.failures.load(Relaxed) > 0 && self.rests_until_ns.load(Relaxed) > coarse_ns()
@@ -201,7 +201,7 @@ impl File {
         let turns = &dirty.turns;
         let is_free = !turns.is_failing() && !self.is_closed.load(Relaxed);
         let Some(_alone) = is_free.then(|| self.syncing.try_lock()).flatten() else { return Ok(None) };
-        if self.is_underway() {
+        if self.is_in_flight() {
             return Ok(None);
         }
         let (began_ns, mut first) = (clock::fine_ns(), turns.cursor.load(Relaxed));
@@ -221,7 +221,7 @@ impl File {
             // The rest of the file had nothing to write: start again at its begin.
             first = 0;
         };
-        self.cache.balance.note_pace(walked.written_bytes, clock::fine_ns() - began_ns);
+        self.cache.balance.note_speed(walked.written_bytes, clock::fine_ns() - began_ns);
         turns.cursor.store(walked.next.unwrap_or(0), Relaxed);
         if first == 0 && walked.next.is_none() {
             // Pages that were dirty before this walk have been written, or were in use, or failed.
@@ -283,7 +283,7 @@ impl Inner {
         let expires_ns = dirty.since_ns.load(Relaxed).saturating_add(balance.age_ns);
         if rests_until_ns > now_ns {
             Due::At(rests_until_ns)
-        } else if dirty.underway.load(SeqCst) > 0 {
+        } else if dirty.in_flight.load(SeqCst) > 0 {
             Due::At(now_ns + LOOK_NS)
         } else if expires_ns <= now_ns {
             Due::Now(Why::Age)

@@ -6,67 +6,67 @@
 use crate::sync::{Acquire, AtomicU32, Backoff, Relaxed, Release};
 
 /// A thread holds the gate exclusively, or waits for that.
-const ALONE: u32 = 1 << 31;
+const EXCLUSIVE: u32 = 1 << 31;
 
 #[derive(Default)]
 pub(super) struct Gate(AtomicU32);
 
 /// The gate, held shared.
-pub(super) struct Beside<'gate>(&'gate Gate);
+pub(super) struct SharedGate<'gate>(&'gate Gate);
 
 /// The gate, held exclusively.
-pub(super) struct Alone<'gate>(&'gate Gate);
+pub(super) struct ExclusiveGate<'gate>(&'gate Gate);
 
 impl Gate {
     #[inline]
-    pub fn beside(&self) -> Beside<'_> {
-        if self.0.fetch_add(1, Acquire) & ALONE != 0 {
-            self.wait_for_the_one();
+    pub fn shared(&self) -> SharedGate<'_> {
+        if self.0.fetch_add(1, Acquire) & EXCLUSIVE != 0 {
+            self.wait_for_exclusive();
         }
-        Beside(self)
+        SharedGate(self)
     }
 
     #[cold]
-    fn wait_for_the_one(&self) {
+    fn wait_for_exclusive(&self) {
         let mut backoff = Backoff::new();
         loop {
             self.0.fetch_sub(1, Release);
-            while self.0.load(Relaxed) & ALONE != 0 {
+            while self.0.load(Relaxed) & EXCLUSIVE != 0 {
                 backoff.pause();
             }
-            if self.0.fetch_add(1, Acquire) & ALONE == 0 {
+            if self.0.fetch_add(1, Acquire) & EXCLUSIVE == 0 {
                 return;
             }
         }
     }
 
     /// Takes the gate exclusively. Waits for shared holders, which copy one folio at most.
-    pub fn alone(&self) -> Alone<'_> {
+    pub fn exclusive(&self) -> ExclusiveGate<'_> {
         let mut backoff = Backoff::new();
         loop {
             let seen = self.0.load(Relaxed);
-            if seen & ALONE == 0 && self.0.compare_exchange(seen, seen | ALONE, Acquire, Relaxed).is_ok() {
+            if seen & EXCLUSIVE == 0 && self.0.compare_exchange(seen, seen | EXCLUSIVE, Acquire, Relaxed).is_ok() {
                 break;
             }
             backoff.pause();
         }
-        while self.0.load(Acquire) != ALONE {
+        while self.0.load(Acquire) != EXCLUSIVE {
             backoff.pause();
         }
-        Alone(self)
+        ExclusiveGate(self)
     }
 }
 
-impl Drop for Beside<'_> {
+impl Drop for SharedGate<'_> {
     #[inline]
     fn drop(&mut self) {
         self.0.0.fetch_sub(1, Release);
     }
 }
 
-impl Drop for Alone<'_> {
+impl Drop for ExclusiveGate<'_> {
     fn drop(&mut self) {
         // Subtracts, because a thread that tries the gate shared adds and subtracts one meanwhile.
-        self.0.0.fetch_sub(ALONE, Release);
+        self.0.0.fetch_sub(EXCLUSIVE, Release);
     }
 }

@@ -52,10 +52,10 @@ mod seek;
 mod shuttle_tests;
 mod source;
 mod split;
+mod split_sparse;
 mod streams;
 mod sweep;
 mod sync;
-mod thin;
 mod throttle;
 mod truncate;
 mod usage;
@@ -172,8 +172,8 @@ pub(crate) struct File {
     /// Generation of the process that created it.
     generation: u16,
     /// End of the last write that created pages, and begin of its sequential run.
-    streak_end: AtomicU64,
-    streak_begin: AtomicU64,
+    sequential_end: AtomicU64,
+    sequential_begin: AtomicU64,
 }
 
 /// A handle of a file in memory. All threads may use it at once; dropping the last handle closes the file. Dirty bytes

@@ -144,7 +144,7 @@ impl Mapping {
             };
             let number = hit.value() as u32;
             // Taken because a truncation that holds the gate relies on no new holds.
-            let inside = file.gate.beside();
+            let inside = file.gate.shared();
             match file.pool().word(number).hold() {
                 Ok(state) if hit.is_still() => {
                     let len_bytes = file.cache.folio_bytes(state.order()) as usize;
@@ -295,7 +295,7 @@ impl Pin<'_> {
         self.file.check_writable()?;
         // Bytes behind the end must read zero when the file grows. So writes stop at the end, and the gate keeps the
         // file from shrinking meanwhile.
-        let _inside = self.file.gate.beside();
+        let _inside = self.file.gate.shared();
         let begin = self.file.offset_of(self.frame.owner().index) + u64::from(self.at);
         let (end, size_bytes) = (begin + (at + from.len()) as u64, self.file.size_bytes());
         if end > size_bytes {
@@ -338,7 +338,7 @@ impl Pin<'_> {
             return;
         }
         // The gate orders this before or after a removal of the folio.
-        let _inside = self.file.gate.beside();
+        let _inside = self.file.gate.shared();
         let state = self.frame.word.load();
         if !state.is_dirty() && state.kind() != Kind::Gone {
             self.file.make_dirty(&self.place());

@@ -30,7 +30,7 @@ pub struct Ask {
     /// Length of the file, including the current write.
     pub size_bytes: u64,
     /// Length of the sequential run of writes right before this call.
-    pub streak_bytes: u64,
+    pub sequential_bytes: u64,
 }
 
 /// The decision.
@@ -92,7 +92,7 @@ impl Policy for Auto {
             Cause::Collapse if ask.present_bytes * DENSE.1 >= ask.span_bytes * DENSE.0 => Choice::Huge,
             Cause::Collapse => Choice::Nothing,
             Cause::Write => {
-                let is_in_order = ask.streak_bytes >= ask.span_bytes / 2;
+                let is_in_order = ask.sequential_bytes >= ask.span_bytes / 2;
                 let is_large = ask.size_bytes >= LARGE_SPANS * ask.span_bytes;
                 if ask.wanted_bytes * 2 > ask.span_bytes || (is_in_order && is_large) {
                     Choice::Huge
@@ -145,12 +145,12 @@ mod tests {
             wanted_bytes: 1000,
             present_bytes: 0,
             size_bytes: 1000,
-            streak_bytes: 0,
+            sequential_bytes: 0,
         };
         assert_eq!(Auto.choose(&ask), Choice::Small);
         assert_eq!(Auto.choose(&Ask { wanted_bytes: SPAN, ..ask }), Choice::Huge);
         assert_eq!(Auto.choose(&Ask { size_bytes: 100 * SPAN, ..ask }), Choice::Small, "here and there");
-        let in_order = Ask { streak_bytes: 2 * SPAN, ..ask };
+        let in_order = Ask { sequential_bytes: 2 * SPAN, ..ask };
         assert_eq!(Auto.choose(&in_order), Choice::Small);
         assert_eq!(Auto.choose(&Ask { size_bytes: 2 * SPAN, ..in_order }), Choice::Huge);
         let collapse = Ask { cause: Cause::Collapse, present_bytes: SPAN, ..ask };

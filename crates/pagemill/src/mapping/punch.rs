@@ -20,7 +20,7 @@ impl Mapping {
         if file.store.is_some() {
             return Err(Error::Unsupported { what: "a store keeps no holes" });
         }
-        let _alone = file.gate.alone();
+        let _exclusive = file.gate.exclusive();
         let end = (offset + len_bytes).min(file.size_bytes().next_multiple_of(file.page_bytes() as u64));
         if offset >= end {
             return Ok(0);

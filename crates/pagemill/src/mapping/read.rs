@@ -181,7 +181,7 @@ impl File {
             wanted_bytes: self.page_bytes() as u64,
             present_bytes: 0,
             size_bytes: self.size_bytes(),
-            streak_bytes: 0,
+            sequential_bytes: 0,
         })
     }
 }

@@ -28,9 +28,9 @@ impl Mapping {
         let Some(store) = &file.store else { return Ok(()) };
         // First the gate, which stops writers, then writeback. A thread that writes back must not wait for the gate,
         // because threads inside the gate wait for it.
-        let _alone = file.gate.alone();
+        let _exclusive = file.gate.exclusive();
         let _one = file.syncing.lock();
-        file.await_underway()?;
+        file.await_in_flight()?;
         let size_bytes = store.size_bytes().map_err(failed("getting the size of a file"))?;
         file.check_size(size_bytes)?;
         file.check_synced()?;

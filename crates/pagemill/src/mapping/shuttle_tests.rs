@@ -144,7 +144,7 @@ impl Model {
         let done = match one_of(4) {
             0 | 1 => self.file.split(offset),
             2 => self.file.collapse(offset),
-            _ => self.file.thin().map(|_| false),
+            _ => self.file.split_sparse().map(|_| false),
         };
         assert!(matches!(done, Ok(_) | Err(Error::Busy { .. })), "{done:?}");
         done.unwrap_or(false)
@@ -253,7 +253,7 @@ fn beside(first: usize, then: usize) {
 /// for one that the system has preempted would make any number of steps.
 fn run_in_many_orders(times: usize, run: impl Fn() + Clone + Send + Sync + 'static) -> usize {
     static ALONE: Mutex<()> = Mutex::new(());
-    let _alone = ALONE.lock();
+    let _exclusive = ALONE.lock();
     let runs: usize =
         std::env::var("SHUTTLE_RUNS").map_or(1000, |runs| runs.parse().expect("SHUTTLE_RUNS is a number"));
     let (runs, times) = if times == 0 { (runs.div_ceil(4), 1) } else { (runs, times) };

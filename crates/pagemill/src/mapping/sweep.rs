@@ -17,7 +17,7 @@
 use super::File;
 use super::cache::{Caches, Inner};
 use super::fetch::Place;
-use super::thin::Look;
+use super::split_sparse::Look;
 use super::worker::Worker;
 use crate::folio::word::Kind;
 use crate::sync::{AtomicU32, Guarded, Relaxed, coarse_ns};
@@ -42,13 +42,13 @@ const KNOWN: u64 = 2 << 32;
 
 /// Position of the clock hand.
 #[derive(Clone, Copy, Default)]
-struct Hand {
+struct ClockHand {
     cache: usize,
     chunk: u32,
     /// Value of `Sweep::changes` when the round began.
     changes: u32,
     /// This round met something new.
-    is_unsettled: bool,
+    is_changing: bool,
     /// Begin of the round, and time of the next step.
     begun_ns: u64,
     due_ns: u64,
@@ -57,7 +57,7 @@ struct Hand {
 /// The clock hand, and what wakes it.
 #[derive(Default)]
 pub(super) struct Sweep {
-    hand: Guarded<Hand>,
+    clock_hand: Guarded<ClockHand>,
     /// Counts events that may have made a folio sparse.
     changes: AtomicU32,
     /// False while the hand rests until the next change.
@@ -109,9 +109,9 @@ impl Sweep {
     }
 
     /// Makes the hand rest, unless something changed since the round began.
-    fn fall_asleep(&self, hand: &Hand) -> bool {
+    fn fall_asleep(&self, clock_hand: &ClockHand) -> bool {
         self.is_awake.store(false, SeqCst);
-        let is_same = self.changes.load(SeqCst) == hand.changes;
+        let is_same = self.changes.load(SeqCst) == clock_hand.changes;
         if !is_same {
             self.is_awake.store(true, SeqCst);
         }
@@ -119,16 +119,16 @@ impl Sweep {
     }
 
     pub fn acquire_for_fork(&self) {
-        self.hand.acquire_when(|_| true);
+        self.clock_hand.acquire_when(|_| true);
     }
 
     pub fn release_after_fork(&self) {
-        self.hand.release();
+        self.clock_hand.release();
     }
 
     pub fn begin_child(&self) {
         self.is_awake.store(false, SeqCst);
-        self.hand.with(|hand| *hand = Hand::default());
+        self.clock_hand.with(|clock_hand| *clock_hand = ClockHand::default());
     }
 }
 
@@ -139,27 +139,27 @@ pub(super) fn go_on(caches: &'static Caches) -> Option<Duration> {
     if worker.is_by_hand() || !sweep.is_awake.load(SeqCst) {
         return None;
     }
-    let due_ns = sweep.hand.with(|hand| hand.due_ns);
+    let due_ns = sweep.clock_hand.with(|clock_hand| clock_hand.due_ns);
     if now < due_ns {
         return Some(Duration::from_nanos(due_ns - now));
     }
-    let was = sweep.hand.with(|hand| {
-        if (hand.cache, hand.chunk) == (0, 0) {
-            hand.begun_ns = now;
+    let was = sweep.clock_hand.with(|clock_hand| {
+        if (clock_hand.cache, clock_hand.chunk) == (0, 0) {
+            clock_hand.begun_ns = now;
         }
-        *hand
+        *clock_hand
     });
     let is_around = step(caches, STEP_LOOKS, STEP_VISITS).is_around;
     let mut rest_ns = STEP_NS;
     if is_around {
-        let last = sweep.hand.with(|hand| *hand);
+        let last = sweep.clock_hand.with(|clock_hand| *clock_hand);
         // Folios that were new in this round must be checked in the next.
-        if !last.is_unsettled && sweep.fall_asleep(&last) {
+        if !last.is_changing && sweep.fall_asleep(&last) {
             return None;
         }
         rest_ns = rest_ns.max((was.begun_ns + ROUND_NS).saturating_sub(now));
     }
-    sweep.hand.with(|hand| hand.due_ns = now + rest_ns);
+    sweep.clock_hand.with(|clock_hand| clock_hand.due_ns = now + rest_ns);
     Some(Duration::from_nanos(rest_ns))
 }
 
@@ -167,34 +167,34 @@ pub(super) fn go_on(caches: &'static Caches) -> Option<Duration> {
 pub(super) fn step(caches: &'static Caches, most_looks: usize, most_visits: usize) -> Step {
     let sweep = &caches.worker.sweep;
     let (mut done, mut looks, mut visits) = (Step::default(), 0, 0);
-    let mut hand = sweep.hand.with(|hand| *hand);
-    if (hand.cache, hand.chunk) == (0, 0) {
-        hand.changes = sweep.changes.load(SeqCst);
-        hand.is_unsettled = false;
+    let mut clock_hand = sweep.clock_hand.with(|clock_hand| *clock_hand);
+    if (clock_hand.cache, clock_hand.chunk) == (0, 0) {
+        clock_hand.changes = sweep.changes.load(SeqCst);
+        clock_hand.is_changing = false;
     }
     while looks < most_looks && visits < most_visits {
-        let Some((at, cache)) = caches.cache_from(hand.cache) else {
-            (hand.cache, hand.chunk, done.is_around) = (0, 0, true);
+        let Some((at, cache)) = caches.cache_from(clock_hand.cache) else {
+            (clock_hand.cache, clock_hand.chunk, done.is_around) = (0, 0, true);
             break;
         };
-        if at != hand.cache {
-            (hand.cache, hand.chunk) = (at, 0);
+        if at != clock_hand.cache {
+            (clock_hand.cache, clock_hand.chunk) = (at, 0);
         }
-        while looks < most_looks && visits < most_visits && hand.chunk < cache.sweepable_chunks() {
-            let visit = cache.visit(hand.chunk);
+        while looks < most_looks && visits < most_visits && clock_hand.chunk < cache.sweepable_chunks() {
+            let visit = cache.visit(clock_hand.chunk);
             visits += 1;
             looks += usize::from(matches!(visit, Visit::Looked(_)));
-            hand.is_unsettled |= matches!(visit, Visit::Noted | Visit::Looked(Look::Refused));
-            if let Visit::Looked(Look::Thinned(bytes)) = visit {
+            clock_hand.is_changing |= matches!(visit, Visit::Noted | Visit::Looked(Look::Refused));
+            if let Visit::Looked(Look::Split(bytes)) = visit {
                 done.freed_bytes += bytes;
             }
-            hand.chunk += 1;
+            clock_hand.chunk += 1;
         }
-        if hand.chunk >= cache.sweepable_chunks() {
-            (hand.cache, hand.chunk) = (at + 1, 0);
+        if clock_hand.chunk >= cache.sweepable_chunks() {
+            (clock_hand.cache, clock_hand.chunk) = (at + 1, 0);
         }
     }
-    sweep.hand.with(|now| *now = Hand { due_ns: now.due_ns, begun_ns: now.begun_ns, ..hand });
+    sweep.clock_hand.with(|now| *now = ClockHand { due_ns: now.due_ns, begun_ns: now.begun_ns, ..clock_hand });
     done
 }
 
@@ -240,7 +240,7 @@ impl Inner {
             note.store(SEEN | version, Relaxed);
             return Visit::Noted;
         }
-        let look = file.thin_behind(owner.index, number);
+        let look = file.split_sparse_behind(owner.index, number);
         if look == Look::Dense {
             note.store(KNOWN | version, Relaxed);
         }

@@ -64,7 +64,7 @@ impl Mapping {
     pub fn write_back(&self, offset: u64, len_bytes: u64) -> Result<()> {
         let file = &self.0;
         let (Some(pages), Some(store)) = (file.pages_of(offset, len_bytes)?, &file.store) else { return Ok(()) };
-        let _alone = file.syncing.lock();
+        let _exclusive = file.syncing.lock();
         file.write_back_all(&**store, pages)
     }
 }
@@ -101,7 +101,7 @@ impl File {
 
     fn sync_pages(self: &Arc<Self>, pages: Range<u64>) -> Result<()> {
         let Some(store) = &self.store else { return Ok(()) };
-        let _alone = self.syncing.lock();
+        let _exclusive = self.syncing.lock();
         self.write_back_all(&**store, pages)?;
         let done = self.lengthen(&**store);
         let done = done.and_then(|()| store.sync().map_err(failed("syncing a file")));
@@ -117,7 +117,7 @@ impl File {
         let end = self.index_of(self.size_bytes().next_multiple_of(self.page_bytes() as u64));
         let (pages_inside, timeout) = (pages.start..pages.end.min(end), self.cache.timeout);
         let walk = Walk { why: Why::Sync, pages: pages_inside, most_bytes: u64::MAX, timeout, waits_for_others: true };
-        self.await_underway()?;
+        self.await_in_flight()?;
         self.forget_needless(end, pages.end);
         for _ in 0..ROUNDS {
             let walked = self.walk_once(store, &walk)?;
@@ -159,7 +159,7 @@ impl File {
     fn write_back_in_time(self: &Arc<Self>, store: &dyn Store) -> Result<()> {
         let (timeout, mut waits) = (self.cache.balance.timeout, Backoff::new());
         let is_late = |waits: &Backoff| u128::from(waits.waited_ns()) > timeout.as_nanos();
-        let _alone = loop {
+        let _exclusive = loop {
             match self.syncing.try_lock() {
                 Some(alone) => break alone,
                 None if is_late(&waits) => return Err(STANDS_STILL),
@@ -169,7 +169,7 @@ impl File {
         let (pages, timeout) = (0..Owner::MAX_INDEX, Some(timeout));
         let walk = Walk { why: Why::Sync, pages, most_bytes: u64::MAX, timeout, waits_for_others: false };
         loop {
-            if self.is_underway() {
+            if self.is_in_flight() {
                 if is_late(&waits) {
                     return Err(STANDS_STILL);
                 }
@@ -192,8 +192,8 @@ impl File {
     }
 
     /// Returns whether a write of the file is in flight.
-    pub(super) fn is_underway(&self) -> bool {
-        self.dirty.as_ref().is_some_and(|dirty| dirty.underway.load(SeqCst) > 0)
+    pub(super) fn is_in_flight(&self) -> bool {
+        self.dirty.as_ref().is_some_and(|dirty| dirty.in_flight.load(SeqCst) > 0)
     }
 
     /// Waits for in-flight writes of other threads, within the cache's patience.
@@ -201,9 +201,9 @@ impl File {
     /// # Errors
     ///
     /// [`Error::Busy`].
-    pub(super) fn await_underway(&self) -> Result<()> {
+    pub(super) fn await_in_flight(&self) -> Result<()> {
         let mut waits = Backoff::new();
-        while self.is_underway() {
+        while self.is_in_flight() {
             if self.cache.timeout.is_some_and(|most| u128::from(waits.waited_ns()) > most.as_nanos()) {
                 return Err(STANDS_STILL);
             }

@@ -23,7 +23,7 @@ impl Mapping {
         file.check(size_bytes, 0)?;
         file.check_size(size_bytes)?;
         file.check_writable()?;
-        let _alone = file.gate.alone();
+        let _exclusive = file.gate.exclusive();
         if size_bytes >= file.size_bytes() {
             file.size_bytes.store(size_bytes, Release);
             return Ok(());

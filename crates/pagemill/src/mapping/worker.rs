@@ -66,7 +66,7 @@ impl File {
             wanted_bytes: 0,
             present_bytes: present,
             size_bytes: self.size_bytes(),
-            streak_bytes: 0,
+            sequential_bytes: 0,
         };
         if self.cache.policy.choose(&ask) != Choice::Huge {
             return Some(false);

@@ -52,7 +52,7 @@ impl File {
     #[inline]
     fn write_piece(&self, from: &[u8], offset: u64) -> Result<usize> {
         {
-            let _inside = self.gate.beside();
+            let _inside = self.gate.shared();
             let index = self.index_of(offset);
             loop {
                 if let Some(place) = self.pin_page(index)? {
@@ -81,7 +81,7 @@ impl File {
         // Before the unpin: a thread that writes the folio back then must know how much of it is valid.
         self.grow(offset + len as u64);
         self.cache.unpin(place.number);
-        self.go_on_with_streak(offset, offset + len as u64);
+        self.continue_sequential(offset, offset + len as u64);
         len
     }
 
@@ -100,7 +100,7 @@ impl File {
     #[cold]
     fn write_piece_later(&self, from: &[u8], offset: u64) -> Result<usize> {
         self.throttle()?;
-        let _inside = self.gate.beside();
+        let _inside = self.gate.shared();
         loop {
             if let Some(place) = self.pin_page(self.index_of(offset))? {
                 self.make_dirty(&place);
@@ -119,7 +119,7 @@ impl File {
             return Ok(None);
         };
         let len = from.len().min((end - offset) as usize);
-        self.note_streak(offset, offset + len as u64);
+        self.note_sequential(offset, offset + len as u64);
         self.propose_collapse(self.index_of(offset + len as u64 - 1));
         Ok(Some(len))
     }

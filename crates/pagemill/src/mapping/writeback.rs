@@ -133,7 +133,7 @@ impl Pass {
     }
 
     fn begin(&self, bytes: u64) {
-        self.file.note_underway();
+        self.file.note_in_flight();
         stats::add(Counter::CacheWriteback, bytes);
         let mut state = self.state();
         state.runs += 1;
@@ -414,11 +414,11 @@ impl File {
         busy.map_or(Ok((None, is_clean)), Err)
     }
 
-    fn note_underway(&self) {
-        self.dirty.iter().for_each(|dirty| _ = dirty.underway.fetch_add(1, SeqCst));
+    fn note_in_flight(&self) {
+        self.dirty.iter().for_each(|dirty| _ = dirty.in_flight.fetch_add(1, SeqCst));
     }
 
     fn note_run_ended(&self) {
-        self.dirty.iter().for_each(|dirty| _ = dirty.underway.fetch_sub(1, SeqCst));
+        self.dirty.iter().for_each(|dirty| _ = dirty.in_flight.fetch_sub(1, SeqCst));
     }
 }

@@ -23,7 +23,7 @@ impl Mapping {
             if file.must_wait(to - at) {
                 file.throttle()?;
             }
-            let _alone = file.gate.alone();
+            let _exclusive = file.gate.exclusive();
             file.zero_present(at, to.min(file.size_bytes()))?;
             at = to;
         }

@@ -26,7 +26,7 @@ fn with_full_blocks(slabs: &'static Slabs, blocks: u64) -> (ByOwner<Book>, Vec<V
 }
 
 /// Leaves `left` items of a block, some in each slab, and returns their numbers. Magazines are empty afterwards.
-fn thin_out(cache: &ByOwner<Book>, numbers: &[u64], left: usize) -> Vec<u64> {
+fn remove_most(cache: &ByOwner<Book>, numbers: &[u64], left: usize) -> Vec<u64> {
     let is_left = |at: usize| at * left / numbers.len() != (at + 1) * left / numbers.len();
     let (kept, gone): (Vec<_>, Vec<_>) = numbers.iter().enumerate().partition(|(at, _)| is_left(*at));
     gone.iter().for_each(|(_, number)| assert!(cache.remove(**number)));
@@ -52,9 +52,9 @@ fn steps_until_rest(cache: &ByOwner<Book>, most: u64) -> u64 {
 fn blocks_that_refuse_do_not_hide_others() {
     let (cache, blocks) = with_full_blocks(slabs(), 60);
     let (refusing, others) = blocks.split_at(40);
-    others.iter().for_each(|numbers| _ = thin_out(&cache, numbers, 100));
+    others.iter().for_each(|numbers| _ = remove_most(&cache, numbers, 100));
     for numbers in refusing {
-        thin_out(&cache, numbers, 100).iter().for_each(|number| pin(&cache, *number));
+        remove_most(&cache, numbers, 100).iter().for_each(|number| pin(&cache, *number));
     }
 
     // Each slab is tried once in a pass, and there are few passes.
@@ -73,7 +73,7 @@ fn blocks_that_refuse_do_not_hide_others() {
 fn blocks_that_cannot_be_emptied_do_not_take_turns() {
     let (cache, blocks) = with_full_blocks(slabs(), 2);
     for numbers in &blocks {
-        let left = thin_out(&cache, numbers, 130);
+        let left = remove_most(&cache, numbers, 130);
         pin(&cache, left[0]);
     }
     for _ in 0..5 {
@@ -91,8 +91,8 @@ fn blocks_that_cannot_be_emptied_do_not_take_turns() {
 fn a_pass_waits_for_what_it_left_in_the_midst() {
     let (cache, blocks) = with_full_blocks(slabs(), 6);
     cache.set_defrag_used_ratio(100).unwrap();
-    thin_out(&cache, &blocks[4], 500);
-    thin_out(&cache, &blocks[5], 40);
+    remove_most(&cache, &blocks[4], 500);
+    remove_most(&cache, &blocks[5], 40);
     let guard = xarray::pin();
     for _ in 0..3 {
         cache.defrag_step(Duration::ZERO).unwrap();
@@ -118,7 +118,7 @@ fn at_rest_a_cache_has_what_its_ratio_says() {
         cache.set_defrag_used_ratio(ratio).unwrap();
         let most = 1 + random.below(PER_BLOCK);
         let mut live: Vec<u64> =
-            blocks.iter().flat_map(|numbers| thin_out(&cache, numbers, random.below(most) as usize)).collect();
+            blocks.iter().flat_map(|numbers| remove_most(&cache, numbers, random.below(most) as usize)).collect();
         for turn in 0..random.below(12) {
             let guard = (random.below(2) == 0).then(xarray::pin);
             cache.defrag_step(Duration::from_micros(random.below(4) * 20)).unwrap();

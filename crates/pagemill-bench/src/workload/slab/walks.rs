@@ -82,7 +82,7 @@ impl Watched {
     }
 
     /// Removes this many random files.
-    fn thin(&mut self, files: usize) -> Result<(), Failure> {
+    fn remove_most(&mut self, files: usize) -> Result<(), Failure> {
         for _ in 0..files {
             let at = self.random.below(self.files.len());
             let (directory, serial, number) = self.files.swap_remove(at);
@@ -121,7 +121,7 @@ pub fn tree(arguments: &Tree, slabs: &'static Slabs) -> Outcome {
     let files = watched.files.len();
     arguments.turns.run(slabs, |time| {
         watched.grow(files)?;
-        watched.thin(files)?;
+        watched.remove_most(files)?;
         watched.walk(time, &mut walks)
     })?;
     Ok(serde_json::json!({ "ns": stats::median(&walks), "walks": walks.len(), "moved": watched.tree.moved()? }))
@@ -133,7 +133,7 @@ pub fn packed(arguments: &Packed, slabs: &'static Slabs) -> Outcome {
     let mut watched = Watched::new(slabs, arguments.entries, SPARSE * arguments.entries)?;
     let more = (SPARSE - 1) * arguments.entries;
     watched.grow(more)?;
-    watched.thin(more)?;
+    watched.remove_most(more)?;
     let (mut before, mut after) = (Vec::new(), Vec::new());
     watched.walk(time, &mut before)?;
     watched.tree.pack()?;

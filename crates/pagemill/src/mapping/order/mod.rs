@@ -18,7 +18,7 @@
 //! 2. The share of the new part adapts; it is not fixed at a tenth. If a folio comes back right after its eviction from
 //!    a part, that part is too small.
 //! 3. A returning folio enters *main* only while the clock hand in main does not pass too many used folios per
-//!    returning one (`HAND_PACE`). Otherwise a loop larger than the cache would evict all of itself.
+//!    returning one (`CLOCK_HAND_RATIO`). Otherwise a loop larger than the cache would evict all of itself.
 //! 4. A folio that was evicted from main and comes back starts in the window.
 //!
 //! A hit does not touch the order: uses are recorded in the folio's word. Entering a folio, and one step of the evict
@@ -52,7 +52,7 @@ const MOST_SHARE: u64 = ONE / 2;
 const ONE: u64 = 1 << 32;
 
 /// The window is this fraction of the cache, or half of the new part if that is less.
-const WINDOW_DIVISOR: u64 = 50;
+const PROBATION_DIVISOR: u64 = 50;
 
 /// A returning folio shows that its part is too small if at most this fraction of the cache was evicted from there since.
 const NEAR_DIVISOR: [u64; 2] = [12, 5];
@@ -61,13 +61,13 @@ const NEAR_DIVISOR: [u64; 2] = [12, 5];
 const STEP_PAGES: u64 = 2;
 
 /// Used pages that the clock hand in main may pass for each page that comes back.
-const HAND_PACE: u64 = 3;
+const CLOCK_HAND_RATIO: u64 = 3;
 
 /// Scan steps under one hold of the lock.
-const TURNS: u32 = 64;
+const STEPS_PER_LOCK: u32 = 64;
 
 /// Deferred folios are scanned again after this fraction of the cache was evicted.
-const ASIDE_DIVISOR: u64 = 8;
+const DEFERRED_DIVISOR: u64 = 8;
 
 /// Links are committed for this many pages at a time: a mebibyte of links, and whole chunks.
 const OPENED_PAGES: usize = 1 << 17;
@@ -213,7 +213,7 @@ struct State {
     again: [u64; 2],
 }
 
-enum Turn {
+enum ScanStep {
     Found(Candidate),
     Next,
     Nothing,
@@ -258,7 +258,7 @@ impl Order {
         if end <= self.opened_pages.load(Acquire) {
             return Ok(());
         }
-        let _alone = self.opening.lock();
+        let _exclusive = self.opening.lock();
         let next = self.opened_pages.load(Relaxed);
         let end = end.next_multiple_of(OPENED_PAGES).min(self.most_pages);
         if next < end {
@@ -283,13 +283,13 @@ impl Order {
         self.state.with(|state| {
             let queue = state.place_for(recall, 1 << order);
             state.queues.push(&self.links, number, order, queue);
-            state.narrow_window(&self.links, folios);
+            state.narrow_probation(&self.links, folios);
         });
     }
 
     /// As [`Order::enter`], for a folio that is used once (noreuse): it is evicted before all others.
-    pub fn enter_once(&self, number: u32, order: u8) {
-        self.state.with(|state| state.queues.push(&self.links, number, order, Queue::Once));
+    pub fn enter_noreuse(&self, number: u32, order: u8) {
+        self.state.with(|state| state.queues.push(&self.links, number, order, Queue::NoReuse));
     }
 
     /// Splits a huge folio into pages. They take its place in the queue.
@@ -305,7 +305,7 @@ impl Order {
     /// Enters a huge folio that replaces pages: into main if most of them were there.
     pub fn join(&self, parts: impl Iterator<Item = u32>, number: u32, order: u8) {
         self.state.with(|state| {
-            let is_main = |part: &u32| matches!(self.links.queue(*part), Some(Queue::Main | Queue::AsideMain));
+            let is_main = |part: &u32| matches!(self.links.queue(*part), Some(Queue::Main | Queue::DeferredMain));
             let is_mostly_main = parts.filter(is_main).count() > 1 << order >> 1;
             let queue = if is_mostly_main { Queue::Main } else { Queue::Small };
             state.queues.push(&self.links, number, order, queue);
@@ -313,8 +313,8 @@ impl Order {
     }
 
     /// Starts a scan for folios to evict. The scan ends after a bounded number of steps.
-    pub fn hunt(&self) -> Hunt<'_> {
-        Hunt { order: self, turns: None, is_last_round: false }
+    pub fn scan(&self) -> EvictScan<'_> {
+        EvictScan { order: self, steps_left: None, is_last_round: false }
     }
 
     /// Records the candidate as evicted.
@@ -324,7 +324,7 @@ impl Order {
 
     /// Defers a candidate that could not be evicted because another thread took it.
     pub fn put_back(&self, candidate: &Candidate) {
-        let queue = if candidate.part == Part::New { Queue::AsideNew } else { Queue::AsideMain };
+        let queue = if candidate.part == Part::New { Queue::DeferredNew } else { Queue::DeferredMain };
         self.state.with(|state| {
             // Unless it was entered again meanwhile.
             if self.links.queue(candidate.number).is_none() {
@@ -342,42 +342,42 @@ impl Order {
 /// A scan for folios to evict.
 ///
 /// Example: [`Folios`].
-pub struct Hunt<'order> {
+pub struct EvictScan<'order> {
     order: &'order Order,
     /// Steps until the scan gives up. Bounds a scan whose folios are used as fast as it clears their uses, or cannot
     /// be evicted.
-    turns: Option<u64>,
+    steps_left: Option<u64>,
     /// Deferred folios were scanned again, because no others were left.
     is_last_round: bool,
 }
 
-impl Hunt<'_> {
+impl EvictScan<'_> {
     /// Returns the next candidate; `None` if there is none.
     pub fn next(&mut self, folios: &impl Folios) -> Option<Candidate> {
         loop {
             let links = &self.order.links;
-            let turn = self.order.state.with(|state| {
-                let left = self.turns.get_or_insert(ROUNDS * state.queues.total() + u64::from(TURNS));
-                for _ in 0..TURNS {
+            let step = self.order.state.with(|state| {
+                let left = self.steps_left.get_or_insert(ROUNDS * state.queues.total() + u64::from(STEPS_PER_LOCK));
+                for _ in 0..STEPS_PER_LOCK {
                     if *left == 0 {
-                        return Turn::Nothing;
+                        return ScanStep::Nothing;
                     }
                     *left -= 1;
-                    match state.turn(links, folios) {
-                        Turn::Next => {}
-                        Turn::Nothing if !self.is_last_round => {
+                    match state.step(links, folios) {
+                        ScanStep::Next => {}
+                        ScanStep::Nothing if !self.is_last_round => {
                             self.is_last_round = true;
-                            state.call_aside();
+                            state.rescan_deferred();
                         }
-                        turn => return turn,
+                        step => return step,
                     }
                 }
-                Turn::Next
+                ScanStep::Next
             });
-            match turn {
-                Turn::Found(candidate) => return Some(candidate),
-                Turn::Nothing => return None,
-                Turn::Next => {}
+            match step {
+                ScanStep::Found(candidate) => return Some(candidate),
+                ScanStep::Nothing => return None,
+                ScanStep::Next => {}
             }
         }
     }
@@ -389,7 +389,10 @@ impl State {
     }
 
     fn new_pages(&self) -> u64 {
-        [Queue::Window, Queue::Small, Queue::AsideNew, Queue::Once].map(|queue| self.queues.pages(queue)).iter().sum()
+        [Queue::Probation, Queue::Small, Queue::DeferredNew, Queue::NoReuse]
+            .map(|queue| self.queues.pages(queue))
+            .iter()
+            .sum()
     }
 
     /// Target size of the new part, in pages.
@@ -399,7 +402,7 @@ impl State {
 
     /// Chooses the queue of a new folio. Its ghost, if there is one, adjusts the shares.
     fn place_for(&mut self, recall: Recall, pages: u64) -> Queue {
-        let Some((part, age)) = recall.0 else { return Queue::Window };
+        let Some((part, age)) = recall.0 else { return Queue::Probation };
         let total = self.queues.total().max(1);
         if age <= total / NEAR_DIVISOR[part as usize] {
             let step = STEP_PAGES * pages * ONE / total;
@@ -410,23 +413,23 @@ impl State {
             self.share = share.clamp(LEAST_SHARE, MOST_SHARE);
         }
         if part == Part::Main || age > total {
-            return Queue::Window;
+            return Queue::Probation;
         }
-        let may_pass = HAND_PACE * pages;
+        let may_pass = CLOCK_HAND_RATIO * pages;
         let is_welcome = self.debt <= may_pass;
         self.debt = self.debt.saturating_sub(may_pass);
-        if is_welcome { Queue::Main } else { Queue::Window }
+        if is_welcome { Queue::Main } else { Queue::Probation }
     }
 
     /// Moves the oldest folios of the window on, at most two per call, to keep its width.
-    fn narrow_window(&mut self, links: &Links, folios: &impl Folios) {
-        let width = (self.queues.total() / WINDOW_DIVISOR).min(self.target() / 2);
+    fn narrow_probation(&mut self, links: &Links, folios: &impl Folios) {
+        let width = (self.queues.total() / PROBATION_DIVISOR).min(self.target() / 2);
         for _ in 0..2 {
             // The newest one stays: the thread that entered it reads it next.
-            if self.queues.pages(Queue::Window) <= width || !self.queues.has_several(Queue::Window) {
+            if self.queues.pages(Queue::Probation) <= width || !self.queues.has_several(Queue::Probation) {
                 return;
             }
-            if let Some(popped) = self.queues.pop(links, Queue::Window) {
+            if let Some(popped) = self.queues.pop(links, Queue::Probation) {
                 if popped.again.is_none() {
                     folios.forget_uses(popped.number);
                 }
@@ -436,56 +439,56 @@ impl State {
     }
 
     /// Schedules a scan of the folios that are deferred now.
-    fn call_aside(&mut self) {
+    fn rescan_deferred(&mut self) {
         self.picked = 0;
-        self.again = [self.queues.pages(Queue::AsideNew), self.queues.pages(Queue::AsideMain)];
+        self.again = [self.queues.pages(Queue::DeferredNew), self.queues.pages(Queue::DeferredMain)];
     }
 
     /// Returns the queue to scan next in a part.
     fn first_of(&self, part: Part) -> Option<Queue> {
-        let (aside, queues) = match part {
-            Part::New => (Queue::AsideNew, &[Queue::Small, Queue::Window][..]),
-            Part::Main => (Queue::AsideMain, &[Queue::Main][..]),
+        let (deferred, queues) = match part {
+            Part::New => (Queue::DeferredNew, &[Queue::Small, Queue::Probation][..]),
+            Part::Main => (Queue::DeferredMain, &[Queue::Main][..]),
         };
-        if self.again[part as usize] > 0 && !self.queues.is_empty(aside) {
-            return Some(aside);
+        if self.again[part as usize] > 0 && !self.queues.is_empty(deferred) {
+            return Some(deferred);
         }
         queues.iter().copied().find(|queue| !self.queues.is_empty(*queue))
     }
 
     /// Scans one folio.
-    fn turn(&mut self, links: &Links, folios: &impl Folios) -> Turn {
+    fn step(&mut self, links: &Links, folios: &impl Folios) -> ScanStep {
         let is_new_large = self.new_pages() >= self.target().max(1);
         let parts = if is_new_large { [Part::New, Part::Main] } else { [Part::Main, Part::New] };
-        let once = (!self.queues.is_empty(Queue::Once)).then_some((Part::New, Queue::Once));
-        let found = once.or_else(|| parts.into_iter().find_map(|part| Some((part, self.first_of(part)?))));
-        let Some((part, queue)) = found else { return Turn::Nothing };
-        let Some(popped) = self.queues.pop(links, queue) else { return Turn::Nothing };
+        let noreuse = (!self.queues.is_empty(Queue::NoReuse)).then_some((Part::New, Queue::NoReuse));
+        let found = noreuse.or_else(|| parts.into_iter().find_map(|part| Some((part, self.first_of(part)?))));
+        let Some((part, queue)) = found else { return ScanStep::Nothing };
+        let Some(popped) = self.queues.pop(links, queue) else { return ScanStep::Nothing };
         let number = popped.number;
-        let aside = [Queue::AsideNew, Queue::AsideMain][part as usize];
-        if queue == aside {
+        let deferred = [Queue::DeferredNew, Queue::DeferredMain][part as usize];
+        if queue == deferred {
             let again = &mut self.again[part as usize];
             *again = again.saturating_sub(1 << popped.order);
         }
         if let Some(queue) = popped.again {
             self.queues.push(links, number, popped.order, queue);
-            return Turn::Next;
+            return ScanStep::Next;
         }
         let order = match folios.look(number) {
-            Look::Gone => return Turn::Next,
+            Look::Gone => return ScanStep::Next,
             Look::Kept => {
-                self.queues.push(links, number, popped.order, aside);
-                return Turn::Next;
+                self.queues.push(links, number, popped.order, deferred);
+                return ScanStep::Next;
             }
             Look::Idle { order } => order,
         };
         let is_used = match part {
             // A noreuse folio is evicted regardless of its uses, but not before its first one.
-            Part::New if queue == Queue::Once && folios.is_awaited(number) => {
+            Part::New if queue == Queue::NoReuse && folios.is_awaited(number) => {
                 self.queues.push(links, number, order, Queue::Small);
-                return Turn::Next;
+                return ScanStep::Next;
             }
-            Part::New => folios.forget_uses(number) && queue != Queue::Once,
+            Part::New => folios.forget_uses(number) && queue != Queue::NoReuse,
             Part::Main => folios.forget_use(number),
         };
         if is_used {
@@ -493,12 +496,12 @@ impl State {
             if part == Part::Main {
                 self.debt = (self.debt + (1 << order)).min(self.queues.total() / 2);
             }
-            return Turn::Next;
+            return ScanStep::Next;
         }
         self.picked += 1 << order;
-        if self.picked >= self.queues.total() / ASIDE_DIVISOR {
-            self.call_aside();
+        if self.picked >= self.queues.total() / DEFERRED_DIVISOR {
+            self.rescan_deferred();
         }
-        Turn::Found(Candidate { number, order, part })
+        ScanStep::Found(Candidate { number, order, part })
     }
 }

@@ -20,21 +20,21 @@ const AGAIN_SHIFT: u32 = 39;
 #[repr(u8)]
 pub(super) enum Queue {
     /// Entered recently; uses do not count yet.
-    Window,
+    Probation,
     /// Left the window, and was not scanned since.
     Small,
     /// Was used when it was scanned among the new ones, or came back soon after its eviction.
     Main,
-    /// Deferred: was dirty or in use when scanned in `Window` or `Small`.
-    AsideNew,
+    /// Deferred: was dirty or in use when scanned in `Probation` or `Small`.
+    DeferredNew,
     /// Deferred: the same, in `Main`.
-    AsideMain,
+    DeferredMain,
     /// Noreuse: the reader declared that it uses the folio once.
-    Once,
+    NoReuse,
 }
 
 pub(super) const QUEUES: [Queue; 6] =
-    [Queue::Window, Queue::Small, Queue::Main, Queue::AsideNew, Queue::AsideMain, Queue::Once];
+    [Queue::Probation, Queue::Small, Queue::Main, Queue::DeferredNew, Queue::DeferredMain, Queue::NoReuse];
 
 /// A page's link: 32 bits next page, 4 bits order, 3 bits queue, 3 bits target queue of a new folio there (0: none).
 #[derive(Clone, Copy)]

@@ -141,7 +141,7 @@ impl Run {
             Step::Join(at) => self.join(at >> HUGE << HUGE),
             Step::Evict(pages) => self.evict(pages),
             Step::Miss => {
-                if let Some(candidate) = self.order.hunt().next(&self.model) {
+                if let Some(candidate) = self.order.scan().next(&self.model) {
                     self.order.put_back(&candidate);
                 }
             }
@@ -169,9 +169,9 @@ impl Run {
     }
 
     fn evict(&self, pages: u64) {
-        let (mut hunt, mut gone) = (self.order.hunt(), 0);
+        let (mut scan, mut gone) = (self.order.scan(), 0);
         while gone < pages
-            && let Some(candidate) = hunt.next(&self.model)
+            && let Some(candidate) = scan.next(&self.model)
         {
             gone += self.drop_candidate(&candidate);
         }
@@ -201,8 +201,8 @@ proptest! {
         let known: BTreeSet<u32> =
             run.model.0.borrow().iter().filter(|(_, folio)| !folio.is_alone).map(|(number, _)| *number).collect();
         let mut found = BTreeSet::new();
-        let mut hunt = run.order.hunt();
-        while let Some(candidate) = hunt.next(&run.model) {
+        let mut scan = run.order.scan();
+        while let Some(candidate) = scan.next(&run.model) {
             // A folio in a page of one that had left is found, too. The cache checks the owner.
             let is_alone = run.model.0.borrow()[&candidate.number].is_alone;
             run.drop_candidate(&candidate);
@@ -259,7 +259,7 @@ fn uses_close_together_are_one() {
 
 /// Dirty folios are deferred while clean ones are evicted. They are found once they are clean, however long that takes.
 #[test]
-fn who_is_kept_steps_aside() {
+fn kept_folios_are_deferred() {
     let run = Run::new();
     read(&run, 0..64, 64);
     (0..48).for_each(|page| run.act(&Step::Keep(page, true)));
@@ -270,12 +270,12 @@ fn who_is_kept_steps_aside() {
     let left = (0..48).filter(|page| run.find(*page).is_some()).count();
     assert!(left < 24, "{left} of 48 that nobody used");
     (0..PAGES).for_each(|page| run.act(&Step::Keep(page, true)));
-    assert_eq!(run.order.hunt().next(&run.model), None);
+    assert_eq!(run.order.scan().next(&run.model), None);
 }
 
 /// A page that comes back soon enters main, and a scan does not evict it again.
 #[test]
-fn who_comes_back_stays() {
+fn returning_folios_stay() {
     let run = Run::new();
     read(&run, 0..64, 64);
     read(&run, 64..80, 64);
@@ -305,8 +305,8 @@ fn a_search_in_vain_comes_to_an_end() {
     let run = Run::new();
     read(&run, 0..16, 64);
     (1..16).for_each(|page| run.act(&Step::Keep(page, true)));
-    let (mut hunt, mut found) = (run.order.hunt(), 0);
-    while let Some(candidate) = hunt.next(&run.model) {
+    let (mut scan, mut found) = (run.order.scan(), 0);
+    while let Some(candidate) = scan.next(&run.model) {
         run.order.put_back(&candidate);
         found += 1;
         assert!(found < 1000, "there is one");

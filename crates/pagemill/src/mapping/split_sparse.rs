@@ -23,7 +23,7 @@ pub(super) enum Look {
     /// The folio is in use.
     Refused,
     /// This many bytes were freed.
-    Thinned(u64),
+    Split(u64),
 }
 
 impl Mapping {
@@ -35,22 +35,26 @@ impl Mapping {
     /// # Errors
     ///
     /// [`crate::Error::WrongState`] in a fork child.
-    pub fn thin(&self) -> Result<u64> {
+    pub fn split_sparse(&self) -> Result<u64> {
         self.0.check(0, 0)?;
-        Ok(self.0.thin_all())
+        Ok(self.0.split_sparse_all())
     }
 }
 
 impl File {
-    pub(super) fn thin_all(&self) -> u64 {
+    pub(super) fn split_sparse_all(&self) -> u64 {
         if self.store.is_some() {
             return 0;
         }
         let (mut freed, mut at) = (0, 0);
         while let Some(found) = { self.tree.next(at, crate::folio::Owner::MAX_INDEX - 1, &epoch::pin()) } {
             if found.order > 0
-                && let Look::Thinned(bytes) =
-                    self.thin_at(found.first, found.value as u32, 1 << found.order, Counter::HugeSplitForReclaim)
+                && let Look::Split(bytes) = self.split_sparse_at(
+                    found.first,
+                    found.value as u32,
+                    1 << found.order,
+                    Counter::HugeSplitForReclaim,
+                )
             {
                 freed += bytes;
             }
@@ -61,12 +65,12 @@ impl File {
 
     /// Thins one huge folio in the background. If the policy would allocate a huge folio again for the next read of the
     /// hole, one page stays, which prevents that.
-    pub(super) fn thin_behind(&self, first: u64, number: u32) -> Look {
-        self.thin_at(first, number, 1 << self.pool().chunk_order(), Counter::HugeSplitBehind)
+    pub(super) fn split_sparse_behind(&self, first: u64, number: u32) -> Look {
+        self.split_sparse_at(first, number, 1 << self.pool().chunk_order(), Counter::HugeSplitBehind)
     }
 
     /// Thins one huge folio, if enough of it can be freed.
-    fn thin_at(&self, first: u64, number: u32, pages: u64, counter: Counter) -> Look {
+    fn split_sparse_at(&self, first: u64, number: u32, pages: u64, counter: Counter) -> Look {
         // A first check without a pin or lock. Each page is checked again below.
         let end = self.index_of(self.size_bytes() + self.page_bytes() as u64 - 1);
         let is_live = self.pool().word(number).load().kind() == Kind::Live;
@@ -83,7 +87,7 @@ impl File {
         let freed = (first + kept..first + pages).filter(|index| self.drop_zero_page(*index)).count();
         let bytes = freed as u64 * self.page_bytes() as u64;
         stats::add(Counter::CacheThinned, bytes);
-        Look::Thinned(bytes)
+        Look::Split(bytes)
     }
 
     /// Frees a small folio if it holds zeros only; returns whether it did.
@@ -121,18 +125,18 @@ impl Inner {
     /// Thins huge folios until `want_bytes` are freed. Returns whether they were.
     ///
     /// After an attempt that freed nothing, waits before the next: otherwise each write would check all bytes.
-    pub(super) fn thin_some(&self, want_bytes: u64) -> bool {
-        if coarse_ns() < self.thin_after_ns.load(Relaxed) {
+    pub(super) fn split_sparse_some(&self, want_bytes: u64) -> bool {
+        if coarse_ns() < self.split_sparse_after_ns.load(Relaxed) {
             return false;
         }
         let (mut freed, mut id) = (0, 0);
         while freed < want_bytes
             && let Some(file) = self.next_file(&mut id)
         {
-            freed += file.thin_all();
+            freed += file.split_sparse_all();
         }
         if freed == 0 {
-            self.thin_after_ns.store(coarse_ns() + FUTILE_NS, Relaxed);
+            self.split_sparse_after_ns.store(coarse_ns() + FUTILE_NS, Relaxed);
         }
         freed >= want_bytes
     }

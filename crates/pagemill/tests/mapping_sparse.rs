@@ -49,19 +49,19 @@ fn assert_holds(file: &Mapping, full_pages: &[usize]) {
 
 /// Sparse folios shrink, dense ones stay; in the second pass, not before. After that nothing is examined any more.
 #[test]
-fn sparse_folios_are_thinned_and_dense_ones_stay() {
+fn sparse_folios_are_split_and_dense_ones_stay() {
     let cache = cache();
     // A quarter is worth a split, less is not.
     let full = [1, PAGES / 2, PAGES - PAGES / 4, PAGES - PAGES / 4 + 1, PAGES];
     let file = file(&cache, &full);
     let split = stats::get(Counter::HugeSplitBehind);
-    assert_eq!(cache.thin_waiting(usize::MAX), 0, "just written");
+    assert_eq!(cache.split_sparse_waiting(usize::MAX), 0, "just written");
     let freed: usize = full[..3].iter().map(|pages| PAGES - pages).sum();
-    assert_eq!(cache.thin_waiting(usize::MAX), (freed * PAGE) as u64);
+    assert_eq!(cache.split_sparse_waiting(usize::MAX), (freed * PAGE) as u64);
     assert!(stats::get(Counter::HugeSplitBehind) >= split + 3);
     let usage = cache.usage();
     assert_eq!((usage.huge, usage.charged), (2 * BLOCK, 5 * BLOCK - (freed * PAGE) as u64), "{usage:?}");
-    assert_eq!((cache.thin_waiting(usize::MAX), cache.thin_waiting(usize::MAX)), (0, 0));
+    assert_eq!((cache.split_sparse_waiting(usize::MAX), cache.split_sparse_waiting(usize::MAX)), (0, 0));
     assert_holds(&file, &full);
 }
 
@@ -71,8 +71,8 @@ fn a_step_is_as_long_as_it_says() {
     let cache = cache();
     let full = [1, 2, PAGES, 3];
     let file = file(&cache, &full);
-    cache.thin_waiting(usize::MAX);
-    let freed: Vec<u64> = (0..5).map(|_| cache.thin_waiting(1) / PAGE as u64).collect();
+    cache.split_sparse_waiting(usize::MAX);
+    let freed: Vec<u64> = (0..5).map(|_| cache.split_sparse_waiting(1) / PAGE as u64).collect();
     let each = |pages: usize| (PAGES - pages) as u64;
     assert_eq!(freed, [each(1), each(2), 0, each(3), 0]);
     assert_holds(&file, &full);
@@ -86,14 +86,14 @@ fn folios_in_use_stay() {
     let pin = file.pin(BLOCK).unwrap();
     for _ in 0..5 {
         file.write_at(&[1; 8], 0).unwrap();
-        assert_eq!(cache.thin_waiting(usize::MAX), 0);
+        assert_eq!(cache.split_sparse_waiting(usize::MAX), 0);
     }
     assert_eq!((cache.usage().huge, cache.usage().locked), (BLOCK, BLOCK));
     let freed = BLOCK - PAGE as u64;
-    assert_eq!(cache.thin_waiting(usize::MAX), freed, "left alone");
+    assert_eq!(cache.split_sparse_waiting(usize::MAX), freed, "left alone");
     pin.write_at(&[2; 8], 0).unwrap();
     drop(pin);
-    assert_eq!([(); 2].map(|()| cache.thin_waiting(usize::MAX)), [0, freed]);
+    assert_eq!([(); 2].map(|()| cache.split_sparse_waiting(usize::MAX)), [0, freed]);
     assert_holds(&file, &[1, 1]);
 }
 
@@ -102,21 +102,21 @@ fn folios_in_use_stay() {
 fn what_is_zeroed_is_looked_at_again() {
     let cache = cache();
     let file = file(&cache, &[PAGES, PAGES]);
-    assert_eq!([(); 3].map(|()| cache.thin_waiting(usize::MAX)), [0; 3]);
+    assert_eq!([(); 3].map(|()| cache.split_sparse_waiting(usize::MAX)), [0; 3]);
     file.zero_range(PAGE as u64, BLOCK - PAGE as u64).unwrap();
     let pin = file.pin(BLOCK).unwrap();
     file.truncate(BLOCK + PAGE as u64).unwrap();
     drop(pin);
     assert_eq!(cache.usage().huge, 2 * BLOCK, "a pinned one is zeroed");
     let freed = BLOCK - PAGE as u64;
-    assert_eq!([(); 3].map(|()| cache.thin_waiting(usize::MAX)), [0, 2 * freed, 0]);
+    assert_eq!([(); 3].map(|()| cache.split_sparse_waiting(usize::MAX)), [0, 2 * freed, 0]);
     assert_holds(&file, &[1, 1]);
 }
 
 /// The policy wants huge folios wherever one fits, and gets none at split places: neither by reading holes there, nor
 /// by rewriting existing data. Zeros are not allocated again only to be freed again.
 #[test]
-fn what_was_thinned_is_not_made_again() {
+fn split_folios_are_not_made_again() {
     let cache = cache();
     let full = [1, PAGES / 2, 0];
     let file = cache.create().unwrap();
@@ -125,8 +125,8 @@ fn what_was_thinned_is_not_made_again() {
     assert_eq!(cache.usage().huge, 3 * BLOCK, "as the policy says, for who reads a hole");
     file.write_at(&[1; PAGE], 0).unwrap();
     file.write_at(&[2; BLOCK_BYTES / 2], BLOCK).unwrap();
-    let thinned = [(); 2].map(|()| cache.thin_waiting(usize::MAX));
-    assert!(thinned.iter().sum::<u64>() > 0);
+    let split = [(); 2].map(|()| cache.split_sparse_waiting(usize::MAX));
+    assert!(split.iter().sum::<u64>() > 0);
     let after = cache.usage();
     // A page in the zeroed range stays.
     assert_eq!((after.huge, after.small), (0, ((1 + PAGES / 2 + 1) * PAGE) as u64));
@@ -134,7 +134,7 @@ fn what_was_thinned_is_not_made_again() {
         assert_holds(&file, &full);
         file.write_at(&[2; 8], BLOCK + round * PAGE as u64).unwrap();
         cache.collapse_waiting(usize::MAX);
-        assert_eq!(cache.thin_waiting(usize::MAX), 0);
+        assert_eq!(cache.split_sparse_waiting(usize::MAX), 0);
         assert_eq!((cache.usage().huge, cache.usage().charged), (0, after.charged));
     }
     // Once its last page is written the policy is consulted again.
@@ -188,7 +188,7 @@ fn files_with_a_store_are_left_alone() {
     let file = cache.open(shelf.clone()).unwrap();
     file.truncate(BLOCK).unwrap();
     file.write_at(&[7; 100], 50).unwrap();
-    assert_eq!([(); 3].map(|()| cache.thin_waiting(usize::MAX)), [0; 3]);
+    assert_eq!([(); 3].map(|()| cache.split_sparse_waiting(usize::MAX)), [0; 3]);
     assert_eq!(cache.usage().huge, BLOCK);
     file.sync().unwrap();
     let bytes = shelf.0.lock().unwrap();
@@ -203,7 +203,7 @@ fn whole_folios_stay() {
     let whole = caches.make(Settings { may_split: false, ..settings() }).unwrap();
     let large = caches.make(Settings { page: PageSize::new(BLOCK_BYTES).unwrap(), ..settings() }).unwrap();
     let files = [&whole, &large].map(|cache| file(cache, &[1]));
-    assert_eq!([(); 3].map(|()| whole.thin_waiting(usize::MAX)), [0; 3]);
+    assert_eq!([(); 3].map(|()| whole.split_sparse_waiting(usize::MAX)), [0; 3]);
     assert_eq!((whole.usage().huge, large.usage().huge), (BLOCK, BLOCK));
     drop(files);
 }
@@ -215,7 +215,7 @@ fn threads() -> usize {
 /// The background does this by itself, some seconds after the last write. A fork child has no thread for it until one
 /// of its own caches has something to examine.
 #[test]
-fn the_background_thins_and_a_child_has_none() {
+fn the_background_splits_and_a_child_has_none() {
     let cache = common::pagemill().caches.make(settings()).unwrap();
     let begun = Instant::now();
     let file = file(&cache, &[1, PAGES]);
