@@ -428,7 +428,7 @@ mod tests {
 
     /// The ten keys that other programs parse, in their order, and no layout of tables.
     #[test]
-    fn rows_have_the_settled_shape() {
+    fn rows_have_the_agreed_shape() {
         let row = Row {
             experiment: "ebizzy",
             case: "256 KiB, 2 threads".into(),

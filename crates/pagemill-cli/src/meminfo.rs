@@ -62,7 +62,7 @@ const GIVEABLE: &[(Counter, &str)] = &[
 ];
 
 /// Rows that are parts of those above, or not included in them.
-const ASIDE: &[(Counter, &str)] = &[
+const OTHER: &[(Counter, &str)] = &[
     (Counter::CacheHuge, "of cache: huge folios"),
     (Counter::CacheSmall, "of cache: small folios"),
     (Counter::CacheDirty, "of cache: dirty, not yet in the store"),
@@ -202,7 +202,7 @@ impl Meminfo {
         rows.extend(PARTS.iter().map(|(counter, _)| (counter.name().to_owned(), json!(sum.get(*counter)))));
         rows.insert("giveable".into(), json!(giveable(sum).0));
         rows.insert("net".into(), json!(net(sum)));
-        for (counter, _) in GIVEABLE.iter().chain(ASIDE) {
+        for (counter, _) in GIVEABLE.iter().chain(OTHER) {
             let bytes = figure(sum, answer, *counter);
             if bytes > 0 || self.all {
                 rows.insert(counter.name().into(), json!(bytes));
@@ -224,7 +224,7 @@ impl Meminfo {
         row("giveable", giveable(sum).0, "could be returned at once: the sum of the giveable rows (pagemill trim)");
         GIVEABLE.iter().filter(is_shown).for_each(|(counter, meaning)| row(counter.name(), of(*counter), meaning));
         row("net", net(sum), "resident without its giveable part: what the program needs");
-        ASIDE.iter().filter(is_shown).for_each(|(counter, meaning)| row(counter.name(), of(*counter), meaning));
+        OTHER.iter().filter(is_shown).for_each(|(counter, meaning)| row(counter.name(), of(*counter), meaning));
         for (number, node) in &shown.nodes {
             row(&format!("node {number}"), node.arena, "of heap and small on this node, as the kernel counts it");
         }

@@ -3,7 +3,7 @@
 use crate::asking::{Interrupt, reason};
 use crate::fail;
 use crate::figures::{self, Process};
-use pagemill::listing::{self, Order, Unanswered};
+use pagemill::listing::{self, ControlCommand, Unanswered};
 use pagemill::published;
 use pagemill::stats::Counter;
 use pagemill::units::{self, Bytes};
@@ -15,7 +15,7 @@ use std::io::{ErrorKind, Write as _};
 use std::process::ExitCode;
 
 /// Maximum of one request: some ten milliseconds of work, so that Ctrl-C stops it soon.
-const ORDER_BYTES: u64 = 256 << 20;
+const COMMAND_BYTES: u64 = 256 << 20;
 
 /// Without SIZE: requests at most this much more than was giveable at first. A program that keeps freeing would
 /// prolong the command forever.
@@ -209,9 +209,9 @@ fn trim(process: Process, most: Option<u64>, interrupt: &Interrupt) -> Done {
         // A process without a helper thread answers no orders: report it as late at once.
         let has_helper = snapshot.get(Counter::Helpers) > 0;
         while left > 0 {
-            let order = Order::Trim { want_bytes: left.min(ORDER_BYTES) };
+            let command = ControlCommand::Trim { want_bytes: left.min(COMMAND_BYTES) };
             let answer = match has_helper {
-                true => listing::order(path, snapshot.who, order, || interrupt.has_come()),
+                true => listing::command(path, snapshot.who, command, || interrupt.has_come()),
                 false => Err(Unanswered::Late),
             };
             match answer {

@@ -8,7 +8,7 @@ use common::slab_program::{
     said, show, slabinfo, start,
 };
 use common::{Guard, PAGEMILL, Place, STUCK_AFTER, finish, is_root, lacks, shell};
-use pagemill::listing::{self, Action, Order, Outcome, Unanswered};
+use pagemill::listing::{self, Action, ControlCommand, Outcome, Unanswered};
 use pagemill::published;
 use pagemill::stats::{self, Counter};
 use pagemill_sys::file::Path as FigurePath;
@@ -170,8 +170,8 @@ fn caches_are_shrunk() {
 }
 
 /// Sends an order directly, without the command.
-fn order(figures: &FigurePath, who: Identity, action: Action, cache: u64) -> Result<Outcome, Unanswered> {
-    listing::order(figures, who, Order::Slab { action, cache }, || false)
+fn send_command(figures: &FigurePath, who: Identity, action: Action, cache: u64) -> Result<Outcome, Unanswered> {
+    listing::command(figures, who, ControlCommand::Slab { action, cache }, || false)
 }
 
 /// The file in which a program of this place publishes its figures.
@@ -207,7 +207,7 @@ fn ratios_are_set() {
 
     let who = process::identity(holder.pid()).unwrap();
     let figures = figures_of(&place, who);
-    let errno = |action, cache| order(&figures, who, action, cache).unwrap().errno;
+    let errno = |action, cache| send_command(&figures, who, action, cache).unwrap().errno;
     assert_eq!(errno(Action::SetUsedRatio(101), 1), libc::EINVAL);
     assert_eq!(errno(Action::SetRemoteRatio(u32::MAX), 1), libc::EINVAL);
     assert_eq!([Action::Shrink, Action::SetUsedRatio(1)].map(|action| errno(action, 99)), [libc::ENOENT; 2]);
@@ -484,7 +484,7 @@ fn others_are_refused() {
     let stopped = |change: &dyn Fn(&Path)| {
         holder.stop();
         let outcome = thread::scope(|scope| {
-            let asking = scope.spawn(|| order(&figures, who, Action::SetUsedRatio(77), 1));
+            let asking = scope.spawn(|| send_command(&figures, who, Action::SetUsedRatio(77), 1));
             while requests(&place).is_empty() {
                 thread::sleep(Duration::from_millis(1));
             }
@@ -498,7 +498,7 @@ fn others_are_refused() {
     stopped(&|path| fs::set_permissions(path, fs::Permissions::from_mode(0o666)).unwrap());
     stopped(&|path| fs::hard_link(path, place.path("second")).unwrap());
     assert_eq!(number(cache(&list(&place, &holder, &[]), "nodes"), "defrag_used_ratio"), 0);
-    assert_eq!(order(&figures, who, Action::SetUsedRatio(77), 1).unwrap().errno, 0, "its own user may");
+    assert_eq!(send_command(&figures, who, Action::SetUsedRatio(77), 1).unwrap().errno, 0, "its own user may");
     assert_eq!(holder.end(), [1]);
 
     // Root, as the other user.
@@ -589,7 +589,7 @@ fn garbage_is_refused() {
     }
     let told = b"pm-answ1";
     let outcome = |cache: u64| [cache.to_le_bytes().to_vec(), vec![0; 56]].concat();
-    let orders = [
+    let commands = [
         (vec![0xFF; 100], "no list"),
         (head(list, 1, 0, 0), "no list"),
         (head(told, 1, 0, 0), "no list"),
@@ -597,8 +597,8 @@ fn garbage_is_refused() {
         ([head(told, 1, 0, 1), vec![0xFF; 64]].concat(), "no list"),
         ([head(told, 1, 0, 1), outcome(5)].concat(), "done"),
     ];
-    for (answer, words) in &orders {
-        let told = answered(answer, 32, &|| match order(&figures_of(&place, who), who, Action::Shrink, 5) {
+    for (answer, words) in &commands {
+        let told = answered(answer, 32, &|| match send_command(&figures_of(&place, who), who, Action::Shrink, 5) {
             Ok(outcome) => format!("done: {outcome:?}"),
             Err(error) => error.to_string(),
         });

@@ -5,8 +5,8 @@ use crate::arena::{self, Arena, Layout};
 use crate::epoch;
 use crate::error::Result;
 use crate::heap::Heap;
-use crate::listing::clerk::Clerk;
-use crate::listing::{Lister, Measured};
+use crate::listing::control::ControlEndpoint;
+use crate::listing::{Measured, StatsResponder};
 use crate::mapping::Caches;
 use crate::reclaim::helper::Helper;
 use crate::reclaim::{self, Account};
@@ -41,9 +41,9 @@ pub struct Pagemill {
     pub caches: &'static Caches,
     pub slabs: &'static Slabs,
     /// Lists ranges and caches for other processes.
-    pub lister: &'static Lister,
+    pub responder: &'static StatsResponder,
     /// Executes commands on slab caches for other processes of the same user.
-    pub(crate) clerk: &'static Clerk,
+    pub(crate) control: &'static ControlEndpoint,
 }
 
 impl Pagemill {
@@ -71,8 +71,9 @@ impl Pagemill {
         let vranges: &'static Vranges = arena::place(Vranges::new(arena, account))?;
         let slabs: &'static Slabs = arena::place(Slabs::new(arena))?;
         let caches: &'static Caches = arena::place(Caches::new(arena, slabs))?;
-        let clerk: &'static Clerk = arena::place(Clerk::new(account, slabs))?;
-        let lister: &'static Lister = arena::place(Lister::new((ranges, vranges), caches, slabs, clerk))?;
+        let control: &'static ControlEndpoint = arena::place(ControlEndpoint::new(account, slabs))?;
+        let responder: &'static StatsResponder =
+            arena::place(StatsResponder::new((ranges, vranges), caches, slabs, control))?;
         stats::describe_arena(arena.addresses());
         account.register(heap);
         account.register(caches);
@@ -80,10 +81,10 @@ impl Pagemill {
         account.register_last(ranges);
         account.register_last(vranges);
         account.set_helper(helper);
-        helper.set_answer(lister);
+        helper.set_answer(responder);
         let pagemill: &'static Self =
-            arena::place(Self { account, arena, heap, helper, ranges, vranges, caches, slabs, lister, clerk })?;
-        lister.set_measured(pagemill);
+            arena::place(Self { account, arena, heap, helper, ranges, vranges, caches, slabs, responder, control })?;
+        responder.set_measured(pagemill);
         Ok(pagemill)
     }
 
@@ -133,7 +134,7 @@ impl Pagemill {
     ///
     /// The thread calls nothing else of this Pagemill before [`Pagemill::after_fork`], which it calls on both sides.
     pub unsafe fn before_fork(&self) {
-        self.clerk.acquire_for_fork();
+        self.control.acquire_for_fork();
         self.slabs.acquire_for_fork();
         self.caches.acquire_for_fork();
         self.vranges.acquire_for_fork();
@@ -156,7 +157,7 @@ impl Pagemill {
         self.vranges.release_after_fork();
         self.caches.release_after_fork();
         self.slabs.release_after_fork();
-        self.clerk.release_after_fork();
+        self.control.release_after_fork();
     }
 
     /// In a child process: counts, charges and the helper start anew; what is shared with the parent is the parent's.
@@ -175,7 +176,7 @@ impl Pagemill {
         self.ranges.begin_child();
         self.vranges.begin_child();
         self.caches.begin_child();
-        self.clerk.begin_child();
+        self.control.begin_child();
         self.slabs.begin_child();
         self.heap.recount_free();
         self.account.forked(process::own_identity());

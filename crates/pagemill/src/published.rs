@@ -36,11 +36,11 @@ pub(crate) enum Subject {
     /// Measure and return its figures.
     Figures,
     /// Give memory back, shrink slab caches, or change their settings.
-    Order,
+    Command,
 }
 
 impl Subject {
-    pub const ALL: [Self; 5] = [Self::Ranges, Self::Caches, Self::Slabs, Self::Figures, Self::Order];
+    pub const ALL: [Self; 5] = [Self::Ranges, Self::Caches, Self::Slabs, Self::Figures, Self::Command];
 
     /// The part of a file's name between the process's own file name and the request number.
     const fn word(self) -> &'static str {
@@ -49,7 +49,7 @@ impl Subject {
             Self::Caches => ".caches-",
             Self::Slabs => ".slabs-",
             Self::Figures => ".figures-",
-            Self::Order => ".order-",
+            Self::Command => ".order-",
         }
     }
 }

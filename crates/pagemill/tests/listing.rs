@@ -20,7 +20,7 @@ fn written() -> Vec<u8> {
     let path = folder.path().join("list");
     std::fs::write(&path, b"").unwrap();
     let blank = Blank::open(&CString::new(path.to_str().unwrap()).unwrap()).unwrap();
-    pagemill().lister.write(&blank, 9).unwrap();
+    pagemill().responder.write(&blank, 9).unwrap();
     std::fs::read(path).unwrap()
 }
 

@@ -199,9 +199,9 @@ fn listing_allocates_nothing_elsewhere() {
             std::mem::forget(range);
         }
         let Ok(blank) = Blank::open(&path) else { fatal(format_args!("no file")) };
-        require(pagemill.lister.write(&blank, 1).is_ok(), "it is written");
+        require(pagemill.responder.write(&blank, 1).is_ok(), "it is written");
         require(Blank::open(&path).is_err(), "it is not empty any more");
-        pagemill.lister.answer(1);
+        pagemill.responder.answer(1);
     });
     assert_eq!(std::fs::metadata(folder.path().join("request")).unwrap().len(), 301 * 32);
 }
@@ -220,7 +220,7 @@ fn telling_of_caches_allocates_nothing() {
     drop(make("ended"));
     forbidden(|| {
         let Ok(blank) = Blank::open(&path) else { fatal(format_args!("no file")) };
-        require(pagemill.lister.write_caches(&blank, 1).is_ok(), "it is written");
+        require(pagemill.responder.write_caches(&blank, 1).is_ok(), "it is written");
         pagemill.measure();
     });
     let bytes = std::fs::read(folder.path().join("request")).unwrap();
@@ -241,7 +241,7 @@ fn telling_of_slab_caches_allocates_nothing() {
     drop(pagemill.slabs.fixed::<u64>(slab::Settings::new("ended")).unwrap());
     forbidden(|| {
         let Ok(blank) = Blank::open(&path) else { fatal(format_args!("no file")) };
-        require(pagemill.lister.write_slabs(&blank, 1).is_ok(), "it is written");
+        require(pagemill.responder.write_slabs(&blank, 1).is_ok(), "it is written");
     });
     let bytes = std::fs::read(folder.path().join("request")).unwrap();
     assert_eq!((&bytes[..9], bytes.len()), (&b"pm-slab2\x01"[..], 32 + 2 * 256), "two caches of one node");

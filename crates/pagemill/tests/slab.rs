@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // fork
 
 use pagemill::arena::Layout;
-use pagemill::listing::{self, Action, Order};
+use pagemill::listing::{self, Action, ControlCommand};
 use pagemill::reclaim::tree::UNLIMITED;
 use pagemill::reclaim::{Shrinker, Urgency};
 use pagemill::slab::{
@@ -426,7 +426,7 @@ const BE_PROGRAM: &str = "PAGEMILL_TEST_ORDERS";
 
 /// Commands from outside run destructors in the program's context: files that a value has open are closed.
 #[test]
-fn orders_find_the_files_of_the_program() {
+fn commands_find_the_files_of_the_program() {
     let folder = tempfile::tempdir().unwrap();
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "a_program_with_files", "--ignored", "--nocapture"]);
@@ -451,14 +451,15 @@ fn a_program_with_files() {
     let (figures, own) = (published::own_file().unwrap(), process::own_identity());
     let list = listing::ask_for_slabs(&[(&figures, own)], || false).remove(0).unwrap();
     let id = list.iter().find(|(_, info)| &*info.name == "files").unwrap().0;
-    let shrunk = listing::order(&figures, own, Order::Slab { action: Action::Shrink, cache: id }, || false).unwrap();
+    let shrunk =
+        listing::command(&figures, own, ControlCommand::Slab { action: Action::Shrink, cache: id }, || false).unwrap();
     assert_eq!(shrunk.errno, 0);
     // A thread that is reading is waited for; the command waits a second.
     let began = Instant::now();
     // SAFETY: queries a number only.
     while unsafe { libc::fcntl(number, libc::F_GETFD) } != -1 {
         assert!(began.elapsed() < Duration::from_secs(600), "{number} is open still");
-        listing::order(&figures, own, Order::Slab { action: Action::Shrink, cache: id }, || false).unwrap();
+        listing::command(&figures, own, ControlCommand::Slab { action: Action::Shrink, cache: id }, || false).unwrap();
     }
 }
 

@@ -4,7 +4,7 @@ use super::table::{self, Style};
 use super::{Cache, Process, Slabinfo, unanswered, write};
 use crate::asking::Interrupt;
 use crate::fail;
-use pagemill::listing::{self, Action, Order, Outcome, Unanswered};
+use pagemill::listing::{self, Action, ControlCommand, Outcome, Unanswered};
 use pagemill::units::Bytes;
 use serde_json::{Value, json};
 use std::process::ExitCode;
@@ -20,12 +20,12 @@ struct Told {
 
 /// Sends commands to caches one after the other, up to the first without an answer. Returns the results, and the error
 /// of that one.
-fn give(process: &Process, orders: &[(&Cache, Action)], interrupt: &Interrupt) -> (Vec<Told>, Option<Unanswered>) {
+fn give(process: &Process, commands: &[(&Cache, Action)], interrupt: &Interrupt) -> (Vec<Told>, Option<Unanswered>) {
     let mut told = Vec::new();
-    for (cache, action) in orders {
+    for (cache, action) in commands {
         let (path, snapshot) = &process.found[cache.at];
-        let order = Order::Slab { action: *action, cache: cache.id };
-        match listing::order(path, snapshot.who, order, || interrupt.has_come()) {
+        let command = ControlCommand::Slab { action: *action, cache: cache.id };
+        match listing::command(path, snapshot.who, command, || interrupt.has_come()) {
             Ok(outcome) => told.push(Told { name: cache.info.name.to_string(), outcome }),
             Err(error) => return (told, Some(error)),
         }
@@ -50,11 +50,11 @@ fn why(errno: i32) -> Option<String> {
 /// running or were not started are reported on standard error instead.
 fn carry_out(
     process: &Process,
-    orders: &[(&Cache, Action)],
+    commands: &[(&Cache, Action)],
     text: impl FnOnce(&[Told]) -> String,
     interrupt: &Interrupt,
 ) -> ExitCode {
-    let (told, error) = give(process, orders, interrupt);
+    let (told, error) = give(process, commands, interrupt);
     let has_results = !told.is_empty() || error.is_none();
     let written = if has_results { write(&text(&told)) } else { ExitCode::SUCCESS };
     let Some(error) = error else {
@@ -64,12 +64,12 @@ fn carry_out(
     if matches!(error, Unanswered::Stopped) {
         return interrupt.end();
     }
-    let mut left = orders[told.len()..].iter().map(|(cache, _)| &*cache.info.name);
+    let mut left = commands[told.len()..].iter().map(|(cache, _)| &*cache.info.name);
     let at = left.next().unwrap_or_default();
     let left: Vec<&str> = left.collect();
     let left = if left.is_empty() { String::new() } else { format!("; not begun: {}", left.join(", ")) };
     // A command that was started is not undone.
-    let status = if matches!(error, Unanswered::UnderWay) { NOT_DONE } else { 2 };
+    let status = if matches!(error, Unanswered::InProgress) { NOT_DONE } else { 2 };
     fail(status, &format!("{at}: {}{left}", unanswered(&process.found, &error)))
 }
 
@@ -80,12 +80,12 @@ pub fn shrink(options: &Slabinfo, process: &Process, name: Option<&str>, interru
         Err(message) => return fail(2, &message),
     };
     let wanted = named.into_iter().filter(|cache| options.is_wanted(&cache.info));
-    let orders: Vec<(&Cache, Action)> = wanted.map(|cache| (cache, Action::Shrink)).collect();
+    let commands: Vec<(&Cache, Action)> = wanted.map(|cache| (cache, Action::Shrink)).collect();
     let text = |told: &[Told]| match options.json {
         true => process.json(shrunk_json(told)),
         false => process.title() + &shrunk_text(told, Style::of_output(options.verbose)),
     };
-    carry_out(process, &orders, text, interrupt)
+    carry_out(process, &commands, text, interrupt)
 }
 
 fn freed(told: &[Told]) -> u64 {
@@ -143,7 +143,7 @@ pub fn set(options: &Slabinfo, process: &Process, interrupt: &Interrupt) -> Exit
             Err(message) => return fail(2, &message),
         }
     }
-    let orders: Vec<(&Cache, Action)> =
+    let commands: Vec<(&Cache, Action)> =
         plan.iter().map(|((_, _, action), cache, percent)| (*cache, action(*percent))).collect();
     let text = |told: &[Told]| {
         let rows = plan.iter().zip(told);
@@ -162,5 +162,5 @@ pub fn set(options: &Slabinfo, process: &Process, interrupt: &Interrupt) -> Exit
         });
         process.title() + &lines.collect::<String>()
     };
-    carry_out(process, &orders, text, interrupt)
+    carry_out(process, &commands, text, interrupt)
 }

@@ -1,6 +1,6 @@
 //! Answers requests, in the helper thread of the process that is asked.
 
-use super::clerk::Clerk;
+use super::control::ControlEndpoint;
 use super::figures::Values;
 use super::ranges::{RECORD_LEN, to_record};
 use super::{Head, MOST_RECORDS, Measured, caches, slabs};
@@ -27,23 +27,23 @@ const EIO: i32 = 5;
 /// Lists the ranges and the caches of one Pagemill, and passes orders on.
 ///
 /// Example: [`List`](super::List).
-pub struct Lister {
+pub struct StatsResponder {
     ranges: &'static Ranges,
     vranges: &'static Vranges,
     caches: &'static Caches,
     slabs: &'static Slabs,
-    clerk: &'static Clerk,
+    control: &'static ControlEndpoint,
     measured: OnceLock<&'static dyn Measured>,
 }
 
-impl Lister {
+impl StatsResponder {
     pub(crate) fn new(
         (ranges, vranges): (&'static Ranges, &'static Vranges),
         caches: &'static Caches,
         slabs: &'static Slabs,
-        clerk: &'static Clerk,
+        control: &'static ControlEndpoint,
     ) -> Self {
-        Self { ranges, vranges, caches, slabs, clerk, measured: OnceLock::new() }
+        Self { ranges, vranges, caches, slabs, control, measured: OnceLock::new() }
     }
 
     /// Sets the object that measures the figures.
@@ -60,54 +60,54 @@ impl Lister {
         self.write_list(file, number, Subject::Ranges)
     }
 
-    /// As [`Lister::write`], for the usage of caches.
+    /// As [`StatsResponder::write`], for the usage of caches.
     ///
     /// # Errors
     ///
-    /// As [`Lister::write`].
+    /// As [`StatsResponder::write`].
     pub fn write_caches(&self, file: &Blank, number: u32) -> io::Result<()> {
         self.write_list(file, number, Subject::Caches)
     }
 
-    /// As [`Lister::write`], for slab caches.
+    /// As [`StatsResponder::write`], for slab caches.
     ///
     /// # Errors
     ///
-    /// As [`Lister::write`].
+    /// As [`StatsResponder::write`].
     pub fn write_slabs(&self, file: &Blank, number: u32) -> io::Result<()> {
         self.write_list(file, number, Subject::Slabs)
     }
 
     fn write_list(&self, file: &Blank, number: u32, subject: Subject) -> io::Result<()> {
-        let mut sheet = Sheet::behind(file, 0);
+        let mut response = Response::behind(file, 0);
         let result = match subject {
-            Subject::Ranges => self.write_ranges(&mut sheet),
+            Subject::Ranges => self.write_ranges(&mut response),
             Subject::Caches => {
-                self.caches.show(MOST_LOOK_NS, |holder, usage| sheet.put(&caches::to_record(holder, usage)))
+                self.caches.show(MOST_LOOK_NS, |holder, usage| response.put(&caches::to_record(holder, usage)))
             }
             Subject::Slabs => self
                 .slabs
-                .show(MOST_LOOK_NS, |id, info, node, figures| sheet.put(&slabs::to_record(id, info, node, figures))),
-            Subject::Figures => self.write_figures(&mut sheet),
-            Subject::Order => Ok(()),
+                .show(MOST_LOOK_NS, |id, info, node, figures| response.put(&slabs::to_record(id, info, node, figures))),
+            Subject::Figures => self.write_figures(&mut response),
+            Subject::Command => Ok(()),
         };
-        sheet.end(number, subject, result)
+        response.end(number, subject, result)
     }
 
-    fn write_figures(&self, sheet: &mut Sheet) -> io::Result<()> {
+    fn write_figures(&self, response: &mut Response) -> io::Result<()> {
         if let Some(measured) = self.measured.get() {
             measured.measure();
         }
-        sheet.put(&Values(*stats::snapshot().values()).to_record())
+        response.put(&Values(*stats::snapshot().values()).to_record())
     }
 
-    fn write_ranges(&self, sheet: &mut Sheet) -> io::Result<()> {
-        sheet.take(|from, into| self.ranges.list(from, into))?;
-        sheet.take(|from, into| self.vranges.list_from(from, into))
+    fn write_ranges(&self, response: &mut Response) -> io::Result<()> {
+        response.take(|from, into| self.ranges.list(from, into))?;
+        response.take(|from, into| self.vranges.list_from(from, into))
     }
 }
 
-impl Answer for Lister {
+impl Answer for StatsResponder {
     fn answer(&self, number: u32) {
         let Some(own) = published::own_file() else { return };
         for subject in Subject::ALL {
@@ -115,7 +115,7 @@ impl Answer for Lister {
             // On failure the requester has ended, asks for another list, or lacks the right; there is no one to report
             // to.
             match subject {
-                Subject::Order => self.clerk.take(path.as_c_str(), number),
+                Subject::Command => self.control.take(path.as_c_str(), number),
                 Subject::Ranges | Subject::Caches | Subject::Slabs | Subject::Figures => {
                     if let Ok(file) = Blank::open(path.as_c_str()) {
                         let _ = self.write_list(&file, number, subject);
@@ -127,14 +127,14 @@ impl Answer for Lister {
 }
 
 /// A file that is being written, with its head at offset `from`.
-pub(super) struct Sheet<'file> {
+pub(super) struct Response<'file> {
     file: &'file Blank,
     from: u64,
     records: u64,
     left_out: u64,
 }
 
-impl<'file> Sheet<'file> {
+impl<'file> Response<'file> {
     /// An answer after a request of `len` bytes.
     pub fn behind(file: &'file Blank, len: usize) -> Self {
         Self { file, from: len as u64, records: 0, left_out: 0 }

@@ -2,7 +2,7 @@
 
 use super::figures::Values;
 use super::slabs::{self, Row};
-use super::{Head, MOST_RECORDS, Order, Outcome, Record, u32_at};
+use super::{ControlCommand, Head, MOST_RECORDS, Outcome, Record, u32_at};
 use crate::mapping::{Holder, Usage};
 use crate::published::{self, Subject, TREE_FILE};
 use crate::reclaim::tree::TreePage;
@@ -67,7 +67,7 @@ pub enum Unanswered {
     /// The answer is no valid list.
     Damaged,
     /// The process has taken the order, but not finished it in time. It continues.
-    UnderWay,
+    InProgress,
 }
 
 impl fmt::Display for Unanswered {
@@ -79,7 +79,7 @@ impl fmt::Display for Unanswered {
             Self::Stopped => write!(f, "interrupted"),
             Self::Failed(error) => write!(f, "it could not write its list: {error}"),
             Self::Damaged => write!(f, "what it answers is no list"),
-            Self::UnderWay => write!(f, "it is still at it after {} s, and goes on", ANSWER_WITHIN.as_secs()),
+            Self::InProgress => write!(f, "it is still at it after {} s, and goes on", ANSWER_WITHIN.as_secs()),
         }
     }
 }
@@ -155,15 +155,15 @@ pub fn ask_for_figures(
 ///
 /// # Errors
 ///
-/// As [`ask`]; [`Unanswered::UnderWay`] if it takes longer.
-pub fn order(
+/// As [`ask`]; [`Unanswered::InProgress`] if it takes longer.
+pub fn command(
     figures: &Path,
     who: Identity,
-    order: Order,
+    command: ControlCommand,
     should_stop: impl Fn() -> bool,
 ) -> Result<Outcome, Unanswered> {
-    let (outcomes, _) = ask_for::<Outcome>(figures, who, Some(order), should_stop)?;
-    outcomes.into_iter().find(|outcome| outcome.of == order.number()).ok_or(Unanswered::Damaged)
+    let (outcomes, _) = ask_for::<Outcome>(figures, who, Some(command), should_stop)?;
+    outcomes.into_iter().find(|outcome| outcome.of == command.number()).ok_or(Unanswered::Damaged)
 }
 
 /// The records of a list, and the number of those left out.
@@ -172,10 +172,10 @@ type Records<R> = (Vec<R>, u64);
 fn ask_for<R: Record>(
     figures: &Path,
     who: Identity,
-    order: Option<Order>,
+    command: Option<ControlCommand>,
     should_stop: impl Fn() -> bool,
 ) -> Result<Records<R>, Unanswered> {
-    let asked = Asked::begin(figures, who, order, Instant::now() + ANSWER_WITHIN);
+    let asked = Asked::begin(figures, who, command, Instant::now() + ANSWER_WITHIN);
     wait(vec![asked], should_stop).remove(0)
 }
 
@@ -185,8 +185,8 @@ enum Asked<'a, R> {
 }
 
 impl<'a, R: Record> Asked<'a, R> {
-    fn begin(figures: &'a Path, who: Identity, order: Option<Order>, until: Instant) -> Self {
-        match Asking::begin(figures, who, order, until) {
+    fn begin(figures: &'a Path, who: Identity, command: Option<ControlCommand>, until: Instant) -> Self {
+        match Asking::begin(figures, who, command, until) {
             Ok(asking) => Self::Waits(Box::new(asking)),
             Err(error) => Self::Told(Err(error)),
         }
@@ -229,7 +229,7 @@ fn wait<R: Record>(
 struct Asking<'a, R> {
     figures: &'a Path,
     who: Identity,
-    order: Option<Order>,
+    command: Option<ControlCommand>,
     request: Request,
     /// Deadlines of the answer, and of this request: at the latter, a process that may not have seen the request is
     /// asked again.
@@ -239,14 +239,19 @@ struct Asking<'a, R> {
 }
 
 impl<'a, R: Record> Asking<'a, R> {
-    fn begin(figures: &'a Path, who: Identity, order: Option<Order>, until: Instant) -> Result<Self, Unanswered> {
-        let request = make_request(figures, R::SUBJECT, order).map_err(Unanswered::Refused)?;
+    fn begin(
+        figures: &'a Path,
+        who: Identity,
+        command: Option<ControlCommand>,
+        until: Instant,
+    ) -> Result<Self, Unanswered> {
+        let request = make_request(figures, R::SUBJECT, command).map_err(Unanswered::Refused)?;
         let is_new = stats::with_page_of_asked(figures.as_c_str(), |page| page.ask(request.number))
             .map_err(Unanswered::Refused)?;
         wake_in_tree(figures, who);
         // The helper may have looked for another request of this number before the file existed.
         let until_again = if is_new { until } else { until.min(Instant::now() + ASK_AGAIN_AFTER) };
-        Ok(Self { figures, who, order, request, until, until_again, records: PhantomData })
+        Ok(Self { figures, who, command, request, until, until_again, records: PhantomData })
     }
 
     /// The result, once it is known.
@@ -265,12 +270,12 @@ impl<'a, R: Record> Asking<'a, R> {
             return None;
         }
         if is_taken(&self.request) {
-            return is_late.then_some(Err(Unanswered::UnderWay));
+            return is_late.then_some(Err(Unanswered::InProgress));
         }
         if is_late {
             return Some(Err(Unanswered::Late));
         }
-        match Self::begin(self.figures, self.who, self.order, self.until) {
+        match Self::begin(self.figures, self.who, self.command, self.until) {
             Ok(again) => {
                 *self = again;
                 None
@@ -283,12 +288,12 @@ impl<'a, R: Record> Asking<'a, R> {
 /// Whether the process has marked the order as taken.
 fn is_taken(request: &Request) -> bool {
     let mut bytes = [0; size_of::<u32>()];
-    let is_read = request.file.read_exact_at(&mut bytes, Order::TAKEN_AT as u64).is_ok();
+    let is_read = request.file.read_exact_at(&mut bytes, ControlCommand::TAKEN_AT as u64).is_ok();
     request.head_at > 0 && is_read && u32_at(&bytes, 0) == 1
 }
 
 /// Makes the file of the first free request number. Existing files are left alone, links too.
-fn make_request(figures: &Path, subject: Subject, order: Option<Order>) -> io::Result<Request> {
+fn make_request(figures: &Path, subject: Subject, command: Option<ControlCommand>) -> io::Result<Request> {
     let last = stats::with_page_of_asked(figures.as_c_str(), Figures::asked)?;
     for number in (1..=MOST_REQUESTS).filter_map(|more| last.checked_add(more)) {
         let path = published::request_of(figures.as_str(), subject, number).ok_or(io::ErrorKind::InvalidInput)?;
@@ -296,10 +301,10 @@ fn make_request(figures: &Path, subject: Subject, order: Option<Order>) -> io::R
         options.read(true).write(true).create_new(true).mode(0o600);
         match options.open(path.as_str()) {
             Ok(file) => {
-                let head_at = if order.is_some() { Order::LEN as u64 } else { 0 };
+                let head_at = if command.is_some() { ControlCommand::LEN as u64 } else { 0 };
                 let request = Request { path, file, number, head_at };
-                if let Some(order) = order {
-                    request.file.write_all_at(&order.to_bytes(number), 0)?;
+                if let Some(command) = command {
+                    request.file.write_all_at(&command.to_bytes(number), 0)?;
                 }
                 return Ok(request);
             }

@@ -14,26 +14,26 @@
 //!
 //! All numbers are little-endian. Head, 32 bytes: 0 magic (`pm-vrng1` ranges, `pm-cach2` caches, `pm-slab2` slab
 //! caches, `pm-figr1` figures, `pm-answ1` outcome of an order); 8 number of the request (u32); 12 `errno` of a failure,
-//! or 0 (u32); 16 records; 24 records left out. The records: `ranges`, `caches`, `slabs`, `figures`, `orders`.
+//! or 0 (u32); 16 records; 24 records left out. The records: `ranges`, `caches`, `slabs`, `figures`, `commands`.
 //!
-//! An order ([`Order`]) is in the file from the start, and the answer follows it. Orders that may call code of the
-//! program are executed by a thread that lives while there are orders (`clerk`). The requester waits no longer than for
-//! a list; then it learns that the order goes on.
+//! An order ([`ControlCommand`]) is in the file from the start, and the answer follows it. Orders that may call code of
+//! the program are executed by a thread that lives while there are orders (`control`). The requester waits no longer
+//! than for a list; then it learns that the order goes on.
 //!
 //! Answering (`answer`) allocates no memory and, while it writes, holds no lock. Asking ([`mod@ask`]) is for commands.
 
 mod answer;
 pub mod ask;
 mod caches;
-pub(crate) mod clerk;
+mod commands;
+pub(crate) mod control;
 mod figures;
-mod orders;
 mod ranges;
 mod slabs;
 
-pub use answer::Lister;
-pub use ask::{List, Unanswered, ask, ask_for_caches, ask_for_figures, ask_for_slabs, order};
-pub use orders::{Action, Order, Outcome};
+pub use answer::StatsResponder;
+pub use ask::{List, Unanswered, ask, ask_for_caches, ask_for_figures, ask_for_slabs, command};
+pub use commands::{Action, ControlCommand, Outcome};
 pub use slabs::shown_name;
 
 use crate::published::Subject;
@@ -56,7 +56,7 @@ const fn magic_of(subject: Subject) -> u64 {
         Subject::Caches => *b"pm-cach2",
         Subject::Slabs => *b"pm-slab2",
         Subject::Figures => *b"pm-figr1",
-        Subject::Order => *b"pm-answ1",
+        Subject::Command => *b"pm-answ1",
     })
 }
 

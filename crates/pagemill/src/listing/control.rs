@@ -5,8 +5,8 @@
 //! the thread must not run code of the program, which would not find the program's descriptors. The defragmentation
 //! thread runs that code, and this thread waits for it.
 
-use super::answer::Sheet;
-use super::orders::{Action, Order, Outcome};
+use super::answer::Response;
+use super::commands::{Action, ControlCommand, Outcome};
 use crate::arena::Context;
 use crate::error::Result;
 use crate::published::Subject;
@@ -32,80 +32,82 @@ const ECANCELED: i32 = 125;
 struct Job {
     file: Blank,
     number: u32,
-    order: Order,
+    command: ControlCommand,
 }
 
-struct Desk {
+struct CommandQueue {
     /// Oldest first.
     waiting: [Option<Job>; MOST_WAITING],
     /// A thread is running and will check the queue again.
     is_working: bool,
 }
 
-pub(crate) struct Clerk {
+pub(crate) struct ControlEndpoint {
     account: &'static Account,
     slabs: &'static Slabs,
-    desk: Guarded<Desk>,
+    queue: Guarded<CommandQueue>,
 }
 
-impl Clerk {
+impl ControlEndpoint {
     pub fn new(account: &'static Account, slabs: &'static Slabs) -> Self {
-        let desk = Desk { waiting: [const { None }; MOST_WAITING], is_working: false };
-        Self { account, slabs, desk: Guarded::new(desk) }
+        let queue = CommandQueue { waiting: [const { None }; MOST_WAITING], is_working: false };
+        Self { account, slabs, queue: Guarded::new(queue) }
     }
 
     /// Takes the order in the file, if there is one. Called by the helper.
     pub fn take(&'static self, path: &CStr, number: u32) {
-        let mut bytes = [0; Order::LEN];
+        let mut bytes = [0; ControlCommand::LEN];
         // On failure the requester has ended, or lacks the right; there is no one to report to.
         let Ok(file) = Blank::open_with(path, &mut bytes) else { return };
-        let Some(order) = Order::from_bytes(&bytes, number) else { return };
-        let job = Job { file, number, order };
-        match order {
-            Order::Slab { action: Action::SetUsedRatio(_) | Action::SetRemoteRatio(_), .. } => self.carry_out(&job),
-            Order::Slab { action: Action::Shrink, .. } | Order::Trim { .. } => self.put_off(job),
+        let Some(command) = ControlCommand::from_bytes(&bytes, number) else { return };
+        let job = Job { file, number, command };
+        match command {
+            ControlCommand::Slab { action: Action::SetUsedRatio(_) | Action::SetRemoteRatio(_), .. } => {
+                self.carry_out(&job)
+            }
+            ControlCommand::Slab { action: Action::Shrink, .. } | ControlCommand::Trim { .. } => self.put_off(job),
         }
     }
 
     /// Queues the order for the thread.
     fn put_off(&'static self, job: Job) {
         // Marked before it is queued: the requester must not find it finished but not taken.
-        let _ = job.file.write_at(&1_u32.to_le_bytes(), Order::TAKEN_AT as u64);
-        let (refused, is_idle) = self.desk.with(|desk| {
-            let Some(place) = desk.waiting.iter_mut().find(|place| place.is_none()) else { return (Some(job), false) };
+        let _ = job.file.write_at(&1_u32.to_le_bytes(), ControlCommand::TAKEN_AT as u64);
+        let (refused, is_idle) = self.queue.with(|queue| {
+            let Some(place) = queue.waiting.iter_mut().find(|place| place.is_none()) else { return (Some(job), false) };
             *place = Some(job);
-            (None, !std::mem::replace(&mut desk.is_working, true))
+            (None, !std::mem::replace(&mut queue.is_working, true))
         });
         if let Some(job) = refused {
-            answer(&job, Outcome::failed(job.order, EAGAIN));
+            answer(&job, Outcome::failed(job.command, EAGAIN));
         }
         if is_idle && thread::spawn(c"pagemill-orders", self).is_err() {
             while let Some(job) = self.next() {
-                answer(&job, Outcome::failed(job.order, EAGAIN));
+                answer(&job, Outcome::failed(job.command, EAGAIN));
             }
         }
     }
 
     /// Takes the next order; without one the thread ends.
     fn next(&self) -> Option<Job> {
-        self.desk.with(|desk| {
-            let job = desk.waiting[0].take();
-            desk.waiting.rotate_left(1);
-            desk.is_working = job.is_some();
+        self.queue.with(|queue| {
+            let job = queue.waiting[0].take();
+            queue.waiting.rotate_left(1);
+            queue.is_working = job.is_some();
             job
         })
     }
 
     fn carry_out(&self, job: &Job) {
         // Dropping the last reference to a cache drops its values, and their code may panic.
-        let done = catch_unwind(AssertUnwindSafe(|| self.outcome(job.order)));
-        answer(job, done.unwrap_or_else(|_| Outcome::failed(job.order, ECANCELED)));
+        let done = catch_unwind(AssertUnwindSafe(|| self.outcome(job.command)));
+        answer(job, done.unwrap_or_else(|_| Outcome::failed(job.command, ECANCELED)));
     }
 
-    fn outcome(&self, order: Order) -> Outcome {
-        let (action, id) = match order {
-            Order::Slab { action, cache } => (action, cache),
-            Order::Trim { want_bytes } => {
+    fn outcome(&self, command: ControlCommand) -> Outcome {
+        let (action, id) = match command {
+            ControlCommand::Slab { action, cache } => (action, cache),
+            ControlCommand::Trim { want_bytes } => {
                 let shrunk = ShrinkReport { freed_bytes: self.give_back(want_bytes), ..ShrinkReport::default() };
                 return Outcome { of: want_bytes, shrunk, errno: 0 };
             }
@@ -122,8 +124,8 @@ impl Clerk {
         };
         match done {
             Some(Ok(shrunk)) => Outcome { of: id, shrunk, errno: 0 },
-            Some(Err(error)) => Outcome::failed(order, error.errno()),
-            None => Outcome::failed(order, ENOENT),
+            Some(Err(error)) => Outcome::failed(command, error.errno()),
+            None => Outcome::failed(command, ENOENT),
         }
     }
 
@@ -146,23 +148,23 @@ impl Clerk {
     }
 
     pub fn acquire_for_fork(&self) {
-        self.desk.acquire_when(|_| true);
+        self.queue.acquire_when(|_| true);
     }
 
     pub fn release_after_fork(&self) {
-        self.desk.release();
+        self.queue.release();
     }
 
     /// The child has neither the thread nor its files: their descriptor numbers may belong to other files here.
     pub fn begin_child(&self) {
-        self.desk.with(|desk| {
-            desk.waiting.iter_mut().for_each(|place| std::mem::forget(place.take()));
-            desk.is_working = false;
+        self.queue.with(|queue| {
+            queue.waiting.iter_mut().for_each(|place| std::mem::forget(place.take()));
+            queue.is_working = false;
         });
     }
 }
 
-impl thread::Work for Clerk {
+impl thread::Work for ControlEndpoint {
     fn work(&'static self) {
         while let Some(job) = self.next() {
             self.carry_out(&job);
@@ -171,7 +173,7 @@ impl thread::Work for Clerk {
 }
 
 fn answer(job: &Job, outcome: Outcome) {
-    let mut sheet = Sheet::behind(&job.file, Order::LEN);
-    let result = sheet.put(&outcome.to_record());
-    let _ = sheet.end(job.number, Subject::Order, result);
+    let mut response = Response::behind(&job.file, ControlCommand::LEN);
+    let result = response.put(&outcome.to_record());
+    let _ = response.end(job.number, Subject::Command, result);
 }

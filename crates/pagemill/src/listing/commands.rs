@@ -13,7 +13,7 @@ const MAGIC: u64 = u64::from_le_bytes(*b"pm-ordr1");
 
 /// An action on a slab cache.
 ///
-/// Example: [`Order`].
+/// Example: [`ControlCommand`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Compact relocatable objects, and return empty slabs.
@@ -38,7 +38,7 @@ pub enum Action {
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Order {
+pub enum ControlCommand {
     /// Act on the slab cache with this number in the list.
     Slab { action: Action, cache: u64 },
     /// Return about this many bytes.
@@ -47,7 +47,7 @@ pub enum Order {
 
 /// The outcome of an order.
 ///
-/// Example: [`Order`].
+/// Example: [`ControlCommand`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outcome {
     /// The number of the cache, or the wanted bytes.
@@ -59,7 +59,7 @@ pub struct Outcome {
     pub errno: i32,
 }
 
-impl Order {
+impl ControlCommand {
     pub(super) const LEN: usize = 32;
 
     /// Offset at which the process marks the order as taken: a 1 (u32).
@@ -93,21 +93,21 @@ impl Order {
     pub(super) fn from_bytes(bytes: &[u8; Self::LEN], number: u32) -> Option<Self> {
         let (percent, of) = (u32_at(bytes, 16), u64_at(bytes, 24));
         let slab = |action| Self::Slab { action, cache: of };
-        let order = match u32_at(bytes, 12) {
+        let command = match u32_at(bytes, 12) {
             1 => slab(Action::Shrink),
             2 => slab(Action::SetUsedRatio(percent)),
             3 => slab(Action::SetRemoteRatio(percent)),
             4 => Self::Trim { want_bytes: of },
             _ => return None,
         };
-        let is_order = u64_at(bytes, 0) == MAGIC && u32_at(bytes, 8) == number && u32_at(bytes, Self::TAKEN_AT) == 0;
-        is_order.then_some(order)
+        let is_command = u64_at(bytes, 0) == MAGIC && u32_at(bytes, 8) == number && u32_at(bytes, Self::TAKEN_AT) == 0;
+        is_command.then_some(command)
     }
 }
 
 impl Outcome {
-    pub(super) fn failed(order: Order, errno: i32) -> Self {
-        Self { of: order.number(), shrunk: ShrinkReport::default(), errno }
+    pub(super) fn failed(command: ControlCommand, errno: i32) -> Self {
+        Self { of: command.number(), shrunk: ShrinkReport::default(), errno }
     }
 
     pub(super) fn to_record(self) -> [u8; Self::LEN] {
@@ -124,7 +124,7 @@ impl Outcome {
 }
 
 impl Record for Outcome {
-    const SUBJECT: Subject = Subject::Order;
+    const SUBJECT: Subject = Subject::Command;
     const LEN: usize = 64;
 
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
@@ -147,18 +147,21 @@ mod tests {
     /// A written order is read back under its own number only; an invalid one is rejected, and so is one that was
     /// taken.
     #[test]
-    fn orders_go_and_come() {
+    fn commands_go_and_come() {
         let actions = [Some(Action::Shrink), Some(Action::SetUsedRatio(100)), Some(Action::SetRemoteRatio(7)), None];
         for action in actions {
             for of in [0, 9, u64::MAX] {
-                let slab = |action| Order::Slab { action, cache: of };
-                let order = action.map_or(Order::Trim { want_bytes: of }, slab);
-                let bytes = order.to_bytes(5);
-                assert_eq!((Order::from_bytes(&bytes, 5), Order::from_bytes(&bytes, 6)), (Some(order), None));
-                for at in [0, 15, Order::TAKEN_AT] {
+                let slab = |action| ControlCommand::Slab { action, cache: of };
+                let command = action.map_or(ControlCommand::Trim { want_bytes: of }, slab);
+                let bytes = command.to_bytes(5);
+                assert_eq!(
+                    (ControlCommand::from_bytes(&bytes, 5), ControlCommand::from_bytes(&bytes, 6)),
+                    (Some(command), None)
+                );
+                for at in [0, 15, ControlCommand::TAKEN_AT] {
                     let mut bytes = bytes;
                     bytes[at] ^= 0x80;
-                    assert_eq!(Order::from_bytes(&bytes, 5), None, "byte {at}");
+                    assert_eq!(ControlCommand::from_bytes(&bytes, 5), None, "byte {at}");
                 }
             }
         }
