@@ -1,10 +1,10 @@
 //! `pagemill mark`: sets or shows which files of a mount are volatile, and which pages they get.
 
 use crate::fail;
-use pagemill_mount::door::{self, Seen};
+use pagemill_mount::control_loop::say;
+use pagemill_mount::file_access::{self, Seen};
 use pagemill_mount::mounting;
 use pagemill_mount::policy::{self, Above, HUGE, Huge, Marks, VOLATILE, Volatile};
-use pagemill_mount::steward::say;
 use serde_json::json;
 use std::fmt::Display;
 use std::fs;
@@ -63,10 +63,10 @@ impl Mark {
         }
         self.set(&fd, &seen)?;
         let mut bad = Vec::new();
-        let own = door::marks(&fd, |mark| bad.push(mark.0)).map_err(said)?;
+        let own = file_access::marks(&fd, |mark| bad.push(mark.0)).map_err(said)?;
         let marks = policy::effective(own, seen.owner, above(path, device).map_err(said)?);
         let (volatile, huge) = (marks.volatile.unwrap_or_default(), marks.huge.unwrap_or_default());
-        let purged = door::purged_from(&fd);
+        let purged = file_access::purged_from(&fd);
         let line = if self.json {
             json!({
                 "path": path.to_string_lossy(), "volatile": volatile.to_string(), "huge": huge.to_string(),
@@ -108,7 +108,7 @@ impl Mark {
         }
         for (attribute, word) in [(VOLATILE, optional(self.volatile)), (HUGE, optional(self.huge))] {
             let Some(word) = word else { continue };
-            door::set_attribute(fd, attribute, &word).map_err(|error| match error.raw_os_error() {
+            file_access::set_attribute(fd, attribute, &word).map_err(|error| match error.raw_os_error() {
                 Some(libc::EOPNOTSUPP | libc::EPERM) => {
                     format!("{error}; before Linux 6.6 only root can mark files on tmpfs")
                 }
@@ -116,7 +116,7 @@ impl Mark {
             })?;
         }
         if self.refilled {
-            door::clear_purged(fd).map_err(|error| error.to_string())?;
+            file_access::clear_purged(fd).map_err(|error| error.to_string())?;
         }
         Ok(())
     }
@@ -133,7 +133,7 @@ fn open(path: &Path) -> Result<(OwnedFd, Seen), String> {
     }
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let fd = rustix::fs::open(path, flags, Mode::empty()).map_err(|error| io::Error::from(error).to_string())?;
-    let seen = door::look(&fd).map_err(|error| error.to_string())?;
+    let seen = file_access::look(&fd).map_err(|error| error.to_string())?;
     Ok((fd, seen))
 }
 
@@ -146,8 +146,8 @@ fn above(path: &Path, device: u64) -> io::Result<Vec<Above>> {
             break;
         }
         let fd = fs::File::open(folder)?;
-        let seen = door::look(&fd)?;
-        let marks: Marks = door::marks(&fd, |_| ())?;
+        let seen = file_access::look(&fd)?;
+        let marks: Marks = file_access::marks(&fd, |_| ())?;
         found.push(Above { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() });
     }
     Ok(found)

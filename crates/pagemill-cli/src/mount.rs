@@ -3,8 +3,8 @@
 use crate::fail;
 use pagemill::units::{Bytes, parse_bytes};
 use pagemill_mount::control::{self, End, Keeper, Reached, Server, Until};
+use pagemill_mount::control_loop::{Settings, say};
 use pagemill_mount::mounting::{self, Mounted, Wanted};
-use pagemill_mount::steward::{Settings, say};
 use pagemill_sys::cgroup::Hierarchy;
 use serde_json::json;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -110,14 +110,14 @@ impl Mount {
 
     /// Runs the controller until the mount ends.
     fn keep(&self, groups: Vec<String>, mounted: Mounted, mut signals: Signals) -> ExitCode {
-        let Mounted { point, door, size_bytes, was_taken_over, has_no_huge } = mounted;
-        let device = door.device();
+        let Mounted { point, access, size_bytes, was_taken_over, has_no_huge } = mounted;
+        let device = access.device();
         let until = if self.as_daemon { Until::Abandoned } else { Until::Unmounted };
         let settings = Settings { mount_point: point.clone(), size_bytes, groups, worker: worker_program() };
         let (ends, end) = mpsc::channel();
         let signalled = ends.clone();
         let handle = signals.handle();
-        let started = Keeper::start(settings, door).and_then(|keeper| {
+        let started = Keeper::start(settings, access).and_then(|keeper| {
             let server = Server::start(&keeper, device, until, ends)?;
             std::thread::Builder::new().name("signals".into()).spawn(move || {
                 // After the terminal closes, a daemon continues; every other signal ends it.
@@ -272,7 +272,7 @@ impl Purge {
                 tell(&format!("{} purged, {} requested{short}", Bytes(bytes), Bytes(self.size)))
             }
             Reached::Refused(why) => return refuse(1, self.json, &why),
-            Reached::Nobody => return refuse(2, self.json, &unreachable(&point)),
+            Reached::NoController => return refuse(2, self.json, &unreachable(&point)),
         };
         told.map_or_else(|why| fail(1, &why), |()| ExitCode::SUCCESS)
     }
@@ -304,7 +304,7 @@ impl Umount {
         };
         let controller = match control::ask_status(device) {
             Reached::Answer(status) => status.controller_pid.unwrap_or(0),
-            Reached::Refused(_) | Reached::Nobody => 0,
+            Reached::Refused(_) | Reached::NoController => 0,
         };
         // Unmounts only the mount point given; the file system may be mounted at several places.
         if let Err(refusal) = control::unmount(&point, device, controller, TRIES) {

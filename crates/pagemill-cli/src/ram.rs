@@ -5,8 +5,8 @@
 
 use crate::mount::worker_program;
 use pagemill_mount::control::{End, Keeper, Server, Until};
+use pagemill_mount::control_loop::{Settings, say};
 use pagemill_mount::mounting::{self, Mounted, Wanted};
-use pagemill_mount::steward::{Settings, say};
 use pagemill_sys::namespace;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -48,7 +48,7 @@ impl Ram {
         })?;
         // Only this user can be in the namespace, but root's files must stay private to root.
         let wanted = Wanted { point: dir.to_owned(), size_bytes: Some(size_bytes), mode: 0o700 };
-        let Mounted { point, door, has_no_huge, .. } = wanted.mount().map_err(|refusal| refusal.to_string())?;
+        let Mounted { point, access, has_no_huge, .. } = wanted.mount().map_err(|refusal| refusal.to_string())?;
         if has_no_huge {
             say("this kernel has no huge pages for tmpfs: files stay in small ones");
         }
@@ -56,10 +56,10 @@ impl Ram {
         if std::env::current_dir().is_ok_and(|here| here == point) {
             std::env::set_current_dir(&point).map_err(|error| error.to_string())?;
         }
-        let device = door.device();
+        let device = access.device();
         let settings =
             Settings { mount_point: point.clone(), size_bytes, groups: Vec::new(), worker: worker_program() };
-        let keeper = Keeper::start(settings, door).map_err(|error| error.to_string())?;
+        let keeper = Keeper::start(settings, access).map_err(|error| error.to_string())?;
         let (ends, end) = mpsc::channel();
         let server = Server::start(&keeper, device, Until::Unmounted, ends);
         if let Err(error) = &server {

@@ -35,7 +35,7 @@ impl Status {
             let state = match control::ask_status(device) {
                 Reached::Answer(state) => state,
                 Reached::Refused(why) => return refuse(1, self.json, &why),
-                Reached::Nobody => without_controller(&point),
+                Reached::NoController => without_controller(&point),
             };
             match self.write(&state) {
                 Err(error) if error.kind() != ErrorKind::BrokenPipe => {

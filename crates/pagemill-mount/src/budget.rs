@@ -4,7 +4,7 @@
 //! The *size* of the file system is set so that it cannot grow beyond the limit: a writer gets ENOSPC, and the kernel
 //! kills no process.
 
-use crate::door::Fill;
+use crate::file_access::Fill;
 use crate::groups::{Sample, guard_bytes};
 use pagemill::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::Machine;

@@ -3,11 +3,11 @@
 //! The socket is in the user's own folder, so only the mounting user and root can connect. A request is one line of
 //! JSON, and so is its answer.
 
-use crate::door::Door;
-use crate::inbox::{Inbox, Request};
+use crate::control_loop::{ControlLoop, Settings, say};
+use crate::file_access::FileAccess;
 use crate::mounting::{self, Refusal};
 use crate::status::Status;
-use crate::steward::{Settings, Steward, say};
+use crate::submissions::{Request, SubmissionQueue};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
@@ -46,7 +46,7 @@ enum Answer {
 
 /// A running control loop and its thread.
 pub struct Keeper {
-    inbox: Arc<Inbox>,
+    submissions: Arc<SubmissionQueue>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -56,24 +56,24 @@ impl Keeper {
     /// # Errors
     ///
     /// Errors of the scan and of starting the thread.
-    pub fn start(settings: Settings, door: Door) -> io::Result<Self> {
-        let steward = Steward::new(settings, door)?;
-        let inbox = steward.inbox();
-        let thread = thread::Builder::new().name("steward".into()).spawn(move || steward.run())?;
-        Ok(Self { inbox, thread: Some(thread) })
+    pub fn start(settings: Settings, access: FileAccess) -> io::Result<Self> {
+        let control_loop = ControlLoop::new(settings, access)?;
+        let submissions = control_loop.submissions();
+        let thread = thread::Builder::new().name("steward".into()).spawn(move || control_loop.run())?;
+        Ok(Self { submissions, thread: Some(thread) })
     }
 }
 
 /// Returns the control loop's state; `None` if it does not answer.
-fn status(inbox: &Inbox) -> Option<Status> {
+fn status(submissions: &SubmissionQueue) -> Option<Status> {
     let (reply, answer) = mpsc::channel();
-    inbox.send(Request::Status(reply));
+    submissions.send(Request::Status(reply));
     answer.recv_timeout(TIMEOUT).ok()
 }
 
 impl Drop for Keeper {
     fn drop(&mut self) {
-        self.inbox.send(Request::Stop);
+        self.submissions.send(Request::Stop);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -116,7 +116,7 @@ impl Server {
         // Left by a controller that has ended: it did not answer when this one took over.
         let _ = fs::remove_file(&path);
         let listener = UnixListener::bind(&path)?;
-        let serving = Arc::new(Serving { inbox: keeper.inbox.clone(), clients: AtomicUsize::new(0) });
+        let serving = Arc::new(Serving { submissions: keeper.submissions.clone(), clients: AtomicUsize::new(0) });
         let server = Self { path, serving: serving.clone() };
         thread::Builder::new().name("control".into()).spawn(move || accept(&listener, &serving))?;
         thread::Builder::new().name("mounts".into()).spawn(move || watch_mounts(device, until, &ends))?;
@@ -135,7 +135,7 @@ impl Drop for Server {
 }
 
 struct Serving {
-    inbox: Arc<Inbox>,
+    submissions: Arc<SubmissionQueue>,
     clients: AtomicUsize,
 }
 
@@ -186,13 +186,13 @@ fn write_line(mut to: &UnixStream, what: &impl Serialize) -> io::Result<()> {
 impl Serving {
     fn answer(&self, ask: &Ask) -> Answer {
         match ask {
-            Ask::Status => match status(&self.inbox) {
+            Ask::Status => match status(&self.submissions) {
                 Some(status) => Answer::Status(Box::new(status)),
                 None => Answer::Refused { why: "the controller does not answer".into() },
             },
             Ask::Purge { bytes } => {
                 let (reply, answer) = mpsc::channel();
-                self.inbox.send(Request::Purge(*bytes, reply));
+                self.submissions.send(Request::Purge(*bytes, reply));
                 match answer.recv() {
                     Ok(bytes) => Answer::Purged { bytes },
                     Err(_) => Answer::Refused { why: "the controller has ended".into() },
@@ -241,7 +241,7 @@ pub enum Reached<T> {
     /// It refused, for this reason.
     Refused(String),
     /// No controller runs, or it does not answer.
-    Nobody,
+    NoController,
 }
 
 fn ask<T>(device: u64, ask: &Ask, timeout: Option<Duration>, read: impl FnOnce(Answer) -> Option<T>) -> Reached<T> {
@@ -255,8 +255,8 @@ fn ask<T>(device: u64, ask: &Ask, timeout: Option<Duration>, read: impl FnOnce(A
     };
     match answer() {
         Ok(Answer::Refused { why }) => Reached::Refused(why),
-        Ok(answer) => read(answer).map_or(Reached::Nobody, Reached::Answer),
-        Err(_) => Reached::Nobody,
+        Ok(answer) => read(answer).map_or(Reached::NoController, Reached::Answer),
+        Err(_) => Reached::NoController,
     }
 }
 

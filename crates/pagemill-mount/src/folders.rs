@@ -3,7 +3,7 @@
 //! Events identify folders by inode. Paths become stale when a folder is moved, so opening a folder here checks its
 //! inode.
 
-use crate::door::{self, Door, Seen};
+use crate::file_access::{self, FileAccess, Seen};
 use crate::policy::Above;
 use pagemill_sys::fanotify::Handle;
 use std::collections::HashMap;
@@ -34,7 +34,7 @@ pub struct Folders {
 
 fn above(fd: &OwnedFd, seen: &Seen) -> io::Result<Above> {
     // The next scan reports bad values.
-    Ok(Above { marks: door::marks(fd, |_| ())?, owner: seen.owner, is_open_to_others: seen.is_open_to_others() })
+    Ok(Above { marks: file_access::marks(fd, |_| ())?, owner: seen.owner, is_open_to_others: seen.is_open_to_others() })
 }
 
 impl Folders {
@@ -78,10 +78,10 @@ impl Folders {
     /// # Errors
     ///
     /// Errors of opening.
-    pub fn open(&mut self, door: &Door, inode: u64) -> io::Result<OwnedFd> {
+    pub fn open(&mut self, access: &FileAccess, inode: u64) -> io::Result<OwnedFd> {
         let path = self.path(inode).ok_or(io::ErrorKind::NotFound)?;
-        let fd = door.open_folder(&path).inspect_err(|_| self.forget(inode))?;
-        if door::look(&fd)?.inode == inode {
+        let fd = access.open_folder(&path).inspect_err(|_| self.forget(inode))?;
+        if file_access::look(&fd)?.inode == inode {
             return Ok(fd);
         }
         self.forget(inode);
@@ -89,25 +89,25 @@ impl Folders {
     }
 
     /// Finds the path of an event's folder, if it is unknown. Requires privileges; without them a scan is needed.
-    pub fn find(&mut self, door: &Door, handle: Handle<'_>) -> Option<u64> {
+    pub fn find(&mut self, access: &FileAccess, handle: Handle<'_>) -> Option<u64> {
         let inode = handle.inode()?;
         if self.chain(inode).is_some() {
             return Some(inode);
         }
-        let fd = handle.open(door.root()).ok()?;
+        let fd = handle.open(access.root()).ok()?;
         let path = rustix::fs::readlink(format!("/proc/self/fd/{}", fd.as_raw_fd()), Vec::new()).ok()?;
-        self.learn_path(door, Path::new(OsStr::new(path.to_str().ok()?)))?;
+        self.learn_path(access, Path::new(OsStr::new(path.to_str().ok()?)))?;
         self.chain(inode).map(|_| inode)
     }
 
     /// Records every folder on the path to this one.
-    fn learn_path(&mut self, door: &Door, path: &Path) -> Option<()> {
+    fn learn_path(&mut self, access: &FileAccess, path: &Path) -> Option<()> {
         let (mut parent, mut so_far) = (self.root, PathBuf::new());
         for part in path.components() {
             let Component::Normal(name) = part else { continue };
             so_far.push(name);
-            let fd = door.open_folder(&so_far).ok()?;
-            let seen = door::look(&fd).ok()?;
+            let fd = access.open_folder(&so_far).ok()?;
+            let seen = file_access::look(&fd).ok()?;
             self.learn(seen.inode, parent, name, above(&fd, &seen).ok()?, Instant::now()).then_some(())?;
             parent = seen.inode;
         }
@@ -115,30 +115,30 @@ impl Folders {
     }
 
     /// Records the subfolder with this name. Returns whether it exists.
-    pub fn learn_name(&mut self, door: &Door, parent: u64, name: &OsStr) -> bool {
+    pub fn learn_name(&mut self, access: &FileAccess, parent: u64, name: &OsStr) -> bool {
         let Some(path) = self.path(parent) else { return false };
-        let Ok(fd) = door.open_folder(&path.join(name)) else { return false };
-        let Ok(seen) = door::look(&fd) else { return false };
+        let Ok(fd) = access.open_folder(&path.join(name)) else { return false };
+        let Ok(seen) = file_access::look(&fd) else { return false };
         above(&fd, &seen).is_ok_and(|above| self.learn(seen.inode, parent, name, above, Instant::now()))
     }
 
     /// Returns the marks of a folder and its ancestors, nearest first, read at `since` or later; `None` if that fails.
-    pub fn above(&mut self, door: &Door, folder: u64, since: Instant) -> Option<Vec<Above>> {
+    pub fn above(&mut self, access: &FileAccess, folder: u64, since: Instant) -> Option<Vec<Above>> {
         let chain = self.chain(folder)?;
         for inode in &chain {
             let is_fresh = self.known.get(inode).is_some_and(|folder| folder.read_at >= since);
             if !is_fresh {
-                self.refresh(door, *inode).ok()?;
+                self.refresh(access, *inode).ok()?;
             }
         }
         chain.iter().map(|inode| Some(self.known.get(inode)?.above)).collect()
     }
 
     /// Reads a folder's marks again.
-    fn refresh(&mut self, door: &Door, inode: u64) -> io::Result<()> {
+    fn refresh(&mut self, access: &FileAccess, inode: u64) -> io::Result<()> {
         let read_at = Instant::now();
-        let fd = if inode == self.root { door.open_folder(Path::new(""))? } else { self.open(door, inode)? };
-        let above = above(&fd, &door::look(&fd)?)?;
+        let fd = if inode == self.root { access.open_folder(Path::new(""))? } else { self.open(access, inode)? };
+        let above = above(&fd, &file_access::look(&fd)?)?;
         let root = || Folder { parent: inode, name: OsString::new(), above, read_at };
         let folder = self.known.entry(inode).or_insert_with(root);
         (folder.above, folder.read_at) = (above, read_at);

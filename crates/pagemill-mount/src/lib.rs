@@ -6,31 +6,32 @@
 //!
 //! From bottom to top:
 //!
-//! - [`policy`]: meaning of marks. [`door`]: file access without following links.
+//! - [`policy`]: meaning of marks. [`file_access`]: file access without following links.
 //! - [`folders`], [`index`], [`openfiles`], [`groups`]: paths, volatile files in order of use, open files, charged
 //!   groups.
-//! - [`budget`], [`pace`], [`closes`]: arithmetic.
+//! - [`budget`], [`rate_limiter`], [`closes`]: arithmetic.
 //! - [`purge`], [`scan`]; [`worker`]: huge pages, in a separate process; [`pagework`]: its queue.
-//! - [`ledger`]: the state of all files.
-//! - [`steward`]: the control loop, in one thread; [`inbox`]: its queue; [`control`]: the socket for commands;
+//! - [`file_table`]: the state of all files.
+//! - [`control_loop`]: the control loop, in one thread; [`submissions`]: its queue; [`control`]: the socket for
+//!   commands;
 //!   [`mounting`].
 
 pub mod budget;
 pub mod closes;
 pub mod control;
-pub mod door;
+pub mod control_loop;
+pub mod file_access;
+pub mod file_table;
 pub mod folders;
 pub mod groups;
-pub mod inbox;
 pub mod index;
-pub mod ledger;
 pub mod mounting;
 pub mod openfiles;
-pub mod pace;
 pub mod pagework;
 pub mod policy;
 pub mod purge;
+pub mod rate_limiter;
 pub mod scan;
 pub mod status;
-pub mod steward;
+pub mod submissions;
 pub mod worker;

@@ -1,6 +1,6 @@
 //! Mounts, takes over and unmounts file systems; finds the processes that block an unmount.
 
-use crate::door::Door;
+use crate::file_access::FileAccess;
 use pagemill::published;
 use pagemill::units::Bytes;
 use rustix::fs::{Mode, OFlags};
@@ -195,7 +195,7 @@ pub fn default_size() -> u64 {
 /// A mounted file system and the access to it.
 pub struct Mounted {
     pub point: PathBuf,
-    pub door: Door,
+    pub access: FileAccess,
     /// The requested size.
     pub size_bytes: u64,
     /// The file system was already mounted, without a controller.
@@ -241,18 +241,18 @@ impl Wanted {
     }
 
     fn take_over(&self, point: PathBuf) -> Result<Mounted, Refusal> {
-        let door = Door::open(&point).map_err(system("the mount cannot be opened"))?;
-        if is_controlled(door.device()) {
+        let access = FileAccess::open(&point).map_err(system("the mount cannot be opened"))?;
+        if is_controlled(access.device()) {
             return Err(Refusal::Running(point));
         }
-        let now = door.fill().map_err(system("the mount cannot be read"))?.size_bytes;
-        let size_bytes = self.size_bytes.or_else(|| door.asked_size()).unwrap_or(now);
-        Ok(Self::noted(Mounted { point, door, size_bytes, was_taken_over: true, has_no_huge: false }))
+        let now = access.fill().map_err(system("the mount cannot be read"))?.size_bytes;
+        let size_bytes = self.size_bytes.or_else(|| access.asked_size()).unwrap_or(now);
+        Ok(Self::noted(Mounted { point, access, size_bytes, was_taken_over: true, has_no_huge: false }))
     }
 
     /// Records the requested size. If that fails, a controller that takes over uses the current size.
     fn noted(mounted: Mounted) -> Mounted {
-        let _ = mounted.door.note_asked_size(mounted.size_bytes);
+        let _ = mounted.access.note_asked_size(mounted.size_bytes);
         mounted
     }
 
@@ -276,12 +276,12 @@ impl Wanted {
         mount::move_mount(&mount, "", &below, "", flags)
             .map_err(|error| system("tmpfs cannot be mounted")(error.into()))?;
         // Only now: before Linux 6.15 a mount that is attached nowhere could not be cloned.
-        let door = Door::of_mount(&mount).map_err(|error| {
+        let access = FileAccess::of_mount(&mount).map_err(|error| {
             drop(mount);
             let _ = mount::unmount(&point, UnmountFlags::NOFOLLOW);
             system("the mount cannot be opened")(error)
         })?;
-        Ok(Self::noted(Mounted { point, door, size_bytes, was_taken_over: false, has_no_huge }))
+        Ok(Self::noted(Mounted { point, access, size_bytes, was_taken_over: false, has_no_huge }))
     }
 
     /// Creates a tmpfs that is not attached yet. Returns whether it has no huge pages.

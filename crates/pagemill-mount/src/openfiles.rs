@@ -104,7 +104,7 @@ fn mapped_range(line: &[u8], device: &[u8]) -> Option<String> {
 fn add(path: &PathBuf, device: u64, seen: &mut HashSet<u64>, bytes: &mut HashMap<u64, u64>) {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOATIME | OFlags::NOCTTY | OFlags::CLOEXEC;
     let Ok(file) = fs::openat(CWD, path, flags, Mode::empty()) else { return };
-    let Ok(seen_file) = crate::door::look(&file) else { return };
+    let Ok(seen_file) = crate::file_access::look(&file) else { return };
     let is_of_device = fs::fstat(&file).is_ok_and(|stat| stat.st_dev == device);
     if !is_of_device || !seen_file.is_file() || seen_file.held_bytes == 0 || !seen.insert(seen_file.inode) {
         return;

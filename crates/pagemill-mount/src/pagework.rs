@@ -1,11 +1,11 @@
 //! Queue of files for the [`worker`](crate::worker).
 
-use crate::door::{Door, Seen};
+use crate::control_loop::say;
+use crate::file_access::{FileAccess, Seen};
 use crate::folders::Folders;
 use crate::groups::{GroupId, Groups, UNKNOWN};
 use crate::policy::{Huge, Marks};
 use crate::status::Counts;
-use crate::steward::say;
 use crate::worker::{Done, Job, Worker};
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{OsStr, OsString};
@@ -96,7 +96,7 @@ impl PageWork {
     /// Takes the worker's results and gives it the jobs that are due. `charged` finds the group charged for a file.
     pub fn work(
         &mut self,
-        door: &Door,
+        access: &FileAccess,
         folders: &Folders,
         groups: &mut Groups,
         counts: &mut Counts,
@@ -105,7 +105,7 @@ impl PageWork {
         self.take_done(counts);
         let now = Instant::now();
         while let Some(((due, inode), ())) = self.order.first_key_value().map(|(key, ())| (*key, ())) {
-            if due > now || !self.is_ready(door, now, counts) {
+            if due > now || !self.is_ready(access, now, counts) {
                 return;
             }
             self.order.remove(&(due, inode));
@@ -126,12 +126,12 @@ impl PageWork {
     }
 
     /// Returns whether a worker is free. Starts one if there is none.
-    fn is_ready(&mut self, door: &Door, now: Instant, counts: &mut Counts) -> bool {
+    fn is_ready(&mut self, access: &FileAccess, now: Instant, counts: &mut Counts) -> bool {
         if self.worker.as_ref().is_some_and(Worker::is_stuck) {
             self.lose(now, counts);
         }
         if self.worker.is_none() && self.retry_at.is_none_or(|at| at <= now) {
-            match Worker::start(&self.program, door) {
+            match Worker::start(&self.program, access) {
                 Ok(worker) => (self.worker, self.retry_at) = (Some(worker), None),
                 Err(error) => {
                     say(&format!("huge pages are left to the kernel: the worker cannot be started: {error}"));

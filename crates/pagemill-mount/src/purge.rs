@@ -8,10 +8,10 @@
 //! name contains the old name and the inode, so that a new controller can finish or undo the purge if this one is
 //! killed.
 
-use crate::door::{self, Seen};
+use crate::control_loop::say;
+use crate::file_access::{self, Seen};
 use crate::index::Part;
 use crate::policy::PURGED;
-use crate::steward::say;
 use pagemill::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::pages;
 use rustix::fs::{self, AtFlags, OFlags};
@@ -75,8 +75,8 @@ pub fn purge(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> Outcom
 
 /// Opens the file and takes the lease, if it is the expected file and has not been used since.
 fn take(target: &Target<'_>, flags: OFlags) -> io::Result<Result<(OwnedFd, Seen), Outcome>> {
-    let fd = door::open_file(target.folder, target.name, flags)?;
-    let seen = door::look(&fd)?;
+    let fd = file_access::open_file(target.folder, target.name, flags)?;
+    let seen = file_access::look(&fd)?;
     if seen.inode != target.inode || !seen.is_file() || seen.links != 1 {
         return Ok(Err(Outcome::Gone));
     }
@@ -97,14 +97,15 @@ fn purge_whole(target: &Target<'_>, may_go: impl MayGo) -> io::Result<Outcome> {
     if !may_go(&fd, &seen) {
         return Ok(Outcome::Gone);
     }
-    door::rename(target.folder, target.name, &ours)?;
+    file_access::rename(target.folder, target.name, &ours)?;
     Ok(finish_whole(target, &fd, &seen, &ours, may_go))
 }
 
 /// Completes a purge after the rename to `ours`. From here on the file cannot be found by its name.
 fn finish_whole(target: &Target<'_>, fd: &OwnedFd, seen: &Seen, ours: &OsStr, may_go: impl MayGo) -> Outcome {
     let is_right = || {
-        let now = door::look_at(target.folder, ours).is_ok_and(|now| now.inode == target.inode && now.links == 1);
+        let now =
+            file_access::look_at(target.folder, ours).is_ok_and(|now| now.inode == target.inode && now.links == 1);
         now && may_go(fd, seen)
     };
     // A process that opened it before the rename waits for the lease: it must get a file with a name.
@@ -121,13 +122,13 @@ fn finish_whole(target: &Target<'_>, fd: &OwnedFd, seen: &Seen, ours: &OsStr, ma
 
 /// Restores a file's name. If a new file has that name, keeps both and reports the new name.
 fn give_back(folder: BorrowedFd<'_>, ours: &OsStr, name: &OsStr, inode: u64) {
-    let Err(error) = door::rename(folder, ours, name) else { return };
+    let Err(error) = file_access::rename(folder, ours, name) else { return };
     if error.kind() == io::ErrorKind::AlreadyExists {
         let mut rescued = name.as_bytes().to_vec();
         rescued.extend_from_slice(format!("{RESCUED}{inode:x}").as_bytes());
         rescued.drain(..rescued.len().saturating_sub(MAX_NAME));
         let rescued = OsString::from_vec(rescued);
-        let _ = door::rename(folder, ours, &rescued);
+        let _ = file_access::rename(folder, ours, &rescued);
         let (name, rescued) = (name.to_string_lossy(), rescued.to_string_lossy());
         say(&format!("a new file `{}` exists: the old one is now `{}`", name.escape_debug(), rescued.escape_debug()));
     }
@@ -143,8 +144,8 @@ fn purge_tail(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> io::R
     while len_bytes > 0 && seen.held_bytes - left_bytes < want_bytes {
         // Repeats the checks: the file may have been moved to a place where it must stay, or a process may wait for
         // it.
-        let is_there =
-            door::look_at(target.folder, target.name).is_ok_and(|now| now.inode == target.inode && now.links == 1);
+        let is_there = file_access::look_at(target.folder, target.name)
+            .is_ok_and(|now| now.inode == target.inode && now.links == 1);
         if !is_there || !may_go(&fd, &seen) || !pages::has_lease(fd.as_fd()) {
             return if left_bytes < seen.held_bytes { freed(left_bytes) } else { Ok(Outcome::Gone) };
         }
@@ -153,10 +154,10 @@ fn purge_tail(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> io::R
         len_bytes = cut(len_bytes, missing.max(len_bytes / 8));
         // Records the new length before truncating: a crash in between loses nothing, and no reader trusts missing
         // bytes.
-        let from = door::purged_from(&fd).map_or(len_bytes, |from| from.min(len_bytes));
-        door::set_attribute(&fd, PURGED, &from.to_string())?;
+        let from = file_access::purged_from(&fd).map_or(len_bytes, |from| from.min(len_bytes));
+        file_access::set_attribute(&fd, PURGED, &from.to_string())?;
         fs::ftruncate(&fd, len_bytes)?;
-        left_bytes = door::look(&fd)?.held_bytes.min(left_bytes);
+        left_bytes = file_access::look(&fd)?.held_bytes.min(left_bytes);
     }
     freed(left_bytes)
 }
@@ -192,8 +193,8 @@ pub fn is_ours(name: &OsStr) -> bool {
 /// gives any other file its name back. Returns whether it was a private name.
 pub fn finish(folder: BorrowedFd<'_>, name: &OsStr, may_go: impl MayGo) -> bool {
     let Some((inode, old)) = parse_taken(name) else { return false };
-    let Ok(fd) = door::open_file(folder, name, OFlags::RDONLY) else { return true };
-    let Ok(seen) = door::look(&fd) else { return true };
+    let Ok(fd) = file_access::open_file(folder, name, OFlags::RDONLY) else { return true };
+    let Ok(seen) = file_access::look(&fd) else { return true };
     let target = Target { folder, name: old, inode, part: Part::Whole, used_ns: i64::MAX };
     if seen.inode == inode && seen.is_file() && seen.links == 1 && may_go(&fd, &seen) {
         // If the file is still open, the next scan removes it.
@@ -226,7 +227,7 @@ mod tests {
 
         fn write(&self, name: &str, len: usize) -> u64 {
             std::fs::write(self.at(name), vec![1u8; len]).unwrap();
-            door::look_at(&self.fd, OsStr::new(name)).unwrap().inode
+            file_access::look_at(&self.fd, OsStr::new(name)).unwrap().inode
         }
 
         fn at(&self, name: &str) -> std::path::PathBuf {
@@ -283,23 +284,23 @@ mod tests {
         let ours = taken_name(old, OsStr::new("a")).unwrap();
         // As in `purge_whole` when another process was faster.
         std::fs::rename(folder.at("other"), folder.at("a")).unwrap();
-        door::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();
+        file_access::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();
         assert!(finish(folder.fd.as_fd(), &ours, |_, _| true));
         assert_eq!(folder.names(), ["a"]);
-        assert_eq!(door::look_at(&folder.fd, OsStr::new("a")).unwrap().inode, new);
+        assert_eq!(file_access::look_at(&folder.fd, OsStr::new("a")).unwrap().inode, new);
         // Killed after the rename of the right file: it is removed, unless `may_go` forbids it.
         let ours = taken_name(new, OsStr::new("a")).unwrap();
-        door::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();
+        file_access::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();
         assert!(finish(folder.fd.as_fd(), &ours, |_, _| false));
         assert_eq!(folder.names(), ["a"]);
         // A new file has the name: both are kept.
-        door::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();
+        file_access::rename(&folder.fd, OsStr::new("a"), &ours).unwrap();
         folder.write("a", 5);
         assert!(finish(folder.fd.as_fd(), &ours, |_, _| false));
         let rescued = format!("a{RESCUED}{new:x}");
         assert_eq!((folder.names(), folder.at(&rescued).metadata().unwrap().len()), (vec!["a".into(), rescued], 20));
         let ours = taken_name(folder.write("b", 1), OsStr::new("b")).unwrap();
-        door::rename(&folder.fd, OsStr::new("b"), &ours).unwrap();
+        file_access::rename(&folder.fd, OsStr::new("b"), &ours).unwrap();
         assert!(finish(folder.fd.as_fd(), &ours, |_, _| true));
         assert_eq!(folder.names().len(), 2);
         assert!(!finish(folder.fd.as_fd(), OsStr::new(".pagemill-purge-zz"), |_, _| true));
@@ -338,15 +339,15 @@ mod tests {
         let page = os_page_bytes() as u64;
         let inode = folder.write("a", 10 * page as usize + 5);
         let open = || File::open(folder.at("a")).unwrap();
-        if door::set_attribute(open(), PURGED, "99999999").is_err() {
+        if file_access::set_attribute(open(), PURGED, "99999999").is_err() {
             return println!("skipped: no attributes of users on tmpfs");
         }
         let freed = folder.purge("a", inode, Part::Tail, 3 * page);
         assert_eq!(freed, Outcome::Freed { bytes: 4 * page, left_bytes: 7 * page });
-        assert_eq!((door::purged_from(open()), open().metadata().unwrap().len()), (Some(7 * page), 7 * page));
+        assert_eq!((file_access::purged_from(open()), open().metadata().unwrap().len()), (Some(7 * page), 7 * page));
         let freed = folder.purge("a", inode, Part::Tail, u64::MAX);
         assert_eq!(freed, Outcome::Freed { bytes: 7 * page, left_bytes: 0 });
-        assert_eq!((door::purged_from(open()), folder.names().len()), (Some(0), 1));
+        assert_eq!((file_access::purged_from(open()), folder.names().len()), (Some(0), 1));
         let sparse = folder.write("b", page as usize);
         File::options().write(true).open(folder.at("b")).unwrap().set_len(1000 * page).unwrap();
         assert!(matches!(folder.purge("b", sparse, Part::Tail, 1), Outcome::Freed { left_bytes: 0, .. }));

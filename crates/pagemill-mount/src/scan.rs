@@ -1,11 +1,11 @@
 //! A full scan of the file system. Finds files that existed before, files with lost events, and marks that were
 //! set on closed files.
 
-use crate::door::{self, BadMark, Door, Fill, Seen};
-use crate::inbox::{Inbox, Message};
-use crate::ledger::now_ns;
+use crate::file_access::{self, BadMark, FileAccess, Fill, Seen};
+use crate::file_table::now_ns;
 use crate::policy::{self, Above, Marks};
 use crate::purge;
+use crate::submissions::{Message, SubmissionQueue};
 use rustix::fs::Dir;
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -76,7 +76,7 @@ impl Place {
 /// # Errors
 ///
 /// Errors of opening the root.
-pub fn scan(door: &Door, is_hurried: &AtomicBool, mut tell: impl FnMut(Found)) -> io::Result<()> {
+pub fn scan(access: &FileAccess, is_hurried: &AtomicBool, mut tell: impl FnMut(Found)) -> io::Result<()> {
     let (mut entries_done, mut rested) = (0, Instant::now());
     let mut rest_now_and_then = || {
         entries_done += 1;
@@ -85,15 +85,15 @@ pub fn scan(door: &Door, is_hurried: &AtomicBool, mut tell: impl FnMut(Found)) -
             rested = Instant::now();
         }
     };
-    let root = door.open_folder(Path::new(""))?;
-    let seen = door::look(&root)?;
-    let marks = door::marks(&root, |mark| tell(Found::Bad { path: PathBuf::new(), mark }))?;
+    let root = access.open_folder(Path::new(""))?;
+    let seen = file_access::look(&root)?;
+    let marks = file_access::marks(&root, |mark| tell(Found::Bad { path: PathBuf::new(), mark }))?;
     let above = Above { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() };
-    let inode = door.root_inode();
+    let inode = access.root_inode();
     let mut open = vec![Rc::new(Place { parent: None, above, name: OsString::new(), inode, depth: 0 })];
     while let Some(place) = open.pop() {
         let path = place.path();
-        let Ok(fd) = door.open_folder(&path) else { continue };
+        let Ok(fd) = access.open_folder(&path) else { continue };
         let Ok(entries) = Dir::read_from(&fd) else { continue };
         for entry in entries.filter_map(Result::ok) {
             let name = OsStr::from_bytes(entry.file_name().to_bytes());
@@ -101,12 +101,12 @@ pub fn scan(door: &Door, is_hurried: &AtomicBool, mut tell: impl FnMut(Found)) -
                 continue;
             }
             rest_now_and_then();
-            let (read_at, Ok(seen)) = (Instant::now(), door::look_at(&fd, name)) else { continue };
+            let (read_at, Ok(seen)) = (Instant::now(), file_access::look_at(&fd, name)) else { continue };
             if !seen.is_file() && !seen.is_folder() {
                 continue;
             }
             let bad = |mark| tell(Found::Bad { path: path.join(name), mark });
-            let Ok(marks) = door::marks_at(&fd, name, bad) else { continue };
+            let Ok(marks) = file_access::marks_at(&fd, name, bad) else { continue };
             let name = name.to_owned();
             if seen.is_file() {
                 if !place.leaves_alone(&name, &seen, marks) {
@@ -184,7 +184,13 @@ impl Scanning {
     }
 
     /// Starts a scan if one is due, if one `is_wanted` and the last is old enough, or if a request waits for it.
-    pub fn start_if_due(&mut self, door: &Arc<Door>, inbox: &Arc<Inbox>, is_wanted: bool, is_waited_for: bool) {
+    pub fn start_if_due(
+        &mut self,
+        access: &Arc<FileAccess>,
+        submissions: &Arc<SubmissionQueue>,
+        is_wanted: bool,
+        is_waited_for: bool,
+    ) {
         self.is_wanted |= is_wanted;
         let now = Instant::now();
         let pause = WANTED_PAUSE.max(self.took * WANTED_SHARE);
@@ -194,18 +200,18 @@ impl Scanning {
         }
         (self.is_running, self.is_wanted) = (true, false);
         (self.began, self.began_ns) = (now, now_ns());
-        let (door, inbox, is_hurried) = (door.clone(), inbox.clone(), self.is_hurried.clone());
+        let (access, submissions, is_hurried) = (access.clone(), submissions.clone(), self.is_hurried.clone());
         let work = move || {
             const BATCH: usize = 512;
             let mut batch = Vec::new();
-            let _ = scan(&door, &is_hurried, |found| {
+            let _ = scan(&access, &is_hurried, |found| {
                 batch.push(Message::Found(found));
                 if batch.len() == BATCH {
-                    inbox.send_found(&mut batch);
+                    submissions.send_found(&mut batch);
                 }
             });
             batch.push(Message::ScanEnded);
-            inbox.send_found(&mut batch);
+            submissions.send_found(&mut batch);
         };
         if std::thread::Builder::new().name("scan".into()).spawn(work).is_err() {
             self.is_running = false;

@@ -4,7 +4,7 @@
 //! worker moves into the writer's group and back. It receives the mount's root as standard output (it prints nothing).
 //! Standard input is a socket: requests arrive there, one line of JSON per file, and answers are written to it.
 
-use crate::door::{self, Door, Seen};
+use crate::file_access::{self, FileAccess, Seen};
 use crate::policy::Huge;
 use pagemill::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::cgroup::Hierarchy;
@@ -127,13 +127,13 @@ impl Share {
 /// Other processes that open the file or touch the block wait meanwhile. So a turn starts only while a CPU is idle or
 /// the share is due, and then runs at raised priority. At the lowest priority alone it would stall, with what it
 /// holds, as soon as other processes need the CPUs.
-struct Turn<'share> {
+struct TimeSlice<'share> {
     share: &'share mut Share,
     began: Instant,
     _preferred: Preferred,
 }
 
-impl<'share> Turn<'share> {
+impl<'share> TimeSlice<'share> {
     fn begin(share: &'share mut Share, done: &mut Done) -> Option<Self> {
         let left = share.until.saturating_duration_since(Instant::now());
         done.is_postponed = !share.wait(WAITS_OPEN.min(left), has_idle_processor);
@@ -141,7 +141,7 @@ impl<'share> Turn<'share> {
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for TimeSlice<'_> {
     fn drop(&mut self) {
         self.share.charge(self.began.elapsed());
     }
@@ -194,7 +194,7 @@ pub fn serve() -> io::Result<()> {
     // As a guest in other groups it should be the first process that the OOM killer chooses.
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
     let root = rustix::io::dup(io::stdout())?;
-    let door = Door::of_root(root)?;
+    let access = FileAccess::of_root(root)?;
     let socket = File::from(rustix::io::dup(io::stdin())?);
     let mut answers = socket.try_clone()?;
     let home = Hierarchy::find("").ok().and_then(|own| Some(own.folder(0)?.as_str().to_owned()));
@@ -210,7 +210,7 @@ pub fn serve() -> io::Result<()> {
         let job: Job =
             serde_json::from_str(&line).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
         share.begin_file();
-        let mut done = look_at(&door, &job, &mut place, &mut share).unwrap_or_default();
+        let mut done = look_at(&access, &job, &mut place, &mut share).unwrap_or_default();
         place.go_home();
         done.inode = job.inode;
         let mut answer = serde_json::to_string(&done).map_err(io::Error::other)?;
@@ -220,11 +220,11 @@ pub fn serve() -> io::Result<()> {
 }
 
 /// Applies the file's huge page policy.
-fn look_at(door: &Door, job: &Job, place: &mut Place, share: &mut Share) -> io::Result<Done> {
-    let folder = door.open_folder(Path::new(OsStr::from_bytes(&job.folder)))?;
+fn look_at(access: &FileAccess, job: &Job, place: &mut Place, share: &mut Share) -> io::Result<Done> {
+    let folder = access.open_folder(Path::new(OsStr::from_bytes(&job.folder)))?;
     let name = OsStr::from_bytes(&job.name);
-    let fd = door::open_file(&folder, name, OFlags::RDONLY)?;
-    let seen = door::look(&fd)?;
+    let fd = file_access::open_file(&folder, name, OFlags::RDONLY)?;
+    let seen = file_access::look(&fd)?;
     let mut done = Done::default();
     if seen.inode != job.inode || !seen.is_file() {
         return Ok(done);
@@ -233,7 +233,7 @@ fn look_at(door: &Door, job: &Job, place: &mut Place, share: &mut Share) -> io::
     let huge = job.huge.parse().unwrap_or_default();
     let (mut dense, mut sparse) = (Vec::new(), Vec::new());
     let found = {
-        let Some(_turn) = Turn::begin(share, &mut done) else { return Ok(done) };
+        let Some(_slice) = TimeSlice::begin(share, &mut done) else { return Ok(done) };
         // Searching for holes makes writers wait.
         if !pages::is_alone(file.as_fd()) {
             done.is_busy = true;
@@ -242,9 +242,9 @@ fn look_at(door: &Door, job: &Job, place: &mut Place, share: &mut Share) -> io::
         blocks(&file, &seen)?
     };
     for Block { place: block, data_bytes } in found {
-        let Some(_turn) = Turn::begin(share, &mut done) else { return Ok(done) };
+        let Some(_slice) = TimeSlice::begin(share, &mut done) else { return Ok(done) };
         // A deleted file must be freed with its last user, and a process that uses the file must not be delayed.
-        if door::look(&file)?.links == 0 {
+        if file_access::look(&file)?.links == 0 {
             return Ok(done);
         }
         if !pages::is_alone(file.as_fd()) {
@@ -271,7 +271,7 @@ fn look_at(door: &Door, job: &Job, place: &mut Place, share: &mut Share) -> io::
     drop(file);
     for block in &sparse {
         place.go_home();
-        let Some(_turn) = Turn::begin(share, &mut done) else { return Ok(done) };
+        let Some(_slice) = TimeSlice::begin(share, &mut done) else { return Ok(done) };
         give_zeros_back(&folder, name, &seen, block, &mut done)?;
     }
     Ok(done)
@@ -280,9 +280,9 @@ fn look_at(door: &Door, job: &Job, place: &mut Place, share: &mut Share) -> io::
 /// Makes blocks huge, as long as no other process has the file open.
 fn collapse(share: &mut Share, file: &File, blocks: &[u64], done: &mut Done) {
     for at in blocks {
-        let Some(_turn) = Turn::begin(share, done) else { return };
+        let Some(_slice) = TimeSlice::begin(share, done) else { return };
         // A deleted file must be freed with its last user.
-        if door::look(file).map_or(0, |seen| seen.links) == 0 {
+        if file_access::look(file).map_or(0, |seen| seen.links) == 0 {
             return;
         }
         // A process that uses the file must not be delayed; the file is retried later.
@@ -406,7 +406,7 @@ fn zero_pages(file: &File, block: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
 /// If this process does not run for the whole of `lease-break-time` (45 seconds by default) between the check and the
 /// hole, data written meanwhile is lost. That is why it runs in the worker's own group.
 fn give_zeros_back(folder: &OwnedFd, name: &OsStr, seen: &Seen, block: &Range<u64>, done: &mut Done) -> io::Result<()> {
-    let fd = match door::open_file(folder, name, OFlags::RDWR) {
+    let fd = match file_access::open_file(folder, name, OFlags::RDWR) {
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
             done.is_busy = true;
             return Ok(());
@@ -418,7 +418,7 @@ fn give_zeros_back(folder: &OwnedFd, name: &OsStr, seen: &Seen, block: &Range<u6
         return Ok(());
     }
     let file = File::from(fd);
-    let before = door::look(&file)?;
+    let before = file_access::look(&file)?;
     if before.inode != seen.inode || before.links == 0 || before.len_bytes < block.end {
         return Ok(());
     }
@@ -433,7 +433,7 @@ fn give_zeros_back(folder: &OwnedFd, name: &OsStr, seen: &Seen, block: &Range<u6
         // Ends at a whole page even if the file ends before; otherwise the last page would stay.
         fs::fallocate(&file, flags, run.start, run.end.next_multiple_of(page) - run.start)?;
     }
-    done.freed_bytes += before.held_bytes.saturating_sub(door::look(&file)?.held_bytes);
+    done.freed_bytes += before.held_bytes.saturating_sub(file_access::look(&file)?.held_bytes);
     // The contents have not changed, so the modification time is restored.
     let last_modification = Timespec { tv_sec: modified.st_mtime as _, tv_nsec: modified.st_mtime_nsec as _ };
     let last_access = Timespec { tv_sec: 0, tv_nsec: fs::UTIME_OMIT };
@@ -462,11 +462,11 @@ impl Worker {
     /// # Errors
     ///
     /// Errors of starting the process.
-    pub fn start(program: &[OsString], door: &Door) -> io::Result<Self> {
+    pub fn start(program: &[OsString], access: &FileAccess) -> io::Result<Self> {
         let (name, arguments) = program.split_first().ok_or(io::ErrorKind::InvalidInput)?;
         let (socket, theirs) = UnixStream::pair()?;
         socket.set_nonblocking(true)?;
-        let root = door.open_folder(Path::new(""))?;
+        let root = access.open_folder(Path::new(""))?;
         let mut command = Command::new(name);
         command.args(arguments).stdin(OwnedFd::from(theirs)).stdout(root);
         Ok(Self { process: Some(command.spawn()?), socket, received: Vec::new(), waiting: VecDeque::new() })
@@ -573,7 +573,7 @@ mod tests {
         let path = folder.path().join("file");
         let file = File::options().read(true).write(true).create_new(true).open(path).unwrap();
         write(&file);
-        let seen = door::look(&file).unwrap();
+        let seen = file_access::look(&file).unwrap();
         Some((folder, file, seen))
     }
 

@@ -93,13 +93,13 @@ pub struct Fill {
 pub struct BadMark(pub String);
 
 /// Access to one file system.
-pub struct Door {
+pub struct FileAccess {
     root: OwnedFd,
     device: u64,
     root_inode: u64,
 }
 
-impl Door {
+impl FileAccess {
     /// Clones the mount at `path`.
     ///
     /// # Errors

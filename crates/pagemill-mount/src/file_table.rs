@@ -1,6 +1,7 @@
 //! The state of the files, and how one of them is purged.
 
-use crate::door::{self, Door, Seen};
+use crate::control_loop::say;
+use crate::file_access::{self, FileAccess, Seen};
 use crate::folders::Folders;
 use crate::groups::{GroupId, Groups, UNKNOWN};
 use crate::index::{File, Index, Part};
@@ -9,7 +10,6 @@ use crate::policy::{self, Above, Marks, Volatile};
 use crate::purge::{self, Outcome, Target};
 use crate::scan::Found;
 use crate::status::Counts;
-use crate::steward::say;
 use pagemill_sys::fanotify::Handle;
 use pagemill_sys::pages;
 use rustix::fs::OFlags;
@@ -49,8 +49,8 @@ struct OpenFolder {
 }
 
 /// Files, folders, groups, and the pages to work on.
-pub struct Ledger {
-    door: Arc<Door>,
+pub struct FileTable {
+    access: Arc<FileAccess>,
     folders: Folders,
     pub index: Index,
     pub groups: Groups,
@@ -80,9 +80,9 @@ pub fn now_ns() -> i64 {
     i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
 }
 
-impl Ledger {
+impl FileTable {
     /// Creates an empty ledger. `worker` is the command line of the worker process.
-    pub fn new(door: Arc<Door>, mut groups: Groups, worker: Vec<OsString>) -> Self {
+    pub fn new(access: Arc<FileAccess>, mut groups: Groups, worker: Vec<OsString>) -> Self {
         let own_group = groups.of_self();
         // Without permission to read page charges, events carry no process id either. All writers then count as this
         // group.
@@ -90,7 +90,7 @@ impl Ledger {
             groups.trust(own_group);
         }
         Self {
-            folders: Folders::new(door.root_inode()),
+            folders: Folders::new(access.root_inode()),
             index: Index::default(),
             pages: PageWork::new(worker),
             counts: Counts::default(),
@@ -104,7 +104,7 @@ impl Ledger {
             own_pid: std::process::id(),
             own_group,
             told: HashSet::new(),
-            door,
+            access,
             groups,
         }
     }
@@ -124,8 +124,8 @@ impl Ledger {
     /// Handles a renamed folder: every path below it changes.
     pub fn folder_moved(&mut self, folder: Handle<'_>, name: &OsStr) {
         self.open.clear();
-        let parent = self.folders.find(&self.door, folder);
-        let is_learned = parent.is_some_and(|parent| self.folders.learn_name(&self.door, parent, name));
+        let parent = self.folders.find(&self.access, folder);
+        let is_learned = parent.is_some_and(|parent| self.folders.learn_name(&self.access, parent, name));
         self.wants_scan |= !is_learned;
     }
 
@@ -155,15 +155,15 @@ impl Ledger {
 
     /// Opens a folder of this batch and reads the marks that apply in it.
     fn open_folder(&mut self, handle: Handle<'_>) -> Option<OpenFolder> {
-        let inode = self.folders.find(&self.door, handle)?;
-        let fd = self.folders.open(&self.door, inode).ok()?;
-        let above = self.folders.above(&self.door, inode, self.batch_began)?;
+        let inode = self.folders.find(&self.access, handle)?;
+        let fd = self.folders.open(&self.access, inode).ok()?;
+        let above = self.folders.above(&self.access, inode, self.batch_began)?;
         Some(OpenFolder { inode, fd, above })
     }
 
     /// Records a written file.
     fn observe(&mut self, folder: &OpenFolder, name: &OsStr, pid: u32) {
-        let Ok(seen) = door::look_at(&folder.fd, name) else { return };
+        let Ok(seen) = file_access::look_at(&folder.fd, name) else { return };
         if !seen.is_file() {
             return;
         }
@@ -171,7 +171,7 @@ impl Ledger {
         // There are many small files: a scan finds their own marks, and a purge reads them first.
         if seen.held_bytes >= OWN_MARKS_FROM_BYTES {
             let mut bad = Vec::new();
-            let Ok(marks) = door::marks_at(&folder.fd, name, |mark| bad.push(mark)) else { return };
+            let Ok(marks) = file_access::marks_at(&folder.fd, name, |mark| bad.push(mark)) else { return };
             own = marks;
             for mark in bad {
                 let path = self.folders.path(folder.inode).unwrap_or_default().join(name);
@@ -222,7 +222,7 @@ impl Ledger {
                     return;
                 }
                 let since = Instant::now().checked_sub(MARKS_LAST).unwrap_or(self.batch_began);
-                let Some(above) = self.folders.above(&self.door, folder, since) else {
+                let Some(above) = self.folders.above(&self.access, folder, since) else {
                     // The marks are unknown for now: the file stays until they are known.
                     self.index.remove(seen.inode);
                     return;
@@ -244,15 +244,15 @@ impl Ledger {
     }
 
     fn is_there(&mut self, folder: u64, name: &OsStr, inode: u64) -> bool {
-        let folder = self.folders.open(&self.door, folder);
-        folder.and_then(|folder| door::look_at(folder, name)).is_ok_and(|seen| seen.inode == inode)
+        let folder = self.folders.open(&self.access, folder);
+        folder.and_then(|folder| file_access::look_at(folder, name)).is_ok_and(|seen| seen.inode == inode)
     }
 
     /// Completes the purge of a file that a killed controller began.
     fn finish(&mut self, folder: u64, name: &OsStr) {
-        let Ok(fd) = self.folders.open(&self.door, folder) else { return };
+        let Ok(fd) = self.folders.open(&self.access, folder) else { return };
         let folders = RefCell::new(&mut self.folders);
-        purge::finish(fd.as_fd(), name, |fd, seen| may_go(&folders, &self.door, folder, fd, seen));
+        purge::finish(fd.as_fd(), name, |fd, seen| may_go(&folders, &self.access, folder, fd, seen));
     }
 
     /// Removes the files that the completed scan, begun at `began_ns`, did not find.
@@ -265,10 +265,10 @@ impl Ledger {
     /// Gives the worker the jobs that are due, and takes its results.
     pub fn work_on_pages(&mut self) {
         let charged = |groups: &mut Groups, folder: &Path, name: &OsStr| {
-            let group = self.door.open_folder(folder).ok().and_then(|folder| charged_group(groups, &folder, name));
+            let group = self.access.open_folder(folder).ok().and_then(|folder| charged_group(groups, &folder, name));
             group.unwrap_or(UNKNOWN)
         };
-        self.pages.work(&self.door, &self.folders, &mut self.groups, &mut self.counts, charged);
+        self.pages.work(&self.access, &self.folders, &mut self.groups, &mut self.counts, charged);
     }
 
     /// Records a file in the index of volatile files and in the queue of the worker.
@@ -300,14 +300,14 @@ impl Ledger {
         let mut last: Option<(u64, Option<OwnedFd>)> = None;
         for (folder, inode, name) in self.index.by_folder() {
             if last.as_ref().is_none_or(|(at, _)| *at != folder) {
-                last = Some((folder, self.folders.open(&self.door, folder).ok()));
+                last = Some((folder, self.folders.open(&self.access, folder).ok()));
             }
             let Some((_, Some(fd))) = &last else {
                 // The folder was moved: a scan finds its files at their new place.
                 self.wants_scan = true;
                 continue;
             };
-            let seen = door::look_at(fd, &name).ok().filter(|seen| seen.inode == inode && seen.held_bytes > 0);
+            let seen = file_access::look_at(fd, &name).ok().filter(|seen| seen.inode == inode && seen.held_bytes > 0);
             let Some(file) = self.index.remove(inode) else { continue };
             if let Some(seen) = seen {
                 self.index.insert(inode, File { held_bytes: seen.held_bytes, ..file });
@@ -331,7 +331,7 @@ impl Ledger {
         self.index.get(inode).filter(|file| file.used_ns < began_ns)?;
         let file = self.index.remove(inode)?;
         self.pages.forget(inode);
-        let Ok(folder) = self.folders.open(&self.door, file.folder) else {
+        let Ok(folder) = self.folders.open(&self.access, file.folder) else {
             // The file's folder was moved.
             self.wants_scan = true;
             return Some(0);
@@ -345,7 +345,7 @@ impl Ledger {
         }
         let target = Target { folder: folder.as_fd(), name: &file.name, inode, part: file.part, used_ns: file.used_ns };
         let folders = RefCell::new(&mut self.folders);
-        let may_go = |fd: &OwnedFd, seen: &Seen| may_go(&folders, &self.door, file.folder, fd, seen);
+        let may_go = |fd: &OwnedFd, seen: &Seen| may_go(&folders, &self.access, file.folder, fd, seen);
         match purge::purge(&target, want_bytes, may_go) {
             Outcome::Freed { bytes, left_bytes } => {
                 let counts = &mut self.counts;
@@ -380,7 +380,7 @@ impl Ledger {
 
 /// Returns the group charged for a file's first page, if it can be read and is known. `None` for a file that is open.
 fn charged_group(groups: &mut Groups, folder: &OwnedFd, name: &OsStr) -> Option<GroupId> {
-    let fd = door::open_file(folder, name, OFlags::RDONLY).ok()?;
+    let fd = file_access::open_file(folder, name, OFlags::RDONLY).ok()?;
     // Seeking for data takes the file's lock, which a slow writer can hold for long.
     pages::take_lease(fd.as_fd()).ok()?;
     let at = rustix::fs::seek(&fd, rustix::fs::SeekFrom::Data(0)).ok()?;
@@ -389,9 +389,9 @@ fn charged_group(groups: &mut Groups, folder: &OwnedFd, name: &OsStr) -> Option<
 }
 
 /// Returns whether an open file is volatile by its current marks.
-fn may_go(folders: &RefCell<&mut Folders>, door: &Door, folder: u64, fd: &OwnedFd, seen: &Seen) -> bool {
-    let Ok(own) = door::marks(fd, |_| ()) else { return false };
-    let Some(above) = folders.borrow_mut().above(door, folder, Instant::now()) else { return false };
+fn may_go(folders: &RefCell<&mut Folders>, access: &FileAccess, folder: u64, fd: &OwnedFd, seen: &Seen) -> bool {
+    let Ok(own) = file_access::marks(fd, |_| ()) else { return false };
+    let Some(above) = folders.borrow_mut().above(access, folder, Instant::now()) else { return false };
     let marks = policy::effective(own.trusted(seen.is_open_to_all()), seen.owner, above);
     marks.volatile.is_some_and(|volatile| volatile != Volatile::None)
 }

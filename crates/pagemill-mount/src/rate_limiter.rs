@@ -19,7 +19,7 @@ const SHORTEST: Duration = Duration::from_millis(10);
 
 /// Recent growth.
 #[derive(Clone, Debug)]
-pub struct Pace {
+pub struct RateLimiter {
     used_bytes: u64,
     /// Growth since the window began.
     came_bytes: u64,
@@ -32,7 +32,7 @@ pub struct Pace {
     present_rate: u64,
 }
 
-impl Pace {
+impl RateLimiter {
     pub fn new(used_bytes: u64, now: Instant) -> Self {
         Self {
             used_bytes,
@@ -96,27 +96,27 @@ mod tests {
     #[test]
     fn fast_writers_are_foreseen() {
         let mut now = Instant::now();
-        let mut pace = Pace::new(0, now);
+        let mut rate_limiter = RateLimiter::new(0, now);
         for step in 0..200 {
             if step == 20 {
-                assert_eq!(pace.foreseen_bytes(), 400 * MIB, "known before the window has ended");
+                assert_eq!(rate_limiter.foreseen_bytes(), 400 * MIB, "known before the window has ended");
             }
             now += Duration::from_millis(1);
-            pace.look(10 * MIB, now);
-            pace.freed(10 * MIB);
+            rate_limiter.look(10 * MIB, now);
+            rate_limiter.freed(10 * MIB);
         }
         // 10 MiB a millisecond.
-        assert_eq!(pace.foreseen_bytes(), 400 * MIB);
+        assert_eq!(rate_limiter.foreseen_bytes(), 400 * MIB);
         now += Duration::from_millis(40);
-        pace.look(400 * MIB, now);
-        assert_eq!(pace.foreseen_bytes(), 500 * MIB);
-        pace.freed(400 * MIB);
+        rate_limiter.look(400 * MIB, now);
+        assert_eq!(rate_limiter.foreseen_bytes(), 500 * MIB);
+        rate_limiter.freed(400 * MIB);
         let mut rest = |windows: usize| {
             for _ in 0..windows {
                 now += WINDOW;
-                pace.look(0, now);
+                rate_limiter.look(0, now);
             }
-            (pace.lately_foreseen_bytes(), pace.foreseen_bytes())
+            (rate_limiter.lately_foreseen_bytes(), rate_limiter.foreseen_bytes())
         };
         assert_eq!((rest(30), rest(WINDOWS)), ((0, 500 * MIB), (0, 0)));
     }
@@ -125,11 +125,11 @@ mod tests {
     #[test]
     fn deleting_is_no_growth() {
         let now = Instant::now();
-        let mut pace = Pace::new(100 * MIB, now);
-        pace.look(10 * MIB, now + WINDOW);
-        assert_eq!(pace.foreseen_bytes(), 0);
-        pace.freed(20 * MIB);
-        pace.look(MIB, now + 2 * WINDOW);
-        assert_eq!(pace.foreseen_bytes(), MIB + MIB / 4);
+        let mut rate_limiter = RateLimiter::new(100 * MIB, now);
+        rate_limiter.look(10 * MIB, now + WINDOW);
+        assert_eq!(rate_limiter.foreseen_bytes(), 0);
+        rate_limiter.freed(20 * MIB);
+        rate_limiter.look(MIB, now + 2 * WINDOW);
+        assert_eq!(rate_limiter.foreseen_bytes(), MIB + MIB / 4);
     }
 }

@@ -1,17 +1,17 @@
 //! The control loop: one thread that records writes, checks limits, purges, and sets the size.
 //!
-//! It shares no state, so it holds no lock while it works. Other threads reach it through the [`Inbox`].
+//! It shares no state, so it holds no lock while it works. Other threads reach it through the [`SubmissionQueue`].
 
 use crate::budget::{Bound, Budget, LONGEST_PAUSE, Line, Margins};
 use crate::closes::{Change, Closes};
-use crate::door::{Door, Fill};
+use crate::file_access::{FileAccess, Fill};
+use crate::file_table::{FileTable, now_ns};
 use crate::groups::Groups;
-use crate::inbox::{Inbox, Message, Request};
-use crate::ledger::{Ledger, now_ns};
 use crate::openfiles;
-use crate::pace::Pace;
+use crate::rate_limiter::RateLimiter;
 use crate::scan::{self, Scanning};
 use crate::status::{LineStatus, Status};
+use crate::submissions::{Message, Request, SubmissionQueue};
 use pagemill::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::{self, Machine};
 use pagemill_sys::fanotify::{Event, Listener};
@@ -91,16 +91,16 @@ struct PendingPurge {
 }
 
 /// State of the control loop.
-pub struct Steward {
+pub struct ControlLoop {
     settings: Settings,
-    door: Arc<Door>,
-    inbox: Arc<Inbox>,
+    access: Arc<FileAccess>,
+    submissions: Arc<SubmissionQueue>,
     listener: Option<Listener>,
-    ledger: Ledger,
+    table: FileTable,
     started: Instant,
     budget: Budget,
     fill: Fill,
-    pace: Pace,
+    rate_limiter: RateLimiter,
     machine: Option<(Machine, Instant)>,
     is_preferred: bool,
     /// Usage and time when writers were last searched for.
@@ -123,15 +123,15 @@ pub struct Steward {
     still_looks: u32,
 }
 
-impl Steward {
+impl ControlLoop {
     /// Takes over the file system: scans it and sets the size.
     ///
     /// # Errors
     ///
     /// Errors of the scan. Without events the control loop runs nevertheless.
-    pub fn new(settings: Settings, door: Door) -> io::Result<Self> {
-        let door = Arc::new(door);
-        let listener = Listener::new(door.root());
+    pub fn new(settings: Settings, access: FileAccess) -> io::Result<Self> {
+        let access = Arc::new(access);
+        let listener = Listener::new(access.root());
         if let Err(error) = &listener {
             say(&format!("the kernel does not report writes ({error}): only periodic scans find new files"));
         }
@@ -140,7 +140,7 @@ impl Steward {
         let raised = rustix::process::Rlimit { current: limit.maximum, ..limit };
         let _ = rustix::process::setrlimit(rustix::process::Resource::Nofile, raised);
         let now = Instant::now();
-        let fill = door.fill()?;
+        let fill = access.fill()?;
         let mut groups = Groups::new("");
         for folder in &settings.groups {
             groups.add_folder(folder).map_err(|error| {
@@ -148,12 +148,12 @@ impl Steward {
                 io::Error::new(error.kind(), text)
             })?;
         }
-        let mut steward = Self {
-            ledger: Ledger::new(door.clone(), groups, settings.worker.clone()),
+        let mut control_loop = Self {
+            table: FileTable::new(access.clone(), groups, settings.worker.clone()),
             started: now,
             budget: Budget::new(settings.size_bytes, fill, &[], None, Margins::default(), |_| 0),
             fill,
-            pace: Pace::new(fill.used_bytes, now),
+            rate_limiter: RateLimiter::new(fill.used_bytes, now),
             machine: None,
             is_preferred: false,
             grown: (fill.used_bytes, now),
@@ -169,20 +169,20 @@ impl Steward {
             look_at: now,
             sampled: now,
             still_looks: 0,
-            inbox: Arc::new(Inbox::new()?),
+            submissions: Arc::new(SubmissionQueue::new()?),
             listener: listener.ok(),
             settings,
-            door,
+            access,
         };
-        scan::scan(&steward.door, &AtomicBool::new(true), |found| steward.ledger.found(found))?;
-        steward.ledger.counts.scans = 1;
-        steward.look();
-        Ok(steward)
+        scan::scan(&control_loop.access, &AtomicBool::new(true), |found| control_loop.table.found(found))?;
+        control_loop.table.counts.scans = 1;
+        control_loop.look();
+        Ok(control_loop)
     }
 
     /// Returns the queue through which other threads reach the control loop.
-    pub fn inbox(&self) -> Arc<Inbox> {
-        self.inbox.clone()
+    pub fn submissions(&self) -> Arc<SubmissionQueue> {
+        self.submissions.clone()
     }
 
     /// Runs until a stop request arrives.
@@ -194,7 +194,7 @@ impl Steward {
             self.drain();
             self.listen();
             self.take_found();
-            for request in self.inbox.take_requests() {
+            for request in self.submissions.take_requests() {
                 match request {
                     Request::Stop => return,
                     Request::Status(reply) => drop(reply.send(self.status())),
@@ -216,10 +216,10 @@ impl Steward {
             }
             self.work_on_purges();
             let is_asked = self.purges.iter().any(|purge| purge.scans.is_some());
-            let is_wanted = std::mem::take(&mut self.ledger.wants_scan);
+            let is_wanted = std::mem::take(&mut self.table.wants_scan);
             self.scanning.hurry(is_asked || self.is_blocked);
-            self.scanning.start_if_due(&self.door, &self.inbox, is_wanted, is_asked);
-            self.ledger.work_on_pages();
+            self.scanning.start_if_due(&self.access, &self.submissions, is_wanted, is_asked);
+            self.table.work_on_pages();
             self.wait();
         }
     }
@@ -228,14 +228,14 @@ impl Steward {
     fn take_found(&mut self) {
         const AT_A_TIME: usize = 256;
         if self.backlog.len() < AT_A_TIME {
-            self.backlog.extend(self.inbox.take_found());
+            self.backlog.extend(self.submissions.take_found());
         }
         let count = self.backlog.len().min(AT_A_TIME);
         for message in self.backlog.drain(..count).collect::<Vec<_>>() {
             match message {
-                Message::Found(found) => self.ledger.found(found),
+                Message::Found(found) => self.table.found(found),
                 Message::ScanEnded => {
-                    self.ledger.forget_unseen(self.scanning.began_ns());
+                    self.table.forget_unseen(self.scanning.began_ns());
                     self.scanning.end(self.fill);
                 }
             }
@@ -249,7 +249,7 @@ impl Steward {
         if self.has_events {
             until = until.min(self.drained + DRAIN_PAUSE);
         }
-        if let Some(due) = self.ledger.pages.due() {
+        if let Some(due) = self.table.pages.due() {
             until = until.min(due);
         }
         if let Some(next) = self.purges.iter().map(|purge| purge.next).min() {
@@ -258,7 +258,7 @@ impl Steward {
         if !self.backlog.is_empty() {
             until = now;
         }
-        let mut polled = vec![PollFd::from_borrowed_fd(self.inbox.as_fd(), PollFlags::IN)];
+        let mut polled = vec![PollFd::from_borrowed_fd(self.submissions.as_fd(), PollFlags::IN)];
         // Between two drains no event wakes this thread.
         let is_listening = !self.has_events && self.drained.elapsed() >= DRAIN_PAUSE;
         if !is_listening {
@@ -266,10 +266,9 @@ impl Steward {
         }
         let listener = self.listener.as_ref().filter(|_| is_listening);
         polled.extend(listener.map(|listener| PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)));
-        polled.extend(self.ledger.pages.as_fd().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+        polled.extend(self.table.pages.as_fd().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
         let alarms_at = polled.len();
-        polled
-            .extend(self.ledger.groups.alarms().map(|alarms| PollFd::from_borrowed_fd(alarms.as_fd(), PollFlags::IN)));
+        polled.extend(self.table.groups.alarms().map(|alarms| PollFd::from_borrowed_fd(alarms.as_fd(), PollFlags::IN)));
         let pause = until.saturating_duration_since(now);
         let pause = Timespec { tv_sec: pause.as_secs() as i64, tv_nsec: i64::from(pause.subsec_nanos()) };
         if poll(&mut polled, Some(&pause)).is_err() {
@@ -278,10 +277,10 @@ impl Steward {
         let is_ready = |at: usize| polled.get(at).is_some_and(|fd| !fd.revents().is_empty());
         let (is_woken, has_events, is_alarmed) = (is_ready(0), listener.is_some() && is_ready(1), is_ready(alarms_at));
         if is_woken {
-            self.inbox.calm();
+            self.submissions.calm();
         }
         if is_alarmed {
-            self.ledger.groups.take_alarms();
+            self.table.groups.take_alarms();
             self.look_at = Instant::now();
         }
         self.has_events |= has_events;
@@ -297,13 +296,13 @@ impl Steward {
         let mut buffer = vec![0; EVENT_BYTES];
         // Events that arrive meanwhile wait for the next time: writers may be faster than this loop.
         let until = self.drained + DRAIN_SLICE;
-        self.ledger.begin_batch();
-        let before = (self.ledger.counts.events, self.ledger.closed_bytes);
+        self.table.begin_batch();
+        let before = (self.table.counts.events, self.table.closed_bytes);
         while Instant::now() < until {
             let result = listener.drain(&mut buffer, |event| match event {
-                Event::Lost => self.ledger.lost_events(),
-                Event::Written { folder, name, pid } => self.ledger.written(folder, name, pid),
-                Event::FolderMoved { folder, name } => self.ledger.folder_moved(folder, name),
+                Event::Lost => self.table.lost_events(),
+                Event::Written { folder, name, pid } => self.table.written(folder, name, pid),
+                Event::FolderMoved { folder, name } => self.table.folder_moved(folder, name),
             });
             match result {
                 Ok(true) => {}
@@ -314,12 +313,12 @@ impl Steward {
                 }
             }
         }
-        self.ledger.end_batch();
-        self.closes.count(self.ledger.counts.events - before.0, self.ledger.closed_bytes - before.1);
+        self.table.end_batch();
+        self.closes.count(self.table.counts.events - before.0, self.table.closed_bytes - before.1);
         self.has_events = Instant::now() >= until;
         self.listener = Some(listener);
         // Usage changes again: stable intervals no longer apply. The limit of a new group is not known yet.
-        if self.still_looks > STILL_LOOKS || self.ledger.groups.learned() != self.learned {
+        if self.still_looks > STILL_LOOKS || self.table.groups.learned() != self.learned {
             self.still_looks = 0;
             self.look_at = Instant::now();
         }
@@ -329,16 +328,17 @@ impl Steward {
     fn listen(&mut self) {
         let now = Instant::now();
         let room = self.budget.room_bytes();
-        let has_room =
-            room >= QUIET_ROOM.max(self.pace.lately_foreseen_bytes().saturating_mul(QUIET_TIMES)) && !self.has_suspects;
+        let has_room = room >= QUIET_ROOM.max(self.rate_limiter.lately_foreseen_bytes().saturating_mul(QUIET_TIMES))
+            && !self.has_suspects;
         if let (Some(listener), Some(change)) = (&self.listener, self.closes.decide(now, has_room)) {
             // If turning off fails, nothing is lost. If turning on fails, only scans remain.
-            if listener.listen_to_closes(self.door.root(), change == Change::Tell).is_err() && change == Change::Tell {
+            if listener.listen_to_closes(self.access.root(), change == Change::Tell).is_err() && change == Change::Tell
+            {
                 say("the kernel no longer reports closes: only periodic scans find new files");
             }
-            self.ledger.counts.quiet_times += u64::from(change == Change::DoNotTell);
+            self.table.counts.quiet_times += u64::from(change == Change::DoNotTell);
         }
-        self.ledger.wants_scan |= self.closes.is_look_due(now, has_room);
+        self.table.wants_scan |= self.closes.is_look_due(now, has_room);
     }
 
     /// Checks every limit, sets the size, purges above marks, and decides when to look again.
@@ -346,7 +346,7 @@ impl Steward {
         let (begun, worked) = (Instant::now(), processor_time());
         // Usage has been stable for long and no limit is near: only check whether the file system has changed.
         let is_still = self.still_looks >= STILL_LOOKS && self.budget.room_bytes() >= ROOM_FOR_EASE;
-        if is_still && begun < self.sampled + SAMPLE_LASTS && self.door.fill().is_ok_and(|fill| fill == self.fill) {
+        if is_still && begun < self.sampled + SAMPLE_LASTS && self.access.fill().is_ok_and(|fill| fill == self.fill) {
             self.look_at = begun + LONGEST_PAUSE;
             return;
         }
@@ -362,14 +362,14 @@ impl Steward {
             if freed == 0 {
                 blocked.push(line.bound);
                 // New marks may exist, or an unknown name was used.
-                self.ledger.wants_scan = true;
+                self.table.wants_scan = true;
             }
             if begun.elapsed() > DRAIN_PAUSE {
                 is_behind = freed > 0;
                 break;
             }
         }
-        self.ledger.counts.nothing_to_purge += u64::from(!blocked.is_empty() && !self.is_blocked);
+        self.table.counts.nothing_to_purge += u64::from(!blocked.is_empty() && !self.is_blocked);
         self.is_blocked = !blocked.is_empty();
         let has_moved = was != (self.fill.used_bytes, self.used_of_groups());
         self.still_looks = if has_moved { 0 } else { self.still_looks.saturating_add(1) };
@@ -395,7 +395,7 @@ impl Steward {
             return pause.max(NOTHING_PAUSE);
         }
         // Near a group's limit the kernel can watch the usage.
-        let groups = &mut self.ledger.groups;
+        let groups = &mut self.table.groups;
         let is_alarmed = |line: &Line| match line.bound {
             Bound::Group(watch) => {
                 let alarm = line.mark_bytes + (line.limit_bytes - line.mark_bytes) / 8;
@@ -414,14 +414,14 @@ impl Steward {
     /// Reads usage and limits from the kernel, and sets the resulting size.
     fn sample(&mut self) {
         self.sampled = Instant::now();
-        self.fill = self.door.fill().unwrap_or(self.fill);
-        if self.ledger.groups.list_suspects_if_due() {
-            let device = self.door.device();
-            self.ledger.groups.renew_writers(|folders, from| openfiles::charged(device, folders, from));
+        self.fill = self.access.fill().unwrap_or(self.fill);
+        if self.table.groups.list_suspects_if_due() {
+            let device = self.access.device();
+            self.table.groups.renew_writers(|folders, from| openfiles::charged(device, folders, from));
         }
         self.find_writers();
-        self.learned = self.ledger.groups.learned();
-        let groups = self.ledger.groups.sample();
+        self.learned = self.table.groups.learned();
+        let groups = self.table.groups.sample();
         let is_old = |(machine, at): &(Machine, Instant)| {
             at.elapsed() > MACHINE_LASTS || machine.available_bytes < machine.total_bytes / 8
         };
@@ -429,15 +429,15 @@ impl Steward {
             self.machine = cgroup::machine("").ok().map(|machine| (machine, Instant::now()));
         }
         let machine = self.machine.map(|(machine, _)| machine);
-        self.pace.look(self.fill.used_bytes, Instant::now());
-        let margins = Margins { is_preferred: self.is_preferred, foreseen_bytes: self.pace.foreseen_bytes() };
-        let held = |bound: Bound| self.ledger.held_bytes(bound.group());
+        self.rate_limiter.look(self.fill.used_bytes, Instant::now());
+        let margins = Margins { is_preferred: self.is_preferred, foreseen_bytes: self.rate_limiter.foreseen_bytes() };
+        let held = |bound: Bound| self.table.held_bytes(bound.group());
         self.budget = Budget::new(self.settings.size_bytes, self.fill, &groups, machine, margins, held);
         if self.budget.wants_size(self.fill) {
-            match self.door.set_size(self.budget.size_bytes) {
-                Ok(()) => self.ledger.counts.size_changes += 1,
+            match self.access.set_size(self.budget.size_bytes) {
+                Ok(()) => self.table.counts.size_changes += 1,
                 // Another process wrote meanwhile, so that usage has grown: next time.
-                Err(_) => self.ledger.counts.size_refused += 1,
+                Err(_) => self.table.counts.size_refused += 1,
             }
         }
     }
@@ -446,9 +446,9 @@ impl Steward {
     fn find_writers(&mut self) {
         let (used, at) = self.grown;
         if self.fill.used_bytes >= used.saturating_add(GROWN_BYTES) && at.elapsed() >= GROWN_PAUSE {
-            let device = self.door.device();
+            let device = self.access.device();
             let charged = |folders: &[String], from| openfiles::charged(device, folders, from);
-            self.has_suspects = self.ledger.groups.find_writers(charged);
+            self.has_suspects = self.table.groups.find_writers(charged);
             self.grown = (self.fill.used_bytes, Instant::now());
         }
         self.grown.0 = self.grown.0.min(self.fill.used_bytes);
@@ -458,9 +458,9 @@ impl Steward {
     fn purge_for(&mut self, line: &Line) -> u64 {
         let (begun, began_ns, mut freed) = (Instant::now(), now_ns(), 0);
         while freed < line.excess_bytes() && begun.elapsed() < SLICE {
-            match self.ledger.purge_one(line.bound.group(), line.excess_bytes() - freed, began_ns) {
+            match self.table.purge_one(line.bound.group(), line.excess_bytes() - freed, began_ns) {
                 Some(bytes) => {
-                    self.pace.freed(bytes);
+                    self.rate_limiter.freed(bytes);
                     freed += bytes;
                 }
                 None => break,
@@ -478,24 +478,24 @@ impl Steward {
                 return true;
             }
             while purge.left_bytes > 0 && begun.elapsed() < SLICE {
-                match self.ledger.purge_one(None, purge.left_bytes, purge.began_ns) {
+                match self.table.purge_one(None, purge.left_bytes, purge.began_ns) {
                     Some(bytes) => {
-                        self.pace.freed(bytes);
+                        self.rate_limiter.freed(bytes);
                         purge.left_bytes = purge.left_bytes.saturating_sub(bytes);
                         purge.freed_bytes += bytes;
                     }
-                    None if std::mem::take(&mut self.ledger.met_worker) => {
+                    None if std::mem::take(&mut self.table.met_worker) => {
                         (purge.began_ns, purge.next) = (now_ns(), begun + WORKER_PAUSE);
                         return true;
                     }
                     // Tries once more after a scan that begins now, and then ends.
                     None => match purge.scans {
                         None => {
-                            purge.scans = Some(self.ledger.counts.scans + 1 + u64::from(self.scanning.is_running()));
-                            self.ledger.wants_scan = true;
+                            purge.scans = Some(self.table.counts.scans + 1 + u64::from(self.scanning.is_running()));
+                            self.table.wants_scan = true;
                             return true;
                         }
-                        Some(scans) if self.ledger.counts.scans < scans => {
+                        Some(scans) if self.table.counts.scans < scans => {
                             purge.next = begun + SCAN_PAUSE;
                             return true;
                         }
@@ -512,7 +512,7 @@ impl Steward {
     }
 
     fn status(&mut self) -> Status {
-        let is_fresh = self.ledger.look_again_at_volatile();
+        let is_fresh = self.table.look_again_at_volatile();
         let volatile_age = if is_fresh { Duration::ZERO } else { self.scanning.age() };
         let line = |line: &Line| LineStatus {
             kind: match line.bound {
@@ -526,7 +526,7 @@ impl Steward {
             used_bytes: line.used_bytes,
             mark_bytes: line.mark_bytes,
         };
-        let fill = self.door.fill().unwrap_or(self.fill);
+        let fill = self.access.fill().unwrap_or(self.fill);
         Status {
             mount_point: self.settings.mount_point.to_string_lossy().into_owned(),
             controller_pid: Some(std::process::id()),
@@ -534,14 +534,14 @@ impl Steward {
             size_bytes: fill.size_bytes,
             used_bytes: fill.used_bytes,
             inodes: fill.inodes,
-            volatile_files: self.ledger.index.count() as u64,
-            volatile_bytes: self.ledger.held_bytes(None),
+            volatile_files: self.table.index.count() as u64,
+            volatile_bytes: self.table.held_bytes(None),
             volatile_age_seconds: volatile_age.as_secs_f64(),
             lines: self.budget.lines.iter().map(line).collect(),
-            counts: self.ledger.counts,
+            counts: self.table.counts,
             is_preferred: self.is_preferred,
             is_notified: self.listener.is_some(),
-            files_waiting_for_pages: self.ledger.pages.count() as u64,
+            files_waiting_for_pages: self.table.pages.count() as u64,
             uptime_seconds: self.started.elapsed().as_secs_f64(),
         }
     }

@@ -24,7 +24,7 @@ pub enum Request {
 }
 
 /// The queue and its waker.
-pub struct Inbox {
+pub struct SubmissionQueue {
     requests: Mutex<Vec<Request>>,
     found: Mutex<Vec<Message>>,
     wake: OwnedFd,
@@ -36,7 +36,7 @@ pub enum Message {
     ScanEnded,
 }
 
-impl Inbox {
+impl SubmissionQueue {
     /// # Errors
     /// # Errors
     ///
@@ -83,7 +83,7 @@ impl Inbox {
 }
 
 /// Readable when a message was queued.
-impl AsFd for Inbox {
+impl AsFd for SubmissionQueue {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
