@@ -146,7 +146,7 @@ mod mallctl {
 }
 
 /// With default options: the C library serves a program until it has grown.
-mod young {
+mod libc_fallback {
     use super::*;
 
     fn run(options: &[&str], source: &str, arguments: &[&str]) -> Option<End> {
@@ -191,10 +191,10 @@ mod young {
     /// still counted.
     #[test]
     fn programs_grow_once_they_hold_enough() {
-        let Some(small) = run(&[], "young.c", &["1000"]) else { return };
+        let Some(small) = run(&[], "libc_fallback.c", &["1000"]) else { return };
         small.assert_success();
         assert_eq!(small.out, "arena no\n");
-        let Some(grown) = run(&["--json"], "young.c", &["6000"]) else { return };
+        let Some(grown) = run(&["--json"], "libc_fallback.c", &["6000"]) else { return };
         grown.assert_success();
         assert_eq!(grown.out, "arena yes\n");
         let report: serde_json::Value = serde_json::from_str(&grown.err).unwrap();
@@ -205,14 +205,14 @@ mod young {
     /// Many calls make a program grow, too, however little memory it holds.
     #[test]
     fn programs_grow_when_they_call_often() {
-        let Some(end) = run(&[], "young.c", &["0", "200000"]) else { return };
+        let Some(end) = run(&[], "libc_fallback.c", &["0", "200000"]) else { return };
         end.assert_success();
         assert_eq!(end.out, "arena yes\n");
     }
 
     #[test]
     fn a_program_that_stays_small_is_reported() {
-        let Some(end) = run(&["--json"], "young.c", &["1000"]) else { return };
+        let Some(end) = run(&["--json"], "libc_fallback.c", &["1000"]) else { return };
         let report: serde_json::Value = serde_json::from_str(&end.err).unwrap();
         assert_eq!(report["processes"], 1);
         let peak_kib = report["peak_bytes"].as_u64().unwrap() >> 10;
@@ -246,7 +246,7 @@ mod young {
     #[test]
     fn no_file_need_be_written() {
         let place = Place::new();
-        let Some(program) = place.compile("young.c", &[]) else { return };
+        let Some(program) = place.compile("libc_fallback.c", &[]) else { return };
         for kib in [100, 12000] {
             let script = format!("ulimit -f 0; exec {} {kib}", program.display());
             let mut command = place.shell(&[], &script);
@@ -259,7 +259,7 @@ mod young {
     #[test]
     fn few_addresses_are_left_to_the_program() {
         let place = Place::new();
-        let Some(program) = place.compile("young.c", &[]) else { return };
+        let Some(program) = place.compile("libc_fallback.c", &[]) else { return };
         for what in ["-v", "-d"] {
             let script = format!("ulimit {what} 200000; exec {} 90000", program.display());
             let mut command = place.shell(&[], &script);
@@ -272,8 +272,8 @@ mod young {
 
     /// A limit applies from the first byte on.
     #[test]
-    fn limits_leave_no_youth() {
-        let Some(end) = run(&["--limit", "1G"], "young.c", &["1000"]) else { return };
+    fn limits_end_the_libc_fallback() {
+        let Some(end) = run(&["--limit", "1G"], "libc_fallback.c", &["1000"]) else { return };
         assert_eq!(end.out, "arena yes\n");
     }
 }

@@ -14,9 +14,9 @@ fn what_goes_is_not_marked() {
     let place = Place::new();
     let Some(program) = place.compile("vrange_preload.c", &[]) else { return };
     finish(place.pagemill_run(&[], &program), STUCK_AFTER).assert_success();
-    let mut young = place.pagemill_run(&[], &program);
-    young.env_remove("PAGEMILL_AFTER");
-    finish(young, STUCK_AFTER).assert_success();
+    let mut not_grown = place.pagemill_run(&[], &program);
+    not_grown.env_remove("PAGEMILL_AFTER");
+    finish(not_grown, STUCK_AFTER).assert_success();
 }
 
 /// Twice as much marked memory as the group allows, which Pagemill did not allocate: no process is killed, and the

@@ -11,7 +11,7 @@
 //! | ours | growth |
 #![allow(unsafe_code)] // fork handlers
 
-use crate::{small, start, young};
+use crate::{libc_fallback, small, start};
 use pagemill::stats;
 use pagemill::sync::Lock;
 use pagemill_sys::{mem, process};
@@ -180,7 +180,7 @@ pub fn notice_raw_clone() {
 /// Runs in a child process: existing memory is the parent's, and everything is counted anew.
 fn begin_child() {
     process::forget_own_identity();
-    young::forked();
+    libc_fallback::forked();
     match (start::pagemill(), start::account()) {
         // SAFETY: a child that has this thread, at its first handler or its first call.
         (Some(pagemill), _) => unsafe { pagemill.begin_child() },

@@ -2,14 +2,14 @@
 //!
 //! Sizes below 64 KiB go to jemalloc, whose extents come from the arena ([`small`]); larger ones to [`pagemill::heap`].
 //! The two most important exported functions, [`malloc`] and [`free`], add one comparison and two jumps to jemalloc's
-//! own. Rare cases are in [`slow`].
+//! own. Rare cases are in [`large`].
 //!
 //! | file | contents |
 //! |---|---|
 //! | `lib.rs` | the exported functions; selects the path of a call |
-//! | `slow.rs` | large sizes, start-up, debts, errors |
+//! | `large.rs` | large sizes, start-up, debts, errors |
 //! | `small.rs` | jemalloc: its settings, its extents, its shrinker |
-//! | `young.rs` | libc fallback: the C library's malloc serves a small program |
+//! | `libc_fallback.rs` | libc fallback: the C library's malloc serves a small program |
 //! | `start.rs` | start, growth, exit; the helper thread |
 //! | `settings.rs` | environment variables |
 //! | `fork.rs` | the order of fork handlers |
@@ -24,14 +24,14 @@
 
 mod check;
 mod fork;
+mod large;
+mod libc_fallback;
 mod mallctl;
-mod marks;
 mod settings;
 mod signals;
-mod slow;
 mod small;
 mod start;
-mod young;
+mod vrange_hooks;
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering::Acquire, Ordering::Relaxed};
@@ -65,10 +65,10 @@ fn is_small(pointer: *mut c_void) -> bool {
 pub extern "C" fn malloc(size: usize) -> *mut c_void {
     core::arch::naked_asm!(
         "cmp rdi, qword ptr [rip + {limit}]",
-        "jae {slow}",
+        "jae {large}",
         "jmp {small}",
         limit = sym SMALL_LIMIT,
-        slow = sym slow::malloc,
+        large = sym large::malloc,
         small = sym je::malloc,
     )
 }
@@ -88,11 +88,11 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
         "mov rax, rdi",
         "sub rax, qword ptr [rip + {start}]",
         "cmp rax, qword ptr [rip + {bytes}]",
-        "jae {slow}",
+        "jae {large}",
         "jmp {small}",
         start = sym SMALL_START,
         bytes = sym SMALL_BYTES,
-        slow = sym slow::free,
+        large = sym large::free,
         small = sym je::free,
     )
 }
@@ -106,7 +106,7 @@ pub extern "C" fn malloc(size: usize) -> *mut c_void {
         // SAFETY: jemalloc is initialised.
         return unsafe { je::malloc(size) };
     }
-    slow::malloc(size)
+    large::malloc(size)
 }
 
 /// Frees an allocation of this library; null is allowed.
@@ -122,7 +122,7 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
         return unsafe { je::free(pointer) };
     }
     // SAFETY: guaranteed by the caller.
-    unsafe { slow::free(pointer) }
+    unsafe { large::free(pointer) }
 }
 
 /// Allocates a zeroed array; returns null and `ENOMEM` on failure, also if the size overflows.
@@ -133,8 +133,8 @@ pub extern "C" fn calloc(count: usize, size: usize) -> *mut c_void {
             // SAFETY: as in malloc.
             unsafe { je::calloc(1, bytes) }
         }
-        Some(bytes) => slow::calloc(bytes),
-        None => slow::out_of_memory(),
+        Some(bytes) => large::calloc(bytes),
+        None => large::out_of_memory(),
     }
 }
 
@@ -150,7 +150,7 @@ pub unsafe extern "C" fn realloc(pointer: *mut c_void, size: usize) -> *mut c_vo
         return unsafe { je::realloc(pointer, size) };
     }
     // SAFETY: guaranteed by the caller.
-    unsafe { slow::realloc(pointer, size) }
+    unsafe { large::realloc(pointer, size) }
 }
 
 /// As [`realloc`] for an array; returns null and `ENOMEM` if the size overflows.
@@ -163,20 +163,20 @@ pub unsafe extern "C" fn reallocarray(pointer: *mut c_void, count: usize, size: 
     match count.checked_mul(size) {
         // SAFETY: guaranteed by the caller.
         Some(bytes) => unsafe { realloc(pointer, bytes) },
-        None => slow::out_of_memory(),
+        None => large::out_of_memory(),
     }
 }
 
 /// Allocates at a multiple of `align`, a power of two; returns null and `EINVAL` for any other value.
 #[unsafe(no_mangle)]
 pub extern "C" fn aligned_alloc(align: usize, size: usize) -> *mut c_void {
-    slow::aligned(align, size)
+    large::aligned(align, size)
 }
 
 /// Allocates at a multiple of `align`, rounded up to a power of two.
 #[unsafe(no_mangle)]
 pub extern "C" fn memalign(align: usize, size: usize) -> *mut c_void {
-    slow::aligned(align.checked_next_power_of_two().unwrap_or(0), size)
+    large::aligned(align.checked_next_power_of_two().unwrap_or(0), size)
 }
 
 /// Stores an allocation at a multiple of `align` in `result`; on failure returns `EINVAL` or `ENOMEM` and stores
@@ -190,9 +190,9 @@ pub unsafe extern "C" fn posix_memalign(result: *mut *mut c_void, align: usize, 
     if !align.is_power_of_two() || !align.is_multiple_of(size_of::<*mut c_void>()) {
         return libc::EINVAL;
     }
-    let errno = slow::errno();
-    let pointer = slow::aligned(align, size);
-    slow::set_errno(errno);
+    let errno = large::errno();
+    let pointer = large::aligned(align, size);
+    large::set_errno(errno);
     if pointer.is_null() {
         return libc::ENOMEM;
     }
@@ -204,7 +204,7 @@ pub unsafe extern "C" fn posix_memalign(result: *mut *mut c_void, align: usize, 
 /// Allocates at a page boundary.
 #[unsafe(no_mangle)]
 pub extern "C" fn valloc(size: usize) -> *mut c_void {
-    slow::aligned(pagemill::units::os_page_bytes(), size)
+    large::aligned(pagemill::units::os_page_bytes(), size)
 }
 
 /// Allocates whole pages.
@@ -212,8 +212,8 @@ pub extern "C" fn valloc(size: usize) -> *mut c_void {
 pub extern "C" fn pvalloc(size: usize) -> *mut c_void {
     let page = pagemill::units::os_page_bytes();
     match size.max(1).checked_next_multiple_of(page) {
-        Some(size) => slow::aligned(page, size),
-        None => slow::out_of_memory(),
+        Some(size) => large::aligned(page, size),
+        None => large::out_of_memory(),
     }
 }
 
@@ -225,13 +225,13 @@ pub extern "C" fn pvalloc(size: usize) -> *mut c_void {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn malloc_usable_size(pointer: *mut c_void) -> usize {
     // SAFETY: guaranteed by the caller.
-    unsafe { slow::usable(pointer) }
+    unsafe { large::usable(pointer) }
 }
 
 /// Gives all free memory back to the system; returns 1 if there was some.
 #[unsafe(no_mangle)]
 pub extern "C" fn malloc_trim(_pad: usize) -> c_int {
-    slow::trim()
+    large::trim()
 }
 
 /// Frees an allocation of a known size (C23).

@@ -6,7 +6,7 @@
 #![allow(unsafe_code)] // the C ABI of mallctl
 
 use crate::start::{self, State};
-use crate::{slow, small, young};
+use crate::{large, libc_fallback, small};
 use pagemill::stats::{self, Counter};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::transmute;
@@ -59,14 +59,14 @@ impl Name {
 fn used_bytes() -> usize {
     let small = match start::state() {
         State::Ready(_) => small::used_bytes(),
-        State::Starting | State::Young | State::Unmanaged => 0,
+        State::Starting | State::LibcFallback | State::Unmanaged => 0,
     };
     let slots = stats::get(Counter::Heap).saturating_sub(stats::get(Counter::HeapFree));
-    young::live_bytes() + (small + slots) as usize
+    libc_fallback::live_bytes() + (small + slots) as usize
 }
 
 fn resident_bytes() -> usize {
-    start::account().map_or(young::live_bytes(), |account| account.resident() as usize)
+    start::account().map_or(libc_fallback::live_bytes(), |account| account.resident() as usize)
 }
 
 /// What [`next`] has found: 1 if there is none, 0 before the first look.
@@ -147,7 +147,7 @@ pub unsafe extern "C" fn mallctl(
     unsafe {
         match known {
             Some(Name::Purge) => {
-                slow::trim();
+                large::trim();
                 0
             }
             Some(Name::Used) => store(read(&USED), old, old_len),

@@ -4,7 +4,7 @@
 //! extents grow block by block (`retain_grow_limit`), so that an extent and its huge page begin and end together.
 #![allow(unsafe_code)] // jemalloc and its hooks
 
-use crate::{slow, start};
+use crate::{large, start};
 use pagemill::Pagemill;
 use pagemill::reclaim::aging::LeastOver;
 use pagemill::reclaim::{Shrinker, Urgency};
@@ -100,7 +100,7 @@ unsafe extern "C" fn commit(
     // SAFETY: jemalloc has pages committed that it has from `allocate`, and has not committed, or has decommitted.
     let result = unsafe { pagemill.arena.commit(addr as usize + offset, len) };
     if pagemill.helper.is_due(pagemill.account) {
-        slow::call_soon();
+        large::call_soon();
     }
     result.is_err()
 }
@@ -269,7 +269,7 @@ pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
             (flags, _) => je::mallocx(size.max(1), flags | if is_zeroed { je::MALLOCX_ZERO } else { 0 }),
         }
     };
-    if pointer.is_null() { slow::out_of_memory() } else { pointer }
+    if pointer.is_null() { large::out_of_memory() } else { pointer }
 }
 
 /// # Safety

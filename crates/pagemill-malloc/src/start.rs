@@ -1,12 +1,12 @@
 //! Start, growth and exit of the library in a process.
 //!
 //! The library starts in its constructor, or in the first call of malloc if that comes earlier: from the loader, or
-//! from another library's constructor. Mostly the program is *young* then ([`crate::young`]), and the arena is created
-//! when it grows. Allocations of the same thread during that time are served by the C library.
+//! from another library's constructor. Mostly the program is *young* then ([`crate::libc_fallback`]), and the arena is
+//! created when it grows. Allocations of the same thread during that time are served by the C library.
 #![allow(unsafe_code)] // statics made at start
 
 use crate::settings::{self, settings, warn};
-use crate::{SMALL_BYTES, SMALL_LIMIT, SMALL_START, check, fork, slow, small, young};
+use crate::{SMALL_BYTES, SMALL_LIMIT, SMALL_START, check, fork, large, libc_fallback, small};
 use pagemill::Pagemill;
 use pagemill::heap::MIN_BYTES;
 use pagemill::published;
@@ -24,7 +24,7 @@ use std::sync::atomic::{
 };
 
 const UNSTARTED: usize = 0;
-const YOUNG: usize = 1;
+const LIBC_FALLBACK: usize = 1;
 const READY: usize = 2;
 const UNMANAGED: usize = 3;
 
@@ -46,7 +46,7 @@ pub enum State {
     /// The current thread is starting it.
     Starting,
     /// The C library serves as long as the program is small.
-    Young,
+    LibcFallback,
     Ready(&'static Pagemill),
     /// No address space for an arena: the C library serves for good.
     Unmanaged,
@@ -77,9 +77,9 @@ pub fn state() -> State {
                 Some(pagemill) => return State::Ready(pagemill),
                 None => return State::Unmanaged,
             },
-            YOUNG => {
+            LIBC_FALLBACK => {
                 fork::notice_raw_clone();
-                return State::Young;
+                return State::LibcFallback;
             }
             UNMANAGED => return State::Unmanaged,
             UNSTARTED => {
@@ -101,7 +101,7 @@ pub fn grow() -> bool {
     if !GROWTH.try_acquire() {
         return false;
     }
-    if PHASE.compare_exchange(YOUNG, mem::thread_token(), AcqRel, Relaxed).is_ok() {
+    if PHASE.compare_exchange(LIBC_FALLBACK, mem::thread_token(), AcqRel, Relaxed).is_ok() {
         enter(start_arena());
     }
     GROWTH.release();
@@ -121,25 +121,25 @@ fn enter(phase: usize) {
 /// Joins the tree if there is one, and selects the first allocator. Returns the phase to enter.
 fn begin_life() -> usize {
     settings::read();
-    young::find_functions();
+    libc_fallback::find_functions();
     fork::register();
     join_tree();
     let limit = tree_limit().min(settings().limit_bytes);
-    let may_be_young = limit == UNLIMITED && !settings().is_checking;
-    let after_bytes = settings().after_bytes.unwrap_or(young::DEFAULT_AFTER_BYTES);
-    if !young::begin(if may_be_young { after_bytes } else { 0 }) {
+    let may_fall_back = limit == UNLIMITED && !settings().is_checking;
+    let after_bytes = settings().after_bytes.unwrap_or(libc_fallback::DEFAULT_AFTER_BYTES);
+    if !libc_fallback::begin(if may_fall_back { after_bytes } else { 0 }) {
         return start_arena();
     }
-    YOUNG
+    LIBC_FALLBACK
 }
 
 /// The account of a young program for its tree, created when the program holds enough to be charged. Most programs of a
 /// tree end before.
-pub fn account_of_young() -> Option<&'static Account> {
+pub fn account_of_libc_fallback() -> Option<&'static Account> {
     extern "C" fn on_new_stack(_: *mut c_void) {
         let _ = make_account();
     }
-    if account().is_none() && tree().is_some() && young::owes_charge() && GROWTH.try_acquire() {
+    if account().is_none() && tree().is_some() && libc_fallback::owes_charge() && GROWTH.try_acquire() {
         // SAFETY: the function returns, and does not use its argument.
         unsafe { stack::call_on_new(STACK_BYTES, on_new_stack, ptr::null_mut()) };
         GROWTH.release();
@@ -161,7 +161,7 @@ fn make_account() -> pagemill::Result<&'static Account> {
     let folder = tree().map_or("", |_| settings().tree.as_str());
     published::set_home(folder, settings().runtime.as_str());
     account.on_first_charge(publish);
-    account.on_debt(slow::call_soon);
+    account.on_debt(large::call_soon);
     if let Some(page) = tree() {
         account.join(page, process::own_identity());
     }
@@ -211,7 +211,7 @@ fn try_start_arena() -> pagemill::Result<usize> {
     if settings().is_checking {
         check::start(pagemill);
     }
-    young::charge_exactly(account);
+    libc_fallback::charge_exactly(account);
     Ok(READY)
 }
 
@@ -284,13 +284,13 @@ pub fn helper(pagemill: &'static Pagemill) {
 extern "C" fn end() {
     let Some(account) = account() else {
         if let Some(page) = tree() {
-            page.note_small(young::peak_bytes());
+            page.note_small(libc_fallback::peak_bytes());
         }
         return;
     };
     match pagemill() {
         Some(pagemill) => pagemill.measure(),
-        None => young::note_end(account),
+        None => libc_fallback::note_end(account),
     }
     account.leave();
     published::withdraw();

@@ -81,10 +81,10 @@ fn old_pages_are_written_back() {
 /// By explicit calls: nothing is written before it is due; then everything is, adjacent pages together.
 #[test]
 fn what_is_not_due_stays() {
-    let young = cache(64 * MIB, shares(100, 100), true);
-    let (store, file) = open(&young);
+    let fresh = cache(64 * MIB, shares(100, 100), true);
+    let (store, file) = open(&fresh);
     write_page(&file, 0, 1).unwrap();
-    assert_eq!((young.write_back_due(), file.dirty_bytes(), store.calls().writes), (0, PAGE as u64, 0));
+    assert_eq!((fresh.write_back_due(), file.dirty_bytes(), store.calls().writes), (0, PAGE as u64, 0));
     let old = cache(64 * MIB, Writeback { age: Duration::ZERO, ..shares(100, 100) }, true);
     let (store, file) = open(&old);
     for page in (0..100).chain(200..300).rev() {

@@ -133,7 +133,7 @@ pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
         (true, true) => Function::Calloc,
         (false, _) => Function::Memalign,
     };
-    let Some(address) = address(function) else { return crate::slow::out_of_memory() };
+    let Some(address) = address(function) else { return crate::large::out_of_memory() };
     // SAFETY: the addresses of functions of these types; plain calls; the C library sets `errno`.
     let pointer = unsafe {
         match function {
@@ -152,7 +152,7 @@ pub fn allocate(size: usize, align: usize, is_zeroed: bool) -> *mut c_void {
 /// The pointer is live and from [`allocate`] or this function; the old one is not used after success. `size` is not 0.
 pub unsafe fn resize(pointer: *mut c_void, size: usize) -> *mut c_void {
     type Realloc = unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void;
-    let Some(address) = address(Function::Realloc) else { return crate::slow::out_of_memory() };
+    let Some(address) = address(Function::Realloc) else { return crate::large::out_of_memory() };
     // SAFETY: the address of a function of this type; guaranteed by the caller.
     let (before, new) = unsafe { (usable(pointer), transmute::<usize, Realloc>(address)(pointer, size)) };
     let new = note(new);

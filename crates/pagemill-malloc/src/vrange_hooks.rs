@@ -6,7 +6,7 @@
 //! are not intercepted.
 #![allow(unsafe_code)] // the C ABI of the mapping calls
 
-use crate::{slow, start};
+use crate::{large, start};
 use pagemill::{stats, volatile};
 use std::ffi::{c_int, c_long, c_void};
 use std::io;
@@ -40,7 +40,7 @@ pub unsafe extern "C" fn pagemill_vrange(
     purged: *mut c_int,
 ) -> isize {
     // A young program grows for it. A program that the C library serves for good has nothing that could purge.
-    let vranges = || match slow::grown() {
+    let vranges = || match large::grown() {
         Some(pagemill) => {
             start::helper(pagemill);
             // A fork child may mark without ever being charged, and must publish its figures nevertheless.

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // the program's pointers
 
 use crate::start::{self, State};
-use crate::{SMALL_LIMIT, check, marks, small, young};
+use crate::{SMALL_LIMIT, check, libc_fallback, small, vrange_hooks};
 use pagemill::heap::MIN_BYTES;
 use pagemill::{Error, Pagemill};
 pub use pagemill_sys::process::set_errno;
@@ -56,12 +56,12 @@ enum Zeroing {
 }
 
 fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
-    let from_c_library = || young::allocate(size, align, zeroing == Zeroing::Zeroed);
+    let from_c_library = || libc_fallback::allocate(size, align, zeroing == Zeroing::Zeroed);
     match start::state() {
-        State::Young if !young::is_small_with(size) && start::grow() => allocate(size, align, zeroing),
-        State::Young => {
+        State::LibcFallback if !libc_fallback::is_small_with(size) && start::grow() => allocate(size, align, zeroing),
+        State::LibcFallback => {
             let pointer = from_c_library();
-            charge_young();
+            charge_libc_fallback();
             pointer
         }
         State::Starting | State::Unmanaged => from_c_library(),
@@ -89,9 +89,9 @@ fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
 }
 
 /// Charges a young program's memory to its process tree.
-fn charge_young() {
-    if let Some(account) = start::account_of_young() {
-        young::charge_roughly(account);
+fn charge_libc_fallback() {
+    if let Some(account) = start::account_of_libc_fallback() {
+        libc_fallback::charge_roughly(account);
     }
 }
 
@@ -116,7 +116,7 @@ pub fn aligned(align: usize, size: usize) -> *mut c_void {
 /// The allocator that owns a pointer.
 enum Owner {
     /// Null.
-    Nobody,
+    None,
     /// Allocated while the program was young, or while the library started.
     CLibrary,
     Small,
@@ -126,12 +126,12 @@ enum Owner {
 fn owner(function: &str, pointer: *mut c_void) -> Owner {
     let addr = pointer as usize;
     if pointer.is_null() {
-        return Owner::Nobody;
+        return Owner::None;
     }
     match start::state() {
         State::Ready(pagemill) if pagemill.heap.contains(addr) => Owner::Heap(pagemill),
         State::Ready(pagemill) if pagemill.arena.contains(addr) => Owner::Small,
-        State::Ready(_) if young::live_bytes() == 0 => misuse(function, &Error::NotAllocated { addr }),
+        State::Ready(_) if libc_fallback::live_bytes() == 0 => misuse(function, &Error::NotAllocated { addr }),
         _ => Owner::CLibrary,
     }
 }
@@ -146,13 +146,13 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
     }
     let errno = errno();
     match owner("free", pointer) {
-        Owner::Nobody => {}
+        Owner::None => {}
         Owner::CLibrary => {
             // SAFETY: guaranteed by the caller.
-            unsafe { young::free(pointer) };
+            unsafe { libc_fallback::free(pointer) };
             match (start::pagemill(), start::account()) {
-                (Some(pagemill), _) => young::charge_exactly(pagemill.account),
-                (None, Some(account)) => young::charge_roughly(account),
+                (Some(pagemill), _) => libc_fallback::charge_exactly(pagemill.account),
+                (None, Some(account)) => libc_fallback::charge_roughly(account),
                 (None, None) => {}
             }
         }
@@ -179,7 +179,7 @@ fn forget_marks(pagemill: &'static Pagemill, pointer: *mut c_void) {
     if !pagemill.vranges.is_empty()
         && let Ok(bytes) = pagemill.heap.usable_bytes(pointer as usize)
     {
-        marks::forget(pointer as usize, bytes);
+        vrange_hooks::forget(pointer as usize, bytes);
     }
 }
 
@@ -188,8 +188,8 @@ pub fn grown() -> Option<&'static Pagemill> {
     loop {
         match start::state() {
             State::Ready(pagemill) => return Some(pagemill),
-            State::Young if !start::grow() => pagemill_sys::thread::pause(),
-            State::Young => {}
+            State::LibcFallback if !start::grow() => pagemill_sys::thread::pause(),
+            State::LibcFallback => {}
             State::Starting | State::Unmanaged => return None,
         }
     }
@@ -199,7 +199,7 @@ pub fn grown() -> Option<&'static Pagemill> {
 fn is_served_by_c_library(size: usize) -> bool {
     match start::state() {
         State::Starting | State::Unmanaged => true,
-        State::Young => young::is_small_with(size),
+        State::LibcFallback => libc_fallback::is_small_with(size),
         State::Ready(_) => false,
     }
 }
@@ -209,9 +209,9 @@ fn is_served_by_c_library(size: usize) -> bool {
 /// As [`crate::malloc_usable_size`].
 pub unsafe fn usable(pointer: *mut c_void) -> usize {
     match owner("malloc_usable_size", pointer) {
-        Owner::Nobody => 0,
+        Owner::None => 0,
         // SAFETY: guaranteed by the caller.
-        Owner::CLibrary => unsafe { young::usable(pointer) },
+        Owner::CLibrary => unsafe { libc_fallback::usable(pointer) },
         // SAFETY: guaranteed by the caller.
         Owner::Small => unsafe { small::usable(pointer) },
         Owner::Heap(pagemill) => match pagemill.heap.usable_bytes(pointer as usize) {
@@ -242,8 +242,8 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
         && is_served_by_c_library(size)
     {
         // SAFETY: guaranteed by the caller.
-        let new = unsafe { young::resize(pointer, size) };
-        charge_young();
+        let new = unsafe { libc_fallback::resize(pointer, size) };
+        charge_libc_fallback();
         return new;
     }
     if let Owner::Heap(pagemill) = owner
@@ -278,7 +278,7 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
 }
 
 pub fn trim() -> c_int {
-    let has_trimmed = young::trim();
+    let has_trimmed = libc_fallback::trim();
     let State::Ready(pagemill) = start::state() else { return c_int::from(has_trimmed) };
     let freed = pagemill.account.give_all_back();
     c_int::from(has_trimmed || freed > 0)
