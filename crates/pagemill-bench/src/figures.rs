@@ -8,5 +8,5 @@ use pagemill::published;
 /// is reused.
 pub fn giveable_bytes(pid: u32, start_time: u64) -> Option<u64> {
     let (_, snapshot) = published::find(pid)?;
-    (snapshot.who.start_ticks == start_time).then(|| snapshot.giveable_bytes())
+    (snapshot.identity.start_ticks == start_time).then(|| snapshot.giveable_bytes())
 }

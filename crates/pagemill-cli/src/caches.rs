@@ -28,7 +28,7 @@ pub fn ask(found: &[(Path, Snapshot)], interrupt: &Interrupt) -> Option<Answer> 
         let answer = if snapshot.get(Counter::Helpers) == 0 {
             Err(Unanswered::Late)
         } else {
-            listing::ask_for_caches(path, snapshot.who, || interrupt.has_come())
+            listing::ask_for_caches(path, snapshot.identity, || interrupt.has_come())
         };
         match answer {
             Ok(part) => rows.extend(part),

@@ -63,8 +63,8 @@ pub fn measured(published: Vec<published::Process>, interrupt: &Interrupt) -> Re
         let (path, snapshot) = &processes[*at].published.found[*part];
         (path, snapshot)
     };
-    let whom: Vec<_> = asked.iter().map(found).collect();
-    let answers = listing::ask_for_figures(&whom, || interrupt.has_come());
+    let targets: Vec<_> = asked.iter().map(found).collect();
+    let answers = listing::ask_for_figures(&targets, || interrupt.has_come());
     for ((at, part), answer) in asked.into_iter().zip(answers) {
         let process = &mut processes[at];
         match answer {
@@ -101,7 +101,7 @@ impl Process {
     }
 
     pub fn pid(&self) -> u32 {
-        self.published.who.pid
+        self.published.identity.pid
     }
 
     /// Returns the age of the figures, if they are not current.

@@ -135,7 +135,7 @@ impl Meminfo {
                     answer: Some(answer),
                     members: None,
                 };
-                Ok((process.published.who.start_ticks, self.text(&shown, pid, process.age())))
+                Ok((process.published.identity.start_ticks, self.text(&shown, pid, process.age())))
             }
             Target::Tree(members) => {
                 let shown = Shown {
@@ -145,7 +145,7 @@ impl Meminfo {
                     answer: None,
                     members: Some(&members),
                 };
-                let start = pagemill_sys::process::identity(pid).map_or(0, |who| who.start_ticks);
+                let start = pagemill_sys::process::identity(pid).map_or(0, |identity| identity.start_ticks);
                 Ok((start, self.text(&shown, pid, None)))
             }
         }

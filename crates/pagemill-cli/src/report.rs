@@ -40,7 +40,7 @@ impl Collected {
 
     fn absorb(&mut self, snapshot: &Snapshot) {
         self.sum.absorb_ended(snapshot);
-        let peak = self.peaks.entry(snapshot.who.pid).or_default();
+        let peak = self.peaks.entry(snapshot.identity.pid).or_default();
         *peak = (*peak).max(snapshot.get(Counter::ResidentPeak));
         self.largest.push(snapshot.clone());
         self.largest.sort_by_key(|snapshot| std::cmp::Reverse(snapshot.get(Counter::ResidentPeak)));
@@ -246,8 +246,8 @@ impl Report {
             rows.map(|row| (row.name.to_owned(), json!(snapshot.get(row.counter)))).collect()
         };
         let largest = self.collected.largest.iter().map(|snapshot| {
-            let is_running = self.running.iter().any(|process| process.who == snapshot.who);
-            json!({"pid": snapshot.who.pid, "name": snapshot.name(), "running": is_running, "counters": counters(snapshot)})
+            let is_running = self.running.iter().any(|process| process.identity == snapshot.identity);
+            json!({"pid": snapshot.identity.pid, "name": snapshot.name(), "running": is_running, "counters": counters(snapshot)})
         });
         let rows = self.largest.iter().map(|row| {
             json!({"pid": row.pid, "name": row.name, "running": row.is_running,
@@ -287,18 +287,18 @@ impl Report {
 fn rows(by_kernel: Vec<Process>, collected: &Collected) -> Vec<Row> {
     let allocator = |pid| collected.peaks.get(&pid).copied();
     let of_kernel = |process: Process| Row {
-        pid: process.who.pid,
-        is_running: process::is_alive(process.who),
+        pid: process.identity.pid,
+        is_running: process::is_alive(process.identity),
         name: process.name,
         resident: Some(process.bytes),
-        allocator: allocator(process.who.pid),
+        allocator: allocator(process.identity.pid),
     };
     let mut rows: Vec<Row> = by_kernel.into_iter().map(of_kernel).collect();
     for snapshot in &collected.largest {
-        let who = snapshot.who;
-        if rows.iter().all(|row| row.pid != who.pid) {
-            let (name, is_running) = (snapshot.name().to_string(), process::is_alive(who));
-            rows.push(Row { pid: who.pid, name, resident: None, allocator: allocator(who.pid), is_running });
+        let identity = snapshot.identity;
+        if rows.iter().all(|row| row.pid != identity.pid) {
+            let (name, is_running) = (snapshot.name().to_string(), process::is_alive(identity));
+            rows.push(Row { pid: identity.pid, name, resident: None, allocator: allocator(identity.pid), is_running });
         }
     }
     rows.sort_by_key(|row| std::cmp::Reverse(row.most()));
@@ -314,7 +314,7 @@ fn write_row(text: &mut String, name: &str, value: &str, meaning: &str) {
 pub fn describe(excess: &Excess) -> String {
     let names = excess.largest.iter().take(3);
     let names: Vec<_> =
-        names.map(|process| format!("{} ({}) {}", process.name, process.who.pid, Bytes(process.bytes))).collect();
+        names.map(|process| format!("{} ({}) {}", process.name, process.identity.pid, Bytes(process.bytes))).collect();
     format!(
         "{} without files at one moment, shared memory counted once; of it the allocator had at most {}; most in {}",
         Bytes(excess.held_bytes),
@@ -327,7 +327,7 @@ fn excess_json(excess: &Excess) -> Value {
     let largest = excess
         .largest
         .iter()
-        .map(|process| json!({"pid": process.who.pid, "name": process.name, "bytes": process.bytes}));
+        .map(|process| json!({"pid": process.identity.pid, "name": process.name, "bytes": process.bytes}));
     json!({
         "bytes": excess.over_bytes(),
         "held_bytes": excess.held_bytes,

@@ -77,7 +77,7 @@ fn events_of(process: &Process, parts: usize) -> std::io::Result<Vec<Line>> {
     let mut lines = Vec::new();
     for (path, snapshot) in process.found.iter().take(parts) {
         let events = trace::read(path.as_c_str(), process.owner())?;
-        lines.extend(events.into_iter().map(|event| Line { pid: process.who.pid, name: snapshot.name(), event }));
+        lines.extend(events.into_iter().map(|event| Line { pid: process.identity.pid, name: snapshot.name(), event }));
     }
     Ok(lines)
 }

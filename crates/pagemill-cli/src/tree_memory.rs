@@ -26,7 +26,7 @@ const PAUSE_FACTOR: u32 = 120;
 /// A process and the memory that it held.
 #[derive(Clone, Debug)]
 pub struct Process {
-    pub who: Identity,
+    pub identity: Identity,
     /// Its name when it held most.
     pub name: String,
     pub bytes: u64,
@@ -131,7 +131,7 @@ impl TreeMemory {
             }
         }
         for (pid, process) in &self.seen {
-            if !found.contains_key(pid) && process::is_alive(process.who) {
+            if !found.contains_key(pid) && process::is_alive(process.identity) {
                 walk(*pid, &mut found);
             }
         }
@@ -144,8 +144,8 @@ impl TreeMemory {
                 if status.peak_bytes > process.bytes {
                     (process.bytes, process.name) = (status.peak_bytes, status.name.clone());
                 }
-            } else if let Some(who) = process::identity(*pid) {
-                self.seen.insert(*pid, Process { who, name: status.name.clone(), bytes: status.peak_bytes });
+            } else if let Some(identity) = process::identity(*pid) {
+                self.seen.insert(*pid, Process { identity, name: status.name.clone(), bytes: status.peak_bytes });
             }
         }
         let (ended, count) = (&mut self.ended, &mut self.ended_count);
@@ -170,8 +170,8 @@ impl TreeMemory {
         let mut largest: Vec<_> = found
             .iter()
             .filter_map(|(pid, status)| {
-                let who = self.seen.get(pid)?.who;
-                Some(Process { who, name: status.name.clone(), bytes: share(*pid, status) })
+                let identity = self.seen.get(pid)?.identity;
+                Some(Process { identity, name: status.name.clone(), bytes: share(*pid, status) })
             })
             .collect();
         let held_bytes = largest.iter().map(|process| process.bytes).sum();

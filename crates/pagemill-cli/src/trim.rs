@@ -45,7 +45,7 @@ pub struct Trim {
 }
 
 /// The processes to trim.
-enum Whom {
+enum Targets {
     One(u32),
     Tree(u32),
     All,
@@ -62,12 +62,12 @@ struct Done {
 
 impl Trim {
     pub fn main(&self) -> ExitCode {
-        let (whom, size) = match self.read() {
+        let (targets, size) = match self.read() {
             Ok(read) => read,
             Err(message) => return fail(2, &message),
         };
         let Ok(interrupt) = Interrupt::watch() else { return fail(1, "signals cannot be watched for") };
-        let found = match found(&whom) {
+        let found = match found(&targets) {
             Ok(found) => found,
             Err(message) => return fail(2, &message),
         };
@@ -92,19 +92,19 @@ impl Trim {
         if interrupt.has_come() { interrupt.end() } else { status }
     }
 
-    fn read(&self) -> Result<(Whom, Option<u64>), String> {
+    fn read(&self) -> Result<(Targets, Option<u64>), String> {
         let mut words = self.words.iter();
-        let whom = match (self.all, self.tree) {
-            (true, _) => Whom::All,
-            (false, Some(pid)) => Whom::Tree(pid),
+        let targets = match (self.all, self.tree) {
+            (true, _) => Targets::All,
+            (false, Some(pid)) => Targets::Tree(pid),
             (false, None) => {
                 let word = words.next().ok_or("which process? `pagemill trim PID`, --tree PID, or --all")?;
-                Whom::One(word.parse().map_err(|_| format!("{word} is no process id"))?)
+                Targets::One(word.parse().map_err(|_| format!("{word} is no process id"))?)
             }
         };
         let size = words.next();
         // In `meminfo PID --all` the word is a process.
-        if let (Whom::All, Some(word)) = (&whom, size)
+        if let (Targets::All, Some(word)) = (&targets, size)
             && word.parse::<u32>().is_ok_and(|pid| process::identity(pid).is_some())
         {
             return Err(format!(
@@ -116,7 +116,7 @@ impl Trim {
             Some(word) => {
                 Err(format!("{word} is one word too many: PID [SIZE] is wanted, with --tree and --all [SIZE]"))
             }
-            None => Ok((whom, size.transpose()?)),
+            None => Ok((targets, size.transpose()?)),
         }
     }
 
@@ -138,27 +138,27 @@ impl Trim {
 }
 
 /// Finds the processes to trim.
-fn found(whom: &Whom) -> Result<Vec<published::Process>, String> {
+fn found(targets: &Targets) -> Result<Vec<published::Process>, String> {
     let of_pid = |pid: u32| published::read(pid).filter(published::Process::is_own);
-    let found = match whom {
-        Whom::All => published::read_all().into_iter().filter(published::Process::is_own).collect(),
-        Whom::One(pid) => match of_pid(*pid) {
+    let found = match targets {
+        Targets::All => published::read_all().into_iter().filter(published::Process::is_own).collect(),
+        Targets::One(pid) => match of_pid(*pid) {
             Some(process) => vec![process],
             None => own_tree(*pid).ok_or_else(|| published::missing(*pid))?,
         },
-        Whom::Tree(pid) => {
+        Targets::Tree(pid) => {
             if pagemill_sys::process::identity(*pid).is_none() {
                 return Err(published::missing(*pid));
             }
             let members = own_tree(*pid).unwrap_or_default();
-            let mut pids: BTreeSet<u32> = members.iter().map(|member| member.who.pid).collect();
+            let mut pids: BTreeSet<u32> = members.iter().map(|member| member.identity.pid).collect();
             pids.extend(descendants(*pid));
             pids.into_iter().filter_map(of_pid).collect()
         }
     };
-    match (found.is_empty(), whom) {
-        (true, Whom::All) => Err("no process of yours is on Pagemill".to_owned()),
-        (true, Whom::One(pid) | Whom::Tree(pid)) => {
+    match (found.is_empty(), targets) {
+        (true, Targets::All) => Err("no process of yours is on Pagemill".to_owned()),
+        (true, Targets::One(pid) | Targets::Tree(pid)) => {
             Err(format!("no process of {pid} and below is on Pagemill and yours"))
         }
         (false, _) => Ok(found),
@@ -211,7 +211,7 @@ fn trim(process: Process, most: Option<u64>, interrupt: &Interrupt) -> Done {
         while left > 0 {
             let command = ControlCommand::Trim { want_bytes: left.min(COMMAND_BYTES) };
             let answer = match has_helper {
-                true => listing::command(path, snapshot.who, command, || interrupt.has_come()),
+                true => listing::command(path, snapshot.identity, command, || interrupt.has_come()),
                 false => Err(Unanswered::Late),
             };
             match answer {

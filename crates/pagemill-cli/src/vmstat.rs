@@ -50,14 +50,14 @@ impl Shown {
         Ok(match figures::of(pid, interrupt)? {
             Target::One(process) => Self {
                 title: process.title(),
-                start_ticks: process.published.who.start_ticks,
+                start_ticks: process.published.identity.start_ticks,
                 sum: process.sum.clone(),
                 age: process.age(),
                 members: None,
             },
             Target::Tree(members) => Self {
                 title: format!("{pid} pagemill run: {} on Pagemill\n", figures::processes(members.len())),
-                start_ticks: pagemill_sys::process::identity(pid).map_or(0, |who| who.start_ticks),
+                start_ticks: pagemill_sys::process::identity(pid).map_or(0, |identity| identity.start_ticks),
                 sum: figures::sum_of(&members),
                 age: None,
                 members: Some(members),

@@ -69,7 +69,7 @@ fn ask(path: &Path, snapshot: &Snapshot, interrupt: &Interrupt) -> Result<List, 
     if bytes == [0, 0] {
         return Ok(List::default());
     }
-    listing::ask(path, snapshot.who, || interrupt.has_come())
+    listing::ask(path, snapshot.identity, || interrupt.has_come())
 }
 
 /// Sums over a list. The lengths come from another process, so additions saturate.
@@ -139,7 +139,7 @@ fn seconds_of(range: &Listed) -> Option<f64> {
 }
 
 fn text_of(snapshot: &Snapshot, list: &List) -> String {
-    let mut text = format!("{} {}\n", snapshot.who.pid, snapshot.name());
+    let mut text = format!("{} {}\n", snapshot.identity.pid, snapshot.name());
     if list.ranges.is_empty() {
         text.push_str("  no volatile ranges\n");
         return text;
@@ -189,7 +189,7 @@ fn json_of(snapshot: &Snapshot, list: &List) -> Value {
     let totals = Totals::of(&list.ranges);
     let [held, volatile, pinned, purging] = totals.states.map(|(_, bytes)| bytes);
     json!({
-        "pid": snapshot.who.pid, "name": snapshot.name(), "ranges": ranges,
+        "pid": snapshot.identity.pid, "name": snapshot.name(), "ranges": ranges,
         "totals": {
             "ranges": list.ranges.len(), "size": totals.bytes, "held": held, "volatile": volatile, "pinned": pinned,
             "purging": purging, "purged_bytes": totals.purged_bytes, "not_listed": list.left_out,

@@ -180,7 +180,7 @@ fn caches_of_a_preloaded_program_are_shown() {
 
 /// A program that does not answer is shown with the sums that it published, and with the reason why there is no more.
 #[test]
-fn who_does_not_answer_is_shown_with_sums() {
+fn a_silent_process_is_shown_with_sums() {
     let place = Place::new();
     let holder = start(&place);
     holder.stop();

@@ -268,7 +268,7 @@ fn overcommitted_memory_is_given_back_after_a_last_free() {
 
 /// A pipe in place of the figures does not block a command.
 #[test]
-fn a_pipe_in_the_way_stops_nobody() {
+fn a_pipe_in_the_way_stops_no_process() {
     let place = Place::new();
     let Some(idle) = place.compile("idle.c", &[]) else { return };
     let mut command = place.pagemill_run(&[], idle);

@@ -114,12 +114,12 @@ fn strangers_mark_their_own_only() {
     fs::set_permissions(open.join("below"), fs::Permissions::from_mode(0o700)).unwrap();
     fs::write(open.join("below/file"), pattern(1, MIB)).unwrap();
     fs::write(ram.at("file"), pattern(2, MIB)).unwrap();
-    let as_nobody = |script: String| {
+    let as_other_user = |script: String| {
         let mut command = Command::new("su");
         command.args(["nobody", "-s", "/bin/sh", "-c", &script]).stdin(Stdio::null());
         finish(command, STUCK_AFTER)
     };
-    let set = |path: &Path| as_nobody(format!("setfattr -n user.pagemill.volatile -v full {}", path.display()));
+    let set = |path: &Path| as_other_user(format!("setfattr -n user.pagemill.volatile -v full {}", path.display()));
     assert!(!set(&ram.at("file")).status.success() && !set(&ram.point).status.success(), "the kernel's own rule");
     set(&open).assert_success();
     assert_eq!(ram.purge(100), 0);
@@ -389,7 +389,7 @@ fn a_group_that_is_none_is_named() {
 
 /// While a controller runs another is refused; a busy mount names its users, and ends when there are none.
 #[test]
-fn busy_mounts_name_who_is_busy() {
+fn busy_mounts_name_the_process() {
     let Some(mut ram) = Ram::new(&["--size", "64M"]) else { return };
     let point = ram.point.to_str().unwrap().to_owned();
     let device = fs::metadata(&point).unwrap().dev();
@@ -441,7 +441,7 @@ fn what_is_no_longer_marked_stays() {
 
 /// A mount point whose name is not text does no harm.
 #[test]
-fn odd_names_are_in_nobodys_way() {
+fn odd_names_block_no_purge() {
     use std::os::unix::ffi::OsStrExt;
     if !may_mount() {
         return;
@@ -617,7 +617,7 @@ fn readers_get_whole_files_or_none() {
 
 /// Folders that move and links that lead elsewhere do not mislead a purge: files are purged meanwhile, and nothing else goes.
 #[test]
-fn moving_folders_lead_nobody_astray() {
+fn moving_folders_lead_no_purge_astray() {
     let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
     let cache = ram.folder("cache", &["--volatile", "full"]);
     let kept = ram.at("kept");

@@ -185,9 +185,9 @@ mod git {
         }
         let place = Place::new();
         let out = is_the_same(&place, "sh", &["-c", SCRIPT], |command| {
-            for who in ["AUTHOR", "COMMITTER"] {
-                command.env(format!("GIT_{who}_NAME"), "tester").env(format!("GIT_{who}_EMAIL"), "tester@localhost");
-                command.env(format!("GIT_{who}_DATE"), "2020-02-02T02:02:02Z");
+            for role in ["AUTHOR", "COMMITTER"] {
+                command.env(format!("GIT_{role}_NAME"), "tester").env(format!("GIT_{role}_EMAIL"), "tester@localhost");
+                command.env(format!("GIT_{role}_DATE"), "2020-02-02T02:02:02Z");
             }
             command
                 .env("GIT_CONFIG_NOSYSTEM", "1")

@@ -163,20 +163,20 @@ fn caches_are_shrunk() {
     assert_eq!(again["shrunk"].as_array().unwrap().len(), 1, "only such as have a constructor");
     let pid = holder.pid().to_string();
     assert_refused(&finish(slabinfo(&place, &[&pid, "--shrink=else"]), STUCK_AFTER), "has no slab cache else");
-    let nobody = finish(slabinfo(&place, &["--shrink"]), STUCK_AFTER);
-    assert!(nobody.code() == 2 && nobody.err.contains("PID"), "{}", nobody.err);
+    let without_process = finish(slabinfo(&place, &["--shrink"]), STUCK_AFTER);
+    assert!(without_process.code() == 2 && without_process.err.contains("PID"), "{}", without_process.err);
     assert_eq!(holder.end(), [1]);
     place.assert_swept();
 }
 
 /// Sends an order directly, without the command.
-fn send_command(figures: &FigurePath, who: Identity, action: Action, cache: u64) -> Result<Outcome, Unanswered> {
-    listing::command(figures, who, ControlCommand::Slab { action, cache }, || false)
+fn send_command(figures: &FigurePath, identity: Identity, action: Action, cache: u64) -> Result<Outcome, Unanswered> {
+    listing::command(figures, identity, ControlCommand::Slab { action, cache }, || false)
 }
 
 /// The file in which a program of this place publishes its figures.
-fn figures_of(place: &Place, who: Identity) -> FigurePath {
-    published::file_of(place.path("runtime/pagemill").to_str().unwrap(), who).unwrap()
+fn figures_of(place: &Place, identity: Identity) -> FigurePath {
+    published::file_of(place.path("runtime/pagemill").to_str().unwrap(), identity).unwrap()
 }
 
 /// Ratios of a running program are set. Invalid ones are refused, by the command and by the process.
@@ -205,9 +205,9 @@ fn ratios_are_set() {
     holder.next();
     assert_eq!(said(&holder, "nodes")[4], 0, "nothing was set where a name was wrong");
 
-    let who = process::identity(holder.pid()).unwrap();
-    let figures = figures_of(&place, who);
-    let errno = |action, cache| send_command(&figures, who, action, cache).unwrap().errno;
+    let identity = process::identity(holder.pid()).unwrap();
+    let figures = figures_of(&place, identity);
+    let errno = |action, cache| send_command(&figures, identity, action, cache).unwrap().errno;
     assert_eq!(errno(Action::SetUsedRatio(101), 1), libc::EINVAL);
     assert_eq!(errno(Action::SetRemoteRatio(u32::MAX), 1), libc::EINVAL);
     assert_eq!([Action::Shrink, Action::SetUsedRatio(1)].map(|action| errno(action, 99)), [libc::ENOENT; 2]);
@@ -382,7 +382,7 @@ fn many_ask_at_once() {
 /// A stopped process does not answer, one without caches is not asked, and one without Pagemill has no figures. A
 /// process that ends meanwhile is reported as such.
 #[test]
-fn who_has_none_is_told_apart() {
+fn a_process_without_any_is_told_apart() {
     let place = Place::new();
     let all = finish(slabinfo(&place, &[]), STUCK_AFTER);
     assert_eq!((all.code(), all.out.as_str()), (0, "no process of yours has slab caches\n"));
@@ -421,7 +421,7 @@ fn who_has_none_is_told_apart() {
 /// All processes are asked before the first wait, so two that do not answer cost no more time than one. Both are
 /// reported, and the others listed.
 #[test]
-fn who_does_not_answer_keeps_nobody_waiting() {
+fn a_silent_process_delays_no_other() {
     let place = Place::new();
     let holders = [(); 3].map(|()| start(&place));
     let stopped = [&holders[0], &holders[2]];
@@ -436,16 +436,16 @@ fn who_does_not_answer_keeps_nobody_waiting() {
     assert!(titles.len() == 1 && listed, "{}", end.out);
     assert_eq!((end.err.lines().count(), requests(&place)), (2, Vec::new()), "{}", end.err);
 
-    let whos = stopped.map(|holder| process::identity(holder.pid()).unwrap());
-    let figures = whos.map(|who| figures_of(&place, who));
-    let whom = [(&figures[0], whos[0]), (&figures[1], whos[1])];
+    let identities = stopped.map(|holder| process::identity(holder.pid()).unwrap());
+    let figures = identities.map(|identity| figures_of(&place, identity));
+    let targets = [(&figures[0], identities[0]), (&figures[1], identities[1])];
     let asked = Cell::new(0);
     // The requests that exist when the wait begins.
     let should_stop = || {
         asked.set(requests(&place).len());
         true
     };
-    let told = listing::ask_for_slabs(&whom, should_stop);
+    let told = listing::ask_for_slabs(&targets, should_stop);
     assert!(told.iter().all(|told| matches!(told, Err(Unanswered::Stopped))), "{told:?}");
     assert_eq!((asked.get(), told.len(), requests(&place)), (2, 2, Vec::new()));
     stopped.iter().for_each(|holder| holder.go_on());
@@ -459,12 +459,12 @@ fn others_are_refused() {
     if !is_root() || lacks("setpriv") {
         return println!("skipped: another user is needed");
     }
-    const NOBODY: u32 = 65534;
+    const OTHER_USER: u32 = 65534;
     let place = Place::new();
     fs::set_permissions(place.path("."), fs::Permissions::from_mode(0o755)).unwrap();
     let holder = start(&place);
     let pid = holder.pid().to_string();
-    let as_nobody = |runtime: &Path| {
+    let as_other_user = |runtime: &Path| {
         let mut command = place.command("setpriv");
         command.args(["--reuid=65534", "--regid=65534", "--clear-groups", PAGEMILL, "slabinfo", &pid, "-s"]);
         command.env("XDG_RUNTIME_DIR", runtime);
@@ -472,19 +472,19 @@ fn others_are_refused() {
     };
     // With that user's own folders, and with those of the process.
     for runtime in [place.path("none"), place.path("runtime")] {
-        let end = as_nobody(&runtime);
+        let end = as_other_user(&runtime);
         if end.code() >= 126 {
             return println!("skipped: the command lies where not everybody may go");
         }
         assert_refused(&end, "is another user's: it answers user 0 only");
     }
     // A request placed by another user, or writable by another user, is ignored.
-    let who = process::identity(holder.pid()).unwrap();
-    let figures = figures_of(&place, who);
+    let identity = process::identity(holder.pid()).unwrap();
+    let figures = figures_of(&place, identity);
     let stopped = |change: &dyn Fn(&Path)| {
         holder.stop();
         let outcome = thread::scope(|scope| {
-            let asking = scope.spawn(|| send_command(&figures, who, Action::SetUsedRatio(77), 1));
+            let asking = scope.spawn(|| send_command(&figures, identity, Action::SetUsedRatio(77), 1));
             while requests(&place).is_empty() {
                 thread::sleep(Duration::from_millis(1));
             }
@@ -494,16 +494,16 @@ fn others_are_refused() {
         });
         assert!(matches!(outcome, Err(Unanswered::Late)), "{outcome:?}");
     };
-    stopped(&|path| std::os::unix::fs::chown(path, Some(NOBODY), None).unwrap());
+    stopped(&|path| std::os::unix::fs::chown(path, Some(OTHER_USER), None).unwrap());
     stopped(&|path| fs::set_permissions(path, fs::Permissions::from_mode(0o666)).unwrap());
     stopped(&|path| fs::hard_link(path, place.path("second")).unwrap());
     assert_eq!(number(cache(&list(&place, &holder, &[]), "nodes"), "defrag_used_ratio"), 0);
-    assert_eq!(send_command(&figures, who, Action::SetUsedRatio(77), 1).unwrap().errno, 0, "its own user may");
+    assert_eq!(send_command(&figures, identity, Action::SetUsedRatio(77), 1).unwrap().errno, 0, "its own user may");
     assert_eq!(holder.end(), [1]);
 
     // Root, as the other user.
     fs::set_permissions(place.path("runtime"), fs::Permissions::from_mode(0o700)).unwrap();
-    std::os::unix::fs::chown(place.path("runtime"), Some(NOBODY), Some(NOBODY)).unwrap();
+    std::os::unix::fs::chown(place.path("runtime"), Some(OTHER_USER), Some(OTHER_USER)).unwrap();
     fs::remove_dir_all(place.path("runtime/pagemill")).unwrap();
     let mut command = place.command("setpriv");
     command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]).arg(std::env::current_exe().unwrap());
@@ -522,19 +522,19 @@ fn others_are_refused() {
 }
 
 /// Forged figures of a process that claims to have slab caches.
-fn forge_figures(place: &Place, who: Identity) {
+fn forge_figures(place: &Place, identity: Identity) {
     let mut page = vec![0u8; stats::Figures::LEN];
     page[..8].copy_from_slice(b"pagemill");
     page[8..12].copy_from_slice(&stats::VERSION.to_le_bytes());
-    page[12..16].copy_from_slice(&who.pid.to_le_bytes());
-    page[16..24].copy_from_slice(&who.start_ticks.to_le_bytes());
+    page[12..16].copy_from_slice(&identity.pid.to_le_bytes());
+    page[16..24].copy_from_slice(&identity.start_ticks.to_le_bytes());
     let counter = 64 + 8 * Counter::SlabCaches as usize;
     page[counter..counter + 8].copy_from_slice(&1u64.to_le_bytes());
     let folder = place.path("runtime/pagemill");
     if !folder.exists() {
         std::os::unix::fs::DirBuilderExt::mode(&mut fs::DirBuilder::new(), 0o700).create(&folder).unwrap();
     }
-    fs::write(figures_of(place, who).as_str(), page).unwrap();
+    fs::write(figures_of(place, identity).as_str(), page).unwrap();
 }
 
 /// Lists and answers that another process may have written are not trusted, and do no harm. The test writes them
@@ -545,7 +545,7 @@ fn garbage_is_refused() {
     let mut sleeper = place.command("cat");
     sleeper.stdin(Stdio::piped());
     let sleeper = Guard::new(sleeper);
-    let who = process::identity(sleeper.id()).unwrap();
+    let identity = process::identity(sleeper.id()).unwrap();
     let head = |magic: &[u8; 8], number: u32, errno: u32, records: u64| {
         let mut bytes = magic.to_vec();
         bytes.extend(number.to_le_bytes().into_iter().chain(errno.to_le_bytes()));
@@ -566,7 +566,7 @@ fn garbage_is_refused() {
     ];
     // Writes an answer once there is a request.
     let answered = |answer: &[u8], from: usize, ask: &(dyn Fn() -> String + Sync)| {
-        forge_figures(&place, who);
+        forge_figures(&place, identity);
         let told = thread::scope(|scope| {
             let asking = scope.spawn(ask);
             while requests(&place).is_empty() && !asking.is_finished() {
@@ -598,10 +598,11 @@ fn garbage_is_refused() {
         ([head(told, 1, 0, 1), outcome(5)].concat(), "done"),
     ];
     for (answer, words) in &commands {
-        let told = answered(answer, 32, &|| match send_command(&figures_of(&place, who), who, Action::Shrink, 5) {
-            Ok(outcome) => format!("done: {outcome:?}"),
-            Err(error) => error.to_string(),
-        });
+        let told =
+            answered(answer, 32, &|| match send_command(&figures_of(&place, identity), identity, Action::Shrink, 5) {
+                Ok(outcome) => format!("done: {outcome:?}"),
+                Err(error) => error.to_string(),
+            });
         assert!(told.contains(words), "{told}");
     }
 }

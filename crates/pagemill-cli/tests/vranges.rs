@@ -262,7 +262,7 @@ fn a_preloaded_program_with_handles_is_listed() {
 /// A stopped process does not answer: the command reports that in time and leaves no file behind, nor does it after
 /// Ctrl-C. Once continued, the process answers again.
 #[test]
-fn who_is_stopped_does_not_answer() {
+fn a_stopped_process_does_not_answer() {
     let place = Place::new();
     let mut command = place.command(std::env::current_exe().unwrap());
     as_program(&mut command);
@@ -286,7 +286,7 @@ fn who_is_stopped_does_not_answer() {
 
 /// A process that does not exist; one without Pagemill; one without ranges, which is not even asked.
 #[test]
-fn who_has_none_is_told_apart() {
+fn a_process_without_any_is_told_apart() {
     let place = Place::new();
     assert_refused(&finish(vranges(&place, 1 << 30, &[]), STUCK_AFTER), "there is no process 1073741824");
     let mut plain = place.command("cat");
@@ -313,19 +313,19 @@ fn who_has_none_is_told_apart() {
 }
 
 /// Forged figures of a process that claims to have ranges.
-fn forge_figures(place: &Place, who: Identity) -> PathBuf {
+fn forge_figures(place: &Place, identity: Identity) -> PathBuf {
     let mut page = vec![0u8; stats::Figures::LEN];
     page[..8].copy_from_slice(b"pagemill");
     page[8..12].copy_from_slice(&stats::VERSION.to_le_bytes());
-    page[12..16].copy_from_slice(&who.pid.to_le_bytes());
-    page[16..24].copy_from_slice(&who.start_ticks.to_le_bytes());
+    page[12..16].copy_from_slice(&identity.pid.to_le_bytes());
+    page[16..24].copy_from_slice(&identity.start_ticks.to_le_bytes());
     let counter = 64 + 8 * Counter::MarkedBytes as usize;
     page[counter..counter + 8].copy_from_slice(&1u64.to_le_bytes());
     let folder = place.path("runtime/pagemill");
     if !folder.exists() {
         std::os::unix::fs::DirBuilderExt::mode(&mut fs::DirBuilder::new(), 0o700).create(&folder).unwrap();
     }
-    let path = published::file_of(folder.to_str().unwrap(), who).unwrap();
+    let path = published::file_of(folder.to_str().unwrap(), identity).unwrap();
     fs::write(path.as_str(), page).unwrap();
     path.as_str().into()
 }
@@ -337,8 +337,8 @@ fn garbage_is_refused() {
     let mut sleeper = place.command("cat");
     sleeper.stdin(Stdio::piped());
     let sleeper = Guard::new(sleeper);
-    let who = process::identity(sleeper.id()).unwrap();
-    let figures = forge_figures(&place, who);
+    let identity = process::identity(sleeper.id()).unwrap();
+    let figures = forge_figures(&place, identity);
     let head = |number: u32, errno: u32, records: u64| {
         let mut bytes = b"pm-vrng1".to_vec();
         bytes.extend(number.to_le_bytes().into_iter().chain(errno.to_le_bytes()));
@@ -370,7 +370,7 @@ fn garbage_is_refused() {
         assert_refused(&end, words);
         assert_eq!(requests(&place), Vec::<PathBuf>::new());
         // The sequence of requests starts anew.
-        forge_figures(&place, who);
+        forge_figures(&place, identity);
     }
     fs::write(&figures, b"short").unwrap();
     assert_refused(&finish(vranges(&place, sleeper.id(), &[]), STUCK_AFTER), "publishes no figures");

@@ -116,9 +116,9 @@ fn strict_memory_raises_signals_under_a_limit() {
 
 /// The ranges of a process that publishes in this folder; `None` if it does not publish.
 fn list(folder: &Path, pid: u32) -> Option<List> {
-    let who = process::identity(pid).unwrap();
-    let figures = published::file_of(folder.to_str().unwrap(), who).unwrap();
-    std::fs::exists(figures.as_str()).unwrap().then(|| listing::ask(&figures, who, || false).unwrap())
+    let identity = process::identity(pid).unwrap();
+    let figures = published::file_of(folder.to_str().unwrap(), identity).unwrap();
+    std::fs::exists(figures.as_str()).unwrap().then(|| listing::ask(&figures, identity, || false).unwrap())
 }
 
 /// Lengths of the listed ranges in pages, ascending.

@@ -308,7 +308,7 @@ mod tests {
 
     /// A process that waits for the lease gets the file with its name.
     #[test]
-    fn who_waits_for_a_file_gets_it() {
+    fn a_waiting_open_gets_the_file() {
         let Some(folder) = Folder::new() else { return println!("skipped: no /dev/shm") };
         let inode = folder.write("a", 10);
         let target =

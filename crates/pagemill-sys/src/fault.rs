@@ -293,10 +293,10 @@ pub fn is_readable(addr: usize) -> bool {
 /// OR.
 pub fn is_writable(addr: usize) -> bool {
     const OR_ZERO: u32 = (libc::FUTEX_OP_OR as u32) << 28;
-    let (nobody, way) = (AtomicU32::new(0), libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG);
+    let (unused, way) = (AtomicU32::new(0), libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG);
     let word = (addr & !(size_of::<u32>() - 1)) as *const u32;
     // SAFETY: the kernel checks the address itself and returns `EFAULT`. No waiter exists.
-    unsafe { libc::syscall(libc::SYS_futex, nobody.as_ptr(), way, 0, 0, word, OR_ZERO) >= 0 }
+    unsafe { libc::syscall(libc::SYS_futex, unused.as_ptr(), way, 0, 0, word, OR_ZERO) >= 0 }
 }
 
 /// The signal handler. Jumps to the address that [`decide`] returns, as if the kernel had called it.

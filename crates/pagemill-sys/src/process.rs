@@ -76,11 +76,11 @@ pub fn own_identity() -> Identity {
     if known >> TICK_BITS == u64::from(pid) {
         return Identity { pid, start_ticks: known & ((1 << TICK_BITS) - 1) };
     }
-    let Some(who) = identity(pid) else { return Identity { pid, start_ticks: 0 } };
-    if who.start_ticks >> TICK_BITS == 0 && u64::from(pid) >> (u64::BITS - TICK_BITS) == 0 {
-        OWN.store(u64::from(pid) << TICK_BITS | who.start_ticks, Relaxed);
+    let Some(known) = identity(pid) else { return Identity { pid, start_ticks: 0 } };
+    if known.start_ticks >> TICK_BITS == 0 && u64::from(pid) >> (u64::BITS - TICK_BITS) == 0 {
+        OWN.store(u64::from(pid) << TICK_BITS | known.start_ticks, Relaxed);
     }
-    who
+    known
 }
 
 /// Clears the cached identity, in a fork child. In another PID namespace parent and child may have the same id.
@@ -89,11 +89,11 @@ pub fn forget_own_identity() {
 }
 
 /// Returns whether this process still runs. Without `/proc`, returns whether the id is in use.
-pub fn is_alive(who: Identity) -> bool {
-    match identity(who.pid) {
-        Some(now) => who.start_ticks == 0 || now.start_ticks == who.start_ticks,
+pub fn is_alive(known: Identity) -> bool {
+    match identity(known.pid) {
+        Some(now) => known.start_ticks == 0 || now.start_ticks == known.start_ticks,
         // SAFETY: signal 0 sends nothing.
-        None => !has_proc() && unsafe { libc::kill(who.pid as i32, 0) == 0 },
+        None => !has_proc() && unsafe { libc::kill(known.pid as i32, 0) == 0 },
     }
 }
 
@@ -259,12 +259,12 @@ mod tests {
     #[test]
     fn a_zombie_is_not_alive() {
         let mut child = std::process::Command::new("true").spawn().unwrap();
-        let who = identity(child.id());
+        let known = identity(child.id());
         while identity(child.id()).is_some() {
             std::thread::yield_now();
         }
-        if let Some(who) = who {
-            assert!(!is_alive(who));
+        if let Some(known) = known {
+            assert!(!is_alive(known));
         }
         child.wait().unwrap();
     }

@@ -91,16 +91,16 @@ pub fn own_file() -> Option<Path> {
     own_file_of(process::own_identity(), COPY.load(Relaxed))
 }
 
-fn own_file_of(who: Identity, copy: u32) -> Option<Path> {
+fn own_file_of(identity: Identity, copy: u32) -> Option<Path> {
     match HOME.get()? {
-        Home::Tree(folder) => file_of_copy(folder.as_str(), who, copy),
-        Home::User { runtime } => file_of_copy(user_folder_below(runtime.as_str()).ok()?.as_str(), who, copy),
+        Home::Tree(folder) => file_of_copy(folder.as_str(), identity, copy),
+        Home::User { runtime } => file_of_copy(user_folder_below(runtime.as_str()).ok()?.as_str(), identity, copy),
     }
 }
 
 /// The value of [`PUBLISHED_BY`] for a process.
-fn mark_of(who: Identity) -> u64 {
-    u64::from(who.pid) << 32 | who.start_ticks & u64::from(u32::MAX)
+fn mark_of(identity: Identity) -> u64 {
+    u64::from(identity.pid) << 32 | identity.start_ticks & u64::from(u32::MAX)
 }
 
 /// Publishes this process's figures, unless they are published already.
@@ -110,17 +110,17 @@ fn mark_of(who: Identity) -> u64 {
 /// The error of creating the file; `NotFound` without a folder; `AlreadyExists` if too many Pagemills of this process
 /// publish there. The figures stay private then.
 pub fn publish() -> io::Result<()> {
-    let who = process::own_identity();
-    if PUBLISHED_BY.load(Relaxed) == mark_of(who) {
+    let identity = process::own_identity();
+    if PUBLISHED_BY.load(Relaxed) == mark_of(identity) {
         return Ok(());
     }
     for copy in 0..MOST_COPIES {
-        let path = own_file_of(who, copy).ok_or(io::ErrorKind::NotFound)?;
+        let path = own_file_of(identity, copy).ok_or(io::ErrorKind::NotFound)?;
         // A file that exists but is not mapped belongs to this process before an `exec`, and is reused.
         if !(file::exists(path.as_c_str()) && maps::has_mapped(path.as_str())) {
-            stats::publish(path.as_c_str(), who)?;
+            stats::publish(path.as_c_str(), identity)?;
             COPY.store(copy, Relaxed);
-            PUBLISHED_BY.store(mark_of(who), Relaxed);
+            PUBLISHED_BY.store(mark_of(identity), Relaxed);
             return Ok(());
         }
     }
@@ -133,9 +133,9 @@ pub fn withdraw() {
     if PUBLISHED_BY.load(Relaxed) == 0 || !matches!(HOME.get(), Some(Home::User { .. })) {
         return;
     }
-    let who = process::own_identity();
-    if PUBLISHED_BY.load(Relaxed) == mark_of(who)
-        && let Some(path) = own_file_of(who, COPY.load(Relaxed))
+    let identity = process::own_identity();
+    if PUBLISHED_BY.load(Relaxed) == mark_of(identity)
+        && let Some(path) = own_file_of(identity, COPY.load(Relaxed))
     {
         file::remove(path.as_c_str());
     }
@@ -199,15 +199,15 @@ fn is_private(path: &str, user: u32) -> bool {
 }
 
 /// The file of one process in a folder.
-pub fn file_of(folder: &str, who: Identity) -> Option<Path> {
-    Path::format(format_args!("{folder}/{}-{}", who.pid, who.start_ticks))
+pub fn file_of(folder: &str, identity: Identity) -> Option<Path> {
+    Path::format(format_args!("{folder}/{}-{}", identity.pid, identity.start_ticks))
 }
 
 /// As [`file_of`], for a further Pagemill of the process.
-fn file_of_copy(folder: &str, who: Identity, copy: u32) -> Option<Path> {
+fn file_of_copy(folder: &str, identity: Identity, copy: u32) -> Option<Path> {
     match copy {
-        0 => file_of(folder, who),
-        copy => Path::format(format_args!("{folder}/{}-{}.{copy}", who.pid, who.start_ticks)),
+        0 => file_of(folder, identity),
+        copy => Path::format(format_args!("{folder}/{}-{}.{copy}", identity.pid, identity.start_ticks)),
     }
 }
 
@@ -226,17 +226,17 @@ pub(crate) fn request_of(figures: &str, subject: Subject, number: u32) -> Option
 
 /// The process that a request file of this name is for.
 fn asked_of(name: &str) -> Option<Identity> {
-    let (who, number) = Subject::ALL.iter().find_map(|subject| name.rsplit_once(subject.word()))?;
-    number.parse::<u32>().ok().and(identity_of(who))
+    let (identity, number) = Subject::ALL.iter().find_map(|subject| name.rsplit_once(subject.word()))?;
+    number.parse::<u32>().ok().and(identity_of(identity))
 }
 
 /// Removes requests to processes that have ended, and requests older than [`REQUEST_ENDED_AFTER`].
 fn sweep_requests(folder: &str) {
     let Ok(entries) = std::fs::read_dir(folder) else { return };
     for entry in entries.filter_map(Result::ok) {
-        let Some(who) = entry.file_name().to_str().and_then(asked_of) else { continue };
+        let Some(identity) = entry.file_name().to_str().and_then(asked_of) else { continue };
         let age = || entry.metadata().ok()?.modified().ok()?.elapsed().ok();
-        if !process::is_alive(who) || age().is_some_and(|age| age > REQUEST_ENDED_AFTER) {
+        if !process::is_alive(identity) || age().is_some_and(|age| age > REQUEST_ENDED_AFTER) {
             let _ = std::fs::remove_file(entry.path());
         }
     }
@@ -257,7 +257,7 @@ fn sweep_requests(folder: &str) {
 /// ```
 pub struct Published {
     pub path: Path,
-    pub who: Identity,
+    pub identity: Identity,
     pub is_alive: bool,
     pub snapshot: Snapshot,
 }
@@ -278,16 +278,16 @@ fn list_of(folder: &str, owner: Option<u32>, remove_ended: bool) -> io::Result<V
     let mut found = Vec::new();
     for entry in std::fs::read_dir(folder)? {
         let Ok(name) = entry?.file_name().into_string() else { continue };
-        let Some(who) = identity_of(&name) else { continue };
+        let Some(identity) = identity_of(&name) else { continue };
         let Some(path) = Path::format(format_args!("{folder}/{name}")) else { continue };
         // Check this before reading: a dead process no longer changes its figures.
-        let is_alive = process::is_alive(who);
+        let is_alive = process::is_alive(identity);
         let snapshot = stats::read_of(path.as_c_str(), owner);
         if !is_alive && remove_ended {
             file::remove(path.as_c_str());
         }
         if let Ok(snapshot) = snapshot {
-            found.push(Published { path, who, is_alive, snapshot });
+            found.push(Published { path, identity, is_alive, snapshot });
         }
     }
     Ok(found)
@@ -301,14 +301,15 @@ pub fn find(pid: u32) -> Option<(Path, Snapshot)> {
 /// All published figures of a running process of this user, one for each Pagemill in it, that of the preload first.
 /// Requests can be sent to it.
 pub fn find_all(pid: u32) -> Vec<(Path, Snapshot)> {
-    process::identity(pid).map_or_else(Vec::new, |who| find_in(who, &own_folders(), None))
+    process::identity(pid).map_or_else(Vec::new, |identity| find_in(identity, &own_folders(), None))
 }
 
 /// The figures of a process in some folders, from files that `owner` owns.
-fn find_in(who: Identity, folders: &[String], owner: Option<u32>) -> Vec<(Path, Snapshot)> {
-    let copies = |folder| (0..MOST_COPIES).filter_map(move |copy| file_of_copy(folder, who, copy));
+fn find_in(identity: Identity, folders: &[String], owner: Option<u32>) -> Vec<(Path, Snapshot)> {
+    let copies = |folder| (0..MOST_COPIES).filter_map(move |copy| file_of_copy(folder, identity, copy));
     let paths = folders.iter().flat_map(|folder| copies(folder));
-    let read = |path: &Path| stats::read_of(path.as_c_str(), owner).ok().filter(|snapshot| snapshot.who == who);
+    let read =
+        |path: &Path| stats::read_of(path.as_c_str(), owner).ok().filter(|snapshot| snapshot.identity == identity);
     paths.filter_map(|path| Some((read(&path)?, path))).map(|(snapshot, path)| (path, snapshot)).collect()
 }
 
@@ -342,7 +343,7 @@ fn own_folders() -> Vec<String> {
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 pub struct Process {
-    pub who: Identity,
+    pub identity: Identity,
     /// The user that publishes the figures. Root reads other users' figures but sends them no requests.
     pub user: u32,
     pub found: Vec<(Path, Snapshot)>,
@@ -363,27 +364,27 @@ impl Process {
 
 /// The published figures of a process, if this user may read them. Root may read all.
 pub fn read(pid: u32) -> Option<Process> {
-    let who = process::identity(pid)?;
+    let identity = process::identity(pid)?;
     let (own, user) = (process::user_id(), user_of(pid)?);
     let found = match user == own {
         true => find_all(pid),
-        false if own == 0 => find_in(who, &folders_of(user), Some(user)),
+        false if own == 0 => find_in(identity, &folders_of(user), Some(user)),
         false => Vec::new(),
     };
     // A process that root started for another user publishes as root.
     let (found, user) = if found.is_empty() && own == 0 { (find_all(pid), own) } else { (found, user) };
-    (!found.is_empty()).then_some(Process { who, user, found })
+    (!found.is_empty()).then_some(Process { identity, user, found })
 }
 
 /// All running processes that have published figures which this user may read, by process id.
 pub fn read_all() -> Vec<Process> {
-    let mut pids: Vec<u32> = running().iter().map(|snapshot| snapshot.who.pid).collect();
+    let mut pids: Vec<u32> = running().iter().map(|snapshot| snapshot.identity.pid).collect();
     for user in other_users() {
         let found =
             folders_of(user).into_iter().filter_map(|folder| list_of(&folder, Some(user), false).ok()).flatten();
         // A file in a user's folder is ignored unless its process is alive and runs as that user.
-        let is_its = |process: &Published| process.is_alive && user_of(process.who.pid) == Some(user);
-        pids.extend(found.filter(is_its).map(|process| process.who.pid));
+        let is_its = |process: &Published| process.is_alive && user_of(process.identity.pid) == Some(user);
+        pids.extend(found.filter(is_its).map(|process| process.identity.pid));
     }
     read_pids(pids)
 }
@@ -396,13 +397,13 @@ fn read_pids(mut pids: Vec<u32>) -> Vec<Process> {
 
 /// The members of the tree of the `pagemill run` with this process id; `None` if there is no such tree.
 pub fn read_tree(run: u32) -> Option<Vec<Process>> {
-    let (who, user) = (process::identity(run)?, user_of(run)?);
+    let (identity, user) = (process::identity(run)?, user_of(run)?);
     let own = process::user_id();
     let (folders, owner) = if user == own { (own_folders(), None) } else { (folders_of(user), Some(user)) };
-    let name = format!("/run-{}-{}", who.pid, who.start_ticks);
+    let name = format!("/run-{}-{}", identity.pid, identity.start_ticks);
     let folder = folders.into_iter().find(|folder| folder.ends_with(&name))?;
     let members = list_of(&folder, owner, false).ok()?;
-    Some(read_pids(members.iter().filter(|member| member.is_alive).map(|member| member.who.pid).collect()))
+    Some(read_pids(members.iter().filter(|member| member.is_alive).map(|member| member.identity.pid).collect()))
 }
 
 /// Users other than root that have a process; empty unless this user is root.
@@ -484,9 +485,9 @@ fn sweep_in(folder: &str) {
         remove_if_for_one_tree(folder);
         return;
     }
-    for (path, who) in tree_folders(folder) {
+    for (path, identity) in tree_folders(folder) {
         let is_used = list(&path, false).is_ok_and(|found| found.iter().any(|process| process.is_alive));
-        if !process::is_alive(who) && !is_used {
+        if !process::is_alive(identity) && !is_used {
             let _ = std::fs::remove_dir_all(&path);
         }
         sweep_requests(&path);
@@ -507,8 +508,8 @@ pub fn make_tree_folder() -> io::Result<String> {
         let paths = SHARED.iter().filter_map(|folder| Path::format(format_args!("{folder}/{name}")));
         paths.into_iter().find(|path| file::make_private_dir(path.as_c_str()).is_ok()).ok_or(error)
     };
-    let (user, who) = (user_folder().or_else(unpredictable)?, process::own_identity());
-    let path = Path::format(format_args!("{}/run-{}-{}", user.as_str(), who.pid, who.start_ticks))
+    let (user, identity) = (user_folder().or_else(unpredictable)?, process::own_identity());
+    let path = Path::format(format_args!("{}/run-{}-{}", user.as_str(), identity.pid, identity.start_ticks))
         .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
     file::make_private_dir(path.as_c_str())?;
     Ok(path.as_str().to_owned())
@@ -550,7 +551,7 @@ mod tests {
         std::fs::write(format!("{folder}/other"), b"x").unwrap();
         let found = list(folder, true).unwrap();
         assert_eq!(found.len(), 2);
-        assert!(found.iter().all(|process| !process.is_alive && process.who == gone));
+        assert!(found.iter().all(|process| !process.is_alive && process.identity == gone));
         assert_eq!(list(folder, true).unwrap().len(), 0);
         assert!(
             std::fs::exists(format!("{folder}/other")).unwrap() && std::fs::exists(copy(MOST_COPIES).as_str()).unwrap()
@@ -562,9 +563,9 @@ mod tests {
     fn old_requests_are_swept() {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path().to_str().unwrap();
-        let make = |who, number| {
+        let make = |identity, number| {
             let subject = Subject::ALL[number as usize % Subject::ALL.len()];
-            let path = request_of(file_of(folder, who).unwrap().as_str(), subject, number).unwrap();
+            let path = request_of(file_of(folder, identity).unwrap().as_str(), subject, number).unwrap();
             (std::fs::File::create(path.as_str()).unwrap(), path)
         };
         let own = process::own_identity();

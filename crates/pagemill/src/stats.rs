@@ -407,9 +407,9 @@ impl Figures {
         }
     }
 
-    fn sign(&self, who: process::Identity, name: [u8; 16]) {
-        self.version_pid.store(u64::from(VERSION) | u64::from(who.pid) << 32, Relaxed);
-        self.start_ticks.store(who.start_ticks, Relaxed);
+    fn sign(&self, identity: process::Identity, name: [u8; 16]) {
+        self.version_pid.store(u64::from(VERSION) | u64::from(identity.pid) << 32, Relaxed);
+        self.start_ticks.store(identity.start_ticks, Relaxed);
         let (low, high) = name.split_at(8);
         for (word, half) in self.name.iter().zip([low, high]) {
             word.store(u64::from_le_bytes(half.try_into().unwrap_or_default()), Relaxed);
@@ -448,7 +448,10 @@ impl Figures {
         }
         name[15] = 0;
         Some(Snapshot {
-            who: process::Identity { pid: (version_pid >> 32) as u32, start_ticks: self.start_ticks.load(Relaxed) },
+            identity: process::Identity {
+                pid: (version_pid >> 32) as u32,
+                start_ticks: self.start_ticks.load(Relaxed),
+            },
             name,
             arena: self.arena[0].load(Relaxed)..self.arena[1].load(Relaxed),
             values: std::array::from_fn(|index| self.counters[index].load(Relaxed)),
@@ -534,7 +537,7 @@ pub(crate) fn describe_arena(addresses: Range<usize>) {
 /// ```
 #[derive(Clone, Debug)]
 pub struct Snapshot {
-    pub who: process::Identity,
+    pub identity: process::Identity,
     name: [u8; 16],
     /// Addresses of the process's arena; empty while it has none.
     pub arena: Range<u64>,
@@ -543,7 +546,7 @@ pub struct Snapshot {
 
 impl Default for Snapshot {
     fn default() -> Self {
-        Self { who: process::Identity::default(), name: [0; 16], arena: 0..0, values: [0; CAPACITY] }
+        Self { identity: process::Identity::default(), name: [0; 16], arena: 0..0, values: [0; CAPACITY] }
     }
 }
 
@@ -645,7 +648,7 @@ pub fn snapshot() -> Snapshot {
 /// # Errors
 ///
 /// The error of creating the file; the figures stay private then.
-pub fn publish(path: &CStr, who: process::Identity) -> io::Result<()> {
+pub fn publish(path: &CStr, identity: process::Identity) -> io::Result<()> {
     // SAFETY: a new mapping, at no fixed address.
     let map = |access| unsafe { file::map_shared(path, Figures::LEN, access, 0) };
     // A file of this process from before an `exec` is reused: other processes may be reading it.
@@ -655,7 +658,7 @@ pub fn publish(path: &CStr, who: process::Identity) -> io::Result<()> {
     };
     // SAFETY: the file is as long as the type, page aligned, and any bits are valid.
     let page: &'static Figures = unsafe { &*(addr as *const Figures) };
-    page.sign(who, process::name(who.pid));
+    page.sign(identity, process::name(identity.pid));
     let copied: [u64; CAPACITY] = std::array::from_fn(|index| current().counters[index].load(Relaxed));
     for (to, amount) in page.counters.iter().zip(copied) {
         to.store(amount, Relaxed);
@@ -671,7 +674,7 @@ pub fn publish(path: &CStr, who: process::Identity) -> io::Result<()> {
     for ((to, from), amount) in page.counters.iter().zip(&before.counters).zip(copied) {
         to.fetch_add(from.load(Relaxed).wrapping_sub(amount), Relaxed);
     }
-    trace::event(trace::Event::Start, u64::from(who.pid), clock::fine_ns());
+    trace::event(trace::Event::Start, u64::from(identity.pid), clock::fine_ns());
     Ok(())
 }
 

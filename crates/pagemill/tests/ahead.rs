@@ -255,7 +255,7 @@ fn files_of_the_system_come_ahead() {
 /// A reader that needs a page in flight waits for it. If that read fails, the reader reads it itself, and gets only its
 /// own error.
 #[test]
-fn who_needs_a_page_on_its_way_waits_for_it() {
+fn a_reader_of_an_in_flight_page_waits_for_it() {
     let _alone = alone();
     let (cache, store) = (cache(64 * MIB), slow(4 * MIB));
     let file = open(&cache, &store);

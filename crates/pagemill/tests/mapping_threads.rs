@@ -71,7 +71,7 @@ fn disturb(file: &Mapping, seed: &mut u64) {
 
 /// Two files of one cache, so that memory moves between them; writers, readers, pinners, and a thread that truncates,
 /// punches, splits, collapses and thins.
-fn nobody_sees_anothers_bytes(cache: &Cache) {
+fn no_reader_sees_bytes_of_another_page(cache: &Cache) {
     let files = [cache.create().unwrap(), cache.create().unwrap()];
     let (files, is_over, reads) = (&files, &AtomicBool::new(false), &AtomicU64::new(0));
     std::thread::scope(|scope| {
@@ -136,14 +136,14 @@ fn all_comes_back(cache: &Cache) {
 #[test]
 fn threads_see_their_own_bytes() {
     let cache = cache(Box::new(Auto), 64 << 20);
-    nobody_sees_anothers_bytes(&cache);
+    no_reader_sees_bytes_of_another_page(&cache);
     all_comes_back(&cache);
 }
 
 #[test]
 fn threads_see_their_own_bytes_in_huge_folios() {
     let cache = cache(Box::new(Always), 64 << 20);
-    nobody_sees_anothers_bytes(&cache);
+    no_reader_sees_bytes_of_another_page(&cache);
     all_comes_back(&cache);
 }
 
@@ -151,6 +151,6 @@ fn threads_see_their_own_bytes_in_huge_folios() {
 #[test]
 fn threads_see_their_own_bytes_at_the_limit() {
     let cache = cache(Box::new(Always), 5 << 20);
-    nobody_sees_anothers_bytes(&cache);
+    no_reader_sees_bytes_of_another_page(&cache);
     all_comes_back(&cache);
 }

@@ -124,7 +124,7 @@ fn what_does_not_fit_makes_room() {
 /// A thread that needs a page now does not wait for the owner of a queue, not even for itself; the queue reports it
 /// nevertheless. Concurrent writes are not undone.
 #[test]
-fn nobody_waits_for_a_queue() {
+fn no_call_waits_for_a_queue() {
     let len = 64 * PAGE;
     let scratch = Scratch::new("overtaken", len);
     let cache = cache(Box::new(Never), 8 * MIB);

@@ -465,7 +465,7 @@ fn a_program_with_files() {
 
 /// Threads use a cache by handle, each with a slot number: returns the size of the table, drops the cache, and keeps
 /// the threads.
-fn threads_with_numbers(slabs: &'static Slabs) -> (u64, impl FnOnce() + use<>) {
+fn threads_with_slots(slabs: &'static Slabs) -> (u64, impl FnOnce() + use<>) {
     const THREADS: usize = 32;
     let cache = Arc::new(slabs.by_handle::<u64>(Settings::new("values")).unwrap());
     let (are_in, may_end) = (Arc::new(Barrier::new(THREADS + 1)), Arc::new(Barrier::new(THREADS + 1)));
@@ -511,9 +511,9 @@ fn a_program_with_threads() {
         return;
     }
     let pagemill = Pagemill::for_test();
-    let (bytes, end) = threads_with_numbers(pagemill.slabs);
+    let (bytes, end) = threads_with_slots(pagemill.slabs);
     let is_done = in_child(pagemill, || {
-        let (own_bytes, end) = threads_with_numbers(pagemill.slabs);
+        let (own_bytes, end) = threads_with_slots(pagemill.slabs);
         assert_eq!(own_bytes, bytes);
         end();
     });

@@ -219,7 +219,7 @@ fn a_scan_does_not_push_out_what_is_used() {
 
 /// A page that was evicted and comes back soon counts as used: a scan does not evict it again.
 #[test]
-fn who_comes_back_soon_stays() {
+fn returning_pages_stay() {
     let cache = cache(Box::new(Never), 4 * MIB);
     let stores = [Memory::new(4 * MIB), Memory::new(32 * MIB)];
     let [file, scanned] = stores.clone().map(|store| cache.open(store).unwrap());

@@ -299,7 +299,7 @@ fn failed_writes_lose_nothing() {
 /// A store that hangs delays only threads that need it. A write to a folio under writeback is refused after a second.
 /// After the hang everything has the expected state.
 #[test]
-fn a_store_that_hangs_holds_up_who_needs_it() {
+fn a_store_that_hangs_blocks_only_its_callers() {
     let cache = cache();
     let store = faulty(pattern(16 * PAGE, 1));
     let file = cache.open(Arc::new(store.clone())).unwrap();

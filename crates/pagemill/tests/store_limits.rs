@@ -69,13 +69,13 @@ fn is_root() -> bool {
 }
 
 /// Runs this test once more, in a child set up by `prepare`: as an unprivileged user, if requested and possible.
-fn in_child(test: &str, as_nobody: bool, prepare: fn() -> std::io::Result<()>) {
+fn in_child(test: &str, as_other_user: bool, prepare: fn() -> std::io::Result<()>) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     fs::write(&path, pattern(5 * MIB + 100)).unwrap();
     let mut program = std::env::current_exe().unwrap();
-    let is_nobody = as_nobody && is_root();
-    if is_nobody {
+    let is_other_user = as_other_user && is_root();
+    if is_other_user {
         // That user may not have access to this program's directory.
         let copy = folder.path().join("tests");
         fs::copy(&program, &copy).unwrap();
@@ -86,7 +86,7 @@ fn in_child(test: &str, as_nobody: bool, prepare: fn() -> std::io::Result<()>) {
     }
     let mut command = Command::new(program);
     command.args(["--exact", test, "--nocapture"]).env(FILE, &path).current_dir(folder.path());
-    if is_nobody {
+    if is_other_user {
         command.uid(65534).gid(65534);
     }
     // SAFETY: `prepare` makes system calls only.

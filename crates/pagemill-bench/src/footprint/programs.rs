@@ -115,10 +115,10 @@ impl Program {
         command.args(["-e", "-c", self.script]).current_dir(folder);
         subject::clear_foreign_settings(&mut command);
         command.env("GIT_CONFIG_GLOBAL", "/dev/null").env("GIT_CONFIG_NOSYSTEM", "1");
-        for who in ["AUTHOR", "COMMITTER"] {
-            command.env(format!("GIT_{who}_NAME"), "bench");
-            command.env(format!("GIT_{who}_EMAIL"), "bench@example.org");
-            command.env(format!("GIT_{who}_DATE"), "2000-01-01T00:00:00Z");
+        for role in ["AUTHOR", "COMMITTER"] {
+            command.env(format!("GIT_{role}_NAME"), "bench");
+            command.env(format!("GIT_{role}_EMAIL"), "bench@example.org");
+            command.env(format!("GIT_{role}_DATE"), "2000-01-01T00:00:00Z");
         }
         command.env("PYTHONHASHSEED", "0").env("LC_ALL", "C");
         command

@@ -274,7 +274,7 @@ mod tests {
 
     /// By hand, with room for three pages: the pages that are left show which ones were evicted.
     #[test]
-    fn each_drops_whom_its_paper_says() {
+    fn each_drops_the_page_that_its_paper_says() {
         // LRU: 0 is the most recent of the first three, so 3 evicts 1, and 1 evicts 2.
         assert_eq!(hits(&mut Lru::new(9, 3), &[0, 1, 2, 0, 3, 0, 1, 2]), "---+-+--");
         // CLOCK: the bit of 0 is set, so it stays and 3 evicts 1; then the hand is at 2.

@@ -25,7 +25,7 @@ fn give(process: &Process, commands: &[(&Cache, Action)], interrupt: &Interrupt)
     for (cache, action) in commands {
         let (path, snapshot) = &process.found[cache.at];
         let command = ControlCommand::Slab { action: *action, cache: cache.id };
-        match listing::command(path, snapshot.who, command, || interrupt.has_come()) {
+        match listing::command(path, snapshot.identity, command, || interrupt.has_come()) {
             Ok(outcome) => told.push(Told { name: cache.info.name.to_string(), outcome }),
             Err(error) => return (told, Some(error)),
         }

@@ -103,15 +103,15 @@ struct Process {
 fn ask(published: Vec<Vec<(Path, Snapshot)>>, interrupt: &Interrupt) -> Vec<(Process, Option<Unanswered>)> {
     let unasked = |found| (Process { found, caches: Vec::new() }, None);
     let mut processes: Vec<(Process, Option<Unanswered>)> = published.into_iter().map(unasked).collect();
-    let (mut parts, mut whom) = (Vec::new(), Vec::new());
+    let (mut parts, mut targets) = (Vec::new(), Vec::new());
     for (number, (process, _)) in processes.iter().enumerate() {
         // A process without slab caches is not woken.
         for (at, (path, snapshot)) in process.found.iter().enumerate().filter(|(_, (_, part))| has_caches(part)) {
             parts.push((number, at));
-            whom.push((path, snapshot.who));
+            targets.push((path, snapshot.identity));
         }
     }
-    let told = listing::ask_for_slabs(&whom, || interrupt.has_come());
+    let told = listing::ask_for_slabs(&targets, || interrupt.has_come());
     for ((number, at), told) in parts.into_iter().zip(told) {
         let (process, unanswered) = &mut processes[number];
         match told {
@@ -131,7 +131,7 @@ impl Process {
     }
 
     fn pid(&self) -> u32 {
-        self.snapshot().who.pid
+        self.snapshot().identity.pid
     }
 
     fn title(&self) -> String {
@@ -169,7 +169,7 @@ fn has_caches(snapshot: &Snapshot) -> bool {
 /// Returns the message for a process that has not answered.
 fn unanswered(found: &[(Path, Snapshot)], error: &Unanswered) -> String {
     let snapshot = &found[0].1;
-    format!("process {}: {error}{}", snapshot.who.pid, reason(error, snapshot))
+    format!("process {}: {error}{}", snapshot.identity.pid, reason(error, snapshot))
 }
 
 /// Writes to standard output. A closed pipe (head, less) is no error.
@@ -188,7 +188,7 @@ fn write(text: &str) -> ExitCode {
 ///
 /// `Stopped` if a signal interrupted the request.
 fn all(interrupt: &Interrupt) -> Result<(Vec<Process>, ExitCode), Unanswered> {
-    let mut pids: Vec<u32> = published::running().iter().map(|snapshot| snapshot.who.pid).collect();
+    let mut pids: Vec<u32> = published::running().iter().map(|snapshot| snapshot.identity.pid).collect();
     pids.sort_unstable();
     pids.dedup();
     let mut published: Vec<_> = pids.into_iter().map(published::find_all).collect();

@@ -462,7 +462,7 @@ mod tests {
 
     /// A dirty mark is cleared only by a thread that saw the latest change of the same folio.
     #[test]
-    fn a_change_is_forgotten_by_who_saw_the_last() {
+    fn a_change_is_forgotten_by_the_thread_that_saw_the_last() {
         let word = Word::new();
         word.publish(3, false, true);
         let seen = word.load();

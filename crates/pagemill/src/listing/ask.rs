@@ -105,8 +105,8 @@ impl Drop for Request {
 /// # Errors
 ///
 /// [`Unanswered`] with the reason.
-pub fn ask(figures: &Path, who: Identity, should_stop: impl Fn() -> bool) -> Result<List, Unanswered> {
-    ask_for(figures, who, None, should_stop).map(|(ranges, left_out)| List { ranges, left_out })
+pub fn ask(figures: &Path, identity: Identity, should_stop: impl Fn() -> bool) -> Result<List, Unanswered> {
+    ask_for(figures, identity, None, should_stop).map(|(ranges, left_out)| List { ranges, left_out })
 }
 
 /// As [`ask`], for the usage of its caches.
@@ -116,10 +116,10 @@ pub fn ask(figures: &Path, who: Identity, should_stop: impl Fn() -> bool) -> Res
 /// As [`ask`].
 pub fn ask_for_caches(
     figures: &Path,
-    who: Identity,
+    identity: Identity,
     should_stop: impl Fn() -> bool,
 ) -> Result<Vec<(Holder, Usage)>, Unanswered> {
-    ask_for(figures, who, None, should_stop).map(|(holders, _)| holders)
+    ask_for(figures, identity, None, should_stop).map(|(holders, _)| holders)
 }
 
 /// As [`ask`], for the slab caches of several processes: sends all requests before the first wait, so a process that
@@ -127,23 +127,23 @@ pub fn ask_for_caches(
 /// then by name; or the reason why there are none ([`Unanswered::Stopped`] for those that had not answered when
 /// `should_stop` returned true).
 pub fn ask_for_slabs(
-    whom: &[(&Path, Identity)],
+    targets: &[(&Path, Identity)],
     should_stop: impl Fn() -> bool,
 ) -> Vec<Result<Vec<(u64, SlabInfo)>, Unanswered>> {
     let until = Instant::now() + ANSWER_WITHIN;
-    let asked = whom.iter().map(|(figures, who)| Asked::begin(figures, *who, None, until)).collect();
+    let asked = targets.iter().map(|(figures, identity)| Asked::begin(figures, *identity, None, until)).collect();
     let gathered = |(rows, _): Records<Row>| slabs::gather(rows).ok_or(Unanswered::Damaged);
     wait(asked, should_stop).into_iter().map(|told| told.and_then(gathered)).collect()
 }
 
 /// As [`ask_for_slabs`], for figures: each process measures them first. `known` is what it has published.
 pub fn ask_for_figures(
-    whom: &[(&Path, &Snapshot)],
+    targets: &[(&Path, &Snapshot)],
     should_stop: impl Fn() -> bool,
 ) -> Vec<Result<Snapshot, Unanswered>> {
     let until = Instant::now() + ANSWER_WITHIN;
-    let asked = whom.iter().map(|(figures, known)| Asked::begin(figures, known.who, None, until)).collect();
-    let answers = wait(asked, should_stop).into_iter().zip(whom);
+    let asked = targets.iter().map(|(figures, known)| Asked::begin(figures, known.identity, None, until)).collect();
+    let answers = wait(asked, should_stop).into_iter().zip(targets);
     let measured = |(values, _): Records<Values>, known: &Snapshot| match values.as_slice() {
         [Values(values)] => Ok(known.with_values(*values)),
         _ => Err(Unanswered::Damaged),
@@ -158,11 +158,11 @@ pub fn ask_for_figures(
 /// As [`ask`]; [`Unanswered::InProgress`] if it takes longer.
 pub fn command(
     figures: &Path,
-    who: Identity,
+    identity: Identity,
     command: ControlCommand,
     should_stop: impl Fn() -> bool,
 ) -> Result<Outcome, Unanswered> {
-    let (outcomes, _) = ask_for::<Outcome>(figures, who, Some(command), should_stop)?;
+    let (outcomes, _) = ask_for::<Outcome>(figures, identity, Some(command), should_stop)?;
     outcomes.into_iter().find(|outcome| outcome.of == command.number()).ok_or(Unanswered::Damaged)
 }
 
@@ -171,11 +171,11 @@ type Records<R> = (Vec<R>, u64);
 
 fn ask_for<R: Record>(
     figures: &Path,
-    who: Identity,
+    identity: Identity,
     command: Option<ControlCommand>,
     should_stop: impl Fn() -> bool,
 ) -> Result<Records<R>, Unanswered> {
-    let asked = Asked::begin(figures, who, command, Instant::now() + ANSWER_WITHIN);
+    let asked = Asked::begin(figures, identity, command, Instant::now() + ANSWER_WITHIN);
     wait(vec![asked], should_stop).remove(0)
 }
 
@@ -185,8 +185,8 @@ enum Asked<'a, R> {
 }
 
 impl<'a, R: Record> Asked<'a, R> {
-    fn begin(figures: &'a Path, who: Identity, command: Option<ControlCommand>, until: Instant) -> Self {
-        match Asking::begin(figures, who, command, until) {
+    fn begin(figures: &'a Path, identity: Identity, command: Option<ControlCommand>, until: Instant) -> Self {
+        match Asking::begin(figures, identity, command, until) {
             Ok(asking) => Self::Waits(Box::new(asking)),
             Err(error) => Self::Told(Err(error)),
         }
@@ -228,7 +228,7 @@ fn wait<R: Record>(
 /// A process that was asked and has not answered yet.
 struct Asking<'a, R> {
     figures: &'a Path,
-    who: Identity,
+    identity: Identity,
     command: Option<ControlCommand>,
     request: Request,
     /// Deadlines of the answer, and of this request: at the latter, a process that may not have seen the request is
@@ -241,17 +241,17 @@ struct Asking<'a, R> {
 impl<'a, R: Record> Asking<'a, R> {
     fn begin(
         figures: &'a Path,
-        who: Identity,
+        identity: Identity,
         command: Option<ControlCommand>,
         until: Instant,
     ) -> Result<Self, Unanswered> {
         let request = make_request(figures, R::SUBJECT, command).map_err(Unanswered::Refused)?;
         let is_new = stats::with_page_of_asked(figures.as_c_str(), |page| page.ask(request.number))
             .map_err(Unanswered::Refused)?;
-        wake_in_tree(figures, who);
+        wake_in_tree(figures, identity);
         // The helper may have looked for another request of this number before the file existed.
         let until_again = if is_new { until } else { until.min(Instant::now() + ASK_AGAIN_AFTER) };
-        Ok(Self { figures, who, command, request, until, until_again, records: PhantomData })
+        Ok(Self { figures, identity, command, request, until, until_again, records: PhantomData })
     }
 
     /// The result, once it is known.
@@ -261,7 +261,7 @@ impl<'a, R: Record> Asking<'a, R> {
             Ok(None) => {}
             Err(_) => return Some(Err(Unanswered::Damaged)),
         }
-        if !process::is_alive(self.who) {
+        if !process::is_alive(self.identity) {
             return Some(Err(Unanswered::Ended));
         }
         let now = Instant::now();
@@ -275,7 +275,7 @@ impl<'a, R: Record> Asking<'a, R> {
         if is_late {
             return Some(Err(Unanswered::Late));
         }
-        match Self::begin(self.figures, self.who, self.command, self.until) {
+        match Self::begin(self.figures, self.identity, self.command, self.until) {
             Ok(again) => {
                 *self = again;
                 None
@@ -316,12 +316,12 @@ fn make_request(figures: &Path, subject: Subject, command: Option<ControlCommand
 }
 
 /// In a tree, wakes the helper, which sleeps on the tree's page.
-fn wake_in_tree(figures: &Path, who: Identity) {
+fn wake_in_tree(figures: &Path, identity: Identity) {
     let folder = figures.as_str().rsplit_once('/').map_or("", |(folder, _)| folder);
     if let Some(path) = Path::format(format_args!("{folder}/{TREE_FILE}"))
         && let Ok(page) = TreePage::join(path.as_c_str())
     {
-        page.wake(who);
+        page.wake(identity);
     }
 }
 

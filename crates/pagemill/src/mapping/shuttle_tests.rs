@@ -309,12 +309,12 @@ const DISTURB: usize = 6;
 const FLUSH: usize = 7;
 
 #[test]
-fn readers_beside_one_who_truncates_splits_and_collapses() {
+fn readers_beside_one_that_truncates_splits_and_collapses() {
     model(&[&[READ, READ, READ], &[READ, PIN, READ], &[DISTURB, WRITE, DISTURB, DISTURB]]);
 }
 
 #[test]
-fn writers_beside_one_who_truncates_splits_and_collapses() {
+fn writers_beside_one_that_truncates_splits_and_collapses() {
     model(&[&[WRITE, WRITE, WRITE], &[WRITE, READ, WRITE], &[DISTURB, DISTURB, DISTURB]]);
 }
 
@@ -324,7 +324,7 @@ fn holders_beside_pins_and_truncations() {
 }
 
 #[test]
-fn two_who_truncate_split_and_collapse() {
+fn two_that_truncate_split_and_collapse() {
     model(&[&[DISTURB, DISTURB, WRITE], &[DISTURB, WRITE, DISTURB], &[READ, WRITE, READ]]);
 }
 

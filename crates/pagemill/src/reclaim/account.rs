@@ -178,8 +178,8 @@ impl Account {
     }
 
     /// Joins a process tree: the tree's limit applies from now on, and this process's charge is published there.
-    pub fn join(&self, page: &'static TreePage, who: Identity) {
-        self.membership.set(page, page.enter(who));
+    pub fn join(&self, page: &'static TreePage, identity: Identity) {
+        self.membership.set(page, page.enter(identity));
         self.publish();
     }
 
@@ -194,7 +194,7 @@ impl Account {
     }
 
     /// Called in a fork child. The parent keeps its charge; the child takes its own slot in the tree.
-    pub fn forked(&self, who: Identity) {
+    pub fn forked(&self, identity: Identity) {
         self.resident.store(0, Relaxed);
         self.untouched.store(0, Relaxed);
         self.has_charged.store(false, Relaxed);
@@ -203,7 +203,7 @@ impl Account {
         self.futile_until_ns.store(0, Relaxed);
         if let Some(page) = self.membership.page() {
             page.count_start();
-            self.membership.set(page, page.enter(who));
+            self.membership.set(page, page.enter(identity));
         }
         self.publish();
     }

@@ -162,8 +162,8 @@ impl TreePage {
     }
 
     /// Takes a slot for this process: the one it had before an `exec`, or a free one. Returns `None` if all are taken.
-    pub fn enter(&'static self, who: Identity) -> Option<Place> {
-        let id = pack(who);
+    pub fn enter(&'static self, identity: Identity) -> Option<Place> {
+        let id = pack(identity);
         if let Some(index) = self.used_places().iter().position(|member| member.id.load(Relaxed) == id) {
             return Some(self.take(index));
         }
@@ -236,8 +236,8 @@ impl TreePage {
     }
 
     /// Wakes the helper of a member.
-    pub fn wake(&self, who: Identity) {
-        let id = pack(who);
+    pub fn wake(&self, identity: Identity) {
+        let id = pack(identity);
         self.used_places().iter().filter(|member| member.id.load(Relaxed) == id).for_each(Member::wake);
     }
 
@@ -450,8 +450,8 @@ impl Membership {
     }
 }
 
-fn pack(who: Identity) -> u64 {
-    u64::from(who.pid) | who.start_ticks << 32
+fn pack(identity: Identity) -> u64 {
+    u64::from(identity.pid) | identity.start_ticks << 32
 }
 
 fn is_alive(id: u64) -> bool {
@@ -474,7 +474,7 @@ mod tests {
         (folder, page)
     }
 
-    fn nobody(number: u32) -> Identity {
+    fn fake_identity(number: u32) -> Identity {
         Identity { pid: 1 << 30 | number, start_ticks: 1 }
     }
 
@@ -484,7 +484,7 @@ mod tests {
         let (_folder, page) = page(UNLIMITED);
         let own = page.enter(process::own_identity()).unwrap();
         own.publish(10, 0, 0);
-        page.enter(nobody(1)).unwrap().publish(100, 5, 0);
+        page.enter(fake_identity(1)).unwrap().publish(100, 5, 0);
         assert_eq!(page.totals().resident, 110);
         let members: Vec<_> = page.members().map(|member| (member.pid(), member.is_alive())).collect();
         assert_eq!(members, [(process::id(), true), (1 << 30 | 1, false)]);
@@ -499,7 +499,7 @@ mod tests {
     fn a_full_page_makes_room_for_the_living() {
         let (_folder, page) = page(UNLIMITED);
         for number in 0..CAPACITY as u32 {
-            page.enter(nobody(number)).unwrap();
+            page.enter(fake_identity(number)).unwrap();
         }
         assert_eq!(page.totals().members, CAPACITY);
         assert!(page.enter(process::own_identity()).is_some(), "the dead were swept");
@@ -522,7 +522,7 @@ mod tests {
     #[test]
     fn siblings_share_a_request() {
         let (_folder, page) = page(UNLIMITED);
-        let places = [nobody(1), nobody(2)].map(|who| page.enter(who).unwrap());
+        let places = [fake_identity(1), fake_identity(2)].map(|identity| page.enter(identity).unwrap());
         let held = [AtomicU64::new(60), AtomicU64::new(60)];
         for place in &places {
             place.publish(60, 0, 60);
@@ -551,7 +551,7 @@ mod tests {
     #[test]
     fn the_deaf_are_waited_for_once() {
         let (_folder, page) = page(UNLIMITED);
-        page.enter(nobody(1)).unwrap().listen(true);
+        page.enter(fake_identity(1)).unwrap().listen(true);
         for expected in [ANSWER_MS, 0] {
             let waits = std::cell::Cell::new(0);
             let is_enough = || {

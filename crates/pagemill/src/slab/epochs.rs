@@ -293,7 +293,7 @@ mod here {
 
         /// Objects retired under guards wait for the guards of that time, in any order of drops, and for no newer guard.
         #[test]
-        fn what_is_left_waits_for_who_was_there() {
+        fn retired_objects_wait_for_earlier_guards() {
             let (first, second) = (pin(), pin());
             let (epoch, oldest_then) = retire();
             assert!(oldest_then <= epoch);
@@ -313,7 +313,7 @@ mod here {
 
         /// Participants without a thread slot are waited for, even more than one part of the overflow list holds.
         #[test]
-        fn readers_without_a_number_count() {
+        fn participants_without_a_slot_count() {
             let guards: Vec<_> = (0..OVERFLOW_LEN + 2)
                 .map(|_| {
                     HAS_OVERFLOW.store(true, Relaxed);
@@ -334,7 +334,7 @@ mod here {
 
         /// A thread slot is not reused while one of its guards exists, even if the thread has ended otherwise.
         #[test]
-        fn numbers_of_readers_are_kept() {
+        fn slots_of_participants_are_kept() {
             let (slot, participant) = std::thread::spawn(|| {
                 let guard = pin();
                 let participant = guard.participant;
@@ -371,7 +371,7 @@ mod loom_tests {
     /// A reader that begins twice, beside two threads that each unlink a place and reuse it when it is free. The reader
     /// never sees a reused place. With only one retiring thread, no other thread would advance the global epoch.
     #[test]
-    fn nobody_reads_what_is_used_again() {
+    fn no_reader_sees_a_reused_place() {
         let mut model = loom::model::Builder::new();
         model.preemption_bound = Some(3);
         model.check(|| {

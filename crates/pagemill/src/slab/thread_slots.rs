@@ -209,7 +209,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_found_in_words() {
+    fn set_bits_are_found_in_words() {
         assert_eq!(
             Vec::from_iter(set_bits([0, 1 << 63 | 0b101, 0, u64::MAX].into_iter()))[..5],
             [64, 66, 127, 192, 193]
@@ -220,7 +220,7 @@ mod tests {
     /// A fork child frees the slots of its parent's threads, except that of the forking thread. Slots that the child's
     /// own threads have taken stay.
     #[test]
-    fn a_child_forgets_the_numbers_of_its_parent() {
+    fn a_child_forgets_the_slots_of_its_parent() {
         let slots = ThreadSlots::new();
         let take = |process, count| (0..count).map(|_| slots.take(process).unwrap()).collect::<Vec<_>>();
         let taken = || slots.taken(MAX_THREADS).map(|slot| slot as u32).collect::<Vec<_>>();
@@ -244,7 +244,7 @@ mod tests {
 
     /// Concurrent threads have different slots; slots of ended threads are reused.
     #[test]
-    fn numbers_go_to_the_next_thread() {
+    fn slots_go_to_the_next_thread() {
         let slot = || std::thread::spawn(find_slot).join().unwrap();
         let own = find_slot();
         // Threads of concurrent tests, more of them on larger machines, take some of the slots.

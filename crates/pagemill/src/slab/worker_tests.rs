@@ -280,7 +280,7 @@ fn by_hand_nothing_is_done_behind() {
 /// Dropping a cache that the thread is visiting waits for the visit, and the owner is dropped on the dropping thread. The
 /// background serves later caches as before.
 #[test]
-fn who_drops_a_cache_waits_for_the_thread() {
+fn dropping_a_cache_waits_for_the_thread() {
     let slabs = slabs(true);
     for use_whim in [true, false, true] {
         let cache = cache_of(slabs, Settings::new("dropped"));

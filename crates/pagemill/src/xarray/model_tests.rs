@@ -530,7 +530,7 @@ fn what_is_not_there_any_more_is_not_moved() {
 
 /// A move does not wait for a thread that holds the array's lock or moves another of its nodes.
 #[test]
-fn nobody_is_waited_for() {
+fn no_reader_is_waited_for() {
     let nodes = test_forest::forest_of(20);
     let array = one_of_two(nodes);
     let (old, new) = (leaf(&array), nodes.take().unwrap());

@@ -311,7 +311,7 @@ fn a_split_into_nodes_leaves_no_gap() {
 
 /// The tree grows and shrinks while index 0 is there; unused indices stay empty.
 #[test]
-fn a_root_that_changes_loses_nobody() {
+fn a_root_that_changes_loses_no_entry() {
     model(
         |fixture| {
             fixture.store(0, 0, 1);

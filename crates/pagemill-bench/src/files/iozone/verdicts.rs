@@ -45,8 +45,8 @@ pub fn add(report: &mut Report, book: &Book<Case>, cases: &[Case]) {
         let losing = losing.iter().map(|cell| cell.verdict(Bound::AtLeast(1.0)));
         for verdict in losing.filter(|verdict| verdict.state() == State::FallsShort) {
             let Some(Estimate { value, low, high, .. }) = verdict.estimate else { continue };
-            let who = format!("{} loses to {}: {}", ALWAYS.name, NEVER.name, verdict.target);
-            report.note(format!("{who}: {value:.2} x [{low:.2}, {high:.2}]"));
+            let finding = format!("{} loses to {}: {}", ALWAYS.name, NEVER.name, verdict.target);
+            report.note(format!("{finding}: {value:.2} x [{low:.2}, {high:.2}]"));
         }
     }
 }

@@ -325,7 +325,7 @@ mod tests {
 
     /// A worker that cannot open its file does not leave the others waiting.
     #[test]
-    fn a_missing_file_stops_nobody() {
+    fn a_missing_file_stops_no_worker() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let (there, missing) = (folder.path().join("there"), folder.path().join("missing"));
         perform(&job(there.clone(), Operation::InitialWrite, false, 1), None, || ()).expect("it is written");

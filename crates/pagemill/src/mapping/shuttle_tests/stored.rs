@@ -359,7 +359,7 @@ fn reads_beside_evictions() {
 
 /// A page can be allocated where all are dirty, even if another thread is scanning the dirty files.
 #[test]
-fn room_is_made_beside_who_looks_for_it() {
+fn room_is_made_beside_an_allocation() {
     run_in_many_orders(1, || {
         let cache = cache_of(2 * PAGE as u64);
         let stored = Stored::new(&cache);
