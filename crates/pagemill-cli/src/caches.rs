@@ -40,10 +40,10 @@ pub fn ask(found: &[(Path, Snapshot)], interrupt: &Interrupt) -> Option<Answer> 
 }
 
 /// A column: its name and value.
-type Part = (&'static str, fn(&Usage) -> u64);
+type Column = (&'static str, fn(&Usage) -> u64);
 
 /// Columns that add up to a cache's memory.
-const PARTS: [Part; 6] = [
+const PARTS: [Column; 6] = [
     ("huge", |usage| usage.huge),
     ("small", |usage| usage.small),
     ("locked", |usage| usage.locked),

@@ -3,7 +3,7 @@
 //! Rendered from the table of [`pagemill_sys::probe`], for people or as one JSON object.
 
 use crate::running::{self, Layer};
-use pagemill_sys::probe::{self, Report, Row, State};
+use pagemill_sys::probe::{self, Availability, Report, Row};
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write as _};
@@ -67,26 +67,26 @@ impl Style {
     }
 }
 
-fn mark(state: State) -> (&'static str, &'static str) {
+fn mark(state: Availability) -> (&'static str, &'static str) {
     match state {
-        State::Available => ("ok", "32"),
-        State::Limited => ("limited", "33"),
-        State::Missing => ("missing", "31"),
-        State::Unknown => ("unknown", "35"),
+        Availability::Available => ("ok", "32"),
+        Availability::Limited => ("limited", "33"),
+        Availability::Missing => ("missing", "31"),
+        Availability::Unknown => ("unknown", "35"),
     }
 }
 
 /// One entry of the table.
-struct Line<'text> {
+struct ReportLine<'text> {
     name: &'text str,
-    state: State,
+    state: Availability,
     found: &'text str,
     needed_for: &'text str,
     lost: &'text str,
     fix: Option<&'text str>,
 }
 
-impl<'text> From<&'text Row> for Line<'text> {
+impl<'text> From<&'text Row> for ReportLine<'text> {
     fn from(row: &'text Row) -> Self {
         let feature = row.feature;
         Self {
@@ -100,7 +100,7 @@ impl<'text> From<&'text Row> for Line<'text> {
     }
 }
 
-impl<'text> From<&'text Layer> for Line<'text> {
+impl<'text> From<&'text Layer> for ReportLine<'text> {
     fn from(layer: &'text Layer) -> Self {
         let Layer { name, state, found, lost, .. } = layer;
         Self { name, state: *state, found, needed_for: "", lost, fix: None }
@@ -128,17 +128,17 @@ fn render_table(report: &Report, layers: &[Layer], style: Style) -> String {
     text
 }
 
-fn render_line(text: &mut String, row: &Line<'_>, name_columns: usize, style: Style) {
+fn render_line(text: &mut String, row: &ReportLine<'_>, name_columns: usize, style: Style) {
     let (word, colour) = mark(row.state);
     let found = hang(row.found, NAME_COLUMN + name_columns + 2, style.columns);
     let mark = style.paint(colour, &format!("{word:<7}"));
     let _ = write!(text, "  {mark}  {:<name_columns$}  {found}", row.name);
-    if row.state == State::Available {
+    if row.state == Availability::Available {
         return;
     }
     // A feature that could not be tried has no known effect.
     let (label, text_below) = match row.state {
-        State::Unknown => ("    for", row.needed_for),
+        Availability::Unknown => ("    for", row.needed_for),
         _ => ("   lost", row.lost),
     };
     let _ = write!(text, "  {}  {}", style.paint("2", label), hang(text_below, NAME_COLUMN, style.columns));
@@ -177,7 +177,7 @@ fn verdict(report: &Report) -> String {
         let reasons: Vec<_> = report
             .rows
             .iter()
-            .filter(|row| row.state == State::Missing && probe::is_required(row.feature.key))
+            .filter(|row| row.state == Availability::Missing && probe::is_required(row.feature.key))
             .map(|row| format!("{} ({})", row.feature.name, row.found))
             .collect();
         return format!("Pagemill does not work here: {}.", reasons.join(", "));
@@ -186,10 +186,10 @@ fn verdict(report: &Report) -> String {
         .iter()
         .filter_map(|(question, key)| {
             let answer = match report.row(key)?.state {
-                State::Available => "yes",
-                State::Limited => "in part",
-                State::Missing => "no",
-                State::Unknown => "unknown",
+                Availability::Available => "yes",
+                Availability::Limited => "in part",
+                Availability::Missing => "no",
+                Availability::Unknown => "unknown",
             };
             Some(format!("{question}: {answer}"))
         })
@@ -211,7 +211,7 @@ fn capitalised(text: &str) -> String {
 struct Object<'report> {
     kernel: &'report str,
     supported: bool,
-    rows: Vec<Entry<'report>>,
+    rows: Vec<DoctorEntry<'report>>,
     /// Governors of this user's running processes; empty if none publishes figures.
     running: Vec<Running<'report>>,
     verdict: String,
@@ -227,7 +227,7 @@ struct Running<'report> {
 }
 
 #[derive(Serialize)]
-struct Entry<'report> {
+struct DoctorEntry<'report> {
     key: &'report str,
     group: &'report str,
     name: &'report str,
@@ -251,7 +251,7 @@ fn render_json(report: &Report, layers: &[Layer]) -> String {
     });
     let rows = report.rows.iter().map(|row| {
         let feature = row.feature;
-        Entry {
+        DoctorEntry {
             key: feature.key,
             group: feature.group.word(),
             name: feature.name,
@@ -283,12 +283,12 @@ mod tests {
 
     /// A report that cycles through all states.
     fn mixed() -> Report {
-        let states = [State::Available, State::Limited, State::Missing, State::Unknown];
+        let states = [Availability::Available, Availability::Limited, Availability::Missing, Availability::Unknown];
         let rows = probe::table().zip(states.into_iter().cycle()).map(|(feature, state)| Row {
             feature,
             state,
             found: "a fact that is long enough to need more than one line of a table".to_string(),
-            fix: (state != State::Available).then(|| "echo 1 | sudo tee /proc/sys/vm/something".to_string()),
+            fix: (state != Availability::Available).then(|| "echo 1 | sudo tee /proc/sys/vm/something".to_string()),
         });
         Report { kernel: "6.18.0".to_string(), rows: rows.collect() }
     }
@@ -351,11 +351,11 @@ mod tests {
     fn the_verdict_says_why_not() {
         let mut report = mixed();
         for row in &mut report.rows {
-            row.state = State::Available;
+            row.state = Availability::Available;
         }
         assert!(verdict(&report).starts_with("Pagemill works here. Huge pages: yes; "));
         assert!(verdict(&report).contains(" rows are ok."));
-        report.rows[0].state = State::Missing;
+        report.rows[0].state = Availability::Missing;
         report.rows[0].found = "5.4.0".to_string();
         assert_eq!(verdict(&report), "Pagemill does not work here: Linux release (5.4.0).");
     }

@@ -3,11 +3,11 @@
 //! It has two counts. The kernel's ([`crate::tree_memory`]) includes all memory of all processes. Pagemill's includes
 //! what its allocator holds and how much of that could have been returned.
 
-use crate::kernel_limit::Outcome;
+use crate::kernel_limit::LimitStatistics;
 use crate::tree_memory::{Excess, LISTED, Peak, Process, TreeMemory};
 use pagemill::published::{self, Published};
 use pagemill::reclaim::tree::{TreePage, UNLIMITED};
-use pagemill::stats::{Counter, Kind, Snapshot, TABLE, Unit};
+use pagemill::stats::{Counter, CounterKind, Snapshot, TABLE, Unit};
 use pagemill::units::Bytes;
 use pagemill_sys::child::End;
 use pagemill_sys::process;
@@ -58,7 +58,7 @@ pub struct Ran<'run> {
 /// The limit that the kernel enforced, and its effect.
 pub struct KernelBound {
     pub limit_bytes: u64,
-    pub outcome: Outcome,
+    pub outcome: LimitStatistics,
 }
 
 /// Contents of the report.
@@ -210,7 +210,7 @@ impl Report {
             Bytes(self.spare()).to_string(),
             "the difference: giveable memory that no request asked for",
         );
-        for table_row in TABLE.iter().filter(|row| row.kind == Kind::Sum) {
+        for table_row in TABLE.iter().filter(|row| row.kind == CounterKind::Sum) {
             let value = self.collected.sum.get(table_row.counter);
             if value > 0 {
                 row(table_row.name, render(table_row.unit, value), &sentence_part(table_row.meaning));
@@ -242,7 +242,7 @@ impl Report {
 
     fn json(&self) -> Value {
         let counters = |snapshot: &Snapshot| -> Map<String, Value> {
-            let rows = TABLE.iter().filter(|row| matches!(row.kind, Kind::Sum | Kind::Peak));
+            let rows = TABLE.iter().filter(|row| matches!(row.kind, CounterKind::Sum | CounterKind::Peak));
             rows.map(|row| (row.name.to_owned(), json!(snapshot.get(row.counter)))).collect()
         };
         let largest = self.collected.largest.iter().map(|snapshot| {

@@ -2,13 +2,13 @@
 
 use pagemill::published;
 use pagemill::stats::{Counter, Snapshot};
-use pagemill_sys::probe::State;
+use pagemill_sys::probe::Availability;
 
 /// One aspect of the governor, over all running processes.
 pub struct Layer {
     pub key: &'static str,
     pub name: &'static str,
-    pub state: State,
+    pub state: Availability,
     pub found: String,
     /// The fallback.
     pub lost: &'static str,
@@ -102,21 +102,21 @@ fn layers_of(running: &[Snapshot]) -> Vec<Layer> {
         Layer {
             key: "running_processes",
             name: "processes on Pagemill",
-            state: State::Available,
+            state: Availability::Available,
             found: format!("{processes}, {helpers} with a helper"),
             lost: "nothing",
         },
         Layer {
             key: "running_preferred",
             name: "helpers go first",
-            state: if preferred < helpers { State::Limited } else { State::Available },
+            state: if preferred < helpers { Availability::Limited } else { Availability::Available },
             found: format!("{preferred} of {helpers} by real-time priority"),
             lost: "on a busy machine they run late; every charge of the process itself still reclaims first",
         },
         Layer {
             key: "running_warned",
             name: "helpers are woken",
-            state: State::Available,
+            state: Availability::Available,
             found: format!("{warned} near a group's limit, {told} by stalls"),
             lost: "nothing",
         },
@@ -126,7 +126,7 @@ fn layers_of(running: &[Snapshot]) -> Vec<Layer> {
         Layer {
             key: mishap.counter.name(),
             name: mishap.name,
-            state: if times > 0 { State::Limited } else { State::Available },
+            state: if times > 0 { Availability::Limited } else { Availability::Available },
             found: if times > 0 { format!("{times} {}", mishap.what) } else { "all".to_owned() },
             lost: mishap.lost,
         }
@@ -144,7 +144,7 @@ mod tests {
         assert!(layers_of(&[]).is_empty());
         let layers = layers_of(&[Snapshot::default()]);
         assert_eq!(layers.len(), 3 + MISHAPS.len());
-        assert!(layers.iter().all(|layer| layer.state == State::Available));
+        assert!(layers.iter().all(|layer| layer.state == Availability::Available));
         assert_eq!(layers[0].found, "1 process, 0 with a helper");
         assert_eq!(layers_of(&[Snapshot::default(), Snapshot::default()])[0].found, "2 processes, 0 with a helper");
     }

@@ -16,7 +16,7 @@ pub struct Trace {
 }
 
 /// An event and its process.
-struct Line {
+struct EventLine {
     pid: u32,
     name: String,
     event: Recorded,
@@ -53,7 +53,7 @@ impl Trace {
         }
     }
 
-    fn text(&self, line: &Line, start_ns: u64, is_one: bool) -> String {
+    fn text(&self, line: &EventLine, start_ns: u64, is_one: bool) -> String {
         let event = &line.event;
         if self.json {
             let mut object = serde_json::Map::new();
@@ -73,19 +73,23 @@ impl Trace {
     }
 }
 
-fn events_of(process: &Process, parts: usize) -> std::io::Result<Vec<Line>> {
+fn events_of(process: &Process, parts: usize) -> std::io::Result<Vec<EventLine>> {
     let mut lines = Vec::new();
     for (path, snapshot) in process.found.iter().take(parts) {
         let events = trace::read(path.as_c_str(), process.owner())?;
-        lines.extend(events.into_iter().map(|event| Line { pid: process.identity.pid, name: snapshot.name(), event }));
+        lines.extend(events.into_iter().map(|event| EventLine {
+            pid: process.identity.pid,
+            name: snapshot.name(),
+            event,
+        }));
     }
     Ok(lines)
 }
 
 /// Merges the events of several processes, sorted by time. A process that has ended contributes none.
-fn merged(processes: &[Process]) -> Vec<Line> {
+fn merged(processes: &[Process]) -> Vec<EventLine> {
     let each = processes.iter().filter_map(|process| events_of(process, usize::MAX).ok());
-    let mut lines: Vec<Line> = each.flatten().collect();
+    let mut lines: Vec<EventLine> = each.flatten().collect();
     lines.sort_by_key(|line| line.event.time_ns);
     lines
 }

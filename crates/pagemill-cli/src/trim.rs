@@ -52,7 +52,7 @@ enum Targets {
 }
 
 /// The result for one process.
-struct Done {
+struct TrimResult {
     process: Process,
     before: u64,
     after: u64,
@@ -120,7 +120,7 @@ impl Trim {
         }
     }
 
-    fn show(&self, done: &[Done]) -> ExitCode {
+    fn show(&self, done: &[TrimResult]) -> ExitCode {
         let text = if self.json { json_of(done) } else { text_of(done) };
         let mut out = std::io::stdout().lock();
         match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -198,9 +198,9 @@ fn rss(pid: u32) -> u64 {
     pages.saturating_mul(units::os_page_bytes() as u64)
 }
 
-fn trim(process: Process, most: Option<u64>, interrupt: &Interrupt) -> Done {
+fn trim(process: Process, most: Option<u64>, interrupt: &Interrupt) -> TrimResult {
     let before = rss(process.pid());
-    let mut done = Done { before, after: before, returned: 0, trouble: None, process };
+    let mut done = TrimResult { before, after: before, returned: 0, trouble: None, process };
     for (path, snapshot) in &done.process.published.found {
         let mut left = match most {
             Some(most) => most.saturating_sub(done.returned),
@@ -237,8 +237,8 @@ fn trim(process: Process, most: Option<u64>, interrupt: &Interrupt) -> Done {
     done
 }
 
-fn text_of(done: &[Done]) -> String {
-    let sum = |of: fn(&Done) -> u64| done.iter().fold(0u64, |sum, done| sum.saturating_add(of(done)));
+fn text_of(done: &[TrimResult]) -> String {
+    let sum = |of: fn(&TrimResult) -> u64| done.iter().fold(0u64, |sum, done| sum.saturating_add(of(done)));
     let all = format!("all {}", done.len());
     let width = done.iter().map(|done| done.process.sum.name().len()).max().unwrap_or(0).max(all.len());
     let mut text = String::new();
@@ -257,8 +257,8 @@ fn text_of(done: &[Done]) -> String {
     text
 }
 
-fn json_of(done: &[Done]) -> String {
-    let object = |done: &Done| {
+fn json_of(done: &[TrimResult]) -> String {
+    let object = |done: &TrimResult| {
         json!({
             "pid": done.process.pid(),
             "name": done.process.sum.name(),

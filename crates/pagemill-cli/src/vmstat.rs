@@ -3,7 +3,7 @@
 use crate::asking::Interrupt;
 use crate::fail;
 use crate::figures::{self, Column, Process, Target, Trouble, giveable, resident};
-use pagemill::stats::{Counter, Kind, Row, Snapshot, TABLE, Unit};
+use pagemill::stats::{Counter, CounterKind, Row, Snapshot, TABLE, Unit};
 use pagemill::units::Bytes;
 use serde_json::{Map, Value, json};
 use std::fmt::Write as _;
@@ -145,7 +145,7 @@ impl Vmstat {
 
     /// Returns whether to show a row: nonzero, or changed when watching.
     fn is_shown(&self, row: &Row, before: &Snapshot, now: &Snapshot) -> bool {
-        let is_sum = row.kind == Kind::Sum || self.watch;
+        let is_sum = row.kind == CounterKind::Sum || self.watch;
         self.all || if is_sum { now.get(row.counter) != before.get(row.counter) } else { now.get(row.counter) > 0 }
     }
 
@@ -173,12 +173,12 @@ impl Vmstat {
 }
 
 fn sums() -> impl Iterator<Item = &'static Row> {
-    TABLE.iter().filter(|row| row.kind == Kind::Sum)
+    TABLE.iter().filter(|row| row.kind == CounterKind::Sum)
 }
 
 /// Gauges in counts; meminfo shows those in bytes.
 fn states() -> impl Iterator<Item = &'static Row> {
-    TABLE.iter().filter(|row| row.kind == Kind::Gauge && row.unit == Unit::Count)
+    TABLE.iter().filter(|row| row.kind == CounterKind::Gauge && row.unit == Unit::Count)
 }
 
 fn added(row: &Row, before: &Snapshot, now: &Snapshot) -> u64 {

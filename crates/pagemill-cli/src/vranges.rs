@@ -8,7 +8,7 @@ use pagemill::published;
 use pagemill::stats::{Counter, Snapshot};
 use pagemill::units::Bytes;
 use pagemill::volatile::Listed;
-use pagemill::volatile::listed::{Kind, State};
+use pagemill::volatile::listed::{RangeKind, RangeState};
 use pagemill::volatile::vrange::How;
 use pagemill_sys::file::Path;
 use serde_json::{Value, json};
@@ -83,7 +83,7 @@ struct Totals {
     is_at_least: bool,
 }
 
-const STATES: [State; 4] = [State::Held, State::Volatile, State::Pinned, State::Purging];
+const STATES: [RangeState; 4] = [RangeState::Held, RangeState::Volatile, RangeState::Pinned, RangeState::Purging];
 
 impl Totals {
     fn of(ranges: &[Listed]) -> Self {
@@ -103,17 +103,17 @@ impl Totals {
 
 fn kind_of(range: &Listed) -> &'static str {
     match range.kind {
-        Kind::Handle => "handle",
-        Kind::Marked => "marked",
+        RangeKind::Handle => "handle",
+        RangeKind::Marked => "marked",
     }
 }
 
-fn state_name(state: State) -> &'static str {
+fn state_name(state: RangeState) -> &'static str {
     match state {
-        State::Held => "held",
-        State::Volatile => "volatile",
-        State::Pinned => "pinned",
-        State::Purging => "purging",
+        RangeState::Held => "held",
+        RangeState::Volatile => "volatile",
+        RangeState::Pinned => "pinned",
+        RangeState::Purging => "purging",
     }
 }
 
@@ -203,7 +203,7 @@ mod tests {
 
     const MIB: usize = 1 << 20;
 
-    fn range(state: State, purged_bytes: Option<usize>) -> Listed {
+    fn range(state: RangeState, purged_bytes: Option<usize>) -> Listed {
         Listed {
             addr: 0x7f00_0000_0000,
             len_bytes: 4 * MIB,
@@ -217,9 +217,11 @@ mod tests {
     /// One row for each range, sums below; unknown values are shown as unknown.
     #[test]
     fn a_list_is_shown_with_its_sums() {
-        let held = Listed { age_ticks: None, ..range(State::Held, Some(0)) };
-        let marked = Listed { kind: Kind::Marked, how: How::Partial, is_strict: true, ..range(State::Volatile, None) };
-        let ranges = vec![held, range(State::Pinned, Some(MIB)), range(State::Volatile, Some(4 * MIB)), marked];
+        let held = Listed { age_ticks: None, ..range(RangeState::Held, Some(0)) };
+        let marked =
+            Listed { kind: RangeKind::Marked, how: How::Partial, is_strict: true, ..range(RangeState::Volatile, None) };
+        let ranges =
+            vec![held, range(RangeState::Pinned, Some(MIB)), range(RangeState::Volatile, Some(4 * MIB)), marked];
         let list = List { ranges, left_out: 7 };
         let text = text_of(&Snapshot::default(), &list);
         let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_ascii_whitespace().collect()).collect();

@@ -114,7 +114,7 @@ pub fn aligned(align: usize, size: usize) -> *mut c_void {
 }
 
 /// The allocator that owns a pointer.
-enum Owner {
+enum PointerOwner {
     /// Null.
     None,
     /// Allocated while the program was young, or while the library started.
@@ -123,16 +123,16 @@ enum Owner {
     Heap(&'static Pagemill),
 }
 
-fn owner(function: &str, pointer: *mut c_void) -> Owner {
+fn owner(function: &str, pointer: *mut c_void) -> PointerOwner {
     let addr = pointer as usize;
     if pointer.is_null() {
-        return Owner::None;
+        return PointerOwner::None;
     }
     match start::state() {
-        State::Ready(pagemill) if pagemill.heap.contains(addr) => Owner::Heap(pagemill),
-        State::Ready(pagemill) if pagemill.arena.contains(addr) => Owner::Small,
+        State::Ready(pagemill) if pagemill.heap.contains(addr) => PointerOwner::Heap(pagemill),
+        State::Ready(pagemill) if pagemill.arena.contains(addr) => PointerOwner::Small,
         State::Ready(_) if libc_fallback::live_bytes() == 0 => misuse(function, &Error::NotAllocated { addr }),
-        _ => Owner::CLibrary,
+        _ => PointerOwner::CLibrary,
     }
 }
 
@@ -146,8 +146,8 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
     }
     let errno = errno();
     match owner("free", pointer) {
-        Owner::None => {}
-        Owner::CLibrary => {
+        PointerOwner::None => {}
+        PointerOwner::CLibrary => {
             // SAFETY: guaranteed by the caller.
             unsafe { libc_fallback::free(pointer) };
             match (start::pagemill(), start::account()) {
@@ -156,12 +156,12 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
                 (None, None) => {}
             }
         }
-        Owner::Small => {
+        PointerOwner::Small => {
             check::forget("free", pointer);
             // SAFETY: guaranteed by the caller.
             unsafe { small::free(pointer) };
         }
-        Owner::Heap(pagemill) => {
+        PointerOwner::Heap(pagemill) => {
             forget_marks(pagemill, pointer);
             // SAFETY: guaranteed by the caller.
             if let Err(error) = unsafe { pagemill.heap.free(pointer as usize) } {
@@ -209,12 +209,12 @@ fn is_served_by_c_library(size: usize) -> bool {
 /// As [`crate::malloc_usable_size`].
 pub unsafe fn usable(pointer: *mut c_void) -> usize {
     match owner("malloc_usable_size", pointer) {
-        Owner::None => 0,
+        PointerOwner::None => 0,
         // SAFETY: guaranteed by the caller.
-        Owner::CLibrary => unsafe { libc_fallback::usable(pointer) },
+        PointerOwner::CLibrary => unsafe { libc_fallback::usable(pointer) },
         // SAFETY: guaranteed by the caller.
-        Owner::Small => unsafe { small::usable(pointer) },
-        Owner::Heap(pagemill) => match pagemill.heap.usable_bytes(pointer as usize) {
+        PointerOwner::Small => unsafe { small::usable(pointer) },
+        PointerOwner::Heap(pagemill) => match pagemill.heap.usable_bytes(pointer as usize) {
             Ok(bytes) => bytes,
             Err(error) => misuse("malloc_usable_size", &error),
         },
@@ -235,10 +235,10 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
         return ptr::null_mut();
     }
     let owner = owner("realloc", pointer);
-    if let Owner::Small = owner {
+    if let PointerOwner::Small = owner {
         check::verify("realloc", pointer);
     }
-    if let Owner::CLibrary = owner
+    if let PointerOwner::CLibrary = owner
         && is_served_by_c_library(size)
     {
         // SAFETY: guaranteed by the caller.
@@ -246,7 +246,7 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
         charge_libc_fallback();
         return new;
     }
-    if let Owner::Heap(pagemill) = owner
+    if let PointerOwner::Heap(pagemill) = owner
         && size >= MIN_BYTES
     {
         tick(pagemill);
@@ -259,7 +259,7 @@ pub unsafe fn realloc(pointer: *mut c_void, size: usize) -> *mut c_void {
             Err(_) => out_of_memory(),
         };
     }
-    if let Owner::Heap(pagemill) = owner {
+    if let PointerOwner::Heap(pagemill) = owner {
         // Memory that is read must have no guards.
         forget_marks(pagemill, pointer);
     }

@@ -7,7 +7,7 @@ use crate::control_loop::{ControlLoop, Settings, say};
 use crate::file_access::FileAccess;
 use crate::mounting::{self, Refusal};
 use crate::status::Status;
-use crate::submissions::{Request, SubmissionQueue};
+use crate::submissions::{LoopRequest, SubmissionQueue};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
@@ -67,13 +67,13 @@ impl Keeper {
 /// Returns the control loop's state; `None` if it does not answer.
 fn status(submissions: &SubmissionQueue) -> Option<Status> {
     let (reply, answer) = mpsc::channel();
-    submissions.send(Request::Status(reply));
+    submissions.send(LoopRequest::Status(reply));
     answer.recv_timeout(TIMEOUT).ok()
 }
 
 impl Drop for Keeper {
     fn drop(&mut self) {
-        self.submissions.send(Request::Stop);
+        self.submissions.send(LoopRequest::Stop);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -192,7 +192,7 @@ impl Serving {
             },
             Ask::Purge { bytes } => {
                 let (reply, answer) = mpsc::channel();
-                self.submissions.send(Request::Purge(*bytes, reply));
+                self.submissions.send(LoopRequest::Purge(*bytes, reply));
                 match answer.recv() {
                     Ok(bytes) => Answer::Purged { bytes },
                     Err(_) => Answer::Refused { why: "the controller has ended".into() },

@@ -11,7 +11,7 @@ use crate::openfiles;
 use crate::rate_limiter::RateLimiter;
 use crate::scan::{self, Scanning};
 use crate::status::{LineStatus, Status};
-use crate::submissions::{Message, Request, SubmissionQueue};
+use crate::submissions::{LoopRequest, Message, SubmissionQueue};
 use pagemill::units::BLOCK_BYTES;
 use pagemill_sys::cgroup::{self, Machine};
 use pagemill_sys::fanotify::{Event, Listener};
@@ -196,9 +196,9 @@ impl ControlLoop {
             self.take_found();
             for request in self.submissions.take_requests() {
                 match request {
-                    Request::Stop => return,
-                    Request::Status(reply) => drop(reply.send(self.status())),
-                    Request::Purge(left_bytes, reply) => {
+                    LoopRequest::Stop => return,
+                    LoopRequest::Status(reply) => drop(reply.send(self.status())),
+                    LoopRequest::Purge(left_bytes, reply) => {
                         let (now, began_ns) = (Instant::now(), now_ns());
                         self.purges.push(PendingPurge {
                             left_bytes,
@@ -233,7 +233,7 @@ impl ControlLoop {
         let count = self.backlog.len().min(AT_A_TIME);
         for message in self.backlog.drain(..count).collect::<Vec<_>>() {
             match message {
-                Message::Found(found) => self.table.found(found),
+                Message::ScanItem(found) => self.table.found(found),
                 Message::ScanEnded => {
                     self.table.forget_unseen(self.scanning.began_ns());
                     self.scanning.end(self.fill);
@@ -469,7 +469,7 @@ impl ControlLoop {
         freed
     }
 
-    /// Does a part of the work of each [`Request::Purge`].
+    /// Does a part of the work of each [`LoopRequest::Purge`].
     fn work_on_purges(&mut self) {
         let begun = Instant::now();
         let mut purges = std::mem::take(&mut self.purges);

@@ -4,11 +4,11 @@ use crate::control_loop::say;
 use crate::file_access::{self, FileAccess, Seen};
 use crate::folders::Folders;
 use crate::groups::{GroupId, Groups, UNKNOWN};
-use crate::index::{File, Index, Part};
+use crate::index::{File, Index, PurgePart};
 use crate::pagework::PageWork;
 use crate::policy::{self, Above, Marks, Volatile};
-use crate::purge::{self, Outcome, Target};
-use crate::scan::Found;
+use crate::purge::{self, PurgeOutcome, Target};
+use crate::scan::ScanItem;
 use crate::status::Counts;
 use pagemill_sys::fanotify::Handle;
 use pagemill_sys::pages;
@@ -210,13 +210,13 @@ impl FileTable {
     }
 
     /// Records an item that a scan found.
-    pub fn found(&mut self, found: Found) {
+    pub fn found(&mut self, found: ScanItem) {
         match found {
-            Found::Folder { inode, parent, name, above, read_at } => {
+            ScanItem::Folder { inode, parent, name, above, read_at } => {
                 self.folders.learn(inode, parent, &name, above, read_at);
             }
-            Found::Bad { path, mark } => self.tell_bad(path, &mark.0),
-            Found::File { folder, name, seen, marks } => {
+            ScanItem::Bad { path, mark } => self.tell_bad(path, &mark.0),
+            ScanItem::File { folder, name, seen, marks } => {
                 if purge::is_ours(&name) {
                     self.finish(folder, &name);
                     return;
@@ -276,8 +276,8 @@ impl FileTable {
         let known = self.index.get(seen.inode).map(|file| file.group).filter(|group| *group != UNKNOWN);
         let group = known.unwrap_or(group);
         let part = match marks.volatile.unwrap_or_default() {
-            Volatile::Full => Some(Part::Whole),
-            Volatile::Partial => Some(Part::Tail),
+            Volatile::Full => Some(PurgePart::Whole),
+            Volatile::Partial => Some(PurgePart::Tail),
             Volatile::None => None,
         };
         match part.filter(|_| seen.held_bytes > 0) {
@@ -347,11 +347,11 @@ impl FileTable {
         let folders = RefCell::new(&mut self.folders);
         let may_go = |fd: &OwnedFd, seen: &Seen| may_go(&folders, &self.access, file.folder, fd, seen);
         match purge::purge(&target, want_bytes, may_go) {
-            Outcome::Freed { bytes, left_bytes } => {
+            PurgeOutcome::Freed { bytes, left_bytes } => {
                 let counts = &mut self.counts;
                 let (files, sum) = match file.part {
-                    Part::Whole => (&mut counts.purged_files, &mut counts.purged_bytes),
-                    Part::Tail => (&mut counts.cut_files, &mut counts.cut_bytes),
+                    PurgePart::Whole => (&mut counts.purged_files, &mut counts.purged_bytes),
+                    PurgePart::Tail => (&mut counts.cut_files, &mut counts.cut_bytes),
                 };
                 (*files, *sum) = (*files + 1, *sum + bytes);
                 if left_bytes > 0 {
@@ -359,11 +359,11 @@ impl FileTable {
                 }
                 Some(bytes)
             }
-            Outcome::Used(used_ns) => {
+            PurgeOutcome::Used(used_ns) => {
                 self.index.insert(inode, File { used_ns, ..file });
                 Some(0)
             }
-            Outcome::Open => {
+            PurgeOutcome::Open => {
                 let is_worker = self.pages.is_given(inode);
                 self.counts.spared_open += u64::from(!is_worker);
                 self.met_worker |= is_worker;
@@ -373,7 +373,7 @@ impl FileTable {
                 self.index.insert(inode, File { used_ns, ..file });
                 Some(0)
             }
-            Outcome::Gone => Some(0),
+            PurgeOutcome::Gone => Some(0),
         }
     }
 }

@@ -62,7 +62,7 @@ struct Group {
     /// Indexes of the limited groups among this one and its ancestors.
     watches: Vec<usize>,
     inode: u64,
-    kind: Kind,
+    kind: GroupKind,
     /// When it last wrote.
     wrote_at: Instant,
     /// Bytes that it is known to have written here: in files that it closed or has open.
@@ -71,7 +71,7 @@ struct Group {
 
 /// How long a group is watched, and what counts as its memory here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum GroupKind {
     /// Watched while it writes.
     Writer,
     /// Always watched; counts with what it wrote here.
@@ -168,7 +168,7 @@ impl Groups {
     /// Counts all memory that the group has in files as this file system's.
     pub fn trust(&mut self, group: GroupId) {
         if let Some(group) = self.groups.get_mut(&group) {
-            group.kind = Kind::Trusted;
+            group.kind = GroupKind::Trusted;
         }
     }
 
@@ -205,7 +205,7 @@ impl Groups {
     pub fn of_self(&mut self) -> GroupId {
         let group = Hierarchy::find(&self.root).map_or(UNKNOWN, |hierarchy| self.add(hierarchy));
         if let Some(group) = self.groups.get_mut(&group) {
-            group.kind = Kind::Kept;
+            group.kind = GroupKind::Kept;
         }
         group
     }
@@ -366,7 +366,7 @@ impl Groups {
         let inode = std::fs::metadata(folder.as_str()).map_or(0, |metadata| metadata.ino());
         self.by_folder.insert(folder.as_str().to_owned(), id);
         self.by_inode.insert(inode, id);
-        let (kind, wrote_at) = (Kind::Writer, Instant::now());
+        let (kind, wrote_at) = (GroupKind::Writer, Instant::now());
         self.groups.insert(id, Group { hierarchy, watches: Vec::new(), inode, kind, wrote_at, brought_bytes: 0 });
         self.limits_read_at = None;
         id
@@ -380,7 +380,7 @@ impl Groups {
             let metadata = folder.and_then(|folder| std::fs::metadata(folder.as_str()).ok());
             let is_writer = group.wrote_at.elapsed() < WRITERS_LAST;
             group.brought_bytes = if is_writer { group.brought_bytes } else { 0 };
-            let is_watched = is_writer || group.kind != Kind::Writer;
+            let is_watched = is_writer || group.kind != GroupKind::Writer;
             is_watched && metadata.is_some_and(|metadata| metadata.ino() == group.inode)
         };
         self.groups.retain(|_, group| is_there(group));
@@ -485,7 +485,7 @@ impl Groups {
     fn proved_bytes(&self) -> Vec<u64> {
         let mut proved = vec![0u64; self.watches.len()];
         for group in self.groups.values() {
-            let bytes = if group.kind == Kind::Trusted { u64::MAX } else { group.brought_bytes };
+            let bytes = if group.kind == GroupKind::Trusted { u64::MAX } else { group.brought_bytes };
             for &watch in &group.watches {
                 proved[watch] = proved[watch].saturating_add(bytes);
             }

@@ -9,7 +9,7 @@ pub const MAX_FILES: usize = 1 << 20;
 
 /// Which part of a file is purged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+pub enum PurgePart {
     Whole,
     Tail,
 }
@@ -19,7 +19,7 @@ pub enum Part {
 pub struct File {
     pub folder: u64,
     pub name: OsString,
-    pub part: Part,
+    pub part: PurgePart,
     pub used_ns: i64,
     pub held_bytes: u64,
     pub group: GroupId,
@@ -109,7 +109,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn file(used_ns: i64, held_bytes: u64, group: GroupId) -> File {
-        File { folder: 1, name: "x".into(), part: Part::Whole, used_ns, held_bytes, group }
+        File { folder: 1, name: "x".into(), part: PurgePart::Whole, used_ns, held_bytes, group }
     }
 
     /// The oldest file of the selected groups is returned, whatever the order of insertion.

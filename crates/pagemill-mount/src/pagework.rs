@@ -6,7 +6,7 @@ use crate::folders::Folders;
 use crate::groups::{GroupId, Groups, UNKNOWN};
 use crate::policy::{Huge, Marks};
 use crate::status::Counts;
-use crate::worker::{Done, Job, Worker};
+use crate::worker::{Worker, WorkerJob, WorkerReply};
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -115,7 +115,7 @@ impl PageWork {
                 UNKNOWN => charged(groups, &folder, &waiting.name),
                 group => group,
             };
-            let job = Job::new(inode, &folder, &waiting.name, waiting.huge, groups.folder(group));
+            let job = WorkerJob::new(inode, &folder, &waiting.name, waiting.huge, groups.folder(group));
             let is_given = self.worker.as_mut().is_some_and(|worker| worker.give(&job).is_ok());
             if is_given {
                 self.given.insert(inode, waiting);
@@ -158,7 +158,7 @@ impl PageWork {
         }
     }
 
-    fn note_done(&mut self, done: Done, counts: &mut Counts) {
+    fn note_done(&mut self, done: WorkerReply, counts: &mut Counts) {
         counts.huge_blocks += done.huge_blocks;
         counts.split_blocks += done.split_blocks;
         counts.sparse_bytes += done.freed_bytes;

@@ -10,7 +10,7 @@
 
 use crate::control_loop::say;
 use crate::file_access::{self, Seen};
-use crate::index::Part;
+use crate::index::PurgePart;
 use crate::policy::PURGED;
 use pagemill::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::pages;
@@ -32,7 +32,7 @@ const MAX_NAME: usize = 255;
 
 /// Result of a purge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub enum PurgeOutcome {
     /// The file, or its end, was removed. `left_bytes` of a tail's file remain.
     Freed { bytes: u64, left_bytes: u64 },
     /// The file was used later than expected, at this time.
@@ -48,14 +48,14 @@ pub struct Target<'a> {
     pub folder: BorrowedFd<'a>,
     pub name: &'a OsStr,
     pub inode: u64,
-    pub part: Part,
+    pub part: PurgePart,
     pub used_ns: i64,
 }
 
-fn outcome_of(error: io::Error) -> Outcome {
+fn outcome_of(error: io::Error) -> PurgeOutcome {
     match Errno::from_io_error(&error) {
-        Some(Errno::AGAIN | Errno::TXTBSY) => Outcome::Open,
-        _ => Outcome::Gone,
+        Some(Errno::AGAIN | Errno::TXTBSY) => PurgeOutcome::Open,
+        _ => PurgeOutcome::Gone,
     }
 }
 
@@ -65,44 +65,44 @@ pub trait MayGo: Fn(&OwnedFd, &Seen) -> bool {}
 impl<T: Fn(&OwnedFd, &Seen) -> bool> MayGo for T {}
 
 /// Frees about `want_bytes` of a file, or the whole file.
-pub fn purge(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> Outcome {
+pub fn purge(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> PurgeOutcome {
     let result = match target.part {
-        Part::Whole => purge_whole(target, may_go),
-        Part::Tail => purge_tail(target, want_bytes, may_go),
+        PurgePart::Whole => purge_whole(target, may_go),
+        PurgePart::Tail => purge_tail(target, want_bytes, may_go),
     };
     result.unwrap_or_else(outcome_of)
 }
 
 /// Opens the file and takes the lease, if it is the expected file and has not been used since.
-fn take(target: &Target<'_>, flags: OFlags) -> io::Result<Result<(OwnedFd, Seen), Outcome>> {
+fn take(target: &Target<'_>, flags: OFlags) -> io::Result<Result<(OwnedFd, Seen), PurgeOutcome>> {
     let fd = file_access::open_file(target.folder, target.name, flags)?;
     let seen = file_access::look(&fd)?;
     if seen.inode != target.inode || !seen.is_file() || seen.links != 1 {
-        return Ok(Err(Outcome::Gone));
+        return Ok(Err(PurgeOutcome::Gone));
     }
     if seen.used_ns > target.used_ns {
-        return Ok(Err(Outcome::Used(seen.used_ns)));
+        return Ok(Err(PurgeOutcome::Used(seen.used_ns)));
     }
     pages::take_lease(fd.as_fd())?;
     Ok(Ok((fd, seen)))
 }
 
-fn purge_whole(target: &Target<'_>, may_go: impl MayGo) -> io::Result<Outcome> {
+fn purge_whole(target: &Target<'_>, may_go: impl MayGo) -> io::Result<PurgeOutcome> {
     // Without room for a private name the purge could not be undone safely.
-    let Some(ours) = taken_name(target.inode, target.name) else { return Ok(Outcome::Gone) };
+    let Some(ours) = taken_name(target.inode, target.name) else { return Ok(PurgeOutcome::Gone) };
     let (fd, seen) = match take(target, OFlags::RDONLY)? {
         Ok(taken) => taken,
         Err(outcome) => return Ok(outcome),
     };
     if !may_go(&fd, &seen) {
-        return Ok(Outcome::Gone);
+        return Ok(PurgeOutcome::Gone);
     }
     file_access::rename(target.folder, target.name, &ours)?;
     Ok(finish_whole(target, &fd, &seen, &ours, may_go))
 }
 
 /// Completes a purge after the rename to `ours`. From here on the file cannot be found by its name.
-fn finish_whole(target: &Target<'_>, fd: &OwnedFd, seen: &Seen, ours: &OsStr, may_go: impl MayGo) -> Outcome {
+fn finish_whole(target: &Target<'_>, fd: &OwnedFd, seen: &Seen, ours: &OsStr, may_go: impl MayGo) -> PurgeOutcome {
     let is_right = || {
         let now =
             file_access::look_at(target.folder, ours).is_ok_and(|now| now.inode == target.inode && now.links == 1);
@@ -112,11 +112,11 @@ fn finish_whole(target: &Target<'_>, fd: &OwnedFd, seen: &Seen, ours: &OsStr, ma
     let is_awaited = !pages::has_lease(fd.as_fd());
     if is_awaited || !is_right() {
         give_back(target.folder, ours, target.name, target.inode);
-        return if is_awaited { Outcome::Open } else { Outcome::Gone };
+        return if is_awaited { PurgeOutcome::Open } else { PurgeOutcome::Gone };
     }
     match fs::unlinkat(target.folder, ours, AtFlags::empty()) {
-        Ok(()) => Outcome::Freed { bytes: seen.held_bytes, left_bytes: 0 },
-        Err(_) => Outcome::Gone,
+        Ok(()) => PurgeOutcome::Freed { bytes: seen.held_bytes, left_bytes: 0 },
+        Err(_) => PurgeOutcome::Gone,
     }
 }
 
@@ -134,20 +134,20 @@ fn give_back(folder: BorrowedFd<'_>, ours: &OsStr, name: &OsStr, inode: u64) {
     }
 }
 
-fn purge_tail(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> io::Result<Outcome> {
+fn purge_tail(target: &Target<'_>, want_bytes: u64, may_go: impl MayGo) -> io::Result<PurgeOutcome> {
     let (fd, seen) = match take(target, OFlags::RDWR)? {
         Ok(taken) => taken,
         Err(outcome) => return Ok(outcome),
     };
     let (mut len_bytes, mut left_bytes) = (seen.len_bytes, seen.held_bytes);
-    let freed = |left_bytes| Ok(Outcome::Freed { bytes: seen.held_bytes - left_bytes, left_bytes });
+    let freed = |left_bytes| Ok(PurgeOutcome::Freed { bytes: seen.held_bytes - left_bytes, left_bytes });
     while len_bytes > 0 && seen.held_bytes - left_bytes < want_bytes {
         // Repeats the checks: the file may have been moved to a place where it must stay, or a process may wait for
         // it.
         let is_there = file_access::look_at(target.folder, target.name)
             .is_ok_and(|now| now.inode == target.inode && now.links == 1);
         if !is_there || !may_go(&fd, &seen) || !pages::has_lease(fd.as_fd()) {
-            return if left_bytes < seen.held_bytes { freed(left_bytes) } else { Ok(Outcome::Gone) };
+            return if left_bytes < seen.held_bytes { freed(left_bytes) } else { Ok(PurgeOutcome::Gone) };
         }
         let missing = want_bytes - (seen.held_bytes - left_bytes);
         // A hole at the end frees nothing: cuts at least an eighth, so that the loop ends.
@@ -195,7 +195,7 @@ pub fn finish(folder: BorrowedFd<'_>, name: &OsStr, may_go: impl MayGo) -> bool 
     let Some((inode, old)) = parse_taken(name) else { return false };
     let Ok(fd) = file_access::open_file(folder, name, OFlags::RDONLY) else { return true };
     let Ok(seen) = file_access::look(&fd) else { return true };
-    let target = Target { folder, name: old, inode, part: Part::Whole, used_ns: i64::MAX };
+    let target = Target { folder, name: old, inode, part: PurgePart::Whole, used_ns: i64::MAX };
     if seen.inode == inode && seen.is_file() && seen.links == 1 && may_go(&fd, &seen) {
         // If the file is still open, the next scan removes it.
         if pages::take_lease(fd.as_fd()).is_ok() {
@@ -241,7 +241,7 @@ mod tests {
             names
         }
 
-        fn purge(&self, name: &str, inode: u64, part: Part, want: u64) -> Outcome {
+        fn purge(&self, name: &str, inode: u64, part: PurgePart, want: u64) -> PurgeOutcome {
             let target = Target { folder: self.fd.as_fd(), name: OsStr::new(name), inode, part, used_ns: i64::MAX };
             purge(&target, want, |_, _| true)
         }
@@ -254,25 +254,26 @@ mod tests {
         let page = os_page_bytes();
         let inode = folder.write("a", page);
         let open = File::open(folder.at("a")).unwrap();
-        assert_eq!(folder.purge("a", inode, Part::Whole, 1), Outcome::Open);
+        assert_eq!(folder.purge("a", inode, PurgePart::Whole, 1), PurgeOutcome::Open);
         drop(open);
-        assert_eq!(folder.purge("a", inode + 1, Part::Whole, 1), Outcome::Gone, "another file of that name");
-        let target = Target { folder: folder.fd.as_fd(), name: OsStr::new("a"), inode, part: Part::Whole, used_ns: 5 };
-        assert!(matches!(purge(&target, 1, |_, _| true), Outcome::Used(_)));
+        assert_eq!(folder.purge("a", inode + 1, PurgePart::Whole, 1), PurgeOutcome::Gone, "another file of that name");
+        let target =
+            Target { folder: folder.fd.as_fd(), name: OsStr::new("a"), inode, part: PurgePart::Whole, used_ns: 5 };
+        assert!(matches!(purge(&target, 1, |_, _| true), PurgeOutcome::Used(_)));
         let target = Target { used_ns: i64::MAX, ..target };
-        assert_eq!(purge(&target, 1, |_, _| false), Outcome::Gone, "not volatile any more");
+        assert_eq!(purge(&target, 1, |_, _| false), PurgeOutcome::Gone, "not volatile any more");
         std::fs::hard_link(folder.at("a"), folder.at("b")).unwrap();
-        assert_eq!(folder.purge("a", inode, Part::Whole, 1), Outcome::Gone, "two names");
+        assert_eq!(folder.purge("a", inode, PurgePart::Whole, 1), PurgeOutcome::Gone, "two names");
         std::fs::remove_file(folder.at("b")).unwrap();
         std::os::unix::fs::symlink("a", folder.at("link")).unwrap();
-        assert_eq!(folder.purge("link", inode, Part::Whole, 1), Outcome::Gone);
+        assert_eq!(folder.purge("link", inode, PurgePart::Whole, 1), PurgeOutcome::Gone);
         assert_eq!(folder.names(), ["a", "link"]);
-        let freed = folder.purge("a", inode, Part::Whole, 1);
-        assert_eq!(freed, Outcome::Freed { bytes: page as u64, left_bytes: 0 });
+        let freed = folder.purge("a", inode, PurgePart::Whole, 1);
+        assert_eq!(freed, PurgeOutcome::Freed { bytes: page as u64, left_bytes: 0 });
         assert_eq!(folder.names(), ["link"]);
         let long = "n".repeat(255);
         let inode = folder.write(&long, page);
-        assert_eq!(folder.purge(&long, inode, Part::Whole, 1), Outcome::Gone, "no room for a name of ours");
+        assert_eq!(folder.purge(&long, inode, PurgePart::Whole, 1), PurgeOutcome::Gone, "no room for a name of ours");
         assert_eq!(folder.names(), ["link", &long]);
     }
 
@@ -311,8 +312,13 @@ mod tests {
     fn a_waiting_open_gets_the_file() {
         let Some(folder) = Folder::new() else { return println!("skipped: no /dev/shm") };
         let inode = folder.write("a", 10);
-        let target =
-            Target { folder: folder.fd.as_fd(), name: OsStr::new("a"), inode, part: Part::Whole, used_ns: i64::MAX };
+        let target = Target {
+            folder: folder.fd.as_fd(),
+            name: OsStr::new("a"),
+            inode,
+            part: PurgePart::Whole,
+            used_ns: i64::MAX,
+        };
         let path = folder.at("a");
         let asked = std::cell::Cell::new(0);
         let opener = std::cell::RefCell::new(None);
@@ -328,7 +334,7 @@ mod tests {
             }
             true
         });
-        assert_eq!((outcome, folder.names()), (Outcome::Open, vec!["a".to_owned()]));
+        assert_eq!((outcome, folder.names()), (PurgeOutcome::Open, vec!["a".to_owned()]));
         opener.into_inner().unwrap().join().unwrap().unwrap();
     }
 
@@ -342,15 +348,15 @@ mod tests {
         if file_access::set_attribute(open(), PURGED, "99999999").is_err() {
             return println!("skipped: no attributes of users on tmpfs");
         }
-        let freed = folder.purge("a", inode, Part::Tail, 3 * page);
-        assert_eq!(freed, Outcome::Freed { bytes: 4 * page, left_bytes: 7 * page });
+        let freed = folder.purge("a", inode, PurgePart::Tail, 3 * page);
+        assert_eq!(freed, PurgeOutcome::Freed { bytes: 4 * page, left_bytes: 7 * page });
         assert_eq!((file_access::purged_from(open()), open().metadata().unwrap().len()), (Some(7 * page), 7 * page));
-        let freed = folder.purge("a", inode, Part::Tail, u64::MAX);
-        assert_eq!(freed, Outcome::Freed { bytes: 7 * page, left_bytes: 0 });
+        let freed = folder.purge("a", inode, PurgePart::Tail, u64::MAX);
+        assert_eq!(freed, PurgeOutcome::Freed { bytes: 7 * page, left_bytes: 0 });
         assert_eq!((file_access::purged_from(open()), folder.names().len()), (Some(0), 1));
         let sparse = folder.write("b", page as usize);
         File::options().write(true).open(folder.at("b")).unwrap().set_len(1000 * page).unwrap();
-        assert!(matches!(folder.purge("b", sparse, Part::Tail, 1), Outcome::Freed { left_bytes: 0, .. }));
+        assert!(matches!(folder.purge("b", sparse, PurgePart::Tail, 1), PurgeOutcome::Freed { left_bytes: 0, .. }));
     }
 
     /// Cuts end on pages or blocks, and always cut something.

@@ -36,22 +36,22 @@ const MAX_DEPTH: usize = 256;
 
 /// An item that a scan found.
 #[derive(Debug)]
-pub enum Found {
+pub enum ScanItem {
     Folder { inode: u64, parent: u64, name: OsString, above: Above, read_at: Instant },
     File { folder: u64, name: OsString, seen: Seen, marks: Marks },
     Bad { path: PathBuf, mark: BadMark },
 }
 
 /// A folder still to be scanned: its name, and its parent, which other entries share.
-struct Place {
-    parent: Option<Rc<Place>>,
+struct PendingFolder {
+    parent: Option<Rc<PendingFolder>>,
     above: Above,
     name: OsString,
     inode: u64,
     depth: usize,
 }
 
-impl Place {
+impl PendingFolder {
     /// Returns whether nothing is to be done with a file here, by its current marks. This holds for most files.
     fn leaves_alone(&self, name: &OsStr, seen: &Seen, own: Marks) -> bool {
         let above = std::iter::successors(Some(self), |place| place.parent.as_deref()).map(|place| place.above);
@@ -76,7 +76,7 @@ impl Place {
 /// # Errors
 ///
 /// Errors of opening the root.
-pub fn scan(access: &FileAccess, is_hurried: &AtomicBool, mut tell: impl FnMut(Found)) -> io::Result<()> {
+pub fn scan(access: &FileAccess, is_hurried: &AtomicBool, mut tell: impl FnMut(ScanItem)) -> io::Result<()> {
     let (mut entries_done, mut rested) = (0, Instant::now());
     let mut rest_now_and_then = || {
         entries_done += 1;
@@ -87,10 +87,10 @@ pub fn scan(access: &FileAccess, is_hurried: &AtomicBool, mut tell: impl FnMut(F
     };
     let root = access.open_folder(Path::new(""))?;
     let seen = file_access::look(&root)?;
-    let marks = file_access::marks(&root, |mark| tell(Found::Bad { path: PathBuf::new(), mark }))?;
+    let marks = file_access::marks(&root, |mark| tell(ScanItem::Bad { path: PathBuf::new(), mark }))?;
     let above = Above { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() };
     let inode = access.root_inode();
-    let mut open = vec![Rc::new(Place { parent: None, above, name: OsString::new(), inode, depth: 0 })];
+    let mut open = vec![Rc::new(PendingFolder { parent: None, above, name: OsString::new(), inode, depth: 0 })];
     while let Some(place) = open.pop() {
         let path = place.path();
         let Ok(fd) = access.open_folder(&path) else { continue };
@@ -105,19 +105,19 @@ pub fn scan(access: &FileAccess, is_hurried: &AtomicBool, mut tell: impl FnMut(F
             if !seen.is_file() && !seen.is_folder() {
                 continue;
             }
-            let bad = |mark| tell(Found::Bad { path: path.join(name), mark });
+            let bad = |mark| tell(ScanItem::Bad { path: path.join(name), mark });
             let Ok(marks) = file_access::marks_at(&fd, name, bad) else { continue };
             let name = name.to_owned();
             if seen.is_file() {
                 if !place.leaves_alone(&name, &seen, marks) {
-                    tell(Found::File { folder: place.inode, name, seen, marks });
+                    tell(ScanItem::File { folder: place.inode, name, seen, marks });
                 }
                 continue;
             }
             let above = Above { marks, owner: seen.owner, is_open_to_others: seen.is_open_to_others() };
-            tell(Found::Folder { inode: seen.inode, parent: place.inode, name: name.clone(), above, read_at });
+            tell(ScanItem::Folder { inode: seen.inode, parent: place.inode, name: name.clone(), above, read_at });
             if place.depth < MAX_DEPTH {
-                open.push(Rc::new(Place {
+                open.push(Rc::new(PendingFolder {
                     parent: Some(place.clone()),
                     above,
                     name,
@@ -205,7 +205,7 @@ impl Scanning {
             const BATCH: usize = 512;
             let mut batch = Vec::new();
             let _ = scan(&access, &is_hurried, |found| {
-                batch.push(Message::Found(found));
+                batch.push(Message::ScanItem(found));
                 if batch.len() == BATCH {
                     submissions.send_found(&mut batch);
                 }

@@ -2,7 +2,7 @@
 //!
 //! The control loop only tries to lock it: the thread that holds the lock may have lower priority and be off the CPU.
 
-use crate::scan::Found;
+use crate::scan::ScanItem;
 use crate::status::Status;
 use rustix::event::{EventfdFlags, eventfd};
 use std::io;
@@ -16,7 +16,7 @@ const MAX_FOUND: usize = 4096;
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A request to the control loop.
-pub enum Request {
+pub enum LoopRequest {
     Status(Sender<Status>),
     /// Purge this many bytes; answered with the bytes freed.
     Purge(u64, Sender<u64>),
@@ -25,14 +25,14 @@ pub enum Request {
 
 /// The queue and its waker.
 pub struct SubmissionQueue {
-    requests: Mutex<Vec<Request>>,
+    requests: Mutex<Vec<LoopRequest>>,
     found: Mutex<Vec<Message>>,
     wake: OwnedFd,
 }
 
 /// A message of a scan.
 pub enum Message {
-    Found(Found),
+    ScanItem(ScanItem),
     ScanEnded,
 }
 
@@ -47,7 +47,7 @@ impl SubmissionQueue {
     }
 
     /// Queues a request.
-    pub fn send(&self, request: Request) {
+    pub fn send(&self, request: LoopRequest) {
         self.requests.lock().unwrap_or_else(PoisonError::into_inner).push(request);
         self.wake();
     }
@@ -63,7 +63,7 @@ impl SubmissionQueue {
         self.wake();
     }
 
-    pub fn take_requests(&self) -> Vec<Request> {
+    pub fn take_requests(&self) -> Vec<LoopRequest> {
         take(&self.requests)
     }
 

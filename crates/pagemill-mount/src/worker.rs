@@ -39,7 +39,7 @@ const SAMPLES: u64 = 8;
 
 /// A file to examine.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Job {
+pub struct WorkerJob {
     pub inode: u64,
     /// Path from the root, as bytes: names need not be UTF-8.
     pub folder: Vec<u8>,
@@ -49,7 +49,7 @@ pub struct Job {
     group: Option<String>,
 }
 
-impl Job {
+impl WorkerJob {
     pub fn new(inode: u64, folder: &Path, name: &OsStr, huge: Huge, group: Option<String>) -> Self {
         let folder = folder.as_os_str().as_bytes().to_vec();
         Self { inode, folder, name: name.as_bytes().to_vec(), huge: huge.to_string(), group }
@@ -58,7 +58,7 @@ impl Job {
 
 /// Result for a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Done {
+pub struct WorkerReply {
     pub inode: u64,
     /// Blocks that are huge: collapsed now, or huge already.
     pub huge_blocks: u64,
@@ -134,7 +134,7 @@ struct TimeSlice<'share> {
 }
 
 impl<'share> TimeSlice<'share> {
-    fn begin(share: &'share mut Share, done: &mut Done) -> Option<Self> {
+    fn begin(share: &'share mut Share, done: &mut WorkerReply) -> Option<Self> {
         let left = share.until.saturating_duration_since(Instant::now());
         done.is_postponed = !share.wait(WAITS_OPEN.min(left), has_idle_processor);
         (!done.is_postponed).then(|| Self { share, began: Instant::now(), _preferred: Preferred::begin() })
@@ -157,12 +157,12 @@ fn has_idle_processor() -> bool {
 }
 
 /// The memory group that the worker is charged to.
-struct Place {
+struct WorkerGroup {
     home: Option<String>,
     is_away: bool,
 }
 
-impl Place {
+impl WorkerGroup {
     /// Moves the worker into the file's group. Returns whether it is there.
     fn go(&mut self, group: Option<&String>) -> bool {
         match group {
@@ -198,7 +198,7 @@ pub fn serve() -> io::Result<()> {
     let socket = File::from(rustix::io::dup(io::stdin())?);
     let mut answers = socket.try_clone()?;
     let home = Hierarchy::find("").ok().and_then(|own| Some(own.folder(0)?.as_str().to_owned()));
-    let mut place = Place { home, is_away: false };
+    let mut place = WorkerGroup { home, is_away: false };
     let mut share = Share::new(Instant::now());
     let mut lines = BufReader::new(socket);
     let mut line = String::new();
@@ -207,7 +207,7 @@ pub fn serve() -> io::Result<()> {
         if lines.read_line(&mut line)? == 0 {
             return Ok(());
         }
-        let job: Job =
+        let job: WorkerJob =
             serde_json::from_str(&line).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
         share.begin_file();
         let mut done = look_at(&access, &job, &mut place, &mut share).unwrap_or_default();
@@ -220,12 +220,17 @@ pub fn serve() -> io::Result<()> {
 }
 
 /// Applies the file's huge page policy.
-fn look_at(access: &FileAccess, job: &Job, place: &mut Place, share: &mut Share) -> io::Result<Done> {
+fn look_at(
+    access: &FileAccess,
+    job: &WorkerJob,
+    place: &mut WorkerGroup,
+    share: &mut Share,
+) -> io::Result<WorkerReply> {
     let folder = access.open_folder(Path::new(OsStr::from_bytes(&job.folder)))?;
     let name = OsStr::from_bytes(&job.name);
     let fd = file_access::open_file(&folder, name, OFlags::RDONLY)?;
     let seen = file_access::look(&fd)?;
-    let mut done = Done::default();
+    let mut done = WorkerReply::default();
     if seen.inode != job.inode || !seen.is_file() {
         return Ok(done);
     }
@@ -278,7 +283,7 @@ fn look_at(access: &FileAccess, job: &Job, place: &mut Place, share: &mut Share)
 }
 
 /// Makes blocks huge, as long as no other process has the file open.
-fn collapse(share: &mut Share, file: &File, blocks: &[u64], done: &mut Done) {
+fn collapse(share: &mut Share, file: &File, blocks: &[u64], done: &mut WorkerReply) {
     for at in blocks {
         let Some(_slice) = TimeSlice::begin(share, done) else { return };
         // A deleted file must be freed with its last user.
@@ -405,7 +410,13 @@ fn zero_pages(file: &File, block: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
 ///
 /// If this process does not run for the whole of `lease-break-time` (45 seconds by default) between the check and the
 /// hole, data written meanwhile is lost. That is why it runs in the worker's own group.
-fn give_zeros_back(folder: &OwnedFd, name: &OsStr, seen: &Seen, block: &Range<u64>, done: &mut Done) -> io::Result<()> {
+fn give_zeros_back(
+    folder: &OwnedFd,
+    name: &OsStr,
+    seen: &Seen,
+    block: &Range<u64>,
+    done: &mut WorkerReply,
+) -> io::Result<()> {
     let fd = match file_access::open_file(folder, name, OFlags::RDWR) {
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
             done.is_busy = true;
@@ -490,7 +501,7 @@ impl Worker {
     /// # Errors
     ///
     /// Errors of writing: the worker has ended.
-    pub fn give(&mut self, job: &Job) -> io::Result<()> {
+    pub fn give(&mut self, job: &WorkerJob) -> io::Result<()> {
         let mut line = serde_json::to_string(job).map_err(io::Error::other)?;
         line.push('\n');
         // A few short lines always fit into a socket's buffer.
@@ -504,7 +515,7 @@ impl Worker {
     /// # Errors
     ///
     /// `UnexpectedEof` if the worker has ended.
-    pub fn take(&mut self) -> io::Result<Vec<Done>> {
+    pub fn take(&mut self) -> io::Result<Vec<WorkerReply>> {
         let mut bytes = [0; 4096];
         loop {
             match self.socket.read(&mut bytes) {
@@ -613,12 +624,12 @@ mod tests {
         let Some((folder, file, seen)) = file(fill) else { return println!("skipped: no /dev/shm") };
         let at: OwnedFd = File::open(folder.path()).unwrap().into();
         let (name, zeros) = (OsStr::new("file"), blocks(&file, &seen).unwrap());
-        let mut done = Done::default();
+        let mut done = WorkerReply::default();
         give_zeros_back(&at, name, &seen, &zeros[0].place, &mut done).unwrap();
         assert!(done.is_busy && done.freed_bytes == 0);
         let modified = file.metadata().unwrap().modified().unwrap();
         drop(file);
-        let mut done = Done::default();
+        let mut done = WorkerReply::default();
         for block in &zeros {
             give_zeros_back(&at, name, &seen, &block.place, &mut done).unwrap();
         }

@@ -11,7 +11,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// Type of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum FileKind {
     Regular,
     Device,
     Folder,
@@ -22,7 +22,7 @@ pub enum Kind {
 /// Identity and properties of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Facts {
-    pub kind: Kind,
+    pub kind: FileKind,
     /// A device's own number; for a file the number of the device that holds it.
     pub device: u64,
     /// 0 for devices, which may have several inodes.
@@ -111,12 +111,12 @@ impl Disk {
         // SAFETY: our own descriptor.
         check(unsafe { libc::fstat(self.number(), &raw mut stat) }.into())?;
         let kind = match stat.st_mode & libc::S_IFMT {
-            libc::S_IFREG => Kind::Regular,
-            libc::S_IFBLK => Kind::Device,
-            libc::S_IFDIR => Kind::Folder,
-            _ => Kind::Other,
+            libc::S_IFREG => FileKind::Regular,
+            libc::S_IFBLK => FileKind::Device,
+            libc::S_IFDIR => FileKind::Folder,
+            _ => FileKind::Other,
         };
-        let (device, inode) = if kind == Kind::Device { (stat.st_rdev, 0) } else { (stat.st_dev, stat.st_ino) };
+        let (device, inode) = if kind == FileKind::Device { (stat.st_rdev, 0) } else { (stat.st_dev, stat.st_ino) };
         Ok(Facts { kind, device, inode, block_bytes: stat.st_blksize as usize })
     }
 
@@ -317,7 +317,7 @@ mod tests {
         disk.sync_data().unwrap();
         disk.sync_all().unwrap();
         assert_eq!(disk.size_bytes().unwrap(), 4);
-        assert_eq!(disk.facts().unwrap().kind, Kind::Regular);
+        assert_eq!(disk.facts().unwrap().kind, FileKind::Regular);
         sync_folder(&path(&folder, "")).unwrap();
     }
 
@@ -341,7 +341,7 @@ mod tests {
         let at = path(&folder, "pipe");
         // SAFETY: a C string.
         assert_eq!(unsafe { libc::mkfifo(at.as_ptr(), 0o600) }, 0);
-        assert_eq!(Disk::open(&at, Options::default()).unwrap().facts().unwrap().kind, Kind::Other);
-        assert_eq!(Disk::open(c"/", Options::default()).unwrap().facts().unwrap().kind, Kind::Folder);
+        assert_eq!(Disk::open(&at, Options::default()).unwrap().facts().unwrap().kind, FileKind::Other);
+        assert_eq!(Disk::open(c"/", Options::default()).unwrap().facts().unwrap().kind, FileKind::Folder);
     }
 }

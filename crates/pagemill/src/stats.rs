@@ -5,7 +5,7 @@
 //! in it.
 #![allow(unsafe_code)] // the shared page is reached through a pointer
 
-use crate::trace::{self, Ring};
+use crate::trace::{self, EventRing};
 use pagemill_sys::file::{self, Access};
 use pagemill_sys::futex::{self, Scope};
 use pagemill_sys::{clock, process};
@@ -28,7 +28,7 @@ pub enum Unit {
 ///
 /// Example: [`Row`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum CounterKind {
     /// Only grows; processes add up.
     Sum,
     /// The current amount; living processes add up.
@@ -52,7 +52,7 @@ pub enum Kind {
 pub struct Row {
     pub counter: Counter,
     pub name: &'static str,
-    pub kind: Kind,
+    pub kind: CounterKind,
     pub unit: Unit,
     pub meaning: &'static str,
 }
@@ -77,7 +77,7 @@ macro_rules! counters {
         pub const TABLE: &[Row] = &[$(Row {
             counter: Counter::$variant,
             name: stringify!($name),
-            kind: Kind::$kind,
+            kind: CounterKind::$kind,
             unit: Unit::$unit,
             meaning: $meaning.trim_ascii(),
         }),*];
@@ -386,7 +386,7 @@ pub struct Figures {
     /// Number of the latest request for a list; another process raises it (`listing`).
     asked: AtomicU32,
     counters: [AtomicU64; CAPACITY],
-    pub(crate) ring: Ring,
+    pub(crate) ring: EventRing,
 }
 
 impl Figures {
@@ -403,7 +403,7 @@ impl Figures {
             wake: AtomicU32::new(0),
             asked: AtomicU32::new(0),
             counters: [const { AtomicU64::new(0) }; CAPACITY],
-            ring: Ring::new(),
+            ring: EventRing::new(),
         }
     }
 
@@ -598,7 +598,7 @@ impl Snapshot {
     pub fn add(&mut self, other: &Self) {
         for row in TABLE {
             let (mine, theirs) = (&mut self.values[row.counter as usize], other.get(row.counter));
-            *mine = if row.kind == Kind::Moment { (*mine).min(theirs) } else { mine.saturating_add(theirs) };
+            *mine = if row.kind == CounterKind::Moment { (*mine).min(theirs) } else { mine.saturating_add(theirs) };
         }
     }
 
@@ -607,9 +607,9 @@ impl Snapshot {
         for row in TABLE {
             let (mine, theirs) = (&mut self.values[row.counter as usize], other.get(row.counter));
             match row.kind {
-                Kind::Sum => *mine = mine.saturating_add(theirs),
-                Kind::Peak => *mine = (*mine).max(theirs),
-                Kind::Gauge | Kind::Moment => {}
+                CounterKind::Sum => *mine = mine.saturating_add(theirs),
+                CounterKind::Peak => *mine = (*mine).max(theirs),
+                CounterKind::Gauge | CounterKind::Moment => {}
             }
         }
     }

@@ -59,9 +59,9 @@ impl Lock {
         Self { word: Word::new(0) }
     }
 
-    pub fn lock(&self) -> Guard<'_> {
+    pub fn lock(&self) -> LockGuard<'_> {
         self.acquire();
-        Guard(self)
+        LockGuard(self)
     }
 
     /// Takes the lock without a guard; [`Lock::release`] releases it. For `fork` handlers.
@@ -77,8 +77,8 @@ impl Lock {
     }
 
     /// As [`Lock::lock`], but returns `None` if the lock is held.
-    pub fn try_lock(&self) -> Option<Guard<'_>> {
-        self.try_acquire().then(|| Guard(self))
+    pub fn try_lock(&self) -> Option<LockGuard<'_>> {
+        self.try_acquire().then(|| LockGuard(self))
     }
 
     #[cold]
@@ -143,9 +143,9 @@ fn sleep_while_held(_word: &Word) {
 fn wake_one(_word: &Word) {}
 
 /// Example: [`Lock`].
-pub struct Guard<'lock>(&'lock Lock);
+pub struct LockGuard<'lock>(&'lock Lock);
 
-impl Drop for Guard<'_> {
+impl Drop for LockGuard<'_> {
     fn drop(&mut self) {
         self.0.release();
     }
@@ -180,7 +180,7 @@ impl<T> Guarded<T> {
     pub fn try_with<R>(&self, act: impl FnOnce(&mut T) -> R) -> Option<R> {
         let is_ours = self.lock.try_acquire();
         is_ours.then(|| {
-            let _guard = Guard(&self.lock);
+            let _guard = LockGuard(&self.lock);
             // SAFETY: as in `with`.
             act(unsafe { &mut *self.value.get() })
         })

@@ -109,7 +109,7 @@ events! {
 }
 
 #[repr(C)]
-struct Entry {
+struct EventSlot {
     /// Sequence number shifted up by 8, event in the low byte; 0 while being written.
     tag: AtomicU64,
     time_ns: AtomicU64,
@@ -120,14 +120,14 @@ struct Entry {
 ///
 /// Example: [`Recorded`].
 #[repr(C)]
-pub struct Ring {
+pub struct EventRing {
     next: AtomicU64,
-    entries: [Entry; CAPACITY],
+    entries: [EventSlot; CAPACITY],
 }
 
-impl Ring {
+impl EventRing {
     pub(crate) const fn new() -> Self {
-        Self { next: AtomicU64::new(0), entries: [const { Entry::new() }; CAPACITY] }
+        Self { next: AtomicU64::new(0), entries: [const { EventSlot::new() }; CAPACITY] }
     }
 
     fn record(&self, event: Event, first: u64, second: u64) {
@@ -142,13 +142,13 @@ impl Ring {
     }
 
     fn read(&self) -> Vec<Recorded> {
-        let mut events: Vec<Recorded> = self.entries.iter().filter_map(Entry::read).collect();
+        let mut events: Vec<Recorded> = self.entries.iter().filter_map(EventSlot::read).collect();
         events.sort_by_key(|event| event.sequence);
         events
     }
 }
 
-impl Entry {
+impl EventSlot {
     const fn new() -> Self {
         Self { tag: AtomicU64::new(0), time_ns: AtomicU64::new(0), numbers: [const { AtomicU64::new(0) }; 2] }
     }
@@ -223,7 +223,7 @@ mod tests {
     /// With more events than entries the latest are kept, in order.
     #[test]
     fn the_ring_keeps_the_latest() {
-        let ring = Ring::new();
+        let ring = EventRing::new();
         for number in 0..CAPACITY as u64 + 10 {
             ring.record(Event::GivenForProgram, number, 2 * number);
         }

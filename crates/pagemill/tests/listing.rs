@@ -7,7 +7,7 @@ use common::{pagemill, turn};
 use pagemill::Error;
 use pagemill::listing::MOST_RECORDS;
 use pagemill::units::os_page_bytes;
-use pagemill::volatile::listed::{Kind, Listed, State};
+use pagemill::volatile::listed::{Listed, RangeKind, RangeState};
 use pagemill::volatile::vrange::{How, Mode};
 use pagemill::volatile::{Behaviour, Range};
 use pagemill_sys::file::Blank;
@@ -125,11 +125,11 @@ fn handles_are_listed_while_they_change() {
             let found = handles();
             for range in &kept {
                 let listed: Vec<_> = found.iter().filter(|listed| listed.addr == range.addr()).collect();
-                let expected = if range.addr() == kept[0].addr() { State::Pinned } else { State::Held };
+                let expected = if range.addr() == kept[0].addr() { RangeState::Pinned } else { RangeState::Held };
                 assert_eq!((listed.len(), listed[0].state), (1, expected));
             }
             assert!(found.len() <= kept.len() + 1);
-            let is_known = |listed: &Listed| listed.kind == Kind::Handle && listed.len_bytes == 64 << 10;
+            let is_known = |listed: &Listed| listed.kind == RangeKind::Handle && listed.len_bytes == 64 << 10;
             assert!(found.iter().all(|listed| is_known(listed) && listed.purged_bytes == Some(0)));
         }
         is_over.store(true, Relaxed);

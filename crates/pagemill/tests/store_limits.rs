@@ -133,7 +133,7 @@ fn assert_works_without_rings(path: &Path) {
     assert!(stats::get(Counter::RingsRefused) > 0);
     let report = pagemill_sys::probe::probe();
     let row = report.row("io_uring").unwrap();
-    assert_ne!(row.state, pagemill_sys::probe::State::Available, "{}", row.found);
+    assert_ne!(row.state, pagemill_sys::probe::Availability::Available, "{}", row.found);
 }
 
 /// A sandbox whose filter forbids rings, as most do.

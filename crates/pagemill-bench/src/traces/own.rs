@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 
-use pagemill::mapping::order::{Folios, Key, Look, Order};
+use pagemill::mapping::order::{FolioState, Folios, GhostKey, Order};
 
 use super::peers::Policy;
 
@@ -13,8 +13,8 @@ const MOST_USES: u8 = 2;
 struct Frames(Vec<Cell<u8>>);
 
 impl Folios for Frames {
-    fn look(&self, _number: u32) -> Look {
-        Look::Idle { order: 0 }
+    fn look(&self, _number: u32) -> FolioState {
+        FolioState::Idle { order: 0 }
     }
 
     fn forget_use(&self, number: u32) -> bool {
@@ -62,7 +62,7 @@ impl Own {
         let candidate = self.order.scan().next(&self.frames)?;
         let page = self.page_of[candidate.number as usize];
         self.frame_of[page as usize] = NONE;
-        self.order.dropped(&candidate, Key::of(0, page.into(), 0));
+        self.order.dropped(&candidate, GhostKey::of(0, page.into(), 0));
         Some(candidate.number)
     }
 }
@@ -76,7 +76,7 @@ impl Policy for Own {
             return true;
         }
         if let Some(frame) = self.make_room() {
-            let recall = self.order.recall(Key::of(0, page.into(), 0));
+            let recall = self.order.recall(GhostKey::of(0, page.into(), 0));
             self.frames.0[frame as usize].set(0);
             (self.page_of[frame as usize], self.frame_of[page as usize]) = (page, frame);
             self.order.enter(&self.frames, frame, 0, recall);

@@ -4,7 +4,7 @@
 //! moved there by the group's owner, and the limits above go on to bind it.
 
 use super::guard::Guard;
-use super::{Outcome, PREFIX, owner_of};
+use super::{LimitStatistics, PREFIX, owner_of};
 use pagemill::units::Bytes;
 use pagemill_sys::cgroup::{self, Version};
 use pagemill_sys::process;
@@ -65,11 +65,11 @@ impl Group {
         file.map_err(|error| format!("no process can be moved to {}: {error}", path.display()))
     }
 
-    pub fn outcome(&self) -> Outcome {
+    pub fn outcome(&self) -> LimitStatistics {
         let read = |name| fs::read_to_string(self.folder.join(name)).ok();
         let number = |name| read(name)?.trim().parse().ok();
         let kills = |name| read(name)?.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok());
-        Outcome {
+        LimitStatistics {
             peak_bytes: number("memory.max_usage_in_bytes").or_else(|| number("memory.peak")),
             kills: kills("memory.oom_control").or_else(|| kills("memory.events")),
         }

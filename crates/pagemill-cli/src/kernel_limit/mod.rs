@@ -27,7 +27,7 @@ pub enum KernelLimit {
 }
 
 /// The kernel's statistics of a limit; `None` if unavailable.
-pub struct Outcome {
+pub struct LimitStatistics {
     /// Peak usage of the group, file pages and kernel memory included.
     pub peak_bytes: Option<u64>,
     /// Processes that were killed because the limit was reached.
@@ -79,10 +79,10 @@ impl KernelLimit {
         }
     }
 
-    pub fn outcome(&self) -> Outcome {
+    pub fn outcome(&self) -> LimitStatistics {
         match self {
             // Systemd removes the scope, and its statistics, as soon as it is empty.
-            Self::Scope(_) => Outcome { peak_bytes: None, kills: None },
+            Self::Scope(_) => LimitStatistics { peak_bytes: None, kills: None },
             Self::Group(group) => group.outcome(),
         }
     }

@@ -10,7 +10,7 @@ use crate::fail;
 use pagemill::Error;
 use pagemill::listing::{self, Unanswered};
 use pagemill::published;
-use pagemill::slab::{Kind, SlabInfo};
+use pagemill::slab::{CacheKind, SlabInfo};
 use pagemill::stats::{Counter, Snapshot};
 use pagemill_sys::file::Path;
 use serde_json::{Value, json};
@@ -120,7 +120,7 @@ fn ask(published: Vec<Vec<(Path, Snapshot)>>, interrupt: &Interrupt) -> Vec<(Pro
         }
     }
     for (process, _) in &mut processes {
-        process.caches.sort_by_cached_key(|cache| (cache.info.kind == Kind::Fixed, cache.info.name.clone()));
+        process.caches.sort_by_cached_key(|cache| (cache.info.kind == CacheKind::Fixed, cache.info.name.clone()));
     }
     processes
 }
@@ -262,7 +262,7 @@ impl Slabinfo {
     }
 
     fn is_wanted(&self, info: &SlabInfo) -> bool {
-        (!self.ctor || info.has_constructor) && (!self.movable || info.kind != Kind::Fixed)
+        (!self.ctor || info.has_constructor) && (!self.movable || info.kind != CacheKind::Fixed)
     }
 
     fn text_of(&self, process: &Process) -> Result<String, String> {
@@ -284,7 +284,7 @@ pub(super) mod tests {
     use pagemill::slab::NodeInfo;
 
     /// A cache with two nodes, one of them empty.
-    pub fn info(name: &str, kind: Kind) -> SlabInfo {
+    pub fn info(name: &str, kind: CacheKind) -> SlabInfo {
         let node = NodeInfo {
             used: 1100,
             cached: 60,
@@ -303,7 +303,7 @@ pub(super) mod tests {
             stride_bytes: 192,
             slab_bytes: 64 << 10,
             objects_per_slab: 341,
-            has_constructor: kind == Kind::ByOwner,
+            has_constructor: kind == CacheKind::ByOwner,
             is_debug: false,
             defrag_used_ratio: 30,
             remote_node_defrag_ratio: 100,
@@ -319,7 +319,7 @@ pub(super) mod tests {
             failed: 4,
             emptied: 5,
             from_remote: 6,
-            handle_bytes: if kind == Kind::ByHandle { 8 << 10 } else { 0 },
+            handle_bytes: if kind == CacheKind::ByHandle { 8 << 10 } else { 0 },
             is_partial: false,
             is_given_up: false,
         }

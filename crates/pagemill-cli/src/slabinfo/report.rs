@@ -1,16 +1,16 @@
 //! Details of slab caches: one as text rows, any number as JSON.
 
 use super::table::{self, Totals};
-use pagemill::slab::{Kind, NodeInfo, SlabInfo};
+use pagemill::slab::{CacheKind, NodeInfo, SlabInfo};
 use pagemill::units::Bytes;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 
 fn kind(info: &SlabInfo) -> (&'static str, &'static str) {
     match info.kind {
-        Kind::Fixed => ("fixed", "its objects stay where they are"),
-        Kind::ByOwner => ("by owner", "its owner moves them"),
-        Kind::ByHandle => ("by handle", "they move by themselves"),
+        CacheKind::Fixed => ("fixed", "its objects stay where they are"),
+        CacheKind::ByOwner => ("by owner", "its owner moves them"),
+        CacheKind::ByHandle => ("by handle", "they move by themselves"),
     }
 }
 
@@ -46,10 +46,10 @@ pub fn text_of(info: &SlabInfo) -> String {
     let used = used.map_or_else(String::new, |percent| format!("{percent} % of it in use"));
     row("blocks", total.blocks.to_string(), "of 2 MiB, for its slabs only");
     row("resident", amount(total.resident_bytes), &used);
-    if info.kind == Kind::ByHandle {
+    if info.kind == CacheKind::ByHandle {
         row("handles", amount(info.handle_bytes), "the handle table, not included in resident");
     }
-    if info.kind != Kind::Fixed {
+    if info.kind != CacheKind::Fixed {
         let percent = format!("{} %", info.defrag_used_ratio);
         row("used ratio", percent, "slabs used by less are emptied (--set-ratio)");
     }
@@ -106,7 +106,7 @@ pub fn json_of(caches: &[&SlabInfo]) -> Value {
 fn cache(info: &SlabInfo) -> Value {
     let total = &info.total;
     json!({
-        "name": &*info.name, "kind": kind(info).0, "movable": info.kind != Kind::Fixed,
+        "name": &*info.name, "kind": kind(info).0, "movable": info.kind != CacheKind::Fixed,
         "constructor": info.has_constructor, "debug": info.is_debug, "in_part": info.is_partial,
         "objects": info.active, "waiting": info.waiting, "cached": info.cached, "room": total.objects,
         "object_bytes": info.object_bytes, "stride_bytes": info.stride_bytes,
@@ -137,7 +137,7 @@ mod tests {
     /// A report has settings, the reasons why objects stayed, and each node.
     #[test]
     fn a_report_tells_all() {
-        let info = info("entries", Kind::ByHandle);
+        let info = info("entries", CacheKind::ByHandle);
         let text = text_of(&info);
         let row = |name: &str| text.lines().find(|line| line.trim_start().starts_with(name)).unwrap_or_default();
         for (name, value) in [

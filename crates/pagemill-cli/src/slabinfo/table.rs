@@ -1,6 +1,6 @@
 //! The table of slab caches: Linux's columns, one row each, sums below.
 
-use pagemill::slab::{Kind, SlabInfo};
+use pagemill::slab::{CacheKind, SlabInfo};
 use pagemill::units::{Bytes, os_page_bytes};
 use std::fmt::Write as _;
 use std::io::IsTerminal;
@@ -53,7 +53,7 @@ pub fn order(info: &SlabInfo) -> u32 {
 
 pub fn flags(info: &SlabInfo) -> String {
     let flags = [
-        ('M', info.kind != Kind::Fixed),
+        ('M', info.kind != CacheKind::Fixed),
         ('C', info.has_constructor),
         ('D', info.is_debug),
         ('L', info.total.lost > 0),
@@ -209,9 +209,9 @@ mod tests {
     /// One row for each cache with Linux's columns, sums below; exact on request.
     #[test]
     fn a_table_has_rows_and_sums() {
-        let (owner, handle) = (info("nodes", Kind::ByOwner), info("entries", Kind::ByHandle));
+        let (owner, handle) = (info("nodes", CacheKind::ByOwner), info("entries", CacheKind::ByHandle));
         let handle = SlabInfo { is_given_up: true, ..handle };
-        let mut fixed = SlabInfo { is_partial: true, ..info("boxes", Kind::Fixed) };
+        let mut fixed = SlabInfo { is_partial: true, ..info("boxes", CacheKind::Fixed) };
         fixed.total = pagemill::slab::NodeInfo::default();
         fixed.active = 0;
         let order = ((64 << 10) / os_page_bytes()).ilog2();
@@ -233,11 +233,11 @@ mod tests {
     /// Usual names and numbers fit 80 columns; long names are truncated to the width, but never to nothing.
     #[test]
     fn a_table_is_as_wide_as_it_may_be() {
-        let mut large = info("directory_entries", Kind::ByOwner);
+        let mut large = info("directory_entries", CacheKind::ByOwner);
         (large.active, large.object_bytes, large.objects_per_slab) = (12_345_678, 4096, 1024);
         large.total.resident_bytes = 123 << 30;
         (large.total.slabs, large.total.partial, large.total.empty) = (98_765, 4321, 10);
-        let small = info("x", Kind::Fixed);
+        let small = info("x", CacheKind::Fixed);
         let widest = |text: &str| text.lines().map(|line| line.chars().count()).max().unwrap_or(0);
         let text = text_of(&[&large, &small], Style::default());
         assert!(widest(&text) <= 80 && lines(&text)[1].contains(" 12345678 4K 123G 98765/4321/10 "), "{text}");
@@ -271,7 +271,7 @@ mod tests {
     /// Impossible figures do not overflow.
     #[test]
     fn absurd_figures_are_survived() {
-        let mut absurd = info("x", Kind::Fixed);
+        let mut absurd = info("x", CacheKind::Fixed);
         (absurd.active, absurd.object_bytes, absurd.total.resident_bytes) = (u64::MAX, usize::MAX, 1);
         absurd.slab_bytes = 1;
         absurd.total.slabs = u32::MAX;

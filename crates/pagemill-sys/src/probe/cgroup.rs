@@ -184,7 +184,7 @@ fn warnings(system: &System) -> Finding {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::probe::State;
+    use crate::probe::Availability;
 
     fn tree(files: &[(&str, &str)]) -> (tempfile::TempDir, System) {
         let root = tempfile::tempdir().unwrap();
@@ -244,17 +244,17 @@ mod tests {
     #[test]
     fn odd_trees_are_survived() {
         let (_root, system) = tree(&[("/proc/self/cgroup", "0::/\n"), ("/proc/self/mountinfo", "nonsense\n - \n")]);
-        assert_eq!(limit(&system).state, State::Missing);
+        assert_eq!(limit(&system).state, Availability::Missing);
 
         let (_root, system) = tree(&[
             ("/proc/self/cgroup", "0::/../../outside\n"),
             ("/proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"),
             ("/sys/fs/cgroup/memory.current", "many\n"),
         ]);
-        assert_eq!(limit(&system).state, State::Missing, "no level tells a number");
+        assert_eq!(limit(&system).state, Availability::Missing, "no level tells a number");
         std::fs::write(system.path("/sys/fs/cgroup/memory.current"), "7\n").unwrap();
-        assert_eq!(limit(&system).state, State::Available);
-        assert_eq!(warnings(&system).state, State::Limited, "a plain file warns of nothing");
+        assert_eq!(limit(&system).state, Availability::Available);
+        assert_eq!(warnings(&system).state, Availability::Limited, "a plain file warns of nothing");
 
         std::fs::remove_file(system.path("/sys/fs/cgroup/memory.current")).unwrap();
         std::fs::write(system.path("/sys/fs/cgroup/cgroup.controllers"), "cpu memory\n").unwrap();

@@ -275,11 +275,11 @@ fn user_namespace(system: &System) -> Finding {
     let blocked = SWITCHES.iter().find(|(path, off)| system.read(path).is_ok_and(|text| text == *off));
     let (state, error) = match trial::mount_in_namespace() {
         Ok(()) => return Finding::available("a tmpfs was mounted in one that ended"),
-        Err(NoNamespace::Refused(error)) => (super::State::Missing, error),
-        Err(NoNamespace::Powerless(error)) => (super::State::Limited, error),
+        Err(NoNamespace::Refused(error)) => (super::Availability::Missing, error),
+        Err(NoNamespace::Powerless(error)) => (super::Availability::Limited, error),
     };
     let found = match state {
-        super::State::Limited => format!("can be made, but nothing mounted in it: {}", describe(&error)),
+        super::Availability::Limited => format!("can be made, but nothing mounted in it: {}", describe(&error)),
         _ => describe(&error),
     };
     let finding = Finding::new(state, found);
@@ -306,14 +306,14 @@ mod tests {
         assert_eq!(fix(libc::ENOMEM).as_deref(), Some(MEMLOCK_FIX));
         assert_eq!(fix(libc::EPERM), None, "the row's own");
     }
-    use crate::probe::State;
+    use crate::probe::Availability;
 
     /// A missing folder is judged by the folder that would contain it; one that cannot be created is missing.
     #[test]
     fn the_cache_folder_is_judged_where_it_would_be_made() {
         let folder = tempfile::tempdir().unwrap();
-        assert_eq!(judge_cache(&folder.path().join("a/b")).state, State::Available);
-        assert_eq!(judge_cache(Path::new("/proc/none")).state, State::Missing);
+        assert_eq!(judge_cache(&folder.path().join("a/b")).state, Availability::Available);
+        assert_eq!(judge_cache(Path::new("/proc/none")).state, Availability::Missing);
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 

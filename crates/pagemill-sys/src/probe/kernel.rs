@@ -109,17 +109,17 @@ fn nodes(system: &System) -> Finding {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::probe::State;
+    use crate::probe::Availability;
 
     #[test]
     fn old_kernels_are_refused() {
         for (text, state) in [
-            ("5.14.21", State::Missing),
-            ("5.15.0-91-generic", State::Limited),
-            ("6.12.9", State::Limited),
-            ("6.13.0", State::Available),
-            ("7.0.0-rc1", State::Available),
-            ("?", State::Unknown),
+            ("5.14.21", Availability::Missing),
+            ("5.15.0-91-generic", Availability::Limited),
+            ("6.12.9", Availability::Limited),
+            ("6.13.0", Availability::Available),
+            ("7.0.0-rc1", Availability::Available),
+            ("?", Availability::Unknown),
         ] {
             assert_eq!(judge_release(text).state, state, "{text}");
         }

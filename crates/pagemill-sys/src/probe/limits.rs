@@ -213,7 +213,7 @@ fn pressure(system: &System) -> Finding {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::probe::State;
+    use crate::probe::Availability;
 
     fn tree(files: &[(&str, &str)]) -> (tempfile::TempDir, System) {
         let root = tempfile::tempdir().unwrap();
@@ -232,12 +232,17 @@ mod tests {
         let files = [("/proc/sys/vm/overcommit_memory", "2\n"), ("/proc/meminfo", meminfo)];
         let (_root, system) = tree(&files);
         let finding = overcommit(&system);
-        assert_eq!((finding.state, finding.found.as_str()), (State::Limited, "2, strict: 1 MiB of 2 MiB committed"));
+        assert_eq!(
+            (finding.state, finding.found.as_str()),
+            (Availability::Limited, "2, strict: 1 MiB of 2 MiB committed")
+        );
     }
 
     #[test]
     fn memory_that_is_short_is_limited() {
-        for (available, state) in [("4096", State::Available), ("100", State::Limited), ("?", State::Unknown)] {
+        for (available, state) in
+            [("4096", Availability::Available), ("100", Availability::Limited), ("?", Availability::Unknown)]
+        {
             let text = format!("MemTotal:       16384 kB\nMemAvailable:   {available} kB\n");
             let (_root, system) = tree(&[("/proc/meminfo", &text)]);
             assert_eq!(memory(&system).state, state, "{available}");
@@ -248,8 +253,8 @@ mod tests {
     #[test]
     fn pressure_off_is_told_from_no_proc() {
         let (_root, system) = tree(&[("/proc/self/status", "")]);
-        assert_eq!(pressure(&system).state, State::Missing);
+        assert_eq!(pressure(&system).state, Availability::Missing);
         let (_root, system) = tree(&[]);
-        assert_eq!(pressure(&system).state, State::Unknown);
+        assert_eq!(pressure(&system).state, Availability::Unknown);
     }
 }

@@ -476,7 +476,7 @@ fn move_block() -> Finding {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::probe::State;
+    use crate::probe::Availability;
 
     /// Settings in a test tree: each word is judged, and a kernel without huge pages is distinguished from a missing
     /// /sys.
@@ -485,17 +485,17 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let system = System { root: root.path().to_path_buf() };
         let judge = || judge_setting(&system, DEFRAG, &["madvise"], &["defer"]).state;
-        assert_eq!(judge(), State::Unknown);
+        assert_eq!(judge(), Availability::Unknown);
 
         let path = system.path(DEFRAG);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-        assert_eq!(judge(), State::Missing);
+        assert_eq!(judge(), Availability::Missing);
 
         for (text, state) in [
-            ("always [madvise] never\n", State::Available),
-            ("always [defer] madvise never\n", State::Limited),
-            ("always madvise [never]\n", State::Missing),
-            ("?\n", State::Unknown),
+            ("always [madvise] never\n", Availability::Available),
+            ("always [defer] madvise never\n", Availability::Limited),
+            ("always madvise [never]\n", Availability::Missing),
+            ("?\n", Availability::Unknown),
         ] {
             std::fs::write(&path, text).unwrap();
             assert_eq!(judge(), state, "{text}");
@@ -507,16 +507,16 @@ mod tests {
     fn reserved_pages_are_judged() {
         let root = tempfile::tempdir().unwrap();
         let system = System { root: root.path().to_path_buf() };
-        assert_eq!(reserved(&system).state, State::Unknown);
+        assert_eq!(reserved(&system).state, Availability::Unknown);
         let folder = system.path(RESERVED);
         std::fs::create_dir_all(folder.parent().unwrap()).unwrap();
-        assert_eq!(reserved(&system).state, State::Missing);
+        assert_eq!(reserved(&system).state, Availability::Missing);
         std::fs::create_dir_all(&folder).unwrap();
         for (total, free, promised, state) in [
-            (0, 0, 0, State::Missing),
-            (8, 8, 8, State::Limited),
-            (8, 0, 0, State::Limited),
-            (8, 5, 4, State::Available),
+            (0, 0, 0, Availability::Missing),
+            (8, 8, 8, Availability::Limited),
+            (8, 0, 0, Availability::Limited),
+            (8, 5, 4, Availability::Available),
         ] {
             for (name, number) in [("nr_hugepages", total), ("free_hugepages", free), ("resv_hugepages", promised)] {
                 std::fs::write(folder.join(name), format!("{number}\n")).unwrap();
@@ -531,9 +531,11 @@ mod tests {
         let system = System { root: root.path().to_path_buf() };
         let path = system.path(PMD_SIZE);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-        for (text, state) in
-            [("2097152\n", State::Available), ("536870912\n", State::Limited), ("many\n", State::Unknown)]
-        {
+        for (text, state) in [
+            ("2097152\n", Availability::Available),
+            ("536870912\n", Availability::Limited),
+            ("many\n", Availability::Unknown),
+        ] {
             std::fs::write(&path, text).unwrap();
             assert_eq!(huge_size(&system).state, state, "{text}");
         }

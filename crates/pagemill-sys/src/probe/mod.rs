@@ -2,7 +2,7 @@
 //!
 //! Every [`Feature`] is declared once, beside the function that tries it. Nothing is inferred from a version number,
 //! no setting is changed, and each trial removes what it created. Where `/proc` or `/sys` cannot be read, the state is
-//! [`State::Unknown`] and the row gives the reason. Unlike the other modules of this crate, this one allocates.
+//! [`Availability::Unknown`] and the row gives the reason. Unlike the other modules of this crate, this one allocates.
 //!
 //! | file | features |
 //! |---|---|
@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 
 /// Availability of a feature.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum Availability {
     /// Tried, and works.
     Available,
     /// Works in part, or within a narrow limit.
@@ -35,7 +35,7 @@ pub enum State {
     Unknown,
 }
 
-impl State {
+impl Availability {
     /// Returns a stable keyword.
     pub fn word(self) -> &'static str {
         match self {
@@ -105,10 +105,10 @@ pub struct Feature {
 #[derive(Debug)]
 pub struct Row {
     pub feature: &'static Feature,
-    pub state: State,
+    pub state: Availability,
     /// A number, a setting, or an error.
     pub found: String,
-    /// How to fix it, unless the state is [`State::Available`].
+    /// How to fix it, unless the state is [`Availability::Available`].
     pub fix: Option<String>,
 }
 
@@ -128,12 +128,12 @@ impl Report {
 
     /// Returns whether Pagemill works here at all, fast or not.
     pub fn is_supported(&self) -> bool {
-        !self.rows.iter().any(|row| row.state == State::Missing && is_required(row.feature.key))
+        !self.rows.iter().any(|row| row.state == Availability::Missing && is_required(row.feature.key))
     }
 
-    /// Returns the number of rows that are not [`State::Available`].
+    /// Returns the number of rows that are not [`Availability::Available`].
     pub fn lacking_count(&self) -> usize {
-        self.rows.iter().filter(|row| row.state != State::Available).count()
+        self.rows.iter().filter(|row| row.state != Availability::Available).count()
     }
 }
 
@@ -165,8 +165,8 @@ impl Feature {
     fn examine(&'static self, system: &System, running: Option<(u32, u32)>) -> Row {
         let Finding { state, found, fix, errno } = (self.check)(system);
         let fix = match state {
-            State::Available => None,
-            State::Unknown => fix,
+            Availability::Available => None,
+            Availability::Unknown => fix,
             _ => Some(fix.unwrap_or_else(|| self.default_fix(errno, running))),
         };
         Row { feature: self, state, found, fix: fix.filter(|fix| !fix.is_empty()) }
@@ -197,7 +197,7 @@ fn release(text: &str) -> Option<(u32, u32)> {
 
 /// Result of a trial.
 struct Finding {
-    state: State,
+    state: Availability,
     found: String,
     /// Replaces the feature's own fix.
     fix: Option<String>,
@@ -205,24 +205,24 @@ struct Finding {
 }
 
 impl Finding {
-    fn new(state: State, found: impl Into<String>) -> Self {
+    fn new(state: Availability, found: impl Into<String>) -> Self {
         Self { state, found: found.into(), fix: None, errno: None }
     }
 
     fn available(found: impl Into<String>) -> Self {
-        Self::new(State::Available, found)
+        Self::new(Availability::Available, found)
     }
 
     fn limited(found: impl Into<String>) -> Self {
-        Self::new(State::Limited, found)
+        Self::new(Availability::Limited, found)
     }
 
     fn missing(found: impl Into<String>) -> Self {
-        Self::new(State::Missing, found)
+        Self::new(Availability::Missing, found)
     }
 
     fn unknown(found: impl Into<String>) -> Self {
-        Self::new(State::Unknown, found)
+        Self::new(Availability::Unknown, found)
     }
 
     fn refused(error: &std::io::Error) -> Self {
@@ -368,9 +368,9 @@ mod tests {
         for row in &report.rows {
             assert!(!row.found.is_empty(), "{}", row.feature.key);
             match row.state {
-                State::Available => assert!(row.fix.is_none(), "{row:?}"),
-                State::Limited | State::Missing => assert!(row.fix.is_some(), "{row:?}"),
-                State::Unknown => {}
+                Availability::Available => assert!(row.fix.is_none(), "{row:?}"),
+                Availability::Limited | Availability::Missing => assert!(row.fix.is_some(), "{row:?}"),
+                Availability::Unknown => {}
             }
         }
     }
@@ -383,7 +383,7 @@ mod tests {
         let report = probe_in(root.path());
         for key in ["thp_enabled", "thp_defrag", "overcommit", "max_map_count", "memory", "swap", "cgroup", "psi"] {
             let row = report.row(key).unwrap();
-            assert_eq!(row.state, State::Unknown, "{key}");
+            assert_eq!(row.state, Availability::Unknown, "{key}");
             assert!(row.found.contains("ENOENT"), "{key}: {}", row.found);
             assert!(row.fix.as_ref().is_some_and(|fix| fix.contains("mount")), "{key}");
         }

@@ -4,7 +4,7 @@
 //! pages of a cache. That makes emptying safe.
 #![allow(unsafe_code)] // gives memory back to the kernel
 
-use super::block::{Backing, State};
+use super::block::{Backing, BlockState};
 use super::{Arena, Context, Filling};
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
@@ -87,7 +87,7 @@ impl Arena {
         let mut locked = self.word(block).lock(&self.generation);
         debug_assert_eq!(locked.state.backing, Backing::Empty);
         let addr = self.block_addr(block);
-        let state = if is_huge_wanted { self.populate(block) } else { State::OVERCOMMITTED };
+        let state = if is_huge_wanted { self.populate(block) } else { BlockState::OVERCOMMITTED };
         if state.backing != Backing::Huge {
             let populated = mem::populate(addr, BLOCK_BYTES).map_err(Error::system("bringing in pages"));
             if let Err(error) = populated {
@@ -96,24 +96,24 @@ impl Arena {
                 return Err(error);
             }
         }
-        locked.state = State { charged_pages: os_pages_per_block() as u32, ..state };
+        locked.state = BlockState { charged_pages: os_pages_per_block() as u32, ..state };
         Self::count(self.counter_of(block), 0, locked.state.charged_pages);
         Ok(state.backing == Backing::Huge)
     }
 
     /// Populates an empty block with a huge page. Without one the kernel's small pages serve on touch.
-    pub(super) fn populate(&self, block: usize) -> State {
+    pub(super) fn populate(&self, block: usize) -> BlockState {
         let resident = self.budget.room().0;
         match mem::populate_huge(self.block_addr(block), BLOCK_BYTES) {
             Ok(mem::Backing::Huge) => {
                 stats::add(Counter::BlocksHuge, 1);
                 trace::event(Event::BlockHuge, block as u64, resident);
-                State::huge()
+                BlockState::huge()
             }
             Ok(mem::Backing::Small) | Err(_) => {
                 stats::add(Counter::BlocksFallback, 1);
                 trace::event(Event::BlockFallback, block as u64, resident);
-                State::OVERCOMMITTED
+                BlockState::OVERCOMMITTED
             }
         }
     }
@@ -134,7 +134,7 @@ impl Arena {
         for block in first..first + blocks {
             let mut locked = self.word(block).lock(&self.generation);
             if locked.state.backing == Backing::Empty {
-                locked.state = State::OVERCOMMITTED;
+                locked.state = BlockState::OVERCOMMITTED;
                 overcommitted += 1;
             }
         }
@@ -147,7 +147,7 @@ impl Arena {
         for block in first..first + blocks {
             let mut locked = self.word(block).lock(&self.generation);
             if locked.state.backing == Backing::Empty {
-                locked.state = State::OVERCOMMITTED;
+                locked.state = BlockState::OVERCOMMITTED;
                 self.budget.reconciled(0, -(BLOCK_BYTES as i64));
             }
         }
@@ -209,7 +209,7 @@ impl Arena {
     }
 
     /// Charges the resident pages of a locked lazy block.
-    pub(super) fn measure(&self, block: usize, state: &mut State) {
+    pub(super) fn measure(&self, block: usize, state: &mut BlockState) {
         if state.is_inherited {
             return;
         }
@@ -222,7 +222,7 @@ impl Arena {
     }
 
     /// Changes the charge of a lazy block; the rest of it stays lent.
-    fn recharge(&self, block: usize, state: &mut State, pages: u32) {
+    fn recharge(&self, block: usize, state: &mut BlockState, pages: u32) {
         let change = Self::charged_bytes(pages) as i64 - Self::charged_bytes(state.charged_pages) as i64;
         if change != 0 {
             Self::count(self.counter_of(block), state.charged_pages, pages);
@@ -305,7 +305,7 @@ impl Arena {
     }
 
     /// Marks a locked block empty and ends its charge or loan.
-    fn forget(&self, block: usize, state: &mut State) -> u64 {
+    fn forget(&self, block: usize, state: &mut BlockState) -> u64 {
         let bytes = Self::charged_bytes(state.charged_pages);
         Self::count(self.counter_of(block), state.charged_pages, 0);
         if bytes > 0 {
@@ -314,7 +314,7 @@ impl Arena {
         if state.backing == Backing::Lazy && !state.is_inherited {
             self.budget.reconciled(0, BLOCK_BYTES as i64 - bytes as i64);
         }
-        *state = State::EMPTY;
+        *state = BlockState::EMPTY;
         bytes
     }
 
@@ -432,7 +432,7 @@ impl Arena {
                 // What was lent to the target is covered by the source's memory.
                 self.budget.reconciled(0, BLOCK_BYTES as i64);
             }
-            target.state = std::mem::replace(&mut source.state, State::EMPTY);
+            target.state = std::mem::replace(&mut source.state, BlockState::EMPTY);
         }
         Ok(moved)
     }

@@ -25,7 +25,7 @@ pub(crate) enum Backing {
 
 /// The unpacked word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct State {
+pub(crate) struct BlockState {
     pub backing: Backing,
     /// OS pages charged to the account.
     pub charged_pages: u32,
@@ -38,7 +38,7 @@ const INHERITED: u64 = 1 << 3;
 const GENERATION_SHIFT: u32 = 16;
 const CHARGED_SHIFT: u32 = 32;
 
-impl State {
+impl BlockState {
     pub const EMPTY: Self = Self { backing: Backing::Empty, charged_pages: 0, is_inherited: false };
     /// Open to be touched, nothing known to be resident.
     pub const OVERCOMMITTED: Self = Self { backing: Backing::Lazy, charged_pages: 0, is_inherited: false };
@@ -73,9 +73,9 @@ impl State {
 
 /// The state word.
 #[repr(transparent)]
-pub(crate) struct Word(AtomicU64);
+pub(crate) struct BlockWord(AtomicU64);
 
-impl Word {
+impl BlockWord {
     #[cfg(test)]
     pub const fn new() -> Self {
         Self(AtomicU64::new(0))
@@ -83,8 +83,8 @@ impl Word {
 
     /// The current state; it may change at any time.
     #[inline]
-    pub fn peek(&self, generation: &Generation) -> State {
-        State::unpack(self.0.load(Acquire), generation.get())
+    pub fn peek(&self, generation: &Generation) -> BlockState {
+        BlockState::unpack(self.0.load(Acquire), generation.get())
     }
 
     /// Takes the block's lock; returns `None` if another thread holds it.
@@ -99,7 +99,7 @@ impl Word {
 
     /// Takes the lock of a word that was seen unlocked; `None` if it has changed since.
     fn claim(&self, seen: u64, generation: u16) -> Option<Locked<'_>> {
-        let state = State::unpack(seen, generation);
+        let state = BlockState::unpack(seen, generation);
         self.0.compare_exchange(seen, state.pack(generation) | LOCKED, Acquire, Relaxed).ok()?;
         // Create the guard only with the lock: dropping a guard releases the lock, whichever thread holds it.
         Some(Locked { word: self, generation, state })
@@ -118,9 +118,9 @@ impl Word {
 
 /// A locked block: changes of `state` are stored on drop.
 pub(crate) struct Locked<'word> {
-    word: &'word Word,
+    word: &'word BlockWord,
     generation: u16,
-    pub state: State,
+    pub state: BlockState,
 }
 
 impl Drop for Locked<'_> {
@@ -135,22 +135,22 @@ mod tests {
 
     #[test]
     fn a_lock_of_an_older_generation_is_void() {
-        let (word, generation) = (Word::new(), Generation::default());
+        let (word, generation) = (BlockWord::new(), Generation::default());
         let mut locked = word.lock(&generation);
-        locked.state = State::huge();
+        locked.state = BlockState::huge();
         drop(locked);
         let held = word.lock(&generation);
         assert!(word.try_lock(&generation).is_none());
         std::mem::forget(held); // the thread that held it was not copied by fork
         generation.advance();
         let locked = word.try_lock(&generation).expect("void lock");
-        assert_eq!(locked.state, State { backing: Backing::Huge, charged_pages: 0, is_inherited: true });
+        assert_eq!(locked.state, BlockState { backing: Backing::Huge, charged_pages: 0, is_inherited: true });
     }
 
     /// A thread that claims a word it saw unlocked too late does not release the lock of another thread.
     #[test]
     fn a_late_claim_leaves_the_lock() {
-        let (word, generation) = (Word::new(), Generation::default());
+        let (word, generation) = (BlockWord::new(), Generation::default());
         let seen = word.0.load(Relaxed);
         let held = word.lock(&generation);
         assert!(word.claim(seen, generation.get()).is_none());

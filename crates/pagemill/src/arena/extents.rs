@@ -6,7 +6,7 @@
 //! whole unit costs one system call and no zeroing.
 #![allow(unsafe_code)] // zeroes pages and gives memory back to the kernel
 
-use super::block::{Backing, Locked, State};
+use super::block::{Backing, BlockState, Locked};
 use super::{Arena, Context, Filling};
 use crate::error::Result;
 use crate::stats::{self, Counter};
@@ -16,7 +16,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Which OS pages of a block are committed, and which are stale. Guarded by the block's lock.
-pub(crate) struct Maps {
+pub(crate) struct ExtentMaps {
     committed: Bits,
     stale: Bits,
 }
@@ -57,7 +57,7 @@ impl Bits {
 
 /// A part of one block, in OS pages.
 #[derive(Clone)]
-struct Part {
+struct BlockPart {
     block: usize,
     pages: Range<usize>,
 }
@@ -88,14 +88,14 @@ impl Arena {
     }
 
     /// The parts of each block that a range covers.
-    fn parts(&self, addr: usize, len_bytes: usize) -> impl Iterator<Item = Part> + use<'_> {
+    fn parts(&self, addr: usize, len_bytes: usize) -> impl Iterator<Item = BlockPart> + use<'_> {
         let page = os_page_bytes();
         let (first, last) = (self.block_of(addr), self.block_of(addr + len_bytes.max(1) - 1));
         (first..=last).map(move |block| {
             let start = self.block_addr(block);
             let from = addr.max(start) - start;
             let to = (addr + len_bytes).min(start + BLOCK_BYTES) - start;
-            Part { block, pages: from / page..to.div_ceil(page) }
+            BlockPart { block, pages: from / page..to.div_ceil(page) }
         })
     }
 
@@ -125,7 +125,7 @@ impl Arena {
         Ok(())
     }
 
-    fn commit_part(&self, part: &Part) -> Result<()> {
+    fn commit_part(&self, part: &BlockPart) -> Result<()> {
         let (mut admitted, mut use_huge) = (0, true);
         loop {
             let mut locked = self.word(part.block).lock(&self.generation);
@@ -164,7 +164,7 @@ impl Arena {
     }
 
     /// OS pages per unit of a block in this state.
-    fn unit_pages(&self, state: State) -> usize {
+    fn unit_pages(&self, state: BlockState) -> usize {
         match state.backing {
             Backing::Huge => os_pages_per_block(),
             _ => (self.page.bytes() / os_page_bytes()).clamp(1, os_pages_per_block()),
@@ -172,7 +172,7 @@ impl Arena {
     }
 
     /// Pages of the units that this part would newly make resident.
-    fn missing_pages(&self, locked: &Locked<'_>, part: &Part) -> u32 {
+    fn missing_pages(&self, locked: &Locked<'_>, part: &BlockPart) -> u32 {
         if locked.state.backing == Backing::Huge {
             return 0;
         }
@@ -185,12 +185,12 @@ impl Arena {
     }
 
     /// Commits a part whose pages are admitted; returns how many pages of the admission it used.
-    fn fill(&self, locked: &mut Locked<'_>, part: &Part, take_huge: bool) -> u32 {
+    fn fill(&self, locked: &mut Locked<'_>, part: &BlockPart, take_huge: bool) -> u32 {
         let before = locked.state.charged_pages;
         if take_huge {
             locked.state = self.populate(part.block);
             if locked.state.backing != Backing::Huge {
-                locked.state = State { backing: Backing::Small, ..State::EMPTY };
+                locked.state = BlockState { backing: Backing::Small, ..BlockState::EMPTY };
                 // Pages that the kernel adds by itself would not be counted.
                 mem::forbid_huge(self.block_addr(part.block), BLOCK_BYTES);
             }
@@ -220,7 +220,7 @@ impl Arena {
     }
 
     /// Populates software pages larger than the OS page as a whole; smaller ones come with their first touch.
-    fn populate_units(&self, locked: &Locked<'_>, part: &Part) {
+    fn populate_units(&self, locked: &Locked<'_>, part: &BlockPart) {
         let (unit, maps) = (self.unit_pages(locked.state), self.maps.get(part.block));
         if unit == 1 {
             return;
@@ -257,7 +257,7 @@ impl Arena {
     }
 
     /// Gives back lent pages (the allocator's first extents). They are zero afterwards, even if the kernel refuses.
-    fn drop_overcommitted(&self, locked: &mut Locked<'_>, part: &Part) -> u64 {
+    fn drop_overcommitted(&self, locked: &mut Locked<'_>, part: &BlockPart) -> u64 {
         let addr = self.block_addr(part.block) + part.pages.start * os_page_bytes();
         let len_bytes = part.pages.len() * os_page_bytes();
         let before = locked.state.charged_pages;
@@ -272,7 +272,7 @@ impl Arena {
     }
 
     /// Gives back the units of a part that have no committed page left.
-    fn drop_units(&self, locked: &mut Locked<'_>, part: &Part) -> u64 {
+    fn drop_units(&self, locked: &mut Locked<'_>, part: &BlockPart) -> u64 {
         let (unit, maps) = (self.unit_pages(locked.state), self.maps.get(part.block));
         let before = locked.state.charged_pages;
         let mut run: Option<Range<usize>> = None;
@@ -286,7 +286,7 @@ impl Arena {
         }
         self.drop_run(locked, part.block, run);
         if locked.state.charged_pages == 0 && maps.committed.count() == 0 && maps.stale.count() == 0 {
-            locked.state = State::EMPTY;
+            locked.state = BlockState::EMPTY;
         }
         Self::count(Counter::Small, before, locked.state.charged_pages);
         let freed = Self::charged_bytes(before - locked.state.charged_pages);
@@ -321,7 +321,7 @@ impl Arena {
                 mem::split_huge(self.block_addr(block), BLOCK_BYTES);
                 stats::add(Counter::BlocksSplit, 1);
                 locked.state.backing = Backing::Small;
-                freed += self.drop_units(&mut locked, &Part { block, pages: 0..os_pages_per_block() });
+                freed += self.drop_units(&mut locked, &BlockPart { block, pages: 0..os_pages_per_block() });
             }
         }
         freed

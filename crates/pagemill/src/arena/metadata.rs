@@ -30,9 +30,9 @@ pub(crate) struct Table<T> {
 pub(crate) unsafe trait Zeroed: Sync {}
 
 // SAFETY: one atomic word.
-unsafe impl Zeroed for super::block::Word {}
+unsafe impl Zeroed for super::block::BlockWord {}
 // SAFETY: atomic words.
-unsafe impl Zeroed for super::extents::Maps {}
+unsafe impl Zeroed for super::extents::ExtentMaps {}
 // SAFETY: an atomic integer.
 unsafe impl Zeroed for AtomicU32 {}
 // SAFETY: an atomic integer.

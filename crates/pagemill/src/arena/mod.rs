@@ -30,7 +30,7 @@ use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
 use crate::sync::Lock;
 use crate::units::{BLOCK_BYTES, PageSize, os_pages_per_block};
-use block::{State, Word};
+use block::{BlockState, BlockWord};
 use nodes::Nodes;
 use pagemill_sys::mem;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering::Relaxed};
@@ -212,8 +212,8 @@ pub struct Arena {
     pub(crate) small: Zone,
     pub(crate) heap: Zone,
     pub(crate) pool: Zone,
-    words: Table<Word>,
-    maps: Table<extents::Maps>,
+    words: Table<BlockWord>,
+    maps: Table<extents::ExtentMaps>,
     pub(crate) generation: Generation,
     pub(crate) budget: &'static dyn Budget,
     pub(crate) nodes: Nodes,
@@ -281,7 +281,7 @@ impl Arena {
     }
 
     #[inline]
-    pub(crate) fn word(&self, block: usize) -> &Word {
+    pub(crate) fn word(&self, block: usize) -> &BlockWord {
         self.words.get(block)
     }
 
@@ -292,7 +292,7 @@ impl Arena {
 
     /// The current state of a block.
     #[inline]
-    pub(crate) fn peek(&self, block: usize) -> State {
+    pub(crate) fn peek(&self, block: usize) -> BlockState {
         self.word(block).peek(&self.generation)
     }
 

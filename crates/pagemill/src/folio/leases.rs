@@ -20,7 +20,7 @@ const RINGS_SHIFT: u32 = 48;
 
 /// The state of a slot.
 #[derive(Clone, Copy)]
-struct Slot {
+struct LeaseSlot {
     /// One bit for each chunk with memory.
     filled: u32,
     /// The lent run: first chunk and length, and the number of rings.
@@ -29,7 +29,7 @@ struct Slot {
     rings: u16,
 }
 
-impl Slot {
+impl LeaseSlot {
     fn unpack(word: u64) -> Self {
         Self {
             filled: word as u32,
@@ -88,9 +88,9 @@ impl Leases {
         self.slots.resident_bytes(0, chunks.div_ceil(self.chunks) as usize)
     }
 
-    fn change<R>(&self, chunk: u32, change: impl FnOnce(&mut Slot, u32) -> R) -> R {
+    fn change<R>(&self, chunk: u32, change: impl FnOnce(&mut LeaseSlot, u32) -> R) -> R {
         let word = self.slots.get((chunk / self.chunks) as usize);
-        let mut slot = Slot::unpack(word.load(Relaxed));
+        let mut slot = LeaseSlot::unpack(word.load(Relaxed));
         let result = change(&mut slot, chunk % self.chunks);
         word.store(slot.pack(), Relaxed);
         result
@@ -105,7 +105,7 @@ impl Leases {
     }
 
     pub fn is_leased(&self, chunk: u32) -> bool {
-        let slot = Slot::unpack(self.slots.get((chunk / self.chunks) as usize).load(Relaxed));
+        let slot = LeaseSlot::unpack(self.slots.get((chunk / self.chunks) as usize).load(Relaxed));
         slot.is_leased(chunk % self.chunks)
     }
 

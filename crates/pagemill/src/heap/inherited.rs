@@ -4,8 +4,8 @@
 //! fork gets new memory in the child, which is charged like any other: so limits hold there, and purges find it later.
 #![allow(unsafe_code)] // discards the memory of slots that were just taken
 
-use super::slot::Bytes;
-use super::{Heap, Place};
+use super::slot::SlotBytes;
+use super::{Heap, LocatedSlot};
 
 impl Heap {
     /// Discards what is inherited behind a slot that was just taken. Returns what is known of the slot then. Blocks that the slot
@@ -13,7 +13,7 @@ impl Heap {
     ///
     /// Cost: a look at each block; in the first allocation from a block after the fork, a call of the kernel.
     #[cold]
-    pub(super) fn discard_inherited(&self, place: Place, bytes: Bytes) -> Bytes {
+    pub(super) fn discard_inherited(&self, place: LocatedSlot, bytes: SlotBytes) -> SlotBytes {
         let mut blocks = self.blocks_of(place);
         if !blocks.any(|block| self.arena.peek(block).is_inherited) {
             return bytes;

@@ -31,7 +31,7 @@ use crate::sync::{self, AtomicU32, AtomicU64, Lock, Padded};
 use crate::units::BLOCK_BYTES;
 use class::{Class, GRANULE_BYTES, STEP_BYTES};
 use pagemill_sys::{clock, numa, process};
-use slot::{Bytes, Claim, Head, Info, Phase, Slot, Slots};
+use slot::{Head, Info, Slot, SlotBytes, SlotClaim, SlotPhase, Slots};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering::Relaxed};
 
@@ -69,14 +69,14 @@ pub struct Allocation {
 
 /// Required contents of an allocation.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Contents {
+enum InitialContents {
     Any,
     Zero,
 }
 
 /// A slot and its location.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct LocatedSlot {
     number: u32,
     addr: usize,
     class: Class,
@@ -204,10 +204,10 @@ impl Heap {
     ///
     /// [`Error::NoMemory`] over the limit, [`Error::NoAddresses`], [`Error::BadAlignment`].
     pub fn allocate(&self, size: usize, align: usize) -> Result<Allocation> {
-        self.allocate_with(size, align, Contents::Any)
+        self.allocate_with(size, align, InitialContents::Any)
     }
 
-    fn allocate_with(&self, size: usize, align: usize, wanted: Contents) -> Result<Allocation> {
+    fn allocate_with(&self, size: usize, align: usize, wanted: InitialContents) -> Result<Allocation> {
         if !align.is_power_of_two() {
             return Err(Error::BadAlignment { align_bytes: align });
         }
@@ -234,7 +234,7 @@ impl Heap {
     ///
     /// As [`Heap::allocate`].
     pub fn allocate_zeroed(&self, size: usize, align: usize) -> Result<NonNull<u8>> {
-        let allocation = self.allocate_with(size, align, Contents::Zero)?;
+        let allocation = self.allocate_with(size, align, InitialContents::Zero)?;
         if allocation.is_zero {
             stats::add(Counter::CallocSkipped, size as u64);
             return Ok(allocation.addr);
@@ -261,7 +261,7 @@ impl Heap {
     /// As [`Heap::allocate`].
     pub(crate) fn allocate_own(&self, size: usize) -> Result<NonNull<u8>> {
         let size = size.max(BLOCK_BYTES);
-        let allocation = self.allocate_with(size, BLOCK_BYTES, Contents::Any)?;
+        let allocation = self.allocate_with(size, BLOCK_BYTES, InitialContents::Any)?;
         if allocation.was_offered {
             let (first, blocks) = (self.arena.block_of(allocation.addr.as_ptr() as usize), size.div_ceil(BLOCK_BYTES));
             // SAFETY: a live slot of whole blocks, just allocated here.
@@ -277,14 +277,14 @@ impl Heap {
     ///
     /// As [`Heap::allocate`].
     pub(crate) fn allocate_pack(&self) -> Result<NonNull<u8>> {
-        let addr = self.allocate_with(BLOCK_BYTES, BLOCK_BYTES, Contents::Zero)?.addr;
+        let addr = self.allocate_with(BLOCK_BYTES, BLOCK_BYTES, InitialContents::Zero)?.addr;
         // SAFETY: a live slot of one block, just allocated here.
         unsafe { self.arena.make_small(self.arena.block_of(addr.as_ptr() as usize)) };
         Ok(addr)
     }
 
     /// Takes a free slot of the class: from this CPU's shard, else from the others, this node's first.
-    fn take_free(&self, node: usize, class: Class) -> Option<(Place, Bytes)> {
+    fn take_free(&self, node: usize, class: Class) -> Option<(LocatedSlot, SlotBytes)> {
         let own = self.shard_here();
         let shards = 0..self.shards_per_node;
         for distance in shards.clone() {
@@ -305,13 +305,13 @@ impl Heap {
 
     /// When addresses have run out: takes a free slot of a larger class.
     #[cold]
-    fn take_larger(&self, node: usize, class: Class, align: usize) -> Option<(Place, Bytes)> {
+    fn take_larger(&self, node: usize, class: Class, align: usize) -> Option<(LocatedSlot, SlotBytes)> {
         let larger = (class.index() + 1..class::COUNT).filter_map(Class::from_index);
         larger.filter(|class| class.align() >= align).find_map(|class| self.take_free(node, class))
     }
 
     /// Takes a free slot of one list that no purge holds.
-    fn take_from(&self, node: usize, shard: usize, own: usize, class: Class) -> Option<(Place, Bytes)> {
+    fn take_from(&self, node: usize, shard: usize, own: usize, class: Class) -> Option<(LocatedSlot, SlotBytes)> {
         let head = self.head(node, shard, class);
         if head.is_empty() {
             return None;
@@ -342,7 +342,7 @@ impl Heap {
     }
 
     /// `bytes`, with the count of what is resident behind the slot now.
-    fn counted(&self, place: Place, bytes: Bytes) -> Bytes {
+    fn counted(&self, place: LocatedSlot, bytes: SlotBytes) -> SlotBytes {
         if !place.class.is_big() {
             return bytes.with_count(if bytes.is_resident { place.class.bytes() as u64 } else { 0 });
         }
@@ -352,9 +352,9 @@ impl Heap {
     }
 
     /// Ends a claim, with updated knowledge of the slot's bytes.
-    fn restore(&self, place: Place, claim: Claim, bytes: Bytes) {
+    fn restore(&self, place: LocatedSlot, claim: SlotClaim, bytes: SlotBytes) {
         let bytes = self.counted(place, bytes);
-        if claim.phase() == Phase::Free {
+        if claim.phase() == SlotPhase::Free {
             self.count_free(0, bytes.counted_bytes() as i64 - claim.bytes().counted_bytes() as i64);
         }
         self.slot(place.number).restore(claim, bytes);
@@ -372,7 +372,7 @@ impl Heap {
     }
 
     /// Allocates a slot for the first time.
-    fn carve(&self, node: usize, class: Class, size: usize) -> Result<(Place, Bytes)> {
+    fn carve(&self, node: usize, class: Class, size: usize) -> Result<(LocatedSlot, SlotBytes)> {
         let (addr, span_end) = self.next_carved(node, class)?;
         let granule = (addr - self.base()) / GRANULE_BYTES;
         let offset = ((addr - self.base()) % GRANULE_BYTES / STEP_BYTES) as u8;
@@ -385,7 +385,7 @@ impl Heap {
             }
         };
         stats::add(Counter::SlotsFresh, 1);
-        let place = Place { number: granule as u32, addr, class, node };
+        let place = LocatedSlot { number: granule as u32, addr, class, node };
         if class.is_big() {
             self.allow_huge(place, size);
         } else {
@@ -420,7 +420,7 @@ impl Heap {
     }
 
     /// Whether blocks of the slot's class are likely to fill up: one has, and slots of the class are mostly used.
-    fn filling(&self, place: Place, size: usize) -> Filling {
+    fn filling(&self, place: LocatedSlot, size: usize) -> Filling {
         if (place.class.bytes() - size.min(place.class.bytes())) * TAIL_DIVISOR > place.class.bytes() {
             return Filling::Never;
         }
@@ -430,7 +430,7 @@ impl Heap {
     }
 
     /// Allows huge pages for a fresh big slot, in the last block only if that wastes little.
-    fn allow_huge(&self, place: Place, size: usize) {
+    fn allow_huge(&self, place: LocatedSlot, size: usize) {
         let whole = size & !(BLOCK_BYTES - 1);
         let waste = (BLOCK_BYTES - size % BLOCK_BYTES) % BLOCK_BYTES;
         let len_bytes = if waste * WASTE_DIVISOR as usize <= size { size.next_multiple_of(BLOCK_BYTES) } else { whole };
@@ -440,7 +440,7 @@ impl Heap {
     }
 
     /// Requests the next block of the same span ahead of need, when the first slot of a block is allocated.
-    fn want_next_block(&self, place: Place, size: usize, span_end: usize) {
+    fn want_next_block(&self, place: LocatedSlot, size: usize, span_end: usize) {
         let next = (place.addr + BLOCK_BYTES) & !(BLOCK_BYTES - 1);
         let is_first = place.addr % BLOCK_BYTES < place.class.bytes();
         let is_filling = self.filling(place, size) == Filling::Soon;
@@ -452,7 +452,7 @@ impl Heap {
 
     /// Makes the missing memory of a slot available, by moving it from free slots if possible. Returns whether it moved
     /// any; the bytes are not zero then. On error the slot is free again.
-    fn make_usable(&self, place: Place, bytes: Bytes, size: usize, wanted: Contents) -> Result<bool> {
+    fn make_usable(&self, place: LocatedSlot, bytes: SlotBytes, size: usize, wanted: InitialContents) -> Result<bool> {
         let taken = if bytes.is_offered { self.note_taken(place) } else { 0 };
         if bytes.is_resident && taken == 0 && !place.class.is_big() {
             return Ok(false);
@@ -483,7 +483,7 @@ impl Heap {
         };
         if result.is_err() {
             // A part of it may have come from another slot.
-            let bytes = Bytes { is_zero: bytes.is_zero && !is_recycled, ..bytes };
+            let bytes = SlotBytes { is_zero: bytes.is_zero && !is_recycled, ..bytes };
             let (shard, bytes) = (self.shard_here(), self.counted(place, bytes));
             let _ = self.slot(place.number).free(bytes, stamp_now());
             self.count_free(shard, bytes.counted_bytes() as i64);
@@ -492,23 +492,23 @@ impl Heap {
             self.arena.populate_pages(place.addr, place.class.bytes());
         } else {
             let missing_bytes = size.saturating_sub(bytes.counted_bytes() as usize);
-            let refilled_bytes = if wanted == Contents::Any { self.refill(place, size) } else { 0 };
+            let refilled_bytes = if wanted == InitialContents::Any { self.refill(place, size) } else { 0 };
             is_recycled = refilled_bytes > 0;
             self.account.make_up_for(missing_bytes.saturating_sub(refilled_bytes) as u64);
         }
         result.map(|()| is_recycled)
     }
 
-    fn place(&self, number: u32) -> Option<Place> {
+    fn place(&self, number: u32) -> Option<LocatedSlot> {
         let info = self.slot(number).info()?;
         let addr = self.base() + number as usize * GRANULE_BYTES + usize::from(info.offset) * STEP_BYTES;
         let class = Class::from_index(usize::from(info.class))?;
-        Some(Place { number, addr, class, node: usize::from(info.node) })
+        Some(LocatedSlot { number, addr, class, node: usize::from(info.node) })
     }
 
     /// The slot that starts at `addr`.
     #[inline]
-    fn find(&self, addr: usize) -> Result<Place> {
+    fn find(&self, addr: usize) -> Result<LocatedSlot> {
         if !self.contains(addr) || addr - self.base() >= self.arena.heap.used_bytes() {
             return Err(Error::NotAllocated { addr });
         }
@@ -517,12 +517,12 @@ impl Heap {
     }
 
     /// The live slot that starts at `addr`.
-    fn find_live(&self, addr: usize) -> Result<Place> {
+    fn find_live(&self, addr: usize) -> Result<LocatedSlot> {
         let place = self.find(addr)?;
         match self.slot(place.number).phase() {
-            Phase::Live => Ok(place),
-            Phase::None => Err(Error::NotAllocated { addr }),
-            Phase::Free | Phase::Purging => Err(Error::FreedBefore { addr, len_bytes: place.class.bytes() }),
+            SlotPhase::Live => Ok(place),
+            SlotPhase::None => Err(Error::NotAllocated { addr }),
+            SlotPhase::Free | SlotPhase::Purging => Err(Error::FreedBefore { addr, len_bytes: place.class.bytes() }),
         }
     }
 
@@ -547,11 +547,11 @@ impl Heap {
     /// The program must not use the allocation any more.
     pub unsafe fn free(&self, addr: usize) -> Result<()> {
         let place = self.find(addr)?;
-        self.free_place(place, Bytes::USED)
+        self.free_place(place, SlotBytes::USED)
     }
 
-    fn free_place(&self, place: Place, bytes: Bytes) -> Result<()> {
-        if place.class.is_big() && self.slot(place.number).phase() == Phase::Live {
+    fn free_place(&self, place: LocatedSlot, bytes: SlotBytes) -> Result<()> {
+        if place.class.is_big() && self.slot(place.number).phase() == SlotPhase::Live {
             self.arena.reconcile(self.arena.block_of(place.addr), place.class.span_blocks());
         }
         // Computed while the slot cannot be allocated again.
@@ -560,7 +560,7 @@ impl Heap {
         let free_bytes = bytes.counted_bytes() as i64;
         match self.slot(place.number).free(bytes, stamp_now()) {
             Ok(()) => {}
-            Err(Phase::None) => return Err(Error::NotAllocated { addr: place.addr }),
+            Err(SlotPhase::None) => return Err(Error::NotAllocated { addr: place.addr }),
             Err(_) => return Err(Error::FreedBefore { addr: place.addr, len_bytes: place.class.bytes() }),
         }
         self.head(place.node, shard, place.class).push(self, place.number);
@@ -579,9 +579,9 @@ impl Heap {
                 let slot = self.slot(place.number);
                 if let Some(claim) = slot.try_claim() {
                     // What the parent offered belongs to the parent.
-                    let own = Bytes { is_offered: false, ..claim.bytes() };
+                    let own = SlotBytes { is_offered: false, ..claim.bytes() };
                     let counted = self.counted(place, own);
-                    if claim.phase() == Phase::Free {
+                    if claim.phase() == SlotPhase::Free {
                         bytes += counted.counted_bytes() as i64;
                     }
                     slot.restore(claim, counted);

@@ -9,8 +9,8 @@
 #![allow(unsafe_code)] // gives up the memory of claimed slots
 
 use super::purge::{Span, age};
-use super::slot::{Bytes, Phase, Slot, Slots};
-use super::{Heap, Place};
+use super::slot::{Slot, SlotBytes, SlotPhase, Slots};
+use super::{Heap, LocatedSlot};
 use crate::arena::block::Backing;
 use crate::reclaim::Which;
 use pagemill_sys::{clock, process};
@@ -74,7 +74,7 @@ impl Heap {
         let _guard = self.purging.lock();
         let start = clock::fine_ns();
         let now = super::stamp_now();
-        let is_cold = |slot: &Slot| slot.phase() != Phase::Free || age(now, slot.stamp()) >= from_age;
+        let is_cold = |slot: &Slot| slot.phase() != SlotPhase::Free || age(now, slot.stamp()) >= from_age;
         let mut offer = Offer { is_cold: &is_cold, bytes: 0, is_refused: false };
         self.walk(|span| {
             self.offer_span(span, &mut offer);
@@ -110,19 +110,19 @@ impl Heap {
         }
         let Some(claim) = slot.try_claim() else { return };
         let mut is_offered = false;
-        if claim.phase() == Phase::Free {
+        if claim.phase() == SlotPhase::Free {
             // SAFETY: the slot is claimed and its blocks are its own.
             let result = unsafe { self.arena.offer(self.arena.block_of(place.addr), span.class.span_blocks()) };
             is_offered = offer.note(result);
         }
-        slot.restore(claim, Bytes { is_offered, ..claim.bytes() });
+        slot.restore(claim, SlotBytes { is_offered, ..claim.bytes() });
     }
 
     /// Offers a block that several slots share, if all of them are free.
     fn offer_block(&self, span: Span, block: usize, offer: &mut Offer<'_>) {
         let state = self.arena.peek(block);
         let slots = || self.slots_of_block(span, block).map(|index| self.slot(self.place_at(span, index).number));
-        let is_new = || slots().any(|slot| slot.phase() == Phase::Free && !slot.is_offered());
+        let is_new = || slots().any(|slot| slot.phase() == SlotPhase::Free && !slot.is_offered());
         if state.backing == Backing::Empty || state.charged_pages == 0 || !is_new() {
             return;
         }
@@ -132,13 +132,13 @@ impl Heap {
         for (index, claim) in claims.indices() {
             // It may reach into another block that was offered before.
             let is_offered = is_offered || claim.bytes().is_offered;
-            self.restore(self.place_at(span, index), claim, Bytes { is_offered, ..claim.bytes() });
+            self.restore(self.place_at(span, index), claim, SlotBytes { is_offered, ..claim.bytes() });
         }
     }
 
     /// Called before an offered slot is used again: ends the charge for what the kernel took of its blocks, and returns those
     /// bytes.
-    pub(super) fn note_taken(&self, place: Place) -> u64 {
+    pub(super) fn note_taken(&self, place: LocatedSlot) -> u64 {
         let (first, last) =
             (self.arena.block_of(place.addr), self.arena.block_of(place.addr + place.class.bytes() - 1));
         self.arena.note_taken(first, last + 1 - first)
@@ -179,10 +179,10 @@ impl Heap {
         is_any_offered()
     }
 
-    fn reap_slot(&self, place: Place) {
+    fn reap_slot(&self, place: LocatedSlot) {
         let slot = self.slot(place.number);
         let Some(claim) = slot.try_claim() else { return };
-        if claim.phase() != Phase::Free {
+        if claim.phase() != SlotPhase::Free {
             slot.restore(claim, claim.bytes());
             return;
         }
@@ -194,7 +194,7 @@ impl Heap {
             }
         }
         let is_left = self.counted(place, claim.bytes()).counted > 0;
-        self.restore(place, claim, Bytes { is_offered: is_left, ..claim.bytes() });
+        self.restore(place, claim, SlotBytes { is_offered: is_left, ..claim.bytes() });
     }
 
     fn reap_block(&self, span: Span, block: usize) {
@@ -227,7 +227,7 @@ impl Offer<'_> {
 
 /// Whether a slot does not prevent its block from being offered: it was never allocated, or it is offered.
 fn is_offered(slot: &Slot) -> bool {
-    slot.phase() != Phase::Free || slot.is_offered()
+    slot.phase() != SlotPhase::Free || slot.is_offered()
 }
 
 #[cfg(all(test, not(loom)))]

@@ -10,8 +10,8 @@
 #![allow(unsafe_code)] // gives the memory of claimed slots back
 
 use super::class::Class;
-use super::slot::{Bytes, Claim, Phase, Slot, Slots};
-use super::{Heap, Place, TICK_SHIFT};
+use super::slot::{Slot, SlotBytes, SlotClaim, SlotPhase, Slots};
+use super::{Heap, LocatedSlot, TICK_SHIFT};
 use crate::arena::block::Backing;
 use crate::reclaim::{Shrinker, Urgency, Which};
 use crate::stats::{self, Counter};
@@ -141,16 +141,16 @@ impl Shrinker for Heap {
 pub(super) struct Claims {
     first: usize,
     count: usize,
-    claims: [Option<Claim>; MAX_SLOTS_PER_BLOCK],
+    claims: [Option<SlotClaim>; MAX_SLOTS_PER_BLOCK],
 }
 
 impl Claims {
-    pub fn iter(&self) -> impl Iterator<Item = Claim> {
+    pub fn iter(&self) -> impl Iterator<Item = SlotClaim> {
         self.indices().map(|(_, claim)| claim)
     }
 
     /// The claims with the slots' numbers within the span.
-    pub fn indices(&self) -> impl Iterator<Item = (usize, Claim)> {
+    pub fn indices(&self) -> impl Iterator<Item = (usize, SlotClaim)> {
         let claims = self.claims[..self.count].iter();
         (self.first..).zip(claims).filter_map(|(index, claim)| Some((index, (*claim)?)))
     }
@@ -202,7 +202,7 @@ impl Heap {
         true
     }
 
-    pub(super) fn slot_at(&self, span: Span, index: usize) -> Option<Place> {
+    pub(super) fn slot_at(&self, span: Span, index: usize) -> Option<LocatedSlot> {
         let addr = span.start + index * span.class.stride();
         self.place(((addr - self.base()) / super::class::GRANULE_BYTES) as u32).filter(|place| place.addr == addr)
     }
@@ -271,13 +271,13 @@ impl Heap {
         true
     }
 
-    fn is_of_age(&self, place: Place, now: u16, ages: &Ages) -> bool {
+    fn is_of_age(&self, place: LocatedSlot, now: u16, ages: &Ages) -> bool {
         let slot = self.slot(place.number);
-        slot.phase() == Phase::Free && ages.contains(&ticks(now, slot.stamp()))
+        slot.phase() == SlotPhase::Free && ages.contains(&ticks(now, slot.stamp()))
     }
 
     /// Purges a big slot with its blocks.
-    fn purge_slot(&self, place: Place, now: u16, ages: &Ages) -> u64 {
+    fn purge_slot(&self, place: LocatedSlot, now: u16, ages: &Ages) -> u64 {
         let Some(claim) = self.claim_free(place, now, ages) else { return 0 };
         stats::add(Counter::PurgeScanned, claim.bytes().counted_bytes());
         let (first, blocks) = (self.arena.block_of(place.addr), place.class.span_blocks());
@@ -287,18 +287,18 @@ impl Heap {
         // SAFETY: the slot is claimed and its blocks are its own.
         let freed = unsafe { self.arena.discard(first, blocks) };
         let is_zero = (first..first + blocks).all(|block| self.arena.peek(block).backing == Backing::Empty);
-        self.restore(place, claim, Bytes { is_resident: !is_zero, is_zero, ..Bytes::default() });
+        self.restore(place, claim, SlotBytes { is_resident: !is_zero, is_zero, ..SlotBytes::default() });
         freed
     }
 
     /// Claims a slot if it is free and of these ages.
-    fn claim_free(&self, place: Place, now: u16, ages: &Ages) -> Option<Claim> {
+    fn claim_free(&self, place: LocatedSlot, now: u16, ages: &Ages) -> Option<SlotClaim> {
         if !self.is_of_age(place, now, ages) {
             return None;
         }
         let slot = self.slot(place.number);
         let claim = slot.try_claim()?;
-        if claim.phase() != Phase::Free {
+        if claim.phase() != SlotPhase::Free {
             slot.restore(claim, claim.bytes());
             return None;
         }
@@ -322,7 +322,7 @@ impl Heap {
             let may_hold = slot.bytes().is_resident || !slot.bytes().is_zero;
             let is_turn = may_hold && (head == block || self.arena.peek(head).backing != Backing::Lazy);
             let claim = match unused {
-                Unused::Goes if slot.phase() == Phase::None => slot.try_claim(),
+                Unused::Goes if slot.phase() == SlotPhase::None => slot.try_claim(),
                 _ if is_turn => self.claim_free(place, now, ages),
                 _ => None,
             };
@@ -337,7 +337,7 @@ impl Heap {
         let mut freed = discarded.unwrap_or(0);
         for (index, claim) in claims.indices() {
             let place = self.place_at(span, index);
-            if claim.phase() != Phase::Free {
+            if claim.phase() != SlotPhase::Free {
                 self.slot(place.number).restore(claim, claim.bytes());
                 continue;
             }
@@ -352,7 +352,7 @@ impl Heap {
                 is_zero &= discarded.is_some() || self.is_empty(other);
             }
             // Zero is what was discarded, as seen under the lock of the block: another thread may change what is behind it now.
-            let bytes = if *is_refused { Bytes::USED } else { Bytes { is_zero, ..Bytes::default() } };
+            let bytes = if *is_refused { SlotBytes::USED } else { SlotBytes { is_zero, ..SlotBytes::default() } };
             self.restore(place, claim, bytes);
         }
         freed
@@ -364,17 +364,17 @@ impl Heap {
     }
 
     /// Whether a slot begins and ends with whole OS pages.
-    fn has_whole_pages(&self, place: Place) -> bool {
+    fn has_whole_pages(&self, place: LocatedSlot) -> bool {
         [place.addr, place.class.bytes()].iter().all(|at| at.is_multiple_of(os_page_bytes()))
     }
 
     /// Blocks that a slot reaches into.
-    pub(super) fn blocks_of(&self, place: Place) -> impl Iterator<Item = usize> + use<> {
+    pub(super) fn blocks_of(&self, place: LocatedSlot) -> impl Iterator<Item = usize> + use<> {
         self.arena.block_of(place.addr)..=self.arena.block_of(place.addr + place.class.bytes() - 1)
     }
 
     /// The whole OS pages of a slot inside a block; empty if there are none.
-    fn part_in(&self, place: Place, block: usize) -> Range<usize> {
+    fn part_in(&self, place: LocatedSlot, block: usize) -> Range<usize> {
         let (page, start) = (os_page_bytes(), self.arena.block_addr(block));
         let from = place.addr.next_multiple_of(page).max(start);
         let to = ((place.addr + place.class.bytes()) & !(page - 1)).min(start + BLOCK_BYTES);
@@ -390,7 +390,7 @@ impl Heap {
 
     /// Gives back a whole block if all slots that reach into it can be claimed and the free ones have these ages.
     fn purge_block(&self, span: Span, block: usize, now: u16, ages: &Ages) -> u64 {
-        let is_due = |slot: &Slot| slot.phase() != Phase::Free || ages.contains(&ticks(now, slot.stamp()));
+        let is_due = |slot: &Slot| slot.phase() != SlotPhase::Free || ages.contains(&ticks(now, slot.stamp()));
         let Some(claims) = self.claim_block(span, block, is_due) else { return 0 };
         stats::add(Counter::PurgeScanned, BLOCK_BYTES as u64);
         if claims.iter().any(|claim| claim.bytes().is_offered) {
@@ -434,7 +434,7 @@ impl Heap {
         let indices = self.slots_of_block(span, block);
         let slot = |index| self.slot(self.number_at(span, index));
         let is_own = |index| own == Some(self.number_at(span, index));
-        let may_go = |slot: &Slot| matches!(slot.phase(), Phase::None | Phase::Free) && is_due(slot);
+        let may_go = |slot: &Slot| matches!(slot.phase(), SlotPhase::None | SlotPhase::Free) && is_due(slot);
         if !indices.clone().all(|index| is_own(index) || may_go(slot(index))) {
             return None;
         }
@@ -452,9 +452,9 @@ impl Heap {
     }
 
     /// A slot of a span, allocated before or not. Its node is not filled in.
-    pub(super) fn place_at(&self, span: Span, index: usize) -> Place {
+    pub(super) fn place_at(&self, span: Span, index: usize) -> LocatedSlot {
         let addr = span.start + index * span.class.bytes();
-        Place { number: self.number_at(span, index), addr, class: span.class, node: 0 }
+        LocatedSlot { number: self.number_at(span, index), addr, class: span.class, node: 0 }
     }
 
     /// The number of a slot of a span.
@@ -463,11 +463,11 @@ impl Heap {
     }
 
     /// What is known of a slot that shares blocks, after one of them was emptied.
-    pub(super) fn known_after(&self, addr: usize, class: Class, bytes: Bytes) -> Bytes {
+    pub(super) fn known_after(&self, addr: usize, class: Class, bytes: SlotBytes) -> SlotBytes {
         let mut blocks = self.arena.block_of(addr)..=self.arena.block_of(addr + class.bytes() - 1);
         let is_empty = blocks.clone().all(|block| self.arena.peek(block).backing == Backing::Empty);
         let is_backed = blocks.all(|block| self.arena.peek(block).backing != Backing::Empty);
-        Bytes {
+        SlotBytes {
             is_resident: is_backed && bytes.is_resident,
             is_zero: is_empty || bytes.is_zero,
             // Another block that it reaches into may still be offered.
@@ -493,10 +493,10 @@ impl Heap {
     }
 
     /// Slots that lie completely inside a block.
-    fn slots_inside(&self, span: Span, block: usize) -> impl Iterator<Item = Place> {
+    fn slots_inside(&self, span: Span, block: usize) -> impl Iterator<Item = LocatedSlot> {
         let range = self.arena.block_addr(block)..self.arena.block_addr(block) + BLOCK_BYTES;
         let is_inside =
-            move |place: &Place| range.contains(&place.addr) && place.addr + place.class.bytes() <= range.end;
+            move |place: &LocatedSlot| range.contains(&place.addr) && place.addr + place.class.bytes() <= range.end;
         self.slots_of_block(span, block).filter_map(move |index| self.slot_at(span, index)).filter(is_inside)
     }
 

@@ -9,8 +9,8 @@
 #![allow(unsafe_code)] // moves pages between slots
 
 use super::purge::Span;
-use super::slot::{Bytes, Phase, Slots};
-use super::{Heap, Place};
+use super::slot::{SlotBytes, SlotPhase, Slots};
+use super::{Heap, LocatedSlot};
 use crate::arena::Filling;
 use crate::arena::block::Backing;
 use crate::error::Result;
@@ -55,7 +55,7 @@ impl Recipient {
 impl Heap {
     /// Moves blocks of free slots into the unbacked blocks of a live big slot. Returns the bytes moved; the slot is not
     /// zero then.
-    pub(super) fn refill(&self, place: Place, size: usize) -> usize {
+    pub(super) fn refill(&self, place: LocatedSlot, size: usize) -> usize {
         let first = self.arena.block_of(place.addr);
         let (mut at, end) = (first, first + size / BLOCK_BYTES);
         let is_untouched = |block: &usize| {
@@ -82,7 +82,7 @@ impl Heap {
 
     /// Moves a block of free slots into an empty block that several slots share. Returns whether anything was moved;
     /// then none of these slots is zero. After a move that stopped in the middle the block still counts as empty.
-    pub(super) fn recycle_block(&self, place: Place, block: usize, filling: Filling) -> bool {
+    pub(super) fn recycle_block(&self, place: LocatedSlot, block: usize, filling: Filling) -> bool {
         if !self.may_have_donors() || !self.arena.may_take_huge(filling) {
             return false;
         }
@@ -108,7 +108,7 @@ impl Heap {
     }
 
     /// The span that contains a slot.
-    pub(super) fn span_of(&self, place: Place) -> Option<Span> {
+    pub(super) fn span_of(&self, place: LocatedSlot) -> Option<Span> {
         let block = (place.addr - self.base()) / BLOCK_BYTES;
         let starts = (block + 1).saturating_sub(place.class.span_blocks())..block + 1;
         let is_start = |block: &usize| self.spans.get(*block).load(Relaxed) as usize == place.class.index() + 1;
@@ -145,11 +145,11 @@ impl Heap {
     fn donate_slot(&self, span: Span, recipient: &mut Recipient) {
         let Some(donor) = self.slot_at(span, 0).filter(|donor| donor.node == recipient.node) else { return };
         let slot = self.slot(donor.number);
-        if slot.phase() != Phase::Free {
+        if slot.phase() != SlotPhase::Free {
             return;
         }
         let Some(claim) = slot.try_claim() else { return };
-        if claim.phase() != Phase::Free {
+        if claim.phase() != SlotPhase::Free {
             return slot.restore(claim, claim.bytes());
         }
         let blocks = self.arena.block_of(donor.addr)..self.arena.block_of(donor.addr) + donor.class.span_blocks();
@@ -158,7 +158,7 @@ impl Heap {
         }
         let has_moved = self.donate_runs(blocks.clone(), recipient);
         let is_zero = blocks.clone().all(|block| self.arena.peek(block).backing == Backing::Empty);
-        let bytes = Bytes { is_resident: !is_zero, is_zero, ..Bytes::default() };
+        let bytes = SlotBytes { is_resident: !is_zero, is_zero, ..SlotBytes::default() };
         self.restore(donor, claim, if has_moved { bytes } else { claim.bytes() });
     }
 

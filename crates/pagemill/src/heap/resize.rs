@@ -1,8 +1,8 @@
 //! Changes the size of an allocation: in place, by moving pages, or by copying bytes.
 #![allow(unsafe_code)] // moves and copies slots
 
-use super::slot::Bytes;
-use super::{Contents, Heap, Place};
+use super::slot::SlotBytes;
+use super::{Heap, InitialContents, LocatedSlot};
 use crate::arena::block::Backing;
 use crate::error::Result;
 use crate::stats::{self, Counter};
@@ -35,7 +35,7 @@ impl Heap {
             }
             return here();
         }
-        let new = match self.allocate_with(size, 1, Contents::Zero) {
+        let new = match self.allocate_with(size, 1, InitialContents::Zero) {
             Ok(new) => new,
             // A shrink never fails: it can stay where it is.
             Err(_) if size <= old_bytes => return here(),
@@ -52,12 +52,12 @@ impl Heap {
             };
             stats::add(Counter::ReallocCopied, (keep - moved) as u64);
         }
-        self.free_place(old, Bytes::USED)?;
+        self.free_place(old, SlotBytes::USED)?;
         Ok(new.addr)
     }
 
     /// Gives back whole blocks that a shrunken big slot does not need. They stay open: the program may use all of its slot.
-    fn trim(&self, place: Place, size: usize) {
+    fn trim(&self, place: LocatedSlot, size: usize) {
         let kept = size.max(1).div_ceil(BLOCK_BYTES);
         let first = self.arena.block_of(place.addr);
         if kept < place.class.span_blocks() {
@@ -71,7 +71,7 @@ impl Heap {
     /// # Safety
     ///
     /// Both slots are live and not used by any thread meanwhile.
-    unsafe fn move_blocks(&self, old: Place, new: Place, keep: usize) -> usize {
+    unsafe fn move_blocks(&self, old: LocatedSlot, new: LocatedSlot, keep: usize) -> usize {
         let blocks = keep / BLOCK_BYTES;
         if keep < MOVE_FROM_BYTES || !old.class.is_big() || !new.class.is_big() {
             return 0;

@@ -17,7 +17,7 @@ use crate::sync::{Acquire, AtomicU32, AtomicU64, Relaxed, Release};
 
 /// The state of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Phase {
+pub(crate) enum SlotPhase {
     /// Never allocated.
     None = 0,
     /// Allocated to the program.
@@ -30,7 +30,7 @@ pub(crate) enum Phase {
 
 /// What is known of a slot's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub(crate) struct Bytes {
+pub(crate) struct SlotBytes {
     /// The slot has memory, or the kernel provides it on touch.
     pub is_resident: bool,
     /// All bytes read zero.
@@ -41,7 +41,7 @@ pub(crate) struct Bytes {
     pub counted: u32,
 }
 
-impl Bytes {
+impl SlotBytes {
     /// No memory is behind it.
     pub const UNTOUCHED: Self = Self { is_resident: false, is_zero: true, is_offered: false, counted: 0 };
     /// The program has used it.
@@ -68,7 +68,7 @@ const STALE: u64 = 1 << 5;
 const AGE_SHIFT: u32 = 16;
 const COUNT_SHIFT: u32 = 32;
 
-fn pack(phase: Phase, bytes: Bytes, stamp: u16) -> u64 {
+fn pack(phase: SlotPhase, bytes: SlotBytes, stamp: u16) -> u64 {
     phase as u64
         | if bytes.is_resident { RESIDENT } else { 0 }
         | if bytes.is_zero { ZERO } else { 0 }
@@ -77,17 +77,17 @@ fn pack(phase: Phase, bytes: Bytes, stamp: u16) -> u64 {
         | u64::from(bytes.counted) << COUNT_SHIFT
 }
 
-fn phase(word: u64) -> Phase {
+fn phase(word: u64) -> SlotPhase {
     match word & PHASE {
-        0 => Phase::None,
-        1 => Phase::Live,
-        2 => Phase::Free,
-        _ => Phase::Purging,
+        0 => SlotPhase::None,
+        1 => SlotPhase::Live,
+        2 => SlotPhase::Free,
+        _ => SlotPhase::Purging,
     }
 }
 
-fn bytes(word: u64) -> Bytes {
-    Bytes {
+fn bytes(word: u64) -> SlotBytes {
+    SlotBytes {
         is_resident: word & RESIDENT != 0,
         is_zero: word & ZERO != 0,
         is_offered: word & OFFERED != 0,
@@ -97,21 +97,21 @@ fn bytes(word: u64) -> Bytes {
 
 /// The phase and bytes of a claimed slot, for restoring it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Claim(u64);
+pub(crate) struct SlotClaim(u64);
 
-impl Claim {
-    pub fn phase(self) -> Phase {
+impl SlotClaim {
+    pub fn phase(self) -> SlotPhase {
         phase(self.0)
     }
 
-    pub fn bytes(self) -> Bytes {
+    pub fn bytes(self) -> SlotBytes {
         bytes(self.0)
     }
 
     /// The same after memory of another slot was put behind it.
     pub fn stale(self) -> Self {
         match self.phase() {
-            Phase::None => Self(self.0 | STALE),
+            SlotPhase::None => Self(self.0 | STALE),
             _ => Self(self.0 & !ZERO),
         }
     }
@@ -153,27 +153,27 @@ impl Slot {
         self.info.store(word, Release);
     }
 
-    pub fn phase(&self) -> Phase {
+    pub fn phase(&self) -> SlotPhase {
         phase(self.state.load(Acquire))
     }
 
-    pub fn bytes(&self) -> Bytes {
+    pub fn bytes(&self) -> SlotBytes {
         bytes(self.state.load(Acquire))
     }
 
     /// Whether it is free, and the kernel may take its bytes.
     pub fn is_offered(&self) -> bool {
         let word = self.state.load(Acquire);
-        phase(word) == Phase::Free && bytes(word).is_offered
+        phase(word) == SlotPhase::Free && bytes(word).is_offered
     }
 
     /// Takes a slot that was never allocated. `None` while a purge holds it.
     #[inline]
-    pub fn try_carve(&self) -> Option<Bytes> {
+    pub fn try_carve(&self) -> Option<SlotBytes> {
         let mut word = self.state.load(Relaxed);
-        while phase(word) == Phase::None {
-            let fresh = Bytes { is_zero: word & STALE == 0, ..Bytes::UNTOUCHED };
-            match self.state.compare_exchange(word, pack(Phase::Live, fresh, 0), Acquire, Relaxed) {
+        while phase(word) == SlotPhase::None {
+            let fresh = SlotBytes { is_zero: word & STALE == 0, ..SlotBytes::UNTOUCHED };
+            match self.state.compare_exchange(word, pack(SlotPhase::Live, fresh, 0), Acquire, Relaxed) {
                 Ok(_) => return Some(fresh),
                 Err(now) => word = now,
             }
@@ -183,10 +183,10 @@ impl Slot {
 
     /// Takes a free slot for the program. `None` while a purge holds it.
     #[inline]
-    pub fn try_allocate(&self) -> Option<Bytes> {
+    pub fn try_allocate(&self) -> Option<SlotBytes> {
         let mut word = self.state.load(Relaxed);
-        while phase(word) == Phase::Free {
-            let live = pack(Phase::Live, Bytes { is_offered: false, counted: 0, ..bytes(word) }, 0);
+        while phase(word) == SlotPhase::Free {
+            let live = pack(SlotPhase::Live, SlotBytes { is_offered: false, counted: 0, ..bytes(word) }, 0);
             match self.state.compare_exchange(word, live, Acquire, Relaxed) {
                 Ok(_) => return Some(bytes(word)),
                 Err(now) => word = now,
@@ -197,10 +197,10 @@ impl Slot {
 
     /// Frees a live slot; `bytes` is what the caller knows of its bytes. Returns the phase as `Err` if it was not live.
     #[inline]
-    pub fn free(&self, bytes: Bytes, stamp: u16) -> Result<(), Phase> {
+    pub fn free(&self, bytes: SlotBytes, stamp: u16) -> Result<(), SlotPhase> {
         let mut word = self.state.load(Relaxed);
-        while phase(word) == Phase::Live {
-            match self.state.compare_exchange(word, pack(Phase::Free, bytes, stamp), Release, Relaxed) {
+        while phase(word) == SlotPhase::Live {
+            match self.state.compare_exchange(word, pack(SlotPhase::Free, bytes, stamp), Release, Relaxed) {
                 Ok(_) => return Ok(()),
                 Err(now) => word = now,
             }
@@ -209,11 +209,11 @@ impl Slot {
     }
 
     /// Claims a slot that is free or was never allocated, so that its bytes may be discarded.
-    pub fn try_claim(&self) -> Option<Claim> {
+    pub fn try_claim(&self) -> Option<SlotClaim> {
         let mut word = self.state.load(Relaxed);
-        while matches!(phase(word), Phase::Free | Phase::None) {
+        while matches!(phase(word), SlotPhase::Free | SlotPhase::None) {
             match self.state.compare_exchange(word, word | PHASE, Acquire, Relaxed) {
-                Ok(_) => return Some(Claim(word)),
+                Ok(_) => return Some(SlotClaim(word)),
                 Err(now) => word = now,
             }
         }
@@ -221,10 +221,10 @@ impl Slot {
     }
 
     /// Ends a claim: restores the slot's phase, with `bytes` for a free slot.
-    pub fn restore(&self, claim: Claim, bytes: Bytes) {
+    pub fn restore(&self, claim: SlotClaim, bytes: SlotBytes) {
         let word = match claim.phase() {
-            Phase::None => claim.0,
-            _ => pack(Phase::Free, bytes, (claim.0 >> AGE_SHIFT) as u16),
+            SlotPhase::None => claim.0,
+            _ => pack(SlotPhase::Free, bytes, (claim.0 >> AGE_SHIFT) as u16),
         };
         self.state.store(word, Release);
     }
@@ -311,7 +311,7 @@ mod loom_tests {
             };
             for number in 0..count {
                 assert!(fixture.slot(number).try_carve().is_some());
-                fixture.slot(number).free(Bytes::USED, 0).unwrap();
+                fixture.slot(number).free(SlotBytes::USED, 0).unwrap();
                 Head(&fixture.head).push(&fixture, number);
             }
             Arc::new(fixture)
@@ -326,7 +326,7 @@ mod loom_tests {
             if let Some(number) = Head(&self.head).pop(self) {
                 if self.slot(number).try_allocate().is_some() {
                     self.use_bytes(number, 1);
-                    self.slot(number).free(Bytes::USED, 1).unwrap();
+                    self.slot(number).free(SlotBytes::USED, 1).unwrap();
                 }
                 Head(&self.head).push(self, number);
             }
@@ -335,7 +335,7 @@ mod loom_tests {
         fn purge(&self, number: u32) {
             if let Some(claim) = self.slot(number).try_claim() {
                 self.use_bytes(number, 2);
-                self.slot(number).restore(claim, Bytes::UNTOUCHED);
+                self.slot(number).restore(claim, SlotBytes::UNTOUCHED);
             }
         }
 
@@ -356,7 +356,7 @@ mod loom_tests {
             fixture.allocate_and_free();
             purge.join().unwrap();
             assert_eq!(fixture.numbers(), [0]);
-            assert_eq!(fixture.slot(0).phase(), Phase::Free);
+            assert_eq!(fixture.slot(0).phase(), SlotPhase::Free);
         });
     }
 
@@ -383,8 +383,8 @@ mod loom_tests {
             let slot = Arc::new(Slot::new());
             assert!(slot.try_carve().is_some());
             let other = slot.clone();
-            let thread = thread::spawn(move || other.free(Bytes::default(), 0).is_ok());
-            let here = slot.free(Bytes::default(), 0).is_ok();
+            let thread = thread::spawn(move || other.free(SlotBytes::default(), 0).is_ok());
+            let here = slot.free(SlotBytes::default(), 0).is_ok();
             assert!(here ^ thread.join().unwrap());
         });
     }
@@ -400,7 +400,7 @@ mod loom_tests {
                 if let Some(claim) = other.try_claim() {
                     assert_eq!(other_user.swap(2, Relaxed), 0);
                     other_user.store(0, Relaxed);
-                    other.restore(claim, Bytes::default());
+                    other.restore(claim, SlotBytes::default());
                 }
             });
             if slot.try_carve().is_some() {
@@ -417,10 +417,10 @@ mod tests {
     use super::*;
 
     /// Everything that a slot's word may know.
-    fn all_bytes() -> impl Iterator<Item = Bytes> {
+    fn all_bytes() -> impl Iterator<Item = SlotBytes> {
         let flags = |flags: u32| [flags & 1 != 0, flags & 2 != 0, flags & 4 != 0];
         (0..8).map(flags).flat_map(|[is_resident, is_zero, is_offered]| {
-            [0, 1, u32::MAX].map(|counted| Bytes { is_resident, is_zero, is_offered, counted })
+            [0, 1, u32::MAX].map(|counted| SlotBytes { is_resident, is_zero, is_offered, counted })
         })
     }
 
@@ -428,14 +428,14 @@ mod tests {
     #[test]
     fn a_word_holds_all_its_parts() {
         for known in all_bytes() {
-            for of in [Phase::None, Phase::Live, Phase::Free, Phase::Purging] {
+            for of in [SlotPhase::None, SlotPhase::Live, SlotPhase::Free, SlotPhase::Purging] {
                 for stamp in [0, 1, u16::MAX] {
                     let word = pack(of, known, stamp);
                     assert_eq!((phase(word), bytes(word), (word >> AGE_SHIFT) as u16), (of, known, stamp));
                 }
             }
         }
-        assert_eq!(bytes(pack(Phase::Free, Bytes::USED.with_count(12 << 10), 0)).counted_bytes(), 12 << 10);
+        assert_eq!(bytes(pack(SlotPhase::Free, SlotBytes::USED.with_count(12 << 10), 0)).counted_bytes(), 12 << 10);
     }
 
     /// An allocation returns what was known, and ends the offer and the count; residency and zeros stay known.
@@ -443,12 +443,12 @@ mod tests {
     fn an_allocation_ends_the_offer_and_the_count() {
         for known in all_bytes() {
             let slot = Slot {
-                state: AtomicU64::new(pack(Phase::Free, known, 7)),
+                state: AtomicU64::new(pack(SlotPhase::Free, known, 7)),
                 next: AtomicU32::new(0),
                 info: AtomicU32::new(0),
             };
-            assert_eq!((slot.try_allocate(), slot.phase()), (Some(known), Phase::Live));
-            assert_eq!(slot.bytes(), Bytes { is_offered: false, counted: 0, ..known });
+            assert_eq!((slot.try_allocate(), slot.phase()), (Some(known), SlotPhase::Live));
+            assert_eq!(slot.bytes(), SlotBytes { is_offered: false, counted: 0, ..known });
             assert_eq!(slot.try_allocate(), None);
         }
     }

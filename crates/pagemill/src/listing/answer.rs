@@ -9,7 +9,7 @@ use crate::published::{self, Subject};
 use crate::reclaim::helper::Answer;
 use crate::slab::Slabs;
 use crate::stats;
-use crate::volatile::listed::Part;
+use crate::volatile::listed::ListedPart;
 use crate::volatile::{Listed, Ranges, Vranges};
 use pagemill_sys::file::Blank;
 use std::io;
@@ -141,10 +141,10 @@ impl<'file> Response<'file> {
     }
 
     /// Writes all records that `list` returns, part by part, from the start.
-    fn take(&mut self, list: impl Fn(usize, &mut [Listed]) -> Part) -> io::Result<()> {
+    fn take(&mut self, list: impl Fn(usize, &mut [Listed]) -> ListedPart) -> io::Result<()> {
         let (mut part, mut from) = ([Listed::NONE; AT_A_TIME], Some(0));
         while let Some(start) = from {
-            let Part { count, next } = list(start, &mut part);
+            let ListedPart { count, next } = list(start, &mut part);
             self.add(&part[..count])?;
             from = next;
         }

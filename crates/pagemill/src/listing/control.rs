@@ -29,7 +29,7 @@ const EAGAIN: i32 = 11;
 const ECANCELED: i32 = 125;
 
 /// An order that is marked as taken in its file.
-struct Job {
+struct PendingCommand {
     file: Blank,
     number: u32,
     command: ControlCommand,
@@ -37,7 +37,7 @@ struct Job {
 
 struct CommandQueue {
     /// Oldest first.
-    waiting: [Option<Job>; MOST_WAITING],
+    waiting: [Option<PendingCommand>; MOST_WAITING],
     /// A thread is running and will check the queue again.
     is_working: bool,
 }
@@ -60,7 +60,7 @@ impl ControlEndpoint {
         // On failure the requester has ended, or lacks the right; there is no one to report to.
         let Ok(file) = Blank::open_with(path, &mut bytes) else { return };
         let Some(command) = ControlCommand::from_bytes(&bytes, number) else { return };
-        let job = Job { file, number, command };
+        let job = PendingCommand { file, number, command };
         match command {
             ControlCommand::Slab { action: Action::SetUsedRatio(_) | Action::SetRemoteRatio(_), .. } => {
                 self.carry_out(&job)
@@ -70,7 +70,7 @@ impl ControlEndpoint {
     }
 
     /// Queues the order for the thread.
-    fn put_off(&'static self, job: Job) {
+    fn put_off(&'static self, job: PendingCommand) {
         // Marked before it is queued: the requester must not find it finished but not taken.
         let _ = job.file.write_at(&1_u32.to_le_bytes(), ControlCommand::TAKEN_AT as u64);
         let (refused, is_idle) = self.queue.with(|queue| {
@@ -89,7 +89,7 @@ impl ControlEndpoint {
     }
 
     /// Takes the next order; without one the thread ends.
-    fn next(&self) -> Option<Job> {
+    fn next(&self) -> Option<PendingCommand> {
         self.queue.with(|queue| {
             let job = queue.waiting[0].take();
             queue.waiting.rotate_left(1);
@@ -98,7 +98,7 @@ impl ControlEndpoint {
         })
     }
 
-    fn carry_out(&self, job: &Job) {
+    fn carry_out(&self, job: &PendingCommand) {
         // Dropping the last reference to a cache drops its values, and their code may panic.
         let done = catch_unwind(AssertUnwindSafe(|| self.outcome(job.command)));
         answer(job, done.unwrap_or_else(|_| Outcome::failed(job.command, ECANCELED)));
@@ -172,7 +172,7 @@ impl thread::Work for ControlEndpoint {
     }
 }
 
-fn answer(job: &Job, outcome: Outcome) {
+fn answer(job: &PendingCommand, outcome: Outcome) {
     let mut response = Response::behind(&job.file, ControlCommand::LEN);
     let result = response.put(&outcome.to_record());
     let _ = response.end(job.number, Subject::Command, result);

@@ -4,7 +4,7 @@
 
 use super::{Record, u32_at, u64_at};
 use crate::published::Subject;
-use crate::volatile::listed::{Kind, Listed, State};
+use crate::volatile::listed::{Listed, RangeKind, RangeState};
 use crate::volatile::vrange::How;
 
 const UNKNOWN: u64 = u64::MAX;
@@ -20,14 +20,14 @@ pub(super) fn to_record(listed: &Listed) -> [u8; RECORD_LEN] {
     bytes[16..24].copy_from_slice(&purged.to_le_bytes());
     bytes[24..28].copy_from_slice(&listed.age_ticks.unwrap_or(NOT_MARKED).to_le_bytes());
     bytes[28] = match listed.kind {
-        Kind::Handle => 0,
-        Kind::Marked => 1,
+        RangeKind::Handle => 0,
+        RangeKind::Marked => 1,
     };
     bytes[29] = match listed.state {
-        State::Held => 0,
-        State::Volatile => 1,
-        State::Pinned => 2,
-        State::Purging => 3,
+        RangeState::Held => 0,
+        RangeState::Volatile => 1,
+        RangeState::Pinned => 2,
+        RangeState::Purging => 3,
     };
     bytes[30] = match listed.how {
         How::Full => 0,
@@ -54,8 +54,9 @@ fn from_record(bytes: &[u8]) -> Option<Listed> {
     let listed = Listed {
         addr: usize::try_from(addr).ok()?,
         len_bytes: usize::try_from(len_bytes).ok()?,
-        kind: *[Kind::Handle, Kind::Marked].get(usize::from(bytes[28]))?,
-        state: *[State::Held, State::Volatile, State::Pinned, State::Purging].get(usize::from(bytes[29]))?,
+        kind: *[RangeKind::Handle, RangeKind::Marked].get(usize::from(bytes[28]))?,
+        state: *[RangeState::Held, RangeState::Volatile, RangeState::Pinned, RangeState::Purging]
+            .get(usize::from(bytes[29]))?,
         how: *[How::Full, How::Partial].get(usize::from(bytes[30]))?,
         is_strict: *[false, true].get(usize::from(bytes[31]))?,
         purged_bytes: purged.and_then(|purged| usize::try_from(purged).ok()),
@@ -72,8 +73,8 @@ mod tests {
         Listed {
             addr: 0x7000_0000_0000,
             len_bytes: 3 << 20,
-            kind: Kind::Marked,
-            state: State::Pinned,
+            kind: RangeKind::Marked,
+            state: RangeState::Pinned,
             how: How::Partial,
             is_strict: true,
             purged_bytes: Some(1 << 20),
@@ -84,9 +85,10 @@ mod tests {
     /// A written record is read back; each field has its offset.
     #[test]
     fn records_go_and_come() {
-        let states = [State::Held, State::Volatile, State::Pinned, State::Purging];
-        for (state, (kind, how)) in
-            states.into_iter().zip([Kind::Handle, Kind::Marked].into_iter().zip([How::Full, How::Partial]).cycle())
+        let states = [RangeState::Held, RangeState::Volatile, RangeState::Pinned, RangeState::Purging];
+        for (state, (kind, how)) in states
+            .into_iter()
+            .zip([RangeKind::Handle, RangeKind::Marked].into_iter().zip([How::Full, How::Partial]).cycle())
         {
             for (purged_bytes, age_ticks) in [(None, None), (Some(0), Some(0)), (Some(3 << 20), Some(1 << 24))] {
                 let is_strict = age_ticks.is_some();

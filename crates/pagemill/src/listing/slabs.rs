@@ -9,14 +9,14 @@
 
 use super::{Record, u32_at, u64_at};
 use crate::published::Subject;
-use crate::slab::{Kind, NodeInfo, SlabInfo};
+use crate::slab::{CacheKind, NodeInfo, SlabInfo};
 
 pub(super) const RECORD_LEN: usize = 256;
 
 /// Bytes of a name in a record.
 const NAME_LEN: usize = 64;
 
-const KINDS: [Kind; 3] = [Kind::Fixed, Kind::ByOwner, Kind::ByHandle];
+const KINDS: [CacheKind; 3] = [CacheKind::Fixed, CacheKind::ByOwner, CacheKind::ByHandle];
 
 /// One cache on one node.
 pub(super) struct Row {
@@ -64,9 +64,9 @@ pub(super) fn to_record(id: u64, info: &SlabInfo, node: usize, figures: &NodeInf
     put(112, &[node as u32]);
     put(208, &[figures.slabs, figures.partial, figures.empty, figures.lost, figures.blocks]);
     bytes[108] = match info.kind {
-        Kind::Fixed => 0,
-        Kind::ByOwner => 1,
-        Kind::ByHandle => 2,
+        CacheKind::Fixed => 0,
+        CacheKind::ByOwner => 1,
+        CacheKind::ByHandle => 2,
     };
     bytes[109..112].copy_from_slice(&[info.has_constructor, info.is_debug, info.is_partial].map(u8::from));
     bytes[116] = u8::from(info.is_given_up);
@@ -152,7 +152,7 @@ pub(super) fn gather(rows: Vec<Row>) -> Option<Vec<(u64, SlabInfo)>> {
 mod tests {
     use super::*;
 
-    fn info(name: &str, kind: Kind) -> SlabInfo {
+    fn info(name: &str, kind: CacheKind) -> SlabInfo {
         SlabInfo {
             name: name.into(),
             kind,
@@ -210,15 +210,20 @@ mod tests {
             assert_eq!(gathered, [(7, expected)]);
         }
         let long = format!("x{}", "ä".repeat(100));
-        assert_eq!(*row(1, &info(&long, Kind::Fixed), 0).info.name, format!("x{}", "ä".repeat(31)));
+        assert_eq!(*row(1, &info(&long, CacheKind::Fixed), 0).info.name, format!("x{}", "ä".repeat(31)));
         assert_eq!(shown_name("tab\tline\nred\x1b[31m"), "tab?line?red?[31m");
     }
 
     /// Caches with relocatable objects come first, then they are sorted by name; two caches may have the same name.
     #[test]
     fn lists_have_an_order() {
-        let rows =
-            [("b", Kind::Fixed), ("z", Kind::ByHandle), ("a", Kind::Fixed), ("y", Kind::ByOwner), ("a", Kind::Fixed)];
+        let rows = [
+            ("b", CacheKind::Fixed),
+            ("z", CacheKind::ByHandle),
+            ("a", CacheKind::Fixed),
+            ("y", CacheKind::ByOwner),
+            ("a", CacheKind::Fixed),
+        ];
         let rows = rows.iter().enumerate().map(|(id, (name, kind))| row(id as u64, &info(name, *kind), 0)).collect();
         let names: Vec<_> = gather(rows).unwrap().iter().map(|(id, info)| format!("{id}{}", info.name)).collect();
         assert_eq!(names, ["3y", "1z", "2a", "4a", "0b"]);
@@ -227,7 +232,7 @@ mod tests {
     /// Invalid records are rejected, and so is an invalid order of nodes; sums saturate.
     #[test]
     fn damaged_records_are_refused() {
-        let good = to_record(1, &info("a", Kind::Fixed), 0, &NODE);
+        let good = to_record(1, &info("a", CacheKind::Fixed), 0, &NODE);
         for (at, byte) in [(108, 3), (109, 2), (110, 2), (111, 2), (116, 2), (100, 101), (104, 101), (88, 1)] {
             let mut bytes = good;
             bytes[at] = byte;
@@ -239,7 +244,7 @@ mod tests {
         let wrong: [&[(u64, usize)]; 5] =
             [&[(1, 1)], &[(1, 0), (1, 0)], &[(1, 0), (1, 2)], &[(2, 0), (1, 0)], &[(1, 0), (2, 1)]];
         for ids in wrong {
-            let rows = ids.iter().map(|(id, node)| row(*id, &info("a", Kind::Fixed), *node)).collect();
+            let rows = ids.iter().map(|(id, node)| row(*id, &info("a", CacheKind::Fixed), *node)).collect();
             assert!(gather(rows).is_none(), "{ids:?}");
         }
         let mut bytes = good;

@@ -2,7 +2,7 @@
 
 use super::File;
 use super::cache::Inner;
-use super::order::{Candidate, Folios, Key, Look, Part};
+use super::order::{CachePart, Candidate, FolioState, Folios, GhostKey};
 use crate::error::Result;
 use crate::folio::Pool;
 use crate::folio::word::Kind;
@@ -17,12 +17,12 @@ const FUTILE_NS: u64 = 100_000_000;
 const HUNTS: usize = 64;
 
 impl Folios for Pool {
-    fn look(&self, number: u32) -> Look {
+    fn look(&self, number: u32) -> FolioState {
         let state = self.word(number).load();
         match state.kind() {
-            Kind::Live if state.pins() == 0 && !state.is_dirty() => Look::Idle { order: state.order() },
-            Kind::Live | Kind::Busy | Kind::Still => Look::Kept,
-            Kind::Free | Kind::Tail | Kind::Gone => Look::Gone,
+            Kind::Live if state.pins() == 0 && !state.is_dirty() => FolioState::Idle { order: state.order() },
+            Kind::Live | Kind::Busy | Kind::Still => FolioState::Kept,
+            Kind::Free | Kind::Tail | Kind::Gone => FolioState::Gone,
         }
     }
 
@@ -102,13 +102,13 @@ impl Inner {
             return 0;
         };
         if !file.is_once() {
-            self.order.dropped(candidate, Key::of(owner.id, owner.index, order));
+            self.order.dropped(candidate, GhostKey::of(owner.id, owner.index, order));
         }
         let bytes = self.folio_bytes(order);
         stats::add(Counter::CacheEvicted, bytes);
         let counter = match candidate.part {
-            Part::New => Counter::CacheEvictedNew,
-            Part::Main => Counter::CacheEvictedMain,
+            CachePart::New => Counter::CacheEvictedNew,
+            CachePart::Main => Counter::CacheEvictedMain,
         };
         stats::add(counter, bytes);
         bytes
@@ -137,7 +137,7 @@ impl File {
         if self.is_once() {
             return self.cache.order.enter_noreuse(number, order);
         }
-        let recall = self.cache.order.recall(Key::of(self.id, index, order));
+        let recall = self.cache.order.recall(GhostKey::of(self.id, index, order));
         self.cache.order.enter(self.pool, number, order, recall);
         if recall.is_known() {
             stats::add(Counter::CacheRecalled, self.cache.folio_bytes(order));

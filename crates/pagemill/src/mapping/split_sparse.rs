@@ -17,7 +17,7 @@ const WORTH_DIVISOR: u64 = 4;
 
 /// Result of a check of a huge folio.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Look {
+pub(super) enum SparseCheck {
     /// Not sparse enough.
     Dense,
     /// The folio is in use.
@@ -49,7 +49,7 @@ impl File {
         let (mut freed, mut at) = (0, 0);
         while let Some(found) = { self.tree.next(at, crate::folio::Owner::MAX_INDEX - 1, &epoch::pin()) } {
             if found.order > 0
-                && let Look::Split(bytes) = self.split_sparse_at(
+                && let SparseCheck::Split(bytes) = self.split_sparse_at(
                     found.first,
                     found.value as u32,
                     1 << found.order,
@@ -65,29 +65,29 @@ impl File {
 
     /// Thins one huge folio in the background. If the policy would allocate a huge folio again for the next read of the
     /// hole, one page stays, which prevents that.
-    pub(super) fn split_sparse_behind(&self, first: u64, number: u32) -> Look {
+    pub(super) fn split_sparse_behind(&self, first: u64, number: u32) -> SparseCheck {
         self.split_sparse_at(first, number, 1 << self.pool().chunk_order(), Counter::HugeSplitBehind)
     }
 
     /// Thins one huge folio, if enough of it can be freed.
-    fn split_sparse_at(&self, first: u64, number: u32, pages: u64, counter: Counter) -> Look {
+    fn split_sparse_at(&self, first: u64, number: u32, pages: u64, counter: Counter) -> SparseCheck {
         // A first check without a pin or lock. Each page is checked again below.
         let end = self.index_of(self.size_bytes() + self.page_bytes() as u64 - 1);
         let is_live = self.pool().word(number).load().kind() == Kind::Live;
         let is_empty = |page: u64| is_live && (first + page >= end || self.pool().is_page_zero(number + page as u32));
         let empty = (0..pages).filter(|page| is_empty(*page)).count() as u64;
         if empty < pages / WORTH_DIVISOR {
-            return Look::Dense;
+            return SparseCheck::Dense;
         }
         if !matches!(self.split_at(first, counter), Ok(true)) {
-            return Look::Refused;
+            return SparseCheck::Refused;
         }
         let would_come_again = || self.choose_for_hole(first) != Choice::Nothing;
         let kept = u64::from(counter == Counter::HugeSplitBehind && empty == pages && would_come_again());
         let freed = (first + kept..first + pages).filter(|index| self.drop_zero_page(*index)).count();
         let bytes = freed as u64 * self.page_bytes() as u64;
         stats::add(Counter::CacheThinned, bytes);
-        Look::Split(bytes)
+        SparseCheck::Split(bytes)
     }
 
     /// Frees a small folio if it holds zeros only; returns whether it did.

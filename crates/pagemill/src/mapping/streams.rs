@@ -74,7 +74,7 @@ impl Rules {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum AccessWay {
     Forward,
     Backward,
     /// At this distance, which is larger than a page.
@@ -88,7 +88,7 @@ struct Stream {
     /// The last access.
     begin: u64,
     end: u64,
-    way: Way,
+    way: AccessWay,
     /// Number of accesses that continued the stream; a stream with 0 may be replaced.
     seen: u32,
     /// End of the proposed range: a page boundary, or the begin of the next record.
@@ -102,13 +102,13 @@ struct Stream {
 
 /// How an access relates to a stream.
 enum Fit {
-    GoesOn(Way),
+    GoesOn(AccessWay),
     /// Within the last access: no evidence.
     Inside,
 }
 
 impl Stream {
-    const NONE: Self = Self { begin: 0, end: 0, way: Way::Unknown, seen: 0, ahead: 0, latest: 0, next: 0, at: 0 };
+    const NONE: Self = Self { begin: 0, end: 0, way: AccessWay::Unknown, seen: 0, ahead: 0, latest: 0, next: 0, at: 0 };
 
     fn is_used(&self) -> bool {
         self.at > 0
@@ -124,7 +124,7 @@ impl Stream {
         let is_inside = first >= own_first && last <= own_last;
         let skip = (MOST_SKIPPED_PAGES * rules.page_bytes).max(2 * (access.end - access.start));
         match self.way {
-            Way::Stride(step) if access.start != self.begin => {
+            AccessWay::Stride(step) if access.start != self.begin => {
                 let distance = access.start.wrapping_sub(self.begin) as i64;
                 let steps = if distance % step == 0 { distance / step } else { 0 };
                 let most = if self.is_confirmed() { self.steps_ahead(step) } else { 1 };
@@ -132,13 +132,13 @@ impl Stream {
                     return Some(Fit::GoesOn(self.way));
                 }
             }
-            Way::Forward if self.is_confirmed() => {
+            AccessWay::Forward if self.is_confirmed() => {
                 let end = own_last.max(self.ahead).min(own_last + skip);
-                return (own_first..=end).contains(&first).then_some(Fit::GoesOn(Way::Forward));
+                return (own_first..=end).contains(&first).then_some(Fit::GoesOn(AccessWay::Forward));
             }
-            Way::Backward if self.is_confirmed() => {
+            AccessWay::Backward if self.is_confirmed() => {
                 let begin = own_first.min(self.ahead).max(own_first.saturating_sub(skip));
-                return (begin..=own_last).contains(&last).then_some(Fit::GoesOn(Way::Backward));
+                return (begin..=own_last).contains(&last).then_some(Fit::GoesOn(AccessWay::Backward));
             }
             _ => {}
         }
@@ -147,9 +147,9 @@ impl Stream {
         } else if self.is_confirmed() {
             None
         } else if (own_first..=own_last).contains(&first) {
-            Some(Fit::GoesOn(Way::Forward))
+            Some(Fit::GoesOn(AccessWay::Forward))
         } else if (own_first..=own_last).contains(&last) {
-            Some(Fit::GoesOn(Way::Backward))
+            Some(Fit::GoesOn(AccessWay::Backward))
         } else {
             None
         }
@@ -160,13 +160,13 @@ impl Stream {
         ((self.ahead.wrapping_sub(self.begin) as i64) / step).max(1)
     }
 
-    fn go_on(&mut self, way: Way, access: Range<u64>, at: u64) {
+    fn go_on(&mut self, way: AccessWay, access: Range<u64>, at: u64) {
         // The initial stride was a guess. Sequential pages are recognized from their second access on.
         self.seen = if self.way == way { self.seen + 1 } else { 1 };
         if self.seen <= CONFIRMED {
             (self.ahead, self.latest, self.next) = (access.start, 0, 0);
         }
-        if self.way == Way::Forward && way == Way::Forward && self.is_confirmed() {
+        if self.way == AccessWay::Forward && way == AccessWay::Forward && self.is_confirmed() {
             self.begin = self.begin.max(access.start);
             self.end = self.end.max(access.end);
         } else {
@@ -178,10 +178,10 @@ impl Stream {
     /// Returns what to read now, if accesses have reached the latest proposal.
     fn propose(&mut self, size_bytes: u64, rules: &Rules) -> Option<Proposal> {
         match self.way {
-            Way::Forward => self.propose_forward(size_bytes, rules),
-            Way::Backward => self.propose_backward(rules),
-            Way::Stride(step) => self.propose_records(step, size_bytes, rules),
-            Way::Unknown => None,
+            AccessWay::Forward => self.propose_forward(size_bytes, rules),
+            AccessWay::Backward => self.propose_backward(rules),
+            AccessWay::Stride(step) => self.propose_records(step, size_bytes, rules),
+            AccessWay::Unknown => None,
         }
     }
 
@@ -302,7 +302,8 @@ impl Streams {
         let nearest = distances.filter(is_stride).min_by_key(|step| step.unsigned_abs());
         let oldest = |stream: &(usize, &Stream)| (stream.1.is_confirmed(), stream.1.at);
         let at = self.places.iter().enumerate().min_by_key(oldest).map_or(0, |(at, _)| at);
-        let way = if rules.is_eager { Way::Forward } else { nearest.map_or(Way::Unknown, Way::Stride) };
+        let way =
+            if rules.is_eager { AccessWay::Forward } else { nearest.map_or(AccessWay::Unknown, AccessWay::Stride) };
         let seen = if rules.is_eager { CONFIRMED } else { 0 };
         self.places[at] = Stream { begin: access.start, end: access.end, way, seen, at: self.clock, ..Stream::NONE };
         at

@@ -17,7 +17,7 @@
 use super::File;
 use super::cache::{Caches, Inner};
 use super::fetch::Place;
-use super::split_sparse::Look;
+use super::split_sparse::SparseCheck;
 use super::worker::Worker;
 use crate::folio::word::Kind;
 use crate::sync::{AtomicU32, Guarded, Relaxed, coarse_ns};
@@ -79,7 +79,7 @@ enum Visit {
     Passed,
     /// Noted; checked in the next round perhaps.
     Noted,
-    Looked(Look),
+    Looked(SparseCheck),
 }
 
 impl File {
@@ -184,8 +184,8 @@ pub(super) fn step(caches: &'static Caches, most_looks: usize, most_visits: usiz
             let visit = cache.visit(clock_hand.chunk);
             visits += 1;
             looks += usize::from(matches!(visit, Visit::Looked(_)));
-            clock_hand.is_changing |= matches!(visit, Visit::Noted | Visit::Looked(Look::Refused));
-            if let Visit::Looked(Look::Split(bytes)) = visit {
+            clock_hand.is_changing |= matches!(visit, Visit::Noted | Visit::Looked(SparseCheck::Refused));
+            if let Visit::Looked(SparseCheck::Split(bytes)) = visit {
                 done.freed_bytes += bytes;
             }
             clock_hand.chunk += 1;
@@ -241,7 +241,7 @@ impl Inner {
             return Visit::Noted;
         }
         let look = file.split_sparse_behind(owner.index, number);
-        if look == Look::Dense {
+        if look == SparseCheck::Dense {
             note.store(KNOWN | version, Relaxed);
         }
         Visit::Looked(look)

@@ -95,7 +95,7 @@ pub(super) struct Walked {
 }
 
 /// A folio of a run.
-struct Part {
+struct RunFolio {
     number: u32,
     order: u8,
 }
@@ -104,12 +104,12 @@ struct Part {
 struct Pass {
     file: Arc<File>,
     why: Why,
-    state: Mutex<Progress>,
+    state: Mutex<PassProgress>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Progress {
+struct PassProgress {
     runs: usize,
     bytes: u64,
     /// The waiting walk is woken when no more than this is in flight.
@@ -120,7 +120,7 @@ struct Progress {
     failure: Option<io::Error>,
 }
 
-impl Progress {
+impl PassProgress {
     fn is_below(&self, most: (usize, u64)) -> bool {
         self.runs <= most.0 && self.bytes <= most.1
     }
@@ -128,7 +128,7 @@ impl Progress {
 
 impl Pass {
     /// Held for a few instructions, without callbacks.
-    fn state(&self) -> MutexGuard<'_, Progress> {
+    fn state(&self) -> MutexGuard<'_, PassProgress> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -189,10 +189,10 @@ impl Pass {
 ///
 /// 1. Its folios are frozen until it is settled, so no thread writes to their bytes.
 /// 2. `copy`, if there is one, is never changed.
-struct Run {
+struct WriteRun {
     pass: Arc<Pass>,
-    first: Part,
-    others: Vec<Part>,
+    first: RunFolio,
+    others: Vec<RunFolio>,
     /// Its range in the file.
     bytes: Range<u64>,
     /// Its folios are contiguous in memory, in the order of the file.
@@ -203,12 +203,12 @@ struct Run {
     is_complete: AtomicBool,
 }
 
-impl Run {
+impl WriteRun {
     fn len_bytes(&self) -> u64 {
         self.bytes.end - self.bytes.start
     }
 
-    fn parts(&self) -> impl Iterator<Item = &Part> + Clone {
+    fn parts(&self) -> impl Iterator<Item = &RunFolio> + Clone {
         std::iter::once(&self.first).chain(&self.others)
     }
 
@@ -223,13 +223,13 @@ impl Run {
     }
 
     /// Adds a folio if it follows the others; returns whether it did.
-    fn join(&mut self, part: &Part, bytes: &Range<u64>) -> bool {
+    fn join(&mut self, part: &RunFolio, bytes: &Range<u64>) -> bool {
         let fits = self.bytes.end == bytes.start && bytes.end - self.bytes.start <= MERGED_BYTES;
         if fits {
             let pool = self.pass.file.pool();
             let end = pool.addr(self.first.number) + self.len_bytes() as usize;
             self.is_in_a_row &= end == pool.addr(part.number);
-            self.others.push(Part { ..*part });
+            self.others.push(RunFolio { ..*part });
             self.bytes.end = bytes.end;
         }
         fits
@@ -277,7 +277,7 @@ impl Run {
     }
 }
 
-impl Finish for Run {
+impl Finish for WriteRun {
     fn finish(&self, _token: u64, result: io::Result<()>) {
         if !self.is_complete.swap(true, AcqRel) {
             let is_clean = self.complete(result.is_ok());
@@ -286,7 +286,7 @@ impl Finish for Run {
     }
 }
 
-impl Drop for Run {
+impl Drop for WriteRun {
     fn drop(&mut self) {
         if !self.is_complete.swap(true, AcqRel) {
             self.complete(false);
@@ -298,7 +298,7 @@ impl Drop for Run {
 struct Ready<'store> {
     pass: Arc<Pass>,
     store: &'store dyn Store,
-    runs: Vec<Run>,
+    runs: Vec<WriteRun>,
     bytes: u64,
 }
 
@@ -306,7 +306,7 @@ impl Ready<'_> {
     /// Adds a frozen folio that lies behind the others in the file.
     fn push(&mut self, index: u64, number: u32, state: State, size_bytes: u64) -> u64 {
         let file = &self.pass.file;
-        let (part, begin) = (Part { number, order: state.order() }, file.offset_of(index));
+        let (part, begin) = (RunFolio { number, order: state.order() }, file.offset_of(index));
         let bytes = begin..(begin + file.cache.folio_bytes(part.order)).min(size_bytes);
         if bytes.is_empty() {
             // It lies behind the end: it is about to be removed, or is the zero rest of a folio that could not be
@@ -319,8 +319,16 @@ impl Ready<'_> {
         if !self.runs.last_mut().is_some_and(|run| run.join(&part, &bytes)) {
             let (pass, cut) = (self.pass.clone(), file.cut.load(Relaxed));
             let is_complete = AtomicBool::new(false);
-            let run =
-                Run { pass, first: part, others: Vec::new(), bytes, is_in_a_row: true, copy: None, cut, is_complete };
+            let run = WriteRun {
+                pass,
+                first: part,
+                others: Vec::new(),
+                bytes,
+                is_in_a_row: true,
+                copy: None,
+                cut,
+                is_complete,
+            };
             self.runs.push(run);
         }
         len_bytes
@@ -335,7 +343,7 @@ impl Ready<'_> {
     fn start(&mut self) {
         self.bytes = 0;
         if !self.runs.is_empty() {
-            self.store.start(self.runs.drain(..).map(Run::into_transfer).collect());
+            self.store.start(self.runs.drain(..).map(WriteRun::into_transfer).collect());
         }
     }
 }
@@ -348,7 +356,7 @@ impl File {
     ///
     /// [`Error::Busy`] if a folio is in use for too long; the others were written. Also if the store makes no progress.
     pub(super) fn walk(self: &Arc<Self>, store: &dyn Store, walk: &Walk) -> Result<Walked> {
-        let (state, changed) = (Mutex::new(Progress::default()), Condvar::new());
+        let (state, changed) = (Mutex::new(PassProgress::default()), Condvar::new());
         let pass = Arc::new(Pass { file: self.clone(), why: walk.why, state, changed });
         let mut ready = Ready { pass: pass.clone(), store, runs: Vec::new(), bytes: 0 };
         let found = self.find_and_start(&mut ready, walk);

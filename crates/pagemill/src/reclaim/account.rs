@@ -10,7 +10,7 @@ use super::helper::Helper;
 use super::limits::Headroom;
 use super::owners::Owners;
 use super::pressure::FUTILE_NS;
-use super::tree::{Membership, Place, Totals, TreePage, UNLIMITED};
+use super::tree::{MemberSlot, Membership, Totals, TreePage, UNLIMITED};
 use super::{Reason, Shrinker, Urgency, Which};
 use crate::arena::{self, Budget, Context};
 use crate::error::{Error, Result};
@@ -208,7 +208,7 @@ impl Account {
         self.publish();
     }
 
-    pub fn place(&self) -> Option<Place> {
+    pub fn place(&self) -> Option<MemberSlot> {
         self.membership.place()
     }
 

@@ -148,7 +148,7 @@ pub struct Governor<C> {
     /// State of a generator: the looks must not keep step with a program's own rhythm.
     jitter: u64,
     /// The last sample of the room.
-    last: Option<Look>,
+    last: Option<PeriodResult>,
     /// The pause after it, doubled while nothing uses the room up.
     calm: Duration,
     /// The pause after a look that could give nothing back, doubled each time.
@@ -157,7 +157,7 @@ pub struct Governor<C> {
 
 /// The result of a look.
 #[derive(Clone, Copy, Debug)]
-struct Look {
+struct PeriodResult {
     now_ns: u64,
     room_bytes: i64,
     /// What this process and its siblings held. Their own charges reclaim for them.
@@ -165,7 +165,7 @@ struct Look {
     giveable: u64,
 }
 
-impl Look {
+impl PeriodResult {
     /// What other processes will have taken after [`FORESIGHT`], at the rate since an earlier look.
     fn foreseen(&self, earlier: &Self) -> u64 {
         let fell = i128::from(earlier.room_bytes) - i128::from(self.room_bytes);
@@ -249,7 +249,7 @@ impl<C: Clock> Governor<C> {
         account.reap();
         let room = account.headroom.sample();
         let (own_bytes, giveable) = (account.tree_resident(), account.giveable());
-        let look = Look { now_ns: self.clock.now_ns(), room_bytes: room.bytes, own_bytes, giveable };
+        let look = PeriodResult { now_ns: self.clock.now_ns(), room_bytes: room.bytes, own_bytes, giveable };
         let last = self.last.replace(look).unwrap_or(look);
         // Reclaim earlier if other processes rush: this thread may not get a CPU when it matters.
         let foreseen = look.foreseen(&last).min(room.limit_bytes / FORESEEN_DIVISOR);
@@ -270,7 +270,7 @@ impl<C: Clock> Governor<C> {
         }
         let before = account.giveable();
         let room = account.give_for_system(room, foreseen, Context::Outside);
-        self.last = Some(Look { room_bytes: room.bytes, own_bytes: account.tree_resident(), ..look });
+        self.last = Some(PeriodResult { room_bytes: room.bytes, own_bytes: account.tree_resident(), ..look });
         self.calm = SHORTEST;
         if room.shortage(0) == 0 || account.giveable() < before {
             self.futile = SHORTEST;

@@ -1,6 +1,6 @@
 //! The limits that the kernel sets: the control groups that this process is charged to, and the machine's memory.
 //!
-//! Below: `sys`. Locks: one, around `Found`; only tried, never waited for.
+//! Below: `sys`. Locks: one, around `KernelRooms`; only tried, never waited for.
 #![allow(unsafe_code)] // a call on a separate stack
 
 use super::alarms::Plan;
@@ -27,10 +27,10 @@ pub struct Kernel {
     /// Prefix of every path: empty, or a folder with a test tree.
     root: &'static str,
     /// Only tried, never waited for: [`super::limits::Headroom`] allows one sample at a time.
-    found: Mutex<Found>,
+    found: Mutex<KernelRooms>,
 }
 
-struct Found {
+struct KernelRooms {
     /// Incremented with every change of the fields below.
     state: u32,
     groups: Option<Hierarchy>,
@@ -52,21 +52,26 @@ const LOOK_STACK_BYTES: usize = 64 << 10;
 
 impl Kernel {
     pub const fn new(root: &'static str) -> Self {
-        let found =
-            Found { state: 0, groups: None, limits: [Limit::NONE; MAX_LEVELS], look_again_ns: 0, is_blind: false };
+        let found = KernelRooms {
+            state: 0,
+            groups: None,
+            limits: [Limit::NONE; MAX_LEVELS],
+            look_again_ns: 0,
+            is_blind: false,
+        };
         Self { root, found: Mutex::new(found) }
     }
 }
 
-impl Found {
+impl KernelRooms {
     fn look_again(&mut self, root: &'static str) {
-        struct Look<'found> {
-            found: &'found mut Found,
+        struct GroupSearch<'found> {
+            found: &'found mut KernelRooms,
             root: &'static str,
         }
         extern "C" fn look(argument: *mut c_void) {
-            let look = argument.cast::<Look<'_>>();
-            // SAFETY: points to the `Look` passed below, which nothing else uses during the call.
+            let look = argument.cast::<GroupSearch<'_>>();
+            // SAFETY: points to the `GroupSearch` passed below, which nothing else uses during the call.
             let look = unsafe { &mut *look };
             look.found.find(look.root);
         }
@@ -74,7 +79,7 @@ impl Found {
         if now < self.look_again_ns {
             return;
         }
-        let mut argument = Look { found: self, root };
+        let mut argument = GroupSearch { found: self, root };
         // SAFETY: `look` returns, and its argument outlives the call.
         unsafe { stack::call_on_new(LOOK_STACK_BYTES, look, (&raw mut argument).cast()) };
         let is_final = self.groups.is_none() && !self.is_blind;

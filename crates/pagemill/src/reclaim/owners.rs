@@ -28,7 +28,7 @@ const STEP_DIVISOR: u64 = 16;
 const BLOCKED_NS: u64 = 1_000_000_000;
 
 #[derive(Default)]
-struct Owner {
+struct RegisteredOwner {
     shrinker: OnceLock<&'static dyn Shrinker>,
     /// Threads inside a call that may take long.
     inside: AtomicU32,
@@ -39,17 +39,17 @@ struct Owner {
     unused: LeastOver,
 }
 
-/// Decrements [`Owner::inside`] on drop, also on unwind.
-struct Inside<'owner>(&'owner Owner);
+/// Decrements [`RegisteredOwner::inside`] on drop, also on unwind.
+struct CallGuard<'owner>(&'owner RegisteredOwner);
 
-impl Drop for Inside<'_> {
+impl Drop for CallGuard<'_> {
     fn drop(&mut self) {
         self.0.progress_ns.store(clock::fine_ns(), Relaxed);
         self.0.inside.fetch_sub(1, AcqRel);
     }
 }
 
-impl Owner {
+impl RegisteredOwner {
     /// Makes a call that only reads a number or two.
     fn ask<T>(&self, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
         let shrinker = *self.shrinker.get()?;
@@ -69,7 +69,7 @@ impl Owner {
         self.call_within(BLOCKED_NS, act)
     }
 
-    /// As [`Owner::call`], but threads inside count as blocked only after `timeout_ns` without progress.
+    /// As [`RegisteredOwner::call`], but threads inside count as blocked only after `timeout_ns` without progress.
     fn call_within<T>(&self, timeout_ns: u64, act: impl FnOnce(&dyn Shrinker) -> T) -> Option<T> {
         let now = clock::fine_ns();
         if self.inside.fetch_add(1, AcqRel) == 0 {
@@ -79,7 +79,7 @@ impl Owner {
             stats::add(Counter::OwnersBlocked, 1);
             return None;
         }
-        let _inside = Inside(self);
+        let _inside = CallGuard(self);
         self.ask(act)
     }
 
@@ -124,7 +124,7 @@ impl Owner {
 ///
 /// Example: [`Shrinker`].
 #[derive(Default)]
-pub struct Owners([Owner; MAX_OWNERS]);
+pub struct Owners([RegisteredOwner; MAX_OWNERS]);
 
 impl Owners {
     /// Registers an owner in the first free slot.
@@ -147,7 +147,7 @@ impl Owners {
         assert!(is_in, "more than {MAX_OWNERS} owners of memory");
     }
 
-    fn callable(&self, context: Context) -> impl Iterator<Item = &Owner> {
+    fn callable(&self, context: Context) -> impl Iterator<Item = &RegisteredOwner> {
         self.0.iter().filter(move |owner| owner.may_be_called(context))
     }
 
@@ -227,7 +227,7 @@ mod tests {
         gives: AtomicU64,
         calls: AtomicU64,
         panics: bool,
-        door: Lock,
+        entry: Lock,
     }
 
     impl Shrinker for Odd {
@@ -246,7 +246,7 @@ mod tests {
         fn shrink(&self, want_bytes: u64, _urgency: Urgency) -> u64 {
             self.calls.fetch_add(1, Relaxed);
             assert!(!self.panics, "an owner that fails, as it should here");
-            let _guard = self.door.lock();
+            let _guard = self.entry.lock();
             assert!(want_bytes <= STEP_BYTES.max(self.claims.load(Relaxed) / STEP_DIVISOR), "a step of {want_bytes}");
             self.gives.load(Relaxed).min(want_bytes)
         }
@@ -301,7 +301,7 @@ mod tests {
     fn a_blocked_owner_is_passed_over() {
         let (stuck, willing) = (odd(MIB, MIB, false), odd(MIB, MIB, false));
         let owners = with(&[stuck, willing]);
-        stuck.door.acquire();
+        stuck.entry.acquire();
         std::thread::scope(|scope| {
             scope.spawn(|| owners.give(MIB, Context::Outside, Urgency::Request));
             while stuck.calls.load(Relaxed) == 0 {
@@ -311,7 +311,7 @@ mod tests {
             owners.0[0].progress_ns.store(clock::fine_ns() - BLOCKED_NS - 1, Relaxed);
             assert_eq!(owners.give(MIB, Context::Outside, Urgency::Request), MIB);
             assert_eq!((stuck.calls.load(Relaxed), willing.calls.load(Relaxed)), (1, 1));
-            stuck.door.release();
+            stuck.entry.release();
         });
         assert_eq!(owners.give(MIB, Context::Outside, Urgency::Request), MIB);
         assert_eq!(stuck.calls.load(Relaxed), 2, "it came back");

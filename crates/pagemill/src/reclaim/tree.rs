@@ -162,7 +162,7 @@ impl TreePage {
     }
 
     /// Takes a slot for this process: the one it had before an `exec`, or a free one. Returns `None` if all are taken.
-    pub fn enter(&'static self, identity: Identity) -> Option<Place> {
+    pub fn enter(&'static self, identity: Identity) -> Option<MemberSlot> {
         let id = pack(identity);
         if let Some(index) = self.used_places().iter().position(|member| member.id.load(Relaxed) == id) {
             return Some(self.take(index));
@@ -182,14 +182,14 @@ impl TreePage {
         None
     }
 
-    fn take(&'static self, index: usize) -> Place {
+    fn take(&'static self, index: usize) -> MemberSlot {
         let member = &self.members[index];
         for word in [&member.resident, &member.untouched, &member.giveable] {
             word.store(0, Relaxed);
         }
         member.is_listening.store(0, Relaxed);
         member.answered.store(self.request.load(Relaxed), Relaxed);
-        Place { page: self, index }
+        MemberSlot { page: self, index }
     }
 
     /// Frees the slots of dead processes. Reads `/proc` once per member. Returns how many it freed.
@@ -225,7 +225,7 @@ impl TreePage {
     }
 
     /// As [`TreePage::totals`], with `own` in place of the numbers that the member at `place` published.
-    pub fn totals_with(&self, place: Place, own: Totals) -> Totals {
+    pub fn totals_with(&self, place: MemberSlot, own: Totals) -> Totals {
         let (totals, published) = (self.totals(), place.member());
         let replace = |sum: u64, word: &AtomicU64, own: u64| sum.saturating_sub(word.load(Relaxed)).saturating_add(own);
         Totals {
@@ -277,7 +277,7 @@ impl TreePage {
     /// true, or [`ANSWER_MS`] have passed.
     ///
     /// Returns the bytes by which the others' total fell.
-    pub fn ask(&self, bytes: u64, own: Option<Place>, is_enough: impl Fn() -> bool) -> u64 {
+    pub fn ask(&self, bytes: u64, own: Option<MemberSlot>, is_enough: impl Fn() -> bool) -> u64 {
         let others = || {
             let totals = self.totals();
             totals.resident.saturating_sub(own.map_or(0, |place| place.member().resident.load(Relaxed)))
@@ -347,12 +347,12 @@ impl MemberId {
 ///
 /// Example: [`TreePage`].
 #[derive(Clone, Copy)]
-pub struct Place {
+pub struct MemberSlot {
     page: &'static TreePage,
     index: usize,
 }
 
-impl Place {
+impl MemberSlot {
     fn member(&self) -> &'static Member {
         &self.page.members[self.index]
     }
@@ -429,7 +429,7 @@ pub(super) struct Membership {
 }
 
 impl Membership {
-    pub fn set(&self, page: &'static TreePage, place: Option<Place>) {
+    pub fn set(&self, page: &'static TreePage, place: Option<MemberSlot>) {
         self.index.store(place.map_or(0, |place| place.index + 1), Relaxed);
         self.page.store(std::ptr::from_ref(page).cast_mut(), Release);
     }
@@ -444,9 +444,9 @@ impl Membership {
         unsafe { self.page.load(Acquire).as_ref() }
     }
 
-    pub fn place(&self) -> Option<Place> {
+    pub fn place(&self) -> Option<MemberSlot> {
         let index = self.index.load(Relaxed).checked_sub(1)?;
-        Some(Place { page: self.page()?, index })
+        Some(MemberSlot { page: self.page()?, index })
     }
 }
 

@@ -5,7 +5,7 @@
 
 use super::engine::Engine;
 use super::epochs::{self, Epoch};
-use super::meta::{Objects, State};
+use super::meta::{Objects, SlabState};
 use super::node::Keep;
 use crate::epoch;
 use crate::error::Result;
@@ -136,7 +136,7 @@ impl Engine {
                 });
                 self.on(node, |node| {
                     node.give_all(block, slab, &objects);
-                    if node.blocks.slab(block, slab).state() == State::Claimed {
+                    if node.blocks.slab(block, slab).state() == SlabState::Claimed {
                         node.open(block, slab);
                     }
                 });

@@ -34,7 +34,7 @@ const OPENED_BLOCKS: u32 = 32;
 
 /// Free blocks of one node. List heads are block numbers plus one; 0: empty.
 #[derive(Clone, Copy, Default)]
-struct Free {
+struct FreeBlocks {
     /// Number of the node's blocks that were ever used.
     opened: u32,
     /// Whole blocks with memory. In a fork child also those of the parent, which are emptied when they are taken.
@@ -53,7 +53,7 @@ pub(super) struct Blocks {
     per_node: u32,
     blocks: Table<Block>,
     slabs: Table<Slab>,
-    free: Guarded<[Free; MAX_NODES]>,
+    free: Guarded<[FreeBlocks; MAX_NODES]>,
     /// Number of free blocks with memory that is charged in this process.
     filled: AtomicU32,
     /// How many blocks have become free with their memory so far.
@@ -109,7 +109,7 @@ impl Blocks {
             per_node: per_node as u32,
             blocks: Table::new(per_node * nodes)?,
             slabs: Table::new(per_node * nodes * MAX_SLABS)?,
-            free: Guarded::new([Free::default(); MAX_NODES]),
+            free: Guarded::new([FreeBlocks::default(); MAX_NODES]),
             filled: AtomicU32::new(0),
             gives: AtomicU32::new(0),
             taken: AtomicU32::new(0),
@@ -220,7 +220,7 @@ impl Blocks {
     }
 
     /// A free block, and whether it has memory.
-    fn find(&self, free: &mut Free, node: usize) -> Result<(u32, bool)> {
+    fn find(&self, free: &mut FreeBlocks, node: usize) -> Result<(u32, bool)> {
         if let Some(block) = self.pop(&mut free.filled) {
             return Ok((block, true));
         }

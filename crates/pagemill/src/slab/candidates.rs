@@ -4,8 +4,8 @@
 //! call a search *look*.
 
 use super::lists::Lists;
-use super::meta::{LEVELS, Level, QUEUED, STANDING, SlabSet, State};
-use super::node::{BUCKETS, FULL, FULLEST, GROWING, IDLE, Node, PARTS, Room};
+use super::meta::{LEVELS, Level, QUEUED, STANDING, SlabSet, SlabState};
+use super::node::{BUCKETS, FULL, FULLEST, GROWING, IDLE, Node, PARTS, TargetRoom};
 
 /// Maximum number of suitable blocks that a search compares.
 pub(super) const MAX_COMPARED: usize = 16;
@@ -24,7 +24,7 @@ type BlockQueues = Lists<BUCKETS, QUEUED>;
 pub(super) enum DefragCandidate {
     /// A block, its slabs that were claimed with it, and where its objects may go. Slabs that were claimed before (to set
     /// up, to free, or in a batch) are not included.
-    Block(u32, SlabSet, Room),
+    Block(u32, SlabSet, TargetRoom),
     /// A slab of a block, claimed now, and how many of its objects fit into other partial slabs.
     Slab(u32, u32, u32),
 }
@@ -147,9 +147,9 @@ impl Node<'_> {
 
     /// Where the objects of a block may go. Two blocks with objects that cannot move would exchange the others forever.
     /// So after such an attempt, objects only go to blocks that are at least as full.
-    fn room_for(&self, number: u32) -> Room {
+    fn room_for(&self, number: u32) -> TargetRoom {
         let block = self.blocks.block(number);
-        if block.has_refused.get() == 1 { Room::Fuller(block.used.get()) } else { Room::Used }
+        if block.has_refused.get() == 1 { TargetRoom::Fuller(block.used.get()) } else { TargetRoom::Used }
     }
 
     /// How many objects fit into the blocks that the objects of this block may go to. Emptier blocks of the same list are
@@ -157,7 +157,7 @@ impl Node<'_> {
     fn room_beside(&self, number: u32) -> u64 {
         let block = self.blocks.block(number);
         let first = match self.room_for(number) {
-            Room::Fuller(least) => self.list_of(least),
+            TargetRoom::Fuller(least) => self.list_of(least),
             _ => IDLE + 1,
         };
         let lists = (first..=FULLEST).chain([GROWING]);
@@ -308,7 +308,7 @@ impl Node<'_> {
         block.is_leaving.set(1);
         let mut claimed = SlabSet::default();
         for slab in block.all_set_up(self.shape.slabs) {
-            if self.blocks.slab(number, slab).state() == State::Open {
+            if self.blocks.slab(number, slab).state() == SlabState::Open {
                 self.claim(number, slab);
                 claimed.add(slab);
             }
@@ -332,7 +332,7 @@ impl Node<'_> {
         let (number, slab) = self.least((pass, ANY_PERCENT), FULL, 1, |number| {
             let slab = blocks.block(number).all_set_up(slabs).find(|slab| {
                 let words = blocks.slab(number, *slab);
-                words.state() == State::Open && words.used() > 0 && words.tried.get() != pass
+                words.state() == SlabState::Open && words.used() > 0 && words.tried.get() != pass
             })?;
             Some((number, slab))
         })?;

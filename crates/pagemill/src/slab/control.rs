@@ -1,6 +1,6 @@
 //! What other processes of the user can see of slab caches and change in them. Each cache is named by a unique id.
 
-use super::{Kind, Member, NodeInfo, SlabInfo, Slabs, info};
+use super::{CacheKind, Member, NodeInfo, SlabInfo, Slabs, info};
 use crate::error::{Error, Result};
 use crate::sync::Backoff;
 use std::io;
@@ -67,8 +67,8 @@ impl Slabs {
             let before = info::of(&*member)?;
             // Code of the program must run on a thread that shares the program's open files.
             let freed_bytes = match member.kind() {
-                Kind::Fixed => member.shrink()?,
-                Kind::ByOwner | Kind::ByHandle => self.worker.request_shrink(member.engine())?,
+                CacheKind::Fixed => member.shrink()?,
+                CacheKind::ByOwner | CacheKind::ByHandle => self.worker.request_shrink(member.engine())?,
             };
             let after = info::of(&*member)?;
             Ok(ShrinkReport {
@@ -93,8 +93,8 @@ impl Slabs {
     pub(crate) fn set_used_ratio(&self, id: u64, percent: u32) -> Option<Result<()>> {
         let member = self.member(id)?;
         Some(match member.kind() {
-            Kind::Fixed => Err(Error::Unsupported { what: "objects of this slab cache stay where they are" }),
-            Kind::ByOwner | Kind::ByHandle => member.engine().set_used_ratio(percent),
+            CacheKind::Fixed => Err(Error::Unsupported { what: "objects of this slab cache stay where they are" }),
+            CacheKind::ByOwner | CacheKind::ByHandle => member.engine().set_used_ratio(percent),
         })
     }
 

@@ -14,14 +14,14 @@ const FREE: u64 = 0xbbbb_bbbb_bbbb_bbbb;
 const POISON: u8 = 0x6b;
 const LAST_POISON: u8 = 0xa5;
 
-type Place = &'static Location<'static>;
+type CallSite = &'static Location<'static>;
 
 /// The redzone behind an object, and the source locations of its last allocation and free.
 #[repr(C)]
 struct Trailer {
     redzone: u64,
-    taken: Option<Place>,
-    given: Option<Place>,
+    taken: Option<CallSite>,
+    given: Option<CallSite>,
 }
 
 /// # Invariants
@@ -116,7 +116,7 @@ impl Checks {
     #[cold]
     #[track_caller]
     fn report(&self, object: usize, trailer: &Trailer, what: &str) -> ! {
-        let place = |place: Option<Place>| place.map_or("nowhere".to_owned(), ToString::to_string);
+        let place = |place: Option<CallSite>| place.map_or("nowhere".to_owned(), ToString::to_string);
         panic!(
             "slab cache {}: the object at {object:#x} {what} (taken at {}, given at {})",
             self.name,

@@ -10,10 +10,10 @@ const DEPTH: usize = 8;
 
 thread_local! {
     /// The drops in progress on this thread. Without a destructor, so it is usable until the thread ends.
-    static DROPPING: [Slot; DEPTH] = const { [const { Slot { cache: Cell::new(0), has_more: Cell::new(false) } }; DEPTH] };
+    static DROPPING: [DropSlot; DEPTH] = const { [const { DropSlot { cache: Cell::new(0), has_more: Cell::new(false) } }; DEPTH] };
 }
 
-struct Slot {
+struct DropSlot {
     /// The address that names the cache; 0 if the slot is free.
     cache: Cell<usize>,
     has_more: Cell<bool>,

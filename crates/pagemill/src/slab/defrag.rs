@@ -6,8 +6,8 @@
 use super::candidates::Criteria;
 use super::drain::DrainGuard;
 use super::engine::Engine;
-use super::migrate::{Mover, Progress, Run, assert_not_isolating};
-use super::node::{Keep, Room};
+use super::migrate::{MigrationRun, Mover, Progress, assert_not_isolating};
+use super::node::{Keep, TargetRoom};
 use crate::error::{Error, Result};
 use crate::sync::Relaxed;
 use pagemill_sys::clock;
@@ -173,7 +173,7 @@ fn slice(
     let deadline_ns = clock::fine_ns().saturating_add(budget.as_nanos().min(u128::from(u64::MAX)) as u64);
     engine.finish_retired();
     mover.collect(&drained);
-    let mut run = Run::new(engine, mover, criteria.pass, deadline_ns, u64::MAX);
+    let mut run = MigrationRun::new(engine, mover, criteria.pass, deadline_ns, u64::MAX);
     (0..engine.node_count()).for_each(|node| run.compact(node, criteria));
     run.progress.is_done = !run.is_over() && !run.was_stopped;
     drop(drained);
@@ -249,8 +249,8 @@ fn make_sparse(engine: &Engine, mover: &impl Mover, node: usize) -> Result<()> {
     let pass = engine.passes.next();
     let Some((block, slabs)) = engine.on(node, |node| node.claim_emptiest()) else { return Ok(()) };
     engine.reserve_little(node);
-    let mut run = Run::new(engine, mover, pass, u64::MAX, u64::MAX);
-    run.empty_block(node, block, slabs, (pass, Room::Any));
+    let mut run = MigrationRun::new(engine, mover, pass, u64::MAX, u64::MAX);
+    run.empty_block(node, block, slabs, (pass, TargetRoom::Any));
     drop(drained);
     run.end();
     engine.finish_all_retired()?;
@@ -272,13 +272,13 @@ pub(super) fn move_objects(engine: &Engine, mover: &impl Mover, from: usize, to:
         engine.finish_retired();
         let drained = engine.drain_magazines()?;
         let deadline_ns = clock::fine_ns() + SLICE.as_nanos() as u64;
-        let mut run = Run::new(engine, mover, pass, deadline_ns, most - whole.moved);
+        let mut run = MigrationRun::new(engine, mover, pass, deadline_ns, most - whole.moved);
         let mut has_more = true;
         while !run.is_over() && has_more {
             match engine.on(from, |node| node.claim_next(pass)) {
                 None => has_more = false,
                 Some((block, slab)) => {
-                    run.empty_slab(from, block, slab, u32::MAX, (to, Room::Any));
+                    run.empty_slab(from, block, slab, u32::MAX, (to, TargetRoom::Any));
                 }
             }
         }

@@ -21,7 +21,7 @@ use super::defrag::{Passes, is_worth_it};
 use super::handles::Handles;
 use super::magazine::{Magazine, MagazineGuard, Magazines};
 use super::migrate::assert_not_isolating;
-use super::node::{Keep, Node, NodeState, Room};
+use super::node::{Keep, Node, NodeState, TargetRoom};
 use super::poison;
 use super::shape::{MAX_SHEAF, Shape};
 use super::thread_slots::{MAX_THREADS, WORD_BITS, find_slot, own_offset, own_slot};
@@ -508,13 +508,13 @@ impl Engine {
     pub fn take(&self, node: usize, remote_percent: u32, taken: &mut [usize]) -> Result<(usize, usize)> {
         loop {
             let stored = self.barns(node).map(|barn| barn.take(taken)).find(|count| *count > 0);
-            let count = stored.unwrap_or_else(|| self.take_present(node, Room::Any, taken));
+            let count = stored.unwrap_or_else(|| self.take_present(node, TargetRoom::Any, taken));
             if count > 0 {
                 return Ok((node, count));
             }
             if !self.has_one_node && self.draw() < remote_percent {
                 let others = (1..self.node_count()).map(|step| (node + step) % self.node_count());
-                let found = others.map(|node| (node, self.on(node, |node| node.take(Room::Used, taken))));
+                let found = others.map(|node| (node, self.on(node, |node| node.take(TargetRoom::Used, taken))));
                 if let Some((node, count)) = found.into_iter().find(|(_, count)| *count > 0) {
                     self.counts.from_remote.fetch_add(count as u64, Relaxed);
                     return Ok((node, count));
@@ -522,14 +522,14 @@ impl Engine {
             }
             if let Err(error) = self.grow(node) {
                 // Reclaim for this may have drained magazines of other threads.
-                let count = self.take_present(node, Room::Any, taken);
+                let count = self.take_present(node, TargetRoom::Any, taken);
                 return if count > 0 { Ok((node, count)) } else { Err(error) };
             }
         }
     }
 
     /// Takes objects of a node from slabs that are set up; returns how many.
-    pub fn take_present(&self, node: usize, room: Room, taken: &mut [usize]) -> usize {
+    pub fn take_present(&self, node: usize, room: TargetRoom, taken: &mut [usize]) -> usize {
         self.on(node, |node| node.take(room, taken))
     }
 

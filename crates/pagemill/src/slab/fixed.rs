@@ -3,7 +3,7 @@
 
 use super::engine::Engine;
 use super::info::{self, SlabInfo};
-use super::{Kind, Member};
+use super::{CacheKind, Member};
 use crate::error::Result;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -11,21 +11,21 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 /// The part of the cache that the list of all caches refers to.
-pub(super) struct Inner(Engine);
+pub(super) struct FixedInner(Engine);
 
-impl Inner {
+impl FixedInner {
     pub fn new(engine: Engine) -> Self {
         Self(engine)
     }
 }
 
-impl Member for Inner {
+impl Member for FixedInner {
     fn engine(&self) -> &Engine {
         &self.0
     }
 
-    fn kind(&self) -> Kind {
-        Kind::Fixed
+    fn kind(&self) -> CacheKind {
+        CacheKind::Fixed
     }
 
     fn shrink(&self) -> Result<u64> {
@@ -47,7 +47,7 @@ impl Member for Inner {
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 pub struct Fixed<T> {
-    inner: Arc<Inner>,
+    inner: Arc<FixedInner>,
     _values: PhantomData<fn(T) -> T>,
 }
 
@@ -70,7 +70,7 @@ unsafe impl<T: Send> Send for Slot<'_, T> {}
 unsafe impl<T: Sync> Sync for Slot<'_, T> {}
 
 impl<T> Fixed<T> {
-    pub(super) fn new(inner: Arc<Inner>) -> Self {
+    pub(super) fn new(inner: Arc<FixedInner>) -> Self {
         Self { inner, _values: PhantomData }
     }
 
@@ -180,16 +180,16 @@ impl<T> Drop for Slot<'_, T> {
         // SAFETY: the slot's own value (type invariant); no reference to it is left. The object is freed even if the
         // destructor panics.
         unsafe {
-            let _place = Place(self.cache, self.at.as_ptr() as usize);
+            let _place = FreeOnDrop(self.cache, self.at.as_ptr() as usize);
             self.at.drop_in_place();
         }
     }
 }
 
 /// Frees the object of a slot when dropped, also during unwinding.
-struct Place<'cache>(&'cache Engine, usize);
+struct FreeOnDrop<'cache>(&'cache Engine, usize);
 
-impl Drop for Place<'_> {
+impl Drop for FreeOnDrop<'_> {
     #[inline]
     #[track_caller]
     fn drop(&mut self) {

@@ -13,12 +13,12 @@ use super::defrag::{self, SHORT_GRACE_NS};
 use super::drain::DrainGuard;
 use super::engine::{Engine, Object};
 use super::epochs::{self, Epoch, Guard, pin};
-use super::handles::{Entry, Handle, Handles, Key, Words};
+use super::handles::{Handle, HandleWord, Handles, Key, Words};
 use super::info::{self, SlabInfo};
 use super::migrate::{Chunk, Fate, Mover, Places, Progress};
 use super::stock::{KEYS, PLACES, RUN, Sorted};
 use super::worker::withdraw;
-use super::{Kind, Member, Settings, Slabs};
+use super::{CacheKind, Member, Settings, Slabs};
 use crate::error::{Error, Result};
 use crate::sync::{Acquire, Backoff, Guarded, Padded, Relaxed, Release};
 use std::alloc::Layout;
@@ -61,7 +61,7 @@ unsafe impl<T: Send + Sync + 'static> Movable for Arc<T> {}
 
 /// A value, and the index of its handle. The content of one object.
 #[repr(C)]
-struct Place<T> {
+struct HandledValue<T> {
     /// For a free place, that of its last value. Lies before the value, in the cache line of its first bytes.
     index: AtomicU32,
     value: T,
@@ -83,7 +83,7 @@ const PARTS_AT_ONCE: usize = 2;
 ///
 /// A live word names a place with an initialized value. The value does not change until the word has changed and all
 /// guards of that time are dropped. Retired places hold values that no word names.
-pub(super) struct Inner<T> {
+pub(super) struct HandleInner<T> {
     engine: Engine,
     handles: &'static Handles,
     /// Address that places in words are relative to.
@@ -96,16 +96,16 @@ pub(super) struct Inner<T> {
     _values: PhantomData<T>,
 }
 
-impl<T: Movable> Inner<T> {
+impl<T: Movable> HandleInner<T> {
     #[inline]
-    fn place(&self, entry: Entry) -> *mut Place<T> {
-        (self.base + entry.place()) as *mut Place<T>
+    fn place(&self, entry: HandleWord) -> *mut HandledValue<T> {
+        (self.base + entry.place()) as *mut HandledValue<T>
     }
 
     /// Writes a value into an allocated object that is not published yet.
     #[inline]
     fn write(&self, object: usize, value: T, index: u32) {
-        let place = object as *mut Place<T>;
+        let place = object as *mut HandledValue<T>;
         // SAFETY: an allocated object: large and aligned enough, and owned by this call alone. Only the index may be read
         // by a mover meanwhile, and it is atomic.
         unsafe {
@@ -262,7 +262,7 @@ impl<T: Movable> Inner<T> {
         ripe
     }
 
-    /// As [`Inner::ripe`], for all batches. `None` inside of a destructor: the outer call ends them then.
+    /// As [`HandleInner::ripe`], for all batches. `None` inside of a destructor: the outer call ends them then.
     fn begin_end(&self, retired: &mut SharedRetireList) -> Option<(DeferredDrop, Vec<Vec<u64>>)> {
         let dropping = DeferredDrop::begin(self)?;
         Some((dropping, self.ripe(retired, usize::MAX)))
@@ -287,7 +287,7 @@ impl<T: Movable> Inner<T> {
             if std::mem::needs_drop::<T>() {
                 // SAFETY: it was retired: no word names the value, no reader uses it (type invariant). Dropped only here.
                 let dropped = catch_unwind(AssertUnwindSafe(|| unsafe {
-                    (&raw mut (*(place as *mut Place<T>)).value).drop_in_place()
+                    (&raw mut (*(place as *mut HandledValue<T>)).value).drop_in_place()
                 }));
                 panic = panic.or(dropped.err());
             }
@@ -341,13 +341,13 @@ impl<T: Movable> Inner<T> {
     }
 }
 
-impl<T: Movable> Member for Inner<T> {
+impl<T: Movable> Member for HandleInner<T> {
     fn engine(&self) -> &Engine {
         &self.engine
     }
 
-    fn kind(&self) -> Kind {
-        Kind::ByHandle
+    fn kind(&self) -> CacheKind {
+        CacheKind::ByHandle
     }
 
     fn handle_bytes(&self) -> u64 {
@@ -398,7 +398,7 @@ impl<T: Movable> Member for Inner<T> {
     }
 }
 
-impl<T: Movable> Mover for Inner<T> {
+impl<T: Movable> Mover for HandleInner<T> {
     /// The guard keeps the source of the copy from being dropped.
     type Isolated = Guard;
 
@@ -409,7 +409,7 @@ impl<T: Movable> Mover for Inner<T> {
     /// Prefetches the word of its handle: words are spread over the whole table.
     fn expect(&self, object: usize) {
         // SAFETY: as in `migrate`, which also checks that the index still belongs to this value.
-        let index = unsafe { &(*(object as *mut Place<T>)).index }.load(Relaxed);
+        let index = unsafe { &(*(object as *mut HandledValue<T>)).index }.load(Relaxed);
         self.handles.fetch(index);
     }
 
@@ -427,7 +427,7 @@ impl<T: Movable> Mover for Inner<T> {
     }
 
     fn migrate(&self, object: usize, to: &mut Places<'_>, _guard: &mut Guard) -> Fate {
-        let old = object as *mut Place<T>;
+        let old = object as *mut HandledValue<T>;
         // SAFETY: an object of this cache: the index of each was initialized, first by `set_up`.
         let index = unsafe { &(*old).index }.load(Acquire);
         // If the place is being filled or is retired, its index leads to a word that does not name this place.
@@ -436,7 +436,7 @@ impl<T: Movable> Mover for Inner<T> {
             return Fate::Busy;
         }
         let Some(target) = to.take() else { return Fate::Failed };
-        let new = target as *mut Place<T>;
+        let new = target as *mut HandledValue<T>;
         // SAFETY: the word was live after the guard was pinned: the value exists until it is dropped, and does not
         // change (type invariant, `Movable`). Only this call uses the target, except for its index.
         unsafe {
@@ -467,7 +467,7 @@ impl<T: Movable> Mover for Inner<T> {
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 pub struct ByHandle<T: Movable> {
-    inner: Arc<Inner<T>>,
+    inner: Arc<HandleInner<T>>,
     /// As in `inner`. A copy in the cache itself stays in registers from one call of a reader to the next.
     words: &'static Words,
     base: usize,
@@ -475,10 +475,10 @@ pub struct ByHandle<T: Movable> {
 
 /// A value that was removed from its handle. Dropping this retires it, also during unwinding.
 struct Ended<'cache, T: Movable> {
-    cache: &'cache Inner<T>,
+    cache: &'cache HandleInner<T>,
     /// Its former handle.
     key: Key,
-    place: *mut Place<T>,
+    place: *mut HandledValue<T>,
 }
 
 impl<T: Movable> Drop for Ended<'_, T> {
@@ -491,7 +491,7 @@ impl<T: Movable> Drop for Ended<'_, T> {
 /// A pinned value: it keeps its address and contents while this exists. At most seven pins of one value at a time.
 /// Example: [`ByHandle`].
 pub struct Pinned<'cache, T: Movable> {
-    cache: &'cache Inner<T>,
+    cache: &'cache HandleInner<T>,
     index: u32,
     value: &'cache T,
 }
@@ -503,13 +503,14 @@ impl Slabs {
     ///
     /// As [`Slabs::fixed`].
     pub fn by_handle<T: Movable>(&'static self, settings: Settings) -> Result<ByHandle<T>> {
-        let (index_at, value_at) = (std::mem::offset_of!(Place<T>, index), std::mem::offset_of!(Place<T>, value));
+        let (index_at, value_at) =
+            (std::mem::offset_of!(HandledValue<T>, index), std::mem::offset_of!(HandledValue<T>, value));
         // SAFETY: an object of a slab that is being set up, with the layout below, and not shared yet.
         let set_up = move |object: usize| unsafe { ((object + index_at) as *mut AtomicU32).write(AtomicU32::new(0)) };
         let shared = self.members.with(|_| self.shared())?;
         let handles = shared.take_handles()?;
         let object = Object {
-            layout: Layout::new::<Place<T>>(),
+            layout: Layout::new::<HandledValue<T>>(),
             user_bytes: size_of::<T>(),
             closed: value_at..value_at + size_of::<T>(),
             set_up: Some(Box::new(set_up)),
@@ -517,7 +518,7 @@ impl Slabs {
             grace: Grace::of_handles,
             handles: Some(handles),
         };
-        let inner = self.make(settings, object, |engine| Inner {
+        let inner = self.make(settings, object, |engine| HandleInner {
             base: engine.shared.blocks.addr(0),
             engine,
             handles,
@@ -560,7 +561,7 @@ impl<T: Movable> ByHandle<T> {
         let entry = handle.key.find(self.words)?;
         // SAFETY: a live word names a value that exists until all guards of this time are dropped. `_guard` is one of
         // them and outlives the reference; so does the cache.
-        Some(unsafe { &(*handle.key.address(entry, self.base).cast::<Place<T>>()).value })
+        Some(unsafe { &(*handle.key.address(entry, self.base).cast::<HandledValue<T>>()).value })
     }
 
     /// Removes a value. Returns whether it existed. It is dropped when its readers have finished, by this or a later call
@@ -739,7 +740,7 @@ impl<T: Movable> Drop for ByHandle<T> {
         };
         // Readers borrow the cache, so guards that exist are for other caches.
         inner.engine.finish_retired_at_once();
-        let live: Vec<(u32, Entry)> = inner.handles.live().collect();
+        let live: Vec<(u32, HandleWord)> = inner.handles.live().collect();
         let mut places = Vec::with_capacity(live.len());
         for (index, entry) in live {
             // Readers and pins borrow the cache, so none is left, except pins that were forgotten.

@@ -98,13 +98,13 @@ impl Key {
     /// Makes an allocated handle live: it refers to the value at a place.
     #[inline]
     pub fn publish(self, words: &Words, place: usize) {
-        self.word(words).store(Entry::new(self.generation(), place).0, Release);
+        self.word(words).store(HandleWord::new(self.generation(), place).0, Release);
     }
 
     /// Ends the value of a handle if its word is still `seen`; returns whether it did. The caller then frees
     /// [`Key::next`].
     #[inline]
-    pub fn end(self, words: &Words, seen: Entry) -> bool {
+    pub fn end(self, words: &Words, seen: HandleWord) -> bool {
         seen.pins() == 0 && self.word(words).compare_exchange(seen.0, self.ended().0, AcqRel, Relaxed).is_ok()
     }
 
@@ -116,15 +116,15 @@ impl Key {
 
     /// The word after the value was removed. After the last generation it is 0, which no handle has.
     #[inline]
-    fn ended(self) -> Entry {
+    fn ended(self) -> HandleWord {
         // One more than the last generation wraps to 0.
-        Entry((self.0 & !PLACE).wrapping_add(ONE_GENERATION) >> PIN_BITS)
+        HandleWord((self.0 & !PLACE).wrapping_add(ONE_GENERATION) >> PIN_BITS)
     }
 
     /// The word of this handle while it is live.
     #[inline]
-    pub fn find(self, words: &Words) -> Option<Entry> {
-        let entry = Entry(self.word(words).load(Acquire));
+    pub fn find(self, words: &Words) -> Option<HandleWord> {
+        let entry = HandleWord(self.word(words).load(Acquire));
         // The generation of a word that is not live is even.
         ((entry.0 ^ self.0 >> PIN_BITS) & GENERATION == 0).then_some(entry)
     }
@@ -132,7 +132,7 @@ impl Key {
     /// Address of the value that [`Key::find`] found: `base` plus the place of the entry. Uses pointers, because integer
     /// additions would be reordered into a chain after the load of the entry.
     #[inline]
-    pub fn address(self, entry: Entry, base: usize) -> *mut u8 {
+    pub fn address(self, entry: HandleWord, base: usize) -> *mut u8 {
         let before = (base as *mut u8).wrapping_sub((self.0 & !PLACE) as usize);
         let address = before.wrapping_add(entry.unpinned() as usize);
         debug_assert_eq!(address as usize, base + entry.place());
@@ -195,9 +195,9 @@ impl<T> std::fmt::Debug for Handle<T> {
 
 /// A snapshot of the word of a handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Entry(u64);
+pub(super) struct HandleWord(u64);
 
-impl Entry {
+impl HandleWord {
     fn new(generation: u32, place: usize) -> Self {
         debug_assert!(place as u64 & !PLACE == 0 && place.is_multiple_of(1 << PIN_BITS));
         Self((u64::from(generation) << GENERATION_SHIFT | place as u64) >> PIN_BITS)
@@ -360,8 +360,8 @@ impl Handles {
     }
 
     /// The current word of an index.
-    pub fn load(&self, index: u32) -> Entry {
-        Entry(self.word(index).load(Acquire))
+    pub fn load(&self, index: u32) -> HandleWord {
+        HandleWord(self.word(index).load(Acquire))
     }
 
     /// Prefetches the word of an index.
@@ -371,13 +371,13 @@ impl Handles {
 
     /// Replaces a word that is still `seen`; returns whether it was.
     #[inline]
-    pub fn exchange(&self, index: u32, seen: Entry, new: Entry) -> bool {
+    pub fn exchange(&self, index: u32, seen: HandleWord, new: HandleWord) -> bool {
         self.word(index).compare_exchange(seen.0, new.0, AcqRel, Relaxed).is_ok()
     }
 
     /// Adds a pin. Returns false if the pins are used up or the word has changed.
-    pub fn pin(&self, index: u32, seen: Entry) -> bool {
-        !seen.is_pinned_most() && self.exchange(index, seen, Entry(seen.0 + ONE_PIN))
+    pub fn pin(&self, index: u32, seen: HandleWord) -> bool {
+        !seen.is_pinned_most() && self.exchange(index, seen, HandleWord(seen.0 + ONE_PIN))
     }
 
     pub fn unpin(&self, index: u32) {
@@ -412,7 +412,7 @@ impl Handles {
             self.fill(number, page);
         }
         let index = (number * self.per_page) as u32 + page.head;
-        let entry = Entry(self.word(index).load(Relaxed));
+        let entry = HandleWord(self.word(index).load(Relaxed));
         page.head = (entry.place() >> PIN_BITS) as u32;
         page.free -= 1;
         if page.free == 0 {
@@ -437,7 +437,7 @@ impl Handles {
     /// Writes the words of a page of free handles.
     fn fill(&self, number: usize, page: &mut Page) {
         for at in 0..self.per_page {
-            let entry = Entry::new(page.passed, (at + 1) << PIN_BITS);
+            let entry = HandleWord::new(page.passed, (at + 1) << PIN_BITS);
             self.words.get(number * self.per_page + at).store(entry.0, Relaxed);
         }
         (page.head, page.is_filled) = (0, true);
@@ -455,7 +455,7 @@ impl Handles {
                 let (number, at) =
                     (key.index() as usize >> self.page_shift, key.index() as usize & (self.per_page - 1));
                 let page = &mut state.pages[number];
-                let entry = Entry::new(key.generation() - 1, (page.head as usize) << PIN_BITS);
+                let entry = HandleWord::new(key.generation() - 1, (page.head as usize) << PIN_BITS);
                 self.word(key.index()).store(entry.0, Relaxed);
                 page.head = at as u32;
                 page.free += 1;
@@ -471,7 +471,7 @@ impl Handles {
             let mut freed = 0;
             for (number, page) in state.pages.iter_mut().enumerate().filter(|(_, page)| is_free(page)) {
                 let words = (number * self.per_page..(number + 1) * self.per_page).map(|at| self.words.get(at));
-                let passed = words.map(|word| Entry(word.load(Relaxed)).generation()).max().unwrap_or(0);
+                let passed = words.map(|word| HandleWord(word.load(Relaxed)).generation()).max().unwrap_or(0);
                 // All handles of the page continue from this generation when it is used again. If one busy handle would
                 // cost the others more than half of their generations, the page keeps its memory.
                 let is_cheap = passed <= MAX_GENERATION / 2;
@@ -485,7 +485,7 @@ impl Handles {
     }
 
     /// All live handles with their words.
-    pub fn live(&self) -> impl Iterator<Item = (u32, Entry)> {
+    pub fn live(&self) -> impl Iterator<Item = (u32, HandleWord)> {
         let pages: Vec<bool> = self.state.with(|state| state.pages.iter().map(|page| page.is_filled).collect());
         let filled = pages.into_iter().enumerate().filter(|(_, is_filled)| *is_filled);
         let indices = filled.flat_map(|(number, _)| number * self.per_page..(number + 1) * self.per_page);
@@ -568,7 +568,7 @@ mod tests {
         let key = take(handles);
         assert!(Key::from_bits(key.to_bits()) == key && key.find(handles.words()).is_none());
         key.publish(handles.words(), 64);
-        assert_eq!(key.find(handles.words()).map(Entry::place), Some(64));
+        assert_eq!(key.find(handles.words()).map(HandleWord::place), Some(64));
         for bits in [0, 1, u64::MAX, key.to_bits() + (1 << GENERATION_SHIFT), key.to_bits() + (2 << GENERATION_SHIFT)] {
             assert_eq!(Key::from_bits(bits).find(handles.words()), None, "{bits:#x}");
         }

@@ -2,7 +2,7 @@
 
 use super::migrate::assert_not_isolating;
 use super::node::Node;
-use super::{Kind, Member};
+use super::{CacheKind, Member};
 use crate::error::Result;
 use crate::sync::{Backoff, Relaxed};
 use std::io;
@@ -24,7 +24,7 @@ use std::sync::Arc;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlabInfo {
     pub name: Arc<str>,
-    pub kind: Kind,
+    pub kind: CacheKind,
     /// `object_bytes`: size of an object as the user defined it. `stride_bytes`: distance from one object to the next.
     pub object_bytes: usize,
     pub stride_bytes: usize,
@@ -128,7 +128,7 @@ impl SlabInfo {
 
     /// Sort key of lists: caches with movable objects first, then by name.
     pub(crate) fn rank(&self) -> (bool, Arc<str>) {
-        (self.kind == Kind::Fixed, self.name.clone())
+        (self.kind == CacheKind::Fixed, self.name.clone())
     }
 }
 
@@ -187,7 +187,7 @@ fn without_nodes(member: &dyn Member) -> Result<SlabInfo> {
         slab_bytes: shape.slab_bytes,
         objects_per_slab: shape.capacity,
         // The set-up of places for handles is not a constructor of the user.
-        has_constructor: engine.has_constructor() && member.kind() == Kind::ByOwner,
+        has_constructor: engine.has_constructor() && member.kind() == CacheKind::ByOwner,
         is_debug: engine.checks.is_some(),
         defrag_used_ratio: engine.used_ratio.load(Relaxed),
         remote_node_defrag_ratio: engine.remote_ratio.load(Relaxed),

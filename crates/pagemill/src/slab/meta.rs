@@ -72,7 +72,7 @@ impl Objects {
 /// State of a slab.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub(super) enum State {
+pub(super) enum SlabState {
     /// Objects are taken from it and returned to it.
     Open,
     /// Owned by one thread that sets it up, empties it or frees its memory. Objects can still be returned to it.
@@ -101,15 +101,15 @@ impl Slab {
         self.used.get()
     }
 
-    pub fn state(&self) -> State {
+    pub fn state(&self) -> SlabState {
         match self.state.get() {
-            0 => State::Open,
-            1 => State::Claimed,
-            _ => State::Lost,
+            0 => SlabState::Open,
+            1 => SlabState::Claimed,
+            _ => SlabState::Lost,
         }
     }
 
-    pub fn set_state(&self, state: State) {
+    pub fn set_state(&self, state: SlabState) {
         self.state.set(state as u32);
     }
 

@@ -13,7 +13,7 @@ use super::candidates::{Criteria, DefragCandidate};
 use super::drain::DrainGuard;
 use super::engine::Engine;
 use super::meta::{Objects, SlabSet};
-use super::node::Room;
+use super::node::TargetRoom;
 use crate::stats::{self, Counter};
 use crate::sync::Relaxed;
 use pagemill_sys::{clock, mem};
@@ -92,7 +92,7 @@ pub(super) trait Mover {
 pub(super) struct Places<'engine> {
     engine: &'engine Engine,
     node: usize,
-    room: Room,
+    room: TargetRoom,
     taken: [usize; CHUNK],
     len: usize,
     /// Upper bound of the objects that are still to be moved.
@@ -100,7 +100,7 @@ pub(super) struct Places<'engine> {
 }
 
 impl<'engine> Places<'engine> {
-    fn new(engine: &'engine Engine, node: usize, room: Room) -> Self {
+    fn new(engine: &'engine Engine, node: usize, room: TargetRoom) -> Self {
         Self { engine, node, room, taken: [0; CHUNK], len: 0, wanted: CHUNK }
     }
 
@@ -110,15 +110,16 @@ impl<'engine> Places<'engine> {
             let wanted = self.wanted.clamp(1, CHUNK);
             self.len = self.engine.take_present(self.node, self.room, &mut self.taken[..wanted]);
             let least = match self.room {
-                Room::Used => Some(0),
-                Room::Fuller(least) => Some(least),
-                Room::Partial | Room::Any => None,
+                TargetRoom::Used => Some(0),
+                TargetRoom::Fuller(least) => Some(least),
+                TargetRoom::Partial | TargetRoom::Any => None,
             };
             if self.len == 0 && least.is_some_and(|least| self.engine.grow_in_use(self.node, least)) {
                 self.len = self.engine.take_present(self.node, self.room, &mut self.taken[..wanted]);
             }
         }
-        if self.len == 0 && self.room == Room::Any && self.engine.take(self.node, 0, &mut self.taken[..1]).is_ok() {
+        if self.len == 0 && self.room == TargetRoom::Any && self.engine.take(self.node, 0, &mut self.taken[..1]).is_ok()
+        {
             self.len = 1;
         }
         self.len = self.len.checked_sub(1)?;
@@ -230,7 +231,7 @@ impl Progress {
 }
 
 /// A step of defragmentation in progress.
-pub(super) struct Run<'engine, M: Mover> {
+pub(super) struct MigrationRun<'engine, M: Mover> {
     engine: &'engine Engine,
     mover: &'engine M,
     pass: u32,
@@ -246,7 +247,7 @@ pub(super) struct Run<'engine, M: Mover> {
     panic: Option<Box<dyn Any + Send>>,
 }
 
-impl<'engine, M: Mover> Run<'engine, M> {
+impl<'engine, M: Mover> MigrationRun<'engine, M> {
     pub fn new(engine: &'engine Engine, mover: &'engine M, pass: u32, deadline_ns: u64, most: u64) -> Self {
         Self {
             engine,
@@ -274,7 +275,7 @@ impl<'engine, M: Mover> Run<'engine, M> {
         {
             match candidate {
                 DefragCandidate::Slab(block, slab, most) => {
-                    self.empty_slab(node, block, slab, most, (node, Room::Partial));
+                    self.empty_slab(node, block, slab, most, (node, TargetRoom::Partial));
                 }
                 DefragCandidate::Block(block, slabs, room) => {
                     self.empty_block(node, block, slabs, (criteria.pass, room))
@@ -284,7 +285,7 @@ impl<'engine, M: Mover> Run<'engine, M> {
     }
 
     /// Moves the objects of the slabs of a block that were claimed with it.
-    pub fn empty_block(&mut self, node: usize, block: u32, slabs: SlabSet, (pass, room): (u32, Room)) {
+    pub fn empty_block(&mut self, node: usize, block: u32, slabs: SlabSet, (pass, room): (u32, TargetRoom)) {
         for slab in slabs.iter() {
             let was_tried = self.engine.shared.blocks.slab(block, slab).tried.get() == pass;
             let objects = if was_tried { 0 } else { u32::MAX };
@@ -296,7 +297,7 @@ impl<'engine, M: Mover> Run<'engine, M> {
     }
 
     /// Moves objects of a claimed slab. Returns whether all were tried; if not, the slab is tried again later.
-    pub fn empty_slab(&mut self, node: usize, block: u32, slab: u32, most: u32, to: (usize, Room)) -> bool {
+    pub fn empty_slab(&mut self, node: usize, block: u32, slab: u32, most: u32, to: (usize, TargetRoom)) -> bool {
         let mut objects = Objects::default();
         let (mut from, mut left) = (0, u64::from(most));
         let is_whole = loop {
@@ -336,7 +337,7 @@ impl<'engine, M: Mover> Run<'engine, M> {
         (block, slab): (u32, u32),
         from: &mut u32,
         most: usize,
-        (to, room): (usize, Room),
+        (to, room): (usize, TargetRoom),
         left: &mut Objects,
     ) -> Option<(usize, usize)> {
         let (engine, mover) = (self.engine, self.mover);

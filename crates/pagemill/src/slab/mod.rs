@@ -92,7 +92,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 use worker::Worker;
-use xnodes::Nodes;
+use xnodes::IndexNodes;
 
 /// Maximum number of slab caches of a process at a time. The count includes the cache of index nodes and, in a fork
 /// child, the caches of the parent. Each cache reserves addresses for the magazines of all threads (32 MiB if available).
@@ -235,7 +235,7 @@ impl SharedState {
 trait Member: Send + Sync {
     fn engine(&self) -> &Engine;
 
-    fn kind(&self) -> Kind;
+    fn kind(&self) -> CacheKind;
 
     /// Resident bytes of the handle table, if the cache has one.
     fn handle_bytes(&self) -> u64 {
@@ -290,7 +290,7 @@ trait Member: Send + Sync {
 ///
 /// Example: [`Slabs`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum CacheKind {
     /// Objects keep their address.
     Fixed,
     /// The owner moves objects.
@@ -321,7 +321,7 @@ pub struct Slabs {
     kept_bytes: AtomicU64,
     worker: Worker,
     /// The cache of index nodes and its shared state.
-    nodes: Nodes,
+    nodes: IndexNodes,
 }
 
 impl Slabs {
@@ -336,7 +336,7 @@ impl Slabs {
             made,
             kept_bytes,
             worker: Worker::default(),
-            nodes: Nodes::default(),
+            nodes: IndexNodes::default(),
         }
     }
 
@@ -356,7 +356,7 @@ impl Slabs {
             grace: Grace::of_all,
             handles: None,
         };
-        self.make(settings, object, fixed::Inner::new).map(Fixed::new)
+        self.make(settings, object, fixed::FixedInner::new).map(Fixed::new)
     }
 
     /// Creates the inner part of a cache under a new id and registers it.

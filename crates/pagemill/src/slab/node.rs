@@ -8,7 +8,7 @@ use super::candidates::Searches;
 use super::lists::Lists;
 #[cfg(test)]
 use super::meta::LEVELS;
-use super::meta::{Level, Objects, STANDING, State, level_of};
+use super::meta::{Level, Objects, STANDING, SlabState, level_of};
 use super::shape::Shape;
 use crate::units::BLOCK_BYTES;
 
@@ -39,7 +39,7 @@ pub(super) enum Keep {
 
 /// The slabs that objects may be taken from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Room {
+pub(super) enum TargetRoom {
     /// Partial slabs.
     Partial,
     /// Partial and empty slabs of blocks in use; for moves, their bare slabs, too.
@@ -129,7 +129,7 @@ impl NodeState {
 
 impl Node<'_> {
     /// Takes up to `taken.len()` objects and writes their addresses. Returns how many: 0 if no suitable slab has room.
-    pub fn take(&mut self, room: Room, taken: &mut [usize]) -> usize {
+    pub fn take(&mut self, room: TargetRoom, taken: &mut [usize]) -> usize {
         let mut count = 0;
         while count < taken.len()
             && let Some((block, slab)) = self.find(room)
@@ -148,13 +148,13 @@ impl Node<'_> {
         count
     }
 
-    fn find(&self, room: Room) -> Option<(u32, u32)> {
-        let may_be_empty = room != Room::Partial;
-        let least = if let Room::Fuller(least) = room { self.list_of(least) + 1 } else { IDLE + 1 };
-        let mut lists = (least..=FULLEST).rev().chain((room == Room::Any).then_some(IDLE));
+    fn find(&self, room: TargetRoom) -> Option<(u32, u32)> {
+        let may_be_empty = room != TargetRoom::Partial;
+        let least = if let TargetRoom::Fuller(least) = room { self.list_of(least) + 1 } else { IDLE + 1 };
+        let mut lists = (least..=FULLEST).rev().chain((room == TargetRoom::Any).then_some(IDLE));
         let in_slab = |block| Some((block, self.blocks.block(block).fullest(may_be_empty)?));
         let found = lists.find_map(|list| self.list(list).find_map(in_slab));
-        if let (None, Room::Fuller(least)) = (found, room) {
+        if let (None, TargetRoom::Fuller(least)) = (found, room) {
             return self.first_of(self.list_of(least), least).find_map(in_slab);
         }
         found
@@ -200,7 +200,7 @@ impl Node<'_> {
         let block = self.blocks.block(number);
         self.state.used = self.state.used.wrapping_add_signed(i64::from(more));
         block.used.set(block.used.get().wrapping_add_signed(more));
-        if self.blocks.slab(number, slab).state() == State::Open {
+        if self.blocks.slab(number, slab).state() == SlabState::Open {
             self.replace(number, slab, before, self.level(number, slab));
             self.add_room(number, -more);
         }
@@ -395,7 +395,7 @@ impl Node<'_> {
     }
 
     fn hold(&mut self, number: u32, slab: u32) {
-        self.blocks.slab(number, slab).set_state(State::Claimed);
+        self.blocks.slab(number, slab).set_state(SlabState::Claimed);
         self.blocks.block(number).claimed.add(1);
         self.file(number);
     }
@@ -412,8 +412,8 @@ impl Node<'_> {
     /// Ends a claim: objects may be taken from the slab again.
     pub fn open(&mut self, number: u32, slab: u32) {
         let words = self.blocks.slab(number, slab);
-        debug_assert_eq!(words.state(), State::Claimed);
-        words.set_state(State::Open);
+        debug_assert_eq!(words.state(), SlabState::Claimed);
+        words.set_state(SlabState::Open);
         let free = self.shape.capacity - words.used();
         let level = self.level(number, slab);
         self.replace(number, slab, None, level);
@@ -426,7 +426,7 @@ impl Node<'_> {
     /// Ends a claim: the slab is bare, and must be set up before use.
     pub fn strip(&mut self, number: u32, slab: u32) {
         let block = self.blocks.block(number);
-        self.blocks.slab(number, slab).set_state(State::Open);
+        self.blocks.slab(number, slab).set_state(SlabState::Open);
         block.put(Level::Bare as usize, slab);
         block.slabs.sub(1);
         self.state.slabs -= 1;
@@ -437,7 +437,7 @@ impl Node<'_> {
 
     /// Makes a claimed slab unusable for good. Its objects can be returned, but are not allocated again.
     pub fn lose(&mut self, number: u32, slab: u32) {
-        self.blocks.slab(number, slab).set_state(State::Lost);
+        self.blocks.slab(number, slab).set_state(SlabState::Lost);
         self.state.lost += 1;
     }
 
@@ -488,7 +488,7 @@ impl Node<'_> {
                     own_used += words.used();
                     let level = self.level(number, *slab);
                     let stands_at = (0..LEVELS).find(|level| block.all_at(*level).any(|at| at == *slab));
-                    if words.state() == State::Open {
+                    if words.state() == SlabState::Open {
                         assert_eq!(stands_at, level);
                         own_room += self.shape.capacity - words.used();
                     } else {

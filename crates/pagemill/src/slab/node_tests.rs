@@ -2,7 +2,7 @@
 //! object has memory.
 
 use super::candidates::{Criteria, DefragCandidate, MAX_COMPARED};
-use super::node::{Node, NodeState, Room};
+use super::node::{Node, NodeState, TargetRoom};
 use super::shape::Shape;
 use super::tests::sparse_slabs;
 use crate::arena::Filling;
@@ -20,14 +20,14 @@ fn criteria(percent: u32) -> Criteria {
 
 /// How blocks get memory, as `is_sparse` has it.
 #[derive(Clone, Copy)]
-enum Kind {
+enum BlockKind {
     Whole,
     Sparse,
 }
 
 /// Calls `act` with a node that has `blocks` blocks with all objects taken, and with the addresses of these, block by
 /// block and slab by slab.
-fn with_full_blocks(kind: Kind, blocks: usize, act: impl FnOnce(&mut Node<'_>, &[usize])) {
+fn with_full_blocks(kind: BlockKind, blocks: usize, act: impl FnOnce(&mut Node<'_>, &[usize])) {
     let slabs = sparse_slabs();
     let shared = slabs.members.with(|_| slabs.shared()).unwrap();
     let slab_bytes = BLOCK_BYTES / SLABS;
@@ -43,7 +43,7 @@ fn with_full_blocks(kind: Kind, blocks: usize, act: impl FnOnce(&mut Node<'_>, &
         }
     }
     let mut objects = vec![0; blocks * SLABS * OBJECTS];
-    assert_eq!(node.take(Room::Any, &mut objects), objects.len());
+    assert_eq!(node.take(TargetRoom::Any, &mut objects), objects.len());
     objects.sort_unstable();
     act(&mut node, &objects);
     node.check_lists();
@@ -64,7 +64,7 @@ fn try_all(node: &mut Node<'_>, criteria: &Criteria) -> usize {
 #[test]
 fn a_pass_visits_few_blocks_for_each_slab() {
     for blocks in [50, 200] {
-        with_full_blocks(Kind::Sparse, blocks, |node, objects| {
+        with_full_blocks(BlockKind::Sparse, blocks, |node, objects| {
             objects.iter().step_by(2).for_each(|object| node.give(*object));
             let tried = try_all(node, &criteria(101));
             assert_eq!(tried, blocks * SLABS);
@@ -91,7 +91,7 @@ fn try_blocks(node: &mut Node<'_>, criteria: &Criteria) -> Vec<u32> {
 #[test]
 fn a_round_visits_few_blocks_for_each() {
     for blocks in [10, 50, 200] {
-        with_full_blocks(Kind::Whole, blocks, |node, objects| {
+        with_full_blocks(BlockKind::Whole, blocks, |node, objects| {
             // One block in three has too many objects left, but is in the same list as others.
             let left = |block: usize| if block.is_multiple_of(3) { 10 } else { 1 + block % 2 * 8 };
             let (mut sparse, mut sparser) = (0, 0);
@@ -121,7 +121,7 @@ fn a_round_visits_few_blocks_for_each() {
 /// A block that becomes emptier during a round is found in that round.
 #[test]
 fn what_changes_in_a_round_is_found_in_it() {
-    with_full_blocks(Kind::Whole, 40, |node, objects| {
+    with_full_blocks(BlockKind::Whole, 40, |node, objects| {
         let block_of = |at: usize| &objects[at * SLABS * OBJECTS..][..SLABS * OBJECTS];
         (0..20).for_each(|at| block_of(at)[9..].iter().for_each(|object| node.give(*object)));
         let criteria = Criteria { percent: 30, pass: PASS, round: Some(PASS) };
@@ -135,7 +135,7 @@ fn what_changes_in_a_round_is_found_in_it() {
 /// The same for moves to another node, which include full slabs.
 #[test]
 fn moving_away_visits_few_blocks_for_each_slab() {
-    with_full_blocks(Kind::Sparse, 100, |node, objects| {
+    with_full_blocks(BlockKind::Sparse, 100, |node, objects| {
         node.give(objects[0]);
         let mut tried = 0;
         while let Some((block, slab)) = node.claim_next(PASS) {
@@ -151,7 +151,7 @@ fn moving_away_visits_few_blocks_for_each_slab() {
 /// The next pass finds all of them.
 #[test]
 fn what_changes_in_a_pass_is_found_in_it() {
-    with_full_blocks(Kind::Sparse, 3, |node, objects| {
+    with_full_blocks(BlockKind::Sparse, 3, |node, objects| {
         let per_block = SLABS * OBJECTS;
         // One slab of each block but the last is half used.
         [0, 1, per_block, per_block + 1].into_iter().for_each(|at| node.give(objects[at]));

@@ -7,7 +7,7 @@ use super::engine::{Engine, Object, SetUp};
 use super::info::{self, SlabInfo};
 use super::migrate::{Chunk, Fate, Mover, Places, Progress};
 use super::worker::withdraw;
-use super::{Kind, Member, Settings, Slabs};
+use super::{CacheKind, Member, Settings, Slabs};
 use crate::error::Result;
 use std::alloc::Layout;
 use std::marker::PhantomData;
@@ -220,18 +220,18 @@ fn pointer<T>(object: usize) -> NonNull<T> {
 }
 
 /// The part of the cache that the list of all caches refers to.
-pub(super) struct Inner<M> {
+pub(super) struct OwnerInner<M> {
     engine: Engine,
     owner: Arc<M>,
 }
 
-impl<M: Migrate> Member for Inner<M> {
+impl<M: Migrate> Member for OwnerInner<M> {
     fn engine(&self) -> &Engine {
         &self.engine
     }
 
-    fn kind(&self) -> Kind {
-        Kind::ByOwner
+    fn kind(&self) -> CacheKind {
+        CacheKind::ByOwner
     }
 
     /// Reclaim does not call the owner, since the reclaiming thread may hold any lock. The background thread packs the
@@ -249,7 +249,7 @@ impl<M: Migrate> Member for Inner<M> {
     }
 }
 
-impl<M: Migrate> Mover for Inner<M> {
+impl<M: Migrate> Mover for OwnerInner<M> {
     type Isolated = M::Isolated;
 
     fn isolate(&self, chunk: &mut Chunk) -> M::Isolated {
@@ -274,7 +274,7 @@ impl<M: Migrate> Mover for Inner<M> {
 ///
 /// Example: [`Migrate`].
 pub struct ByOwner<M: Migrate> {
-    inner: Arc<Inner<M>>,
+    inner: Arc<OwnerInner<M>>,
 }
 
 impl Slabs {
@@ -292,7 +292,7 @@ impl Slabs {
         let layout = Layout::new::<M::Object>();
         let (set_up, grace) = (Some(Box::new(set_up) as SetUp), Grace::of_all);
         let object = Object { layout, user_bytes, closed: 0..0, set_up, is_movable: true, grace, handles: None };
-        let inner = self.make(settings, object, |engine| Inner { engine, owner })?;
+        let inner = self.make(settings, object, |engine| OwnerInner { engine, owner })?;
         Ok(ByOwner { inner })
     }
 }

@@ -16,7 +16,7 @@
 //! most one second.
 
 use super::engine::Engine;
-use super::{Kind, Member, Slabs, defrag};
+use super::{CacheKind, Member, Slabs, defrag};
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
 use crate::sync::{AtomicU32, AtomicU64, Backoff, EventCount, Relaxed};
@@ -94,7 +94,7 @@ impl ShrinkRequest {
 
 /// Result of a visit to a cache, or of a round over all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Found {
+pub(super) enum VisitResult {
     Nothing,
     /// Objects were freed since the last visit.
     Changes,
@@ -295,13 +295,13 @@ impl Worker {
             let found = self.round(slabs, &mut owed_ns);
             self.rest(std::mem::take(&mut owed_ns).max(REST_NS), seen);
             match found {
-                Found::Work | Found::ShrinkRequest => pause = FIRST_PAUSE,
-                Found::Waiting => {
+                VisitResult::Work | VisitResult::ShrinkRequest => pause = FIRST_PAUSE,
+                VisitResult::Waiting => {
                     self.park(seen, Some(pause));
                     pause = (2 * pause).min(LAST_PAUSE);
                 }
-                Found::Changes => self.park(seen, Some(SECOND_LOOK)),
-                Found::Nothing => self.park(seen, None),
+                VisitResult::Changes => self.park(seen, Some(SECOND_LOOK)),
+                VisitResult::Nothing => self.park(seen, None),
             }
         }
         self.is_started.store(0, SeqCst);
@@ -330,16 +330,19 @@ impl Worker {
     }
 
     /// Visits each cache, the newest first: a cache that is removed meanwhile changes only the positions of newer ones.
-    pub fn round(&self, slabs: &'static Slabs, owed_ns: &mut u64) -> Found {
-        let mut found = Found::Nothing;
+    pub fn round(&self, slabs: &'static Slabs, owed_ns: &mut u64) -> VisitResult {
+        let mut found = VisitResult::Nothing;
         for at in (0..slabs.member_count()).rev() {
             let (seen, before_ns) = (self.wakeups.count(), clock::own_cpu_ns());
             let done = self.visit(|| slabs.member_at(at), tend);
-            let owes = (!matches!(done, Some(Ok(Found::ShrinkRequest)))).then_some(&mut *owed_ns);
+            let owes = (!matches!(done, Some(Ok(VisitResult::ShrinkRequest)))).then_some(&mut *owed_ns);
             self.note_work(before_ns, owes);
             if let Some(done) = done {
-                stats::add(Counter::SlabBehindSteps, u64::from(matches!(done, Ok(Found::Work | Found::ShrinkRequest))));
-                found = found.max(done.unwrap_or(Found::Waiting));
+                stats::add(
+                    Counter::SlabBehindSteps,
+                    u64::from(matches!(done, Ok(VisitResult::Work | VisitResult::ShrinkRequest))),
+                );
+                found = found.max(done.unwrap_or(VisitResult::Waiting));
             }
             if *owed_ns >= REST_NS {
                 self.rest(std::mem::take(owed_ns), seen);
@@ -349,17 +352,17 @@ impl Worker {
     }
 
     /// Frees blocks that are in no cache, once no further block was freed for a while: until then they may be reused.
-    fn give_free(&self, slabs: &'static Slabs, owed_ns: &mut u64) -> Found {
-        let Some(blocks) = slabs.shared.get().map(|shared| &shared.blocks) else { return Found::Nothing };
+    fn give_free(&self, slabs: &'static Slabs, owed_ns: &mut u64) -> VisitResult {
+        let Some(blocks) = slabs.shared.get().map(|shared| &shared.blocks) else { return VisitResult::Nothing };
         let gives = blocks.gives();
         if self.gives_seen.swap(gives, Relaxed) != gives {
             self.given_ns.store(clock::fine_ns(), Relaxed);
         }
         if blocks.giveable_bytes() == 0 {
-            return Found::Nothing;
+            return VisitResult::Nothing;
         }
         if clock::fine_ns() - self.given_ns.load(Relaxed) < UNUSED_NS {
-            return Found::Changes;
+            return VisitResult::Changes;
         }
         // In portions, because a fork or a stop waits meanwhile.
         while blocks.gives() == gives && self.enter() {
@@ -375,7 +378,7 @@ impl Worker {
                 self.rest(std::mem::take(owed_ns), seen);
             }
         }
-        Found::Nothing
+        VisitResult::Nothing
     }
 
     fn note_work(&self, before_ns: u64, owed_ns: Option<&mut u64>) {
@@ -469,20 +472,20 @@ fn cancelled() -> std::io::Error {
 }
 
 /// A visit: carries out an order. Else frees what waited for readers, and runs a step if something can be emptied.
-fn tend(member: &dyn Member) -> Result<Found> {
+fn tend(member: &dyn Member) -> Result<VisitResult> {
     let engine = member.engine();
     if engine.check().is_ok() && engine.request.with(ShrinkRequest::take) {
         let freed = member.shrink();
         engine.request.with(|request| *request = ShrinkRequest::Done(freed));
-        return Ok(Found::ShrinkRequest);
+        return Ok(VisitResult::ShrinkRequest);
     }
-    let is_wanted = member.kind() != Kind::Fixed && engine.used_ratio.load(Relaxed) > 0;
+    let is_wanted = member.kind() != CacheKind::Fixed && engine.used_ratio.load(Relaxed) > 0;
     if !is_wanted || engine.check().is_err() {
-        return Ok(Found::Nothing);
+        return Ok(VisitResult::Nothing);
     }
     if engine.has_failed.load(Relaxed) {
         // Runs no callback, but finishes what was moved before.
-        return Ok(if engine.finish_retired_behind() { Found::Waiting } else { Found::Nothing });
+        return Ok(if engine.finish_retired_behind() { VisitResult::Waiting } else { VisitResult::Nothing });
     }
     let before = engine.resident_bytes();
     let has_given = engine.take_given();
@@ -494,10 +497,10 @@ fn tend(member: &dyn Member) -> Result<Found> {
     // Memory that the cache gave up goes to the system, less what it took again meanwhile.
     engine.shared.blocks.shrink(before.saturating_sub(engine.resident_bytes()));
     Ok(match (is_worth_it, is_waiting || engine.has_batches(), has_given) {
-        (true, ..) => Found::Work,
-        (_, true, _) => Found::Waiting,
-        (.., true) => Found::Changes,
-        _ => Found::Nothing,
+        (true, ..) => VisitResult::Work,
+        (_, true, _) => VisitResult::Waiting,
+        (.., true) => VisitResult::Changes,
+        _ => VisitResult::Nothing,
     })
 }
 

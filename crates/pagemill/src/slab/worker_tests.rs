@@ -3,7 +3,7 @@
 
 use super::owner_tests::{Book, Items, Whim, cache_of};
 use super::tests::{STUCK_AFTER, slabs_behind};
-use super::worker::{Found, ShrinkRequest, Worker, owed_after};
+use super::worker::{ShrinkRequest, VisitResult, Worker, owed_after};
 use super::*;
 use crate::reclaim::tree::UNLIMITED;
 use crate::stats::{self, Counter};
@@ -408,7 +408,7 @@ fn rests_are_not_long() {
     (0..100).for_each(|number| cache.add(number));
     cache.engine().request.with(|request| *request = ShrinkRequest::Wanted);
     let (worker, mut owed_ns) = (Worker::default(), 0);
-    assert_eq!(worker.round(slabs, &mut owed_ns), Found::ShrinkRequest);
+    assert_eq!(worker.round(slabs, &mut owed_ns), VisitResult::ShrinkRequest);
     assert_eq!((owed_ns, worker.rested_ns()), (0, 0));
     assert!(cache.engine().request.with(|request| matches!(request, ShrinkRequest::Done(Ok(_)))));
     for (took_ms, owed_ms) in [(1, 19), (10, 190), (10_000, 1_000), (u64::MAX / 1_000_000, 1_000)] {

@@ -10,7 +10,7 @@ use super::defrag;
 use super::engine::{Engine, Object};
 use super::info::{self, SlabInfo};
 use super::migrate::{Chunk, Fate, Mover, Places, Progress};
-use super::{Kind, Member, Settings, SharedState, Slabs};
+use super::{CacheKind, Member, Settings, SharedState, Slabs};
 use crate::arena::place;
 use crate::error::Result;
 use crate::sync::{Guarded, Relaxed};
@@ -25,13 +25,13 @@ const NAME: &str = "xarray_node";
 
 /// State for index nodes, created with the first node.
 #[derive(Default)]
-pub(super) struct Nodes {
+pub(super) struct IndexNodes {
     shared: OnceLock<&'static SharedState>,
     /// The cache of this process, or of its parent.
     cache: Guarded<Option<&'static NodeCache>>,
 }
 
-impl Nodes {
+impl IndexNodes {
     fn find(&self) -> Option<&'static NodeCache> {
         self.cache.with(|cache| *cache).filter(|cache| cache.inner.engine.check().is_ok())
     }
@@ -58,13 +58,13 @@ impl Nodes {
 }
 
 /// The part of the cache that the list of all caches refers to.
-struct Inner {
+struct NodeInner {
     engine: Engine,
     /// Set before the cache is visible to other threads.
     forest: OnceLock<&'static Forest>,
 }
 
-impl Inner {
+impl NodeInner {
     fn forest(&self) -> &'static Forest {
         self.forest.get().expect("a cache of nodes is known once it has a forest")
     }
@@ -86,13 +86,13 @@ unsafe fn node<'node>(object: usize) -> &'node Node {
     unsafe { &*(object as *const Node) }
 }
 
-impl Member for Inner {
+impl Member for NodeInner {
     fn engine(&self) -> &Engine {
         &self.engine
     }
 
-    fn kind(&self) -> Kind {
-        Kind::ByOwner
+    fn kind(&self) -> CacheKind {
+        CacheKind::ByOwner
     }
 
     fn shrink(&self) -> Result<u64> {
@@ -130,7 +130,7 @@ impl Member for Inner {
     }
 }
 
-impl Mover for Inner {
+impl Mover for NodeInner {
     type Isolated = ();
 
     /// A hint only: `relocate` checks again under the lock of the array.
@@ -156,7 +156,7 @@ impl Mover for Inner {
 //    reached, nor can the bytes before the first one. Memory that was returned to the kernel reads zero. Slabs are set up
 //    with atomic stores, as nodes are written.
 // 2. Objects of the cache have a node's size and alignment, and one user at a time. The cache is never dropped.
-unsafe impl Source for Inner {
+unsafe impl Source for NodeInner {
     fn window(&self) -> Range<usize> {
         self.engine.shared.blocks.window()
     }
@@ -186,7 +186,7 @@ unsafe impl Source for Inner {
 ///
 /// Example: [`XArray`](crate::xarray::XArray).
 pub struct NodeCache {
-    inner: Arc<Inner>,
+    inner: Arc<NodeInner>,
     forest: Forest,
 }
 
@@ -232,9 +232,9 @@ impl Slabs {
             is_movable: true,
             handles: None,
         };
-        let inner = |engine| Inner { engine, forest: OnceLock::new() };
+        let inner = |engine| NodeInner { engine, forest: OnceLock::new() };
         let inner = Self::make_on(shared, Settings::new(NAME), object, inner)?;
-        let source: &'static Arc<Inner> = place(inner.clone())?;
+        let source: &'static Arc<NodeInner> = place(inner.clone())?;
         let cache = place(NodeCache { forest: Forest::new(&**source)?, inner })?;
         let _ = cache.inner.forest.set(&cache.forest);
         Ok(cache)

@@ -25,13 +25,13 @@ const DEPTH: u32 = 128;
 /// The thread exits after this time without work.
 const IDLE: Duration = if cfg!(test) { Duration::from_millis(50) } else { Duration::from_secs(10) };
 
-struct Job {
+struct EngineJob {
     handle: Arc<Handle>,
     transfer: Transfer,
 }
 
 /// The thread of one process.
-struct Engine {
+struct TransferEngine {
     generation: u32,
     submissions: Mutex<SubmissionQueue>,
     /// Shared by all threads of this engine: a cancel may keep it for as long as the process runs.
@@ -40,13 +40,13 @@ struct Engine {
 
 #[derive(Default)]
 struct SubmissionQueue {
-    jobs: VecDeque<Job>,
+    jobs: VecDeque<EngineJob>,
     is_running: bool,
     ring_waker: Option<RingWaker>,
 }
 
 /// Wakes the engine's thread, if it runs.
-struct EngineWaker(&'static Engine);
+struct EngineWaker(&'static TransferEngine);
 
 impl Wake for EngineWaker {
     fn wake(self: Arc<Self>) {
@@ -57,7 +57,7 @@ impl Wake for EngineWaker {
 
 /// Starts transfers of a file.
 pub(super) fn start(handle: &Arc<Handle>, batch: Vec<Transfer>) {
-    let Some(engine) = Engine::of_process() else {
+    let Some(engine) = TransferEngine::of_process() else {
         return batch.into_iter().for_each(|transfer| run(handle, transfer));
     };
     engine.start(handle, batch);
@@ -79,10 +79,10 @@ fn end(transfer: Transfer, result: io::Result<()>) {
     callback::contain(|| transfer.finish(result));
 }
 
-impl Engine {
+impl TransferEngine {
     /// Returns the engine of this process; `None` in a fork child of a process that had one.
     fn of_process() -> Option<&'static Self> {
-        static ENGINE: OnceLock<Engine> = OnceLock::new();
+        static ENGINE: OnceLock<TransferEngine> = OnceLock::new();
         let generation = generation().ok()?;
         let engine = ENGINE.get_or_init(|| Self::new(generation));
         (engine.generation == generation).then_some(engine)
@@ -96,7 +96,9 @@ impl Engine {
         let mut submissions = self.submissions();
         let room = MOST_WAITING.saturating_sub(submissions.jobs.len());
         let mut batch = batch.into_iter();
-        submissions.jobs.extend(batch.by_ref().take(room).map(|transfer| Job { handle: handle.clone(), transfer }));
+        submissions
+            .jobs
+            .extend(batch.by_ref().take(room).map(|transfer| EngineJob { handle: handle.clone(), transfer }));
         let must_spawn = !std::mem::replace(&mut submissions.is_running, true);
         let ring_waker = submissions.ring_waker.clone();
         drop(submissions);
@@ -117,7 +119,7 @@ impl Engine {
     fn run_all(&self) {
         loop {
             let mut submissions = self.submissions();
-            let Some(Job { handle, transfer }) = submissions.jobs.pop_front() else {
+            let Some(EngineJob { handle, transfer }) = submissions.jobs.pop_front() else {
                 (submissions.is_running, submissions.ring_waker) = (false, None);
                 return;
             };
@@ -167,7 +169,7 @@ impl Engine {
     /// Queues as many jobs as the ring has room for.
     fn take_in(&self, ring: &mut Ring<Transfer>, waker: &Waker) {
         while !ring.is_full() {
-            let Some(Job { handle, transfer }) = self.submissions().jobs.pop_front() else { return };
+            let Some(EngineJob { handle, transfer }) = self.submissions().jobs.pop_front() else { return };
             if let Some(cancel) = transfer.cancel() {
                 cancel.wake_when_cancelled(waker);
                 if cancel.is_cancelled() {
@@ -194,7 +196,7 @@ impl Engine {
     }
 }
 
-impl Work for Engine {
+impl Work for TransferEngine {
     fn work(&'static self) {
         if self.drive().is_err() {
             self.run_all();
@@ -212,7 +214,7 @@ mod tests {
     /// A long-lived cancel keeps one waker for all threads of the engine, and that waker wakes the current one.
     #[test]
     fn cancels_keep_no_thread() {
-        let engine = place(Engine::new(generation().unwrap())).unwrap();
+        let engine = place(TransferEngine::new(generation().unwrap())).unwrap();
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         std::fs::write(&path, [7; 512]).unwrap();

@@ -92,12 +92,12 @@ impl<S> Clone for FaultyStore<S> {
 
 struct Shared<S> {
     inner: S,
-    state: Mutex<State>,
+    state: Mutex<FaultyState>,
     /// Signalled when held calls may continue.
     changed: Condvar,
 }
 
-struct State {
+struct FaultyState {
     faults: Faults,
     random: u64,
     /// Calls until all fail.
@@ -109,7 +109,7 @@ struct State {
 
 /// The outcome of one call.
 #[derive(Clone, Copy)]
-struct Fate {
+struct TransferFate {
     fails: bool,
     is_short: bool,
     is_repaired: bool,
@@ -117,7 +117,7 @@ struct Fate {
     errno: i32,
 }
 
-impl State {
+impl FaultyState {
     /// Returns the next number of a fixed sequence (splitmix64).
     fn random(&mut self) -> u64 {
         self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
@@ -130,7 +130,7 @@ impl State {
         self.random() % 1000 < u64::from(per_mille)
     }
 
-    fn draw(&mut self) -> Fate {
+    fn draw(&mut self) -> TransferFate {
         let Faults { fail_per_mille, short_per_mille, delay_per_mille, longest_delay, errno, .. } = self.faults;
         let is_used_up = self.left.is_some_and(|left| left == 0);
         self.left = self.left.map(|left| left.saturating_sub(1));
@@ -140,17 +140,17 @@ impl State {
         let is_delayed = self.happens(delay_per_mille);
         let delay_ns = self.random() % (longest_delay.as_nanos() as u64).max(1);
         let delay = is_delayed.then(|| Duration::from_nanos(delay_ns));
-        Fate { fails, is_short, is_repaired, delay, errno }
+        TransferFate { fails, is_short, is_repaired, delay, errno }
     }
 }
 
 impl<S> Shared<S> {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, FaultyState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Counts a call and draws its outcome.
-    fn draw(&self, count: impl FnOnce(&mut Calls)) -> Fate {
+    fn draw(&self, count: impl FnOnce(&mut Calls)) -> TransferFate {
         let mut state = self.state();
         count(&mut state.calls);
         let fate = state.draw();
@@ -160,7 +160,7 @@ impl<S> Shared<S> {
     }
 
     /// Waits for the call's delay, and while calls are held.
-    fn pause(&self, fate: Fate, is_cancelled: impl Fn() -> bool) -> io::Result<()> {
+    fn pause(&self, fate: TransferFate, is_cancelled: impl Fn() -> bool) -> io::Result<()> {
         if let Some(delay) = fate.delay {
             std::thread::sleep(delay);
         }
@@ -188,7 +188,7 @@ impl<S: Store> Shared<S> {
         half - half % self.inner.block_bytes()
     }
 
-    fn read(&self, offset: u64, to: &mut [u8], fate: Fate) -> io::Result<()> {
+    fn read(&self, offset: u64, to: &mut [u8], fate: TransferFate) -> io::Result<()> {
         if fate.fails {
             return Err(errno::error(fate.errno));
         }
@@ -205,7 +205,7 @@ impl<S: Store> Shared<S> {
         self.fail(fate)
     }
 
-    fn write(&self, offset: u64, from: &[u8], fate: Fate) -> io::Result<()> {
+    fn write(&self, offset: u64, from: &[u8], fate: TransferFate) -> io::Result<()> {
         if fate.fails {
             return Err(errno::error(fate.errno));
         }
@@ -217,12 +217,12 @@ impl<S: Store> Shared<S> {
         if fate.is_repaired { self.inner.write(offset + first.len() as u64, rest) } else { self.fail(fate) }
     }
 
-    fn fail(&self, fate: Fate) -> io::Result<()> {
+    fn fail(&self, fate: TransferFate) -> io::Result<()> {
         self.state().calls.failed += 1;
         Err(errno::error(fate.errno))
     }
 
-    fn run(&self, mut transfer: Transfer, fate: Fate) {
+    fn run(&self, mut transfer: Transfer, fate: TransferFate) {
         let paused = self.pause(fate, || transfer.is_cancelled());
         let offset = transfer.offset();
         let result = paused.and_then(|()| match transfer.direction() {
@@ -237,7 +237,7 @@ impl<S: Store + 'static> FaultyStore<S> {
     /// Wraps a store, without faults at first.
     pub fn new(inner: S) -> Self {
         let (calls, faults) = (Calls::default(), Faults::default());
-        let state = State { faults, random: 0, left: None, is_held: false, held: 0, calls };
+        let state = FaultyState { faults, random: 0, left: None, is_held: false, held: 0, calls };
         Self(Arc::new(Shared { inner, state: Mutex::new(state), changed: Condvar::new() }))
     }
 
@@ -278,7 +278,7 @@ impl<S: Store + 'static> FaultyStore<S> {
     fn call<T>(
         &self,
         count: impl FnOnce(&mut Calls),
-        act: impl FnOnce(&Shared<S>, Fate) -> io::Result<T>,
+        act: impl FnOnce(&Shared<S>, TransferFate) -> io::Result<T>,
     ) -> io::Result<T> {
         let fate = self.0.draw(count);
         self.0.pause(fate, || false)?;
@@ -287,7 +287,7 @@ impl<S: Store + 'static> FaultyStore<S> {
 }
 
 /// Returns the drawn failure, before anything is done.
-fn unless_failed(fate: Fate) -> io::Result<()> {
+fn unless_failed(fate: TransferFate) -> io::Result<()> {
     if fate.fails { Err(errno::error(fate.errno)) } else { Ok(()) }
 }
 

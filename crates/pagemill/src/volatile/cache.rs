@@ -113,11 +113,11 @@ enum Value {
 }
 
 /// The cell of one value. Its lock is held for writing while the value is made.
-type Cell = Arc<RwLock<Value>>;
+type ValueCell = Arc<RwLock<Value>>;
 
 /// A shard of the table.
-struct Part<K> {
-    cells: HashMap<K, Cell>,
+struct TableShard<K> {
+    cells: HashMap<K, ValueCell>,
     /// New keys until the next search for purged values.
     until_sweep: usize,
 }
@@ -139,7 +139,7 @@ struct Part<K> {
 /// ```
 pub struct VolatileCache<K, V> {
     ranges: &'static Ranges,
-    parts: Box<[Mutex<Part<K>>]>,
+    parts: Box<[Mutex<TableShard<K>>]>,
     hasher: RandomState,
     _values: PhantomData<fn() -> V>,
 }
@@ -151,15 +151,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
     pub fn new(ranges: &'static Ranges) -> Self {
-        let part = || Mutex::new(Part { cells: HashMap::new(), until_sweep: SWEEP_AFTER });
+        let part = || Mutex::new(TableShard { cells: HashMap::new(), until_sweep: SWEEP_AFTER });
         Self { ranges, parts: (0..PARTS).map(|_| part()).collect(), hasher: RandomState::new(), _values: PhantomData }
     }
 
-    fn part<Q: Hash + ?Sized>(&self, key: &Q) -> MutexGuard<'_, Part<K>> {
+    fn part<Q: Hash + ?Sized>(&self, key: &Q) -> MutexGuard<'_, TableShard<K>> {
         lock(&self.parts[self.hasher.hash_one(key) as usize % PARTS])
     }
 
-    fn cell<Q: Hash + Eq + ?Sized>(&self, key: &Q) -> Option<Cell>
+    fn cell<Q: Hash + Eq + ?Sized>(&self, key: &Q) -> Option<ValueCell>
     where
         K: Borrow<Q>,
     {
@@ -241,7 +241,7 @@ impl<K: Hash + Eq, V: Blob> VolatileCache<K, V> {
         self.len() == 0
     }
 
-    fn cell_of(&self, key: K) -> Cell {
+    fn cell_of(&self, key: K) -> ValueCell {
         // Declared before the part is locked, so that it goes after that is unlocked, also where a key's `Eq` panics.
         let _purged;
         let mut part = self.part(&key);
@@ -287,24 +287,24 @@ impl Value {
     }
 }
 
-fn look<T>(cell: &Cell, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
+fn look<T>(cell: &ValueCell, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
     cell.read().unwrap_or_else(PoisonError::into_inner).look(read)
 }
 
-impl<K: Hash + Eq> Part<K> {
+impl<K: Hash + Eq> TableShard<K> {
     /// Takes out keys whose values were purged, now and then. They are dropped where the part is not locked: their destructors
     /// may use the cache, or panic.
-    fn take_purged_if_due(&mut self) -> Vec<(K, Cell)> {
+    fn take_purged_if_due(&mut self) -> Vec<(K, ValueCell)> {
         self.until_sweep -= 1;
         let mut purged = Vec::new();
         if self.until_sweep == 0 {
             // No other thread has such a cell, and none can get it while the shard is locked.
-            let is_purged = |cell: &Cell| match cell.try_read() {
+            let is_purged = |cell: &ValueCell| match cell.try_read() {
                 Ok(value) => value.is_purged(),
                 Err(TryLockError::Poisoned(value)) => value.into_inner().is_purged(),
                 Err(TryLockError::WouldBlock) => false,
             };
-            let is_dead = |cell: &Cell| Arc::strong_count(cell) == 1 && is_purged(cell);
+            let is_dead = |cell: &ValueCell| Arc::strong_count(cell) == 1 && is_purged(cell);
             purged.extend(self.cells.extract_if(|_, cell| is_dead(cell)));
             self.until_sweep = SWEEP_AFTER + self.cells.len() / 2;
         }

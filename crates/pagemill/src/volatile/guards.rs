@@ -183,7 +183,7 @@ impl Drop for Passage {
 }
 
 /// The kernel, or `discard`, refused a part. `freed`: what had been freed of the same part before, if anything.
-pub(super) struct Refused {
+pub(super) struct GuardsRefused {
     pub freed: Option<u64>,
 }
 
@@ -195,7 +195,7 @@ pub(super) struct Refused {
 ///
 /// # Errors
 ///
-/// [`Refused`]: the rest is unchanged.
+/// [`GuardsRefused`]: the rest is unchanged.
 ///
 /// # Safety
 ///
@@ -204,13 +204,13 @@ pub(super) struct Refused {
 pub(super) unsafe fn replace(
     part: Range<usize>,
     mut discard: impl FnMut(Range<usize>) -> Option<u64>,
-) -> Result<u64, Refused> {
+) -> Result<u64, GuardsRefused> {
     let (mut freed, mut rest) = (None, part);
     while let Some(run) = next_run(&rest, false) {
         // SAFETY: guaranteed by the caller.
         match unsafe { replace_run(&run, &mut discard) } {
             Some(bytes) => freed = Some(freed.unwrap_or(0) + bytes),
-            None => return Err(Refused { freed }),
+            None => return Err(GuardsRefused { freed }),
         }
         rest.start = run.end;
     }

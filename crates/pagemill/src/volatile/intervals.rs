@@ -37,7 +37,7 @@ const STEP_BYTES: usize = 1 << 20;
 pub(super) struct Intervals<T> {
     directory: Sparse<Leaf>,
     /// The entries of all leaves, `PER_LEAF` each, by the leaf's number.
-    entries: Sparse<MaybeUninit<Entry<T>>>,
+    entries: Sparse<MaybeUninit<IntervalEntry<T>>>,
     leaves: usize,
     numbered: usize,
     count: usize,
@@ -53,14 +53,14 @@ struct Leaf {
 }
 
 #[derive(Clone, Copy)]
-struct Entry<T> {
+struct IntervalEntry<T> {
     start: usize,
     end: usize,
     value: T,
 }
 
 impl<T: Copy> Intervals<T> {
-    const PER_LEAF: usize = LEAF_BYTES / size_of::<Entry<T>>();
+    const PER_LEAF: usize = LEAF_BYTES / size_of::<IntervalEntry<T>>();
 
     /// Creates an empty map without memory: no system call. Memory that it opens later stays for the life of the
     /// process.
@@ -98,7 +98,7 @@ impl<T: Copy> Intervals<T> {
     pub(super) fn insert(&mut self, range: Range<usize>, value: T) -> Result<()> {
         assert!(!range.is_empty(), "an interval has bytes");
         debug_assert!(self.overlapping(range.clone()).next().is_none(), "intervals are disjoint");
-        self.put(Entry { start: range.start, end: range.end, value })
+        self.put(IntervalEntry { start: range.start, end: range.end, value })
     }
 
     /// Removes the parts of intervals inside `range`; returns how many bytes were removed.
@@ -113,7 +113,7 @@ impl<T: Copy> Intervals<T> {
         let (index, at) = self.seek(range.start);
         let entry = self.leaf(index).get(at).copied();
         if let Some(entry) = entry.filter(|entry| entry.start < range.start && range.end < entry.end) {
-            self.put(Entry { start: range.end, ..entry })?;
+            self.put(IntervalEntry { start: range.end, ..entry })?;
             let (index, at) = self.seek(range.start);
             self.leaf_mut(index)[at].end = range.start;
             self.bytes -= (entry.end - range.start) as u64;
@@ -175,22 +175,22 @@ impl<T: Copy> Intervals<T> {
     }
 
     /// The entries of a leaf; empty if there is no such leaf.
-    fn leaf(&self, index: usize) -> &[Entry<T>] {
+    fn leaf(&self, index: usize) -> &[IntervalEntry<T>] {
         let Some(leaf) = self.directory().get(index) else { return &[] };
         let entries = &self.entries.items()[Self::places(*leaf, 0)];
         // SAFETY: the first `count` entries of a leaf are written (type invariant 2).
-        unsafe { &*(ptr::from_ref(entries) as *const [Entry<T>]) }
+        unsafe { &*(ptr::from_ref(entries) as *const [IntervalEntry<T>]) }
     }
 
-    fn leaf_mut(&mut self, index: usize) -> &mut [Entry<T>] {
+    fn leaf_mut(&mut self, index: usize) -> &mut [IntervalEntry<T>] {
         let places = Self::places(self.directory()[index], 0);
         let entries = &mut self.entries.items_mut()[places];
         // SAFETY: the first `count` entries of a leaf are written (type invariant 2).
-        unsafe { &mut *(ptr::from_mut(entries) as *mut [Entry<T>]) }
+        unsafe { &mut *(ptr::from_mut(entries) as *mut [IntervalEntry<T>]) }
     }
 
     /// Inserts an entry at its sorted position. Fails before anything has changed.
-    fn put(&mut self, entry: Entry<T>) -> Result<()> {
+    fn put(&mut self, entry: IntervalEntry<T>) -> Result<()> {
         let mut index = self.leaf_for(entry.start);
         let mut at = self.leaf(index).partition_point(|other| other.start < entry.start);
         if self.leaves == 0 {
@@ -242,7 +242,7 @@ impl<T: Copy> Intervals<T> {
     }
 
     fn set_first(&mut self, index: usize) {
-        if let Some(Entry { start, .. }) = self.leaf(index).first().copied() {
+        if let Some(IntervalEntry { start, .. }) = self.leaf(index).first().copied() {
             self.directory.items_mut()[index].first = start;
         }
     }
@@ -510,7 +510,7 @@ mod tests {
         assert!(matches!(tested.prepare(MAX_LEAVES + 1), Err(Error::NoAddresses { .. })));
         tested.prepare(1000).unwrap();
         let open_bytes = tested.entries.open_bytes;
-        assert!(open_bytes >= 1000 * PER_LEAF * size_of::<Entry<u32>>());
+        assert!(open_bytes >= 1000 * PER_LEAF * size_of::<IntervalEntry<u32>>());
         (0..1000).for_each(|number| tested.insert(number * 2..number * 2 + 1, 0).unwrap());
         assert_eq!(tested.entries.open_bytes, open_bytes);
         let mut refused: Intervals<u32> = Intervals::new();

@@ -78,7 +78,7 @@ impl Line {
 }
 
 #[derive(Clone, Copy)]
-struct Found {
+struct LineEntry {
     age: u32,
     epoch: u32,
     key: u64,
@@ -87,17 +87,17 @@ struct Found {
 /// Keeps the oldest of the offered items: a heap with the youngest on top, which is replaced when an older one is
 /// offered.
 pub(super) struct Oldest {
-    found: [Found; LENGTH],
+    found: [LineEntry; LENGTH],
     count: usize,
 }
 
 impl Oldest {
     pub const fn new() -> Self {
-        Self { found: [Found { age: 0, epoch: 0, key: 0 }; LENGTH], count: 0 }
+        Self { found: [LineEntry { age: 0, epoch: 0, key: 0 }; LENGTH], count: 0 }
     }
 
     pub fn offer(&mut self, age: u32, epoch: u32, key: u64) {
-        let found = Found { age, epoch, key };
+        let found = LineEntry { age, epoch, key };
         if self.count < LENGTH {
             self.found[self.count] = found;
             self.count += 1;
@@ -129,7 +129,7 @@ impl Oldest {
     }
 
     /// Oldest first; equal ages in the order of their keys.
-    fn sorted(&mut self) -> &[Found] {
+    fn sorted(&mut self) -> &[LineEntry] {
         let found = &mut self.found[..self.count];
         found.sort_unstable_by_key(|found| (u32::MAX - found.age, found.key));
         found

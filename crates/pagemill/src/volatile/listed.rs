@@ -1,7 +1,7 @@
 //! Listings of volatile ranges: copied in parts, into memory of the caller.
 
 use super::vrange::{AT_A_TIME, How, Vranges};
-use super::word::{Phase, ticks_since};
+use super::word::{RangePhase, ticks_since};
 use super::{Ranges, now};
 use std::sync::atomic::Ordering::Acquire;
 
@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering::Acquire;
 ///
 /// Example: [`Listed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum RangeKind {
     /// Allocated by [`Ranges::allocate`].
     Handle,
     /// Memory of the program, marked by address.
@@ -20,7 +20,7 @@ pub enum Kind {
 ///
 /// Example: [`Listed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum RangeState {
     /// Not marked: its bytes stay.
     Held,
     /// Its bytes may be purged.
@@ -49,8 +49,8 @@ pub enum State {
 pub struct Listed {
     pub addr: usize,
     pub len_bytes: usize,
-    pub kind: Kind,
-    pub state: State,
+    pub kind: RangeKind,
+    pub state: RangeState,
     pub how: How,
     /// Purged pages raise `SIGBUS` when touched.
     pub is_strict: bool,
@@ -65,8 +65,8 @@ impl Listed {
     pub const NONE: Self = Self {
         addr: 0,
         len_bytes: 0,
-        kind: Kind::Handle,
-        state: State::Held,
+        kind: RangeKind::Handle,
+        state: RangeState::Held,
         how: How::Full,
         is_strict: false,
         purged_bytes: Some(0),
@@ -78,7 +78,7 @@ impl Listed {
 ///
 /// Example: [`Listed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Part {
+pub struct ListedPart {
     /// Number of ranges copied.
     pub count: usize,
     /// Where to continue; `None` after the last.
@@ -96,12 +96,12 @@ fn fill(into: &mut [Listed], found: impl Iterator<Item = Listed>) -> usize {
 impl Ranges {
     /// Copies ranges with a handle, from number `from` on (0: the first). Ranges allocated or dropped meanwhile may be
     /// missing or outdated. Cost: some nanoseconds each, no lock.
-    pub fn list(&self, from: usize, into: &mut [Listed]) -> Part {
+    pub fn list(&self, from: usize, into: &mut [Listed]) -> ListedPart {
         // Visits at most as many entries as there is room for, so that the position to continue at is known.
         let end = (self.count.load(Acquire) as usize).max(from);
         let to = end.min(from.saturating_add(into.len()));
         let count = fill(into, (from..to).filter_map(|number| self.listed(number as u32)));
-        Part { count, next: (to < end).then_some(to) }
+        ListedPart { count, next: (to < end).then_some(to) }
     }
 
     fn listed(&self, number: u32) -> Option<Listed> {
@@ -116,16 +116,16 @@ impl Ranges {
             }
             let kept_bytes = entry.kept_bytes.load(Acquire) as usize;
             let is_partial = entry.chunk_bytes.load(Acquire) < len_bytes as u64;
-            let is_held = seen.phase() == Phase::Held;
+            let is_held = seen.phase() == RangePhase::Held;
             found = Some(Listed {
                 addr: entry.addr.load(Acquire) as usize,
                 len_bytes,
-                kind: Kind::Handle,
+                kind: RangeKind::Handle,
                 state: match seen.phase() {
-                    Phase::Purging => State::Purging,
-                    Phase::Volatile if seen.pins() > 0 => State::Pinned,
-                    Phase::Volatile => State::Volatile,
-                    Phase::Held | Phase::Free => State::Held,
+                    RangePhase::Purging => RangeState::Purging,
+                    RangePhase::Volatile if seen.pins() > 0 => RangeState::Pinned,
+                    RangePhase::Volatile => RangeState::Volatile,
+                    RangePhase::Held | RangePhase::Free => RangeState::Held,
                 },
                 how: if is_partial { How::Partial } else { How::Full },
                 is_strict: false,
@@ -148,14 +148,14 @@ impl Ranges {
 impl Vranges {
     /// Copies marks that end after `from`, ascending by address. Cost: some nanoseconds each, under the lock of marks;
     /// at most some thousand per call.
-    pub fn list_from(&self, from: usize, into: &mut [Listed]) -> Part {
+    pub fn list_from(&self, from: usize, into: &mut [Listed]) -> ListedPart {
         let room = into.len().min(AT_A_TIME);
         let count = self.book.with(|book| {
             let found = book.marks.from(from).map(|(addresses, mark)| Listed {
                 addr: addresses.start,
                 len_bytes: addresses.len(),
-                kind: Kind::Marked,
-                state: if mark.is_purging { State::Purging } else { State::Volatile },
+                kind: RangeKind::Marked,
+                state: if mark.is_purging { RangeState::Purging } else { RangeState::Volatile },
                 how: mark.how,
                 is_strict: mark.is_strict,
                 purged_bytes: match (mark.is_empty, mark.is_purged) {
@@ -168,7 +168,7 @@ impl Vranges {
             fill(&mut into[..room], found)
         });
         let next = (count == room).then(|| into[..count].last().map(|last| last.addr + last.len_bytes)).flatten();
-        Part { count, next }
+        ListedPart { count, next }
     }
 
     /// All marks, ascending by address. Allocates.
@@ -176,7 +176,7 @@ impl Vranges {
         let (mut listed, mut part) = (Vec::new(), vec![Listed::NONE; AT_A_TIME]);
         let mut from = Some(0);
         while let Some(start) = from {
-            let Part { count, next } = self.list_from(start, &mut part);
+            let ListedPart { count, next } = self.list_from(start, &mut part);
             listed.extend_from_slice(&part[..count]);
             from = next;
         }

@@ -62,7 +62,7 @@ use crate::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::mem;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering::SeqCst;
-use word::{Refused, Word, epoch_of};
+use word::{RangeWord, Refused, epoch_of};
 
 /// Maximum number of ranges in a process.
 pub const MAX_RANGES: usize = 1 << 24;
@@ -102,8 +102,8 @@ fn now() -> u32 {
 /// Out-of-line metadata of one range, on two cache lines of its own (lines are fetched in pairs), so that marking one
 /// range does not slow down another.
 #[repr(C, align(128))]
-struct Entry {
-    word: Word,
+struct RangeEntry {
+    word: RangeWord,
     /// Address of the bytes. An entry keeps its part of a pack for good; a slot is freed with the range.
     addr: AtomicU64,
     len_bytes: AtomicU64,
@@ -119,7 +119,7 @@ struct Entry {
 }
 
 // SAFETY: atomics only, for which zero bits are valid.
-unsafe impl Zeroed for Entry {}
+unsafe impl Zeroed for RangeEntry {}
 
 /// All ranges of a process.
 ///
@@ -127,7 +127,7 @@ unsafe impl Zeroed for Entry {}
 pub struct Ranges {
     arena: &'static Arena,
     heap: &'static Heap,
-    entries: Table<Entry>,
+    entries: Table<RangeEntry>,
     /// Entries allocated so far.
     count: AtomicU32,
     /// Free lists by shard and class; last the class without own memory. Guarded by `free_lists_lock`.
@@ -200,7 +200,7 @@ impl Ranges {
         Ok(Range::new(self, number, addr, len_bytes))
     }
 
-    fn entry(&self, number: u32) -> &Entry {
+    fn entry(&self, number: u32) -> &RangeEntry {
         self.entries.get(number as usize)
     }
 
@@ -278,7 +278,7 @@ impl Ranges {
             let start = self.count.load(Relaxed);
             let count = start + entries.max(RUN);
             if count as usize > MAX_RANGES {
-                return Err(Error::NoAddresses { wanted_bytes: u64::from(entries) * size_of::<Entry>() as u64 });
+                return Err(Error::NoAddresses { wanted_bytes: u64::from(entries) * size_of::<RangeEntry>() as u64 });
             }
             self.entries.open(0, start as usize, count as usize)?;
             // From here on purges see these entries, too: free and without memory.

@@ -11,8 +11,8 @@
 
 use super::line::{Line, Oldest};
 use super::residents::Residents;
-use super::word::{Phase, Seen, age};
-use super::{Entry, OWN_SLOT, Ranges, SMALLEST_BYTES, now};
+use super::word::{RangePhase, Seen, age};
+use super::{OWN_SLOT, RangeEntry, Ranges, SMALLEST_BYTES, now};
 use crate::reclaim::aging::LeastOver;
 use crate::reclaim::governor::WORTHWHILE_BYTES;
 use crate::reclaim::{Shrinker, Urgency};
@@ -76,7 +76,7 @@ impl Shrinker for Ranges {
             numbers.filter_map(|number| {
                 let (entry, seen) = (self.entry(number), self.entry(number).word.look());
                 let bytes = self.giveable_of(entry, seen, now);
-                (seen.phase() == Phase::Free && bytes > 0).then_some((number, seen.epoch(), bytes))
+                (seen.phase() == RangePhase::Free && bytes > 0).then_some((number, seen.epoch(), bytes))
             })
         };
         let unused = self.purger.unused.least(free().map(|(_, _, bytes)| bytes).sum(), clock::fine_ns(), age);
@@ -141,7 +141,7 @@ impl Ranges {
             let bytes = self.giveable_of(entry, seen, now);
             if bytes > 0 {
                 giveable += bytes;
-                let age = if seen.phase() == Phase::Free { u32::MAX } else { age(now, seen.epoch()) };
+                let age = if seen.phase() == RangePhase::Free { u32::MAX } else { age(now, seen.epoch()) };
                 oldest.offer(age, seen.epoch(), u64::from(number));
             }
         }
@@ -158,7 +158,7 @@ impl Ranges {
             return None;
         }
         let addr = entry.addr.load(Relaxed) as usize;
-        if seen.phase() == Phase::Free {
+        if seen.phase() == RangePhase::Free {
             let freed = self.discard(entry, addr, addr + entry.room_bytes());
             // If the kernel refused, the range is not tried again before its next use.
             entry.word.finish(true, epoch);
@@ -179,7 +179,7 @@ impl Ranges {
 
     /// Gives back the end of a claimed range step by step, last step first. Returns the bytes left and the bytes that
     /// the kernel took.
-    fn purge_down_to(&self, entry: &Entry, kept: usize, down_to: usize) -> (usize, u64) {
+    fn purge_down_to(&self, entry: &RangeEntry, kept: usize, down_to: usize) -> (usize, u64) {
         let addr = entry.addr.load(Relaxed) as usize;
         let is_whole = kept == entry.len_bytes.load(Relaxed) as usize;
         // All addresses behind the range's end are its own.
@@ -204,18 +204,18 @@ impl Ranges {
     }
 
     /// Upper bound of what a purge of a range could free. Memory inherited from a parent process counts as 0.
-    fn giveable_of(&self, entry: &Entry, seen: Seen, now: u32) -> u64 {
+    fn giveable_of(&self, entry: &RangeEntry, seen: Seen, now: u32) -> u64 {
         let block = || self.arena.block_of(entry.addr.load(Relaxed) as usize);
         match seen.phase() {
             _ if !seen.is_claimable(now) || self.arena.peek(block()).is_inherited => 0,
-            Phase::Free => entry.room_bytes() as u64,
+            RangePhase::Free => entry.room_bytes() as u64,
             _ => entry.kept(seen) as u64,
         }
     }
 
     /// Gives back whole pages of a claimed range. Returns `None` if the kernel refused; then the caller must not
     /// continue.
-    fn discard(&self, entry: &Entry, from: usize, to: usize) -> Option<u64> {
+    fn discard(&self, entry: &RangeEntry, from: usize, to: usize) -> Option<u64> {
         let has_slot = entry.class.load(Relaxed) == OWN_SLOT;
         let (mut at, mut freed) = (from, 0);
         while at < to {
@@ -243,7 +243,7 @@ pub(super) fn note_purged(addr: usize, bytes: usize) {
     trace::event(Event::RangePurged, addr as u64, bytes as u64);
 }
 
-impl Entry {
+impl RangeEntry {
     /// Bytes of address space of the range: whole blocks, or its part of a pack.
     fn room_bytes(&self) -> usize {
         match self.class.load(Relaxed) {

@@ -1,7 +1,7 @@
 //! A range and its pins.
 #![allow(unsafe_code)] // accesses a range's bytes
 
-use super::word::{Phase, Refused};
+use super::word::{RangePhase, Refused};
 use super::{Ranges, now};
 use crate::error::{Error, Result};
 use std::fmt;
@@ -79,16 +79,16 @@ impl Range {
 
     /// Whether it is marked volatile.
     pub fn is_volatile(&self) -> bool {
-        matches!(self.entry().word.look().phase(), Phase::Volatile | Phase::Purging)
+        matches!(self.entry().word.look().phase(), RangePhase::Volatile | RangePhase::Purging)
     }
 
     /// Whether a purge is working on it at this moment.
     pub fn is_being_purged(&self) -> bool {
-        self.entry().word.look().phase() == Phase::Purging
+        self.entry().word.look().phase() == RangePhase::Purging
     }
 
     #[inline]
-    fn entry(&self) -> &super::Entry {
+    fn entry(&self) -> &super::RangeEntry {
         self.ranges.entry(self.number)
     }
 
@@ -96,8 +96,8 @@ impl Range {
     fn insist<T>(&self, act: impl Fn() -> std::result::Result<T, Refused>) -> Result<T> {
         self.ranges.insist(self.number, act).map_err(|refused| Error::WrongState {
             what: match refused {
-                Refused::Phase(Phase::Held) => "the range is not volatile",
-                Refused::Phase(_) => "the range is volatile already",
+                Refused::RangePhase(RangePhase::Held) => "the range is not volatile",
+                Refused::RangePhase(_) => "the range is volatile already",
                 Refused::Pins | Refused::Purging => "the range has the maximum number of pins, 65535",
             },
         })
@@ -165,7 +165,7 @@ impl Range {
     #[inline]
     pub fn pin(&self) -> Result<Pin<'_>> {
         let seen = self.insist(|| self.entry().word.pin())?;
-        let is_whole = seen.phase() == Phase::Held || !seen.is_lost();
+        let is_whole = seen.phase() == RangePhase::Held || !seen.is_lost();
         let kept_bytes = if is_whole { self.len_bytes } else { self.kept_bytes() };
         let contents = if is_whole { Contents::Kept } else { Contents::Purged { kept_bytes } };
         Ok(Pin { range: self, kept_bytes, contents })

@@ -6,7 +6,7 @@
 #![allow(unsafe_code)] // gives marked memory back
 
 use super::book::Mark;
-use super::guards::{self, Refused};
+use super::guards::{self, GuardsRefused};
 use super::line::Oldest;
 use super::now;
 use super::purge::{MEASURE_NS, note_purged};
@@ -65,7 +65,7 @@ impl Shrinker for Vranges {
 }
 
 /// Parameters of one reclaim request.
-struct Pass {
+struct PurgePass {
     maps: Maps,
     urgency: Urgency,
     takes_foreign: bool,
@@ -73,7 +73,7 @@ struct Pass {
 
 /// The result of purging a piece.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Taken {
+enum TakenMarks {
     /// All of it is still there.
     Nothing,
     /// Some of it was discarded before the kernel refused the rest.
@@ -86,12 +86,12 @@ enum Taken {
 }
 
 impl Vranges {
-    fn pass(&self, urgency: Urgency) -> Option<Pass> {
+    fn pass(&self, urgency: Urgency) -> Option<PurgePass> {
         // Without `/proc/self/maps` it is unknown which mappings may be purged: purge nothing.
         let maps = Maps::open().ok()?;
         // Memory that our own limit does not count does not help that limit.
         let takes_foreign = !self.account.is_limited() || self.account.headroom.is_short(0).is_some();
-        Some(Pass { maps, urgency, takes_foreign })
+        Some(PurgePass { maps, urgency, takes_foreign })
     }
 
     /// Measures what a purge of everything would free: the resident pages of marked memory that can be purged. The
@@ -144,7 +144,7 @@ impl Vranges {
     }
 
     /// Walks all marks to fill the line. Returns its length.
-    fn look_for_oldest(&self, pass: &Pass) -> usize {
+    fn look_for_oldest(&self, pass: &PurgePass) -> usize {
         let (now, mut oldest, mut from) = (now(), Oldest::new(), 0);
         loop {
             let last = self.book.with(|book| {
@@ -167,18 +167,18 @@ impl Vranges {
 
     /// Purges the interval that begins at `addr`, or its last chunk, if it is still marked since `epoch`. Returns the
     /// bytes that the kernel took; `None` if nothing was purged.
-    fn purge(&self, pass: &Pass, addr: usize, epoch: u32) -> Option<u64> {
+    fn purge(&self, pass: &PurgePass, addr: usize, epoch: u32) -> Option<u64> {
         let mut freed = None;
         loop {
             let Some((piece, mark)) = self.claim(addr, epoch) else { return freed };
             let taken = self.discard(pass, &piece, mark.is_strict);
             self.finish(addr, &piece, mark, taken);
             match taken {
-                Taken::All { bytes } | Taken::Some { bytes } => freed = Some(freed.unwrap_or(0) + bytes),
-                Taken::Nothing => {}
+                TakenMarks::All { bytes } | TakenMarks::Some { bytes } => freed = Some(freed.unwrap_or(0) + bytes),
+                TakenMarks::Nothing => {}
             }
             let is_done = mark.how == How::Partial || piece.start == addr;
-            if is_done || !matches!(taken, Taken::All { .. }) {
+            if is_done || !matches!(taken, TakenMarks::All { .. }) {
                 return freed;
             }
         }
@@ -199,14 +199,14 @@ impl Vranges {
     }
 
     /// Ends a claim on a piece of the interval that began at `addr`.
-    fn finish(&self, addr: usize, piece: &Range<usize>, mark: Mark, taken: Taken) {
-        let is_all = matches!(taken, Taken::All { .. });
+    fn finish(&self, addr: usize, piece: &Range<usize>, mark: Mark, taken: TakenMarks) {
+        let is_all = matches!(taken, TakenMarks::All { .. });
         let after = Mark {
             // After a refusal or after a chunk, other ranges have their turn first.
             epoch: if is_all { mark.epoch } else { now() },
-            is_purged: mark.is_purged || taken != Taken::Nothing,
+            is_purged: mark.is_purged || taken != TakenMarks::Nothing,
             is_empty: is_all,
-            is_guarded: mark.is_guarded || mark.is_strict && taken != Taken::Nothing,
+            is_guarded: mark.is_guarded || mark.is_strict && taken != TakenMarks::Nothing,
             ..mark
         };
         self.book.with(|book| {
@@ -216,7 +216,7 @@ impl Vranges {
             // What the claim left of its interval, if it was not changed since.
             let head = before.filter(|(head, found)| (head.start, head.end) == (addr, piece.start) && *found == mark);
             match (head, taken) {
-                (Some((head, _)), Taken::Nothing) => book.join(head.start..piece.end, after),
+                (Some((head, _)), TakenMarks::Nothing) => book.join(head.start..piece.end, after),
                 (Some((head, _)), _) if mark.how == How::Partial || !is_all => {
                     book.change(&head, Mark { epoch: now(), ..mark });
                 }
@@ -229,15 +229,15 @@ impl Vranges {
             }
             self.tell(book);
         });
-        if taken != Taken::Nothing {
+        if taken != TakenMarks::Nothing {
             note_purged(piece.start, piece.len());
         }
     }
 
     /// Gives the pages of a claimed piece back, and guards their addresses for a strict mark.
-    fn discard(&self, pass: &Pass, piece: &Range<usize>, is_strict: bool) -> Taken {
+    fn discard(&self, pass: &PurgePass, piece: &Range<usize>, is_strict: bool) -> TakenMarks {
         if !self.may_all_go(pass, piece, is_strict) {
-            return Taken::Nothing;
+            return TakenMarks::Nothing;
         }
         let (mut at, mut freed, mut is_begun) = (piece.start, 0, false);
         while at < piece.end {
@@ -250,24 +250,24 @@ impl Vranges {
             let result = match is_strict {
                 // SAFETY: claimed, and all of the piece is private memory that can be read and written.
                 true => unsafe { guards::replace(part, discard) },
-                false => discard(part).ok_or(Refused { freed: None }),
+                false => discard(part).ok_or(GuardsRefused { freed: None }),
             };
             let gone = match &result {
                 Ok(bytes) => Some(*bytes),
-                Err(Refused { freed }) => *freed,
+                Err(GuardsRefused { freed }) => *freed,
             };
             (freed, is_begun) = (freed + gone.unwrap_or(0), is_begun || gone.is_some());
             match result {
                 Ok(_) => {}
-                Err(_) if is_begun => return Taken::Some { bytes: freed },
-                Err(_) => return Taken::Nothing,
+                Err(_) if is_begun => return TakenMarks::Some { bytes: freed },
+                Err(_) => return TakenMarks::Nothing,
             }
         }
-        Taken::All { bytes: freed }
+        TakenMarks::All { bytes: freed }
     }
 
     /// Whether no known reason prevents purging the piece.
-    fn may_all_go(&self, pass: &Pass, piece: &Range<usize>, is_strict: bool) -> bool {
+    fn may_all_go(&self, pass: &PurgePass, piece: &Range<usize>, is_strict: bool) -> bool {
         let mut at = piece.start;
         while at < piece.end {
             let Ok(Some(mapping)) = pass.maps.find(at) else { return false };
@@ -295,7 +295,7 @@ impl Vranges {
 
     /// The next part of a piece to discard with one call: inside one mapping, of which the kernel refuses all or
     /// nothing, and inside one block of the arena.
-    fn next_part(&self, pass: &Pass, at: usize, end: usize) -> Range<usize> {
+    fn next_part(&self, pass: &PurgePass, at: usize, end: usize) -> Range<usize> {
         let mapping_end = match pass.maps.find(at) {
             Ok(Some(mapping)) if mapping.addresses.contains(&at) => mapping.addresses.end,
             _ => at + os_page_bytes(),

@@ -71,7 +71,7 @@ enum Guards {
 }
 
 /// The state of the marks that a call needs.
-enum Found<T> {
+enum MarkLookup<T> {
     Done(T),
     /// Guards, now claimed, that must be removed first.
     Guarded(Range<usize>, Mark),
@@ -259,22 +259,22 @@ impl Vranges {
             let found = self.book.with(|book| {
                 if book.is_busy(range) {
                     book.waiting += usize::from(backoff.is_none());
-                    return Found::Busy;
+                    return MarkLookup::Busy;
                 }
                 book.waiting -= usize::from(backoff.take().is_some());
                 let guarded = if guards == Guards::Remove { book.claim_guarded(range) } else { Ok(None) };
                 let result = match guarded {
-                    Ok(Some((part, mark))) => return Found::Guarded(part, mark),
+                    Ok(Some((part, mark))) => return MarkLookup::Guarded(part, mark),
                     Ok(None) => act(book),
                     Err(error) => Err(error),
                 };
                 self.tell(book);
-                Found::Done(result)
+                MarkLookup::Done(result)
             });
             match found {
-                Found::Done(result) => return result,
-                Found::Guarded(part, mark) => self.remove_guards(&part, mark)?,
-                Found::Busy => {
+                MarkLookup::Done(result) => return result,
+                MarkLookup::Guarded(part, mark) => self.remove_guards(&part, mark)?,
+                MarkLookup::Busy => {
                     let backoff = backoff.get_or_insert_with(|| {
                         stats::add(Counter::RangesAwaited, 1);
                         Backoff::new()

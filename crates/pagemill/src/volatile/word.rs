@@ -19,7 +19,7 @@ use crate::sync::{Acquire, AtomicU64, Relaxed, Release};
 
 /// The state of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Phase {
+pub(crate) enum RangePhase {
     /// Has no owner.
     Free = 0,
     /// Nonvolatile: its bytes stay.
@@ -72,12 +72,12 @@ pub(crate) fn ticks_since(now: u32, epoch: u32) -> u32 {
 pub(crate) struct Seen(u64);
 
 impl Seen {
-    pub fn phase(self) -> Phase {
+    pub fn phase(self) -> RangePhase {
         match self.0 & PHASE {
-            0 => Phase::Free,
-            1 => Phase::Held,
-            2 => Phase::Volatile,
-            _ => Phase::Purging,
+            0 => RangePhase::Free,
+            1 => RangePhase::Held,
+            2 => RangePhase::Volatile,
+            _ => RangePhase::Purging,
         }
     }
 
@@ -87,7 +87,8 @@ impl Seen {
 
     /// Whether it has an owner: free ranges are purged, too.
     pub fn has_owner(self) -> bool {
-        let is_free = self.phase() == Phase::Free || (self.phase() == Phase::Purging && self.0 & FROM_FREE != 0);
+        let is_free =
+            self.phase() == RangePhase::Free || (self.phase() == RangePhase::Purging && self.0 & FROM_FREE != 0);
         !is_free
     }
 
@@ -104,13 +105,13 @@ impl Seen {
     pub fn is_claimable(self, now: u32) -> bool {
         let is_wanted = || self.0 & AWAITED != 0 && age(now, self.epoch()) < GRACE_TICKS;
         match self.phase() {
-            Phase::Free => self.0 & BACKED != 0,
-            Phase::Volatile => self.pins() == 0 && !is_wanted(),
-            Phase::Held | Phase::Purging => false,
+            RangePhase::Free => self.0 & BACKED != 0,
+            RangePhase::Volatile => self.pins() == 0 && !is_wanted(),
+            RangePhase::Held | RangePhase::Purging => false,
         }
     }
 
-    fn with_phase(self, phase: Phase) -> u64 {
+    fn with_phase(self, phase: RangePhase) -> u64 {
         self.0 & !PHASE | phase as u64
     }
 
@@ -125,16 +126,16 @@ pub(crate) enum Refused {
     /// A purge holds the range: wait, and try again.
     Purging,
     /// The range is in this phase.
-    Phase(Phase),
+    RangePhase(RangePhase),
     /// The range has the maximum number of pins.
     Pins,
 }
 
 /// The state word. Zero bits mean: free, without memory.
 #[repr(transparent)]
-pub(crate) struct Word(AtomicU64);
+pub(crate) struct RangeWord(AtomicU64);
 
-impl Word {
+impl RangeWord {
     #[cfg(test)]
     pub fn new() -> Self {
         Self(AtomicU64::new(0))
@@ -149,7 +150,7 @@ impl Word {
     fn update<T>(&self, change: impl Fn(Seen) -> Result<(u64, T), Refused>) -> Result<T, Refused> {
         let mut word = self.0.load(Relaxed);
         loop {
-            if Seen(word).phase() == Phase::Purging {
+            if Seen(word).phase() == RangePhase::Purging {
                 return Err(Refused::Purging);
             }
             let (new, result) = change(Seen(word))?;
@@ -165,19 +166,19 @@ impl Word {
     /// Takes a free range for a new owner.
     pub fn hold(&self) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
-            Phase::Free => Ok((seen.with_phase(Phase::Held) & !BACKED, ())),
-            other => Err(Refused::Phase(other)),
+            RangePhase::Free => Ok((seen.with_phase(RangePhase::Held) & !BACKED, ())),
+            other => Err(Refused::RangePhase(other)),
         })
     }
 
     /// Ends the owner's use. `has_memory`: memory is still behind it. Leaked pins end with it.
     pub fn release(&self, has_memory: bool) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
-            Phase::Free => Err(Refused::Phase(Phase::Free)),
+            RangePhase::Free => Err(Refused::RangePhase(RangePhase::Free)),
             _ => {
                 let generation = (seen.0 & GENERATION).wrapping_add(1 << GENERATION_SHIFT) & GENERATION;
                 let epoch = Seen::with_epoch(0, seen.epoch());
-                Ok((epoch | generation | Phase::Free as u64 | if has_memory { BACKED } else { 0 }, ()))
+                Ok((epoch | generation | RangePhase::Free as u64 | if has_memory { BACKED } else { 0 }, ()))
             }
         })
     }
@@ -186,20 +187,20 @@ impl Word {
     #[inline]
     pub fn mark(&self, epoch: u32) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
-            Phase::Held => Ok((Seen::with_epoch(seen.with_phase(Phase::Volatile) & !LOST, epoch), ())),
-            other => Err(Refused::Phase(other)),
+            RangePhase::Held => Ok((Seen::with_epoch(seen.with_phase(RangePhase::Volatile) & !LOST, epoch), ())),
+            other => Err(Refused::RangePhase(other)),
         })
     }
 
     /// *Volatile* to *Held*. Returns whether bytes were lost. In that case the range is also pinned, so that the kept
-    /// part can be read before another thread marks it again. The caller ends that with [`Word::unpin`].
+    /// part can be read before another thread marks it again. The caller ends that with [`RangeWord::unpin`].
     #[inline]
     pub fn unmark(&self) -> Result<bool, Refused> {
         self.update(|seen| match seen.phase() {
-            Phase::Volatile if seen.is_lost() && seen.pins() == u16::MAX => Err(Refused::Pins),
-            Phase::Volatile if seen.is_lost() => Ok(((seen.with_phase(Phase::Held) & !LOST) + PIN, true)),
-            Phase::Volatile => Ok((seen.with_phase(Phase::Held), false)),
-            other => Err(Refused::Phase(other)),
+            RangePhase::Volatile if seen.is_lost() && seen.pins() == u16::MAX => Err(Refused::Pins),
+            RangePhase::Volatile if seen.is_lost() => Ok(((seen.with_phase(RangePhase::Held) & !LOST) + PIN, true)),
+            RangePhase::Volatile => Ok((seen.with_phase(RangePhase::Held), false)),
+            other => Err(Refused::RangePhase(other)),
         })
     }
 
@@ -207,18 +208,18 @@ impl Word {
     #[inline]
     pub fn refresh(&self, epoch: u32) -> Result<(), Refused> {
         self.update(|seen| match seen.phase() {
-            Phase::Volatile => Ok((Seen::with_epoch(seen.0, epoch), ())),
-            other => Err(Refused::Phase(other)),
+            RangePhase::Volatile => Ok((Seen::with_epoch(seen.0, epoch), ())),
+            other => Err(Refused::RangePhase(other)),
         })
     }
 
-    /// Excludes purges until [`Word::unpin`]. Returns the state before.
+    /// Excludes purges until [`RangeWord::unpin`]. Returns the state before.
     #[inline]
     pub fn pin(&self) -> Result<Seen, Refused> {
         self.update(|seen| match seen.phase() {
-            Phase::Held | Phase::Volatile if seen.pins() == u16::MAX => Err(Refused::Pins),
-            Phase::Held | Phase::Volatile => Ok((seen.0 + PIN, seen)),
-            other => Err(Refused::Phase(other)),
+            RangePhase::Held | RangePhase::Volatile if seen.pins() == u16::MAX => Err(Refused::Pins),
+            RangePhase::Held | RangePhase::Volatile => Ok((seen.0 + PIN, seen)),
+            other => Err(Refused::RangePhase(other)),
         })
     }
 
@@ -231,8 +232,8 @@ impl Word {
 
     /// Claims the range for a purge, if the word is still `seen` and was claimable.
     pub fn claim(&self, seen: Seen, now: u32) -> bool {
-        let from_free = if seen.phase() == Phase::Free { FROM_FREE } else { 0 };
-        let new = seen.with_phase(Phase::Purging) & !AWAITED | from_free;
+        let from_free = if seen.phase() == RangePhase::Free { FROM_FREE } else { 0 };
+        let new = seen.with_phase(RangePhase::Purging) & !AWAITED | from_free;
         seen.is_claimable(now) && self.0.compare_exchange(seen.0, new, Acquire, Relaxed).is_ok()
     }
 
@@ -244,7 +245,7 @@ impl Word {
     /// Requests the purge that holds the range to stop. Returns whether there is one.
     pub fn await_end(&self) -> bool {
         let word = self.0.load(Relaxed);
-        let is_purging = Seen(word).phase() == Phase::Purging;
+        let is_purging = Seen(word).phase() == RangePhase::Purging;
         if is_purging && word & AWAITED == 0 {
             // If the purge ended just now, there is nothing to request.
             let _ = self.0.compare_exchange(word, word | AWAITED, Relaxed, Relaxed);
@@ -257,11 +258,11 @@ impl Word {
     pub fn finish(&self, has_lost: bool, epoch: u32) {
         let mut word = self.0.load(Relaxed);
         loop {
-            debug_assert_eq!(Seen(word).phase(), Phase::Purging);
+            debug_assert_eq!(Seen(word).phase(), RangePhase::Purging);
             // Requests to stop may arrive until the last moment. They are kept, so that the requester has priority.
             let new = match word & FROM_FREE {
-                0 => word & !PHASE | Phase::Volatile as u64 | if has_lost { LOST } else { 0 },
-                _ => word & !(PHASE | AWAITED | FROM_FREE | BACKED) | Phase::Free as u64,
+                0 => word & !PHASE | RangePhase::Volatile as u64 | if has_lost { LOST } else { 0 },
+                _ => word & !(PHASE | AWAITED | FROM_FREE | BACKED) | RangePhase::Free as u64,
             };
             match self.0.compare_exchange_weak(word, Seen::with_epoch(new, epoch), Release, Relaxed) {
                 Ok(_) => return,
@@ -278,11 +279,11 @@ mod tests {
     /// The life of a range: marked, purged, unmarked. Operations out of order are refused and change nothing.
     #[test]
     fn a_range_goes_its_way() {
-        let word = Word::new();
+        let word = RangeWord::new();
         word.hold().unwrap();
-        assert_eq!(word.unmark(), Err(Refused::Phase(Phase::Held)));
+        assert_eq!(word.unmark(), Err(Refused::RangePhase(RangePhase::Held)));
         word.mark(7).unwrap();
-        assert_eq!(word.mark(8), Err(Refused::Phase(Phase::Volatile)));
+        assert_eq!(word.mark(8), Err(Refused::RangePhase(RangePhase::Volatile)));
         let seen = word.look();
         assert_eq!((seen.epoch(), seen.pins(), seen.is_lost()), (7, 0, false));
         assert!(word.claim(seen, 9) && !word.claim(seen, 9));
@@ -301,7 +302,7 @@ mod tests {
     /// Every pin is counted, and the range is claimable once the last one has ended.
     #[test]
     fn the_last_unpin_ends_the_protection() {
-        let word = Word::new();
+        let word = RangeWord::new();
         word.hold().unwrap();
         word.mark(1).unwrap();
         for pins in 1..=3 {
@@ -319,7 +320,7 @@ mod tests {
     /// Pinned ranges are not claimed; the number of pins is limited.
     #[test]
     fn pins_protect() {
-        let word = Word::new();
+        let word = RangeWord::new();
         word.hold().unwrap();
         word.mark(1).unwrap();
         for _ in 0..u16::MAX {
@@ -333,7 +334,7 @@ mod tests {
         assert!(!word.claim(seen, 9), "another generation");
         assert!(word.claim(word.look(), 9), "what is free has memory to give");
         word.finish(true, 3);
-        assert!(word.look().phase() == Phase::Free && !word.look().is_claimable(4));
+        assert!(word.look().phase() == RangePhase::Free && !word.look().is_claimable(4));
     }
 
     /// Ages are correct across the wrap.
@@ -356,13 +357,13 @@ mod loom_tests {
 
     /// A range of one byte, 1 while kept.
     struct Fixture {
-        word: Word,
+        word: RangeWord,
         byte: AtomicUsize,
     }
 
     impl Fixture {
         fn marked() -> Arc<Self> {
-            let fixture = Self { word: Word::new(), byte: AtomicUsize::new(1) };
+            let fixture = Self { word: RangeWord::new(), byte: AtomicUsize::new(1) };
             fixture.word.hold().unwrap();
             fixture.word.mark(1).unwrap();
             Arc::new(fixture)
@@ -450,7 +451,7 @@ mod loom_tests {
     #[test]
     fn a_double_mark_is_noticed() {
         loom::model(|| {
-            let word = Arc::new(Word::new());
+            let word = Arc::new(RangeWord::new());
             word.hold().unwrap();
             let other = word.clone();
             let thread = thread::spawn(move || other.mark(1).is_ok());

@@ -18,7 +18,7 @@ use std::marker::PhantomData;
 const MAX_ARRAYS: usize = 1 << 22;
 
 /// The entry of one array.
-struct Entry {
+struct ArrayEntry {
     /// The array's address; 0 while no array has the number.
     array: AtomicUsize,
     /// Held while the array is used through this entry; the array is not dropped meanwhile.
@@ -28,10 +28,10 @@ struct Entry {
 }
 
 // SAFETY: atomic words, and a lock that is one: zero bits are a free entry.
-unsafe impl Zeroed for Entry {}
+unsafe impl Zeroed for ArrayEntry {}
 
 #[derive(Default)]
-struct Free {
+struct FreeArrays {
     /// The free number that was returned last; 0 if none.
     head: u32,
     /// The count of numbers used so far, which start at 1.
@@ -42,8 +42,8 @@ struct Free {
 ///
 /// Example: [`XArray`](super::XArray).
 pub struct Arrays<N: Nodes> {
-    table: Table<Entry>,
-    free: Guarded<Free>,
+    table: Table<ArrayEntry>,
+    free: Guarded<FreeArrays>,
     _arrays: PhantomData<fn(&XArray<N>)>,
 }
 
@@ -54,7 +54,7 @@ impl<N: Nodes> Arrays<N> {
     ///
     /// [`crate::Error::System`] if there is none.
     pub fn new() -> Result<Self> {
-        let (table, free) = (Table::new(MAX_ARRAYS)?, Guarded::new(Free::default()));
+        let (table, free) = (Table::new(MAX_ARRAYS)?, Guarded::new(FreeArrays::default()));
         Ok(Self { table, free, _arrays: PhantomData })
     }
 
@@ -104,7 +104,7 @@ impl<N: Nodes> Arrays<N> {
         Some(act(unsafe { &*array }))
     }
 
-    fn entry(&self, id: u32) -> &Entry {
+    fn entry(&self, id: u32) -> &ArrayEntry {
         self.table.get(id as usize)
     }
 

@@ -3,8 +3,8 @@
 use super::Found;
 use super::node::{MARKS, mask_of};
 use super::nodes::Nodes;
-use super::store::{Place, Writer};
-use super::word::Word;
+use super::store::{SlotRange, Writer};
+use super::word::IndexWord;
 
 impl<N: Nodes> Writer<'_, N> {
     /// Removes the whole entry that covers the index, with one store; returns it. Cost: a lookup, and the removal of
@@ -28,9 +28,9 @@ impl<N: Nodes> Writer<'_, N> {
         }
     }
 
-    fn take_out(&self, place: &Place) {
+    fn take_out(&self, place: &SlotRange) {
         if place.node == 0 {
-            self.array.root.publish(Word::EMPTY);
+            self.array.root.publish(IndexWord::EMPTY);
             return self.set_root_marks(0);
         }
         let node = self.node(place.node);
@@ -48,9 +48,9 @@ impl<N: Nodes> Writer<'_, N> {
             let node = self.node(number);
             let above = node.parent();
             match above {
-                0 => self.array.root.publish(Word::EMPTY),
+                0 => self.array.root.publish(IndexWord::EMPTY),
                 _ => {
-                    self.node(above).slots[node.offset()].publish(Word::EMPTY);
+                    self.node(above).slots[node.offset()].publish(IndexWord::EMPTY);
                     self.node(above).set_used(self.node(above).used() - 1);
                 }
             }

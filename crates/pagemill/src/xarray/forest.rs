@@ -89,12 +89,12 @@ pub struct Forest {
     source: &'static dyn Source,
     arrays: Arrays<Self>,
     /// On its own cache line, apart from fields that readers use.
-    lists: Padded<Lists>,
+    lists: Padded<BatchLists>,
 }
 
 /// Lists of retired nodes.
 #[derive(Default)]
-struct Lists {
+struct BatchLists {
     /// Retired nodes before their grace period: the last one, and their count.
     retired: AtomicU64,
     /// Batches that no reader can use any more: the last one, and a counter against ABA.
@@ -116,7 +116,7 @@ impl Forest {
         let units = window.len() >> UNIT_SHIFT;
         assert!(units <= u32::MAX as usize, "a number has 32 bits");
         let end = (units + 2).saturating_sub(size_of::<Node>() / UNIT_BYTES);
-        let (base, lists) = (window.start - UNIT_BYTES, Padded(Lists::default()));
+        let (base, lists) = (window.start - UNIT_BYTES, Padded(BatchLists::default()));
         Ok(Self { base, end, source, arrays: Arrays::new()?, lists })
     }
 

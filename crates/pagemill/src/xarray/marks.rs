@@ -2,7 +2,7 @@
 
 use super::node::{MARKS, mask_of};
 use super::nodes::Nodes;
-use super::store::{Place, Writer};
+use super::store::{SlotRange, Writer};
 use crate::sync::{Relaxed, Release};
 
 /// One of an entry's marks; its users define its meaning.
@@ -26,7 +26,7 @@ impl<N: Nodes> Writer<'_, N> {
         self.place(index).is_some_and(|place| self.mark_place(&place, mark))
     }
 
-    fn mark_place(&self, place: &Place, mark: Mark) -> bool {
+    fn mark_place(&self, place: &SlotRange, mark: Mark) -> bool {
         match place.node {
             0 => self.set_root_marks(self.root_marks() | 1 << mark as u32),
             number => self.add_mark(number, place.slot, mark as usize),
@@ -39,7 +39,7 @@ impl<N: Nodes> Writer<'_, N> {
         self.place(index).is_some_and(|place| self.unmark_place(&place, mark))
     }
 
-    fn unmark_place(&self, place: &Place, mark: Mark) -> bool {
+    fn unmark_place(&self, place: &SlotRange, mark: Mark) -> bool {
         match place.node {
             0 => self.set_root_marks(self.root_marks() & !(1 << mark as u32)),
             number => self.remove_mark(number, mask_of(place.slot, 1), mark as usize),
@@ -57,13 +57,13 @@ impl<N: Nodes> Writer<'_, N> {
         self.place_of(index, value).is_some_and(|place| self.unmark_place(&place, mark))
     }
 
-    fn place_of(&self, index: u64, value: u64) -> Option<Place> {
+    fn place_of(&self, index: u64, value: u64) -> Option<SlotRange> {
         self.place(index).filter(|place| place.found.value == value)
     }
 
     /// Whether the entry that covers the index has the mark.
     pub fn get_mark(&self, index: u64, mark: Mark) -> bool {
-        let marks = |place: Place| match place.node {
+        let marks = |place: SlotRange| match place.node {
             0 => u64::from(self.root_marks()) >> mark as u32,
             number => u64::from(self.node(number).is_marked(mark as usize, mask_of(place.slot, 1))),
         };

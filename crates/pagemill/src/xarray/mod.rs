@@ -92,7 +92,7 @@ pub(crate) use node::Node;
 // Not named outside of the crate: a caller could return a node that an array holds.
 pub(crate) use nodes::Nodes;
 pub(crate) use relocate::relocate;
-pub use stock::Stock;
+pub use stock::NodeStock;
 pub use store::Writer;
 #[cfg(test)]
 pub(crate) use test_forest::OneForest;
@@ -100,9 +100,9 @@ pub use walk::Hit;
 pub use word::{MAX_INDEX, MAX_ORDER, MAX_VALUE};
 
 use crate::sync::{AtomicU32, Lock, Relaxed};
-use slots::Slot;
+use slots::IndexSlot;
 use std::marker::PhantomPinned;
-use word::Word;
+use word::IndexWord;
 
 /// Maps indices up to [`MAX_INDEX`] to values up to [`MAX_VALUE`]. Small, since there may be hundreds of thousands.
 ///
@@ -133,7 +133,7 @@ use word::Word;
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 pub struct XArray<N: Nodes> {
-    root: Slot,
+    root: IndexSlot,
     nodes: &'static N,
     lock: Lock,
     /// Marks of an entry in the root word, one bit each.
@@ -179,7 +179,7 @@ impl<N: Nodes> XArray<N> {
 
     const fn with_id(nodes: &'static N, id: u32) -> Self {
         let (root_marks, count, id) = (AtomicU32::new(0), AtomicU32::new(0), AtomicU32::new(id));
-        Self { root: Slot::new(), nodes, lock: Lock::new(), root_marks, count, id, _pinned: PhantomPinned }
+        Self { root: IndexSlot::new(), nodes, lock: Lock::new(), root_marks, count, id, _pinned: PhantomPinned }
     }
 
     #[inline]
@@ -204,9 +204,9 @@ impl<N: Nodes> XArray<N> {
     }
 
     /// Returns this node and all nodes below.
-    fn give_tree(&self, word: Word) {
+    fn give_tree(&self, word: IndexWord) {
         let node = self.nodes.node(word.number());
-        node.slots.iter().map(Slot::peek).filter(|word| word.is_node()).for_each(|below| self.give_tree(below));
+        node.slots.iter().map(IndexSlot::peek).filter(|word| word.is_node()).for_each(|below| self.give_tree(below));
         node.drop_out();
         self.nodes.give(word.number());
     }

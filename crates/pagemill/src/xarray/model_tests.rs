@@ -118,7 +118,7 @@ impl Pair {
         for (at, old) in numbers.into_iter().enumerate().filter(|(at, _)| which >> (at % 64) & 1 == 1) {
             let new = nodes.take().unwrap();
             assert_eq!(relocate(nodes, old, new), self.array.id() != NO_ID, "node {at}");
-            assert!(nodes.node(old).slots.iter().all(|slot| slot.peek() == Word::DEAD));
+            assert!(nodes.node(old).slots.iter().all(|slot| slot.peek() == IndexWord::DEAD));
             assert!(!relocate(nodes, old, old), "it is in no tree");
             nodes.retire(old);
         }
@@ -250,9 +250,9 @@ impl Pair {
     }
 }
 
-fn numbers_below(nodes: &Forest, word: Word, numbers: &mut Vec<u32>) {
+fn numbers_below(nodes: &Forest, word: IndexWord, numbers: &mut Vec<u32>) {
     numbers.push(word.number());
-    let below = nodes.node(word.number()).slots.iter().map(Slot::peek).filter(|word| word.is_node());
+    let below = nodes.node(word.number()).slots.iter().map(IndexSlot::peek).filter(|word| word.is_node());
     below.for_each(|word| numbers_below(nodes, word, numbers));
 }
 
@@ -263,14 +263,14 @@ fn audit(array: &XArray<Forest>) {
     assert_eq!(count, array.node_count());
 }
 
-fn audit_node(array: &XArray<Forest>, word: Word, parent: u32, offset: usize) -> u32 {
+fn audit_node(array: &XArray<Forest>, word: IndexWord, parent: u32, offset: usize) -> u32 {
     let node = array.nodes.node(word.number());
     assert_eq!((node.parent(), node.offset(), node.shift()), (parent, offset, word.shift()));
     assert_eq!(node.array(), if array.id() == NO_ID_YET { NO_ID } else { array.id() });
     assert_eq!(node.used(), node.slots.iter().filter(|slot| !slot.peek().is_empty()).count());
     assert!(node.used() > 0);
     let mut count = 1;
-    for (at, below) in node.slots.iter().map(Slot::peek).enumerate() {
+    for (at, below) in node.slots.iter().map(IndexSlot::peek).enumerate() {
         assert!(below.is_empty() || below.is_value() || below.is_node() || below.is_sibling());
         let may_be_marked = below.is_value() || below.is_node();
         assert!(may_be_marked || (0..MARKS).all(|mark| !node.is_marked(mark, 1 << at)), "a mark of nothing");

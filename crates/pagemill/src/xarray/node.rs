@@ -1,8 +1,8 @@
 //! A node of the tree: slots, marks, its place in the tree, and its array.
 #![allow(unsafe_code)] // `Zeroed` for nodes
 
-use super::slots::Slot;
-use super::word::{SLOTS, Word};
+use super::slots::IndexSlot;
+use super::word::{IndexWord, SLOTS};
 use crate::arena::Zeroed;
 use crate::sync::{AtomicU32, AtomicU64, Relaxed, Release};
 
@@ -21,7 +21,7 @@ pub(super) const MARKS: usize = 3;
 /// Example: [`XArray`](super::XArray).
 #[repr(C, align(64))]
 pub struct Node {
-    pub(super) slots: [Slot; SLOTS],
+    pub(super) slots: [IndexSlot; SLOTS],
     /// One bit per mark and slot: the entry that begins there has the mark, or an entry below it.
     pub(super) marks: [AtomicU64; MARKS],
     /// Number of the node above; 0 below the root word. In no tree: the next node of a list.
@@ -50,7 +50,7 @@ impl Node {
     /// An empty node, for owners that do not keep nodes in a table of zero bits.
     pub(crate) const fn new() -> Self {
         Self {
-            slots: [const { Slot::new() }; SLOTS],
+            slots: [const { IndexSlot::new() }; SLOTS],
             marks: [const { AtomicU64::new(0) }; MARKS],
             parent: AtomicU32::new(0),
             place: AtomicU32::new(0),
@@ -61,7 +61,7 @@ impl Node {
 
     /// Empties it. No reader may have access any more.
     pub(crate) fn clear(&self) {
-        self.slots.iter().for_each(|slot| slot.publish(Word::EMPTY));
+        self.slots.iter().for_each(|slot| slot.publish(IndexWord::EMPTY));
         self.marks.iter().for_each(|marks| marks.store(0, Relaxed));
         self.head().into_iter().for_each(|word| word.store(0, Relaxed));
     }
@@ -75,13 +75,13 @@ impl Node {
 
     /// Takes an unlinked node out of use: readers that reach it restart, and it is not moved any more.
     pub(super) fn kill(&self) {
-        self.slots.iter().for_each(|slot| slot.publish(Word::DEAD));
+        self.slots.iter().for_each(|slot| slot.publish(IndexWord::DEAD));
         self.array.store(0, Relaxed);
     }
 
     /// As [`Node::kill`], if there are no readers. The node is not clean.
     pub(super) fn drop_out(&self) {
-        self.slots[0].publish(Word::DEAD);
+        self.slots[0].publish(IndexWord::DEAD);
         self.array.store(0, Relaxed);
     }
 
@@ -197,21 +197,25 @@ mod tests {
         assert!(node.is_marked(2, 1 << 63) && !node.is_marked(2, mask_of(0, 60)) && !node.is_marked(1, u64::MAX));
         node.set_array(7);
         let copy = Node::new();
-        node.slots[9].publish(Word::value(3, 0));
+        node.slots[9].publish(IndexWord::value(3, 0));
         node.copy_to(&copy);
         assert_eq!((copy.parent(), copy.offset(), copy.shift(), copy.used(), copy.array()), (5, 63, 36, SLOTS, 7));
-        assert!(copy.is_marked(2, 1 << 63) && copy.slots[9].peek() == Word::value(3, 0) && copy.may_move());
+        assert!(copy.is_marked(2, 1 << 63) && copy.slots[9].peek() == IndexWord::value(3, 0) && copy.may_move());
         copy.kill();
-        assert!(copy.slots.iter().all(|slot| slot.peek() == Word::DEAD) && !copy.may_move());
+        assert!(copy.slots.iter().all(|slot| slot.peek() == IndexWord::DEAD) && !copy.may_move());
         copy.clean();
-        assert_eq!((copy.parent(), copy.used(), copy.slots[9].peek()), (0, 0, Word::EMPTY));
+        assert_eq!((copy.parent(), copy.used(), copy.slots[9].peek()), (0, 0, IndexWord::EMPTY));
         node.drop_out();
         node.clean();
-        assert!(!node.may_move() && !node.is_marked(2, u64::MAX) && node.slots[9].peek() == Word::EMPTY);
+        assert!(!node.may_move() && !node.is_marked(2, u64::MAX) && node.slots[9].peek() == IndexWord::EMPTY);
         node.set_next(8);
         node.set_next_list(9);
         node.clean();
-        assert_eq!((node.next(), node.next_list(), node.slots[0].peek()), (8, 9, Word::EMPTY), "it is clean already");
+        assert_eq!(
+            (node.next(), node.next_list(), node.slots[0].peek()),
+            (8, 9, IndexWord::EMPTY),
+            "it is clean already"
+        );
         assert_eq!(mask_of(0, SLOTS), u64::MAX);
     }
 }

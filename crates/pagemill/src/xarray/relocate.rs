@@ -12,7 +12,7 @@
 
 use super::nodes::Nodes;
 use super::store::Writer;
-use super::word::Word;
+use super::word::IndexWord;
 
 /// Moves the node `old` to `new`, a node of the caller with any contents; returns whether it did. After a move `old`
 /// belongs to the caller, which must not reuse it before all current guards ([`super::pin`]) are dropped. Otherwise
@@ -41,13 +41,13 @@ impl<N: Nodes> Writer<'_, N> {
             parent => &self.node(parent).slots[node.offset()],
         };
         // Always equal, unless a panic interrupted a change of the array.
-        if above.peek() != Word::node(old, node.shift()) {
+        if above.peek() != IndexWord::node(old, node.shift()) {
             return false;
         }
         node.copy_to(self.node(new));
-        let below = node.slots.iter().map(super::Slot::peek).filter(|word| word.is_node());
+        let below = node.slots.iter().map(super::IndexSlot::peek).filter(|word| word.is_node());
         below.for_each(|word| self.node(word.number()).set_parent(new));
-        above.publish(Word::node(new, node.shift()));
+        above.publish(IndexWord::node(new, node.shift()));
         node.kill();
         true
     }

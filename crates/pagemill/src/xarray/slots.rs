@@ -19,14 +19,14 @@
 //!
 //! There is one writer at a time: the caller holds the array's lock. Checked with loom.
 
-use super::word::Word;
+use super::word::IndexWord;
 use crate::sync::{Acquire, AtomicU64, Relaxed, Release};
 
 /// One slot, or the root word.
 #[repr(transparent)]
-pub(super) struct Slot(AtomicU64);
+pub(super) struct IndexSlot(AtomicU64);
 
-impl Slot {
+impl IndexSlot {
     #[cfg(not(loom))]
     pub const fn new() -> Self {
         Self(AtomicU64::new(0))
@@ -39,18 +39,18 @@ impl Slot {
 
     /// For readers: with `Acquire`, so the node behind the word is visible, too.
     #[inline]
-    pub fn look(&self) -> Word {
-        Word(self.0.load(Acquire))
+    pub fn look(&self) -> IndexWord {
+        IndexWord(self.0.load(Acquire))
     }
 
     /// For the thread that holds the lock.
     #[inline]
-    pub fn peek(&self) -> Word {
-        Word(self.0.load(Relaxed))
+    pub fn peek(&self) -> IndexWord {
+        IndexWord(self.0.load(Relaxed))
     }
 
     #[inline]
-    pub fn publish(&self, word: Word) {
+    pub fn publish(&self, word: IndexWord) {
         self.0.store(word.0, Release);
     }
 }
@@ -62,13 +62,22 @@ pub(super) struct Again;
 /// The word that answers for `slot` in a node of that shift, and its slot: a value, a node, or neither if there is no
 /// entry.
 #[inline]
-pub(super) fn resolve<const N: usize>(slots: &[Slot; N], slot: usize, shift: u32) -> Result<(usize, Word), Again> {
+pub(super) fn resolve<const N: usize>(
+    slots: &[IndexSlot; N],
+    slot: usize,
+    shift: u32,
+) -> Result<(usize, IndexWord), Again> {
     let word = slots[slot % N].look();
     if word.answers() { Ok((slot, word)) } else { follow(slots, slot, word, shift) }
 }
 
 #[inline]
-fn follow<const N: usize>(slots: &[Slot; N], slot: usize, name: Word, shift: u32) -> Result<(usize, Word), Again> {
+fn follow<const N: usize>(
+    slots: &[IndexSlot; N],
+    slot: usize,
+    name: IndexWord,
+    shift: u32,
+) -> Result<(usize, IndexWord), Again> {
     let (mut at, mut word) = (slot, name);
     // A name refers to a lower slot, so this ends; more than one name is followed only during a `cover`.
     while word.is_sibling() {
@@ -79,51 +88,51 @@ fn follow<const N: usize>(slots: &[Slot; N], slot: usize, name: Word, shift: u32
 }
 
 /// Inserts an entry into empty slots.
-pub(super) fn enter<const N: usize>(slots: &[Slot; N], first: usize, count: usize, word: Word) {
+pub(super) fn enter<const N: usize>(slots: &[IndexSlot; N], first: usize, count: usize, word: IndexWord) {
     if count > 1 {
         slots[first].publish(word.gone());
-        slots[first + 1..first + count].iter().for_each(|slot| slot.publish(Word::sibling(first)));
+        slots[first + 1..first + count].iter().for_each(|slot| slot.publish(IndexWord::sibling(first)));
     }
     slots[first].publish(word);
 }
 
 /// Removes an entry.
-pub(super) fn leave<const N: usize>(slots: &[Slot; N], first: usize, count: usize) {
+pub(super) fn leave<const N: usize>(slots: &[IndexSlot; N], first: usize, count: usize) {
     if count > 1 {
         slots[first].publish(slots[first].peek().gone());
-        slots[first + 1..first + count].iter().for_each(|slot| slot.publish(Word::EMPTY));
+        slots[first + 1..first + count].iter().for_each(|slot| slot.publish(IndexWord::EMPTY));
     }
-    slots[first].publish(Word::EMPTY);
+    slots[first].publish(IndexWord::EMPTY);
 }
 
 /// Stores an entry over everything in these slots. Passes each old word to `replaced` once no reader can reach it.
 pub(super) fn cover<const N: usize>(
-    slots: &[Slot; N],
+    slots: &[IndexSlot; N],
     first: usize,
     count: usize,
-    word: Word,
-    mut replaced: impl FnMut(Word),
+    word: IndexWord,
+    mut replaced: impl FnMut(IndexWord),
 ) {
     for slot in &slots[first..first + count] {
         let old = slot.peek();
-        slot.publish(if std::ptr::eq(slot, &slots[first]) { word } else { Word::sibling(first) });
+        slot.publish(if std::ptr::eq(slot, &slots[first]) { word } else { IndexWord::sibling(first) });
         replaced(old);
     }
 }
 
 /// Replaces an entry of `count` slots by words of `each` slots; `word_at` makes the word for a slot.
 pub(super) fn part<const N: usize>(
-    slots: &[Slot; N],
+    slots: &[IndexSlot; N],
     first: usize,
     count: usize,
     each: usize,
-    mut word_at: impl FnMut(usize) -> Word,
+    mut word_at: impl FnMut(usize) -> IndexWord,
 ) {
     for begin in (first..first + count).step_by(each).rev() {
         slots[begin].publish(word_at(begin));
         // The slots of the first part name the right slot already.
         if begin != first {
-            slots[begin + 1..begin + each].iter().for_each(|slot| slot.publish(Word::sibling(begin)));
+            slots[begin + 1..begin + each].iter().for_each(|slot| slot.publish(IndexWord::sibling(begin)));
         }
     }
 }
@@ -143,20 +152,20 @@ mod loom_tests {
     const RELEASED: usize = 1 << 8;
 
     struct Fixture {
-        slots: [Slot; COUNT],
+        slots: [IndexSlot; COUNT],
         frame: AtomicUsize,
     }
 
     impl Fixture {
         /// A node with one entry of that order in its first slots.
         fn with_entry(order: u32) -> Arc<Self> {
-            let fixture = Self { slots: std::array::from_fn(|_| Slot::new()), frame: AtomicUsize::new(0) };
-            enter(&fixture.slots, 0, 1 << order, Word::value(OLD, order));
+            let fixture = Self { slots: std::array::from_fn(|_| IndexSlot::new()), frame: AtomicUsize::new(0) };
+            enter(&fixture.slots, 0, 1 << order, IndexWord::value(OLD, order));
             Arc::new(fixture)
         }
 
         /// The value for a slot, with as many restarts as necessary.
-        fn value(&self, slot: usize) -> Option<(usize, Word)> {
+        fn value(&self, slot: usize) -> Option<(usize, IndexWord)> {
             loop {
                 match resolve(&self.slots, slot, 0) {
                     Ok((at, word)) => return word.is_value().then_some((at, word)),
@@ -203,8 +212,8 @@ mod loom_tests {
 
     #[test]
     fn what_was_split_is_not_pinned() {
-        pin_beside(1, |fixture| part(&fixture.slots, 0, COUNT, 2, |slot| Word::value(slot as u64, 1)));
-        pin_beside(3, |fixture| part(&fixture.slots, 0, COUNT, 2, |slot| Word::value(slot as u64, 1)));
+        pin_beside(1, |fixture| part(&fixture.slots, 0, COUNT, 2, |slot| IndexWord::value(slot as u64, 1)));
+        pin_beside(3, |fixture| part(&fixture.slots, 0, COUNT, 2, |slot| IndexWord::value(slot as u64, 1)));
     }
 
     /// While an entry is split and one of its parts removed, the other parts are always found.
@@ -214,7 +223,7 @@ mod loom_tests {
             let fixture = Fixture::with_entry(1);
             let writer = fixture.clone();
             let writer = thread::spawn(move || {
-                part(&writer.slots, 0, 2, 1, |slot| Word::value(slot as u64, 0));
+                part(&writer.slots, 0, 2, 1, |slot| IndexWord::value(slot as u64, 0));
                 leave(&writer.slots, 0, 1);
             });
             let (_, word) = fixture.value(1).expect("it is always there");
@@ -228,11 +237,11 @@ mod loom_tests {
     fn a_join_leaves_no_gap() {
         loom::model(|| {
             let fixture = Fixture::with_entry(1);
-            enter(&fixture.slots, 2, 2, Word::value(OLD, 1));
+            enter(&fixture.slots, 2, 2, IndexWord::value(OLD, 1));
             let writer = fixture.clone();
-            let writer = thread::spawn(move || cover(&writer.slots, 0, COUNT, Word::value(9, ORDER), |_| ()));
+            let writer = thread::spawn(move || cover(&writer.slots, 0, COUNT, IndexWord::value(9, ORDER), |_| ()));
             let (at, word) = fixture.value(3).expect("it is always there");
-            assert!(word == Word::value(OLD, 1) && at == 2 || word == Word::value(9, ORDER) && at == 0);
+            assert!(word == IndexWord::value(OLD, 1) && at == 2 || word == IndexWord::value(9, ORDER) && at == 0);
             writer.join().unwrap();
         });
     }
@@ -249,7 +258,7 @@ mod loom_tests {
                 let writer = fixture.clone();
                 let writer = thread::spawn(move || match is_there {
                     true => leave(&writer.slots, 0, 2),
-                    false => enter(&writer.slots, 0, 2, Word::value(OLD, 1)),
+                    false => enter(&writer.slots, 0, 2, IndexWord::value(OLD, 1)),
                 });
                 let (one, other) = if is_there { (1, 0) } else { (0, 1) };
                 if fixture.value(one).is_some() != is_there {
@@ -270,12 +279,12 @@ mod loom_tests {
             let writer = fixture.clone();
             let writer = thread::spawn(move || {
                 writer.frame.store(5, Relaxed);
-                enter(&writer.slots, 0, 2, Word::value(OLD, 1));
+                enter(&writer.slots, 0, 2, IndexWord::value(OLD, 1));
                 leave(&writer.slots, 0, 2);
-                enter(&writer.slots, 0, 1, Word::value(9, 0));
+                enter(&writer.slots, 0, 1, IndexWord::value(9, 0));
             });
             if let Some((_, word)) = fixture.value(1) {
-                assert_eq!((word, fixture.frame.load(Relaxed)), (Word::value(OLD, 1), 5));
+                assert_eq!((word, fixture.frame.load(Relaxed)), (IndexWord::value(OLD, 1), 5));
             }
             writer.join().unwrap();
         });

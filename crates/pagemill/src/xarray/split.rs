@@ -5,9 +5,9 @@ use super::Found;
 use super::node::{MARKS, mask_of};
 use super::nodes::Nodes;
 use super::slots::{enter, part};
-use super::stock::Stock;
-use super::store::{Place, Writer, checked};
-use super::word::{self, SLOTS, Word};
+use super::stock::NodeStock;
+use super::store::{SlotRange, Writer, checked};
+use super::word::{self, IndexWord, SLOTS};
 use crate::sync::Relaxed;
 
 impl<N: Nodes> Writer<'_, N> {
@@ -21,7 +21,7 @@ impl<N: Nodes> Writer<'_, N> {
         &mut self,
         index: u64,
         into_order: u32,
-        stock: &mut Stock<N>,
+        stock: &mut NodeStock<N>,
         mut value_at: impl FnMut(u64) -> u64,
     ) -> Option<Found> {
         let place = self.place(index)?;
@@ -51,7 +51,7 @@ impl<N: Nodes> Writer<'_, N> {
     }
 
     /// Sets the marks of the entry at the first slots of its parts. Readers do not use them before the split.
-    fn mark_parts(&self, place: &Place, count: usize, each: usize) {
+    fn mark_parts(&self, place: &SlotRange, count: usize, each: usize) {
         let node = self.node(place.node);
         let mask = (place.slot..place.slot + count).step_by(each).fold(0, |mask, slot| mask | mask_of(slot, 1));
         let marked = |mark: &usize| node.is_marked(*mark, mask_of(place.slot, 1));
@@ -61,13 +61,13 @@ impl<N: Nodes> Writer<'_, N> {
     /// Makes a node of parts for one slot of the entry at `place`.
     fn parts_below(
         &self,
-        place: &Place,
+        place: &SlotRange,
         slot: usize,
         first: u64,
         order: u32,
-        stock: &mut Stock<N>,
+        stock: &mut NodeStock<N>,
         value_at: &mut impl FnMut(u64) -> u64,
-    ) -> Word {
+    ) -> IndexWord {
         let above = self.node(place.node);
         let shift = word::shift_of(order);
         let number = self.take(place.node, slot, shift, stock);
@@ -82,7 +82,7 @@ impl<N: Nodes> Writer<'_, N> {
         node.set_used(SLOTS);
         let marked = |mark: &usize| above.is_marked(*mark, mask_of(place.slot, 1));
         (0..MARKS).filter(marked).for_each(|mark| node.add_mark(mark, mask));
-        Word::node(number, shift)
+        IndexWord::node(number, shift)
     }
 
     /// Replaces all entries in the `1 << order` indices from `first` on by one entry, which has a mark if any of them
@@ -90,7 +90,7 @@ impl<N: Nodes> Writer<'_, N> {
     ///
     /// Readers find no gap: each index has its old entry until it has the new one. An index without an entry gets the
     /// new one. The slots of all parts are overwritten before this returns. The stock: [`super::XArray::prepare`].
-    pub fn join(&mut self, first: u64, order: u32, value: u64, stock: &mut Stock<N>) {
+    pub fn join(&mut self, first: u64, order: u32, value: u64, stock: &mut NodeStock<N>) {
         let word = checked(first, order, value);
         if order == 0 && !self.array.root.peek().is_node() && first == 0 {
             return self.array.root.publish(word);

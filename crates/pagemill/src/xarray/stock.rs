@@ -9,14 +9,14 @@ use crate::error::Result;
 /// Preallocated nodes for one or more changes, of any array with the same `Nodes`. Unused nodes are returned on drop.
 ///
 /// Example: [`XArray`](super::XArray).
-pub struct Stock<N: Nodes> {
+pub struct NodeStock<N: Nodes> {
     nodes: &'static N,
     /// Head of a list through the nodes; 0 if empty.
     head: u32,
     count: u32,
 }
 
-impl<N: Nodes> Stock<N> {
+impl<N: Nodes> NodeStock<N> {
     pub(super) fn new(nodes: &'static N) -> Self {
         Self { nodes, head: 0, count: 0 }
     }
@@ -50,7 +50,7 @@ impl<N: Nodes> Stock<N> {
     }
 }
 
-impl<N: Nodes> Drop for Stock<N> {
+impl<N: Nodes> Drop for NodeStock<N> {
     fn drop(&mut self) {
         while self.count > 0 {
             let number = self.take();
@@ -68,8 +68,8 @@ impl<N: Nodes> XArray<N> {
     /// # Errors
     ///
     /// As `Nodes::take`; the nodes taken so far have been returned then.
-    pub fn prepare(&self, first: u64, last: u64, order: u32) -> Result<Stock<N>> {
-        let mut stock = Stock::new(self.nodes);
+    pub fn prepare(&self, first: u64, last: u64, order: u32) -> Result<NodeStock<N>> {
+        let mut stock = NodeStock::new(self.nodes);
         self.top_up(&mut stock, first, last, order)?;
         Ok(stock)
     }
@@ -79,8 +79,8 @@ impl<N: Nodes> XArray<N> {
     ///
     /// Cost: a descent of the tree; if a node is missing, also the cost of [`XArray::prepare`] and a second lock.
     /// Errors as there.
-    pub fn lock_for(&self, first: u64, last: u64, order: u32) -> Result<(Writer<'_, N>, Stock<N>)> {
-        let mut stock = Stock::new(self.nodes);
+    pub fn lock_for(&self, first: u64, last: u64, order: u32) -> Result<(Writer<'_, N>, NodeStock<N>)> {
+        let mut stock = NodeStock::new(self.nodes);
         let writer = self.lock();
         if writer.has_nodes_for(first, last, order) {
             return Ok((writer, stock));
@@ -91,7 +91,7 @@ impl<N: Nodes> XArray<N> {
     }
 
     /// Fills a stock up to the size that [`XArray::prepare`] returns. Cost: only the missing nodes. Errors as there.
-    pub fn top_up(&self, stock: &mut Stock<N>, first: u64, last: u64, order: u32) -> Result<()> {
+    pub fn top_up(&self, stock: &mut NodeStock<N>, first: u64, last: u64, order: u32) -> Result<()> {
         assert!(first <= last, "a range has an index");
         assert!(last <= MAX_INDEX, "an index is at most MAX_INDEX");
         assert!(order <= MAX_ORDER, "an order is at most MAX_ORDER");
@@ -99,9 +99,9 @@ impl<N: Nodes> XArray<N> {
     }
 
     /// Allocates nodes to split one entry of `order` into entries of `into_order`. Errors as [`XArray::prepare`].
-    pub fn prepare_split(&self, order: u32, into_order: u32) -> Result<Stock<N>> {
+    pub fn prepare_split(&self, order: u32, into_order: u32) -> Result<NodeStock<N>> {
         assert!(order <= MAX_ORDER, "an order is at most MAX_ORDER");
-        let mut stock = Stock::new(self.nodes);
+        let mut stock = NodeStock::new(self.nodes);
         stock.fill(nodes_to_split(order, into_order))?;
         Ok(stock)
     }

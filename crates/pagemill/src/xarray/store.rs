@@ -2,8 +2,8 @@
 
 use super::node::{MARKS, Node, mask_of};
 use super::nodes::Nodes;
-use super::stock::{Stock, top_for};
-use super::word::{self, MAX_INDEX, MAX_ORDER, MAX_VALUE, SLOT_BITS, Word};
+use super::stock::{NodeStock, top_for};
+use super::word::{self, IndexWord, MAX_INDEX, MAX_ORDER, MAX_VALUE, SLOT_BITS};
 use super::{Found, XArray, slots};
 use crate::sync::Relaxed;
 use std::cell::Cell;
@@ -27,7 +27,7 @@ impl<'a, N: Nodes> Writer<'a, N> {
 }
 
 /// The slots of an entry.
-pub(super) struct Place {
+pub(super) struct SlotRange {
     /// 0: the root word.
     pub node: u32,
     /// Its first slot.
@@ -62,7 +62,7 @@ impl<N: Nodes> Writer<'_, N> {
     ///
     /// Readers find each index's old entry, then the new one; if there was none, one store inserts the entry. Cost: a
     /// descent of the tree, and the removal of replaced entries.
-    pub fn store(&mut self, index: u64, order: u32, value: u64, stock: &mut Stock<N>) {
+    pub fn store(&mut self, index: u64, order: u32, value: u64, stock: &mut NodeStock<N>) {
         let word = checked(index, order, value);
         if word::last_of(index, order) == 0 && !self.array.root.peek().is_node() {
             self.array.root.publish(word);
@@ -100,7 +100,7 @@ impl<N: Nodes> Writer<'_, N> {
         self.array.nodes.node(number)
     }
 
-    pub(super) fn place(&self, index: u64) -> Option<Place> {
+    pub(super) fn place(&self, index: u64) -> Option<SlotRange> {
         let (mut number, mut slot, mut word) = (0, 0, self.array.root.peek());
         if !word.reaches(index) {
             return None;
@@ -117,7 +117,7 @@ impl<N: Nodes> Writer<'_, N> {
         }
         let found =
             || Found { value: word.to_value(), first: word::first_of(index, word.order()), order: word.order() };
-        word.is_value().then(|| Place { node: number, slot, found: found() })
+        word.is_value().then(|| SlotRange { node: number, slot, found: found() })
     }
 
     /// Whether storing entries of that order over the range needs no new node: one node has all their slots.
@@ -138,7 +138,7 @@ impl<N: Nodes> Writer<'_, N> {
     }
 
     /// Returns the node and the slot for an entry of that order at `index`; makes the nodes above it.
-    pub(super) fn make_way(&mut self, index: u64, order: u32, stock: &mut Stock<N>) -> (u32, usize) {
+    pub(super) fn make_way(&mut self, index: u64, order: u32, stock: &mut NodeStock<N>) -> (u32, usize) {
         assert!(stock.is_of(self.array.nodes), "a stock is for arrays with the same nodes");
         let lowest = word::shift_of(order);
         let mut word = self.grow(word::last_of(index, order), lowest, stock);
@@ -158,7 +158,7 @@ impl<N: Nodes> Writer<'_, N> {
     }
 
     /// Grows the tree until it covers `last` and has nodes of shift `lowest`. Returns the root word.
-    fn grow(&mut self, last: u64, lowest: u32, stock: &mut Stock<N>) -> Word {
+    fn grow(&mut self, last: u64, lowest: u32, stock: &mut NodeStock<N>) -> IndexWord {
         let root = &self.array.root;
         loop {
             let word = root.peek();
@@ -177,13 +177,13 @@ impl<N: Nodes> Writer<'_, N> {
                 node.slots[0].publish(word);
                 node.set_used(1);
             }
-            root.publish(Word::node(number, shift));
+            root.publish(IndexWord::node(number, shift));
         }
     }
 
     /// Prepares the move of the root word into slot 0 of a new node: copies its marks there, and sets the parent of the
     /// node below.
-    fn move_below(&self, word: Word, number: u32) {
+    fn move_below(&self, word: IndexWord, number: u32) {
         let is_marked = |mark: usize| match word.is_node() {
             true => self.node(word.number()).is_marked(mark, u64::MAX),
             false => self.root_marks() >> mark & 1 != 0,
@@ -195,7 +195,7 @@ impl<N: Nodes> Writer<'_, N> {
     }
 
     /// Takes a node of the stock for that place.
-    pub(super) fn take(&self, parent: u32, slot: usize, shift: u32, stock: &mut Stock<N>) -> u32 {
+    pub(super) fn take(&self, parent: u32, slot: usize, shift: u32, stock: &mut NodeStock<N>) -> u32 {
         let number = stock.take();
         self.node(number).hang(parent, slot, shift);
         self.node(number).set_array(self.array.id());
@@ -204,8 +204,8 @@ impl<N: Nodes> Writer<'_, N> {
     }
 
     /// Links an empty node into an empty slot.
-    fn hang_new(&self, parent: u32, slot: usize, shift: u32, stock: &mut Stock<N>) -> Word {
-        let word = Word::node(self.take(parent, slot, shift, stock), shift);
+    fn hang_new(&self, parent: u32, slot: usize, shift: u32, stock: &mut NodeStock<N>) -> IndexWord {
+        let word = IndexWord::node(self.take(parent, slot, shift, stock), shift);
         let above = self.node(parent);
         above.slots[slot].publish(word);
         above.set_used(above.used() + 1);
@@ -213,13 +213,13 @@ impl<N: Nodes> Writer<'_, N> {
     }
 
     /// Stores the entry into its slots, replacing everything there.
-    pub(super) fn put(&self, number: u32, first: usize, word: Word) {
+    pub(super) fn put(&self, number: u32, first: usize, word: IndexWord) {
         let node = self.node(number);
         let count = word.slots(node.shift());
         let old = node.slots[first].peek();
         let is_larger = old.is_sibling() || old.is_value() && old.order() > word.order();
         assert!(!is_larger, "an entry sticks out of what is stored over it");
-        let is_empty = |slot: &slots::Slot| slot.peek().is_empty();
+        let is_empty = |slot: &slots::IndexSlot| slot.peek().is_empty();
         if node.slots[first..first + count].iter().all(is_empty) {
             slots::enter(&node.slots, first, count, word);
             return node.set_used(node.used() + count);
@@ -235,7 +235,7 @@ impl<N: Nodes> Writer<'_, N> {
 
     /// Retires an unlinked node and all nodes below.
     fn bury_tree(&self, number: u32) {
-        let below = self.node(number).slots.each_ref().map(slots::Slot::peek);
+        let below = self.node(number).slots.each_ref().map(slots::IndexSlot::peek);
         self.bury(number);
         below.into_iter().filter(|word| word.is_node()).for_each(|word| self.bury_tree(word.number()));
     }
@@ -250,10 +250,10 @@ impl<N: Nodes> Writer<'_, N> {
 }
 
 /// Makes the word of an entry at `index`, after checks.
-pub(super) fn checked(index: u64, order: u32, value: u64) -> Word {
+pub(super) fn checked(index: u64, order: u32, value: u64) -> IndexWord {
     assert!(order <= MAX_ORDER, "an order is at most MAX_ORDER");
     assert!(word::first_of(index, order) == index, "an entry is aligned to its order");
     assert!(index <= MAX_INDEX, "an index is at most MAX_INDEX");
     assert!(value <= MAX_VALUE, "a value is at most MAX_VALUE");
-    Word::value(value, order)
+    IndexWord::value(value, order)
 }

@@ -4,8 +4,8 @@
 //! state is kept between steps that a writer could invalidate.
 
 use super::nodes::Nodes;
-use super::slots::{Again, Slot, resolve};
-use super::word::{self, SLOT_BITS, SLOTS, Word};
+use super::slots::{Again, IndexSlot, resolve};
+use super::word::{self, IndexWord, SLOT_BITS, SLOTS};
 use super::{Found, Mark, XArray};
 use crate::epoch::Guard;
 use crate::sync::{Acquire, Relaxed};
@@ -16,13 +16,13 @@ use crate::sync::{Acquire, Relaxed};
 #[derive(Clone, Copy)]
 pub struct Hit<'g> {
     found: Found,
-    slot: &'g Slot,
-    word: Word,
+    slot: &'g IndexSlot,
+    word: IndexWord,
 }
 
 impl<'g> Hit<'g> {
     #[inline]
-    fn new(slot: &'g Slot, word: Word, index: u64) -> Self {
+    fn new(slot: &'g IndexSlot, word: IndexWord, index: u64) -> Self {
         let order = word.order();
         Self { found: Found { value: word.to_value(), first: word::first_of(index, order), order }, slot, word }
     }

@@ -42,9 +42,9 @@ const NUMBER_SHIFT: u32 = 32;
 
 /// The word in a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Word(pub u64);
+pub(super) struct IndexWord(pub u64);
 
-impl Word {
+impl IndexWord {
     pub const EMPTY: Self = Self(0);
     pub const DEAD: Self = Self(DEAD);
 
@@ -181,7 +181,7 @@ mod tests {
     fn words_keep_what_they_are_given() {
         for value in [0, 1, MAX_VALUE - 1, MAX_VALUE] {
             for order in 0..=MAX_ORDER {
-                let word = Word::value(value, order);
+                let word = IndexWord::value(value, order);
                 assert!(word.is_value() && word.answers() && !word.is_node() && !word.is_sibling() && !word.is_empty());
                 assert_eq!((word.to_value(), word.order()), (value, order));
                 assert!(!word.gone().is_value() && word.gone().answers() && !word.gone().is_empty());
@@ -189,34 +189,36 @@ mod tests {
             }
         }
         for (number, shift) in [(1, 0), (u32::MAX, MAX_SHIFT), (7, SLOT_BITS)] {
-            let word = Word::node(number, shift);
+            let word = IndexWord::node(number, shift);
             assert!(word.is_node() && word.answers() && !word.is_value() && !word.is_sibling() && !word.is_empty());
             assert_eq!((word.number(), word.shift()), (number, shift));
         }
         for slot in 0..SLOTS {
-            let word = Word::sibling(slot);
+            let word = IndexWord::sibling(slot);
             assert!(word.is_sibling() && !word.answers() && !word.is_value() && !word.is_node() && !word.is_empty());
             assert_eq!(word.first_slot(), slot);
         }
-        assert!(!Word::DEAD.answers() && !Word::DEAD.is_sibling() && !Word::DEAD.is_empty());
-        assert!(Word::EMPTY.answers() && Word::EMPTY.is_empty() && !Word::EMPTY.is_value());
+        assert!(!IndexWord::DEAD.answers() && !IndexWord::DEAD.is_sibling() && !IndexWord::DEAD.is_empty());
+        assert!(IndexWord::EMPTY.answers() && IndexWord::EMPTY.is_empty() && !IndexWord::EMPTY.is_value());
     }
 
     /// An entry covers only its own slots.
     #[test]
     fn an_entry_covers_its_slots() {
-        let word = Word::value(5, 9);
+        let word = IndexWord::value(5, 9);
         assert_eq!((word.slots(6), shift_of(9), shift_of(5), shift_of(MAX_ORDER)), (8, 6, 0, 6));
         assert!(word.covers(8, 15, 6) && word.gone().covers(8, 9, 6));
-        assert!(!word.covers(8, 16, 6) && !Word::node(1, 0).covers(8, 9, 6) && !Word::EMPTY.covers(8, 9, 6));
+        assert!(!word.covers(8, 16, 6) && !IndexWord::node(1, 0).covers(8, 9, 6) && !IndexWord::EMPTY.covers(8, 9, 6));
     }
 
     /// The root word bounds the indices; the highest node covers all of them.
     #[test]
     fn a_root_reaches_its_indices() {
-        assert!(Word::value(1, 0).reaches(0) && !Word::value(1, 0).reaches(1) && !Word::EMPTY.reaches(1));
-        assert!(Word::node(1, 0).reaches(63) && !Word::node(1, 0).reaches(64));
-        assert!(Word::node(1, MAX_SHIFT).reaches(MAX_INDEX) && !Word::node(1, MAX_SHIFT).reaches(u64::MAX));
+        assert!(
+            IndexWord::value(1, 0).reaches(0) && !IndexWord::value(1, 0).reaches(1) && !IndexWord::EMPTY.reaches(1)
+        );
+        assert!(IndexWord::node(1, 0).reaches(63) && !IndexWord::node(1, 0).reaches(64));
+        assert!(IndexWord::node(1, MAX_SHIFT).reaches(MAX_INDEX) && !IndexWord::node(1, MAX_SHIFT).reaches(u64::MAX));
         assert_eq!((slot_of(MAX_INDEX, 0), slot_of(64, SLOT_BITS), slot_of(64, 0)), (SLOTS - 1, 1, 0));
         assert_eq!((first_of(1023, 9), last_of(512, 9)), (512, 1023));
     }

@@ -9,7 +9,7 @@
 //! read beside a change finds a whole mark or none. One lookup in two thousand gives a wrong answer, which puts a page
 //! into a better queue than it earned.
 
-use super::{Key, Part};
+use super::{CachePart, GhostKey};
 use crate::arena::Table;
 use crate::error::Result;
 use crate::sync::{AtomicU32, AtomicU64, Padded, Relaxed};
@@ -88,7 +88,7 @@ impl Ghosts {
     }
 
     /// Marks a folio of this many pages as evicted.
-    pub fn note(&self, key: Key, part: Part, pages: u64) {
+    pub fn note(&self, key: GhostKey, part: CachePart, pages: u64) {
         let Some(set) = self.set(key) else { return };
         let (hash, now) = (self.hash(key), self.now());
         self.gone[part as usize].0.fetch_add(pages, Relaxed);
@@ -101,13 +101,13 @@ impl Ghosts {
         // The index in the lowest bits makes this a maximum of numbers, without a branch.
         let worths = set.iter().zip(0..).map(|(mark, at)| u64::from(worth(mark.load(Relaxed))) * WAYS as u64 + at);
         let found = worths.fold(0, u64::max) as usize % WAYS;
-        let part_bit = if part == Part::Main { PART_BIT } else { 0 };
+        let part_bit = if part == CachePart::Main { PART_BIT } else { 0 };
         set[found].store(hash << HASH_SHIFT | part_bit | now[part as usize], Relaxed);
     }
 
     /// Returns the part that a folio was evicted from, and the pages evicted from that part since. `None` if the mark
     /// has expired or does not exist.
-    pub fn recall(&self, key: Key) -> Option<(Part, u64)> {
+    pub fn recall(&self, key: GhostKey) -> Option<(CachePart, u64)> {
         let (set, hash) = (self.set(key)?, self.hash(key));
         // Most lookups find no mark.
         let is_of_key = |mark: u32| mark != 0 && mark >> HASH_SHIFT == hash;
@@ -117,7 +117,7 @@ impl Ghosts {
         let now = self.now();
         let marks = set.iter().map(|mark| mark.load(Relaxed)).filter(|mark| is_of_key(*mark));
         let (ticks, mark) = marks.map(|mark| (age(mark, now), mark)).min()?;
-        let part = if mark & PART_BIT == 0 { Part::New } else { Part::Main };
+        let part = if mark & PART_BIT == 0 { CachePart::New } else { CachePart::Main };
         let age = u64::from(ticks) << self.tick_shift.load(Relaxed);
         (age <= self.life_pages.load(Relaxed)).then_some((part, age))
     }
@@ -129,12 +129,12 @@ impl Ghosts {
     }
 
     /// Returns the hash of a key that a mark stores.
-    fn hash(&self, key: Key) -> u32 {
+    fn hash(&self, key: GhostKey) -> u32 {
         (key.mark() ^ self.salt.load(Relaxed).wrapping_mul(SALT)) & HASH_MASK
     }
 
     /// Returns the set of a key.
-    fn set(&self, key: Key) -> Option<&[AtomicU32; WAYS]> {
+    fn set(&self, key: GhostKey) -> Option<&[AtomicU32; WAYS]> {
         let sets = self.sets.load(Relaxed);
         (sets > 0).then(|| self.marks.row(key.set_of(sets) as usize * WAYS))
     }
@@ -168,15 +168,15 @@ mod tests {
     fn the_latest_are_known_again() {
         const PAGES: u64 = 10_000;
         let ghosts = ghosts(PAGES);
-        let key = |page| Key::of(7, page, 0);
-        (0..3 * PAGES).for_each(|page| ghosts.note(key(page), Part::New, 1));
+        let key = |page| GhostKey::of(7, page, 0);
+        (0..3 * PAGES).for_each(|page| ghosts.note(key(page), CachePart::New, 1));
         let known = |pages: std::ops::Range<u64>| pages.filter(|page| ghosts.recall(key(*page)).is_some()).count();
         let (latest, older) = (known(2 * PAGES + 50..3 * PAGES), known(0..2 * PAGES - 50));
         assert!(latest > PAGES as usize * 93 / 100 && older < 30, "{latest} {older}");
         assert!(known(5 * PAGES..6 * PAGES) < 30, "strangers");
         for page in (2 * PAGES + 50..3 * PAGES).step_by(97) {
             if let Some((part, age)) = ghosts.recall(key(page)) {
-                assert!(part == Part::New && age.abs_diff(3 * PAGES - page) <= 32, "{page} {age}");
+                assert!(part == CachePart::New && age.abs_diff(3 * PAGES - page) <= 32, "{page} {age}");
             }
         }
     }
@@ -186,15 +186,15 @@ mod tests {
     #[test]
     fn parts_have_clocks_of_their_own() {
         let ghosts = ghosts(100);
-        let (key, other, huge) = (Key::of(1, 5, 0), Key::of(2, 5, 0), Key::of(1, 0, 9));
-        ghosts.note(key, Part::Main, 1);
-        ghosts.note(other, Part::New, 1);
-        ghosts.note(huge, Part::New, 60);
-        assert_eq!(ghosts.recall(key), Some((Part::Main, 1)));
-        assert_eq!(ghosts.recall(other), Some((Part::New, 61)));
-        ghosts.note(key, Part::New, 1);
-        assert_eq!(ghosts.recall(key), Some((Part::New, 1)));
-        assert_eq!(ghosts.recall(Key::of(1, 0, 0)), None, "a page is not the huge folio that began there");
+        let (key, other, huge) = (GhostKey::of(1, 5, 0), GhostKey::of(2, 5, 0), GhostKey::of(1, 0, 9));
+        ghosts.note(key, CachePart::Main, 1);
+        ghosts.note(other, CachePart::New, 1);
+        ghosts.note(huge, CachePart::New, 60);
+        assert_eq!(ghosts.recall(key), Some((CachePart::Main, 1)));
+        assert_eq!(ghosts.recall(other), Some((CachePart::New, 61)));
+        ghosts.note(key, CachePart::New, 1);
+        assert_eq!(ghosts.recall(key), Some((CachePart::New, 1)));
+        assert_eq!(ghosts.recall(GhostKey::of(1, 0, 0)), None, "a page is not the huge folio that began there");
         ghosts.open(100);
         assert_eq!(ghosts.recall(key), None, "another cache's");
     }

@@ -79,7 +79,7 @@ const ROUNDS: u64 = 5;
 ///
 /// Example: [`Folios`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Part {
+pub enum CachePart {
     New = 0,
     Main = 1,
 }
@@ -88,7 +88,7 @@ pub enum Part {
 ///
 /// Example: [`Folios`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Look {
+pub enum FolioState {
     /// The folio may be evicted.
     Idle { order: u8 },
     /// The folio is dirty or in use.
@@ -126,7 +126,7 @@ pub enum Look {
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 pub trait Folios {
-    fn look(&self, number: u32) -> Look;
+    fn look(&self, number: u32) -> FolioState;
 
     /// Returns whether the folio was fetched and its first user has not used it yet. Never without reads ahead.
     fn is_awaited(&self, _number: u32) -> bool {
@@ -144,9 +144,9 @@ pub trait Folios {
 ///
 /// Example: [`Folios`].
 #[derive(Clone, Copy, Debug)]
-pub struct Key(u64);
+pub struct GhostKey(u64);
 
-impl Key {
+impl GhostKey {
     /// Returns the key of a folio of 2^`order` pages that begins at `index` of a file.
     pub fn of(file: u32, index: u64, order: u8) -> Self {
         // The last step of splitmix64: every bit of the key affects every bit of the hash.
@@ -169,7 +169,7 @@ impl Key {
 ///
 /// Example: [`Folios`].
 #[derive(Clone, Copy, Debug)]
-pub struct Recall(Option<(Part, u64)>);
+pub struct Recall(Option<(CachePart, u64)>);
 
 impl Recall {
     /// Returns whether the folio was evicted not long ago.
@@ -185,7 +185,7 @@ impl Recall {
 pub struct Candidate {
     pub number: u32,
     pub order: u8,
-    pub part: Part,
+    pub part: CachePart,
 }
 
 /// The eviction order of one cache.
@@ -198,11 +198,11 @@ pub struct Order {
     opening: Lock,
     most_pages: usize,
     ghosts: Ghosts,
-    state: Guarded<State>,
+    state: Guarded<QueueState>,
 }
 
 /// State under the lock.
-struct State {
+struct QueueState {
     queues: Queues,
     /// Share of the new part.
     share: u64,
@@ -232,7 +232,7 @@ impl Order {
             opening: Lock::new(),
             most_pages,
             ghosts: Ghosts::new(most_pages as u64)?,
-            state: Guarded::new(State::new()),
+            state: Guarded::new(QueueState::new()),
         })
     }
 
@@ -245,7 +245,7 @@ impl Order {
             for queue in queues::QUEUES {
                 while state.queues.pop(&self.links, queue).is_some() {}
             }
-            *state = State::new();
+            *state = QueueState::new();
         });
     }
 
@@ -274,7 +274,7 @@ impl Order {
     }
 
     /// Looks up the ghost of a folio. Takes no lock.
-    pub fn recall(&self, key: Key) -> Recall {
+    pub fn recall(&self, key: GhostKey) -> Recall {
         Recall(self.ghosts.recall(key))
     }
 
@@ -318,13 +318,13 @@ impl Order {
     }
 
     /// Records the candidate as evicted.
-    pub fn dropped(&self, candidate: &Candidate, key: Key) {
+    pub fn dropped(&self, candidate: &Candidate, key: GhostKey) {
         self.ghosts.note(key, candidate.part, 1 << candidate.order);
     }
 
     /// Defers a candidate that could not be evicted because another thread took it.
     pub fn put_back(&self, candidate: &Candidate) {
-        let queue = if candidate.part == Part::New { Queue::DeferredNew } else { Queue::DeferredMain };
+        let queue = if candidate.part == CachePart::New { Queue::DeferredNew } else { Queue::DeferredMain };
         self.state.with(|state| {
             // Unless it was entered again meanwhile.
             if self.links.queue(candidate.number).is_none() {
@@ -383,7 +383,7 @@ impl EvictScan<'_> {
     }
 }
 
-impl State {
+impl QueueState {
     const fn new() -> Self {
         Self { queues: Queues::new(), share: FIRST_SHARE, debt: 0, picked: 0, again: [0; 2] }
     }
@@ -407,12 +407,12 @@ impl State {
         if age <= total / NEAR_DIVISOR[part as usize] {
             let step = STEP_PAGES * pages * ONE / total;
             let share = match part {
-                Part::New => self.share.saturating_add(step),
-                Part::Main => self.share.saturating_sub(step),
+                CachePart::New => self.share.saturating_add(step),
+                CachePart::Main => self.share.saturating_sub(step),
             };
             self.share = share.clamp(LEAST_SHARE, MOST_SHARE);
         }
-        if part == Part::Main || age > total {
+        if part == CachePart::Main || age > total {
             return Queue::Probation;
         }
         let may_pass = CLOCK_HAND_RATIO * pages;
@@ -445,10 +445,10 @@ impl State {
     }
 
     /// Returns the queue to scan next in a part.
-    fn first_of(&self, part: Part) -> Option<Queue> {
+    fn first_of(&self, part: CachePart) -> Option<Queue> {
         let (deferred, queues) = match part {
-            Part::New => (Queue::DeferredNew, &[Queue::Small, Queue::Probation][..]),
-            Part::Main => (Queue::DeferredMain, &[Queue::Main][..]),
+            CachePart::New => (Queue::DeferredNew, &[Queue::Small, Queue::Probation][..]),
+            CachePart::Main => (Queue::DeferredMain, &[Queue::Main][..]),
         };
         if self.again[part as usize] > 0 && !self.queues.is_empty(deferred) {
             return Some(deferred);
@@ -459,8 +459,8 @@ impl State {
     /// Scans one folio.
     fn step(&mut self, links: &Links, folios: &impl Folios) -> ScanStep {
         let is_new_large = self.new_pages() >= self.target().max(1);
-        let parts = if is_new_large { [Part::New, Part::Main] } else { [Part::Main, Part::New] };
-        let noreuse = (!self.queues.is_empty(Queue::NoReuse)).then_some((Part::New, Queue::NoReuse));
+        let parts = if is_new_large { [CachePart::New, CachePart::Main] } else { [CachePart::Main, CachePart::New] };
+        let noreuse = (!self.queues.is_empty(Queue::NoReuse)).then_some((CachePart::New, Queue::NoReuse));
         let found = noreuse.or_else(|| parts.into_iter().find_map(|part| Some((part, self.first_of(part)?))));
         let Some((part, queue)) = found else { return ScanStep::Nothing };
         let Some(popped) = self.queues.pop(links, queue) else { return ScanStep::Nothing };
@@ -475,25 +475,25 @@ impl State {
             return ScanStep::Next;
         }
         let order = match folios.look(number) {
-            Look::Gone => return ScanStep::Next,
-            Look::Kept => {
+            FolioState::Gone => return ScanStep::Next,
+            FolioState::Kept => {
                 self.queues.push(links, number, popped.order, deferred);
                 return ScanStep::Next;
             }
-            Look::Idle { order } => order,
+            FolioState::Idle { order } => order,
         };
         let is_used = match part {
             // A noreuse folio is evicted regardless of its uses, but not before its first one.
-            Part::New if queue == Queue::NoReuse && folios.is_awaited(number) => {
+            CachePart::New if queue == Queue::NoReuse && folios.is_awaited(number) => {
                 self.queues.push(links, number, order, Queue::Small);
                 return ScanStep::Next;
             }
-            Part::New => folios.forget_uses(number) && queue != Queue::NoReuse,
-            Part::Main => folios.forget_use(number),
+            CachePart::New => folios.forget_uses(number) && queue != Queue::NoReuse,
+            CachePart::Main => folios.forget_use(number),
         };
         if is_used {
             self.queues.push(links, number, order, Queue::Main);
-            if part == Part::Main {
+            if part == CachePart::Main {
                 self.debt = (self.debt + (1 << order)).min(self.queues.total() / 2);
             }
             return ScanStep::Next;

@@ -24,11 +24,11 @@ struct Folio {
 struct Model(RefCell<BTreeMap<u32, Folio>>);
 
 impl Folios for Model {
-    fn look(&self, number: u32) -> Look {
+    fn look(&self, number: u32) -> FolioState {
         match self.0.borrow().get(&number) {
-            None => Look::Gone,
-            Some(folio) if folio.is_kept => Look::Kept,
-            Some(folio) => Look::Idle { order: folio.order },
+            None => FolioState::Gone,
+            Some(folio) if folio.is_kept => FolioState::Kept,
+            Some(folio) => FolioState::Idle { order: folio.order },
         }
     }
 
@@ -116,7 +116,7 @@ impl Run {
         let folio = Folio { order, uses: 0, is_kept: false, is_alone };
         self.model.0.borrow_mut().insert(number, folio);
         if !is_alone {
-            let recall = self.order.recall(Key::of(0, number.into(), order));
+            let recall = self.order.recall(GhostKey::of(0, number.into(), order));
             self.order.enter(&self.model, number, order, recall);
         }
     }
@@ -181,7 +181,7 @@ impl Run {
     fn drop_candidate(&self, candidate: &Candidate) -> u64 {
         let found = self.model.0.borrow_mut().remove(&candidate.number);
         assert!(found.is_some_and(|folio| !folio.is_kept && folio.order == candidate.order), "{candidate:?} {found:?}");
-        self.order.dropped(candidate, Key::of(0, candidate.number.into(), candidate.order));
+        self.order.dropped(candidate, GhostKey::of(0, candidate.number.into(), candidate.order));
         1 << candidate.order
     }
 }

@@ -6,20 +6,20 @@ use pagemill_sys::ring;
 use std::collections::BTreeSet;
 
 /// Identity of a file: device and inode.
-pub(in crate::store) type Key = (u64, u64);
+pub(in crate::store) type FileKey = (u64, u64);
 
-pub(in crate::store) static CLAIMED: Guarded<BTreeSet<Key>> = Guarded::new(BTreeSet::new());
+pub(in crate::store) static CLAIMED: Guarded<BTreeSet<FileKey>> = Guarded::new(BTreeSet::new());
 
 /// The right to write to a file; dropping it releases the file.
-pub(super) struct Claim {
-    key: Key,
+pub(super) struct FileClaim {
+    key: FileKey,
     /// Generation of the process that owns the claim.
     generation: u32,
 }
 
-impl Claim {
+impl FileClaim {
     /// Claims a file. `None` if another store of this process has it.
-    pub fn take(key: Key) -> Option<Self> {
+    pub fn take(key: FileKey) -> Option<Self> {
         forked::hear();
         let generation = ring::generation().unwrap_or_default();
         // Created only after the insert succeeded, because dropping a claim releases the file.
@@ -32,7 +32,7 @@ impl Claim {
     }
 }
 
-impl Drop for Claim {
+impl Drop for FileClaim {
     fn drop(&mut self) {
         // A fork child must not release the parent's claim.
         if self.is_ours() {

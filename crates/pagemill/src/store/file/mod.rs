@@ -22,14 +22,14 @@ mod open;
 mod progress;
 
 pub use open::FileOptions;
-pub(super) use progress::{Piece, Progress, Step, Way};
+pub(super) use progress::{Piece, TransferProgress, TransferStep, TransferWay};
 
 use super::errno::{self, EBADF, EFBIG, EINVAL};
 use super::transfer::{Direction, Transfer};
 use super::{Store, engine};
 use crate::error::Result;
 use crate::stats::{self, Counter};
-use pagemill_sys::disk::{Alignment, Disk, Kind};
+use pagemill_sys::disk::{Alignment, Disk, FileKind};
 use pagemill_sys::process;
 use std::io;
 use std::path::Path;
@@ -44,7 +44,7 @@ pub(crate) struct Handle {
     pub(super) direct: Option<Disk>,
     pub(super) alignment: Alignment,
     pub(super) block_bytes: usize,
-    pub(super) kind: Kind,
+    pub(super) kind: FileKind,
     pub(super) is_writable: bool,
     /// `RLIMIT_FSIZE` was set when the file was opened. Writes then check it first, because exceeding it raises a fatal
     /// signal.
@@ -54,13 +54,13 @@ pub(crate) struct Handle {
 }
 
 impl Handle {
-    pub fn descriptor(&self, way: Way) -> i32 {
+    pub fn descriptor(&self, way: TransferWay) -> i32 {
         self.disk(way).number()
     }
 
-    fn disk(&self, way: Way) -> &Disk {
+    fn disk(&self, way: TransferWay) -> &Disk {
         match (way, &self.direct) {
-            (Way::Direct, Some(direct)) => direct,
+            (TransferWay::Direct, Some(direct)) => direct,
             _ => &self.buffered,
         }
     }
@@ -113,11 +113,11 @@ impl Handle {
         len_bytes: usize,
         mut act: impl FnMut(&Disk, usize, Piece) -> io::Result<usize>,
     ) -> io::Result<usize> {
-        let mut progress = Progress::default();
+        let mut progress = TransferProgress::default();
         while progress.done_bytes < len_bytes {
             let piece = progress.next(self, addr, offset, len_bytes);
             let result = act(self.disk(piece.way), progress.done_bytes, piece);
-            if progress.take(self, direction, piece, result)? == Step::End {
+            if progress.take(self, direction, piece, result)? == TransferStep::End {
                 break;
             }
         }
@@ -152,7 +152,7 @@ impl Handle {
 pub struct FileStore {
     handle: Arc<Handle>,
     /// Released last.
-    claim: Option<claims::Claim>,
+    claim: Option<claims::FileClaim>,
 }
 
 impl FileStore {
@@ -190,7 +190,7 @@ impl FileStore {
 
     /// Returns whether it is a block device (of fixed length).
     pub fn is_device(&self) -> bool {
-        self.handle.kind == Kind::Device
+        self.handle.kind == FileKind::Device
     }
 
     /// Returns the alignment of addresses, offsets and lengths at which nothing is copied on the way; 1 for a buffered
@@ -226,7 +226,7 @@ impl Store for FileStore {
     /// `EINVAL` for a device, unless it already has that length; else those of the trait.
     fn set_size(&self, size_bytes: u64) -> io::Result<()> {
         let handle = &*self.handle;
-        if handle.kind == Kind::Device {
+        if handle.kind == FileKind::Device {
             let is_same = handle.buffered.size_bytes()? == size_bytes;
             return if is_same { Ok(()) } else { Err(errno::error(EINVAL)) };
         }
@@ -272,7 +272,7 @@ impl Store for FileStore {
 impl Drop for FileStore {
     fn drop(&mut self) {
         // A ring may keep the file open for longer, but it does not write any more.
-        if self.claim.as_ref().is_some_and(claims::Claim::is_ours) {
+        if self.claim.as_ref().is_some_and(claims::FileClaim::is_ours) {
             self.handle.buffered.unlock();
         }
     }

@@ -1,13 +1,13 @@
 //! Opening files: kind of file, exclusive writing, alignment of direct transfers.
 
-use super::claims::Claim;
+use super::claims::FileClaim;
 use super::{FileStore, Handle};
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
 use crate::store::Aligned;
 use crate::store::errno::{self, EINVAL, EISDIR, EOPNOTSUPP};
 use crate::units::{BLOCK_BYTES, PageSize};
-use pagemill_sys::disk::{self, Alignment, Disk, Facts, Kind, Options};
+use pagemill_sys::disk::{self, Alignment, Disk, Facts, FileKind, Options};
 use pagemill_sys::process;
 use std::ffi::{CStr, CString};
 use std::io;
@@ -118,7 +118,7 @@ impl FileOptions {
         check_kind(facts.kind)?;
         let mut claim = None;
         if self.is_writable {
-            let taken = Claim::take((facts.device, facts.inode));
+            let taken = FileClaim::take((facts.device, facts.inode));
             claim = Some(taken.ok_or(Error::Busy { what: "another store of this process writes to the file" })?);
             lock(&buffered)?;
         }
@@ -174,7 +174,7 @@ impl FileOptions {
     /// `O_EXCL` is used.
     fn claim_device(&self, path: &CStr, disk: Disk) -> io::Result<Option<Disk>> {
         let facts = disk.facts()?;
-        if facts.kind != Kind::Device || !self.is_writable {
+        if facts.kind != FileKind::Device || !self.is_writable {
             return Ok(Some(disk));
         }
         let options = Options { is_writable: true, is_exclusive: true, ..Options::default() };
@@ -240,11 +240,11 @@ fn failed(cause: io::Error) -> Error {
     Error::Store { doing: "opening a file", cause }
 }
 
-fn check_kind(kind: Kind) -> Result<()> {
+fn check_kind(kind: FileKind) -> Result<()> {
     match kind {
-        Kind::Regular | Kind::Device => Ok(()),
-        Kind::Folder => Err(failed(errno::error(EISDIR))),
-        Kind::Other => {
+        FileKind::Regular | FileKind::Device => Ok(()),
+        FileKind::Folder => Err(failed(errno::error(EISDIR))),
+        FileKind::Other => {
             Err(Error::Unsupported { what: "a store is a file or a block device, not a pipe or a terminal" })
         }
     }
@@ -258,7 +258,7 @@ fn is_refusal(error: &io::Error) -> bool {
 /// report one.
 fn guess_alignment(disk: &Disk, facts: Facts) -> Alignment {
     let unit = match facts.kind {
-        Kind::Device => disk.sector_bytes().unwrap_or(PageSize::MIN_BYTES),
+        FileKind::Device => disk.sector_bytes().unwrap_or(PageSize::MIN_BYTES),
         _ => PageSize::MIN_BYTES,
     };
     Alignment { memory: unit, offset: unit }

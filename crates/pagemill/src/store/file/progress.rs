@@ -14,7 +14,7 @@ const TRIES: u32 = 64;
 
 /// Which descriptor a piece uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum TransferWay {
     Direct,
     /// Through the kernel's page cache.
     Buffered,
@@ -23,13 +23,13 @@ pub(crate) enum Way {
 /// The next piece of a transfer, from its current position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
-    pub way: Way,
+    pub way: TransferWay,
     pub len_bytes: usize,
 }
 
 /// Whether the transfer continues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum TransferStep {
     More,
     /// The file ends here.
     End,
@@ -37,29 +37,29 @@ pub(crate) enum Step {
 
 /// Progress of one transfer.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Progress {
+pub(crate) struct TransferProgress {
     pub done_bytes: usize,
     /// The file refused a direct piece of this transfer.
     is_refused: bool,
     tries: u32,
 }
 
-impl Progress {
+impl TransferProgress {
     /// Returns the next piece of a transfer of `len_bytes` with memory at `addr`.
     pub fn next(&self, handle: &Handle, addr: usize, offset: u64, len_bytes: usize) -> Piece {
         let (at, left) = (self.done_bytes, (len_bytes - self.done_bytes).min(PIECE_BYTES));
         if !handle.is_direct() {
-            return Piece { way: Way::Buffered, len_bytes: left };
+            return Piece { way: TransferWay::Buffered, len_bytes: left };
         }
         let unit = handle.alignment.offset;
         let whole = left - left % unit;
         let is_aligned =
             (addr + at).is_multiple_of(handle.alignment.memory) && (offset + at as u64).is_multiple_of(unit as u64);
         if is_aligned && whole > 0 && !self.is_refused {
-            return Piece { way: Way::Direct, len_bytes: whole };
+            return Piece { way: TransferWay::Direct, len_bytes: whole };
         }
         stats::add(Counter::TransfersBuffered, 1);
-        Piece { way: Way::Buffered, len_bytes: left }
+        Piece { way: TransferWay::Buffered, len_bytes: left }
     }
 
     /// Records the result of a piece.
@@ -73,30 +73,30 @@ impl Progress {
         direction: Direction,
         piece: Piece,
         result: io::Result<usize>,
-    ) -> io::Result<Step> {
+    ) -> io::Result<TransferStep> {
         match result {
-            Ok(0) if direction == Direction::Read => Ok(Step::End),
+            Ok(0) if direction == Direction::Read => Ok(TransferStep::End),
             Ok(0) => Err(io::ErrorKind::WriteZero.into()),
             Ok(bytes) => {
                 self.done_bytes += bytes.min(piece.len_bytes);
                 if bytes >= piece.len_bytes {
-                    return Ok(Step::More);
+                    return Ok(TransferStep::More);
                 }
                 // A direct read ends between sectors only at the end of the file.
                 let unit = handle.alignment.offset;
-                if direction == Direction::Read && piece.way == Way::Direct && !bytes.is_multiple_of(unit) {
-                    return Ok(Step::End);
+                if direction == Direction::Read && piece.way == TransferWay::Direct && !bytes.is_multiple_of(unit) {
+                    return Ok(TransferStep::End);
                 }
                 stats::add(Counter::TransfersResumed, 1);
-                Ok(Step::More)
+                Ok(TransferStep::More)
             }
-            Err(error) if errno::is(&error, EINVAL) && piece.way == Way::Direct => {
+            Err(error) if errno::is(&error, EINVAL) && piece.way == TransferWay::Direct => {
                 self.is_refused = true;
-                Ok(Step::More)
+                Ok(TransferStep::More)
             }
             Err(error) if (errno::is(&error, EAGAIN) || errno::is(&error, EINTR)) && self.tries < TRIES => {
                 self.tries += 1;
-                Ok(Step::More)
+                Ok(TransferStep::More)
             }
             Err(error) => Err(error),
         }

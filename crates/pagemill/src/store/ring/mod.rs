@@ -30,7 +30,7 @@ pub use tables::FileId;
 
 use super::buffer::{self, Buffer};
 use super::errno::{self, EBADF, ECANCELED, ETIMEDOUT};
-use super::file::{Handle, Piece, Progress, Step, Way};
+use super::file::{Handle, Piece, TransferProgress, TransferStep, TransferWay};
 use super::transfer::Direction;
 use crate::stats::{self, Counter};
 use backend::{Backend, Call};
@@ -104,14 +104,14 @@ struct InFlight<B> {
     file: FileId,
     direction: Direction,
     offset: u64,
-    progress: Progress,
+    progress: TransferProgress,
     piece: Piece,
     began_ns: u64,
     is_late: bool,
     is_cancelled: bool,
 }
 
-struct Slot<B> {
+struct RequestSlot<B> {
     /// Incremented with each transfer; part of its ticket.
     round: u32,
     request: Option<InFlight<B>>,
@@ -145,7 +145,7 @@ struct Slot<B> {
 /// ```
 pub struct Ring<B: Buffer> {
     backend: ManuallyDrop<Backend>,
-    slots: ManuallyDrop<Vec<Slot<B>>>,
+    slots: ManuallyDrop<Vec<RequestSlot<B>>>,
     free: Vec<u32>,
     events: VecDeque<Event<B>>,
     files: ManuallyDrop<Vec<Option<Arc<Handle>>>>,
@@ -158,14 +158,14 @@ pub struct Ring<B: Buffer> {
     in_flight: usize,
     generation: u32,
     has_waker: bool,
-    counts: Counts,
+    counts: TransferCounts,
     /// Makes the ring `!Send`: it belongs to one thread.
     here: PhantomData<*mut ()>,
 }
 
 /// Added to the statistics in batches, because all threads share their cache line.
 #[derive(Default)]
-struct Counts {
+struct TransferCounts {
     read_bytes: u64,
     written_bytes: u64,
     writes: u64,
@@ -188,7 +188,7 @@ impl<B: Buffer> Ring<B> {
             _ => Backend::threads()?,
         };
         stats::add(Counter::Rings, 1);
-        let slots = (0..depth).map(|_| Slot { round: 0, request: None }).collect();
+        let slots = (0..depth).map(|_| RequestSlot { round: 0, request: None }).collect();
         Ok(Self {
             backend: ManuallyDrop::new(backend),
             slots: ManuallyDrop::new(slots),
@@ -203,7 +203,7 @@ impl<B: Buffer> Ring<B> {
             in_flight: 0,
             generation: generation()?,
             has_waker: false,
-            counts: Counts::default(),
+            counts: TransferCounts::default(),
             here: PhantomData,
         })
     }
@@ -282,8 +282,8 @@ impl<B: Buffer> Ring<B> {
             file,
             direction,
             offset,
-            progress: Progress::default(),
-            piece: Piece { way: Way::Buffered, len_bytes: 0 },
+            progress: TransferProgress::default(),
+            piece: Piece { way: TransferWay::Buffered, len_bytes: 0 },
             began_ns: coarse_ns(),
             is_late: false,
             is_cancelled: false,
@@ -468,8 +468,8 @@ impl<B: Buffer> Ring<B> {
         let step = request.progress.take(handle, request.direction, request.piece, result);
         let is_whole = request.progress.done_bytes == request.buffer.len_bytes();
         match step {
-            Ok(Step::More) if !is_whole && request.is_cancelled => self.end(at, Err(errno::error(ECANCELED))),
-            Ok(Step::More) if !is_whole => self.go_on(at),
+            Ok(TransferStep::More) if !is_whole && request.is_cancelled => self.end(at, Err(errno::error(ECANCELED))),
+            Ok(TransferStep::More) if !is_whole => self.go_on(at),
             Ok(_) => self.end(at, Ok(())),
             Err(error) => self.end(at, Err(error)),
         }
@@ -496,7 +496,7 @@ impl<B: Buffer> Ring<B> {
     }
 
     fn flush_counts(&mut self) {
-        let Counts { read_bytes, written_bytes, writes } = std::mem::take(&mut self.counts);
+        let TransferCounts { read_bytes, written_bytes, writes } = std::mem::take(&mut self.counts);
         if read_bytes > 0 {
             stats::add(Counter::StoreRead, read_bytes);
         }

@@ -6,7 +6,7 @@ use super::regions::RegionId;
 use crate::stats::{self, Counter};
 use crate::store::buffer::Buffer;
 use crate::store::errno::{self, EBUSY, EINVAL, EOPNOTSUPP};
-use crate::store::file::{FileStore, Handle, Way};
+use crate::store::file::{FileStore, Handle, TransferWay};
 use std::io;
 use std::sync::Arc;
 
@@ -24,8 +24,8 @@ pub struct FileId(pub(super) u32);
 
 impl FileId {
     /// Returns its entry in the kernel's table, if the table is large enough.
-    pub(super) fn place(self, way: Way) -> Option<u32> {
-        let place = 2 * self.0 + u32::from(way == Way::Buffered);
+    pub(super) fn place(self, way: TransferWay) -> Option<u32> {
+        let place = 2 * self.0 + u32::from(way == TransferWay::Buffered);
         (place < FILES).then_some(place)
     }
 }
@@ -53,14 +53,16 @@ impl<B: Buffer> Ring<B> {
         }
         let id = FileId(at as u32);
         self.files[at] = Some(handle.clone());
-        self.register_file(id, [handle.descriptor(Way::Direct), handle.descriptor(Way::Buffered)]);
+        self.register_file(id, [handle.descriptor(TransferWay::Direct), handle.descriptor(TransferWay::Buffered)]);
         Ok(id)
     }
 
     /// Best effort: a file that is not in the kernel's table is used by its descriptor.
     fn register_file(&mut self, id: FileId, descriptors: [i32; 2]) {
         let Ok(tables) = self.backend.tables() else { return };
-        let (Some(direct), Some(buffered)) = (id.place(Way::Direct), id.place(Way::Buffered)) else { return };
+        let (Some(direct), Some(buffered)) = (id.place(TransferWay::Direct), id.place(TransferWay::Buffered)) else {
+            return;
+        };
         self.has_file_table = self.has_file_table || tables.make_file_table(FILES).is_ok();
         // After a failure the entry may still name another file, so the table is not used any more.
         self.has_file_table = self.has_file_table

@@ -6,7 +6,7 @@ use super::*;
 use crate::store::FileStore;
 use crate::store::errno::{EBUSY, EINVAL};
 use crate::store::{Aligned, FileOptions, Store};
-use pagemill_sys::disk::{Alignment, Disk, Kind};
+use pagemill_sys::disk::{Alignment, Disk, FileKind};
 use std::io::Write;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicBool;
@@ -51,7 +51,7 @@ impl Handle {
             direct: None,
             alignment: Alignment { memory: 1, offset: 1 },
             block_bytes: 1,
-            kind: Kind::Regular,
+            kind: FileKind::Regular,
             is_writable: true,
             is_limited: false,
             is_resized: AtomicBool::new(false),

@@ -30,13 +30,13 @@ struct CompletionQueue {
     call: Arc<Call>,
 }
 
-struct Job {
+struct ThreadJob {
     transfer: Transfer,
     token: u64,
     completions: Arc<CompletionQueue>,
 }
 
-impl Job {
+impl ThreadJob {
     fn complete(&self, result: i32) {
         lock(&self.completions.done).push(Completion { token: self.token, result });
         self.completions.call.waker.wake();
@@ -63,23 +63,23 @@ impl Job {
 }
 
 /// The threads of a process, and their jobs.
-struct Pool {
+struct ThreadPool {
     generation: u32,
-    state: Mutex<State>,
+    state: Mutex<PoolQueue>,
     more: Condvar,
 }
 
 #[derive(Default)]
-struct State {
-    jobs: VecDeque<Job>,
+struct PoolQueue {
+    jobs: VecDeque<ThreadJob>,
     threads: usize,
     idle: usize,
 }
 
 /// The pool of this process. A fork child creates its own, because the parent's pool has no threads there.
-static POOL: AtomicPtr<Pool> = AtomicPtr::new(std::ptr::null_mut());
+static POOL: AtomicPtr<ThreadPool> = AtomicPtr::new(std::ptr::null_mut());
 
-fn pool() -> &'static Pool {
+fn pool() -> &'static ThreadPool {
     let generation = generation().unwrap_or_default();
     let seen = POOL.load(Acquire);
     // SAFETY: never freed once it is stored there.
@@ -88,7 +88,7 @@ fn pool() -> &'static Pool {
     {
         return pool;
     }
-    let new = Box::into_raw(Box::new(Pool { generation, state: Mutex::default(), more: Condvar::new() }));
+    let new = Box::into_raw(Box::new(ThreadPool { generation, state: Mutex::default(), more: Condvar::new() }));
     match POOL.compare_exchange(seen, new, AcqRel, Acquire) {
         // SAFETY: just created, and never freed from here on.
         Ok(_) => unsafe { &*new },
@@ -101,8 +101,8 @@ fn pool() -> &'static Pool {
     }
 }
 
-impl Pool {
-    fn add(&'static self, jobs: &mut VecDeque<Job>) {
+impl ThreadPool {
+    fn add(&'static self, jobs: &mut VecDeque<ThreadJob>) {
         let mut state = lock(&self.state);
         state.jobs.append(jobs);
         let wanted = state.jobs.len().saturating_sub(state.idle).min(MOST_THREADS - state.threads);
@@ -122,18 +122,18 @@ impl Pool {
         state.threads -= 1;
         let left = if state.threads == 0 { std::mem::take(&mut state.jobs) } else { VecDeque::new() };
         drop(state);
-        left.iter().for_each(Job::run);
+        left.iter().for_each(ThreadJob::run);
     }
 
     /// Removes a transfer from the pool if no thread has begun it.
-    fn withdraw(&self, token: u64, completions: &Arc<CompletionQueue>) -> Option<Job> {
+    fn withdraw(&self, token: u64, completions: &Arc<CompletionQueue>) -> Option<ThreadJob> {
         let mut state = lock(&self.state);
-        let is_it = |job: &Job| job.token == token && Arc::ptr_eq(&job.completions, completions);
+        let is_it = |job: &ThreadJob| job.token == token && Arc::ptr_eq(&job.completions, completions);
         let at = state.jobs.iter().position(is_it)?;
         state.jobs.remove(at)
     }
 
-    fn next(&self) -> Option<Job> {
+    fn next(&self) -> Option<ThreadJob> {
         let mut state = lock(&self.state);
         loop {
             if let Some(job) = state.jobs.pop_front() {
@@ -150,7 +150,7 @@ impl Pool {
     }
 }
 
-impl Work for Pool {
+impl Work for ThreadPool {
     fn work(&'static self) {
         while let Some(job) = self.next() {
             job.run();
@@ -161,7 +161,7 @@ impl Work for Pool {
 
 /// The pool's interface for one ring: queued jobs, and completions.
 pub(super) struct Crew {
-    queued: VecDeque<Job>,
+    queued: VecDeque<ThreadJob>,
     ready: VecDeque<Completion>,
     completions: Arc<CompletionQueue>,
 }
@@ -183,7 +183,7 @@ impl Crew {
     ///
     /// As `sys::ring::Ring::queue`; the file stays open until the completion has come.
     pub unsafe fn queue(&mut self, transfer: &Transfer, token: u64) {
-        self.queued.push_back(Job { transfer: *transfer, token, completions: self.completions.clone() });
+        self.queued.push_back(ThreadJob { transfer: *transfer, token, completions: self.completions.clone() });
     }
 
     #[cfg(all(test, not(shuttle)))]

@@ -1,7 +1,7 @@
 //! Ranges by their handles.
 
 use super::super::range::{Behaviour, Contents, Pin, Range};
-use super::super::word::Phase;
+use super::super::word::RangePhase;
 use super::super::{CLASSES, Ranges, SHARDS};
 use super::*;
 use crate::sync::Relaxed;
@@ -98,7 +98,7 @@ fn check_end(ranges: &Ranges) {
     let count = ranges.count.load(Relaxed);
     for number in 0..count {
         let seen = ranges.entry(number).word.look();
-        assert_eq!((seen.phase(), seen.pins(), seen.is_claimable(0)), (Phase::Free, 0, false));
+        assert_eq!((seen.phase(), seen.pins(), seen.is_claimable(0)), (RangePhase::Free, 0, false));
     }
     // Each entry is in one list, or was never allocated.
     let mut found = vec![false; count as usize];
