@@ -292,7 +292,7 @@ fn step_alone(behind: &Behind, file: &Mapping, model: &mut Model, call: &[u8], a
             }
             match file.refresh() {
                 Err(Error::WrongState { .. }) if !is_synced => {}
-                result => result.expect("nobody has a page"),
+                result => result.expect("no caller has a page"),
             }
         }
     }

@@ -206,7 +206,7 @@ fn trim(process: Process, most: Option<u64>, interrupt: &Interrupt) -> TrimResul
             Some(most) => most.saturating_sub(done.returned),
             None => snapshot.giveable_bytes().saturating_add(MORE_BYTES),
         };
-        // A process without a helper thread answers no orders: report it as late at once.
+        // A process without a helper thread answers no commands: report it as late at once.
         let has_helper = snapshot.get(Counter::Helpers) > 0;
         while left > 0 {
             let command = ControlCommand::Trim { want_bytes: left.min(COMMAND_BYTES) };

@@ -37,7 +37,7 @@ fn run(place: &Place, link: Link, options: &[&str], arguments: &[&str]) -> Optio
     Some(end)
 }
 
-/// Grown from the first call on, growing during the forks, young, and checked.
+/// Grown from the first call on, growing during the forks, on the libc fallback, and checked.
 const WAYS: &[&[&str]] = &[&["--after", "0"], &["--after", "100K"], &["--after", "1G"], &["--after", "0", "--check"]];
 
 #[track_caller]

@@ -148,7 +148,7 @@ fn a_stopped_process_is_no_danger() {
     signal(pid, "CONT");
     // The helper detects the memory that is gone.
     wait_for(&place, pid, "taken", 20 * MIB);
-    assert!(!guard.has_ended() && !neighbour.has_ended(), "somebody was killed");
+    assert!(!guard.has_ended() && !neighbour.has_ended(), "a process was killed");
 }
 
 /// Far from its group's limit, a process does not wake up to check it: the kernel notifies it when the limit gets near.
@@ -237,14 +237,14 @@ fn an_idle_process_gives_back() {
     let pid = wait("it went back", &|pid| figure(&place, pid, "giveable").is_some_and(|bytes| bytes < 2 * MIB));
     let resident = figure(&place, pid, "resident").unwrap();
     assert!(resident < 20 * MIB, "{resident}");
-    wait("nobody is woken any more", &|pid| {
+    wait("no process is woken any more", &|pid| {
         let before = switches(pid);
         std::thread::sleep(Duration::from_secs(3));
         switches(pid) == before
     });
 }
 
-/// Lent memory is accounted only when it is freed, and no allocator call follows. It is returned all the same.
+/// Overcommitted memory is accounted only when it is freed, and no allocator call follows. It is returned all the same.
 #[test]
 fn overcommitted_memory_is_given_back_after_a_last_free() {
     let place = Place::new();

@@ -119,7 +119,7 @@ mod children {
     fn children_are_bounded_together() {
         let place = Place::new();
         let Some(program) = place.compile("forked.c", &[]) else { return };
-        // A slot of 4 MiB is lent untouched: each child may have one more than fits.
+        // A slot of 4 MiB is overcommitted untouched: each child may have one more than fits.
         for (kib, most_mib) in [("256", 120), ("4096", 120 + 4 * 4)] {
             let mut command = place.pagemill_run(&["--limit", "120M"], &program);
             command.args(["100", kib, "4"]);

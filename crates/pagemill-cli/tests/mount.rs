@@ -282,7 +282,7 @@ fn a_killed_controller_is_replaced() {
         assert!(text.out.starts_with("no controller of"), "{}", text.out);
         ram.controller = start(&ram.place, &ram.point, &["--size", "128M"]);
         assert!(fs::read_to_string(ram.place.path("out")).unwrap().contains("taken over"));
-        assert!(!dead.exists(), "a socket that nobody listens to was left");
+        assert!(!dead.exists(), "a socket without a listener was left");
         if dead.parent().unwrap().is_dir() && is_root() {
             drop(std::os::unix::net::UnixListener::bind(dead).unwrap());
         }

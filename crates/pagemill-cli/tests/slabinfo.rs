@@ -152,7 +152,7 @@ fn caches_are_shrunk() {
     assert!(number(row, "moved") > KEPT / 2 && number(row, "freed_bytes") > 0, "{shrunk}");
     assert_eq!(number(row, "resident_bytes"), said(&holder, "nodes")[3]);
     assert_eq!(number(&shrunk["totals"], "freed_bytes"), number(row, "freed_bytes"));
-    assert_eq!(at(&before, "entries"), at(&holder.numbers, "entries"), "nobody named it");
+    assert_eq!(at(&before, "entries"), at(&holder.numbers, "entries"), "no command named it");
 
     let text = show(&place, &holder, &["-s"]);
     holder.next();
@@ -169,7 +169,7 @@ fn caches_are_shrunk() {
     place.assert_swept();
 }
 
-/// Sends an order directly, without the command.
+/// Sends a command directly, without the command.
 fn send_command(figures: &FigurePath, identity: Identity, action: Action, cache: u64) -> Result<Outcome, Unanswered> {
     listing::command(figures, identity, ControlCommand::Slab { action, cache }, || false)
 }
@@ -214,7 +214,7 @@ fn ratios_are_set() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// An order that outlasts the command's wait goes on, other lists work meanwhile, and the result is the same as after
+/// A command that outlasts the command's wait goes on, other lists work meanwhile, and the result is the same as after
 /// waiting.
 #[test]
 fn what_takes_long_goes_on() {
@@ -331,7 +331,7 @@ fn caches_of_a_preloaded_program_are_shrunk() {
     assert_eq!(holder.end(), [1]);
 }
 
-/// A child that is forked during an order lists and shrinks its own caches, and none of its parent's.
+/// A child that is forked during a command lists and shrinks its own caches, and none of its parent's.
 #[test]
 fn a_child_answers_for_itself() {
     let place = Place::new();
@@ -573,7 +573,8 @@ fn garbage_is_refused() {
                 thread::sleep(Duration::from_millis(1));
             }
             if let Some(path) = requests(&place).first() {
-                // Does not create the file again if it is gone; an order is written immediately after its file is made.
+                // Does not create the file again if it is gone; a command is written immediately after its file is
+                // made.
                 while fs::metadata(path).is_ok_and(|metadata| metadata.len() < from as u64) {}
                 let file = fs::OpenOptions::new().write(true).open(path);
                 let _ = file.map(|file| std::os::unix::fs::FileExt::write_all_at(&file, answer, from as u64));

@@ -48,6 +48,25 @@ const PRONOUNS: &[&str] = &["who", "whom", "whoever", "somebody", "nobody", "any
 /// Maximum number of [`PRONOUNS`] in comments and in Markdown files. CONVENTIONS.md quotes them.
 const MAX_PRONOUNS: usize = 5;
 
+/// Files that may use retired terms: the first two list them, the others are about to be replaced.
+const RETIRED_ALLOWED: &[&str] = &[
+    GLOSSARY,
+    "CONVENTIONS.md",
+    "crates/pagemill/src/mapping/ahead.rs",
+    "crates/pagemill/src/mapping/arrivals.rs",
+    "crates/pagemill/src/mapping/behind.rs",
+    "crates/pagemill/src/mapping/fetch.rs",
+    "crates/pagemill/src/mapping/fill.rs",
+    "crates/pagemill/src/mapping/flights.rs",
+    "crates/pagemill/src/mapping/queue.rs",
+    "crates/pagemill/src/mapping/registered.rs",
+];
+
+/// Identifiers with a retired term that are part of an interface: the name of a counter.
+const RETIRED_NAMES: &[&str] = &["books_mended", "BooksMended"];
+
+const GLOSSARY: &str = "docs/glossary.md";
+
 const ALLOW_UNSAFE: &str = "#![allow(unsafe_code)]";
 
 fn root() -> PathBuf {
@@ -382,6 +401,110 @@ fn public_types_have_examples() {
     let text = "/// A.\n///\n/// ```\npub struct A;\n/// B.\n#[derive(Debug)]\npub enum B {}\npub unsafe trait C {}\npub fn d() {}";
     assert_eq!(types_without_example(text, ""), [(7, "B"), (8, "C")]);
     assert_eq!(types_without_example(text, &reexports_with_example("/// ```\npub use c::{B, E};")), [(8, "C")]);
+}
+
+/// Where a retired term is rejected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Rejected {
+    /// As a part of an identifier.
+    Identifier,
+    /// As a part of an identifier, and as a word in comments and Markdown files.
+    Word,
+}
+
+/// The retired terms that the glossary marks as rejected: rows `| term, term | replacement | identifier |`, or `word`,
+/// of its chapter "Retired terms".
+fn retired_terms(glossary: &str) -> Vec<(String, Rejected)> {
+    let chapter = glossary.split_once("\n## Retired terms").map_or("", |(_, rest)| rest);
+    let chapter = chapter.split("\n## ").next().unwrap_or("");
+    let mut terms = Vec::new();
+    for row in chapter.lines().filter(|line| line.starts_with('|')) {
+        let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
+        let rejected = match cells[..] {
+            [_, _, "identifier"] => Rejected::Identifier,
+            [_, _, "word"] => Rejected::Word,
+            _ => continue,
+        };
+        terms.extend(cells[0].split(", ").map(|term| (term.to_owned(), rejected)));
+    }
+    terms
+}
+
+/// Identifiers of the code with their offsets.
+fn identifiers(code: &str) -> impl Iterator<Item = (usize, &str)> {
+    let mut at = 0;
+    code.split(|character: char| !character.is_alphanumeric() && character != '_').filter_map(move |word| {
+        let start = at;
+        at = start + word.len() + code[start + word.len()..].chars().next().map_or(0, char::len_utf8);
+        word.starts_with(|first: char| first.is_alphabetic() || first == '_').then_some((start, word))
+    })
+}
+
+/// The words of an identifier in lower case: `RetireList` and `retire_list` have *retire* and *list*.
+fn words_of(identifier: &str) -> Vec<String> {
+    let mut words = vec![String::new()];
+    let mut was_lower = false;
+    for character in identifier.chars() {
+        if character == '_' || (character.is_uppercase() && was_lower) {
+            words.push(String::new());
+        }
+        was_lower = !character.is_uppercase();
+        if character != '_' {
+            words.last_mut().unwrap().extend(character.to_lowercase());
+        }
+    }
+    words
+}
+
+/// Retired terms in a file: line and term.
+fn retired_in(file: &File, terms: &[(String, Rejected)]) -> Vec<(usize, String)> {
+    let mut found = Vec::new();
+    if file.is_rust() {
+        let code = file.code();
+        for (at, identifier) in identifiers(&code).filter(|(_, identifier)| !RETIRED_NAMES.contains(identifier)) {
+            let words = words_of(identifier);
+            let term = terms.iter().find(|(term, _)| words.contains(term));
+            found.extend(term.map(|_| (line_of(&code, at), identifier.to_owned())));
+        }
+    }
+    let prose = file.prose().to_lowercase();
+    for (term, _) in terms.iter().filter(|(_, rejected)| *rejected == Rejected::Word) {
+        found.extend(words(&prose, term).map(|at| (line_of(&prose, at), term.clone())));
+    }
+    found
+}
+
+/// Code and prose use the terms of the glossary, not those that it has retired.
+#[test]
+fn retired_terms_do_not_come_back() {
+    let files = files();
+    let glossary = files.iter().find(|file| file.path == GLOSSARY).map_or("", |file| &file.text);
+    let terms = retired_terms(glossary);
+    assert!(terms.len() >= 20, "the glossary lists {} rejected terms", terms.len());
+    let checked = files.iter().filter(|file| !RETIRED_ALLOWED.contains(&&*file.path));
+    let problems = checked.flat_map(|file| {
+        let found = retired_in(file, &terms).into_iter();
+        found.map(|(line, name)| format!("{}:{line}: {name}; see {GLOSSARY}", file.path)).collect::<Vec<_>>()
+    });
+    assert_none(&problems.collect::<Vec<_>>());
+}
+
+/// The check finds terms in identifiers of both styles and, if marked so, in prose; not in strings or in longer words.
+#[test]
+fn retired_terms_are_found() {
+    let glossary = "## Terms\n| none | x | word |\n\n## Retired terms\n\n| retired | term | rejected as |\n|---|---|---|\n\
+        | limbo, hall | list | word |\n| books | state | identifier |\n| turn | wait | - |\n\n## More\n| other | x | word |\n";
+    let terms = retired_terms(glossary);
+    let expected = [("limbo", Rejected::Word), ("hall", Rejected::Word), ("books", Rejected::Identifier)];
+    assert_eq!(terms, expected.map(|(term, rejected)| (term.to_owned(), rejected)));
+    let text = "/// The Limbo of a hallway; the books' turn.\nstruct MyLimbo(u8);\nfn check_books(turn: Hall) {}\n\
+        const TEXT: &str = \"limbo\";\nlet limbos = bookshelf;\n";
+    let rust = File { path: "crates/planted.rs".to_owned(), text: text.to_owned() };
+    let found = |file| retired_in(file, &terms);
+    let names = |found: Vec<(usize, String)>| found.into_iter().map(|(line, name)| format!("{line} {name}"));
+    assert_eq!(names(found(&rust)).collect::<Vec<_>>(), ["2 MyLimbo", "3 check_books", "3 Hall", "1 limbo"]);
+    let markdown = File { path: "planted.md".to_owned(), text: "The books are\nin limbo.\n".to_owned() };
+    assert_eq!(names(found(&markdown)).collect::<Vec<_>>(), ["2 limbo"]);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use common::{Place, STUCK_AFTER, finish};
 const MIB: u64 = 1 << 20;
 
 /// Memory that is unmapped, replaced, moved, discarded or freed is no longer volatile; in a grown program and in a
-/// young one.
+/// one on the libc fallback.
 #[test]
 fn what_goes_is_not_marked() {
     let place = Place::new();

@@ -121,7 +121,7 @@ fn many_ranges_are_listed_to_many() {
     let place = Place::new();
     let Some(program) = place.compile("vranges.c", &[]) else { return };
     let mut command = place.pagemill_run(&[], &program);
-    // Young: it grows for its marks.
+    // On the libc fallback: it grows for its marks.
     command.arg(COUNT.to_string()).env_remove("PAGEMILL_AFTER");
     let holder = Holder::start(command);
     let page = os_page_bytes() as u64;

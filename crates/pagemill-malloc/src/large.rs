@@ -88,7 +88,7 @@ fn allocate(size: usize, align: usize, zeroing: Zeroing) -> *mut c_void {
     }
 }
 
-/// Charges a young program's memory to its process tree.
+/// Charges the memory of the libc fallback to its process tree.
 fn charge_libc_fallback() {
     if let Some(account) = start::account_of_libc_fallback() {
         libc_fallback::charge_roughly(account);
@@ -117,7 +117,7 @@ pub fn aligned(align: usize, size: usize) -> *mut c_void {
 enum PointerOwner {
     /// Null.
     None,
-    /// Allocated while the program was young, or while the library started.
+    /// Allocated while the C library served the program, or while the library started.
     CLibrary,
     Small,
     Heap(&'static Pagemill),
@@ -167,7 +167,7 @@ pub unsafe extern "C" fn free(pointer: *mut c_void) {
             if let Err(error) = unsafe { pagemill.heap.free(pointer as usize) } {
                 misuse("free", &error);
             }
-            // How much of lent memory was resident is known only now, and this may be the last call for long.
+            // How much of overcommitted memory was resident is known only now, and this may be the last call for long.
             start_helper_if_due(pagemill);
         }
     }
@@ -183,7 +183,7 @@ fn forget_marks(pagemill: &'static Pagemill, pointer: *mut c_void) {
     }
 }
 
-/// The Pagemill of this process; a young program grows for it. `None` if the C library serves for good.
+/// The Pagemill of this process; a program on the libc fallback grows for it. `None` if the C library serves for good.
 pub fn grown() -> Option<&'static Pagemill> {
     loop {
         match start::state() {

@@ -14,7 +14,7 @@
 //! | `settings.rs` | environment variables |
 //! | `fork.rs` | the order of fork handlers |
 //! | `mallctl.rs` | jemalloc's control call, for programs that are linked to jemalloc |
-//! | `marks.rs` | `pagemill_vrange`, and the calls that end its marks |
+//! | `vrange_hooks.rs` | `pagemill_vrange`, and the calls that end its marks |
 //! | `signals.rs` | `sigaction` and `signal`: Pagemill handles faults first |
 //! | `check.rs` | `PAGEMILL_CHECK`: a bit for every small allocation |
 //!

@@ -1,8 +1,8 @@
 //! Start, growth and exit of the library in a process.
 //!
 //! The library starts in its constructor, or in the first call of malloc if that comes earlier: from the loader, or
-//! from another library's constructor. Mostly the program is *young* then ([`crate::libc_fallback`]), and the arena is
-//! created when it grows. Allocations of the same thread during that time are served by the C library.
+//! from another library's constructor. Mostly the C library serves the program then ([`crate::libc_fallback`]), and the
+//! arena is created when it grows. Allocations of the same thread during that time are served by the C library.
 #![allow(unsafe_code)] // statics made at start
 
 use crate::settings::{self, settings, warn};
@@ -36,8 +36,8 @@ static ACCOUNT: AtomicPtr<Account> = AtomicPtr::new(ptr::null_mut());
 /// The page of the process tree, if this process is in one. There the figures stay after exit, for `run` to count.
 static TREE: AtomicPtr<TreePage> = AtomicPtr::new(ptr::null_mut());
 
-/// Held while the arena is created, and across forks. A thread that wants to grow never waits for it: it stays young
-/// meanwhile.
+/// Held while the arena is created, and across forks. A thread that wants to grow never waits for it: it stays on the
+/// libc fallback meanwhile.
 pub static GROWTH: Lock = Lock::new();
 
 /// The state of the library.
@@ -95,7 +95,7 @@ pub fn state() -> State {
 
 /// Switches from the C library to Pagemill because the program has grown. Returns whether Pagemill serves now.
 ///
-/// Does nothing while a fork is under way or another thread does this: then the program stays young a little longer.
+/// Does nothing while a fork is under way or another thread does this: then the C library serves a little longer.
 #[cold]
 pub fn grow() -> bool {
     if !GROWTH.try_acquire() {
@@ -133,8 +133,8 @@ fn begin_life() -> usize {
     LIBC_FALLBACK
 }
 
-/// The account of a young program for its tree, created when the program holds enough to be charged. Most programs of a
-/// tree end before.
+/// The account of a program on the libc fallback for its tree, created when the program holds enough to be charged.
+/// Most programs of a tree end before.
 pub fn account_of_libc_fallback() -> Option<&'static Account> {
     extern "C" fn on_new_stack(_: *mut c_void) {
         let _ = make_account();

@@ -39,7 +39,8 @@ pub unsafe extern "C" fn pagemill_vrange(
     behaviour: c_int,
     purged: *mut c_int,
 ) -> isize {
-    // A young program grows for it. A program that the C library serves for good has nothing that could purge.
+    // A program on the libc fallback grows for it. A program that the C library serves for good has nothing that could
+    // purge.
     let vranges = || match large::grown() {
         Some(pagemill) => {
             start::helper(pagemill);
@@ -61,7 +62,7 @@ pub unsafe extern "C" fn pagemill_vrange(
 /// As documented in pagemill.h: `amounts` can be written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagemill_figures(amounts: *mut stats::Amounts) -> c_int {
-    // While the C library serves a young program there is nothing to measure.
+    // While the C library serves the program there is nothing to measure.
     let figures = start::pagemill().map_or_else(stats::snapshot, |pagemill| pagemill.figures());
     // SAFETY: guaranteed by the caller.
     unsafe { amounts.write(figures.amounts()) };

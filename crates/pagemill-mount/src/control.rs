@@ -59,7 +59,7 @@ impl Keeper {
     pub fn start(settings: Settings, access: FileAccess) -> io::Result<Self> {
         let control_loop = ControlLoop::new(settings, access)?;
         let submissions = control_loop.submissions();
-        let thread = thread::Builder::new().name("steward".into()).spawn(move || control_loop.run())?;
+        let thread = thread::Builder::new().name("control-loop".into()).spawn(move || control_loop.run())?;
         Ok(Self { submissions, thread: Some(thread) })
     }
 }

@@ -81,7 +81,7 @@ pub fn now_ns() -> i64 {
 }
 
 impl FileTable {
-    /// Creates an empty ledger. `worker` is the command line of the worker process.
+    /// Creates an empty table. `worker` is the command line of the worker process.
     pub fn new(access: Arc<FileAccess>, mut groups: Groups, worker: Vec<OsString>) -> Self {
         let own_group = groups.of_self();
         // Without permission to read page charges, events carry no process id either. All writers then count as this

@@ -691,7 +691,7 @@ mod tests {
         assert_eq!((groups.sample().len(), groups.of_inode(inode)), (2, one));
         std::fs::remove_dir_all(format!("{}/cg/app/one", tree.root())).unwrap();
         groups.limits_read_at = None;
-        assert!(groups.sample().is_empty(), "nobody is left below /app");
+        assert!(groups.sample().is_empty(), "no process is left below /app");
         assert!(groups.helps(one, 0) && groups.folder(one).is_none());
         let app = groups.add_folder(&format!("{}/cg/app", tree.root())).unwrap();
         assert_eq!(groups.sample()[0].name, "/app");

@@ -329,7 +329,7 @@ mod tests {
                 *opener.borrow_mut() = Some(std::thread::spawn(move || File::open(path).map(drop)));
                 let begun = std::time::Instant::now();
                 while pages::has_lease(fd.as_fd()) {
-                    assert!(begun.elapsed().as_secs() < 600, "nobody is said to wait");
+                    assert!(begun.elapsed().as_secs() < 600, "no waiter is reported");
                 }
             }
             true

@@ -569,7 +569,7 @@ mod tests {
         let begun = Instant::now();
         share.charge(Duration::from_millis(2));
         assert!(!share.wait(Duration::from_millis(10), || false), "that was taken");
-        assert!(share.wait(Duration::ZERO, || true), "nobody needs it");
+        assert!(share.wait(Duration::ZERO, || true), "no process needs it");
         assert!(share.wait(Duration::from_secs(600), || false) && begun.elapsed() >= Duration::from_millis(100));
         let begun = Instant::now();
         share.charge(Duration::from_secs(600));

@@ -51,7 +51,7 @@ fn kernel_page_bytes() -> usize {
 /// If the size was already queried, or if `bytes` is not a valid size.
 pub fn pretend_os_page(bytes: usize) {
     assert!(bytes.is_power_of_two() && (kernel_page_bytes()..=MOST_OS_PAGE_BYTES).contains(&bytes));
-    assert_eq!(OS_PAGE_BYTES.swap(bytes, Relaxed), 0, "somebody counts on another size");
+    assert_eq!(OS_PAGE_BYTES.swap(bytes, Relaxed), 0, "other code counts on another size");
 }
 
 /// The largest OS page size.

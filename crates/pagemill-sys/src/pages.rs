@@ -318,7 +318,7 @@ mod tests {
         let opener = std::thread::spawn(move || File::open(path).map(drop));
         let begun = std::time::Instant::now();
         while has_lease(file.as_fd()) {
-            assert!(begun.elapsed().as_secs() < 600, "nobody is said to wait");
+            assert!(begun.elapsed().as_secs() < 600, "no waiter is reported");
         }
         drop(file);
         opener.join().unwrap().unwrap();

@@ -102,8 +102,8 @@ impl Pagemill {
     /// Measures and returns the current figures: what the process holds, how much of it could be given back at once,
     /// and what was done so far. `pagemill meminfo` and `vmstat` show the same.
     ///
-    /// Cost: some 20 us for each 64 MiB that is lent or volatile; at most 20 ms for volatile memory. Call it outside
-    /// every lock that a `free` may take.
+    /// Cost: some 20 us for each 64 MiB that is overcommitted or volatile; at most 20 ms for volatile memory. Call it
+    /// outside every lock that a `free` may take.
     pub fn figures(&self) -> Snapshot {
         self.measure();
         stats::snapshot()

@@ -78,5 +78,5 @@
 //! ```
 //! ```compile_fail,E0133
 //! # let pagemill = pagemill::Pagemill::for_test();
-//! pagemill.arena.lend_extent(pagemill.heap.base(), 4096);
+//! pagemill.arena.overcommit_extent(pagemill.heap.base(), 4096);
 //! ```

@@ -301,7 +301,7 @@ counters! {
     read_ahead_unused: ReadAheadUnused, Sum, Bytes;
     /// Reads of stores started by readahead.
     read_ahead_transfers: ReadAheadTransfers, Sum, Count;
-    /// Calls that waited for a store, or for another thread's read, longer than their cache's patience.
+    /// Calls that waited for a store, or for another thread's read, longer than their cache's timeout.
     reads_late: ReadsLate, Sum, Count;
     /// Blocks of slab caches, charged to `resident` as `cache`.
     slab_blocks: SlabBlocks, Gauge, Count;

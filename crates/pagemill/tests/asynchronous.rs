@@ -355,12 +355,12 @@ fn files_of_the_system_are_read_by_tasks() {
         let mut context = Context::from_waker(Waker::noop());
         _ = Box::pin(file.fetch(0, 9)).as_mut().poll(&mut context);
         drop(file);
-        FileStore::open(&path).expect("nobody has it any more");
+        FileStore::open(&path).expect("no store has it any more");
     }
     std::fs::remove_file(&path).unwrap();
 }
 
-/// A store that hangs: calls return when their patience ends, the read continues, and its data serves later calls.
+/// A store that hangs: calls return when their timeout ends, the read continues, and its data serves later calls.
 #[test]
 fn calls_wait_no_longer_than_they_may() {
     let timeout = Some(Duration::from_millis(20));
@@ -386,7 +386,7 @@ fn calls_wait_no_longer_than_they_may() {
     until(|| file.pin_present(0).unwrap().is_some() && file.pin_present(PAGE as u64).unwrap().is_some());
     assert_read(&file, 0, &bytes(MIB)[..2 * PAGE]);
     assert_eq!(store.calls().reads, 2);
-    // With the given patience, a read that fails in time reports its cause.
+    // With the given timeout, a read that fails in time reports its cause.
     store.set_faults(Faults { fails_after: Some(0), ..Faults::default() });
     until(|| file.read_at(&mut [0; 8], 8 * PAGE as u64).unwrap_err().errno() == 5);
 }

@@ -378,7 +378,7 @@ fn a_refusal_tells_the_numbers_and_ends_with_the_need() {
     assert_eq!((wanted_bytes, used_bytes, limit_bytes), (2 << 20, 16 << 20, 16 << 20));
     assert_eq!(error.errno(), libc::ENOMEM);
     assert_eq!(pagemill.account.resident(), 16 << 20);
-    assert!(pagemill.heap.allocate(8 * MIB, 1).is_err(), "not even lent");
+    assert!(pagemill.heap.allocate(8 * MIB, 1).is_err(), "not even overcommitted");
     all.drain(..).for_each(|addr| free(pagemill, addr));
     let big = filled(pagemill, 8 * MIB, 1);
     assert_eq!(first_other(big, 8 * MIB, 1), None);
@@ -418,7 +418,8 @@ fn a_calloc_at_the_limit_loses_no_slot() {
     assert_eq!(allocate(pagemill, 32 * MIB), slot, "the slot is lost");
 }
 
-/// Shrinking at the limit: it works, or every byte is still there. Two lent slots, touched after both were granted.
+/// Shrinking at the limit: it works, or every byte is still there. Two overcommitted slots, touched after both were
+/// granted.
 #[test]
 fn a_refused_shrink_loses_no_byte() {
     let _alone = alone();
@@ -543,8 +544,8 @@ fn a_slot_across_blocks_goes_back_whole() {
     assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), (0, 0));
 }
 
-/// A block that was once a huge page and is lent later may become resident as a whole with one touch; it is also given
-/// back as a whole.
+/// A block that was once a huge page and is overcommitted later may become resident as a whole with one touch; it is
+/// also given back as a whole.
 #[test]
 fn a_block_that_came_in_by_touch_goes_back_whole() {
     let _alone = alone();
@@ -557,7 +558,7 @@ fn a_block_that_came_in_by_touch_goes_back_whole() {
     free(pagemill, big);
     purge(pagemill);
     assert_eq!(reconciled(pagemill), 0);
-    let again = filled(pagemill, 112 * KIB, 1); // lent, since little is resident
+    let again = filled(pagemill, 112 * KIB, 1); // overcommitted, since little is resident
     free(pagemill, again);
     purge(pagemill);
     assert_eq!((reconciled(pagemill), pagemill.heap.free_bytes()), (0, 0));
@@ -694,7 +695,7 @@ fn a_fork_child_counts_for_itself() {
             purge(pagemill);
             let (charged, free_bytes) = (reconciled(pagemill), pagemill.heap.free_bytes());
             let untouched = stats::get(Counter::Untouched);
-            assert!(untouched < 1 << 40, "{name}: {untouched:#x} bytes are said to be lent and untouched");
+            assert!(untouched < 1 << 40, "{name}: {untouched:#x} bytes are said to be overcommitted and untouched");
             assert_eq!((charged, free_bytes), (0, 0), "{name}: charged and free bytes after giving all back");
             let again = FORKED_SIZES.map(|size| filled(pagemill, size, 12));
             let written: usize = FORKED_SIZES.iter().sum();
@@ -740,7 +741,7 @@ fn realloc_beside_a_fork_child_keeps_every_byte() {
     }
 }
 
-/// Lent memory exceeds the limit only by touching: measured, it is charged, and the next request is refused.
+/// Overcommitted memory exceeds the limit only by touching: measured, it is charged, and the next request is refused.
 #[test]
 fn touched_loans_are_charged() {
     let _alone = alone();

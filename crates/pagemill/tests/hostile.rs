@@ -196,7 +196,7 @@ fn the_end_of_a_transfer_may_panic() {
     assert_eq!(ends.recv().unwrap(), (true, 7));
 }
 
-/// A store that never ends what it was given: with a patience, syncs say so, and succeed once it has ended.
+/// A store that never ends what it was given: with a timeout, syncs say so, and succeed once it has ended.
 #[test]
 fn a_sync_ends_though_the_store_does_not() {
     let timeout = Some(Duration::from_millis(30));

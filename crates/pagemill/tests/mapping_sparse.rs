@@ -122,7 +122,7 @@ fn split_folios_are_not_made_again() {
     let file = cache.create().unwrap();
     file.truncate(3 * BLOCK).unwrap();
     assert_holds(&file, &[0, 0, 0]);
-    assert_eq!(cache.usage().huge, 3 * BLOCK, "as the policy says, for who reads a hole");
+    assert_eq!(cache.usage().huge, 3 * BLOCK, "as the policy says, for a read of a hole");
     file.write_at(&[1; PAGE], 0).unwrap();
     file.write_at(&[2; BLOCK_BYTES / 2], BLOCK).unwrap();
     let split = [(); 2].map(|()| cache.split_sparse_waiting(usize::MAX));
@@ -195,7 +195,7 @@ fn files_with_a_store_are_left_alone() {
     assert!(bytes[50..150].iter().all(|byte| *byte == 7) && bytes.len() == BLOCK_BYTES);
 }
 
-/// Folios that are never split are not thinned, and neither are single pages.
+/// Folios that are never split are not split as sparse, and neither are single pages.
 #[test]
 fn whole_folios_stay() {
     let caches = Pagemill::for_test().caches;

@@ -70,7 +70,7 @@ fn disturb(file: &Mapping, seed: &mut u64) {
 }
 
 /// Two files of one cache, so that memory moves between them; writers, readers, pinners, and a thread that truncates,
-/// punches, splits, collapses and thins.
+/// punches, splits, collapses and splits sparse folios.
 fn no_reader_sees_bytes_of_another_page(cache: &Cache) {
     let files = [cache.create().unwrap(), cache.create().unwrap()];
     let (files, is_over, reads) = (&files, &AtomicBool::new(false), &AtomicU64::new(0));

@@ -232,7 +232,7 @@ impl Model {
             85..95 => self.purge(),
             _ => {
                 self.pagemill.account.reconcile();
-                "settle"
+                "reconcile"
             }
         }
     }
@@ -407,7 +407,7 @@ fn random_operations_on_software_pages() {
 fn the_limit_holds() {
     const LIMIT: u64 = 48 << 20;
     let mut model = Model::new("limit", Layout::for_test(), LIMIT, BLOCK_BYTES - 1);
-    // Blocks split under the limit are lent again: an allocation that fits may add two blocks to it.
+    // Blocks split under the limit are overcommitted again: an allocation that fits may add two blocks to it.
     const OVERCOMMITTED: u64 = 2 * BLOCK_BYTES as u64;
     for step in 0..1000 {
         if model.random.below(3) == 0 {
@@ -426,11 +426,12 @@ fn the_limit_holds() {
     assert_eq!(all.len(), 20);
 }
 
-/// Lent memory may exceed the limit by the lent amount; refusals report the numbers, and room is regained.
+/// Overcommitted memory may exceed the limit by the overcommitted amount; refusals report the numbers, and room is
+/// regained.
 #[test]
 fn the_limit_holds_but_for_overcommitted_memory() {
     const LIMIT: u64 = 64 << 20;
-    let mut model = Model::new("limit, lent", Layout::for_test(), LIMIT, 32 << 20);
+    let mut model = Model::new("limit, overcommitted", Layout::for_test(), LIMIT, 32 << 20);
     has_collapsed();
     for step in 0..500 {
         if model.random.below(3) == 0 {
@@ -443,7 +444,7 @@ fn the_limit_holds_but_for_overcommitted_memory() {
         let resident = model.pagemill.account.resident();
         assert!(
             resident <= LIMIT + overcommitted as u64 || has_collapsed(),
-            "step {step}: {resident} bytes, {overcommitted} lent"
+            "step {step}: {resident} bytes, {overcommitted} overcommitted"
         );
         model.check(&format!("step {step}"));
     }

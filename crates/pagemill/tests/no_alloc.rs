@@ -284,7 +284,7 @@ fn reclaim_allocates_nothing_elsewhere() {
     });
 }
 
-/// Extents: committed, decommitted, lent, split, measured.
+/// Extents: committed, decommitted, overcommitted, split, measured.
 #[test]
 fn extents_allocate_nothing_elsewhere() {
     let layouts = layouts();
@@ -302,7 +302,7 @@ fn extents_allocate_nothing_elsewhere() {
             require(unsafe { arena.commit(addr + 2 * page, page) }.is_ok(), "commit again");
             let Ok(overcommitted) = arena.extent(BLOCK_BYTES, 1) else { fatal(format_args!("no extent")) };
             // SAFETY: a new extent.
-            require(unsafe { arena.overcommit_extent(overcommitted, BLOCK_BYTES) }.is_ok(), "lend");
+            require(unsafe { arena.overcommit_extent(overcommitted, BLOCK_BYTES) }.is_ok(), "overcommit");
             arena.reconcile_extents();
             require(arena.extent(usize::MAX, 1).is_err(), "no addresses");
             while arena.prefault() {}

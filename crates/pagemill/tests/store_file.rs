@@ -529,7 +529,7 @@ fn errors_of_the_store_are_passed_on() {
     let folder = folder();
     let store = FaultyStore::new(FileStore::create(folder.path().join("file")).unwrap());
     store.write(0, &aligned(&pattern(8 * KIB, 1))).unwrap();
-    assert!(store.as_file().is_none(), "nobody goes past the faults");
+    assert!(store.as_file().is_none(), "no call goes past the faults");
     store.set_faults(Faults { fail_per_mille: 1000, ..Faults::default() });
     let errors = [store.read(0, &mut [0; 8]), store.write(0, &[0; 8]), store.sync(), store.set_size(0)];
     assert!(errors.into_iter().all(|result| result.unwrap_err().raw_os_error() == Some(libc::EIO)));

@@ -202,7 +202,7 @@ fn a_fault_of_the_callers_buffer_reads_the_page_that_is_written() {
         writing.join().unwrap().unwrap();
         in_time
     });
-    assert!(in_time, "who serves the fault waits for who faults");
+    assert!(in_time, "the server of the fault waits for the faulting thread");
 }
 
 /// A store that reads less than it reports exposes no other file's bytes.

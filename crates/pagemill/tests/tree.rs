@@ -268,7 +268,7 @@ fn the_charge_of_the_killed_ends() {
     let (mut a, mut b) = (Member::start(&tree), Member::start(&tree));
     a.must_allocate(48);
     a.kill();
-    assert_eq!(tree.page.totals().resident, (48 * MIB) as u64, "nobody has looked yet");
+    assert_eq!(tree.page.totals().resident, (48 * MIB) as u64, "no process has looked yet");
     b.must_allocate(60);
     let totals = tree.page.totals();
     assert_eq!((totals.members, totals.resident), (1, (60 * MIB) as u64));

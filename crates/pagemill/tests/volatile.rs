@@ -356,7 +356,7 @@ fn the_helper_wakes_for_the_first_range() {
     range.mark().unwrap();
     let until = Instant::now() + LONG;
     while own.ranges.giveable_bytes() == 0 {
-        assert!(Instant::now() < until, "nobody looked");
+        assert!(Instant::now() < until, "no thread looked");
         sleep(Duration::from_millis(10));
     }
 }

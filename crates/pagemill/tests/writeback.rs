@@ -132,7 +132,7 @@ fn writers_wait_for_the_store() {
                 }
                 is_over.store(true, SeqCst);
             });
-            until("nobody waits", || store.held() > 0 && cache.dirty_bytes() >= MIB as u64);
+            until("no thread waits", || store.held() > 0 && cache.dirty_bytes() >= MIB as u64);
             assert!(!is_over.load(SeqCst));
             // Rewriting a dirty page, and reading, never wait.
             let mut byte = [0];

@@ -91,8 +91,8 @@ pub fn ask(arguments: &Asker) -> Outcome {
     let (mut times, mut late) = (Vec::with_capacity(arguments.asks), 0_u64);
     while times.len() < arguments.asks {
         hoard.refill()?;
-        // A request for zero bytes: the tree measures its lent memory now, which then does not count as new during the
-        // requests.
+        // A request for zero bytes: the tree measures its overcommitted memory now, which then does not count as new
+        // during the requests.
         page.ask(0, None, || false);
         for _ in 0..asks_each.min(arguments.asks - times.len()) {
             let took = time_one(page, bytes);

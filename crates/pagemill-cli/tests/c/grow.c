@@ -1,5 +1,5 @@
 /* Grows at an awkward moment, chosen by argv[1]:
-   handlers  the program's own fork handlers, registered while young, allocate after it has grown
+   handlers  the program's own fork handlers, registered on the libc fallback, allocate after it has grown
    forks     one thread grows while others fork and register handlers; children allocate and end
    clearenv  the environment is cleared before it grows
    stack     the thread that grows has hardly more stack than the minimum

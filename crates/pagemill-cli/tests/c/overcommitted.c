@@ -1,4 +1,4 @@
-/* Allocates 180 MiB as lent memory, touches and frees them, and never calls the allocator again. */
+/* Allocates 180 MiB as overcommitted memory, touches and frees them, and never calls the allocator again. */
 #include "check.h"
 
 int main(void) {

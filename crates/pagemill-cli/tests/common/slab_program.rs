@@ -125,7 +125,7 @@ fn say(infos: &[SlabInfo]) {
 /// The program, as which the test `program` of a file runs for the other tests of that file.
 pub fn run() {
     let Some(folder) = std::env::var_os(BE_PROGRAM) else { return };
-    // A ratio of 0: no object moves without an order.
+    // A ratio of 0: no object moves without a command.
     let settings = |name| Settings { defrag_used_ratio: 0, ..Settings::new(name) };
     let slabs = Pagemill::of_process().unwrap().slabs;
     let entries = slabs.by_handle::<[u64; 24]>(settings("entries")).unwrap();

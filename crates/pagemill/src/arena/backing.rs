@@ -22,7 +22,7 @@ pub(super) fn open(addr: usize, len_bytes: usize) -> Result<()> {
 }
 
 impl Arena {
-    /// Makes one block resident (or lends it), if it is empty.
+    /// Makes one block resident (or overcommits it), if it is empty.
     ///
     /// Does not wait for another thread that does the same for this block: the kernel serves the first touch.
     ///
@@ -49,7 +49,7 @@ impl Arena {
                 Self::count(Counter::Heap, 0, locked.state.charged_pages);
                 return Ok(());
             }
-            // Use small pages, charged when measured: the block is lent from here on.
+            // Use small pages, charged when measured: the block is overcommitted from here on.
             self.budget.reconciled(0, -(BLOCK_BYTES as i64));
         }
         drop(locked);
@@ -118,7 +118,7 @@ impl Arena {
         }
     }
 
-    /// Lends whole blocks to a program; blocks that are not empty are left alone.
+    /// Overcommits whole blocks to a program; blocks that are not empty are left alone.
     ///
     /// # Errors
     ///
@@ -128,7 +128,7 @@ impl Arena {
         if empty == 0 {
             return Ok(());
         }
-        // Lending may purge, so it comes before the locks. Check the states again afterwards.
+        // Overcommitting may purge, so it comes before the locks. Check the states again afterwards.
         self.budget.overcommit((empty * BLOCK_BYTES) as u64, context)?;
         let mut overcommitted = 0;
         for block in first..first + blocks {
@@ -142,7 +142,7 @@ impl Arena {
         Ok(())
     }
 
-    /// Lends blocks again that the program had before and that were just emptied. Cannot be refused.
+    /// Overcommits blocks again that the program had before and that were just emptied. Cannot be refused.
     fn reopen(&self, first: usize, blocks: usize) {
         for block in first..first + blocks {
             let mut locked = self.word(block).lock(&self.generation);
@@ -153,8 +153,8 @@ impl Arena {
         }
     }
 
-    /// Empties whole blocks and lends them again. Returns the bytes that were resident; `None` if the kernel refused,
-    /// perhaps after a part.
+    /// Empties whole blocks and overcommits them again. Returns the bytes that were resident; `None` if the kernel
+    /// refused, perhaps after a part.
     ///
     /// # Safety
     ///
@@ -185,7 +185,7 @@ impl Arena {
         }
     }
 
-    /// Populates the software pages of a range in lent blocks, if they are larger than the OS page.
+    /// Populates the software pages of a range in overcommitted blocks, if they are larger than the OS page.
     pub(crate) fn populate_pages(&self, addr: usize, len_bytes: usize) {
         let page = self.page.bytes().min(BLOCK_BYTES);
         if page > os_page_bytes() && mem::populate(addr, len_bytes).is_ok() {
@@ -193,7 +193,7 @@ impl Arena {
         }
     }
 
-    /// Measures how much of lent blocks is resident, and charges it.
+    /// Measures how much of overcommitted blocks is resident, and charges it.
     pub(crate) fn reconcile(&self, first: usize, blocks: usize) {
         for block in first..first + blocks {
             let full = os_pages_per_block() as u32;
@@ -221,7 +221,7 @@ impl Arena {
         self.recharge(block, state, count);
     }
 
-    /// Changes the charge of a lazy block; the rest of it stays lent.
+    /// Changes the charge of a lazy block; the rest of it stays overcommitted.
     fn recharge(&self, block: usize, state: &mut BlockState, pages: u32) {
         let change = Self::charged_bytes(pages) as i64 - Self::charged_bytes(state.charged_pages) as i64;
         if change != 0 {
@@ -285,8 +285,8 @@ impl Arena {
         Some((first..first + blocks).map(|block| Self::charged_bytes(self.peek(block).charged_pages)).sum())
     }
 
-    /// Finds out what the kernel took of offered blocks, and ends the charge for it: such blocks are lent from here on.
-    /// Returns the bytes.
+    /// Finds out what the kernel took of offered blocks, and ends the charge for it: such blocks are overcommitted from
+    /// here on. Returns the bytes.
     pub(crate) fn note_taken(&self, first: usize, blocks: usize) -> u64 {
         let mut taken = 0;
         for block in first..first + blocks {
@@ -429,7 +429,7 @@ impl Arena {
             let (Some(source), Some(target)) = (source, target) else { continue };
             debug_assert_eq!(target.state.charged_pages, 0);
             if target.state.backing == Backing::Lazy && !target.state.is_inherited {
-                // What was lent to the target is covered by the source's memory.
+                // What was overcommitted to the target is covered by the source's memory.
                 self.budget.reconciled(0, BLOCK_BYTES as i64);
             }
             target.state = std::mem::replace(&mut source.state, BlockState::EMPTY);

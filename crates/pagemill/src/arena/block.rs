@@ -29,7 +29,7 @@ pub(crate) struct BlockState {
     pub backing: Backing,
     /// OS pages charged to the account.
     pub charged_pages: u32,
-    /// Brought in before `fork`: shared with the parent, charged and lent there, never measured here.
+    /// Brought in before `fork`: shared with the parent, charged and overcommitted there, never measured here.
     pub is_inherited: bool,
 }
 

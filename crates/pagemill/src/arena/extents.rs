@@ -74,7 +74,8 @@ impl Arena {
         self.carve(&self.small, blocks, align, self.nodes.current(), |_, _| Ok(()))
     }
 
-    /// Lends an extent as a whole, charged when measured: for the allocator's own metadata, which is never given back.
+    /// Overcommits an extent as a whole, charged when measured: for the allocator's own metadata, which is never given
+    /// back.
     ///
     /// # Errors
     ///
@@ -82,7 +83,7 @@ impl Arena {
     ///
     /// # Safety
     ///
-    /// The range begins an extent of the caller's, of which nothing is committed or lent.
+    /// The range begins an extent of the caller's, of which nothing is committed or overcommitted.
     pub unsafe fn overcommit_extent(&self, addr: usize, len_bytes: usize) -> Result<()> {
         self.overcommit(self.block_of(addr), len_bytes.div_ceil(BLOCK_BYTES), Context::Nested)
     }
@@ -256,7 +257,8 @@ impl Arena {
         freed
     }
 
-    /// Gives back lent pages (the allocator's first extents). They are zero afterwards, even if the kernel refuses.
+    /// Gives back overcommitted pages (the allocator's first extents). They are zero afterwards, even if the kernel
+    /// refuses.
     fn drop_overcommitted(&self, locked: &mut Locked<'_>, part: &BlockPart) -> u64 {
         let addr = self.block_addr(part.block) + part.pages.start * os_page_bytes();
         let len_bytes = part.pages.len() * os_page_bytes();

@@ -11,8 +11,8 @@
 //!            ^ next block                  ^ next block      ^ next block
 //! ```
 //!
-//! Every byte is admitted by the [`Budget`] before it becomes resident. The exception is lent memory, which the program
-//! may touch as if `mmap` had granted it: its resident part is measured (`Arena::reconcile`).
+//! Every byte is admitted by the [`Budget`] before it becomes resident. The exception is overcommitted memory, which
+//! the program may touch as if `mmap` had granted it: its resident part is measured (`Arena::reconcile`).
 //!
 //! Below: `units`, `sync`, `stats`, `trace`. Locks: a zone's lock, then a block's.
 
@@ -67,22 +67,22 @@ pub trait Budget: Sync {
     /// Ends the charge of bytes that the kernel took back.
     fn discharge(&self, bytes: u64);
 
-    /// Lends `bytes`: the program may touch them without another charge.
+    /// Overcommits `bytes`: the program may touch them without another charge.
     ///
     /// # Errors
     ///
     /// [`Error::NoMemory`] if the resident bytes are at the limit already, after reclaim.
     fn overcommit(&self, bytes: u64, context: Context) -> Result<()>;
 
-    /// Makes room for `bytes` that were lent before and are about to be touched.
+    /// Makes room for `bytes` that were overcommitted before and are about to be touched.
     ///
     /// # Errors
     ///
     /// [`Error::NoMemory`] if there is no room after reclaim.
     fn reserve(&self, bytes: u64) -> Result<()>;
 
-    /// Updates the charge of lent bytes: `resident` more (or fewer) are resident, and `reconciled` are no longer
-    /// counted as untouched.
+    /// Updates the charge of overcommitted bytes: `resident` more (or fewer) are resident, and `reconciled` are no
+    /// longer counted as untouched.
     fn reconciled(&self, resident: i64, reconciled: i64);
 
     /// Resident bytes now, and how many more may become resident.

@@ -2,7 +2,7 @@
 //!
 //! A free run of pages is described by its first frame: the word stores that it is free, its order, and whether its
 //! bytes are zero; the owner word holds its neighbours in the free list. All other frames are *Tail*. Whole chunks that
-//! are lent ([`super::leases`]) have a separate list. Guarded by the pool's `state`.
+//! are leased ([`super::leases`]) have a separate list. Guarded by the pool's `state`.
 
 use super::leases::Leases;
 use super::pool::Frame;
@@ -17,13 +17,13 @@ pub(super) const ORDERS: usize = 10;
 /// No frame: the end of a list.
 const NONE: u32 = u32::MAX;
 
-/// The list of whole chunks that are lent: used first, never given back.
+/// The list of whole chunks that are leased: used first, never given back.
 const LEASED: usize = ORDERS;
 
 /// The free lists.
 pub(super) struct Buddies {
     first: [u32; ORDERS + 1],
-    /// Whole chunks, lent or not.
+    /// Whole chunks, leased or not.
     pub whole_count: u32,
     max_order: u8,
     pub leases: Leases,
@@ -108,12 +108,12 @@ impl Buddies {
         if order == self.max_order && leased != NONE { leased } else { self.first[usize::from(order)] }
     }
 
-    /// Whether a whole free chunk is lent.
+    /// Whether a whole free chunk is leased.
     pub fn has_leased(&self) -> bool {
         self.first[LEASED] != NONE
     }
 
-    /// Lends the run of chunks with memory around one to one more ring; none of it is given back until the ring ends
+    /// Leases the run of chunks with memory around one to one more ring; none of it is given back until the ring ends
     /// that.
     pub fn lease(&mut self, frames: &Table<Frame>, chunk: u32) -> Option<Range<u32>> {
         let (run, is_new) = self.leases.lease(chunk)?;
@@ -142,7 +142,7 @@ impl Buddies {
         }
     }
 
-    /// Takes one free whole chunk that is not lent.
+    /// Takes one free whole chunk that is not leased.
     pub fn take_whole(&mut self, frames: &Table<Frame>) -> Option<u32> {
         let number = self.first[usize::from(self.max_order)];
         (number != NONE).then(|| {
@@ -186,8 +186,8 @@ mod tests {
         leases
     }
 
-    /// Lent whole chunks are not given back, and are used first. After the lease they are like any other. Chunks freed
-    /// during the lease are lent, too.
+    /// Leased whole chunks are not given back, and are used first. After the lease they are like any other. Chunks
+    /// freed during the lease are leased, too.
     #[test]
     fn leased_chunks_stay() {
         let frames = frames();

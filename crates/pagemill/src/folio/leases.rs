@@ -1,8 +1,8 @@
-//! Tracks which chunks of a pool have memory, and which are lent: registered with rings, so that the kernel holds their
-//! pages.
+//! Tracks which chunks of a pool have memory, and which are leased: registered with rings, so that the kernel holds
+//! their pages.
 //!
-//! Lent memory must not be given back: the kernel would continue to use the old pages, and data that it reads would be
-//! lost. The window is divided into slots of 64 MiB. At most one run of chunks per slot is lent, to any number of
+//! Leased memory must not be given back: the kernel would continue to use the old pages, and data that it reads would
+//! be lost. The window is divided into slots of 64 MiB. At most one run of chunks per slot is leased, to any number of
 //! rings. Rings with different runs would disagree about what fork children inherit. Guarded by the pool's `state`.
 
 use crate::arena::Table;
@@ -23,7 +23,7 @@ const RINGS_SHIFT: u32 = 48;
 struct LeaseSlot {
     /// One bit for each chunk with memory.
     filled: u32,
-    /// The lent run: first chunk and length, and the number of rings.
+    /// The leased run: first chunk and length, and the number of rings.
     first: u8,
     count: u8,
     rings: u16,
@@ -99,7 +99,7 @@ impl Leases {
     /// Records whether a chunk has memory.
     pub fn note_filled(&self, chunk: u32, is_filled: bool) {
         self.change(chunk, |slot, at| {
-            debug_assert!(is_filled || !slot.is_leased(at), "lent memory goes");
+            debug_assert!(is_filled || !slot.is_leased(at), "leased memory goes");
             slot.filled = slot.filled & !(1 << at) | u32::from(is_filled) << at;
         });
     }
@@ -109,8 +109,8 @@ impl Leases {
         slot.is_leased(chunk % self.chunks)
     }
 
-    /// Lends the run around a chunk once more; returns it, and whether it was not lent before. Returns `None` if it has
-    /// no memory, or another run of its slot is lent.
+    /// Leases the run around a chunk once more; returns it, and whether it was not leased before. Returns `None` if it
+    /// has no memory, or another run of its slot is leased.
     pub fn lease(&self, chunk: u32) -> Option<(Range<u32>, bool)> {
         let begin = chunk - chunk % self.chunks;
         self.change(chunk, |slot, at| {
@@ -131,7 +131,7 @@ impl Leases {
     /// Ends one ring's lease of the run that begins at a chunk. Returns the run if no ring has it any more.
     pub fn end(&self, first: u32) -> Option<Range<u32>> {
         self.change(first, |slot, at| {
-            assert!(slot.rings > 0 && u32::from(slot.first) == at, "not lent");
+            assert!(slot.rings > 0 && u32::from(slot.first) == at, "not leased");
             slot.rings -= 1;
             (slot.rings == 0).then(|| first..first + u32::from(slot.count))
         })
@@ -149,8 +149,8 @@ mod tests {
         leases
     }
 
-    /// The longest run with memory is lent, up to the ends of its slot. Chunks filled next to it are not lent until all
-    /// leases end.
+    /// The longest run with memory is leased, up to the ends of its slot. Chunks filled next to it are not leased until
+    /// all leases end.
     #[test]
     fn runs_end_where_memory_does() {
         let all: Vec<u32> = (0..96).filter(|chunk| ![3, 40, 62].contains(chunk)).collect();
@@ -165,7 +165,7 @@ mod tests {
         assert_eq!(leases.lease(3), None, "it has no memory");
         assert_eq!(leases.lease(41), Some((41..62, true)));
         leases.note_filled(40, true);
-        assert_eq!((leases.lease(40), leases.lease(35)), (None, None), "another run is lent");
+        assert_eq!((leases.lease(40), leases.lease(35)), (None, None), "another run is leased");
         assert_eq!(leases.lease(61), Some((41..62, false)), "to two");
         assert_eq!((leases.end(41), leases.is_leased(50)), (None, true));
         assert_eq!(leases.end(41), Some(41..62));

@@ -79,7 +79,7 @@ pub(crate) struct Taken {
     pub is_zero: bool,
 }
 
-/// The state guarded by `state`.
+/// The state under the pool's lock.
 struct PoolState {
     buddies: Buddies,
     /// Chunks of the window used so far.
@@ -95,7 +95,7 @@ struct PoolState {
 /// # Invariants
 ///
 /// 1. Chunks from 0 to `PoolState::chunks` that are not in the list of empty ones are mapped, writable, and this pool's
-///    alone. They are resident as far as the process allows. Lent chunks stay so. For a pool over reserved huge pages
+///    alone. They are resident as far as the process allows. Leased chunks stay so. For a pool over reserved huge pages
 ///    this holds while it has them.
 /// 2. A thread that took a page from the free lists may change its bytes until its word is *Live*. From then on the
 ///    word's protocol holds.
@@ -123,7 +123,7 @@ pub(crate) struct Pool {
     /// Bytes of a chunk.
     chunk_bytes: usize,
     node: usize,
-    /// Set while free memory cannot be given back because it is lent.
+    /// Set while free memory cannot be given back because it is leased.
     is_wanted_back: AtomicBool,
     /// For a pool over reserved huge pages: [`CLOSED`] at first. Changed under `Caches::users` only.
     reserve: Option<AtomicU8>,
@@ -218,11 +218,11 @@ impl Pool {
         Ok(())
     }
 
-    /// Gives back the reserved pages if no page of the pool is in use or lent; otherwise keeps them.
+    /// Gives back the reserved pages if no page of the pool is in use or leased; otherwise keeps them.
     pub fn end_reserve(&self) {
         let Some(reserve) = self.reserve.as_ref().filter(|reserve| reserve.load(Relaxed) == PLACED) else { return };
         let is_empty = self.state.with(|state| {
-            // Lent chunks are not taken.
+            // Leased chunks are not taken.
             while let Some(number) = state.buddies.take_whole(&self.frames) {
                 let chunk = number >> self.chunk_order;
                 state.buddies.leases.note_filled(chunk, false);
@@ -492,8 +492,8 @@ impl Pool {
         });
     }
 
-    /// Lends the chunks with memory around a page to a ring, up to 64 MiB. None of them is given back until
-    /// [`Pool::end_lease`]. Returns their numbers. Returns `None` if a different run of the same 64 MiB is lent
+    /// Leases the chunks with memory around a page to a ring, up to 64 MiB. None of them is given back until
+    /// [`Pool::end_lease`]. Returns their numbers. Returns `None` if a different run of the same 64 MiB is leased
     /// already, or memory is wanted back.
     pub fn lease(&self, number: u32) -> Option<Range<u32>> {
         if self.is_wanted_back() {
@@ -515,7 +515,7 @@ impl Pool {
         (self.addr(chunks.start << self.chunk_order), chunks.len() * self.chunk_bytes())
     }
 
-    /// Length of the pieces of the window that memory is lent in; the first piece begins with the window.
+    /// Length of the pieces of the window that memory is leased in; the first piece begins with the window.
     pub fn lease_bytes(&self) -> usize {
         self.state.with(|state| state.buddies.leases.chunks() as usize) * self.chunk_bytes
     }
@@ -532,7 +532,7 @@ impl Pool {
             && self.state.with(|state| state.buddies.has_leased() && !self.is_wanted_back.swap(true, Relaxed))
     }
 
-    /// Bytes that [`Pool::shrink`] could give back, if they are not lent.
+    /// Bytes that [`Pool::shrink`] could give back, if they are not leased.
     pub fn giveable_bytes(&self) -> u64 {
         if self.is_hugetlb() {
             return 0;
@@ -545,7 +545,7 @@ impl Pool {
         u64::from(self.filled_chunks.load(Relaxed)) * self.chunk_bytes() as u64
     }
 
-    /// Gives free chunks that are not lent back to the system, up to about `want_bytes`; returns the bytes that the
+    /// Gives free chunks that are not leased back to the system, up to about `want_bytes`; returns the bytes that the
     /// kernel took. Reserved huge pages are never given back: while they are reserved for this pool they have no other
     /// use.
     pub fn shrink(&self, want_bytes: u64) -> u64 {
@@ -555,7 +555,7 @@ impl Pool {
                 let taken = state.buddies.take_whole(&self.frames);
                 state.moving += u32::from(taken.is_some());
                 if let Some(number) = taken {
-                    // From here on it cannot be lent.
+                    // From here on it cannot be leased.
                     state.buddies.leases.note_filled(number >> self.chunk_order, false);
                 }
                 self.note_free(state);
@@ -712,7 +712,7 @@ impl Pool {
         unsafe { std::slice::from_raw_parts_mut(self.addr(number) as *mut u8, len_bytes) }
     }
 
-    /// Publishes the number of free chunks here and in the figures. The caller holds the books.
+    /// Publishes the number of free chunks here and in the figures. The caller holds the lock of the state.
     fn note_free(&self, state: &PoolState) {
         if self.is_wanted_back() && !state.buddies.has_leased() {
             self.is_wanted_back.store(false, Relaxed);

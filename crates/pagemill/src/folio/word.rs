@@ -467,7 +467,7 @@ mod tests {
         word.publish(3, false, true);
         let seen = word.load();
         word.pin().unwrap();
-        assert!(!word.forget_dirty(seen) && word.load().is_dirty(), "somebody writes perhaps");
+        assert!(!word.forget_dirty(seen) && word.load().is_dirty(), "a thread may be writing");
         assert!(!word.unpin() && word.forget_dirty(seen) && !word.load().is_dirty());
         word.hold().unwrap();
         assert!(word.end_hold(true));
@@ -488,7 +488,7 @@ mod tests {
         assert!(!word.forget_use(), "that is what it was fetched for");
         assert!(!word.note_use() && word.forget_use());
         word.set_fetched(Fetched::Ahead);
-        assert!(!word.forget_use() && !word.forget_uses() && word.load().is_ahead(), "nobody has used it");
+        assert!(!word.forget_use() && !word.forget_uses() && word.load().is_ahead(), "no thread has used it");
         assert!(word.note_use() && !word.note_use() && !word.load().is_fetched(), "the first use, once");
         assert!(word.forget_use() && !word.forget_use());
         let seen = word.load();

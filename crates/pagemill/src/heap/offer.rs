@@ -352,7 +352,7 @@ mod tests {
         pagemill.account.reconcile();
         let resident = pagemill.account.resident();
         assert_eq!(resident, 16 * MIB as u64, "charged once");
-        assert!(pagemill.heap.allocate(9 * MIB, 16).is_ok(), "lent");
+        assert!(pagemill.heap.allocate(9 * MIB, 16).is_ok(), "overcommitted");
         pagemill.account.reconcile();
         assert!(pagemill.account.resident() <= 24 * MIB as u64);
     }

@@ -409,7 +409,7 @@ impl Heap {
 
     /// Ends the claims of a block that may have been emptied.
     pub(super) fn restore_all(&self, span: Span, block: usize, claims: &Claims) {
-        // Not decided by the bytes freed: a block that was lent and never touched is empty now, too.
+        // Not decided by the bytes freed: a block that was overcommitted and never touched is empty now, too.
         let is_emptied = self.arena.peek(block).backing == Backing::Empty;
         for (index, claim) in claims.indices() {
             let addr = span.start + index * span.class.bytes();

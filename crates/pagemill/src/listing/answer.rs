@@ -24,7 +24,7 @@ const MOST_LOOK_NS: u64 = 15_000_000;
 /// The errno of errors without one of the system.
 const EIO: i32 = 5;
 
-/// Lists the ranges and the caches of one Pagemill, and passes orders on.
+/// Lists the ranges and the caches of one Pagemill, and passes commands on.
 ///
 /// Example: [`List`](super::List).
 pub struct StatsResponder {

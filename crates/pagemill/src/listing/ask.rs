@@ -66,7 +66,7 @@ pub enum Unanswered {
     Failed(io::Error),
     /// The answer is no valid list.
     Damaged,
-    /// The process has taken the order, but not finished it in time. It continues.
+    /// The process has taken the command, but not finished it in time. It continues.
     InProgress,
 }
 
@@ -285,7 +285,7 @@ impl<'a, R: Record> Asking<'a, R> {
     }
 }
 
-/// Whether the process has marked the order as taken.
+/// Whether the process has marked the command as taken.
 fn is_taken(request: &Request) -> bool {
     let mut bytes = [0; size_of::<u32>()];
     let is_read = request.file.read_exact_at(&mut bytes, ControlCommand::TAKEN_AT as u64).is_ok();

@@ -1,8 +1,8 @@
-//! An order, 32 bytes: 0 magic `pm-ordr1`; 8 number of the request, 12 action (1 shrink, 2 `defrag_used_ratio`, 3
+//! A command, 32 bytes: 0 magic `pm-ordr1`; 8 number of the request, 12 action (1 shrink, 2 `defrag_used_ratio`, 3
 //! `remote_node_defrag_ratio`, 4 return memory), 16 percent (u32 each); 20 set to 1 by the process when it takes the
 //! order (u32); 24 number of the cache, or the wanted bytes.
 //!
-//! The head of the answer follows, and a record of 64 bytes: 0 the value at 24 of the order; 8 bytes returned; 16
+//! The head of the answer follows, and a record of 64 bytes: 0 the value at 24 of the command; 8 bytes returned; 16
 //! objects moved; 24 slabs before, 28 after (u32); 32 resident bytes before, 40 after; 48 `errno` (u32); zeros.
 
 use super::{Record, u32_at, u64_at};
@@ -24,7 +24,7 @@ pub enum Action {
     SetRemoteRatio(u32),
 }
 
-/// An order to a process.
+/// A command to a process.
 ///
 /// ```
 /// use pagemill::{Pagemill, listing::{self, Order}, published};
@@ -45,7 +45,7 @@ pub enum ControlCommand {
     Trim { want_bytes: u64 },
 }
 
-/// The outcome of an order.
+/// The outcome of a command.
 ///
 /// Example: [`ControlCommand`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,17 +55,17 @@ pub struct Outcome {
     /// Zeros if nothing was shrunk; for returned memory only `freed_bytes` is set.
     pub shrunk: ShrinkReport,
     /// 0, or the reason for a failure: `ENOENT` if the cache is gone, `ECANCELED` if code of the program panicked,
-    /// `EAGAIN` if too many orders wait or no thread could be started.
+    /// `EAGAIN` if too many commands wait or no thread could be started.
     pub errno: i32,
 }
 
 impl ControlCommand {
     pub(super) const LEN: usize = 32;
 
-    /// Offset at which the process marks the order as taken: a 1 (u32).
+    /// Offset at which the process marks the command as taken: a 1 (u32).
     pub(super) const TAKEN_AT: usize = 20;
 
-    /// The value by which an answer identifies the order.
+    /// The value by which an answer identifies the command.
     pub(super) fn number(self) -> u64 {
         match self {
             Self::Slab { cache, .. } => cache,

@@ -1,5 +1,5 @@
-//! Executes orders: the helper changes settings at once; long orders run in a thread that ends when none is left. The
-//! helper has other work, and must not wait for callbacks of the program.
+//! Executes commands: the helper changes settings at once; long commands run in a thread that ends when none is left.
+//! The helper has other work, and must not wait for callbacks of the program.
 //!
 //! The helper opens all files. It has a file table of its own, which the thread shares, since the helper starts it. So
 //! the thread must not run code of the program, which would not find the program's descriptors. The defragmentation
@@ -18,7 +18,7 @@ use pagemill_sys::thread;
 use std::ffi::CStr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// The most orders that may wait.
+/// The most commands that may wait.
 const MOST_WAITING: usize = 8;
 
 /// Bytes requested from the owners per step.
@@ -28,7 +28,7 @@ const ENOENT: i32 = 2;
 const EAGAIN: i32 = 11;
 const ECANCELED: i32 = 125;
 
-/// An order that is marked as taken in its file.
+/// A command that is marked as taken in its file.
 struct PendingCommand {
     file: Blank,
     number: u32,
@@ -54,7 +54,7 @@ impl ControlEndpoint {
         Self { account, slabs, queue: Guarded::new(queue) }
     }
 
-    /// Takes the order in the file, if there is one. Called by the helper.
+    /// Takes the command in the file, if there is one. Called by the helper.
     pub fn take(&'static self, path: &CStr, number: u32) {
         let mut bytes = [0; ControlCommand::LEN];
         // On failure the requester has ended, or lacks the right; there is no one to report to.
@@ -69,7 +69,7 @@ impl ControlEndpoint {
         }
     }
 
-    /// Queues the order for the thread.
+    /// Queues the command for the thread.
     fn put_off(&'static self, job: PendingCommand) {
         // Marked before it is queued: the requester must not find it finished but not taken.
         let _ = job.file.write_at(&1_u32.to_le_bytes(), ControlCommand::TAKEN_AT as u64);

@@ -13,12 +13,13 @@
 //! ```
 //!
 //! All numbers are little-endian. Head, 32 bytes: 0 magic (`pm-vrng1` ranges, `pm-cach2` caches, `pm-slab2` slab
-//! caches, `pm-figr1` figures, `pm-answ1` outcome of an order); 8 number of the request (u32); 12 `errno` of a failure,
-//! or 0 (u32); 16 records; 24 records left out. The records: `ranges`, `caches`, `slabs`, `figures`, `commands`.
+//! caches, `pm-figr1` figures, `pm-answ1` outcome of a command); 8 number of the request (u32); 12 `errno` of a
+//! failure, or 0 (u32); 16 records; 24 records left out. The records: `ranges`, `caches`, `slabs`, `figures`,
+//! `commands`.
 //!
-//! An order ([`ControlCommand`]) is in the file from the start, and the answer follows it. Orders that may call code of
-//! the program are executed by a thread that lives while there are orders (`control`). The requester waits no longer
-//! than for a list; then it learns that the order goes on.
+//! A command ([`ControlCommand`]) is in the file from the start, and the answer follows it. Commands that may call code
+//! of the program are executed by a thread that lives while there are commands (`control`). The requester waits no
+//! longer than for a list; then it learns that the command goes on.
 //!
 //! Answering (`answer`) allocates no memory and, while it writes, holds no lock. Asking ([`mod@ask`]) is for commands.
 

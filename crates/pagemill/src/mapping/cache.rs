@@ -369,7 +369,7 @@ pub(crate) struct Inner {
     is_ordered: Guarded<bool>,
     /// Files with a store.
     pub(super) stored_files: AtomicU32,
-    /// Time of the next attempt to evict, or to thin, after one that found nothing.
+    /// Time of the next attempt to evict, or to split sparse folios, after one that found nothing.
     pub(super) evict_after_ns: AtomicU64,
     /// Threads that search for a folio to evict, or are evicting one.
     pub(super) in_hand: AtomicU32,
@@ -606,7 +606,7 @@ impl Inner {
         });
     }
 
-    /// Evicts or thins to free `want_bytes` of folios. Returns whether that succeeded.
+    /// Evicts or splits sparse folios to free `want_bytes` of folios. Returns whether that succeeded.
     pub fn make_room(&self, want_bytes: u64) -> bool {
         self.evict_some(want_bytes) || self.split_sparse_some(want_bytes)
     }
@@ -710,7 +710,7 @@ impl Cache {
         self.0.caches.worker.step(steps)
     }
 
-    /// Checks up to `steps` huge folios of all caches, a fraction of a millisecond each, and thins sparse ones. Passes
+    /// Checks up to `steps` huge folios of all caches, a fraction of a millisecond each, and splits sparse ones. Passes
     /// each chunk at most once. Checks only folios that were not written since the previous round. The background does
     /// this by itself where it runs. Returns the bytes freed.
     pub fn split_sparse_waiting(&self, steps: usize) -> u64 {

@@ -40,7 +40,7 @@ const LOOK_NS: u64 = 100_000_000;
 /// Time limit of a turn for a store without completions.
 const STUCK: Duration = Duration::from_secs(1);
 
-/// Shorter turns do not count for a store's pace.
+/// Shorter turns do not count for a store's speed.
 const TELLING_BYTES: u64 = BLOCK_BYTES as u64 / 8;
 
 /// When dirty pages are written back in the background, and when writers are throttled. [`Writeback::default`] suits

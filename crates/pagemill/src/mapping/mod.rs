@@ -6,7 +6,7 @@
 //!       XArray    page index -> frame number; a huge folio is one entry   ../xarray
 //!       Pool      folios: their words and bytes                           ../folio
 //!     Worker    background: makes huge folios of small ones             (worker, collapse)
-//!               and small folios of sparse huge ones                    (sweep, thin)
+//!               and small folios of sparse huge ones                    (sweep, split_sparse)
 //! ```
 //!
 //! **Reading** takes no lock and writes to no shared cache line. It looks up the index, loads the folio's word and

@@ -1,5 +1,5 @@
 //! Guards of folios: shared pins, and exclusive holds.
-#![allow(unsafe_code)] // lends the bytes of held folios
+#![allow(unsafe_code)] // references to the bytes of held folios
 
 use super::dirty::DIRTY;
 use super::fetch::{Content, Place};

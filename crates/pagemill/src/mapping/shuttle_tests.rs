@@ -132,7 +132,7 @@ impl Model {
             self.check(&held[..SAMPLE]);
             held[..SAMPLE].fill(0);
             shuttle::thread::yield_now();
-            assert!(held[..SAMPLE].iter().all(|byte| *byte == 0), "nobody else writes");
+            assert!(held[..SAMPLE].iter().all(|byte| *byte == 0), "no other thread writes");
             held[..SAMPLE].fill(self.byte);
             self.kept.fetch_add(1, Relaxed);
         }
@@ -208,7 +208,7 @@ fn model(threads: &'static [&'static [usize]]) {
         drop(models);
         assert_is_empty(&cache);
     });
-    assert!(runs < 100 || stats::get(Counter::FoliosAwaited) > awaited, "nobody met another");
+    assert!(runs < 100 || stats::get(Counter::FoliosAwaited) > awaited, "no two threads met");
 }
 
 fn assert_is_empty(cache: &Cache) {
@@ -534,7 +534,7 @@ fn writing_back_beside_writers_truncations_and_such_as_make_room() {
                 while let Some(found) = { file.0.tree.next(at, PAGES, &crate::xarray::pin()) } {
                     let is_dirty = file.0.pool().word(found.value as u32).load().is_dirty();
                     let is_marked = file.0.tree.get_mark(found.first, dirty::DIRTY, &crate::xarray::pin());
-                    assert!(is_marked || !is_dirty, "nobody would find it");
+                    assert!(is_marked || !is_dirty, "no writeback would find it");
                     bytes += if is_dirty { (PAGE as u64) << found.order } else { 0 };
                     at = found.last() + 1;
                 }

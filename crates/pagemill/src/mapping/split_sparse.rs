@@ -1,4 +1,4 @@
-//! Thinning, the reverse of collapsing: splits sparse huge folios, and frees pages that are zero or past the end.
+//! The reverse of collapsing: splits sparse huge folios, and frees pages that are zero or past the end.
 
 use super::cache::Inner;
 use super::policy::Choice;
@@ -63,13 +63,13 @@ impl File {
         freed
     }
 
-    /// Thins one huge folio in the background. If the policy would allocate a huge folio again for the next read of the
-    /// hole, one page stays, which prevents that.
+    /// Splits one sparse huge folio in the background. If the policy would allocate a huge folio again for the next
+    /// read of the hole, one page stays, which prevents that.
     pub(super) fn split_sparse_behind(&self, first: u64, number: u32) -> SparseCheck {
         self.split_sparse_at(first, number, 1 << self.pool().chunk_order(), Counter::HugeSplitBehind)
     }
 
-    /// Thins one huge folio, if enough of it can be freed.
+    /// Splits one sparse huge folio, if enough of it can be freed.
     fn split_sparse_at(&self, first: u64, number: u32, pages: u64, counter: Counter) -> SparseCheck {
         // A first check without a pin or lock. Each page is checked again below.
         let end = self.index_of(self.size_bytes() + self.page_bytes() as u64 - 1);
@@ -122,7 +122,7 @@ impl File {
 }
 
 impl Inner {
-    /// Thins huge folios until `want_bytes` are freed. Returns whether they were.
+    /// Splits sparse huge folios until `want_bytes` are freed. Returns whether they were.
     ///
     /// After an attempt that freed nothing, waits before the next: otherwise each write would check all bytes.
     pub(super) fn split_sparse_some(&self, want_bytes: u64) -> bool {

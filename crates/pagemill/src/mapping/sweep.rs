@@ -1,15 +1,15 @@
 //! Background search for sparse huge folios, before memory is short: a clock hand passes over the chunks of all caches.
 //!
 //! ```text
-//!   new, or written to  --first round-->  seen  --untouched until the next round: checked-->  thinned
+//!   new, or written to  --first round-->  seen  --untouched until the next round: checked-->  split
 //!          ^                                |                                                  known: dense
 //!          `---------- written to ----------'---------------------------------------------------'
 //! ```
 //!
-//! Only files in memory are thinned. They have no writeback, so the *dirty* bit of a huge folio records a write since
-//! the last round. Version and state are in the chunk's note. Folios that are written all the time are never checked,
-//! and folios checked once are skipped. Small folios of a thinned one stay small until its last page is written: only
-//! that proposes a collapse.
+//! Only folios of files in memory are split. They have no writeback, so the *dirty* bit of a huge folio records a write
+//! since the last round. Version and state are in the chunk's note. Folios that are written all the time are never
+//! checked, and folios checked once are skipped. Small folios of a split one stay small until its last page is written:
+//! only that proposes a collapse.
 //!
 //! The hand rests after a round with nothing new. A huge folio that is created partly, zeroed partly or collapsed with
 //! holes starts it again ([`File::note_sparse`]). Writing zeros over data does not.

@@ -196,7 +196,7 @@ impl File {
         self.dirty.as_ref().is_some_and(|dirty| dirty.in_flight.load(SeqCst) > 0)
     }
 
-    /// Waits for in-flight writes of other threads, within the cache's patience.
+    /// Waits for in-flight writes of other threads, within the cache's timeout.
     ///
     /// # Errors
     ///

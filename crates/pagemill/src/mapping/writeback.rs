@@ -8,7 +8,7 @@
 //! A run has one owner: first the walk, then the store. Its folios are thawed when the store's thread finishes the run.
 //! So a walk can give up on a store that makes no progress. A thread that writes to a frozen folio waits for that one
 //! run only.
-#![allow(unsafe_code)] // lends the bytes of folios that it keeps still
+#![allow(unsafe_code)] // references to the bytes of folios that it keeps still
 
 use super::File;
 use super::dirty::DIRTY;
@@ -187,7 +187,7 @@ impl Pass {
 ///
 /// # Invariants
 ///
-/// 1. Its folios are frozen until it is settled, so no thread writes to their bytes.
+/// 1. Its folios are frozen until it is complete, so no thread writes to their bytes.
 /// 2. `copy`, if there is one, is never changed.
 struct WriteRun {
     pass: Arc<Pass>,
@@ -262,7 +262,8 @@ impl WriteRun {
         };
         self.pass.begin(len as u64);
         // SAFETY: a copy of its own, or contiguous folios. No thread writes to either (invariants) until the run is
-        // settled. It is settled when its end is reported at the earliest, and lives until then: the transfer owns it.
+        // complete. It is complete when its end is reported at the earliest, and lives until then: the transfer owns
+        // it.
         unsafe { Transfer::new(Direction::Write, offset, addr, len, Arc::new(self), 0) }
     }
 

@@ -1,7 +1,7 @@
 //! The account of one process: compares what it holds with its limits before memory becomes resident.
 //!
-//! A charge that meets the limit measures lent memory, gives back free memory of this process, requests memory from the
-//! siblings of the process tree, and removes dead members. Only then does it fail.
+//! A charge that meets the limit measures overcommitted memory, gives back free memory of this process, requests memory
+//! from the siblings of the process tree, and removes dead members. Only then does it fail.
 //! Inside the small allocator, whose locks forbid purging it, one charge may exceed the limit. The next allocation
 //! outside those locks reclaims first ([`Account::pay_debt`]).
 
@@ -23,10 +23,11 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Shortest time between two measurements of lent memory.
+/// Shortest time between two measurements of overcommitted memory.
 const RECONCILE_NS: u64 = 2_000_000;
 
-/// If more than this part of the known resident bytes is lent, lent memory is measured before that number is relied on.
+/// If more than this part of the known resident bytes is overcommitted, overcommitted memory is measured before that
+/// number is relied on.
 const OVERCOMMIT_DIVISOR: u64 = 8;
 
 /// Measuring this much takes some 20 us: done whenever the room is queried.
@@ -77,12 +78,12 @@ const MOST_SPARE_DIVISOR: u64 = 3;
 /// ```
 pub struct Account {
     resident: AtomicU64,
-    /// Bytes lent to the program and not known to be touched.
+    /// Bytes overcommitted to the program and not known to be touched.
     untouched: AtomicU64,
     own_limit: AtomicU64,
     membership: Membership,
     pub(super) owners: Owners,
-    /// Earliest time of the next measurement of lent memory.
+    /// Earliest time of the next measurement of overcommitted memory.
     reconcile_after_ns: AtomicU64,
     /// The room that control groups and the machine leave.
     pub headroom: Headroom,
@@ -309,7 +310,7 @@ impl Account {
         }
     }
 
-    /// Measures how much of the lent memory is resident.
+    /// Measures how much of the overcommitted memory is resident.
     pub fn reconcile(&self) {
         let start = clock::fine_ns();
         self.owners.reconcile();
@@ -324,7 +325,8 @@ impl Account {
         self.publish();
     }
 
-    /// As [`Account::reconcile`], but skipped if more than `quick_bytes` are lent and the last measurement is recent.
+    /// As [`Account::reconcile`], but skipped if more than `quick_bytes` are overcommitted and the last measurement is
+    /// recent.
     fn reconcile_sometimes(&self, quick_bytes: u64) {
         let untouched = self.untouched.load(Relaxed);
         if untouched == 0 {
@@ -557,7 +559,7 @@ impl Budget for Account {
                 return Err(self.refuse(bytes));
             }
         } else if limit != UNLIMITED {
-            // Lent memory may have become resident meanwhile: measure it if it could matter.
+            // Overcommitted memory may have become resident meanwhile: measure it if it could matter.
             let totals = self.totals();
             self.is_exhausted.store(false, Relaxed);
             if totals.resident.saturating_add(totals.untouched).saturating_add(bytes) > limit {
@@ -632,7 +634,7 @@ impl Budget for Account {
     }
 
     fn room(&self) -> (u64, u64) {
-        // Where much is lent, the known resident bytes are inaccurate.
+        // Where much is overcommitted, the known resident bytes are inaccurate.
         if self.untouched.load(Relaxed) > self.resident.load(Relaxed) / OVERCOMMIT_DIVISOR {
             self.reconcile_sometimes(QUICK_BYTES);
         }
@@ -707,7 +709,7 @@ mod tests {
         assert!(account.admit(1, Context::Nested).is_err(), "nothing left to pay with");
     }
 
-    /// Lending is refused only at the limit itself.
+    /// Overcommitting is refused only at the limit itself.
     #[test]
     fn untouched_memory_is_overcommitted_far_beyond_the_limit() {
         let (account, _) = account(100, 0, true);

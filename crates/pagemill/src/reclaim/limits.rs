@@ -414,7 +414,7 @@ mod tests {
             assert_eq!(Room::of_group(both, 0, 0, 0).kill.room_bytes(), hard - kept);
         }
         let high = Limit { soft_bytes: 100, hard_bytes: u64::MAX };
-        assert_eq!(Room::of_group(high, 500, 0, 0).kill.room_bytes(), u64::MAX, "memory.high kills nobody");
+        assert_eq!(Room::of_group(high, 500, 0, 0).kill.room_bytes(), u64::MAX, "memory.high kills no process");
         assert_eq!(Room::of_machine(160, 60).bytes, 50);
     }
 }

@@ -173,7 +173,7 @@ pub trait Shrinker: Sync {
     /// Records how much of the offered memory the kernel took. Called periodically.
     fn reap(&self) {}
 
-    /// Measures how much of the lent memory is resident.
+    /// Measures how much of the overcommitted memory is resident.
     fn reconcile(&self) {}
 
     /// Measures what the owner could give back, where that takes more than reading a number. Called outside every lock.

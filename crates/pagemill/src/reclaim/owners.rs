@@ -197,7 +197,7 @@ impl Owners {
         self.0.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.reap()));
     }
 
-    /// Makes the owners measure how much of their lent memory is resident.
+    /// Makes the owners measure how much of their overcommitted memory is resident.
     pub fn reconcile(&self) {
         self.0.iter().for_each(|owner| _ = owner.call(|shrinker| shrinker.reconcile()));
     }

@@ -103,7 +103,7 @@ pub struct TreePage {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Totals {
     pub resident: u64,
-    /// Bytes lent to programs and not known to be touched.
+    /// Bytes overcommitted to programs and not known to be touched.
     pub untouched: u64,
     pub giveable: u64,
     pub members: usize,

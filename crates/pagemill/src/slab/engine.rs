@@ -106,7 +106,7 @@ pub(super) struct Engine {
     /// A callback panicked in the background, which ignores the cache since.
     pub has_failed: AtomicBool,
     pub request: Guarded<ShrinkRequest>,
-    /// The user has dropped it: orders are not carried out any more.
+    /// The user has dropped it: commands are not carried out any more.
     pub is_withdrawn: AtomicBool,
     pub counts: Counts,
 }

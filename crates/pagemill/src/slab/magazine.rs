@@ -255,8 +255,8 @@ impl Offset {
 ///
 /// # Invariants
 ///
-/// `base` is the start of the rack's table. The table is open from there to `plain` or `fenced`, at a magazine boundary,
-/// and stays open.
+/// `base` is the start of the range's table. The table is open from there to `plain` or `fenced`, at a magazine
+/// boundary, and stays open.
 pub(super) struct Magazines {
     base: *const Magazine,
     /// End of the magazines that their threads enter without a barrier ([`Barriers::OfDrainer`]).
@@ -273,7 +273,7 @@ unsafe impl Send for Magazines {}
 unsafe impl Sync for Magazines {}
 
 impl Magazines {
-    /// For the one cache that uses the rack. No thread can enter before [`Magazines::reach`].
+    /// For the one cache that uses the range. No thread can enter before [`Magazines::reach`].
     pub fn new(range: &'static MagazineRange, barriers: Barriers) -> Self {
         Self { base: range.table.start(), plain: AtomicUsize::new(0), fenced: AtomicUsize::new(0), range, barriers }
     }
@@ -282,7 +282,7 @@ impl Magazines {
         self.barriers
     }
 
-    /// Enters the magazine of this thread, if it has one that is not seized.
+    /// Enters the magazine of this thread, if it has one that is not being drained.
     #[inline(always)]
     pub fn enter(&self, own: Offset) -> Option<MagazineGuard<'_>> {
         let magazine = self.at(own);
@@ -406,7 +406,7 @@ mod tests {
         }
     }
 
-    /// While seized, the magazine cannot be used by its thread; afterwards its contents are unchanged.
+    /// While it is drained, the magazine cannot be used by its thread; afterwards its contents are unchanged.
     #[test]
     fn a_drained_magazine_is_unused() {
         for own in BOTH.map(Own::new) {
@@ -458,12 +458,12 @@ mod tests {
             }
             assert!(!is_in(&caches[0], MAX_THREADS) && !caches[0].reach(MAX_THREADS));
             assert!([UNKNOWN, NONE].into_iter().all(|number| !is_in(&caches[0], number as usize)));
-            // The pages that four slots use; none of the other rack.
+            // The pages that four slots use; none of the other range.
             let page = os_page_bytes() as u64;
             assert_eq!(resident_bytes(), [4 * page, 0]);
             assert!(caches[1].reach(MAX_THREADS - 1) && is_in(&caches[1], MAX_THREADS - 1));
             assert_eq!(resident_bytes(), [4 * page, page]);
-            // The next cache of a rack starts without magazines; the memory is open already.
+            // The next cache of a range starts without magazines; the memory is open already.
             let next = Magazines::new(ranges[0], barriers);
             assert!(!is_in(&next, 7) && next.reach(7) && is_in(&next, 7) && !is_in(&next, 8));
         }

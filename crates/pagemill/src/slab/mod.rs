@@ -6,10 +6,10 @@
 //! are reached through a handle table, so the cache can move them by itself.
 //!
 //! A cache consists of blocks of 2 MiB (`blocks`), cut into slabs of 16 to 64 KiB (`shape`) with metadata out of line
-//! (`meta`). A thread allocates and frees through its own magazine (`magazine`, `claim`, `ids`). Magazines are
-//! refilled from the `barn` sheaf by sheaf, or from the slabs of a `node`, which are set up on demand (`supply`).
-//! Defragmentation drains the magazines (`drain_magazines`), chooses slabs (`defrag`, `looks`), moves objects
-//! (`migrate`), and waits for readers (`batch`, `readers`). A background thread does this for all caches (`worker`).
+//! (`meta`). A thread allocates and frees through its own magazine (`magazine`, `asymmetric_lock`, `thread_slots`).
+//! Magazines are refilled from the `barn` sheaf by sheaf, or from the slabs of a `node`, which are set up on demand
+//! (`supply`). Defragmentation drains the magazines (`drain`), chooses slabs (`defrag`, `candidates`), moves objects
+//! (`migrate`), and waits for readers (`batch`, `epochs`). A background thread does this for all caches (`worker`).
 //!
 //! Uses `arena`, `sync`, `epoch`, and `xarray` (it allocates the nodes: `xnodes`). Implements `reclaim::Shrinker`.
 //! States, transitions and bounds: docs/slab.md.
@@ -146,7 +146,7 @@ impl Settings {
 /// Cache ids in use. A cache that could not be closed, or belongs to the parent process, keeps its id.
 struct CacheIds {
     are_taken: [bool; MAX_CACHES],
-    /// The rack of each id that was ever in use. These ids have barns, too.
+    /// The magazine range of each id that was ever in use. These ids have barns, too.
     ranges: Vec<&'static MagazineRange>,
 }
 
@@ -199,7 +199,7 @@ impl SharedState {
         })
     }
 
-    /// The rack of a cache id in use.
+    /// The magazine range of a cache id in use.
     fn range(&self, number: usize) -> &'static MagazineRange {
         self.ids.with(|ids| ids.ranges[number])
     }

@@ -664,7 +664,7 @@ fn memory_can_be_short_in_isolate() {
         cache.pack();
         assert_packed(&cache, items);
     });
-    let freed = wait_freed.recv_timeout(STUCK_AFTER).expect("nobody waits for himself");
+    let freed = wait_freed.recv_timeout(STUCK_AFTER).expect("no thread waits for itself");
     assert!(freed >= BLOCK_BYTES as u64, "{freed}");
     packer.join().unwrap();
 }

@@ -1,6 +1,6 @@
 //! Thread slots: a small integer per thread that indexes its magazines; recycled at thread exit.
 //!
-//! A thread takes a slot at its first call that needs one. Identifiers and comments of this module call it *number*.
+//! A thread takes a slot at its first call that needs one.
 
 use super::epochs;
 use super::magazine::Offset;

@@ -226,7 +226,7 @@ mod alone {
             reader.join().unwrap();
         });
         let (epoch, oldest) = epochs::retire();
-        assert!(oldest > epoch, "nobody reads");
+        assert!(oldest > epoch, "no thread reads");
     }
 
     /// Threads beyond the first thousands, and the last one, have magazines, stocks and participant words, each in memory

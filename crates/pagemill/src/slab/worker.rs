@@ -102,7 +102,7 @@ pub(super) enum VisitResult {
     Waiting,
     /// A step was run.
     Work,
-    /// An order was carried out. It is urgent, so its time is not charged as rest.
+    /// A command was carried out. It is urgent, so its time is not charged as rest.
     ShrinkRequest,
 }
 
@@ -465,13 +465,13 @@ pub(super) fn owed_after(owed_ns: u64, took_ns: u64) -> u64 {
     owed_ns.saturating_add(took_ns.saturating_mul(REST_FACTOR)).min(MOST_REST_NS)
 }
 
-/// The result of an order if code of the program panicked.
+/// The result of a command if code of the program panicked.
 fn cancelled() -> std::io::Error {
     const ECANCELED: i32 = 125;
     std::io::Error::from_raw_os_error(ECANCELED)
 }
 
-/// A visit: carries out an order. Else frees what waited for readers, and runs a step if something can be emptied.
+/// A visit: carries out a command. Else frees what waited for readers, and runs a step if something can be emptied.
 fn tend(member: &dyn Member) -> Result<VisitResult> {
     let engine = member.engine();
     if engine.check().is_ok() && engine.request.with(ShrinkRequest::take) {
@@ -513,7 +513,7 @@ pub(super) fn withdraw<M: Member + 'static>(member: &Arc<M>) {
     }
     let is_it = |other: &Weak<dyn Member>| std::ptr::addr_eq(other.as_ptr(), Arc::as_ptr(member));
     engine.shared.slabs.members.with(|members| members.retain(|(_, other)| !is_it(other)));
-    // From here on no round finds it: an order that has not begun fails.
+    // From here on no round finds it: a command that has not begun fails.
     engine.is_withdrawn.store(true, SeqCst);
     let mut backoff = Backoff::new();
     while Arc::strong_count(member) > 1 && !is_worker() && backoff.waited_ns() < TIMEOUT_NS {

@@ -469,7 +469,7 @@ fn retired_nodes_go_back_without_a_call() {
         array.lock().erase_range(0, MAX_INDEX, drop);
         if is_by_hand {
             thread::sleep(Duration::from_millis(100));
-            assert_eq!(forest.in_use(), in_use, "nobody has asked for it");
+            assert_eq!(forest.in_use(), in_use, "no call has asked for it");
             slabs.nodes().unwrap().shrink().unwrap();
         } else {
             wait_for_sleep(slabs);

@@ -1,6 +1,6 @@
 //! One thread with a ring, for threads that start transfers of files without a ring of their own.
 //!
-//! The thread is spawned for the first batch and exits after an idle time. The lock of its inbox is held for a few
+//! The thread is spawned for the first batch and exits after an idle time. The lock of its queue is held for a few
 //! instructions; transfers are finished outside of it.
 
 use super::errno::{self, ECANCELED};
@@ -156,7 +156,7 @@ impl TransferEngine {
         }
     }
 
-    /// Returns whether the inbox is empty, and marks the thread as ended if so.
+    /// Returns whether the queue is empty, and marks the thread as ended if so.
     fn may_end(&self) -> bool {
         let mut submissions = self.submissions();
         let is_idle = submissions.jobs.is_empty();

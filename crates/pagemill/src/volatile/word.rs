@@ -292,7 +292,10 @@ mod tests {
         word.finish(true, 9);
         assert!(!word.await_end());
         let seen = word.look();
-        assert!(!seen.is_claimable(9) && seen.is_claimable(9 + GRACE_TICKS), "who waited comes first, for a while");
+        assert!(
+            !seen.is_claimable(9) && seen.is_claimable(9 + GRACE_TICKS),
+            "a waiting thread comes first, for a while"
+        );
         assert_eq!((seen.epoch(), word.unmark(), word.look().pins()), (9, Ok(true), 1));
         word.unpin();
         word.mark(10).unwrap();

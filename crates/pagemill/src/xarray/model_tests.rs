@@ -452,7 +452,7 @@ fn a_dense_index_is_small() {
     assert_eq!((array.next_gap(0, MAX_INDEX, &pin()), nodes.in_use()), (Some(ENTRIES), array.node_count()));
     assert_eq!(array.load(ENTRIES / 3, &pin()).unwrap().value, ENTRIES / 3);
     drop(array);
-    assert_eq!(nodes.in_use(), 0, "nobody reads an array that is dropped");
+    assert_eq!(nodes.in_use(), 0, "no thread reads an array that is dropped");
 }
 
 /// An array is small, since there are many.

@@ -428,7 +428,7 @@ fn load_leaves(fixture: &Fixture) {
 #[test]
 fn nodes_that_move_leave_no_gap() {
     model(three_leaves, load_leaves, |fixture| {
-        (0..5).for_each(|_| assert!(fixture.move_one(), "nobody else has the lock"));
+        (0..5).for_each(|_| assert!(fixture.move_one(), "no other thread has the lock"));
     });
 }
 

@@ -14,16 +14,16 @@
 //!
 //! S3-FIFO with four changes, chosen on traces (`pagemill bench traces`, docs/decisions.md):
 //!
-//! 1. Uses in the *window* do not count: a page is mostly read in pieces soon after it came in, and then no more.
+//! 1. Uses in *probation* do not count: a page is mostly read in pieces soon after it came in, and then no more.
 //! 2. The share of the new part adapts; it is not fixed at a tenth. If a folio comes back right after its eviction from
 //!    a part, that part is too small.
 //! 3. A returning folio enters *main* only while the clock hand in main does not pass too many used folios per
 //!    returning one (`CLOCK_HAND_RATIO`). Otherwise a loop larger than the cache would evict all of itself.
-//! 4. A folio that was evicted from main and comes back starts in the window.
+//! 4. A folio that was evicted from main and comes back starts in probation.
 //!
 //! A hit does not touch the order: uses are recorded in the folio's word. Entering a folio, and one step of the evict
 //! scan, change a few words under one lock, the last in the lock order. They allocate nothing. A folio that left its
-//! file stays linked until the scan reaches it. A folio that is dirty or in use then is deferred (an *aside* queue).
+//! file stays linked until the scan reaches it. A folio that is dirty or in use then is deferred (a *deferred* queue).
 //! Deferred folios are scanned again once an eighth of the cache was evicted, or when no other folio is left. Sizes are
 //! in pages, so a huge folio counts all of its pages.
 //!
@@ -51,7 +51,7 @@ const LEAST_SHARE: u64 = ONE / 100;
 const MOST_SHARE: u64 = ONE / 2;
 const ONE: u64 = 1 << 32;
 
-/// The window is this fraction of the cache, or half of the new part if that is less.
+/// Probation is this fraction of the cache, or half of the new part if that is less.
 const PROBATION_DIVISOR: u64 = 50;
 
 /// A returning folio shows that its part is too small if at most this fraction of the cache was evicted from there since.

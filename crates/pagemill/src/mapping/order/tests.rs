@@ -196,7 +196,7 @@ proptest! {
         let run = Run::new();
         steps.iter().for_each(|step| run.act(step));
         let [new, main] = run.order.pages();
-        prop_assert!(new + main >= run.model.pages(), "who left may stand there still; nobody else is missing");
+        prop_assert!(new + main >= run.model.pages(), "removed folios may still be linked; no other is missing");
         run.model.0.borrow_mut().values_mut().for_each(|folio| folio.is_kept = false);
         let known: BTreeSet<u32> =
             run.model.0.borrow().iter().filter(|(_, folio)| !folio.is_alone).map(|(number, _)| *number).collect();
@@ -268,7 +268,7 @@ fn kept_folios_are_deferred() {
     (0..48).for_each(|page| run.act(&Step::Keep(page, false)));
     read(&run, 192..256, 64);
     let left = (0..48).filter(|page| run.find(*page).is_some()).count();
-    assert!(left < 24, "{left} of 48 that nobody used");
+    assert!(left < 24, "{left} of 48 that were never used");
     (0..PAGES).for_each(|page| run.act(&Step::Keep(page, true)));
     assert_eq!(run.order.scan().next(&run.model), None);
 }

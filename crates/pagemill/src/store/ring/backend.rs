@@ -12,19 +12,19 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// Token of the read of the bell's eventfd; no transfer has it.
+/// Token of the read of the waker's eventfd; no transfer has it.
 const WAKER_READ: u64 = u64::MAX - 1;
 
 /// Longest single wait; stands for an infinite one.
 const LONG: Duration = Duration::from_secs(3600);
 
-/// Ends a wait. Threads that complete transfers ring the bell only.
+/// Ends a wait. Threads that complete transfers only wake the waker.
 pub(super) struct Call {
     is_called: AtomicBool,
     pub waker: Waker,
-    /// The eventfd that event loops poll, if one was requested. It must be rung directly. The ring could signal it when
-    /// the bell's read completes, but the kernel (Linux 6.18) passes a signal from one eventfd on to another only the
-    /// first time.
+    /// The eventfd that event loops poll, if one was requested. It must be woken directly. The ring could signal it
+    /// when the waker's read completes, but the kernel (Linux 6.18) passes a signal from one eventfd on to another only
+    /// the first time.
     watch: OnceLock<Arc<Waker>>,
 }
 
@@ -42,7 +42,7 @@ impl Call {
     }
 }
 
-/// A bell; the ring reads its eventfd.
+/// A waker; the ring reads its eventfd.
 pub(super) struct Alarm {
     call: Arc<Call>,
     /// Target of that read; the kernel writes here until the ring is closed.
@@ -127,8 +127,8 @@ impl Backend {
         }
     }
 
-    /// Starts the queued transfers. Waits for `least` completions (0 returns those that are there), the bell, a signal,
-    /// or the timeout.
+    /// Starts the queued transfers. Waits for `least` completions (0 returns those that are there), the waker, a
+    /// signal, or the timeout.
     pub fn wait(&mut self, least: usize, timeout: Duration) -> io::Result<()> {
         match self {
             Self::Kernel { ring, alarm, watch } => {
@@ -148,7 +148,7 @@ impl Backend {
         }
     }
 
-    /// Returns the next completion. Consumes those of the bell on the way.
+    /// Returns the next completion. Consumes those of the waker on the way.
     pub fn pop(&mut self) -> Option<Completion> {
         match self {
             Self::Kernel { ring, alarm, .. } => loop {
@@ -196,7 +196,7 @@ impl Backend {
         }
     }
 
-    /// Returns whether the bell was rung since the last call.
+    /// Returns whether the waker was woken since the last call.
     pub fn take_call(&self) -> bool {
         let call = match self {
             Self::Kernel { alarm, .. } => alarm.as_ref().map(|alarm| &alarm.call),
@@ -205,10 +205,10 @@ impl Backend {
         call.is_some_and(|call| call.is_called.swap(false, SeqCst))
     }
 
-    /// Ends the read of the bell, so that the ring can be closed. Returns whether it has ended.
+    /// Ends the read of the waker, so that the ring can be closed. Returns whether it has ended.
     pub fn stop_waker(&mut self, timeout: Duration) -> bool {
         let Self::Kernel { ring, alarm: Some(alarm), .. } = self else { return true };
-        // Rings the bell, so that the read completes.
+        // Wakes it, so that the read completes.
         alarm.call.waker.wake();
         let mut tries = 0;
         while alarm.is_set && tries < 8 {

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //!   attach(store) -> FileId       register(memory) -> RegionId       optional, for less CPU time per transfer
-//!   read(file, offset, buffer) -> Ticket ... write ... submit        queued, then started together
+//!   read(file, offset, buffer) -> RequestId ... write ... submit        queued, then started together
 //!   wait(least, timeout)                                             also starts; takes completions
-//!   next() -> Done(ticket, buffer, result) | Late(ticket)            each transfer ends once
+//!   next() -> Done(id, buffer, result) | Late(id)                    each transfer ends once
 //!     backend   io_uring, or `threads`; both report bytes or an error number
 //!     regions   memory registered with the kernel
 //! ```
@@ -112,7 +112,7 @@ struct InFlight<B> {
 }
 
 struct RequestSlot<B> {
-    /// Incremented with each transfer; part of its ticket.
+    /// Incremented with each transfer; part of its id.
     round: u32,
     request: Option<InFlight<B>>,
 }
@@ -414,8 +414,8 @@ impl<B: Buffer> Ring<B> {
     }
 
     /// Starts the queued transfers and waits for at least `least` events, at most for `timeout`. Returns the number of
-    /// events. Returns earlier when no transfer is in flight any more, or when another thread rings the
-    /// [`Ring::waker`]. A ring with a bell waits for it even if nothing is in flight. With `least` 0 it does not wait.
+    /// events. Returns earlier when no transfer is in flight any more, or when another thread wakes the
+    /// [`Ring::waker`]. A ring with a waker waits for it even if nothing is in flight. With `least` 0 it does not wait.
     ///
     /// # Errors
     ///

@@ -291,7 +291,7 @@ fn dropping_settles() {
     assert_eq!(Arc::strong_count(&handle), 1);
 }
 
-/// Any thread ends a wait with the bell, also before the wait begins; the next wait is not affected.
+/// Any thread ends a wait with the waker, also before the wait begins; the next wait is not affected.
 #[test]
 fn wakes_end_waits() {
     for mut ring in rings() {
@@ -327,7 +327,7 @@ fn rings_can_be_polled() {
     }
 }
 
-/// A poll of the descriptor notices every ring of the bell: before a wait, after it, and with nothing in flight.
+/// A poll of the descriptor notices every wake: before a wait, after it, and with nothing in flight.
 #[test]
 fn wakes_are_seen_by_polls() {
     for mut ring in rings() {

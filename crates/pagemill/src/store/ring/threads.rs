@@ -1,7 +1,7 @@
 //! Threads that read and write where the kernel refuses rings: the same transfers, with blocking calls.
 //!
 //! All rings of the process share one pool. A thread is spawned when more jobs wait than threads are idle, and exits
-//! after an idle time. Locks: that of the pool, and that of an outbox; never both.
+//! after an idle time. Locks: that of the pool, and that of a completion queue; never both.
 #![allow(unsafe_code)] // transfers name memory
 
 use super::backend::Call;
@@ -169,7 +169,7 @@ pub(super) struct Crew {
 impl Crew {
     /// # Errors
     ///
-    /// `EMFILE` for its bell.
+    /// `EMFILE` for its waker.
     pub fn new() -> std::io::Result<Self> {
         let completions = Arc::new(CompletionQueue { done: Mutex::default(), call: Call::new()? });
         Ok(Self { queued: VecDeque::new(), ready: VecDeque::new(), completions })
@@ -204,7 +204,7 @@ impl Crew {
         }
     }
 
-    /// Waits for completions, for the bell, or until the timeout.
+    /// Waits for completions, for the waker, or until the timeout.
     pub fn wait(&mut self, timeout: Duration) {
         self.submit();
         self.collect();

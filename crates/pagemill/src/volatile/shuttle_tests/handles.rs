@@ -194,7 +194,7 @@ fn sharers_race_purges() {
         assert_eq!(words.map(|seen| u32::from(seen.pins())).sum::<u32>(), 0, "all pins have ended");
         shared.unmark();
         let kept = shared.least_kept.load(Relaxed);
-        assert_all(&shared.range.pin().unwrap()[..kept], 7, "bytes went and nobody said so");
+        assert_all(&shared.range.pin().unwrap()[..kept], 7, "bytes went without a report");
         drop(shared);
         check_end(fixture.ranges);
     });

@@ -180,7 +180,7 @@ fn model(run: impl Fn(Fixture) + Clone + Send + Sync + 'static) {
     let awaited = stats::get(Counter::RangesAwaited);
     Runner::new(RandomScheduler::new(runs), config()).run(begin.clone());
     Runner::new(PctScheduler::new(DEPTH, runs), config()).run(begin);
-    assert!(runs < 100 || stats::get(Counter::RangesAwaited) > awaited, "nobody met a purge");
+    assert!(runs < 100 || stats::get(Counter::RangesAwaited) > awaited, "no thread met a purge");
 }
 
 /// Runs all of them concurrently.

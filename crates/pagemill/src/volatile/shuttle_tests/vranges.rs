@@ -135,7 +135,7 @@ impl Mine {
         for piece in part.clone() {
             let found = self.area.read(piece);
             let may_be_gone = unmarked.purged && self.is_marked[piece];
-            assert!(found == self.bytes[piece] || may_be_gone && found == 0, "piece {piece} went and nobody said so");
+            assert!(found == self.bytes[piece] || may_be_gone && found == 0, "piece {piece} went without a report");
         }
         self.renew(part);
     }
@@ -232,7 +232,7 @@ fn one_of_several_is_told() {
         for piece in 0..PIECES {
             let was_told =
                 area.call(&(piece..piece + 1), Mode::Nonvolatile, How::Full).purged || told.lock().unwrap()[piece];
-            assert!(was_told || area.read(piece) == 7, "piece {piece} went and nobody was told");
+            assert!(was_told || area.read(piece) == 7, "piece {piece} went without a report");
         }
         assert!(fixture.vranges.is_empty());
     });
