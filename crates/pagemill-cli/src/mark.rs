@@ -63,7 +63,11 @@ impl Mark {
         }
         self.set(&fd, &seen)?;
         let mut bad = Vec::new();
-        let own = file_access::marks(&fd, |mark| bad.push(mark.0)).map_err(said)?;
+        let set = file_access::marks(&fd, |mark| bad.push(mark.0)).map_err(said)?;
+        let own = set.trusted(is_open(&seen));
+        if own != set {
+            bad.push("volatile, but users other than its owner may write to it".into());
+        }
         let marks = policy::effective(own, seen.owner, above(path, device).map_err(said)?);
         let (volatile, huge) = (marks.volatile.unwrap_or_default(), marks.huge.unwrap_or_default());
         let purged = file_access::purged_from(&fd);
@@ -103,8 +107,8 @@ impl Mark {
             return Err(format!("it belongs to user {}: only its owner may mark it", seen.owner));
         }
         let is_marked = matches!(self.volatile, Some(Volatile::Full | Volatile::Partial));
-        if is_marked && seen.is_file() && seen.is_open_to_all() {
-            return Err("all users may write to it, so its mark would be ignored (chmod o-w)".into());
+        if is_marked && is_open(seen) {
+            return Err("users other than its owner may write to it, so its mark would be ignored (chmod go-w)".into());
         }
         for (attribute, word) in [(VOLATILE, optional(self.volatile)), (HUGE, optional(self.huge))] {
             let Some(word) = word else { continue };
@@ -120,6 +124,11 @@ impl Mark {
         }
         Ok(())
     }
+}
+
+/// Returns whether the controller ignores a volatile mark on this file.
+fn is_open(seen: &Seen) -> bool {
+    seen.is_file() && seen.is_writable_by_others()
 }
 
 /// Opens a file or folder itself; does not follow links.

@@ -8,7 +8,7 @@ use common::{Guard, PAGEMILL, Place, STUCK_AFTER, finish, is_root, may_mount};
 use serde_json::Value;
 use std::fs::{self, File};
 use std::io::Write;
-use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, chown, symlink};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -124,6 +124,64 @@ fn strangers_mark_their_own_only() {
     set(&open).assert_success();
     assert_eq!(ram.purge(100), 0);
     assert!(open.join("below/file").exists() && ram.at("file").exists());
+}
+
+/// An access control list (version 2 of its form) that lets user 65433 write to a file whose group may only read.
+const WRITE_FOR_ANOTHER: &str = "0x02000000\
+01000600ffffffff\
+0200060099ff0000\
+04000400ffffffff\
+10000600ffffffff\
+20000400ffffffff";
+
+/// A user that may write to another's file, as a member of its group or by an access control list, can mark it: the mark does not
+/// delete it. The owner's mark counts once no other user may write, and `pagemill mark` says so.
+#[test]
+fn marks_of_users_that_may_only_write_are_ignored() {
+    let Some(ram) = Ram::new(&["--size", "256M"]) else { return };
+    if !is_root() || common::lacks("setfattr") || common::lacks("setpriv") {
+        return;
+    }
+    let (owner, other, group) = (65_432, 65_433, 65_434);
+    let as_other = |arguments: &[&str]| {
+        let mut command = Command::new("setpriv");
+        command.args([&format!("--reuid={other}"), &format!("--regid={other}"), &format!("--groups={group}")]);
+        command.args(arguments).stdin(Stdio::null());
+        finish(command, STUCK_AFTER)
+    };
+    // The group may write files here, but only their owner may delete them: of that folder, its members could.
+    let (shared, listed) = (ram.at("shared"), ram.at("listed"));
+    for (file, mode) in [(&shared, 0o660), (&listed, 0o640)] {
+        fs::write(file, pattern(mode as usize, MIB)).unwrap();
+        chown(file, Some(owner), Some(group)).unwrap();
+        fs::set_permissions(file, fs::Permissions::from_mode(mode)).unwrap();
+    }
+    let path = |file: &Path| file.to_str().unwrap().to_owned();
+    let list = format!("setfattr -n system.posix_acl_access -v {WRITE_FOR_ANOTHER} {}", path(&listed));
+    let has_lists = common::shell(&list).success();
+    let files: &[(&PathBuf, usize)] =
+        if has_lists { &[(&shared, 0o660), (&listed, 0o640)] } else { &[(&shared, 0o660)] };
+    if !has_lists {
+        println!("not tried: tmpfs has no access control lists here");
+    }
+    for (file, seed) in files {
+        as_other(&["setfattr", "-n", "user.pagemill.volatile", "-v", "full", &path(file)]).assert_success();
+        assert!(!as_other(&["rm", "-f", &path(file)]).status.success(), "it may not delete the file itself");
+        assert_eq!(ram.purge(100), 0);
+        assert!(fs::read(file).unwrap() == pattern(*seed, MIB));
+        let shown = ram.command(&["mark", &path(file)]);
+        assert!(
+            shown.out.starts_with("volatile none") && shown.err.contains("users other than its owner"),
+            "{}",
+            shown.err
+        );
+        let refused = ram.command(&["mark", "--volatile", "full", &path(file)]);
+        assert!(refused.code() == 1 && refused.err.contains("chmod go-w"), "{}", refused.err);
+    }
+    for (file, _) in files {
+        fs::set_permissions(file, fs::Permissions::from_mode(0o600)).unwrap();
+    }
+    assert_eq!(ram.purge(100), files.len() as u64 * MIB as u64);
 }
 
 /// Bytes of a mapping of the file that are mapped by huge pages.

@@ -68,9 +68,12 @@ impl Seen {
         self.kind == FileType::Directory
     }
 
-    /// Returns whether all users may write to this file and set its attributes.
-    pub fn is_open_to_all(&self) -> bool {
-        Mode::from_raw_mode(self.mode).contains(Mode::WOTH)
+    /// Returns whether users other than the owner may write to this file and set its attributes.
+    ///
+    /// The group's bits are the mask of an access control list where the file has one, so a list that lets another user
+    /// write shows here as well.
+    pub fn is_writable_by_others(&self) -> bool {
+        Mode::from_raw_mode(self.mode).intersects(Mode::WGRP | Mode::WOTH)
     }
 
     /// Returns whether users other than the owner may write here and delete entries.

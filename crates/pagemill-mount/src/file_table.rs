@@ -178,7 +178,8 @@ impl FileTable {
                 self.tell_bad(path, &mark.0);
             }
         }
-        let marks = policy::effective(own.trusted(seen.is_open_to_all()), seen.owner, folder.above.iter().copied());
+        let marks =
+            policy::effective(own.trusted(seen.is_writable_by_others()), seen.owner, folder.above.iter().copied());
         self.closed_bytes += seen.held_bytes;
         let group = self.group_of_writer(pid);
         self.groups.brought(group, seen.held_bytes);
@@ -227,7 +228,7 @@ impl FileTable {
                     self.index.remove(seen.inode);
                     return;
                 };
-                let marks = policy::effective(marks.trusted(seen.is_open_to_all()), seen.owner, above);
+                let marks = policy::effective(marks.trusted(seen.is_writable_by_others()), seen.owner, above);
                 let known_ns = self.index.get(seen.inode).map(|file| file.used_ns);
                 self.note(folder, &name, &seen, marks, UNKNOWN, known_ns.unwrap_or(0).max(seen.used_ns));
                 if self.index.get(seen.inode).is_none() {
@@ -392,7 +393,7 @@ fn charged_group(groups: &mut Groups, folder: &OwnedFd, name: &OsStr) -> Option<
 fn may_go(folders: &RefCell<&mut Folders>, access: &FileAccess, folder: u64, fd: &OwnedFd, seen: &Seen) -> bool {
     let Ok(own) = file_access::marks(fd, |_| ()) else { return false };
     let Some(above) = folders.borrow_mut().above(access, folder, Instant::now()) else { return false };
-    let marks = policy::effective(own.trusted(seen.is_open_to_all()), seen.owner, above);
+    let marks = policy::effective(own.trusted(seen.is_writable_by_others()), seen.owner, above);
     marks.volatile.is_some_and(|volatile| volatile != Volatile::None)
 }
 

@@ -97,11 +97,12 @@ impl Marks {
         Self { volatile: self.volatile.or(outer.volatile), huge: self.huge.or(outer.huge) }
     }
 
-    /// Returns the marks of a file that are attributable to its owner. If all users may write the file, any of them
-    /// may have set its mark, so a volatile mark is ignored.
+    /// Returns the marks of a file that are attributable to its owner. If its group or all users may write to the file,
+    /// any of them may have set its mark, so a volatile mark is ignored: it would delete a file that they may not
+    /// delete.
     #[must_use]
-    pub fn trusted(self, is_open_to_all: bool) -> Self {
-        let volatile = self.volatile.filter(|volatile| *volatile == Volatile::None || !is_open_to_all);
+    pub fn trusted(self, is_writable_by_others: bool) -> Self {
+        let volatile = self.volatile.filter(|volatile| *volatile == Volatile::None || !is_writable_by_others);
         Self { volatile, ..self }
     }
 
@@ -126,7 +127,7 @@ pub struct Above {
 
 /// Returns the effective marks of a file of `owner`, from its own marks and those of the folders above, nearest first.
 ///
-/// For a file that all users may write, `own` must not contain its volatile mark ([`Marks::trusted`]).
+/// For a file that other users may write, `own` must not contain its volatile mark ([`Marks::trusted`]).
 ///
 /// A mark must not have more effect than the rights of the user that could set it. A folder's mark applies to the
 /// files directly in it, which its owner can delete anyway. Further down it applies only to files of the folder's
@@ -166,7 +167,7 @@ mod tests {
         assert_eq!(error, "`Full\\n` is no value of user.pagemill.volatile: none, partial, full");
     }
 
-    /// Only small files without a mark are left alone. A volatile mark on a file that all users may write is ignored.
+    /// Only small files without a mark are left alone. A volatile mark on a file that other users may write is ignored.
     #[test]
     fn small_plain_files_are_left_alone() {
         let (small, block) = (100, BLOCK_BYTES as u64);

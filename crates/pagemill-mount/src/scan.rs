@@ -55,7 +55,7 @@ impl PendingFolder {
     /// Returns whether nothing is to be done with a file here, by its current marks. This holds for most files.
     fn leaves_alone(&self, name: &OsStr, seen: &Seen, own: Marks) -> bool {
         let above = std::iter::successors(Some(self), |place| place.parent.as_deref()).map(|place| place.above);
-        let marks = policy::effective(own.trusted(seen.is_open_to_all()), seen.owner, above);
+        let marks = policy::effective(own.trusted(seen.is_writable_by_others()), seen.owner, above);
         marks.leave_alone(seen.held_bytes) && !purge::is_ours(name)
     }
 
