@@ -3,11 +3,15 @@
 mod common;
 
 use common::group::Group;
-use common::ram::{MIB, Ram, wait_until};
+use common::ram::{MIB, Ram, pattern, wait_until};
 use common::{Guard, STUCK_AFTER, finish, lacks};
+use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
 use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::thread;
+use std::time::Instant;
 
 const GIB: u64 = 1 << 30;
 
@@ -131,5 +135,74 @@ time.sleep(100000)";
         });
         drop(writer);
         fs::remove_file(ram.at(name)).unwrap();
+    }
+}
+
+/// Kills the worker whenever it is in the group, as the group's owner can (`cgroup.kill`, the OOM killer).
+fn kill_workers(group: &Group, is_over: &AtomicBool, killed: &AtomicU64) {
+    while !is_over.load(Relaxed) {
+        for pid in fs::read_to_string(group.folder.join("cgroup.procs")).unwrap().lines() {
+            let is_worker =
+                fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.ends_with(b"\0mount-worker\0"));
+            let pid = pid.parse().ok().and_then(Pid::from_raw).filter(|_| is_worker);
+            let is_killed = pid.is_some_and(|pid| kill_process(pid, Signal::KILL).is_ok());
+            // It stays in the list for a moment.
+            while is_killed
+                && pid.is_some_and(|pid| fs::read_link(format!("/proc/{}/exe", pid.as_raw_nonzero())).is_ok())
+            {
+                thread::yield_now();
+            }
+            killed.fetch_add(u64::from(is_killed), Relaxed);
+        }
+    }
+}
+
+/// The owner of a writer's group kills each worker that enters it: every byte stays, another worker makes the files of other
+/// groups huge, and none enters that group again for a minute.
+#[test]
+fn a_group_that_kills_the_worker_is_avoided() {
+    let Some(ram) = Ram::new(&["--size", "1G"]) else { return };
+    let Some(group) = Group::new("killer", GIB) else { return };
+    let begun = Instant::now();
+    let source = ram.place.path("source");
+    let bytes = pattern(1, 32 * MIB);
+    fs::write(&source, &bytes).unwrap();
+    let (is_over, killed) = (AtomicBool::new(false), AtomicU64::new(0));
+    let mut files = 0;
+    thread::scope(|scope| {
+        scope.spawn(|| kill_workers(&group, &is_over, &killed));
+        // Ends the other thread also if this one panics.
+        let _end = OnDrop(|| is_over.store(true, Relaxed));
+        while killed.load(Relaxed) == 0 {
+            assert!(begun.elapsed() < STUCK_AFTER, "no worker enters the group");
+            files = files % 10 + 1;
+            let mut copy = ram.place.command("cp");
+            copy.arg(&source).arg(ram.at(&format!("file-{files}")));
+            finish(group.enter(&copy), STUCK_AFTER).assert_success();
+            // A worker may have been too fast: then again.
+            wait_until("the file was looked at", || {
+                ram.status()["files_waiting_for_pages"] == 0 || killed.load(Relaxed) > 0
+            });
+        }
+        let huge = ram.count("huge_blocks");
+        fs::copy(&source, ram.at("other")).unwrap();
+        let has_moved_on = || ram.count("huge_blocks") >= huge + 16 || ram.count("collapse_no_memory") > 0;
+        wait_until("another worker has the file of another group", has_moved_on);
+        let most = 1 + begun.elapsed().as_secs() / 60;
+        let (restarts, killed) = (ram.count("worker_restarts"), killed.load(Relaxed));
+        assert!(restarts >= 1 && restarts.max(killed) <= most, "{restarts} restarts, {killed} killed");
+    });
+    let err = fs::read_to_string(ram.place.path("err")).unwrap();
+    assert!(err.contains(&format!("the worker for huge pages ended in {}", group.folder.display())), "{err}");
+    let names = (1..=files).map(|file| format!("file-{file}")).chain(["other".to_owned()]);
+    names.for_each(|name| assert!(fs::read(ram.at(&name)).unwrap() == bytes, "{name}"));
+}
+
+/// Calls it at the end of a block.
+struct OnDrop<F: Fn()>(F);
+
+impl<F: Fn()> Drop for OnDrop<F> {
+    fn drop(&mut self) {
+        (self.0)();
     }
 }

@@ -1,4 +1,9 @@
 //! Queue of files for the [`worker`](crate::worker).
+//!
+//! A worker can end at any time: the owner of the group that it works in can kill it. The files that it had not begun
+//! are queued again at once, the one it had in hand a few times more. The pause before the next start grows with each
+//! worker that ends without a result. The group is avoided for a time that grows with each loss in it; a user's groups
+//! are avoided together, because a user may create any number of them.
 
 use crate::control_loop::say;
 use crate::file_access::{FileAccess, Seen};
@@ -9,7 +14,9 @@ use crate::status::Counts;
 use crate::worker::{Worker, WorkerJob, WorkerReply};
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{OsStr, OsString};
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -24,11 +31,47 @@ const MAX_WAITING: usize = 1 << 16;
 /// Maximum number of finished files that are remembered.
 const MAX_KNOWN: usize = 1 << 18;
 
+/// Pause before another worker is started; doubles with each that ends without a result.
+const RESTART: Range<Duration> = Duration::from_secs(1)..Duration::from_secs(60);
+
+/// How long the group in which a worker was lost is avoided; doubles with each loss.
+const AVOID: Range<Duration> = Duration::from_secs(60)..Duration::from_secs(3600);
+
+/// Returns the start of the range, doubled so many times, and at most its end.
+fn doubled(range: &Range<Duration>, times: u32) -> Duration {
+    range.start.saturating_mul(1 << times.min(16)).min(range.end)
+}
+
+/// The groups that are avoided together.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Domain {
+    /// All groups of a user other than root.
+    User(u32),
+    Group(String),
+}
+
+impl Domain {
+    fn of(group: &str) -> Self {
+        match std::fs::metadata(group).map(|folder| folder.uid()) {
+            Ok(user) if user != 0 => Self::User(user),
+            _ => Self::Group(group.to_owned()),
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Avoided {
+    until: Instant,
+    losses: u32,
+}
+
 struct Waiting {
     folder: u64,
     name: OsString,
     huge: Huge,
     group: GroupId,
+    /// The group that the worker was told to enter.
+    entered: Option<String>,
     changed_ns: i64,
     tries: u32,
     due: Instant,
@@ -40,6 +83,9 @@ pub struct PageWork {
     worker: Option<Worker>,
     /// Earliest time to start a worker again.
     retry_at: Option<Instant>,
+    /// Workers lost since the last result.
+    lost_in_a_row: u32,
+    avoided: HashMap<Domain, Avoided>,
     waiting: HashMap<u64, Waiting>,
     order: BTreeMap<(Instant, u64), ()>,
     given: HashMap<u64, Waiting>,
@@ -53,6 +99,8 @@ impl PageWork {
             program,
             worker: None,
             retry_at: None,
+            lost_in_a_row: 0,
+            avoided: HashMap::new(),
             waiting: HashMap::new(),
             order: BTreeMap::new(),
             given: HashMap::new(),
@@ -70,7 +118,7 @@ impl PageWork {
         let due = Instant::now() + delay;
         let name = name.to_owned();
         let changed_ns = seen.changed_ns;
-        self.put(seen.inode, Waiting { folder, name, huge, group, changed_ns, tries: 0, due });
+        self.put(seen.inode, Waiting { folder, name, huge, group, entered: None, changed_ns, tries: 0, due });
     }
 
     /// Removes a file that is about to be purged.
@@ -104,32 +152,58 @@ impl PageWork {
     ) {
         self.take_done(counts);
         let now = Instant::now();
+        // Also while no other file waits: nothing can purge the file that it has open.
+        if self.worker.as_ref().and_then(Worker::stuck_at).is_some_and(|at| at < now) {
+            self.lose(now, counts);
+        }
         while let Some(((due, inode), ())) = self.order.first_key_value().map(|(key, ())| (*key, ())) {
-            if due > now || !self.is_ready(access, now, counts) {
+            if due > now || !self.is_ready(access, now) {
                 return;
             }
             self.order.remove(&(due, inode));
-            let Some(waiting) = self.waiting.remove(&inode) else { continue };
+            let Some(mut waiting) = self.waiting.remove(&inode) else { continue };
             let Some(folder) = folders.path(waiting.folder) else { continue };
             let group = match waiting.group {
                 UNKNOWN => charged(groups, &folder, &waiting.name),
                 group => group,
             };
-            let job = WorkerJob::new(inode, &folder, &waiting.name, waiting.huge, groups.folder(group));
+            waiting.entered = groups.folder(group);
+            if let Some(until) = waiting.entered.as_ref().and_then(|group| self.avoided_until(group, now)) {
+                waiting.due = until;
+                self.put(inode, waiting);
+                continue;
+            }
+            let job = WorkerJob::new(inode, &folder, &waiting.name, waiting.huge, waiting.entered.clone());
             let is_given = self.worker.as_mut().is_some_and(|worker| worker.give(&job).is_ok());
             if is_given {
                 self.given.insert(inode, waiting);
             } else {
+                self.put(inode, waiting);
                 self.lose(now, counts);
             }
         }
     }
 
-    /// Returns whether a worker is free. Starts one if there is none.
-    fn is_ready(&mut self, access: &FileAccess, now: Instant, counts: &mut Counts) -> bool {
-        if self.worker.as_ref().is_some_and(Worker::is_stuck) {
-            self.lose(now, counts);
+    fn avoided_until(&self, group: &str, now: Instant) -> Option<Instant> {
+        if self.avoided.is_empty() {
+            return None;
         }
+        self.avoided.get(&Domain::of(group)).map(|avoided| avoided.until).filter(|until| *until > now)
+    }
+
+    /// Avoids a group in which a worker was lost.
+    fn avoid(&mut self, group: &str, now: Instant) {
+        // Only a loss soon after the group was entered again counts as one more.
+        self.avoided.retain(|_, avoided| now < avoided.until + AVOID.end);
+        let domain = Domain::of(group);
+        let losses = self.avoided.get(&domain).map_or(0, |avoided| avoided.losses + 1);
+        let pause = doubled(&AVOID, losses);
+        say(&format!("the worker for huge pages ended in {group}: files charged there wait {} s", pause.as_secs()));
+        self.avoided.insert(domain, Avoided { until: now + pause, losses });
+    }
+
+    /// Returns whether a worker is free. Starts one if there is none.
+    fn is_ready(&mut self, access: &FileAccess, now: Instant) -> bool {
         if self.worker.is_none() && self.retry_at.is_none_or(|at| at <= now) {
             match Worker::start(&self.program, access) {
                 Ok(worker) => (self.worker, self.retry_at) = (Some(worker), None),
@@ -142,19 +216,37 @@ impl PageWork {
         self.worker.as_ref().is_some_and(Worker::is_free)
     }
 
-    /// Drops a lost worker; its jobs stay unfinished.
+    /// Drops a lost worker and queues its files again.
     fn lose(&mut self, now: Instant, counts: &mut Counts) {
-        self.worker = None;
-        self.retry_at = Some(now + Duration::from_secs(1));
-        self.given.clear();
+        let current = self.worker.take().and_then(|worker| worker.current());
+        self.retry_at = Some(now + doubled(&RESTART, self.lost_in_a_row));
+        self.lost_in_a_row += 1;
         counts.worker_restarts += 1;
+        for (inode, mut waiting) in std::mem::take(&mut self.given) {
+            if Some(inode) == current {
+                if let Some(group) = &waiting.entered {
+                    self.avoid(group, now);
+                }
+                waiting.due = now + RETRY * (1 << waiting.tries);
+                waiting.tries += 1;
+            }
+            // A later scan finds the file again. If it was written meanwhile, it waits already.
+            if waiting.tries <= MAX_TRIES && !self.waiting.contains_key(&inode) {
+                self.put(inode, waiting);
+            }
+        }
     }
 
     fn take_done(&mut self, counts: &mut Counts) {
         let Some(worker) = &mut self.worker else { return };
-        match worker.take() {
-            Ok(done) => done.into_iter().for_each(|done| self.note_done(done, counts)),
-            Err(_) => self.lose(Instant::now(), counts),
+        let mut done = Vec::new();
+        let taken = worker.take(&mut done);
+        if !done.is_empty() {
+            self.lost_in_a_row = 0;
+        }
+        done.into_iter().for_each(|done| self.note_done(done, counts));
+        if taken.is_err() {
+            self.lose(Instant::now(), counts);
         }
     }
 
@@ -189,14 +281,15 @@ impl PageWork {
         self.known.insert(done.inode, (waiting.changed_ns, waiting.huge));
     }
 
-    /// Returns when the next job is due, if the worker is free.
+    /// Returns when the next job is due, if the worker is free, or when the worker counts as stuck.
     pub fn due(&self) -> Option<Instant> {
-        let first = self.order.first_key_value().map(|((due, _), ())| *due)?;
-        match &self.worker {
+        let first = self.order.first_key_value().map(|((due, _), ())| *due);
+        let next = match &self.worker {
             Some(worker) if !worker.is_free() => None,
-            Some(_) => Some(first),
-            None => Some(self.retry_at.map_or(first, |at| at.max(first))),
-        }
+            Some(_) => first,
+            None => first.map(|first| self.retry_at.map_or(first, |at| at.max(first))),
+        };
+        next.into_iter().chain(self.worker.as_ref().and_then(Worker::stuck_at)).min()
     }
 
     pub fn as_fd(&self) -> Option<BorrowedFd<'_>> {
@@ -211,5 +304,71 @@ impl PageWork {
     /// Number of files that wait or that the worker has.
     pub fn count(&self) -> usize {
         self.waiting.len() + self.given.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::FileType;
+    use std::fs::File;
+
+    /// A worker that dies on the file with inode 7 and has done any other at once.
+    const DEADLY: &str = r#"while read -r line; do
+        inode=${line#*:}; inode=${inode%%,*}
+        [ "$inode" = 7 ] && kill -s KILL $$
+        echo "{\"inode\":$inode,\"huge_blocks\":1,\"split_blocks\":0,\"freed_bytes\":0,\"is_busy\":false,\"is_postponed\":false,\"has_no_memory\":false}" >&0
+    done"#;
+
+    fn seen(inode: u64) -> Seen {
+        let bytes = 8 << 20;
+        Seen {
+            inode,
+            kind: FileType::RegularFile,
+            owner: 0,
+            mode: 0o600,
+            links: 1,
+            len_bytes: bytes,
+            held_bytes: bytes,
+            used_ns: 1,
+            changed_ns: 1,
+        }
+    }
+
+    /// A worker that dies takes no other file with it: all that it had are done by the next one. Its group is avoided.
+    #[test]
+    fn a_lost_worker_loses_no_other_file() {
+        let Ok(folder) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
+        let access = FileAccess::of_root(File::open(folder.path()).unwrap().into()).unwrap();
+        let (folders, mut groups) = (Folders::new(access.root_inode()), Groups::new(""));
+        let own = groups.of_self();
+        if groups.folder(own).is_none() {
+            return println!("skipped: no memory control group");
+        }
+        let mut pages = PageWork::new(["sh", "-c", DEADLY].map(OsString::from).to_vec());
+        let mut counts = Counts::default();
+        // All are given to one worker, the deadly file first.
+        pages.note(access.root_inode(), OsStr::new("7"), &seen(7), Huge::Auto, own, Duration::ZERO);
+        for inode in 8..13 {
+            pages.note(access.root_inode(), OsStr::new("other"), &seen(inode), Huge::Auto, UNKNOWN, Duration::ZERO);
+        }
+        let begun = Instant::now();
+        while pages.count() > 1 {
+            assert!(begun.elapsed() < Duration::from_secs(600), "{} files wait", pages.count());
+            pages.work(&access, &folders, &mut groups, &mut counts, |_, _, _| UNKNOWN);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!((counts.huge_blocks, pages.waiting.keys().copied().collect::<Vec<_>>()), (5, vec![7]));
+        let most = 1 + begun.elapsed().as_secs() / AVOID.start.as_secs();
+        assert!((1..=most).contains(&counts.worker_restarts), "{} restarts", counts.worker_restarts);
+        assert!(pages.avoided_until(&groups.folder(own).unwrap(), begun).is_some());
+        assert!(pages.waiting[&7].due >= begun + RETRY);
+    }
+
+    /// Pauses grow to their maximum.
+    #[test]
+    fn pauses_double() {
+        assert_eq!([0, 1, 5, 6, 99].map(|times| doubled(&RESTART, times).as_secs()), [1, 2, 32, 60, 60]);
+        assert_eq!([0, 1, 6].map(|times| doubled(&AVOID, times).as_secs()), [60, 120, 3600]);
     }
 }

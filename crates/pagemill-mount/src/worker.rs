@@ -1,7 +1,12 @@
 //! The worker: makes dense blocks huge and keeps sparse ones small, in a separate process of low priority.
 //!
 //! It is a process because the kernel charges a huge page to the memory group of the process that collapses it. So the
-//! worker moves into the writer's group and back. It receives the mount's root as standard output (it prints nothing).
+//! worker moves into the writer's group and back. The owner of that group can kill it there (`cgroup.kill`, a limit that
+//! makes the OOM killer choose it), freeze it, or leave it no CPU time. It holds no more than an open file then:
+//! `MADV_COLLAPSE` replaces a block or leaves it, and contents change only in the worker's own group. The controller starts
+//! another worker, and avoids the group ([`crate::pagework`]).
+//!
+//! It receives the mount's root as standard output (it prints nothing).
 //! Standard input is a socket: requests arrive there, one line of JSON per file, and answers are written to it.
 
 use crate::file_access::{self, FileAccess, Seen};
@@ -168,7 +173,7 @@ impl WorkerGroup {
         match group {
             // Without groups nothing is charged.
             None => self.home.is_none(),
-            Some(group) if self.home.as_ref() == Some(group) => true,
+            Some(group) if self.home.as_ref() == Some(group) => self.go_home(),
             Some(group) => {
                 self.is_away = std::fs::write(format!("{group}/cgroup.procs"), "0").is_ok();
                 self.is_away
@@ -176,11 +181,13 @@ impl WorkerGroup {
         }
     }
 
-    /// Returns to the worker's own group: the other group may be about to be removed or frozen.
-    fn go_home(&mut self) {
+    /// Returns to the worker's own group: the other group may be about to be removed, frozen or killed. Returns whether the
+    /// worker is there.
+    fn go_home(&mut self) -> bool {
         if let Some(home) = self.home.as_ref().filter(|_| self.is_away) {
             self.is_away = std::fs::write(format!("{home}/cgroup.procs"), "0").is_err();
         }
+        !self.is_away
     }
 }
 
@@ -275,7 +282,11 @@ fn look_at(
     }
     drop(file);
     for block in &sparse {
-        place.go_home();
+        // Another group can be frozen for longer than a lease lasts.
+        if !place.go_home() {
+            done.is_busy = true;
+            return Ok(done);
+        }
         let Some(_slice) = TimeSlice::begin(share, &mut done) else { return Ok(done) };
         give_zeros_back(&folder, name, &seen, block, &mut done)?;
     }
@@ -491,9 +502,14 @@ impl Worker {
         self.waiting.len() < MAX_WAITING
     }
 
-    /// Returns whether the worker has had a file for too long.
-    pub fn is_stuck(&self) -> bool {
-        self.waiting.front().is_some_and(|(_, since)| since.elapsed() > TIMEOUT)
+    /// Returns the file that the worker has in hand.
+    pub fn current(&self) -> Option<u64> {
+        self.waiting.front().map(|(inode, _)| *inode)
+    }
+
+    /// Returns when the worker will have had its file for too long.
+    pub fn stuck_at(&self) -> Option<Instant> {
+        self.waiting.front().map(|(_, since)| *since + TIMEOUT)
     }
 
     /// Sends a file to the worker.
@@ -510,23 +526,22 @@ impl Worker {
         Ok(())
     }
 
-    /// Returns the results since the last call.
+    /// Appends the results since the last call to `done`, also if it fails.
     ///
     /// # Errors
     ///
     /// `UnexpectedEof` if the worker has ended.
-    pub fn take(&mut self) -> io::Result<Vec<WorkerReply>> {
+    pub fn take(&mut self, done: &mut Vec<WorkerReply>) -> io::Result<()> {
         let mut bytes = [0; 4096];
-        loop {
+        let end = loop {
             match self.socket.read(&mut bytes) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(0) => break Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(count) => self.received.extend_from_slice(&bytes[..count]),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break Ok(()),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
+                Err(error) => break Err(error),
             }
-        }
-        let mut done = Vec::new();
+        };
         while let Some(end) = self.received.iter().position(|byte| *byte == b'\n') {
             let line: Vec<u8> = self.received.drain(..=end).collect();
             done.push(serde_json::from_slice(&line).map_err(io::Error::other)?);
@@ -536,7 +551,7 @@ impl Worker {
                 *since = Instant::now();
             }
         }
-        Ok(done)
+        end
     }
 }
 
