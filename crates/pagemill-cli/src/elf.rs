@@ -4,8 +4,10 @@ use object::Endianness;
 use object::elf::{self, FileHeader64, ProgramHeader64};
 use object::read::elf::{Dyn as _, FileHeader as _, ProgramHeader as _};
 use object::read::{ReadCache, ReadRef, StringTable};
+use std::cell::Cell;
 use std::ffi::OsStr;
 use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -21,6 +23,8 @@ pub enum Obstacle {
     Foreign,
     /// Its sanitizer has an allocator that must be the only one.
     Sanitized,
+    /// Reading it failed with this error.
+    Unreadable(String),
 }
 
 impl Obstacle {
@@ -32,11 +36,15 @@ impl Obstacle {
             Self::ChangesUser => format!("{program} is set-uid or set-gid, so the loader ignores preloads"),
             Self::Foreign => format!("{program} is made for another architecture"),
             Self::Sanitized => format!("{program} is built with a sanitizer, whose allocator has to be the only one"),
+            Self::Unreadable(error) => format!("{program} cannot be read ({error})"),
         }
     }
 
     /// For a program that is started nevertheless.
     pub fn explain(&self, program: &Path) -> String {
+        if let Self::Unreadable(_) = self {
+            return format!("{}: it may run on its own allocator", self.reason(program));
+        }
         let ability = if *self == Self::Foreign { " if it can" } else { "" };
         format!("{}: it runs{ability}, but on its own allocator", self.reason(program))
     }
@@ -86,10 +94,47 @@ pub fn obstacle(program: &Path) -> Option<Obstacle> {
         let count = file.read_at(&mut line, 0).ok()?;
         match interpreter(&line[..count]) {
             Some(next) => path = next,
-            None => return elf_obstacle(&ReadCache::new(file)),
+            None => {
+                let error = Cell::new(None);
+                let found = elf_obstacle(&ReadCache::new(Watched { file, error: &error }));
+                let unreadable = error.take().map(|error| Obstacle::Unreadable(error.to_string()));
+                return unreadable.or(found);
+            }
         }
     }
     None
+}
+
+/// A file whose last error is kept: the parser reports it as if the file ended there.
+struct Watched<'a> {
+    file: File,
+    error: &'a Cell<Option<io::Error>>,
+}
+
+impl Watched<'_> {
+    fn keep<T>(&self, result: io::Result<T>) -> io::Result<T> {
+        result.map_err(|error| {
+            let kind = error.kind();
+            if kind != io::ErrorKind::Interrupted {
+                self.error.set(Some(error));
+            }
+            kind.into()
+        })
+    }
+}
+
+impl Read for Watched<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let result = self.file.read(bytes);
+        self.keep(result)
+    }
+}
+
+impl Seek for Watched<'_> {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        let result = self.file.seek(to);
+        self.keep(result)
+    }
 }
 
 /// The interpreter that the first line of a script names.

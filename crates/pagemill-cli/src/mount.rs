@@ -132,7 +132,7 @@ impl Mount {
                 if !was_taken_over {
                     let _ = control::unmount(&point, device, std::process::id(), UNMOUNT_TRIES);
                 }
-                return fail(2, &error.to_string());
+                return fail(2, &format!("the controller of {} cannot be started: {error}", point.display()));
             }
         };
         if has_no_huge {

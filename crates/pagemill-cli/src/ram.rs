@@ -8,6 +8,7 @@ use pagemill_mount::control::{End, Keeper, Server, Until};
 use pagemill_mount::control_loop::{Settings, say};
 use pagemill_mount::mounting::{self, Mounted, Wanted};
 use pagemill_sys::namespace;
+use rustix::mount::{UnmountFlags, unmount};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver};
@@ -59,7 +60,10 @@ impl Ram {
         let device = access.device();
         let settings =
             Settings { mount_point: point.clone(), size_bytes, groups: Vec::new(), worker: worker_program() };
-        let keeper = Keeper::start(settings, access).map_err(|error| error.to_string())?;
+        let keeper = Keeper::start(settings, access).map_err(|error| {
+            let _ = unmount(&point, UnmountFlags::NOFOLLOW);
+            format!("the controller of {} cannot be started: {error}", point.display())
+        })?;
         let (ends, end) = mpsc::channel();
         let server = Server::start(&keeper, device, Until::Unmounted, ends);
         if let Err(error) = &server {
@@ -91,10 +95,12 @@ impl Drop for Ram {
             holders.iter().for_each(|holder| say(&holder.to_string()));
         }
         // Processes that still use it keep it, and the folder as well.
-        if let Some(made) = &self.made
-            && rustix::mount::unmount(made, rustix::mount::UnmountFlags::NOFOLLOW).is_ok()
-        {
-            let _ = fs::remove_dir(made);
+        let Some(made) = self.made.as_ref().filter(|_| holders.is_empty()) else { return };
+        // A holder may be invisible, or have ended only just now. The mount goes with its last user.
+        let flags = UnmountFlags::NOFOLLOW;
+        let unmounted = unmount(made, flags).or_else(|_| unmount(made, flags | UnmountFlags::DETACH));
+        if let Err(error) = unmounted.map_err(Into::into).and_then(|()| fs::remove_dir(made)) {
+            say(&format!("{} stays: it cannot be removed: {error}", made.display()));
         }
     }
 }

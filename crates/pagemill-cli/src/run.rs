@@ -184,7 +184,7 @@ impl<'tree> Running<'tree> {
         let start = Instant::now();
         let child = child::spawn(program, group.as_ref()).map_err(|error| {
             let status = if error.kind() == ErrorKind::NotFound { 127 } else { 126 };
-            (status, format!("{error}{inside}"))
+            (status, format!("the program cannot be started{inside}: {error}"))
         })?;
         let memory = tree.filter(|_| watched).map(|tree| TreeMemory::new(tree.page, child.id()));
         Ok(Self { child, start, folder: tree.map(|tree| tree.folder.as_str()), memory })

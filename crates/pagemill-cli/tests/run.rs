@@ -158,6 +158,22 @@ mod status {
         }
     }
 
+    /// Where the experiments are not built, their names and what builds them are shown.
+    #[test]
+    fn experiments_are_listed_without_being_built() {
+        let place = Place::new();
+        // No program of theirs lies beside this one.
+        let alone = place.path("pagemill");
+        fs::copy(PAGEMILL, &alone).unwrap();
+        let mut command = place.command(&alone);
+        command.args(["bench", "--help"]);
+        let end = finish(command, STUCK_AFTER);
+        end.assert_success();
+        for word in ["ebizzy", "footprint", "survive", "cargo build --release -p pagemill-cli -p pagemill-bench"] {
+            assert!(end.out.contains(word), "{}", end.out);
+        }
+    }
+
     #[test]
     fn sizes_are_read_as_people_write_them() {
         let place = Place::new();

@@ -36,6 +36,9 @@ const DRAIN_PAUSE: Duration = Duration::from_millis(5);
 const EVENT_BYTES: usize = 4 << 10;
 const DRAIN_SLICE: Duration = Duration::from_millis(1);
 
+/// Number of failed reads in a row after which events are given up. Before that each counts as lost events.
+const MAX_FAILED_READS: u32 = 100;
+
 /// Purging pauses after this time to check limits and to drain events.
 const SLICE: Duration = Duration::from_millis(2);
 
@@ -117,6 +120,8 @@ pub struct ControlLoop {
     has_suspects: bool,
     drained: Instant,
     has_events: bool,
+    /// Reads of events that failed since the last that did not.
+    failed_reads: u32,
     look_at: Instant,
     /// When limits were last read.
     sampled: Instant,
@@ -166,6 +171,7 @@ impl ControlLoop {
             has_suspects: false,
             drained: now,
             has_events: false,
+            failed_reads: 0,
             look_at: now,
             sampled: now,
             still_looks: 0,
@@ -305,11 +311,16 @@ impl ControlLoop {
                 Event::FolderMoved { folder, name } => self.table.folder_moved(folder, name),
             });
             match result {
-                Ok(true) => {}
+                Ok(true) => self.failed_reads = 0,
                 Ok(false) => break,
                 Err(error) => {
-                    say(&format!("reading events fails ({error}): only periodic scans find new files"));
-                    return;
+                    self.failed_reads += 1;
+                    self.table.lost_events();
+                    if self.failed_reads >= MAX_FAILED_READS {
+                        say(&format!("reading events fails ({error}): only periodic scans find new files"));
+                        return;
+                    }
+                    break;
                 }
             }
         }

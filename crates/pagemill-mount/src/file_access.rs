@@ -6,7 +6,7 @@
 
 use crate::policy::{HUGE, Marks, PURGED, SIZE, VOLATILE};
 use rustix::fs::{self, AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, ResolveFlags, XattrFlags};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::mount::{self, FsPickFlags, OpenTreeFlags};
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -123,7 +123,7 @@ impl FileAccess {
 
     fn clone(tree: OwnedFd) -> io::Result<Self> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        Self::of_root(fs::openat(&tree, ".", flags, Mode::empty())?)
+        Self::of_root(retry_on_intr(|| fs::openat(&tree, ".", flags, Mode::empty()))?)
     }
 
     /// Uses a descriptor of the root.
@@ -201,7 +201,7 @@ impl FileAccess {
         let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
         let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
         let flags = flags | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        Ok(fs::openat2(&self.root, path, flags, Mode::empty(), resolve)?)
+        Ok(retry_on_intr(|| fs::openat2(&self.root, path, flags, Mode::empty(), resolve))?)
     }
 
     /// Opens a folder.

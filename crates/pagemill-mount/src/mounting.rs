@@ -4,7 +4,7 @@ use crate::file_access::FileAccess;
 use pagemill::published;
 use pagemill::units::Bytes;
 use rustix::fs::{Mode, OFlags};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::mount::{self, FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags};
 use std::ffi::OsString;
 use std::fmt;
@@ -217,7 +217,7 @@ impl Wanted {
         let no_folder = "no folder for its socket can be created in XDG_RUNTIME_DIR, /run, /dev/shm or /tmp";
         let path = folder().map_err(system(no_folder))?.join("mount.lock");
         let lock = fs::File::create(&path).and_then(|lock| {
-            rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive)?;
+            retry_on_intr(|| rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive))?;
             Ok(lock)
         });
         let _lock = lock.map_err(|error| Refusal::NoLock { path, error })?;
@@ -259,10 +259,10 @@ impl Wanted {
     fn mount_new(&self, point: PathBuf) -> Result<Mounted, Refusal> {
         // From here on this descriptor identifies the folder, even if it is renamed.
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let open = || -> io::Result<OwnedFd> { Ok(rustix::fs::open(&point, flags, Mode::empty())?) };
+        let open = || -> io::Result<OwnedFd> { Ok(retry_on_intr(|| rustix::fs::open(&point, flags, Mode::empty()))?) };
         let below = open().map_err(system("the mount point cannot be opened"))?;
         let place = PathBuf::from(format!("/proc/self/fd/{}", below.as_raw_fd()));
-        if fs::read_link(&place).ok().as_ref() != Some(&point) {
+        if fs::read_link(&place).map_err(system("the mount point cannot be read"))? != point {
             return Err(Refusal::Missing(point));
         }
         let mut entries = fs::read_dir(&place).map_err(system("the mount point cannot be read"))?;
@@ -304,7 +304,8 @@ fn canonical(point: &Path) -> Result<PathBuf, Refusal> {
         io::ErrorKind::NotFound => Refusal::Missing(point.to_owned()),
         _ => system("the mount point cannot be read")(error),
     })?;
-    if found.is_dir() { Ok(found) } else { Err(Refusal::NoFolder(found)) }
+    let metadata = fs::metadata(&found).map_err(system("the mount point cannot be read"))?;
+    if metadata.is_dir() { Ok(found) } else { Err(Refusal::NoFolder(found)) }
 }
 
 /// Removes the sockets of controllers that were killed.

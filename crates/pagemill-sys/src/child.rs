@@ -283,6 +283,7 @@ fn try_wait(pid: libc::pid_t) -> io::Result<Option<End>> {
     // SAFETY: writes `status` and `usage`.
     match unsafe { libc::wait4(pid, &raw mut status, libc::WNOHANG, &raw mut usage) } {
         0 => Ok(None),
+        -1 if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => Ok(None),
         waited if waited == pid => {
             let time = |value: libc::timeval| {
                 Duration::from_secs(value.tv_sec as u64) + Duration::from_micros(value.tv_usec as u64)

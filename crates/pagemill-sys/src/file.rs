@@ -229,8 +229,13 @@ pub unsafe fn map_shared(path: &CStr, len_bytes: usize, access: Access, fixed: u
     if access == Access::Create {
         // Allocates the file's memory: on a full file system the first touch of a sparse file would end the process
         // with SIGBUS.
-        // SAFETY: our own descriptor.
-        let result = unsafe { libc::posix_fallocate(fd.0, 0, len_bytes as libc::off_t) };
+        let result = loop {
+            // SAFETY: our own descriptor.
+            match unsafe { libc::posix_fallocate(fd.0, 0, len_bytes as libc::off_t) } {
+                libc::EINTR => {}
+                result => break result,
+            }
+        };
         if result != 0 {
             remove(path);
             return Err(io::Error::from_raw_os_error(result));

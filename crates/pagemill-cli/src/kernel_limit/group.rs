@@ -32,8 +32,12 @@ impl Group {
     ///
     /// What is missing, and what would help.
     pub fn new(root: &str, name: &str, limit_bytes: u64) -> Result<Self, String> {
-        let (version, parent) = cgroup::own_group(root)
-            .map_err(|_| "no control group with a memory controller is visible here (/proc/self/cgroup)".to_owned())?;
+        let (version, parent) = cgroup::own_group(root).map_err(|error| match error.kind() {
+            ErrorKind::NotFound => {
+                "no control group with a memory controller is visible here (/proc/self/cgroup)".to_owned()
+            }
+            _ => format!("the control group of this process cannot be found: {error}"),
+        })?;
         let parent = Path::new(parent.as_str());
         if version == Version::V2 {
             hand_down_memory(parent)?;

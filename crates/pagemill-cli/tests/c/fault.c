@@ -1,6 +1,7 @@
 /* Allocates and frees in all sizes, forks, starts a thread, gives all back; what it holds must keep its bytes. `NULL` with ENOMEM is
  * an answer. What comes before getppid is its start. */
 #include "check.h"
+#include <fcntl.h>
 
 #define SLOTS 40
 
@@ -89,6 +90,9 @@ int main(void) {
         free(memory[slot]);
     malloc_trim(0);
     CHECK(held() < 60 * MIB);
-    puts("fine");
+    int open = 0;
+    for (int descriptor = 0; descriptor < 1024; descriptor++)
+        open += fcntl(descriptor, F_GETFD) >= 0;
+    printf("fine\nopen %d\n", open);
     return 0;
 }

@@ -5,6 +5,7 @@ pub mod group;
 pub mod holder;
 pub mod ram;
 pub mod slab_program;
+pub mod sweep;
 
 use std::ffi::OsStr;
 use std::fs;

@@ -1,0 +1,209 @@
+//! The n-th kernel call of `pagemill run` fails, with each error that it can have: the command ends by no signal, the program
+//! runs and reads what it wrote or the error says what failed, and no descriptor, file, folder, mount or control group is left.
+//!
+//! Calls of the command's first thread are counted from its first `geteuid` on; before that the dynamic linker and Rust's
+//! runtime start. The preloaded program is swept by `fault.rs`, `pagemill mount` by `fault_mount.rs`.
+//!
+//! By default a sample of the calls is tried, some 15 s a scenario; `FAULT_SWEEP=full cargo test -p pagemill-cli --test
+//! fault_run` tries them one by one, some minutes.
+
+mod common;
+
+use common::sweep::{Outcome, counts, sample};
+use common::{End, PAGEMILL, Place, STUCK_AFTER, finish, finish_bytes, lacks, may_mount, walk};
+use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+
+/// Kernel calls, and the errors that are tried with each. `close` and `fcntl` are not among them: Rust's library takes their
+/// errors for a descriptor that it does not own.
+const CALLS: &[(&str, &[&str])] = &[
+    ("mmap", &["ENOMEM"]),
+    ("openat", &["EMFILE", "EACCES", "EINTR"]),
+    ("openat2", &["EMFILE", "EINTR"]),
+    ("read", &["EIO", "EINTR"]),
+    ("pread64", &["EIO", "EINTR"]),
+    ("write", &["EIO", "ENOSPC", "EINTR"]),
+    ("statx", &["EACCES", "ENOMEM"]),
+    ("newfstatat", &["EACCES", "ENOMEM"]),
+    ("fstatfs", &["ENOMEM"]),
+    ("getdents64", &["EIO"]),
+    ("readlink", &["EACCES"]),
+    ("lseek", &["EIO"]),
+    ("mkdir", &["EACCES", "ENOSPC"]),
+    ("fallocate", &["ENOSPC", "EOPNOTSUPP", "EINTR"]),
+    ("ftruncate", &["EIO"]),
+    ("unlink", &["EACCES"]),
+    ("unlinkat", &["EACCES"]),
+    ("rmdir", &["EBUSY"]),
+    ("socketpair", &["EMFILE"]),
+    ("pipe2", &["EMFILE"]),
+    ("eventfd2", &["EMFILE"]),
+    ("clone", &["EAGAIN", "ENOMEM"]),
+    ("clone3", &["EAGAIN", "ENOMEM"]),
+    ("wait4", &["EINTR"]),
+    ("rt_sigtimedwait", &["EINTR"]),
+    ("recvfrom", &["EINTR"]),
+    ("prctl", &["EPERM"]),
+    ("unshare", &["EPERM", "ENOSPC"]),
+    ("mount", &["EPERM"]),
+    ("fsopen", &["EPERM", "EMFILE"]),
+    ("fsconfig", &["EINVAL", "ENOMEM"]),
+    ("fsmount", &["EMFILE"]),
+    ("open_tree", &["EMFILE"]),
+    ("move_mount", &["EINVAL"]),
+    ("umount2", &["EBUSY"]),
+    ("fanotify_init", &["EMFILE", "ENOSYS"]),
+    ("fanotify_mark", &["ENOMEM", "ENOSPC"]),
+    ("fsetxattr", &["ENOSPC"]),
+    ("flistxattr", &["ENOMEM"]),
+    ("llistxattr", &["ENOMEM"]),
+    ("flock", &["EINTR", "ENOLCK"]),
+    ("socket", &["EMFILE"]),
+    ("bind", &["EADDRINUSE"]),
+    ("listen", &["EADDRINUSE"]),
+    ("prlimit64", &["EPERM"]),
+];
+
+/// The options of a run, with `@` for the folder of the test; and where its program writes.
+struct Scenario {
+    name: &'static str,
+    options: &'static [&'static str],
+    copy: &'static str,
+}
+
+/// Copies a file, compares, and tells which descriptors it was started with.
+const PROGRAM: &str = r#"cat "$1" > "$2" && cmp "$1" "$2" && echo fine && cd /proc/self/fd && echo open: *"#;
+
+impl Scenario {
+    fn trace(&self, place: &Place, calls: &str, inject: Option<&str>) -> (End, String) {
+        let at = |text: &str| text.replace('@', place.path(".").to_str().unwrap());
+        let (source, trace) = (place.path("source"), place.path("trace"));
+        if !source.exists() {
+            fs::write(&source, common::ram::pattern(1, 300_000)).unwrap();
+        }
+        let _ = fs::remove_file(&trace);
+        let mut command = place.command_as_it_comes("strace");
+        command.args(["-qq", "-e", "signal=none", "-o"]).arg(&trace);
+        command.arg(format!("-etrace={calls},geteuid")).args(inject.map(|inject| format!("-einject={inject}")));
+        command.args([PAGEMILL, "run"]).args(self.options.iter().map(|option| at(option)));
+        command.args(["--", "sh", "-c", PROGRAM, "sh"]).arg(&source).arg(at(self.copy));
+        let end = finish(command, STUCK_AFTER);
+        (end, fs::read_to_string(trace).unwrap_or_default())
+    }
+
+    /// Returns what is wrong with a run, besides what `clean` did.
+    fn problem(&self, end: &End, clean: &End) -> Option<String> {
+        if end.status.signal().is_some() || end.err.contains("panicked") {
+            return Some("it ends by a signal or a panic".into());
+        }
+        match end.status.code() {
+            // Its program may have had less: a folder of figures, say. It inherits no more.
+            Some(0) if !end.out.contains("fine\n") => Some("the program did not run".into()),
+            Some(0) if end.out.len() > clean.out.len() => Some("the program inherits a descriptor".into()),
+            Some(0) => None,
+            Some(2 | 126 | 127) => {
+                let text = end.err.lines().last().and_then(|line| line.strip_prefix("pagemill: "));
+                // More than the kernel's own words.
+                let is_told = text.is_some_and(|text| text.contains(": ") && text.len() > 30);
+                (!is_told).then(|| "the error does not say what failed".into())
+            }
+            _ => Some("the status is none of those of `run`".into()),
+        }
+    }
+
+    fn sweep(&self, outcome: &mut Outcome) {
+        let all: Vec<_> = CALLS.iter().map(|(call, _)| *call).collect();
+        let place = Place::new();
+        let (clean, trace) = self.trace(&place, &all.join(","), None);
+        if clean.code() == 126 && !self.options.is_empty() {
+            return println!("skipped: {}: {}", self.name, clean.err);
+        }
+        assert!(clean.status.success() && clean.out.contains("fine"), "{}: {}{}", self.name, clean.out, clean.err);
+        assert_eq!(leftovers(&place), Vec::<PathBuf>::new());
+        let counts = counts(&trace, "geteuid");
+        for (call, errors) in CALLS {
+            let Some((before, after)) = counts.get(*call).filter(|(_, after)| *after > 0) else { continue };
+            outcome.calls += after;
+            for error in *errors {
+                outcome.pairs += 1;
+                for at in sample(*after, outcome.pairs) {
+                    let inject = format!("{call}:error={error}:when={}", before + at);
+                    let (end, trace) = self.trace(&place, call, Some(&inject));
+                    outcome.count(&trace);
+                    let line = trace.lines().find(|line| line.contains("(INJECTED)")).unwrap_or_default();
+                    let said = format!("{}, {inject}: {}\n{line}\n{}{}", self.name, end.status, end.out, end.err);
+                    outcome.problems.extend(self.problem(&end, &clean).map(|what| format!("{what}: {said}")));
+                    // What could not be removed, the error names, or the next command removes.
+                    let mut left = leftovers(&place);
+                    if end.err.contains("stays: it cannot be removed") {
+                        let _ = fs::remove_dir(place.path("ram"));
+                        left = leftovers(&place);
+                    }
+                    if !left.is_empty() {
+                        finish(place.pagemill_run(&[], "true"), STUCK_AFTER).assert_success();
+                        let mut next = place.command(PAGEMILL);
+                        finish_bytes(next.arg("meminfo"), Vec::new(), STUCK_AFTER);
+                    }
+                    if !leftovers(&place).is_empty() {
+                        outcome.problems.push(format!("left behind {:?}: {said}", leftovers(&place)));
+                        leftovers(&place).iter().for_each(|path| drop(fs::remove_dir_all(path)));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Files and folders of trees, groups, and the mount point, that should have been removed.
+fn leftovers(place: &Place) -> Vec<PathBuf> {
+    let is_trees = |path: &PathBuf| *path != place.path("runtime/pagemill") && !path.ends_with("mount.lock");
+    let mut left: Vec<_> = walk(&place.path("runtime")).into_iter().filter(is_trees).collect();
+    left.extend(Some(place.path("ram")).filter(|path| path.exists()));
+    // This process's own group has those of `run`, for either version.
+    let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let folders = own.lines().filter_map(|line| {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (names, path) = (fields.next()?, fields.next()?);
+        let root = if names.is_empty() { "/sys/fs/cgroup" } else { "/sys/fs/cgroup/memory" };
+        (names.is_empty() || names.split(',').any(|name| name == "memory")).then(|| format!("{root}{path}"))
+    });
+    let groups = folders.filter_map(|folder| fs::read_dir(folder).ok()).flatten().map(|entry| entry.unwrap().path());
+    left.extend(groups.filter(|path| is_group_of_dead_run(path)));
+    left
+}
+
+/// Other tests may run beside this one.
+fn is_group_of_dead_run(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let pid = name.strip_prefix("pagemill-run-").and_then(|rest| rest.split('-').next());
+    pid.is_some_and(|pid| !Path::new("/proc").join(pid).exists())
+}
+
+#[test]
+fn run_with_a_limit() {
+    sweep(Scenario { name: "run --limit", options: &["--limit", "300M", "--report"], copy: "@/copy" });
+}
+
+#[test]
+fn run_with_a_control_group() {
+    sweep(Scenario { name: "run --limit-kernel", options: &["--limit-kernel", "300M"], copy: "@/copy" });
+}
+
+#[test]
+fn run_with_a_mount() {
+    if may_mount() {
+        sweep(Scenario { name: "run --ram", options: &["--ram", "@/ram", "--ram-size", "16M"], copy: "@/ram/copy" });
+    }
+}
+
+fn sweep(scenario: Scenario) {
+    if lacks("strace") || lacks("cmp") {
+        return;
+    }
+    let mut outcome = Outcome::default();
+    scenario.sweep(&mut outcome);
+    if outcome.runs > 0 {
+        outcome.end(scenario.name);
+    }
+}
