@@ -8,6 +8,7 @@ use crate::file_access::FileAccess;
 use crate::mounting::{self, Refusal};
 use crate::status::Status;
 use crate::submissions::{LoopRequest, SubmissionQueue};
+use pagemill_sys::task;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
@@ -113,9 +114,7 @@ impl Server {
     /// Errors of creating the socket.
     pub fn start(keeper: &Keeper, device: u64, until: Until, ends: Sender<End>) -> io::Result<Self> {
         let path = mounting::socket_path(device)?;
-        // Left by a controller that has ended: it did not answer when this one took over.
-        let _ = fs::remove_file(&path);
-        let listener = UnixListener::bind(&path)?;
+        let listener = mounting::listen(&path)?;
         let serving = Arc::new(Serving { submissions: keeper.submissions.clone(), clients: AtomicUsize::new(0) });
         let server = Self { path, serving: serving.clone() };
         thread::Builder::new().name("control".into()).spawn(move || accept(&listener, &serving))?;
@@ -155,7 +154,7 @@ fn accept(listener: &UnixListener, serving: &Arc<Serving>) {
             let _ = serve(client, &for_client);
             for_client.clients.fetch_sub(1, Relaxed);
         };
-        if thread::Builder::new().name("client".into()).spawn(work).is_err() {
+        if task::spawn(c"client", work).is_err() {
             serving.clients.fetch_sub(1, Relaxed);
         }
     }
@@ -246,7 +245,7 @@ pub enum Reached<T> {
 
 fn ask<T>(device: u64, ask: &Ask, timeout: Option<Duration>, read: impl FnOnce(Answer) -> Option<T>) -> Reached<T> {
     let answer = || -> io::Result<Answer> {
-        let socket = UnixStream::connect(mounting::socket_path(device)?)?;
+        let socket = mounting::connect(device)?;
         socket.set_read_timeout(timeout)?;
         write_line(&socket, ask)?;
         let mut line = String::new();

@@ -141,9 +141,7 @@ impl ControlLoop {
             say(&format!("the kernel does not report writes ({error}): only periodic scans find new files"));
         }
         // Many folders may be open at a time, and without a free descriptor no limit can be read.
-        let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
-        let raised = rustix::process::Rlimit { current: limit.maximum, ..limit };
-        let _ = rustix::process::setrlimit(rustix::process::Resource::Nofile, raised);
+        pagemill_sys::process::raise_descriptor_limit();
         let now = Instant::now();
         let fill = access.fill()?;
         let mut groups = Groups::new("");

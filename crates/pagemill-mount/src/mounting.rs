@@ -13,7 +13,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::MetadataExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
 /// Name of the source in `mountinfo`, which identifies our mounts.
@@ -215,13 +215,9 @@ impl Wanted {
         let point = canonical(&self.point)?;
         // Of two processes that mount here at the same time, the second must see the first one's mount.
         let no_folder = "no folder for its socket can be created in XDG_RUNTIME_DIR, /run, /dev/shm or /tmp";
-        let path = folder().map_err(system(no_folder))?.join("mount.lock");
-        let lock = fs::File::create(&path).and_then(|lock| {
-            retry_on_intr(|| rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive))?;
-            Ok(lock)
-        });
-        let _lock = lock.map_err(|error| Refusal::NoLock { path, error })?;
-        sweep();
+        let folder = folder().map_err(system(no_folder))?;
+        let _lock = lock(&folder).map_err(|error| Refusal::NoLock { path: folder.join("mount.lock"), error })?;
+        sweep(&folder);
         match mount_at(&point).map_err(system("the mounts cannot be read"))? {
             Some(line) if line.is_ours() => self.take_over(point),
             Some(line) => Err(Refusal::Taken { point, kind: line.kind, source: line.source }),
@@ -308,9 +304,16 @@ fn canonical(point: &Path) -> Result<PathBuf, Refusal> {
     if metadata.is_dir() { Ok(found) } else { Err(Refusal::NoFolder(found)) }
 }
 
-/// Removes the sockets of controllers that were killed.
-fn sweep() {
-    let Ok(entries) = folder().and_then(fs::read_dir) else { return };
+/// Locks a folder of sockets until the result is dropped.
+fn lock(folder: &Path) -> io::Result<fs::File> {
+    let lock = fs::File::create(folder.join("mount.lock"))?;
+    retry_on_intr(|| rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive))?;
+    Ok(lock)
+}
+
+/// Removes the sockets of controllers that were killed. The folder is locked.
+fn sweep(folder: &Path) {
+    let Ok(entries) = fs::read_dir(folder) else { return };
     for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
         let is_dead =
             || UnixStream::connect(&path).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused);
@@ -320,9 +323,38 @@ fn sweep() {
     }
 }
 
+/// Listens at a path; replaces the socket of a controller that has ended.
+///
+/// Holds the folder's lock: between `bind` and `listen` a socket refuses connections, as that of a dead controller does, and
+/// another mount that starts meanwhile would remove it.
+///
+/// # Errors
+///
+/// Errors of locking and of creating the socket.
+pub fn listen(path: &Path) -> io::Result<UnixListener> {
+    let _lock = path.parent().map(lock).transpose()?;
+    let _ = fs::remove_file(path);
+    UnixListener::bind(path)
+}
+
+/// Connects to the controller of a file system.
+///
+/// # Errors
+///
+/// Errors of connecting: no controller listens.
+pub fn connect(device: u64) -> io::Result<UnixStream> {
+    let path = socket_path(device)?;
+    UnixStream::connect(&path).or_else(|error| {
+        // Root's folder could perhaps not be created when that controller started.
+        let others = published::user_folder().ok().zip(path.file_name());
+        let other = others.map(|(folder, name)| Path::new(folder.as_str()).join(name)).filter(|other| *other != path);
+        other.map_or(Err(error), UnixStream::connect)
+    })
+}
+
 /// Returns whether a controller listens for the file system.
 pub fn is_controlled(device: u64) -> bool {
-    socket_path(device).is_ok_and(|path| UnixStream::connect(path).is_ok())
+    connect(device).is_ok()
 }
 
 /// Returns the canonical path and the device of our file system that is mounted at exactly `point`.
@@ -491,5 +523,35 @@ mod tests {
         assert!(find(Path::new("/proc")).unwrap_err().to_string().ends_with("was not mounted by Pagemill"));
         assert!(find(folder.path()).unwrap_err().to_string().starts_with("nothing is mounted on"));
         assert!(matches!(unmount(Path::new("/proc"), 1, 0), Err(Refusal::NotOurs(_))));
+    }
+
+    /// Another mount that starts sweeps dead sockets while this one's is made: it is there afterwards.
+    #[test]
+    fn sockets_survive_a_sweep() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("mount-0-1.sock");
+        drop(UnixListener::bind(folder.path().join("mount-0-2.sock")).unwrap());
+        let swept = || {
+            let _lock = lock(folder.path()).unwrap();
+            sweep(folder.path());
+        };
+        let is_over = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
+                    swept();
+                }
+            });
+            let is_kept = |_listener| {
+                // A sweep that runs now ends.
+                drop(lock(folder.path()).unwrap());
+                path.exists()
+            };
+            let are_kept = (0..2000).all(|_| listen(&path).is_ok_and(is_kept));
+            is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+            assert!(are_kept);
+        });
+        swept();
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "only the lock is left");
     }
 }

@@ -6,6 +6,7 @@ use crate::file_table::now_ns;
 use crate::policy::{self, Above, Marks};
 use crate::purge;
 use crate::submissions::{Message, SubmissionQueue};
+use pagemill_sys::task;
 use rustix::fs::Dir;
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -213,7 +214,7 @@ impl Scanning {
             batch.push(Message::ScanEnded);
             submissions.send_found(&mut batch);
         };
-        if std::thread::Builder::new().name("scan".into()).spawn(work).is_err() {
+        if task::spawn(c"scan", work).is_err() {
             self.is_running = false;
             self.next = now + self.every;
         }

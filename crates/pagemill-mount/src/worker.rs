@@ -14,6 +14,7 @@ use crate::policy::Huge;
 use pagemill::units::{BLOCK_BYTES, os_page_bytes};
 use pagemill_sys::cgroup::Hierarchy;
 use pagemill_sys::pages::{self, Collapse};
+use pagemill_sys::task;
 use pagemill_sys::thread::{self, Preferred};
 use rustix::fs::{self, FallocateFlags, OFlags, SeekFrom, Timespec, Timestamps};
 use rustix::io::Errno;
@@ -566,7 +567,7 @@ impl Drop for Worker {
         // A process in a frozen group does not die at once, so another thread waits for it.
         let Some(mut process) = self.process.take() else { return };
         let _ = process.kill();
-        let _ = std::thread::Builder::new().name("reaper".into()).spawn(move || process.wait());
+        let _ = task::spawn(c"reaper", move || drop(process.wait()));
     }
 }
 

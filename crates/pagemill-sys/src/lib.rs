@@ -1,8 +1,8 @@
 //! Linux system calls and kernel files for Pagemill. This crate contains no policy.
 //!
 //! Each file covers one kernel feature. Each call returns the actual result (how many bytes, huge pages or not), so
-//! that the layers above count facts. Only [`probe`], which serves `pagemill doctor`, and [`ring`] allocate from the
-//! global allocator. Everything else may run inside `malloc`.
+//! that the layers above count facts. Only [`probe`], which serves `pagemill doctor`, [`ring`] and [`task`] allocate
+//! from the global allocator. Everything else may run inside `malloc`.
 //!
 //! | file | kernel feature |
 //! |---|---|
@@ -13,7 +13,7 @@
 //! | [`moves`] | moving pages between addresses (userfaultfd, mremap) |
 //! | [`numa`] | nodes and memory policy |
 //! | [`barrier`] | a memory barrier in all threads at once (membarrier) |
-//! | [`futex`], [`thread`], [`stack`], [`clock`] | waiting, threads, a stack for one call, time |
+//! | [`futex`], [`thread`], [`task`], [`stack`], [`clock`] | waiting, threads, a thread for a closure, a stack for one call, time |
 //! | [`file`](mod@file) | small kernel and shared files without allocating |
 //! | [`disk`], [`ring`], [`waker`] | files and block devices; io_uring; an eventfd waker |
 //! | [`process`], [`child`] | process identity and limits; running a child process and forwarding its signals |
@@ -44,6 +44,7 @@ pub mod probe;
 pub mod process;
 pub mod ring;
 pub mod stack;
+pub mod task;
 pub mod thread;
 pub mod waker;
 

@@ -151,6 +151,18 @@ pub fn file_size_limit() -> u64 {
     soft_limit(libc::RLIMIT_FSIZE)
 }
 
+/// Raises the limit of open descriptors to its maximum, if that is allowed.
+pub fn raise_descriptor_limit() {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: writes and reads `limit`.
+    unsafe {
+        if libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) == 0 {
+            limit.rlim_cur = limit.rlim_max;
+            libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit);
+        }
+    }
+}
+
 /// Returns a random number from the kernel; from the clock, if the kernel has none ready.
 pub fn random_u64() -> u64 {
     let mut bytes = [0u8; 8];

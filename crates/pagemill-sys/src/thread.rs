@@ -34,6 +34,25 @@ pub fn spawn<T: Work>(name: &CStr, work: &'static T) -> io::Result<()> {
 ///
 /// As [`spawn`].
 pub fn spawn_with_stack<T: Work>(name: &CStr, stack_bytes: usize, work: &'static T) -> io::Result<()> {
+    // SAFETY: `start` reads a `'static` reference to a `T`.
+    unsafe { create(name, stack_bytes, start::<T>, ptr::from_ref(work).cast_mut().cast()) }
+}
+
+/// Starts a detached thread that calls `start` with `argument`.
+///
+/// # Errors
+///
+/// Errors of `pthread_create`.
+///
+/// # Safety
+///
+/// `start` may be called with `argument` on another thread.
+pub(crate) unsafe fn create(
+    name: &CStr,
+    stack_bytes: usize,
+    start: extern "C" fn(*mut c_void) -> *mut c_void,
+    argument: *mut c_void,
+) -> io::Result<()> {
     // SAFETY: attributes and signal sets are plain data initialised by the calls
     // before they are read; the mask of this thread is restored before returning.
     unsafe {
@@ -45,8 +64,7 @@ pub fn spawn_with_stack<T: Work>(name: &CStr, stack_bytes: usize, work: &'static
         libc::sigfillset(&raw mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
         let mut thread: libc::pthread_t = std::mem::zeroed();
-        let argument = ptr::from_ref(work).cast_mut().cast();
-        let result = libc::pthread_create(&raw mut thread, &raw const attributes, start::<T>, argument);
+        let result = libc::pthread_create(&raw mut thread, &raw const attributes, start, argument);
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, ptr::null_mut());
         libc::pthread_attr_destroy(&raw mut attributes);
         if result != 0 {
