@@ -4,6 +4,10 @@
 //! are queued again at once, the one it had in hand a few times more. The pause before the next start grows with each
 //! worker that ends without a result. The group is avoided for a time that grows with each loss in it; a user's groups
 //! are avoided together, because a user may create any number of them.
+//!
+//! The control loop never waits for the worker. Starting the process takes tens of milliseconds on a busy machine,
+//! because the new process runs at normal priority until it executes its program, and its parent sleeps until then. A
+//! thread of its own starts it.
 
 use crate::control_loop::say;
 use crate::file_access::{FileAccess, Seen};
@@ -14,10 +18,13 @@ use crate::status::Counts;
 use crate::worker::{Worker, WorkerJob, WorkerReply};
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{OsStr, OsString};
+use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 /// A busy file is retried with growing delays, this many times. A job postponed for lack of CPU time is retried at
@@ -81,6 +88,8 @@ struct Waiting {
 pub struct PageWork {
     program: Vec<OsString>,
     worker: Option<Worker>,
+    /// The thread that starts a worker.
+    starting: Option<JoinHandle<io::Result<Worker>>>,
     /// Earliest time to start a worker again.
     retry_at: Option<Instant>,
     /// Workers lost since the last result.
@@ -98,6 +107,7 @@ impl PageWork {
         Self {
             program,
             worker: None,
+            starting: None,
             retry_at: None,
             lost_in_a_row: 0,
             avoided: HashMap::new(),
@@ -144,12 +154,13 @@ impl PageWork {
     /// Takes the worker's results and gives it the jobs that are due. `charged` finds the group charged for a file.
     pub fn work(
         &mut self,
-        access: &FileAccess,
+        access: &Arc<FileAccess>,
         folders: &Folders,
         groups: &mut Groups,
         counts: &mut Counts,
         charged: impl Fn(&mut Groups, &Path, &OsStr) -> GroupId,
     ) {
+        self.take_started();
         self.take_done(counts);
         let now = Instant::now();
         // Also while no other file waits: nothing can purge the file that it has open.
@@ -202,18 +213,31 @@ impl PageWork {
         self.avoided.insert(domain, Avoided { until: now + pause, losses });
     }
 
-    /// Returns whether a worker is free. Starts one if there is none.
-    fn is_ready(&mut self, access: &FileAccess, now: Instant) -> bool {
-        if self.worker.is_none() && self.retry_at.is_none_or(|at| at <= now) {
-            match Worker::start(&self.program, access) {
-                Ok(worker) => (self.worker, self.retry_at) = (Some(worker), None),
-                Err(error) => {
-                    say(&format!("huge pages are left to the kernel: the worker cannot be started: {error}"));
-                    self.retry_at = Some(now + Duration::from_secs(60));
-                }
+    /// Returns whether a worker is free. Begins to start one if there is none.
+    fn is_ready(&mut self, access: &Arc<FileAccess>, now: Instant) -> bool {
+        if self.worker.is_none() && self.starting.is_none() && self.retry_at.is_none_or(|at| at <= now) {
+            let (program, access) = (self.program.clone(), access.clone());
+            let start = move || Worker::start(&program, &access);
+            match thread::Builder::new().name("starter".into()).spawn(start) {
+                Ok(starting) => self.starting = Some(starting),
+                Err(error) => self.note_failure(&error),
             }
         }
         self.worker.as_ref().is_some_and(Worker::is_free)
+    }
+
+    /// Takes the worker that was started meanwhile.
+    fn take_started(&mut self) {
+        let Some(starting) = self.starting.take_if(|starting| starting.is_finished()) else { return };
+        match starting.join().unwrap_or_else(|_| Err(io::Error::other("its thread panicked"))) {
+            Ok(worker) => (self.worker, self.retry_at) = (Some(worker), None),
+            Err(error) => self.note_failure(&error),
+        }
+    }
+
+    fn note_failure(&mut self, error: &io::Error) {
+        say(&format!("huge pages are left to the kernel: the worker cannot be started: {error}"));
+        self.retry_at = Some(Instant::now() + Duration::from_secs(60));
     }
 
     /// Drops a lost worker and queues its files again.
@@ -287,6 +311,8 @@ impl PageWork {
         let next = match &self.worker {
             Some(worker) if !worker.is_free() => None,
             Some(_) => first,
+            // The control loop looks often enough.
+            None if self.starting.is_some() => None,
             None => first.map(|first| self.retry_at.map_or(first, |at| at.max(first))),
         };
         next.into_iter().chain(self.worker.as_ref().and_then(Worker::stuck_at)).min()
@@ -307,11 +333,25 @@ impl PageWork {
     }
 }
 
+impl Drop for PageWork {
+    /// Waits for a worker that is being started, so that dropping it ends it: it holds the mount's root.
+    fn drop(&mut self) {
+        if let Some(starting) = self.starting.take() {
+            let _ = starting.join();
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::file_access;
+    use pagemill::units::BLOCK_BYTES;
+    use pagemill_sys::pages;
     use rustix::fs::FileType;
-    use std::fs::File;
+    use std::fs::{self, File};
+    use std::os::fd::OwnedFd;
+    use std::os::unix::fs::PermissionsExt;
 
     /// A worker that dies on the file with inode 7 and has done any other at once.
     const DEADLY: &str = r#"while read -r line; do
@@ -339,30 +379,30 @@ mod tests {
     #[test]
     fn a_lost_worker_loses_no_other_file() {
         let Ok(folder) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
-        let access = FileAccess::of_root(File::open(folder.path()).unwrap().into()).unwrap();
+        let access = Arc::new(FileAccess::of_root(File::open(folder.path()).unwrap().into()).unwrap());
         let (folders, mut groups) = (Folders::new(access.root_inode()), Groups::new(""));
         let own = groups.of_self();
         if groups.folder(own).is_none() {
             return println!("skipped: no memory control group");
         }
-        let mut pages = PageWork::new(["sh", "-c", DEADLY].map(OsString::from).to_vec());
+        let mut work = PageWork::new(["sh", "-c", DEADLY].map(OsString::from).to_vec());
         let mut counts = Counts::default();
         // All are given to one worker, the deadly file first.
-        pages.note(access.root_inode(), OsStr::new("7"), &seen(7), Huge::Auto, own, Duration::ZERO);
+        work.note(access.root_inode(), OsStr::new("7"), &seen(7), Huge::Auto, own, Duration::ZERO);
         for inode in 8..13 {
-            pages.note(access.root_inode(), OsStr::new("other"), &seen(inode), Huge::Auto, UNKNOWN, Duration::ZERO);
+            work.note(access.root_inode(), OsStr::new("other"), &seen(inode), Huge::Auto, UNKNOWN, Duration::ZERO);
         }
         let begun = Instant::now();
-        while pages.count() > 1 {
-            assert!(begun.elapsed() < Duration::from_secs(600), "{} files wait", pages.count());
-            pages.work(&access, &folders, &mut groups, &mut counts, |_, _, _| UNKNOWN);
+        while work.count() > 1 {
+            assert!(begun.elapsed() < Duration::from_secs(600), "{} files wait", work.count());
+            work.work(&access, &folders, &mut groups, &mut counts, |_, _, _| UNKNOWN);
             std::thread::sleep(Duration::from_millis(1));
         }
-        assert_eq!((counts.huge_blocks, pages.waiting.keys().copied().collect::<Vec<_>>()), (5, vec![7]));
+        assert_eq!((counts.huge_blocks, work.waiting.keys().copied().collect::<Vec<_>>()), (5, vec![7]));
         let most = 1 + begun.elapsed().as_secs() / AVOID.start.as_secs();
         assert!((1..=most).contains(&counts.worker_restarts), "{} restarts", counts.worker_restarts);
-        assert!(pages.avoided_until(&groups.folder(own).unwrap(), begun).is_some());
-        assert!(pages.waiting[&7].due >= begun + RETRY);
+        assert!(work.avoided_until(&groups.folder(own).unwrap(), begun).is_some());
+        assert!(work.waiting[&7].due >= begun + RETRY);
     }
 
     /// Pauses grow to their maximum.
@@ -370,5 +410,55 @@ mod tests {
     fn pauses_double() {
         assert_eq!([0, 1, 5, 6, 99].map(|times| doubled(&RESTART, times).as_secs()), [1, 2, 32, 60, 60]);
         assert_eq!([0, 1, 6].map(|times| doubled(&AVOID, times).as_secs()), [60, 120, 3600]);
+    }
+
+    /// A worker that takes long to start does not hold up the control loop. The test holds a lease on its program, so
+    /// that executing it blocks until the test has seen the loop go on.
+    #[test]
+    fn starting_a_worker_does_not_wait_for_it() {
+        let Ok(place) = tempfile::tempdir_in("/dev/shm") else { return println!("skipped: no /dev/shm") };
+        // The name matters to a binary of many programs. `/dev/shm` may not allow programs.
+        let programs = tempfile::tempdir().unwrap();
+        let program = programs.path().join("sleep");
+        fs::copy("/bin/sleep", &program).unwrap();
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o700)).unwrap();
+        fs::write(place.path().join("file"), vec![1; BLOCK_BYTES]).unwrap();
+        let root: OwnedFd = File::open(place.path()).unwrap().into();
+        let seen = file_access::look_at(&root, OsStr::new("file")).unwrap();
+        let access = Arc::new(FileAccess::of_root(root).unwrap());
+        let folders = Folders::new(access.root_inode());
+        let (mut groups, mut counts) = (Groups::new(""), Counts::default());
+        let begun = Instant::now();
+        let lease = File::open(&program).unwrap();
+        while let Err(error) = pages::take_lease(lease.as_fd()) {
+            if error.kind() != io::ErrorKind::WouldBlock {
+                return println!("skipped: no lease on a program: {error}");
+            }
+            // A process that another test starts has inherited the descriptor that wrote the program.
+            assert!(begun.elapsed().as_secs() < 600, "the program stays open");
+            thread::yield_now();
+        }
+        let mut work = PageWork::new(vec![program.into(), "3600".into()]);
+        work.note(access.root_inode(), OsStr::new("file"), &seen, Huge::Auto, UNKNOWN, Duration::ZERO);
+        let mut step = |work: &mut PageWork| work.work(&access, &folders, &mut groups, &mut counts, |_, _, _| UNKNOWN);
+
+        while pages::has_lease(lease.as_fd()) {
+            assert!(begun.elapsed().as_secs() < 600, "nothing executes the program");
+            step(&mut work);
+            if work.retry_at.is_some() {
+                return println!("skipped: no program can be executed in {}", programs.path().display());
+            }
+            thread::yield_now();
+        }
+        // The program is being executed and cannot run before the descriptor is closed.
+        step(&mut work);
+        assert!(work.worker.is_none() && work.starting.is_some() && work.due().is_none());
+        drop(lease);
+        while work.worker.is_none() {
+            assert!(begun.elapsed().as_secs() < 600, "the worker does not start");
+            step(&mut work);
+            thread::yield_now();
+        }
+        assert!(work.starting.is_none() && work.worker_pid() != 0);
     }
 }
