@@ -4,6 +4,7 @@
 
 use crate::budget::{Bound, Budget, LONGEST_PAUSE, Line, Margins};
 use crate::closes::{Change, Closes};
+use crate::duty::Duty;
 use crate::file_access::{FileAccess, Fill};
 use crate::file_table::{FileTable, now_ns};
 use crate::groups::Groups;
@@ -104,6 +105,7 @@ pub struct ControlLoop {
     budget: Budget,
     fill: Fill,
     rate_limiter: RateLimiter,
+    duty: Duty,
     machine: Option<(Machine, Instant)>,
     is_preferred: bool,
     /// Usage and time when writers were last searched for.
@@ -157,6 +159,7 @@ impl ControlLoop {
             budget: Budget::new(settings.size_bytes, fill, &[], None, Margins::default(), |_| 0),
             fill,
             rate_limiter: RateLimiter::new(fill.used_bytes, now),
+            duty: Duty::default(),
             machine: None,
             is_preferred: false,
             grown: (fill.used_bytes, now),
@@ -383,11 +386,12 @@ impl ControlLoop {
         let has_moved = was != (self.fill.used_bytes, self.used_of_groups());
         self.still_looks = if has_moved { 0 } else { self.still_looks.saturating_add(1) };
         // At most half of a CPU, however many limits there are. Only CPU time counts: a wait for a lock or for the CPU
-        // has already delayed this thread. A purge that is not finished does not pause, because a writer on another
-        // CPU does not either.
+        // has already delayed this thread.
         let worked = processor_time().saturating_sub(worked);
-        let pause = if is_behind { Duration::ZERO } else { self.pause(!blocked.is_empty()).max(worked) };
-        self.look_at = Instant::now() + pause;
+        let pause = self.pause(!blocked.is_empty());
+        let next = self.duty.next_look(self.sampled, Instant::now(), pause, worked);
+        // A purge that is not finished does not pause, because a writer on another CPU does not either.
+        self.look_at = if is_behind { Instant::now() } else { next };
     }
 
     fn used_of_groups(&self) -> u64 {

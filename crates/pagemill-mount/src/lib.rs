@@ -9,7 +9,7 @@
 //! - [`policy`]: meaning of marks. [`file_access`]: file access without following links.
 //! - [`folders`], [`index`], [`openfiles`], [`groups`]: paths, volatile files in order of use, open files, charged
 //!   groups.
-//! - [`budget`], [`rate_limiter`], [`closes`]: arithmetic.
+//! - [`budget`], [`rate_limiter`], [`duty`], [`closes`]: arithmetic.
 //! - [`purge`], [`scan`]; [`worker`]: huge pages, in a separate process; [`pagework`]: its queue.
 //! - [`file_table`]: the state of all files.
 //! - [`control_loop`]: the control loop, in one thread; [`submissions`]: its queue; [`control`]: the socket for
@@ -20,6 +20,7 @@ pub mod budget;
 pub mod closes;
 pub mod control;
 pub mod control_loop;
+pub mod duty;
 pub mod file_access;
 pub mod file_table;
 pub mod folders;
