@@ -26,15 +26,16 @@ const PLAIN_SECONDS: u64 = 2;
 const SPEED: &str = "gib_per_second";
 const PEAK: &str = "peak_mib";
 const UNLIMITED: &str = "unlimited";
+const FAILED_WRITES: &str = "failed_writes";
 /// Losses, none of which is allowed.
 const LOSSES: [(&str, &str); 5] = [
-    ("failed_writes", "failed writes"),
+    (FAILED_WRITES, "failed writes"),
     ("lost_newest", "newest lost"),
     ("lost_kept", "kept lost"),
     ("torn", "torn"),
     ("kills", "kills"),
 ];
-const METRICS: &[&str] = &[SPEED, "files", "failed_writes", "lost_newest", "lost_kept", "torn", "kills", PEAK];
+const METRICS: &[&str] = &[SPEED, "files", FAILED_WRITES, "lost_newest", "lost_kept", "torn", "kills", PEAK];
 
 /// A number of writers of files of one size, in a group with this limit. The first case also runs without a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -225,19 +226,22 @@ fn verdict(book: &Book<Case>, case: &Case) -> Verdict {
     let target = format!("survive, {}: speed, of that without a limit", case.name());
     let blank = not_measured(target, Bound::AtLeast(0.8), "x", "pagemill was not run");
     let Some(series) = book.get(case, STEERED.name, SPEED) else { return blank };
-    if !case.fits() {
-        let note = format!("{} MiB are open or must stay: no purging makes them fit", case.fixed_mib());
-        return Verdict { note, ..blank };
-    }
     let count = |metric| book.get(case, STEERED.name, metric).map_or(0.0, |series| series.values().iter().sum());
     let mut losses: Vec<String> = LOSSES
         .into_iter()
+        // Where the files cannot fit, writes fail. Nothing else may happen.
+        .filter(|(metric, _)| case.fits() || *metric != FAILED_WRITES)
         .map(|(metric, name)| (count(metric), name))
         .filter(|(count, _): &(f64, _)| *count > 0.0)
         .map(|(count, name)| format!("{count} {name}"))
         .collect();
     if series.killed > 0 {
         losses.push(format!("killed {} of {}", series.killed, series.rounds.len()));
+    }
+    if !case.fits() {
+        let is_lost = !losses.is_empty();
+        losses.push(format!("{} MiB are open or must stay: no purging makes them fit", case.fixed_mib()));
+        return Verdict { note: losses.join("; "), is_lost, ..blank };
     }
     let is_lost = !series.survived() || !losses.is_empty();
     let note = match (losses.is_empty(), case.newest()) {
@@ -273,7 +277,7 @@ mod tests {
         for _ in 0..3 {
             book.enter_value(&SMALL, UNLIMITED, SPEED, 10.0);
             book.enter_value(&SMALL, STEERED.name, SPEED, speed);
-            book.enter_value(&SMALL, STEERED.name, "failed_writes", failed);
+            book.enter_value(&SMALL, STEERED.name, FAILED_WRITES, failed);
         }
         book
     }
@@ -287,5 +291,18 @@ mod tests {
         let lossy = verdict(&book(9.0, 1.0), &SMALL);
         assert_eq!((lossy.state(), lossy.note.as_str()), (State::FallsShort, "3 failed writes"));
         assert_eq!(verdict(&Book::new(), &SMALL).state(), State::NotMeasured);
+    }
+
+    /// Where the files cannot fit, a failed write is right and a kill is not.
+    #[test]
+    fn a_kill_is_never_right() {
+        let case = Case { file_mib: 64, writers: 8, limit_mib: 512 };
+        let mut book = Book::new();
+        book.enter_value(&case, STEERED.name, SPEED, 9.0);
+        book.enter_value(&case, STEERED.name, FAILED_WRITES, 20.0);
+        assert_eq!(verdict(&book, &case).state(), State::NotMeasured);
+        book.enter(&case, STEERED.name, METRICS, &Outcome::Killed);
+        let killed = verdict(&book, &case);
+        assert_eq!((killed.state(), killed.note.starts_with("killed 1 of 2; ")), (State::FallsShort, true));
     }
 }
