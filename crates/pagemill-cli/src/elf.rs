@@ -1,9 +1,9 @@
 //! Whether a preload library can reach a program: not one that is linked statically, and not one that changes its user.
 
-use object::Endianness;
 use object::elf::{self, FileHeader64, ProgramHeader64};
 use object::read::elf::{Dyn as _, FileHeader as _, ProgramHeader as _};
 use object::read::{ReadCache, ReadRef, StringTable};
+use object::{Endianness, U32};
 use std::cell::Cell;
 use std::ffi::OsStr;
 use std::fs::File;
@@ -23,8 +23,12 @@ pub enum Obstacle {
     Foreign,
     /// Its sanitizer has an allocator that must be the only one.
     Sanitized,
+    /// A sanitizer is linked into it, with an allocator.
+    OwnAllocator,
     /// Reading it failed with this error.
     Unreadable(String),
+    /// Made for another C library (musl), whose loader cannot load a library made for glibc.
+    OtherLibrary,
 }
 
 impl Obstacle {
@@ -35,18 +39,22 @@ impl Obstacle {
             Self::Static => format!("{program} is linked statically"),
             Self::ChangesUser => format!("{program} is set-uid or set-gid, so the loader ignores preloads"),
             Self::Foreign => format!("{program} is made for another architecture"),
+            Self::OwnAllocator => format!("{program} has a sanitizer with an allocator linked into it"),
             Self::Sanitized => format!("{program} is built with a sanitizer, whose allocator has to be the only one"),
             Self::Unreadable(error) => format!("{program} cannot be read ({error})"),
+            Self::OtherLibrary => format!("{program} is made for another C library than glibc"),
         }
     }
 
     /// For a program that is started nevertheless.
     pub fn explain(&self, program: &Path) -> String {
-        if let Self::Unreadable(_) = self {
-            return format!("{}: it may run on its own allocator", self.reason(program));
-        }
-        let ability = if *self == Self::Foreign { " if it can" } else { "" };
-        format!("{}: it runs{ability}, but on its own allocator", self.reason(program))
+        let addition = match self {
+            Self::Unreadable(_) => ": it may run on its own allocator",
+            Self::Foreign => ": it runs if it can, but on its own allocator",
+            Self::OtherLibrary => ": it runs, but it and its children on their own allocators",
+            _ => ": it runs, but on its own allocator",
+        };
+        format!("{}{addition}", self.reason(program))
     }
 
     /// For a program that is not started, since a limit would be void, or since it would end at once.
@@ -61,8 +69,27 @@ impl Obstacle {
     }
 }
 
-/// Sanitizer libraries that replace `malloc`, without their version.
-const SANITIZERS: [&[u8]; 4] = [b"libasan.so", b"libtsan.so", b"liblsan.so", b"libhwasan.so"];
+/// Sanitizer libraries that replace `malloc`, without their version: those of gcc, then those of clang.
+const SANITIZERS: [&[u8]; 8] = [
+    b"libasan.so",
+    b"libtsan.so",
+    b"liblsan.so",
+    b"libhwasan.so",
+    b"libclang_rt.asan",
+    b"libclang_rt.tsan",
+    b"libclang_rt.hwasan",
+    b"libclang_rt.memprof",
+];
+
+/// Functions that a program exports if such a sanitizer is linked into it.
+const SANITIZER_FUNCTIONS: [&[u8]; 6] =
+    [b"__asan_init", b"__tsan_init", b"__msan_init", b"__hwasan_init", b"__memprof_init", b"__lsan_do_leak_check"];
+
+/// Symbols of one hash bucket that are compared at most; usual are a few.
+const MAX_CHAIN: usize = 4096;
+
+/// A path of a loader is not longer.
+const MAX_LOADER_BYTES: u64 = 4096;
 
 /// Bytes of a script that can hold its first line.
 const LINE_BYTES: usize = 4096;
@@ -83,7 +110,8 @@ pub fn find(name: &OsStr) -> Option<PathBuf> {
 pub fn obstacle(program: &Path) -> Option<Obstacle> {
     let mut path = program.to_owned();
     for _ in 0..4 {
-        let metadata = path.metadata().ok()?;
+        // To open a pipe would wait for a writer.
+        let metadata = path.metadata().ok().filter(|metadata| metadata.is_file())?;
         let (mode, user) = (metadata.permissions().mode(), std::fs::metadata("/proc/self").ok()?.uid());
         let changes_user = (mode & 0o4000 != 0 && metadata.uid() != user) || (mode & 0o2000 != 0 && mode & 0o010 != 0);
         if changes_user {
@@ -164,29 +192,116 @@ fn elf_obstacle<'data>(data: impl ReadRef<'data>) -> Option<Obstacle> {
     }
     // A table that cannot be read names no loader.
     let segments = header.program_headers(endian, data).unwrap_or_default();
-    if !segments.iter().any(|segment| segment.p_type(endian) == elf::PT_INTERP) {
-        return Some(Obstacle::Static);
+    let loader = segments.iter().find(|segment| segment.p_type(endian) == elf::PT_INTERP);
+    let dynamic = Dynamic::read(segments, endian, data);
+    let Some(loader) = loader else {
+        // A loader that is started as a program loads the library, too.
+        let name = dynamic.as_ref().and_then(|dynamic| dynamic.names(elf::DT_SONAME).next());
+        return match name {
+            Some(name) if name.starts_with(b"ld-linux") => None,
+            Some(name) if is_other_library(name) => Some(Obstacle::OtherLibrary),
+            _ => Some(Obstacle::Static),
+        };
+    };
+    let is_short = loader.p_filesz(endian) <= MAX_LOADER_BYTES;
+    let path = if is_short { loader.data(endian, data).unwrap_or_default() } else { &[] };
+    let is_musl = path.windows(b"/ld-musl".len()).any(|bytes| bytes == b"/ld-musl");
+    let dynamic = match dynamic {
+        _ if is_musl => return Some(Obstacle::OtherLibrary),
+        Some(dynamic) => dynamic,
+        None => return None,
+    };
+    if dynamic.names(elf::DT_NEEDED).any(is_other_library) {
+        return Some(Obstacle::OtherLibrary);
     }
-    needs_sanitizer(segments, endian, data).unwrap_or(false).then_some(Obstacle::Sanitized)
+    if dynamic.needs_sanitizer() {
+        return Some(Obstacle::Sanitized);
+    }
+    dynamic.has_sanitizer().then_some(Obstacle::OwnAllocator)
 }
 
-/// Whether a program needs a sanitizer's library, by the names in its dynamic segment.
-fn needs_sanitizer<'data>(
-    segments: &[ProgramHeader64<Endianness>],
+/// Whether this is the name of a C library that is not glibc's (`libc.so.6`).
+fn is_other_library(name: &[u8]) -> bool {
+    name == b"libc.so" || name.starts_with(b"libc.musl-") || name.starts_with(b"ld-musl-")
+}
+
+/// The dynamic segment of a program, and the parts of the file that it names.
+struct Dynamic<'data, R: ReadRef<'data>> {
+    segments: &'data [ProgramHeader64<Endianness>],
+    entries: &'data [elf::Dyn64<Endianness>],
+    names: StringTable<'data, R>,
     endian: Endianness,
-    data: impl ReadRef<'data>,
-) -> Option<bool> {
-    let entries = segments.iter().find_map(|segment| segment.dynamic(endian, data).ok()?)?;
-    let value = |tag| entries.iter().find(|entry| entry.d_tag(endian) == tag).map(|entry| entry.d_val(endian));
-    let (names, len_bytes) = (value(elf::DT_STRTAB)?, value(elf::DT_STRSZ)?);
-    let start = segments.iter().find_map(|segment| {
-        let at = names.checked_sub(segment.p_vaddr(endian)).filter(|at| *at < segment.p_filesz(endian))?;
-        (segment.p_type(endian) == elf::PT_LOAD).then_some(segment.p_offset(endian).checked_add(at)?)
-    })?;
-    let names = StringTable::new(data, start, start.checked_add(len_bytes)?);
-    let needed = entries.iter().filter(|entry| entry.d_tag(endian) == elf::DT_NEEDED);
-    let needed = needed.filter_map(|entry| names.get(u32::try_from(entry.d_val(endian)).ok()?).ok());
-    Some(needed.into_iter().any(|name| SANITIZERS.iter().any(|library| name.starts_with(library))))
+    data: R,
+}
+
+impl<'data, R: ReadRef<'data>> Dynamic<'data, R> {
+    fn read(segments: &'data [ProgramHeader64<Endianness>], endian: Endianness, data: R) -> Option<Self> {
+        let entries = segments.iter().find_map(|segment| segment.dynamic(endian, data).ok()?)?;
+        let mut dynamic = Self { segments, entries, names: StringTable::default(), endian, data };
+        let start = dynamic.place(elf::DT_STRTAB)?;
+        let end = start.checked_add(dynamic.value(elf::DT_STRSZ)?)?;
+        dynamic.names = StringTable::new(data, start, end);
+        Some(dynamic)
+    }
+
+    fn value(&self, tag: elf::DynamicTag) -> Option<u64> {
+        let entry = self.entries.iter().find(|entry| entry.d_tag(self.endian) == tag)?;
+        Some(entry.d_val(self.endian))
+    }
+
+    /// The position in the file of the table at the address that an entry holds.
+    fn place(&self, tag: elf::DynamicTag) -> Option<u64> {
+        let (address, endian) = (self.value(tag)?, self.endian);
+        self.segments.iter().filter(|segment| segment.p_type(endian) == elf::PT_LOAD).find_map(|segment| {
+            let at = address.checked_sub(segment.p_vaddr(endian)).filter(|at| *at < segment.p_filesz(endian))?;
+            // No file is longer; sums with sizes in its tables stay in range.
+            segment.p_offset(endian).checked_add(at).filter(|at| *at <= i64::MAX as u64)
+        })
+    }
+
+    /// The names in all entries of a kind.
+    fn names(&self, tag: elf::DynamicTag) -> impl Iterator<Item = &'data [u8]> {
+        let entries = self.entries.iter().filter(move |entry| entry.d_tag(self.endian) == tag);
+        entries.filter_map(|entry| self.names.get(u32::try_from(entry.d_val(self.endian)).ok()?).ok())
+    }
+
+    fn needs_sanitizer(&self) -> bool {
+        let is_sanitizer = |name: &[u8]| SANITIZERS.iter().any(|library| name.starts_with(library));
+        self.names(elf::DT_NEEDED).any(is_sanitizer)
+    }
+
+    fn has_sanitizer(&self) -> bool {
+        SANITIZER_FUNCTIONS.iter().any(|name| self.exports(name).unwrap_or(false))
+    }
+
+    fn word(&self, at: u64) -> Option<u32> {
+        Some(self.data.read_at::<U32<Endianness>>(at).ok()?.get(self.endian))
+    }
+
+    /// Whether the program itself has a function of this name, by its hash table, which lists no function of libraries.
+    fn exports(&self, name: &[u8]) -> Option<bool> {
+        const SYMBOL_BYTES: u64 = size_of::<elf::Sym64<Endianness>>() as u64;
+        let (table, symbols) = (self.place(elf::DT_GNU_HASH)?, self.place(elf::DT_SYMTAB)?);
+        let [bucket_count, first, filter_words] = [self.word(table)?, self.word(table + 4)?, self.word(table + 8)?];
+        let buckets = table + 16 + u64::from(filter_words) * 8;
+        let chains = buckets + u64::from(bucket_count) * 4;
+        let wanted = elf::gnu_hash(name);
+        let start = self.word(buckets + u64::from(wanted.checked_rem(bucket_count)?) * 4)?;
+        if start < first {
+            return Some(false);
+        }
+        for symbol in (u64::from(start)..).take(MAX_CHAIN) {
+            let hash = self.word(chains + (symbol - u64::from(first)) * 4)?;
+            let is_named = || self.names.get(self.word(symbols + symbol * SYMBOL_BYTES)?).ok();
+            if hash | 1 == wanted | 1 && is_named() == Some(name) {
+                return Some(true);
+            }
+            if hash & 1 == 1 {
+                break;
+            }
+        }
+        Some(false)
+    }
 }
 
 #[cfg(test)]

@@ -256,18 +256,20 @@ impl Run {
         let name = &self.program[0].clone();
         let path = elf::find(name).ok_or_else(|| fail(127, &format!("{}: no such program", name.display())))?;
         let mut limits = self.limits().map_err(|message| fail(2, &message))?;
-        self.check_reach(&path, &limits).map_err(|message| fail(126, &message))?;
+        let obstacle = self.check_reach(&path, &limits).map_err(|message| fail(126, &message))?;
         // Before any thread is started.
         let ram_size = || self.ram_size.unwrap_or_else(pagemill_mount::mounting::default_size);
         let ram = self.ram.as_ref().map(|dir| Ram::mount(dir, ram_size())).transpose();
         let _ram = ram.map_err(|message| fail(2, &message))?;
         let mut output = self.open_output().map_err(|message| fail(2, &message))?;
-        let library = preload::locate().map_err(|message| fail(126, &message))?;
+        // A loader of another C library ends a program whose preload it cannot load.
+        let is_loadable = obstacle != Some(Obstacle::OtherLibrary);
+        let library = is_loadable.then(preload::locate).transpose().map_err(|message| fail(126, &message))?;
         let tree = self.tree(&mut limits).map_err(|message| fail(126, &message))?;
         let kernel = limits.kernel.map(KernelLimit::new).transpose().map_err(|message| fail(126, &message))?;
 
         let folder = tree.as_ref().map(|tree| tree.folder.as_str());
-        let command = self.command(&path, &library, folder, limits.own, kernel.as_ref());
+        let command = self.command(&path, library.as_deref(), folder, limits.own, kernel.as_ref());
         let command = command.map_err(|error| fail(126, &format!("{}: {error}", name.display())))?;
         let run = Running::start(&command, tree.as_ref(), kernel.as_ref(), limits.own.is_some() || self.wants_report())
             .map_err(|(status, message)| fail(status, &format!("{}: {message}", name.display())))?;
@@ -304,8 +306,8 @@ impl Run {
     }
 
     /// Refuses a program on which a limit would have no effect; reports any program that the allocator cannot reach.
-    fn check_reach(&self, path: &Path, limits: &Limits) -> Result<(), String> {
-        let Some(obstacle) = elf::obstacle(path) else { return Ok(()) };
+    fn check_reach(&self, path: &Path, limits: &Limits) -> Result<Option<Obstacle>, String> {
+        let Some(obstacle) = elf::obstacle(path) else { return Ok(None) };
         if obstacle == Obstacle::Sanitized {
             return Err(obstacle.refuse(path));
         }
@@ -314,7 +316,7 @@ impl Run {
             return Err(obstacle.refuse(path));
         }
         say(&obstacle.explain(path));
-        Ok(())
+        Ok(Some(obstacle))
     }
 
     fn wants_report(&self) -> bool {
@@ -382,12 +384,12 @@ impl Run {
     fn command(
         &self,
         path: &Path,
-        library: &Path,
+        library: Option<&Path>,
         tree: Option<&str>,
         limit: Option<u64>,
         kernel: Option<&KernelLimit>,
     ) -> io::Result<child::Program> {
-        let mut preloads = OsString::from(library);
+        let mut preloads = library.map(OsString::from).unwrap_or_default();
         if let Some(others) = std::env::var_os("LD_PRELOAD") {
             // A run inside a run has the library already, from the same or another path.
             let is_ours = |path: &str| path.ends_with("libpagemill_malloc.so");

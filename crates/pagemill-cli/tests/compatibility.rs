@@ -79,6 +79,105 @@ fn what_cannot_be_reached_is_named() {
     says(&["-fsanitize=thread"], &["--force"], 126, "run it without pagemill");
 }
 
+/// Compiles the program with another compiler; `None`, with a sentence, if that is missing or cannot.
+fn compiled_by(place: &Place, compiler: &str, flags: &[&str]) -> Option<String> {
+    let out = place.path("out");
+    let mut command = Command::new(compiler);
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c/fork.c");
+    command.args(["-w", "-pthread"]).args(flags).arg(source).arg("-o").arg(&out);
+    if common::lacks(compiler) || !command.output().is_ok_and(|output| output.status.success()) {
+        println!("skipped: nothing is compiled with {compiler} {flags:?}");
+        return None;
+    }
+    Some(out.to_str().unwrap().to_owned())
+}
+
+/// musl's loader ends a program whose preload it cannot load. As first program it runs without, or is refused under a limit.
+#[test]
+fn programs_of_musl_run_without_the_library() {
+    let place = Place::new();
+    let Some(program) = compiled_by(&place, "musl-gcc", &[]) else { return };
+    let end = run(&place, &[], &[&program, "4"], None);
+    assert!(end.code() == 0 && end.err.contains("made for another C library"), "{}", end.err);
+    run(&place, &["--limit", "1G", "--force"], &[&program, "4"], None).assert_success();
+    let refused = run(&place, &["--limit", "1G"], &[&program, "4"], None);
+    assert!(refused.code() == 126 && refused.err.contains("--limit cannot bound it"), "{}", refused.err);
+    assert_eq!(refused.err.lines().count(), 1, "{}", refused.err);
+    run(&place, &["--limit", "1G"], &["env", "-u", "LD_PRELOAD", &program, "4"], None).assert_success();
+}
+
+/// Programs with a sanitizer that clang linked into them run on its allocator, which no limit bounds; a sanitizer
+/// without an allocator changes nothing.
+#[test]
+fn static_sanitizers_are_named() {
+    for sanitizer in ["address", "thread", "memory", "leak"] {
+        let place = Place::new();
+        let Some(program) = compiled_by(&place, "clang", &[&format!("-fsanitize={sanitizer}")]) else { continue };
+        let end = run(&place, &["--limit", "1G"], &[&program, "4"], None);
+        assert!(end.code() == 126 && end.err.contains("so --limit cannot bound it"), "{sanitizer}: {}", end.err);
+        if sanitizer == "address" {
+            let end = run(&place, &[], &[&program, "4"], None);
+            assert!(end.code() == 0 && end.err.contains("but on its own allocator"), "{}", end.err);
+        }
+    }
+    let place = Place::new();
+    let Some(program) = compiled_by(&place, "clang", &["-fsanitize=undefined"]) else { return };
+    run(&place, &["--limit", "1G"], &[&program, "4"], None).assert_success();
+}
+
+/// Programs whose headers were rewritten work as before.
+#[test]
+fn patched_programs_work() {
+    let place = Place::new();
+    if common::lacks("patchelf") {
+        return;
+    }
+    let Some(program) = program(&place, &[]) else { return };
+    let long = format!("/{}", "folder/".repeat(60));
+    let changes: [&[&str]; 4] = [
+        &["--force-rpath", "--set-rpath", "$ORIGIN"],
+        &["--add-needed", "libm.so.6"],
+        &["--page-size", "65536", "--set-rpath", &long],
+        &["--remove-needed", "libc.so.6", "--add-needed", "libc.so.6"],
+    ];
+    for change in changes {
+        let patched = place.path("patched");
+        std::fs::copy(&program, &patched).unwrap();
+        let mut command = place.command("patchelf");
+        command.args(change).arg(&patched);
+        finish(command, STUCK_AFTER).assert_success();
+        run(&place, &["--limit", "1G"], &[patched.to_str().unwrap(), "4"], None).assert_success();
+    }
+    let mut command = place.command("patchelf");
+    command.args(["--set-interpreter", "/no/such/loader"]).arg(&program);
+    finish(command, STUCK_AFTER).assert_success();
+    let end = run(&place, &["--limit", "1G"], &[program.to_str().unwrap(), "4"], None);
+    assert!(end.code() == 127 && end.err.contains("No such file"), "{}", end.err);
+}
+
+/// The loader, started as a program, loads the library into the program that it is given.
+#[test]
+fn the_loader_as_a_program_is_bounded() {
+    let loaders = ["/lib64/ld-linux-x86-64.so.2", "/lib/ld-linux-aarch64.so.1"];
+    let Some(loader) = loaders.into_iter().find(|path| Path::new(path).exists()) else {
+        return println!("skipped: no loader at the usual places");
+    };
+    let place = Place::new();
+    let Some(program) = program(&place, &[]) else { return };
+    let end = run(&place, &["--limit", "1G"], &[loader, program.to_str().unwrap(), "4"], None);
+    end.assert_success();
+    assert!(!end.err.contains("statically"), "{}", end.err);
+}
+
+/// A pipe in place of a program is refused at once, as by a shell.
+#[test]
+fn a_pipe_is_no_program() {
+    let place = Place::new();
+    assert!(common::shell(&format!("mkfifo -m 755 {}", place.path("pipe").display())).success());
+    let end = run(&place, &[], &[place.path("pipe").to_str().unwrap()], None);
+    assert!(end.code() == 126 && end.err.contains("Permission denied"), "{}", end.err);
+}
+
 /// System-call filters. With one that refuses calls which only the allocator makes, the program runs without them. One
 /// that kills for such a call ends the program, and `run` reports why.
 #[test]
@@ -88,6 +187,7 @@ fn filters_of_system_calls() {
     let words = |mode| [filter.to_str().unwrap(), mode, program.to_str().unwrap(), "8"];
     for options in [&[] as &[&str], &["--limit", "1G"]] {
         run(&place, options, &words("refuse"), None).assert_success();
+        run(&place, options, &words("deny"), None).assert_success();
         let killed = run(&place, options, &words("kill"), None);
         assert!(killed.code() == 128 + libc::SIGSYS && killed.err.contains("seccomp"), "{}", killed.err);
     }

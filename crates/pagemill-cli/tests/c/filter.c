@@ -1,4 +1,5 @@
-/* filter refuse|kill PROGRAM...: starts a program that may make few system calls; others are refused (ENOSYS), or kill it. */
+/* filter refuse|kill PROGRAM...: starts a program that may make few system calls; others are refused (ENOSYS), or kill it.
+   filter deny|deny-kill PROGRAM...: refuses (EPERM), or kills for, the calls that the default profile of Docker forbids. */
 #include "check.h"
 #include <linux/filter.h>
 #include <linux/seccomp.h>
@@ -16,18 +17,30 @@ static const int allowed[] = {
     SYS_getgid, SYS_getppid, SYS_uname, SYS_readlink, SYS_dup, SYS_dup2, SYS_pipe2, SYS_sigaltstack,
 };
 
-#define COUNT (sizeof allowed / sizeof *allowed)
+static const int forbidden[] = {
+    SYS_acct, SYS_add_key, SYS_bpf, SYS_clock_adjtime, SYS_clock_settime, SYS_delete_module, SYS_finit_module,
+    SYS_get_mempolicy, SYS_init_module, SYS_io_uring_enter, SYS_io_uring_register, SYS_io_uring_setup, SYS_kcmp,
+    SYS_kexec_load, SYS_keyctl, SYS_mbind, SYS_mount, SYS_move_pages, SYS_name_to_handle_at, SYS_open_by_handle_at,
+    SYS_perf_event_open, SYS_pivot_root, SYS_process_vm_readv, SYS_process_vm_writev, SYS_ptrace, SYS_quotactl,
+    SYS_reboot, SYS_request_key, SYS_set_mempolicy, SYS_setns, SYS_settimeofday, SYS_swapoff, SYS_swapon,
+    SYS_umount2, SYS_unshare, SYS_userfaultfd,
+};
+
+#define COUNT_OF(list) (sizeof list / sizeof *list)
 
 int main(int argc, char **argv) {
-    struct sock_filter filter[2 * COUNT + 2];
+    int is_deny = !strncmp(argv[1], "deny", 4), is_kill = strstr(argv[1], "kill") != NULL;
+    unsigned refusal = is_kill ? SECCOMP_RET_KILL_PROCESS : SECCOMP_RET_ERRNO | (is_deny ? EPERM : ENOSYS);
+    const int *calls = is_deny ? forbidden : allowed;
+    size_t count = is_deny ? COUNT_OF(forbidden) : COUNT_OF(allowed);
+    struct sock_filter filter[2 * (COUNT_OF(forbidden) + COUNT_OF(allowed)) + 2];
     int at = 0;
     filter[at++] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr));
-    for (size_t i = 0; i < COUNT; i++) {
-        filter[at++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, allowed[i], 0, 1);
-        filter[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
+    for (size_t i = 0; i < count; i++) {
+        filter[at++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, calls[i], 0, 1);
+        filter[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, is_deny ? refusal : SECCOMP_RET_ALLOW);
     }
-    int other = strcmp(argv[1], "kill") ? SECCOMP_RET_ERRNO | ENOSYS : SECCOMP_RET_KILL_PROCESS;
-    filter[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, other);
+    filter[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, is_deny ? SECCOMP_RET_ALLOW : refusal);
     struct sock_fprog program = {at, filter};
     CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
     CHECK(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0);
