@@ -1,7 +1,6 @@
 //! Defragmentation candidates: finds the emptiest block or slab of a node with objects that fit elsewhere.
 //!
-//! Each search visits a bounded number of blocks under the lock of the node's [`super::node::NodeState`]. Identifiers
-//! call a search *look*.
+//! Each search visits a bounded number of blocks under the lock of the node's [`super::node::NodeState`].
 
 use super::lists::Lists;
 use super::meta::{LEVELS, Level, QUEUED, STANDING, SlabSet, SlabState};

@@ -6,7 +6,7 @@
 //! the magazines of all slots ([`AsymmetricLock`]).
 //!
 //! Names: a [`MagazineRange`] is the address range of the magazines under one cache id; a [`Magazines`] is the view of
-//! one cache on its rack.
+//! one cache in its range.
 #![allow(unsafe_code)] // magazines at computed addresses
 
 use super::asymmetric_lock::{AsymmetricLock, Barriers};
