@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering::SeqCst;
 
 /// Result of shrinking a cache on request of another process.
 ///
-/// Example: [`listing::Order`](crate::listing::Order).
+/// Example: [`listing::ControlCommand`](crate::listing::ControlCommand).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ShrinkReport {
     /// Bytes that were freed, as the `shrink` of the cache returns.
