@@ -251,7 +251,7 @@ fn sweep_requests(folder: &str) {
 /// let folder = published::user_folder().unwrap();
 /// let processes = published::list(folder.as_str(), false).unwrap();
 /// for process in processes.iter().filter(|process| process.is_alive) {
-///     println!("{} {}", process.who.pid, process.snapshot.name());
+///     println!("{} {}", process.identity.pid, process.snapshot.name());
 /// }
 /// # Ok::<(), pagemill::Error>(())
 /// ```

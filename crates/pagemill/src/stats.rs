@@ -42,10 +42,10 @@ pub enum CounterKind {
 /// One row of the table that all output is rendered from.
 ///
 /// ```
-/// use pagemill::stats::{Counter, Kind, TABLE, Unit};
+/// use pagemill::stats::{Counter, CounterKind, TABLE, Unit};
 ///
 /// let row = TABLE.iter().find(|row| row.name == "resident").unwrap();
-/// assert_eq!((row.counter, row.unit, row.kind), (Counter::Resident, Unit::Bytes, Kind::Gauge));
+/// assert_eq!((row.counter, row.unit, row.kind), (Counter::Resident, Unit::Bytes, CounterKind::Gauge));
 /// println!("{}: {}", row.name, row.meaning);
 /// ```
 #[derive(Clone, Copy, Debug)]
@@ -530,7 +530,7 @@ pub(crate) fn describe_arena(addresses: Range<usize>) {
 /// use pagemill::{Pagemill, stats::Counter};
 ///
 /// let figures = Pagemill::of_process()?.figures();
-/// assert_eq!(figures.who.pid, std::process::id());
+/// assert_eq!(figures.identity.pid, std::process::id());
 /// let (resident, giveable) = (figures.get(Counter::Resident), figures.giveable_of_resident());
 /// assert!(giveable <= resident && figures.amounts().net <= resident);
 /// # Ok::<(), pagemill::Error>(())

@@ -36,7 +36,7 @@ const MOST_REQUESTS: u32 = 64;
 ///
 /// let range = Pagemill::of_process()?.ranges.allocate(1 << 20, Behaviour::Full)?;
 /// let (file, figures) = published::find(std::process::id()).expect("this process publishes");
-/// match listing::ask(&file, figures.who, || false) { // of any process of this user
+/// match listing::ask(&file, figures.identity, || false) { // of any process of this user
 ///     Ok(list) => assert!(list.ranges.iter().any(|listed| listed.addr == range.addr())),
 ///     Err(reason) => println!("no answer: {reason}"),
 /// }

@@ -27,11 +27,12 @@ pub enum Action {
 /// A command to a process.
 ///
 /// ```
-/// use pagemill::{Pagemill, listing::{self, Order}, published};
+/// use pagemill::{Pagemill, listing::{self, ControlCommand}, published};
 ///
 /// Pagemill::of_process()?;
 /// let (file, figures) = published::find(std::process::id()).expect("this process publishes");
-/// match listing::order(&file, figures.who, Order::Trim { want_bytes: 1 << 20 }, || false) {
+/// let command = ControlCommand::Trim { want_bytes: 1 << 20 };
+/// match listing::command(&file, figures.identity, command, || false) {
 ///     Ok(outcome) => assert_eq!((outcome.of, outcome.errno), (1 << 20, 0)),
 ///     Err(reason) => println!("no answer: {reason}"),
 /// }

@@ -302,12 +302,12 @@ pub enum CacheKind {
 /// All slab caches of a process.
 ///
 /// ```
-/// use pagemill::{Pagemill, slab::{Kind, Settings}};
+/// use pagemill::{Pagemill, slab::{CacheKind, Settings}};
 ///
 /// let slabs = Pagemill::of_process()?.slabs;
 /// let cache = slabs.fixed::<u64>(Settings::new("numbers"))?;
 /// let info = slabs.list().into_iter().find(|info| &*info.name == "numbers").unwrap();
-/// assert_eq!(info.kind, Kind::Fixed);
+/// assert_eq!(info.kind, CacheKind::Fixed);
 /// # drop(cache);
 /// # Ok::<(), pagemill::Error>(())
 /// ```

@@ -34,7 +34,7 @@ pub enum RangeState {
 /// A volatile range at one moment.
 ///
 /// ```
-/// use pagemill::volatile::listed::{Kind, State};
+/// use pagemill::volatile::listed::{RangeKind, RangeState};
 /// use pagemill::{Pagemill, volatile::{Behaviour, Listed}};
 ///
 /// let ranges = Pagemill::of_process()?.ranges;
@@ -42,7 +42,7 @@ pub enum RangeState {
 /// let mut listed = [Listed::NONE; 16];
 /// let part = ranges.list(0, &mut listed); // 16 ranges at most; `part.next` is where to continue
 /// assert!(listed[..part.count].iter().any(|listed| listed.addr == range.addr()
-///     && listed.kind == Kind::Handle && listed.state == State::Held));
+///     && listed.kind == RangeKind::Handle && listed.state == RangeState::Held));
 /// # Ok::<(), pagemill::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -100,14 +100,14 @@ pub enum FolioState {
 /// Access to folios by the number of their first page. Called under the order's lock; takes no lock itself.
 ///
 /// ```
-/// use pagemill::mapping::order::{Folios, Key, Look, Order};
+/// use pagemill::mapping::order::{FolioState, Folios, GhostKey, Order};
 ///
 /// /// Single pages that are never used again.
 /// struct Idle;
 ///
 /// impl Folios for Idle {
-///     fn look(&self, _number: u32) -> Look {
-///         Look::Idle { order: 0 }
+///     fn look(&self, _number: u32) -> FolioState {
+///         FolioState::Idle { order: 0 }
 ///     }
 ///     fn forget_use(&self, _number: u32) -> bool {
 ///         false
@@ -120,7 +120,7 @@ pub enum FolioState {
 /// let order = Order::new(64)?;
 /// order.begin(64);
 /// order.reach(64)?;
-/// let key = Key::of(1, 0, 0); // file 1, index 0, order 0
+/// let key = GhostKey::of(1, 0, 0); // file 1, index 0, order 0
 /// order.enter(&Idle, 5, 0, order.recall(key));
 /// assert_eq!(order.pages().iter().sum::<u64>(), 1);
 /// # Ok::<(), pagemill::Error>(())
