@@ -416,6 +416,9 @@ impl Word {
     }
 }
 
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod model;
+
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;

@@ -416,6 +416,10 @@ mod loom_tests {
 mod tests {
     use super::*;
 
+    fn slot_of(word: u64) -> Slot {
+        Slot { state: AtomicU64::new(word), next: AtomicU32::new(0), info: AtomicU32::new(0) }
+    }
+
     /// Everything that a slot's word may know.
     fn all_bytes() -> impl Iterator<Item = SlotBytes> {
         let flags = |flags: u32| [flags & 1 != 0, flags & 2 != 0, flags & 4 != 0];
@@ -442,14 +446,98 @@ mod tests {
     #[test]
     fn an_allocation_ends_the_offer_and_the_count() {
         for known in all_bytes() {
-            let slot = Slot {
-                state: AtomicU64::new(pack(SlotPhase::Free, known, 7)),
-                next: AtomicU32::new(0),
-                info: AtomicU32::new(0),
-            };
+            let slot = slot_of(pack(SlotPhase::Free, known, 7));
             assert_eq!((slot.try_allocate(), slot.phase()), (Some(known), SlotPhase::Live));
             assert_eq!(slot.bytes(), SlotBytes { is_offered: false, counted: 0, ..known });
             assert_eq!(slot.try_allocate(), None);
+        }
+    }
+
+    /// A description is read as written, and there is none before.
+    #[test]
+    fn a_description_holds_all_its_parts() {
+        for class in [0, 1, 0x5A, u8::MAX] {
+            for node in [0, 1, 0x5A, u8::MAX] {
+                for offset in [0, 1, 0x5A, u8::MAX] {
+                    let (slot, info) = (slot_of(0), Info { class, node, offset });
+                    assert_eq!(slot.info(), None);
+                    slot.describe(info);
+                    assert_eq!(slot.info(), Some(info));
+                }
+            }
+        }
+    }
+
+    /// A claimed slot can be used by nothing else. Restoring it keeps phase and stamp; a free slot gets new bytes.
+    #[test]
+    fn a_claim_excludes_all_others_and_restores() {
+        for known in all_bytes() {
+            let slot = slot_of(pack(SlotPhase::Free, known, 0xA5F1));
+            assert_eq!(slot.is_offered(), known.is_offered);
+            let claim = slot.try_claim().unwrap();
+            assert_eq!((claim.phase(), claim.bytes(), slot.phase()), (SlotPhase::Free, known, SlotPhase::Purging));
+            assert!(slot.try_claim().is_none() && slot.try_allocate().is_none() && slot.try_carve().is_none());
+            assert!(slot.free(SlotBytes::USED, 1) == Err(SlotPhase::Purging) && !slot.is_offered());
+            let stale = claim.stale();
+            assert_eq!((stale.phase(), stale.bytes()), (SlotPhase::Free, SlotBytes { is_zero: false, ..known }));
+            for next in all_bytes() {
+                slot.restore(stale, next);
+                assert_eq!((slot.phase(), slot.bytes(), slot.stamp()), (SlotPhase::Free, next, 0xA5F1));
+            }
+        }
+        let live = slot_of(pack(SlotPhase::Live, SlotBytes { is_offered: true, ..SlotBytes::USED }, 3));
+        assert!(live.try_claim().is_none() && !live.is_offered());
+        assert_eq!((live.free(SlotBytes::USED, 9), live.phase(), live.stamp()), (Ok(()), SlotPhase::Free, 9));
+    }
+
+    /// A slot that was never allocated reads zero, unless memory of another slot was put behind it since.
+    #[test]
+    fn a_first_allocation_is_zero_unless_stale() {
+        let slot = slot_of(0);
+        let claim = slot.try_claim().unwrap();
+        assert_eq!((claim.phase(), slot.phase()), (SlotPhase::None, SlotPhase::Purging));
+        slot.restore(claim, SlotBytes::USED);
+        assert_eq!((slot.phase(), slot.try_allocate()), (SlotPhase::None, None));
+        assert_eq!((slot.try_carve(), slot.phase()), (Some(SlotBytes::UNTOUCHED), SlotPhase::Live));
+        assert_eq!((slot.bytes(), slot.try_carve()), (SlotBytes::UNTOUCHED, None));
+        let slot = slot_of(0);
+        slot.restore(slot.try_claim().unwrap().stale(), SlotBytes::USED);
+        slot.restore(slot.try_claim().unwrap().stale(), SlotBytes::USED);
+        assert_eq!(
+            (slot.phase(), slot.try_carve()),
+            (SlotPhase::None, Some(SlotBytes { is_zero: false, ..SlotBytes::UNTOUCHED }))
+        );
+    }
+
+    struct All(Vec<Slot>);
+
+    impl Slots for All {
+        fn slot(&self, number: u32) -> &Slot {
+            &self.0[number as usize]
+        }
+    }
+
+    /// The list behaves as a stack, and each change has a tag of its own.
+    #[test]
+    fn a_list_is_last_in_first_out() {
+        const SLOTS: u32 = 5;
+        let all = All((0..SLOTS).map(|_| slot_of(0)).collect());
+        let (word, mut model, mut changes) = (AtomicU64::new(0), Vec::new(), 0);
+        for round in 0..400_u32 {
+            let (head, free) = (Head(&word), (0..SLOTS).find(|number| !model.contains(number)));
+            assert_eq!(head.is_empty(), model.is_empty());
+            match free {
+                Some(number) if round * 7 % 11 > 4 => {
+                    head.push(&all, number);
+                    model.push(number);
+                    changes += 1;
+                }
+                _ => {
+                    changes += u64::from(!model.is_empty());
+                    assert_eq!(head.pop(&all), model.pop());
+                }
+            }
+            assert_eq!(word.load(Relaxed) >> 32, changes);
         }
     }
 }

@@ -358,6 +358,8 @@ fn be_polite(account: &Account, room: &Room, signs: Signs, which: Which) {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
+    mod bounds;
+
     use super::*;
     use crate::arena::Budget;
     use crate::error::Error;

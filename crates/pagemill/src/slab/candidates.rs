@@ -351,3 +351,37 @@ impl Node<'_> {
         self.file(number);
     }
 }
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests {
+    use super::*;
+
+    /// A search for blocks used by less than a percentage visits the lists of the eighths below it, then blocks without
+    /// room. A search for none visits none.
+    #[test]
+    fn a_percentage_chooses_the_lists() {
+        let lists_of = |percent: u32| {
+            let mut searches = Searches::new();
+            searches.for_blocks.of.1 = percent;
+            searches.lists_of_blocks().collect::<Vec<_>>()
+        };
+        assert_eq!(lists_of(0), []);
+        for (percent, parts) in [(1, 1), (12, 1), (13, 2), (25, 2), (26, 3), (87, 7), (88, 8), (100, 8), (101, 8)] {
+            let mut expected = Vec::from_iter(IDLE + 1..=IDLE + parts);
+            expected.push(GROWING);
+            assert_eq!(lists_of(percent), expected, "{percent} %");
+        }
+    }
+
+    /// A search with another pass or percentage has a new number, which is never 0.
+    #[test]
+    fn each_search_has_a_number() {
+        let mut id = SearchId::new();
+        assert!(id.number != 0 && id.begin((7, 50)) && !id.begin((7, 50)));
+        let first = id.number;
+        assert!(id.begin((7, 51)) && id.begin((8, 51)) && !id.begin((8, 51)));
+        assert_eq!((id.of, id.number), ((8, 51), first + 2));
+        id.number = u32::MAX;
+        assert!(id.begin((9, 51)) && id.number == FIRST_SEARCH);
+    }
+}

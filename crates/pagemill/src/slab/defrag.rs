@@ -322,3 +322,110 @@ pub(super) fn balance(engine: &Engine, mover: &impl Mover) -> Result<Progress> {
     }
     Ok(whole)
 }
+
+#[cfg(all(test, not(shuttle)))]
+mod tests {
+    use super::super::Settings;
+    use super::super::owner_tests::cache_of;
+    use super::super::tests::slabs;
+    use super::*;
+
+    const USED: u64 = 6400;
+    const RATIO: u32 = 60;
+
+    fn step_of(emptied: u64, is_done: bool) -> Progress {
+        Progress { emptied, is_done, ..Progress::default() }
+    }
+
+    /// The number of objects counts from the first step of a pass. Whether it has emptied a slab holds for all steps,
+    /// whether it is ending for the last.
+    #[test]
+    fn a_pass_notes_its_steps() {
+        let passes = Passes::new();
+        let noted = || {
+            let (used, has_emptied) = (passes.used_before.load(Relaxed), passes.has_emptied.load(Relaxed));
+            (used, has_emptied, passes.is_ending.load(Relaxed))
+        };
+        assert_eq!(noted(), (NONE, false, false));
+        passes.rest_at.store(5, Relaxed);
+        passes.note(10, &step_of(0, true));
+        assert_eq!((noted(), passes.rest_at.load(Relaxed)), ((10, false, true), NONE), "a rest ends");
+        passes.rest_at.store(5, Relaxed);
+        passes.note(20, &step_of(1, false));
+        assert_eq!((noted(), passes.rest_at.load(Relaxed)), ((10, true, false), 5));
+        passes.note(30, &step_of(0, true));
+        assert_eq!(noted(), (10, true, true));
+    }
+
+    /// A pass that freed nothing is followed by a rest, unless it left out what is to be emptied now. A rest at everything
+    /// that is not full ends the pressure.
+    #[test]
+    fn a_pass_that_gains_nothing_rests() {
+        let cache = cache_of(slabs(), Settings { defrag_used_ratio: RATIO, ..Settings::new("passes") });
+        let engine = cache.engine();
+        let footprint = engine.footprint() + 1;
+        for (before, emptied, percent, is_resting, is_pressed) in [
+            (footprint, 0, RATIO, false, true),
+            (footprint - 1, 0, RATIO, true, true),
+            (0, 0, RATIO, true, true),
+            (footprint - 1, 1, RATIO, false, true),
+            (footprint, 1, RATIO, false, true),
+            (footprint - 1, 0, RATIO - 1, false, true),
+            (footprint - 1, 0, RATIO + 1, true, true),
+            (footprint - 1, 0, ALL, true, false),
+            (footprint - 1, 1, ALL, false, true),
+            (footprint, 0, ALL, false, true),
+        ] {
+            let passes = Passes::new();
+            let number = passes.number.load(Relaxed);
+            passes.footprint_before.store(before, Relaxed);
+            assert!(!passes.press() && passes.press() && passes.is_pressed());
+            passes.note(USED, &step_of(emptied, true));
+            passes.end(engine, percent);
+            let case = format!("{before} of {footprint}, {emptied} emptied, {percent} %");
+            assert_eq!((passes.is_resting(), passes.is_pressed()), (is_resting, is_pressed), "{case}");
+            assert_eq!(passes.rest_at.load(Relaxed), if is_resting { USED } else { NONE }, "{case}");
+            assert_eq!((passes.number.load(Relaxed), passes.used_before.load(Relaxed)), (number + 1, NONE));
+            assert_eq!(passes.footprint_before.load(Relaxed), footprint - 1);
+            assert!(!passes.is_ending.load(Relaxed) && !passes.has_emptied.load(Relaxed));
+        }
+    }
+
+    /// The number of a pass is never 0, which marks slabs that were not tried.
+    #[test]
+    fn passes_have_numbers() {
+        let passes = Passes::new();
+        assert_eq!((passes.next(), passes.next()), (2, 3));
+        passes.number.store(u32::MAX, Relaxed);
+        assert_eq!((passes.next(), passes.next()), (1, 2));
+    }
+
+    /// A rest ends when more than a 64th of the objects has changed, or memory is short. At a ratio of 0 nothing is worth a
+    /// step.
+    #[test]
+    fn a_rest_ends_when_a_64th_has_changed() {
+        let cache = cache_of(slabs(), Settings { defrag_used_ratio: RATIO, ..Settings::new("rest") });
+        let engine = cache.engine();
+        let percent_at = |used: u64| worthwhile(engine, used).map(|search| search.percent);
+        assert_eq!(percent_at(0), Some(RATIO));
+        engine.passes.rest_at.store(USED, Relaxed);
+        assert_eq!(
+            [USED - 101, USED - 100, USED, USED + 100, USED + 101].map(percent_at),
+            [Some(RATIO), None, None, None, Some(RATIO)]
+        );
+        engine.passes.press();
+        assert_eq!(percent_at(USED), Some(ALL));
+        engine.used_ratio.store(0, Relaxed);
+        assert_eq!((percent_at(USED), percent_at(0), is_worth_it(engine)), (None, None, false));
+    }
+
+    /// A step is worth it if it can end a pass; an empty cache has no candidate.
+    #[test]
+    fn a_step_is_worth_it_if_it_can_end_a_pass() {
+        let cache = cache_of(slabs(), Settings { defrag_used_ratio: RATIO, ..Settings::new("ending") });
+        let engine = cache.engine();
+        assert!(!is_worth_it(engine) && !engine.awaits_news());
+        engine.passes.is_ending.store(true, Relaxed);
+        assert!(is_worth_it(engine));
+    }
+}

@@ -2,7 +2,7 @@
 
 use super::model_tests::Random;
 use super::owner_tests::{Book, Items, cache_of, pin};
-use super::tests::{finish_retired, slabs, sparse_slabs};
+use super::tests::{finish_retired, slabs, slabs_on_nodes, sparse_slabs};
 use super::*;
 use crate::units::BLOCK_BYTES;
 use crate::xarray;
@@ -149,4 +149,17 @@ fn at_rest_a_cache_has_what_its_ratio_says() {
         assert!(more * per_unit * u64::from(ratio) <= live_count * 100, "{ratio} {info:?}");
         cache.engine().check_state();
     }
+}
+
+/// Balancing leaves each node the average: a node gives its surplus only, also to several others.
+#[test]
+fn balancing_leaves_the_average() {
+    let cache = cache_of(slabs_on_nodes(4), Settings::new("average"));
+    let mut numbers = 0..;
+    for (node, count) in [500, 350, 200, 550].into_iter().enumerate() {
+        numbers.by_ref().take(count).for_each(|number| cache.add_on(node, number));
+    }
+    let progress = cache.balance().unwrap();
+    let used: Vec<_> = cache.info().unwrap().nodes.iter().map(|node| node.used).collect();
+    assert_eq!((used, progress.moved, progress.is_done), (vec![400; 4], 250, true));
 }

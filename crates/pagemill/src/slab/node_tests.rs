@@ -2,7 +2,7 @@
 //! object has memory.
 
 use super::candidates::{Criteria, DefragCandidate, MAX_COMPARED};
-use super::node::{Node, NodeState, TargetRoom};
+use super::node::{GROWING, Node, NodeState, TargetRoom};
 use super::shape::Shape;
 use super::tests::sparse_slabs;
 use crate::arena::Filling;
@@ -28,21 +28,27 @@ enum BlockKind {
 /// Calls `act` with a node that has `blocks` blocks with all objects taken, and with the addresses of these, block by
 /// block and slab by slab.
 fn with_full_blocks(kind: BlockKind, blocks: usize, act: impl FnOnce(&mut Node<'_>, &[usize])) {
+    with_blocks(kind, blocks, SLABS, act);
+}
+
+/// As [`with_full_blocks`], but only `last` slabs of the last block are set up. The others are bare.
+fn with_blocks(kind: BlockKind, blocks: usize, last: usize, act: impl FnOnce(&mut Node<'_>, &[usize])) {
     let slabs = sparse_slabs();
     let shared = slabs.members.with(|_| slabs.shared()).unwrap();
     let slab_bytes = BLOCK_BYTES / SLABS;
     let shape = Shape::new(slab_bytes / OBJECTS, 8, Some(slab_bytes)).unwrap();
     let mut state = NodeState::new();
     let mut node = Node { shape: &shape, blocks: &shared.blocks, state: &mut state };
-    for _ in 0..blocks {
+    for at in 0..blocks {
         let block = shared.blocks.take(0, Filling::Unknown).unwrap();
         shared.blocks.block(block).is_sparse.set(kind as u32);
         node.add_block(block);
-        while let Some((block, slab)) = node.claim_bare() {
+        for _ in 0..if at + 1 < blocks { SLABS } else { last } {
+            let (block, slab) = node.claim_bare().unwrap();
             node.open(block, slab);
         }
     }
-    let mut objects = vec![0; blocks * SLABS * OBJECTS];
+    let mut objects = vec![0; ((blocks - 1) * SLABS + last) * OBJECTS];
     assert_eq!(node.take(TargetRoom::Any, &mut objects), objects.len());
     objects.sort_unstable();
     act(&mut node, &objects);
@@ -171,5 +177,241 @@ fn what_changes_in_a_pass_is_found_in_it() {
         node.blocks.slab(block, slab).tried.set(0);
         node.open(block, slab);
         assert_eq!(try_all(node, &Criteria { pass: PASS + 1, ..criteria(101) }), 1);
+    });
+}
+
+/// Objects of a block.
+const BLOCK: usize = SLABS * OBJECTS;
+
+/// Leaves so many objects of a block, those of its first slabs.
+fn leave_in(node: &mut Node<'_>, objects: &[usize], block: usize, left: usize) {
+    objects[block * BLOCK..][left..BLOCK].iter().for_each(|object| node.give(*object));
+}
+
+/// Whether the search finds a block. It is returned at once.
+fn finds_block(node: &mut Node<'_>, criteria: &Criteria) -> bool {
+    let has_candidate = node.has_candidate(criteria);
+    let found = node.claim_candidate(criteria);
+    assert_eq!(found.is_some(), has_candidate);
+    let Some(candidate) = found else { return false };
+    let DefragCandidate::Block(block, slabs, _) = candidate else { panic!("{candidate:?}") };
+    slabs.iter().for_each(|slab| node.open(block, slab));
+    node.return_block(block);
+    true
+}
+
+/// The search for blocks finds what is used by less than its percentage, if the objects fit into others.
+#[test]
+fn a_block_is_found_if_sparse_and_if_its_objects_fit() {
+    let criteria = |percent| Criteria { percent, pass: PASS, round: Some(PASS) };
+    for (left, percent, is_found) in [(8, 25, false), (7, 25, true), (8, 26, true), (0, 25, false)] {
+        with_full_blocks(BlockKind::Whole, 3, |node, objects| {
+            leave_in(node, objects, 0, left);
+            leave_in(node, objects, 1, 20);
+            let found = finds_block(node, &criteria(percent));
+            assert_eq!(found, is_found, "{left} of 32 at {percent} %");
+        });
+    }
+    // In the other block with room there is exactly enough, or one too little.
+    for (room, is_found) in [(7, true), (6, false)] {
+        with_full_blocks(BlockKind::Whole, 2, |node, objects| {
+            leave_in(node, objects, 0, 7);
+            leave_in(node, objects, 1, BLOCK - room);
+            assert_eq!(finds_block(node, &criteria(25)), is_found, "7 objects, room for {room}");
+        });
+    }
+}
+
+/// Idle blocks are no room for the objects of a block, because emptying it would gain nothing.
+#[test]
+fn an_idle_block_is_no_room() {
+    with_full_blocks(BlockKind::Whole, 3, |node, objects| {
+        leave_in(node, objects, 0, 7);
+        leave_in(node, objects, 1, 0);
+        assert!(!finds_block(node, &Criteria { percent: 25, pass: PASS, round: Some(PASS) }));
+    });
+}
+
+/// A block that kept objects when it was emptied gives them only to blocks that are as full, by eighths.
+#[test]
+fn a_block_that_refused_moves_to_fuller_ones() {
+    let criteria = Criteria { percent: 60, pass: PASS, round: Some(PASS) };
+    for (other, is_found) in [(8, false), (11, false), (12, true), (20, true)] {
+        with_full_blocks(BlockKind::Whole, 2, |node, objects| {
+            leave_in(node, objects, 0, 12);
+            leave_in(node, objects, 1, other);
+            let first = node.list(12 * 8 / 32 + 1).last();
+            let number = first.expect("the block with 12 objects");
+            node.blocks.block(number).has_refused.set(1);
+            // Only this block may be found.
+            let others: Vec<u32> = (1..=8).flat_map(|list| node.list(list)).filter(|of| *of != number).collect();
+            others.iter().for_each(|other| node.blocks.block(*other).tried.set(PASS));
+            let found = node.claim_candidate(&criteria);
+            assert_eq!(found.is_some(), is_found, "to a block with {other}: {found:?}");
+            if let Some(DefragCandidate::Block(block, slabs, room)) = found {
+                assert_eq!((block, room), (number, TargetRoom::Fuller(12)));
+                slabs.iter().for_each(|slab| node.open(block, slab));
+                node.return_block(block);
+            }
+        });
+    }
+}
+
+/// The search for slabs finds the emptiest slab that is used by less than its percentage; in whole blocks, only if
+/// everything is packed. Not all objects may fit elsewhere.
+#[test]
+fn a_slab_is_found_if_sparse_and_if_an_object_fits() {
+    for (kind, used, percent, is_found) in [
+        (BlockKind::Sparse, 2, 50, false),
+        (BlockKind::Sparse, 2, 51, true),
+        (BlockKind::Sparse, 1, 50, true),
+        (BlockKind::Whole, 1, 100, false),
+        (BlockKind::Whole, 1, 101, true),
+    ] {
+        with_full_blocks(kind, 2, |node, objects| {
+            objects[used..OBJECTS].iter().for_each(|object| node.give(*object));
+            // Another slab has room for one.
+            node.give(objects[BLOCK]);
+            assert_eq!(node.has_candidate(&criteria(percent)), is_found);
+            let found = node.claim_candidate(&criteria(percent));
+            let Some(DefragCandidate::Slab(block, slab, most)) = found else {
+                return assert!(!is_found && found.is_none(), "{used} of 4 at {percent} %: {found:?}");
+            };
+            assert!(is_found && node.blocks.slab(block, slab).used() == used as u32);
+            assert_eq!(most, 1, "one fits elsewhere");
+            node.open(block, slab);
+        });
+    }
+    with_full_blocks(BlockKind::Sparse, 1, |node, objects| {
+        node.give(objects[0]);
+        assert_eq!(node.claim_candidate(&criteria(101)), None, "there is no room elsewhere");
+        node.give(objects[1]);
+        node.give(objects[OBJECTS]);
+        node.give(objects[OBJECTS + 1]);
+        node.give(objects[OBJECTS + 2]);
+        let Some(DefragCandidate::Slab(block, slab, most)) = node.claim_candidate(&criteria(101)) else {
+            panic!("the emptiest")
+        };
+        assert_eq!((node.blocks.slab(block, slab).used(), most), (1, 1));
+        node.open(block, slab);
+    });
+}
+
+/// The emptiest block is split up if it is whole, at most half used, and has no claimed slab.
+#[test]
+fn at_most_half_of_a_block_is_split_up() {
+    for (kind, left, is_found) in [
+        (BlockKind::Whole, 16, true),
+        (BlockKind::Whole, 17, false),
+        (BlockKind::Sparse, 16, false),
+        (BlockKind::Whole, 0, false),
+    ] {
+        with_full_blocks(kind, 2, |node, objects| {
+            leave_in(node, objects, 0, left);
+            let found = node.claim_emptiest();
+            assert_eq!(found.is_some(), is_found, "{left} of 32: {found:?}");
+            if let Some((block, slabs)) = found {
+                assert_eq!((slabs.iter().count(), node.blocks.block(block).tried.get()), (SLABS, 0));
+                slabs.iter().for_each(|slab| node.open(block, slab));
+                node.return_block(block);
+                assert_eq!(node.blocks.block(block).has_refused.get(), 0, "it was not tried in a round");
+                let (block, slab) = node.claim_next(PASS).unwrap();
+                assert_eq!(node.claim_emptiest(), None, "a slab is claimed");
+                node.open(block, slab);
+            }
+        });
+    }
+}
+
+/// A block that was tried in a round and still has objects is marked; an empty one is not.
+#[test]
+fn a_block_that_kept_objects_is_marked() {
+    for left in [7, 0] {
+        with_full_blocks(BlockKind::Whole, 2, |node, objects| {
+            leave_in(node, objects, 0, 7);
+            leave_in(node, objects, 1, 20);
+            let criteria = Criteria { percent: 25, pass: PASS, round: Some(PASS) };
+            let Some(DefragCandidate::Block(block, slabs, TargetRoom::Used)) = node.claim_candidate(&criteria) else {
+                panic!("sparse")
+            };
+            objects[left..7].iter().for_each(|object| node.give(*object));
+            slabs.iter().for_each(|slab| node.open(block, slab));
+            node.return_block(block);
+            assert_eq!(node.blocks.block(block).has_refused.get(), u32::from(left > 0));
+        });
+    }
+}
+
+/// Bare slabs of other whole blocks are room for the objects of a block; its own are not.
+#[test]
+fn bare_slabs_of_others_are_room() {
+    let criteria = Criteria { percent: 40, pass: PASS, round: Some(PASS) };
+    for (left, is_found) in [(8, true), (9, false)] {
+        with_blocks(BlockKind::Whole, 2, SLABS - 2, |node, objects| {
+            leave_in(node, objects, 0, left);
+            assert_eq!(finds_block(node, &criteria), is_found, "{left} objects, two bare slabs of 4");
+        });
+    }
+    with_blocks(BlockKind::Whole, 2, 2, |node, _| assert!(!finds_block(node, &criteria)));
+}
+
+/// A block without room in its set-up slabs is emptied if it is whole: its bare slabs have memory. If it is sparse,
+/// emptying it gains nothing. A block that was tried is not found again in its round.
+#[test]
+fn a_packed_block_is_emptied_if_it_is_whole() {
+    for (kind, is_found) in [(BlockKind::Whole, true), (BlockKind::Sparse, false)] {
+        with_blocks(kind, 2, 2, |node, objects| {
+            let block = node.blocks.number_of(objects[BLOCK]);
+            leave_in(node, objects, 0, BLOCK - 10);
+            let criteria = Criteria { percent: 30, pass: PASS, round: Some(PASS) };
+            assert_eq!(node.list(GROWING).collect::<Vec<_>>(), [block]);
+            assert_eq!(finds_block(node, &criteria), is_found);
+            assert!(!finds_block(node, &criteria));
+            node.blocks.block(block).has_refused.set(0);
+            assert_eq!(finds_block(node, &Criteria { round: Some(PASS + 1), ..criteria }), is_found);
+        });
+    }
+}
+
+/// Blocks of a list that are used too little are not among the first that an allocation looks at.
+#[test]
+fn the_first_blocks_have_enough_in_use() {
+    with_full_blocks(BlockKind::Whole, 3, |node, objects| {
+        let used = [12, 13, 15];
+        used.into_iter().enumerate().for_each(|(block, left)| leave_in(node, objects, block, left));
+        let list = node.list_of(12);
+        for (least, count) in [(0, 3), (12, 3), (13, 2), (15, 1), (16, 0)] {
+            let found: Vec<u32> = node.first_of(list, least).map(|block| node.blocks.block(block).used.get()).collect();
+            assert_eq!(found.len(), count, "{found:?}");
+            assert!(found.iter().all(|used| *used >= least), "{found:?}");
+        }
+    });
+}
+
+/// An empty slab is no room for the objects of another.
+#[test]
+fn empty_slabs_are_no_room() {
+    with_full_blocks(BlockKind::Sparse, 1, |node, objects| {
+        objects[1..2 * OBJECTS].iter().for_each(|object| node.give(*object));
+        assert_eq!(node.claim_candidate(&criteria(101)), None);
+        node.give(objects[2 * OBJECTS]);
+        let Some(DefragCandidate::Slab(block, slab, 1)) = node.claim_candidate(&criteria(101)) else {
+            panic!("one slab has room")
+        };
+        node.open(block, slab);
+    });
+}
+
+/// A move to another node claims each slab with objects once, and none that is claimed already.
+#[test]
+fn moving_away_claims_slabs_with_objects() {
+    with_full_blocks(BlockKind::Sparse, 2, |node, objects| {
+        objects[..OBJECTS].iter().for_each(|object| node.give(*object));
+        let (block, slab) = node.claim_next(PASS - 1).unwrap();
+        let mut claimed = vec![(block, slab)];
+        claimed.extend(std::iter::from_fn(|| node.claim_next(PASS)));
+        let used: Vec<u32> = claimed.iter().map(|(block, slab)| node.blocks.slab(*block, *slab).used()).collect();
+        assert_eq!(used, [OBJECTS as u32; 2 * SLABS - 1]);
+        claimed.iter().for_each(|(block, slab)| node.open(*block, *slab));
     });
 }

@@ -518,4 +518,26 @@ mod tests {
         assert!(matches!(refused.insert(1..2, 3), Err(Error::System { .. })));
         check(&refused);
     }
+
+    /// Memory is opened in steps, as far as it is needed. Each array has addresses for all of its items.
+    #[test]
+    fn memory_grows_in_steps() {
+        let mut tested: Intervals<u32> = Intervals::new();
+        let (steps, mut seen) = (3, 0);
+        let items = steps * STEP_BYTES / size_of::<IntervalEntry<u32>>();
+        for number in 0..items {
+            tested.insert(number * 2..number * 2 + 1, number as u32).unwrap();
+            seen = seen.max(tested.entries.open_bytes / STEP_BYTES);
+            let wanted_bytes = (tested.leaves + 1) * PER_LEAF * size_of::<IntervalEntry<u32>>();
+            assert!(tested.entries.open_bytes <= wanted_bytes.next_multiple_of(STEP_BYTES));
+        }
+        assert_eq!(
+            (seen, tested.entries.items().len()),
+            (steps + 1, (steps + 1) * STEP_BYTES / size_of::<IntervalEntry<u32>>())
+        );
+        assert_eq!(tested.directory.items().len(), STEP_BYTES / size_of::<Leaf>());
+        assert!(tested.from(0).eq((0..items).map(|number| (number * 2..number * 2 + 1, number as u32))));
+        assert_eq!(Sparse::<u64>::new(3 * STEP_BYTES / 8).max_bytes(), 3 * STEP_BYTES);
+        assert_eq!(Sparse::<u64>::new(3 * STEP_BYTES / 8 + 1).max_bytes(), 4 * STEP_BYTES);
+    }
 }

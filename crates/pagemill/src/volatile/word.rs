@@ -272,6 +272,9 @@ impl RangeWord {
     }
 }
 
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod model;
+
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;

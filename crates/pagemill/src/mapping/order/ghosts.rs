@@ -198,4 +198,83 @@ mod tests {
         ghosts.open(100);
         assert_eq!(ghosts.recall(key), None, "another cache's");
     }
+
+    fn key(index: u64) -> GhostKey {
+        GhostKey::of(3, index, 0)
+    }
+
+    /// A set has room for 16 marks. A folio's new mark replaces its old one, else an empty entry, else the oldest mark.
+    #[test]
+    fn the_oldest_mark_is_replaced() {
+        let ghosts = ghosts(12);
+        let known = |range: std::ops::Range<u64>| range.filter(|index| ghosts.recall(key(*index)).is_some()).count();
+        (0..2).for_each(|_| ghosts.note(key(0), CachePart::Main, 0));
+        ghosts.note(key(1), CachePart::New, 1);
+        (2..16).for_each(|index| ghosts.note(key(index), CachePart::New, 0));
+        assert_eq!(known(0..16), 16);
+        ghosts.note(key(0), CachePart::Main, 1);
+        ghosts.note(key(1), CachePart::New, 2);
+        (0..5).for_each(|_| ghosts.note(key(3), CachePart::New, 0));
+        assert_eq!((known(0..16), known(16..100)), (16, 0));
+        assert_eq!(
+            (ghosts.recall(key(1)), ghosts.recall(key(2))),
+            (Some((CachePart::New, 2)), Some((CachePart::New, 2)))
+        );
+        // The others of the new part are two pages old, that of main is one.
+        (16..29).for_each(|index| ghosts.note(key(index), CachePart::New, 0));
+        assert_eq!((known(0..1), known(3..4), known(16..29)), (1, 1, 13));
+        assert_eq!(ghosts.recall(key(0)), Some((CachePart::Main, 1)));
+    }
+
+    /// A mark lasts as many pages as the cache has. Large caches count in ticks of several pages.
+    #[test]
+    fn a_mark_lasts_as_long_as_the_cache_is_large() {
+        let small = ghosts(100);
+        small.note(key(1), CachePart::New, 1);
+        small.note(key(2), CachePart::New, 99);
+        assert_eq!(small.recall(key(1)), Some((CachePart::New, 100)));
+        small.note(key(3), CachePart::New, 1);
+        assert_eq!((small.recall(key(1)), small.recall(key(2))), (None, Some((CachePart::New, 100))));
+        for (pages, tick) in [(1023, 1), (1024, 2), (2047, 2), (2048, 4)] {
+            let large = ghosts(pages);
+            large.note(key(1), CachePart::Main, 1);
+            large.note(key(2), CachePart::Main, 10);
+            assert_eq!(large.recall(key(1)), Some((CachePart::Main, 11 / tick * tick)), "{pages}");
+        }
+    }
+
+    /// Ages are right where the clock wraps around, after 65,535 ticks.
+    #[test]
+    fn ages_are_right_where_the_clock_wraps() {
+        for start in [0, 65_434, 65_435, 65_485, 65_534, 65_535, 65_536, 131_069, 131_070] {
+            let ghosts = ghosts(200);
+            ghosts.note(key(7), CachePart::New, start);
+            ghosts.note(key(start), CachePart::New, 1);
+            ghosts.note(key(8), CachePart::New, 100);
+            assert_eq!(ghosts.recall(key(start)), Some((CachePart::New, 101)), "{start}");
+        }
+    }
+
+    /// A mark is not taken for an empty entry, even if all bits of its hash are zero and the clock has just started.
+    #[test]
+    fn no_mark_is_zero() {
+        let ghosts = ghosts(100);
+        let zero = (0..).map(key).find(|key| ghosts.hash(*key) == 0).unwrap();
+        ghosts.note(zero, CachePart::New, 1);
+        assert_eq!(ghosts.recall(zero), Some((CachePart::New, 1)));
+    }
+
+    /// The table has memory for the cache that uses it.
+    #[test]
+    fn the_table_is_as_large_as_its_cache() {
+        let ghosts = Ghosts::new(1 << 20).unwrap();
+        assert_eq!((ghosts.recall(key(1)), ghosts.resident_bytes()), (None, 0));
+        ghosts.note(key(1), CachePart::New, 1);
+        ghosts.open(1 << 20);
+        assert_eq!(ghosts.recall(key(1)), None);
+        (0..1 << 16).for_each(|index| ghosts.note(key(index), CachePart::New, 1));
+        let most = (1_u64 << 20).div_ceil(MEANT_WAYS) * 64;
+        let resident = ghosts.resident_bytes();
+        assert!(resident > most / 2 && resident <= most + (2 << 20), "{resident} of {most}");
+    }
 }

@@ -1,5 +1,7 @@
 //! Model test of the eviction order: random operations on simulated folios.
 
+mod bounds;
+
 use super::*;
 use proptest::prelude::*;
 use std::cell::RefCell;
