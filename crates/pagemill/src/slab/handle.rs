@@ -3,8 +3,6 @@
 //! No `&mut` to a reachable value exists. An update writes a new value, exchanges the word of the handle, and retires the
 //! old value; so does a move. A retired value is dropped (after a move: forgotten) when its readers have finished, by a
 //! later call of the cache or by the background thread.
-//!
-//! Names: [`SharedRetireList`] is the retire list, [`Epoch`] an epoch.
 #![allow(unsafe_code)] // values in slots
 
 use super::batch::{GRACE_NS, Grace, take_over};
