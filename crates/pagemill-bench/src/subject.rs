@@ -229,12 +229,12 @@ impl Ready {
         matches!(self.subject.role, Role::Pagemill | Role::Unwatched | Role::Keeping)
     }
 
-    /// The first words of a command line that runs a process tree under this allocator. They are env(1) with the
-    /// settings, so that they apply only to the tree; then the preload, or `pagemill run`, which makes it one tree.
+    /// Returns the start of a command line that runs a process tree under this allocator: `env` with the subject's
+    /// settings, then `LD_PRELOAD=LIBRARY`, or for Pagemill `pagemill run` with its options.
     ///
     /// # Errors
     ///
-    /// A sentence for the list of gaps.
+    /// Why the subject cannot run; the report lists it.
     pub fn launcher(&self, run_options: &[&str]) -> std::result::Result<Vec<String>, String> {
         let mut line = vec!["env".to_owned()];
         line.extend(self.subject.settings.iter().map(|(name, value)| format!("{name}={value}")));

@@ -372,8 +372,8 @@ impl Groups {
         id
     }
 
-    /// Forgets groups that were removed or have not written for long. Ids are not reused: files charged to them count
-    /// as unknown.
+    /// Forgets groups that were removed, and groups known only by their writes that have not written for long. Ids are
+    /// not reused: files charged to them count as unknown.
     fn drop_gone(&mut self) {
         let is_there = |group: &mut Group| {
             let folder = group.hierarchy.folder(0);

@@ -189,8 +189,10 @@ pub fn is_ours(name: &OsStr) -> bool {
     parse_taken(name).is_some()
 }
 
-/// Finishes what a killed controller began, if this is a private name. Removes the right file if `may_go` allows it;
-/// gives any other file its name back. Returns whether it was a private name.
+/// Finishes the purge of a killed controller, if `name` is a private one (`.pagemill-purge-INODE-NAME`).
+///
+/// Unlinks the file if it has that inode and no other name, and `may_go` agrees; else gives it its name back. A file
+/// that is open keeps the private name until the next scan. Returns whether the name was private.
 pub fn finish(folder: BorrowedFd<'_>, name: &OsStr, may_go: impl MayGo) -> bool {
     let Some((inode, old)) = parse_taken(name) else { return false };
     let Ok(fd) = file_access::open_file(folder, name, OFlags::RDONLY) else { return true };

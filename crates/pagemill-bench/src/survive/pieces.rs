@@ -1,5 +1,7 @@
-//! The handover by size of pieces: keepers fill a control group with pieces of one size and free them, then a newcomer
-//! on the plain C library needs the memory.
+//! Whether another process can use memory that one process freed, by the size of the allocations.
+//!
+//! Processes under the measured allocator (*keepers*) fill a control group with allocations of one size and free all or
+//! nine tenths of them. Then a process with the C library's malloc (the *newcomer*) allocates in that group.
 //!
 //! A sample counts as lost if any process of the group was killed, or if malloc failed in any of them.
 

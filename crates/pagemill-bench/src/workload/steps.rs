@@ -43,8 +43,9 @@ impl Times {
     }
 }
 
-/// Runs work in threads for a duration. Each thread makes its own work, all start together, and the first quarter of
-/// the time is warm-up.
+/// Runs threads that start together: a quarter of `duration` of warm-up, then `duration` that is measured.
+///
+/// Thread `i` runs steps of the work that `make(i)` returns; each step counts as `step_acts` operations.
 pub fn timed<W: Work>(
     threads: usize,
     duration: Duration,

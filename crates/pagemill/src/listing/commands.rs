@@ -1,9 +1,19 @@
-//! A command, 32 bytes: 0 magic `pm-ordr1`; 8 number of the request, 12 action (1 shrink, 2 `defrag_used_ratio`, 3
-//! `remote_node_defrag_ratio`, 4 return memory), 16 percent (u32 each); 20 set to 1 by the process when it takes the
-//! order (u32); 24 number of the cache, or the wanted bytes.
+//! A command and its answer, in one file.
 //!
-//! The head of the answer follows, and a record of 64 bytes: 0 the value at 24 of the command; 8 bytes returned; 16
-//! objects moved; 24 slabs before, 28 after (u32); 32 resident bytes before, 40 after; 48 `errno` (u32); zeros.
+//! Command, 32 bytes, in native byte order:
+//!
+//! ```text
+//!    0  u64  magic pm-ordr1
+//!    8  u32  request id
+//!   12  u32  action: 1 shrink, 2 defrag_used_ratio, 3 remote_node_defrag_ratio, 4 return memory
+//!   16  u32  percent, for actions 2 and 3; else 0
+//!   20  u32  set to 1 by the process when it takes the command
+//!   24  u64  number of the cache; for action 4 the bytes to return
+//! ```
+//!
+//! The answer follows it: a head (see [`listing`](super)), then one record of 64 bytes: 0 u64 the field at 24 of the
+//! command; 8 u64 bytes returned; 16 u64 objects moved; 24 and 28 u32 slabs before and after; 32 and 40 u64 resident
+//! bytes before and after; 48 u32 `errno`; zeros.
 
 use super::{Record, u32_at, u64_at};
 use crate::published::Subject;

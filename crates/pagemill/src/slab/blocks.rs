@@ -293,7 +293,9 @@ impl Blocks {
         0
     }
 
-    /// Populates one empty slab of a sparse block. The caller must own the slab.
+    /// Populates the memory of one slab in a block whose memory is brought in slab by slab (*sparse*).
+    ///
+    /// The caller has claimed the slab, so no other thread sees it.
     ///
     /// # Errors
     ///

@@ -7,15 +7,15 @@
 //!           +-------+-------+-------+-------+
 //! ```
 //!
-//! All writers keep this rule: *while a slot names another, following the names leads to a VALUE or GONE that covers
-//! the slot* (or to DEAD, once the node is out of the tree). A reader that finds anything else has read a stale name,
-//! which was overwritten before the word that it then found. It restarts and sees the newer words. So it never waits
-//! for a writer, and never takes a stale name for an answer:
+//! A SIBLING word (`-> 8`) holds the number of its entry's first slot. All writers keep this rule: from a SIBLING,
+//! following these numbers ends at a VALUE or GONE that covers the slot (or at DEAD, once the node is out of the tree).
+//! A reader that ends anywhere else had read an outdated SIBLING, and restarts at the root. It never waits for a writer:
 //!
-//! - [`enter`]: GONE into the first slot, names into the others, then the VALUE: one store inserts the entry.
-//! - [`leave`]: GONE instead of the VALUE: one store removes the entry; then the names are cleared, then GONE.
-//! - [`cover`]: first the VALUE, then names over all later slots, upwards. Each slot is old, then new.
-//! - [`part`]: new words from the last slot to the first: the first slot of the old entry is overwritten last.
+//! - [`enter`] (into empty slots): GONE into the first slot, SIBLINGs into the others, then the VALUE, which inserts.
+//! - [`leave`] (removes an entry): GONE instead of the VALUE, which removes; then the other slots are cleared, then GONE.
+//! - [`cover`] (over old entries): first the VALUE, then SIBLINGs over all later slots, upwards.
+//! - [`part`] (splits an entry): piece by piece from the last to the first, so that the first slot of the old entry is
+//!   overwritten last.
 //!
 //! There is one writer at a time: the caller holds the array's lock. Checked with loom.
 

@@ -4,7 +4,7 @@
 //!                        comes in                          comes back soon after eviction
 //!                           |                                             |
 //!                           v          after 1/50 of the cache            v
-//!      new part          window ---------------------> small -- used --> main <--.
+//!      new part          probation ------------------> small -- used --> main <--.
 //!      (1 to 50 % of all)   uses do not count            |                 |     | used: one use off
 //!                                                        | not used        |-----'
 //!                                                        v                 v not used
@@ -165,7 +165,8 @@ impl GhostKey {
     }
 }
 
-/// The ghost of a folio that is read again: part and age, if one was found.
+/// Result of looking up the ghost of a folio that is read again: the part of the cache from which it was evicted, and
+/// about how many pages were evicted from that part since. `None`: no ghost, or an expired one.
 ///
 /// Example: [`Folios`].
 #[derive(Clone, Copy, Debug)]
@@ -421,7 +422,7 @@ impl QueueState {
         if is_welcome { Queue::Main } else { Queue::Probation }
     }
 
-    /// Moves the oldest folios of the window on, at most two per call, to keep its width.
+    /// Moves the oldest folios of probation on, at most two per call, to keep its length.
     fn narrow_probation(&mut self, links: &Links, folios: &impl Folios) {
         let width = (self.queues.total() / PROBATION_DIVISOR).min(self.target() / 2);
         for _ in 0..2 {

@@ -13,7 +13,7 @@ use pagemill_sys::disk;
 use std::collections::BTreeMap;
 use std::io;
 
-/// Index in a ring's memory table.
+/// Memory registered with a ring: its index in the ring's table of registered buffers.
 ///
 /// Example: [`Ring`](super::Ring).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

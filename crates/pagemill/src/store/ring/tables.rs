@@ -86,8 +86,8 @@ impl<B: Buffer> Ring<B> {
         Ok(())
     }
 
-    /// Detaches all files with dropped stores and no transfers in flight. Otherwise those files stay
-    /// open.
+    /// Detaches every file whose `FileStore` was dropped, unless transfers of it are in flight. Until this is called,
+    /// the ring keeps such files open.
     pub fn sweep(&mut self) {
         for at in 0..self.files.len() {
             if self.files[at].as_ref().is_some_and(|handle| Arc::strong_count(handle) == 1) {
