@@ -14,6 +14,8 @@ fn main() {
     // The unwinder is linked in: one library less to load at each start.
     println!("cargo:rustc-link-lib=static:-bundle=gcc_eh");
     // At a fixed address, pages of constants need no relocation at each start.
-    println!("cargo:rustc-link-arg-bins=-no-pie");
+    if std::env::var("CARGO_CFG_TARGET_ENV").is_ok_and(|library| library == "gnu") {
+        println!("cargo:rustc-link-arg-bins=-no-pie");
+    }
     println!("cargo:rustc-env=PAGEMILL_PRELOAD_FILE={}", library.display());
 }

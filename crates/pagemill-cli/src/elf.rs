@@ -88,6 +88,9 @@ const SANITIZER_FUNCTIONS: [&[u8]; 6] =
 /// Symbols of one hash bucket that are compared at most; usual are a few.
 const MAX_CHAIN: usize = 4096;
 
+/// A dynamic segment of a real program is far smaller.
+const MAX_DYNAMIC_BYTES: u64 = 1 << 20;
+
 /// A path of a loader is not longer.
 const MAX_LOADER_BYTES: u64 = 4096;
 
@@ -117,9 +120,12 @@ pub fn obstacle(program: &Path) -> Option<Obstacle> {
         if changes_user {
             return Some(Obstacle::ChangesUser);
         }
-        let file = File::open(&path).ok()?;
         let mut line = [0; LINE_BYTES];
-        let count = file.read_at(&mut line, 0).ok()?;
+        let read = File::open(&path).and_then(|file| Ok((read_some(&file, &mut line)?, file)));
+        let (count, file) = match read {
+            Ok(read) => read,
+            Err(error) => return Some(Obstacle::Unreadable(error.to_string())),
+        };
         match interpreter(&line[..count]) {
             Some(next) => path = next,
             None => {
@@ -131,6 +137,15 @@ pub fn obstacle(program: &Path) -> Option<Obstacle> {
         }
     }
     None
+}
+
+fn read_some(file: &File, bytes: &mut [u8]) -> io::Result<usize> {
+    loop {
+        match file.read_at(bytes, 0) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            result => return result,
+        }
+    }
 }
 
 /// A file whose last error is kept: the parser reports it as if the file ended there.
@@ -187,7 +202,8 @@ fn elf_obstacle<'data>(data: impl ReadRef<'data>) -> Option<Obstacle> {
     let Some((header, endian)) = header.and_then(|header| Some((header, header.endian().ok()?))) else {
         return Some(Obstacle::Foreign);
     };
-    if header.e_machine(endian) != machine {
+    // No program has so many segments that their count is stored elsewhere.
+    if header.e_machine(endian) != machine || header.e_phnum(endian) == elf::PN_XNUM {
         return Some(Obstacle::Foreign);
     }
     // A table that cannot be read names no loader.
@@ -236,7 +252,9 @@ struct Dynamic<'data, R: ReadRef<'data>> {
 
 impl<'data, R: ReadRef<'data>> Dynamic<'data, R> {
     fn read(segments: &'data [ProgramHeader64<Endianness>], endian: Endianness, data: R) -> Option<Self> {
-        let entries = segments.iter().find_map(|segment| segment.dynamic(endian, data).ok()?)?;
+        // A sparse file can claim any size; the parser would read it all.
+        let mut small = segments.iter().filter(|segment| segment.p_filesz(endian) <= MAX_DYNAMIC_BYTES);
+        let entries = small.find_map(|segment| segment.dynamic(endian, data).ok()?)?;
         let mut dynamic = Self { segments, entries, names: StringTable::default(), endian, data };
         let start = dynamic.place(elf::DT_STRTAB)?;
         let end = start.checked_add(dynamic.value(elf::DT_STRSZ)?)?;

@@ -11,7 +11,7 @@ use pagemill::published::{self, TREE_FILE, TREE_VARIABLE};
 use pagemill::reclaim::Return;
 use pagemill::reclaim::tree::{TreePage, UNLIMITED};
 use pagemill::units::{Bytes, PageSize, parse_bytes};
-use pagemill_sys::child::{self, StoodFor};
+use pagemill_sys::child::{self, HeldSignals, StoodFor};
 use pagemill_sys::process;
 use std::collections::BTreeMap;
 use std::ffi::{CString, OsStr, OsString};
@@ -177,12 +177,13 @@ impl<'tree> Running<'tree> {
         program: &child::Program,
         tree: Option<&'tree Tree>,
         kernel: Option<&KernelLimit>,
+        held: HeldSignals,
         watched: bool,
     ) -> Result<Self, (u8, String)> {
         let group = kernel.map(KernelLimit::entrance).transpose().map_err(|message| (126, message))?.flatten();
         let inside = if group.is_some() { " (inside its control group)" } else { "" };
         let start = Instant::now();
-        let child = child::spawn(program, group.as_ref()).map_err(|error| {
+        let child = child::spawn(program, group.as_ref(), held).map_err(|error| {
             let status = if error.kind() == ErrorKind::NotFound { 127 } else { 126 };
             (status, format!("the program cannot be started{inside}: {error}"))
         })?;
@@ -258,6 +259,7 @@ impl Run {
         let mut limits = self.limits().map_err(|message| fail(2, &message))?;
         let obstacle = self.check_reach(&path, &limits).map_err(|message| fail(126, &message))?;
         // Before any thread is started.
+        let held = HeldSignals::begin();
         let ram_size = || self.ram_size.unwrap_or_else(pagemill_mount::mounting::default_size);
         let ram = self.ram.as_ref().map(|dir| Ram::mount(dir, ram_size())).transpose();
         let _ram = ram.map_err(|message| fail(2, &message))?;
@@ -271,7 +273,8 @@ impl Run {
         let folder = tree.as_ref().map(|tree| tree.folder.as_str());
         let command = self.command(&path, library.as_deref(), folder, limits.own, kernel.as_ref());
         let command = command.map_err(|error| fail(126, &format!("{}: {error}", name.display())))?;
-        let run = Running::start(&command, tree.as_ref(), kernel.as_ref(), limits.own.is_some() || self.wants_report())
+        let is_watched = limits.own.is_some() || self.wants_report();
+        let run = Running::start(&command, tree.as_ref(), kernel.as_ref(), held, is_watched)
             .map_err(|(status, message)| fail(status, &format!("{}: {message}", name.display())))?;
         let (ran, memory, collected) =
             run.wait(name).map_err(|error| fail(126, &format!("waiting for {}: {error}", name.display())))?;

@@ -11,8 +11,8 @@
 
 mod common;
 
-use common::sweep::is_full;
-use common::{End, Place, STUCK_AFTER, finish, lacks, walk};
+use common::sweep::{cannot_inject, is_full};
+use common::{End, Place, STUCK_AFTER, finish, walk};
 use pagemill::arena::Layout;
 use pagemill::mapping::policy::Always;
 use pagemill::mapping::{Mapping, Settings};
@@ -318,7 +318,7 @@ impl Sweep {
 }
 
 fn sweep() {
-    if lacks("strace") {
+    if cannot_inject() {
         return;
     }
     let place = Place::new();

@@ -11,8 +11,8 @@
 mod common;
 
 use common::ram::{MIB, pattern, start, wait_until};
-use common::sweep::{Outcome, counts, is_full, sample};
-use common::{End, Guard, PAGEMILL, Place, STUCK_AFTER, finish, lacks, may_mount};
+use common::sweep::{Outcome, cannot_inject, counts, is_full, sample};
+use common::{End, Guard, PAGEMILL, Place, STUCK_AFTER, finish, may_mount};
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::MetadataExt;
@@ -226,7 +226,7 @@ fn place() -> (Place, PathBuf) {
 }
 
 fn is_impossible() -> bool {
-    !may_mount() || lacks("strace")
+    !may_mount() || cannot_inject()
 }
 
 #[test]
@@ -271,8 +271,8 @@ fn work_with_failures(mount: &Mount, call: &str, inject: &str) -> String {
     let trace = mount.place.path("trace");
     let _ = fs::remove_file(&trace);
     let mut command = mount.place.command("strace");
-    command.args(["-f", "-e", "signal=none", "-o"]).arg(&trace).arg(format!("-etrace={call}"));
-    command.arg(format!("-einject={inject}")).args(["-p", &mount.pid.unwrap().to_string()]);
+    command.args(["-f", "-e", "signal=none", "-o"]).arg(&trace).arg(format!("-etrace=?{call}"));
+    command.arg(format!("-einject=?{inject}")).args(["-p", &mount.pid.unwrap().to_string()]);
     command.stderr(Stdio::piped());
     let mut strace = Guard::new(command);
     // It says that it is attached; later lines would end it if they could not be written.

@@ -9,7 +9,7 @@
 
 mod common;
 
-use common::sweep::{Outcome, counts, sample};
+use common::sweep::{Outcome, cannot_inject, counts, sample};
 use common::{End, PAGEMILL, Place, STUCK_AFTER, finish, finish_bytes, lacks, may_mount, walk};
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
@@ -200,7 +200,7 @@ fn run_with_a_mount() {
 }
 
 fn sweep(scenario: Scenario) {
-    if lacks("strace") || lacks("cmp") {
+    if cannot_inject() || lacks("cmp") {
         return;
     }
     let mut outcome = Outcome::default();

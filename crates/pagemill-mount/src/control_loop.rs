@@ -319,6 +319,7 @@ impl ControlLoop {
                     self.table.lost_events();
                     if self.failed_reads >= MAX_FAILED_READS {
                         say(&format!("reading events fails ({error}): only periodic scans find new files"));
+                        self.table.end_batch();
                         return;
                     }
                     break;

@@ -2,11 +2,11 @@
 //!
 //! A thread's CPU time includes time in which a hypervisor ran other guests on the CPU. Such a stall of tens of
 //! milliseconds is no work, and resting as long again lets writers reach the limit. Work repeats and stalls do not, so
-//! the least time of the last few looks is the work of one.
+//! the mean of the last few looks without the longest is the work of one.
 
 use std::time::{Duration, Instant};
 
-/// Number of looks whose least CPU time counts.
+/// Number of looks of which all but the longest count.
 const LOOKS: usize = 4;
 
 /// CPU time of the last looks.
@@ -24,7 +24,8 @@ impl Duty {
     pub fn next_look(&mut self, sampled: Instant, now: Instant, pause: Duration, worked: Duration) -> Instant {
         self.worked[self.next] = worked;
         self.next = (self.next + 1) % LOOKS;
-        let usual = self.worked.iter().min().copied().unwrap_or_default();
+        let longest = self.worked.iter().max().copied().unwrap_or_default();
+        let usual = (self.worked.iter().sum::<Duration>() - longest) / (LOOKS as u32 - 1);
         (sampled + pause).max(now + usual)
     }
 }
@@ -55,6 +56,13 @@ mod tests {
         let quick = MS / 10;
         let rests = rests(MS, &[quick, quick, quick, quick, 65 * MS, quick]);
         assert_eq!(rests, [MS - quick, MS - quick, MS - quick, MS - quick, quick, MS - quick]);
+    }
+
+    /// Not every look is as long as the others, and the long ones count.
+    #[test]
+    fn uneven_work_is_followed_by_a_rest() {
+        let rests = rests(MS, &[15 * MS, 15 * MS, 15 * MS, MS / 10].repeat(4));
+        assert!(rests[LOOKS..].iter().all(|rest| *rest > 10 * MS), "{rests:?}");
     }
 
     /// Many limits take long to read, each time: half of a CPU is left.

@@ -97,18 +97,37 @@ impl Program {
     }
 }
 
-/// A running child. This thread blocks the forwarded signals until this is dropped.
-pub struct StoodFor {
-    pid: libc::pid_t,
-    /// This thread's previous signal mask.
+/// Signals that [`StoodFor::wait`] takes, blocked in this thread and in threads that it starts, until this is dropped.
+pub struct HeldSignals {
+    /// This thread's previous signal mask, which the child gets.
     before: libc::sigset_t,
 }
 
-impl Drop for StoodFor {
+impl HeldSignals {
+    /// Call it before any thread is started: one that has a signal unblocked would end this process instead of
+    /// forwarding it.
+    #[must_use]
+    pub fn begin() -> Self {
+        let held = mask();
+        // SAFETY: plain data, written by the call before it is read.
+        let mut before: libc::sigset_t = unsafe { std::mem::zeroed() };
+        // SAFETY: sets this thread's mask.
+        unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const held, &raw mut before) };
+        Self { before }
+    }
+}
+
+impl Drop for HeldSignals {
     fn drop(&mut self) {
         // SAFETY: sets this thread's mask back.
-        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.before, std::ptr::null_mut()) };
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.before, ptr::null_mut()) };
     }
+}
+
+/// A running child, whose signals this thread holds.
+pub struct StoodFor {
+    pid: libc::pid_t,
+    _held: HeldSignals,
 }
 
 /// What a new child reads, and the error that it leaves, in memory shared with its parent.
@@ -147,6 +166,12 @@ impl Start<'_> {
             }
             // Rust's runtime ignores this signal; the child has its own table of handlers.
             libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+            // A child that stops here would keep its parent suspended, so that Ctrl-C reaches neither. Ignoring a stop
+            // signal discards one that is pending; the parent gets its own.
+            for signal in [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU] {
+                let before = libc::signal(signal, libc::SIG_IGN);
+                libc::signal(signal, before);
+            }
             libc::sigprocmask(libc::SIG_SETMASK, &raw const self.mask, ptr::null_mut());
             for stream in (0..3).filter(|stream| WERE_CLOSED.load(Relaxed) >> stream & 1 == 1) {
                 libc::close(stream);
@@ -172,7 +197,8 @@ const STACK_BYTES: usize = 64 << 10;
 /// Starts a child that shares this process's memory until it executes the program (`vfork`), which saves the copy of
 /// the page tables that a fork makes.
 fn start_child(start: &mut Start) -> io::Result<libc::pid_t> {
-    let stack_bytes = STACK_BYTES + size_of_val(start.arguments);
+    // Whole pages, so that the end is aligned as a stack pointer must be.
+    let stack_bytes = (STACK_BYTES + size_of_val(start.arguments)).next_multiple_of(4096);
     // SAFETY: new memory, nothing is replaced.
     let stack = unsafe {
         let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
@@ -193,13 +219,15 @@ fn start_child(start: &mut Start) -> io::Result<libc::pid_t> {
     }
     if start.error != 0 {
         // SAFETY: waits for the child, which ends.
-        unsafe { libc::waitpid(pid, ptr::null_mut(), 0) };
+        while unsafe { libc::waitpid(pid, ptr::null_mut(), 0) } < 0
+            && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted
+        {}
         return Err(io::Error::from_raw_os_error(start.error));
     }
     Ok(pid)
 }
 
-/// Starts a child and blocks the forwarded signals in this thread until [`StoodFor::wait`] handles them.
+/// Starts a child.
 ///
 /// The kernel kills the child when this thread ends, so call it on the first thread. `group` is the opened
 /// `cgroup.procs` of a control group that the child enters before it executes the program.
@@ -207,15 +235,10 @@ fn start_child(start: &mut Start) -> io::Result<libc::pid_t> {
 /// # Errors
 ///
 /// Errors of entering the group or of starting the program.
-pub fn spawn(program: &Program, group: Option<&File>) -> io::Result<StoodFor> {
+pub fn spawn(program: &Program, group: Option<&File>, held: HeldSignals) -> io::Result<StoodFor> {
     let pointers = |texts: &[CString]| -> Vec<*const c_char> {
         texts.iter().map(|text| text.as_ptr()).chain([ptr::null()]).collect()
     };
-    let held = mask();
-    // SAFETY: plain data, written by the call before it is read.
-    let mut before: libc::sigset_t = unsafe { std::mem::zeroed() };
-    // SAFETY: sets this thread's mask; other threads are not started yet.
-    unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const held, &raw mut before) };
     let mut start = Start {
         // SAFETY: no arguments.
         parent: unsafe { libc::getpid() },
@@ -223,17 +246,21 @@ pub fn spawn(program: &Program, group: Option<&File>) -> io::Result<StoodFor> {
         arguments: &pointers(&program.arguments),
         environment: &pointers(&program.environment),
         group: group.map(AsRawFd::as_raw_fd),
-        mask: before,
+        mask: held.before,
         error: 0,
     };
-    match start_child(&mut start) {
-        Ok(pid) => Ok(StoodFor { pid, before }),
-        Err(error) => {
-            // SAFETY: sets this thread's mask back.
-            unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, ptr::null_mut()) };
-            Err(error)
-        }
+    // SAFETY: plain data, written by the calls before it is read.
+    let (mut all, mut own): (libc::sigset_t, libc::sigset_t) = unsafe { std::mem::zeroed() };
+    // The child inherits the mask: no signal stops it or runs a handler in it before it has set its own.
+    // SAFETY: sets this thread's mask.
+    unsafe {
+        libc::sigfillset(&raw mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut own);
     }
+    let started = start_child(&mut start);
+    // SAFETY: sets this thread's mask back.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const own, ptr::null_mut()) };
+    started.map(|pid| StoodFor { pid, _held: held })
 }
 
 impl StoodFor {
@@ -311,7 +338,7 @@ mod tests {
     }
 
     fn end_of(script: &str) -> End {
-        spawn(&shell(script), None).unwrap().wait(|| Duration::from_secs(1)).unwrap()
+        spawn(&shell(script), None, HeldSignals::begin()).unwrap().wait(|| Duration::from_secs(1)).unwrap()
     }
 
     #[test]
@@ -326,7 +353,7 @@ mod tests {
     fn work_goes_on_meanwhile() {
         let file = std::env::temp_dir().join(format!("pagemill-child-{}", std::process::id()));
         let script = format!("while [ ! -e {} ]; do sleep 0.01; done; exit 3", file.display());
-        let child = spawn(&shell(&script), None).unwrap();
+        let child = spawn(&shell(&script), None, HeldSignals::begin()).unwrap();
         let mut calls = 0;
         let end = child.wait(|| {
             calls += 1;
@@ -344,19 +371,30 @@ mod tests {
     /// shell; a program that does not exist is an error.
     #[test]
     fn programs_are_executed() {
+        // Even and odd numbers of arguments: the stack is aligned for both.
+        for arguments in [&["true"][..], &["true", "1"], &["true", "1", "2"]] {
+            let program = Program::new("true".into(), arguments.iter().map(OsString::from), []).unwrap();
+            assert_eq!(
+                spawn(&program, None, HeldSignals::begin()).unwrap().wait(|| Duration::from_secs(1)).unwrap().code,
+                0
+            );
+        }
         let mut program = shell("test \"$GIVEN\" = 1 -a -z \"$PAGEMILL_ABSENT\" || exit 4");
         program.environment = vec![c"GIVEN=1".to_owned()];
-        assert_eq!(spawn(&program, None).unwrap().wait(|| Duration::from_secs(1)).unwrap().code, 0);
+        assert_eq!(
+            spawn(&program, None, HeldSignals::begin()).unwrap().wait(|| Duration::from_secs(1)).unwrap().code,
+            0
+        );
         let script = std::env::temp_dir().join(format!("pagemill-script-{}", std::process::id()));
         std::fs::write(&script, "exit $1\n").unwrap();
         std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
         let many = std::iter::repeat_n("9".into(), 20_000);
         let program = Program::new(script.clone().into(), std::iter::once("x".into()).chain(many), []).unwrap();
-        let end = spawn(&program, None).map(|child| child.wait(|| Duration::from_secs(1)));
+        let end = spawn(&program, None, HeldSignals::begin()).map(|child| child.wait(|| Duration::from_secs(1)));
         std::fs::remove_file(&script).unwrap();
         assert_eq!(end.unwrap().unwrap().code, 9);
         let absent = Program::new("/pagemill/absent".into(), ["absent".into()], []).unwrap();
-        assert_eq!(spawn(&absent, None).err().unwrap().raw_os_error(), Some(libc::ENOENT));
+        assert_eq!(spawn(&absent, None, HeldSignals::begin()).err().unwrap().raw_os_error(), Some(libc::ENOENT));
         assert!(Program::new("a\0b".into(), [], []).is_err());
     }
 
@@ -364,7 +402,7 @@ mod tests {
     #[test]
     fn a_group_that_refuses_is_told() {
         let full = File::options().write(true).open("/dev/full").unwrap();
-        let error = spawn(&shell("true"), Some(&full)).err().unwrap();
+        let error = spawn(&shell("true"), Some(&full), HeldSignals::begin()).err().unwrap();
         assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
     }
 

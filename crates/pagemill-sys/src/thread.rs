@@ -58,7 +58,6 @@ pub(crate) unsafe fn create(
     unsafe {
         let mut attributes: libc::pthread_attr_t = std::mem::zeroed();
         libc::pthread_attr_init(&raw mut attributes);
-        libc::pthread_attr_setdetachstate(&raw mut attributes, libc::PTHREAD_CREATE_DETACHED);
         libc::pthread_attr_setstacksize(&raw mut attributes, stack_bytes);
         let (mut all, mut before): (libc::sigset_t, libc::sigset_t) = (std::mem::zeroed(), std::mem::zeroed());
         libc::sigfillset(&raw mut all);
@@ -70,7 +69,9 @@ pub(crate) unsafe fn create(
         if result != 0 {
             return Err(io::Error::from_raw_os_error(result));
         }
+        // Detached only now: until then its id is valid, even if the thread has ended.
         libc::pthread_setname_np(thread, name.as_ptr());
+        libc::pthread_detach(thread);
     }
     Ok(())
 }

@@ -1,6 +1,30 @@
 //! Which kernel calls are made to fail, and how often each: for sweeps with strace.
 
 use std::collections::BTreeMap;
+use std::process::{Command, Stdio};
+
+/// Says so and returns true where strace is missing or may not trace, as in most containers.
+pub fn cannot_inject() -> bool {
+    if super::lacks("strace") {
+        return true;
+    }
+    let mut command = Command::new("strace");
+    command.args([
+        "-qq",
+        "-o",
+        "/dev/null",
+        "-e",
+        "trace=?openat",
+        "-e",
+        "inject=?openat:error=EPERM:when=999",
+        "true",
+    ]);
+    let can = command.stdin(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|status| status.success());
+    if !can {
+        println!("skipped: strace may not trace here");
+    }
+    !can
+}
 
 /// Whether the calls are tried one by one (`FAULT_SWEEP=full`), or a sample of them.
 pub fn is_full() -> bool {
