@@ -7,7 +7,7 @@ use common::ram::{MIB, Ram, pattern, start, wait_until};
 use common::{Guard, PAGEMILL, Place, STUCK_AFTER, finish, is_root, may_mount};
 use serde_json::Value;
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, chown, symlink};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -758,4 +758,31 @@ fn anybody_may_run_on_a_private_one() {
     end.assert_success();
     assert!(end.out.contains("\"purged_bytes\":8388608") && !end.out.contains("\nold"), "{}", end.out);
     assert!(!ram.exists(), "it was made for this");
+}
+
+/// The threads that control a private mount block the signals that `run` forwards, which would end the command in them.
+#[test]
+fn threads_of_a_private_one_leave_signals_to_the_command() {
+    let place = Place::new();
+    let mut command = place.command(PAGEMILL);
+    command.args(["run", "--ram"]).arg(place.path("ram")).args(["--", "sh", "-c", "echo ready; read line; exit 5"]);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut guard = Guard::new(command);
+    let mut ready = [0; 6];
+    if guard.child().stdout.take().unwrap().read_exact(&mut ready).is_err() {
+        return println!("skipped: no private mount can be made");
+    }
+    let tasks = fs::read_dir(format!("/proc/{}/task", guard.id())).unwrap().map(|task| task.unwrap());
+    let others: Vec<_> = tasks.filter(|task| *task.file_name() != *guard.id().to_string()).collect();
+    assert!(!others.is_empty());
+    for task in others {
+        let status = fs::read_to_string(task.path().join("status")).unwrap();
+        let blocked = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).unwrap().trim();
+        let blocked = u64::from_str_radix(blocked, 16).unwrap();
+        for signal in [libc::SIGTERM, libc::SIGHUP, libc::SIGINT] {
+            assert!(blocked >> (signal - 1) & 1 == 1, "{signal}: {status}");
+        }
+    }
+    drop(guard.child().stdin.take());
+    assert_eq!(guard.wait(STUCK_AFTER).code(), Some(5));
 }
