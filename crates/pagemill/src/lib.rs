@@ -11,14 +11,6 @@
 
 // Loom's atomics cannot lie in memory that is mapped manually: `--cfg loom` builds the slot protocol only.
 #[cfg(not(loom))]
-pub mod arena;
-#[cfg(not(loom))]
-mod callback;
-#[cfg(not(loom))]
-pub mod epoch;
-#[cfg(not(loom))]
-pub mod error;
-#[cfg(not(loom))]
 mod folio;
 #[cfg(all(loom, test))]
 #[path = "folio/word.rs"]
@@ -27,17 +19,11 @@ mod folio_word;
 #[cfg(not(loom))]
 pub mod heap;
 #[cfg(not(loom))]
-pub mod listing;
-#[cfg(not(loom))]
 pub mod mapping;
 #[cfg(not(loom))]
 mod pagemill;
 #[cfg(not(loom))]
 mod process;
-#[cfg(not(loom))]
-pub mod published;
-#[cfg(not(loom))]
-pub mod reclaim;
 #[cfg(doctest)]
 mod refused;
 #[cfg(not(loom))]
@@ -54,14 +40,7 @@ mod slab_epochs;
 #[allow(dead_code)] // the parts that only the heap uses
 mod slot;
 #[cfg(not(loom))]
-pub mod stats;
-#[cfg(not(loom))]
 pub mod store;
-pub mod sync;
-#[cfg(not(loom))]
-pub mod trace;
-#[cfg(not(loom))]
-pub mod units;
 #[cfg(not(loom))]
 pub mod volatile;
 #[cfg(all(loom, test))]
@@ -82,3 +61,17 @@ mod xarray {
 pub use error::{Error, Result};
 #[cfg(not(loom))]
 pub use pagemill::Pagemill;
+#[cfg(not(loom))]
+use pagemill_core::callback;
+pub use pagemill_core::sync;
+#[cfg(not(loom))]
+pub use pagemill_core::{arena, epoch, error, published, reclaim, stats, trace, units};
+
+/// Lists and commands between processes.
+#[cfg(not(loom))]
+pub mod listing {
+    pub use crate::mapping::ask_for_caches;
+    pub use crate::slab::{ask_for_slabs, shown_name};
+    pub use crate::volatile::{List, ask};
+    pub use pagemill_core::listing::*;
+}

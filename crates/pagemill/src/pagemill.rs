@@ -13,7 +13,7 @@ use crate::reclaim::{self, Account};
 use crate::slab::Slabs;
 use crate::stats::{self, Counter, Snapshot};
 use crate::trace::{self, Event};
-use crate::volatile::{Ranges, Vranges};
+use crate::volatile::{RangeLists, Ranges, Vranges};
 use pagemill_sys::{clock, process};
 
 /// All parts of one process's memory manager. Built once and never torn down.
@@ -71,9 +71,12 @@ impl Pagemill {
         let vranges: &'static Vranges = arena::place(Vranges::new(arena, account))?;
         let slabs: &'static Slabs = arena::place(Slabs::new(arena))?;
         let caches: &'static Caches = arena::place(Caches::new(arena, slabs))?;
-        let control: &'static ControlEndpoint = arena::place(ControlEndpoint::new(account, slabs))?;
-        let responder: &'static StatsResponder =
-            arena::place(StatsResponder::new((ranges, vranges), caches, slabs, control))?;
+        let control: &'static ControlEndpoint = arena::place(ControlEndpoint::new(account))?;
+        control.set_slabs(slabs);
+        let responder: &'static StatsResponder = arena::place(StatsResponder::new(control))?;
+        responder.add(arena::place(RangeLists { ranges, vranges })?);
+        responder.add(caches);
+        responder.add(slabs);
         stats::describe_arena(arena.addresses());
         account.register(heap);
         account.register(caches);
@@ -151,7 +154,8 @@ impl Pagemill {
     /// The thread has called [`Pagemill::before_fork`], and releases those locks once.
     pub unsafe fn after_fork(&self) {
         self.account.headroom.release_after_fork();
-        self.arena.release_after_fork();
+        // SAFETY: the caller's promise: after `before_fork`.
+        unsafe { self.arena.release_after_fork() };
         self.heap.release_after_fork();
         self.ranges.release_after_fork();
         self.vranges.release_after_fork();
@@ -170,7 +174,8 @@ impl Pagemill {
         // SAFETY: the caller's promise.
         unsafe { stats::detach_in_child() };
         stats::describe_arena(self.arena.addresses());
-        let generation = self.arena.forked();
+        // SAFETY: the caller's promise.
+        let generation = unsafe { self.arena.forked() };
         epoch::begin_child();
         self.helper.unclaim();
         self.ranges.begin_child();

@@ -394,7 +394,8 @@ impl Pool {
             self.arena.bring_in_reserved(first_block, self.blocks_of_chunk())
         } else {
             let use_huge = self.use_huge.load(Relaxed);
-            self.arena.bring_in_whole(first_block, self.blocks_of_chunk(), use_huge).map(drop)
+            // SAFETY: the blocks of a chunk that this thread has claimed, which is empty.
+            unsafe { self.arena.bring_in_whole(first_block, self.blocks_of_chunk(), use_huge) }.map(drop)
         };
         if let Err(error) = filled {
             self.leave_chunk(chunk);
@@ -452,7 +453,9 @@ impl Pool {
         let step = (OPENED_BYTES / self.chunk_bytes()).max(1) as u32;
         if chunk.is_multiple_of(step) && !self.is_hugetlb() {
             let chunks = step.min(self.max_chunks - chunk) as usize;
-            self.arena.open_blocks(self.addr(chunk << self.chunk_order), chunks * self.chunk_bytes())?;
+            let addr = self.addr(chunk << self.chunk_order);
+            // SAFETY: blocks of this pool, carved closed. Those of a chunk that was never used are opened here only.
+            unsafe { self.arena.open_blocks(addr, chunks * self.chunk_bytes()) }?;
         }
         Ok(())
     }

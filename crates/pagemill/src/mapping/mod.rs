@@ -45,6 +45,7 @@ pub mod policy;
 mod punch;
 mod queue;
 mod read;
+mod records;
 mod refresh;
 mod registered;
 mod seek;
@@ -112,6 +113,7 @@ pub use policy::Policy;
 pub use queue::Queue;
 /// Example: [`Queue`].
 pub use queue::{Fetch, Fetched};
+pub use records::ask_for_caches;
 pub use source::Source;
 pub use usage::{Holder, Usage};
 

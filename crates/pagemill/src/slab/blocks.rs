@@ -203,10 +203,12 @@ impl Blocks {
             // First drops memory of the parent, or memory that the kernel kept. If the kernel still keeps it, the block
             // remains charged, in small pages.
             let is_empty = self.empty(block).is_some();
-            let is_whole =
-                is_empty && is_whole_wanted && self.arena.bring_in_whole(self.in_arena(block), 1, true).is_ok();
-            if is_whole {
-                return Ok(true);
+            if is_empty && is_whole_wanted {
+                // SAFETY: a block of this window that is in no list, and has no memory.
+                let filled = unsafe { self.arena.bring_in_whole(self.in_arena(block), 1, true) };
+                if filled.is_ok() {
+                    return Ok(true);
+                }
             }
             self.arena.overcommit(self.in_arena(block), 1, Context::Outside)?;
         } else if is_whole_wanted
@@ -238,7 +240,8 @@ impl Blocks {
             let blocks = OPENED_BLOCKS.min(self.per_node - free.opened) as usize;
             let (addr, bytes) = (self.addr(block as u32), blocks * BLOCK_BYTES);
             if self.is_charged {
-                self.arena.open_blocks(addr, bytes)?;
+                // SAFETY: blocks of this window, carved closed; those beyond `opened` were never opened.
+                unsafe { self.arena.open_blocks(addr, bytes) }?;
             } else {
                 // SAFETY: within the window, which is a reservation of its own.
                 unsafe { mem::open(addr, bytes) }.map_err(Error::system("opening memory of metadata"))?;

@@ -3,25 +3,10 @@
 use super::{CacheKind, Member, NodeInfo, SlabInfo, Slabs, info};
 use crate::error::{Error, Result};
 use crate::sync::Backoff;
+use pagemill_core::listing::ShrinkReport;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
-
-/// Result of shrinking a cache on request of another process.
-///
-/// Example: [`listing::ControlCommand`](crate::listing::ControlCommand).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ShrinkReport {
-    /// Bytes that were freed, as the `shrink` of the cache returns.
-    pub freed_bytes: u64,
-    /// Objects that were moved meanwhile.
-    pub moved: u64,
-    pub slabs_before: u32,
-    pub slabs_after: u32,
-    /// Bytes charged for the blocks of the cache.
-    pub resident_before: u64,
-    pub resident_after: u64,
-}
 
 impl Slabs {
     /// The first cache that still exists with an id of at least `from`.
@@ -42,7 +27,7 @@ impl Slabs {
     /// # Errors
     ///
     /// Those of `show`; the remaining caches are not shown then.
-    pub(crate) fn show(
+    pub(super) fn show(
         &self,
         most_ns: u64,
         mut show: impl FnMut(u64, &SlabInfo, usize, &NodeInfo) -> io::Result<()>,
@@ -61,7 +46,7 @@ impl Slabs {
     /// # Errors
     ///
     /// As the cache's own `shrink`.
-    pub(crate) fn shrink_one(&self, id: u64) -> Option<Result<ShrinkReport>> {
+    pub(super) fn shrink_one(&self, id: u64) -> Option<Result<ShrinkReport>> {
         let member = self.member(id)?;
         let shrink = || {
             let before = info::of(&*member)?;
@@ -90,7 +75,7 @@ impl Slabs {
     /// # Errors
     ///
     /// [`Error::BadRatio`]; [`Error::Unsupported`] if objects of the cache cannot be moved.
-    pub(crate) fn set_used_ratio(&self, id: u64, percent: u32) -> Option<Result<()>> {
+    pub(super) fn set_used_ratio(&self, id: u64, percent: u32) -> Option<Result<()>> {
         let member = self.member(id)?;
         Some(match member.kind() {
             CacheKind::Fixed => Err(Error::Unsupported { what: "objects of this slab cache stay where they are" }),
@@ -103,7 +88,7 @@ impl Slabs {
     /// # Errors
     ///
     /// [`Error::BadRatio`].
-    pub(crate) fn set_remote_ratio(&self, id: u64, percent: u32) -> Option<Result<()>> {
+    pub(super) fn set_remote_ratio(&self, id: u64, percent: u32) -> Option<Result<()>> {
         Some(self.member(id)?.engine().set_remote_ratio(percent))
     }
 }

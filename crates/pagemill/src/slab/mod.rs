@@ -47,6 +47,7 @@ mod owner;
 #[cfg(all(test, not(shuttle)))]
 mod owner_tests;
 mod poison;
+mod records;
 mod shape;
 #[cfg(all(test, shuttle))]
 mod shuttle_tests;
@@ -64,7 +65,6 @@ mod xnodes;
 #[cfg(all(test, not(shuttle)))]
 mod xnodes_tests;
 
-pub use control::ShrinkReport;
 pub use epochs::{Guard, pin};
 pub use fixed::{Fixed, Slot};
 pub use handle::{ByHandle, Movable, Pinned};
@@ -72,6 +72,8 @@ pub use handles::Handle;
 pub use info::{NodeInfo, SlabInfo};
 pub use migrate::Progress;
 pub use owner::{ByOwner, Candidates, Done, Migrate, Moving, New, Target};
+pub use pagemill_core::listing::ShrinkReport;
+pub use records::{ask_for_slabs, shown_name};
 pub use xnodes::NodeCache;
 
 use crate::arena::{Arena, place};

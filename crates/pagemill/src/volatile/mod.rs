@@ -40,6 +40,7 @@ mod line;
 pub mod listed;
 mod purge;
 pub mod range;
+mod records;
 mod residents;
 #[cfg(all(test, shuttle))]
 mod shuttle_tests;
@@ -51,6 +52,7 @@ pub use cache::VolatileCache;
 pub use guards::handle_fault;
 pub use listed::Listed;
 pub use range::{Behaviour, Contents, Pin, Range};
+pub use records::{List, RangeLists, ask};
 pub use vrange::Vranges;
 
 use crate::arena::{Arena, Table, Zeroed};

@@ -258,7 +258,7 @@ impl Account {
     }
 
     /// Publishes the current charge in the tree and in the figures, and updates the peaks.
-    pub(crate) fn publish(&self) {
+    pub fn publish(&self) {
         // Repeat if another thread changed it meanwhile, so that the last value published is a current one.
         loop {
             let resident = self.resident.load(Relaxed);
@@ -304,7 +304,7 @@ impl Account {
     }
 
     /// Wakes the helper if it is parked, because there may be something to give back from now on.
-    pub(crate) fn note_more(&self) {
+    pub fn note_more(&self) {
         if let Some(helper) = self.helper.get() {
             helper.unpark(self);
         }

@@ -21,7 +21,7 @@ fn is_modelled() -> bool {
 }
 
 /// A point at which another thread may run.
-pub(crate) fn point() {
+pub fn point() {
     if is_modelled() {
         // A plain switch: unlike `yield_now` it gives the scheduler no hint.
         shuttle::thread::sleep(Duration::ZERO);
@@ -29,7 +29,7 @@ pub(crate) fn point() {
 }
 
 /// Lets other threads run until the awaited change may have happened.
-pub(crate) fn pause() {
+pub fn pause() {
     if !is_modelled() {
         return thread::pause();
     }
@@ -40,14 +40,14 @@ pub(crate) fn pause() {
     shuttle::thread::yield_now();
 }
 
-pub(crate) use pause as spin_loop;
+pub use pause as spin_loop;
 
 thread_local! {
     static NOW_NS: Cell<u64> = const { Cell::new(0) };
 }
 
 /// The model's time: since the last read the next tick may have begun, or not.
-pub(crate) fn coarse_ns() -> u64 {
+pub fn coarse_ns() -> u64 {
     if !is_modelled() {
         return clock::coarse_ns();
     }
@@ -58,13 +58,12 @@ pub(crate) fn coarse_ns() -> u64 {
 }
 
 /// Advances the clock.
-pub(crate) fn skip_ticks(ticks: u64) {
+pub fn skip_ticks(ticks: u64) {
     NOW_NS.set(NOW_NS.get() + ticks * TICK_NS);
 }
 
 /// Resets the clock to the start value of each run of a model.
-#[cfg(test)]
-pub(crate) fn reset_clock() {
+pub fn reset_clock() {
     NOW_NS.set(TICK_NS);
 }
 
@@ -72,7 +71,7 @@ macro_rules! atomic {
     ($name:ident, $integer:ty) => {
         #[repr(transparent)]
         #[derive(Debug, Default)]
-        pub(crate) struct $name(std::sync::atomic::$name);
+        pub struct $name(std::sync::atomic::$name);
 
         #[allow(dead_code)] // each type has what its users need
         impl $name {

@@ -5,18 +5,19 @@
 //! the thread must not run code of the program, which would not find the program's descriptors. The defragmentation
 //! thread runs that code, and this thread waits for it.
 
+use super::SlabCommands;
 use super::answer::Response;
-use super::commands::{Action, ControlCommand, Outcome};
+use super::commands::{Action, ControlCommand, Outcome, ShrinkReport};
 use crate::arena::Context;
 use crate::error::Result;
 use crate::published::Subject;
 use crate::reclaim::{Account, Reason, Urgency};
-use crate::slab::{ShrinkReport, Slabs};
 use crate::sync::Guarded;
 use pagemill_sys::file::Blank;
 use pagemill_sys::thread;
 use std::ffi::CStr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::OnceLock;
 
 /// The most commands that may wait.
 const MOST_WAITING: usize = 8;
@@ -42,16 +43,25 @@ struct CommandQueue {
     is_working: bool,
 }
 
-pub(crate) struct ControlEndpoint {
+/// Takes commands of other processes.
+///
+/// Example: [`ControlCommand`].
+pub struct ControlEndpoint {
     account: &'static Account,
-    slabs: &'static Slabs,
+    slabs: OnceLock<&'static dyn SlabCommands>,
     queue: Guarded<CommandQueue>,
 }
 
 impl ControlEndpoint {
-    pub fn new(account: &'static Account, slabs: &'static Slabs) -> Self {
+    pub fn new(account: &'static Account) -> Self {
         let queue = CommandQueue { waiting: [const { None }; MOST_WAITING], is_working: false };
-        Self { account, slabs, queue: Guarded::new(queue) }
+        Self { account, slabs: OnceLock::new(), queue: Guarded::new(queue) }
+    }
+
+    /// Sets the slab caches that commands act on. Without it, no number of a cache is known.
+    pub fn set_slabs(&self, slabs: &'static dyn SlabCommands) {
+        let is_first = self.slabs.set(slabs).is_ok();
+        assert!(is_first, "the slab caches of one process");
     }
 
     /// Takes the command in the file, if there is one. Called by the helper.
@@ -112,16 +122,7 @@ impl ControlEndpoint {
                 return Outcome { of: want_bytes, shrunk, errno: 0 };
             }
         };
-        let slabs = self.slabs;
-        let done: Option<Result<ShrinkReport>> = match action {
-            Action::SetUsedRatio(percent) => {
-                slabs.set_used_ratio(id, percent).map(|set| set.map(|()| ShrinkReport::default()))
-            }
-            Action::SetRemoteRatio(percent) => {
-                slabs.set_remote_ratio(id, percent).map(|set| set.map(|()| ShrinkReport::default()))
-            }
-            Action::Shrink => slabs.shrink_one(id),
-        };
+        let done: Option<Result<ShrinkReport>> = self.slabs.get().and_then(|slabs| slabs.execute(id, action));
         match done {
             Some(Ok(shrunk)) => Outcome { of: id, shrunk, errno: 0 },
             Some(Err(error)) => Outcome::failed(command, error.errno()),

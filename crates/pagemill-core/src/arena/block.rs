@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Orderin
 /// The backing of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub(crate) enum Backing {
+pub enum Backing {
     /// No page: reads zero.
     Empty = 0,
     /// Open to the program. The kernel brings pages in on touch; they are charged when measured.
@@ -25,7 +25,7 @@ pub(crate) enum Backing {
 
 /// The unpacked word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct BlockState {
+pub struct BlockState {
     pub backing: Backing,
     /// OS pages charged to the account.
     pub charged_pages: u32,

@@ -2,24 +2,13 @@
 
 use super::control::ControlEndpoint;
 use super::figures::Values;
-use super::ranges::{RECORD_LEN, to_record};
-use super::{Head, MOST_RECORDS, Measured, caches, slabs};
-use crate::mapping::Caches;
+use super::{Head, Lister, MOST_RECORDS, Measured};
 use crate::published::{self, Subject};
 use crate::reclaim::helper::Answer;
-use crate::slab::Slabs;
 use crate::stats;
-use crate::volatile::listed::ListedPart;
-use crate::volatile::{Listed, Ranges, Vranges};
 use pagemill_sys::file::Blank;
 use std::io;
 use std::sync::OnceLock;
-
-/// Ranges copied before they are written: 12 KiB of stack, and some microseconds under the lock of marks.
-const AT_A_TIME: usize = 128;
-
-/// Time limit to inspect caches. The helper has other work, and siblings wait for it 25 ms at most.
-const MOST_LOOK_NS: u64 = 15_000_000;
 
 /// The errno of errors without one of the system.
 const EIO: i32 = 5;
@@ -28,26 +17,24 @@ const EIO: i32 = 5;
 ///
 /// Example: [`List`](super::List).
 pub struct StatsResponder {
-    ranges: &'static Ranges,
-    vranges: &'static Vranges,
-    caches: &'static Caches,
-    slabs: &'static Slabs,
+    listers: [OnceLock<&'static dyn Lister>; Subject::ALL.len()],
     control: &'static ControlEndpoint,
     measured: OnceLock<&'static dyn Measured>,
 }
 
 impl StatsResponder {
-    pub(crate) fn new(
-        (ranges, vranges): (&'static Ranges, &'static Vranges),
-        caches: &'static Caches,
-        slabs: &'static Slabs,
-        control: &'static ControlEndpoint,
-    ) -> Self {
-        Self { ranges, vranges, caches, slabs, control, measured: OnceLock::new() }
+    pub fn new(control: &'static ControlEndpoint) -> Self {
+        Self { listers: [const { OnceLock::new() }; Subject::ALL.len()], control, measured: OnceLock::new() }
+    }
+
+    /// Adds the list of its subject. A subject without a lister is answered with an empty list.
+    pub fn add(&self, lister: &'static dyn Lister) {
+        let is_first = self.listers[lister.subject() as usize].set(lister).is_ok();
+        assert!(is_first, "one list for each subject");
     }
 
     /// Sets the object that measures the figures.
-    pub(crate) fn set_measured(&self, measured: &'static dyn Measured) {
+    pub fn set_measured(&self, measured: &'static dyn Measured) {
         let _ = self.measured.set(measured);
     }
 
@@ -80,16 +67,10 @@ impl StatsResponder {
 
     fn write_list(&self, file: &Blank, number: u32, subject: Subject) -> io::Result<()> {
         let mut response = Response::behind(file, 0);
-        let result = match subject {
-            Subject::Ranges => self.write_ranges(&mut response),
-            Subject::Caches => {
-                self.caches.show(MOST_LOOK_NS, |holder, usage| response.put(&caches::to_record(holder, usage)))
-            }
-            Subject::Slabs => self
-                .slabs
-                .show(MOST_LOOK_NS, |id, info, node, figures| response.put(&slabs::to_record(id, info, node, figures))),
-            Subject::Figures => self.write_figures(&mut response),
-            Subject::Command => Ok(()),
+        let result = match (subject, self.listers[subject as usize].get()) {
+            (Subject::Figures, _) => self.write_figures(&mut response),
+            (_, Some(lister)) => lister.list(&mut response),
+            (_, None) => Ok(()),
         };
         response.end(number, subject, result)
     }
@@ -99,11 +80,6 @@ impl StatsResponder {
             measured.measure();
         }
         response.put(&Values(*stats::snapshot().values()).to_record())
-    }
-
-    fn write_ranges(&self, response: &mut Response) -> io::Result<()> {
-        response.take(|from, into| self.ranges.list(from, into))?;
-        response.take(|from, into| self.vranges.list_from(from, into))
     }
 }
 
@@ -127,7 +103,9 @@ impl Answer for StatsResponder {
 }
 
 /// A file that is being written, with its head at offset `from`.
-pub(super) struct Response<'file> {
+///
+/// Example: [`Lister`].
+pub struct Response<'file> {
     file: &'file Blank,
     from: u64,
     records: u64,
@@ -136,31 +114,17 @@ pub(super) struct Response<'file> {
 
 impl<'file> Response<'file> {
     /// An answer after a request of `len` bytes.
-    pub fn behind(file: &'file Blank, len: usize) -> Self {
+    pub(super) fn behind(file: &'file Blank, len: usize) -> Self {
         Self { file, from: len as u64, records: 0, left_out: 0 }
     }
 
-    /// Writes all records that `list` returns, part by part, from the start.
-    fn take(&mut self, list: impl Fn(usize, &mut [Listed]) -> ListedPart) -> io::Result<()> {
-        let (mut part, mut from) = ([Listed::NONE; AT_A_TIME], Some(0));
-        while let Some(start) = from {
-            let ListedPart { count, next } = list(start, &mut part);
-            self.add(&part[..count])?;
-            from = next;
-        }
-        Ok(())
-    }
-
-    fn add(&mut self, part: &[Listed]) -> io::Result<()> {
-        let room = usize::try_from(MOST_RECORDS - self.records).unwrap_or(usize::MAX);
-        let (kept, left_out) = part.split_at(part.len().min(room));
-        let mut bytes = [0; AT_A_TIME * RECORD_LEN];
-        for (place, listed) in bytes.chunks_exact_mut(RECORD_LEN).zip(kept) {
-            place.copy_from_slice(&to_record(listed));
-        }
-        self.write(&bytes[..kept.len() * RECORD_LEN], RECORD_LEN)?;
-        self.records += kept.len() as u64;
-        self.left_out += left_out.len() as u64;
+    /// Writes records of `record_len` bytes each, as far as the list has room.
+    pub fn put_all(&mut self, records: &[u8], record_len: usize) -> io::Result<()> {
+        let count = (records.len() / record_len) as u64;
+        let kept = count.min(MOST_RECORDS - self.records);
+        self.write(&records[..kept as usize * record_len], record_len)?;
+        self.records += kept;
+        self.left_out += count - kept;
         Ok(())
     }
 
@@ -177,7 +141,7 @@ impl<'file> Response<'file> {
     }
 
     /// Writes the head of a list with this result.
-    pub fn end(self, number: u32, subject: Subject, result: io::Result<()>) -> io::Result<()> {
+    pub(super) fn end(self, number: u32, subject: Subject, result: io::Result<()>) -> io::Result<()> {
         let errno = result.err().map_or(0, |error| error.raw_os_error().unwrap_or(EIO));
         let head = Head { number, errno: errno as u32, records: self.records, left_out: self.left_out };
         // The magic is written last: a reader that sees it sees a whole head.

@@ -17,7 +17,6 @@
 
 use super::{Record, u32_at, u64_at};
 use crate::published::Subject;
-use crate::slab::ShrinkReport;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"pm-ordr1");
 
@@ -68,6 +67,22 @@ pub struct Outcome {
     /// 0, or the reason for a failure: `ENOENT` if the cache is gone, `ECANCELED` if code of the program panicked,
     /// `EAGAIN` if too many commands wait or no thread could be started.
     pub errno: i32,
+}
+
+/// Result of shrinking a cache on request of another process.
+///
+/// Example: [`ControlCommand`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ShrinkReport {
+    /// Bytes that were freed, as the `shrink` of the cache returns.
+    pub freed_bytes: u64,
+    /// Objects that were moved meanwhile.
+    pub moved: u64,
+    pub slabs_before: u32,
+    pub slabs_after: u32,
+    /// Bytes charged for the blocks of the cache.
+    pub resident_before: u64,
+    pub resident_after: u64,
 }
 
 impl ControlCommand {

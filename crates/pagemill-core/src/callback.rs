@@ -7,7 +7,7 @@ use crate::stats::{self, Counter};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Calls `act`; returns `None` if it panicked. The caller must handle a half-finished state.
-pub(crate) fn contain<T>(act: impl FnOnce() -> T) -> Option<T> {
+pub fn contain<T>(act: impl FnOnce() -> T) -> Option<T> {
     match catch_unwind(AssertUnwindSafe(act)) {
         Ok(value) => Some(value),
         Err(panic) => {

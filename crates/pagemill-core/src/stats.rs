@@ -424,13 +424,13 @@ impl Figures {
     }
 
     /// Number of the latest request.
-    pub(crate) fn asked(&self) -> u32 {
+    pub fn asked(&self) -> u32 {
         self.asked.load(Relaxed)
     }
 
     /// Makes a request: the helper answers all requests up to this number. Returns whether the number is new. For a
     /// number that is not new, the helper may have looked for the request file before it existed.
-    pub(crate) fn ask(&self, number: u32) -> bool {
+    pub fn ask(&self, number: u32) -> bool {
         let before = self.asked.fetch_max(number, SeqCst);
         self.wake_sleepers();
         before < number
@@ -464,7 +464,7 @@ static PRIVATE: Figures = Figures::new();
 /// The page in use: [`PRIVATE`], or the shared file.
 static CURRENT: AtomicPtr<Figures> = AtomicPtr::new(std::ptr::null_mut());
 
-pub(crate) fn current() -> &'static Figures {
+pub fn current() -> &'static Figures {
     let page = CURRENT.load(Relaxed);
     // SAFETY: not null means a page mapped by `publish`, which is never unmapped.
     if page.is_null() { &PRIVATE } else { unsafe { &*page } }
@@ -476,7 +476,7 @@ pub(crate) fn wake_word() -> &'static AtomicU32 {
 }
 
 /// Wakes the helper.
-pub(crate) fn wake() {
+pub fn wake() {
     loop {
         let page = CURRENT.load(SeqCst);
         current().wake_sleepers();
@@ -518,7 +518,7 @@ pub fn get(counter: Counter) -> u64 {
 }
 
 /// Publishes the addresses of this process's arena, so that other processes can tell its mappings from the rest.
-pub(crate) fn describe_arena(addresses: Range<usize>) {
+pub fn describe_arena(addresses: Range<usize>) {
     for (word, addr) in current().arena.iter().zip([addresses.start, addresses.end]) {
         word.store(addr as u64, Relaxed);
     }
@@ -585,7 +585,7 @@ impl Snapshot {
     }
 
     /// All counters, in the order of [`TABLE`].
-    pub(crate) fn values(&self) -> &[u64; CAPACITY] {
+    pub fn values(&self) -> &[u64; CAPACITY] {
         &self.values
     }
 

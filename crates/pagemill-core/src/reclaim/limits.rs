@@ -314,12 +314,12 @@ impl Headroom {
     }
 
     /// Called before `fork`: waits until no sample is under way.
-    pub(crate) fn acquire_for_fork(&self) {
+    pub fn acquire_for_fork(&self) {
         self.sampling.acquire();
     }
 
     /// Called after `fork`, in both processes.
-    pub(crate) fn release_after_fork(&self) {
+    pub fn release_after_fork(&self) {
         self.sampling.release();
     }
 }

@@ -2,18 +2,21 @@
 //! owner (0 a cache, 1 an idle pool, 2 spare nodes); 57 whether not all was inspected; 58 whether in reserved huge
 //! pages; 64 huge; 72 small; 80 locked; 88 free; 96 frames; 104 index; 112 charged; 120 limit; 128 dirty.
 
-use super::{Record, u32_at, u64_at};
-use crate::mapping::{Holder, Usage};
-use crate::published::Subject;
+use super::{Caches, Holder, Usage};
+use pagemill_core::listing::{Lister, MOST_LOOK_NS, Record, Response, Unanswered, ask_for, u32_at, u64_at};
+use pagemill_core::published::Subject;
+use pagemill_sys::file::Path;
+use pagemill_sys::process::Identity;
+use std::io;
 
-pub(super) const RECORD_LEN: usize = 136;
+const RECORD_LEN: usize = 136;
 
 /// Bytes of a name in a record.
 const NAME_LEN: usize = 40;
 
 const HOLDERS: [Holder; 3] = [Holder::Cache, Holder::IdlePool, Holder::SpareNodes];
 
-pub(super) fn to_record(holder: Holder, usage: &Usage) -> [u8; RECORD_LEN] {
+fn to_record(holder: Holder, usage: &Usage) -> [u8; RECORD_LEN] {
     let mut bytes = [0; RECORD_LEN];
     let name = (0..=NAME_LEN.min(usage.name.len())).rev().find(|len| usage.name.is_char_boundary(*len)).unwrap_or(0);
     bytes[..name].copy_from_slice(&usage.name.as_bytes()[..name]);
@@ -36,7 +39,35 @@ pub(super) fn to_record(holder: Holder, usage: &Usage) -> [u8; RECORD_LEN] {
     bytes
 }
 
-impl Record for (Holder, Usage) {
+/// Asks a process for the usage of its caches, as [`ask_for`] does.
+///
+/// # Errors
+///
+/// As there.
+pub fn ask_for_caches(
+    figures: &Path,
+    identity: Identity,
+    should_stop: impl Fn() -> bool,
+) -> Result<Vec<(Holder, Usage)>, Unanswered> {
+    ask_for(figures, identity, should_stop)
+        .map(|(rows, _)| rows.into_iter().map(|Row(holder, usage)| (holder, usage)).collect())
+}
+
+impl Lister for Caches {
+    fn subject(&self) -> Subject {
+        Subject::Caches
+    }
+
+    fn list(&self, response: &mut Response<'_>) -> io::Result<()> {
+        self.show(MOST_LOOK_NS, |holder, usage| response.put(&to_record(holder, usage)))
+    }
+}
+
+/// What one holder of memory uses.
+#[derive(Debug, PartialEq, Eq)]
+struct Row(Holder, Usage);
+
+impl Record for Row {
     const SUBJECT: Subject = Subject::Caches;
     const LEN: usize = RECORD_LEN;
 
@@ -64,7 +95,7 @@ impl Record for (Holder, Usage) {
             is_hugetlb: *[false, true].get(usize::from(bytes[58]))?,
             is_partial: *[false, true].get(usize::from(bytes[57]))?,
         };
-        Some((*HOLDERS.get(usize::from(bytes[56]))?, usage))
+        Some(Self(*HOLDERS.get(usize::from(bytes[56]))?, usage))
     }
 }
 
@@ -97,11 +128,11 @@ mod tests {
     fn records_go_and_come() {
         for holder in HOLDERS {
             let read = Record::from_bytes(&to_record(holder, &usage("tiles")));
-            assert_eq!(read, Some((holder, usage("tiles"))));
+            assert_eq!(read, Some(Row(holder, usage("tiles"))));
         }
         let long = "ä".repeat(100);
-        let (_, read) = Record::from_bytes(&to_record(Holder::Cache, &usage(&long))).unwrap();
-        let (_, odd) = Record::from_bytes(&to_record(Holder::Cache, &usage(&format!("x{long}")))).unwrap();
+        let Row(_, read) = Record::from_bytes(&to_record(Holder::Cache, &usage(&long))).unwrap();
+        let Row(_, odd) = Record::from_bytes(&to_record(Holder::Cache, &usage(&format!("x{long}")))).unwrap();
         assert_eq!((read, odd), (usage(&"ä".repeat(20)), usage(&format!("x{}", "ä".repeat(19)))));
     }
 
@@ -109,15 +140,15 @@ mod tests {
     #[test]
     fn damaged_records_are_refused() {
         let good = to_record(Holder::Cache, &usage("a\x1b[31m"));
-        let (_, read): (Holder, Usage) = Record::from_bytes(&good).unwrap();
+        let Row(_, read) = Record::from_bytes(&good).unwrap();
         assert_eq!(&*read.name, "a?[31m");
         for (at, byte) in [(56, 3), (57, 2), (58, 2)] {
             let mut bytes = good;
             bytes[at] = byte;
-            assert_eq!(<(Holder, Usage)>::from_bytes(&bytes), None, "byte {at}");
+            assert_eq!(Row::from_bytes(&bytes), None, "byte {at}");
         }
         let mut bytes = good;
         bytes[..NAME_LEN].fill(0xFF);
-        assert_eq!(&*<(Holder, Usage)>::from_bytes(&bytes).unwrap().1.name, "?".repeat(NAME_LEN));
+        assert_eq!(&*Row::from_bytes(&bytes).unwrap().1.name, "?".repeat(NAME_LEN));
     }
 }

@@ -104,7 +104,7 @@ impl Error {
     }
 
     /// For `map_err`: names the operation that the kernel refused.
-    pub(crate) fn system(doing: &'static str) -> impl FnOnce(io::Error) -> Self {
+    pub fn system(doing: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |cause| Self::System { doing, cause }
     }
 }

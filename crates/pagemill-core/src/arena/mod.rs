@@ -15,16 +15,17 @@
 //! the program may touch as if `mmap` had granted it: its resident part is measured (`Arena::reconcile`).
 //!
 //! Below: `units`, `sync`, `stats`, `trace`. Locks: a zone's lock, then a block's.
+#![allow(unsafe_code)] // calls that only fork handlers may make, or only the owner of a block
 
-pub(crate) mod backing;
-pub(crate) mod block;
+pub mod backing;
+pub mod block;
 pub(crate) mod extents;
 mod hugetlb;
 mod metadata;
 pub mod nodes;
 
-pub(crate) use hugetlb::Reserve;
-pub(crate) use metadata::{Table, Zeroed, place};
+pub use hugetlb::Reserve;
+pub use metadata::{Table, Zeroed, place};
 
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
@@ -91,7 +92,7 @@ pub trait Budget: Sync {
 
 /// Counts forks: charges and locks of an older generation are not this process's.
 #[derive(Default)]
-pub(crate) struct Generation(AtomicU32);
+pub struct Generation(AtomicU32);
 
 impl Generation {
     #[inline]
@@ -137,7 +138,7 @@ pub const WASTE_DIVISOR: u64 = 16;
 
 /// How far a new block will be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Filling {
+pub enum Filling {
     /// Completely, soon: its size class has filled a block before.
     Soon,
     /// Unknown: the first block of a class, or an extent, because each kind of small object fills its own.
@@ -177,7 +178,9 @@ impl Layout {
 }
 
 /// A part of the reservation, carved from its start.
-pub(crate) struct Zone {
+///
+/// Example: [`Layout`].
+pub struct Zone {
     base: usize,
     len_bytes: usize,
     /// Bytes carved so far. Guarded by `lock` for writing.
@@ -209,15 +212,15 @@ impl Zone {
 ///
 /// Example: [`Layout`].
 pub struct Arena {
-    pub(crate) small: Zone,
-    pub(crate) heap: Zone,
-    pub(crate) pool: Zone,
+    pub small: Zone,
+    pub heap: Zone,
+    pub pool: Zone,
     words: Table<BlockWord>,
     maps: Table<extents::ExtentMaps>,
-    pub(crate) generation: Generation,
-    pub(crate) budget: &'static dyn Budget,
-    pub(crate) nodes: Nodes,
-    pub(crate) page: PageSize,
+    pub generation: Generation,
+    pub budget: &'static dyn Budget,
+    pub nodes: Nodes,
+    pub page: PageSize,
     use_huge: bool,
     huge_from_bytes: u64,
     is_metadata_huge: AtomicBool,
@@ -272,11 +275,11 @@ impl Arena {
 
     /// The number of the block that contains `addr`, counted from the arena's base.
     #[inline]
-    pub(crate) fn block_of(&self, addr: usize) -> usize {
+    pub fn block_of(&self, addr: usize) -> usize {
         (addr - self.small.base) / BLOCK_BYTES
     }
 
-    pub(crate) fn block_addr(&self, block: usize) -> usize {
+    pub fn block_addr(&self, block: usize) -> usize {
         self.small.base + block * BLOCK_BYTES
     }
 
@@ -286,13 +289,13 @@ impl Arena {
     }
 
     /// Bytes of address space for slots.
-    pub(crate) fn heap_len_bytes(&self) -> usize {
+    pub fn heap_len_bytes(&self) -> usize {
         self.heap.len_bytes
     }
 
     /// The current state of a block.
     #[inline]
-    pub(crate) fn peek(&self, block: usize) -> BlockState {
+    pub fn peek(&self, block: usize) -> BlockState {
         self.word(block).peek(&self.generation)
     }
 
@@ -302,7 +305,7 @@ impl Arena {
     /// # Errors
     ///
     /// [`Error::NoAddresses`], or [`Error::System`] if the kernel refuses the memory.
-    pub(crate) fn carve(
+    pub fn carve(
         &self,
         zone: &Zone,
         blocks: usize,
@@ -326,7 +329,7 @@ impl Arena {
     /// # Errors
     ///
     /// As [`Arena::carve`].
-    pub(crate) fn carve_closed(&self, zone: &Zone, blocks: usize, align_blocks: usize, node: usize) -> Result<usize> {
+    pub fn carve_closed(&self, zone: &Zone, blocks: usize, align_blocks: usize, node: usize) -> Result<usize> {
         let _guard = zone.lock.lock();
         let (start, len_bytes) = self.place_of(zone, blocks, align_blocks)?;
         self.open_metadata(zone, start + len_bytes)?;
@@ -340,7 +343,11 @@ impl Arena {
     /// # Errors
     ///
     /// [`Error::System`] if the kernel refuses the memory.
-    pub(crate) fn open_blocks(&self, addr: usize, len_bytes: usize) -> Result<()> {
+    ///
+    /// # Safety
+    ///
+    /// The blocks belong to the caller, were carved closed, and hold nothing yet.
+    pub unsafe fn open_blocks(&self, addr: usize, len_bytes: usize) -> Result<()> {
         backing::open(addr, len_bytes)
     }
 
@@ -364,7 +371,7 @@ impl Arena {
 
     /// Whether a block may be made huge before all of it is needed, without wasting a large share of the resident
     /// bytes.
-    pub(crate) fn may_take_huge(&self, filling: Filling) -> bool {
+    pub fn may_take_huge(&self, filling: Filling) -> bool {
         if !self.use_huge {
             return false;
         }
@@ -395,40 +402,47 @@ impl Arena {
     }
 
     /// Incremented with each fork that leads to this process.
-    pub(crate) fn generation(&self) -> u16 {
+    pub fn generation(&self) -> u16 {
         self.generation.get()
     }
 
     /// The preferred memory node of this thread.
-    pub(crate) fn current_node(&self) -> usize {
+    pub fn current_node(&self) -> usize {
         self.nodes.current()
     }
 
     /// Called in a fork child: charges and locks of the parent become void.
-    pub(crate) fn forked(&self) -> u16 {
+    ///
+    /// # Safety
+    ///
+    /// The process is a child with one thread, made since the last call, and holds no lock of this arena.
+    pub unsafe fn forked(&self) -> u16 {
         self.generation.advance()
     }
 
     /// Whether this process is a fork child of one that had this arena.
     #[inline]
-    pub(crate) fn is_forked(&self) -> bool {
+    pub fn is_forked(&self) -> bool {
         self.generation.get() != 0
     }
 
     /// Takes the locks for `fork`; [`Arena::release_after_fork`] releases them in both processes.
-    pub(crate) fn acquire_for_fork(&self) {
+    pub fn acquire_for_fork(&self) {
         self.small.lock.acquire();
         self.heap.lock.acquire();
         self.pool.lock.acquire();
     }
 
-    pub(crate) fn release_after_fork(&self) {
+    /// # Safety
+    ///
+    /// Follows one [`Arena::acquire_for_fork`] of the same thread.
+    pub unsafe fn release_after_fork(&self) {
         self.pool.lock.release();
         self.heap.lock.release();
         self.small.lock.release();
     }
 
-    pub(crate) fn charged_bytes(pages: u32) -> u64 {
+    pub fn charged_bytes(pages: u32) -> u64 {
         u64::from(pages) * (BLOCK_BYTES / os_pages_per_block()) as u64
     }
 
@@ -442,7 +456,7 @@ impl Arena {
     }
 
     /// Updates a zone's gauge after a change of a block's charge.
-    pub(crate) fn count(counter: Counter, pages_before: u32, pages_after: u32) {
+    pub fn count(counter: Counter, pages_before: u32, pages_after: u32) {
         let (before, after) = (Self::charged_bytes(pages_before), Self::charged_bytes(pages_after));
         if after >= before {
             stats::add(counter, after - before);

@@ -196,7 +196,7 @@ pub fn event(event: Event, first: u64, second: u64) {
 }
 
 /// As [`event`], for an event whose numbers each pack two values: the lower and the upper.
-pub(crate) fn event_in_parts(event: Event, parts: [(u64, u64); 2]) {
+pub fn event_in_parts(event: Event, parts: [(u64, u64); 2]) {
     let (_, _, names) = &EVENTS[event as usize];
     let [first, second] = [0, 1].map(|at| names[at].join(parts[at].0, parts[at].1));
     stats::current().ring.record(event, first, second);

@@ -29,7 +29,7 @@ impl Arena {
     /// # Errors
     ///
     /// [`Error::NoMemory`].
-    pub(crate) fn bring_in(&self, block: usize, filling: Filling) -> Result<()> {
+    pub fn bring_in(&self, block: usize, filling: Filling) -> Result<()> {
         if self.peek(block).backing != Backing::Empty {
             return Ok(());
         }
@@ -65,7 +65,11 @@ impl Arena {
     /// # Errors
     ///
     /// [`Error::NoMemory`]; [`Error::System`] if the kernel has no page. Nothing has changed then.
-    pub(crate) fn bring_in_whole(&self, first: usize, blocks: usize, is_huge_wanted: bool) -> Result<usize> {
+    ///
+    /// # Safety
+    ///
+    /// The caller owns the blocks, and they hold nothing.
+    pub unsafe fn bring_in_whole(&self, first: usize, blocks: usize, is_huge_wanted: bool) -> Result<usize> {
         self.budget.admit((blocks * BLOCK_BYTES) as u64, Context::Outside)?;
         let mut huge = 0;
         for block in first..first + blocks {
@@ -123,7 +127,7 @@ impl Arena {
     /// # Errors
     ///
     /// [`Error::NoMemory`] if the limit is reached already.
-    pub(crate) fn overcommit(&self, first: usize, blocks: usize, context: Context) -> Result<()> {
+    pub fn overcommit(&self, first: usize, blocks: usize, context: Context) -> Result<()> {
         let empty = (first..first + blocks).filter(|block| self.peek(*block).backing == Backing::Empty).count();
         if empty == 0 {
             return Ok(());
@@ -159,7 +163,7 @@ impl Arena {
     /// # Safety
     ///
     /// As [`Arena::discard`].
-    pub(crate) unsafe fn renew(&self, first: usize, blocks: usize) -> Option<u64> {
+    pub unsafe fn renew(&self, first: usize, blocks: usize) -> Option<u64> {
         // SAFETY: guaranteed by the caller.
         let freed = unsafe { self.discard(first, blocks) };
         let is_gone = (first..first + blocks).all(|block| self.peek(block).backing == Backing::Empty);
@@ -172,21 +176,21 @@ impl Arena {
     /// # Safety
     ///
     /// As [`Arena::discard`].
-    pub(crate) unsafe fn make_small(&self, block: usize) {
+    pub unsafe fn make_small(&self, block: usize) {
         mem::forbid_huge(self.block_addr(block), BLOCK_BYTES);
         // SAFETY: guaranteed by the caller.
         unsafe { self.renew(block, 1) };
     }
 
     /// Allows the kernel to use huge pages at these addresses.
-    pub(crate) fn allow_huge(&self, addr: usize, len_bytes: usize) {
+    pub fn allow_huge(&self, addr: usize, len_bytes: usize) {
         if self.use_huge && len_bytes > 0 {
             mem::allow_huge(addr, len_bytes);
         }
     }
 
     /// Populates the software pages of a range in overcommitted blocks, if they are larger than the OS page.
-    pub(crate) fn populate_pages(&self, addr: usize, len_bytes: usize) {
+    pub fn populate_pages(&self, addr: usize, len_bytes: usize) {
         let page = self.page.bytes().min(BLOCK_BYTES);
         if page > os_page_bytes() && mem::populate(addr, len_bytes).is_ok() {
             stats::add(Counter::PagesPopulated, (len_bytes / page).max(1) as u64);
@@ -194,7 +198,7 @@ impl Arena {
     }
 
     /// Measures how much of overcommitted blocks is resident, and charges it.
-    pub(crate) fn reconcile(&self, first: usize, blocks: usize) {
+    pub fn reconcile(&self, first: usize, blocks: usize) {
         for block in first..first + blocks {
             let full = os_pages_per_block() as u32;
             let state = self.peek(block);
@@ -236,7 +240,7 @@ impl Arena {
     /// # Safety
     ///
     /// The caller owns every byte of these blocks and needs no contents.
-    pub(crate) unsafe fn discard(&self, first: usize, blocks: usize) -> u64 {
+    pub unsafe fn discard(&self, first: usize, blocks: usize) -> u64 {
         let mut freed = 0;
         let mut at = first;
         while at < first + blocks {
@@ -277,7 +281,7 @@ impl Arena {
     /// # Safety
     ///
     /// As [`Arena::discard`].
-    pub(crate) unsafe fn offer(&self, first: usize, blocks: usize) -> Option<u64> {
+    pub unsafe fn offer(&self, first: usize, blocks: usize) -> Option<u64> {
         // SAFETY: the caller owns the bytes, and no reference to them exists.
         if unsafe { mem::offer(self.block_addr(first), blocks * BLOCK_BYTES) }.is_err() {
             return None;
@@ -287,7 +291,7 @@ impl Arena {
 
     /// Finds out what the kernel took of offered blocks, and ends the charge for it: such blocks are overcommitted from
     /// here on. Returns the bytes.
-    pub(crate) fn note_taken(&self, first: usize, blocks: usize) -> u64 {
+    pub fn note_taken(&self, first: usize, blocks: usize) -> u64 {
         let mut taken = 0;
         for block in first..first + blocks {
             let mut locked = self.word(block).lock(&self.generation);
@@ -324,7 +328,7 @@ impl Arena {
     /// # Safety
     ///
     /// The caller owns the bytes, whole OS pages of one block, and needs no contents.
-    pub(crate) unsafe fn discard_part(&self, block: usize, addr: usize, len_bytes: usize) -> Option<u64> {
+    pub unsafe fn discard_part(&self, block: usize, addr: usize, len_bytes: usize) -> Option<u64> {
         let mut is_refused = false;
         let part = addr..addr + len_bytes;
         // SAFETY: guaranteed by the caller.
@@ -340,7 +344,7 @@ impl Arena {
     /// # Safety
     ///
     /// As [`Arena::discard_part`], for each part.
-    pub(crate) unsafe fn discard_parts(
+    pub unsafe fn discard_parts(
         &self,
         block: usize,
         parts: &[Range<usize>],
@@ -374,7 +378,7 @@ impl Arena {
     }
 
     /// Splits the huge page behind a block, so that parts of it can be given back.
-    pub(crate) fn split(&self, block: usize) {
+    pub fn split(&self, block: usize) {
         let mut locked = self.word(block).lock(&self.generation);
         if locked.state.backing == Backing::Huge {
             mem::split_huge(self.block_addr(block), BLOCK_BYTES);
@@ -395,7 +399,7 @@ impl Arena {
     /// # Safety
     ///
     /// The caller owns both ranges; the target has no memory; no thread touches either meanwhile.
-    pub(crate) unsafe fn move_blocks(&self, to: usize, from: usize, blocks: usize) -> Result<usize> {
+    pub unsafe fn move_blocks(&self, to: usize, from: usize, blocks: usize) -> Result<usize> {
         let mut done = 0;
         while done < blocks {
             let count = (blocks - done).min(BATCH_BLOCKS);
@@ -438,7 +442,7 @@ impl Arena {
     }
 
     /// Records that a block will be needed soon. The helper brings it in.
-    pub(crate) fn want_soon(&self, block: usize) {
+    pub fn want_soon(&self, block: usize) {
         self.prefault.store(block + 1, std::sync::atomic::Ordering::Relaxed);
     }
 

@@ -16,7 +16,7 @@ use std::marker::PhantomData;
 ///
 /// `base` starts `len * size_of::<T>()` reserved bytes that are never unmapped. Entries are used only after
 /// [`Table::open`]. `T` consists of atomics only, so zero bits are valid and `&T` suffices.
-pub(crate) struct Table<T> {
+pub struct Table<T> {
     base: usize,
     len: usize,
     _entries: PhantomData<T>,
@@ -27,7 +27,7 @@ pub(crate) struct Table<T> {
 /// # Safety
 ///
 /// Zero bits are a valid value, the type needs no drop, and it is `Sync`.
-pub(crate) unsafe trait Zeroed: Sync {}
+pub unsafe trait Zeroed: Sync {}
 
 // SAFETY: one atomic word.
 unsafe impl Zeroed for super::block::BlockWord {}
@@ -66,6 +66,7 @@ impl<T: Zeroed> Table<T> {
     /// Works in steps of 1 MiB, so mostly it does nothing.
     pub fn open(&self, first: usize, next: usize, end: usize) -> Result<()> {
         const STEP_BYTES: usize = 1 << 20;
+        assert!(end <= self.len);
         let (from, to) = (self.base + next * size_of::<T>(), self.base + end * size_of::<T>());
         let from = if next == first { from & !(STEP_BYTES - 1) } else { from.next_multiple_of(STEP_BYTES) };
         let to = to.next_multiple_of(STEP_BYTES);
@@ -136,7 +137,7 @@ impl<T: Zeroed> Table<T> {
 }
 
 /// Used by the model only: shuttle creates and drops thousands of tables.
-#[cfg(all(test, shuttle))]
+#[cfg(shuttle)]
 impl<T> Drop for Table<T> {
     fn drop(&mut self) {
         // SAFETY: the reservation of this table; no reference to an entry is left.
@@ -149,7 +150,7 @@ impl<T> Drop for Table<T> {
 /// # Errors
 ///
 /// [`Error::System`] if no page can be mapped.
-pub(crate) fn place<T: Sync>(value: T) -> Result<&'static T> {
+pub fn place<T: Sync>(value: T) -> Result<&'static T> {
     let bytes = size_of::<T>().next_multiple_of(os_page_bytes());
     let addr =
         mem::map_sparse(bytes, align_of::<T>().max(os_page_bytes())).map_err(Error::system("mapping metadata"))?;

@@ -25,12 +25,12 @@ pub struct Guard(crossbeam_epoch::Guard);
 impl Guard {
     /// Runs `act` once all guards that exist now are dropped, on any thread and under any lock of this crate. So it
     /// must not run functions of programs.
-    pub(crate) fn defer<R>(&self, act: impl FnOnce() -> R + Send + 'static) {
+    pub fn defer<R>(&self, act: impl FnOnce() -> R + Send + 'static) {
         self.0.defer(act);
     }
 
     /// Advances the epoch if possible, and runs the deferred functions that are due.
-    pub(crate) fn flush(&self) {
+    pub fn flush(&self) {
         self.0.flush();
     }
 }
@@ -108,7 +108,7 @@ fn pin_later(generation: u32) -> Guard {
 
 /// Called in a fork child: no thread but this one can be reading. Takes no memory. Has an effect once per process,
 /// however many Pagemills call it: by the second call other threads may be reading.
-pub(crate) fn begin_child() {
+pub fn begin_child() {
     let (owner, own) = (OWNER.load(Relaxed), process::id());
     if owner == 0 || owner == own {
         return;

@@ -1,14 +1,10 @@
 //! Sends requests, from a command. The answer comes from another process, so it is checked like any untrusted input.
 
 use super::figures::Values;
-use super::slabs::{self, Row};
 use super::{ControlCommand, Head, MOST_RECORDS, Outcome, Record, u32_at};
-use crate::mapping::{Holder, Usage};
 use crate::published::{self, Subject, TREE_FILE};
 use crate::reclaim::tree::TreePage;
-use crate::slab::SlabInfo;
 use crate::stats::{self, Figures, Snapshot};
-use crate::volatile::Listed;
 use pagemill_sys::file::{self, Path};
 use pagemill_sys::process::{self, Identity};
 use std::fmt;
@@ -29,29 +25,9 @@ const ASK_AGAIN_AFTER: Duration = Duration::from_millis(100);
 /// The most concurrent requests: of other commands that ask now, or were killed while they asked.
 const MOST_REQUESTS: u32 = 64;
 
-/// The ranges that a process listed.
-///
-/// ```
-/// use pagemill::{Pagemill, listing, published, volatile::Behaviour};
-///
-/// let range = Pagemill::of_process()?.ranges.allocate(1 << 20, Behaviour::Full)?;
-/// let (file, figures) = published::find(std::process::id()).expect("this process publishes");
-/// match listing::ask(&file, figures.identity, || false) { // of any process of this user
-///     Ok(list) => assert!(list.ranges.iter().any(|listed| listed.addr == range.addr())),
-///     Err(reason) => println!("no answer: {reason}"),
-/// }
-/// # Ok::<(), pagemill::Error>(())
-/// ```
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct List {
-    pub ranges: Vec<Listed>,
-    /// The number of ranges beyond [`MOST_RECORDS`].
-    pub left_out: u64,
-}
-
 /// Why there is no list.
 ///
-/// Example: [`List`].
+/// Example: [`Lister`](super::Lister).
 #[derive(Debug)]
 pub enum Unanswered {
     /// No request can be made of the process.
@@ -99,44 +75,33 @@ impl Drop for Request {
     }
 }
 
-/// Asks the process that published its figures at `figures` for its ranges. Waits until it answers, `should_stop`
-/// returns true, or [`ANSWER_WITHIN`] has passed. In every case the file of the request is removed.
+/// Asks the process that published its figures at `figures` for the records of one list. Waits until it answers,
+/// `should_stop` returns true, or [`ANSWER_WITHIN`] has passed. In every case the file of the request is removed.
 ///
 /// # Errors
 ///
 /// [`Unanswered`] with the reason.
-pub fn ask(figures: &Path, identity: Identity, should_stop: impl Fn() -> bool) -> Result<List, Unanswered> {
-    ask_for(figures, identity, None, should_stop).map(|(ranges, left_out)| List { ranges, left_out })
-}
-
-/// As [`ask`], for the usage of its caches.
-///
-/// # Errors
-///
-/// As [`ask`].
-pub fn ask_for_caches(
+pub fn ask_for<R: Record>(
     figures: &Path,
     identity: Identity,
     should_stop: impl Fn() -> bool,
-) -> Result<Vec<(Holder, Usage)>, Unanswered> {
-    ask_for(figures, identity, None, should_stop).map(|(holders, _)| holders)
+) -> Result<Records<R>, Unanswered> {
+    ask_with(figures, identity, None, should_stop)
 }
 
-/// As [`ask`], for the slab caches of several processes: sends all requests before the first wait, so a process that
-/// does not answer does not delay the others. Returns for each its caches with their numbers, relocatable ones first,
-/// then by name; or the reason why there are none ([`Unanswered::Stopped`] for those that had not answered when
-/// `should_stop` returned true).
-pub fn ask_for_slabs(
+/// As [`ask_for`], for several processes: sends all requests before the first wait, so a process that does not answer
+/// does not delay the others. Returns [`Unanswered::Stopped`] for those that had not answered when `should_stop`
+/// returned true.
+pub fn ask_all_for<R: Record>(
     targets: &[(&Path, Identity)],
     should_stop: impl Fn() -> bool,
-) -> Vec<Result<Vec<(u64, SlabInfo)>, Unanswered>> {
+) -> Vec<Result<Records<R>, Unanswered>> {
     let until = Instant::now() + ANSWER_WITHIN;
     let asked = targets.iter().map(|(figures, identity)| Asked::begin(figures, *identity, None, until)).collect();
-    let gathered = |(rows, _): Records<Row>| slabs::gather(rows).ok_or(Unanswered::Damaged);
-    wait(asked, should_stop).into_iter().map(|told| told.and_then(gathered)).collect()
+    wait(asked, should_stop)
 }
 
-/// As [`ask_for_slabs`], for figures: each process measures them first. `known` is what it has published.
+/// As [`ask_all_for`], for figures: each process measures them first. `known` is what it has published.
 pub fn ask_for_figures(
     targets: &[(&Path, &Snapshot)],
     should_stop: impl Fn() -> bool,
@@ -155,21 +120,21 @@ pub fn ask_for_figures(
 ///
 /// # Errors
 ///
-/// As [`ask`]; [`Unanswered::InProgress`] if it takes longer.
+/// As [`ask_for`]; [`Unanswered::InProgress`] if it takes longer.
 pub fn command(
     figures: &Path,
     identity: Identity,
     command: ControlCommand,
     should_stop: impl Fn() -> bool,
 ) -> Result<Outcome, Unanswered> {
-    let (outcomes, _) = ask_for::<Outcome>(figures, identity, Some(command), should_stop)?;
+    let (outcomes, _) = ask_with::<Outcome>(figures, identity, Some(command), should_stop)?;
     outcomes.into_iter().find(|outcome| outcome.of == command.number()).ok_or(Unanswered::Damaged)
 }
 
 /// The records of a list, and the number of those left out.
-type Records<R> = (Vec<R>, u64);
+pub type Records<R> = (Vec<R>, u64);
 
-fn ask_for<R: Record>(
+fn ask_with<R: Record>(
     figures: &Path,
     identity: Identity,
     command: Option<ControlCommand>,

@@ -2,17 +2,24 @@
 //! unknown); 24 age in ticks of 2^22 ns (u32; all ones: not marked); 28 kind; 29 state; 30 behaviour; 31 whether it is
 //! strict.
 
-use super::{Record, u32_at, u64_at};
-use crate::published::Subject;
-use crate::volatile::listed::{Listed, RangeKind, RangeState};
-use crate::volatile::vrange::How;
+use super::listed::{Listed, ListedPart, RangeKind, RangeState};
+use super::vrange::How;
+use super::{Ranges, Vranges};
+use pagemill_core::listing::{Lister, Record, Response, Unanswered, ask_for, u32_at, u64_at};
+use pagemill_core::published::Subject;
+use pagemill_sys::file::Path;
+use pagemill_sys::process::Identity;
+use std::io;
+
+/// Ranges copied before they are written: 12 KiB of stack, and some microseconds under the lock of marks.
+const AT_A_TIME: usize = 128;
 
 const UNKNOWN: u64 = u64::MAX;
 const NOT_MARKED: u32 = u32::MAX;
 
-pub(super) const RECORD_LEN: usize = 32;
+const RECORD_LEN: usize = 32;
 
-pub(super) fn to_record(listed: &Listed) -> [u8; RECORD_LEN] {
+fn to_record(listed: &Listed) -> [u8; RECORD_LEN] {
     let mut bytes = [0; RECORD_LEN];
     bytes[..8].copy_from_slice(&(listed.addr as u64).to_le_bytes());
     bytes[8..16].copy_from_slice(&(listed.len_bytes as u64).to_le_bytes());
@@ -35,6 +42,69 @@ pub(super) fn to_record(listed: &Listed) -> [u8; RECORD_LEN] {
     };
     bytes[31] = u8::from(listed.is_strict);
     bytes
+}
+
+/// The ranges that a process listed.
+///
+/// ```
+/// use pagemill::{Pagemill, listing, published, volatile::Behaviour};
+///
+/// let range = Pagemill::of_process()?.ranges.allocate(1 << 20, Behaviour::Full)?;
+/// let (file, figures) = published::find(std::process::id()).expect("this process publishes");
+/// match listing::ask(&file, figures.identity, || false) { // of any process of this user
+///     Ok(list) => assert!(list.ranges.iter().any(|listed| listed.addr == range.addr())),
+///     Err(reason) => println!("no answer: {reason}"),
+/// }
+/// # Ok::<(), pagemill::Error>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct List {
+    pub ranges: Vec<Listed>,
+    /// The number of ranges beyond [`MOST_RECORDS`](pagemill_core::listing::MOST_RECORDS).
+    pub left_out: u64,
+}
+
+/// Asks the process that published its figures at `figures` for its ranges. Waits until it answers, `should_stop`
+/// returns true, or [`ANSWER_WITHIN`](pagemill_core::listing::ask::ANSWER_WITHIN) has passed. In every case the file of
+/// the request is removed.
+///
+/// # Errors
+///
+/// [`Unanswered`] with the reason.
+pub fn ask(figures: &Path, identity: Identity, should_stop: impl Fn() -> bool) -> Result<List, Unanswered> {
+    ask_for(figures, identity, should_stop).map(|(ranges, left_out)| List { ranges, left_out })
+}
+
+/// Lists the ranges of a process: those with a handle, then those marked by address.
+pub struct RangeLists {
+    pub ranges: &'static Ranges,
+    pub vranges: &'static Vranges,
+}
+
+impl Lister for RangeLists {
+    fn subject(&self) -> Subject {
+        Subject::Ranges
+    }
+
+    fn list(&self, response: &mut Response<'_>) -> io::Result<()> {
+        put_all(response, |from, into| self.ranges.list(from, into))?;
+        put_all(response, |from, into| self.vranges.list_from(from, into))
+    }
+}
+
+/// Writes all records that `list` returns, part by part, from the start.
+fn put_all(response: &mut Response<'_>, list: impl Fn(usize, &mut [Listed]) -> ListedPart) -> io::Result<()> {
+    let (mut part, mut from) = ([Listed::NONE; AT_A_TIME], Some(0));
+    while let Some(start) = from {
+        let ListedPart { count, next } = list(start, &mut part);
+        let mut bytes = [0; AT_A_TIME * RECORD_LEN];
+        for (place, listed) in bytes.chunks_exact_mut(RECORD_LEN).zip(&part[..count]) {
+            place.copy_from_slice(&to_record(listed));
+        }
+        response.put_all(&bytes[..count * RECORD_LEN], RECORD_LEN)?;
+        from = next;
+    }
+    Ok(())
 }
 
 impl Record for Listed {

@@ -4,25 +4,25 @@
 #![allow(unsafe_code)] // a value behind the lock
 
 #[cfg(shuttle)]
-pub(crate) mod modelled;
+pub mod modelled;
 
 #[cfg(loom)]
-pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
+pub use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
 #[cfg(shuttle)]
-pub(crate) use modelled::{AtomicU32, AtomicU64, AtomicUsize, coarse_ns, pause, spin_loop};
+pub use modelled::{AtomicU32, AtomicU64, AtomicUsize, coarse_ns, pause, spin_loop};
 #[cfg(not(any(loom, shuttle)))]
-pub(crate) use pagemill_sys::{clock::coarse_ns, thread::pause};
+pub use pagemill_sys::{clock::coarse_ns, thread::pause};
 #[cfg(not(shuttle))]
-pub(crate) use std::hint::spin_loop;
+pub use std::hint::spin_loop;
 #[cfg(not(any(loom, shuttle)))]
-pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
+pub use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
 
 #[cfg(not(loom))]
-pub(crate) use std::sync::atomic::fence;
+pub use std::sync::atomic::fence;
 
 #[cfg(not(loom))]
 use std::sync::atomic::Ordering::SeqCst;
-pub(crate) use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+pub use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 #[cfg(not(loom))]
 use std::time::Duration;
 
@@ -154,8 +154,10 @@ impl Drop for LockGuard<'_> {
 /// A value that is accessible only under its lock.
 #[cfg(not(loom))]
 #[derive(Default)]
-pub(crate) struct Guarded<T> {
+pub struct Guarded<T> {
     lock: Lock,
+    /// The lock is held by [`Guarded::acquire_when`], and no reference to the value exists.
+    is_acquired: std::sync::atomic::AtomicBool,
     value: std::cell::UnsafeCell<T>,
 }
 
@@ -166,7 +168,8 @@ unsafe impl<T: Send> Sync for Guarded<T> {}
 #[cfg(not(loom))]
 impl<T> Guarded<T> {
     pub const fn new(value: T) -> Self {
-        Self { lock: Lock::new(), value: std::cell::UnsafeCell::new(value) }
+        let is_acquired = std::sync::atomic::AtomicBool::new(false);
+        Self { lock: Lock::new(), is_acquired, value: std::cell::UnsafeCell::new(value) }
     }
 
     /// Calls `act` with the value under the lock. `act` must not take the same lock.
@@ -192,6 +195,7 @@ impl<T> Guarded<T> {
             self.lock.acquire();
             // SAFETY: the lock is held, so no other thread changes the value.
             if is_so(unsafe { &*self.value.get() }) {
+                self.is_acquired.store(true, Relaxed);
                 return;
             }
             self.lock.release();
@@ -200,7 +204,12 @@ impl<T> Guarded<T> {
     }
 
     /// Releases the lock of [`Guarded::acquire_when`].
+    ///
+    /// # Panics
+    ///
+    /// If the lock is not held by it.
     pub fn release(&self) {
+        assert!(self.is_acquired.swap(false, Relaxed));
         self.lock.release();
     }
 }
@@ -208,7 +217,7 @@ impl<T> Guarded<T> {
 /// A repeated event on which threads can sleep. Without sleepers, raising it costs two accesses to one cache line.
 #[cfg(not(loom))]
 #[derive(Default)]
-pub(crate) struct EventCount {
+pub struct EventCount {
     count: Word,
     sleepers: Word,
 }
@@ -241,8 +250,15 @@ impl EventCount {
 
 /// Backoff for a wait: first spins (100 us), then yields the processor.
 #[cfg(not(loom))]
-pub(crate) struct Backoff {
+pub struct Backoff {
     began_ns: u64,
+}
+
+#[cfg(not(loom))]
+impl Default for Backoff {
+    fn default() -> Self {
+        Self::new()
+    }
 }
 
 #[cfg(not(loom))]
@@ -268,21 +284,21 @@ impl Backoff {
 
 /// Sleeps for `time`; a zero time returns at once.
 #[cfg(not(any(loom, shuttle)))]
-pub(crate) fn sleep(time: std::time::Duration) {
+pub fn sleep(time: std::time::Duration) {
     if !time.is_zero() {
         std::thread::sleep(time);
     }
 }
 
 #[cfg(shuttle)]
-pub(crate) fn sleep(_time: std::time::Duration) {
+pub fn sleep(_time: std::time::Duration) {
     pause();
 }
 
 /// A value on separate cache lines.
 #[repr(align(128))]
 #[derive(Default)]
-pub(crate) struct Padded<T>(pub T);
+pub struct Padded<T>(pub T);
 
 #[cfg(all(test, not(loom)))]
 mod tests {

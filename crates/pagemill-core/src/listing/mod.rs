@@ -14,8 +14,8 @@
 //!
 //! All numbers are little-endian. Head, 32 bytes: 0 magic (`pm-vrng1` ranges, `pm-cach2` caches, `pm-slab2` slab
 //! caches, `pm-figr1` figures, `pm-answ1` outcome of a command); 8 number of the request (u32); 12 `errno` of a
-//! failure, or 0 (u32); 16 records; 24 records left out. The records: `ranges`, `caches`, `slabs`, `figures`,
-//! `commands`.
+//! failure, or 0 (u32); 16 records; 24 records left out. The records: `figures`, `commands`, and the modules `records` of
+//! the crates that add a [`Lister`].
 //!
 //! A command ([`ControlCommand`]) is in the file from the start, and the answer follows it. Commands that may call code
 //! of the program are executed by a thread that lives while there are commands (`control`). The requester waits no
@@ -25,19 +25,17 @@
 
 mod answer;
 pub mod ask;
-mod caches;
 mod commands;
-pub(crate) mod control;
+pub mod control;
 mod figures;
-mod ranges;
-mod slabs;
 
-pub use answer::StatsResponder;
-pub use ask::{List, Unanswered, ask, ask_for_caches, ask_for_figures, ask_for_slabs, command};
-pub use commands::{Action, ControlCommand, Outcome};
-pub use slabs::shown_name;
+pub use answer::{Response, StatsResponder};
+pub use ask::{Records, Unanswered, ask_all_for, ask_for, ask_for_figures, command};
+pub use commands::{Action, ControlCommand, Outcome, ShrinkReport};
 
+use crate::error::Result;
 use crate::published::Subject;
+use std::io;
 
 /// The most records of a file: 8 MiB of ranges.
 pub const MOST_RECORDS: u64 = 1 << 18;
@@ -88,14 +86,70 @@ impl Head {
 
 /// Updates figures when another process asks for them.
 ///
-/// Example: [`List`].
+/// Example: [`Lister`].
 pub trait Measured: Sync {
     /// Must neither allocate nor take long.
     fn measure(&self);
 }
 
+/// Time limit to inspect what is listed. The helper has other work, and siblings wait for it 25 ms at most.
+pub const MOST_LOOK_NS: u64 = 15_000_000;
+
+/// Lists one kind of things for other processes. Each product implements it and adds it to the [`StatsResponder`].
+///
+/// ```
+/// use pagemill_core::listing::{Lister, Record, Response};
+/// use pagemill_core::published::Subject;
+/// use std::io;
+///
+/// /// One cache, 8 bytes: its length.
+/// struct Caches(u64);
+///
+/// impl Record for Caches {
+///     const SUBJECT: Subject = Subject::Caches;
+///     const LEN: usize = 8;
+///
+///     fn from_bytes(bytes: &[u8]) -> Option<Self> {
+///         bytes.try_into().ok().map(|bytes| Self(u64::from_le_bytes(bytes)))
+///     }
+/// }
+///
+/// impl Lister for Caches {
+///     fn subject(&self) -> Subject {
+///         Self::SUBJECT
+///     }
+///
+///     fn list(&self, response: &mut Response<'_>) -> io::Result<()> {
+///         response.put(&self.0.to_le_bytes())
+///     }
+/// }
+///
+/// assert_eq!(Caches::from_bytes(&7_u64.to_le_bytes()).map(|caches| caches.0), Some(7));
+/// ```
+pub trait Lister: Sync {
+    /// The list that it writes.
+    fn subject(&self) -> Subject;
+
+    /// Writes all records. Must not allocate, and end soon after [`MOST_LOOK_NS`].
+    ///
+    /// # Errors
+    ///
+    /// Those of `response`, which end the list.
+    fn list(&self, response: &mut Response<'_>) -> io::Result<()>;
+}
+
+/// Executes commands on slab caches. The slab caches implement it and are set at the [`control::ControlEndpoint`].
+///
+/// Example: [`ControlCommand`].
+pub trait SlabCommands: Sync {
+    /// Returns `None` if there is no cache of this number.
+    fn execute(&self, cache: u64, action: Action) -> Option<Result<ShrinkReport>>;
+}
+
 /// A record of a list.
-trait Record: Sized {
+///
+/// Example: [`Lister`].
+pub trait Record: Sized {
     const SUBJECT: Subject;
     const LEN: usize;
 
@@ -103,11 +157,13 @@ trait Record: Sized {
     fn from_bytes(bytes: &[u8]) -> Option<Self>;
 }
 
-fn u64_at(bytes: &[u8], at: usize) -> u64 {
+/// The little-endian number at this offset.
+pub fn u64_at(bytes: &[u8], at: usize) -> u64 {
     bytes[at..].iter().take(8).rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
 
-fn u32_at(bytes: &[u8], at: usize) -> u32 {
+/// As [`u64_at`], of 32 bits.
+pub fn u32_at(bytes: &[u8], at: usize) -> u32 {
     bytes[at..].iter().take(4).rev().fold(0, |number, byte| number << 8 | u32::from(*byte))
 }
 

@@ -26,7 +26,7 @@ pub const TREE_FILE: &str = "tree";
 
 /// The kinds of requests to a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Subject {
+pub enum Subject {
     /// List its volatile ranges.
     Ranges,
     /// List what its caches hold.

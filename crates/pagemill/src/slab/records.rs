@@ -7,11 +7,17 @@
 //! handles. Of the node: 192 used; 200 objects; 208 slabs, 212 partial, 216 empty, 220 lost, 224 blocks (u32); 228 to
 //! 231 zeros; 232 resident bytes; 240 in its barn. Of the cache again: 248 waiting for readers.
 
-use super::{Record, u32_at, u64_at};
-use crate::published::Subject;
-use crate::slab::{CacheKind, NodeInfo, SlabInfo};
+use super::{CacheKind, NodeInfo, SlabInfo, Slabs};
+use pagemill_core::listing::{
+    Action, Lister, MOST_LOOK_NS, Record, Records, Response, ShrinkReport, SlabCommands, Unanswered, ask_all_for,
+    u32_at, u64_at,
+};
+use pagemill_core::published::Subject;
+use pagemill_sys::file::Path;
+use pagemill_sys::process::Identity;
+use std::io;
 
-pub(super) const RECORD_LEN: usize = 256;
+const RECORD_LEN: usize = 256;
 
 /// Bytes of a name in a record.
 const NAME_LEN: usize = 64;
@@ -19,7 +25,7 @@ const NAME_LEN: usize = 64;
 const KINDS: [CacheKind; 3] = [CacheKind::Fixed, CacheKind::ByOwner, CacheKind::ByHandle];
 
 /// One cache on one node.
-pub(super) struct Row {
+struct Row {
     id: u64,
     info: SlabInfo,
     node: u32,
@@ -39,7 +45,7 @@ pub fn shown_name(name: &str) -> String {
     told(name).chars().map(clean).collect()
 }
 
-pub(super) fn to_record(id: u64, info: &SlabInfo, node: usize, figures: &NodeInfo) -> [u8; RECORD_LEN] {
+fn to_record(id: u64, info: &SlabInfo, node: usize, figures: &NodeInfo) -> [u8; RECORD_LEN] {
     let mut bytes = [0; RECORD_LEN];
     let name = told(&info.name);
     bytes[..name.len()].copy_from_slice(name.as_bytes());
@@ -128,8 +134,42 @@ impl Record for Row {
     }
 }
 
+/// Asks several processes for their slab caches, as [`ask_all_for`] does. Returns for each its caches with their numbers,
+/// relocatable ones first, then by name; or the reason why there are none.
+pub fn ask_for_slabs(
+    targets: &[(&Path, Identity)],
+    should_stop: impl Fn() -> bool,
+) -> Vec<Result<Vec<(u64, SlabInfo)>, Unanswered>> {
+    let gathered = |(rows, _): Records<Row>| gather(rows).ok_or(Unanswered::Damaged);
+    ask_all_for(targets, should_stop).into_iter().map(|told| told.and_then(gathered)).collect()
+}
+
+impl Lister for Slabs {
+    fn subject(&self) -> Subject {
+        Subject::Slabs
+    }
+
+    fn list(&self, response: &mut Response<'_>) -> io::Result<()> {
+        self.show(MOST_LOOK_NS, |id, info, node, figures| response.put(&to_record(id, info, node, figures)))
+    }
+}
+
+impl SlabCommands for Slabs {
+    fn execute(&self, cache: u64, action: Action) -> Option<crate::error::Result<ShrinkReport>> {
+        match action {
+            Action::SetUsedRatio(percent) => {
+                self.set_used_ratio(cache, percent).map(|set| set.map(|()| ShrinkReport::default()))
+            }
+            Action::SetRemoteRatio(percent) => {
+                self.set_remote_ratio(cache, percent).map(|set| set.map(|()| ShrinkReport::default()))
+            }
+            Action::Shrink => self.shrink_one(cache),
+        }
+    }
+}
+
 /// Gathers the nodes of each cache, and sorts the caches as lists do; `None` if the rows are in an invalid order.
-pub(super) fn gather(rows: Vec<Row>) -> Option<Vec<(u64, SlabInfo)>> {
+fn gather(rows: Vec<Row>) -> Option<Vec<(u64, SlabInfo)>> {
     let mut caches: Vec<(u64, SlabInfo)> = Vec::new();
     for Row { id, mut info, node, figures } in rows {
         match caches.last_mut().filter(|(last, _)| *last >= id) {

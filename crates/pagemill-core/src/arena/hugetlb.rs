@@ -15,7 +15,7 @@ use pagemill_sys::{hugetlb, mem};
 /// # Invariants
 ///
 /// `addr..addr + len_bytes` is a mapping made by `hugetlb::map` and known to this value only.
-pub(crate) struct Reserve {
+pub struct Reserve {
     addr: usize,
     len_bytes: usize,
 }
@@ -62,7 +62,7 @@ impl Arena {
     ///
     /// The blocks belong to the caller. They were carved closed and never opened, or closed again by
     /// [`Arena::end_reserve`].
-    pub(crate) unsafe fn place_reserve(&self, reserve: Reserve, addr: usize, node: usize) -> Result<()> {
+    pub unsafe fn place_reserve(&self, reserve: Reserve, addr: usize, node: usize) -> Result<()> {
         let len_bytes = reserve.len_bytes;
         // SAFETY: a mapping known to this function only moves to blocks of the caller that have no memory.
         unsafe { hugetlb::place(reserve.addr, len_bytes, addr) }
@@ -79,7 +79,7 @@ impl Arena {
     /// # Errors
     ///
     /// [`Error::System`] if the kernel refuses nevertheless: a control group's limit of hugetlb pages.
-    pub(crate) fn bring_in_reserved(&self, first: usize, blocks: usize) -> Result<()> {
+    pub fn bring_in_reserved(&self, first: usize, blocks: usize) -> Result<()> {
         mem::populate(self.block_addr(first), blocks * BLOCK_BYTES)
             .map_err(Error::system("bringing in reserved huge pages"))
     }
@@ -93,7 +93,7 @@ impl Arena {
     /// # Safety
     ///
     /// The blocks are exactly what was placed. Their contents are not needed, and the kernel transfers nothing there.
-    pub(crate) unsafe fn end_reserve(&self, addr: usize, len_bytes: usize) -> Result<()> {
+    pub unsafe fn end_reserve(&self, addr: usize, len_bytes: usize) -> Result<()> {
         stats::sub(Counter::CacheHugetlb, len_bytes as u64);
         // SAFETY: guaranteed by the caller.
         unsafe { hugetlb::give_back(addr, len_bytes) }.map_err(Error::system("giving reserved huge pages back"))?;

@@ -37,7 +37,7 @@ impl Nodes {
     }
 
     /// Prefers pages from `node` for the range, if nodes are real. If the kernel refuses, its default applies.
-    pub(crate) fn bind(self, addr: usize, len_bytes: usize, node: usize) {
+    pub fn bind(self, addr: usize, len_bytes: usize, node: usize) {
         if self.count > 1 && self.are_real {
             let _ = numa::prefer(addr, len_bytes, node);
         }
