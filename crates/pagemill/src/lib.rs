@@ -17,8 +17,6 @@ mod folio;
 #[allow(dead_code)] // the parts that only folios use
 mod folio_word;
 #[cfg(not(loom))]
-pub mod heap;
-#[cfg(not(loom))]
 pub mod mapping;
 #[cfg(not(loom))]
 mod pagemill;
@@ -35,10 +33,6 @@ mod slab_asymmetric_lock;
 #[path = "slab/epochs.rs"]
 #[allow(dead_code)] // the parts that only caches use
 mod slab_epochs;
-#[cfg(all(loom, test))]
-#[path = "heap/slot.rs"]
-#[allow(dead_code)] // the parts that only the heap uses
-mod slot;
 #[cfg(not(loom))]
 pub mod store;
 #[cfg(not(loom))]
@@ -66,6 +60,12 @@ use pagemill_core::callback;
 pub use pagemill_core::sync;
 #[cfg(not(loom))]
 pub use pagemill_core::{arena, epoch, error, published, reclaim, stats, trace, units};
+
+/// Large allocations: slots of 64 KiB and up.
+#[cfg(not(loom))]
+pub mod heap {
+    pub use pagemill_heap::{Allocation, Heap, MIN_BYTES};
+}
 
 /// Lists and commands between processes.
 #[cfg(not(loom))]

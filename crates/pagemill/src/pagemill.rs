@@ -156,7 +156,8 @@ impl Pagemill {
         self.account.headroom.release_after_fork();
         // SAFETY: the caller's promise: after `before_fork`.
         unsafe { self.arena.release_after_fork() };
-        self.heap.release_after_fork();
+        // SAFETY: as above.
+        unsafe { self.heap.release_after_fork() };
         self.ranges.release_after_fork();
         self.vranges.release_after_fork();
         self.caches.release_after_fork();

@@ -13,7 +13,7 @@
 //! has set *Purging* may discard the slot's bytes. A slot stays in its list while it is purged. The lists are last in,
 //! first out; purges take the oldest slots first. Checked under loom (`cargo test` with `--cfg loom`).
 
-use crate::sync::{Acquire, AtomicU32, AtomicU64, Relaxed, Release};
+use pagemill_core::sync::{Acquire, AtomicU32, AtomicU64, Relaxed, Release};
 
 /// The state of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

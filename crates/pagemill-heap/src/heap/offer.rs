@@ -11,8 +11,8 @@
 use super::purge::{Span, age};
 use super::slot::{Slot, SlotBytes, SlotPhase, Slots};
 use super::{Heap, LocatedSlot};
-use crate::arena::block::Backing;
-use crate::reclaim::Which;
+use pagemill_core::arena::block::Backing;
+use pagemill_core::reclaim::Which;
 use pagemill_sys::{clock, process};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -233,10 +233,10 @@ fn is_offered(slot: &Slot) -> bool {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::Pagemill;
-    use crate::arena::Layout;
-    use crate::reclaim::{Shrinker, Urgency};
-    use crate::stats::{self, Counter};
+    use crate::test_process::TestProcess;
+    use pagemill_core::arena::Layout;
+    use pagemill_core::reclaim::{Shrinker, Urgency};
+    use pagemill_core::stats::{self, Counter};
     use pagemill_sys::mem;
     use std::sync::atomic::AtomicBool;
 
@@ -256,26 +256,26 @@ mod tests {
         (0..len).step_by(4096).all(|at| unsafe { ((addr + at) as *const u64).read() } == tag)
     }
 
-    fn allocate(pagemill: &Pagemill, len: usize, tag: u64) -> usize {
+    fn allocate(pagemill: &TestProcess, len: usize, tag: u64) -> usize {
         let addr = pagemill.heap.allocate(len, 16).unwrap().addr.as_ptr() as usize;
         fill(addr, len, tag);
         addr
     }
 
-    fn free(pagemill: &Pagemill, addr: usize) {
+    fn free(pagemill: &TestProcess, addr: usize) {
         // SAFETY: the test is done with it.
         unsafe { pagemill.heap.free(addr) }.unwrap();
     }
 
     /// Makes the kernel reclaim the whole heap zone, as under memory pressure: it takes what was offered.
-    fn squeeze(pagemill: &Pagemill) {
+    fn squeeze(pagemill: &TestProcess) {
         mem::reclaim(pagemill.heap.base(), pagemill.arena.heap.used_bytes());
     }
 
     /// Shared blocks and big slots: offered once, taken, noticed, and usable afterwards.
     #[test]
     fn what_was_offered_may_be_taken() {
-        let pagemill = Pagemill::for_test();
+        let pagemill = TestProcess::for_test();
         let shared: Vec<_> = (0..32).map(|tag| allocate(pagemill, 256 * KIB, tag)).collect();
         let big = allocate(pagemill, 8 * MIB, 99);
         let kept = allocate(pagemill, 3 * MIB, 7);
@@ -309,7 +309,7 @@ mod tests {
     /// Slots that reach into two blocks: what the kernel took is found for each block.
     #[test]
     fn straddling_slots_are_found_out() {
-        let pagemill = Pagemill::for_test();
+        let pagemill = TestProcess::for_test();
         let heap = pagemill.heap;
         let fallbacks = stats::get(Counter::BlocksFallback);
         for len in [1792 * KIB, 80 * KIB, 640 * KIB] {
@@ -336,7 +336,7 @@ mod tests {
     #[test]
     fn taken_memory_comes_in_by_admission() {
         let (small, big) = (256 * KIB, 8 * MIB);
-        let pagemill = Pagemill::new(Layout::for_test(), 24 * MIB as u64).unwrap();
+        let pagemill = TestProcess::new(Layout::for_test(), 24 * MIB as u64).unwrap();
         let shared: Vec<_> = (0..32).map(|tag| allocate(pagemill, small, tag)).collect();
         let own = allocate(pagemill, big, 1);
         shared.iter().for_each(|addr| free(pagemill, *addr));
@@ -360,7 +360,7 @@ mod tests {
     /// Locked memory cannot be offered: that is noticed once, and not retried for a while.
     #[test]
     fn locked_memory_is_not_offered() {
-        let pagemill = Pagemill::for_test();
+        let pagemill = TestProcess::for_test();
         let held: Vec<_> = (0..16).map(|tag| allocate(pagemill, 256 * KIB, tag)).collect();
         // By the plain system call: the sanitizers' own mlock does nothing.
         // SAFETY: locks pages of the test's own.
@@ -376,7 +376,7 @@ mod tests {
     /// An offered slot that is used again is kept, and may be offered again when it is free.
     #[test]
     fn use_ends_the_offer() {
-        let pagemill = Pagemill::for_test();
+        let pagemill = TestProcess::for_test();
         let first = allocate(pagemill, 4 * MIB, 1);
         free(pagemill, first);
         assert_eq!(pagemill.heap.offer_from(u64::MAX, 0), 4 * MIB as u64);
@@ -392,7 +392,7 @@ mod tests {
     #[test]
     fn threads_never_lose_what_they_hold() {
         let layout = Layout { huge_from_bytes: 8 * MIB as u64, ..Layout::for_test() };
-        let pagemill = Pagemill::new(layout, u64::MAX).unwrap();
+        let pagemill = TestProcess::new(layout, u64::MAX).unwrap();
         let is_over = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let threads: Vec<_> = (1..=3)

@@ -1,6 +1,6 @@
 //! Size classes of slots: four steps per power of two, from 64 KiB up.
 
-use crate::units::BLOCK_BYTES;
+use pagemill_core::units::BLOCK_BYTES;
 
 /// Smallest slot. Smaller sizes belong to the small allocator.
 pub const MIN_BYTES: usize = 64 << 10;

@@ -21,15 +21,15 @@ pub(crate) mod slot;
 
 pub use class::MIN_BYTES;
 
-use crate::arena::block::Backing;
-use crate::arena::{Arena, Context, Filling, Table, WASTE_DIVISOR, Zeroed};
-use crate::error::{Error, Result};
-use crate::reclaim::Account;
-use crate::reclaim::helper::Helper;
-use crate::stats::{self, Counter};
-use crate::sync::{self, AtomicU32, AtomicU64, Lock, Padded};
-use crate::units::BLOCK_BYTES;
 use class::{Class, GRANULE_BYTES, STEP_BYTES};
+use pagemill_core::arena::block::Backing;
+use pagemill_core::arena::{Arena, Context, Filling, Table, WASTE_DIVISOR, Zeroed};
+use pagemill_core::error::{Error, Result};
+use pagemill_core::reclaim::Account;
+use pagemill_core::reclaim::helper::Helper;
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::sync::{self, AtomicU32, AtomicU64, Lock, Padded};
+use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::{clock, numa, process};
 use slot::{Head, Info, Slot, SlotBytes, SlotClaim, SlotPhase, Slots};
 use std::ptr::NonNull;
@@ -146,7 +146,7 @@ impl Heap {
     /// # Errors
     ///
     /// [`Error::System`] if its metadata cannot be mapped.
-    pub(crate) fn new(arena: &'static Arena, account: &'static Account, helper: &'static Helper) -> Result<Self> {
+    pub fn new(arena: &'static Arena, account: &'static Account, helper: &'static Helper) -> Result<Self> {
         let zone_bytes = arena.heap_len_bytes();
         let shards_per_node = process::cpu_count().next_power_of_two().min(MAX_SHARDS);
         let nodes = arena.nodes.count();
@@ -170,7 +170,7 @@ impl Heap {
     }
 
     /// Notifies the account that an upper owner of memory may have something to give back from now on.
-    pub(crate) fn note_more(&self) {
+    pub fn note_more(&self) {
         self.account.note_more();
     }
 
@@ -259,7 +259,7 @@ impl Heap {
     /// # Errors
     ///
     /// As [`Heap::allocate`].
-    pub(crate) fn allocate_own(&self, size: usize) -> Result<NonNull<u8>> {
+    pub fn allocate_own(&self, size: usize) -> Result<NonNull<u8>> {
         let size = size.max(BLOCK_BYTES);
         let allocation = self.allocate_with(size, BLOCK_BYTES, InitialContents::Any)?;
         if allocation.was_offered {
@@ -276,7 +276,7 @@ impl Heap {
     /// # Errors
     ///
     /// As [`Heap::allocate`].
-    pub(crate) fn allocate_pack(&self) -> Result<NonNull<u8>> {
+    pub fn allocate_pack(&self) -> Result<NonNull<u8>> {
         let addr = self.allocate_with(BLOCK_BYTES, BLOCK_BYTES, InitialContents::Zero)?.addr;
         // SAFETY: a live slot of one block, just allocated here.
         unsafe { self.arena.make_small(self.arena.block_of(addr.as_ptr() as usize)) };
@@ -572,7 +572,7 @@ impl Heap {
     }
 
     /// Called in a fork child: recomputes what is free and charged here. Inherited slots count for the parent.
-    pub(crate) fn recount_free(&self) {
+    pub fn recount_free(&self) {
         let mut bytes = 0;
         self.walk(|span| {
             for place in (0..span.class.span_slots()).filter_map(|index| self.slot_at(span, index)) {
@@ -593,12 +593,15 @@ impl Heap {
         self.free_bytes[0].0.store(bytes, Relaxed);
     }
 
-    pub(crate) fn acquire_for_fork(&self) {
+    pub fn acquire_for_fork(&self) {
         self.purging.acquire();
         self.carving.acquire();
     }
 
-    pub(crate) fn release_after_fork(&self) {
+    /// # Safety
+    ///
+    /// Follows one [`Heap::acquire_for_fork`] of the same thread.
+    pub unsafe fn release_after_fork(&self) {
         self.carving.release();
         self.purging.release();
     }

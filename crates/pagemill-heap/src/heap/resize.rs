@@ -3,10 +3,10 @@
 
 use super::slot::SlotBytes;
 use super::{Heap, InitialContents, LocatedSlot};
-use crate::arena::block::Backing;
-use crate::error::Result;
-use crate::stats::{self, Counter};
-use crate::units::BLOCK_BYTES;
+use pagemill_core::arena::block::Backing;
+use pagemill_core::error::Result;
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::BLOCK_BYTES;
 use std::ptr::NonNull;
 
 /// From this size pages are moved. Below, copying two blocks is as fast as the system calls.
@@ -28,7 +28,7 @@ impl Heap {
     pub unsafe fn resize(&self, addr: usize, size: usize) -> Result<NonNull<u8>> {
         let old = self.find_live(addr)?;
         let old_bytes = old.class.bytes();
-        let here = || NonNull::new(addr as *mut u8).ok_or(crate::error::Error::NotAllocated { addr });
+        let here = || NonNull::new(addr as *mut u8).ok_or(pagemill_core::error::Error::NotAllocated { addr });
         if size <= old_bytes && (size * 2 > old_bytes || old.class.is_big()) {
             if old.class.is_big() {
                 self.trim(old, size);

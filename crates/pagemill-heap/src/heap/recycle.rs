@@ -11,11 +11,11 @@
 use super::purge::Span;
 use super::slot::{SlotBytes, SlotPhase, Slots};
 use super::{Heap, LocatedSlot};
-use crate::arena::Filling;
-use crate::arena::block::Backing;
-use crate::error::Result;
-use crate::stats::{self, Counter};
-use crate::units::BLOCK_BYTES;
+use pagemill_core::arena::Filling;
+use pagemill_core::arena::block::Backing;
+use pagemill_core::error::Result;
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::clock;
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
@@ -216,27 +216,27 @@ impl Heap {
 
     /// Whether all OS pages of a block are resident.
     fn is_whole(&self, block: usize) -> bool {
-        self.arena.peek(block).charged_pages as usize == crate::units::os_pages_per_block()
+        self.arena.peek(block).charged_pages as usize == pagemill_core::units::os_pages_per_block()
     }
 }
 
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::Pagemill;
-    use crate::reclaim::{Shrinker, Urgency};
+    use crate::test_process::TestProcess;
+    use pagemill_core::reclaim::{Shrinker, Urgency};
 
     const KIB: usize = 1 << 10;
     const MIB: u64 = 1 << 20;
 
-    fn allocate(pagemill: &Pagemill, len: usize) -> usize {
+    fn allocate(pagemill: &TestProcess, len: usize) -> usize {
         let addr = pagemill.heap.allocate(len, 16).unwrap().addr.as_ptr() as usize;
         // SAFETY: allocated just now.
         unsafe { std::ptr::write_bytes(addr as *mut u8, 0xAB, len) };
         addr
     }
 
-    fn free(pagemill: &Pagemill, addr: usize) {
+    fn free(pagemill: &TestProcess, addr: usize) {
         // SAFETY: the test is done with it.
         unsafe { pagemill.heap.free(addr) }.unwrap();
     }
@@ -262,7 +262,7 @@ mod tests {
         for (from, to) in
             [(256 * KIB, 512 * KIB), (256 * KIB, 4096 * KIB), (4096 * KIB, 320 * KIB), (640 * KIB, 896 * KIB)]
         {
-            let pagemill = Pagemill::for_test();
+            let pagemill = TestProcess::for_test();
             let held: Vec<_> = (0..(24 << 20) / from).map(|_| allocate(pagemill, from)).collect();
             held.into_iter().for_each(|addr| free(pagemill, addr));
             // Small pages are charged only when measured.
@@ -280,7 +280,7 @@ mod tests {
     /// before.
     #[test]
     fn recycled_memory_is_not_taken_for_zero() {
-        let pagemill = Pagemill::for_test();
+        let pagemill = TestProcess::for_test();
         let heap = pagemill.heap;
         // Known to be zero: purged while free.
         let known: Vec<_> = (0..3).map(|_| allocate(pagemill, 512 * KIB)).collect();

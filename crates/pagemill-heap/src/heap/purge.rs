@@ -12,11 +12,11 @@
 use super::class::Class;
 use super::slot::{Slot, SlotBytes, SlotClaim, SlotPhase, Slots};
 use super::{Heap, LocatedSlot, TICK_SHIFT};
-use crate::arena::block::Backing;
-use crate::reclaim::{Shrinker, Urgency, Which};
-use crate::stats::{self, Counter};
-use crate::trace::{self, Event};
-use crate::units::{BLOCK_BYTES, os_page_bytes};
+use pagemill_core::arena::block::Backing;
+use pagemill_core::reclaim::{Shrinker, Urgency, Which};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::trace::{self, Event};
+use pagemill_core::units::{BLOCK_BYTES, os_page_bytes};
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;

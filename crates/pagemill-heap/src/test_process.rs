@@ -1,0 +1,29 @@
+//! A process with a heap, for tests.
+
+use crate::Heap;
+use pagemill_core::arena::{Arena, Layout, place};
+use pagemill_core::error::Result;
+use pagemill_core::reclaim::helper::Helper;
+use pagemill_core::reclaim::{Account, tree::UNLIMITED};
+
+pub struct TestProcess {
+    pub account: &'static Account,
+    pub arena: &'static Arena,
+    pub heap: &'static Heap,
+}
+
+impl TestProcess {
+    pub fn new(layout: Layout, limit_bytes: u64) -> Result<&'static Self> {
+        let account = Account::make(limit_bytes)?;
+        let arena: &'static Arena = place(Arena::new(layout, account)?)?;
+        let helper: &'static Helper = place(Helper::new(account))?;
+        let heap: &'static Heap = place(Heap::new(arena, account, helper)?)?;
+        account.register(heap);
+        account.set_helper(helper);
+        place(Self { account, arena, heap })
+    }
+
+    pub fn for_test() -> &'static Self {
+        Self::new(Layout::for_test(), UNLIMITED).expect("address space for a test")
+    }
+}
