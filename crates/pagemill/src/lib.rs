@@ -41,15 +41,6 @@ pub mod volatile;
 #[path = "volatile/word.rs"]
 #[allow(dead_code)] // the parts that only the ranges use
 mod word;
-#[cfg(not(loom))]
-pub mod xarray;
-#[cfg(all(loom, test))]
-mod xarray {
-    #[allow(dead_code)] // the parts that only the tree uses
-    mod slots;
-    #[allow(dead_code)]
-    mod word;
-}
 
 #[cfg(not(loom))]
 pub use error::{Error, Result};
@@ -65,6 +56,14 @@ pub use pagemill_core::{arena, epoch, error, published, reclaim, stats, trace, u
 #[cfg(not(loom))]
 pub mod heap {
     pub use pagemill_heap::{Allocation, Heap, MIN_BYTES};
+}
+
+/// The index of a page cache.
+#[cfg(not(loom))]
+pub mod xarray {
+    pub use pagemill_xarray::{
+        Forest, Found, Hit, MAX_INDEX, MAX_ORDER, MAX_VALUE, Mark, NodeStock, Writer, XArray, pin,
+    };
 }
 
 /// Lists and commands between processes.

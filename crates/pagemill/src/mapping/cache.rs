@@ -17,7 +17,7 @@ use crate::store::Store;
 use crate::store::ring::RingWaker;
 use crate::sync::{AtomicU32, AtomicU64, AtomicUsize, Guarded, Relaxed};
 use crate::units::{BLOCK_BYTES, PageSize};
-use crate::xarray::{Forest, Forests};
+use pagemill_xarray::{Forest, Forests};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;

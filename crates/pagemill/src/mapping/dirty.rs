@@ -12,7 +12,7 @@ use super::{File, Mapping};
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
 use crate::sync::{AtomicU32, AtomicU64, Relaxed};
-use crate::xarray::Mark;
+use pagemill_xarray::Mark;
 use std::io;
 use std::sync::atomic::Ordering::{AcqRel, SeqCst};
 

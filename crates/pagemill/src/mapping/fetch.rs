@@ -13,7 +13,7 @@ use crate::stats::{self, Counter};
 use crate::store::fills_all;
 use crate::sync::{Acquire, Relaxed};
 use crate::trace::Event;
-use crate::xarray::Found;
+use pagemill_xarray::Found;
 use std::mem::ManuallyDrop;
 use std::ops::Range;
 

@@ -7,7 +7,7 @@ use super::gate::Gate;
 use super::{File, SERIALS, cache};
 use crate::store::Store;
 use crate::sync::{AtomicU32, AtomicU64, Lock, Relaxed};
-use crate::xarray::XArray;
+use pagemill_xarray::XArray;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 

@@ -22,7 +22,7 @@
 //! so they must not use the cache's files.
 //!
 //! Uses `folio` and `xarray`. Calls upwards through traits: [`Policy`], [`crate::store::Store`],
-//! `crate::xarray::Forests`. Lock order: gate, in-flight list (of files with a store), index, the pool's state.
+//! `pagemill_xarray::Forests`. Lock order: gate, in-flight list (of files with a store), index, the pool's state.
 //! Diagram and table: docs/states-and-locks.md.
 
 mod ahead;
@@ -122,10 +122,10 @@ use crate::folio::{Owner, Pool};
 use crate::store::Store;
 use crate::sync::{Acquire, AtomicU32, AtomicU64, Backoff, Lock, Relaxed, Release};
 use crate::trace::{self, Event};
-use crate::xarray::{Forest, Node, XArray};
 use behind::Behind;
 use dirty::Dirty;
 use gate::Gate;
+use pagemill_xarray::{Forest, Node, XArray};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::AcqRel};

@@ -354,7 +354,7 @@ mod tests {
     use crate::reclaim::Account;
     use crate::reclaim::tree::UNLIMITED;
     use crate::units::{BLOCK_BYTES, PageSize};
-    use crate::xarray::OneForest;
+    use pagemill_xarray::OneForest;
 
     /// What was read before a cut is read again, and that is started at once: a loop of events that sleeps from here on would not
     /// call for it.

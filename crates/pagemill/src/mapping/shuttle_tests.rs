@@ -16,7 +16,7 @@ use crate::store::{Direction, Transfer};
 use crate::sync::modelled::pause;
 use crate::sync::modelled::reset_clock;
 use crate::units::{BLOCK_BYTES, PageSize};
-use crate::xarray::OneForest;
+use pagemill_xarray::OneForest;
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::{Config, MaxSteps, Runner};
@@ -531,9 +531,9 @@ fn writing_back_beside_writers_truncations_and_such_as_make_room() {
         for model in models.iter() {
             let dirty = |file: &Mapping| {
                 let (mut at, mut bytes) = (0, 0);
-                while let Some(found) = { file.0.tree.next(at, PAGES, &crate::xarray::pin()) } {
+                while let Some(found) = { file.0.tree.next(at, PAGES, &pagemill_xarray::pin()) } {
                     let is_dirty = file.0.pool().word(found.value as u32).load().is_dirty();
-                    let is_marked = file.0.tree.get_mark(found.first, dirty::DIRTY, &crate::xarray::pin());
+                    let is_marked = file.0.tree.get_mark(found.first, dirty::DIRTY, &pagemill_xarray::pin());
                     assert!(is_marked || !is_dirty, "no writeback would find it");
                     bytes += if is_dirty { (PAGE as u64) << found.order } else { 0 };
                     at = found.last() + 1;

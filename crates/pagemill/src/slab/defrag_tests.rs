@@ -5,7 +5,7 @@ use super::owner_tests::{Book, Items, cache_of, pin};
 use super::tests::{finish_retired, slabs, slabs_on_nodes, sparse_slabs};
 use super::*;
 use crate::units::BLOCK_BYTES;
-use crate::xarray;
+use pagemill_core::epoch;
 use std::collections::BTreeMap;
 
 /// Two slabs a block, and 512 objects a slab: many blocks with few items.
@@ -93,7 +93,7 @@ fn a_pass_waits_for_what_it_left_in_the_midst() {
     cache.set_defrag_used_ratio(100).unwrap();
     remove_most(&cache, &blocks[4], 500);
     remove_most(&cache, &blocks[5], 40);
-    let guard = xarray::pin();
+    let guard = epoch::pin();
     for _ in 0..3 {
         cache.defrag_step(Duration::ZERO).unwrap();
     }
@@ -120,7 +120,7 @@ fn at_rest_a_cache_has_what_its_ratio_says() {
         let mut live: Vec<u64> =
             blocks.iter().flat_map(|numbers| remove_most(&cache, numbers, random.below(most) as usize)).collect();
         for turn in 0..random.below(12) {
-            let guard = (random.below(2) == 0).then(xarray::pin);
+            let guard = (random.below(2) == 0).then(epoch::pin);
             cache.defrag_step(Duration::from_micros(random.below(4) * 20)).unwrap();
             match random.below(6) {
                 0 => {

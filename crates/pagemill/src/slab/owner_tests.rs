@@ -7,7 +7,7 @@ use super::*;
 use crate::arena;
 use crate::reclaim::tree::UNLIMITED;
 use crate::units::BLOCK_BYTES;
-use crate::xarray;
+use pagemill_core::epoch;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
@@ -381,7 +381,7 @@ fn slabs_that_were_not_set_up_are_room() {
     (0..per_block).step_by(2).for_each(|number| assert!(cache.remove(number)));
     (end - pinned..end).for_each(|number| pin(&cache, number));
     cache.set_defrag_used_ratio(100).unwrap();
-    let guard = xarray::pin();
+    let guard = epoch::pin();
     while !cache.defrag_step(Duration::from_secs(1)).unwrap().is_done {}
     // Fills the first block, and ten slabs of a third.
     let more = end + per_block / 2 - (end - per_block - pinned);
@@ -540,7 +540,7 @@ fn readers_are_waited_for() {
     let cache = cache_of(slabs(), Settings::new("readers"));
     (0..100_000).for_each(|number| cache.add(number));
     (0..100_000).filter(|number| number % 10 != 0).for_each(|number| assert!(cache.remove(number)));
-    let guard = xarray::pin();
+    let guard = epoch::pin();
     let old: Vec<_> = (0..10_000).map(|number| cache.item(number * 10)).collect();
     while !cache.defrag_step(Duration::from_secs(1)).unwrap().is_done {}
     cache.engine().finish_retired();

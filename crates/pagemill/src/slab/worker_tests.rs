@@ -9,7 +9,7 @@ use crate::reclaim::tree::UNLIMITED;
 use crate::stats::{self, Counter};
 use crate::sync::Relaxed;
 use crate::units::BLOCK_BYTES;
-use crate::xarray::{MAX_INDEX, XArray};
+use pagemill_xarray::{MAX_INDEX, XArray};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 use std::sync::atomic::AtomicUsize;

@@ -1,4 +1,4 @@
-//! The cache of index nodes ([`crate::xarray`]). Nodes are moved under the locks of their arrays.
+//! The cache of index nodes ([`pagemill_xarray`]). Nodes are moved under the locks of their arrays.
 //!
 //! Nodes lie in metadata blocks, which are not charged and hold nothing else: an index grows while memory is being
 //! reclaimed, and is read without a guard. Each process has one cache, created with its first page cache; a fork child
@@ -14,7 +14,8 @@ use super::{CacheKind, Member, Settings, SharedState, Slabs};
 use crate::arena::place;
 use crate::error::Result;
 use crate::sync::{Guarded, Relaxed};
-use crate::xarray::{self, Forest, Forests, Node, Source};
+use pagemill_core::epoch;
+use pagemill_xarray::{Forest, Forests, Node, Source};
 use std::alloc::Layout;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
@@ -111,7 +112,7 @@ impl Member for NodeInner {
         forest.seal();
         if forest.is_waiting() {
             // Advances the epoch if no participant lags behind.
-            xarray::pin().flush();
+            epoch::pin().flush();
         }
         // Checked before the others are freed: if a grace period ends between the two, the next call finds the node.
         let is_waiting = forest.is_waiting();
@@ -142,7 +143,9 @@ impl Mover for NodeInner {
     fn migrate(&self, object: usize, to: &mut Places<'_>, (): &mut ()) -> Fate {
         let Some(target) = to.take() else { return Fate::Failed };
         let forest = self.forest();
-        if xarray::relocate(forest, forest.number_of(object), forest.number_of(target)) {
+        // SAFETY: objects of the cache; the target is a free one. The mover frees an object that was moved after all
+        // readers.
+        if unsafe { forest.relocate(object, target) } {
             Fate::Moved
         } else {
             to.put(target);
@@ -184,7 +187,7 @@ unsafe impl Source for NodeInner {
 
 /// The cache of index nodes.
 ///
-/// Example: [`XArray`](crate::xarray::XArray).
+/// Example: [`XArray`](pagemill_xarray::XArray).
 pub struct NodeCache {
     inner: Arc<NodeInner>,
     forest: Forest,
@@ -222,7 +225,7 @@ impl Slabs {
             }
         };
         // SAFETY: an object of a slab that is being set up, in memory that has only ever held nodes or zeros.
-        let set_up = |object: usize| unsafe { node(object) }.clear();
+        let set_up = |object: usize| unsafe { node(object).clear() };
         let object = Object {
             layout: Layout::new::<Node>(),
             user_bytes: size_of::<Node>(),

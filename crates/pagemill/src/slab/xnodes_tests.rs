@@ -3,10 +3,10 @@
 
 use super::tests::{finish_retired, slabs, slabs_on_nodes, sparse_slabs};
 use super::*;
-use crate::xarray::{Found, MAX_INDEX, MAX_ORDER, Mark, XArray, pin};
+use pagemill_xarray::{Found, MAX_INDEX, MAX_ORDER, Mark, XArray, pin};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
-type Array = XArray<crate::xarray::Forest>;
+type Array = XArray<pagemill_xarray::Forest>;
 
 /// Indices that a lowest-level node covers.
 const SPAN: u64 = 64;

@@ -8,7 +8,7 @@ use super::slots::{enter, part};
 use super::stock::NodeStock;
 use super::store::{SlotRange, Writer, checked};
 use super::word::{self, IndexWord, SLOTS};
-use crate::sync::Relaxed;
+use pagemill_core::sync::Relaxed;
 
 impl<N: Nodes> Writer<'_, N> {
     /// Splits the entry that covers `index` into entries of a smaller order. `value_at` returns the value for the first

@@ -20,7 +20,7 @@
 //! There is one writer at a time: the caller holds the array's lock. Checked with loom.
 
 use super::word::IndexWord;
-use crate::sync::{Acquire, AtomicU64, Relaxed, Release};
+use pagemill_core::sync::{Acquire, AtomicU64, Relaxed, Release};
 
 /// One slot, or the root word.
 #[repr(transparent)]

@@ -7,8 +7,8 @@ use super::nodes::Nodes;
 use super::slots::{Again, IndexSlot, resolve};
 use super::word::{self, IndexWord, SLOT_BITS, SLOTS};
 use super::{Found, Mark, XArray};
-use crate::epoch::Guard;
-use crate::sync::{Acquire, Relaxed};
+use pagemill_core::epoch::Guard;
+use pagemill_core::sync::{Acquire, Relaxed};
 
 /// A value that was found, and its slot.
 ///

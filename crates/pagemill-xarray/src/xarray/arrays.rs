@@ -9,9 +9,9 @@
 
 use super::nodes::Nodes;
 use super::{NO_ID_YET, XArray};
-use crate::arena::{Table, Zeroed};
-use crate::error::Result;
-use crate::sync::{Acquire, AtomicU32, AtomicUsize, Guarded, Lock, Relaxed, Release};
+use pagemill_core::arena::{Table, Zeroed};
+use pagemill_core::error::Result;
+use pagemill_core::sync::{Acquire, AtomicU32, AtomicUsize, Guarded, Lock, Relaxed, Release};
 use std::marker::PhantomData;
 
 /// The most arrays in the table at a time. Nodes of further arrays cannot be moved.
@@ -52,7 +52,7 @@ impl<N: Nodes> Arrays<N> {
     ///
     /// # Errors
     ///
-    /// [`crate::Error::System`] if there is none.
+    /// [`pagemill_core::Error::System`] if there is none.
     pub fn new() -> Result<Self> {
         let (table, free) = (Table::new(MAX_ARRAYS)?, Guarded::new(FreeArrays::default()));
         Ok(Self { table, free, _arrays: PhantomData })

@@ -1,10 +1,10 @@
 //! A node of the tree: slots, marks, its place in the tree, and its array.
-#![allow(unsafe_code)] // `Zeroed` for nodes
+#![allow(unsafe_code)] // `Zeroed` for nodes; a call that only owners of nodes may make
 
 use super::slots::IndexSlot;
 use super::word::{IndexWord, SLOTS};
-use crate::arena::Zeroed;
-use crate::sync::{AtomicU32, AtomicU64, Relaxed, Release};
+use pagemill_core::arena::Zeroed;
+use pagemill_core::sync::{AtomicU32, AtomicU64, Relaxed, Release};
 
 /// Number of marks of an entry.
 pub(super) const MARKS: usize = 3;
@@ -60,7 +60,11 @@ impl Node {
     }
 
     /// Empties it. No reader may have access any more.
-    pub(crate) fn clear(&self) {
+    ///
+    /// # Safety
+    ///
+    /// It is in no tree and in no list.
+    pub unsafe fn clear(&self) {
         self.slots.iter().for_each(|slot| slot.publish(IndexWord::EMPTY));
         self.marks.iter().for_each(|marks| marks.store(0, Relaxed));
         self.head().into_iter().for_each(|word| word.store(0, Relaxed));
@@ -69,7 +73,8 @@ impl Node {
     /// Empties a node in no tree, unless it is clean.
     pub(super) fn clean(&self) {
         if !self.slots[0].peek().is_empty() {
-            self.clear();
+            // SAFETY: in no tree, and its owner is about to use it.
+            unsafe { self.clear() };
         }
     }
 
@@ -99,7 +104,7 @@ impl Node {
     }
 
     /// Whether it seems to be in a tree of an array that can be found. Certain only under that array's lock.
-    pub(crate) fn may_move(&self) -> bool {
+    pub fn may_move(&self) -> bool {
         self.array() != 0
     }
 

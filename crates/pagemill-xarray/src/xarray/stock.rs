@@ -4,7 +4,7 @@ use super::XArray;
 use super::nodes::Nodes;
 use super::store::Writer;
 use super::word::{self, MAX_INDEX, MAX_ORDER, MAX_SHIFT, SLOT_BITS};
-use crate::error::Result;
+use pagemill_core::error::Result;
 
 /// Preallocated nodes for one or more changes, of any array with the same `Nodes`. Unused nodes are returned on drop.
 ///

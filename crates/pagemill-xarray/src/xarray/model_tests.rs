@@ -6,7 +6,7 @@ use super::pin;
 use super::stock::top_for;
 use super::word::{SLOT_BITS, SLOTS, first_of, last_of, shift_of};
 use super::*;
-use crate::error::Error;
+use pagemill_core::error::Error;
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};

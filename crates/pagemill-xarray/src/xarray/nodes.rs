@@ -2,7 +2,7 @@
 
 use super::arrays::Arrays;
 use super::node::Node;
-use crate::error::Result;
+use pagemill_core::error::Result;
 
 /// Owner of the nodes of arrays; many arrays share one.
 ///
@@ -17,7 +17,7 @@ pub trait Nodes: Sized + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// [`crate::Error::NoAddresses`] if there are no more, [`crate::Error::System`] if the kernel refuses memory.
+    /// [`pagemill_core::Error::NoAddresses`] if there are no more, [`pagemill_core::Error::System`] if the kernel refuses memory.
     fn take(&self) -> Result<u32>;
 
     /// Returns a node that no reader can access: it is clean, or its first slot is not empty.

@@ -7,8 +7,8 @@
 
 use super::arrays::Arrays;
 use super::*;
-use crate::error::Result;
-use crate::sync::modelled::reset_clock;
+use pagemill_core::error::Result;
+use pagemill_core::sync::modelled::reset_clock;
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::{Config, MaxSteps, Runner};
@@ -59,7 +59,7 @@ impl FewNodes {
     }
 
     /// Runs `read` as a reader, with its guard and its grace period.
-    fn reading<T>(&self, read: impl FnOnce(&crate::epoch::Guard) -> T) -> T {
+    fn reading<T>(&self, read: impl FnOnce(&pagemill_core::epoch::Guard) -> T) -> T {
         let began = {
             let mut state = self.state.lock().unwrap();
             state.now += 1;
@@ -209,7 +209,7 @@ impl Fixture {
 
     /// After the frame's entry was removed: releases the frame for good, unless it is pinned.
     fn release(&self, frame: u64) {
-        let acquire = crate::sync::Acquire;
+        let acquire = pagemill_core::sync::Acquire;
         let _ = self.frames[frame as usize].compare_exchange(0, RELEASED, std::sync::atomic::Ordering::AcqRel, acquire);
     }
 

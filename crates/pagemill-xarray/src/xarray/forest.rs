@@ -18,8 +18,9 @@
 use super::arrays::Arrays;
 use super::node::Node;
 use super::nodes::Nodes;
-use crate::error::Result;
-use crate::sync::{Acquire, AtomicU32, AtomicU64, Padded, Relaxed, Release};
+use super::relocate::relocate;
+use pagemill_core::error::Result;
+use pagemill_core::sync::{Acquire, AtomicU32, AtomicU64, Padded, Relaxed, Release};
 use std::ops::Range;
 use std::sync::atomic::Ordering::AcqRel;
 
@@ -40,7 +41,7 @@ const HALF: u32 = 32;
 /// - All of the window stays memory of the process for good, or is inaccessible. Accessible memory holds zeros or
 ///   nodes. From its first use on, a node is accessed only by shared references.
 /// - A node from `take` is entirely inside the window, aligned, has no other user, and stays valid until `give`.
-pub(crate) unsafe trait Source: Sync {
+pub unsafe trait Source: Sync {
     /// Addresses that nodes may have, up to 256 GiB; the bytes before them are inaccessible.
     fn window(&self) -> Range<usize>;
 
@@ -63,12 +64,12 @@ pub(crate) unsafe trait Source: Sync {
 }
 
 /// Holder of a forest.
-pub(crate) trait Forests: Sync {
+pub trait Forests: Sync {
     /// The forest of this process, made at the first call, and again in a forked child.
     ///
     /// # Errors
     ///
-    /// [`crate::Error::NoAddresses`], [`crate::Error::System`].
+    /// [`pagemill_core::Error::NoAddresses`], [`pagemill_core::Error::System`].
     fn forest(&'static self) -> Result<&'static Forest>;
 
     /// Bytes of memory behind its nodes, in use and free.
@@ -102,15 +103,15 @@ struct BatchLists {
     /// Number of batches that wait for readers.
     waiting: AtomicU32,
     /// Nodes taken and not yet returned.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "test-util"))]
     in_use: AtomicU32,
 }
 
 impl Forest {
     /// # Errors
     ///
-    /// [`crate::Error::System`] if there is no address space for the table of arrays.
-    pub(crate) fn new(source: &'static dyn Source) -> Result<Self> {
+    /// [`pagemill_core::Error::System`] if there is no address space for the table of arrays.
+    pub fn new(source: &'static dyn Source) -> Result<Self> {
         let window = source.window();
         assert!(window.start.is_multiple_of(UNIT_BYTES), "nodes have an alignment");
         let units = window.len() >> UNIT_SHIFT;
@@ -121,12 +122,24 @@ impl Forest {
     }
 
     /// The number of the node at an address of the window.
-    pub(crate) fn number_of(&self, node: usize) -> u32 {
+    fn number_of(&self, node: usize) -> u32 {
         ((node - self.base) >> UNIT_SHIFT) as u32
     }
 
+    /// Moves the node at the address `old` to `new`; returns whether it did. After a move `old` belongs to the caller,
+    /// else `new` does. Never waits: does nothing if the node is in no tree, or if another thread holds the lock of its
+    /// array. Cost: a copy of the node, and a store to each node below.
+    ///
+    /// # Safety
+    ///
+    /// Both are addresses of nodes of this forest's source, and `new` belongs to the caller. The caller does not reuse a
+    /// moved `old` before all current guards are dropped.
+    pub unsafe fn relocate(&'static self, old: usize, new: usize) -> bool {
+        relocate(self, self.number_of(old), self.number_of(new))
+    }
+
     /// Starts the grace period of the retired nodes in `retired`, as one batch.
-    pub(crate) fn seal(&'static self) {
+    pub fn seal(&'static self) {
         let list = self.lists.0.retired.swap(0, AcqRel) as u32;
         if list == 0 {
             return;
@@ -141,12 +154,12 @@ impl Forest {
     }
 
     /// Whether batches wait for readers. After their grace period [`Forest::free_retired`] returns them.
-    pub(crate) fn is_waiting(&self) -> bool {
+    pub fn is_waiting(&self) -> bool {
         self.lists.0.waiting.load(Acquire) > 0
     }
 
     /// Returns all nodes that no reader can use any more.
-    pub(crate) fn free_retired(&self) {
+    pub fn free_retired(&self) {
         while self.free_retired_batch() {}
     }
 
@@ -191,11 +204,11 @@ impl Forest {
     }
 
     /// Resident bytes of the table of arrays.
-    pub(crate) fn metadata_bytes(&self) -> u64 {
+    pub fn metadata_bytes(&self) -> u64 {
         self.arrays.resident_bytes()
     }
 
-    #[cfg(test)]
+    #[cfg(any(test, feature = "test-util"))]
     pub fn in_use(&self) -> u32 {
         self.lists.0.in_use.load(Relaxed)
     }
@@ -219,13 +232,13 @@ impl Nodes for Forest {
     fn take(&self) -> Result<u32> {
         self.free_retired_batch();
         let node = self.source.take()?;
-        #[cfg(test)]
+        #[cfg(any(test, feature = "test-util"))]
         self.lists.0.in_use.fetch_add(1, Relaxed);
         Ok(self.number_of(node))
     }
 
     fn give(&self, number: u32) {
-        #[cfg(test)]
+        #[cfg(any(test, feature = "test-util"))]
         self.lists.0.in_use.fetch_sub(1, Relaxed);
         self.source.give(std::ptr::from_ref(self.node(number)) as usize);
     }

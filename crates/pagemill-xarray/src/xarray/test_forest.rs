@@ -3,10 +3,10 @@
 
 use super::forest::{Forest, Forests, Source};
 use super::node::Node;
-use crate::arena::place;
-use crate::error::{Error, Result};
-use crate::sync::Guarded;
-use crate::units::BLOCK_BYTES;
+use pagemill_core::arena::place;
+use pagemill_core::error::{Error, Result};
+use pagemill_core::sync::Guarded;
+use pagemill_core::units::BLOCK_BYTES;
 use pagemill_sys::mem;
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -76,7 +76,7 @@ pub(super) fn forest() -> &'static Forest {
 
 /// The forest of a process without slabs.
 #[derive(Default)]
-pub(crate) struct OneForest(OnceLock<&'static Forest>);
+pub struct OneForest(OnceLock<&'static Forest>);
 
 impl Forests for OneForest {
     fn forest(&'static self) -> Result<&'static Forest> {

@@ -3,7 +3,7 @@
 use super::node::{MARKS, mask_of};
 use super::nodes::Nodes;
 use super::store::{SlotRange, Writer};
-use crate::sync::{Relaxed, Release};
+use pagemill_core::sync::{Relaxed, Release};
 
 /// One of an entry's marks; its users define its meaning.
 ///

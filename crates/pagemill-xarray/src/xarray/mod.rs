@@ -16,7 +16,7 @@
 //!
 //! # Readers
 //!
-//! Readers take no lock. They hold a [`crate::epoch::Guard`], so no node is reused while they read
+//! Readers take no lock. They hold a [`pagemill_core::epoch::Guard`], so no node is reused while they read
 //! it; writers do not wait for readers. For each single index, an entry that a reader finds was
 //! there at some moment of the call, and it finds nothing only if nothing was there at some moment:
 //!
@@ -77,29 +77,30 @@ mod slots;
 mod split;
 mod stock;
 mod store;
-#[cfg(test)]
+#[cfg(any(test, feature = "test-util"))]
 mod test_forest;
 #[cfg(all(test, not(shuttle)))]
 mod thread_tests;
 mod walk;
 mod word;
 
-pub use crate::epoch::pin;
 pub use forest::Forest;
-pub(crate) use forest::{Forests, Source};
+pub use forest::{Forests, Source};
 pub use marks::Mark;
-pub(crate) use node::Node;
+pub use node::Node;
+pub use pagemill_core::epoch::pin;
 // Not named outside of the crate: a caller could return a node that an array holds.
-pub(crate) use nodes::Nodes;
-pub(crate) use relocate::relocate;
+use nodes::Nodes;
+#[cfg(test)]
+use relocate::relocate;
 pub use stock::NodeStock;
 pub use store::Writer;
-#[cfg(test)]
-pub(crate) use test_forest::OneForest;
+#[cfg(any(test, feature = "test-util"))]
+pub use test_forest::OneForest;
 pub use walk::Hit;
 pub use word::{MAX_INDEX, MAX_ORDER, MAX_VALUE};
 
-use crate::sync::{AtomicU32, Lock, Relaxed};
+use pagemill_core::sync::{AtomicU32, Lock, Relaxed};
 use slots::IndexSlot;
 use std::marker::PhantomPinned;
 use word::IndexWord;

@@ -5,7 +5,7 @@ use super::nodes::Nodes;
 use super::stock::{NodeStock, top_for};
 use super::word::{self, IndexWord, MAX_INDEX, MAX_ORDER, MAX_VALUE, SLOT_BITS};
 use super::{Found, XArray, slots};
-use crate::sync::Relaxed;
+use pagemill_core::sync::Relaxed;
 use std::cell::Cell;
 
 /// The exclusive writer of an array. Dropping it releases the lock.
