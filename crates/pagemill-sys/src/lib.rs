@@ -1,7 +1,7 @@
 //! Linux system calls and kernel files for Pagemill. This crate contains no policy.
 //!
 //! Each file covers one kernel feature. Each call returns the actual result (how many bytes, huge pages or not), so
-//! that the layers above count facts. Only [`probe`], which serves `pagemill doctor`, [`ring`] and [`task`] allocate
+//! that the layers above count facts. Only [`probe`], which serves `pagemill doctor`, and [`task`] allocate
 //! from the global allocator. Everything else may run inside `malloc`.
 //!
 //! | file | kernel feature |
@@ -15,7 +15,7 @@
 //! | [`barrier`] | a memory barrier in all threads at once (membarrier) |
 //! | [`futex`], [`thread`], [`task`], [`stack`], [`clock`] | waiting, threads, a thread for a closure, a stack for one call, time |
 //! | [`file`](mod@file) | small kernel and shared files without allocating |
-//! | [`disk`], [`ring`], [`waker`] | files and block devices; io_uring; an eventfd waker |
+//! | [`disk`], [`waker`] | files and block devices; an eventfd waker |
 //! | [`process`], [`child`] | process identity and limits; running a child process and forwarding its signals |
 //! | [`cgroup`] | memory control groups, the machine's memory |
 //! | [`events`] | kernel notifications about memory pressure |
@@ -42,7 +42,6 @@ pub mod numa;
 pub mod pages;
 pub mod probe;
 pub mod process;
-pub mod ring;
 pub mod stack;
 pub mod task;
 pub mod thread;

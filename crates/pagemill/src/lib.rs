@@ -34,8 +34,6 @@ mod slab_asymmetric_lock;
 #[allow(dead_code)] // the parts that only caches use
 mod slab_epochs;
 #[cfg(not(loom))]
-pub mod store;
-#[cfg(not(loom))]
 pub mod volatile;
 #[cfg(all(loom, test))]
 #[path = "volatile/word.rs"]
@@ -64,6 +62,12 @@ pub mod xarray {
     pub use pagemill_xarray::{
         Forest, Found, Hit, MAX_INDEX, MAX_ORDER, MAX_VALUE, Mark, NodeStock, Writer, XArray, pin,
     };
+}
+
+/// Files, devices and programs behind cached files.
+#[cfg(not(loom))]
+pub mod store {
+    pub use pagemill_store::*;
 }
 
 /// Lists and commands between processes.

@@ -2,7 +2,6 @@
 #![allow(unsafe_code)] // system calls
 
 use crate::disk::{self, Alignment, Disk, Options};
-use crate::ring::Ring;
 use crate::{mem, moves};
 use std::ffi::{CStr, c_int, c_void};
 use std::fs::File;
@@ -365,19 +364,35 @@ pub(super) fn lock_memory(len_bytes: usize) -> io::Result<()> {
 
 /// Creates an io_uring of one entry.
 pub(super) fn make_ring() -> io::Result<()> {
+    ring().map(drop)
+}
+
+fn ring() -> io::Result<OwnedFd> {
     let mut parameters = [0u32; 30];
     // SAFETY: writes the 120 bytes of `parameters`.
-    own(unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) }).map(drop)
+    own(unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) })
 }
 
 /// Registers a block of memory with a ring.
 pub(super) fn register_memory() -> io::Result<()> {
     let scratch = Scratch::new(1)?;
-    let mut ring = Ring::new(1)?;
-    ring.make_memory_table(1)?;
-    // SAFETY: memory of `scratch`, which stays until it is unregistered below.
-    unsafe { ring.register_memory(0, scratch.addr, scratch.len_bytes) }?;
-    ring.unregister_memory(0)
+    let ring = ring()?;
+    // An empty table (`struct io_uring_rsrc_register`), then its first entry (`struct io_uring_rsrc_update2`).
+    const REGISTER_BUFFERS: libc::c_uint = 15;
+    const UPDATE_BUFFERS: libc::c_uint = 16;
+    const IS_SPARSE: u64 = 1 << 32;
+    let memory = libc::iovec { iov_base: scratch.addr as *mut c_void, iov_len: scratch.len_bytes };
+    let table: [u64; 4] = [1 | IS_SPARSE, 0, 0, 0];
+    let entry: [u64; 4] = [0, (&raw const memory) as u64, 0, 1];
+    for (request, argument) in [(REGISTER_BUFFERS, &table), (UPDATE_BUFFERS, &entry)] {
+        let (fd, size) = (ring.as_raw_fd(), size_of_val(argument));
+        // SAFETY: reads `argument` and `memory`. The memory of `scratch` outlives the ring, which unpins it when closed.
+        let result = unsafe { libc::syscall(libc::SYS_io_uring_register, fd, request, argument.as_ptr(), size) };
+        if result < 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
 }
 
 /// Creates a file in `folder`, reads it with `O_DIRECT` and removes it. Returns the required alignment, if reported.

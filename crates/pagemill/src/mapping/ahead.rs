@@ -17,9 +17,9 @@ use crate::error::Result;
 use crate::folio::Frame;
 use crate::folio::word::Fetched;
 use crate::stats::{self, Counter};
-use crate::store::Buffer;
 use crate::sync::{Guarded, Relaxed};
 use crate::units::BLOCK_BYTES;
+use pagemill_store::Buffer;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8};
@@ -84,7 +84,7 @@ impl Mapping {
 
     /// Starts reading what is missing of a range (`u64::MAX` bytes: up to the end), and returns at once with the number
     /// of those bytes (`POSIX_FADV_WILLNEED`). Fewer than are missing where a 16th of the cache's limit is in flight
-    /// already, or no room can be made; 0 for a store that only blocks ([`crate::store::Store::is_asynchronous`]). A
+    /// already, or no room can be made; 0 for a store that only blocks ([`pagemill_store::Store::is_asynchronous`]). A
     /// failed read is repeated by the call that needs its bytes.
     ///
     /// Cost: some microseconds for each transfer of up to 2 MiB.

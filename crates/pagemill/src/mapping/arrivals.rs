@@ -1,9 +1,9 @@
 //! Pages on their way to a queue from stores that are no files of the system: these end their reads on whatever thread they like.
 
 use super::fill::Filling;
-use crate::store::ring::RingWaker;
-use crate::store::{Cancel, Store, Transfer};
 use crate::sync::Guarded;
+use pagemill_store::ring::RingWaker;
+use pagemill_store::{Cancel, Store, Transfer};
 use std::io;
 use std::sync::Arc;
 

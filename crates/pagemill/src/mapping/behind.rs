@@ -8,7 +8,7 @@
 //!     a task leaves its waker  <-------  wakes them
 //! ```
 //!
-//! Stores may finish transfers before [`crate::store::Store::start`] returns: no lock is held around it.
+//! Stores may finish transfers before [`pagemill_store::Store::start`] returns: no lock is held around it.
 
 use super::File;
 use super::ahead::Reading;
@@ -17,9 +17,9 @@ use super::flights::{Kind, Landed, Ticket};
 use super::sync::failed;
 use crate::error::{Error, Result};
 use crate::folio::word::Fetched;
-use crate::store::errno::{self, ETIMEDOUT};
-use crate::store::{Cancel, Transfer};
 use crate::sync::{Acquire, AtomicU32, EventCount, Guarded, Release};
+use pagemill_store::errno::{self, ETIMEDOUT};
+use pagemill_store::{Cancel, Transfer};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;

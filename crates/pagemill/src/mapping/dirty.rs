@@ -167,8 +167,8 @@ mod tests {
     use crate::folio::word::Kind;
     use crate::mapping::policy::Auto;
     use crate::mapping::{Cache, Settings};
-    use crate::store::{Faults, FaultyStore, MemoryStore};
     use crate::units::{BLOCK_BYTES, PageSize};
+    use pagemill_store::{Faults, FaultyStore, MemoryStore};
     use std::sync::Arc;
 
     const PAGE: usize = PageSize::MIN_BYTES;

@@ -32,7 +32,7 @@ impl Mapping {
     /// # Ok::<(), pagemill::Error>(())
     /// ```
     ///
-    /// For a store with blocking calls only ([`crate::store::Store::is_asynchronous`]) it blocks the executor's thread.
+    /// For a store with blocking calls only ([`pagemill_store::Store::is_asynchronous`]) it blocks the executor's thread.
     /// It also blocks briefly to make room, and while another thread holds the folio.
     ///
     /// Cost: that of [`Mapping::pin`] for a page in memory. Else some allocations, and a switch to the store's thread

@@ -21,7 +21,7 @@
 //! frozen waits for a second at most, then gets [`Error::Busy`]. Policies and stores are called inside the gate, too,
 //! so they must not use the cache's files.
 //!
-//! Uses `folio` and `xarray`. Calls upwards through traits: [`Policy`], [`crate::store::Store`],
+//! Uses `folio` and `xarray`. Calls upwards through traits: [`Policy`], [`pagemill_store::Store`],
 //! `pagemill_xarray::Forests`. Lock order: gate, in-flight list (of files with a store), index, the pool's state.
 //! Diagram and table: docs/states-and-locks.md.
 
@@ -119,12 +119,12 @@ pub use usage::{Holder, Usage};
 
 use crate::error::{Error, Result};
 use crate::folio::{Owner, Pool};
-use crate::store::Store;
 use crate::sync::{Acquire, AtomicU32, AtomicU64, Backoff, Lock, Relaxed, Release};
 use crate::trace::{self, Event};
 use behind::Behind;
 use dirty::Dirty;
 use gate::Gate;
+use pagemill_store::Store;
 use pagemill_xarray::{Forest, Node, XArray};
 use std::ops::Range;
 use std::sync::Arc;

@@ -9,8 +9,8 @@
 
 use super::fill::Filling;
 use crate::folio::Pool;
-use crate::store::ring::RegionId;
-use crate::store::{Buffer, Ring};
+use pagemill_store::ring::RegionId;
+use pagemill_store::{Buffer, Ring};
 use std::ops::Range;
 use std::ptr::NonNull;
 

@@ -10,9 +10,9 @@ use super::flush::Balance;
 use super::writeback::Why;
 use crate::error::{Error, Result};
 use crate::stats::{self, Counter};
-use crate::store::errno::{self, ETIMEDOUT};
 use crate::sync::{Backoff, Relaxed, sleep};
 use crate::units::BLOCK_BYTES;
+use pagemill_store::errno::{self, ETIMEDOUT};
 use std::time::Duration;
 
 /// Above the limit, a thread that waits writes back this much at a time.

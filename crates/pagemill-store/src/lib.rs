@@ -13,6 +13,9 @@
 //! around a `madvise`), never around I/O or callbacks. Only forks take two locks at a time (`forked`: claims, then
 //! regions). Diagram and fallbacks: docs/files-behind.md.
 
+// Nothing here is modelled by loom.
+#![cfg(not(loom))]
+
 pub mod buffer;
 mod engine;
 pub mod faulty;
@@ -21,6 +24,7 @@ mod forked;
 pub mod memory;
 pub mod ring;
 pub mod transfer;
+mod uring;
 
 pub use buffer::{Aligned, Buffer};
 pub use faulty::{Faults, FaultyStore};
@@ -153,12 +157,12 @@ pub trait Store: Any + Send + Sync {
 
 /// Returns whether a store fills the whole buffer of a read or reports an error. True for [`FileStore`] only. Other
 /// types are not trusted, whatever their [`Store::as_file`] returns: a short read would expose stale memory.
-pub(crate) fn fills_all(store: &dyn Store) -> bool {
+pub fn fills_all(store: &dyn Store) -> bool {
     (store as &dyn Any).is::<FileStore>()
 }
 
 /// Error numbers that this crate creates itself.
-pub(crate) mod errno {
+pub mod errno {
     use std::io;
 
     pub const EINTR: i32 = 4;

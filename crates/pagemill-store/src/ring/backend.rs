@@ -2,9 +2,9 @@
 #![allow(unsafe_code)] // transfers name memory
 
 use super::threads::Crew;
-use crate::store::buffer::{Aligned, Buffer};
-use crate::store::errno::{self, EAGAIN, EBUSY, EOPNOTSUPP};
-use pagemill_sys::ring::{self, Completion, Target, Transfer};
+use crate::buffer::{Aligned, Buffer};
+use crate::errno::{self, EAGAIN, EBUSY, EOPNOTSUPP};
+use crate::uring::{self, Completion, Target, Transfer};
 use pagemill_sys::waker::Waker;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -53,7 +53,7 @@ pub(super) struct Alarm {
 #[allow(clippy::large_enum_variant)] // one a ring, reached with every transfer
 pub(super) enum Backend {
     Kernel {
-        ring: ring::Ring,
+        ring: uring::Ring,
         alarm: Option<Box<Alarm>>,
         /// Signalled on completions, for event loops.
         watch: Option<Arc<Waker>>,
@@ -63,7 +63,7 @@ pub(super) enum Backend {
 
 impl Backend {
     pub fn kernel(depth: u32) -> io::Result<Self> {
-        Ok(Self::Kernel { ring: ring::Ring::new(depth)?, alarm: None, watch: None })
+        Ok(Self::Kernel { ring: uring::Ring::new(depth)?, alarm: None, watch: None })
     }
 
     pub fn threads() -> io::Result<Self> {
@@ -80,7 +80,7 @@ impl Backend {
     ///
     /// # Safety
     ///
-    /// As `sys::ring::Ring::queue`; the file stays open until the completion has come.
+    /// As `uring::Ring::queue`; the file stays open until the completion has come.
     pub unsafe fn queue(&mut self, transfer: &Transfer, token: u64) -> io::Result<()> {
         match self {
             // SAFETY: the caller's promise.
@@ -103,7 +103,7 @@ impl Backend {
         }
     }
 
-    #[cfg(all(test, not(shuttle)))]
+    #[cfg(any(test, feature = "test-util"))]
     pub fn has_queued(&mut self) -> bool {
         match self {
             Self::Kernel { ring, .. } => ring.has_queued(),
@@ -222,7 +222,7 @@ impl Backend {
     }
 
     /// Returns the kernel's ring, for its tables.
-    pub fn tables(&mut self) -> io::Result<&mut ring::Ring> {
+    pub fn tables(&mut self) -> io::Result<&mut uring::Ring> {
         match self {
             Self::Kernel { ring, .. } => Ok(ring),
             Self::Threads(_) => Err(errno::error(EOPNOTSUPP)),
@@ -242,7 +242,7 @@ fn unless_busy(result: io::Result<()>) -> io::Result<()> {
 }
 
 impl Alarm {
-    fn set(&mut self, ring: &mut ring::Ring) -> io::Result<()> {
+    fn set(&mut self, ring: &mut uring::Ring) -> io::Result<()> {
         if self.is_set {
             return Ok(());
         }

@@ -7,9 +7,9 @@ use super::errno::{self, ECANCELED};
 use super::file::Handle;
 use super::ring::{Event, Ring, RingWaker, Settings};
 use super::transfer::{Direction, Transfer};
-use crate::callback;
-use crate::stats::{self, Counter};
-use pagemill_sys::ring::generation;
+use crate::uring::generation;
+use pagemill_core::callback;
+use pagemill_core::stats::{self, Counter};
 use pagemill_sys::thread::{self, Work};
 use std::collections::VecDeque;
 use std::io;
@@ -207,9 +207,9 @@ impl Work for TransferEngine {
 #[cfg(all(test, not(any(loom, shuttle))))]
 mod tests {
     use super::*;
-    use crate::arena::place;
-    use crate::store::transfer::{Cancel, Finish, Gather};
-    use crate::store::{Aligned, FileStore};
+    use crate::transfer::{Cancel, Finish, Gather};
+    use crate::{Aligned, FileStore};
+    use pagemill_core::arena::place;
 
     /// A long-lived cancel keeps one waker for all threads of the engine, and that waker wakes the current one.
     #[test]

@@ -5,10 +5,10 @@
 //! registered with several rings; the last one to unregister it makes it inheritable again. Memory that children never
 //! get ([`Buffer::is_kept_from_children`]) is left as it is.
 
-use crate::store::buffer::Buffer;
-use crate::store::errno::{self, EBUSY, EINVAL, ENOSPC};
-use crate::store::forked;
-use crate::sync::Guarded;
+use crate::buffer::Buffer;
+use crate::errno::{self, EBUSY, EINVAL, ENOSPC};
+use crate::forked;
+use pagemill_core::sync::Guarded;
 use pagemill_sys::disk;
 use std::collections::BTreeMap;
 use std::io;
@@ -117,7 +117,7 @@ fn range(keeper: &dyn Buffer) -> (usize, usize) {
 }
 
 /// Ranges that are kept from fork children. Key: address. Value: length, and number of rings that registered it.
-pub(in crate::store) static KEPT: Guarded<BTreeMap<usize, (usize, usize)>> = Guarded::new(BTreeMap::new());
+pub(crate) static KEPT: Guarded<BTreeMap<usize, (usize, usize)>> = Guarded::new(BTreeMap::new());
 
 /// Keeps a range from fork children until this is dropped.
 struct Kept {

@@ -5,9 +5,9 @@
 #![allow(unsafe_code)] // transfers name memory
 
 use super::backend::Call;
-use crate::store::errno::{ECANCELED, EIO};
+use crate::errno::{ECANCELED, EIO};
+use crate::uring::{Completion, Target, Transfer, generation};
 use pagemill_sys::disk;
-use pagemill_sys::ring::{Completion, Target, Transfer, generation};
 use pagemill_sys::thread::{self, Work};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicPtr, Ordering::AcqRel, Ordering::Acquire};
@@ -181,12 +181,12 @@ impl Crew {
 
     /// # Safety
     ///
-    /// As `sys::ring::Ring::queue`; the file stays open until the completion has come.
+    /// As `uring::Ring::queue`; the file stays open until the completion has come.
     pub unsafe fn queue(&mut self, transfer: &Transfer, token: u64) {
         self.queued.push_back(ThreadJob { transfer: *transfer, token, completions: self.completions.clone() });
     }
 
-    #[cfg(all(test, not(shuttle)))]
+    #[cfg(any(test, feature = "test-util"))]
     pub fn has_queued(&mut self) -> bool {
         !self.queued.is_empty()
     }

@@ -3,9 +3,9 @@
 #![allow(unsafe_code)] // buffers of its own kinds
 
 use super::*;
-use crate::store::FileStore;
-use crate::store::errno::{EBUSY, EINVAL};
-use crate::store::{Aligned, FileOptions, Store};
+use crate::FileStore;
+use crate::errno::{EBUSY, EINVAL};
+use crate::{Aligned, FileOptions, Store};
 use pagemill_sys::disk::{Alignment, Disk, FileKind};
 use std::io::Write;
 use std::ptr::NonNull;

@@ -15,7 +15,7 @@
 //! device releases it. Dropping a ring cancels all transfers and waits for them. Buffers that a device still holds
 //! after that are never freed.
 //!
-//! Uses `sys::ring` and `file`. No locks, but those of `regions` and `threads`. In a fork child a ring does nothing.
+//! Uses `uring` and `file`. No locks, but those of `regions` and `threads`. In a fork child a ring does nothing.
 #![allow(unsafe_code)] // queues transfers of memory that it owns
 
 mod backend;
@@ -32,10 +32,10 @@ use super::buffer::{self, Buffer};
 use super::errno::{self, EBADF, ECANCELED, ETIMEDOUT};
 use super::file::{Handle, Piece, TransferProgress, TransferStep, TransferWay};
 use super::transfer::Direction;
-use crate::stats::{self, Counter};
+use crate::uring::{Completion, Target, Transfer, generation};
 use backend::{Backend, Call};
+use pagemill_core::stats::{self, Counter};
 use pagemill_sys::clock::{coarse_ns, fine_ns};
-use pagemill_sys::ring::{Completion, Target, Transfer, generation};
 use regions::Regions;
 use std::collections::VecDeque;
 use std::io;
@@ -373,12 +373,12 @@ impl<B: Buffer> Ring<B> {
     }
 
     /// Returns whether the buffer of an in-flight transfer matches.
-    pub(crate) fn any_in_flight(&self, is_meant: impl Fn(&B) -> bool) -> bool {
+    pub fn any_in_flight(&self, is_meant: impl Fn(&B) -> bool) -> bool {
         self.requests().any(|(_, request)| is_meant(&request.buffer))
     }
 
     /// Returns the buffer of an in-flight transfer. The device may change its bytes.
-    pub(crate) fn buffer(&self, id: RequestId) -> Option<&B> {
+    pub fn buffer(&self, id: RequestId) -> Option<&B> {
         let slot = self.slots.get(id.0 as u32 as usize)?;
         let is_it = u64::from(slot.round) == id.0 >> u32::BITS;
         slot.request.as_ref().filter(|_| is_it).map(|request| &request.buffer)
@@ -398,8 +398,8 @@ impl<B: Buffer> Ring<B> {
     }
 
     /// Returns whether a transfer is queued but not started.
-    #[cfg(all(test, not(shuttle)))]
-    pub(crate) fn has_queued(&mut self) -> bool {
+    #[cfg(any(test, feature = "test-util"))]
+    pub fn has_queued(&mut self) -> bool {
         self.backend.has_queued()
     }
 
@@ -560,7 +560,7 @@ impl RingWaker {
     }
 
     /// Returns whether both belong to one ring.
-    pub(crate) fn is(&self, other: &Self) -> bool {
+    pub fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 }

@@ -1,14 +1,14 @@
 //! Write claims: at most one store of this process writes to a file.
 
-use crate::store::forked;
-use crate::sync::Guarded;
-use pagemill_sys::ring;
+use crate::forked;
+use crate::uring;
+use pagemill_core::sync::Guarded;
 use std::collections::BTreeSet;
 
 /// Identity of a file: device and inode.
-pub(in crate::store) type FileKey = (u64, u64);
+pub(crate) type FileKey = (u64, u64);
 
-pub(in crate::store) static CLAIMED: Guarded<BTreeSet<FileKey>> = Guarded::new(BTreeSet::new());
+pub(crate) static CLAIMED: Guarded<BTreeSet<FileKey>> = Guarded::new(BTreeSet::new());
 
 /// The right to write to a file; dropping it releases the file.
 pub(super) struct FileClaim {
@@ -21,14 +21,14 @@ impl FileClaim {
     /// Claims a file. `None` if another store of this process has it.
     pub fn take(key: FileKey) -> Option<Self> {
         forked::hear();
-        let generation = ring::generation().unwrap_or_default();
+        let generation = uring::generation().unwrap_or_default();
         // Created only after the insert succeeded, because dropping a claim releases the file.
         CLAIMED.with(|claimed| claimed.insert(key)).then(|| Self { key, generation })
     }
 
     /// Returns whether this process owns the claim, and not the process that it was forked from.
     pub fn is_ours(&self) -> bool {
-        ring::generation().is_ok_and(|generation| generation == self.generation)
+        uring::generation().is_ok_and(|generation| generation == self.generation)
     }
 }
 

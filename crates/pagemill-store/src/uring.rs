@@ -5,10 +5,10 @@
 //! the parent's: its memory is not mapped there, and every call returns `EBADF`.
 #![allow(unsafe_code)] // queue entries name memory, registering pins it
 
-use crate::process;
-use crate::waker::Waker;
 use io_uring::types::{Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
+use pagemill_sys::process;
+use pagemill_sys::waker::Waker;
 use std::io;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;

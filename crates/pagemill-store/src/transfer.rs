@@ -344,7 +344,7 @@ impl Finish for Gather {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::{Aligned, MemoryStore};
+    use crate::{Aligned, MemoryStore};
     use std::sync::mpsc;
 
     /// One read, one write, one dropped, one cancelled: each reports its end once, and returns its memory.

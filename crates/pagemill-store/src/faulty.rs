@@ -368,7 +368,7 @@ impl<S: Send + Sync> Wake for Shared<S> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::{Aligned, Cancel, MemoryStore};
+    use crate::{Aligned, Cancel, MemoryStore};
     use std::sync::mpsc;
 
     const LONG: Duration = Duration::from_secs(600);
@@ -442,9 +442,9 @@ mod tests {
     fn calls_hang_until_released() {
         let store = store();
         store.hold();
-        let (cancel, gather) = (Cancel::new(), crate::store::Gather::new(1));
+        let (cancel, gather) = (Cancel::new(), crate::Gather::new(1));
         let to = gather.clone();
-        let done = move |result, _| crate::store::Finish::finish(&*to, 0, result);
+        let done = move |result, _| crate::Finish::finish(&*to, 0, result);
         store.start(vec![Transfer::read(0, Aligned::new(4, 4), done).with_cancel(&cancel)]);
         std::thread::scope(|scope| {
             let read = scope.spawn(|| store.read(0, &mut [0; 4]));

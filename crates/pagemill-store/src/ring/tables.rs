@@ -3,10 +3,10 @@
 
 use super::Ring;
 use super::regions::RegionId;
-use crate::stats::{self, Counter};
-use crate::store::buffer::Buffer;
-use crate::store::errno::{self, EBUSY, EINVAL, EOPNOTSUPP};
-use crate::store::file::{FileStore, Handle, TransferWay};
+use crate::buffer::Buffer;
+use crate::errno::{self, EBUSY, EINVAL, EOPNOTSUPP};
+use crate::file::{FileStore, Handle, TransferWay};
+use pagemill_core::stats::{self, Counter};
 use std::io;
 use std::sync::Arc;
 
@@ -127,7 +127,7 @@ impl<B: Buffer> Ring<B> {
     }
 
     /// Retires registered memory: transfers that begin later do not use its registration. In-flight ones still do.
-    pub(crate) fn retire(&mut self, id: RegionId) {
+    pub fn retire(&mut self, id: RegionId) {
         self.regions.retire(id);
     }
 

@@ -1,9 +1,9 @@
 //! Progress of a transfer in pieces: the same for blocking calls, threads and rings.
 
 use super::Handle;
-use crate::stats::{self, Counter};
-use crate::store::errno::{self, EAGAIN, EINTR, EINVAL};
-use crate::store::transfer::Direction;
+use crate::errno::{self, EAGAIN, EINTR, EINVAL};
+use crate::transfer::Direction;
+use pagemill_core::stats::{self, Counter};
 use std::io;
 
 /// Largest piece: the system transfers at most 2 GiB at a time.

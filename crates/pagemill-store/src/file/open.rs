@@ -2,11 +2,11 @@
 
 use super::claims::FileClaim;
 use super::{FileStore, Handle};
-use crate::error::{Error, Result};
-use crate::stats::{self, Counter};
-use crate::store::Aligned;
-use crate::store::errno::{self, EINVAL, EISDIR, EOPNOTSUPP};
-use crate::units::{BLOCK_BYTES, PageSize};
+use crate::Aligned;
+use crate::errno::{self, EINVAL, EISDIR, EOPNOTSUPP};
+use pagemill_core::error::{Error, Result};
+use pagemill_core::stats::{self, Counter};
+use pagemill_core::units::{BLOCK_BYTES, PageSize};
 use pagemill_sys::disk::{self, Alignment, Disk, Facts, FileKind, Options};
 use pagemill_sys::process;
 use std::ffi::{CStr, CString};
